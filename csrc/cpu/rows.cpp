@@ -1,0 +1,308 @@
+// The row kernels: statistics of a row of logits, its gradient, and both with the objective in between.
+//
+//     y = u, or cap * tanh(scale * u / cap)          z = y * to_z          to_z = scale / T, or 1 / T with a softcap
+//     S = sum_j e^(z_j - m)    lse = m + log S       logp = (z_id - m) - log S
+//     entropy = log S - sum_j e^(z_j - m) (z_j - m) / S           (nothing cancels: both terms are >= 0)
+//     dz_j = g_logp (1[j = id] - p_j) - g_entropy p_j (log p_j + entropy),    du_j = dz_j * dz/du
+//
+// A row is walked in blocks that fit the first-level cache. The running maximum is taken per block; sums run in
+// independent lanes within a block and in double between blocks. An exponential is 2^t with t = (y - max) * to_z
+// log2(e): its error grows with the distance from the maximum, where the term no longer counts.
+//
+// The gradient may overwrite the logits, in fp32 or as 16-bit values over the front of the same row. A forward sweep
+// that reads each vector before it writes the one at the same index then never destroys a logit that is still needed.
+//
+// Compiled once per instruction set, see rows.h. Only internal linkage and plain functions of libm here.
+#include "rows.h"
+
+#include <math.h>
+
+#include "math.h"
+
+namespace gk {
+namespace GK_ISA {
+
+constexpr int64_t kBlock = 2048;       // floats of a block: 8 KiB
+constexpr int64_t kStep = 4 * kWidth;  // elements of one loop iteration
+constexpr float kInfinity = __builtin_inff();
+constexpr double kLn2 = 0.693147180559945309417;
+static_assert(kBlock % kStep == 0, "only the last block of a row is padded");
+
+struct Row {
+    const void* logits;
+    int32_t dtype;
+    int64_t vocab;
+    bool capped;
+    float cap, to_tanh;  // y = cap * tanh(to_tanh * u)
+    double to_z;         // z = to_z * y
+    double chain;        // dz/du, without 1 - tanh^2
+};
+
+static int64_t element_size(int32_t dtype) { return dtype == kFloat32 ? 4 : 2; }
+
+static Row make_row(const RowArgs& args, int64_t i, float temperature) {
+    const double scale = args.params.logit_scale, cap = args.params.softcap;
+    Row row = {};
+    row.dtype = args.logits_dtype;
+    row.logits = static_cast<const char*>(args.logits) + i * args.logits_pitch * element_size(row.dtype);
+    row.vocab = args.vocab;
+    row.capped = cap != 0;
+    row.cap = args.params.softcap;
+    row.to_tanh = row.capped ? static_cast<float>(scale / cap) : 0.f;
+    row.chain = scale / temperature;
+    row.to_z = row.capped ? 1.0 / temperature : row.chain;
+    return row;
+}
+
+// ---- blocks of y ----------------------------------------------------------------------------------------------------
+struct Buffers {
+    alignas(64) float y[kBlock];
+    alignas(64) float slope[kBlock];  // 1 - tanh^2, with a softcap
+};
+
+template <class Type, bool kCapped>
+static inline void convert_vector(const Row& row, const typename Type::Element* u, float* y, float* slope) {
+    Float x = Type::load(u);
+    if (kCapped) {
+        const TanhPair tanh = tanh_pair(x * row.to_tanh);
+        x = tanh.value * row.cap;
+        Float32::store(slope, tanh.slope);
+    }
+    Float32::store(y, x);
+}
+
+template <class Type, bool kCapped>
+static void convert_block(const Row& row, int64_t first, int64_t count, Buffers& buffers) {
+    const auto* u = static_cast<const typename Type::Element*>(row.logits) + first;
+    int64_t i = 0;
+    for (; i + kWidth <= count; i += kWidth)
+        convert_vector<Type, kCapped>(row, u + i, buffers.y + i, buffers.slope + i);
+    if (i < count) {
+        typename Type::Element tail[kWidth] = {};
+        __builtin_memcpy(tail, u + i, (count - i) * sizeof *tail);
+        convert_vector<Type, kCapped>(row, tail, buffers.y + i, buffers.slope + i);
+    }
+    for (i = count; i % kStep != 0; i++) {  // padding: probability 0
+        buffers.y[i] = -kInfinity;
+        buffers.slope[i] = 0.f;
+    }
+}
+
+// y[first, first + count), padded with -inf to whole steps. fp32 logits that need no conversion are used where they
+// are.
+static const float* load_block(const Row& row, int64_t first, int64_t count, Buffers& buffers) {
+    if (row.dtype == kFloat32 && !row.capped && count % kStep == 0)
+        return static_cast<const float*>(row.logits) + first;
+    if (row.dtype == kFloat32)
+        (row.capped ? convert_block<Float32, true> : convert_block<Float32, false>)(row, first, count, buffers);
+    else if (row.dtype == kBFloat16)
+        (row.capped ? convert_block<BFloat16, true> : convert_block<BFloat16, false>)(row, first, count, buffers);
+    else
+        (row.capped ? convert_block<Float16, true> : convert_block<Float16, false>)(row, first, count, buffers);
+    return buffers.y;
+}
+
+// ---- statistics -----------------------------------------------------------------------------------------------------
+struct Statistics {
+    float max;  // of y; z - lse = (y - max) * to_z - log_sum
+    double log_sum;
+    double lse;
+    float logp, entropy;
+};
+
+static float block_max(const float* y, int64_t count) {
+    Float m[4];
+    for (Float& lane : m) lane = splat(-kInfinity);
+    for (int64_t i = 0; i < count; i += kStep)
+        for (int k = 0; k < 4; k++) m[k] = max(Float32::load(y + i + k * kWidth), m[k]);  // skips NaN
+    const Float best = max(max(m[0], m[1]), max(m[2], m[3]));
+    float result = -kInfinity;
+    for (int k = 0; k < kWidth; k++) result = best[k] > result ? best[k] : result;
+    return result;
+}
+
+struct Sums {
+    double exps;    // sum of 2^t
+    double moment;  // sum of 2^t t
+};
+
+static Sums block_sums(const float* y, int64_t count, float max_y, float to_exponent) {
+    Float exps[4] = {}, moment[4] = {};
+    for (int64_t i = 0; i < count; i += kStep) {
+        for (int k = 0; k < 4; k++) {
+            const Float t = max(splat(kMinExponent), (Float32::load(y + i + k * kWidth) - max_y) * to_exponent);
+            const Float e = exp2_bounded(t);
+            exps[k] += e;
+            moment[k] += e * t;  // t is finite where e is 0: no 0 * inf from a masked vocabulary
+        }
+    }
+    const Float all_exps = (exps[0] + exps[1]) + (exps[2] + exps[3]);
+    const Float all_moment = (moment[0] + moment[1]) + (moment[2] + moment[3]);
+    Sums sums = {0.0, 0.0};
+    for (int k = 0; k < kWidth; k++) {
+        sums.exps += static_cast<double>(all_exps[k]);
+        sums.moment += static_cast<double>(all_moment[k]);
+    }
+    return sums;
+}
+
+// Moves the sums to a larger maximum: every t falls by the same amount.
+static Sums rebase(const Sums& sums, double fall) {
+    const double factor = exp2(-fall);
+    return {sums.exps * factor, (sums.moment - sums.exps * fall) * factor};
+}
+
+static Statistics row_statistics(const Row& row, int64_t id, Buffers& buffers) {
+    const double to_exponent = row.to_z / kLn2;
+    float max_y = -kInfinity;
+    Sums sums = {0.0, 0.0};
+    for (int64_t first = 0; first < row.vocab; first += kBlock) {
+        const int64_t count = row.vocab - first < kBlock ? row.vocab - first : kBlock;
+        const int64_t padded = (count + kStep - 1) / kStep * kStep;
+        const float* y = load_block(row, first, count, buffers);
+        const float top = block_max(y, padded);
+        if (top > max_y) {
+            if (max_y > -kInfinity) sums = rebase(sums, (static_cast<double>(top) - max_y) * to_exponent);
+            max_y = top;
+        }
+        // Before the first finite logit any finite reference will do: all terms are 0, or NaN.
+        const float reference = max_y > -kInfinity ? max_y : 0.f;
+        const Sums block = block_sums(y, padded, reference, static_cast<float>(to_exponent));
+        sums.exps += block.exps;
+        sums.moment += block.moment;
+    }
+    Statistics result;
+    result.max = max_y;
+    result.log_sum = log(sums.exps);
+    result.lse = max_y * row.to_z + result.log_sum;
+    result.entropy = static_cast<float>(result.log_sum - kLn2 * sums.moment / sums.exps);
+    result.logp = __builtin_nanf("");  // an id outside the vocabulary has no probability
+    if (id >= 0 && id < row.vocab) {
+        const double y_id = *load_block(row, id, 1, buffers);
+        result.logp = static_cast<float>((y_id - max_y) * row.to_z - result.log_sum);
+    }
+    return result;
+}
+
+// ---- gradient -------------------------------------------------------------------------------------------------------
+// du_j = 2^t (constant + linear t) * (1 - tanh^2), all but the sampled id's own term.
+struct Sweep {
+    float max, to_exponent, constant, linear;
+};
+
+template <class Out, bool kLinear, bool kCapped>
+static inline Float gradient_vector(const Sweep& sweep, const float* y, const float* slope) {
+    const Float t = max(splat(kMinExponent), (Float32::load(y) - sweep.max) * sweep.to_exponent);
+    Float du = exp2_bounded(t) * (kLinear ? t * sweep.linear + sweep.constant : splat(sweep.constant));
+    if (kCapped) du *= Float32::load(slope);
+    return du;
+}
+
+template <class Out, bool kLinear, bool kCapped>
+static void sweep_block(const Sweep& sweep, const float* y, const float* slope, int64_t count, void* out,
+                        int64_t first) {
+    auto* target = static_cast<typename Out::Element*>(out) + first;
+    int64_t i = 0;
+    for (; i + kWidth <= count; i += kWidth)
+        Out::store(target + i, gradient_vector<Out, kLinear, kCapped>(sweep, y + i, slope + i));
+    if (i < count) {
+        typename Out::Element tail[kWidth];
+        Out::store(tail, gradient_vector<Out, kLinear, kCapped>(sweep, y + i, slope + i));
+        __builtin_memcpy(target + i, tail, (count - i) * sizeof *tail);
+    }
+}
+
+using SweepBlock = void (*)(const Sweep&, const float*, const float*, int64_t, void*, int64_t);
+
+template <class Out>
+static SweepBlock choose_sweep(bool linear, bool capped) {
+    if (linear) return capped ? sweep_block<Out, true, true> : sweep_block<Out, true, false>;
+    return capped ? sweep_block<Out, false, true> : sweep_block<Out, false, false>;
+}
+
+template <class Out>
+static void store_one(void* row, int64_t index, float value) {
+    typename Out::Element lanes[kWidth];
+    Out::store(lanes, splat(value));
+    static_cast<typename Out::Element*>(row)[index] = lanes[0];
+}
+
+// z - lse = (y - max_y) * to_z - log_sum, from the row's own statistics or from a given lse.
+static void row_gradient(const RowArgs& args, int64_t i, const Row& row, float max_y, double log_sum, float entropy,
+                         float g_logp, float g_entropy, Buffers& buffers) {
+    char* out = static_cast<char*>(args.grad) + i * args.grad_pitch * element_size(args.grad_dtype);
+    if (g_logp == 0.f && g_entropy == 0.f) {
+        __builtin_memset(out, 0, row.vocab * element_size(args.grad_dtype));
+        return;
+    }
+    const bool linear = g_entropy != 0.f;
+    const double probability_scale = -exp(-log_sum) * row.chain;
+    const double at_log_p_zero = linear ? g_logp + g_entropy * (entropy - log_sum) : g_logp;
+    const Sweep sweep = {max_y, static_cast<float>(row.to_z / kLn2),
+                         static_cast<float>(probability_scale * at_log_p_zero),
+                         static_cast<float>(probability_scale * g_entropy * kLn2)};
+
+    // The sampled id, before the sweep may overwrite its logit: 1 - p from expm1, exact where p is close to 1.
+    const int64_t id = args.ids[i];
+    const bool known = id >= 0 && id < row.vocab;
+    double du_id = 0.0;
+    if (known) {
+        const double log_p = (*load_block(row, id, 1, buffers) - static_cast<double>(max_y)) * row.to_z - log_sum;
+        du_id = -g_logp * expm1(log_p);
+        if (linear && log_p > -1e30) du_id -= g_entropy * exp(log_p) * (log_p + entropy);
+        du_id *= row.chain * (row.capped ? buffers.slope[0] : 1.f);
+    }
+
+    const SweepBlock sweep_any = args.grad_dtype == kFloat32    ? choose_sweep<Float32>(linear, row.capped)
+                                 : args.grad_dtype == kBFloat16 ? choose_sweep<BFloat16>(linear, row.capped)
+                                                                : choose_sweep<Float16>(linear, row.capped);
+    for (int64_t first = 0; first < row.vocab; first += kBlock) {
+        const int64_t count = row.vocab - first < kBlock ? row.vocab - first : kBlock;
+        sweep_any(sweep, load_block(row, first, count, buffers), buffers.slope, count, out, first);
+    }
+    if (!known) return;
+    const auto store = args.grad_dtype == kFloat32    ? store_one<Float32>
+                       : args.grad_dtype == kBFloat16 ? store_one<BFloat16>
+                                                      : store_one<Float16>;
+    store(out, id, static_cast<float>(du_id));
+}
+
+// ---- kernels over rows [first, last) --------------------------------------------------------------------------------
+static Statistics write_statistics(const RowArgs& args, int64_t i, const Row& row, Buffers& buffers) {
+    const Statistics found = row_statistics(row, args.ids[i], buffers);
+    args.logp[i] = found.logp;
+    args.lse[i] = found.lse;
+    args.entropy[i] = found.entropy;
+    return found;
+}
+
+static void stats_rows(const RowArgs& args, int64_t first, int64_t last) {
+    Buffers buffers;
+    for (int64_t i = first; i < last; i++) write_statistics(args, i, make_row(args, i, args.temperature[i]), buffers);
+}
+
+static void fused_rows(const RowArgs& args, int64_t first, int64_t last) {
+    Buffers buffers;
+    for (int64_t i = first; i < last; i++) {
+        const Row row = make_row(args, i, args.table[kTemperature * args.table_pitch + i]);
+        const Statistics found = write_statistics(args, i, row, buffers);
+        const RowGradient g = row_objective(args, i, found.logp, found.entropy);
+        row_gradient(args, i, row, found.max, found.log_sum, found.entropy, g.logp, g.entropy, buffers);
+    }
+}
+
+static void gradient_rows(const RowArgs& args, int64_t first, int64_t last) {
+    Buffers buffers;
+    for (int64_t i = first; i < last; i++) {
+        const Row row = make_row(args, i, args.temperature[i]);
+        // lse in units of y, rounded to float; what the rounding leaves goes into log_sum
+        const float shift = static_cast<float>(args.lse[i] / row.to_z);
+        const double rest = args.lse[i] - shift * row.to_z;
+        row_gradient(args, i, row, shift, rest, args.entropy[i], args.g_logp[i], args.g_entropy[i], buffers);
+    }
+}
+
+RowKernels row_kernels() { return {fused_rows, stats_rows, gradient_rows}; }
+
+}  // namespace GK_ISA
+}  // namespace gk

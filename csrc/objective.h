@@ -1,0 +1,202 @@
+// The loss of one token and its derivatives; CPU and device kernels compile this same file.
+//
+//     value = keep * multiplier * surrogate(x, logp, A) + beta * KL(logp, ref) * (bias_correction ? r : 1)
+//     r     = exp(clamp(x)),   keep = entropy >= entropy_threshold
+//
+// x is the raw log ratio: logp - base for a token, a mean or sum of those for a sequence, 0 without a base. The total
+// derivative with respect to logp is d_ratio * dx/dlogp + d_direct; the caller knows dx/dlogp. Where a clamp acts, the
+// derivative is 0. A factor that is 0 selects an exact 0 and is never multiplied with something that may be infinite.
+#pragma once
+#include <math.h>
+
+#include "layout.h"
+
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__) || defined(__HIPCC__)
+#define GK_HD __host__ __device__ __forceinline__
+#else
+#define GK_HD inline
+#endif
+
+namespace gk {
+
+struct TokenObjective {
+    float value;     // the token's loss before its weight
+    float d_ratio;   // partial derivative with respect to x
+    float d_direct;  // partial derivative with respect to logp at fixed x
+    float kl;        // the KL term without beta
+};
+
+// A term of the loss: its value and the same two partial derivatives.
+struct Term {
+    float value, d_ratio, d_direct;
+};
+
+constexpr float kMaxExponent = 80.f;  // exp(80) = 5.5e34: still finite after a product with an advantage
+
+GK_HD float clamp(float x, float low, float high) { return x < low ? low : (x > high ? high : x); }
+
+// ---- surrogates: r is the clamped ratio, its derivatives ignore the clamp of x (objective() applies it) -------------
+GK_HD Term surrogate_clip(const Params& p, float r, float advantage) {
+    const float low = 1.f - p.epsilon_low, high = 1.f + p.epsilon_high;
+    const float unclipped = (r < p.delta ? r : p.delta) * advantage;
+    const float clipped = clamp(r, low, high) * advantage;
+    const bool active = unclipped <= clipped ? r <= p.delta : (low <= r && r <= high);
+    const Term term = {-(unclipped <= clipped ? unclipped : clipped), active ? -advantage * r : 0.f, 0.f};
+    const bool dual = advantage < 0.f && term.value > -p.dual_clip * advantage;
+    return dual ? Term{-p.dual_clip * advantage, 0.f, 0.f} : term;
+}
+
+// The ratio is a constant coefficient here: all gradient goes through logp.
+GK_HD Term surrogate_weighted_logp(float coefficient, float logp) { return {-coefficient * logp, 0.f, -coefficient}; }
+
+GK_HD Term surrogate_cispo(const Params& p, float r, float logp, float advantage) {
+    return surrogate_weighted_logp((r < p.epsilon_high ? r : p.epsilon_high) * advantage, logp);
+}
+
+GK_HD Term surrogate_cispo_two_sided(const Params& p, float r, float logp, float advantage) {
+    return surrogate_weighted_logp(clamp(r, 1.f - p.epsilon_low, 1.f + p.epsilon_high) * advantage, logp);
+}
+
+GK_HD Term surrogate_reinforce(float logp, float advantage) { return surrogate_weighted_logp(advantage, logp); }
+
+GK_HD Term surrogate_sapo(const Params& p, float r, float advantage) {
+    const float tau = advantage > 0.f ? p.sapo_temperature_pos : p.sapo_temperature_neg;
+    // sigmoid and its complement, each without cancellation: s (1 - s) stays exact far away from r = 1
+    const float decay = expf(-fabsf(tau * (r - 1.f)));
+    const float far_side = decay / (1.f + decay), near_side = 1.f / (1.f + decay);
+    const float s = tau * (r - 1.f) >= 0.f ? near_side : far_side;
+    return {-(4.f / tau) * s * advantage, -4.f * (far_side * near_side) * advantage * r, 0.f};
+}
+
+GK_HD Term surrogate_gmpo(float r, float advantage) { return {-advantage * r, -advantage * r, 0.f}; }
+
+// p - q is the change of the token's probability since it was sampled. x is raw: the quadratic knows no clamp.
+GK_HD float probability_change(float x, float logp) { return expf(logp) - expf(logp - x); }
+
+GK_HD Term surrogate_trust_region(bool keep, bool clamped, float r, float x, float advantage) {
+    const float policy = keep ? -r * advantage : 0.f;
+    return {policy + 1e-3f * x * x, (clamped ? 0.f : policy) + 2e-3f * x, 0.f};
+}
+
+GK_HD Term surrogate_dppo_tv(const Params& p, bool clamped, float r, float x, float logp, float advantage) {
+    const float change = probability_change(x, logp);
+    const bool drop = advantage > 0.f ? change > p.epsilon_high : change < -p.epsilon_low;
+    return surrogate_trust_region(!drop, clamped, r, x, advantage);
+}
+
+GK_HD Term surrogate_ipo(const Params& p, bool clamped, float r, float x, float logp, float advantage) {
+    const bool keep = fabsf(probability_change(x, logp)) <= p.epsilon_high;
+    return surrogate_trust_region(keep, clamped, r, x, advantage);
+}
+
+GK_HD Term surrogate(const Params& p, bool clamped, float r, float x, float logp, float advantage) {
+    Term term;
+    switch (p.surrogate) {
+        case kDppoTv:  // these two treat the clamp of x themselves
+            return surrogate_dppo_tv(p, clamped, r, x, logp, advantage);
+        case kIpo:
+            return surrogate_ipo(p, clamped, r, x, logp, advantage);
+        case kCispo:
+            term = surrogate_cispo(p, r, logp, advantage);
+            break;
+        case kCispoTwoSided:
+            term = surrogate_cispo_two_sided(p, r, logp, advantage);
+            break;
+        case kSapo:
+            term = surrogate_sapo(p, r, advantage);
+            break;
+        case kReinforce:
+            term = surrogate_reinforce(logp, advantage);
+            break;
+        case kGmpo:
+            term = surrogate_gmpo(r, advantage);
+            break;
+        default:
+            term = surrogate_clip(p, r, advantage);
+    }
+    if (clamped) term.d_ratio = 0.f;
+    return term;
+}
+
+// ---- KL estimators of d = ref - logp: value and derivative with respect to logp ------------------------------------
+struct Kl {
+    float value, d_logp;
+};
+
+GK_HD Kl kl_k1(float d) { return {-d, 1.f}; }
+
+GK_HD Kl kl_k2(float d) { return {0.5f * d * d, -d}; }
+
+GK_HD Kl kl_k3(float d) {  // exp(d) - 1 - d; expm1 keeps the digits of a small d
+    const float growth = expm1f(d);
+    return {growth - d, -growth};
+}
+
+GK_HD Kl kl_abs(float d) { return {fabsf(d), d > 0.f ? -1.f : (d < 0.f ? 1.f : 0.f)}; }
+
+GK_HD Kl kl_divergence(const Params& p, float logp, float ref) {
+    const float raw = ref - logp;
+    const bool exponential = p.kl == kK3 || p.kl == kK3Plus;
+    const float upper = exponential && p.kl_delta_clamp > kMaxExponent ? kMaxExponent : p.kl_delta_clamp;
+    const float d = clamp(raw, -p.kl_delta_clamp, upper);
+    Kl kl = {0.f, 0.f};
+    switch (p.kl) {
+        case kK1:
+            kl = kl_k1(d);
+            break;
+        case kK2:
+            kl = kl_k2(d);
+            break;
+        case kK3:
+            kl = kl_k3(d);
+            break;
+        case kAbs:
+            kl = kl_abs(d);
+            break;
+        case kK1Plus:  // straight-through: the value of one estimator, the gradient of k2
+            kl = {kl_k1(d).value, kl_k2(d).d_logp};
+            break;
+        case kK3Plus:
+            kl = {kl_k3(d).value, kl_k2(d).d_logp};
+            break;
+        default:
+            return kl;
+    }
+    const float value = clamp(kl.value, -p.kl_clamp, p.kl_clamp);
+    const bool clamped = raw < -p.kl_delta_clamp || raw > upper || value != kl.value;
+    return {value, clamped ? 0.f : kl.d_logp};
+}
+
+// ---- the token ------------------------------------------------------------------------------------------------------
+// The log ratio that is exponentiated: at most 80 even without a clamp.
+GK_HD float clamped_log_ratio(const Params& p, float x) {
+    return clamp(x, -p.log_ratio_clamp, p.log_ratio_clamp < kMaxExponent ? p.log_ratio_clamp : kMaxExponent);
+}
+
+GK_HD TokenObjective objective(const Params& p, float x, float logp, float entropy, float advantage, float ref,
+                               float multiplier, float entropy_threshold) {
+    const float exponent = clamped_log_ratio(p, x);
+    const bool clamped = exponent != x;
+    const float r = expf(exponent);
+    TokenObjective out = {0.f, 0.f, 0.f, 0.f};
+
+    if (entropy >= entropy_threshold && multiplier != 0.f) {
+        const Term term = surrogate(p, clamped, r, x, logp, advantage);
+        out.value = multiplier * term.value;
+        out.d_ratio = multiplier * term.d_ratio;
+        out.d_direct = multiplier * term.d_direct;
+    }
+    if (p.kl != kKlNone) {
+        const Kl kl = kl_divergence(p, logp, ref);
+        const float factor = p.bias_correction ? r : 1.f;
+        out.kl = kl.value * factor;
+        if (p.beta != 0.f) {
+            out.value += p.beta * out.kl;
+            out.d_direct += p.beta * kl.d_logp * factor;
+            if (p.bias_correction && !clamped) out.d_ratio += p.beta * out.kl;
+        }
+    }
+    return out;
+}
+
+}  // namespace gk
