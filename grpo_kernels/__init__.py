@@ -1,0 +1,28 @@
+"""Fused GRPO losses from hidden states: exact, in one chunk of logits. See the README, or `help(fused_grpo_loss)`."""
+
+from .advantages import group_advantages, process_advantages
+from .backends import available_backends
+from .config import GRPOConfig, available_presets
+from .logps import fused_logps
+from .loss import GRPOLossOutput, fused_grpo_loss, grpo_loss_from_logits, grpo_loss_from_logps
+from .offpolicy import entropy_quantile, rollout_weights
+from .policy import PolicyChunk, fused_policy_loss
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "GRPOConfig",
+    "GRPOLossOutput",
+    "PolicyChunk",
+    "available_backends",
+    "available_presets",
+    "entropy_quantile",
+    "fused_grpo_loss",
+    "fused_logps",
+    "fused_policy_loss",
+    "group_advantages",
+    "grpo_loss_from_logits",
+    "grpo_loss_from_logps",
+    "process_advantages",
+    "rollout_weights",
+]

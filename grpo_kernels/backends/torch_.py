@@ -1,0 +1,152 @@
+"""The torch backend: every kernel in plain PyTorch. The fallback on any device, and the one for float64.
+
+Softmax statistics in float32 or better, whatever the type of the logits. Intermediates are as large as the chunk.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import groups
+from ..objective import clamp_log_ratio, objective
+from ..params import COLUMN, COLUMNS, FIELD, KernelParams
+from . import RowStats
+
+
+class TorchBackend:
+    name = "torch"
+
+    def fused(self, logits: Tensor, grad: Tensor, ids: Tensor, table: Tensor, params: KernelParams) -> RowStats:
+        """Statistics, objective and gradient of a chunk whose tokens depend on themselves alone."""
+        temperature = table[FIELD["temperature"]]
+        stats = self.stats(logits, ids, temperature, params)
+        log_ratio = stats.logp - table[FIELD["base"]] if params.has_base else torch.zeros_like(stats.logp)
+        result = objective(log_ratio, stats.logp, stats.entropy, table, params)
+        g_logp = table[FIELD["weight_ratio"]] * result.d_ratio + table[FIELD["weight_direct"]] * result.d_direct
+        g_entropy = table[FIELD["weight_entropy"]]
+        self.gradient(logits, grad, ids, temperature, stats.lse, stats.entropy, g_logp, g_entropy, params)
+        return stats
+
+    def stats(self, logits: Tensor, ids: Tensor, temperature: Tensor, params: KernelParams) -> RowStats:
+        """logp of `ids`, log-sum-exp and entropy of every row (C,)."""
+        z, _ = _transform(logits, temperature, params)
+        top = z.amax(-1, keepdim=True)
+        top = torch.where(top.isfinite(), top, 0.0)
+        z_id = z.gather(1, ids[:, None]) - top
+        below = z.sub_(top)
+        p = below.exp()
+        total = p.sum(-1, keepdim=True)
+        log_sum = total.log()
+        # entropy = log S - sum e^(z - m) (z - m) / S: both terms are >= 0, nothing cancels
+        moment = p.mul_(below.masked_fill_(p == 0, 0.0)).sum(-1, keepdim=True)
+        logp, lse, entropy = z_id - log_sum, top.double() + log_sum.double(), log_sum - moment / total
+        return RowStats(logp.squeeze(1), lse.squeeze(1), entropy.squeeze(1))
+
+    def gradient(
+        self,
+        logits: Tensor,
+        grad: Tensor,
+        ids: Tensor,
+        temperature: Tensor,
+        lse: Tensor,
+        entropy: Tensor,
+        g_logp: Tensor,
+        g_entropy: Tensor,
+        params: KernelParams,
+    ) -> None:
+        """Write d loss / d logits to `grad` (C, V), which may be the memory of the logits."""
+        z, chain = _transform(logits, temperature, params)
+        # Two subtractions: lse rounded to the type of z, then what the rounding left.
+        rounded = lse.to(z.dtype)
+        log_p = z.sub_(rounded[:, None]).sub_((lse - rounded).to(z.dtype)[:, None])
+        p = log_p.exp()
+        if bool((g_entropy != 0).any()):
+            slope = log_p.masked_fill_(p == 0, 0.0).add_(entropy[:, None]).mul_(g_entropy[:, None]).add_(g_logp[:, None])
+            dz = p.mul_(slope).neg_()
+        else:
+            dz = p.mul_(-g_logp[:, None])
+        dz[torch.arange(len(ids), device=ids.device), ids] += g_logp
+        dz.mul_((params.logit_scale / temperature)[:, None])
+        if chain is not None:
+            dz.mul_(chain)
+        silent = (g_logp == 0) & (g_entropy == 0)
+        grad.copy_(dz.masked_fill_(silent[:, None], 0.0))
+
+    def objective(
+        self, log_ratio: Tensor, logp: Tensor, entropy: Tensor, table: Tensor, params: KernelParams
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(value, d_ratio, d_direct, kl) per token."""
+        return objective(log_ratio, logp, entropy, table, params)
+
+    def reduce(
+        self,
+        scored: Tensor,
+        log_ratio: Tensor,
+        logp: Tensor,
+        entropy: Tensor,
+        value: Tensor,
+        kl: Tensor,
+        g_logp: Tensor,
+        table: Tensor,
+        params: KernelParams,
+        cu_seqlens: Tensor,
+        group_index: Tensor | None,
+        num_groups: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Rows to sequences (S, K) to groups (num_groups, K) to totals (K,); extrema (3,). K columns as in params.COLUMNS."""
+        field = dict(zip(FIELD, table, strict=True))
+        ratio = clamp_log_ratio(log_ratio, params)[0].exp()
+        bounded, advantage = ratio.clamp(max=params.delta), field["advantage"]
+        behaviour = field["base"] if params.has_base else logp
+        known = ~field["rollout"].isnan()
+        mismatch = torch.where(known, (behaviour - field["rollout"]).abs(), 0.0)
+        one = torch.ones_like(logp)
+        columns = {
+            "loss": field["weight_direct"] * value + field["weight_entropy"] * entropy,
+            "tokens": one,
+            "kl": kl,
+            "entropy": entropy,
+            "ratio": ratio,
+            "clip_low": (bounded < 1 - params.epsilon_low) & (advantage < 0),
+            "clip_high": (bounded > 1 + params.epsilon_high) & (advantage > 0),
+            "cispo_clip": (bounded > params.epsilon_high) & (advantage > 0),
+            "approx_kl": behaviour - logp,
+            "mismatch": mismatch,
+            "mismatch_count": known,
+            "rollout_weight": field["rollout_weight"],
+            "rollout_weight_sq": field["rollout_weight"] ** 2,
+            "zero_gradient": (g_logp == 0) & (field["weight_entropy"] == 0),
+        }
+        matrix = torch.stack([torch.where(scored, columns[name].to(logp.dtype), 0.0) for name in COLUMNS], dim=1)
+        sequences = torch.segment_reduce(matrix, "sum", offsets=cu_seqlens, axis=0, unsafe=True)
+        grouped = matrix.new_zeros(num_groups, len(COLUMN))
+        if group_index is not None:
+            order = group_index.argsort(stable=True)
+            sizes = torch.bincount(group_index, minlength=num_groups)
+            grouped = torch.segment_reduce(sequences[order], "sum", lengths=sizes, axis=0, unsafe=True)
+        extrema = torch.stack(
+            [
+                torch.where(scored, ratio, torch.inf).min() if len(ratio) else one.new_tensor(torch.inf),
+                torch.where(scored, ratio, -torch.inf).max() if len(ratio) else one.new_tensor(-torch.inf),
+                torch.where(scored & known, mismatch, -torch.inf).max() if len(ratio) else one.new_tensor(-torch.inf),
+            ]
+        )
+        return sequences, grouped, sequences.sum(0), extrema
+
+    def group_statistics(
+        self, rewards: Tensor, group_index: Tensor, num_groups: int, scale: str, baseline: str, ddof: int, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(advantages (B,), mean (num_groups,), std (num_groups,)); NaN rewards are left out and get advantage 0."""
+        return groups.group_statistics(rewards, group_index, num_groups, scale, baseline, ddof, eps)
+
+
+def _transform(logits: Tensor, temperature: Tensor, params: KernelParams) -> tuple[Tensor, Tensor | None]:
+    """(z = softcap(scale * logits) / temperature, the softcap's derivative or None); never aliases the logits."""
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True).mul_(params.logit_scale)
+    chain = None
+    if params.softcap:
+        tanh = z.div_(params.softcap).tanh_()
+        chain = 1 - tanh * tanh
+        z = tanh.mul_(params.softcap)
+    return z.div_(temperature[:, None]), chain

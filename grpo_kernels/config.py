@@ -1,0 +1,304 @@
+"""GRPOConfig: five independent axes (surrogate, ratio level, KL estimator, aggregation, advantage rule) and their numbers.
+
+A `loss_type` of a trainer is a row of `PRESETS`, nothing else. Field names are TRL's where TRL has one.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from .params import KL_ESTIMATORS, KernelParams
+
+LEVELS = ("token", "sequence", "sequence_sum")
+AGGREGATIONS = ("seq_mean", "token_mean", "fixed_length", "num_items", "seq_sum")
+ADVANTAGE_SCALES = ("group", "batch", "none")
+ADVANTAGE_BASELINES = ("mean", "leave_one_out", "none")
+
+
+@dataclass(frozen=True)
+class SurrogateRule:
+    """What a surrogate allows: its ratio levels (the first is the default) and the options that it reads."""
+
+    levels: tuple[str, ...]
+    options: dict[str, float]  # option name -> default
+    pushes_without_advantage: bool = False  # has a gradient where the advantage is 0
+
+
+_CLIP_OPTIONS = {"epsilon_low": 0.2, "epsilon_high": 0.2}
+SURROGATE_RULES = {
+    "clip": SurrogateRule(LEVELS, {**_CLIP_OPTIONS, "delta": math.inf, "dual_clip": math.inf}),
+    "cispo": SurrogateRule(LEVELS, {"epsilon_high": 5.0}),
+    "cispo_two_sided": SurrogateRule(LEVELS, _CLIP_OPTIONS),
+    "sapo": SurrogateRule(LEVELS, {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}),
+    "vespo": SurrogateRule(
+        ("token",), {"vespo_k_pos": 2.0, "vespo_k_neg": 3.0, "vespo_lambda_pos": 3.0, "vespo_lambda_neg": 2.0}
+    ),
+    "reinforce": SurrogateRule(("token",), {}),
+    "gmpo": SurrogateRule(("sequence",), _CLIP_OPTIONS),
+    "dppo_tv": SurrogateRule(("token",), _CLIP_OPTIONS, pushes_without_advantage=True),
+    "ipo": SurrogateRule(("token",), {"epsilon_high": 0.1}, pushes_without_advantage=True),
+}
+# Every option that belongs to some surrogates only: given to another one it would be silently ignored, so it raises.
+_SURROGATE_OPTIONS = tuple(dict.fromkeys(name for rule in SURROGATE_RULES.values() for name in rule.options))
+
+
+@dataclass(frozen=True)
+class GRPOConfig:
+    """What `fused_grpo_loss` computes. Frozen and hashable; options left at None take the surrogate's default.
+
+    Loss
+        surrogate: "clip" (PPO, GRPO, DAPO, GSPO, ...), "cispo", "cispo_two_sided", "sapo", "vespo", "reinforce",
+            "gmpo", "dppo_tv", "ipo".
+        importance_sampling_level: "token", "sequence" (mean log-ratio) or "sequence_sum" (whole-completion ratio).
+        epsilon_low, epsilon_high: clip range [1 - epsilon_low, 1 + epsilon_high]; for "cispo" epsilon_high is the raw
+            cap of the ratio; for "dppo_tv" and "ipo" the bounds on the difference of probabilities.
+        delta: upper bound of the unclipped ratio (two-sided clipping). dual_clip: PPO's dual clip c > 1.
+        log_ratio_clamp: bound on |log ratio|, gradient 0 where it acts. Off by default; exponents stop at 80 anyway.
+        sapo_temperature_pos/_neg, vespo_k_pos/_k_neg/_lambda_pos/_lambda_neg: as in the papers and TRL.
+        off_policy_mask_threshold: drop a sequence with A < 0 whose mean(rollout_logp - logp), in nats, exceeds it.
+        entropy_coef: weight of the entropy bonus. entropy_threshold: tokens whose entropy (nats) is below lose their
+            surrogate; a number, or a tensor when data-parallel ranks share a quantile (see `entropy_quantile`).
+    KL to the reference policy
+        beta: weight. kl_estimator: "k1", "k2", "k3", "abs", "k1+", "k3+" (value of the one, gradient of k2), "none".
+        kl_clamp: bound on |KL|, or a pair (bound on |ref_logp - logp|, bound on |KL|), either may be None.
+        use_bias_correction_kl: KL times the importance ratio.
+    Aggregation
+        aggregation: "seq_mean", "token_mean", "fixed_length" (needs max_completion_length), "num_items", "seq_sum".
+    Logits
+        temperature: a number or a tensor with one value per token. logit_scale, logit_softcap: applied before it.
+        logits_dtype: torch.float32 or the input dtype; None takes float32 where a matrix product can return it from
+            16-bit inputs (GPUs) and the input dtype elsewhere.
+        chunk_rows: rows of logits held at a time; None derives it from V and a memory budget.
+        score_inactive: also report logps, entropy and metrics of tokens that cannot have a gradient.
+    Advantages from rewards
+        advantage_scale, advantage_baseline, advantage_ddof, advantage_eps: see `group_advantages`.
+    """
+
+    surrogate: str = "clip"
+    importance_sampling_level: str | None = None
+    kl_estimator: str = "k3"
+    aggregation: str = "num_items"
+    beta: float = 0.0
+    epsilon_low: float | None = None
+    epsilon_high: float | None = None
+    delta: float | None = None
+    dual_clip: float | None = None
+    log_ratio_clamp: float | None = None
+    kl_clamp: float | tuple[float | None, float | None] | None = None
+    use_bias_correction_kl: bool = False
+    temperature: float | torch.Tensor = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    entropy_coef: float = 0.0
+    entropy_threshold: float | torch.Tensor | None = None
+    off_policy_mask_threshold: float | None = None
+    max_completion_length: int | None = None
+    sapo_temperature_pos: float | None = None
+    sapo_temperature_neg: float | None = None
+    vespo_k_pos: float | None = None
+    vespo_k_neg: float | None = None
+    vespo_lambda_pos: float | None = None
+    vespo_lambda_neg: float | None = None
+    advantage_scale: str = "group"
+    advantage_baseline: str = "mean"
+    advantage_ddof: int = 1
+    advantage_eps: float = 1e-4
+    score_inactive: bool = True
+    logits_dtype: torch.dtype | None = None
+    chunk_rows: int | None = None
+    # Everything but the tensors, as text: what the custom op receives, and a constant to torch.compile.
+    key: str = dataclasses.field(init=False, repr=False, compare=False, default="")
+
+    def __post_init__(self) -> None:
+        _one_of("surrogate", self.surrogate, tuple(SURROGATE_RULES))
+        rule = SURROGATE_RULES[self.surrogate]
+        if self.importance_sampling_level is None:
+            object.__setattr__(self, "importance_sampling_level", rule.levels[0])
+        if self.importance_sampling_level not in rule.levels:
+            raise ValueError(
+                f"importance_sampling_level={self.importance_sampling_level!r} does not go with "
+                f"surrogate={self.surrogate!r}; expected one of {rule.levels}"
+            )
+        _one_of("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+        _one_of("aggregation", self.aggregation, AGGREGATIONS)
+        _one_of("advantage_scale", self.advantage_scale, ADVANTAGE_SCALES)
+        _one_of("advantage_baseline", self.advantage_baseline, ADVANTAGE_BASELINES)
+        for name in _SURROGATE_OPTIONS:
+            value = getattr(self, name)
+            if name not in rule.options:
+                if value is not None:
+                    raise ValueError(f"{name}={value} has no effect with surrogate={self.surrogate!r}; leave it out")
+            elif value is None and rule.options[name] != math.inf:
+                object.__setattr__(self, name, rule.options[name])
+        self._check_numbers()
+        self._check_combinations()
+        object.__setattr__(self, "key", self._to_key())
+
+    def _check_numbers(self) -> None:
+        for name in ("beta", "entropy_coef"):
+            _number(name, getattr(self, name), low=0.0)
+        for name in ("epsilon_low", "epsilon_high", "advantage_eps", "off_policy_mask_threshold"):
+            if getattr(self, name) is not None:
+                _number(name, getattr(self, name), low=0.0)
+        positive = (
+            *("delta", "log_ratio_clamp", "sapo_temperature_pos", "sapo_temperature_neg"),
+            *("vespo_lambda_pos", "vespo_lambda_neg"),
+        )
+        for name in positive:
+            if getattr(self, name) is not None:
+                _number(name, getattr(self, name), above=0.0)
+        for name in ("vespo_k_pos", "vespo_k_neg"):
+            if getattr(self, name) is not None:
+                _number(name, getattr(self, name))
+        if self.dual_clip is not None:
+            _number("dual_clip", self.dual_clip, above=1.0)
+        for name in ("kl_clamp[0]", "kl_clamp[1]"):
+            value = self.kl_clamps[int(name[-2])]
+            if value is not None:
+                _number(name, value, above=0.0)
+        check_logit_transform(self.temperature, self.logit_scale, self.logit_softcap)
+        if self.entropy_threshold is not None and not isinstance(self.entropy_threshold, torch.Tensor):
+            _number("entropy_threshold", self.entropy_threshold)
+        for name in ("max_completion_length", "chunk_rows"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"{name}={value!r}; expected an integer >= 1 or None")
+        if self.advantage_ddof not in (0, 1):
+            raise ValueError(f"advantage_ddof={self.advantage_ddof!r}; expected 0 or 1")
+        if self.logits_dtype not in (None, torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"logits_dtype={self.logits_dtype}; expected torch.float32, a 16-bit float type or None")
+
+    def _check_combinations(self) -> None:
+        if self.aggregation != "fixed_length" and self.max_completion_length is not None:
+            raise ValueError(f"max_completion_length has no effect with aggregation={self.aggregation!r}; leave it out")
+        if self.kl_estimator == "none" and (self.beta != 0.0 or self.use_bias_correction_kl):
+            raise ValueError("kl_estimator='none' contradicts beta != 0 and use_bias_correction_kl")
+
+    @property
+    def kl_clamps(self) -> tuple[float | None, float | None]:
+        """(bound on |ref_logp - logp|, bound on |KL|)."""
+        if self.kl_clamp is None:
+            return None, None
+        if isinstance(self.kl_clamp, (tuple, list)):
+            if len(self.kl_clamp) != 2:
+                raise ValueError(f"kl_clamp={self.kl_clamp!r}; expected a number or a pair (bound on d, bound on KL)")
+            return self.kl_clamp[0], self.kl_clamp[1]
+        return None, self.kl_clamp
+
+    @classmethod
+    def preset(cls, name: str, **overrides: Any) -> GRPOConfig:
+        """The configuration that papers and trainers call `name` (see `available_presets`), with `overrides` on top."""
+        _one_of("preset", name, available_presets())
+        return cls(**{**PRESETS[name], **overrides})
+
+    def kernel_params(self, *, has_base: bool) -> KernelParams:
+        """The scalars that a row kernel reads."""
+        delta_clamp, kl_clamp = self.kl_clamps
+        return KernelParams(
+            # VESPO is REINFORCE under a sequence weight that the row kernels see as a multiplier.
+            surrogate="reinforce" if self.surrogate == "vespo" else self.surrogate,
+            kl=self.kl_estimator,
+            has_base=has_base,
+            bias_correction=self.use_bias_correction_kl,
+            beta=self.beta,
+            epsilon_low=_or(self.epsilon_low, math.inf),
+            epsilon_high=_or(self.epsilon_high, math.inf),
+            delta=_or(self.delta, math.inf),
+            dual_clip=_or(self.dual_clip, math.inf),
+            log_ratio_clamp=_or(self.log_ratio_clamp, math.inf),
+            kl_delta_clamp=_or(delta_clamp, math.inf),
+            kl_clamp=_or(kl_clamp, math.inf),
+            sapo_temperature_pos=_or(self.sapo_temperature_pos, 1.0),
+            sapo_temperature_neg=_or(self.sapo_temperature_neg, 1.0),
+            logit_scale=self.logit_scale,
+            softcap=_or(self.logit_softcap, 0.0),
+        )
+
+    def _to_key(self) -> str:
+        # Spelled out with f-strings: torch.compile can follow those, so that a config may be made inside a graph.
+        parts = []
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if not f.init or isinstance(value, torch.Tensor) or value == f.default:
+                continue
+            text = f"'{value}'" if isinstance(value, torch.dtype) else f"{value!r}"
+            parts.append(f"{f.name}={text}")
+        return ";".join(parts)
+
+
+@lru_cache(maxsize=256)
+def config_from_key(key: str) -> GRPOConfig:
+    """The inverse of `GRPOConfig.key`; tensor-valued options (temperature, entropy_threshold) come back as None or 1."""
+    values = {}
+    for part in filter(None, key.split(";")):
+        name, _, text = part.partition("=")
+        values[name] = ast.literal_eval(text)
+    if "logits_dtype" in values:
+        values["logits_dtype"] = getattr(torch, values["logits_dtype"].removeprefix("torch."))
+    return GRPOConfig(**values)
+
+
+def available_presets() -> tuple[str, ...]:
+    """Names for `GRPOConfig.preset`."""
+    return tuple(PRESETS)
+
+
+_SFT = dict(surrogate="reinforce", aggregation="token_mean")
+PRESETS: dict[str, dict[str, Any]] = {
+    "grpo": dict(aggregation="seq_mean", beta=0.04),
+    "bnpo": dict(aggregation="token_mean"),
+    "dr_grpo": dict(aggregation="fixed_length", advantage_scale="none"),
+    "dapo": dict(aggregation="num_items", epsilon_high=0.28),
+    "gspo": dict(
+        importance_sampling_level="sequence", aggregation="seq_mean", epsilon_low=3e-4, epsilon_high=4e-4
+    ),
+    "cispo": dict(surrogate="cispo", aggregation="num_items"),
+    "sapo": dict(surrogate="sapo", aggregation="seq_mean"),
+    "luspo": dict(importance_sampling_level="sequence", aggregation="seq_sum"),
+    "vespo": dict(surrogate="vespo", aggregation="num_items"),
+    "rloo": dict(
+        importance_sampling_level="sequence_sum",
+        aggregation="seq_mean",
+        advantage_baseline="leave_one_out",
+        advantage_scale="none",
+    ),
+    "ppo": dict(aggregation="token_mean"),
+    "reinforce": _SFT,
+    "rft": _SFT,
+    "online_rft": _SFT,
+    "sft": _SFT,
+    "verl": dict(aggregation="num_items", dual_clip=3.0, log_ratio_clamp=20.0),
+}
+
+
+def check_logit_transform(temperature: float | torch.Tensor, logit_scale: float, logit_softcap: float | None) -> None:
+    """Positive numbers, or a tensor of temperatures."""
+    if not isinstance(temperature, torch.Tensor):
+        _number("temperature", temperature, above=0.0)
+    _number("logit_scale", logit_scale, above=0.0)
+    if logit_softcap is not None:
+        _number("logit_softcap", logit_softcap, above=0.0)
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else float(value)
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r}; expected one of {', '.join(allowed)}")
+
+
+def _number(name: str, value: object, *, low: float = -math.inf, above: float = -math.inf) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is a {type(value).__name__}; expected a number")
+    if not math.isfinite(value) or value < low or (above != -math.inf and value <= above):
+        bound = f" > {above:g}" if above != -math.inf else f" >= {low:g}" if low != -math.inf else ""
+        raise ValueError(f"{name}={value}; expected a finite number{bound}")

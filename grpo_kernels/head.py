@@ -1,0 +1,241 @@
+"""The three matrix products of the lm_head, chunk by chunk, in the vendor's GEMM.
+
+    logits  = h W^T (+ b)        (C, V) into one scratch that every chunk reuses
+    dhidden = dlogits W          (C, H) per chunk
+    dweight += dlogits^T h       (V, H)
+
+The gradient of the logits takes their place in the scratch. 16-bit inputs with float32 logits put a 16-bit gradient over
+the front half of each float32 row (row pitch 2V), so that there is no second buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Rows of W converted to float32 at a time, where the CPU library has no product for the types at hand.
+CONVERTED_ROWS = 4096
+_BYTES_PER_MIB = 2**20
+
+
+class Rows(NamedTuple):
+    """A chunk of tokens: `index` (C,) int64 into the flattened batch, or None for the range [start, stop)."""
+
+    start: int
+    stop: int
+    index: Tensor | None = None
+
+    def take(self, x: Tensor, dim: int = 0) -> Tensor:
+        """The chunk's part of a per-token tensor; a view where the chunk is a range."""
+        if self.index is None:
+            return x.narrow(dim, self.start, self.stop - self.start)
+        return x.index_select(dim, self.index)
+
+    def put(self, destination: Tensor, values: Tensor) -> None:
+        """Write the chunk's values into a per-token tensor."""
+        if self.index is None:
+            destination[self.start : self.stop] = values
+        else:
+            destination.index_copy_(0, self.index, values)
+
+
+def chunk(index: Tensor, num_tokens: int, size: int) -> Iterator[Rows]:
+    """Cut token indices into chunks of nearly equal length, at most `size` rows each."""
+    count = index.numel()
+    if count == 0:
+        return
+    pieces = -(-count // size)
+    for i in range(pieces):
+        start, stop = count * i // pieces, count * (i + 1) // pieces
+        yield Rows(start, stop) if count == num_tokens else Rows(start, stop, index[start:stop])
+
+
+def default_chunk_rows(num_rows: int, vocab_size: int, itemsize: int, device: torch.device) -> int:
+    """Rows of logits to hold at a time, from N, V and a memory budget.
+
+    Each chunk reads and writes dweight once, so a chunk must be long enough to hide that behind 6 C H V operations, and
+    a chunk as long as N saves no memory. CPU: 2 KiB of logits per vocabulary entry (512 rows of float32, 1,024 of
+    bfloat16) cost about 2 % of the products. GPU: 4,096 rows.
+    """
+    if device.type == "cpu":
+        rows, budget = 2048 // itemsize, 512 * _BYTES_PER_MIB
+    else:
+        rows, budget = 4096, 4096 * _BYTES_PER_MIB
+    rows = max(min(rows, budget // (vocab_size * itemsize)), 16)
+    return max(1, min(rows, num_rows))
+
+
+def default_logits_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """float32 wherever the matrix product can return it; on a CPU that costs a float32 product and is a choice."""
+    if dtype == torch.bfloat16 and device.type == "cpu":
+        return dtype
+    return torch.promote_types(dtype, torch.float32)
+
+
+class LMHead:
+    """Products with one lm_head; gradients accumulate here. `wants` = (hidden, weight, bias) need gradients."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        logits_dtype: torch.dtype,
+        chunk_rows: int,
+        wants: tuple[bool, bool, bool] = (False, False, False),
+    ) -> None:
+        self.hidden, self.weight, self.bias = hidden, weight, bias
+        self.num_tokens = hidden.numel() // hidden.shape[-1]
+        self.flat_hidden = _flat_view(hidden)
+        self.logits_dtype, self.chunk_rows = logits_dtype, chunk_rows
+        self.wants = wants
+        # A CPU has no usable float16 product and none that returns float32 from 16-bit inputs: convert W piece by piece.
+        self.converts = hidden.device.type == "cpu" and logits_dtype != hidden.dtype
+        self.grad_dtype = torch.float32 if hidden.dtype == torch.float16 and self.converts else hidden.dtype
+        self.scratch: Tensor | None = None
+        self.dhidden: Tensor | None = None
+        self.dweight: Tensor | None = None
+        self.dbias: Tensor | None = None
+
+    def logits(self, rows: Rows) -> Tensor:
+        """(C, V) logits of a chunk, valid until the next call."""
+        h = self._hidden_rows(rows)
+        if self.scratch is None:
+            self.scratch = self._allocate(h)
+        out = self.scratch[: h.shape[0]]
+        if self.converts:
+            h = h.to(self.logits_dtype)
+            for piece in self._pieces():
+                torch.mm(h, self.weight[piece].to(self.logits_dtype).T, out=out[:, piece])
+        elif self.logits_dtype != h.dtype:
+            torch.mm(h, self.weight.T, out_dtype=self.logits_dtype, out=out)
+        else:
+            torch.mm(h, self.weight.T, out=out)
+        if self.bias is not None:
+            out += self.bias.to(out.dtype)
+        return out
+
+    def gradient_buffer(self, logits: Tensor) -> Tensor:
+        """Where the row kernel writes d loss / d logits: over the logits."""
+        if self.grad_dtype == logits.dtype:
+            return logits
+        return logits.view(self.grad_dtype)[:, : logits.shape[1]]
+
+    def accumulate(self, rows: Rows, dlogits: Tensor) -> None:
+        """Add a chunk's share of dhidden, dweight and dbias."""
+        h = self._hidden_rows(rows)
+        if self.wants[0]:
+            self._add_dhidden(rows, dlogits)
+        if self.wants[1]:
+            self._add_dweight(dlogits, h)
+        if self.wants[2]:
+            total = dlogits.sum(0, dtype=torch.promote_types(dlogits.dtype, torch.float32))
+            self.dbias = total if self.dbias is None else self.dbias.add_(total)
+
+    def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """(dhidden, dweight, dbias) in the types and shapes of the inputs; zeros where no row contributed."""
+        self.scratch = None
+        dhidden = dweight = dbias = None
+        if self.wants[0]:
+            dhidden = self._zeros_like(self.hidden) if self.dhidden is None else self.dhidden.view(self.hidden.shape)
+        if self.wants[1]:
+            dweight = self._zeros_like(self.weight) if self.dweight is None else self.dweight.to(self.weight.dtype)
+        if self.wants[2] and self.bias is not None:
+            dbias = self._zeros_like(self.bias) if self.dbias is None else self.dbias.to(self.bias.dtype)
+        return dhidden, dweight, dbias
+
+    def _add_dhidden(self, rows: Rows, dlogits: Tensor) -> None:
+        if self.dhidden is None:
+            shape = (self.num_tokens, self.hidden.shape[-1])
+            # Rows that no chunk visits keep the zero they start with.
+            fresh = torch.empty if rows.index is None else torch.zeros
+            self.dhidden = fresh(shape, dtype=self.hidden.dtype, device=self.hidden.device)
+        if dlogits.dtype != self.weight.dtype:
+            total = torch.zeros(dlogits.shape[0], self.hidden.shape[-1], dtype=dlogits.dtype)
+            for piece in self._pieces():
+                total.addmm_(dlogits[:, piece], self.weight[piece].to(dlogits.dtype))
+            rows.put(self.dhidden, total.to(self.dhidden.dtype))
+        elif rows.index is None:
+            torch.mm(dlogits, self.weight, out=self.dhidden[rows.start : rows.stop])
+        else:
+            rows.put(self.dhidden, torch.mm(dlogits, self.weight))
+
+    def _add_dweight(self, dlogits: Tensor, h: Tensor) -> None:
+        # On a GPU several chunks of 16-bit gradients are summed in float32; a CPU's product accumulates in float32
+        # inside and rounds once per chunk, of which there are few.
+        if dlogits.device.type != "cpu" and h.dtype.itemsize == 2:
+            if self.dweight is None:
+                self.dweight = torch.mm(dlogits.T, h, out_dtype=torch.float32)
+            else:
+                torch.addmm(self.dweight, dlogits.T, h, out_dtype=torch.float32, out=self.dweight)
+            return
+        h = h.to(dlogits.dtype)
+        if self.dweight is None:
+            self.dweight = torch.empty(self.weight.shape, dtype=h.dtype, device=h.device)
+            torch.mm(dlogits.T, h, out=self.dweight)
+        else:
+            self.dweight.addmm_(dlogits.T, h)
+
+    def _hidden_rows(self, rows: Rows) -> Tensor:
+        if self.flat_hidden is not None:
+            return rows.take(self.flat_hidden)
+        # A strided view (a shifted completion, say) is read chunk by chunk, never copied whole.
+        index = rows.index
+        if index is None:
+            index = torch.arange(rows.start, rows.stop, device=self.hidden.device)
+        length = self.hidden.shape[1]
+        return self.hidden[index // length, index % length]
+
+    def _allocate(self, h: Tensor) -> Tensor:
+        shape = (self.chunk_rows, self.weight.shape[0])
+        try:
+            return torch.empty(shape, dtype=self.logits_dtype, device=h.device)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if not isinstance(error, torch.OutOfMemoryError) and "memory" not in str(error):
+                raise
+            size = shape[0] * shape[1] * self.logits_dtype.itemsize / _BYTES_PER_MIB
+            raise type(error)(
+                f"no memory for one chunk of logits, {shape[0]} x {shape[1]} {self.logits_dtype} = {size:.0f} MiB: "
+                f"set GRPOConfig.chunk_rows below {shape[0]}. ({error})"
+            ) from error
+
+    def _pieces(self) -> Iterator[slice]:
+        for start in range(0, self.weight.shape[0], CONVERTED_ROWS):
+            yield slice(start, min(start + CONVERTED_ROWS, self.weight.shape[0]))
+
+    @staticmethod
+    def _zeros_like(x: Tensor) -> Tensor:
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+
+
+class GivenLogits:
+    """Logits that the caller already holds, behind the interface of `LMHead`: all rows are at hand, in place."""
+
+    def __init__(self, logits: Tensor) -> None:
+        """`logits` (N, V) are overwritten with their gradient."""
+        self.buffer = logits
+        self.num_tokens = self.chunk_rows = logits.shape[0]
+        self.grad_dtype = logits.dtype
+
+    def logits(self, rows: Rows) -> Tensor:
+        return rows.take(self.buffer)
+
+    def gradient_buffer(self, logits: Tensor) -> Tensor:
+        return logits
+
+    def accumulate(self, rows: Rows, dlogits: Tensor) -> None:
+        if rows.index is not None:  # a range is a view: its gradient is in place already
+            rows.put(self.buffer, dlogits)
+
+
+def _flat_view(hidden: Tensor) -> Tensor | None:
+    """(N, H) view of (B, T, H) or (N, H) hidden states, None where only a copy could be that."""
+    if hidden.dim() == 2:
+        return hidden
+    batch, length, width = hidden.shape
+    if batch == 1 or hidden.stride(0) == length * hidden.stride(1):
+        return hidden.as_strided((batch * length, width), (hidden.stride(1), hidden.stride(2)), hidden.storage_offset())
+    return None

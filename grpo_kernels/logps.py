@@ -1,0 +1,55 @@
+"""fused_logps: differentiable log-probabilities and entropies from hidden states."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from . import ops
+from .autocast import settle_types
+from .backends import choose_backend
+from .config import check_logit_transform
+from .validate import check_head, check_token_tensor
+
+
+def fused_logps(
+    hidden: Tensor,
+    lm_head_weight: Tensor,
+    completion_ids: Tensor,
+    *,
+    completion_mask: Tensor | None = None,
+    lm_head_bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    entropy: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probabilities of completion_ids, and with entropy=True entropies, without (N, V) logits.
+
+        z = softcap(logit_scale * (h W^T + b)) / temperature,  logp = z[id] - logsumexp(z),  entropy = -sum p log p
+
+    Shapes as in `fused_grpo_loss`: hidden (B, T, H) or (N, H), lm_head_weight (V, H), completion_ids (B, T) or (N,);
+    temperature a number or one value per token. Returns float32 tensors (float64 from float64) of the shape of
+    completion_ids, in nats, 0 at masked positions.
+
+    Differentiable in hidden, weight and bias; the backward computes the logits again (8 N H V operations in all), for
+    tokens with a gradient only. Under no_grad nothing but these outputs is made.
+
+    Raises ValueError, TypeError naming the argument that does not fit.
+    """
+    check_logit_transform(temperature, logit_scale, logit_softcap)
+    hidden, lm_head_weight, lm_head_bias = settle_types(hidden, lm_head_weight, lm_head_bias)
+    check_head(hidden, lm_head_weight, lm_head_bias, completion_ids)
+    check_token_tensor("completion_mask", completion_mask, completion_ids.shape, -1, hidden)
+    if isinstance(temperature, Tensor):
+        if temperature.numel() > 1:
+            check_token_tensor("temperature", temperature, completion_ids.shape, -1, hidden)
+        per_token = temperature.detach().to(hidden.device)
+    else:
+        per_token = hidden.new_full((), temperature, dtype=ops.table_dtype(hidden.dtype))
+    name = choose_backend(backend, hidden.device, hidden.dtype)
+    softcap = 0.0 if logit_softcap is None else float(logit_softcap)
+    logps, entropies, _ = ops.logps(
+        hidden, lm_head_weight, lm_head_bias, completion_ids, completion_mask, per_token, float(logit_scale), softcap, name
+    )
+    return logps, entropies if entropy else None

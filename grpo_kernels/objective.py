@@ -1,0 +1,163 @@
+"""The per-token objective and its derivatives, in closed form, on O(N) tensors: the torch counterpart of csrc/objective.h.
+
+    value    = keep * multiplier * surrogate(x, logp, A) + beta * KL(ref - logp) * (r if bias-corrected else 1)
+    d_ratio  = d value / d x         at fixed logp    x is the log-ratio of the token or of its sequence
+    d_direct = d value / d logp      at fixed x
+    d loss / d logp = weight_ratio * d_ratio + weight_direct * d_direct           (ratio of one token)
+
+Coefficients are selected, never multiplied by a mask: 0 * inf at a clipped or dropped token would be NaN.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .params import EXPONENT_LIMIT, FIELD, KernelParams
+
+DPPO_QUADRATIC = 1e-3  # weight of prime-rl's (log ratio)^2 regulariser
+
+
+class Objective(NamedTuple):
+    """(N,) each; `kl` includes the bias correction."""
+
+    value: Tensor
+    d_ratio: Tensor
+    d_direct: Tensor
+    kl: Tensor
+
+
+class Term(NamedTuple):
+    """A surrogate's value and its two partial derivatives."""
+
+    value: Tensor
+    d_ratio: Tensor
+    d_direct: Tensor
+
+
+def objective(log_ratio: Tensor, logp: Tensor, entropy: Tensor, table: Tensor, p: KernelParams) -> Objective:
+    """Value and derivatives per token; `log_ratio` (N,) is raw, `table` (fields, N) is described in params.py."""
+    A, ref = table[FIELD["advantage"]], table[FIELD["ref"]]
+    x, clamp_acts = clamp_log_ratio(log_ratio, p)
+    r = x.exp()
+    multiplier = torch.where(entropy >= table[FIELD["entropy_threshold"]], table[FIELD["multiplier"]], 0.0)
+    term = SURROGATES[p.surrogate](p, r, log_ratio, logp, A, clamp_acts)
+    dropped = multiplier == 0.0
+    value, d_ratio, d_direct = (torch.where(dropped, 0.0, multiplier * part) for part in term)
+
+    kl, d_kl = kl_divergence(p, logp, ref)
+    if p.bias_correction:
+        kl, d_kl = kl * r, d_kl * r
+    if p.beta != 0.0:
+        value = value + p.beta * kl
+        d_direct = d_direct + p.beta * d_kl
+        if p.bias_correction:
+            d_ratio = d_ratio + torch.where(clamp_acts, 0.0, p.beta * kl)
+    return Objective(value, d_ratio, d_direct, kl)
+
+
+def clamp_log_ratio(log_ratio: Tensor, p: KernelParams) -> tuple[Tensor, Tensor]:
+    """(clamped log-ratio, where the clamp acts)."""
+    x = log_ratio.clamp(-p.log_ratio_clamp, min(p.log_ratio_clamp, EXPONENT_LIMIT))
+    return x, x != log_ratio
+
+
+# --- surrogates: (params, ratio, raw log-ratio, logp, A, clamp_acts) -> Term ---------------------------------------------
+
+
+def clip(p: KernelParams, r: Tensor, x: Tensor, logp: Tensor, A: Tensor, clamp_acts: Tensor) -> Term:
+    low, high = 1 - p.epsilon_low, 1 + p.epsilon_high
+    first, second = r.clamp(max=p.delta) * A, r.clamp(low, high) * A
+    loss = -torch.minimum(first, second)
+    moving = torch.where(first <= second, r <= p.delta, (r >= low) & (r <= high)) & ~clamp_acts
+    bound = torch.where(A < 0, -p.dual_clip * A, torch.inf)
+    moving &= loss <= bound
+    return Term(torch.minimum(loss, bound), torch.where(moving, -A * r, 0.0), torch.zeros_like(A))
+
+
+def cispo(p: KernelParams, r: Tensor, x: Tensor, logp: Tensor, A: Tensor, clamp_acts: Tensor) -> Term:
+    return _weighted_logp(r.clamp(max=p.epsilon_high), logp, A)
+
+
+def cispo_two_sided(p: KernelParams, r: Tensor, x: Tensor, logp: Tensor, A: Tensor, clamp_acts: Tensor) -> Term:
+    return _weighted_logp(r.clamp(1 - p.epsilon_low, 1 + p.epsilon_high), logp, A)
+
+
+def sapo(p: KernelParams, r: Tensor, x: Tensor, logp: Tensor, A: Tensor, clamp_acts: Tensor) -> Term:
+    tau = torch.where(A > 0, p.sapo_temperature_pos, p.sapo_temperature_neg).to(r.dtype)
+    gate = torch.sigmoid(tau * (r - 1))
+    return Term(
+        -(4 / tau) * gate * A, torch.where(clamp_acts, 0.0, -4 * gate * (1 - gate) * A * r), torch.zeros_like(A)
+    )
+
+
+def reinforce(p: KernelParams, r: Tensor, x: Tensor, logp: Tensor, A: Tensor, clamp_acts: Tensor) -> Term:
+    return _weighted_logp(torch.ones_like(A), logp, A)
+
+
+def gmpo(p: KernelParams, r: Tensor, x: Tensor, logp: Tensor, A: Tensor, clamp_acts: Tensor) -> Term:
+    return Term(-A * r, torch.where(clamp_acts, 0.0, -A * r), torch.zeros_like(A))
+
+
+def dppo_tv(p: KernelParams, r: Tensor, x: Tensor, logp: Tensor, A: Tensor, clamp_acts: Tensor) -> Term:
+    moved = logp.exp() - (logp - x).exp()
+    drop = ((A > 0) & (moved > p.epsilon_high)) | ((A <= 0) & (moved < -p.epsilon_low))
+    return _trust_region(r, x, A, clamp_acts, drop)
+
+
+def ipo(p: KernelParams, r: Tensor, x: Tensor, logp: Tensor, A: Tensor, clamp_acts: Tensor) -> Term:
+    return _trust_region(r, x, A, clamp_acts, (logp.exp() - (logp - x).exp()).abs() > p.epsilon_high)
+
+
+SURROGATES = {f.__name__: f for f in (clip, cispo, cispo_two_sided, sapo, reinforce, gmpo, dppo_tv, ipo)}
+
+
+def _weighted_logp(weight: Tensor, logp: Tensor, A: Tensor) -> Term:
+    return Term(-weight * A * logp, torch.zeros_like(A), -weight * A)
+
+
+def _trust_region(r: Tensor, x: Tensor, A: Tensor, clamp_acts: Tensor, drop: Tensor) -> Term:
+    value = torch.where(drop, 0.0, -r * A)
+    slope = torch.where(drop | clamp_acts, 0.0, -r * A)
+    return Term(value + DPPO_QUADRATIC * x * x, slope + 2 * DPPO_QUADRATIC * x, torch.zeros_like(A))
+
+
+# --- KL to the reference policy ------------------------------------------------------------------------------------------
+
+
+def kl_divergence(p: KernelParams, logp: Tensor, ref: Tensor) -> tuple[Tensor, Tensor]:
+    """(estimate, its derivative with respect to logp)."""
+    if p.kl == "none":
+        return torch.zeros_like(logp), torch.zeros_like(logp)
+    d = (ref - logp).clamp(-p.kl_delta_clamp, p.kl_delta_clamp)
+    inside = d == ref - logp
+    value, slope = KL_ESTIMATORS[p.kl.removesuffix("+")](d)
+    bounded = value.clamp(-p.kl_clamp, p.kl_clamp)
+    inside &= bounded == value
+    if p.kl.endswith("+"):  # straight-through: the value of the estimator, the gradient of k2
+        slope = -d
+    if p.kl.startswith("k3"):
+        inside &= d <= EXPONENT_LIMIT
+    return bounded, torch.where(inside, slope, 0.0)
+
+
+def _k1(d: Tensor) -> tuple[Tensor, Tensor]:
+    return -d, torch.ones_like(d)
+
+
+def _k2(d: Tensor) -> tuple[Tensor, Tensor]:
+    return d * d / 2, -d
+
+
+def _k3(d: Tensor) -> tuple[Tensor, Tensor]:
+    e = d.clamp(max=EXPONENT_LIMIT)
+    return e.expm1() - e, -e.expm1()
+
+
+def _abs(d: Tensor) -> tuple[Tensor, Tensor]:
+    return d.abs(), -d.sign()
+
+
+KL_ESTIMATORS = {"k1": _k1, "k2": _k2, "k3": _k3, "abs": _abs}

@@ -1,0 +1,63 @@
+"""Corrections for a sampling engine that is not the trainer: importance weights from its log-probabilities."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .validate import check_tensor, check_token_tensor
+
+LEVELS = ("token", "sequence_sum", "sequence_mean")
+
+
+def rollout_weights(
+    old_logps: Tensor,
+    rollout_logps: Tensor,
+    *,
+    completion_mask: Tensor | None = None,
+    level: str = "token",
+    mode: str = "truncate",
+    cap: float = 2.0,
+    low: float = 0.5,
+) -> Tensor:
+    """Weights w = exp(old_logps - rollout_logps), for `fused_grpo_loss(rollout_weights=...)`.
+
+    old_logps, rollout_logps (B, T) nats; a NaN rollout log-probability counts as w = 1.
+    level: "token" -> (B, T); "sequence_sum" (TRL) and "sequence_mean" (OpenRLHF, verl): the exponential of the sum or mean
+    of the log-ratios over unmasked tokens -> (B,).
+    mode: "truncate" takes min(w, cap) (TIS); "mask" keeps w inside [low, cap] and is 0 outside (MIS).
+    """
+    check_tensor("old_logps", old_logps)
+    if old_logps.dim() != 2:
+        raise ValueError(f"old_logps has shape {tuple(old_logps.shape)}; expected (B, T)")
+    for name, x in (("rollout_logps", rollout_logps), ("completion_mask", completion_mask)):
+        check_token_tensor(name, x, old_logps.shape, old_logps.shape[0], old_logps)
+    if level not in LEVELS:
+        raise ValueError(f"level={level!r}; expected one of {', '.join(LEVELS)}")
+    if mode not in ("truncate", "mask"):
+        raise ValueError(f"mode={mode!r}; expected 'truncate' or 'mask'")
+    if not (cap > 0 and low >= 0 and low < cap):
+        raise ValueError(f"low={low}, cap={cap}; expected 0 <= low < cap")
+    mask = torch.ones_like(old_logps, dtype=torch.bool) if completion_mask is None else completion_mask.bool()
+    log_w = torch.where(mask & ~rollout_logps.isnan(), (old_logps - rollout_logps).detach(), 0.0)
+    if level != "token":
+        log_w = log_w.sum(1)
+        if level == "sequence_mean":
+            log_w = log_w / mask.sum(1).clamp(min=1)
+    w = log_w.clamp(max=80.0).exp()
+    return w.clamp(max=cap) if mode == "truncate" else torch.where((w >= low) & (w <= cap), w, 0.0)
+
+
+def entropy_quantile(entropy: Tensor, completion_mask: Tensor | None = None, *, top: float = 0.2) -> Tensor:
+    """The entropy () in nats above which the `top` share of the unmasked tokens lies: GRPOConfig.entropy_threshold.
+
+    entropy (B, T) or (N,) of the whole batch, as `fused_logps(..., entropy=True)` returns it under no_grad. Data-parallel
+    ranks gather their entropies first, so that all take the same threshold (arXiv:2506.01939, the "80/20 rule").
+    """
+    if not 0 < top <= 1:
+        raise ValueError(f"top={top}; expected a share in (0, 1]")
+    values = entropy.detach().reshape(-1)
+    if completion_mask is not None:
+        check_token_tensor("completion_mask", completion_mask, entropy.shape, entropy.shape[0], entropy)
+        values = values.masked_fill(~completion_mask.reshape(-1).bool(), torch.nan)
+    return values.float().nanquantile(1 - top)

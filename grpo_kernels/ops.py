@@ -1,0 +1,312 @@
+"""The custom operators: what torch.compile sees of the engine. One for the loss, two for log-probabilities, O(N) ones.
+
+No `from __future__ import annotations` here: the schemas are inferred from the annotations.
+"""
+
+from collections.abc import Sequence
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from . import engine
+from .backends import get_backend
+from .config import config_from_key
+from .head import GivenLogits, LMHead, default_chunk_rows, default_logits_dtype
+from .params import COLUMNS, KernelParams
+from .plan import TokenInputs, build_plan
+from .validate import check_values
+
+Wants = Sequence[bool]  # (hidden, weight, bias) need gradients
+
+
+def table_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float32 for everything but float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _no_autocast(device: torch.device) -> torch.autocast:
+    """Types are settled before an operator is called; its products must not be cast again."""
+    return torch.autocast(device.type, enabled=False)
+
+
+# --- the loss from hidden states ---------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("grpo_kernels::grpo_loss", mutates_args=())
+def grpo_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    completion_ids: Tensor,
+    tokens: Sequence[Optional[Tensor]],
+    num_groups: int,
+    config_key: str,
+    backend: str,
+    wants: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(loss, logps, entropy, group_sums, totals, extrema, dhidden, dweight, dbias); gradients empty where not wanted."""
+    inputs, config = TokenInputs(*tokens), config_from_key(config_key)
+    check_values(completion_ids, inputs.completion_mask, weight.shape[0], inputs.cu_seqlens)
+    with torch.no_grad(), _no_autocast(hidden.device):
+        plan = build_plan(inputs, completion_ids.shape, config, num_groups, table_dtype(hidden.dtype))
+        head = _lm_head(hidden, weight, bias, config.logits_dtype, config.chunk_rows, tuple(wants))
+        ids = torch.where(plan.mask, completion_ids.reshape(-1), 0).long()
+        stats, result = engine.run(head, plan, ids, get_backend(backend), gradients=any(wants))
+        gradients = [hidden.new_empty(0) if g is None else g for g in head.gradients()]
+    shape = completion_ids.shape
+    return (
+        *(result.loss, stats.logp.view(shape), stats.entropy.view(shape)),
+        *(result.group_sums, result.totals, result.extrema),
+        *gradients,
+    )
+
+
+@grpo_loss.register_fake
+def _(hidden, weight, bias, completion_ids, tokens, num_groups, config_key, backend, wants):
+    dtype = table_dtype(hidden.dtype)
+    f = hidden.new_empty
+    given = (hidden, weight, weight if bias is None else bias)
+    return (
+        f((), dtype=dtype),
+        f(completion_ids.shape, dtype=dtype),
+        f(completion_ids.shape, dtype=dtype),
+        f((num_groups, len(COLUMNS)), dtype=dtype),
+        f(len(COLUMNS), dtype=dtype),
+        f(3, dtype=dtype),
+        *(x.new_empty(x.shape) if want else f(0) for x, want in zip(given, wants, strict=True)),
+    )
+
+
+def _save_gradients(ctx, inputs, output):
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    ctx.wants = inputs[-1]
+    ctx.save_for_backward(*output[-3:])
+
+
+def _return_gradients(ctx, g_loss, *_):
+    _refuse_double_backward("fused_grpo_loss")
+    gradients = [None, None, None]
+    if g_loss is not None:
+        gradients = [
+            _deliver(saved, g_loss) if want else None for saved, want in zip(ctx.saved_tensors, ctx.wants, strict=True)
+        ]
+    return (*gradients, *[None] * 6)
+
+
+grpo_loss.register_autograd(_return_gradients, setup_context=_save_gradients)
+
+
+# --- log-probabilities from hidden states --------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("grpo_kernels::logps", mutates_args=())
+def logps(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    completion_ids: Tensor,
+    mask: Optional[Tensor],
+    temperature: Tensor,
+    logit_scale: float,
+    softcap: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(logps, entropy, lse), each of the shape of completion_ids; 0 at masked positions."""
+    check_values(completion_ids, mask, weight.shape[0], None)
+    with torch.no_grad(), _no_autocast(hidden.device):
+        head = _lm_head(hidden, weight, bias, None, None)
+        keep = _keep(completion_ids, mask)
+        scorer = _scorer(head, completion_ids, keep, temperature, logit_scale, softcap, backend)
+        scorer.score(keep.nonzero().squeeze(1))
+        return tuple(x.view(completion_ids.shape) for x in scorer.stats[:1] + scorer.stats[2:] + scorer.stats[1:2])
+
+
+@logps.register_fake
+def _(hidden, weight, bias, completion_ids, mask, temperature, logit_scale, softcap, backend):
+    dtype = table_dtype(hidden.dtype)
+    return tuple(hidden.new_empty(completion_ids.shape, dtype=t) for t in (dtype, dtype, torch.float64))
+
+
+@torch.library.custom_op("grpo_kernels::logps_backward", mutates_args=())
+def logps_backward(
+    g_logps: Tensor,
+    g_entropy: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    completion_ids: Tensor,
+    mask: Optional[Tensor],
+    temperature: Tensor,
+    stats: Sequence[Tensor],
+    logit_scale: float,
+    softcap: float,
+    backend: str,
+    wants: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dhidden, dweight, dbias) from the logits computed again, over rows with a non-zero coefficient."""
+    with torch.no_grad(), _no_autocast(hidden.device):
+        head = _lm_head(hidden, weight, bias, None, None, tuple(wants))
+        keep = _keep(completion_ids, mask)
+        scorer = _scorer(head, completion_ids, keep, temperature, logit_scale, softcap, backend)
+        scorer.stats = engine.RowStats(*(x.reshape(-1) for x in stats))
+        scorer.gradient(*(torch.where(keep, g.reshape(-1), 0.0) for g in (g_logps, g_entropy)))
+        return tuple(hidden.new_empty(0) if g is None else g for g in head.gradients())
+
+
+@logps_backward.register_fake
+def _(g_logps, g_entropy, hidden, weight, bias, completion_ids, mask, temperature, stats, scale, softcap, backend, wants):
+    given = (hidden, weight, weight if bias is None else bias)
+    return tuple(x.new_empty(x.shape) if want else hidden.new_empty(0) for x, want in zip(given, wants, strict=True))
+
+
+def _save_logps(ctx, inputs, output):
+    hidden, weight, bias, completion_ids, mask, temperature, *ctx.options = inputs
+    ctx.mark_non_differentiable(output[2])
+    ctx.save_for_backward(hidden, weight, bias, completion_ids, mask, temperature, *output)
+
+
+def _logps_gradients(ctx, g_logps, g_entropy, _):
+    _refuse_double_backward("fused_logps")
+    hidden, weight, bias, completion_ids, mask, temperature, logp, entropy, lse = ctx.saved_tensors
+    wants = list(ctx.needs_input_grad[:3])
+    given = (hidden, weight, bias, completion_ids, mask, temperature)
+    gradients = logps_backward(g_logps, g_entropy, *given, [logp, lse, entropy], *ctx.options, wants)
+    return (*(g if want else None for g, want in zip(gradients, wants, strict=True)), *[None] * 6)
+
+
+logps.register_autograd(_logps_gradients, setup_context=_save_logps)
+
+
+# --- the loss from log-probabilities or logits ---------------------------------------------------------------------------
+
+
+@torch.library.custom_op("grpo_kernels::policy_loss", mutates_args=())
+def policy_loss(
+    logps: Tensor,
+    entropy: Tensor,
+    tokens: Sequence[Optional[Tensor]],
+    num_groups: int,
+    config_key: str,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(loss, group_sums, totals, extrema, d loss / d logps, d loss / d entropy), all O(N)."""
+    inputs, config = TokenInputs(*tokens), config_from_key(config_key)
+    with torch.no_grad():
+        plan = build_plan(inputs, logps.shape, config, num_groups, table_dtype(logps.dtype))
+        plain = (torch.where(plan.mask, x.reshape(-1).to(plan.table.dtype), 0.0) for x in (logps, entropy))
+        r = engine.finish(plan, get_backend(backend), *plain)
+    gradients = (g.view(logps.shape).to(logps.dtype, copy=True) for g in (r.g_logp, r.g_entropy))
+    return r.loss, r.group_sums, r.totals, r.extrema, *gradients
+
+
+@policy_loss.register_fake
+def _(logps, entropy, tokens, num_groups, config_key, backend):
+    f, dtype = logps.new_empty, table_dtype(logps.dtype)
+    sums = (f((num_groups, len(COLUMNS)), dtype=dtype), f(len(COLUMNS), dtype=dtype), f(3, dtype=dtype))
+    return f((), dtype=dtype), *sums, f(logps.shape), f(logps.shape)
+
+
+def _save_policy(ctx, inputs, output):
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output[-2:])
+
+
+def _policy_gradients(ctx, g_loss, *_):
+    _refuse_double_backward("grpo_loss_from_logps")
+    gradients = [None, None] if g_loss is None else [g * g_loss.to(g.dtype) for g in ctx.saved_tensors]
+    return (*gradients, *[None] * 4)
+
+
+policy_loss.register_autograd(_policy_gradients, setup_context=_save_policy)
+
+
+def loss_over_logits(
+    logits: Tensor, completion_ids: Tensor, tokens: TokenInputs, num_groups: int, config_key: str, backend: str, want: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(loss, logps, entropy, group_sums, totals, extrema); with `want`, the gradient replaces `logits` (N, V)."""
+    config = config_from_key(config_key)
+    with torch.no_grad():
+        plan = build_plan(tokens, completion_ids.shape, config, num_groups, table_dtype(logits.dtype))
+        ids = torch.where(plan.mask, completion_ids.reshape(-1), 0).long()
+        stats, r = engine.run(GivenLogits(logits), plan, ids, get_backend(backend), gradients=want)
+        if want:
+            logits[~plan.active] = 0.0
+    shape = completion_ids.shape
+    return r.loss, stats.logp.view(shape), stats.entropy.view(shape), r.group_sums, r.totals, r.extrema
+
+
+# --- group statistics, and what the backwards share ------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("grpo_kernels::group_statistics", mutates_args=())
+def group_statistics(
+    rewards: Tensor,
+    group_index: Tensor,
+    num_groups: int,
+    scale: str,
+    baseline: str,
+    ddof: int,
+    eps: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(advantages (B,), mean (num_groups,), std (num_groups,))."""
+    return get_backend(backend).group_statistics(rewards, group_index, num_groups, scale, baseline, ddof, eps)
+
+
+@group_statistics.register_fake
+def _(rewards, group_index, num_groups, scale, baseline, ddof, eps, backend):
+    return rewards.new_empty(rewards.shape), rewards.new_empty(num_groups), rewards.new_empty(num_groups)
+
+
+def _deliver(saved: Tensor, factor: Tensor) -> Tensor:
+    """The finished gradient times grad_output.
+
+    In place, a copy of a (V, H) gradient would double its memory; but not where the graph is kept for another backward, nor
+    under a tracer (whose tensors are subclasses), which does its own planning. On a CPU a factor of 1 costs nothing.
+    """
+    if type(saved) is not Tensor or torch._C._autograd._get_current_graph_task_keep_graph():
+        return saved * factor.to(saved.dtype)
+    if factor.device.type == "cpu" and factor.item() == 1.0:
+        return saved
+    return saved.mul_(factor)
+
+
+def _refuse_double_backward(name: str) -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"grpo_kernels.{name} has no second derivative: backward ran with create_graph=True (double backward); "
+            "use grpo_kernels.reference for that"
+        )
+
+
+# --- helpers ---------------------------------------------------------------------------------------------------------------
+
+
+def _lm_head(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    logits_dtype: Optional[torch.dtype],
+    chunk_rows: Optional[int],
+    wants: tuple[bool, bool, bool] = (False, False, False),
+) -> LMHead:
+    num_tokens, vocab_size = hidden.numel() // hidden.shape[-1], weight.shape[0]
+    dtype = logits_dtype or default_logits_dtype(hidden.dtype, hidden.device)
+    rows = chunk_rows or default_chunk_rows(num_tokens, vocab_size, dtype.itemsize, hidden.device)
+    return LMHead(hidden, weight, bias, dtype, max(1, min(rows, num_tokens)), wants)
+
+
+def _keep(ids: Tensor, mask: Optional[Tensor]) -> Tensor:
+    return torch.ones(ids.numel(), dtype=torch.bool, device=ids.device) if mask is None else mask.reshape(-1).bool()
+
+
+def _scorer(
+    head: LMHead, ids: Tensor, keep: Tensor, temperature: Tensor, logit_scale: float, softcap: float, backend: str
+) -> engine.Scorer:
+    """A scorer for log-probabilities alone: no objective, padding replaced by neutral values."""
+    per_token = torch.where(keep, temperature.reshape(-1).expand(keep.numel()), 1.0).to(table_dtype(head.hidden.dtype))
+    params = KernelParams(logit_scale=logit_scale, softcap=softcap)
+    return engine.Scorer(head, torch.where(keep, ids.reshape(-1), 0).long(), per_token, params, get_backend(backend))

@@ -1,0 +1,203 @@
+"""fused_policy_loss: a loss of one's own over log-probabilities, without a kernel of one's own and without (N, V) logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .autocast import settle_types
+from .backends import RowStats, choose_backend, get_backend
+from .config import GRPOConfig
+from .engine import Scorer, sequence_chunks
+from .head import LMHead, Rows, chunk, default_chunk_rows, default_logits_dtype
+from .validate import check_head, check_token_tensor, check_values, num_sequences_of
+
+LEVELS = ("token", "sequence")
+
+
+@dataclass(frozen=True)
+class PolicyChunk:
+    """What a loss function sees: n unmasked tokens, in the order of the batch.
+
+    logps, entropy: (n,) float32, nats; differentiate through them. entropy is None unless asked for.
+    index: (n,) int64, the tokens' places in the flattened completion_ids.
+    sequence: (n,) int64, the sequence of each token, 0 .. S - 1.
+    """
+
+    logps: Tensor
+    entropy: Tensor | None
+    index: Tensor
+    sequence: Tensor
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """These tokens' values of a tensor shaped like completion_ids."""
+        return x.reshape(-1)[self.index]
+
+    def sequences(self, x: Tensor) -> Tensor:
+        """For every token, its sequence's value of a tensor (S,)."""
+        return x.reshape(-1)[self.sequence]
+
+    def sequence_sum(self, x: Tensor) -> Tensor:
+        """(n,) per token -> (n,): every token gets the sum over its sequence; whole sums need level="sequence"."""
+        _, local = self.sequence.unique_consecutive(return_inverse=True)
+        return x.new_zeros(len(x)).index_add(0, local, x)[local]
+
+
+LossFn = Callable[[PolicyChunk], Tensor]
+
+
+def fused_policy_loss(
+    hidden: Tensor,
+    lm_head_weight: Tensor,
+    completion_ids: Tensor,
+    loss_fn: LossFn,
+    *,
+    level: str = "token",
+    entropy: bool = False,
+    completion_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    lm_head_bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    chunk_rows: int | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """sum over chunks of loss_fn(PolicyChunk) -> scalar (), differentiable in hidden, weight and bias.
+
+    `loss_fn` returns a scalar per chunk (or one value per token, which is summed). It is differentiated by autograd on
+    the small (n,) tensors while the chunk's logits are at hand, so the whole costs 6 N H V operations. It must be a sum over
+    tokens (level="token": chunks are any runs of tokens) or over sequences (level="sequence": chunks hold all unmasked
+    tokens of each of their sequences; sequences longer than a chunk cost 8 N H V). Normalisers are the caller's:
+
+        def loss_fn(chunk):
+            ratio = (chunk.logps - chunk.tokens(old_logps)).exp()
+            return -(ratio * chunk.sequences(advantages)).sum() / num_tokens
+
+    Shapes and errors as in `fused_grpo_loss`. It calls back into Python, so torch.compile breaks the graph here; use
+    `fused_logps` with autograd where that matters.
+    """
+    config = GRPOConfig(
+        temperature=temperature, logit_scale=logit_scale, logit_softcap=logit_softcap, chunk_rows=chunk_rows
+    )
+    if level not in LEVELS:
+        raise ValueError(f"level={level!r}; expected one of {', '.join(LEVELS)}")
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn is a {type(loss_fn).__name__}; expected a function of a PolicyChunk")
+    hidden, lm_head_weight, lm_head_bias = settle_types(hidden, lm_head_weight, lm_head_bias)
+    check_head(hidden, lm_head_weight, lm_head_bias, completion_ids)
+    num_sequences = num_sequences_of(completion_ids, cu_seqlens)
+    check_token_tensor("completion_mask", completion_mask, completion_ids.shape, num_sequences, hidden)
+    if isinstance(temperature, Tensor) and temperature.numel() > 1:
+        check_token_tensor("temperature", temperature, completion_ids.shape, num_sequences, hidden)
+    check_values(completion_ids, completion_mask, lm_head_weight.shape[0], cu_seqlens)
+    name = choose_backend(backend, hidden.device, hidden.dtype)
+    offsets = cu_seqlens
+    if offsets is None:
+        offsets = torch.arange(num_sequences + 1, device=hidden.device) * completion_ids.shape[1]
+    call = _Call(config, completion_ids, completion_mask, offsets.long(), loss_fn, level, entropy, name)
+    return _PolicyLoss.apply(hidden, lm_head_weight, lm_head_bias, call)
+
+
+@dataclass(frozen=True)
+class _Call:
+    config: GRPOConfig
+    completion_ids: Tensor
+    completion_mask: Tensor | None
+    cu_seqlens: Tensor
+    loss_fn: LossFn
+    level: str
+    entropy: bool
+    backend: str
+
+
+class _PolicyLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, call):
+        ctx.wants = ctx.needs_input_grad[:3]
+        with torch.autocast(hidden.device.type, enabled=False):
+            loss, ctx.gradients = _run(hidden, weight, bias, call, ctx.wants)
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g_loss):
+        if ctx.gradients is None:
+            raise RuntimeError("fused_policy_loss gives its gradients once; call it again for a second backward")
+        gradients, ctx.gradients = ctx.gradients, None
+        one = g_loss.device.type == "cpu" and g_loss.item() == 1.0
+        return *(g if g is None or one else g.mul_(g_loss) for g in gradients), None
+
+
+def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call, wants: tuple[bool, bool, bool]):
+    config, device = call.config, hidden.device
+    num_tokens = call.completion_ids.numel()
+    mask = torch.ones(num_tokens, dtype=torch.bool, device=device)
+    if call.completion_mask is not None:
+        mask = call.completion_mask.reshape(-1).bool()
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    temperature = config.temperature
+    if not isinstance(temperature, Tensor):
+        temperature = torch.tensor(float(temperature), device=device)
+    temperature = torch.where(mask, temperature.detach().to(device, dtype).reshape(-1).expand(num_tokens), 1.0)
+    logits_dtype = default_logits_dtype(hidden.dtype, device)
+    rows = config.chunk_rows or default_chunk_rows(num_tokens, weight.shape[0], logits_dtype.itemsize, device)
+    head = LMHead(hidden, weight, bias, logits_dtype, max(1, min(rows, num_tokens)), tuple(wants))
+    ids = torch.where(mask, call.completion_ids.reshape(-1), 0).long()
+    scorer = Scorer(head, ids, temperature, config.kernel_params(has_base=False), get_backend(call.backend))
+
+    span = call.cu_seqlens.diff()
+    sequence = torch.arange(len(span), device=device).repeat_interleave(span, output_size=num_tokens)
+    index = mask.nonzero().squeeze(1)
+    total = torch.zeros((), dtype=dtype, device=device)
+
+    def coefficients(rows: Rows, stats: RowStats, _: slice) -> tuple[Tensor, Tensor]:
+        nonlocal total
+        here = index[rows.start : rows.stop]
+        value, g_logp, g_entropy = _differentiate(call, stats, here, sequence[here])
+        total = total + value
+        return g_logp, g_entropy
+
+    counts = torch.bincount(sequence[index], minlength=len(span))
+    too_long = call.level == "sequence" and len(span) > 0 and int(counts.max()) > head.chunk_rows
+    if not any(wants) or too_long:
+        scorer.score(index)
+        stats = RowStats(*(x[index] for x in scorer.stats))
+        total, *parts = _differentiate(call, stats, index, sequence[index])
+        if any(wants):
+            scorer.gradient(*(torch.zeros(num_tokens, dtype=dtype, device=device).index_copy(0, index, g) for g in parts))
+    elif call.level == "sequence":
+        scorer.staged(sequence_chunks(index, counts, num_tokens, head.chunk_rows), coefficients)
+    else:
+        scorer.staged(_token_chunks(index, num_tokens, head.chunk_rows), coefficients)
+    return total, head.gradients()
+
+
+def _token_chunks(index: Tensor, num_tokens: int, size: int) -> Iterator[tuple[Rows, slice]]:
+    for rows in chunk(index, num_tokens, size):
+        yield rows, slice(0)
+
+
+def _differentiate(
+    call: _Call, stats: RowStats, index: Tensor, sequence: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(value, d value / d logps, d value / d entropy) of the user's function on small tensors."""
+    leaves = [stats.logp.detach().clone().requires_grad_()]
+    if call.entropy:
+        leaves.append(stats.entropy.detach().clone().requires_grad_())
+    with torch.enable_grad():
+        value = call.loss_fn(PolicyChunk(leaves[0], leaves[1] if call.entropy else None, index, sequence))
+        if not isinstance(value, Tensor) or value.numel() not in (1, len(index)):
+            came = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"loss_fn returned {came}; expected a scalar tensor, or one value per token ({len(index)},)")
+        value = value.sum()
+    gradients = [torch.zeros_like(leaves[0])] * 2
+    if value.requires_grad:
+        found = torch.autograd.grad(value, leaves, allow_unused=True)
+        for i, g in enumerate(found):
+            if g is not None:
+                gradients[i] = g
+    return value.detach(), gradients[0], gradients[1]

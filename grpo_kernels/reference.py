@@ -1,0 +1,350 @@
+"""The specification: what every backend must compute, in plain PyTorch and by autograd, at any floating precision.
+
+It holds the full (N, V) logits and is slow and large on purpose: one line per formula, `detach()` for stop-gradient.
+Nothing else in the package is imported here but the configuration. Symbols: N tokens (a (B, T) batch flattened, or
+packed), S sequences, V vocabulary; m is the mask, A the advantage, r the importance ratio. Natural logs, nats.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .config import GRPOConfig
+
+# Exponents stop here (float32 ends at exp(88.7)); like every clamp this one has gradient 0 where it acts.
+EXPONENT_LIMIT = 80.0
+
+
+class ReferenceOutput(NamedTuple):
+    """loss () differentiable; logps, entropy (N,) differentiable, 0 at masked tokens; per-token tensors for metrics."""
+
+    loss: Tensor
+    logps: Tensor
+    entropy: Tensor
+    metrics: dict[str, Tensor]
+
+
+def reference_grpo_loss(
+    hidden: Tensor,
+    lm_head_weight: Tensor,
+    completion_ids: Tensor,
+    advantages: Tensor,
+    *,
+    lm_head_bias: Tensor | None = None,
+    config: GRPOConfig | None = None,
+    **options: Tensor | float | None,
+) -> ReferenceOutput:
+    """The loss from hidden states (B, T, H) or (N, H); `options` are those of `reference_loss_from_logits`."""
+    logits = hidden @ lm_head_weight.mT
+    if lm_head_bias is not None:
+        logits = logits + lm_head_bias
+    return reference_loss_from_logits(logits, completion_ids, advantages, config=config, **options)
+
+
+def reference_loss_from_logits(
+    logits: Tensor,
+    completion_ids: Tensor,
+    advantages: Tensor,
+    *,
+    completion_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    config: GRPOConfig | None = None,
+    **options: Tensor | float | None,
+) -> ReferenceOutput:
+    """The loss from raw logits (B, T, V) or (N, V); `options` are those of `reference_loss_from_logps`."""
+    config = config or GRPOConfig()
+    mask = torch.ones_like(completion_ids, dtype=torch.bool) if completion_mask is None else completion_mask.bool()
+    # Padding may hold NaN, inf or any id: it is replaced before any arithmetic.
+    ids = torch.where(mask, completion_ids, 0)
+    logits = torch.where(mask[..., None], logits, 0.0)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logps, entropy = reference_logps(
+        logits, ids, temperature=config.temperature, logit_scale=config.logit_scale, logit_softcap=config.logit_softcap
+    )
+    return reference_loss_from_logps(
+        logps, advantages, entropy=entropy, completion_mask=mask, cu_seqlens=cu_seqlens, config=config, **options
+    )
+
+
+def reference_logps(
+    logits: Tensor,
+    ids: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of `ids` and entropy of softmax(z), z = softcap(scale * logits) / temperature."""
+    z = logits * logit_scale
+    if logit_softcap is not None:
+        z = logit_softcap * torch.tanh(z / logit_softcap)
+    z = z / (temperature[..., None] if isinstance(temperature, Tensor) else temperature)
+    log_p = z.log_softmax(-1)
+    entropy = -(log_p.exp() * log_p.masked_fill(log_p == -math.inf, 0.0)).sum(-1)
+    return log_p.gather(-1, ids[..., None]).squeeze(-1), entropy
+
+
+def reference_loss_from_logps(
+    logps: Tensor,
+    advantages: Tensor,
+    *,
+    entropy: Tensor | None = None,
+    completion_mask: Tensor | None = None,
+    old_logps: Tensor | None = None,
+    ref_logps: Tensor | None = None,
+    rollout_weights: Tensor | None = None,
+    rollout_logps: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    num_items_in_batch: Tensor | float | None = None,
+    normalizer: Tensor | float | None = None,
+    config: GRPOConfig | None = None,
+) -> ReferenceOutput:
+    """The loss from log-probabilities (B, T) or packed (N,): ratio, surrogate, KL, aggregation, metrics."""
+    cfg = config or GRPOConfig()
+    shape = logps.shape
+    seq = sequence_of_token(shape, cu_seqlens, logps.device)
+    num_seq = shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    m = torch.ones(shape, dtype=torch.bool, device=logps.device) if completion_mask is None else completion_mask.bool()
+    m = m.flatten()
+
+    def tokens(x: Tensor | None, fill: float = 0.0) -> Tensor | None:
+        """One value per token, from (B,), (B, 1), (B, T) or (N,), with `fill` at masked tokens."""
+        if x is None:
+            return None
+        per_sequence = x.numel() == num_seq and x.shape != shape
+        x = x.reshape(-1)[seq] if per_sequence else x.reshape(-1)
+        return torch.where(m, x.to(logps.dtype), fill)
+
+    def seq_sum(x: Tensor) -> Tensor:
+        return torch.zeros(num_seq, dtype=x.dtype, device=x.device).index_add(0, seq, x)
+
+    logp, A = tokens(logps), tokens(advantages)
+    H = None if entropy is None else tokens(entropy)
+    old, ref, weight, rollout = tokens(old_logps), tokens(ref_logps), tokens(rollout_weights, 1.0), tokens(rollout_logps)
+    length = seq_sum(m.to(logp.dtype))
+
+    # DPPO and IPO divide by the sampling engine's probability. Where it is unknown (NaN) they fall back to the old
+    # policy's, and without one the token has no surrogate.
+    base, known = old, None
+    if cfg.surrogate in ("dppo_tv", "ipo") and rollout is not None:
+        known = ~rollout.isnan() if old is None else None
+        base = torch.where(rollout.isnan(), 0.0 if old is None else old, rollout)
+    log_ratio = logp - (logp.detach() if base is None else base)
+
+    # Ratio
+    if cfg.surrogate == "gmpo":
+        clipped = log_ratio.clamp(-cfg.epsilon_low, cfg.epsilon_high)
+        narrow = torch.where(A > 0, torch.minimum(log_ratio, clipped), torch.maximum(log_ratio, clipped))
+        s = (seq_sum(narrow * m) / length.clamp(min=1))[seq]
+    elif cfg.importance_sampling_level == "sequence":
+        s = (seq_sum(log_ratio * m) / length.clamp(min=1))[seq]
+    elif cfg.importance_sampling_level == "sequence_sum":
+        s = seq_sum(log_ratio * m)[seq]
+    else:
+        s = log_ratio
+    bound = math.inf if cfg.log_ratio_clamp is None else cfg.log_ratio_clamp
+    r = s.clamp(-bound, min(bound, EXPONENT_LIMIT)).exp()
+
+    # Surrogate x off-policy mask x entropy mask x rollout weight, then + beta KL
+    if cfg.surrogate == "vespo":
+        value = -vespo_phi(cfg, A, log_ratio.detach() * m, weight, m, seq_sum, seq) * A * logp
+    else:
+        value = SURROGATES[cfg.surrogate](cfg, r, log_ratio, logp, A)
+        if weight is not None:
+            value = value * weight
+    if known is not None:
+        value = torch.where(known, value, 0.0)
+    if cfg.off_policy_mask_threshold is not None:
+        behaviour = rollout if rollout is not None else old if old is not None else logp.detach()
+        drift = torch.nan_to_num((behaviour - logp.detach()) * m, nan=0.0)
+        keep = (A >= 0) | ((seq_sum(drift) / length.clamp(min=1))[seq] <= cfg.off_policy_mask_threshold)
+        value = value * keep
+    if cfg.entropy_threshold is not None:
+        value = value * (H.detach() >= cfg.entropy_threshold)
+    kl = None
+    if ref is not None and cfg.kl_estimator != "none":
+        kl = kl_estimate(cfg, logp, ref)
+        if cfg.use_bias_correction_kl:
+            kl = kl * r
+        if cfg.beta != 0.0:
+            value = value + cfg.beta * kl
+
+    w, accumulation = token_weights(cfg, m, length, seq, num_items_in_batch, normalizer)
+    loss = (w * value).sum()
+    if cfg.entropy_coef != 0.0:
+        loss = loss - cfg.entropy_coef * (H * m).sum() / m.sum().clamp(min=1) / accumulation
+
+    metrics = _metrics(cfg, m, logp, H, r, A, kl, old, base, rollout, weight)
+    zero = torch.zeros((), dtype=logp.dtype, device=logp.device)
+    H = zero.expand(logp.shape) if H is None else H
+    return ReferenceOutput(loss, logp.reshape(shape), H.reshape(shape), metrics)
+
+
+# --- surrogates: (config, ratio r, raw token log-ratio, logp, A) -> loss per token --------------------------------------
+
+
+def clip(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor, A: Tensor) -> Tensor:
+    """PPO, GRPO, DAPO, GSPO, LUSPO; two-sided with delta; dual clip."""
+    first = r if cfg.delta is None else r.clamp(max=cfg.delta)
+    loss = -torch.minimum(first * A, r.clamp(1 - cfg.epsilon_low, 1 + cfg.epsilon_high) * A)
+    if cfg.dual_clip is not None:
+        loss = torch.where(A < 0, torch.minimum(loss, -cfg.dual_clip * A), loss)
+    return loss
+
+
+def cispo(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor, A: Tensor) -> Tensor:
+    return -r.clamp(max=cfg.epsilon_high).detach() * A * logp
+
+
+def cispo_two_sided(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor, A: Tensor) -> Tensor:
+    return -r.clamp(1 - cfg.epsilon_low, 1 + cfg.epsilon_high).detach() * A * logp
+
+
+def sapo(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor, A: Tensor) -> Tensor:
+    tau = torch.where(A > 0, cfg.sapo_temperature_pos, cfg.sapo_temperature_neg).to(r.dtype)
+    return -(4 / tau) * torch.sigmoid(tau * (r - 1)) * A
+
+
+def reinforce(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor, A: Tensor) -> Tensor:
+    return -A * logp
+
+
+def gmpo(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor, A: Tensor) -> Tensor:
+    """r is already the exponential of the sequence mean of clipped log-ratios."""
+    return -A * r
+
+
+def dppo_tv(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor, A: Tensor) -> Tensor:
+    moved = _probability_change(log_ratio, logp)
+    drop = ((A > 0) & (moved > cfg.epsilon_high)) | ((A <= 0) & (moved < -cfg.epsilon_low))
+    return -torch.where(drop, 0.0, r * A) + 1e-3 * log_ratio**2
+
+
+def ipo(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor, A: Tensor) -> Tensor:
+    drop = _probability_change(log_ratio, logp).abs() > cfg.epsilon_high
+    return -torch.where(drop, 0.0, r * A) + 1e-3 * log_ratio**2
+
+
+def _probability_change(log_ratio: Tensor, logp: Tensor) -> Tensor:
+    return (logp.exp() - (logp - log_ratio).exp()).detach()
+
+
+SURROGATES = {f.__name__: f for f in (clip, cispo, cispo_two_sided, sapo, reinforce, gmpo, dppo_tv, ipo)}
+
+
+def vespo_phi(cfg: GRPOConfig, A: Tensor, log_ratio: Tensor, weight: Tensor | None, m, seq_sum, seq) -> Tensor:
+    """phi(w) = exp(lambda + k ln w - lambda w) of the sequence weight w; a constant to autograd."""
+    low = math.log(1e-8)
+    log_w = seq_sum(log_ratio.clamp(-20, 20))
+    if weight is not None:
+        log_w = log_w + seq_sum(weight.log().clamp(low, 20) * m)
+    log_w = log_w.clamp(low, 20)[seq]
+    k = torch.where(A >= 0, cfg.vespo_k_pos, cfg.vespo_k_neg)
+    lam = torch.where(A >= 0, cfg.vespo_lambda_pos, cfg.vespo_lambda_neg)
+    return (lam + k * log_w - lam * log_w.exp()).exp().detach()
+
+
+# --- KL to the reference policy ------------------------------------------------------------------------------------------
+
+
+def kl_estimate(cfg: GRPOConfig, logp: Tensor, ref: Tensor) -> Tensor:
+    """k1, k2, k3 (Schulman, "Approximating KL divergence"), |d|, and the straight-through k1+ and k3+."""
+    delta_bound, kl_bound = cfg.kl_clamps
+    d = ref - logp
+    if delta_bound is not None:
+        d = d.clamp(-delta_bound, delta_bound)
+
+    def bounded(x: Tensor) -> Tensor:
+        return x if kl_bound is None else x.clamp(-kl_bound, kl_bound)
+
+    k2 = d**2 / 2
+    if cfg.kl_estimator == "k2":
+        return bounded(k2)
+    if cfg.kl_estimator == "abs":
+        return bounded(d.abs())
+    exponent = d.clamp(max=EXPONENT_LIMIT)
+    value = -d if cfg.kl_estimator.startswith("k1") else exponent.expm1() - exponent
+    if cfg.kl_estimator.endswith("+"):
+        acts = (bounded(value) != value) | ((exponent != d) & (cfg.kl_estimator == "k3+"))
+        k2 = torch.where(acts, k2.detach(), k2)
+        return bounded(value).detach() + k2 - k2.detach()
+    return bounded(value)
+
+
+# --- aggregation ---------------------------------------------------------------------------------------------------------
+
+
+def token_weights(
+    cfg: GRPOConfig,
+    m: Tensor,
+    length: Tensor,
+    seq: Tensor,
+    num_items_in_batch: Tensor | float | None,
+    normalizer: Tensor | float | None,
+) -> tuple[Tensor, Tensor | float]:
+    """(w, accumulation): loss = sum_t w_t l_t; accumulation = this call's share of the normaliser, for the entropy bonus.
+
+    `normalizer` replaces the denominator of the rule (B, the tokens, B * max_completion_length), so that micro-batches
+    and ranks that pass the global one add up to the loss of one big batch.
+    """
+    num_seq, num_tokens = length.numel(), m.sum().clamp(min=1)
+    own = {
+        "seq_mean": num_seq,
+        "token_mean": num_tokens,
+        "fixed_length": num_seq * (cfg.max_completion_length or math.nan),
+        "num_items": num_tokens,
+        "seq_sum": num_seq,
+    }[cfg.aggregation]
+    given = num_items_in_batch if normalizer is None else normalizer
+    if given is None:
+        given = own
+    elif num_items_in_batch is not None:
+        given = torch.as_tensor(given).clamp(min=1)
+    w = m.to(length.dtype)
+    if cfg.aggregation == "seq_mean":
+        w = w / length.clamp(min=1)[seq]
+    return w / given, given / own
+
+
+def sequence_of_token(shape: torch.Size, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
+    """Index of the sequence of each of the N tokens."""
+    if cu_seqlens is None:
+        return torch.arange(shape[0], device=device).repeat_interleave(shape[1])
+    return torch.arange(cu_seqlens.numel() - 1, device=device).repeat_interleave(cu_seqlens.diff().to(device))
+
+
+def _metrics(cfg, m, logp, H, r, A, kl, old, base, rollout, weight) -> dict[str, Tensor]:
+    """Means over unmasked tokens."""
+    count = m.sum().clamp(min=1)
+
+    def mean(x: Tensor) -> Tensor:
+        return torch.where(m, x.detach().to(logp.dtype), 0.0).sum() / count
+
+    out = {"ratio/mean": mean(r)}
+    if m.any():
+        out |= {"ratio/min": r[m].min().detach(), "ratio/max": r[m].max().detach()}
+    if H is not None:
+        out["entropy"] = mean(H)
+    if kl is not None:
+        out["kl"] = mean(kl)
+    out["approx_kl"] = mean((logp if base is None else base) - logp)
+    if cfg.surrogate == "cispo":
+        out["cispo_clip_ratio"] = mean((r > cfg.epsilon_high) & (A > 0))
+    elif cfg.surrogate in ("clip", "cispo_two_sided"):
+        bounded = r if cfg.delta is None else r.clamp(max=cfg.delta)
+        low, high = (bounded < 1 - cfg.epsilon_low) & (A < 0), (bounded > 1 + cfg.epsilon_high) & (A > 0)
+        out |= {"clip_ratio/low": mean(low), "clip_ratio/high": mean(high), "clip_ratio/region": mean(low | high)}
+    if rollout is not None:
+        known = m & ~rollout.isnan()
+        gap = ((logp.detach() if old is None else old) - rollout).abs()[known]
+        out["rollout_mismatch/mean"] = gap.sum() / known.sum().clamp(min=1)
+        if known.any():
+            out["rollout_mismatch/max"] = gap.max()
+    if weight is not None:
+        w = weight[m]
+        out["rollout_ess"] = w.sum() ** 2 / (w**2).sum() / count
+    return out

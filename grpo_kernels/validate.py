@@ -1,0 +1,145 @@
+"""Checks of what a caller gives. Each names the argument, what came and what is expected, before any work.
+
+Checks of values (ids in range, offsets in order) read the data: always on a CPU; on a GPU they would synchronise, so
+they run only with GRPO_KERNELS_DEBUG=1.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor) -> None:
+    """hidden (B, T, H) or (N, H), weight (V, H), bias (V,) and ids of hidden's leading shape fit together."""
+    for name, x in (("hidden", hidden), ("lm_head_weight", weight), ("lm_head_bias", bias), ("completion_ids", ids)):
+        if x is not None or name != "lm_head_bias":
+            check_tensor(name, x, hidden)
+    if hidden.dtype not in FLOATS:
+        raise TypeError(f"hidden is {hidden.dtype}; expected float32, bfloat16, float16 or float64")
+    if hidden.dim() not in (2, 3):
+        raise ValueError(f"hidden has shape {tuple(hidden.shape)}; expected (B, T, H) or packed (N, H)")
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(
+            f"lm_head_weight has shape {tuple(weight.shape)}; expected (V, H) with H = {hidden.shape[-1]} as in hidden"
+        )
+    if weight.shape[0] == 0:
+        raise ValueError("lm_head_weight has no rows; expected (V, H) with V >= 1")
+    for name, x in (("lm_head_weight", weight), ("lm_head_bias", bias)):
+        if x is not None and x.dtype != hidden.dtype:
+            raise TypeError(f"{name} is {x.dtype} and hidden {hidden.dtype}; expected one type (or torch.autocast)")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"lm_head_bias has shape {tuple(bias.shape)}; expected ({weight.shape[0]},)")
+    check_ids(ids, hidden.shape[:-1], "hidden")
+
+
+def check_ids(ids: Tensor, leading: torch.Size, owner: str) -> None:
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"completion_ids is {ids.dtype}; expected int64")
+    if ids.shape != leading:
+        hint = ""
+        if len(leading) == 2 and ids.dim() == 2 and leading[1] == ids.shape[1] + 1:
+            hint = f"; row t must predict completion_ids[:, t], so drop the last position: {owner}[:, :-1]"
+        raise ValueError(
+            f"completion_ids has shape {tuple(ids.shape)} and {owner} {tuple(leading)} before its last dimension; "
+            f"expected the same{hint}"
+        )
+
+
+def check_tensor(name: str, x: object, like: Tensor | None = None) -> None:
+    """x is a plain tensor on the device of `like`."""
+    if not isinstance(x, Tensor):
+        hint = ""
+        if isinstance(x, torch.nn.Module):
+            adapters = any("lora" in key.lower() for key, _ in x.named_parameters())
+            hint = f" (pass {name.removesuffix('_weight')}.weight)"
+            if adapters:
+                hint = " with LoRA adapters: merge them first, weight + scaling * B @ A; the base weight alone is wrong"
+        raise TypeError(f"{name} is a {type(x).__name__}{hint}; expected a torch.Tensor")
+    if type(x).__name__ == "DTensor":
+        raise TypeError(f"{name} is a sharded DTensor; expected a whole tensor: pass {name}.full_tensor()")
+    if hasattr(x, "ds_id") and x.numel() == 0:
+        raise TypeError(f"{name} is a ZeRO-3 partition; gather it first (deepspeed.zero.GatheredParameters)")
+    if like is not None and x.device != like.device:
+        raise ValueError(f"{name} is on {x.device}; expected {like.device} like the other inputs")
+
+
+def check_token_tensor(
+    name: str, x: Tensor | None, shape: torch.Size, num_sequences: int, like: Tensor, *, per_sequence: bool = False
+) -> None:
+    """x has one value per token, `shape`, or with per_sequence also (S,) or (S, 1)."""
+    if x is None:
+        return
+    check_tensor(name, x, like)
+    allowed = [tuple(shape)]
+    if per_sequence:
+        allowed += [(num_sequences,), (num_sequences, 1)]
+    if tuple(x.shape) not in allowed:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {' or '.join(map(str, allowed))}")
+    if name == "completion_mask":
+        if x.is_complex():
+            raise TypeError(f"completion_mask is {x.dtype}; expected bool or numbers, 0 where masked")
+    elif not x.is_floating_point() and not (name in ("advantages", "rewards") and not x.is_complex()):
+        raise TypeError(f"{name} is {x.dtype}; expected a floating-point type")
+
+
+def check_scalar(name: str, x: Tensor | float | int | None, like: Tensor) -> Tensor | None:
+    """A number or one-element tensor as a float32 tensor () on the device of `like` (float64 beside float64)."""
+    if x is None:
+        return None
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    if isinstance(x, Tensor):
+        if x.numel() != 1:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected a number or a tensor of one element")
+        return x.detach().reshape(()).to(device=like.device, dtype=dtype)
+    if isinstance(x, bool) or not isinstance(x, (int, float)):
+        raise TypeError(f"{name} is a {type(x).__name__}; expected a number or a tensor of one element")
+    if not x > 0 and name != "entropy_threshold":
+        raise ValueError(f"{name}={x}; expected a positive number")
+    return torch.full((), float(x), dtype=dtype, device=like.device)
+
+
+def num_sequences_of(ids: Tensor, cu_seqlens: Tensor | None, owner: str = "hidden") -> int:
+    """Sequences of a (B, T) batch or of a packed one."""
+    if ids.dim() == 2:
+        if cu_seqlens is not None:
+            raise ValueError(f"cu_seqlens belongs to packed (N, ...) inputs; {owner} holds a (B, T) batch: give one of the two")
+        return ids.shape[0]
+    if ids.dim() != 1:
+        raise ValueError(f"completion_ids has shape {tuple(ids.shape)}; expected (B, T) or packed (N,)")
+    if cu_seqlens is None:
+        raise ValueError(f"{owner} is packed, {ids.numel()} tokens without a batch dimension, and cu_seqlens is None")
+    check_tensor("cu_seqlens", cu_seqlens, ids)
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"cu_seqlens is {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}; expected int32 or int64 (S + 1,), S >= 1"
+        )
+    return cu_seqlens.numel() - 1
+
+
+def checks_values(device: torch.device) -> bool:
+    """Whether checks that read data are on for this device."""
+    return device.type == "cpu" or os.environ.get("GRPO_KERNELS_DEBUG") == "1"
+
+
+def check_values(ids: Tensor, mask: Tensor | None, vocab_size: int, cu_seqlens: Tensor | None) -> None:
+    """ids in [0, V) at unmasked positions; cu_seqlens runs from 0 to N without a step back."""
+    if not checks_values(ids.device):
+        return
+    bad = (ids < 0) | (ids >= vocab_size)
+    if mask is not None:
+        bad &= mask.bool()
+    if bool(bad.any()):
+        where = bad.nonzero()[0].tolist()
+        raise ValueError(
+            f"completion_ids{where} = {int(ids[tuple(where)])}; expected 0 <= id < {vocab_size} (the rows of "
+            f"lm_head_weight) at every unmasked position"
+        )
+    if cu_seqlens is not None:
+        ends = (int(cu_seqlens[0]), int(cu_seqlens[-1]))
+        if ends != (0, ids.numel()) or bool((cu_seqlens.diff() < 0).any()):
+            raise ValueError(f"cu_seqlens = {cu_seqlens.tolist()}; expected offsets from 0 to {ids.numel()} in order")
