@@ -4,8 +4,9 @@ from .advantages import group_advantages, process_advantages
 from .backends import available_backends
 from .config import GRPOConfig, available_presets
 from .logps import fused_logps
-from .loss import GRPOLossOutput, fused_grpo_loss, grpo_loss_from_logits, grpo_loss_from_logps
+from .loss import fused_grpo_loss, grpo_loss_from_logits, grpo_loss_from_logps
 from .offpolicy import entropy_quantile, rollout_weights
+from .output import GRPOLossOutput
 from .policy import PolicyChunk, fused_policy_loss
 
 __version__ = "0.1.0"

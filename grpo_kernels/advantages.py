@@ -16,8 +16,8 @@ from .validate import check_tensor, checks_values
 class Groups(NamedTuple):
     """group_index (S,) int64 in [0, num_groups)."""
 
-    index: Tensor
-    count: int
+    index: Tensor  # type: ignore[assignment]  # these names hide two methods of tuple
+    count: int  # type: ignore[assignment]
 
 
 class GroupStatistics(NamedTuple):
@@ -92,9 +92,10 @@ def process_advantages(
 ) -> Tensor:
     """Advantages (B, length) from rewards of steps: process supervision (DeepSeekMath 4.1.3), multi-turn with gamma.
 
-    step_rewards (B, K), NaN where a completion has fewer steps; step_ends (B, K) the index of each step's last token, in
-    order. Rewards are normalised over all steps of all completions of a group; a token gets the sum of the normalised
-    rewards of the steps that end at or after it, the k-th of them times gamma**k. Tokens after the last step get 0.
+    step_rewards (B, K), NaN where a completion has fewer steps; step_ends (B, K) the index of each step's last token,
+    in order. Rewards are normalised over all steps of all completions of a group; a token gets the sum of the
+    normalised rewards of the steps that end at or after it, the k-th of them times gamma**k. Tokens after the last
+    step get 0.
     """
     check_rewards(step_rewards, dims=2)
     check_tensor("step_ends", step_ends, step_rewards)
@@ -123,9 +124,7 @@ def process_advantages(
     return following.gather(1, torch.searchsorted(ends.contiguous(), position))
 
 
-def resolve_groups(
-    num_sequences: int, num_generations: int | None, group_ids: Tensor | None, like: Tensor
-) -> Groups:
+def resolve_groups(num_sequences: int, num_generations: int | None, group_ids: Tensor | None, like: Tensor) -> Groups:
     """Groups of a batch of sequences: adjacent, or named by integers."""
     if (num_generations is None) == (group_ids is None):
         given = "neither" if group_ids is None else "both"

@@ -1,7 +1,7 @@
 """Aggregation rules. Every rule is linear, loss = sum_t w_t l_t, so it is one weight per token, computed once.
 
-A rule gives the per-token numerator and the denominator of its weight; `normalizer` replaces the denominator by a global
-one, so that micro-batches and data-parallel ranks add up to the loss of one big batch. Nothing is all-reduced here.
+A rule gives the per-token numerator and the denominator of its weight; `normalizer` replaces the denominator by a
+global one, so that micro-batches and data-parallel ranks add up to the loss of one big batch. Nothing is all-reduced.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def token_mean(counts: Counts, config: GRPOConfig) -> tuple[Numerator, Denominat
 def fixed_length(counts: Counts, config: GRPOConfig) -> tuple[Numerator, Denominator]:
     """m / (B max_completion_length): Dr. GRPO."""
     if config.max_completion_length is None:
-        raise ValueError("aggregation='fixed_length' divides by max_completion_length, which is None; set it in the config")
+        raise ValueError(
+            "aggregation='fixed_length' divides by max_completion_length, which is None; set it in the config"
+        )
     return counts.mask, counts.sequences * config.max_completion_length
 
 

@@ -12,8 +12,8 @@ def settle_types(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[T
         return hidden, weight, bias
     dtype = torch.get_autocast_dtype(hidden.device.type)
 
-    def cast(x: Tensor | None) -> Tensor | None:
+    def cast(x: Tensor) -> Tensor:
         castable = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
         return x.to(dtype) if castable else x
 
-    return cast(hidden), cast(weight), cast(bias)
+    return cast(hidden), cast(weight), None if bias is None else cast(bias)

@@ -1,4 +1,4 @@
-"""From log-probabilities to the gradient of every token: ratio level, sequence weights and masks, objective. O(N) torch."""
+"""From log-probabilities to every token's gradient: ratio level, sequence weights and masks, objective. O(N) torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GRPOConfig: five independent axes (surrogate, ratio level, KL estimator, aggregation, advantage rule) and their numbers.
+"""GRPOConfig: five independent axes (surrogate, ratio level, KL estimator, aggregation, advantages) and their numbers.
 
 A `loss_type` of a trainer is a row of `PRESETS`, nothing else. Field names are TRL's where TRL has one.
 """
@@ -235,7 +235,7 @@ class GRPOConfig:
 
 @lru_cache(maxsize=256)
 def config_from_key(key: str) -> GRPOConfig:
-    """The inverse of `GRPOConfig.key`; tensor-valued options (temperature, entropy_threshold) come back as None or 1."""
+    """The inverse of `GRPOConfig.key`; tensor options (temperature, entropy_threshold) come back as None or 1."""
     values = {}
     for part in filter(None, key.split(";")):
         name, _, text = part.partition("=")
@@ -256,9 +256,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "bnpo": dict(aggregation="token_mean"),
     "dr_grpo": dict(aggregation="fixed_length", advantage_scale="none"),
     "dapo": dict(aggregation="num_items", epsilon_high=0.28),
-    "gspo": dict(
-        importance_sampling_level="sequence", aggregation="seq_mean", epsilon_low=3e-4, epsilon_high=4e-4
-    ),
+    "gspo": dict(importance_sampling_level="sequence", aggregation="seq_mean", epsilon_low=3e-4, epsilon_high=4e-4),
     "cispo": dict(surrogate="cispo", aggregation="num_items"),
     "sapo": dict(surrogate="sapo", aggregation="seq_mean"),
     "luspo": dict(importance_sampling_level="sequence", aggregation="seq_sum"),

@@ -43,9 +43,10 @@ class Scorer:
         for rows in self._chunks(index):
             logits = self.head.logits(rows)
             gradient = self.head.gradient_buffer(logits)
-            stats = self.backend.fused(logits, gradient, rows.take(self.ids), rows.take(table, 1), self.params)
+            ids, residual = rows.take(self.ids), self.head.residual(rows)
+            stats = self.backend.fused(logits, gradient, ids, rows.take(table, 1), self.params, residual)
             self._keep(rows, stats)
-            self.head.accumulate(rows, gradient)
+            self.head.accumulate(rows, gradient, ids, residual)
 
     def staged(self, chunks: Iterator[tuple[Rows, slice]], coefficients: CoefficientFn) -> None:
         """Statistics of a chunk, then its coefficients, then its gradients from the same logits."""
@@ -69,11 +70,12 @@ class Scorer:
         return logits, stats
 
     def _gradient(self, rows: Rows, logits: Tensor, stats: RowStats, g_logp: Tensor, g_entropy: Tensor) -> None:
-        gradient, ids, temperature = self.head.gradient_buffer(logits), rows.take(self.ids), rows.take(self.temperature)
+        gradient, residual = self.head.gradient_buffer(logits), self.head.residual(rows)
+        ids, temperature = rows.take(self.ids), rows.take(self.temperature)
         self.backend.gradient(
-            logits, gradient, ids, temperature, stats.lse, stats.entropy, g_logp, g_entropy, self.params
+            logits, gradient, ids, temperature, stats.lse, stats.entropy, g_logp, g_entropy, self.params, residual
         )
-        self.head.accumulate(rows, gradient)
+        self.head.accumulate(rows, gradient, ids, residual)
 
     def _keep(self, rows: Rows, stats: RowStats) -> None:
         for everywhere, here in zip(self.stats, stats, strict=True):
@@ -81,7 +83,10 @@ class Scorer:
 
 
 class LossResult(NamedTuple):
-    """loss () and d loss / d logp, d loss / d entropy (N,); sums of params.COLUMNS: groups (G, K), totals (K,); extrema (3,)."""
+    """loss (); d loss / d logp, d loss / d entropy (N,); sums of params.COLUMNS per group (G, K) and in all (K,).
+
+    extrema (3,): ratio min, ratio max, mismatch max.
+    """
 
     loss: Tensor
     g_logp: Tensor

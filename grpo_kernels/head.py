@@ -4,24 +4,32 @@
     dhidden = dlogits W          (C, H) per chunk
     dweight += dlogits^T h       (V, H)
 
-The gradient of the logits takes their place in the scratch. 16-bit inputs with float32 logits put a 16-bit gradient over
-the front half of each float32 row (row pitch 2V), so that there is no second buffer.
+The gradient of the logits takes their place in the scratch. 16-bit inputs with float32 logits put a 16-bit gradient
+over the front half of each float32 row (row pitch 2V), so that there is no second buffer.
+
+Rounding to 16 bits hurts one entry of a row of dlogits most, that of the sampled id: it carries most of the row's norm,
+and without its rounding the error of the other products falls 20-fold. So on a CPU the row kernel reports what the
+rounding took, e_t, and the products start from e_t W[id] and e_t h_t, a sum over N rows of length H.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 # Rows of W converted to float32 at a time, where the CPU library has no product for the types at hand.
 CONVERTED_ROWS = 4096
+# 16-bit products on a CPU may add this many chunks to a 16-bit dweight, which rounds once per chunk: what the exact
+# entry of the sampled id saves pays for that. Beyond it, sums are kept in float32.
+ROUNDED_CHUNKS = 3
 _BYTES_PER_MIB = 2**20
 
 
-class Rows(NamedTuple):
+@dataclass(frozen=True)
+class Rows:
     """A chunk of tokens: `index` (C,) int64 into the flattened batch, or None for the range [start, stop)."""
 
     start: int
@@ -58,10 +66,12 @@ def default_chunk_rows(num_rows: int, vocab_size: int, itemsize: int, device: to
 
     Each chunk reads and writes dweight once, so a chunk must be long enough to hide that behind 6 C H V operations, and
     a chunk as long as N saves no memory. CPU: 2 KiB of logits per vocabulary entry (512 rows of float32, 1,024 of
-    bfloat16) cost about 2 % of the products. GPU: 4,096 rows.
+    bfloat16), more where that saves a 16-bit dweight from being rounded too often. GPU: 4,096 rows.
     """
     if device.type == "cpu":
         rows, budget = 2048 // itemsize, 512 * _BYTES_PER_MIB
+        if itemsize == 2:
+            rows = max(rows, -(-num_rows // ROUNDED_CHUNKS))
     else:
         rows, budget = 4096, 4096 * _BYTES_PER_MIB
     rows = max(min(rows, budget // (vocab_size * itemsize)), 16)
@@ -85,16 +95,18 @@ class LMHead:
         bias: Tensor | None,
         logits_dtype: torch.dtype,
         chunk_rows: int,
-        wants: tuple[bool, bool, bool] = (False, False, False),
+        wants: tuple[bool, ...] = (False, False, False),
     ) -> None:
         self.hidden, self.weight, self.bias = hidden, weight, bias
         self.num_tokens = hidden.numel() // hidden.shape[-1]
         self.flat_hidden = _flat_view(hidden)
         self.logits_dtype, self.chunk_rows = logits_dtype, chunk_rows
         self.wants = wants
-        # A CPU has no usable float16 product and none that returns float32 from 16-bit inputs: convert W piece by piece.
+        # A CPU has no usable float16 product, and none that returns float32 from 16-bit inputs: convert W in pieces.
         self.converts = hidden.device.type == "cpu" and logits_dtype != hidden.dtype
         self.grad_dtype = torch.float32 if hidden.dtype == torch.float16 and self.converts else hidden.dtype
+        self.rounds = hidden.device.type == "cpu" and self.grad_dtype.itemsize == 2
+        self.sums_in_float32 = self.rounds and self.num_tokens > ROUNDED_CHUNKS * chunk_rows
         self.scratch: Tensor | None = None
         self.dhidden: Tensor | None = None
         self.dweight: Tensor | None = None
@@ -124,15 +136,21 @@ class LMHead:
             return logits
         return logits.view(self.grad_dtype)[:, : logits.shape[1]]
 
-    def accumulate(self, rows: Rows, dlogits: Tensor) -> None:
+    def residual(self, rows: Rows) -> Tensor | None:
+        """(C,) to receive what rounding takes from the sampled ids' entries of dlogits; None where it is not used."""
+        return torch.empty(rows.stop - rows.start) if self.rounds else None
+
+    def accumulate(self, rows: Rows, dlogits: Tensor, ids: Tensor, residual: Tensor | None) -> None:
         """Add a chunk's share of dhidden, dweight and dbias."""
         h = self._hidden_rows(rows)
         if self.wants[0]:
-            self._add_dhidden(rows, dlogits)
+            self._add_dhidden(rows, dlogits, ids, residual)
         if self.wants[1]:
-            self._add_dweight(dlogits, h)
+            self._add_dweight(dlogits, h, ids, residual)
         if self.wants[2]:
             total = dlogits.sum(0, dtype=torch.promote_types(dlogits.dtype, torch.float32))
+            if residual is not None:
+                total.index_add_(0, ids, residual)
             self.dbias = total if self.dbias is None else self.dbias.add_(total)
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -147,7 +165,7 @@ class LMHead:
             dbias = self._zeros_like(self.bias) if self.dbias is None else self.dbias.to(self.bias.dtype)
         return dhidden, dweight, dbias
 
-    def _add_dhidden(self, rows: Rows, dlogits: Tensor) -> None:
+    def _add_dhidden(self, rows: Rows, dlogits: Tensor, ids: Tensor, residual: Tensor | None) -> None:
         if self.dhidden is None:
             shape = (self.num_tokens, self.hidden.shape[-1])
             # Rows that no chunk visits keep the zero they start with.
@@ -158,22 +176,31 @@ class LMHead:
             for piece in self._pieces():
                 total.addmm_(dlogits[:, piece], self.weight[piece].to(dlogits.dtype))
             rows.put(self.dhidden, total.to(self.dhidden.dtype))
+        elif residual is not None:
+            start = (residual[:, None] * self.weight[ids]).to(dlogits.dtype)
+            rows.put(self.dhidden, start.addmm_(dlogits, self.weight))
         elif rows.index is None:
             torch.mm(dlogits, self.weight, out=self.dhidden[rows.start : rows.stop])
         else:
             rows.put(self.dhidden, torch.mm(dlogits, self.weight))
 
-    def _add_dweight(self, dlogits: Tensor, h: Tensor) -> None:
-        # On a GPU several chunks of 16-bit gradients are summed in float32; a CPU's product accumulates in float32
-        # inside and rounds once per chunk, of which there are few.
-        if dlogits.device.type != "cpu" and h.dtype.itemsize == 2:
+    def _add_dweight(self, dlogits: Tensor, h: Tensor, ids: Tensor, residual: Tensor | None) -> None:
+        if dlogits.device.type != "cpu" and h.dtype.itemsize == 2:  # 16-bit chunks summed in float32
             if self.dweight is None:
                 self.dweight = torch.mm(dlogits.T, h, out_dtype=torch.float32)
             else:
                 torch.addmm(self.dweight, dlogits.T, h, out_dtype=torch.float32, out=self.dweight)
             return
         h = h.to(dlogits.dtype)
-        if self.dweight is None:
+        if residual is not None:
+            dtype = torch.float32 if self.sums_in_float32 else h.dtype
+            if self.dweight is None:
+                self.dweight = torch.zeros(self.weight.shape, dtype=dtype)
+            self.dweight.index_add_(0, ids, (residual[:, None] * h).to(dtype))
+        if self.sums_in_float32:
+            for piece in self._pieces():
+                self.dweight[piece] += torch.mm(dlogits[:, piece].T, h)
+        elif self.dweight is None:
             self.dweight = torch.empty(self.weight.shape, dtype=h.dtype, device=h.device)
             torch.mm(dlogits.T, h, out=self.dweight)
         else:
@@ -226,7 +253,10 @@ class GivenLogits:
     def gradient_buffer(self, logits: Tensor) -> Tensor:
         return logits
 
-    def accumulate(self, rows: Rows, dlogits: Tensor) -> None:
+    def residual(self, rows: Rows) -> Tensor | None:
+        return None
+
+    def accumulate(self, rows: Rows, dlogits: Tensor, ids: Tensor, residual: Tensor | None) -> None:
         if rows.index is not None:  # a range is a view: its gradient is in place already
             rows.put(self.buffer, dlogits)
 

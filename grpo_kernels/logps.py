@@ -50,6 +50,7 @@ def fused_logps(
     name = choose_backend(backend, hidden.device, hidden.dtype)
     softcap = 0.0 if logit_softcap is None else float(logit_softcap)
     logps, entropies, _ = ops.logps(
-        hidden, lm_head_weight, lm_head_bias, completion_ids, completion_mask, per_token, float(logit_scale), softcap, name
+        *(hidden, lm_head_weight, lm_head_bias, completion_ids, completion_mask),
+        *(per_token, float(logit_scale), softcap, name),
     )
     return logps, entropies if entropy else None

@@ -1,4 +1,4 @@
-"""The per-token objective and its derivatives, in closed form, on O(N) tensors: the torch counterpart of csrc/objective.h.
+"""The per-token objective and its derivatives in closed form, on O(N) tensors; csrc/objective.h in torch.
 
     value    = keep * multiplier * surrogate(x, logp, A) + beta * KL(ref - logp) * (r if bias-corrected else 1)
     d_ratio  = d value / d x         at fixed logp    x is the log-ratio of the token or of its sequence
@@ -64,7 +64,7 @@ def clamp_log_ratio(log_ratio: Tensor, p: KernelParams) -> tuple[Tensor, Tensor]
     return x, x != log_ratio
 
 
-# --- surrogates: (params, ratio, raw log-ratio, logp, A, clamp_acts) -> Term ---------------------------------------------
+# --- surrogates: (params, ratio, raw log-ratio, logp, A, clamp_acts) -> Term --------------------------------------
 
 
 def clip(p: KernelParams, r: Tensor, x: Tensor, logp: Tensor, A: Tensor, clamp_acts: Tensor) -> Term:
@@ -124,7 +124,7 @@ def _trust_region(r: Tensor, x: Tensor, A: Tensor, clamp_acts: Tensor, drop: Ten
     return Term(value + DPPO_QUADRATIC * x * x, slope + 2 * DPPO_QUADRATIC * x, torch.zeros_like(A))
 
 
-# --- KL to the reference policy ------------------------------------------------------------------------------------------
+# --- KL to the reference policy -----------------------------------------------------------------------------------
 
 
 def kl_divergence(p: KernelParams, logp: Tensor, ref: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,8 +23,8 @@ def rollout_weights(
     """Weights w = exp(old_logps - rollout_logps), for `fused_grpo_loss(rollout_weights=...)`.
 
     old_logps, rollout_logps (B, T) nats; a NaN rollout log-probability counts as w = 1.
-    level: "token" -> (B, T); "sequence_sum" (TRL) and "sequence_mean" (OpenRLHF, verl): the exponential of the sum or mean
-    of the log-ratios over unmasked tokens -> (B,).
+    level: "token" -> (B, T); "sequence_sum" (TRL) and "sequence_mean" (OpenRLHF, verl): the exponential of the sum or
+    mean of the log-ratios over unmasked tokens -> (B,).
     mode: "truncate" takes min(w, cap) (TIS); "mask" keeps w inside [low, cap] and is 0 outside (MIS).
     """
     check_tensor("old_logps", old_logps)
@@ -51,8 +51,9 @@ def rollout_weights(
 def entropy_quantile(entropy: Tensor, completion_mask: Tensor | None = None, *, top: float = 0.2) -> Tensor:
     """The entropy () in nats above which the `top` share of the unmasked tokens lies: GRPOConfig.entropy_threshold.
 
-    entropy (B, T) or (N,) of the whole batch, as `fused_logps(..., entropy=True)` returns it under no_grad. Data-parallel
-    ranks gather their entropies first, so that all take the same threshold (arXiv:2506.01939, the "80/20 rule").
+    entropy (B, T) or (N,) of the whole batch, as `fused_logps(..., entropy=True)` returns it under no_grad.
+    Data-parallel ranks gather their entropies first, so that all take the same threshold (arXiv:2506.01939, the
+    "80/20 rule").
     """
     if not 0 < top <= 1:
         raise ValueError(f"top={top}; expected a share in (0, 1]")

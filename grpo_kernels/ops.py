@@ -1,7 +1,8 @@
 """The custom operators: what torch.compile sees of the engine. One for the loss, two for log-probabilities, O(N) ones.
 
-No `from __future__ import annotations` here: the schemas are inferred from the annotations.
+No `from __future__ import annotations` here, and Optional[X] for X | None: torch infers schemas from the annotations.
 """
+# ruff: noqa: UP045
 
 from collections.abc import Sequence
 from typing import Optional
@@ -10,14 +11,12 @@ import torch
 from torch import Tensor
 
 from . import engine
-from .backends import get_backend
+from .backends import RowStats, get_backend
 from .config import config_from_key
 from .head import GivenLogits, LMHead, default_chunk_rows, default_logits_dtype
 from .params import COLUMNS, KernelParams
 from .plan import TokenInputs, build_plan
 from .validate import check_values
-
-Wants = Sequence[bool]  # (hidden, weight, bias) need gradients
 
 
 def table_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -30,7 +29,7 @@ def _no_autocast(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, enabled=False)
 
 
-# --- the loss from hidden states ---------------------------------------------------------------------------------------
+# --- the loss from hidden states ----------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("grpo_kernels::grpo_loss", mutates_args=())
@@ -45,12 +44,12 @@ def grpo_loss(
     backend: str,
     wants: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(loss, logps, entropy, group_sums, totals, extrema, dhidden, dweight, dbias); gradients empty where not wanted."""
-    inputs, config = TokenInputs(*tokens), config_from_key(config_key)
+    """(loss, logps, entropy, group_sums, totals, extrema, dhidden, dweight, dbias); unwanted gradients are empty."""
+    inputs, config = TokenInputs(*tokens), config_from_key(config_key)  # type: ignore[arg-type]
     check_values(completion_ids, inputs.completion_mask, weight.shape[0], inputs.cu_seqlens)
     with torch.no_grad(), _no_autocast(hidden.device):
         plan = build_plan(inputs, completion_ids.shape, config, num_groups, table_dtype(hidden.dtype))
-        head = _lm_head(hidden, weight, bias, config.logits_dtype, config.chunk_rows, tuple(wants))
+        head = _lm_head(hidden, weight, bias, config.logits_dtype, config.chunk_rows, wants)
         ids = torch.where(plan.mask, completion_ids.reshape(-1), 0).long()
         stats, result = engine.run(head, plan, ids, get_backend(backend), gradients=any(wants))
         gradients = [hidden.new_empty(0) if g is None else g for g in head.gradients()]
@@ -87,7 +86,7 @@ def _save_gradients(ctx, inputs, output):
 
 def _return_gradients(ctx, g_loss, *_):
     _refuse_double_backward("fused_grpo_loss")
-    gradients = [None, None, None]
+    gradients: list[Optional[Tensor]] = [None, None, None]
     if g_loss is not None:
         gradients = [
             _deliver(saved, g_loss) if want else None for saved, want in zip(ctx.saved_tensors, ctx.wants, strict=True)
@@ -98,7 +97,7 @@ def _return_gradients(ctx, g_loss, *_):
 grpo_loss.register_autograd(_return_gradients, setup_context=_save_gradients)
 
 
-# --- log-probabilities from hidden states --------------------------------------------------------------------------------
+# --- log-probabilities from hidden states -------------------------------------------------------------------------
 
 
 @torch.library.custom_op("grpo_kernels::logps", mutates_args=())
@@ -147,16 +146,18 @@ def logps_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dhidden, dweight, dbias) from the logits computed again, over rows with a non-zero coefficient."""
     with torch.no_grad(), _no_autocast(hidden.device):
-        head = _lm_head(hidden, weight, bias, None, None, tuple(wants))
+        head = _lm_head(hidden, weight, bias, None, None, wants)
         keep = _keep(completion_ids, mask)
         scorer = _scorer(head, completion_ids, keep, temperature, logit_scale, softcap, backend)
-        scorer.stats = engine.RowStats(*(x.reshape(-1) for x in stats))
+        scorer.stats = RowStats(*(x.reshape(-1) for x in stats))
         scorer.gradient(*(torch.where(keep, g.reshape(-1), 0.0) for g in (g_logps, g_entropy)))
         return tuple(hidden.new_empty(0) if g is None else g for g in head.gradients())
 
 
 @logps_backward.register_fake
-def _(g_logps, g_entropy, hidden, weight, bias, completion_ids, mask, temperature, stats, scale, softcap, backend, wants):
+def _(
+    g_logps, g_entropy, hidden, weight, bias, completion_ids, mask, temperature, stats, scale, softcap, backend, wants
+):
     given = (hidden, weight, weight if bias is None else bias)
     return tuple(x.new_empty(x.shape) if want else hidden.new_empty(0) for x, want in zip(given, wants, strict=True))
 
@@ -179,7 +180,7 @@ def _logps_gradients(ctx, g_logps, g_entropy, _):
 logps.register_autograd(_logps_gradients, setup_context=_save_logps)
 
 
-# --- the loss from log-probabilities or logits ---------------------------------------------------------------------------
+# --- the loss from log-probabilities or logits --------------------------------------------------------------------
 
 
 @torch.library.custom_op("grpo_kernels::policy_loss", mutates_args=())
@@ -192,7 +193,7 @@ def policy_loss(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(loss, group_sums, totals, extrema, d loss / d logps, d loss / d entropy), all O(N)."""
-    inputs, config = TokenInputs(*tokens), config_from_key(config_key)
+    inputs, config = TokenInputs(*tokens), config_from_key(config_key)  # type: ignore[arg-type]
     with torch.no_grad():
         plan = build_plan(inputs, logps.shape, config, num_groups, table_dtype(logps.dtype))
         plain = (torch.where(plan.mask, x.reshape(-1).to(plan.table.dtype), 0.0) for x in (logps, entropy))
@@ -224,7 +225,13 @@ policy_loss.register_autograd(_policy_gradients, setup_context=_save_policy)
 
 
 def loss_over_logits(
-    logits: Tensor, completion_ids: Tensor, tokens: TokenInputs, num_groups: int, config_key: str, backend: str, want: bool
+    logits: Tensor,
+    completion_ids: Tensor,
+    tokens: TokenInputs,
+    num_groups: int,
+    config_key: str,
+    backend: str,
+    want: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(loss, logps, entropy, group_sums, totals, extrema); with `want`, the gradient replaces `logits` (N, V)."""
     config = config_from_key(config_key)
@@ -238,7 +245,7 @@ def loss_over_logits(
     return r.loss, stats.logp.view(shape), stats.entropy.view(shape), r.group_sums, r.totals, r.extrema
 
 
-# --- group statistics, and what the backwards share ------------------------------------------------------------------------------
+# --- group statistics, and what the backwards share ---------------------------------------------------------------
 
 
 @torch.library.custom_op("grpo_kernels::group_statistics", mutates_args=())
@@ -264,8 +271,8 @@ def _(rewards, group_index, num_groups, scale, baseline, ddof, eps, backend):
 def _deliver(saved: Tensor, factor: Tensor) -> Tensor:
     """The finished gradient times grad_output.
 
-    In place, a copy of a (V, H) gradient would double its memory; but not where the graph is kept for another backward, nor
-    under a tracer (whose tensors are subclasses), which does its own planning. On a CPU a factor of 1 costs nothing.
+    In place, a copy of a (V, H) gradient would double its memory; but not where the graph is kept for another backward,
+    nor under a tracer (whose tensors are subclasses), which plans by itself. On a CPU a factor of 1 costs nothing.
     """
     if type(saved) is not Tensor or torch._C._autograd._get_current_graph_task_keep_graph():
         return saved * factor.to(saved.dtype)
@@ -282,7 +289,7 @@ def _refuse_double_backward(name: str) -> None:
         )
 
 
-# --- helpers ---------------------------------------------------------------------------------------------------------------
+# --- helpers ------------------------------------------------------------------------------------------------------
 
 
 def _lm_head(
@@ -291,12 +298,12 @@ def _lm_head(
     bias: Optional[Tensor],
     logits_dtype: Optional[torch.dtype],
     chunk_rows: Optional[int],
-    wants: tuple[bool, bool, bool] = (False, False, False),
+    wants: Sequence[bool] = (False, False, False),
 ) -> LMHead:
     num_tokens, vocab_size = hidden.numel() // hidden.shape[-1], weight.shape[0]
     dtype = logits_dtype or default_logits_dtype(hidden.dtype, hidden.device)
     rows = chunk_rows or default_chunk_rows(num_tokens, vocab_size, dtype.itemsize, hidden.device)
-    return LMHead(hidden, weight, bias, dtype, max(1, min(rows, num_tokens)), wants)
+    return LMHead(hidden, weight, bias, dtype, max(1, min(rows, num_tokens)), tuple(wants))
 
 
 def _keep(ids: Tensor, mask: Optional[Tensor]) -> Tensor:

@@ -9,6 +9,7 @@ Ways (the caller never chooses):
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -170,7 +171,9 @@ def _entropy_threshold(inputs: TokenInputs, config: GRPOConfig) -> Tensor | floa
     return -torch.inf if config.entropy_threshold is None else config.entropy_threshold
 
 
-def _fill_base(table: Tensor, inputs: TokenInputs, config: GRPOConfig, tokens) -> bool:
+def _fill_base(
+    table: Tensor, inputs: TokenInputs, config: GRPOConfig, tokens: Callable[[Tensor, float], Tensor]
+) -> bool:
     """Write the log-probabilities that the ratio divides by; False on-policy, where the ratio is 1 by definition."""
     base = inputs.old_logps
     if config.surrogate in ("dppo_tv", "ipo") and inputs.rollout_logps is not None:

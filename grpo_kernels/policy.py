@@ -1,4 +1,4 @@
-"""fused_policy_loss: a loss of one's own over log-probabilities, without a kernel of one's own and without (N, V) logits."""
+"""fused_policy_loss: a loss of one's own over log-probabilities, without a kernel of one's own or (N, V) logits."""
 
 from __future__ import annotations
 
@@ -69,9 +69,10 @@ def fused_policy_loss(
     """sum over chunks of loss_fn(PolicyChunk) -> scalar (), differentiable in hidden, weight and bias.
 
     `loss_fn` returns a scalar per chunk (or one value per token, which is summed). It is differentiated by autograd on
-    the small (n,) tensors while the chunk's logits are at hand, so the whole costs 6 N H V operations. It must be a sum over
-    tokens (level="token": chunks are any runs of tokens) or over sequences (level="sequence": chunks hold all unmasked
-    tokens of each of their sequences; sequences longer than a chunk cost 8 N H V). Normalisers are the caller's:
+    the small (n,) tensors while the chunk's logits are at hand, so the whole costs 6 N H V operations. It must be a sum
+    over tokens (level="token": chunks are any runs of tokens) or over sequences (level="sequence": chunks hold all
+    unmasked tokens of each of their sequences; sequences longer than a chunk cost 8 N H V). Normalisers are the
+    caller's:
 
         def loss_fn(chunk):
             ratio = (chunk.logps - chunk.tokens(old_logps)).exp()
@@ -168,7 +169,8 @@ def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call, wants
         stats = RowStats(*(x[index] for x in scorer.stats))
         total, *parts = _differentiate(call, stats, index, sequence[index])
         if any(wants):
-            scorer.gradient(*(torch.zeros(num_tokens, dtype=dtype, device=device).index_copy(0, index, g) for g in parts))
+            zeros = torch.zeros(num_tokens, dtype=dtype, device=device)
+            scorer.gradient(*(zeros.index_copy(0, index, g) for g in parts))
     elif call.level == "sequence":
         scorer.staged(sequence_chunks(index, counts, num_tokens, head.chunk_rows), coefficients)
     else:
@@ -181,9 +183,7 @@ def _token_chunks(index: Tensor, num_tokens: int, size: int) -> Iterator[tuple[R
         yield rows, slice(0)
 
 
-def _differentiate(
-    call: _Call, stats: RowStats, index: Tensor, sequence: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _differentiate(call: _Call, stats: RowStats, index: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(value, d value / d logps, d value / d entropy) of the user's function on small tensors."""
     leaves = [stats.logp.detach().clone().requires_grad_()]
     if call.entropy:
@@ -192,7 +192,9 @@ def _differentiate(
         value = call.loss_fn(PolicyChunk(leaves[0], leaves[1] if call.entropy else None, index, sequence))
         if not isinstance(value, Tensor) or value.numel() not in (1, len(index)):
             came = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f"loss_fn returned {came}; expected a scalar tensor, or one value per token ({len(index)},)")
+            raise ValueError(
+                f"loss_fn returned {came}; expected a scalar tensor, or one value per token ({len(index)},)"
+            )
         value = value.sum()
     gradients = [torch.zeros_like(leaves[0])] * 2
     if value.requires_grad:

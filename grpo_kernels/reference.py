@@ -8,6 +8,7 @@ packed), S sequences, V vocabulary; m is the mask, A the advantage, r the import
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -124,7 +125,8 @@ def reference_loss_from_logps(
 
     logp, A = tokens(logps), tokens(advantages)
     H = None if entropy is None else tokens(entropy)
-    old, ref, weight, rollout = tokens(old_logps), tokens(ref_logps), tokens(rollout_weights, 1.0), tokens(rollout_logps)
+    old, ref, rollout = tokens(old_logps), tokens(ref_logps), tokens(rollout_logps)
+    weight = tokens(rollout_weights, 1.0)
     length = seq_sum(m.to(logp.dtype))
 
     # DPPO and IPO divide by the sampling engine's probability. Where it is unknown (NaN) they fall back to the old
@@ -184,7 +186,7 @@ def reference_loss_from_logps(
     return ReferenceOutput(loss, logp.reshape(shape), H.reshape(shape), metrics)
 
 
-# --- surrogates: (config, ratio r, raw token log-ratio, logp, A) -> loss per token --------------------------------------
+# --- surrogates: (config, ratio r, raw token log-ratio, logp, A) -> loss per token --------------------------------
 
 
 def clip(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor, A: Tensor) -> Tensor:
@@ -236,7 +238,15 @@ def _probability_change(log_ratio: Tensor, logp: Tensor) -> Tensor:
 SURROGATES = {f.__name__: f for f in (clip, cispo, cispo_two_sided, sapo, reinforce, gmpo, dppo_tv, ipo)}
 
 
-def vespo_phi(cfg: GRPOConfig, A: Tensor, log_ratio: Tensor, weight: Tensor | None, m, seq_sum, seq) -> Tensor:
+def vespo_phi(
+    cfg: GRPOConfig,
+    A: Tensor,
+    log_ratio: Tensor,
+    weight: Tensor | None,
+    m: Tensor,
+    seq_sum: Callable[[Tensor], Tensor],
+    seq: Tensor,
+) -> Tensor:
     """phi(w) = exp(lambda + k ln w - lambda w) of the sequence weight w; a constant to autograd."""
     low = math.log(1e-8)
     log_w = seq_sum(log_ratio.clamp(-20, 20))
@@ -248,7 +258,7 @@ def vespo_phi(cfg: GRPOConfig, A: Tensor, log_ratio: Tensor, weight: Tensor | No
     return (lam + k * log_w - lam * log_w.exp()).exp().detach()
 
 
-# --- KL to the reference policy ------------------------------------------------------------------------------------------
+# --- KL to the reference policy -----------------------------------------------------------------------------------
 
 
 def kl_estimate(cfg: GRPOConfig, logp: Tensor, ref: Tensor) -> Tensor:
@@ -275,7 +285,7 @@ def kl_estimate(cfg: GRPOConfig, logp: Tensor, ref: Tensor) -> Tensor:
     return bounded(value)
 
 
-# --- aggregation ---------------------------------------------------------------------------------------------------------
+# --- aggregation --------------------------------------------------------------------------------------------------
 
 
 def token_weights(
@@ -286,19 +296,20 @@ def token_weights(
     num_items_in_batch: Tensor | float | None,
     normalizer: Tensor | float | None,
 ) -> tuple[Tensor, Tensor | float]:
-    """(w, accumulation): loss = sum_t w_t l_t; accumulation = this call's share of the normaliser, for the entropy bonus.
+    """(w, accumulation): loss = sum_t w_t l_t; accumulation = normaliser / this call's, for the entropy bonus.
 
     `normalizer` replaces the denominator of the rule (B, the tokens, B * max_completion_length), so that micro-batches
     and ranks that pass the global one add up to the loss of one big batch.
     """
     num_seq, num_tokens = length.numel(), m.sum().clamp(min=1)
-    own = {
+    denominators: dict[str, Tensor | float] = {
         "seq_mean": num_seq,
         "token_mean": num_tokens,
         "fixed_length": num_seq * (cfg.max_completion_length or math.nan),
         "num_items": num_tokens,
         "seq_sum": num_seq,
-    }[cfg.aggregation]
+    }
+    own = denominators[cfg.aggregation]
     given = num_items_in_batch if normalizer is None else normalizer
     if given is None:
         given = own
@@ -317,7 +328,19 @@ def sequence_of_token(shape: torch.Size, cu_seqlens: Tensor | None, device: torc
     return torch.arange(cu_seqlens.numel() - 1, device=device).repeat_interleave(cu_seqlens.diff().to(device))
 
 
-def _metrics(cfg, m, logp, H, r, A, kl, old, base, rollout, weight) -> dict[str, Tensor]:
+def _metrics(
+    cfg: GRPOConfig,
+    m: Tensor,
+    logp: Tensor,
+    H: Tensor | None,
+    r: Tensor,
+    A: Tensor,
+    kl: Tensor | None,
+    old: Tensor | None,
+    base: Tensor | None,
+    rollout: Tensor | None,
+    weight: Tensor | None,
+) -> dict[str, Tensor]:
     """Means over unmasked tokens."""
     count = m.sum().clamp(min=1)
 

@@ -11,7 +11,21 @@ import os
 import torch
 from torch import Tensor
 
+from .config import GRPOConfig
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def check_config(config: object) -> None:
+    if not isinstance(config, GRPOConfig):
+        raise TypeError(f"config is a {type(config).__name__}; expected a GRPOConfig")
+
+
+def check_float(name: str, x: Tensor) -> None:
+    """x is a plain tensor of a type that the kernels take."""
+    check_tensor(name, x)
+    if x.dtype not in FLOATS:
+        raise TypeError(f"{name} is {x.dtype}; expected float32, bfloat16, float16 or float64")
 
 
 def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor) -> None:
@@ -19,8 +33,7 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor)
     for name, x in (("hidden", hidden), ("lm_head_weight", weight), ("lm_head_bias", bias), ("completion_ids", ids)):
         if x is not None or name != "lm_head_bias":
             check_tensor(name, x, hidden)
-    if hidden.dtype not in FLOATS:
-        raise TypeError(f"hidden is {hidden.dtype}; expected float32, bfloat16, float16 or float64")
+    check_float("hidden", hidden)
     if hidden.dim() not in (2, 3):
         raise ValueError(f"hidden has shape {tuple(hidden.shape)}; expected (B, T, H) or packed (N, H)")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
@@ -107,7 +120,7 @@ def num_sequences_of(ids: Tensor, cu_seqlens: Tensor | None, owner: str = "hidde
     """Sequences of a (B, T) batch or of a packed one."""
     if ids.dim() == 2:
         if cu_seqlens is not None:
-            raise ValueError(f"cu_seqlens belongs to packed (N, ...) inputs; {owner} holds a (B, T) batch: give one of the two")
+            raise ValueError(f"cu_seqlens belongs to packed (N, ...) inputs; {owner} holds a (B, T) batch: give one")
         return ids.shape[0]
     if ids.dim() != 1:
         raise ValueError(f"completion_ids has shape {tuple(ids.shape)}; expected (B, T) or packed (N,)")
@@ -116,7 +129,8 @@ def num_sequences_of(ids: Tensor, cu_seqlens: Tensor | None, owner: str = "hidde
     check_tensor("cu_seqlens", cu_seqlens, ids)
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"cu_seqlens is {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}; expected int32 or int64 (S + 1,), S >= 1"
+            f"cu_seqlens is {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}; "
+            "expected int32 or int64 (S + 1,), S >= 1"
         )
     return cu_seqlens.numel() - 1
 

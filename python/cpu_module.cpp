@@ -50,12 +50,13 @@ gk::RowArgs logits_of(Address logits, int dtype, int64_t pitch, int64_t rows, in
 }
 
 void fused(Address logits, int logits_dtype, int64_t logits_pitch, int64_t rows, int64_t vocab, Address ids,
-           Address grad, int grad_dtype, int64_t grad_pitch, Address table, int64_t table_pitch, Address logp,
+           Address grad, int grad_dtype, int64_t grad_pitch, Address residual, Address table, int64_t table_pitch, Address logp,
            Address lse, Address entropy, const py::sequence& params, int threads) {
     gk::RowArgs args = logits_of(logits, logits_dtype, logits_pitch, rows, vocab, ids, params);
     args.grad = pointer<void>(grad);
     args.grad_dtype = grad_dtype;
     args.grad_pitch = grad_pitch;
+    args.residual = pointer<float>(residual);
     args.table = pointer<const float>(table);
     args.table_pitch = table_pitch;
     args.logp = pointer<float>(logp);
@@ -77,12 +78,13 @@ void stats(Address logits, int logits_dtype, int64_t logits_pitch, int64_t rows,
 }
 
 void gradient(Address logits, int logits_dtype, int64_t logits_pitch, int64_t rows, int64_t vocab, Address ids,
-              Address grad, int grad_dtype, int64_t grad_pitch, Address temperature, Address lse, Address entropy,
+              Address grad, int grad_dtype, int64_t grad_pitch, Address residual, Address temperature, Address lse, Address entropy,
               Address g_logp, Address g_entropy, const py::sequence& params, int threads) {
     gk::RowArgs args = logits_of(logits, logits_dtype, logits_pitch, rows, vocab, ids, params);
     args.grad = pointer<void>(grad);
     args.grad_dtype = grad_dtype;
     args.grad_pitch = grad_pitch;
+    args.residual = pointer<float>(residual);
     args.temperature = pointer<const float>(temperature);
     args.lse = pointer<double>(lse);
     args.entropy = pointer<float>(entropy);

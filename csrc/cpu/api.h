@@ -15,6 +15,7 @@ struct RowArgs {
     float* logp;             // written by stats and fused
     double* lse;             // written by stats and fused, read by gradient; float32 would cost 1e-3 near 1e4
     float* entropy;          // written by stats and fused, read by gradient
+    float* residual;         // what rounding took from the sampled id's gradient; may be null; gradient and fused
     const float* g_logp;     // d loss / d logp; gradient only
     const float* g_entropy;  // d loss / d entropy; gradient only
     int64_t rows, vocab, logits_pitch, grad_pitch, table_pitch;

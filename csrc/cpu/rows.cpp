@@ -220,17 +220,20 @@ static SweepBlock choose_sweep(bool linear, bool capped) {
     return capped ? sweep_block<Out, false, true> : sweep_block<Out, false, false>;
 }
 
+// Returns what is stored, after rounding.
 template <class Out>
-static void store_one(void* row, int64_t index, float value) {
+static float store_one(void* row, int64_t index, float value) {
     typename Out::Element lanes[kWidth];
     Out::store(lanes, splat(value));
     static_cast<typename Out::Element*>(row)[index] = lanes[0];
+    return Out::load(lanes)[0];
 }
 
 // z - lse = (y - max_y) * to_z - log_sum, from the row's own statistics or from a given lse.
 static void row_gradient(const RowArgs& args, int64_t i, const Row& row, float max_y, double log_sum, float entropy,
                          float g_logp, float g_entropy, Buffers& buffers) {
     char* out = static_cast<char*>(args.grad) + i * args.grad_pitch * element_size(args.grad_dtype);
+    if (args.residual) args.residual[i] = 0.f;
     if (g_logp == 0.f && g_entropy == 0.f) {
         __builtin_memset(out, 0, row.vocab * element_size(args.grad_dtype));
         return;
@@ -264,7 +267,8 @@ static void row_gradient(const RowArgs& args, int64_t i, const Row& row, float m
     const auto store = args.grad_dtype == kFloat32    ? store_one<Float32>
                        : args.grad_dtype == kBFloat16 ? store_one<BFloat16>
                                                       : store_one<Float16>;
-    store(out, id, static_cast<float>(du_id));
+    const float stored = store(out, id, static_cast<float>(du_id));
+    if (args.residual) args.residual[i] = static_cast<float>(du_id - stored);
 }
 
 // ---- kernels over rows [first, last) --------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -29,7 +29,15 @@ class Backend(Protocol):
 
     name: str
 
-    def fused(self, logits: Tensor, grad: Tensor, ids: Tensor, table: Tensor, params: KernelParams) -> RowStats: ...
+    def fused(
+        self,
+        logits: Tensor,
+        grad: Tensor,
+        ids: Tensor,
+        table: Tensor,
+        params: KernelParams,
+        residual: Tensor | None = None,
+    ) -> RowStats: ...
 
     def stats(self, logits: Tensor, ids: Tensor, temperature: Tensor, params: KernelParams) -> RowStats: ...
 
@@ -44,6 +52,7 @@ class Backend(Protocol):
         g_logp: Tensor,
         g_entropy: Tensor,
         params: KernelParams,
+        residual: Tensor | None = None,
     ) -> None: ...
 
     def objective(
@@ -85,13 +94,14 @@ def _load_cpu() -> tuple[Backend | None, str]:
 
 # name -> (loader, device types, logits types); "auto" takes the first that serves the device and type of the call.
 _HALF_AND_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
-_REGISTRY: dict[str, tuple[Callable[[], tuple[Backend | None, str]], tuple[str, ...] | None, tuple[torch.dtype, ...]]] = {
+_Loader = Callable[[], tuple["Backend | None", str]]
+_REGISTRY: dict[str, tuple[_Loader, tuple[str, ...] | None, tuple[torch.dtype, ...]]] = {
     "cpu": (_load_cpu, ("cpu",), _HALF_AND_SINGLE),
     "torch": (_load_torch, None, (*_HALF_AND_SINGLE, torch.float64)),
 }
 
 
-@lru_cache(maxsize=None)
+@cache
 def _load(name: str) -> tuple[Backend | None, str]:
     """(backend, "") or (None, why it cannot be had here)."""
     return _REGISTRY[name][0]()
@@ -110,7 +120,7 @@ def available_backends() -> tuple[str, ...]:
     return tuple(name for name in _REGISTRY if _load(name)[0] is not None)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[misc]  # loading a backend is nothing to trace
+@torch.compiler.assume_constant_result  # loading a backend is nothing to trace
 def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> str:
     """Resolve `backend=` for logits of this type on this device; ValueError where a named one cannot serve them."""
     if name == "auto":
@@ -138,6 +148,6 @@ def _serves(name: str, device: torch.device, dtype: torch.dtype) -> bool:
     return (devices is None or device.type in devices) and dtype in dtypes
 
 
-@lru_cache(maxsize=None)
+@cache
 def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=3)

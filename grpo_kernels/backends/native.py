@@ -23,15 +23,23 @@ class NativeBackend:
         self.module = module
         self.dtypes = {getattr(torch, name): code for code, name in enumerate(module.DTYPES)}
 
-    # --- rows of logits ---------------------------------------------------------------------------------------------
+    # --- rows of logits -------------------------------------------------------------------------------------------
 
-    def fused(self, logits: Tensor, grad: Tensor, ids: Tensor, table: Tensor, params: KernelParams) -> RowStats:
+    def fused(
+        self,
+        logits: Tensor,
+        grad: Tensor,
+        ids: Tensor,
+        table: Tensor,
+        params: KernelParams,
+        residual: Tensor | None = None,
+    ) -> RowStats:
         """Statistics (C,); d loss / d logits goes to `grad` (C, V), it may start where logits start."""
         rows = logits.shape[0]
         outputs = _row_stats(rows)
         pitch = self._check_table(table, rows)
         self.module.fused(
-            *self._logits(logits, ids), *self._gradient(grad, logits), table.data_ptr(), pitch,
+            *self._logits(logits, ids), *self._gradient(grad, logits, residual), table.data_ptr(), pitch,
             *(t.data_ptr() for t in outputs), self._params(params), torch.get_num_threads(),
         )  # fmt: skip
         return outputs
@@ -57,6 +65,7 @@ class NativeBackend:
         g_logp: Tensor,
         g_entropy: Tensor,
         params: KernelParams,
+        residual: Tensor | None = None,
     ) -> None:
         """Writes d loss / d logits to `grad` from d loss / d logp and d loss / d entropy (C,) and the statistics."""
         rows = logits.shape[0]
@@ -64,11 +73,11 @@ class NativeBackend:
         (lse_at,) = _addresses(rows, lse, dtypes=(torch.float64,))
         per_row = temperature_at, lse_at, *_addresses(rows, entropy, g_logp, g_entropy)
         self.module.gradient(
-            *self._logits(logits, ids), *self._gradient(grad, logits), *per_row,
+            *self._logits(logits, ids), *self._gradient(grad, logits, residual), *per_row,
             self._params(params), torch.get_num_threads(),
         )  # fmt: skip
 
-    # --- tokens and rewards -----------------------------------------------------------------------------------------
+    # --- tokens and rewards ---------------------------------------------------------------------------------------
 
     def objective(
         self, log_ratio: Tensor, logp: Tensor, entropy: Tensor, table: Tensor, params: KernelParams
@@ -137,17 +146,20 @@ class NativeBackend:
         )  # fmt: skip
         return advantages, mean, std
 
-    # --- arguments of the compiled functions ------------------------------------------------------------------------
+    # --- arguments of the compiled functions ----------------------------------------------------------------------
 
     def _logits(self, logits: Tensor, ids: Tensor) -> tuple[int, ...]:
         dtype, pitch = self._matrix(logits, "logits")
         (ids_at,) = _addresses(logits.shape[0], ids, dtypes=(torch.int64,))
         return logits.data_ptr(), dtype, pitch, *logits.shape, ids_at
 
-    def _gradient(self, grad: Tensor, logits: Tensor) -> tuple[int, int, int]:
+    def _gradient(self, grad: Tensor, logits: Tensor, residual: Tensor | None) -> tuple[int, int, int, int]:
         if grad.shape != logits.shape:
             raise ValueError(f"grad has shape {tuple(grad.shape)}, logits {tuple(logits.shape)}")
-        return grad.data_ptr(), *self._matrix(grad, "grad")
+        residual_at = 0
+        if residual is not None:
+            (residual_at,) = _addresses(logits.shape[0], residual)
+        return grad.data_ptr(), *self._matrix(grad, "grad"), residual_at
 
     def _matrix(self, matrix: Tensor, what: str) -> tuple[int, int]:
         """(dtype code, row pitch)."""
@@ -201,7 +213,7 @@ def _addresses(count: int, *vectors: Tensor, dtypes: tuple[torch.dtype, ...] = (
 def load() -> tuple[NativeBackend | None, str]:
     """(backend, "") or (None, the reason why the compiled kernels cannot be used)."""
     try:
-        from .. import _cpu
+        from .. import _cpu  # type: ignore[attr-defined]  # compiled; may be absent
 
         _cpu.cpu_isa()  # reads GRPO_KERNELS_CPU_ISA: a wrong value is reported here, not in the middle of a loss
     except (ImportError, ValueError) as error:

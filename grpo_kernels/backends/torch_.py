@@ -17,7 +17,15 @@ from . import RowStats
 class TorchBackend:
     name = "torch"
 
-    def fused(self, logits: Tensor, grad: Tensor, ids: Tensor, table: Tensor, params: KernelParams) -> RowStats:
+    def fused(
+        self,
+        logits: Tensor,
+        grad: Tensor,
+        ids: Tensor,
+        table: Tensor,
+        params: KernelParams,
+        residual: Tensor | None = None,
+    ) -> RowStats:
         """Statistics, objective and gradient of a chunk whose tokens depend on themselves alone."""
         temperature = table[FIELD["temperature"]]
         stats = self.stats(logits, ids, temperature, params)
@@ -25,7 +33,7 @@ class TorchBackend:
         result = objective(log_ratio, stats.logp, stats.entropy, table, params)
         g_logp = table[FIELD["weight_ratio"]] * result.d_ratio + table[FIELD["weight_direct"]] * result.d_direct
         g_entropy = table[FIELD["weight_entropy"]]
-        self.gradient(logits, grad, ids, temperature, stats.lse, stats.entropy, g_logp, g_entropy, params)
+        self.gradient(logits, grad, ids, temperature, stats.lse, stats.entropy, g_logp, g_entropy, params, residual)
         return stats
 
     def stats(self, logits: Tensor, ids: Tensor, temperature: Tensor, params: KernelParams) -> RowStats:
@@ -54,16 +62,20 @@ class TorchBackend:
         g_logp: Tensor,
         g_entropy: Tensor,
         params: KernelParams,
+        residual: Tensor | None = None,
     ) -> None:
-        """Write d loss / d logits to `grad` (C, V), which may be the memory of the logits."""
+        """Write d loss / d logits to `grad` (C, V), which may be the memory of the logits.
+
+        residual (C,) receives what rounding to the type of `grad` took from the sampled id's own entry.
+        """
         z, chain = _transform(logits, temperature, params)
         # Two subtractions: lse rounded to the type of z, then what the rounding left.
         rounded = lse.to(z.dtype)
         log_p = z.sub_(rounded[:, None]).sub_((lse - rounded).to(z.dtype)[:, None])
         p = log_p.exp()
         if bool((g_entropy != 0).any()):
-            slope = log_p.masked_fill_(p == 0, 0.0).add_(entropy[:, None]).mul_(g_entropy[:, None]).add_(g_logp[:, None])
-            dz = p.mul_(slope).neg_()
+            slope = log_p.masked_fill_(p == 0, 0.0).add_(entropy[:, None]).mul_(g_entropy[:, None])
+            dz = p.mul_(slope.add_(g_logp[:, None])).neg_()
         else:
             dz = p.mul_(-g_logp[:, None])
         dz[torch.arange(len(ids), device=ids.device), ids] += g_logp
@@ -72,6 +84,9 @@ class TorchBackend:
             dz.mul_(chain)
         silent = (g_logp == 0) & (g_entropy == 0)
         grad.copy_(dz.masked_fill_(silent[:, None], 0.0))
+        if residual is not None:
+            exact, rounded = (x.gather(1, ids[:, None]).squeeze(1) for x in (dz, grad))
+            residual.copy_(exact - rounded)
 
     def objective(
         self, log_ratio: Tensor, logp: Tensor, entropy: Tensor, table: Tensor, params: KernelParams
@@ -94,7 +109,7 @@ class TorchBackend:
         group_index: Tensor | None,
         num_groups: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Rows to sequences (S, K) to groups (num_groups, K) to totals (K,); extrema (3,). K columns as in params.COLUMNS."""
+        """Rows to sequences (S, K) to groups (num_groups, K) to totals (K,); extrema (3,). K: params.COLUMNS."""
         field = dict(zip(FIELD, table, strict=True))
         ratio = clamp_log_ratio(log_ratio, params)[0].exp()
         bounded, advantage = ratio.clamp(max=params.delta), field["advantage"]

@@ -1,0 +1,128 @@
+"""What the loss functions share before any work: checks, groups, advantages from rewards, the tensors of the plan."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .advantages import Groups, check_rewards, group_statistics, resolve_groups
+from .config import GRPOConfig
+from .plan import TokenInputs
+from .validate import check_scalar, check_tensor, check_token_tensor, num_sequences_of
+
+
+class LossOptions(NamedTuple):
+    """The options that all loss functions take; their meaning is in `fused_grpo_loss`."""
+
+    advantages: Tensor | None
+    rewards: Tensor | None
+    num_generations: int | None
+    group_ids: Tensor | None
+    completion_mask: Tensor | None
+    old_logps: Tensor | None
+    ref_logps: Tensor | None
+    rollout_weights: Tensor | None
+    rollout_logps: Tensor | None
+    cu_seqlens: Tensor | None
+    num_items_in_batch: Tensor | float | None
+    normalizer: Tensor | float | None
+
+
+class LossInputs(NamedTuple):
+    """Checked inputs of the plan; groups (0 where none are given); (mean, std) of the rewards per group."""
+
+    tokens: TokenInputs
+    num_groups: int
+    reward_statistics: tuple[Tensor, Tensor] | None
+
+
+def resolve(
+    options: LossOptions, config: GRPOConfig, per_token: Tensor, owner: str, backend: str, *, reads_logits: bool = True
+) -> LossInputs:
+    """Check the options against `per_token`, a tensor of the shape (B, T) or (N,), and derive the plan's inputs.
+
+    `owner` is the argument that set that shape; `reads_logits`: the options of the logits count.
+    """
+    shape, like = per_token.shape, per_token
+    num_sequences = num_sequences_of(per_token, options.cu_seqlens, owner)
+    _check_tensors(options, shape, num_sequences, like)
+    _check_combinations(options, config)
+    temperature = config.temperature if reads_logits and isinstance(config.temperature, Tensor) else None
+    if temperature is not None and temperature.numel() > 1:
+        check_token_tensor("temperature", temperature, shape, num_sequences, like)
+    threshold = config.entropy_threshold if isinstance(config.entropy_threshold, Tensor) else None
+    normalizer = check_scalar("normalizer", options.normalizer, like)
+    if options.num_items_in_batch is not None:
+        normalizer = check_scalar("num_items_in_batch", options.num_items_in_batch, like).clamp(min=1)
+
+    groups = None
+    if options.num_generations is not None or options.group_ids is not None or options.rewards is not None:
+        groups = resolve_groups(num_sequences, options.num_generations, options.group_ids, like)
+    advantages, statistics = options.advantages, None
+    if options.rewards is not None:
+        advantages, statistics = _advantages(options.rewards, groups, config, backend)
+    tokens = TokenInputs(
+        advantages=advantages,
+        completion_mask=options.completion_mask,
+        old_logps=options.old_logps,
+        ref_logps=options.ref_logps,
+        rollout_weights=options.rollout_weights,
+        rollout_logps=options.rollout_logps,
+        cu_seqlens=options.cu_seqlens,
+        normalizer=normalizer,
+        temperature=None if temperature is None else temperature.to(like.device),
+        entropy_threshold=check_scalar("entropy_threshold", threshold, like),
+        group_index=None if groups is None else groups.index,
+    )
+    tokens = TokenInputs(*(None if x is None else x.detach() for x in tokens))
+    return LossInputs(tokens, 0 if groups is None else groups.count, statistics)
+
+
+def _check_tensors(options: LossOptions, shape: torch.Size, num_sequences: int, like: Tensor) -> None:
+    if (options.advantages is None) == (options.rewards is None):
+        given = "neither" if options.rewards is None else "both"
+        raise ValueError(f"give advantages, or rewards with num_generations or group_ids; got {given}")
+    for name in ("advantages", "rollout_weights"):
+        check_token_tensor(name, getattr(options, name), shape, num_sequences, like, per_sequence=True)
+    for name in ("completion_mask", "old_logps", "ref_logps", "rollout_logps"):
+        check_token_tensor(name, getattr(options, name), shape, num_sequences, like)
+    if options.rewards is not None:
+        check_rewards(options.rewards)
+        check_tensor("rewards", options.rewards, like)
+        if options.rewards.shape[0] != num_sequences:
+            raise ValueError(
+                f"rewards has shape {tuple(options.rewards.shape)}; expected ({num_sequences},), one per completion"
+            )
+
+
+def _check_combinations(options: LossOptions, config: GRPOConfig) -> None:
+    if config.beta != 0.0 and options.ref_logps is None:
+        raise ValueError(f"ref_logps is None and beta={config.beta}; the KL term needs the reference log-probabilities")
+    if config.surrogate in ("dppo_tv", "ipo") and options.rollout_logps is None and options.old_logps is None:
+        raise ValueError(f"surrogate={config.surrogate!r} divides by rollout_logps (or old_logps); both are None")
+    if options.num_items_in_batch is not None:
+        if options.normalizer is not None:
+            raise ValueError("num_items_in_batch and normalizer are two names of one denominator; give one")
+        if config.aggregation != "num_items":
+            raise ValueError(
+                f"num_items_in_batch has no effect with aggregation={config.aggregation!r}; use normalizer"
+            )
+    if config.aggregation == "fixed_length" and options.normalizer is None and config.max_completion_length is None:
+        raise ValueError("aggregation='fixed_length' divides by config.max_completion_length, which is None")
+
+
+def _advantages(
+    rewards: Tensor, groups: Groups, config: GRPOConfig, backend: str
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    statistics = group_statistics(
+        rewards,
+        groups,
+        scale=config.advantage_scale,
+        baseline=config.advantage_baseline,
+        ddof=config.advantage_ddof,
+        eps=config.advantage_eps,
+        backend=backend if rewards.dtype != torch.float64 else "auto",
+    )
+    return statistics.advantages, (statistics.mean, statistics.std)
