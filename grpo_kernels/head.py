@@ -20,12 +20,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .memory import ROUNDED_CHUNKS, allocate_chunk, empty, zeros
+
 # Rows of W converted to float32 at a time, where the CPU library has no product for the types at hand.
 CONVERTED_ROWS = 4096
-# 16-bit products on a CPU may add this many chunks to a 16-bit dweight, which rounds once per chunk: what the exact
-# entry of the sampled id saves pays for that. Beyond it, sums are kept in float32.
-ROUNDED_CHUNKS = 3
-_BYTES_PER_MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -61,30 +59,6 @@ def chunk(index: Tensor, num_tokens: int, size: int) -> Iterator[Rows]:
         yield Rows(start, stop) if count == num_tokens else Rows(start, stop, index[start:stop])
 
 
-def default_chunk_rows(num_rows: int, vocab_size: int, itemsize: int, device: torch.device) -> int:
-    """Rows of logits to hold at a time, from N, V and a memory budget.
-
-    Each chunk reads and writes dweight once, so a chunk must be long enough to hide that behind 6 C H V operations, and
-    a chunk as long as N saves no memory. CPU: 2 KiB of logits per vocabulary entry (512 rows of float32, 1,024 of
-    bfloat16), more where that saves a 16-bit dweight from being rounded too often. GPU: 4,096 rows.
-    """
-    if device.type == "cpu":
-        rows, budget = 2048 // itemsize, 512 * _BYTES_PER_MIB
-        if itemsize == 2:
-            rows = max(rows, -(-num_rows // ROUNDED_CHUNKS))
-    else:
-        rows, budget = 4096, 4096 * _BYTES_PER_MIB
-    rows = max(min(rows, budget // (vocab_size * itemsize)), 16)
-    return max(1, min(rows, num_rows))
-
-
-def default_logits_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """float32 wherever the matrix product can return it; on a CPU that costs a float32 product and is a choice."""
-    if dtype == torch.bfloat16 and device.type == "cpu":
-        return dtype
-    return torch.promote_types(dtype, torch.float32)
-
-
 class LMHead:
     """Products with one lm_head; gradients accumulate here. `wants` = (hidden, weight, bias) need gradients."""
 
@@ -116,7 +90,7 @@ class LMHead:
         """(C, V) logits of a chunk, valid until the next call."""
         h = self._hidden_rows(rows)
         if self.scratch is None:
-            self.scratch = self._allocate(h)
+            self.scratch = allocate_chunk(self.chunk_rows, self.weight.shape[0], self.logits_dtype, h.device)
         out = self.scratch[: h.shape[0]]
         if self.converts:
             h = h.to(self.logits_dtype)
@@ -169,8 +143,8 @@ class LMHead:
         if self.dhidden is None:
             shape = (self.num_tokens, self.hidden.shape[-1])
             # Rows that no chunk visits keep the zero they start with.
-            fresh = torch.empty if rows.index is None else torch.zeros
-            self.dhidden = fresh(shape, dtype=self.hidden.dtype, device=self.hidden.device)
+            fresh = empty if rows.index is None else zeros
+            self.dhidden = fresh(shape, self.hidden.dtype, self.hidden.device)
         if dlogits.dtype != self.weight.dtype:
             total = torch.zeros(dlogits.shape[0], self.hidden.shape[-1], dtype=dlogits.dtype)
             for piece in self._pieces():
@@ -195,13 +169,13 @@ class LMHead:
         if residual is not None:
             dtype = torch.float32 if self.sums_in_float32 else h.dtype
             if self.dweight is None:
-                self.dweight = torch.zeros(self.weight.shape, dtype=dtype)
+                self.dweight = zeros(self.weight.shape, dtype, h.device)
             self.dweight.index_add_(0, ids, (residual[:, None] * h).to(dtype))
         if self.sums_in_float32:
             for piece in self._pieces():
                 self.dweight[piece] += torch.mm(dlogits[:, piece].T, h)
         elif self.dweight is None:
-            self.dweight = torch.empty(self.weight.shape, dtype=h.dtype, device=h.device)
+            self.dweight = empty(self.weight.shape, h.dtype, h.device)
             torch.mm(dlogits.T, h, out=self.dweight)
         else:
             self.dweight.addmm_(dlogits.T, h)
@@ -215,19 +189,6 @@ class LMHead:
             index = torch.arange(rows.start, rows.stop, device=self.hidden.device)
         length = self.hidden.shape[1]
         return self.hidden[index // length, index % length]
-
-    def _allocate(self, h: Tensor) -> Tensor:
-        shape = (self.chunk_rows, self.weight.shape[0])
-        try:
-            return torch.empty(shape, dtype=self.logits_dtype, device=h.device)
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            if not isinstance(error, torch.OutOfMemoryError) and "memory" not in str(error):
-                raise
-            size = shape[0] * shape[1] * self.logits_dtype.itemsize / _BYTES_PER_MIB
-            raise type(error)(
-                f"no memory for one chunk of logits, {shape[0]} x {shape[1]} {self.logits_dtype} = {size:.0f} MiB: "
-                f"set GRPOConfig.chunk_rows below {shape[0]}. ({error})"
-            ) from error
 
     def _pieces(self) -> Iterator[slice]:
         for start in range(0, self.weight.shape[0], CONVERTED_ROWS):

@@ -13,7 +13,8 @@ from torch import Tensor
 from . import engine
 from .backends import RowStats, get_backend
 from .config import config_from_key
-from .head import GivenLogits, LMHead, default_chunk_rows, default_logits_dtype
+from .head import GivenLogits, LMHead
+from .memory import default_chunk_rows, default_logits_dtype
 from .params import COLUMNS, KernelParams
 from .plan import TokenInputs, build_plan
 from .validate import check_values

@@ -12,7 +12,8 @@ from .autocast import settle_types
 from .backends import RowStats, choose_backend, get_backend
 from .config import GRPOConfig
 from .engine import Scorer, sequence_chunks
-from .head import LMHead, Rows, chunk, default_chunk_rows, default_logits_dtype
+from .head import LMHead, Rows, chunk
+from .memory import default_chunk_rows, default_logits_dtype
 from .validate import check_head, check_token_tensor, check_values, num_sequences_of
 
 LEVELS = ("token", "sequence")
