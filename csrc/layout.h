@@ -6,6 +6,9 @@
 
 namespace gk {
 
+// Raised with every change of the seam, so that Python never calls a module that was built for another version of it.
+constexpr int kInterface = 2;
+
 // ---- element types of logits and gradients -------------------------------------------------------------------------
 enum DType : int32_t { kFloat32, kBFloat16, kFloat16, kDTypeCount };
 constexpr const char* kDTypeNames[kDTypeCount] = {"float32", "bfloat16", "float16"};

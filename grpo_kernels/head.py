@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .backends import Backend
 from .memory import ROUNDED_CHUNKS, allocate_chunk, empty, zeros
 
 # Rows of W converted to float32 at a time, where the CPU library has no product for the types at hand.
@@ -69,12 +70,13 @@ class LMHead:
         bias: Tensor | None,
         logits_dtype: torch.dtype,
         chunk_rows: int,
+        backend: Backend,
         wants: tuple[bool, ...] = (False, False, False),
     ) -> None:
         self.hidden, self.weight, self.bias = hidden, weight, bias
         self.num_tokens = hidden.numel() // hidden.shape[-1]
         self.flat_hidden = _flat_view(hidden)
-        self.logits_dtype, self.chunk_rows = logits_dtype, chunk_rows
+        self.logits_dtype, self.chunk_rows, self.backend = logits_dtype, chunk_rows, backend
         self.wants = wants
         # A CPU has no usable float16 product, and none that returns float32 from 16-bit inputs: convert W in pieces.
         self.converts = hidden.device.type == "cpu" and logits_dtype != hidden.dtype
@@ -166,19 +168,21 @@ class LMHead:
                 torch.addmm(self.dweight, dlogits.T, h, out_dtype=torch.float32, out=self.dweight)
             return
         h = h.to(dlogits.dtype)
-        if residual is not None:
-            dtype = torch.float32 if self.sums_in_float32 else h.dtype
+        if residual is None:
             if self.dweight is None:
-                self.dweight = zeros(self.weight.shape, dtype, h.device)
-            self.dweight.index_add_(0, ids, (residual[:, None] * h).to(dtype))
-        if self.sums_in_float32:
-            for piece in self._pieces():
-                self.dweight[piece] += torch.mm(dlogits[:, piece].T, h)
-        elif self.dweight is None:
-            self.dweight = empty(self.weight.shape, h.dtype, h.device)
-            torch.mm(dlogits.T, h, out=self.dweight)
-        else:
+                self.dweight = empty(self.weight.shape, h.dtype, h.device)
+                torch.mm(dlogits.T, h, out=self.dweight)
+            else:
+                self.dweight.addmm_(dlogits.T, h)
+            return
+        if self.dweight is None:
+            self.dweight = zeros(self.weight.shape, torch.float32 if self.sums_in_float32 else h.dtype, h.device)
+        self.backend.add_rows(self.dweight, ids, residual, h)
+        if not self.sums_in_float32:
             self.dweight.addmm_(dlogits.T, h)
+            return
+        for piece in self._pieces():
+            self.dweight[piece] += torch.mm(dlogits[:, piece].T, h)
 
     def _hidden_rows(self, rows: Rows) -> Tensor:
         if self.flat_hidden is not None:

@@ -11,7 +11,16 @@ from .backends import choose_backend
 from .config import GRPOConfig
 from .inputs import LossOptions, resolve
 from .output import GRPOLossOutput, assemble
-from .validate import check_config, check_float, check_head, check_ids, check_tensor, check_token_tensor, check_values
+from .validate import (
+    check_config,
+    check_float,
+    check_head,
+    check_ids,
+    check_logits_dtype,
+    check_tensor,
+    check_token_tensor,
+    check_values,
+)
 
 
 def fused_grpo_loss(
@@ -68,6 +77,7 @@ def fused_grpo_loss(
     check_config(config)
     hidden, lm_head_weight, lm_head_bias = settle_types(hidden, lm_head_weight, lm_head_bias)
     check_head(hidden, lm_head_weight, lm_head_bias, completion_ids)
+    check_logits_dtype(config.logits_dtype, hidden.dtype)
     name = choose_backend(backend, hidden.device, hidden.dtype)
     options = LossOptions(
         advantages, rewards, num_generations, group_ids, completion_mask, old_logps, ref_logps, rollout_weights,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import engine
-from .backends import RowStats, get_backend
+from .backends import Backend, RowStats, get_backend
 from .config import config_from_key
 from .head import GivenLogits, LMHead
 from .memory import default_chunk_rows, default_logits_dtype
@@ -50,9 +50,10 @@ def grpo_loss(
     check_values(completion_ids, inputs.completion_mask, weight.shape[0], inputs.cu_seqlens)
     with torch.no_grad(), _no_autocast(hidden.device):
         plan = build_plan(inputs, completion_ids.shape, config, num_groups, table_dtype(hidden.dtype))
-        head = _lm_head(hidden, weight, bias, config.logits_dtype, config.chunk_rows, wants)
+        kernels = get_backend(backend)
+        head = _lm_head(hidden, weight, bias, kernels, wants, config.logits_dtype, config.chunk_rows)
         ids = torch.where(plan.mask, completion_ids.reshape(-1), 0).long()
-        stats, result = engine.run(head, plan, ids, get_backend(backend), gradients=any(wants))
+        stats, result = engine.run(head, plan, ids, kernels, gradients=any(wants))
         gradients = [hidden.new_empty(0) if g is None else g for g in head.gradients()]
     shape = completion_ids.shape
     return (
@@ -116,9 +117,9 @@ def logps(
     """(logps, entropy, lse), each of the shape of completion_ids; 0 at masked positions."""
     check_values(completion_ids, mask, weight.shape[0], None)
     with torch.no_grad(), _no_autocast(hidden.device):
-        head = _lm_head(hidden, weight, bias, None, None)
+        head = _lm_head(hidden, weight, bias, get_backend(backend))
         keep = _keep(completion_ids, mask)
-        scorer = _scorer(head, completion_ids, keep, temperature, logit_scale, softcap, backend)
+        scorer = _scorer(head, completion_ids, keep, temperature, logit_scale, softcap)
         scorer.score(keep.nonzero().squeeze(1))
         return tuple(x.view(completion_ids.shape) for x in scorer.stats[:1] + scorer.stats[2:] + scorer.stats[1:2])
 
@@ -147,9 +148,9 @@ def logps_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dhidden, dweight, dbias) from the logits computed again, over rows with a non-zero coefficient."""
     with torch.no_grad(), _no_autocast(hidden.device):
-        head = _lm_head(hidden, weight, bias, None, None, wants)
+        head = _lm_head(hidden, weight, bias, get_backend(backend), wants)
         keep = _keep(completion_ids, mask)
-        scorer = _scorer(head, completion_ids, keep, temperature, logit_scale, softcap, backend)
+        scorer = _scorer(head, completion_ids, keep, temperature, logit_scale, softcap)
         scorer.stats = RowStats(*(x.reshape(-1) for x in stats))
         scorer.gradient(*(torch.where(keep, g.reshape(-1), 0.0) for g in (g_logps, g_entropy)))
         return tuple(hidden.new_empty(0) if g is None else g for g in head.gradients())
@@ -297,14 +298,15 @@ def _lm_head(
     hidden: Tensor,
     weight: Tensor,
     bias: Optional[Tensor],
-    logits_dtype: Optional[torch.dtype],
-    chunk_rows: Optional[int],
+    backend: Backend,
     wants: Sequence[bool] = (False, False, False),
+    logits_dtype: Optional[torch.dtype] = None,
+    chunk_rows: Optional[int] = None,
 ) -> LMHead:
     num_tokens, vocab_size = hidden.numel() // hidden.shape[-1], weight.shape[0]
     dtype = logits_dtype or default_logits_dtype(hidden.dtype, hidden.device)
     rows = chunk_rows or default_chunk_rows(num_tokens, vocab_size, dtype.itemsize, hidden.device)
-    return LMHead(hidden, weight, bias, dtype, max(1, min(rows, num_tokens)), tuple(wants))
+    return LMHead(hidden, weight, bias, dtype, max(1, min(rows, num_tokens)), backend, tuple(wants))
 
 
 def _keep(ids: Tensor, mask: Optional[Tensor]) -> Tensor:
@@ -312,9 +314,9 @@ def _keep(ids: Tensor, mask: Optional[Tensor]) -> Tensor:
 
 
 def _scorer(
-    head: LMHead, ids: Tensor, keep: Tensor, temperature: Tensor, logit_scale: float, softcap: float, backend: str
+    head: LMHead, ids: Tensor, keep: Tensor, temperature: Tensor, logit_scale: float, softcap: float
 ) -> engine.Scorer:
     """A scorer for log-probabilities alone: no objective, padding replaced by neutral values."""
     per_token = torch.where(keep, temperature.reshape(-1).expand(keep.numel()), 1.0).to(table_dtype(head.hidden.dtype))
     params = KernelParams(logit_scale=logit_scale, softcap=softcap)
-    return engine.Scorer(head, torch.where(keep, ids.reshape(-1), 0).long(), per_token, params, get_backend(backend))
+    return engine.Scorer(head, torch.where(keep, ids.reshape(-1), 0).long(), per_token, params, head.backend)

@@ -147,9 +147,10 @@ def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call, wants
     temperature = torch.where(mask, temperature.detach().to(device, dtype).reshape(-1).expand(num_tokens), 1.0)
     logits_dtype = default_logits_dtype(hidden.dtype, device)
     rows = config.chunk_rows or default_chunk_rows(num_tokens, weight.shape[0], logits_dtype.itemsize, device)
-    head = LMHead(hidden, weight, bias, logits_dtype, max(1, min(rows, num_tokens)), tuple(wants))
+    backend = get_backend(call.backend)
+    head = LMHead(hidden, weight, bias, logits_dtype, max(1, min(rows, num_tokens)), backend, tuple(wants))
     ids = torch.where(mask, call.completion_ids.reshape(-1), 0).long()
-    scorer = Scorer(head, ids, temperature, config.kernel_params(has_base=False), get_backend(call.backend))
+    scorer = Scorer(head, ids, temperature, config.kernel_params(has_base=False), backend)
 
     span = call.cu_seqlens.diff()
     sequence = torch.arange(len(span), device=device).repeat_interleave(span, output_size=num_tokens)

@@ -21,6 +21,14 @@ def check_config(config: object) -> None:
         raise TypeError(f"config is a {type(config).__name__}; expected a GRPOConfig")
 
 
+def check_logits_dtype(logits_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
+    """Logits have the type of the inputs, or float32 from 16-bit inputs."""
+    allowed = {dtype, torch.promote_types(dtype, torch.float32)}
+    if logits_dtype is not None and logits_dtype not in allowed:
+        names = " or ".join(sorted(map(str, allowed)))
+        raise ValueError(f"logits_dtype={logits_dtype} with {dtype} inputs; expected {names}")
+
+
 def check_float(name: str, x: Tensor) -> None:
     """x is a plain tensor of a type that the kernels take."""
     check_tensor(name, x)

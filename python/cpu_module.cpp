@@ -50,8 +50,8 @@ gk::RowArgs logits_of(Address logits, int dtype, int64_t pitch, int64_t rows, in
 }
 
 void fused(Address logits, int logits_dtype, int64_t logits_pitch, int64_t rows, int64_t vocab, Address ids,
-           Address grad, int grad_dtype, int64_t grad_pitch, Address residual, Address table, int64_t table_pitch, Address logp,
-           Address lse, Address entropy, const py::sequence& params, int threads) {
+           Address grad, int grad_dtype, int64_t grad_pitch, Address residual, Address table, int64_t table_pitch,
+           Address logp, Address lse, Address entropy, const py::sequence& params, int threads) {
     gk::RowArgs args = logits_of(logits, logits_dtype, logits_pitch, rows, vocab, ids, params);
     args.grad = pointer<void>(grad);
     args.grad_dtype = grad_dtype;
@@ -78,8 +78,8 @@ void stats(Address logits, int logits_dtype, int64_t logits_pitch, int64_t rows,
 }
 
 void gradient(Address logits, int logits_dtype, int64_t logits_pitch, int64_t rows, int64_t vocab, Address ids,
-              Address grad, int grad_dtype, int64_t grad_pitch, Address residual, Address temperature, Address lse, Address entropy,
-              Address g_logp, Address g_entropy, const py::sequence& params, int threads) {
+              Address grad, int grad_dtype, int64_t grad_pitch, Address residual, Address temperature, Address lse,
+              Address entropy, Address g_logp, Address g_entropy, const py::sequence& params, int threads) {
     gk::RowArgs args = logits_of(logits, logits_dtype, logits_pitch, rows, vocab, ids, params);
     args.grad = pointer<void>(grad);
     args.grad_dtype = grad_dtype;
@@ -131,6 +131,24 @@ void reduce(int64_t tokens, Address scored, Address log_ratio, Address logp, Add
     gk::reduce(args, threads);
 }
 
+void add_rows(Address target, int target_dtype, int64_t target_pitch, int64_t target_rows, Address rows, int rows_dtype,
+              int64_t rows_pitch, int64_t count, int64_t width, Address ids, Address scale) {
+    gk::AddRowsArgs args = {};
+    args.target = pointer<void>(target);
+    args.target_dtype = target_dtype;
+    args.target_pitch = target_pitch;
+    args.target_rows = target_rows;
+    args.rows = pointer<const void>(rows);
+    args.rows_dtype = rows_dtype;
+    args.rows_pitch = rows_pitch;
+    args.count = count;
+    args.width = width;
+    args.ids = pointer<const int64_t>(ids);
+    args.scale = pointer<const float>(scale);
+    py::gil_scoped_release unlocked;
+    gk::add_rows(args);
+}
+
 void group_statistics(Address rewards, Address group_index, int64_t count, int64_t groups, int scale, int baseline,
                       int64_t ddof, double eps, Address advantages, Address mean, Address std) {
     py::gil_scoped_release unlocked;
@@ -141,6 +159,7 @@ void group_statistics(Address rewards, Address group_index, int64_t count, int64
 }  // namespace
 
 PYBIND11_MODULE(_cpu, m) {
+    m.attr("INTERFACE") = gk::kInterface;
     m.attr("DTYPES") = names(gk::kDTypeNames);
     m.attr("TABLE_FIELDS") = names(gk::kFieldNames);
     m.attr("COLUMNS") = names(gk::kColumnNames);
@@ -154,6 +173,7 @@ PYBIND11_MODULE(_cpu, m) {
     m.def("gradient", gradient);
     m.def("objective", objective);
     m.def("reduce", reduce);
+    m.def("add_rows", add_rows);
     m.def("group_statistics", group_statistics);
     m.def("cpu_isa", gk::cpu_isa);
     m.def("set_cpu_isa", gk::set_cpu_isa);

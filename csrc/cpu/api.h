@@ -48,6 +48,17 @@ struct ReduceArgs {
 };
 void reduce(const ReduceArgs& args, int threads);
 
+// target[ids[t]] += scale[t] * rows[t] for t in [0, count).
+struct AddRowsArgs {
+    void* target;        // (target_rows, width), bfloat16 or float32
+    const void* rows;    // (count, width), bfloat16
+    const int64_t* ids;  // (count,)
+    const float* scale;  // (count,)
+    int64_t target_rows, target_pitch, count, width, rows_pitch;
+    int32_t target_dtype, rows_dtype;
+};
+void add_rows(const AddRowsArgs& args);
+
 enum AdvantageScale : int32_t { kScaleGroup, kScaleBatch, kScaleNone, kScaleCount };
 enum Baseline : int32_t { kBaselineMean, kBaselineLeaveOneOut, kBaselineNone, kBaselineCount };
 constexpr const char* kScaleNames[kScaleCount] = {"group", "batch", "none"};

@@ -13,6 +13,8 @@ from torch import Tensor
 from ..params import KernelParams
 from . import RowStats
 
+INTERFACE = 2  # of csrc/layout.h
+
 
 class NativeBackend:
     """Row kernels for logits (C, V) in fp32, bf16 or fp16 on the CPU, any row pitch; everything per token is fp32."""
@@ -124,6 +126,20 @@ class NativeBackend:
         )  # fmt: skip
         return sums
 
+    def add_rows(self, target: Tensor, ids: Tensor, scale: Tensor, rows: Tensor) -> None:
+        """target[ids] += scale * rows, equal ids in order; target (V, H) bf16 or fp32, rows (C, H) bf16."""
+        if target.shape[1:] != rows.shape[1:]:
+            raise ValueError(f"target has shape {tuple(target.shape)}, rows {tuple(rows.shape)}")
+        target_dtype, target_pitch = self._matrix(target, "target")
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        rows_dtype, rows_pitch = self._matrix(rows, "rows")
+        (ids_at,) = _addresses(rows.shape[0], ids, dtypes=(torch.int64,))
+        (scale_at,) = _addresses(rows.shape[0], scale)
+        self.module.add_rows(
+            target.data_ptr(), target_dtype, target_pitch, target.shape[0],
+            rows.data_ptr(), rows_dtype, rows_pitch, *rows.shape, ids_at, scale_at,
+        )  # fmt: skip
+
     def group_statistics(
         self,
         rewards: Tensor,
@@ -215,6 +231,8 @@ def load() -> tuple[NativeBackend | None, str]:
     try:
         from .. import _cpu  # type: ignore[attr-defined]  # compiled; may be absent
 
+        if getattr(_cpu, "INTERFACE", None) != INTERFACE:
+            return None, "the compiled CPU kernels are of another version: build again, pip install -e . or make test"
         _cpu.cpu_isa()  # reads GRPO_KERNELS_CPU_ISA: a wrong value is reported here, not in the middle of a loss
     except (ImportError, ValueError) as error:
         return None, f"the compiled CPU kernels cannot be used: {error}"

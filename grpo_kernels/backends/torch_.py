@@ -149,6 +149,10 @@ class TorchBackend:
         )
         return sequences, grouped, sequences.sum(0), extrema
 
+    def add_rows(self, target: Tensor, ids: Tensor, scale: Tensor, rows: Tensor) -> None:
+        """target[ids] += scale * rows; target (V, H), ids and scale (C,), rows (C, H)."""
+        target.index_add_(0, ids, (scale[:, None] * rows).to(target.dtype))
+
     def group_statistics(
         self, rewards: Tensor, group_index: Tensor, num_groups: int, scale: str, baseline: str, ddof: int, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
