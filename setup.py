@@ -25,7 +25,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 MODULE = "grpo_kernels._cpu"
-SOURCES = ("csrc/cpu/dispatch.cpp", "csrc/cpu/groups.cpp", "csrc/cpu/objective.cpp", "csrc/cpu/reduce.cpp", "csrc/cpu/scatter.cpp")
+SOURCES = tuple(f"csrc/cpu/{name}.cpp" for name in ("dispatch", "groups", "objective", "reduce", "scatter"))
 BINDING = "python/cpu_module.cpp"
 ROWS = "csrc/cpu/rows.cpp"  # compiled once per instruction set
 

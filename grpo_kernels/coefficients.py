@@ -73,7 +73,7 @@ def _sequence_multiplier(plan: Plan, token_log_ratio: Tensor, logps: Tensor) -> 
         if plan.has_rollout:  # tokens that the sampling engine could not score carry no evidence
             drift = torch.where(rollout.isnan(), 0.0, rollout - logps)
         else:
-            drift = plan.field("base") - logps
+            drift = -token_log_ratio
         mean_drift = plan.sequence_sum(torch.where(plan.mask, drift, 0.0)) / plan.lengths.clamp(min=1)
         keep = (advantage >= 0) | (plan.per_token(mean_drift) <= config.off_policy_mask_threshold)
         multiplier = torch.where(keep, multiplier, 0.0)
@@ -86,6 +86,6 @@ def vespo_phi(plan: Plan, token_log_ratio: Tensor) -> Tensor:
     log_w = token_log_ratio.clamp(-20.0, 20.0) + plan.field("rollout_weight").log().clamp(low, 20.0)
     log_w = plan.per_token(plan.sequence_sum(torch.where(plan.mask, log_w, 0.0)).clamp(low, 20.0))
     positive = plan.field("advantage") >= 0
-    k = torch.where(positive, config.vespo_k_pos, config.vespo_k_neg).to(log_w.dtype)
-    lam = torch.where(positive, config.vespo_lambda_pos, config.vespo_lambda_neg).to(log_w.dtype)
+    k = torch.full_like(log_w, config.vespo_k_neg).masked_fill(positive, config.vespo_k_pos)
+    lam = torch.full_like(log_w, config.vespo_lambda_neg).masked_fill(positive, config.vespo_lambda_pos)
     return (lam + k * log_w - lam * log_w.exp()).exp()

@@ -31,7 +31,7 @@ class Scorer:
     def __init__(self, head: Head, ids: Tensor, temperature: Tensor, params: KernelParams, backend: Backend) -> None:
         self.head, self.ids, self.temperature, self.params, self.backend = head, ids, temperature, params, backend
         zero = torch.zeros_like(temperature)
-        self.stats = RowStats(logp=zero, lse=zero.double(), entropy=zero.clone())
+        self.stats = RowStats(logp=zero, lse=torch.zeros_like(zero, dtype=torch.float64), entropy=zero.clone())
 
     def score(self, index: Tensor) -> None:
         """Statistics of these tokens, nothing else."""

@@ -81,7 +81,7 @@ class LMHead:
         # A CPU has no usable float16 product, and none that returns float32 from 16-bit inputs: convert W in pieces.
         self.converts = hidden.device.type == "cpu" and logits_dtype != hidden.dtype
         self.grad_dtype = torch.float32 if hidden.dtype == torch.float16 and self.converts else hidden.dtype
-        self.rounds = hidden.device.type == "cpu" and self.grad_dtype.itemsize == 2
+        self.rounds = hidden.device.type == "cpu" and self.grad_dtype == torch.bfloat16
         self.sums_in_float32 = self.rounds and self.num_tokens > ROUNDED_CHUNKS * chunk_rows
         self.scratch: Tensor | None = None
         self.dhidden: Tensor | None = None

@@ -9,6 +9,7 @@ from . import ops
 from .autocast import settle_types
 from .backends import choose_backend
 from .config import GRPOConfig
+from .delivery import deliver_once, refuse_double_backward
 from .inputs import LossOptions, resolve
 from .output import GRPOLossOutput, assemble
 from .validate import (
@@ -193,15 +194,13 @@ class _LossOverLogits(torch.autograd.Function):
         if want:
             if reused:
                 torch.autograd.graph.increment_version(logits)
-            ctx.gradient = flat.view(logits.shape)
+            ctx.gradients = [flat.view(logits.shape)]
         ctx.mark_non_differentiable(*results[1:])
         ctx.set_materialize_grads(False)
         return results
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, g_loss, *_):
-        gradient, ctx.gradient = ctx.gradient, None
-        if gradient is None:
-            raise RuntimeError("grpo_loss_from_logits gives its gradient once: it lies where the logits were")
-        return None if g_loss is None else gradient.mul_(g_loss.to(gradient.dtype)), *[None] * 6
+        refuse_double_backward("grpo_loss_from_logits")
+        gradient = None if g_loss is None else deliver_once(ctx, "grpo_loss_from_logits", g_loss)[0]
+        return gradient, *[None] * 6

@@ -86,7 +86,7 @@ def cispo_two_sided(p: KernelParams, r: Tensor, x: Tensor, logp: Tensor, A: Tens
 
 
 def sapo(p: KernelParams, r: Tensor, x: Tensor, logp: Tensor, A: Tensor, clamp_acts: Tensor) -> Term:
-    tau = torch.where(A > 0, p.sapo_temperature_pos, p.sapo_temperature_neg).to(r.dtype)
+    tau = torch.full_like(A, p.sapo_temperature_neg).masked_fill(A > 0, p.sapo_temperature_pos)
     gate = torch.sigmoid(tau * (r - 1))
     return Term(
         -(4 / tau) * gate * A, torch.where(clamp_acts, 0.0, -4 * gate * (1 - gate) * A * r), torch.zeros_like(A)

@@ -13,6 +13,7 @@ from torch import Tensor
 from . import engine
 from .backends import Backend, RowStats, get_backend
 from .config import config_from_key
+from .delivery import deliver, refuse_double_backward
 from .head import GivenLogits, LMHead
 from .memory import default_chunk_rows, default_logits_dtype
 from .params import COLUMNS, KernelParams
@@ -87,11 +88,11 @@ def _save_gradients(ctx, inputs, output):
 
 
 def _return_gradients(ctx, g_loss, *_):
-    _refuse_double_backward("fused_grpo_loss")
+    refuse_double_backward("fused_grpo_loss")
     gradients: list[Optional[Tensor]] = [None, None, None]
     if g_loss is not None:
         gradients = [
-            _deliver(saved, g_loss) if want else None for saved, want in zip(ctx.saved_tensors, ctx.wants, strict=True)
+            deliver(saved, g_loss) if want else None for saved, want in zip(ctx.saved_tensors, ctx.wants, strict=True)
         ]
     return (*gradients, *[None] * 6)
 
@@ -171,7 +172,7 @@ def _save_logps(ctx, inputs, output):
 
 
 def _logps_gradients(ctx, g_logps, g_entropy, _):
-    _refuse_double_backward("fused_logps")
+    refuse_double_backward("fused_logps")
     hidden, weight, bias, completion_ids, mask, temperature, logp, entropy, lse = ctx.saved_tensors
     wants = list(ctx.needs_input_grad[:3])
     given = (hidden, weight, bias, completion_ids, mask, temperature)
@@ -218,7 +219,7 @@ def _save_policy(ctx, inputs, output):
 
 
 def _policy_gradients(ctx, g_loss, *_):
-    _refuse_double_backward("grpo_loss_from_logps")
+    refuse_double_backward("grpo_loss_from_logps")
     gradients = [None, None] if g_loss is None else [g * g_loss.to(g.dtype) for g in ctx.saved_tensors]
     return (*gradients, *[None] * 4)
 
@@ -247,7 +248,7 @@ def loss_over_logits(
     return r.loss, stats.logp.view(shape), stats.entropy.view(shape), r.group_sums, r.totals, r.extrema
 
 
-# --- group statistics, and what the backwards share ---------------------------------------------------------------
+# --- group statistics ---------------------------------------------------------------
 
 
 @torch.library.custom_op("grpo_kernels::group_statistics", mutates_args=())
@@ -268,27 +269,6 @@ def group_statistics(
 @group_statistics.register_fake
 def _(rewards, group_index, num_groups, scale, baseline, ddof, eps, backend):
     return rewards.new_empty(rewards.shape), rewards.new_empty(num_groups), rewards.new_empty(num_groups)
-
-
-def _deliver(saved: Tensor, factor: Tensor) -> Tensor:
-    """The finished gradient times grad_output.
-
-    In place, a copy of a (V, H) gradient would double its memory; but not where the graph is kept for another backward,
-    nor under a tracer (whose tensors are subclasses), which plans by itself. On a CPU a factor of 1 costs nothing.
-    """
-    if type(saved) is not Tensor or torch._C._autograd._get_current_graph_task_keep_graph():
-        return saved * factor.to(saved.dtype)
-    if factor.device.type == "cpu" and factor.item() == 1.0:
-        return saved
-    return saved.mul_(factor)
-
-
-def _refuse_double_backward(name: str) -> None:
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            f"grpo_kernels.{name} has no second derivative: backward ran with create_graph=True (double backward); "
-            "use grpo_kernels.reference for that"
-        )
 
 
 # --- helpers ------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from torch import Tensor
 from .autocast import settle_types
 from .backends import RowStats, choose_backend, get_backend
 from .config import GRPOConfig
+from .delivery import deliver_once, refuse_double_backward
 from .engine import Scorer, sequence_chunks
 from .head import LMHead, Rows, chunk
 from .memory import default_chunk_rows, default_logits_dtype
@@ -125,13 +126,9 @@ class _PolicyLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, g_loss):
-        if ctx.gradients is None:
-            raise RuntimeError("fused_policy_loss gives its gradients once; call it again for a second backward")
-        gradients, ctx.gradients = ctx.gradients, None
-        one = g_loss.device.type == "cpu" and g_loss.item() == 1.0
-        return *(g if g is None or one else g.mul_(g_loss) for g in gradients), None
+        refuse_double_backward("fused_policy_loss")
+        return *deliver_once(ctx, "fused_policy_loss", g_loss), None
 
 
 def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call, wants: tuple[bool, bool, bool]):
@@ -203,5 +200,5 @@ def _differentiate(call: _Call, stats: RowStats, index: Tensor, sequence: Tensor
         found = torch.autograd.grad(value, leaves, allow_unused=True)
         for i, g in enumerate(found):
             if g is not None:
-                gradients[i] = g
+                gradients[i] = g.contiguous()  # the gradient of a sum is one number, expanded
     return value.detach(), gradients[0], gradients[1]

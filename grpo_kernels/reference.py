@@ -207,7 +207,7 @@ def cispo_two_sided(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor,
 
 
 def sapo(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor, A: Tensor) -> Tensor:
-    tau = torch.where(A > 0, cfg.sapo_temperature_pos, cfg.sapo_temperature_neg).to(r.dtype)
+    tau = _choose(A > 0, cfg.sapo_temperature_pos, cfg.sapo_temperature_neg, r)
     return -(4 / tau) * torch.sigmoid(tau * (r - 1)) * A
 
 
@@ -229,6 +229,11 @@ def dppo_tv(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor, A: Tens
 def ipo(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor, A: Tensor) -> Tensor:
     drop = _probability_change(log_ratio, logp).abs() > cfg.epsilon_high
     return -torch.where(drop, 0.0, r * A) + 1e-3 * log_ratio**2
+
+
+def _choose(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
+    """torch.where of two numbers, which rounds them to float32 first, in the type of `like`."""
+    return torch.full_like(like, no).masked_fill(condition, yes)
 
 
 def _probability_change(log_ratio: Tensor, logp: Tensor) -> Tensor:
@@ -253,8 +258,8 @@ def vespo_phi(
     if weight is not None:
         log_w = log_w + seq_sum(weight.log().clamp(low, 20) * m)
     log_w = log_w.clamp(low, 20)[seq]
-    k = torch.where(A >= 0, cfg.vespo_k_pos, cfg.vespo_k_neg)
-    lam = torch.where(A >= 0, cfg.vespo_lambda_pos, cfg.vespo_lambda_neg)
+    k = _choose(A >= 0, cfg.vespo_k_pos, cfg.vespo_k_neg, log_w)
+    lam = _choose(A >= 0, cfg.vespo_lambda_pos, cfg.vespo_lambda_neg, log_w)
     return (lam + k * log_w - lam * log_w.exp()).exp().detach()
 
 
@@ -363,7 +368,9 @@ def _metrics(
         out |= {"clip_ratio/low": mean(low), "clip_ratio/high": mean(high), "clip_ratio/region": mean(low | high)}
     if rollout is not None:
         known = m & ~rollout.isnan()
-        gap = ((logp.detach() if old is None else old) - rollout).abs()[known]
+        # DPPO and IPO divide by the rollout itself: there the current policy is compared with it.
+        trained = logp.detach() if old is None or cfg.surrogate in ("dppo_tv", "ipo") else old
+        gap = (trained - rollout).abs()[known]
         out["rollout_mismatch/mean"] = gap.sum() / known.sum().clamp(min=1)
         if known.any():
             out["rollout_mismatch/max"] = gap.max()

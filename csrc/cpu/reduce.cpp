@@ -34,7 +34,9 @@ void add_token(const ReduceArgs& args, int64_t i, double* sums, Extrema& extrema
     const float advantage = field(kAdvantage), base = p.has_base ? field(kBase) : args.logp[i];
     const float weight = field(kWeightDirect), weight_entropy = field(kWeightEntropy);
     const bool has_rollout = !isnan(field(kRollout));
-    const float mismatch = has_rollout ? fabsf(base - field(kRollout)) : 0.f;
+    // DPPO and IPO divide by the rollout itself: there the current policy is compared with it.
+    const float trained = p.surrogate == kDppoTv || p.surrogate == kIpo ? args.logp[i] : base;
+    const float mismatch = has_rollout ? fabsf(trained - field(kRollout)) : 0.f;
     const double rollout_weight = field(kRolloutWeight);
 
     if (weight != 0.f) sums[kLoss] += static_cast<double>(weight) * args.value[i];

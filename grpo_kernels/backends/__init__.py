@@ -122,7 +122,6 @@ def available_backends() -> tuple[str, ...]:
     return tuple(name for name in _REGISTRY if _load(name)[0] is not None)
 
 
-@torch.compiler.assume_constant_result  # loading a backend is nothing to trace
 def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> str:
     """Resolve `backend=` for logits of this type on this device; ValueError where a named one cannot serve them."""
     if name == "auto":
@@ -143,6 +142,11 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> str:
         )
     get_backend(name)
     return name
+
+
+# torch.compile takes the result as a constant: loading a backend is nothing to trace. This is all that
+# torch.compiler.assume_constant_result does, besides importing the compiler (and triton) into every program.
+choose_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _serves(name: str, device: torch.device, dtype: torch.dtype) -> bool:

@@ -115,7 +115,9 @@ class TorchBackend:
         bounded, advantage = ratio.clamp(max=params.delta), field["advantage"]
         behaviour = field["base"] if params.has_base else logp
         known = ~field["rollout"].isnan()
-        mismatch = torch.where(known, (behaviour - field["rollout"]).abs(), 0.0)
+        # DPPO and IPO divide by the rollout itself: there the current policy is compared with it.
+        trained = logp if params.surrogate in ("dppo_tv", "ipo") else behaviour
+        mismatch = torch.where(known, (trained - field["rollout"]).abs(), 0.0)
         one = torch.ones_like(logp)
         columns = {
             "loss": field["weight_direct"] * value + field["weight_entropy"] * entropy,

@@ -1,0 +1,67 @@
+# `make demo` and `make test` do all their own set-up. Variables, as in `make test PYTHON=python3.12`:
+#   PYTHON       candidates for the interpreter, 3.10 to 3.13; the first that runs makes the virtual environment
+#   VENV         where that lies
+#   CONSTRAINTS  pins for its packages; CONSTRAINTS= takes what pip finds
+#   ARGS         passed on to the demo or to pytest
+PYTHON ?= python3 python3.13 python3.12 python3.11 python3.10
+VENV ?= .venv
+CONSTRAINTS ?= .ci/constraints.txt
+
+BIN = $(VENV)/bin
+SOURCES := setup.py $(shell find csrc python -type f)
+CXX_FILES := $(filter %.h %.cpp %.cu,$(SOURCES))
+INSTALL = $(BIN)/python -m pip install $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
+
+.PHONY: help demo test lint format wheel clean
+
+help:
+	@echo "make demo     a small language model learns arithmetic with fused_grpo_loss"
+	@echo "make test     all tests"
+	@echo "make lint     ruff, mypy, clang-format: check only"
+	@echo "make format   ruff and clang-format: rewrite"
+	@echo "make wheel    source archive and wheel in dist/"
+	@echo "make clean    remove the virtual environment and everything built"
+
+demo: $(VENV)/.built
+	$(BIN)/grpo-kernels demo $(ARGS)
+
+test: $(VENV)/.built
+	$(BIN)/python -m pytest -n auto --maxprocesses 16 $(ARGS)
+
+lint: $(VENV)/.built
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+
+format: $(VENV)/.installed
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+wheel: $(VENV)/.installed
+	rm -rf dist
+	$(BIN)/python -m build
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info grpo_kernels/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+
+# The compiled module lies beside the Python files. Without a compiler this says so and the torch backend serves.
+$(VENV)/.built: $(VENV)/.installed $(SOURCES)
+	$(BIN)/python setup.py --quiet build_ext --inplace
+	@touch $@
+
+# GRPO_KERNELS_NATIVE=0: the module is the step above, which compiles changed files only.
+$(VENV)/.installed: $(VENV)/.created pyproject.toml $(CONSTRAINTS)
+	GRPO_KERNELS_NATIVE=0 $(INSTALL) -e ".[dev]"
+	@touch $@
+
+$(VENV)/.created:
+	@for python in $(PYTHON); do \
+	    if $$python -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null; then \
+	        echo "$$python -m venv $(VENV)"; \
+	        $$python -m venv --clear $(VENV) && touch $@; exit; \
+	    fi; \
+	done; \
+	echo "No Python 3.10 to 3.13 among: $(PYTHON). Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python" >&2; \
+	exit 1

@@ -1,0 +1,266 @@
+"""What the tests share: batches, one run through the package, one through the reference, errors between the two."""
+
+from __future__ import annotations
+
+import dataclasses
+import mmap
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import grpo_kernels as gk
+from grpo_kernels.reference import reference_grpo_loss, reference_logps
+
+LEAVES = ("hidden", "weight", "bias")
+
+
+@dataclass
+class Batch:
+    """Inputs of one loss call; `options` are keyword arguments of `fused_grpo_loss` beyond the bias and the config."""
+
+    hidden: Tensor
+    weight: Tensor
+    ids: Tensor
+    advantages: Tensor | None
+    bias: Tensor | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def cast(self, dtype: torch.dtype) -> Batch:
+        """Every floating-point tensor in `dtype`."""
+
+        def to(x: Any) -> Any:
+            return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+        options = {name: to(x) for name, x in self.options.items()}
+        return Batch(*(to(x) for x in (self.hidden, self.weight, self.ids, self.advantages, self.bias)), options)
+
+    def head_as(self, dtype: torch.dtype) -> Batch:
+        """hidden, weight and bias in `dtype`, the rest as it is."""
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return dataclasses.replace(self, hidden=self.hidden.to(dtype), weight=self.weight.to(dtype), bias=bias)
+
+    def with_options(self, **options: Any) -> Batch:
+        return dataclasses.replace(self, options={**self.options, **options})
+
+
+@dataclass
+class Result:
+    """Values and gradients of one run, detached; `grads` by the names of LEAVES."""
+
+    loss: Tensor
+    logps: Tensor
+    entropy: Tensor
+    metrics: dict[str, Tensor]
+    grads: dict[str, Tensor]
+
+
+def make_batch(
+    seed: int = 0,
+    *,
+    sequences: int = 4,
+    length: int = 6,
+    width: int = 24,
+    vocab: int = 67,
+    bias: bool = False,
+    per_token: bool = False,
+    masked: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> Batch:
+    """A (B, T) batch; advantages (B,), or with per_token (B, T); `masked`: right padding, one sequence all masked."""
+    g = torch.Generator().manual_seed(seed)
+    shape = (sequences, length)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=g).to(dtype)
+
+    hidden, weight = normal(*shape, width), normal(vocab, width) * 0.3
+    ids = torch.randint(vocab, shape, generator=g)
+    advantages = normal(*shape) if per_token else normal(sequences)
+    options = {}
+    if masked:
+        lengths = torch.randint(1, length + 1, (sequences,), generator=g)
+        lengths[seed % sequences] = 0
+        options["completion_mask"] = torch.arange(length) < lengths[:, None]
+    return Batch(hidden, weight, ids, advantages, normal(vocab) * 0.5 if bias else None, options)
+
+
+def true_logps(batch: Batch, config: gk.GRPOConfig) -> tuple[Tensor, Tensor]:
+    """(logps, entropy) in float64 of what the batch holds."""
+    logits = batch.hidden.double() @ batch.weight.double().T
+    if batch.bias is not None:
+        logits = logits + batch.bias.double()
+    return reference_logps(
+        logits,
+        batch.ids,
+        temperature=config.temperature,
+        logit_scale=config.logit_scale,
+        logit_softcap=config.logit_softcap,
+    )
+
+
+def off_policy(batch: Batch, config: gk.GRPOConfig | None = None, *, seed: int = 1, spread: float = 0.4) -> Batch:
+    """The batch with old, reference and rollout log-probabilities around the true ones."""
+    config = config or gk.GRPOConfig()
+    g = torch.Generator().manual_seed(seed)
+    logps, _ = true_logps(batch, config)
+    noisy = {name: logps + spread * torch.randn(logps.shape, generator=g) for name in ("old_logps", "ref_logps")}
+    return batch.with_options(**{name: x.float() for name, x in noisy.items()})
+
+
+def _leaves(batch: Batch) -> dict[str, Tensor | None]:
+    return {
+        name: None if (x := getattr(batch, name)) is None else x.detach().clone().requires_grad_() for name in LEAVES
+    }
+
+
+def _finish(out: Any, leaves: dict[str, Tensor | None]) -> Result:
+    out.loss.backward()
+    grads = {name: x.grad for name, x in leaves.items() if x is not None}
+    return Result(out.loss.detach(), out.logps.detach(), out.entropy.detach(), out.metrics, grads)
+
+
+def fused(batch: Batch, config: gk.GRPOConfig | None = None, backend: str = "auto", **options: Any) -> Result:
+    """One forward and backward through the package."""
+    leaves = _leaves(batch)
+    out = gk.fused_grpo_loss(
+        leaves["hidden"],
+        leaves["weight"],
+        batch.ids,
+        batch.advantages,
+        lm_head_bias=leaves["bias"],
+        config=config,
+        backend=backend,
+        **{**batch.options, **options},
+    )
+    return _finish(out, leaves)
+
+
+def reference(batch: Batch, config: gk.GRPOConfig | None = None, dtype: torch.dtype = torch.float64) -> Result:
+    """One forward and backward through the specification, everything in `dtype`."""
+    batch = batch.cast(dtype)
+    leaves = _leaves(batch)
+    out = reference_grpo_loss(
+        leaves["hidden"],
+        leaves["weight"],
+        batch.ids,
+        batch.advantages,
+        lm_head_bias=leaves["bias"],
+        config=config,
+        **batch.options,
+    )
+    return _finish(out, leaves)
+
+
+def relative(found: Tensor, expected: Tensor, scale: float = 0.0) -> float:
+    """|found - expected| / max(|expected|, scale) in float64 norms; 0 where both are 0."""
+    found, expected = found.double(), expected.double()
+    assert found.shape == expected.shape
+    difference = (found - expected).norm().item()
+    return 0.0 if difference == 0.0 else difference / max(expected.norm().item(), scale, 1e-30)
+
+
+def tensors(result: Result) -> dict[str, Tensor]:
+    """Everything of a result but the metrics, by name."""
+    named = {"loss": result.loss, "logps": result.logps, "entropy": result.entropy}
+    return named | {f"grad {name}": x for name, x in result.grads.items()}
+
+
+def errors(found: Result, exact: Result, loss_scale: float = 0.0) -> dict[str, float]:
+    """The error of every value, gradient and metric by name, relative to its own norm (metrics: or to 1).
+
+    `loss_scale`: the sum of |weight x loss of a token|, which the loss itself may fall short of by cancellation.
+    """
+    expected, named = tensors(exact), tensors(found)
+    assert named.keys() == expected.keys()
+    out = {name: relative(x, expected[name], loss_scale if name == "loss" else 0.0) for name, x in named.items()}
+    return out | {f"metric {name}": relative(found.metrics[name], x, 1.0) for name, x in exact.metrics.items()}
+
+
+def assert_within(found: dict[str, float], allowed: dict[str, float], slack: float) -> None:
+    """Each error is at most the allowed one of its name, plus `slack`."""
+    for name, error in found.items():
+        assert error <= allowed[name] + slack, f"{name}: error {error:.2e}, allowed {allowed[name]:.2e} + {slack:.0e}"
+
+
+def eager_errors(
+    batch: Batch,
+    config: gk.GRPOConfig,
+    exact: Result,
+    loss_scale: float = 0.0,
+    eager: Callable[[Batch, gk.GRPOConfig], Result] = lambda batch, config: reference(batch, config, torch.float32),
+) -> dict[str, float]:
+    """Errors of `eager`: the largest of three orders of summation, since one order may be lucky."""
+    largest: dict[str, float] = {}
+    for seed in range(3):
+        g = torch.Generator().manual_seed(seed)
+        columns, rows = (torch.randperm(size, generator=g) for size in (batch.hidden.shape[-1], len(batch.weight)))
+        shuffled = dataclasses.replace(
+            batch,
+            hidden=batch.hidden[..., columns],
+            weight=batch.weight[rows][:, columns],
+            ids=rows.argsort()[batch.ids],
+            bias=None if batch.bias is None else batch.bias[rows],
+        )
+        run = eager(shuffled, config)
+        run.grads["hidden"] = run.grads["hidden"][..., columns.argsort()]
+        run.grads["weight"] = run.grads["weight"][rows.argsort()][:, columns.argsort()]
+        if "bias" in run.grads:
+            run.grads["bias"] = run.grads["bias"][rows.argsort()]
+        for name, error in errors(run, exact, loss_scale).items():
+            largest[name] = max(error, largest.get(name, 0.0))
+    return largest
+
+
+def assert_close(found: Result, exact: Result, tolerance: float = 2e-6) -> None:
+    """Each relative error is at most `tolerance`."""
+    for name, error in errors(found, exact).items():
+        assert error <= tolerance, f"{name}: relative error {error:.2e}"
+
+
+def assert_same_bits(found: Result, expected: Result) -> None:
+    for name, x in tensors(expected).items():
+        assert torch.equal(tensors(found)[name], x), name
+    assert found.metrics.keys() == expected.metrics.keys()
+    for name, x in expected.metrics.items():
+        assert torch.equal(found.metrics[name], x), name
+
+
+def packed(batch: Batch, lengths: Tensor | None = None) -> Batch:
+    """The batch as packed sequences of these lengths (by default of its unmasked tokens), without any mask."""
+    count, length = batch.ids.shape
+    keep = batch.options.get("completion_mask")
+    if lengths is not None:
+        keep = torch.arange(length) < lengths[:, None]
+    elif keep is None:
+        keep = torch.ones(count, length, dtype=torch.bool)
+    options = {}
+    for name, x in batch.options.items():
+        if name != "completion_mask":
+            options[name] = x[keep] if isinstance(x, Tensor) and x.shape == batch.ids.shape else x
+    options["cu_seqlens"] = torch.nn.functional.pad(keep.sum(1).cumsum(0), (1, 0))
+    advantages = batch.advantages
+    if advantages is not None and advantages.shape == batch.ids.shape:
+        advantages = advantages[keep]
+    return Batch(batch.hidden[keep], batch.weight, batch.ids[keep], advantages, batch.bias, options)
+
+
+def virtual_rows(rows: int, columns: int, pitch: int, dtype: torch.dtype) -> Tensor:
+    """(rows, columns) zeros, `pitch` elements apart, in address space that takes memory only where it is touched."""
+    size = ((rows - 1) * pitch + columns) * dtype.itemsize
+    no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
+    return torch.frombuffer(memory, dtype=dtype).as_strided((rows, columns), (pitch, 1))
+
+
+def call_counter(monkeypatch: Any, owner: Any, name: str, calls: list[Any], describe: Callable[..., Any]) -> None:
+    """Record describe(*args, **kwargs) of every call of owner.name, which still runs."""
+    original = getattr(owner, name)
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        calls.append(describe(*args, **kwargs))
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, spy)

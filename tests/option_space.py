@@ -1,0 +1,199 @@
+"""The space of options that test_variants.py walks: axes in full, the other options drawn per point, kinks avoided."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any, NamedTuple
+
+import torch
+from helpers import Batch, make_batch, packed, true_logps
+from torch import Tensor
+
+import grpo_kernels as gk
+from grpo_kernels.config import AGGREGATIONS, LEVELS, SURROGATE_RULES
+from grpo_kernels.params import KL_ESTIMATORS
+from grpo_kernels.reference import reference_loss_from_logps
+
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "mask": ("none", "ragged"),
+    "old": ("given", "none"),
+    "ref": ("beta", "metrics", "none"),
+    "rollout_weights": ("none", "token", "sequence"),
+    "rollout_logps": ("none", "given"),
+    "advantages": ("sequence", "column", "token"),
+    "layout": ("batch", "packed"),
+    "bias": (False, True),
+    "softcap": (None, 2.0),
+    "temperature": (1.0, 0.8, "per token"),
+    "logit_scale": (1.0, 0.7),
+    "delta": (None, 1.5),
+    "dual_clip": (None, 1.7),
+    "log_ratio_clamp": (None, 0.5),
+    "kl_clamp": (None, 0.3, (0.6, 0.25)),
+    "bias_correction": (False, True),
+    "entropy_coef": (0.0, 0.02),
+    "entropy_threshold": ("none", "number", "tensor"),
+    "off_policy_mask": (None, 0.02),
+    "normalizer": ("none", "number", "tensor", "num_items"),
+}
+AXES = {
+    "surrogate": tuple(SURROGATE_RULES),
+    "level": LEVELS,
+    "kl": KL_ESTIMATORS,
+    "aggregation": AGGREGATIONS,
+}
+
+
+class Point(NamedTuple):
+    surrogate: str
+    level: str
+    kl: str
+    aggregation: str
+
+
+POINTS = [
+    Point(surrogate, level, kl, aggregation)
+    for surrogate, rule in SURROGATE_RULES.items()
+    for level, kl, aggregation in itertools.product(rule.levels, KL_ESTIMATORS, AGGREGATIONS)
+]
+
+
+def choose(point: Point, variation: int) -> dict[str, Any]:
+    """The options of a point. Variation 0 always has old_logps and, with a KL estimator, its gradient."""
+    rng = random.Random(f"{point}{variation}")
+    chosen = {name: rng.choice(values) for name, values in OPTIONS.items()}
+    if variation == 0:
+        chosen |= {"old": "given", "ref": "beta"}
+    if point.surrogate != "clip":
+        chosen |= {"delta": None, "dual_clip": None}
+    if point.kl == "none":
+        chosen["bias_correction"] = False
+        chosen["ref"] = chosen["ref"].replace("beta", "metrics")
+    if point.surrogate in ("dppo_tv", "ipo") and chosen["old"] == "none":
+        chosen["rollout_logps"] = "given"
+    if point.aggregation != "num_items" and chosen["normalizer"] == "num_items":
+        chosen["normalizer"] = "tensor"
+    return chosen
+
+
+def impossible(a: tuple[str, Any], b: tuple[str, Any]) -> bool:
+    """Pairs of options that contradict each other."""
+    pair = dict((a, b))
+    surrogate, kl = pair.get("surrogate"), pair.get("kl")
+    return (
+        (surrogate not in (None, "clip") and (pair.get("delta") or pair.get("dual_clip")) is not None)
+        or (kl == "none" and (pair.get("bias_correction") is True or pair.get("ref") == "beta"))
+        or (pair.get("normalizer") == "num_items" and pair.get("aggregation", "num_items") != "num_items")
+        or (surrogate is not None and "level" in pair and pair["level"] not in SURROGATE_RULES[surrogate].levels)
+    )
+
+
+def build(point: Point, chosen: dict[str, Any]) -> tuple[Batch, gk.GRPOConfig]:
+    """A batch and its configuration, away from every kink: branches flip there in any implementation."""
+    for attempt in range(100):
+        batch, config = _draw(point, chosen, random.Random(f"{point}{chosen}{attempt}").randrange(2**31))
+        if is_smooth(batch, config):
+            return batch, config
+    raise AssertionError(f"no smooth batch for {point}, {chosen}")
+
+
+def _draw(point: Point, chosen: dict[str, Any], seed: int) -> tuple[Batch, gk.GRPOConfig]:
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=g)
+
+    # A fifth of the tokens or so are masked; one sequence has no token at all.
+    masked, bias = chosen["mask"] == "ragged", chosen["bias"]
+    batch = make_batch(seed, sequences=5, vocab=37, bias=bias, masked=masked, per_token=chosen["advantages"] == "token")
+    batch.weight *= 0.5  # |logp| < 4 or so: float32 rounds it to 1e-7, and sums of those to well below 1e-6
+    batch.advantages = batch.advantages.abs().add(0.2) * torch.where(normal(*batch.advantages.shape) > -0.5, 1, -1)
+    batch.advantages[-1] = 0.0
+    if chosen["advantages"] == "column":
+        batch.advantages = batch.advantages[:, None]
+    if masked:
+        batch.options["completion_mask"][0, :2] = torch.tensor([False, True])  # a hole, as tool tokens leave
+    temperature = chosen["temperature"]
+    if temperature == "per token":
+        temperature = torch.rand(batch.ids.shape, generator=g) + 0.6
+    logits = dict(temperature=temperature, logit_scale=chosen["logit_scale"], logit_softcap=chosen["softcap"])
+    logps, entropy = true_logps(batch, gk.GRPOConfig(**logits))
+    shape = logps.shape
+    # Exponentials of sums over a sequence blow rounding errors up; they need no wide spread to leave the clip range.
+    spread = 0.2 if point.surrogate == "vespo" or point.level == "sequence_sum" else 0.4
+    if chosen["old"] == "given":
+        batch.options["old_logps"] = (logps + spread * normal(*shape)).float()
+    if chosen["ref"] != "none":
+        batch.options["ref_logps"] = (logps + 0.5 * normal(*shape)).float()
+    if chosen["rollout_logps"] == "given":
+        unknown = torch.rand(shape, generator=g) < 0.1
+        batch.options["rollout_logps"] = (logps + spread * normal(*shape)).float().masked_fill(unknown, torch.nan)
+    if chosen["rollout_weights"] != "none":
+        size = shape if chosen["rollout_weights"] == "token" else shape[:1]
+        weights = torch.rand(size, generator=g) * 1.5 + 0.3
+        weights.view(-1)[1] = 0.0  # a token, or a sequence, that a mask took out
+        batch.options["rollout_weights"] = weights
+    if chosen["normalizer"] == "num_items":
+        batch.options["num_items_in_batch"] = torch.tensor(41)
+    elif chosen["normalizer"] != "none":
+        batch.options["normalizer"] = 17 if chosen["normalizer"] == "number" else torch.tensor(17.0)
+    if chosen["layout"] == "packed":
+        if isinstance(temperature, Tensor):
+            batch.options["temperature"] = temperature
+        batch = packed(batch, torch.tensor([6, 1, 0, 4, 6]) if not masked else None)
+        logits["temperature"] = batch.options.pop("temperature", temperature)
+
+    threshold = None
+    if chosen["entropy_threshold"] != "none":
+        threshold = entropy.quantile(0.3).item()
+        if chosen["entropy_threshold"] == "tensor":
+            threshold = torch.tensor(threshold)
+    config = gk.GRPOConfig(
+        surrogate=point.surrogate,
+        importance_sampling_level=point.level,
+        kl_estimator=point.kl,
+        aggregation=point.aggregation,
+        beta=0.3 if chosen["ref"] == "beta" else 0.0,
+        delta=chosen["delta"],
+        dual_clip=chosen["dual_clip"],
+        epsilon_high={"cispo": 1.3, "ipo": 0.002, "dppo_tv": 0.002}.get(point.surrogate),
+        epsilon_low=0.002 if point.surrogate == "dppo_tv" else None,
+        log_ratio_clamp=chosen["log_ratio_clamp"],
+        kl_clamp=chosen["kl_clamp"],
+        use_bias_correction_kl=chosen["bias_correction"],
+        entropy_coef=chosen["entropy_coef"],
+        entropy_threshold=threshold,
+        off_policy_mask_threshold=chosen["off_policy_mask"],
+        max_completion_length=9 if point.aggregation == "fixed_length" else None,
+        **logits,
+    )
+    return batch, config
+
+
+def size_of_loss(batch: Batch, config: gk.GRPOConfig) -> float:
+    """sum_t w_t |A_t|, times |logp_t| where the surrogate is linear in it: the loss before terms cancel."""
+    logps, _ = true_logps(batch, config)
+    logps = logps.detach() if config.surrogate in ("cispo", "cispo_two_sided", "reinforce", "vespo") else -logps / logps
+    plain = gk.GRPOConfig(
+        surrogate="reinforce", aggregation=config.aggregation, max_completion_length=config.max_completion_length
+    )
+    batch = batch.cast(torch.float64)
+    return reference_loss_from_logps(logps, batch.advantages.abs(), config=plain, **batch.options).loss.item()
+
+
+def is_smooth(batch: Batch, config: gk.GRPOConfig, step: float = 5e-5) -> bool:
+    """Whether there is a gradient and it, and clip counts, stay as they are when each logp and entropy moves a step."""
+    logps, entropy = (x.detach() for x in true_logps(batch, config))
+    double = batch.cast(torch.float64)
+    seen = []
+    for logp_step, entropy_step in itertools.product((-step, step), repeat=2):
+        x, h = (logps + logp_step).requires_grad_(), entropy + entropy_step
+        out = reference_loss_from_logps(x, double.advantages, entropy=h, config=config, **double.options)
+        (gradient,) = torch.autograd.grad(out.loss, x)
+        counts = [v for name, v in out.metrics.items() if "clip" in name]
+        seen.append((gradient, counts))
+    first, counts = seen[0]
+    return bool(first.any()) and all(
+        bool(((g - first).abs() <= 0.01 * first.abs() + 1e-9).all()) and c == counts for g, c in seen[1:]
+    )

@@ -1,0 +1,118 @@
+"""Micro-batches, ranks and groups: losses, gradients and metric sums add up to those of one big batch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from helpers import assert_same_bits, fused, make_batch, off_policy
+
+import grpo_kernels as gk
+from grpo_kernels.config import AGGREGATIONS
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_micro_batches_add_up_to_the_big_batch(aggregation, backend):
+    # Mean entropies of micro-batches weigh as their shares of the normaliser do: with token counts that is exact.
+    by_tokens = aggregation in ("token_mean", "num_items")
+    config = gk.GRPOConfig(
+        aggregation=aggregation, beta=0.1, entropy_coef=0.02 if by_tokens else 0.0,
+        max_completion_length=9 if aggregation == "fixed_length" else None,
+    )  # fmt: skip
+    batch = off_policy(make_batch(1, masked=True))
+    batch.options["completion_mask"][0, 0] = False
+    tokens = batch.options["completion_mask"].sum()
+    normalizer = tokens if by_tokens else 36 if aggregation == "fixed_length" else 4
+    whole = fused(batch, config, backend)
+    loss, weight = 0.0, 0.0
+    for part in (slice(0, 1), slice(1, 4)):
+        options = {name: x[part] for name, x in batch.options.items()}
+        micro = dataclasses.replace(
+            batch, hidden=batch.hidden[part], ids=batch.ids[part], advantages=batch.advantages[part], options=options
+        )
+        run = fused(micro, config, backend, normalizer=normalizer)
+        loss, weight = loss + run.loss, weight + run.grads["weight"]
+        assert torch.allclose(run.grads["hidden"], whole.grads["hidden"][part], atol=1e-7)
+    assert torch.allclose(loss, whole.loss, atol=1e-6) and torch.allclose(weight, whole.grads["weight"], atol=1e-6)
+
+
+@pytest.mark.parametrize("aggregation", ["seq_mean", "seq_sum"])
+def test_entropy_bonus_of_equally_long_micro_batches_adds_up(aggregation, backend):
+    config = gk.GRPOConfig(aggregation=aggregation, entropy_coef=0.05)
+    batch = make_batch(1)
+    whole = fused(batch, config, backend)
+    parts = [
+        fused(
+            dataclasses.replace(batch, hidden=batch.hidden[p], ids=batch.ids[p], advantages=batch.advantages[p]),
+            config,
+            backend,
+            normalizer=torch.tensor(4),
+        )
+        for p in (slice(0, 2), slice(2, 4))
+    ]
+    assert torch.allclose(parts[0].loss + parts[1].loss, whole.loss, atol=1e-6)
+    total = parts[0].grads["weight"] + parts[1].grads["weight"]
+    assert torch.allclose(total, whole.grads["weight"], atol=1e-6)
+
+
+def test_num_items_in_batch_is_the_normalizer_of_num_items(backend):
+    batch = make_batch(1)
+    found = fused(batch, backend=backend, num_items_in_batch=torch.tensor(100))
+    assert_same_bits(found, fused(batch, backend=backend, normalizer=100.0))
+    assert torch.allclose(found.loss * 100 / 24, fused(batch, backend=backend).loss)
+
+
+def test_groups_add_up_and_follow_their_names(backend):
+    config = gk.GRPOConfig(beta=0.1, entropy_coef=0.01, aggregation="seq_mean", importance_sampling_level="sequence")
+    batch = off_policy(make_batch(2, sequences=6, masked=True))
+    batch.advantages = None
+    rewards, names = torch.tensor([0.0, 1.0, 2.0, 5.0, 5.0, 5.0]), torch.tensor([7, 7, 7, -3, -3, -3])
+
+    def run(order):
+        options = {name: x[order] for name, x in batch.options.items()}
+        return gk.fused_grpo_loss(
+            *(batch.hidden[order], batch.weight, batch.ids[order]), rewards=rewards[order], group_ids=names[order],
+            config=config, backend=backend, **options,
+        )  # fmt: skip
+
+    out, shuffled = run(torch.arange(6)), run(torch.tensor([4, 2, 0, 5, 1, 3]))
+    assert torch.allclose(out.groups["loss"].sum(), out.loss, atol=1e-6)
+    assert torch.allclose(out.loss, shuffled.loss, atol=1e-6)
+    assert set(out.groups) == {"reward_mean", "reward_std", "loss", "kl", "clip_ratio", "tokens"}
+    for name, x in out.groups.items():
+        assert x.shape == (2,) and torch.allclose(x, shuffled.groups[name], atol=1e-6), name
+    assert torch.equal(out.groups["reward_mean"], torch.tensor([5.0, 1.0]))  # ascending ids: -3, 7
+    assert torch.equal(out.groups["reward_std"], torch.tensor([0.0, 1.0]))
+    assert out.groups["tokens"].tolist() == [
+        int(batch.options["completion_mask"][names == name].sum()) for name in (-3, 7)
+    ]
+    adjacent = gk.fused_grpo_loss(
+        batch.hidden, batch.weight, batch.ids, rewards=rewards, num_generations=3, config=config, backend=backend,
+        **batch.options,
+    )  # fmt: skip
+    assert torch.equal(adjacent.groups["loss"].flip(0), out.groups["loss"])
+
+
+def test_metric_sums_of_micro_batches_add_up(backend):
+    batch = off_policy(make_batch(3))
+    whole = gk.fused_grpo_loss(
+        batch.hidden, batch.weight, batch.ids, batch.advantages, backend=backend, **batch.options
+    )
+    parts = [
+        gk.fused_grpo_loss(
+            batch.hidden[p],
+            batch.weight,
+            batch.ids[p],
+            batch.advantages[p],
+            backend=backend,
+            **{name: x[p] for name, x in batch.options.items()},
+        )
+        for p in (slice(0, 1), slice(1, 4))
+    ]
+    for name, (total, count) in whole.metric_sums.items():
+        assert torch.allclose(sum(p.metric_sums[name][0] for p in parts), total, atol=1e-5), name
+        assert sum(p.metric_sums[name][1] for p in parts) == count == 24
+        assert torch.allclose(whole.metrics[name], total / count)
+    clipped = whole.metrics["clip_ratio/low"] + whole.metrics["clip_ratio/high"]
+    assert torch.allclose(whole.metrics["clip_ratio/region"], clipped) and clipped > 0

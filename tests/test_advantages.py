@@ -1,0 +1,224 @@
+"""Advantages from rewards, per group and per step; importance weights of a sampling engine; the entropy quantile."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import grpo_kernels as gk
+from grpo_kernels.advantages import group_statistics, resolve_groups
+
+CONVENTIONS = {"TRL": (1, 1e-4), "verl": (1, 1e-6), "paper": (0, 1e-8)}
+
+
+@pytest.mark.parametrize("name", CONVENTIONS)
+def test_conventions(name):
+    ddof, eps = CONVENTIONS[name]
+    rewards = np.random.default_rng(0).normal(size=(5, 4))
+    expected = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, ddof=ddof, keepdims=True) + eps)
+    found = gk.group_advantages(torch.tensor(rewards.reshape(-1)), num_generations=4, ddof=ddof, eps=eps)
+    assert np.allclose(found.numpy(), expected.reshape(-1), rtol=1e-12)
+
+
+def test_defaults_are_trls():
+    r = torch.tensor([0.0, 1.0, 1.0, 0.0])
+    assert torch.allclose(gk.group_advantages(r, num_generations=4), (r - 0.5) / (r.std() + 1e-4))
+
+
+def slow(rewards: Tensor, names: list[int], scale: str, baseline: str, ddof: int, eps: float) -> list[float]:
+    everything = [x for x in rewards.tolist() if not math.isnan(x)]
+    out = []
+    for i, x in enumerate(rewards.tolist()):
+        group = [y for y, n in zip(rewards.tolist(), names, strict=True) if n == names[i] and not math.isnan(y)]
+        if math.isnan(x):
+            out.append(0.0)
+            continue
+        centre = {"mean": np.mean(group), "none": 0.0}.get(baseline)
+        if baseline == "leave_one_out":
+            centre = (sum(group) - x) / (len(group) - 1) if len(group) > 1 else x
+        spread = {"group": group, "batch": everything}.get(scale)
+        divisor = 1.0 if spread is None else (np.std(spread, ddof=ddof) if len(spread) > ddof else 0.0) + eps
+        out.append((x - centre) / divisor)
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("ddof", [0, 1])
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out", "none"])
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_groups_of_any_order_and_size(scale, baseline, ddof, dtype):
+    names = [5, -2, 5, 9, -2, 5, 9, -2, -2, 9, 5]
+    rewards = torch.randn(11, dtype=dtype)
+    rewards[4] = rewards[9] = math.nan
+    found = gk.group_advantages(
+        rewards, group_ids=torch.tensor(names), scale=scale, baseline=baseline, ddof=ddof, eps=1e-4
+    )
+    assert found.dtype == dtype
+    expected = torch.tensor(slow(rewards, names, scale, baseline, ddof, 1e-4), dtype=torch.float64)
+    assert torch.allclose(found.double(), expected, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=1e-6)
+    assert found[4] == found[9] == 0
+
+
+@pytest.mark.parametrize("value", [0.1, 1.0, -3.3333, 1e8, 1e-30])
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+def test_equal_rewards_give_exactly_zero(value, scale, baseline, backend):
+    rewards = torch.full((21,), value)
+    rewards[14:] = torch.arange(7.0)
+    groups = resolve_groups(21, 7, None, rewards)
+    for r in (rewards, rewards.clone().index_fill_(0, torch.tensor([3]), math.nan)):
+        a, mean, std = group_statistics(r, groups, scale=scale, baseline=baseline, ddof=1, eps=1e-8, backend=backend)
+        assert not a[:14].any() and a[14:].any() and not std[:2].any()
+        assert mean[0] == mean[1] == rewards[0]
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_equal_rewards_in_float64_give_exactly_zero(scale):
+    """The rounded mean of seven equal numbers need not equal them."""
+    values = torch.tensor([0.1, 1 / 3, -2.7, 1e17 / 3], dtype=torch.float64)
+    assert any(x.expand(7).sum() / 7 != x for x in values)
+    assert not gk.group_advantages(values.repeat_interleave(7), num_generations=7, scale=scale).any()
+
+
+def test_a_group_without_any_verdict_gets_zero(backend):
+    rewards = torch.tensor([math.nan, math.nan, 1.0, 3.0])
+    groups = resolve_groups(4, 2, None, rewards)
+    a, _, _ = group_statistics(rewards, groups, scale="group", baseline="mean", ddof=1, eps=1e-4, backend=backend)
+    assert a[:2].tolist() == [0, 0] and a[2] < 0 < a[3]
+
+
+def test_rewards_of_other_types():
+    expected = gk.group_advantages(torch.tensor([0.0, 1.0]), num_generations=2)
+    for dtype in (torch.int64, torch.bfloat16, torch.float16):
+        found = gk.group_advantages(torch.tensor([0, 1]).to(dtype), num_generations=2)
+        assert found.dtype == torch.float32 and torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(num_generations=4), r"num_generations=4 does not divide the batch of 6"),
+        (dict(num_generations=0), r"num_generations=0; expected an integer >= 1"),
+        (dict(num_generations=True), r"num_generations=True"),
+        (dict(), r"num_generations or group_ids.*neither"),
+        (dict(num_generations=2, group_ids=torch.zeros(6).long()), r"both"),
+        (dict(group_ids=torch.zeros(5).long()), r"group_ids .*\(5,\); expected integers \(6,\)"),
+        (dict(group_ids=torch.zeros(6)), r"group_ids is torch\.float32"),
+        (dict(num_generations=1), r"group of one .*scale='group'"),
+        (dict(group_ids=torch.tensor([0, 0, 1, 1, 1, 2])), r"group of one"),
+        (dict(num_generations=2, scale="std"), r"scale='std'"),
+        (dict(num_generations=2, baseline="median"), r"baseline='median'"),
+        (dict(num_generations=2, ddof=2), r"ddof=2"),
+    ],
+)
+def test_errors(options, message):
+    with pytest.raises(ValueError, match=message):
+        gk.group_advantages(torch.rand(6), **options)
+
+
+def test_a_group_of_one_without_a_deviation_is_fine():
+    assert gk.group_advantages(torch.tensor([2.0, 3.0]), num_generations=1, scale="none", baseline="none").tolist() == [
+        2,
+        3,
+    ]
+    assert not gk.group_advantages(torch.tensor([2.0, 3.0]), num_generations=1, ddof=0).any()
+
+
+# --- process supervision ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.7, 0.0])
+def test_process_advantages_against_a_loop(gamma):
+    batch, steps, length = 6, 4, 12
+    g = torch.Generator().manual_seed(3)
+    rewards = torch.randn(batch, steps, generator=g)
+    ends = torch.stack([torch.randperm(length, generator=g)[:steps].sort().values for _ in range(batch)])
+    for row, absent in enumerate((0, 1, 2, 3, 4, 1)):
+        rewards[row, steps - absent :] = math.nan
+    normalised = torch.tensor(
+        slow(rewards.reshape(-1), [i // (2 * steps) for i in range(batch * steps)], "group", "mean", 1, 1e-4)
+    ).view(batch, steps)
+    expected = torch.zeros(batch, length)
+    for i in range(batch):
+        for t in range(length):
+            following = [k for k in range(steps) if not rewards[i, k].isnan() and ends[i, k] >= t]
+            expected[i, t] = sum(gamma**n * normalised[i, k] for n, k in enumerate(following))
+    found = gk.process_advantages(rewards, ends, length, num_generations=2, gamma=gamma)
+    assert found.shape == (batch, length) and torch.allclose(found, expected, atol=1e-5)
+    named = gk.process_advantages(rewards, ends, length, group_ids=torch.arange(6) // 2, gamma=gamma)
+    assert torch.equal(named, found)
+
+
+def test_process_advantages_refuse_what_does_not_fit():
+    rewards, ends = torch.rand(2, 2), torch.tensor([[1, 3], [0, 2]])
+    for bad, message in (
+        (dict(step_ends=ends[:1]), "step_ends"),
+        (dict(step_ends=ends.float()), "step_ends"),
+        (dict(step_ends=ends.flip(1)), "step_ends must not decrease"),
+        (dict(length=3), "length=3"),
+        (dict(gamma=1.5), "gamma=1.5"),
+        (dict(step_rewards=rewards[0]), r"expected \(B, K\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            gk.process_advantages(**{**dict(step_rewards=rewards, step_ends=ends, length=4, num_generations=2), **bad})
+
+
+# --- off-policy weights, entropy quantile -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+@pytest.mark.parametrize("level", ["token", "sequence_sum", "sequence_mean"])
+def test_rollout_weights_against_a_loop(level, mode):
+    old, rollout = torch.randn(3, 5), torch.randn(3, 5)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]])
+    rollout[0, 1], rollout[1, 3] = math.nan, math.inf
+    found = gk.rollout_weights(old, rollout, completion_mask=mask, level=level, mode=mode, cap=1.5, low=0.6)
+
+    def limit(w: float) -> float:
+        return min(w, 1.5) if mode == "truncate" else w if 0.6 <= w <= 1.5 else 0.0
+
+    for i in range(3):
+        gaps = [
+            0.0 if not mask[i, t] or math.isnan(rollout[i, t]) else (old[i, t] - rollout[i, t]).item() for t in range(5)
+        ]
+        if level == "token":
+            assert found[i].tolist() == pytest.approx([limit(math.exp(x)) for x in gaps], rel=1e-5)
+        else:
+            total = sum(gaps) / (1 if level == "sequence_sum" else max(int(mask[i].sum()), 1))
+            assert found[i].item() == pytest.approx(limit(math.exp(total)), rel=1e-5)
+    assert found.shape == ((3, 5) if level == "token" else (3,))
+
+
+def test_rollout_weights_of_an_unbounded_gap_are_finite():
+    old, rollout = torch.zeros(1, 2), torch.full((1, 2), -1e4)
+    assert gk.rollout_weights(old, rollout).tolist() == [[2.0, 2.0]]
+    assert gk.rollout_weights(old, rollout, mode="mask").tolist() == [[0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(level="word"), "level"),
+        (dict(mode="clip"), "mode"),
+        (dict(low=3.0), "low=3.0"),
+        (dict(cap=0.0), "cap=0.0"),
+    ],
+)
+def test_rollout_weights_refuse_unknown_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        gk.rollout_weights(torch.zeros(1, 2), torch.zeros(1, 2), **options)
+
+
+def test_entropy_quantile_keeps_the_top_share():
+    entropy, mask = torch.arange(20.0).view(4, 5), torch.ones(4, 5)
+    mask[3] = 0
+    threshold = gk.entropy_quantile(entropy, mask, top=0.2)
+    assert int(((entropy >= threshold) & mask.bool()).sum()) == 3 and threshold.shape == ()
+    assert threshold.item() == pytest.approx(np.quantile(np.arange(15.0), 0.8))
+    assert gk.entropy_quantile(entropy, top=1.0) == 0
+    with pytest.raises(ValueError, match="top=0"):
+        gk.entropy_quantile(entropy, top=0)

@@ -1,0 +1,215 @@
+"""Bad input: a ValueError or TypeError that names the argument, what came and what would be right; nothing was changed."""
+
+# ruff: noqa: E501  (a table: one case per line)
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+from helpers import make_batch, off_policy
+
+import grpo_kernels as gk
+
+CPU = torch.device("cpu")
+
+
+def arguments() -> dict:
+    batch = off_policy(make_batch(0, bias=True))
+    return dict(
+        hidden=batch.hidden.requires_grad_(), lm_head_weight=batch.weight.requires_grad_(), completion_ids=batch.ids,
+        advantages=batch.advantages, lm_head_bias=batch.bias.requires_grad_(),
+        completion_mask=torch.ones(4, 6, dtype=torch.bool), **batch.options,
+    )  # fmt: skip
+
+
+def packed_arguments(**changes) -> dict:
+    a = arguments()
+    a["hidden"] = a["hidden"].detach().flatten(0, 1).requires_grad_()
+    a |= {n: a[n].flatten() for n in ("completion_ids", "completion_mask", "old_logps", "ref_logps")}
+    return a | {"cu_seqlens": torch.tensor([0, 6, 12, 18, 24])} | changes
+
+
+def refuses(function, given: dict, error: type, *words: str) -> None:
+    """The call raises, its message holds all words, and no tensor was touched."""
+    tensors = [x for x in given.values() if isinstance(x, torch.Tensor) and x.device == CPU]
+    before = [(x._version, x.detach().clone()) for x in tensors]
+    with pytest.raises(error) as caught:
+        function(**given)
+    assert caught.type is error
+    for word in words:
+        assert re.search(re.escape(word), str(caught.value)), f"{word!r} is not in: {caught.value}"
+    for x, (version, values) in zip(tensors, before, strict=True):
+        assert x._version == version and x.grad is None
+        assert x.device.type == "meta" or torch.equal(x, values) or values.isnan().any()
+
+
+def changed(**changes) -> dict:
+    return arguments() | changes
+
+
+meta = torch.device("meta")
+half = torch.bfloat16
+CASES = {
+    # shapes
+    "hidden 1-D": (lambda: changed(hidden=torch.rand(24)), ValueError, "hidden", "(24,)", "(B, T, H) or packed (N, H)"),
+    "hidden 4-D": (lambda: changed(hidden=torch.rand(1, 4, 6, 24)), ValueError, "hidden", "(1, 4, 6, 24)", "(B, T, H)"),
+    "weight width": (lambda: changed(lm_head_weight=torch.rand(67, 23)), ValueError, "lm_head_weight", "(67, 23)", "H = 24"),
+    "weight transposed": (lambda: changed(lm_head_weight=torch.rand(24, 67)), ValueError, "lm_head_weight", "(24, 67)", "(V, H)"),
+    "weight 1-D": (lambda: changed(lm_head_weight=torch.rand(24)), ValueError, "lm_head_weight", "(24,)", "(V, H)"),
+    "weight empty": (lambda: changed(lm_head_weight=torch.rand(0, 24)), ValueError, "lm_head_weight", "no rows", "V >= 1"),
+    "bias": (lambda: changed(lm_head_bias=torch.rand(66)), ValueError, "lm_head_bias", "(66,)", "(67,)"),
+    "ids": (lambda: changed(completion_ids=torch.zeros(4, 7).long()), ValueError, "completion_ids", "(4, 7)", "(4, 6)"),
+    "ids shifted": (lambda: changed(hidden=torch.rand(4, 7, 24)), ValueError, "completion_ids", "(4, 6)", "(4, 7)", "[:, :-1]"),
+    "advantages": (lambda: changed(advantages=torch.rand(5)), ValueError, "advantages", "(5,)", "(4, 6)", "(4,)", "(4, 1)"),
+    "mask": (lambda: changed(completion_mask=torch.ones(4, 5)), ValueError, "completion_mask", "(4, 5)", "(4, 6)"),
+    "old": (lambda: changed(old_logps=torch.rand(4)), ValueError, "old_logps", "(4,)", "(4, 6)"),
+    "ref": (lambda: changed(ref_logps=torch.rand(4, 6, 1)), ValueError, "ref_logps", "(4, 6, 1)", "(4, 6)"),
+    "rollout_logps": (lambda: changed(rollout_logps=torch.rand(6, 4)), ValueError, "rollout_logps", "(6, 4)", "(4, 6)"),
+    "rollout_weights": (lambda: changed(rollout_weights=torch.rand(6)), ValueError, "rollout_weights", "(6,)", "(4,)"),
+    "temperature": (lambda: changed(config=gk.GRPOConfig(temperature=torch.rand(4))), ValueError, "temperature", "(4,)", "(4, 6)"),
+    "entropy_threshold": (lambda: changed(config=gk.GRPOConfig(entropy_threshold=torch.rand(4))), ValueError, "entropy_threshold", "(4,)", "one element"),
+    "normalizer": (lambda: changed(normalizer=torch.rand(2)), ValueError, "normalizer", "(2,)", "one element"),
+    "rewards": (lambda: changed(advantages=None, rewards=torch.rand(5), num_generations=1), ValueError, "rewards", "(5,)", "(4,)"),
+    # types
+    "hidden int": (lambda: changed(hidden=torch.ones(4, 6, 24).long()), TypeError, "hidden", "torch.int64", "float32"),
+    "hidden list": (lambda: changed(hidden=[1.0]), TypeError, "hidden", "list", "torch.Tensor"),
+    "weight dtype": (lambda: changed(lm_head_weight=torch.rand(67, 24).to(half)), TypeError, "lm_head_weight", "bfloat16", "float32"),
+    "bias dtype": (lambda: changed(lm_head_bias=torch.rand(67).double()), TypeError, "lm_head_bias", "float64", "float32"),
+    "ids float": (lambda: changed(completion_ids=torch.zeros(4, 6)), TypeError, "completion_ids", "float32", "int64"),
+    "advantages list": (lambda: changed(advantages=[0.0] * 4), TypeError, "advantages", "list", "torch.Tensor"),
+    "advantages complex": (lambda: changed(advantages=torch.zeros(4).cfloat()), TypeError, "advantages", "complex64"),
+    "old int": (lambda: changed(old_logps=torch.zeros(4, 6).long()), TypeError, "old_logps", "int64", "floating-point"),
+    "mask complex": (lambda: changed(completion_mask=torch.ones(4, 6).cfloat()), TypeError, "completion_mask", "complex64", "bool"),
+    "rewards bool": (lambda: changed(advantages=None, rewards=torch.ones(4).bool(), num_generations=2), TypeError, "rewards", "bool", "real"),
+    "normalizer text": (lambda: changed(normalizer="4"), TypeError, "normalizer", "str", "number"),
+    "config dict": (lambda: changed(config={"beta": 0.1}), TypeError, "config", "dict", "GRPOConfig"),
+    # devices
+    "weight elsewhere": (lambda: changed(lm_head_weight=torch.rand(67, 24, device=meta)), ValueError, "lm_head_weight", "meta", "cpu"),
+    "ids elsewhere": (lambda: changed(completion_ids=torch.zeros(4, 6, device=meta).long()), ValueError, "completion_ids", "meta", "cpu"),
+    "old elsewhere": (lambda: changed(old_logps=torch.zeros(4, 6, device=meta)), ValueError, "old_logps", "meta", "cpu"),
+    "advantages elsewhere": (lambda: changed(advantages=torch.zeros(4, device=meta)), ValueError, "advantages", "meta", "cpu"),
+    # values
+    "id too large": (lambda: changed(completion_ids=torch.full((4, 6), 67)), ValueError, "completion_ids[0, 0] = 67", "0 <= id < 67"),
+    "id negative": (lambda: changed(completion_ids=torch.tensor([[0] * 6] * 3 + [[0] * 5 + [-1]])), ValueError, "completion_ids[3, 5] = -1", "0 <= id < 67"),
+    "normalizer 0": (lambda: changed(normalizer=0), ValueError, "normalizer=0", "positive"),
+    "num_items_in_batch -1": (lambda: changed(num_items_in_batch=-1), ValueError, "num_items_in_batch=-1", "positive"),
+    # combinations
+    "both": (lambda: changed(rewards=torch.rand(4), num_generations=2), ValueError, "advantages", "rewards", "both"),
+    "neither": (lambda: changed(advantages=None), ValueError, "advantages", "rewards", "neither"),
+    "no groups": (lambda: changed(advantages=None, rewards=torch.rand(4)), ValueError, "num_generations", "group_ids", "neither"),
+    "two groupings": (lambda: changed(num_generations=2, group_ids=torch.zeros(4).long()), ValueError, "num_generations", "group_ids", "both"),
+    "indivisible": (lambda: changed(advantages=None, rewards=torch.rand(4), num_generations=3), ValueError, "num_generations=3", "4", "group_ids"),
+    "indivisible beside advantages": (lambda: changed(num_generations=3), ValueError, "num_generations=3", "4"),
+    "group of one": (lambda: changed(advantages=None, rewards=torch.rand(4), num_generations=1), ValueError, "group of one", "scale='group'", ">= 2"),
+    "group ids": (lambda: changed(group_ids=torch.zeros(3).long()), ValueError, "group_ids", "(3,)", "(4,)"),
+    "no reference": (lambda: changed(ref_logps=None, config=gk.GRPOConfig(beta=0.1)), ValueError, "ref_logps is None", "beta=0.1"),
+    "dppo without old": (lambda: changed(old_logps=None, config=gk.GRPOConfig(surrogate="dppo_tv")), ValueError, "dppo_tv", "rollout_logps", "old_logps"),
+    "two denominators": (lambda: changed(num_items_in_batch=3, normalizer=3), ValueError, "num_items_in_batch", "normalizer", "one"),
+    "num_items elsewhere": (lambda: changed(num_items_in_batch=3, config=gk.GRPOConfig(aggregation="seq_mean")), ValueError, "num_items_in_batch", "seq_mean", "normalizer"),
+    "fixed_length": (lambda: changed(config=gk.GRPOConfig(aggregation="fixed_length")), ValueError, "fixed_length", "max_completion_length", "None"),
+    "fixed_length beside normalizer": (lambda: changed(normalizer=3, config=gk.GRPOConfig(aggregation="fixed_length", entropy_coef=0.1)), ValueError, "fixed_length", "max_completion_length", "None"),
+    "backend": (lambda: changed(backend="cuda"), ValueError, "backend='cuda'", "cpu, torch"),
+    "backend type": (lambda: {n: x.detach().double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for n, x in changed(backend="cpu").items()}, ValueError, "backend='cpu'", "float64", "float32"),
+    # packed
+    "cu_seqlens beside (B, T)": (lambda: changed(cu_seqlens=torch.tensor([0, 24])), ValueError, "cu_seqlens", "(B, T)"),
+    "no cu_seqlens": (lambda: packed_arguments(cu_seqlens=None), ValueError, "cu_seqlens is None", "packed"),
+    "cu_seqlens 2-D": (lambda: packed_arguments(cu_seqlens=torch.zeros(2, 2).long()), ValueError, "cu_seqlens", "(2, 2)", "(S + 1,)"),
+    "cu_seqlens float": (lambda: packed_arguments(cu_seqlens=torch.tensor([0.0, 24.0])), ValueError, "cu_seqlens", "float32", "int64"),
+    "cu_seqlens short": (lambda: packed_arguments(cu_seqlens=torch.tensor([0, 6, 12, 18, 23])), ValueError, "cu_seqlens", "23", "from 0 to 24"),
+    "cu_seqlens late": (lambda: packed_arguments(cu_seqlens=torch.tensor([1, 6, 12, 18, 24])), ValueError, "cu_seqlens", "from 0 to 24"),
+    "cu_seqlens back": (lambda: packed_arguments(cu_seqlens=torch.tensor([0, 12, 6, 18, 24])), ValueError, "cu_seqlens", "12, 6", "in order"),
+    "packed advantages": (lambda: packed_arguments(advantages=torch.rand(5)), ValueError, "advantages", "(5,)", "(24,)", "(4,)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_fused_grpo_loss_refuses(name):
+    given, error, *words = CASES[name]
+    refuses(gk.fused_grpo_loss, given(), error, *words)
+
+
+def test_the_good_call_is_good():
+    for given in (arguments(), packed_arguments()):
+        gk.fused_grpo_loss(**given).loss.backward()
+
+
+def test_an_id_out_of_range_at_a_masked_position_is_fine():
+    given = arguments()
+    given["completion_ids"] = given["completion_ids"].clone()
+    given["completion_ids"][1, 2], given["completion_mask"][1, 2] = 10**9, False
+    assert gk.fused_grpo_loss(**given).loss.isfinite()
+
+
+@pytest.mark.parametrize(
+    "name", ["id too large", "id negative", "ids float", "weight width", "bias dtype", "hidden list"]
+)
+def test_other_entry_points_refuse_the_same(name):
+    given, error, *words = CASES[name]
+    kept = {n: x for n, x in given().items() if n not in ("advantages", "old_logps", "ref_logps")}
+    refuses(gk.fused_logps, kept, error, *words)
+    refuses(gk.fused_policy_loss, kept | {"loss_fn": lambda chunk: chunk.logps.sum()}, error, *words)
+
+
+LOGPS = {
+    "logps int": (dict(logps=torch.zeros(4, 6).long()), TypeError, "logps", "int64", "float32"),
+    "entropy shape": (dict(entropy=torch.zeros(4)), ValueError, "entropy", "(4,)", "(4, 6)"),
+    "no entropy": (dict(config=gk.GRPOConfig(entropy_coef=0.1)), ValueError, "entropy is None", "entropy_coef"),
+    "no entropy, threshold": (dict(config=gk.GRPOConfig(entropy_threshold=1.0)), ValueError, "entropy is None", "entropy_threshold"),
+    "packed": (dict(logps=torch.zeros(24), old_logps=None), ValueError, "cu_seqlens is None", "logps is packed"),
+    "old": (dict(old_logps=torch.zeros(4, 5)), ValueError, "old_logps", "(4, 5)", "(4, 6)"),
+    "no reference": (dict(config=gk.GRPOConfig(beta=0.1)), ValueError, "ref_logps is None", "beta=0.1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOGPS)
+def test_grpo_loss_from_logps_refuses(name):
+    changes, error, *words = LOGPS[name]
+    given = dict(logps=torch.zeros(4, 6), advantages=torch.ones(4), old_logps=torch.zeros(4, 6))
+    refuses(gk.grpo_loss_from_logps, given | changes, error, *words)
+
+
+LOGITS = {
+    "logits 1-D": (dict(logits=torch.zeros(7)), ValueError, "logits", "(7,)", "(B, T, V)"),
+    "no vocabulary": (dict(logits=torch.zeros(4, 6, 0)), ValueError, "logits", "(4, 6, 0)", "V >= 1"),
+    "ids": (dict(completion_ids=torch.zeros(4, 5).long()), ValueError, "completion_ids", "(4, 5)", "(4, 6)"),
+    "id": (dict(completion_ids=torch.full((4, 6), 7)), ValueError, "completion_ids[0, 0] = 7", "0 <= id < 7"),
+    "leaf in place": (dict(logits=torch.zeros(4, 6, 7, requires_grad=True), inplace=True), ValueError, "inplace=True", "leaf"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOGITS)
+def test_grpo_loss_from_logits_refuses(name):
+    changes, error, *words = LOGITS[name]
+    given = dict(logits=torch.zeros(4, 6, 7), completion_ids=torch.zeros(4, 6).long(), advantages=torch.ones(4))
+    refuses(gk.grpo_loss_from_logits, given | changes, error, *words)
+
+
+NUMBERS = {
+    "beta": (-0.1, math.nan, math.inf), "entropy_coef": (-1.0,), "epsilon_low": (-0.1,), "epsilon_high": (-0.1,),
+    "delta": (0.0, -1.0), "dual_clip": (1.0, 0.5), "log_ratio_clamp": (0.0,), "kl_clamp": (0.0, (1.0, -1.0), (1.0,)),
+    "temperature": (0.0, -1.0, math.nan), "logit_scale": (0.0,), "logit_softcap": (0.0, -3.0),
+    "off_policy_mask_threshold": (-0.1,), "chunk_rows": (0, -1, 2.5, True), "advantage_ddof": (2,),
+    "advantage_eps": (-1e-4,), "logits_dtype": (torch.int64,),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in NUMBERS.items() for v in values])
+def test_config_refuses_numbers_out_of_range(name, value):
+    with pytest.raises(ValueError, match=rf"{name}(\[\d\])?=.*expected"):
+        gk.GRPOConfig(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["beta", "epsilon_low", "temperature", "logit_scale", "delta", "entropy_threshold"])
+@pytest.mark.parametrize("value", ["0.1", True, [1.0]])
+def test_config_refuses_what_is_no_number(name, value):
+    with pytest.raises(TypeError, match=rf"{name} is a {type(value).__name__}; expected a number"):
+        gk.GRPOConfig(**{name: value})
+
+
+def test_config_lists_what_is_allowed():
+    with pytest.raises(ValueError, match=r"preset='ppo2'; expected one of grpo, .*verl"):
+        gk.GRPOConfig.preset("ppo2")
+    with pytest.raises(ValueError, match=r"surrogate='x'; expected one of clip, .*ipo"):
+        gk.GRPOConfig(surrogate="x")

@@ -1,0 +1,173 @@
+"""torch.compile in one graph, the custom operators under torch.library.opcheck, dynamic shapes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import Batch, make_batch, off_policy
+from torch._library.custom_ops import CustomOpDef
+
+import grpo_kernels as gk
+from grpo_kernels import ops
+from grpo_kernels.plan import TokenInputs
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def with_rewards(batch: Batch) -> dict:
+    return dict(rewards=torch.tensor([0.0, 1.0, 0.2, 0.7]), num_generations=2)
+
+
+def run(step, batch: Batch, **given):
+    """loss, gradients and logps of step(hidden, weight, bias)."""
+    leaves = [x.clone().requires_grad_() for x in (batch.hidden, batch.weight, batch.bias)]
+    loss, logps = step(*leaves, **given)
+    loss.backward()
+    return loss.detach(), logps.detach(), *(x.grad for x in leaves)
+
+
+def assert_equal_runs(step, batch: Batch, compiler: str, **given):
+    expected = run(step, batch, **given)
+    found = run(torch.compile(step, fullgraph=True, backend=compiler), batch, **given)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.allclose(a, b, rtol=1e-6, atol=1e-7)
+    assert all(x.any() for x in expected)
+
+
+CONFIGS = {
+    "grpo": gk.GRPOConfig(beta=0.1, aggregation="seq_mean"),
+    "gspo": gk.GRPOConfig(importance_sampling_level="sequence", chunk_rows=7),
+    "tensor options": gk.GRPOConfig(temperature=torch.full((4, 6), 0.8), entropy_threshold=torch.tensor(3.0)),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("groups", [False, True])
+def test_fused_grpo_loss(name, groups, backend):
+    batch = off_policy(make_batch(1, bias=True, masked=True))
+    given = with_rewards(batch) if groups else {"advantages": batch.advantages}
+
+    def step(hidden, weight, bias, **given):
+        out = gk.fused_grpo_loss(
+            hidden,
+            weight,
+            batch.ids,
+            lm_head_bias=bias,
+            config=CONFIGS[name],
+            backend=backend,
+            **given,
+            **batch.options,
+        )
+        return 2 * out.loss, out.logps
+
+    assert_equal_runs(step, batch, "aot_eager", **given)
+
+
+def test_fused_grpo_loss_through_inductor():
+    batch = off_policy(make_batch(1, bias=True, masked=True))
+
+    def step(hidden, weight, bias):
+        out = gk.fused_grpo_loss(
+            torch.tanh(hidden), weight, batch.ids, batch.advantages, lm_head_bias=bias, **batch.options
+        )
+        return out.loss * 2 + out.metrics["entropy"], out.logps
+
+    assert_equal_runs(step, batch, "inductor")
+
+
+def test_config_made_inside_the_graph():
+    batch = off_policy(make_batch(1, bias=True))
+
+    def step(hidden, weight, bias):
+        config = gk.GRPOConfig(beta=0.1, epsilon_high=0.3)
+        out = gk.fused_grpo_loss(
+            hidden, weight, batch.ids, batch.advantages, lm_head_bias=bias, config=config, **batch.options
+        )
+        return out.loss, out.logps
+
+    assert_equal_runs(step, batch, "aot_eager")
+
+
+def test_fused_logps(backend):
+    batch = make_batch(1, bias=True, masked=True)
+
+    def step(hidden, weight, bias):
+        logps, entropy = gk.fused_logps(
+            hidden, weight, batch.ids, lm_head_bias=bias, entropy=True, backend=backend, **batch.options
+        )
+        return (logps * entropy).sum(), logps
+
+    assert_equal_runs(step, batch, "aot_eager")
+
+
+def test_grpo_loss_from_logps(backend):
+    batch = off_policy(make_batch(1, bias=True, masked=True))
+
+    def step(hidden, weight, bias):
+        logps = (hidden @ weight.T + bias).log_softmax(-1).gather(-1, batch.ids[..., None])[..., 0]
+        out = gk.grpo_loss_from_logps(logps, batch.advantages, backend=backend, **batch.options)
+        return out.loss, logps
+
+    assert_equal_runs(step, batch, "aot_eager")
+
+
+def test_new_shapes_do_not_recompile_every_time():
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def step(hidden, weight, ids, advantages):
+        return gk.fused_grpo_loss(hidden, weight, ids, advantages).loss
+
+    for length in (5, 6, 7, 9, 12):
+        batch = make_batch(1, length=length)
+        leaf = batch.hidden.clone().requires_grad_()
+        found = step(leaf, batch.weight, batch.ids, batch.advantages)
+        found.backward()
+        assert torch.allclose(found, gk.fused_grpo_loss(leaf, batch.weight, batch.ids, batch.advantages).loss)
+    assert counter.frame_count <= 2
+
+
+def samples(dtype: torch.dtype) -> dict[str, tuple]:
+    """Arguments for every operator of grpo_kernels.ops."""
+    batch = off_policy(make_batch(1, bias=True, masked=True, dtype=dtype))
+    hidden, weight, bias = (x.requires_grad_() for x in (batch.hidden, batch.weight, batch.bias))
+    mask, old = batch.options["completion_mask"], batch.options["old_logps"]
+    index = torch.tensor([0, 0, 1, 1])
+    tokens = list(TokenInputs(batch.advantages, mask, old, old + 0.1, group_index=index))
+    key, name = gk.GRPOConfig(beta=0.1).key, "torch" if dtype == torch.float64 else "cpu"
+    wide = ops.table_dtype(dtype)
+    logps, entropy = (torch.randn(4, 6, dtype=wide).requires_grad_() for _ in range(2))
+    one = torch.ones((), dtype=wide)
+    stats = [torch.randn(4, 6, dtype=t) for t in (wide, torch.float64, wide)]
+    grads = (torch.randn(4, 6, dtype=wide), torch.zeros(4, 6, dtype=wide))
+    wants = [True, True, True]
+    plain = [x.detach() for x in (hidden, weight, bias)]
+    return {
+        "grpo_loss": (hidden, weight, bias, batch.ids, tokens, 2, key, name, wants),
+        "logps": (hidden, weight, bias, batch.ids, mask, one, 1.0, 0.0, name),
+        "logps_backward": (*grads, *plain, batch.ids, mask, one, stats, 1.0, 0.0, name, wants),
+        "policy_loss": (logps, entropy, tokens, 2, key, name),
+        "group_statistics": (torch.rand(4, dtype=wide), index, 2, "group", "mean", 1, 1e-4, name),
+    }
+
+
+OPERATORS = sorted(name for name, x in vars(ops).items() if isinstance(x, CustomOpDef))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_opcheck(name, dtype):
+    torch.library.opcheck(getattr(ops, name), samples(dtype)[name])
+
+
+def test_opcheck_without_gradients_and_options():
+    hidden, weight, _, ids, tokens, _, key, name, _ = samples(torch.float32)["grpo_loss"]
+    bare = list(TokenInputs(tokens[0]))
+    torch.library.opcheck(
+        ops.grpo_loss, (hidden.detach(), weight.detach(), None, ids, bare, 0, key, name, [False, False, False])
+    )

@@ -1,0 +1,246 @@
+"""The engine: what it computes and what it leaves out, views, gradients, autocast, determinism."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from helpers import assert_close, assert_same_bits, call_counter, fused, make_batch, off_policy, packed, reference
+
+import grpo_kernels as gk
+from grpo_kernels import memory
+from grpo_kernels.head import LMHead
+
+WIDTH, VOCAB = 24, 67  # no other size in these tests, so that a product is known by its shape
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """Rows of every matrix product by its kind: "logits", "dhidden", "dweight"."""
+    calls: list[tuple[str, int]] = []
+
+    def kind(m: int, k: int, n: int) -> tuple[str, int]:
+        if (k, n) == (WIDTH, VOCAB):
+            return "logits", m
+        return ("dhidden", m) if (k, n) == (VOCAB, WIDTH) else ("dweight", k)
+
+    call_counter(monkeypatch, torch, "mm", calls, lambda a, b, **_: kind(*a.shape, b.shape[1]))
+    call_counter(monkeypatch, torch.Tensor, "addmm_", calls, lambda self, a, b: kind(*a.shape, b.shape[1]))
+    return lambda: {name: sum(n for k, n in calls if k == name) for name in ("logits", "dhidden", "dweight")}
+
+
+def half_inactive(**options):
+    batch = make_batch(4, sequences=6, **options)
+    batch.advantages[::2] = 0.0
+    return batch
+
+
+# --- rows and products ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("score_inactive", [True, False])
+def test_rows_without_a_gradient_get_no_second_and_third_product(products, level, score_inactive, backend):
+    config = gk.GRPOConfig(importance_sampling_level=level, score_inactive=score_inactive, chunk_rows=6)
+    batch = off_policy(half_inactive())
+    batch.options["completion_mask"] = torch.ones(6, 6)
+    batch.options["completion_mask"][1, 2:] = 0
+    found = fused(batch, config, backend)
+    assert products() == {"logits": 32 if score_inactive else 14, "dhidden": 14, "dweight": 14}
+    # Every row computed: beta of nothing, so that all rows count as active.
+    everything = dataclasses.replace(config, beta=1e-45, score_inactive=True)
+    full = fused(batch.with_options(ref_logps=batch.options["old_logps"]), everything, backend)
+    assert not full.grads["hidden"][::2].any() and not found.grads["hidden"][::2].any()
+    if score_inactive:
+        assert_close(found, reference(batch, config))
+    for name in ("hidden", "weight"):
+        assert torch.allclose(found.grads[name], full.grads[name], rtol=1e-6, atol=1e-8)
+    active = batch.options["completion_mask"].bool() & (batch.advantages != 0)[:, None]
+    assert torch.equal(found.logps != 0, active if not score_inactive else batch.options["completion_mask"].bool())
+
+
+def test_dropped_rows_leave_the_same_bits(backend):
+    """One chunk holds the active rows either way: the products are the same ones."""
+    batch = make_batch(4, sequences=6)
+    batch.advantages[3:] = 0.0
+    found = fused(batch, gk.GRPOConfig(chunk_rows=18, aggregation="seq_sum"), backend)
+    alone = dataclasses.replace(batch, hidden=batch.hidden[:3], ids=batch.ids[:3], advantages=batch.advantages[:3])
+    expected = fused(alone, gk.GRPOConfig(chunk_rows=18, aggregation="seq_sum"), backend, normalizer=6)
+    assert torch.equal(found.grads["hidden"][:3], expected.grads["hidden"])
+    assert torch.equal(found.grads["weight"], expected.grads["weight"]) and torch.equal(found.loss, expected.loss)
+
+
+def test_masked_rows_get_no_product_at_all(products, backend):
+    batch = make_batch(4, masked=True)
+    count = int(batch.options["completion_mask"].sum())
+    fused(batch, backend=backend)
+    assert products() == {"logits": count, "dhidden": count, "dweight": count} and count < 24
+
+
+def test_longer_sequences_than_a_chunk_cost_one_more_product(products, backend):
+    config = gk.GRPOConfig(importance_sampling_level="sequence", chunk_rows=4)
+    found = fused(off_policy(half_inactive()), config, backend)
+    moving = int(found.grads["hidden"].any(-1).sum())  # clipped sequences are not computed again
+    assert products() == {"logits": 36 + moving, "dhidden": moving, "dweight": moving} and 0 < moving < 36
+
+
+@pytest.mark.parametrize(("frozen", "left"), [("weight", "dhidden"), ("hidden", "dweight")])
+def test_a_frozen_input_costs_no_product(products, frozen, left, backend):
+    batch = make_batch(0)
+    leaves = {name: getattr(batch, name).clone().requires_grad_(name != frozen) for name in ("hidden", "weight")}
+    out = gk.fused_grpo_loss(leaves["hidden"], leaves["weight"], batch.ids, batch.advantages, backend=backend)
+    out.loss.backward()
+    assert products() == {"logits": 24, "dhidden": 0, "dweight": 0} | {left: 24}
+    assert leaves[frozen].grad is None
+
+
+def test_without_gradients_there_are_logps_and_metrics_alone(products, backend):
+    batch = make_batch(0)
+    expected = fused(batch, backend=backend)
+    before = products()["logits"]
+    leaf = batch.hidden.clone().requires_grad_()
+    with torch.no_grad():
+        out = gk.fused_grpo_loss(leaf, batch.weight.requires_grad_(), batch.ids, batch.advantages, backend=backend)
+    assert products() == {"logits": before + 24, "dhidden": 24, "dweight": 24}
+    assert not out.loss.requires_grad and torch.equal(out.logps, expected.logps)
+    assert torch.equal(out.metrics["entropy"], expected.metrics["entropy"])
+
+
+@pytest.mark.parametrize("rows", [1, 5, 24, 100])
+def test_chunk_rows_is_honoured(monkeypatch, rows, backend):
+    sizes = []
+    call_counter(monkeypatch, LMHead, "logits", sizes, lambda self, rows: rows.stop - rows.start)
+    batch = make_batch(0)
+    found = fused(batch, gk.GRPOConfig(chunk_rows=rows), backend)
+    assert max(sizes) <= rows and len(sizes) == -(-24 // rows) and sum(sizes) == 24
+    assert_close(found, reference(batch))
+
+
+def test_default_chunk_is_bounded_by_a_budget():
+    device = torch.device("cpu")
+    rows = [memory.default_chunk_rows(10**6, vocab, 4, device) for vocab in (1000, 50_000, 10**6, 10**8)]
+    assert rows == sorted(rows, reverse=True) and rows[-1] == 16
+    assert all(r * v * 4 <= 2**29 for r, v in zip(rows[:3], (1000, 50_000, 10**6), strict=True))
+    assert memory.default_chunk_rows(3, 1000, 4, device) == 3
+
+
+def test_a_chunk_that_memory_cannot_hold_names_chunk_rows(backend):
+    """2^14 rows of 2^31 logits pass any address space; the expanded weight takes no memory."""
+    hidden, weight, ids = torch.zeros(1, 2**14, 1), torch.zeros(1, 1).expand(2**31, 1), torch.zeros(1, 2**14).long()
+    config = gk.GRPOConfig(chunk_rows=2**14)
+    with pytest.raises(RuntimeError, match=r"GRPOConfig\.chunk_rows below 16384"):
+        gk.fused_grpo_loss(hidden, weight, ids, torch.ones(1), config=config, backend=backend)
+
+
+# --- views ------------------------------------------------------------------------------------------------------------
+
+
+def views(hidden: torch.Tensor):
+    batch, length, width = hidden.shape
+    longer = torch.randn(batch, length + 1, width)
+    longer[:, :-1] = hidden
+    yield "shifted", longer[:, :-1]
+    yield "transposed", hidden.transpose(0, 1).contiguous().transpose(0, 1)
+    yield "columns apart", torch.stack([hidden, hidden], -1)[..., 0]
+    yield "channels first", hidden.transpose(1, 2).contiguous().transpose(1, 2)
+    yield "expanded", hidden[:1].expand(batch, length, width)
+
+
+@pytest.mark.parametrize("rows", [5, None])
+def test_strided_hidden_states(backend, rows):
+    config = gk.GRPOConfig(chunk_rows=rows)
+    for name, view in views(make_batch(0).hidden):
+        batch = make_batch(0)
+        expected = fused(dataclasses.replace(batch, hidden=view.contiguous()), config, backend)
+        leaf = view.detach().requires_grad_()
+        assert leaf.stride() == view.stride(), name
+        out = gk.fused_grpo_loss(leaf, batch.weight, batch.ids, batch.advantages, config=config, backend=backend)
+        out.loss.backward()
+        assert torch.allclose(leaf.grad, expected.grads["hidden"], atol=1e-7), name
+        assert torch.allclose(out.logps, expected.logps, atol=1e-6), name
+
+
+def test_strided_weight_and_packed_view(backend):
+    batch = packed(make_batch(0, masked=True))
+    expected = fused(batch, backend=backend)
+    wide = torch.cat([batch.weight, batch.weight], 1)
+    strided = dataclasses.replace(batch, hidden=batch.hidden.T.contiguous().T)
+    leaf = wide.requires_grad_()
+    out = gk.fused_grpo_loss(
+        strided.hidden, leaf[:, :WIDTH], batch.ids, batch.advantages, backend=backend, **batch.options
+    )
+    out.loss.backward()
+    assert torch.allclose(leaf.grad[:, :WIDTH], expected.grads["weight"], atol=1e-7) and not leaf.grad[:, WIDTH:].any()
+
+
+def test_a_shifted_view_is_not_copied_whole(backend):
+    """No allocation of the whole call comes near the size of hidden."""
+    whole = torch.randn(4, 65, 2048)
+    view, weight, ids = whole[:, :-1], torch.randn(8, 2048), torch.zeros(4, 64, dtype=torch.int64)
+    config = gk.GRPOConfig(chunk_rows=16)
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.no_grad(), torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
+        gk.fused_grpo_loss(view, weight, ids, torch.ones(4), config=config, backend=backend)
+    largest = max(event.self_cpu_memory_usage for event in profile.events())
+    assert 16 * 2048 * 4 <= largest < view.numel() * 4 / 8
+
+
+# --- autograd ---------------------------------------------------------------------------------------------------------
+
+
+def test_backward_twice_with_a_retained_graph(backend):
+    batch = make_batch(0)
+    leaf = batch.hidden.clone().requires_grad_()
+    out = gk.fused_grpo_loss(leaf, batch.weight, batch.ids, batch.advantages, backend=backend)
+    (first,) = torch.autograd.grad(2 * out.loss, leaf, retain_graph=True)
+    (second,) = torch.autograd.grad(3 * out.loss, leaf)
+    assert torch.allclose(1.5 * first, second) and first.any()
+
+
+@pytest.mark.parametrize(
+    "name", ["fused_grpo_loss", "fused_logps", "grpo_loss_from_logps", "grpo_loss_from_logits", "fused_policy_loss"]
+)
+def test_double_backward_is_refused_by_name(name):
+    batch = make_batch(0)
+    leaf = batch.hidden.clone().requires_grad_()
+    value = {
+        "fused_grpo_loss": lambda: gk.fused_grpo_loss(leaf, batch.weight, batch.ids, batch.advantages).loss,
+        "fused_logps": lambda: gk.fused_logps(leaf, batch.weight, batch.ids)[0].sum(),
+        "grpo_loss_from_logps": lambda: gk.grpo_loss_from_logps(leaf.sum(-1), batch.advantages).loss,
+        "grpo_loss_from_logits": lambda: gk.grpo_loss_from_logits(leaf, batch.ids % 24, batch.advantages).loss,
+        "fused_policy_loss": lambda: gk.fused_policy_loss(leaf, batch.weight, batch.ids, lambda c: c.logps.mean()),
+    }[name]()
+    with pytest.raises(RuntimeError, match=rf"{name}.*double backward"):
+        torch.autograd.grad(value, leaf, create_graph=True)
+
+
+def test_outputs_but_the_loss_are_constants():
+    batch = make_batch(0)
+    out = gk.fused_grpo_loss(
+        batch.hidden.requires_grad_(), batch.weight, batch.ids, batch.advantages, num_generations=2
+    )
+    assert out.loss.requires_grad and out.loss.shape == ()
+    rest = (out.logps, out.entropy, out.advantages, *out.metrics.values(), *out.groups.values())
+    assert not any(x.requires_grad for x in rest) and out.logps.shape == out.entropy.shape == batch.ids.shape
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_calls_give_the_same_bits(level, dtype, backend):
+    config = gk.GRPOConfig(importance_sampling_level=level, beta=0.1, entropy_coef=0.01, chunk_rows=7)
+    batch = off_policy(make_batch(0, sequences=16, bias=True, masked=True, vocab=257)).head_as(dtype)
+    assert_same_bits(fused(batch, config, backend), fused(batch, config, backend))
+
+
+def test_autocast_equals_inputs_that_were_cast(backend):
+    batch = make_batch(0, bias=True)
+    half = batch.head_as(torch.bfloat16)
+    expected = fused(half, backend=backend)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = fused(batch, backend=backend)
+        logps, _ = gk.fused_logps(batch.hidden, batch.weight, batch.ids, lm_head_bias=batch.bias, backend=backend)
+    for name, x in found.grads.items():
+        assert x.dtype == torch.float32 and torch.equal(x, expected.grads[name].float())
+    assert torch.equal(found.loss, expected.loss) and torch.equal(logps, expected.logps)
+    assert found.loss.dtype == torch.float32

@@ -1,0 +1,274 @@
+"""Dependencies point one way; csrc knows neither Python nor torch; what is missing is missed only when asked for."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "grpo_kernels"
+TOP = ("__init__", "__main__", "cli", "demo", "trainer", "integrations", "check", "env")  # imported by none below them
+PUBLIC = ("loss", "logps", "policy")
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+def imports_of(path: Path) -> set[str]:
+    """Modules of the package that a file imports anywhere but under TYPE_CHECKING, without the package's name."""
+    package = ("grpo_kernels", *path.relative_to(PACKAGE).parts[:-1])
+    found: set[str] = set()
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            return
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = [*package[: len(package) - node.level + 1]] if node.level else []
+            base += node.module.split(".") if node.module else []
+            found.update(".".join([*base, alias.name]) for alias in node.names)
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(path.read_text(encoding="utf-8")))
+    names = {name.removeprefix("grpo_kernels.") for name in found if name.split(".")[0] == "grpo_kernels"}
+    # `from .config import GRPOConfig` names the module one level up.
+    return {name if is_module(name) else name.rpartition(".")[0] or "__init__" for name in names}
+
+
+def is_module(name: str) -> bool:
+    path = PACKAGE.joinpath(*name.split("."))
+    return path.with_suffix(".py").exists() or path.is_dir() or name == "_cpu"
+
+
+@lru_cache
+def graph() -> dict[str, set[str]]:
+    return {module_name(path): imports_of(path) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def reach(name: str) -> set[str]:
+    seen: set[str] = set()
+    todo = [name]
+    while todo:
+        for other in graph().get(todo.pop(), ()):
+            if other not in seen:
+                seen.add(other)
+                todo.append(other)
+    return seen
+
+
+def lower() -> list[str]:
+    return [name for name in graph() if name.split(".")[0] not in TOP]
+
+
+def test_the_graph_sees_the_package():
+    assert {"config", "params", "engine", "plan", "reference", "loss", "ops", "backends", "backends.native"} <= set(
+        graph()
+    )
+    assert {"backends", "coefficients", "head", "params", "plan"} <= graph()["engine"]
+    assert "_cpu" in graph()["backends.native"] and "groups" in graph()["backends.torch_"]
+    assert "loss" in graph()["__init__"] and "engine" in reach("loss")
+
+
+def test_the_reference_stands_alone():
+    assert graph()["reference"] == {"config"}
+    assert "reference" not in {name for module in lower() for name in graph()[module]}
+
+
+def test_config_and_params_import_nothing_but_each_other():
+    assert graph()["params"] == set() and graph()["config"] <= {"params"}
+
+
+def test_backends_know_the_kernels_contract_and_nothing_above():
+    for name in graph():
+        if name.split(".")[0] == "backends":
+            others = {x for x in graph()[name] if x.split(".")[0] != "backends"}
+            assert others <= {"params", "objective", "groups", "_cpu", "kernels"}, name
+    assert graph()["objective"] <= {"params"} and graph()["groups"] == set()
+
+
+def test_nothing_below_imports_what_is_above():
+    layers = [
+        ("params", "groups", "autocast", "memory", "delivery"),
+        ("config", "objective"),
+        ("reference",),
+        ("backends", "aggregation", "validate"),
+        ("plan", "head"),
+        ("coefficients",),
+        ("engine",),
+        ("ops",),
+        ("advantages", "offpolicy", "metrics"),
+        ("inputs",),
+        ("output",),
+        PUBLIC,
+    ]
+    rank = {name: i for i, layer in enumerate(layers) for name in layer}
+    for name in lower():
+        package = name.split(".")[0]
+        assert package in rank, f"{name} has no place among the layers: give it one here"
+        for other in graph()[name]:
+            if other == "_cpu" or other.split(".")[0] == package:
+                continue
+            assert rank[other.split(".")[0]] < rank[package], f"{name} imports {other}"
+    assert not {"loss", "ops", "inputs", "output", *PUBLIC} & reach("engine")
+
+
+def test_the_top_is_imported_by_the_top_alone():
+    for name in lower():
+        assert not {x for x in graph()[name] if x.split(".")[0] in TOP}, name
+
+
+def test_no_module_imports_itself_in_a_circle():
+    for name in lower():
+        if "backends" not in name:  # its registry loads its members when asked
+            assert name not in reach(name), name
+
+
+@pytest.mark.parametrize(
+    "name", ["engine", "plan", "loss", "config", "reference", "backends/__init__", "backends/native"]
+)
+def test_the_core_imports_torch_and_the_standard_library_alone(name):
+    path = PACKAGE / f"{name}.py"
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module]
+        assert all(n.split(".")[0] in {"torch", *sys.stdlib_module_names} for n in names), names
+
+
+# --- C++ --------------------------------------------------------------------------------------------------------------
+
+
+def includes(path: Path) -> list[str]:
+    return re.findall(r"^\s*#\s*include\s*[<\"]([^>\"]+)[>\"]", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+
+
+def sources(folder: str) -> list[Path]:
+    return [p for p in (ROOT / folder).rglob("*") if p.suffix in (".h", ".cpp", ".cu", ".cuh")]
+
+
+def test_csrc_includes_neither_python_nor_torch_nor_the_binding():
+    assert len(sources("csrc")) >= 5
+    for path in sources("csrc"):
+        for name in includes(path):
+            assert not re.match(r"(torch|ATen|c10|pybind11|Python\.h|numpy|python)", name), f"{path} includes {name}"
+            if (path.parent / name).exists():
+                assert (path.parent / name).resolve().is_relative_to(ROOT / "csrc")
+
+
+def test_the_binding_includes_csrc_and_not_torch():
+    names = [name for path in sources("python") for name in includes(path)]
+    assert any((ROOT / "csrc" / name).exists() for name in names) and any(n.startswith("pybind11") for n in names)
+    assert not any(re.match(r"(torch|ATen|c10)", name) for name in names)
+
+
+def test_objective_includes_what_a_device_compiler_has():
+    assert set(includes(ROOT / "csrc" / "objective.h")) <= {"math.h", "layout.h"}
+
+
+# --- what is not installed --------------------------------------------------------------------------------------------
+
+BLOCKED = """
+import sys, warnings
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"triton", "transformers", "matplotlib", "tqdm"} or name == "grpo_kernels._cpu":
+            return None
+        return self.finder.find_spec(name, path, target)
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
+"""
+
+
+def run(code: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_without_anything_optional_a_loss_runs_with_one_warning():
+    out = run(
+        BLOCKED
+        + """
+import torch
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import grpo_kernels as gk
+    assert not caught, caught
+    assert gk.available_backends() == ("torch",)
+    for seed in range(2):
+        h = torch.randn(2, 3, 4, requires_grad=True)
+        out = gk.fused_grpo_loss(h, torch.randn(5, 4), torch.zeros(2, 3).long(), torch.tensor([1.0, -1.0]))
+        out.loss.backward()
+        gk.group_advantages(torch.rand(4), num_generations=2)
+    assert h.grad.abs().sum() > 0
+ours = [str(w.message) for w in caught if "grpo_kernels" in str(w.message)]
+assert len(ours) == 1, ours
+print(ours[0])
+try:
+    gk.fused_grpo_loss(h, torch.randn(5, 4), torch.zeros(2, 3).long(), torch.ones(2), backend="cpu")
+except ImportError as error:
+    print("ImportError", error)
+"""
+    )
+    warning, error = out.strip().splitlines()
+    assert (
+        "backend 'cpu' is not available" in warning and "compiled CPU kernels" in warning and "using 'torch'" in warning
+    )
+    assert error.startswith("ImportError backend='cpu' is not available") and "compiled CPU kernels" in error
+
+
+def test_the_demo_names_what_it_lacks():
+    out = run(
+        BLOCKED
+        + """
+import contextlib, io
+from grpo_kernels.cli import main
+with contextlib.redirect_stderr(io.StringIO()) as text:
+    status = main(["demo", "--steps", "1"])
+print(status, text.getvalue())
+"""
+    )
+    assert out.startswith("1 ") and "transformers" in out and "matplotlib" in out and "grpo-kernels[train]" in out
+
+
+def test_importing_is_light():
+    """Neither CUDA nor Triton nor anything of the extras is touched."""
+    out = run(
+        """
+import sys, torch
+before = set(sys.modules)
+import grpo_kernels, grpo_kernels.reference, grpo_kernels.ops
+print(torch.cuda.is_initialized())
+new = {name.split(".")[0] for name in set(sys.modules) - before}
+print(sorted(new & {"triton", "transformers", "matplotlib", "tqdm"}))
+print("grpo_kernels._cpu" in sys.modules)
+"""
+    )
+    assert out.split() == ["False", "[]", "False"]
+
+
+def test_public_names():
+    import grpo_kernels as gk
+
+    assert gk.__version__ == "0.1.0"
+    wanted = {
+        "fused_grpo_loss", "fused_logps", "grpo_loss_from_logps", "grpo_loss_from_logits", "group_advantages",
+        "process_advantages", "fused_policy_loss", "GRPOConfig", "GRPOLossOutput", "available_presets",
+        "available_backends",
+    }  # fmt: skip
+    assert wanted <= set(gk.__all__) and all(hasattr(gk, name) for name in gk.__all__)

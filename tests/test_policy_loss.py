@@ -1,0 +1,173 @@
+"""fused_policy_loss: a user's function of log-probabilities gets the gradients of autograd through fused_logps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import LEAVES, Batch, call_counter, make_batch, packed
+
+import grpo_kernels as gk
+from grpo_kernels.engine import Scorer
+from grpo_kernels.policy import PolicyChunk
+
+
+def leaves_of(batch: Batch) -> dict[str, torch.Tensor]:
+    return {name: x.clone().requires_grad_() for name in LEAVES if (x := getattr(batch, name)) is not None}
+
+
+def through_autograd(batch: Batch, loss_fn, entropy: bool, backend: str, **logits):
+    """The same function over fused_logps, all unmasked tokens in one chunk."""
+    leaves = leaves_of(batch)
+    mask = batch.options.get("completion_mask", torch.ones_like(batch.ids)).bool()
+    logps, h = gk.fused_logps(
+        leaves["hidden"], leaves["weight"], batch.ids, lm_head_bias=leaves.get("bias"), completion_mask=mask,
+        entropy=entropy, backend=backend, **logits,
+    )  # fmt: skip
+    cu = batch.options.get("cu_seqlens")
+    span = cu.diff() if cu is not None else torch.full((len(batch.ids),), batch.ids.shape[1])
+    sequence = torch.arange(len(span)).repeat_interleave(span)
+    index = mask.reshape(-1).nonzero()[:, 0]
+    chunk = PolicyChunk(logps.reshape(-1)[index], h.reshape(-1)[index] if entropy else None, index, sequence[index])
+    loss = loss_fn(chunk).sum()
+    loss.backward()
+    return loss.detach(), leaves
+
+
+def token_loss(batch: Batch, entropy: bool):
+    old = torch.linspace(-6, -3, batch.ids.numel()).view(batch.ids.shape)
+    count = len(batch.options["cu_seqlens"]) - 1 if "cu_seqlens" in batch.options else len(batch.ids)
+    advantages = torch.linspace(-1, 2, count)
+
+    def loss_fn(chunk: PolicyChunk):
+        ratio = (chunk.logps - chunk.tokens(old)).clamp(max=2).exp()
+        loss = -ratio * chunk.sequences(advantages) / 7
+        return loss - 0.1 * chunk.entropy if entropy else loss
+
+    return loss_fn
+
+
+def sequence_loss(batch: Batch, entropy: bool):
+    token = token_loss(batch, entropy)
+
+    def loss_fn(chunk: PolicyChunk):
+        total = chunk.sequence_sum(chunk.logps * 0.3)
+        return (total.exp() * token(chunk)).sum()
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("rows", [3, 7, None])
+@pytest.mark.parametrize("layout", ["batch", "masked", "packed"])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_equals_autograd_through_fused_logps(level, entropy, layout, rows, backend):
+    batch = make_batch(2, bias=True, masked=layout != "batch")
+    batch = packed(batch) if layout == "packed" else batch
+    loss_fn = (token_loss if level == "token" else sequence_loss)(batch, entropy)
+    logits = dict(temperature=0.8, logit_softcap=9.0, logit_scale=1.2)
+    expected, wanted = through_autograd(batch, loss_fn, entropy, backend, **logits)
+    leaves = leaves_of(batch)
+    loss = gk.fused_policy_loss(
+        leaves["hidden"], leaves["weight"], batch.ids, loss_fn, level=level, entropy=entropy,
+        lm_head_bias=leaves["bias"], chunk_rows=rows, backend=backend, **batch.options, **logits,
+    )  # fmt: skip
+    (3 * loss).backward()
+    assert torch.allclose(loss, expected, rtol=1e-5) and loss.shape == ()
+    for name, x in leaves.items():
+        assert torch.allclose(x.grad, 3 * wanted[name].grad, rtol=1e-4, atol=1e-6), name
+        assert x.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("level", "rows", "ways"),
+    [("token", 3, {"staged"}), ("sequence", 7, {"staged"}), ("sequence", 3, {"score", "gradient"})],
+)
+def test_logits_are_computed_again_for_long_sequences_alone(monkeypatch, level, rows, ways):
+    batch, calls = make_batch(2), []
+    for way in ("staged", "score", "gradient"):
+        call_counter(monkeypatch, Scorer, way, calls, lambda *_, way=way: way)
+    leaf = batch.hidden.requires_grad_()
+    gk.fused_policy_loss(leaf, batch.weight, batch.ids, lambda c: c.logps.mean(), level=level, chunk_rows=rows)
+    assert set(calls) == ways
+
+
+def test_sequence_chunks_hold_whole_sequences():
+    batch, seen = make_batch(2, masked=True), []
+
+    def loss_fn(chunk):
+        seen.append(chunk)
+        return chunk.logps.sum()
+
+    leaf = batch.hidden.requires_grad_()
+    gk.fused_policy_loss(leaf, batch.weight, batch.ids, loss_fn, level="sequence", chunk_rows=8, **batch.options)
+    mask = batch.options["completion_mask"]
+    assert torch.equal(torch.cat([c.index for c in seen]), mask.reshape(-1).nonzero()[:, 0])
+    for chunk in seen:
+        assert torch.equal(chunk.sequence, chunk.index // 6)
+        for i in chunk.sequence.unique():
+            assert (chunk.sequence == i).sum() == mask[i].sum()
+        assert chunk.entropy is None and chunk.logps.requires_grad
+
+
+def test_a_sum_of_logps_works(backend):
+    """Its gradient is an expanded scalar."""
+    batch = make_batch(2)
+    leaf = batch.hidden.clone().requires_grad_()
+    gk.fused_policy_loss(leaf, batch.weight, batch.ids, lambda c: c.logps.sum(), backend=backend).backward()
+    other = batch.hidden.clone().requires_grad_()
+    gk.fused_logps(other, batch.weight, batch.ids, backend=backend)[0].sum().backward()
+    assert torch.allclose(leaf.grad, other.grad, atol=1e-6)
+
+
+def test_frozen_inputs_and_no_grad(backend):
+    batch = make_batch(2)
+    weight = batch.weight.clone().requires_grad_()
+    loss = gk.fused_policy_loss(batch.hidden, weight, batch.ids, lambda c: -c.logps.mean(), backend=backend)
+    loss.backward()
+    assert batch.hidden.grad is None and weight.grad.any()
+    with torch.no_grad():
+        again = gk.fused_policy_loss(batch.hidden, weight, batch.ids, lambda c: -c.logps.mean(), backend=backend)
+    assert not again.requires_grad and torch.allclose(again, loss)
+
+
+def test_a_wholly_masked_batch_has_loss_0_and_zero_gradients(backend):
+    batch = make_batch(2, bias=True)
+    for level in ("token", "sequence"):
+        leaves = leaves_of(batch)
+        loss = gk.fused_policy_loss(
+            leaves["hidden"], leaves["weight"], batch.ids, lambda c: c.logps.sum(), level=level,
+            lm_head_bias=leaves["bias"], completion_mask=torch.zeros_like(batch.ids), backend=backend,
+        )  # fmt: skip
+        loss.backward()
+        assert loss == 0 and all(x.grad.shape == x.shape and not x.grad.any() for x in leaves.values())
+
+
+def test_a_constant_function_has_zero_gradients(backend):
+    batch = make_batch(2)
+    leaf = batch.hidden.requires_grad_()
+    gk.fused_policy_loss(leaf, batch.weight, batch.ids, lambda c: torch.tensor(1.0), backend=backend).backward()
+    assert not leaf.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "level", "error", "message"),
+    [
+        ("clip", "token", TypeError, "loss_fn is a str"),
+        (lambda c: 1.0, "token", ValueError, "loss_fn returned float"),
+        (lambda c: c.logps[:2], "token", ValueError, r"loss_fn returned \(2,\).*\(24,\)"),
+        (lambda c: c.logps.sum(), "batch", ValueError, "level='batch'; expected one of token, sequence"),
+    ],
+)
+def test_errors(loss_fn, level, error, message):
+    batch = make_batch(2)
+    with pytest.raises(error, match=message):
+        gk.fused_policy_loss(batch.hidden.requires_grad_(), batch.weight, batch.ids, loss_fn, level=level)
+
+
+def test_an_error_of_the_users_function_comes_through():
+    def loss_fn(chunk):
+        raise KeyError("mine")
+
+    batch = make_batch(2)
+    with pytest.raises(KeyError, match="mine"):
+        gk.fused_policy_loss(batch.hidden, batch.weight, batch.ids, loss_fn)

@@ -1,0 +1,126 @@
+"""Hypothesis over shapes, masks, lengths and packed splits: fused equals reference, packed equals padded."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from helpers import assert_close, fused, make_batch, off_policy, packed, reference, tensors
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import grpo_kernels as gk
+
+repeatable = settings(deadline=None, max_examples=40, derandomize=True)
+sizes = st.integers(1, 5)
+seeds = st.integers(0, 2**16)
+CONFIGS = (
+    gk.GRPOConfig(beta=0.1, aggregation="seq_mean"),
+    gk.GRPOConfig(importance_sampling_level="sequence", aggregation="token_mean", entropy_coef=0.01),
+    gk.GRPOConfig(surrogate="sapo", importance_sampling_level="sequence_sum", aggregation="seq_sum"),
+    gk.GRPOConfig(surrogate="vespo", off_policy_mask_threshold=10.0),
+)
+configs = st.sampled_from(CONFIGS)
+backends = st.sampled_from(("cpu", "torch"))
+
+
+@st.composite
+def batches(draw, min_length: int = 0):
+    """Any small batch with right padding of any lengths; logits stay small, so that float32 stays exact."""
+    count, length = draw(sizes), draw(sizes)
+    shape = dict(sequences=count, length=length, width=draw(st.integers(1, 20)), vocab=draw(st.integers(1, 70)))
+    batch = make_batch(draw(seeds), bias=draw(st.booleans()), per_token=draw(st.booleans()), **shape)
+    batch.weight *= 0.3
+    lengths = torch.tensor(draw(st.lists(st.integers(min_length, length), min_size=count, max_size=count)))
+    batch.options["completion_mask"] = torch.arange(length) < lengths[:, None]
+    # Ratios of 1.05 or so: inside every clip range, away from every kink.
+    return off_policy(batch, spread=0.02, seed=draw(seeds)) if draw(st.booleans()) else batch
+
+
+def with_reference(batch, config):
+    if config.beta and "ref_logps" not in batch.options:
+        return batch.with_options(ref_logps=torch.full(batch.ids.shape, -2.0))
+    return batch
+
+
+def assert_small_errors(found, exact):
+    """Absolute, on the scale of the whole: with V = 1 or a masked batch every gradient is 0."""
+    for name, x in tensors(exact).items():
+        size = max(1.0, x.abs().max().item()) if x.numel() else 1.0
+        assert (tensors(found)[name].double() - x.double()).abs().max() <= 5e-6 * size, name
+
+
+@repeatable
+@given(batches(), configs, backends, st.one_of(st.none(), sizes))
+def test_fused_equals_the_reference(batch, config, backend, rows):
+    batch = with_reference(batch, config)
+    assert_small_errors(fused(batch, dataclasses.replace(config, chunk_rows=rows), backend), reference(batch, config))
+
+
+@repeatable
+@given(batches(), st.data(), backends)
+def test_any_mask(batch, data, backend):
+    size = batch.ids.numel()
+    mask = torch.tensor(data.draw(st.lists(st.booleans(), min_size=size, max_size=size))).view(batch.ids.shape)
+    batch.options["completion_mask"] = mask
+    for config in CONFIGS[1:3]:
+        assert_small_errors(fused(batch, config, backend), reference(batch, config))
+
+
+@repeatable
+@given(batches(), configs, backends)
+def test_packed_equals_padded(batch, config, backend):
+    batch = with_reference(batch, config)
+    if not batch.options["completion_mask"].any():
+        batch.options["completion_mask"][0, 0] = True
+    flat = packed(batch)
+    padded, found = fused(batch, config, backend), fused(flat, config, backend)
+    keep = batch.options["completion_mask"]
+    assert torch.allclose(found.loss, padded.loss, rtol=1e-5, atol=1e-6)
+    assert torch.allclose(found.logps, padded.logps[keep], atol=1e-5)
+    assert torch.allclose(found.grads["hidden"], padded.grads["hidden"][keep], atol=1e-5)
+    assert torch.allclose(found.grads["weight"], padded.grads["weight"], atol=1e-5)
+    assert found.metrics.keys() == padded.metrics.keys()
+    assert all(torch.allclose(found.metrics[name], x, atol=1e-5) for name, x in padded.metrics.items())
+
+
+@repeatable
+@given(batches(), st.data(), configs)
+def test_packed_splits_equal_the_reference(batch, data, config):
+    """Any cut of N tokens into sequences, empty ones included."""
+    batch = with_reference(batch, config)
+    count = batch.ids.numel()
+    cuts = sorted(data.draw(st.lists(st.integers(0, count), max_size=5)))
+    options = {name: x.reshape(-1) for name, x in batch.options.items()}
+    options["cu_seqlens"] = torch.tensor(
+        [0, *cuts, count], dtype=data.draw(st.sampled_from((torch.int32, torch.int64)))
+    )
+    flat = dataclasses.replace(
+        batch, hidden=batch.hidden.flatten(0, 1), ids=batch.ids.reshape(-1), options=options,
+        advantages=torch.linspace(-1, 2, len(cuts) + 1),
+    )  # fmt: skip
+    assert_small_errors(fused(flat, config), reference(flat, config))
+
+
+@repeatable
+@given(batches(), st.floats(0.3, 3.0), st.one_of(st.none(), st.floats(1.0, 30.0)), backends)
+def test_fused_logps_equals_the_reference(batch, temperature, softcap, backend):
+    config = gk.GRPOConfig(temperature=temperature, logit_softcap=softcap)
+    exact = reference(batch, config)
+    mask = batch.options["completion_mask"]
+    logps, entropy = gk.fused_logps(
+        batch.hidden, batch.weight, batch.ids, completion_mask=mask, lm_head_bias=batch.bias, temperature=temperature,
+        logit_softcap=softcap, entropy=True, backend=backend,
+    )  # fmt: skip
+    scale = max(1.0, exact.logps.abs().max().item())
+    assert (logps - exact.logps * mask).abs().max() <= 3e-6 * scale
+    assert (entropy - exact.entropy * mask).abs().max() <= 3e-6 * scale
+
+
+def test_a_batch_of_one_token_and_one_entry(backend):
+    """V = 1: probability 1, entropy 0, and no gradient whatever the advantage."""
+    found = fused(make_batch(0, sequences=1, length=1, width=1, vocab=1), backend=backend)
+    assert (
+        found.logps == 0 and found.entropy == 0 and not found.grads["hidden"].any() and not found.grads["weight"].any()
+    )
+    assert_close(found, found)

@@ -1,0 +1,58 @@
+"""What the README says: its Python runs, its table of presets is complete, its links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import grpo_kernels as gk
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_python_blocks_run_one_after_another():
+    blocks = re.findall(r"^```python\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
+    assert len(blocks) >= 4
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), names)
+
+
+def test_opens_with_the_two_commands():
+    commands = re.findall(r"^make (\w+)", README, flags=re.MULTILINE)
+    assert commands[:2] == ["demo", "test"]
+
+
+def test_presets():
+    table = README.split("| preset |")[1].split("\n\n")[0]
+    rows = [line.split("|")[1] for line in table.splitlines()[2:]]
+    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(gk.available_presets())
+
+
+@pytest.mark.parametrize("axis", ["SURROGATE_RULES", "LEVELS", "KL_ESTIMATORS", "AGGREGATIONS"])
+def test_axes(axis):
+    table = README.split("| axis |")[1].split("\n\n")[0]
+    missing = [name for name in getattr(gk.config, axis) if not re.search(rf"[ |(]{re.escape(name)}[ ,;|]", table)]
+    assert not missing
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_links_and_files(name):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    targets = re.findall(r"\]\(([^)#:]+)\)", text)
+    targets += re.findall(r"`((?:grpo_kernels|csrc|tests|python|bench)/[\w./]*)`", text)
+    assert targets and not [target for target in targets if not (ROOT / target).exists()]
+
+
+def test_map_of_files():
+    """The architecture section names every module, and only those that exist."""
+    section = README.split("**The map.**")[1].split("**Dependencies**")[0]
+    package = section.split("csrc/")[0]
+    modules = {path.name for path in (ROOT / "grpo_kernels").glob("*.py")} - {"__init__.py"}
+    named = {f"{word}.py" if "." not in word else word for word in re.findall(r"\b\w+\.py\b", package)}
+    assert named == modules | {"torch_.py", "native.py"}
+    assert set(re.findall(r"\w+\.h\b", section)) <= {path.name for path in (ROOT / "csrc").rglob("*.h")}

@@ -1,0 +1,338 @@
+"""The traps of SEMANTICS.md, section 11, that real trainers fell into: one test each, in its order."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from helpers import (
+    assert_close,
+    assert_same_bits,
+    fused,
+    make_batch,
+    off_policy,
+    reference,
+    relative,
+    true_logps,
+    virtual_rows,
+)
+
+import grpo_kernels as gk
+from grpo_kernels.backends import get_backend
+from grpo_kernels.config import SURROGATE_RULES
+from grpo_kernels.params import FIELD, TABLE_FIELDS, KernelParams
+
+GARBAGE = (math.nan, math.inf, -math.inf, 3e38)
+
+
+def finite(result) -> bool:
+    return all(x.isfinite().all() for x in (result.loss, result.logps, result.entropy, *result.grads.values()))
+
+
+# --- 1. exp overflow, and what padding holds --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("surrogate", SURROGATE_RULES)
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_1_a_log_ratio_of_200_has_a_finite_loss_and_gradient(surrogate, sign, backend):
+    batch, config = make_batch(1), gk.GRPOConfig(surrogate=surrogate)
+    batch.advantages = sign * batch.advantages.abs()
+    logps, _ = true_logps(batch, config)
+    batch.options["old_logps"] = (logps - 200.0).float()
+    found = fused(batch, config, backend)
+    assert finite(found)
+    assert_close(found, reference(batch, config), 1e-4)
+    if surrogate == "clip":
+        assert not found.grads["weight"].any()
+
+
+def test_1_clipped_and_moving_tokens_beside_each_other(backend):
+    batch, config = make_batch(1), gk.GRPOConfig()
+    batch.advantages = batch.advantages.abs()
+    old = true_logps(batch, config)[0].clone()
+    old[:, ::2] -= 200.0
+    batch.options["old_logps"] = old.float()
+    found = fused(batch, config, backend)
+    assert not found.grads["hidden"][:, ::2].any() and found.grads["hidden"][:, 1::2].any(-1).all()
+    assert_close(found, reference(batch, config), 3e-6)
+
+
+def poisoned(batch, garbage: float, id_: int):
+    """The batch with `garbage` wherever the mask is 0."""
+    masked = ~batch.options["completion_mask"]
+    options = {
+        name: x.masked_fill(masked, garbage) if x.shape == masked.shape and x.is_floating_point() else x
+        for name, x in batch.options.items()
+    }
+    return dataclasses.replace(
+        batch,
+        hidden=batch.hidden.masked_fill(masked[..., None], garbage),
+        ids=batch.ids.masked_fill(masked, id_),
+        advantages=batch.advantages.masked_fill(masked, garbage),
+        options=options,
+    )
+
+
+def with_everything(config: gk.GRPOConfig):
+    batch = off_policy(make_batch(2, masked=True, per_token=True), config)
+    return batch.with_options(
+        rollout_weights=torch.rand(batch.ids.shape) + 0.5, rollout_logps=batch.options["old_logps"] + 0.1
+    )
+
+
+@pytest.mark.parametrize(("garbage", "id_"), list(zip(GARBAGE, (-1, 67, 2**62, -(2**62)), strict=True)))
+@pytest.mark.parametrize("rows", [2, 24])  # recompute; all at once
+@pytest.mark.parametrize("surrogate", SURROGATE_RULES)
+def test_1_padding_may_hold_anything(surrogate, rows, garbage, id_, backend):
+    level = SURROGATE_RULES[surrogate].levels[-1]
+    temperature = torch.rand(4, 6) + 0.5
+    config = gk.GRPOConfig(
+        surrogate=surrogate, importance_sampling_level=level, beta=0.1, temperature=temperature, entropy_coef=0.01,
+        off_policy_mask_threshold=0.5, use_bias_correction_kl=True, chunk_rows=rows,
+    )  # fmt: skip
+    batch = with_everything(config)
+    masked = ~batch.options["completion_mask"]
+    config_too = dataclasses.replace(config, temperature=temperature.masked_fill(masked, garbage))
+    found = fused(poisoned(batch, garbage, id_), config_too, backend)
+    assert finite(found)
+    assert_same_bits(found, fused(poisoned(batch, 0.0, 0), config, backend))
+    assert not found.grads["hidden"][masked].any() and not found.logps[masked].any() and not found.entropy[masked].any()
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_1_padding_of_the_other_entry_points(garbage, backend):
+    config = gk.GRPOConfig(beta=0.1, entropy_coef=0.01)
+    clean = with_everything(config)
+    mask = clean.options["completion_mask"]
+    logps, entropy = (x.float() for x in true_logps(clean, config))
+    seen = []
+    for value, id_ in ((garbage, 10**9), (0.0, 0)):
+        batch = poisoned(clean, value, id_)
+        x, h = (t.masked_fill(~mask, value).requires_grad_() for t in (logps, entropy))
+        a = gk.grpo_loss_from_logps(x, batch.advantages, entropy=h, config=config, backend=backend, **batch.options)
+        a.loss.backward()
+        logits = (clean.hidden @ clean.weight.T).masked_fill(~mask[..., None], value).requires_grad_()
+        b = gk.grpo_loss_from_logits(
+            logits, batch.ids, batch.advantages, config=config, backend=backend, **batch.options
+        )
+        b.loss.backward()
+        leaf = batch.hidden.clone().requires_grad_()
+        c, e = gk.fused_logps(leaf, batch.weight, batch.ids, completion_mask=mask, entropy=True, backend=backend)
+        (c * mask + e).sum().backward()
+        other = batch.hidden.clone().requires_grad_()
+        d = gk.fused_policy_loss(
+            other, batch.weight, batch.ids, lambda chunk: chunk.logps.sum(), completion_mask=mask, backend=backend
+        )
+        d.backward()
+        values = (a.loss, b.loss, b.logps, c, e, d)
+        seen.append([*values, x.grad, h.grad, logits.grad, leaf.grad, other.grad, *a.metrics.values()])
+    assert all(torch.equal(p, q) and p.isfinite().all() for p, q in zip(*seen, strict=True))
+
+
+# --- 2 .. 4 -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("distance", [89.0, 200.0, 1e4])
+def test_2_k3_far_from_the_reference_model_stays_finite(distance, backend):
+    for estimator in ("k3", "k3+"):
+        batch, config = make_batch(1), gk.GRPOConfig(beta=0.1, kl_estimator=estimator)
+        batch.options["ref_logps"] = (true_logps(batch, config)[0] + distance).float()
+        found = fused(batch, config, backend)
+        assert finite(found) and found.metrics["kl"].isfinite()
+        assert_close(found, reference(batch, config), 1e-4)
+
+
+@pytest.mark.parametrize("surrogate", SURROGATE_RULES)
+def test_3_a_fully_masked_batch_has_loss_0_and_zero_gradients(surrogate, backend):
+    config = gk.GRPOConfig(surrogate=surrogate, beta=0.1, entropy_coef=0.01)
+    batch = off_policy(make_batch(1, bias=True), config)
+    batch.options["completion_mask"] = torch.zeros(4, 6)
+    found = fused(batch, config, backend)  # calls backward: the graph is there
+    assert found.loss == 0
+    for name, x in found.grads.items():
+        assert x.shape == getattr(batch, name).shape and not x.any()
+    assert all(x.isfinite().all() or name.endswith(("min", "max")) for name, x in found.metrics.items())
+
+
+@pytest.mark.parametrize("aggregation", ["seq_mean", "token_mean", "seq_sum", "num_items"])
+def test_3_a_fully_masked_sequence_adds_nothing(aggregation, backend):
+    config = gk.GRPOConfig(aggregation=aggregation, beta=0.1, importance_sampling_level="sequence")
+    batch = off_policy(make_batch(1, masked=True), config)
+    row = int((~batch.options["completion_mask"].any(1)).nonzero())
+    found = fused(batch, config, backend)
+    assert not found.grads["hidden"][row].any()
+    assert_close(found, reference(batch, config), 3e-6)
+
+
+def test_4_equal_rewards_leave_the_gradients_of_kl_and_entropy(backend):
+    config = gk.GRPOConfig(beta=0.1, entropy_coef=0.01)
+    batch = off_policy(make_batch(1), config)
+    batch.advantages = None
+    given = dict(rewards=torch.full((4,), 0.1), num_generations=2)
+    found = fused(batch, config, backend, **given)
+    zero = dataclasses.replace(batch, advantages=torch.zeros(4))
+    assert found.grads["weight"].any()
+    assert_close(found, reference(zero, config))
+    out = gk.fused_grpo_loss(batch.hidden, batch.weight, batch.ids, **batch.options, **given, config=config)
+    assert torch.equal(out.advantages, torch.zeros(4)) and out.metrics["equal_reward_groups"] == 1
+    for coefficient in ({"beta": 0.1}, {"entropy_coef": 0.01}):
+        assert fused(zero, gk.GRPOConfig(**coefficient), backend).grads["weight"].any()
+    assert not fused(zero, gk.GRPOConfig(), backend).grads["weight"].any()
+
+
+# --- 5, 6 -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_5_offsets_past_2_to_the_31(dtype, backend):
+    """Four rows 2^30 elements apart: the last begins 3 x 2^30 after the first. Untouched pages cost no memory."""
+    vocab, pitch = 133, 2**30
+    logits = virtual_rows(4, vocab, pitch, dtype)
+    logits.copy_(torch.randn(4, vocab))
+    dense, ids = logits.clone(), torch.tensor([0, 5, 131, 132])
+    table = torch.ones(len(TABLE_FIELDS), 4)
+    table[FIELD["entropy_threshold"]] = -math.inf
+    ones, kernels, params = torch.ones(4), get_backend(backend), KernelParams(has_base=False)
+
+    expected = kernels.stats(dense, ids, ones, params)
+    found = kernels.stats(logits, ids, ones, params)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert torch.allclose(found.logp.double(), dense.double().log_softmax(-1)[torch.arange(4), ids], atol=1e-5)
+    gradients = []
+    for x in (dense.clone(), logits):
+        kernels.fused(x, x, ids, table, params)
+        gradients.append(x.clone())
+    assert torch.equal(*gradients) and gradients[0][3].any()
+    apart = virtual_rows(4, vocab, pitch, dtype)
+    statistics = (ones, expected.lse, expected.entropy, ones, 0 * ones)
+    kernels.gradient(dense.clone(), apart, ids, *statistics, params)
+    together = torch.empty(4, vocab, dtype=dtype)
+    kernels.gradient(dense.clone(), together, ids, *statistics, params)
+    assert torch.equal(apart, together) and together[3].any()
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 3, 15, 17, 31, 33, 63, 65, 127, 1003, 2049])
+def test_6_any_vocabulary_and_logits_far_below_zero(vocab, backend):
+    g = torch.Generator().manual_seed(vocab)
+    logits = -1e4 + 3 * torch.randn(2, 3, vocab, generator=g)
+    ids = torch.randint(vocab, (2, 3), generator=g)
+    leaf, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    advantages = torch.tensor([1.0, -0.5])
+    out = gk.grpo_loss_from_logits(leaf, ids, advantages, backend=backend)
+    out.loss.backward()
+    logps = exact.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    (-(advantages.double()[:, None] * logps).sum() / 6).backward()
+    assert torch.allclose(out.logps.double(), logps, atol=2e-6, rtol=1e-6)
+    assert relative(leaf.grad, exact.grad) < 3e-6 if vocab > 1 else not leaf.grad.any()
+    # The same through the matrix product: one-hot hidden states make the rows of the weight the logits.
+    onehot = torch.eye(6).view(2, 3, 6)
+    through = gk.fused_grpo_loss(onehot, logits.view(6, vocab).T.contiguous(), ids, advantages, backend=backend)
+    assert torch.allclose(through.logps.double(), logps, atol=2e-6, rtol=1e-6)
+
+
+def test_6_a_target_with_probability_e_to_the_minus_95(backend):
+    logits = torch.full((1, 2, 65), -1e4)
+    logits[..., 7] += 95.0
+    ids = torch.tensor([[3, 7]])
+    leaf = logits.clone().requires_grad_()
+    out = gk.grpo_loss_from_logits(leaf, ids, torch.tensor([1.0]), backend=backend)
+    out.loss.backward()
+    assert torch.allclose(out.logps, torch.tensor([[-95.0, 0.0]]), atol=1e-5)
+    expected = torch.zeros(65).index_put((torch.tensor([3, 7]),), torch.tensor([-0.5, 0.5]))
+    assert torch.allclose(leaf.grad[0, 0], expected, atol=1e-7) and out.entropy.abs().max() < 1e-6
+
+
+# --- 7 .. 9 -----------------------------------------------------------------------------------------------------------
+
+
+def test_7_grad_output_is_honoured(backend):
+    batch = make_batch(1, bias=True)
+    plain = fused(batch, backend=backend).grads
+    leaves = [x.clone().requires_grad_() for x in (batch.hidden, batch.weight, batch.bias)]
+
+    def loss():
+        return gk.fused_grpo_loss(
+            *leaves[:2], batch.ids, batch.advantages, lm_head_bias=leaves[2], backend=backend
+        ).loss
+
+    (-2.5 * loss()).backward()
+    assert all(torch.allclose(x.grad, -2.5 * g) for x, g in zip(leaves, plain.values(), strict=True))
+    for x in leaves:
+        x.grad = None
+    first, second = loss(), loss()
+    (first * 3 + second**2 + leaves[2].sum()).backward()
+    factor = 3 + 2 * second.item()
+    for x, g in zip(leaves, plain.values(), strict=True):
+        assert torch.allclose(x.grad, factor * g + (1.0 if x is leaves[2] else 0.0), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"surrogate": "gpo"}, "surrogate"),
+        ({"kl_estimator": "k4"}, "kl_estimator"),
+        ({"aggregation": "mean"}, "aggregation"),
+        ({"importance_sampling_level": "word"}, "importance_sampling_level"),
+        ({"surrogate": "gmpo", "importance_sampling_level": "token"}, "importance_sampling_level"),
+        ({"surrogate": "sapo", "epsilon_low": 0.1}, "epsilon_low"),
+        ({"surrogate": "reinforce", "epsilon_high": 0.1}, "epsilon_high"),
+        ({"surrogate": "cispo", "delta": 2.0}, "delta"),
+        ({"surrogate": "cispo", "dual_clip": 2.0}, "dual_clip"),
+        ({"sapo_temperature_pos": 1.0}, "sapo_temperature_pos"),
+        ({"vespo_k_pos": 1.0}, "vespo_k_pos"),
+        ({"max_completion_length": 5}, "max_completion_length"),
+        ({"kl_estimator": "none", "beta": 0.1}, "beta"),
+        ({"kl_estimator": "none", "use_bias_correction_kl": True}, "use_bias_correction_kl"),
+        ({"advantage_scale": "token"}, "advantage_scale"),
+        ({"advantage_baseline": "median"}, "advantage_baseline"),
+    ],
+)
+def test_8_an_option_that_cannot_be_honoured_raises_by_name(options, named):
+    with pytest.raises(ValueError, match=named):
+        gk.GRPOConfig(**options)
+
+
+def test_8_unknown_names_are_no_options():
+    with pytest.raises(TypeError, match="epsilon_hi"):
+        gk.GRPOConfig(epsilon_hi=0.2)
+    with pytest.raises(TypeError, match="loss_type"):
+        gk.GRPOConfig.preset("grpo", loss_type="grpo")
+    batch = make_batch()
+    with pytest.raises(TypeError, match="attention_mask"):
+        gk.fused_grpo_loss(batch.hidden, batch.weight, batch.ids, batch.advantages, attention_mask=batch.ids)
+
+
+def test_9_a_lora_adapter_is_refused_by_name():
+    class LoraLinear(torch.nn.Linear):
+        def __init__(self):
+            super().__init__(24, 67)
+            self.lora_A = torch.nn.Linear(24, 2)
+
+    batch = make_batch()
+    for call in (gk.fused_grpo_loss, gk.fused_logps):
+        args = (batch.ids,) if call is gk.fused_logps else (batch.ids, batch.advantages)
+        with pytest.raises(TypeError, match=r"lm_head_weight .*LoRA adapters: merge"):
+            call(batch.hidden, LoraLinear(), *args)
+        with pytest.raises(TypeError, match=r"lm_head_weight is a Linear .*lm_head\.weight"):
+            call(batch.hidden, torch.nn.Linear(24, 67), *args)
+
+
+def test_9_sharded_weights_are_refused_by_name():
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    batch = make_batch()
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        sharded = distribute_tensor(batch.weight, init_device_mesh("cpu", (1,)), [Shard(0)])
+        with pytest.raises(TypeError, match=r"lm_head_weight is a sharded DTensor.*full_tensor"):
+            gk.fused_grpo_loss(batch.hidden, sharded, batch.ids, batch.advantages)
+    finally:
+        distributed.destroy_process_group()
+    partition = torch.nn.Parameter(torch.empty(0))
+    partition.ds_id = 3
+    with pytest.raises(TypeError, match=r"lm_head_weight is a ZeRO-3 partition"):
+        gk.fused_grpo_loss(batch.hidden, partition, batch.ids, batch.advantages)

@@ -1,0 +1,101 @@
+"""Every surrogate x ratio level x KL estimator x aggregation, on every backend, against the float64 reference.
+
+A point that cannot be computed is a failure, never a skip. The bound is the error of eager float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from functools import lru_cache
+
+import pytest
+from helpers import assert_within, call_counter, eager_errors, errors, fused, make_batch, off_policy, reference
+from option_space import AXES, OPTIONS, POINTS, Point, build, choose, impossible, size_of_loss
+
+import grpo_kernels as gk
+from grpo_kernels import objective, params
+from grpo_kernels import reference as specification
+from grpo_kernels.config import SURROGATE_RULES
+from grpo_kernels.engine import Scorer
+
+VARIATIONS = (0, 1)
+CHUNK_ROWS = (3, 7, None)  # shorter than a sequence; longer; everything at once
+
+
+def name_of(point: Point) -> str:
+    return "-".join(point)
+
+
+@lru_cache(maxsize=4)
+def case(point: Point, variation: int):
+    """(batch, configuration, exact result, size of the loss, errors of eager float32): the same for every backend."""
+    batch, config = build(point, choose(point, variation))
+    exact, size = reference(batch, config), size_of_loss(batch, config)
+    return batch, config, exact, size, eager_errors(batch, config, exact, size)
+
+
+@pytest.mark.parametrize("variation", VARIATIONS)
+@pytest.mark.parametrize("point", POINTS, ids=name_of)
+def test_variant_is_as_exact_as_eager_float32(point, variation, backend):
+    batch, config, exact, size, eager = case(point, variation)
+    assert exact.grads["hidden"].norm() > 0
+    for rows in CHUNK_ROWS:
+        found = fused(batch, dataclasses.replace(config, chunk_rows=rows), backend)
+        assert_within(errors(found, exact, size), eager, 1e-6)
+
+
+def test_both_cpu_backends_are_there():
+    assert {"cpu", "torch"} <= set(gk.available_backends())
+
+
+def test_the_walk_is_complete():
+    assert {p.surrogate for p in POINTS} == set(SURROGATE_RULES) and {p.kl for p in POINTS} == set(params.KL_ESTIMATORS)
+    assert len(POINTS) == 17 * 7 * 5
+    assert set(specification.SURROGATES) == set(objective.SURROGATES) == set(SURROGATE_RULES) - {"vespo"}
+
+
+def test_every_pair_of_options_occurs():
+    wanted = {**AXES, **OPTIONS}
+    seen = set()
+    for point, variation in itertools.product(POINTS, VARIATIONS):
+        everything = sorted({**point._asdict(), **choose(point, variation)}.items(), key=lambda pair: pair[0])
+        seen.update(itertools.combinations(everything, 2))
+    missing = [
+        ((a, x), (b, y))
+        for a, b in itertools.combinations(sorted(wanted), 2)
+        for x, y in itertools.product(wanted[a], wanted[b])
+        if ((a, x), (b, y)) not in seen and not impossible((a, x), (b, y))
+    ]
+    assert not missing
+
+
+@pytest.mark.parametrize(
+    ("options", "off", "rows", "expected"),
+    [
+        ({}, True, 3, {"fused"}),
+        ({"importance_sampling_level": "sequence"}, False, 3, {"fused"}),  # on-policy: its ratio is known beforehand
+        ({"importance_sampling_level": "sequence"}, True, 7, {"staged"}),
+        ({"importance_sampling_level": "sequence"}, True, None, {"staged"}),
+        ({"importance_sampling_level": "sequence"}, True, 3, {"score", "gradient"}),
+        ({"surrogate": "vespo"}, True, 6, {"staged"}),
+        ({"surrogate": "vespo"}, True, 5, {"score", "gradient"}),
+        ({"off_policy_mask_threshold": 0.1}, True, 12, {"staged"}),
+        ({"off_policy_mask_threshold": 0.1}, True, 1, {"score", "gradient"}),
+    ],
+)
+def test_each_of_the_three_ways_is_taken(monkeypatch, backend, options, off, rows, expected):
+    batch = make_batch(3)
+    batch = off_policy(batch) if off else batch
+    calls = []
+    for way in ("fused", "staged", "gradient", "score"):
+        # An empty score() of inactive rows is no way of its own.
+        call_counter(
+            monkeypatch,
+            Scorer,
+            way,
+            calls,
+            lambda self, first, *_, way=way: way if way != "score" or len(first) else "",
+        )
+    fused(batch, gk.GRPOConfig(chunk_rows=rows, **options), backend)
+    assert set(filter(None, calls)) == expected
