@@ -109,7 +109,7 @@ def _check_combinations(options: LossOptions, config: GRPOConfig) -> None:
             raise ValueError(
                 f"num_items_in_batch has no effect with aggregation={config.aggregation!r}; use normalizer"
             )
-    if config.aggregation == "fixed_length" and options.normalizer is None and config.max_completion_length is None:
+    if config.aggregation == "fixed_length" and config.max_completion_length is None:
         raise ValueError("aggregation='fixed_length' divides by config.max_completion_length, which is None")
 
 
