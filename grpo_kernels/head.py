@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .backends import Backend
-from .memory import ROUNDED_CHUNKS, allocate_chunk, empty, zeros
+from .memory import ROUNDED_CHUNKS, allocate_chunk
 
 # Rows of W converted to float32 at a time, where the CPU library has no product for the types at hand.
 CONVERTED_ROWS = 4096
@@ -145,8 +145,8 @@ class LMHead:
         if self.dhidden is None:
             shape = (self.num_tokens, self.hidden.shape[-1])
             # Rows that no chunk visits keep the zero they start with.
-            fresh = empty if rows.index is None else zeros
-            self.dhidden = fresh(shape, self.hidden.dtype, self.hidden.device)
+            fresh = torch.empty if rows.index is None else torch.zeros
+            self.dhidden = fresh(shape, dtype=self.hidden.dtype, device=self.hidden.device)
         if dlogits.dtype != self.weight.dtype:
             total = torch.zeros(dlogits.shape[0], self.hidden.shape[-1], dtype=dlogits.dtype)
             for piece in self._pieces():
@@ -170,13 +170,14 @@ class LMHead:
         h = h.to(dlogits.dtype)
         if residual is None:
             if self.dweight is None:
-                self.dweight = empty(self.weight.shape, h.dtype, h.device)
+                self.dweight = torch.empty(self.weight.shape, dtype=h.dtype, device=h.device)
                 torch.mm(dlogits.T, h, out=self.dweight)
             else:
                 self.dweight.addmm_(dlogits.T, h)
             return
         if self.dweight is None:
-            self.dweight = zeros(self.weight.shape, torch.float32 if self.sums_in_float32 else h.dtype, h.device)
+            dtype = torch.float32 if self.sums_in_float32 else h.dtype
+            self.dweight = torch.zeros(self.weight.shape, dtype=dtype, device=h.device)
         self.backend.add_rows(self.dweight, ids, residual, h)
         if not self.sums_in_float32:
             self.dweight.addmm_(dlogits.T, h)

@@ -1,11 +1,6 @@
-"""What the engine allocates: how many rows of logits at a time, in which type; large buffers on huge pages."""
+"""What the engine allocates: how many rows of logits at a time, and in which type."""
 
 from __future__ import annotations
-
-import ctypes
-import sys
-from collections.abc import Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -14,7 +9,6 @@ from torch import Tensor
 # entry of the sampled id saves (see head.py) pays for that. Beyond it, sums are kept in float32.
 ROUNDED_CHUNKS = 3
 _BYTES_PER_MIB = 2**20
-_PAGE, _LARGE = 4096, 8 * _BYTES_PER_MIB
 
 
 def default_chunk_rows(num_rows: int, vocab_size: int, itemsize: int, device: torch.device) -> int:
@@ -42,7 +36,7 @@ def default_logits_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtyp
 def allocate_chunk(rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The scratch (rows, V) of logits; out of memory, the error names the setting that helps."""
     try:
-        return empty((rows, vocab_size), dtype, device)
+        return torch.empty((rows, vocab_size), dtype=dtype, device=device)
     except RuntimeError as error:  # torch.OutOfMemoryError is one
         if not isinstance(error, torch.OutOfMemoryError) and "memory" not in str(error):
             raise
@@ -51,33 +45,3 @@ def allocate_chunk(rows: int, vocab_size: int, dtype: torch.dtype, device: torch
             f"no memory for one chunk of logits, {rows} x {vocab_size} {dtype} = {size:.0f} MiB: "
             f"set GRPOConfig.chunk_rows below {rows}. ({error})"
         ) from error
-
-
-def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """torch.empty; large CPU tensors ask for huge pages.
-
-    A fresh buffer is mapped page by page as it is written: 59 ms for a (49152, 576) float32 gradient in pages of 4 KiB,
-    13 ms in pages of 2 MiB, of about 2,000 ms for the whole loss (2 cores).
-    """
-    x = torch.empty(tuple(shape), dtype=dtype, device=device)
-    size = x.numel() * x.element_size()
-    if device.type == "cpu" and size >= _LARGE and (madvise := _madvise()) is not None:
-        start = -(-x.data_ptr() // _PAGE) * _PAGE
-        stop = (x.data_ptr() + size) // _PAGE * _PAGE
-        madvise(start, stop - start, 14)  # MADV_HUGEPAGE: advice, nothing depends on its answer
-    return x
-
-
-def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """torch.zeros, likewise."""
-    return empty(shape, dtype, device).zero_()
-
-
-@cache
-def _madvise():  # type: ignore[no-untyped-def]  # a ctypes function pointer
-    if not sys.platform.startswith("linux"):
-        return None
-    function = getattr(ctypes.CDLL(None), "madvise", None)
-    if function is not None:
-        function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return function

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 from typing import Any
@@ -56,3 +57,10 @@ def test_map_of_files():
     named = {f"{word}.py" if "." not in word else word for word in re.findall(r"\b\w+\.py\b", package)}
     assert named == modules | {"torch_.py", "native.py"}
     assert set(re.findall(r"\w+\.h\b", section)) <= {path.name for path in (ROOT / "csrc").rglob("*.h")}
+
+
+def test_measurements_come_from_the_committed_results(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    summary = importlib.import_module("summary")
+    shown = README.split(summary.BEGIN)[1].split(summary.END)[0]
+    assert shown.strip() == summary.section().strip(), "run python bench/summary.py"
