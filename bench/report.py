@@ -53,7 +53,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "load_average": os.getloadavg(),
-        "system": f"{platform.system()} {platform.release()}",
+        "system": platform.system(),
         "python": platform.python_version(),
         "versions": {"grpo-kernels": grpo_kernels.__version__} | {name: _version(name) for name in _PACKAGES},
         "backends": grpo_kernels.available_backends(),

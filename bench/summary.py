@@ -58,19 +58,15 @@ def _equal_rewards(results: dict[str, Any]) -> str:
 
 
 def _memory(results: dict[str, Any]) -> str:
+    measured = results["cases"][0]["implementations"]
+    names = {"ours": "ours"} | {name: title for name, title in RIVALS.items() if name in measured}
     rows = []
     for case in results["cases"]:
         found = case["implementations"]
-        cells = [
-            _shape(case),
-            case["dtype"],
-            *(_mebibytes(found.get(name, {})) for name in ("ours", "eager", "trl", "liger")),
-        ]
-        rows.append([*cells, f"{found['ours']['ratio_to_eager']:.3f}" if "ratio_to_eager" in found["ours"] else ""])
-    header = ["head (N, H, V)", "type", "ours", "eager", "TRL", "Liger", "ours of eager"]
-    return "Peak memory beyond inputs and returned gradients, MiB, each in a process of its own:\n\n" + _table(
-        header, rows
-    )
+        peaks = [_mebibytes(found.get(name, {})) for name in names]
+        rows.append([_shape(case), case["dtype"], *peaks, f"{found['ours']['ratio_to_eager']:.3f}"])
+    header = ["head (N, H, V)", "type", *names.values(), "ours of eager"]
+    return "Peak memory beyond inputs and gradients, MiB, each in a process of its own:\n\n" + _table(header, rows)
 
 
 def _shape(case: dict[str, Any]) -> str:
