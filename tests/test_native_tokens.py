@@ -34,7 +34,7 @@ def make_table(rows: int, seed: int = 0, **fields: float | Tensor) -> Tensor:
 
 
 def objective_float64(p: KernelParams, x, logp, entropy, A, ref, multiplier, threshold) -> tuple[float, ...]:
-    """A transcription of SEMANTICS for one token, in Python floats."""
+    """The formulas for one token, in Python floats."""
     clamped_x = min(max(x, -p.log_ratio_clamp), min(p.log_ratio_clamp, 80.0))
     clamped, r = clamped_x != x, math.exp(clamped_x)
     low, high = 1 - p.epsilon_low, 1 + p.epsilon_high

@@ -1,4 +1,4 @@
-"""The specification itself, against numbers worked out in plain Python floats from the formulas of SEMANTICS.md."""
+"""The specification itself, against numbers worked out in plain Python floats from the formulas."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_masked_logits_reach_nothing():
     assert out.loss.isfinite() and logits.grad.isfinite().all() and not logits.grad[0, 2].any()
 
 
-# --- section 10: (surrogate, level, aggregation, other) ---------------------------------------------------------------
+# --- presets: (surrogate, level, aggregation, other) ---------------------------------------------------------------
 
 PRESETS = {
     "grpo": ("clip", "token", "seq_mean", dict(epsilon_low=0.2, epsilon_high=0.2, beta=0.04, kl_estimator="k3")),

@@ -1,4 +1,4 @@
-"""The traps of SEMANTICS.md, section 11, that real trainers fell into: one test each, in its order."""
+"""Traps that real trainers fell into, one group of tests each, in the order of their numbers."""
 
 from __future__ import annotations
 
