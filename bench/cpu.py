@@ -26,17 +26,23 @@ def main() -> None:
     document: dict[str, Any] = {"environment": environment(torch.device(options.device)), "cases": []}
     for shape in options.shapes:
         for dtype in options.dtypes:
-            found = isolated(_case, shape, dtype, options.device, options.rounds, options.against)
+            found = isolated(
+                _case, shape, dtype, options.device, options.rounds, options.against, options.equal_rewards
+            )
             document["cases"].append({"shape": SHAPES[shape]._asdict(), "dtype": dtype, **found})
             print(_show(SHAPES[shape], dtype, found), flush=True)
             write(options.output, document)
     print(f"written: {options.output}")
 
 
-def _case(shape: str, dtype_name: str, device_name: str, rounds: int, against: list[str]) -> dict[str, Any]:
+def _case(
+    shape: str, dtype_name: str, device_name: str, rounds: int, against: list[str], equal_rewards: bool
+) -> dict[str, Any]:
     """Everything about one shape and type; runs in a process of its own."""
     device, dtype = torch.device(device_name), getattr(torch, dtype_name)
     found: dict[str, Any] = {"implementations": _compare(SHAPES[shape], dtype, device, rounds, against)}
+    if not equal_rewards:
+        return found
     try:
         found["equal_rewards"] = measure_equal_rewards(SHAPES[shape], dtype, device, rounds)
     except Exception as error:  # the times above are kept
@@ -108,7 +114,8 @@ def _show(shape: Shape, dtype: str, case: dict[str, Any]) -> str:
         return f"{title}\n  {case['error']}"
     rows = [_row(name, found) for name, found in case["implementations"].items()]
     header = ("", "median ms", "min", "max", "to floor", "ours to it", "error dW", "setting")
-    return f"{title}\n{table(header, rows)}\n{_show_equal_rewards(case['equal_rewards'])}"
+    below = _show_equal_rewards(case["equal_rewards"]) if "equal_rewards" in case else ""
+    return f"{title}\n{table(header, rows)}\n{below}"
 
 
 def _row(name: str, found: dict[str, Any]) -> list[str]:
@@ -136,6 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(TIMED), metavar="NAME")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--against", nargs="+", choices=PEERS, default=list(PEERS), metavar="NAME")
+    parser.add_argument("--equal-rewards", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--output", type=Path, default=RESULTS / "cpu.json")

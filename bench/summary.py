@@ -51,6 +51,8 @@ def _times(results: dict[str, Any]) -> str:
 def _equal_rewards(results: dict[str, Any]) -> str:
     rows = []
     for case in results["cases"]:
+        if "equal_rewards" not in case:
+            continue
         ratio = case["equal_rewards"]["ratio_to_dense"]
         rows.append([_shape(case), case["dtype"], f"{ratio['half_scored']:.2f}", f"{ratio['half_unscored']:.2f}"])
     header = ["head (N, H, V)", "type", "every token scored", "`score_inactive=False`"]
