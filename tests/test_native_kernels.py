@@ -301,3 +301,22 @@ def test_sixteen_bit_conversion(isa, dtype):
     for grad in (half, full):
         backend.gradient(logits, grad, ids, ones, lse, entropy, wide, 0 * ones, KernelParams())
     torch.testing.assert_close(half, full.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("way", ["fused", "gradient"])
+def test_residual_is_what_rounding_took_from_the_sampled_id(isa, way):
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(6, 77, generator=generator).bfloat16()
+    ids = torch.randint(0, 77, (6,), generator=generator)
+    table, params = make_table(6, weight_direct=0.37), KernelParams(surrogate="reinforce", has_base=False)
+    exact, rounded, residual = torch.empty(6, 77), torch.empty(6, 77).bfloat16(), torch.full((6,), torch.nan)
+    stats = backend.fused(logits, exact, ids, table, params)
+    if way == "fused":
+        backend.fused(logits, rounded, ids, table, params, residual)
+    else:
+        g_logp = -0.37 * table[FIELD["advantage"]]
+        ones = torch.ones(6)
+        backend.gradient(logits, rounded, ids, ones, stats.lse, stats.entropy, g_logp, 0 * ones, params, residual)
+    rows = torch.arange(6)
+    torch.testing.assert_close(rounded[rows, ids].float() + residual, exact[rows, ids], rtol=1e-6, atol=0)
+    assert (residual.abs() > 1e-6 * exact[rows, ids].abs()).any()
