@@ -12,10 +12,14 @@
 // The gradient may overwrite the logits, in fp32 or as 16-bit values over the front of the same row. A forward sweep
 // that reads each vector before it writes the one at the same index then never destroys a logit that is still needed.
 //
-// Compiled once per instruction set, see rows.h. Only internal linkage and plain functions of libm here.
+// For a 16-bit gradient, `fused` keeps the exponentials of its first sweep, each block relative to the maximum so far,
+// and the second sweep only scales them: one exponential per logit.
+//
+// Compiled once per instruction set, see rows.h. Only internal linkage and plain functions of the C library here.
 #include "rows.h"
 
 #include <math.h>
+#include <stdlib.h>
 
 #include "math.h"
 
@@ -126,12 +130,14 @@ struct Sums {
     double moment;  // sum of 2^t t
 };
 
-static Sums block_sums(const float* y, int64_t count, float max_y, float to_exponent) {
+template <bool kKeep>
+static Sums block_sums(const float* y, int64_t count, float max_y, float to_exponent, float* kept) {
     Float exps[4] = {}, moment[4] = {};
     for (int64_t i = 0; i < count; i += kStep) {
         for (int k = 0; k < 4; k++) {
             const Float t = max(splat(kMinExponent), (Float32::load(y + i + k * kWidth) - max_y) * to_exponent);
             const Float e = exp2_bounded(t);
+            if (kKeep) Float32::store(kept + i + k * kWidth, e);
             exps[k] += e;
             moment[k] += e * t;  // t is finite where e is 0: no 0 * inf from a masked vocabulary
         }
@@ -152,7 +158,14 @@ static Sums rebase(const Sums& sums, double fall) {
     return {sums.exps * factor, (sums.moment - sums.exps * fall) * factor};
 }
 
-static Statistics row_statistics(const Row& row, int64_t id, Buffers& buffers) {
+// The exponentials of a row, for the sweep that follows. Without memory for them, or where the gradient needs more than
+// the exponential (softcap, entropy), `exps` is null and they are computed again.
+struct Kept {
+    float* exps;       // whole blocks
+    float* reference;  // per block: exps = 2^((y - reference) to_exponent)
+};
+
+static Statistics row_statistics(const Row& row, int64_t id, Buffers& buffers, const Kept& kept = {}) {
     const double to_exponent = row.to_z / kLn2;
     float max_y = -kInfinity;
     Sums sums = {0.0, 0.0};
@@ -167,7 +180,10 @@ static Statistics row_statistics(const Row& row, int64_t id, Buffers& buffers) {
         }
         // Before the first finite logit any finite reference will do: all terms are 0, or NaN.
         const float reference = max_y > -kInfinity ? max_y : 0.f;
-        const Sums block = block_sums(y, padded, reference, static_cast<float>(to_exponent));
+        const Sums block =
+            kept.exps ? block_sums<true>(y, padded, reference, static_cast<float>(to_exponent), kept.exps + first)
+                      : block_sums<false>(y, padded, reference, static_cast<float>(to_exponent), nullptr);
+        if (kept.exps) kept.reference[first / kBlock] = reference;
         sums.exps += block.exps;
         sums.moment += block.moment;
     }
@@ -220,6 +236,18 @@ static SweepBlock choose_sweep(bool linear, bool capped) {
     return capped ? sweep_block<Out, false, true> : sweep_block<Out, false, false>;
 }
 
+template <class Out>
+static void scale_block(const float* exps, float factor, int64_t count, void* out, int64_t first) {
+    auto* target = static_cast<typename Out::Element*>(out) + first;
+    int64_t i = 0;
+    for (; i + kWidth <= count; i += kWidth) Out::store(target + i, Float32::load(exps + i) * factor);
+    if (i < count) {
+        typename Out::Element tail[kWidth];
+        Out::store(tail, Float32::load(exps + i) * factor);
+        __builtin_memcpy(target + i, tail, (count - i) * sizeof *tail);
+    }
+}
+
 // Returns what is stored, after rounding.
 template <class Out>
 static float store_one(void* row, int64_t index, float value) {
@@ -231,7 +259,7 @@ static float store_one(void* row, int64_t index, float value) {
 
 // z - lse = (y - max_y) * to_z - log_sum, from the row's own statistics or from a given lse.
 static void row_gradient(const RowArgs& args, int64_t i, const Row& row, float max_y, double log_sum, float entropy,
-                         float g_logp, float g_entropy, Buffers& buffers) {
+                         float g_logp, float g_entropy, Buffers& buffers, const Kept& kept = {}) {
     char* out = static_cast<char*>(args.grad) + i * args.grad_pitch * element_size(args.grad_dtype);
     if (args.residual) args.residual[i] = 0.f;
     if (g_logp == 0.f && g_entropy == 0.f) {
@@ -259,9 +287,18 @@ static void row_gradient(const RowArgs& args, int64_t i, const Row& row, float m
     const SweepBlock sweep_any = args.grad_dtype == kFloat32    ? choose_sweep<Float32>(linear, row.capped)
                                  : args.grad_dtype == kBFloat16 ? choose_sweep<BFloat16>(linear, row.capped)
                                                                 : choose_sweep<Float16>(linear, row.capped);
+    const auto scale_kept = args.grad_dtype == kFloat32    ? scale_block<Float32>
+                            : args.grad_dtype == kBFloat16 ? scale_block<BFloat16>
+                                                           : scale_block<Float16>;
     for (int64_t first = 0; first < row.vocab; first += kBlock) {
         const int64_t count = row.vocab - first < kBlock ? row.vocab - first : kBlock;
-        sweep_any(sweep, load_block(row, first, count, buffers), buffers.slope, count, out, first);
+        if (kept.exps && !linear) {
+            // A reference above the maximum is that of a block without a finite logit: exponentials of 0.
+            const double rise = fmin((static_cast<double>(kept.reference[first / kBlock]) - max_y) * row.to_z, 0.0);
+            scale_kept(kept.exps + first, static_cast<float>(sweep.constant * exp(rise)), count, out, first);
+        } else {
+            sweep_any(sweep, load_block(row, first, count, buffers), buffers.slope, count, out, first);
+        }
     }
     if (!known) return;
     const auto store = args.grad_dtype == kFloat32    ? store_one<Float32>
@@ -272,8 +309,9 @@ static void row_gradient(const RowArgs& args, int64_t i, const Row& row, float m
 }
 
 // ---- kernels over rows [first, last) --------------------------------------------------------------------------------
-static Statistics write_statistics(const RowArgs& args, int64_t i, const Row& row, Buffers& buffers) {
-    const Statistics found = row_statistics(row, args.ids[i], buffers);
+static Statistics write_statistics(const RowArgs& args, int64_t i, const Row& row, Buffers& buffers,
+                                   const Kept& kept = {}) {
+    const Statistics found = row_statistics(row, args.ids[i], buffers, kept);
     args.logp[i] = found.logp;
     args.lse[i] = found.lse;
     args.entropy[i] = found.entropy;
@@ -287,12 +325,19 @@ static void stats_rows(const RowArgs& args, int64_t first, int64_t last) {
 
 static void fused_rows(const RowArgs& args, int64_t first, int64_t last) {
     Buffers buffers;
+    const int64_t blocks = (args.vocab + kBlock - 1) / kBlock;
+    // Next to a float32 gradient the extra traffic costs more than an exponential, measured.
+    const bool pays = args.params.softcap == 0 && args.grad_dtype != kFloat32;
+    float* memory = pays ? static_cast<float*>(malloc(blocks * (kBlock + 1) * sizeof(float))) : nullptr;
     for (int64_t i = first; i < last; i++) {
         const Row row = make_row(args, i, args.table[kTemperature * args.table_pitch + i]);
-        const Statistics found = write_statistics(args, i, row, buffers);
+        const bool keep = memory && args.table[kWeightEntropy * args.table_pitch + i] == 0.f;
+        const Kept kept = keep ? Kept{memory, memory + blocks * kBlock} : Kept{};
+        const Statistics found = write_statistics(args, i, row, buffers, kept);
         const RowGradient g = row_objective(args, i, found.logp, found.entropy);
-        row_gradient(args, i, row, found.max, found.log_sum, found.entropy, g.logp, g.entropy, buffers);
+        row_gradient(args, i, row, found.max, found.log_sum, found.entropy, g.logp, g.entropy, buffers, kept);
     }
+    free(memory);
 }
 
 static void gradient_rows(const RowArgs& args, int64_t first, int64_t last) {
