@@ -2,7 +2,7 @@
 #   PYTHON       candidates for the interpreter, 3.10 to 3.13; the first that runs makes the virtual environment
 #   VENV         where that lies
 #   CONSTRAINTS  pins for its packages; CONSTRAINTS= takes what pip finds
-#   ARGS         passed on to the demo or to pytest
+#   ARGS         passed on to the demo, to pytest, or to the compile gate
 PYTHON ?= python3 python3.13 python3.12 python3.11 python3.10
 VENV ?= .venv
 CONSTRAINTS ?= .ci/constraints.txt
@@ -12,21 +12,29 @@ SOURCES := setup.py $(shell find csrc python -type f)
 CXX_FILES := $(filter %.h %.cpp %.cu,$(SOURCES))
 INSTALL = $(BIN)/python -m pip install $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 
-.PHONY: help demo test lint format wheel clean
+.PHONY: help demo test test-gpu compile-gate lint format wheel clean
 
 help:
-	@echo "make demo     a small language model learns arithmetic with fused_grpo_loss"
-	@echo "make test     all tests"
-	@echo "make lint     ruff, mypy, clang-format: check only"
-	@echo "make format   ruff and clang-format: rewrite"
-	@echo "make wheel    source archive and wheel in dist/"
-	@echo "make clean    remove the virtual environment and everything built"
+	@echo "make demo          a small language model learns arithmetic with fused_grpo_loss"
+	@echo "make test          all tests"
+	@echo "make test-gpu      the tests that need a GPU, with compiled kernels"
+	@echo "make compile-gate  the Triton kernels, compiled for GPUs that need not be here, against a budget"
+	@echo "make lint          ruff, mypy, clang-format: check only"
+	@echo "make format        ruff and clang-format: rewrite"
+	@echo "make wheel         source archive and wheel in dist/"
+	@echo "make clean         remove the virtual environment and everything built"
 
 demo: $(VENV)/.built
 	$(BIN)/grpo-kernels demo $(ARGS)
 
 test: $(VENV)/.built
 	$(BIN)/python -m pytest -n auto --maxprocesses 16 $(ARGS)
+
+test-gpu: $(VENV)/.built
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+compile-gate: $(VENV)/.built
+	$(BIN)/python tests/compile_gate.py $(ARGS)
 
 lint: $(VENV)/.built
 	$(BIN)/ruff check

@@ -7,9 +7,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from .config import available_presets
 from .demo import missing_packages
 from .demo.settings import DemoSettings
+from .kernels import interpreted, why_unusable
+from .kernels.launch import TUNABLE, tuned_path
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,6 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="grpo-kernels", description="Fused GRPO losses.")
     commands = parser.add_subparsers(required=True, metavar="command")
     _add_demo(commands)
+    _add_tune(commands)
     arguments = parser.parse_args(argv)
     status: int = arguments.run(arguments)
     return status
@@ -55,6 +60,48 @@ def _demo(arguments: argparse.Namespace) -> int:
     options = {name: value for name, value in vars(arguments).items() if name != "run"}
     run_demo(DemoSettings(**options))
     return 0
+
+
+def _add_tune(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "tune",
+        help="measure the launch configurations of the Triton kernels on this GPU, for one lm_head",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--width", type=_positive, default=4096, help="size of a hidden state")
+    parser.add_argument("--vocab", type=_positive, default=128256, help="rows of the lm_head")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="of hidden states and lm_head"
+    )
+    parser.add_argument("--rows", type=_positive, default=4096, help="tokens per launch")
+    parser.add_argument("--kernels", type=_tunable, default=",".join(TUNABLE), help="which, between commas")
+    parser.add_argument("--output", type=Path, default=tuned_path(), help="table to extend; launches read the default")
+    parser.set_defaults(run=_tune)
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    reason = "TRITON_INTERPRET=1 is set" if interpreted() else why_unusable()
+    if reason:
+        print(f"tune measures on a GPU, which is not possible here: {reason}", file=sys.stderr)
+        return 2
+    from .kernels.tune import Head, TableError, tune
+
+    dtype = getattr(torch, arguments.dtype)
+    head = Head(arguments.width, arguments.vocab, dtype, arguments.rows, torch.device("cuda"))
+    try:
+        tune(head, arguments.kernels, arguments.output)
+    except TableError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def _tunable(text: str) -> list[str]:
+    names = text.split(",")
+    unknown = [name for name in names if name not in TUNABLE]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: expected some of {','.join(TUNABLE)}")
+    return names
 
 
 def _positive(text: str) -> int:

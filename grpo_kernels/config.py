@@ -76,6 +76,8 @@ class GRPOConfig:
         logits_dtype: torch.float32 or the input dtype; None takes float32 where a matrix product can return it from
             16-bit inputs (GPUs) and the input dtype elsewhere.
         chunk_rows: rows of logits held at a time; None derives it from V and a memory budget.
+        static_shapes: compute every row, padding too, so that nothing is read back to the host: for CUDA graphs, whose
+            capture switches it on by itself. Off, rows without a gradient are left out, at one small read per call.
         score_inactive: also report logps, entropy and metrics of tokens that cannot have a gradient.
     Advantages from rewards
         advantage_scale, advantage_baseline, advantage_ddof, advantage_eps: see `group_advantages`.
@@ -113,6 +115,7 @@ class GRPOConfig:
     score_inactive: bool = True
     logits_dtype: torch.dtype | None = None
     chunk_rows: int | None = None
+    static_shapes: bool = False
     # Everything but the tensors, as text: what the custom op receives, and a constant to torch.compile.
     key: str = dataclasses.field(init=False, repr=False, compare=False, default="")
 

@@ -3,21 +3,22 @@
     fused      for a chunk: logits -> row kernel (statistics, objective, gradient) -> dhidden, dweight            6 NHV
     staged     for whole sequences: logits -> statistics -> coefficients (O(N) torch) -> gradient -> products     6 NHV
     recompute  statistics of all rows; coefficients; logits again for rows with a gradient -> products            8 NHV
-Rows that cannot have a gradient get the first product alone, and none where nobody wants their log-probabilities.
+Rows that cannot have a gradient get the first product alone, and none where nobody wants their log-probabilities: one
+read of the counts on the host per call. With static shapes every row is computed and nothing is read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from .backends import Backend, RowStats
+from .backends import Backend, FoldingBackend
 from .coefficients import Coefficients, evaluate
 from .head import GivenLogits, LMHead, Rows, chunk
-from .params import KernelParams
+from .params import KernelParams, RowStats
 from .plan import Plan
 
 Head = LMHead | GivenLogits
@@ -33,12 +34,15 @@ class Scorer:
         zero = torch.zeros_like(temperature)
         self.stats = RowStats(logp=zero, lse=torch.zeros_like(zero, dtype=torch.float64), entropy=zero.clone())
 
-    def score(self, index: Tensor) -> None:
-        """Statistics of these tokens, nothing else."""
+    def score(self, index: Tensor | None, *, entropy: bool = True) -> None:
+        """Statistics of these tokens (None: of all), nothing else."""
         for rows in self._chunks(index):
-            self._statistics(rows)
+            if self.head.strategy == "rows":
+                self._statistics(rows)
+            else:
+                self._keep(rows, self._linear_logp(rows, entropy))
 
-    def fused(self, index: Tensor, table: Tensor) -> None:
+    def fused(self, index: Tensor | None, table: Tensor) -> None:
         """Statistics and gradients of tokens whose gradient depends on themselves alone."""
         for rows in self._chunks(index):
             logits = self.head.logits(rows)
@@ -48,19 +52,35 @@ class Scorer:
             self._keep(rows, stats)
             self.head.accumulate(rows, gradient, ids, residual)
 
+    def anchored(self, index: Tensor | None, table: Tensor) -> None:
+        """`fused` without logits, for tokens whose gradient does not go through their entropy."""
+        head, backend = cast(LMHead, self.head), cast(FoldingBackend, self.backend)
+        for rows in self._chunks(index):
+            exponentials, ids = head.exponentials(rows), rows.take(self.ids)
+            given = head.hidden_rows(rows), head.weight, head.bias, ids, rows.take(table, 1)
+            stats, scale = backend.anchored(*given, exponentials, self.params)
+            self._keep(rows, stats)
+            head.accumulate_scaled(rows, exponentials, scale)
+
     def staged(self, chunks: Iterator[tuple[Rows, slice]], coefficients: CoefficientFn) -> None:
         """Statistics of a chunk, then its coefficients, then its gradients from the same logits."""
         for rows, sequences in chunks:
             logits, stats = self._statistics(rows)
             self._gradient(rows, logits, stats, *coefficients(rows, stats, sequences))
 
-    def gradient(self, g_logp: Tensor, g_entropy: Tensor) -> None:
+    def gradient(self, g_logp: Tensor, g_entropy: Tensor, *, static_shapes: bool = False) -> None:
         """Gradients of every token with a non-zero coefficient, from its logits computed again."""
-        for rows in self._chunks(((g_logp != 0) | (g_entropy != 0)).nonzero().squeeze(1)):
+        index = None if static_shapes else ((g_logp != 0) | (g_entropy != 0)).nonzero().squeeze(1)
+        for rows in self._chunks(index):
             stats = RowStats(*(rows.take(x) for x in self.stats))
             self._gradient(rows, self.head.logits(rows), stats, rows.take(g_logp), rows.take(g_entropy))
 
-    def _chunks(self, index: Tensor) -> Iterator[Rows]:
+    def _linear_logp(self, rows: Rows, entropy: bool) -> RowStats:
+        head, backend = cast(LMHead, self.head), cast(FoldingBackend, self.backend)
+        given = head.hidden_rows(rows), head.weight, head.bias, rows.take(self.ids), rows.take(self.temperature)
+        return backend.linear_logp(*given, self.params, entropy=entropy)
+
+    def _chunks(self, index: Tensor | None) -> Iterator[Rows]:
         return chunk(index, self.head.num_tokens, self.head.chunk_rows)
 
     def _statistics(self, rows: Rows) -> tuple[Tensor, RowStats]:
@@ -96,28 +116,47 @@ class LossResult(NamedTuple):
     extrema: Tensor
 
 
-def run(head: Head, plan: Plan, ids: Tensor, backend: Backend, *, gradients: bool) -> tuple[RowStats, LossResult]:
+def run(
+    head: Head, plan: Plan, ids: Tensor, backend: Backend, *, gradients: bool, static_shapes: bool = False
+) -> tuple[RowStats, LossResult]:
     """Score a batch and, with `gradients`, leave the gradients of the loss in `head`."""
     scorer = Scorer(head, ids, plan.field("temperature"), plan.params, backend)
+    active, rest, lengths = _everything(plan) if static_shapes else _partition(plan, gradients)
     if not gradients:
-        scorer.score((plan.active | plan.scored).nonzero().squeeze(1))
-        return scorer.stats, finish(plan, backend, scorer.stats.logp, scorer.stats.entropy)
-    active = plan.active.nonzero().squeeze(1)
-    scorer.score((plan.scored & ~plan.active).nonzero().squeeze(1))
-    if not plan.whole_sequences:
-        scorer.fused(active, plan.table)
+        scorer.score(active)
+    elif not plan.whole_sequences:
+        anchored = head.strategy == "anchored" and plan.config.entropy_coef == 0.0
+        (scorer.anchored if anchored else scorer.fused)(active, plan.table)
+    elif lengths is not None and max(lengths, default=0) <= head.chunk_rows:
+        _staged(scorer, plan, active, lengths)
     else:
-        counts = plan.sequence_sum(plan.active.to(plan.table.dtype)).long()
-        if counts.numel() == 0 or int(counts.max()) <= head.chunk_rows:
-            _staged(scorer, plan, active, counts, head.chunk_rows)
-        else:
-            scorer.score(active)
-            coefficients = evaluate(plan, backend, scorer.stats.logp, scorer.stats.entropy)
-            keep = plan.active
-            scorer.gradient(
-                torch.where(keep, coefficients.g_logp, 0.0), torch.where(keep, plan.field("weight_entropy"), 0.0)
-            )
-    return scorer.stats, finish(plan, backend, scorer.stats.logp, scorer.stats.entropy)
+        scorer.score(active)
+        coefficients = evaluate(plan, backend, scorer.stats.logp, scorer.stats.entropy)
+        moved = (coefficients.g_logp, plan.field("weight_entropy"))
+        scorer.gradient(*(torch.where(plan.active, g, 0.0) for g in moved), static_shapes=static_shapes)
+    if rest is not None:
+        scorer.score(rest)
+    stats = scorer.stats
+    if static_shapes:  # padding was computed too
+        stats = RowStats(*(torch.where(plan.active | plan.scored, x, 0.0) for x in stats))
+    return stats, finish(plan, backend, stats.logp, stats.entropy)
+
+
+def _partition(plan: Plan, gradients: bool) -> tuple[Tensor, Tensor, list[int] | None]:
+    """(active tokens, tokens that are scored alone, active tokens per sequence where it matters): one host read."""
+    first = plan.active if gradients else plan.active | plan.scored
+    rest = plan.scored & ~first
+    order = torch.where(first, 0, torch.where(rest, 1, 2)).argsort(stable=True)
+    numbers = torch.stack([first.sum(), rest.sum()])
+    if plan.whole_sequences:
+        numbers = torch.cat([numbers, plan.sequence_sum(plan.active.to(plan.table.dtype)).long()])
+    active, scored, *lengths = numbers.tolist()
+    return order[:active], order[active : active + scored], lengths if plan.whole_sequences else None
+
+
+def _everything(plan: Plan) -> tuple[None, None, list[int] | None]:
+    """`_partition` of static shapes: all tokens. The lengths of packed sequences are not known on the host."""
+    return None, None, None if plan.row_length is None else [plan.row_length] * plan.lengths.numel()
 
 
 def finish(plan: Plan, backend: Backend, logps: Tensor, entropy: Tensor) -> LossResult:
@@ -140,24 +179,31 @@ def finish(plan: Plan, backend: Backend, logps: Tensor, entropy: Tensor) -> Loss
     return LossResult(totals[0].clone(), c.g_logp, plan.field("weight_entropy"), group_sums, totals, extrema)
 
 
-def sequence_chunks(index: Tensor, counts: Tensor, num_tokens: int, size: int) -> Iterator[tuple[Rows, slice]]:
-    """Pack whole sequences into chunks: (their tokens, their range of sequences); `counts` (S,) tokens per sequence."""
+def sequence_chunks(
+    index: Tensor | None, lengths: list[int], num_tokens: int, size: int
+) -> Iterator[tuple[Rows, slice]]:
+    """Pack whole sequences into chunks: (their tokens, their range of sequences); `lengths`: tokens per sequence."""
     first = start = stop = 0
-    lengths: list[int] = counts.tolist()
-    everything = index.numel() == num_tokens
+    if index is not None and index.numel() == num_tokens:
+        index = None
     for i in range(len(lengths) + 1):
         if i == len(lengths) or stop - start + lengths[i] > size:
             if stop > start:
-                yield Rows(start, stop) if everything else Rows(start, stop, index[start:stop]), slice(first, i)
+                yield Rows(start, stop, None if index is None else index[start:stop]), slice(first, i)
             first, start = i, stop
         if i < len(lengths):
             stop += lengths[i]
 
 
-def _staged(scorer: Scorer, plan: Plan, active: Tensor, counts: Tensor, size: int) -> None:
+def _staged(scorer: Scorer, plan: Plan, active: Tensor | None, lengths: list[int]) -> None:
+    counts = plan.sequence_sum(plan.active.to(plan.table.dtype)).long()
+
     def coefficients(rows: Rows, stats: RowStats, sequences: slice) -> tuple[Tensor, Tensor]:
-        part = plan.take_sequences(active[rows.start : rows.stop], counts[sequences])
+        if active is None:
+            part = plan.slice_sequences(sequences)
+        else:
+            part = plan.take_sequences(active[rows.start : rows.stop], counts[sequences])
         c = evaluate(part, scorer.backend, stats.logp, stats.entropy)
         return c.g_logp, part.field("weight_entropy")
 
-    scorer.staged(sequence_chunks(active, counts, scorer.head.num_tokens, size), coefficients)
+    scorer.staged(sequence_chunks(active, lengths, scorer.head.num_tokens, scorer.head.chunk_rows), coefficients)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from .backends import Backend
 from .memory import ROUNDED_CHUNKS, allocate_chunk
+from .strategy import choose_strategy
 
 # Rows of W converted to float32 at a time, where the CPU library has no product for the types at hand.
 CONVERTED_ROWS = 4096
@@ -52,19 +53,23 @@ class Rows:
             destination.index_copy_(0, self.index, values)
 
 
-def chunk(index: Tensor, num_tokens: int, size: int) -> Iterator[Rows]:
-    """Cut token indices into chunks of nearly equal length, at most `size` rows each."""
-    count = index.numel()
+def chunk(index: Tensor | None, num_tokens: int, size: int) -> Iterator[Rows]:
+    """Cut token indices, or all tokens, into chunks of nearly equal length, at most `size` rows each."""
+    count = num_tokens if index is None else index.numel()
     if count == 0:
         return
     pieces = -(-count // size)
     for i in range(pieces):
         start, stop = count * i // pieces, count * (i + 1) // pieces
-        yield Rows(start, stop) if count == num_tokens else Rows(start, stop, index[start:stop])
+        yield Rows(start, stop) if index is None or count == num_tokens else Rows(start, stop, index[start:stop])
 
 
 class LMHead:
-    """Products with one lm_head; gradients accumulate here. `wants` = (hidden, weight, bias) need gradients."""
+    """Products with one lm_head; gradients accumulate here.
+
+    `wants` = (hidden, weight, bias) need gradients. `keep` (N,) bool: padding is computed along with the rest, and its
+    hidden states, which may hold anything, count as 0. `strategy`: see strategy.py.
+    """
 
     def __init__(
         self,
@@ -75,8 +80,10 @@ class LMHead:
         chunk_rows: int,
         backend: Backend,
         wants: tuple[bool, ...] = (False, False, False),
+        keep: Tensor | None = None,
     ) -> None:
-        self.hidden, self.weight, self.bias = hidden, weight, bias
+        self.hidden, self.weight, self.bias, self.keep = hidden, weight, bias, keep
+        self.strategy = choose_strategy(backend, hidden, weight)
         self.num_tokens = hidden.numel() // hidden.shape[-1]
         self.flat_hidden = _flat_view(hidden)
         self.logits_dtype, self.chunk_rows, self.backend = logits_dtype, chunk_rows, backend
@@ -93,10 +100,8 @@ class LMHead:
 
     def logits(self, rows: Rows) -> Tensor:
         """(C, V) logits of a chunk, valid until the next call."""
-        h = self._hidden_rows(rows)
-        if self.scratch is None:
-            self.scratch = allocate_chunk(self.chunk_rows, self.weight.shape[0], self.logits_dtype, h.device)
-        out = self.scratch[: h.shape[0]]
+        h = self.hidden_rows(rows)
+        out = self._scratch(rows, self.logits_dtype)
         if self.converts:
             h = h.to(self.logits_dtype)
             for piece in self._pieces(CONVERTED_ROWS):
@@ -112,6 +117,15 @@ class LMHead:
             out += self.bias.to(out.dtype)
         return out
 
+    def exponentials(self, rows: Rows) -> Tensor:
+        """(C, V) uninitialised, in the type of the gradients, for the anchored strategy; valid until the next call."""
+        return self._scratch(rows, self.grad_dtype)
+
+    def _scratch(self, rows: Rows, dtype: torch.dtype) -> Tensor:
+        if self.scratch is None:
+            self.scratch = allocate_chunk(self.chunk_rows, self.weight.shape[0], dtype, self.hidden.device)
+        return self.scratch[: rows.stop - rows.start]
+
     def gradient_buffer(self, logits: Tensor) -> Tensor:
         """Where the row kernel writes d loss / d logits: over the logits."""
         if self.grad_dtype == logits.dtype:
@@ -122,13 +136,25 @@ class LMHead:
         """(C,) to receive what rounding takes from the sampled ids' entries of dlogits; None where it is not used."""
         return torch.empty(rows.stop - rows.start) if self.rounds else None
 
+    def accumulate_scaled(self, rows: Rows, exponentials: Tensor, scale: Tensor) -> None:
+        """`accumulate` of dlogits = scale[:, None] * exponentials, scale (C,) float32, which is never formed."""
+        h = self.hidden_rows(rows)
+        if self.wants[0]:
+            product = torch.mm(exponentials, self.weight)
+            self._put_dhidden(rows, (scale[:, None] * product).to(self.hidden.dtype))
+        if self.wants[1]:
+            self._add_dweight(exponentials, (scale[:, None] * h).to(h.dtype))
+        if self.wants[2]:
+            total = torch.mv(exponentials.T, scale.to(exponentials.dtype)).float()
+            self.dbias = total if self.dbias is None else self.dbias.add_(total)
+
     def accumulate(self, rows: Rows, dlogits: Tensor, ids: Tensor, residual: Tensor | None) -> None:
         """Add a chunk's share of dhidden, dweight and dbias."""
-        h = self._hidden_rows(rows)
+        h = self.hidden_rows(rows)
         if self.wants[0]:
             self._add_dhidden(rows, dlogits, ids, residual)
         if self.wants[1]:
-            self._add_dweight(dlogits, h, ids, residual)
+            self._add_dweight(dlogits, h, None if residual is None else (ids, residual))
         if self.wants[2]:
             total = dlogits.sum(0, dtype=torch.promote_types(dlogits.dtype, torch.float32))
             if residual is not None:
@@ -147,26 +173,33 @@ class LMHead:
             dbias = self._zeros_like(self.bias) if self.dbias is None else self.dbias.to(self.bias.dtype)
         return dhidden, dweight, dbias
 
-    def _add_dhidden(self, rows: Rows, dlogits: Tensor, ids: Tensor, residual: Tensor | None) -> None:
+    def _put_dhidden(self, rows: Rows, values: Tensor) -> None:
+        rows.put(self._dhidden(rows), values)
+
+    def _dhidden(self, rows: Rows) -> Tensor:
         if self.dhidden is None:
             shape = (self.num_tokens, self.hidden.shape[-1])
             # Rows that no chunk visits keep the zero they start with.
             fresh = torch.empty if rows.index is None else torch.zeros
             self.dhidden = fresh(shape, dtype=self.hidden.dtype, device=self.hidden.device)
+        return self.dhidden
+
+    def _add_dhidden(self, rows: Rows, dlogits: Tensor, ids: Tensor, residual: Tensor | None) -> None:
         if dlogits.dtype != self.weight.dtype:
             total = torch.zeros(dlogits.shape[0], self.hidden.shape[-1], dtype=dlogits.dtype)
             for piece in self._pieces(CONVERTED_ROWS):
                 total.addmm_(dlogits[:, piece], self.weight[piece].to(dlogits.dtype))
-            rows.put(self.dhidden, total.to(self.dhidden.dtype))
+            self._put_dhidden(rows, total.to(self.hidden.dtype))
         elif residual is not None:
             start = (residual[:, None] * self.weight[ids]).to(dlogits.dtype)
-            rows.put(self.dhidden, start.addmm_(dlogits, self.weight))
+            self._put_dhidden(rows, start.addmm_(dlogits, self.weight))
         elif rows.index is None:
-            torch.mm(dlogits, self.weight, out=self.dhidden[rows.start : rows.stop])
+            torch.mm(dlogits, self.weight, out=self._dhidden(rows)[rows.start : rows.stop])
         else:
-            rows.put(self.dhidden, torch.mm(dlogits, self.weight))
+            self._put_dhidden(rows, torch.mm(dlogits, self.weight))
 
-    def _add_dweight(self, dlogits: Tensor, h: Tensor, ids: Tensor, residual: Tensor | None) -> None:
+    def _add_dweight(self, dlogits: Tensor, h: Tensor, rounded: tuple[Tensor, Tensor] | None = None) -> None:
+        """`rounded`: sampled ids and what rounding took from their entries of dlogits."""
         if dlogits.device.type != "cpu" and h.dtype.itemsize == 2:  # 16-bit chunks summed in float32
             if self.dweight is None:
                 self.dweight = torch.mm(dlogits.T, h, out_dtype=torch.float32)
@@ -174,7 +207,7 @@ class LMHead:
                 torch.addmm(self.dweight, dlogits.T, h, out_dtype=torch.float32, out=self.dweight)
             return
         h = h.to(dlogits.dtype)
-        if residual is None:
+        if rounded is None:
             if self.dweight is None:
                 self.dweight = torch.empty(self.weight.shape, dtype=h.dtype, device=h.device)
                 torch.mm(dlogits.T, h, out=self.dweight)
@@ -184,14 +217,19 @@ class LMHead:
         if self.dweight is None:
             dtype = torch.float32 if self.sums_in_float32 else h.dtype
             self.dweight = torch.zeros(self.weight.shape, dtype=dtype, device=h.device)
-        self.backend.add_rows(self.dweight, ids, residual, h)
+        self.backend.add_rows(self.dweight, *rounded, h)
         if not self.sums_in_float32:
             self.dweight.addmm_(dlogits.T, h)
             return
         for piece in self._pieces(CONVERTED_ROWS):
             self.dweight[piece] += torch.mm(dlogits[:, piece].T, h)
 
-    def _hidden_rows(self, rows: Rows) -> Tensor:
+    def hidden_rows(self, rows: Rows) -> Tensor:
+        """(C, H) of a chunk."""
+        h = self._stored_rows(rows)
+        return h if self.keep is None else torch.where(rows.take(self.keep)[:, None], h, 0.0)
+
+    def _stored_rows(self, rows: Rows) -> Tensor:
         if self.flat_hidden is not None:
             return rows.take(self.flat_hidden)
         # A strided view (a shifted completion, say) is read chunk by chunk, never copied whole.
@@ -218,6 +256,7 @@ class GivenLogits:
         self.buffer = logits
         self.num_tokens = self.chunk_rows = logits.shape[0]
         self.grad_dtype = logits.dtype
+        self.strategy = "rows"
 
     def logits(self, rows: Rows) -> Tensor:
         return rows.take(self.buffer)

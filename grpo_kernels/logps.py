@@ -51,6 +51,6 @@ def fused_logps(
     softcap = 0.0 if logit_softcap is None else float(logit_softcap)
     logps, entropies, _ = ops.logps(
         *(hidden, lm_head_weight, lm_head_bias, completion_ids, completion_mask),
-        *(per_token, float(logit_scale), softcap, name),
+        *(per_token, float(logit_scale), softcap, entropy, name),
     )
     return logps, entropies if entropy else None

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from . import engine
-from .backends import Backend, RowStats, get_backend
+from .backends import Backend, get_backend
 from .config import config_from_key
 from .delivery import deliver, refuse_double_backward
 from .head import GivenLogits, LMHead
 from .memory import default_chunk_rows, default_logits_dtype
-from .params import COLUMNS, KernelParams
+from .params import COLUMNS, KernelParams, RowStats
 from .plan import TokenInputs, build_plan
 from .validate import check_values
 
@@ -52,9 +52,11 @@ def grpo_loss(
     with torch.no_grad(), _no_autocast(hidden.device):
         plan = build_plan(inputs, completion_ids.shape, config, num_groups, table_dtype(hidden.dtype))
         kernels = get_backend(backend)
-        head = _lm_head(hidden, weight, bias, kernels, wants, config.logits_dtype, config.chunk_rows)
+        static = config.static_shapes or _capturing(hidden.device)
+        keep = plan.mask if static and inputs.completion_mask is not None else None
+        head = _lm_head(hidden, weight, bias, kernels, wants, config.logits_dtype, config.chunk_rows, keep)
         ids = torch.where(plan.mask, completion_ids.reshape(-1), 0).long()
-        stats, result = engine.run(head, plan, ids, kernels, gradients=any(wants))
+        stats, result = engine.run(head, plan, ids, kernels, gradients=any(wants), static_shapes=static)
         gradients = [hidden.new_empty(0) if g is None else g for g in head.gradients()]
     shape = completion_ids.shape
     return (
@@ -113,20 +115,24 @@ def logps(
     temperature: Tensor,
     logit_scale: float,
     softcap: float,
+    want_entropy: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(logps, entropy, lse), each of the shape of completion_ids; 0 at masked positions."""
     check_values(completion_ids, mask, weight.shape[0], None)
     with torch.no_grad(), _no_autocast(hidden.device):
-        head = _lm_head(hidden, weight, bias, get_backend(backend))
-        keep = _keep(completion_ids, mask)
+        keep, static = _keep(completion_ids, mask), _capturing(hidden.device)
+        head = _lm_head(hidden, weight, bias, get_backend(backend), keep=keep if static else None)
         scorer = _scorer(head, completion_ids, keep, temperature, logit_scale, softcap)
-        scorer.score(keep.nonzero().squeeze(1))
-        return tuple(x.view(completion_ids.shape) for x in scorer.stats[:1] + scorer.stats[2:] + scorer.stats[1:2])
+        scorer.score(None if static or mask is None else keep.nonzero().squeeze(1), entropy=want_entropy)
+        logp, lse, entropy = scorer.stats
+        if static:
+            logp, lse, entropy = (torch.where(keep, x, 0.0) for x in scorer.stats)
+        return tuple(x.view(completion_ids.shape) for x in (logp, entropy, lse))
 
 
 @logps.register_fake
-def _(hidden, weight, bias, completion_ids, mask, temperature, logit_scale, softcap, backend):
+def _(hidden, weight, bias, completion_ids, mask, temperature, logit_scale, softcap, want_entropy, backend):
     dtype = table_dtype(hidden.dtype)
     return tuple(hidden.new_empty(completion_ids.shape, dtype=t) for t in (dtype, dtype, torch.float64))
 
@@ -149,11 +155,12 @@ def logps_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dhidden, dweight, dbias) from the logits computed again, over rows with a non-zero coefficient."""
     with torch.no_grad(), _no_autocast(hidden.device):
-        head = _lm_head(hidden, weight, bias, get_backend(backend), wants)
-        keep = _keep(completion_ids, mask)
+        keep, static = _keep(completion_ids, mask), _capturing(hidden.device)
+        head = _lm_head(hidden, weight, bias, get_backend(backend), wants, keep=keep if static else None)
         scorer = _scorer(head, completion_ids, keep, temperature, logit_scale, softcap)
         scorer.stats = RowStats(*(x.reshape(-1) for x in stats))
-        scorer.gradient(*(torch.where(keep, g.reshape(-1), 0.0) for g in (g_logps, g_entropy)))
+        masked = (torch.where(keep, g.reshape(-1), 0.0) for g in (g_logps, g_entropy))
+        scorer.gradient(*masked, static_shapes=static)
         return tuple(hidden.new_empty(0) if g is None else g for g in head.gradients())
 
 
@@ -166,7 +173,8 @@ def _(
 
 
 def _save_logps(ctx, inputs, output):
-    hidden, weight, bias, completion_ids, mask, temperature, *ctx.options = inputs
+    hidden, weight, bias, completion_ids, mask, temperature, scale, softcap, _, backend = inputs
+    ctx.options = scale, softcap, backend
     ctx.mark_non_differentiable(output[2])
     ctx.save_for_backward(hidden, weight, bias, completion_ids, mask, temperature, *output)
 
@@ -177,7 +185,7 @@ def _logps_gradients(ctx, g_logps, g_entropy, _):
     wants = list(ctx.needs_input_grad[:3])
     given = (hidden, weight, bias, completion_ids, mask, temperature)
     gradients = logps_backward(g_logps, g_entropy, *given, [logp, lse, entropy], *ctx.options, wants)
-    return (*(g if want else None for g, want in zip(gradients, wants, strict=True)), *[None] * 6)
+    return (*(g if want else None for g, want in zip(gradients, wants, strict=True)), *[None] * 7)
 
 
 logps.register_autograd(_logps_gradients, setup_context=_save_logps)
@@ -241,9 +249,11 @@ def loss_over_logits(
     with torch.no_grad():
         plan = build_plan(tokens, completion_ids.shape, config, num_groups, table_dtype(logits.dtype))
         ids = torch.where(plan.mask, completion_ids.reshape(-1), 0).long()
-        stats, r = engine.run(GivenLogits(logits), plan, ids, get_backend(backend), gradients=want)
+        static = config.static_shapes or _capturing(logits.device)
+        head = GivenLogits(logits)
+        stats, r = engine.run(head, plan, ids, get_backend(backend), gradients=want, static_shapes=static)
         if want:
-            logits[~plan.active] = 0.0
+            logits.masked_fill_(~plan.active[:, None], 0.0)
     shape = completion_ids.shape
     return r.loss, stats.logp.view(shape), stats.entropy.view(shape), r.group_sums, r.totals, r.extrema
 
@@ -282,11 +292,17 @@ def _lm_head(
     wants: Sequence[bool] = (False, False, False),
     logits_dtype: Optional[torch.dtype] = None,
     chunk_rows: Optional[int] = None,
+    keep: Optional[Tensor] = None,
 ) -> LMHead:
     num_tokens, vocab_size = hidden.numel() // hidden.shape[-1], weight.shape[0]
     dtype = logits_dtype or default_logits_dtype(hidden.dtype, hidden.device)
     rows = chunk_rows or default_chunk_rows(num_tokens, vocab_size, dtype.itemsize, hidden.device)
-    return LMHead(hidden, weight, bias, dtype, max(1, min(rows, num_tokens)), backend, tuple(wants))
+    return LMHead(hidden, weight, bias, dtype, max(1, min(rows, num_tokens)), backend, tuple(wants), keep)
+
+
+def _capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph records these operations: then nothing may be read back to the host."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _keep(ids: Tensor, mask: Optional[Tensor]) -> Tensor:

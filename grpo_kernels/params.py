@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from torch import Tensor
+
 # One fp32 row per field, one column per token: what a row kernel needs to know of a token besides its logits.
 TABLE_FIELDS = (
     "advantage",
@@ -48,6 +50,17 @@ COLUMN = {name: i for i, name in enumerate(COLUMNS)}
 
 # exp(88.7) is the largest float32. Exponents of ratios and of k3 stop here, with gradient 0 like every other clamp.
 EXPONENT_LIMIT = 80.0
+
+
+class RowStats(NamedTuple):
+    """(C,) each, nats: log-probability of the token, log-sum-exp, entropy.
+
+    lse is float64: logits near 1e4 leave a float32 lse an error of 1e-3, and the probabilities of the gradient with it.
+    """
+
+    logp: Tensor
+    lse: Tensor
+    entropy: Tensor
 
 
 class KernelParams(NamedTuple):

@@ -56,6 +56,7 @@ class Plan:
     whole_sequences: bool  # a token's gradient depends on the log-probabilities of its sequence
     active: Tensor  # (N,) bool: may have a gradient
     scored: Tensor  # (N,) bool: logps, entropy and metrics are wanted
+    row_length: int | None  # T of a (B, T) batch, None for a packed one
 
     def field(self, name: str) -> Tensor:
         return self.table[FIELD[name]]
@@ -78,6 +79,22 @@ class Plan:
             lengths=counts.to(self.table.dtype),
             active=self.active[index],
             scored=self.scored[index],
+            row_length=None,
+        )
+
+    def slice_sequences(self, sequences: slice) -> Plan:
+        """The plan of neighbouring sequences of a (B, T) batch, padding included: views, nothing read on the host."""
+        length = self.row_length or 0
+        tokens = slice(sequences.start * length, sequences.stop * length)
+        count = sequences.stop - sequences.start
+        return dataclasses.replace(
+            self,
+            table=self.table[:, tokens],
+            mask=self.mask[tokens],
+            cu_seqlens=torch.arange(count + 1, device=self.mask.device) * length,
+            lengths=self.lengths[sequences],
+            active=self.active[tokens],
+            scored=self.scored[tokens],
         )
 
 
@@ -143,6 +160,7 @@ def build_plan(inputs: TokenInputs, shape: torch.Size, config: GRPOConfig, num_g
         whole_sequences=_needs_whole_sequences(inputs, config, params, shape, num_sequences),
         active=mask,
         scored=mask,
+        row_length=shape[1] if inputs.cu_seqlens is None else None,
     )
     if config.importance_sampling_level != "token" and not plan.whole_sequences:
         # On-policy, the ratio of the sequence is 1 and its chain rule is known before any logit is.

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from .autocast import settle_types
-from .backends import RowStats, choose_backend, get_backend
+from .backends import choose_backend, get_backend
 from .config import GRPOConfig
 from .delivery import deliver_once, refuse_double_backward
 from .engine import Scorer, sequence_chunks
 from .head import LMHead, Rows, chunk
 from .memory import default_chunk_rows, default_logits_dtype
+from .params import RowStats
 from .validate import check_head, check_token_tensor, check_values, num_sequences_of
 
 LEVELS = ("token", "sequence")
@@ -161,8 +162,8 @@ def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call, wants
         total = total + value
         return g_logp, g_entropy
 
-    counts = torch.bincount(sequence[index], minlength=len(span))
-    too_long = call.level == "sequence" and len(span) > 0 and int(counts.max()) > head.chunk_rows
+    lengths: list[int] = torch.bincount(sequence[index], minlength=len(span)).tolist()
+    too_long = call.level == "sequence" and max(lengths, default=0) > head.chunk_rows
     if not any(wants) or too_long:
         scorer.score(index)
         stats = RowStats(*(x[index] for x in scorer.stats))
@@ -171,7 +172,7 @@ def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call, wants
             zeros = torch.zeros(num_tokens, dtype=dtype, device=device)
             scorer.gradient(*(zeros.index_copy(0, index, g) for g in parts))
     elif call.level == "sequence":
-        scorer.staged(sequence_chunks(index, counts, num_tokens, head.chunk_rows), coefficients)
+        scorer.staged(sequence_chunks(index, lengths, num_tokens, head.chunk_rows), coefficients)
     else:
         scorer.staged(_token_chunks(index, num_tokens, head.chunk_rows), coefficients)
     return total, head.gradients()

@@ -1,4 +1,8 @@
-"""Settings of the whole suite: one thread per xdist worker, the same random numbers every time, the backends."""
+"""Settings of the whole suite: one thread per xdist worker, the same random numbers every time, the backends.
+
+Triton kernels run in Triton's interpreter, on the CPU. `pytest -m gpu` (make test-gpu) compiles them instead and runs
+the tests that are marked so, and only these; both cannot be had in one process.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,34 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 
+def on_device(config: pytest.Config) -> bool:
+    return config.option.markexpr == "gpu"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not on_device(config):
+        os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: before anything imports one
+        import triton_interpreter
+
+        triton_interpreter.install()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU: make test-gpu"))
+    elif not on_device(config):
+        config.hook.pytest_deselected(items=marked)
+        items[:] = [item for item in items if item not in marked]
+
+
 @pytest.fixture(autouse=True)
 def _same_random_numbers_every_time():
     torch.manual_seed(0)
 
 
-@pytest.fixture(params=["cpu", "torch"])
+@pytest.fixture(params=["cpu", "torch", "triton"])
 def backend(request) -> str:
-    """Every backend that runs on a CPU; a missing one is a failure, never a skip."""
+    """Every backend; a missing one is a failure, never a skip."""
     return request.param

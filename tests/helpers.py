@@ -37,6 +37,15 @@ class Batch:
         options = {name: to(x) for name, x in self.options.items()}
         return Batch(*(to(x) for x in (self.hidden, self.weight, self.ids, self.advantages, self.bias)), options)
 
+    def to(self, device: str) -> Batch:
+        """Every tensor on `device`."""
+
+        def move(x: Any) -> Any:
+            return x.to(device) if isinstance(x, Tensor) else x
+
+        tensors = (move(x) for x in (self.hidden, self.weight, self.ids, self.advantages, self.bias))
+        return Batch(*tensors, {name: move(x) for name, x in self.options.items()})
+
     def head_as(self, dtype: torch.dtype) -> Batch:
         """hidden, weight and bias in `dtype`, the rest as it is."""
         bias = None if self.bias is None else self.bias.to(dtype)
@@ -118,12 +127,16 @@ def _leaves(batch: Batch) -> dict[str, Tensor | None]:
 
 def _finish(out: Any, leaves: dict[str, Tensor | None]) -> Result:
     out.loss.backward()
-    grads = {name: x.grad for name, x in leaves.items() if x is not None}
-    return Result(out.loss.detach(), out.logps.detach(), out.entropy.detach(), out.metrics, grads)
+    grads = {name: x.grad.cpu() for name, x in leaves.items() if x is not None}
+    metrics = {name: x.cpu() for name, x in out.metrics.items()}
+    return Result(*(x.detach().cpu() for x in (out.loss, out.logps, out.entropy)), metrics, grads)
 
 
-def fused(batch: Batch, config: gk.GRPOConfig | None = None, backend: str = "auto", **options: Any) -> Result:
-    """One forward and backward through the package."""
+def fused(
+    batch: Batch, config: gk.GRPOConfig | None = None, backend: str = "auto", device: str = "cpu", **options: Any
+) -> Result:
+    """One forward and backward through the package on `device`; the result is on the CPU."""
+    batch = batch.to(device)
     leaves = _leaves(batch)
     out = gk.fused_grpo_loss(
         leaves["hidden"],

@@ -89,16 +89,16 @@ def impossible(a: tuple[str, Any], b: tuple[str, Any]) -> bool:
     )
 
 
-def build(point: Point, chosen: dict[str, Any]) -> tuple[Batch, gk.GRPOConfig]:
+def build(point: Point, chosen: dict[str, Any], vocab: int = 37) -> tuple[Batch, gk.GRPOConfig]:
     """A batch and its configuration, away from every kink: branches flip there in any implementation."""
     for attempt in range(100):
-        batch, config = _draw(point, chosen, random.Random(f"{point}{chosen}{attempt}").randrange(2**31))
+        batch, config = _draw(point, chosen, random.Random(f"{point}{chosen}{attempt}").randrange(2**31), vocab)
         if is_smooth(batch, config):
             return batch, config
     raise AssertionError(f"no smooth batch for {point}, {chosen}")
 
 
-def _draw(point: Point, chosen: dict[str, Any], seed: int) -> tuple[Batch, gk.GRPOConfig]:
+def _draw(point: Point, chosen: dict[str, Any], seed: int, vocab: int) -> tuple[Batch, gk.GRPOConfig]:
     g = torch.Generator().manual_seed(seed)
 
     def normal(*size: int) -> Tensor:
@@ -106,7 +106,8 @@ def _draw(point: Point, chosen: dict[str, Any], seed: int) -> tuple[Batch, gk.GR
 
     # A fifth of the tokens or so are masked; one sequence has no token at all.
     masked, bias = chosen["mask"] == "ragged", chosen["bias"]
-    batch = make_batch(seed, sequences=5, vocab=37, bias=bias, masked=masked, per_token=chosen["advantages"] == "token")
+    per_token = chosen["advantages"] == "token"
+    batch = make_batch(seed, sequences=5, vocab=vocab, bias=bias, masked=masked, per_token=per_token)
     batch.weight *= 0.5  # |logp| < 4 or so: float32 rounds it to 1e-7, and sums of those to well below 1e-6
     batch.advantages = batch.advantages.abs().add(0.2) * torch.where(normal(*batch.advantages.shape) > -0.5, 1, -1)
     batch.advantages[-1] = 0.0

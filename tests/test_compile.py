@@ -149,7 +149,7 @@ def samples(dtype: torch.dtype) -> dict[str, tuple]:
     plain = [x.detach() for x in (hidden, weight, bias)]
     return {
         "grpo_loss": (hidden, weight, bias, batch.ids, tokens, 2, key, name, wants),
-        "logps": (hidden, weight, bias, batch.ids, mask, one, 1.0, 0.0, name),
+        "logps": (hidden, weight, bias, batch.ids, mask, one, 1.0, 0.0, True, name),
         "logps_backward": (*grads, *plain, batch.ids, mask, one, stats, 1.0, 0.0, name, wants),
         "policy_loss": (logps, entropy, tokens, 2, key, name),
         "group_statistics": (torch.rand(4, dtype=wide), index, 2, "group", "mean", 1, 1e-4, name),

@@ -133,6 +133,32 @@ def test_a_chunk_that_memory_cannot_hold_names_chunk_rows(backend):
         gk.fused_grpo_loss(hidden, weight, ids, torch.ones(1), config=config, backend=backend)
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("rows", [4, 7, None])  # shorter than a sequence, longer, everything at once
+@pytest.mark.parametrize("layout", ["batch", "packed"])
+def test_static_shapes_read_nothing_back(monkeypatch, level, rows, layout, backend):
+    """Every row is computed, padding poisoned, and the results are those of the rows that count."""
+    batch = off_policy(make_batch(4, sequences=6, masked=True, bias=True))
+    keep = batch.options["completion_mask"]
+    for x in (batch.hidden, batch.options["old_logps"]):
+        x[~keep] = torch.nan
+    batch.advantages[1] = 0.0
+    if layout == "packed":
+        batch = packed(batch, torch.full((6,), 6))
+        batch.options["completion_mask"] = keep.reshape(-1)
+    config = gk.GRPOConfig(importance_sampling_level=level, chunk_rows=rows, beta=0.0)
+    expected = fused(batch, config, backend)
+    reads = []
+    for name in ("nonzero", "tolist", "argsort"):
+        call_counter(monkeypatch, torch.Tensor, name, reads, lambda *_, name=name, **__: name)
+    found = fused(batch, dataclasses.replace(config, static_shapes=True), backend)
+    assert reads == []
+    assert_close(found, expected)
+    assert torch.equal(found.logps == 0, expected.logps == 0)
+    fused(batch, config, backend)
+    assert "tolist" in reads
+
+
 # --- views ------------------------------------------------------------------------------------------------------------
 
 

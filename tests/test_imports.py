@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "grpo_kernels"
 TOP = ("__init__", "__main__", "cli", "demo", "trainer", "integrations", "check", "env")  # imported by none below them
 PUBLIC = ("loss", "logps", "policy")
+CONTRACT = {"params", "strategy"}  # what the engine and its backends agree on
 
 
 def module_name(path: Path) -> str:
@@ -93,14 +94,21 @@ def test_backends_know_the_kernels_contract_and_nothing_above():
     for name in graph():
         if name.split(".")[0] == "backends":
             others = {x for x in graph()[name] if x.split(".")[0] != "backends"}
-            assert others <= {"params", "objective", "groups", "_cpu", "kernels"}, name
+            assert {x.split(".")[0] for x in others} <= CONTRACT | {"objective", "groups", "_cpu", "kernels"}, name
     assert graph()["objective"] <= {"params"} and graph()["groups"] == set()
+
+
+def test_the_kernels_know_the_contract_alone():
+    names = [name for name in graph() if name.split(".")[0] == "kernels"]
+    assert "kernels.rows" in names
+    for name in names:
+        assert {x.split(".")[0] for x in graph()[name]} <= CONTRACT | {"kernels"}, name
 
 
 def test_nothing_below_imports_what_is_above():
     layers = [
-        ("params", "groups", "autocast", "memory", "delivery"),
-        ("config", "objective"),
+        ("params", "groups", "autocast", "memory", "delivery", "strategy"),
+        ("config", "objective", "kernels"),
         ("reference",),
         ("backends", "aggregation", "validate"),
         ("plan", "head"),

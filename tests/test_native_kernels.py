@@ -1,4 +1,4 @@
-"""The compiled CPU kernels, called directly, against float64: every element type, instruction set and odd shape."""
+"""Row kernels, called directly, against float64: every element type, instruction set and odd shape; Triton's too."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import params as contract
-from grpo_kernels.backends import native
+from grpo_kernels.backends import get_backend, native
 from grpo_kernels.params import FIELD, KernelParams
 
 backend, reason = native.load()
@@ -43,6 +43,29 @@ def isa(request):
     before = backend.module.cpu_isa()
     backend.module.set_cpu_isa(request.param)
     yield request.param
+    backend.module.set_cpu_isa(before)
+
+
+@pytest.fixture(params=[*usable_isas(), "triton"])
+def kernels(request, monkeypatch):
+    """The compiled kernels with each instruction set, and Triton's.
+
+    Those in about eight blocks per row: the interpreter's time goes by the number of operations.
+    """
+    if request.param == "triton":
+        triton = get_backend("triton")
+        from grpo_kernels.kernels import rows
+        from grpo_kernels.kernels.launch import RowLaunch
+
+        def blocks(kernel, device, vocab, dtype):
+            return RowLaunch(32, max(64, 1 << (vocab // 8).bit_length()), 1)
+
+        monkeypatch.setattr(rows, "row_launch", blocks)
+        yield triton
+        return
+    before = backend.module.cpu_isa()
+    backend.module.set_cpu_isa(request.param)
+    yield backend
     backend.module.set_cpu_isa(before)
 
 
@@ -137,7 +160,7 @@ def test_isa_from_the_environment(name):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", [{}, {"logit_scale": 0.25}, {"softcap": 5.0, "logit_scale": 1.5}])
-def test_rows(isa, dtype, options):
+def test_rows(kernels, dtype, options):
     params = KernelParams(**options)
     for vocab in VOCABS:
         rows = 5
@@ -147,42 +170,42 @@ def test_rows(isa, dtype, options):
         u, logp, lse, entropy = exact(logits, ids, temperature, params)
         expected = torch.autograd.grad((g_logp * logp + g_entropy * entropy).sum(), u)[0]
 
-        found = backend.stats(logits, ids, temperature, params)
+        found = kernels.stats(logits, ids, temperature, params)
         for value, truth in zip(found, (logp, lse, entropy), strict=True):
             torch.testing.assert_close(value.double(), truth.detach(), rtol=5e-7, atol=2e-6)
         for grad_dtype in DTYPES:
             grad = torch.empty(rows, vocab, dtype=grad_dtype)
-            backend.gradient(logits, grad, ids, temperature, found[1], found[2], g_logp, g_entropy, params)
+            kernels.gradient(logits, grad, ids, temperature, found[1], found[2], g_logp, g_entropy, params)
             scale = (g_logp.abs() + g_entropy.abs() * 8) * params.logit_scale / temperature
             check_gradient(grad, expected, scale)
             assert not grad[2].any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_fused_is_stats_objective_gradient(isa, dtype):
+def test_fused_is_stats_objective_gradient(kernels, dtype):
     params = KernelParams(kl="k3", beta=0.1)
     for vocab in VOCABS:
         rows = 16
         logits, ids = make_logits(rows, vocab, dtype)
         table = make_table(rows, temperature=0.8, weight_entropy=torch.arange(rows) % 2 * 0.1)
         temperature = table[FIELD["temperature"]]
-        logp, lse, entropy = backend.stats(logits, ids, temperature, params)
+        logp, lse, entropy = kernels.stats(logits, ids, temperature, params)
         table[FIELD["base"]] = logp + torch.linspace(-0.5, 0.5, rows)
         table[FIELD["ref"]] = logp + torch.linspace(-1, 1, rows)
         grad, expected = torch.empty_like(logits), torch.empty(rows, vocab)
 
-        found = backend.fused(logits, grad, ids, table, params)
+        found = kernels.fused(logits, grad, ids, table, params)
         for value, truth in zip(found, (logp, lse, entropy), strict=True):
             assert torch.equal(value, truth)
-        _, d_ratio, d_direct, _ = backend.objective(logp - table[FIELD["base"]], logp, entropy, table, params)
+        _, d_ratio, d_direct, _ = kernels.objective(logp - table[FIELD["base"]], logp, entropy, table, params)
         g_entropy = table[FIELD["weight_entropy"]]
-        backend.gradient(logits, expected, ids, temperature, lse, entropy, d_ratio + d_direct, g_entropy, params)
+        kernels.gradient(logits, expected, ids, temperature, lse, entropy, d_ratio + d_direct, g_entropy, params)
         check_gradient(grad, expected.double(), (d_ratio.abs() + d_direct.abs() + g_entropy * 8) / temperature)
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("grad_dtype", DTYPES)
-def test_gradient_over_the_logits(isa, vocab, grad_dtype):
+def test_gradient_over_the_logits(kernels, vocab, grad_dtype):
     """In place, and 16-bit gradients over the front of the fp32 row that they come from; a pitch wider than the row."""
     rows, pitch = 4, vocab + 3
     buffer = torch.full((rows, pitch), 7.5)
@@ -194,24 +217,24 @@ def test_gradient_over_the_logits(isa, vocab, grad_dtype):
     over = logits if grad_dtype == torch.float32 else buffer.view(grad_dtype)[:, :vocab]
     assert over.data_ptr() == logits.data_ptr()
 
-    expected = backend.fused(logits, apart, ids, table, params)
-    found = backend.fused(logits, over, ids, table, params)
+    expected = kernels.fused(logits, apart, ids, table, params)
+    found = kernels.fused(logits, over, ids, table, params)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert torch.equal(over, apart)
     assert (buffer[:, vocab:] == 7.5).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
-def test_sixteen_bit_gradient_in_place(isa, dtype):
+def test_sixteen_bit_gradient_in_place(kernels, dtype):
     logits, ids = make_logits(3, 3001, dtype)
     apart, table, params = torch.empty_like(logits), make_table(3), KernelParams(has_base=False)
-    backend.fused(logits, apart, ids, table, params)
-    backend.fused(logits, logits, ids, table, params)
+    kernels.fused(logits, apart, ids, table, params)
+    kernels.fused(logits, logits, ids, table, params)
     assert torch.equal(logits, apart)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_extreme_rows(isa, dtype):
+def test_extreme_rows(kernels, dtype):
     vocab = 3000
     logits = torch.zeros(8, vocab, dtype=dtype)
     logits[0] = -1e4  # a maximum far below zero
@@ -226,11 +249,11 @@ def test_extreme_rows(isa, dtype):
     temperature, ones = torch.ones(8), torch.ones(8)
     params = KernelParams()
     _, logp, lse, entropy = exact(logits, ids, temperature, params)
-    found = backend.stats(logits, ids, temperature, params)
+    found = kernels.stats(logits, ids, temperature, params)
     for value, truth in zip(found, (logp, lse, entropy), strict=True):
         torch.testing.assert_close(value.double(), truth.detach(), rtol=3e-7, atol=2e-6)
     grad = torch.empty(8, vocab)
-    backend.gradient(logits, grad, ids, temperature, found[1], found[2], ones, 0.1 * ones, params)
+    kernels.gradient(logits, grad, ids, temperature, found[1], found[2], ones, 0.1 * ones, params)
     expected = torch.softmax(logits.double(), -1)
     log_p = torch.where(expected > 0, logits.double() - lse.detach()[:, None], 0.0)
     expected = -expected * (1 + 0.1 * (log_p + entropy.detach()[:, None]))
@@ -238,32 +261,32 @@ def test_extreme_rows(isa, dtype):
     check_gradient(grad, expected, ones * 2)
     assert (grad[torch.isneginf(logits)] == 0).all()
     table = make_table(8, advantage=-1.0, weight_entropy=0.1)
-    backend.fused(logits, grad, ids, table, KernelParams(surrogate="reinforce"))
+    kernels.fused(logits, grad, ids, table, KernelParams(surrogate="reinforce"))
     check_gradient(grad, expected, ones * 2)
     assert (grad[torch.isneginf(logits)] == 0).all()
 
 
-def test_masked_or_absent_id(isa):
+def test_masked_or_absent_id(kernels):
     logits, _ = make_logits(3, 100, torch.float32)
     logits[0, 5] = -math.inf
     grad, ids = torch.empty_like(logits), torch.tensor([5, -1, 100])
-    logp, lse, _ = backend.fused(logits, grad, ids, make_table(3, weight_direct=0.0, weight_ratio=0.0), KernelParams())
+    logp, lse, _ = kernels.fused(logits, grad, ids, make_table(3, weight_direct=0.0, weight_ratio=0.0), KernelParams())
     assert logp[0] == -math.inf and logp[1:].isnan().all() and lse.isfinite().all()
     assert not grad.any()
 
 
-def test_nan_logit_shows(isa):
+def test_nan_logit_shows(kernels):
     for vocab, place in itertools.product((1, 64, 3000), (0, -1)):
         logits, ids = torch.zeros(1, vocab), torch.zeros(1, dtype=torch.int64)
         logits[0, place] = math.nan
-        assert all(v.isnan().all() for v in backend.stats(logits, ids, torch.ones(1), KernelParams()))
+        assert all(v.isnan().all() for v in kernels.stats(logits, ids, torch.ones(1), KernelParams()))
 
 
-def test_logp_is_as_accurate_as_torch(isa):
+def test_logp_is_as_accurate_as_torch(kernels):
     for spread in (1.0, 5.0, 30.0):
         logits, ids = make_logits(64, 32003, torch.float32, spread)
         truth = exact(logits, ids, torch.ones(64), KernelParams())[1].detach()
-        found = backend.stats(logits, ids, torch.ones(64), KernelParams())[0]
+        found = kernels.stats(logits, ids, torch.ones(64), KernelParams())[0]
         rival = torch.log_softmax(logits, -1).gather(1, ids[:, None])[:, 0]
         assert (found - truth).abs().max() <= (rival - truth).abs().max()
 
@@ -304,19 +327,19 @@ def test_sixteen_bit_conversion(isa, dtype):
 
 
 @pytest.mark.parametrize("way", ["fused", "gradient"])
-def test_residual_is_what_rounding_took_from_the_sampled_id(isa, way):
+def test_residual_is_what_rounding_took_from_the_sampled_id(kernels, way):
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(6, 77, generator=generator).bfloat16()
     ids = torch.randint(0, 77, (6,), generator=generator)
     table, params = make_table(6, weight_direct=0.37), KernelParams(surrogate="reinforce", has_base=False)
     exact, rounded, residual = torch.empty(6, 77), torch.empty(6, 77).bfloat16(), torch.full((6,), torch.nan)
-    stats = backend.fused(logits, exact, ids, table, params)
+    stats = kernels.fused(logits, exact, ids, table, params)
     if way == "fused":
-        backend.fused(logits, rounded, ids, table, params, residual)
+        kernels.fused(logits, rounded, ids, table, params, residual)
     else:
         g_logp = -0.37 * table[FIELD["advantage"]]
         ones = torch.ones(6)
-        backend.gradient(logits, rounded, ids, ones, stats.lse, stats.entropy, g_logp, 0 * ones, params, residual)
+        kernels.gradient(logits, rounded, ids, ones, stats.lse, stats.entropy, g_logp, 0 * ones, params, residual)
     rows = torch.arange(6)
     torch.testing.assert_close(rounded[rows, ids].float() + residual, exact[rows, ids], rtol=1e-6, atol=0)
     assert (residual.abs() > 1e-6 * exact[rows, ids].abs()).any()

@@ -1,4 +1,4 @@
-"""The compiled per-token objective, the reduction and the group statistics against float64."""
+"""The per-token objective, the reduction and the group statistics of compiled and Triton kernels against float64."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import params as contract
-from grpo_kernels.backends import native
+from grpo_kernels.backends import get_backend, native
 from grpo_kernels.params import FIELD, KernelParams
 
 backend, reason = native.load()
 assert backend is not None, reason  # the tests need the compiled module: a skip would hide that it is missing
+
+
+@pytest.fixture(params=["cpu", "triton"])
+def kernels(request):
+    return get_backend(request.param)
 
 
 def make_table(rows: int, seed: int = 0, **fields: float | Tensor) -> Tensor:
@@ -107,7 +112,7 @@ VARIANTS = [
 @pytest.mark.parametrize("surrogate", contract.SURROGATES)
 @pytest.mark.parametrize("kl", contract.KL_ESTIMATORS)
 @pytest.mark.parametrize("variant", range(len(VARIANTS)))
-def test_objective(surrogate, kl, variant):
+def test_objective(kernels, surrogate, kl, variant):
     params = VARIANTS[variant]._replace(surrogate=surrogate, kl=kl)
     generator = torch.Generator().manual_seed(variant)
     count = 400
@@ -122,7 +127,7 @@ def test_objective(surrogate, kl, variant):
     ref[10] = logp[10] + 1e-4
     table = make_table(count, multiplier=multiplier, ref=ref, entropy_threshold=0.1)
     table[FIELD["advantage"]][:20] = 0.0
-    found = torch.stack(backend.objective(x, logp, entropy, table, params))
+    found = torch.stack(kernels.objective(x, logp, entropy, table, params))
     advantage = table[FIELD["advantage"]]
     columns = [t.tolist() for t in (x, logp, entropy, advantage, ref, multiplier, table[FIELD["entropy_threshold"]])]
     rounded = params._replace(**{k: float(np.float32(v)) for k, v in params._asdict().items() if isinstance(v, float)})
@@ -131,11 +136,11 @@ def test_objective(surrogate, kl, variant):
     torch.testing.assert_close(found.double(), expected.double(), rtol=3e-5, atol=3e-6)
 
 
-def test_zero_factors_select_zero():
+def test_zero_factors_select_zero(kernels):
     """Nothing infinite is multiplied by 0: a dropped token with an overflowing ratio, a k3 beyond fp32, beta = 0."""
     x, logp, entropy = torch.full((2,), math.inf), torch.full((2,), -2.0), torch.ones(2)
     table = make_table(2, multiplier=torch.tensor([0.0, 1.0]), ref=500.0, advantage=1.0)
-    value, d_ratio, d_direct, kl = backend.objective(x, logp, entropy, table, KernelParams(kl="k3"))
+    value, d_ratio, d_direct, kl = kernels.objective(x, logp, entropy, table, KernelParams(kl="k3"))
     assert value.tolist() == [0.0, pytest.approx(-1.2)] and not d_ratio.any() and not d_direct.any()
     assert kl.isfinite().all()
 
@@ -145,7 +150,7 @@ def test_zero_factors_select_zero():
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("has_base", [True, False])
-def test_reduce(threads, has_base):
+def test_reduce(kernels, threads, has_base):
     generator = torch.Generator().manual_seed(1)
     lengths = torch.tensor([5, 0, 17, 1, 40])
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
@@ -165,7 +170,7 @@ def test_reduce(threads, has_base):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        sequences, groups, totals, extrema = backend.reduce(
+        sequences, groups, totals, extrema = kernels.reduce(
             scored, x, logp, entropy, value, kl, g_logp, table, params, cu_seqlens, group_index, 3
         )
     finally:
@@ -203,27 +208,27 @@ def test_reduce(threads, has_base):
     torch.testing.assert_close(extrema.double(), limits, rtol=1e-6, atol=0)
 
 
-def test_reduce_of_nothing():
+def test_reduce_of_nothing(kernels):
     empty, table = torch.empty(0), make_table(0)
     scored, cu_seqlens = torch.empty(0, dtype=torch.bool), torch.zeros(3, dtype=torch.int64)
-    sums = backend.reduce(scored, *[empty] * 6, table, KernelParams(), cu_seqlens, None, 0)
+    sums = kernels.reduce(scored, *[empty] * 6, table, KernelParams(), cu_seqlens, None, 0)
     assert [tuple(t.shape) for t in sums[:2]] == [(2, 14), (0, 14)] and not sums[0].any() and not sums[2].any()
     assert sums[3].tolist() == [math.inf, -math.inf, -math.inf]
-    with pytest.raises(ValueError, match="cu_seqlens"):
+    with pytest.raises(ValueError, match="cu_seqlens"):  # a GPU would have to be waited for
         backend.reduce(scored, *[empty] * 6, table, KernelParams(), cu_seqlens + 5, None, 0)
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out", "none"])
 @pytest.mark.parametrize("ddof", [0, 1])
-def test_group_statistics(scale, baseline, ddof):
+def test_group_statistics(kernels, scale, baseline, ddof):
     rewards = np.random.default_rng(0).normal(size=24).astype(np.float32)
     index = np.array([0, 1, 2, 3] * 6)
     rewards[index == 1] = 0.1  # all equal, and six of them do not average to it exactly
     rewards[index == 2] = np.nan  # no verdict at all
     rewards[3], rewards[4] = np.nan, np.nan
     eps = 1e-4
-    advantages, mean, std = backend.group_statistics(
+    advantages, mean, std = kernels.group_statistics(
         torch.tensor(rewards), torch.tensor(index), 4, scale, baseline, ddof, eps
     )
     exact_rewards, expected = rewards.astype(np.float64), np.zeros(24)
@@ -243,10 +248,10 @@ def test_group_statistics(scale, baseline, ddof):
     np.testing.assert_allclose(advantages.numpy(), expected, rtol=1e-6, atol=1e-9)
 
 
-def test_group_of_one():
+def test_group_of_one(kernels):
     rewards, index = torch.tensor([3.0, 5.0]), torch.tensor([0, 1])
     for baseline in ("mean", "leave_one_out"):
-        advantages, mean, std = backend.group_statistics(rewards, index, 2, "group", baseline, 1, 0.0)
+        advantages, mean, std = kernels.group_statistics(rewards, index, 2, "group", baseline, 1, 0.0)
         assert not advantages.any() and not std.any() and torch.equal(mean, rewards)
     with pytest.raises(ValueError, match="group_index"):
         backend.group_statistics(rewards, index + 1, 2, "group", "mean", 1, 0.0)

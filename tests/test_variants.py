@@ -40,13 +40,14 @@ def case(point: Point, variation: int):
 def test_variant_is_as_exact_as_eager_float32(point, variation, backend):
     batch, config, exact, size, eager = case(point, variation)
     assert exact.grads["hidden"].norm() > 0
-    for rows in CHUNK_ROWS:
+    # The interpreter is slow, and chunks are the engine's: there each variation has one size of its own.
+    for rows in CHUNK_ROWS if backend != "triton" else CHUNK_ROWS[1 + variation :][:1]:
         found = fused(batch, dataclasses.replace(config, chunk_rows=rows), backend)
         assert_within(errors(found, exact, size), eager, 1e-6)
 
 
-def test_both_cpu_backends_are_there():
-    assert {"cpu", "torch"} <= set(gk.available_backends())
+def test_all_backends_are_there():
+    assert {"cpu", "triton", "torch"} <= set(gk.available_backends())
 
 
 def test_the_walk_is_complete():
@@ -95,7 +96,7 @@ def test_each_of_the_three_ways_is_taken(monkeypatch, backend, options, off, row
             Scorer,
             way,
             calls,
-            lambda self, first, *_, way=way: way if way != "score" or len(first) else "",
+            lambda self, first, *_, way=way, **__: way if way != "score" or len(first) else "",
         )
     fused(batch, gk.GRPOConfig(chunk_rows=rows, **options), backend)
     assert set(filter(None, calls)) == expected

@@ -5,29 +5,23 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ..params import KernelParams
-
-
-class RowStats(NamedTuple):
-    """(C,) each, nats: log-probability of the token, log-sum-exp, entropy.
-
-    lse is float64: logits near 1e4 leave a float32 lse an error of 1e-3, and the probabilities of the gradient with it.
-    """
-
-    logp: Tensor
-    lse: Tensor
-    entropy: Tensor
+from ..kernels import interpreted, why_unusable
+from ..params import KernelParams, RowStats
 
 
 class Backend(Protocol):
     """What the engine asks of a backend. Shapes and meaning as in backends/torch_.py, the plainest of them."""
 
     name: str
+
+    def strategies(self, hidden: Tensor, weight: Tensor) -> tuple[str, ...]:
+        """Those of strategy.py that serve these inputs, best first; "linear" and "anchored" need the methods below."""
+        ...
 
     def fused(
         self,
@@ -82,6 +76,33 @@ class Backend(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
+class FoldingBackend(Backend, Protocol):
+    """A backend with products that fold the softmax into their epilogue."""
+
+    def linear_logp(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ids: Tensor,
+        temperature: Tensor,
+        params: KernelParams,
+        *,
+        entropy: bool,
+    ) -> RowStats: ...
+
+    def anchored(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ids: Tensor,
+        table: Tensor,
+        exponentials: Tensor,
+        params: KernelParams,
+    ) -> tuple[RowStats, Tensor]: ...
+
+
 def _load_torch() -> tuple[Backend | None, str]:
     from .torch_ import TorchBackend
 
@@ -94,11 +115,21 @@ def _load_cpu() -> tuple[Backend | None, str]:
     return load()
 
 
+def _load_triton() -> tuple[Backend | None, str]:
+    reason = why_unusable()
+    if reason:
+        return None, reason
+    from .triton_ import TritonBackend
+
+    return TritonBackend(), ""
+
+
 # name -> (loader, device types, logits types); "auto" takes the first that serves the device and type of the call.
 _HALF_AND_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 _Loader = Callable[[], tuple["Backend | None", str]]
 _REGISTRY: dict[str, tuple[_Loader, tuple[str, ...] | None, tuple[torch.dtype, ...]]] = {
     "cpu": (_load_cpu, ("cpu",), _HALF_AND_SINGLE),
+    "triton": (_load_triton, ("cuda", "cpu") if interpreted() else ("cuda",), _HALF_AND_SINGLE),
     "torch": (_load_torch, None, (*_HALF_AND_SINGLE, torch.float64)),
 }
 
@@ -126,7 +157,7 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> str:
     """Resolve `backend=` for logits of this type on this device; ValueError where a named one cannot serve them."""
     if name == "auto":
         for candidate in _REGISTRY:
-            if not _serves(candidate, device, dtype):
+            if not _serves(candidate, device, dtype) or (candidate == "triton" and interpreted()):
                 continue
             if _load(candidate)[0] is not None:
                 return candidate

@@ -10,8 +10,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ..params import KernelParams
-from . import RowStats
+from ..params import KernelParams, RowStats
 
 INTERFACE = 2  # of csrc/layout.h
 
@@ -24,6 +23,10 @@ class NativeBackend:
     def __init__(self, module: ModuleType) -> None:
         self.module = module
         self.dtypes = {getattr(torch, name): code for code, name in enumerate(module.DTYPES)}
+
+    def strategies(self, hidden: Tensor, weight: Tensor) -> tuple[str, ...]:
+        """Those of strategy.py that serve these inputs."""
+        return ("rows",)
 
     # --- rows of logits -------------------------------------------------------------------------------------------
 

@@ -10,12 +10,15 @@ from torch import Tensor
 
 from .. import groups
 from ..objective import clamp_log_ratio, objective
-from ..params import COLUMN, COLUMNS, FIELD, KernelParams
-from . import RowStats
+from ..params import COLUMN, COLUMNS, FIELD, KernelParams, RowStats
 
 
 class TorchBackend:
     name = "torch"
+
+    def strategies(self, hidden: Tensor, weight: Tensor) -> tuple[str, ...]:
+        """Those of strategy.py that serve these inputs."""
+        return ("rows",)
 
     def fused(
         self,

@@ -1,0 +1,38 @@
+"""The Triton kernels. Nothing here is imported before the Triton backend is asked for.
+
+objective.py    the loss of a token and its derivatives: one function per surrogate and per KL estimator
+rows.py         rows of logits: statistics, gradient, and both in one launch
+linear_logp.py  hidden states to log-probabilities, without logits
+anchored.py     hidden states to exponentials relative to the sampled token: the fused way without a row pass
+tokens.py       the objective of given log-probabilities; sums over sequences, groups, the batch
+groups.py       advantages from rewards
+maths.py        functions that Triton lacks on one of its targets
+launch.py       block shapes and warps, from a table
+"""
+
+from __future__ import annotations
+
+import os
+
+OLDEST_TRITON = (3, 4)  # that of torch 2.8
+
+
+def interpreted() -> bool:
+    """Whether Triton kernels run in its interpreter, on CPU tensors: for tests, thousands of times slower."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def why_unusable() -> str:
+    """The reason why Triton kernels cannot run here, or nothing."""
+    import torch
+
+    try:
+        import triton
+    except ImportError as error:
+        return f"Triton cannot be imported: {error}"
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < OLDEST_TRITON:
+        wanted = ".".join(map(str, OLDEST_TRITON))
+        return f"Triton {triton.__version__} is older than {wanted}, which comes with torch 2.8"
+    if not interpreted() and not torch.cuda.is_available():
+        return "Triton needs a GPU, and torch sees none"
+    return ""

@@ -1,0 +1,159 @@
+"""Launch configurations: block shapes and warps per kernel, from the table launch.json beside this file.
+
+A table that `grpo-kernels tune` wrote for this machine comes first. Nothing is tuned at run time.
+
+    {architecture: {kernel: {shape: {field: value}}}}        shape: "H V type" or "V type" as measured, or "*"
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+SHIPPED = Path(__file__).with_suffix(".json")
+
+
+class RowLaunch(NamedTuple):
+    """A program walks `rows` rows in blocks of `block` logits."""
+
+    rows: int
+    block: int
+    num_warps: int
+
+
+class MatmulLaunch(NamedTuple):
+    """A program computes tiles of `block_m` tokens x `block_v` vocabulary entries, `block_h` hidden dimensions a step.
+
+    `tma`: tiles are fetched through tensor descriptors where strides and alignment allow it.
+    """
+
+    block_m: int
+    block_v: int
+    block_h: int
+    num_warps: int
+    num_stages: int
+    tma: bool
+
+
+class TokenLaunch(NamedTuple):
+    """A program owns `sequences` sequences and walks them, or any list of tokens, in blocks of `block` tokens."""
+
+    sequences: int
+    block: int
+    num_warps: int
+
+
+TUNABLE = {"rows": RowLaunch, "linear_logp": MatmulLaunch, "anchored": MatmulLaunch}  # by `grpo-kernels tune`
+
+_trials: dict[str, RowLaunch | MatmulLaunch] = {}
+
+
+def tuned_path() -> Path:
+    """Where `grpo-kernels tune` leaves its table: GRPO_KERNELS_CACHE, or the user's cache folder."""
+    folder = os.environ.get("GRPO_KERNELS_CACHE")
+    if folder is None:
+        folder = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "grpo_kernels")
+    return Path(folder) / "launch.json"
+
+
+@cache
+def architecture(device: torch.device) -> str:
+    """The row of the table that a device belongs to; devices differ by shared memory and matrix instructions."""
+    if device.type == "cpu":
+        return "interpreter"
+    if torch.version.hip is not None:
+        return "gfx9"
+    major, minor = torch.cuda.get_device_capability(device)
+    # 8.6, 8.9 and 12.x have 100 KB of shared memory per multiprocessor; 8.0 and 8.7 have 164, 9.0 and 10.x have 228.
+    if major == 12 or (major, minor) in ((8, 6), (8, 9)):
+        return "sm86"
+    return "sm100" if major >= 10 else f"sm{major}0"
+
+
+def row_launch(kernel: str, device: torch.device, vocab: int, dtype: torch.dtype) -> RowLaunch:
+    return RowLaunch(**_fields(kernel, device, row_shape(vocab, dtype)))
+
+
+def matmul_launch(kernel: str, device: torch.device, width: int, vocab: int, dtype: torch.dtype) -> MatmulLaunch:
+    return MatmulLaunch(**_fields(kernel, device, matmul_shape(width, vocab, dtype)))
+
+
+def token_launch(device: torch.device) -> TokenLaunch:
+    return TokenLaunch(**_find(architecture(device), "tokens", "*"))
+
+
+def row_shape(vocab: int, dtype: torch.dtype) -> str:
+    return f"{vocab} {name_of(dtype)}"
+
+
+def matmul_shape(width: int, vocab: int, dtype: torch.dtype) -> str:
+    return f"{width} {vocab} {name_of(dtype)}"
+
+
+@contextmanager
+def trial(kernel: str, launch: RowLaunch | MatmulLaunch) -> Iterator[None]:
+    """Inside, this kernel is launched so, whatever the tables say."""
+    _trials[kernel] = launch
+    try:
+        yield
+    finally:
+        del _trials[kernel]
+
+
+def preferred_strategy(device: torch.device, width: int, vocab: int, dtype: torch.dtype) -> str:
+    """The strategy (see strategy.py) that was measured to be the best for this lm_head, or the safe one."""
+    strategy: str = _find(architecture(device), "strategy", f"{width} {vocab} {name_of(dtype)}")["name"]
+    return strategy
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def shipped_table() -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(SHIPPED.read_text())
+    return table
+
+
+def forget_tables() -> None:
+    """The tuned table is read once; read it again at the next launch."""
+    _find.cache_clear()
+    _tuned_table.cache_clear()
+
+
+def _fields(kernel: str, device: torch.device, shape: str) -> dict[str, Any]:
+    launch = _trials.get(kernel)
+    return _find(architecture(device), kernel, shape) if launch is None else launch._asdict()
+
+
+@cache
+def _find(arch: str, kernel: str, shape: str) -> dict[str, Any]:
+    for table in (_tuned_table(), shipped_table()):
+        entries = table.get(arch, {}).get(kernel, {})
+        found = entries.get(shape) or entries.get("*")
+        if found is not None:
+            return dict(found)
+    raise KeyError(f"launch.json has no entry for {kernel} on {arch}")
+
+
+@cache
+def _tuned_table() -> dict[str, Any]:
+    path = tuned_path()
+    try:
+        table: dict[str, Any] = json.loads(path.read_text())
+        if not isinstance(table, dict):
+            raise ValueError("it holds no table")
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        warnings.warn(f"grpo_kernels: {path} cannot be read ({error}); the table of the package is used", stacklevel=2)
+        return {}
+    return table

@@ -1,0 +1,251 @@
+"""The loss of one token and its derivatives: csrc/objective.h for blocks of tokens.
+
+    value = keep * multiplier * surrogate(x, logp, A) + beta * KL(logp, ref) * (r if bias-corrected else 1)
+    r     = exp(clamp(x)),   keep = entropy >= entropy_threshold
+
+x is the raw log ratio: logp - base for a token, a mean or sum of those for a sequence, 0 without a base. The total
+derivative with respect to logp is d_ratio * dx/dlogp + d_direct. Where a clamp acts, the derivative is 0. A factor that
+is 0 selects an exact 0 and is never multiplied with something that may be infinite.
+
+The variant (SURROGATE, KL, BIAS_CORRECTION) is compiled in; the numbers (`Scalars`) are run-time float32 values.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..params import EXPONENT_LIMIT, KernelParams
+from .maths import expm1
+
+MAX_EXPONENT: tl.constexpr = tl.constexpr(EXPONENT_LIMIT)
+TRUST_REGION_QUADRATIC: tl.constexpr = tl.constexpr(1e-3)  # weight of prime-rl's (log ratio)^2 regulariser
+
+
+class Scalars(NamedTuple):
+    """The numbers of `KernelParams`."""
+
+    beta: float
+    epsilon_low: float
+    epsilon_high: float
+    delta: float
+    dual_clip: float
+    log_ratio_clamp: float
+    kl_delta_clamp: float
+    kl_clamp: float
+    sapo_temperature_pos: float
+    sapo_temperature_neg: float
+    logit_scale: float
+    softcap: float
+
+
+def scalars(params: KernelParams) -> Scalars:
+    return Scalars(*(float(getattr(params, name)) for name in Scalars._fields))
+
+
+@triton.jit
+def clamp(x, low, high):
+    """x within [low, high]; NaN stays."""
+    return tl.where(x < low, low, tl.where(x > high, high, x))
+
+
+# --- surrogates: (value, d_ratio, d_direct); their derivatives ignore the clamp of x, token_objective applies it ----
+
+
+@triton.jit
+def clip(p, r, A):
+    low, high = 1.0 - p.epsilon_low, 1.0 + p.epsilon_high
+    unclipped = tl.where(r < p.delta, r, p.delta) * A
+    clipped = clamp(r, low, high) * A
+    first = unclipped <= clipped
+    moving = tl.where(first, r <= p.delta, (low <= r) & (r <= high))
+    value = -tl.where(first, unclipped, clipped)
+    bound = -p.dual_clip * A
+    dual = (A < 0.0) & (value > bound)
+    zero = tl.zeros_like(A)
+    return tl.where(dual, bound, value), tl.where(moving & ~dual, -A * r, zero), zero
+
+
+@triton.jit
+def weighted_logp(coefficient, logp):
+    """The ratio is a constant coefficient here: all gradient goes through logp."""
+    return -coefficient * logp, tl.zeros_like(logp), -coefficient
+
+
+@triton.jit
+def cispo(p, r, logp, A):
+    return weighted_logp(tl.where(r < p.epsilon_high, r, p.epsilon_high) * A, logp)
+
+
+@triton.jit
+def cispo_two_sided(p, r, logp, A):
+    return weighted_logp(clamp(r, 1.0 - p.epsilon_low, 1.0 + p.epsilon_high) * A, logp)
+
+
+@triton.jit
+def reinforce(logp, A):
+    return weighted_logp(A, logp)
+
+
+@triton.jit
+def sapo(p, r, A):
+    tau = tl.where(A > 0.0, p.sapo_temperature_pos, p.sapo_temperature_neg)
+    # sigmoid and its complement, each without cancellation: s (1 - s) stays exact far away from r = 1
+    decay = tl.exp(-tl.abs(tau * (r - 1.0)))
+    far_side, near_side = decay / (1.0 + decay), 1.0 / (1.0 + decay)
+    s = tl.where(tau * (r - 1.0) >= 0.0, near_side, far_side)
+    return -(4.0 / tau) * s * A, -4.0 * (far_side * near_side) * A * r, tl.zeros_like(A)
+
+
+@triton.jit
+def gmpo(r, A):
+    return -A * r, -A * r, tl.zeros_like(A)
+
+
+@triton.jit
+def probability_change(x, logp):
+    """p - q: the change of the token's probability since it was sampled. x is raw: the quadratic knows no clamp."""
+    return tl.exp(logp) - tl.exp(logp - x)
+
+
+@triton.jit
+def trust_region(keep, clamped, r, x, A):
+    policy = tl.where(keep, -r * A, 0.0)
+    slope = tl.where(clamped, 0.0, policy) + 2.0 * TRUST_REGION_QUADRATIC * x
+    return policy + TRUST_REGION_QUADRATIC * x * x, slope, tl.zeros_like(A)
+
+
+@triton.jit
+def dppo_tv(p, clamped, r, x, logp, A):
+    change = probability_change(x, logp)
+    drop = tl.where(A > 0.0, change > p.epsilon_high, change < -p.epsilon_low)
+    return trust_region(~drop, clamped, r, x, A)
+
+
+@triton.jit
+def ipo(p, clamped, r, x, logp, A):
+    return trust_region(tl.abs(probability_change(x, logp)) <= p.epsilon_high, clamped, r, x, A)
+
+
+@triton.jit
+def surrogate(p, clamped, r, x, logp, A, SURROGATE: tl.constexpr):
+    """(value, d_ratio, d_direct) of the surrogate of this name."""
+    if SURROGATE == "dppo_tv":  # these two treat the clamp of x themselves
+        value, d_ratio, d_direct = dppo_tv(p, clamped, r, x, logp, A)
+    elif SURROGATE == "ipo":
+        value, d_ratio, d_direct = ipo(p, clamped, r, x, logp, A)
+    else:
+        if SURROGATE == "clip":
+            value, d_ratio, d_direct = clip(p, r, A)
+        elif SURROGATE == "cispo":
+            value, d_ratio, d_direct = cispo(p, r, logp, A)
+        elif SURROGATE == "cispo_two_sided":
+            value, d_ratio, d_direct = cispo_two_sided(p, r, logp, A)
+        elif SURROGATE == "sapo":
+            value, d_ratio, d_direct = sapo(p, r, A)
+        elif SURROGATE == "reinforce":
+            value, d_ratio, d_direct = reinforce(logp, A)
+        else:
+            tl.static_assert(SURROGATE == "gmpo", "unknown surrogate")
+            value, d_ratio, d_direct = gmpo(r, A)
+        d_ratio = tl.where(clamped, 0.0, d_ratio)
+    return value, d_ratio, d_direct
+
+
+# --- KL estimators of d = ref - logp: (value, derivative with respect to logp) --------------------------------------
+
+
+@triton.jit
+def kl_k1(d):
+    return -d, tl.full(d.shape, 1.0, d.dtype)
+
+
+@triton.jit
+def kl_k2(d):
+    return 0.5 * d * d, -d
+
+
+@triton.jit
+def kl_k3(d):
+    """exp(d) - 1 - d; expm1 keeps the digits of a small d."""
+    growth = expm1(d)
+    return growth - d, -growth
+
+
+@triton.jit
+def kl_abs(d):
+    return tl.abs(d), tl.where(d > 0.0, -1.0, tl.where(d < 0.0, 1.0, 0.0))
+
+
+@triton.jit
+def kl_divergence(p, logp, ref, KL: tl.constexpr):
+    """(estimate, d/dlogp) under both clamps."""
+    raw = ref - logp
+    upper = p.kl_delta_clamp
+    if KL == "k3" or KL == "k3+":
+        upper = tl.where(upper > MAX_EXPONENT, MAX_EXPONENT, upper)
+    d = clamp(raw, -p.kl_delta_clamp, upper)
+    if KL == "k1":
+        estimate, slope = kl_k1(d)
+    elif KL == "k2":
+        estimate, slope = kl_k2(d)
+    elif KL == "k3":
+        estimate, slope = kl_k3(d)
+    elif KL == "abs":
+        estimate, slope = kl_abs(d)
+    elif KL == "k1+":  # straight-through: the value of one estimator, the gradient of k2
+        estimate, slope = kl_k1(d)
+        slope = -d
+    else:
+        tl.static_assert(KL == "k3+", "unknown KL estimator")
+        estimate, slope = kl_k3(d)
+        slope = -d
+    value = clamp(estimate, -p.kl_clamp, p.kl_clamp)
+    clamped = (raw < -p.kl_delta_clamp) | (raw > upper) | (value != estimate)
+    return value, tl.where(clamped, 0.0, slope)
+
+
+# --- the token ------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def clamped_log_ratio(p, x):
+    """The log ratio that is exponentiated: at most 80 even without a clamp."""
+    return clamp(x, -p.log_ratio_clamp, tl.where(p.log_ratio_clamp < MAX_EXPONENT, p.log_ratio_clamp, MAX_EXPONENT))
+
+
+@triton.jit
+def token_objective(
+    p, x, logp, entropy, A, ref, multiplier, threshold,
+    SURROGATE: tl.constexpr, KL: tl.constexpr, BIAS_CORRECTION: tl.constexpr,
+):  # fmt: skip
+    """(value before its weight, d value / d x, d value / d logp at fixed x, KL without beta)."""
+    exponent = clamped_log_ratio(p, x)
+    clamped = exponent != x
+    r = tl.exp(exponent)
+    value, d_ratio, d_direct = surrogate(p, clamped, r, x, logp, A, SURROGATE)
+    kept = (entropy >= threshold) & (multiplier != 0.0)
+    value = tl.where(kept, multiplier * value, 0.0)
+    d_ratio = tl.where(kept, multiplier * d_ratio, 0.0)
+    d_direct = tl.where(kept, multiplier * d_direct, 0.0)
+    kl = tl.zeros_like(x)
+    if KL != "none":
+        kl, slope = kl_divergence(p, logp, ref, KL)
+        if BIAS_CORRECTION:
+            kl *= r
+            slope *= r
+        penalised = p.beta != 0.0
+        value += tl.where(penalised, p.beta * kl, 0.0)
+        d_direct += tl.where(penalised, p.beta * slope, 0.0)
+        if BIAS_CORRECTION:
+            d_ratio += tl.where(penalised & ~clamped, p.beta * kl, 0.0)
+    return value, d_ratio, d_direct, kl
+
+
+@triton.jit
+def d_loss_d_logp(d_ratio, d_direct, weight_ratio, weight_direct):
+    """The coefficient of a token whose ratio is its own; a weight of 0 selects 0."""
+    through_ratio = tl.where(weight_ratio != 0.0, weight_ratio * d_ratio, 0.0)
+    return through_ratio + tl.where(weight_direct != 0.0, weight_direct * d_direct, 0.0)

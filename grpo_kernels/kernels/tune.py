@@ -1,0 +1,338 @@
+"""`grpo-kernels tune`: which launch configuration is fastest on this GPU for one lm_head.
+
+Every candidate first has to give the results of the shipped configuration; those that do are timed in turn, round by
+round, so that a clock that drifts hits all of them. The fastest goes into the user's table, which launches read first:
+
+    {architecture: {kernel: {shape: fields}}, "measured": the same keys down to milliseconds, device, versions, date}
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.errors import TritonError
+from triton.runtime.errors import OutOfResources
+
+from ..params import FIELD, TABLE_FIELDS, KernelParams
+from . import rows
+from .anchored import anchored
+from .launch import (
+    TUNABLE,
+    MatmulLaunch,
+    RowLaunch,
+    architecture,
+    forget_tables,
+    matmul_shape,
+    row_shape,
+    shipped_table,
+    trial,
+)
+from .linear_logp import linear_logp
+
+ROUNDS = 20
+WARM_UP_ROUNDS = 3
+
+# What a program may use, in bytes.
+SHARED_MEMORY = {"sm80": 163 << 10, "sm86": 99 << 10, "sm90": 227 << 10, "sm100": 227 << 10, "gfx9": 64 << 10}
+
+Launch = RowLaunch | MatmulLaunch
+
+
+class Head(NamedTuple):
+    """The lm_head to tune for, and the rows that a launch gets. Products have tensor cores, so `dtype` has 16 bits."""
+
+    width: int
+    vocab: int
+    dtype: torch.dtype
+    rows: int
+    device: torch.device
+
+
+class Subject(NamedTuple):
+    """A kernel of the launch table on given inputs. `prepare` restores what `run` overwrites."""
+
+    kernel: str
+    shape: str
+    candidates: Sequence[Launch]  # the shipped one first
+    prepare: Callable[[], object]
+    run: Callable[[], Sequence[Tensor]]
+
+
+class Call(NamedTuple):
+    """A candidate as the timer sees it."""
+
+    prepare: Callable[[], object]
+    run: Callable[[], object]
+
+
+class Choice(NamedTuple):
+    """The fastest candidate, and the milliseconds of both."""
+
+    launch: Launch
+    milliseconds: float
+    shipped_milliseconds: float
+
+
+Timer = Callable[[Sequence[Call]], Sequence[float]]  # milliseconds of each call
+Say = Callable[[str], object]
+
+
+class TableError(ValueError):
+    """A file that is no table of launches."""
+
+
+def tune(head: Head, kernels: Sequence[str], path: Path, timer: Timer | None = None, say: Say = print) -> None:
+    """Measure, and extend the table at `path`."""
+    read_table(path)  # one that cannot be extended is found now, not after minutes
+    arch = architecture(head.device)
+    for kernel in kernels:
+        for subject in SUBJECTS[kernel](head):
+            choice = choose(subject, timer or gpu_milliseconds, say)
+            write_choice(path, arch, subject, choice, torch.cuda.get_device_name(head.device))
+    say(f"{path} written")
+
+
+# --- candidates -------------------------------------------------------------------------------------------------------
+
+
+def row_candidates(arch: str) -> list[Launch]:
+    """Blocks of 4 to 32 logits per thread."""
+    warp = 64 if arch == "gfx9" else 32
+    found: list[Launch] = [
+        RowLaunch(1, block, num_warps)
+        for block in (2048, 4096, 8192, 16384)
+        for num_warps in (4, 8, 16, 32)
+        if 4 <= block // (num_warps * warp) <= 32 and num_warps * warp <= 1024
+    ]
+    return _shipped_first(arch, "rows", found)
+
+
+def matmul_candidates(arch: str, kernel: str) -> list[Launch]:
+    """Tiles whose sums fit the registers and whose stages fit the shared memory: as many as fit, and one fewer."""
+    tiles = (64, 128), (64, 256), (128, 128), (128, 256), (256, 128)
+    fetches = (False, True) if arch in ("sm90", "sm100") else (False,)
+    found: list[Launch] = []
+    for (block_m, block_v), block_h, num_warps, tma in itertools.product(tiles, (32, 64, 128), (4, 8), fetches):
+        sums_per_thread = block_m * block_v // (32 * num_warps)
+        most = min(5, SHARED_MEMORY[arch] // ((block_m + block_v) * block_h * 2))  # 2 bytes per element
+        if 32 <= sums_per_thread <= 128:
+            for num_stages in range(max(2, most - 1), most + 1):
+                found.append(MatmulLaunch(block_m, block_v, block_h, num_warps, num_stages, tma))
+    return _shipped_first(arch, kernel, found)
+
+
+def _shipped_first(arch: str, kernel: str, found: list[Launch]) -> list[Launch]:
+    shipped: Launch = TUNABLE[kernel](**shipped_table()[arch][kernel]["*"])
+    return [shipped, *(launch for launch in found if launch != shipped)]
+
+
+# --- subjects ---------------------------------------------------------------------------------------------------------
+
+PARAMS = KernelParams(has_base=False)
+
+
+def row_subjects(head: Head) -> Iterator[Subject]:
+    """Logits in float32, as the engine has them, and in the head's own type, as callers may bring them."""
+    for dtype in dict.fromkeys((torch.float32, head.dtype)):
+        yield _row_subject(head, dtype)
+
+
+def _row_subject(head: Head, dtype: torch.dtype) -> Subject:
+    """Statistics, then both sweeps of the fused kernel with the gradient over the logits."""
+    source = torch.randn(head.rows, head.vocab, dtype=dtype, device=head.device)
+    logits = torch.empty_like(source)
+    grad = logits.view(head.dtype)[:, : head.vocab]
+    ids, table = _ids(head), _table(head)
+
+    def run() -> Sequence[Tensor]:
+        first = rows.stats(logits, ids, table[FIELD["temperature"]], PARAMS)
+        return (*first, *rows.fused(logits, grad, ids, table, PARAMS, None), grad)
+
+    candidates = row_candidates(architecture(head.device))
+    return Subject("rows", row_shape(head.vocab, dtype), candidates, lambda: logits.copy_(source), run)
+
+
+def linear_logp_subjects(head: Head) -> Iterator[Subject]:
+    hidden, weight, ids = *_matrices(head), _ids(head)
+    temperature = torch.ones(head.rows, device=head.device)
+
+    def run() -> Sequence[Tensor]:
+        return linear_logp(hidden, weight, None, ids, temperature, PARAMS, entropy=True)
+
+    yield _matmul_subject(head, "linear_logp", run)
+
+
+def anchored_subjects(head: Head) -> Iterator[Subject]:
+    hidden, weight, ids, table = *_matrices(head), _ids(head), _table(head)
+    exps = torch.empty(head.rows, head.vocab, dtype=torch.bfloat16, device=head.device)
+
+    def run() -> Sequence[Tensor]:
+        stats, scale = anchored(hidden, weight, None, ids, table, exps, PARAMS)
+        return (*stats, scale, exps)
+
+    yield _matmul_subject(head, "anchored", run)
+
+
+def _matmul_subject(head: Head, kernel: str, run: Callable[[], Sequence[Tensor]]) -> Subject:
+    candidates = matmul_candidates(architecture(head.device), kernel)
+    return Subject(kernel, matmul_shape(head.width, head.vocab, head.dtype), candidates, lambda: None, run)
+
+
+def _matrices(head: Head) -> tuple[Tensor, Tensor]:
+    """Hidden states and weights whose logits are standard normal."""
+    hidden = torch.randn(head.rows, head.width, dtype=head.dtype, device=head.device)
+    weight = torch.randn(head.vocab, head.width, dtype=head.dtype, device=head.device)
+    return hidden, weight.mul_(head.width**-0.5)
+
+
+def _ids(head: Head) -> Tensor:
+    return torch.randint(0, head.vocab, (head.rows,), device=head.device)
+
+
+def _table(head: Head) -> Tensor:
+    """A row table of tokens that all have a gradient."""
+    table = torch.zeros(len(TABLE_FIELDS), head.rows, device=head.device)
+    table[FIELD["advantage"]].normal_()
+    for name in ("multiplier", "weight_ratio", "weight_direct", "temperature"):
+        table[FIELD[name]] = 1.0
+    table[FIELD["entropy_threshold"]] = -float("inf")
+    return table
+
+
+SUBJECTS: dict[str, Callable[[Head], Iterator[Subject]]] = {
+    "rows": row_subjects,
+    "linear_logp": linear_logp_subjects,
+    "anchored": anchored_subjects,
+}
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def choose(subject: Subject, timer: Timer, say: Say) -> Choice:
+    """The fastest candidate among those whose results are right."""
+    shipped, *others = subject.candidates
+    say(f"{subject.kernel}, {subject.shape}: {len(subject.candidates)} candidates")
+    reference = [result.clone() for result in _run(subject, shipped)]
+    right, without_resources = [shipped], 0
+    for i, candidate in enumerate(others, start=2):
+        label = f"  [{i}/{len(subject.candidates)}] {describe(candidate)}"
+        try:
+            results = _run(subject, candidate)
+        except OutOfResources:
+            without_resources += 1
+            continue
+        except (RuntimeError, TritonError) as error:
+            reason = str(error).partition("\n")[0]
+            say(f"{label}: left out, it fails: {type(error).__name__}: {reason}")
+            continue
+        if all(map(same, results, reference)):
+            right.append(candidate)
+            say(f"{label}: compiled, its results are right")
+        else:
+            say(f"{label}: left out, its results are WRONG")
+    if without_resources:
+        say(f"  {without_resources} candidates need more registers or shared memory than there are")
+    calls = [Call(subject.prepare, partial(_launch, subject, launch)) for launch in right]
+    times = timer(calls)
+    best = min(range(len(right)), key=lambda i: times[i])
+    say(f"  fastest: {describe(right[best])}, {times[best]:.3f} ms; as shipped {times[0]:.3f} ms")
+    return Choice(right[best], times[best], times[0])
+
+
+def _run(subject: Subject, launch: Launch) -> Sequence[Tensor]:
+    subject.prepare()
+    return _launch(subject, launch)
+
+
+def _launch(subject: Subject, launch: Launch) -> Sequence[Tensor]:
+    with trial(subject.kernel, launch):
+        return subject.run()
+
+
+def same(result: Tensor, reference: Tensor) -> bool:
+    """Equal but for the order of float32 sums, and what rounding to 16 bits makes of it."""
+    if reference.dtype.itemsize == 2:
+        return torch.allclose(result, reference, rtol=2e-2, atol=0.0)
+    return torch.allclose(result, reference, rtol=1e-4, atol=1e-5 * float(reference.abs().max()))
+
+
+def describe(launch: Launch) -> str:
+    return " ".join(f"{name}={value}" for name, value in launch._asdict().items())
+
+
+def gpu_milliseconds(calls: Sequence[Call]) -> list[float]:
+    """Medians over rounds in which every call has its turn."""
+    samples: list[list[float]] = [[] for _ in calls]
+    for number in range(WARM_UP_ROUNDS + ROUNDS):
+        events = []
+        for call in calls:
+            call.prepare()
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            call.run()
+            end.record()
+            events.append((start, end))
+        torch.cuda.synchronize()
+        if number >= WARM_UP_ROUNDS:
+            for sample, (start, end) in zip(samples, events, strict=True):
+                sample.append(start.elapsed_time(end))
+    return [statistics.median(sample) for sample in samples]
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """The table as it is, empty where there is none."""
+    try:
+        table = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise TableError(f"{path} is not JSON ({error}); remove it, or write elsewhere with --output") from error
+    if not isinstance(table, dict) or not all(isinstance(entries, dict) for entries in table.values()):
+        raise TableError(f"{path} is not a table of launches; remove it, or write elsewhere with --output")
+    return table
+
+
+def write_choice(path: Path, arch: str, subject: Subject, choice: Choice, device_name: str) -> None:
+    """Add to the table at `path` what was chosen; everything else in it stays."""
+    table = read_table(path)
+    measured = {
+        "milliseconds": round(choice.milliseconds, 4),
+        "shipped_milliseconds": round(choice.shipped_milliseconds, 4),
+        "device": device_name,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "date": datetime.date.today().isoformat(),
+    }
+    for top, entry in ((table, choice.launch._asdict()), (table.setdefault("measured", {}), measured)):
+        top.setdefault(arch, {}).setdefault(subject.kernel, {})[subject.shape] = entry
+    _write_whole(path, json.dumps(table, indent=2) + "\n")
+    forget_tables()
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Readers see the old file or the new one, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

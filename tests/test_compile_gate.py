@@ -1,0 +1,93 @@
+"""The compile gate can fail: planted numbers, nothing is compiled here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import compile_gate
+import pytest
+from compile_gate import Found, complaints, leftovers, new_budget, uncalled, uncovered
+
+ROWS, MATMUL = ("rows.fused_kernel: fp32", "sm_90"), ("linear.product_kernel: bf16", "sm_90")
+GOOD = {
+    ROWS: Found(registers=64, spills=0, shared=128, instructions={"LDG.128": 8}, multiplies=False),
+    MATMUL: Found(registers=168, spills=4, shared=200_000, instructions={"HGMMA": 16, "UTMALDG": 4}, multiplies=True),
+}
+BUDGET = new_budget(GOOD, {})
+
+
+def complaints_after(name: tuple[str, str], **changes: object) -> list[str]:
+    return complaints({**GOOD, name: GOOD[name]._replace(**changes)}, BUDGET)
+
+
+def test_what_was_written_passes():
+    assert complaints(GOOD, BUDGET) == [] == leftovers(GOOD, BUDGET, ["sm_90"])
+    assert complaints_after(ROWS, registers=63, shared=0) == []
+    assert complaints_after(MATMUL, spills=0, instructions={"HGMMA": 1, "UTMALDG": 1, "LDG.128": 2}) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        (ROWS, {"registers": 65}, "registers 65, budget 64"),
+        (ROWS, {"shared": 256}, "shared 256, budget 128"),
+        (ROWS, {"instructions": {}}, "no LDG.128"),
+        (MATMUL, {"registers": 169}, "registers 169, budget 168"),
+        (MATMUL, {"spills": 5}, "spills 5, budget 4"),
+        (MATMUL, {"instructions": {"HGMMA": 16}}, "no UTMALDG"),
+    ],
+)
+def test_over_budget(name, changes, said):
+    (line,) = complaints_after(name, **changes)
+    assert line.startswith(f"{name[0]} on sm_90: ") and said in line
+
+
+def test_a_budget_excuses_neither_spills_nor_missing_tensor_cores():
+    spilling = {ROWS: GOOD[ROWS]._replace(spills=2)}
+    slow = {MATMUL: GOOD[MATMUL]._replace(instructions={"HMMA": 64})}
+    assert "2 spills" in complaints(spilling, new_budget(spilling, {}))[0]
+    assert "no HGMMA" in complaints(slow, new_budget(slow, {}))[0]
+
+
+def test_what_the_budget_does_not_know():
+    (line,) = complaints({**GOOD, ("rows.new_kernel: fp32", "sm_80"): GOOD[ROWS]}, BUDGET)
+    assert "rows.new_kernel: fp32 on sm_80" in line and "--write" in line
+
+
+def test_what_no_case_launches():
+    assert uncovered({"rows.fused_kernel", "linear.product_kernel"}, GOOD) == []
+    assert uncovered({"rows.fused_kernel", "linear.fused_kernel"}, GOOD) == [
+        "linear.fused_kernel is launched by no case: add one to compile_cases.py"
+    ]
+    (line,) = leftovers([ROWS], BUDGET, ["sm_90"])
+    assert "linear.product_kernel: bf16 on sm_90" in line
+    assert leftovers([ROWS], BUDGET, ["sm_80"]) == []  # a target that was not asked for
+
+
+def test_kernels_are_the_functions_that_none_calls():
+    calls = {
+        "rows.fused_kernel": ("row", "tl"),
+        "rows.row": ("expm1",),
+        "maths.expm1": ("tl",),
+        "other.kernel": ("row",),
+    }
+    assert uncalled(calls) == {"rows.fused_kernel", "other.kernel"}
+
+
+def test_a_new_budget_keeps_the_targets_that_were_not_compiled():
+    old = {ROWS[0]: {"sm_80": {"registers": 1}, "sm_90": {"registers": 1}}, "gone": {"sm_90": {"registers": 1}}}
+    budget = new_budget({**GOOD, (ROWS[0], "gfx942"): GOOD[ROWS]}, old)
+    assert budget[ROWS[0]]["sm_80"] == {"registers": 1}
+    assert budget[ROWS[0]]["sm_90"]["registers"] == 64
+    assert "gfx942" not in budget[ROWS[0]] and "gone" not in budget
+    assert json.loads(compile_gate.budget_text("3.7", budget)) == {"triton": "3.7", "kernels": budget}
+
+
+def test_the_interpreter_is_refused():
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, compile_gate.__file__]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "TRITON_INTERPRET" in done.stderr

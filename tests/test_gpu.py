@@ -1,0 +1,295 @@
+"""On a device, with compiled kernels: every variant at real sizes, streams, graphs, compilation. `make test-gpu`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+
+import pytest
+import torch
+from helpers import (
+    LEAVES,
+    Batch,
+    assert_same_bits,
+    assert_within,
+    eager_errors,
+    errors,
+    fused,
+    make_batch,
+    off_policy,
+    reference,
+    relative,
+    true_logps,
+)
+from option_space import POINTS, build, choose, size_of_loss
+from test_precision import CONFIGS, half_batch, root_mean_square, run
+
+import grpo_kernels as gk
+
+pytestmark = pytest.mark.gpu
+
+VOCAB = 151936
+DEVICE = "cuda"
+BACKENDS = ("triton", "torch")
+# Every surrogate at every level with every KL estimator; the aggregations take turns.
+REAL_SIZE = [point for i, point in enumerate(POINTS) if i % 5 == (i // 5) % 5]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request) -> str:
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _exact_products():
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def name_of(point) -> str:
+    return "-".join(point)
+
+
+# --- variants -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variation", [0, 1])
+@pytest.mark.parametrize("point", POINTS, ids=name_of)
+def test_variant_is_as_exact_as_eager_float32(point, variation):
+    batch, config = build(point, choose(point, variation))
+    exact, size = reference(batch, config), size_of_loss(batch, config)
+    allowed = eager_errors(batch, config, exact, size)
+    for rows in (3, 7, None):
+        found = fused(batch, dataclasses.replace(config, chunk_rows=rows), "triton", DEVICE)
+        assert_within(errors(found, exact, size), allowed, 1e-6)
+
+
+@pytest.mark.parametrize("point", REAL_SIZE, ids=name_of)
+def test_variant_at_a_real_vocabulary(point):
+    batch, config = build(point, choose(point, 0), VOCAB)
+    exact, size = reference(batch, config), size_of_loss(batch, config)
+    found = fused(batch, config, "triton", DEVICE)
+    assert_within(errors(found, exact, size), eager_errors(batch, config, exact, size), 1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["rows", "linear", "anchored"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_half_precision_is_as_exact_as_eager_with_float32_softmax(name, dtype, strategy, monkeypatch):
+    if dtype == torch.float16 and strategy == "anchored":
+        strategy = "linear"  # float16 cannot hold the exponentials
+    monkeypatch.setenv("GRPO_KERNELS_STRATEGY", strategy)
+    config, ours, eager = CONFIGS[name], [], []
+    for seed in range(8):
+        batch = half_batch(dtype, config, seed)
+        exact = run(batch, config, torch.float64, torch.float64)
+        ours.append(errors(fused(batch, config, "triton", DEVICE), exact, 1.0))
+        eager.append(errors(run(batch, config, dtype, torch.float32), exact, 1.0))
+        logps, entropy = true_logps(batch, config)
+        found = fused(batch, config, "triton", DEVICE)
+        assert (found.logps - logps).abs().max() <= 2e-5 and (found.entropy - entropy).abs().max() <= 2e-5
+    allowed = root_mean_square(eager)
+    for key, error in root_mean_square(ours).items():
+        slack = 1e-5 if key.startswith("metric") else 1e-6
+        assert error <= allowed[key] + slack, f"{key}: {error:.3e}, eager {allowed[key]:.3e}"
+
+
+# --- real sizes -----------------------------------------------------------------------------------------------------
+
+
+def big_batch(rows: int, width: int, vocab: int, dtype: torch.dtype, seed: int = 0) -> Batch:
+    """(8, rows / 8) on the device, with old log-probabilities near the true ones."""
+    g = torch.Generator(DEVICE).manual_seed(seed)
+    hidden = torch.randn(8, rows // 8, width, generator=g, device=DEVICE).to(dtype)
+    weight = (torch.randn(vocab, width, generator=g, device=DEVICE) * width**-0.5).to(dtype)
+    ids = torch.randint(vocab, (8, rows // 8), generator=g, device=DEVICE)
+    advantages = torch.randn(8, rows // 8, generator=g, device=DEVICE)
+    with torch.no_grad():
+        logps, _ = gk.fused_logps(hidden, weight, ids, backend="triton")
+    noise = 0.1 * torch.randn(ids.shape, generator=g, device=DEVICE)
+    return Batch(hidden, weight, ids, advantages, None, {"old_logps": logps + noise})
+
+
+@pytest.mark.parametrize("strategy", ["rows", "linear", "anchored"])
+def test_more_logits_than_two_to_the_31(strategy, monkeypatch):
+    """One launch over 16,384 x 151,936 logits, against float64 on a sample of the rows, twice for the same bits."""
+    monkeypatch.setenv("GRPO_KERNELS_STRATEGY", strategy)
+    rows, width = 16384, 256
+    batch = big_batch(rows, width, VOCAB, torch.bfloat16)
+    config = gk.GRPOConfig(aggregation="token_mean", epsilon_high=0.3, chunk_rows=rows)
+    runs = []
+    for _ in range(2):
+        leaf, weight = batch.hidden.clone().requires_grad_(), batch.weight.clone().requires_grad_()
+        out = gk.fused_grpo_loss(
+            leaf, weight, batch.ids, batch.advantages, config=config, backend="triton", **batch.options
+        )
+        out.loss.backward()
+        runs.append((out.loss.detach(), out.logps, leaf.grad, weight.grad))
+    for first, second in zip(*runs, strict=True):
+        assert torch.equal(first, second)
+    sample = torch.arange(0, rows, 509, device=DEVICE)
+    h = batch.hidden.reshape(rows, width)[sample].double().requires_grad_()
+    logits = h @ batch.weight.double().T
+    logp = logits.log_softmax(-1).gather(1, batch.ids.reshape(-1)[sample, None])[:, 0]
+    _, logps, dhidden, dweight = runs[0]
+    assert (logps.reshape(-1)[sample] - logp).abs().max() <= 2e-5
+    ratio = (logp - batch.options["old_logps"].reshape(-1)[sample].double()).exp()
+    A = batch.advantages.reshape(-1)[sample].double()
+    loss = -torch.minimum(ratio * A, ratio.clamp(0.8, 1.3) * A).sum() / rows
+    (expected,) = torch.autograd.grad(loss, h)
+    assert relative(dhidden.reshape(rows, width)[sample], expected) <= 6e-3
+    assert dweight.isfinite().all() and dweight.any(1).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_calls_give_the_same_bits(level, dtype, backend):
+    config = gk.GRPOConfig(importance_sampling_level=level, beta=0.1, entropy_coef=0.01, chunk_rows=70)
+    batch = off_policy(make_batch(0, sequences=16, length=32, bias=True, masked=True, vocab=50257)).head_as(dtype)
+    assert_same_bits(fused(batch, config, backend, DEVICE), fused(batch, config, backend, DEVICE))
+
+
+def test_memory_is_one_chunk():
+    batch = big_batch(8192, 512, VOCAB, torch.bfloat16)
+    config = gk.GRPOConfig(chunk_rows=1024)
+    leaf, weight = batch.hidden.requires_grad_(), batch.weight.requires_grad_()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    gk.fused_grpo_loss(leaf, weight, batch.ids, batch.advantages, config=config, **batch.options).loss.backward()
+    beyond = torch.cuda.max_memory_allocated() - before
+    chunk, gradients = 1024 * VOCAB * 4, (leaf.numel() + 3 * weight.numel()) * 2  # dweight in float32, then in bfloat16
+    assert beyond <= 1.1 * (chunk + gradients)
+
+
+# --- how it is called -----------------------------------------------------------------------------------------------
+
+
+def loss_step(batch: Batch, config: gk.GRPOConfig, backend: str):
+    """A function of (hidden, weight) that runs forward and backward and returns loss, logps and both gradients."""
+
+    def step(hidden, weight):
+        out = gk.fused_grpo_loss(
+            hidden, weight, batch.ids, batch.advantages, config=config, backend=backend, **batch.options
+        )
+        dhidden, dweight = torch.autograd.grad(out.loss, (hidden, weight))
+        return out.loss.detach(), out.logps, dhidden, dweight
+
+    return step
+
+
+def device_batch(**options) -> Batch:
+    return off_policy(make_batch(0, sequences=8, length=16, width=64, vocab=32003, masked=True, **options)).to(DEVICE)
+
+
+@pytest.mark.parametrize("strategy", ["rows", "anchored"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_cuda_graph(level, strategy, monkeypatch):
+    """Captured once at fixed shapes, replayed with other contents, padding poisoned: the same as called directly."""
+    monkeypatch.setenv("GRPO_KERNELS_STRATEGY", strategy)
+    config = gk.GRPOConfig(importance_sampling_level=level, chunk_rows=40, beta=0.04)
+    batch = device_batch().head_as(torch.bfloat16)
+    batch.hidden.masked_fill_(~batch.options["completion_mask"][..., None], torch.nan)
+    hidden, weight = batch.hidden.clone().requires_grad_(), batch.weight.clone().requires_grad_()
+    step = loss_step(batch, config, "triton")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step(hidden, weight)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(hidden, weight)
+    for scale in (1.0, 0.5):
+        with torch.no_grad():
+            weight.copy_(batch.weight * scale)
+        graph.replay()
+        found = [x.clone() for x in captured]
+        expected = loss_step(batch, dataclasses.replace(config, static_shapes=True), "triton")(hidden, weight)
+        for a, b in zip(found, expected, strict=True):
+            assert torch.equal(a, b) and a.isfinite().all()
+        dropped = step(hidden, weight)  # without padding: other chunks, other orders of summation
+        for a, b in zip(found, dropped, strict=True):
+            assert relative(a, b) <= 1e-2
+
+
+def test_torch_compile_takes_the_whole_graph(backend):
+    batch = device_batch()
+    config = gk.GRPOConfig(beta=0.04)
+
+    def loss(hidden, weight):
+        return gk.fused_grpo_loss(
+            hidden, weight, batch.ids, batch.advantages, config=config, backend=backend, **batch.options
+        ).loss
+
+    leaves = [x.clone().requires_grad_() for x in (batch.hidden, batch.weight)]
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    found = torch.autograd.grad(torch.compile(loss, fullgraph=True)(*leaves), leaves)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_two_streams():
+    """Both batches in flight at once, each on a stream of its own: as one after the other."""
+    config = gk.GRPOConfig(beta=0.04)
+    batches = [device_batch(), device_batch(bias=True)]
+    leaves = [[x.clone().requires_grad_() for x in (b.hidden, b.weight)] for b in batches]
+    steps = [loss_step(b, config, "triton") for b in batches]
+    expected = [step(*pair) for step, pair in zip(steps, leaves, strict=True)]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in batches]
+    for _ in range(3):
+        found = []
+        for stream, step, pair in zip(streams, steps, leaves, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(step(*pair))
+        torch.cuda.synchronize()
+        for one, other in zip(found, expected, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_device_that_is_not_the_current_one():
+    """The last device while the first is current; with a single device this is the ordinary case."""
+    device = f"cuda:{torch.cuda.device_count() - 1}"
+    batch = off_policy(make_batch(0)).to(device)
+    expected = fused(batch, backend="torch", device=device)
+    with torch.cuda.device(0):
+        found = fused(batch, backend="triton", device=device)
+    for name, x in expected.grads.items():
+        assert relative(found.grads[name], x) <= 1e-5
+
+
+def test_auto_takes_the_kernels():
+    batch = device_batch()
+    assert "triton" in gk.available_backends()
+    auto, named = (fused(batch, backend=name, device=DEVICE) for name in ("auto", "triton"))
+    assert set(auto.grads) == set(LEAVES[:2])
+    assert_same_bits(auto, named)
+
+
+def test_nothing_is_read_back_but_the_counts():
+    """One synchronisation per call, none with static shapes."""
+    batch = device_batch()
+    for static, allowed in ((False, 1), (True, 0)):
+        config = gk.GRPOConfig(static_shapes=static, importance_sampling_level="sequence", chunk_rows=64)
+        step = loss_step(batch, config, "triton")
+        leaves = [x.clone().requires_grad_() for x in (batch.hidden, batch.weight)]
+        step(*leaves)
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                step(*leaves)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert len([w for w in seen if "synchroniz" in str(w.message)]) <= allowed
+
+
+def test_debug_finds_an_id_outside_the_vocabulary(monkeypatch):
+    batch = device_batch()
+    batch.ids[0, 0] = 10**6
+    batch.options["completion_mask"][0, 0] = True
+    monkeypatch.setitem(os.environ, "GRPO_KERNELS_DEBUG", "1")
+    with pytest.raises(ValueError, match="completion_ids"):
+        fused(batch, backend="triton", device=DEVICE)

@@ -1,0 +1,120 @@
+"""Strategies: how product and softmax are combined. In Triton's interpreter; each as exact as the plain one."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from helpers import call_counter, errors, fused, make_batch, off_policy, true_logps
+from test_precision import CONFIGS, half_batch, root_mean_square, run
+
+import grpo_kernels as gk
+from grpo_kernels import strategy as strategies
+from grpo_kernels.backends import get_backend
+from grpo_kernels.engine import Scorer
+from grpo_kernels.head import LMHead
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(params=strategies.STRATEGIES)
+def strategy(request, monkeypatch) -> str:
+    monkeypatch.setenv("GRPO_KERNELS_STRATEGY", request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_bfloat16_is_as_exact_as_eager_with_float32_softmax(name, strategy):
+    """Gradients over several batches: the rounding of a single one may cancel by luck."""
+    config, ours, eager = CONFIGS[name], [], []
+    for seed in range(6):
+        batch = half_batch(torch.bfloat16, config, seed)
+        exact = run(batch, config, torch.float64, torch.float64)
+        ours.append(errors(fused(batch, config, "triton"), exact, 1.0))
+        eager.append(errors(run(batch, config, torch.bfloat16, torch.float32), exact, 1.0))
+    found, allowed = root_mean_square(ours), root_mean_square(eager)
+    for key, error in found.items():
+        slack = 1e-5 if key.startswith("metric") else 1e-6
+        assert error <= allowed[key] + slack, f"{key}: {error:.3e}, eager {allowed[key]:.3e}"
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("strategy", ["linear", "anchored"], indirect=True)
+@pytest.mark.parametrize("entropy", [True, False])
+def test_logps_without_logits(monkeypatch, strategy, dtype, entropy):
+    """Under no_grad there is no scratch, and no rounding of logits: 2e-5 even where the product returns 16 bits."""
+    logits, config = [], gk.GRPOConfig(temperature=0.7)
+    call_counter(monkeypatch, LMHead, "logits", logits, lambda *_: 1)
+    batch = half_batch(dtype, config)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # float16 has no anchored way, which is said once
+        found, h = gk.fused_logps(
+            batch.hidden, batch.weight, batch.ids, temperature=0.7, entropy=entropy, backend="triton"
+        )
+    exact, exact_entropy = true_logps(batch, config)
+    assert not logits and (found - exact).abs().max() <= 2e-5
+    assert h is None if not entropy else (h - exact_entropy).abs().max() <= 2e-5
+
+
+@pytest.mark.parametrize("strategy", ["linear", "anchored"], indirect=True)
+def test_strided_hidden_states(strategy):
+    batch = half_batch(torch.bfloat16, gk.GRPOConfig())
+    strided = torch.stack([batch.hidden, batch.hidden], -1)[..., 0]
+    expected = gk.fused_logps(batch.hidden, batch.weight, batch.ids, backend="triton")[0]
+    assert torch.equal(gk.fused_logps(strided, batch.weight, batch.ids, backend="triton")[0], expected)
+
+
+@pytest.mark.parametrize("strategy", ["linear"], indirect=True)
+def test_the_recompute_way_scores_without_logits(monkeypatch, strategy):
+    """Sequences longer than a chunk: logits for the gradient alone."""
+    rows = []
+    call_counter(monkeypatch, LMHead, "logits", rows, lambda self, rows: rows.stop - rows.start)
+    config = gk.GRPOConfig(importance_sampling_level="sequence", chunk_rows=4)
+    found = fused(off_policy(make_batch(3)).head_as(torch.bfloat16), config, "triton")
+    assert sum(rows) == int(found.grads["hidden"].any(-1).sum())
+
+
+@pytest.mark.parametrize("strategy", ["anchored"], indirect=True)
+@pytest.mark.parametrize(("options", "way"), [({}, "anchored"), ({"entropy_coef": 0.1}, "fused")])
+def test_a_gradient_through_the_entropy_needs_logits(monkeypatch, strategy, options, way):
+    ways = []
+    for name in ("anchored", "fused"):
+        call_counter(monkeypatch, Scorer, name, ways, lambda *_, name=name: name)
+    fused(make_batch(0).head_as(torch.bfloat16), gk.GRPOConfig(**options), "triton")
+    assert ways == [way]
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("strategy", ["anchored"], indirect=True)
+def test_padding_may_hold_anything(strategy, static):
+    batch = off_policy(make_batch(3, masked=True, bias=True)).head_as(torch.bfloat16)
+    config = gk.GRPOConfig(static_shapes=static, chunk_rows=7)
+    expected = fused(batch, config, "triton")
+    batch.hidden[~batch.options["completion_mask"]] = torch.nan
+    found = fused(batch, config, "triton")
+    for name, x in expected.grads.items():
+        assert torch.equal(found.grads[name], x) and x.any(), name
+    assert torch.equal(found.logps, expected.logps)
+
+
+def test_the_safe_one_is_the_default():
+    half, single = (torch.zeros(2, 16, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+    kernels = get_backend("triton")
+    assert strategies.choose_strategy(kernels, half, half) == "linear"
+    assert strategies.choose_strategy(kernels, single, single) == "rows"
+    assert strategies.choose_strategy(kernels, half, half.T.contiguous().T) == "rows"
+    assert all(strategies.choose_strategy(get_backend(name), half, half) == "rows" for name in ("cpu", "torch"))
+
+
+def test_one_that_does_not_serve_is_said_once(monkeypatch):
+    monkeypatch.setenv("GRPO_KERNELS_STRATEGY", "anchored")
+    strategies._warn_once.cache_clear()
+    x = torch.zeros(2, 16)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert [strategies.choose_strategy(get_backend("cpu"), x, x) for _ in range(3)] == ["rows"] * 3
+    assert ["GRPO_KERNELS_STRATEGY=anchored does not serve backend 'cpu'" in str(w.message) for w in seen] == [True]
+    monkeypatch.setenv("GRPO_KERNELS_STRATEGY", "fastest")
+    with pytest.raises(ValueError, match="expected one of rows, linear, anchored"):
+        strategies.choose_strategy(get_backend("cpu"), x, x)

@@ -1,0 +1,94 @@
+"""The Triton backend: when it can be used and when not, what it refuses, what it leaves to others."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+
+import pytest
+import torch
+from helpers import assert_close, fused, make_batch, reference
+
+import grpo_kernels as gk
+from grpo_kernels import backends, kernels
+from grpo_kernels.backends import choose_backend, get_backend
+from grpo_kernels.params import FIELD, TABLE_FIELDS, KernelParams
+
+
+def test_what_it_needs_is_said(monkeypatch):
+    import triton
+
+    assert kernels.why_unusable() == ""
+    monkeypatch.setattr(triton, "__version__", "3.3.1+git")
+    assert kernels.why_unusable() == "Triton 3.3.1+git is older than 3.4, which comes with torch 2.8"
+    monkeypatch.setattr(triton, "__version__", "4.0.0")
+    assert kernels.why_unusable() == ""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert kernels.why_unusable() == "Triton needs a GPU, and torch sees none"
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert kernels.why_unusable().startswith("Triton cannot be imported: ")
+
+
+def test_auto_prefers_it_on_a_gpu_and_never_interprets(monkeypatch):
+    assert choose_backend("auto", torch.device("cpu"), torch.float32) == "cpu"
+    monkeypatch.setattr(backends, "_load", lambda name: (object(), ""))
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert choose_backend("auto", torch.device("cuda"), torch.bfloat16) == "triton"
+    assert choose_backend("auto", torch.device("cuda"), torch.float64) == "torch"
+
+
+def table(rows: int) -> torch.Tensor:
+    t = torch.ones(len(TABLE_FIELDS), rows)
+    t[FIELD["entropy_threshold"]] = -math.inf
+    return t
+
+
+WRONG = {
+    "a column-major matrix": (lambda a: a | {"logits": a["logits"].T.contiguous().T}, "contiguous rows"),
+    "another type of logits": (lambda a: a | {"logits": a["logits"].double()}, "logits.*float64"),
+    "a short gradient": (lambda a: a | {"grad": a["grad"][:2]}, r"grad is \(2, 8\)"),
+    "32-bit ids": (lambda a: a | {"ids": a["ids"].int()}, "ids.*int64"),
+    "a long table": (lambda a: a | {"table": table(4)}, "table"),
+    "a strided residual": (lambda a: a | {"residual": torch.empty(6)[::2]}, "residual.*contiguous"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_tensors_are_refused(name):
+    change, message = WRONG[name]
+    given = {"logits": torch.randn(3, 8), "grad": torch.zeros(3, 8), "ids": torch.zeros(3).long(), "table": table(3)}
+    changed = change(given | {"params": KernelParams()})
+    with pytest.raises(ValueError, match=message):
+        get_backend("triton").fused(**changed)
+    assert not given["grad"].any()
+
+
+def test_the_interpreter_notices_a_wrong_address():
+    """What the tests rely on: a kernel that reads past its tensors is caught."""
+    from grpo_kernels.kernels import rows
+
+    logits, ids = torch.randn(3, 8), torch.zeros(3, dtype=torch.int64)
+    short = logits[:, :5]  # eight columns are promised below
+    with pytest.raises(Exception, match="lie outside the launch"):
+        rows.statistics_kernel[(1,)](
+            short, ids, torch.ones(3), torch.empty(3), torch.empty(3, dtype=torch.float64), torch.empty(3),
+            3, 9, 8, rows.scalars(KernelParams()), CAPPED=False, ROWS=4, BLOCK=16,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_target_of_probability_e_to_the_minus_95(dtype):
+    """Exact statistics, and a gradient that pulls with all its weight."""
+    vocab, config = 67, gk.GRPOConfig(surrogate="reinforce")
+    weight = torch.zeros(vocab, 1)
+    weight[0], weight[1] = 95.0, 0.0
+    batch = make_batch(0, vocab=vocab)
+    batch = dataclasses.replace(
+        batch, hidden=torch.ones(4, 6, 1), weight=weight, ids=torch.ones(4, 6, dtype=torch.int64)
+    ).head_as(dtype)
+    found = fused(batch, config, "triton")
+    assert torch.equal(found.logps, torch.full((4, 6), -95.0))
+    if dtype == torch.float32:
+        assert_close(found, reference(batch, config))

@@ -1,0 +1,404 @@
+"""The kernels with a softmax in the epilogue of a matrix product, one by one against float64: linear_logp, anchored."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_kernels.backends.torch_ import TorchBackend
+from grpo_kernels.kernels import matmul
+from grpo_kernels.kernels.anchored import anchored
+from grpo_kernels.kernels.launch import matmul_launch, trial
+from grpo_kernels.kernels.linear_logp import linear_logp
+from grpo_kernels.params import FIELD, KL_ESTIMATORS, SURROGATES, TABLE_FIELDS, KernelParams, RowStats
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PLAIN = KernelParams(surrogate="reinforce", has_base=False)
+NAMES = ("logp", "lse", "entropy")
+ROUNDING = 2.0**-8  # of a value to bfloat16, relative
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class Head(NamedTuple):
+    """Inputs of either kernel; table (fields, N) with weights and advantages of order 1."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    ids: Tensor
+    table: Tensor
+
+    @property
+    def temperature(self) -> Tensor:
+        return self.table[FIELD["temperature"]]
+
+    def logits(self) -> Tensor:
+        logits = self.hidden.double() @ self.weight.double().T
+        return logits if self.bias is None else logits + self.bias.double()
+
+
+def make_head(
+    count: int = 21,
+    width: int = 40,
+    vocab: int = 70,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    bias: bool = True,
+    temperature: bool = True,
+    seed: int = 0,
+) -> Head:
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g)
+
+    ids = torch.randint(vocab, (count,), generator=g)
+    table = torch.zeros(len(TABLE_FIELDS), count)
+    table[FIELD["advantage"]] = normal(count)
+    table[FIELD["base"]] = -math.log(vocab) + 0.5 * normal(count)
+    table[FIELD["ref"]] = -math.log(vocab) + 0.5 * normal(count)
+    for name in ("multiplier", "weight_ratio", "weight_direct", "temperature"):
+        table[FIELD[name]] = 0.5 + torch.rand(count, generator=g)
+    if not temperature:
+        table[FIELD["temperature"]] = 1.0
+    table[FIELD["entropy_threshold"]] = -math.inf
+    head = normal(count, width), normal(vocab, width) * width**-0.5, normal(vocab) * 0.5 if bias else None
+    return Head(*(None if x is None else x.to(DEVICE, dtype) for x in head), ids.to(DEVICE), table.to(DEVICE))
+
+
+def statistics(head: Head, params: KernelParams = PLAIN, *, entropy: bool = True) -> RowStats:
+    return linear_logp(
+        head.hidden, head.weight, head.bias, head.ids, head.temperature.contiguous(), params, entropy=entropy
+    )
+
+
+def exponentials(head: Head, params: KernelParams = PLAIN) -> tuple[RowStats, Tensor, Tensor]:
+    """(statistics, E, v) in buffers that hold something before."""
+    exps = torch.full((len(head.ids), len(head.weight)), 7.0, dtype=torch.bfloat16, device=DEVICE)
+    stats, scale = anchored(head.hidden, head.weight, head.bias, head.ids, head.table, exps, params)
+    return stats, exps, scale
+
+
+def exact(head: Head, params: KernelParams = PLAIN) -> tuple[RowStats, Tensor]:
+    """Statistics and d loss / d logits in float64."""
+    logits = head.logits()
+    grad = torch.empty_like(logits)
+    return TorchBackend().fused(logits, grad, head.ids, head.table.double(), params), grad
+
+
+def assert_statistics(found: RowStats, expected: RowStats, tolerance: float = 4e-6) -> None:
+    for name, x, y in zip(NAMES, found, expected, strict=True):
+        torch.testing.assert_close(x.double(), y.double(), rtol=1e-6, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def assert_gradient(exps: Tensor, scale: Tensor, expected: Tensor, slack: float = 1e-5) -> None:
+    """Every entry but for one rounding to bfloat16."""
+    found = scale.double()[:, None] * exps.double()
+    torch.testing.assert_close(found, expected, rtol=ROUNDING + slack, atol=1e-12)
+
+
+def same_bits(found: RowStats | tuple[Tensor, ...], expected: RowStats | tuple[Tensor, ...]) -> bool:
+    return all(torch.equal(x.nan_to_num(1e30), y.nan_to_num(1e30)) for x, y in zip(found, expected, strict=True))
+
+
+# --- linear_logp ------------------------------------------------------------------------------------------------------
+
+VARIANTS = {
+    "plain": PLAIN,
+    "scale": PLAIN._replace(logit_scale=0.3),
+    "softcap": PLAIN._replace(softcap=2.0, logit_scale=1.5),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_linear_logp(variant, bias, dtype):
+    head = make_head(bias=bias, dtype=dtype)
+    assert_statistics(statistics(head, VARIANTS[variant]), exact(head, VARIANTS[variant])[0])
+
+
+def test_linear_logp_without_entropy():
+    head = make_head()
+    with_it, without = statistics(head), statistics(head, entropy=False)
+    assert same_bits(without[:2], with_it[:2])
+    assert torch.equal(without.entropy, torch.zeros_like(with_it.entropy))
+
+
+@pytest.mark.parametrize(
+    ("count", "width", "vocab"), [(1, 1, 2), (32, 32, 96), (33, 33, 31), (3, 48, 150), (40, 16, 33)]
+)
+def test_linear_logp_of_any_shape(count, width, vocab):
+    head = make_head(count, width, vocab)
+    assert_statistics(statistics(head), exact(head)[0])
+
+
+def widened(x: Tensor) -> Tensor:
+    """x as the front of longer rows whose rest is NaN."""
+    return torch.cat([x, torch.full_like(x[:, :5], math.nan)], 1)[:, : x.shape[1]]
+
+
+def test_rows_may_lie_apart():
+    head = make_head()
+    apart = head._replace(hidden=widened(head.hidden), weight=widened(head.weight))
+    assert same_bits(statistics(apart), statistics(head))
+    for found, expected in zip(exponentials(apart), exponentials(head), strict=True):
+        assert same_bits((*found,), (*expected,))
+
+
+@pytest.mark.parametrize("parts", [1, 2, 5])
+def test_parts_are_combined(parts, monkeypatch):
+    """The largest logit of a row lies in any part: each of them is once the reference of the others."""
+    head = make_head(40, 16, 150, bias=False)
+    head.weight.mul_(6)  # parts differ by many nats
+    monkeypatch.setattr(matmul, "INTERPRETER_PARTS", parts)
+    expected, grad = exact(head)
+    assert_statistics(statistics(head), expected, 2e-5)
+    stats, exps, scale = exponentials(head)
+    assert_statistics(stats, expected, 2e-5)
+    assert_gradient(exps, scale, grad, 1e-4)
+
+
+def test_token_tiles_in_groups(monkeypatch):
+    """Three token tiles in groups of two: the last group is smaller."""
+    head = make_head(70)
+    monkeypatch.setattr(matmul, "GROUP_BYTES", 2 * 32 * head.weight.shape[1] * 2)
+    expected, grad = exact(head)
+    assert_statistics(statistics(head), expected)
+    assert_gradient(*exponentials(head)[1:], grad)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "tiles"), [(1, 1), (1, 501), (32, 501), (128, 501), (64, 1000), (3, 1002), (2000, 7)]
+)
+def test_parts_fill_the_device(tokens, tiles):
+    slots = 132
+    per_part = matmul._tiles_per_part(tokens, tiles, slots)
+    parts = -(-tiles // per_part)
+    assert 1 <= parts <= matmul.MOST_PARTS
+    slowest = -(-tokens * parts // slots) * per_part  # tiles one after the other
+    # No more than one program beyond an even share, and 4 % for waves that are not full.
+    assert slowest <= 1.04 * tokens * tiles / slots + max(2, tiles / matmul.MOST_PARTS)
+
+
+def test_masked_vocabulary():
+    """-inf over whole tiles and parts, in front, between and at the end."""
+    head = make_head(vocab=150)
+    head.bias[:40] = -math.inf
+    head.bias[64:96] = -math.inf
+    head.bias[130:] = -math.inf
+    head.ids.clamp_(40, 63)
+    expected, grad = exact(head)
+    assert_statistics(statistics(head), expected)
+    stats, exps, scale = exponentials(head)
+    assert_statistics(stats, expected)
+    assert_gradient(exps, scale, grad)
+
+
+@pytest.mark.parametrize("offset", [-1e4, 1e4])
+def test_logits_far_from_zero(offset):
+    """Logits that float32 holds exactly: only their differences count, and lse keeps its digits."""
+    head = make_head(dtype=torch.float16, temperature=False)
+    head = head._replace(
+        hidden=(head.hidden * 4).round() / 4,
+        weight=(head.weight * 16).round() / 16,
+        bias=torch.full_like(head.bias, offset),
+    )
+    assert torch.equal(head.logits().float().double(), head.logits())
+    expected, _ = exact(head)
+    assert_statistics(statistics(head), expected, 2e-6)
+    torch.testing.assert_close(statistics(head).lse, expected.lse, rtol=0, atol=4e-7)
+
+    head = head._replace(hidden=head.hidden.bfloat16(), weight=head.weight.bfloat16(), bias=head.bias.bfloat16())
+    expected, grad = exact(head)
+    stats, exps, scale = exponentials(head)
+    assert_statistics(stats, expected, 2e-6)
+    torch.testing.assert_close(stats.lse, expected.lse, rtol=0, atol=4e-7)
+    assert_gradient(exps, scale, grad)
+
+
+@pytest.mark.parametrize("id_", [-100, 70, 2**32 + 3])
+def test_id_outside_the_vocabulary(id_):
+    head = make_head()
+    head.hidden[5] *= 200  # without an anchor, exponentials that would overflow
+    expected = statistics(head), *exponentials(head)
+    head.ids[5] = id_
+    head.table[FIELD["weight_ratio"], 5] = head.table[FIELD["weight_direct"], 5] = 0.0
+    others = torch.arange(len(head.ids), device=DEVICE) != 5
+
+    found = statistics(head)
+    assert found.logp[5].isnan()
+    assert torch.equal(found.lse, expected[0].lse) and torch.equal(found.entropy, expected[0].entropy)
+    assert torch.equal(found.logp[others], expected[0].logp[others])
+
+    stats, exps, scale = exponentials(head)
+    assert stats.logp[5].isnan() and scale[5] == 0.0 and exps[5].isfinite().all()
+    for x, y in zip((*stats, exps, scale), (*expected[1], *expected[2:]), strict=True):
+        assert torch.equal(x[others], y[others])
+
+
+def test_nan_stays_in_its_row():
+    head = make_head()
+    expected = statistics(head), *exponentials(head)
+    head.hidden[5, 3] = math.nan
+    others = torch.arange(len(head.ids), device=DEVICE) != 5
+    found = statistics(head), *exponentials(head)
+    for x, y in zip((*found[0], *found[1], *found[2:]), (*expected[0], *expected[1], *expected[2:]), strict=True):
+        assert torch.equal(x[others], y[others])
+    assert all(x[5].isnan() for x in (*found[0], *found[1]))
+
+
+def test_the_same_bits_twice():
+    head = make_head()
+    assert same_bits(statistics(head), statistics(head))
+    for found, expected in zip(exponentials(head), exponentials(head), strict=True):
+        assert same_bits((*found,), (*expected,))
+
+
+@pytest.mark.parametrize("kernel", ["linear_logp", "anchored"])
+def test_descriptors_fetch_what_pointers_fetch(kernel):
+    def run(head: Head) -> tuple[Tensor, ...]:
+        if kernel == "linear_logp":
+            return tuple(statistics(head))
+        stats, exps, scale = exponentials(head)
+        return *stats, exps, scale
+
+    head = make_head(40, 40, 150)
+    launch = matmul_launch(kernel, DEVICE, 40, 150, torch.bfloat16)
+    with trial(kernel, launch._replace(tma=False)):
+        assert not matmul.prepare(kernel, head.hidden, head.weight).options["TMA"]
+        expected = run(head)
+    with trial(kernel, launch._replace(tma=True)):
+        assert matmul.prepare(kernel, head.hidden, head.weight).options["TMA"]
+        assert same_bits(run(head), expected)
+        # A descriptor needs 16-byte pitches: these rows begin 90 bytes apart.
+        apart = head._replace(hidden=widened(head.hidden))
+        assert not matmul.prepare(kernel, apart.hidden, apart.weight).options["TMA"]
+        assert same_bits(run(apart), expected)
+
+
+# --- anchored ---------------------------------------------------------------------------------------------------------
+
+# Every surrogate and every estimator, with the variants in turn.
+OBJECTIVES = [
+    (surrogate, KL_ESTIMATORS[i % len(KL_ESTIMATORS)], list(VARIANTS)[i % len(VARIANTS)])
+    for i, surrogate in enumerate(SURROGATES)
+]
+
+
+@pytest.mark.parametrize(("surrogate", "kl", "variant"), OBJECTIVES)
+def test_anchored(surrogate, kl, variant):
+    params = VARIANTS[variant]._replace(
+        surrogate=surrogate, kl=kl, has_base=surrogate != "reinforce", bias_correction=kl in ("k3", "k1+"),
+        beta=0.1, delta=3.0, dual_clip=2.5, epsilon_high=5.0 if surrogate == "cispo" else 0.28,
+    )  # fmt: skip
+    head = make_head(bias=variant != "scale", seed=len(surrogate))
+    expected, grad = exact(head, params)
+    assert grad.norm() > 0.1
+    stats, exps, scale = exponentials(head, params)
+    assert_statistics(stats, expected)
+    assert_gradient(exps, scale, grad, 5e-5)
+
+
+@pytest.mark.parametrize(("count", "width", "vocab"), [(1, 1, 2), (32, 32, 96), (33, 33, 31), (3, 48, 150)])
+def test_anchored_of_any_shape(count, width, vocab):
+    head = make_head(count, width, vocab, bias=False)
+    expected, grad = exact(head)
+    stats, exps, scale = exponentials(head)
+    assert_statistics(stats, expected)
+    assert_gradient(exps, scale, grad)
+
+
+def test_exponentials_stay_in_their_rows():
+    head = make_head()
+    expected = exponentials(head)
+    wide = torch.full((len(head.ids) + 1, 77), 7.0, dtype=torch.bfloat16, device=DEVICE)
+    stats, scale = anchored(head.hidden, head.weight, head.bias, head.ids, head.table, wide[:-1, :70], PLAIN)
+    assert same_bits((*stats, wide[:-1, :70], scale), (*expected[0], *expected[1:]))
+    assert (wide[:, 70:] == 7.0).all() and (wide[-1] == 7.0).all()
+
+
+def test_entropy_threshold_drops_tokens():
+    head = make_head()
+    entropy = exact(head)[0].entropy
+    head.table[FIELD["entropy_threshold"]] = entropy.median().float() + 1e-3
+    _, grad = exact(head)
+    silent = (grad == 0).all(1)
+    assert silent.any() and not silent.all()
+    _, exps, scale = exponentials(head)
+    assert_gradient(exps, scale, grad)
+    assert torch.equal(scale == 0, silent)
+
+
+def lead(head: Head, nats: float, rows: slice | None = None) -> Head:
+    """The sampled ids' logits raised by about `nats`, through one more hidden dimension."""
+    count, vocab = len(head.ids), len(head.weight)
+    extra_h = torch.zeros(count, vocab, dtype=head.hidden.dtype, device=DEVICE)
+    chosen = torch.arange(count, device=DEVICE)[rows or slice(None)]
+    extra_h[chosen, head.ids[chosen]] = nats
+    eye = torch.eye(vocab, dtype=head.weight.dtype, device=DEVICE)
+    return head._replace(hidden=torch.cat([head.hidden, extra_h], 1), weight=torch.cat([head.weight, eye], 1))
+
+
+@pytest.mark.parametrize("nats", [12.0, 20.0, 40.0])
+def test_probability_near_one_keeps_its_digits(nats):
+    """logp and d loss / d z_id are of the size of 1 - p, and as exact relative to that as the logits allow."""
+    head = lead(make_head(12, 8, 40, temperature=False), nats)
+    z = head.logits()
+    others = z.masked_fill(torch.nn.functional.one_hot(head.ids, 40).bool(), -math.inf)
+    rest = (others - z.gather(1, head.ids[:, None])).exp().sum(1)
+    assert rest.max() < 2e-3
+    stats, exps, scale = exponentials(head)
+    torch.testing.assert_close(stats.logp.double(), -rest.log1p(), rtol=2e-5, atol=0)
+    g = -head.table[FIELD["weight_direct"]] * head.table[FIELD["advantage"]] * head.table[FIELD["multiplier"]]
+    pull = (scale.double() * exps.gather(1, head.ids[:, None]).squeeze(1).double()) / g.double()
+    torch.testing.assert_close(pull, rest / (1 + rest), rtol=ROUNDING + 5e-5, atol=0)
+
+
+@pytest.mark.parametrize("nats", [45.0, 60.0, 95.0, 400.0])
+@pytest.mark.parametrize("softcap", [0.0, 500.0], ids=["", "softcap"])
+def test_improbable_targets(nats, softcap):
+    """Some rows overflow: the others are as before, and these are exact as well."""
+    few = slice(3, 9, 2)
+    params = PLAIN._replace(softcap=softcap)
+    plain = make_head(18, 8, 40)
+    plain.temperature[3] = 1.0
+    head = lead(plain, -nats, few)
+    expected, grad = exact(head, params)
+    assert expected.logp[3] < -0.8 * nats
+    stats, exps, scale = exponentials(head, params)
+    assert_statistics(stats, expected, 3e-5)
+    assert_gradient(exps, scale, grad, 2e-4)
+    kept = exponentials(lead(plain, 0.0), params)
+    others = torch.ones(18, dtype=torch.bool, device=DEVICE)
+    others[few] = False
+    for x, y in zip((*stats, exps, scale), (*kept[0], *kept[1:]), strict=True):
+        assert torch.equal(x[others], y[others])
+
+
+@pytest.mark.parametrize("nats", [0.0, -40.0, -95.0, -3000.0])
+def test_a_token_without_gradient_adds_nothing(nats):
+    head = lead(make_head(10, 8, 40), nats)
+    head.table[FIELD["advantage"], ::2] = 0.0
+    head.table[FIELD["weight_direct"], 1] = 0.0
+    _, exps, scale = exponentials(head)
+    silent = torch.tensor([True, True] + [i % 2 == 0 for i in range(2, 10)], device=DEVICE)
+    assert torch.equal(scale == 0.0, silent)
+    assert exps.isfinite().all()
+    assert (scale[:, None] * (exps.float() @ head.weight.float())).isfinite().all()
+
+
+def test_a_masked_target():
+    """Probability 0: logp is -inf, and what the gradient is made of stays finite."""
+    head = make_head()
+    head.bias[head.ids[4]] = -math.inf
+    masked = head.ids == head.ids[4]
+    expected, grad = exact(head)
+    stats, exps, scale = exponentials(head)
+    assert (stats.logp[masked] == -math.inf).all() and exps.isfinite().all() and scale.isfinite().all()
+    assert_statistics(stats, expected)
+    assert_gradient(exps, scale, grad)

@@ -1,0 +1,247 @@
+"""`grpo-kernels tune`: what it chooses, what it never chooses, and the table that it leaves. Times are made up here."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+
+import pytest
+import torch
+from triton.runtime.errors import OutOfResources
+
+from grpo_kernels import cli
+from grpo_kernels.kernels import launch, tune
+from grpo_kernels.kernels.launch import MatmulLaunch, RowLaunch, row_launch
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+VOCAB, DTYPE = 1000, torch.bfloat16
+SHAPE = launch.row_shape(VOCAB, DTYPE)
+SHIPPED, FAST, SLOW = RowLaunch(1, 4096, 8), RowLaunch(1, 8192, 16), RowLaunch(1, 2048, 4)
+MILLISECONDS = {SHIPPED: 2.0, FAST: 1.0, SLOW: 3.0}
+BEST, WORST = tune.Choice(FAST, 1.0, 2.0), tune.Choice(SLOW, 3.0, 2.0)
+
+
+@pytest.fixture(autouse=True)
+def _cache_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("GRPO_KERNELS_CACHE", str(tmp_path))
+    launch.forget_tables()
+    yield
+    launch.forget_tables()
+
+
+class FakeKernel:
+    """Its result is right unless its launch is among the `wrong`, or raises what `failures` has for it."""
+
+    def __init__(self, wrong=(), failures=None):
+        self.wrong, self.failures = wrong, failures or {}
+        self.said: list[str] = []
+        self.prepared = False
+        self.launch = None
+        self.subject = tune.Subject("rows", SHAPE, [SHIPPED, FAST, SLOW], self.prepare, self.run)
+
+    def prepare(self):
+        self.prepared = True
+
+    def run(self):
+        assert self.prepared
+        self.prepared = False
+        self.launch = row_launch("rows", DEVICE, VOCAB, DTYPE)
+        if self.launch in self.failures:
+            raise self.failures[self.launch]
+        return torch.full((3,), 1.5 if self.launch in self.wrong else 1.0), torch.ones(2, dtype=torch.bfloat16)
+
+    def timer(self, calls):
+        times = []
+        for call in calls:
+            call.prepare()
+            call.run()
+            times.append(MILLISECONDS[self.launch])
+        return times
+
+    def choose(self):
+        return tune.choose(self.subject, self.timer, self.said.append)
+
+
+def chosen(choice=BEST, subject=None):
+    """Write a choice; returns the table."""
+    path = launch.tuned_path()
+    tune.write_choice(path, launch.architecture(DEVICE), subject or FakeKernel().subject, choice, "some GPU")
+    return json.loads(path.read_text())
+
+
+# --- the choice -------------------------------------------------------------------------------------------------------
+
+
+def test_the_fastest_is_chosen():
+    kernel = FakeKernel()
+    assert kernel.choose() == BEST
+    assert "block=8192 num_warps=16, 1.000 ms; as shipped 2.000 ms" in kernel.said[-1]
+
+
+def test_a_trial_ends():
+    before = row_launch("rows", DEVICE, VOCAB, DTYPE)
+    with launch.trial("rows", SLOW):
+        assert row_launch("rows", DEVICE, VOCAB, DTYPE) == SLOW != before
+    assert row_launch("rows", DEVICE, VOCAB, DTYPE) == before
+    FakeKernel(failures={FAST: RuntimeError()}).choose()
+    assert row_launch("rows", DEVICE, VOCAB, DTYPE) == before
+
+
+def test_a_wrong_result_is_reported_and_never_chosen():
+    kernel = FakeKernel(wrong=[FAST])
+    assert kernel.choose().launch == SHIPPED
+    assert any("block=8192" in line and "WRONG" in line for line in kernel.said)
+
+
+def test_a_candidate_that_fails_is_reported_and_left_out():
+    kernel = FakeKernel(failures={FAST: RuntimeError("no such instruction\nand more")})
+    assert kernel.choose().launch == SHIPPED
+    (line,) = [line for line in kernel.said if "fails" in line]
+    assert "block=8192" in line and line.endswith("RuntimeError: no such instruction")
+
+
+def test_candidates_without_resources_are_counted():
+    kernel = FakeKernel(failures={FAST: OutOfResources(300_000, 232_448, "shared memory")})
+    assert kernel.choose().launch == SHIPPED
+    assert any(line.startswith("  1 candidates need more") for line in kernel.said)
+
+
+def test_what_counts_as_the_same():
+    ones = torch.ones(4)
+    assert tune.same(ones * (1 + 1e-5), ones) and not tune.same(ones * (1 + 1e-3), ones)
+    assert not tune.same(torch.tensor([1.0, float("nan"), 1.0, 1.0]), ones)
+    small = torch.full((4,), 1e-6, dtype=torch.bfloat16)
+    assert tune.same(small * 1.0078125, small) and not tune.same(torch.zeros_like(small), small)
+
+
+# --- candidates -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", tune.SHARED_MEMORY)
+def test_candidates_fit_and_begin_with_the_shipped_one(arch):
+    warp = 64 if arch == "gfx9" else 32
+    rows = tune.row_candidates(arch)
+    assert rows[0] == RowLaunch(**launch.shipped_table()[arch]["rows"]["*"]) and len(set(rows)) == len(rows) > 5
+    assert all(4 <= r.block // (r.num_warps * warp) <= 32 for r in rows)
+    products = tune.matmul_candidates(arch, "anchored")
+    assert products[0] == MatmulLaunch(**launch.shipped_table()[arch]["anchored"]["*"])
+    assert len(set(products)) == len(products) > 5
+    for p in products[1:]:
+        assert p.num_stages * (p.block_m + p.block_v) * p.block_h * 2 <= tune.SHARED_MEMORY[arch]
+        assert arch in ("sm90", "sm100") or not p.tma
+
+
+@pytest.mark.parametrize("kernel", launch.TUNABLE)
+def test_the_subjects_run(kernel, monkeypatch):
+    """Real kernels: on a GPU, or in the interpreter."""
+    monkeypatch.setattr(tune, "architecture", lambda device: "sm90")
+    if kernel == "rows":
+        candidates = [RowLaunch(1, 128, 4), RowLaunch(1, 64, 1)]
+    else:
+        candidates = [MatmulLaunch(16, 64, 32, 4, 2, False), MatmulLaunch(32, 32, 16, 4, 2, False)]
+    for subject in tune.SUBJECTS[kernel](tune.Head(32, 100, torch.float16, 4, DEVICE)):
+        said: list[str] = []
+        backwards = subject._replace(candidates=candidates)
+        choice = tune.choose(backwards, lambda calls: range(len(calls), 0, -1), said.append)  # the last is fastest
+        assert choice.launch == candidates[-1], said
+        assert subject.kernel == kernel and subject.shape in ("100 float32", "100 float16", "32 100 float16")
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def test_the_tuned_table_is_used():
+    arch = launch.architecture(DEVICE)
+    shipped = row_launch("rows", DEVICE, VOCAB, DTYPE)  # fills the caches
+    table = chosen()
+    assert table[arch]["rows"][SHAPE] == FAST._asdict()
+    assert row_launch("rows", DEVICE, VOCAB, DTYPE) == FAST != shipped
+    assert row_launch("rows", DEVICE, VOCAB + 1, DTYPE) == shipped == row_launch("rows", DEVICE, VOCAB, torch.float32)
+    measured = table["measured"][arch]["rows"][SHAPE]
+    assert measured["device"] == "some GPU" and measured["milliseconds"] == 1.0
+    assert set(measured) == {"milliseconds", "shipped_milliseconds", "device", "torch", "triton", "date"}
+
+
+def test_a_table_is_extended():
+    other = tune.Subject("rows", "77 float32", [], print, list)
+    chosen(WORST, other)
+    chosen(WORST)
+    table = chosen()
+    entries = table[launch.architecture(DEVICE)]["rows"]
+    assert entries == {"77 float32": SLOW._asdict(), SHAPE: FAST._asdict()}
+    assert set(table["measured"][launch.architecture(DEVICE)]["rows"]) == set(entries)
+    assert [path.name for path in launch.tuned_path().parent.iterdir()] == ["launch.json"]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"sm90": 3}'])
+def test_a_broken_table_stops_before_anything_is_measured(text):
+    launch.tuned_path().write_text(text)
+    with pytest.raises(tune.TableError, match=r"launch\.json .*--output"):
+        tune.tune(tune.Head(1, 1, DTYPE, 1, DEVICE), ["rows"], launch.tuned_path(), timer=None)
+    with pytest.raises(tune.TableError):
+        chosen()
+    assert launch.tuned_path().read_text() == text
+
+
+def test_a_write_that_fails_leaves_the_old_table(monkeypatch):
+    before = chosen()
+
+    def no_room(*_):
+        raise OSError("no room")
+
+    monkeypatch.setattr(tune.os, "replace", no_room)
+    with pytest.raises(OSError, match="no room"):
+        chosen(WORST)
+    assert json.loads(launch.tuned_path().read_text()) == before
+    assert [path.name for path in launch.tuned_path().parent.iterdir()] == ["launch.json"]
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def command(*arguments: str) -> tuple[int, str]:
+    with contextlib.redirect_stderr(io.StringIO()) as text:
+        status = cli.main(["tune", *arguments])
+    return status, text.getvalue()
+
+
+def test_without_a_gpu(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    status, text = command()
+    assert status == 2 and text.count("\n") == 1 and "GPU" in text
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    status, text = command()
+    assert status == 2 and text.count("\n") == 1 and "TRITON_INTERPRET" in text
+
+
+def test_the_command_tunes_what_it_is_told(monkeypatch, tmp_path):
+    kernel, heads = FakeKernel(), []
+
+    def subjects(head):
+        heads.append(head)
+        return [kernel.subject]
+
+    monkeypatch.setattr(cli, "interpreted", lambda: False)
+    monkeypatch.setattr(cli, "why_unusable", lambda: "")
+    monkeypatch.setattr(tune, "architecture", lambda device: "sm90")
+    monkeypatch.setattr(tune, "gpu_milliseconds", kernel.timer)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
+    monkeypatch.setitem(tune.SUBJECTS, "rows", subjects)
+    path = tmp_path / "new" / "table.json"
+    options = ["--width", "16", "--vocab", "1000", "--dtype", "float16", "--rows", "8", "--kernels", "rows"]
+    assert command(*options, "--output", str(path)) == (0, "")
+    assert heads == [tune.Head(16, 1000, torch.float16, 8, torch.device("cuda"))]
+    assert json.loads(path.read_text())["sm90"]["rows"] == {SHAPE: FAST._asdict()}
+    assert not launch.tuned_path().exists()
+
+    path.write_text("nothing")
+    status, text = command(*options, "--output", str(path))
+    assert status == 1 and text.count("\n") == 1 and str(path) in text
+
+
+def test_an_unknown_kernel_is_refused():
+    with pytest.raises(SystemExit), contextlib.redirect_stderr(io.StringIO()) as text:
+        cli.main(["tune", "--kernels", "rows,colums"])
+    assert "colums" in text.getvalue() and "linear_logp" in text.getvalue()

@@ -1,0 +1,158 @@
+"""Triton's interpreter made fit for tests without a GPU: bfloat16 repaired, every address checked.
+
+Unrepaired (Triton 3.4 to 3.7) it holds bfloat16 as uint16, truncates float32 to it, and multiplies bit patterns in
+tl.dot. `install` must come before the first launch; it needs TRITON_INTERPRET=1 before the kernels are imported.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+Builder, Handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+
+
+class OutOfBounds(IndexError):
+    """A kernel touched memory outside the tensors of its launch."""
+
+
+def install() -> None:
+    _repair_bfloat16()
+    _check_addresses()
+    _patch_once()
+
+
+# --- bfloat16 -------------------------------------------------------------------------------------------------------
+
+
+def to_float32(bits: np.ndarray) -> np.ndarray:
+    return (np.ascontiguousarray(bits).astype(np.uint32) << 16).view(np.float32)
+
+
+def to_bfloat16(x: np.ndarray) -> np.ndarray:
+    """Bits of the nearest bfloat16, ties to even."""
+    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(x), np.uint16(0x7FC0), rounded)
+
+
+def _widen(handle: Any) -> Any:
+    return Handle(to_float32(handle.data), tl.float32) if handle.dtype.scalar == tl.bfloat16 else handle
+
+
+def _repair_bfloat16() -> None:
+    cast, dot, binary = Builder.cast_impl, Builder.create_dot, Builder.binary_op
+
+    def cast_impl(self, source, target):
+        source_type, target_type = source.dtype.scalar, target.scalar
+        if source_type == tl.bfloat16 and target_type != tl.bfloat16:
+            wide = _widen(source)
+            return wide if target_type == tl.float32 else cast(self, wide, target)
+        if target_type == tl.bfloat16 and source_type != tl.bfloat16:
+            return Handle(to_bfloat16(source.data.astype(np.float32)), tl.bfloat16)
+        return cast(self, source, target)
+
+    def create_dot(self, a, b, accumulator, *rest):
+        return dot(self, _widen(a), _widen(b), accumulator, *rest)
+
+    def binary_op(self, left, right, op):
+        assert left.dtype.scalar != tl.bfloat16, "the kernels compute in float32; bfloat16 is for memory and tl.dot"
+        return binary(self, left, right, op)
+
+    Builder.cast_impl = Builder.create_fp_to_fp = lambda self, x, target, *_: cast_impl(self, x, target)
+    Builder.create_dot, Builder.binary_op = create_dot, binary_op
+
+
+# --- speed ----------------------------------------------------------------------------------------------------------
+
+
+def _patch_once() -> None:
+    """A launch patches triton.language, and each function that a kernel calls would again: a third of all the time."""
+    patch = interpreter._patch_lang
+    done: set[str] = set()
+
+    def patch_lang(function):
+        modules = {x.__name__ for x in function.__globals__.values() if x is tl or x is tl.core}
+        if modules and modules <= done:
+            return None
+        scope = patch(function)
+        done.update(modules)
+        restore = scope.restore
+
+        def undo() -> None:  # called at the end of a launch
+            restore()
+            done.clear()
+
+        scope.restore = undo
+        return scope
+
+    interpreter._patch_lang = patch_lang
+
+
+# --- addresses ------------------------------------------------------------------------------------------------------
+
+
+def _check_addresses() -> None:
+    """Every unmasked lane of a load or store must lie inside a tensor of the launch."""
+    spans = np.zeros((0, 2), np.uint64)  # of the launch in progress: disjoint, in order
+    prepare, load, store = (
+        interpreter.GridExecutor._init_args_hst,
+        Builder.create_masked_load,
+        Builder.create_masked_store,
+    )
+
+    def init_args(self, arguments, options):
+        nonlocal spans
+        prepared = prepare(self, arguments, options)
+        spans = _merged(sorted(_extents([*prepared[0], *prepared[1].values()])))
+        return prepared
+
+    def check(what: str, pointers: Any, mask: Any) -> None:
+        address = pointers.data.ravel()
+        on = np.ones(address.shape, bool)
+        if mask is not None:
+            on = np.broadcast_to(mask.data, pointers.data.shape).ravel()
+        size = np.uint64(max(1, pointers.get_element_ty().primitive_bitwidth // 8))
+        before = np.searchsorted(spans[:, 0], address, side="right").astype(np.int64) - 1
+        bad = on & ((before < 0) | (address + size > spans[np.maximum(before, 0), 1]))
+        if bad.any():
+            raise OutOfBounds(f"{what}: {int(bad.sum())} of {int(on.sum())} addresses lie outside the launch's tensors")
+
+    def create_masked_load(self, pointers, mask, *rest, **options):
+        check("load", pointers, mask)
+        return load(self, pointers, mask, *rest, **options)
+
+    def create_masked_store(self, pointers, value, mask, *rest, **options):
+        check("store", pointers, mask)
+        return store(self, pointers, value, mask, *rest, **options)
+
+    interpreter.GridExecutor._init_args_hst = init_args
+    Builder.create_masked_load, Builder.create_masked_store = create_masked_load, create_masked_store
+
+
+def _extents(arguments: Any) -> list[tuple[int, int]]:
+    """[first byte, end) of every tensor view among a launch's arguments."""
+    found = []
+    for x in arguments:
+        if isinstance(x, tuple):
+            found += _extents(x)
+        elif hasattr(x, "base") and hasattr(x, "block_shape"):  # a tensor descriptor
+            found += _extents([x.base])
+        elif hasattr(x, "data_ptr") and x.numel():
+            view = interpreter._unwrap_tensor(x)
+            elements = 1 + sum((size - 1) * stride for size, stride in zip(view.size(), view.stride(), strict=True))
+            found.append((view.data_ptr(), view.data_ptr() + elements * view.element_size()))
+    return found
+
+
+def _merged(extents: list[tuple[int, int]]) -> np.ndarray:
+    merged: list[list[int]] = []
+    for first, end in extents:
+        if merged and first <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], end)
+        else:
+            merged.append([first, end])
+    return np.array(merged or [[0, 0]], np.uint64)
