@@ -24,11 +24,12 @@ def strategy(request, monkeypatch) -> str:
     return request.param
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("strategy", ["anchored"], indirect=True)  # the others are those of test_precision.py
+@pytest.mark.parametrize("name", ["grpo", "cispo"])  # of those, what it serves
 def test_bfloat16_is_as_exact_as_eager_with_float32_softmax(name, strategy):
     """Gradients over several batches: the rounding of a single one may cancel by luck."""
     config, ours, eager = CONFIGS[name], [], []
-    for seed in range(6):
+    for seed in range(4):
         batch = half_batch(torch.bfloat16, config, seed)
         exact = run(batch, config, torch.float64, torch.float64)
         ours.append(errors(fused(batch, config, "triton"), exact, 1.0))
