@@ -103,7 +103,9 @@ def test_without_gradients_there_are_logps_and_metrics_alone(products, backend):
     with torch.no_grad():
         out = gk.fused_grpo_loss(leaf, batch.weight.requires_grad_(), batch.ids, batch.advantages, backend=backend)
     assert products() == {"logits": before + 24, "dhidden": 24, "dweight": 24}
-    assert not out.loss.requires_grad and torch.equal(out.logps, expected.logps)
+    # The CUDA kernels sum a row in another order where no gradient follows.
+    assert not out.loss.requires_grad
+    assert (out.logps - expected.logps).abs().max() <= (1e-6 if backend == "cuda" else 0.0)
     assert torch.equal(out.metrics["entropy"], expected.metrics["entropy"])
 
 
@@ -263,10 +265,11 @@ def test_autocast_equals_inputs_that_were_cast(backend):
     batch = make_batch(0, bias=True)
     half = batch.head_as(torch.bfloat16)
     expected = fused(half, backend=backend)
+    scored, _ = gk.fused_logps(half.hidden, half.weight, half.ids, lm_head_bias=half.bias, backend=backend)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = fused(batch, backend=backend)
         logps, _ = gk.fused_logps(batch.hidden, batch.weight, batch.ids, lm_head_bias=batch.bias, backend=backend)
     for name, x in found.grads.items():
         assert x.dtype == torch.float32 and torch.equal(x, expected.grads[name].float())
-    assert torch.equal(found.loss, expected.loss) and torch.equal(logps, expected.logps)
+    assert torch.equal(found.loss, expected.loss) and torch.equal(logps, scored)
     assert found.loss.dtype == torch.float32

@@ -53,9 +53,10 @@ def test_map_of_files():
     """The architecture section names every module, and only those that exist."""
     section = README.split("**The map.**")[1].split("**Dependencies**")[0]
     package = section.split("csrc/")[0]
-    modules = {path.name for path in (ROOT / "grpo_kernels").glob("*.py")} - {"__init__.py"}
+    paths = [*(ROOT / "grpo_kernels").glob("*.py"), *(ROOT / "grpo_kernels" / "backends").glob("*.py")]
+    modules = {path.name for path in paths} - {"__init__.py"}
     named = {f"{word}.py" if "." not in word else word for word in re.findall(r"\b\w+\.py\b", package)}
-    assert named == modules | {"torch_.py", "native.py"}
+    assert named == modules
     assert set(re.findall(r"\w+\.h\b", section)) <= {path.name for path in (ROOT / "csrc").rglob("*.h")}
 
 
