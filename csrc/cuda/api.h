@@ -1,0 +1,52 @@
+// The seam of the CUDA backend: device pointers in, kernels queued on a stream, nothing waited for. Everything here is
+// callable without Python's lock, and throws std::exception subclasses before anything is launched.
+#pragma once
+#include <stddef.h>
+
+#include "../args.h"
+
+namespace gk::cuda {
+
+using Stream = void*;  // a cudaStream_t
+
+void fused(const RowArgs& args, Stream stream);
+void stats(const RowArgs& args, Stream stream);
+void gradient(const RowArgs& args, Stream stream);
+
+// out is (4, tokens): value, d_ratio, d_direct, kl.
+void objective_tokens(int64_t tokens, const float* log_ratio, const float* logp, const float* entropy,
+                      const float* table, int64_t table_pitch, const Params& params, float* out, Stream stream);
+
+// `workspace`: reduce_workspace(sequences) bytes of device memory, for sums in double.
+size_t reduce_workspace(int64_t sequences);
+void reduce(const ReduceArgs& args, void* workspace, Stream stream);
+
+void group_statistics(const float* rewards, const int64_t* group_index, int64_t count, int64_t groups, int32_t scale,
+                      int32_t baseline, int64_t ddof, double eps, float* advantages, float* mean, float* std,
+                      Stream stream);
+
+// --- products with the softmax in their epilogue; 16-bit hidden states and weight, compute capability 9.0 ------------
+
+struct HeadArgs {
+    const void* hidden;        // (rows, width), `hidden_pitch` elements between rows
+    const void* weight;        // (vocab, width)
+    const float* bias;         // (vocab,) or null
+    const int64_t* ids;        // (rows,)
+    const float* temperature;  // (rows,)
+    const float* table;        // (kFieldCount, rows), anchored only
+    void* exponentials;        // (rows, vocab) bfloat16, anchored only, written
+    float* scale;              // (rows,), anchored only, written: d loss / d logits = scale * exponentials
+    float* logp;
+    double* lse;
+    float* entropy;  // may be null: not wanted
+    int64_t rows, width, vocab, hidden_pitch, weight_pitch, exponentials_pitch, table_pitch;
+    int32_t dtype;
+    Params params;
+};
+
+bool serves_head(const HeadArgs& args);  // alignment, type and device allow the two functions below
+size_t head_workspace(const HeadArgs& args);
+void linear_logp(const HeadArgs& args, void* workspace, Stream stream);
+void anchored(const HeadArgs& args, void* workspace, Stream stream);
+
+}  // namespace gk::cuda

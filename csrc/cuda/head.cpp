@@ -1,0 +1,134 @@
+// Host side of the head kernels of compute capability 9.0: what they serve, their schedule and their launches.
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "api.h"
+#include "driver.h"
+#include "head_schedule.h"
+
+namespace gk::cuda {
+
+using namespace head;
+
+namespace {
+
+constexpr int64_t kMostRows = 1 << 30;     // rows, columns and items are counted in 32 bits
+constexpr int64_t kGroupBytes = 16 << 20;  // of hidden states in the L2 cache: a third to a quarter of it
+constexpr int64_t kMostParts = 256;        // bounds the workspace
+constexpr double kItemStart = 0.05;        // what an item costs beyond its tiles, in tiles
+constexpr int64_t kManyRowTiles = 16;      // from here on an unused one does not matter
+constexpr int kRepairsPerMultiprocessor = 4;
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Pairs of blocks share the weight's tiles, unless half of the last pair would be a noticeable part of all.
+uint32_t cluster_size(int64_t row_tiles) { return row_tiles % 2 == 0 || row_tiles >= kManyRowTiles ? 2 : 1; }
+
+// Least waves of items x length of an item.
+int64_t tiles_per_part(int64_t row_blocks, int64_t tiles, int64_t clusters) {
+    int64_t best = tiles;
+    double least = 0;
+    for (int64_t per_part = divide_up(tiles, kMostParts); per_part <= tiles; per_part++) {
+        const int64_t waves = divide_up(row_blocks * divide_up(tiles, per_part), clusters);
+        const double time = static_cast<double>(waves) * (static_cast<double>(per_part) + kItemStart);
+        if (least == 0 || time < least) {
+            least = time;
+            best = per_part;
+        }
+    }
+    return best;
+}
+
+Schedule make_schedule(const HeadArgs& args) {
+    const int64_t row_tiles = divide_up(args.rows, kTileRows), tiles = divide_up(args.vocab, kTileColumns);
+    const int64_t cluster = cluster_size(row_tiles), row_blocks = divide_up(row_tiles, cluster);
+    const int64_t clusters = std::max<int64_t>(1, current_device().multiprocessors / cluster);
+    const int64_t per_part = tiles_per_part(row_blocks, tiles, clusters);
+    const int64_t group = std::clamp<int64_t>(kGroupBytes / (cluster * kTileRows * args.width * 2), 1, row_blocks);
+    const auto word = [](int64_t x) { return static_cast<uint32_t>(x); };
+    return {word(cluster), word(row_blocks), word(tiles), word(per_part), word(divide_up(tiles, per_part)),
+            word(group)};
+}
+
+// ---- workspace: partial results, then one entry per row of the others -----------------------------------------------
+constexpr int64_t kPlanes = 3;
+constexpr int64_t kPerRow = 3 * sizeof(float) + 1;  // y_ids, slope_ids, entropy where the caller wants none; overflown
+
+int64_t partial_count(const HeadArgs& args, const Schedule& schedule) { return kPlanes * schedule.parts * args.rows; }
+
+KernelArgs make_kernel_args(const HeadArgs& args, void* workspace) {
+    KernelArgs k = {};
+    k.head = args;
+    k.schedule = make_schedule(args);
+    k.partials = static_cast<double*>(workspace);
+    auto* floats = reinterpret_cast<float*>(k.partials + partial_count(args, k.schedule));
+    k.y_ids = floats;
+    k.slope_ids = floats + args.rows;
+    if (!k.head.entropy) k.head.entropy = floats + 2 * args.rows;
+    k.overflown = reinterpret_cast<uint8_t*>(floats + 3 * args.rows);
+    encode_tensor_map({args.hidden, args.dtype, args.rows, args.width, args.hidden_pitch, kTileRows}, &k.hidden);
+    encode_tensor_map({args.weight, args.dtype, args.vocab, args.width, args.weight_pitch, kTileRows}, &k.weight);
+    return k;
+}
+
+// ---- launches -------------------------------------------------------------------------------------------------------
+void launch_product(const char* name, const KernelArgs& k, Stream stream) {
+    const std::string kernel = std::string("gk_") + name + (k.head.dtype == kBFloat16 ? "_bfloat16" : "_float16") +
+                               (k.head.params.softcap != 0.f ? "_softcap" : "");
+    const uint32_t clusters = std::max(1, current_device().multiprocessors / static_cast<int>(k.schedule.cluster));
+    const uint32_t grid = std::min(clusters, item_count(k.schedule)) * k.schedule.cluster;
+    launch(kernel.c_str(), {grid, kProductThreads, kProductShared, k.schedule.cluster, stream}, k);
+}
+
+void launch_rows(const char* kernel, const KernelArgs& k, int64_t blocks, Stream stream) {
+    launch(kernel, {static_cast<unsigned>(blocks), kRowThreads, kRowShared, 1, stream}, k);
+}
+
+bool aligned(const void* base, int64_t pitch) { return reinterpret_cast<uintptr_t>(base) % 16 == 0 && pitch % 8 == 0; }
+
+bool countable(int64_t x) { return x > 0 && x <= kMostRows; }
+
+void require_served(const HeadArgs& args) {
+    if (!serves_head(args))
+        throw std::invalid_argument(
+            "the fused head needs bfloat16 or float16, rows at multiples of 16 bytes, and a GPU of compute capability "
+            "9.0");
+}
+
+}  // namespace
+
+bool serves_head(const HeadArgs& args) {
+    return (args.dtype == kBFloat16 || args.dtype == kFloat16) && countable(args.rows) && countable(args.width) &&
+           countable(args.vocab) && aligned(args.hidden, args.hidden_pitch) &&
+           aligned(args.weight, args.weight_pitch) &&
+           (!args.exponentials || aligned(args.exponentials, args.exponentials_pitch)) &&
+           current_device().capability == 90 && std::strcmp(image_for(90), "sm_90a") == 0;
+}
+
+size_t head_workspace(const HeadArgs& args) {
+    return partial_count(args, make_schedule(args)) * sizeof(double) + args.rows * kPerRow;
+}
+
+void linear_logp(const HeadArgs& args, void* workspace, Stream stream) {
+    require_served(args);
+    const KernelArgs k = make_kernel_args(args, workspace);
+    launch_product("linear_logp", k, stream);
+    launch_rows("gk_head_combine_statistics", k, divide_up(args.rows, kRowsPerBlock), stream);
+}
+
+void anchored(const HeadArgs& args, void* workspace, Stream stream) {
+    require_served(args);
+    KernelArgs k = make_kernel_args(args, workspace);
+    k.head.temperature = args.table + kTemperature * args.table_pitch;
+    encode_tensor_map({args.exponentials, kBFloat16, args.rows, args.vocab, args.exponentials_pitch, kStoredRows},
+                      &k.exponentials);
+    launch_rows("gk_head_sampled_logits", k, divide_up(args.rows, kRowThreads / 32), stream);
+    launch_product("exponentials", k, stream);
+    launch_rows("gk_head_scale_rows", k, divide_up(args.rows, kRowsPerBlock), stream);
+    const int64_t repairs = kRepairsPerMultiprocessor * current_device().multiprocessors;
+    launch_rows("gk_head_repair_rows", k, std::min(args.rows, repairs), stream);
+}
+
+}  // namespace gk::cuda

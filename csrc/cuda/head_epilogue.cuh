@@ -1,0 +1,250 @@
+// What becomes of a finished 64 x 256 tile in the registers of a warpgroup. An epilogue is made per item, gets the
+// tiles of the item in order, and in the end writes what its rows have gathered. A thread gathers for itself: four
+// threads share a row, and only the end brings them together, in fixed order.
+//
+// Per logit: LinearLogp 1 exponential and about 8 other instructions, Exponentials the same and 2 bytes written.
+#pragma once
+#include "fragment.h"
+#include "head_logits.cuh"
+#include "head_schedule.h"
+
+namespace gk::cuda::head {
+
+constexpr int kPatchBytes = kStoredRows * kBoxBytes;  // the rows of a warp
+
+GK_DEVICE bool in_tile(int id, int first_column) {
+    return static_cast<uint32_t>(id) - static_cast<uint32_t>(first_column) < static_cast<uint32_t>(kTileColumns);
+}
+
+// The two rows of a thread.
+struct RowPair {
+    int64_t row[2];
+    int id[2];  // sampled column, -1 for none
+    float to_exponent[2];
+
+    GK_DEVICE RowPair(const HeadArgs& head, int64_t first_row, int thread) {
+        GK_UNROLL for (int half = 0; half < 2; half++) {
+            row[half] = first_row + Fragment::row(thread, half);
+            const bool live = row[half] < head.rows;
+            id[half] = live ? column_of(head.ids[row[half]], head.vocab) : -1;
+            to_exponent[half] = make_scales(head.params, live ? head.temperature[row[half]] : 1.f).to_exponent;
+        }
+    }
+
+    GK_DEVICE bool need_care(int first_column, int vocab) const {
+        return first_column + kTileColumns > vocab || in_tile(id[0], first_column) || in_tile(id[1], first_column);
+    }
+};
+
+GK_DEVICE void add_bias(Fragment& u, const float* bias, int column, int vocab) {
+    GK_UNROLL for (int group = 0; group < Fragment::kGroups; group++) {
+        GK_UNROLL for (int pair = 0; pair < 2; pair++) {
+            const int j = column + 8 * group + pair;
+            const float b = j < vocab ? bias[j] : 0.f;
+            u.value[Fragment::index(group, 0, pair)] += b;
+            u.value[Fragment::index(group, 1, pair)] += b;
+        }
+    }
+}
+
+// Few tiles hold a sampled id or the end of the vocabulary: what follows is for those.
+GK_DEVICE float value_at(const Fragment& u, int half, int id, int column) {
+    float found = 0.f;
+    GK_UNROLL for (int group = 0; group < Fragment::kGroups; group++) {
+        GK_UNROLL for (int pair = 0; pair < 2; pair++) {
+            if (column + 8 * group + pair == id) found = u.value[Fragment::index(group, half, pair)];
+        }
+    }
+    return found;
+}
+
+// The sampled column (-1 for none) and what lies past the end of the vocabulary become `absent`.
+GK_DEVICE void blank(Fragment& u, int half, int id, int column, int vocab, float absent) {
+    GK_UNROLL for (int group = 0; group < Fragment::kGroups; group++) {
+        GK_UNROLL for (int pair = 0; pair < 2; pair++) {
+            float& value = u.value[Fragment::index(group, half, pair)];
+            const int j = column + 8 * group + pair;
+            value = j == id || j >= vocab ? absent : value;
+        }
+    }
+}
+
+// ---- statistics: running maximum, sum and moment; the sampled id's logit -------------------------------------------
+template <bool kCapped>
+class LinearLogp {
+  public:
+    GK_DEVICE LinearLogp(const KernelArgs& args, int64_t first_row, int thread, uint32_t)
+        : args_(args), rows_(args.head, first_row, thread), lane_(thread % 32) {
+        sums_[0] = sums_[1] = Sums<double>{-infinity(), 0.0, 0.0};
+    }
+
+    GK_DEVICE void add(Fragment& u, int first_column) {
+        const HeadArgs& head = args_.head;
+        const int vocab = static_cast<int>(head.vocab), column = first_column + Fragment::first_column(lane_);
+        if (head.bias) add_bias(u, head.bias, column, vocab);
+        if (kCapped) {
+            const Scales scales = make_scales(head.params, 1.f);
+            GK_UNROLL for (float& value : u.value) { value = to_logit<true>(scales, value).y; }
+        }
+        if (rows_.need_care(first_column, vocab)) {
+            GK_UNROLL for (int half = 0; half < 2; half++) {
+                const int id = rows_.id[half];
+                const float y = value_at(u, half, id, column);
+                if (in_tile(id, first_column) && id % 8 / 2 == lane_ % 4) args_.y_ids[rows_.row[half]] = y;
+                blank(u, half, -1, column, vocab, -infinity());
+            }
+        }
+        extend(u);
+    }
+
+    GK_DEVICE void finish(uint32_t part) {
+        const Schedule& schedule = args_.schedule;
+        const int64_t count = args_.head.rows, plane = schedule.parts * count;
+        GK_UNROLL for (int half = 0; half < 2; half++) {
+            Sums<double> sums = sums_[half];
+            GK_UNROLL for (int step = 1; step <= 2; step *= 2) {
+                const Sums<double> other = {shuffle_xor(sums.top, step), shuffle_xor(sums.exps, step),
+                                            shuffle_xor(sums.moment, step)};
+                sums = merge(sums, other, rows_.to_exponent[half]);
+            }
+            if (lane_ % 4 != 0 || rows_.row[half] >= count) continue;
+            double* at = args_.partials + part * count + rows_.row[half];
+            at[0] = sums.top;
+            at[plane] = sums.exps;
+            at[2 * plane] = sums.moment;
+        }
+    }
+
+    GK_DEVICE static void drain() {}
+
+  private:
+    GK_DEVICE void extend(const Fragment& y) {
+        float top[2][2] = {{-infinity(), -infinity()}, {-infinity(), -infinity()}};
+        GK_UNROLL for (int i = 0; i < Fragment::kGroups * 4; i++) {
+            float& highest = top[i / 2 % 2][i % 2];
+            highest = fmaxf(highest, y.value[i]);  // skips NaN
+        }
+        float exps[2][2] = {}, moment[2][2] = {}, origin[2];
+        GK_UNROLL for (int half = 0; half < 2; half++) {
+            const float rising = fmaxf(sums_[half].top, fmaxf(top[half][0], top[half][1]));
+            sums_[half] = raise(sums_[half], rising, rows_.to_exponent[half]);
+            origin[half] = origin_of(rising);
+        }
+        GK_UNROLL for (int i = 0; i < Fragment::kGroups * 4; i++) {
+            const int half = i / 2 % 2, pair = i % 2;
+            const float t = exponent(y.value[i], origin[half], rows_.to_exponent[half]);
+            const float e = exp2_fast(t);
+            exps[half][pair] += e;
+            moment[half][pair] += e * t;
+        }
+        GK_UNROLL for (int half = 0; half < 2; half++) {
+            sums_[half].exps += exps[half][0] + exps[half][1];
+            sums_[half].moment += moment[half][0] + moment[half][1];
+        }
+    }
+
+    const KernelArgs& args_;
+    const RowPair rows_;
+    const int lane_;
+    Sums<double> sums_[2];
+};
+
+// ---- exponentials relative to the sampled token; their sum and moment without it -----------------------------------
+// Stands for a logit that adds nothing: far below every other, and not -inf, which a logit may be.
+constexpr float kAbsent = -3.4e38f;
+
+template <bool kCapped>
+class Exponentials {
+  public:
+    GK_DEVICE Exponentials(const KernelArgs& args, int64_t first_row, int thread, uint32_t patches)
+        : args_(args),
+          rows_(args.head, first_row, thread),
+          lane_(thread % 32),
+          warp_row_(static_cast<int>(first_row) + thread / 32 * kStoredRows),
+          patches_(patches),
+          policy_(evict_first()) {
+        GK_UNROLL for (int half = 0; half < 2; half++) {
+            y_id_[half] = rows_.row[half] < args.head.rows ? args.y_ids[rows_.row[half]] : 0.f;
+            rest_[half] = moment_[half] = 0.0;
+        }
+    }
+
+    GK_DEVICE void add(Fragment& u, int first_column) {
+        const HeadArgs& head = args_.head;
+        const int vocab = static_cast<int>(head.vocab), column = first_column + Fragment::first_column(lane_);
+        if (head.bias) add_bias(u, head.bias, column, vocab);
+        if (rows_.need_care(first_column, vocab)) {
+            blank(u, 0, rows_.id[0], column, vocab, kAbsent);
+            blank(u, 1, rows_.id[1], column, vocab, kAbsent);
+        }
+        float exps[2][2] = {}, moment[2][2] = {};
+        GK_UNROLL for (int patch = 0; patch < kTileColumns / kBoxColumns; patch++) {
+            const uint32_t source = patches_ + patch % 2 * kPatchBytes;
+            if (lane_ == 0) tma_store_wait<1>();  // the store of the last patch but one has read this memory
+            warp_sync();
+            fill(u, patch, source, exps, moment);
+            fence_shared_for_tma();
+            warp_sync();
+            // Also where all of it lies outside of the matrix, or tma_store_wait would count wrong.
+            if (lane_ == 0)
+                tma_store(&args_.exponentials, first_column + patch * kBoxColumns, warp_row_, source, policy_);
+        }
+        GK_UNROLL for (int half = 0; half < 2; half++) {
+            rest_[half] += exps[half][0] + exps[half][1];
+            moment_[half] += moment[half][0] + moment[half][1];
+        }
+    }
+
+    GK_DEVICE void finish(uint32_t part) {
+        const int64_t count = args_.head.rows, plane = args_.schedule.parts * count;
+        GK_UNROLL for (int half = 0; half < 2; half++) {
+            double rest = rest_[half], moment = moment_[half];
+            GK_UNROLL for (int step = 1; step <= 2; step *= 2) {
+                rest += shuffle_xor(rest, step);
+                moment += shuffle_xor(moment, step);
+            }
+            if (lane_ % 4 != 0 || rows_.row[half] >= count) continue;
+            double* at = args_.partials + part * count + rows_.row[half];
+            at[0] = rest;
+            at[plane] = moment;
+        }
+    }
+
+    GK_DEVICE static void drain() {  // shared memory has to live until the stores have read it
+        if (lane_index() == 0) tma_store_wait<0>();
+    }
+
+  private:
+    GK_DEVICE void fill(const Fragment& u, int patch, uint32_t source, float (&exps)[2][2], float (&moment)[2][2]) {
+        const Scales scales = make_scales(args_.head.params, 1.f);
+        // The swizzle of a box: piece `group` of row r lies at piece group ^ (r % 8).
+        const uint32_t at = source + lane_ / 4 * (kBoxBytes + 16) + lane_ % 4 * 4;
+        GK_UNROLL for (int group = 0; group < kBoxColumns / 8; group++) {
+            GK_UNROLL for (int half = 0; half < 2; half++) {
+                float stored[2];
+                GK_UNROLL for (int pair = 0; pair < 2; pair++) {
+                    const float value = u.value[Fragment::index(patch * (kBoxColumns / 8) + group, half, pair)];
+                    Logit logit = to_logit<kCapped>(scales, value);
+                    if (kCapped && value == kAbsent) logit.y = kAbsent;
+                    const float t = exponent(logit.y, y_id_[half], rows_.to_exponent[half]);
+                    const float bounded = min_or_nan(t, kHighestExponent);
+                    const float e = exp2_fast(bounded);
+                    exps[half][pair] += e;
+                    moment[half][pair] += e * bounded;
+                    stored[pair] = kCapped ? e * logit.slope : e;
+                }
+                store_shared((at ^ group << 4) + half * 8 * kBoxBytes, to_bfloats(stored[0], stored[1]));
+            }
+        }
+    }
+
+    const KernelArgs& args_;
+    const RowPair rows_;
+    const int lane_, warp_row_;
+    const uint32_t patches_;
+    const uint64_t policy_;
+    float y_id_[2];
+    double rest_[2], moment_[2];
+};
+
+}  // namespace gk::cuda::head

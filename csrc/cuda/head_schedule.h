@@ -1,0 +1,53 @@
+// Which block computes which tiles of hidden weight^T, and what the kernels of one call receive.
+// Plain C++17, for host and device.
+#pragma once
+#include "../objective.h"
+#include "api.h"
+#include "tensor_map.h"
+
+namespace gk::cuda::head {
+
+constexpr int kTileRows = 128, kTileColumns = 256;
+constexpr int kStoredRows = 16;  // of a box of exponentials
+
+constexpr int kProductThreads = 384, kProductShared = 230464;  // of a product's block; bytes
+constexpr int kRowThreads = 256, kRowShared = 2048;            // of the other kernels
+constexpr int kRowsPerBlock = 32;                              // where parts are combined
+
+// An item is one block of rows by one part of the vocabulary. Clusters take items in turn; those at work at one time
+// form a block of `group` row blocks by some parts: their hidden states stay in the L2 cache, and a tile of the weight
+// is read from memory once per group.
+struct Schedule {
+    uint32_t cluster;     // blocks that share each tile of the weight, with kTileRows rows each
+    uint32_t row_blocks;  // of cluster * kTileRows rows
+    uint32_t tiles;       // of kTileColumns columns
+    uint32_t per_part;    // tiles of a part, the last one may have fewer
+    uint32_t parts;
+    uint32_t group;
+};
+
+struct Item {
+    uint32_t row_block, part, first_tile, last_tile;
+};
+
+GK_HD uint32_t item_count(const Schedule& s) { return s.row_blocks * s.parts; }
+
+GK_HD Item place(const Schedule& s, uint32_t item) {
+    const uint32_t first = item / (s.group * s.parts) * s.group;
+    const uint32_t left = s.row_blocks - first, blocks = left < s.group ? left : s.group;
+    const uint32_t inside = item - first * s.parts, part = inside / blocks;
+    const uint32_t first_tile = part * s.per_part, end = first_tile + s.per_part;
+    return {first + inside % blocks, part, first_tile, end < s.tiles ? end : s.tiles};
+}
+
+struct KernelArgs {
+    TensorMap hidden, weight, exponentials;
+    HeadArgs head;
+    Schedule schedule;
+    double* partials;  // (planes, parts, rows): maximum, sum, moment; or sum and moment of the anchored exponentials
+    float* y_ids;      // (rows,) logits of the sampled ids under the softcap
+    float* slope_ids;  // (rows,) its slope there
+    uint8_t* overflown;
+};
+
+}  // namespace gk::cuda::head

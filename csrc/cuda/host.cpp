@@ -1,0 +1,170 @@
+// api.h without the products: which kernel, how many blocks of which size, how much shared memory.
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "api.h"
+#include "driver.h"
+#include "kernels.h"
+
+namespace gk::cuda {
+
+namespace {
+
+constexpr int kWarpThreads = 32, kVectorBytes = 16;
+constexpr int kVectorsPerThread = 8;   // that a thread should have at least: two groups of loads
+constexpr int kBlocksWanted = 3;       // of a multiprocessor, in different phases of a resident row
+constexpr int kReservedShared = 1024;  // bytes that a multiprocessor takes for itself, per block
+constexpr int64_t kMostBlocks = 0x7FFFFFFF;
+constexpr const char* kSuffixes[kDTypeCount] = {"f32", "bf16", "f16"};
+
+int64_t divide_up(int64_t x, int64_t by) { return (x + by - 1) / by; }
+int64_t round_up(int64_t x, int64_t to) { return divide_up(x, to) * to; }
+int element_size(int32_t dtype) { return dtype == kFloat32 ? 4 : 2; }
+
+// ---- rows -----------------------------------------------------------------------------------------------------------
+void check(const RowArgs& args, bool gradient) {
+    if (args.logits_dtype < 0 || args.logits_dtype >= kDTypeCount) throw std::invalid_argument("logits: unknown dtype");
+    if (args.rows < 0 || args.rows > kMostBlocks || args.vocab < 1 || args.vocab > kMostColumns)
+        throw std::invalid_argument("logits: expected rows from 0 to " + std::to_string(kMostBlocks) +
+                                    " and vocab from 1 to " + std::to_string(kMostColumns));
+    const bool known = args.grad_dtype >= 0 && args.grad_dtype < kDTypeCount;
+    if (gradient && (!known || (args.grad_dtype != args.logits_dtype && args.logits_dtype != kFloat32)))
+        throw std::invalid_argument("grad: expected the dtype of the logits, or 16 bits for float32 logits");
+}
+
+std::string kernel_name(const char* what, const RowArgs& args, bool gradient) {
+    std::string name = std::string("gk_") + what + "_" + kSuffixes[args.logits_dtype];
+    if (gradient) name += std::string("_") + kSuffixes[args.grad_dtype];
+    return name;
+}
+
+// Vectors of a row, wherever it starts between two multiples of 16 bytes.
+int64_t vectors_of(const RowArgs& args) {
+    const int64_t per_vector = kVectorBytes / element_size(args.logits_dtype);
+    return divide_up(args.vocab + per_vector - 1, per_vector);
+}
+
+unsigned threads_for(int64_t vectors, int most) {
+    const int64_t wanted = round_up(divide_up(vectors, kVectorsPerThread), kWarpThreads);
+    return static_cast<unsigned>(std::clamp<int64_t>(wanted, 2 * kWarpThreads, most));
+}
+
+// How a cluster of `blocks` blocks would hold a row.
+struct Residence {
+    int64_t shared;  // bytes per block
+    int32_t tile;    // vectors per warp
+    unsigned threads, blocks;
+};
+
+Residence reside(const RowArgs& args, int blocks) {
+    const int64_t slice = divide_up(vectors_of(args), blocks);
+    const unsigned threads = threads_for(slice, kResidentThreads), warps = threads / kWarpThreads;
+    const int64_t tile = round_up(divide_up(slice, warps), kWarpThreads);
+    const int64_t held_bytes = kVectorBytes / element_size(args.logits_dtype) * static_cast<int64_t>(sizeof(float));
+    return {kExchangeBytes + warps * tile * held_bytes, static_cast<int32_t>(tile), threads,
+            static_cast<unsigned>(blocks)};
+}
+
+// The smallest cluster of which a multiprocessor takes kBlocksWanted blocks; if there is none, the largest that holds
+// the row. False: no cluster does.
+bool find_residence(const RowArgs& args, const Device& device, Residence& found) {
+    const int most = device.capability >= 90 ? kMostCluster : 1;
+    bool any = false;
+    for (int blocks = 1; blocks <= most; blocks *= 2) {
+        const Residence candidate = reside(args, blocks);
+        if (candidate.shared > device.shared_per_block) continue;
+        found = candidate;
+        any = true;
+        if (kBlocksWanted * (candidate.shared + kReservedShared) <= device.shared_per_multiprocessor) break;
+    }
+    return any && args.rows * found.blocks <= kMostBlocks;
+}
+
+// As many rows at a time as three quarters of the L2 cache hold, but a quarter of the multiprocessors at least: fewer
+// could not keep the memory busy.
+unsigned streaming_blocks(const RowArgs& args, const Device& device) {
+    const int64_t fit = device.l2_bytes * int64_t{3} / 4 / (args.vocab * element_size(args.logits_dtype));
+    const int64_t blocks = std::clamp<int64_t>(fit, std::max(1, device.multiprocessors / 4), device.multiprocessors);
+    return static_cast<unsigned>(std::min(args.rows, blocks));
+}
+
+LaunchConfig block_per_row(const RowArgs& args, Stream stream) {
+    return {static_cast<unsigned>(args.rows), threads_for(vectors_of(args), kSweepThreads), kExchangeBytes, 1, stream};
+}
+
+bool overlaps(const RowArgs& args) { return args.grad == args.logits && args.grad_dtype != args.logits_dtype; }
+
+}  // namespace
+
+void stats(const RowArgs& args, Stream stream) {
+    check(args, false);
+    if (args.rows == 0) return;
+    launch(kernel_name("stats", args, false).c_str(), block_per_row(args, stream), RowLaunch{args, 0, 0});
+}
+
+void gradient(const RowArgs& args, Stream stream) {
+    check(args, true);
+    if (args.rows == 0) return;
+    launch(kernel_name("gradient", args, true).c_str(), block_per_row(args, stream),
+           RowLaunch{args, 0, overlaps(args)});
+}
+
+void fused(const RowArgs& args, Stream stream) {
+    check(args, true);
+    if (args.rows == 0) return;
+    const Device& device = current_device();
+    Residence home = {};
+    if (find_residence(args, device, home)) {
+        const LaunchConfig config = {static_cast<unsigned>(args.rows) * home.blocks, home.threads,
+                                     static_cast<unsigned>(home.shared), home.blocks, stream};
+        launch(kernel_name("fused_resident", args, true).c_str(), config, RowLaunch{args, home.tile, 0});
+    } else {
+        const LaunchConfig config = {streaming_blocks(args, device), threads_for(vectors_of(args), kStreamedThreads),
+                                     kExchangeBytes, 1, stream};
+        launch(kernel_name("fused_streamed", args, true).c_str(), config, RowLaunch{args, 0, overlaps(args)});
+    }
+}
+
+// ---- tokens and rewards ---------------------------------------------------------------------------------------------
+namespace {
+
+unsigned blocks_for(int64_t wanted) {
+    if (wanted > kMostBlocks) throw std::invalid_argument("more tokens, sequences or groups than a grid has blocks");
+    return static_cast<unsigned>(wanted);
+}
+
+}  // namespace
+
+void objective_tokens(int64_t tokens, const float* log_ratio, const float* logp, const float* entropy,
+                      const float* table, int64_t table_pitch, const Params& params, float* out, Stream stream) {
+    if (tokens == 0) return;
+    const LaunchConfig config = {blocks_for(divide_up(tokens, kObjectiveThreads)), kObjectiveThreads, 0, 1, stream};
+    launch("gk_objective", config, ObjectiveArgs{log_ratio, logp, entropy, table, out, tokens, table_pitch, params});
+}
+
+size_t reduce_workspace(int64_t sequences) { return static_cast<size_t>(sequences) * kReducedCount * sizeof(double); }
+
+void reduce(const ReduceArgs& args, void* workspace, Stream stream) {
+    const ReduceLaunch both = {args, static_cast<double*>(workspace)};
+    const LaunchConfig sequences = {blocks_for(args.sequences), kSequenceThreads,
+                                    kSequenceThreads * kReducedCount * sizeof(double), 1, stream};
+    const LaunchConfig groups = {blocks_for(args.groups + 1), kGroupThreads,
+                                 kGroupSlots * kReducedCount * sizeof(double), 1, stream};
+    if (args.sequences > 0) launch("gk_reduce_sequences", sequences, both);
+    launch("gk_reduce_groups", groups, both);
+}
+
+void group_statistics(const float* rewards, const int64_t* group_index, int64_t count, int64_t groups, int32_t scale,
+                      int32_t baseline, int64_t ddof, double eps, float* advantages, float* mean, float* std,
+                      Stream stream) {
+    if (scale < 0 || scale >= kScaleCount || baseline < 0 || baseline >= kBaselineCount)
+        throw std::invalid_argument("group_statistics: unknown scale or baseline");
+    if (groups == 0) return;
+    const LaunchConfig config = {blocks_for(groups), kRewardThreads, kRewardThreads / kWarpThreads * sizeof(double), 1,
+                                 stream};
+    launch("gk_group_statistics", config,
+           GroupArgs{rewards, group_index, advantages, mean, std, count, ddof, eps, scale, baseline});
+}
+
+}  // namespace gk::cuda

@@ -1,0 +1,37 @@
+// The kernels of rows, tokens and rewards: their names, and the types that each is compiled for. extern "C" and one
+// struct by value, so that host.cpp launches them by name from whatever image a compiler has made: nvcc's, NVRTC's, or
+// the tests' emulator on the CPU.
+#include "groups.cuh"
+#include "resident.cuh"
+#include "streamed.cuh"
+#include "tokens.cuh"
+
+namespace gk::cuda {
+
+using f32 = Float32;
+using bf16 = BFloat16;
+using f16 = Float16;
+
+#define GK_STATS(In) \
+    GK_KERNEL(gk_stats_##In, RowLaunch, kSweepThreads, 2) { stats<In>(args); }
+
+#define GK_GRADIENT(In, Out)                                                                                     \
+    GK_KERNEL(gk_gradient_##In##_##Out, RowLaunch, kSweepThreads, 2) { gradient<In, Out>(args); }                \
+    GK_KERNEL(gk_fused_streamed_##In##_##Out, RowLaunch, kStreamedThreads, 1) { fused_streamed<In, Out>(args); } \
+    GK_KERNEL(gk_fused_resident_##In##_##Out, RowLaunch, kResidentThreads, 3) { fused_resident<In, Out>(args); }
+
+GK_STATS(f32)
+GK_STATS(bf16)
+GK_STATS(f16)
+GK_GRADIENT(f32, f32)
+GK_GRADIENT(f32, bf16)
+GK_GRADIENT(f32, f16)
+GK_GRADIENT(bf16, bf16)
+GK_GRADIENT(f16, f16)
+
+GK_KERNEL(gk_objective, ObjectiveArgs, kObjectiveThreads, 4) { objective_token(args); }
+GK_KERNEL(gk_reduce_sequences, ReduceLaunch, kSequenceThreads, 4) { reduce_sequence(args); }
+GK_KERNEL(gk_reduce_groups, ReduceLaunch, kGroupThreads, 4) { reduce_group(args); }
+GK_KERNEL(gk_group_statistics, GroupArgs, kRewardThreads, 4) { reward_group(args); }
+
+}  // namespace gk::cuda

@@ -1,0 +1,52 @@
+// What the kernels of kernels.cu receive, and how many threads they take. Plain C++17, for host and device.
+#pragma once
+#include "../args.h"
+
+namespace gk::cuda {
+
+// ---- rows -----------------------------------------------------------------------------------------------------------
+struct RowLaunch {
+    RowArgs rows;
+    int32_t tile;     // 16-byte vectors of logits that a warp holds, a multiple of 32; resident kernels only
+    int32_t overlap;  // narrower gradients start where the logits start; streamed kernels and gradient only
+};
+
+constexpr int kMostCluster = 8;        // blocks; more is not portable
+constexpr int kResidentThreads = 256;  // most threads of a block; three blocks share a multiprocessor
+constexpr int kStreamedThreads = 768;  // one block per multiprocessor
+constexpr int kSweepThreads = 512;     // stats and gradient
+constexpr int kExchangeBytes = 1024;   // of shared memory, ahead of what a resident block holds
+constexpr int kMostColumns = 1 << 30;  // columns and vectors of a row are counted in 32 bits
+
+// ---- tokens ---------------------------------------------------------------------------------------------------------
+struct ObjectiveArgs {
+    const float *log_ratio, *logp, *entropy, *table;
+    float* out;  // (4, tokens)
+    int64_t tokens, table_pitch;
+    Params params;
+};
+constexpr int kObjectiveThreads = 256;
+
+// Sums of a sequence, and then its extrema.
+enum ReducedColumn : int32_t { kRatioMin = kColumnCount, kRatioMax, kMismatchMax, kReducedCount };
+struct ReduceLaunch {
+    ReduceArgs reduce;
+    double* workspace;  // (sequences, kReducedCount)
+};
+constexpr int kSequenceThreads = 128;
+constexpr int kGroupSlots = 15;  // that share the sequences of a group
+constexpr int kGroupThreads = 256;
+static_assert(kGroupSlots * kReducedCount <= kGroupThreads, "a thread per slot and column");
+
+// ---- rewards --------------------------------------------------------------------------------------------------------
+struct GroupArgs {
+    const float* rewards;
+    const int64_t* group_index;
+    float *advantages, *mean, *std;
+    int64_t count, ddof;
+    double eps;
+    int32_t scale, baseline;
+};
+constexpr int kRewardThreads = 256;
+
+}  // namespace gk::cuda

@@ -1,0 +1,203 @@
+// The mathematics of a row, shared by the kernels that hold it in different ways.
+//
+//     y = u, or cap * tanh(scale * u / cap)          z = y * to_z          to_z = scale / T, or 1 / T with a softcap
+//     S = sum_j e^(z_j - m)    lse = m + log S       logp = (z_id - m) - log S
+//     entropy = log S - sum_j e^(z_j - m) (z_j - m) / S           (nothing cancels: both terms are >= 0)
+//     dz_j = g_logp (1[j = id] - p_j) - g_entropy p_j (log p_j + entropy),    du_j = dz_j * dz/du
+//
+// An exponential is 2^t with t = (y - max) * to_z log2(e): its error grows with the distance from the maximum, where
+// the term no longer counts. A thread sums its columns in float32, in trees of one vector's size; what warps, blocks
+// and clusters add is in double. Whatever else is done once per row is done in double too, by one thread: on most GPUs
+// double precision runs at 1/64 of the rate.
+#pragma once
+#include "elements.cuh"
+
+namespace gk::cuda {
+
+constexpr double kLn2 = 0.693147180559945309417;
+constexpr float kLowestExponent = -200.f;  // 2^t is exactly 0 there, and t stays finite: a masked vocabulary gives 0
+
+// ---- scales ---------------------------------------------------------------------------------------------------------
+struct Scales {
+    float to_exponent;       // to_z log2(e)
+    float cap, to_exp_tanh;  // e^(-2 |scale u / cap|) = 2^(to_exp_tanh |u|)
+};
+
+// Two floats in place of a double: every thread needs this.
+GK_DEVICE Scales make_scales(const Params& params, float temperature) {
+    constexpr float kHigh = 1.44269502f, kLow = 1.92596303e-8f;  // log2(e)
+    const float numerator = params.softcap != 0.f ? 1.f : params.logit_scale;
+    const float to_z = numerator / temperature;
+    const float rest = fmaf(-to_z, temperature, numerator) / temperature;
+    const float to_exponent = fmaf(to_z, kHigh, fmaf(to_z, kLow, rest * kHigh));
+    return {to_exponent, params.softcap, -2.f * kHigh * (params.logit_scale / params.softcap)};
+}
+
+struct ExactScales {
+    double to_z, chain;  // chain: dz/du, without 1 - tanh^2
+
+    GK_DEVICE ExactScales(const Params& params, float temperature) {
+        chain = static_cast<double>(params.logit_scale) / temperature;
+        to_z = params.softcap != 0.f ? 1.0 / temperature : chain;
+    }
+    GK_DEVICE double to_exponent() const { return to_z / kLn2; }
+};
+
+// ---- softcap: w = 1 - |tanh|, with the sign of u. y and the slope 1 - tanh^2 follow without loss, y to 1e-7 cap.
+// -----
+GK_DEVICE float complement(const Scales& scales, float u) {
+    const float e = exp2_fast(scales.to_exp_tanh * fabsf(u));
+    return copysignf(2.f * e * reciprocal_fast(1.f + e), u);
+}
+GK_DEVICE float capped(const Scales& scales, float w) { return copysignf(scales.cap - scales.cap * fabsf(w), w); }
+GK_DEVICE float slope(float w) { return fabsf(w) * (2.f - fabsf(w)); }
+
+// ---- sums of exponentials -------------------------------------------------------------------------------------------
+// Of columns with the maximum `top`: exps = sum of 2^t, moment = sum of 2^t t, t relative to `top`, or to 0 where no
+// column has been finite yet: all terms are 0 then, or NaN.
+template <class Real>
+struct Sums {
+    float top;
+    Real exps, moment;
+};
+
+GK_DEVICE float origin_of(float top) { return top > -infinity() ? top : 0.f; }
+
+GK_DEVICE float exponent(float y, float origin, float to_exponent) {
+    return max_or_nan((y - origin) * to_exponent, kLowestExponent);
+}
+
+GK_DEVICE float power_of_two(float t) { return exp2_fast(t); }
+GK_DEVICE double power_of_two(double t) { return exp2(t); }
+
+// The sums relative to another, larger maximum.
+template <class Real>
+GK_DEVICE Sums<Real> rebase(const Sums<Real>& sums, float top, Real to_exponent) {
+    if (sums.top == top) return sums;
+    Real fall = (static_cast<Real>(sums.top) - top) * to_exponent;
+    if (fall < Real{-2000}) fall = Real{-2000};  // 0 * infinity is not 0
+    const Real factor = power_of_two(fall);
+    return {top, sums.exps * factor, (sums.moment + sums.exps * fall) * factor};
+}
+
+// Of all lanes of a warp, in an order of its own: two runs give the same bits.
+GK_DEVICE float warp_max(float x) {
+    GK_UNROLL for (int mask = kWarp / 2; mask > 0; mask /= 2) x = fmaxf(x, shuffle_xor(x, mask));
+    return x;
+}
+template <class Real>
+GK_DEVICE Sums<Real> warp_sums(const Sums<Real>& mine, Real to_exponent) {
+    Sums<Real> sums = rebase(mine, warp_max(mine.top), to_exponent);
+    GK_UNROLL for (int mask = kWarp / 2; mask > 0; mask /= 2) {
+        sums.exps += shuffle_xor(sums.exps, mask);
+        sums.moment += shuffle_xor(sums.moment, mask);
+    }
+    return sums;
+}
+
+// What up to a warp of warps, or of blocks, have left in `parts`. For one warp; every lane gets the result.
+template <class Real>
+GK_DEVICE Sums<double> merge(const Sums<Real>* parts, int count, const ExactScales& scales) {
+    Sums<double> mine = {-infinity(), 0.0, 0.0};
+    const int lane = lane_index();
+    if (lane < count) mine = {parts[lane].top, parts[lane].exps, parts[lane].moment};
+    return warp_sums(mine, scales.to_exponent());
+}
+
+// ---- one thread per row ---------------------------------------------------------------------------------------------
+struct Statistics {
+    float top;  // of y; z - lse = (y - top) * to_z - log_sum
+    double log_sum, lse;
+    float logp, entropy;
+};
+
+struct Sampled {
+    int column;       // -1: outside the vocabulary
+    double y, slope;  // slope: 1 - tanh^2, with a softcap
+};
+
+// The logit is read before any thread may overwrite the row.
+template <class Type>
+GK_DEVICE float sampled_logit(const Source<Type>& source, int64_t id) {
+    return id >= 0 && id < source.columns() ? source.at(static_cast<int>(id)) : not_a_number();
+}
+
+GK_DEVICE Sampled make_sampled(const RowArgs& args, int64_t row, float logit) {
+    const int64_t id = args.ids[row];
+    Sampled sampled = {id >= 0 && id < args.vocab ? static_cast<int>(id) : -1, logit, 1.0};
+    if (args.params.softcap != 0.f) {
+        const double tanh_id = tanh(logit * static_cast<double>(args.params.logit_scale) / args.params.softcap);
+        sampled.y = args.params.softcap * tanh_id;
+        sampled.slope = 1.0 - tanh_id * tanh_id;
+    }
+    return sampled;
+}
+
+GK_DEVICE Statistics make_statistics(const Sums<double>& sums, const ExactScales& scales, const Sampled& sampled) {
+    Statistics result;
+    result.top = sums.top;
+    result.log_sum = log(sums.exps);
+    result.lse = sums.top * scales.to_z + result.log_sum;
+    result.entropy = static_cast<float>(result.log_sum - kLn2 * (sums.moment / sums.exps));
+    result.logp = not_a_number();  // an id outside the vocabulary has no probability
+    if (sampled.column >= 0) result.logp = static_cast<float>((sampled.y - sums.top) * scales.to_z - result.log_sum);
+    return result;
+}
+
+GK_DEVICE void write_statistics(const RowArgs& args, int64_t row, const Statistics& found) {
+    args.logp[row] = found.logp;
+    args.lse[row] = found.lse;
+    args.entropy[row] = found.entropy;
+}
+
+// d loss / d logp and d loss / d entropy: the table's objective at the row's statistics.
+struct RowGradient {
+    float logp, entropy;
+};
+GK_DEVICE RowGradient row_objective(const RowArgs& args, int64_t row, float logp, float entropy) {
+    const auto field = [&](TableField f) { return args.table[f * args.table_pitch + row]; };
+    const float x = args.params.has_base ? logp - field(kBase) : 0.f;
+    const TokenObjective token = objective(args.params, x, logp, entropy, field(kAdvantage), field(kRef),
+                                           field(kMultiplier), field(kEntropyThreshold));
+    const float weight_ratio = field(kWeightRatio), weight_direct = field(kWeightDirect);
+    const float through_ratio = weight_ratio != 0.f ? weight_ratio * token.d_ratio : 0.f;
+    const float through_logp = weight_direct != 0.f ? weight_direct * token.d_direct : 0.f;
+    return {through_ratio + through_logp, field(kWeightEntropy)};
+}
+
+// What every thread of a row needs for its gradient: du_j = 2^t (constant + linear t) (1 - tanh^2) for all but the
+// sampled id, t relative to `top`.
+struct Sweep {
+    bool silent;  // no gradient at all: exactly 0, whatever the row holds
+    int column;   // of the sampled id; -1 where it has no gradient of its own
+    float sampled;
+    float top, constant, linear;
+};
+
+GK_DEVICE Sweep make_sweep(const Statistics& found, const RowGradient& g, const ExactScales& scales,
+                           const Sampled& sampled) {
+    if (g.logp == 0.f && g.entropy == 0.f) return {true, -1, 0.f, 0.f, 0.f, 0.f};
+    const bool linear = g.entropy != 0.f;
+    const double probability_scale = -exp(-found.log_sum) * scales.chain;
+    const double at_log_p_zero = linear ? g.logp + g.entropy * (found.entropy - found.log_sum) : g.logp;
+    // 1 - p from expm1: exact where p is close to 1
+    const double log_p = (sampled.y - found.top) * scales.to_z - found.log_sum;
+    double du = -g.logp * expm1(log_p);
+    if (linear && log_p > -1e30) du -= g.entropy * exp(log_p) * (log_p + found.entropy);
+    return {false,
+            sampled.column,
+            static_cast<float>(du * scales.chain * sampled.slope),
+            found.top,
+            static_cast<float>(probability_scale * at_log_p_zero),
+            static_cast<float>(probability_scale * g.entropy * kLn2)};
+}
+
+// For one thread, when the row's other gradients have been written.
+template <class Out, class In>
+GK_DEVICE void write_sampled(const RowArgs& args, int64_t row, const Target<Out, In>& target, const Sweep& sweep) {
+    float lost = 0.f;
+    if (sweep.column >= 0) lost = sweep.sampled - target.store_one(sweep.column, sweep.sampled);
+    if (args.residual) args.residual[row] = lost;
+}
+
+}  // namespace gk::cuda

@@ -1,0 +1,99 @@
+"""Compiles csrc/cuda as C++ over the emulated GPU; needs a C++ compiler and nothing else of CUDA.
+
+Objects and libraries lie in build/emulator under a hash of all that went into them, so that nothing is compiled twice.
+Without a compiler this raises: a test that needs the kernels fails.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+FOLDER = ROOT / "build" / "emulator"
+# Type punning through pointers is how CUDA reads 16 bytes of floats at once.
+FLAGS = ["-std=c++17", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", "-Wall", "-DGK_EMULATOR"]
+EMULATOR = [HERE / "emulator.cpp", HERE / "numbers.cpp"]
+
+
+def build_kernels(csrc: Path = ROOT / "csrc", flags: tuple[str, ...] = ("-O1",)) -> Path:
+    """The library that kernels.Kernels loads."""
+    sources = [csrc / "cuda" / "kernels.cu", csrc / "cuda" / "host.cpp", *EMULATOR, HERE / "calls.cpp"]
+    return build(sources, csrc, [*flags], "kernels.so")
+
+
+def build_emulated(binding: Path, name: str) -> Path:
+    """A Python module from the pybind11 source `binding`, whose PYBIND11_MODULE is called `name`.
+
+    The emulated device is chosen by GK_EMULATOR_DEVICE and GK_EMULATOR_ORDER, see settings.h, when it is imported.
+    """
+    import pybind11
+
+    csrc = ROOT / "csrc"
+    sources = [binding, csrc / "cuda" / "kernels.cu", csrc / "cuda" / "host.cpp", *EMULATOR, HERE / "no_head.cpp"]
+    include = [f"-isystem{pybind11.get_include()}", f"-isystem{sysconfig.get_path('include')}", f"-I{binding.parent}"]
+    flags = ["-O1", "-fvisibility=hidden", *include]
+    return build(sources, csrc, flags, name + sysconfig.get_config_var("EXT_SUFFIX"))
+
+
+def build(sources: list[Path], csrc: Path, flags: list[str], name: str) -> Path:
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    command = [*compiler(), *FLAGS, *flags]
+    include = [f"-I{csrc}", f"-I{HERE}"]
+    with open(FOLDER / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # workers of one test run do not compile the same files side by side
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(lambda source: compile_one(command, include, source), sources))
+        library = FOLDER / digest([*command, *(o.name for o in objects)]) / name
+        if not library.exists():
+            library.parent.mkdir(exist_ok=True)
+            run([*command, "-shared", "-o", library.with_suffix(".new"), *objects])
+            os.replace(library.with_suffix(".new"), library)
+    return library
+
+
+def compile_one(command: list[str], include: list[str], source: Path) -> Path:
+    language = ["-x", "c++", "-c", source]
+    rule = run([*command, *include, "-MM", *language]).replace("\\\n", " ")
+    inputs = [Path(file) for file in shlex.split(rule)[1:]]
+    # Where a file lies is no part of the hash: a copied tree shares what is the same.
+    made_of = [part for file in inputs for part in (file.name, file.read_bytes().hex())]
+    target = FOLDER / f"{source.stem}-{digest([*command, *made_of])}.o"
+    if not target.exists():
+        run([*command, *include, *language, "-o", target.with_suffix(".new")])
+        os.replace(target.with_suffix(".new"), target)
+    return target
+
+
+def few_types(csrc: Path, copy: Path, *pairs: str) -> None:
+    """Copies csrc, with row kernels for these pairs of types alone: compiled in a fraction of the time."""
+    shutil.copytree(csrc, copy, dirs_exist_ok=True)
+    kernels = copy / "cuda" / "kernels.cu"
+    read = {pair.split(",")[0] for pair in pairs}
+    wanted = {*(f"GK_STATS({t})" for t in read), *(f"GK_GRADIENT({pair})" for pair in pairs)}
+    lines = kernels.read_text().splitlines(keepends=True)
+    kept = [x for x in lines if not x.startswith(("GK_STATS(", "GK_GRADIENT(")) or x.strip() in wanted]
+    kernels.write_text("".join(kept))
+
+
+def compiler() -> list[str]:
+    return shlex.split(os.environ.get("CXX") or "c++")
+
+
+def digest(parts: list[str]) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def run(command: list[str | Path]) -> str:
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{shlex.join(map(str, command))}\n{done.stdout}{done.stderr}")
+    return done.stdout

@@ -1,0 +1,327 @@
+"""What the emulated kernels must do, against float64. Each check raises AssertionError, and runs on whatever device and
+order of threads have been chosen; tests/test_cuda_faults.py runs them on kernels with planted faults."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.params import COLUMNS, FIELD, TABLE_FIELDS, KernelParams
+
+from .kernels import Kernels
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PAIRS = [(t, t) for t in DTYPES] + [(torch.float32, t) for t in DTYPES[1:]]  # logits, gradient
+UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # half a last place
+
+# Shared memory so small that rows of 5,003 logits take clusters of the named size, or none; an L2 cache that makes the
+# streamed kernel's blocks do several rows each. The last two have no clusters.
+DEVICES = {
+    "cluster 1": (90, 132, 232448, 233472, 62914560),
+    "cluster 2": (90, 132, 13 << 10, 40 << 10, 62914560),
+    "cluster 4": (90, 132, 7 << 10, 24 << 10, 62914560),
+    "cluster 8": (90, 132, 5 << 10, 16 << 10, 62914560),
+    "streamed": (90, 8, 2 << 10, 6 << 10, 40000),
+    "capability 8.0, resident": (80, 108, 166912, 167936, 41943040),
+    "capability 8.0, streamed": (80, 8, 2 << 10, 6 << 10, 40000),
+}
+
+
+def make_table(rows: int, seed: int = 0, **fields: float | Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.zeros(len(TABLE_FIELDS), rows)
+    for name in ("multiplier", "weight_ratio", "weight_direct", "temperature", "rollout_weight"):
+        table[FIELD[name]] = 1.0
+    table[FIELD["advantage"]] = torch.randn(rows, generator=generator)
+    table[FIELD["entropy_threshold"]] = -math.inf
+    table[FIELD["rollout"]] = math.nan
+    for name, value in fields.items():
+        table[FIELD[name]] = value
+    return table
+
+
+def make_logits(rows: int, vocab: int, dtype: torch.dtype, spread: float = 4.0, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(rows, vocab, generator=generator) * spread).to(dtype)
+    return logits, torch.randint(vocab, (rows,), generator=generator)
+
+
+def placed(values: Tensor, pitch: int, shift: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """(a copy of `values` with this pitch, `shift` elements after a 64-byte boundary; the buffer around it)."""
+    dtype = dtype or values.dtype
+    rows, columns = values.shape
+    buffer = torch.full((rows * pitch + shift + 64,), 7.5, dtype=dtype)
+    skip = -buffer.data_ptr() % 64 // buffer.element_size() + shift
+    view = buffer[skip : skip + rows * pitch].view(rows, pitch)[:, :columns]
+    view.copy_(values)
+    return view, buffer
+
+
+def exact(logits: Tensor, ids: Tensor, temperature: Tensor, params: KernelParams) -> tuple[Tensor, ...]:
+    """(u, logp, lse, entropy) in float64, differentiable in u."""
+    u = logits.double().requires_grad_()
+    z = params.logit_scale * u
+    if params.softcap:
+        z = params.softcap * torch.tanh(z / params.softcap)
+    z = z / temperature.double()[:, None]
+    lse = z.logsumexp(-1)
+    log_p = z - lse[:, None]
+    p = log_p.exp()
+    entropy = -torch.where(p > 0, p * log_p, 0.0).sum(-1)
+    return u, log_p.gather(1, ids[:, None])[:, 0], lse, entropy
+
+
+def check_gradient(grad: Tensor, expected: Tensor, scale: Tensor) -> None:
+    """Within the rounding of the gradient's type, plus an fp32 error of the row's own size."""
+    bound = expected.abs() * (UNIT[grad.dtype] * 1.01 + 1e-5) + scale.double().abs()[:, None] * 1e-6
+    if grad.dtype == torch.float16:
+        bound = bound + 2.0**-25
+    assert ((grad.double() - expected).abs() <= bound).all()
+
+
+def check_statistics(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    for value, truth in zip(found, expected, strict=True):
+        torch.testing.assert_close(value.double(), truth.detach().double(), rtol=5e-7, atol=2e-6)
+
+
+def check_equal(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    for value, truth in zip(found, expected, strict=True):
+        torch.testing.assert_close(value, truth, rtol=0, atol=0, equal_nan=True)
+
+
+# --- rows -----------------------------------------------------------------------------------------------------------
+
+
+def check_rows(
+    kernels: Kernels, vocab: int, dtypes: tuple[torch.dtype, torch.dtype], params: KernelParams, shift: int = 0
+) -> None:
+    """stats, gradient and fused of a few rows, all at a pitch of their own, each called twice."""
+    rows = 5
+    values, ids = make_logits(rows, vocab, dtypes[0])
+    logits, _ = placed(values, vocab + 3, shift)
+    temperature = torch.tensor([1.0, 0.7, 1.0, 1.3, 2.0])
+    # The third row is silent.
+    g_logp, g_entropy = torch.tensor([1.0, -0.3, 0.0, 0.0, 2.0]), torch.tensor([0.0, 0.5, 0.0, -1.0, 0.1])
+    u, logp, lse, entropy = exact(values, ids, temperature, params)
+    expected = torch.autograd.grad((g_logp * logp + g_entropy * entropy).sum(), u)[0]
+    scale = (g_logp.abs() + g_entropy.abs() * 8) * params.logit_scale / temperature
+    table = make_table(rows, temperature=temperature, advantage=-g_logp, weight_entropy=g_entropy)
+    reinforce = params._replace(surrogate="reinforce", has_base=False)
+
+    results = []
+    for _ in range(2):
+        found = kernels.stats(logits, ids, temperature, params)
+        check_statistics(found, (logp, lse, entropy))
+        by_gradient, around = placed(torch.zeros(rows, vocab), vocab + 5, shift + 1, dtypes[1])
+        kernels.gradient(logits, by_gradient, ids, temperature, found.lse, found.entropy, g_logp, g_entropy, params)
+        check_gradient(by_gradient, expected, scale)
+        by_fused, around_fused = placed(torch.zeros(rows, vocab), vocab + 5, shift + 1, dtypes[1])
+        residual = torch.full((rows,), math.nan)
+        also = kernels.fused(logits, by_fused, ids, table, reinforce, residual)
+        check_statistics(also, (logp, lse, entropy))
+        check_gradient(by_fused, expected, scale)
+        sampled = torch.arange(rows), ids
+        torch.testing.assert_close(
+            by_fused[sampled].double() + residual, expected[sampled], rtol=5e-6, atol=1e-6, check_dtype=False
+        )
+        for grad, buffer in ((by_gradient, around), (by_fused, around_fused)):
+            assert not grad[2].any()
+            grad.fill_(7.5)  # nothing else in the buffer has been touched
+            assert (buffer == 7.5).all()
+        results.append((*found, *also, by_gradient.clone(), by_fused.clone(), residual))
+    assert torch.equal(logits, values)
+    check_equal(results[1], results[0])
+
+
+def check_in_place(kernels: Kernels, vocab: int, dtypes: tuple[torch.dtype, torch.dtype], shift: int = 0) -> None:
+    """Over the logits of the same type, or 16-bit over the front of the fp32 rows that they come from."""
+    rows = 4
+    values, ids = make_logits(rows, vocab, dtypes[0])
+    table, params = make_table(rows, advantage=-1.0), KernelParams(surrogate="reinforce", has_base=False)
+    table[FIELD["weight_entropy"], 1] = 0.2
+    g = table[FIELD["weight_entropy"]]
+    temperature, ones = torch.ones(rows), torch.ones(rows)
+    apart = torch.empty(rows, vocab, dtype=dtypes[1])
+    # At the same places between two multiples of 16 bytes: the order of a sum depends on them.
+    untouched, _ = placed(values, vocab + 3, shift)
+    expected = kernels.fused(untouched, apart, ids, table, params)
+    for way in ("fused", "gradient"):
+        logits, buffer = placed(values, vocab + 3, shift)
+        over = logits
+        if dtypes[1] != dtypes[0]:
+            # Logits start at a multiple of 4 bytes, so a view in 16 bits exists; its pitch is twice as many elements.
+            start = logits.storage_offset() * 2
+            over = buffer.view(dtypes[1])[start:].as_strided((rows, vocab), (2 * (vocab + 3), 1))
+        assert over.data_ptr() == logits.data_ptr()
+        if way == "fused":
+            check_equal(kernels.fused(logits, over, ids, table, params), expected)
+            assert torch.equal(over, apart)
+        else:
+            kernels.gradient(logits, over, ids, temperature, expected.lse, expected.entropy, ones, g, params)
+            other = torch.empty_like(apart)
+            kernels.gradient(untouched, other, ids, temperature, expected.lse, expected.entropy, ones, g, params)
+            assert torch.equal(over, other)
+            check_gradient(over, apart.double(), 2 * ones + UNIT[dtypes[1]] * 1e6)
+        width = vocab * dtypes[1].itemsize // dtypes[0].itemsize + 1  # of the logits' elements, the last one in part
+        logits[:, :width] = 7.5
+        if dtypes[1] == dtypes[0]:
+            assert (buffer == 7.5).all()
+
+
+def check_extremes(kernels: Kernels, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    vocab = 3000
+    logits = torch.zeros(10, vocab, dtype=dtypes[0])
+    logits[0] = -1e4 + torch.arange(vocab) % 7  # a maximum far below zero
+    logits[1, ::2] = -math.inf  # a masked vocabulary, the sampled id inside
+    logits[2, :2500] = -math.inf  # whole blocks of it
+    logits[3, 17] = 200.0  # one certain token, sampled
+    logits[4, 17] = 200.0  # and not sampled
+    logits[5] = torch.linspace(-6e4, 6e4, vocab).to(dtypes[0])
+    logits[6, -1] = 95.0
+    logits[7, 1:] = -math.inf
+    logits[8, 5] = 95.0  # the sampled id has p = e^-95
+    logits[9, 11] = 25.0  # sampled, p = 1 - 4e-8
+    ids = torch.tensor([3, 1, 2999, 17, 18, 0, vocab - 1, 0, 6, 11])
+    rows, ones = torch.arange(10), torch.ones(10)
+    params = KernelParams()
+    _, logp, lse, entropy = exact(logits, ids, ones, params)
+    found = kernels.stats(logits, ids, ones, params)
+    check_statistics(found, (logp, lse, entropy))
+    grad = torch.empty(10, vocab, dtype=dtypes[1])
+    kernels.gradient(logits, grad, ids, ones, found.lse, found.entropy, ones, 0.1 * ones, params)
+    expected = torch.softmax(logits.double(), -1)
+    log_p = torch.where(expected > 0, logits.double() - lse.detach()[:, None], 0.0)
+    expected = -expected * (1 + 0.1 * (log_p + entropy.detach()[:, None]))
+    expected[rows, ids] += 1
+    check_gradient(grad, expected, ones * 2)
+    assert (grad[torch.isneginf(logits)] == 0).all()
+    reinforce = KernelParams(surrogate="reinforce", has_base=False)
+    kernels.fused(logits, grad, ids, make_table(10, advantage=-1.0, weight_entropy=0.1), reinforce)
+    check_gradient(grad, expected, ones * 2)
+    assert (grad[torch.isneginf(logits)] == 0).all()
+    kernels.fused(logits, grad, ids, make_table(10, advantage=-1.0), reinforce)
+    expected = -torch.softmax(logits.double(), -1)
+    expected[rows, ids] += 1
+    check_gradient(grad, expected, ones * 2)
+
+
+def check_absent_and_silent(kernels: Kernels, dtypes: tuple[torch.dtype, torch.dtype] = PAIRS[0]) -> None:
+    vocab = 1100
+    logits, _ = make_logits(3, vocab, dtypes[0])
+    logits[0, 5] = -math.inf
+    grad, ids = torch.empty(3, vocab, dtype=dtypes[1]), torch.tensor([5, -1, vocab])
+    table = make_table(3, weight_direct=0.0, weight_ratio=0.0)
+    logp, lse, _ = kernels.fused(logits, grad, ids, table, KernelParams())
+    assert logp[0] == -math.inf
+    assert logp[1:].isnan().all()
+    assert lse.isfinite().all()
+    assert not grad.any()
+    # A silent row is not read by `gradient`, and a NaN in it does not come through.
+    logits[:, ::7] = math.nan
+    grad.fill_(math.nan)
+    zeros, residual = torch.zeros(3), torch.full((3,), math.nan)
+    kernels.gradient(logits, grad, ids, zeros + 1, lse, zeros, zeros, zeros, KernelParams(), residual)
+    assert not grad.any()
+    assert not residual.any()
+    for place in (0, 600, vocab - 1):
+        logits, grad = torch.zeros(1, vocab, dtype=dtypes[0]), torch.zeros(1, vocab, dtype=dtypes[1])
+        logits[0, place] = math.nan
+        ids = torch.zeros(1, dtype=torch.int64)
+        for found in (
+            kernels.stats(logits, ids, torch.ones(1), KernelParams()),
+            kernels.fused(logits, grad, ids, make_table(1), KernelParams()),
+        ):
+            assert all(value.isnan().all() for value in found)
+
+
+# --- tokens and rewards ---------------------------------------------------------------------------------------------
+
+
+def check_reduce(kernels: Kernels, has_base: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.tensor([5, 0, 17, 1, 400])
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    count, group_index = int(lengths.sum()), torch.tensor([1, 0, 0, 2, 1])
+    x, logp, entropy, value, kl, g_logp, base, rollout = torch.randn(8, count, generator=generator)
+    scored = torch.rand(count, generator=generator) < 0.8
+    g_logp[::3] = 0
+    rollout[::4] = math.nan
+    table = make_table(count, base=base, rollout=rollout, rollout_weight=torch.rand(count, generator=generator))
+    table[FIELD["weight_entropy"]] = (torch.arange(count) % 2).float() * 0.3
+    table[FIELD["weight_direct"]] = (torch.arange(count) % 5).float()
+    value[::5] = math.inf  # weight 0: must not count
+    for tensor in (x, logp, entropy, kl, value, g_logp, *table):
+        tensor[~scored] = math.nan  # padding holds anything
+    params = KernelParams(delta=1.6, log_ratio_clamp=1.0, has_base=has_base)
+    inputs = (scored, x, logp, entropy, value, kl, g_logp, table, params, cu_seqlens, group_index, 3)
+    sequences, groups, totals, extrema = found = kernels.reduce(*inputs)
+    check_equal(kernels.reduce(*inputs), found)
+
+    ratio = x.double().clamp(-1, 1).exp()
+    bounded, t = ratio.clamp(max=1.6), {name: table[i].double() for name, i in FIELD.items()}
+    reference = t["base"] if has_base else logp.double()
+    mismatch = torch.where(t["rollout"].isnan(), 0.0, (reference - t["rollout"]).abs())
+    columns = {
+        "loss": torch.where(t["weight_direct"] == 0, 0, t["weight_direct"] * value) + t["weight_entropy"] * entropy,
+        "tokens": torch.ones(count),
+        "kl": kl,
+        "entropy": entropy,
+        "ratio": ratio,
+        "clip_low": (bounded < 0.8) & (t["advantage"] < 0),
+        "clip_high": (bounded > 1.2) & (t["advantage"] > 0),
+        "cispo_clip": (bounded > 0.2) & (t["advantage"] > 0),
+        "approx_kl": t["base"] - logp if has_base else 0 * logp,
+        "mismatch": mismatch,
+        "mismatch_count": ~t["rollout"].isnan(),
+        "rollout_weight": t["rollout_weight"],
+        "rollout_weight_sq": t["rollout_weight"] ** 2,
+        "zero_gradient": (g_logp == 0) & (t["weight_entropy"] == 0),
+    }
+    matrix = torch.stack([torch.where(scored, columns[name].double(), 0.0) for name in COLUMNS], 1)
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    expected = torch.zeros(len(lengths), matrix.shape[1], dtype=torch.float64).index_add_(0, owner, matrix)
+    by_group = torch.zeros(3, matrix.shape[1], dtype=torch.float64).index_add_(0, group_index, expected)
+    torch.testing.assert_close(sequences.double(), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(groups.double(), by_group, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(totals.double(), expected.sum(0), rtol=1e-6, atol=1e-6)
+    known = scored & ~t["rollout"].isnan()
+    limits = torch.stack([ratio[scored].min(), ratio[scored].max(), mismatch[known].max()])
+    torch.testing.assert_close(extrema.double(), limits, rtol=1e-6, atol=0)
+
+
+def check_groups(kernels: Kernels, scale: str, baseline: str, ddof: int) -> None:
+    count, groups, eps = 700, 5, 1e-4
+    generator = torch.Generator().manual_seed(0)
+    rewards, index = torch.randn(count, generator=generator), torch.arange(count) % groups
+    rewards[index == 1] = 0.1  # all equal, and so many of them do not average to it exactly
+    rewards[index == 2] = math.nan  # no verdict at all
+    rewards[3], rewards[5] = math.nan, math.nan
+    index[index == 4] = 0
+    index[-1] = 4  # a group of one
+    inputs = (rewards, index, groups, scale, baseline, ddof, eps)
+    advantages, mean, std = found = kernels.group_statistics(*inputs)
+    check_equal(kernels.group_statistics(*inputs), found)
+
+    wide, valid = rewards.double(), ~rewards.isnan()
+    expected = torch.zeros(count, dtype=torch.float64)
+    for group in (0, 1, 3, 4):
+        mine = (index == group) & valid
+        members, n = wide[mine], int(mine.sum())
+        equal = bool((members == members[0]).all())
+        centre = members[0] if equal else members.mean()
+        deviation = 0.0 if equal else members.std(correction=ddof).item()
+        distance = members - centre
+        if baseline == "leave_one_out" and n > 1:
+            distance = distance * n / (n - 1)
+        divisor = {"group": deviation, "batch": wide[valid].std(correction=ddof).item(), "none": 1.0 - eps}[scale]
+        expected[mine] = (members if baseline == "none" else distance) / (divisor + eps)
+        torch.testing.assert_close(mean[group].double(), centre, rtol=1e-6, atol=1e-7)
+        assert abs(std[group].item() - deviation) <= 1e-6 * deviation
+    assert mean[2].isnan()
+    assert std[2].isnan()
+    assert std[1] == 0
+    if baseline != "none":
+        assert not advantages[index == 1].any()
+    torch.testing.assert_close(advantages.double(), expected, rtol=1e-6, atol=1e-9)

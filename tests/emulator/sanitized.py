@@ -1,0 +1,22 @@
+"""python -m emulator.sanitized LIBRARY: some of the checks, for a library whose sanitizers must be loaded first."""
+
+import sys
+
+import torch
+
+from grpo_kernels.params import KernelParams
+
+from . import checks as c
+from .kernels import Kernels
+
+kernels = Kernels(sys.argv[1])
+for order, device in enumerate(("cluster 1", "cluster 4", "streamed")):
+    kernels.use(c.DEVICES[device], order)
+    for pair in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)):
+        for vocab, shift in ((1, 0), (70, 3), (2049, 1)):
+            c.check_rows(kernels, vocab, pair, KernelParams(softcap=5.0 * (shift % 2)), shift)
+            c.check_in_place(kernels, vocab, pair, shift)
+    kernels.use(order=order)
+    c.check_reduce(kernels, True)
+    c.check_groups(kernels, "batch", "leave_one_out", 1)
+print("all checks passed")

@@ -1,0 +1,275 @@
+"""Faults planted in the CUDA kernels, one at a time, each caught by the checks of test_cuda_kernels.py or by the
+emulator. `pytest -rP tests/test_cuda_faults.py` prints how."""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+from emulator import Kernels, build_kernels
+from emulator import checks as c
+from emulator.build import ROOT, few_types
+
+from grpo_kernels.params import KernelParams
+
+PAIR = (torch.float32, torch.bfloat16)
+
+
+@dataclass
+class Fault:
+    name: str
+    file: str
+    replaced: dict[str, str]  # texts of the file, each there exactly once
+    caught_by: str  # part of the name of the check that fails, or of what the emulator says
+
+
+FAULTS = [
+    # --- barriers and shuffles
+    Fault(
+        "no barrier before the sums of the warps are merged",
+        "resident.cuh",
+        {"exchange.warps[warp_index()] = of_warp;\n    block_sync();": "exchange.warps[warp_index()] = of_warp;"},
+        "check_statistics",
+    ),
+    Fault(
+        "no barrier before the block reads the sweep",
+        "resident.cuh",
+        {"block_sync();\n\n    const Sweep sweep": "const Sweep sweep"},
+        "check_gradient",
+    ),
+    Fault(
+        "no barrier of the warp before the sampled id is written",
+        "resident.cuh",
+        {"warp_sync();": ""},
+        "check_gradient",
+    ),
+    Fault(
+        "no barrier between the sweep and the sampled id",
+        "streamed.cuh",
+        {"block_sync();  // all is written, and the exchange is free again": ""},
+        "check_gradient",
+    ),
+    Fault(
+        "no barrier between reading a group and writing over it",
+        "streamed.cuh",
+        {"if (overlap) block_sync();": ""},
+        "check_in_place",
+    ),
+    Fault(
+        "a barrier that some threads skip",
+        "streamed.cuh",
+        {"if (overlap)": "if (overlap && vector % 2)"},
+        "wait at different places",
+    ),
+    Fault(
+        "a shuffle in a divergent branch",
+        "softmax.cuh",
+        {"return warp_sums(mine, scales.to_exponent());": "return lane < count ? warp_sums(mine, 1.0) : mine;"},
+        "deadlock",
+    ),
+    # --- clusters
+    Fault(
+        "no barrier of the cluster before its shared memory is accessed",
+        "resident.cuh",
+        {
+            "if (blocks > 1) cluster_arrive();": "",
+            "cluster_wait();\n        if (first_warp && lane": "if (first_warp && lane",
+        },
+        "has not started",
+    ),
+    Fault(
+        "no barrier of the cluster before the sums of its blocks are read",
+        "resident.cuh",
+        {"        cluster_arrive();\n        cluster_wait();\n": ""},
+        "has ended",
+    ),
+    Fault(
+        "a wait for the cluster without an arrival",
+        "resident.cuh",
+        {"if (blocks > 1) cluster_arrive();": ""},
+        "without an arrival",
+    ),
+    Fault(
+        "sums sent to the wrong block",
+        "resident.cuh",
+        {"exchange.blocks[rank], lane_index(), sums": "exchange.blocks[rank], lane_index() + 1, sums"},
+        "no block 4 in the cluster",
+    ),
+    Fault(
+        "a cluster that overwrites logits before the others have read theirs",
+        "resident.cuh",
+        {"make_sampled(args, row, logit)": "make_sampled(args, row, sampled_logit(source, args.ids[row]))"},
+        "check_in_place",
+    ),
+    # --- ends of rows, sizes
+    Fault("a column too many", "elements.cuh", {"column < columns()": "column <= columns()"}, "check_statistics"),
+    Fault(
+        "the columns before the first whole vector taken for part of the row",
+        "elements.cuh",
+        {"from * kPerVector<Type> >= first && ": ""},
+        "check_statistics",
+    ),
+    Fault(
+        "the last tile too short",
+        "host.cpp",
+        {"divide_up(slice, warps), kWarpThreads": "slice / warps - kWarpThreads, kWarpThreads"},
+        "check_statistics",
+    ),
+    Fault(
+        "too little shared memory",
+        "host.cpp",
+        {"return {kExchangeBytes + warps": "return {kExchangeBytes - 16 + warps"},
+        "past the end of shared memory",
+    ),
+    Fault(
+        "a silent row that is read",
+        "streamed.cuh",
+        {"if (sweep.silent)": "if (false)"},
+        "check_absent_and_silent",
+    ),
+    # --- sums and numbers
+    Fault(
+        "sums of a vector not reset for the next",
+        "resident.cuh",
+        {
+            "    for (int vector = tile.begin + lane_index(); vector < tile.end; vector += kWarp) {\n"
+            "        GK_UNROLL for (int part = 0; part < Tile<In>::kParts; part++) {\n"
+            "            Four four = tile.four(vector, part);\n"
+            "            float exps = 0.f, moment = 0.f;\n": "    float exps = 0.f, moment = 0.f;\n"
+            "    for (int vector = tile.begin + lane_index(); vector < tile.end; vector += kWarp) {\n"
+            "        GK_UNROLL for (int part = 0; part < Tile<In>::kParts; part++) {\n"
+            "            Four four = tile.four(vector, part);\n"
+        },
+        "check_statistics",
+    ),
+    Fault(
+        "sums of a row not reset for the next",
+        "streamed.cuh",
+        {
+            "    for (int64_t row = block_index()": "    double carried = 0.0;\n    for (int64_t row = block_index()",
+            "const Sums<double> sums = row_sums<true>": "Sums<double> sums = row_sums<true>",
+            "if (thread_index() == 0) {": "carried = sums.exps += carried;\n        if (thread_index() == 0) {",
+        },
+        "check_statistics",
+    ),
+    Fault(
+        "sums that do not move to a larger maximum",
+        "streamed.cuh",
+        {"sums = rebase(sums, top, scales.to_exponent)": "sums.top = top"},
+        "check_statistics",
+    ),
+    Fault(
+        "the maximum subtracted after scaling",
+        "softmax.cuh",
+        {"(y - origin) * to_exponent": "y * to_exponent - origin * to_exponent"},
+        "check_statistics",
+    ),
+    Fault("a NaN that the maximum swallows", "softmax.cuh", {"max_or_nan(": "fmaxf("}, "check_absent_and_silent"),
+    Fault(
+        "an entropy gradient that forgets the sampled id",
+        "softmax.cuh",
+        {"if (linear && log_p > -1e30) du -=": "if (false) du -="},
+        "check_gradient",
+    ),
+    # --- tokens and rewards
+    Fault(
+        "no barrier before the threads of a sequence are added up",
+        "tokens.cuh",
+        {
+            "columns[c];\n    block_sync();\n    if (thread >= kReducedCount) return;\n    double": "columns[c];\n"
+            "    if (thread >= kReducedCount) return;\n    double"
+        },
+        "check_reduce",
+    ),
+    Fault(
+        "an extremum that starts at 0",
+        "tokens.cuh",
+        {"if (column == kRatioMin) return infinity();": ""},
+        "check_reduce",
+    ),
+    Fault(
+        "no barrier before shared memory is used again",
+        "groups.cuh",
+        {"block_sync();  // free for the next": ""},
+        "check_groups",
+    ),
+    Fault(
+        "squares that still hold those of another group",
+        "groups.cuh",
+        {
+            "Moments mine = {0.0, 0.0, infinity(), -infinity(), 0.0};": "Moments mine = {0.0, 0.0, infinity(), "
+            "-infinity(), 1.0};"
+        },
+        "check_groups",
+    ),
+]
+
+
+def battery(kernels: Kernels) -> None:
+    """The checks that must notice a fault: on clusters, one block and the streamed kernels, in four orders."""
+    for order in range(4):
+        for device in ("cluster 1", "cluster 4", "cluster 8", "streamed"):
+            kernels.use(c.DEVICES[device], order)
+            c.check_rows(kernels, 5003, PAIR, KernelParams(), shift=order)
+            c.check_in_place(kernels, 5003, PAIR, shift=order)
+            if order == 0:
+                c.check_extremes(kernels, PAIR)
+                c.check_absent_and_silent(kernels, PAIR)
+        kernels.use(order=order)
+        c.check_reduce(kernels, True)
+        c.check_groups(kernels, "batch", "leave_one_out", 1)
+
+
+def build_with(fault: Fault | None, folder: Path) -> Path:
+    few_types(ROOT / "csrc", folder, "f32, bf16")
+    if fault:
+        file = folder / "cuda" / fault.file
+        text = file.read_text()
+        for old, new in fault.replaced.items():
+            assert text.count(old) == 1, f"{fault.file} holds this {text.count(old)} times: {old}"
+            text = text.replace(old, new)
+        file.write_text(text)
+    return build_kernels(folder, ("-O0",))
+
+
+def complaint(library: Path) -> str:
+    """What the checks say of these kernels, "" for nothing. In a process of its own: a fault may well corrupt it."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=report, args=(library, sender))
+    child.start()
+    sender.close()
+    try:
+        said = receiver.recv()
+    except EOFError:
+        said = "a crash"
+    child.join()
+    return said
+
+
+def report(library: Path, sender: Connection) -> None:
+    torch.set_num_threads(1)  # the threads of the parent are not here
+    try:
+        battery(Kernels(library))
+        sender.send("")
+    except (AssertionError, RuntimeError) as error:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == c.__file__]
+        where = " > ".join(frame.name for frame in frames)
+        sender.send(f"{where}: {' '.join(str(error).split()) or frames[-1].line}")
+
+
+def test_without_a_fault_nothing_is_found(tmp_path):
+    assert complaint(build_with(None, tmp_path)) == ""
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_fault_is_found(fault, tmp_path):
+    said = complaint(build_with(fault, tmp_path))
+    print(f"{fault.name}: {said[:160]}")
+    assert said
+    assert fault.caught_by in said
