@@ -2,26 +2,30 @@
 #   PYTHON       candidates for the interpreter, 3.10 to 3.13; the first that runs makes the virtual environment
 #   VENV         where that lies
 #   CONSTRAINTS  pins for its packages; CONSTRAINTS= takes what pip finds
-#   ARGS         passed on to the demo, to pytest, or to the compile gate
+#   ARGS         passed on to the demo, to pytest, to a gate, or to tools/wheels.py
+# What is compiled, and for which GPUs, are variables of setup.py: GRPO_KERNELS_CUDA=0, GRPO_KERNELS_CUDA_ARCHS="90a" ...
 PYTHON ?= python3 python3.13 python3.12 python3.11 python3.10
 VENV ?= .venv
 CONSTRAINTS ?= .ci/constraints.txt
 
 BIN = $(VENV)/bin
-SOURCES := setup.py $(shell find csrc python -type f)
-CXX_FILES := $(filter %.h %.cpp %.cu,$(SOURCES))
+SOURCES := setup.py $(shell find csrc python tools/kernel_build -name __pycache__ -prune -o -type f -print)
+CXX_FILES := $(filter %.h %.cpp %.cu %.cuh,$(SOURCES) $(shell find tests -type f))
 INSTALL = $(BIN)/python -m pip install $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 
-.PHONY: help demo test test-gpu compile-gate lint format wheel clean
+.PHONY: help demo test test-gpu compile-gate cuda cuda-gate lint format wheel wheels clean
 
 help:
 	@echo "make demo          a small language model learns arithmetic with fused_grpo_loss"
 	@echo "make test          all tests"
 	@echo "make test-gpu      the tests that need a GPU, with compiled kernels"
 	@echo "make compile-gate  the Triton kernels, compiled for GPUs that need not be here, against a budget"
+	@echo "make cuda          the CUDA kernels for the GPU that is here, or for GRPO_KERNELS_CUDA_ARCHS"
+	@echo "make cuda-gate     the CUDA kernels, compiled for GPUs that need not be here, against a budget"
 	@echo "make lint          ruff, mypy, clang-format: check only"
 	@echo "make format        ruff and clang-format: rewrite"
 	@echo "make wheel         source archive and wheel in dist/"
+	@echo "make wheels        source archive, and wheels for the CPU and each CUDA version, tried, in dist/"
 	@echo "make clean         remove the virtual environment and everything built"
 
 demo: $(VENV)/.built
@@ -36,6 +40,13 @@ test-gpu: $(VENV)/.built
 compile-gate: $(VENV)/.built
 	$(BIN)/python tests/compile_gate.py $(ARGS)
 
+# A failed build is an error here; elsewhere it is one line, and the other backends serve.
+cuda: $(VENV)/.installed
+	GRPO_KERNELS_CUDA=1 $(BIN)/python setup.py --quiet build_ext --inplace
+
+cuda-gate: $(VENV)/.installed
+	$(BIN)/python tests/cuda_gate.py $(ARGS)
+
 lint: $(VENV)/.built
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -48,18 +59,23 @@ format: $(VENV)/.installed
 	$(BIN)/clang-format -i $(CXX_FILES)
 
 wheel: $(VENV)/.installed
-	rm -rf dist
+	rm -f dist/*.whl dist/*.tar.gz
 	$(BIN)/python -m build
+
+# It makes its own virtual environments, in build/wheels.
+wheels: $(VENV)/.created
+	$(BIN)/python tools/wheels.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info grpo_kernels/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 
-# The compiled module lies beside the Python files. Without a compiler this says so and the torch backend serves.
+# The compiled modules lie beside the Python files. Without a compiler this says so and other backends serve. Where nvcc
+# is found, the CUDA kernels are compiled too: for the GPUs that are here, or, without one, for two architectures.
 $(VENV)/.built: $(VENV)/.installed $(SOURCES)
 	$(BIN)/python setup.py --quiet build_ext --inplace
 	@touch $@
 
-# GRPO_KERNELS_NATIVE=0: the module is the step above, which compiles changed files only.
+# GRPO_KERNELS_NATIVE=0: the modules are the step above, which compiles changed files only.
 $(VENV)/.installed: $(VENV)/.created pyproject.toml $(CONSTRAINTS)
 	GRPO_KERNELS_NATIVE=0 $(INSTALL) -e ".[dev]"
 	@touch $@

@@ -1,194 +1,106 @@
-"""Builds the compiled CPU kernels, grpo_kernels/_cpu, with ninja. Metadata is in pyproject.toml.
+"""Builds the compiled kernels with ninja: grpo_kernels/_cpu, and where CUDA is found grpo_kernels/_cuda.
 
-torch is never imported or needed here: the module takes plain addresses, so one build serves every torch version.
-Without a working C++ compiler the package installs all the same and uses its torch backend.
+Metadata is in pyproject.toml, the builds are in tools/kernel_build. torch is never imported or needed here: the modules
+take plain addresses, so one build serves every torch version. What cannot be built is named in one sentence, and the
+package installs all the same and uses its other backends.
 
-    GRPO_KERNELS_NATIVE=0          do not build          GRPO_KERNELS_NATIVE=1   a failed build is an error
+    GRPO_KERNELS_NATIVE=0          compile nothing       GRPO_KERNELS_NATIVE=1   no CPU kernels is an error
+    GRPO_KERNELS_CUDA=0            no CUDA kernels       GRPO_KERNELS_CUDA=1     no CUDA kernels is an error
+    CUDA_HOME, CUDA_PATH           the CUDA toolkit, default the one of nvcc on PATH
+    GRPO_KERNELS_NVRTC=folder      no toolkit: NVRTC from pip's packages in that folder
+    GRPO_KERNELS_CUDA_ARCHS        "80 90a 120+ptx"; "native": this machine's GPUs; "full": all that this CUDA supports;
+                                   default native where there is a GPU, else full, and in an editable build "80 90a"
     GRPO_KERNELS_CXXFLAGS="..."    extra flags for compiling and linking, e.g. -fsanitize=address
+    GRPO_KERNELS_NVCCFLAGS="..."   extra flags for nvcc, e.g. -lineinfo
     CXX                            the compiler, default c++ or g++ or clang++
+    GRPO_KERNELS_LOCAL_VERSION     of a wheel: cpu, cu126, ... (tools/wheels.py)
 """
 
 from __future__ import annotations
 
 import os
-import platform
-import shlex
+import re
 import shutil
-import subprocess
 import sys
-import sysconfig
-import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-MODULE = "grpo_kernels._cpu"
-SOURCES = tuple(f"csrc/cpu/{name}.cpp" for name in ("dispatch", "groups", "objective", "reduce", "scatter"))
-BINDING = "python/cpu_module.cpp"
-ROWS = "csrc/cpu/rows.cpp"  # compiled once per instruction set
+sys.path.insert(0, str(ROOT / "tools"))
 
-# A multiply may fuse with an add; apart from that every operation rounds as written. No -ffast-math: NaN and infinity
-# mean something here. -Wno-psabi: vectors are passed between inlined functions only.
-CXX_FLAGS = shlex.split(
-    "-std=c++17 -O3 -g0 -fPIC -fvisibility=hidden -fno-math-errno -fno-trapping-math -fno-signed-zeros "
-    "-ffp-contract=fast -Wall -Wextra -Wno-psabi -pthread"
-)
-# Instruction set -> flags in order of preference: the first that the compiler knows.
-X86_FLAGS = {
-    "avx512": (
-        "-march=x86-64-v4",
-        "-mavx512f -mavx512bw -mavx512cd -mavx512dq -mavx512vl -mavx2 -mfma -mbmi -mbmi2",
-    ),
-    "avx2": ("-march=x86-64-v3", "-mavx2 -mfma -mbmi -mbmi2"),
-}
+from kernel_build import cpu, cuda  # noqa: E402
+from kernel_build.host import BuildError  # noqa: E402
 
-
-class BuildError(Exception):
-    """The compiled kernels cannot be built here; the message says why."""
-
-
-def find_compiler() -> list[str]:
-    if chosen := os.environ.get("CXX"):
-        command = shlex.split(chosen)
-        if shutil.which(command[0]) is None:
-            raise BuildError(f"CXX={chosen}: no such program")
-        return command
-    for name in ("c++", "g++", "clang++"):
-        if shutil.which(name):
-            return [name]
-    raise BuildError("no C++ compiler found (c++, g++ or clang++)")
-
-
-def compiles(cxx: list[str], flags: list[str]) -> bool:
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "probe.cpp")
-        source.write_text("float twice(float x) { return x + x; }\n")
-        command = [*cxx, *flags, "-c", str(source), "-o", str(source.with_suffix(".o"))]
-        return subprocess.run(command, capture_output=True).returncode == 0
-
-
-def instruction_sets(cxx: list[str]) -> dict[str, list[str]]:
-    """Name -> compiler flags of every set that is compiled: on x86-64 up to three, elsewhere the baseline alone."""
-    found: dict[str, list[str]] = {"baseline": []}
-    target = sysconfig.get_platform()  # a macOS universal build compiles both architectures with one command
-    if platform.machine().lower() in ("x86_64", "amd64") and "universal" not in target and "arm64" not in target:
-        for name, candidates in X86_FLAGS.items():
-            flags = next((c.split() for c in candidates if compiles(cxx, c.split())), None)
-            if flags is not None:
-                found[name] = flags
-    return found
-
-
-def ninja_file(cxx: list[str], output: Path, objects: Path) -> str:
-    import pybind11
-
-    extra = shlex.split(os.environ.get("GRPO_KERNELS_CXXFLAGS", ""))
-    flags = [*CXX_FLAGS, f"-ffile-prefix-map={ROOT}=.", *shlex.split(os.environ.get("CXXFLAGS", "")), *extra]
-    if not compiles(cxx, ["-ffile-prefix-map=a=b"]):
-        flags.remove(f"-ffile-prefix-map={ROOT}=.")
-    darwin = sys.platform == "darwin"
-    link = ["-bundle", "-undefined", "dynamic_lookup"] if darwin else ["-shared", "-Wl,-z,relro,-z,now"]
-    sets = instruction_sets(cxx)
-    python = [
-        "-isystem", pybind11.get_include(), "-isystem", sysconfig.get_paths()["include"], f"-I{ROOT / 'csrc'}"
-    ]  # fmt: skip
-
-    lines = [
-        f"cxx = {shell(cxx)}",
-        f"flags = {shell(flags)}",
-        "rule compile",
-        "  description = compile $in $extra",
-        "  command = $cxx $flags $extra -MMD -MF $out.d -c $in -o $out",
-        "  depfile = $out.d",
-        "  deps = gcc",
-        "rule link",
-        "  description = link $out",
-        f"  command = $cxx {shell(link)} $in -o $out -pthread {shell(extra)}",
-    ]
-    linked = []
-
-    def compile_source(source: str, name: str, extra_flags: list[str]) -> None:
-        target = objects / f"{name}.o"
-        lines.append(f"build {path(target)}: compile {path(ROOT / source)}")
-        lines.append(f"  extra = {shell(extra_flags)}")
-        linked.append(target)
-
-    have = [f"-DGK_HAVE_{name.upper()}" for name in sets]
-    compile_source(BINDING, "cpu_module", python)
-    for source in SOURCES:
-        compile_source(source, Path(source).stem, have if "dispatch" in source else [])
-    for name, isa_flags in sets.items():
-        compile_source(ROWS, f"rows_{name}", [f"-DGK_ISA={name}", *isa_flags])
-    lines.append(f"build {path(output)}: link {' '.join(path(o) for o in linked)}")
-    return "\n".join(lines) + "\n"
-
-
-def shell(arguments: list[str]) -> str:
-    return shlex.join(arguments).replace("$", "$$")
-
-
-def path(file: Path) -> str:
-    return str(file).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
-
-
-def run_ninja(folder: Path) -> None:
-    import ninja
-
-    executable = shutil.which("ninja", path=ninja.BIN_DIR) or "ninja"
-    done = subprocess.run([executable, "-C", str(folder)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(done.stdout, end="", flush=True)
-    if done.returncode != 0:
-        raise BuildError("the compiler failed, see above")
+CPU, CUDA = "grpo_kernels._cpu", "grpo_kernels._cuda"
+PURE = os.environ.get("GRPO_KERNELS_NATIVE") == "0"
+LOCAL_VERSION = os.environ.get("GRPO_KERNELS_LOCAL_VERSION", "")
 
 
 class NinjaBuild(build_ext):
     """Compiles incrementally: objects live in build/<variant>, not in the temporary folder of an editable install."""
 
     def run(self) -> None:
-        wanted = os.environ.get("GRPO_KERNELS_NATIVE", "")
-        if wanted == "0":
-            return self.skip("GRPO_KERNELS_NATIVE=0")
-        try:
-            if sys.platform == "win32":
-                raise BuildError("not supported on Windows")
-            self.build_module()
-        except (BuildError, ImportError, OSError) as error:
-            if wanted == "1":
-                raise SystemExit(f"grpo_kernels: GRPO_KERNELS_NATIVE=1, but {error}") from error
-            self.skip(str(error))
-
-    def skip(self, reason: str) -> None:
-        Path(self.get_ext_fullpath(MODULE)).unlink(missing_ok=True)  # of an earlier build: it would be shipped, or used
         self.extensions = []
-        message = f"grpo_kernels: the compiled CPU kernels were not built ({reason}); the torch backend will be used."
-        print(message, file=sys.stderr, flush=True)
+        self.attempt(CPU, "GRPO_KERNELS_NATIVE", cpu.build, "CPU kernels", "the torch backend will be used")
+        self.attempt(CUDA, "GRPO_KERNELS_CUDA", self.build_cuda, "CUDA kernels", "GPUs will use Triton or torch")
 
-    def build_module(self) -> None:
-        variant = f"cpu-{sys.implementation.cache_tag}-{sysconfig.get_platform()}"
-        folder = ROOT / "build" / variant
-        folder.mkdir(parents=True, exist_ok=True)
-        built = folder / Path(self.get_ext_filename(MODULE)).name
-        (folder / "build.ninja").write_text(ninja_file(find_compiler(), built, folder))
-        run_ninja(folder)
-        target = Path(self.get_ext_fullpath(MODULE))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        replacement = target.with_name(target.name + ".new")
-        shutil.copyfile(built, replacement)
-        os.replace(replacement, target)  # a process that has the old module loaded keeps it
+    def build_cuda(self, filename: str) -> Path:
+        return cuda.build(filename, development=bool(self.inplace or self.editable_mode))
+
+    def attempt(self, module: str, variable: str, compile_: Callable[[str], Path], what: str, instead: str) -> None:
+        wanted = os.environ.get(variable, "")
+        target = Path(self.get_ext_fullpath(module))
+        try:
+            if PURE or wanted == "0":
+                raise BuildError("GRPO_KERNELS_NATIVE=0" if PURE else f"{variable}=0")
+            if sys.platform == "win32" or (module == CUDA and not sys.platform.startswith("linux")):
+                raise BuildError(f"not supported on {sys.platform}")
+            replace(target, compile_(target.name))
+            self.extensions.append(Extension(module, []))
+        except (BuildError, ImportError, OSError) as error:
+            if wanted == "1" and not PURE:
+                raise SystemExit(f"grpo_kernels: {variable}=1, but {error}") from error
+            target.unlink(missing_ok=True)  # of an earlier build: it would be shipped, or used
+            print(f"grpo_kernels: no {what} ({error}); {instead}.", file=sys.stderr, flush=True)
 
     def get_source_files(self) -> list[str]:
-        return [str(p.relative_to(ROOT)) for d in ("csrc", "python") for p in (ROOT / d).rglob("*") if p.is_file()]
+        folders = (ROOT / name for name in ("csrc", "python", "tools"))
+        return [str(p.relative_to(ROOT)) for folder in folders for p in folder.rglob("*") if p.is_file()]
 
     def get_outputs(self) -> list[str]:
         return [self.get_ext_fullpath(extension.name) for extension in self.extensions]
 
 
+class Build(build):
+    """With build_ext always, also for a pure wheel: a module that an earlier build left is removed."""
+
+    def get_sub_commands(self) -> list[str]:
+        return [name for name in super().get_sub_commands() if name != "build_ext"] + ["build_ext"]
+
+
+def replace(target: Path, built: Path) -> None:
+    """A process that has the old module loaded keeps it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    replacement = target.with_name(target.name + ".new")
+    shutil.copyfile(built, replacement)
+    os.replace(replacement, target)
+
+
+def version() -> str:
+    source = (ROOT / "grpo_kernels" / "__init__.py").read_text(encoding="utf-8")
+    public = re.search(r'^__version__ = "([^"]+)"$', source, flags=re.MULTILINE)[1]
+    return f"{public}+{LOCAL_VERSION}" if LOCAL_VERSION else public
+
+
 if __name__ == "__main__":
     setup(
-        ext_modules=[Extension(MODULE, [])],
-        cmdclass={"build_ext": NinjaBuild},
+        version=version(),
+        ext_modules=[] if PURE else [Extension(CPU, []), Extension(CUDA, [])],
+        cmdclass={"build": Build, "build_ext": NinjaBuild},
         # one folder per variant: what another build left in build/lib must not get into this wheel
-        options={"build": {"build_base": "build/cpu"}},
+        options={"build": {"build_base": f"build/wheel-{'pure' if PURE else LOCAL_VERSION or 'local'}"}},
     )

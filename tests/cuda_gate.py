@@ -1,0 +1,300 @@
+"""Compiles every CUDA kernel for GPUs that are not here, and holds what nvcc made of them to a budget.
+
+    python tests/cuda_gate.py             check, as `make cuda-gate` and CI do
+    python tests/cuda_gate.py --write     what was found becomes cuda_budget.json
+
+The images are those of the build (tools/kernel_build), in its folder. Threads, shared memory and clusters are what the
+host code chooses for each device: driver/launches.cpp asks it. Held, per kernel and architecture:
+
+    no spills outside of the products, wgmma and TMA in the products    whatever the budget says
+    registers, spills and shared memory at most those of cuda_budget.json, and no fewer warps in flight
+    every kernel launched by some call, and every launched kernel compiled
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+BUDGET = ROOT / "tests" / "cuda_budget.json"
+sys.path.insert(0, str(ROOT / "tools"))
+
+from kernel_build import cuda  # noqa: E402
+from kernel_build.host import BuildError, find_compiler  # noqa: E402
+
+
+class Gpu(NamedTuple):
+    """A GPU of an architecture. The first five are what the host code asks the driver for."""
+
+    capability: int
+    multiprocessors: int
+    shared_per_block: int
+    shared_per_multiprocessor: int
+    l2_bytes: int
+    threads: int  # per multiprocessor
+    blocks: int
+
+
+KB, MB = 1 << 10, 1 << 20
+GPUS = {
+    "sm_80": Gpu(80, 108, 163 * KB, 164 * KB, 40 * MB, 2048, 32),
+    "sm_86": Gpu(86, 84, 99 * KB, 100 * KB, 6 * MB, 1536, 16),
+    "sm_89": Gpu(89, 128, 99 * KB, 100 * KB, 72 * MB, 1536, 24),
+    "sm_90a": Gpu(90, 132, 227 * KB, 228 * KB, 50 * MB, 2048, 32),
+    "sm_100": Gpu(100, 148, 227 * KB, 228 * KB, 126 * MB, 2048, 32),
+    "sm_120": Gpu(120, 170, 99 * KB, 100 * KB, 96 * MB, 1536, 24),
+}
+REGISTERS = 65536  # of a multiprocessor, given to warps in units of 256
+RESERVED = 1024  # bytes of shared memory that a block takes beside its own
+
+PRODUCT = re.compile(r"gk_(linear_logp|exponentials)_")
+PRODUCT_INSTRUCTIONS = ("HGMMA", "UTMALDG")  # of the tensor cores, and of the unit that fetches tiles
+INSTRUCTIONS = {
+    "HGMMA": r"\bHGMMA\b",
+    "UTMALDG": r"\bUTMALDG\b",
+    "UTMASTG": r"\bUTMASTG\b",
+    "LDG.128": r"\bLDG[.\w]*\.(?:128|256)\b",
+    "STG.128": r"\bSTG[.\w]*\.(?:128|256)\b",
+    "LDS.128": r"\bLDS[.\w]*\.128\b",
+}
+
+
+class Launch(NamedTuple):
+    threads: int
+    shared: int  # dynamic, bytes
+    cluster: int
+
+
+NOT_LAUNCHED = Launch(0, 0, 0)  # this device runs another kernel instead
+
+
+class Code(NamedTuple):
+    """What the compiler made of a kernel."""
+
+    registers: int
+    spills: int  # loads and stores of registers that had to go to local memory
+    shared: int  # static, bytes
+    instructions: dict[str, int]
+
+
+class Found(NamedTuple):
+    code: Code
+    launch: Launch
+    occupancy: float  # warps in flight, of those that a multiprocessor can hold
+
+
+Name = tuple[str, str]  # kernel, architecture
+
+
+# --- finding out ------------------------------------------------------------------------------------------------------
+
+
+def tool(name: str) -> str:
+    """cuobjdump or nvdisasm: Triton brings them, a toolkit from pip does not."""
+    import triton
+
+    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
+
+
+def disassemble(cubin: Path) -> tuple[str, str]:
+    """(use of resources, machine code)"""
+    commands = [tool("cuobjdump"), "-res-usage", str(cubin)], [tool("nvdisasm"), "-ndf", "-c", str(cubin)]
+    usage, code = (subprocess.run(c, capture_output=True, text=True, check=True).stdout for c in commands)
+    return usage, code
+
+
+def read_code(usage: str, code: str) -> dict[str, Code]:
+    """Kernel -> what it takes, from the output of the two tools."""
+    bodies = dict(re.findall(r"^\.text\.(\w+):\n(.*?)(?=^\s*\.section|\Z)", code, flags=re.MULTILINE | re.DOTALL))
+    found = {}
+    for kernel, registers, shared in re.findall(r"Function (\w+):\s+REG:(\d+).*?SHARED:(\d+)", usage):
+        body = bodies[kernel]
+        counts = {kind: len(re.findall(pattern, body)) for kind, pattern in INSTRUCTIONS.items()}
+        spills = len(re.findall(r"\b(?:LDL|STL)\b", body))
+        found[kernel] = Code(int(registers), spills, int(shared), {kind: n for kind, n in counts.items() if n})
+    return found
+
+
+def make_launches(folder: Path) -> Path:
+    """The program driver/launches.cpp with the host code of the backend."""
+    program = folder / "launches"
+    sources = [ROOT / "tests/driver/launches.cpp", *(ROOT / "csrc/cuda" / f"{name}.cpp" for name in ("host", "head"))]
+    command = [*find_compiler(), "-std=c++17", f"-I{ROOT / 'csrc'}", *map(str, sources), "-o", str(program)]
+    subprocess.run(command, check=True)
+    return program
+
+
+def read_launches(text: str) -> dict[str, Launch]:
+    """Kernel -> its first launch, which is that of most interest."""
+    found: dict[str, Launch] = {}
+    for line in text.splitlines():
+        kernel, *numbers = line.split()
+        found.setdefault(kernel, Launch(*map(int, numbers)))
+    return found
+
+
+def launches_on(program: Path, gpu: Gpu) -> dict[str, Launch]:
+    command = [str(program), *map(str, gpu[:5])]
+    return read_launches(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def occupancy(code: Code, launch: Launch, gpu: Gpu) -> float:
+    if launch == NOT_LAUNCHED:
+        return 0.0
+    warps = math.ceil(launch.threads / 32)
+    fed = REGISTERS // (math.ceil(code.registers * 32 / 256) * 256) // 4 * 4  # warps that find registers
+    # From compute capability 9.0 on, the compiler counts what is reserved.
+    shared = max(code.shared, RESERVED) if gpu.capability >= 90 else code.shared + RESERVED
+    shared = math.ceil((shared + launch.shared) / 128) * 128
+    blocks = min(fed // warps, gpu.shared_per_multiprocessor // shared, gpu.threads // (32 * warps), gpu.blocks)
+    return blocks * warps / (gpu.threads // 32)
+
+
+# --- checking ---------------------------------------------------------------------------------------------------------
+
+
+def complaints(found: Mapping[Name, Found], budget: Mapping[str, Any]) -> list[str]:
+    """What is wrong, one line each; budget: {kernel: {architecture: ...}}."""
+    lines = []
+    for (kernel, architecture), (code, launch, occupied) in found.items():
+        where = f"{kernel} on {architecture}"
+        product = PRODUCT.match(kernel) is not None
+        if code.spills and not product:
+            lines.append(f"{where}: {code.spills} spills, and only a product may have some")
+        if occupied == 0 and launch != NOT_LAUNCHED:
+            lines.append(f"{where}: a multiprocessor cannot hold one block")
+        if product:
+            lines += [f"{where}: no {kind}" for kind in PRODUCT_INSTRUCTIONS if not code.instructions.get(kind)]
+        allowed = budget.get(kernel, {}).get(architecture)
+        if allowed is None:
+            lines.append(f"{where}: not in {BUDGET.name}; --write adds it")
+            continue
+        for what in ("registers", "spills", "shared"):
+            if getattr(code, what) > allowed[what]:
+                lines.append(f"{where}: {what} {getattr(code, what)}, budget {allowed[what]}")
+        if occupied < allowed["occupancy"] - 0.005:  # which is rounded
+            lines.append(f"{where}: occupancy {occupied:.2f}, budget {allowed['occupancy']}")
+        for kind in allowed["instructions"]:
+            if not code.instructions.get(kind):
+                lines.append(f"{where}: no {kind}, which the budget names")
+    return lines
+
+
+def mismatches(compiled: Iterable[Name], launched: Iterable[Name]) -> list[str]:
+    """Kernels without a launch are dead code or missing from launches.cpp; launches without a kernel are errors."""
+    compiled, launched = set(compiled), set(launched)
+    never = {kernel for kernel, _ in compiled} - {kernel for kernel, _ in launched}
+    lines = [f"{kernel} is launched by no call in driver/launches.cpp" for kernel in sorted(never)]
+    lines += [f"{kernel} is launched on {where}, and is not there" for kernel, where in sorted(launched - compiled)]
+    return lines
+
+
+def leftovers(found: Iterable[Name], budget: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    known = set(found)
+    return [
+        f"{BUDGET.name} has {kernel} on {architecture}, which is not compiled; --write drops it"
+        for kernel, entries in budget.items()
+        for architecture in entries
+        if (kernel, architecture) not in known
+    ]
+
+
+def new_budget(found: Mapping[Name, Found]) -> dict[str, dict[str, Any]]:
+    budget: dict[str, dict[str, Any]] = {}
+    for (kernel, architecture), (code, _, occupied) in sorted(found.items()):
+        budget.setdefault(kernel, {})[architecture] = {
+            "registers": code.registers,
+            "spills": code.spills,
+            "shared": code.shared,
+            "occupancy": round(occupied, 2),
+            "instructions": sorted(code.instructions),
+        }
+    return budget
+
+
+def budget_text(compiler: str, budget: Mapping[str, Mapping[str, Any]]) -> str:
+    """JSON with a line per kernel and architecture, for differences that read well."""
+    entries = []
+    for name, targets in budget.items():
+        lines = [f"    {json.dumps(target)}: {json.dumps(numbers)}" for target, numbers in targets.items()]
+        entries.append(f"  {json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n  }")
+    return f'{{"compiler": {json.dumps(compiler)}, "kernels": {{\n' + ",\n".join(entries) + "\n}}\n"
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Check what nvcc makes of the CUDA kernels against a budget.")
+    parser.add_argument("--write", action="store_true", help=f"rewrite {BUDGET.name} from what was found")
+    arguments = parser.parse_args(argv)
+    try:
+        return gate(arguments.write)
+    except BuildError as error:
+        print(f"cuda_gate: {error}", file=sys.stderr)
+        return 2
+
+
+def gate(write: bool) -> int:
+    start = time.perf_counter()
+    compiler, folder, images = cuda.build_images("full")
+    compiled: dict[Name, Code] = {}
+    for image in images:
+        if image.architecture in GPUS:
+            for kernel, code in read_code(*disassemble(folder / image.file)).items():
+                compiled[kernel, image.architecture] = code
+    with tempfile.TemporaryDirectory() as scratch:
+        program = make_launches(Path(scratch))
+        launched = {
+            (kernel, architecture): launch
+            for architecture in {image.architecture for image in images} & set(GPUS)
+            for kernel, launch in launches_on(program, GPUS[architecture]).items()
+        }
+    found: dict[Name, Found] = {}
+    print(row("kernel", "target", "regs", "spills", "static", "dynamic", "threads", "cluster", "occupied", ""))
+    for name, code in sorted(compiled.items()):
+        launch = launched.get(name, NOT_LAUNCHED)
+        found[name] = Found(code, launch, occupancy(code, launch, GPUS[name[1]]))
+        print(describe(*name, found[name]))
+    print(f"{len(compiled)} kernels of {compiler} in {time.perf_counter() - start:.0f} s")
+
+    written = json.loads(BUDGET.read_text()) if BUDGET.exists() else {"compiler": compiler, "kernels": {}}
+    budget = written["kernels"]
+    if write:
+        budget = new_budget(found)
+        BUDGET.write_text(budget_text(compiler, budget))
+        print(f"{BUDGET} written")
+    elif written["compiler"] != compiler:
+        print(f"The budget is that of {written['compiler']}, this is {compiler}", file=sys.stderr)
+    problems = complaints(found, budget) + leftovers(found, budget) + mismatches(compiled, launched)
+    for problem in problems:
+        print(f"FAILED {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+def describe(kernel: str, architecture: str, found: Found) -> str:
+    code, launch, occupied = found
+    instructions = "  ".join(f"{number} {kind}" for kind, number in code.instructions.items())
+    return row(
+        kernel, architecture, code.registers, code.spills, code.shared, launch.shared, launch.threads, launch.cluster,
+        f"{occupied:.0%}", instructions,
+    )  # fmt: skip
+
+
+def row(kernel: object, target: object, *columns: object) -> str:
+    *numbers, last = columns
+    return f"{kernel!s:36}{target!s:8}" + "".join(f"{number!s:>9}" for number in numbers) + f"  {last}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

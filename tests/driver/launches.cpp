@@ -1,0 +1,89 @@
+// Prints "kernel threads shared cluster" for launches that the host code of the CUDA backend makes on a device. In
+// place of the driver it has what is below; nothing is executed.
+//
+//     launches CAPABILITY MULTIPROCESSORS SHARED_PER_BLOCK SHARED_PER_MULTIPROCESSOR L2_BYTES
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include <initializer_list>
+
+#include "cuda/api.h"
+#include "cuda/driver.h"
+
+using namespace gk;
+
+namespace {
+
+cuda::Device device;
+
+// Vocabularies in the order of interest: a common one, one that a block holds, one that no cluster holds.
+constexpr int64_t kVocabularies[] = {128256, 8192, 524288};
+constexpr int64_t kRows = 4096, kWidth = 4096;
+
+void rows() {
+    constexpr int32_t kPairs[][2] = {{kFloat32, kFloat32},
+                                     {kFloat32, kBFloat16},
+                                     {kFloat32, kFloat16},
+                                     {kBFloat16, kBFloat16},
+                                     {kFloat16, kFloat16}};
+    for (const int64_t vocab : kVocabularies) {
+        for (const auto& [logits, grad] : kPairs) {
+            RowArgs args = {};
+            args.rows = kRows;
+            args.vocab = args.logits_pitch = args.grad_pitch = vocab;
+            args.logits_dtype = logits;
+            args.grad_dtype = grad;
+            cuda::stats(args, nullptr);
+            cuda::gradient(args, nullptr);
+            cuda::fused(args, nullptr);
+        }
+    }
+}
+
+void tokens() {
+    cuda::objective_tokens(kRows, nullptr, nullptr, nullptr, nullptr, kRows, Params{}, nullptr, nullptr);
+    ReduceArgs args = {};
+    args.tokens = kRows;
+    args.sequences = args.groups = 16;
+    cuda::reduce(args, nullptr, nullptr);
+    cuda::group_statistics(nullptr, nullptr, 64, 16, kScaleGroup, kBaselineMean, 1, 1e-4, nullptr, nullptr, nullptr,
+                           nullptr);
+}
+
+void head() {
+    for (const int32_t dtype : {kBFloat16, kFloat16}) {
+        for (const float softcap : {0.f, 30.f}) {
+            cuda::HeadArgs args = {};
+            args.rows = kRows;
+            args.width = args.hidden_pitch = args.weight_pitch = kWidth;
+            args.vocab = args.exponentials_pitch = kVocabularies[0];
+            args.dtype = dtype;
+            args.params.softcap = softcap;
+            if (!cuda::serves_head(args)) return;
+            cuda::linear_logp(args, nullptr, nullptr);
+            cuda::anchored(args, nullptr, nullptr);
+        }
+    }
+}
+
+}  // namespace
+
+namespace gk::cuda {
+
+void launch(const char* kernel, const LaunchConfig& config, const void*, size_t) {
+    printf("%s %u %u %u\n", kernel, config.block, config.shared, config.cluster);
+}
+void encode_tensor_map(const TensorTiles&, TensorMap*) {}
+const Device& current_device() { return device; }
+const char* image_for(int capability) { return capability == 90 ? "sm_90a" : ""; }
+
+}  // namespace gk::cuda
+
+int main(int, char** arguments) {
+    device = {atoi(arguments[1]), atoi(arguments[2]), atoi(arguments[3]), atoi(arguments[4]), atoi(arguments[5])};
+    rows();
+    tokens();
+    head();
+    return 0;
+}

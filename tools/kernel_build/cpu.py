@@ -1,0 +1,51 @@
+"""grpo_kernels/_cpu: the row kernels once per instruction set, everything else once."""
+
+from __future__ import annotations
+
+import platform
+import sys
+import sysconfig
+from pathlib import Path
+
+from .host import ROOT, HostModule, NinjaFile, compiles
+
+SOURCES = ("dispatch", "groups", "objective", "reduce", "scatter")
+
+# Instruction set -> flags in order of preference: the first that the compiler knows.
+X86_FLAGS = {
+    "avx512": (
+        "-march=x86-64-v4",
+        "-mavx512f -mavx512bw -mavx512cd -mavx512dq -mavx512vl -mavx2 -mfma -mbmi -mbmi2",
+    ),
+    "avx2": ("-march=x86-64-v3", "-mavx2 -mfma -mbmi -mbmi2"),
+}
+
+
+def instruction_sets(cxx: list[str]) -> dict[str, list[str]]:
+    """Name -> compiler flags of every set that is compiled: on x86-64 up to three, elsewhere the baseline alone."""
+    found: dict[str, list[str]] = {"baseline": []}
+    target = sysconfig.get_platform()  # a macOS universal build compiles both architectures with one command
+    if platform.machine().lower() in ("x86_64", "amd64") and "universal" not in target and "arm64" not in target:
+        for name, candidates in X86_FLAGS.items():
+            flags = next((c.split() for c in candidates if compiles(cxx, c.split())), None)
+            if flags is not None:
+                found[name] = flags
+    return found
+
+
+def build(filename: str) -> Path:
+    """The built module, whose file is to have this name."""
+    folder = ROOT / "build" / f"cpu-{sys.implementation.cache_tag}-{sysconfig.get_platform()}"
+    ninja_file = NinjaFile(folder)
+    module = HostModule(ninja_file)
+    sets = instruction_sets(module.cxx)
+    module.add_binding(ROOT / "python" / "cpu_module.cpp")
+    have = [f"-DGK_HAVE_{name.upper()}" for name in sets]
+    sources = ROOT / "csrc" / "cpu"
+    for name in SOURCES:
+        module.add(sources / f"{name}.cpp", have if name == "dispatch" else ())
+    for name, flags in sets.items():
+        module.add(sources / "rows.cpp", [f"-DGK_ISA={name}", *flags], name=f"rows_{name}")
+    built = module.link(filename)
+    ninja_file.run()
+    return built

@@ -1,0 +1,136 @@
+"""The C++ compiler, and ninja, which compiles only what changed."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# A multiply may fuse with an add; apart from that every operation rounds as written. No -ffast-math: NaN and infinity
+# mean something here. -Wno-psabi: vectors are passed between inlined functions only.
+CXX_FLAGS = shlex.split(
+    "-std=c++17 -O3 -g0 -fPIC -fvisibility=hidden -fno-math-errno -fno-trapping-math -fno-signed-zeros "
+    "-ffp-contract=fast -Wall -Wextra -Wno-psabi -pthread"
+)
+
+
+class BuildError(Exception):
+    """A compiled module cannot be built here; the message says why."""
+
+
+def find_compiler() -> list[str]:
+    if chosen := os.environ.get("CXX"):
+        command = shlex.split(chosen)
+        if shutil.which(command[0]) is None:
+            raise BuildError(f"CXX={chosen}: no such program")
+        return command
+    for name in ("c++", "g++", "clang++"):
+        if shutil.which(name):
+            return [name]
+    raise BuildError("no C++ compiler found (c++, g++ or clang++)")
+
+
+def compiles(cxx: list[str], flags: list[str]) -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "probe.cpp")
+        source.write_text("float twice(float x) { return x + x; }\n")
+        command = [*cxx, *flags, "-c", str(source), "-o", str(source.with_suffix(".o"))]
+        return subprocess.run(command, capture_output=True).returncode == 0
+
+
+def write_if_changed(file: Path, text: str) -> None:
+    """An unchanged file keeps its time, and what is made of it is up to date."""
+    if not file.exists() or file.read_text() != text:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+
+class NinjaFile:
+    """What is to be built in `folder`. Commands run there, so that inputs may be named relative to it."""
+
+    def __init__(self, folder: Path, name: str = "build") -> None:
+        self.folder = folder
+        self.name = f"{name}.ninja"
+        self.lines: list[str] = []
+
+    def rule(self, name: str, command: str, description: str, *, depfile: bool = False) -> None:
+        """`command` in ninja's notation."""
+        self.lines += [f"rule {name}", f"  command = {command}", f"  description = {description}"]
+        if depfile:
+            self.lines += ["  depfile = $out.d", "  deps = gcc"]
+
+    def build(
+        self, output: Path, rule: str, inputs: Iterable[Path], implicit: Iterable[Path] = (), **variables: str
+    ) -> Path:
+        also = " ".join(path(file) for file in implicit)
+        self.lines.append(
+            f"build {path(output)}: {rule} {' '.join(path(file) for file in inputs)}" + (f" | {also}" if also else "")
+        )
+        self.lines += [f"  {name} = {value}" for name, value in variables.items()]
+        return output
+
+    def run(self) -> None:
+        import ninja
+
+        write_if_changed(self.folder / self.name, "\n".join(self.lines) + "\n")
+        executable = shutil.which("ninja", path=ninja.BIN_DIR) or "ninja"
+        command = [executable, "-C", str(self.folder), "-f", self.name]
+        # Rules name the interpreter through the environment: in an isolated build its path is another every time, and a
+        # command that differs is run again.
+        environment = {**os.environ, "GRPO_KERNELS_PYTHON": sys.executable}
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        print(done.stdout, end="", flush=True)
+        if done.returncode != 0:
+            raise BuildError("the compiler failed, see above")
+
+
+class HostModule:
+    """The C++ part of an extension module, as rules of a ninja file."""
+
+    def __init__(self, ninja_file: NinjaFile) -> None:
+        self.ninja = ninja_file
+        self.cxx = find_compiler()
+        extra = shlex.split(os.environ.get("GRPO_KERNELS_CXXFLAGS", ""))
+        flags = [*CXX_FLAGS, *shlex.split(os.environ.get("CXXFLAGS", "")), *extra]
+        if compiles(self.cxx, ["-ffile-prefix-map=a=b"]):
+            flags.append(f"-ffile-prefix-map={ROOT}=.")
+        link = ["-shared", "-Wl,-z,relro,-z,now"]
+        if sys.platform == "darwin":
+            link = ["-bundle", "-undefined", "dynamic_lookup"]
+        cxx = shell(self.cxx)
+        self.ninja.rule(
+            "compile", f"{cxx} {shell(flags)} $extra -MMD -MF $out.d -c $in -o $out", "compile $in $extra", depfile=True
+        )
+        self.ninja.rule("link", f"{cxx} {shell(link)} $in -o $out -pthread {shell(extra)} $libraries", "link $out")
+        self.objects: list[Path] = []
+
+    def add(self, source: Path, extra: Iterable[str] = (), name: str = "", implicit: Iterable[Path] = ()) -> None:
+        target = self.ninja.folder / f"{name or source.stem}.o"
+        self.objects.append(self.ninja.build(target, "compile", [source], implicit, extra=shell(extra)))
+
+    def add_binding(self, source: Path) -> None:
+        """The one file that knows Python."""
+        import pybind11
+
+        include = sysconfig.get_paths()["include"]
+        flags = ["-isystem", pybind11.get_include(), "-isystem", include, f"-I{ROOT / 'csrc'}"]
+        self.add(source, flags, name=f"{source.stem}.{sys.implementation.cache_tag}")
+
+    def link(self, module: str, libraries: Iterable[str] = ()) -> Path:
+        return self.ninja.build(self.ninja.folder / module, "link", self.objects, libraries=shell(libraries))
+
+
+def shell(arguments: Iterable[str]) -> str:
+    return shlex.join(arguments).replace("$", "$$")
+
+
+def path(file: Path) -> str:
+    return str(file).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
