@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from .backends import registered_backends
 from .config import available_presets
 from .demo import missing_packages
 from .demo.settings import DemoSettings
@@ -22,6 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="command")
     _add_demo(commands)
     _add_tune(commands)
+    _add_env(commands)
+    _add_check(commands)
     arguments = parser.parse_args(argv)
     status: int = arguments.run(arguments)
     return status
@@ -94,6 +98,35 @@ def _tune(arguments: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 1
     return 0
+
+
+def _add_env(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("env", help="versions, devices, and which backend each device would use and why")
+    parser.add_argument("--json", action="store_true", help="the same for programs")
+    parser.set_defaults(run=_env)
+
+
+def _env(arguments: argparse.Namespace) -> int:
+    from .env import collect, render
+
+    facts = collect()
+    print(json.dumps(facts, indent=1) if arguments.json else render(facts))
+    return 0
+
+
+def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "check", help="every variant on every available backend against float64; for bug reports and after an install"
+    )
+    parser.add_argument("--backend", choices=registered_backends(), help="this one alone")
+    parser.add_argument("--quick", action="store_true", help="each surrogate and ratio level with one KL estimator")
+    parser.set_defaults(run=_check)
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from .check import check
+
+    return 0 if check(arguments.backend, quick=arguments.quick) else 1
 
 
 def _tunable(text: str) -> list[str]:

@@ -7,6 +7,8 @@ the tests that are marked so, and only these; both cannot be had in one process.
 from __future__ import annotations
 
 import os
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +27,23 @@ def pytest_configure(config: pytest.Config) -> None:
         import triton_interpreter
 
         triton_interpreter.install()
+        from grpo_kernels import backends
+
+        entry = backends._REGISTRY["cuda"]
+        backends._REGISTRY["cuda"] = entry._replace(load=load_emulated_cuda, devices=("cpu",))
+
+
+def load_emulated_cuda():
+    """The CUDA kernels compiled for an emulated GPU, on CPU tensors, when the first test asks for them."""
+    from emulator import build_emulated
+
+    from grpo_kernels.backends.cuda_ import CudaBackend
+
+    path = build_emulated(Path(__file__).parents[1] / "python" / "cuda_module.cpp", "_cuda")
+    spec = spec_from_file_location("grpo_kernels._cuda", path)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return CudaBackend(module, "cpu"), ""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -42,7 +61,7 @@ def _same_random_numbers_every_time():
     torch.manual_seed(0)
 
 
-@pytest.fixture(params=["cpu", "torch", "triton"])
+@pytest.fixture(params=["cpu", "torch", "triton", "cuda"])
 def backend(request) -> str:
     """Every backend; a missing one is a failure, never a skip."""
     return request.param

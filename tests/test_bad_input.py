@@ -110,7 +110,7 @@ CASES = {
     "num_items elsewhere": (lambda: changed(num_items_in_batch=3, config=gk.GRPOConfig(aggregation="seq_mean")), ValueError, "num_items_in_batch", "seq_mean", "normalizer"),
     "fixed_length": (lambda: changed(config=gk.GRPOConfig(aggregation="fixed_length")), ValueError, "fixed_length", "max_completion_length", "None"),
     "fixed_length beside normalizer": (lambda: changed(normalizer=3, config=gk.GRPOConfig(aggregation="fixed_length", entropy_coef=0.1)), ValueError, "fixed_length", "max_completion_length", "None"),
-    "backend": (lambda: changed(backend="cuda"), ValueError, "backend='cuda'", "cpu, triton, torch"),
+    "backend": (lambda: changed(backend="opencl"), ValueError, "backend='opencl'", "cpu, cuda, triton, torch"),
     "backend type": (lambda: {n: x.detach().double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for n, x in changed(backend="cpu").items()}, ValueError, "backend='cpu'", "float64", "float32"),
     # packed
     "cu_seqlens beside (B, T)": (lambda: changed(cu_seqlens=torch.tensor([0, 24])), ValueError, "cu_seqlens", "(B, T)"),

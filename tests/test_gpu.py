@@ -31,13 +31,19 @@ pytestmark = pytest.mark.gpu
 
 VOCAB = 151936
 DEVICE = "cuda"
-BACKENDS = ("triton", "torch")
+KERNELS = ("cuda", "triton")
+BACKENDS = (*KERNELS, "torch")
 # Every surrogate at every level with every KL estimator; the aggregations take turns.
 REAL_SIZE = [point for i, point in enumerate(POINTS) if i % 5 == (i // 5) % 5]
 
 
 @pytest.fixture(params=BACKENDS)
 def backend(request) -> str:
+    return request.param
+
+
+@pytest.fixture(params=KERNELS)
+def kernels(request) -> str:
     return request.param
 
 
@@ -55,27 +61,27 @@ def name_of(point) -> str:
 
 @pytest.mark.parametrize("variation", [0, 1])
 @pytest.mark.parametrize("point", POINTS, ids=name_of)
-def test_variant_is_as_exact_as_eager_float32(point, variation):
+def test_variant_is_as_exact_as_eager_float32(point, variation, kernels):
     batch, config = build(point, choose(point, variation))
     exact, size = reference(batch, config), size_of_loss(batch, config)
     allowed = eager_errors(batch, config, exact, size)
     for rows in (3, 7, None):
-        found = fused(batch, dataclasses.replace(config, chunk_rows=rows), "triton", DEVICE)
+        found = fused(batch, dataclasses.replace(config, chunk_rows=rows), kernels, DEVICE)
         assert_within(errors(found, exact, size), allowed, 1e-6)
 
 
 @pytest.mark.parametrize("point", REAL_SIZE, ids=name_of)
-def test_variant_at_a_real_vocabulary(point):
+def test_variant_at_a_real_vocabulary(point, kernels):
     batch, config = build(point, choose(point, 0), VOCAB)
     exact, size = reference(batch, config), size_of_loss(batch, config)
-    found = fused(batch, config, "triton", DEVICE)
+    found = fused(batch, config, kernels, DEVICE)
     assert_within(errors(found, exact, size), eager_errors(batch, config, exact, size), 1e-6)
 
 
 @pytest.mark.parametrize("strategy", ["rows", "linear", "anchored"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_half_precision_is_as_exact_as_eager_with_float32_softmax(name, dtype, strategy, monkeypatch):
+def test_half_precision_is_as_exact_as_eager_with_float32_softmax(name, dtype, strategy, monkeypatch, kernels):
     if dtype == torch.float16 and strategy == "anchored":
         strategy = "linear"  # float16 cannot hold the exponentials
     monkeypatch.setenv("GRPO_KERNELS_STRATEGY", strategy)
@@ -83,10 +89,10 @@ def test_half_precision_is_as_exact_as_eager_with_float32_softmax(name, dtype, s
     for seed in range(8):
         batch = half_batch(dtype, config, seed)
         exact = run(batch, config, torch.float64, torch.float64)
-        ours.append(errors(fused(batch, config, "triton", DEVICE), exact, 1.0))
+        ours.append(errors(fused(batch, config, kernels, DEVICE), exact, 1.0))
         eager.append(errors(run(batch, config, dtype, torch.float32), exact, 1.0))
         logps, entropy = true_logps(batch, config)
-        found = fused(batch, config, "triton", DEVICE)
+        found = fused(batch, config, kernels, DEVICE)
         assert (found.logps - logps).abs().max() <= 2e-5 and (found.entropy - entropy).abs().max() <= 2e-5
     allowed = root_mean_square(eager)
     for key, error in root_mean_square(ours).items():
@@ -105,13 +111,13 @@ def big_batch(rows: int, width: int, vocab: int, dtype: torch.dtype, seed: int =
     ids = torch.randint(vocab, (8, rows // 8), generator=g, device=DEVICE)
     advantages = torch.randn(8, rows // 8, generator=g, device=DEVICE)
     with torch.no_grad():
-        logps, _ = gk.fused_logps(hidden, weight, ids, backend="triton")
+        logps, _ = gk.fused_logps(hidden, weight, ids)
     noise = 0.1 * torch.randn(ids.shape, generator=g, device=DEVICE)
     return Batch(hidden, weight, ids, advantages, None, {"old_logps": logps + noise})
 
 
 @pytest.mark.parametrize("strategy", ["rows", "linear", "anchored"])
-def test_more_logits_than_two_to_the_31(strategy, monkeypatch):
+def test_more_logits_than_two_to_the_31(strategy, monkeypatch, kernels):
     """One launch over 16,384 x 151,936 logits, against float64 on a sample of the rows, twice for the same bits."""
     monkeypatch.setenv("GRPO_KERNELS_STRATEGY", strategy)
     rows, width = 16384, 256
@@ -121,7 +127,7 @@ def test_more_logits_than_two_to_the_31(strategy, monkeypatch):
     for _ in range(2):
         leaf, weight = batch.hidden.clone().requires_grad_(), batch.weight.clone().requires_grad_()
         out = gk.fused_grpo_loss(
-            leaf, weight, batch.ids, batch.advantages, config=config, backend="triton", **batch.options
+            leaf, weight, batch.ids, batch.advantages, config=config, backend=kernels, **batch.options
         )
         out.loss.backward()
         runs.append((out.loss.detach(), out.logps, leaf.grad, weight.grad))
@@ -184,14 +190,14 @@ def device_batch(**options) -> Batch:
 
 @pytest.mark.parametrize("strategy", ["rows", "anchored"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_cuda_graph(level, strategy, monkeypatch):
+def test_cuda_graph(level, strategy, monkeypatch, kernels):
     """Captured once at fixed shapes, replayed with other contents, padding poisoned: the same as called directly."""
     monkeypatch.setenv("GRPO_KERNELS_STRATEGY", strategy)
     config = gk.GRPOConfig(importance_sampling_level=level, chunk_rows=40, beta=0.04)
     batch = device_batch().head_as(torch.bfloat16)
     batch.hidden.masked_fill_(~batch.options["completion_mask"][..., None], torch.nan)
     hidden, weight = batch.hidden.clone().requires_grad_(), batch.weight.clone().requires_grad_()
-    step = loss_step(batch, config, "triton")
+    step = loss_step(batch, config, kernels)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -206,7 +212,7 @@ def test_cuda_graph(level, strategy, monkeypatch):
             weight.copy_(batch.weight * scale)
         graph.replay()
         found = [x.clone() for x in captured]
-        expected = loss_step(batch, dataclasses.replace(config, static_shapes=True), "triton")(hidden, weight)
+        expected = loss_step(batch, dataclasses.replace(config, static_shapes=True), kernels)(hidden, weight)
         for a, b in zip(found, expected, strict=True):
             assert torch.equal(a, b) and a.isfinite().all()
         dropped = step(hidden, weight)  # without padding: other chunks, other orders of summation
@@ -230,12 +236,12 @@ def test_torch_compile_takes_the_whole_graph(backend):
         assert torch.equal(a, b)
 
 
-def test_two_streams():
+def test_two_streams(kernels):
     """Both batches in flight at once, each on a stream of its own: as one after the other."""
     config = gk.GRPOConfig(beta=0.04)
     batches = [device_batch(), device_batch(bias=True)]
     leaves = [[x.clone().requires_grad_() for x in (b.hidden, b.weight)] for b in batches]
-    steps = [loss_step(b, config, "triton") for b in batches]
+    steps = [loss_step(b, config, kernels) for b in batches]
     expected = [step(*pair) for step, pair in zip(steps, leaves, strict=True)]
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in batches]
@@ -249,31 +255,31 @@ def test_two_streams():
             assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_a_device_that_is_not_the_current_one():
+def test_a_device_that_is_not_the_current_one(kernels):
     """The last device while the first is current; with a single device this is the ordinary case."""
     device = f"cuda:{torch.cuda.device_count() - 1}"
     batch = off_policy(make_batch(0)).to(device)
     expected = fused(batch, backend="torch", device=device)
     with torch.cuda.device(0):
-        found = fused(batch, backend="triton", device=device)
+        found = fused(batch, backend=kernels, device=device)
     for name, x in expected.grads.items():
         assert relative(found.grads[name], x) <= 1e-5
 
 
 def test_auto_takes_the_kernels():
     batch = device_batch()
-    assert "triton" in gk.available_backends()
-    auto, named = (fused(batch, backend=name, device=DEVICE) for name in ("auto", "triton"))
+    assert set(KERNELS) <= set(gk.available_backends())
+    auto, named = (fused(batch, backend=name, device=DEVICE) for name in ("auto", KERNELS[0]))
     assert set(auto.grads) == set(LEAVES[:2])
     assert_same_bits(auto, named)
 
 
-def test_nothing_is_read_back_but_the_counts():
+def test_nothing_is_read_back_but_the_counts(kernels):
     """One synchronisation per call, none with static shapes."""
     batch = device_batch()
     for static, allowed in ((False, 1), (True, 0)):
         config = gk.GRPOConfig(static_shapes=static, importance_sampling_level="sequence", chunk_rows=64)
-        step = loss_step(batch, config, "triton")
+        step = loss_step(batch, config, kernels)
         leaves = [x.clone().requires_grad_() for x in (batch.hidden, batch.weight)]
         step(*leaves)
         torch.cuda.set_sync_debug_mode("warn")
@@ -286,10 +292,10 @@ def test_nothing_is_read_back_but_the_counts():
         assert len([w for w in seen if "synchroniz" in str(w.message)]) <= allowed
 
 
-def test_debug_finds_an_id_outside_the_vocabulary(monkeypatch):
+def test_debug_finds_an_id_outside_the_vocabulary(monkeypatch, kernels):
     batch = device_batch()
     batch.ids[0, 0] = 10**6
     batch.options["completion_mask"][0, 0] = True
     monkeypatch.setitem(os.environ, "GRPO_KERNELS_DEBUG", "1")
     with pytest.raises(ValueError, match="completion_ids"):
-        fused(batch, backend="triton", device=DEVICE)
+        fused(batch, backend=kernels, device=DEVICE)

@@ -17,6 +17,7 @@ PACKAGE = ROOT / "grpo_kernels"
 TOP = ("__init__", "__main__", "cli", "demo", "trainer", "integrations", "check", "env")  # imported by none below them
 PUBLIC = ("loss", "logps", "policy")
 CONTRACT = {"params", "strategy"}  # what the engine and its backends agree on
+COMPILED = ("_cpu", "_cuda")
 
 
 def module_name(path: Path) -> str:
@@ -49,7 +50,7 @@ def imports_of(path: Path) -> set[str]:
 
 def is_module(name: str) -> bool:
     path = PACKAGE.joinpath(*name.split("."))
-    return path.with_suffix(".py").exists() or path.is_dir() or name == "_cpu"
+    return path.with_suffix(".py").exists() or path.is_dir() or name in COMPILED
 
 
 @lru_cache
@@ -94,7 +95,8 @@ def test_backends_know_the_kernels_contract_and_nothing_above():
     for name in graph():
         if name.split(".")[0] == "backends":
             others = {x for x in graph()[name] if x.split(".")[0] != "backends"}
-            assert {x.split(".")[0] for x in others} <= CONTRACT | {"objective", "groups", "_cpu", "kernels"}, name
+            known = CONTRACT | {"objective", "groups", "kernels", *COMPILED}
+            assert {x.split(".")[0] for x in others} <= known, name
     assert graph()["objective"] <= {"params"} and graph()["groups"] == set()
 
 
@@ -125,7 +127,7 @@ def test_nothing_below_imports_what_is_above():
         package = name.split(".")[0]
         assert package in rank, f"{name} has no place among the layers: give it one here"
         for other in graph()[name]:
-            if other == "_cpu" or other.split(".")[0] == package:
+            if other in COMPILED or other.split(".")[0] == package:
                 continue
             assert rank[other.split(".")[0]] < rank[package], f"{name} imports {other}"
     assert not {"loss", "ops", "inputs", "output", *PUBLIC} & reach("engine")
@@ -143,7 +145,19 @@ def test_no_module_imports_itself_in_a_circle():
 
 
 @pytest.mark.parametrize(
-    "name", ["engine", "plan", "loss", "config", "reference", "backends/__init__", "backends/native"]
+    "name",
+    [
+        "engine",
+        "plan",
+        "loss",
+        "config",
+        "reference",
+        "backends/__init__",
+        "backends/native",
+        "backends/cuda_",
+        "env",
+        "check",
+    ],
 )
 def test_the_core_imports_torch_and_the_standard_library_alone(name):
     path = PACKAGE / f"{name}.py"
@@ -188,11 +202,12 @@ def test_objective_includes_what_a_device_compiler_has():
 
 BLOCKED = """
 import sys, warnings
+COMPILED = ("grpo_kernels._cpu", "grpo_kernels._cuda")
 class Without:
     def __init__(self, finder):
         self.finder = finder
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"triton", "transformers", "matplotlib", "tqdm"} or name == "grpo_kernels._cpu":
+        if name.split(".")[0] in {"triton", "transformers", "matplotlib", "tqdm"} or name in COMPILED:
             return None
         return self.finder.find_spec(name, path, target)
     def __getattr__(self, name):
@@ -264,7 +279,7 @@ import grpo_kernels, grpo_kernels.reference, grpo_kernels.ops
 print(torch.cuda.is_initialized())
 new = {name.split(".")[0] for name in set(sys.modules) - before}
 print(sorted(new & {"triton", "transformers", "matplotlib", "tqdm"}))
-print("grpo_kernels._cpu" in sys.modules)
+print("grpo_kernels._cpu" in sys.modules or "grpo_kernels._cuda" in sys.modules)
 """
     )
     assert out.split() == ["False", "[]", "False"]

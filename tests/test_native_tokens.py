@@ -17,7 +17,7 @@ backend, reason = native.load()
 assert backend is not None, reason  # the tests need the compiled module: a skip would hide that it is missing
 
 
-@pytest.fixture(params=["cpu", "triton"])
+@pytest.fixture(params=["cpu", "triton", "cuda"])
 def kernels(request):
     return get_backend(request.param)
 

@@ -47,7 +47,7 @@ def test_variant_is_as_exact_as_eager_float32(point, variation, backend):
 
 
 def test_all_backends_are_there():
-    assert {"cpu", "triton", "torch"} <= set(gk.available_backends())
+    assert {"cpu", "cuda", "triton", "torch"} <= set(gk.available_backends())
 
 
 def test_the_walk_is_complete():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,10 @@ class Backend(Protocol):
     """What the engine asks of a backend. Shapes and meaning as in backends/torch_.py, the plainest of them."""
 
     name: str
+
+    def why_not(self, device: torch.device) -> str:
+        """Why these kernels cannot run on this device, of a type that the registry has for them; or nothing."""
+        ...
 
     def strategies(self, hidden: Tensor, weight: Tensor) -> tuple[str, ...]:
         """Those of strategy.py that serve these inputs, best first; "linear" and "anchored" need the methods below."""
@@ -115,6 +119,12 @@ def _load_cpu() -> tuple[Backend | None, str]:
     return load()
 
 
+def _load_cuda() -> tuple[Backend | None, str]:
+    from .cuda_ import load
+
+    return load()
+
+
 def _load_triton() -> tuple[Backend | None, str]:
     reason = why_unusable()
     if reason:
@@ -124,20 +134,37 @@ def _load_triton() -> tuple[Backend | None, str]:
     return TritonBackend(), ""
 
 
-# name -> (loader, device types, logits types); "auto" takes the first that serves the device and type of the call.
+class Entry(NamedTuple):
+    """A backend: how to get it or the reason why not; the types of devices (None: any) and of logits that it serves."""
+
+    load: Callable[[], tuple[Backend | None, str]]
+    devices: tuple[str, ...] | None
+    dtypes: tuple[torch.dtype, ...]
+
+
 _HALF_AND_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
-_Loader = Callable[[], tuple["Backend | None", str]]
-_REGISTRY: dict[str, tuple[_Loader, tuple[str, ...] | None, tuple[torch.dtype, ...]]] = {
-    "cpu": (_load_cpu, ("cpu",), _HALF_AND_SINGLE),
-    "triton": (_load_triton, ("cuda", "cpu") if interpreted() else ("cuda",), _HALF_AND_SINGLE),
-    "torch": (_load_torch, None, (*_HALF_AND_SINGLE, torch.float64)),
+_REGISTRY: dict[str, Entry] = {
+    "cpu": Entry(_load_cpu, ("cpu",), _HALF_AND_SINGLE),
+    "cuda": Entry(_load_cuda, ("cuda",), _HALF_AND_SINGLE),
+    "triton": Entry(_load_triton, ("cuda", "cpu") if interpreted() else ("cuda",), _HALF_AND_SINGLE),
+    "torch": Entry(_load_torch, None, (*_HALF_AND_SINGLE, torch.float64)),
 }
+# What "auto" takes, the first that serves: by type of device.
+_ORDER = {"cpu": ("cpu", "torch"), "cuda": ("cuda", "triton", "torch")}
+
+
+class Choice(NamedTuple):
+    """What "auto" takes, whether because it was measured to be the fastest there, and why not those before it."""
+
+    name: str
+    measured: bool
+    refused: dict[str, str]
 
 
 @cache
 def _load(name: str) -> tuple[Backend | None, str]:
     """(backend, "") or (None, why it cannot be had here)."""
-    return _REGISTRY[name][0]()
+    return _REGISTRY[name].load()
 
 
 def get_backend(name: str) -> Backend:
@@ -148,30 +175,64 @@ def get_backend(name: str) -> Backend:
     return backend
 
 
+def registered_backends() -> tuple[str, ...]:
+    """Every name that `backend=` knows."""
+    return tuple(_REGISTRY)
+
+
 def available_backends() -> tuple[str, ...]:
     """Names for `backend=` that work in this installation."""
     return tuple(name for name in _REGISTRY if _load(name)[0] is not None)
 
 
+def candidates(device: torch.device) -> tuple[str, ...]:
+    """The backends among which "auto" chooses on this device, the preferred one first."""
+    order, fastest = _ORDER.get(device.type, ("torch",)), _fastest(device)
+    order = tuple(name for name in order if name != "triton" or not interpreted())  # an interpreter is for tests
+    return tuple(sorted(order, key=lambda name: name != fastest))
+
+
+@cache
+def why_not(name: str, device: torch.device | None = None) -> str:
+    """The reason why a backend cannot run on this device, or on any here; or nothing."""
+    devices = _REGISTRY[name].devices
+    if device is not None and devices is not None and device.type not in devices:
+        return f"it serves {' and '.join(devices)} tensors"
+    backend, reason = _load(name)
+    return reason if backend is None or device is None else backend.why_not(device)
+
+
+def auto_choice(device: torch.device, dtype: torch.dtype) -> Choice:
+    """What `backend="auto"` takes for logits of this type on this device."""
+    refused: dict[str, str] = {}
+    for name in candidates(device):
+        if dtype not in _REGISTRY[name].dtypes:
+            continue
+        reason = why_not(name, device)
+        if not reason:
+            return Choice(name, name == _fastest(device), refused)
+        refused[name] = reason
+    raise ValueError(f"no backend serves {dtype} on {device.type}")
+
+
 def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> str:
     """Resolve `backend=` for logits of this type on this device; ValueError where a named one cannot serve them."""
     if name == "auto":
-        for candidate in _REGISTRY:
-            if not _serves(candidate, device, dtype) or (candidate == "triton" and interpreted()):
-                continue
-            if _load(candidate)[0] is not None:
-                return candidate
-            _warn_once(f"grpo_kernels: backend {candidate!r} is not available ({_load(candidate)[1]}); using 'torch'")
-        raise ValueError(f"no backend serves {dtype} on {device.type}")
+        choice = auto_choice(device, dtype)
+        if choice.refused:
+            _warn_of(choice)
+        return choice.name
     if name not in _REGISTRY:
         raise ValueError(f"backend={name!r}; expected 'auto' or one of {', '.join(_REGISTRY)}")
-    if not _serves(name, device, dtype):
-        _, devices, dtypes = _REGISTRY[name]
+    _, devices, dtypes = _REGISTRY[name]
+    if (devices is not None and device.type not in devices) or dtype not in dtypes:
         raise ValueError(
             f"backend={name!r} does not serve {dtype} logits on {device.type}; it serves "
             f"{', '.join(str(t) for t in dtypes)} on {'any device' if devices is None else ', '.join(devices)}"
         )
-    get_backend(name)
+    reason = why_not(name, device)
+    if reason:
+        raise ImportError(f"backend={name!r} is not available: {reason}")
     return name
 
 
@@ -180,11 +241,28 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> str:
 choose_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _serves(name: str, device: torch.device, dtype: torch.dtype) -> bool:
-    _, devices, dtypes = _REGISTRY[name]
-    return (devices is None or device.type in devices) and dtype in dtypes
+@cache
+def _fastest(device: torch.device) -> str | None:
+    """The backend that was measured to be the fastest on this device, if any was."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    from ..kernels.launch import measured_backend
+
+    return measured_backend(device)
+
+
+def _warn_of(choice: Choice) -> None:
+    """Say once what was passed over. An installation without CUDA kernels is a choice, as long as Triton's serve."""
+    from .cuda_ import installed
+
+    refused = dict(choice.refused)
+    if choice.name == "triton" and not installed():
+        refused.pop("cuda", None)
+    if refused:
+        reasons = "; ".join(f"backend {name!r} is not available ({reason})" for name, reason in refused.items())
+        _warn_once(f"grpo_kernels: {reasons}; using {choice.name!r}")
 
 
 @cache
 def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=3)
+    warnings.warn(message, stacklevel=4)

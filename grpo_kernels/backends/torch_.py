@@ -16,6 +16,9 @@ from ..params import COLUMN, COLUMNS, FIELD, KernelParams, RowStats
 class TorchBackend:
     name = "torch"
 
+    def why_not(self, device: torch.device) -> str:
+        return ""
+
     def strategies(self, hidden: Tensor, weight: Tensor) -> tuple[str, ...]:
         """Those of strategy.py that serve these inputs."""
         return ("rows",)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 SHIPPED = Path(__file__).with_suffix(".json")
 
@@ -112,6 +113,21 @@ def preferred_strategy(device: torch.device, width: int, vocab: int, dtype: torc
     """The strategy (see strategy.py) that was measured to be the best for this lm_head, or the safe one."""
     strategy: str = _find(architecture(device), "strategy", f"{width} {vocab} {name_of(dtype)}")["name"]
     return strategy
+
+
+def best_first(served: tuple[str, ...], weight: Tensor) -> tuple[str, ...]:
+    """The strategies that serve this lm_head (V, H), the preferred one first if it is among them."""
+    best = preferred_strategy(weight.device, weight.shape[1], weight.shape[0], weight.dtype)
+    return (best, *(name for name in served if name != best)) if best in served else served
+
+
+def measured_backend(device: torch.device) -> str | None:
+    """The backend that was measured to be the fastest on this device, None before anything was."""
+    for table in (_tuned_table(), shipped_table()):
+        found = table.get(architecture(device), {}).get("backend", {}).get("*")
+        if found is not None:
+            return str(found["name"])
+    return None
 
 
 def name_of(dtype: torch.dtype) -> str:

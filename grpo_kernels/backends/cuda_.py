@@ -1,0 +1,239 @@
+"""The compiled CUDA kernels (csrc/cuda), on the device and the current stream of their tensors.
+
+`load()` never raises: where the kernels cannot run the caller gets one sentence of what was found and what helps, and
+another backend does the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ..kernels.launch import best_first
+from ..params import FIELD, KernelParams, RowStats
+from .checks import check_head, check_table, check_vectors, contiguous_rows
+from .compiled import INTERFACE, CompiledBackend, address, row_stats
+from .torch_ import TorchBackend
+
+WHEELS = (13000, 12080, 12060)  # CUDA versions that wheels are built for, newest first, as the driver writes them
+OLDEST_CAPABILITY = 80
+ALIGNED = 256  # an address like those of fresh memory, for asking what would be served there
+
+
+class CudaBackend(CompiledBackend):
+    """CompiledBackend on an NVIDIA GPU. The tests' emulator is a module of the same names with `device_type` "cpu"."""
+
+    name = "cuda"
+
+    def __init__(self, module: ModuleType, device_type: str = "cuda") -> None:
+        super().__init__(module)
+        self.device_type = device_type
+
+    def why_not(self, device: torch.device) -> str:
+        """Why these kernels cannot run on this device, or nothing."""
+        if device.type != "cuda":
+            return ""
+        major, minor = torch.cuda.get_device_capability(device)
+        capability = 10 * major + minor
+        if self.module.image_for(capability):
+            return ""
+        found = f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}"
+        if capability < OLDEST_CAPABILITY:
+            return f"{found}, and the CUDA kernels need {OLDEST_CAPABILITY / 10} or later: use another backend"
+        architectures = self.module.built_architectures()
+        if any(capability >= int(name[8:]) for name in architectures.split() if name.startswith("compute_")):
+            built, driver = version(self.module.built_for_cuda()), version(self.module.driver_cuda())
+            return f"{found}, which a driver of CUDA {built} can compile the kernels for: update this one, of {driver}"
+        return (
+            f"{found}, and the CUDA kernels were built for {architectures}: install the wheel of another CUDA version, "
+            f"or in a checkout run GRPO_KERNELS_CUDA_ARCHS={capability} pip install ."
+        )
+
+    def where(self, device: torch.device) -> AbstractContextManager[int]:
+        return _current_stream(device) if device.type == "cuda" else nullcontext(0)
+
+    def workspace(self, sequences: int, device: torch.device) -> Tensor | None:
+        return torch.empty(self.module.reduce_workspace(sequences), dtype=torch.uint8, device=device)
+
+    def add_rows(self, target: Tensor, ids: Tensor, scale: Tensor, rows: Tensor) -> None:
+        """target[ids] += scale * rows. On a CPU alone, where the emulator runs: GPU products need no correction."""
+        TorchBackend().add_rows(target, ids, scale, rows)
+
+    # --- products with the softmax in their epilogue --------------------------------------------------------------
+
+    def strategies(self, hidden: Tensor, weight: Tensor) -> tuple[str, ...]:
+        """Those of strategy.py that serve these inputs, best first."""
+        if weight.dtype.itemsize != 2 or hidden.dtype != weight.dtype or weight.stride(-1) != 1:
+            return ("rows",)
+        count, (vocab, width) = hidden.numel() // hidden.shape[-1], weight.shape
+        # Hidden states and exponentials are not there yet: they get memory that is aligned, and no gap between rows.
+        head = ALIGNED, width, weight.data_ptr(), weight.stride(0), self.dtypes[weight.dtype], count, width, vocab
+        served = ["rows"]
+        with self.where(weight.device):
+            if self.module.serves_head(*head, 0, 0):
+                served.append("linear")
+            # float16 cannot hold e^(z - z_id)
+            if weight.dtype == torch.bfloat16 and self.module.serves_head(*head, ALIGNED, vocab):
+                served.append("anchored")
+        return best_first(tuple(served), weight)
+
+    def linear_logp(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ids: Tensor,
+        temperature: Tensor,
+        params: KernelParams,
+        *,
+        entropy: bool,
+    ) -> RowStats:
+        """Statistics (C,) of hidden (C, H) and weight (V, H) without logits; entropy=False leaves it at 0."""
+        hidden, bias = contiguous_rows(hidden), _single(bias)
+        check_head(hidden, weight, bias)
+        check_vectors(hidden, ids=(ids, torch.int64), temperature=(temperature, torch.float32))
+        out = row_stats(hidden)
+        if not entropy:
+            out.entropy.zero_()
+        with self.where(self._served(hidden)) as where:
+            hidden, head = self._head(hidden, weight, None)
+            workspace = self._head_workspace(head, hidden.device)
+            self.module.linear_logp(
+                *head, address(bias), address(ids), address(temperature), address(out.logp), address(out.lse),
+                address(out.entropy) if entropy else 0, self.params(params), address(workspace), where,
+            )  # fmt: skip
+        return out
+
+    def anchored(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ids: Tensor,
+        table: Tensor,
+        exponentials: Tensor,
+        params: KernelParams,
+    ) -> tuple[RowStats, Tensor]:
+        """Statistics (C,) and scale (C,); d loss / d logits = scale[:, None] * exponentials, written (C, V) bfloat16.
+
+        For tokens whose gradient depends on themselves alone and does not go through their entropy.
+        """
+        hidden, bias = contiguous_rows(hidden), _single(bias)
+        check_head(hidden, weight, bias)
+        check_table(table, hidden)
+        check_vectors(hidden, ids=(ids, torch.int64))
+        shape = (hidden.shape[0], weight.shape[0])
+        if exponentials.shape != shape or exponentials.dtype != torch.bfloat16 or exponentials.stride(1) != 1:
+            raise ValueError(
+                f"exponentials: expected bfloat16 {shape} with contiguous rows, got {exponentials.dtype} "
+                f"{tuple(exponentials.shape)}"
+            )
+        out, scale = row_stats(hidden), torch.empty(shape[0], device=hidden.device)
+        temperature = table[FIELD["temperature"]]
+        with self.where(self._served(hidden)) as where:
+            hidden, head = self._head(hidden, weight, exponentials)
+            workspace = self._head_workspace(head, hidden.device)
+            self.module.anchored(
+                *head, address(bias), address(ids), address(temperature), address(table), table.stride(0),
+                address(scale), *map(address, out), self.params(params), address(workspace), where,
+            )  # fmt: skip
+        return out, scale
+
+    def _head(
+        self, hidden: Tensor, weight: Tensor, exponentials: Tensor | None
+    ) -> tuple[Tensor, tuple[int | Tensor, ...]]:
+        """(hidden states in memory that the kernels can read, the arguments that describe a product)."""
+
+        def arguments(hidden: Tensor) -> tuple[int, ...]:
+            return (
+                *(hidden.data_ptr(), hidden.stride(0), weight.data_ptr(), weight.stride(0), self.dtypes[weight.dtype]),
+                *(*hidden.shape, weight.shape[0]),
+                *(address(exponentials), 0 if exponentials is None else exponentials.stride(0)),
+            )
+
+        found = arguments(hidden)
+        if not self.module.serves_head(*found):  # a view that begins, or whose rows begin, off the alignment
+            hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device).copy_(hidden)
+            found = arguments(hidden)
+        return hidden, found
+
+    def _head_workspace(self, head: tuple[int | Tensor, ...], device: torch.device) -> Tensor:
+        return torch.empty(self.module.head_workspace(*head), dtype=torch.uint8, device=device)
+
+
+@contextmanager
+def _current_stream(device: torch.device) -> Iterator[int]:
+    """Kernels go to the current device of the thread, which need not be the tensors' own."""
+    with torch.cuda.device(device):
+        yield torch.cuda.current_stream(device).cuda_stream
+
+
+def _single(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.float()
+
+
+# --- whether they can be used ---------------------------------------------------------------------------------------
+
+
+def load() -> tuple[CudaBackend | None, str]:
+    """(backend, "") or (None, the reason why the compiled CUDA kernels cannot be used)."""
+    module, reason = compiled_module()
+    if module is None:
+        return None, reason
+    reason = _why_not_here(module)
+    return (None, reason) if reason else (CudaBackend(module), "")
+
+
+def installed() -> bool:
+    """Whether this installation has CUDA kernels at all."""
+    return find_spec("grpo_kernels._cuda") is not None
+
+
+def compiled_module() -> tuple[ModuleType | None, str]:
+    """(grpo_kernels._cuda, "") or (None, why it cannot be imported); it imports without a driver and without a GPU."""
+    if not installed():
+        wheels = ", ".join(map(wheel, WHEELS))
+        return None, f"this installation has no CUDA kernels: install a wheel that has ({wheels}), or build with nvcc"
+    try:
+        from .. import _cuda  # type: ignore[attr-defined]  # compiled; may be absent
+    except ImportError as error:
+        return None, f"the compiled CUDA kernels cannot be imported: {error}"
+    if getattr(_cuda, "INTERFACE", None) != INTERFACE:
+        return None, "the compiled CUDA kernels are of another version: build again, pip install -e . or make test"
+    return _cuda, ""
+
+
+def _why_not_here(module: ModuleType) -> str:
+    """Why no device of this machine can run the kernels, or nothing."""
+    if torch.version.hip is not None:
+        return f"torch {torch.__version__} is built for AMD GPUs: the CUDA kernels need a build for CUDA"
+    driver, built = module.driver_cuda(), module.built_for_cuda()
+    if driver == 0:
+        return "no NVIDIA driver was found (libcuda.so.1): install one, nvidia-smi shows whether it works"
+    if driver // 1000 < built // 1000:  # within a major version older drivers run newer kernels
+        same = [cuda for cuda in WHEELS if cuda // 1000 == driver // 1000]
+        fitting = next((cuda for cuda in same if cuda <= driver), min(same, default=0))
+        older = f", or install the wheel {wheel(fitting)}" if fitting else ""
+        return (
+            f"the kernels are built for CUDA {version(built)} and the driver is for CUDA {version(driver)}: "
+            f"update the driver{older}"
+        )
+    if not torch.cuda.is_available():
+        kind = "is built without CUDA" if torch.version.cuda is None else f"with CUDA {torch.version.cuda} sees no GPU"
+        return f"torch {torch.__version__} {kind}: python -m torch.utils.collect_env shows what it finds"
+    return ""
+
+
+def version(cuda: int) -> str:
+    """12080 -> "12.8"."""
+    return f"{cuda // 1000}.{cuda % 1000 // 10}"
+
+
+def wheel(cuda: int) -> str:
+    """The local tag of the wheels for a CUDA version: 12080 -> "+cu128"."""
+    return f"+cu{version(cuda).replace('.', '')}"

@@ -1,0 +1,290 @@
+"""`grpo-kernels check`: every variant x backend x type on this machine, against the reference in float64.
+
+Small batches away from every kink: where branches meet, rounding decides in any implementation. The bound is the error
+of eager PyTorch on the same inputs, its logits in the type of the inputs and the rest in float32, plus some slack.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .backends import candidates, why_not
+from .config import AGGREGATIONS, SURROGATE_RULES, GRPOConfig
+from .env import collect, render
+from .loss import fused_grpo_loss
+from .params import KL_ESTIMATORS
+from .reference import reference_logps, reference_loss_from_logits, reference_loss_from_logps
+
+SEQUENCES, LENGTH, WIDTH, VOCAB = 6, 6, 32, 97
+LENGTHS = (6, 5, 6, 3, 1, 6)  # of the unmasked part of each sequence
+# What an error may exceed eager's by: 16 units in the last place of float32, three quarters of a rounding to 16 bits.
+# So small a batch averages little: which of two equally good implementations is closer to the truth is chance.
+SLACK = {torch.float32: 2e-6, torch.bfloat16: 3e-3, torch.float16: 4e-4}
+# Log-ratios: inside and outside of the clip range [log 0.8, log 1.2] and of CISPO's cap, 0.06 away from each bound.
+LOG_RATIOS = (-0.45, -0.1, 0.1, 0.45)
+JITTER = 0.02
+
+
+class Variant(NamedTuple):
+    surrogate: str
+    level: str
+    kl: str
+    aggregation: str
+
+    def __str__(self) -> str:
+        return "/".join(self)
+
+
+class Case(NamedTuple):
+    """Inputs of one call. `leaves` in the type that is checked: hidden (B, T, H), weight (V, H), at times bias (V,)."""
+
+    leaves: dict[str, Tensor]
+    ids: Tensor
+    advantages: Tensor
+    options: dict[str, Tensor]
+    config: GRPOConfig
+
+
+class Row(NamedTuple):
+    """A line of the table: `excess` is the largest error beyond eager's, at `worst`; `failure`: what was raised."""
+
+    backend: str
+    device: str
+    dtype: torch.dtype
+    variants: int
+    excess: float
+    worst: str
+    seconds: float
+    failure: str
+
+    @property
+    def passed(self) -> bool:
+        return not self.failure and self.excess <= SLACK[self.dtype]
+
+
+def check(backend: str | None = None, *, quick: bool = False) -> bool:
+    """Print what this machine is and a line per backend, device and type; whether all of them passed."""
+    devices = [torch.device("cpu"), *([torch.device("cuda", 0)] if torch.cuda.is_available() else [])]
+    wanted = [(name, device) for device in devices for name in (candidates(device) if backend is None else (backend,))]
+    pairs = [(name, device) for name, device in wanted if not why_not(name, device)]
+    print(render(collect()) + "\n")
+    if not pairs:
+        print(f"backend {backend!r} is not available: {why_not(str(backend), devices[-1])}")
+        return False
+    layout = "{:8}{:8}{:10}{:>8}{:>10}{:>9}{:>8}  {:8}{}".format
+    print(layout("backend", "device", "type", "variants", "excess", "allowed", "seconds", "verdict", "worst"))
+    failed = []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # more would wait for each other longer than they work
+    try:
+        for row in rows(pairs, variants(quick=quick)):
+            name = str(row.dtype).removeprefix("torch.")
+            numbers = f"{row.excess:.1e}", f"{SLACK[row.dtype]:.1e}", f"{row.seconds:.1f}"
+            verdict = "ok" if row.passed else "FAILED"
+            print(layout(row.backend, row.device, name, row.variants, *numbers, verdict, row.worst), flush=True)
+            if not row.passed:
+                failed.append(row)
+    finally:
+        torch.set_num_threads(threads)
+    print()
+    for row in failed:
+        if row.failure:
+            print(f"{row.backend} on {row.device}, {row.dtype}, {row.failure}")
+    print(f"{len(failed)} lines failed" if failed else "all is well")
+    return not failed
+
+
+def variants(*, quick: bool = False) -> list[Variant]:
+    """Every surrogate at each of its levels with every KL estimator, or with one; aggregations take turns."""
+    points = [(name, level) for name, rule in SURROGATE_RULES.items() for level in rule.levels]
+    if quick:
+        chosen = [(*point, KL_ESTIMATORS[i % len(KL_ESTIMATORS)]) for i, point in enumerate(points)]
+    else:
+        chosen = [(*point, kl) for point, kl in itertools.product(points, KL_ESTIMATORS)]
+    return [Variant(*point, AGGREGATIONS[i % len(AGGREGATIONS)]) for i, point in enumerate(chosen)]
+
+
+def rows(pairs: list[tuple[str, torch.device]], chosen: list[Variant]) -> Iterator[Row]:
+    """A line per type, backend and device, as they are done."""
+    for dtype in SLACK:
+        found = {pair: Row(pair[0], str(pair[1]), dtype, 0, -math.inf, "", 0.0, "") for pair in pairs}
+        for i, variant in enumerate(chosen):
+            case = make_case(variant, i, dtype)
+            exact = eager(case, torch.float64, torch.float64)
+            scale = loss_scale(case, exact)
+            allowed = errors(eager(case, dtype, torch.float32), exact, scale)
+            for pair, row in found.items():
+                if not row.failure:
+                    found[pair] = _extend(row, variant, case, pair[1], exact, allowed, scale)
+        yield from found.values()
+
+
+def _extend(
+    row: Row,
+    variant: Variant,
+    case: Case,
+    device: torch.device,
+    exact: dict[str, Tensor],
+    allowed: dict[str, float],
+    scale: float,
+) -> Row:
+    """The line with one more variant."""
+    start = time.perf_counter()
+    try:
+        result = fused(case, row.backend, device)
+    except Exception as error:  # whatever it is, it belongs into the report, and other lines go on
+        text = f"{variant}: {type(error).__name__}: {error}"
+        return row._replace(excess=math.inf, worst=str(variant), failure=text)
+    seconds = row.seconds + time.perf_counter() - start
+    excess = {name: error - allowed[name] for name, error in errors(result, exact, scale).items()}
+    name = max(excess, key=lambda name: excess[name])
+    row = row._replace(variants=row.variants + 1, seconds=seconds)
+    return row if excess[name] <= row.excess else row._replace(excess=excess[name], worst=f"{variant}: {name}")
+
+
+# --- inputs ---------------------------------------------------------------------------------------------------------
+
+
+def make_case(variant: Variant, index: int, dtype: torch.dtype) -> Case:
+    """A batch for a variant; `index` decides the random numbers, and options that take turns."""
+    g = torch.Generator().manual_seed(index)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g)
+
+    def uniform(low: float, high: float, *shape: int) -> Tensor:
+        return low + (high - low) * torch.rand(shape, generator=g)
+
+    shape = (SEQUENCES, LENGTH)
+    leaves = {"hidden": normal(*shape, WIDTH).to(dtype), "weight": (normal(VOCAB, WIDTH) * 0.2).to(dtype)}
+    if index % 3 != 1:
+        leaves["bias"] = (normal(VOCAB) * 0.5).to(dtype)
+    ids = torch.randint(VOCAB, shape, generator=g)
+    mask = torch.arange(LENGTH) < torch.tensor(LENGTHS)[:, None]
+    mask[0, 1] = False  # a hole, as a tool's answer leaves
+    advantages = uniform(0.5, 1.5, SEQUENCES) * torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, 0.0])
+    temperature = (1.0, 0.8)[index % 2]
+
+    logits = logits_of({name: x.double() for name, x in leaves.items()})
+    logps, _ = reference_logps(logits, ids, temperature=temperature)
+    log_ratio = _log_ratios(variant, mask, g)
+    behaviour = logps - log_ratio
+    apart = uniform(0.1, 0.6, *shape) * torch.where(normal(*shape) > 0, 1.0, -1.0)  # |k1| has a corner at 0
+    options = {
+        "completion_mask": mask,
+        "old_logps": behaviour.float(),
+        "ref_logps": (logps + apart).float(),
+    }
+    bounds: dict[str, float] = {}
+    if variant.surrogate in ("dppo_tv", "ipo"):
+        options["rollout_logps"] = options["old_logps"]
+        bound = _widest_gap((logps.exp() - behaviour.exp()).abs()[mask])
+        sides = ("epsilon_high",) if variant.surrogate == "ipo" else ("epsilon_low", "epsilon_high")
+        bounds = dict.fromkeys(sides, bound)
+    elif variant.surrogate == "cispo":
+        bounds = {"epsilon_high": 1.3}
+    config = GRPOConfig(
+        surrogate=variant.surrogate,
+        importance_sampling_level=variant.level,
+        kl_estimator=variant.kl,
+        aggregation=variant.aggregation,
+        beta=0.0 if variant.kl == "none" else 0.1,
+        max_completion_length=LENGTH + 1 if variant.aggregation == "fixed_length" else None,
+        temperature=temperature,
+        entropy_coef=(0.0, 0.02)[index // 2 % 2],
+        chunk_rows=(None, 7, 3)[index % 3],  # in one piece; whole sequences; parts of sequences
+        **bounds,  # type: ignore[arg-type]
+    )
+    return Case(leaves, ids, advantages, options, config)
+
+
+def _log_ratios(variant: Variant, mask: Tensor, g: torch.Generator) -> Tensor:
+    """(B, T) float64: of every token, or of every sequence's mean or sum, near one of LOG_RATIOS."""
+    by_sequence = variant.level != "token" and variant.surrogate != "gmpo"  # GMPO clips tokens
+    shape = (SEQUENCES, 1) if by_sequence else (SEQUENCES, LENGTH)
+    values = torch.tensor(LOG_RATIOS, dtype=torch.float64)
+    centre = values[torch.randint(len(values), shape, generator=g)]
+    jitter = (2 * torch.rand(mask.shape, generator=g, dtype=torch.float64) - 1) * JITTER
+    if variant.surrogate == "vespo":  # no clipping; its weight falls as exp(-ratio of the sequence)
+        return 0.2 * centre + jitter
+    lengths = mask.sum(1, keepdim=True)
+    jitter = jitter - (jitter * mask).sum(1, keepdim=True) / lengths if by_sequence else jitter
+    return (centre / lengths if variant.level == "sequence_sum" else centre) + jitter
+
+
+def _widest_gap(x: Tensor) -> float:
+    """A bound in the middle of the widest gap, by ratio, in the middle half of the values."""
+    x = x.sort().values[len(x) // 4 : -(len(x) // 4)].log()
+    i = int(x.diff().argmax())
+    return float(((x[i] + x[i + 1]) / 2).exp())
+
+
+# --- runs -----------------------------------------------------------------------------------------------------------
+
+
+def fused(case: Case, backend: str, device: torch.device) -> dict[str, Tensor]:
+    """Values, gradients and metrics by name, from the package."""
+    leaves = {name: x.to(device, copy=True).requires_grad_() for name, x in case.leaves.items()}
+    out = fused_grpo_loss(
+        leaves["hidden"],
+        leaves["weight"],
+        case.ids.to(device),
+        case.advantages.to(device),
+        lm_head_bias=leaves.get("bias"),
+        config=case.config,
+        backend=backend,
+        **{name: x.to(device) for name, x in case.options.items()},  # type: ignore[arg-type]  # tensor options alone
+    )
+    return _results(out, leaves)
+
+
+def eager(case: Case, product: torch.dtype, rest: torch.dtype) -> dict[str, Tensor]:
+    """The same from the reference: logits in `product`, everything after them in `rest`."""
+    leaves = {name: x.to(product, copy=True).requires_grad_() for name, x in case.leaves.items()}
+    options = {name: x.to(rest) if x.is_floating_point() else x for name, x in case.options.items()}
+    out = reference_loss_from_logits(
+        logits_of(leaves).to(rest), case.ids, case.advantages.to(rest), config=case.config, **options
+    )
+    return _results(out, leaves)
+
+
+def logits_of(leaves: dict[str, Tensor]) -> Tensor:
+    """(B, T, V)"""
+    logits = leaves["hidden"] @ leaves["weight"].T
+    return logits + leaves["bias"] if "bias" in leaves else logits
+
+
+def _results(out: Any, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    out.loss.backward()
+    found = {"loss": out.loss, "logps": out.logps, "entropy": out.entropy}
+    found |= {f"gradient of {name}": x.grad for name, x in leaves.items() if x.grad is not None}
+    found |= {f"metric {name}": x for name, x in out.metrics.items()}
+    return {name: x.detach().cpu().double() for name, x in found.items()}
+
+
+def loss_scale(case: Case, exact: dict[str, Tensor]) -> float:
+    """sum of |weight x advantage x logp|: terms of about this size may cancel in the loss."""
+    config = GRPOConfig(
+        surrogate="reinforce",
+        aggregation=case.config.aggregation,
+        max_completion_length=case.config.max_completion_length,
+    )
+    mask, sizes = case.options["completion_mask"], case.advantages.double().abs()
+    return reference_loss_from_logps(exact["logps"], sizes, completion_mask=mask, config=config).loss.item()
+
+
+def errors(found: dict[str, Tensor], exact: dict[str, Tensor], scale: float) -> dict[str, float]:
+    """|found - exact| / |exact| by name; of the loss to at least `scale`, of a metric to at least 1."""
+    out = {}
+    for name, x in exact.items():
+        least = scale if name == "loss" else 1.0 if name.startswith("metric") else 1e-30
+        error = (found[name] - x).norm().item() / max(x.norm().item(), least) if name in found else math.inf
+        out[name] = error if math.isfinite(error) else math.inf
+    return out

@@ -1,0 +1,188 @@
+"""`grpo-kernels env`: versions, devices, what is compiled in, and which backend each device would use and why.
+
+Needs nothing but torch: what is missing is what it is asked to show.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import warnings
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import __version__
+from .backends import auto_choice, candidates, registered_backends, why_not
+from .backends.cuda_ import compiled_module, version
+from .backends.native import load as load_cpu
+from .kernels.launch import tuned_path
+
+# Variables that change what runs here, besides our own GRPO_KERNELS_*.
+VARIABLES = (
+    *("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "CUDA_MODULE_LOADING", "CUDA_FORCE_PTX_JIT", "CUDA_HOME"),
+    *("NVIDIA_TF32_OVERRIDE", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TRITON_INTERPRET", "TRITON_CACHE_DIR"),
+    *("TORCHDYNAMO_DISABLE", "OMP_NUM_THREADS", "MKL_NUM_THREADS"),
+)
+
+
+def collect() -> dict[str, Any]:
+    """Everything that `render` shows, ready for JSON; never raises and warns of nothing, warnings are part of it."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        facts = {
+            "versions": _versions(),
+            "platform": f"{platform.system()} {platform.machine()}",
+            "architectures": _architectures(),
+            "devices": [_cpu(), *(_gpu(i) for i in range(_gpu_count()))],
+            "backends": {name: _everywhere(name) for name in registered_backends()},
+            "tuned_table": {"path": str(tuned_path()), "exists": tuned_path().exists()},
+            "environment": {
+                name: value
+                for name, value in sorted(os.environ.items())
+                if name in VARIABLES or name.startswith("GRPO_KERNELS_")
+            },
+        }
+    return facts | {"warnings": list(dict.fromkeys(str(warning.message) for warning in said))}
+
+
+def versions_line(facts: dict[str, Any]) -> str:
+    """One line for the top of a bug report."""
+    versions = facts["versions"]
+    packages = ("grpo_kernels", "torch", "triton", "transformers", "python")
+    return (
+        ", ".join(f"{name} {versions[name] or 'not installed'}" for name in packages)
+        + f"; {facts['platform']}; CUDA of torch {versions['cuda_of_torch'] or 'none'}, "
+        f"of the kernels {versions['cuda_of_kernels'] or 'none'}, of the driver {versions['cuda_of_driver'] or 'none'}"
+        + (f" ({versions['driver']})" if versions["driver"] else "")
+    )
+
+
+def render(facts: dict[str, Any]) -> str:
+    """The same for people."""
+    lines = [versions_line(facts), ""]
+    for device in facts["devices"]:
+        lines.append(f"{device['device']:8}{_describe(device)}")
+        order = ", ".join(device["candidates"])
+        why = "measured to be the fastest here" if device["measured"] else f"the first that can run, of {order}"
+        lines.append(f"{'':8}uses {device['backend']!r}: {why}")
+        lines += [f"{'':8}not {name!r}: {reason}" for name, reason in device["refused"].items()]
+    seen = {name for device in facts["devices"] for name in device["candidates"]}
+    lines += [f"{'':8}not {name!r}: {why}" for name, why in facts["backends"].items() if why and name not in seen]
+    table = facts["tuned_table"]
+    lines += [
+        "",
+        f"CUDA kernels built for: {facts['architectures'] or 'nothing'}",
+        f"tuned launch table: {table['path'] if table['exists'] else 'none, see grpo-kernels tune'}",
+        "environment: " + (" ".join(f"{k}={v}" for k, v in facts["environment"].items()) or "nothing set"),
+    ]
+    return "\n".join([*lines, *(f"warning: {text}" for text in facts["warnings"])])
+
+
+# --- facts ----------------------------------------------------------------------------------------------------------
+
+
+def _versions() -> dict[str, str | None]:
+    module, _ = compiled_module()
+    built, driver = (0, 0) if module is None else (module.built_for_cuda(), module.driver_cuda())
+    return {
+        "grpo_kernels": _version_of("grpo-kernels") or __version__,  # the installed one has the tag of its wheel
+        "torch": str(torch.__version__),
+        "triton": _version_of("triton"),
+        "transformers": _version_of("transformers"),
+        "python": platform.python_version(),
+        "cuda_of_torch": torch.version.cuda or (torch.version.hip and f"HIP {torch.version.hip}"),
+        "cuda_of_kernels": version(built) if built else None,
+        "cuda_of_driver": version(driver) if driver else None,
+        "driver": _driver_version(),
+    }
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _driver_version() -> str | None:
+    try:
+        found = re.search(r"Kernel Module\D*([\d.]+)", Path("/proc/driver/nvidia/version").read_text())
+    except OSError:
+        return None
+    return found and found[1]
+
+
+def _architectures() -> str:
+    module, _ = compiled_module()
+    return "" if module is None else str(module.built_architectures())
+
+
+def _gpu_count() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _cpu() -> dict[str, Any]:
+    kernels, _ = load_cpu()
+    return _choice(torch.device("cpu")) | {
+        "name": _processor(),
+        "threads": torch.get_num_threads(),
+        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None,
+        "instruction_set": None if kernels is None else kernels.module.cpu_isa(),
+    }
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(index)
+    module, _ = compiled_module()
+    return _choice(torch.device("cuda", index)) | {
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "memory": properties.total_memory,
+        "multiprocessors": properties.multi_processor_count,
+        "image": None if module is None else module.image_for(10 * properties.major + properties.minor) or None,
+    }
+
+
+def _choice(device: torch.device) -> dict[str, Any]:
+    found = auto_choice(device, torch.bfloat16)
+    return {
+        "device": str(device),
+        "backend": found.name,
+        "candidates": list(candidates(device)),
+        "measured": found.measured,
+        "refused": found.refused,
+    }
+
+
+def _everywhere(name: str) -> str:
+    """Why no device here can use this backend, or nothing."""
+    devices = torch.device("cpu"), *(torch.device("cuda", index) for index in range(_gpu_count()))
+    reasons = [why_not(name, device) for device in devices]
+    return "" if "" in reasons else why_not(name) or reasons[-1]
+
+
+def _processor() -> str:
+    try:
+        names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _describe(device: dict[str, Any]) -> str:
+    parts = [device["name"]]
+    if "capability" in device:
+        parts += [f"compute capability {device['capability']}", f"{device['multiprocessors']} multiprocessors"]
+    else:
+        parts.append(f"{device['threads']} threads")
+    if device["memory"]:
+        parts.append(f"{device['memory'] / 2**30:.1f} GiB")
+    if "capability" in device:
+        parts.append(f"image {device['image'] or 'none'}")
+    elif device["instruction_set"]:
+        parts.append(f"kernels for {device['instruction_set']}")
+    return ", ".join(parts)

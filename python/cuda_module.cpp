@@ -1,0 +1,139 @@
+// grpo_kernels._cuda: the CUDA kernels for Python. See arguments.h; functions queue kernels on a stream. Importing the
+// module touches neither driver nor device; what they and this build are is asked for with the functions at the end.
+#include "arguments.h"
+#include "cuda/api.h"
+#include "cuda/driver.h"
+
+namespace {
+
+using namespace binding;
+using gk::cuda::Stream;
+
+template <void (*kRun)(const gk::RowArgs&, Stream)>
+void on_stream(const gk::RowArgs& args, Address stream) {
+    kRun(args, pointer<void>(stream));
+}
+
+void objective(int64_t tokens, Address log_ratio, Address logp, Address entropy, Address table, int64_t table_pitch,
+               Address out, const py::sequence& params, Address stream) {
+    const gk::Params values = params_from(params);
+    py::gil_scoped_release unlocked;
+    gk::cuda::objective_tokens(tokens, pointer<const float>(log_ratio), pointer<const float>(logp),
+                               pointer<const float>(entropy), pointer<const float>(table), table_pitch, values,
+                               pointer<float>(out), pointer<void>(stream));
+}
+
+void run_reduce(const gk::ReduceArgs& args, Address workspace, Address stream) {
+    gk::cuda::reduce(args, pointer<void>(workspace), pointer<void>(stream));
+}
+
+void group_statistics(Address rewards, Address group_index, int64_t count, int64_t groups, int scale, int baseline,
+                      int64_t ddof, double eps, Address advantages, Address mean, Address std, Address stream) {
+    py::gil_scoped_release unlocked;
+    gk::cuda::group_statistics(pointer<const float>(rewards), pointer<const int64_t>(group_index), count, groups, scale,
+                               baseline, ddof, eps, pointer<float>(advantages), pointer<float>(mean),
+                               pointer<float>(std), pointer<void>(stream));
+}
+
+// --- products with the softmax in their epilogue ---------------------------------------------------------------------
+
+gk::cuda::HeadArgs head_of(Address hidden, int64_t hidden_pitch, Address weight, int64_t weight_pitch, int dtype,
+                           int64_t rows, int64_t width, int64_t vocab, Address exponentials,
+                           int64_t exponentials_pitch) {
+    gk::cuda::HeadArgs args = {};
+    args.hidden = pointer<const void>(hidden);
+    args.hidden_pitch = hidden_pitch;
+    args.weight = pointer<const void>(weight);
+    args.weight_pitch = weight_pitch;
+    args.dtype = dtype;
+    args.rows = rows;
+    args.width = width;
+    args.vocab = vocab;
+    args.exponentials = pointer<void>(exponentials);
+    args.exponentials_pitch = exponentials_pitch;
+    return args;
+}
+
+void complete(gk::cuda::HeadArgs& args, Address bias, Address ids, Address temperature, Address logp, Address lse,
+              Address entropy, const py::sequence& params) {
+    args.bias = pointer<const float>(bias);
+    args.ids = pointer<const int64_t>(ids);
+    args.temperature = pointer<const float>(temperature);
+    args.logp = pointer<float>(logp);
+    args.lse = pointer<double>(lse);
+    args.entropy = pointer<float>(entropy);
+    args.params = params_from(params);
+}
+
+// Exponentials at 0: for log-probabilities alone.
+bool serves_head(Address hidden, int64_t hidden_pitch, Address weight, int64_t weight_pitch, int dtype, int64_t rows,
+                 int64_t width, int64_t vocab, Address exponentials, int64_t exponentials_pitch) {
+    return gk::cuda::serves_head(head_of(hidden, hidden_pitch, weight, weight_pitch, dtype, rows, width, vocab,
+                                         exponentials, exponentials_pitch));
+}
+
+size_t head_workspace(Address hidden, int64_t hidden_pitch, Address weight, int64_t weight_pitch, int dtype,
+                      int64_t rows, int64_t width, int64_t vocab, Address exponentials, int64_t exponentials_pitch) {
+    return gk::cuda::head_workspace(head_of(hidden, hidden_pitch, weight, weight_pitch, dtype, rows, width, vocab,
+                                            exponentials, exponentials_pitch));
+}
+
+void linear_logp(Address hidden, int64_t hidden_pitch, Address weight, int64_t weight_pitch, int dtype, int64_t rows,
+                 int64_t width, int64_t vocab, Address exponentials, int64_t exponentials_pitch, Address bias,
+                 Address ids, Address temperature, Address logp, Address lse, Address entropy,
+                 const py::sequence& params, Address workspace, Address stream) {
+    gk::cuda::HeadArgs args = head_of(hidden, hidden_pitch, weight, weight_pitch, dtype, rows, width, vocab,
+                                      exponentials, exponentials_pitch);
+    complete(args, bias, ids, temperature, logp, lse, entropy, params);
+    py::gil_scoped_release unlocked;
+    gk::cuda::linear_logp(args, pointer<void>(workspace), pointer<void>(stream));
+}
+
+void anchored(Address hidden, int64_t hidden_pitch, Address weight, int64_t weight_pitch, int dtype, int64_t rows,
+              int64_t width, int64_t vocab, Address exponentials, int64_t exponentials_pitch, Address bias, Address ids,
+              Address temperature, Address table, int64_t table_pitch, Address scale, Address logp, Address lse,
+              Address entropy, const py::sequence& params, Address workspace, Address stream) {
+    gk::cuda::HeadArgs args = head_of(hidden, hidden_pitch, weight, weight_pitch, dtype, rows, width, vocab,
+                                      exponentials, exponentials_pitch);
+    complete(args, bias, ids, temperature, logp, lse, entropy, params);
+    args.table = pointer<const float>(table);
+    args.table_pitch = table_pitch;
+    args.scale = pointer<float>(scale);
+    py::gil_scoped_release unlocked;
+    gk::cuda::anchored(args, pointer<void>(workspace), pointer<void>(stream));
+}
+
+py::dict device() {
+    const gk::cuda::Device& found = gk::cuda::current_device();
+    py::dict facts;
+    facts["capability"] = found.capability;
+    facts["multiprocessors"] = found.multiprocessors;
+    facts["shared_per_block"] = found.shared_per_block;
+    facts["shared_per_multiprocessor"] = found.shared_per_multiprocessor;
+    facts["l2_bytes"] = found.l2_bytes;
+    return facts;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_cuda, m) {
+    export_names(m);
+    m.def("fused", fused<Address, on_stream<gk::cuda::fused>>);
+    m.def("stats", stats<Address, on_stream<gk::cuda::stats>>);
+    m.def("gradient", gradient<Address, on_stream<gk::cuda::gradient>>);
+    m.def("objective", objective);
+    m.def("reduce_workspace", gk::cuda::reduce_workspace);
+    m.def("reduce", reduce<Address, run_reduce>);
+    m.def("group_statistics", group_statistics);
+    m.def("serves_head", serves_head);
+    m.def("head_workspace", head_workspace);
+    m.def("linear_logp", linear_logp);
+    m.def("anchored", anchored);
+
+    m.def("built_for_cuda", gk::cuda::built_for_cuda);
+    m.def("built_architectures", gk::cuda::built_architectures);
+    m.def("driver_cuda", gk::cuda::driver_cuda);
+    m.def("device_count", gk::cuda::device_count);
+    m.def("image_for", gk::cuda::image_for);
+    m.def("device", device);
+}

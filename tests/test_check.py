@@ -1,0 +1,138 @@
+"""`grpo-kernels check`: it passes here, and fails for a backend that is wrong in any way that it promises to see."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+from test_cuda_backend import forget
+
+from grpo_kernels import backends, check
+from grpo_kernels.backends.torch_ import TorchBackend
+from grpo_kernels.cli import main
+from grpo_kernels.config import AGGREGATIONS, SURROGATE_RULES
+from grpo_kernels.params import KL_ESTIMATORS
+
+
+def test_every_variant_has_its_turn():
+    everything = check.variants()
+    assert len(everything) == 17 * 7 and {v.aggregation for v in everything} == set(AGGREGATIONS)
+    assert {v[:2] for v in everything} == {(s, level) for s, rule in SURROGATE_RULES.items() for level in rule.levels}
+    assert {v.kl for v in everything} == set(KL_ESTIMATORS)
+    quick = check.variants(quick=True)
+    assert {v[:2] for v in quick} == {v[:2] for v in everything} and {v.kl for v in quick} == set(KL_ESTIMATORS)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch", "cuda"])
+def test_a_right_backend_passes(capsys, backend):
+    assert main(["check", "--quick", "--backend", backend]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("grpo_kernels ") and text.endswith("all is well\n")
+    lines = re.findall(rf"^{backend} +cpu +(\w+) +17 +\S+ +\S+ +\S+  ok ", text, flags=re.MULTILINE)
+    assert lines == ["float32", "bfloat16", "float16"]
+
+
+def test_inputs_keep_their_distance_from_kinks():
+    """Log-ratios of tokens, or of sequences where these are clipped, are 0.06 away from what cuts them."""
+    for i, variant in enumerate(check.variants()):
+        case = check.make_case(variant, i, torch.bfloat16)
+        exact = check.eager(case, torch.float64, torch.float64)
+        log_ratio = exact["logps"] - case.options["old_logps"]
+        mask = case.options["completion_mask"]
+        log_ratio = torch.where(mask, log_ratio, 0.0)
+        if variant.level != "token" and variant.surrogate != "gmpo":
+            log_ratio = log_ratio.sum(1) / (mask.sum(1) if variant.level == "sequence" else 1)
+        else:
+            log_ratio = log_ratio[mask]
+        if variant.surrogate in ("clip", "cispo", "cispo_two_sided", "gmpo"):
+            for bound in (-0.2, math.log(0.8), math.log(1.2), 0.2, math.log(1.3)):
+                assert (log_ratio - bound).abs().min() >= 0.06, variant
+        if variant.surrogate in ("dppo_tv", "ipo"):
+            moved = (exact["logps"].exp() - case.options["old_logps"].double().exp()).abs()[mask]
+            assert (moved / case.config.epsilon_high).log().abs().min() >= 0.06, variant
+            assert 0 < (moved > case.config.epsilon_high).sum() < mask.sum()
+        assert (exact["logps"] - case.options["ref_logps"])[mask].abs().min() >= 0.09
+
+
+class Broken(TorchBackend):
+    """The plain backend with one fault."""
+
+    name = "cpu"
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def fused(self, logits, grad, ids, table, params, residual=None):
+        if self.fault == "nothing":
+            return super().fused(logits, grad, ids, table, params, residual)
+        if self.fault == "exception":
+            raise RuntimeError("kernel 'fused' cannot be launched")
+        if self.fault == "beta is lost":
+            params = params._replace(beta=0.0)
+        stats = super().fused(logits, grad, ids, table, params, residual)
+        if self.fault == "wrong sign":
+            grad.neg_()
+        elif self.fault == "scaled gradient":
+            grad.mul_(1.0 + 1e-5 if grad.dtype == torch.float32 else 1.02)
+        elif self.fault == "one row":
+            grad[-1] = 0.0
+        elif self.fault == "nan":
+            grad[0, 0] = math.nan
+        elif self.fault == "entropy":
+            stats.entropy.add_(1e-4)
+        return stats
+
+    def reduce(self, *arguments):
+        sums, groups, totals, extrema = super().reduce(*arguments)
+        if self.fault == "loss":
+            totals[0] *= 1.0001
+        elif self.fault == "metric":
+            totals[4] += 0.01
+        return sums, groups, totals, extrema
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    def install(fault: str) -> None:
+        entry = backends._REGISTRY["cpu"]._replace(load=lambda: (Broken(fault), ""))
+        monkeypatch.setitem(backends._REGISTRY, "cpu", entry)
+        forget()
+
+    yield install
+    monkeypatch.undo()
+    forget()
+
+
+def test_the_plain_backend_in_its_place_passes(broken, capsys):
+    broken("nothing")
+    assert main(["check", "--quick", "--backend", "cpu"]) == 0
+    assert "FAILED" not in capsys.readouterr().out
+
+
+FAULTS = ("wrong sign", "scaled gradient", "one row", "nan", "entropy", "beta is lost", "loss", "metric", "exception")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_backend_fails(broken, capsys, fault):
+    broken(fault)
+    assert main(["check", "--quick", "--backend", "cpu"]) == 1
+    text = capsys.readouterr().out
+    assert re.search(r"^cpu +cpu +float32 .*FAILED", text, flags=re.MULTILINE) and "lines failed" in text
+    if fault == "exception":
+        assert "clip/token/none/seq_mean: RuntimeError: kernel 'fused' cannot be launched" in text
+    if fault in ("wrong sign", "scaled gradient", "beta is lost"):  # worse than rounding to 16 bits is
+        assert text.count("FAILED") >= 2
+
+
+def test_a_backend_that_is_not_there(monkeypatch, capsys):
+    monkeypatch.setattr(check, "why_not", lambda name, device: "it is elsewhere")
+    assert main(["check", "--backend", "cuda"]) == 1
+    assert capsys.readouterr().out.endswith("backend 'cuda' is not available: it is elsewhere\n")
+
+
+def test_threads_are_left_as_they_were(capsys):
+    threads = torch.get_num_threads()
+    check.check("torch", quick=True)
+    assert torch.get_num_threads() == threads
