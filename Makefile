@@ -13,12 +13,13 @@ SOURCES := setup.py $(shell find csrc python tools/kernel_build -name __pycache_
 CXX_FILES := $(filter %.h %.cpp %.cu %.cuh,$(SOURCES) $(shell find tests -type f))
 INSTALL = $(BIN)/python -m pip install $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 
-.PHONY: help demo test test-gpu compile-gate cuda cuda-gate lint format wheel wheels clean
+.PHONY: help demo test test-gpu sanitize compile-gate cuda cuda-gate lint format wheel wheels clean
 
 help:
 	@echo "make demo          a small language model learns arithmetic with fused_grpo_loss"
 	@echo "make test          all tests"
 	@echo "make test-gpu      the tests that need a GPU, with compiled kernels"
+	@echo "make sanitize      the CUDA kernels under compute-sanitizer, on a GPU"
 	@echo "make compile-gate  the Triton kernels, compiled for GPUs that need not be here, against a budget"
 	@echo "make cuda          the CUDA kernels for the GPU that is here, or for GRPO_KERNELS_CUDA_ARCHS"
 	@echo "make cuda-gate     the CUDA kernels, compiled for GPUs that need not be here, against a budget"
@@ -36,6 +37,9 @@ test: $(VENV)/.built
 
 test-gpu: $(VENV)/.built
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+sanitize: $(VENV)/.built
+	$(BIN)/python tests/sanitize.py $(ARGS)
 
 compile-gate: $(VENV)/.built
 	$(BIN)/python tests/compile_gate.py $(ARGS)

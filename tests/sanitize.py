@@ -1,0 +1,102 @@
+"""The CUDA kernels under compute-sanitizer: memcheck, racecheck, initcheck, synccheck.  `make sanitize`, on a GPU.
+
+A small workload reaches every kernel: each type and strategy, vocabularies of any alignment, rows that fit a cluster or
+do not, losses over tokens and over sequences, groups. Results are compared with the torch backend, so that a
+kernel which a tool keeps from running does not pass. Exit status 1 for a finding, 2 where there is nothing to run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import grpo_kernels as gk
+
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+# (sequences, length, hidden size, vocabulary): odd; of no multiple of a tile; one row; too long for a cluster.
+SHAPES = ((4, 6, 24, 67), (2, 65, 72, 1003), (1, 1, 64, 512), (2, 2, 16, 600_001))
+CONFIGS = (
+    gk.GRPOConfig(beta=0.04, epsilon_high=0.3),
+    gk.GRPOConfig(importance_sampling_level="sequence", entropy_coef=0.01),
+    gk.GRPOConfig(surrogate="cispo", logit_softcap=10.0, temperature=0.8),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
+    parser.add_argument("--workload", action="store_true", help="run the workload alone, without a tool")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("sanitize: needs a GPU, and torch sees none", file=sys.stderr)
+        return 2
+    if arguments.workload:
+        return workload()
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    program = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=str(Path(home, "bin")))
+    if program is None:
+        print("sanitize: compute-sanitizer is in neither PATH nor CUDA_HOME; it comes with CUDA", file=sys.stderr)
+        return 2
+    return max([run(program, tool) for tool in arguments.tools])
+
+
+def run(program: str, tool: str) -> int:
+    command = [program, "--tool", tool, "--error-exitcode", "1", "--kernel-name", "kernel_substring=gk_"]
+    command += [sys.executable, __file__, "--workload"]
+    # Without torch's cache an access past a tensor is one past an allocation.
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    start = time.perf_counter()
+    done = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    print(f"{tool:10} {'ok' if done.returncode == 0 else 'FOUND SOMETHING'}  {time.perf_counter() - start:.0f} s")
+    if done.returncode != 0:
+        print(done.stdout[-8000:])
+    return int(done.returncode != 0)
+
+
+def workload() -> int:
+    worst = 0.0
+    for shape in SHAPES:
+        for dtype, tolerance in TOLERANCE.items():
+            for config in CONFIGS:
+                expected = step(shape, dtype, config, "torch", "rows")
+                for strategy in ("rows",) if dtype == torch.float32 else ("rows", "linear", "anchored"):
+                    found = step(shape, dtype, config, "cuda", strategy)
+                    for a, b in zip(found, expected, strict=True):
+                        error = float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30))
+                        worst = max(worst, error / tolerance)
+    print(f"largest error: {worst:.2f} of what is allowed")
+    return int(not worst <= 1.0)
+
+
+def step(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, config: gk.GRPOConfig, backend: str, strategy: str
+) -> tuple[torch.Tensor, ...]:
+    """Log-probabilities of both ways and both gradients of one batch whose rewards come in groups."""
+    os.environ["GRPO_KERNELS_STRATEGY"] = strategy
+    sequences, length, width, vocab = shape
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(sequences, length, width, generator=g).to("cuda", dtype).requires_grad_()
+    weight = (0.1 * torch.randn(vocab, width, generator=g)).to("cuda", dtype).requires_grad_()
+    ids = torch.randint(vocab, (sequences, length), generator=g).cuda()
+    rewards = torch.rand(sequences, generator=g).cuda()
+    with torch.no_grad():
+        old, _ = gk.fused_logps(hidden, weight, ids, backend="torch")
+        scored, _ = gk.fused_logps(hidden, weight, ids, entropy=True, backend=backend)
+    given = dict(old_logps=old - 0.05, ref_logps=old + 0.1, group_ids=torch.zeros_like(rewards).long())
+    config = dataclasses.replace(config, advantage_scale="none") if sequences == 1 else config
+    out = gk.fused_grpo_loss(hidden, weight, ids, rewards=rewards, config=config, backend=backend, **given)
+    dhidden, dweight = torch.autograd.grad(out.loss, (hidden, weight))
+    return out.logps, scored, dhidden, dweight  # the loss itself cancels: advantages of a group add up to 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
