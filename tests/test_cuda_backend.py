@@ -330,7 +330,7 @@ def served():
 def test_strategies(served, kernels, dtype, width, vocab, expected):
     hidden, weight = torch.zeros(3, width, dtype=dtype), torch.zeros(vocab, width, dtype=dtype)
     found = served.strategies(hidden, weight)
-    assert set(found) == expected and found[0] == ("linear" if "linear" in expected else "rows")
+    assert set(found) == expected and found[0] == "rows"  # the others wait for a measurement
     assert served.strategies(hidden, weight.T.contiguous().T) == ("rows",)
     assert served.strategies(hidden[:0], weight) == ("rows",)
     if dtype != torch.float32:

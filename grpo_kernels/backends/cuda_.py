@@ -80,7 +80,7 @@ class CudaBackend(CompiledBackend):
             # float16 cannot hold e^(z - z_id)
             if weight.dtype == torch.bfloat16 and self.module.serves_head(*head, ALIGNED, vocab):
                 served.append("anchored")
-        return best_first(tuple(served), weight)
+        return best_first("cuda_strategy", tuple(served), weight)
 
     def linear_logp(
         self,

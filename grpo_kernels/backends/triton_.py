@@ -38,7 +38,7 @@ class TritonBackend:
         if weight.dtype.itemsize != 2 or weight.stride(-1) != 1:  # float32 products are the vendor's
             return ("rows",)
         served = ("linear", "rows") if weight.dtype == torch.float16 else STRATEGIES  # float16 cannot hold e^(z - z_id)
-        return best_first(served, weight)
+        return best_first("strategy", served, weight)
 
     def fused(
         self,

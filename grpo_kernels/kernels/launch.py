@@ -65,7 +65,6 @@ def tuned_path() -> Path:
     return Path(folder) / "launch.json"
 
 
-@cache
 def architecture(device: torch.device) -> str:
     """The row of the table that a device belongs to; devices differ by shared memory and matrix instructions."""
     if device.type == "cpu":
@@ -109,15 +108,13 @@ def trial(kernel: str, launch: RowLaunch | MatmulLaunch) -> Iterator[None]:
         del _trials[kernel]
 
 
-def preferred_strategy(device: torch.device, width: int, vocab: int, dtype: torch.dtype) -> str:
-    """The strategy (see strategy.py) that was measured to be the best for this lm_head, or the safe one."""
-    strategy: str = _find(architecture(device), "strategy", f"{width} {vocab} {name_of(dtype)}")["name"]
-    return strategy
+def best_first(entry: str, served: tuple[str, ...], weight: Tensor) -> tuple[str, ...]:
+    """The strategies (see strategy.py) that serve this lm_head (V, H), first the one that the table prefers.
 
-
-def best_first(served: tuple[str, ...], weight: Tensor) -> tuple[str, ...]:
-    """The strategies that serve this lm_head (V, H), the preferred one first if it is among them."""
-    best = preferred_strategy(weight.device, weight.shape[1], weight.shape[0], weight.dtype)
+    `entry`: "strategy" of the Triton kernels, "cuda_strategy". What no GPU has measured yet is not preferred.
+    """
+    shape = f"{weight.shape[1]} {weight.shape[0]} {name_of(weight.dtype)}"
+    best: str = _find(architecture(weight.device), entry, shape)["name"]
     return (best, *(name for name in served if name != best)) if best in served else served
 
 
