@@ -1,4 +1,4 @@
-"""What the assembler makes of the Hopper products. Needs nvcc: `make cuda-gate` runs it, `make test` does not."""
+"""What needs a CUDA toolkit: the Hopper products as machine code, the driver's structures. See `make cuda-gate`."""
 
 from __future__ import annotations
 
@@ -46,3 +46,9 @@ def test_machine_code(machine_code):
             assert wanted in code
         assert ("UTMASTG.2D" in code) == ("exponentials" in name)
         assert not re.search(r"\b(LDL|STL)\b", code)
+
+
+def test_the_toolkit_agrees_on_the_structures(tmp_path):
+    """Those of the driver's interface that csrc/cuda/libcuda.h declares, against cuda.h."""
+    source = ROOT / "tests" / "driver" / "layout.cu"
+    output_of("nvcc", "-std=c++17", f"-I{ROOT / 'csrc'}", "-cubin", "-o", tmp_path / "layout.cubin", source)
