@@ -38,7 +38,7 @@ def evaluate(plan: Plan, backend: Backend, logps: Tensor, entropy: Tensor) -> Co
     if plan.config.importance_sampling_level == "token" or not plan.whole_sequences:
         g_logp = g_logp + plan.field("weight_ratio") * d_ratio
     else:
-        total = plan.sequence_sum(plan.field("weight_direct") * d_ratio)
+        total = plan.sequence_sum(torch.where(plan.mask, plan.field("weight_direct") * d_ratio, 0.0))
         g_logp = g_logp + slope * plan.per_token(total)
     return Coefficients(value, kl, log_ratio, torch.where(plan.mask, g_logp, 0.0))
 

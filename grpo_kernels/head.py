@@ -122,7 +122,8 @@ class LMHead:
         return self._scratch(rows, self.grad_dtype)
 
     def _scratch(self, rows: Rows, dtype: torch.dtype) -> Tensor:
-        if self.scratch is None:
+        if self.scratch is None or self.scratch.dtype != dtype:
+            self.scratch = None  # freed before the next one is made
             self.scratch = allocate_chunk(self.chunk_rows, self.weight.shape[0], dtype, self.hidden.device)
         return self.scratch[: rows.stop - rows.start]
 

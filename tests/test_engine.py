@@ -161,6 +161,28 @@ def test_static_shapes_read_nothing_back(monkeypatch, level, rows, layout, backe
     assert "tolist" in reads
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_static_shapes_of_given_logits(level, backend):
+    """Log-probabilities of poisoned padding reach no sum over a sequence."""
+    batch = off_policy(make_batch(4, sequences=6, masked=True))
+    logits = batch.hidden @ batch.weight.T
+    logits[~batch.options["completion_mask"]] = torch.nan
+    found = []
+    for static in (False, True):
+        leaf = logits.clone().requires_grad_()
+        config = gk.GRPOConfig(
+            importance_sampling_level=level, beta=0.1, use_bias_correction_kl=True, static_shapes=static
+        )
+        out = gk.grpo_loss_from_logits(
+            leaf, batch.ids, batch.advantages, config=config, backend=backend, **batch.options
+        )
+        out.loss.backward()
+        found.append((out.loss.detach(), out.logps, leaf.grad))
+    assert found[0][2].any()
+    for dropped, computed in zip(*found, strict=True):
+        assert torch.allclose(computed, dropped, rtol=1e-5, atol=1e-7)
+
+
 # --- views ------------------------------------------------------------------------------------------------------------
 
 

@@ -2,12 +2,14 @@
 
 objective.py    the loss of a token and its derivatives: one function per surrogate and per KL estimator
 rows.py         rows of logits: statistics, gradient, and both in one launch
+matmul.py       tiles of a product in registers: what the next two share
 linear_logp.py  hidden states to log-probabilities, without logits
 anchored.py     hidden states to exponentials relative to the sampled token: the fused way without a row pass
 tokens.py       the objective of given log-probabilities; sums over sequences, groups, the batch
 groups.py       advantages from rewards
 maths.py        functions that Triton lacks on one of its targets
-launch.py       block shapes and warps, from a table
+launch.py       block shapes and warps, from the table launch.json; preferred strategies
+tune.py         measures candidates for that table on a GPU
 """
 
 from __future__ import annotations
