@@ -2,22 +2,27 @@
 #   PYTHON       candidates for the interpreter, 3.10 to 3.13; the first that runs makes the virtual environment
 #   VENV         where that lies
 #   CONSTRAINTS  pins for its packages; CONSTRAINTS= takes what pip finds
-#   ARGS         passed on to the demo, to pytest, to a gate, or to tools/wheels.py
+#   EXTRAS       of pyproject.toml that are installed; `make bench` adds the peers
+#   ARGS         passed on to the demo, to pytest, to a gate, to the benchmarks, or to tools/wheels.py
 # What is compiled, and for which GPUs, are variables of setup.py: GRPO_KERNELS_CUDA=0, GRPO_KERNELS_CUDA_ARCHS="90a" ...
 PYTHON ?= python3 python3.13 python3.12 python3.11 python3.10
 VENV ?= .venv
 CONSTRAINTS ?= .ci/constraints.txt
+EXTRAS ?= dev
 
 BIN = $(VENV)/bin
 SOURCES := setup.py $(shell find csrc python tools/kernel_build -name __pycache__ -prune -o -type f -print)
 CXX_FILES := $(filter %.h %.cpp %.cu %.cuh,$(SOURCES) $(shell find tests -type f))
 INSTALL = $(BIN)/python -m pip install $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 
-.PHONY: help demo test test-gpu sanitize compile-gate cuda cuda-gate lint format wheel wheels clean
+.PHONY: help demo test bench measure figures test-gpu gpu-report sanitize compile-gate cuda cuda-gate lint format wheel wheels clean
 
 help:
 	@echo "make demo          a small language model learns arithmetic with fused_grpo_loss"
 	@echo "make test          all tests"
+	@echo "make bench         time and memory against eager PyTorch and the peers, within 20 minutes"
+	@echo "make figures       the pictures and tables of the README, from bench/results"
+	@echo "make gpu-report    on a GPU machine without network: build, tests, sanitizer, benchmarks, one JSON"
 	@echo "make test-gpu      the tests that need a GPU, with compiled kernels"
 	@echo "make sanitize      the CUDA kernels under compute-sanitizer, on a GPU"
 	@echo "make compile-gate  the Triton kernels, compiled for GPUs that need not be here, against a budget"
@@ -34,6 +39,22 @@ demo: $(VENV)/.built
 
 test: $(VENV)/.built
 	$(BIN)/python -m pytest -n auto --maxprocesses 16 $(ARGS)
+
+# In a virtual environment of its own: the peers bring many packages.
+bench:
+	@$(MAKE) --no-print-directory VENV=$(VENV)-bench EXTRAS=dev,peers measure
+
+measure: $(VENV)/.peers
+	$(BIN)/python -m pytest bench --minutes 19 --results build/bench.json $(ARGS)
+	$(BIN)/python bench/bars.py build/bench.json
+
+figures: $(VENV)/.installed
+	$(BIN)/python bench/figures.py
+	$(BIN)/python bench/summary.py
+
+# With the machine's own Python, which has torch: nothing is downloaded or installed.
+gpu-report:
+	$(firstword $(PYTHON)) bench/gpu_report.py $(ARGS)
 
 test-gpu: $(VENV)/.built
 	$(BIN)/python -m pytest -m gpu $(ARGS)
@@ -72,7 +93,12 @@ wheels: $(VENV)/.created
 	$(BIN)/python tools/wheels.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info grpo_kernels/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(VENV)-bench build dist *.egg-info grpo_kernels/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+
+# Of verl's dependencies, which are many, what is measured needs none.
+$(VENV)/.peers: $(VENV)/.built
+	$(INSTALL) --no-deps verl==0.9.1
+	@touch $@
 
 # The compiled modules lie beside the Python files. Without a compiler this says so and other backends serve. Where nvcc
 # is found, the CUDA kernels are compiled too: for the GPUs that are here, or, without one, for two architectures.
@@ -82,7 +108,7 @@ $(VENV)/.built: $(VENV)/.installed $(SOURCES)
 
 # GRPO_KERNELS_NATIVE=0: the modules are the step above, which compiles changed files only.
 $(VENV)/.installed: $(VENV)/.created pyproject.toml $(CONSTRAINTS)
-	GRPO_KERNELS_NATIVE=0 $(INSTALL) -e ".[dev]"
+	GRPO_KERNELS_NATIVE=0 $(INSTALL) -e ".[$(EXTRAS)]"
 	@touch $@
 
 $(VENV)/.created:

@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 
 from .backends import registered_backends
+from .bench.command import add_arguments as add_bench_arguments
+from .bench.command import bench
 from .config import available_presets
 from .demo import missing_packages
 from .demo.settings import DemoSettings
@@ -23,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="grpo-kernels", description="Fused GRPO losses.")
     commands = parser.add_subparsers(required=True, metavar="command")
     _add_demo(commands)
+    _add_bench(commands)
     _add_tune(commands)
     _add_env(commands)
     _add_check(commands)
@@ -64,6 +67,14 @@ def _demo(arguments: argparse.Namespace) -> int:
     options = {name: value for name, value in vars(arguments).items() if name != "run"}
     run_demo(DemoSettings(**options))
     return 0
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "bench", help="time and memory of this library, eager PyTorch, the peers and the bare products, on this machine"
+    )
+    add_bench_arguments(parser)
+    parser.set_defaults(run=bench)
 
 
 def _add_tune(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .params import chunk_pitch
+
 # 16-bit products on a CPU may add this many chunks to a 16-bit dweight, which rounds once per chunk: what the exact
 # entry of the sampled id saves (see head.py) pays for that. Beyond it, sums are kept in float32.
 ROUNDED_CHUNKS = 3
 _BYTES_PER_MIB = 2**20
-_ALIGNED = 8  # elements: on a GPU each row of the scratch starts on 16 bytes, whatever the vocabulary
 
 
 def default_chunk_rows(num_rows: int, vocab_size: int, itemsize: int, device: torch.device) -> int:
@@ -36,7 +37,7 @@ def default_logits_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtyp
 
 def allocate_chunk(rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The scratch (rows, V) of logits; out of memory, the error names the setting that helps."""
-    pitch = vocab_size if device.type == "cpu" else -(-vocab_size // _ALIGNED) * _ALIGNED
+    pitch = chunk_pitch(vocab_size, device)
     try:
         return torch.empty((rows, pitch), dtype=dtype, device=device)[:, :vocab_size]
     except RuntimeError as error:  # torch.OutOfMemoryError is one

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 # One fp32 row per field, one column per token: what a row kernel needs to know of a token besides its logits.
@@ -50,6 +51,11 @@ COLUMN = {name: i for i, name in enumerate(COLUMNS)}
 
 # exp(88.7) is the largest float32. Exponents of ratios and of k3 stop here, with gradient 0 like every other clamp.
 EXPONENT_LIMIT = 80.0
+
+
+def chunk_pitch(vocab_size: int, device: torch.device) -> int:
+    """Elements from one row of the scratch to the next: on a GPU each starts on 16 bytes, whatever the vocabulary."""
+    return vocab_size if device.type == "cpu" else -(-vocab_size // 8) * 8
 
 
 class RowStats(NamedTuple):

@@ -20,18 +20,19 @@ if TYPE_CHECKING:
     from .backends import Backend
 
 STRATEGIES = ("rows", "linear", "anchored")
+VARIABLE = "GRPO_KERNELS_STRATEGY"
 
 
 def choose_strategy(backend: Backend, hidden: Tensor, weight: Tensor) -> str:
     """One of STRATEGIES for these hidden states (..., H) and weight (V, H)."""
     served = backend.strategies(hidden, weight)
-    wanted = os.environ.get("GRPO_KERNELS_STRATEGY")
+    wanted = os.environ.get(VARIABLE)
     if not wanted or wanted in served:
         return wanted or served[0]
     if wanted not in STRATEGIES:
-        raise ValueError(f"GRPO_KERNELS_STRATEGY={wanted!r}; expected one of {', '.join(STRATEGIES)}")
+        raise ValueError(f"{VARIABLE}={wanted!r}; expected one of {', '.join(STRATEGIES)}")
     _warn_once(
-        f"grpo_kernels: GRPO_KERNELS_STRATEGY={wanted} does not serve backend {backend.name!r} with {hidden.dtype} on "
+        f"grpo_kernels: {VARIABLE}={wanted} does not serve backend {backend.name!r} with {hidden.dtype} on "
         f"{hidden.device.type}; using {served[0]!r}"
     )
     return served[0]

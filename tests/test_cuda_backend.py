@@ -19,7 +19,7 @@ import grpo_kernels
 from grpo_kernels import backends
 from grpo_kernels.backends import choose_backend, cuda_, get_backend
 from grpo_kernels.backends.compiled import INTERFACE
-from grpo_kernels.params import COLUMNS, FIELD, KL_ESTIMATORS, SURROGATES, TABLE_FIELDS, KernelParams
+from grpo_kernels.params import COLUMNS, FIELD, KL_ESTIMATORS, SURROGATES, TABLE_FIELDS, KernelParams, chunk_pitch
 
 NAME = "grpo_kernels._cuda"
 GPU = torch.device("cuda", 0)
@@ -335,6 +335,11 @@ def test_strategies(served, kernels, dtype, width, vocab, expected):
     assert served.strategies(hidden[:0], weight) == ("rows",)
     if dtype != torch.float32:
         assert served.strategies(hidden.float(), weight) == ("rows",)
+
+
+def test_rows_of_the_scratch_are_aligned_on_a_gpu_whatever_the_vocabulary():
+    assert [chunk_pitch(v, torch.device("cuda")) for v in (1, 8, 50257)] == [8, 8, 50264]
+    assert chunk_pitch(50257, torch.device("cpu")) == 50257
 
 
 def test_hidden_states_off_the_alignment_are_copied(served):

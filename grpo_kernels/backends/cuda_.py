@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.launch import best_first
-from ..params import FIELD, KernelParams, RowStats
+from ..params import FIELD, KernelParams, RowStats, chunk_pitch
 from .checks import check_head, check_table, check_vectors, contiguous_rows
 from .compiled import INTERFACE, CompiledBackend, address, row_stats
 from .torch_ import TorchBackend
@@ -71,14 +71,14 @@ class CudaBackend(CompiledBackend):
         if weight.dtype.itemsize != 2 or hidden.dtype != weight.dtype or weight.stride(-1) != 1:
             return ("rows",)
         count, (vocab, width) = hidden.numel() // hidden.shape[-1], weight.shape
-        # Hidden states and exponentials are not there yet: they get memory that is aligned, and no gap between rows.
+        # Hidden states and exponentials are not there yet: they get memory that is aligned.
         head = ALIGNED, width, weight.data_ptr(), weight.stride(0), self.dtypes[weight.dtype], count, width, vocab
-        served = ["rows"]
+        served, pitch = ["rows"], chunk_pitch(vocab, weight.device)
         with self.where(weight.device):
             if self.module.serves_head(*head, 0, 0):
                 served.append("linear")
             # float16 cannot hold e^(z - z_id)
-            if weight.dtype == torch.bfloat16 and self.module.serves_head(*head, ALIGNED, vocab):
+            if weight.dtype == torch.bfloat16 and self.module.serves_head(*head, ALIGNED, pitch):
                 served.append("anchored")
         return best_first("cuda_strategy", tuple(served), weight)
 

@@ -7,10 +7,12 @@ import math
 from dataclasses import dataclass
 
 import torch
-from shapes import LENGTH, Shape
 from torch import Tensor
 
+from .cases import Case
+
 EPSILON = 0.2
+ADVANTAGE_EPS = 1e-4
 # old_logps lie this far from the true log-probabilities: on both sides of the clip range, ln 0.8 = -0.223 and
 # ln 1.2 = 0.182, and at least 0.08 away from its ends, so that rounding flips no token's branch.
 LOG_RATIOS = (-0.45, -0.1, -0.02, 0.02, 0.1, 0.4)
@@ -18,7 +20,7 @@ LOG_RATIOS = (-0.45, -0.1, -0.02, 0.02, 0.1, 0.4)
 
 @dataclass(frozen=True)
 class Inputs:
-    """B sequences of T tokens. hidden (B, T, H) and weight (V, H) require gradients; the rest are constants."""
+    """B completions of T tokens. hidden (B, T, H) requires its gradient, weight (V, H) unless frozen."""
 
     hidden: Tensor
     weight: Tensor
@@ -26,40 +28,47 @@ class Inputs:
     mask: Tensor  # (B, T) int64, all ones
     old_logps: Tensor  # (B, T) float32
     ref_logps: Tensor  # (B, T) float32
-    advantages: Tensor  # (B,) float32
-    beta: float = 0.04
+    rewards: Tensor  # (B,) float32; `generations` adjacent ones are a group
+    advantages: Tensor  # (B,) float32, of the rewards
+    generations: int
+    beta: float
 
     @property
     def flat_hidden(self) -> Tensor:
         return self.hidden.view(-1, self.hidden.shape[-1])
 
+    @property
+    def frozen(self) -> bool:
+        return not self.weight.requires_grad
 
-def make_inputs(
-    shape: Shape, dtype: torch.dtype, device: torch.device, *, length: int = LENGTH, beta: float = 0.04, seed: int = 0
-) -> Inputs:
+
+def make_inputs(case: Case, device: torch.device, *, seed: int = 0) -> Inputs:
     """Random inputs whose logits have standard deviation 2, made in place: no temporary as large as the weight.
 
     old_logps and ref_logps are near those of a uniform policy; `with_true_ratios` puts them near this policy's.
     """
-    length = min(length, shape.tokens)
-    batch = shape.tokens // length
+    batch, length = case.tokens // case.length, case.length
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device).normal_(generator=generator)
 
-    uniform = -math.log(shape.vocab_size)
+    uniform = -math.log(case.vocab_size)
+    rewards = torch.rand(batch, device=device, generator=generator)
+    num_prompts = batch // case.generations
+    rewards.view(num_prompts, case.generations)[_idle(num_prompts, case.idle_share)] = 0.5
+    weight = normal(case.vocab_size, case.hidden_size, dtype=case.torch_dtype)
     return Inputs(
-        hidden=normal(batch, length, shape.hidden_size, dtype=dtype).requires_grad_(),
-        weight=normal(shape.vocab_size, shape.hidden_size, dtype=dtype)
-        .mul_(2 / math.sqrt(shape.hidden_size))
-        .requires_grad_(),
-        ids=torch.randint(shape.vocab_size, (batch, length), device=device, generator=generator),
+        hidden=normal(batch, length, case.hidden_size, dtype=case.torch_dtype).requires_grad_(),
+        weight=weight.mul_(2 / math.sqrt(case.hidden_size)).requires_grad_(case.mode != "frozen"),
+        ids=torch.randint(case.vocab_size, (batch, length), device=device, generator=generator),
         mask=torch.ones(batch, length, dtype=torch.int64, device=device),
         old_logps=normal(batch, length).mul_(0.1).add_(uniform),
         ref_logps=normal(batch, length).mul_(0.1).add_(uniform),
-        advantages=normal(batch),
-        beta=beta,
+        rewards=rewards,
+        advantages=group_advantages(rewards, case.generations),
+        generations=case.generations,
+        beta=case.beta,
     )
 
 
@@ -70,6 +79,13 @@ def with_true_ratios(inputs: Inputs, logps: Tensor, seed: int = 1) -> Inputs:
     log_ratio = torch.tensor(LOG_RATIOS, dtype=logps.dtype)[which].to(logps.device)
     drift = torch.randn(logps.shape, generator=generator).to(logps) * 0.1
     return dataclasses.replace(inputs, old_logps=(logps - log_ratio).float(), ref_logps=(logps + drift).float())
+
+
+def group_advantages(rewards: Tensor, generations: int) -> Tensor:
+    """(reward - mean) / (standard deviation + 1e-4) of its group, in plain torch; 0 where all rewards are equal."""
+    groups = rewards.view(-1, generations).double()
+    deviation = groups.std(1, keepdim=True) if generations > 1 else torch.zeros_like(groups)
+    return ((groups - groups.mean(1, keepdim=True)) / (deviation + ADVANTAGE_EPS)).view(-1).float()
 
 
 def token_losses(logps: Tensor, old_logps: Tensor, ref_logps: Tensor, advantages: Tensor, beta: float) -> Tensor:
@@ -83,6 +99,12 @@ def token_losses(logps: Tensor, old_logps: Tensor, ref_logps: Tensor, advantages
 
 
 def grpo_objective(logps: Tensor, inputs: Inputs) -> Tensor:
-    """Scalar: `token_losses` averaged over each sequence, then over sequences."""
+    """Scalar: `token_losses` averaged over each completion, then over completions."""
     loss = token_losses(logps, inputs.old_logps, inputs.ref_logps, inputs.advantages.unsqueeze(1), inputs.beta)
     return ((loss * inputs.mask).sum(-1) / inputs.mask.sum(-1).clamp(min=1.0)).mean()
+
+
+def _idle(num_prompts: int, share: float) -> list[int]:
+    """`share` of the prompts, spread over the batch."""
+    count = round(num_prompts * share)
+    return [i * num_prompts // count for i in range(count)]

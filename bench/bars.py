@@ -1,0 +1,144 @@
+"""The bars that this project set itself, against results: `python bench/bars.py [bench/results/cpu.json ...]`.
+
+A ratio is one of medians of the same process, or of peak memory. A bar whose case was not measured says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from grpo_kernels.bench.document import Document, read
+from grpo_kernels.bench.show import table
+
+RESULTS = Path(__file__).parent / "results"
+Found = dict[str, dict[str, Any]]
+Lookup = Callable[..., Found]
+
+
+class Bar(NamedTuple):
+    """`measured(lookup)` is the ratio that should be at most `limit`; KeyError where something was not measured."""
+
+    what: str
+    limit: float
+    measured: Callable[[Lookup], float]
+
+
+def _time(shape: str, dtype: str, rival: str, limit: float, **case: Any) -> Bar:
+    """Ours to a rival's time."""
+
+    def measured(lookup: Lookup) -> float:
+        ratio: float = lookup(shape, dtype, **case)[rival]["ours_to_this"]
+        return ratio
+
+    mode = f", {case['mode']}" if "mode" in case else ""
+    return Bar(f"{shape} {dtype}{mode}: time to {rival}", limit, measured)
+
+
+def _memory(shape: str, dtype: str, rival: str, limit: float, **case: Any) -> Bar:
+    def measured(lookup: Lookup) -> float:
+        found = lookup(shape, dtype, **case)
+        ratio: float = found["ours"]["peak_bytes"] / found[rival]["peak_bytes"]
+        return ratio
+
+    mode = f", {case['mode']}" if "mode" in case else ""
+    return Bar(f"{shape} {dtype}{mode}: memory to {rival}", limit, measured)
+
+
+def _idle(shape: str, dtype: str, name: str, limit: float) -> Bar:
+    """Half the prompts at equal rewards to none: two processes, so each in units of its own floor."""
+
+    def measured(lookup: Lookup) -> float:
+        half, dense = (lookup(shape, dtype, idle_share=share, beta=0.0) for share in (0.5, 0.0))
+        ratio: float = half[name]["ratio_to_floor"] / dense["ours"]["ratio_to_floor"]
+        return ratio
+
+    return Bar(f"{shape} {dtype}, half the prompts idle: {name} to no prompt idle", limit, measured)
+
+
+def _precision(shape: str, dtype: str, limit: float) -> Bar:
+    def measured(lookup: Lookup) -> float:
+        error: float = lookup(shape, dtype)["ours"]["errors"]["logps_max"]
+        return error
+
+    return Bar(f"{shape} {dtype}: largest error of a log-probability, nats", limit, measured)
+
+
+def _cpu() -> list[Bar]:
+    wide, bars = "512x2048x128256", []
+    for shape in ("2048x576x49152", "1024x896x151936", wide):
+        limits = {
+            "float32": {"floor": 1.10, "eager": 0.80, "trl": 0.55, "liger": 0.72, "compiled": 0.98},
+            "bfloat16": {"floor": 1.12, "eager": 0.62, "trl": 0.35, "liger": 0.50, "compiled": 0.98},
+        }
+        if shape == wide:  # where eager is nearer to the floor
+            limits["float32"] |= {"eager": 0.93, "trl": 0.64}
+            limits["bfloat16"] |= {"eager": 0.80}
+        bars += [_time(shape, dtype, *pair) for dtype, rivals in limits.items() for pair in rivals.items()]
+    for shape, limit in (("2048x576x49152", 0.12), ("1024x896x151936", 0.25), ("4096x896x151936", 0.08)):
+        bars += [_memory(shape, dtype, "eager", limit) for dtype in ("float32", "bfloat16")]
+    for name, limit in (("ours", 0.78), ("ours-unscored", 0.58)):
+        bars += [_idle("2048x576x49152", dtype, name, limit) for dtype in ("float32", "bfloat16")]
+    return bars
+
+
+def _gpu() -> list[Bar]:
+    """For an H200."""
+    llama, qwen, small, gemma = "16384x4096x128256", "16384x3584x152064", "16384x1536x151936", "8192x2304x256000"
+    bars = [_time(shape, "bfloat16", "floor", 1.10) for shape in (llama, qwen)]
+    bars += [_time(shape, "bfloat16", "floor", 1.15) for shape in (small, gemma)]
+    for rival, limit in (("trl", 0.80), ("liger", 0.67)):
+        bars += [_time(shape, "bfloat16", rival, limit) for shape in (llama, qwen, small, gemma)]
+    bars += [_idle(small, "bfloat16", "ours", 0.72), _idle(small, "bfloat16", "ours-unscored", 0.55)]
+    bars += [
+        _time(llama, "bfloat16", "floor", 1.08, mode="forward"),
+        _time(qwen, "bfloat16", "floor", 1.12, mode="frozen"),
+    ]
+    for mode in ("step", "frozen"):
+        for rival, limit in (("trl", 1.0), ("eager", 0.125)):
+            bars.append(_memory("65536x3584x151936", "bfloat16", rival, limit, mode=mode))
+    bars += [_time(f"{n}x1536x151936", "bfloat16", "eager", 1.0) for n in (128, 256, 512, 1024)]
+    bars += [_precision(shape, "bfloat16", 2e-5) for shape in (llama, qwen)]
+    return bars
+
+
+def report(document: Document) -> str:
+    """A line per bar of the document's kind of device."""
+    device = document["environment"]["device"]
+    bars = _cpu() if device == "cpu" else _gpu()
+
+    def lookup(shape: str, dtype: str, **wanted: Any) -> Found:
+        """Of the case with these fields; the others as cases have them by default."""
+        wanted = {"mode": "step", "idle_share": 0.0, "beta": 0.04} | wanted | {"dtype": dtype}
+        for found in document["cases"]:
+            case = found["case"]
+            same = shape == f"{case['tokens']}x{case['hidden_size']}x{case['vocab_size']}"
+            if same and all(case[key] == value for key, value in wanted.items()):
+                implementations: Found = found["implementations"]
+                return implementations
+        raise KeyError(shape)
+
+    rows = []
+    for bar in bars:
+        try:
+            value = bar.measured(lookup)
+        except KeyError:
+            rows.append([bar.what, "", f"{bar.limit:.3g}", "not measured"])
+            continue
+        rows.append([bar.what, f"{value:.3g}", f"{bar.limit:.3g}", "met" if value <= bar.limit else "MISSED"])
+    return table(("bar", "measured", "at most", ""), rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", nargs="*", type=Path, default=[RESULTS / "cpu.json"])
+    for path in parser.parse_args(arguments).results:
+        document = read(path)
+        where = document["environment"]
+        print(f"{path.name}: {where['device']}, {where['cpu']}, {where['date'][:10]}\n{report(document)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""What one measurement is: a head, a batch, a type and a kind of work."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import torch
+
+LENGTH = 1024  # tokens per completion, where the batch is large enough
+GENERATIONS = 4  # completions per prompt, unless a case says otherwise
+
+MODES = {
+    "step": "loss, forward and backward, lm_head trained",
+    "frozen": "loss, forward and backward, lm_head frozen",
+    "forward": "log-probabilities of the sampled ids under no_grad",
+}
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@functools.cache
+def heads() -> dict[str, dict[str, Any]]:
+    """heads.json: name -> {"hidden_size", "vocab_size", "model"}."""
+    text = resources.files(__package__).joinpath("heads.json").read_text()
+    table: dict[str, dict[str, Any]] = json.loads(text)
+    return table
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement: N = `tokens` in N / T completions of T = `length`, `generations` adjacent ones to a prompt.
+
+    `idle_share` of the prompts have equal rewards, hence advantages of 0; `beta` weighs the k3 term.
+    """
+
+    head: str
+    tokens: int
+    hidden_size: int
+    vocab_size: int
+    dtype: str
+    length: int
+    mode: str = "step"
+    generations: int = GENERATIONS
+    idle_share: float = 0.0
+    beta: float = 0.04
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"mode={self.mode!r}; expected one of {', '.join(MODES)}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r}; expected one of {', '.join(DTYPES)}")
+        if not 0.0 <= self.idle_share <= 1.0:
+            raise ValueError(f"idle_share={self.idle_share}; expected a number from 0 to 1")
+        if min(self.tokens, self.hidden_size, self.vocab_size, self.length, self.generations) < 1:
+            raise ValueError(f"{self}: sizes have to be positive")
+        if self.tokens % (self.generations * self.length):
+            raise ValueError(
+                f"tokens={self.tokens}; expected a multiple of generations * length = {self.generations * self.length}"
+            )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    def logits_bytes(self) -> int:
+        """What one copy of all logits takes in the inputs' type."""
+        return self.tokens * self.vocab_size * self.torch_dtype.itemsize
+
+    def __str__(self) -> str:
+        parts = [f"{self.head} ({self.tokens}, {self.hidden_size}, {self.vocab_size})", self.dtype, self.mode]
+        if self.generations != GENERATIONS:
+            parts.append(f"{self.generations} completions per prompt")
+        if self.idle_share or not self.beta:
+            parts.append(f"{self.idle_share:.0%} of the prompts idle, beta {self.beta:g}")
+        return ", ".join(parts)
+
+
+def make_case(shape: str, dtype: str, *, length: int | None = None, **options: Any) -> Case:
+    """A case from a shape as `parse_shape` reads it; completions of `length` tokens, or of up to `LENGTH`."""
+    head, tokens, hidden_size, vocab_size = parse_shape(shape)
+    generations = options.get("generations", GENERATIONS)
+    length = length or max(1, min(LENGTH, tokens // generations))
+    return Case(head, tokens, hidden_size, vocab_size, dtype, length, **options)
+
+
+def parse_shape(text: str) -> tuple[str, int, int, int]:
+    """(head, N, H, V) of "qwen2.5-7b:16384", a head of heads.json, or of "16384x3584x152064"."""
+    found = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text)
+    if found:
+        tokens, hidden_size, vocab_size = map(int, found.groups())
+        names = {(h["hidden_size"], h["vocab_size"]): name for name, h in heads().items()}
+        return names.get((hidden_size, vocab_size), "custom"), tokens, hidden_size, vocab_size
+    head, _, tokens_text = text.partition(":")
+    if head not in heads() or not tokens_text.isdigit():
+        raise ValueError(f"{text!r}; expected HEAD:TOKENS with a head of {', '.join(heads())}, or TOKENSxHIDDENxVOCAB")
+    return head, int(tokens_text), heads()[head]["hidden_size"], heads()[head]["vocab_size"]

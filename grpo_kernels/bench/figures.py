@@ -1,0 +1,418 @@
+"""Pictures of a result document. Each is a function from the document to a Figure, or to None where data is lacking."""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullLocator
+
+from .machine import OUT_OF_MEMORY
+
+Record: TypeAlias = dict[str, Any]  # of JSON
+Wanted: TypeAlias = Callable[[str], bool]  # names of implementations
+
+WIDTH, DPI = 9.0, 200  # inches: two pixels for each of the 900 that a README shows
+STYLE = {
+    "figure.constrained_layout.use": True,
+    "font.size": 8,
+    "axes.titlesize": 8,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#888888",
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": "#e6e6e6",
+    "lines.linewidth": 1.3,
+    "lines.markersize": 4,
+}
+OURS, VARIANT, GREY = "#d1410c", "#df8440", "#6b6b6b"
+COLOURS = {
+    "ours": OURS,
+    "floor": "#000000",
+    "eager": GREY,
+    "compiled": "#989898",
+    "trl": "#0b6fb3",
+    "liger": "#0a8f6a",
+    "liger-native": "#4fb08e",
+    "verl": "#8e44ad",
+    "verl-torch": "#b583c9",
+    "cut-cross-entropy": "#8c6d31",
+    "quack": "#b89600",
+}
+MODES = {"step": "forward and backward", "frozen": "lm_head frozen", "forward": "log-probabilities alone"}
+SWEPT = {  # field of a case -> its name, and the field that follows from it
+    "tokens": ("tokens, N", "length"),
+    "hidden_size": ("hidden size, H", "head"),
+    "vocab_size": ("vocabulary, V", "head"),
+    "generations": ("completions per prompt, G", "length"),
+    "idle_share": ("share of prompts with equal rewards", ""),
+}
+ERRORS = {
+    "loss": "loss\nrelative",
+    "logps_max": "log-probabilities\ngreatest, nats",
+    "dhidden": "gradient of hidden\nrelative",
+    "dweight": "gradient of weight\nrelative",
+}
+BESIDE: Record = {"textcoords": "offset points", "va": "center", "fontsize": 7.5}  # of a label
+UNITS = {
+    "B": FuncFormatter(lambda x, _: f"{x / 2**30:g} GiB" if x >= 2**30 else f"{x / 2**20:g} MiB"),
+    "s": EngFormatter("s"),
+    "×": FuncFormatter(lambda x, _: f"{x:g}×"),
+}
+
+
+def draw(document: Record, folder: Path, prefix: str = "") -> list[Path]:
+    """Write a PNG, named after `prefix` and the picture, for every picture that the document has data for."""
+    figures = {name: picture(document) for name, picture in PICTURES.items()}
+    return [save(figure, folder / f"{prefix}{name}.png") for name, figure in figures.items() if figure is not None]
+
+
+def save(figure: Figure, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=DPI)
+    return path
+
+
+def sheet(document: Record, title: str, rows: int, columns: int, row_height: float) -> tuple[Figure, Any]:
+    """A figure and its axes, (rows, columns); below them in small print where the document was measured, and when."""
+    environment = document["environment"]
+    machine = f"{environment['device']}, driver {environment['driver']}"
+    if environment["device"] == "cpu":
+        machine = f"{environment['cpu']}, {environment['threads']} threads, {environment['cpu_capability']}"
+    versions = [f"{package} {version}" for package, version in environment["versions"].items() if version]
+    small_print = textwrap.fill(", ".join([machine, *versions, environment["date"][:10]]), 175)
+    figure = Figure(figsize=(WIDTH, rows * row_height + 0.7))  # no pyplot: no display, no global state
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10, weight="bold")
+    figure.supxlabel(small_print, x=0.01, ha="left", fontsize=6.5, color=GREY)
+    return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+# --- how far everybody is from the floor ------------------------------------------------------------------------------
+
+
+class Ratios(NamedTuple):
+    """Of an implementation's median, fastest and slowest round to the floor's median; zeros where memory ran out."""
+
+    name: str
+    title: str
+    median: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
+
+
+@rc_context(STYLE)
+def time(document: Record, mode: str, wanted: Wanted) -> Figure | None:
+    """Time over that of the bare products: a block per head and type, in two columns; in it the fastest on top."""
+    blocks = [(case["case"], _ratios(case["implementations"], wanted)) for case in _case_per_head(document, mode)]
+    blocks = [(case, ratios) for case, ratios in blocks if any(r.name != "ours" for r in ratios)]
+    if not blocks:
+        return None
+    half = (len(blocks) + 1) // 2
+    columns = [column for column in (blocks[:half], blocks[half:]) if column]
+    tallest = max(sum(len(ratios) + 2 for _, ratios in column) for column in columns)
+    title = f"Time over that of the bare matrix products: {MODES[mode]}"
+    figure, axes = sheet(document, title, 1, len(columns), 0.15 * tallest + 0.3)
+    for axis, column in zip(axes[0], columns, strict=True):
+        _blocks(axis, column, 0.95 * WIDTH / len(columns))
+        axis.set_ylim(tallest - 1, -1)
+    return figure
+
+
+def _ratios(found: Record, wanted: Wanted) -> list[Ratios]:
+    floor = found.get("floor", {}).get("seconds", {}).get("median")
+    ratios = []
+    for name, entry in found.items() if floor else ():
+        if wanted(name) and (seconds := _seconds(entry)):
+            times = [entry["seconds"][key] / floor for key in ("median", "min", "max")] if seconds < math.inf else []
+            ratios.append(Ratios(name, entry["title"], *times))
+    return sorted(ratios, key=lambda r: r.median or math.inf)
+
+
+def _blocks(axis: Axes, blocks: Sequence[tuple[Record, list[Ratios]]], width: float) -> None:
+    """A line per implementation: a dot with its spread, or a cross; its name and number. The axis is `width` inches."""
+    timed = [r for _, ratios in blocks for r in ratios if r.median]
+    furthest = max((r.high for r in timed), default=2.0)
+    left, right, y = min([1.0, *(r.low for r in timed)]), furthest, 0
+    for case, ratios in blocks:
+        axis.annotate(_describe(case, "mode"), (1.0, y), (4, 0), color="#444444", **BESIDE)
+        for row, r in enumerate(ratios, y + 1):
+            colour, end = _colour(r.name), r.high or furthest
+            if r.median:
+                text = f"{r.title}  {r.median:.2f}"
+                axis.plot([1.0, r.median], [row, row], color=colour, alpha=0.4, linewidth=0.9)
+                axis.plot([r.low, r.high], [row, row], color=colour, alpha=0.5, linewidth=2.5)
+                axis.plot([r.median], [row], "o", color=colour, label=r.title)
+            else:
+                text = f"{r.title}: {OUT_OF_MEMORY}"
+                axis.plot([end], [row], "x", color=colour, label=text)
+            axis.annotate(text, (end, row), (6, 0), color=colour, weight=_weight(r.name), **BESIDE)
+            share = (8 + 4.2 * len(text)) / 72 / width  # of the axis, for this text
+            right = max(right, left + (end - left) / (1 - share))
+        y += len(ratios) + 2
+    axis.axvline(1.0, color="black", linewidth=0.8)
+    axis.set_xlim(left - 0.02 * (right - left), right)
+    axis.xaxis.set_major_formatter(UNITS["×"])
+    axis.yaxis.set_major_locator(NullLocator())
+    axis.spines["left"].set_visible(False)
+
+
+# --- how wrong everybody is -------------------------------------------------------------------------------------------
+
+
+@rc_context(STYLE)
+def errors(document: Record) -> Figure | None:
+    """Errors against float64: a row per type, a column per quantity, a dot per case; the bar is their median."""
+    found: dict[str, dict[str, list[Record]]] = {}  # type -> name -> entry of every case
+    for case in document["cases"]:
+        for name, entry in case["implementations"].items():
+            if _is_peer(name) and entry.get("errors") and not case["case"]["idle_share"]:
+                found.setdefault(case["case"]["dtype"], {}).setdefault(name, []).append(entry)
+    if not found:
+        return None
+    row_height = 0.17 * max(map(len, found.values())) + 0.6
+    figure, axes = sheet(document, "Errors against float64", len(found), len(ERRORS), row_height)
+    for row, (dtype, of_type) in zip(axes, found.items(), strict=True):
+        for axis, quantity in zip(row, ERRORS, strict=True):
+            _error_panel(axis, of_type, quantity)
+            axis.tick_params(labelleft=axis is row[0])
+        row[0].set_ylabel(dtype)
+    for axis, title in zip(axes[0], ERRORS.values(), strict=True):
+        axis.set_title(title)
+    return figure
+
+
+def _error_panel(axis: Axes, of_type: dict[str, list[Record]], quantity: str) -> None:
+    for y, (name, entries) in enumerate(of_type.items()):
+        values, colour = [e["errors"][quantity] for e in entries if e["errors"].get(quantity)], _colour(name)
+        if values:
+            median = statistics.median(values)
+            axis.plot(values, [y] * len(values), "o", color=colour, alpha=0.4, markersize=3)
+            axis.plot([median], [y], "|", color=colour, markersize=9, markeredgewidth=1.8, label=entries[0]["title"])
+            number = f"{median:.0e}".replace("e-0", "e-")
+            axis.annotate(number, (1, y), (4, 0), axis.get_yaxis_transform(), color=colour, **BESIDE)
+    axis.set(xscale="log", ylim=(len(of_type) - 0.4, -0.6))
+    low, high = (math.log10(x) for x in axis.get_xlim())
+    axis.set_xlim(10 ** math.floor(low), 10 ** math.ceil(high))  # whole decades: at least two have a label
+    axis.xaxis.set_major_locator(LogLocator(numticks=5))
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.set_yticks(range(len(of_type)), [entries[0]["title"] for entries in of_type.values()])
+
+
+# --- what grows with what ---------------------------------------------------------------------------------------------
+
+
+class Line(NamedTuple):
+    """One implementation; `crosses` are where memory ran out."""
+
+    name: str
+    title: str
+    points: dict[float, float]
+    crosses: list[float]
+
+    def over(self, base: dict[float, float]) -> Line:
+        return self._replace(points={x: y / base[x] for x, y in self.points.items() if x in base}, crosses=[])
+
+
+@rc_context(STYLE)
+def memory(document: Record) -> Figure | None:
+    """Peak memory against the length of completions where their number is fixed, else against tokens."""
+    field, sweeps = max(
+        ("length", _sweeps(document, "tokens", lambda case: case["tokens"] // case["length"])),
+        ("tokens", _sweeps(document, "tokens")),
+        key=lambda option: max(map(len, option[1]), default=0),
+    )
+    panels = [(sweep[0]["case"], _lines(sweep, field, _peak_bytes, _is_peer)) for sweep in sweeps]
+    panels = [(case, lines) for case, lines in panels if lines]
+    if not panels:
+        return None
+    rows, columns = -(-len(panels) // 2), min(2, len(panels))
+    figure, axes = sheet(document, "Peak memory beyond inputs and gradients", rows, columns, 3.0)
+    for axis, (case, lines) in zip(axes.flat, panels, strict=False):
+        completions = f"tokens per completion, {case['tokens'] // case['length']} completions"
+        axis.set(title=_describe(case, "tokens"), xlabel=completions if field == "length" else SWEPT[field][0])
+        _plot(axis, lines, "B", 3.0)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
+    return figure
+
+
+@rc_context(STYLE)
+def times(document: Record, field: str, wanted: Wanted) -> Figure | None:
+    """A row per sweep: seconds; and those over the floor's, or for idle prompts over one's own without any."""
+    sweeps = [(sweep[0]["case"], _lines(sweep, field, _seconds, wanted)) for sweep in _sweeps(document, field)]
+    sweeps = [(case, lines) for case, lines in sweeps if lines]
+    if not sweeps:
+        return None
+    label, idle = SWEPT[field][0], field == "idle_share"
+    figure, axes = sheet(document, f"Time against {label}", len(sweeps), 2, 2.5)
+    for (left, right), (case, lines) in zip(axes, sweeps, strict=True):
+        floor = next((line.points for line in lines if line.name == "floor"), {})
+        own = [dict.fromkeys(line.points, line.points[0.0]) if 0.0 in line.points else {} for line in lines]
+        relative = [line.over(base if idle else floor) for line, base in zip(lines, own, strict=True)]
+        left.set(title=_describe(case, field), xlabel=label)
+        right.set(title=f"over {'its own time without such prompts' if idle else 'the bare products'}", xlabel=label)
+        _plot(left, lines, "s", 2.5)
+        _plot(right, [line for line in relative if line.points], "×", 2.5)
+    return figure
+
+
+def _plot(axis: Axes, lines: Sequence[Line], unit: str, height: float) -> None:
+    """Lines with their names at the right; above them a row of crosses for each that ran out of memory."""
+    xs = sorted({x for line in lines for x in (*line.points, *line.crosses)})
+    ys = [y for line in lines for y in line.points.values()] or [1.0]
+    exhausted = [line for line in lines if line.crosses]
+    gap = 9.5 / (72 * 0.75 * height)  # between two lines of text, in parts of the axis
+    room = 1 - gap * len(exhausted)
+    axis.set_xscale("linear" if 0.0 in xs else "log")
+    axis.set_xticks(xs, [f"{x // 1024}k" if x and x % 1024 == 0 else f"{x:,g}" for x in xs])
+    axis.xaxis.set_minor_locator(NullLocator())
+    if unit == "×" or 0.0 in xs:
+        axis.set_ylim(0.0, 1.05 * max(ys) / room)
+    else:
+        low, high = 0.8 * min(ys), 1.25 * max(ys)
+        axis.set(yscale="log", ylim=(low, low * (high / low) ** (1 / room)))
+        axis.yaxis.set_major_locator(LogLocator(base=4 if unit == "B" else 10, numticks=10))
+        axis.yaxis.set_minor_locator(NullLocator())
+    axis.yaxis.set_major_formatter(UNITS[unit])
+    for line in lines:
+        look: Record = {"linewidth": 2.2, "zorder": 3} if line.name == "ours" else {}
+        dash = "o--" if line.name == "floor" else "o-"
+        axis.plot([*line.points], [*line.points.values()], dash, color=_colour(line.name), label=line.title, **look)
+    to_axis = axis.transScale + axis.transLimits
+    labels = [(to_axis.transform([*line.points.items()][-1])[1], line) for line in lines if not line.crosses]
+    labels.sort(key=lambda label: label[0])
+    for y, (_, line) in zip(_apart([y for y, _ in labels], gap), labels, strict=True):
+        _name(axis, line, line.title, y)
+    for row, line in enumerate(exhausted):
+        y, text = 1 - gap * (row + 0.5), f"{line.title}: {OUT_OF_MEMORY}"
+        crosses: Record = dict(color=_colour(line.name), label=text, transform=axis.get_xaxis_transform())
+        axis.plot(line.crosses, [y] * len(line.crosses), "x", **crosses)
+        _name(axis, line, text, y)
+
+
+def _name(axis: Axes, line: Line, text: str, y: float) -> None:
+    """To the right of the axis."""
+    axis.annotate(text, (1, y), (4, 0), "axes fraction", color=_colour(line.name), weight=_weight(line.name), **BESIDE)
+
+
+def _apart(ys: Sequence[float], gap: float) -> list[float]:
+    """Ascending `ys`, moved to be at least `gap` apart: the mean of moving up alone and of moving down alone."""
+    up, down = list(ys), list(ys)
+    for i in range(1, len(up)):
+        up[i] = max(up[i], up[i - 1] + gap)
+        down[-i - 1] = min(down[-i - 1], down[-i] - gap)
+    return [(a + b) / 2 for a, b in zip(up, down, strict=True)]
+
+
+# --- what a document holds --------------------------------------------------------------------------------------------
+
+
+def _seconds(entry: Record) -> float | None:
+    """The median; infinity where memory ran out."""
+    return entry["seconds"]["median"] if "seconds" in entry else _exhausted(entry, "error")
+
+
+def _peak_bytes(entry: Record) -> float | None:
+    return entry.get("peak_bytes") or _exhausted(entry, "memory_error") or _exhausted(entry, "error")
+
+
+def _exhausted(entry: Record, key: str) -> float | None:
+    return math.inf if entry.get(key, "").startswith(OUT_OF_MEMORY) else None
+
+
+def _sweeps(document: Record, field: str, fixed: Callable[[Record], object] = lambda case: None) -> list[list[Record]]:
+    """Groups of three cases or more, ascending, that differ in `field` alone and, where given, agree in `fixed`."""
+    groups: dict[str, dict[float, Record]] = {}
+    for case in document["cases"]:
+        same = {key: value for key, value in case["case"].items() if key not in (field, SWEPT[field][1])}
+        groups.setdefault(f"{same} {fixed(case['case'])}", {}).setdefault(case["case"][field], case)
+    return [[group[value] for value in sorted(group)] for group in groups.values() if len(group) >= 3]
+
+
+def _lines(
+    sweep: Sequence[Record], field: str, measure: Callable[[Record], float | None], wanted: Wanted
+) -> list[Line]:
+    """One for each who has a point; none where nobody has two."""
+    lines = []
+    for name in dict.fromkeys(name for case in sweep for name in case["implementations"] if wanted(name)):
+        entries = {case["case"][field]: case["implementations"].get(name, {}) for case in sweep}
+        found = {x: y for x, entry in entries.items() if (y := measure(entry)) is not None}
+        points = {x: y for x, y in found.items() if y < math.inf}
+        if points:
+            title = next(entry["title"] for entry in entries.values() if "title" in entry)
+            lines.append(Line(name, title, points, [x for x in found if x not in points]))
+    return lines if any(len(line.points) > 1 for line in lines) else []
+
+
+def _case_per_head(document: Record, mode: str) -> list[Record]:
+    """Of each type and head the case with the most times, then with the most tokens; none that was made for a sweep."""
+    swept = [case for field in ("hidden_size", "vocab_size") for sweep in _sweeps(document, field) for case in sweep]
+    best: dict[object, tuple[object, Record]] = {}
+    for case in document["cases"]:
+        of, found = case["case"], case["implementations"].values()
+        if of["mode"] == mode and not of["idle_share"] and not (of["head"] == "custom" and case in swept):
+            ranked = (sum("seconds" in entry for entry in found), of["beta"] > 0, of["tokens"]), case
+            key = tuple(of[field] for field in ("head", "hidden_size", "vocab_size", "dtype"))
+            best[key] = max(best.get(key, ranked), ranked, key=lambda pair: pair[0])
+    cases = [case for _, case in best.values()]
+    dtypes = [case["case"]["dtype"] for case in cases]
+    return sorted(cases, key=lambda case: dtypes.index(case["case"]["dtype"]))
+
+
+def _describe(case: Record, *without: str) -> str:
+    parts = [] if case["head"] == "custom" or {"hidden_size", "vocab_size"} & {*without} else [case["head"]]
+    sizes = {"tokens": "N", "hidden_size": "H", "vocab_size": "V"}
+    parts += [f"{letter} {case[field]:,}" for field, letter in sizes.items() if field not in without]
+    parts += [case["dtype"]]
+    parts += [MODES[case["mode"]]] if case["mode"] != "step" and "mode" not in without else []
+    return ", ".join(parts if case["beta"] else [*parts, "no KL"])
+
+
+def _is_peer(name: str) -> bool:
+    """What a user would choose among: ours as it comes, and the others."""
+    return name != "floor" and not name.startswith("ours-")
+
+
+def _is_timed(name: str) -> bool:
+    return name == "floor" or _is_peer(name)
+
+
+def _is_backend(name: str) -> bool:
+    return name.startswith("ours") and name != "ours-unscored"
+
+
+def _is_idle(name: str) -> bool:
+    return name in ("ours", "ours-unscored", "floor", "eager", "trl", "liger")
+
+
+def _colour(name: str) -> str:
+    return COLOURS.get(name, VARIANT if name.startswith("ours-") else GREY)
+
+
+def _weight(name: str) -> str:
+    return "bold" if name == "ours" else "normal"
+
+
+PICTURES: dict[str, Callable[[Record], Figure | None]] = {
+    "time": functools.partial(time, mode="step", wanted=_is_peer),
+    "time-frozen": functools.partial(time, mode="frozen", wanted=_is_peer),
+    "time-forward": functools.partial(time, mode="forward", wanted=_is_peer),
+    "backends": functools.partial(time, mode="step", wanted=_is_backend),
+    "memory": memory,
+    "errors": errors,
+    "idle": functools.partial(times, field="idle_share", wanted=_is_idle),
+    "scaling-tokens": functools.partial(times, field="tokens", wanted=_is_timed),
+    "scaling-vocabulary": functools.partial(times, field="vocab_size", wanted=_is_timed),
+    "scaling-hidden": functools.partial(times, field="hidden_size", wanted=_is_timed),
+    "scaling-generations": functools.partial(times, field="generations", wanted=_is_timed),
+}

@@ -1,0 +1,100 @@
+"""This library: as users get it, without scoring idle tokens, and each backend and strategy by name."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ... import GRPOConfig, fused_grpo_loss, fused_logps
+from ...backends import get_backend, registered_backends, why_not
+from ...strategy import STRATEGIES, VARIABLE
+from ..inputs import ADVANTAGE_EPS, EPSILON, Inputs
+from . import Implementation, Result, Step, Unserved, gradients
+
+
+def _step(inputs: Inputs, mode: str, backend: str, score_inactive: bool) -> Result:
+    if mode == "forward":
+        with torch.no_grad():
+            logps, _ = fused_logps(
+                inputs.hidden, inputs.weight, inputs.ids, completion_mask=inputs.mask, backend=backend
+            )
+        return Result(logps=logps)
+    output = fused_grpo_loss(
+        inputs.hidden,
+        inputs.weight,
+        inputs.ids,
+        completion_mask=inputs.mask,
+        old_logps=inputs.old_logps,
+        ref_logps=inputs.ref_logps if inputs.beta else None,
+        rewards=inputs.rewards,
+        num_generations=inputs.generations,
+        config=GRPOConfig(
+            aggregation="seq_mean",
+            beta=inputs.beta,
+            epsilon_low=EPSILON,
+            epsilon_high=EPSILON,
+            advantage_eps=ADVANTAGE_EPS,
+            score_inactive=score_inactive,
+        ),
+        backend=backend,
+    )
+    return gradients(output.loss, inputs, output.logps if score_inactive else None)
+
+
+def _settings(
+    inputs: Inputs, mode: str, backend: str = "auto", strategy: str | None = None, score_inactive: bool = True
+) -> dict[str, Step]:
+    def step(inputs: Inputs) -> Result:
+        with _chosen(strategy):
+            return _step(inputs, mode, backend, score_inactive)
+
+    if strategy is not None and strategy not in get_backend(backend).strategies(inputs.hidden, inputs.weight):
+        raise Unserved(f"strategy {strategy} does not serve these inputs")
+    if not score_inactive and mode == "forward":
+        raise Unserved("log-probabilities are wanted of every token")
+    return {"": step}
+
+
+def _why_not(backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    return why_not(backend, device) or None
+
+
+@contextmanager
+def _chosen(strategy: str | None) -> Iterator[None]:
+    """The strategy by its variable, as users would choose it; without one, the variable stays as it is."""
+    before = os.environ.get(VARIABLE)
+    if strategy is not None:
+        os.environ[VARIABLE] = strategy
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[VARIABLE] = before
+        elif strategy is not None:
+            del os.environ[VARIABLE]
+
+
+def _of_backend(backend: str, strategy: str | None) -> Implementation:
+    of_strategy = f", {strategy}" if strategy else ""
+    return Implementation(
+        f"ours-{backend}" + (f"-{strategy}" if strategy else ""),
+        f"ours, backend {backend}{of_strategy}",
+        functools.partial(_settings, backend=backend, strategy=strategy),
+        functools.partial(_why_not, backend),
+    )
+
+
+def _strategies(backend: str) -> tuple[str | None, ...]:
+    """None where there is nothing to choose."""
+    return STRATEGIES if backend in ("cuda", "triton") else (None,)
+
+
+IMPLEMENTATIONS = (
+    Implementation("ours", "ours", _settings),
+    Implementation("ours-unscored", "ours, score_inactive=False", functools.partial(_settings, score_inactive=False)),
+    *(_of_backend(backend, strategy) for backend in registered_backends() for strategy in _strategies(backend)),
+)

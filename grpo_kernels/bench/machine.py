@@ -1,0 +1,143 @@
+"""Where something was measured: device, driver, clocks, versions, date; and what a device tells of time and memory."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import re
+import resource
+import shutil
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import __version__, available_backends
+
+OUT_OF_MEMORY = "out of memory"
+PACKAGES = (
+    *("torch", "triton", "transformers", "trl", "liger-kernel", "verl", "cut-cross-entropy", "quack-kernels"),
+    *("nvidia-cutlass-dsl", "numpy"),
+)
+_RESERVE = 2**30  # bytes left to the rest of the machine
+_QUERY = (
+    *("clocks.sm", "clocks.mem", "clocks.max.sm", "temperature.gpu", "power.draw", "power.limit", "driver_version"),
+    *("clocks_event_reasons.active",),
+)
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Everything a reader needs to judge a number, ready for JSON."""
+    facts: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        "driver": None,
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "load_average": [round(load, 2) for load in os.getloadavg()] if hasattr(os, "getloadavg") else None,
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda,
+        "versions": {"grpo-kernels": __version__} | {name: _version(name) for name in PACKAGES},
+        "backends": available_backends(),
+        "variables": {
+            k: v for k, v in sorted(os.environ.items()) if k.startswith(("GRPO_KERNELS_", "MALLOC_", "PYTORCH_"))
+        },
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        facts |= {
+            "capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
+            "device_memory": properties.total_memory,
+            "driver": clocks(device).get("driver_version"),
+        }
+    return facts
+
+
+def clocks(device: torch.device) -> dict[str, Any]:
+    """Clocks at this moment: of a GPU as nvidia-smi reports them, of a CPU the mean over its cores in MHz."""
+    if device.type != "cuda":
+        found = re.findall(r"cpu MHz\s*: ([\d.]+)", _read("/proc/cpuinfo"))
+        return {"cpu_mhz": round(sum(map(float, found)) / len(found)) if found else None}
+    if shutil.which("nvidia-smi") is None:
+        return {"unknown": "no nvidia-smi"}
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)  # CUDA_VISIBLE_DEVICES renumbers
+    command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
+    command += [f"--id=GPU-{uuid}"] if uuid else []
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        return {"unknown": describe(error)}
+    return dict(zip(_QUERY, (value.strip() for value in answer.splitlines()[0].split(",")), strict=False))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device, so that a timer sees finished work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def describe(error: BaseException) -> str:
+    """One line; out of memory by that name."""
+    first = (str(error).strip().splitlines() or [""])[0][:300]
+    text = f"{type(error).__name__}: {first}"
+    exhausted = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error)
+    return f"{OUT_OF_MEMORY}: {text}" if exhausted else text
+
+
+def limit_memory() -> None:
+    """Make an allocation that the machine cannot hold fail here, before the kernel kills some process. Linux."""
+    available = _field("/proc/meminfo", "MemAvailable")
+    if available is not None:
+        _, most = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (max(0, available - _RESERVE), most))
+
+
+def restart_peak(device: torch.device) -> int | None:
+    """Set the high-water mark of memory to what is held now, and return that; None where the system has none."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return None
+    return _field("/proc/self/status", "VmRSS")
+
+
+def peak(device: torch.device) -> int:
+    """Bytes at the high-water mark, for after `restart_peak`."""
+    found = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _field("/proc/self/status", "VmHWM")
+    assert found is not None
+    return found
+
+
+def _field(path: str, name: str) -> int | None:
+    """Bytes of a line such as `VmHWM:   123 kB`."""
+    found = re.search(rf"^{name}:\s*(\d+) kB", _read(path), re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_model() -> str:
+    found = re.search(r"model name\s*: (.*)", _read("/proc/cpuinfo"))
+    return found[1] if found else platform.processor() or platform.machine()

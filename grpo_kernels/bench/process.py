@@ -1,0 +1,78 @@
+"""A function in a freshly executed interpreter, which tells its parent how far it is and may die without harm."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from .machine import OUT_OF_MEMORY, describe
+
+Tell = Callable[[str], None]
+
+
+class Died(Exception):
+    """The process ended without a result: killed, crashed, silent for too long. `said` is the last that it told."""
+
+    def __init__(self, why: str, said: str) -> None:
+        super().__init__(why)
+        self.said = said
+
+
+def apart(
+    function: Callable[..., Any], *arguments: object, tell: Tell = lambda text: None, silence_s: float = 600.0
+) -> Any:
+    """`function(*arguments, tell)` in a process of its own: what it returns.
+
+    What it tells goes to `tell` here. Raises `Died` if it raises, dies, or says nothing for `silence_s` seconds.
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_serve, args=(theirs, function, arguments), daemon=True)
+    process.start()
+    theirs.close()
+    said = ""
+    try:
+        while True:
+            if not ours.poll(silence_s):
+                raise Died(f"no answer for {silence_s:.0f} s", said)
+            kind, value = ours.recv()
+            if kind == "returned":
+                return value
+            if kind == "raised":
+                raise Died(value, said)
+            said = value
+            tell(said)
+    except EOFError:
+        process.join(10)
+        raise Died(_why(process.exitcode), said) from None
+    finally:
+        _end(process)
+        ours.close()
+
+
+def _serve(pipe: Connection, function: Callable[..., Any], arguments: tuple[object, ...]) -> None:
+    try:
+        pipe.send(("returned", function(*arguments, lambda text: pipe.send(("told", text)))))
+    except Exception as error:  # the parent decides what an error means
+        pipe.send(("raised", describe(error)))
+
+
+def _end(process: Any) -> None:
+    """It has answered and is leaving, or it hangs."""
+    process.join(5)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        time.sleep(0.1)  # a device's memory comes back a moment after its process
+
+
+def _why(exitcode: int | None) -> str:
+    if exitcode == -signal.SIGKILL:
+        return f"{OUT_OF_MEMORY}: the process was killed"
+    if exitcode is not None and exitcode < 0:
+        return f"the process died with {signal.Signals(-exitcode).name}"
+    return f"the process ended with {exitcode}"

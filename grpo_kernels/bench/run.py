@@ -1,0 +1,72 @@
+"""Many jobs, one after another, within a number of minutes; the document is written after each."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from .document import Document, write
+from .limits import predictions
+from .machine import environment
+from .measure import measure
+from .memory import weigh
+from .process import Tell
+from .sets import Job
+
+ROUNDS = {"cpu": 3, "cuda": 15}
+_WORTH_STARTING_S = 10.0  # of the time that is left
+
+
+class Run:
+    """Jobs measured one by one into one document, until the time is up."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        command: str,
+        output: Path | None = None,
+        rounds: int | None = None,
+        minutes: float | None = None,
+    ) -> None:
+        self.device = device
+        self.rounds = rounds or ROUNDS[device.type]
+        self.end = time.time() + 60 * minutes if minutes else float("inf")
+        self.output = output
+        self.document: Document = {
+            "environment": environment(device),
+            "command": command,
+            "cases": [],
+            "not_run": [],
+        }
+
+    def measure(self, job: Job, tell: Tell = lambda text: None) -> Document | None:
+        """What was found of a job, which the document then has too; None where no time is left."""
+        found = None
+        if self.end - time.time() < _WORTH_STARTING_S:
+            self.document["not_run"].append(str(job.case))
+        else:
+            found = self._measured(job, tell)
+            self.document["cases"].append(found)
+        if self.output is not None:
+            write(self.output, self.document)
+        return found
+
+    def _measured(self, job: Job, tell: Tell) -> Document:
+        names = job.names()
+        found: Document = {"implementations": {name: {} for name in names}}
+        if job.timed:
+            found = measure(job.case, names, str(self.device), self.rounds, job.tuned, self.end, tell)
+        implementations = found["implementations"]
+        if self.device.type == "cpu":  # a GPU has weighed while it measured
+            for name in job.weighed_names():
+                if time.time() < self.end:
+                    implementations.setdefault(name, {}).update(weigh(job.case, name, tell))
+        if "peak_bytes" in implementations.get("eager", {}):
+            for report in implementations.values():
+                if "peak_bytes" in report:
+                    report["memory_ratio_to_eager"] = report["peak_bytes"] / implementations["eager"]["peak_bytes"]
+        return {"case": asdict(job.case), "predicted": predictions(job.case, self.device)} | found

@@ -1,0 +1,170 @@
+"""The sets of measurements that have a name, most valuable first: what `--set` runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Any
+
+from .cases import Case, make_case
+from .implementations import select
+
+BARE = ("ours", "floor", "eager")
+RIVALS = (*BARE, "compiled", "trl", "liger", "liger-native", "verl*", "cut-cross-entropy", "quack")
+EVERYBODY = ("ours*", *RIVALS)
+IDLE = ("ours", "ours-unscored", "floor")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A case, and who is measured in it: patterns of `select`, less those of `without`.
+
+    `weighed`: patterns of those whose memory a CPU measures too, which takes a process each; a GPU weighs everybody who
+    is timed. `tuned`: of every implementation the fastest setting; else the one that it documents.
+    """
+
+    case: Case
+    against: tuple[str, ...]
+    timed: bool = True
+    weighed: tuple[str, ...] = ()
+    tuned: bool = True
+    without: tuple[str, ...] = ()
+
+    def names(self) -> list[str]:
+        return [name for name in select(self.against) if not any(fnmatch(name, pattern) for pattern in self.without)]
+
+    def weighed_names(self) -> list[str]:
+        return [name for name in self.names() if any(fnmatch(name, pattern) for pattern in self.weighed)]
+
+
+def jobs(name: str, device_type: str) -> list[Job]:
+    """The jobs of a set for "cpu" or "cuda"; a GPU has room for larger ones. A case that comes again is left out."""
+    found: dict[Case, Job] = {}
+    for job in SETS[name](device_type == "cpu"):
+        found.setdefault(job.case, job)
+    return list(found.values())
+
+
+def _quick(small: bool) -> list[Job]:
+    if small:
+        return [
+            *_job("smollm2-135m:512", RIVALS, weighed=BARE),
+            *_job("smollm2-135m:512", (*BARE, "trl"), mode="forward"),
+            *_job("smollm2-135m:512", (*BARE, "trl"), dtypes=("float32",)),
+        ]
+    return [
+        *_job("qwen2.5-1.5b:8192", RIVALS),
+        *_job("qwen2.5-1.5b:8192", RIVALS, mode="forward"),
+        *_job("llama-3-8b:4096", RIVALS),
+    ]
+
+
+def _heads(small: bool) -> list[Job]:
+    """The heads of real models: forward and backward, what it takes in memory; on a GPU also the other modes."""
+    if small:
+        both = ("float32", "bfloat16")
+        return [
+            *_job("smollm2-135m:2048", RIVALS, dtypes=both, weighed=RIVALS, tuned=True, length=256),
+            *_job("qwen2.5-0.5b:1024", RIVALS, dtypes=both, weighed=BARE, tuned=True, length=256),
+            *_job("llama-3.2-1b:512", RIVALS, dtypes=both, tuned=True, length=128),
+            *_job("qwen2.5-0.5b:4096", BARE, dtypes=both, timed=False, weighed=BARE, length=256),
+            *(
+                job
+                for share in (0.0, 0.5)
+                for job in _job("smollm2-135m:2048", IDLE, dtypes=both, idle_share=share, beta=0.0, length=64)
+            ),
+        ]
+    return [
+        *_job("llama-3-8b:16384", EVERYBODY, tuned=True),
+        *_job("qwen2.5-7b:16384", RIVALS, tuned=True),
+        *_job("qwen2.5-1.5b:16384", EVERYBODY, tuned=True),
+        *_job("gemma-2-2b:8192", RIVALS, tuned=True),
+        *_job("llama-3-8b:16384", EVERYBODY, tuned=True, mode="forward"),
+        *_job("qwen2.5-7b:16384", RIVALS, tuned=True, mode="frozen"),
+        *_job("65536x3584x151936", RIVALS, tuned=True),
+        *_job("65536x3584x151936", RIVALS, tuned=True, mode="frozen"),
+        *_job("qwen2.5-1.5b:16384", EVERYBODY, tuned=True, mode="forward"),
+        *_job("qwen2.5-0.5b:16384", RIVALS, tuned=True),
+        *_job("smollm2-135m:16384", RIVALS, tuned=True),
+        *_job("qwen2.5-1.5b:16384", RIVALS, tuned=True, dtypes=("float16",)),
+        *_job("smollm2-135m:16384", RIVALS, tuned=True, dtypes=("float32",)),
+    ]
+
+
+def _idle(small: bool) -> list[Job]:
+    """Time against the share of prompts whose rewards are all equal; without KL they have no gradient."""
+    shape = "smollm2-135m:2048" if small else "qwen2.5-1.5b:16384"
+    length = 64 if small else 512
+    against = (*IDLE, "eager", "trl", "liger")
+    shares = (0.0, 0.5, 0.25, 0.75, 1.0)
+    return [job for share in shares for job in _job(shape, against, idle_share=share, beta=0.0, length=length)]
+
+
+def _small(small: bool) -> list[Job]:
+    """Few tokens: what a call costs whatever its size."""
+    head = "smollm2-135m" if small else "qwen2.5-1.5b"
+    return [job for n in (128, 256, 512, 1024) for job in _job(f"{head}:{n}", (*BARE, "compiled", "trl", "liger"))]
+
+
+def _memory(small: bool) -> list[Job]:
+    """Peak memory against the length of 16 completions."""
+    against = (*BARE, "trl", "liger", "verl*")
+    lengths = (64, 128, 256, 512, 1024, 2048) if small else (256, 1024, 2048, 4096, 8192)
+    head = "smollm2-135m" if small else "qwen2.5-7b"
+    return [
+        job
+        for length in lengths
+        for job in _job(f"{head}:{16 * length}", against, length=length, timed=not small, weighed=against)
+    ]
+
+
+def _scaling(small: bool) -> list[Job]:
+    """One size at a time: tokens N, vocabulary V, hidden size H, completions per prompt G."""
+    against = (*BARE, "trl")
+    tokens, hidden, vocab = (512, 576, 49152) if small else (8192, 2048, 131072)
+    counts = (128, 512, 2048) if small else (1024, 4096, 16384, 65536)
+    vocabs = (8192, 32768, 131072) if small else (32768, 65536, 262144)
+    widths = (256, 1024, 2048) if small else (1024, 4096, 8192)
+    groups = (2, 8, 32) if small else (2, 16, 64)
+    # Each sweep meets at one shape, which is measured once.
+    return [
+        *(job for n in counts for job in _job(f"{n}x{hidden}x{vocab}", against)),
+        *(job for v in vocabs for job in _job(f"{tokens}x{hidden}x{v}", against)),
+        *(job for h in widths for job in _job(f"{tokens}x{h}x{vocab}", against)),
+        *(job for g in groups for job in _job(f"{tokens}x{hidden}x{vocab}", against, generations=g, length=8)),
+    ]
+
+
+def _sweeps(small: bool) -> list[Job]:
+    return [*_idle(small), *_memory(small), *_small(small), *_scaling(small)]
+
+
+def _all(small: bool) -> list[Job]:
+    return [*_heads(small), *_sweeps(small)]
+
+
+SETS: dict[str, Callable[[bool], list[Job]]] = {
+    "quick": _quick,
+    "heads": _heads,
+    "idle": _idle,
+    "memory": _memory,
+    "small": _small,
+    "scaling": _scaling,
+    "sweeps": _sweeps,
+    "all": _all,
+}
+
+
+def _job(
+    shape: str,
+    against: Sequence[str],
+    *,
+    dtypes: Sequence[str] = ("bfloat16",),
+    timed: bool = True,
+    weighed: Sequence[str] = (),
+    tuned: bool = False,
+    **options: Any,
+) -> list[Job]:
+    """One per type."""
+    return [Job(make_case(shape, dtype, **options), tuple(against), timed, tuple(weighed), tuned) for dtype in dtypes]

@@ -1,0 +1,354 @@
+"""The benchmark itself: cases, processes that die, interleaving, deadlines, documents, the command."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo_kernels.bench import command, measure, memory, process
+from grpo_kernels.bench import run as bench_run
+from grpo_kernels.bench.cases import DTYPES, MODES, Case, heads, make_case, parse_shape
+from grpo_kernels.bench.implementations import Implementation, Result, Unserved, implementations, select
+from grpo_kernels.bench.inputs import group_advantages, grpo_objective, make_inputs
+from grpo_kernels.bench.reference import errors, off_policy, reference, why_wrong
+from grpo_kernels.bench.sets import SETS, Job, jobs
+from grpo_kernels.bench.show import case_table, table
+from grpo_kernels.cli import main
+
+CPU = torch.device("cpu")
+TINY = make_case("tiny:64", "float32")
+NEVER = float("inf")
+
+
+# --- cases --------------------------------------------------------------------------------------------------------
+
+
+def test_shapes_by_name_and_by_numbers() -> None:
+    assert parse_shape("qwen2.5-7b:16384") == ("qwen2.5-7b", 16384, 3584, 152064)
+    assert parse_shape("16384x3584x152064") == ("qwen2.5-7b", 16384, 3584, 152064)
+    assert parse_shape("8x3x5") == ("custom", 8, 3, 5)
+
+
+@pytest.mark.parametrize("text", ["qwen2.5-7b", "gpt-5:128", "qwen2.5-7b:many", "1x2", "1x2x3x4", ""])
+def test_a_shape_that_is_none_is_named(text: str) -> None:
+    with pytest.raises(ValueError, match="expected HEAD:TOKENS"):
+        parse_shape(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"mode": "backward"}, "mode='backward'; expected one of step"),
+        ({"dtype": "int8"}, "dtype='int8'"),
+        ({"idle_share": 1.5}, "idle_share=1.5"),
+        ({"tokens": 0}, "positive"),
+        ({"tokens": 65}, "tokens=65; expected a multiple"),
+    ],
+)
+def test_a_case_refuses_what_it_cannot_be(change: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(TINY, **change)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", SETS)
+def test_every_set_is_made_of_valid_jobs(name: str, device: str) -> None:
+    found = jobs(name, device)
+    assert found
+    cases = [job.case for job in found]
+    assert len(set(cases)) == len(cases), "a case is measured once"
+    for job in found:
+        assert "ours" in job.names()
+        assert "floor" in job.names()
+
+
+def test_the_sets_hold_every_head_and_the_sizes_that_were_asked_for() -> None:
+    everything = [*jobs("all", "cuda"), *jobs("all", "cpu")]
+    assert {job.case.head for job in everything} >= set(heads()) - {"tiny"}
+    tokens = {job.case.tokens for job in everything}
+    assert min(tokens) == 128
+    assert max(tokens) >= 65536
+    assert {job.case.mode for job in everything} == set(MODES)
+
+
+# --- inputs and reference -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1.0])
+def test_idle_prompts_have_no_advantage_and_the_others_have_one(share: float) -> None:
+    inputs = make_inputs(make_case("512x8x16", "float32", length=8, idle_share=share, beta=0.0), CPU)
+    idle = (inputs.advantages.view(-1, 4) == 0).all(1)
+    assert idle.float().mean() == share
+    assert (inputs.advantages.view(-1, 4)[~idle] != 0).all()
+
+
+def test_advantages_of_one_completion_are_zero() -> None:
+    assert group_advantages(torch.tensor([0.3, 0.9]), 1).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_reference_agrees_with_autograd_in_float64(mode: str) -> None:
+    inputs = off_policy(make_inputs(dataclasses.replace(TINY, mode=mode), CPU))
+    right = reference(inputs, mode, "grpo")
+    hidden, weight = (x.detach().double().requires_grad_() for x in (inputs.hidden, inputs.weight))
+    logps = (hidden @ weight.T).log_softmax(-1).gather(-1, inputs.ids[..., None]).squeeze(-1)
+    exact = dataclasses.replace(inputs, old_logps=inputs.old_logps.double(), ref_logps=inputs.ref_logps.double())
+    loss = grpo_objective(logps, exact)
+    dhidden, dweight = torch.autograd.grad(loss, (hidden, weight))
+    result = Result(loss.detach(), logps.detach(), dhidden, dweight)
+    found = errors(right, result)
+    assert max(found.values()) < 1e-12
+    assert why_wrong(right, result, found, torch.float32) is None
+    assert ("dweight" in found) == (mode == "step")
+
+
+def test_a_wrong_or_missing_result_is_said() -> None:
+    inputs = off_policy(make_inputs(TINY, CPU))
+    right = reference(inputs, "step", "grpo")
+    result = implementations()["eager"].settings(inputs, "step")[""](inputs)
+    assert result.dhidden is not None
+    for wrong, words in (
+        (result._replace(dweight=None), "gives no dweight"),
+        (result._replace(dhidden=result.dhidden * 1.01), "dhidden is off by 1.0e-02"),
+        (result._replace(loss=torch.tensor(float("nan"))), "loss is off by nan"),
+    ):
+        assert words in (why_wrong(right, wrong, errors(right, wrong), torch.float32) or "")
+
+
+# --- one case -------------------------------------------------------------------------------------------------------
+
+
+def _measured(monkeypatch: pytest.MonkeyPatch, case: Case, extra: Implementation, deadline: float = NEVER) -> dict:
+    """`_measure` in this process, with one more implementation."""
+    table = {name: implementations()[name] for name in ("ours", "floor", "eager")} | {extra.name: extra}
+    monkeypatch.setattr(measure, "implementations", lambda: table)
+    monkeypatch.setattr(measure, "limit_memory", lambda: None)
+    return measure._measure(case, list(table), "cpu", 2, True, deadline, lambda text: None)["implementations"]
+
+
+def test_a_case_has_times_ratios_and_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = implementations()["eager"].settings
+    slow = Implementation("slow", "two settings", lambda inputs, mode: {k: settings(inputs, mode)[""] for k in "ab"})
+    found = _measured(monkeypatch, TINY, slow)
+    for name, report in found.items():
+        assert len(report["seconds"]["times"]) == 2, name
+        assert report["ratio_to_floor"] == pytest.approx(
+            report["seconds"]["median"] / found["floor"]["seconds"]["median"]
+        )
+    assert found["floor"]["errors"] is None
+    assert found["ours"]["errors"]["dweight"] < 1e-5
+    assert set(found["slow"]["tried"]) == {"a", "b"}
+    assert found["slow"]["setting"] in ("a", "b")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_wrong_result_gets_no_time(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    def settings(inputs: object, mode: str) -> dict:
+        step = implementations()["eager"].settings(inputs, mode)[""]
+        return {"": lambda inputs: Result(*(x if x is None else x * 1.5 for x in step(inputs)))}
+
+    found = _measured(monkeypatch, dataclasses.replace(TINY, mode=mode), Implementation("wrong", "wrong", settings))
+    assert found["wrong"]["error"].startswith("wrong result")
+    assert "seconds" not in found["wrong"]
+    assert "seconds" in found["ours"]
+
+
+def test_what_cannot_run_is_listed_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unserved(inputs: object, mode: str) -> dict:
+        raise Unserved("no such mode")
+
+    def exhausted(inputs: object, mode: str) -> dict:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    absent = Implementation("absent", "absent", exhausted, lambda device, dtype: "not installed")
+    for extra, key, words in (
+        (Implementation("unserved", "unserved", unserved), "missing", "no such mode"),
+        (Implementation("exhausted", "exhausted", exhausted), "error", "out of memory"),
+        (absent, "missing", "not installed"),
+    ):
+        report = _measured(monkeypatch, TINY, extra)[extra.name]
+        assert report[key].startswith(words)
+        assert words in case_table({"case": dataclasses.asdict(TINY), "implementations": {extra.name: report}})
+
+
+def test_after_the_deadline_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = _measured(monkeypatch, TINY, implementations()["eager"], deadline=0.0)
+    assert {report["error"] for report in found.values()} == {"not run: out of time"}
+
+
+def test_rounds_are_interleaved_and_rotate() -> None:
+    calls: list[str] = []
+    steps = {name: lambda name=name: calls.append(name) for name in "abc"}
+    found = measure.interleave(steps, 3, CPU, NEVER, lambda text: None)
+    assert "".join(calls) == "abcbcacab"
+    assert all(len(report["seconds"]["times"]) == 3 for report in found.values())
+
+
+def test_a_deadline_leaves_one_round() -> None:
+    found = measure.interleave({"a": lambda: None}, 5, CPU, 0.0, lambda text: None)
+    assert len(found["a"]["seconds"]["times"]) == 1
+
+
+# --- processes ------------------------------------------------------------------------------------------------------
+
+
+def child(what: str, tell: process.Tell) -> str:
+    tell("before")
+    if what == "exit":
+        os._exit(3)
+    if what == "kill":
+        os.kill(os.getpid(), 9)
+    if what == "hang":
+        time.sleep(60)
+    if what == "raise":
+        raise MemoryError("no more")
+    return "fine"
+
+
+def test_a_process_returns_and_tells() -> None:
+    told: list[str] = []
+    assert process.apart(child, "", tell=told.append) == "fine"
+    assert told == ["before"]
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("exit", "ended with 3"),
+        ("kill", "out of memory: the process was killed"),
+        ("hang", "no answer"),
+        ("raise", "out of memory: MemoryError: no more"),
+    ],
+)
+def test_a_process_that_dies_is_described(what: str, why: str) -> None:
+    silence = 15.0 if what == "hang" else 60.0  # an interpreter takes seconds to start
+    start = time.monotonic()
+    with pytest.raises(process.Died, match=why) as death:
+        process.apart(child, what, silence_s=silence)
+    assert death.value.said == "before"
+    assert time.monotonic() - start < 40
+
+
+def measure_with_a_killer(
+    case: Case, names: list[str], device: str, rounds: int, tuned: bool, deadline: float, tell: process.Tell
+) -> dict:
+    for name in names:
+        tell(name)
+        if name == "trl":
+            os._exit(1)
+        if name == "eager":
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    return {"implementations": {name: {"seconds": 1.0} for name in names}, "clocks": {}}
+
+
+def test_who_kills_the_process_costs_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "_measure", measure_with_a_killer)
+    found = measure.measure(TINY, ["ours", "trl", "floor", "eager"], "cpu", 1, True, NEVER)["implementations"]
+    assert list(found) == ["ours", "trl", "floor", "eager"]
+    assert found["ours"] == found["floor"] == {"seconds": 1.0}
+    assert "ended with 1" in found["trl"]["error"]
+    assert "illegal memory access" in found["eager"]["error"]
+
+
+def measure_without_memory(*arguments: object) -> dict:
+    arguments[-1]("reference")  # type: ignore[operator]
+    raise MemoryError
+
+
+def test_a_case_without_a_reference_is_an_error_of_the_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "_measure", measure_without_memory)
+    found = measure.measure(TINY, ["ours"], "cpu", 1, True, NEVER)
+    assert found["error"].startswith("out of memory")
+    assert "out of memory" in case_table(found | {"case": dataclasses.asdict(TINY)})
+
+
+def test_memory_is_that_of_the_call() -> None:
+    case = make_case("512x32x16384", "float32")
+    logits = case.logits_bytes()
+    found = {name: memory.weigh(case, name) for name in ("ours", "eager", "floor")}
+    assert found["floor"] == {}
+    assert found["eager"]["peak_bytes"] > 2 * logits
+    assert found["ours"]["peak_bytes"] < 1.5 * logits
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_writes_table_json_and_pictures(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "results" / "b.json"
+    options = ["--shapes", "tiny:64", "--against", "eager", "--device", "cpu", "--rounds", "2", "--output", str(output)]
+    assert main(["bench", *options]) == 0
+    said = capfd.readouterr().out
+    assert "tiny (64, 64, 2048), bfloat16, step" in said
+    document = json.loads(output.read_text())
+    (found,) = document["cases"]
+    assert list(found["implementations"]) == ["ours", "floor", "eager"]
+    assert found["implementations"]["ours"]["peak_bytes"] >= 0
+    assert document["environment"]["versions"]["torch"] == torch.__version__
+    assert document["not_run"] == []
+    assert list(output.parent.glob("*.png"))
+
+
+def test_without_time_every_case_is_listed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    options = ["--set", "small", "--minutes", "0.01", "--no-figures", "--output", str(tmp_path / "b.json")]
+    assert main(["bench", "--device", "cpu", *options]) == 0
+    listed = [line for line in capfd.readouterr().out.splitlines() if line.startswith("not run, out of time")]
+    assert len(listed) == len(jobs("small", "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--shapes", "nothing:1"], "expected HEAD:TOKENS"),
+        (["--against", "nobody*"], "'nobody*' is no implementation; there are ours"),
+        (["--device", "tpu"], "--device tpu"),
+        (["--device", "mps"], "expected cpu or cuda"),
+        (["--shapes", "tiny:64", "--set", "quick"], "expected one of them"),
+        (["--dtypes", "float32"], "go with --shapes"),
+        (["--shapes", "tiny:65"], "multiple"),
+    ],
+)
+def test_a_wrong_argument_is_named_before_any_work(
+    options: list[str], words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *options, "--output", str(tmp_path / "b.json")]) == 2
+    assert words in capfd.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failure_of_ours_is_an_exit_status(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for report, status in (
+        ({"error": "wrong result: loss is off by nan"}, 1),
+        ({"error": "out of memory: x"}, 0),
+        ({"missing": "it serves cuda tensors"}, 0),
+    ):
+        monkeypatch.setattr(bench_run, "measure", lambda *a, report=report: {"implementations": {"ours": report}})
+        options = ["--shapes", "tiny:64", "--against", "ours", "--no-figures", "--output", str(tmp_path / "b.json")]
+        monkeypatch.setattr(bench_run, "weigh", lambda *a: {})
+        assert main(["bench", "--device", "cpu", *options]) == status
+
+
+def test_excluded_names_are_left_out() -> None:
+    job = Job(TINY, ("ours*", "eager"), without=("ours-*",))
+    assert job.names() == ["ours", "eager"]
+    assert select(["eager", "ours"]) == ["ours", "eager"], "in the order of the table"
+
+
+def test_a_remark_does_not_widen_a_table() -> None:
+    lines = table(("", "a", "b"), [["x", "1", "2"], ["long name", "a remark that is long"]]).splitlines()
+    assert lines[1].split() == ["x", "1", "2"]
+    assert len(lines[1]) < 20
+
+
+def test_dtypes_are_those_of_torch() -> None:
+    assert all(isinstance(getattr(torch, name), torch.dtype) for name in DTYPES)
+
+
+def test_failures_are_listed_by_the_command() -> None:
+    assert command.failures({"cases": [{"case": {}, "error": "x", "implementations": {}}]})
