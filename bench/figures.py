@@ -17,7 +17,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from grpo_kernels.bench.document import read
-from grpo_kernels.bench.figures import BESIDE, GREY, OURS, STYLE, Record, draw, save, sheet
+from grpo_kernels.bench.figures import HEADS, draw
+from grpo_kernels.bench.panels import BESIDE, GREY, OURS, STYLE, Record, save, sheet
 
 HERE = Path(__file__).parent
 CURVES = {"reward_smoothed": "reward, smoothed", "kl": "KL to the warm-up policy, nats", "entropy": "entropy, nats"}
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if "runs" in document:
             written = [save(learning(document), options.output / f"{path.stem}.png")]
         else:
-            written = draw(document, options.output, f"{path.stem}-")
+            written = draw(document, options.output, f"{path.stem}-", HEADS if path.stem.endswith("-sweeps") else ())
         print(f"{path.name}: {', '.join(picture.name for picture in written) or 'nothing to draw'}")
 
 

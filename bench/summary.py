@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo_kernels.bench.document import Document, read
+from grpo_kernels.bench.show import memory_text
+
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = Path(__file__).resolve().parent / "results"
+RESULTS, FIGURES = ROOT / "bench" / "results", ROOT / "bench" / "figures"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
-RIVALS = {"eager": "eager", "compiled_eager": "compiled eager", "trl": "TRL", "liger": "Liger"}
+RIVALS = ("eager", "compiled", "trl", "liger", "liger-native", "verl", "verl-torch", "cut-cross-entropy", "quack")
+CAPTIONS = {
+    "time": "Time of a step over that of the three bare products",
+    "time-forward": "The same for log-probabilities alone",
+    "errors": "Errors against float64",
+    "memory": "Peak memory against the length of completions; a cross is out of memory",
+    "idle": "Time against the share of prompts whose rewards are all equal",
+    "scaling-tokens": "Time against the number of tokens",
+}
 
 
 def section() -> str:
     """Markdown of everything between the markers."""
-    times, memory = (json.loads((RESULTS / name).read_text()) for name in ("cpu.json", "memory.json"))
-    return "\n\n".join([_machine(times), _times(times), _equal_rewards(times), _memory(memory)])
+    parts = []
+    if not list(RESULTS.glob("gpu*.json")):
+        parts.append("No GPU has been measured yet.")
+    for path in sorted(RESULTS.glob("*.json")):
+        document = read(path)
+        parts += [f"**{path.name}.** {_machine(document)}", *_tables(document), *_pictures(path.stem)]
+    return "\n\n".join(parts)
 
 
 def main() -> None:
@@ -27,63 +42,115 @@ def main() -> None:
     README.write_text(f"{before}{BEGIN}\n{section()}\n{END}{after}")
 
 
-def _machine(results: dict[str, Any]) -> str:
-    found = results["environment"]
+def _machine(document: Document) -> str:
+    found = document["environment"]
+    where = f"{found['device']}, driver {found['driver']}"
+    if found["device"] == "cpu":
+        where = f"{found['cpu']}, {found['threads']} threads, {found['cpu_capability']}"
     versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items() if number)
-    return (
-        f"On a CPU: {found['cpu']}, {found['threads']} threads, {found['cpu_capability']}; {versions}; "
-        f"{found['date'][:10]}. GRPO with k3, token level, trained head; forward + backward, medians of interleaved "
-        "rounds. No GPU has been measured yet."
-    )
+    return f"{where}; {versions}; {found['date'][:10]}. `{document['command']}`"
 
 
-def _times(results: dict[str, Any]) -> str:
+def _tables(document: Document) -> list[str]:
+    """Of the heads of real models with a KL term; of sweeps the pictures say more."""
+    if "runs" in document:
+        return [_learning(document)]
+    steps = [found for found in document["cases"] if found["case"]["mode"] == "step" and found["case"]["beta"]]
+    if any(found["case"]["head"] == "custom" for found in steps):
+        return []
+    return [text for text in (_times(steps), _memory(steps), _idle(document)) if text]
+
+
+def _times(cases: Sequence[Document]) -> str:
+    timed = [found for found in cases if "seconds" in found["implementations"].get("ours", {})]
+    rivals = [
+        name for name in RIVALS if any("ours_to_this" in found["implementations"].get(name, {}) for found in timed)
+    ]
     rows = []
-    for case in results["cases"]:
-        found = case["implementations"]
-        ours = found["ours"]
-        cells = [_shape(case), case["dtype"], f"{ours['seconds']['median']:.2f} s", f"{ours['ratio_to_floor']:.2f}"]
-        rows.append(cells + [_ratio(found.get(name, {})) for name in RIVALS])
-    header = ["head (N, H, V)", "type", "ours", "of three products", *(f"of {name}" for name in RIVALS.values())]
-    return "Time of ours, and its ratio to the three bare products and to each rival:\n\n" + _table(header, rows)
+    for found in timed:
+        ours = found["implementations"]["ours"]
+        times = ours["seconds"]
+        median = f"{times['median'] * 1e3:,.0f} ({times['min'] * 1e3:,.0f} to {times['max'] * 1e3:,.0f})"
+        ratios = [_ratio(found["implementations"].get(name, {})) for name in rivals]
+        rows.append([_shape(found), found["case"]["dtype"], median, f"{ours['ratio_to_floor']:.2f}", *ratios])
+    if not rows:
+        return ""
+    titles = [_title(timed, name) for name in rivals]
+    header = ["head (N, H, V)", "type", "ours, ms", "of the three products", *(f"of {title}" for title in titles)]
+    what = "the median of ours (and its spread), and its ratio to the three bare products and to each rival"
+    return f"Forward and backward: {what}, in its fastest setting:\n\n{_table(header, rows)}"
 
 
-def _equal_rewards(results: dict[str, Any]) -> str:
+def _memory(cases: Sequence[Document]) -> str:
+    weighed = [found for found in cases if "peak_bytes" in found["implementations"].get("ours", {})]
+    rivals = [name for name in RIVALS if any(memory_text(found["implementations"].get(name, {})) for found in weighed)]
     rows = []
-    for case in results["cases"]:
-        if "equal_rewards" not in case:
-            continue
-        ratio = case["equal_rewards"]["ratio_to_dense"]
-        rows.append([_shape(case), case["dtype"], f"{ratio['half_scored']:.2f}", f"{ratio['half_unscored']:.2f}"])
+    for found in weighed:
+        peaks = [memory_text(found["implementations"].get(name, {})) for name in ("ours", *rivals)]
+        ratio = found["implementations"]["ours"].get("memory_ratio_to_eager")
+        rows.append([_shape(found), found["case"]["dtype"], *peaks, f"{ratio:.3f}" if ratio else ""])
+    if not rows:
+        return ""
+    header = ["head (N, H, V)", "type", "ours", *(_title(weighed, name) for name in rivals), "ours of eager"]
+    return f"Peak memory of a step beyond its inputs and gradients, MiB:\n\n{_table(header, rows)}"
+
+
+def _idle(document: Document) -> str:
+    """Half the prompts without a gradient, to none: each in units of the floor of its own process."""
+    found: dict[tuple[str, str, float], dict[str, Any]] = {}
+    for case in document["cases"]:
+        if case["case"]["beta"] == 0.0 and "ratio_to_floor" in case["implementations"].get("ours", {}):
+            found[_shape(case), case["case"]["dtype"], case["case"]["idle_share"]] = case["implementations"]
+    rows = []
+    for (shape, dtype, share), half in found.items():
+        if share == 0.5 and (shape, dtype, 0.0) in found:
+            dense = found[shape, dtype, 0.0]["ours"]["ratio_to_floor"]
+            names = ("ours", "ours-unscored")
+            rows.append([shape, dtype, *(f"{half[name]['ratio_to_floor'] / dense:.2f}" for name in names)])
+    if not rows:
+        return ""
     header = ["head (N, H, V)", "type", "every token scored", "`score_inactive=False`"]
-    return "Half the groups with equal rewards, beta 0, of the time without such groups:\n\n" + _table(header, rows)
+    return f"Half the prompts with equal rewards, beta 0, of the time without such prompts:\n\n{_table(header, rows)}"
 
 
-def _memory(results: dict[str, Any]) -> str:
-    measured = results["cases"][0]["implementations"]
-    names = {"ours": "ours"} | {name: title for name, title in RIVALS.items() if name in measured}
+def _learning(document: Document) -> str:
     rows = []
-    for case in results["cases"]:
-        found = case["implementations"]
-        peaks = [_mebibytes(found.get(name, {})) for name in names]
-        rows.append([_shape(case), case["dtype"], *peaks, f"{found['ours']['ratio_to_eager']:.3f}"])
-    header = ["head (N, H, V)", "type", *names.values(), "ours of eager"]
-    return "Peak memory beyond inputs and gradients, MiB, each in a process of its own:\n\n" + _table(header, rows)
+    for loss, title in (("fused", "ours"), ("reference", "eager reference")):
+        runs = [run for run in document["runs"] if run["loss"] == loss]
+        ends = [" to ".join(f"{run[f'accuracy_{when}']:.3f}" for when in ("before", "after")) for run in runs]
+        rows.append([title, *ends])
+    seeds = [str(run["seed"]) for run in document["runs"] if run["loss"] == "fused"]
+    steps = document["settings"]["steps"]
+    header = ["loss", *(f"seed {seed}" for seed in seeds)]
+    what = f"The demo with either loss, held-out accuracy before and after {steps} steps of GRPO"
+    return f"{what}:\n\n{_table(header, rows)}"
 
 
-def _shape(case: dict[str, Any]) -> str:
-    shape = case["shape"]
-    return f"{shape['name']} ({shape['tokens']}, {shape['hidden_size']}, {shape['vocab_size']})"
+def _pictures(stem: str) -> list[str]:
+    if (FIGURES / f"{stem}.png").exists():
+        return [f"![Learning curves]({_link(f'{stem}.png')})"]
+    drawn = {caption: f"{stem}-{name}.png" for name, caption in CAPTIONS.items()}
+    return [f"![{caption}]({_link(name)})" for caption, name in drawn.items() if (FIGURES / name).exists()]
 
 
-def _ratio(found: dict[str, Any]) -> str:
-    return f"{found['ours_to_this']:.2f}" if "ours_to_this" in found else found.get("missing") or found.get("error", "")
+def _link(name: str) -> str:
+    return (FIGURES / name).relative_to(ROOT).as_posix()
 
 
-def _mebibytes(found: dict[str, Any]) -> str:
-    if "peak_bytes" in found:
-        return f"{found['peak_bytes'] / 2**20:,.0f}"
-    return "out of memory" if "out of memory" in found.get("error", "") else found.get("missing", "")
+def _shape(found: Document) -> str:
+    case = found["case"]
+    return f"{case['head']} ({case['tokens']}, {case['hidden_size']}, {case['vocab_size']})"
+
+
+def _title(cases: Sequence[Document], name: str) -> str:
+    title = next(found["implementations"][name]["title"] for found in cases if name in found["implementations"])
+    return str(title)
+
+
+def _ratio(report: dict[str, Any]) -> str:
+    if "ours_to_this" in report:
+        return f"{report['ours_to_this']:.2f}"
+    return report.get("error", "").split(":")[0]
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

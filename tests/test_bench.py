@@ -190,6 +190,16 @@ def test_rounds_are_interleaved_and_rotate() -> None:
     assert all(len(report["seconds"]["times"]) == 3 for report in found.values())
 
 
+def test_who_takes_seconds_and_far_longer_than_the_fastest_is_left_at_one_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps = {"fast": lambda: time.sleep(0.01), "slow": lambda: time.sleep(0.1)}
+    for limit, expected in ((1.0, 3), (0.02, 1)):
+        monkeypatch.setattr(measure, "SHORT_S", limit)
+        found = measure.interleave(steps, 3, CPU, NEVER, lambda text: None)
+        assert [len(found[name]["seconds"]["times"]) for name in steps] == [3, expected]
+
+
 def test_a_deadline_leaves_one_round() -> None:
     found = measure.interleave({"a": lambda: None}, 5, CPU, 0.0, lambda text: None)
     assert len(found["a"]["seconds"]["times"]) == 1
@@ -296,10 +306,10 @@ def test_the_command_writes_table_json_and_pictures(tmp_path: Path, capfd: pytes
 
 
 def test_without_time_every_case_is_listed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    options = ["--set", "small", "--minutes", "0.01", "--no-figures", "--output", str(tmp_path / "b.json")]
+    options = ["--set", "tokens", "--minutes", "0.01", "--no-figures", "--output", str(tmp_path / "b.json")]
     assert main(["bench", "--device", "cpu", *options]) == 0
     listed = [line for line in capfd.readouterr().out.splitlines() if line.startswith("not run, out of time")]
-    assert len(listed) == len(jobs("small", "cpu"))
+    assert len(listed) == len(jobs("tokens", "cpu"))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_kernels.bench import figures
+from grpo_kernels.bench import figures, panels
 from grpo_kernels.demo.settings import DemoSettings
 
 BENCH = Path(__file__).parents[1] / "bench"
@@ -98,7 +98,7 @@ def everything():
 
 
 def test_every_picture_is_drawn_from_data(tmp_path, monkeypatch):
-    monkeypatch.setattr(figures, "DPI", 30)
+    monkeypatch.setattr(panels, "DPI", 30)
     written = figures.draw(everything(), tmp_path / "new", "cpu-")
     assert [path.name for path in written] == [f"cpu-{name}.png" for name in figures.PICTURES]
     assert sorted(written) == sorted((tmp_path / "new").iterdir())
@@ -241,7 +241,7 @@ def test_errors_show_every_case_and_the_median():
     ours = figure.axes[0]
     assert [list(line.get_xdata()) for line in ours.get_lines() if line.get_marker() == "o"] == [list(losses)]
     assert artists(figure, "|")["ours"][0] == ([2e-6], [0])
-    assert ours.texts[0].get_text() == "2e-6"
+    assert ours.texts[0].get_text() == "2.0e-6"
     assert [axis.get_ylabel() for axis in figure.axes] == ["bfloat16", "", "", "", "float32", "", "", ""]
     assert [label.get_text() for label in figure.axes[4].get_yticklabels()] == ["ours", "eager PyTorch", "TRL"]
     assert not figure.axes[2].texts  # nobody's dhidden is known in bfloat16
@@ -287,7 +287,7 @@ def test_scaling_is_relative_to_the_floor(picture, field):
 
 
 def test_labels_do_not_overlap():
-    apart = figures._apart([0.1, 0.5, 0.5, 0.52, 0.9], 0.05)
+    apart = panels._apart([0.1, 0.5, 0.5, 0.52, 0.9], 0.05)
     assert all(b - a >= 0.05 - 1e-9 for a, b in itertools.pairwise(apart))
     assert apart[0] == 0.1 and apart[-1] == 0.9
     assert sum(apart[1:4]) / 3 == pytest.approx(0.505, abs=0.01)
@@ -306,7 +306,7 @@ def test_small_print_says_where_and_when(name):
 
 @pytest.mark.parametrize("name", figures.PICTURES)
 def test_an_implementation_has_one_colour(name):
-    of_title = {title: figures.COLOURS[key] for key, title in TITLES.items()}
+    of_title = {title: panels.COLOURS[key] for key, title in TITLES.items()}
     lines = [line for axis in figures.PICTURES[name](everything()).axes for line in axis.get_lines()]
     named = [line for line in lines if line.get_label() in of_title]
     assert named and all(line.get_color() == of_title[line.get_label()] for line in named)

@@ -1,6 +1,6 @@
 """`grpo-kernels bench`: this library against eager PyTorch, its peers and the bare matrix products, on your machine.
 
-heads.json          the lm_heads of real models
+shapes.json         the lm_heads of real models, and numbers of tokens
 cases               what one measurement is; the sets of them that have a name
 inputs, reference   the batch that everybody gets; what is right, in float64
 implementations/    who is compared, one plug-in each

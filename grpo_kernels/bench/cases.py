@@ -23,11 +23,21 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 @functools.cache
-def heads() -> dict[str, dict[str, Any]]:
-    """heads.json: name -> {"hidden_size", "vocab_size", "model"}."""
-    text = resources.files(__package__).joinpath("heads.json").read_text()
-    table: dict[str, dict[str, Any]] = json.loads(text)
+def _table() -> dict[str, Any]:
+    text = resources.files(__package__).joinpath("shapes.json").read_text()
+    table: dict[str, Any] = json.loads(text)
     return table
+
+
+def heads() -> dict[str, dict[str, Any]]:
+    """Of shapes.json: name -> {"hidden_size", "vocab_size", "model"}."""
+    found: dict[str, dict[str, Any]] = _table()["heads"]
+    return found
+
+
+def token_counts(most: int) -> list[int]:
+    """Of shapes.json: N from 128 up to `most`."""
+    return [count for count in _table()["tokens"] if count <= most]
 
 
 @dataclass(frozen=True)
@@ -89,7 +99,7 @@ def make_case(shape: str, dtype: str, *, length: int | None = None, **options: A
 
 
 def parse_shape(text: str) -> tuple[str, int, int, int]:
-    """(head, N, H, V) of "qwen2.5-7b:16384", a head of heads.json, or of "16384x3584x152064"."""
+    """(head, N, H, V) of "qwen2.5-7b:16384", a head of shapes.json, or of "16384x3584x152064"."""
     found = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text)
     if found:
         tokens, hidden_size, vocab_size = map(int, found.groups())

@@ -5,50 +5,20 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import LogLocator, NullLocator
 
 from .machine import OUT_OF_MEMORY
+from .panels import BESIDE, STYLE, UNITS, WIDTH, Line, Record, colour_of, plot_lines, save, sheet, weight_of
 
-Record: TypeAlias = dict[str, Any]  # of JSON
 Wanted: TypeAlias = Callable[[str], bool]  # names of implementations
 
-WIDTH, DPI = 9.0, 200  # inches: two pixels for each of the 900 that a README shows
-STYLE = {
-    "figure.constrained_layout.use": True,
-    "font.size": 8,
-    "axes.titlesize": 8,
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#888888",
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "grid.color": "#e6e6e6",
-    "lines.linewidth": 1.3,
-    "lines.markersize": 4,
-}
-OURS, VARIANT, GREY = "#d1410c", "#df8440", "#6b6b6b"
-COLOURS = {
-    "ours": OURS,
-    "floor": "#000000",
-    "eager": GREY,
-    "compiled": "#989898",
-    "trl": "#0b6fb3",
-    "liger": "#0a8f6a",
-    "liger-native": "#4fb08e",
-    "verl": "#8e44ad",
-    "verl-torch": "#b583c9",
-    "cut-cross-entropy": "#8c6d31",
-    "quack": "#b89600",
-}
 MODES = {"step": "forward and backward", "frozen": "lm_head frozen", "forward": "log-probabilities alone"}
 SWEPT = {  # field of a case -> its name, and the field that follows from it
     "tokens": ("tokens, N", "length"),
@@ -63,38 +33,12 @@ ERRORS = {
     "dhidden": "gradient of hidden\nrelative",
     "dweight": "gradient of weight\nrelative",
 }
-BESIDE: Record = {"textcoords": "offset points", "va": "center", "fontsize": 7.5}  # of a label
-UNITS = {
-    "B": FuncFormatter(lambda x, _: f"{x / 2**30:g} GiB" if x >= 2**30 else f"{x / 2**20:g} MiB"),
-    "s": EngFormatter("s"),
-    "×": FuncFormatter(lambda x, _: f"{x:g}×"),
-}
 
 
-def draw(document: Record, folder: Path, prefix: str = "") -> list[Path]:
+def draw(document: Record, folder: Path, prefix: str = "", without: Sequence[str] = ()) -> list[Path]:
     """Write a PNG, named after `prefix` and the picture, for every picture that the document has data for."""
-    figures = {name: picture(document) for name, picture in PICTURES.items()}
+    figures = {name: picture(document) for name, picture in PICTURES.items() if name not in without}
     return [save(figure, folder / f"{prefix}{name}.png") for name, figure in figures.items() if figure is not None]
-
-
-def save(figure: Figure, path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=DPI)
-    return path
-
-
-def sheet(document: Record, title: str, rows: int, columns: int, row_height: float) -> tuple[Figure, Any]:
-    """A figure and its axes, (rows, columns); below them in small print where the document was measured, and when."""
-    environment = document["environment"]
-    machine = f"{environment['device']}, driver {environment['driver']}"
-    if environment["device"] == "cpu":
-        machine = f"{environment['cpu']}, {environment['threads']} threads, {environment['cpu_capability']}"
-    versions = [f"{package} {version}" for package, version in environment["versions"].items() if version]
-    small_print = textwrap.fill(", ".join([machine, *versions, environment["date"][:10]]), 175)
-    figure = Figure(figsize=(WIDTH, rows * row_height + 0.7))  # no pyplot: no display, no global state
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10, weight="bold")
-    figure.supxlabel(small_print, x=0.01, ha="left", fontsize=6.5, color=GREY)
-    return figure, figure.subplots(rows, columns, squeeze=False)
 
 
 # --- how far everybody is from the floor ------------------------------------------------------------------------------
@@ -146,7 +90,7 @@ def _blocks(axis: Axes, blocks: Sequence[tuple[Record, list[Ratios]]], width: fl
     for case, ratios in blocks:
         axis.annotate(_describe(case, "mode"), (1.0, y), (4, 0), color="#444444", **BESIDE)
         for row, r in enumerate(ratios, y + 1):
-            colour, end = _colour(r.name), r.high or furthest
+            colour, end = colour_of(r.name), r.high or furthest
             if r.median:
                 text = f"{r.title}  {r.median:.2f}"
                 axis.plot([1.0, r.median], [row, row], color=colour, alpha=0.4, linewidth=0.9)
@@ -155,7 +99,7 @@ def _blocks(axis: Axes, blocks: Sequence[tuple[Record, list[Ratios]]], width: fl
             else:
                 text = f"{r.title}: {OUT_OF_MEMORY}"
                 axis.plot([end], [row], "x", color=colour, label=text)
-            axis.annotate(text, (end, row), (6, 0), color=colour, weight=_weight(r.name), **BESIDE)
+            axis.annotate(text, (end, row), (6, 0), color=colour, weight=weight_of(r.name), **BESIDE)
             share = (8 + 4.2 * len(text)) / 72 / width  # of the axis, for this text
             right = max(right, left + (end - left) / (1 - share))
         y += len(ratios) + 2
@@ -193,12 +137,12 @@ def errors(document: Record) -> Figure | None:
 
 def _error_panel(axis: Axes, of_type: dict[str, list[Record]], quantity: str) -> None:
     for y, (name, entries) in enumerate(of_type.items()):
-        values, colour = [e["errors"][quantity] for e in entries if e["errors"].get(quantity)], _colour(name)
+        values, colour = [e["errors"][quantity] for e in entries if e["errors"].get(quantity)], colour_of(name)
         if values:
             median = statistics.median(values)
             axis.plot(values, [y] * len(values), "o", color=colour, alpha=0.4, markersize=3)
             axis.plot([median], [y], "|", color=colour, markersize=9, markeredgewidth=1.8, label=entries[0]["title"])
-            number = f"{median:.0e}".replace("e-0", "e-")
+            number = f"{median:.1e}".replace("e-0", "e-")
             axis.annotate(number, (1, y), (4, 0), axis.get_yaxis_transform(), color=colour, **BESIDE)
     axis.set(xscale="log", ylim=(len(of_type) - 0.4, -0.6))
     low, high = (math.log10(x) for x in axis.get_xlim())
@@ -209,18 +153,6 @@ def _error_panel(axis: Axes, of_type: dict[str, list[Record]], quantity: str) ->
 
 
 # --- what grows with what ---------------------------------------------------------------------------------------------
-
-
-class Line(NamedTuple):
-    """One implementation; `crosses` are where memory ran out."""
-
-    name: str
-    title: str
-    points: dict[float, float]
-    crosses: list[float]
-
-    def over(self, base: dict[float, float]) -> Line:
-        return self._replace(points={x: y / base[x] for x, y in self.points.items() if x in base}, crosses=[])
 
 
 @rc_context(STYLE)
@@ -240,7 +172,7 @@ def memory(document: Record) -> Figure | None:
     for axis, (case, lines) in zip(axes.flat, panels, strict=False):
         completions = f"tokens per completion, {case['tokens'] // case['length']} completions"
         axis.set(title=_describe(case, "tokens"), xlabel=completions if field == "length" else SWEPT[field][0])
-        _plot(axis, lines, "B", 3.0)
+        plot_lines(axis, lines, "B", 3.0)
     for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
     return figure
@@ -261,57 +193,9 @@ def times(document: Record, field: str, wanted: Wanted) -> Figure | None:
         relative = [line.over(base if idle else floor) for line, base in zip(lines, own, strict=True)]
         left.set(title=_describe(case, field), xlabel=label)
         right.set(title=f"over {'its own time without such prompts' if idle else 'the bare products'}", xlabel=label)
-        _plot(left, lines, "s", 2.5)
-        _plot(right, [line for line in relative if line.points], "×", 2.5)
+        plot_lines(left, lines, "s", 2.5)
+        plot_lines(right, [line for line in relative if line.points], "×", 2.5)
     return figure
-
-
-def _plot(axis: Axes, lines: Sequence[Line], unit: str, height: float) -> None:
-    """Lines with their names at the right; above them a row of crosses for each that ran out of memory."""
-    xs = sorted({x for line in lines for x in (*line.points, *line.crosses)})
-    ys = [y for line in lines for y in line.points.values()] or [1.0]
-    exhausted = [line for line in lines if line.crosses]
-    gap = 9.5 / (72 * 0.75 * height)  # between two lines of text, in parts of the axis
-    room = 1 - gap * len(exhausted)
-    axis.set_xscale("linear" if 0.0 in xs else "log")
-    axis.set_xticks(xs, [f"{x // 1024}k" if x and x % 1024 == 0 else f"{x:,g}" for x in xs])
-    axis.xaxis.set_minor_locator(NullLocator())
-    if unit == "×" or 0.0 in xs:
-        axis.set_ylim(0.0, 1.05 * max(ys) / room)
-    else:
-        low, high = 0.8 * min(ys), 1.25 * max(ys)
-        axis.set(yscale="log", ylim=(low, low * (high / low) ** (1 / room)))
-        axis.yaxis.set_major_locator(LogLocator(base=4 if unit == "B" else 10, numticks=10))
-        axis.yaxis.set_minor_locator(NullLocator())
-    axis.yaxis.set_major_formatter(UNITS[unit])
-    for line in lines:
-        look: Record = {"linewidth": 2.2, "zorder": 3} if line.name == "ours" else {}
-        dash = "o--" if line.name == "floor" else "o-"
-        axis.plot([*line.points], [*line.points.values()], dash, color=_colour(line.name), label=line.title, **look)
-    to_axis = axis.transScale + axis.transLimits
-    labels = [(to_axis.transform([*line.points.items()][-1])[1], line) for line in lines if not line.crosses]
-    labels.sort(key=lambda label: label[0])
-    for y, (_, line) in zip(_apart([y for y, _ in labels], gap), labels, strict=True):
-        _name(axis, line, line.title, y)
-    for row, line in enumerate(exhausted):
-        y, text = 1 - gap * (row + 0.5), f"{line.title}: {OUT_OF_MEMORY}"
-        crosses: Record = dict(color=_colour(line.name), label=text, transform=axis.get_xaxis_transform())
-        axis.plot(line.crosses, [y] * len(line.crosses), "x", **crosses)
-        _name(axis, line, text, y)
-
-
-def _name(axis: Axes, line: Line, text: str, y: float) -> None:
-    """To the right of the axis."""
-    axis.annotate(text, (1, y), (4, 0), "axes fraction", color=_colour(line.name), weight=_weight(line.name), **BESIDE)
-
-
-def _apart(ys: Sequence[float], gap: float) -> list[float]:
-    """Ascending `ys`, moved to be at least `gap` apart: the mean of moving up alone and of moving down alone."""
-    up, down = list(ys), list(ys)
-    for i in range(1, len(up)):
-        up[i] = max(up[i], up[i - 1] + gap)
-        down[-i - 1] = min(down[-i - 1], down[-i] - gap)
-    return [(a + b) / 2 for a, b in zip(up, down, strict=True)]
 
 
 # --- what a document holds --------------------------------------------------------------------------------------------
@@ -395,14 +279,7 @@ def _is_idle(name: str) -> bool:
     return name in ("ours", "ours-unscored", "floor", "eager", "trl", "liger")
 
 
-def _colour(name: str) -> str:
-    return COLOURS.get(name, VARIANT if name.startswith("ours-") else GREY)
-
-
-def _weight(name: str) -> str:
-    return "bold" if name == "ours" else "normal"
-
-
+HEADS = ("time", "time-frozen", "time-forward", "backends", "errors")  # a case for each head, as no sweep has
 PICTURES: dict[str, Callable[[Record], Figure | None]] = {
     "time": functools.partial(time, mode="step", wanted=_is_peer),
     "time-frozen": functools.partial(time, mode="frozen", wanted=_is_peer),

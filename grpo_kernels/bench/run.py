@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from .document import Document, write
+from .implementations import implementations
 from .limits import predictions
 from .machine import environment
 from .measure import measure
@@ -57,16 +58,16 @@ class Run:
 
     def _measured(self, job: Job, tell: Tell) -> Document:
         names = job.names()
-        found: Document = {"implementations": {name: {} for name in names}}
+        found: Document = {"implementations": {name: {"title": implementations()[name].title} for name in names}}
         if job.timed:
             found = measure(job.case, names, str(self.device), self.rounds, job.tuned, self.end, tell)
-        implementations = found["implementations"]
+        reports = found["implementations"]
         if self.device.type == "cpu":  # a GPU has weighed while it measured
             for name in job.weighed_names():
                 if time.time() < self.end:
-                    implementations.setdefault(name, {}).update(weigh(job.case, name, tell))
-        if "peak_bytes" in implementations.get("eager", {}):
-            for report in implementations.values():
+                    reports.setdefault(name, {}).update(weigh(job.case, name, tell))
+        if "peak_bytes" in reports.get("eager", {}):
+            for report in reports.values():
                 if "peak_bytes" in report:
-                    report["memory_ratio_to_eager"] = report["peak_bytes"] / implementations["eager"]["peak_bytes"]
+                    report["memory_ratio_to_eager"] = report["peak_bytes"] / reports["eager"]["peak_bytes"]
         return {"case": asdict(job.case), "predicted": predictions(job.case, self.device)} | found

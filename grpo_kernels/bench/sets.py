@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any
 
-from .cases import Case, make_case
+from .cases import Case, make_case, token_counts
 from .implementations import select
 
 BARE = ("ours", "floor", "eager")
 RIVALS = (*BARE, "compiled", "trl", "liger", "liger-native", "verl*", "cut-cross-entropy", "quack")
+NEAREST = (*BARE, "compiled", "trl", "liger")
 EVERYBODY = ("ours*", *RIVALS)
 IDLE = ("ours", "ours-unscored", "floor")
 
@@ -65,14 +66,14 @@ def _heads(small: bool) -> list[Job]:
     if small:
         both = ("float32", "bfloat16")
         return [
-            *_job("smollm2-135m:2048", RIVALS, dtypes=both, weighed=RIVALS, tuned=True, length=256),
-            *_job("qwen2.5-0.5b:1024", RIVALS, dtypes=both, weighed=BARE, tuned=True, length=256),
-            *_job("llama-3.2-1b:512", RIVALS, dtypes=both, tuned=True, length=128),
-            *_job("qwen2.5-0.5b:4096", BARE, dtypes=both, timed=False, weighed=BARE, length=256),
+            *_job("smollm2-135m:2048", RIVALS, dtypes=both, weighed=(*BARE, "trl"), tuned=True, length=256),
+            *_job("qwen2.5-0.5b:1024", NEAREST, dtypes=both, weighed=BARE, tuned=True, length=256),
+            *_job("llama-3.2-1b:512", NEAREST, dtypes=both, tuned=True, length=128),
+            *_job("qwen2.5-0.5b:4096", BARE, timed=False, weighed=BARE, length=256),
             *(
                 job
                 for share in (0.0, 0.5)
-                for job in _job("smollm2-135m:2048", IDLE, dtypes=both, idle_share=share, beta=0.0, length=64)
+                for job in _job("smollm2-135m:1024", IDLE, dtypes=both, idle_share=share, beta=0.0, length=64)
             ),
         ]
     return [
@@ -94,42 +95,38 @@ def _heads(small: bool) -> list[Job]:
 
 def _idle(small: bool) -> list[Job]:
     """Time against the share of prompts whose rewards are all equal; without KL they have no gradient."""
-    shape = "smollm2-135m:2048" if small else "qwen2.5-1.5b:16384"
-    length = 64 if small else 512
+    shape, length = ("smollm2-135m:1024", 64) if small else ("qwen2.5-1.5b:16384", 512)
     against = (*IDLE, "eager", "trl", "liger")
-    shares = (0.0, 0.5, 0.25, 0.75, 1.0)
+    shares = (0.0, 0.5, 0.25, 0.75) if small else (0.0, 0.5, 0.25, 0.75, 1.0)
     return [job for share in shares for job in _job(shape, against, idle_share=share, beta=0.0, length=length)]
 
 
-def _small(small: bool) -> list[Job]:
-    """Few tokens: what a call costs whatever its size."""
-    head = "smollm2-135m" if small else "qwen2.5-1.5b"
-    return [job for n in (128, 256, 512, 1024) for job in _job(f"{head}:{n}", (*BARE, "compiled", "trl", "liger"))]
-
-
-def _memory(small: bool) -> list[Job]:
-    """Peak memory against the length of 16 completions."""
-    against = (*BARE, "trl", "liger", "verl*")
-    lengths = (64, 128, 256, 512, 1024, 2048) if small else (256, 1024, 2048, 4096, 8192)
-    head = "smollm2-135m" if small else "qwen2.5-7b"
+def _tokens(small: bool) -> list[Job]:
+    """Few tokens, where launches cost more than products, to many."""
+    head, most = ("smollm2-135m", 2048) if small else ("qwen2.5-1.5b", 65536)
     return [
-        job
-        for length in lengths
-        for job in _job(f"{head}:{16 * length}", against, length=length, timed=not small, weighed=against)
+        job for count in token_counts(most) for job in _job(f"{head}:{count}", NEAREST, length=min(count // 4, 512))
     ]
 
 
+def _memory(small: bool) -> list[Job]:
+    """Peak memory against the length of 8 completions."""
+    head, lengths = (
+        ("qwen2.5-0.5b", (128, 256, 512, 1024, 2048)) if small else ("qwen2.5-7b", (512, 1024, 2048, 4096, 8192))
+    )
+    against = (*BARE, "trl", "liger", *(() if small else ("verl", "verl-torch")))
+    options: dict[str, Any] = {"timed": not small, "weighed": against}
+    return [job for length in lengths for job in _job(f"{head}:{8 * length}", against, length=length, **options)]
+
+
 def _scaling(small: bool) -> list[Job]:
-    """One size at a time: tokens N, vocabulary V, hidden size H, completions per prompt G."""
+    """One size at a time: vocabulary V, hidden size H, completions per prompt G."""
     against = (*BARE, "trl")
     tokens, hidden, vocab = (512, 576, 49152) if small else (8192, 2048, 131072)
-    counts = (128, 512, 2048) if small else (1024, 4096, 16384, 65536)
     vocabs = (8192, 32768, 131072) if small else (32768, 65536, 262144)
     widths = (256, 1024, 2048) if small else (1024, 4096, 8192)
     groups = (2, 8, 32) if small else (2, 16, 64)
-    # Each sweep meets at one shape, which is measured once.
     return [
-        *(job for n in counts for job in _job(f"{n}x{hidden}x{vocab}", against)),
         *(job for v in vocabs for job in _job(f"{tokens}x{hidden}x{v}", against)),
         *(job for h in widths for job in _job(f"{tokens}x{h}x{vocab}", against)),
         *(job for g in groups for job in _job(f"{tokens}x{hidden}x{vocab}", against, generations=g, length=8)),
@@ -137,7 +134,7 @@ def _scaling(small: bool) -> list[Job]:
 
 
 def _sweeps(small: bool) -> list[Job]:
-    return [*_idle(small), *_memory(small), *_small(small), *_scaling(small)]
+    return [*_idle(small), *_tokens(small), *_scaling(small), *_memory(small)]
 
 
 def _all(small: bool) -> list[Job]:
@@ -149,7 +146,7 @@ SETS: dict[str, Callable[[bool], list[Job]]] = {
     "heads": _heads,
     "idle": _idle,
     "memory": _memory,
-    "small": _small,
+    "tokens": _tokens,
     "scaling": _scaling,
     "sweeps": _sweeps,
     "all": _all,

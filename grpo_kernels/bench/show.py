@@ -7,20 +7,26 @@ from typing import Any
 
 from .cases import MODES, Case
 from .document import Document
+from .limits import way_of
 
-_HEADER = ("", "median ms", "min", "max", "to floor", "to eager", "peak MiB", "gradients", "logp", "setting")
+_HEADER = (
+    *("", "median ms", "min", "max", "predicted", "to floor", "to eager", "peak MiB", "predicted"),
+    *("gradients", "logp", "setting"),
+)
 
 
 def case_table(found: Document) -> str:
     """Time, its spread and ratios, peak memory, errors against float64; or why there is nothing.
 
-    Errors are those of the gradients, the larger one, relative to its norm; and the largest of a log-probability, nats.
+    Beside time and memory stands what limits.py predicts for this device, where it has a model. Errors are those of the
+    gradients, the larger one, relative to its norm; and the largest of a log-probability, nats.
     """
     case = Case(**found["case"])
     lines = [f"{case}: {MODES[case.mode]}"]
     if "error" in found:
         lines.append(f"  {found['error']}")
-    rows = [_row(name, report) for name, report in found["implementations"].items()]
+    ways = found.get("predicted", {}).get("ways", {})
+    rows = [_row(name, report, ways.get(way_of(name), {})) for name, report in found["implementations"].items()]
     return "\n".join([*lines, table(_HEADER, rows)])
 
 
@@ -47,14 +53,17 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(("  " + "  ".join(cells)).rstrip() for cells in padded)
 
 
-def _row(name: str, report: dict[str, Any]) -> list[str]:
+def _row(name: str, report: dict[str, Any], predicted: dict[str, Any]) -> list[str]:
     remark = report.get("missing") or report.get("error")
     if "seconds" not in report and "peak_bytes" not in report:
         return [name, remark or report.get("memory_error") or "not measured"]
     times = report.get("seconds", {})
     cells = [f"{times[key] * 1e3:.1f}" if times else "" for key in ("median", "min", "max")]
+    cells.append(f"{predicted['seconds'] * 1e3:.1f}" if times and predicted else "")
     cells += [f"{report[key]:.2f}" if key in report else "" for key in ("ratio_to_floor", "ratio_to_eager")]
     cells.append(memory_text(report))
+    weighed = "peak_bytes" in report and predicted
+    cells.append(f"{predicted['peak_bytes'] / 2**20:,.0f}" if weighed else "")
     errors = report.get("errors") or {}
     for names in (("dhidden", "dweight"), ("logps_max",)):
         found = [errors[name] for name in names if name in errors]
