@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,11 +32,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One benchmark per case and implementation, those of a case one after another."""
     device = torch.device(metafunc.config.getoption("--device"))
     pairs = [(job, name) for job in jobs(metafunc.config.getoption("--set"), device.type) for name in job.names()]
-    metafunc.parametrize(("job", "name"), pairs, ids=[f"{job.case}-{name}" for job, name in pairs], scope="session")
+    metafunc.parametrize(("job", "name"), pairs, ids=[f"{job.case}-{name}" for job, name in pairs])
 
 
 @pytest.fixture(scope="session")
-def session(request: pytest.FixtureRequest) -> Run:
+def measured(request: pytest.FixtureRequest) -> Callable[[Job], Document | None]:
+    """What was found of a job: measured once, for all its implementations, when the first of them asks."""
     option = request.config.getoption
     run = Run(
         torch.device(option("--device")),
@@ -44,13 +47,7 @@ def session(request: pytest.FixtureRequest) -> Run:
         minutes=option("--minutes"),
     )
     request.config.stash[_RUN] = run
-    return run
-
-
-@pytest.fixture(scope="session")
-def found(session: Run, job: Job) -> Document | None:
-    """What was measured of the job: once, for all implementations, interleaved."""
-    return session.measure(job)
+    return functools.cache(run.measure)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

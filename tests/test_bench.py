@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -21,6 +24,7 @@ from grpo_kernels.bench.sets import SETS, Job, jobs
 from grpo_kernels.bench.show import case_table, table
 from grpo_kernels.cli import main
 
+ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
 TINY = make_case("tiny:64", "float32")
 NEVER = float("inf")
@@ -362,3 +366,30 @@ def test_dtypes_are_those_of_torch() -> None:
 
 def test_failures_are_listed_by_the_command() -> None:
     assert command.failures({"cases": [{"case": {}, "error": "x", "implementations": {}}]})
+
+
+# --- pytest-benchmark's view ------------------------------------------------------------------------------------------
+
+
+def test_pytest_asks_for_each_case_once(tmp_path: Path) -> None:
+    """A second measurement of a case would be a second time out of time."""
+    output = tmp_path / "b.json"
+    options = ["--set", "quick", "--device", "cpu", "--minutes", "0.001", "--results", str(output)]
+    command_line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(ROOT / "bench"), *options]
+    ended = subprocess.run(command_line, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert ended.returncode == 0, ended.stdout
+    wanted = [str(job.case) for job in jobs("quick", "cpu")]
+    assert json.loads(output.read_text())["not_run"] == wanted
+    assert all(f"not run, out of time: {case}" in ended.stdout for case in wanted)
+
+
+def test_a_recorded_clock_goes_through_the_times_that_were_taken() -> None:
+    spec = importlib.util.spec_from_file_location("measurements", ROOT / "bench" / "test_measurements.py")
+    assert spec is not None
+    assert spec.loader is not None
+    measurements = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(measurements)
+    clock = measurements.RecordedClock()
+    clock.load([0.5, 2.0])
+    starts_and_ends = [clock() for _ in range(4)]
+    assert [starts_and_ends[i + 1] - starts_and_ends[i] for i in (0, 2)] == [0.5, 2.0]
