@@ -7,7 +7,7 @@
 namespace gk {
 
 // Raised with every change of the seam, so that Python never calls a module that was built for another version of it.
-constexpr int kInterface = 3;
+constexpr int kInterface = 4;
 
 // ---- element types of logits and gradients -------------------------------------------------------------------------
 enum DType : int32_t { kFloat32, kBFloat16, kFloat16, kDTypeCount };

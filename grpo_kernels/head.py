@@ -92,7 +92,9 @@ class LMHead:
         self.converts = hidden.device.type == "cpu" and logits_dtype != hidden.dtype
         self.grad_dtype = torch.float32 if hidden.dtype == torch.float16 and self.converts else hidden.dtype
         self.rounds = hidden.device.type == "cpu" and self.grad_dtype == torch.bfloat16
-        self.sums_in_float32 = self.rounds and self.num_tokens > ROUNDED_CHUNKS * chunk_rows
+        # A GPU's only chunk is its own sum, and rounded once; more are added up in float32.
+        few = ROUNDED_CHUNKS if hidden.device.type == "cpu" else 1
+        self.sums_in_float32 = self.grad_dtype.itemsize == 2 and self.num_tokens > few * chunk_rows
         self.scratch: Tensor | None = None
         self.dhidden: Tensor | None = None
         self.dweight: Tensor | None = None
@@ -201,11 +203,14 @@ class LMHead:
 
     def _add_dweight(self, dlogits: Tensor, h: Tensor, rounded: tuple[Tensor, Tensor] | None = None) -> None:
         """`rounded`: sampled ids and what rounding took from their entries of dlogits."""
-        if dlogits.device.type != "cpu" and h.dtype.itemsize == 2:  # 16-bit chunks summed in float32
-            if self.dweight is None:
+        if dlogits.device.type != "cpu" and h.dtype.itemsize == 2:
+            if self.dweight is not None:
+                total = self.dweight.float()
+                self.dweight = torch.addmm(total, dlogits.T, h, out_dtype=torch.float32, out=total)
+            elif self.sums_in_float32:
                 self.dweight = torch.mm(dlogits.T, h, out_dtype=torch.float32)
             else:
-                torch.addmm(self.dweight, dlogits.T, h, out_dtype=torch.float32, out=self.dweight)
+                self.dweight = torch.mm(dlogits.T, h)
             return
         h = h.to(dlogits.dtype)
         if rounded is None:

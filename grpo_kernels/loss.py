@@ -7,7 +7,7 @@ from torch import Tensor
 
 from . import ops
 from .autocast import settle_types
-from .backends import choose_backend
+from .backends import choose_backend, get_backend
 from .config import GRPOConfig
 from .delivery import deliver_once, refuse_double_backward
 from .inputs import LossOptions, resolve
@@ -194,7 +194,7 @@ class _LossOverLogits(torch.autograd.Function):
         if want:
             if reused:
                 torch.autograd.graph.increment_version(logits)
-            ctx.gradients = [flat.view(logits.shape)]
+            ctx.gradients, ctx.backend = [flat.view(logits.shape)], get_backend(backend)
         ctx.mark_non_differentiable(*results[1:])
         ctx.set_materialize_grads(False)
         return results

@@ -85,7 +85,7 @@ def _(hidden, weight, bias, completion_ids, tokens, num_groups, config_key, back
 def _save_gradients(ctx, inputs, output):
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    ctx.wants = inputs[-1]
+    ctx.backend, ctx.wants = inputs[-2:]
     ctx.save_for_backward(*output[-3:])
 
 
@@ -93,8 +93,10 @@ def _return_gradients(ctx, g_loss, *_):
     refuse_double_backward("fused_grpo_loss")
     gradients: list[Optional[Tensor]] = [None, None, None]
     if g_loss is not None:
+        backend = get_backend(ctx.backend)
         gradients = [
-            deliver(saved, g_loss) if want else None for saved, want in zip(ctx.saved_tensors, ctx.wants, strict=True)
+            deliver(saved, g_loss, backend) if want else None
+            for saved, want in zip(ctx.saved_tensors, ctx.wants, strict=True)
         ]
     return (*gradients, *[None] * 6)
 

@@ -121,7 +121,7 @@ class _Call:
 class _PolicyLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, call):
-        ctx.wants = ctx.needs_input_grad[:3]
+        ctx.wants, ctx.backend = ctx.needs_input_grad[:3], get_backend(call.backend)
         with torch.autocast(hidden.device.type, enabled=False):
             loss, ctx.gradients = _run(hidden, weight, bias, call, ctx.wants)
         return loss

@@ -35,6 +35,11 @@ void group_statistics(Address rewards, Address group_index, int64_t count, int64
                                pointer<float>(std), pointer<void>(stream));
 }
 
+void scale(Address x, int dtype, int64_t count, Address factor, Address stream) {
+    py::gil_scoped_release unlocked;
+    gk::cuda::scale(pointer<void>(x), dtype, count, pointer<const float>(factor), pointer<void>(stream));
+}
+
 // --- products with the softmax in their epilogue ---------------------------------------------------------------------
 
 gk::cuda::HeadArgs head_of(Address hidden, int64_t hidden_pitch, Address weight, int64_t weight_pitch, int dtype,
@@ -125,6 +130,7 @@ PYBIND11_MODULE(_cuda, m) {
     m.def("reduce_workspace", gk::cuda::reduce_workspace);
     m.def("reduce", reduce<Address, run_reduce>);
     m.def("group_statistics", group_statistics);
+    m.def("scale", scale);
     m.def("serves_head", serves_head);
     m.def("head_workspace", head_workspace);
     m.def("linear_logp", linear_logp);

@@ -86,6 +86,10 @@ def group_statistics(scale: str, baseline: str) -> object:
     return BACKEND.group_statistics(vector(), vector(INDEX), 4, scale, baseline, 1, 1e-4)
 
 
+def scale(dtype: torch.dtype) -> object:
+    return BACKEND.scale(torch.empty(COUNT, WIDTH, dtype=dtype), torch.empty(()))
+
+
 class Case(NamedTuple):
     """A launch. `only`: the kernel that it is about, where another case shows the others that it launches."""
 
@@ -115,4 +119,6 @@ CASES = {
     "reduce": Case(reduce),
     "advantages": Case(lambda: group_statistics("group", "mean")),
     "advantages, batch std, leave one out": Case(lambda: group_statistics("batch", "leave_one_out")),
+    "scale, fp32": Case(lambda: scale(SINGLE)),
+    "scale, bf16": Case(lambda: scale(HALF)),
 }

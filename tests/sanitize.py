@@ -94,7 +94,7 @@ def step(
     given = dict(old_logps=old - 0.05, ref_logps=old + 0.1, group_ids=torch.zeros_like(rewards).long())
     config = dataclasses.replace(config, advantage_scale="none") if sequences == 1 else config
     out = gk.fused_grpo_loss(hidden, weight, ids, rewards=rewards, config=config, backend=backend, **given)
-    dhidden, dweight = torch.autograd.grad(out.loss, (hidden, weight))
+    dhidden, dweight = torch.autograd.grad(0.5 * out.loss, (hidden, weight))  # a factor that is to be multiplied
     return out.logps, scored, dhidden, dweight  # the loss itself cancels: advantages of a group add up to 0
 
 

@@ -276,6 +276,8 @@ def test_memory_of_the_host_is_no_memory_of_a_gpu(kernels):
         real.stats(logits, ones.long(), ones, KernelParams())
     with pytest.raises(ValueError, match="serves tensors on cuda"):
         real.group_statistics(ones, ones.long() - 1, 1, "group", "mean", 1, 0.0)
+    with pytest.raises(ValueError, match="serves tensors on cuda"):
+        real.scale(ones, torch.tensor(2.0))
 
 
 def test_what_a_kernel_refuses_is_an_exception(kernels):
@@ -380,7 +382,7 @@ def test_arguments_of_the_products(served):
 
 def test_the_binding_takes_as_many_arguments(kernels):
     """The number of parameters in pybind11's signatures, against what the tests above saw."""
-    wanted = {"serves_head": 10, "head_workspace": 10, "linear_logp": 19, "anchored": 22}
+    wanted = {"serves_head": 10, "head_workspace": 10, "linear_logp": 19, "anchored": 22, "scale": 5}
     for name, count in wanted.items():
         assert getattr(kernels.module, name).__doc__.count("arg") == count, name
 

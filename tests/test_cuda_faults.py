@@ -207,6 +207,17 @@ FAULTS = [
         },
         "check_groups",
     ),
+    # --- finished gradients
+    Fault("a factor of 1 that multiplies", "scale.cuh", {"if (factor == 1.f) return;": ""}, "check_scale"),
+    Fault(
+        "a tile that begins where the one before did not end",
+        "scale.cuh",
+        {"begin < skipped ? 0 : begin - skipped": "begin"},
+        "check_scale",
+    ),
+    Fault(
+        "turns that leave tiles out", "scale.cuh", {"block_count() * tile": "2 * block_count() * tile"}, "check_scale"
+    ),
 ]
 
 
@@ -223,6 +234,9 @@ def battery(kernels: Kernels) -> None:
         kernels.use(order=order)
         c.check_reduce(kernels, True)
         c.check_groups(kernels, "batch", "leave_one_out", 1)
+        kernels.use((90, 1, *c.DEVICES["cluster 1"][2:]), order)
+        for dtype, shift in zip(c.DTYPES, (3, 7, 0), strict=True):
+            c.check_scale(kernels, dtype, 60001, shift)
 
 
 def build_with(fault: Fault | None, folder: Path) -> Path:

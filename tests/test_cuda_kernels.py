@@ -224,6 +224,21 @@ def test_group_statistics(kernels, scale, baseline, ddof):
     c.check_groups(kernels, scale, baseline, ddof)
 
 
+@pytest.mark.parametrize("dtype", c.DTYPES)
+@pytest.mark.parametrize("order", ORDERS)
+def test_scale(kernels, order, dtype):
+    one_multiprocessor = (90, 1, *c.DEVICES["cluster 1"][2:])  # whose four blocks take several turns
+    for device in (None, one_multiprocessor):
+        kernels.use(device, order)
+        for count, shift in ((1, 0), (7, 3), (8, 8), (101, 1), (4096, 5), (8193, 7), (60001, 2)):
+            c.check_scale(kernels, dtype, count, shift)
+    assert kernels.last_launch().grid == 4
+    kernels.use()
+    kernels.scale(torch.empty(2**16), torch.tensor(1.0))
+    assert kernels.last_launch().grid == 16  # as many as there are tiles
+    kernels.scale(torch.empty(0), torch.tensor(2.0))
+
+
 # --- the emulator, and what it finds on its own ---------------------------------------------------------------------
 
 

@@ -10,7 +10,8 @@ from helpers import assert_close, assert_same_bits, call_counter, fused, make_ba
 
 import grpo_kernels as gk
 from grpo_kernels import memory
-from grpo_kernels.head import LMHead
+from grpo_kernels.backends import get_backend
+from grpo_kernels.head import LMHead, Rows
 
 WIDTH, VOCAB = 24, 67  # no other size in these tests, so that a product is known by its shape
 
@@ -117,6 +118,26 @@ def test_chunk_rows_is_honoured(monkeypatch, rows, backend):
     found = fused(batch, gk.GRPOConfig(chunk_rows=rows), backend)
     assert max(sizes) <= rows and len(sizes) == -(-24 // rows) and sum(sizes) == 24
     assert_close(found, reference(batch))
+
+
+@pytest.mark.parametrize(("dtype", "rows", "first", "second"), [
+    (torch.bfloat16, 8, torch.bfloat16, torch.float32),
+    (torch.float16, 8, torch.float16, torch.float32),
+    (torch.bfloat16, 4, torch.float32, torch.float32),
+    (torch.float32, 8, torch.float32, torch.float32),
+])  # fmt: skip
+def test_sums_of_a_gpu_are_in_float32_unless_a_chunk_is_alone(dtype, rows, first, second):
+    """Types alone, without a device. All rows at once are rounded once; were more to follow, float32 sums would."""
+    hidden, weight = (
+        torch.empty(8, WIDTH, dtype=dtype, device="meta"),
+        torch.empty(VOCAB, WIDTH, dtype=dtype).to("meta"),
+    )
+    head = LMHead(hidden, weight, None, torch.float32, rows, get_backend("torch"), (False, True, False))
+    dlogits, ids = torch.empty(rows, VOCAB, dtype=dtype, device="meta"), torch.zeros(rows, dtype=torch.int64)
+    for expected in (first, second):
+        head.accumulate(Rows(0, rows), dlogits, ids, None)
+        assert head.dweight.dtype == expected
+    assert head.gradients()[1].dtype == dtype
 
 
 def test_default_chunk_is_bounded_by_a_budget():

@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from emulator.checks import SIGNALLING
 from helpers import (
     LEAVES,
     Batch,
@@ -26,6 +27,7 @@ from option_space import POINTS, build, choose, size_of_loss
 from test_precision import CONFIGS, half_batch, root_mean_square, run
 
 import grpo_kernels as gk
+from grpo_kernels.backends import get_backend
 
 pytestmark = pytest.mark.gpu
 
@@ -290,6 +292,47 @@ def test_nothing_is_read_back_but_the_counts(kernels):
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert len([w for w in seen if "synchroniz" in str(w.message)]) <= allowed
+
+
+@pytest.mark.parametrize("dtype", SIGNALLING)
+def test_scale_touches_nothing_for_a_factor_of_one(dtype, kernels):
+    """Off the alignment, and past 2^31 elements. Arithmetic would make a signalling NaN a quiet one."""
+    scale, integer = get_backend(kernels).scale, torch.int32 if dtype == torch.float32 else torch.int16
+    for count in (1, 1003, 2**31 + 5):
+        bits = torch.full((count + 3,), SIGNALLING[dtype], dtype=integer, device=DEVICE)
+        x = bits[3:].view(dtype)
+        scale(x, torch.ones((), device=DEVICE))
+        assert (bits == SIGNALLING[dtype]).all()
+        for value, factor, expected in ((1.5, 0.5, 0.75), (1.5, torch.nan, torch.nan), (0.0, torch.inf, torch.nan)):
+            scale(x.fill_(value), torch.tensor(factor, device=DEVICE))
+            assert (x.isnan() if expected != expected else x == expected).all()
+            assert (bits[:3] == SIGNALLING[dtype]).all()
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5, torch.nan])
+def test_grad_output_of_a_step(factor, backend):
+    batch = device_batch().head_as(torch.bfloat16)
+    step = loss_step(batch, gk.GRPOConfig(), backend)
+    leaves = [x.clone().requires_grad_() for x in (batch.hidden, batch.weight)]
+    plain = step(*leaves)[2:]
+    out = gk.fused_grpo_loss(*leaves, batch.ids, batch.advantages, backend=backend, **batch.options)
+    found = torch.autograd.grad(out.loss, leaves, grad_outputs=torch.tensor(factor, device=DEVICE))
+    for g, g1 in zip(found, plain, strict=True):
+        torch.testing.assert_close(g, factor * g1, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_single_chunk_is_rounded_once(kernels):
+    """Its product returns 16 bits: as exact as the sum in float32 that two chunks take, at most one rounding away."""
+    batch = big_batch(512, 256, 32003, torch.bfloat16)
+    found = []
+    for rows in (512, 256):
+        leaf, weight = batch.hidden.clone().requires_grad_(), batch.weight.clone().requires_grad_()
+        gk.fused_grpo_loss(
+            leaf, weight, batch.ids, batch.advantages, config=gk.GRPOConfig(chunk_rows=rows), backend=kernels,
+            **batch.options,
+        ).loss.backward()  # fmt: skip
+        found.append(weight.grad)
+    assert relative(*found) <= 2**-9
 
 
 def test_debug_finds_an_id_outside_the_vocabulary(monkeypatch, kernels):

@@ -110,11 +110,11 @@ def test_the_kernels_know_the_contract_alone():
 
 def test_nothing_below_imports_what_is_above():
     layers = [
-        ("params", "groups", "autocast", "delivery", "strategy"),
+        ("params", "groups", "autocast", "strategy"),
         ("config", "memory", "objective", "kernels"),
         ("reference",),
         ("backends", "aggregation", "validate"),
-        ("plan", "head"),
+        ("plan", "head", "delivery"),
         ("coefficients",),
         ("engine",),
         ("ops",),

@@ -25,6 +25,9 @@ void group_statistics(const float* rewards, const int64_t* group_index, int64_t 
                       int32_t baseline, int64_t ddof, double eps, float* advantages, float* mean, float* std,
                       Stream stream);
 
+// x *= factor, which is read on the device: count elements at any address.
+void scale(void* x, int32_t dtype, int64_t count, const float* factor, Stream stream);
+
 // --- products with the softmax in their epilogue; 16-bit hidden states and weight, compute capability 9.0 ------------
 
 struct HeadArgs {

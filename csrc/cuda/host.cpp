@@ -167,4 +167,14 @@ void group_statistics(const float* rewards, const int64_t* group_index, int64_t 
            GroupArgs{rewards, group_index, advantages, mean, std, count, ddof, eps, scale, baseline});
 }
 
+// ---- finished gradients ---------------------------------------------------------------------------------------------
+void scale(void* x, int32_t dtype, int64_t count, const float* factor, Stream stream) {
+    if (dtype < 0 || dtype >= kDTypeCount) throw std::invalid_argument("scale: unknown dtype");
+    if (count == 0) return;
+    const int64_t tiles = divide_up(count * element_size(dtype), kScaleTile);
+    const int64_t blocks = std::min<int64_t>(tiles, int64_t{kScaleBlocks} * current_device().multiprocessors);
+    const LaunchConfig config = {static_cast<unsigned>(blocks), kScaleThreads, 0, 1, stream};
+    launch((std::string("gk_scale_") + kSuffixes[dtype]).c_str(), config, ScaleArgs{x, factor, count});
+}
+
 }  // namespace gk::cuda

@@ -3,6 +3,7 @@
 // the tests' emulator on the CPU.
 #include "groups.cuh"
 #include "resident.cuh"
+#include "scale.cuh"
 #include "streamed.cuh"
 #include "tokens.cuh"
 
@@ -20,6 +21,9 @@ using f16 = Float16;
     GK_KERNEL(gk_fused_streamed_##In##_##Out, RowLaunch, kStreamedThreads, 1) { fused_streamed<In, Out>(args); } \
     GK_KERNEL(gk_fused_resident_##In##_##Out, RowLaunch, kResidentThreads, 3) { fused_resident<In, Out>(args); }
 
+#define GK_SCALE(In) \
+    GK_KERNEL(gk_scale_##In, ScaleArgs, kScaleThreads, kScaleBlocks) { scale<In>(args); }
+
 GK_STATS(f32)
 GK_STATS(bf16)
 GK_STATS(f16)
@@ -28,6 +32,9 @@ GK_GRADIENT(f32, bf16)
 GK_GRADIENT(f32, f16)
 GK_GRADIENT(bf16, bf16)
 GK_GRADIENT(f16, f16)
+GK_SCALE(f32)
+GK_SCALE(bf16)
+GK_SCALE(f16)
 
 GK_KERNEL(gk_objective, ObjectiveArgs, kObjectiveThreads, 4) { objective_token(args); }
 GK_KERNEL(gk_reduce_sequences, ReduceLaunch, kSequenceThreads, 4) { reduce_sequence(args); }

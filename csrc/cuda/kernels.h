@@ -49,4 +49,14 @@ struct GroupArgs {
 };
 constexpr int kRewardThreads = 256;
 
+// ---- finished gradients ---------------------------------------------------------------------------------------------
+struct ScaleArgs {
+    void* x;
+    const float* factor;
+    int64_t count;
+};
+constexpr int kScaleThreads = 256;
+constexpr int kScaleTile = 16384;  // bytes that a block loads at once, 64 per thread
+constexpr int kScaleBlocks = 4;    // per multiprocessor
+
 }  // namespace gk::cuda

@@ -79,6 +79,8 @@ class Backend(Protocol):
         self, rewards: Tensor, group_index: Tensor, num_groups: int, scale: str, baseline: str, ddof: int, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
+    def scale(self, x: Tensor, factor: Tensor) -> None: ...
+
 
 class FoldingBackend(Backend, Protocol):
     """A backend with products that fold the softmax into their epilogue."""

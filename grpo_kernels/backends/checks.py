@@ -66,6 +66,19 @@ def check_vectors(like: Tensor, **vectors: tuple[Tensor | None, torch.dtype]) ->
             raise ValueError(f"{name}: expected a contiguous vector")
 
 
+def check_scaled(x: Tensor, factor: Tensor) -> None:
+    """x: contiguous, float32, bfloat16 or float16; factor: float32 () on its device."""
+    if x.dtype not in LOGITS_DTYPES or not x.is_contiguous():
+        raise ValueError(
+            f"x: expected it contiguous in float32, bfloat16 or float16, got {x.dtype} with strides {x.stride()}"
+        )
+    if factor.dtype != torch.float32 or factor.dim() != 0 or factor.device != x.device:
+        raise ValueError(
+            f"factor: expected {torch.float32} () on {x.device}, got {factor.dtype} {tuple(factor.shape)} on "
+            f"{factor.device}"
+        )
+
+
 def contiguous_rows(x: Tensor) -> Tensor:
     """The matrix, or a copy if its rows are not contiguous."""
     return x if x.stride(1) == 1 else x.contiguous()

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..params import KernelParams, RowStats
 from .checks import check_matrices, check_table, check_vectors
 
-INTERFACE = 3  # of csrc/layout.h
+INTERFACE = 4  # of csrc/layout.h
 
 
 class CompiledBackend:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..kernels.launch import best_first
 from ..params import FIELD, KernelParams, RowStats, chunk_pitch
-from .checks import check_head, check_table, check_vectors, contiguous_rows
+from .checks import check_head, check_scaled, check_table, check_vectors, contiguous_rows
 from .compiled import INTERFACE, CompiledBackend, address, row_stats
 from .torch_ import TorchBackend
 
@@ -63,6 +63,12 @@ class CudaBackend(CompiledBackend):
     def add_rows(self, target: Tensor, ids: Tensor, scale: Tensor, rows: Tensor) -> None:
         """target[ids] += scale * rows. On a CPU alone, where the emulator runs: GPU products need no correction."""
         TorchBackend().add_rows(target, ids, scale, rows)
+
+    def scale(self, x: Tensor, factor: Tensor) -> None:
+        """x *= factor, float32 (); x, contiguous, is not touched where that is 1."""
+        check_scaled(x, factor)
+        with self.where(self._served(x)) as where:
+            self.module.scale(x.data_ptr(), self.dtypes[x.dtype], x.numel(), factor.data_ptr(), where)
 
     # --- products with the softmax in their epilogue --------------------------------------------------------------
 

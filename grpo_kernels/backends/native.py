@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .checks import check_vectors, contiguous_rows
 from .compiled import INTERFACE, CompiledBackend
+from .torch_ import TorchBackend
 
 
 class NativeBackend(CompiledBackend):
@@ -45,6 +46,10 @@ class NativeBackend(CompiledBackend):
         self.module.add_rows(
             address, dtype, pitch, target.shape[0], *self._matrix(rows), *rows.shape, ids.data_ptr(), scale.data_ptr()
         )
+
+    def scale(self, x: Tensor, factor: Tensor) -> None:
+        """x *= factor. There is nothing to gain on torch, which has threads and vectors too."""
+        TorchBackend().scale(x, factor)
 
 
 def load() -> tuple[NativeBackend | None, str]:

@@ -167,6 +167,10 @@ class TorchBackend:
         """(advantages (B,), mean (num_groups,), std (num_groups,)); NaN rewards are left out and get advantage 0."""
         return groups.group_statistics(rewards, group_index, num_groups, scale, baseline, ddof, eps)
 
+    def scale(self, x: Tensor, factor: Tensor) -> None:
+        """x *= factor, a scalar that the host need not know."""
+        x.mul_(factor)
+
 
 def _transform(logits: Tensor, temperature: Tensor, params: KernelParams) -> tuple[Tensor, Tensor | None]:
     """(z = softcap(scale * logits) / temperature, the softcap's derivative or None); never aliases the logits."""

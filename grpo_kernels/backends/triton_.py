@@ -14,9 +14,10 @@ from ..kernels import groups, rows, tokens
 from ..kernels.anchored import anchored
 from ..kernels.launch import architecture, best_first, shipped_table
 from ..kernels.linear_logp import linear_logp
+from ..kernels.scale import scale
 from ..params import KernelParams, RowStats
 from ..strategy import STRATEGIES
-from .checks import check_head, check_matrices, check_table, check_vectors, contiguous_rows
+from .checks import check_head, check_matrices, check_scaled, check_table, check_vectors, contiguous_rows
 from .torch_ import TorchBackend
 
 
@@ -176,6 +177,12 @@ class TritonBackend:
         check_vectors(rewards, rewards=(rewards, torch.float32), group_index=(group_index, torch.int64))
         with _on(rewards.device):
             return groups.group_statistics(rewards, group_index, num_groups, scale, baseline, ddof, eps)
+
+    def scale(self, x: Tensor, factor: Tensor) -> None:
+        """x *= factor, float32 (); x, contiguous, is not touched where that is 1."""
+        check_scaled(x, factor)
+        with _on(x.device):
+            scale(x, factor)
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:

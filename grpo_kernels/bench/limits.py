@@ -290,8 +290,6 @@ def _gradients(w: _Work) -> Iterator[Part]:
         yield w.part("dweight", w.active, dlogits + w.operands(w.active, 0) + sums)
         finish += elements * (8 + 2 * w.item) * anchored  # the scaled hidden states
         finish += w.weight * (w.sum + w.item) * (w.sum != w.item)
-    if w.device.type == "cuda" and w.way != "recompute":  # backward multiplies finished gradients by grad_output
-        finish += 2 * w.returned
     yield w.part("finish", bytes=finish)
 
 

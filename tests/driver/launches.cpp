@@ -49,6 +49,8 @@ void tokens() {
     cuda::reduce(args, nullptr, nullptr);
     cuda::group_statistics(nullptr, nullptr, 64, 16, kScaleGroup, kBaselineMean, 1, 1e-4, nullptr, nullptr, nullptr,
                            nullptr);
+    for (const int32_t dtype : {kFloat32, kBFloat16, kFloat16})
+        cuda::scale(nullptr, dtype, kVocabularies[0] * kWidth, nullptr, nullptr);
 }
 
 void head() {

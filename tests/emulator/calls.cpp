@@ -75,6 +75,13 @@ void call(const std::string& function, Arguments values, const double* numbers) 
         values.all(rewards, index, count, groups, scale, baseline, ddof, advantages, mean, std);
         cuda::group_statistics(rewards, index, count, groups, scale, baseline, ddof, numbers[0], advantages, mean, std,
                                nullptr);
+    } else if (function == "scale") {
+        void* x;
+        int32_t dtype;
+        int64_t count;
+        const float* factor;
+        values.all(x, dtype, count, factor);
+        cuda::scale(x, dtype, count, factor, nullptr);
     } else {
         throw std::invalid_argument("no function " + function);
     }

@@ -15,6 +15,7 @@ from .kernels import Kernels
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PAIRS = [(t, t) for t in DTYPES] + [(torch.float32, t) for t in DTYPES[1:]]  # logits, gradient
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # half a last place
+SIGNALLING = {torch.float32: 0x7F800001, torch.bfloat16: 0x7F81, torch.float16: 0x7C01}  # a NaN of each type, as bits
 
 # Shared memory so small that rows of 5,003 logits take clusters of the named size, or none; an L2 cache that makes the
 # streamed kernel's blocks do several rows each. The last two have no clusters.
@@ -325,3 +326,26 @@ def check_groups(kernels: Kernels, scale: str, baseline: str, ddof: int) -> None
     if baseline != "none":
         assert not advantages[index == 1].any()
     torch.testing.assert_close(advantages.double(), expected, rtol=1e-6, atol=1e-9)
+
+
+def check_scale(kernels: Kernels, dtype: torch.dtype, count: int, shift: int = 0) -> None:
+    """x *= factor in float32, rounded once, as multiplication does it; what lies around x stays, and all for factor 1:
+    a signalling NaN, which arithmetic would make a quiet one, keeps its bits."""
+    g = torch.Generator().manual_seed(count)
+    values = (torch.randn(1, count, generator=g) * 100).to(dtype)
+    special = torch.tensor([0.0, -0.0, math.nan, math.inf, -math.inf, 1e-6, 6e4]).to(dtype)
+    values[0, : len(special)] = special[:count]
+    for factor in (0.3, -2.0, 1 + 2.0**-23, 0.0, 1e30, math.inf, math.nan):
+        x, around = placed(values, count, shift)
+        before = around.clone()
+        kernels.scale(x, torch.tensor(factor))
+        expected = (values.float() * factor).to(dtype)
+        torch.testing.assert_close(x, expected, rtol=0, atol=0, equal_nan=True)
+        x.copy_(values)
+        torch.testing.assert_close(around, before, rtol=0, atol=0, equal_nan=True)
+    x, around = placed(values, count, shift)
+    bits = x.view(torch.int32 if dtype == torch.float32 else torch.int16)
+    bits[0, -1] = SIGNALLING[dtype]
+    before = bits.clone()
+    kernels.scale(x, torch.tensor(1.0))
+    assert torch.equal(bits, before)

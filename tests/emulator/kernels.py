@@ -109,6 +109,9 @@ class Kernels:
         self.call("group_statistics", [rewards, group_index, len(rewards), groups, *codes, *out], [eps])
         return tuple(out)
 
+    def scale(self, x: Tensor, factor: Tensor) -> None:
+        self.call("scale", [x, DTYPES.index(x.dtype), x.numel(), factor], [])
+
 
 def empty_stats(rows: int) -> RowStats:
     return RowStats(*(torch.full((rows,), torch.nan, dtype=t) for t in (torch.float32, torch.float64, torch.float32)))

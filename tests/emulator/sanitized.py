@@ -19,4 +19,6 @@ for order, device in enumerate(("cluster 1", "cluster 4", "streamed")):
     kernels.use(order=order)
     c.check_reduce(kernels, True)
     c.check_groups(kernels, "batch", "leave_one_out", 1)
+    for dtype, shift in zip(c.DTYPES, (3, 7, 0), strict=True):
+        c.check_scale(kernels, dtype, 8193, shift)
 print("all checks passed")

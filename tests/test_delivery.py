@@ -1,0 +1,125 @@
+"""Handing out finished gradients: times grad_output, in place where they can be, untouched where that is 1."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from emulator.checks import SIGNALLING
+from helpers import call_counter, make_batch
+
+import grpo_kernels as gk
+from grpo_kernels import delivery
+from grpo_kernels.backends import get_backend
+from grpo_kernels.kernels import scale as triton_scale
+
+FACTORS = (0.3, -2.0, 1 + 2.0**-23, 0.0, 65536.0, math.inf, math.nan)
+
+
+@pytest.fixture(params=["triton", "cuda"])
+def kernels(request, monkeypatch):
+    monkeypatch.setattr(triton_scale, "BLOCK_SIZE", 32)
+    monkeypatch.setattr(triton_scale, "MOST_PROGRAMS", 3)  # which take several turns each
+    return get_backend(request.param)
+
+
+# --- x *= factor ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", SIGNALLING)
+@pytest.mark.parametrize("shape", [(1,), (5, 19), (1000,), (0, 4)])
+def test_scale_is_a_product_in_float32(kernels, dtype, shape):
+    values = (100 * torch.randn(shape)).to(dtype)
+    special = torch.tensor([math.nan, math.inf, 0.0, -0.0, 6e4, 1e-7]).to(dtype)
+    values.view(-1)[: len(special)] = special[: values.numel()]
+    for factor in FACTORS:
+        buffer = torch.cat([torch.full((3,), 7.0, dtype=dtype), values.reshape(-1), torch.full((3,), 7.0, dtype=dtype)])
+        x = buffer[3:-3].view(shape)  # off the alignment
+        kernels.scale(x, torch.tensor(factor))
+        torch.testing.assert_close(x, (values.float() * factor).to(dtype), rtol=0, atol=0, equal_nan=True)
+        assert (buffer[:3] == 7).all() and (buffer[-3:] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", SIGNALLING)
+def test_a_factor_of_one_touches_nothing(kernels, dtype):
+    """Any arithmetic would make a signalling NaN a quiet one."""
+    bits = torch.full((100,), SIGNALLING[dtype], dtype=torch.int32 if dtype == torch.float32 else torch.int16)
+    before = bits.clone()
+    kernels.scale(bits.view(dtype), torch.tensor(1.0))
+    assert torch.equal(bits, before)
+    kernels.scale(bits.view(dtype), torch.tensor(2.0))
+    assert not torch.equal(bits, before)
+
+
+WRONG = {
+    "a strided tensor": (torch.zeros(4, 6)[:, :3], torch.tensor(2.0), "x: expected it contiguous"),
+    "another type": (torch.zeros(3).double(), torch.tensor(2.0), "x: .*float64"),
+    "a factor in float64": (torch.zeros(3), torch.tensor(2.0).double(), "factor: .*float64"),
+    "a factor per element": (torch.zeros(3), torch.full((3,), 2.0), r"factor: .*\(3,\)"),
+    "a factor elsewhere": (torch.zeros(3), torch.tensor(2.0).to("meta"), "factor: .*meta"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_tensors_are_refused(kernels, name):
+    x, factor, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        kernels.scale(x, factor)
+
+
+# --- who is asked -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def scaled(monkeypatch, backend) -> list[tuple[int, ...]]:
+    """Shapes of what the backend has multiplied."""
+    calls: list[tuple[int, ...]] = []
+    call_counter(monkeypatch, get_backend(backend), "scale", calls, lambda x, factor: tuple(x.shape))
+    return calls
+
+
+def test_gradients_are_handed_out_by_the_backend_of_the_call(scaled, backend):
+    batch = make_batch(0)
+    leaves = [x.clone().requires_grad_() for x in (batch.hidden, batch.weight)]
+    logits = torch.randn(4, 6, 67, requires_grad=True)
+    given = {"backend": backend}
+    losses = {
+        ((4, 6, 24), (67, 24)): lambda: gk.fused_grpo_loss(*leaves, batch.ids, batch.advantages, **given).loss,
+        ((67, 24), (4, 6, 24)): lambda: gk.fused_policy_loss(*leaves, batch.ids, lambda c: c.logps.mean(), **given),
+        ((4, 6, 67),): lambda: gk.grpo_loss_from_logits(logits, batch.ids, batch.advantages, **given).loss,
+    }
+    for shapes, loss in losses.items():
+        inputs = [logits] if len(shapes) == 1 else leaves
+        expected = torch.autograd.grad(loss(), inputs)
+        kept = torch.autograd.grad(0.5 * (value := loss()), inputs, retain_graph=True)
+        assert scaled == []  # a factor of 1 on a CPU; a graph that is kept
+        found = torch.autograd.grad(0.5 * value, inputs)
+        assert sorted(scaled) == sorted(shapes)
+        for g, copy, e in zip(found, kept, expected, strict=True):
+            assert torch.equal(g, 0.5 * e) and torch.equal(copy, g)
+        scaled.clear()
+
+
+def test_strided_gradients_are_multiplied_by_torch(scaled, backend):
+    batch, whole = make_batch(0), torch.randn(4, 6, 80)
+
+    def gradient(factor: float) -> torch.Tensor:
+        logits = torch.zeros(4, 6, 67).requires_grad_()
+        view = whole.clone()[..., :67].copy_(logits)  # not the memory that autograd keeps: the view of a larger one
+        loss = gk.grpo_loss_from_logits(view, batch.ids, batch.advantages, inplace=True, backend=backend).loss
+        return torch.autograd.grad(factor * loss, logits)[0]
+
+    assert torch.equal(gradient(0.5), 0.5 * gradient(1.0)) and scaled == []
+
+
+def test_the_host_does_not_look_at_the_factor_of_a_device(monkeypatch):
+    """A tensor without values stands for one on a GPU."""
+    monkeypatch.setattr(delivery, "keeps_graph", lambda: False)
+
+    class Spy:
+        def scale(self, x, factor):
+            x.fill_(7.0)
+
+    saved = torch.ones(3)
+    assert delivery.deliver(saved, torch.ones((), device="meta"), Spy()) is saved and saved.tolist() == [7.0] * 3
