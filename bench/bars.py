@@ -1,6 +1,7 @@
 """The bars that this project set itself, against results: `python bench/bars.py [bench/results/cpu.json ...]`.
 
-A ratio is one of medians of the same process, or of peak memory. A bar whose case was not measured says so.
+Files from one device are taken together. A ratio is one of medians of the same process, or of peak memory. A bar whose
+case was not measured says so.
 """
 
 from __future__ import annotations
@@ -134,11 +135,13 @@ def report(document: Document) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", nargs="*", type=Path, default=[RESULTS / "cpu.json"])
-    for path in parser.parse_args(arguments).results:
-        document = read(path)
-        where = document["environment"]
-        print(f"{path.name}: {where['device']}, {where['cpu']}, {where['date'][:10]}\n{report(document)}")
+    parser.add_argument("results", nargs="*", type=Path, default=[RESULTS / "cpu.json", RESULTS / "cpu-sweeps.json"])
+    documents = [read(path) for path in parser.parse_args(arguments).results]
+    for device in dict.fromkeys(document["environment"]["device"] for document in documents):
+        same = [document for document in documents if document["environment"]["device"] == device]
+        where = same[0]["environment"]
+        print(f"{device}, {where['cpu']}, {where['date'][:10]}")
+        print(report({"environment": where, "cases": [case for document in same for case in document["cases"]]}))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: the GPU, if any")
     group.addoption("--rounds", type=int, help="of interleaved timing")
     group.addoption("--minutes", type=float, help="stop after these")
+    group.addoption("--resume", action="store_true", help="keep what the results have, measure the rest")
     group.addoption("--results", type=Path, default=Path("build/bench.json"), help="default: build/bench.json")
 
 
@@ -45,6 +46,7 @@ def measured(request: pytest.FixtureRequest) -> Callable[[Job], Document | None]
         output=option("--results"),
         rounds=option("--rounds"),
         minutes=option("--minutes"),
+        resume=option("--resume"),
     )
     request.config.stash[_RUN] = run
     return functools.cache(run.measure)

@@ -8,7 +8,6 @@ A picture is named after its file of results: cpu.json gives cpu-time.png, cpu-m
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -54,13 +53,12 @@ def learning(document: Record) -> Figure:
                 axis.plot(range(1, len(run[curve]) + 1), run[curve], **look, label=f"{loss}, seed {run['seed']}")
         axis.set(title=name, xlabel="step")
     axes[0, 0].set_ylim(0, 1)
-    handles = []
-    for loss, look in LOOKS.items():
-        if runs := _runs(document, loss):
-            label = (
-                f"{TITLES[loss]}: {statistics.median(run['seconds'] for run in runs):.0f} s for a run's steps, median"
-            )
-            handles += axes[0, 0].plot([], [], **look, label=label)
+    handles = [
+        handle
+        for loss, look in LOOKS.items()
+        if _runs(document, loss)
+        for handle in axes[0, 0].plot([], [], **look, label=TITLES[loss])
+    ]
     axes[0, 0].legend(handles=handles, loc="lower right", frameon=False)
     _accuracies(axes[1, 1], document)
     return figure

@@ -11,7 +11,6 @@ import re
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +35,7 @@ def environment(work: Work) -> None:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cores": os.cpu_count(),
-        "python": f"{sys.executable} {platform.python_version()}",
+        "python": platform.python_version(),
         "commit": line_of(work, "git", "rev-parse", "HEAD"),
         "device": card.get("name"),
         "driver": card.get("driver_version"),
@@ -75,7 +74,8 @@ def package(work: Work) -> None:
     """What `grpo-kernels env` says, which depends on what has been built."""
     ended = work.python("-m", "grpo_kernels.cli", "env", "--json", most=120)
     if work.expect(ended, "grpo-kernels env"):
-        work.environment["package"] = parse(ended.output)
+        facts = work.environment["package"] = parse(ended.output)
+        facts.get("tuned_table", {}).pop("path", None)  # reports are published
 
 
 def parse(output: str) -> dict[str, Any]:

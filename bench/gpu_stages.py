@@ -16,7 +16,8 @@ from gpu_machine import PROBES, ROOT, environment, package, parse, watched_clock
 if TYPE_CHECKING:
     from gpu_report import Work
 
-PEERS = ROOT / "build" / "gpu-report" / "peers"
+# QuACK and CUTLASS find their files by this name.
+PEERS = ROOT / "build" / "gpu-report" / "site-packages"
 # A wheel comes before what is installed, and of these the machine's own fit its driver and each other.
 MACHINES_OWN = re.compile(r"(torch|triton|nvidia_(?!cutlass).*)$")
 
@@ -70,6 +71,8 @@ def peers(work: Work) -> None:
         elif not (ended := work.python(*pip, wheel, most=60)).ok:
             refused[wheel.name] = ended.stopped or ended.output.strip()[-300:]
         work.save()
+    for archive in sorted(work.settings.wheels.resolve().glob("*.tar.xz")):  # a wheel's files, packed smaller
+        shutil.unpack_archive(archive, PEERS, filter="data")
     work.record["installed"] = [wheel.name for wheel in found if wheel.name not in refused]
     work.record["note"] = f"{len(found) - len(refused)} of {len(found)} wheels" + "".join(f"; not {x}" for x in refused)
     ended = work.python(PROBES, "device", most=120)

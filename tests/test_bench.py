@@ -348,6 +348,31 @@ def test_a_failure_of_ours_is_an_exit_status(monkeypatch: pytest.MonkeyPatch, tm
         assert main(["bench", "--device", "cpu", *options]) == status
 
 
+def test_a_run_goes_on_where_an_earlier_one_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    measured: list[str] = []
+
+    def fake(case: Case, *rest: object) -> dict:
+        measured.append(case.mode)
+        error = {"error": measure.NOT_RUN} if case.mode == "frozen" else {}
+        return {"implementations": {"ours": {"title": "ours"} | error}}
+
+    monkeypatch.setattr(bench_run, "measure", fake)
+    output = tmp_path / "b.json"
+    wanted = [Job(dataclasses.replace(TINY, mode=mode), ("ours",)) for mode in MODES]
+    for expected in (["step", "frozen", "forward"], ["frozen"]):  # time cut the second one short
+        measured.clear()
+        session = bench_run.Run(CPU, command="", output=output, resume=True)
+        for job in wanted:
+            session.measure(job)
+        assert measured == expected
+    assert {found["case"]["mode"] for found in json.loads(output.read_text())["cases"]} == set(MODES)
+    document = json.loads(output.read_text())
+    document["environment"]["versions"]["torch"] = "0.1"
+    output.write_text(json.dumps(document))
+    with pytest.raises(ValueError, match=r"measured otherwise \(versions\)"):
+        bench_run.Run(CPU, command="", output=output, resume=True)
+
+
 def test_excluded_names_are_left_out() -> None:
     job = Job(TINY, ("ours*", "eager"), without=("ours-*",))
     assert job.names() == ["ours", "eager"]

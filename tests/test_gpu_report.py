@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -126,10 +127,15 @@ def conduct(stages: list[Stage], folder: Path, **settings) -> dict:
 
 
 def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
+    """Whether it goes on living: who is killed needs a moment to die."""
+    for _ in range(100):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+                return False
+        except OSError:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 # A process that starts another, says which, and waits.
@@ -323,11 +329,19 @@ def test_peers_are_installed_beside_the_machines_own(machine):
             wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
             wheel.writestr(f"{about}/RECORD", "")
     (folder / "other-1.0-cp27-cp27m-win32.whl").touch()
+    packed = machine.folder / "packed"
+    (packed / "inner").mkdir(parents=True)
+    (packed / "inner" / "kernel.py").touch()
+    (packed / "dsl.pth").write_text("inner\nimport kernel\n")
+    shutil.make_archive(str(folder / "dsl"), "xztar", packed)
     found = machine.report(only=("peers",), wheels=folder)["stages"]["peers"]
     assert found["status"] == "ok" and found["installed"] == ["peer-1.0-py3-none-any.whl"]
     assert list(found["not_installed"]) == ["other-1.0-cp27-cp27m-win32.whl", "torch-1.0-py3-none-any.whl"]
     assert "1 of 3 wheels; not other-1.0-cp27" in found["note"]
     assert (machine.folder / "peers" / "peer.py").exists() and not (machine.folder / "peers" / "torch.py").exists()
+    path = gpu_report.child_environment()["PYTHONPATH"].split(os.pathsep)
+    assert path[-2:] == [str(machine.folder / "peers"), str(machine.folder / "peers" / "inner")]
+    assert (machine.folder / "peers" / "inner" / "kernel.py").exists()
 
 
 # --- tests that break their process ---------------------------------------------------------------------------------

@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rounds", type=int, help=f"of interleaved timing; {ROUNDS['cpu']} on a CPU, {ROUNDS['cuda']} on a GPU"
     )
     parser.add_argument("--minutes", type=float, help="stop after these; what is missing then is listed")
+    parser.add_argument("--resume", action="store_true", help="keep what the results have, measure the rest")
     parser.add_argument("--output", type=Path, default=Path("bench.json"), help="results; written after every case")
     parser.add_argument("--figures", type=Path, help="folder for pictures; that of the results, if nothing is said")
     parser.add_argument("--no-figures", action="store_true", help="no pictures")
@@ -65,7 +66,18 @@ def bench(arguments: argparse.Namespace) -> int:
         print("no GPU here, hence no GPU figures: this measures the CPU")
     minutes = arguments.minutes or (_QUICK_MINUTES if arguments.quick else None)
     command = shlex.join(["grpo-kernels", *sys.argv[1:]])
-    session = Run(device, command=command, output=arguments.output, rounds=arguments.rounds, minutes=minutes)
+    try:
+        session = Run(
+            device,
+            command=command,
+            output=arguments.output,
+            rounds=arguments.rounds,
+            minutes=minutes,
+            resume=arguments.resume,
+        )
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     with Progress(wanted, session.rounds) as progress:
         for job in wanted:
             found = session.measure(job, progress.tell)

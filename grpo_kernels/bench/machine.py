@@ -32,7 +32,7 @@ _QUERY = (
 def environment(device: torch.device) -> dict[str, Any]:
     """Everything a reader needs to judge a number, ready for JSON."""
     facts: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": now(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "driver": None,
         "cpu": _cpu_model(),
@@ -58,6 +58,10 @@ def environment(device: torch.device) -> dict[str, Any]:
             "driver": clocks(device).get("driver_version"),
         }
     return facts
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def clocks(device: torch.device) -> dict[str, Any]:

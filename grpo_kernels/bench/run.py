@@ -8,17 +8,18 @@ from pathlib import Path
 
 import torch
 
-from .document import Document, write
+from .document import Document, read, write
 from .implementations import implementations
 from .limits import predictions
-from .machine import environment
-from .measure import measure
+from .machine import environment, now
+from .measure import NOT_RUN, measure
 from .memory import weigh
 from .process import Tell
 from .sets import Job
 
 ROUNDS = {"cpu": 3, "cuda": 15}
 _WORTH_STARTING_S = 10.0  # of the time that is left
+_SAME = ("device", "driver", "cpu", "threads", "versions")  # of the environment, in all cases of a document
 
 
 class Run:
@@ -32,7 +33,9 @@ class Run:
         output: Path | None = None,
         rounds: int | None = None,
         minutes: float | None = None,
+        resume: bool = False,
     ) -> None:
+        """`resume`: go on with what is at `output`; ValueError where another machine or other versions wrote that."""
         self.device = device
         self.rounds = rounds or ROUNDS[device.type]
         self.end = time.time() + 60 * minutes if minutes else float("inf")
@@ -40,12 +43,16 @@ class Run:
         self.document: Document = {
             "environment": environment(device),
             "command": command,
-            "cases": [],
+            "cases": _complete(output, environment(device)) if resume and output is not None else [],
             "not_run": [],
         }
 
     def measure(self, job: Job, tell: Tell = lambda text: None) -> Document | None:
         """What was found of a job, which the document then has too; None where no time is left."""
+        case = asdict(job.case)
+        for there in self.document["cases"]:
+            if there["case"] == case:
+                return there
         found = None
         if self.end - time.time() < _WORTH_STARTING_S:
             self.document["not_run"].append(str(job.case))
@@ -70,4 +77,20 @@ class Run:
             for report in reports.values():
                 if "peak_bytes" in report:
                     report["memory_ratio_to_eager"] = report["peak_bytes"] / reports["eager"]["peak_bytes"]
-        return {"case": asdict(job.case), "predicted": predictions(job.case, self.device)} | found
+        predicted = predictions(job.case, self.device)
+        return {"case": asdict(job.case), "date": now(), "predicted": predicted} | found
+
+
+def _complete(path: Path, here: Document) -> list[Document]:
+    """The cases of an earlier run that time did not cut short."""
+    if not path.exists():
+        return []
+    document = read(path)
+    differ = [name for name in _SAME if document["environment"].get(name) != here[name]]
+    if differ:
+        raise ValueError(f"{path} was measured otherwise ({', '.join(differ)}): move it, or do not resume")
+    return [
+        found
+        for found in document["cases"]
+        if not any(report.get("error") == NOT_RUN for report in found["implementations"].values())
+    ]

@@ -70,11 +70,6 @@ def _heads(small: bool) -> list[Job]:
             *_job("qwen2.5-0.5b:1024", NEAREST, dtypes=both, weighed=BARE, tuned=True, length=256),
             *_job("llama-3.2-1b:512", NEAREST, dtypes=both, tuned=True, length=128),
             *_job("qwen2.5-0.5b:4096", BARE, timed=False, weighed=BARE, length=256),
-            *(
-                job
-                for share in (0.0, 0.5)
-                for job in _job("smollm2-135m:1024", IDLE, dtypes=both, idle_share=share, beta=0.0, length=64)
-            ),
         ]
     return [
         *_job("llama-3-8b:16384", EVERYBODY, tuned=True),
@@ -98,7 +93,11 @@ def _idle(small: bool) -> list[Job]:
     shape, length = ("smollm2-135m:1024", 64) if small else ("qwen2.5-1.5b:16384", 512)
     against = (*IDLE, "eager", "trl", "liger")
     shares = (0.0, 0.5, 0.25, 0.75) if small else (0.0, 0.5, 0.25, 0.75, 1.0)
-    return [job for share in shares for job in _job(shape, against, idle_share=share, beta=0.0, length=length)]
+    found = [job for share in shares for job in _job(shape, against, idle_share=share, beta=0.0, length=length)]
+    if small:
+        options: dict[str, Any] = {"dtypes": ("float32",), "beta": 0.0, "length": length}
+        found += [job for share in shares[:2] for job in _job(shape, IDLE, idle_share=share, **options)]
+    return found
 
 
 def _tokens(small: bool) -> list[Job]:
