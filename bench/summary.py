@@ -29,7 +29,7 @@ def section() -> str:
     parts = []
     if not list(RESULTS.glob("gpu*.json")):
         parts.append("No GPU has been measured yet.")
-    for path in sorted(RESULTS.glob("*.json")):
+    for path in sorted(RESULTS.glob("*.json"), key=lambda path: path.stem):
         document = read(path)
         parts += [f"**{path.name}.** {_machine(document)}", *_tables(document), *_pictures(path.stem)]
     return "\n\n".join(parts)
