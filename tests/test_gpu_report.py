@@ -115,6 +115,12 @@ def machine(tmp_path, monkeypatch) -> Machine:
     return Machine(tmp_path)
 
 
+@pytest.fixture(autouse=True)
+def own_strategy(monkeypatch):
+    """Probes choose theirs by the variable, in processes that end; here it is given back."""
+    monkeypatch.setenv("GRPO_KERNELS_STRATEGY", "rows")
+
+
 def statuses(report: dict) -> dict[str, str]:
     return {name: record["status"] for name, record in report["stages"].items()}
 
