@@ -10,6 +10,7 @@ read of the counts on the host per call. With static shapes every row is compute
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import NamedTuple, cast
 
 import torch
@@ -31,8 +32,12 @@ class Scorer:
 
     def __init__(self, head: Head, ids: Tensor, temperature: Tensor, params: KernelParams, backend: Backend) -> None:
         self.head, self.ids, self.temperature, self.params, self.backend = head, ids, temperature, params, backend
-        zero = torch.zeros_like(temperature)
-        self.stats = RowStats(logp=zero, lse=torch.zeros_like(zero, dtype=torch.float64), entropy=zero.clone())
+
+    @cached_property
+    def stats(self) -> RowStats:
+        """(N,) each; what it starts with, unless the first chunk is the whole batch."""
+        zero = torch.zeros_like(self.temperature)
+        return RowStats(logp=zero, lse=torch.zeros_like(zero, dtype=torch.float64), entropy=zero.clone())
 
     def score(self, index: Tensor | None, *, entropy: bool = True) -> None:
         """Statistics of these tokens (None: of all), nothing else."""
@@ -98,6 +103,9 @@ class Scorer:
         self.head.accumulate(rows, gradient, ids, residual)
 
     def _keep(self, rows: Rows, stats: RowStats) -> None:
+        if rows.index is None and rows.stop - rows.start == self.head.num_tokens:
+            self.stats = stats
+            return
         for everywhere, here in zip(self.stats, stats, strict=True):
             rows.put(everywhere, here)
 
@@ -142,16 +150,22 @@ def run(
     return stats, finish(plan, backend, stats.logp, stats.entropy)
 
 
-def _partition(plan: Plan, gradients: bool) -> tuple[Tensor, Tensor, list[int] | None]:
-    """(active tokens, tokens that are scored alone, active tokens per sequence where it matters): one host read."""
+def _partition(plan: Plan, gradients: bool) -> tuple[Tensor | None, Tensor | None, list[int] | None]:
+    """(active tokens, tokens that are scored alone, active tokens per sequence where it matters): one host read.
+
+    None for active tokens: all of them, and no others.
+    """
     first = plan.active if gradients else plan.active | plan.scored
     rest = plan.scored & ~first
-    order = torch.where(first, 0, torch.where(rest, 1, 2)).argsort(stable=True)
     numbers = torch.stack([first.sum(), rest.sum()])
     if plan.whole_sequences:
         numbers = torch.cat([numbers, plan.sequence_sum(plan.active.to(plan.table.dtype)).long()])
-    active, scored, *lengths = numbers.tolist()
-    return order[:active], order[active : active + scored], lengths if plan.whole_sequences else None
+    active, scored, *rows = numbers.tolist()
+    lengths = rows if plan.whole_sequences else None
+    if active == first.numel() and (lengths is None or plan.row_length is not None):
+        return None, None, lengths
+    order = torch.where(first, 0, torch.where(rest, 1, 2)).argsort(stable=True)
+    return order[:active], order[active : active + scored], lengths
 
 
 def _everything(plan: Plan) -> tuple[None, None, list[int] | None]:

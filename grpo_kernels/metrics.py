@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .config import GRPOConfig
-from .params import COLUMN
+from .params import COLUMN, COLUMNS
 
 # metric -> (column of the sum, column of the count). Across ranks: add sums and counts, then divide.
 MEANS = {
@@ -43,11 +43,15 @@ def collect(
         chosen |= ROLLOUT_MEANS
     if has_weights:
         chosen |= WEIGHT_MEANS
-    sums = {name: (totals[COLUMN[top]], totals[COLUMN[bottom]]) for name, (top, bottom) in chosen.items()}
+    column = dict(zip(COLUMNS, totals.unbind(), strict=True))
+    count = {bottom: column[bottom].clamp(min=1) for bottom in {bottom for _, bottom in chosen.values()}}
+    mean = {bottom: dict(zip(COLUMNS, (totals / n).unbind(), strict=True)) for bottom, n in count.items()}
+    sums = {name: (column[top], column[bottom]) for name, (top, bottom) in chosen.items()}
+    metrics = {name: mean[bottom][top] for name, (top, bottom) in chosen.items()}
     if config.surrogate in _CLIPPING_SURROGATES:
-        low, count = sums["clip_ratio/low"]
-        sums["clip_ratio/region"] = (low + sums["clip_ratio/high"][0], count)
-    metrics = {name: total / count.clamp(min=1) for name, (total, count) in sums.items()}
+        clipped = column["clip_low"] + column["clip_high"]
+        sums["clip_ratio/region"] = clipped, column["tokens"]
+        metrics["clip_ratio/region"] = clipped / count["tokens"]
     metrics["ratio/min"], metrics["ratio/max"] = extrema[0], extrema[1]
     if has_rollout:
         metrics["rollout_mismatch/max"] = extrema[2]

@@ -53,9 +53,10 @@ def grpo_loss(
         plan = build_plan(inputs, completion_ids.shape, config, num_groups, table_dtype(hidden.dtype))
         kernels = get_backend(backend)
         static = config.static_shapes or _capturing(hidden.device)
-        keep = plan.mask if static and inputs.completion_mask is not None else None
+        mask = None if inputs.completion_mask is None else plan.mask
+        keep = mask if static else None
         head = _lm_head(hidden, weight, bias, kernels, wants, config.logits_dtype, config.chunk_rows, keep)
-        ids = torch.where(plan.mask, completion_ids.reshape(-1), 0).long()
+        ids = _flat_ids(completion_ids, mask)
         stats, result = engine.run(head, plan, ids, kernels, gradients=any(wants), static_shapes=static)
         gradients = [hidden.new_empty(0) if g is None else g for g in head.gradients()]
     shape = completion_ids.shape
@@ -123,12 +124,12 @@ def logps(
     """(logps, entropy, lse), each of the shape of completion_ids; 0 at masked positions."""
     check_values(completion_ids, mask, weight.shape[0], None)
     with torch.no_grad(), _no_autocast(hidden.device):
-        keep, static = _keep(completion_ids, mask), _capturing(hidden.device)
+        keep, static = _keep(mask), _capturing(hidden.device)
         head = _lm_head(hidden, weight, bias, get_backend(backend), keep=keep if static else None)
         scorer = _scorer(head, completion_ids, keep, temperature, logit_scale, softcap)
-        scorer.score(None if static or mask is None else keep.nonzero().squeeze(1), entropy=want_entropy)
+        scorer.score(None if static or keep is None else keep.nonzero().squeeze(1), entropy=want_entropy)
         logp, lse, entropy = scorer.stats
-        if static:
+        if static and keep is not None:
             logp, lse, entropy = (torch.where(keep, x, 0.0) for x in scorer.stats)
         return tuple(x.view(completion_ids.shape) for x in (logp, entropy, lse))
 
@@ -157,11 +158,11 @@ def logps_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dhidden, dweight, dbias) from the logits computed again, over rows with a non-zero coefficient."""
     with torch.no_grad(), _no_autocast(hidden.device):
-        keep, static = _keep(completion_ids, mask), _capturing(hidden.device)
+        keep, static = _keep(mask), _capturing(hidden.device)
         head = _lm_head(hidden, weight, bias, get_backend(backend), wants, keep=keep if static else None)
         scorer = _scorer(head, completion_ids, keep, temperature, logit_scale, softcap)
         scorer.stats = RowStats(*(x.reshape(-1) for x in stats))
-        masked = (torch.where(keep, g.reshape(-1), 0.0) for g in (g_logps, g_entropy))
+        masked = (_filled(g.reshape(-1), keep, 0.0) for g in (g_logps, g_entropy))
         scorer.gradient(*masked, static_shapes=static)
         return tuple(hidden.new_empty(0) if g is None else g for g in head.gradients())
 
@@ -250,7 +251,7 @@ def loss_over_logits(
     config = config_from_key(config_key)
     with torch.no_grad():
         plan = build_plan(tokens, completion_ids.shape, config, num_groups, table_dtype(logits.dtype))
-        ids = torch.where(plan.mask, completion_ids.reshape(-1), 0).long()
+        ids = _flat_ids(completion_ids, None if tokens.completion_mask is None else plan.mask)
         static = config.static_shapes or _capturing(logits.device)
         head = GivenLogits(logits)
         stats, r = engine.run(head, plan, ids, get_backend(backend), gradients=want, static_shapes=static)
@@ -307,14 +308,24 @@ def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _keep(ids: Tensor, mask: Optional[Tensor]) -> Tensor:
-    return torch.ones(ids.numel(), dtype=torch.bool, device=ids.device) if mask is None else mask.reshape(-1).bool()
+def _keep(mask: Optional[Tensor]) -> Optional[Tensor]:
+    """(N,) bool, False at padding; None where there is none."""
+    return None if mask is None else mask.reshape(-1).bool()
+
+
+def _filled(x: Tensor, keep: Optional[Tensor], fill: float) -> Tensor:
+    """x (N,) with `fill` at padding, whatever that holds; contiguous."""
+    return x.contiguous() if keep is None else torch.where(keep, x, fill)
+
+
+def _flat_ids(ids: Tensor, keep: Optional[Tensor]) -> Tensor:
+    return _filled(ids.reshape(-1), keep, 0).long()
 
 
 def _scorer(
-    head: LMHead, ids: Tensor, keep: Tensor, temperature: Tensor, logit_scale: float, softcap: float
+    head: LMHead, ids: Tensor, keep: Optional[Tensor], temperature: Tensor, logit_scale: float, softcap: float
 ) -> engine.Scorer:
     """A scorer for log-probabilities alone: no objective, padding replaced by neutral values."""
-    per_token = torch.where(keep, temperature.reshape(-1).expand(keep.numel()), 1.0).to(table_dtype(head.hidden.dtype))
+    per_token = _filled(temperature.reshape(-1).expand(ids.numel()), keep, 1.0).to(table_dtype(head.hidden.dtype))
     params = KernelParams(logit_scale=logit_scale, softcap=softcap)
-    return engine.Scorer(head, torch.where(keep, ids.reshape(-1), 0).long(), per_token, params, head.backend)
+    return engine.Scorer(head, _flat_ids(ids, keep), per_token, params, head.backend)

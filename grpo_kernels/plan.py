@@ -67,7 +67,7 @@ class Plan:
 
     def per_token(self, x: Tensor) -> Tensor:
         """(S,) -> (N,): every token gets the value of its sequence."""
-        return x.repeat_interleave(self.cu_seqlens.diff(), output_size=self.mask.numel())
+        return spread(x, self.cu_seqlens, self.row_length, self.mask.numel())
 
     def take_sequences(self, index: Tensor, counts: Tensor) -> Plan:
         """The plan of a chunk of whole sequences: `index` their unmasked tokens, `counts` tokens per sequence."""
@@ -109,19 +109,20 @@ def build_plan(inputs: TokenInputs, shape: torch.Size, config: GRPOConfig, num_g
     num_sequences = cu_seqlens.numel() - 1
     mask = inputs.completion_mask
     mask = torch.ones(num_tokens, dtype=torch.bool, device=device) if mask is None else mask.reshape(-1).bool()
-    span = cu_seqlens.diff()
+    row_length = shape[1] if inputs.cu_seqlens is None else None
 
     def tokens(x: Tensor, fill: float) -> Tensor:
         """(N,) in the table's dtype; padding, whatever it holds, becomes `fill`."""
         if x.dim() == 0:
             x = x.expand(num_tokens)
         elif is_per_sequence(x, shape, num_sequences):
-            x = x.reshape(-1).repeat_interleave(span, output_size=num_tokens)
-        return torch.where(mask, x.reshape(-1).to(dtype), fill)
+            x = spread(x.reshape(-1), cu_seqlens, row_length, num_tokens)
+        x = x.reshape(-1).to(dtype)
+        return x if inputs.completion_mask is None else torch.where(mask, x, fill)
 
     mask_value = mask.to(dtype)
     lengths = torch.segment_reduce(mask_value, "sum", offsets=cu_seqlens, unsafe=True)
-    length_of_token = lengths.repeat_interleave(span, output_size=num_tokens)
+    length_of_token = spread(lengths, cu_seqlens, row_length, num_tokens)
     weight, weight_entropy = token_weights(Counts(mask_value, lengths, length_of_token), config, inputs.normalizer)
 
     table = torch.zeros(len(TABLE_FIELDS), num_tokens, dtype=dtype, device=device)
@@ -160,7 +161,7 @@ def build_plan(inputs: TokenInputs, shape: torch.Size, config: GRPOConfig, num_g
         whole_sequences=_needs_whole_sequences(inputs, config, params, shape, num_sequences),
         active=mask,
         scored=mask,
-        row_length=shape[1] if inputs.cu_seqlens is None else None,
+        row_length=row_length,
     )
     if config.importance_sampling_level != "token" and not plan.whole_sequences:
         # On-policy, the ratio of the sequence is 1 and its chain rule is known before any logit is.
@@ -168,6 +169,13 @@ def build_plan(inputs: TokenInputs, shape: torch.Size, config: GRPOConfig, num_g
         table[FIELD["weight_ratio"]] = sequence_slope(plan) * total
     active = _may_have_gradient(plan)
     return dataclasses.replace(plan, active=active, scored=mask if config.score_inactive else active)
+
+
+def spread(x: Tensor, cu_seqlens: Tensor, row_length: int | None, num_tokens: int) -> Tensor:
+    """(S,) -> (N,): every token gets the value of its sequence. Rows of one length need one kernel instead of four."""
+    if row_length is not None:
+        return x[:, None].expand(-1, row_length).contiguous().view(-1)
+    return x.repeat_interleave(cu_seqlens.diff(), output_size=num_tokens)
 
 
 def is_per_sequence(x: Tensor, shape: torch.Size, num_sequences: int) -> bool:
@@ -226,14 +234,19 @@ def _needs_whole_sequences(
 
 def _may_have_gradient(plan: Plan) -> Tensor:
     """(N,) bool. Exact: a token that is left out has a gradient of exactly zero."""
+    active = plan.field("weight_direct") != 0
+    if plan.config.beta == 0 or plan.params.kl == "none":
+        active &= _moved_by_surrogate(plan)
+    if plan.config.entropy_coef != 0:
+        active |= plan.field("weight_entropy") != 0
+    return plan.mask & active
+
+
+def _moved_by_surrogate(plan: Plan) -> Tensor:
     config = plan.config
     moved = plan.field("multiplier") != 0
-    if SURROGATE_RULES[config.surrogate].pushes_without_advantage:
-        surrogate = moved
-    else:
-        surrogate = moved & (plan.field("advantage") != 0)
+    if not SURROGATE_RULES[config.surrogate].pushes_without_advantage:
+        moved &= plan.field("advantage") != 0
     if plan.whole_sequences or config.importance_sampling_level != "token":
-        surrogate = plan.per_token(plan.sequence_sum((surrogate & plan.mask).to(plan.table.dtype))) > 0
-    regularised = config.beta != 0 and plan.params.kl != "none"
-    by_value = (surrogate | regularised) & (plan.field("weight_direct") != 0)
-    return plan.mask & (by_value | (plan.field("weight_entropy") != 0))
+        moved = plan.per_token(plan.sequence_sum((moved & plan.mask).to(plan.table.dtype))) > 0
+    return moved

@@ -96,7 +96,7 @@ def test_each_of_the_three_ways_is_taken(monkeypatch, backend, options, off, row
             Scorer,
             way,
             calls,
-            lambda self, first, *_, way=way, **__: way if way != "score" or len(first) else "",
+            lambda self, first, *_, way=way, **__: way if way != "score" or first is None or len(first) else "",
         )
     fused(batch, gk.GRPOConfig(chunk_rows=rows, **options), backend)
     assert set(filter(None, calls)) == expected
