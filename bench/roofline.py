@@ -24,8 +24,9 @@ from pathlib import Path
 import torch
 
 from grpo_kernels.bench.cases import DTYPES, MODES, Case, make_case
+from grpo_kernels.bench.devices import DEVICES, Device, find_device
 from grpo_kernels.bench.document import Document, read
-from grpo_kernels.bench.limits import DEVICES, PARTS, WAYS, Device, Prediction, find_device, predict, way_of, ways
+from grpo_kernels.bench.limits import PARTS, WAYS, Prediction, predict, way_of, ways
 from grpo_kernels.memory import default_chunk_rows
 
 DEFAULT = "H200"

@@ -13,22 +13,17 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from grpo_kernels.bench import limits
 from grpo_kernels.bench.cases import DTYPES, MODES, Case, make_case
+from grpo_kernels.bench.devices import DEVICES, Device
 from grpo_kernels.bench.implementations import implementations
 from grpo_kernels.bench.inputs import make_inputs
 from grpo_kernels.bench.limits import (
-    DEVICES,
     GROUP_BYTES,
     PARTS,
     WAYS,
-    Device,
     Prediction,
-    find_device,
     idle_tokens,
-    measured,
     predict,
-    predictions,
     way_of,
     ways,
 )
@@ -260,39 +255,6 @@ def test_every_implementation_has_a_way_or_none() -> None:
     names = ("ours", "ours-cpu", "ours-unscored", "ours-triton-anchored", "floor", "verl-chunked", "compiled", "quack")
     found = [way_of(name) for name in names]
     assert found == ["rows", "rows", "unscored", "anchored", "floor", "recompute", None, None]
-
-
-# --- devices --------------------------------------------------------------------------------------------------------
-
-
-def test_this_machine_is_measured() -> None:
-    case = make_case("64x64x512", "float16")
-    device = find_device("cpu", case)
-    assert device is measured(torch.device("cpu"), torch.float16, 64, 512)  # kept
-    assert device.type == "cpu"
-    assert 1e8 < device.flops["float16"] < 1e14
-    assert 1e8 < device.bandwidth < 1e13
-    assert 1e-8 < device.launch < 1e-3
-    document = json.loads(json.dumps(predictions(case, torch.device("cpu"))))
-    assert set(document["ways"]) == set(ways(case, device))
-    assert document["ways"]["floor"]["seconds"] == predict(case, device, "floor").seconds
-
-
-def test_rates_are_work_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "_seconds", lambda work, device: 0.5)
-    device = measured.__wrapped__(torch.device("cpu"), torch.float32, 64, 512)
-    assert device.flops == {"float32": 3 * 2 * 512 * 64 * 512 / 0.5}  # 512 hidden states
-    assert device.bandwidth == 2 * limits._COPIED / 0.5
-    assert device.launch == 0.5 / limits._SMALL_LAUNCHES
-
-
-def test_known_devices_are_found_by_either_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = make_case("64x64x512", "bfloat16")
-    assert find_device("H100", case) is find_device("NVIDIA H100 80GB HBM3", case) is DEVICES["H100"]
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    assert find_device("cuda:1", case) is H200
-    with pytest.raises(ValueError, match=r"'NVIDIA GH200 480GB'; expected cpu, cuda or one of H200"):
-        find_device("NVIDIA GH200 480GB", case)
 
 
 # --- the report -----------------------------------------------------------------------------------------------------

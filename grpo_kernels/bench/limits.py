@@ -13,10 +13,7 @@ Memory is what the benchmarks measure: the high-water mark, less the inputs and 
 
 from __future__ import annotations
 
-import functools
-import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,7 +21,7 @@ import torch
 
 from ..memory import ROUNDED_CHUNKS, default_chunk_rows, default_logits_dtype
 from .cases import Case
-from .machine import synchronize
+from .devices import Device, find_device
 
 WAYS = {
     "floor": "the products that the mode cannot do without, over all tokens at once",
@@ -47,40 +44,6 @@ EPILOGUE_INSTRUCTIONS = 20
 LAUNCHES = {"step": (100, 70), "frozen": (100, 70), "forward": (30, 20)}
 LAUNCHES_PER_CHUNK = 10
 EAGER_LAUNCHES, FLOOR_LAUNCHES = 60, 3
-
-
-@dataclass(frozen=True)
-class Device:
-    """Rates to plan with: FLOP/s of a large matrix product by type, bytes/s that a copy reads and writes together."""
-
-    name: str  # as torch gives it
-    type: str  # of torch.device
-    flops: dict[str, float]
-    bandwidth: float
-    launch: float = 4e-6  # seconds of the host per small operator; assumed, where it is not measured
-    memory: float = float("inf")  # bytes
-    source: str = ""  # where the rates are from
-
-
-def _datasheet(name: str, half: float, single: float, bandwidth: float, memory: float) -> Device:
-    """TFLOP/s (dense), TB/s, GB of NVIDIA's datasheets. Four fifths are about what large products and copies reach."""
-    rates = {"bfloat16": half * 0.8e12, "float16": half * 0.8e12, "float32": single * 0.8e12}
-    return Device(name, "cuda", rates, bandwidth * 0.8e12, memory=memory * 1e9, source="datasheet times 0.8")
-
-
-DEVICES = {
-    "H200": Device(
-        "NVIDIA H200",
-        "cuda",
-        {"bfloat16": 790e12, "float16": 790e12, "float32": 67 * 0.8e12},
-        4.3e12,
-        memory=141e9,
-        source="bfloat16 product and copy rates measured by others; float32: datasheet times 0.8",
-    ),
-    "H100": _datasheet("NVIDIA H100 80GB HBM3", 989, 67, 3.35, 80),
-    "A100": _datasheet("NVIDIA A100-SXM4-80GB", 312, 19.5, 2.039, 80),
-    "B200": _datasheet("NVIDIA B200", 2250, 75, 8.0, 180),
-}
 
 
 class Part(NamedTuple):
@@ -161,18 +124,6 @@ def predictions(case: Case, device: torch.device) -> dict[str, Any]:
     found = {way: predict(case, rates, way) for way in ways(case, rates)}
     table = {way: {field: getattr(prediction, field) for field in fields} for way, prediction in found.items()}
     return {"device": rates.name, "source": rates.source, "ways": table}
-
-
-def find_device(name: str, case: Case) -> Device:
-    """A row of DEVICES, by its key or torch's name for it, or a torch.device that is here: its row, else `measured`."""
-    here = torch.device(name) if name.startswith(("cpu", "cuda")) else None
-    full_name = torch.cuda.get_device_name(here) if here is not None and here.type == "cuda" else name
-    for key, known in DEVICES.items():
-        if full_name in (key, known.name):
-            return known
-    if here is None:
-        raise ValueError(f"device={name!r}; expected cpu, cuda or one of {', '.join(DEVICES)}")
-    return measured(here, case.torch_dtype, case.hidden_size, case.vocab_size)
 
 
 # --- the work of a case ---------------------------------------------------------------------------------------------
@@ -313,59 +264,3 @@ def _bare_products(w: _Work) -> list[Part]:
     names = {"step": ("logits", "dhidden", "dweight"), "frozen": ("logits", "dhidden"), "forward": ("logits",)}
     moved = w.tokens * w.vocab * w.item + w.operands(w.tokens, 1)
     return [w.part(name, w.tokens, moved) for name in names[w.case.mode]]
-
-
-# --- a device that is here ------------------------------------------------------------------------------------------
-
-_COPIED = 2**28  # bytes, more than caches hold
-_SMALL_LAUNCHES = 200
-_HERE = "measured here just now"
-
-
-@functools.cache
-def measured(device: torch.device, dtype: torch.dtype, hidden_size: int, vocab_size: int) -> Device:
-    """In a second or two: the mean rate of the three products, over H and a slice of V, and that of a copy."""
-    on_cpu = device.type == "cpu"
-    # A CPU has no usable float16 product: this library takes float32 there. On a GPU epilogues need float32's rate.
-    kinds = {dtype: torch.float32 if on_cpu and dtype == torch.float16 else dtype}
-    kinds |= {} if on_cpu else {torch.float32: torch.float32}
-    rates = {
-        str(key).removeprefix("torch."): _product_rate(device, kinds[key], hidden_size, vocab_size) for key in kinds
-    }
-    source = torch.ones(_COPIED, dtype=torch.uint8, device=device)
-    target, few = torch.empty_like(source), torch.zeros(8, device=device)
-    bandwidth = 2 * _COPIED / _seconds(lambda: target.copy_(source), device)
-    launch = _seconds(lambda: [few.add_(1) for _ in range(_SMALL_LAUNCHES)], device) / _SMALL_LAUNCHES
-    if on_cpu:
-        return Device("cpu", "cpu", rates, bandwidth, launch, source=_HERE)
-    torch.cuda.empty_cache()  # what is measured next may be in another process
-    properties = torch.cuda.get_device_properties(device)
-    return Device(properties.name, device.type, rates, bandwidth, launch, properties.total_memory, _HERE)
-
-
-def _product_rate(device: torch.device, dtype: torch.dtype, hidden_size: int, vocab_size: int) -> float:
-    """FLOP/s."""
-    rows, enough = (512, 2e10) if device.type == "cpu" else (4096, 3e12)  # FLOP of a call
-    columns = min(vocab_size, max(256, int(enough / (6 * rows * hidden_size))))
-    h, w = (torch.randn(n, hidden_size, device=device).to(dtype) for n in (rows, columns))
-    logits = h @ w.T
-
-    def products() -> None:
-        torch.mm(h, w.T, out=logits)
-        torch.mm(logits, w)
-        torch.mm(logits.T, h)
-
-    return 6 * rows * hidden_size * columns / _seconds(products, device)
-
-
-def _seconds(work: Callable[[], object], device: torch.device, budget: float = 0.3) -> float:
-    """Median of the calls that fit into `budget` seconds, after one that warms up."""
-    times: list[float] = []
-    work()
-    while len(times) < 3 or sum(times) < budget:
-        synchronize(device)
-        start = time.perf_counter()
-        work()
-        synchronize(device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
