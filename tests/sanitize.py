@@ -14,11 +14,13 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 import grpo_kernels as gk
+from grpo_kernels.strategy import STRATEGIES, VARIABLE
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
@@ -34,24 +36,25 @@ CONFIGS = (
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES, help="of 16-bit types")
     parser.add_argument("--workload", action="store_true", help="run the workload alone, without a tool")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("sanitize: needs a GPU, and torch sees none", file=sys.stderr)
         return 2
     if arguments.workload:
-        return workload()
+        return workload(arguments.strategies)
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     program = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=str(Path(home, "bin")))
     if program is None:
         print("sanitize: compute-sanitizer is in neither PATH nor CUDA_HOME; it comes with CUDA", file=sys.stderr)
         return 2
-    return max([run(program, tool) for tool in arguments.tools])
+    return max([run(program, tool, arguments.strategies) for tool in arguments.tools])
 
 
-def run(program: str, tool: str) -> int:
+def run(program: str, tool: str, strategies: Sequence[str]) -> int:
     command = [program, "--tool", tool, "--error-exitcode", "1", "--kernel-name", "kernel_substring=gk_"]
-    command += [sys.executable, __file__, "--workload"]
+    command += [sys.executable, __file__, "--workload", "--strategies", *strategies]
     # Without torch's cache an access past a tensor is one past an allocation.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     start = time.perf_counter()
@@ -62,13 +65,13 @@ def run(program: str, tool: str) -> int:
     return int(done.returncode != 0)
 
 
-def workload() -> int:
+def workload(strategies: Sequence[str]) -> int:
     worst = 0.0
     for shape in SHAPES:
         for dtype, tolerance in TOLERANCE.items():
             for config in CONFIGS:
                 expected = step(shape, dtype, config, "torch", "rows")
-                for strategy in ("rows",) if dtype == torch.float32 else ("rows", "linear", "anchored"):
+                for strategy in ("rows",) if dtype == torch.float32 else strategies:
                     found = step(shape, dtype, config, "cuda", strategy)
                     for a, b in zip(found, expected, strict=True):
                         error = float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30))
@@ -81,7 +84,7 @@ def step(
     shape: tuple[int, int, int, int], dtype: torch.dtype, config: gk.GRPOConfig, backend: str, strategy: str
 ) -> tuple[torch.Tensor, ...]:
     """Log-probabilities of both ways and both gradients of one batch whose rewards come in groups."""
-    os.environ["GRPO_KERNELS_STRATEGY"] = strategy
+    os.environ[VARIABLE] = strategy
     sequences, length, width, vocab = shape
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(sequences, length, width, generator=g).to("cuda", dtype).requires_grad_()

@@ -271,6 +271,7 @@ def test_what_hangs_or_fails_at_first_contact_is_left_out_later(machine):
     assert set(TESTS) - ran == {TESTS[1], TESTS[5]} and report["stages"]["tests"]["left_out"] == 2
     assert statuses(report)["smoke"] == "failed" and not gpu_report.passed(report)
     assert report["stages"]["sanitizer"]["reason"].startswith("Error: Device not supported")
+    assert machine.calls("tests/sanitize.py")[0].endswith("--strategies rows anchored")
 
 
 def test_what_there_is_no_time_to_try_is_left_out(machine):
