@@ -45,7 +45,7 @@ bench:
 	@$(MAKE) --no-print-directory VENV=$(VENV)-bench EXTRAS=dev,peers measure
 
 measure: $(VENV)/.peers
-	$(BIN)/python -m pytest bench --minutes 19 --results build/bench.json $(ARGS)
+	$(BIN)/python -m pytest bench --minutes 19.5 --results build/bench.json $(ARGS)
 	$(BIN)/python bench/bars.py build/bench.json
 
 figures: $(VENV)/.installed

@@ -248,6 +248,9 @@ def config_from_key(key: str) -> GRPOConfig:
     return GRPOConfig(**values)
 
 
+DEFAULT_CONFIG = GRPOConfig()
+
+
 def available_presets() -> tuple[str, ...]:
     """Names for `GRPOConfig.preset`."""
     return tuple(PRESETS)

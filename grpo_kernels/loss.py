@@ -8,7 +8,7 @@ from torch import Tensor
 from . import ops
 from .autocast import settle_types
 from .backends import choose_backend, get_backend
-from .config import GRPOConfig
+from .config import DEFAULT_CONFIG, GRPOConfig
 from .delivery import deliver_once, refuse_double_backward
 from .inputs import LossOptions, resolve
 from .output import GRPOLossOutput, assemble
@@ -74,7 +74,7 @@ def fused_grpo_loss(
         ValueError, TypeError: an argument that does not fit, by name, before any work. ids outside [0, V) at unmasked
         positions are looked for on a CPU, and on a GPU with GRPO_KERNELS_DEBUG=1.
     """
-    config = GRPOConfig() if config is None else config
+    config = DEFAULT_CONFIG if config is None else config
     check_config(config)
     hidden, lm_head_weight, lm_head_bias = settle_types(hidden, lm_head_weight, lm_head_bias)
     check_head(hidden, lm_head_weight, lm_head_bias, completion_ids)
@@ -118,7 +118,7 @@ def grpo_loss_from_logps(
     entropy: of the same shape; needed for an entropy bonus or threshold. Options of the logits (temperature, ...) and
     of the engine are not read here. Everything else as in `fused_grpo_loss`.
     """
-    config = GRPOConfig() if config is None else config
+    config = DEFAULT_CONFIG if config is None else config
     check_config(config)
     check_float("logps", logps)
     check_token_tensor("entropy", entropy, logps.shape, -1, logps)
@@ -160,7 +160,7 @@ def grpo_loss_from_logits(
     One buffer of gradients is made; with inplace=True none: the gradient replaces the logits, which must not be used
     again (autograd notices if something else saved them). Everything else as in `fused_grpo_loss`.
     """
-    config = GRPOConfig() if config is None else config
+    config = DEFAULT_CONFIG if config is None else config
     check_config(config)
     check_float("logits", logits)
     check_tensor("completion_ids", completion_ids, logits)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .config import GRPOConfig
+from .config import DEFAULT_CONFIG, GRPOConfig
 
 # Exponents stop here (float32 ends at exp(88.7)); like every clamp this one has gradient 0 where it acts.
 EXPONENT_LIMIT = 80.0
@@ -57,7 +57,7 @@ def reference_loss_from_logits(
     **options: Tensor | float | None,
 ) -> ReferenceOutput:
     """The loss from raw logits (B, T, V) or (N, V); `options` are those of `reference_loss_from_logps`."""
-    config = config or GRPOConfig()
+    config = config or DEFAULT_CONFIG
     mask = torch.ones_like(completion_ids, dtype=torch.bool) if completion_mask is None else completion_mask.bool()
     # Padding may hold NaN, inf or any id: it is replaced before any arithmetic.
     ids = torch.where(mask, completion_ids, 0)
@@ -105,7 +105,7 @@ def reference_loss_from_logps(
     config: GRPOConfig | None = None,
 ) -> ReferenceOutput:
     """The loss from log-probabilities (B, T) or packed (N,): ratio, surrogate, KL, aggregation, metrics."""
-    cfg = config or GRPOConfig()
+    cfg = config or DEFAULT_CONFIG
     shape = logps.shape
     seq = sequence_of_token(shape, cu_seqlens, logps.device)
     num_seq = shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1

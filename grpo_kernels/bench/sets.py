@@ -68,8 +68,8 @@ def _heads(small: bool) -> list[Job]:
         return [
             *_job("smollm2-135m:2048", RIVALS, dtypes=both, weighed=(*BARE, "trl"), tuned=True, length=256),
             *_job("qwen2.5-0.5b:1024", NEAREST, dtypes=both, weighed=BARE, tuned=True, length=256),
-            *_job("llama-3.2-1b:512", NEAREST, dtypes=both, tuned=True, length=128),
             *_job("qwen2.5-0.5b:4096", BARE, timed=False, weighed=BARE, length=256),
+            *_job("llama-3.2-1b:512", NEAREST, dtypes=both, tuned=True, length=128),
         ]
     return [
         *_job("llama-3-8b:16384", EVERYBODY, tuned=True),

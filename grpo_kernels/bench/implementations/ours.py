@@ -16,7 +16,7 @@ from ..inputs import ADVANTAGE_EPS, EPSILON, Inputs
 from . import Implementation, Result, Step, Unserved, gradients
 
 
-def _step(inputs: Inputs, mode: str, backend: str, score_inactive: bool) -> Result:
+def _step(inputs: Inputs, mode: str, backend: str, config: GRPOConfig) -> Result:
     if mode == "forward":
         with torch.no_grad():
             logps, _ = fused_logps(
@@ -32,25 +32,27 @@ def _step(inputs: Inputs, mode: str, backend: str, score_inactive: bool) -> Resu
         ref_logps=inputs.ref_logps if inputs.beta else None,
         rewards=inputs.rewards,
         num_generations=inputs.generations,
-        config=GRPOConfig(
-            aggregation="seq_mean",
-            beta=inputs.beta,
-            epsilon_low=EPSILON,
-            epsilon_high=EPSILON,
-            advantage_eps=ADVANTAGE_EPS,
-            score_inactive=score_inactive,
-        ),
+        config=config,
         backend=backend,
     )
-    return gradients(output.loss, inputs, output.logps if score_inactive else None)
+    return gradients(output.loss, inputs, output.logps if config.score_inactive else None)
 
 
 def _settings(
     inputs: Inputs, mode: str, backend: str = "auto", strategy: str | None = None, score_inactive: bool = True
 ) -> dict[str, Step]:
+    config = GRPOConfig(
+        aggregation="seq_mean",
+        beta=inputs.beta,
+        epsilon_low=EPSILON,
+        epsilon_high=EPSILON,
+        advantage_eps=ADVANTAGE_EPS,
+        score_inactive=score_inactive,
+    )
+
     def step(inputs: Inputs) -> Result:
         with _chosen(strategy):
-            return _step(inputs, mode, backend, score_inactive)
+            return _step(inputs, mode, backend, config)
 
     if strategy is not None and strategy not in get_backend(backend).strategies(inputs.hidden, inputs.weight):
         raise Unserved(f"strategy {strategy} does not serve these inputs")
