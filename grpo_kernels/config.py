@@ -248,9 +248,6 @@ def config_from_key(key: str) -> GRPOConfig:
     return GRPOConfig(**values)
 
 
-DEFAULT_CONFIG = GRPOConfig()
-
-
 def available_presets() -> tuple[str, ...]:
     """Names for `GRPOConfig.preset`."""
     return tuple(PRESETS)
@@ -306,3 +303,6 @@ def _number(name: str, value: object, *, low: float = -math.inf, above: float = 
     if not math.isfinite(value) or value < low or (above != -math.inf and value <= above):
         bound = f" > {above:g}" if above != -math.inf else f" >= {low:g}" if low != -math.inf else ""
         raise ValueError(f"{name}={value}; expected a finite number{bound}")
+
+
+DEFAULT_CONFIG = GRPOConfig()  # what a call without one gets, made once
