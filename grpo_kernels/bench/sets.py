@@ -10,7 +10,8 @@ from typing import Any
 from .cases import Case, make_case, token_counts
 from .implementations import select
 
-BARE = ("ours", "floor", "eager")
+PLAIN = ("ours", "eager")
+BARE = (*PLAIN, "floor")
 RIVALS = (*BARE, "compiled", "trl", "liger", "liger-native", "verl*", "cut-cross-entropy", "quack")
 NEAREST = (*BARE, "compiled", "trl", "liger")
 EVERYBODY = ("ours*", *RIVALS)
@@ -68,7 +69,7 @@ def _heads(small: bool) -> list[Job]:
         return [
             *_job("smollm2-135m:2048", RIVALS, dtypes=both, weighed=(*BARE, "trl"), tuned=True, length=256),
             *_job("qwen2.5-0.5b:1024", NEAREST, dtypes=both, weighed=BARE, tuned=True, length=256),
-            *_job("qwen2.5-0.5b:4096", BARE, timed=False, weighed=BARE, length=256),
+            *_job("qwen2.5-0.5b:4096", PLAIN, timed=False, weighed=PLAIN, length=256),
             *_job("llama-3.2-1b:512", NEAREST, dtypes=both, tuned=True, length=128),
         ]
     return [
@@ -113,7 +114,7 @@ def _memory(small: bool) -> list[Job]:
     head, lengths = (
         ("qwen2.5-0.5b", (128, 256, 512, 1024, 2048)) if small else ("qwen2.5-7b", (512, 1024, 2048, 4096, 8192))
     )
-    against = (*BARE, "trl", "liger", *(() if small else ("verl", "verl-torch")))
+    against = (*PLAIN, "trl", "liger", *(() if small else ("floor", "verl", "verl-torch")))
     options: dict[str, Any] = {"timed": not small, "weighed": against}
     return [job for length in lengths for job in _job(f"{head}:{8 * length}", against, length=length, **options)]
 
