@@ -198,10 +198,11 @@ def test_who_takes_seconds_and_far_longer_than_the_fastest_is_left_at_one_round(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     steps = {"fast": lambda: time.sleep(0.01), "slow": lambda: time.sleep(0.1)}
+    steps["eager"] = steps["slow"]
     for limit, expected in ((1.0, 3), (0.02, 1)):
         monkeypatch.setattr(measure, "SHORT_S", limit)
         found = measure.interleave(steps, 3, CPU, NEVER, lambda text: None)
-        assert [len(found[name]["seconds"]["times"]) for name in steps] == [3, expected]
+        assert [len(found[name]["seconds"]["times"]) for name in steps] == [3, expected, 3]
 
 
 def test_a_deadline_leaves_one_round() -> None:

@@ -25,6 +25,7 @@ Found = dict[str, dict[str, Any]]
 NOT_RUN = "not run: out of time"
 SHORT_S = 1.0  # of a call: repeated whoever makes it
 FAR = 1.5  # times the fastest
+BASES = ("ours", "floor", "eager")  # of ratios
 SILENCE_S = {"cpu": 300.0, "cuda": 120.0}  # a first call may compile for a minute; one that takes longer hangs
 
 
@@ -116,8 +117,9 @@ def interleave(
 ) -> Found:
     """`rounds` times of every step, in turn; fewer, but at least one, where the deadline comes first.
 
-    Who takes seconds and FAR times as long as the fastest is left at one round: whether it is 3.1 or 3.2 times is not
-    worth the minutes.
+    Who takes seconds and FAR times as long as the fastest is left at one round, unless others are divided by it
+    (BASES): whether it is 3.1 or 3.2 times is not worth the minutes.
+
     Each step has to have run before. "seconds" are by the clock on a CPU and by events on a GPU; "wall_seconds", on a
     GPU, are by the clock until the device has finished.
     """
@@ -128,7 +130,8 @@ def interleave(
             break
         if number == 1:
             first = {name: taken[0][0] for name, taken in times.items()}
-            order = [name for name in order if first[name] <= max(SHORT_S, FAR * min(first.values()))]
+            enough = max(SHORT_S, FAR * min(first.values()))
+            order = [name for name in order if name in BASES or first[name] <= enough]
         for name in order:
             tell(name)
             times[name].append(seconds(steps[name], device))
