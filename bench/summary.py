@@ -52,13 +52,12 @@ def _machine(document: Document) -> str:
 
 
 def _tables(document: Document) -> list[str]:
-    """Of the heads of real models with a KL term; of sweeps the pictures say more."""
+    """Of the heads of real models with a KL term; of the times of a sweep the pictures say more."""
     if "runs" in document:
         return [_learning(document)]
     steps = [found for found in document["cases"] if found["case"]["mode"] == "step" and found["case"]["beta"]]
-    if any(found["case"]["head"] == "custom" for found in steps):
-        return []
-    return [text for text in (_times(steps), _memory(steps), _idle(document)) if text]
+    is_sweep = any(found["case"]["head"] == "custom" for found in steps)
+    return [text for text in ("" if is_sweep else _times(steps), _memory(steps), _idle(document)) if text]
 
 
 def _times(cases: Sequence[Document]) -> str:
