@@ -210,10 +210,10 @@ def sequence_chunks(
 
 
 def _staged(scorer: Scorer, plan: Plan, active: Tensor | None, lengths: list[int]) -> None:
-    counts = plan.sequence_sum(plan.active.to(plan.table.dtype)).long()
+    counts = None if active is None else plan.sequence_sum(plan.active.to(plan.table.dtype)).long()
 
     def coefficients(rows: Rows, stats: RowStats, sequences: slice) -> tuple[Tensor, Tensor]:
-        if active is None:
+        if active is None or counts is None:
             part = plan.slice_sequences(sequences)
         else:
             part = plan.take_sequences(active[rows.start : rows.stop], counts[sequences])

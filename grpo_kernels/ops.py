@@ -53,10 +53,10 @@ def grpo_loss(
         plan = build_plan(inputs, completion_ids.shape, config, num_groups, table_dtype(hidden.dtype))
         kernels = get_backend(backend)
         static = config.static_shapes or _capturing(hidden.device)
-        mask = None if inputs.completion_mask is None else plan.mask
-        keep = mask if static else None
-        head = _lm_head(hidden, weight, bias, kernels, wants, config.logits_dtype, config.chunk_rows, keep)
-        ids = _flat_ids(completion_ids, mask)
+        keep = _keep(inputs.completion_mask)
+        options = config.logits_dtype, config.chunk_rows, keep if static else None
+        head = _lm_head(hidden, weight, bias, kernels, wants, *options)
+        ids = _flat_ids(completion_ids, keep)
         stats, result = engine.run(head, plan, ids, kernels, gradients=any(wants), static_shapes=static)
         gradients = [hidden.new_empty(0) if g is None else g for g in head.gradients()]
     shape = completion_ids.shape
@@ -210,7 +210,8 @@ def policy_loss(
     inputs, config = TokenInputs(*tokens), config_from_key(config_key)  # type: ignore[arg-type]
     with torch.no_grad():
         plan = build_plan(inputs, logps.shape, config, num_groups, table_dtype(logps.dtype))
-        plain = (torch.where(plan.mask, x.reshape(-1).to(plan.table.dtype), 0.0) for x in (logps, entropy))
+        keep = _keep(inputs.completion_mask)
+        plain = (_filled(x.reshape(-1).to(plan.table.dtype), keep, 0.0) for x in (logps, entropy))
         r = engine.finish(plan, get_backend(backend), *plain)
     gradients = (g.view(logps.shape).to(logps.dtype, copy=True) for g in (r.g_logp, r.g_entropy))
     return r.loss, r.group_sums, r.totals, r.extrema, *gradients
@@ -251,7 +252,7 @@ def loss_over_logits(
     config = config_from_key(config_key)
     with torch.no_grad():
         plan = build_plan(tokens, completion_ids.shape, config, num_groups, table_dtype(logits.dtype))
-        ids = _flat_ids(completion_ids, None if tokens.completion_mask is None else plan.mask)
+        ids = _flat_ids(completion_ids, _keep(tokens.completion_mask))
         static = config.static_shapes or _capturing(logits.device)
         head = GivenLogits(logits)
         stats, r = engine.run(head, plan, ids, get_backend(backend), gradients=want, static_shapes=static)

@@ -349,12 +349,13 @@ def test_a_failure_of_ours_is_an_exit_status(monkeypatch: pytest.MonkeyPatch, tm
         assert main(["bench", "--device", "cpu", *options]) == status
 
 
-def test_a_run_goes_on_where_an_earlier_one_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cut", ["error", "memory_error"])
+def test_a_run_goes_on_where_an_earlier_one_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cut: str) -> None:
     measured: list[str] = []
 
     def fake(case: Case, *rest: object) -> dict:
         measured.append(case.mode)
-        error = {"error": measure.NOT_RUN} if case.mode == "frozen" else {}
+        error = {cut: measure.NOT_RUN} if case.mode == "frozen" else {}
         return {"implementations": {"ours": {"title": "ours"} | error}}
 
     monkeypatch.setattr(bench_run, "measure", fake)
@@ -372,6 +373,20 @@ def test_a_run_goes_on_where_an_earlier_one_ended(monkeypatch: pytest.MonkeyPatc
     output.write_text(json.dumps(document))
     with pytest.raises(ValueError, match=r"measured otherwise \(versions\)"):
         bench_run.Run(CPU, command="", output=output, resume=True)
+
+
+def test_what_there_is_no_time_to_weigh_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = bench_run.Run(CPU, command="", minutes=1.0)
+
+    def weigh(*rest: object) -> dict:
+        session.end = 0.0
+        return {"peak_bytes": 1}
+
+    monkeypatch.setattr(bench_run, "weigh", weigh)
+    found = session.measure(Job(TINY, ("ours", "eager"), timed=False, weighed=("ours", "eager")))
+    assert found is not None
+    assert found["implementations"]["ours"]["peak_bytes"] == 1
+    assert found["implementations"]["eager"]["memory_error"] == measure.NOT_RUN
 
 
 def test_excluded_names_are_left_out() -> None:

@@ -41,7 +41,7 @@ GROUP_BYTES = 16 << 20
 EPILOGUE_INSTRUCTIONS = 20
 # Launches of a call, and of them those before the first product, when the device waits for the host. Counted with
 # torch.profiler over calls of one and of four chunks, views left out, rounded.
-LAUNCHES = {"step": (100, 70), "frozen": (100, 70), "forward": (30, 20)}
+LAUNCHES = {"step": (70, 50), "frozen": (70, 50), "forward": (20, 15)}
 LAUNCHES_PER_CHUNK = 10
 EAGER_LAUNCHES, FLOOR_LAUNCHES = 60, 3
 

@@ -40,10 +40,11 @@ class Run:
         self.rounds = rounds or ROUNDS[device.type]
         self.end = time.time() + 60 * minutes if minutes else float("inf")
         self.output = output
+        here = environment(device)
         self.document: Document = {
-            "environment": environment(device),
+            "environment": here,
             "command": command,
-            "cases": _complete(output, environment(device)) if resume and output is not None else [],
+            "cases": _complete(output, here) if resume and output is not None else [],
             "not_run": [],
         }
 
@@ -71,8 +72,8 @@ class Run:
         reports = found["implementations"]
         if self.device.type == "cpu":  # a GPU has weighed while it measured
             for name in job.weighed_names():
-                if time.time() < self.end:
-                    reports.setdefault(name, {}).update(weigh(job.case, name, tell))
+                late = time.time() > self.end
+                reports.setdefault(name, {}).update({"memory_error": NOT_RUN} if late else weigh(job.case, name, tell))
         if "peak_bytes" in reports.get("eager", {}):
             for report in reports.values():
                 if "peak_bytes" in report:
@@ -82,7 +83,7 @@ class Run:
 
 
 def _complete(path: Path, here: Document) -> list[Document]:
-    """The cases of an earlier run that time did not cut short."""
+    """The cases of an earlier run in which everybody was measured and weighed, if in fewer rounds."""
     if not path.exists():
         return []
     document = read(path)
@@ -92,5 +93,7 @@ def _complete(path: Path, here: Document) -> list[Document]:
     return [
         found
         for found in document["cases"]
-        if not any(report.get("error") == NOT_RUN for report in found["implementations"].values())
+        if not any(
+            NOT_RUN in (report.get("error"), report.get("memory_error")) for report in found["implementations"].values()
+        )
     ]
