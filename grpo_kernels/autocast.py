@@ -6,14 +6,11 @@ import torch
 from torch import Tensor
 
 
-def settle_types(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The three in autocast's type where it is on, as torch.nn.functional.linear would take them; else as they came."""
+def autocast_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype | None:
+    """The type in which torch.nn.functional.linear would compute with these: autocast's; None where they stay."""
     if not isinstance(hidden, Tensor) or not torch.is_autocast_enabled(hidden.device.type):
-        return hidden, weight, bias
-    dtype = torch.get_autocast_dtype(hidden.device.type)
-
-    def cast(x: Tensor) -> Tensor:
-        castable = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
-        return x.to(dtype) if castable else x
-
-    return cast(hidden), cast(weight), None if bias is None else cast(bias)
+        return None
+    for x in (hidden, weight, bias):
+        if isinstance(x, Tensor) and (x.dtype == torch.float64 or not x.is_floating_point()):
+            return None  # autocast leaves these alone; the checks then say which types do not fit
+    return torch.get_autocast_dtype(hidden.device.type)

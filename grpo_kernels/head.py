@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from .backends import Backend
+from .delivery import FinishedGradients, waiting_dtype
 from .memory import ROUNDED_CHUNKS, allocate_chunk
+from .products import PIECE_ROWS, SPLIT_SUM_ELEMENTS, add_product, product, returns_float32
 from .strategy import choose_strategy
 
-# Rows of W converted to float32 at a time, where the CPU library has no product for the types at hand.
-CONVERTED_ROWS = 4096
 # Rows of W in one float32 product of the forward pass on a CPU: 512 hidden rows against 1,024 take 4 to 9 % less time
 # than against all of W at once (H from 576 to 2048, V from 49,152 to 151,936).
 FORWARD_ROWS = 1024
@@ -67,8 +67,10 @@ def chunk(index: Tensor | None, num_tokens: int, size: int) -> Iterator[Rows]:
 class LMHead:
     """Products with one lm_head; gradients accumulate here.
 
-    `wants` = (hidden, weight, bias) need gradients. `keep` (N,) bool: padding is computed along with the rest, and its
-    hidden states, which may hold anything, count as 0. `strategy`: see strategy.py.
+    `compute_dtype`: the type of the products where that is not the inputs' own (autocast); gradients come back in the
+    types of the inputs. `wants` = (hidden, weight, bias) need gradients. `keep` (N,) bool: padding is computed along
+    with the rest, and its hidden states, which may hold anything, count as 0. `strategy`: see strategy.py.
+    `gradient_scale`: set by the engine where gradients of logits are float16, see delivery.py.
     """
 
     def __init__(
@@ -81,20 +83,30 @@ class LMHead:
         backend: Backend,
         wants: tuple[bool, ...] = (False, False, False),
         keep: Tensor | None = None,
+        compute_dtype: torch.dtype | None = None,
     ) -> None:
+        self.given_dtypes = [hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype]
+        self.waiting_dtypes = [waiting_dtype(dtype) for dtype in self.given_dtypes]
+        if compute_dtype is not None:
+            hidden, weight = hidden.to(compute_dtype), weight.to(compute_dtype)
+            bias = None if bias is None else bias.to(compute_dtype)
         self.hidden, self.weight, self.bias, self.keep = hidden, weight, bias, keep
         self.strategy = choose_strategy(backend, hidden, weight)
         self.num_tokens = hidden.numel() // hidden.shape[-1]
         self.flat_hidden = _flat_view(hidden)
         self.logits_dtype, self.chunk_rows, self.backend = logits_dtype, chunk_rows, backend
         self.wants = wants
+        on_cpu = hidden.device.type == "cpu"
         # A CPU has no usable float16 product, and none that returns float32 from 16-bit inputs: convert W in pieces.
-        self.converts = hidden.device.type == "cpu" and logits_dtype != hidden.dtype
+        self.converts = logits_dtype != hidden.dtype and not returns_float32(hidden.device, hidden.dtype)
         self.grad_dtype = torch.float32 if hidden.dtype == torch.float16 and self.converts else hidden.dtype
-        self.rounds = hidden.device.type == "cpu" and self.grad_dtype == torch.bfloat16
-        # A GPU's only chunk is its own sum, and rounded once; more are added up in float32.
-        few = ROUNDED_CHUNKS if hidden.device.type == "cpu" else 1
-        self.sums_in_float32 = self.grad_dtype.itemsize == 2 and self.num_tokens > few * chunk_rows
+        self.rounds = on_cpu and self.grad_dtype == torch.bfloat16
+        # Few chunks may add to a 16-bit dweight, on a GPU one alone: its GEMM rounds once. More are summed in float32,
+        # as is a gradient that is wanted in float32.
+        few = ROUNDED_CHUNKS if on_cpu else 1
+        long = self.num_tokens > few * chunk_rows or self.waiting_dtypes[1] == torch.float32
+        self.sums_in_float32 = self.grad_dtype.itemsize == 2 and long
+        self.gradient_scale: Tensor | None = None
         self.scratch: Tensor | None = None
         self.dhidden: Tensor | None = None
         self.dweight: Tensor | None = None
@@ -106,7 +118,7 @@ class LMHead:
         out = self._scratch(rows, self.logits_dtype)
         if self.converts:
             h = h.to(self.logits_dtype)
-            for piece in self._pieces(CONVERTED_ROWS):
+            for piece in self._pieces(PIECE_ROWS):
                 torch.mm(h, self.weight[piece].to(self.logits_dtype).T, out=out[:, piece])
         elif self.logits_dtype != h.dtype:
             torch.mm(h, self.weight.T, out_dtype=self.logits_dtype, out=out)
@@ -137,14 +149,13 @@ class LMHead:
 
     def residual(self, rows: Rows) -> Tensor | None:
         """(C,) to receive what rounding takes from the sampled ids' entries of dlogits; None where it is not used."""
-        return torch.empty(rows.stop - rows.start) if self.rounds else None
+        return torch.empty(rows.stop - rows.start, dtype=torch.float32) if self.rounds else None
 
     def accumulate_scaled(self, rows: Rows, exponentials: Tensor, scale: Tensor) -> None:
         """`accumulate` of dlogits = scale[:, None] * exponentials, scale (C,) float32, which is never formed."""
         h = self.hidden_rows(rows)
         if self.wants[0]:
-            product = torch.mm(exponentials, self.weight)
-            self._put_dhidden(rows, (scale[:, None] * product).to(self.hidden.dtype))
+            self._put_dhidden(rows, scale[:, None] * self._times_weight(exponentials))
         if self.wants[1]:
             self._add_dweight(exponentials, (scale[:, None] * h).to(h.dtype))
         if self.wants[2]:
@@ -164,51 +175,69 @@ class LMHead:
                 total.index_add_(0, ids, residual)
             self.dbias = total if self.dbias is None else self.dbias.add_(total)
 
-    def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """(dhidden, dweight, dbias) in the types and shapes of the inputs; zeros where no row contributed."""
+    def gradients(self) -> FinishedGradients:
+        """Of (hidden, weight, bias), in their shapes; zeros where no row contributed."""
         self.scratch = None
-        dhidden = dweight = dbias = None
-        if self.wants[0]:
-            dhidden = self._zeros_like(self.hidden) if self.dhidden is None else self.dhidden.view(self.hidden.shape)
-        if self.wants[1]:
-            dweight = self._zeros_like(self.weight) if self.dweight is None else self.dweight.to(self.weight.dtype)
-        if self.wants[2] and self.bias is not None:
-            dbias = self._zeros_like(self.bias) if self.dbias is None else self.dbias.to(self.bias.dtype)
-        return dhidden, dweight, dbias
+        sums = self.dhidden, self.dweight, self.dbias
+        self.dhidden = self.dweight = self.dbias = None
+        inputs = self.hidden, self.weight, self.bias
+        finished: list[Tensor | None] = [None, None, None]
+        for i, (total, x, dtype) in enumerate(zip(sums, inputs, self.waiting_dtypes, strict=True)):
+            if self.wants[i] and x is not None:
+                if total is None:
+                    total = torch.zeros(x.shape, dtype=dtype, device=x.device)
+                finished[i] = total.view(x.shape).to(dtype)
+        return FinishedGradients(finished, self.given_dtypes, self.backend, self.gradient_scale)
 
     def _put_dhidden(self, rows: Rows, values: Tensor) -> None:
-        rows.put(self._dhidden(rows), values)
+        rows.put(self._dhidden(rows), values.to(self.waiting_dtypes[0]))
 
     def _dhidden(self, rows: Rows) -> Tensor:
         if self.dhidden is None:
             shape = (self.num_tokens, self.hidden.shape[-1])
             # Rows that no chunk visits keep the zero they start with.
             fresh = torch.empty if rows.index is None else torch.zeros
-            self.dhidden = fresh(shape, dtype=self.hidden.dtype, device=self.hidden.device)
+            self.dhidden = fresh(shape, dtype=self.waiting_dtypes[0], device=self.hidden.device)
         return self.dhidden
 
     def _add_dhidden(self, rows: Rows, dlogits: Tensor, ids: Tensor, residual: Tensor | None) -> None:
         if dlogits.dtype != self.weight.dtype:
-            total = torch.zeros(dlogits.shape[0], self.hidden.shape[-1], dtype=dlogits.dtype)
-            for piece in self._pieces(CONVERTED_ROWS):
+            shape = dlogits.shape[0], self.hidden.shape[-1]
+            total = torch.zeros(shape, dtype=dlogits.dtype, device=dlogits.device)
+            for piece in self._pieces(PIECE_ROWS):
                 total.addmm_(dlogits[:, piece], self.weight[piece].to(dlogits.dtype))
-            self._put_dhidden(rows, total.to(self.hidden.dtype))
+            self._put_dhidden(rows, total)
         elif residual is not None:
             start = (residual[:, None] * self.weight[ids]).to(dlogits.dtype)
             self._put_dhidden(rows, start.addmm_(dlogits, self.weight))
-        elif rows.index is None:
-            torch.mm(dlogits, self.weight, out=self._dhidden(rows)[rows.start : rows.stop])
+        elif rows.index is None and self._dhidden(rows).dtype == self._times_weight_dtype(rows.stop - rows.start):
+            self._times_weight(dlogits, out=self._dhidden(rows)[rows.start : rows.stop])
         else:
-            self._put_dhidden(rows, torch.mm(dlogits, self.weight))
+            self._put_dhidden(rows, self._times_weight(dlogits))
+
+    def _times_weight_dtype(self, count: int) -> torch.dtype:
+        """The type in which dlogits W of `count` rows is computed: float32 where it is wanted or where rounding parts
+        of the sum to 16 bits would show."""
+        dtype = self.weight.dtype
+        if dtype.itemsize > 2 or not returns_float32(self.weight.device, dtype):
+            return dtype
+        split = count * self.weight.shape[1] < SPLIT_SUM_ELEMENTS
+        return torch.float32 if split or self.waiting_dtypes[0] == torch.float32 else dtype
+
+    def _times_weight(self, dlogits: Tensor, out: Tensor | None = None) -> Tensor:
+        """dlogits W (C, H)."""
+        if self._times_weight_dtype(dlogits.shape[0]) == self.weight.dtype:
+            return torch.mm(dlogits, self.weight, out=out)
+        return product(dlogits, self.weight, out)
 
     def _add_dweight(self, dlogits: Tensor, h: Tensor, rounded: tuple[Tensor, Tensor] | None = None) -> None:
         """`rounded`: sampled ids and what rounding took from their entries of dlogits."""
-        if dlogits.device.type != "cpu" and h.dtype.itemsize == 2:
+        if dlogits.device.type != "cpu" and dlogits.dtype.itemsize == 2:
             if self.dweight is not None:
-                total = self.dweight.float()
-                self.dweight = torch.addmm(total, dlogits.T, h, out_dtype=torch.float32, out=total)
+                self.dweight = self.dweight.float()
+                add_product(self.dweight, dlogits.T, h)
             elif self.sums_in_float32:
-                self.dweight = torch.mm(dlogits.T, h, out_dtype=torch.float32)
+                self.dweight = product(dlogits.T, h)
             else:
                 self.dweight = torch.mm(dlogits.T, h)
             return
@@ -227,7 +256,7 @@ class LMHead:
         if not self.sums_in_float32:
             self.dweight.addmm_(dlogits.T, h)
             return
-        for piece in self._pieces(CONVERTED_ROWS):
+        for piece in self._pieces(PIECE_ROWS):
             self.dweight[piece] += torch.mm(dlogits[:, piece].T, h)
 
     def hidden_rows(self, rows: Rows) -> Tensor:
@@ -249,17 +278,14 @@ class LMHead:
         for start in range(0, self.weight.shape[0], rows):
             yield slice(start, min(start + rows, self.weight.shape[0]))
 
-    @staticmethod
-    def _zeros_like(x: Tensor) -> Tensor:
-        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-
 
 class GivenLogits:
     """Logits that the caller already holds, behind the interface of `LMHead`: all rows are at hand, in place."""
 
     def __init__(self, logits: Tensor) -> None:
-        """`logits` (N, V) are overwritten with their gradient."""
+        """`logits` (N, V) are overwritten with their gradient, which holds the factor `gradient_scale`, if any."""
         self.buffer = logits
+        self.gradient_scale: Tensor | None = None
         self.num_tokens = self.chunk_rows = logits.shape[0]
         self.grad_dtype = logits.dtype
         self.strategy = "rows"

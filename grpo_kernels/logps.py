@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from . import ops
-from .autocast import settle_types
+from .autocast import autocast_dtype
 from .backends import choose_backend
 from .config import check_logit_transform
 from .validate import check_head, check_token_tensor
@@ -38,19 +38,20 @@ def fused_logps(
     Raises ValueError, TypeError naming the argument that does not fit.
     """
     check_logit_transform(temperature, logit_scale, logit_softcap)
-    hidden, lm_head_weight, lm_head_bias = settle_types(hidden, lm_head_weight, lm_head_bias)
-    check_head(hidden, lm_head_weight, lm_head_bias, completion_ids)
+    compute_dtype = autocast_dtype(hidden, lm_head_weight, lm_head_bias)
+    check_head(hidden, lm_head_weight, lm_head_bias, completion_ids, compute_dtype)
+    dtype = compute_dtype or hidden.dtype
     check_token_tensor("completion_mask", completion_mask, completion_ids.shape, -1, hidden)
     if isinstance(temperature, Tensor):
         if temperature.numel() > 1:
             check_token_tensor("temperature", temperature, completion_ids.shape, -1, hidden)
         per_token = temperature.detach().to(hidden.device)
     else:
-        per_token = hidden.new_full((), temperature, dtype=ops.table_dtype(hidden.dtype))
-    name = choose_backend(backend, hidden.device, hidden.dtype)
+        per_token = hidden.new_full((), temperature, dtype=ops.table_dtype(dtype))
+    name = choose_backend(backend, hidden.device, dtype)
     softcap = 0.0 if logit_softcap is None else float(logit_softcap)
     logps, entropies, _ = ops.logps(
         *(hidden, lm_head_weight, lm_head_bias, completion_ids, completion_mask),
-        *(per_token, float(logit_scale), softcap, entropy, name),
+        *(per_token, float(logit_scale), softcap, entropy, name, compute_dtype),
     )
     return logps, entropies if entropy else None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from . import ops
-from .autocast import settle_types
-from .backends import choose_backend, get_backend
+from .autocast import autocast_dtype
+from .backends import choose_backend
 from .config import DEFAULT_CONFIG, GRPOConfig
 from .delivery import deliver_once, refuse_double_backward
 from .inputs import LossOptions, resolve
@@ -76,10 +78,10 @@ def fused_grpo_loss(
     """
     config = DEFAULT_CONFIG if config is None else config
     check_config(config)
-    hidden, lm_head_weight, lm_head_bias = settle_types(hidden, lm_head_weight, lm_head_bias)
-    check_head(hidden, lm_head_weight, lm_head_bias, completion_ids)
-    check_logits_dtype(config.logits_dtype, hidden.dtype)
-    name = choose_backend(backend, hidden.device, hidden.dtype)
+    compute_dtype = autocast_dtype(hidden, lm_head_weight, lm_head_bias)
+    check_head(hidden, lm_head_weight, lm_head_bias, completion_ids, compute_dtype)
+    check_logits_dtype(config.logits_dtype, compute_dtype or hidden.dtype)
+    name = choose_backend(backend, hidden.device, compute_dtype or hidden.dtype)
     options = LossOptions(
         advantages, rewards, num_generations, group_ids, completion_mask, old_logps, ref_logps, rollout_weights,
         rollout_logps, cu_seqlens, num_items_in_batch, normalizer,
@@ -87,11 +89,8 @@ def fused_grpo_loss(
     inputs = resolve(options, config, completion_ids, "hidden", name)
     given = (hidden, lm_head_weight, lm_head_bias)
     wants = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in given]
-    results = ops.grpo_loss(
-        *(*given, completion_ids),
-        *(list(inputs.tokens), inputs.num_groups, config.key, name, wants),
-    )
-    return assemble(config, inputs, *results[:6])
+    call = ops.LossCall(completion_ids, inputs.tokens, inputs.num_groups, config, name, compute_dtype, wants)
+    return assemble(config, inputs, *ops.loss_from_hidden(*given, call))
 
 
 def grpo_loss_from_logps(
@@ -176,7 +175,10 @@ def grpo_loss_from_logits(
     check_values(completion_ids, completion_mask, logits.shape[-1], cu_seqlens)
     if inplace and logits.is_leaf and logits.requires_grad:
         raise ValueError("inplace=True would overwrite a leaf that requires a gradient; pass the output of the lm_head")
-    results = _LossOverLogits.apply(logits, completion_ids, inputs.tokens, inputs.num_groups, config.key, name, inplace)
+    want = torch.is_grad_enabled() and logits.requires_grad
+    results = _LossOverLogits.apply(
+        logits, completion_ids, inputs.tokens, inputs.num_groups, config, name, want, inplace
+    )
     return assemble(config, inputs, *results)
 
 
@@ -184,17 +186,16 @@ class _LossOverLogits(torch.autograd.Function):
     """Not a custom operator: one that returns its input's memory cannot be one."""
 
     @staticmethod
-    def forward(ctx, logits, completion_ids, inputs, num_groups, config_key, backend, inplace):
-        want = ctx.needs_input_grad[0]
+    def forward(ctx, logits, completion_ids, inputs, num_groups, config, backend, want, inplace):
         flat = logits.detach().reshape(-1, logits.shape[-1])
         reused = inplace and flat.data_ptr() == logits.data_ptr() and flat.stride(-1) == 1
         if (want and not reused) or flat.stride(-1) != 1:
             flat = flat.clone(memory_format=torch.contiguous_format)
-        results = ops.loss_over_logits(flat, completion_ids, inputs, num_groups, config_key, backend, want)
-        if want:
+        results, gradients = ops.loss_over_logits(flat, completion_ids, inputs, num_groups, config, backend, want)
+        if gradients is not None:
             if reused:
                 torch.autograd.graph.increment_version(logits)
-            ctx.gradients, ctx.backend = [flat.view(logits.shape)], get_backend(backend)
+            ctx.gradients = replace(gradients, tensors=[flat.view(logits.shape)])
         ctx.mark_non_differentiable(*results[1:])
         ctx.set_materialize_grads(False)
         return results
@@ -203,4 +204,4 @@ class _LossOverLogits(torch.autograd.Function):
     def backward(ctx, g_loss, *_):
         refuse_double_backward("grpo_loss_from_logits")
         gradient = None if g_loss is None else deliver_once(ctx, "grpo_loss_from_logits", g_loss)[0]
-        return gradient, *[None] * 6
+        return gradient, *[None] * 7

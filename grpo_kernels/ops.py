@@ -1,23 +1,27 @@
-"""The custom operators: what torch.compile sees of the engine. One for the loss, two for log-probabilities, O(N) ones.
+"""What autograd and torch.compile see of the engine: the loss, log-probabilities, and what is O(N).
+
+Eager calls of the loss go through an autograd.Function, which keeps its gradients to itself; torch.compile gets custom
+operators with the same body. Everything else is custom operators alone.
 
 No `from __future__ import annotations` here, and Optional[X] for X | None: torch infers schemas from the annotations.
 """
 # ruff: noqa: UP045
 
 from collections.abc import Sequence
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
 from . import engine
 from .backends import Backend, get_backend
-from .config import config_from_key
-from .delivery import deliver, refuse_double_backward
+from .config import GRPOConfig, config_from_key
+from .delivery import FinishedGradients, deliver_once, refuse_double_backward, times, waiting_dtype
 from .head import GivenLogits, LMHead
 from .memory import default_chunk_rows, default_logits_dtype
 from .params import COLUMNS, KernelParams, RowStats
 from .plan import TokenInputs, build_plan
+from .products import settled_precision
 from .validate import check_values
 
 
@@ -26,12 +30,64 @@ def table_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _no_autocast(device: torch.device) -> torch.autocast:
-    """Types are settled before an operator is called; its products must not be cast again."""
-    return torch.autocast(device.type, enabled=False)
-
-
 # --- the loss from hidden states ----------------------------------------------------------------------------------
+
+
+class LossCall(NamedTuple):
+    """What a call of the loss computes, besides the three inputs that may need gradients."""
+
+    completion_ids: Tensor
+    tokens: TokenInputs
+    num_groups: int
+    config: GRPOConfig
+    backend: str
+    compute_dtype: Optional[torch.dtype]  # of the products, where it is not the inputs' own
+    wants: Sequence[bool]  # which of hidden, weight, bias need gradients
+
+
+def loss_from_hidden(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: LossCall) -> tuple[Tensor, ...]:
+    """(loss, logps, entropy, group_sums, totals, extrema); the loss is differentiable in hidden, weight and bias."""
+    if not torch.compiler.is_compiling() and type(hidden) in (Tensor, torch.nn.Parameter):
+        return _Loss.apply(hidden, weight, bias, call)
+    results = grpo_loss(
+        *(hidden, weight, bias, call.completion_ids, list(call.tokens), call.num_groups, call.config.key),
+        *(call.backend, call.compute_dtype, call.wants),
+    )
+    return results[:6]
+
+
+def _compute_loss(
+    hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: LossCall
+) -> tuple[tuple[Tensor, ...], FinishedGradients]:
+    ids, inputs, config = call.completion_ids, call.tokens, call.config
+    check_values(ids, inputs.completion_mask, weight.shape[0], inputs.cu_seqlens)
+    dtype = call.compute_dtype or hidden.dtype
+    with torch.no_grad(), settled_precision(hidden.device):
+        plan = build_plan(inputs, ids.shape, config, call.num_groups, table_dtype(dtype))
+        kernels = get_backend(call.backend)
+        static = config.static_shapes or _capturing(hidden.device)
+        keep = _keep(inputs.completion_mask)
+        options = config.logits_dtype, config.chunk_rows, keep if static else None
+        head = _lm_head(hidden, weight, bias, kernels, call.compute_dtype, call.wants, *options)
+        flat = _flat_ids(ids, keep)
+        stats, result = engine.run(head, plan, flat, kernels, gradients=any(call.wants), static_shapes=static)
+        per_token = stats.logp.view(ids.shape), stats.entropy.view(ids.shape)
+        return (result.loss, *per_token, result.group_sums, result.totals, result.extrema), head.gradients()
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, call):
+        results, ctx.gradients = _compute_loss(hidden, weight, bias, call)
+        ctx.mark_non_differentiable(*results[1:])
+        ctx.set_materialize_grads(False)
+        return results
+
+    @staticmethod
+    def backward(ctx, g_loss, *_):
+        refuse_double_backward("fused_grpo_loss")
+        gradients = [None] * 3 if g_loss is None else deliver_once(ctx, "fused_grpo_loss", g_loss)
+        return *gradients, None
 
 
 @torch.library.custom_op("grpo_kernels::grpo_loss", mutates_args=())
@@ -44,32 +100,23 @@ def grpo_loss(
     num_groups: int,
     config_key: str,
     backend: str,
+    compute_dtype: Optional[torch.dtype],
     wants: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(loss, logps, entropy, group_sums, totals, extrema, dhidden, dweight, dbias); unwanted gradients are empty."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(loss, logps, entropy, group_sums, totals, extrema, dhidden, dweight, dbias, scale of the last three).
+
+    Unwanted gradients are empty.
+    """
     inputs, config = TokenInputs(*tokens), config_from_key(config_key)  # type: ignore[arg-type]
-    check_values(completion_ids, inputs.completion_mask, weight.shape[0], inputs.cu_seqlens)
-    with torch.no_grad(), _no_autocast(hidden.device):
-        plan = build_plan(inputs, completion_ids.shape, config, num_groups, table_dtype(hidden.dtype))
-        kernels = get_backend(backend)
-        static = config.static_shapes or _capturing(hidden.device)
-        keep = _keep(inputs.completion_mask)
-        options = config.logits_dtype, config.chunk_rows, keep if static else None
-        head = _lm_head(hidden, weight, bias, kernels, wants, *options)
-        ids = _flat_ids(completion_ids, keep)
-        stats, result = engine.run(head, plan, ids, kernels, gradients=any(wants), static_shapes=static)
-        gradients = [hidden.new_empty(0) if g is None else g for g in head.gradients()]
-    shape = completion_ids.shape
-    return (
-        *(result.loss, stats.logp.view(shape), stats.entropy.view(shape)),
-        *(result.group_sums, result.totals, result.extrema),
-        *gradients,
-    )
+    call = LossCall(completion_ids, inputs, num_groups, config, backend, compute_dtype, wants)
+    results, gradients = _compute_loss(hidden, weight, bias, call)
+    scale = hidden.new_ones((), dtype=torch.float32) if gradients.scale is None else gradients.scale
+    return *results, *(hidden.new_empty(0) if g is None else g for g in gradients.tensors), scale
 
 
 @grpo_loss.register_fake
-def _(hidden, weight, bias, completion_ids, tokens, num_groups, config_key, backend, wants):
-    dtype = table_dtype(hidden.dtype)
+def _(hidden, weight, bias, completion_ids, tokens, num_groups, config_key, backend, compute_dtype, wants):
+    dtype = table_dtype(compute_dtype or hidden.dtype)
     f = hidden.new_empty
     given = (hidden, weight, weight if bias is None else bias)
     return (
@@ -79,27 +126,34 @@ def _(hidden, weight, bias, completion_ids, tokens, num_groups, config_key, back
         f((num_groups, len(COLUMNS)), dtype=dtype),
         f(len(COLUMNS), dtype=dtype),
         f(3, dtype=dtype),
-        *(x.new_empty(x.shape) if want else f(0) for x, want in zip(given, wants, strict=True)),
+        *(
+            x.new_empty(x.shape, dtype=waiting_dtype(x.dtype)) if want else f(0)
+            for x, want in zip(given, wants, strict=True)
+        ),
+        f((), dtype=torch.float32),
     )
 
 
 def _save_gradients(ctx, inputs, output):
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    ctx.backend, ctx.wants = inputs[-2:]
-    ctx.save_for_backward(*output[-3:])
+    hidden, weight, bias = inputs[:3]
+    ctx.wants = inputs[-1]
+    ctx.dtypes = hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
+    ctx.save_for_backward(*output[-4:])
 
 
 def _return_gradients(ctx, g_loss, *_):
     refuse_double_backward("fused_grpo_loss")
     gradients: list[Optional[Tensor]] = [None, None, None]
     if g_loss is not None:
-        backend = get_backend(ctx.backend)
+        *saved, scale = ctx.saved_tensors
+        factor = g_loss / scale
         gradients = [
-            deliver(saved, g_loss, backend) if want else None
-            for saved, want in zip(ctx.saved_tensors, ctx.wants, strict=True)
+            times(x, factor, dtype) if want else None
+            for x, dtype, want in zip(saved, ctx.dtypes, ctx.wants, strict=True)
         ]
-    return (*gradients, *[None] * 6)
+    return (*gradients, *[None] * 7)
 
 
 grpo_loss.register_autograd(_return_gradients, setup_context=_save_gradients)
@@ -120,12 +174,13 @@ def logps(
     softcap: float,
     want_entropy: bool,
     backend: str,
+    compute_dtype: Optional[torch.dtype],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(logps, entropy, lse), each of the shape of completion_ids; 0 at masked positions."""
     check_values(completion_ids, mask, weight.shape[0], None)
-    with torch.no_grad(), _no_autocast(hidden.device):
+    with torch.no_grad(), settled_precision(hidden.device):
         keep, static = _keep(mask), _capturing(hidden.device)
-        head = _lm_head(hidden, weight, bias, get_backend(backend), keep=keep if static else None)
+        head = _lm_head(hidden, weight, bias, get_backend(backend), compute_dtype, keep=keep if static else None)
         scorer = _scorer(head, completion_ids, keep, temperature, logit_scale, softcap)
         scorer.score(None if static or keep is None else keep.nonzero().squeeze(1), entropy=want_entropy)
         logp, lse, entropy = scorer.stats
@@ -135,8 +190,10 @@ def logps(
 
 
 @logps.register_fake
-def _(hidden, weight, bias, completion_ids, mask, temperature, logit_scale, softcap, want_entropy, backend):
-    dtype = table_dtype(hidden.dtype)
+def _(
+    hidden, weight, bias, completion_ids, mask, temperature, logit_scale, softcap, want_entropy, backend, compute_dtype
+):
+    dtype = table_dtype(compute_dtype or hidden.dtype)
     return tuple(hidden.new_empty(completion_ids.shape, dtype=t) for t in (dtype, dtype, torch.float64))
 
 
@@ -154,30 +211,31 @@ def logps_backward(
     logit_scale: float,
     softcap: float,
     backend: str,
+    compute_dtype: Optional[torch.dtype],
     wants: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dhidden, dweight, dbias) from the logits computed again, over rows with a non-zero coefficient."""
-    with torch.no_grad(), _no_autocast(hidden.device):
+    with torch.no_grad(), settled_precision(hidden.device):
         keep, static = _keep(mask), _capturing(hidden.device)
-        head = _lm_head(hidden, weight, bias, get_backend(backend), wants, keep=keep if static else None)
+        kept = keep if static else None
+        head = _lm_head(hidden, weight, bias, get_backend(backend), compute_dtype, wants, keep=kept)
         scorer = _scorer(head, completion_ids, keep, temperature, logit_scale, softcap)
         scorer.stats = RowStats(*(x.reshape(-1) for x in stats))
         masked = (_filled(g.reshape(-1), keep, 0.0) for g in (g_logps, g_entropy))
         scorer.gradient(*masked, static_shapes=static)
-        return tuple(hidden.new_empty(0) if g is None else g for g in head.gradients())
+        gradients = head.gradients()
+        return tuple(hidden.new_empty(0) if g is None else g for g in gradients.without_scale())
 
 
 @logps_backward.register_fake
-def _(
-    g_logps, g_entropy, hidden, weight, bias, completion_ids, mask, temperature, stats, scale, softcap, backend, wants
-):
+def _(g_logps, g_entropy, hidden, weight, bias, ids, mask, temperature, stats, scale, softcap, backend, dtype, wants):
     given = (hidden, weight, weight if bias is None else bias)
     return tuple(x.new_empty(x.shape) if want else hidden.new_empty(0) for x, want in zip(given, wants, strict=True))
 
 
 def _save_logps(ctx, inputs, output):
-    hidden, weight, bias, completion_ids, mask, temperature, scale, softcap, _, backend = inputs
-    ctx.options = scale, softcap, backend
+    hidden, weight, bias, completion_ids, mask, temperature, scale, softcap, _, backend, compute_dtype = inputs
+    ctx.options = scale, softcap, backend, compute_dtype
     ctx.mark_non_differentiable(output[2])
     ctx.save_for_backward(hidden, weight, bias, completion_ids, mask, temperature, *output)
 
@@ -188,7 +246,7 @@ def _logps_gradients(ctx, g_logps, g_entropy, _):
     wants = list(ctx.needs_input_grad[:3])
     given = (hidden, weight, bias, completion_ids, mask, temperature)
     gradients = logps_backward(g_logps, g_entropy, *given, [logp, lse, entropy], *ctx.options, wants)
-    return (*(g if want else None for g, want in zip(gradients, wants, strict=True)), *[None] * 7)
+    return (*(g if want else None for g, want in zip(gradients, wants, strict=True)), *[None] * 8)
 
 
 logps.register_autograd(_logps_gradients, setup_context=_save_logps)
@@ -206,14 +264,14 @@ def policy_loss(
     config_key: str,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(loss, group_sums, totals, extrema, d loss / d logps, d loss / d entropy), all O(N)."""
+    """(loss, group_sums, totals, extrema, d loss / d logps, d loss / d entropy), all O(N) and in float32 or better."""
     inputs, config = TokenInputs(*tokens), config_from_key(config_key)  # type: ignore[arg-type]
     with torch.no_grad():
         plan = build_plan(inputs, logps.shape, config, num_groups, table_dtype(logps.dtype))
         keep = _keep(inputs.completion_mask)
         plain = (_filled(x.reshape(-1).to(plan.table.dtype), keep, 0.0) for x in (logps, entropy))
         r = engine.finish(plan, get_backend(backend), *plain)
-    gradients = (g.view(logps.shape).to(logps.dtype, copy=True) for g in (r.g_logp, r.g_entropy))
+    gradients = (g.view(logps.shape).clone() for g in (r.g_logp, r.g_entropy))
     return r.loss, r.group_sums, r.totals, r.extrema, *gradients
 
 
@@ -221,18 +279,21 @@ def policy_loss(
 def _(logps, entropy, tokens, num_groups, config_key, backend):
     f, dtype = logps.new_empty, table_dtype(logps.dtype)
     sums = (f((num_groups, len(COLUMNS)), dtype=dtype), f(len(COLUMNS), dtype=dtype), f(3, dtype=dtype))
-    return f((), dtype=dtype), *sums, f(logps.shape), f(logps.shape)
+    return f((), dtype=dtype), *sums, f(logps.shape, dtype=dtype), f(logps.shape, dtype=dtype)
 
 
 def _save_policy(ctx, inputs, output):
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
+    ctx.dtypes = inputs[0].dtype, inputs[1].dtype
     ctx.save_for_backward(*output[-2:])
 
 
 def _policy_gradients(ctx, g_loss, *_):
     refuse_double_backward("grpo_loss_from_logps")
-    gradients = [None, None] if g_loss is None else [g * g_loss.to(g.dtype) for g in ctx.saved_tensors]
+    gradients: list[Optional[Tensor]] = [None, None]
+    if g_loss is not None:
+        gradients = [times(g, g_loss, dtype) for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
     return (*gradients, *[None] * 4)
 
 
@@ -244,22 +305,34 @@ def loss_over_logits(
     completion_ids: Tensor,
     tokens: TokenInputs,
     num_groups: int,
-    config_key: str,
+    config: GRPOConfig,
     backend: str,
     want: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(loss, logps, entropy, group_sums, totals, extrema); with `want`, the gradient replaces `logits` (N, V)."""
-    config = config_from_key(config_key)
+) -> tuple[tuple[Tensor, ...], FinishedGradients | None]:
+    """((loss, logps, entropy, group_sums, totals, extrema), gradient); with `want` it replaces `logits` (N, V).
+
+    Every row is computed where it lies: rows that cannot have a gradient get zeros, and nothing is copied.
+    """
     with torch.no_grad():
         plan = build_plan(tokens, completion_ids.shape, config, num_groups, table_dtype(logits.dtype))
-        ids = _flat_ids(completion_ids, _keep(tokens.completion_mask))
-        static = config.static_shapes or _capturing(logits.device)
-        head = GivenLogits(logits)
-        stats, r = engine.run(head, plan, ids, get_backend(backend), gradients=want, static_shapes=static)
-        if want:
-            logits.masked_fill_(~plan.active[:, None], 0.0)
+        keep = _keep(tokens.completion_mask)
+        if want and keep is not None:  # padding may hold NaN, which no coefficient of 0 would hide
+            _clear_rows(logits, ~keep)
+        head, kernels = GivenLogits(logits), get_backend(backend)
+        stats, r = engine.run(head, plan, _flat_ids(completion_ids, keep), kernels, gradients=want, static_shapes=True)
     shape = completion_ids.shape
-    return r.loss, stats.logp.view(shape), stats.entropy.view(shape), r.group_sums, r.totals, r.extrema
+    results = r.loss, stats.logp.view(shape), stats.entropy.view(shape), r.group_sums, r.totals, r.extrema
+    if not want:
+        return results, None
+    return results, FinishedGradients([logits], [logits.dtype], kernels, head.gradient_scale)
+
+
+def _clear_rows(x: Tensor, chosen: Tensor) -> None:
+    """Zero these rows (N,) bool of x (N, V). Only they are written, except under capture, where all are."""
+    if _capturing(x.device):
+        x.masked_fill_(chosen[:, None], 0.0)
+    else:
+        x.index_fill_(0, chosen.nonzero().squeeze(1), 0.0)
 
 
 # --- group statistics ---------------------------------------------------------------
@@ -293,15 +366,17 @@ def _lm_head(
     weight: Tensor,
     bias: Optional[Tensor],
     backend: Backend,
+    compute_dtype: Optional[torch.dtype] = None,
     wants: Sequence[bool] = (False, False, False),
     logits_dtype: Optional[torch.dtype] = None,
     chunk_rows: Optional[int] = None,
     keep: Optional[Tensor] = None,
 ) -> LMHead:
     num_tokens, vocab_size = hidden.numel() // hidden.shape[-1], weight.shape[0]
-    dtype = logits_dtype or default_logits_dtype(hidden.dtype, hidden.device)
+    dtype = logits_dtype or default_logits_dtype(compute_dtype or hidden.dtype, hidden.device)
     rows = chunk_rows or default_chunk_rows(num_tokens, vocab_size, dtype.itemsize, hidden.device)
-    return LMHead(hidden, weight, bias, dtype, max(1, min(rows, num_tokens)), backend, tuple(wants), keep)
+    rows = max(1, min(rows, num_tokens))
+    return LMHead(hidden, weight, bias, dtype, rows, backend, tuple(wants), keep, compute_dtype)
 
 
 def _capturing(device: torch.device) -> bool:

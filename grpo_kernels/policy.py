@@ -8,14 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .autocast import settle_types
+from .autocast import autocast_dtype
 from .backends import choose_backend, get_backend
 from .config import GRPOConfig
-from .delivery import deliver_once, refuse_double_backward
+from .delivery import FinishedGradients, deliver_once, refuse_double_backward
 from .engine import Scorer, sequence_chunks
 from .head import LMHead, Rows, chunk
 from .memory import default_chunk_rows, default_logits_dtype
 from .params import RowStats
+from .products import settled_precision
 from .validate import check_head, check_token_tensor, check_values, num_sequences_of
 
 LEVELS = ("token", "sequence")
@@ -91,19 +92,22 @@ def fused_policy_loss(
         raise ValueError(f"level={level!r}; expected one of {', '.join(LEVELS)}")
     if not callable(loss_fn):
         raise TypeError(f"loss_fn is a {type(loss_fn).__name__}; expected a function of a PolicyChunk")
-    hidden, lm_head_weight, lm_head_bias = settle_types(hidden, lm_head_weight, lm_head_bias)
-    check_head(hidden, lm_head_weight, lm_head_bias, completion_ids)
+    compute_dtype = autocast_dtype(hidden, lm_head_weight, lm_head_bias)
+    check_head(hidden, lm_head_weight, lm_head_bias, completion_ids, compute_dtype)
     num_sequences = num_sequences_of(completion_ids, cu_seqlens)
     check_token_tensor("completion_mask", completion_mask, completion_ids.shape, num_sequences, hidden)
     if isinstance(temperature, Tensor) and temperature.numel() > 1:
         check_token_tensor("temperature", temperature, completion_ids.shape, num_sequences, hidden)
     check_values(completion_ids, completion_mask, lm_head_weight.shape[0], cu_seqlens)
-    name = choose_backend(backend, hidden.device, hidden.dtype)
+    name = choose_backend(backend, hidden.device, compute_dtype or hidden.dtype)
     offsets = cu_seqlens
     if offsets is None:
         offsets = torch.arange(num_sequences + 1, device=hidden.device) * completion_ids.shape[1]
-    call = _Call(config, completion_ids, completion_mask, offsets.long(), loss_fn, level, entropy, name)
-    return _PolicyLoss.apply(hidden, lm_head_weight, lm_head_bias, call)
+    given = hidden, lm_head_weight, lm_head_bias
+    wants = tuple(torch.is_grad_enabled() and x is not None and x.requires_grad for x in given)
+    ids, mask = completion_ids, completion_mask
+    call = _Call(config, ids, mask, offsets.long(), loss_fn, level, entropy, name, compute_dtype, wants)
+    return _PolicyLoss.apply(*given, call)
 
 
 @dataclass(frozen=True)
@@ -116,14 +120,15 @@ class _Call:
     level: str
     entropy: bool
     backend: str
+    compute_dtype: torch.dtype | None
+    wants: tuple[bool, ...]
 
 
 class _PolicyLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, call):
-        ctx.wants, ctx.backend = ctx.needs_input_grad[:3], get_backend(call.backend)
-        with torch.autocast(hidden.device.type, enabled=False):
-            loss, ctx.gradients = _run(hidden, weight, bias, call, ctx.wants)
+        with settled_precision(hidden.device):
+            loss, ctx.gradients = _run(hidden, weight, bias, call)
         return loss
 
     @staticmethod
@@ -132,21 +137,23 @@ class _PolicyLoss(torch.autograd.Function):
         return *deliver_once(ctx, "fused_policy_loss", g_loss), None
 
 
-def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call, wants: tuple[bool, bool, bool]):
+def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> tuple[Tensor, FinishedGradients]:
     config, device = call.config, hidden.device
     num_tokens = call.completion_ids.numel()
     mask = torch.ones(num_tokens, dtype=torch.bool, device=device)
     if call.completion_mask is not None:
         mask = call.completion_mask.reshape(-1).bool()
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    product_dtype = call.compute_dtype or hidden.dtype
+    dtype = torch.promote_types(product_dtype, torch.float32)
     temperature = config.temperature
     if not isinstance(temperature, Tensor):
-        temperature = torch.tensor(float(temperature), device=device)
+        temperature = torch.tensor(float(temperature), dtype=dtype, device=device)
     temperature = torch.where(mask, temperature.detach().to(device, dtype).reshape(-1).expand(num_tokens), 1.0)
-    logits_dtype = default_logits_dtype(hidden.dtype, device)
+    logits_dtype = default_logits_dtype(product_dtype, device)
     rows = config.chunk_rows or default_chunk_rows(num_tokens, weight.shape[0], logits_dtype.itemsize, device)
     backend = get_backend(call.backend)
-    head = LMHead(hidden, weight, bias, logits_dtype, max(1, min(rows, num_tokens)), backend, tuple(wants))
+    rows, wants = max(1, min(rows, num_tokens)), call.wants
+    head = LMHead(hidden, weight, bias, logits_dtype, rows, backend, wants, compute_dtype=call.compute_dtype)
     ids = torch.where(mask, call.completion_ids.reshape(-1), 0).long()
     scorer = Scorer(head, ids, temperature, config.kernel_params(has_base=False), backend)
 
@@ -164,7 +171,9 @@ def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call, wants
 
     lengths: list[int] = torch.bincount(sequence[index], minlength=len(span)).tolist()
     too_long = call.level == "sequence" and max(lengths, default=0) > head.chunk_rows
-    if not any(wants) or too_long:
+    # Gradients of float16 logits need one scale for all chunks, which follows from all coefficients.
+    needs_scale = head.grad_dtype == torch.float16
+    if not any(wants) or too_long or needs_scale:
         scorer.score(index)
         stats = RowStats(*(x[index] for x in scorer.stats))
         total, *parts = _differentiate(call, stats, index, sequence[index])

@@ -36,8 +36,13 @@ def check_float(name: str, x: Tensor) -> None:
         raise TypeError(f"{name} is {x.dtype}; expected float32, bfloat16, float16 or float64")
 
 
-def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor) -> None:
-    """hidden (B, T, H) or (N, H), weight (V, H), bias (V,) and ids of hidden's leading shape fit together."""
+def check_head(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, compute_dtype: torch.dtype | None = None
+) -> None:
+    """hidden (B, T, H) or (N, H), weight (V, H), bias (V,) and ids of hidden's leading shape fit together.
+
+    They have one type, unless autocast computes in `compute_dtype`.
+    """
     for name, x in (("hidden", hidden), ("lm_head_weight", weight), ("lm_head_bias", bias), ("completion_ids", ids)):
         if x is not None or name != "lm_head_bias":
             check_tensor(name, x, hidden)
@@ -51,7 +56,7 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor)
     if weight.shape[0] == 0:
         raise ValueError("lm_head_weight has no rows; expected (V, H) with V >= 1")
     for name, x in (("lm_head_weight", weight), ("lm_head_bias", bias)):
-        if x is not None and x.dtype != hidden.dtype:
+        if x is not None and x.dtype != hidden.dtype and compute_dtype is None:
             raise TypeError(f"{name} is {x.dtype} and hidden {hidden.dtype}; expected one type (or torch.autocast)")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"lm_head_bias has shape {tuple(bias.shape)}; expected ({weight.shape[0]},)")

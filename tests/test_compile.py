@@ -80,6 +80,21 @@ def test_fused_grpo_loss_through_inductor():
     assert_equal_runs(step, batch, "inductor")
 
 
+def test_under_autocast(backend):
+    """Float32 leaves get float32 gradients of products in bfloat16, compiled or not."""
+    batch = off_policy(make_batch(1, bias=True, masked=True))
+
+    def step(hidden, weight, bias):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = gk.fused_grpo_loss(
+                hidden, weight, batch.ids, batch.advantages, lm_head_bias=bias, backend=backend, **batch.options
+            )
+            logps, _ = gk.fused_logps(hidden, weight, batch.ids, lm_head_bias=bias, backend=backend)
+        return out.loss + 0.1 * logps.mean(), out.logps
+
+    assert_equal_runs(step, batch, "aot_eager")
+
+
 def test_config_made_inside_the_graph():
     batch = off_policy(make_batch(1, bias=True))
 
@@ -148,9 +163,9 @@ def samples(dtype: torch.dtype) -> dict[str, tuple]:
     wants = [True, True, True]
     plain = [x.detach() for x in (hidden, weight, bias)]
     return {
-        "grpo_loss": (hidden, weight, bias, batch.ids, tokens, 2, key, name, wants),
-        "logps": (hidden, weight, bias, batch.ids, mask, one, 1.0, 0.0, True, name),
-        "logps_backward": (*grads, *plain, batch.ids, mask, one, stats, 1.0, 0.0, name, wants),
+        "grpo_loss": (hidden, weight, bias, batch.ids, tokens, 2, key, name, None, wants),
+        "logps": (hidden, weight, bias, batch.ids, mask, one, 1.0, 0.0, True, name, None),
+        "logps_backward": (*grads, *plain, batch.ids, mask, one, stats, 1.0, 0.0, name, None, wants),
         "policy_loss": (logps, entropy, tokens, 2, key, name),
         "group_statistics": (torch.rand(4, dtype=wide), index, 2, "group", "mean", 1, 1e-4, name),
     }
@@ -166,8 +181,8 @@ def test_opcheck(name, dtype):
 
 
 def test_opcheck_without_gradients_and_options():
-    hidden, weight, _, ids, tokens, _, key, name, _ = samples(torch.float32)["grpo_loss"]
+    hidden, weight, _, ids, tokens, _, key, name, *_ = samples(torch.float32)["grpo_loss"]
     bare = list(TokenInputs(tokens[0]))
     torch.library.opcheck(
-        ops.grpo_loss, (hidden.detach(), weight.detach(), None, ids, bare, 0, key, name, [False, False, False])
+        ops.grpo_loss, (hidden.detach(), weight.detach(), None, ids, bare, 0, key, name, None, [False, False, False])
     )

@@ -12,6 +12,7 @@ from helpers import call_counter, make_batch
 import grpo_kernels as gk
 from grpo_kernels import delivery
 from grpo_kernels.backends import get_backend
+from grpo_kernels.head import LMHead
 from grpo_kernels.kernels import scale as triton_scale
 
 FACTORS = (0.3, -2.0, 1 + 2.0**-23, 0.0, 65536.0, math.inf, math.nan)
@@ -122,4 +123,65 @@ def test_the_host_does_not_look_at_the_factor_of_a_device(monkeypatch):
             x.fill_(7.0)
 
     saved = torch.ones(3)
-    assert delivery.deliver(saved, torch.ones((), device="meta"), Spy()) is saved and saved.tolist() == [7.0] * 3
+    assert (
+        delivery.deliver(saved, torch.ones((), device="meta"), Spy(), torch.float32) is saved
+        and saved.tolist() == [7.0] * 3
+    )
+
+
+# --- what autograd does not see ---------------------------------------------------------------------------------------
+
+
+def head_losses(batch, leaves, backend):
+    return {
+        "fused_grpo_loss": lambda: gk.fused_grpo_loss(*leaves, batch.ids, batch.advantages, backend=backend).loss,
+        "fused_policy_loss": lambda: gk.fused_policy_loss(
+            *leaves, batch.ids, lambda chunk: chunk.logps.mean(), backend=backend
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", ["fused_grpo_loss", "fused_policy_loss"])
+def test_hooks_on_saved_tensors_do_not_move_gradients(name, backend):
+    """save_on_cpu and its like would copy a (V, H) gradient to the host and back."""
+    batch = make_batch(0)
+    leaves = [x.clone().requires_grad_() for x in (batch.hidden, batch.weight)]
+    moved = []
+
+    def pack(x):
+        moved.append(tuple(x.shape))
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        loss = head_losses(batch, leaves, backend)[name]()
+    loss.backward()
+    assert moved == [] and all(x.grad.any() for x in leaves)
+
+
+@pytest.mark.parametrize("name", ["fused_grpo_loss", "fused_policy_loss"])
+def test_checkpointing_computes_the_loss_once(monkeypatch, name, backend):
+    batch, products = make_batch(0), []
+    call_counter(monkeypatch, LMHead, "logits", products, lambda self, rows: rows.stop - rows.start)
+    leaves = [x.clone().requires_grad_() for x in (batch.hidden, batch.weight)]
+    expected = torch.autograd.grad(head_losses(batch, leaves, backend)[name](), leaves)
+    products.clear()
+
+    def step(hidden, weight):
+        return head_losses(batch, (torch.tanh(hidden).atanh(), weight), backend)[name]()
+
+    loss = torch.utils.checkpoint.checkpoint(step, *leaves, use_reentrant=False)
+    found = torch.autograd.grad(loss, leaves)
+    assert sum(products) == 24
+    for x, y in zip(found, expected, strict=True):
+        assert torch.allclose(x, y, rtol=1e-2, atol=1e-4)
+
+
+def test_without_grad_no_gradient_is_computed(monkeypatch, backend):
+    """Parameters require gradients in evaluation too; under no_grad nobody can ask for them."""
+    batch, products = make_batch(0), []
+    call_counter(monkeypatch, LMHead, "accumulate", products, lambda *_: 1)
+    leaves = [x.clone().requires_grad_() for x in (batch.hidden, batch.weight)]
+    with torch.no_grad():
+        for loss in head_losses(batch, leaves, backend).values():
+            assert not loss().requires_grad
+    assert products == []

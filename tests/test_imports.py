@@ -110,11 +110,12 @@ def test_the_kernels_know_the_contract_alone():
 
 def test_nothing_below_imports_what_is_above():
     layers = [
-        ("params", "groups", "autocast", "strategy"),
+        ("params", "groups", "autocast", "strategy", "products"),
         ("config", "memory", "objective", "kernels"),
         ("reference",),
         ("backends", "aggregation", "validate"),
-        ("plan", "head", "delivery"),
+        ("plan", "delivery"),
+        ("head",),
         ("coefficients",),
         ("engine",),
         ("ops",),

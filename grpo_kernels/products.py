@@ -1,0 +1,112 @@
+"""Matrix products on a GPU with float32 results from 16-bit inputs, by whatever the torch at hand offers.
+
+torch.mm and torch.addmm take `out_dtype` on NVIDIA GPUs, the latter not in every release, and not in builds for AMD
+GPUs. What is missing is found out by trying it once per process, said in one warning, and computed in more steps.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+from torch import Tensor
+
+# Rows of a sum that are added or converted at a time, where torch has no product for the whole.
+PIECE_ROWS = 4096
+# cuBLAS splits the sum of a product among thread blocks where its result has fewer tiles (of 128 x 256) than the GPU
+# has multiprocessors (132 on an H100), and torch's default lets it round the parts to bfloat16.
+SPLIT_SUM_ELEMENTS = 160 * 128 * 256
+
+
+@cache
+def returns_float32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch.mm returns float32 from inputs of a 16-bit `dtype` on this device. A CPU never does."""
+    if device.type == "cpu":
+        return False
+
+    def attempt() -> None:
+        a = torch.zeros(16, 16, dtype=dtype, device=device)
+        torch.mm(a, a, out_dtype=torch.float32, out=torch.zeros(16, 16, dtype=torch.float32, device=device))
+
+    return _works(attempt, f"torch.mm with out_dtype=float32 for {dtype} on {device}", "W is converted to float32")
+
+
+@cache
+def adds_to_float32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch.addmm adds a product of a 16-bit `dtype` to a float32 matrix in place."""
+
+    def attempt() -> None:
+        a = torch.zeros(16, 16, dtype=dtype, device=device)
+        total = torch.zeros(16, 16, dtype=torch.float32, device=device)
+        torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
+
+    if not returns_float32(device, dtype):
+        return False
+    name = f"torch.addmm with out_dtype=float32 for {dtype} on {device}"
+    return _works(attempt, name, "products are added to dweight in a step of their own")
+
+
+def _works(attempt: Callable[[], None], name: str, instead: str) -> bool:
+    try:
+        attempt()
+    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        warnings.warn(
+            f"grpo_kernels: torch {torch.__version__} has no {name} ({reason}): {instead}, which takes longer",
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """a @ b (M, N) in float32 from 16-bit a (M, K) and b (K, N), on a GPU."""
+    if returns_float32(a.device, a.dtype):
+        return torch.mm(a, b, out_dtype=torch.float32, out=out)
+    if out is None:
+        out = torch.empty(a.shape[0], b.shape[1], dtype=torch.float32, device=a.device)
+    for part, rows in zip(out.split(PIECE_ROWS), a.split(PIECE_ROWS), strict=True):
+        torch.mm(rows.float(), b.float(), out=part)
+    return out
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b; total (M, N) float32, a (M, K) and b (K, N) of a 16-bit type, on a GPU."""
+    if adds_to_float32(a.device, a.dtype):
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+        return
+    for part, rows in zip(total.split(PIECE_ROWS), a.split(PIECE_ROWS), strict=True):
+        part += product(rows, b)
+
+
+_lock, _depth, _wanted = threading.Lock(), 0, False
+
+
+@contextmanager
+def settled_precision(device: torch.device) -> Iterator[None]:
+    """Products inside compute in the types of their tensors: autocast is off, and so is float16 accumulation.
+
+    torch has no product with float16 sums and float32 results, and raises where it is asked for one while
+    torch.backends.cuda.matmul.allow_fp16_accumulation is on. That switch is the process's: the last of several threads
+    that leave puts it back.
+    """
+    global _depth, _wanted
+    switch = torch.backends.cuda.matmul
+    with _lock:
+        if _depth == 0:
+            _wanted = switch.allow_fp16_accumulation
+        _depth += 1
+        if _wanted:
+            switch.allow_fp16_accumulation = False
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        with _lock:
+            _depth -= 1
+            if _depth == 0 and _wanted:
+                switch.allow_fp16_accumulation = True

@@ -1,0 +1,185 @@
+"""float16 under a loss scale: as exact as eager, however small the weight of a token is.
+
+A CPU computes float16 inputs in float32, a GPU has float16 gradients of logits. `logits_dtype=torch.float16` takes a
+CPU through the code of the second: a power of two in the weights, taken out in float32 by the backward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from helpers import Batch, make_batch, off_policy, relative
+from torch import Tensor
+
+import grpo_kernels as gk
+from grpo_kernels import delivery
+from grpo_kernels.reference import reference_loss_from_logits
+
+SCALE = 65536.0  # where torch.amp.GradScaler starts
+LOGITS = {"float32 logits": None, "float16 logits": torch.float16}
+Gradients = dict[str, Tensor]
+
+
+def half_batch(vocab: int = 512) -> Batch:
+    batch = make_batch(0, sequences=4, length=8, width=64, vocab=vocab)
+    return off_policy(batch, spread=0.05).head_as(torch.float16)
+
+
+def leaves_of(batch: Batch) -> list[Tensor]:
+    return [x.detach().clone().requires_grad_() for x in (batch.hidden, batch.weight)]
+
+
+def gradients(loss: Tensor, leaves: list[Tensor], scale: float = SCALE) -> Gradients:
+    """Of the loss, from what the backward of `scale` times the loss gave."""
+    (scale * loss).backward()
+    return {name: leaf.grad.double() / scale for name, leaf in zip(("hidden", "weight"), leaves, strict=True)}
+
+
+def ours(batch: Batch, config: gk.GRPOConfig, backend: str, scale: float = SCALE, **options) -> Gradients:
+    leaves = leaves_of(batch)
+    out = gk.fused_grpo_loss(
+        *leaves, batch.ids, batch.advantages, config=config, backend=backend, **{**batch.options, **options}
+    )
+    return gradients(out.loss, leaves, scale)
+
+
+def eager(batch: Batch, config: gk.GRPOConfig, dtype: torch.dtype, **options) -> Gradients:
+    """The lm_head in `dtype`, the loss in float32 or better, as a trainer without this package computes it."""
+    leaves = [x.to(dtype) for x in leaves_of(batch)]
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    logits = leaves[0] @ leaves[1].T
+    wide = torch.promote_types(dtype, torch.float32)
+    given = {name: x.to(wide) if isinstance(x, Tensor) else x for name, x in {**batch.options, **options}.items()}
+    config = dataclasses.replace(config, logits_dtype=None)
+    out = reference_loss_from_logits(logits.to(wide), batch.ids, batch.advantages.to(wide), config=config, **given)
+    return gradients(out.loss, leaves)
+
+
+def assert_as_exact_as_eager(batch: Batch, config: gk.GRPOConfig, found: Gradients, factor: float = 2.0, **options):
+    exact, usual = (eager(batch, config, dtype, **options) for dtype in (torch.float64, torch.float16))
+    for name, x in found.items():
+        error, allowed = relative(x, exact[name]), relative(usual[name], exact[name])
+        assert error <= factor * allowed + 1e-6, f"{name}: {error:.2e}, eager {allowed:.2e}"
+
+
+@pytest.mark.parametrize("num_items", [128, 16_384, 262_144])
+@pytest.mark.parametrize("logits", LOGITS)
+def test_small_weights_under_a_loss_scale(num_items, logits, backend):
+    batch, config = half_batch(vocab=8192), gk.GRPOConfig(logits_dtype=LOGITS[logits])
+    options = {"num_items_in_batch": num_items}
+    assert_as_exact_as_eager(batch, config, ours(batch, config, backend, **options), **options)
+
+
+WAYS = {
+    "fused": gk.GRPOConfig(chunk_rows=8),
+    "fused, entropy bonus": gk.GRPOConfig(chunk_rows=8, entropy_coef=0.01),
+    "staged": gk.GRPOConfig(importance_sampling_level="sequence"),
+    "recompute": gk.GRPOConfig(importance_sampling_level="sequence", chunk_rows=6),
+    "whole completions": gk.GRPOConfig(importance_sampling_level="sequence_sum"),
+    "KL": gk.GRPOConfig(beta=0.1),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_through_the_engine(way, backend):
+    """The relative error does not depend on the number of items, which a range that is too narrow would make it do."""
+    batch, config = half_batch(), dataclasses.replace(WAYS[way], logits_dtype=torch.float16)
+    exact = eager(batch, config, torch.float64, num_items_in_batch=1.0)
+    errors = {}
+    for items, scale in ((1.0, 1.0), (262_144.0, SCALE)):
+        found = ours(batch, config, backend, scale, num_items_in_batch=items)
+        errors[items] = {name: relative(items * x, exact[name]) for name, x in found.items()}
+    for name, error in errors[262_144.0].items():
+        assert error <= 1.1 * errors[1.0][name] + 1e-5 and error < 0.02, (name, errors)
+
+
+def given_logits(batch: Batch, items: float, backend: str) -> Gradients:
+    leaves = leaves_of(batch)
+    logits = leaves[0] @ leaves[1].T
+    out = gk.grpo_loss_from_logits(
+        logits, batch.ids, batch.advantages, num_items_in_batch=items, inplace=True, backend=backend, **batch.options
+    )
+    return gradients(out.loss, leaves)
+
+
+def given_logps(batch: Batch, items: float, backend: str) -> Gradients:
+    leaves = leaves_of(batch)
+    logps = (leaves[0] @ leaves[1].T).float().log_softmax(-1).gather(-1, batch.ids[..., None])[..., 0].half()
+    out = gk.grpo_loss_from_logps(logps, batch.advantages, num_items_in_batch=items, backend=backend, **batch.options)
+    return gradients(out.loss, leaves)
+
+
+def own_loss(batch: Batch, items: float, backend: str) -> Gradients:
+    leaves, advantages = leaves_of(batch), batch.advantages
+
+    def loss_fn(chunk):
+        ratio = (chunk.logps - chunk.tokens(batch.options["old_logps"])).exp()
+        return -(ratio * chunk.sequences(advantages)).sum() / items
+
+    return gradients(gk.fused_policy_loss(*leaves, batch.ids, loss_fn, chunk_rows=8, backend=backend), leaves)
+
+
+def from_logps(batch: Batch, items: float, backend: str) -> Gradients:
+    leaves = leaves_of(batch)
+    logps, _ = gk.fused_logps(*leaves, batch.ids, backend=backend)
+    ratio = (logps - batch.options["old_logps"]).exp()
+    return gradients(-(ratio * batch.advantages[:, None]).sum() / items, leaves)
+
+
+@pytest.mark.parametrize("function", [given_logits, given_logps, own_loss, from_logps])
+def test_every_differentiable_function(function, backend):
+    batch = half_batch()
+    if function is given_logps:  # whose float16 log-probabilities are the caller's, and so is their error
+        batch = batch.with_options(old_logps=batch.options["old_logps"] - 0.05)
+    allowed = function(batch, 64.0, backend)
+    for name, x in function(batch, 65_536.0, backend).items():
+        assert relative(1024 * x, allowed[name]) <= 2e-3, name
+
+
+@pytest.mark.parametrize("scale", [1.0, SCALE])
+def test_a_graph_that_is_kept_gives_the_same_gradient(scale, backend):
+    """65,536 is infinite in float16: the factor itself must never be one."""
+    batch = half_batch()
+    leaves = leaves_of(batch)
+    out = gk.fused_grpo_loss(
+        *leaves, batch.ids, batch.advantages, num_items_in_batch=16_384, backend=backend, **batch.options
+    )
+    kept = torch.autograd.grad(scale * out.loss, leaves, retain_graph=True)
+    found = torch.autograd.grad(scale * out.loss, leaves)
+    for x, y in zip(kept, found, strict=True):
+        assert x.isfinite().all() and x.any() and torch.equal(x, y) and x.dtype == torch.float16
+
+
+def test_under_torch_compile(backend):
+    batch = half_batch()
+
+    def step(hidden, weight):
+        return gk.fused_grpo_loss(
+            hidden, weight, batch.ids, batch.advantages, num_items_in_batch=16_384.0, backend=backend, **batch.options
+        ).loss
+
+    leaves, again = leaves_of(batch), leaves_of(batch)
+    expected = gradients(step(*again), again)
+    found = gradients(torch.compile(step, fullgraph=True, backend="aot_eager")(*leaves), leaves)
+    for name, x in found.items():
+        assert torch.equal(x, expected[name]), name
+
+
+def test_a_factor_keeps_its_float32_value():
+    """bfloat16 has no number between 1 and 1.0078: 100 times 1.0036 is 100.5, and 100 with a factor in bfloat16."""
+    x, factor = torch.full((3,), 100.0).bfloat16(), torch.tensor(1.0036)
+    assert delivery.times(x, factor, torch.bfloat16).tolist() == [100.5] * 3
+    for view in (x.clone(), torch.stack([x, x], 1)[:, 0]):
+        assert delivery.deliver(view, factor, gk.backends.get_backend("torch"), torch.bfloat16).tolist() == [100.5] * 3
+
+
+@pytest.mark.parametrize("largest", [0.0, 1e-30, 3e-5, 0.5, 7.9, 8.0, 1e4, 1e30, float("inf"), float("nan")])
+def test_the_scale_is_a_power_of_two(largest):
+    scale = delivery.power_of_two_scale(torch.tensor(largest)).item()
+    assert torch.frexp(torch.tensor(scale)).mantissa == 0.5
+    if 0 < largest < float("inf"):
+        assert 2**2 <= largest * scale < 2**3 or abs(torch.tensor(scale).log2().item()) >= 116
+    else:
+        assert scale == 1.0

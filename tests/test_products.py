@@ -1,0 +1,180 @@
+"""Products with float32 results: what torch offers is found out, what it lacks is computed in more steps and said."""
+
+from __future__ import annotations
+
+import re
+import threading
+import warnings
+
+import pytest
+import torch
+from helpers import make_batch
+
+import grpo_kernels as gk
+from grpo_kernels import products
+from grpo_kernels.backends import get_backend
+from grpo_kernels.head import LMHead, Rows
+
+META = torch.device("meta")
+HALF = (torch.bfloat16, torch.float16)
+mm, addmm = torch.mm, torch.addmm
+
+
+@pytest.fixture
+def probed():
+    """Probes forget what they found, before and after."""
+    probes = products.returns_float32, products.adds_to_float32
+    for probe in probes:
+        probe.cache_clear()
+    yield
+    for probe in probes:
+        probe.cache_clear()
+
+
+def lacking(function):
+    """torch's function as a release or a build without `out_dtype` has it."""
+
+    def call(*args, out_dtype=None, **kwargs):
+        if out_dtype is not None:
+            raise RuntimeError("self and mat2 must have the same dtype")
+        return function(*args, **kwargs)
+
+    return call
+
+
+def widened(function):
+    """torch's function with `out_dtype`, on a CPU, which has none."""
+
+    def call(*args, out_dtype=None, **kwargs):
+        return function(*(x if out_dtype is None else x.to(out_dtype) for x in args), **kwargs)
+
+    return call
+
+
+def matrices(dtype: torch.dtype, rows: int = 37):
+    g = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(size, generator=g).to(dtype) for size in ((rows, 12), (12, 5)))
+    return a, b, torch.randn(rows, 5, generator=g)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("missing", [(), ("addmm",), ("mm", "addmm")])
+def test_sums_in_float32_without_addmm_or_mm_of_that_kind(monkeypatch, probed, dtype, missing):
+    monkeypatch.setattr(products, "PIECE_ROWS", 16)
+    monkeypatch.setattr(products, "returns_float32", lambda device, dtype: "mm" not in missing)
+    monkeypatch.setattr(products, "adds_to_float32", lambda device, dtype: "addmm" not in missing)
+    for name, function in (("mm", mm), ("addmm", addmm)):
+        monkeypatch.setattr(torch, name, lacking(function) if name in missing else widened(function))
+    a, b, total = matrices(dtype)
+    exact = a.double() @ b.double()
+    assert torch.allclose(products.product(a, b).double(), exact, atol=1e-5)
+    out = torch.empty(37, 5, dtype=torch.float32)
+    assert products.product(a, b, out) is out and torch.allclose(out.double(), exact, atol=1e-5)
+    expected = total.double() + exact
+    products.add_product(total, a, b)
+    assert torch.allclose(total.double(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_what_torch_lacks_is_said_once(monkeypatch, probed, dtype):
+    monkeypatch.setattr(torch, "addmm", lacking(addmm))
+    with pytest.warns(
+        UserWarning, match=rf"torch {re.escape(torch.__version__)} has no torch\.addmm.*{dtype}.*the same dtype"
+    ):
+        assert not products.adds_to_float32(META, dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not products.adds_to_float32(META, dtype) and products.returns_float32(META, dtype)
+        assert not products.returns_float32(torch.device("cpu"), dtype)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("missing", ["nothing", "addmm", "mm and addmm"])
+def test_the_lm_head_without_them(monkeypatch, probed, dtype, missing):
+    """Types and shapes of every product on a device without values, two chunks; torch has mm alone, or neither."""
+    if "addmm" in missing:
+        monkeypatch.setattr(torch, "addmm", lacking(addmm))
+    if "mm and" in missing:  # builds for AMD GPUs
+        monkeypatch.setattr(torch, "mm", lacking(mm))
+    hidden, weight = (torch.empty(size, dtype=dtype, device=META) for size in ((8, 24), (67, 24)))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        head = LMHead(hidden, weight, None, torch.float32, 4, get_backend("torch"), (True, True, False))
+        for rows in (Rows(0, 4), Rows(4, 8), Rows(2, 4, torch.zeros(2, dtype=torch.int64, device=META))):
+            logits = head.logits(rows)
+            assert logits.dtype == torch.float32 and logits.shape == (rows.stop - rows.start, 67)
+            ids = torch.zeros(len(logits), dtype=torch.int64, device=META)
+            head.accumulate(rows, head.gradient_buffer(logits), ids, None)
+        assert head.dweight.dtype == torch.float32
+        finished = head.gradients()
+    assert [x.shape for x in finished.tensors[:2]] == [(8, 24), (67, 24)] and finished.dtypes[:2] == [dtype] * 2
+    assert len(said) == (0 if missing == "nothing" else 1)
+
+
+def test_few_rows_get_their_hidden_gradient_through_float32(monkeypatch):
+    """cuBLAS may round parts of a sum over the vocabulary to bfloat16 where the result has few tiles."""
+    weight = torch.empty(67, 4096, dtype=torch.bfloat16, device=META)
+    for rows, expected in ((256, torch.float32), (4096, torch.bfloat16)):
+        calls = []
+
+        def spy(*args, out_dtype=None, calls=calls, **kwargs):
+            calls.append(out_dtype or args[0].dtype)
+            return mm(*args, **({} if out_dtype is None else {"out_dtype": out_dtype}), **kwargs)
+
+        hidden = torch.empty(rows, 4096, dtype=torch.bfloat16, device=META)
+        head = LMHead(hidden, weight, None, torch.float32, rows, get_backend("torch"), (True, False, False))
+        dlogits = torch.empty(rows, 67, dtype=torch.bfloat16, device=META)
+        monkeypatch.setattr(torch, "mm", spy)
+        head.accumulate(Rows(0, rows), dlogits, torch.zeros(rows, dtype=torch.int64, device=META), None)
+        monkeypatch.setattr(torch, "mm", mm)
+        assert calls == [expected] and head.gradients().tensors[0].dtype == torch.bfloat16
+
+
+# --- torch's switch for float16 accumulation --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def switch():
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_fp16_accumulation = True
+    yield matmul
+    matmul.allow_fp16_accumulation = False
+
+
+@pytest.mark.parametrize("function", ["fused_grpo_loss", "fused_logps", "fused_policy_loss"])
+def test_float16_accumulation_is_off_inside_and_on_again_after(monkeypatch, switch, function):
+    """torch raises where a product with float32 results meets this switch."""
+    seen = []
+
+    def spy(*args, **kwargs):
+        seen.append(switch.allow_fp16_accumulation)
+        return mm(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "mm", spy)
+    batch = make_batch(0)
+    leaf = batch.hidden.clone().requires_grad_()
+    loss = {
+        "fused_grpo_loss": lambda: gk.fused_grpo_loss(leaf, batch.weight, batch.ids, batch.advantages).loss,
+        "fused_logps": lambda: gk.fused_logps(leaf, batch.weight, batch.ids)[0].sum(),
+        "fused_policy_loss": lambda: gk.fused_policy_loss(leaf, batch.weight, batch.ids, lambda c: c.logps.mean()),
+    }[function]()
+    loss.backward()
+    assert len(seen) >= 2 and not any(seen) and switch.allow_fp16_accumulation
+
+
+def test_threads_that_leave_in_another_order_put_the_switch_back(switch):
+    entered, leave = threading.Event(), threading.Event()
+
+    def other():
+        with products.settled_precision(torch.device("cpu")):
+            entered.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=other)
+    with products.settled_precision(torch.device("cpu")):
+        thread.start()
+        assert entered.wait(10)
+    assert not switch.allow_fp16_accumulation  # the other thread is still inside
+    leave.set()
+    thread.join()
+    assert switch.allow_fp16_accumulation
