@@ -232,7 +232,7 @@ class LMHead:
 
     def _add_dweight(self, dlogits: Tensor, h: Tensor, rounded: tuple[Tensor, Tensor] | None = None) -> None:
         """`rounded`: sampled ids and what rounding took from their entries of dlogits."""
-        if dlogits.device.type != "cpu" and dlogits.dtype.itemsize == 2:
+        if dlogits.dtype.itemsize == 2 and rounded is None:
             if self.dweight is not None:
                 self.dweight = self.dweight.float()
                 add_product(self.dweight, dlogits.T, h)

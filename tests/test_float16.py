@@ -138,6 +138,22 @@ def test_every_differentiable_function(function, backend):
         assert relative(1024 * x, allowed[name]) <= 2e-3, name
 
 
+@pytest.mark.parametrize("logits", LOGITS)
+def test_the_scale_does_not_overflow_sums_over_tokens(logits, backend):
+    """2,048 tokens push one entry of dweight the same way: 2^3 per token, times 100 of the hidden state, is 25 times
+    the largest float16."""
+    hidden = torch.full((1, 2048, 8), 100.0).half().requires_grad_()
+    weight = torch.zeros(16, 8).half().requires_grad_()
+    out = gk.fused_grpo_loss(
+        hidden, weight, torch.zeros(1, 2048).long(), torch.ones(1), config=gk.GRPOConfig(logits_dtype=LOGITS[logits]),
+        backend=backend,
+    )  # fmt: skip
+    out.loss.backward()
+    expected = torch.full((16, 8), 100 / 16)
+    expected[0] = -100 * 15 / 16
+    assert torch.allclose(weight.grad.float(), expected, rtol=2e-3)
+
+
 @pytest.mark.parametrize("scale", [1.0, SCALE])
 def test_a_graph_that_is_kept_gives_the_same_gradient(scale, backend):
     """65,536 is infinite in float16: the factor itself must never be one."""
