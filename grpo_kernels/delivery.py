@@ -7,6 +7,7 @@ grad_output. No factor is ever rounded to 16 bits.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,48 +16,61 @@ from torch import Tensor
 
 from .backends import Backend
 
-# The largest |d loss / d logit| that power_of_two_scale aims at, as an exponent of two. Entries of float16 gradients
-# down to 2^-17 of it keep all their bits, and a ratio may reach 2^13 before one exceeds 65,504.
+# Gradients of float16 logits are scaled so that the largest d loss / d logit of the call lies in [2^2, 2^3): those
+# down to 2^-17 of it keep all their bits, and no sum over the vocabulary comes near 65,504.
 TARGET_EXPONENT = 3
-PIECE_ELEMENTS = 2**24  # converted at a time, so that no second matrix of float32 is made
+PIECE_ELEMENTS = 2**22  # converted at a time, so that no second whole matrix of float32 is made
 
 
 @dataclass(frozen=True)
 class FinishedGradients:
-    """What a forward pass leaves for its backward. Kept out of save_for_backward: hooks on saved tensors would move a
-    (V, H) gradient to the host and back, and checkpointing would compute it twice.
+    """What a forward pass leaves for its backward.
+
+    It is kept on the autograd node, not by save_for_backward: hooks on saved tensors (save_on_cpu) would move a (V, H)
+    gradient to the host and back, and checkpointing would compute it a second time only to save it.
 
     tensors: one per input, in `waiting_dtype` of its type, or None where not wanted. dtypes: of the inputs.
-    scale: () float32, a power of two that every tensor holds as a factor, or None.
+    scales: for each tensor the power of two that it holds as a factor, () float32, or None for 1.
     """
 
     tensors: list[Tensor | None]
     dtypes: list[torch.dtype]
     backend: Backend
-    scale: Tensor | None = None
+    scales: list[Tensor | None]
 
-    def without_scale(self) -> list[Tensor | None]:
-        """In the types of the inputs: for a backward that computes them, whose grad_output they hold already."""
-        if self.scale is None:
-            return [None if x is None else x.to(t) for x, t in zip(self.tensors, self.dtypes, strict=True)]
-        factor = 1 / self.scale
-        return [None if x is None else times(x, factor, t) for x, t in zip(self.tensors, self.dtypes, strict=True)]
+    def without_scales(self) -> list[Tensor | None]:
+        """The gradients in the types of the inputs, where no grad_output is left to come (fused_logps)."""
+        waiting = zip(self.tensors, self.scales, self.dtypes, strict=True)
+        return [None if x is None else times(x, _unscaled(None, scale), dtype) for x, scale, dtype in waiting]
+
+
+def _unscaled(factor: Tensor | None, scale: Tensor | None) -> Tensor | None:
+    """factor / scale, either of which may be None for 1."""
+    if scale is None:
+        return factor
+    return 1 / scale if factor is None else factor / scale
 
 
 def waiting_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type in which the gradient of an input of `dtype` waits for the backward."""
+    """The type in which the gradient of an input of `dtype` is kept from the forward to the backward."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
 def power_of_two_scale(largest: Tensor) -> Tensor:
-    """() float32: the power of two that brings `largest` (), >= 0, near 2^TARGET_EXPONENT; 1 where that is 0 or NaN."""
-    exponent = torch.frexp(largest.float()).exponent.clamp(-120, 120)
+    """() float32: the power of two that brings `largest` (), >= 0, into [2^(TARGET_EXPONENT - 1), 2^TARGET_EXPONENT).
+
+    2^100 where `largest` is 0, which any other scale undercuts; 1 where it is infinite or NaN, as the gradient is then.
+    """
+    exponent = torch.frexp(largest.float()).exponent.clamp(-100, 100)
+    exponent = torch.where(largest == 0, TARGET_EXPONENT - 100, exponent)
     scale = ((127 + TARGET_EXPONENT - exponent) << 23).to(torch.int32).view(torch.float32)  # the bits of a float32
-    return torch.where((largest > 0) & largest.isfinite(), scale, 1.0)
+    return torch.where(largest.isfinite(), scale, 1.0)
 
 
-def times(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """x * factor () as a new tensor of `dtype`, rounded once: torch would round the factor to a 16-bit type of x."""
+def times(x: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x * factor () as a tensor of `dtype`, rounded once: torch would round the factor to a 16-bit type of x."""
+    if factor is None:
+        return x.to(dtype)
     if x.dtype.itemsize > 2 and dtype == x.dtype:
         return x * factor.to(x.dtype)
     if type(x) is not Tensor:  # a tracer plans memory by itself
@@ -67,10 +81,16 @@ def times(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _write_product(x: Tensor, factor: Tensor, out: Tensor) -> None:
-    """out = x * factor in float32 or better, `out` may be x, piece by piece."""
-    rows = max(1, PIECE_ELEMENTS * x.shape[0] // max(1, x.numel()))
-    for source, target in zip(x.split(rows), out.split(rows), strict=True):
+    """out = x * factor in float32 or better; `out` may be x."""
+    for source, target in zip(_pieces(x), _pieces(out), strict=True):
         target.copy_(source.to(torch.promote_types(source.dtype, torch.float32)) * factor)
+
+
+def _pieces(x: Tensor) -> Iterator[Tensor]:
+    """Views of a few rows each, whatever the strides of x."""
+    matrices = x.unbind() if x.dim() == 3 else (x,)
+    for matrix in matrices:
+        yield from matrix.split(max(1, PIECE_ELEMENTS * matrix.shape[0] // max(1, matrix.numel())))
 
 
 def keeps_graph() -> bool:
@@ -103,14 +123,15 @@ def deliver_once(ctx: Any, name: str, factor: Tensor) -> list[Tensor | None]:
         raise RuntimeError(f"grpo_kernels.{name}: a second backward needs retain_graph=True in the first")
     if not keeps_graph():
         ctx.gradients = None
-    if gradients.scale is not None:
-        factor = factor / gradients.scale
     delivered: list[Tensor | None] = []
-    for i, dtype in enumerate(gradients.dtypes):
-        waiting = gradients.tensors[i]
-        delivered.append(None if waiting is None else deliver(waiting, factor, gradients.backend, dtype))
+    for i, (scale, dtype) in enumerate(zip(gradients.scales, gradients.dtypes, strict=True)):
+        waiting, here = gradients.tensors[i], _unscaled(factor, scale)
+        if waiting is None or here is None:
+            delivered.append(None)
+            continue
+        delivered.append(deliver(waiting, here, gradients.backend, dtype))
         if ctx.gradients is None:
-            gradients.tensors[i] = None  # one float32 gradient at a time is let go where float16 ones are handed out
+            gradients.tensors[i] = None  # what was converted need not wait for the others
     return delivered
 
 

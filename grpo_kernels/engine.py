@@ -10,7 +10,7 @@ read of the counts on the host per call. With static shapes every row is compute
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple, cast
 
 import torch
@@ -18,9 +18,8 @@ from torch import Tensor
 
 from .backends import Backend, FoldingBackend
 from .coefficients import Coefficients, evaluate
-from .delivery import power_of_two_scale
 from .head import GivenLogits, LMHead, Rows, chunk
-from .params import KernelParams, RowStats
+from .params import FIELD, KernelParams, RowStats
 from .plan import Plan
 
 Head = LMHead | GivenLogits
@@ -50,6 +49,9 @@ class Scorer:
 
     def fused(self, index: Tensor | None, table: Tensor) -> None:
         """Statistics and gradients of tokens whose gradient depends on themselves alone."""
+        if self.head.grad_dtype == torch.float16:  # a scale, which follows from the coefficients, must come first
+            self.staged(((rows, slice(0)) for rows in self._chunks(index)), partial(self._token_coefficients, table))
+            return
         for rows in self._chunks(index):
             logits = self.head.logits(rows)
             gradient = self.head.gradient_buffer(logits)
@@ -76,18 +78,20 @@ class Scorer:
 
     def gradient(self, g_logp: Tensor, g_entropy: Tensor, *, static_shapes: bool = False) -> None:
         """Gradients of every token with a non-zero coefficient, from its logits computed again."""
-        if self.head.grad_dtype == torch.float16 and g_logp.numel():
-            largest = torch.maximum(g_logp.abs().amax(), g_entropy.abs().amax())
-            scale = power_of_two_scale(largest * self._steepness())
-            g_logp, g_entropy, self.head.gradient_scale = g_logp * scale, g_entropy * scale, scale
         index = None if static_shapes else ((g_logp != 0) | (g_entropy != 0)).nonzero().squeeze(1)
         for rows in self._chunks(index):
             stats = RowStats(*(rows.take(x) for x in self.stats))
             self._gradient(rows, self.head.logits(rows), stats, rows.take(g_logp), rows.take(g_entropy))
 
-    def _steepness(self) -> Tensor:
-        """() the largest d z / d logit over the tokens, z = logit_scale * logit / temperature."""
-        return self.params.logit_scale / self.temperature.amin()
+    def _token_coefficients(
+        self, table: Tensor, rows: Rows, stats: RowStats, sequences: slice
+    ) -> tuple[Tensor, Tensor]:
+        """What the fused kernel computes between its statistics and its gradient."""
+        table = rows.take(table, 1)
+        log_ratio = stats.logp - table[FIELD["base"]] if self.params.has_base else torch.zeros_like(stats.logp)
+        slopes = self.backend.objective(log_ratio, stats.logp, stats.entropy, table, self.params)[1:3]
+        g_logp = table[FIELD["weight_ratio"]] * slopes[0] + table[FIELD["weight_direct"]] * slopes[1]
+        return g_logp, table[FIELD["weight_entropy"]]
 
     def _linear_logp(self, rows: Rows, entropy: bool) -> RowStats:
         head, backend = cast(LMHead, self.head), cast(FoldingBackend, self.backend)
@@ -106,6 +110,11 @@ class Scorer:
     def _gradient(self, rows: Rows, logits: Tensor, stats: RowStats, g_logp: Tensor, g_entropy: Tensor) -> None:
         gradient, residual = self.head.gradient_buffer(logits), self.head.residual(rows)
         ids, temperature = rows.take(self.ids), rows.take(self.temperature)
+        if self.head.grad_dtype == torch.float16 and g_logp.numel():
+            steepness = self.params.logit_scale / temperature
+            largest = (torch.maximum(g_logp.abs(), g_entropy.abs()) * steepness).amax()
+            scale = self.head.scale_gradients(largest)
+            g_logp, g_entropy = g_logp * scale, g_entropy * scale
         self.backend.gradient(
             logits, gradient, ids, temperature, stats.lse, stats.entropy, g_logp, g_entropy, self.params, residual
         )
@@ -139,14 +148,13 @@ def run(
     """Score a batch and, with `gradients`, leave the gradients of the loss in `head`."""
     scorer = Scorer(head, ids, plan.field("temperature"), plan.params, backend)
     active, rest, lengths = _everything(plan) if static_shapes else _partition(plan, gradients)
-    staged = lengths is not None and max(lengths, default=0) <= head.chunk_rows
     if not gradients:
         scorer.score(active)
     elif not plan.whole_sequences:
         anchored = head.strategy == "anchored" and plan.config.entropy_coef == 0.0
-        (scorer.anchored if anchored else scorer.fused)(active, _scaled(plan, head).table)
-    elif staged and lengths is not None:
-        _staged(scorer, _scaled(plan, head), active, lengths)
+        (scorer.anchored if anchored else scorer.fused)(active, plan.table)
+    elif lengths is not None and max(lengths, default=0) <= head.chunk_rows:
+        _staged(scorer, plan, active, lengths)
     else:
         scorer.score(active)
         coefficients = evaluate(plan, backend, scorer.stats.logp, scorer.stats.entropy)
@@ -158,15 +166,6 @@ def run(
     if static_shapes:  # padding was computed too
         stats = RowStats(*(torch.where(plan.active | plan.scored, x, 0.0) for x in stats))
     return stats, finish(plan, backend, stats.logp, stats.entropy)
-
-
-def _scaled(plan: Plan, head: Head) -> Plan:
-    """The plan for computing gradients of logits: in float16 they need a scale, as wide as the range of that type is
-    narrow. What is reported comes from the plan itself."""
-    if head.grad_dtype != torch.float16 or not plan.mask.numel():
-        return plan
-    head.gradient_scale = power_of_two_scale(plan.largest_gradient())
-    return plan.scaled(head.gradient_scale)
 
 
 def _partition(plan: Plan, gradients: bool) -> tuple[Tensor | None, Tensor | None, list[int] | None]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .backends import Backend
-from .delivery import FinishedGradients, waiting_dtype
+from .delivery import FinishedGradients, power_of_two_scale, waiting_dtype
 from .memory import ROUNDED_CHUNKS, allocate_chunk
 from .products import PIECE_ROWS, SPLIT_SUM_ELEMENTS, add_product, product, returns_float32
 from .strategy import choose_strategy
@@ -70,7 +70,8 @@ class LMHead:
     `compute_dtype`: the type of the products where that is not the inputs' own (autocast); gradients come back in the
     types of the inputs. `wants` = (hidden, weight, bias) need gradients. `keep` (N,) bool: padding is computed along
     with the rest, and its hidden states, which may hold anything, count as 0. `strategy`: see strategy.py.
-    `gradient_scale`: set by the engine where gradients of logits are float16, see delivery.py.
+    `gradient_scale`: where gradients of logits are float16, the power of two that dlogits, dweight and dbias hold as a
+    factor; dhidden does not.
     """
 
     def __init__(
@@ -147,6 +148,18 @@ class LMHead:
             return logits
         return logits.view(self.grad_dtype)[:, : logits.shape[1]]
 
+    def scale_gradients(self, largest: Tensor) -> Tensor:
+        """() the scale of the next chunk of dlogits, whose largest entry would be `largest`, and of all sums from then
+        on. It only ever falls, so that a chunk with small gradients costs no pass over dweight."""
+        scale = power_of_two_scale(largest)
+        if self.gradient_scale is not None:
+            scale = torch.minimum(scale, self.gradient_scale)
+            for total in (self.dweight, self.dbias):
+                if total is not None:
+                    self.backend.scale(total, scale / self.gradient_scale)
+        self.gradient_scale = scale
+        return scale
+
     def residual(self, rows: Rows) -> Tensor | None:
         """(C,) to receive what rounding takes from the sampled ids' entries of dlogits; None where it is not used."""
         return torch.empty(rows.stop - rows.start, dtype=torch.float32) if self.rounds else None
@@ -187,10 +200,12 @@ class LMHead:
                 if total is None:
                     total = torch.zeros(x.shape, dtype=dtype, device=x.device)
                 finished[i] = total.view(x.shape).to(dtype)
-        return FinishedGradients(finished, self.given_dtypes, self.backend, self.gradient_scale)
+        scales = [None, self.gradient_scale, self.gradient_scale]
+        return FinishedGradients(finished, self.given_dtypes, self.backend, scales)
 
     def _put_dhidden(self, rows: Rows, values: Tensor) -> None:
-        rows.put(self._dhidden(rows), values.to(self.waiting_dtypes[0]))
+        values = values.to(self.waiting_dtypes[0])
+        rows.put(self._dhidden(rows), values if self.gradient_scale is None else values / self.gradient_scale)
 
     def _dhidden(self, rows: Rows) -> Tensor:
         if self.dhidden is None:
@@ -210,10 +225,15 @@ class LMHead:
         elif residual is not None:
             start = (residual[:, None] * self.weight[ids]).to(dlogits.dtype)
             self._put_dhidden(rows, start.addmm_(dlogits, self.weight))
-        elif rows.index is None and self._dhidden(rows).dtype == self._times_weight_dtype(rows.stop - rows.start):
+        elif self._writes_dhidden(rows):
             self._times_weight(dlogits, out=self._dhidden(rows)[rows.start : rows.stop])
         else:
             self._put_dhidden(rows, self._times_weight(dlogits))
+
+    def _writes_dhidden(self, rows: Rows) -> bool:
+        """Whether a product may have its rows of dhidden as its output."""
+        same_type = self.waiting_dtypes[0] == self._times_weight_dtype(rows.stop - rows.start)
+        return rows.index is None and self.gradient_scale is None and same_type
 
     def _times_weight_dtype(self, count: int) -> torch.dtype:
         """The type in which dlogits W of `count` rows is computed: float32 where it is wanted or where rounding parts
@@ -283,7 +303,7 @@ class GivenLogits:
     """Logits that the caller already holds, behind the interface of `LMHead`: all rows are at hand, in place."""
 
     def __init__(self, logits: Tensor) -> None:
-        """`logits` (N, V) are overwritten with their gradient, which holds the factor `gradient_scale`, if any."""
+        """`logits` (N, V) are overwritten with their gradient, which may hold the factor `gradient_scale`."""
         self.buffer = logits
         self.gradient_scale: Tensor | None = None
         self.num_tokens = self.chunk_rows = logits.shape[0]
@@ -295,6 +315,11 @@ class GivenLogits:
 
     def gradient_buffer(self, logits: Tensor) -> Tensor:
         return logits
+
+    def scale_gradients(self, largest: Tensor) -> Tensor:
+        """() the scale of the gradients of all logits, which are one chunk."""
+        self.gradient_scale = power_of_two_scale(largest)
+        return self.gradient_scale
 
     def residual(self, rows: Rows) -> Tensor | None:
         return None

@@ -47,7 +47,8 @@ class LossCall(NamedTuple):
 
 def loss_from_hidden(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: LossCall) -> tuple[Tensor, ...]:
     """(loss, logps, entropy, group_sums, totals, extrema); the loss is differentiable in hidden, weight and bias."""
-    if not torch.compiler.is_compiling() and type(hidden) in (Tensor, torch.nn.Parameter):
+    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    if not traced and type(hidden) in (Tensor, torch.nn.Parameter):
         return _Loss.apply(hidden, weight, bias, call)
     results = grpo_loss(
         *(hidden, weight, bias, call.completion_ids, list(call.tokens), call.num_groups, call.config.key),
@@ -103,14 +104,15 @@ def grpo_loss(
     compute_dtype: Optional[torch.dtype],
     wants: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(loss, logps, entropy, group_sums, totals, extrema, dhidden, dweight, dbias, scale of the last three).
+    """(loss, logps, entropy, group_sums, totals, extrema, dhidden, dweight, dbias, scale of the last two).
 
     Unwanted gradients are empty.
     """
     inputs, config = TokenInputs(*tokens), config_from_key(config_key)  # type: ignore[arg-type]
     call = LossCall(completion_ids, inputs, num_groups, config, backend, compute_dtype, wants)
     results, gradients = _compute_loss(hidden, weight, bias, call)
-    scale = hidden.new_ones((), dtype=torch.float32) if gradients.scale is None else gradients.scale
+    scale = gradients.scales[1]  # of dweight and dbias
+    scale = hidden.new_ones((), dtype=torch.float32) if scale is None else scale.clone()
     return *results, *(hidden.new_empty(0) if g is None else g for g in gradients.tensors), scale
 
 
@@ -148,10 +150,10 @@ def _return_gradients(ctx, g_loss, *_):
     gradients: list[Optional[Tensor]] = [None, None, None]
     if g_loss is not None:
         *saved, scale = ctx.saved_tensors
-        factor = g_loss / scale
+        factors = g_loss, g_loss / scale, g_loss / scale
         gradients = [
             times(x, factor, dtype) if want else None
-            for x, dtype, want in zip(saved, ctx.dtypes, ctx.wants, strict=True)
+            for x, factor, dtype, want in zip(saved, factors, ctx.dtypes, ctx.wants, strict=True)
         ]
     return (*gradients, *[None] * 7)
 
@@ -224,7 +226,7 @@ def logps_backward(
         masked = (_filled(g.reshape(-1), keep, 0.0) for g in (g_logps, g_entropy))
         scorer.gradient(*masked, static_shapes=static)
         gradients = head.gradients()
-        return tuple(hidden.new_empty(0) if g is None else g for g in gradients.without_scale())
+        return tuple(hidden.new_empty(0) if g is None else g for g in gradients.without_scales())
 
 
 @logps_backward.register_fake
@@ -324,7 +326,7 @@ def loss_over_logits(
     results = r.loss, stats.logp.view(shape), stats.entropy.view(shape), r.group_sums, r.totals, r.extrema
     if not want:
         return results, None
-    return results, FinishedGradients([logits], [logits.dtype], kernels, head.gradient_scale)
+    return results, FinishedGradients([logits], [logits.dtype], kernels, [head.gradient_scale])
 
 
 def _clear_rows(x: Tensor, chosen: Tensor) -> None:

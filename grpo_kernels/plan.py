@@ -69,25 +69,6 @@ class Plan:
         """(S,) -> (N,): every token gets the value of its sequence."""
         return spread(x, self.cu_seqlens, self.row_length, self.mask.numel())
 
-    def largest_gradient(self) -> Tensor:
-        """() about the largest |d loss / d logit| of a token whose ratio is 1, from what is known before any logit."""
-        config = self.config
-        weight = torch.maximum(self.field("weight_ratio").abs(), self.field("weight_direct").abs())
-        surrogate = (self.field("advantage") * self.field("multiplier")).abs()
-        per_token = weight * (surrogate + config.beta + SURROGATE_RULES[config.surrogate].pushes_without_advantage)
-        per_token = torch.where(self.active, per_token, 0.0)
-        if config.importance_sampling_level == "sequence_sum" and self.whole_sequences:
-            per_token = self.per_token(self.sequence_sum(per_token))
-        per_token = per_token + torch.where(self.active, self.field("weight_entropy").abs(), 0.0)
-        return (per_token * (config.logit_scale / self.field("temperature"))).amax()
-
-    def scaled(self, scale: Tensor) -> Plan:
-        """The plan of the loss times `scale` ()."""
-        table = self.table.clone()
-        for name in ("weight_ratio", "weight_direct", "weight_entropy"):
-            table[FIELD[name]] *= scale
-        return dataclasses.replace(self, table=table)
-
     def take_sequences(self, index: Tensor, counts: Tensor) -> Plan:
         """The plan of a chunk of whole sequences: `index` their unmasked tokens, `counts` tokens per sequence."""
         return dataclasses.replace(

@@ -171,9 +171,7 @@ def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> tu
 
     lengths: list[int] = torch.bincount(sequence[index], minlength=len(span)).tolist()
     too_long = call.level == "sequence" and max(lengths, default=0) > head.chunk_rows
-    # Gradients of float16 logits need one scale for all chunks, which follows from all coefficients.
-    needs_scale = head.grad_dtype == torch.float16
-    if not any(wants) or too_long or needs_scale:
+    if not any(wants) or too_long:
         scorer.score(index)
         stats = RowStats(*(x[index] for x in scorer.stats))
         total, *parts = _differentiate(call, stats, index, sequence[index])

@@ -50,10 +50,16 @@ def adds_to_float32(device: torch.device, dtype: torch.dtype) -> bool:
     return _works(attempt, name, "products are added to dweight in a step of their own")
 
 
+_OF_THE_DEVICE = ("out of memory", "CUDA error", "ALLOC_FAILED", "NOT_INITIALIZED", "CUBLAS_WORKSPACE_CONFIG")
+
+
 def _works(attempt: Callable[[], None], name: str, instead: str) -> bool:
     try:
         attempt()
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+        # A full or a broken device says nothing about what torch has: the error goes on, and the next call tries again.
+        if isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in _OF_THE_DEVICE):
+            raise
         reason = str(error).strip().partition("\n")[0]
         warnings.warn(
             f"grpo_kernels: torch {torch.__version__} has no {name} ({reason}): {instead}, which takes longer",
@@ -69,8 +75,9 @@ def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
         return torch.mm(a, b, out_dtype=torch.float32, out=out)
     if out is None:
         out = torch.empty(a.shape[0], b.shape[1], dtype=torch.float32, device=a.device)
+    wide = b.float()
     for part, rows in zip(out.split(PIECE_ROWS), a.split(PIECE_ROWS), strict=True):
-        torch.mm(rows.float(), b.float(), out=part)
+        torch.mm(rows.float(), wide, out=part)
     return out
 
 
@@ -83,30 +90,27 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         part += product(rows, b)
 
 
-_lock, _depth, _wanted = threading.Lock(), 0, False
+_lock, _depth, _restore = threading.Lock(), 0, False
 
 
 @contextmanager
 def settled_precision(device: torch.device) -> Iterator[None]:
-    """Products inside compute in the types of their tensors: autocast is off, and so is float16 accumulation.
+    """Autocast is off inside, and so is the process-wide switch torch.backends.cuda.matmul.allow_fp16_accumulation.
 
-    torch has no product with float16 sums and float32 results, and raises where it is asked for one while
-    torch.backends.cuda.matmul.allow_fp16_accumulation is on. That switch is the process's: the last of several threads
-    that leave puts it back.
+    With that switch on, torch raises where a product is to return float32. The last of several threads to leave puts
+    it back; until then it is off for the whole process, whose float16 products are more exact meanwhile.
     """
-    global _depth, _wanted
+    global _depth, _restore
     switch = torch.backends.cuda.matmul
     with _lock:
-        if _depth == 0:
-            _wanted = switch.allow_fp16_accumulation
         _depth += 1
-        if _wanted:
-            switch.allow_fp16_accumulation = False
+        if switch.allow_fp16_accumulation:
+            switch.allow_fp16_accumulation, _restore = False, True
     try:
         with torch.autocast(device.type, enabled=False):
             yield
     finally:
         with _lock:
             _depth -= 1
-            if _depth == 0 and _wanted:
-                switch.allow_fp16_accumulation = True
+            if _depth == 0 and _restore:
+                switch.allow_fp16_accumulation, _restore = True, False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.fx.experimental.proxy_tensor
 from helpers import Batch, make_batch, off_policy
 from torch._library.custom_ops import CustomOpDef
 
@@ -93,6 +94,18 @@ def test_under_autocast(backend):
         return out.loss + 0.1 * logps.mean(), out.logps
 
     assert_equal_runs(step, batch, "aot_eager")
+
+
+def test_tracing_through_a_dispatch_mode(backend):
+    """make_fx sees one operator: it cannot look into kernels."""
+    batch = off_policy(make_batch(1))
+
+    def step(hidden, weight):
+        return gk.fused_grpo_loss(hidden, weight, batch.ids, batch.advantages, backend=backend, **batch.options).loss
+
+    graph = torch.fx.experimental.proxy_tensor.make_fx(step)(batch.hidden, batch.weight)
+    assert torch.ops.grpo_kernels.grpo_loss.default in {node.target for node in graph.graph.nodes}
+    assert torch.equal(graph(batch.hidden, batch.weight), step(batch.hidden, batch.weight))
 
 
 def test_config_made_inside_the_graph():

@@ -159,7 +159,8 @@ def test_hooks_on_saved_tensors_do_not_move_gradients(name, backend):
 
 
 @pytest.mark.parametrize("name", ["fused_grpo_loss", "fused_policy_loss"])
-def test_checkpointing_computes_the_loss_once(monkeypatch, name, backend):
+def test_checkpointing_computes_a_loss_that_comes_last_once(monkeypatch, name, backend):
+    """Recomputation ends where everything saved is there again: nothing of the loss is."""
     batch, products = make_batch(0), []
     call_counter(monkeypatch, LMHead, "logits", products, lambda self, rows: rows.stop - rows.start)
     leaves = [x.clone().requires_grad_() for x in (batch.hidden, batch.weight)]
@@ -174,6 +175,19 @@ def test_checkpointing_computes_the_loss_once(monkeypatch, name, backend):
     assert sum(products) == 24
     for x, y in zip(found, expected, strict=True):
         assert torch.allclose(x, y, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_strided_logits_in_place_are_multiplied_by_pieces(monkeypatch, dtype):
+    """A padded vocabulary: the backward makes no second matrix, not even for a batch of one long sequence."""
+    monkeypatch.setattr(delivery, "PIECE_ELEMENTS", 2**10)
+    x = torch.randn(1, 256, 520).to(dtype)[..., :512]
+    expected = (0.25 * x.float()).to(dtype)
+    monkeypatch.setattr(delivery, "keeps_graph", lambda: False)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        found = delivery.deliver(x, torch.tensor(0.25), get_backend("torch"), dtype)
+    assert found.data_ptr() == x.data_ptr() and torch.equal(x, expected)
+    assert max(event.self_cpu_memory_usage for event in profile.events()) <= 2 * 4 * 2**10
 
 
 def test_without_grad_no_gradient_is_computed(monkeypatch, backend):

@@ -88,6 +88,20 @@ def test_what_torch_lacks_is_said_once(monkeypatch, probed, dtype):
         assert not products.returns_float32(torch.device("cpu"), dtype)
 
 
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: unspecified")]
+)
+def test_a_full_device_says_nothing_about_torch(monkeypatch, probed, error):
+    def full(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(torch, "mm", full)
+    with pytest.raises(type(error), match="CUDA"):
+        products.returns_float32(META, torch.bfloat16)
+    monkeypatch.setattr(torch, "mm", mm)
+    assert products.returns_float32(META, torch.bfloat16)
+
+
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("missing", ["nothing", "addmm", "mm and addmm"])
 def test_the_lm_head_without_them(monkeypatch, probed, dtype, missing):
@@ -177,4 +191,15 @@ def test_threads_that_leave_in_another_order_put_the_switch_back(switch):
     assert not switch.allow_fp16_accumulation  # the other thread is still inside
     leave.set()
     thread.join()
+    assert switch.allow_fp16_accumulation
+
+
+def test_a_switch_turned_on_inside_is_off_for_who_comes_later(switch):
+    """A user's loss function may turn it on between two products."""
+    switch.allow_fp16_accumulation = False
+    cpu = torch.device("cpu")
+    with products.settled_precision(cpu):
+        switch.allow_fp16_accumulation = True
+        with products.settled_precision(cpu):
+            assert not switch.allow_fp16_accumulation
     assert switch.allow_fp16_accumulation
