@@ -1,7 +1,8 @@
 """What compile_gate.py compiles: calls of the package's launchers on tensors that nobody reads or writes.
 
 A new kernel, or a specialisation whose code differs much, is an entry of CASES at the end. The tensors have the types,
-alignment and divisibility of a real batch; that they lie on the CPU changes nothing in the kernel.
+alignment and divisibility of a real batch; that they lie on the CPU changes nothing in the kernel. launch_keys.py asks
+which cases would compile again for another number of rows.
 """
 
 from __future__ import annotations
@@ -17,108 +18,133 @@ from grpo_kernels.kernels.anchored import anchored
 from grpo_kernels.kernels.linear_logp import linear_logp
 from grpo_kernels.params import TABLE_FIELDS, KernelParams
 
-COUNT, WIDTH, VOCAB, ODD_VOCAB = 64, 4096, 128256, 50257
+ROWS, WIDTH, VOCAB, ODD_VOCAB = 64, 4096, 128256, 50257
+SMALL = {"vocab": 97, "width": 32}  # of `grpo-kernels check`: one part of the vocabulary
+SMALLEST = {"vocab": 1, "width": 1}
 SINGLE, DOUBLE, HALF, INDEX = torch.float32, torch.float64, torch.bfloat16, torch.int64
 PARAMS = KernelParams(kl="k3", beta=0.04)
 CAPPED = PARAMS._replace(softcap=30.0)
 BACKEND = TritonBackend()
 
-Head = tuple[Tensor, Tensor, Tensor | None]
+
+def vector(rows: int, dtype: torch.dtype = SINGLE) -> Tensor:
+    """A chunk of one: it begins anywhere, on 16 bytes or not."""
+    return torch.empty(rows + rows % 16, dtype=dtype)[rows % 16 :]
 
 
-def vector(dtype: torch.dtype = SINGLE) -> Tensor:
-    return torch.empty(COUNT, dtype=dtype)
+def table(rows: int) -> Tensor:
+    return torch.empty(len(TABLE_FIELDS), rows + rows % 16)[:, rows % 16 :]
 
 
-def table() -> Tensor:
-    return torch.empty(len(TABLE_FIELDS), COUNT)
-
-
-def logits_and_gradient(logits: torch.dtype, gradient: torch.dtype, vocab: int = VOCAB) -> tuple[Tensor, Tensor]:
+def logits_and_gradient(
+    rows: int, logits: torch.dtype, gradient: torch.dtype, vocab: int = VOCAB
+) -> tuple[Tensor, Tensor]:
     """The gradient lies over the logits, as in LMHead.gradient_buffer."""
-    x = torch.empty(COUNT, vocab, dtype=logits)
+    x = torch.empty(rows, vocab, dtype=logits)
     return x, x.view(gradient)[:, :vocab]
 
 
-def head(dtype: torch.dtype, vocab: int = VOCAB, bias: bool = False) -> Head:
+Head = tuple[Tensor, Tensor, Tensor | None]
+
+
+def head(rows: int, dtype: torch.dtype, vocab: int = VOCAB, width: int = WIDTH, bias: bool = False) -> Head:
     """(hidden states, weight, bias)"""
-    hidden, weight = torch.empty(COUNT, WIDTH, dtype=dtype), torch.empty(vocab, WIDTH, dtype=dtype)
+    hidden, weight = torch.empty(rows, width, dtype=dtype), torch.empty(vocab, width, dtype=dtype)
     return hidden, weight, torch.empty(vocab, dtype=dtype) if bias else None
 
 
-def fused(logits: torch.dtype, gradient: torch.dtype, params: KernelParams = PARAMS, vocab: int = VOCAB) -> object:
-    return BACKEND.fused(*logits_and_gradient(logits, gradient, vocab), vector(INDEX), table(), params)
+def fused(
+    rows: int, logits: torch.dtype, gradient: torch.dtype, params: KernelParams = PARAMS, vocab: int = VOCAB
+) -> object:
+    return BACKEND.fused(*logits_and_gradient(rows, logits, gradient, vocab), vector(rows, INDEX), table(rows), params)
 
 
-def stats(logits: torch.dtype) -> object:
-    return BACKEND.stats(torch.empty(COUNT, VOCAB, dtype=logits), vector(INDEX), vector(), PARAMS)
+def stats(rows: int, logits: torch.dtype, vocab: int = VOCAB) -> object:
+    return BACKEND.stats(torch.empty(rows, vocab, dtype=logits), vector(rows, INDEX), vector(rows), PARAMS)
 
 
-def gradient(logits: torch.dtype, gradient: torch.dtype) -> object:
+def gradient(rows: int, logits: torch.dtype, gradient: torch.dtype, vocab: int = VOCAB) -> object:
     return BACKEND.gradient(
-        *logits_and_gradient(logits, gradient), vector(INDEX), vector(), vector(DOUBLE), vector(), vector(), vector(),
-        PARAMS,
+        *logits_and_gradient(rows, logits, gradient, vocab), vector(rows, INDEX), vector(rows), vector(rows, DOUBLE),
+        vector(rows), vector(rows), vector(rows), PARAMS,
     )  # fmt: skip
 
 
 def logps(operands: Head, params: KernelParams = PARAMS, entropy: bool = True) -> object:
-    return linear_logp(*operands, vector(INDEX), vector(), params, entropy=entropy)
+    rows = operands[0].shape[0]
+    return linear_logp(*operands, vector(rows, INDEX), vector(rows), params, entropy=entropy)
 
 
 def exponentials(operands: Head, params: KernelParams = PARAMS) -> object:
-    exps = torch.empty(COUNT, operands[1].shape[0], dtype=HALF)
-    return anchored(*operands, vector(INDEX), table(), exps, params)
+    rows = operands[0].shape[0]
+    exps = torch.empty(rows, operands[1].shape[0], dtype=HALF)
+    return anchored(*operands, vector(rows, INDEX), table(rows), exps, params)
 
 
-def objective() -> object:
-    return BACKEND.objective(vector(), vector(), vector(), table(), PARAMS)
+def objective(rows: int) -> object:
+    return BACKEND.objective(vector(rows), vector(rows), vector(rows), table(rows), PARAMS)
 
 
-def reduce() -> object:
-    sequences, num_groups = 16, 4
+def reduce(rows: int) -> object:
+    """As many sequences and groups as rows."""
     return BACKEND.reduce(
-        vector(torch.bool), *(vector() for _ in range(6)), table(), PARAMS,
-        torch.empty(sequences + 1, dtype=INDEX), torch.empty(sequences, dtype=INDEX), num_groups,
+        vector(rows, torch.bool), *(vector(rows) for _ in range(6)), table(rows), PARAMS,
+        vector(rows + 1, INDEX), vector(rows, INDEX), rows,
     )  # fmt: skip
 
 
-def group_statistics(scale: str, baseline: str) -> object:
-    return BACKEND.group_statistics(vector(), vector(INDEX), 4, scale, baseline, 1, 1e-4)
+def group_statistics(rows: int, scale: str, baseline: str) -> object:
+    return BACKEND.group_statistics(vector(rows), vector(rows, INDEX), rows, scale, baseline, 1, 1e-4)
 
 
-def scale(dtype: torch.dtype) -> object:
-    return BACKEND.scale(torch.empty(COUNT, WIDTH, dtype=dtype), torch.empty(()))
+def scale(rows: int, dtype: torch.dtype, width: int = WIDTH) -> object:
+    return BACKEND.scale(torch.empty(rows, width, dtype=dtype), torch.empty(()))
 
 
 class Case(NamedTuple):
-    """A launch. `only`: the kernel that it is about, where another case shows the others that it launches."""
+    """A launch for so many rows. `only`: the kernel it is about, where another case shows the others it launches."""
 
-    launch: Callable[[], object]
+    launch: Callable[[int], object]
     only: str | None = None
+    rows: int = ROWS
 
 
+# An integer of 1 reaches a kernel as a constant unless it is excluded: the last cases hold that all kernels compile so.
 CASES = {
-    "fused, fp32, bf16 over it": Case(lambda: fused(SINGLE, HALF)),
-    "fused, fp32, bf16 over it, softcap": Case(lambda: fused(SINGLE, HALF, CAPPED)),
-    "fused, fp32, bf16 over it, odd V": Case(lambda: fused(SINGLE, HALF, vocab=ODD_VOCAB)),
-    "fused, fp32 in place": Case(lambda: fused(SINGLE, SINGLE)),
-    "fused, bf16 in place": Case(lambda: fused(HALF, HALF)),
-    "statistics, fp32": Case(lambda: stats(SINGLE)),
-    "statistics, bf16": Case(lambda: stats(HALF)),
-    "gradient, fp32, bf16 over it": Case(lambda: gradient(SINGLE, HALF)),
-    "gradient, bf16 in place": Case(lambda: gradient(HALF, HALF)),
-    "linear_logp, bf16": Case(lambda: logps(head(HALF))),
-    "linear_logp, bf16, bias, softcap": Case(lambda: logps(head(HALF, bias=True), CAPPED), "partial_kernel"),
-    "linear_logp, bf16, no entropy": Case(lambda: logps(head(HALF), entropy=False), "partial_kernel"),
-    "linear_logp, fp32": Case(lambda: logps(head(SINGLE)), "partial_kernel"),
-    "anchored, bf16": Case(lambda: exponentials(head(HALF))),
-    "anchored, bf16, bias, softcap": Case(lambda: exponentials(head(HALF, bias=True), CAPPED), "exponential_kernel"),
-    "anchored, bf16, odd V": Case(lambda: exponentials(head(HALF, ODD_VOCAB)), "exponential_kernel"),
-    "anchored, fp32": Case(lambda: exponentials(head(SINGLE)), "exponential_kernel"),
+    "fused, fp32, bf16 over it": Case(lambda n: fused(n, SINGLE, HALF)),
+    "fused, fp32, bf16 over it, softcap": Case(lambda n: fused(n, SINGLE, HALF, CAPPED)),
+    "fused, fp32, bf16 over it, odd V": Case(lambda n: fused(n, SINGLE, HALF, vocab=ODD_VOCAB)),
+    "fused, fp32 in place": Case(lambda n: fused(n, SINGLE, SINGLE)),
+    "fused, bf16 in place": Case(lambda n: fused(n, HALF, HALF)),
+    "statistics, fp32": Case(lambda n: stats(n, SINGLE)),
+    "statistics, bf16": Case(lambda n: stats(n, HALF)),
+    "gradient, fp32, bf16 over it": Case(lambda n: gradient(n, SINGLE, HALF)),
+    "gradient, bf16 in place": Case(lambda n: gradient(n, HALF, HALF)),
+    "linear_logp, bf16": Case(lambda n: logps(head(n, HALF))),
+    "linear_logp, bf16, bias, softcap": Case(lambda n: logps(head(n, HALF, bias=True), CAPPED), "partial_kernel"),
+    "linear_logp, bf16, no entropy": Case(lambda n: logps(head(n, HALF), entropy=False), "partial_kernel"),
+    "linear_logp, fp32": Case(lambda n: logps(head(n, SINGLE)), "partial_kernel"),
+    "anchored, bf16": Case(lambda n: exponentials(head(n, HALF))),
+    "anchored, bf16, bias, softcap": Case(
+        lambda n: exponentials(head(n, HALF, bias=True), CAPPED), "exponential_kernel"
+    ),
+    "anchored, bf16, odd V": Case(lambda n: exponentials(head(n, HALF, ODD_VOCAB)), "exponential_kernel"),
+    "anchored, fp32": Case(lambda n: exponentials(head(n, SINGLE)), "exponential_kernel"),
     "objective": Case(objective),
     "reduce": Case(reduce),
-    "advantages": Case(lambda: group_statistics("group", "mean")),
-    "advantages, batch std, leave one out": Case(lambda: group_statistics("batch", "leave_one_out")),
-    "scale, fp32": Case(lambda: scale(SINGLE)),
-    "scale, bf16": Case(lambda: scale(HALF)),
+    "advantages": Case(lambda n: group_statistics(n, "group", "mean")),
+    "advantages, batch std, leave one out": Case(lambda n: group_statistics(n, "batch", "leave_one_out")),
+    "scale, fp32": Case(lambda n: scale(n, SINGLE)),
+    "scale, bf16": Case(lambda n: scale(n, HALF)),
+    "linear_logp, bf16, V = 97": Case(lambda n: logps(head(n, HALF, **SMALL))),
+    "anchored, bf16, V = 97": Case(lambda n: exponentials(head(n, HALF, **SMALL))),
+    "fused, one row, V = 1": Case(lambda n: fused(n, SINGLE, HALF, vocab=1), rows=1),
+    "statistics, one row, V = 1": Case(lambda n: stats(n, SINGLE, vocab=1), rows=1),
+    "gradient, one row, V = 1": Case(lambda n: gradient(n, SINGLE, HALF, vocab=1), rows=1),
+    "linear_logp, one row, V = H = 1": Case(lambda n: logps(head(n, HALF, **SMALLEST)), rows=1),
+    "anchored, one row, V = H = 1": Case(lambda n: exponentials(head(n, HALF, **SMALLEST)), rows=1),
+    "objective, one row": Case(objective, rows=1),
+    "reduce, one row": Case(reduce, rows=1),
+    "advantages, one reward": Case(lambda n: group_statistics(n, "group", "mean"), rows=1),
+    "scale, one number": Case(lambda n: scale(n, SINGLE, width=1), rows=1),
 }

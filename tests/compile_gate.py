@@ -114,7 +114,7 @@ def compile_case(case: str, target: str) -> dict[str, Found] | str:
 
     from grpo_kernels.kernels import launch
 
-    call, only = CASES[case]
+    call, only, rows = CASES[case]
     compiled: dict[str, Any] = {}
 
     def compile_only(function: Any, *args: Any, grid: object, warmup: bool, **kwargs: Any) -> Any:
@@ -132,7 +132,7 @@ def compile_case(case: str, target: str) -> dict[str, Found] | str:
     JITFunction.run, launch.architecture = compile_only, lambda device: TARGETS[target].launch
     start = time.perf_counter()
     try:
-        call()
+        call(rows)
     except Exception as error:  # compilers fail in many ways, and the others are to be tried too
         text = str(error).strip().splitlines()
         return f"{type(error).__name__}: {text[-1] if text else ''}"

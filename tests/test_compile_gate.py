@@ -1,4 +1,4 @@
-"""The compile gate can fail: planted numbers, nothing is compiled here."""
+"""The compile gate can fail: planted numbers, nothing is compiled here. Kernels do not depend on the number of rows."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 
 import compile_gate
 import pytest
+from compile_cases import CASES
 from compile_gate import Found, complaints, leftovers, new_budget, uncalled, uncovered
 
 ROWS, MATMUL = ("rows.fused_kernel: fp32", "sm_90"), ("linear.product_kernel: bf16", "sm_90")
@@ -91,3 +92,15 @@ def test_the_interpreter_is_refused():
     command = [sys.executable, compile_gate.__file__]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "TRITON_INTERPRET" in done.stderr
+
+
+def test_another_number_of_rows_compiles_nothing_anew():
+    """One key per kernel for 1, 16, 17 and 4,096 rows, wherever a chunk begins: no graph can compile."""
+    script = compile_gate.ROOT / "tests" / "launch_keys.py"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(compile_gate.ROOT), environment.get("PYTHONPATH", "")])
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=True)
+    keys = json.loads(done.stdout)
+    assert set(keys) == set(CASES)
+    assert {f"{kernel} in {case}": n for case, found in keys.items() for kernel, n in found.items() if n != 1} == {}
+    assert {kernel for found in keys.values() for kernel in found} >= {"rows.fused_kernel", "anchored.scale_kernel"}

@@ -10,6 +10,11 @@ groups.py       advantages from rewards
 maths.py        functions that Triton lacks on one of its targets
 launch.py       block shapes and warps, from the table launch.json; preferred strategies
 tune.py         measures candidates for that table on a GPU
+
+Triton compiles a kernel again for an integer that is 1 (a constant then) or divisible by 16, and for a pointer that is
+not on 16 bytes. Whatever follows from the number of rows of a call is excluded from that (do_not_specialize): counts,
+parts, tables and their pitch, vectors of which a chunk takes a slice. A captured CUDA graph cannot compile, and its
+warm-up had other rows. What the lm_head determines stays specialised: wide loads need its divisors.
 """
 
 from __future__ import annotations

@@ -37,7 +37,18 @@ from torch import Tensor
 
 from ..params import FIELD, KernelParams, RowStats
 from .maths import INV_LN2, LN2, expm1, log1p, softcap
-from .matmul import COMBINED_ROWS, column_of, is_id, part_block, place, prepare, product, quarters, to_logits
+from .matmul import (
+    COMBINED_PARTS,
+    COMBINED_ROWS,
+    column_of,
+    is_id,
+    part_block,
+    place,
+    prepare,
+    product,
+    quarters,
+    to_logits,
+)
 from .objective import scalars
 from .rows import TEMPERATURE, add_block, empty_stats, exponent, logit_scales, token_gradient
 
@@ -48,7 +59,7 @@ ANCHOR_ROWS, ANCHOR_BLOCK = 8, 512
 REPAIR_COLUMNS, REPAIR_BLOCK, REPAIR_WARPS = 32, 256, 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ids", "count"])
 def anchor_kernel(
     hidden, weight, bias, ids, y_ids, slope_ids, count, vocab, width, hidden_pitch, weight_pitch, p,
     CAPPED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -92,7 +103,7 @@ def store_exponentials(
     return rest, moment
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ids", "temperature", "count", "parts", "per_part", "group"])
 def exponential_kernel(
     hidden, weight, bias, ids, temperature, y_ids, exps, partials,
     count, vocab, width, hidden_pitch, weight_pitch, parts, per_part, group, exps_pitch, p,
@@ -128,7 +139,7 @@ def exponential_kernel(
     tl.store(at + parts.to(tl.int64) * count, moment, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ids", "table", "count", "parts", "table_pitch"])
 def scale_kernel(
     partials, y_ids, slope_ids, ids, table, exps, logp, lse, entropy, scale, overflown,
     count, vocab, parts, exps_pitch, table_pitch, p,
@@ -142,9 +153,12 @@ def scale_kernel(
     known = live & (id_ >= 0)
     token = table + rows
     to_z, chain = logit_scales(p, tl.load(token + TEMPERATURE * table_pitch, mask=live, other=1.0), CAPPED)
-    at, wanted = part_block(partials, rows, live, count, parts, PARTS)
-    rest = tl.sum(tl.load(at, mask=wanted, other=0.0), 0)
-    moment = tl.sum(tl.load(at + parts.to(tl.int64) * count, mask=wanted, other=0.0), 0)
+    rest = tl.zeros((ROWS,), tl.float64)
+    moment = tl.zeros((ROWS,), tl.float64)
+    for first in range(0, parts, PARTS):
+        at, wanted = part_block(partials, rows, live, count, first, parts, PARTS)
+        rest += tl.sum(tl.load(at, mask=wanted, other=0.0), 0)
+        moment += tl.sum(tl.load(at + parts.to(tl.int64) * count, mask=wanted, other=0.0), 0)
 
     y_id = tl.load(y_ids + rows, mask=live, other=0.0)
     # Where the anchor is NaN, so are the hidden states: there is nothing to repair.
@@ -165,7 +179,7 @@ def scale_kernel(
     tl.store(at_id, (-rest.to(tl.float32) * slope_id).to(exps.dtype.element_ty), mask=known)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ids", "table", "table_pitch"])
 def repair_kernel(
     hidden, weight, bias, ids, table, exps, logp, lse, entropy, scale, overflown,
     vocab, width, hidden_pitch, weight_pitch, exps_pitch, table_pitch, p,
@@ -253,7 +267,8 @@ def anchored(
     temperature = table[FIELD["temperature"]]
     pitches = hidden.stride(0), weight.stride(0)
     out = empty_stats(count, hidden.device)
-    y_ids, slope_ids, scale = torch.empty(3, count, dtype=torch.float32, device=hidden.device)
+    # Three tensors, not three rows of one: each is to begin on 16 bytes, whatever the count.
+    y_ids, slope_ids, scale = (torch.empty(count, dtype=torch.float32, device=hidden.device) for _ in range(3))
     partials = torch.empty(2, work.parts, count, dtype=torch.float64, device=hidden.device)
     overflown = torch.empty(count, dtype=torch.int8, device=hidden.device)
     p, capped = scalars(params), params.softcap != 0.0
@@ -274,7 +289,7 @@ def anchored(
     scale_kernel[(triton.cdiv(count, COMBINED_ROWS),)](
         partials, y_ids, slope_ids, ids, table, exps, *results,
         count, vocab, work.parts, exps.stride(0), table.stride(0), p,
-        PARTS=triton.next_power_of_2(work.parts), ROWS=COMBINED_ROWS, **variant,
+        PARTS=COMBINED_PARTS, ROWS=COMBINED_ROWS, **variant,
     )  # fmt: skip
     repair_kernel[(count,)](
         hidden, weight, bias, ids, table, exps, *results,

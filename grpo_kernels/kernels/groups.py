@@ -53,7 +53,7 @@ def moments(rewards, group_index, group, count, ddof, WHOLE_BATCH: tl.constexpr,
     return n, tl.where(n == 0, float("nan"), mean), tl.where(n == 0, float("nan"), std), equal
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rewards", "group_index", "count", "ddof"])
 def group_statistics_kernel(
     rewards, group_index, advantages, mean_out, std_out, count, ddof, eps,
     SCALE: tl.constexpr, BASELINE: tl.constexpr, BLOCK: tl.constexpr,
@@ -90,7 +90,6 @@ def group_statistics(
     if num_groups:
         group_statistics_kernel[(num_groups,)](
             rewards, group_index, advantages, mean, std, rewards.numel(), ddof, eps,
-            SCALE=scale, BASELINE=baseline, BLOCK=min(BLOCK_SIZE, triton.next_power_of_2(rewards.numel())),
-            num_warps=4,
+            SCALE=scale, BASELINE=baseline, BLOCK=BLOCK_SIZE, num_warps=4,
         )  # fmt: skip
     return advantages, mean, std

@@ -23,7 +23,18 @@ from torch import Tensor
 
 from ..params import KernelParams, RowStats
 from .maths import INV_LN2, LN2
-from .matmul import COMBINED_ROWS, column_of, is_id, part_block, place, prepare, product, quarters, to_logits
+from .matmul import (
+    COMBINED_PARTS,
+    COMBINED_ROWS,
+    column_of,
+    is_id,
+    part_block,
+    place,
+    prepare,
+    product,
+    quarters,
+    to_logits,
+)
 from .objective import scalars
 from .rows import add_block, empty_stats, logit_scales
 
@@ -43,7 +54,7 @@ def add_logits(
     return top, exps, moment, y_id
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ids", "temperature", "count", "parts", "per_part", "group"])
 def partial_kernel(
     hidden, weight, bias, ids, temperature, partials, y_ids,
     count, vocab, width, hidden_pitch, weight_pitch, parts, per_part, group, p,
@@ -83,7 +94,7 @@ def partial_kernel(
     tl.store(y_ids + rows, y_id, mask=live & own)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ids", "temperature", "count", "parts"])
 def combine_kernel(
     partials, y_ids, ids, temperature, logp, lse, entropy, count, vocab, parts, p,
     CAPPED: tl.constexpr, ENTROPY: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
@@ -93,20 +104,26 @@ def combine_kernel(
     live = rows < count
     known = live & (column_of(tl.load(ids + rows, mask=live, other=-1), vocab) >= 0)
     to_z, _chain = logit_scales(p, tl.load(temperature + rows, mask=live, other=1.0), CAPPED)
-    at, wanted = part_block(partials, rows, live, count, parts, PARTS)
     plane = parts.to(tl.int64) * count
-
-    tops = tl.load(at, mask=wanted, other=-float("inf"))
-    part_exps = tl.load(at + plane, mask=wanted, other=0.0)
-    top = tl.max(tops, 0)
-    # The sums of a part without a finite logit are 0, or NaN, relative to anything.
-    fall = tl.where(tops == -float("inf"), 0.0, (top[None, :] - tops) * (to_z * INV_LN2)[None, :])
-    factor = tl.exp2(-fall.to(tl.float32)).to(tl.float64)
-    exps = tl.sum(part_exps * factor, 0)
+    top = tl.full((ROWS,), -float("inf"), tl.float64)
+    for first in range(0, parts, PARTS):
+        at, wanted = part_block(partials, rows, live, count, first, parts, PARTS)
+        top = tl.maximum(top, tl.max(tl.load(at, mask=wanted, other=-float("inf")), 0))
+    exps = tl.zeros((ROWS,), tl.float64)
+    moment = tl.zeros((ROWS,), tl.float64)
+    for first in range(0, parts, PARTS):
+        at, wanted = part_block(partials, rows, live, count, first, parts, PARTS)
+        tops = tl.load(at, mask=wanted, other=-float("inf"))
+        part_exps = tl.load(at + plane, mask=wanted, other=0.0)
+        # The sums of a part without a finite logit are 0, or NaN, relative to anything.
+        fall = tl.where(tops == -float("inf"), 0.0, (top[None, :] - tops) * (to_z * INV_LN2)[None, :])
+        factor = tl.exp2(-fall.to(tl.float32)).to(tl.float64)
+        exps += tl.sum(part_exps * factor, 0)
+        if ENTROPY:
+            moment += tl.sum((tl.load(at + 2 * plane, mask=wanted, other=0.0) - part_exps * fall) * factor, 0)
     log_sum = tl.log(exps)
     h = tl.zeros((ROWS,), tl.float32)
     if ENTROPY:
-        moment = tl.sum((tl.load(at + 2 * plane, mask=wanted, other=0.0) - part_exps * fall) * factor, 0)
         h = (log_sum - LN2 * (moment / exps)).to(tl.float32)
     y_id = tl.load(y_ids + rows, mask=known, other=0.0).to(tl.float64)
     log_p = tl.where(known, (y_id - top) * to_z - log_sum, float("nan"))
@@ -138,6 +155,6 @@ def linear_logp(
     )  # fmt: skip
     combine_kernel[(triton.cdiv(count, COMBINED_ROWS),)](
         partials, y_ids, ids, temperature, *out, count, vocab, work.parts, p,
-        CAPPED=capped, ENTROPY=entropy, PARTS=triton.next_power_of_2(work.parts), ROWS=COMBINED_ROWS,
+        CAPPED=capped, ENTROPY=entropy, PARTS=COMBINED_PARTS, ROWS=COMBINED_ROWS,
     )  # fmt: skip
     return out

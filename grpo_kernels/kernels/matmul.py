@@ -33,9 +33,9 @@ from .launch import MatmulLaunch, matmul_launch
 from .maths import softcap
 
 GROUP_BYTES = 16 << 20  # a third to a half of the L2 cache of data-center GPUs
-MOST_PARTS = 256  # bounds the block in which partial results are combined
+MOST_PARTS = 256  # bounds the memory of partial results
 PROGRAM_START = 0.05  # filling the pipeline of a program, in tiles
-COMBINED_ROWS = 16  # rows of a program that combines parts
+COMBINED_ROWS, COMBINED_PARTS = 16, 32  # a program that combines parts: its rows, the parts that it loads at once
 SINGLE_BLOCKS = (64, 64, 32)  # block_m, block_v, block_h at most, for float32
 INTERPRETER_PARTS = 3  # so that the interpreter combines parts too
 
@@ -118,9 +118,9 @@ def to_logits(acc, bias, columns, vocab, p, CAPPED: tl.constexpr, EVEN_V: tl.con
 
 
 @triton.jit
-def part_block(partials, rows, live, count, parts, PARTS: tl.constexpr):
-    """(pointers, mask) of all parts (PARTS, ROWS) of these rows, in one plane (parts, count) of partial results."""
-    part = tl.arange(0, PARTS)
+def part_block(partials, rows, live, count, first, parts, PARTS: tl.constexpr):
+    """(pointers, mask) of parts (PARTS, ROWS) from `first` on, of one plane (parts, count) of partial results."""
+    part = first + tl.arange(0, PARTS)
     at = partials + part.to(tl.int64)[:, None] * count + rows[None, :]
     return at, (part < parts)[:, None] & live[None, :]
 

@@ -142,7 +142,7 @@ def row_gradient(
         tl.store(residual + rows, tl.where(known, du_id - rounded, 0.0), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ids", "temperature", "count"])
 def statistics_kernel(
     logits, ids, temperature, logp, lse, entropy, count, vocab, pitch, p,
     CAPPED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -157,7 +157,7 @@ def statistics_kernel(
     tl.store(entropy + rows, h, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["residual", "ids", "temperature", "lse", "entropy", "g_logp", "g_entropy", "count"])
 def gradient_kernel(
     logits, grad, residual, ids, temperature, lse, entropy, g_logp, g_entropy, count, vocab, pitch, grad_pitch, p,
     CAPPED: tl.constexpr, OVERLAP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -179,7 +179,7 @@ def gradient_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["residual", "ids", "table", "count", "table_pitch"])
 def fused_kernel(
     logits, grad, residual, ids, table, logp, lse, entropy, count, vocab, pitch, grad_pitch, table_pitch, p,
     SURROGATE: tl.constexpr, KL: tl.constexpr, HAS_BASE: tl.constexpr, BIAS_CORRECTION: tl.constexpr,

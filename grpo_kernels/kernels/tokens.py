@@ -47,7 +47,7 @@ COLUMN_COUNT: tl.constexpr = tl.constexpr(len(COLUMNS))
 WIDTH: tl.constexpr = tl.constexpr(triton.next_power_of_2(len(COLUMNS)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["log_ratio", "logp", "entropy", "table", "out", "count", "pitch"])
 def objective_kernel(
     log_ratio, logp, entropy, table, out, count, pitch, p,
     SURROGATE: tl.constexpr, KL: tl.constexpr, BIAS_CORRECTION: tl.constexpr, BLOCK: tl.constexpr,
@@ -79,7 +79,9 @@ def add_column(sums, column, values):
     return sums + tl.where(here, tl.sum(values.to(tl.float64), 1)[:, None], 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[
+    "scored", "log_ratio", "logp", "entropy", "value", "kl", "g_logp", "table", "cu_seqlens", "count", "pitch",
+])  # fmt: skip
 def sequence_kernel(
     scored, log_ratio, logp, entropy, value, kl, g_logp, table, cu_seqlens, sums_out, extrema_out, count, pitch, p,
     HAS_BASE: tl.constexpr, AGAINST_ROLLOUT: tl.constexpr, SEQUENCES: tl.constexpr, BLOCK: tl.constexpr,
@@ -146,7 +148,7 @@ def sequence_kernel(
     tl.store(extrema_out + 3 * sequence + 2, mismatch_max, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["group_index", "count", "num_groups"])
 def group_kernel(
     sums, extrema, group_index, group_out, totals, extrema_out, count, num_groups, BLOCK: tl.constexpr
 ):  # fmt: skip
