@@ -32,6 +32,7 @@ struct Term {
 };
 
 constexpr float kMaxExponent = 80.f;  // exp(80) = 5.5e34: still finite after a product with an advantage
+constexpr float kMaxProduct = 5.5406223843935101e34f;  // exp(80) again: of a ratio and a KL, which may both be so large
 
 GK_HD float clamp(float x, float low, float high) { return x < low ? low : (x > high ? high : x); }
 
@@ -188,12 +189,13 @@ GK_HD TokenObjective objective(const Params& p, float x, float logp, float entro
     }
     if (p.kl != kKlNone) {
         const Kl kl = kl_divergence(p, logp, ref);
-        const float factor = p.bias_correction ? r : 1.f;
-        out.kl = kl.value * factor;
+        const float factor = p.bias_correction ? r : 1.f, product = kl.value * factor;
+        const bool beyond = p.bias_correction && fabsf(product) > kMaxProduct;
+        out.kl = beyond ? copysignf(kMaxProduct, product) : product;
         if (p.beta != 0.f) {
             out.value += p.beta * out.kl;
-            out.d_direct += p.beta * kl.d_logp * factor;
-            if (p.bias_correction && !clamped) out.d_ratio += p.beta * out.kl;
+            if (!beyond) out.d_direct += p.beta * kl.d_logp * factor;
+            if (p.bias_correction && !clamped && !beyond) out.d_ratio += p.beta * out.kl;
         }
     }
     return out;

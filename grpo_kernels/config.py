@@ -68,7 +68,7 @@ class GRPOConfig:
     KL to the reference policy
         beta: weight. kl_estimator: "k1", "k2", "k3", "abs", "k1+", "k3+" (value of the one, gradient of k2), "none".
         kl_clamp: bound on |KL|, or a pair (bound on |ref_logp - logp|, bound on |KL|), either may be None.
-        use_bias_correction_kl: KL times the importance ratio.
+        use_bias_correction_kl: KL times the importance ratio; the product stops at exp(80), gradient 0 beyond.
     Aggregation
         aggregation: "seq_mean", "token_mean", "fixed_length" (needs max_completion_length), "num_items", "seq_sum".
     Logits

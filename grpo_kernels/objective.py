@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .params import EXPONENT_LIMIT, FIELD, KernelParams
+from .params import EXPONENT_LIMIT, FIELD, PRODUCT_LIMIT, KernelParams
 
 DPPO_QUADRATIC = 1e-3  # weight of prime-rl's (log ratio)^2 regulariser
 
@@ -49,7 +49,10 @@ def objective(log_ratio: Tensor, logp: Tensor, entropy: Tensor, table: Tensor, p
 
     kl, d_kl = kl_divergence(p, logp, ref)
     if p.bias_correction:
-        kl, d_kl = kl * r, d_kl * r
+        product = kl * r
+        beyond = product.abs() > PRODUCT_LIMIT
+        kl, d_kl = product.clamp(-PRODUCT_LIMIT, PRODUCT_LIMIT), torch.where(beyond, 0.0, d_kl * r)
+        clamp_acts = clamp_acts | beyond
     if p.beta != 0.0:
         value = value + p.beta * kl
         d_direct = d_direct + p.beta * d_kl

@@ -49,8 +49,10 @@ COLUMNS = (
 )
 COLUMN = {name: i for i, name in enumerate(COLUMNS)}
 
-# exp(88.7) is the largest float32. Exponents of ratios and of k3 stop here, with gradient 0 like every other clamp.
+# exp(88.7) is the largest float32. Exponents of ratios and of k3 stop here, with gradient 0 like every other clamp; and
+# so does the bias-corrected KL, the product of the two, at the same number.
 EXPONENT_LIMIT = 80.0
+PRODUCT_LIMIT = math.exp(EXPONENT_LIMIT)
 
 
 def chunk_pitch(vocab_size: int, device: torch.device) -> int:

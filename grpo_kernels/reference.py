@@ -16,8 +16,10 @@ from torch import Tensor
 
 from .config import DEFAULT_CONFIG, GRPOConfig
 
-# Exponents stop here (float32 ends at exp(88.7)); like every clamp this one has gradient 0 where it acts.
+# Exponents stop here (float32 ends at exp(88.7)); like every clamp this one has gradient 0 where it acts. A ratio times
+# a KL, each of which may be that large, stops at the same number.
 EXPONENT_LIMIT = 80.0
+PRODUCT_LIMIT = math.exp(EXPONENT_LIMIT)
 
 
 class ReferenceOutput(NamedTuple):
@@ -171,7 +173,7 @@ def reference_loss_from_logps(
     if ref is not None and cfg.kl_estimator != "none":
         kl = kl_estimate(cfg, logp, ref)
         if cfg.use_bias_correction_kl:
-            kl = kl * r
+            kl = (kl * r).clamp(-PRODUCT_LIMIT, PRODUCT_LIMIT)
         if cfg.beta != 0.0:
             value = value + cfg.beta * kl
 

@@ -92,10 +92,13 @@ def objective_float64(p: KernelParams, x, logp, entropy, A, ref, multiplier, thr
         inside &= abs(kl) <= p.kl_clamp
         kl = min(max(kl, -p.kl_clamp), p.kl_clamp)
         slope = slope if inside else 0.0
-    factor = r if p.bias_correction else 1.0
+    factor, beyond = 1.0, False
+    if p.bias_correction:
+        factor, beyond = r, abs(kl * r) > math.exp(80)
+        kl = math.copysign(min(abs(kl), math.exp(80) / r), kl)
     value += p.beta * kl * factor
-    d_direct += p.beta * slope * factor
-    if p.bias_correction and not clamped:
+    d_direct += 0.0 if beyond else p.beta * slope * factor
+    if p.bias_correction and not clamped and not beyond:
         d_ratio += p.beta * kl * factor
     return value, d_ratio, d_direct, kl * factor
 
@@ -132,6 +135,24 @@ def test_objective(kernels, surrogate, kl, variant):
     columns = [t.tolist() for t in (x, logp, entropy, advantage, ref, multiplier, table[FIELD["entropy_threshold"]])]
     rounded = params._replace(**{k: float(np.float32(v)) for k, v in params._asdict().items() if isinstance(v, float)})
     expected = torch.tensor([objective_float64(rounded, *row) for row in zip(*columns, strict=True)]).T
+    assert found.isfinite().all()
+    torch.testing.assert_close(found.double(), expected.double(), rtol=3e-5, atol=3e-6)
+
+
+@pytest.mark.parametrize("kl", contract.KL_ESTIMATORS[1:])
+def test_bias_corrected_kl_stops_at_the_exponential_of_80(kernels, kl):
+    points = torch.tensor([-90.0, -3.0, 0.0, 3.0, 35.0, 60.0, 79.0, 90.0])
+    x, d = (part.flatten() for part in torch.meshgrid(points, points, indexing="ij"))
+    logp = -torch.ones_like(x)
+    params = KernelParams(surrogate="reinforce", kl=kl, beta=0.5, bias_correction=True)
+    table = make_table(len(x), advantage=0.0, ref=logp + d)
+    found = torch.stack(kernels.objective(x, logp, torch.ones_like(x), table, params))
+    expected = torch.tensor(
+        [
+            objective_float64(params, a, -1.0, 1.0, 0.0, -1.0 + b, 1.0, -math.inf)
+            for a, b in zip(x.tolist(), d.tolist(), strict=True)
+        ]
+    ).T
     assert found.isfinite().all()
     torch.testing.assert_close(found.double(), expected.double(), rtol=3e-5, atol=3e-6)
 

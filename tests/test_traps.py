@@ -144,6 +144,25 @@ def test_2_k3_far_from_the_reference_model_stays_finite(distance, backend):
         assert_close(found, reference(batch, config), 1e-4)
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs", "k1+", "k3+"])
+def test_2_a_ratio_times_a_kl_stops_where_each_of_them_does(estimator, level, backend):
+    """Log-ratio and ref - logp, neither beyond 80 or both: the product would overflow. Not beyond: it is exact."""
+    for log_ratio, distance in ((60.0, 60.0), (100.0, 100.0), (60.0, 3.0)):
+        batch = make_batch(1)
+        batch.advantages = batch.advantages.abs()  # ratios that large are clipped: only the KL moves
+        config = gk.GRPOConfig(
+            beta=0.1, kl_estimator=estimator, use_bias_correction_kl=True, importance_sampling_level=level
+        )
+        logps = true_logps(batch, config)[0]
+        batch.options.update(old_logps=(logps - log_ratio).float(), ref_logps=(logps + distance).float())
+        found = fused(batch, config, backend)
+        assert finite(found) and found.metrics["kl"].isfinite()
+        assert_close(found, reference(batch, config), 1e-4)
+        overflows = log_ratio > 80 or (estimator.startswith("k3") and log_ratio + distance > 80)
+        assert bool(found.grads["weight"].any()) != overflows
+
+
 @pytest.mark.parametrize("surrogate", SURROGATE_RULES)
 def test_3_a_fully_masked_batch_has_loss_0_and_zero_gradients(surrogate, backend):
     config = gk.GRPOConfig(surrogate=surrogate, beta=0.1, entropy_coef=0.01)

@@ -17,10 +17,11 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..params import EXPONENT_LIMIT, KernelParams
+from ..params import EXPONENT_LIMIT, PRODUCT_LIMIT, KernelParams
 from .maths import expm1
 
 MAX_EXPONENT: tl.constexpr = tl.constexpr(EXPONENT_LIMIT)
+MAX_PRODUCT: tl.constexpr = tl.constexpr(PRODUCT_LIMIT)
 TRUST_REGION_QUADRATIC: tl.constexpr = tl.constexpr(1e-3)  # weight of prime-rl's (log ratio)^2 regulariser
 
 
@@ -234,8 +235,11 @@ def token_objective(
     if KL != "none":
         kl, slope = kl_divergence(p, logp, ref, KL)
         if BIAS_CORRECTION:
-            kl *= r
-            slope *= r
+            product = kl * r
+            kl = clamp(product, -MAX_PRODUCT, MAX_PRODUCT)
+            beyond = tl.abs(product) > MAX_PRODUCT
+            slope = tl.where(beyond, 0.0, slope * r)
+            clamped = clamped | beyond
         penalised = p.beta != 0.0
         value += tl.where(penalised, p.beta * kl, 0.0)
         d_direct += tl.where(penalised, p.beta * slope, 0.0)
