@@ -8,10 +8,11 @@ import pytest
 import torch
 from emulator.checks import SIGNALLING
 from helpers import call_counter, make_batch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo_kernels as gk
 from grpo_kernels import delivery
-from grpo_kernels.backends import get_backend
+from grpo_kernels.backends import get_backend, torch_
 from grpo_kernels.head import LMHead
 from grpo_kernels.kernels import scale as triton_scale
 
@@ -21,6 +22,7 @@ FACTORS = (0.3, -2.0, 1 + 2.0**-23, 0.0, 65536.0, math.inf, math.nan)
 @pytest.fixture(params=["triton", "cuda"])
 def kernels(request, monkeypatch):
     monkeypatch.setattr(triton_scale, "BLOCK_SIZE", 32)
+    monkeypatch.setattr(triton_scale, "REST_SIZE", 8)
     monkeypatch.setattr(triton_scale, "MOST_PROGRAMS", 3)  # which take several turns each
     return get_backend(request.param)
 
@@ -40,6 +42,30 @@ def test_scale_is_a_product_in_float32(kernels, dtype, shape):
         kernels.scale(x, torch.tensor(factor))
         torch.testing.assert_close(x, (values.float() * factor).to(dtype), rtol=0, atol=0, equal_nan=True)
         assert (buffer[:3] == 7).all() and (buffer[-3:] == 7).all()
+
+
+class Float32Products(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket in (torch.ops.aten.mul, torch.ops.aten.mul_):
+            assert args[0].dtype == args[1].dtype == torch.float32
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["cpu", "torch"])
+@pytest.mark.parametrize("dtype", SIGNALLING)
+def test_scale_in_torch_rounds_once(name, dtype, monkeypatch):
+    """A factor of 65,536, a usual loss scale, is infinite in float16; 1.003 is 1 in bfloat16.
+
+    On a GPU torch rounds the factor to the type that it multiplies in. On a CPU it does not: the types are looked at.
+    """
+    monkeypatch.setattr(torch_, "SCALED_AT_ONCE", 7)
+    values = (1e-3 * torch.randn(3, 8)).to(dtype)
+    for factor in (65536.0, 1.003, math.nan):
+        x = values.clone()
+        with Float32Products():
+            get_backend(name).scale(x, torch.tensor(factor))
+        torch.testing.assert_close(x, (values.float() * factor).to(dtype), rtol=0, atol=0, equal_nan=True)
+    get_backend(name).scale(torch.empty(0, 4, dtype=dtype), torch.tensor(2.0))
 
 
 @pytest.mark.parametrize("dtype", SIGNALLING)

@@ -103,7 +103,7 @@ class CompiledBackend:
         check_table(table, log_ratio)
         single = torch.float32
         check_vectors(log_ratio, log_ratio=(log_ratio, single), logp=(logp, single), entropy=(entropy, single))
-        out = torch.empty(4, log_ratio.numel(), device=log_ratio.device)
+        out = output((4, log_ratio.numel()), log_ratio.device)
         with self.where(self._served(log_ratio)) as where:
             self.module.objective(
                 log_ratio.numel(), *map(address, (log_ratio, logp, entropy, table)), table.stride(0), out.data_ptr(),
@@ -139,7 +139,7 @@ class CompiledBackend:
         sequences, columns = cu_seqlens.numel() - 1, len(self.module.COLUMNS)
         groups = 0 if group_index is None else num_groups
         shapes = (sequences, columns), (groups, columns), (columns,), (3,)
-        sums, group_sums, totals, extrema = (torch.empty(shape, device=device) for shape in shapes)
+        sums, group_sums, totals, extrema = (output(shape, device) for shape in shapes)
         per_token = scored, log_ratio, logp, entropy, value, kl, g_logp, table
         workspace = self.workspace(sequences, device)
         with self.where(device) as where:
@@ -155,7 +155,8 @@ class CompiledBackend:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(advantages (B,), mean (num_groups,), std (num_groups,)); NaN rewards are left out and get 0."""
         check_vectors(rewards, rewards=(rewards, torch.float32), group_index=(group_index, torch.int64))
-        outputs = torch.empty_like(rewards), rewards.new_empty(num_groups), rewards.new_empty(num_groups)
+        groups = (num_groups,)
+        outputs = output(rewards.shape, rewards.device), output(groups, rewards.device), output(groups, rewards.device)
         with self.where(self._served(rewards)) as where:
             self.module.group_statistics(
                 rewards.data_ptr(), group_index.data_ptr(), rewards.numel(), num_groups,
@@ -195,6 +196,10 @@ def address(x: Tensor | None) -> int:
 
 def row_stats(like: Tensor) -> RowStats:
     """Uninitialised statistics of the rows of `like`, on its device."""
-    count, device = like.shape[0], like.device
-    lse = torch.empty(count, dtype=torch.float64, device=device)
-    return RowStats(torch.empty(count, device=device), lse, torch.empty(count, device=device))
+    shape, device = like.shape[:1], like.device
+    return RowStats(output(shape, device), output(shape, device, torch.float64), output(shape, device))
+
+
+def output(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Memory that a kernel fills, in the type that it writes: what torch.set_default_dtype says is nothing to it."""
+    return torch.empty(shape, dtype=dtype, device=device)

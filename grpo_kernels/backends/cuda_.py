@@ -17,7 +17,7 @@ from torch import Tensor
 from ..kernels.launch import best_first
 from ..params import FIELD, KernelParams, RowStats, chunk_pitch
 from .checks import check_head, check_scaled, check_table, check_vectors, contiguous_rows
-from .compiled import INTERFACE, CompiledBackend, address, row_stats
+from .compiled import INTERFACE, CompiledBackend, address, output, row_stats
 from .torch_ import TorchBackend
 
 WHEELS = (13000, 12080, 12060)  # CUDA versions that wheels are built for, newest first, as the driver writes them
@@ -139,7 +139,7 @@ class CudaBackend(CompiledBackend):
                 f"exponentials: expected bfloat16 {shape} with contiguous rows, got {exponentials.dtype} "
                 f"{tuple(exponentials.shape)}"
             )
-        out, scale = row_stats(hidden), torch.empty(shape[0], device=hidden.device)
+        out, scale = row_stats(hidden), output(shape[:1], hidden.device)
         temperature = table[FIELD["temperature"]]
         with self.where(self._served(hidden)) as where:
             hidden, head = self._head(hidden, weight, exponentials)

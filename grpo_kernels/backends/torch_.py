@@ -12,6 +12,9 @@ from .. import groups
 from ..objective import clamp_log_ratio, objective
 from ..params import COLUMN, COLUMNS, FIELD, KernelParams, RowStats
 
+LOWEST_LOG_P = -1e4  # e^x is 0 long before, in float64 too
+SCALED_AT_ONCE = 1 << 22  # numbers that `scale` holds in float32
+
 
 class TorchBackend:
     name = "torch"
@@ -79,11 +82,11 @@ class TorchBackend:
         rounded = lse.to(z.dtype)
         log_p = z.sub_(rounded[:, None]).sub_((lse - rounded).to(z.dtype)[:, None])
         p = log_p.exp()
-        if bool((g_entropy != 0).any()):
-            slope = log_p.masked_fill_(p == 0, 0.0).add_(entropy[:, None]).mul_(g_entropy[:, None])
-            dz = p.mul_(slope.add_(g_logp[:, None])).neg_()
-        else:
-            dz = p.mul_(-g_logp[:, None])
+        # Only the device knows whether any gradient goes through the entropy; to read that would end the capture of a
+        # CUDA graph. Where none does, an entropy of NaN must not matter; where p is 0, any finite log p will do.
+        entropy = torch.where(g_entropy == 0, 0.0, entropy)
+        slope = log_p.clamp_(min=LOWEST_LOG_P).add_(entropy[:, None]).mul_(g_entropy[:, None])
+        dz = p.mul_(slope.add_(g_logp[:, None])).neg_()
         dz[torch.arange(len(ids), device=ids.device), ids] += g_logp
         dz.mul_((params.logit_scale / temperature)[:, None])
         if chain is not None:
@@ -146,7 +149,8 @@ class TorchBackend:
         grouped = matrix.new_zeros(num_groups, len(COLUMN))
         if group_index is not None:
             order = group_index.argsort(stable=True)
-            sizes = torch.bincount(group_index, minlength=num_groups)
+            # not bincount, which reads the largest index
+            sizes = group_index.new_zeros(num_groups).index_add_(0, group_index, torch.ones_like(group_index))
             grouped = torch.segment_reduce(sequences[order], "sum", lengths=sizes, axis=0, unsafe=True)
         extrema = torch.stack(
             [
@@ -168,8 +172,13 @@ class TorchBackend:
         return groups.group_statistics(rewards, group_index, num_groups, scale, baseline, ddof, eps)
 
     def scale(self, x: Tensor, factor: Tensor) -> None:
-        """x *= factor, a scalar that the host need not know."""
-        x.mul_(factor)
+        """x *= factor, float32 () that the host need not know; x is contiguous, a product rounded once."""
+        if x.dtype.itemsize > 2:
+            x.mul_(factor)
+            return
+        # On a GPU torch rounds a factor to the 16 bits of x before it multiplies: 65,536 becomes infinite.
+        for piece in x.view(-1).split(SCALED_AT_ONCE):
+            piece.copy_(piece.float().mul_(factor))
 
 
 def _transform(logits: Tensor, temperature: Tensor, params: KernelParams) -> tuple[Tensor, Tensor | None]:

@@ -166,7 +166,7 @@ def _row_subject(head: Head, dtype: torch.dtype) -> Subject:
 
 def linear_logp_subjects(head: Head) -> Iterator[Subject]:
     hidden, weight, ids = *_matrices(head), _ids(head)
-    temperature = torch.ones(head.rows, device=head.device)
+    temperature = torch.ones(head.rows, dtype=torch.float32, device=head.device)
 
     def run() -> Sequence[Tensor]:
         return linear_logp(hidden, weight, None, ids, temperature, PARAMS, entropy=True)
@@ -203,7 +203,7 @@ def _ids(head: Head) -> Tensor:
 
 def _table(head: Head) -> Tensor:
     """A row table of tokens that all have a gradient."""
-    table = torch.zeros(len(TABLE_FIELDS), head.rows, device=head.device)
+    table = torch.zeros(len(TABLE_FIELDS), head.rows, dtype=torch.float32, device=head.device)
     table[FIELD["advantage"]].normal_()
     for name in ("multiplier", "weight_ratio", "weight_direct", "temperature"):
         table[FIELD[name]] = 1.0
