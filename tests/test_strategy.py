@@ -14,6 +14,7 @@ from grpo_kernels import strategy as strategies
 from grpo_kernels.backends import get_backend
 from grpo_kernels.engine import Scorer
 from grpo_kernels.head import LMHead
+from grpo_kernels.kernels.launch import shipped_table
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -106,6 +107,12 @@ def test_the_safe_one_is_the_default():
     assert strategies.choose_strategy(kernels, single, single) == "rows"
     assert strategies.choose_strategy(kernels, half, half.T.contiguous().T) == "rows"
     assert all(strategies.choose_strategy(get_backend(name), half, half) == "rows" for name in ("cpu", "torch"))
+
+
+def test_a_gpu_computes_logits_until_something_else_has_been_measured():
+    for arch, kernels in shipped_table().items():
+        if arch != "interpreter":  # the tests', where log-probabilities without logits are to run
+            assert kernels["strategy"] == kernels["cuda_strategy"] == {"*": {"name": "rows"}}, arch
 
 
 def test_one_that_does_not_serve_is_said_once(monkeypatch):
