@@ -146,6 +146,15 @@ def test_shared_memory_and_clusters(run):
     assert "8x1x1 256x1x1 shared 200000 " in lines[-1] and lines[-1].endswith(" attribute 4 4x1x1")
 
 
+def test_kernels_of_much_shared_memory_prefer_it_to_the_cache(run):
+    """Said once, and not for a kernel or a launch that takes little: that one has use for the cache."""
+    lines = run("launch", "fused", "launch", "stats", "cluster", "fused", "cluster", "fused", "launch", "fused")
+    preferred = [i for i, line in enumerate(lines) if line == "attribute 9 of fused of kernels for sm_90a is 100"]
+    launched = [i for i, line in enumerate(lines) if line.startswith("launch ")]
+    assert len(preferred) == 1 and launched[1] < preferred[0] < launched[2] and len(launched) == 5
+    assert not any(line.startswith("attribute 9 of stats") for line in lines)
+
+
 def test_without_a_context_the_primary_one_of_device_0(run):
     lines = run("launch", "fused", "launch", "fused")
     assert [line for line in lines if line.startswith("retain")] == ["retain 0"]

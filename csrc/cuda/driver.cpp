@@ -19,6 +19,7 @@ namespace gk::cuda {
 namespace {
 
 constexpr int kOldestCapability = 80;
+constexpr unsigned kMuchShared = 48 << 10;  // bytes of a block, for which a kernel wants all that shared memory can be
 
 // ---- which image a device runs --------------------------------------------------------------------------------------
 
@@ -87,10 +88,15 @@ struct Module {
     const Image* image;
 };
 
+struct Function {
+    Handle handle;
+    bool prefers_shared;  // to the first-level cache, which has the same memory
+};
+
 struct Context {
     Device device;
     std::vector<Module> modules;
-    std::map<std::string, Handle> functions;
+    std::map<std::string, Function> functions;
 };
 
 int attribute(const Driver& d, DeviceAttribute which, int device) {
@@ -142,7 +148,7 @@ void load_images(const Driver& d, Context& context) {
     context.modules = modules;
 }
 
-Handle find_function(const Driver& d, Context& context, const char* kernel) {
+Function& find_function(const Driver& d, Context& context, const char* kernel) {
     if (const auto found = context.functions.find(kernel); found != context.functions.end()) return found->second;
     const RelaxedCapture relaxed(d);
     if (context.modules.empty()) load_images(d, context);
@@ -159,7 +165,21 @@ Handle find_function(const Driver& d, Context& context, const char* kernel) {
     check(d, d.cuFuncGetAttribute(&static_shared, kStaticShared, function), name);
     check(d, d.cuFuncSetAttribute(function, kMaxDynamicShared, context.device.shared_per_block - static_shared), name);
     if (d.cuFuncLoad) check(d, d.cuFuncLoad(function), name);  // else the driver does so in the launch
-    return context.functions[kernel] = function;
+    return context.functions[kernel] = {function, false};
+}
+
+// The function, ready for blocks of so much shared memory. Left to itself, the driver may split the memory so that
+// fewer blocks than could share a multiprocessor do.
+Handle prepare_function(const Driver& d, Context& context, const char* kernel, unsigned shared) {
+    Function& function = find_function(d, context, kernel);
+    if (shared > kMuchShared && !function.prefers_shared) {
+        const RelaxedCapture relaxed(d);
+        constexpr int kPercent = 100;
+        check(d, d.cuFuncSetAttribute(function.handle, kPreferredSharedCarveout, kPercent),
+              "kernel '" + std::string(kernel) + "'");
+        function.prefers_shared = true;
+    }
+    return function.handle;
 }
 
 }  // namespace
@@ -169,7 +189,7 @@ void launch(const char* kernel, const LaunchConfig& config, const void* argument
     Handle function;
     {
         const std::lock_guard<std::mutex> guard(lock());
-        function = find_function(d, current_context(d), kernel);
+        function = prepare_function(d, current_context(d), kernel, config.shared);
     }
     LaunchAttribute cluster{kClusterDimension, {}, {}};
     cluster.value.cluster = {config.cluster, 1, 1};

@@ -18,7 +18,7 @@ enum DeviceAttribute {
     kSharedPerMultiprocessor = 81,
     kSharedPerBlockOptin = 97
 };
-enum FunctionAttribute { kStaticShared = 1, kMaxDynamicShared = 8 };
+enum FunctionAttribute { kStaticShared = 1, kMaxDynamicShared = 8, kPreferredSharedCarveout = 9 };
 enum CaptureMode { kCaptureRelaxed = 2 };
 
 struct LaunchAttribute {
