@@ -77,6 +77,19 @@ def test_the_products_are_for_their_device_alone():
         assert {source.stem for source in device_sources(other)} == everywhere
 
 
+def test_one_pass_of_nvcc_per_image(tmp_path):
+    """-arch=sm_90a may also compile for plain 9.0, which does not know the instructions of the products."""
+    commands: dict[Architecture, str] = {}
+    for item in ("80", "90a", "120+ptx"):
+        ninja_file = NinjaFile(tmp_path / item)
+        for architecture in architectures(item, Cuda130, development=False):
+            cuda.NvccCompiler.compile(None, ninja_file, Path("x.cu"), Path("x.cubin"), architecture)
+            commands[architecture] = ninja_file.lines[-1]
+    assert "-cubin -gencode=arch=compute_80,code=sm_80" in commands[Architecture(80)]
+    assert "-cubin -gencode=arch=compute_90a,code=sm_90a" in commands[Architecture(90, specific=True)]
+    assert "-ptx -gencode=arch=compute_120,code=compute_120" in commands[Architecture(120, ptx=True)]
+
+
 # --- what is missing --------------------------------------------------------------------------------------------------
 
 

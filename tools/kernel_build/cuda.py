@@ -40,7 +40,12 @@ class Architecture(NamedTuple):
     ptx: bool = False
 
     def __str__(self) -> str:
-        return f"{'compute' if self.ptx else 'sm'}_{self.capability}{'a' if self.specific else ''}"
+        return self.virtual if self.ptx else self.virtual.replace("compute", "sm")
+
+    @property
+    def virtual(self) -> str:
+        """The architecture that the compiler's front end sees."""
+        return f"compute_{self.capability}{'a' if self.specific else ''}"
 
 
 # --- compilers of device code -----------------------------------------------------------------------------------------
@@ -83,8 +88,9 @@ class NvccCompiler:
         ninja_file.rule("device", command, "nvcc $in $architecture", depfile=True)
 
     def compile(self, ninja_file: NinjaFile, source: Path, output: Path, architecture: Architecture) -> None:
-        kind = "-ptx" if architecture.ptx else "-cubin"
-        ninja_file.build(output, "device", [source], architecture=f"{kind} -arch={architecture}")
+        # Not -arch=sm_90a, which leaves to nvcc which other passes it adds.
+        kind, virtual = "-ptx" if architecture.ptx else "-cubin", architecture.virtual
+        ninja_file.build(output, "device", [source], architecture=f"{kind} -gencode=arch={virtual},code={architecture}")
 
 
 class NvrtcCompiler:
