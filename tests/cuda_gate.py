@@ -9,6 +9,7 @@ host code chooses for each device: driver/launches.cpp asks it. Held, per kernel
     no spills outside of the products, wgmma and TMA in the products    whatever the budget says
     registers, spills and shared memory at most those of cuda_budget.json, and no fewer warps in flight
     every kernel launched by some call, and every launched kernel compiled
+    with -DGK_WATCHDOG, a trap in every product, and none without
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ GPUS = {
     "sm_100": Gpu(100, 148, 227 * KB, 228 * KB, 126 * MB, 2048, 32),
     "sm_120": Gpu(120, 170, 99 * KB, 100 * KB, 96 * MB, 1536, 24),
 }
+SPECIFIC = "sm_90a"  # the architecture with products
 REGISTERS = 65536  # of a multiprocessor, given to warps in units of 256
 RESERVED = 1024  # bytes of shared memory that a block takes beside its own
 
@@ -67,6 +69,7 @@ INSTRUCTIONS = {
     "STG.128": r"\bSTG[.\w]*\.(?:128|256)\b",
     "LDS.128": r"\bLDS[.\w]*\.128\b",
 }
+WATCHDOG, TRAP = "-DGK_WATCHDOG", r"\bBPT\.TRAP\b"
 
 
 class Launch(NamedTuple):
@@ -113,9 +116,14 @@ def disassemble(cubin: Path) -> tuple[str, str]:
     return usage, code
 
 
+def bodies_of(code: str) -> dict[str, str]:
+    """Kernel -> its machine code"""
+    return dict(re.findall(r"^\.text\.(\w+):\n(.*?)(?=^\s*\.section|\Z)", code, flags=re.MULTILINE | re.DOTALL))
+
+
 def read_code(usage: str, code: str) -> dict[str, Code]:
     """Kernel -> what it takes, from the output of the two tools."""
-    bodies = dict(re.findall(r"^\.text\.(\w+):\n(.*?)(?=^\s*\.section|\Z)", code, flags=re.MULTILINE | re.DOTALL))
+    bodies = bodies_of(code)
     found = {}
     for kernel, registers, shared in re.findall(r"Function (\w+):\s+REG:(\d+).*?SHARED:(\d+)", usage):
         body = bodies[kernel]
@@ -123,6 +131,19 @@ def read_code(usage: str, code: str) -> dict[str, Code]:
         spills = len(re.findall(r"\b(?:LDL|STL)\b", body))
         found[kernel] = Code(int(registers), spills, int(shared), {kind: n for kind, n in counts.items() if n})
     return found
+
+
+def traps(cubins: Iterable[Path]) -> dict[str, int]:
+    """Kernel -> the places where it can end itself."""
+    return {
+        kernel: len(re.findall(TRAP, body))
+        for cubin in cubins
+        for kernel, body in bodies_of(disassemble(cubin)[1]).items()
+    }
+
+
+def cubins_of(architecture: str, folder: Path, images: Iterable[cuda.Image]) -> list[Path]:
+    return [folder / image.file for image in images if image.architecture == architecture]
 
 
 def make_launches(folder: Path) -> Path:
@@ -199,6 +220,13 @@ def mismatches(compiled: Iterable[Name], launched: Iterable[Name]) -> list[str]:
     return lines
 
 
+def unwatched(plain: Mapping[str, int], watched: Mapping[str, int]) -> list[str]:
+    """Products that wait without a watchdog where it is asked for, and kernels that have one where it is not."""
+    lines = [f"{kernel}: no trap with {WATCHDOG}" for kernel, n in watched.items() if PRODUCT.match(kernel) and not n]
+    lines += [f"{kernel}: {n} traps without {WATCHDOG}" for kernel, n in plain.items() if n]
+    return lines if any(map(PRODUCT.match, watched)) else [f"nothing to watch was compiled with {WATCHDOG}", *lines]
+
+
 def leftovers(found: Iterable[Name], budget: Mapping[str, Mapping[str, Any]]) -> list[str]:
     known = set(found)
     return [
@@ -248,6 +276,7 @@ def main(argv: list[str] | None = None) -> int:
 def gate(write: bool) -> int:
     start = time.perf_counter()
     compiler, folder, images = cuda.build_images("full")
+    watched = cuda.build_images(SPECIFIC.removeprefix("sm_"), WATCHDOG)
     compiled: dict[Name, Code] = {}
     for image in images:
         if image.architecture in GPUS:
@@ -277,6 +306,7 @@ def gate(write: bool) -> int:
     elif written["compiler"] != compiler:
         print(f"The budget is that of {written['compiler']}, this is {compiler}", file=sys.stderr)
     problems = complaints(found, budget) + leftovers(found, budget) + mismatches(compiled, launched)
+    problems += unwatched(traps(cubins_of(SPECIFIC, folder, images)), traps(cubins_of(SPECIFIC, *watched[1:])))
     for problem in problems:
         print(f"FAILED {problem}", file=sys.stderr)
     return 1 if problems else 0

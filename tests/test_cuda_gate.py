@@ -19,6 +19,7 @@ from cuda_gate import (
     occupancy,
     read_code,
     read_launches,
+    unwatched,
 )
 
 ROWS, PRODUCT = ("gk_fused_f32_bf16", "sm_80"), ("gk_exponentials_bfloat16", "sm_90a")
@@ -134,3 +135,11 @@ def test_the_budget_is_written_as_it_is_read():
     assert json.loads(text) == {"compiler": "nvcc 13.0", "kernels": BUDGET}
     written = json.loads(cuda_gate.BUDGET.read_text())["kernels"]
     assert {kernel for kernel in written if cuda_gate.PRODUCT.match(kernel)}, "the products have another name"
+
+
+def test_a_watchdog_where_it_is_asked_for_and_nowhere_else():
+    plain, watched = {"gk_stats_f32": 0, PRODUCT[0]: 0}, {"gk_stats_f32": 0, PRODUCT[0]: 2}
+    assert unwatched(plain, watched) == []
+    assert unwatched(plain, plain) == [f"{PRODUCT[0]}: no trap with -DGK_WATCHDOG"]
+    assert unwatched(watched, watched) == [f"{PRODUCT[0]}: 2 traps without -DGK_WATCHDOG"]
+    assert unwatched(plain, {}) == ["nothing to watch was compiled with -DGK_WATCHDOG"]

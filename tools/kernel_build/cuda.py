@@ -64,7 +64,7 @@ class NvccCompiler:
         self.capabilities = [int(found) for found in re.findall(r"compute_(\d+)", self.ask("--list-gpu-arch").stdout)]
         # The compiler of the host code also preprocesses the device code, unless NVCC_CCBIN names another.
         cxx = find_compiler()
-        self.flags = [*NVCC_FLAGS, *shlex.split(os.environ.get("GRPO_KERNELS_NVCCFLAGS", ""))]
+        self.flags = [*NVCC_FLAGS, *extra_flags()]
         if "NVCC_CCBIN" not in os.environ and len(cxx) == 1:
             self.flags += ["-ccbin", cxx[0]]
         probe = self.ask(*self.flags, "-E", "-x", "cu", os.devnull)
@@ -107,6 +107,7 @@ class NvrtcCompiler:
         if not headers:
             raise BuildError(f"GRPO_KERNELS_NVRTC={folder}: no include/cuda_bf16.h in it; nvidia-cuda-runtime has it")
         self.library, self.include = libraries[0], headers[0].parent
+        self.flags = [*NVRTC_FLAGS, *extra_flags()]
         try:
             nvrtc = Nvrtc(self.library)
             self.version, self.capabilities = nvrtc.version(), nvrtc.capabilities()
@@ -118,7 +119,7 @@ class NvrtcCompiler:
 
     def rule(self, ninja_file: NinjaFile) -> None:
         script = Path(__file__).with_name("nvrtc.py")
-        options = shell([*NVRTC_FLAGS, f"-I{FOLDER / 'nvrtc'}", f"-I{self.include}"])
+        options = shell([*self.flags, f"-I{FOLDER / 'nvrtc'}", f"-I{self.include}"])
         command = f'"$$GRPO_KERNELS_PYTHON" {path(script)} {path(self.library)} $in $out $architecture {options}'
         ninja_file.rule("device", command, "nvrtc $in $architecture")
 
@@ -129,6 +130,10 @@ class NvrtcCompiler:
 
 
 Compiler = NvccCompiler | NvrtcCompiler
+
+
+def extra_flags() -> list[str]:
+    return shlex.split(os.environ.get("GRPO_KERNELS_NVCCFLAGS", ""))
 
 
 def find_device_compiler() -> Compiler:
@@ -252,10 +257,14 @@ def add_images(ninja_file: NinjaFile, compiler: Compiler, chosen: Iterable[Archi
     return images
 
 
-def build_images(setting: str) -> tuple[str, Path, list[Image]]:
-    """The images alone: what compiled them ("nvcc 13.0"), the folder to which their files are relative, and which."""
+def build_images(setting: str, *flags: str) -> tuple[str, Path, list[Image]]:
+    """The images alone: what compiled them ("nvcc 13.0"), the folder to which their files are relative, and which.
+
+    Those with further flags are in a folder of their own.
+    """
     compiler = find_device_compiler()
-    ninja_file = NinjaFile(folder_of(compiler), "images")
+    compiler.flags += flags
+    ninja_file = NinjaFile(folder_of(compiler).joinpath(*(flag.strip("-") for flag in flags)), "images")
     images = add_images(ninja_file, compiler, architectures(setting, compiler, development=False))
     ninja_file.run()
     return str(compiler), ninja_file.folder, images
