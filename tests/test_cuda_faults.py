@@ -77,7 +77,7 @@ FAULTS = [
         "no barrier of the cluster before its shared memory is accessed",
         "resident.cuh",
         {
-            "if (blocks > 1) cluster_arrive();": "",
+            "if (blocks > 1) cluster_arrive_relaxed();": "",
             "cluster_wait();\n        if (first_warp && lane": "if (first_warp && lane",
         },
         "has not started",
@@ -91,7 +91,7 @@ FAULTS = [
     Fault(
         "a wait for the cluster without an arrival",
         "resident.cuh",
-        {"if (blocks > 1) cluster_arrive();": ""},
+        {"if (blocks > 1) cluster_arrive_relaxed();": ""},
         "without an arrival",
     ),
     Fault(

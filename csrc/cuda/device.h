@@ -52,6 +52,8 @@ GK_DEVICE int cluster_size() {
 // A barrier of all threads of the cluster in two halves. What a thread wrote before it arrived, in whatever shared
 // memory of the cluster, is there for every thread that has waited.
 GK_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+// The same for a thread that has written nothing: neither it nor the compiler holds memory accesses back.
+GK_DEVICE void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed;"); }
 GK_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
 // Writes to where `address` lies in the shared memory of another block of the cluster.
@@ -65,6 +67,7 @@ GK_DEVICE void store_remote(T* address, int rank, const T& value) {
 GK_DEVICE int cluster_rank() { return 0; }
 GK_DEVICE int cluster_size() { return 1; }
 GK_DEVICE void cluster_arrive() {}
+GK_DEVICE void cluster_arrive_relaxed() {}
 GK_DEVICE void cluster_wait() {}
 template <class T>
 GK_DEVICE void store_remote(T* address, int, const T& value) {

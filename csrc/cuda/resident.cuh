@@ -136,23 +136,24 @@ template <class In, class Out>
 GK_DEVICE void fused_resident(const RowLaunch& launch) {
     const RowArgs& args = launch.rows;
     const int rank = cluster_rank(), blocks = cluster_size();
-    if (blocks > 1) cluster_arrive();  // waited for before the first access to another block's shared memory
+    if (blocks > 1) cluster_arrive_relaxed();  // waited for before the first access to another block's shared memory
 
     const int64_t row = block_index() / static_cast<unsigned>(blocks);
     const Source<In> source(static_cast<const char*>(args.logits) + row * args.logits_pitch * kSize<In>,
                             static_cast<int>(args.vocab));
     const Target<Out, In> target(static_cast<char*>(args.grad) + row * args.grad_pitch * kSize<Out>, source);
     const float temperature = args.table[kTemperature * args.table_pitch + row];
-    const Scales scales = make_scales(args.params, temperature);
-    const bool is_capped = args.params.softcap != 0.f;
-    const bool exponentials = !is_capped && args.table[kWeightEntropy * args.table_pitch + row] == 0.f;
+    const float weight_entropy = args.table[kWeightEntropy * args.table_pitch + row];
     char* const memory = dynamic_shared();
     Exchange& exchange = *reinterpret_cast<Exchange*>(memory);
     const Tile<In> tile(memory, source, launch.tile, rank);
     const bool first_thread = thread_index() == 0, first_warp = warp_index() == 0;
-    const float logit = first_thread ? sampled_logit(source, args.ids[row]) : 0.f;
 
+    // The row before anything that waits for other loads: a division, the logit behind the id.
     float top = load_tile(tile, source);
+    const Scales scales = make_scales(args.params, temperature);
+    const bool is_capped = args.params.softcap != 0.f, exponentials = !is_capped && weight_entropy == 0.f;
+    const float logit = first_thread ? sampled_logit(source, args.ids[row]) : 0.f;
     if (is_capped && tile.begin < tile.end) top = capped(scales, complement(scales, top));
     const Sums<float> mine = is_capped ? exponentiate<true>(tile, source, scales, top, exponentials)
                                        : exponentiate<false>(tile, source, scales, top, exponentials);

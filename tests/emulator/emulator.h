@@ -74,6 +74,7 @@ GK_DEVICE char* dynamic_shared() { return emulator::shared_memory(); }
 GK_DEVICE void block_sync(GK_HERE) { emulator::block_sync(place); }
 GK_DEVICE void warp_sync(GK_HERE) { emulator::warp_sync(place); }
 GK_DEVICE void cluster_arrive(GK_HERE) { emulator::cluster_arrive(place); }
+GK_DEVICE void cluster_arrive_relaxed(GK_HERE) { emulator::cluster_arrive(place); }
 GK_DEVICE void cluster_wait(GK_HERE) { emulator::cluster_wait(place); }
 
 template <class T>
