@@ -137,7 +137,9 @@ class LMHead:
 
     def residual(self, rows: Rows) -> Tensor | None:
         """(C,) to receive what rounding takes from the sampled ids' entries of dlogits; None where it is not used."""
-        return torch.empty(rows.stop - rows.start) if self.rounds else None
+        if not self.rounds:
+            return None
+        return torch.empty(rows.stop - rows.start, dtype=torch.float32, device=self.hidden.device)
 
     def accumulate_scaled(self, rows: Rows, exponentials: Tensor, scale: Tensor) -> None:
         """`accumulate` of dlogits = scale[:, None] * exponentials, scale (C,) float32, which is never formed."""
@@ -189,7 +191,7 @@ class LMHead:
 
     def _add_dhidden(self, rows: Rows, dlogits: Tensor, ids: Tensor, residual: Tensor | None) -> None:
         if dlogits.dtype != self.weight.dtype:
-            total = torch.zeros(dlogits.shape[0], self.hidden.shape[-1], dtype=dlogits.dtype)
+            total = torch.zeros(dlogits.shape[0], self.hidden.shape[-1], dtype=dlogits.dtype, device=dlogits.device)
             for piece in self._pieces(CONVERTED_ROWS):
                 total.addmm_(dlogits[:, piece], self.weight[piece].to(dlogits.dtype))
             self._put_dhidden(rows, total.to(self.hidden.dtype))

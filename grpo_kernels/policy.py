@@ -141,7 +141,7 @@ def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call, wants
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     temperature = config.temperature
     if not isinstance(temperature, Tensor):
-        temperature = torch.tensor(float(temperature), device=device)
+        temperature = torch.tensor(float(temperature), dtype=dtype, device=device)
     temperature = torch.where(mask, temperature.detach().to(device, dtype).reshape(-1).expand(num_tokens), 1.0)
     logits_dtype = default_logits_dtype(hidden.dtype, device)
     rows = config.chunk_rows or default_chunk_rows(num_tokens, weight.shape[0], logits_dtype.itemsize, device)

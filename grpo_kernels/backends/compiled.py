@@ -103,7 +103,7 @@ class CompiledBackend:
         check_table(table, log_ratio)
         single = torch.float32
         check_vectors(log_ratio, log_ratio=(log_ratio, single), logp=(logp, single), entropy=(entropy, single))
-        out = torch.empty(4, log_ratio.numel(), device=log_ratio.device)
+        out = torch.empty(4, log_ratio.numel(), dtype=single, device=log_ratio.device)
         with self.where(self._served(log_ratio)) as where:
             self.module.objective(
                 log_ratio.numel(), *map(address, (log_ratio, logp, entropy, table)), table.stride(0), out.data_ptr(),
@@ -139,7 +139,7 @@ class CompiledBackend:
         sequences, columns = cu_seqlens.numel() - 1, len(self.module.COLUMNS)
         groups = 0 if group_index is None else num_groups
         shapes = (sequences, columns), (groups, columns), (columns,), (3,)
-        sums, group_sums, totals, extrema = (torch.empty(shape, device=device) for shape in shapes)
+        sums, group_sums, totals, extrema = (torch.empty(shape, dtype=single, device=device) for shape in shapes)
         per_token = scored, log_ratio, logp, entropy, value, kl, g_logp, table
         workspace = self.workspace(sequences, device)
         with self.where(device) as where:
@@ -196,5 +196,5 @@ def address(x: Tensor | None) -> int:
 def row_stats(like: Tensor) -> RowStats:
     """Uninitialised statistics of the rows of `like`, on its device."""
     count, device = like.shape[0], like.device
-    lse = torch.empty(count, dtype=torch.float64, device=device)
-    return RowStats(torch.empty(count, device=device), lse, torch.empty(count, device=device))
+    logp, entropy = (torch.empty(count, dtype=torch.float32, device=device) for _ in range(2))
+    return RowStats(logp, torch.empty(count, dtype=torch.float64, device=device), entropy)

@@ -139,7 +139,7 @@ class CudaBackend(CompiledBackend):
                 f"exponentials: expected bfloat16 {shape} with contiguous rows, got {exponentials.dtype} "
                 f"{tuple(exponentials.shape)}"
             )
-        out, scale = row_stats(hidden), torch.empty(shape[0], device=hidden.device)
+        out, scale = row_stats(hidden), torch.empty(shape[0], dtype=torch.float32, device=hidden.device)
         temperature = table[FIELD["temperature"]]
         with self.where(self._served(hidden)) as where:
             hidden, head = self._head(hidden, weight, exponentials)
