@@ -16,7 +16,7 @@ from .engine import Scorer, sequence_chunks
 from .head import LMHead, Rows, chunk
 from .memory import default_chunk_rows, default_logits_dtype
 from .params import RowStats
-from .validate import check_head, check_token_tensor, check_values, num_sequences_of
+from .validate import check_head, check_token_tensor, check_values, num_sequences_of, refuse_transforms
 
 LEVELS = ("token", "sequence")
 
@@ -81,6 +81,9 @@ def fused_policy_loss(
             ratio = (chunk.logps - chunk.tokens(old_logps)).exp()
             return -(ratio * chunk.sequences(advantages)).sum() / num_tokens
 
+    Gradients flow to hidden, weight and bias alone: where the value also depends on another tensor that requires a
+    gradient, say a learned coefficient in the closure of `loss_fn`, this raises; detach it, or use `fused_logps`.
+
     Shapes and errors as in `fused_grpo_loss`. It calls back into Python, so torch.compile breaks the graph here; use
     `fused_logps` with autograd where that matters.
     """
@@ -91,6 +94,7 @@ def fused_policy_loss(
         raise ValueError(f"level={level!r}; expected one of {', '.join(LEVELS)}")
     if not callable(loss_fn):
         raise TypeError(f"loss_fn is a {type(loss_fn).__name__}; expected a function of a PolicyChunk")
+    refuse_transforms("fused_policy_loss", hidden, lm_head_weight, lm_head_bias)
     hidden, lm_head_weight, lm_head_bias = settle_types(hidden, lm_head_weight, lm_head_bias)
     check_head(hidden, lm_head_weight, lm_head_bias, completion_ids)
     num_sequences = num_sequences_of(completion_ids, cu_seqlens)
@@ -102,7 +106,9 @@ def fused_policy_loss(
     offsets = cu_seqlens
     if offsets is None:
         offsets = torch.arange(num_sequences + 1, device=hidden.device) * completion_ids.shape[1]
-    call = _Call(config, completion_ids, completion_mask, offsets.long(), loss_fn, level, entropy, name)
+    call = _Call(
+        config, completion_ids, completion_mask, offsets.long(), loss_fn, level, entropy, name, torch.is_grad_enabled()
+    )
     return _PolicyLoss.apply(hidden, lm_head_weight, lm_head_bias, call)
 
 
@@ -116,6 +122,7 @@ class _Call:
     level: str
     entropy: bool
     backend: str
+    grad_enabled: bool  # by the caller: inside an autograd.Function it never is
 
 
 class _PolicyLoss(torch.autograd.Function):
@@ -196,6 +203,8 @@ def _differentiate(call: _Call, stats: RowStats, index: Tensor, sequence: Tensor
                 f"loss_fn returned {came}; expected a scalar tensor, or one value per token ({len(index)},)"
             )
         value = value.sum()
+    if call.grad_enabled:
+        _refuse_other_leaves(value, leaves)
     gradients = [torch.zeros_like(leaves[0])] * 2
     if value.requires_grad:
         found = torch.autograd.grad(value, leaves, allow_unused=True)
@@ -203,3 +212,21 @@ def _differentiate(call: _Call, stats: RowStats, index: Tensor, sequence: Tensor
             if g is not None:
                 gradients[i] = g.contiguous()  # the gradient of a sum is one number, expanded
     return value.detach(), gradients[0], gradients[1]
+
+
+def _refuse_other_leaves(value: Tensor, leaves: list[Tensor]) -> None:
+    """Raise where a gradient of `value` would also go to a leaf besides `leaves`: it would be lost without a word."""
+    nodes = [value.grad_fn] if value.grad_fn is not None else []
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        leaf = getattr(node, "variable", None) if node.name().endswith("AccumulateGrad") else None
+        if leaf is not None and not any(leaf is known for known in leaves):
+            raise ValueError(
+                f"loss_fn depends on a tensor of shape {tuple(leaf.shape)} that requires a gradient, and which "
+                "is not in the chunk (it comes from the closure, itself or through other tensors): detach what is "
+                "constant, or use fused_logps with autograd, where it gets its gradient"
+            )
+        following = {function for function, _ in node.next_functions if function is not None} - seen
+        seen |= following
+        nodes += following
