@@ -8,7 +8,7 @@ from . import ops
 from .autocast import settle_types
 from .backends import choose_backend
 from .config import check_logit_transform
-from .validate import check_head, check_token_tensor
+from .validate import check_head, check_token_tensor, refuse_transforms
 
 
 def fused_logps(
@@ -38,6 +38,7 @@ def fused_logps(
     Raises ValueError, TypeError naming the argument that does not fit.
     """
     check_logit_transform(temperature, logit_scale, logit_softcap)
+    refuse_transforms("fused_logps", hidden, lm_head_weight, lm_head_bias)
     hidden, lm_head_weight, lm_head_bias = settle_types(hidden, lm_head_weight, lm_head_bias)
     check_head(hidden, lm_head_weight, lm_head_bias, completion_ids)
     check_token_tensor("completion_mask", completion_mask, completion_ids.shape, -1, hidden)

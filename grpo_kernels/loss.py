@@ -21,6 +21,7 @@ from .validate import (
     check_tensor,
     check_token_tensor,
     check_values,
+    refuse_transforms,
 )
 
 
@@ -76,6 +77,7 @@ def fused_grpo_loss(
     """
     config = DEFAULT_CONFIG if config is None else config
     check_config(config)
+    refuse_transforms("fused_grpo_loss", hidden, lm_head_weight, lm_head_bias)
     hidden, lm_head_weight, lm_head_bias = settle_types(hidden, lm_head_weight, lm_head_bias)
     check_head(hidden, lm_head_weight, lm_head_bias, completion_ids)
     check_logits_dtype(config.logits_dtype, hidden.dtype)
@@ -120,6 +122,7 @@ def grpo_loss_from_logps(
     """
     config = DEFAULT_CONFIG if config is None else config
     check_config(config)
+    refuse_transforms("grpo_loss_from_logps", logps, entropy)
     check_float("logps", logps)
     check_token_tensor("entropy", entropy, logps.shape, -1, logps)
     if entropy is None and (config.entropy_coef != 0.0 or config.entropy_threshold is not None):
@@ -162,6 +165,7 @@ def grpo_loss_from_logits(
     """
     config = DEFAULT_CONFIG if config is None else config
     check_config(config)
+    refuse_transforms("grpo_loss_from_logits", logits)
     check_float("logits", logits)
     check_tensor("completion_ids", completion_ids, logits)
     if logits.dim() not in (2, 3) or logits.shape[-1] == 0:

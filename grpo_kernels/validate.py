@@ -10,15 +10,39 @@ import os
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .config import GRPOConfig
+from .plain import check_plain, refuse_quantised
 
+_REFERENCES = {
+    "fused_grpo_loss": "reference_grpo_loss",
+    "fused_logps": "reference_logps",
+    "fused_policy_loss": "reference_logps",
+    "grpo_loss_from_logits": "reference_loss_from_logits",
+    "grpo_loss_from_logps": "reference_loss_from_logps",
+}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_config(config: object) -> None:
     if not isinstance(config, GRPOConfig):
         raise TypeError(f"config is a {type(config).__name__}; expected a GRPOConfig")
+
+
+def refuse_transforms(name: str, *tensors: object) -> None:
+    """Nothing but autograd's backward, once, differentiates these kernels: functorch and dual numbers raise."""
+    # Traced by torch.compile as well: inside a compiled torch.func transform the graph breaks here, and this raises.
+    transformed = torch._C._functorch.maybe_current_level() is not None
+    if not transformed:
+        duals = (forward_ad.unpack_dual(x).tangent is not None for x in tensors if isinstance(x, Tensor))
+        if not any(duals):
+            return
+    what = "a torch.func transform (grad, vjp, jvp, jacrev, hessian, vmap)" if transformed else "forward-mode AD"
+    raise RuntimeError(
+        f"grpo_kernels.{name} was called inside {what}, which its kernels do not support; use loss.backward() or "
+        f"torch.autograd.grad outside of it, or {_REFERENCES[name]} of grpo_kernels.reference, which is plain PyTorch"
+    )
 
 
 def check_logits_dtype(logits_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
@@ -41,6 +65,9 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor)
     for name, x in (("hidden", hidden), ("lm_head_weight", weight), ("lm_head_bias", bias), ("completion_ids", ids)):
         if x is not None or name != "lm_head_bias":
             check_tensor(name, x, hidden)
+    for name, x in (("lm_head_weight", weight), ("lm_head_bias", bias)):
+        if x is not None:
+            refuse_quantised(name, x)
     check_float("hidden", hidden)
     if hidden.dim() not in (2, 3):
         raise ValueError(f"hidden has shape {tuple(hidden.shape)}; expected (B, T, H) or packed (N, H)")
@@ -73,19 +100,8 @@ def check_ids(ids: Tensor, leading: torch.Size, owner: str) -> None:
 
 def check_tensor(name: str, x: object, like: Tensor | None = None) -> None:
     """x is a plain tensor on the device of `like`."""
-    if not isinstance(x, Tensor):
-        hint = ""
-        if isinstance(x, torch.nn.Module):
-            adapters = any("lora" in key.lower() for key, _ in x.named_parameters())
-            hint = f" (pass {name.removesuffix('_weight')}.weight)"
-            if adapters:
-                hint = " with LoRA adapters: merge them first, weight + scaling * B @ A; the base weight alone is wrong"
-        raise TypeError(f"{name} is a {type(x).__name__}{hint}; expected a torch.Tensor")
-    if type(x).__name__ == "DTensor":
-        raise TypeError(f"{name} is a sharded DTensor; expected a whole tensor: pass {name}.full_tensor()")
-    if hasattr(x, "ds_id") and x.numel() == 0:
-        raise TypeError(f"{name} is a ZeRO-3 partition; gather it first (deepspeed.zero.GatheredParameters)")
-    if like is not None and x.device != like.device:
+    check_plain(name, x)
+    if isinstance(x, Tensor) and like is not None and x.device != like.device:
         raise ValueError(f"{name} is on {x.device}; expected {like.device} like the other inputs")
 
 
