@@ -10,7 +10,7 @@ from torch import Tensor
 from . import ops
 from .backends import choose_backend
 from .config import ADVANTAGE_BASELINES, ADVANTAGE_SCALES
-from .validate import check_tensor, checks_values
+from .validate import check_rewards_finite, check_tensor, checks_values
 
 
 class Groups(NamedTuple):
@@ -98,6 +98,7 @@ def process_advantages(
     step get 0.
     """
     check_rewards(step_rewards, dims=2)
+    check_rewards_finite("step_rewards", step_rewards)
     check_tensor("step_ends", step_ends, step_rewards)
     if step_ends.shape != step_rewards.shape or step_ends.dtype not in (torch.int32, torch.int64):
         raise ValueError(

@@ -20,6 +20,7 @@ from .validate import (
     check_logits_dtype,
     check_tensor,
     check_token_tensor,
+    check_token_values,
     check_values,
     refuse_transforms,
 )
@@ -178,6 +179,7 @@ def grpo_loss_from_logits(
     )  # fmt: skip
     inputs = resolve(options, config, completion_ids, "logits", name)
     check_values(completion_ids, completion_mask, logits.shape[-1], cu_seqlens)
+    check_token_values(inputs.tokens)
     if inplace and logits.is_leaf and logits.requires_grad:
         raise ValueError("inplace=True would overwrite a leaf that requires a gradient; pass the output of the lm_head")
     results = _LossOverLogits.apply(logits, completion_ids, inputs.tokens, inputs.num_groups, config.key, name, inplace)

@@ -18,7 +18,7 @@ from .head import GivenLogits, LMHead
 from .memory import default_chunk_rows, default_logits_dtype
 from .params import COLUMNS, KernelParams, RowStats
 from .plan import TokenInputs, build_plan
-from .validate import check_values
+from .validate import check_offsets, check_rewards_finite, check_temperature, check_token_values, check_values
 
 
 def table_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -49,6 +49,7 @@ def grpo_loss(
     """(loss, logps, entropy, group_sums, totals, extrema, dhidden, dweight, dbias); unwanted gradients are empty."""
     inputs, config = TokenInputs(*tokens), config_from_key(config_key)  # type: ignore[arg-type]
     check_values(completion_ids, inputs.completion_mask, weight.shape[0], inputs.cu_seqlens)
+    check_token_values(inputs)
     with torch.no_grad(), _no_autocast(hidden.device):
         plan = build_plan(inputs, completion_ids.shape, config, num_groups, table_dtype(hidden.dtype))
         kernels = get_backend(backend)
@@ -123,6 +124,7 @@ def logps(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(logps, entropy, lse), each of the shape of completion_ids; 0 at masked positions."""
     check_values(completion_ids, mask, weight.shape[0], None)
+    check_temperature(temperature, None if mask is None else mask.bool())
     with torch.no_grad(), _no_autocast(hidden.device):
         keep, static = _keep(mask), _capturing(hidden.device)
         head = _lm_head(hidden, weight, bias, get_backend(backend), keep=keep if static else None)
@@ -208,6 +210,8 @@ def policy_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(loss, group_sums, totals, extrema, d loss / d logps, d loss / d entropy), all O(N)."""
     inputs, config = TokenInputs(*tokens), config_from_key(config_key)  # type: ignore[arg-type]
+    check_offsets(inputs.cu_seqlens, logps.numel())
+    check_token_values(inputs)
     with torch.no_grad():
         plan = build_plan(inputs, logps.shape, config, num_groups, table_dtype(logps.dtype))
         keep = _keep(inputs.completion_mask)
@@ -277,6 +281,7 @@ def group_statistics(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(advantages (B,), mean (num_groups,), std (num_groups,))."""
+    check_rewards_finite("rewards", rewards)
     return get_backend(backend).group_statistics(rewards, group_index, num_groups, scale, baseline, ddof, eps)
 
 

@@ -16,7 +16,14 @@ from .engine import Scorer, sequence_chunks
 from .head import LMHead, Rows, chunk
 from .memory import default_chunk_rows, default_logits_dtype
 from .params import RowStats
-from .validate import check_head, check_token_tensor, check_values, num_sequences_of, refuse_transforms
+from .validate import (
+    check_head,
+    check_temperature,
+    check_token_tensor,
+    check_values,
+    num_sequences_of,
+    refuse_transforms,
+)
 
 LEVELS = ("token", "sequence")
 
@@ -102,6 +109,8 @@ def fused_policy_loss(
     if isinstance(temperature, Tensor) and temperature.numel() > 1:
         check_token_tensor("temperature", temperature, completion_ids.shape, num_sequences, hidden)
     check_values(completion_ids, completion_mask, lm_head_weight.shape[0], cu_seqlens)
+    if isinstance(temperature, Tensor):
+        check_temperature(temperature, None if completion_mask is None else completion_mask.bool())
     name = choose_backend(backend, hidden.device, hidden.dtype)
     offsets = cu_seqlens
     if offsets is None:

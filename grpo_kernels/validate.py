@@ -6,7 +6,9 @@ they run only with GRPO_KERNELS_DEBUG=1.
 
 from __future__ import annotations
 
+import math
 import os
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,6 +17,9 @@ from torch.autograd import forward_ad
 from .config import GRPOConfig
 from .plain import check_plain, refuse_quantised
 
+if TYPE_CHECKING:
+    from .plan import TokenInputs
+
 _REFERENCES = {
     "fused_grpo_loss": "reference_grpo_loss",
     "fused_logps": "reference_logps",
@@ -22,6 +27,7 @@ _REFERENCES = {
     "grpo_loss_from_logits": "reference_loss_from_logits",
     "grpo_loss_from_logps": "reference_loss_from_logps",
 }
+_THERE = " at every unmasked position"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -130,13 +136,15 @@ def check_scalar(name: str, x: Tensor | float | int | None, like: Tensor) -> Ten
         return None
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     if isinstance(x, Tensor):
+        check_plain(name, x)
         if x.numel() != 1:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; expected a number or a tensor of one element")
         return x.detach().reshape(()).to(device=like.device, dtype=dtype)
     if isinstance(x, bool) or not isinstance(x, (int, float)):
         raise TypeError(f"{name} is a {type(x).__name__}; expected a number or a tensor of one element")
-    if not x > 0 and name != "entropy_threshold":
-        raise ValueError(f"{name}={x}; expected a positive number")
+    clamped = name == "num_items_in_batch"  # 0, a batch without any unmasked token, counts as 1
+    if not (x > 0 or (clamped and x == 0)) or math.isinf(x):
+        raise ValueError(f"{name}={x}; expected a {'number >= 0' if clamped else 'positive number'}, finite")
     return torch.full((), float(x), dtype=dtype, device=like.device)
 
 
@@ -177,7 +185,65 @@ def check_values(ids: Tensor, mask: Tensor | None, vocab_size: int, cu_seqlens: 
             f"completion_ids{where} = {int(ids[tuple(where)])}; expected 0 <= id < {vocab_size} (the rows of "
             f"lm_head_weight) at every unmasked position"
         )
-    if cu_seqlens is not None:
+    check_offsets(cu_seqlens, ids.numel())
+
+
+def check_offsets(cu_seqlens: Tensor | None, num_tokens: int) -> None:
+    """cu_seqlens runs from 0 to N without a step back: kernels use it as addresses."""
+    if cu_seqlens is not None and checks_values(cu_seqlens.device):
         ends = (int(cu_seqlens[0]), int(cu_seqlens[-1]))
-        if ends != (0, ids.numel()) or bool((cu_seqlens.diff() < 0).any()):
-            raise ValueError(f"cu_seqlens = {cu_seqlens.tolist()}; expected offsets from 0 to {ids.numel()} in order")
+        if ends != (0, num_tokens) or bool((cu_seqlens.diff() < 0).any()):
+            raise ValueError(f"cu_seqlens = {cu_seqlens.tolist()}; expected offsets from 0 to {num_tokens} in order")
+
+
+def check_token_values(inputs: TokenInputs) -> None:
+    """Numbers of unmasked tokens that would make the loss NaN. In rollout_logps NaN means unknown and is fine."""
+    mask = None if inputs.completion_mask is None else inputs.completion_mask.bool()
+    for name, finite in (("advantages", True), ("old_logps", False), ("ref_logps", False), ("rollout_weights", True)):
+        x = getattr(inputs, name)
+        if x is not None:
+            check_numbers(name, x, mask, inputs.cu_seqlens, finite=finite)
+    check_temperature(inputs.temperature, mask)
+    if inputs.normalizer is not None and checks_values(inputs.normalizer.device) and not inputs.normalizer.item() > 0:
+        raise ValueError(f"normalizer={inputs.normalizer.item()}; expected a positive number")
+
+
+def check_temperature(temperature: Tensor | None, mask: Tensor | None) -> None:
+    """A tensor of temperatures is positive at unmasked positions."""
+    if temperature is None or not checks_values(temperature.device) or temperature.numel() == 0:
+        return
+    if not temperature.amin().item() > 0:
+        _name_first("temperature", temperature, ~(temperature > 0), mask, None, f"a positive number{_THERE}")
+
+
+def check_numbers(
+    name: str, x: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None, *, finite: bool = True
+) -> None:
+    """No NaN, and with `finite` no infinity, at unmasked positions of x, (S,), (S, 1) or of the mask's shape."""
+    if not checks_values(x.device) or math.isfinite(x.sum().item()):
+        return
+    wrong = ~x.isfinite() if finite else x.isnan()
+    _name_first(name, x, wrong, mask, cu_seqlens, f"{'a finite' if finite else 'a'} number{_THERE}")
+
+
+def _name_first(
+    name: str, x: Tensor, wrong: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, expected: str
+) -> None:
+    """Raise with the first position of `wrong` that the mask leaves, if there is one."""
+    if mask is not None and x.shape == mask.shape:
+        wrong = wrong & mask
+    elif mask is not None and x.numel() > 1:  # one value per sequence, which counts if a token of it does
+        before = torch.nn.functional.pad(mask.reshape(-1).cumsum(0), (1, 0))
+        if cu_seqlens is None:
+            cu_seqlens = torch.arange(len(mask) + 1, device=mask.device) * mask.shape[1]
+        wrong = wrong & (before[cu_seqlens.long()].diff() > 0).view(x.shape)
+    if bool(wrong.any()):
+        where = wrong.nonzero()[0].tolist()
+        place = str(where) if where else ""
+        raise ValueError(f"{name}{place} = {x[tuple(where)].item()}; expected {expected}")
+
+
+def check_rewards_finite(name: str, rewards: Tensor) -> None:
+    """No infinity, whose advantages would be NaN; a NaN reward means that the completion has no verdict."""
+    if checks_values(rewards.device) and not math.isfinite(rewards.sum().item()):
+        _name_first(name, rewards, rewards.isinf(), None, None, "a finite number, or NaN for no verdict")
