@@ -4,9 +4,12 @@ name, with what to pass instead.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+PLAIN = (Tensor, torch.nn.Parameter)
 WEIGHTS = ("lm_head_weight", "lm_head_bias")
 _PARTIAL = "torch.distributed.tensor.Partial"
 _NESTED = "; expected a packed (N, ...) tensor with cu_seqlens: its values() and offsets()"
@@ -17,19 +20,21 @@ def check_plain(name: str, x: object) -> None:
     if not isinstance(x, Tensor):
         hint = _instead_of_module(name, x) if isinstance(x, torch.nn.Module) else ""
         raise TypeError(f"{name} is a {type(x).__name__}; expected a torch.Tensor{hint}")
-    if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
+    if type(x) not in PLAIN:
         _refuse_subclass(name, x)
     if x.layout != torch.strided or x.is_nested:
         kind = f"nested tensor{_NESTED}" if x.is_nested else f"{x.layout} tensor; expected a dense one: pass to_dense()"
         raise TypeError(f"{name} is a {kind}")
-    if hasattr(x, "ds_id") and x.numel() == 0:
+    if x.numel() == 0 and hasattr(x, "ds_id"):
         raise TypeError(f"{name} is a ZeRO-3 partition; gather it first (deepspeed.zero.GatheredParameters)")
 
 
 def is_quantised(x: Tensor) -> bool:
     """Whether the elements are codes that stand for numbers: types of one byte, and what bitsandbytes marks."""
-    marked = hasattr(x, "quant_state") or hasattr(x, "SCB")  # Params4bit may store its codes as bfloat16
-    return marked or x.is_quantized or x.dtype.itemsize == 1
+    if x.dtype.itemsize == 1 or x.is_quantized:
+        return True
+    # Params4bit may store its codes as bfloat16.
+    return type(x) not in PLAIN and (hasattr(x, "quant_state") or hasattr(x, "SCB"))
 
 
 def refuse_quantised(name: str, x: Tensor) -> None:
@@ -91,15 +96,30 @@ def _instead_of_module(name: str, module: torch.nn.Module) -> str:
     bias = f", and lm_head_bias={plain.removesuffix('weight')}bias" if getattr(base, "bias", None) is not None else ""
     if is_quantised(weight) or hasattr(type(weight), "__tensor_flatten__"):
         plain = f"{plain} dequantised ({type(weight).__name__} of {weight.dtype})"
-    if hasattr(module, "base_layer") and hasattr(module, "get_delta_weight"):
+    if hasattr(module, "base_layer"):
+        advice = f"pass its logits, {layer}(hidden), to grpo_loss_from_logits"
+        if getattr(module, "merged", False):
+            advice = f"call {layer}.unmerge() first"
+        elif _is_plain_lora(module):
+            advice = f"pass {plain} + {layer}.get_delta_weight(adapter) of each active adapter, in hidden's type{bias}"
         return (
-            f": a layer with adapters of PEFT; pass {plain} + {layer}.get_delta_weight(adapter), of each active adapter, "
-            f"in the type of hidden{bias}. {layer}.weight is the base weight alone, from which the adapters get no "
-            "gradient; dropout of the adapters is not applied"
+            f": a layer with adapters of PEFT; {advice}. {layer}.weight is the base weight alone: the adapters would "
+            "get no gradient"
         )
     if any("lora" in key.lower() for key, _ in module.named_parameters()):
         return (
-            f": a layer with LoRA adapters; pass {plain} + scaling * B @ A{bias}. The base weight alone is wrong, and the "
-            "adapters get no gradient from it"
+            f": a layer with LoRA adapters; pass {plain} + scaling * B @ A{bias}. The base weight alone is wrong, and "
+            "the adapters get no gradient from it"
         )
     return f": pass {plain}{bias}"
+
+
+def _is_plain_lora(module: torch.nn.Module) -> bool:
+    """Whether a layer of PEFT adds get_delta_weight to its base weight and does nothing else, as DoRA, IA3, OFT do."""
+    if not all(hasattr(module, name) for name in ("lora_A", "lora_B", "get_delta_weight")):
+        return False
+    layer: Any = module
+    variants = any(getattr(layer, "use_dora", {}).values()) or bool(getattr(layer, "lora_variant", None))
+    dropout = any(getattr(part, "p", 0.0) for part in getattr(layer, "lora_dropout", {}).values())
+    biases = any(getattr(part, "bias", None) is not None for part in layer.lora_B.values())
+    return not (variants or dropout or biases)

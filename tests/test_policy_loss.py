@@ -174,10 +174,11 @@ def test_an_error_of_the_users_function_comes_through():
 
 
 SCALE = torch.nn.Parameter(torch.tensor([0.5, 1.5]))
+OUTSIDE = (SCALE * 2).exp()
 OTHER_GRADIENTS = {
     "a leaf": (lambda c: c.logps.sum() * SCALE.sum(), r"\(2,\)"),
     "one of many factors": (lambda c: (c.logps * c.logps.exp()).sum() + 0.0 * SCALE[0], r"\(2,\)"),
-    "through another tensor": (lambda c, outside=(SCALE * 2).exp(): (c.logps * outside[1]).sum(), r"\(2,\)"),
+    "through another tensor": (lambda c: (c.logps * OUTSIDE[1]).sum(), r"\(2,\)"),
     "alone": (lambda c: SCALE.sum(), r"\(2,\)"),
 }
 
@@ -205,11 +206,11 @@ def test_hidden_states_in_the_closure_are_refused():
 
 def test_constants_and_autograd_inside_the_function_are_fine():
     batch = make_batch(2)
-    scale, outside = SCALE.detach(), (SCALE * 2).exp()
+    scale = SCALE.detach()
 
     def loss_fn(chunk):
         (slope,) = torch.autograd.grad(chunk.logps.exp().sum(), chunk.logps, create_graph=True)
-        return (slope * scale[1]).sum() + outside.detach().sum() + (chunk.logps * outside.tolist()[0]).sum()
+        return (slope * scale[1]).sum() + OUTSIDE.detach().sum() + (chunk.logps * OUTSIDE.tolist()[0]).sum()
 
     expected, wanted = through_autograd(batch, loss_fn, False, "cpu")
     leaf = batch.hidden.clone().requires_grad_()
