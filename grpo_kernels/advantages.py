@@ -41,6 +41,7 @@ def group_advantages(
     """Group-relative advantages (B,) float32, A = (r - baseline) / (std + eps)   (DeepSeekMath, arXiv:2402.03300).
 
     rewards (B,); NaN = no verdict: left out of the statistics, advantage 0. A group of equal rewards gets exactly 0.
+    An infinite reward raises, on a GPU with GRPO_KERNELS_DEBUG=1.
     Groups are `num_generations` adjacent rows, or named by integer `group_ids` (B,), any order, any sizes.
     scale: divide by the std of the "group", of the whole "batch", or "none" (Dr. GRPO). baseline: "mean",
     "leave_one_out" (RLOO: the mean of the others) or "none". ddof, eps: 1, 1e-4 as TRL; 1, 1e-6 as verl; 0, 1e-8 as the

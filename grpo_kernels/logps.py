@@ -35,7 +35,7 @@ def fused_logps(
     Differentiable in hidden, weight and bias; the backward computes the logits again (8 N H V operations in all), for
     tokens with a gradient only. Under no_grad nothing but these outputs is made.
 
-    Raises ValueError, TypeError naming the argument that does not fit.
+    Raises ValueError, TypeError naming the argument that does not fit, as `fused_grpo_loss` does.
     """
     check_logit_transform(temperature, logit_scale, logit_softcap)
     refuse_transforms("fused_logps", hidden, lm_head_weight, lm_head_bias)

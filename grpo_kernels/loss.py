@@ -55,11 +55,14 @@ def fused_grpo_loss(
         hidden: (B, T, H), or packed (N, H) with cu_seqlens; row t predicts completion_ids[:, t]. float32, bfloat16,
             float16 or float64; any strides.
         lm_head_weight: (V, H), lm_head_bias: (V,), in hidden's type. Gradients come back for those of the three that
-            require them; the others cost nothing.
+            require them; the others cost nothing. Plain tensors: `weight` of a layer of PEFT is its base weight alone,
+            which nothing here can tell from another; base_layer.weight + get_delta_weight(adapter) gives a LoRA adapter
+            its gradients. DTensors and quantised weights are refused, with what to pass instead.
         completion_ids: (B, T) or (N,) int64. completion_mask: the same shape, 0 at padding, prompt and tool tokens.
         advantages: (B,), (B, 1), (B, T) or (N,), constants. Or instead of them:
         rewards: (S,), with num_generations (adjacent rows) or group_ids (S,): the advantages of `group_advantages`
-            under config.advantage_*, in the same call. With advantages, groups may be given for `groups` alone.
+            under config.advantage_*, in the same call; NaN: no verdict, advantage 0. With advantages, groups may be
+            given for `groups` alone.
         old_logps: log-probabilities under the policy that the ratio divides by; None: on-policy, ratio 1.
         ref_logps: under the reference policy; required where config.beta > 0.
         rollout_weights: importance weights of the sampling engine, per token or per sequence (see `rollout_weights`).
@@ -73,8 +76,12 @@ def fused_grpo_loss(
         config: GRPOConfig; None: GRPOConfig(). backend: "auto", or a name of `available_backends()`.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit, by name, before any work. ids outside [0, V) at unmasked
-        positions are looked for on a CPU, and on a GPU with GRPO_KERNELS_DEBUG=1.
+        ValueError, TypeError: an argument that does not fit, by name, before any work. Values are looked at on a CPU,
+        and on a GPU with GRPO_KERNELS_DEBUG=1: ids outside [0, V) and NaN in advantages, old_logps, ref_logps or
+        rollout_weights at unmasked positions, infinite rewards or advantages, temperatures and normalizers that are not
+        positive, offsets out of order. Without that switch a GPU's loss is NaN for such numbers and ids (with backend
+        "torch" such an id is a device-side assertion), and memory beside the batch is read for such offsets.
+        RuntimeError: a torch.func transform or forward-mode AD; `grpo_kernels.reference` is for those.
     """
     config = DEFAULT_CONFIG if config is None else config
     check_config(config)
