@@ -8,7 +8,7 @@ from . import ops
 from .autocast import settle_types
 from .backends import choose_backend
 from .config import check_logit_transform
-from .validate import check_head, check_token_tensor, refuse_transforms
+from .validate import check_flag, check_head, check_token_tensor, refuse_transforms
 
 
 def fused_logps(
@@ -38,12 +38,13 @@ def fused_logps(
     Raises ValueError, TypeError naming the argument that does not fit, as `fused_grpo_loss` does.
     """
     check_logit_transform(temperature, logit_scale, logit_softcap)
+    check_flag("entropy", entropy)
     refuse_transforms("fused_logps", hidden, lm_head_weight, lm_head_bias)
     hidden, lm_head_weight, lm_head_bias = settle_types(hidden, lm_head_weight, lm_head_bias)
     check_head(hidden, lm_head_weight, lm_head_bias, completion_ids)
     check_token_tensor("completion_mask", completion_mask, completion_ids.shape, -1, hidden)
     if isinstance(temperature, Tensor):
-        if temperature.numel() > 1:
+        if temperature.numel() != 1:
             check_token_tensor("temperature", temperature, completion_ids.shape, -1, hidden)
         per_token = temperature.detach().to(hidden.device)
     else:

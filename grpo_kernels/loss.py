@@ -14,6 +14,7 @@ from .inputs import LossOptions, resolve
 from .output import GRPOLossOutput, assemble
 from .validate import (
     check_config,
+    check_flag,
     check_float,
     check_head,
     check_ids,
@@ -174,6 +175,7 @@ def grpo_loss_from_logits(
     config = DEFAULT_CONFIG if config is None else config
     check_config(config)
     refuse_transforms("grpo_loss_from_logits", logits)
+    check_flag("inplace", inplace)
     check_float("logits", logits)
     check_tensor("completion_ids", completion_ids, logits)
     if logits.dim() not in (2, 3) or logits.shape[-1] == 0:

@@ -17,6 +17,7 @@ from .head import LMHead, Rows, chunk
 from .memory import default_chunk_rows, default_logits_dtype
 from .params import RowStats
 from .validate import (
+    check_flag,
     check_head,
     check_temperature,
     check_token_tensor,
@@ -99,6 +100,7 @@ def fused_policy_loss(
     )
     if level not in LEVELS:
         raise ValueError(f"level={level!r}; expected one of {', '.join(LEVELS)}")
+    check_flag("entropy", entropy)
     if not callable(loss_fn):
         raise TypeError(f"loss_fn is a {type(loss_fn).__name__}; expected a function of a PolicyChunk")
     refuse_transforms("fused_policy_loss", hidden, lm_head_weight, lm_head_bias)
@@ -106,7 +108,7 @@ def fused_policy_loss(
     check_head(hidden, lm_head_weight, lm_head_bias, completion_ids)
     num_sequences = num_sequences_of(completion_ids, cu_seqlens)
     check_token_tensor("completion_mask", completion_mask, completion_ids.shape, num_sequences, hidden)
-    if isinstance(temperature, Tensor) and temperature.numel() > 1:
+    if isinstance(temperature, Tensor) and temperature.numel() != 1:
         check_token_tensor("temperature", temperature, completion_ids.shape, num_sequences, hidden)
     check_values(completion_ids, completion_mask, lm_head_weight.shape[0], cu_seqlens)
     if isinstance(temperature, Tensor):

@@ -51,6 +51,20 @@ def refuse_transforms(name: str, *tensors: object) -> None:
     )
 
 
+def check_number(name: str, x: object, low: float, high: float = math.inf, *, above: bool = False) -> None:
+    """x is a finite number in [low, high], with `above` in (low, high]."""
+    if isinstance(x, bool) or not isinstance(x, (int, float)):
+        raise TypeError(f"{name} is a {type(x).__name__}; expected a number")
+    if not low <= x <= high or (above and x == low) or math.isinf(x):
+        bound = f"{'>' if above else '>='} {low:g}" if high == math.inf else f"in {'(['[not above]}{low:g}, {high:g}]"
+        raise ValueError(f"{name}={x}; expected a finite number {bound}")
+
+
+def check_flag(name: str, x: object) -> None:
+    if not isinstance(x, bool):
+        raise TypeError(f"{name} is a {type(x).__name__}; expected True or False")
+
+
 def check_logits_dtype(logits_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
     """Logits have the type of the inputs, or float32 from 16-bit inputs."""
     allowed = {dtype, torch.promote_types(dtype, torch.float32)}
@@ -62,6 +76,8 @@ def check_logits_dtype(logits_dtype: torch.dtype | None, dtype: torch.dtype) -> 
 def check_float(name: str, x: Tensor) -> None:
     """x is a plain tensor of a type that the kernels take."""
     check_tensor(name, x)
+    if x.is_meta:
+        raise ValueError(f"{name} is on the meta device, where tensors have no values")
     if x.dtype not in FLOATS:
         raise TypeError(f"{name} is {x.dtype}; expected float32, bfloat16, float16 or float64")
 
@@ -155,7 +171,8 @@ def num_sequences_of(ids: Tensor, cu_seqlens: Tensor | None, owner: str = "hidde
             raise ValueError(f"cu_seqlens belongs to packed (N, ...) inputs; {owner} holds a (B, T) batch: give one")
         return ids.shape[0]
     if ids.dim() != 1:
-        raise ValueError(f"completion_ids has shape {tuple(ids.shape)}; expected (B, T) or packed (N,)")
+        name = "logps" if owner == "logps" else "completion_ids"
+        raise ValueError(f"{name} has shape {tuple(ids.shape)}; expected (B, T) or packed (N,)")
     if cu_seqlens is None:
         raise ValueError(f"{owner} is packed, {ids.numel()} tokens without a batch dimension, and cu_seqlens is None")
     check_tensor("cu_seqlens", cu_seqlens, ids)
@@ -198,13 +215,15 @@ def check_offsets(cu_seqlens: Tensor | None, num_tokens: int) -> None:
 
 def check_token_values(inputs: TokenInputs) -> None:
     """Numbers of unmasked tokens that would make the loss NaN. In rollout_logps NaN means unknown and is fine."""
+    if not checks_values(inputs.advantages.device):
+        return
     mask = None if inputs.completion_mask is None else inputs.completion_mask.bool()
     for name, finite in (("advantages", True), ("old_logps", False), ("ref_logps", False), ("rollout_weights", True)):
         x = getattr(inputs, name)
         if x is not None:
             check_numbers(name, x, mask, inputs.cu_seqlens, finite=finite)
     check_temperature(inputs.temperature, mask)
-    if inputs.normalizer is not None and checks_values(inputs.normalizer.device) and not inputs.normalizer.item() > 0:
+    if inputs.normalizer is not None and not inputs.normalizer.item() > 0:
         raise ValueError(f"normalizer={inputs.normalizer.item()}; expected a positive number")
 
 

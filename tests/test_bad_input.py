@@ -229,6 +229,35 @@ def test_other_entry_points_refuse_the_same(name):
 
 
 @pytest.mark.parametrize("function", [gk.fused_logps, gk.fused_policy_loss])
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        (dict(entropy="yes"), TypeError, ("entropy is a str", "True or False")),
+        (dict(temperature=torch.ones(0)), ValueError, ("temperature", "(0,)", "(4, 6)")),
+        (dict(temperature=torch.ones(4)), ValueError, ("temperature", "(4,)", "(4, 6)")),
+        (dict(temperature=-1.0), ValueError, ("temperature=-1.0",)),
+        (dict(logit_softcap=0.0), ValueError, ("logit_softcap=0.0",)),
+        (dict(logit_scale="2"), TypeError, ("logit_scale", "str", "number")),
+    ],
+)
+def test_options_of_the_logits_are_refused(function, changes, error, words):
+    given = {n: x for n, x in arguments().items() if n not in ("advantages", "old_logps", "ref_logps")}
+    if function is gk.fused_policy_loss:
+        given["loss_fn"] = lambda chunk: chunk.logps.sum()
+    refuses(function, given | changes, error, *words)
+
+
+def test_tensors_without_values_are_refused():
+    given = {n: x.to("meta") if isinstance(x, torch.Tensor) else x for n, x in arguments().items()}
+    refuses(gk.fused_grpo_loss, given, ValueError, "hidden is on the meta device")
+    logps = torch.zeros(4, 6, device=meta)
+    refuses(gk.grpo_loss_from_logps, dict(logps=logps, advantages=logps), ValueError, "logps is on the meta device")
+    refuses(
+        gk.grpo_loss_from_logps, dict(logps=torch.zeros(()), advantages=torch.ones(1)), ValueError, "logps has shape ()"
+    )
+
+
+@pytest.mark.parametrize("function", [gk.fused_logps, gk.fused_policy_loss])
 def test_temperatures_that_are_not_positive_are_refused(function):
     given = {n: x for n, x in arguments().items() if n not in ("advantages", "old_logps", "ref_logps")}
     if function is gk.fused_policy_loss:
@@ -277,6 +306,7 @@ LOGITS = {
     "temperature": (dict(config=gk.GRPOConfig(temperature=spoiled((4, 6), 0.0, 1, 3))), ValueError, "temperature[1, 3] = 0.0", "positive"),
     "no reference": (dict(config=gk.GRPOConfig(beta=0.1)), ValueError, "ref_logps is None", "beta=0.1"),
     "normalizer": (dict(normalizer=-3), ValueError, "normalizer=-3", "positive"),
+    "inplace": (dict(inplace=1), TypeError, "inplace is a int", "True or False"),
     "leaf in place": (dict(logits=torch.zeros(4, 6, 7, requires_grad=True), inplace=True), ValueError, "inplace=True", "leaf"),
 }  # fmt: skip
 
@@ -286,7 +316,7 @@ def test_grpo_loss_from_logits_refuses(name):
     changes, error, *words = LOGITS[name]
     given = dict(logits=torch.zeros(4, 6, 7), completion_ids=torch.zeros(4, 6).long(), advantages=torch.ones(4))
     refuses(gk.grpo_loss_from_logits, given | changes, error, *words)
-    refuses(gk.grpo_loss_from_logits, dict(inplace=True) | given | changes, error, *words)
+    refuses(gk.grpo_loss_from_logits, {"inplace": True} | given | changes, error, *words)
 
 
 def step_rewards(**changes) -> dict:
@@ -310,6 +340,22 @@ ALONE = {
     "old_logps NaN": (gk.rollout_weights, dict(old_logps=spoiled((1, 2), math.nan, 0, 1), rollout_logps=torch.zeros(1, 2)), ValueError, "old_logps[0, 1] = nan", "a number at every unmasked position"),
     "entropy list": (gk.entropy_quantile, dict(entropy=[1.0]), TypeError, "entropy", "list", "torch.Tensor"),
     "entropy int": (gk.entropy_quantile, dict(entropy=torch.ones(2, 3).long()), TypeError, "entropy", "int64", "float32"),
+    "eps": (gk.group_advantages, dict(rewards=torch.ones(2), num_generations=2, eps=-1e-4), ValueError, "eps=-0.0001", ">= 0"),
+    "eps NaN": (gk.group_advantages, dict(rewards=torch.ones(2), num_generations=2, eps=math.nan), ValueError, "eps=nan", ">= 0"),
+    "eps text": (gk.group_advantages, dict(rewards=torch.ones(2), num_generations=2, eps="0.1"), TypeError, "eps", "str", "number"),
+    "ddof tensor": (gk.group_advantages, dict(rewards=torch.ones(2), num_generations=2, ddof=torch.ones(2)), ValueError, "ddof", "0 or 1"),
+    "step_rewards 1-D": (gk.process_advantages, step_rewards(step_rewards=torch.ones(2)), ValueError, "step_rewards has shape (2,)", "(B, K)"),
+    "step_rewards bool": (gk.process_advantages, step_rewards(step_rewards=torch.ones(2, 3).bool()), TypeError, "step_rewards", "bool", "real"),
+    "length": (gk.process_advantages, step_rewards(length=0), ValueError, "length=0", "integer >= 1"),
+    "length tensor": (gk.process_advantages, step_rewards(length=torch.ones(2, 3)), ValueError, "length=tensor", "integer >= 1"),
+    "gamma": (gk.process_advantages, step_rewards(gamma=1.01), ValueError, "gamma=1.01", "in [0, 1]"),
+    "gamma tensor": (gk.process_advantages, step_rewards(gamma=torch.ones(2)), TypeError, "gamma", "Tensor", "number"),
+    "cap": (gk.rollout_weights, dict(old_logps=torch.zeros(1, 2), rollout_logps=torch.zeros(1, 2), cap=0), ValueError, "cap=0", "> 0"),
+    "cap text": (gk.rollout_weights, dict(old_logps=torch.zeros(1, 2), rollout_logps=torch.zeros(1, 2), cap="2"), TypeError, "cap", "str", "number"),
+    "low": (gk.rollout_weights, dict(old_logps=torch.zeros(1, 2), rollout_logps=torch.zeros(1, 2), low=-0.5), ValueError, "low=-0.5", ">= 0"),
+    "top": (gk.entropy_quantile, dict(entropy=torch.ones(2, 3), top=1.5), ValueError, "top=1.5", "in (0, 1]"),
+    "top tensor": (gk.entropy_quantile, dict(entropy=torch.ones(2, 3), top=torch.ones(2)), TypeError, "top", "Tensor", "number"),
+    "entropy of one token": (gk.entropy_quantile, dict(entropy=torch.tensor(1.0), completion_mask=torch.ones(2)), ValueError, "completion_mask", "(2,)", "()"),
     "entropy's mask": (gk.entropy_quantile, dict(entropy=torch.ones(2, 3), completion_mask=torch.ones(3)), ValueError, "completion_mask", "(3,)", "(2, 3)"),
 }  # fmt: skip
 
