@@ -8,7 +8,11 @@ from torch import Tensor
 
 def settle_types(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """The three in autocast's type where it is on, as torch.nn.functional.linear would take them; else as they came."""
-    if not isinstance(hidden, Tensor) or hidden.is_meta or not torch.is_autocast_enabled(hidden.device.type):
+    if (
+        not isinstance(hidden, Tensor)
+        or hidden.device.type == "meta"
+        or not torch.is_autocast_enabled(hidden.device.type)
+    ):
         return hidden, weight, bias
     dtype = torch.get_autocast_dtype(hidden.device.type)
 

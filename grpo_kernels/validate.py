@@ -38,8 +38,7 @@ def check_config(config: object) -> None:
 
 def refuse_transforms(name: str, *tensors: object) -> None:
     """Nothing but autograd's backward, once, differentiates these kernels: functorch and dual numbers raise."""
-    # Traced by torch.compile as well: inside a compiled torch.func transform the graph breaks here, and this raises.
-    transformed = torch._C._functorch.maybe_current_level() is not None
+    transformed = _inside_transform()
     if not transformed:
         duals = (forward_ad.unpack_dual(x).tangent is not None for x in tensors if isinstance(x, Tensor))
         if not any(duals):
@@ -49,6 +48,15 @@ def refuse_transforms(name: str, *tensors: object) -> None:
         f"grpo_kernels.{name} was called inside {what}, which its kernels do not support; use loss.backward() or "
         f"torch.autograd.grad outside of it, or {_REFERENCES[name]} of grpo_kernels.reference, which is plain PyTorch"
     )
+
+
+def _inside_transform() -> bool:
+    """Whether functorch transforms the caller."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+# torch.compile, which enters the transforms that it traces, asks once and puts no call into its graph.
+_inside_transform._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def check_number(name: str, x: object, low: float, high: float = math.inf, *, above: bool = False) -> None:
@@ -76,7 +84,7 @@ def check_logits_dtype(logits_dtype: torch.dtype | None, dtype: torch.dtype) -> 
 def check_float(name: str, x: Tensor) -> None:
     """x is a plain tensor of a type that the kernels take."""
     check_tensor(name, x)
-    if x.is_meta:
+    if x.device.type == "meta":
         raise ValueError(f"{name} is on the meta device, where tensors have no values")
     if x.dtype not in FLOATS:
         raise TypeError(f"{name} is {x.dtype}; expected float32, bfloat16, float16 or float64")
