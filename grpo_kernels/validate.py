@@ -240,6 +240,7 @@ def check_temperature(temperature: Tensor | None, mask: Tensor | None) -> None:
     if temperature is None or not checks_values(temperature.device) or temperature.numel() == 0:
         return
     if not temperature.amin().item() > 0:
+        mask = mask if mask is not None and mask.shape == temperature.shape else None
         _name_first("temperature", temperature, ~(temperature > 0), mask, None, f"a positive number{_THERE}")
 
 
@@ -259,10 +260,10 @@ def _name_first(
     """Raise with the first position of `wrong` that the mask leaves, if there is one."""
     if mask is not None and x.shape == mask.shape:
         wrong = wrong & mask
-    elif mask is not None and x.numel() > 1:  # one value per sequence, which counts if a token of it does
-        before = torch.nn.functional.pad(mask.reshape(-1).cumsum(0), (1, 0))
+    elif mask is not None and x.dim() > 0:  # one value per sequence, which counts if a token of it does
         if cu_seqlens is None:
-            cu_seqlens = torch.arange(len(mask) + 1, device=mask.device) * mask.shape[1]
+            cu_seqlens = torch.arange(len(mask) + 1, device=mask.device) * mask.shape[-1]
+        before = torch.nn.functional.pad(mask.reshape(-1).cumsum(0), (1, 0))
         wrong = wrong & (before[cu_seqlens.long()].diff() > 0).view(x.shape)
     if bool(wrong.any()):
         where = wrong.nonzero()[0].tolist()

@@ -166,6 +166,7 @@ def test_an_id_out_of_range_at_a_masked_position_is_fine():
     assert gk.fused_grpo_loss(**given).loss.isfinite()
 
 
+PER_TOKEN = ("hidden", "completion_ids", "completion_mask")
 UNSCORED = {"advantages": (4,), "old_logps": (4, 6), "ref_logps": (4, 6), "rollout_weights": (4, 6)}
 
 
@@ -193,6 +194,21 @@ def test_numbers_of_masked_tokens_and_sequences_are_not_looked_at(value, per_tok
             filled["cu_seqlens"] = torch.tensor([0, 6, 12, 18, 24])
         seen.append(gk.fused_grpo_loss(**filled).loss)
     assert torch.equal(*seen) and seen[0].isfinite()
+
+
+def test_a_temperature_of_one_element_is_no_temperature_per_sequence():
+    for shape in ((), (1,), (1, 1)):
+        bad = changed(config=gk.GRPOConfig(temperature=torch.full(shape, -1.0)))
+        refuses(gk.fused_grpo_loss, bad, ValueError, "temperature", "-1.0", "a positive number")
+        flat = {n: arguments()[n].detach().flatten(0, 1) for n in PER_TOKEN}
+        given = flat | dict(lm_head_weight=torch.rand(67, 24), temperature=torch.full(shape, -1.0))
+        refuses(gk.fused_logps, given, ValueError, "temperature", "-1.0", "a positive number")
+
+
+def test_the_advantage_of_one_masked_sequence_is_not_looked_at():
+    given = dict(hidden=torch.rand(1, 3, 4), lm_head_weight=torch.rand(7, 4), completion_ids=torch.zeros(1, 3).long())
+    given["completion_mask"] = torch.zeros(1, 3)
+    assert gk.fused_grpo_loss(**given, advantages=torch.tensor([math.nan])).loss == 0
 
 
 def test_unknown_rollout_logps_and_unscored_completions_are_fine():
