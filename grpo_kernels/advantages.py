@@ -10,7 +10,7 @@ from torch import Tensor
 from . import ops
 from .backends import choose_backend
 from .config import ADVANTAGE_BASELINES, ADVANTAGE_SCALES
-from .validate import check_tensor, checks_values
+from .validate import check_number, check_rewards_finite, check_tensor, checks_values
 
 
 class Groups(NamedTuple):
@@ -41,6 +41,7 @@ def group_advantages(
     """Group-relative advantages (B,) float32, A = (r - baseline) / (std + eps)   (DeepSeekMath, arXiv:2402.03300).
 
     rewards (B,); NaN = no verdict: left out of the statistics, advantage 0. A group of equal rewards gets exactly 0.
+    An infinite reward raises, on a GPU with GRPO_KERNELS_DEBUG=1.
     Groups are `num_generations` adjacent rows, or named by integer `group_ids` (B,), any order, any sizes.
     scale: divide by the std of the "group", of the whole "batch", or "none" (Dr. GRPO). baseline: "mean",
     "leave_one_out" (RLOO: the mean of the others) or "none". ddof, eps: 1, 1e-4 as TRL; 1, 1e-6 as verl; 0, 1e-8 as the
@@ -61,7 +62,8 @@ def group_statistics(
         raise ValueError(f"scale={scale!r}; expected one of {', '.join(ADVANTAGE_SCALES)}")
     if baseline not in ADVANTAGE_BASELINES:
         raise ValueError(f"baseline={baseline!r}; expected one of {', '.join(ADVANTAGE_BASELINES)}")
-    if ddof not in (0, 1):
+    check_number("eps", eps, 0.0)
+    if not isinstance(ddof, int) or ddof not in (0, 1):
         raise ValueError(f"ddof={ddof!r}; expected 0 or 1")
     rewards = rewards.detach()
     if rewards.dtype != torch.float64:
@@ -98,14 +100,16 @@ def process_advantages(
     step get 0.
     """
     check_rewards(step_rewards, dims=2)
+    check_rewards_finite("step_rewards", step_rewards)
     check_tensor("step_ends", step_ends, step_rewards)
     if step_ends.shape != step_rewards.shape or step_ends.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"step_ends is {step_ends.dtype} of shape {tuple(step_ends.shape)}; expected integers of the shape of "
             f"step_rewards, {tuple(step_rewards.shape)}"
         )
-    if not 0 <= gamma <= 1:
-        raise ValueError(f"gamma={gamma}; expected a number in [0, 1]")
+    check_number("gamma", gamma, 0.0, 1.0)
+    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+        raise ValueError(f"length={length!r}; expected an integer >= 1")
     batch, steps = step_rewards.shape
     groups = resolve_groups(batch, num_generations, group_ids, step_rewards)
     per_step = Groups(groups.index.repeat_interleave(steps, output_size=batch * steps), groups.count)
@@ -151,9 +155,9 @@ def resolve_groups(num_sequences: int, num_generations: int | None, group_ids: T
 
 def check_rewards(rewards: Tensor, dims: int = 1) -> None:
     """rewards are real numbers with `dims` dimensions."""
-    check_tensor("rewards" if dims == 1 else "step_rewards", rewards)
+    name, shape = ("rewards", "(B,)") if dims == 1 else ("step_rewards", "(B, K)")
+    check_tensor(name, rewards)
     if rewards.dim() != dims or rewards.shape[0] == 0:
-        shape = "(B,)" if dims == 1 else "(B, K)"
-        raise ValueError(f"rewards have shape {tuple(rewards.shape)}; expected {shape} with B >= 1")
+        raise ValueError(f"{name} has shape {tuple(rewards.shape)}; expected {shape} with B >= 1")
     if rewards.is_complex() or rewards.dtype == torch.bool:
-        raise TypeError(f"rewards are {rewards.dtype}; expected real numbers")
+        raise TypeError(f"{name} is {rewards.dtype}; expected real numbers")

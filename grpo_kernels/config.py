@@ -53,6 +53,9 @@ _SURROGATE_OPTIONS = tuple(dict.fromkeys(name for rule in SURROGATE_RULES.values
 class GRPOConfig:
     """What `fused_grpo_loss` computes. Frozen and hashable; options left at None take the surrogate's default.
 
+    Two configurations are equal where all options are. Tensors (temperature, entropy_threshold) are compared by
+    identity, as they are hashed: comparing their values would read them back from a GPU.
+
     Loss
         surrogate: "clip" (PPO, GRPO, DAPO, GSPO, ...), "cispo", "cispo_two_sided", "sapo", "vespo", "reinforce",
             "gmpo", "dppo_tv", "ipo".
@@ -120,6 +123,9 @@ class GRPOConfig:
     key: str = dataclasses.field(init=False, repr=False, compare=False, default="")
 
     def __post_init__(self) -> None:
+        clamp: Any = self.kl_clamp
+        if isinstance(clamp, list):  # which has no hash
+            object.__setattr__(self, "kl_clamp", tuple(clamp))
         _one_of("surrogate", self.surrogate, tuple(SURROGATE_RULES))
         rule = SURROGATE_RULES[self.surrogate]
         if self.importance_sampling_level is None:
@@ -143,6 +149,17 @@ class GRPOConfig:
         self._check_numbers()
         self._check_combinations()
         object.__setattr__(self, "key", self._to_key())
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, GRPOConfig):
+            return NotImplemented
+        return all(_same(a, b) for a, b in zip(self._options(), other._options(), strict=True))
+
+    def __hash__(self) -> int:
+        return hash(self._options())
+
+    def _options(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, f.name) for f in dataclasses.fields(self) if f.compare)
 
     def _check_numbers(self) -> None:
         for name in ("beta", "entropy_coef"):
@@ -286,6 +303,12 @@ def check_logit_transform(temperature: float | torch.Tensor, logit_scale: float,
     _number("logit_scale", logit_scale, above=0.0)
     if logit_softcap is not None:
         _number("logit_softcap", logit_softcap, above=0.0)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return a is b  # == of a tensor is a tensor
+    return bool(a == b)
 
 
 def _or(value: float | None, default: float) -> float:

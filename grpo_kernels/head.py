@@ -162,7 +162,9 @@ class LMHead:
 
     def residual(self, rows: Rows) -> Tensor | None:
         """(C,) to receive what rounding takes from the sampled ids' entries of dlogits; None where it is not used."""
-        return torch.empty(rows.stop - rows.start, dtype=torch.float32) if self.rounds else None
+        if not self.rounds:
+            return None
+        return torch.empty(rows.stop - rows.start, dtype=torch.float32, device=self.hidden.device)
 
     def accumulate_scaled(self, rows: Rows, exponentials: Tensor, scale: Tensor) -> None:
         """`accumulate` of dlogits = scale[:, None] * exponentials, scale (C,) float32, which is never formed."""

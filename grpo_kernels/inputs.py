@@ -50,7 +50,7 @@ def resolve(
     _check_tensors(options, shape, num_sequences, like)
     _check_combinations(options, config)
     temperature = config.temperature if reads_logits and isinstance(config.temperature, Tensor) else None
-    if temperature is not None and temperature.numel() > 1:
+    if temperature is not None and temperature.numel() != 1:
         check_token_tensor("temperature", temperature, shape, num_sequences, like)
     threshold = config.entropy_threshold if isinstance(config.entropy_threshold, Tensor) else None
     normalizer = check_scalar("normalizer", options.normalizer, like)

@@ -8,7 +8,7 @@ from . import ops
 from .autocast import autocast_dtype
 from .backends import choose_backend
 from .config import check_logit_transform
-from .validate import check_head, check_token_tensor
+from .validate import check_flag, check_head, check_token_tensor, refuse_transforms
 
 
 def fused_logps(
@@ -35,15 +35,17 @@ def fused_logps(
     Differentiable in hidden, weight and bias; the backward computes the logits again (8 N H V operations in all), for
     tokens with a gradient only. Under no_grad nothing but these outputs is made.
 
-    Raises ValueError, TypeError naming the argument that does not fit.
+    Raises ValueError, TypeError naming the argument that does not fit, as `fused_grpo_loss` does.
     """
     check_logit_transform(temperature, logit_scale, logit_softcap)
+    check_flag("entropy", entropy)
+    refuse_transforms("fused_logps", hidden, lm_head_weight, lm_head_bias)
     compute_dtype = autocast_dtype(hidden, lm_head_weight, lm_head_bias)
     check_head(hidden, lm_head_weight, lm_head_bias, completion_ids, compute_dtype)
     dtype = compute_dtype or hidden.dtype
     check_token_tensor("completion_mask", completion_mask, completion_ids.shape, -1, hidden)
     if isinstance(temperature, Tensor):
-        if temperature.numel() > 1:
+        if temperature.numel() != 1:
             check_token_tensor("temperature", temperature, completion_ids.shape, -1, hidden)
         per_token = temperature.detach().to(hidden.device)
     else:

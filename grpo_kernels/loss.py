@@ -16,13 +16,16 @@ from .inputs import LossOptions, resolve
 from .output import GRPOLossOutput, assemble
 from .validate import (
     check_config,
+    check_flag,
     check_float,
     check_head,
     check_ids,
     check_logits_dtype,
     check_tensor,
     check_token_tensor,
+    check_token_values,
     check_values,
+    refuse_transforms,
 )
 
 
@@ -55,11 +58,14 @@ def fused_grpo_loss(
         hidden: (B, T, H), or packed (N, H) with cu_seqlens; row t predicts completion_ids[:, t]. float32, bfloat16,
             float16 or float64; any strides.
         lm_head_weight: (V, H), lm_head_bias: (V,), in hidden's type. Gradients come back for those of the three that
-            require them; the others cost nothing.
+            require them; the others cost nothing. Plain tensors: `weight` of a layer of PEFT is its base weight alone,
+            which nothing here can tell from another; base_layer.weight + get_delta_weight(adapter) gives a LoRA adapter
+            its gradients. DTensors and quantised weights are refused, with what to pass instead.
         completion_ids: (B, T) or (N,) int64. completion_mask: the same shape, 0 at padding, prompt and tool tokens.
         advantages: (B,), (B, 1), (B, T) or (N,), constants. Or instead of them:
         rewards: (S,), with num_generations (adjacent rows) or group_ids (S,): the advantages of `group_advantages`
-            under config.advantage_*, in the same call. With advantages, groups may be given for `groups` alone.
+            under config.advantage_*, in the same call; NaN: no verdict, advantage 0. With advantages, groups may be
+            given for `groups` alone.
         old_logps: log-probabilities under the policy that the ratio divides by; None: on-policy, ratio 1.
         ref_logps: under the reference policy; required where config.beta > 0.
         rollout_weights: importance weights of the sampling engine, per token or per sequence (see `rollout_weights`).
@@ -73,11 +79,16 @@ def fused_grpo_loss(
         config: GRPOConfig; None: GRPOConfig(). backend: "auto", or a name of `available_backends()`.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit, by name, before any work. ids outside [0, V) at unmasked
-        positions are looked for on a CPU, and on a GPU with GRPO_KERNELS_DEBUG=1.
+        ValueError, TypeError: an argument that does not fit, by name, before any work. Values are looked at on a CPU,
+        and on a GPU with GRPO_KERNELS_DEBUG=1: ids outside [0, V) and NaN in advantages, old_logps, ref_logps or
+        rollout_weights at unmasked positions, infinite rewards or advantages, temperatures and normalizers that are not
+        positive, offsets out of order. Without that switch a GPU's loss is NaN for such numbers and ids (with backend
+        "torch" such an id is a device-side assertion), and memory beside the batch is read for such offsets.
+        RuntimeError: a torch.func transform or forward-mode AD; `grpo_kernels.reference` is for those.
     """
     config = DEFAULT_CONFIG if config is None else config
     check_config(config)
+    refuse_transforms("fused_grpo_loss", hidden, lm_head_weight, lm_head_bias)
     compute_dtype = autocast_dtype(hidden, lm_head_weight, lm_head_bias)
     check_head(hidden, lm_head_weight, lm_head_bias, completion_ids, compute_dtype)
     check_logits_dtype(config.logits_dtype, compute_dtype or hidden.dtype)
@@ -119,6 +130,7 @@ def grpo_loss_from_logps(
     """
     config = DEFAULT_CONFIG if config is None else config
     check_config(config)
+    refuse_transforms("grpo_loss_from_logps", logps, entropy)
     check_float("logps", logps)
     check_token_tensor("entropy", entropy, logps.shape, -1, logps)
     if entropy is None and (config.entropy_coef != 0.0 or config.entropy_threshold is not None):
@@ -161,6 +173,8 @@ def grpo_loss_from_logits(
     """
     config = DEFAULT_CONFIG if config is None else config
     check_config(config)
+    refuse_transforms("grpo_loss_from_logits", logits)
+    check_flag("inplace", inplace)
     check_float("logits", logits)
     check_tensor("completion_ids", completion_ids, logits)
     if logits.dim() not in (2, 3) or logits.shape[-1] == 0:
@@ -173,6 +187,7 @@ def grpo_loss_from_logits(
     )  # fmt: skip
     inputs = resolve(options, config, completion_ids, "logits", name)
     check_values(completion_ids, completion_mask, logits.shape[-1], cu_seqlens)
+    check_token_values(inputs.tokens)
     if inplace and logits.is_leaf and logits.requires_grad:
         raise ValueError("inplace=True would overwrite a leaf that requires a gradient; pass the output of the lm_head")
     want = torch.is_grad_enabled() and logits.requires_grad

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .validate import check_tensor, check_token_tensor
+from .validate import check_float, check_number, check_numbers, check_tensor, check_token_tensor
 
 LEVELS = ("token", "sequence_sum", "sequence_mean")
 
@@ -27,18 +27,22 @@ def rollout_weights(
     mean of the log-ratios over unmasked tokens -> (B,).
     mode: "truncate" takes min(w, cap) (TIS); "mask" keeps w inside [low, cap] and is 0 outside (MIS).
     """
-    check_tensor("old_logps", old_logps)
+    check_float("old_logps", old_logps)
     if old_logps.dim() != 2:
         raise ValueError(f"old_logps has shape {tuple(old_logps.shape)}; expected (B, T)")
     for name, x in (("rollout_logps", rollout_logps), ("completion_mask", completion_mask)):
         check_token_tensor(name, x, old_logps.shape, old_logps.shape[0], old_logps)
+    check_tensor("rollout_logps", rollout_logps)
     if level not in LEVELS:
         raise ValueError(f"level={level!r}; expected one of {', '.join(LEVELS)}")
     if mode not in ("truncate", "mask"):
         raise ValueError(f"mode={mode!r}; expected 'truncate' or 'mask'")
-    if not (cap > 0 and low >= 0 and low < cap):
+    check_number("cap", cap, 0.0, above=True)
+    check_number("low", low, 0.0)
+    if not low < cap:
         raise ValueError(f"low={low}, cap={cap}; expected 0 <= low < cap")
     mask = torch.ones_like(old_logps, dtype=torch.bool) if completion_mask is None else completion_mask.bool()
+    check_numbers("old_logps", old_logps, mask, finite=False)
     log_w = torch.where(mask & ~rollout_logps.isnan(), (old_logps - rollout_logps).detach(), 0.0)
     if level != "token":
         log_w = log_w.sum(1)
@@ -55,10 +59,10 @@ def entropy_quantile(entropy: Tensor, completion_mask: Tensor | None = None, *, 
     Data-parallel ranks gather their entropies first, so that all take the same threshold (arXiv:2506.01939, the
     "80/20 rule").
     """
-    if not 0 < top <= 1:
-        raise ValueError(f"top={top}; expected a share in (0, 1]")
+    check_number("top", top, 0.0, 1.0, above=True)
+    check_float("entropy", entropy)
     values = entropy.detach().reshape(-1)
     if completion_mask is not None:
-        check_token_tensor("completion_mask", completion_mask, entropy.shape, entropy.shape[0], entropy)
+        check_token_tensor("completion_mask", completion_mask, entropy.shape, -1, entropy)
         values = values.masked_fill(~completion_mask.reshape(-1).bool(), torch.nan)
     return values.float().nanquantile(1 - top)

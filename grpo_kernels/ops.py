@@ -22,7 +22,7 @@ from .memory import default_chunk_rows, default_logits_dtype
 from .params import COLUMNS, KernelParams, RowStats
 from .plan import TokenInputs, build_plan
 from .products import settled_precision
-from .validate import check_values
+from .validate import check_offsets, check_rewards_finite, check_temperature, check_token_values, check_values
 
 
 def table_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -62,6 +62,7 @@ def _compute_loss(
 ) -> tuple[tuple[Tensor, ...], FinishedGradients]:
     ids, inputs, config = call.completion_ids, call.tokens, call.config
     check_values(ids, inputs.completion_mask, weight.shape[0], inputs.cu_seqlens)
+    check_token_values(inputs)
     dtype = call.compute_dtype or hidden.dtype
     with torch.no_grad(), settled_precision(hidden.device):
         plan = build_plan(inputs, ids.shape, config, call.num_groups, table_dtype(dtype))
@@ -180,6 +181,7 @@ def logps(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(logps, entropy, lse), each of the shape of completion_ids; 0 at masked positions."""
     check_values(completion_ids, mask, weight.shape[0], None)
+    check_temperature(temperature, None if mask is None else mask.bool())
     with torch.no_grad(), settled_precision(hidden.device):
         keep, static = _keep(mask), _capturing(hidden.device)
         head = _lm_head(hidden, weight, bias, get_backend(backend), compute_dtype, keep=keep if static else None)
@@ -268,6 +270,8 @@ def policy_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(loss, group_sums, totals, extrema, d loss / d logps, d loss / d entropy), all O(N) and in float32 or better."""
     inputs, config = TokenInputs(*tokens), config_from_key(config_key)  # type: ignore[arg-type]
+    check_offsets(inputs.cu_seqlens, logps.numel())
+    check_token_values(inputs)
     with torch.no_grad():
         plan = build_plan(inputs, logps.shape, config, num_groups, table_dtype(logps.dtype))
         keep = _keep(inputs.completion_mask)
@@ -352,6 +356,7 @@ def group_statistics(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(advantages (B,), mean (num_groups,), std (num_groups,))."""
+    check_rewards_finite("rewards", rewards)
     return get_backend(backend).group_statistics(rewards, group_index, num_groups, scale, baseline, ddof, eps)
 
 

@@ -17,7 +17,15 @@ from .head import LMHead, Rows, chunk
 from .memory import default_chunk_rows, default_logits_dtype
 from .params import RowStats
 from .products import settled_precision
-from .validate import check_head, check_token_tensor, check_values, num_sequences_of
+from .validate import (
+    check_flag,
+    check_head,
+    check_temperature,
+    check_token_tensor,
+    check_values,
+    num_sequences_of,
+    refuse_transforms,
+)
 
 LEVELS = ("token", "sequence")
 
@@ -82,6 +90,9 @@ def fused_policy_loss(
             ratio = (chunk.logps - chunk.tokens(old_logps)).exp()
             return -(ratio * chunk.sequences(advantages)).sum() / num_tokens
 
+    Gradients flow to hidden, weight and bias alone: where the value also depends on another tensor that requires a
+    gradient, say a learned coefficient in the closure of `loss_fn`, this raises; detach it, or use `fused_logps`.
+
     Shapes and errors as in `fused_grpo_loss`. It calls back into Python, so torch.compile breaks the graph here; use
     `fused_logps` with autograd where that matters.
     """
@@ -90,23 +101,28 @@ def fused_policy_loss(
     )
     if level not in LEVELS:
         raise ValueError(f"level={level!r}; expected one of {', '.join(LEVELS)}")
+    check_flag("entropy", entropy)
     if not callable(loss_fn):
         raise TypeError(f"loss_fn is a {type(loss_fn).__name__}; expected a function of a PolicyChunk")
+    refuse_transforms("fused_policy_loss", hidden, lm_head_weight, lm_head_bias)
     compute_dtype = autocast_dtype(hidden, lm_head_weight, lm_head_bias)
     check_head(hidden, lm_head_weight, lm_head_bias, completion_ids, compute_dtype)
     num_sequences = num_sequences_of(completion_ids, cu_seqlens)
     check_token_tensor("completion_mask", completion_mask, completion_ids.shape, num_sequences, hidden)
-    if isinstance(temperature, Tensor) and temperature.numel() > 1:
+    if isinstance(temperature, Tensor) and temperature.numel() != 1:
         check_token_tensor("temperature", temperature, completion_ids.shape, num_sequences, hidden)
     check_values(completion_ids, completion_mask, lm_head_weight.shape[0], cu_seqlens)
+    if isinstance(temperature, Tensor):
+        check_temperature(temperature, None if completion_mask is None else completion_mask.bool())
     name = choose_backend(backend, hidden.device, compute_dtype or hidden.dtype)
     offsets = cu_seqlens
     if offsets is None:
         offsets = torch.arange(num_sequences + 1, device=hidden.device) * completion_ids.shape[1]
     given = hidden, lm_head_weight, lm_head_bias
-    wants = tuple(torch.is_grad_enabled() and x is not None and x.requires_grad for x in given)
+    grad_enabled = torch.is_grad_enabled()
+    wants = tuple(grad_enabled and x is not None and x.requires_grad for x in given)
     ids, mask = completion_ids, completion_mask
-    call = _Call(config, ids, mask, offsets.long(), loss_fn, level, entropy, name, compute_dtype, wants)
+    call = _Call(config, ids, mask, offsets.long(), loss_fn, level, entropy, name, compute_dtype, wants, grad_enabled)
     return _PolicyLoss.apply(*given, call)
 
 
@@ -122,6 +138,7 @@ class _Call:
     backend: str
     compute_dtype: torch.dtype | None
     wants: tuple[bool, ...]
+    grad_enabled: bool  # by the caller: inside an autograd.Function it never is
 
 
 class _PolicyLoss(torch.autograd.Function):
@@ -203,6 +220,8 @@ def _differentiate(call: _Call, stats: RowStats, index: Tensor, sequence: Tensor
                 f"loss_fn returned {came}; expected a scalar tensor, or one value per token ({len(index)},)"
             )
         value = value.sum()
+    if call.grad_enabled:
+        _refuse_other_leaves(value, leaves)
     gradients = [torch.zeros_like(leaves[0])] * 2
     if value.requires_grad:
         found = torch.autograd.grad(value, leaves, allow_unused=True)
@@ -210,3 +229,21 @@ def _differentiate(call: _Call, stats: RowStats, index: Tensor, sequence: Tensor
             if g is not None:
                 gradients[i] = g.contiguous()  # the gradient of a sum is one number, expanded
     return value.detach(), gradients[0], gradients[1]
+
+
+def _refuse_other_leaves(value: Tensor, leaves: list[Tensor]) -> None:
+    """Raise where a gradient of `value` would also go to a leaf besides `leaves`: it would be lost without a word."""
+    nodes = [value.grad_fn] if value.grad_fn is not None else []
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        leaf = getattr(node, "variable", None) if node.name().endswith("AccumulateGrad") else None
+        if leaf is not None and not any(leaf is known for known in leaves):
+            raise ValueError(
+                f"loss_fn depends on a tensor of shape {tuple(leaf.shape)} that requires a gradient, and which "
+                "is not in the chunk (it comes from the closure, itself or through other tensors): detach what is "
+                "constant, or use fused_logps with autograd, where it gets its gradient"
+            )
+        following = {function for function, _ in node.next_functions if function is not None} - seen
+        seen |= following
+        nodes += following

@@ -308,7 +308,8 @@ def token_weights(
     `normalizer` replaces the denominator of the rule (B, the tokens, B * max_completion_length), so that micro-batches
     and ranks that pass the global one add up to the loss of one big batch.
     """
-    num_seq, num_tokens = length.numel(), m.sum().clamp(min=1)
+    # Counts in the type of the values: two integers would be divided in torch's default type.
+    num_seq, num_tokens = length.numel(), length.sum().clamp(min=1)
     denominators: dict[str, Tensor | float] = {
         "seq_mean": num_seq,
         "token_mean": num_tokens,
@@ -320,8 +321,9 @@ def token_weights(
     given = num_items_in_batch if normalizer is None else normalizer
     if given is None:
         given = own
-    elif num_items_in_batch is not None:
-        given = torch.as_tensor(given).clamp(min=1)
+    else:
+        given = torch.as_tensor(given, dtype=length.dtype, device=length.device)
+        given = given if num_items_in_batch is None else given.clamp(min=1)
     w = m.to(length.dtype)
     if cfg.aggregation == "seq_mean":
         w = w / length.clamp(min=1)[seq]

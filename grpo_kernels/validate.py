@@ -6,19 +6,71 @@ they run only with GRPO_KERNELS_DEBUG=1.
 
 from __future__ import annotations
 
+import math
 import os
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .config import GRPOConfig
+from .plain import check_plain, refuse_quantised
 
+if TYPE_CHECKING:
+    from .plan import TokenInputs
+
+_REFERENCES = {
+    "fused_grpo_loss": "reference_grpo_loss",
+    "fused_logps": "reference_logps",
+    "fused_policy_loss": "reference_logps",
+    "grpo_loss_from_logits": "reference_loss_from_logits",
+    "grpo_loss_from_logps": "reference_loss_from_logps",
+}
+_THERE = " at every unmasked position"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_config(config: object) -> None:
     if not isinstance(config, GRPOConfig):
         raise TypeError(f"config is a {type(config).__name__}; expected a GRPOConfig")
+
+
+def refuse_transforms(name: str, *tensors: object) -> None:
+    """Nothing but autograd's backward, once, differentiates these kernels: functorch and dual numbers raise."""
+    transformed = _inside_transform()
+    if not transformed:
+        duals = (forward_ad.unpack_dual(x).tangent is not None for x in tensors if isinstance(x, Tensor))
+        if not any(duals):
+            return
+    what = "a torch.func transform (grad, vjp, jvp, jacrev, hessian, vmap)" if transformed else "forward-mode AD"
+    raise RuntimeError(
+        f"grpo_kernels.{name} was called inside {what}, which its kernels do not support; use loss.backward() or "
+        f"torch.autograd.grad outside of it, or {_REFERENCES[name]} of grpo_kernels.reference, which is plain PyTorch"
+    )
+
+
+def _inside_transform() -> bool:
+    """Whether functorch transforms the caller."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+# torch.compile, which enters the transforms that it traces, asks once and puts no call into its graph.
+_inside_transform._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def check_number(name: str, x: object, low: float, high: float = math.inf, *, above: bool = False) -> None:
+    """x is a finite number in [low, high], with `above` in (low, high]."""
+    if isinstance(x, bool) or not isinstance(x, (int, float)):
+        raise TypeError(f"{name} is a {type(x).__name__}; expected a number")
+    if not low <= x <= high or (above and x == low) or math.isinf(x):
+        bound = f"{'>' if above else '>='} {low:g}" if high == math.inf else f"in {'(['[not above]}{low:g}, {high:g}]"
+        raise ValueError(f"{name}={x}; expected a finite number {bound}")
+
+
+def check_flag(name: str, x: object) -> None:
+    if not isinstance(x, bool):
+        raise TypeError(f"{name} is a {type(x).__name__}; expected True or False")
 
 
 def check_logits_dtype(logits_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
@@ -32,6 +84,8 @@ def check_logits_dtype(logits_dtype: torch.dtype | None, dtype: torch.dtype) -> 
 def check_float(name: str, x: Tensor) -> None:
     """x is a plain tensor of a type that the kernels take."""
     check_tensor(name, x)
+    if x.device.type == "meta":
+        raise ValueError(f"{name} is on the meta device, where tensors have no values")
     if x.dtype not in FLOATS:
         raise TypeError(f"{name} is {x.dtype}; expected float32, bfloat16, float16 or float64")
 
@@ -46,6 +100,9 @@ def check_head(
     for name, x in (("hidden", hidden), ("lm_head_weight", weight), ("lm_head_bias", bias), ("completion_ids", ids)):
         if x is not None or name != "lm_head_bias":
             check_tensor(name, x, hidden)
+    for name, x in (("lm_head_weight", weight), ("lm_head_bias", bias)):
+        if x is not None:
+            refuse_quantised(name, x)
     check_float("hidden", hidden)
     if hidden.dim() not in (2, 3):
         raise ValueError(f"hidden has shape {tuple(hidden.shape)}; expected (B, T, H) or packed (N, H)")
@@ -78,19 +135,8 @@ def check_ids(ids: Tensor, leading: torch.Size, owner: str) -> None:
 
 def check_tensor(name: str, x: object, like: Tensor | None = None) -> None:
     """x is a plain tensor on the device of `like`."""
-    if not isinstance(x, Tensor):
-        hint = ""
-        if isinstance(x, torch.nn.Module):
-            adapters = any("lora" in key.lower() for key, _ in x.named_parameters())
-            hint = f" (pass {name.removesuffix('_weight')}.weight)"
-            if adapters:
-                hint = " with LoRA adapters: merge them first, weight + scaling * B @ A; the base weight alone is wrong"
-        raise TypeError(f"{name} is a {type(x).__name__}{hint}; expected a torch.Tensor")
-    if type(x).__name__ == "DTensor":
-        raise TypeError(f"{name} is a sharded DTensor; expected a whole tensor: pass {name}.full_tensor()")
-    if hasattr(x, "ds_id") and x.numel() == 0:
-        raise TypeError(f"{name} is a ZeRO-3 partition; gather it first (deepspeed.zero.GatheredParameters)")
-    if like is not None and x.device != like.device:
+    check_plain(name, x)
+    if isinstance(x, Tensor) and like is not None and x.device != like.device:
         raise ValueError(f"{name} is on {x.device}; expected {like.device} like the other inputs")
 
 
@@ -119,13 +165,15 @@ def check_scalar(name: str, x: Tensor | float | int | None, like: Tensor) -> Ten
         return None
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     if isinstance(x, Tensor):
+        check_plain(name, x)
         if x.numel() != 1:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; expected a number or a tensor of one element")
         return x.detach().reshape(()).to(device=like.device, dtype=dtype)
     if isinstance(x, bool) or not isinstance(x, (int, float)):
         raise TypeError(f"{name} is a {type(x).__name__}; expected a number or a tensor of one element")
-    if not x > 0 and name != "entropy_threshold":
-        raise ValueError(f"{name}={x}; expected a positive number")
+    clamped = name == "num_items_in_batch"  # 0, a batch without any unmasked token, counts as 1
+    if not (x > 0 or (clamped and x == 0)) or math.isinf(x):
+        raise ValueError(f"{name}={x}; expected a {'number >= 0' if clamped else 'positive number'}, finite")
     return torch.full((), float(x), dtype=dtype, device=like.device)
 
 
@@ -136,7 +184,8 @@ def num_sequences_of(ids: Tensor, cu_seqlens: Tensor | None, owner: str = "hidde
             raise ValueError(f"cu_seqlens belongs to packed (N, ...) inputs; {owner} holds a (B, T) batch: give one")
         return ids.shape[0]
     if ids.dim() != 1:
-        raise ValueError(f"completion_ids has shape {tuple(ids.shape)}; expected (B, T) or packed (N,)")
+        name = "logps" if owner == "logps" else "completion_ids"
+        raise ValueError(f"{name} has shape {tuple(ids.shape)}; expected (B, T) or packed (N,)")
     if cu_seqlens is None:
         raise ValueError(f"{owner} is packed, {ids.numel()} tokens without a batch dimension, and cu_seqlens is None")
     check_tensor("cu_seqlens", cu_seqlens, ids)
@@ -166,7 +215,68 @@ def check_values(ids: Tensor, mask: Tensor | None, vocab_size: int, cu_seqlens: 
             f"completion_ids{where} = {int(ids[tuple(where)])}; expected 0 <= id < {vocab_size} (the rows of "
             f"lm_head_weight) at every unmasked position"
         )
-    if cu_seqlens is not None:
+    check_offsets(cu_seqlens, ids.numel())
+
+
+def check_offsets(cu_seqlens: Tensor | None, num_tokens: int) -> None:
+    """cu_seqlens runs from 0 to N without a step back: kernels use it as addresses."""
+    if cu_seqlens is not None and checks_values(cu_seqlens.device):
         ends = (int(cu_seqlens[0]), int(cu_seqlens[-1]))
-        if ends != (0, ids.numel()) or bool((cu_seqlens.diff() < 0).any()):
-            raise ValueError(f"cu_seqlens = {cu_seqlens.tolist()}; expected offsets from 0 to {ids.numel()} in order")
+        if ends != (0, num_tokens) or bool((cu_seqlens.diff() < 0).any()):
+            raise ValueError(f"cu_seqlens = {cu_seqlens.tolist()}; expected offsets from 0 to {num_tokens} in order")
+
+
+def check_token_values(inputs: TokenInputs) -> None:
+    """Numbers of unmasked tokens that would make the loss NaN. In rollout_logps NaN means unknown and is fine."""
+    if not checks_values(inputs.advantages.device):
+        return
+    mask = None if inputs.completion_mask is None else inputs.completion_mask.bool()
+    for name, finite in (("advantages", True), ("old_logps", False), ("ref_logps", False), ("rollout_weights", True)):
+        x = getattr(inputs, name)
+        if x is not None:
+            check_numbers(name, x, mask, inputs.cu_seqlens, finite=finite)
+    check_temperature(inputs.temperature, mask)
+    if inputs.normalizer is not None and not inputs.normalizer.item() > 0:
+        raise ValueError(f"normalizer={inputs.normalizer.item()}; expected a positive number")
+
+
+def check_temperature(temperature: Tensor | None, mask: Tensor | None) -> None:
+    """A tensor of temperatures is positive at unmasked positions."""
+    if temperature is None or not checks_values(temperature.device) or temperature.numel() == 0:
+        return
+    if not temperature.amin().item() > 0:
+        mask = mask if mask is not None and mask.shape == temperature.shape else None
+        _name_first("temperature", temperature, ~(temperature > 0), mask, None, f"a positive number{_THERE}")
+
+
+def check_numbers(
+    name: str, x: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None, *, finite: bool = True
+) -> None:
+    """No NaN, and with `finite` no infinity, at unmasked positions of x, (S,), (S, 1) or of the mask's shape."""
+    if not checks_values(x.device) or math.isfinite(x.sum().item()):
+        return
+    wrong = ~x.isfinite() if finite else x.isnan()
+    _name_first(name, x, wrong, mask, cu_seqlens, f"{'a finite' if finite else 'a'} number{_THERE}")
+
+
+def _name_first(
+    name: str, x: Tensor, wrong: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, expected: str
+) -> None:
+    """Raise with the first position of `wrong` that the mask leaves, if there is one."""
+    if mask is not None and x.shape == mask.shape:
+        wrong = wrong & mask
+    elif mask is not None and x.dim() > 0:  # one value per sequence, which counts if a token of it does
+        if cu_seqlens is None:
+            cu_seqlens = torch.arange(len(mask) + 1, device=mask.device) * mask.shape[-1]
+        before = torch.nn.functional.pad(mask.reshape(-1).cumsum(0), (1, 0))
+        wrong = wrong & (before[cu_seqlens.long()].diff() > 0).view(x.shape)
+    if bool(wrong.any()):
+        where = wrong.nonzero()[0].tolist()
+        place = str(where) if where else ""
+        raise ValueError(f"{name}{place} = {x[tuple(where)].item()}; expected {expected}")
+
+
+def check_rewards_finite(name: str, rewards: Tensor) -> None:
+    """No infinity, whose advantages would be NaN; a NaN reward means that the completion has no verdict."""
+    if checks_values(rewards.device) and not math.isfinite(rewards.sum().item()):
+        _name_first(name, rewards, rewards.isinf(), None, None, "a finite number, or NaN for no verdict")

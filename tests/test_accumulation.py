@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import assert_same_bits, fused, make_batch, off_policy
+from helpers import assert_close, assert_same_bits, fused, make_batch, off_policy, reference
 
 import grpo_kernels as gk
 from grpo_kernels.config import AGGREGATIONS
@@ -54,6 +54,36 @@ def test_entropy_bonus_of_equally_long_micro_batches_adds_up(aggregation, backen
     assert torch.allclose(parts[0].loss + parts[1].loss, whole.loss, atol=1e-6)
     total = parts[0].grads["weight"] + parts[1].grads["weight"]
     assert torch.allclose(total, whole.grads["weight"], atol=1e-6)
+
+
+SMALL = {  # argument, its value, what it divides by: num_items_in_batch is at least 1, normalizer is taken as it is
+    "num_items_in_batch": ((0, 1), (0.5, 1), (1, 1), (2, 2)),
+    "normalizer": ((0.25, 0.25), (1, 1), (2, 2)),
+}
+
+
+@pytest.mark.parametrize("kind", ["number", "tensor"])
+@pytest.mark.parametrize(
+    ("name", "value", "divisor"), [(name, *pair) for name, pairs in SMALL.items() for pair in pairs]
+)
+def test_small_denominators(name, value, divisor, kind, backend):
+    config = gk.GRPOConfig(beta=0.1, entropy_coef=0.01)
+    batch = off_policy(make_batch(1, masked=True, bias=True))
+    given = batch.with_options(**{name: value if kind == "number" else torch.tensor(value)})
+    found = fused(given, config, backend)
+    assert_close(found, reference(given, config))
+    one = fused(batch.with_options(normalizer=1), config, backend)
+    assert torch.allclose(found.loss * divisor, one.loss, rtol=1e-6) and one.loss.abs() > 0.1
+    for leaf, x in one.grads.items():
+        assert x.any() and torch.allclose(found.grads[leaf] * divisor, x, rtol=1e-5, atol=1e-7), leaf
+
+
+@pytest.mark.parametrize("items", [0, torch.tensor(0)])
+def test_a_batch_without_any_token_anywhere_has_loss_0(items, backend):
+    """What ranks that count no token at all pass: the clamp keeps 0 / 0 away."""
+    batch = make_batch(1).with_options(completion_mask=torch.zeros(4, 6), num_items_in_batch=items)
+    found = fused(batch, gk.GRPOConfig(entropy_coef=0.01), backend)
+    assert found.loss == 0 and all(not x.any() for x in found.grads.values())
 
 
 def test_num_items_in_batch_is_the_normalizer_of_num_items(backend):

@@ -91,6 +91,32 @@ def test_a_group_without_any_verdict_gets_zero(backend):
     assert a[:2].tolist() == [0, 0] and a[2] < 0 < a[3]
 
 
+NO_VERDICT = {  # rewards of two groups of three, NaN where the completion has no verdict
+    "one": (math.nan, 1.0, 0.2, 0.7, 0.1, 0.4),
+    "all but one": (math.nan, 1.0, math.nan, 0.7, 0.1, 0.4),
+    "a group": (math.nan, math.nan, math.nan, 0.7, 0.1, 0.4),
+    "everything": (math.nan,) * 6,
+}
+
+
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out", "none"])
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("name", NO_VERDICT)
+def test_a_completion_without_a_verdict_has_no_part_in_the_loss(name, scale, baseline, backend):
+    """Its advantage is 0, it is left out of the statistics, and nothing becomes NaN."""
+    rewards = torch.tensor(NO_VERDICT[name])
+    hidden, weight, ids = torch.randn(6, 3, 8).requires_grad_(), torch.randn(11, 8), torch.randint(11, (6, 3))
+    config = gk.GRPOConfig(advantage_scale=scale, advantage_baseline=baseline)
+    out = gk.fused_grpo_loss(hidden, weight, ids, rewards=rewards, num_generations=3, config=config, backend=backend)
+    out.loss.backward()
+    unscored = rewards.isnan()
+    assert not out.advantages[unscored].any() and not hidden.grad[unscored].any()
+    expected = torch.tensor(slow(rewards, [0, 0, 0, 1, 1, 1], scale, baseline, 1, config.advantage_eps))
+    assert torch.allclose(out.advantages.double(), expected.double(), rtol=1e-5, atol=1e-6)
+    assert out.loss.isfinite() and hidden.grad.isfinite().all()
+    assert all(x.isfinite().all() for x in out.metrics.values())
+
+
 def test_rewards_of_other_types():
     expected = gk.group_advantages(torch.tensor([0.0, 1.0]), num_generations=2)
     for dtype in (torch.int64, torch.bfloat16, torch.float16):

@@ -11,6 +11,7 @@ import torch
 from helpers import make_batch, off_policy
 
 import grpo_kernels as gk
+from grpo_kernels import validate
 
 CPU = torch.device("cpu")
 
@@ -47,6 +48,13 @@ def refuses(function, given: dict, error: type, *words: str) -> None:
 
 def changed(**changes) -> dict:
     return arguments() | changes
+
+
+def spoiled(shape: tuple[int, ...], value: float, *where: int) -> torch.Tensor:
+    """Ones with `value` at one place."""
+    x = torch.ones(shape)
+    x[where] = value
+    return x
 
 
 meta = torch.device("meta")
@@ -93,8 +101,22 @@ CASES = {
     # values
     "id too large": (lambda: changed(completion_ids=torch.full((4, 6), 67)), ValueError, "completion_ids[0, 0] = 67", "0 <= id < 67"),
     "id negative": (lambda: changed(completion_ids=torch.tensor([[0] * 6] * 3 + [[0] * 5 + [-1]])), ValueError, "completion_ids[3, 5] = -1", "0 <= id < 67"),
+    "advantage NaN": (lambda: changed(advantages=spoiled((4,), math.nan, 2)), ValueError, "advantages[2] = nan", "a finite number at every unmasked position"),
+    "advantage infinite": (lambda: changed(advantages=spoiled((4, 1), -math.inf, 1)), ValueError, "advantages[1, 0] = -inf", "a finite number"),
+    "advantage of a token": (lambda: changed(advantages=spoiled((4, 6), math.nan, 3, 5)), ValueError, "advantages[3, 5] = nan", "a finite number"),
+    "old NaN": (lambda: changed(old_logps=spoiled((4, 6), math.nan, 0, 4)), ValueError, "old_logps[0, 4] = nan", "a number at every unmasked position"),
+    "ref NaN": (lambda: changed(ref_logps=spoiled((4, 6), math.nan, 2, 0)), ValueError, "ref_logps[2, 0] = nan", "a number"),
+    "rollout weight NaN": (lambda: changed(rollout_weights=spoiled((4, 6), math.nan, 1, 1)), ValueError, "rollout_weights[1, 1] = nan", "a finite number"),
+    "rollout weight infinite": (lambda: changed(rollout_weights=spoiled((4,), math.inf, 3)), ValueError, "rollout_weights[3] = inf", "a finite number"),
+    "reward infinite": (lambda: changed(advantages=None, rewards=spoiled((4,), math.inf, 1), num_generations=2), ValueError, "rewards[1] = inf", "a finite number, or NaN for no verdict"),
+    "temperature of a token": (lambda: changed(config=gk.GRPOConfig(temperature=spoiled((4, 6), 0.0, 1, 3))), ValueError, "temperature[1, 3] = 0.0", "a positive number at every unmasked position"),
+    "temperature NaN": (lambda: changed(config=gk.GRPOConfig(temperature=torch.tensor(math.nan))), ValueError, "temperature = nan", "a positive number"),
+    "normalizer tensor 0": (lambda: changed(normalizer=torch.tensor(0.0)), ValueError, "normalizer=0.0", "positive"),
+    "normalizer tensor NaN": (lambda: changed(normalizer=torch.tensor(math.nan)), ValueError, "normalizer=nan", "positive"),
+    "normalizer infinite": (lambda: changed(normalizer=math.inf), ValueError, "normalizer=inf", "positive", "finite"),
+    "num_items_in_batch NaN": (lambda: changed(num_items_in_batch=math.nan), ValueError, "num_items_in_batch=nan", ">= 0"),
     "normalizer 0": (lambda: changed(normalizer=0), ValueError, "normalizer=0", "positive"),
-    "num_items_in_batch -1": (lambda: changed(num_items_in_batch=-1), ValueError, "num_items_in_batch=-1", "positive"),
+    "num_items_in_batch -1": (lambda: changed(num_items_in_batch=-1), ValueError, "num_items_in_batch=-1", ">= 0"),
     # combinations
     "both": (lambda: changed(rewards=torch.rand(4), num_generations=2), ValueError, "advantages", "rewards", "both"),
     "neither": (lambda: changed(advantages=None), ValueError, "advantages", "rewards", "neither"),
@@ -120,6 +142,8 @@ CASES = {
     "cu_seqlens short": (lambda: packed_arguments(cu_seqlens=torch.tensor([0, 6, 12, 18, 23])), ValueError, "cu_seqlens", "23", "from 0 to 24"),
     "cu_seqlens late": (lambda: packed_arguments(cu_seqlens=torch.tensor([1, 6, 12, 18, 24])), ValueError, "cu_seqlens", "from 0 to 24"),
     "cu_seqlens back": (lambda: packed_arguments(cu_seqlens=torch.tensor([0, 12, 6, 18, 24])), ValueError, "cu_seqlens", "12, 6", "in order"),
+    "packed advantage NaN": (lambda: packed_arguments(advantages=spoiled((4,), math.nan, 3)), ValueError, "advantages[3] = nan", "a finite number"),
+    "packed old NaN": (lambda: packed_arguments(old_logps=spoiled((24,), math.nan, 17)), ValueError, "old_logps[17] = nan", "a number"),
     "packed advantages": (lambda: packed_arguments(advantages=torch.rand(5)), ValueError, "advantages", "(5,)", "(24,)", "(4,)"),
 }  # fmt: skip
 
@@ -142,8 +166,76 @@ def test_an_id_out_of_range_at_a_masked_position_is_fine():
     assert gk.fused_grpo_loss(**given).loss.isfinite()
 
 
+PER_TOKEN = ("hidden", "completion_ids", "completion_mask")
+UNSCORED = {"advantages": (4,), "old_logps": (4, 6), "ref_logps": (4, 6), "rollout_weights": (4, 6)}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_numbers_of_masked_tokens_and_sequences_are_not_looked_at(value, per_token, packed):
+    """Sequence 2 has no unmasked token, and token 0 of sequence 0 is masked."""
+    given = arguments() | {"rollout_weights": torch.ones(4, 6)}
+    mask = given["completion_mask"].clone()
+    mask[2], mask[0, 0] = False, False
+    if per_token:
+        given["advantages"] = given["advantages"][:, None].expand(4, 6).clone()
+    seen = []
+    for fill in (0.0, value):
+        filled = dict(given, completion_mask=mask)
+        for name in UNSCORED:
+            x = given[name].clone()
+            filled[name] = (
+                x.masked_fill(~mask, fill) if x.shape == mask.shape else x.index_fill(0, torch.tensor(2), fill)
+            )
+        if packed:
+            names = [n for n, x in filled.items() if isinstance(x, torch.Tensor) and x.shape[:2] == mask.shape]
+            filled |= {n: filled[n].detach().flatten(0, 1) for n in names}
+            filled["cu_seqlens"] = torch.tensor([0, 6, 12, 18, 24])
+        seen.append(gk.fused_grpo_loss(**filled).loss)
+    assert torch.equal(*seen) and seen[0].isfinite()
+
+
+def test_a_temperature_of_one_element_is_no_temperature_per_sequence():
+    for shape in ((), (1,), (1, 1)):
+        bad = changed(config=gk.GRPOConfig(temperature=torch.full(shape, -1.0)))
+        refuses(gk.fused_grpo_loss, bad, ValueError, "temperature", "-1.0", "a positive number")
+        flat = {n: arguments()[n].detach().flatten(0, 1) for n in PER_TOKEN}
+        given = flat | dict(lm_head_weight=torch.rand(67, 24), temperature=torch.full(shape, -1.0))
+        refuses(gk.fused_logps, given, ValueError, "temperature", "-1.0", "a positive number")
+
+
+def test_the_advantage_of_one_masked_sequence_is_not_looked_at():
+    given = dict(hidden=torch.rand(1, 3, 4), lm_head_weight=torch.rand(7, 4), completion_ids=torch.zeros(1, 3).long())
+    given["completion_mask"] = torch.zeros(1, 3)
+    assert gk.fused_grpo_loss(**given, advantages=torch.tensor([math.nan])).loss == 0
+
+
+def test_unknown_rollout_logps_and_unscored_completions_are_fine():
+    given = arguments() | {"rollout_logps": spoiled((4, 6), math.nan, 1, 2)}
+    assert gk.fused_grpo_loss(**given).loss.isfinite()
+    given |= {"advantages": None, "rewards": spoiled((4,), math.nan, 2), "num_generations": 2}
+    out = gk.fused_grpo_loss(**given)
+    out.loss.backward()
+    assert out.advantages[2] == 0 and out.loss.isfinite() and given["hidden"].grad.isfinite().all()
+
+
+def test_values_are_looked_for_inside_a_compiled_function_too():
+    torch._dynamo.reset()
+    step = torch.compile(lambda **given: gk.fused_grpo_loss(**given).loss, fullgraph=True, backend="aot_eager")
+    for name in ("advantage NaN", "id too large", "cu_seqlens short"):
+        given, error, *words = CASES[name]
+        with pytest.raises(error, match=re.escape(words[0])):
+            step(**given())
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize(
-    "name", ["id too large", "id negative", "ids float", "weight width", "bias dtype", "hidden list"]
+    "name",
+    [
+        *("id too large", "id negative", "ids float", "weight width", "bias dtype", "hidden list"),
+        *("weight elsewhere", "mask", "mask complex", "weight empty", "backend"),
+    ],
 )
 def test_other_entry_points_refuse_the_same(name):
     given, error, *words = CASES[name]
@@ -152,7 +244,56 @@ def test_other_entry_points_refuse_the_same(name):
     refuses(gk.fused_policy_loss, kept | {"loss_fn": lambda chunk: chunk.logps.sum()}, error, *words)
 
 
+@pytest.mark.parametrize("function", [gk.fused_logps, gk.fused_policy_loss])
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        (dict(entropy="yes"), TypeError, ("entropy is a str", "True or False")),
+        (dict(temperature=torch.ones(0)), ValueError, ("temperature", "(0,)", "(4, 6)")),
+        (dict(temperature=torch.ones(4)), ValueError, ("temperature", "(4,)", "(4, 6)")),
+        (dict(temperature=-1.0), ValueError, ("temperature=-1.0",)),
+        (dict(logit_softcap=0.0), ValueError, ("logit_softcap=0.0",)),
+        (dict(logit_scale="2"), TypeError, ("logit_scale", "str", "number")),
+    ],
+)
+def test_options_of_the_logits_are_refused(function, changes, error, words):
+    given = {n: x for n, x in arguments().items() if n not in ("advantages", "old_logps", "ref_logps")}
+    if function is gk.fused_policy_loss:
+        given["loss_fn"] = lambda chunk: chunk.logps.sum()
+    refuses(function, given | changes, error, *words)
+
+
+def test_tensors_without_values_are_refused():
+    given = {n: x.to("meta") if isinstance(x, torch.Tensor) else x for n, x in arguments().items()}
+    refuses(gk.fused_grpo_loss, given, ValueError, "hidden is on the meta device")
+    logps = torch.zeros(4, 6, device=meta)
+    refuses(gk.grpo_loss_from_logps, dict(logps=logps, advantages=logps), ValueError, "logps is on the meta device")
+    refuses(
+        gk.grpo_loss_from_logps, dict(logps=torch.zeros(()), advantages=torch.ones(1)), ValueError, "logps has shape ()"
+    )
+
+
+@pytest.mark.parametrize("function", [gk.fused_logps, gk.fused_policy_loss])
+def test_temperatures_that_are_not_positive_are_refused(function):
+    given = {n: x for n, x in arguments().items() if n not in ("advantages", "old_logps", "ref_logps")}
+    if function is gk.fused_policy_loss:
+        given["loss_fn"] = lambda chunk: chunk.logps.sum()
+    bad = {"temperature": spoiled((4, 6), -1.0, 2, 3)}
+    refuses(
+        function, given | bad, ValueError, "temperature[2, 3] = -1.0", "a positive number at every unmasked position"
+    )
+    given["completion_mask"] = given["completion_mask"].clone()
+    given["completion_mask"][2, 3] = False
+    function(**given | bad)
+
+
 LOGPS = {
+    "logps list": (dict(logps=[0.0]), TypeError, "logps", "list", "torch.Tensor"),
+    "advantage NaN": (dict(advantages=spoiled((4,), math.nan, 1)), ValueError, "advantages[1] = nan", "a finite number"),
+    "old NaN": (dict(old_logps=spoiled((4, 6), math.nan, 1, 2)), ValueError, "old_logps[1, 2] = nan", "a number"),
+    "cu_seqlens short": (dict(logps=torch.zeros(24), old_logps=None, cu_seqlens=torch.tensor([0, 6, 12, 18, 23])), ValueError, "cu_seqlens", "23", "from 0 to 24"),
+    "cu_seqlens far": (dict(logps=torch.zeros(24), old_logps=None, cu_seqlens=torch.tensor([0, 6, 12, 10**9, 24])), ValueError, "cu_seqlens", "from 0 to 24"),
+    "reward infinite": (dict(advantages=None, rewards=spoiled((4,), -math.inf, 3), num_generations=4), ValueError, "rewards[3] = -inf", "NaN for no verdict"),
     "logps int": (dict(logps=torch.zeros(4, 6).long()), TypeError, "logps", "int64", "float32"),
     "entropy shape": (dict(entropy=torch.zeros(4)), ValueError, "entropy", "(4,)", "(4, 6)"),
     "no entropy": (dict(config=gk.GRPOConfig(entropy_coef=0.1)), ValueError, "entropy is None", "entropy_coef"),
@@ -175,6 +316,13 @@ LOGITS = {
     "no vocabulary": (dict(logits=torch.zeros(4, 6, 0)), ValueError, "logits", "(4, 6, 0)", "V >= 1"),
     "ids": (dict(completion_ids=torch.zeros(4, 5).long()), ValueError, "completion_ids", "(4, 5)", "(4, 6)"),
     "id": (dict(completion_ids=torch.full((4, 6), 7)), ValueError, "completion_ids[0, 0] = 7", "0 <= id < 7"),
+    "logits int": (dict(logits=torch.zeros(4, 6, 7).long()), TypeError, "logits", "int64", "float32"),
+    "advantage NaN": (dict(advantages=spoiled((4,), math.nan, 1)), ValueError, "advantages[1] = nan", "a finite number"),
+    "ref NaN": (dict(ref_logps=spoiled((4, 6), math.nan, 1, 2)), ValueError, "ref_logps[1, 2] = nan", "a number"),
+    "temperature": (dict(config=gk.GRPOConfig(temperature=spoiled((4, 6), 0.0, 1, 3))), ValueError, "temperature[1, 3] = 0.0", "positive"),
+    "no reference": (dict(config=gk.GRPOConfig(beta=0.1)), ValueError, "ref_logps is None", "beta=0.1"),
+    "normalizer": (dict(normalizer=-3), ValueError, "normalizer=-3", "positive"),
+    "inplace": (dict(inplace=1), TypeError, "inplace is a int", "True or False"),
     "leaf in place": (dict(logits=torch.zeros(4, 6, 7, requires_grad=True), inplace=True), ValueError, "inplace=True", "leaf"),
 }  # fmt: skip
 
@@ -184,6 +332,112 @@ def test_grpo_loss_from_logits_refuses(name):
     changes, error, *words = LOGITS[name]
     given = dict(logits=torch.zeros(4, 6, 7), completion_ids=torch.zeros(4, 6).long(), advantages=torch.ones(4))
     refuses(gk.grpo_loss_from_logits, given | changes, error, *words)
+    refuses(gk.grpo_loss_from_logits, {"inplace": True} | given | changes, error, *words)
+
+
+def step_rewards(**changes) -> dict:
+    given = dict(step_rewards=torch.rand(2, 3), step_ends=torch.tensor([[0, 2, 4]] * 2), length=5, num_generations=2)
+    return given | changes
+
+
+ALONE = {
+    "rewards": (gk.group_advantages, dict(rewards=spoiled((4,), math.inf, 2), num_generations=2), ValueError, "rewards[2] = inf", "a finite number, or NaN for no verdict"),
+    "rewards list": (gk.group_advantages, dict(rewards=[1.0], num_generations=1), TypeError, "rewards", "list", "torch.Tensor"),
+    "rewards 2-D": (gk.group_advantages, dict(rewards=torch.ones(2, 2), num_generations=2), ValueError, "rewards", "(2, 2)", "(B,)"),
+    "rewards complex": (gk.group_advantages, dict(rewards=torch.ones(2).cfloat(), num_generations=2), TypeError, "rewards", "complex64", "real"),
+    "group_ids list": (gk.group_advantages, dict(rewards=torch.ones(2), group_ids=[0, 0]), TypeError, "group_ids", "list", "torch.Tensor"),
+    "step_rewards": (gk.process_advantages, step_rewards(step_rewards=spoiled((2, 3), -math.inf, 1, 2)), ValueError, "step_rewards[1, 2] = -inf", "NaN for no verdict"),
+    "step_ends list": (gk.process_advantages, step_rewards(step_ends=[[0, 2, 4]] * 2), TypeError, "step_ends", "list", "torch.Tensor"),
+    "old_logps list": (gk.rollout_weights, dict(old_logps=[0.0], rollout_logps=torch.zeros(1, 2)), TypeError, "old_logps", "list", "torch.Tensor"),
+    "old_logps int": (gk.rollout_weights, dict(old_logps=torch.zeros(1, 2).long(), rollout_logps=torch.zeros(1, 2)), TypeError, "old_logps", "int64", "float32"),
+    "old_logps 1-D": (gk.rollout_weights, dict(old_logps=torch.zeros(2), rollout_logps=torch.zeros(2)), ValueError, "old_logps", "(2,)", "(B, T)"),
+    "rollout_logps": (gk.rollout_weights, dict(old_logps=torch.zeros(1, 2), rollout_logps=torch.zeros(2)), ValueError, "rollout_logps", "(2,)", "(1, 2)"),
+    "rollout_logps None": (gk.rollout_weights, dict(old_logps=torch.zeros(1, 2), rollout_logps=None), TypeError, "rollout_logps", "NoneType", "torch.Tensor"),
+    "old_logps NaN": (gk.rollout_weights, dict(old_logps=spoiled((1, 2), math.nan, 0, 1), rollout_logps=torch.zeros(1, 2)), ValueError, "old_logps[0, 1] = nan", "a number at every unmasked position"),
+    "entropy list": (gk.entropy_quantile, dict(entropy=[1.0]), TypeError, "entropy", "list", "torch.Tensor"),
+    "entropy int": (gk.entropy_quantile, dict(entropy=torch.ones(2, 3).long()), TypeError, "entropy", "int64", "float32"),
+    "eps": (gk.group_advantages, dict(rewards=torch.ones(2), num_generations=2, eps=-1e-4), ValueError, "eps=-0.0001", ">= 0"),
+    "eps NaN": (gk.group_advantages, dict(rewards=torch.ones(2), num_generations=2, eps=math.nan), ValueError, "eps=nan", ">= 0"),
+    "eps text": (gk.group_advantages, dict(rewards=torch.ones(2), num_generations=2, eps="0.1"), TypeError, "eps", "str", "number"),
+    "ddof tensor": (gk.group_advantages, dict(rewards=torch.ones(2), num_generations=2, ddof=torch.ones(2)), ValueError, "ddof", "0 or 1"),
+    "step_rewards 1-D": (gk.process_advantages, step_rewards(step_rewards=torch.ones(2)), ValueError, "step_rewards has shape (2,)", "(B, K)"),
+    "step_rewards bool": (gk.process_advantages, step_rewards(step_rewards=torch.ones(2, 3).bool()), TypeError, "step_rewards", "bool", "real"),
+    "length": (gk.process_advantages, step_rewards(length=0), ValueError, "length=0", "integer >= 1"),
+    "length tensor": (gk.process_advantages, step_rewards(length=torch.ones(2, 3)), ValueError, "length=tensor", "integer >= 1"),
+    "gamma": (gk.process_advantages, step_rewards(gamma=1.01), ValueError, "gamma=1.01", "in [0, 1]"),
+    "gamma tensor": (gk.process_advantages, step_rewards(gamma=torch.ones(2)), TypeError, "gamma", "Tensor", "number"),
+    "cap": (gk.rollout_weights, dict(old_logps=torch.zeros(1, 2), rollout_logps=torch.zeros(1, 2), cap=0), ValueError, "cap=0", "> 0"),
+    "cap text": (gk.rollout_weights, dict(old_logps=torch.zeros(1, 2), rollout_logps=torch.zeros(1, 2), cap="2"), TypeError, "cap", "str", "number"),
+    "low": (gk.rollout_weights, dict(old_logps=torch.zeros(1, 2), rollout_logps=torch.zeros(1, 2), low=-0.5), ValueError, "low=-0.5", ">= 0"),
+    "top": (gk.entropy_quantile, dict(entropy=torch.ones(2, 3), top=1.5), ValueError, "top=1.5", "in (0, 1]"),
+    "top tensor": (gk.entropy_quantile, dict(entropy=torch.ones(2, 3), top=torch.ones(2)), TypeError, "top", "Tensor", "number"),
+    "entropy of one token": (gk.entropy_quantile, dict(entropy=torch.tensor(1.0), completion_mask=torch.ones(2)), ValueError, "completion_mask", "(2,)", "()"),
+    "entropy's mask": (gk.entropy_quantile, dict(entropy=torch.ones(2, 3), completion_mask=torch.ones(3)), ValueError, "completion_mask", "(3,)", "(2, 3)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_what_needs_no_lm_head_refuses(name):
+    function, given, error, *words = ALONE[name]
+    refuses(function, given, error, *words)
+
+
+# --- what reads values, on a GPU ---------------------------------------------------------------------------------------
+
+
+def test_values_on_a_gpu_are_read_with_the_debug_switch_alone(monkeypatch):
+    for device, switch, expected in (
+        ("cpu", None, True),
+        ("cuda", None, False),
+        ("cuda", "0", False),
+        ("cuda", "1", True),
+    ):
+        monkeypatch.delenv("GRPO_KERNELS_DEBUG", raising=False)
+        if switch is not None:
+            monkeypatch.setenv("GRPO_KERNELS_DEBUG", switch)
+        assert validate.checks_values(torch.device(device)) is expected
+
+
+def with_ids(function, ids: torch.Tensor) -> None:
+    batch = make_batch(0)
+    if function is gk.grpo_loss_from_logits:
+        function(batch.hidden @ batch.weight.T, ids, batch.advantages, backend="torch")
+    elif function is gk.fused_grpo_loss:
+        function(batch.hidden, batch.weight, ids, batch.advantages, backend="torch")
+    elif function is gk.fused_logps:
+        function(batch.hidden, batch.weight, ids, backend="torch")
+    else:
+        function(batch.hidden, batch.weight, ids, lambda chunk: chunk.logps.sum(), backend="torch")
+
+
+@pytest.mark.parametrize(
+    "function", [gk.fused_grpo_loss, gk.fused_logps, gk.fused_policy_loss, gk.grpo_loss_from_logits]
+)
+def test_every_function_with_ids_asks_the_debug_switch(monkeypatch, function):
+    """With the switch on, the id is named; off, nothing reads it and torch's own gather meets it."""
+    bad = torch.full((4, 6), 10**6)
+    monkeypatch.setattr(validate, "checks_values", lambda device: True)
+    with pytest.raises(ValueError, match=r"completion_ids\[0, 0\] = 1000000; expected 0 <= id < 67"):
+        with_ids(function, bad)
+    monkeypatch.setattr(validate, "checks_values", lambda device: False)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        with_ids(function, bad)
+
+
+def test_without_the_debug_switch_no_number_is_read(monkeypatch):
+    """Reading one would make the host wait for the GPU: the checks of numbers are behind the same switch."""
+    monkeypatch.setattr(validate, "checks_values", lambda device: False)
+    for name in (
+        "advantage NaN",
+        "old NaN",
+        "rollout weight infinite",
+        "temperature of a token",
+        "normalizer tensor 0",
+    ):
+        gk.fused_grpo_loss(**CASES[name][0]())
+    for name in ("rewards", "step_rewards"):
+        function, given, *_ = ALONE[name]
+        assert not function(**given).isfinite().all()
 
 
 NUMBERS = {

@@ -199,3 +199,17 @@ def test_opcheck_without_gradients_and_options():
     torch.library.opcheck(
         ops.grpo_loss, (hidden.detach(), weight.detach(), None, ids, bare, 0, key, name, None, [False, False, False])
     )
+
+
+def test_checks_leave_no_operations_in_the_graph():
+    """A call that is not an operator would keep the graph out of the compiler's caches."""
+    batch, called = make_batch(1), []
+
+    def compiler(graph, _):
+        called.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    torch.compile(lambda h: gk.fused_logps(h, batch.weight, batch.ids)[0], fullgraph=True, backend=compiler)(
+        batch.hidden
+    )
+    assert [str(x) for x in called if "getitem" not in str(x)] == ["grpo_kernels.logps.default"]

@@ -110,7 +110,7 @@ def test_the_kernels_know_the_contract_alone():
 
 def test_nothing_below_imports_what_is_above():
     layers = [
-        ("params", "groups", "autocast", "strategy", "products"),
+        ("params", "groups", "autocast", "plain", "products", "strategy"),
         ("config", "memory", "objective", "kernels"),
         ("reference",),
         ("backends", "aggregation", "validate"),

@@ -171,3 +171,56 @@ def test_an_error_of_the_users_function_comes_through():
     batch = make_batch(2)
     with pytest.raises(KeyError, match="mine"):
         gk.fused_policy_loss(batch.hidden, batch.weight, batch.ids, loss_fn)
+
+
+SCALE = torch.nn.Parameter(torch.tensor([0.5, 1.5]))
+OUTSIDE = (SCALE * 2).exp()
+OTHER_GRADIENTS = {
+    "a leaf": (lambda c: c.logps.sum() * SCALE.sum(), r"\(2,\)"),
+    "one of many factors": (lambda c: (c.logps * c.logps.exp()).sum() + 0.0 * SCALE[0], r"\(2,\)"),
+    "through another tensor": (lambda c: (c.logps * OUTSIDE[1]).sum(), r"\(2,\)"),
+    "alone": (lambda c: SCALE.sum(), r"\(2,\)"),
+}
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", OTHER_GRADIENTS)
+def test_a_gradient_that_the_closure_would_lose_is_refused(name, frozen, level):
+    (loss_fn, shape), batch = OTHER_GRADIENTS[name], make_batch(2)
+    hidden = batch.hidden.requires_grad_(not frozen)
+    given = dict(level=level, chunk_rows=7)
+    with pytest.raises(ValueError, match=rf"loss_fn depends on a tensor of shape {shape} .*detach .*fused_logps"):
+        gk.fused_policy_loss(hidden, batch.weight, batch.ids, loss_fn, **given)
+    with torch.no_grad():  # nobody asks for a gradient
+        assert gk.fused_policy_loss(hidden, batch.weight, batch.ids, loss_fn, **given).isfinite()
+
+
+def test_hidden_states_in_the_closure_are_refused():
+    batch = make_batch(2)
+    leaf = batch.hidden.requires_grad_()
+    hidden = leaf.tanh()
+    with pytest.raises(ValueError, match=r"loss_fn depends on a tensor of shape \(4, 6, 24\)"):
+        gk.fused_policy_loss(hidden, batch.weight, batch.ids, lambda c: c.logps.sum() + hidden.mean())
+
+
+def test_constants_and_autograd_inside_the_function_are_fine():
+    batch = make_batch(2)
+    scale = SCALE.detach()
+
+    def loss_fn(chunk):
+        (slope,) = torch.autograd.grad(chunk.logps.exp().sum(), chunk.logps, create_graph=True)
+        return (slope * scale[1]).sum() + OUTSIDE.detach().sum() + (chunk.logps * OUTSIDE.tolist()[0]).sum()
+
+    expected, wanted = through_autograd(batch, loss_fn, False, "cpu")
+    leaf = batch.hidden.clone().requires_grad_()
+    loss = gk.fused_policy_loss(leaf, batch.weight, batch.ids, loss_fn)
+    loss.backward()
+    assert torch.allclose(loss, expected) and torch.allclose(leaf.grad, wanted["hidden"].grad, atol=1e-6)
+
+
+def test_the_advice_for_a_learned_coefficient_gives_it_its_gradient():
+    batch, scale = make_batch(2), SCALE.detach().clone().requires_grad_()
+    logps, _ = gk.fused_logps(batch.hidden, batch.weight, batch.ids)
+    (logps.sum() * scale.sum()).backward()
+    assert torch.allclose(scale.grad, logps.sum().expand(2))

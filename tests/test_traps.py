@@ -268,7 +268,7 @@ def test_6_a_target_with_probability_e_to_the_minus_95(backend):
     assert torch.allclose(leaf.grad[0, 0], expected, atol=1e-7) and out.entropy.abs().max() < 1e-6
 
 
-# --- 7 .. 9 -----------------------------------------------------------------------------------------------------------
+# --- 7, 8; for 9, adapters and sharded weights, see test_plain_tensors.py ---------------------------------------------
 
 
 def test_7_grad_output_is_honoured(backend):
@@ -326,37 +326,3 @@ def test_8_unknown_names_are_no_options():
     batch = make_batch()
     with pytest.raises(TypeError, match="attention_mask"):
         gk.fused_grpo_loss(batch.hidden, batch.weight, batch.ids, batch.advantages, attention_mask=batch.ids)
-
-
-def test_9_a_lora_adapter_is_refused_by_name():
-    class LoraLinear(torch.nn.Linear):
-        def __init__(self):
-            super().__init__(24, 67)
-            self.lora_A = torch.nn.Linear(24, 2)
-
-    batch = make_batch()
-    for call in (gk.fused_grpo_loss, gk.fused_logps):
-        args = (batch.ids,) if call is gk.fused_logps else (batch.ids, batch.advantages)
-        with pytest.raises(TypeError, match=r"lm_head_weight .*LoRA adapters: merge"):
-            call(batch.hidden, LoraLinear(), *args)
-        with pytest.raises(TypeError, match=r"lm_head_weight is a Linear .*lm_head\.weight"):
-            call(batch.hidden, torch.nn.Linear(24, 67), *args)
-
-
-def test_9_sharded_weights_are_refused_by_name():
-    from torch import distributed
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    batch = make_batch()
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        sharded = distribute_tensor(batch.weight, init_device_mesh("cpu", (1,)), [Shard(0)])
-        with pytest.raises(TypeError, match=r"lm_head_weight is a sharded DTensor.*full_tensor"):
-            gk.fused_grpo_loss(batch.hidden, sharded, batch.ids, batch.advantages)
-    finally:
-        distributed.destroy_process_group()
-    partition = torch.nn.Parameter(torch.empty(0))
-    partition.ds_id = 3
-    with pytest.raises(TypeError, match=r"lm_head_weight is a ZeRO-3 partition"):
-        gk.fused_grpo_loss(batch.hidden, partition, batch.ids, batch.advantages)

@@ -1,0 +1,125 @@
+"""What stands where a plain tensor is expected: modules, sharded, quantised and wrapped tensors. Each is refused by
+name, with what to pass instead.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PLAIN = (Tensor, torch.nn.Parameter)
+WEIGHTS = ("lm_head_weight", "lm_head_bias")
+_PARTIAL = "torch.distributed.tensor.Partial"
+_NESTED = "; expected a packed (N, ...) tensor with cu_seqlens: its values() and offsets()"
+
+
+def check_plain(name: str, x: object) -> None:
+    """x is a torch.Tensor whose memory holds its elements, all of them."""
+    if not isinstance(x, Tensor):
+        hint = _instead_of_module(name, x) if isinstance(x, torch.nn.Module) else ""
+        raise TypeError(f"{name} is a {type(x).__name__}; expected a torch.Tensor{hint}")
+    if type(x) not in PLAIN:
+        _refuse_subclass(name, x)
+    if x.layout != torch.strided or x.is_nested:
+        kind = f"nested tensor{_NESTED}" if x.is_nested else f"{x.layout} tensor; expected a dense one: pass to_dense()"
+        raise TypeError(f"{name} is a {kind}")
+    if x.numel() == 0 and hasattr(x, "ds_id"):
+        raise TypeError(f"{name} is a ZeRO-3 partition; gather it first (deepspeed.zero.GatheredParameters)")
+
+
+def is_quantised(x: Tensor) -> bool:
+    """Whether the elements are codes that stand for numbers: types of one byte, and what bitsandbytes marks."""
+    if x.dtype.itemsize == 1 or x.is_quantized:
+        return True
+    # Params4bit may store its codes as bfloat16.
+    return type(x) not in PLAIN and (hasattr(x, "quant_state") or hasattr(x, "SCB"))
+
+
+def refuse_quantised(name: str, x: Tensor) -> None:
+    if is_quantised(x):
+        raise TypeError(
+            f"{name} is quantised ({type(x).__name__} of {x.dtype}); expected float32, bfloat16, float16 or float64: "
+            f"dequantise it first, {_dequantised(name, x)}"
+        )
+
+
+def _dequantised(name: str, x: Tensor) -> str:
+    if hasattr(x, "quant_state"):
+        return f"bitsandbytes.functional.dequantize_4bit({name}.data, {name}.quant_state)"
+    if hasattr(x, "SCB"):
+        return f"bitsandbytes.functional.int8_vectorwise_dequant({name}.data, {name}.SCB)"
+    if x.is_quantized or hasattr(type(x), "__tensor_flatten__"):
+        return f"{name}.dequantize()"
+    return "its codes times their scales"
+
+
+def _refuse_subclass(name: str, x: Tensor) -> None:
+    """Subclasses of Tensor with a dispatch of their own hold their elements elsewhere; others are plain."""
+    if any(base.__name__ == "DTensor" for base in type(x).__mro__):
+        raise TypeError(f"{name} is a DTensor; expected a plain tensor: {_instead_of_dtensor(name)}")
+    if x.is_nested:
+        raise TypeError(f"{name} is a nested tensor{_NESTED}")
+    traced = type(x).__name__ in ("FakeTensor", "FunctionalTensor")  # of a tracer: shapes without memory
+    if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not traced:
+        if hasattr(x, "dequantize") and hasattr(type(x), "__tensor_flatten__"):
+            hint = f"if it is quantised, dequantise it first: {name}.dequantize()"
+        else:
+            hint = "its memory does not hold its elements"
+        raise TypeError(f"{name} is a {type(x).__name__}, a subclass of torch.Tensor; expected a plain tensor ({hint})")
+
+
+def _instead_of_dtensor(name: str) -> str:
+    """What to pass for a sharded tensor: the gradient depends on who holds which tokens."""
+    if name not in WEIGHTS:
+        return (
+            f"pass {name}.to_local() where each rank computes the loss of its own tokens (sharded along the batch), "
+            f"{name}.full_tensor() where each computes that of all tokens"
+        )
+    return (
+        f"where each rank holds its own tokens, pass {name}.full_tensor(grad_placements=[Partial()]), one {_PARTIAL} "
+        "per mesh dimension: its gradient is then the sum over the ranks, or with Partial('avg') the average, as FSDP2 "
+        f"takes it for the other parameters. Without grad_placements each shard would miss the other ranks' tokens, so "
+        f"{name}.full_tensor() is right only where every rank computes the loss of all tokens"
+    )
+
+
+def _instead_of_module(name: str, module: torch.nn.Module) -> str:
+    """What to pass for an lm_head, or for a layer of PEFT around one."""
+    layer = name.removesuffix("_weight")
+    base = getattr(module, "base_layer", module)
+    weight = getattr(base, "weight", None)
+    if not isinstance(weight, Tensor):
+        return ""
+    plain = f"{layer}.weight" if base is module else f"{layer}.base_layer.weight"
+    bias = f", and lm_head_bias={plain.removesuffix('weight')}bias" if getattr(base, "bias", None) is not None else ""
+    if is_quantised(weight) or hasattr(type(weight), "__tensor_flatten__"):
+        plain = f"{plain} dequantised ({type(weight).__name__} of {weight.dtype})"
+    if hasattr(module, "base_layer"):
+        advice = f"pass its logits, {layer}(hidden), to grpo_loss_from_logits"
+        if getattr(module, "merged", False):
+            advice = f"call {layer}.unmerge() first"
+        elif _is_plain_lora(module):
+            advice = f"pass {plain} + {layer}.get_delta_weight(adapter) of each active adapter, in hidden's type{bias}"
+        return (
+            f": a layer with adapters of PEFT; {advice}. {layer}.weight is the base weight alone: the adapters would "
+            "get no gradient"
+        )
+    if any("lora" in key.lower() for key, _ in module.named_parameters()):
+        return (
+            f": a layer with LoRA adapters; pass {plain} + scaling * B @ A{bias}. The base weight alone is wrong, and "
+            "the adapters get no gradient from it"
+        )
+    return f": pass {plain}{bias}"
+
+
+def _is_plain_lora(module: torch.nn.Module) -> bool:
+    """Whether a layer of PEFT adds get_delta_weight to its base weight and does nothing else, as DoRA, IA3, OFT do."""
+    if not all(hasattr(module, name) for name in ("lora_A", "lora_B", "get_delta_weight")):
+        return False
+    layer: Any = module
+    variants = any(getattr(layer, "use_dora", {}).values()) or bool(getattr(layer, "lora_variant", None))
+    dropout = any(getattr(part, "p", 0.0) for part in getattr(layer, "lora_dropout", {}).values())
+    biases = any(getattr(part, "bias", None) is not None for part in layer.lora_B.values())
+    return not (variants or dropout or biases)

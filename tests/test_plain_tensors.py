@@ -1,0 +1,297 @@
+"""Sharded tensors, modules, adapters, quantised weights: refused by name, and the advice in the message is right."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.multiprocessing
+from helpers import make_batch, off_policy
+from torch import Tensor, distributed, nn
+
+import grpo_kernels as gk
+
+FROM_HIDDEN = (gk.fused_grpo_loss, gk.fused_logps, gk.fused_policy_loss)
+
+
+def arguments(function) -> dict:
+    """A good call of a function of hidden states."""
+    batch = make_batch(0, bias=True)
+    given = dict(hidden=batch.hidden, lm_head_weight=batch.weight, completion_ids=batch.ids, lm_head_bias=batch.bias)
+    if function is gk.fused_grpo_loss:
+        given["advantages"] = batch.advantages
+    if function is gk.fused_policy_loss:
+        given["loss_fn"] = lambda chunk: chunk.logps.sum()
+    return given
+
+
+# --- modules ----------------------------------------------------------------------------------------------------------
+
+
+class LoraLayer(nn.Module):
+    """The attributes of a LoRA layer of PEFT around a Linear: `weight` is the base weight."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2, scaling: float = 1.5, dropout: float = 0.0, **marks) -> None:
+        super().__init__()
+        self.lora_dropout = nn.ModuleDict({"default": nn.Dropout(dropout) if dropout else nn.Identity()})
+        for name, value in marks.items():
+            setattr(self, name, value)
+        self.base_layer, self.scaling = base.requires_grad_(False), {"default": scaling}
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, rank, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, base.out_features, bias=False)})
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base_layer.weight
+
+    def get_delta_weight(self, adapter: str) -> Tensor:
+        return self.scaling[adapter] * self.lora_B[adapter].weight @ self.lora_A[adapter].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.scaling["default"] * self.lora_B["default"](self.lora_A["default"](x))
+
+
+class LoraLinear(nn.Linear):
+    """A layer with adapters of somebody else's."""
+
+    def __init__(self) -> None:
+        super().__init__(24, 67, bias=False)
+        self.lora_A = nn.Linear(24, 2)
+
+
+class Linear8bit(nn.Linear):
+    """The weight of a quantised layer: codes of one byte."""
+
+    def __init__(self) -> None:
+        super().__init__(24, 67)
+        self.weight = nn.Parameter(torch.zeros(67, 24, dtype=torch.int8), requires_grad=False)
+
+
+MODULES = {
+    "Linear": (nn.Linear(24, 67, bias=False), r"is a Linear; .*: pass lm_head\.weight$"),
+    "Linear with a bias": (nn.Linear(24, 67), r"pass lm_head\.weight, and lm_head_bias=lm_head\.bias$"),
+    "PEFT": (
+        LoraLayer(nn.Linear(24, 67)),
+        r"is a LoraLayer; .*pass lm_head\.base_layer\.weight \+ lm_head\.get_delta_weight\(adapter\).*"
+        r"lm_head_bias=lm_head\.base_layer\.bias.*base weight alone",
+    ),
+    "PEFT, merged": (LoraLayer(nn.Linear(24, 67), merged=True), r"call lm_head\.unmerge\(\) first.*base weight alone"),
+    # Their product is not that with base weight + get_delta_weight.
+    **{
+        f"PEFT, {name}": (
+            LoraLayer(nn.Linear(24, 67), **marks),
+            r"pass its logits, lm_head\(hidden\), to grpo_loss_from",
+        )
+        for name, marks in {
+            "DoRA": {"use_dora": {"default": True}},
+            "another variant": {"lora_variant": {"default": object()}},
+            "dropout": {"dropout": 0.1},
+        }.items()
+    },
+    "PEFT of a quantised layer": (
+        LoraLayer(Linear8bit()),
+        r"lm_head\.base_layer\.weight dequantised \(Parameter of torch\.int8\) \+ lm_head\.get_delta_weight",
+    ),
+    "other adapters": (LoraLinear(), r"is a LoraLinear; .*LoRA adapters; pass lm_head\.weight \+ scaling \* B @ A"),
+    "quantised": (Linear8bit(), r"pass lm_head\.weight dequantised \(Parameter of torch\.int8\)"),
+    "no weight": (nn.Sequential(), r"is a Sequential; expected a torch\.Tensor$"),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("function", FROM_HIDDEN)
+def test_a_module_is_refused_with_what_to_pass(function, name):
+    module, message = MODULES[name]
+    with pytest.raises(TypeError, match=f"^lm_head_weight {message if name == 'no weight' else '.*' + message}"):
+        function(**arguments(function) | {"lm_head_weight": module})
+
+
+@pytest.mark.parametrize("function", FROM_HIDDEN)
+def test_the_advice_for_an_adapter_gives_its_gradients(function):
+    """Base weight + get_delta_weight: the value and the gradients of the layer's own forward, lora_A's and lora_B's."""
+    torch.manual_seed(0)
+    layer, given = LoraLayer(nn.Linear(24, 67)), arguments(function)
+    exact = copy.deepcopy(layer)
+    weight = layer.base_layer.weight + layer.get_delta_weight("default")
+    found = function(**given | {"lm_head_weight": weight, "lm_head_bias": layer.base_layer.bias})
+    value = found.loss if function is gk.fused_grpo_loss else found[0].sum() if function is gk.fused_logps else found
+    value.backward()
+    logps = exact(given["hidden"]).log_softmax(-1).gather(-1, given["completion_ids"][..., None])[..., 0]
+    expected = logps.sum()
+    if function is gk.fused_grpo_loss:  # on-policy: the ratio is 1, its gradient that of logp
+        assert torch.allclose(found.logps, logps, atol=1e-5)
+        value, expected = found.logps.sum(), -(given["advantages"][:, None] * logps).sum() / logps.numel()
+    else:
+        assert torch.allclose(value, expected)
+    expected.backward()
+    for name, parameter in layer.named_parameters():
+        wanted = exact.get_parameter(name).grad
+        if "lora" in name:
+            assert parameter.grad.any() and torch.allclose(parameter.grad, wanted, atol=1e-5), name
+        else:
+            assert parameter.grad is None and wanted is None
+
+
+# --- tensors of other kinds -------------------------------------------------------------------------------------------
+
+
+class Params4bit(nn.Parameter):
+    """What bitsandbytes marks its weights with; the codes may be stored as bfloat16."""
+
+    quant_state = "nf4"
+
+
+class Int8Params(nn.Parameter):
+    SCB = None
+
+
+class Wrapped(Tensor):
+    """A tensor that holds its elements elsewhere, as those of torchao do."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapped:
+        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise AssertionError(f"{function} was called")
+
+    def __tensor_flatten__(self):
+        return [], None
+
+    def dequantize(self) -> Tensor:
+        raise AssertionError("never called for the caller")
+
+
+WEIGHTS = {
+    "int8": (
+        torch.zeros(67, 24, dtype=torch.int8),
+        r"is quantised \(Tensor of torch\.int8\).*codes times their scales",
+    ),
+    "uint8": (torch.zeros(67, 12, dtype=torch.uint8), r"is quantised \(Tensor of torch\.uint8\)"),
+    "float8": (torch.zeros(67, 24).to(torch.float8_e4m3fn), r"is quantised \(Tensor of torch\.float8_e4m3fn\)"),
+    "bitsandbytes, 4 bits": (
+        Params4bit(torch.zeros(804, 1, dtype=torch.bfloat16), requires_grad=False),
+        r"is quantised \(Params4bit of torch\.bfloat16\).*bitsandbytes\.functional\.dequantize_4bit\(",
+    ),
+    "bitsandbytes, 8 bits": (
+        Int8Params(torch.zeros(67, 24, dtype=torch.int8), requires_grad=False),
+        r"is quantised \(Int8Params of torch\.int8\).*int8_vectorwise_dequant\(",
+    ),
+    "torchao": (Wrapped(torch.zeros(67, 24)), r"is a Wrapped, a subclass.*lm_head_weight\.dequantize\(\)"),
+    "sparse": (torch.zeros(67, 24).to_sparse(), r"is a torch\.sparse_coo tensor.*to_dense\(\)"),
+    "mkldnn": (torch.zeros(67, 24).to_mkldnn(), r"is a torch\._mkldnn tensor.*to_dense\(\)"),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("function", FROM_HIDDEN)
+def test_a_weight_without_its_numbers_is_refused(function, name):
+    weight, message = WEIGHTS[name]
+    with pytest.raises(TypeError, match=f"lm_head_weight {message}"):
+        function(**arguments(function) | {"lm_head_weight": weight})
+
+
+def nested(layout: torch.layout) -> Tensor:
+    return torch.nested.nested_tensor([torch.zeros(3, 24), torch.zeros(6, 24)], layout=layout)
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize("function", FROM_HIDDEN)
+def test_nested_hidden_states_are_refused(function, layout):
+    with pytest.raises(TypeError, match=r"hidden is a nested tensor; expected a packed .*cu_seqlens.*offsets\(\)"):
+        function(**arguments(function) | {"hidden": nested(layout)})
+
+
+def test_harmless_subclasses_are_fine():
+    class Named(Tensor):
+        pass
+
+    given = arguments(gk.fused_grpo_loss)
+    expected = gk.fused_grpo_loss(**given).loss
+    for weight in (nn.Parameter(given["lm_head_weight"]), nn.Buffer(given["lm_head_weight"])):
+        assert torch.equal(gk.fused_grpo_loss(**given | {"lm_head_weight": weight}).loss, expected)
+    named = given["lm_head_weight"].as_subclass(Named)
+    assert torch.equal(gk.fused_grpo_loss(**given | {"lm_head_weight": named}).loss.as_subclass(Tensor), expected)
+
+
+def test_a_partition_of_zero_3_is_refused():
+    partition = nn.Parameter(torch.empty(0))
+    partition.ds_id = 3
+    for function in FROM_HIDDEN:
+        with pytest.raises(TypeError, match=r"lm_head_weight is a ZeRO-3 partition.*GatheredParameters"):
+            function(**arguments(function) | {"lm_head_weight": partition})
+
+
+# --- DTensors ---------------------------------------------------------------------------------------------------------
+
+
+def calls_with_tensors() -> list[tuple]:
+    """(public function, a good call of it by keywords)."""
+    batch = off_policy(make_batch(0, bias=True))
+    old, ids, mask = batch.options["old_logps"], batch.ids, torch.ones(4, 6)
+    per_token = {name: old.clone() for name in ("old_logps", "ref_logps", "rollout_logps", "rollout_weights")}
+    shared = dict(advantages=torch.ones(4), completion_mask=mask, group_ids=torch.tensor([0, 0, 1, 1]), **per_token)
+    losses = shared | {"normalizer": torch.tensor([24.0])}
+    return [
+        (gk.fused_grpo_loss, arguments(gk.fused_grpo_loss) | losses),
+        (gk.fused_logps, arguments(gk.fused_logps) | {"completion_mask": mask, "temperature": torch.ones(4, 6)}),
+        (gk.fused_policy_loss, arguments(gk.fused_policy_loss) | {"completion_mask": mask}),
+        (gk.grpo_loss_from_logps, {"logps": old, "entropy": old} | losses),
+        (gk.grpo_loss_from_logits, {"logits": torch.zeros(4, 6, 67), "completion_ids": ids} | losses),
+        (gk.group_advantages, {"rewards": torch.ones(4), "group_ids": torch.tensor([0, 0, 1, 1])}),
+        (
+            gk.process_advantages,
+            dict(step_rewards=mask, step_ends=mask.long(), length=6, group_ids=torch.tensor([0, 0, 1, 1])),
+        ),
+        (gk.rollout_weights, {"old_logps": old, "rollout_logps": old, "completion_mask": mask}),
+        (gk.entropy_quantile, {"entropy": old, "completion_mask": mask}),
+    ]
+
+
+def check_dtensors(rank: int, store: str) -> None:
+    """In each of two processes, which hold two of the four sequences each."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Partial, Shard, distribute_tensor
+
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+
+    def shard(x: Tensor) -> Tensor:
+        return distribute_tensor(x.detach(), mesh, [Shard(0)])
+
+    for function, given in calls_with_tensors():
+        function(**given)
+        for name, x in given.items():
+            if isinstance(x, Tensor):
+                advice = r"full_tensor\(grad_placements=\[Partial\(\)\]\)" if "lm_head" in name else r"to_local\(\)"
+                with pytest.raises(TypeError, match=rf"^{name} is a DTensor; .*{name}\.{advice}"):
+                    function(**given | {name: shard(x)})
+
+    batch, mine = make_batch(0, bias=True), slice(2 * rank, 2 * rank + 2)
+    names = ("hidden", "weight", "bias")
+    whole = [getattr(batch, name).clone().requires_grad_() for name in names]
+
+    def loss(hidden, weight, bias, part=slice(None)):
+        ids, advantages = batch.ids[part], batch.advantages[part]
+        return gk.fused_grpo_loss(hidden, weight, ids, advantages, lm_head_bias=bias, normalizer=24).loss
+
+    loss(*whole).backward()
+    for placement, ranks in ((Partial(), 1), (Partial("avg"), 2)):
+        hidden, weight, bias = (shard(getattr(batch, name)).requires_grad_() for name in names)
+        full = (x.full_tensor(grad_placements=[placement]) for x in (weight, bias))
+        loss(hidden.to_local(), *full, part=mine).backward()
+        for x, exact, factor in zip((hidden, weight, bias), whole, (1, ranks, ranks), strict=True):
+            assert torch.allclose(factor * x.grad.full_tensor(), exact.grad, atol=1e-6)
+    sharded = [shard(getattr(batch, name)).requires_grad_() for name in names]
+    loss(*(x.full_tensor() for x in sharded)).backward()  # every rank computes the loss of all tokens
+    for x, exact in zip(sharded, whole, strict=True):
+        assert torch.allclose(x.grad.full_tensor(), exact.grad, atol=1e-6)
+    distributed.destroy_process_group()
+
+
+def test_dtensors_are_refused_with_advice_that_is_right(tmp_path):
+    """The gradients of two ranks, as the messages say to get them, are those of one process."""
+    torch.multiprocessing.spawn(check_dtensors, (str(tmp_path / "store"),), nprocs=2)

@@ -1,0 +1,119 @@
+"""functorch, forward-mode AD and second derivatives: refused by name, never a derivative that is silently 0."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from helpers import make_batch, off_policy
+from torch import func
+
+import grpo_kernels as gk
+from grpo_kernels import reference
+
+BATCH = off_policy(make_batch(1))
+
+
+def fused_grpo_loss(hidden):
+    return gk.fused_grpo_loss(hidden, BATCH.weight, BATCH.ids, BATCH.advantages, **BATCH.options).loss
+
+
+def fused_logps(hidden):
+    return gk.fused_logps(hidden, BATCH.weight, BATCH.ids)[0].sum()
+
+
+def fused_policy_loss(hidden):
+    return gk.fused_policy_loss(hidden, BATCH.weight, BATCH.ids, lambda chunk: chunk.logps.sum())
+
+
+def grpo_loss_from_logps(hidden):
+    return gk.grpo_loss_from_logps(hidden.sum(-1), BATCH.advantages, **BATCH.options).loss
+
+
+def grpo_loss_from_logits(hidden):
+    return gk.grpo_loss_from_logits(hidden @ BATCH.weight.T, BATCH.ids, BATCH.advantages).loss
+
+
+FUNCTIONS = {
+    f.__name__: f
+    for f in (fused_grpo_loss, fused_logps, fused_policy_loss, grpo_loss_from_logps, grpo_loss_from_logits)
+}
+TRANSFORMS = {
+    "grad": lambda f, x: func.grad(f)(x),
+    "vjp": lambda f, x: func.vjp(f, x),
+    "jvp": lambda f, x: func.jvp(f, (x,), (x,)),
+    "jacrev": lambda f, x: func.jacrev(f)(x),
+    "jacfwd": lambda f, x: func.jacfwd(f)(x),
+    "hessian": lambda f, x: func.hessian(f)(x),
+    "vmap": lambda f, x: func.vmap(f)(torch.stack([x, x])),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functorch_is_refused_by_name(name, transform):
+    with pytest.raises(RuntimeError, match=rf"grpo_kernels\.{name} .*torch\.func.*grpo_kernels\.reference"):
+        TRANSFORMS[transform](FUNCTIONS[name], BATCH.hidden)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_forward_mode_is_refused_by_name(name):
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(RuntimeError, match=rf"grpo_kernels\.{name} .*forward-mode AD.*grpo_kernels\.reference"),
+    ):
+        FUNCTIONS[name](forward_ad.make_dual(BATCH.hidden, torch.ones_like(BATCH.hidden)))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_dual_level_without_dual_inputs_is_fine(name):
+    with forward_ad.dual_level():
+        assert FUNCTIONS[name](BATCH.hidden).isfinite()
+
+
+@pytest.mark.parametrize("argument", ["lm_head_weight", "lm_head_bias"])
+@pytest.mark.parametrize("function", [gk.fused_grpo_loss, gk.fused_logps, gk.fused_policy_loss])
+def test_a_dual_weight_or_bias_is_refused(function, argument):
+    given = {"hidden": BATCH.hidden, "lm_head_weight": BATCH.weight, "completion_ids": BATCH.ids}
+    given["lm_head_bias"] = torch.zeros(len(BATCH.weight))
+    if function is gk.fused_grpo_loss:
+        given["advantages"] = BATCH.advantages
+    if function is gk.fused_policy_loss:
+        given["loss_fn"] = lambda chunk: chunk.logps.sum()
+    with forward_ad.dual_level():
+        given[argument] = forward_ad.make_dual(given[argument], torch.ones_like(given[argument]))
+        with pytest.raises(RuntimeError, match=rf"{function.__name__} .*forward-mode"):
+            function(**given)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_second_derivative_is_refused_by_name(name):
+    leaf = BATCH.hidden.clone().requires_grad_()
+    with pytest.raises(RuntimeError, match=rf"grpo_kernels\.{name} has no second derivative"):
+        torch.autograd.grad(FUNCTIONS[name](leaf), leaf, create_graph=True)
+
+
+def test_a_transform_inside_a_compiled_function_is_refused_too():
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match=r"grpo_kernels\.fused_grpo_loss .*torch\.func"):
+        torch.compile(lambda x: func.jvp(fused_grpo_loss, (x,), (x,)), backend="aot_eager")(BATCH.hidden)
+    torch._dynamo.reset()
+
+
+def test_the_reference_has_the_derivatives_that_the_message_promises():
+    batch = BATCH.cast(torch.float64)
+
+    def loss(hidden):
+        return reference.reference_grpo_loss(hidden, batch.weight, batch.ids, batch.advantages, **batch.options).loss
+
+    leaf, direction = batch.hidden.clone().requires_grad_(), torch.randn_like(batch.hidden)
+    (gradient,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
+    (curvature,) = torch.autograd.grad((gradient * direction).sum(), leaf)
+    assert curvature.any()
+    assert torch.allclose(func.grad(loss)(batch.hidden), gradient.detach())
+    value, slope = func.jvp(loss, (batch.hidden,), (direction,))
+    assert torch.allclose(value, loss(batch.hidden)) and torch.allclose(slope, (gradient.detach() * direction).sum())
+    forward_over_reverse = func.jvp(func.grad(loss), (batch.hidden,), (direction,))[1]
+    assert torch.allclose(forward_over_reverse, curvature)
+    stacked = torch.stack([batch.hidden, batch.hidden + direction])
+    assert torch.allclose(func.vmap(loss)(stacked), torch.stack([loss(x) for x in stacked]))
