@@ -55,7 +55,15 @@ def group_advantages(
 
 
 def group_statistics(
-    rewards: Tensor, groups: Groups, *, scale: str, baseline: str, ddof: int, eps: float, backend: str = "auto"
+    rewards: Tensor,
+    groups: Groups,
+    *,
+    scale: str,
+    baseline: str,
+    ddof: int,
+    eps: float,
+    nan_is_unscored: bool = True,
+    backend: str = "auto",
 ) -> GroupStatistics:
     """`group_advantages` of groups that `resolve_groups` made, with the statistics of each group."""
     if scale not in ADVANTAGE_SCALES:
@@ -74,9 +82,8 @@ def group_statistics(
         smallest = int(torch.bincount(groups.index, minlength=groups.count).min())
         if smallest == 1:
             raise ValueError("a group of one completion has no standard deviation: scale='group' needs groups of >= 2")
-    return GroupStatistics(
-        *ops.group_statistics(rewards, groups.index, groups.count, scale, baseline, ddof, float(eps), name)
-    )
+    numbers = scale, baseline, ddof, float(eps), nan_is_unscored
+    return GroupStatistics(*ops.group_statistics(rewards, groups.index, groups.count, *numbers, name))
 
 
 def process_advantages(

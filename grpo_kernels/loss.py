@@ -64,8 +64,8 @@ def fused_grpo_loss(
         completion_ids: (B, T) or (N,) int64. completion_mask: the same shape, 0 at padding, prompt and tool tokens.
         advantages: (B,), (B, 1), (B, T) or (N,), constants. Or instead of them:
         rewards: (S,), with num_generations (adjacent rows) or group_ids (S,): the advantages of `group_advantages`
-            under config.advantage_*, in the same call; NaN: no verdict, advantage 0. With advantages, groups may be
-            given for `groups` alone.
+            under config.advantage_*, in the same call. NaN is refused: where completions have no verdict, pass the
+            result of `group_advantages`. With advantages, groups may be given for `groups` alone.
         old_logps: log-probabilities under the policy that the ratio divides by; None: on-policy, ratio 1.
         ref_logps: under the reference policy; required where config.beta > 0.
         rollout_weights: importance weights of the sampling engine, per token or per sequence (see `rollout_weights`).
@@ -81,9 +81,10 @@ def fused_grpo_loss(
     Raises:
         ValueError, TypeError: an argument that does not fit, by name, before any work. Values are looked at on a CPU,
         and on a GPU with GRPO_KERNELS_DEBUG=1: ids outside [0, V) and NaN in advantages, old_logps, ref_logps or
-        rollout_weights at unmasked positions, infinite rewards or advantages, temperatures and normalizers that are not
-        positive, offsets out of order. Without that switch a GPU's loss is NaN for such numbers and ids (with backend
-        "torch" such an id is a device-side assertion), and memory beside the batch is read for such offsets.
+        rollout_weights at unmasked positions, NaN or infinite rewards, infinite advantages, temperatures and
+        normalizers that are not positive, offsets out of order. Without that switch a GPU's loss is NaN for such
+        numbers and ids (with backend "torch" such an id is a device-side assertion; a NaN reward counts as no verdict),
+        and memory beside the batch is read for such offsets.
         RuntimeError: a torch.func transform or forward-mode AD; `grpo_kernels.reference` is for those.
     """
     config = DEFAULT_CONFIG if config is None else config

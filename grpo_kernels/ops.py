@@ -353,15 +353,16 @@ def group_statistics(
     baseline: str,
     ddof: int,
     eps: float,
+    nan_is_unscored: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(advantages (B,), mean (num_groups,), std (num_groups,))."""
-    check_rewards_finite("rewards", rewards)
+    check_rewards_finite("rewards", rewards, nan_is_unscored=nan_is_unscored)
     return get_backend(backend).group_statistics(rewards, group_index, num_groups, scale, baseline, ddof, eps)
 
 
 @group_statistics.register_fake
-def _(rewards, group_index, num_groups, scale, baseline, ddof, eps, backend):
+def _(rewards, group_index, num_groups, scale, baseline, ddof, eps, nan_is_unscored, backend):
     return rewards.new_empty(rewards.shape), rewards.new_empty(num_groups), rewards.new_empty(num_groups)
 
 

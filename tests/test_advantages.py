@@ -107,7 +107,8 @@ def test_a_completion_without_a_verdict_has_no_part_in_the_loss(name, scale, bas
     rewards = torch.tensor(NO_VERDICT[name])
     hidden, weight, ids = torch.randn(6, 3, 8).requires_grad_(), torch.randn(11, 8), torch.randint(11, (6, 3))
     config = gk.GRPOConfig(advantage_scale=scale, advantage_baseline=baseline)
-    out = gk.fused_grpo_loss(hidden, weight, ids, rewards=rewards, num_generations=3, config=config, backend=backend)
+    advantages = gk.group_advantages(rewards, num_generations=3, scale=scale, baseline=baseline)
+    out = gk.fused_grpo_loss(hidden, weight, ids, advantages, num_generations=3, config=config, backend=backend)
     out.loss.backward()
     unscored = rewards.isnan()
     assert not out.advantages[unscored].any() and not hidden.grad[unscored].any()
@@ -115,6 +116,15 @@ def test_a_completion_without_a_verdict_has_no_part_in_the_loss(name, scale, bas
     assert torch.allclose(out.advantages.double(), expected.double(), rtol=1e-5, atol=1e-6)
     assert out.loss.isfinite() and hidden.grad.isfinite().all()
     assert all(x.isfinite().all() for x in out.metrics.values())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_rewards_of_a_loss_are_finite(value, backend):
+    """The loss does not guess what NaN stands for: group_advantages has a meaning for it, and says so."""
+    rewards = torch.tensor([0.0, 1.0, value, 0.7, value, 0.4])
+    logps = torch.zeros(6, 3, requires_grad=True)
+    with pytest.raises(ValueError, match=rf"rewards\[2\] = {value}; expected a finite number; .*group_advantages"):
+        gk.grpo_loss_from_logps(logps, rewards=rewards, num_generations=3, backend=backend)
 
 
 def test_rewards_of_other_types():

@@ -108,7 +108,7 @@ CASES = {
     "ref NaN": (lambda: changed(ref_logps=spoiled((4, 6), math.nan, 2, 0)), ValueError, "ref_logps[2, 0] = nan", "a number"),
     "rollout weight NaN": (lambda: changed(rollout_weights=spoiled((4, 6), math.nan, 1, 1)), ValueError, "rollout_weights[1, 1] = nan", "a finite number"),
     "rollout weight infinite": (lambda: changed(rollout_weights=spoiled((4,), math.inf, 3)), ValueError, "rollout_weights[3] = inf", "a finite number"),
-    "reward infinite": (lambda: changed(advantages=None, rewards=spoiled((4,), math.inf, 1), num_generations=2), ValueError, "rewards[1] = inf", "a finite number, or NaN for no verdict"),
+    "reward infinite": (lambda: changed(advantages=None, rewards=spoiled((4,), math.inf, 1), num_generations=2), ValueError, "rewards[1] = inf", "a finite number; for completions without a verdict"),
     "temperature of a token": (lambda: changed(config=gk.GRPOConfig(temperature=spoiled((4, 6), 0.0, 1, 3))), ValueError, "temperature[1, 3] = 0.0", "a positive number at every unmasked position"),
     "temperature NaN": (lambda: changed(config=gk.GRPOConfig(temperature=torch.tensor(math.nan))), ValueError, "temperature = nan", "a positive number"),
     "normalizer tensor 0": (lambda: changed(normalizer=torch.tensor(0.0)), ValueError, "normalizer=0.0", "positive"),
@@ -214,7 +214,7 @@ def test_the_advantage_of_one_masked_sequence_is_not_looked_at():
 def test_unknown_rollout_logps_and_unscored_completions_are_fine():
     given = arguments() | {"rollout_logps": spoiled((4, 6), math.nan, 1, 2)}
     assert gk.fused_grpo_loss(**given).loss.isfinite()
-    given |= {"advantages": None, "rewards": spoiled((4,), math.nan, 2), "num_generations": 2}
+    given["advantages"] = gk.group_advantages(spoiled((4,), math.nan, 2), num_generations=2)
     out = gk.fused_grpo_loss(**given)
     out.loss.backward()
     assert out.advantages[2] == 0 and out.loss.isfinite() and given["hidden"].grad.isfinite().all()
@@ -293,7 +293,7 @@ LOGPS = {
     "old NaN": (dict(old_logps=spoiled((4, 6), math.nan, 1, 2)), ValueError, "old_logps[1, 2] = nan", "a number"),
     "cu_seqlens short": (dict(logps=torch.zeros(24), old_logps=None, cu_seqlens=torch.tensor([0, 6, 12, 18, 23])), ValueError, "cu_seqlens", "23", "from 0 to 24"),
     "cu_seqlens far": (dict(logps=torch.zeros(24), old_logps=None, cu_seqlens=torch.tensor([0, 6, 12, 10**9, 24])), ValueError, "cu_seqlens", "from 0 to 24"),
-    "reward infinite": (dict(advantages=None, rewards=spoiled((4,), -math.inf, 3), num_generations=4), ValueError, "rewards[3] = -inf", "NaN for no verdict"),
+    "reward infinite": (dict(advantages=None, rewards=spoiled((4,), -math.inf, 3), num_generations=4), ValueError, "rewards[3] = -inf", "for completions without a verdict"),
     "logps int": (dict(logps=torch.zeros(4, 6).long()), TypeError, "logps", "int64", "float32"),
     "entropy shape": (dict(entropy=torch.zeros(4)), ValueError, "entropy", "(4,)", "(4, 6)"),
     "no entropy": (dict(config=gk.GRPOConfig(entropy_coef=0.1)), ValueError, "entropy is None", "entropy_coef"),

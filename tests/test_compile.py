@@ -180,7 +180,7 @@ def samples(dtype: torch.dtype) -> dict[str, tuple]:
         "logps": (hidden, weight, bias, batch.ids, mask, one, 1.0, 0.0, True, name, None),
         "logps_backward": (*grads, *plain, batch.ids, mask, one, stats, 1.0, 0.0, name, None, wants),
         "policy_loss": (logps, entropy, tokens, 2, key, name),
-        "group_statistics": (torch.rand(4, dtype=wide), index, 2, "group", "mean", 1, 1e-4, name),
+        "group_statistics": (torch.rand(4, dtype=wide), index, 2, "group", "mean", 1, 1e-4, True, name),
     }
 
 

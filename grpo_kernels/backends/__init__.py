@@ -224,7 +224,7 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> str:
         if choice.refused:
             _warn_of(choice)
         return choice.name
-    if name not in _REGISTRY:
+    if not isinstance(name, str) or name not in _REGISTRY:
         raise ValueError(f"backend={name!r}; expected 'auto' or one of {', '.join(_REGISTRY)}")
     _, devices, dtypes = _REGISTRY[name]
     if (devices is not None and device.type not in devices) or dtype not in dtypes:
