@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
 import pytest
+import setuptools
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -205,6 +208,56 @@ def test_what_cannot_be_built_is_said_and_removed(tmp_path):
     assert done.returncode == 1 and "GRPO_KERNELS_NATIVE=1, but CXX=no-such-compiler" in done.stderr
     done = run_setup("build_ext", "--build-lib", str(tmp_path), GRPO_KERNELS_NATIVE="0")
     assert done.returncode == 0 and "no CUDA kernels (GRPO_KERNELS_NATIVE=0)" in done.stderr
+
+
+@pytest.fixture
+def editable(monkeypatch, tmp_path):
+    """setup.py's build_ext as an editable install runs it, in an empty folder; modules are made by `write`."""
+    spec = importlib.util.spec_from_file_location("setup_script", ROOT / "setup.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("GRPO_KERNELS_")]:
+        monkeypatch.delenv(name)
+    modules = [script.Extension(script.CPU, []), script.Extension(script.CUDA, [])]
+    command = script.NinjaBuild(
+        setuptools.Distribution({"name": "x", "packages": ["grpo_kernels"], "ext_modules": modules})
+    )
+    command.editable_mode = True
+    command.ensure_finalized()
+
+    def write(filename: str, **options: object) -> Path:
+        Path("built").write_text(filename)
+        return Path("built")
+
+    return command, write
+
+
+def refuse(filename: str, **options: object) -> Path:
+    raise BuildError("no compiler")
+
+
+@pytest.mark.filterwarnings("ignore:setup.py install is deprecated")
+def test_an_editable_build_names_the_modules_beside_the_python_files(editable, monkeypatch):
+    """setuptools asks the extensions that it prepared for their outputs, after the build: pip install -e . failed."""
+    command, write = editable
+    monkeypatch.setattr("kernel_build.cpu.build", write)
+    monkeypatch.setattr("kernel_build.cuda.build", write)
+    command.run()
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    beside = {f"grpo_kernels/{name}{suffix}" for name in ("_cpu", "_cuda")}
+    assert set(command.get_output_mapping().values()) == beside and all(Path(name).exists() for name in beside)
+    assert command.get_outputs() == sorted(str(Path(command.build_lib, name)) for name in beside)
+
+
+@pytest.mark.filterwarnings("ignore:setup.py install is deprecated")
+def test_an_editable_build_that_fails_names_nothing(editable, monkeypatch, capsys):
+    command, _ = editable
+    monkeypatch.setattr("kernel_build.cpu.build", refuse)
+    monkeypatch.setattr("kernel_build.cuda.build", refuse)
+    command.run()
+    assert command.get_outputs() == [] and command.get_output_mapping() == {}
+    assert "no CPU kernels (no compiler)" in capsys.readouterr().err
 
 
 # --- wheels -----------------------------------------------------------------------------------------------------------
