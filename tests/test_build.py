@@ -18,6 +18,7 @@ import setuptools
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 
+import try_torch  # noqa: E402
 import wheel_builds  # noqa: E402
 import wheel_checks  # noqa: E402
 import wheels  # noqa: E402
@@ -427,3 +428,30 @@ def test_what_was_not_run_is_said():
         f"2 installed and checked under Python 3.11, 1 imported under Python 3.14; 2 for {there} built, not run on "
         f"this {here}"
     )
+
+
+# --- other versions of torch ------------------------------------------------------------------------------------------
+
+
+def test_another_torch_is_not_held_by_the_constraints(tmp_path):
+    kept = try_torch.constraints(tmp_path).read_text().splitlines()
+    assert not [line for line in kept if line.startswith(("torch", "triton"))]
+    assert [line for line in kept if line.startswith("pytest==")]
+
+
+def test_a_torch_that_cannot_be_installed_has_failed(monkeypatch, tmp_path, capsys):
+    """With one line for every version, an exit status, and nothing left behind."""
+
+    def run(command: list[object], **options: object) -> subprocess.CompletedProcess[bytes]:
+        folder = tmp_path / "build" / "torch-2.8.0"
+        folder.mkdir(parents=True, exist_ok=True)
+        if "install" in command:
+            raise subprocess.CalledProcessError(1, "pip install torch==2.8.0")
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(try_torch, "ROOT", tmp_path)
+    monkeypatch.setattr(try_torch.subprocess, "run", run)
+    assert try_torch.main(["2.8.0"]) == 1
+    said = capsys.readouterr()
+    assert said.out == "torch 2.8.0: failed\n" and "pip install torch==2.8.0" in said.err
+    assert not (tmp_path / "build" / "torch-2.8.0").exists()
