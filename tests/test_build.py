@@ -408,6 +408,13 @@ def test_an_interpreter_is_named_by_its_path(tmp_path):
         wheel_builds.find_pythons([str(script)])
 
 
+def test_a_python_that_is_missing_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(wheels, "find_pythons", lambda wanted: {"3.11": Path(sys.executable)})
+    monkeypatch.setattr(wheels, "build_and_try", lambda variants, machines, pythons: 0)
+    assert wheels.main(["--python", "3.11", "3.14"]) == 0
+    assert "no CPython 3.14 with its headers here: no wheels for it" in capsys.readouterr().out
+
+
 def test_headers_of_one_processor_serve_the_other(monkeypatch, tmp_path):
     """Debian's Python.h includes <x86_64-linux-gnu/python3.11/pyconfig.h>."""
     debian = tmp_path / "include" / "x86_64-linux-gnu" / "python3.11"

@@ -44,9 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         pythons = find_pythons(arguments.python)
         for missing in [name for name in arguments.python if name in PYTHONS and name not in pythons]:
-            print(
-                f"--- no CPython {missing} with its headers here, and no wheels for it; --python names one by its path"
-            )
+            print(f"--- no CPython {missing} with its headers here: no wheels for it (--python takes a path, too)")
         return build_and_try(arguments.variant, arguments.machine, pythons)
     except Failure as failure:
         print(f"wheels: this failed: {failure}", file=sys.stderr)
