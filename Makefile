@@ -1,21 +1,23 @@
 # `make demo` and `make test` do all their own set-up. Variables, as in `make test PYTHON=python3.12`:
-#   PYTHON       candidates for the interpreter, 3.10 to 3.13; the first that runs makes the virtual environment
+#   PYTHON       candidates for the interpreter, 3.10 to 3.14; the first that runs makes the virtual environment
 #   VENV         where that lies
 #   CONSTRAINTS  pins for its packages; CONSTRAINTS= takes what pip finds
 #   EXTRAS       of pyproject.toml that are installed; `make bench` adds the peers
 #   ARGS         passed on to the demo, to pytest, to a gate, to the benchmarks, or to tools/wheels.py
+#   TORCH        versions of torch for make test-torch
 # What is compiled, and for which GPUs, are variables of setup.py: GRPO_KERNELS_CUDA=0, GRPO_KERNELS_CUDA_ARCHS="90a" ...
-PYTHON ?= python3 python3.13 python3.12 python3.11 python3.10
+PYTHON ?= python3 python3.14 python3.13 python3.12 python3.11 python3.10
 VENV ?= .venv
 CONSTRAINTS ?= .ci/constraints.txt
 EXTRAS ?= dev
+TORCH ?= 2.8.0
 
 BIN = $(VENV)/bin
 SOURCES := setup.py $(shell find csrc python tools/kernel_build -name __pycache__ -prune -o -type f -print)
 CXX_FILES := $(filter %.h %.cpp %.cu %.cuh,$(SOURCES) $(shell find tests -type f))
 INSTALL = $(BIN)/python -m pip install $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 
-.PHONY: help demo test bench measure figures test-gpu gpu-report sanitize compile-gate cuda cuda-gate lint format wheel wheels clean
+.PHONY: help demo test bench measure figures test-gpu test-torch gpu-report sanitize compile-gate cuda cuda-gate lint format wheel wheels clean
 
 help:
 	@echo "make demo          a small language model learns arithmetic with fused_grpo_loss"
@@ -24,6 +26,7 @@ help:
 	@echo "make figures       the pictures and tables of the README, from bench/results"
 	@echo "make gpu-report    on a GPU machine without network: build, tests, sanitizer, benchmarks, one JSON"
 	@echo "make test-gpu      the tests that need a GPU, with compiled kernels"
+	@echo "make test-torch    a part of the tests with another torch: make test-torch TORCH=2.8.0"
 	@echo "make sanitize      the CUDA kernels under compute-sanitizer, on a GPU"
 	@echo "make compile-gate  the Triton kernels, compiled for GPUs that need not be here, against a budget"
 	@echo "make cuda          the CUDA kernels for the GPU that is here, or for GRPO_KERNELS_CUDA_ARCHS"
@@ -31,7 +34,7 @@ help:
 	@echo "make lint          ruff, mypy, clang-format: check only"
 	@echo "make format        ruff and clang-format: rewrite"
 	@echo "make wheel         source archive and wheel in dist/"
-	@echo "make wheels        source archive, and wheels for the CPU and each CUDA version, tried, in dist/"
+	@echo "make wheels        source archive, and wheels for the CPU and each CUDA version, for x86-64 and aarch64, in dist/"
 	@echo "make clean         remove the virtual environment and everything built"
 
 demo: $(VENV)/.built
@@ -58,6 +61,9 @@ gpu-report:
 
 test-gpu: $(VENV)/.built
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+test-torch: $(VENV)/.built
+	$(BIN)/python tools/try_torch.py $(TORCH) $(ARGS)
 
 sanitize: $(VENV)/.built
 	$(BIN)/python tests/sanitize.py $(ARGS)
@@ -113,10 +119,10 @@ $(VENV)/.installed: $(VENV)/.created pyproject.toml $(CONSTRAINTS)
 
 $(VENV)/.created:
 	@for python in $(PYTHON); do \
-	    if $$python -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null; then \
+	    if $$python -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))' 2>/dev/null; then \
 	        echo "$$python -m venv $(VENV)"; \
 	        $$python -m venv --clear $(VENV) && touch $@; exit; \
 	    fi; \
 	done; \
-	echo "No Python 3.10 to 3.13 among: $(PYTHON). Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python" >&2; \
+	echo "No Python 3.10 to 3.14 among: $(PYTHON). Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python" >&2; \
 	exit 1

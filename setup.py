@@ -45,14 +45,20 @@ class NinjaBuild(build_ext):
     """Compiles incrementally: objects live in build/<variant>, not in the temporary folder of an editable install."""
 
     def run(self) -> None:
-        self.extensions = []
-        self.attempt(CPU, "GRPO_KERNELS_NATIVE", cpu.build, "CPU kernels", "the torch backend will be used")
-        self.attempt(CUDA, "GRPO_KERNELS_CUDA", self.build_cuda, "CUDA kernels", "GPUs will use Triton or torch")
+        built = [
+            self.attempt(CPU, "GRPO_KERNELS_NATIVE", cpu.build, "CPU kernels", "the torch backend will be used"),
+            self.attempt(CUDA, "GRPO_KERNELS_CUDA", self.build_cuda, "CUDA kernels", "GPUs will use Triton or torch"),
+        ]
+        # setuptools has prepared these objects, and asks them for the outputs: the list is filtered, not made anew.
+        self.extensions = [extension for extension in self.extensions if extension.name in built]
 
     def build_cuda(self, filename: str) -> Path:
         return cuda.build(filename, development=bool(self.inplace or self.editable_mode))
 
-    def attempt(self, module: str, variable: str, compile_: Callable[[str], Path], what: str, instead: str) -> None:
+    def attempt(
+        self, module: str, variable: str, compile_: Callable[[str], Path], what: str, instead: str
+    ) -> str | None:
+        """The module's name, if it was built."""
         wanted = os.environ.get(variable, "")
         target = Path(self.get_ext_fullpath(module))
         try:
@@ -61,19 +67,17 @@ class NinjaBuild(build_ext):
             if sys.platform == "win32" or (module == CUDA and not sys.platform.startswith("linux")):
                 raise BuildError(f"not supported on {sys.platform}")
             replace(target, compile_(target.name))
-            self.extensions.append(Extension(module, []))
+            return module
         except (BuildError, ImportError, OSError) as error:
             if wanted == "1" and not PURE:
                 raise SystemExit(f"grpo_kernels: {variable}=1, but {error}") from error
             target.unlink(missing_ok=True)  # of an earlier build: it would be shipped, or used
             print(f"grpo_kernels: no {what} ({error}); {instead}.", file=sys.stderr, flush=True)
+            return None
 
     def get_source_files(self) -> list[str]:
         folders = (ROOT / name for name in ("csrc", "python", "tools"))
         return [str(p.relative_to(ROOT)) for folder in folders for p in folder.rglob("*") if p.is_file()]
-
-    def get_outputs(self) -> list[str]:
-        return [self.get_ext_fullpath(extension.name) for extension in self.extensions]
 
 
 class Build(build):

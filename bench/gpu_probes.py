@@ -47,7 +47,8 @@ COPIED = 2**32  # bytes
 
 def device() -> None:
     facts: dict[str, Any] = {"versions": {name: version(name) for name in PACKAGES}, "no_gpu": ""}
-    facts["versions"]["cuda_of_torch"] = torch.version.cuda
+    # The metadata of PyPI's torch do not name its CUDA.
+    facts["versions"] |= {"torch": str(torch.__version__), "cuda_of_torch": torch.version.cuda}
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         facts |= {

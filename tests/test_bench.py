@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_kernels.bench import command, measure, memory, process
+from grpo_kernels.bench import command, machine, measure, memory, process
 from grpo_kernels.bench import run as bench_run
 from grpo_kernels.bench.cases import DTYPES, MODES, Case, heads, make_case, parse_shape
 from grpo_kernels.bench.implementations import Implementation, Result, Unserved, implementations, select
@@ -308,6 +308,13 @@ def test_the_command_writes_table_json_and_pictures(tmp_path: Path, capfd: pytes
     assert document["environment"]["versions"]["torch"] == torch.__version__
     assert document["not_run"] == []
     assert list(output.parent.glob("*.png"))
+
+
+def test_the_version_of_torch_names_its_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyPI's wheels call themselves 2.13.0 in their metadata and 2.13.0+cu130 when imported."""
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
+    monkeypatch.setattr(machine.metadata, "version", lambda package: "2.13.0")
+    assert machine.environment(CPU)["versions"]["torch"] == "2.13.0+cu130"
 
 
 def test_without_time_every_case_is_listed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 import os
+import re
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
 import pytest
+import setuptools
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 
+import try_torch  # noqa: E402
+import wheel_builds  # noqa: E402
+import wheel_checks  # noqa: E402
 import wheels  # noqa: E402
-from kernel_build import cuda  # noqa: E402
+from kernel_build import cpu, cuda  # noqa: E402
 from kernel_build.cuda import Architecture, architectures, device_sources, find_device_compiler  # noqa: E402
 from kernel_build.host import BuildError, HostModule, NinjaFile  # noqa: E402
+from wheel_builds import Wheel  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="CUDA is built on Linux alone")
 
@@ -182,6 +191,60 @@ def test_ninja_builds_what_changed(tmp_path):
         build()
 
 
+def test_a_module_exports_its_entry_point_alone(tmp_path):
+    """A C++ library that is linked in must not answer for another one of the process."""
+    source = tmp_path / "module.cpp"
+    public = '__attribute__((visibility("default")))'
+    source.write_text(
+        f'extern "C" {public} int PyInit_x() {{ return 1; }} extern "C" {public} int other() {{ return 2; }}'
+    )
+    ninja_file = NinjaFile(tmp_path)
+    module = HostModule(ninja_file)
+    module.add(source)
+    built = tmp_path / module.link("module.so")
+    ninja_file.run()
+    library = ctypes.CDLL(str(built))
+    assert library.PyInit_x() == 1 and not hasattr(library, "other")
+
+
+def test_another_processor_gets_the_baseline_alone(monkeypatch):
+    monkeypatch.setenv("_PYTHON_HOST_PLATFORM", "linux-aarch64")
+    assert cpu.instruction_sets(["c++"]) == {"baseline": []}
+    monkeypatch.setenv("_PYTHON_HOST_PLATFORM", "linux-x86_64")
+    monkeypatch.setattr(cpu, "compiles", lambda cxx, flags: True)
+    assert list(cpu.instruction_sets(["c++"])) == ["baseline", "avx512", "avx2"]
+
+
+def test_one_object_serves_every_python(monkeypatch):
+    """But for the binding and the module that is linked."""
+
+    def outputs(tag: str) -> set[str]:
+        recorded: list[str] = []
+        monkeypatch.setattr(sys.implementation, "cache_tag", tag)
+        monkeypatch.setattr(NinjaFile, "run", lambda self: recorded.extend(self.lines))
+        cpu.build(f"_cpu.{tag}.so")
+        return {line.split()[1] for line in recorded if line.startswith("build ")}
+
+    first, second = outputs("cpython-311"), outputs("cpython-312")
+    assert {Path(name.rstrip(":")).name for name in first - second} == {
+        "_cpu.cpython-311.so",
+        "cpu_module.cpython-311.o",
+    }
+    assert len(first & second) >= 6
+
+
+def test_one_range_of_pythons():
+    """What pyproject.toml promises is what make takes and what wheels are built for."""
+    promised = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert tuple(promised) == wheel_builds.PYTHONS
+    makefile, readme = (ROOT / "Makefile").read_text(), (ROOT / "README.md").read_text()
+    assert f"PYTHON ?= python3 {' '.join(f'python{version}' for version in reversed(promised))}\n" in makefile
+    assert f"No Python {promised[0]} to {promised[-1]} among" in makefile
+    past = int(promised[-1].split(".")[1]) + 1
+    assert f"(3, 10) <= sys.version_info < (3, {past})" in makefile
+    assert f"Python {promised[0]} to {promised[-1]}, torch 2.8 or later" in readme
+
+
 # --- setup.py ---------------------------------------------------------------------------------------------------------
 
 
@@ -220,19 +283,70 @@ def test_what_cannot_be_built_is_said_and_removed(tmp_path):
     assert done.returncode == 0 and "no CUDA kernels (GRPO_KERNELS_NATIVE=0)" in done.stderr
 
 
+@pytest.fixture
+def editable(monkeypatch, tmp_path):
+    """setup.py's build_ext as an editable install runs it, in an empty folder; modules are made by `write`."""
+    spec = importlib.util.spec_from_file_location("setup_script", ROOT / "setup.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("GRPO_KERNELS_")]:
+        monkeypatch.delenv(name)
+    modules = [script.Extension(script.CPU, []), script.Extension(script.CUDA, [])]
+    command = script.NinjaBuild(
+        setuptools.Distribution({"name": "x", "packages": ["grpo_kernels"], "ext_modules": modules})
+    )
+    command.editable_mode = True
+    command.ensure_finalized()
+
+    def write(filename: str, **options: object) -> Path:
+        Path("built").write_text(filename)
+        return Path("built")
+
+    return command, write
+
+
+def refuse(filename: str, **options: object) -> Path:
+    raise BuildError("no compiler")
+
+
+@pytest.mark.filterwarnings("ignore:setup.py install is deprecated")
+def test_an_editable_build_names_the_modules_beside_the_python_files(editable, monkeypatch):
+    """setuptools asks the extensions that it prepared for their outputs, after the build: pip install -e . failed."""
+    command, write = editable
+    monkeypatch.setattr("kernel_build.cpu.build", write)
+    monkeypatch.setattr("kernel_build.cuda.build", write)
+    command.run()
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    beside = {f"grpo_kernels/{name}{suffix}" for name in ("_cpu", "_cuda")}
+    assert set(command.get_output_mapping().values()) == beside and all(Path(name).exists() for name in beside)
+    assert command.get_outputs() == sorted(str(Path(command.build_lib, name)) for name in beside)
+
+
+@pytest.mark.filterwarnings("ignore:setup.py install is deprecated")
+def test_an_editable_build_that_fails_names_nothing(editable, monkeypatch, capsys):
+    command, _ = editable
+    monkeypatch.setattr("kernel_build.cpu.build", refuse)
+    monkeypatch.setattr("kernel_build.cuda.build", refuse)
+    command.run()
+    assert command.get_outputs() == [] and command.get_output_mapping() == {}
+    assert "no CPU kernels (no compiler)" in capsys.readouterr().err
+
+
 # --- wheels -----------------------------------------------------------------------------------------------------------
 
 
-def make_wheel(folder: Path, name: str, modules: tuple[str, ...]) -> Path:
+TAG = "cp311-cp311-manylinux_2_28_x86_64"
+ARM_TAG = "cp311-cp311-manylinux_2_28_aarch64"
+
+
+def make_wheel(folder: Path, name: str, modules: tuple[str, ...], machine: str = "x86_64") -> Path:
     file = folder / name
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("grpo_kernels/__init__.py", "")
         for module in modules:
-            archive.writestr(f"grpo_kernels/{module}.cpython-311-x86_64-linux-gnu.so", "")
+            archive.writestr(f"grpo_kernels/{module}.cpython-311-{machine}-linux-gnu.so", "")
     return file
-
-
-TAG = "cp311-cp311-manylinux_2_34_x86_64"
 
 
 @pytest.mark.parametrize(
@@ -241,33 +355,123 @@ TAG = "cp311-cp311-manylinux_2_34_x86_64"
         ("cpu", f"grpo_kernels-0.1.0+cpu-{TAG}.whl", ("_cpu",), None),
         ("cu126", f"grpo_kernels-0.1.0+cu126-{TAG}.whl", ("_cpu", "_cuda"), None),
         ("pure", "grpo_kernels-0.1.0-py3-none-any.whl", (), None),
-        ("cpu", f"grpo_kernels-0.1.0+cpu-{TAG}.whl", ("_cpu", "_cuda"), "holds the modules ['_cpu', '_cuda']"),
-        ("cu126", f"grpo_kernels-0.1.0+cu126-{TAG}.whl", ("_cpu",), "holds the modules ['_cpu']"),
+        ("cpu", f"grpo_kernels-0.1.0+cpu-{TAG}.whl", ("_cpu", "_cuda"), "holds the modules ['_cpu."),
+        ("cu126", f"grpo_kernels-0.1.0+cu126-{TAG}.whl", ("_cpu",), "holds the modules ['_cpu."),
         ("cu126", f"grpo_kernels-0.1.0+cu130-{TAG}.whl", ("_cpu", "_cuda"), "has the version 0.1.0+cu130"),
         ("cpu", "grpo_kernels-0.1.0+cpu-cp311-cp311-linux_x86_64.whl", ("_cpu",), "has the wrong tag"),
-        ("cpu", "grpo_kernels-0.1.0+cpu-cp312-cp312-manylinux_2_34_x86_64.whl", ("_cpu",), "has the wrong tag"),
+        ("cpu", "grpo_kernels-0.1.0+cpu-cp311-cp311-manylinux_2_34_x86_64.whl", ("_cpu",), "has the wrong tag"),
+        ("cpu", "grpo_kernels-0.1.0+cpu-cp312-cp312-manylinux_2_28_x86_64.whl", ("_cpu",), "has the wrong tag"),
+        ("cpu", f"grpo_kernels-0.1.0+cpu-{ARM_TAG}.whl", ("_cpu",), "has the wrong tag"),
         ("pure", f"grpo_kernels-0.1.0-{TAG}.whl", (), "is not for every Python and platform"),
     ],
 )
 def test_what_a_wheel_holds(tmp_path, variant, name, modules, said):
     file = make_wheel(tmp_path, name, modules)
-    found = wheels.complaints(wheels.Wheel(variant, "3.11", file, 0.0))
+    machine = "any" if variant == "pure" else "x86_64"
+    found = wheel_checks.complaints(Wheel(variant, "3.11", machine, file, 0.0))
     assert found == [] if said is None else any(said in line for line in found)
 
 
-def test_libraries_of_a_module(monkeypatch):
-    names = ("libm.so.6", "libstdc++.so.6", "libgcc_s.so.1", "libc.so.6")
-    said = "\tlinux-vdso.so.1 (0x7f)\n" + "".join(f"\t{name} => /lib/{name} (0x7f)\n" for name in names)
-    said += "\t/lib64/ld-linux-x86-64.so.2 (0x7f)\n"
-    monkeypatch.setattr(wheels, "run", lambda *command: said)
-    assert wheels.foreign_libraries(Path("module.so")) == []
-    said += "\tlibcudart.so.12 => not found\n\tlibcuda.so.1 => not found\n"
-    assert wheels.foreign_libraries(Path("module.so")) == ["libcudart.so.12", "libcuda.so.1"]
+def test_a_wheel_holds_modules_for_its_own_processor(tmp_path):
+    wheel = Wheel("cpu", "3.11", "aarch64", tmp_path / f"grpo_kernels-0.1.0+cpu-{ARM_TAG}.whl", 0.0)
+    make_wheel(tmp_path, wheel.file.name, ("_cpu",), "aarch64")
+    assert wheel_checks.complaints(wheel) == []
+    make_wheel(tmp_path, wheel.file.name, ("_cpu",), "x86_64")
+    assert "holds the modules ['_cpu.cpython-311-x86_64-linux-gnu.so']" in wheel_checks.complaints(wheel)[0]
+
+
+@pytest.mark.parametrize(
+    ("glibc", "libraries", "said"),
+    [
+        ("2_27", "libm.so.6 libpthread.so.0 libc.so.6 ld-linux-aarch64.so.1", []),
+        ("2_28", "libc.so.6 libcudart.so.12 libstdc++.so.6", ["is linked with libcudart.so.12 libstdc++.so.6"]),
+        ("2_34", "libc.so.6", ["is no manylinux_2_28_aarch64 for auditwheel: consistent with "]),
+        ("", "libc.so.6", ["is no manylinux_2_28_aarch64 for auditwheel: consistent with "]),
+    ],
+)
+def test_what_the_modules_of_a_wheel_need(monkeypatch, tmp_path, glibc, libraries, said):
+    wheel = Wheel("cpu", "3.11", "aarch64", tmp_path / f"grpo_kernels-0.1.0+cpu-{ARM_TAG}.whl", 0.0)
+    make_wheel(tmp_path, wheel.file.name, ("_cpu",), "aarch64")
+    tag = f'"manylinux_{glibc}_aarch64"' if glibc else '"linux_aarch64"'
+
+    def run(program: Path, *arguments: object) -> str:
+        return f"consistent with the following platform tag: {tag}" if "auditwheel" in arguments else libraries
+
+    monkeypatch.setattr(wheel_checks, "WORK", tmp_path)
+    monkeypatch.setattr(wheel_checks, "run", run)
+    found = wheel_checks.broken_promises(wheel, Path("bin/python"))
+    assert len(found) == len(said) and all(line.startswith(start) for line, start in zip(found, said, strict=True))
 
 
 def test_an_index_page(tmp_path):
     file = make_wheel(tmp_path, f"grpo_kernels-0.1.0+cpu-{TAG}.whl", ("_cpu",))
-    wheels.write_index(tmp_path)
+    wheel_builds.write_index(tmp_path)
     page = (tmp_path / "grpo-kernels" / "index.html").read_text()
     assert f'<a href="../{file.name.replace("+", "%2B")}#sha256=' in page and f">{file.name}</a>" in page
     assert 'href="grpo-kernels/"' in (tmp_path / "index.html").read_text()
+
+
+def test_an_interpreter_is_named_by_its_path(tmp_path):
+    found = wheel_builds.find_pythons([sys.executable])
+    assert list(found) == [wheel_builds.RUNNING] and found[wheel_builds.RUNNING].exists()
+    script = tmp_path / "python3.14"
+    script.write_text("#!/bin/sh\nexit 1\n")
+    script.chmod(0o755)
+    with pytest.raises(wheel_builds.Failure, match=r"is no CPython 3\.10 to 3\.14 with its headers"):
+        wheel_builds.find_pythons([str(script)])
+
+
+def test_a_python_that_is_missing_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(wheels, "find_pythons", lambda wanted: {"3.11": Path(sys.executable)})
+    monkeypatch.setattr(wheels, "build_and_try", lambda variants, machines, pythons: 0)
+    assert wheels.main(["--python", "3.11", "3.14"]) == 0
+    assert "no CPython 3.14 with its headers here: no wheels for it" in capsys.readouterr().out
+
+
+def test_headers_of_one_processor_serve_the_other(monkeypatch, tmp_path):
+    """Debian's Python.h includes <x86_64-linux-gnu/python3.11/pyconfig.h>."""
+    debian = tmp_path / "include" / "x86_64-linux-gnu" / "python3.11"
+    debian.mkdir(parents=True)
+    (debian / "pyconfig.h").touch()
+    monkeypatch.setattr(wheel_builds, "WORK", tmp_path)
+    monkeypatch.setattr(wheel_builds, "run", lambda *command: f"{debian}\n")
+    folder = wheel_builds.multiarch_headers([Path("python3.11")])
+    for machine in wheel_builds.MACHINES:
+        assert (folder / f"{machine}-linux-gnu" / "python3.11" / "pyconfig.h").exists()
+
+
+def test_what_was_not_run_is_said():
+    here, there = (wheel_builds.HERE, next(name for name in wheel_builds.MACHINES if name != wheel_builds.HERE))
+    made = [Wheel("cpu", python, machine, Path("x"), 0.0) for machine in (here, there) for python in ("3.11", "3.14")]
+    text = wheels.how_tried([*made, Wheel("pure", "3.11", "any", Path("x"), 0.0)], "3.11")
+    assert text == (
+        f"2 installed and checked under Python 3.11, 1 imported under Python 3.14; 2 for {there} built, not run on "
+        f"this {here}"
+    )
+
+
+# --- other versions of torch ------------------------------------------------------------------------------------------
+
+
+def test_another_torch_is_not_held_by_the_constraints(tmp_path):
+    kept = try_torch.constraints(tmp_path).read_text().splitlines()
+    assert not [line for line in kept if line.startswith(("torch", "triton"))]
+    assert [line for line in kept if line.startswith("pytest==")]
+
+
+def test_a_torch_that_cannot_be_installed_has_failed(monkeypatch, tmp_path, capsys):
+    """With one line for every version, an exit status, and nothing left behind."""
+
+    def run(command: list[object], **options: object) -> subprocess.CompletedProcess[bytes]:
+        folder = tmp_path / "build" / "torch-2.8.0"
+        folder.mkdir(parents=True, exist_ok=True)
+        if "install" in command:
+            raise subprocess.CalledProcessError(1, "pip install torch==2.8.0")
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(try_torch, "ROOT", tmp_path)
+    monkeypatch.setattr(try_torch.subprocess, "run", run)
+    assert try_torch.main(["2.8.0"]) == 1
+    said = capsys.readouterr()
+    assert said.out == "torch 2.8.0: failed\n" and "pip install torch==2.8.0" in said.err
+    assert not (tmp_path / "build" / "torch-2.8.0").exists()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -140,6 +142,16 @@ def test_wrong_arguments_are_refused():
         backend.fused(logits, logits, ids, make_table(4), KernelParams())
     with pytest.raises(ValueError, match="usable"):
         backend.module.set_cpu_isa("altivec")
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="the processor is known from Linux")
+def test_instruction_sets_are_those_of_the_processor():
+    facts = Path("/proc/cpuinfo").read_text()
+    flags = set(re.search(r"^(?:flags|Features)\s*: (.*)$", facts, re.MULTILINE)[1].split())
+    avx2 = {"avx2", "fma", "f16c", "movbe", "bmi1", "bmi2", "abm"}
+    avx512 = avx2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+    needed = {"avx512": avx512, "avx2": avx2, "baseline": set()}
+    assert usable_isas() == [name for name, wanted in needed.items() if wanted <= flags]
 
 
 @pytest.mark.parametrize("name", ["baseline", "bogus"])

@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "cpu_features.h"
 #include "rows.h"
 
 namespace gk {
@@ -24,17 +25,10 @@ const std::vector<Isa>& available() {
     static const std::vector<Isa> list = [] {
         std::vector<Isa> found;
 #ifdef GK_HAVE_AVX512
-        found.push_back({"avx512",
-                         __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                             __builtin_cpu_supports("avx512cd"),
-                         avx512::row_kernels()});
+        found.push_back({"avx512", cpu_features().avx512, avx512::row_kernels()});
 #endif
 #ifdef GK_HAVE_AVX2
-        found.push_back({"avx2",
-                         __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                             __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2"),
-                         avx2::row_kernels()});
+        found.push_back({"avx2", cpu_features().avx2, avx2::row_kernels()});
 #endif
         found.push_back({"baseline", true, baseline::row_kernels()});
         return found;

@@ -136,6 +136,8 @@ def _read(path: str) -> str:
 
 
 def _version(package: str) -> str | None:
+    if package == "torch":
+        return str(torch.__version__)  # it names its CUDA; the metadata of PyPI's wheels do not
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

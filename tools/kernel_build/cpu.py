@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import platform
 import sys
 import sysconfig
 from pathlib import Path
 
-from .host import ROOT, HostModule, NinjaFile, compiles
+from .host import ROOT, HostModule, NinjaFile, compiles, target_machine
 
 SOURCES = ("dispatch", "groups", "objective", "reduce", "scatter")
 
@@ -24,8 +23,7 @@ X86_FLAGS = {
 def instruction_sets(cxx: list[str]) -> dict[str, list[str]]:
     """Name -> compiler flags of every set that is compiled: on x86-64 up to three, elsewhere the baseline alone."""
     found: dict[str, list[str]] = {"baseline": []}
-    target = sysconfig.get_platform()  # a macOS universal build compiles both architectures with one command
-    if platform.machine().lower() in ("x86_64", "amd64") and "universal" not in target and "arm64" not in target:
+    if target_machine() in ("x86_64", "amd64"):
         for name, candidates in X86_FLAGS.items():
             flags = next((c.split() for c in candidates if compiles(cxx, c.split())), None)
             if flags is not None:
@@ -35,8 +33,8 @@ def instruction_sets(cxx: list[str]) -> dict[str, list[str]]:
 
 def build(filename: str) -> Path:
     """The built module, whose file is to have this name."""
-    folder = ROOT / "build" / f"cpu-{sys.implementation.cache_tag}-{sysconfig.get_platform()}"
-    ninja_file = NinjaFile(folder)
+    folder = ROOT / "build" / f"cpu-{sysconfig.get_platform()}"  # the objects serve every Python
+    ninja_file = NinjaFile(folder, sys.implementation.cache_tag)
     module = HostModule(ninja_file)
     sets = instruction_sets(module.cxx)
     module.add_binding(ROOT / "python" / "cpu_module.cpp")

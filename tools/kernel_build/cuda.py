@@ -241,8 +241,8 @@ def device_sources(architecture: Architecture) -> list[Path]:
 
 
 def folder_of(compiler: Compiler) -> Path:
-    """Images and host objects serve every Python; a CUDA version and a compiler have their own."""
-    return ROOT / "build" / f"cuda{dotted(compiler.version)}-{compiler.name}-{sysconfig.get_platform()}"
+    """The images serve every Python and every host; a CUDA version and a compiler have their own."""
+    return ROOT / "build" / f"cuda{dotted(compiler.version)}-{compiler.name}"
 
 
 def add_images(ninja_file: NinjaFile, compiler: Compiler, chosen: Iterable[Architecture]) -> list[Image]:
@@ -276,9 +276,9 @@ def build(filename: str, *, development: bool) -> Path:
     chosen = architectures(os.environ.get("GRPO_KERNELS_CUDA_ARCHS", ""), compiler, development=development)
     print(f"grpo_kernels: {compiler} for {' '.join(map(str, chosen))}", flush=True)
     folder = folder_of(compiler)
-    ninja_file = NinjaFile(folder, sys.implementation.cache_tag)
+    ninja_file = NinjaFile(folder, f"{sys.implementation.cache_tag}-{sysconfig.get_platform()}")
     images = add_images(ninja_file, compiler, chosen)
-    module = HostModule(ninja_file)
+    module = HostModule(ninja_file, sysconfig.get_platform())
     module.add_binding(ROOT / "python" / "cuda_module.cpp")
     for source in sorted(FOLDER.glob("*.cpp")):
         module.add(source)

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+EXPORTS = Path(__file__).with_name("exports.map")
 
 # A multiply may fuse with an add; apart from that every operation rounds as written. No -ffast-math: NaN and infinity
 # mean something here. -Wno-psabi: vectors are passed between inlined functions only.
@@ -36,6 +37,14 @@ def find_compiler() -> list[str]:
         if shutil.which(name):
             return [name]
     raise BuildError("no C++ compiler found (c++, g++ or clang++)")
+
+
+def target_machine() -> str:
+    """The processor that is compiled for: sysconfig knows that of a cross build too, by _PYTHON_HOST_PLATFORM.
+
+    "universal2" of macOS is none of the others: one command compiles for two.
+    """
+    return sysconfig.get_platform().split("-")[-1].lower()
 
 
 def compiles(cxx: list[str], flags: list[str]) -> bool:
@@ -95,16 +104,19 @@ class NinjaFile:
 class HostModule:
     """The C++ part of an extension module, as rules of a ninja file."""
 
-    def __init__(self, ninja_file: NinjaFile) -> None:
+    def __init__(self, ninja_file: NinjaFile, objects: str = ".") -> None:
+        """`objects`: where in the ninja file's folder they lie."""
         self.ninja = ninja_file
+        self.folder = ninja_file.folder / objects
         self.cxx = find_compiler()
         extra = shlex.split(os.environ.get("GRPO_KERNELS_CXXFLAGS", ""))
         flags = [*CXX_FLAGS, *shlex.split(os.environ.get("CXXFLAGS", "")), *extra]
         if compiles(self.cxx, ["-ffile-prefix-map=a=b"]):
             flags.append(f"-ffile-prefix-map={ROOT}=.")
-        link = ["-shared", "-Wl,-z,relro,-z,now"]
+        link = ["-shared", "-Wl,-z,relro,-z,now", f"-Wl,--version-script={EXPORTS}"]
         if sys.platform == "darwin":
             link = ["-bundle", "-undefined", "dynamic_lookup"]
+        link += shlex.split(os.environ.get("LDFLAGS", ""))
         cxx = shell(self.cxx)
         self.ninja.rule(
             "compile", f"{cxx} {shell(flags)} $extra -MMD -MF $out.d -c $in -o $out", "compile $in $extra", depfile=True
@@ -113,7 +125,7 @@ class HostModule:
         self.objects: list[Path] = []
 
     def add(self, source: Path, extra: Iterable[str] = (), name: str = "", implicit: Iterable[Path] = ()) -> None:
-        target = self.ninja.folder / f"{name or source.stem}.o"
+        target = self.folder / f"{name or source.stem}.o"
         self.objects.append(self.ninja.build(target, "compile", [source], implicit, extra=shell(extra)))
 
     def add_binding(self, source: Path) -> None:
