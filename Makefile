@@ -22,7 +22,7 @@ help:
 	@echo "make test          all tests"
 	@echo "make bench         time and memory against eager PyTorch and the peers, within 20 minutes"
 	@echo "make figures       the pictures and tables of the README, from bench/results"
-	@echo "make gpu-report    on a GPU machine without network: build, tests, sanitizer, benchmarks, one JSON"
+	@echo "make gpu-report    on a GPU machine without network: ARGS=\"--run 1\" build, tests, times; then --run 2, --run 3"
 	@echo "make test-gpu      the tests that need a GPU, with compiled kernels"
 	@echo "make sanitize      the CUDA kernels under compute-sanitizer, on a GPU"
 	@echo "make compile-gate  the Triton kernels, compiled for GPUs that need not be here, against a budget"
