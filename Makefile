@@ -24,7 +24,7 @@ help:
 	@echo "make test          all tests"
 	@echo "make bench         time and memory against eager PyTorch and the peers, within 20 minutes"
 	@echo "make figures       the pictures and tables of the README, from bench/results"
-	@echo "make gpu-report    on a GPU machine without network: build, tests, sanitizer, benchmarks, one JSON"
+	@echo "make gpu-report    on a GPU machine without network: ARGS=\"--run 1\" build, tests, times; then --run 2, --run 3"
 	@echo "make test-gpu      the tests that need a GPU, with compiled kernels"
 	@echo "make test-torch    a part of the tests with another torch: make test-torch TORCH=2.8.0"
 	@echo "make sanitize      the CUDA kernels under compute-sanitizer, on a GPU"

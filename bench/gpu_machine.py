@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import hashlib
 import json
 import os
 import platform
@@ -17,10 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpu_report import Work
+    from gpu_work import Work
 
 ROOT = Path(__file__).resolve().parents[1]
 PROBES = "bench/gpu_probes.py"
+SOURCES = (".py", ".json", ".h", ".cuh", ".cu", ".cpp")
 CLOCKS = ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")
 CARD = (
     *("name", "driver_version", "vbios_version", "pstate", *CLOCKS, "clocks.max.sm", "clocks.max.mem", "power.limit"),
@@ -37,6 +39,7 @@ def environment(work: Work) -> None:
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "commit": line_of(work, "git", "rev-parse", "HEAD"),
+        "sources": sources(),
         "device": card.get("name"),
         "driver": card.get("driver_version"),
         "clocks": {name: card.get(name) for name in CLOCKS},
@@ -76,6 +79,17 @@ def package(work: Work) -> None:
     if work.expect(ended, "grpo-kernels env"):
         facts = work.environment["package"] = parse(ended.output)
         facts.get("tuned_table", {}).pop("path", None)  # reports are published
+
+
+def sources() -> str:
+    """A digest of what kernels are built and run from: the same in every copy of this checkout."""
+    digest = hashlib.sha256()
+    for folder in ("setup.py", "csrc", "python", "tools/kernel_build", "grpo_kernels"):
+        top = ROOT / folder
+        for file in sorted([top] if top.is_file() else top.rglob("*")):
+            if file.suffix in SOURCES and file.is_file():
+                digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def parse(output: str) -> dict[str, Any]:

@@ -8,25 +8,34 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import gpu_tests
 from gpu_machine import PROBES, ROOT, environment, package, parse, watched_clocks
+from gpu_measure import events, headline, profile, sweep
+from gpu_smoke import BUILT, outdated, smoke
+from gpu_work import PEERS
 
 if TYPE_CHECKING:
-    from gpu_report import Work
+    from gpu_work import Report, Settings, Work
 
-# QuACK and CUTLASS find their files by this name.
-PEERS = ROOT / "build" / "gpu-report" / "site-packages"
 # A wheel comes before what is installed, and of these the machine's own fit its driver and each other.
 MACHINES_OWN = re.compile(r"(torch|triton|nvidia_(?!cutlass).*)$")
+INSTALLED = "installed.json"  # in the folder of the peers: the wheels that were tried
+BUILD_MOST = 240.0  # seconds
+
+
+def always(settings: Settings, report: Report) -> bool:
+    return True
 
 
 @dataclass(frozen=True)
 class Stage:
     """`weight`: its part of the time, against the stages after it. `least`: seconds below which it is not begun.
 
-    `always`: also when it is not asked for, and with all the time there is.
+    `always`: also when it is not asked for, and with all the time there is. `needs`: stages that have to come before,
+    also when they are not asked for, where `missing` says that this machine lacks what they make.
     """
 
     name: str
@@ -35,26 +44,44 @@ class Stage:
     least: float = 5.0
     needs_gpu: bool = False
     always: bool = False
+    needs: tuple[str, ...] = ()
+    missing: Callable[[Settings, Report], bool] = always
 
 
 # --- what is needed -------------------------------------------------------------------------------------------------
 
 
 def build(work: Work) -> None:
-    """Both modules, in place: nothing is installed into a Python that others use."""
-    ended = work.python("setup.py", "build_ext", "--inplace")
+    """Both modules, in place: nothing is installed into a Python that others use. Only what changed is compiled.
+
+    Without a GPU there is nothing to watch: then the modules alone.
+    """
+    on_gpu = not work.environment["no_gpu"]
+    command = ("bench/gpu_build.py",) if on_gpu else ("setup.py", "build_ext", "--inplace")
+    ended = work.python(*command, most=min(BUILD_MOST, max(work.left - 30, 30)))
     work.expect(ended, "build")
     work.record["build_seconds"] = ended.seconds
     modules = {name: [path.name for path in ROOT.glob(f"grpo_kernels/{name}.*so")] for name in ("_cpu", "_cuda")}
     work.record["modules"] = modules
-    why = re.findall(r"^grpo_kernels: no .*", ended.output, re.MULTILINE)
+    why = re.findall(r"^(?:grpo_kernels: no |gpu_build: ).*", ended.output, re.MULTILINE)
+    errors = re.findall(r"^.*\berror\b.*$", ended.output, re.MULTILINE)[:5]
     missing = [name for name, files in modules.items() if not files]
-    if missing == ["_cuda"] and work.environment["no_gpu"]:
+    if missing == ["_cuda"] and not on_gpu:
         work.record["note"] = "no CUDA kernels, and no GPU for them"
     elif missing and not ended.stopped:
-        work.fail(f"{' and '.join(missing)} not built: {' '.join(why)}")
+        work.fail(f"{' and '.join(missing)} not built: {' '.join([*why, *errors])}"[:2000])
+    elif why:
+        work.record["note"] = " ".join(why)
+    if missing or why:
         work.record["tail"] = ended.output[-8000:]
     package(work)
+    refused = work.environment.get("package", {}).get("backends", {}).get("cuda", "")
+    if on_gpu and refused and "_cuda" not in missing:
+        work.fail(f"_cuda was built and cannot be used: {refused}")
+    for name in [name for name, reason in work.left_out.items() if reason.startswith(BUILT)]:
+        del work.left_out[name]  # of an earlier build
+    if on_gpu and (refused or "_cuda" in missing):
+        work.leave_out("cuda/rows", BUILT + (refused or "no module"))
 
 
 def peers(work: Work) -> None:
@@ -74,71 +101,33 @@ def peers(work: Work) -> None:
     for archive in sorted(work.settings.wheels.resolve().glob("*.tar.xz")):  # a wheel's files, packed smaller
         shutil.unpack_archive(archive, PEERS, filter="data")
     work.record["installed"] = [wheel.name for wheel in found if wheel.name not in refused]
+    PEERS.mkdir(parents=True, exist_ok=True)
+    (PEERS / INSTALLED).write_text(json.dumps([path.name for path in carried(work.settings)]))
     work.record["note"] = f"{len(found) - len(refused)} of {len(found)} wheels" + "".join(f"; not {x}" for x in refused)
     ended = work.python(PROBES, "device", most=120)
     if work.expect(ended, "versions"):
         work.environment["versions"] = parse(ended.output)["versions"]
 
 
-# --- first contact --------------------------------------------------------------------------------------------------
-
-TINY, WIDTHS = "tiny", ("64", "256", "320", "4096")
-# From what cannot go wrong to what never ran anywhere: BACKEND/STRATEGY/SIZES, and seconds.
-SMOKE = (
-    ("product", 120.0),
-    ("cuda/load", 60.0),
-    *((f"cuda/rows/{sizes}", 60.0) for sizes in (TINY, "wide")),
-    *((f"triton/rows/{sizes}", 120.0) for sizes in (TINY, "wide")),
-    *((f"triton/{strategy}/{sizes}", 120.0) for strategy in ("linear", "anchored") for sizes in (TINY, "tiles")),
-    *((f"cuda/{strategy}/{sizes}", 45.0) for strategy in ("linear", "anchored") for sizes in (TINY, *WIDTHS, "tiles")),
-)
+def carried(settings: Settings) -> list[Path]:
+    """The wheels and archives that were brought along."""
+    folder = settings.wheels
+    return [] if folder is None else sorted([*folder.resolve().glob("*.whl"), *folder.resolve().glob("*.tar.xz")])
 
 
-def smoke(work: Work) -> None:
-    """Every kernel's first contact with this GPU; what fails here is left out from here on, as "backend/strategy"."""
-    probes = work.record.setdefault("probes", {})
-    out: list[str] = work.record.setdefault("left_out", [])
-    for name, seconds in SMOKE:
-        if any(strategy_of(other) == strategy_of(name) for other, found in probes.items() if found["stopped"]):
-            continue  # it hangs: once is enough
-        if work.left < 5:
-            work.stop(f"out of time before {name}")
-            known = {"product", *out, *map(strategy_of, probes)}
-            out += sorted({strategy_of(other) for other, _ in SMOKE} - known)  # of which nothing is known
-            break
-        ended = work.python(PROBES, name, most=seconds)
-        said = ended.output[-1500:]
-        probes[name] = {"ok": ended.ok, "seconds": ended.seconds, "stopped": ended.stopped, "said": said}
-        if ended.ok:
-            work.say(f"{name}: ok, {ended.seconds:.0f} s")
-        else:
-            work.fail(f"{name}: {ended.stopped or said.strip()[-200:]}")
-            out += [strategy_of(name)] if strategy_of(name) not in (*out, "product") else []
-            if not work.python(PROBES, "product", most=60).ok:  # a new process finds nothing to talk to
-                work.report["device_lost"] = f"the device stopped answering after {name}"
-                break
-        work.save()
-    if out:
-        work.record["note"] = f"left out from here on: {', '.join(out)}"
+def peers_missing(settings: Settings, report: Report) -> bool:
+    """Whether this machine lacks peers that were brought along."""
+    marker = PEERS / INSTALLED
+    names = [path.name for path in carried(settings)]
+    return bool(names) and (not marker.exists() or json.loads(marker.read_text()) != names)
 
 
-def strategy_of(probe: str) -> str:
-    """From "cuda/linear/64" "cuda/linear"."""
-    return "/".join(probe.split("/")[:2])
-
-
-def left_out(work: Work) -> list[str]:
-    """Strategies, as "backend/strategy", that the smoke stage found broken."""
-    found: list[str] = work.report["stages"].get("smoke", {}).get("left_out", [])
-    return ["cuda/rows" if name == "cuda/load" else name for name in found]
+# --- right? ---------------------------------------------------------------------------------------------------------
 
 
 def safe_defaults(work: Work) -> dict[str, str]:
     """Variables: Triton takes "linear" by itself, and where that is broken it has to be told."""
-    return {"GRPO_KERNELS_STRATEGY": "rows"} if "triton/linear" in left_out(work) else {}
-
-
-# --- right? ---------------------------------------------------------------------------------------------------------
+    return {"GRPO_KERNELS_STRATEGY": "rows"} if "triton/linear" in work.left_out else {}
 
 
 def check(work: Work) -> None:
@@ -146,7 +135,7 @@ def check(work: Work) -> None:
     names = [name for name, reason in work.environment.get("package", {}).get("backends", {}).items() if not reason]
     if not names:
         raise work.cannot("no backend is known: see environment")
-    backends = [name for name in names if f"{name}/rows" not in left_out(work)]
+    backends = [name for name in names if f"{name}/rows" not in work.left_out]
     for number, name in enumerate(backends):
         share = work.left / (len(backends) - number)
         quick = ["--quick"] if share < 120 else []
@@ -158,23 +147,36 @@ def check(work: Work) -> None:
         work.save()
 
 
+def core_tests(work: Work) -> None:
+    """The tests marked `gpu` that say most: precision, large vocabularies, the same bits twice, CUDA graphs."""
+    work.record["passed"] = gpu_tests.run(work, chosen_tests(work, gpu_tests.is_core), safe_defaults(work))
+
+
 def tests(work: Work) -> None:
-    """The tests marked `gpu`, most valuable first; those of a strategy that failed the smoke stage are left out."""
+    """All others; then, where time is left, those of the core that this report has not seen pass."""
+    seen = work.report["stages"].get("core_tests", {}).get("passed", [])
+    rest = chosen_tests(work, lambda name: name not in seen)
+    gpu_tests.run(work, sorted(rest, key=gpu_tests.is_core), safe_defaults(work))
+
+
+def chosen_tests(work: Work, wanted: Callable[[str], bool]) -> list[str]:
+    """Most valuable first; those of a strategy that is broken are left out."""
     collected = work.python("-m", "pytest", "-m", "gpu", "--collect-only", "-q", "--continue-on-collection-errors")
     ids = re.findall(r"^(?!ERROR)\S+::\S.*$", collected.output, re.MULTILINE)
     if collected.code not in (0, 1) and not ids:
         work.expect(collected, "collection")
-        return
+        raise work.cannot("no tests were collected")
+    ids = [name for name in ids if wanted(name)]
     random.Random(0).shuffle(ids)  # where time ends, what ran is a sample
     ids.sort(key=gpu_tests.rank)
-    chosen = [name for name in ids if not gpu_tests.concerns(name, left_out(work))]
+    chosen = [name for name in ids if not gpu_tests.concerns(name, work.unsafe)]
     work.record["left_out"] = len(ids) - len(chosen)
-    gpu_tests.run(work, chosen, safe_defaults(work))
+    return chosen
 
 
 def sanitizer(work: Work) -> None:
     """compute-sanitizer's tools, one by one: a slow one leaves the others their time. Rows are tried in any case."""
-    strategies = ["rows", *(name for name in ("linear", "anchored") if f"cuda/{name}" not in left_out(work))]
+    strategies = ["rows", *(name for name in ("linear", "anchored") if f"cuda/{name}" not in work.unsafe)]
     tools = ("memcheck", "racecheck", "initcheck", "synccheck")
     for number, tool in enumerate(tools):
         command = ("tests/sanitize.py", "--tools", tool, "--strategies", *strategies)
@@ -191,16 +193,6 @@ def sanitizer(work: Work) -> None:
 # --- fast? ----------------------------------------------------------------------------------------------------------
 
 
-def ceilings(work: Work) -> None:
-    """What the hardware gives the bare products and a copy: a line of JSON each, as they come."""
-    with watched_clocks(work):
-        ended = work.python(PROBES, "ceilings")
-    found = [json.loads(line) for line in re.findall(r"^\{.*\}$", ended.output, re.MULTILINE)]
-    work.record["measured"] = found
-    work.record["note"] = f"{len(found)} measured"
-    work.expect(ended, "ceilings")
-
-
 def bench(work: Work) -> None:
     """`grpo-kernels bench`, without a GPU the quick set on the CPU; its own JSON lies beside the report."""
     output = work.settings.output.with_suffix(".bench.json")
@@ -209,7 +201,7 @@ def bench(work: Work) -> None:
     on_gpu = not work.environment["no_gpu"]
     command = ["-m", "grpo_kernels.cli", "bench", "--minutes", f"{minutes:.2f}", "--output", output, "--no-figures"]
     command += ["--set", "all", "--device", "cuda"] if on_gpu else ["--quick", "--device", "cpu"]
-    if excluded := sorted({name for broken in left_out(work) for name in implementations_of(broken)}):
+    if excluded := sorted({name for broken in work.unsafe for name in implementations_of(broken)}):
         command += ["--exclude", *excluded]
         work.record["left_out"] = excluded
     with watched_clocks(work):
@@ -226,9 +218,26 @@ def bench(work: Work) -> None:
             for name, found in case["implementations"].items()
             if "error" in found
         ]
+        judge_backends(work, cases)
     elif ended.ok:
         work.fail("bench wrote nothing")
     work.expect(ended, "bench")
+
+
+def judge_backends(work: Work, cases: list[dict[str, Any]]) -> None:
+    """Which backends ran under which name; a name that speaks of one and was another is a failure."""
+    ran: dict[str, set[str]] = {}
+    for case in cases:
+        for name, found in case["implementations"].items():
+            ran.setdefault(name, set()).update(call.partition(".")[0] for call in found.get("ran", ()))
+    work.record["ran"] = {name: sorted(backends) for name, backends in sorted(ran.items()) if backends}
+    for name, backends in work.record["ran"].items():
+        named = name.split("-")[1] if name.startswith("ours-") else ""
+        if named in ("cpu", "cuda", "torch", "triton") and backends != [named]:
+            work.fail(f"{name} ran backend {' and '.join(backends)}")
+    auto = work.record["ran"].get("ours", [])
+    if not work.environment["no_gpu"] and "cuda/rows" not in work.left_out and auto and auto != ["cuda"]:
+        work.record["note"] += f"; backend='auto' took {' and '.join(auto)}"
 
 
 def implementations_of(broken: str) -> list[str]:
@@ -241,12 +250,38 @@ def implementations_of(broken: str) -> list[str]:
 
 STAGES = (
     Stage("environment", environment, weight=1, always=True),
-    Stage("build", build, weight=2, least=40),
-    Stage("peers", peers, weight=1, least=15),
-    Stage("smoke", smoke, weight=4, least=150, needs_gpu=True),
-    Stage("check", check, weight=3),
-    Stage("tests", tests, weight=6, least=30, needs_gpu=True),
-    Stage("ceilings", ceilings, weight=1, least=20, needs_gpu=True),
-    Stage("bench", bench, weight=8, least=30),
-    Stage("sanitizer", sanitizer, weight=4, least=60, needs_gpu=True),
+    Stage("build", build, weight=2, least=20, always=True),
+    Stage("peers", peers, weight=1, least=15, missing=peers_missing),
+    Stage("smoke", smoke, weight=8, least=100, needs_gpu=True, missing=outdated),
+    Stage("headline", headline, weight=2, least=30, needs_gpu=True, needs=("smoke",)),
+    Stage("events", events, weight=4, least=30, needs_gpu=True, needs=("smoke",)),
+    Stage("core_tests", core_tests, weight=4, least=30, needs_gpu=True, needs=("smoke",)),
+    Stage("profile", profile, weight=2, least=20, needs_gpu=True, needs=("smoke",)),
+    Stage("sweep", sweep, weight=3, least=30, needs_gpu=True, needs=("smoke",)),
+    Stage("check", check, weight=2, needs=("smoke",)),
+    Stage("tests", tests, weight=6, least=30, needs_gpu=True, needs=("smoke",)),
+    Stage("bench", bench, weight=8, least=30, needs=("peers", "smoke")),
+    Stage("sanitizer", sanitizer, weight=4, least=60, needs_gpu=True, needs=("smoke",)),
 )
+
+
+class Run(NamedTuple):
+    """A part of the report that fits a lease of ten minutes, on whatever machine that brings."""
+
+    minutes: float
+    about: str
+    stages: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.about} ({self.minutes:g} min)"
+
+
+# Each finds out by itself what is broken, and brings the headline before what takes long.
+EACH = ("build", "smoke", "headline")
+RUNS = {
+    1: Run(
+        8.0, "first contact, times of each kernel, the core of the tests", (*EACH, "events", "core_tests", "profile")
+    ),
+    2: Run(9.0, "after repairs: rows per chunk, the rest of the tests", (*EACH, "sweep", "check", "tests")),
+    3: Run(9.0, "benchmarks against peers, memcheck, racecheck", (*EACH, "peers", "bench", "sanitizer")),
+}

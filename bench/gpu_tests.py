@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gpu_report import Ended, Work
+    from gpu_work import Ended, Work
 
-SILENCE = 150.0  # seconds, of one test: torch.compile and a vocabulary of 151,936 in float64 stay below it
+# Seconds, of one test: one of CUDA's kernels computes for seconds; Triton and torch.compile compile first.
+SILENCE, COMPILING = 40.0, 150.0
 WORKERS = 8
 # The families of thousands come last, and share the processor.
 FAMILIES = ("real_vocabulary", "as_exact_as_eager_float32")
@@ -22,12 +23,27 @@ FAMILIES = ("real_vocabulary", "as_exact_as_eager_float32")
 ORDER = ("half_precision", "more_logits", "same_bits", "cuda_graph", "streams", "memory", "compile", "", *FAMILIES)
 # After one of these every later call of the same process fails.
 POISON = re.compile(r"CUDA error|CUDA_ERROR_|unspecified launch failure|illegal (memory access|instruction)")
+CORE = ("half_precision", "more_logits", "same_bits", "cuda_graph")
 ENDS = "PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS"
 
 
 def rank(test: str) -> int:
     function = test.split("::")[-1].split("[")[0]
     return next((place for place, name in enumerate(ORDER) if name and name in function), ORDER.index(""))
+
+
+def is_core(test: str) -> bool:
+    return ORDER[rank(test)] in CORE
+
+
+def silence(line: str) -> float:
+    """Seconds, after this last line of `pytest -v`: the test that it names is what runs."""
+    if line.startswith("[gw"):
+        return COMPILING  # of a test that has ended: which others run is not said
+    function, _, parameters = line.partition("::")[2].partition("[")
+    if function and "compile" not in function and "cuda" in parameters.partition("]")[0].split("-"):
+        return SILENCE
+    return COMPILING
 
 
 def concerns(test: str, broken: Sequence[str]) -> bool:
@@ -37,8 +53,8 @@ def concerns(test: str, broken: Sequence[str]) -> bool:
     return any(backend in parts and (strategy == "rows" or strategy in parts) for backend, strategy in pairs)
 
 
-def run(work: Work, tests: Sequence[str], variables: dict[str, str]) -> None:
-    """Run them, sorted by `rank`, and leave counts, failures and what was not run in the record."""
+def run(work: Work, tests: Sequence[str], variables: dict[str, str]) -> list[str]:
+    """Run them, sorted by `rank`, and leave counts, failures and what was not run in the record; those that passed."""
     outcomes: dict[str, str] = {}
     messages: dict[str, str] = {}
     family = [test for test in tests if ORDER[rank(test)] in FAMILIES]
@@ -52,6 +68,7 @@ def run(work: Work, tests: Sequence[str], variables: dict[str, str]) -> None:
         work.fail(f"none of {len(tests)} tests passed")
     if len(outcomes) < len(tests):
         work.record["note"] = f"{len(tests) - len(outcomes)} of {len(tests)} not run, for want of time"
+    return [test for test, how in outcomes.items() if how == "PASSED"]
 
 
 def alone(
@@ -96,7 +113,7 @@ def together(
 
 def pytest(work: Work, tests: Sequence[str], variables: dict[str, str], *options: str) -> Ended:
     command = ("-m", "pytest", "-m", "gpu", "-v", "-rfE", "--tb=short", "-p", "no:cacheprovider", *options, *tests)
-    return work.python(*command, silence=SILENCE, variables=variables)
+    return work.python(*command, silence=silence, variables=variables)
 
 
 def outcomes_of(output: str) -> dict[str, str]:

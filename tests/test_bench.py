@@ -146,6 +146,8 @@ def test_a_case_has_times_ratios_and_errors(monkeypatch: pytest.MonkeyPatch) -> 
             report["seconds"]["median"] / found["floor"]["seconds"]["median"]
         )
     assert found["floor"]["errors"] is None
+    assert {name.partition(".")[0] for name in found["ours"]["ran"]} == {"cpu"}, "which backend the name stood for"
+    assert "ran" not in found["floor"] and "ran" not in found["eager"]
     assert found["ours"]["errors"]["dweight"] < 1e-5
     assert set(found["slow"]["tried"]) == {"a", "b"}
     assert found["slow"]["setting"] in ("a", "b")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -12,117 +13,27 @@ import time
 import zipfile
 from pathlib import Path
 
+import gpu_build
+import gpu_items
+import gpu_machine
+import gpu_report
+import gpu_smoke
+import gpu_stages
+import gpu_tests
+import gpu_tiles
+import gpu_work
 import pytest
-import torch
+from gpu_stages import Stage
+from gpu_stand_in import BENCH, ROOT, TESTS, Machine, install, statuses
 
 from grpo_kernels.bench.implementations import select
 from grpo_kernels.strategy import STRATEGIES
 
-ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "bench"))
-
-import gpu_machine  # noqa: E402
-import gpu_probes  # noqa: E402
-import gpu_report  # noqa: E402
-import gpu_stages  # noqa: E402
-import gpu_tests  # noqa: E402
-from gpu_stages import Stage  # noqa: E402
-
-# Answers as the commands of the stages do; HANGS and FAILS name probes, and every call is a line of the file `calls`.
-PYTHON = """
-import json, os, sys, time
-here, arguments = os.path.dirname(__file__), sys.argv[1:]
-with open(os.path.join(here, "calls"), "a") as calls:
-    print(*arguments, file=calls)
-broken = json.load(open(os.path.join(here, "broken.json")))
-name = arguments[-1]
-if arguments[0] == "bench/gpu_probes.py":
-    if name == "device":
-        print(json.dumps({"device": "Stub", "versions": {}, "no_gpu": broken["no_gpu"]}))
-    elif name == "ceilings":
-        print('{"what": "copy", "milliseconds": 2.0}')
-    elif name in broken["hangs"]:
-        print("(1, 8, 2):", flush=True)
-        time.sleep(60)
-    elif name in broken["fails"]:
-        sys.exit("wrong")
-elif "env" in arguments:
-    print("a warning"), print(json.dumps({"backends": {"cpu": "", "torch": "", "cuda": broken["no_gpu"]}}, indent=1))
-elif "pip" in arguments:
-    os.execv(sys.executable, [sys.executable, *arguments])
-elif "--collect-only" in arguments:
-    print(*broken["tests"], sep="\\n")
-elif "pytest" in arguments:
-    print(*(f"{test} PASSED" for test in arguments if "::" in test), sep="\\n")
-elif "bench" in arguments:
-    with open(arguments[arguments.index("--output") + 1], "w") as output:
-        json.dump(broken["bench"], output)
-elif "tests/sanitize.py" in arguments:
-    print("FOUND SOMETHING\\n========= Error: Device not supported. Please refer to the documentation")
-    sys.exit(1)
-"""
-NVIDIA_SMI = """#!/bin/sh
-case "$*" in *-lms*) while :; do echo "1980, 3201, 40, 612.5"; sleep 0.1; done;; *) echo "Stub, 580.1";; esac
-"""
-TESTS = [f"tests/test_gpu.py::test_half_precision[{backend}-{strategy}]" for backend in ("cuda", "triton")
-         for strategy in STRATEGIES]  # fmt: skip
-
-BENCH = {"cases": [{"case": {}, "implementations": {"ours": {}, "trl": {"error": "lost"}}}], "not_run": ["another"]}
-
-
-class Machine:
-    """A folder that stands for the checkout, with a Python of stubs."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        (folder / "python.py").write_text(PYTHON)
-        (folder / "grpo_kernels").mkdir()
-        for module in ("_cpu", "_cuda"):
-            (folder / "grpo_kernels" / f"{module}.so").touch()
-        self.settings = gpu_report.Settings(
-            minutes=10.0, output=folder / "report.json", python=(sys.executable, "-IS", str(folder / "python.py"))
-        )
-        self.breaks()
-
-    def breaks(self, *, no_gpu: str = "", hangs: tuple = (), fails: tuple = ()) -> None:
-        broken = {"no_gpu": no_gpu, "hangs": hangs, "fails": fails, "tests": TESTS, "bench": BENCH}
-        (self.folder / "broken.json").write_text(json.dumps(broken))
-
-    def report(self, **changes) -> dict:
-        """What is on disk afterwards."""
-        settings = gpu_report.Settings(**vars(self.settings) | changes)
-        found = gpu_report.conduct(gpu_stages.STAGES, settings)
-        assert json.loads(settings.output.read_text()) == json.loads(json.dumps(found))
-        return found
-
-    def calls(self, *words: str) -> list[str]:
-        lines = (self.folder / "calls").read_text().splitlines()
-        return [line for line in lines if all(word in line.split() for word in words)]
-
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch) -> Machine:
-    nvidia_smi = tmp_path / "bin" / "nvidia-smi"
-    nvidia_smi.parent.mkdir()
-    nvidia_smi.write_text(NVIDIA_SMI)
-    nvidia_smi.chmod(0o755)
-    monkeypatch.setenv("PATH", os.pathsep.join([str(nvidia_smi.parent), os.environ["PATH"]]))
-    monkeypatch.setattr(gpu_report, "ROOT", tmp_path)
-    monkeypatch.setattr(gpu_stages, "ROOT", tmp_path)
-    monkeypatch.setattr(gpu_stages, "SMOKE", tuple((name, 3.0) for name, _ in gpu_stages.SMOKE))
-    for module in (gpu_report, gpu_stages):
-        monkeypatch.setattr(module, "PEERS", tmp_path / "peers")
-    return Machine(tmp_path)
-
-
-@pytest.fixture(autouse=True)
-def own_strategy(monkeypatch):
-    """Probes choose theirs by the variable, in processes that end; here it is given back."""
-    monkeypatch.setenv("GRPO_KERNELS_STRATEGY", "rows")
-
-
-def statuses(report: dict) -> dict[str, str]:
-    return {name: record["status"] for name, record in report["stages"].items()}
+    monkeypatch.setattr(gpu_items, "SILENCE", {"cuda": 3.0, "triton": 3.0})
+    return install(tmp_path, monkeypatch)
 
 
 # --- limits ---------------------------------------------------------------------------------------------------------
@@ -235,94 +146,193 @@ def test_a_machine_with_a_gpu(machine):
     environment = report["environment"]
     assert (environment["device"], environment["driver"]) == ("Stub", "580.1") and environment["no_gpu"] == ""
     assert report["stages"]["bench"]["clocks"]["clocks.sm"] == [1980.0] * 3
-    assert report["stages"]["tests"]["counts"] == {"PASSED": len(TESTS)}
-    assert report["stages"]["ceilings"]["measured"] == [{"what": "copy", "milliseconds": 2.0}]
+    assert sorted(report["stages"]["core_tests"]["passed"]) == sorted(TESTS[:-1])
+    assert report["stages"]["tests"]["counts"] == {"PASSED": 1}, "those that passed before are not run again"
+    assert {"what": "copy", "milliseconds": 2.0, "item": "llama-3-8b"} in report["stages"]["events"]["measured"]
     assert report["bench"] == BENCH and report["stages"]["bench"]["note"] == "1 cases, 1 not run"
     assert report["stages"]["bench"]["errors"] == ["{}: trl: lost"]
     assert machine.calls("bench", "cuda") and not machine.calls("bench", "--exclude")
+    devices = {record.get("device") for name, record in report["stages"].items() if name in ("smoke", "headline")}
+    assert devices == {"Stub"}, "each measurement says where"
 
 
 def test_a_machine_without_a_gpu_says_so_and_does_the_rest(machine):
     machine.breaks(no_gpu="no CUDA device")
-    (machine.folder / "grpo_kernels" / "_cuda.so").unlink()
     report = machine.report()
-    done = {"environment": "ok", "build": "ok", "check": "ok", "bench": "ok"}
-    cannot = dict.fromkeys(("peers", "smoke", "tests", "ceilings", "sanitizer"), "cannot")
-    assert statuses(report) == done | cannot and gpu_report.passed(report)
+    done = {"environment", "build", "check", "bench"}
+    assert {name for name, status in statuses(report).items() if status == "ok"} == done
+    assert set(statuses(report).values()) == {"ok", "cannot"} and gpu_report.passed(report)
     assert report["stages"]["smoke"]["reason"] == "no CUDA device"
     assert "no CUDA device" in gpu_report.summary(report, machine.settings.output)
     assert machine.calls("bench", "--quick", "cpu") and not machine.calls("product")
+    assert machine.calls("setup.py") and not machine.calls("bench/gpu_build.py"), "there is nothing to watch"
 
 
 def test_what_hangs_or_fails_at_first_contact_is_left_out_later(machine):
-    machine.breaks(hangs=("cuda/linear/64",), fails=("triton/anchored/tiny",))
+    machine.breaks(hangs=("smoke/cuda/linear 130x64x1000",), fails=("smoke/triton/anchored 129x72x257",))
     report = machine.report()
     probes = report["stages"]["smoke"]["probes"]
-    assert report["stages"]["smoke"]["left_out"] == ["triton/anchored", "cuda/linear"]
-    assert (
-        probes["cuda/linear/64"]["said"] == "(1, 8, 2):\n"
-        and "stopped after 3 s" in probes["cuda/linear/64"]["stopped"]
-    )
-    assert not machine.calls("cuda/linear/256"), "once is enough"
-    assert probes["triton/anchored/tiles"]["ok"] and probes["cuda/anchored/4096"]["ok"]
+    assert list(report["left_out"]) == ["cuda/linear", "triton/anchored"]
+    hung = probes["cuda/linear"]["sizes"]["130x64x1000"]
+    assert "stopped after 3 s of silence" in hung["error"] and "watchdog: block 3" in hung["said"]
+    assert "2304x512x20000" not in probes["cuda/linear"]["sizes"], "nothing after it in that process"
+    wrong = probes["triton/anchored"]["sizes"]
+    assert not wrong["129x72x257"]["ok"] and wrong["1100x512x20000"]["ok"], "after a mismatch the rest is run"
+    assert probes["cuda/anchored"]["ok"] and probes["triton/linear"]["ok"]
     (bench,) = machine.calls("bench", "--exclude")
-    assert bench.endswith("--exclude ours-cuda-linear ours-triton-anchored")
+    assert bench.endswith("--exclude ours-cuda-anchored ours-cuda-linear ours-triton-anchored")
+    assert not machine.calls("events/cuda/linear") and machine.calls("events/cuda/anchored")
+    assert machine.calls("headline/triton/rows") and not [x for x in machine.calls() if "headline/triton/rows,tr" in x]
     ran = {test for line in machine.calls("-v") for test in line.split() if "::" in test}
-    assert set(TESTS) - ran == {TESTS[1], TESTS[5]} and report["stages"]["tests"]["left_out"] == 2
+    assert set(TESTS) - ran == {TESTS[1], TESTS[2], TESTS[5]}, "anchored scores through linear"
+    assert report["stages"]["core_tests"]["left_out"] == 3
     assert statuses(report)["smoke"] == "failed" and not gpu_report.passed(report)
     assert report["stages"]["sanitizer"]["reason"].startswith("Error: Device not supported")
-    assert machine.calls("tests/sanitize.py")[0].endswith("--strategies rows anchored")
+    assert machine.calls("tests/sanitize.py")[0].endswith("--strategies rows")
 
 
-def test_what_there_is_no_time_to_try_is_left_out(machine):
-    machine.breaks(hangs=("cuda/rows/tiny",))
-    stages = [gpu_stages.STAGES[0], Stage("smoke", gpu_stages.smoke, 1, needs_gpu=True)]
-    settings = gpu_report.Settings(**vars(machine.settings) | {"minutes": 0.12})
-    found = gpu_report.conduct(stages, settings)["stages"]["smoke"]
-    assert found["stopped"].startswith("out of time before")
-    assert {"cuda/rows", "cuda/linear", "triton/rows", "triton/anchored"} <= set(found["left_out"])
-    assert "cuda/anchored" in found["note"] and "product" not in found["note"]
+def test_what_hangs_under_the_watchdog_is_not_let_loose(machine):
+    machine.breaks(hangs=("watched/smoke/cuda/anchored",))
+    report = machine.report(only=("smoke",))
+    assert report["left_out"] == {"cuda/anchored": report["left_out"]["cuda/anchored"]}
+    (failure,) = report["stages"]["smoke"]["failures"]
+    assert failure.startswith("cuda/anchored with the watchdog at 1x8x2") and "watchdog: block 3" in failure
+    assert len(machine.calls("smoke/cuda/anchored")) == 1 and len(machine.calls("smoke/cuda/linear")) == 2
+    sizes = [len(line.split()) - 2 for line in machine.calls("smoke/cuda/linear")]
+    assert sizes == [len(gpu_smoke.FIRST_SIZES), len(gpu_tiles.PRODUCTS)], "then the kernels that are measured"
+    assert {"several items per cluster, in pairs", "several tiles per part, in pairs"} <= set().union(
+        *(gpu_tiles.cases(*size) for size in gpu_smoke.FIRST_SIZES)
+    )
+
+
+def test_what_there_is_no_time_to_try_is_left_out(machine, monkeypatch):
+    monkeypatch.setattr(gpu_items, "SILENCE", {"cuda": 2.0, "triton": 60.0})
+    machine.breaks(hangs=("smoke/cuda/rows", "smoke/triton/linear"))
+    stages = [gpu_stages.STAGES[0], Stage("smoke", gpu_smoke.smoke, 1, needs_gpu=True)]
+    settings = gpu_report.Settings(**vars(machine.settings) | {"minutes": 0.17})
+    report = gpu_report.conduct(stages, settings)
+    assert report["stages"]["smoke"]["stopped"].startswith("out of time before triton/anchored")
+    left_out = {name for name in gpu_smoke.STRATEGIES if name != "triton/rows"}
+    assert set(report["left_out"]) == left_out and "silence" in report["left_out"]["cuda/anchored"]
+    assert report["left_out"]["triton/anchored"] == gpu_smoke.NOT_TRIED
+    assert report["left_out"]["triton/linear"] == gpu_smoke.NOT_TRIED, "a process that time stops has not hung"
 
 
 def test_a_device_that_stops_answering_is_left_alone(machine):
-    machine.breaks(fails=("product",))
+    machine.breaks(fails=("first product",))
     report = machine.report()
-    gone = "the device stopped answering after product"
-    assert statuses(report)["smoke"] == "failed" and not machine.calls("cuda/load")
-    assert {report["stages"][name]["reason"] for name in ("tests", "ceilings", "sanitizer")} == {gone}
+    assert statuses(report)["smoke"] == "failed" and not [x for x in machine.calls() if "smoke/" in x]
+    reasons = {report["stages"][name]["reason"] for name in ("headline", "events", "tests", "sanitizer")}
+    assert reasons == {report["device_lost"]}
+    machine.breaks()
+    assert "device_lost" not in machine.report(resume=True, only=("smoke",)), "the next call asks again"
 
 
 def test_without_its_row_kernels_a_backend_has_nothing(machine):
-    machine.breaks(fails=("cuda/load",))
-    machine.report(only=("smoke", "tests", "bench", "check"))
-    assert machine.calls("bench", "--exclude", "ours", "ours-cuda*")
-    assert not [line for line in machine.calls("-v") if "[cuda-" in line]
+    machine.breaks(fails=("first cuda/load",))
+    report = machine.report(only=("smoke", "headline", "core_tests", "bench", "check"))
+    (excluded,) = machine.calls("bench", "--exclude", "ours", "ours-cuda*")
+    assert "ours-cuda*" in excluded and not [line for line in machine.calls("-v") if "[cuda-" in line]
     assert not machine.calls("check", "cuda") and machine.calls("check", "torch")
+    names = {fact["name"] for fact in report["stages"]["headline"]["measured"]}
+    assert names == {"triton/rows", "triton/anchored"}, "`ours` would be CUDA's, which is there and broken"
+
+
+def test_first_contact_goes_from_what_is_safe_to_what_never_ran():
+    backends, strategies = zip(*(name.split("/") for name in gpu_smoke.STRATEGIES), strict=True)
+    assert backends == ("cuda",) * 3 + ("triton",) * 3 and strategies == STRATEGIES * 2
 
 
 def test_what_is_left_out_of_the_bench_is_known_there():
-    broken = {"/".join(name.split("/")[:2]) for name, _ in gpu_stages.SMOKE[2:]}
-    for name in broken:
+    for name in gpu_smoke.STRATEGIES:
         assert select(gpu_stages.implementations_of(name)), "which raises where a pattern has no meaning"
 
 
+# --- what a machine lacks -------------------------------------------------------------------------------------------
+
+
 def test_a_build_without_a_module_is_a_failure(machine):
-    (machine.folder / "grpo_kernels" / "_cuda.so").unlink()
+    machine.breaks(nvcc="expected a ';'")
     report = machine.report(only=("build",))
     assert statuses(report) == {"environment": "ok", "build": "failed"}
-    assert report["stages"]["build"]["failures"][0].startswith("_cuda not built")
+    (failure,) = report["stages"]["build"]["failures"]
+    assert failure.startswith("_cuda not built") and "head_sm90.cu(7): error: expected a ';'" in failure
+    assert set(report["left_out"]) == {"cuda/rows", "cuda/linear", "cuda/anchored"}
+    machine.breaks()
+    assert not machine.report(only=("build",), resume=True)["left_out"]
+
+
+@pytest.mark.parametrize("only", [(), ("bench",), ("headline",), ("core_tests",)])
+def test_a_fresh_machine_builds_whatever_the_report_has(machine, only):
+    machine.report(only=("build", "smoke"))
+    machine.forget()
+    report = machine.report(resume=True, only=only, skip=("sanitizer",))
+    assert len(machine.calls("bench/gpu_build.py")) == 2 and (machine.folder / "grpo_kernels" / "_cuda.so").exists()
+    assert statuses(report)["build"] == "ok" and not report.get("left_out")
+    assert len(machine.calls("smoke/cuda/rows")) == 1, "the same kernels are not tried twice"
+
+
+def test_a_bench_without_cuda_kernels_measures_nothing_in_their_name(machine):
+    machine.breaks(nvcc="unknown option")
+    machine.report(only=("bench",))
+    (bench,) = machine.calls("bench", "--exclude")
+    assert {"ours", "ours-unscored", "ours-cuda*"} <= set(bench.split())
+
+
+def test_a_name_that_ran_another_backend_is_a_failure(machine):
+    ran = {"ours-cuda-rows": {"ran": {"triton.fused": 2}}, "ours-triton-rows": {"ran": {"triton.fused": 2}}}
+    machine.breaks(bench={"cases": [{"case": {}, "implementations": ran}], "not_run": []})
+    found = machine.report(only=("bench",))["stages"]["bench"]
+    assert found["failures"] == ["ours-cuda-rows ran backend triton"] and found["status"] == "failed"
+    assert found["ran"] == {"ours-cuda-rows": ["triton"], "ours-triton-rows": ["triton"]}
+
+
+def test_kernels_that_have_changed_are_tried_again(machine, monkeypatch):
+    machine.breaks(fails=("smoke/cuda/linear",))
+    machine.report(only=("smoke",))
+    machine.breaks()
+    monkeypatch.setattr(gpu_machine, "sources", lambda: "after a repair")
+    monkeypatch.setattr(gpu_smoke, "sources", lambda: "after a repair")
+    report = machine.report(resume=True, only=("headline",))
+    assert statuses(report)["smoke"] == "ok" and not report["left_out"]
 
 
 def test_a_second_call_goes_on(machine):
-    machine.breaks(fails=("cuda/anchored/tiny",))
+    machine.breaks(fails=("smoke/cuda/anchored 1x8x2",))
     machine.report(only=("smoke",))
-    count = len(machine.calls("product"))
+    count = len(machine.calls("smoke/cuda/rows"))
     report = machine.report(resume=True, skip=("sanitizer",))
-    assert len(machine.calls("product")) == count and report["stages"]["tests"]["left_out"] == 1
+    assert len(machine.calls("smoke/cuda/rows")) == count and report["stages"]["core_tests"]["left_out"] == 1
     assert statuses(report)["smoke"] == "failed" and statuses(report)["bench"] == "ok"
     machine.report(resume=True, only=("bench",))
     assert len(machine.calls("bench")) == 2
-    assert set(statuses(machine.report(only=("check",)))) == {"environment", "check"}
+    assert set(statuses(machine.report(only=("check",)))) == {"environment", "build", "check"}
+
+
+@pytest.mark.parametrize("number", gpu_stages.RUNS)
+def test_a_run_brings_what_it_is_for(number, machine, monkeypatch, capsys):
+    monkeypatch.setattr(gpu_report, "Settings", functools.partial(gpu_report.Settings, python=machine.settings.python))
+    output = machine.folder / "out" / "run.json"
+    code = gpu_report.main(["--run", str(number), "--output", str(output)])
+    report, run = json.loads(output.read_text()), gpu_stages.RUNS[number]
+    assert set(report["stages"]) == {"environment", *run.stages}
+    order = list(report["stages"])
+    assert order.index("headline") == order.index("smoke") + 1, "the headline comes before what takes long"
+    assert {"run.json", "run.log"} <= {path.name for path in output.parent.iterdir()}
+    assert code == 0, capsys.readouterr().out
+    assert sum(stage.least for stage in gpu_stages.STAGES if stage.name in run.stages) < 60 * run.minutes / 2
+
+
+def test_a_broken_kernel_is_an_exit_status(machine, monkeypatch, capsys):
+    monkeypatch.setattr(gpu_report, "Settings", functools.partial(gpu_report.Settings, python=machine.settings.python))
+    machine.breaks(fails=("smoke/triton/rows 1x8x2",))
+    assert gpu_report.main(["--run", "1", "--output", str(machine.folder / "run.json")]) == 1
+    assert "smoke: triton/rows at 1x8x2: AssertionError: wrong" in capsys.readouterr().out
+
+
+def test_every_stage_belongs_to_a_run():
+    names = {stage.name for stage in gpu_stages.STAGES}
+    assert {name for run in gpu_stages.RUNS.values() for name in run.stages} == names - {"environment"}
 
 
 def test_peers_are_installed_beside_the_machines_own(machine):
@@ -346,7 +356,7 @@ def test_peers_are_installed_beside_the_machines_own(machine):
     assert list(found["not_installed"]) == ["other-1.0-cp27-cp27m-win32.whl", "torch-1.0-py3-none-any.whl"]
     assert "1 of 3 wheels; not other-1.0-cp27" in found["note"]
     assert (machine.folder / "peers" / "peer.py").exists() and not (machine.folder / "peers" / "torch.py").exists()
-    path = gpu_report.child_environment()["PYTHONPATH"].split(os.pathsep)
+    path = gpu_work.child_environment()["PYTHONPATH"].split(os.pathsep)
     assert path[-2:] == [str(machine.folder / "peers"), str(machine.folder / "peers" / "inner")]
     assert (machine.folder / "peers" / "inner" / "kernel.py").exists()
 
@@ -372,7 +382,7 @@ def test_last(): assert not poisoned
 
 def test_a_test_that_breaks_its_process_costs_itself_alone(machine, monkeypatch):
     (machine.folder / "test_dangerous.py").write_text(DANGEROUS)
-    monkeypatch.setattr(gpu_tests, "SILENCE", 5.0)
+    monkeypatch.setattr(gpu_tests, "COMPILING", 5.0)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # of which none is needed here
     names = ("passes", "fails", "hangs", "crashes", "poisons", "last")
     stage = Stage("tests", lambda work: gpu_tests.run(work, [f"test_dangerous.py::test_{x}" for x in names], {}), 1)
@@ -402,47 +412,66 @@ def test_the_most_valuable_come_first():
     assert [name.split("::")[1] for name in order] == names[::-1]
 
 
-# --- probes ---------------------------------------------------------------------------------------------------------
+def test_a_test_is_given_the_time_that_its_kind_needs():
+    assert gpu_tests.silence("tests/test_gpu.py::test_cuda_graph[cuda-token-rows] ") == 40
+    for line in ("test_cuda_graph[triton-token-rows] ", "test_under_compile[cuda]", "test_auto"):
+        assert gpu_tests.silence(f"tests/test_gpu.py::{line}") == 150
+    assert gpu_tests.silence("collected 8600 items") == gpu_tests.silence("[gw0] [ 9%] PASSED a.py::b[cuda] ") == 150
 
 
-def test_every_probe_is_known():
-    for name, _ in gpu_stages.SMOKE[2:]:
-        backend, strategy, sizes = name.split("/")
-        assert backend in ("cuda", "triton") and strategy in STRATEGIES and sizes in gpu_probes.SIZES
-    first = [name.split("/")[1] for name, _ in gpu_stages.SMOKE if name.startswith("cuda")]
-    assert first == sorted(first, key=("load", *STRATEGIES).index), "from the least to the most risky"
+# --- the build ------------------------------------------------------------------------------------------------------
+
+BUILDER = """
+import os
+from pathlib import Path
+def build(name, *, development):
+    Path("built").write_text(os.environ.get("GRPO_KERNELS_NVCCFLAGS", "none"))
+    return Path("built")
+"""
+SETUP = """
+import os, sys
+from pathlib import Path
+def replace(target, built):
+    target.write_text(built.read_text())
+if __name__ == "__main__":
+    Path("grpo_kernels/_cuda.so").write_text(os.environ.get("GRPO_KERNELS_NVCCFLAGS", "none"))
+    sys.exit(int(os.environ.get("FAIL", "0")))
+"""
 
 
-def test_a_probe_passes_what_is_right_and_nothing_else(monkeypatch, capsys):
-    monkeypatch.setattr(gpu_probes, "LOGP_TOLERANCE", 2e-2)  # a CPU's product rounds the logits to bfloat16
-    gpu_probes.smoke("torch", "rows", "tiny", "cpu")
-    said = capsys.readouterr().out.splitlines()
-    assert len(said) == 2 * len(gpu_probes.SIZES["tiny"]) and "(129, 72, 257) torch.bfloat16: logps" in said[3]
-    assert gpu_probes.compare("torch", "anchored", (1, 8, 2), torch.bfloat16, "cpu") == "not served"
-    right = gpu_probes.step
-
-    def off(*arguments, index):
-        found = list(right(*arguments))
-        found[index] = found[index] * 1.1
-        return tuple(found)
-
-    for index in range(4):
-        monkeypatch.setattr(gpu_probes, "step", lambda *given, index=index: off(*given, index=index))
-        with pytest.raises(AssertionError, match="dweight"):
-            gpu_probes.compare("torch", "rows", (129, 72, 257), torch.float32, "cpu")
-    monkeypatch.setattr(gpu_probes, "step", lambda *given: tuple(x + torch.rand(()) * 1e-6 for x in right(*given)))
-    with pytest.raises(AssertionError, match="different bits"):
-        gpu_probes.compare("torch", "rows", (129, 72, 257), torch.float32, "cpu")
+@pytest.fixture
+def checkout(tmp_path, monkeypatch) -> Path:
+    for folder in ("csrc", "python", "tools/kernel_build", "grpo_kernels"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "setup.py").write_text(SETUP)
+    (tmp_path / "tools" / "kernel_build" / "__init__.py").touch()
+    (tmp_path / "tools" / "kernel_build" / "cuda.py").write_text(BUILDER)
+    monkeypatch.setattr(gpu_build, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu_build, "WATCHED", tmp_path / "watched")
+    monkeypatch.setattr(gpu_smoke, "WATCHED", tmp_path / "watched")
+    monkeypatch.delenv("GRPO_KERNELS_NVCCFLAGS", raising=False)
+    return tmp_path
 
 
-def test_the_products_of_the_ceilings_have_the_shapes_they_name():
-    """On torch's device without memory, which knows what a product takes and returns."""
-    shapes = {name: (call().shape, call().dtype) for name, call in gpu_probes.products(32, 16, 64, "meta")}
-    assert shapes["h W^T, float32"] == ((32, 64), torch.float32) and shapes["h W^T"] == ((32, 64), torch.bfloat16)
-    assert shapes["dlogits W"] == ((32, 16), torch.bfloat16)
-    assert shapes["dlogits^T h, added in float32"] == shapes["dlogits^T h, float32"] == ((64, 16), torch.float32)
+def test_the_kernels_are_built_once_more_with_the_watchdog(checkout, monkeypatch):
+    assert not gpu_smoke.watched(), "nothing has been built: nothing comes first"
+    (checkout / "grpo_kernels" / "engine.py").touch()
+    assert gpu_build.main() == 0
+    (module,) = (checkout / "watched" / "grpo_kernels").glob("_cuda.*so")
+    assert module.read_text().split() == ["-DGK_WATCHDOG"]
+    assert (checkout / "grpo_kernels" / "_cuda.so").read_text() == "none", "what is measured has no watchdog"
+    assert (checkout / "watched" / "grpo_kernels" / "engine.py").exists(), "a package that can be imported"
+    first, *rest = gpu_smoke.watched()["PYTHONPATH"].split(os.pathsep)
+    assert first == str(checkout / "watched") and str(ROOT) in rest
+    monkeypatch.setenv("FAIL", "1")
+    assert gpu_build.main() == 1, "the module that is measured decides"
 
 
-def test_clocks_are_summarized():
-    samples = "300, 3201, 30, 80.5\n1980, 3201, 50, 650\n1900, 3201, 40, [N/A]\n1800, 3201, 45, 600\n"
-    assert gpu_machine.summarize(samples)["clocks.sm"] == [300.0, 1800.0, 1980.0]
+def test_without_a_watched_module_there_is_none_of_an_earlier_build(checkout, capfd):
+    assert gpu_build.main() == 0
+    (checkout / "tools" / "kernel_build" / "cuda.py").write_text(
+        "def build(*a, **b): raise SystemExit('error: no nvcc')"
+    )
+    assert gpu_build.main() == 0 and not gpu_smoke.watched()
+    said = capfd.readouterr().out
+    assert "gpu_build: no module with -DGK_WATCHDOG, exit status 1" in said and "error: no nvcc" in said

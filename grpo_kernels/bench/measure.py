@@ -20,6 +20,7 @@ from .inputs import Inputs, make_inputs
 from .machine import OUT_OF_MEMORY, clocks, describe, limit_memory, peak, restart_peak, synchronize
 from .process import Died, Tell, apart
 from .reference import Reference, errors, off_policy, reference, why_wrong
+from .witness import witness
 
 Found = dict[str, dict[str, Any]]
 NOT_RUN = "not run: out of time"
@@ -203,7 +204,10 @@ def _try(step: Step, inputs: Inputs, right: Reference | None, device: torch.devi
     report: dict[str, Any] = {"errors": None}
     try:
         start = time.perf_counter()
-        result = step(inputs)
+        with witness() as calls:
+            result = step(inputs)
+        if calls:
+            report["ran"] = dict(calls)
         synchronize(device)
         report["first_call_seconds"] = time.perf_counter() - start
         if right is not None:

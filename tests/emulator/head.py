@@ -57,6 +57,7 @@ class HeadKernels:
         self.library.gk_serves_head.restype = ctypes.c_bool
         self.library.gk_items_cover.restype = ctypes.c_bool
         self.library.gk_head_args_size.restype = ctypes.c_size_t
+        self.library.gk_head_workspace.restype = ctypes.c_size_t
         assert self.library.gk_head_args_size() == ctypes.sizeof(HeadArgs)
 
     def use(self, multiprocessors: int = 132, order: int = 0, capability: int = 90) -> None:
@@ -69,6 +70,10 @@ class HeadKernels:
 
     def covers(self, row_blocks: int, tiles: int, per_part: int, group: int) -> bool:
         return self.library.gk_items_cover(row_blocks, tiles, per_part, group)
+
+    def workspace(self, rows: int, width: int, vocab: int) -> int:
+        """Bytes that a product of this size asks for."""
+        return self.library.gk_head_workspace(ctypes.byref(HeadArgs(rows=rows, width=width, vocab=vocab)))
 
     def linear_logp(
         self,

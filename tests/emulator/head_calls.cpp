@@ -12,6 +12,8 @@ size_t gk_head_args_size() { return sizeof(gk::cuda::HeadArgs); }
 
 bool gk_serves_head(const gk::cuda::HeadArgs* args) { return gk::cuda::serves_head(*args); }
 
+size_t gk_head_workspace(const gk::cuda::HeadArgs* args) { return gk::cuda::head_workspace(*args); }
+
 // Null, or what went wrong; valid until the next call.
 const char* gk_head(bool anchored, const gk::cuda::HeadArgs* args) {
     static std::string error;
