@@ -8,7 +8,7 @@ from torch import Tensor
 
 def autocast_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype | None:
     """The type in which torch.nn.functional.linear would compute with these: autocast's; None where they stay."""
-    if not isinstance(hidden, Tensor) or hidden.is_meta or not torch.is_autocast_enabled(hidden.device.type):
+    if not isinstance(hidden, Tensor) or hidden.device.type == "meta" or not torch.is_autocast_enabled(hidden.device.type):
         return None
     for x in (hidden, weight, bias):
         if isinstance(x, Tensor) and (x.dtype == torch.float64 or not x.is_floating_point()):
