@@ -13,9 +13,9 @@ from .backends import choose_backend, get_backend
 from .config import GRPOConfig
 from .delivery import FinishedGradients, deliver_once, refuse_double_backward
 from .engine import Scorer, sequence_chunks
-from .head import LMHead, Rows, chunk
+from .head import LMHead, chunk
 from .memory import default_chunk_rows, default_logits_dtype
-from .params import RowStats
+from .params import Rows, TokenValues, no_values
 from .products import settled_precision
 from .validate import (
     check_flag,
@@ -172,29 +172,30 @@ def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> tu
     rows, wants = max(1, min(rows, num_tokens)), call.wants
     head = LMHead(hidden, weight, bias, logits_dtype, rows, backend, wants, compute_dtype=call.compute_dtype)
     ids = torch.where(mask, call.completion_ids.reshape(-1), 0).long()
-    scorer = Scorer(head, ids, temperature, config.kernel_params(has_base=False), backend)
+    values = no_values(num_tokens, dtype, device)
+    scorer = Scorer(head, ids, temperature, config.kernel_params(has_base=False), backend, values)
 
     span = call.cu_seqlens.diff()
     sequence = torch.arange(len(span), device=device).repeat_interleave(span, output_size=num_tokens)
     index = mask.nonzero().squeeze(1)
     total = torch.zeros((), dtype=dtype, device=device)
+    gradients = torch.zeros((2, num_tokens), dtype=dtype, device=device)
 
-    def coefficients(rows: Rows, stats: RowStats, _: slice) -> tuple[Tensor, Tensor]:
+    def coefficients(rows: Rows, _: slice) -> tuple[Tensor, Tensor]:
         nonlocal total
         here = index[rows.start : rows.stop]
-        value, g_logp, g_entropy = _differentiate(call, stats, here, sequence[here])
+        value, *found = _differentiate(call, values, here, sequence[here])
         total = total + value
-        return g_logp, g_entropy
+        gradients.index_copy_(1, here, torch.stack(found))
+        return gradients[0], gradients[1]
 
     lengths: list[int] = torch.bincount(sequence[index], minlength=len(span)).tolist()
     too_long = call.level == "sequence" and max(lengths, default=0) > head.chunk_rows
     if not any(wants) or too_long:
         scorer.score(index)
-        stats = RowStats(*(x[index] for x in scorer.stats))
-        total, *parts = _differentiate(call, stats, index, sequence[index])
+        both = coefficients(Rows(0, len(index), index), slice(0))
         if any(wants):
-            zeros = torch.zeros(num_tokens, dtype=dtype, device=device)
-            scorer.gradient(*(zeros.index_copy(0, index, g) for g in parts))
+            scorer.gradient(*both)
     elif call.level == "sequence":
         scorer.staged(sequence_chunks(index, lengths, num_tokens, head.chunk_rows), coefficients)
     else:
@@ -207,11 +208,11 @@ def _token_chunks(index: Tensor, num_tokens: int, size: int) -> Iterator[tuple[R
         yield rows, slice(0)
 
 
-def _differentiate(call: _Call, stats: RowStats, index: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _differentiate(call: _Call, values: TokenValues, index: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(value, d value / d logps, d value / d entropy) of the user's function on small tensors."""
-    leaves = [stats.logp.detach().clone().requires_grad_()]
+    leaves = [values.logp[index].requires_grad_()]
     if call.entropy:
-        leaves.append(stats.entropy.detach().clone().requires_grad_())
+        leaves.append(values.entropy[index].requires_grad_())
     with torch.enable_grad():
         value = call.loss_fn(PolicyChunk(leaves[0], leaves[1] if call.entropy else None, index, sequence))
         if not isinstance(value, Tensor) or value.numel() not in (1, len(index)):
@@ -227,7 +228,7 @@ def _differentiate(call: _Call, stats: RowStats, index: Tensor, sequence: Tensor
         found = torch.autograd.grad(value, leaves, allow_unused=True)
         for i, g in enumerate(found):
             if g is not None:
-                gradients[i] = g.contiguous()  # the gradient of a sum is one number, expanded
+                gradients[i] = g
     return value.detach(), gradients[0], gradients[1]
 
 

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from ..params import KernelParams, RowStats
+from .base import GatheringBackend
 from .checks import check_matrices, check_table, check_vectors
 
 INTERFACE = 4  # of csrc/layout.h
 
 
-class CompiledBackend:
+class CompiledBackend(GatheringBackend):
     """Row kernels for logits (C, V) in fp32, bf16 or fp16, any row pitch; everything per token is fp32."""
 
     name: str

@@ -11,13 +11,15 @@ from torch import Tensor
 from .. import groups
 from ..objective import clamp_log_ratio, objective
 from ..params import COLUMN, COLUMNS, FIELD, KernelParams, RowStats
+from .base import GatheringBackend
 
 LOWEST_LOG_P = -1e4  # e^x is 0 long before, in float64 too
 SCALED_AT_ONCE = 1 << 22  # numbers that `scale` holds in float32
 
 
-class TorchBackend:
+class TorchBackend(GatheringBackend):
     name = "torch"
+    folds_bias = True
 
     def why_not(self, device: torch.device) -> str:
         return ""
