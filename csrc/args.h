@@ -5,30 +5,65 @@
 
 namespace gk {
 
-// One chunk of rows. The three row kernels read what they need and leave the rest alone.
+// What is known and what is found out of every token of the batch. A pass over rows that needs no table has none.
+struct TokenData {
+    const float* table;  // (kFieldCount, count)
+    float* values;       // (kValueFieldCount, count)
+    int64_t count;       // tokens of the batch, and with it the row stride of both
+
+    GK_HD float field(TableField f, int64_t token) const { return table[f * count + token]; }
+    GK_HD float& value(ValueField f, int64_t token) const { return values[f * count + token]; }
+};
+
+// The tokens that the rows of a chunk are: those of a list, or neighbours.
+struct RowTokens {
+    int64_t start;
+    const int64_t* index;  // (rows,) or null
+
+    GK_HD int64_t operator[](int64_t row) const { return index ? index[row] : start + row; }
+};
+
+// One chunk of rows of logits. The three row kernels read what they need and leave the rest alone. Logits, gradient and
+// rounding errors are addressed by row, everything else by token.
 struct RowArgs {
-    const void* logits;  // (rows, vocab), `logits_pitch` elements between rows
-    void* grad;          // (rows, vocab); may start where logits starts, see rows.cpp
-    const int64_t* ids;  // (rows,) the sampled token of each row
+    const void* logits;     // (rows, vocab), `logits_stride` elements between rows
+    const float* bias;      // (vocab,), added to every logit as it is loaded; may be null
+    void* grad;             // (rows, vocab); may start where logits starts, see rows.cpp; single_pass: may be null
+    float* rounding_error;  // (rows,) what rounding took from the sampled id's gradient; may be null
+    const int64_t* ids;     // (tokens,) the sampled token
     const float* temperature;
-    const float* table;      // (kFieldCount, rows), `table_pitch` between fields; fused only
-    float* logp;             // written by stats and fused
-    double* lse;             // written by stats and fused, read by gradient; float32 would cost 1e-3 near 1e4
-    float* entropy;          // written by stats and fused, read by gradient
-    float* residual;         // what rounding took from the sampled id's gradient; may be null; gradient and fused
+    double* lse;             // written by stats and single_pass, read by gradient; float32 would cost 1e-3 near 1e4
     const float* g_logp;     // d loss / d logp; gradient only
     const float* g_entropy;  // d loss / d entropy; gradient only
-    int64_t rows, vocab, logits_pitch, grad_pitch, table_pitch;
+    TokenData tokens;        // the table: single_pass only
+    RowTokens token_of;
+    int64_t rows, vocab, logits_stride, grad_stride;
     int32_t logits_dtype, grad_dtype;
     Params params;
 };
 
+// The objective of tokens whose log-probability and entropy are known.
+struct TokenArgs {
+    TokenData tokens;
+    RowTokens token_of;
+    int64_t rows;
+    Params params;
+};
+
+// The same for the scored tokens of whole sequences [first, last), each of which depends on its sequence.
+struct SequenceArgs {
+    TokenData tokens;
+    const int64_t* offsets;  // (sequences + 1,) first token of each sequence
+    const float* lengths;    // (sequences,) scored tokens of each, where any are
+    const uint8_t* scored;   // (tokens,)
+    int64_t first, last;
+    Params params;
+};
+
 struct ReduceArgs {
-    const uint8_t* scored;  // (tokens,)
-    const float *log_ratio, *logp, *entropy, *value, *kl, *g_logp;
-    const float* table;  // (kFieldCount, tokens)
-    int64_t tokens, table_pitch;
-    const int64_t* cu_seqlens;  // (sequences + 1,)
+    TokenData tokens;
+    const uint8_t* scored;   // (tokens,)
+    const int64_t* offsets;  // (sequences + 1,)
     int64_t sequences;
     const int64_t* group_index;  // (sequences,) or null
     int64_t groups;
@@ -38,9 +73,40 @@ struct ReduceArgs {
     float* extrema;        // ratio min, ratio max, mismatch max
     Params params;
 };
-enum AdvantageScale : int32_t { kScaleGroup, kScaleBatch, kScaleNone, kScaleCount };
-enum Baseline : int32_t { kBaselineMean, kBaselineLeaveOneOut, kBaselineNone, kBaselineCount };
-constexpr const char* kScaleNames[kScaleCount] = {"group", "batch", "none"};
-constexpr const char* kBaselineNames[kBaselineCount] = {"mean", "leave_one_out", "none"};
+
+// An input of the plan: one number, one per sequence or one per token. `data` is null where it was not given.
+enum PerWhat : int32_t { kOneForAll, kPerSequence, kPerToken, kPerWhatCount };
+struct PlanInput {
+    const float* data;
+    int32_t per_what;
+
+    GK_HD float at(int64_t token, int64_t sequence) const {
+        return data[per_what == kPerToken ? token : per_what == kPerSequence ? sequence : 0];
+    }
+};
+
+// Which tokens count, their weights and their table. Every input but the sequences may be null.
+struct PlanArgs {
+    int64_t tokens, sequences;
+    const int64_t* cu_seqlens;  // (sequences + 1,), or null: sequence s is tokens [s row_length, (s + 1) row_length)
+    int64_t row_length;
+    const int64_t* ids;
+    const void* mask;  // (tokens,) integers of mask_bytes 1, 4 or 8, not 0 where the token counts
+    int32_t mask_bytes;
+    PlanInput advantages, rollout_weights, temperature;
+    const float *old, *ref, *rollout;     // (tokens,)
+    const float *threshold, *normalizer;  // one number each
+    PlanRules rules;
+
+    float* table;              // (kFieldCount, tokens)
+    float* values;             // (kValueFieldCount, tokens), zeros
+    double* lse;               // (tokens,), zeros
+    int64_t* offsets;          // (sequences + 1,)
+    float* lengths;            // (sequences,) unmasked tokens
+    uint8_t *scored, *active;  // (tokens,)
+    int64_t* clean_ids;        // (tokens,) or null: ids, 0 at padding
+    int64_t* order;   // (tokens,) or null: active tokens, then those scored but not active; the rest is not written
+    int64_t* counts;  // or null: active; scored but not active; with whole_sequences, active of each sequence
+};
 
 }  // namespace gk

@@ -11,12 +11,6 @@
 
 #include "layout.h"
 
-#if defined(__CUDACC__) || defined(__CUDACC_RTC__) || defined(__HIPCC__)
-#define GK_HD __host__ __device__ __forceinline__
-#else
-#define GK_HD inline
-#endif
-
 namespace gk {
 
 struct TokenObjective {

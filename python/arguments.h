@@ -4,6 +4,7 @@
 #pragma once
 #include <pybind11/pybind11.h>
 
+#include <cstring>
 #include <stdexcept>
 
 #include "args.h"
@@ -30,113 +31,186 @@ inline void export_names(py::module_& m) {
     m.attr("INTERFACE") = gk::kInterface;
     m.attr("DTYPES") = names(gk::kDTypeNames);
     m.attr("TABLE_FIELDS") = names(gk::kFieldNames);
+    m.attr("VALUE_FIELDS") = names(gk::kValueFieldNames);
     m.attr("COLUMNS") = names(gk::kColumnNames);
     m.attr("SURROGATES") = names(gk::kSurrogateNames);
     m.attr("KL_ESTIMATORS") = names(gk::kKlEstimatorNames);
+    m.attr("LEVELS") = names(gk::kLevelNames);
+    m.attr("AGGREGATIONS") = names(gk::kAggregationNames);
     m.attr("PARAMS") = names(gk::kParamNames);
+    m.attr("PARAM_INTEGERS") = gk::kParamIntegers;
+    m.attr("PLAN_RULES") = names(gk::kPlanRuleNames);
+    m.attr("PLAN_RULE_INTEGERS") = gk::kPlanRuleIntegers;
     m.attr("SCALES") = names(gk::kScaleNames);
     m.attr("BASELINES") = names(gk::kBaselineNames);
 }
 
-// A flat sequence in the order of gk::Params, its names in PARAMS.
-inline gk::Params params_from(const py::sequence& values) {
-    using namespace gk;
-    if (values.size() != kParamIntegers + kParamFloats) throw std::invalid_argument("params: wrong number of values");
-    Params params;
-    auto* integers = reinterpret_cast<int32_t*>(&params);
-    auto* floats = reinterpret_cast<float*>(&params) + kParamIntegers;
-    for (int i = 0; i < kParamIntegers; i++) integers[i] = values[i].cast<int32_t>();
-    for (int i = 0; i < kParamFloats; i++) floats[i] = static_cast<float>(values[kParamIntegers + i].cast<double>());
-    return params;
+// gk::Params or gk::PlanRules: the values in the order of PARAMS or PLAN_RULES, int32 and then float32.
+template <class T>
+T from_bytes(const py::bytes& bytes) {
+    T values;
+    if (static_cast<size_t>(PyBytes_GET_SIZE(bytes.ptr())) != sizeof values)
+        throw std::invalid_argument("params, rules: wrong number of values");
+    std::memcpy(&values, PyBytes_AS_STRING(bytes.ptr()), sizeof values);
+    return values;
 }
 
-inline gk::RowArgs logits_of(Address logits, int dtype, int64_t pitch, int64_t rows, int64_t vocab, Address ids,
-                             const py::sequence& params) {
+inline gk::TokenData token_data(Address table, int64_t tokens, Address values) {
+    return {pointer<const float>(table), pointer<float>(values), tokens};
+}
+
+// What the three row kernels have in common.
+inline gk::RowArgs logits_of(Address logits, int dtype, int64_t stride, int64_t rows, int64_t vocab, Address bias,
+                             Address ids, int64_t start, Address index, Address lse, const py::bytes& params) {
     gk::RowArgs args = {};
     args.logits = pointer<const void>(logits);
     args.logits_dtype = dtype;
-    args.logits_pitch = pitch;
+    args.logits_stride = stride;
     args.rows = rows;
     args.vocab = vocab;
+    args.bias = pointer<const float>(bias);
     args.ids = pointer<const int64_t>(ids);
-    args.params = params_from(params);
+    args.token_of = {start, pointer<const int64_t>(index)};
+    args.lse = pointer<double>(lse);
+    args.params = from_bytes<gk::Params>(params);
     return args;
 }
 
-template <class Where, void (*kRun)(const gk::RowArgs&, Where)>
-void fused(Address logits, int logits_dtype, int64_t logits_pitch, int64_t rows, int64_t vocab, Address ids,
-           Address grad, int grad_dtype, int64_t grad_pitch, Address residual, Address table, int64_t table_pitch,
-           Address logp, Address lse, Address entropy, const py::sequence& params, Where where) {
-    gk::RowArgs args = logits_of(logits, logits_dtype, logits_pitch, rows, vocab, ids, params);
+inline void add_gradient(gk::RowArgs& args, Address grad, int dtype, int64_t stride, Address rounding_error) {
     args.grad = pointer<void>(grad);
-    args.grad_dtype = grad_dtype;
-    args.grad_pitch = grad_pitch;
-    args.residual = pointer<float>(residual);
-    args.table = pointer<const float>(table);
-    args.table_pitch = table_pitch;
-    args.logp = pointer<float>(logp);
-    args.lse = pointer<double>(lse);
-    args.entropy = pointer<float>(entropy);
+    args.grad_dtype = dtype;
+    args.grad_stride = stride;
+    args.rounding_error = pointer<float>(rounding_error);
+}
+
+template <class Where, void (*kRun)(const gk::RowArgs&, Where)>
+void single_pass(Address logits, int dtype, int64_t stride, int64_t rows, int64_t vocab, Address bias, Address ids,
+                 int64_t start, Address index, Address table, int64_t tokens, Address values, Address lse, Address grad,
+                 int grad_dtype, int64_t grad_stride, Address rounding_error, const py::bytes& params, Where where) {
+    gk::RowArgs args = logits_of(logits, dtype, stride, rows, vocab, bias, ids, start, index, lse, params);
+    args.tokens = token_data(table, tokens, values);
+    add_gradient(args, grad, grad_dtype, grad_stride, rounding_error);
     py::gil_scoped_release unlocked;
     kRun(args, where);
 }
 
 template <class Where, void (*kRun)(const gk::RowArgs&, Where)>
-void stats(Address logits, int logits_dtype, int64_t logits_pitch, int64_t rows, int64_t vocab, Address ids,
-           Address temperature, Address logp, Address lse, Address entropy, const py::sequence& params, Where where) {
-    gk::RowArgs args = logits_of(logits, logits_dtype, logits_pitch, rows, vocab, ids, params);
+void stats(Address logits, int dtype, int64_t stride, int64_t rows, int64_t vocab, Address bias, Address ids,
+           int64_t start, Address index, Address temperature, int64_t tokens, Address values, Address lse,
+           const py::bytes& params, Where where) {
+    gk::RowArgs args = logits_of(logits, dtype, stride, rows, vocab, bias, ids, start, index, lse, params);
+    args.tokens = token_data(0, tokens, values);
     args.temperature = pointer<const float>(temperature);
-    args.logp = pointer<float>(logp);
-    args.lse = pointer<double>(lse);
-    args.entropy = pointer<float>(entropy);
     py::gil_scoped_release unlocked;
     kRun(args, where);
 }
 
 template <class Where, void (*kRun)(const gk::RowArgs&, Where)>
-void gradient(Address logits, int logits_dtype, int64_t logits_pitch, int64_t rows, int64_t vocab, Address ids,
-              Address grad, int grad_dtype, int64_t grad_pitch, Address residual, Address temperature, Address lse,
-              Address entropy, Address g_logp, Address g_entropy, const py::sequence& params, Where where) {
-    gk::RowArgs args = logits_of(logits, logits_dtype, logits_pitch, rows, vocab, ids, params);
-    args.grad = pointer<void>(grad);
-    args.grad_dtype = grad_dtype;
-    args.grad_pitch = grad_pitch;
-    args.residual = pointer<float>(residual);
+void gradient(Address logits, int dtype, int64_t stride, int64_t rows, int64_t vocab, Address bias, Address ids,
+              int64_t start, Address index, Address temperature, int64_t tokens, Address values, Address lse,
+              Address g_logp, Address g_entropy, Address grad, int grad_dtype, int64_t grad_stride,
+              Address rounding_error, const py::bytes& params, Where where) {
+    gk::RowArgs args = logits_of(logits, dtype, stride, rows, vocab, bias, ids, start, index, lse, params);
+    args.tokens = token_data(0, tokens, values);
     args.temperature = pointer<const float>(temperature);
-    args.lse = pointer<double>(lse);
-    args.entropy = pointer<float>(entropy);
     args.g_logp = pointer<const float>(g_logp);
     args.g_entropy = pointer<const float>(g_entropy);
+    add_gradient(args, grad, grad_dtype, grad_stride, rounding_error);
     py::gil_scoped_release unlocked;
     kRun(args, where);
 }
 
-// `workspace`: the device's scratch memory, 0 where the backend needs none.
-template <class Where, void (*kRun)(const gk::ReduceArgs&, Address workspace, Where)>
-void reduce(int64_t tokens, Address scored, Address log_ratio, Address logp, Address entropy, Address value, Address kl,
-            Address g_logp, Address table, int64_t table_pitch, int64_t sequences, Address cu_seqlens,
-            Address group_index, int64_t groups, Address sequence_sums, Address group_sums, Address totals,
-            Address extrema, const py::sequence& params, Address workspace, Where where) {
-    gk::ReduceArgs args = {};
-    args.tokens = tokens;
+template <class Where, void (*kRun)(const gk::TokenArgs&, Where)>
+void token_objective(int64_t rows, int64_t start, Address index, Address table, int64_t tokens, Address values,
+                     const py::bytes& params, Where where) {
+    const gk::TokenArgs args = {token_data(table, tokens, values),
+                                {start, pointer<const int64_t>(index)},
+                                rows,
+                                from_bytes<gk::Params>(params)};
+    py::gil_scoped_release unlocked;
+    kRun(args, where);
+}
+
+template <class Where, void (*kRun)(const gk::SequenceArgs&, Where)>
+void sequence_objective(int64_t first, int64_t last, Address offsets, Address lengths, Address scored, Address table,
+                        int64_t tokens, Address values, const py::bytes& params, Where where) {
+    gk::SequenceArgs args = {};
+    args.tokens = token_data(table, tokens, values);
+    args.offsets = pointer<const int64_t>(offsets);
+    args.lengths = pointer<const float>(lengths);
     args.scored = pointer<const uint8_t>(scored);
-    args.log_ratio = pointer<const float>(log_ratio);
-    args.logp = pointer<const float>(logp);
-    args.entropy = pointer<const float>(entropy);
-    args.value = pointer<const float>(value);
-    args.kl = pointer<const float>(kl);
-    args.g_logp = pointer<const float>(g_logp);
-    args.table = pointer<const float>(table);
-    args.table_pitch = table_pitch;
+    args.first = first;
+    args.last = last;
+    args.params = from_bytes<gk::Params>(params);
+    py::gil_scoped_release unlocked;
+    kRun(args, where);
+}
+
+// `workspace`, here and below: the device's scratch memory, 0 where the backend needs none.
+template <class Where, void (*kRun)(const gk::ReduceArgs&, Address workspace, Where)>
+void reduce(int64_t tokens, int64_t sequences, Address offsets, Address scored, Address table, Address values,
+            Address group_index, int64_t groups, Address sequence_sums, Address group_sums, Address totals,
+            Address extrema, const py::bytes& params, Address workspace, Where where) {
+    gk::ReduceArgs args = {};
+    args.tokens = token_data(table, tokens, values);
+    args.scored = pointer<const uint8_t>(scored);
+    args.offsets = pointer<const int64_t>(offsets);
     args.sequences = sequences;
-    args.cu_seqlens = pointer<const int64_t>(cu_seqlens);
     args.group_index = pointer<const int64_t>(group_index);
     args.groups = groups;
     args.sequence_sums = pointer<float>(sequence_sums);
     args.group_sums = pointer<float>(group_sums);
     args.totals = pointer<float>(totals);
     args.extrema = pointer<float>(extrema);
-    args.params = params_from(params);
+    args.params = from_bytes<gk::Params>(params);
+    py::gil_scoped_release unlocked;
+    kRun(args, workspace, where);
+}
+
+inline gk::PlanInput plan_input(Address data, int mode) {
+    if (mode < 0 || mode >= gk::kPerWhatCount)
+        throw std::invalid_argument("mode: 0 scalar, 1 per sequence, 2 per token");
+    return {pointer<const float>(data), mode};
+}
+
+template <class Where, void (*kRun)(const gk::PlanArgs&, Address workspace, Where)>
+void plan(int64_t tokens, int64_t sequences, int64_t row_length, Address cu_seqlens, Address ids, Address mask,
+          int mask_bytes, Address advantages, int advantages_mode, Address old, Address ref, Address rollout,
+          Address rollout_weights, int rollout_weights_mode, Address temperature, int temperature_mode,
+          Address threshold, Address normalizer, const py::bytes& rules, Address table, Address values, Address lse,
+          Address offsets, Address lengths, Address scored, Address active, Address clean_ids, Address order,
+          Address counts, Address workspace, Where where) {
+    gk::PlanArgs args = {};
+    args.tokens = tokens;
+    args.sequences = sequences;
+    args.row_length = row_length;
+    args.cu_seqlens = pointer<const int64_t>(cu_seqlens);
+    args.ids = pointer<const int64_t>(ids);
+    args.mask = pointer<const void>(mask);
+    args.mask_bytes = mask_bytes;
+    args.advantages = plan_input(advantages, advantages_mode);
+    args.old = pointer<const float>(old);
+    args.ref = pointer<const float>(ref);
+    args.rollout = pointer<const float>(rollout);
+    args.rollout_weights = plan_input(rollout_weights, rollout_weights_mode);
+    args.temperature = plan_input(temperature, temperature_mode);
+    args.threshold = pointer<const float>(threshold);
+    args.normalizer = pointer<const float>(normalizer);
+    args.rules = from_bytes<gk::PlanRules>(rules);
+    args.table = pointer<float>(table);
+    args.values = pointer<float>(values);
+    args.lse = pointer<double>(lse);
+    args.offsets = pointer<int64_t>(offsets);
+    args.lengths = pointer<float>(lengths);
+    args.scored = pointer<uint8_t>(scored);
+    args.active = pointer<uint8_t>(active);
+    args.clean_ids = pointer<int64_t>(clean_ids);
+    args.order = pointer<int64_t>(order);
+    args.counts = pointer<int64_t>(counts);
+    if (args.mask && mask_bytes != 1 && mask_bytes != 4 && mask_bytes != 8)
+        throw std::invalid_argument("a mask has elements of 1, 4 or 8 bytes");
+    if (args.rules.aggregation < 0 || args.rules.aggregation >= gk::kAggregationCount)
+        throw std::invalid_argument("rules: unknown aggregation");
     py::gil_scoped_release unlocked;
     kRun(args, workspace, where);
 }

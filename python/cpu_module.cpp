@@ -6,27 +6,20 @@ namespace {
 
 using namespace binding;
 
-void objective(int64_t tokens, Address log_ratio, Address logp, Address entropy, Address table, int64_t table_pitch,
-               Address out, const py::sequence& params, int threads) {
-    const gk::Params values = params_from(params);
-    py::gil_scoped_release unlocked;
-    gk::objective_tokens(tokens, pointer<const float>(log_ratio), pointer<const float>(logp),
-                         pointer<const float>(entropy), pointer<const float>(table), table_pitch, values,
-                         pointer<float>(out), threads);
-}
+void run_plan(const gk::PlanArgs& args, Address, int threads) { gk::plan(args, threads); }
 
 void run_reduce(const gk::ReduceArgs& args, Address, int threads) { gk::reduce(args, threads); }
 
-void add_rows(Address target, int target_dtype, int64_t target_pitch, int64_t target_rows, Address rows, int rows_dtype,
-              int64_t rows_pitch, int64_t count, int64_t width, Address ids, Address scale) {
+void add_rows(Address target, int target_dtype, int64_t target_stride, int64_t target_rows, Address rows,
+              int rows_dtype, int64_t rows_stride, int64_t count, int64_t width, Address ids, Address scale) {
     gk::AddRowsArgs args = {};
     args.target = pointer<void>(target);
     args.target_dtype = target_dtype;
-    args.target_pitch = target_pitch;
+    args.target_stride = target_stride;
     args.target_rows = target_rows;
     args.rows = pointer<const void>(rows);
     args.rows_dtype = rows_dtype;
-    args.rows_pitch = rows_pitch;
+    args.rows_stride = rows_stride;
     args.count = count;
     args.width = width;
     args.ids = pointer<const int64_t>(ids);
@@ -47,10 +40,12 @@ void group_statistics(Address rewards, Address group_index, int64_t count, int64
 
 PYBIND11_MODULE(_cpu, m) {
     export_names(m);
-    m.def("fused", fused<int, gk::fused>);
+    m.def("plan", plan<int, run_plan>);
+    m.def("single_pass", single_pass<int, gk::single_pass>);
     m.def("stats", stats<int, gk::stats>);
     m.def("gradient", gradient<int, gk::gradient>);
-    m.def("objective", objective);
+    m.def("token_objective", token_objective<int, gk::token_objective>);
+    m.def("sequence_objective", sequence_objective<int, gk::sequence_objective>);
     m.def("reduce", reduce<int, run_reduce>);
     m.def("add_rows", add_rows);
     m.def("group_statistics", group_statistics);

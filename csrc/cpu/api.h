@@ -5,14 +5,14 @@
 
 namespace gk {
 
-void fused(const RowArgs& args, int threads);
+void plan(const PlanArgs& args, int threads);
+
+void single_pass(const RowArgs& args, int threads);
 void stats(const RowArgs& args, int threads);
 void gradient(const RowArgs& args, int threads);
 
-// out is (4, tokens): value, d_ratio, d_direct, kl.
-void objective_tokens(int64_t tokens, const float* log_ratio, const float* logp, const float* entropy,
-                      const float* table, int64_t table_pitch, const Params& params, float* out, int threads);
-
+void token_objective(const TokenArgs& args, int threads);
+void sequence_objective(const SequenceArgs& args, int threads);
 void reduce(const ReduceArgs& args, int threads);
 
 // target[ids[t]] += scale[t] * rows[t] for t in [0, count).
@@ -21,7 +21,7 @@ struct AddRowsArgs {
     const void* rows;    // (count, width), bfloat16
     const int64_t* ids;  // (count,)
     const float* scale;  // (count,)
-    int64_t target_rows, target_pitch, count, width, rows_pitch;
+    int64_t target_rows, target_stride, count, width, rows_stride;
     int32_t target_dtype, rows_dtype;
 };
 void add_rows(const AddRowsArgs& args);

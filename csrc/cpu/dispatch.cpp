@@ -68,6 +68,7 @@ std::atomic<const Isa*>& chosen() {
 // Enough elements in a piece to pay for handing it out; a piece is whole rows.
 void run(RowKernel kernel, const RowArgs& args, int threads) {
     constexpr int64_t kPieceElements = 32768;
+    check_rows(args.token_of, args.rows, args.tokens.count);
     const int64_t grain = std::max<int64_t>(1, kPieceElements / std::max<int64_t>(1, args.vocab));
     parallel_for(args.rows, grain, threads, [&](int64_t first, int64_t last) { kernel(args, first, last); });
 }
@@ -81,7 +82,7 @@ void set_cpu_isa(const char* name) {
     chosen().store(isa);
 }
 
-void fused(const RowArgs& args, int threads) { run(chosen().load()->kernels.fused, args, threads); }
+void single_pass(const RowArgs& args, int threads) { run(chosen().load()->kernels.single_pass, args, threads); }
 void stats(const RowArgs& args, int threads) { run(chosen().load()->kernels.stats, args, threads); }
 void gradient(const RowArgs& args, int threads) { run(chosen().load()->kernels.gradient, args, threads); }
 

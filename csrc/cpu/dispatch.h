@@ -5,11 +5,29 @@
 
 #include <algorithm>
 #include <atomic>
+#include <stdexcept>
 #include <system_error>
 #include <thread>
 #include <vector>
 
+#include "../args.h"
+
 namespace gk {
+
+// ---- checks of what the kernels follow through memory ---------------------------------------------------------------
+inline void check_rows(const RowTokens& token_of, int64_t rows, int64_t tokens) {
+    bool inside = token_of.index || (token_of.start >= 0 && token_of.start + rows <= tokens);
+    for (int64_t i = 0; token_of.index && i < rows; i++) inside &= token_of.index[i] >= 0 && token_of.index[i] < tokens;
+    if (!inside) throw std::invalid_argument("the rows of a chunk must be tokens of the batch");
+}
+
+inline void check_sequences(const int64_t* offsets, int64_t first, int64_t last, int64_t tokens) {
+    for (int64_t s = first; s < last; s++)
+        if (offsets[s] < 0 || offsets[s + 1] < offsets[s] || offsets[s + 1] > tokens)
+            throw std::invalid_argument("offsets of sequences must rise from 0 to the number of tokens");
+}
+
+// ---- threads --------------------------------------------------------------------------------------------------------
 
 // body(first, last) over [0, count) in pieces of `grain`, handed out in order to whoever is free. A result must depend
 // on its index alone, never on the thread or the piece: then any number of threads gives the same bits. body must not
@@ -32,6 +50,14 @@ void parallel_for(int64_t count, int64_t grain, int threads, const Body& body) {
     }
     work();
     for (std::thread& helper : helpers) helper.join();
+}
+
+// Enough work per token in a piece to pay for a thread.
+constexpr int64_t kTokensPerPiece = 4096;
+
+// The grain of work on the tokens of whole sequences.
+inline int64_t sequences_per_piece(int64_t tokens, int64_t sequences) {
+    return 1 + kTokensPerPiece * sequences / std::max<int64_t>(1, tokens);
 }
 
 }  // namespace gk

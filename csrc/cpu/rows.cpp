@@ -1,5 +1,6 @@
 // The row kernels: statistics of a row of logits, its gradient, and both with the objective in between.
 //
+//     u = logit + bias
 //     y = u, or cap * tanh(scale * u / cap)          z = y * to_z          to_z = scale / T, or 1 / T with a softcap
 //     S = sum_j e^(z_j - m)    lse = m + log S       logp = (z_id - m) - log S
 //     entropy = log S - sum_j e^(z_j - m) (z_j - m) / S           (nothing cancels: both terms are >= 0)
@@ -12,8 +13,8 @@
 // The gradient may overwrite the logits, in fp32 or as 16-bit values over the front of the same row. A forward sweep
 // that reads each vector before it writes the one at the same index then never destroys a logit that is still needed.
 //
-// For a 16-bit gradient, `fused` keeps the exponentials of its first sweep, each block relative to the maximum so far,
-// and the second sweep only scales them: one exponential per logit.
+// For a 16-bit gradient, `single_pass` keeps the exponentials of its first sweep, each block relative to the maximum so
+// far, and the second sweep only scales them: one exponential per logit.
 //
 // Compiled once per instruction set, see rows.h. Only internal linkage and plain functions of the C library here.
 #include "rows.h"
@@ -34,6 +35,7 @@ static_assert(kBlock % kStep == 0, "only the last block of a row is padded");
 
 struct Row {
     const void* logits;
+    const float* bias;  // or null
     int32_t dtype;
     int64_t vocab;
     bool capped;
@@ -48,7 +50,8 @@ static Row make_row(const RowArgs& args, int64_t i, float temperature) {
     const double scale = args.params.logit_scale, cap = args.params.softcap;
     Row row = {};
     row.dtype = args.logits_dtype;
-    row.logits = static_cast<const char*>(args.logits) + i * args.logits_pitch * element_size(row.dtype);
+    row.logits = static_cast<const char*>(args.logits) + i * args.logits_stride * element_size(row.dtype);
+    row.bias = args.bias;
     row.vocab = args.vocab;
     row.capped = cap != 0;
     row.cap = args.params.softcap;
@@ -64,9 +67,11 @@ struct Buffers {
     alignas(64) float slope[kBlock];  // 1 - tanh^2, with a softcap
 };
 
-template <class Type, bool kCapped>
-static inline void convert_vector(const Row& row, const typename Type::Element* u, float* y, float* slope) {
+template <class Type, bool kCapped, bool kBias>
+static inline void convert_vector(const Row& row, const typename Type::Element* u, const float* bias, float* y,
+                                  float* slope) {
     Float x = Type::load(u);
+    if (kBias) x += Float32::load(bias);
     if (kCapped) {
         const TanhPair tanh = tanh_pair(x * row.to_tanh);
         x = tanh.value * row.cap;
@@ -75,16 +80,19 @@ static inline void convert_vector(const Row& row, const typename Type::Element* 
     Float32::store(y, x);
 }
 
-template <class Type, bool kCapped>
+template <class Type, bool kCapped, bool kBias>
 static void convert_block(const Row& row, int64_t first, int64_t count, Buffers& buffers) {
     const auto* u = static_cast<const typename Type::Element*>(row.logits) + first;
+    const float* bias = kBias ? row.bias + first : nullptr;
     int64_t i = 0;
     for (; i + kWidth <= count; i += kWidth)
-        convert_vector<Type, kCapped>(row, u + i, buffers.y + i, buffers.slope + i);
-    if (i < count) {
+        convert_vector<Type, kCapped, kBias>(row, u + i, kBias ? bias + i : nullptr, buffers.y + i, buffers.slope + i);
+    if (i < count) {  // neither logits nor bias may be read beyond their end
         typename Type::Element tail[kWidth] = {};
+        float bias_tail[kWidth] = {};
         __builtin_memcpy(tail, u + i, (count - i) * sizeof *tail);
-        convert_vector<Type, kCapped>(row, tail, buffers.y + i, buffers.slope + i);
+        if (kBias) __builtin_memcpy(bias_tail, bias + i, (count - i) * sizeof *bias_tail);
+        convert_vector<Type, kCapped, kBias>(row, tail, bias_tail, buffers.y + i, buffers.slope + i);
     }
     for (i = count; i % kStep != 0; i++) {  // padding: probability 0
         buffers.y[i] = -kInfinity;
@@ -92,17 +100,22 @@ static void convert_block(const Row& row, int64_t first, int64_t count, Buffers&
     }
 }
 
+template <class Type>
+static void convert(const Row& row, int64_t first, int64_t count, Buffers& buffers) {
+    if (row.bias)
+        (row.capped ? convert_block<Type, true, true> : convert_block<Type, false, true>)(row, first, count, buffers);
+    else
+        (row.capped ? convert_block<Type, true, false> : convert_block<Type, false, false>)(row, first, count, buffers);
+}
+
 // y[first, first + count), padded with -inf to whole steps. fp32 logits that need no conversion are used where they
 // are.
 static const float* load_block(const Row& row, int64_t first, int64_t count, Buffers& buffers) {
-    if (row.dtype == kFloat32 && !row.capped && count % kStep == 0)
+    if (row.dtype == kFloat32 && !row.capped && !row.bias && count % kStep == 0)
         return static_cast<const float*>(row.logits) + first;
-    if (row.dtype == kFloat32)
-        (row.capped ? convert_block<Float32, true> : convert_block<Float32, false>)(row, first, count, buffers);
-    else if (row.dtype == kBFloat16)
-        (row.capped ? convert_block<BFloat16, true> : convert_block<BFloat16, false>)(row, first, count, buffers);
-    else
-        (row.capped ? convert_block<Float16, true> : convert_block<Float16, false>)(row, first, count, buffers);
+    (row.dtype == kFloat32    ? convert<Float32>
+     : row.dtype == kBFloat16 ? convert<BFloat16>
+                              : convert<Float16>)(row, first, count, buffers);
     return buffers.y;
 }
 
@@ -260,8 +273,8 @@ static float store_one(void* row, int64_t index, float value) {
 // z - lse = (y - max_y) * to_z - log_sum, from the row's own statistics or from a given lse.
 static void row_gradient(const RowArgs& args, int64_t i, const Row& row, float max_y, double log_sum, float entropy,
                          float g_logp, float g_entropy, Buffers& buffers, const Kept& kept = {}) {
-    char* out = static_cast<char*>(args.grad) + i * args.grad_pitch * element_size(args.grad_dtype);
-    if (args.residual) args.residual[i] = 0.f;
+    char* out = static_cast<char*>(args.grad) + i * args.grad_stride * element_size(args.grad_dtype);
+    if (args.rounding_error) args.rounding_error[i] = 0.f;
     if (g_logp == 0.f && g_entropy == 0.f) {
         __builtin_memset(out, 0, row.vocab * element_size(args.grad_dtype));
         return;
@@ -274,7 +287,7 @@ static void row_gradient(const RowArgs& args, int64_t i, const Row& row, float m
                          static_cast<float>(probability_scale * g_entropy * kLn2)};
 
     // The sampled id, before the sweep may overwrite its logit: 1 - p from expm1, exact where p is close to 1.
-    const int64_t id = args.ids[i];
+    const int64_t id = args.ids[args.token_of[i]];
     const bool known = id >= 0 && id < row.vocab;
     double du_id = 0.0;
     if (known) {
@@ -305,37 +318,42 @@ static void row_gradient(const RowArgs& args, int64_t i, const Row& row, float m
                        : args.grad_dtype == kBFloat16 ? store_one<BFloat16>
                                                       : store_one<Float16>;
     const float stored = store(out, id, static_cast<float>(du_id));
-    if (args.residual) args.residual[i] = static_cast<float>(du_id - stored);
+    if (args.rounding_error) args.rounding_error[i] = static_cast<float>(du_id - stored);
 }
 
 // ---- kernels over rows [first, last) --------------------------------------------------------------------------------
-static Statistics write_statistics(const RowArgs& args, int64_t i, const Row& row, Buffers& buffers,
+static Statistics write_statistics(const RowArgs& args, int64_t token, const Row& row, Buffers& buffers,
                                    const Kept& kept = {}) {
-    const Statistics found = row_statistics(row, args.ids[i], buffers, kept);
-    args.logp[i] = found.logp;
-    args.lse[i] = found.lse;
-    args.entropy[i] = found.entropy;
+    const Statistics found = row_statistics(row, args.ids[token], buffers, kept);
+    args.tokens.value(kTokenLogp, token) = found.logp;
+    args.tokens.value(kTokenEntropy, token) = found.entropy;
+    args.lse[token] = found.lse;
     return found;
 }
 
 static void stats_rows(const RowArgs& args, int64_t first, int64_t last) {
     Buffers buffers;
-    for (int64_t i = first; i < last; i++) write_statistics(args, i, make_row(args, i, args.temperature[i]), buffers);
+    for (int64_t i = first; i < last; i++) {
+        const int64_t token = args.token_of[i];
+        write_statistics(args, token, make_row(args, i, args.temperature[token]), buffers);
+    }
 }
 
-static void fused_rows(const RowArgs& args, int64_t first, int64_t last) {
+static void single_pass_rows(const RowArgs& args, int64_t first, int64_t last) {
     Buffers buffers;
     const int64_t blocks = (args.vocab + kBlock - 1) / kBlock;
     // Next to a float32 gradient the extra traffic costs more than an exponential, measured.
-    const bool pays = args.params.softcap == 0 && args.grad_dtype != kFloat32;
+    const bool pays = args.grad && args.params.softcap == 0 && args.grad_dtype != kFloat32;
     float* memory = pays ? static_cast<float*>(malloc(blocks * (kBlock + 1) * sizeof(float))) : nullptr;
     for (int64_t i = first; i < last; i++) {
-        const Row row = make_row(args, i, args.table[kTemperature * args.table_pitch + i]);
-        const bool keep = memory && args.table[kWeightEntropy * args.table_pitch + i] == 0.f;
-        const Kept kept = keep ? Kept{memory, memory + blocks * kBlock} : Kept{};
-        const Statistics found = write_statistics(args, i, row, buffers, kept);
-        const RowGradient g = row_objective(args, i, found.logp, found.entropy);
-        row_gradient(args, i, row, found.max, found.log_sum, found.entropy, g.logp, g.entropy, buffers, kept);
+        const int64_t token = args.token_of[i];
+        const Row row = make_row(args, i, args.tokens.field(kTemperature, token));
+        const float g_entropy = args.tokens.field(kWeightEntropy, token);
+        const Kept kept = memory && g_entropy == 0.f ? Kept{memory, memory + blocks * kBlock} : Kept{};
+        const Statistics found = write_statistics(args, token, row, buffers, kept);
+        const float g_logp = row_objective(args, token, found.logp, found.entropy);
+        if (args.grad)
+            row_gradient(args, i, row, found.max, found.log_sum, found.entropy, g_logp, g_entropy, buffers, kept);
     }
     free(memory);
 }
@@ -343,15 +361,17 @@ static void fused_rows(const RowArgs& args, int64_t first, int64_t last) {
 static void gradient_rows(const RowArgs& args, int64_t first, int64_t last) {
     Buffers buffers;
     for (int64_t i = first; i < last; i++) {
-        const Row row = make_row(args, i, args.temperature[i]);
+        const int64_t token = args.token_of[i];
+        const Row row = make_row(args, i, args.temperature[token]);
         // lse in units of y, rounded to float; what the rounding leaves goes into log_sum
-        const float shift = static_cast<float>(args.lse[i] / row.to_z);
-        const double rest = args.lse[i] - shift * row.to_z;
-        row_gradient(args, i, row, shift, rest, args.entropy[i], args.g_logp[i], args.g_entropy[i], buffers);
+        const float shift = static_cast<float>(args.lse[token] / row.to_z);
+        const double rest = args.lse[token] - shift * row.to_z;
+        row_gradient(args, i, row, shift, rest, args.tokens.value(kTokenEntropy, token), args.g_logp[token],
+                     args.g_entropy[token], buffers);
     }
 }
 
-RowKernels row_kernels() { return {fused_rows, stats_rows, gradient_rows}; }
+RowKernels row_kernels() { return {single_pass_rows, stats_rows, gradient_rows}; }
 
 }  // namespace GK_ISA
 }  // namespace gk

@@ -7,7 +7,7 @@ namespace gk {
 using RowKernel = void (*)(const RowArgs& args, int64_t first, int64_t last);  // rows [first, last)
 
 struct RowKernels {
-    RowKernel fused, stats, gradient;
+    RowKernel single_pass, stats, gradient;
 };
 
 namespace avx512 {
@@ -20,11 +20,9 @@ namespace baseline {
 RowKernels row_kernels();
 }
 
-// d loss / d logp and d loss / d entropy of one row: the table's objective at the row's statistics. Compiled once, for
-// the baseline: every instruction set takes exactly the same branch at a clip boundary.
-struct RowGradient {
-    float logp, entropy;
-};
-RowGradient row_objective(const RowArgs& args, int64_t row, float logp, float entropy);
+// What single_pass computes between a row's statistics and its gradient: the token's objective into its values, and
+// d loss / d logp, which is returned. Compiled once, for the baseline: every instruction set takes exactly the same
+// branch at a clip boundary.
+float row_objective(const RowArgs& args, int64_t token, float logp, float entropy);
 
 }  // namespace gk

@@ -35,8 +35,8 @@ struct Brain {
 template <class Target, class Source>
 void add(const AddRowsArgs& args) {
     for (int64_t t = 0; t < args.count; t++) {
-        auto* target = static_cast<typename Target::Element*>(args.target) + args.ids[t] * args.target_pitch;
-        const auto* row = static_cast<const typename Source::Element*>(args.rows) + t * args.rows_pitch;
+        auto* target = static_cast<typename Target::Element*>(args.target) + args.ids[t] * args.target_stride;
+        const auto* row = static_cast<const typename Source::Element*>(args.rows) + t * args.rows_stride;
         const float scale = args.scale[t];
         for (int64_t j = 0; j < args.width; j++)
             target[j] = Target::store(Target::load(target[j]) + scale * Source::load(row[j]));

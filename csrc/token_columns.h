@@ -1,0 +1,53 @@
+// What `reduce` adds up of a scored token: the columns of its sums, then its extrema. CPU and device kernels compile
+// this file.
+#pragma once
+#include "args.h"
+#include "objective.h"
+
+namespace gk {
+
+enum ReducedColumn : int32_t { kRatioMin = kColumnCount, kRatioMax, kMismatchMax, kReducedCount };
+
+// Of two partial results. A column starts at 0, the minimum at infinity, the maxima at -infinity.
+GK_HD double combine(int column, double x, double y) {
+    if (column == kRatioMin) return y < x ? y : x;
+    if (column == kRatioMax || column == kMismatchMax) return y > x ? y : x;
+    return x + y;
+}
+
+// Adds token t to `columns`.
+GK_HD void add_token(const Params& p, const TokenData& tokens, int64_t t, double (&columns)[kReducedCount]) {
+    const auto add = [&](int column, double x) { columns[column] = combine(column, columns[column], x); };
+    const float logp = tokens.value(kTokenLogp, t), entropy = tokens.value(kTokenEntropy, t);
+    const float ratio = expf(clamped_log_ratio(p, tokens.value(kTokenLogRatio, t)));
+    const float bounded = ratio < p.delta ? ratio : p.delta;
+    const float advantage = tokens.field(kAdvantage, t), base = p.has_base ? tokens.field(kBase, t) : logp;
+    const float weight = tokens.field(kWeightDirect, t), weight_entropy = tokens.field(kWeightEntropy, t);
+    const float rollout = tokens.field(kRollout, t);
+    const bool has_rollout = rollout == rollout;  // NaN: unknown
+    // DPPO and IPO divide by the rollout itself: there the current policy is compared with it.
+    const float trained = p.surrogate == kDppoTv || p.surrogate == kIpo ? logp : base;
+    const float mismatch = has_rollout ? fabsf(trained - rollout) : 0.f;
+    const double rollout_weight = tokens.field(kRolloutWeight, t);
+
+    if (weight != 0.f) add(kLoss, static_cast<double>(weight) * tokens.value(kTokenValue, t));
+    if (weight_entropy != 0.f) add(kLoss, static_cast<double>(weight_entropy) * entropy);
+    add(kTokens, 1.0);
+    add(kKl, tokens.value(kTokenKl, t));
+    add(kEntropy, entropy);
+    add(kRatio, ratio);
+    add(kClipLow, bounded < 1.f - p.epsilon_low && advantage < 0.f);
+    add(kClipHigh, bounded > 1.f + p.epsilon_high && advantage > 0.f);
+    add(kCispoClip, bounded > p.epsilon_high && advantage > 0.f);
+    if (p.has_base) add(kApproxKl, static_cast<double>(base) - logp);
+    add(kMismatch, mismatch);
+    add(kMismatchCount, has_rollout);
+    add(kRolloutWeightSum, rollout_weight);
+    add(kRolloutWeightSq, rollout_weight * rollout_weight);
+    add(kZeroGradient, tokens.value(kTokenGLogp, t) == 0.f && weight_entropy == 0.f);
+    add(kRatioMin, ratio);
+    add(kRatioMax, ratio);
+    if (has_rollout) add(kMismatchMax, mismatch);
+}
+
+}  // namespace gk
