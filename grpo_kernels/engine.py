@@ -2,7 +2,7 @@
 
     single pass  per chunk: logits -> row kernel (statistics, objective, gradient) -> dhidden, dweight             6 NHV
     staged       for whole sequences: logits -> statistics -> coefficients -> gradient -> products                 6 NHV
-    recompute    statistics of all rows; coefficients; logits again for rows with a gradient -> products   8 NHV
+    recompute    statistics of all rows; coefficients; logits again for rows with a gradient -> products           8 NHV
 Zero-gradient rows get only the forward GEMM, or none if `score_inactive=False`: one read of the counts on the host per
 call. With static shapes every row is computed and nothing is read.
 """

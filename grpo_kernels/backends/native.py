@@ -42,9 +42,8 @@ class NativeBackend(CompiledBackend):
         rows = contiguous_rows(rows)
         check_vectors(rows, ids=(ids, torch.int64), scale=(scale, torch.float32))
         self._served(target)
-        address, dtype, pitch = self._matrix(target)
         self.module.add_rows(
-            address, dtype, pitch, target.shape[0], *self._matrix(rows), *rows.shape, ids.data_ptr(), scale.data_ptr()
+            *self._matrix(target), target.shape[0], *self._matrix(rows), *rows.shape, ids.data_ptr(), scale.data_ptr()
         )
 
     def scale(self, x: Tensor, factor: Tensor) -> None:
