@@ -138,7 +138,7 @@ GK_DEVICE void fused_resident(const RowLaunch& launch) {
     const int rank = cluster_rank(), blocks = cluster_size();
     if (blocks > 1) cluster_arrive_relaxed();  // waited for before the first access to another block's shared memory
 
-    const int64_t row = block_index() / static_cast<unsigned>(blocks);
+    const int64_t row = cluster_index();
     const Source<In> source(static_cast<const char*>(args.logits) + row * args.logits_pitch * kSize<In>,
                             static_cast<int>(args.vocab));
     const Target<Out, In> target(static_cast<char*>(args.grad) + row * args.grad_pitch * kSize<Out>, source);
