@@ -300,7 +300,19 @@ def test_the_default_design_is_that_of_memory_py(monkeypatch: pytest.MonkeyPatch
 
 
 def observe(case: Case, name: str) -> tuple[int, int]:
-    """(FLOPs of matrix products, peak bytes beyond inputs and returned gradients) of one call on the CPU."""
+    """(FLOPs of matrix products, peak bytes beyond inputs and returned gradients) of one call on the CPU.
+
+    In one thread, as under xdist: the library's product takes memory of its own for each of several.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _observe(case, name)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _observe(case: Case, name: str) -> tuple[int, int]:
     inputs = make_inputs(case, torch.device("cpu"))
     (step,) = implementations()[name].settings(inputs, case.mode).values()
     step(inputs)
