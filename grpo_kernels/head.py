@@ -15,7 +15,6 @@ rounding took, e_t, and the products start from e_t W[id] and e_t h_t, a sum ove
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -71,6 +70,10 @@ class LMHead:
             hidden, weight = hidden.to(compute_dtype), weight.to(compute_dtype)
             bias = None if bias is None else bias.to(compute_dtype)
         self.hidden, self.weight, self.bias, self.keep = hidden, weight, bias, keep
+        # (V,) in float32 or better, for the row kernels to add.
+        self.folded_bias: Tensor | None = None
+        if bias is not None and backend.folds_bias:
+            self.folded_bias = bias.detach().to(torch.promote_types(bias.dtype, torch.float32)).contiguous()
         self.strategy = choose_strategy(backend, hidden, weight)
         self.num_tokens = hidden.numel() // hidden.shape[-1]
         self.flat_hidden = _flat_view(hidden)
@@ -88,6 +91,7 @@ class LMHead:
         self.sums_in_float32 = self.grad_dtype.itemsize == 2 and long
         self.gradient_scale: Tensor | None = None
         self.scratch: Tensor | None = None
+        self._gathered: tuple[Rows, Tensor] | None = None  # a chunk's hidden states serve two products
         self.dhidden: Tensor | None = None
         self.dweight: Tensor | None = None
         self.dbias: Tensor | None = None
@@ -110,13 +114,6 @@ class LMHead:
         if self.bias is not None and not self.backend.folds_bias:
             out += self.bias.to(out.dtype)
         return out
-
-    @cached_property
-    def folded_bias(self) -> Tensor | None:
-        """(V,) in float32 or better, for the row kernels to add."""
-        if self.bias is None or not self.backend.folds_bias:
-            return None
-        return self.bias.detach().to(torch.promote_types(self.bias.dtype, torch.float32)).contiguous()
 
     def exponentials(self, rows: Rows) -> Tensor:
         """(C, V) uninitialised, in the type of the gradients, for the anchored strategy; valid until the next call."""
@@ -180,7 +177,7 @@ class LMHead:
 
     def gradients(self) -> FinishedGradients:
         """Of (hidden, weight, bias), in their shapes; zeros where no row contributed."""
-        self.scratch = None
+        self.scratch = self._gathered = None
         sums = self.dhidden, self.dweight, self.dbias
         self.dhidden = self.dweight = self.dbias = None
         inputs = self.hidden, self.weight, self.bias
@@ -271,8 +268,10 @@ class LMHead:
 
     def hidden_rows(self, rows: Rows) -> Tensor:
         """(C, H) of a chunk."""
-        h = self._stored_rows(rows)
-        return h if self.keep is None else torch.where(rows.take(self.keep)[:, None], h, 0.0)
+        if self._gathered is None or self._gathered[0] is not rows:
+            h = self._stored_rows(rows)
+            self._gathered = rows, h if self.keep is None else torch.where(rows.take(self.keep)[:, None], h, 0.0)
+        return self._gathered[1]
 
     def _stored_rows(self, rows: Rows) -> Tensor:
         if self.flat_hidden is not None:
@@ -299,7 +298,7 @@ class GivenLogits:
         self.num_tokens = self.chunk_rows = logits.shape[0]
         self.grad_dtype = logits.dtype
         self.strategy = "rows"
-        self.folded_bias = None
+        self.folded_bias: Tensor | None = None
 
     def logits(self, rows: Rows) -> Tensor:
         return rows.take(self.buffer)

@@ -202,15 +202,45 @@ class PlannedTokens(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums of COLUMNS over scored tokens: (S, K), (num_groups, K), (K,); extrema (3,): ratio min and max, mismatch max.
+    """Sums of COLUMNS over scored tokens, one after the other in `numbers`: per sequence, per group, of all; extrema."""
 
-    The first column of `totals` is the loss.
-    """
+    numbers: Tensor
+    num_sequences: int
+    num_groups: int
 
-    sequences: Tensor
-    groups: Tensor
-    totals: Tensor
-    extrema: Tensor
+    @property
+    def loss(self) -> Tensor:
+        """() a view."""
+        return self.numbers[(self.num_sequences + self.num_groups) * len(COLUMNS)]
+
+    @property
+    def sequences(self) -> Tensor:
+        """(S, K)."""
+        return self._rows(0, self.num_sequences)
+
+    @property
+    def groups(self) -> Tensor:
+        """(num_groups, K)."""
+        return self._rows(self.num_sequences, self.num_groups)
+
+    @property
+    def totals(self) -> Tensor:
+        """(K,)."""
+        return self._rows(self.num_sequences + self.num_groups, 1).view(-1)
+
+    @property
+    def extrema(self) -> Tensor:
+        """(3,): ratio min, ratio max, mismatch max."""
+        return self.numbers[-3:]
+
+    def _rows(self, first: int, count: int) -> Tensor:
+        columns = len(COLUMNS)
+        return self.numbers[first * columns : (first + count) * columns].view(count, columns)
+
+    @staticmethod
+    def size(num_sequences: int, num_groups: int) -> int:
+        """How many numbers there are."""
+        return (num_sequences + num_groups + 1) * len(COLUMNS) + 3
 
 
 class KernelParams(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 
 import torch
@@ -91,15 +91,22 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 _lock, _depth, _restore = threading.Lock(), 0, False
+_NOTHING_TO_SETTLE = nullcontext()
 
 
-@contextmanager
-def settled_precision(device: torch.device) -> Iterator[None]:
+def settled_precision(device: torch.device) -> AbstractContextManager[None]:
     """Autocast is off inside, and so is the process-wide switch torch.backends.cuda.matmul.allow_fp16_accumulation.
 
     With that switch on, torch raises where a product is to return float32. The last of several threads to leave puts
     it back; until then it is off for the whole process, whose float16 products are more exact meanwhile.
     """
+    if device.type == "cpu" and not torch.is_autocast_enabled("cpu"):
+        return _NOTHING_TO_SETTLE
+    return _settled(device)
+
+
+@contextmanager
+def _settled(device: torch.device) -> Iterator[None]:
     global _depth, _restore
     switch = torch.backends.cuda.matmul
     with _lock:
