@@ -9,7 +9,7 @@ read of the counts on the host per call. With static shapes every row is compute
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, partial
 from typing import NamedTuple, cast
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .backends import Backend, FoldingBackend
 from .coefficients import Coefficients, evaluate
-from .head import GivenLogits, LMHead, Rows, chunk
+from .head import Chunk, GivenLogits, LMHead, Rows
 from .params import FIELD, KernelParams, RowStats
 from .plan import Plan
 
@@ -41,47 +41,53 @@ class Scorer:
 
     def score(self, index: Tensor | None, *, entropy: bool = True) -> None:
         """Statistics of these tokens (None: of all), nothing else."""
-        for rows in self._chunks(index):
-            if self.head.strategy == "rows":
-                self._statistics(rows)
-            else:
-                self._keep(rows, self._linear_logp(rows, entropy))
+        for chunk in self.head.chunks(index):
+            for rows in chunk.row_chunks():
+                if self.head.strategy == "rows":
+                    self._statistics(rows)
+                else:
+                    self._keep(rows, self._linear_logp(rows, entropy))
 
     def fused(self, index: Tensor | None, table: Tensor) -> None:
         """Statistics and gradients of tokens whose gradient depends on themselves alone."""
-        if self.head.grad_dtype == torch.float16:  # a scale, which follows from the coefficients, must come first
-            self.staged(((rows, slice(0)) for rows in self._chunks(index)), partial(self._token_coefficients, table))
+        head = self.head
+        if head.grad_dtype == torch.float16:  # a scale, which follows from the coefficients, must come first
+            self.staged(((chunk, slice(0)) for chunk in head.chunks(index)), partial(self._token_coefficients, table))
             return
-        for rows in self._chunks(index):
-            logits = self.head.logits(rows)
-            gradient = self.head.gradient_buffer(logits)
-            ids, residual = rows.take(self.ids), self.head.residual(rows)
-            stats = self.backend.fused(logits, gradient, ids, rows.take(table, 1), self.params, residual)
-            self._keep(rows, stats)
-            self.head.accumulate(rows, gradient, ids, residual)
+        for chunk in head.chunks(index):
+            for rows in chunk.row_chunks():
+                logits = head.logits(rows)
+                gradient, error = head.gradient_buffer(chunk, rows, logits), head.rounding_error(chunk, rows)
+                ids = rows.take(self.ids)
+                self._keep(rows, self.backend.fused(logits, gradient, ids, rows.take(table, 1), self.params, error))
+            head.accumulate(chunk, self.ids)
 
     def anchored(self, index: Tensor | None, table: Tensor) -> None:
         """`fused` without logits, for tokens whose gradient does not go through their entropy."""
         head, backend = cast(LMHead, self.head), cast(FoldingBackend, self.backend)
-        for rows in self._chunks(index):
-            exponentials, ids = head.exponentials(rows), rows.take(self.ids)
-            given = head.hidden_rows(rows), head.weight, head.bias, ids, rows.take(table, 1)
+        for chunk in head.chunks(index):
+            rows, exponentials = chunk.rows, head.exponentials(chunk)
+            given = head.hidden_rows(rows), head.weight, head.bias, rows.take(self.ids), rows.take(table, 1)
             stats, scale = backend.anchored(*given, exponentials, self.params)
             self._keep(rows, stats)
-            head.accumulate_scaled(rows, exponentials, scale)
+            head.accumulate_scaled(chunk, exponentials, scale)
 
-    def staged(self, chunks: Iterator[tuple[Rows, slice]], coefficients: CoefficientFn) -> None:
+    def staged(self, chunks: Iterable[tuple[Chunk, slice]], coefficients: CoefficientFn) -> None:
         """Statistics of a chunk, then its coefficients, then its gradients from the same logits."""
-        for rows, sequences in chunks:
-            logits, stats = self._statistics(rows)
-            self._gradient(rows, logits, stats, *coefficients(rows, stats, sequences))
+        for chunk, sequences in chunks:
+            logits, stats = self._statistics(chunk.rows)
+            self._gradient(chunk, chunk.rows, logits, stats, *coefficients(chunk.rows, stats, sequences))
+            self.head.accumulate(chunk, self.ids)
 
     def gradient(self, g_logp: Tensor, g_entropy: Tensor, *, static_shapes: bool = False) -> None:
         """Gradients of every token with a non-zero coefficient, from its logits computed again."""
         index = None if static_shapes else ((g_logp != 0) | (g_entropy != 0)).nonzero().squeeze(1)
-        for rows in self._chunks(index):
-            stats = RowStats(*(rows.take(x) for x in self.stats))
-            self._gradient(rows, self.head.logits(rows), stats, rows.take(g_logp), rows.take(g_entropy))
+        for chunk in self.head.chunks(index):
+            for rows in chunk.row_chunks():
+                stats = RowStats(*(rows.take(x) for x in self.stats))
+                given = self.head.logits(rows), stats, rows.take(g_logp), rows.take(g_entropy)
+                self._gradient(chunk, rows, *given)
+            self.head.accumulate(chunk, self.ids)
 
     def _token_coefficients(
         self, table: Tensor, rows: Rows, stats: RowStats, sequences: slice
@@ -98,17 +104,16 @@ class Scorer:
         given = head.hidden_rows(rows), head.weight, head.bias, rows.take(self.ids), rows.take(self.temperature)
         return backend.linear_logp(*given, self.params, entropy=entropy)
 
-    def _chunks(self, index: Tensor | None) -> Iterator[Rows]:
-        return chunk(index, self.head.num_tokens, self.head.chunk_rows)
-
     def _statistics(self, rows: Rows) -> tuple[Tensor, RowStats]:
         logits = self.head.logits(rows)
         stats = self.backend.stats(logits, rows.take(self.ids), rows.take(self.temperature), self.params)
         self._keep(rows, stats)
         return logits, stats
 
-    def _gradient(self, rows: Rows, logits: Tensor, stats: RowStats, g_logp: Tensor, g_entropy: Tensor) -> None:
-        gradient, residual = self.head.gradient_buffer(logits), self.head.residual(rows)
+    def _gradient(
+        self, chunk: Chunk, rows: Rows, logits: Tensor, stats: RowStats, g_logp: Tensor, g_entropy: Tensor
+    ) -> None:
+        gradient, error = self.head.gradient_buffer(chunk, rows, logits), self.head.rounding_error(chunk, rows)
         ids, temperature = rows.take(self.ids), rows.take(self.temperature)
         if self.head.grad_dtype == torch.float16 and g_logp.numel():
             steepness = self.params.logit_scale / temperature
@@ -116,12 +121,11 @@ class Scorer:
             scale = self.head.scale_gradients(largest)
             g_logp, g_entropy = g_logp * scale, g_entropy * scale
         self.backend.gradient(
-            logits, gradient, ids, temperature, stats.lse, stats.entropy, g_logp, g_entropy, self.params, residual
+            logits, gradient, ids, temperature, stats.lse, stats.entropy, g_logp, g_entropy, self.params, error
         )
-        self.head.accumulate(rows, gradient, ids, residual)
 
     def _keep(self, rows: Rows, stats: RowStats) -> None:
-        if rows.index is None and rows.stop - rows.start == self.head.num_tokens:
+        if rows.index is None and rows.count == self.head.num_tokens:
             self.stats = stats
             return
         for everywhere, here in zip(self.stats, stats, strict=True):
@@ -153,7 +157,7 @@ def run(
     elif not plan.whole_sequences:
         anchored = head.strategy == "anchored" and plan.config.entropy_coef == 0.0
         (scorer.anchored if anchored else scorer.fused)(active, plan.table)
-    elif lengths is not None and max(lengths, default=0) <= head.chunk_rows:
+    elif lengths is not None and max(lengths, default=0) <= head.sequence_rows:
         _staged(scorer, plan, active, lengths)
     else:
         scorer.score(active)
@@ -238,4 +242,5 @@ def _staged(scorer: Scorer, plan: Plan, active: Tensor | None, lengths: list[int
         c = evaluate(part, scorer.backend, stats.logp, stats.entropy)
         return c.g_logp, part.field("weight_entropy")
 
-    scorer.staged(sequence_chunks(active, lengths, scorer.head.num_tokens, scorer.head.chunk_rows), coefficients)
+    packed = sequence_chunks(active, lengths, scorer.head.num_tokens, scorer.head.sequence_rows)
+    scorer.staged(((scorer.head.chunk_of(rows), sequences) for rows, sequences in packed), coefficients)

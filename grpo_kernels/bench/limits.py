@@ -13,13 +13,14 @@ Memory is what the benchmarks measure: the high-water mark, less the inputs and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from ..memory import ROUNDED_CHUNKS, default_chunk_rows, default_logits_dtype
+from ..memory import ROUNDED_CHUNKS, chunk_sizes, default_logits_dtype, gpu_budget, memory_budget
 from .cases import Case
 from .devices import Device, find_device
 
@@ -42,7 +43,7 @@ EPILOGUE_INSTRUCTIONS = 20
 # Launches of a call, and of them those before the first product, when the device waits for the host. Counted with
 # torch.profiler over calls of one and of four chunks, views left out, rounded.
 LAUNCHES = {"step": (70, 50), "frozen": (70, 50), "forward": (20, 15)}
-LAUNCHES_PER_CHUNK = 10
+LAUNCHES_PER_CHUNK, LAUNCHES_PER_ROW_CHUNK = 5, 5
 EAGER_LAUNCHES, FLOOR_LAUNCHES = 60, 3
 
 
@@ -153,16 +154,30 @@ class _Work:
         # Bytes of an element: of the inputs, of logits, of their gradient, of the sums that become dweight.
         kind, on_cpu = torch.device(device.type), device.type == "cpu"
         self.item = case.torch_dtype.itemsize
-        self.logit = default_logits_dtype(case.torch_dtype, kind).itemsize
+        logits_dtype = default_logits_dtype(case.torch_dtype, kind)
+        self.logit = logits_dtype.itemsize
         self.gradient = self.logit if on_cpu else self.item
-        self.rows = default_chunk_rows(self.tokens, self.vocab, self.logit, kind)
+        budget = memory_budget(kind) if on_cpu else gpu_budget(device.memory if math.isfinite(device.memory) else 0)
+        grad_dtype = logits_dtype if on_cpu else case.torch_dtype
+        sizes = chunk_sizes(self.tokens, self.vocab, logits_dtype, grad_dtype, kind, budget=budget)
+        staged = way == "staged"
+        self.rows = sizes.sequences if staged else sizes.products
+        self.logits_rows = self.rows if staged else sizes.logits
         few = ROUNDED_CHUNKS if on_cpu else 1  # chunks whose sum is rounded as it is
         self.sum = self.gradient if self.tokens <= few * self.rows else 4
         returned = {"step": self.operands(self.tokens, 1), "frozen": self.operands(self.tokens, 0), "forward": 0}
         self.returned = returned[case.mode]
 
     def chunks(self, tokens: int) -> int:
+        """Product chunks."""
         return -(-tokens // self.rows)
+
+    def row_chunks(self, tokens: int) -> int:
+        return self.chunks(tokens) * -(-self.longest(tokens) // self.logits_rows) if tokens else 0
+
+    def longest(self, tokens: int) -> int:
+        """Rows of a product chunk: as few product chunks as can be, of the same length."""
+        return -(-tokens // max(1, self.chunks(tokens)))
 
     def operands(self, tokens: int, weight_reads: int) -> int:
         """Bytes of hidden states (or dhidden), once, and of the weight."""
@@ -209,7 +224,7 @@ def _chunked(w: _Work) -> Prediction:
     """The ways through the engine."""
     sweeps = _sweeps(w)
     groups = -(-min(w.rows, w.tokens) * w.width * w.item // GROUP_BYTES)  # of a chunk, in a folded product
-    reads = sum(w.chunks(s.tokens) * (groups if s.folded else 1) for s in sweeps)
+    reads = sum(w.chunks(s.tokens) * groups if s.folded else w.row_chunks(s.tokens) for s in sweeps)
     tokens = sum(s.tokens for s in sweeps)
     folded = sum(s.tokens for s in sweeps if s.folded)
     parts = [
@@ -218,16 +233,20 @@ def _chunked(w: _Work) -> Prediction:
         w.part("row passes", bytes=w.vocab * sum(s.tokens * s.moved for s in sweeps)),
         *_gradients(w),
     ]
-    longest = -(-w.tokens // w.chunks(w.tokens)) if w.device.type == "cpu" else w.rows  # a CPU maps what is touched
-    peak = longest * w.vocab * max((s.written for s in sweeps), default=0)
+    longest = w.longest(w.tokens)
+    peak = max((min(longest, w.rows if s.folded else w.logits_rows) * w.vocab * s.written for s in sweeps), default=0)
+    if w.active and w.way != "anchored" and w.logits_rows < w.rows:
+        peak += longest * w.vocab * w.gradient
     if w.way == "anchored" and w.active:  # a chunk of dhidden, its scaled copy in float32, and that rounded
-        peak += w.rows * w.width * (4 + 2 * w.item)
+        peak += longest * w.width * (4 + 2 * w.item)
     if w.trained:  # the scratch is free before the sums are cast
         cast = w.weight * w.item if w.sum != w.item else 0
         peak = max(peak, cast) + w.weight * (w.sum - w.item)
     launches, before = LAUNCHES[w.case.mode]
-    chunks = sum(w.chunks(s.tokens) for s in sweeps)
-    return w.prediction(parts, peak, launches + LAUNCHES_PER_CHUNK * chunks, before)
+    for s in sweeps:
+        chunks, row_chunks = w.chunks(s.tokens), w.chunks(s.tokens) if s.folded else w.row_chunks(s.tokens)
+        launches += LAUNCHES_PER_CHUNK * chunks + LAUNCHES_PER_ROW_CHUNK * row_chunks
+    return w.prediction(parts, peak, launches, before)
 
 
 def _gradients(w: _Work) -> Iterator[Part]:
