@@ -18,7 +18,7 @@ from .backends import Backend, get_backend
 from .config import GRPOConfig, config_from_key
 from .delivery import FinishedGradients, deliver_once, refuse_double_backward, times, waiting_dtype
 from .head import GivenLogits, LMHead
-from .memory import default_chunk_rows, default_logits_dtype
+from .memory import default_logits_dtype
 from .params import FIELD, KernelParams, Sums, TokenInputs, TokenValues, no_values
 from .plan import make_plan
 from .products import settled_precision
@@ -394,11 +394,8 @@ def _lm_head(
     chunk_rows: Optional[int] = None,
     keep: Optional[Tensor] = None,
 ) -> LMHead:
-    num_tokens, vocab_size = hidden.numel() // hidden.shape[-1], weight.shape[0]
     dtype = logits_dtype or default_logits_dtype(compute_dtype or hidden.dtype, hidden.device)
-    rows = chunk_rows or default_chunk_rows(num_tokens, vocab_size, dtype.itemsize, hidden.device)
-    rows = max(1, min(rows, num_tokens))
-    return LMHead(hidden, weight, bias, dtype, rows, backend, tuple(wants), keep, compute_dtype)
+    return LMHead(hidden, weight, bias, dtype, chunk_rows, backend, tuple(wants), keep, compute_dtype)
 
 
 def _capturing(device: torch.device) -> bool:

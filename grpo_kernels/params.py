@@ -8,6 +8,7 @@ compiled backends; a test holds the two equal.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -121,7 +122,8 @@ class Rows:
     stop: int
     index: Tensor | None = None
 
-    def __len__(self) -> int:
+    @property
+    def count(self) -> int:
         return self.stop - self.start
 
     def take(self, x: Tensor, dim: int = 0) -> Tensor:
@@ -136,6 +138,17 @@ class Rows:
             destination.narrow(dim, self.start, self.stop - self.start).copy_(values)
         else:
             destination.index_copy_(dim, self.index, values)
+
+    def split(self, size: int) -> Iterator[Rows]:
+        """In parts of nearly equal length, at most `size` rows each, the first the longest."""
+        pieces = -(-self.count // size)
+        if pieces == 1:
+            yield self
+            return
+        for i in range(pieces):
+            first, last = -(-self.count * i // pieces), -(-self.count * (i + 1) // pieces)
+            index = None if self.index is None else self.index[first:last]
+            yield Rows(self.start + first, self.start + last, index)
 
 
 class RowStats(NamedTuple):

@@ -187,7 +187,7 @@ class CompiledBackend:
         with self.where(self._served(table)) as where:
             tokens, columns, _ = _values(values)
             self.module.token_objective(
-                len(rows), rows.start, address(rows.index), table.data_ptr(), tokens, columns, self.params(params),
+                rows.count, rows.start, address(rows.index), table.data_ptr(), tokens, columns, self.params(params),
                 where,
             )  # fmt: skip
 
