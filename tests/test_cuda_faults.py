@@ -115,15 +115,27 @@ FAULTS = [
         "check_statistics",
     ),
     Fault(
-        "the last tile too short",
-        "host.cpp",
-        {"divide_up(slice, warps), kWarpThreads": "slice / warps - kWarpThreads, kWarpThreads"},
+        "loads past the end of a row",
+        "elements.cuh",
+        {"if (first + k * workers + worker < end) group[k]": "group[k]"},
         "check_statistics",
+    ),
+    Fault(
+        "a tile that runs into the next",
+        "resident.cuh",
+        {"if (vector < tile.end) tile.four": "tile.four"},
+        "past the end of shared memory",
+    ),
+    Fault(
+        "the vectors that a tile has more than another left out",
+        "host.cpp",
+        {"static_cast<int32_t>(tiles % warps)": "0"},
+        "check_absent_and_silent",
     ),
     Fault(
         "too little shared memory",
         "host.cpp",
-        {"return {kExchangeBytes + warps": "return {kExchangeBytes - 16 + warps"},
+        {"shared = kExchangeBytes + tiles": "shared = kExchangeBytes - 16 + tiles"},
         "past the end of shared memory",
     ),
     Fault(

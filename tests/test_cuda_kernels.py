@@ -62,16 +62,26 @@ def test_devices_take_the_ways_that_they_are_named_for(kernels, device):
 
 
 def test_an_h200_holds_large_vocabularies(kernels):
-    """As `fused` would launch them there: rows up to V = 262,144 stay in shared memory, three blocks share an SM."""
-    for vocab, blocks_per_multiprocessor in ((32000, 3), (128256, 3), (151936, 2), (262144, 1)):
+    """As `fused` would launch them there: rows up to V = 262,144 stay in shared memory, 768 threads share an SM."""
+    for vocab, blocks_per_multiprocessor in ((32000, 3), (128256, 3), (152064, 3), (202048, 2), (262144, 1)):
         logits, ids = c.make_logits(1, vocab, torch.float32)
         kernels.fused(logits, logits, ids, c.make_table(1), KernelParams())
         launch = kernels.last_launch()
         assert launch.kernel.startswith("gk_fused_resident")
         assert blocks_per_multiprocessor * (launch.shared + 1024) <= 233472
+        assert blocks_per_multiprocessor * launch.block == 768
     logits, ids = c.make_logits(1, 2**19, torch.bfloat16)
     kernels.fused(logits, logits, ids, c.make_table(1), KernelParams())
     assert kernels.last_launch().kernel.startswith("gk_fused_streamed")
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_rows_that_leave_room_for_one_block_or_two(kernels, order):
+    kernels.use(c.DEVICES["capability 8.0, resident"], order)
+    for vocab, threads in ((17001, 384), (32003, 768)):
+        c.check_rows(kernels, vocab, (torch.float32, torch.bfloat16), KernelParams(), shift=order)
+        launch = kernels.last_launch()
+        assert (launch.kernel, launch.block) == ("gk_fused_resident_f32_bf16", threads)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

@@ -114,9 +114,16 @@ GK_DEVICE void walk(const Source<Type>& row, int begin, int end, int worker, int
     const int step = kGroup * workers, steps = (end - begin + step - 1) / step;
     for (int i = 0; i < steps; i++) {
         const int first = begin + (kBackwards ? steps - 1 - i : i) * step, last = first + step;
-        if (last <= end && row.whole(first, last)) {
+        if (row.whole(first, last < end ? last : end)) {
             Vector group[kGroup];
-            GK_UNROLL for (int k = 0; k < kGroup; k++) group[k] = row.load(first + k * workers + worker);
+            if (last <= end) {
+                GK_UNROLL for (int k = 0; k < kGroup; k++) group[k] = row.load(first + k * workers + worker);
+            } else {
+                GK_UNROLL for (int k = 0; k < kGroup; k++) {
+                    GK_UNROLL for (uint32_t& word : group[k].words) word = Type::kLowest;
+                    if (first + k * workers + worker < end) group[k] = row.load(first + k * workers + worker);
+                }
+            }
             body(group, first + worker);
         } else {
             for (int v = first; v < last && v < end; v += workers) {

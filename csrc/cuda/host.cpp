@@ -52,27 +52,32 @@ unsigned threads_for(int64_t vectors, int most) {
 
 // How a cluster of `blocks` blocks would hold a row.
 struct Residence {
-    int64_t shared;  // bytes per block
-    int32_t tile;    // vectors per warp
+    int64_t shared;        // bytes per block
+    int32_t tile, longer;  // of RowLaunch
     unsigned threads, blocks;
 };
 
-Residence reside(const RowArgs& args, int blocks) {
-    const int64_t slice = divide_up(vectors_of(args), blocks);
-    const unsigned threads = threads_for(slice, kResidentThreads), warps = threads / kWarpThreads;
-    const int64_t tile = round_up(divide_up(slice, warps), kWarpThreads);
+// As many threads per multiprocessor in one block as in three: each has four loads on their way at a time.
+Residence reside(const RowArgs& args, const Device& device, int blocks) {
+    const int64_t slice = divide_up(vectors_of(args), blocks), tiles = divide_up(slice, kWarpThreads);
     const int64_t held_bytes = kVectorBytes / element_size(args.logits_dtype) * static_cast<int64_t>(sizeof(float));
-    return {kExchangeBytes + warps * tile * held_bytes, static_cast<int32_t>(tile), threads,
+    const int64_t shared = kExchangeBytes + tiles * kWarpThreads * held_bytes;
+    const int64_t fit = device.shared_per_multiprocessor / (shared + kReservedShared);
+    const int neighbours = static_cast<int>(std::clamp<int64_t>(fit, 1, kBlocksWanted));
+    const unsigned threads = threads_for(slice, kResidentThreads / neighbours), warps = threads / kWarpThreads;
+    return {shared, static_cast<int32_t>(tiles / warps), static_cast<int32_t>(tiles % warps), threads,
             static_cast<unsigned>(blocks)};
 }
 
 // The smallest cluster of which a multiprocessor takes kBlocksWanted blocks; if there is none, the largest that holds
-// the row. False: no cluster does.
+// the row: predicted to be faster than the streamed kernel (resident.cuh: 6.9 ms at V = 256,000), which keeps as many
+// rows in the L2 cache as there are blocks at work, 37 of an H200's 132, and takes about 14 ms. Nothing is measured.
+// False: no cluster holds the row.
 bool find_residence(const RowArgs& args, const Device& device, Residence& found) {
     const int most = device.capability >= 90 ? kMostCluster : 1;
     bool any = false;
     for (int blocks = 1; blocks <= most; blocks *= 2) {
-        const Residence candidate = reside(args, blocks);
+        const Residence candidate = reside(args, device, blocks);
         if (candidate.shared > device.shared_per_block) continue;
         found = candidate;
         any = true;
@@ -100,14 +105,14 @@ bool overlaps(const RowArgs& args) { return args.grad == args.logits && args.gra
 void stats(const RowArgs& args, Stream stream) {
     check(args, false);
     if (args.rows == 0) return;
-    launch(kernel_name("stats", args, false).c_str(), block_per_row(args, stream), RowLaunch{args, 0, 0});
+    launch(kernel_name("stats", args, false).c_str(), block_per_row(args, stream), RowLaunch{args, 0, 0, 0});
 }
 
 void gradient(const RowArgs& args, Stream stream) {
     check(args, true);
     if (args.rows == 0) return;
     launch(kernel_name("gradient", args, true).c_str(), block_per_row(args, stream),
-           RowLaunch{args, 0, overlaps(args)});
+           RowLaunch{args, 0, 0, overlaps(args)});
 }
 
 void fused(const RowArgs& args, Stream stream) {
@@ -118,11 +123,11 @@ void fused(const RowArgs& args, Stream stream) {
     if (find_residence(args, device, home)) {
         const LaunchConfig config = {static_cast<unsigned>(args.rows) * home.blocks, home.threads,
                                      static_cast<unsigned>(home.shared), home.blocks, stream};
-        launch(kernel_name("fused_resident", args, true).c_str(), config, RowLaunch{args, home.tile, 0});
+        launch(kernel_name("fused_resident", args, true).c_str(), config, RowLaunch{args, home.tile, home.longer, 0});
     } else {
         const LaunchConfig config = {streaming_blocks(args, device), threads_for(vectors_of(args), kStreamedThreads),
                                      kExchangeBytes, 1, stream};
-        launch(kernel_name("fused_streamed", args, true).c_str(), config, RowLaunch{args, 0, overlaps(args)});
+        launch(kernel_name("fused_streamed", args, true).c_str(), config, RowLaunch{args, 0, 0, overlaps(args)});
     }
 }
 

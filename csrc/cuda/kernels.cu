@@ -19,7 +19,7 @@ using f16 = Float16;
 #define GK_GRADIENT(In, Out)                                                                                     \
     GK_KERNEL(gk_gradient_##In##_##Out, RowLaunch, kSweepThreads, 2) { gradient<In, Out>(args); }                \
     GK_KERNEL(gk_fused_streamed_##In##_##Out, RowLaunch, kStreamedThreads, 1) { fused_streamed<In, Out>(args); } \
-    GK_KERNEL(gk_fused_resident_##In##_##Out, RowLaunch, kResidentThreads, 3) { fused_resident<In, Out>(args); }
+    GK_KERNEL(gk_fused_resident_##In##_##Out, RowLaunch, kResidentThreads, 1) { fused_resident<In, Out>(args); }
 
 #define GK_SCALE(In) \
     GK_KERNEL(gk_scale_##In, ScaleArgs, kScaleThreads, kScaleBlocks) { scale<In>(args); }

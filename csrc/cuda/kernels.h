@@ -7,15 +7,16 @@ namespace gk::cuda {
 // ---- rows -----------------------------------------------------------------------------------------------------------
 struct RowLaunch {
     RowArgs rows;
-    int32_t tile;     // 16-byte vectors of logits that a warp holds, a multiple of 32; resident kernels only
+    int32_t tile;     // 16-byte vectors of logits that a lane holds; resident kernels only
+    int32_t longer;   // and in so many warps of a block, its first, one more
     int32_t overlap;  // narrower gradients start where the logits start; streamed kernels and gradient only
 };
 
 constexpr int kMostCluster = 8;        // blocks; more is not portable
-constexpr int kResidentThreads = 256;  // most threads of a block; three blocks share a multiprocessor
+constexpr int kResidentThreads = 768;  // of a multiprocessor, shared by the blocks that it takes
 constexpr int kStreamedThreads = 768;  // one block per multiprocessor
 constexpr int kSweepThreads = 512;     // stats and gradient
-constexpr int kExchangeBytes = 1024;   // of shared memory, ahead of what a resident block holds
+constexpr int kExchangeBytes = 512;    // of shared memory, ahead of what a resident block holds
 constexpr int kMostColumns = 1 << 30;  // columns and vectors of a row are counted in 32 bits
 
 // ---- tokens ---------------------------------------------------------------------------------------------------------

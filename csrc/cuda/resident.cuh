@@ -15,6 +15,14 @@
 // 0.6 ms of exponentials (16 per cycle and multiprocessor) and 1.1 ms of shared memory (128 bytes) hide behind device
 // memory as long as three blocks of a multiprocessor are in different phases: hence clusters of 8 for such a V, 64 KB
 // per block.
+//
+// At 0.75 us from a load to its data that bandwidth takes 24 KB on their way per multiprocessor, 16 of them read. The
+// 24 warps that a multiprocessor has room for read 48 KB at a time, and nothing in their other phases: 1 us for the
+// exponentials, 1.5 for the exchange, 1 for the gradient and 0.5 between two blocks are assumed. Predicted:
+//            V   blocks x threads   read, KB on their way: at most, over time   for 16,384 rows
+//      128,256            3 x 256                                      48, 21            2.9 ms
+//      151,936            3 x 256                                      48, 22            3.5 ms
+//      256,000            1 x 768                                      48, 14            6.9 ms, of memory 5.9
 #pragma once
 #include "kernels.h"
 #include "softmax.cuh"
@@ -41,11 +49,13 @@ struct Tile {
     Four* kept;
     int begin, end;  // vectors of the row
 
-    GK_DEVICE Tile(char* memory, const Source<In>& source, int tile, int rank) {
-        const int warps = block_threads() / kWarp;
-        begin = (rank * warps + warp_index()) * tile;
-        end = begin + tile < source.vectors() ? begin + tile : source.vectors();
-        kept = reinterpret_cast<Four*>(memory + kExchangeBytes) + warp_index() * tile * kParts + lane_index();
+    GK_DEVICE Tile(char* memory, const Source<In>& source, const RowLaunch& launch, int rank) {
+        const int warp = warp_index(), of_block = block_threads() / kWarp * launch.tile + launch.longer;
+        const int before = warp * launch.tile + (warp < launch.longer ? warp : launch.longer);
+        begin = (rank * of_block + before) * kWarp;
+        const int full = begin + (launch.tile + (warp < launch.longer)) * kWarp;
+        end = full < source.vectors() ? full : source.vectors();
+        kept = reinterpret_cast<Four*>(memory + kExchangeBytes) + before * kWarp * kParts + lane_index();
     }
     // Of a vector that this lane owns.
     GK_DEVICE Four& four(int vector, int part) const {
@@ -67,7 +77,7 @@ GK_DEVICE float load_tile(const Tile<In>& tile, const Source<In>& source) {
                     four.x[k] = u[4 * part + k];
                     top = fmaxf(top, four.x[k]);
                 }
-                tile.four(vector, part) = four;
+                if (vector < tile.end) tile.four(vector, part) = four;  // the next warp's memory begins there
             }
             vector += kWarp;
         }
@@ -138,7 +148,7 @@ GK_DEVICE void fused_resident(const RowLaunch& launch) {
     const int rank = cluster_rank(), blocks = cluster_size();
     if (blocks > 1) cluster_arrive_relaxed();  // waited for before the first access to another block's shared memory
 
-    const int64_t row = block_index() / static_cast<unsigned>(blocks);
+    const int64_t row = cluster_index();
     const Source<In> source(static_cast<const char*>(args.logits) + row * args.logits_pitch * kSize<In>,
                             static_cast<int>(args.vocab));
     const Target<Out, In> target(static_cast<char*>(args.grad) + row * args.grad_pitch * kSize<Out>, source);
@@ -146,7 +156,7 @@ GK_DEVICE void fused_resident(const RowLaunch& launch) {
     const float weight_entropy = args.table[kWeightEntropy * args.table_pitch + row];
     char* const memory = dynamic_shared();
     Exchange& exchange = *reinterpret_cast<Exchange*>(memory);
-    const Tile<In> tile(memory, source, launch.tile, rank);
+    const Tile<In> tile(memory, source, launch, rank);
     const bool first_thread = thread_index() == 0, first_warp = warp_index() == 0;
 
     // The row before anything that waits for other loads: a division, the logit behind the id.
