@@ -31,7 +31,7 @@ void rows() {
         for (const auto& [logits, grad] : kPairs) {
             RowArgs args = {};
             args.rows = kRows;
-            args.vocab = args.logits_pitch = args.grad_pitch = vocab;
+            args.vocab = args.logits_stride = args.grad_stride = vocab;
             args.logits_dtype = logits;
             args.grad_dtype = grad;
             cuda::stats(args, nullptr);
