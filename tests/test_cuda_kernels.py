@@ -83,6 +83,8 @@ def test_rows_that_leave_room_for_one_block_or_two(kernels, order):
     kernels.use(c.DEVICES["capability 8.0, resident"], order)
     for vocab, threads in ((17001, 384), (32003, 768)):
         c.check_rows(kernels, vocab, (torch.float32, torch.bfloat16), KernelParams(), shift=order)
+        logits, ids = c.make_logits(1, vocab, torch.float32)
+        c.single_pass(kernels, logits, logits.bfloat16(), ids, c.make_table(1), KernelParams())
         launch = kernels.last_launch()
         assert (launch.kernel, launch.block) == ("gk_single_pass_resident_f32_bf16", threads)
 

@@ -173,7 +173,7 @@ def check_rows(
     count, tokens = 5, 11
     values, ids = make_logits(count, vocab, dtypes[0])
     logits, _ = placed(values, vocab + 3, shift)
-    bias = placed(torch.randn(1, vocab), vocab, shift % 5)[0][0] if biased else None
+    bias = torch.randn(shift % 5 + vocab)[shift % 5 :] if biased else None
     temperature = torch.tensor([1.0, 0.7, 1.0, 1.3, 2.0])
     # The third row is silent.
     g_logp, g_entropy = torch.tensor([1.0, -0.3, 0.0, 0.0, 2.0]), torch.tensor([0.0, 0.5, 0.0, -1.0, 0.1])
@@ -378,9 +378,9 @@ def make_plan_inputs(lengths: list[int] | tuple[int, int], seed: int = 0) -> tup
 def check_sequences(kernels: Kernels, params: KernelParams) -> None:
     """sequence_objective against plain torch in float64: sequences of a part of the batch, unscored tokens of NaN."""
     g = torch.Generator().manual_seed(1)
-    lengths = torch.tensor([5, 0, 17, 1, 700, 31])
+    lengths = torch.tensor([5, 0, 17, 1, 700, 40, 33, 31])
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    count, chosen = int(lengths.sum()), slice(1, 5)
+    count, chosen = int(lengths.sum()), slice(1, 7)
     scored = torch.rand(count, generator=g) < 0.8
     scored[int(offsets[2]) : int(offsets[3])] = False  # a sequence without a scored token
     logp, base, ref, rollout = torch.randn(4, count, generator=g) * 0.3 - 2.0
@@ -391,7 +391,9 @@ def check_sequences(kernels: Kernels, params: KernelParams) -> None:
         weight_direct=torch.rand(count, generator=g), entropy_threshold=0.2,
     )  # fmt: skip
     owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    table[FIELD["advantage"]] = torch.randn(len(lengths), generator=g)[owner]
+    table[FIELD["advantage"]] = torch.tensor([1.0, 1.0, 1.0, -0.7, -1.2, -0.4, 0.8, 1.0])[owner]
+    # Of the sequences without an advantage the longest has drifted away, and another one the other way.
+    table[FIELD["rollout"]] += torch.tensor([0.0, 0.0, 0.0, 0.0, 0.2, -0.2, 0.2, 0.0])[owner]
     unmasked = torch.zeros(len(lengths)).index_add_(0, owner, scored.float())
     values = some_values(count)
     values.columns[0], values.columns[1] = logp, torch.rand(count, generator=g)
