@@ -1,6 +1,6 @@
 // The plan of a call: lengths of the sequences, then the table and flags of every token, then the order of the rows.
 // Threads share out whole sequences, and every number is exact or of its token alone: their number changes no bit.
-#include <cstring>
+#include <algorithm>
 #include <numeric>
 #include <stdexcept>
 #include <vector>
@@ -33,8 +33,8 @@ int64_t unmasked_between(const PlanArgs& args, int64_t begin, int64_t end) {
 
 void clear_values(const PlanArgs& args, int64_t begin, int64_t end) {
     for (int f = 0; f < kValueFieldCount; f++)
-        std::memset(args.values + f * args.tokens + begin, 0, (end - begin) * sizeof *args.values);
-    std::memset(args.lse + begin, 0, (end - begin) * sizeof *args.lse);
+        std::fill(args.values + f * args.tokens + begin, args.values + f * args.tokens + end, 0.f);
+    std::fill(args.lse + begin, args.lse + end, 0.0);
 }
 
 // Rows of a sequence in the order, or where they start in it.
