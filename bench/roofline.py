@@ -3,10 +3,12 @@
     python bench/roofline.py                                          # heads of real models on an H200
     python bench/roofline.py --device cpu --shapes smollm2-135m:2048 --dtype float32 --mode forward
     python bench/roofline.py --results bench/results/x.json           # of `grpo-kernels bench`; on the device it names
+    python bench/roofline.py --designs --device H100                  # chunks, as in limits.DESIGNS
     python bench/roofline.py --cluster --gpus 8 64 512 --tokens 1000000
 
-In the tables every part takes the longer of its computing and its memory traffic; "apart" is the total if neither hid
-the other; memory is what a call holds beyond its inputs and the gradients that it returns.
+In the tables every part takes the longer of its computing and its memory traffic, and what limits.py says cannot
+overlap; "apart" is the total if nothing hid anything; memory is what a call holds beyond its inputs and the gradients
+that it returns.
 
 The cluster: nodes of 8 GPUs, data-parallel over nodes. In a node the vocabulary is split (every GPU sees all tokens of
 the node and has V/8 rows of the lm_head; what a token needs from the others is its maximum, its sums and the sampled
@@ -26,7 +28,8 @@ import torch
 from grpo_kernels.bench.cases import DTYPES, MODES, Case, make_case
 from grpo_kernels.bench.devices import DEVICES, Device, find_device
 from grpo_kernels.bench.document import Document, read
-from grpo_kernels.bench.limits import PARTS, WAYS, Prediction, predict, way_of, ways
+from grpo_kernels.bench.gemm import EXPOSED_RANGE
+from grpo_kernels.bench.limits import DESIGNS, PARTS, WAYS, Prediction, predict, way_of, ways
 from grpo_kernels.memory import default_chunk_rows
 
 DEFAULT = "H200"
@@ -75,6 +78,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             device = find_device(options.device or document["environment"]["device"], case)
             print(report(case, device, found["implementations"]), end="\n\n")
         return
+    if options.designs:
+        name = options.device or DEFAULT
+        if name not in DEVICES:
+            parser.error(f"--designs is on paper: expected --device {', '.join(DEVICES)}")
+        print(designs([make_case(shape, options.dtype, mode=options.mode) for shape in options.shapes], DEVICES[name]))
+        return
     for shape in options.shapes:
         case = make_case(shape, options.dtype, mode=options.mode, idle_share=options.idle_share, beta=options.beta)
         print(report(case, find_device(options.device or DEFAULT, case)), end="\n\n")
@@ -92,6 +101,26 @@ def report(case: Case, device: Device, measured: Document | None = None) -> str:
     if measured is not None:
         lines += ["", _beside(found, measured)]
     return "\n".join(lines)
+
+
+def designs(cases: Sequence[Case], device: Device) -> str:
+    """A table: per case the time of each of DESIGNS in units of the floor's, over the range of gemm.EXPOSED_RANGE."""
+    names = [f"{way}, {name}" for way in ("rows", "anchored") for name in DESIGNS]
+    rows = []
+    for case in cases:
+        floor = predict(case, device, "floor").seconds
+        cells = []
+        for way in ("rows", "anchored"):
+            if way not in ways(case, device):
+                cells += [""] * len(DESIGNS)
+                continue
+            for design in DESIGNS.values():
+                low, high = (predict(case, device, way, design, share) for share in EXPOSED_RANGE)
+                times = _span([low.seconds / floor, high.seconds / floor], ".3f")
+                cells.append(f"{times} F, {low.peak_bytes * GB:.1f} GB")
+        shape = f"({case.tokens}, {case.hidden_size}, {case.vocab_size})"
+        rows.append([f"{case.head} {shape}", f"{floor * MS:.1f}", *cells])
+    return f"{device.name} ({device.source})\n\n" + table(("", "floor (F), ms", *names), rows)
 
 
 def _line(way: str, prediction: Prediction, floor: Prediction, device: Device) -> list[str]:
@@ -158,7 +187,7 @@ class Step:
     layout: str
     tokens: int  # of a node
     products: float
-    rest: float  # row passes and all else on the GPU itself
+    rest: float  # row passes, waves that are not full and all else on the GPU itself
     nvlink: float
     exposed_nvlink: float
     network: float
@@ -234,7 +263,7 @@ def _conclusions(steps: Sequence[Step], device: Device) -> Iterator[str]:
         split = [s for s in here if s.layout == "split"]
         shares = {
             "products": [s.products / s.seconds for s in split],
-            "row passes and the like": [s.rest / s.seconds for s in split],
+            "row passes, idle waves and the like": [s.rest / s.seconds for s in split],
             "NVLink": [s.exposed_nvlink / s.seconds for s in split],
             "the network": [s.exposed_network / s.seconds for s in split],
         }
@@ -276,6 +305,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--results", type=Path, help="JSON of `grpo-kernels bench`: its cases, measured beside predicted"
     )
+    parser.add_argument("--designs", action="store_true", help="chunks of rows and of products, on paper")
     parser.add_argument("--cluster", action="store_true", help="many nodes, on paper")
     parser.add_argument("--gpus", type=_whole_nodes, nargs="+", default=(8, 64, 512, 4096), help="of the cluster")
     parser.add_argument("--tokens", type=int, default=10**6, help="of a step of the cluster")

@@ -16,7 +16,7 @@ from torch import Tensor
 from grpo_kernels.backends.triton_ import TritonBackend
 from grpo_kernels.kernels.anchored import anchored
 from grpo_kernels.kernels.linear_logp import linear_logp
-from grpo_kernels.params import TABLE_FIELDS, KernelParams
+from grpo_kernels.params import TABLE_FIELDS, KernelParams, chunk_pitch
 
 ROWS, WIDTH, VOCAB, ODD_VOCAB = 64, 4096, 128256, 50257
 SMALL = {"vocab": 97, "width": 32}  # of `grpo-kernels check`: one part of the vocabulary
@@ -36,12 +36,17 @@ def table(rows: int) -> Tensor:
     return torch.empty(len(TABLE_FIELDS), rows + rows % 16)[:, rows % 16 :]
 
 
+def scratch(rows: int, dtype: torch.dtype, vocab: int) -> Tensor:
+    """As memory.allocate_chunk gives it on a GPU, padding included; V = 1 without, for a pitch that is a constant."""
+    return torch.empty(rows, chunk_pitch(vocab, torch.device("cuda")) if vocab > 1 else 1, dtype=dtype)
+
+
 def logits_and_gradient(
     rows: int, logits: torch.dtype, gradient: torch.dtype, vocab: int = VOCAB
 ) -> tuple[Tensor, Tensor]:
     """The gradient lies over the logits, as in LMHead.gradient_buffer."""
-    x = torch.empty(rows, vocab, dtype=logits)
-    return x, x.view(gradient)[:, :vocab]
+    x = scratch(rows, logits, vocab)
+    return x[:, :vocab], x.view(gradient)[:, :vocab]
 
 
 Head = tuple[Tensor, Tensor, Tensor | None]
@@ -59,8 +64,14 @@ def fused(
     return BACKEND.fused(*logits_and_gradient(rows, logits, gradient, vocab), vector(rows, INDEX), table(rows), params)
 
 
+def fused_own(rows: int, vocab: int) -> object:
+    """A caller's own logits: where V is odd, most rows begin anywhere."""
+    x = torch.empty(rows, vocab)
+    return BACKEND.fused(x, x, vector(rows, INDEX), table(rows), PARAMS)
+
+
 def stats(rows: int, logits: torch.dtype, vocab: int = VOCAB) -> object:
-    return BACKEND.stats(torch.empty(rows, vocab, dtype=logits), vector(rows, INDEX), vector(rows), PARAMS)
+    return BACKEND.stats(scratch(rows, logits, vocab)[:, :vocab], vector(rows, INDEX), vector(rows), PARAMS)
 
 
 def gradient(rows: int, logits: torch.dtype, gradient: torch.dtype, vocab: int = VOCAB) -> object:
@@ -114,11 +125,15 @@ CASES = {
     "fused, fp32, bf16 over it": Case(lambda n: fused(n, SINGLE, HALF)),
     "fused, fp32, bf16 over it, softcap": Case(lambda n: fused(n, SINGLE, HALF, CAPPED)),
     "fused, fp32, bf16 over it, odd V": Case(lambda n: fused(n, SINGLE, HALF, vocab=ODD_VOCAB)),
+    "fused, fp32, bf16 over it, odd V, softcap": Case(lambda n: fused(n, SINGLE, HALF, CAPPED, ODD_VOCAB)),
+    "fused, a caller's fp32, odd V": Case(lambda n: fused_own(n, ODD_VOCAB)),
     "fused, fp32 in place": Case(lambda n: fused(n, SINGLE, SINGLE)),
     "fused, bf16 in place": Case(lambda n: fused(n, HALF, HALF)),
     "statistics, fp32": Case(lambda n: stats(n, SINGLE)),
+    "statistics, fp32, odd V": Case(lambda n: stats(n, SINGLE, ODD_VOCAB)),
     "statistics, bf16": Case(lambda n: stats(n, HALF)),
     "gradient, fp32, bf16 over it": Case(lambda n: gradient(n, SINGLE, HALF)),
+    "gradient, fp32, bf16 over it, odd V": Case(lambda n: gradient(n, SINGLE, HALF, ODD_VOCAB)),
     "gradient, bf16 in place": Case(lambda n: gradient(n, HALF, HALF)),
     "linear_logp, bf16": Case(lambda n: logps(head(n, HALF))),
     "linear_logp, bf16, bias, softcap": Case(lambda n: logps(head(n, HALF, bias=True), CAPPED), "partial_kernel"),

@@ -57,8 +57,8 @@ TARGETS = {
     "gfx942": Target("hip", "gfx942", 64, "gfx9", "MFMA", budgeted=False),
 }
 
-# Counted in the machine code: tensor cores by generation, tiles fetched by the TMA unit, asynchronous copies, loads of
-# 128 bits and more.
+# Counted in the machine code: tensor cores by generation, tiles fetched by the TMA unit, asynchronous copies, loads and
+# stores of 128 bits and more.
 INSTRUCTIONS = {
     "HMMA": r"\bHMMA\b",
     "HGMMA": r"\bHGMMA\b",
@@ -67,6 +67,7 @@ INSTRUCTIONS = {
     "UTMALDG": r"\bUTMALDG\b",
     "LDGSTS": r"\bLDGSTS\b",
     "LDG.128": r"\bLDG[.\w]*\.(?:128|256)\b|\bglobal_load_dwordx4\b|\bbuffer_load_dwordx4\b",
+    "STG.128": r"\bSTG[.\w]*\.(?:128|256)\b|\bglobal_store_dwordx4\b|\bbuffer_store_dwordx4\b",
 }
 
 

@@ -340,7 +340,7 @@ def test_strategies(served, kernels, dtype, width, vocab, expected):
 
 
 def test_rows_of_the_scratch_are_aligned_on_a_gpu_whatever_the_vocabulary():
-    assert [chunk_pitch(v, torch.device("cuda")) for v in (1, 8, 50257)] == [8, 8, 50264]
+    assert [chunk_pitch(v, torch.device("cuda")) for v in (1, 16, 50257)] == [16, 16, 50272]
     assert chunk_pitch(50257, torch.device("cpu")) == 50257
 
 

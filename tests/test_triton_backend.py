@@ -74,8 +74,32 @@ def test_the_interpreter_notices_a_wrong_address():
     with pytest.raises(Exception, match="lie outside the launch"):
         rows.statistics_kernel[(1,)](
             short, ids, torch.ones(3), torch.empty(3), torch.empty(3, dtype=torch.float64), torch.empty(3),
-            3, 9, 8, rows.scalars(KernelParams()), CAPPED=False, ROWS=4, BLOCK=16,
+            3, 9, 8, rows.scalars(KernelParams()), CAPPED=False, RAGGED=True, ROWS=4, BLOCK=16,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("vocab", [1, 15, 17, 63, 65, 129, 211])
+def test_a_vocabulary_off_a_multiple_of_16_gives_the_numbers_of_a_padded_one(vocab):
+    """Columns of -inf up to the multiple change nothing but the order of the sums; two launches not even that."""
+    triton, rows, params = get_backend("triton"), 5, KernelParams(has_base=False)
+    padded = torch.full((rows, -(-vocab // 16) * 16), -math.inf)
+    padded[:, :vocab] = torch.randn(rows, vocab) * 4
+    logits, ids = padded[:, :vocab].contiguous(), torch.randint(vocab, (rows,))
+    ids[0] = vocab - 1
+
+    grad, again, wide = torch.empty(rows, vocab), torch.empty(rows, vocab), torch.empty_like(padded)
+    found = triton.fused(logits, grad, ids, table(rows), params)
+    expected = triton.fused(padded, wide, ids, table(rows), params)
+    for value, truth in zip(found, expected, strict=True):
+        torch.testing.assert_close(value, truth, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(grad, wide[:, :vocab], rtol=1e-5, atol=1e-6)
+    assert all(map(torch.equal, found, triton.fused(logits, again, ids, table(rows), params)))
+    assert torch.equal(grad, again)
+
+    given = ids, torch.ones(rows), expected.lse, expected.entropy, torch.randn(rows), torch.randn(rows), params
+    triton.gradient(logits, grad, *given)
+    triton.gradient(padded, wide, *given)
+    assert torch.equal(grad, wide[:, :vocab])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -25,7 +25,7 @@
 
 namespace gk::cuda::head {
 
-constexpr int kStages = 4, kDepth = kBoxColumns, kConsumers = 2, kLead = 2;
+constexpr int kStages = 4, kDepth = kBoxColumns, kConsumers = 2, kLead = 3;
 static_assert(kLead >= 2 && kLead <= kStages, "the leader gets so far without the other");
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // together three times the 168 of the start
 static_assert(kTileRows == kConsumers * Fragment::kRows && kTileColumns == Fragment::kColumns,

@@ -5,7 +5,7 @@ cases               what one measurement is; the sets of them that have a name
 inputs, reference   the batch that everybody gets; what is right, in float64
 implementations/    who is compared, one plug-in each
 measure, memory     one case: time, interleaved in one process; peak memory, in a process per implementation
-limits              floating-point operations and bytes: what the hardware would allow
+limits, gemm        operations, bytes and tiles: what the hardware would allow
 run                 many cases, most valuable first, within a number of minutes
 machine, document   where it was measured; the JSON that holds it all
 show, figures       the table in the terminal, the pictures

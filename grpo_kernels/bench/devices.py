@@ -16,7 +16,10 @@ from .machine import synchronize
 
 @dataclass(frozen=True)
 class Device:
-    """Rates to plan with: FLOP/s of a large matrix product by type, bytes/s that a copy reads and writes together."""
+    """Rates to plan with: FLOP/s of a large matrix product by type, bytes/s that a copy reads and writes together.
+
+    `flops`: where every wave of tiles is full and the results are written in the type of the inputs.
+    """
 
     name: str  # as torch gives it
     type: str  # of torch.device
@@ -25,12 +28,25 @@ class Device:
     launch: float = 4e-6  # seconds of the host per small operator; assumed, where it is not measured
     memory: float = float("inf")  # bytes
     source: str = ""  # where the rates are from
+    multiprocessors: int = 0  # 0: the model knows nothing of tiles and waves, as on a CPU
+    gap: float = 0.0  # seconds between a kernel and the next one on its stream
+    read: float = 0.0  # seconds of a host that waits for the device and reads a few bytes of it
 
 
-def _datasheet(name: str, half: float, single: float, bandwidth: float, memory: float) -> Device:
-    """TFLOP/s (dense), TB/s, GB of NVIDIA's datasheets. Four fifths are about what large products and copies reach."""
+# Both assumed, for any GPU: the end of a kernel and the start of the next; a copy of a few bytes to a host that waits.
+_GAP, _READ = 2e-6, 20e-6
+
+
+def _datasheet(
+    name: str, half: float, single: float, bandwidth: float, memory: float, multiprocessors: int, copies: float = 0.8
+) -> Device:
+    """TFLOP/s (dense), TB/s, GB of NVIDIA's datasheets. Large products reach about 0.8 of that, copies `copies`."""
     rates = {"bfloat16": half * 0.8e12, "float16": half * 0.8e12, "float32": single * 0.8e12}
-    return Device(name, "cuda", rates, bandwidth * 0.8e12, memory=memory * 1e9, source="datasheet times 0.8")
+    source = "datasheet times 0.8" + ("" if copies == 0.8 else f", bandwidth times {copies}")
+    return Device(
+        name, "cuda", rates, bandwidth * copies * 1e12, memory=memory * 1e9, source=source,
+        multiprocessors=multiprocessors, gap=_GAP, read=_READ,
+    )  # fmt: skip
 
 
 DEVICES = {
@@ -41,10 +57,14 @@ DEVICES = {
         4.3e12,
         memory=141e9,
         source="bfloat16 product and copy rates measured by others; float32: datasheet times 0.8",
+        multiprocessors=132,
+        gap=_GAP,
+        read=_READ,
     ),
-    "H100": _datasheet("NVIDIA H100 80GB HBM3", 989, 67, 3.35, 80),
-    "A100": _datasheet("NVIDIA A100-SXM4-80GB", 312, 19.5, 2.039, 80),
-    "B200": _datasheet("NVIDIA B200", 2250, 75, 8.0, 180),
+    # Copies: 4.3 of 4.8 TB/s on an H200, which has the same chip.
+    "H100": _datasheet("NVIDIA H100 80GB HBM3", 989, 67, 3.35, 80, 132, copies=0.9),
+    "A100": _datasheet("NVIDIA A100-SXM4-80GB", 312, 19.5, 2.039, 80, 108),
+    "B200": _datasheet("NVIDIA B200", 2250, 75, 8.0, 180, 148),
 }
 
 
@@ -83,7 +103,10 @@ def measured(device: torch.device, dtype: torch.dtype, hidden_size: int, vocab_s
         return Device("cpu", "cpu", rates, bandwidth, launch, source=_HERE)
     torch.cuda.empty_cache()  # what is measured next may be in another process
     properties = torch.cuda.get_device_properties(device)
-    return Device(properties.name, device.type, rates, bandwidth, launch, properties.total_memory, _HERE)
+    return Device(
+        properties.name, device.type, rates, bandwidth, launch, properties.total_memory, _HERE,
+        multiprocessors=properties.multi_processor_count, gap=_GAP, read=_READ,
+    )  # fmt: skip
 
 
 def _product_rate(device: torch.device, dtype: torch.dtype, hidden_size: int, vocab_size: int) -> float:

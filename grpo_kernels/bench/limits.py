@@ -1,20 +1,28 @@
 """The model of the limit: FLOPs, bytes, time and memory of a case for each way to compute it, on a named device.
 
-A FLOP is half of a multiply-add. A part is one kind of kernel and takes the longer of its computing and its memory
-traffic, as if these overlap perfectly; parts follow one another. `seconds` is that sum of maxima, `seconds_apart` the
-sum where nothing overlaps: a measurement should lie between the two.
+A FLOP is half of a multiply-add. A part is one kind of kernel. It takes the longer of its computing and its memory
+traffic. Computing includes the waves of tiles that are not full (gemm.py), and some traffic overlaps with nothing: of
+the results that are wider than the inputs, and of an accumulator that is read and written, the share gemm.EXPOSED.
+Parts follow one another on one stream, so that a row pass overlaps with no product. `seconds_apart` is the sum where
+nothing at all overlaps: a measurement should not exceed it.
+
+A call waits for the host until the first product is launched, which includes one read of the counts of rows, and every
+kernel starts a gap after the one before it.
+
+A `Design` says how a call is cut: the rows of logits that are held at a time (row chunk) and the rows that the products
+for dhidden and dweight take (product chunk), which are the same rows or several row chunks.
 
 Traffic is counted as if caches were ideal: each operand of a product moves once per chunk, and a row kernel reads each
 logit once, although some sweep a row twice. Left out: exponentials of row kernels, what is O(N), the gathering of rows
-where some are dropped, workspaces of the matrix library.
+where some are dropped, the memory of workspaces of the matrix library.
 
 Memory is what the benchmarks measure: the high-water mark, less the inputs and less the gradients that are returned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +30,7 @@ import torch
 from ..memory import ROUNDED_CHUNKS, default_chunk_rows, default_logits_dtype
 from .cases import Case
 from .devices import Device, find_device
+from .gemm import EXPOSED, Gemm, idle_seconds
 
 WAYS = {
     "floor": "the products that the mode cannot do without, over all tokens at once",
@@ -39,25 +48,61 @@ PARTS = ("logits", "epilogue", "row passes", "dhidden", "dweight", "finish")
 GROUP_BYTES = 16 << 20
 # Per logit, beside the product and not overlapped with it: the estimate of kernels/anchored.py.
 EPILOGUE_INSTRUCTIONS = 20
-# Launches of a call, and of them those before the first product, when the device waits for the host. Counted with
-# torch.profiler over calls of one and of four chunks, views left out, rounded.
-LAUNCHES = {"step": (70, 50), "frozen": (70, 50), "forward": (20, 15)}
-LAUNCHES_PER_CHUNK = 10
 EAGER_LAUNCHES, FLOOR_LAUNCHES = 60, 3
+# Share of a copy's bandwidth that a row kernel reaches on a GPU: assumed.
+ROW_RATE = 0.9
+
+
+@dataclass(frozen=True)
+class Design:
+    """How the engine cuts a call into chunks, and what the host does for it.
+
+    `row_chunk`, `product_chunk`: rows at most; a call is cut into chunks of nearly equal length. A product chunk longer
+    than a row chunk has a buffer of its own for the gradients of its logits. `launches`: by mode, those of a call
+    beside its chunks, and of these the ones before the first product. `launch_cost`: host time of a launch with the
+    Python around it, in units of Device.launch. `row_rate`: the row kernel's share of a copy's bandwidth.
+    """
+
+    row_chunk: int
+    product_chunk: int
+    launches: Mapping[str, tuple[int, int]] = field(hash=False)
+    launches_per_row_chunk: int
+    launches_per_product_chunk: int
+    launch_cost: float
+    row_rate: float = ROW_RATE
+
+
+# 71 launches of a step with one chunk, 44 of them before the first product, took 690 to 725 us of a host; those of
+# "forward" were counted with torch.profiler.
+_REVIEWED = Design(4096, 4096, {"step": (61, 44), "frozen": (61, 44), "forward": (20, 15)}, 6, 4, launch_cost=2.5)
+# Assumed until it is built and counted: a kernel for the plan and one that reduces with the operators around them, per
+# row chunk a product and the row kernel, per product chunk two products. A mock with five launches took 77 us.
+_LAUNCHES = {"step": (8, 3), "frozen": (8, 3), "forward": (5, 3)}
+DESIGNS = {
+    "92afbdc": _REVIEWED,
+    "product chunks of 8,192": Design(2048, 8192, _LAUNCHES, 2, 2, launch_cost=4.0),
+    "product chunks of 16,384": Design(2048, 16384, _LAUNCHES, 2, 2, launch_cost=4.0),
+}
 
 
 class Part(NamedTuple):
-    """`flops` of matrix products, `bytes` to and from memory; seconds of computing and of moving, each alone."""
+    """`flops` of matrix products, `bytes` to and from memory; seconds of computing and of moving, each alone.
+
+    `idle`: seconds that computing lasts longer because tiles do not fill their waves. `exposed`: seconds of `moving`
+    that overlap with no computing.
+    """
 
     name: str
     flops: int
     bytes: int
     computing: float
     moving: float
+    idle: float = 0.0
+    exposed: float = 0.0
 
     @property
     def seconds(self) -> float:
-        return max(self.computing, self.moving)
+        return max(self.computing + self.idle, self.moving - self.exposed) + self.exposed
 
 
 @dataclass(frozen=True)
@@ -67,6 +112,7 @@ class Prediction:
     parts: tuple[Part, ...]
     waiting: float  # seconds of the device, until the host has launched the first product
     issuing: float  # seconds of the host for all other launches, hidden where the device takes longer
+    gaps: float  # seconds of the device between kernels
     peak_bytes: int
     given_bytes: int  # inputs and returned gradients, which come on top
 
@@ -80,11 +126,12 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        return self.waiting + max(self.issuing, sum(part.seconds for part in self.parts))
+        return self.waiting + max(self.issuing, self.gaps + sum(part.seconds for part in self.parts))
 
     @property
     def seconds_apart(self) -> float:
-        return self.waiting + max(self.issuing, sum(part.computing + part.moving for part in self.parts))
+        parts = sum(part.computing + part.idle + part.moving for part in self.parts)
+        return self.waiting + max(self.issuing, self.gaps + parts)
 
 
 def ways(case: Case, device: Device) -> tuple[str, ...]:
@@ -109,12 +156,27 @@ def way_of(implementation: str) -> str | None:
     return peers.get(name, name if name in ("floor", "eager") else None)
 
 
-def predict(case: Case, device: Device, way: str = "rows") -> Prediction:
-    """What `way` should cost. ValueError where it does not serve the case."""
+def default_design(case: Case, device: Device) -> Design:
+    """The design of this version of the library: chunks by memory.py, launches as counted last."""
+    kind = torch.device(device.type)
+    itemsize = default_logits_dtype(case.torch_dtype, kind).itemsize
+    rows = default_chunk_rows(case.tokens, case.vocab_size, itemsize, kind)
+    return replace(_REVIEWED, row_chunk=rows, product_chunk=rows)
+
+
+def predict(
+    case: Case, device: Device, way: str = "rows", design: Design | None = None, exposed: float = EXPOSED
+) -> Prediction:
+    """What `way` should cost, by default in `default_design`. ValueError where it does not serve the case.
+
+    `exposed`: the share, from 0 to 1, of the traffic of wide results that overlaps with nothing; see gemm.py.
+    """
     served = ways(case, device)
     if way not in served:
         raise ValueError(f"{way!r} does not serve {case} on {device.name}; expected one of {', '.join(served)}")
-    return {"floor": _floor, "eager": _eager}.get(way, _chunked)(_Work(case, device, way))
+    return {"floor": _floor, "eager": _eager}.get(way, _chunked)(
+        _Work(case, device, way, design or default_design(case, device), exposed)
+    )
 
 
 def predictions(case: Case, device: torch.device) -> dict[str, Any]:
@@ -141,8 +203,10 @@ def idle_tokens(case: Case) -> int:
 class _Work:
     """A case in numbers. Of N tokens `active` get gradients, `scored` others their log-probabilities alone."""
 
-    def __init__(self, case: Case, device: Device, way: str) -> None:
-        self.case, self.device, self.way = case, device, way
+    def __init__(self, case: Case, device: Device, way: str, design: Design, exposed: float) -> None:
+        self.case, self.device, self.way, self.design = case, device, way, design
+        self.exposed = exposed if device.multiprocessors else 0.0
+        self.row_rate = 1.0 if device.type == "cpu" else design.row_rate
         self.tokens, self.width, self.vocab = case.tokens, case.hidden_size, case.vocab_size
         self.weight = self.vocab * self.width  # elements
         idle = 0 if way in ("floor", "eager", "recompute") else idle_tokens(case)
@@ -155,93 +219,147 @@ class _Work:
         self.item = case.torch_dtype.itemsize
         self.logit = default_logits_dtype(case.torch_dtype, kind).itemsize
         self.gradient = self.logit if on_cpu else self.item
-        self.rows = default_chunk_rows(self.tokens, self.vocab, self.logit, kind)
         few = ROUNDED_CHUNKS if on_cpu else 1  # chunks whose sum is rounded as it is
-        self.sum = self.gradient if self.tokens <= few * self.rows else 4
+        self.sum = self.gradient if self.tokens <= few * design.product_chunk else 4
         returned = {"step": self.operands(self.tokens, 1), "frozen": self.operands(self.tokens, 0), "forward": 0}
         self.returned = returned[case.mode]
-
-    def chunks(self, tokens: int) -> int:
-        return -(-tokens // self.rows)
 
     def operands(self, tokens: int, weight_reads: int) -> int:
         """Bytes of hidden states (or dhidden), once, and of the weight."""
         return (tokens * self.width + weight_reads * self.weight) * self.item
 
-    def part(self, name: str, tokens: int = 0, bytes: int = 0, instructions: int = 0) -> Part:
-        """`tokens`: those that go through a product over H and V."""
-        flops, rates = 2 * tokens * self.weight, self.device.flops
-        computing = flops / rates[self.case.dtype]
-        if instructions:  # a multiply-add is one of them, and two FLOP of a product without tensor cores
-            computing += instructions / (rates["float32"] / 2)
-        return Part(name, flops, bytes, computing, bytes / self.device.bandwidth)
+    def logits(self, rows: int) -> Gemm:
+        return Gemm(rows, self.vocab, self.width)
 
-    def prediction(self, parts: list[Part], peak: int, launches: int, before: int = 0) -> Prediction:
-        launch = self.device.launch
+    def dhidden(self, rows: int) -> Gemm:
+        return Gemm(rows, self.width, self.vocab)
+
+    def dweight(self, rows: int) -> Gemm:
+        return Gemm(self.vocab, self.width, rows)
+
+    def product(self, name: str, gemms: list[tuple[int, Gemm]], bytes: int, wide: int = 0) -> Part:
+        """`gemms`: how many of each. `wide`: bytes of results beyond those of a product in the type of the inputs."""
+        rate, moving = self.device.flops[self.case.dtype], bytes / self.device.bandwidth
+        flops = sum(count * gemm.flops for count, gemm in gemms)
+        idle = sum(count * idle_seconds(gemm, self.device, self.case.dtype) for count, gemm in gemms)
+        exposed = self.exposed * max(0, wide) / self.device.bandwidth
+        return Part(name, flops, bytes, flops / rate, moving, idle, exposed)
+
+    def pass_over(self, name: str, bytes: int, rate: float = 1.0) -> Part:
+        """`rate`: the share of a copy's bandwidth."""
+        return Part(name, 0, bytes, 0.0, bytes / (self.device.bandwidth * rate))
+
+    def prediction(self, parts: list[Part], peak: int, launches: int, before: int = 0, cost: float = 1.0) -> Prediction:
+        """`launches`: all of them, `before` those that the first product waits for, and then for the counts of rows."""
+        launch = self.device.launch * cost
+        waiting = before * launch + (self.device.read if before else 0.0)
+        gaps = (launches - before) * self.device.gap
         given = self.operands(self.tokens, 1) + self.returned
-        return Prediction(tuple(parts), before * launch, (launches - before) * launch, peak, given)
+        return Prediction(tuple(parts), waiting, (launches - before) * launch, gaps, peak, given)
+
+
+def _cut(tokens: int, rows: int) -> list[tuple[int, int]]:
+    """(how many, length) of the chunks of nearly equal length that `tokens` are cut into, of at most `rows` each."""
+    if not tokens:
+        return []
+    pieces = -(-tokens // rows)
+    longer = tokens % pieces
+    return [(n, m) for n, m in ((longer, tokens // pieces + 1), (pieces - longer, tokens // pieces)) if n]
 
 
 class _Sweep(NamedTuple):
-    """A pass over `tokens`: its product writes `written` bytes per logit, its row kernels read and write `moved`."""
+    """A pass over `tokens`: its product writes `written` bytes per logit, its row kernels read and write `moved`.
+
+    `cuts`: rows of its chunks, each cut by the next.
+    """
 
     tokens: int
     written: int
     moved: int
+    cuts: tuple[int, ...]
     folded: bool = False
+
+    def chunks(self) -> list[tuple[int, int]]:
+        """(how many, length) of its row chunks."""
+        found = [(1, self.tokens)]
+        for rows in self.cuts:
+            found = [(n * m, longer) for n, length in found for m, longer in _cut(length, rows)]
+        return found
 
 
 def _sweeps(w: _Work) -> list[_Sweep]:
-    gradients = _Sweep(w.active, w.logit, w.logit + w.gradient)
-    scores = _Sweep(w.scored, w.logit, w.logit)
-    if w.way == "anchored":
-        gradients = _Sweep(w.active, w.gradient, 0, folded=True)
+    row_cut, cuts = (w.design.row_chunk,), (w.design.product_chunk, w.design.row_chunk)
+    gradients = _Sweep(w.active, w.logit, w.logit + w.gradient, cuts)
+    scores = _Sweep(w.scored, w.logit, w.logit, row_cut)
+    if w.way == "anchored":  # no logits to hold: a product chunk at once
+        gradients = _Sweep(w.active, w.gradient, 0, cuts[:1], folded=True)
     if w.way == "staged":
-        gradients = _Sweep(w.active, w.logit, 2 * w.logit + w.gradient)
+        gradients = _Sweep(w.active, w.logit, 2 * w.logit + w.gradient, cuts)
     if w.way in ("anchored", "linear"):
-        scores = _Sweep(w.scored, 0, 0, folded=True)
+        scores = _Sweep(w.scored, 0, 0, row_cut, folded=True)
     if w.way == "recompute":
-        scores = _Sweep(w.tokens, w.logit, w.logit)
+        scores = _Sweep(w.tokens, w.logit, w.logit, row_cut)
     return [sweep for sweep in (gradients, scores) if sweep.tokens]
 
 
 def _chunked(w: _Work) -> Prediction:
     """The ways through the engine."""
-    sweeps = _sweeps(w)
-    groups = -(-min(w.rows, w.tokens) * w.width * w.item // GROUP_BYTES)  # of a chunk, in a folded product
-    reads = sum(w.chunks(s.tokens) * (groups if s.folded else 1) for s in sweeps)
+    sweeps, design = _sweeps(w), w.design
+    chunks = [(sweep, n, length) for sweep in sweeps for n, length in sweep.chunks()]
+    reads = sum(n * (-(-length * w.width * w.item // GROUP_BYTES) if s.folded else 1) for s, n, length in chunks)
     tokens = sum(s.tokens for s in sweeps)
     folded = sum(s.tokens for s in sweeps if s.folded)
+    written = w.vocab * sum(s.tokens * s.written for s in sweeps)
+    wide = w.vocab * sum(s.tokens * max(0, s.written - w.item) for s in sweeps)
+    gemms = [(n, w.logits(length)) for _, n, length in chunks]
+    # An instruction is a multiply-add of a product without tensor cores.
+    instructions = folded * w.vocab * EPILOGUE_INSTRUCTIONS
+    epilogue = instructions / (w.device.flops["float32"] / 2) if instructions else 0.0
     parts = [
-        w.part("logits", tokens, w.operands(tokens, reads) + w.vocab * sum(s.tokens * s.written for s in sweeps)),
-        w.part("epilogue", instructions=folded * w.vocab * EPILOGUE_INSTRUCTIONS),
-        w.part("row passes", bytes=w.vocab * sum(s.tokens * s.moved for s in sweeps)),
+        w.product("logits", gemms, w.operands(tokens, reads) + written, wide),
+        Part("epilogue", 0, 0, epilogue, 0.0),
+        w.pass_over("row passes", w.vocab * sum(s.tokens * s.moved for s in sweeps), w.row_rate),
         *_gradients(w),
     ]
-    longest = -(-w.tokens // w.chunks(w.tokens)) if w.device.type == "cpu" else w.rows  # a CPU maps what is touched
-    peak = longest * w.vocab * max((s.written for s in sweeps), default=0)
+    row_chunks, product_chunks = sum(n for _, n, _ in chunks), sum(n for n, _ in _cut(w.active, design.product_chunk))
+    launches, before = design.launches[w.case.mode]
+    per_chunk = design.launches_per_row_chunk * row_chunks + design.launches_per_product_chunk * product_chunks
+    return w.prediction(parts, _peak(w, sweeps), launches + per_chunk, before, design.launch_cost)
+
+
+def _peak(w: _Work, sweeps: list[_Sweep]) -> int:
+    """Bytes beyond inputs and returned gradients."""
+    row_chunk, product_chunk = (min(rows, w.tokens) for rows in (w.design.row_chunk, w.design.product_chunk))
+    if w.device.type == "cpu":  # which maps what is touched
+        row_chunk = _cut(w.tokens, row_chunk)[0][1]
     if w.way == "anchored" and w.active:  # a chunk of dhidden, its scaled copy in float32, and that rounded
-        peak += w.rows * w.width * (4 + 2 * w.item)
+        peak = product_chunk * (w.vocab * w.gradient + w.width * (4 + 2 * w.item))
+    else:
+        peak = row_chunk * w.vocab * max((s.written for s in sweeps), default=0)
+        if w.active and product_chunk > w.design.row_chunk:  # else gradients lie over their logits
+            peak += product_chunk * w.vocab * w.gradient
     if w.trained:  # the scratch is free before the sums are cast
         cast = w.weight * w.item if w.sum != w.item else 0
         peak = max(peak, cast) + w.weight * (w.sum - w.item)
-    launches, before = LAUNCHES[w.case.mode]
-    chunks = sum(w.chunks(s.tokens) for s in sweeps)
-    return w.prediction(parts, peak, launches + LAUNCHES_PER_CHUNK * chunks, before)
+    return peak
 
 
 def _gradients(w: _Work) -> Iterator[Part]:
-    chunks, dlogits, elements = w.chunks(w.active), w.active * w.vocab * w.gradient, w.active * w.width
+    cut, dlogits, elements = _cut(w.active, w.design.product_chunk), w.active * w.vocab * w.gradient, w.active * w.width
+    chunks = sum(n for n, _ in cut)
     anchored, finish = w.way == "anchored", 0
     if w.active:
-        yield w.part("dhidden", w.active, dlogits + w.operands(w.active, chunks))
+        gemms = [(n, w.dhidden(length)) for n, length in cut]
+        yield w.product("dhidden", gemms, dlogits + w.operands(w.active, chunks))
         finish += elements * (8 + 4 * w.item) * anchored  # scaled in float32, rounded, put in place
     if w.trained:
         sums = (2 * chunks - 1) * w.weight * w.sum  # the first chunk writes them, the others read and write
-        yield w.part("dweight", w.active, dlogits + w.operands(w.active, 0) + sums)
+        gemms = [(n, w.dweight(length)) for n, length in cut]
+        moved = dlogits + w.operands(w.active, 0) + sums
+        yield w.product("dweight", gemms, moved, sums - chunks * w.weight * w.item)
         finish += elements * (8 + 2 * w.item) * anchored  # the scaled hidden states
         finish += w.weight * (w.sum + w.item) * (w.sum != w.item)
-    yield w.part("finish", bytes=finish)
+    yield w.pass_over("finish", finish)
 
 
 def _eager(w: _Work) -> Prediction:
@@ -250,7 +368,7 @@ def _eager(w: _Work) -> Prediction:
     moved, held = cast + 8, max(cast, 8)  # log_softmax has float32 in and out
     if w.active:
         moved, held = moved + 4 + 12 + cast, 12  # the gradient of its output; of its input, from that and its output
-    rows = w.part("row passes", bytes=logits * moved)
+    rows = w.pass_over("row passes", logits * moved)
     peak = max(held * logits - w.returned, logits * w.item)  # before the gradients are there, or with them
     return w.prediction([*_bare_products(w), rows], peak, EAGER_LAUNCHES)
 
@@ -262,5 +380,6 @@ def _floor(w: _Work) -> Prediction:
 def _bare_products(w: _Work) -> list[Part]:
     """Over all tokens at once, logits and their gradient in the type of the inputs."""
     names = {"step": ("logits", "dhidden", "dweight"), "frozen": ("logits", "dhidden"), "forward": ("logits",)}
+    gemms = {"logits": w.logits(w.tokens), "dhidden": w.dhidden(w.tokens), "dweight": w.dweight(w.tokens)}
     moved = w.tokens * w.vocab * w.item + w.operands(w.tokens, 1)
-    return [w.part(name, w.tokens, moved) for name in names[w.case.mode]]
+    return [w.product(name, [(1, gemms[name])], moved) for name in names[w.case.mode]]

@@ -14,6 +14,15 @@ end, so that the second sweep begins with what the L2 cache still holds. The gra
 float32 or as 16-bit values over the front of the same row: a block is read by all threads before any of them writes,
 and what is written lies at or before what has been read.
 
+A mask keeps 128-bit accesses only if it provably never ends within 16 bytes, so blocks end at the last multiple of
+`GROUP` columns. Where V is no multiple (`RAGGED`), half a block follows for the columns that are left; otherwise it is
+not compiled. Rows must provably start on 16 bytes as well: chunk_pitch sees to it in the scratch; a caller's own logits
+may have any pitch, and are then read one by one. What registers say about that half block (sm_90, V = 50,257):
+    40 as it is; 64 and no 128-bit access if all blocks were masked by V
+    97 without the loop of one turn around it: LLVM keeps its addresses and masks from one sweep to the other
+    48 instead of 32 in the gradient alone with fewer columns: Triton spreads those over threads in another way, and has
+       all that is known of a row twice
+
 Per logit of a (C, V) float32 chunk with 16-bit gradients:
     stats       reads 4 bytes; 1 exponential, about 8 operations
     gradient    reads 4, writes 2; 1 exponential, about 8
@@ -44,6 +53,7 @@ WEIGHT_ENTROPY: tl.constexpr = tl.constexpr(FIELD["weight_entropy"])
 TEMPERATURE: tl.constexpr = tl.constexpr(FIELD["temperature"])
 ENTROPY_THRESHOLD: tl.constexpr = tl.constexpr(FIELD["entropy_threshold"])
 
+GROUP: tl.constexpr = tl.constexpr(16)  # Triton knows of an integer whether 16 divides it, and nothing in between
 LOWEST_EXPONENT: tl.constexpr = tl.constexpr(-200.0)  # 2^t is exactly 0 there, and t stays finite: -inf gives 0
 
 
@@ -80,20 +90,38 @@ def add_block(y, top, exps, moment, to_exponent):
 
 
 @triton.jit
-def row_statistics(u, live, ids, vocab, to_z, p, CAPPED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def add_columns(
+    u, live, first, end, top, exps, moment, to_exponent, p, CAPPED: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """add_block with the logits of the columns from `first` to `end`, at most COLUMNS."""
+    columns = first + tl.arange(0, COLUMNS)
+    inside = live[:, None] & (columns < end)[None, :]
+    logits = tl.load(u[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    y, _ = softcap(logits, p.logit_scale, p.softcap, CAPPED)
+    y = tl.where(inside, y, -float("inf"))
+    return add_block(y, top, exps, moment, to_exponent)
+
+
+@triton.jit
+def row_statistics(
+    u, live, ids, vocab, to_z, p, CAPPED: tl.constexpr, RAGGED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """(top, log_sum, logp, entropy) of rows that start at pointers `u` (ROWS,); z - lse = (y - top) to_z - log_sum."""
     to_exponent = (to_z * INV_LN2).to(tl.float32)
     top = tl.full((ROWS,), -float("inf"), tl.float32)
     exps = tl.zeros((ROWS,), tl.float64)
     moment = tl.zeros((ROWS,), tl.float64)
-    blocks = tl.cdiv(vocab, BLOCK)
+    end = vocab
+    if RAGGED:
+        end = vocab // GROUP * GROUP
+        for first in range(end, vocab, BLOCK // 2):
+            top, exps, moment = add_columns(
+                u, live, first, vocab, top, exps, moment, to_exponent, p, CAPPED, BLOCK // 2
+            )
+    blocks = tl.cdiv(end, BLOCK)
     for i in range(blocks):
-        columns = (blocks - 1 - i) * BLOCK + tl.arange(0, BLOCK)
-        inside = live[:, None] & (columns < vocab)[None, :]
-        logits = tl.load(u[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-        y, _ = softcap(logits, p.logit_scale, p.softcap, CAPPED)
-        y = tl.where(inside, y, -float("inf"))
-        top, exps, moment = add_block(y, top, exps, moment, to_exponent)
+        first = (blocks - 1 - i) * BLOCK
+        top, exps, moment = add_columns(u, live, first, end, top, exps, moment, to_exponent, p, CAPPED, BLOCK)
     log_sum = tl.log(exps)
     entropy = (log_sum - LN2 * (moment / exps)).to(tl.float32)
     known = live & (ids >= 0) & (ids < vocab)
@@ -104,9 +132,29 @@ def row_statistics(u, live, ids, vocab, to_z, p, CAPPED: tl.constexpr, ROWS: tl.
 
 
 @triton.jit
+def store_columns(
+    u, du, live, silent, first, end, ids, du_id, top, constant, linear, to_exponent, p,
+    CAPPED: tl.constexpr, OVERLAP: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the columns from `first` to `end`, at most COLUMNS."""
+    columns = first + tl.arange(0, COLUMNS)
+    wanted = live[:, None] & (columns < end)[None, :]
+    # A silent row is not read: whatever it holds, its gradient is 0.
+    logits = tl.load(u[:, None] + columns[None, :], mask=wanted & ~silent[:, None], other=0.0).to(tl.float32)
+    y, slope = softcap(logits, p.logit_scale, p.softcap, CAPPED)
+    t = exponent(y, top[:, None], to_exponent[:, None])
+    value = tl.exp2(t) * (constant[:, None] + linear[:, None] * t) * slope
+    value = tl.where(columns[None, :] == ids[:, None], du_id[:, None], value)
+    value = tl.where(silent[:, None], 0.0, value)
+    if OVERLAP:  # 16-bit values over float32 logits that another thread may not have read yet
+        tl.debug_barrier()
+    tl.store(du[:, None] + columns[None, :], value.to(du.dtype.element_ty), mask=wanted)
+
+
+@triton.jit
 def row_gradient(
     u, du, residual, rows, live, ids, vocab, top, log_sum, entropy, g_logp, g_entropy, to_z, chain, p,
-    CAPPED: tl.constexpr, OVERLAP: tl.constexpr, BLOCK: tl.constexpr,
+    CAPPED: tl.constexpr, OVERLAP: tl.constexpr, RAGGED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """du_j = 2^t (constant + linear t) slope_j for all but the sampled id, whose 1 - p comes from expm1."""
     to_exponent = (to_z * INV_LN2).to(tl.float32)
@@ -124,19 +172,20 @@ def row_gradient(
     du_id = pull * chain.to(tl.float32) * slope_id
 
     tl.debug_barrier()  # every thread has read the sampled logit before any writes over it
-    for first in range(0, vocab, BLOCK):
-        columns = first + tl.arange(0, BLOCK)
-        wanted = live[:, None] & (columns < vocab)[None, :]
-        # A silent row is not read: whatever it holds, its gradient is 0.
-        logits = tl.load(u[:, None] + columns[None, :], mask=wanted & ~silent[:, None], other=0.0).to(tl.float32)
-        y, slope = softcap(logits, p.logit_scale, p.softcap, CAPPED)
-        t = exponent(y, top[:, None], to_exponent[:, None])
-        value = tl.exp2(t) * (constant[:, None] + linear[:, None] * t) * slope
-        value = tl.where(columns[None, :] == ids[:, None], du_id[:, None], value)
-        value = tl.where(silent[:, None], 0.0, value)
-        if OVERLAP:  # 16-bit values over float32 logits that another thread may not have read yet
-            tl.debug_barrier()
-        tl.store(du[:, None] + columns[None, :], value.to(du.dtype.element_ty), mask=wanted)
+    end = vocab
+    if RAGGED:
+        end = vocab // GROUP * GROUP
+    for first in range(0, end, BLOCK):
+        store_columns(
+            u, du, live, silent, first, end, ids, du_id, top, constant, linear, to_exponent, p,
+            CAPPED, OVERLAP, BLOCK,
+        )  # fmt: skip
+    if RAGGED:
+        for first in range(end, vocab, BLOCK // 2):
+            store_columns(
+                u, du, live, silent, first, vocab, ids, du_id, top, constant, linear, to_exponent, p,
+                CAPPED, OVERLAP, BLOCK // 2,
+            )  # fmt: skip
     if residual is not None:
         rounded = du_id.to(du.dtype.element_ty).to(tl.float32)
         tl.store(residual + rows, tl.where(known, du_id - rounded, 0.0), mask=live)
@@ -145,13 +194,14 @@ def row_gradient(
 @triton.jit(do_not_specialize=["ids", "temperature", "count"])
 def statistics_kernel(
     logits, ids, temperature, logp, lse, entropy, count, vocab, pitch, p,
-    CAPPED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    CAPPED: tl.constexpr, RAGGED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = rows < count
     id_ = tl.load(ids + rows, mask=live, other=0)
     to_z, _ = logit_scales(p, tl.load(temperature + rows, mask=live, other=1.0), CAPPED)
-    top, log_sum, log_p, h = row_statistics(logits + rows * pitch, live, id_, vocab, to_z, p, CAPPED, ROWS, BLOCK)
+    u = logits + rows * pitch
+    top, log_sum, log_p, h = row_statistics(u, live, id_, vocab, to_z, p, CAPPED, RAGGED, ROWS, BLOCK)
     tl.store(logp + rows, log_p, mask=live)
     tl.store(lse + rows, top.to(tl.float64) * to_z + log_sum, mask=live)
     tl.store(entropy + rows, h, mask=live)
@@ -160,7 +210,7 @@ def statistics_kernel(
 @triton.jit(do_not_specialize=["residual", "ids", "temperature", "lse", "entropy", "g_logp", "g_entropy", "count"])
 def gradient_kernel(
     logits, grad, residual, ids, temperature, lse, entropy, g_logp, g_entropy, count, vocab, pitch, grad_pitch, p,
-    CAPPED: tl.constexpr, OVERLAP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    CAPPED: tl.constexpr, OVERLAP: tl.constexpr, RAGGED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = rows < count
@@ -175,7 +225,7 @@ def gradient_kernel(
     by_entropy = tl.load(g_entropy + rows, mask=live, other=0.0)
     row_gradient(
         logits + rows * pitch, grad + rows * grad_pitch, residual, rows, live, id_, vocab, top, log_sum, h,
-        by_logp, by_entropy, to_z, chain, p, CAPPED, OVERLAP, BLOCK,
+        by_logp, by_entropy, to_z, chain, p, CAPPED, OVERLAP, RAGGED, BLOCK,
     )  # fmt: skip
 
 
@@ -183,7 +233,7 @@ def gradient_kernel(
 def fused_kernel(
     logits, grad, residual, ids, table, logp, lse, entropy, count, vocab, pitch, grad_pitch, table_pitch, p,
     SURROGATE: tl.constexpr, KL: tl.constexpr, HAS_BASE: tl.constexpr, BIAS_CORRECTION: tl.constexpr,
-    CAPPED: tl.constexpr, OVERLAP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    CAPPED: tl.constexpr, OVERLAP: tl.constexpr, RAGGED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = rows < count
@@ -191,7 +241,7 @@ def fused_kernel(
     token = table + rows
     to_z, chain = logit_scales(p, tl.load(token + TEMPERATURE * table_pitch, mask=live, other=1.0), CAPPED)
     u = logits + rows * pitch
-    top, log_sum, log_p, h = row_statistics(u, live, id_, vocab, to_z, p, CAPPED, ROWS, BLOCK)
+    top, log_sum, log_p, h = row_statistics(u, live, id_, vocab, to_z, p, CAPPED, RAGGED, ROWS, BLOCK)
     tl.store(logp + rows, log_p, mask=live)
     tl.store(lse + rows, top.to(tl.float64) * to_z + log_sum, mask=live)
     tl.store(entropy + rows, h, mask=live)
@@ -199,7 +249,7 @@ def fused_kernel(
     g_logp, g_entropy = token_gradient(token, table_pitch, live, log_p, h, p, SURROGATE, KL, HAS_BASE, BIAS_CORRECTION)
     row_gradient(
         u, grad + rows * grad_pitch, residual, rows, live, id_, vocab, top, log_sum, h,
-        g_logp, g_entropy, to_z, chain, p, CAPPED, OVERLAP, BLOCK,
+        g_logp, g_entropy, to_z, chain, p, CAPPED, OVERLAP, RAGGED, BLOCK,
     )  # fmt: skip
 
 
@@ -235,7 +285,7 @@ def stats(logits: Tensor, ids: Tensor, temperature: Tensor, params: KernelParams
     rows, block, num_warps = row_launch("rows", logits.device, vocab, logits.dtype)
     statistics_kernel[(triton.cdiv(count, rows),)](
         logits, ids, temperature, *out, count, vocab, logits.stride(0), scalars(params),
-        CAPPED=params.softcap != 0.0, ROWS=rows, BLOCK=block, num_warps=num_warps,
+        CAPPED=params.softcap != 0.0, RAGGED=is_ragged(vocab), ROWS=rows, BLOCK=block, num_warps=num_warps,
     )  # fmt: skip
     return out
 
@@ -258,7 +308,8 @@ def gradient(
     gradient_kernel[(triton.cdiv(count, rows),)](
         logits, grad, residual, ids, temperature, lse, entropy, g_logp, g_entropy,
         count, vocab, logits.stride(0), grad.stride(0), scalars(params),
-        CAPPED=params.softcap != 0.0, OVERLAP=overlaps(logits, grad), ROWS=rows, BLOCK=block, num_warps=num_warps,
+        CAPPED=params.softcap != 0.0, OVERLAP=overlaps(logits, grad), RAGGED=is_ragged(vocab),
+        ROWS=rows, BLOCK=block, num_warps=num_warps,
     )  # fmt: skip
 
 
@@ -273,7 +324,8 @@ def fused(
         logits, grad, residual, ids, table, *out,
         count, vocab, logits.stride(0), grad.stride(0), table.stride(0), scalars(params),
         SURROGATE=params.surrogate, KL=params.kl, HAS_BASE=params.has_base, BIAS_CORRECTION=params.bias_correction,
-        CAPPED=params.softcap != 0.0, OVERLAP=overlaps(logits, grad), ROWS=rows, BLOCK=block, num_warps=num_warps,
+        CAPPED=params.softcap != 0.0, OVERLAP=overlaps(logits, grad), RAGGED=is_ragged(vocab),
+        ROWS=rows, BLOCK=block, num_warps=num_warps,
     )  # fmt: skip
     return out
 
@@ -283,6 +335,10 @@ def empty_stats(count: int, device: torch.device) -> RowStats:
         return torch.empty(count, dtype=dtype, device=device)
 
     return RowStats(empty(torch.float32), empty(torch.float64), empty(torch.float32))
+
+
+def is_ragged(vocab: int) -> bool:
+    return vocab % GROUP.value != 0
 
 
 def overlaps(logits: Tensor, grad: Tensor) -> bool:
