@@ -17,7 +17,6 @@ from grpo_kernels.params import (
     PlanRules,
     Rows,
     RowStats,
-    Sums,
     TokenInputs,
     TokenValues,
     is_per_sequence,
@@ -123,7 +122,7 @@ class Kernels:
         **given: Tensor | None,
     ) -> None:  # fmt: skip
         grad = given.get("grad")
-        assert len(rows) == len(logits)
+        assert rows.stop - rows.start == len(logits)
         self.call(
             function,
             [
@@ -153,7 +152,7 @@ class Kernels:
     # --- tokens and rewards ---------------------------------------------------------------------------------------
 
     def token_objective(self, rows: Rows, table: Tensor, values: TokenValues, params: KernelParams) -> None:
-        arguments = [len(rows), rows.start, rows.index, table, table.shape[1], values.columns]
+        arguments = [rows.stop - rows.start, rows.start, rows.index, table, table.shape[1], values.columns]
         self.call("token_objective", arguments, packed(params))
 
     def sequence_objective(
@@ -166,13 +165,13 @@ class Kernels:
     def sums(
         self, scored: Tensor, table: Tensor, values: TokenValues, params: KernelParams, offsets: Tensor,
         group_index: Tensor | None, groups: int,
-    ) -> Sums:  # fmt: skip
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         sequences, columns = len(offsets) - 1, len(contract.COLUMNS)
         shapes = ((sequences, columns), (groups, columns), (columns,), (3,))
         out = [torch.full(shape, torch.nan) for shape in shapes]
         tokens = [len(scored), sequences, offsets, scored, table, values.columns]
         self.call("reduce", [*tokens, group_index, groups, *out], packed(params))
-        return Sums(*out)
+        return tuple(out)
 
     def group_statistics(self, rewards, group_index, groups, scale, baseline, ddof, eps) -> tuple[Tensor, ...]:
         out = [torch.full((n,), torch.nan) for n in (len(rewards), groups, groups)]
