@@ -47,35 +47,58 @@ GK_HD PlanWeights plan_weights(const PlanArgs& args, bool unmasked, float length
     return weights;
 }
 
-// Writes a token's column of the table, and its id. Returns whether the surrogate can move it.
-GK_HD bool plan_token(const PlanArgs& args, int64_t t, int64_t s, bool unmasked, const PlanWeights& weights) {
+// What a token's surrogate sees of the batch; of padding, neutral numbers.
+struct PlanSurrogate {
+    float advantage, base, multiplier, rollout_weight;
+
+    // Whether it has a gradient.
+    GK_HD bool moves(const PlanRules& rules) const {
+        return multiplier != 0.f && (advantage != 0.f || !rules.needs_advantage);
+    }
+};
+
+GK_HD float given_to_plan(const float* x, int64_t t, bool unmasked, float fill) { return x && unmasked ? x[t] : fill; }
+
+GK_HD float given_to_plan(const PlanInput& x, int64_t t, int64_t s, bool unmasked, float fill) {
+    return x.data && unmasked ? x.at(t, s) : fill;
+}
+
+GK_HD PlanSurrogate plan_surrogate(const PlanArgs& args, int64_t t, int64_t s, bool unmasked) {
     const PlanRules& rules = args.rules;
-    const auto given = [&](const float* x, float fill) { return x && unmasked ? x[t] : fill; };
-    const auto input = [&](const PlanInput& x, float fill) { return x.data && unmasked ? x.at(t, s) : fill; };
-    const float advantage = input(args.advantages, 0.f);
-    const float rollout_weight = input(args.rollout_weights, 1.f);
-    float base = given(args.old, 0.f), multiplier = rules.multiplies_rollout_weight ? rollout_weight : 1.f;
+    const float rollout_weight = given_to_plan(args.rollout_weights, t, s, unmasked, 1.f);
+    float base = given_to_plan(args.old, t, unmasked, 0.f);
+    float multiplier = rules.multiplies_rollout_weight ? rollout_weight : 1.f;
     if (rules.divides_by_rollout && args.rollout) {
-        const float rollout = given(args.rollout, 0.f);
+        const float rollout = given_to_plan(args.rollout, t, unmasked, 0.f);
         if (rollout == rollout)
             base = rollout;
         else if (!args.old)  // nothing to divide by: no surrogate
             multiplier = 0.f;
     }
-    const auto set = [&](TableField f, float x) { args.table[f * args.tokens + t] = x; };
-    set(kAdvantage, advantage);
-    set(kBase, base);
-    set(kRef, given(args.ref, 0.f));
-    set(kMultiplier, multiplier);
-    set(kWeightRatio, weights.ratio);
-    set(kWeightDirect, weights.direct);
-    set(kWeightEntropy, weights.entropy);
-    set(kTemperature, args.temperature.data ? input(args.temperature, 1.f) : rules.temperature);
-    set(kEntropyThreshold, args.threshold ? *args.threshold : rules.entropy_threshold);
-    set(kRollout, given(args.rollout, nanf("")));
-    set(kRolloutWeight, rollout_weight);
-    if (args.clean_ids) args.clean_ids[t] = unmasked ? args.ids[t] : 0;
-    return multiplier != 0.f && (advantage != 0.f || !rules.needs_advantage);
+    return {given_to_plan(args.advantages, t, s, unmasked, 0.f), base, multiplier, rollout_weight};
+}
+
+// Writes a token's column of the table, and its id. Returns whether the surrogate can move it.
+GK_HD bool plan_token(const PlanArgs& args, int64_t t, int64_t s, bool unmasked, const PlanWeights& weights) {
+    const PlanRules& rules = args.rules;
+    const PlanSurrogate found = plan_surrogate(args, t, s, unmasked);
+    const bool temperatures = args.temperature.data != nullptr;
+    float column[kFieldCount];  // all is read before anything is written, which it could alias
+    column[kAdvantage] = found.advantage;
+    column[kBase] = found.base;
+    column[kRef] = given_to_plan(args.ref, t, unmasked, 0.f);
+    column[kMultiplier] = found.multiplier;
+    column[kWeightRatio] = weights.ratio;
+    column[kWeightDirect] = weights.direct;
+    column[kWeightEntropy] = weights.entropy;
+    column[kTemperature] = temperatures ? given_to_plan(args.temperature, t, s, unmasked, 1.f) : rules.temperature;
+    column[kEntropyThreshold] = args.threshold ? *args.threshold : rules.entropy_threshold;
+    column[kRollout] = given_to_plan(args.rollout, t, unmasked, nanf(""));
+    column[kRolloutWeight] = found.rollout_weight;
+    const int64_t id = args.clean_ids && unmasked ? args.ids[t] : 0;
+    for (int f = 0; f < kFieldCount; f++) args.table[f * args.tokens + t] = column[f];
+    if (args.clean_ids) args.clean_ids[t] = id;
+    return found.moves(rules);
 }
 
 // Whether the surrogate moves either all unmasked tokens of a sequence or none.

@@ -27,13 +27,14 @@ GK_HD void store_objective(const TokenData& tokens, int64_t t, float x, const To
     tokens.value(kTokenGLogp, t) = g_logp;
 }
 
-// Of a token that depends on itself alone. Writes all but logp and entropy, and returns d loss / d logp.
-GK_HD float evaluate_token(const Params& p, const TokenData& tokens, int64_t t, float logp, float entropy) {
+// Of a token that depends on itself alone. Returns d loss / d logp, and writes all but logp and entropy if `writes`.
+GK_HD float evaluate_token(const Params& p, const TokenData& tokens, int64_t t, float logp, float entropy,
+                           bool writes = true) {
     const float x = token_log_ratio(p, tokens, t, logp);
     const TokenObjective found = objective_at(p, tokens, t, x, logp, entropy, tokens.field(kMultiplier, t));
     const float g_logp = weighted(tokens.field(kWeightRatio, t), found.d_ratio) +
                          weighted(tokens.field(kWeightDirect, t), found.d_direct);
-    store_objective(tokens, t, x, found, g_logp);
+    if (writes) store_objective(tokens, t, x, found, g_logp);
     return g_logp;
 }
 

@@ -77,7 +77,8 @@ class GRPOConfig:
         temperature: a number or a tensor with one value per token. logit_scale, logit_softcap: applied before it.
         logits_dtype: torch.float32 or the input dtype; None takes float32 where a matrix product can return it from
             16-bit inputs (GPUs) and the input dtype elsewhere.
-        chunk_rows: rows of logits held at a time; None derives it from V and a memory budget.
+        chunk_rows: rows whose gradients of logits are held at a time, and at most so many rows of logits; None derives
+            both from V and a memory budget (512 MiB; on a GPU a sixteenth of its memory, at least 4 GiB).
         static_shapes: compute every row, padding too, so that nothing is read back to the host: for CUDA graphs, whose
             capture switches it on by itself. Off, rows without a gradient are left out, at one small read per call.
         score_inactive: also report logps, entropy and metrics of tokens that cannot have a gradient.

@@ -9,14 +9,14 @@ call. With static shapes every row is computed and nothing is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from .backends import Backend, FoldingBackend
-from .head import GivenLogits, LMHead, chunk
+from .head import Chunk, GivenLogits, LMHead
 from .params import FIELD, KernelParams, Rows, RowStats, Sums, TokenValues
 from .plan import Plan
 
@@ -36,7 +36,7 @@ class Scorer:
 
     def score(self, index: Tensor | None, *, entropy: bool = True) -> None:
         """logp, entropy and lse of these tokens (None: of all), nothing else."""
-        for rows in self._chunks(index):
+        for rows in self._row_chunks(index):
             if self.head.strategy == "rows":
                 self._statistics(rows)
             else:
@@ -44,7 +44,7 @@ class Scorer:
 
     def evaluate(self, index: Tensor | None, table: Tensor) -> None:
         """`score`, and the objective of each token by itself."""
-        for rows in self._chunks(index):
+        for rows in self._row_chunks(index):
             if self.head.strategy == "rows":
                 logits, bias = self.head.logits(rows), self.head.folded_bias
                 self.backend.single_pass(logits, rows, self.ids, table, self.values, self.params, bias)
@@ -54,40 +54,44 @@ class Scorer:
 
     def single_pass(self, index: Tensor | None, table: Tensor) -> None:
         """Everything about tokens whose gradient depends on themselves alone."""
-        if self.head.grad_dtype == torch.float16:  # a scale, which follows from the coefficients, must come first
-            self.staged(((rows, slice(0)) for rows in self._chunks(index)), self._token_coefficients(table))
-            return
         head = self.head
-        for rows in self._chunks(index):
-            logits = head.logits(rows)
-            gradient, rounding_error = head.gradient_buffer(logits), head.residual(rows)
-            self.backend.single_pass(
-                logits, rows, self.ids, table, self.values, self.params, head.folded_bias, gradient, rounding_error
-            )
-            head.accumulate(rows, gradient, self.ids, rounding_error)
+        if head.grad_dtype == torch.float16:  # a scale, which follows from the coefficients, must come first
+            self.staged(((chunk, slice(0)) for chunk in head.chunks(index)), self._token_coefficients(table))
+            return
+        for chunk in head.chunks(index):
+            for rows in chunk.row_chunks():
+                logits = head.logits(rows)
+                gradient, error = head.gradient_buffer(chunk, rows, logits), head.rounding_error(chunk, rows)
+                self.backend.single_pass(
+                    logits, rows, self.ids, table, self.values, self.params, head.folded_bias, gradient, error
+                )
+            head.accumulate(chunk, self.ids)
 
     def anchored(self, index: Tensor | None, table: Tensor) -> None:
         """`single_pass` without logits, for tokens whose gradient does not go through their entropy."""
         head, backend = cast(LMHead, self.head), cast(FoldingBackend, self.backend)
-        for rows in self._chunks(index):
-            exponentials, ids = head.exponentials(rows), rows.take(self.ids)
-            given = head.hidden_rows(rows), head.weight, head.bias, ids, rows.take(table, 1)
+        for chunk in head.chunks(index):
+            rows, exponentials = chunk.rows, head.exponentials(chunk)
+            given = head.hidden_rows(rows), head.weight, head.bias, rows.take(self.ids), rows.take(table, 1)
             stats, scale = backend.anchored(*given, exponentials, self.params)
             self._put(rows, stats)
             backend.token_objective(rows, table, self.values, self.params)
-            head.accumulate_scaled(rows, exponentials, scale)
+            head.accumulate_scaled(chunk, exponentials, scale)
 
-    def staged(self, chunks: Iterator[tuple[Rows, slice]], coefficients: CoefficientFn) -> None:
+    def staged(self, chunks: Iterable[tuple[Chunk, slice]], coefficients: CoefficientFn) -> None:
         """Statistics of a chunk, then its coefficients, then its gradients from the same logits."""
-        for rows, sequences in chunks:
-            logits = self._statistics(rows)
-            self._gradient(rows, logits, *coefficients(rows, sequences))
+        for chunk, sequences in chunks:
+            logits = self._statistics(chunk.rows)
+            self._gradient(chunk, chunk.rows, logits, *coefficients(chunk.rows, sequences))
+            self.head.accumulate(chunk, self.ids)
 
     def gradient(self, g_logp: Tensor, g_entropy: Tensor, *, static_shapes: bool = False) -> None:
         """Gradients of every token with a non-zero coefficient, from its logits computed again."""
         index = None if static_shapes else ((g_logp != 0) | (g_entropy != 0)).nonzero().squeeze(1)
-        for rows in self._chunks(index):
-            self._gradient(rows, self.head.logits(rows), g_logp, g_entropy)
+        for chunk in self.head.chunks(index):
+            for rows in chunk.row_chunks():
+                self._gradient(chunk, rows, self.head.logits(rows), g_logp, g_entropy)
+            self.head.accumulate(chunk, self.ids)
 
     def _token_coefficients(self, table: Tensor) -> CoefficientFn:
         """What `single_pass` computes between its statistics and its gradient."""
@@ -103,27 +107,27 @@ class Scorer:
         given = head.hidden_rows(rows), head.weight, head.bias, rows.take(self.ids), rows.take(self.temperature)
         self._put(rows, backend.linear_logp(*given, self.params, entropy=entropy))
 
-    def _chunks(self, index: Tensor | None) -> Iterator[Rows]:
-        return chunk(index, self.head.num_tokens, self.head.chunk_rows)
+    def _row_chunks(self, index: Tensor | None) -> Iterator[Rows]:
+        for chunk in self.head.chunks(index):
+            yield from chunk.row_chunks()
 
     def _statistics(self, rows: Rows) -> Tensor:
         logits, bias = self.head.logits(rows), self.head.folded_bias
         self.backend.statistics(logits, rows, self.ids, self.temperature, self.values, self.params, bias)
         return logits
 
-    def _gradient(self, rows: Rows, logits: Tensor, g_logp: Tensor, g_entropy: Tensor) -> None:
+    def _gradient(self, chunk: Chunk, rows: Rows, logits: Tensor, g_logp: Tensor, g_entropy: Tensor) -> None:
         head = self.head
-        gradient, rounding_error = head.gradient_buffer(logits), head.residual(rows)
-        if head.grad_dtype == torch.float16:
+        gradient, error = head.gradient_buffer(chunk, rows, logits), head.rounding_error(chunk, rows)
+        if head.grad_dtype == torch.float16 and rows.count:
             steepness = self.params.logit_scale / rows.take(self.temperature)
             largest = (torch.maximum(rows.take(g_logp).abs(), rows.take(g_entropy).abs()) * steepness).amax()
             scale = head.scale_gradients(largest)
             g_logp, g_entropy = g_logp * scale, g_entropy * scale
         self.backend.logits_gradient(
             logits, gradient, rows, self.ids, self.temperature, self.values, g_logp, g_entropy, self.params,
-            head.folded_bias, rounding_error,
+            head.folded_bias, error,
         )  # fmt: skip
-        head.accumulate(rows, gradient, self.ids, rounding_error)
 
     def _put(self, rows: Rows, stats: RowStats) -> None:
         rows.put(self.values.logp, stats.logp)
@@ -197,7 +201,7 @@ def _everything(plan: Plan) -> _Visit:
 def _run_sequences(scorer: Scorer, plan: Plan, visit: _Visit, *, gradients: bool, static_shapes: bool) -> None:
     """The ways of tokens whose gradient depends on their sequence."""
     tokens, backend, lengths = plan.tokens, scorer.backend, visit.lengths
-    staged = gradients and lengths is not None and max(lengths, default=0) <= scorer.head.chunk_rows
+    staged = gradients and lengths is not None and max(lengths, default=0) <= scorer.head.sequence_rows
     weight_entropy = tokens.table[FIELD["weight_entropy"]]
     if staged and lengths is not None:
 
@@ -205,8 +209,9 @@ def _run_sequences(scorer: Scorer, plan: Plan, visit: _Visit, *, gradients: bool
             _sequence_objective(plan, backend, sequences)
             return tokens.values.g_logp, weight_entropy
 
-        chunks = sequence_chunks(visit.active, lengths, scorer.head.num_tokens, scorer.head.chunk_rows)
-        scorer.staged(chunks, coefficients)
+        head = scorer.head
+        packed = sequence_chunks(visit.active, lengths, head.num_tokens, head.sequence_rows)
+        scorer.staged(((head.chunk_of(rows), sequences) for rows, sequences in packed), coefficients)
     else:
         scorer.score(visit.active)
     if visit.rest is not None:

@@ -18,8 +18,8 @@ from .backends import Backend, get_backend
 from .config import GRPOConfig, config_from_key
 from .delivery import FinishedGradients, deliver_once, refuse_double_backward, times, waiting_dtype
 from .head import GivenLogits, LMHead
-from .memory import default_chunk_rows, default_logits_dtype
-from .params import COLUMNS, FIELD, KernelParams, TokenInputs, TokenValues, no_values
+from .memory import default_logits_dtype
+from .params import FIELD, KernelParams, Sums, TokenInputs, TokenValues, no_values
 from .plan import make_plan
 from .products import settled_precision
 from .validate import check_offsets, check_rewards_finite, check_temperature, check_token_values, check_values
@@ -46,7 +46,7 @@ class LossCall(NamedTuple):
 
 
 def loss_from_hidden(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: LossCall) -> tuple[Tensor, ...]:
-    """(loss, logps, entropy, *Sums); the loss is differentiable in hidden, weight and bias."""
+    """(loss, logps, entropy, numbers of Sums); the loss is differentiable in hidden, weight and bias."""
     traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
     if not traced and type(hidden) in (Tensor, torch.nn.Parameter):
         return _Loss.apply(hidden, weight, bias, call)
@@ -54,7 +54,7 @@ def loss_from_hidden(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], cal
         *(hidden, weight, bias, call.completion_ids, list(call.tokens), call.num_groups, call.config.key),
         *(call.backend, call.compute_dtype, call.wants),
     )
-    return results[:7]
+    return results[:4]
 
 
 def _compute_loss(
@@ -72,7 +72,7 @@ def _compute_loss(
         head = _lm_head(hidden, weight, bias, kernels, call.compute_dtype, call.wants, *options)
         values, sums = engine.run(head, plan, kernels, gradients=any(call.wants), static_shapes=static)
         per_token = values.logp.view(ids.shape), values.entropy.view(ids.shape)
-        return (sums.totals[0].clone(), *per_token, *sums), head.gradients()
+        return (sums.loss.clone(), *per_token, sums.numbers), head.gradients()
 
 
 class _Loss(torch.autograd.Function):
@@ -102,15 +102,15 @@ def grpo_loss(
     backend: str,
     compute_dtype: Optional[torch.dtype],
     wants: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(loss, logps, entropy, *Sums, dhidden, dweight, dbias, scale of the last two).
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(loss, logps, entropy, numbers of Sums, dhidden, dweight, dbias, scale of the last two).
 
     Unwanted gradients are empty.
     """
     inputs, config = TokenInputs(*tokens), config_from_key(config_key)  # type: ignore[arg-type]
     call = LossCall(completion_ids, inputs, num_groups, config, backend, compute_dtype, wants)
-    (loss, logps, entropy, *sums), gradients = _compute_loss(hidden, weight, bias, call)
-    results = loss, logps.clone(), entropy.clone(), *sums  # the results of an operator share no memory
+    (loss, logps, entropy, numbers), gradients = _compute_loss(hidden, weight, bias, call)
+    results = loss, logps.clone(), entropy.clone(), numbers  # the results of an operator share no memory
     scale = gradients.scales[1]  # of dweight and dbias
     scale = hidden.new_ones((), dtype=torch.float32) if scale is None else scale.clone()
     return *results, *(hidden.new_empty(0) if g is None else g for g in gradients.tensors), scale
@@ -125,7 +125,7 @@ def _(hidden, weight, bias, completion_ids, tokens, num_groups, config_key, back
         f((), dtype=dtype),
         f(completion_ids.shape, dtype=dtype),
         f(completion_ids.shape, dtype=dtype),
-        *_empty_sums(hidden, completion_ids, tokens, num_groups, dtype),
+        _empty_sums(hidden, completion_ids, tokens, num_groups, dtype),
         *(
             x.new_empty(x.shape, dtype=waiting_dtype(x.dtype)) if want else f(0)
             for x, want in zip(given, wants, strict=True)
@@ -135,11 +135,10 @@ def _(hidden, weight, bias, completion_ids, tokens, num_groups, config_key, back
 
 
 def _empty_sums(like, per_token, tokens, num_groups, dtype):
-    """Sums without values, for tokens (B, T), or (N,) with offsets."""
-    offsets, columns = TokenInputs(*tokens).cu_seqlens, len(COLUMNS)
-    sequences = per_token.shape[0] if offsets is None else offsets.shape[0] - 1
-    shapes = (sequences, columns), (num_groups, columns), (columns,), (3,)
-    return tuple(like.new_empty(shape, dtype=dtype) for shape in shapes)
+    """Numbers of Sums without values, for tokens (B, T), or (N,) with offsets."""
+    inputs = TokenInputs(*tokens)
+    sequences = per_token.shape[0] if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[0] - 1
+    return like.new_empty(Sums.size(sequences, num_groups), dtype=dtype)
 
 
 def _save_gradients(ctx, inputs, output):
@@ -277,8 +276,8 @@ def policy_loss(
     num_groups: int,
     config_key: str,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(loss, *Sums, d loss / d logps, d loss / d entropy), all O(N) and in float32 or better."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(loss, numbers of Sums, d loss / d logps, d loss / d entropy), all O(N) and in float32 or better."""
     inputs, config = TokenInputs(*tokens), config_from_key(config_key)  # type: ignore[arg-type]
     check_offsets(inputs.cu_seqlens, logps.numel())
     check_token_values(inputs)
@@ -292,14 +291,14 @@ def policy_loss(
         sums = engine.sums(plan, kernels, values)
         weight_entropy = plan.tokens.table[FIELD["weight_entropy"]]
         gradients = (torch.where(plan.tokens.scored, g, 0.0) for g in (values.g_logp, weight_entropy))
-    return sums.totals[0].clone(), *sums, *(g.view(logps.shape) for g in gradients)
+    return sums.loss.clone(), sums.numbers, *(g.view(logps.shape) for g in gradients)
 
 
 @policy_loss.register_fake
 def _(logps, entropy, tokens, num_groups, config_key, backend):
     f, dtype = logps.new_empty, table_dtype(logps.dtype)
-    sums = _empty_sums(logps, logps, tokens, num_groups, dtype)
-    return f((), dtype=dtype), *sums, f(logps.shape, dtype=dtype), f(logps.shape, dtype=dtype)
+    numbers = _empty_sums(logps, logps, tokens, num_groups, dtype)
+    return f((), dtype=dtype), numbers, f(logps.shape, dtype=dtype), f(logps.shape, dtype=dtype)
 
 
 def _save_policy(ctx, inputs, output):
@@ -329,7 +328,7 @@ def loss_over_logits(
     backend: str,
     want: bool,
 ) -> tuple[tuple[Tensor, ...], FinishedGradients | None]:
-    """((loss, logps, entropy, *Sums), gradient); with `want` it replaces `logits` (N, V).
+    """((loss, logps, entropy, numbers of Sums), gradient); with `want` it replaces `logits` (N, V).
 
     Every row is computed where it lies: rows that cannot have a gradient get zeros, and nothing is copied.
     """
@@ -342,7 +341,7 @@ def loss_over_logits(
         head = GivenLogits(logits)
         values, sums = engine.run(head, plan, kernels, gradients=want, static_shapes=True)
     shape = completion_ids.shape
-    results = sums.totals[0].clone(), values.logp.view(shape), values.entropy.view(shape), *sums
+    results = sums.loss.clone(), values.logp.view(shape), values.entropy.view(shape), sums.numbers
     if not want:
         return results, None
     return results, FinishedGradients([logits], [logits.dtype], kernels, [head.gradient_scale])
@@ -395,11 +394,8 @@ def _lm_head(
     chunk_rows: Optional[int] = None,
     keep: Optional[Tensor] = None,
 ) -> LMHead:
-    num_tokens, vocab_size = hidden.numel() // hidden.shape[-1], weight.shape[0]
     dtype = logits_dtype or default_logits_dtype(compute_dtype or hidden.dtype, hidden.device)
-    rows = chunk_rows or default_chunk_rows(num_tokens, vocab_size, dtype.itemsize, hidden.device)
-    rows = max(1, min(rows, num_tokens))
-    return LMHead(hidden, weight, bias, dtype, rows, backend, tuple(wants), keep, compute_dtype)
+    return LMHead(hidden, weight, bias, dtype, chunk_rows, backend, tuple(wants), keep, compute_dtype)
 
 
 def _capturing(device: torch.device) -> bool:

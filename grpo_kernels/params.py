@@ -8,6 +8,7 @@ compiled backends; a test holds the two equal.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -121,7 +122,8 @@ class Rows:
     stop: int
     index: Tensor | None = None
 
-    def __len__(self) -> int:
+    @property
+    def count(self) -> int:
         return self.stop - self.start
 
     def take(self, x: Tensor, dim: int = 0) -> Tensor:
@@ -136,6 +138,17 @@ class Rows:
             destination.narrow(dim, self.start, self.stop - self.start).copy_(values)
         else:
             destination.index_copy_(dim, self.index, values)
+
+    def split(self, size: int) -> Iterator[Rows]:
+        """In parts of nearly equal length, at most `size` rows each, the first the longest."""
+        pieces = -(-self.count // size)
+        if pieces == 1:
+            yield self
+            return
+        for i in range(pieces):
+            first, last = -(-self.count * i // pieces), -(-self.count * (i + 1) // pieces)
+            index = None if self.index is None else self.index[first:last]
+            yield Rows(self.start + first, self.start + last, index)
 
 
 class RowStats(NamedTuple):
@@ -202,15 +215,45 @@ class PlannedTokens(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums of COLUMNS over scored tokens: (S, K), (num_groups, K), (K,); extrema (3,): ratio min and max, mismatch max.
+    """Sums of COLUMNS over scored tokens, one after the other in `numbers`: per sequence, per group, of all; extrema."""
 
-    The first column of `totals` is the loss.
-    """
+    numbers: Tensor
+    num_sequences: int
+    num_groups: int
 
-    sequences: Tensor
-    groups: Tensor
-    totals: Tensor
-    extrema: Tensor
+    @property
+    def loss(self) -> Tensor:
+        """() a view."""
+        return self.numbers[(self.num_sequences + self.num_groups) * len(COLUMNS)]
+
+    @property
+    def sequences(self) -> Tensor:
+        """(S, K)."""
+        return self._rows(0, self.num_sequences)
+
+    @property
+    def groups(self) -> Tensor:
+        """(num_groups, K)."""
+        return self._rows(self.num_sequences, self.num_groups)
+
+    @property
+    def totals(self) -> Tensor:
+        """(K,)."""
+        return self._rows(self.num_sequences + self.num_groups, 1).view(-1)
+
+    @property
+    def extrema(self) -> Tensor:
+        """(3,): ratio min, ratio max, mismatch max."""
+        return self.numbers[-3:]
+
+    def _rows(self, first: int, count: int) -> Tensor:
+        columns = len(COLUMNS)
+        return self.numbers[first * columns : (first + count) * columns].view(count, columns)
+
+    @staticmethod
+    def size(num_sequences: int, num_groups: int) -> int:
+        """How many numbers there are."""
+        return (num_sequences + num_groups + 1) * len(COLUMNS) + 3
 
 
 class KernelParams(NamedTuple):

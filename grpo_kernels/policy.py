@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +13,8 @@ from .backends import choose_backend, get_backend
 from .config import GRPOConfig
 from .delivery import FinishedGradients, deliver_once, refuse_double_backward
 from .engine import Scorer, sequence_chunks
-from .head import LMHead, chunk
-from .memory import default_chunk_rows, default_logits_dtype
+from .head import LMHead, visited
+from .memory import default_logits_dtype
 from .params import Rows, TokenValues, no_values
 from .products import settled_precision
 from .validate import (
@@ -167,10 +167,9 @@ def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> tu
         temperature = torch.tensor(float(temperature), dtype=dtype, device=device)
     temperature = torch.where(mask, temperature.detach().to(device, dtype).reshape(-1).expand(num_tokens), 1.0)
     logits_dtype = default_logits_dtype(product_dtype, device)
-    rows = config.chunk_rows or default_chunk_rows(num_tokens, weight.shape[0], logits_dtype.itemsize, device)
-    backend = get_backend(call.backend)
-    rows, wants = max(1, min(rows, num_tokens)), call.wants
-    head = LMHead(hidden, weight, bias, logits_dtype, rows, backend, wants, compute_dtype=call.compute_dtype)
+    backend, wants = get_backend(call.backend), call.wants
+    options = config.chunk_rows, backend, wants
+    head = LMHead(hidden, weight, bias, logits_dtype, *options, compute_dtype=call.compute_dtype)
     ids = torch.where(mask, call.completion_ids.reshape(-1), 0).long()
     values = no_values(num_tokens, dtype, device)
     scorer = Scorer(head, ids, temperature, config.kernel_params(has_base=False), backend, values)
@@ -190,22 +189,19 @@ def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> tu
         return gradients[0], gradients[1]
 
     lengths: list[int] = torch.bincount(sequence[index], minlength=len(span)).tolist()
-    too_long = call.level == "sequence" and max(lengths, default=0) > head.chunk_rows
+    too_long = call.level == "sequence" and max(lengths, default=0) > head.sequence_rows
     if not any(wants) or too_long:
         scorer.score(index)
         both = coefficients(Rows(0, len(index), index), slice(0))
         if any(wants):
             scorer.gradient(*both)
-    elif call.level == "sequence":
-        scorer.staged(sequence_chunks(index, lengths, num_tokens, head.chunk_rows), coefficients)
     else:
-        scorer.staged(_token_chunks(index, num_tokens, head.chunk_rows), coefficients)
+        if call.level == "sequence":
+            pieces = sequence_chunks(index, lengths, num_tokens, head.sequence_rows)
+        else:
+            pieces = ((rows, slice(0)) for rows in visited(index, num_tokens).split(head.sequence_rows))
+        scorer.staged(((head.chunk_of(rows), sequences) for rows, sequences in pieces), coefficients)
     return total, head.gradients()
-
-
-def _token_chunks(index: Tensor, num_tokens: int, size: int) -> Iterator[tuple[Rows, slice]]:
-    for rows in chunk(index, num_tokens, size):
-        yield rows, slice(0)
 
 
 def _differentiate(call: _Call, values: TokenValues, index: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,18 +9,13 @@ namespace {
 using namespace binding;
 using gk::cuda::Stream;
 
-template <void (*kRun)(const gk::RowArgs&, Stream)>
-void on_stream(const gk::RowArgs& args, Address stream) {
+template <class Args, void (*kRun)(const Args&, Stream)>
+void on_stream(const Args& args, Address stream) {
     kRun(args, pointer<void>(stream));
 }
 
-void objective(int64_t tokens, Address log_ratio, Address logp, Address entropy, Address table, int64_t table_pitch,
-               Address out, const py::sequence& params, Address stream) {
-    const gk::Params values = params_from(params);
-    py::gil_scoped_release unlocked;
-    gk::cuda::objective_tokens(tokens, pointer<const float>(log_ratio), pointer<const float>(logp),
-                               pointer<const float>(entropy), pointer<const float>(table), table_pitch, values,
-                               pointer<float>(out), pointer<void>(stream));
+void run_plan(const gk::PlanArgs& args, Address workspace, Address stream) {
+    gk::cuda::plan(args, pointer<void>(workspace), pointer<void>(stream));
 }
 
 void run_reduce(const gk::ReduceArgs& args, Address workspace, Address stream) {
@@ -60,14 +55,14 @@ gk::cuda::HeadArgs head_of(Address hidden, int64_t hidden_pitch, Address weight,
 }
 
 void complete(gk::cuda::HeadArgs& args, Address bias, Address ids, Address temperature, Address logp, Address lse,
-              Address entropy, const py::sequence& params) {
+              Address entropy, const py::bytes& params) {
     args.bias = pointer<const float>(bias);
     args.ids = pointer<const int64_t>(ids);
     args.temperature = pointer<const float>(temperature);
     args.logp = pointer<float>(logp);
     args.lse = pointer<double>(lse);
     args.entropy = pointer<float>(entropy);
-    args.params = params_from(params);
+    args.params = from_bytes<gk::Params>(params);
 }
 
 // Exponentials at 0: for log-probabilities alone.
@@ -85,8 +80,8 @@ size_t head_workspace(Address hidden, int64_t hidden_pitch, Address weight, int6
 
 void linear_logp(Address hidden, int64_t hidden_pitch, Address weight, int64_t weight_pitch, int dtype, int64_t rows,
                  int64_t width, int64_t vocab, Address exponentials, int64_t exponentials_pitch, Address bias,
-                 Address ids, Address temperature, Address logp, Address lse, Address entropy,
-                 const py::sequence& params, Address workspace, Address stream) {
+                 Address ids, Address temperature, Address logp, Address lse, Address entropy, const py::bytes& params,
+                 Address workspace, Address stream) {
     gk::cuda::HeadArgs args = head_of(hidden, hidden_pitch, weight, weight_pitch, dtype, rows, width, vocab,
                                       exponentials, exponentials_pitch);
     complete(args, bias, ids, temperature, logp, lse, entropy, params);
@@ -97,7 +92,7 @@ void linear_logp(Address hidden, int64_t hidden_pitch, Address weight, int64_t w
 void anchored(Address hidden, int64_t hidden_pitch, Address weight, int64_t weight_pitch, int dtype, int64_t rows,
               int64_t width, int64_t vocab, Address exponentials, int64_t exponentials_pitch, Address bias, Address ids,
               Address temperature, Address table, int64_t table_pitch, Address scale, Address logp, Address lse,
-              Address entropy, const py::sequence& params, Address workspace, Address stream) {
+              Address entropy, const py::bytes& params, Address workspace, Address stream) {
     gk::cuda::HeadArgs args = head_of(hidden, hidden_pitch, weight, weight_pitch, dtype, rows, width, vocab,
                                       exponentials, exponentials_pitch);
     complete(args, bias, ids, temperature, logp, lse, entropy, params);
@@ -123,10 +118,13 @@ py::dict device() {
 
 PYBIND11_MODULE(_cuda, m) {
     export_names(m);
-    m.def("fused", fused<Address, on_stream<gk::cuda::fused>>);
-    m.def("stats", stats<Address, on_stream<gk::cuda::stats>>);
-    m.def("gradient", gradient<Address, on_stream<gk::cuda::gradient>>);
-    m.def("objective", objective);
+    m.def("plan_workspace", gk::cuda::plan_workspace);
+    m.def("plan", plan<Address, run_plan>);
+    m.def("single_pass", single_pass<Address, on_stream<gk::RowArgs, gk::cuda::single_pass>>);
+    m.def("stats", stats<Address, on_stream<gk::RowArgs, gk::cuda::stats>>);
+    m.def("gradient", gradient<Address, on_stream<gk::RowArgs, gk::cuda::gradient>>);
+    m.def("token_objective", token_objective<Address, on_stream<gk::TokenArgs, gk::cuda::token_objective>>);
+    m.def("sequence_objective", sequence_objective<Address, on_stream<gk::SequenceArgs, gk::cuda::sequence_objective>>);
     m.def("reduce_workspace", gk::cuda::reduce_workspace);
     m.def("reduce", reduce<Address, run_reduce>);
     m.def("group_statistics", group_statistics);

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_kernels.backends import Backend
-from grpo_kernels.params import FIELD, KernelParams, Rows, RowStats, Sums, TokenValues, no_values
+from grpo_kernels.params import FIELD, KernelParams, Rows, RowStats, TokenValues, no_values
 from grpo_kernels.reference import reference_grpo_loss, reference_logps
 
 LEAVES = ("hidden", "weight", "bias")
@@ -362,10 +362,12 @@ class RowKernels:
         cu_seqlens: Tensor,
         group_index: Tensor | None,
         num_groups: int,
-    ) -> Sums:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(sums per sequence, per group, of all, extrema)."""
         columns = torch.stack([logp, entropy, log_ratio, value, kl, g_logp])
         values = TokenValues(columns, torch.zeros_like(logp, dtype=torch.float64))
-        return self.backend.sums(scored, table, values, params, cu_seqlens, group_index, num_groups)
+        found = self.backend.sums(scored, table, values, params, cu_seqlens, group_index, num_groups)
+        return found.sequences, found.groups, found.totals, found.extrema
 
 
 def _all(rows: Tensor) -> Rows:

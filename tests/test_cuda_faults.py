@@ -15,7 +15,7 @@ from emulator import Kernels, build_kernels
 from emulator import checks as c
 from emulator.build import ROOT, few_types
 
-from grpo_kernels.params import KernelParams
+from grpo_kernels.params import KernelParams, PlanRules
 
 PAIR = (torch.float32, torch.bfloat16)
 
@@ -103,7 +103,7 @@ FAULTS = [
     Fault(
         "a cluster that overwrites logits before the others have read theirs",
         "resident.cuh",
-        {"make_sampled(args, row, logit)": "make_sampled(args, row, sampled_logit(source, args.ids[row]))"},
+        {"make_sampled(args, token, u_id)": "make_sampled(args, token, sampled_logit(args, source, token))"},
         "check_in_place",
     ),
     # --- ends of rows, sizes
@@ -188,7 +188,80 @@ FAULTS = [
         {"if (linear && log_p > -1e30) du -=": "if (false) du -="},
         "check_gradient",
     ),
-    # --- tokens and rewards
+    # --- what belongs to a row, and what is added to it
+    Fault(
+        "a row taken for a token",
+        "resident.cuh",
+        {"token = args.token_of[row]": "token = row"},
+        "check_statistics",
+    ),
+    Fault(
+        "a sampled logit without its bias",
+        "softmax.cuh",
+        {"args.bias ? logit + args.bias[id] : logit": "logit"},
+        "check_statistics",
+    ),
+    Fault(
+        "the bias of the first columns for all",
+        "elements.cuh",
+        {"bias + column + 4 * part": "bias + 4 * part"},
+        "check_statistics",
+    ),
+    Fault(
+        "every block of a cluster but the first writes the objective",
+        "resident.cuh",
+        {"found, rank == 0)": "found, rank > 0)"},
+        "check_values",
+    ),
+    Fault(
+        "no objective where no gradient is wanted",
+        "streamed.cuh",
+        {"if (args.tokens.table) evaluate_token": "if (false) evaluate_token"},
+        "check_values",
+    ),
+    # --- the plan
+    Fault(
+        "no barrier before the rows of other warps are read",
+        "plan.cuh",
+        {"alones, false);\n        block_sync();": "alones, false);"},
+        "check_plan",
+    ),
+    Fault(
+        "no barrier before the next turn",
+        "plan.cuh",
+        {"block_sync();  // free for the next": ""},
+        "check_plan",
+    ),
+    Fault("turns that all begin at the same row", "plan.cuh", {"before += warps[warp];": ""}, "check_plan"),
+    Fault("a tile behind its own rows", "plan.cuh", {"tile < block_index()": "tile <= block_index()"}, "check_plan"),
+    Fault(
+        "the first token of a sequence in the one before", "plan.cuh", {"[middle] <= t": "[middle] < t"}, "check_plan"
+    ),
+    Fault(
+        "lanes that count themselves",
+        "plan.cuh",
+        {"(1u << lane_index()) - 1": "(2u << lane_index()) - 1"},
+        "check_plan",
+    ),
+    Fault(
+        "a sequence that one thread decides on",
+        "plan.cuh",
+        {"if (together) moved = block_sum(moved);": ""},
+        "check_plan",
+    ),
+    # --- tokens, sequences and rewards
+    Fault(
+        "the drift of one thread's tokens",
+        "sequences.cuh",
+        {"block_sum(sums.drift)": "sums.drift"},
+        "check_sequences",
+    ),
+    Fault(
+        "a gradient through the ratio of one thread's tokens",
+        "sequences.cuh",
+        {"through_ratio = block_sum(through_ratio);": ""},
+        "check_sequences",
+    ),
     Fault(
         "no barrier before the threads of a sequence are added up",
         "tokens.cuh",
@@ -206,9 +279,9 @@ FAULTS = [
     ),
     Fault(
         "no barrier before shared memory is used again",
-        "groups.cuh",
+        "block.cuh",
         {"block_sync();  // free for the next": ""},
-        "check_groups",
+        "check_",
     ),
     Fault(
         "squares that still hold those of another group",
@@ -238,12 +311,15 @@ def battery(kernels: Kernels) -> None:
     for order in range(4):
         for device in ("cluster 1", "cluster 4", "cluster 8", "streamed"):
             kernels.use(c.DEVICES[device], order)
-            c.check_rows(kernels, 5003, PAIR, KernelParams(), shift=order)
+            c.check_rows(kernels, 5003, PAIR, KernelParams(), shift=order, biased=order % 2 == 0)
             c.check_in_place(kernels, 5003, PAIR, shift=order)
             if order == 0:
                 c.check_extremes(kernels, PAIR)
                 c.check_absent_and_silent(kernels, PAIR)
         kernels.use(order=order)
+        for rules in (PlanRules(), PlanRules(whole_sequences=True, score_inactive=False)):
+            c.check_plan(kernels, *c.make_plan_inputs([7, 300, 0, 64, 1, 1300, *[9] * 20]), rules)
+        c.check_sequences(kernels, KernelParams(level="sequence", off_policy_threshold=0.02, has_rollout=True))
         c.check_reduce(kernels, True)
         c.check_groups(kernels, "batch", "leave_one_out", 1)
         kernels.use((90, 1, *c.DEVICES["cluster 1"][2:]), order)
@@ -253,6 +329,9 @@ def battery(kernels: Kernels) -> None:
 
 def build_with(fault: Fault | None, folder: Path) -> Path:
     few_types(ROOT / "csrc", folder, "f32, bf16")
+    # So few tiles that each takes several turns.
+    header = folder / "cuda" / "kernels.h"
+    header.write_text(header.read_text().replace("kMostPlanTiles = 2048", "kMostPlanTiles = 3"))
     if fault:
         file = folder / "cuda" / fault.file
         text = file.read_text()

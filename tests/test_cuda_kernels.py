@@ -14,9 +14,12 @@ import torch
 from emulator import Kernels, build_kernels
 from emulator import checks as c
 from emulator.build import ROOT, compiler, few_types
+from emulator.kernels import some_values
 
 from grpo_kernels import params as contract
-from grpo_kernels.params import FIELD, KernelParams
+from grpo_kernels.coefficients import token_objective
+from grpo_kernels.objective import objective
+from grpo_kernels.params import FIELD, KernelParams, PlanRules, Rows, TokenInputs, TokenValues
 
 VOCABS = (1, 2, 15, 16, 63, 64, 65, 1000, 2047, 2048, 2049, 5003)
 ORDERS = (0, 1, 2, 3)  # the lowest warp first, the highest first, two random ones
@@ -50,29 +53,29 @@ def pair_name(pair: tuple[torch.dtype, torch.dtype]) -> str:
 def test_devices_take_the_ways_that_they_are_named_for(kernels, device):
     kernels.use(c.DEVICES[device])
     logits, ids = c.make_logits(30, 5003, torch.float32)
-    kernels.fused(logits, logits, ids, c.make_table(30), KernelParams())
+    c.single_pass(kernels, logits, logits, ids, c.make_table(30), KernelParams())
     launch = kernels.last_launch()
     if "streamed" in device:
-        assert launch.kernel == "gk_fused_streamed_f32_f32"
+        assert launch.kernel == "gk_single_pass_streamed_f32_f32"
         assert launch.grid == 2  # blocks do several rows each
         assert launch.cluster == 1
     else:
-        assert launch.kernel == "gk_fused_resident_f32_f32"
+        assert launch.kernel == "gk_single_pass_resident_f32_f32"
         assert launch.cluster == (int(device[-1]) if "cluster" in device else 1)
 
 
 def test_an_h200_holds_large_vocabularies(kernels):
-    """As `fused` would launch them there: rows up to V = 262,144 stay in shared memory, 768 threads share an SM."""
+    """As single_pass would launch them there: rows up to V = 262,144 stay in shared memory, 768 threads share an SM."""
     for vocab, blocks_per_multiprocessor in ((32000, 3), (128256, 3), (152064, 3), (202048, 2), (262144, 1)):
         logits, ids = c.make_logits(1, vocab, torch.float32)
-        kernels.fused(logits, logits, ids, c.make_table(1), KernelParams())
+        c.single_pass(kernels, logits, logits, ids, c.make_table(1), KernelParams())
         launch = kernels.last_launch()
-        assert launch.kernel.startswith("gk_fused_resident")
+        assert launch.kernel.startswith("gk_single_pass_resident")
         assert blocks_per_multiprocessor * (launch.shared + 1024) <= 233472
         assert blocks_per_multiprocessor * launch.block == 768
     logits, ids = c.make_logits(1, 2**19, torch.bfloat16)
-    kernels.fused(logits, logits, ids, c.make_table(1), KernelParams())
-    assert kernels.last_launch().kernel.startswith("gk_fused_streamed")
+    c.single_pass(kernels, logits, logits, ids, c.make_table(1), KernelParams())
+    assert kernels.last_launch().kernel.startswith("gk_single_pass_streamed")
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -80,8 +83,10 @@ def test_rows_that_leave_room_for_one_block_or_two(kernels, order):
     kernels.use(c.DEVICES["capability 8.0, resident"], order)
     for vocab, threads in ((17001, 384), (32003, 768)):
         c.check_rows(kernels, vocab, (torch.float32, torch.bfloat16), KernelParams(), shift=order)
+        logits, ids = c.make_logits(1, vocab, torch.float32)
+        c.single_pass(kernels, logits, logits.bfloat16(), ids, c.make_table(1), KernelParams())
         launch = kernels.last_launch()
-        assert (launch.kernel, launch.block) == ("gk_fused_resident_f32_bf16", threads)
+        assert (launch.kernel, launch.block) == ("gk_single_pass_resident_f32_bf16", threads)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -90,21 +95,21 @@ def test_rows(kernels, pair, options):
     for i, vocab in enumerate(VOCABS):
         for j, device in enumerate(("cluster 1", "cluster 8", "streamed")):
             kernels.use(c.DEVICES[device], ORDERS[(i + j) % 4])
-            c.check_rows(kernels, vocab, pair, KernelParams(**options), shift=i % 7)
+            c.check_rows(kernels, vocab, pair, KernelParams(**options), shift=i % 7, biased=(i + j) % 2 == 1)
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_rows_on_every_device(kernels, device, order):
     kernels.use(c.DEVICES[device], order)
     for pair, options in zip(c.PAIRS, [{}, {}, *OPTIONS], strict=True):
-        c.check_rows(kernels, 5003, pair, KernelParams(**options), shift=order)
+        c.check_rows(kernels, 5003, pair, KernelParams(**options), shift=order, biased=order % 2 == 1)
 
 
 @pytest.mark.parametrize("shift", range(8))
 def test_rows_at_every_address(kernels, device, shift):
     kernels.use(c.DEVICES[device])
     for pair in c.PAIRS[::2]:
-        c.check_rows(kernels, 70, pair, KernelParams(softcap=5.0 * (shift % 2)), shift)
+        c.check_rows(kernels, 70, pair, KernelParams(softcap=5.0 * (shift % 2)), shift, biased=shift % 4 < 2)
 
 
 @pytest.mark.parametrize("pair", c.PAIRS, ids=pair_name)
@@ -130,21 +135,29 @@ def test_masked_absent_silent_and_nan(kernels, device):
 
 
 @pytest.mark.parametrize("dtype", c.DTYPES)
-def test_fused_is_stats_objective_gradient(kernels, device, dtype):
+def test_single_pass_is_stats_objective_gradient(kernels, device, dtype):
     kernels.use(c.DEVICES[device])
     rows, params = 16, KernelParams(kl="k3", beta=0.1)
     logits, ids = c.make_logits(rows, 1000, dtype)
     table = c.make_table(rows, temperature=0.8, weight_entropy=torch.arange(rows) % 2 * 0.1)
     temperature = table[FIELD["temperature"]].clone()
-    logp, lse, entropy = kernels.stats(logits, ids, temperature, params)
+    stats = c.statistics(kernels, logits, ids, temperature, params)
+    logp, entropy = stats.logp, stats.entropy
     table[FIELD["base"]] = logp + torch.linspace(-0.5, 0.5, rows)
     table[FIELD["ref"]] = logp + torch.linspace(-1, 1, rows)
     grad, expected = torch.empty_like(logits), torch.empty(rows, 1000)
-    c.check_statistics(kernels.fused(logits, grad, ids, table, params), (logp, lse, entropy))
-    _, d_ratio, d_direct, _ = kernels.objective(logp - table[FIELD["base"]], logp, entropy, table, params)
+    passed = some_values(rows)
+    kernels.single_pass(logits, Rows(0, rows), ids, table, passed, params, grad=grad)
+    c.check_statistics(c.stats_of(passed), stats)
+    parts = objective(logp - table[FIELD["base"]], logp, entropy, table, params)
+    for field, part in zip((3, 4), (parts.value, parts.kl), strict=True):
+        torch.testing.assert_close(passed.columns[field], part, rtol=1e-5, atol=1e-6)
+    g_logp = parts.d_ratio + parts.d_direct
+    torch.testing.assert_close(passed.g_logp, g_logp, rtol=1e-5, atol=1e-6)
     g_entropy = table[FIELD["weight_entropy"]].clone()
-    kernels.gradient(logits.float(), expected, ids, temperature, lse, entropy, d_ratio + d_direct, g_entropy, params)
-    c.check_gradient(grad, expected.double(), (d_ratio.abs() + d_direct.abs() + g_entropy * 8) / temperature)
+    c.gradient(kernels, logits.float(), expected, ids, temperature, stats, g_logp, g_entropy, params)
+    scale = parts.d_ratio.abs() + parts.d_direct.abs() + g_entropy * 8
+    c.check_gradient(grad, expected.double(), scale / temperature)
 
 
 def test_logp_is_as_accurate_as_torch(kernels):
@@ -153,8 +166,8 @@ def test_logp_is_as_accurate_as_torch(kernels):
         truth = c.exact(logits, ids, torch.ones(64), KernelParams())[1].detach()
         rival = torch.log_softmax(logits, -1).gather(1, ids[:, None])[:, 0]
         limit = (rival - truth).abs().max()
-        by_fused = kernels.fused(logits, torch.empty_like(logits), ids, c.make_table(64), KernelParams())
-        for found in (kernels.stats(logits, ids, torch.ones(64), KernelParams()), by_fused):
+        by_pass = c.single_pass(kernels, logits, torch.empty_like(logits), ids, c.make_table(64), KernelParams())
+        for found in (c.statistics(kernels, logits, ids, torch.ones(64), KernelParams()), by_pass):
             assert (found.logp - truth).abs().max() <= limit
 
 
@@ -165,47 +178,186 @@ def test_sixteen_bit_conversion(kernels, dtype):
     patterns = patterns[patterns.isfinite()]
     rows = patterns[:, None].contiguous()  # V = 1: lse = z
     zeros = torch.zeros(len(rows), dtype=torch.int64)
-    lse = kernels.stats(rows, zeros, torch.ones(len(rows)), KernelParams())[1]
+    lse = c.statistics(kernels, rows, zeros, torch.ones(len(rows)), KernelParams()).lse
     assert torch.equal(lse, patterns.double())
 
     wide = torch.cat([patterns.float() * 1.00195, torch.logspace(-9, 5.2, 500), torch.tensor([torch.nan, 1e9])])
     logits, ids = torch.zeros(len(wide), 2), torch.zeros(len(wide), dtype=torch.int64)
     half, full = torch.empty(len(wide), 2, dtype=dtype), torch.empty(len(wide), 2)
     ones = torch.ones(len(wide))
-    _, lse, entropy = kernels.stats(logits, ids, ones, KernelParams())
+    stats = c.statistics(kernels, logits, ids, ones, KernelParams())
     for grad in (half, full):
-        kernels.gradient(logits, grad, ids, ones, lse, entropy, wide, 0 * ones, KernelParams())
+        c.gradient(kernels, logits, grad, ids, ones, stats, wide, 0 * ones, KernelParams())
     torch.testing.assert_close(half, full.to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
 def test_refused_before_anything_is_launched(kernels):
     logits, ids = c.make_logits(3, 8, torch.bfloat16)
     with pytest.raises(RuntimeError, match="dtype"):
-        kernels.fused(logits, torch.empty(3, 8), ids, c.make_table(3), KernelParams())
+        c.single_pass(kernels, logits, torch.empty(3, 8), ids, c.make_table(3), KernelParams())
     with pytest.raises(RuntimeError, match="vocab"):
-        kernels.stats(logits[:, :0], ids, torch.ones(3), KernelParams())
-    for empty in (kernels.stats(logits[:0], ids[:0], torch.ones(0), KernelParams()).logp,):
-        assert empty.numel() == 0
+        c.statistics(kernels, logits[:, :0], ids, torch.ones(3), KernelParams())
+    with pytest.raises(RuntimeError, match="cover the tokens"):
+        kernels.plan(TokenInputs(torch.ones(())), torch.zeros(2, 3).long(), PlanRules(), row_length=4)
+    with pytest.raises(RuntimeError, match="range"):
+        kernels.sequence_objective(slice(2, 1), *[c.make_table(3)] * 4, some_values(3), KernelParams())
+    before = kernels.launches()
+    c.statistics(kernels, logits[:0], ids[:0], torch.ones(0), KernelParams())
+    kernels.token_objective(Rows(2, 2), c.make_table(3), some_values(3), KernelParams())
+    kernels.sequence_objective(slice(1, 1), *[c.make_table(3)] * 4, some_values(3), KernelParams())
+    assert kernels.launches() == before
 
 
-# --- tokens and rewards ---------------------------------------------------------------------------------------------
+# --- tokens ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("surrogate", contract.SURROGATES)
-def test_objective_is_that_of_the_cpu(kernels, surrogate):
-    """objective.h is one file for both; here that each token gets its own columns, past the first block too."""
-    from grpo_kernels.backends import native
+def test_token_objective(kernels, surrogate):
+    """csrc/objective.h at every token of a chunk, past the first block too, and at no other."""
+    count = 700
+    values = some_values(count)
+    values.columns[0], values.columns[1], ref = torch.randn(3, count)
+    table = c.make_table(
+        count, ref=ref, base=torch.randn(count), multiplier=torch.rand(count), entropy_threshold=-0.5,
+        weight_ratio=torch.rand(count), weight_direct=torch.rand(count),
+    )  # fmt: skip
+    for i, kl in enumerate(contract.KL_ESTIMATORS):
+        rows = Rows(0, 300, torch.randperm(count)[:300]) if i % 2 else Rows(100, 690)
+        params = KernelParams(surrogate=surrogate, kl=kl, beta=0.1, bias_correction=kl == "k3", has_base=kl != "k1")
+        found, expected = (TokenValues(values.columns.to(t), values.lse) for t in (torch.float32, torch.float64))
+        kernels.token_objective(rows, table, found, params)
+        token_objective(rows, table.double(), expected, params)
+        torch.testing.assert_close(found.columns.double(), expected.columns, rtol=3e-5, atol=3e-6)
 
-    cpu, reason = native.load()
-    assert cpu is not None, reason
-    count = 1000
-    x, logp, entropy, ref = torch.randn(4, count)
-    table = c.make_table(count, ref=ref, multiplier=torch.rand(count), entropy_threshold=-0.5)
-    for kl in contract.KL_ESTIMATORS:
-        params = KernelParams(surrogate=surrogate, kl=kl, beta=0.1, bias_correction=kl == "k3")
-        found, expected = (k.objective(x, logp, entropy, table, params) for k in (kernels, cpu))
-        for value, truth in zip(found, expected, strict=True):
-            torch.testing.assert_close(value, truth, rtol=1e-6, atol=1e-7)
+
+SEQUENCES = {
+    "gspo": dict(level="sequence"),
+    "sum": dict(level="sequence_sum", kl="k3", beta=0.1, bias_correction=True),
+    "gmpo": dict(level="sequence", surrogate="gmpo", epsilon_low=0.1, epsilon_high=0.1),
+    "cispo": dict(level="sequence", surrogate="cispo", kl="k2", beta=0.1),
+    "vespo": dict(surrogate="reinforce", vespo=True),
+    "off policy": dict(off_policy_threshold=0.02, has_rollout=True, kl="k1", beta=0.1),
+    "off policy, by the old": dict(off_policy_threshold=0.02),
+    "all": dict(level="sequence", vespo=True, off_policy_threshold=0.02, has_rollout=True),
+    "no base": dict(level="sequence", off_policy_threshold=0.02, has_base=False),
+}
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_sequence_objective(kernels, name):
+    for order in ORDERS[:3]:
+        kernels.use(order=order)
+        c.check_sequences(kernels, KernelParams(**SEQUENCES[name]))
+
+
+# --- the plan -------------------------------------------------------------------------------------------------------
+
+RULES = {
+    "defaults": PlanRules(),
+    "sequence mean": PlanRules(aggregation="seq_mean", score_inactive=False),
+    "entropy": PlanRules(aggregation="token_mean", entropy_coef=0.01, temperature=0.7),
+    "fixed length": PlanRules(aggregation="fixed_length", max_completion_length=50.0, divides_by_rollout=True),
+    "sum": PlanRules(aggregation="seq_sum", multiplies_rollout_weight=False, entropy_threshold=0.1),
+    "KL": PlanRules(kl_moves=True, needs_advantage=False),
+    "sequence level": PlanRules(level="sequence", score_inactive=False),
+    "sequence sum": PlanRules(aggregation="seq_mean", level="sequence_sum"),
+    "whole sequences": PlanRules(whole_sequences=True, level="sequence"),
+    "off policy": PlanRules(whole_sequences=True, needs_advantage=False, score_inactive=False, entropy_coef=0.01),
+}
+BATCHES = {"rows": (5, 300), "packed": [7, 300, 0, 0, 1, 900, 65], "many": [3] * 400, "one": [1500], "short": (3, 1)}
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("rules", RULES)
+def test_plan(kernels, rules, batch):
+    inputs, ids = c.make_plan_inputs(BATCHES[batch])
+    kernels.use(order=len(rules) % 4)
+    c.check_plan(kernels, inputs, ids, RULES[rules])
+
+
+OPTIONAL = (
+    "completion_mask",
+    "old_logps",
+    "ref_logps",
+    "rollout_weights",
+    "rollout_logps",
+    "normalizer",
+    "temperature",
+)
+
+
+@pytest.mark.parametrize("missing", [*[(name,) for name in OPTIONAL], OPTIONAL, ("old_logps", "rollout_weights")])
+def test_plan_without_what_is_optional(kernels, missing):
+    for batch in ("rows", "packed"):
+        inputs, ids = c.make_plan_inputs(BATCHES[batch])
+        inputs = inputs._replace(**dict.fromkeys(missing), entropy_threshold=None)
+        if inputs.completion_mask is None:  # what was padding is a token like any other
+            inputs = TokenInputs(*(None if x is None else x.nan_to_num(0.3) for x in inputs))
+        for rules in ("defaults", "fixed length", "sequence level", "whole sequences"):
+            c.check_plan(kernels, inputs, ids, RULES[rules])
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32, torch.int64])
+def test_plan_of_masks_of_other_types(kernels, dtype):
+    inputs, ids = c.make_plan_inputs((4, 100))
+    mask = inputs.completion_mask.to(dtype) * (1 if dtype.itemsize == 1 else 2**20 - 256)  # its low byte is 0
+    c.check_plan(kernels, inputs._replace(completion_mask=mask), ids, PlanRules())
+
+
+def test_plan_of_one_number_per_sequence_or_for_all(kernels):
+    inputs, ids = c.make_plan_inputs(BATCHES["packed"])
+    sequences = len(BATCHES["packed"])
+    for per_sequence in (torch.arange(sequences) % 3 - 1.0, torch.tensor(0.5), torch.tensor(0.0)):
+        given = inputs._replace(
+            advantages=per_sequence, rollout_weights=per_sequence + 1, temperature=torch.tensor(0.6)
+        )
+        for rules in ("defaults", "whole sequences"):
+            c.check_plan(kernels, given, ids, RULES[rules])
+
+
+def test_plan_with_a_normalizer_that_is_no_number_to_divide_by(kernels):
+    inputs, ids = c.make_plan_inputs((3, 50))
+    for normalizer in (0.0, torch.nan, torch.inf):
+        for rules in ("defaults", "entropy"):
+            c.check_plan(kernels, inputs._replace(normalizer=torch.tensor(normalizer)), ids, RULES[rules])
+
+
+def test_plan_of_nothing(kernels):
+    empty = torch.empty(0)
+    for sequences in (0, 3):
+        inputs = TokenInputs(empty, cu_seqlens=torch.zeros(sequences + 1).long())
+        found = kernels.plan(inputs, empty.long(), PlanRules(whole_sequences=True))
+        assert found.counts.tolist() == [0] * (2 + sequences) and not found.lengths.any() and not found.offsets.any()
+
+
+@pytest.mark.slow
+def test_plan_of_tiles_that_take_several_turns(kernels):
+    """More tokens than a block has threads for each tile."""
+    inputs, ids = c.make_plan_inputs([100_000, 3, 0, 434_000])
+    c.check_plan(kernels, inputs, ids, RULES["sequence mean"])
+    assert kernels.last_launch().grid <= 2048 and kernels.last_launch().block == 256
+
+
+def test_launches(kernels):
+    """How many kernels an operation takes."""
+    inputs, ids = c.make_plan_inputs((3, 50))
+    logits, chosen = c.make_logits(4, 100, torch.bfloat16)
+    rows, table, values, params = Rows(0, 4), c.make_table(4), some_values(4), KernelParams()
+    operations = {
+        lambda: kernels.plan(inputs, ids, PlanRules()): 3,
+        lambda: kernels.plan(inputs, ids, PlanRules(), ordered=False): 2,
+        lambda: kernels.single_pass(logits, rows, chosen, table, values, params, grad=logits.clone()): 1,
+        lambda: kernels.single_pass(logits, rows, chosen, table, values, params): 1,
+        lambda: kernels.token_objective(rows, table, values, params): 1,
+        lambda: c.check_sequences(kernels, KernelParams(level="sequence")): 2,  # two calls
+    }
+    for operation, expected in operations.items():
+        before = kernels.launches()
+        operation()
+        assert kernels.launches() - before == expected
+
+
+# --- sums and rewards -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("has_base", [True, False])
@@ -216,10 +368,10 @@ def test_reduce(kernels, order, has_base):
 
 
 def test_reduce_of_nothing(kernels):
-    empty, table = torch.empty(0), c.make_table(0)
+    table = c.make_table(0)
     for cu_seqlens in (torch.zeros(3, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)):
         scored = torch.empty(0, dtype=torch.bool)
-        sums = kernels.reduce(scored, *[empty] * 6, table, KernelParams(), cu_seqlens, None, 0)
+        sums = kernels.sums(scored, table, some_values(0), KernelParams(), cu_seqlens, None, 0)
         assert [tuple(t.shape) for t in sums[:2]] == [(len(cu_seqlens) - 1, 14), (0, 14)]
         assert not sums[0].any()
         assert not sums[2].any()

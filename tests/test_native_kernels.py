@@ -123,7 +123,15 @@ def test_names_match_python():
     assert module.SURROGATES == contract.SURROGATES
     assert module.KL_ESTIMATORS == contract.KL_ESTIMATORS
     assert module.COLUMNS == contract.COLUMNS
-    assert module.PARAMS == KernelParams._fields
+    assert module.VALUE_FIELDS == contract.VALUE_FIELDS
+    assert module.LEVELS == contract.LEVELS
+    assert module.AGGREGATIONS == contract.AGGREGATIONS
+    for names, integers, structure in (
+        (module.PARAMS, module.PARAM_INTEGERS, KernelParams()),
+        (module.PLAN_RULES, module.PLAN_RULE_INTEGERS, contract.PlanRules()),
+    ):
+        assert sorted(names) == sorted(structure._fields)
+        assert all(isinstance(getattr(structure, name), float) == (i >= integers) for i, name in enumerate(names))
     assert module.DTYPES == ("float32", "bfloat16", "float16")
 
 

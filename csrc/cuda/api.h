@@ -9,13 +9,16 @@ namespace gk::cuda {
 
 using Stream = void*;  // a cudaStream_t
 
-void fused(const RowArgs& args, Stream stream);
+// `workspace`: plan_workspace(tokens, sequences) bytes of device memory.
+size_t plan_workspace(int64_t tokens, int64_t sequences);
+void plan(const PlanArgs& args, void* workspace, Stream stream);
+
+void single_pass(const RowArgs& args, Stream stream);
 void stats(const RowArgs& args, Stream stream);
 void gradient(const RowArgs& args, Stream stream);
 
-// out is (4, tokens): value, d_ratio, d_direct, kl.
-void objective_tokens(int64_t tokens, const float* log_ratio, const float* logp, const float* entropy,
-                      const float* table, int64_t table_pitch, const Params& params, float* out, Stream stream);
+void token_objective(const TokenArgs& args, Stream stream);
+void sequence_objective(const SequenceArgs& args, Stream stream);
 
 // `workspace`: reduce_workspace(sequences) bytes of device memory, for sums in double.
 size_t reduce_workspace(int64_t sequences);

@@ -6,7 +6,7 @@
 // One block per group walks all rewards and looks at its own, 12 bytes per reward and pass from the L2 cache, in a
 // fixed order: 4,096 rewards in 512 groups are 75 MB of cache reads, some 20 microseconds on an H200.
 #pragma once
-#include "device.h"
+#include "block.cuh"
 #include "kernels.h"
 
 namespace gk::cuda {
@@ -29,21 +29,6 @@ struct Moments {
     }
 };
 
-// Of all threads of the block, for each of them.
-template <class Combine>
-GK_DEVICE double block_all(double mine, const Combine& combine) {
-    auto* const shared = reinterpret_cast<double*>(dynamic_shared());  // one per warp
-    GK_UNROLL for (int mask = kWarp / 2; mask > 0; mask /= 2) mine = combine(mine, shuffle_xor(mine, mask));
-    if (lane_index() == 0) shared[warp_index()] = mine;
-    block_sync();
-    double all = shared[0];
-    for (int warp = 1; warp < block_threads() / kWarp; warp++) all = combine(all, shared[warp]);
-    block_sync();  // free for the next
-    return all;
-}
-GK_DEVICE double block_sum(double mine) {
-    return block_all(mine, [](double x, double y) { return x + y; });
-}
 GK_DEVICE double block_min(double mine) {
     return block_all(mine, [](double x, double y) { return y < x ? y : x; });
 }

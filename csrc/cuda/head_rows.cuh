@@ -87,16 +87,10 @@ GK_DEVICE void for_own_parts(const KernelArgs& args, int64_t row, const Body& bo
 
 GK_DEVICE int64_t own_row() { return block_index() * kWarp + lane_index(); }
 
-// What the functions of softmax.cuh for one row read and write.
-GK_DEVICE RowArgs as_rows(const HeadArgs& head) {
-    RowArgs rows = {};
-    rows.table = head.table;
-    rows.table_pitch = head.table_pitch;
-    rows.logp = head.logp;
-    rows.lse = head.lse;
-    rows.entropy = head.entropy;
-    rows.params = head.params;
-    return rows;
+GK_DEVICE void write_row(const HeadArgs& head, int64_t row, const Statistics& found) {
+    head.logp[row] = found.logp;
+    head.lse[row] = found.lse;
+    head.entropy[row] = found.entropy;
 }
 
 // Statistics from the maxima, sums and moments of all parts.
@@ -121,16 +115,16 @@ GK_DEVICE void combine_statistics(const KernelArgs& args) {
     const double exps = sum_across_warps(own_exps), moment = sum_across_warps(own_moment);
     if (warp_index() != 0 || !live) return;
     const Sampled sampled = {column_of(head.ids[row], head.vocab), args.y_ids[row], 1.0};
-    write_statistics(as_rows(head), row, make_statistics({static_cast<float>(top), exps, moment}, scales, sampled));
+    write_row(head, row, make_statistics({static_cast<float>(top), exps, moment}, scales, sampled));
 }
 
 // ---- anchored -------------------------------------------------------------------------------------------------------
 // Statistics, and v with d loss / d u_j = v E_j. `total` is the sum that belongs to the exponentials.
 GK_DEVICE void write_scale(const HeadArgs& head, int64_t row, const ExactScales& scales, const Statistics& found,
                            double total) {
-    const RowArgs rows = as_rows(head);
-    write_statistics(rows, row, found);
-    const float g = row_objective(rows, row, found.logp, found.entropy).logp;
+    write_row(head, row, found);
+    const TokenData tokens = {head.table, nullptr, head.table_pitch};
+    const float g = evaluate_token(head.params, tokens, row, found.logp, found.entropy, false);
     head.scale[row] = g == 0.f ? 0.f : static_cast<float>(-g * scales.chain / total);
 }
 

@@ -14,6 +14,7 @@ namespace {
 constexpr int kWarpThreads = 32, kVectorBytes = 16;
 constexpr int kVectorsPerThread = 8;   // that a thread should have at least: two groups of loads
 constexpr int kBlocksWanted = 3;       // of a multiprocessor, in different phases of a resident row
+constexpr int kPlanLoads = 4;          // tokens that a thread of plan_sequence has at least, of its masks
 constexpr int kReservedShared = 1024;  // bytes that a multiprocessor takes for itself, per block
 constexpr int64_t kMostBlocks = 0x7FFFFFFF;
 constexpr const char* kSuffixes[kDTypeCount] = {"f32", "bf16", "f16"};
@@ -115,7 +116,11 @@ void gradient(const RowArgs& args, Stream stream) {
            RowLaunch{args, 0, 0, overlaps(args)});
 }
 
-void fused(const RowArgs& args, Stream stream) {
+// The table has the temperature.
+void single_pass(const RowArgs& given, Stream stream) {
+    RowArgs args = given;
+    args.temperature = args.tokens.table + kTemperature * args.tokens.count;
+    if (!args.grad) return stats(args, stream);  // with the objective behind them
     check(args, true);
     if (args.rows == 0) return;
     const Device& device = current_device();
@@ -123,11 +128,12 @@ void fused(const RowArgs& args, Stream stream) {
     if (find_residence(args, device, home)) {
         const LaunchConfig config = {static_cast<unsigned>(args.rows) * home.blocks, home.threads,
                                      static_cast<unsigned>(home.shared), home.blocks, stream};
-        launch(kernel_name("fused_resident", args, true).c_str(), config, RowLaunch{args, home.tile, home.longer, 0});
+        launch(kernel_name("single_pass_resident", args, true).c_str(), config,
+               RowLaunch{args, home.tile, home.longer, 0});
     } else {
         const LaunchConfig config = {streaming_blocks(args, device), threads_for(vectors_of(args), kStreamedThreads),
                                      kExchangeBytes, 1, stream};
-        launch(kernel_name("fused_streamed", args, true).c_str(), config, RowLaunch{args, 0, 0, overlaps(args)});
+        launch(kernel_name("single_pass_streamed", args, true).c_str(), config, RowLaunch{args, 0, 0, overlaps(args)});
     }
 }
 
@@ -139,13 +145,51 @@ unsigned blocks_for(int64_t wanted) {
     return static_cast<unsigned>(wanted);
 }
 
+// With the shared memory of block.cuh.
+LaunchConfig combining(int64_t blocks, int threads, Stream stream) {
+    const unsigned block = static_cast<unsigned>(threads);
+    return {blocks_for(blocks), block, block / kWarpThreads * kCombineBytes, 1, stream};
+}
+
+int64_t plan_tile(int64_t tokens) {
+    return round_up(divide_up(std::max<int64_t>(1, tokens), kMostPlanTiles), kPlanThreads);
+}
+
+int64_t plan_tiles(int64_t tokens) { return std::max<int64_t>(1, divide_up(tokens, plan_tile(tokens))); }
+
 }  // namespace
 
-void objective_tokens(int64_t tokens, const float* log_ratio, const float* logp, const float* entropy,
-                      const float* table, int64_t table_pitch, const Params& params, float* out, Stream stream) {
-    if (tokens == 0) return;
-    const LaunchConfig config = {blocks_for(divide_up(tokens, kObjectiveThreads)), kObjectiveThreads, 0, 1, stream};
-    launch("gk_objective", config, ObjectiveArgs{log_ratio, logp, entropy, table, out, tokens, table_pitch, params});
+// ---- the plan -------------------------------------------------------------------------------------------------------
+size_t plan_workspace(int64_t tokens, int64_t sequences) {
+    return static_cast<size_t>(plan_tiles(tokens)) * sizeof(uint64_t) + static_cast<size_t>(sequences);
+}
+
+// Where sequences of unequal length begin is known on the device alone, and is not checked.
+void plan(const PlanArgs& args, void* workspace, Stream stream) {
+    if (!args.cu_seqlens && args.sequences * args.row_length != args.tokens)
+        throw std::invalid_argument("the sequences must cover the tokens");
+    if (args.tokens > kMostBlocks) throw std::invalid_argument("more tokens than 31 bits count");
+    const int64_t tile = plan_tile(args.tokens), tiles = plan_tiles(args.tokens);
+    auto* const rows = static_cast<uint64_t*>(workspace);
+    const PlanLaunch all = {args, tile, rows, reinterpret_cast<uint8_t*>(rows + tiles)};
+    const int64_t length = divide_up(args.tokens, std::max<int64_t>(1, args.sequences));
+    const int64_t threads =
+        std::clamp<int64_t>(round_up(divide_up(length, kPlanLoads), kWarpThreads), kWarpThreads, kPlanSequenceThreads);
+    launch("gk_plan_sequences", combining(args.sequences + 1, static_cast<int>(threads), stream), all);
+    launch("gk_plan_tokens", combining(tiles, kPlanThreads, stream), all);
+    if (args.order || args.counts) launch("gk_plan_order", combining(tiles, kPlanThreads, stream), all);
+}
+
+void token_objective(const TokenArgs& args, Stream stream) {
+    if (args.rows == 0) return;
+    launch("gk_token_objective", {blocks_for(divide_up(args.rows, kObjectiveThreads)), kObjectiveThreads, 0, 1, stream},
+           args);
+}
+
+void sequence_objective(const SequenceArgs& args, Stream stream) {
+    if (args.first < 0 || args.last < args.first) throw std::invalid_argument("sequences must be a range");
+    if (args.first == args.last) return;
+    launch("gk_sequence_objective", combining(args.last - args.first, kSequenceObjectiveThreads, stream), args);
 }
 
 size_t reduce_workspace(int64_t sequences) { return static_cast<size_t>(sequences) * kReducedCount * sizeof(double); }
@@ -166,9 +210,7 @@ void group_statistics(const float* rewards, const int64_t* group_index, int64_t 
     if (scale < 0 || scale >= kScaleCount || baseline < 0 || baseline >= kBaselineCount)
         throw std::invalid_argument("group_statistics: unknown scale or baseline");
     if (groups == 0) return;
-    const LaunchConfig config = {blocks_for(groups), kRewardThreads, kRewardThreads / kWarpThreads * sizeof(double), 1,
-                                 stream};
-    launch("gk_group_statistics", config,
+    launch("gk_group_statistics", combining(groups, kRewardThreads, stream),
            GroupArgs{rewards, group_index, advantages, mean, std, count, ddof, eps, scale, baseline});
 }
 

@@ -2,8 +2,10 @@
 // struct by value, so that host.cpp launches them by name from whatever image a compiler has made: nvcc's, NVRTC's, or
 // the tests' emulator on the CPU.
 #include "groups.cuh"
+#include "plan.cuh"
 #include "resident.cuh"
 #include "scale.cuh"
+#include "sequences.cuh"
 #include "streamed.cuh"
 #include "tokens.cuh"
 
@@ -16,10 +18,14 @@ using f16 = Float16;
 #define GK_STATS(In) \
     GK_KERNEL(gk_stats_##In, RowLaunch, kSweepThreads, 2) { stats<In>(args); }
 
-#define GK_GRADIENT(In, Out)                                                                                     \
-    GK_KERNEL(gk_gradient_##In##_##Out, RowLaunch, kSweepThreads, 2) { gradient<In, Out>(args); }                \
-    GK_KERNEL(gk_fused_streamed_##In##_##Out, RowLaunch, kStreamedThreads, 1) { fused_streamed<In, Out>(args); } \
-    GK_KERNEL(gk_fused_resident_##In##_##Out, RowLaunch, kResidentThreads, 1) { fused_resident<In, Out>(args); }
+#define GK_GRADIENT(In, Out)                                                                      \
+    GK_KERNEL(gk_gradient_##In##_##Out, RowLaunch, kSweepThreads, 2) { gradient<In, Out>(args); } \
+    GK_KERNEL(gk_single_pass_streamed_##In##_##Out, RowLaunch, kStreamedThreads, 1) {             \
+        single_pass_streamed<In, Out>(args);                                                      \
+    }                                                                                             \
+    GK_KERNEL(gk_single_pass_resident_##In##_##Out, RowLaunch, kResidentThreads, 1) {             \
+        single_pass_resident<In, Out>(args);                                                      \
+    }
 
 #define GK_SCALE(In) \
     GK_KERNEL(gk_scale_##In, ScaleArgs, kScaleThreads, kScaleBlocks) { scale<In>(args); }
@@ -36,7 +42,11 @@ GK_SCALE(f32)
 GK_SCALE(bf16)
 GK_SCALE(f16)
 
-GK_KERNEL(gk_objective, ObjectiveArgs, kObjectiveThreads, 4) { objective_token(args); }
+GK_KERNEL(gk_plan_sequences, PlanLaunch, kPlanSequenceThreads, 1) { plan_sequence(args); }
+GK_KERNEL(gk_plan_tokens, PlanLaunch, kPlanThreads, 4) { plan_tile(args); }
+GK_KERNEL(gk_plan_order, PlanLaunch, kPlanThreads, 4) { plan_order(args); }
+GK_KERNEL(gk_token_objective, TokenArgs, kObjectiveThreads, 4) { objective_of_row(args); }
+GK_KERNEL(gk_sequence_objective, SequenceArgs, kSequenceObjectiveThreads, 2) { evaluate_sequence(args); }
 GK_KERNEL(gk_reduce_sequences, ReduceLaunch, kSequenceThreads, 4) { reduce_sequence(args); }
 GK_KERNEL(gk_reduce_groups, ReduceLaunch, kGroupThreads, 4) { reduce_group(args); }
 GK_KERNEL(gk_group_statistics, GroupArgs, kRewardThreads, 4) { reward_group(args); }

@@ -1,6 +1,7 @@
 // What the kernels of kernels.cu receive, and how many threads they take. Plain C++17, for host and device.
 #pragma once
 #include "../args.h"
+#include "../token_columns.h"
 
 namespace gk::cuda {
 
@@ -19,17 +20,22 @@ constexpr int kSweepThreads = 512;     // stats and gradient
 constexpr int kExchangeBytes = 512;    // of shared memory, ahead of what a resident block holds
 constexpr int kMostColumns = 1 << 30;  // columns and vectors of a row are counted in 32 bits
 
-// ---- tokens ---------------------------------------------------------------------------------------------------------
-struct ObjectiveArgs {
-    const float *log_ratio, *logp, *entropy, *table;
-    float* out;  // (4, tokens)
-    int64_t tokens, table_pitch;
-    Params params;
+// ---- the plan -------------------------------------------------------------------------------------------------------
+struct PlanLaunch {
+    PlanArgs plan;
+    int64_t tile;     // tokens, a multiple of kPlanThreads
+    uint64_t* tiles;  // rows of each tile, see plan.cuh
+    uint8_t* moved;   // (sequences,) whether the surrogate moves any token, where they move together
 };
-constexpr int kObjectiveThreads = 256;
+constexpr int kPlanThreads = 256;
+constexpr int kPlanSequenceThreads = 1024;  // at most
+constexpr int kMostPlanTiles = 2048;        // each adds up the rows of all
+constexpr int kCombineBytes = 8;            // of shared memory per warp, see block.cuh
 
-// Sums of a sequence, and then its extrema.
-enum ReducedColumn : int32_t { kRatioMin = kColumnCount, kRatioMax, kMismatchMax, kReducedCount };
+// ---- tokens ---------------------------------------------------------------------------------------------------------
+constexpr int kObjectiveThreads = 256;
+constexpr int kSequenceObjectiveThreads = 512;
+
 struct ReduceLaunch {
     ReduceArgs reduce;
     double* workspace;  // (sequences, kReducedCount)

@@ -1,7 +1,7 @@
-// `fused` with the row held in shared memory: each logit is read from device memory once, and exponentiated once.
+// single_pass with the row held in shared memory: each logit is read from device memory once, and exponentiated once.
 //
 // A cluster of 1 to 8 blocks holds a row, a warp a tile of consecutive 16-byte vectors of it:
-//     load      the tile into shared memory as float32; its maximum
+//     load      the tile into shared memory as float32, its bias added; its maximum
 //     exponents e_j = 2^t relative to the tile's own maximum, stored over the logits; their sums
 //     exchange  the sums of warps become those of the block and go to all blocks of the cluster, which agree on the
 //               statistics; one thread of each evaluates the objective
@@ -64,13 +64,14 @@ struct Tile {
 };
 
 // Returns the maximum.
-template <class In>
-GK_DEVICE float load_tile(const Tile<In>& tile, const Source<In>& source) {
+template <bool kBiased, class In>
+GK_DEVICE float load_tile(const Tile<In>& tile, const Source<In>& source, const float* bias) {
     float top = -infinity();
     walk<false>(source, tile.begin, tile.end, lane_index(), kWarp, [&](const auto& group, int vector) {
         GK_UNROLL for (const Vector& packed : group) {
             float u[kPerVector<In>];
             unpack<In>(packed, u);
+            if constexpr (kBiased) add_bias(source, bias, vector, u);
             GK_UNROLL for (int part = 0; part < Tile<In>::kParts; part++) {
                 Four four;
                 GK_UNROLL for (int k = 0; k < 4; k++) {
@@ -143,27 +144,26 @@ GK_DEVICE void write_tile(const Tile<In>& tile, const Source<In>& source, const 
 }
 
 template <class In, class Out>
-GK_DEVICE void fused_resident(const RowLaunch& launch) {
+GK_DEVICE void single_pass_resident(const RowLaunch& launch) {
     const RowArgs& args = launch.rows;
     const int rank = cluster_rank(), blocks = cluster_size();
     if (blocks > 1) cluster_arrive_relaxed();  // waited for before the first access to another block's shared memory
 
-    const int64_t row = cluster_index();
-    const Source<In> source(static_cast<const char*>(args.logits) + row * args.logits_pitch * kSize<In>,
+    const int64_t row = cluster_index(), token = args.token_of[row];
+    const Source<In> source(static_cast<const char*>(args.logits) + row * args.logits_stride * kSize<In>,
                             static_cast<int>(args.vocab));
-    const Target<Out, In> target(static_cast<char*>(args.grad) + row * args.grad_pitch * kSize<Out>, source);
-    const float temperature = args.table[kTemperature * args.table_pitch + row];
-    const float weight_entropy = args.table[kWeightEntropy * args.table_pitch + row];
+    const Target<Out, In> target(static_cast<char*>(args.grad) + row * args.grad_stride * kSize<Out>, source);
+    const float temperature = args.temperature[token], weight_entropy = args.tokens.field(kWeightEntropy, token);
     char* const memory = dynamic_shared();
     Exchange& exchange = *reinterpret_cast<Exchange*>(memory);
     const Tile<In> tile(memory, source, launch, rank);
     const bool first_thread = thread_index() == 0, first_warp = warp_index() == 0;
 
     // The row before anything that waits for other loads: a division, the logit behind the id.
-    float top = load_tile(tile, source);
+    float top = args.bias ? load_tile<true>(tile, source, args.bias) : load_tile<false>(tile, source, args.bias);
     const Scales scales = make_scales(args.params, temperature);
     const bool is_capped = args.params.softcap != 0.f, exponentials = !is_capped && weight_entropy == 0.f;
-    const float logit = first_thread ? sampled_logit(source, args.ids[row]) : 0.f;
+    const float u_id = first_thread ? sampled_logit(args, source, token) : 0.f;
     if (is_capped && tile.begin < tile.end) top = capped(scales, complement(scales, top));
     const Sums<float> mine = is_capped ? exponentiate<true>(tile, source, scales, top, exponentials)
                                        : exponentiate<false>(tile, source, scales, top, exponentials);
@@ -182,11 +182,10 @@ GK_DEVICE void fused_resident(const RowLaunch& launch) {
     }
     if (first_thread) {
         const ExactScales exact(args.params, temperature);
-        const Sampled sampled = make_sampled(args, row, logit);
+        const Sampled sampled = make_sampled(args, token, u_id);
         const Statistics found = make_statistics(sums, exact, sampled);
-        const RowGradient g = row_objective(args, row, found.logp, found.entropy);
-        exchange.sweep = make_sweep(found, g, exact, sampled);
-        if (rank == 0) write_statistics(args, row, found);
+        exchange.sweep = make_sweep(found, evaluate_row(args, token, found, rank == 0), exact, sampled);
+        if (rank == 0) write_statistics(args, token, found);
     }
     block_sync();
 

@@ -1,5 +1,6 @@
 // The mathematics of a row, shared by the kernels that hold it in different ways.
 //
+//     u = logit + bias
 //     y = u, or cap * tanh(scale * u / cap)          z = y * to_z          to_z = scale / T, or 1 / T with a softcap
 //     S = sum_j e^(z_j - m)    lse = m + log S       logp = (z_id - m) - log S
 //     entropy = log S - sum_j e^(z_j - m) (z_j - m) / S           (nothing cancels: both terms are >= 0)
@@ -10,6 +11,7 @@
 // and clusters add is in double. Whatever else is done once per row is done in double too, by one thread: on most GPUs
 // double precision runs at 1/64 of the rate.
 #pragma once
+#include "../token_objective.h"
 #include "elements.cuh"
 
 namespace gk::cuda {
@@ -116,17 +118,20 @@ struct Sampled {
     double y, slope;  // slope: 1 - tanh^2, with a softcap
 };
 
-// The logit is read before any thread may overwrite the row.
+// u of the sampled id, read before any thread may overwrite the row.
 template <class Type>
-GK_DEVICE float sampled_logit(const Source<Type>& source, int64_t id) {
-    return id >= 0 && id < source.columns() ? source.at(static_cast<int>(id)) : not_a_number();
+GK_DEVICE float sampled_logit(const RowArgs& args, const Source<Type>& source, int64_t token) {
+    const int64_t id = args.ids[token];
+    if (id < 0 || id >= args.vocab) return not_a_number();
+    const float logit = source.at(static_cast<int>(id));
+    return args.bias ? logit + args.bias[id] : logit;
 }
 
-GK_DEVICE Sampled make_sampled(const RowArgs& args, int64_t row, float logit) {
-    const int64_t id = args.ids[row];
-    Sampled sampled = {id >= 0 && id < args.vocab ? static_cast<int>(id) : -1, logit, 1.0};
+GK_DEVICE Sampled make_sampled(const RowArgs& args, int64_t token, float u) {
+    const int64_t id = args.ids[token];
+    Sampled sampled = {id >= 0 && id < args.vocab ? static_cast<int>(id) : -1, u, 1.0};
     if (args.params.softcap != 0.f) {
-        const double tanh_id = tanh(logit * static_cast<double>(args.params.logit_scale) / args.params.softcap);
+        const double tanh_id = tanh(u * static_cast<double>(args.params.logit_scale) / args.params.softcap);
         sampled.y = args.params.softcap * tanh_id;
         sampled.slope = 1.0 - tanh_id * tanh_id;
     }
@@ -144,25 +149,21 @@ GK_DEVICE Statistics make_statistics(const Sums<double>& sums, const ExactScales
     return result;
 }
 
-GK_DEVICE void write_statistics(const RowArgs& args, int64_t row, const Statistics& found) {
-    args.logp[row] = found.logp;
-    args.lse[row] = found.lse;
-    args.entropy[row] = found.entropy;
+GK_DEVICE void write_statistics(const RowArgs& args, int64_t token, const Statistics& found) {
+    args.tokens.value(kTokenLogp, token) = found.logp;
+    args.tokens.value(kTokenEntropy, token) = found.entropy;
+    args.lse[token] = found.lse;
 }
 
-// d loss / d logp and d loss / d entropy: the table's objective at the row's statistics.
+// d loss / d logp and d loss / d entropy.
 struct RowGradient {
     float logp, entropy;
 };
-GK_DEVICE RowGradient row_objective(const RowArgs& args, int64_t row, float logp, float entropy) {
-    const auto field = [&](TableField f) { return args.table[f * args.table_pitch + row]; };
-    const float x = args.params.has_base ? logp - field(kBase) : 0.f;
-    const TokenObjective token = objective(args.params, x, logp, entropy, field(kAdvantage), field(kRef),
-                                           field(kMultiplier), field(kEntropyThreshold));
-    const float weight_ratio = field(kWeightRatio), weight_direct = field(kWeightDirect);
-    const float through_ratio = weight_ratio != 0.f ? weight_ratio * token.d_ratio : 0.f;
-    const float through_logp = weight_direct != 0.f ? weight_direct * token.d_direct : 0.f;
-    return {through_ratio + through_logp, field(kWeightEntropy)};
+
+// The objective of a row's token, into its values if `writes`.
+GK_DEVICE RowGradient evaluate_row(const RowArgs& args, int64_t token, const Statistics& found, bool writes) {
+    return {evaluate_token(args.params, args.tokens, token, found.logp, found.entropy, writes),
+            args.tokens.field(kWeightEntropy, token)};
 }
 
 // What every thread of a row needs for its gradient: du_j = 2^t (constant + linear t) (1 - tanh^2) for all but the
@@ -197,7 +198,7 @@ template <class Out, class In>
 GK_DEVICE void write_sampled(const RowArgs& args, int64_t row, const Target<Out, In>& target, const Sweep& sweep) {
     float lost = 0.f;
     if (sweep.column >= 0) lost = sweep.sampled - target.store_one(sweep.column, sweep.sampled);
-    if (args.residual) args.residual[row] = lost;
+    if (args.rounding_error) args.rounding_error[row] = lost;
 }
 
 }  // namespace gk::cuda

@@ -1,9 +1,10 @@
-// Row kernels that hold no row: statistics in one read, the gradient in one read and one write, and `fused` as both.
+// Row kernels that hold no row: statistics in one read, the gradient in one read and one write, single_pass as both.
 //
-// A block walks a row, in `fused` one after another. Each thread keeps the maximum and the sums of the columns that it
-// has met and rebases them when a group of vectors brings a larger one: one exponential per logit. `fused` reads each
-// row twice, the statistics backwards and the gradient forwards, so that the second sweep begins with what the L2 cache
-// still holds; the host lets no more blocks run than there are rows that fit that cache.
+// A block walks a row, in single_pass one after another. Each thread keeps the maximum and the sums of the columns that
+// it has met and rebases them when a group of vectors brings a larger one: one exponential per logit. single_pass reads
+// each row twice, the statistics backwards and the gradient forwards, so that the second sweep begins with what the L2
+// cache still holds; the host lets no more blocks run than there are rows that fit that cache. Without a gradient to
+// write, single_pass is `stats` with the objective behind it.
 //
 // Narrower gradients may lie over the front of the float32 row that they come from. All threads then load their group
 // before any of them writes; what is written lies at or before what has been loaded.
@@ -12,7 +13,8 @@
 // C x V = 16,384 x 128,256:
 //     stats       4 bytes read; 1 exponential and about 9 other operations: 2.0 ms
 //     gradient    4 read, 2 written; 1 exponential, about 6 others: 2.9 ms
-//     fused       4 read, 4 read again (from L2 as far as that reaches), 2 written; 2 exponentials: 2.9 to 4.9 ms
+//     single_pass 4 read, 4 read again (from L2 as far as that reaches), 2 written; 2 exponentials: 2.9 to 4.9 ms
+// A bias is 4 bytes more per logit and sweep, all from the L2 cache, and one more operation.
 #pragma once
 #include "kernels.h"
 #include "softmax.cuh"
@@ -27,20 +29,35 @@ static_assert(sizeof(BlockExchange) <= kExchangeBytes, "what the host reserves")
 
 template <class In>
 GK_DEVICE Source<In> source_of(const RowArgs& args, int64_t row) {
-    return {static_cast<const char*>(args.logits) + row * args.logits_pitch * kSize<In>, static_cast<int>(args.vocab)};
+    return {static_cast<const char*>(args.logits) + row * args.logits_stride * kSize<In>, static_cast<int>(args.vocab)};
 }
 
 template <class In, class Out>
 GK_DEVICE Target<Out, In> target_of(const RowArgs& args, int64_t row, const Source<In>& source) {
-    return {static_cast<char*>(args.grad) + row * args.grad_pitch * kSize<Out>, source};
+    return {static_cast<char*>(args.grad) + row * args.grad_stride * kSize<Out>, source};
 }
 
-// ---- statistics -----------------------------------------------------------------------------------------------------
-// The logits of a vector under the softcap, whose slopes the gradient needs too; -inf outside the row.
-template <bool kCapped, class In>
-GK_DEVICE void load_logits(const Source<In>& source, const Scales& scales, const Vector& packed, int vector,
-                           float (&y)[kPerVector<In>], float (&slopes)[kPerVector<In>]) {
+// ---- what is done to a logit before anything else, decided once per row ---------------------------------------------
+template <bool value>
+struct Flag {
+    static constexpr bool kOn = value;
+};
+
+// body(whether there is a softcap, whether there is a bias)
+template <class Body>
+GK_DEVICE auto specialise(const RowArgs& args, const Body& body) {
+    const Flag<true> yes;
+    const Flag<false> no;
+    if (args.params.softcap != 0.f) return args.bias ? body(yes, yes) : body(yes, no);
+    return args.bias ? body(no, yes) : body(no, no);
+}
+
+// y of a vector, and the slopes of the softcap, which the gradient needs too; -inf outside the row.
+template <bool kCapped, bool kBiased, class In>
+GK_DEVICE void load_logits(const Source<In>& source, const float* bias, const Scales& scales, const Vector& packed,
+                           int vector, float (&y)[kPerVector<In>], float (&slopes)[kPerVector<In>]) {
     unpack<In>(packed, y);
+    if constexpr (kBiased) add_bias(source, bias, vector, y);
     if constexpr (kCapped) {
         GK_UNROLL for (int k = 0; k < kPerVector<In>; k++) {
             const float w = complement(scales, y[k]);
@@ -50,12 +67,13 @@ GK_DEVICE void load_logits(const Source<In>& source, const Scales& scales, const
     }
 }
 
-template <bool kCapped, class In, int kCount>
-GK_DEVICE void add_group(Sums<float>& sums, const Source<In>& source, const Scales& scales,
+// ---- statistics -----------------------------------------------------------------------------------------------------
+template <bool kCapped, bool kBiased, class In, int kCount>
+GK_DEVICE void add_group(Sums<float>& sums, const Source<In>& source, const float* bias, const Scales& scales,
                          const Vector (&group)[kCount], int vector) {
     float y[kCount][kPerVector<In>], slopes[kPerVector<In>], top = -infinity();
     GK_UNROLL for (int i = 0; i < kCount; i++) {
-        load_logits<kCapped>(source, scales, group[i], vector + i * block_threads(), y[i], slopes);
+        load_logits<kCapped, kBiased>(source, bias, scales, group[i], vector + i * block_threads(), y[i], slopes);
         GK_UNROLL for (float x : y[i]) top = fmaxf(top, x);
     }
     if (top > sums.top) sums = rebase(sums, top, scales.to_exponent);
@@ -73,40 +91,45 @@ GK_DEVICE void add_group(Sums<float>& sums, const Source<In>& source, const Scal
 }
 
 // Of the columns that this thread meets.
-template <bool kCapped, bool kBackwards, class In>
-GK_DEVICE Sums<float> thread_sums(const Source<In>& source, const Scales& scales) {
+template <bool kCapped, bool kBiased, bool kBackwards, class In>
+GK_DEVICE Sums<float> thread_sums(const Source<In>& source, const float* bias, const Scales& scales) {
     Sums<float> sums = {-infinity(), 0.f, 0.f};
-    walk<kBackwards>(source, 0, source.vectors(), thread_index(), block_threads(),
-                     [&](const auto& group, int vector) { add_group<kCapped>(sums, source, scales, group, vector); });
+    walk<kBackwards>(source, 0, source.vectors(), thread_index(), block_threads(), [&](const auto& group, int vector) {
+        add_group<kCapped, kBiased>(sums, source, bias, scales, group, vector);
+    });
     return sums;
 }
 
 // The sums of a row, for the first warp. All threads of the block have read the row when it returns.
 template <bool kBackwards, class In>
-GK_DEVICE Sums<double> row_sums(const Source<In>& source, const Params& params, float temperature,
+GK_DEVICE Sums<double> row_sums(const RowArgs& args, const Source<In>& source, float temperature,
                                 BlockExchange& exchange) {
-    const Scales scales = make_scales(params, temperature);
-    const Sums<float> mine = params.softcap != 0.f ? thread_sums<true, kBackwards>(source, scales)
-                                                   : thread_sums<false, kBackwards>(source, scales);
+    const Scales scales = make_scales(args.params, temperature);
+    const Sums<float> mine = specialise(args, [&](auto capped, auto biased) {
+        return thread_sums<capped.kOn, biased.kOn, kBackwards>(source, args.bias, scales);
+    });
     const Sums<float> of_warp = warp_sums(mine, scales.to_exponent);
     if (lane_index() == 0) exchange.warps[warp_index()] = of_warp;
     block_sync();
     if (warp_index() > 0) return {};
-    return merge(exchange.warps, block_threads() / kWarp, ExactScales(params, temperature));
+    return merge(exchange.warps, block_threads() / kWarp, ExactScales(args.params, temperature));
 }
 
+// With a table also the objective of the token, for single_pass without a gradient.
 template <class In>
 GK_DEVICE void stats(const RowLaunch& launch) {
     const RowArgs& args = launch.rows;
     BlockExchange& exchange = *reinterpret_cast<BlockExchange*>(dynamic_shared());
-    const int64_t row = block_index();
+    const int64_t row = block_index(), token = args.token_of[row];
     const Source<In> source = source_of<In>(args, row);
-    const float temperature = args.temperature[row];
-    const Sums<double> sums = row_sums<false>(source, args.params, temperature, exchange);
+    const float temperature = args.temperature[token];
+    const Sums<double> sums = row_sums<false>(args, source, temperature, exchange);
     if (thread_index() > 0) return;
     const ExactScales exact(args.params, temperature);
-    const Sampled sampled = make_sampled(args, row, sampled_logit(source, args.ids[row]));
-    write_statistics(args, row, make_statistics(sums, exact, sampled));
+    const Sampled sampled = make_sampled(args, token, sampled_logit(args, source, token));
+    const Statistics found = make_statistics(sums, exact, sampled);
+    write_statistics(args, token, found);
+    if (args.tokens.table) evaluate_token(args.params, args.tokens, token, found.logp, found.entropy);
 }
 
 // ---- gradient -------------------------------------------------------------------------------------------------------
@@ -117,14 +140,14 @@ GK_DEVICE void write_zeros(const Source<In>& source, const Target<Out, In>& targ
         target.store(source, vector, zeros);
 }
 
-template <bool kCapped, class In, class Out>
-GK_DEVICE void write_gradient(const Source<In>& source, const Target<Out, In>& target, const Scales& scales,
-                              const Sweep& sweep, bool overlap) {
+template <bool kCapped, bool kBiased, class In, class Out>
+GK_DEVICE void write_gradient(const Source<In>& source, const float* bias, const Target<Out, In>& target,
+                              const Scales& scales, const Sweep& sweep, bool overlap) {
     walk<false>(source, 0, source.vectors(), thread_index(), block_threads(), [&](const auto& group, int vector) {
         if (overlap) block_sync();
         GK_UNROLL for (const Vector& packed : group) {
             float y[kPerVector<In>], slopes[kPerVector<In>], du[kPerVector<In>];
-            load_logits<kCapped>(source, scales, packed, vector, y, slopes);
+            load_logits<kCapped, kBiased>(source, bias, scales, packed, vector, y, slopes);
             GK_UNROLL for (int k = 0; k < kPerVector<In>; k++) {
                 const float t = exponent(y[k], sweep.top, scales.to_exponent);
                 du[k] = exp2_fast(t) * fmaf(sweep.linear, t, sweep.constant);
@@ -140,31 +163,33 @@ GK_DEVICE void write_gradient(const Source<In>& source, const Target<Out, In>& t
 template <class In, class Out>
 GK_DEVICE void sweep_row(const RowLaunch& launch, int64_t row, const Source<In>& source, const Target<Out, In>& target,
                          float temperature, const BlockExchange& exchange) {
+    const RowArgs& args = launch.rows;
     block_sync();
     const Sweep sweep = exchange.sweep;
-    const Scales scales = make_scales(launch.rows.params, temperature);
+    const Scales scales = make_scales(args.params, temperature);
     if (sweep.silent)
         write_zeros(source, target);
-    else if (launch.rows.params.softcap != 0.f)
-        write_gradient<true>(source, target, scales, sweep, launch.overlap);
     else
-        write_gradient<false>(source, target, scales, sweep, launch.overlap);
+        specialise(args, [&](auto capped, auto biased) {
+            write_gradient<capped.kOn, biased.kOn>(source, args.bias, target, scales, sweep, launch.overlap);
+        });
     block_sync();  // all is written, and the exchange is free again
-    if (thread_index() == 0) write_sampled(launch.rows, row, target, sweep);
+    if (thread_index() == 0) write_sampled(args, row, target, sweep);
 }
 
 // The sweep of a row whose statistics are given. A silent row is not read, whatever it holds.
 template <class In>
-GK_DEVICE Sweep given_sweep(const RowArgs& args, int64_t row, const Source<In>& source) {
-    const ExactScales exact(args.params, args.temperature[row]);
-    const RowGradient g = {args.g_logp[row], args.g_entropy[row]};
+GK_DEVICE Sweep given_sweep(const RowArgs& args, int64_t token, const Source<In>& source) {
+    const ExactScales exact(args.params, args.temperature[token]);
+    const RowGradient g = {args.g_logp[token], args.g_entropy[token]};
     const bool silent = g.logp == 0.f && g.entropy == 0.f;
-    const Sampled sampled = make_sampled(args, row, silent ? 0.f : sampled_logit(source, args.ids[row]));
+    const Sampled sampled = make_sampled(args, token, silent ? 0.f : sampled_logit(args, source, token));
     // lse in units of y, rounded to float; what the rounding leaves goes into log_sum
+    const double lse = args.lse[token];
     Statistics given = {};
-    given.top = static_cast<float>(args.lse[row] / exact.to_z);
-    given.log_sum = args.lse[row] - given.top * exact.to_z;
-    given.entropy = args.entropy[row];
+    given.top = static_cast<float>(lse / exact.to_z);
+    given.log_sum = lse - given.top * exact.to_z;
+    given.entropy = args.tokens.value(kTokenEntropy, token);
     return make_sweep(given, g, exact, sampled);
 }
 
@@ -172,27 +197,27 @@ template <class In, class Out>
 GK_DEVICE void gradient(const RowLaunch& launch) {
     const RowArgs& args = launch.rows;
     BlockExchange& exchange = *reinterpret_cast<BlockExchange*>(dynamic_shared());
-    const int64_t row = block_index();
+    const int64_t row = block_index(), token = args.token_of[row];
     const Source<In> source = source_of<In>(args, row);
-    if (thread_index() == 0) exchange.sweep = given_sweep(args, row, source);
-    sweep_row(launch, row, source, target_of<In, Out>(args, row, source), args.temperature[row], exchange);
+    if (thread_index() == 0) exchange.sweep = given_sweep(args, token, source);
+    sweep_row(launch, row, source, target_of<In, Out>(args, row, source), args.temperature[token], exchange);
 }
 
 template <class In, class Out>
-GK_DEVICE void fused_streamed(const RowLaunch& launch) {
+GK_DEVICE void single_pass_streamed(const RowLaunch& launch) {
     const RowArgs& args = launch.rows;
     BlockExchange& exchange = *reinterpret_cast<BlockExchange*>(dynamic_shared());
     for (int64_t row = block_index(); row < args.rows; row += block_count()) {
+        const int64_t token = args.token_of[row];
         const Source<In> source = source_of<In>(args, row);
-        const float temperature = args.table[kTemperature * args.table_pitch + row];
-        const Sums<double> sums = row_sums<true>(source, args.params, temperature, exchange);
+        const float temperature = args.temperature[token];
+        const Sums<double> sums = row_sums<true>(args, source, temperature, exchange);
         if (thread_index() == 0) {
             const ExactScales exact(args.params, temperature);
-            const Sampled sampled = make_sampled(args, row, sampled_logit(source, args.ids[row]));
+            const Sampled sampled = make_sampled(args, token, sampled_logit(args, source, token));
             const Statistics found = make_statistics(sums, exact, sampled);
-            const RowGradient g = row_objective(args, row, found.logp, found.entropy);
-            exchange.sweep = make_sweep(found, g, exact, sampled);
-            write_statistics(args, row, found);
+            write_statistics(args, token, found);
+            exchange.sweep = make_sweep(found, evaluate_row(args, token, found, true), exact, sampled);
         }
         sweep_row(launch, row, source, target_of<In, Out>(args, row, source), temperature, exchange);
     }

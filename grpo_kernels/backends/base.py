@@ -155,7 +155,9 @@ class GatheringBackend:
     ) -> Sums:
         logp, entropy, log_ratio, value, kl, g_logp = values.columns
         per_token = scored, log_ratio, logp, entropy, value, kl, g_logp, table
-        return Sums(*self.reduce(*per_token, params, offsets, group_index, num_groups))
+        found = self.reduce(*per_token, params, offsets, group_index, num_groups)
+        groups = 0 if group_index is None else num_groups
+        return Sums(torch.cat([x.reshape(-1) for x in found]), offsets.numel() - 1, groups)
 
 
 def _with_bias(logits: Tensor, bias: Tensor | None) -> Tensor:

@@ -31,8 +31,8 @@ def check_matrices(
             )
         if shape[1] > 1 and matrix.stride(1) != 1:
             raise ValueError(f"{name}: expected a matrix with contiguous rows, got strides {matrix.stride()}")
-    if len(rows) != shape[0]:
-        raise ValueError(f"logits has shape {tuple(shape)}; expected {len(rows)} rows")
+    if rows.count != shape[0]:
+        raise ValueError(f"logits has shape {tuple(shape)}; expected {rows.count} rows")
     index = rows.index
     if index is not None and (index.dtype != torch.int64 or index.shape[0] != shape[0] or not index.is_contiguous()):
         raise ValueError(f"rows: expected contiguous int64 tokens ({shape[0]},), got {index.dtype} {tuple(index.shape)}")

@@ -72,7 +72,9 @@ class CompiledBackend:
         mask, mask_bytes = _mask(inputs.completion_mask)
 
         def floats(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x.to(torch.float32).contiguous()
+            if x is None or (x.dtype is torch.float32 and x.is_contiguous()):
+                return x
+            return x.to(torch.float32).contiguous()
 
         def mode(x: Tensor | None) -> int:
             if x is None or x.dim() == 0:
@@ -87,7 +89,7 @@ class CompiledBackend:
         )
         given_weights, given_temperature = floats(weights), floats(temperature)
         threshold, normalizer = floats(inputs.entropy_threshold), floats(inputs.normalizer)
-        flat = ids.to(torch.int64).reshape(-1)
+        flat = ids.reshape(-1) if ids.dtype is torch.int64 else ids.to(torch.int64).reshape(-1)
         table = output((len(TABLE_FIELDS), tokens), device)
         values = TokenValues(
             output((len(VALUE_FIELDS), tokens), device), output((tokens,), device, torch.float64)
@@ -185,7 +187,7 @@ class CompiledBackend:
         with self.where(self._served(table)) as where:
             tokens, columns, _ = _values(values)
             self.module.token_objective(
-                len(rows), rows.start, address(rows.index), table.data_ptr(), tokens, columns, self.params(params),
+                rows.count, rows.start, address(rows.index), table.data_ptr(), tokens, columns, self.params(params),
                 where,
             )  # fmt: skip
 
@@ -224,14 +226,16 @@ class CompiledBackend:
         device = self._served(table)
         sequences, columns = offsets.numel() - 1, len(self.module.COLUMNS)
         groups = 0 if group_index is None else num_groups
-        shapes = (sequences, columns), (groups, columns), (columns,), (3,)
-        found = Sums(*(output(shape, device) for shape in shapes))
+        found = Sums(output((Sums.size(sequences, groups),), device), sequences, groups)
+        start, row = found.numbers.data_ptr(), columns * 4
+        addresses = start, start + sequences * row, start + (sequences + groups) * row
         tokens, column_address, _ = _values(values)
         workspace = self.sums_workspace(sequences, device)
         with self.where(device) as where:
             self.module.reduce(
                 tokens, sequences, offsets.data_ptr(), scored.data_ptr(), table.data_ptr(), column_address,
-                address(group_index), groups, *map(address, found), self.params(params), address(workspace), where,
+                address(group_index), groups, *addresses, addresses[2] + row, self.params(params), address(workspace),
+                where,
             )  # fmt: skip
         return found
 

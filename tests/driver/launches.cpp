@@ -31,21 +31,33 @@ void rows() {
         for (const auto& [logits, grad] : kPairs) {
             RowArgs args = {};
             args.rows = kRows;
-            args.vocab = args.logits_pitch = args.grad_pitch = vocab;
+            args.vocab = args.logits_stride = args.grad_stride = vocab;
             args.logits_dtype = logits;
             args.grad_dtype = grad;
+            args.grad = &device;  // any address: nothing is executed
             cuda::stats(args, nullptr);
             cuda::gradient(args, nullptr);
-            cuda::fused(args, nullptr);
+            cuda::single_pass(args, nullptr);
         }
     }
 }
 
 void tokens() {
-    cuda::objective_tokens(kRows, nullptr, nullptr, nullptr, nullptr, kRows, Params{}, nullptr, nullptr);
+    PlanArgs batch = {};
+    int64_t counts[2];
+    batch.tokens = kRows;
+    batch.sequences = 16;
+    batch.row_length = kRows / batch.sequences;
+    batch.counts = counts;
+    cuda::plan(batch, nullptr, nullptr);
+    TokenArgs chunk = {};
+    chunk.rows = kRows;
+    cuda::token_objective(chunk, nullptr);
+    SequenceArgs all = {};
+    all.last = batch.sequences;
+    cuda::sequence_objective(all, nullptr);
     ReduceArgs args = {};
-    args.tokens = kRows;
-    args.sequences = args.groups = 16;
+    args.sequences = args.groups = batch.sequences;
     cuda::reduce(args, nullptr, nullptr);
     cuda::group_statistics(nullptr, nullptr, 64, 16, kScaleGroup, kBaselineMean, 1, 1e-4, nullptr, nullptr, nullptr,
                            nullptr);

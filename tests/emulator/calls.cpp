@@ -1,5 +1,5 @@
 // The emulated kernels for Python's ctypes: one function, which takes the name of another and its arguments as integers
-// (addresses, sizes), and the objective's parameters as floats.
+// (addresses, sizes), and the address of gk::Params or gk::PlanRules.
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -34,38 +34,55 @@ class Arguments {
     const int64_t *next_, *end_;
 };
 
-gk::Params params_from(const double* values) {
-    gk::Params params = {};
-    auto* integers = reinterpret_cast<int32_t*>(&params);
-    auto* floats = reinterpret_cast<float*>(&params) + gk::kParamIntegers;
-    for (int i = 0; i < gk::kParamIntegers; i++) integers[i] = static_cast<int32_t>(values[i]);
-    for (int i = 0; i < gk::kParamFloats; i++) floats[i] = static_cast<float>(values[gk::kParamIntegers + i]);
-    return params;
+template <class T>
+T read(const void* numbers) {
+    return *static_cast<const T*>(numbers);
 }
 
-void call(const std::string& function, Arguments values, const double* numbers) {
+gk::RowArgs take_rows(Arguments& values, const void* numbers) {
+    gk::RowArgs a = {};
+    a.params = read<gk::Params>(numbers);
+    values.all(a.logits, a.logits_dtype, a.logits_stride, a.rows, a.vocab, a.bias, a.grad, a.grad_dtype, a.grad_stride,
+               a.rounding_error, a.ids, a.token_of.start, a.token_of.index, a.temperature, a.tokens.table,
+               a.tokens.count, a.tokens.values, a.lse, a.g_logp, a.g_entropy);
+    return a;
+}
+
+// Of memory that holds what it must not be read as, and ends where it says.
+std::vector<char> workspace_of(size_t bytes) { return std::vector<char>(bytes, '\xFF'); }
+
+void call(const std::string& function, Arguments values, const void* numbers) {
     using namespace gk;
-    const Params params = params_from(numbers);
-    if (function == "fused" || function == "stats" || function == "gradient") {
-        RowArgs a = {};
-        a.params = params;
-        values.all(a.logits, a.logits_dtype, a.logits_pitch, a.rows, a.vocab, a.grad, a.grad_dtype, a.grad_pitch, a.ids,
-                   a.residual, a.table, a.table_pitch, a.temperature, a.logp, a.lse, a.entropy, a.g_logp, a.g_entropy);
-        (function == "fused" ? cuda::fused : function == "stats" ? cuda::stats : cuda::gradient)(a, nullptr);
-    } else if (function == "objective") {
-        int64_t tokens, table_pitch;
-        const float *log_ratio, *logp, *entropy, *table;
-        float* out;
-        values.all(tokens, log_ratio, logp, entropy, table, table_pitch, out);
-        cuda::objective_tokens(tokens, log_ratio, logp, entropy, table, table_pitch, params, out, nullptr);
+    if (function == "single_pass") {
+        cuda::single_pass(take_rows(values, numbers), nullptr);
+    } else if (function == "stats") {
+        cuda::stats(take_rows(values, numbers), nullptr);
+    } else if (function == "gradient") {
+        cuda::gradient(take_rows(values, numbers), nullptr);
+    } else if (function == "plan") {
+        PlanArgs a = {};
+        a.rules = read<PlanRules>(numbers);
+        values.all(a.tokens, a.sequences, a.row_length, a.cu_seqlens, a.ids, a.mask, a.mask_bytes, a.advantages.data,
+                   a.advantages.per_what, a.old, a.ref, a.rollout, a.rollout_weights.data, a.rollout_weights.per_what,
+                   a.temperature.data, a.temperature.per_what, a.threshold, a.normalizer, a.table, a.values, a.lse,
+                   a.offsets, a.lengths, a.scored, a.active, a.clean_ids, a.order, a.counts);
+        cuda::plan(a, workspace_of(cuda::plan_workspace(a.tokens, a.sequences)).data(), nullptr);
+    } else if (function == "token_objective") {
+        TokenArgs a = {};
+        a.params = read<Params>(numbers);
+        values.all(a.rows, a.token_of.start, a.token_of.index, a.tokens.table, a.tokens.count, a.tokens.values);
+        cuda::token_objective(a, nullptr);
+    } else if (function == "sequence_objective") {
+        SequenceArgs a = {};
+        a.params = read<Params>(numbers);
+        values.all(a.first, a.last, a.offsets, a.lengths, a.scored, a.tokens.table, a.tokens.count, a.tokens.values);
+        cuda::sequence_objective(a, nullptr);
     } else if (function == "reduce") {
         ReduceArgs a = {};
-        a.params = params;
-        values.all(a.scored, a.log_ratio, a.logp, a.entropy, a.value, a.kl, a.g_logp, a.table, a.tokens, a.table_pitch,
-                   a.cu_seqlens, a.sequences, a.group_index, a.groups, a.sequence_sums, a.group_sums, a.totals,
-                   a.extrema);
-        std::vector<char> workspace(cuda::reduce_workspace(a.sequences), '\xFF');
-        cuda::reduce(a, workspace.data(), nullptr);
+        a.params = read<Params>(numbers);
+        values.all(a.tokens.count, a.sequences, a.offsets, a.scored, a.tokens.table, a.tokens.values, a.group_index,
+                   a.groups, a.sequence_sums, a.group_sums, a.totals, a.extrema);
+        cuda::reduce(a, workspace_of(cuda::reduce_workspace(a.sequences)).data(), nullptr);
     } else if (function == "group_statistics") {
         const float* rewards;
         const int64_t* index;
@@ -73,8 +90,8 @@ void call(const std::string& function, Arguments values, const double* numbers) 
         int32_t scale, baseline;
         float *advantages, *mean, *std;
         values.all(rewards, index, count, groups, scale, baseline, ddof, advantages, mean, std);
-        cuda::group_statistics(rewards, index, count, groups, scale, baseline, ddof, numbers[0], advantages, mean, std,
-                               nullptr);
+        cuda::group_statistics(rewards, index, count, groups, scale, baseline, ddof, read<double>(numbers), advantages,
+                               mean, std, nullptr);
     } else if (function == "scale") {
         void* x;
         int32_t dtype;
@@ -91,8 +108,8 @@ void call(const std::string& function, Arguments values, const double* numbers) 
 
 extern "C" {
 
-// Null, or what went wrong; valid until the next call. `numbers`: sixteen parameters, or eps for group_statistics.
-const char* gk_call(const char* function, const int64_t* values, int count, const double* numbers) {
+// Null, or what went wrong; valid until the next call. `numbers`: of the function, or eps for group_statistics.
+const char* gk_call(const char* function, const int64_t* values, int count, const void* numbers) {
     static std::string error;
     try {
         call(function, Arguments(values, count), numbers);
@@ -105,6 +122,7 @@ const char* gk_call(const char* function, const int64_t* values, int count, cons
 
 void gk_emulator_order(unsigned order) { gk::emulator::settings().order = order; }
 void gk_emulator_device(const char* device) { gk::emulator::settings().device = gk::emulator::parse_device(device); }
+int gk_emulator_launches() { return gk::emulator::settings().launches; }
 const char* gk_emulator_last_kernel() { return gk::emulator::settings().last_kernel.c_str(); }
 unsigned gk_emulator_last_launch(int what) {  // grid, block, shared memory, cluster
     const gk::cuda::LaunchConfig& config = gk::emulator::settings().last_config;

@@ -8,9 +8,22 @@ import math
 import torch
 from torch import Tensor
 
-from grpo_kernels.params import COLUMNS, FIELD, TABLE_FIELDS, KernelParams
+from grpo_kernels import coefficients
+from grpo_kernels.backends.torch_plan import plan_tokens
+from grpo_kernels.params import (
+    COLUMNS,
+    FIELD,
+    TABLE_FIELDS,
+    VALUE_FIELDS,
+    KernelParams,
+    PlanRules,
+    Rows,
+    RowStats,
+    TokenInputs,
+    TokenValues,
+)
 
-from .kernels import Kernels
+from .kernels import Kernels, some_values
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PAIRS = [(t, t) for t in DTYPES] + [(torch.float32, t) for t in DTYPES[1:]]  # logits, gradient
@@ -60,9 +73,11 @@ def placed(values: Tensor, pitch: int, shift: int, dtype: torch.dtype | None = N
     return view, buffer
 
 
-def exact(logits: Tensor, ids: Tensor, temperature: Tensor, params: KernelParams) -> tuple[Tensor, ...]:
-    """(u, logp, lse, entropy) in float64, differentiable in u."""
-    u = logits.double().requires_grad_()
+def exact(
+    logits: Tensor, ids: Tensor, temperature: Tensor, params: KernelParams, bias: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """(u, logp, lse, entropy) in float64, differentiable in u = logits + bias, which is rounded to float32."""
+    u = (logits if bias is None else logits.float() + bias).double().requires_grad_()
     z = params.logit_scale * u
     if params.softcap:
         z = params.softcap * torch.tanh(z / params.softcap)
@@ -93,45 +108,119 @@ def check_equal(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None
 
 
 # --- rows -----------------------------------------------------------------------------------------------------------
+# Of a batch whose tokens are the rows, in order.
+
+
+def all_rows(ids: Tensor) -> Rows:
+    return Rows(0, len(ids))
+
+
+def statistics(kernels: Kernels, logits: Tensor, ids: Tensor, temperature: Tensor, params: KernelParams) -> RowStats:
+    values = some_values(len(ids))
+    kernels.stats(logits, all_rows(ids), ids, temperature, values, params)
+    return stats_of(values)
+
+
+def gradient(
+    kernels: Kernels, logits: Tensor, grad: Tensor, ids: Tensor, temperature: Tensor, stats: RowStats, g_logp: Tensor,
+    g_entropy: Tensor, params: KernelParams, rounding_error: Tensor | None = None,
+) -> None:  # fmt: skip
+    values = some_values(len(ids))
+    values.entropy.copy_(stats.entropy)
+    values.lse.copy_(stats.lse)
+    per_token = ids, temperature, values, g_logp, g_entropy
+    kernels.gradient(logits, grad, all_rows(ids), *per_token, params, rounding_error=rounding_error)
+
+
+def single_pass(
+    kernels: Kernels, logits: Tensor, grad: Tensor | None, ids: Tensor, table: Tensor, params: KernelParams
+) -> RowStats:
+    values = some_values(len(ids))
+    kernels.single_pass(logits, all_rows(ids), ids, table, values, params, grad=grad)
+    return stats_of(values)
+
+
+def stats_of(values: TokenValues, rows: Rows | None = None) -> RowStats:
+    found = (values.logp, values.lse, values.entropy)
+    return RowStats(*(x.clone() if rows is None else rows.take(x).clone() for x in found))
+
+
+def spread(rows: Rows, tokens: int, x: Tensor, elsewhere: float = math.nan) -> Tensor:
+    """Per row -> per token, with something at all other tokens that must not be looked at."""
+    out = torch.full((*x.shape[:-1], tokens), elsewhere, dtype=x.dtype)
+    rows.put(out, x, dim=x.dim() - 1)
+    return out
+
+
+def check_values(kernels: Kernels, rows: Rows, values: TokenValues, table: Tensor | None, params: KernelParams) -> None:
+    """Exactly these rows' tokens have been written: their statistics, and with a table the objective at these."""
+    expected = some_values(values.columns.shape[1])
+    for name in ("logp", "entropy"):
+        field = VALUE_FIELDS.index(name)
+        rows.put(expected.columns[field], rows.take(values.columns[field]))
+    rows.put(expected.lse, rows.take(values.lse))
+    if table is not None:
+        kernels.token_objective(rows, table, expected, params)
+    check_equal(values, expected)
 
 
 def check_rows(
-    kernels: Kernels, vocab: int, dtypes: tuple[torch.dtype, torch.dtype], params: KernelParams, shift: int = 0
-) -> None:
-    """stats, gradient and fused of a few rows, all at a pitch of their own, each called twice."""
-    rows = 5
-    values, ids = make_logits(rows, vocab, dtypes[0])
+    kernels: Kernels, vocab: int, dtypes: tuple[torch.dtype, torch.dtype], params: KernelParams, shift: int = 0,
+    biased: bool = False,
+) -> None:  # fmt: skip
+    """stats, gradient and single_pass of a few rows, all at a pitch of their own, each called twice: for neighbours
+    among the tokens, and for a list of tokens."""
+    count, tokens = 5, 11
+    values, ids = make_logits(count, vocab, dtypes[0])
     logits, _ = placed(values, vocab + 3, shift)
+    bias = torch.randn(shift % 5 + vocab)[shift % 5 :] if biased else None
     temperature = torch.tensor([1.0, 0.7, 1.0, 1.3, 2.0])
     # The third row is silent.
     g_logp, g_entropy = torch.tensor([1.0, -0.3, 0.0, 0.0, 2.0]), torch.tensor([0.0, 0.5, 0.0, -1.0, 0.1])
-    u, logp, lse, entropy = exact(values, ids, temperature, params)
+    u, logp, lse, entropy = exact(values, ids, temperature, params, bias)
     expected = torch.autograd.grad((g_logp * logp + g_entropy * entropy).sum(), u)[0]
     scale = (g_logp.abs() + g_entropy.abs() * 8) * params.logit_scale / temperature
-    table = make_table(rows, temperature=temperature, advantage=-g_logp, weight_entropy=g_entropy)
+    own = make_table(count, temperature=temperature, advantage=-g_logp, weight_entropy=g_entropy)
     reinforce = params._replace(surrogate="reinforce", has_base=False)
 
     results = []
-    for _ in range(2):
-        found = kernels.stats(logits, ids, temperature, params)
-        check_statistics(found, (logp, lse, entropy))
-        by_gradient, around = placed(torch.zeros(rows, vocab), vocab + 5, shift + 1, dtypes[1])
-        kernels.gradient(logits, by_gradient, ids, temperature, found.lse, found.entropy, g_logp, g_entropy, params)
+    for rows in (Rows(3, 8), Rows(0, count, torch.tensor([7, 2, 9, 0, 4]))):
+        table = spread(rows, tokens, own)
+        per_token = (temperature, g_logp, g_entropy)
+        t_temperature, t_logp, t_entropy = (spread(rows, tokens, x) for x in per_token)
+        t_ids = spread(rows, tokens, ids, 10**15)
+
+        by_stats = some_values(tokens)
+        kernels.stats(logits, rows, t_ids, t_temperature, by_stats, params, bias)
+        check_statistics(stats_of(by_stats, rows), (logp, lse, entropy))
+        check_values(kernels, rows, by_stats, None, params)
+
+        by_gradient, around = placed(torch.zeros(count, vocab), vocab + 5, shift + 1, dtypes[1])
+        kernels.gradient(logits, by_gradient, rows, t_ids, t_temperature, by_stats, t_logp, t_entropy, params, bias)
         check_gradient(by_gradient, expected, scale)
-        by_fused, around_fused = placed(torch.zeros(rows, vocab), vocab + 5, shift + 1, dtypes[1])
-        residual = torch.full((rows,), math.nan)
-        also = kernels.fused(logits, by_fused, ids, table, reinforce, residual)
-        check_statistics(also, (logp, lse, entropy))
-        check_gradient(by_fused, expected, scale)
-        sampled = torch.arange(rows), ids
+
+        passed, rounding_error = some_values(tokens), torch.full((count,), math.nan)
+        by_pass, around_pass = placed(torch.zeros(count, vocab), vocab + 5, shift + 1, dtypes[1])
+        kernels.single_pass(logits, rows, t_ids, table, passed, reinforce, bias, by_pass, rounding_error)
+        check_statistics(stats_of(passed, rows), (logp, lse, entropy))
+        check_values(kernels, rows, passed, table, reinforce)
+        check_gradient(by_pass, expected, scale)
+        sampled = torch.arange(count), ids
         torch.testing.assert_close(
-            by_fused[sampled].double() + residual, expected[sampled], rtol=5e-6, atol=1e-6, check_dtype=False
+            by_pass[sampled].double() + rounding_error, expected[sampled], rtol=5e-6, atol=1e-6, check_dtype=False
         )
-        for grad, buffer in ((by_gradient, around), (by_fused, around_fused)):
+
+        without = some_values(tokens)
+        kernels.single_pass(logits, rows, t_ids, table, without, reinforce, bias)
+        check_equal(stats_of(without), stats_of(by_stats))
+        check_values(kernels, rows, without, table, reinforce)
+
+        gradients = by_gradient.clone(), by_pass.clone()
+        for grad, buffer in ((by_gradient, around), (by_pass, around_pass)):
             assert not grad[2].any()
             grad.fill_(7.5)  # nothing else in the buffer has been touched
             assert (buffer == 7.5).all()
-        results.append((*found, *also, by_gradient.clone(), by_fused.clone(), residual))
+        results.append((*stats_of(by_stats, rows), rows.take(passed.columns, 1), *gradients, rounding_error))
     assert torch.equal(logits, values)
     check_equal(results[1], results[0])
 
@@ -147,8 +236,8 @@ def check_in_place(kernels: Kernels, vocab: int, dtypes: tuple[torch.dtype, torc
     apart = torch.empty(rows, vocab, dtype=dtypes[1])
     # At the same places between two multiples of 16 bytes: the order of a sum depends on them.
     untouched, _ = placed(values, vocab + 3, shift)
-    expected = kernels.fused(untouched, apart, ids, table, params)
-    for way in ("fused", "gradient"):
+    expected = single_pass(kernels, untouched, apart, ids, table, params)
+    for way in ("single_pass", "gradient"):
         logits, buffer = placed(values, vocab + 3, shift)
         over = logits
         if dtypes[1] != dtypes[0]:
@@ -156,13 +245,13 @@ def check_in_place(kernels: Kernels, vocab: int, dtypes: tuple[torch.dtype, torc
             start = logits.storage_offset() * 2
             over = buffer.view(dtypes[1])[start:].as_strided((rows, vocab), (2 * (vocab + 3), 1))
         assert over.data_ptr() == logits.data_ptr()
-        if way == "fused":
-            check_equal(kernels.fused(logits, over, ids, table, params), expected)
+        if way == "single_pass":
+            check_equal(single_pass(kernels, logits, over, ids, table, params), expected)
             assert torch.equal(over, apart)
         else:
-            kernels.gradient(logits, over, ids, temperature, expected.lse, expected.entropy, ones, g, params)
+            gradient(kernels, logits, over, ids, temperature, expected, ones, g, params)
             other = torch.empty_like(apart)
-            kernels.gradient(untouched, other, ids, temperature, expected.lse, expected.entropy, ones, g, params)
+            gradient(kernels, untouched, other, ids, temperature, expected, ones, g, params)
             assert torch.equal(over, other)
             check_gradient(over, apart.double(), 2 * ones + UNIT[dtypes[1]] * 1e6)
         width = vocab * dtypes[1].itemsize // dtypes[0].itemsize + 1  # of the logits' elements, the last one in part
@@ -188,10 +277,10 @@ def check_extremes(kernels: Kernels, dtypes: tuple[torch.dtype, torch.dtype]) ->
     rows, ones = torch.arange(10), torch.ones(10)
     params = KernelParams()
     _, logp, lse, entropy = exact(logits, ids, ones, params)
-    found = kernels.stats(logits, ids, ones, params)
+    found = statistics(kernels, logits, ids, ones, params)
     check_statistics(found, (logp, lse, entropy))
     grad = torch.empty(10, vocab, dtype=dtypes[1])
-    kernels.gradient(logits, grad, ids, ones, found.lse, found.entropy, ones, 0.1 * ones, params)
+    gradient(kernels, logits, grad, ids, ones, found, ones, 0.1 * ones, params)
     expected = torch.softmax(logits.double(), -1)
     log_p = torch.where(expected > 0, logits.double() - lse.detach()[:, None], 0.0)
     expected = -expected * (1 + 0.1 * (log_p + entropy.detach()[:, None]))
@@ -199,10 +288,10 @@ def check_extremes(kernels: Kernels, dtypes: tuple[torch.dtype, torch.dtype]) ->
     check_gradient(grad, expected, ones * 2)
     assert (grad[torch.isneginf(logits)] == 0).all()
     reinforce = KernelParams(surrogate="reinforce", has_base=False)
-    kernels.fused(logits, grad, ids, make_table(10, advantage=-1.0, weight_entropy=0.1), reinforce)
+    single_pass(kernels, logits, grad, ids, make_table(10, advantage=-1.0, weight_entropy=0.1), reinforce)
     check_gradient(grad, expected, ones * 2)
     assert (grad[torch.isneginf(logits)] == 0).all()
-    kernels.fused(logits, grad, ids, make_table(10, advantage=-1.0), reinforce)
+    single_pass(kernels, logits, grad, ids, make_table(10, advantage=-1.0), reinforce)
     expected = -torch.softmax(logits.double(), -1)
     expected[rows, ids] += 1
     check_gradient(grad, expected, ones * 2)
@@ -214,7 +303,7 @@ def check_absent_and_silent(kernels: Kernels, dtypes: tuple[torch.dtype, torch.d
     logits[0, 5] = -math.inf
     grad, ids = torch.empty(3, vocab, dtype=dtypes[1]), torch.tensor([5, -1, vocab])
     table = make_table(3, weight_direct=0.0, weight_ratio=0.0)
-    logp, lse, _ = kernels.fused(logits, grad, ids, table, KernelParams())
+    logp, lse, _ = single_pass(kernels, logits, grad, ids, table, KernelParams())
     assert logp[0] == -math.inf
     assert logp[1:].isnan().all()
     assert lse.isfinite().all()
@@ -222,19 +311,105 @@ def check_absent_and_silent(kernels: Kernels, dtypes: tuple[torch.dtype, torch.d
     # A silent row is not read by `gradient`, and a NaN in it does not come through.
     logits[:, ::7] = math.nan
     grad.fill_(math.nan)
-    zeros, residual = torch.zeros(3), torch.full((3,), math.nan)
-    kernels.gradient(logits, grad, ids, zeros + 1, lse, zeros, zeros, zeros, KernelParams(), residual)
+    zeros, rounding_error = torch.zeros(3), torch.full((3,), math.nan)
+    stats = RowStats(zeros, lse, zeros)
+    gradient(kernels, logits, grad, ids, zeros + 1, stats, zeros, zeros, KernelParams(), rounding_error)
     assert not grad.any()
-    assert not residual.any()
+    assert not rounding_error.any()
     for place in (0, 600, vocab - 1):
         logits, grad = torch.zeros(1, vocab, dtype=dtypes[0]), torch.zeros(1, vocab, dtype=dtypes[1])
         logits[0, place] = math.nan
         ids = torch.zeros(1, dtype=torch.int64)
         for found in (
-            kernels.stats(logits, ids, torch.ones(1), KernelParams()),
-            kernels.fused(logits, grad, ids, make_table(1), KernelParams()),
+            statistics(kernels, logits, ids, torch.ones(1), KernelParams()),
+            single_pass(kernels, logits, grad, ids, make_table(1), KernelParams()),
         ):
             assert all(value.isnan().all() for value in found)
+
+
+# --- the plan -------------------------------------------------------------------------------------------------------
+
+
+def check_plan(kernels: Kernels, inputs: TokenInputs, ids: Tensor, rules: PlanRules) -> None:
+    """Against the plan in plain torch; twice, and without the order."""
+    found = kernels.plan(inputs, ids, rules)
+    expected = plan_tokens(inputs, ids, rules, torch.float32, ordered=True)
+    # The sum over a sequence of equal weights is one product here.
+    torch.testing.assert_close(found.table, expected.table, rtol=1e-5, atol=0, equal_nan=True)
+    for name in ("offsets", "lengths", "scored", "active", "ids", "counts"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=0, atol=0, msg=name)
+    assert not found.values.columns.any() and not found.values.lse.any()
+    rows = int(found.counts[:2].sum())
+    assert torch.equal(found.order[:rows], expected.order[:rows])
+    assert (found.order[rows:] == -1).all()
+    again, static = kernels.plan(inputs, ids, rules), kernels.plan(inputs, ids, rules, ordered=False)
+    assert static.order is None and static.counts is None
+    for other in (again, static):
+        check_equal([other.table, *other.values, *other[2:7]], [found.table, *found.values, *found[2:7]])
+    check_equal([again.order, again.counts], [found.order, found.counts])
+
+
+def make_plan_inputs(lengths: list[int] | tuple[int, int], seed: int = 0) -> tuple[TokenInputs, Tensor]:
+    """Everything that can be given, of sequences of these lengths or of (sequences, length): the first one fully
+    masked, the second without an advantage, NaN at padding and where the sampling engine could not score."""
+    g = torch.Generator().manual_seed(seed)
+    packed = isinstance(lengths, list)
+    offsets = torch.tensor([0, *lengths]).cumsum(0) if packed else None
+    shape = (sum(lengths),) if packed else lengths
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)) if packed else None
+    owner = torch.arange(shape[0])[:, None].expand(shape) if owner is None else owner
+    mask = (torch.rand(shape, generator=g) < 0.8) & (owner != 0)
+    ids = torch.where(mask, torch.randint(1000, shape, generator=g), -100)
+    advantages, old, ref, rollout = torch.randn(4, *shape, generator=g)
+    advantages[owner == 1] = 0.0
+    rollout[torch.rand(shape, generator=g) < 0.2] = math.nan
+    weights, temperature = 0.5 + torch.rand(2, *shape, generator=g)
+    weights[torch.rand(shape, generator=g) < 0.2] = 0.0
+    per_token = (advantages, old, ref, weights, rollout, temperature)
+    advantages, old, ref, weights, rollout, temperature = (x.masked_fill(~mask, math.nan) for x in per_token)
+    return TokenInputs(
+        advantages, mask, old, ref, weights, rollout, offsets, torch.tensor(37.0), temperature, torch.tensor(0.4)
+    ), ids
+
+
+# --- whole sequences ------------------------------------------------------------------------------------------------
+
+
+def check_sequences(kernels: Kernels, params: KernelParams) -> None:
+    """sequence_objective against plain torch in float64: sequences of a part of the batch, unscored tokens of NaN."""
+    g = torch.Generator().manual_seed(1)
+    lengths = torch.tensor([5, 0, 17, 1, 700, 40, 33, 31])
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    count, chosen = int(lengths.sum()), slice(1, 7)
+    scored = torch.rand(count, generator=g) < 0.8
+    scored[int(offsets[2]) : int(offsets[3])] = False  # a sequence without a scored token
+    logp, base, ref, rollout = torch.randn(4, count, generator=g) * 0.3 - 2.0
+    rollout[::4] = math.nan
+    table = make_table(
+        count, base=base, ref=ref, rollout=rollout, rollout_weight=torch.rand(count, generator=g) + 0.1,
+        multiplier=torch.rand(count, generator=g), weight_ratio=torch.rand(count, generator=g),
+        weight_direct=torch.rand(count, generator=g), entropy_threshold=0.2,
+    )  # fmt: skip
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    table[FIELD["advantage"]] = torch.tensor([1.0, 1.0, 1.0, -0.7, -1.2, -0.4, 0.8, 1.0])[owner]
+    # Of the sequences without an advantage the longest has drifted away, and another one the other way.
+    table[FIELD["rollout"]] += torch.tensor([0.0, 0.0, 0.0, 0.0, 0.2, -0.2, 0.2, 0.0])[owner]
+    unmasked = torch.zeros(len(lengths)).index_add_(0, owner, scored.float())
+    values = some_values(count)
+    values.columns[0], values.columns[1] = logp, torch.rand(count, generator=g)
+    table[:, ~scored], values.columns[:2, ~scored] = math.nan, math.nan
+    expected = TokenValues(values.columns.double(), values.lse.double())
+    coefficients.sequence_objective(table.double(), scored, offsets, unmasked.double(), expected, params)
+    outside = (owner < chosen.start) | (owner >= chosen.stop) | ~scored
+    expected.columns[2:, outside] = 7.5
+
+    results = []
+    for _ in range(2):
+        found = TokenValues(values.columns.clone(), values.lse.clone())
+        kernels.sequence_objective(chosen, table, scored, offsets, unmasked, found, params)
+        torch.testing.assert_close(found.columns.double(), expected.columns, rtol=2e-5, atol=2e-6, equal_nan=True)
+        results.append(found)
+    check_equal(results[0], results[1])
 
 
 # --- tokens and rewards ---------------------------------------------------------------------------------------------
@@ -256,9 +431,10 @@ def check_reduce(kernels: Kernels, has_base: bool) -> None:
     for tensor in (x, logp, entropy, kl, value, g_logp, *table):
         tensor[~scored] = math.nan  # padding holds anything
     params = KernelParams(delta=1.6, log_ratio_clamp=1.0, has_base=has_base)
-    inputs = (scored, x, logp, entropy, value, kl, g_logp, table, params, cu_seqlens, group_index, 3)
-    sequences, groups, totals, extrema = found = kernels.reduce(*inputs)
-    check_equal(kernels.reduce(*inputs), found)
+    values = TokenValues(torch.stack([logp, entropy, x, value, kl, g_logp]), torch.full((count,), math.nan).double())
+    inputs = (scored, table, values, params, cu_seqlens, group_index, 3)
+    sequences, groups, totals, extrema = found = kernels.sums(*inputs)
+    check_equal(kernels.sums(*inputs), found)
 
     ratio = x.double().clamp(-1, 1).exp()
     bounded, t = ratio.clamp(max=1.6), {name: table[i].double() for name, i in FIELD.items()}

@@ -11,7 +11,7 @@ from torch import Tensor
 from grpo_kernels.params import KernelParams, RowStats
 
 from .build import EMULATOR, HERE, ROOT, build
-from .kernels import DTYPES, empty_stats, numbers_of
+from .kernels import DTYPES, empty_stats, packed
 
 POINTERS = (
     "hidden",
@@ -27,7 +27,7 @@ POINTERS = (
     "entropy",
 )
 SIZES = ("rows", "width", "vocab", "hidden_pitch", "weight_pitch", "exponentials_pitch", "table_pitch")
-INTEGERS = 4  # of the parameters
+PARAMS_BYTES = len(packed(KernelParams()))
 
 
 class HeadArgs(ctypes.Structure):
@@ -37,8 +37,7 @@ class HeadArgs(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in POINTERS),
         *((name, ctypes.c_int64) for name in SIZES),
         ("dtype", ctypes.c_int32),
-        ("integers", ctypes.c_int32 * INTEGERS),
-        ("floats", ctypes.c_float * (len(KernelParams._fields) - INTEGERS)),
+        ("params", ctypes.c_uint8 * PARAMS_BYTES),
     ]
 
 
@@ -126,7 +125,6 @@ def head_args(
         for n in ("hidden", "weight", "exponentials", "table")
         if tensors.get(n) is not None
     }
-    numbers = numbers_of(params)
     return HeadArgs(
         **{name: None if x is None else x.data_ptr() for name, x in tensors.items()},
         **pitches,
@@ -134,6 +132,5 @@ def head_args(
         width=hidden.shape[1],
         vocab=weight.shape[0],
         dtype=DTYPES.index(hidden.dtype),
-        integers=(ctypes.c_int32 * INTEGERS)(*(int(x) for x in numbers[:INTEGERS])),
-        floats=(ctypes.c_float * (len(numbers) - INTEGERS))(*numbers[INTEGERS:]),
+        params=(ctypes.c_uint8 * PARAMS_BYTES)(*packed(params)),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,11 +11,32 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import params as contract
-from grpo_kernels.params import KernelParams, RowStats
+from grpo_kernels.params import (
+    KernelParams,
+    PlannedTokens,
+    PlanRules,
+    Rows,
+    RowStats,
+    TokenInputs,
+    TokenValues,
+    is_per_sequence,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SCALES = ("group", "batch", "none")
 BASELINES = ("mean", "leave_one_out", "none")
+# Which of the numbers are integers, csrc/layout.h; some of them are named in Python.
+PARAM_INTEGERS = ("surrogate", "kl", "has_base", "bias_correction", "level", "has_rollout", "vespo")
+PLAN_INTEGERS = (
+    "aggregation", "divides_by_rollout", "multiplies_rollout_weight", "level", "whole_sequences", "needs_advantage",
+    "kl_moves", "score_inactive",
+)  # fmt: skip
+NAMES = {
+    "surrogate": contract.SURROGATES,
+    "kl": contract.KL_ESTIMATORS,
+    "level": contract.LEVELS,
+    "aggregation": contract.AGGREGATIONS,
+}
 
 
 class Launch(NamedTuple):
@@ -42,81 +64,140 @@ class Kernels:
         values = (self.library.gk_emulator_last_launch(i) for i in range(4))
         return Launch(self.library.gk_emulator_last_kernel().decode(), *values)
 
-    def call(self, function: str, values: list[int | Tensor | None], numbers: list[float]) -> None:
+    def launches(self) -> int:
+        """Of kernels, so far."""
+        return self.library.gk_emulator_launches()
+
+    def call(self, function: str, values: list[int | Tensor | None], numbers: bytes = b"") -> None:
         addresses = [v.data_ptr() if isinstance(v, Tensor) else v or 0 for v in values]
-        error = self.library.gk_call(
-            function.encode(),
-            (ctypes.c_int64 * len(values))(*addresses),
-            len(values),
-            (ctypes.c_double * 16)(*numbers),
-        )
+        array = (ctypes.c_int64 * len(values))(*addresses)
+        error = self.library.gk_call(function.encode(), array, len(values), numbers)
         if error:
             raise RuntimeError(error.decode())
 
+    # --- the plan -------------------------------------------------------------------------------------------------
+
+    def plan(
+        self, inputs: TokenInputs, ids: Tensor, rules: PlanRules, *, ordered: bool = True, row_length: int | None = None
+    ) -> PlannedTokens:
+        """Everything that is to be written holds something else before."""
+        offsets, mask, tokens = inputs.cu_seqlens, inputs.completion_mask, ids.numel()
+        if row_length is None:
+            row_length = 0 if offsets is not None else ids.shape[1]
+        sequences = ids.shape[0] if offsets is None else len(offsets) - 1
+
+        def flat(x: Tensor | None, dtype: torch.dtype | None = torch.float32) -> Tensor | None:
+            return None if x is None else x.reshape(-1).to(dtype or x.dtype).contiguous()
+
+        def with_mode(x: Tensor | None) -> tuple[Tensor | None, int]:
+            if x is None or x.dim() == 0:
+                return flat(x), 0
+            return flat(x), 1 if is_per_sequence(x, ids.shape, sequences) else 2
+
+        table, values = torch.full((len(contract.TABLE_FIELDS), tokens), 7.5), some_values(tokens)
+        longs = torch.full((2 * tokens + 3 * sequences + 3,), -1)
+        clean_ids, order, out_offsets, counts = longs.split([tokens, tokens, sequences + 1, 2 * sequences + 2])
+        scored, active = torch.full((2, tokens), 85, dtype=torch.uint8).view(torch.bool)
+        lengths = torch.full((sequences,), torch.nan)
+        counts = counts[: 2 + sequences * rules.whole_sequences] if ordered else None
+        order = order if ordered else None
+        self.call(
+            "plan",
+            [
+                *(tokens, sequences, row_length, flat(offsets, torch.int64), flat(ids, torch.int64)),
+                *(flat(mask, None), 0 if mask is None else mask.element_size(), *with_mode(inputs.advantages)),
+                *(flat(x) for x in (inputs.old_logps, inputs.ref_logps, inputs.rollout_logps)),
+                *(*with_mode(inputs.rollout_weights), *with_mode(inputs.temperature)),
+                *(flat(inputs.entropy_threshold), flat(inputs.normalizer)),
+                *(table, *values, out_offsets, lengths, scored, active, clean_ids, order, counts),
+            ],
+            packed(rules, PLAN_INTEGERS),
+        )
+        return PlannedTokens(table, values, out_offsets, lengths, scored, active, clean_ids, order, counts)
+
     # --- rows of logits -------------------------------------------------------------------------------------------
 
-    def rows(self, function: str, logits: Tensor, ids: Tensor, params: KernelParams, **given: Tensor | None) -> None:
-        grad, table = given.get("grad"), given.get("table")
-        names = ("temperature", "logp", "lse", "entropy", "g_logp", "g_entropy")
+    def rows(
+        self, function: str, logits: Tensor, rows: Rows, ids: Tensor, values: TokenValues, params: KernelParams,
+        **given: Tensor | None,
+    ) -> None:  # fmt: skip
+        grad = given.get("grad")
+        assert rows.stop - rows.start == len(logits)
         self.call(
             function,
             [
-                *(logits, DTYPES.index(logits.dtype), logits.stride(0), *logits.shape),
+                *(logits, DTYPES.index(logits.dtype), logits.stride(0), *logits.shape, given.get("bias")),
                 *((grad, DTYPES.index(grad.dtype), grad.stride(0)) if grad is not None else (None, 0, 0)),
-                *(ids, given.get("residual"), table, 0 if table is None else table.stride(0)),
-                *(given.get(name) for name in names),
+                *(given.get("rounding_error"), ids, rows.start, rows.index, given.get("temperature")),
+                *(given.get("table"), len(ids), *values, given.get("g_logp"), given.get("g_entropy")),
             ],
-            numbers_of(params),
+            packed(params),
         )
 
-    def stats(self, logits: Tensor, ids: Tensor, temperature: Tensor, params: KernelParams) -> RowStats:
-        out = empty_stats(len(logits))
-        self.rows("stats", logits, ids, params, temperature=temperature, **out._asdict())
-        return out
+    def stats(self, logits, rows, ids, temperature, values, params, bias=None) -> None:
+        self.rows("stats", logits, rows, ids, values, params, temperature=temperature, bias=bias)
 
-    def gradient(self, logits, grad, ids, temperature, lse, entropy, g_logp, g_entropy, params, residual=None) -> None:
+    def gradient(
+        self, logits, grad, rows, ids, temperature, values, g_logp, g_entropy, params, bias=None, rounding_error=None
+    ) -> None:
         self.rows(
-            "gradient", logits, ids, params, grad=grad, temperature=temperature, lse=lse, entropy=entropy,
-            g_logp=g_logp, g_entropy=g_entropy, residual=residual,
+            "gradient", logits, rows, ids, values, params, grad=grad, temperature=temperature, g_logp=g_logp,
+            g_entropy=g_entropy, bias=bias, rounding_error=rounding_error,
         )  # fmt: skip
 
-    def fused(self, logits, grad, ids, table, params, residual=None) -> RowStats:
-        out = empty_stats(len(logits))
-        self.rows("fused", logits, ids, params, grad=grad, table=table, residual=residual, **out._asdict())
-        return out
+    def single_pass(self, logits, rows, ids, table, values, params, bias=None, grad=None, rounding_error=None) -> None:
+        given = {"table": table, "bias": bias, "grad": grad, "rounding_error": rounding_error}
+        self.rows("single_pass", logits, rows, ids, values, params, **given)
 
     # --- tokens and rewards ---------------------------------------------------------------------------------------
 
-    def objective(self, log_ratio, logp, entropy, table, params) -> tuple[Tensor, ...]:
-        out = torch.full((4, len(logp)), torch.nan)
-        values = [len(logp), log_ratio, logp, entropy, table, table.stride(0), out]
-        self.call("objective", values, numbers_of(params))
-        return tuple(out)
+    def token_objective(self, rows: Rows, table: Tensor, values: TokenValues, params: KernelParams) -> None:
+        arguments = [rows.stop - rows.start, rows.start, rows.index, table, table.shape[1], values.columns]
+        self.call("token_objective", arguments, packed(params))
 
-    def reduce(
-        self, scored, log_ratio, logp, entropy, value, kl, g_logp, table, params, cu_seqlens, group_index, groups
-    ) -> tuple[Tensor, ...]:
-        sequences, columns = len(cu_seqlens) - 1, len(contract.COLUMNS)
+    def sequence_objective(
+        self, sequences: slice, table: Tensor, scored: Tensor, offsets: Tensor, lengths: Tensor, values: TokenValues,
+        params: KernelParams,
+    ) -> None:  # fmt: skip
+        arguments = [sequences.start, sequences.stop, offsets, lengths, scored, table, table.shape[1], values.columns]
+        self.call("sequence_objective", arguments, packed(params))
+
+    def sums(
+        self, scored: Tensor, table: Tensor, values: TokenValues, params: KernelParams, offsets: Tensor,
+        group_index: Tensor | None, groups: int,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        sequences, columns = len(offsets) - 1, len(contract.COLUMNS)
         shapes = ((sequences, columns), (groups, columns), (columns,), (3,))
         out = [torch.full(shape, torch.nan) for shape in shapes]
-        tokens = [scored, log_ratio, logp, entropy, value, kl, g_logp, table, len(scored), table.stride(0)]
-        self.call("reduce", [*tokens, cu_seqlens, sequences, group_index, groups, *out], numbers_of(params))
+        tokens = [len(scored), sequences, offsets, scored, table, values.columns]
+        self.call("reduce", [*tokens, group_index, groups, *out], packed(params))
         return tuple(out)
 
     def group_statistics(self, rewards, group_index, groups, scale, baseline, ddof, eps) -> tuple[Tensor, ...]:
         out = [torch.full((n,), torch.nan) for n in (len(rewards), groups, groups)]
         codes = [SCALES.index(scale), BASELINES.index(baseline), ddof]
-        self.call("group_statistics", [rewards, group_index, len(rewards), groups, *codes, *out], [eps])
+        self.call(
+            "group_statistics", [rewards, group_index, len(rewards), groups, *codes, *out], struct.pack("<d", eps)
+        )
         return tuple(out)
 
     def scale(self, x: Tensor, factor: Tensor) -> None:
-        self.call("scale", [x, DTYPES.index(x.dtype), x.numel(), factor], [])
+        self.call("scale", [x, DTYPES.index(x.dtype), x.numel(), factor])
 
 
 def empty_stats(rows: int) -> RowStats:
     return RowStats(*(torch.full((rows,), torch.nan, dtype=t) for t in (torch.float32, torch.float64, torch.float32)))
 
 
-def numbers_of(params: KernelParams) -> list[float]:
-    codes = {"surrogate": contract.SURROGATES.index(params.surrogate), "kl": contract.KL_ESTIMATORS.index(params.kl)}
-    return [codes.get(name, value) for name, value in params._asdict().items()]
+def some_values(tokens: int) -> TokenValues:
+    """What a kernel must write over or leave alone."""
+    columns = torch.full((len(contract.VALUE_FIELDS), tokens), 7.5)
+    return TokenValues(columns, torch.full((tokens,), 7.5, dtype=torch.float64))
+
+
+def packed(numbers: KernelParams | PlanRules, integers: tuple[str, ...] = PARAM_INTEGERS) -> bytes:
+    """As gk::Params or gk::PlanRules: the integers, then the other numbers as float32."""
+    given = numbers._asdict()
+    words = [NAMES[name].index(given[name]) if name in NAMES else int(given[name]) for name in integers]
+    floats = [float(value) for name, value in given.items() if name not in integers]
+    return struct.pack(f"<{len(words)}i{len(floats)}f", *words, *floats)

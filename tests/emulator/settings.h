@@ -22,6 +22,7 @@ inline cuda::Device parse_device(const char* text) {
 struct Settings {
     unsigned order = getenv("GK_EMULATOR_ORDER") ? static_cast<unsigned>(atoi(getenv("GK_EMULATOR_ORDER"))) : 0;
     cuda::Device device = parse_device(getenv("GK_EMULATOR_DEVICE"));
+    int launches = 0;  // so far
     std::string last_kernel;
     cuda::LaunchConfig last_config = {};
 };
