@@ -30,7 +30,7 @@ from grpo_kernels.bench.devices import DEVICES, Device, find_device
 from grpo_kernels.bench.document import Document, read
 from grpo_kernels.bench.gemm import EXPOSED_RANGE
 from grpo_kernels.bench.limits import DESIGNS, PARTS, WAYS, Prediction, predict, way_of, ways
-from grpo_kernels.memory import default_chunk_rows
+from grpo_kernels.memory import chunk_sizes, gpu_budget
 
 DEFAULT = "H200"
 SHAPES = ("llama-3-8b:16384", "qwen2.5-7b:16384", "qwen2.5-1.5b:16384", "gemma-2-2b:8192")
@@ -223,7 +223,8 @@ def step(head: Head, device: Device, tokens: int, gpus: int, layout: str) -> Ste
     in_node, over_nodes = (2 * (n - 1) / n for n in (GPUS_PER_NODE, nodes))
     body = 4 * head.body * of_node / GPUS_PER_NODE / device.flops[case.dtype]
     if split:
-        chunks = -(-own // default_chunk_rows(own, vocab, 4, torch.device(device.type)))
+        given = own, vocab, torch.float32, torch.bfloat16, torch.device(device.type)
+        chunks = -(-own // chunk_sizes(*given, budget=gpu_budget(device.memory)).sequences)
         # The row kernel waits for the statistics of its chunk. The sum of dhidden goes on behind the next chunk; with
         # sequence parallelism hidden states are gathered and dhidden scattered instead, as many bytes.
         statistics = chunks * COLLECTIVE + in_node * own * STATISTICS / NVLINK

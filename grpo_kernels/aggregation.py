@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .config import GRPOConfig
+from .params import PlanRules
 
 
 class Counts(NamedTuple):
@@ -34,48 +34,44 @@ Numerator = Tensor
 Denominator = Tensor | float
 
 
-def seq_mean(counts: Counts, config: GRPOConfig) -> tuple[Numerator, Denominator]:
+def seq_mean(counts: Counts, rules: PlanRules) -> tuple[Numerator, Denominator]:
     """m / max(sum_t m, 1) / B: GRPO, SAPO, GSPO."""
     return counts.mask / counts.length_of_token.clamp(min=1), counts.sequences
 
 
-def token_mean(counts: Counts, config: GRPOConfig) -> tuple[Numerator, Denominator]:
+def token_mean(counts: Counts, rules: PlanRules) -> tuple[Numerator, Denominator]:
     """m / max(sum m, 1): BNPO, PPO."""
     return counts.mask, counts.tokens
 
 
-def fixed_length(counts: Counts, config: GRPOConfig) -> tuple[Numerator, Denominator]:
+def fixed_length(counts: Counts, rules: PlanRules) -> tuple[Numerator, Denominator]:
     """m / (B max_completion_length): Dr. GRPO."""
-    if config.max_completion_length is None:
-        raise ValueError(
-            "aggregation='fixed_length' divides by max_completion_length, which is None; set it in the config"
-        )
-    return counts.mask, counts.sequences * config.max_completion_length
+    return counts.mask, counts.sequences * rules.max_completion_length
 
 
-def num_items(counts: Counts, config: GRPOConfig) -> tuple[Numerator, Denominator]:
+def num_items(counts: Counts, rules: PlanRules) -> tuple[Numerator, Denominator]:
     """m / num_items_in_batch: DAPO, CISPO, VESPO. Without num_items_in_batch, the tokens of this call."""
     return counts.mask, counts.tokens
 
 
-def seq_sum(counts: Counts, config: GRPOConfig) -> tuple[Numerator, Denominator]:
+def seq_sum(counts: Counts, rules: PlanRules) -> tuple[Numerator, Denominator]:
     """m / B: LUSPO, prime-rl."""
     return counts.mask, counts.sequences
 
 
-AGGREGATIONS = {f.__name__: f for f in (seq_mean, token_mean, fixed_length, num_items, seq_sum)}
+RULES = {f.__name__: f for f in (seq_mean, token_mean, fixed_length, num_items, seq_sum)}
 
 
-def token_weights(counts: Counts, config: GRPOConfig, normalizer: Tensor | None) -> tuple[Tensor, Tensor]:
+def token_weights(counts: Counts, rules: PlanRules, normalizer: Tensor | None) -> tuple[Tensor, Tensor]:
     """(weight of the token's value in the loss (N,), weight of its entropy in the loss (N,)).
 
     The entropy bonus is -entropy_coef times the mean entropy of this call's tokens, scaled by this call's share of the
     normaliser (with B sequences of B_total: B / B_total; without a normaliser: 1).
     """
-    numerator, denominator = AGGREGATIONS[config.aggregation](counts, config)
+    numerator, denominator = RULES[rules.aggregation](counts, rules)
     divisor = denominator if normalizer is None else normalizer
     weight = numerator / divisor
-    if config.entropy_coef == 0.0:
+    if rules.entropy_coef == 0.0:
         return weight, torch.zeros_like(weight)
     share = 1.0 if normalizer is None else denominator / normalizer
-    return weight, -config.entropy_coef * share / counts.tokens * counts.mask
+    return weight, -rules.entropy_coef * share / counts.tokens * counts.mask

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from .backends import candidates, why_not
-from .config import AGGREGATIONS, SURROGATE_RULES, GRPOConfig
+from .config import SURROGATE_RULES, GRPOConfig
 from .env import collect, render
 from .loss import fused_grpo_loss
-from .params import KL_ESTIMATORS
+from .params import AGGREGATIONS, KL_ESTIMATORS
 from .reference import reference_logps, reference_loss_from_logits, reference_loss_from_logps
 
 SEQUENCES, LENGTH, WIDTH, VOCAB = 6, 6, 32, 97

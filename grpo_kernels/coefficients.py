@@ -1,91 +1,112 @@
-"""From log-probabilities to every token's gradient: ratio level, sequence weights and masks, objective. O(N) torch."""
+"""From log-probabilities to the loss value and the gradient of every token, in plain torch. All O(N).
+
+`token_objective` serves tokens whose gradient depends on themselves alone, `sequence_objective` those whose gradient
+depends on their sequence: sequence ratios, sequence weights (VESPO) and masks (off-policy).
+"""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .params import FIELD
-from .plan import Plan, sequence_slope
-
-if TYPE_CHECKING:
-    from .backends import Backend
+from .objective import objective
+from .params import FIELD, KernelParams, Rows, TokenValues
 
 
-class Coefficients(NamedTuple):
-    """(N,) each: loss value and KL of a token before its weight, its log-ratio, and d loss / d logp."""
+def token_objective(rows: Rows, table: Tensor, values: TokenValues, params: KernelParams) -> None:
+    """Writes log_ratio, value, kl and g_logp of these tokens from their logp and entropy."""
+    table, columns = rows.take(table, 1), rows.take(values.columns, 1)
+    logp, entropy = columns[0], columns[1]
+    log_ratio = logp - table[FIELD["base"]] if params.has_base else torch.zeros_like(logp)
+    value, d_ratio, d_direct, kl = objective(log_ratio, logp, entropy, table, params)
+    g_logp = table[FIELD["weight_ratio"]] * d_ratio + table[FIELD["weight_direct"]] * d_direct
+    rows.put(values.columns, torch.stack([logp, entropy, log_ratio, value, kl, g_logp]), dim=1)
 
-    value: Tensor
-    kl: Tensor
-    log_ratio: Tensor
-    g_logp: Tensor
 
-
-def evaluate(plan: Plan, backend: Backend, logps: Tensor, entropy: Tensor) -> Coefficients:
-    """The objective of all tokens of `plan` at these log-probabilities and entropies (N,)."""
-    table = plan.table
-    token_log_ratio = logps - plan.field("base") if plan.params.has_base else torch.zeros_like(logps)
-    token_log_ratio = torch.where(plan.mask, token_log_ratio, 0.0)
-    if plan.whole_sequences:
-        table = table.clone()
-        table[FIELD["multiplier"]] *= _sequence_multiplier(plan, token_log_ratio, logps)
-    log_ratio, slope = _raise_to_level(plan, token_log_ratio)
-    value, d_ratio, d_direct, kl = backend.objective(log_ratio, logps, entropy, table, plan.params)
-    g_logp = plan.field("weight_direct") * d_direct
-    if plan.config.importance_sampling_level == "token" or not plan.whole_sequences:
-        g_logp = g_logp + plan.field("weight_ratio") * d_ratio
+def sequence_objective(
+    table: Tensor, scored: Tensor, offsets: Tensor, lengths: Tensor, values: TokenValues, params: KernelParams
+) -> None:
+    """`token_objective` of all scored tokens of these sequences, whose tokens are those of `table` (fields, N)."""
+    sequences = _Sequences(table, scored, offsets, lengths)
+    logp, entropy = values.logp, values.entropy
+    own = logp - table[FIELD["base"]] if params.has_base else torch.zeros_like(logp)
+    own = torch.where(scored, own, 0.0)
+    table = table.clone()
+    table[FIELD["multiplier"]] *= _sequence_multiplier(sequences, own, logp, params)
+    log_ratio, slope = _raise_to_level(sequences, own, params)
+    value, d_ratio, d_direct, kl = objective(log_ratio, logp, entropy, table, params)
+    g_logp = table[FIELD["weight_direct"]] * d_direct
+    if params.level == "token":
+        g_logp = g_logp + table[FIELD["weight_ratio"]] * d_ratio
     else:
-        total = plan.sequence_sum(torch.where(plan.mask, plan.field("weight_direct") * d_ratio, 0.0))
-        g_logp = g_logp + slope * plan.per_token(total)
-    return Coefficients(value, kl, log_ratio, torch.where(plan.mask, g_logp, 0.0))
+        total = sequences.sum(table[FIELD["weight_direct"]] * d_ratio)
+        g_logp = g_logp + slope * sequences.spread(total)
+    found = torch.stack([log_ratio, value, kl, g_logp])
+    values.columns[2:] = torch.where(scored, found, values.columns[2:])
 
 
-def _raise_to_level(plan: Plan, token_log_ratio: Tensor) -> tuple[Tensor, Tensor]:
+class _Sequences:
+    """Sums over whole sequences and back; tokens that are not scored take no part."""
+
+    def __init__(self, table: Tensor, scored: Tensor, offsets: Tensor, lengths: Tensor) -> None:
+        self.table, self.scored, self.offsets, self.lengths = table, scored, offsets, lengths
+
+    def field(self, name: str) -> Tensor:
+        return self.table[FIELD[name]]
+
+    def sum(self, x: Tensor) -> Tensor:
+        """(N,) -> (S,), in a fixed order on every device."""
+        return torch.segment_reduce(torch.where(self.scored, x, 0.0), "sum", offsets=self.offsets, unsafe=True)
+
+    def mean(self, x: Tensor) -> Tensor:
+        return self.sum(x) / self.lengths.clamp(min=1)
+
+    def spread(self, x: Tensor) -> Tensor:
+        """(S,) -> (N,): every token gets the value of its sequence."""
+        return x.repeat_interleave(self.offsets.diff(), output_size=self.scored.numel())
+
+
+def _raise_to_level(sequences: _Sequences, own: Tensor, params: KernelParams) -> tuple[Tensor, Tensor]:
     """(log-ratio that the surrogate sees (N,), its derivative by the token's own logp (N,))."""
-    config = plan.config
-    if config.importance_sampling_level == "token":
-        return token_log_ratio, torch.ones_like(token_log_ratio)
-    slope = sequence_slope(plan)
-    if config.surrogate == "gmpo":
+    slope = sequences.scored.to(own.dtype)
+    if params.level == "token":
+        return own, slope
+    if params.level == "sequence":
+        slope = slope / sequences.spread(sequences.lengths.clamp(min=1))
+    if params.surrogate == "gmpo":
         # Sign-aware clamp of every token before the mean: it only ever makes the objective smaller.
-        clamped = token_log_ratio.clamp(-config.epsilon_low, config.epsilon_high)
-        positive = plan.field("advantage") > 0
-        narrow = torch.where(positive, token_log_ratio.minimum(clamped), token_log_ratio.maximum(clamped))
-        slope = torch.where(narrow == token_log_ratio, slope, 0.0)
-        token_log_ratio = narrow
-    total = plan.sequence_sum(torch.where(plan.mask, token_log_ratio, 0.0))
-    if config.importance_sampling_level == "sequence":
-        total = total / plan.lengths.clamp(min=1)
-    return plan.per_token(total), slope
+        clamped = own.clamp(-params.epsilon_low, params.epsilon_high)
+        narrow = torch.where(sequences.field("advantage") > 0, own.minimum(clamped), own.maximum(clamped))
+        slope = torch.where(narrow == own, slope, 0.0)
+        own = narrow
+    total = sequences.mean(own) if params.level == "sequence" else sequences.sum(own)
+    return sequences.spread(total), slope
 
 
-def _sequence_multiplier(plan: Plan, token_log_ratio: Tensor, logps: Tensor) -> Tensor:
+def _sequence_multiplier(sequences: _Sequences, own: Tensor, logp: Tensor, params: KernelParams) -> Tensor:
     """(N,) what the whole sequence contributes to the multiplier of its tokens: VESPO's phi, the off-policy mask."""
-    config, advantage = plan.config, plan.field("advantage")
-    multiplier = torch.ones_like(logps)
-    if config.surrogate == "vespo":
-        multiplier = vespo_phi(plan, token_log_ratio)
-    if config.off_policy_mask_threshold is not None:
-        rollout = plan.field("rollout")
-        if plan.has_rollout:  # tokens that the sampling engine could not score carry no evidence
-            drift = torch.where(rollout.isnan(), 0.0, rollout - logps)
+    multiplier = torch.ones_like(own)
+    if params.vespo:
+        multiplier = vespo_phi(sequences, own, params)
+    if params.off_policy_threshold != math.inf:
+        rollout, advantage = sequences.field("rollout"), sequences.field("advantage")
+        if params.has_rollout:  # tokens that the sampling engine could not score carry no evidence
+            drift = torch.where(rollout.isnan(), 0.0, rollout - logp)
         else:
-            drift = -token_log_ratio
-        mean_drift = plan.sequence_sum(torch.where(plan.mask, drift, 0.0)) / plan.lengths.clamp(min=1)
-        keep = (advantage >= 0) | (plan.per_token(mean_drift) <= config.off_policy_mask_threshold)
-        multiplier = torch.where(keep, multiplier, 0.0)
+            drift = -own
+        mean_drift = sequences.spread(sequences.mean(drift))
+        multiplier = torch.where((advantage >= 0) | (mean_drift <= params.off_policy_threshold), multiplier, 0.0)
     return multiplier
 
 
-def vespo_phi(plan: Plan, token_log_ratio: Tensor) -> Tensor:
+def vespo_phi(sequences: _Sequences, own: Tensor, params: KernelParams) -> Tensor:
     """(N,) phi(w) = exp(lambda + k ln w - lambda w), w the weight of the whole sequence, rollout weight included."""
-    config, low = plan.config, math.log(1e-8)
-    log_w = token_log_ratio.clamp(-20.0, 20.0) + plan.field("rollout_weight").log().clamp(low, 20.0)
-    log_w = plan.per_token(plan.sequence_sum(torch.where(plan.mask, log_w, 0.0)).clamp(low, 20.0))
-    positive = plan.field("advantage") >= 0
-    k = torch.full_like(log_w, config.vespo_k_neg).masked_fill(positive, config.vespo_k_pos)
-    lam = torch.full_like(log_w, config.vespo_lambda_neg).masked_fill(positive, config.vespo_lambda_pos)
+    low = math.log(1e-8)
+    log_w = own.clamp(-20.0, 20.0) + sequences.field("rollout_weight").log().clamp(low, 20.0)
+    log_w = sequences.spread(sequences.sum(log_w).clamp(low, 20.0))
+    positive = sequences.field("advantage") >= 0
+    k = torch.full_like(log_w, params.vespo_k_neg).masked_fill(positive, params.vespo_k_pos)
+    lam = torch.full_like(log_w, params.vespo_lambda_neg).masked_fill(positive, params.vespo_lambda_pos)
     return (lam + k * log_w - lam * log_w.exp()).exp()

@@ -14,10 +14,8 @@ from typing import Any
 
 import torch
 
-from .params import KL_ESTIMATORS, KernelParams
+from .params import AGGREGATIONS, KL_ESTIMATORS, LEVELS, KernelParams
 
-LEVELS = ("token", "sequence", "sequence_sum")
-AGGREGATIONS = ("seq_mean", "token_mean", "fixed_length", "num_items", "seq_sum")
 ADVANTAGE_SCALES = ("group", "batch", "none")
 ADVANTAGE_BASELINES = ("mean", "leave_one_out", "none")
 
@@ -29,6 +27,7 @@ class SurrogateRule:
     levels: tuple[str, ...]
     options: dict[str, float]  # option name -> default
     pushes_without_advantage: bool = False  # has a gradient where the advantage is 0
+    divides_by_rollout: bool = False  # its ratio is one to the sampling engine, not to the old policy
 
 
 _CLIP_OPTIONS = {"epsilon_low": 0.2, "epsilon_high": 0.2}
@@ -42,8 +41,8 @@ SURROGATE_RULES = {
     ),
     "reinforce": SurrogateRule(("token",), {}),
     "gmpo": SurrogateRule(("sequence",), _CLIP_OPTIONS),
-    "dppo_tv": SurrogateRule(("token",), _CLIP_OPTIONS, pushes_without_advantage=True),
-    "ipo": SurrogateRule(("token",), {"epsilon_high": 0.1}, pushes_without_advantage=True),
+    "dppo_tv": SurrogateRule(("token",), _CLIP_OPTIONS, pushes_without_advantage=True, divides_by_rollout=True),
+    "ipo": SurrogateRule(("token",), {"epsilon_high": 0.1}, pushes_without_advantage=True, divides_by_rollout=True),
 }
 # Every option that belongs to some surrogates only: given to another one it would be silently ignored, so it raises.
 _SURROGATE_OPTIONS = tuple(dict.fromkeys(name for rule in SURROGATE_RULES.values() for name in rule.options))
@@ -78,7 +77,8 @@ class GRPOConfig:
         temperature: a number or a tensor with one value per token. logit_scale, logit_softcap: applied before it.
         logits_dtype: torch.float32 or the input dtype; None takes float32 where a matrix product can return it from
             16-bit inputs (GPUs) and the input dtype elsewhere.
-        chunk_rows: rows of logits held at a time; None derives it from V and a memory budget.
+        chunk_rows: rows whose gradients of logits are held at a time, and at most so many rows of logits; None derives
+            both from V and a memory budget (512 MiB; on a GPU a sixteenth of its memory, at least 4 GiB).
         static_shapes: compute every row, padding too, so that nothing is read back to the host: for CUDA graphs, whose
             capture switches it on by itself. Off, rows without a gradient are left out, at one small read per call.
         score_inactive: also report logps, entropy and metrics of tokens that cannot have a gradient.
@@ -121,6 +121,8 @@ class GRPOConfig:
     static_shapes: bool = False
     # Everything but the tensors, as text: what the custom op receives, and a constant to torch.compile.
     key: str = dataclasses.field(init=False, repr=False, compare=False, default="")
+    # What the engine derives from it, by which inputs a call has.
+    derived: dict[Any, Any] = dataclasses.field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         clamp: Any = self.kl_clamp
@@ -218,8 +220,8 @@ class GRPOConfig:
         _one_of("preset", name, available_presets())
         return cls(**{**PRESETS[name], **overrides})
 
-    def kernel_params(self, *, has_base: bool) -> KernelParams:
-        """The scalars that a row kernel reads."""
+    def kernel_params(self, *, has_base: bool, has_rollout: bool = False) -> KernelParams:
+        """The scalars that the kernels read."""
         delta_clamp, kl_clamp = self.kl_clamps
         return KernelParams(
             # VESPO is REINFORCE under a sequence weight that the row kernels see as a multiplier.
@@ -239,6 +241,14 @@ class GRPOConfig:
             sapo_temperature_neg=_or(self.sapo_temperature_neg, 1.0),
             logit_scale=self.logit_scale,
             softcap=_or(self.logit_softcap, 0.0),
+            level=str(self.importance_sampling_level),
+            has_rollout=has_rollout,
+            vespo=self.surrogate == "vespo",
+            off_policy_threshold=_or(self.off_policy_mask_threshold, math.inf),
+            vespo_k_pos=_or(self.vespo_k_pos, 0.0),
+            vespo_k_neg=_or(self.vespo_k_neg, 0.0),
+            vespo_lambda_pos=_or(self.vespo_lambda_pos, 0.0),
+            vespo_lambda_neg=_or(self.vespo_lambda_neg, 0.0),
         )
 
     def _to_key(self) -> str:

@@ -1,214 +1,232 @@
-"""The chunk loop: a GEMM, a row kernel, two GEMMs; then the O(N) reduction. Three ways, chosen by the plan.
+"""The chunk loop: a GEMM, a row kernel, two GEMMs; then one reduction. Three ways, chosen by the plan.
 
-    fused      for a chunk: logits -> row kernel (statistics, objective, gradient) -> dhidden, dweight            6 NHV
-    staged     for whole sequences: logits -> statistics -> coefficients (O(N) torch) -> gradient -> products     6 NHV
-    recompute  statistics of all rows; coefficients; logits again for rows with a gradient -> products            8 NHV
-Rows that cannot have a gradient get the first product alone, and none where nobody wants their log-probabilities: one
-read of the counts on the host per call. With static shapes every row is computed and nothing is read.
+    single pass  per chunk: logits -> row kernel (statistics, objective, gradient) -> dhidden, dweight             6 NHV
+    staged       for whole sequences: logits -> statistics -> coefficients -> gradient -> products                 6 NHV
+    recompute    statistics of all rows; coefficients; logits again for rows with a gradient -> products           8 NHV
+Zero-gradient rows get only the forward GEMM, or none if `score_inactive=False`: one read of the counts on the host per
+call. With static shapes every row is computed and nothing is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cached_property, partial
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from .backends import Backend, FoldingBackend
-from .coefficients import Coefficients, evaluate
-from .head import GivenLogits, LMHead, Rows, chunk
-from .params import FIELD, KernelParams, RowStats
+from .head import Chunk, GivenLogits, LMHead
+from .params import FIELD, KernelParams, Rows, RowStats, Sums, TokenValues
 from .plan import Plan
 
 Head = LMHead | GivenLogits
-# (chunk, its statistics, its range of sequences) -> (d loss / d logp, d loss / d entropy) of its rows
-CoefficientFn = Callable[[Rows, RowStats, slice], tuple[Tensor, Tensor]]
+# (chunk, its range of sequences) -> (d loss / d logp, d loss / d entropy) (N,), of which the chunk's are read
+CoefficientFn = Callable[[Rows, slice], tuple[Tensor, Tensor]]
 
 
 class Scorer:
-    """Runs row kernels over chunks of one batch and keeps the statistics per token, 0 at tokens never visited."""
+    """Runs row kernels over chunks of one batch; they write what they find to `values`."""
 
-    def __init__(self, head: Head, ids: Tensor, temperature: Tensor, params: KernelParams, backend: Backend) -> None:
+    def __init__(
+        self, head: Head, ids: Tensor, temperature: Tensor, params: KernelParams, backend: Backend, values: TokenValues
+    ) -> None:
         self.head, self.ids, self.temperature, self.params, self.backend = head, ids, temperature, params, backend
-
-    @cached_property
-    def stats(self) -> RowStats:
-        """(N,) each; what it starts with, unless the first chunk is the whole batch."""
-        zero = torch.zeros_like(self.temperature)
-        return RowStats(logp=zero, lse=torch.zeros_like(zero, dtype=torch.float64), entropy=zero.clone())
+        self.values = values
 
     def score(self, index: Tensor | None, *, entropy: bool = True) -> None:
-        """Statistics of these tokens (None: of all), nothing else."""
-        for rows in self._chunks(index):
+        """logp, entropy and lse of these tokens (None: of all), nothing else."""
+        for rows in self._row_chunks(index):
             if self.head.strategy == "rows":
                 self._statistics(rows)
             else:
-                self._keep(rows, self._linear_logp(rows, entropy))
+                self._linear_logp(rows, entropy)
 
-    def fused(self, index: Tensor | None, table: Tensor) -> None:
-        """Statistics and gradients of tokens whose gradient depends on themselves alone."""
-        if self.head.grad_dtype == torch.float16:  # a scale, which follows from the coefficients, must come first
-            self.staged(((rows, slice(0)) for rows in self._chunks(index)), partial(self._token_coefficients, table))
+    def evaluate(self, index: Tensor | None, table: Tensor) -> None:
+        """`score`, and the objective of each token by itself."""
+        for rows in self._row_chunks(index):
+            if self.head.strategy == "rows":
+                logits, bias = self.head.logits(rows), self.head.folded_bias
+                self.backend.single_pass(logits, rows, self.ids, table, self.values, self.params, bias)
+            else:
+                self._linear_logp(rows, entropy=True)
+                self.backend.token_objective(rows, table, self.values, self.params)
+
+    def single_pass(self, index: Tensor | None, table: Tensor) -> None:
+        """Everything about tokens whose gradient depends on themselves alone."""
+        head = self.head
+        if head.grad_dtype == torch.float16:  # a scale, which follows from the coefficients, must come first
+            self.staged(((chunk, slice(0)) for chunk in head.chunks(index)), self._token_coefficients(table))
             return
-        for rows in self._chunks(index):
-            logits = self.head.logits(rows)
-            gradient = self.head.gradient_buffer(logits)
-            ids, residual = rows.take(self.ids), self.head.residual(rows)
-            stats = self.backend.fused(logits, gradient, ids, rows.take(table, 1), self.params, residual)
-            self._keep(rows, stats)
-            self.head.accumulate(rows, gradient, ids, residual)
+        for chunk in head.chunks(index):
+            for rows in chunk.row_chunks():
+                logits = head.logits(rows)
+                gradient, error = head.gradient_buffer(chunk, rows, logits), head.rounding_error(chunk, rows)
+                self.backend.single_pass(
+                    logits, rows, self.ids, table, self.values, self.params, head.folded_bias, gradient, error
+                )
+            head.accumulate(chunk, self.ids)
 
     def anchored(self, index: Tensor | None, table: Tensor) -> None:
-        """`fused` without logits, for tokens whose gradient does not go through their entropy."""
+        """`single_pass` without logits, for tokens whose gradient does not go through their entropy."""
         head, backend = cast(LMHead, self.head), cast(FoldingBackend, self.backend)
-        for rows in self._chunks(index):
-            exponentials, ids = head.exponentials(rows), rows.take(self.ids)
-            given = head.hidden_rows(rows), head.weight, head.bias, ids, rows.take(table, 1)
+        for chunk in head.chunks(index):
+            rows, exponentials = chunk.rows, head.exponentials(chunk)
+            given = head.hidden_rows(rows), head.weight, head.bias, rows.take(self.ids), rows.take(table, 1)
             stats, scale = backend.anchored(*given, exponentials, self.params)
-            self._keep(rows, stats)
-            head.accumulate_scaled(rows, exponentials, scale)
+            self._put(rows, stats)
+            backend.token_objective(rows, table, self.values, self.params)
+            head.accumulate_scaled(chunk, exponentials, scale)
 
-    def staged(self, chunks: Iterator[tuple[Rows, slice]], coefficients: CoefficientFn) -> None:
+    def staged(self, chunks: Iterable[tuple[Chunk, slice]], coefficients: CoefficientFn) -> None:
         """Statistics of a chunk, then its coefficients, then its gradients from the same logits."""
-        for rows, sequences in chunks:
-            logits, stats = self._statistics(rows)
-            self._gradient(rows, logits, stats, *coefficients(rows, stats, sequences))
+        for chunk, sequences in chunks:
+            logits = self._statistics(chunk.rows)
+            self._gradient(chunk, chunk.rows, logits, *coefficients(chunk.rows, sequences))
+            self.head.accumulate(chunk, self.ids)
 
     def gradient(self, g_logp: Tensor, g_entropy: Tensor, *, static_shapes: bool = False) -> None:
         """Gradients of every token with a non-zero coefficient, from its logits computed again."""
         index = None if static_shapes else ((g_logp != 0) | (g_entropy != 0)).nonzero().squeeze(1)
-        for rows in self._chunks(index):
-            stats = RowStats(*(rows.take(x) for x in self.stats))
-            self._gradient(rows, self.head.logits(rows), stats, rows.take(g_logp), rows.take(g_entropy))
+        for chunk in self.head.chunks(index):
+            for rows in chunk.row_chunks():
+                self._gradient(chunk, rows, self.head.logits(rows), g_logp, g_entropy)
+            self.head.accumulate(chunk, self.ids)
 
-    def _token_coefficients(
-        self, table: Tensor, rows: Rows, stats: RowStats, sequences: slice
-    ) -> tuple[Tensor, Tensor]:
-        """What the fused kernel computes between its statistics and its gradient."""
-        table = rows.take(table, 1)
-        log_ratio = stats.logp - table[FIELD["base"]] if self.params.has_base else torch.zeros_like(stats.logp)
-        slopes = self.backend.objective(log_ratio, stats.logp, stats.entropy, table, self.params)[1:3]
-        g_logp = table[FIELD["weight_ratio"]] * slopes[0] + table[FIELD["weight_direct"]] * slopes[1]
-        return g_logp, table[FIELD["weight_entropy"]]
+    def _token_coefficients(self, table: Tensor) -> CoefficientFn:
+        """What `single_pass` computes between its statistics and its gradient."""
 
-    def _linear_logp(self, rows: Rows, entropy: bool) -> RowStats:
+        def coefficients(rows: Rows, sequences: slice) -> tuple[Tensor, Tensor]:
+            self.backend.token_objective(rows, table, self.values, self.params)
+            return self.values.g_logp, table[FIELD["weight_entropy"]]
+
+        return coefficients
+
+    def _linear_logp(self, rows: Rows, entropy: bool) -> None:
         head, backend = cast(LMHead, self.head), cast(FoldingBackend, self.backend)
         given = head.hidden_rows(rows), head.weight, head.bias, rows.take(self.ids), rows.take(self.temperature)
-        return backend.linear_logp(*given, self.params, entropy=entropy)
+        self._put(rows, backend.linear_logp(*given, self.params, entropy=entropy))
 
-    def _chunks(self, index: Tensor | None) -> Iterator[Rows]:
-        return chunk(index, self.head.num_tokens, self.head.chunk_rows)
+    def _row_chunks(self, index: Tensor | None) -> Iterator[Rows]:
+        for chunk in self.head.chunks(index):
+            yield from chunk.row_chunks()
 
-    def _statistics(self, rows: Rows) -> tuple[Tensor, RowStats]:
-        logits = self.head.logits(rows)
-        stats = self.backend.stats(logits, rows.take(self.ids), rows.take(self.temperature), self.params)
-        self._keep(rows, stats)
-        return logits, stats
+    def _statistics(self, rows: Rows) -> Tensor:
+        logits, bias = self.head.logits(rows), self.head.folded_bias
+        self.backend.statistics(logits, rows, self.ids, self.temperature, self.values, self.params, bias)
+        return logits
 
-    def _gradient(self, rows: Rows, logits: Tensor, stats: RowStats, g_logp: Tensor, g_entropy: Tensor) -> None:
-        gradient, residual = self.head.gradient_buffer(logits), self.head.residual(rows)
-        ids, temperature = rows.take(self.ids), rows.take(self.temperature)
-        if self.head.grad_dtype == torch.float16 and g_logp.numel():
-            steepness = self.params.logit_scale / temperature
-            largest = (torch.maximum(g_logp.abs(), g_entropy.abs()) * steepness).amax()
-            scale = self.head.scale_gradients(largest)
+    def _gradient(self, chunk: Chunk, rows: Rows, logits: Tensor, g_logp: Tensor, g_entropy: Tensor) -> None:
+        head = self.head
+        gradient, error = head.gradient_buffer(chunk, rows, logits), head.rounding_error(chunk, rows)
+        if head.grad_dtype == torch.float16 and rows.count:
+            steepness = self.params.logit_scale / rows.take(self.temperature)
+            largest = (torch.maximum(rows.take(g_logp).abs(), rows.take(g_entropy).abs()) * steepness).amax()
+            scale = head.scale_gradients(largest)
             g_logp, g_entropy = g_logp * scale, g_entropy * scale
-        self.backend.gradient(
-            logits, gradient, ids, temperature, stats.lse, stats.entropy, g_logp, g_entropy, self.params, residual
-        )
-        self.head.accumulate(rows, gradient, ids, residual)
+        self.backend.logits_gradient(
+            logits, gradient, rows, self.ids, self.temperature, self.values, g_logp, g_entropy, self.params,
+            head.folded_bias, error,
+        )  # fmt: skip
 
-    def _keep(self, rows: Rows, stats: RowStats) -> None:
-        if rows.index is None and rows.stop - rows.start == self.head.num_tokens:
-            self.stats = stats
-            return
-        for everywhere, here in zip(self.stats, stats, strict=True):
-            rows.put(everywhere, here)
-
-
-class LossResult(NamedTuple):
-    """loss (); d loss / d logp, d loss / d entropy (N,); sums of params.COLUMNS per group (G, K) and in all (K,).
-
-    extrema (3,): ratio min, ratio max, mismatch max.
-    """
-
-    loss: Tensor
-    g_logp: Tensor
-    g_entropy: Tensor
-    group_sums: Tensor
-    totals: Tensor
-    extrema: Tensor
+    def _put(self, rows: Rows, stats: RowStats) -> None:
+        rows.put(self.values.logp, stats.logp)
+        rows.put(self.values.entropy, stats.entropy)
+        rows.put(self.values.lse, stats.lse)
 
 
 def run(
-    head: Head, plan: Plan, ids: Tensor, backend: Backend, *, gradients: bool, static_shapes: bool = False
-) -> tuple[RowStats, LossResult]:
+    head: Head, plan: Plan, backend: Backend, *, gradients: bool, static_shapes: bool = False
+) -> tuple[TokenValues, Sums]:
     """Score a batch and, with `gradients`, leave the gradients of the loss in `head`."""
-    scorer = Scorer(head, ids, plan.field("temperature"), plan.params, backend)
-    active, rest, lengths = _everything(plan) if static_shapes else _partition(plan, gradients)
-    if not gradients:
-        scorer.score(active)
-    elif not plan.whole_sequences:
-        anchored = head.strategy == "anchored" and plan.config.entropy_coef == 0.0
-        (scorer.anchored if anchored else scorer.fused)(active, plan.table)
-    elif lengths is not None and max(lengths, default=0) <= head.chunk_rows:
-        _staged(scorer, plan, active, lengths)
-    else:
-        scorer.score(active)
-        coefficients = evaluate(plan, backend, scorer.stats.logp, scorer.stats.entropy)
-        moved = (coefficients.g_logp, plan.field("weight_entropy"))
-        scorer.gradient(*(torch.where(plan.active, g, 0.0) for g in moved), static_shapes=static_shapes)
-    if rest is not None:
-        scorer.score(rest)
-    stats = scorer.stats
-    if static_shapes:  # padding was computed too
-        stats = RowStats(*(torch.where(plan.active | plan.scored, x, 0.0) for x in stats))
-    return stats, finish(plan, backend, stats.logp, stats.entropy)
-
-
-def _partition(plan: Plan, gradients: bool) -> tuple[Tensor | None, Tensor | None, list[int] | None]:
-    """(active tokens, tokens that are scored alone, active tokens per sequence where it matters): one host read.
-
-    None for active tokens: all of them, and no others.
-    """
-    first = plan.active if gradients else plan.active | plan.scored
-    rest = plan.scored & ~first
-    numbers = torch.stack([first.sum(), rest.sum()])
+    tokens, table = plan.tokens, plan.tokens.table
+    scorer = Scorer(head, tokens.ids, table[FIELD["temperature"]], plan.params, backend, tokens.values)
+    visit = _everything(plan) if static_shapes else _visit(plan, gradients)
     if plan.whole_sequences:
-        numbers = torch.cat([numbers, plan.sequence_sum(plan.active.to(plan.table.dtype)).long()])
-    active, scored, *rows = numbers.tolist()
-    lengths = rows if plan.whole_sequences else None
-    if active == first.numel() and (lengths is None or plan.row_length is not None):
-        return None, None, lengths
-    order = torch.where(first, 0, torch.where(rest, 1, 2)).argsort(stable=True)
-    return order[:active], order[active : active + scored], lengths
+        _run_sequences(scorer, plan, visit, gradients=gradients, static_shapes=static_shapes)
+    elif gradients:
+        anchored = head.strategy == "anchored" and not plan.entropy_has_gradient
+        (scorer.anchored if anchored else scorer.single_pass)(visit.active, table)
+        if visit.rest is not None:
+            scorer.evaluate(visit.rest, table)
+    else:
+        scorer.evaluate(visit.active, table)
+    values = tokens.values
+    if static_shapes and not plan.all_scored:
+        values = values.only(tokens.scored)
+    return values, sums(plan, backend, values)
 
 
-def _everything(plan: Plan) -> tuple[None, None, list[int] | None]:
-    """`_partition` of static shapes: all tokens. The lengths of packed sequences are not known on the host."""
-    return None, None, None if plan.row_length is None else [plan.row_length] * plan.lengths.numel()
+def sums(plan: Plan, backend: Backend, values: TokenValues) -> Sums:
+    """Loss and metrics from what is known of every token."""
+    tokens, groups = plan.tokens, (plan.group_index, plan.num_groups)
+    return backend.sums(tokens.scored, tokens.table, values, plan.params, tokens.offsets, *groups)
 
 
-def finish(plan: Plan, backend: Backend, logps: Tensor, entropy: Tensor) -> LossResult:
-    """Loss, per-token gradients and metric sums from log-probabilities and entropies (N,)."""
-    c: Coefficients = evaluate(plan, backend, logps, entropy)
-    _, group_sums, totals, extrema = backend.reduce(
-        plan.scored,
-        c.log_ratio,
-        logps,
-        entropy,
-        c.value,
-        c.kl,
-        c.g_logp,
-        plan.table,
-        plan.params,
-        plan.cu_seqlens,
-        plan.group_index,
-        plan.num_groups,
-    )
-    return LossResult(totals[0].clone(), c.g_logp, plan.field("weight_entropy"), group_sums, totals, extrema)
+def evaluate(plan: Plan, backend: Backend) -> None:
+    """The objective of all tokens of the plan, whose logp and entropy are known."""
+    if plan.whole_sequences:
+        _sequence_objective(plan, backend, slice(0, plan.num_sequences))
+    else:
+        num_tokens = plan.tokens.scored.numel()
+        backend.token_objective(Rows(0, num_tokens), plan.tokens.table, plan.tokens.values, plan.params)
+
+
+class _Visit(NamedTuple):
+    """Tokens with a gradient (None: all tokens, and no others), tokens that are scored alone, and the number of active
+    tokens per sequence where that matters and is known on the host."""
+
+    active: Tensor | None
+    rest: Tensor | None
+    lengths: list[int] | None
+
+
+def _visit(plan: Plan, gradients: bool) -> _Visit:
+    """One read of the counts on the host."""
+    order, counts = cast(Tensor, plan.tokens.order), cast(Tensor, plan.tokens.counts)
+    active, rest, *per_sequence = counts.tolist()
+    if not gradients:
+        active, rest = active + rest, 0
+    lengths = per_sequence if plan.whole_sequences else None
+    if active == order.numel():
+        return _Visit(None, None, lengths)
+    return _Visit(order[:active], order[active : active + rest] if rest else None, lengths)
+
+
+def _everything(plan: Plan) -> _Visit:
+    """`_visit` of static shapes: all tokens. The lengths of packed sequences are not known on the host."""
+    return _Visit(None, None, None if plan.row_length is None else [plan.row_length] * plan.num_sequences)
+
+
+def _run_sequences(scorer: Scorer, plan: Plan, visit: _Visit, *, gradients: bool, static_shapes: bool) -> None:
+    """The ways of tokens whose gradient depends on their sequence."""
+    tokens, backend, lengths = plan.tokens, scorer.backend, visit.lengths
+    staged = gradients and lengths is not None and max(lengths, default=0) <= scorer.head.sequence_rows
+    weight_entropy = tokens.table[FIELD["weight_entropy"]]
+    if staged and lengths is not None:
+
+        def coefficients(rows: Rows, sequences: slice) -> tuple[Tensor, Tensor]:
+            _sequence_objective(plan, backend, sequences)
+            return tokens.values.g_logp, weight_entropy
+
+        head = scorer.head
+        packed = sequence_chunks(visit.active, lengths, head.num_tokens, head.sequence_rows)
+        scorer.staged(((head.chunk_of(rows), sequences) for rows, sequences in packed), coefficients)
+    else:
+        scorer.score(visit.active)
+    if visit.rest is not None:
+        scorer.score(visit.rest)
+    if not staged or visit.rest is not None:
+        evaluate(plan, backend)
+    if gradients and not staged:
+        moved = (torch.where(tokens.active, g, 0.0) for g in (tokens.values.g_logp, weight_entropy))
+        scorer.gradient(*moved, static_shapes=static_shapes)
+
+
+def _sequence_objective(plan: Plan, backend: Backend, sequences: slice) -> None:
+    tokens = plan.tokens
+    given = tokens.table, tokens.scored, tokens.offsets, tokens.lengths, tokens.values
+    backend.sequence_objective(sequences, plan.row_length, *given, plan.params)
 
 
 def sequence_chunks(
@@ -225,17 +243,3 @@ def sequence_chunks(
             first, start = i, stop
         if i < len(lengths):
             stop += lengths[i]
-
-
-def _staged(scorer: Scorer, plan: Plan, active: Tensor | None, lengths: list[int]) -> None:
-    counts = None if active is None else plan.sequence_sum(plan.active.to(plan.table.dtype)).long()
-
-    def coefficients(rows: Rows, stats: RowStats, sequences: slice) -> tuple[Tensor, Tensor]:
-        if active is None or counts is None:
-            part = plan.slice_sequences(sequences)
-        else:
-            part = plan.take_sequences(active[rows.start : rows.stop], counts[sequences])
-        c = evaluate(part, scorer.backend, stats.logp, stats.entropy)
-        return c.g_logp, part.field("weight_entropy")
-
-    scorer.staged(sequence_chunks(active, lengths, scorer.head.num_tokens, scorer.head.chunk_rows), coefficients)

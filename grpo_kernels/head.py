@@ -7,61 +7,68 @@
 The gradient of the logits takes their place in the scratch. 16-bit inputs with float32 logits put a 16-bit gradient
 over the front half of each float32 row (row pitch 2V), so that there is no second buffer.
 
+Where there are many rows, that is not enough of them for the other two products, each of which reads or writes a whole
+(V, H). Then a product chunk has 16-bit gradients of many rows in a buffer of their own, and the float32 logits in the
+scratch are those of a few rows at a time, the row chunks (memory.py has both sizes).
+
 Rounding to 16 bits hurts one entry of a row of dlogits most, that of the sampled id: it carries most of the row's norm,
 and without its rounding the error of the other products falls 20-fold. So on a CPU the row kernel reports what the
-rounding took, e_t, and the products start from e_t W[id] and e_t h_t, a sum over N rows of length H.
+rounding took, e_t. dhidden starts from e_t W[id]. The product for dweight gets 0 for the sampled ids, whose own shares
+g_t h_t, a sum over N rows of length H, are added at the end, in float32: rows of dweight with most of its norm are
+rounded once, however many chunks there were.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from .backends import Backend
 from .delivery import FinishedGradients, power_of_two_scale, waiting_dtype
-from .memory import ROUNDED_CHUNKS, allocate_chunk
-from .products import PIECE_ROWS, SPLIT_SUM_ELEMENTS, add_product, product, returns_float32
+from .memory import ROUNDED_CHUNKS, allocate, allocate_rows, chunk_sizes
+from .params import Rows
+from .products import (
+    PIECE_ROWS,
+    SPLIT_SUM_ELEMENTS,
+    add_product,
+    product,
+    returns_float32,
+    transposed_columns,
+)
 from .strategy import choose_strategy
+
+if TYPE_CHECKING:
+    from .backends.native import NativeBackend
 
 # Rows of W in one float32 product of the forward pass on a CPU: 512 hidden rows against 1,024 take 4 to 9 % less time
 # than against all of W at once (H from 576 to 2048, V from 49,152 to 151,936).
 FORWARD_ROWS = 1024
 
 
+def visited(index: Tensor | None, num_tokens: int) -> Rows:
+    """The tokens of `index`, or all."""
+    if index is None or index.numel() == num_tokens:
+        return Rows(0, num_tokens)
+    return Rows(0, index.numel(), index)
+
+
 @dataclass(frozen=True)
-class Rows:
-    """A chunk of tokens: `index` (C,) int64 into the flattened batch, or None for the range [start, stop)."""
+class Chunk:
+    """A product chunk: rows whose gradients go through one pair of products, with logits of `logits_rows` at a time.
 
-    start: int
-    stop: int
-    index: Tensor | None = None
+    in_place: gradients lie over the logits, which are those of all its rows.
+    """
 
-    def take(self, x: Tensor, dim: int = 0) -> Tensor:
-        """The chunk's part of a per-token tensor; a view where the chunk is a range."""
-        if self.index is None:
-            return x.narrow(dim, self.start, self.stop - self.start)
-        return x.index_select(dim, self.index)
+    rows: Rows
+    logits_rows: int
+    in_place: bool
 
-    def put(self, destination: Tensor, values: Tensor) -> None:
-        """Write the chunk's values into a per-token tensor."""
-        if self.index is None:
-            destination[self.start : self.stop] = values
-        else:
-            destination.index_copy_(0, self.index, values)
-
-
-def chunk(index: Tensor | None, num_tokens: int, size: int) -> Iterator[Rows]:
-    """Cut token indices, or all tokens, into chunks of nearly equal length, at most `size` rows each."""
-    count = num_tokens if index is None else index.numel()
-    if count == 0:
-        return
-    pieces = -(-count // size)
-    for i in range(pieces):
-        start, stop = count * i // pieces, count * (i + 1) // pieces
-        yield Rows(start, stop) if index is None or count == num_tokens else Rows(start, stop, index[start:stop])
+    def row_chunks(self) -> Iterator[Rows]:
+        return self.rows.split(self.logits_rows)
 
 
 class LMHead:
@@ -71,7 +78,7 @@ class LMHead:
     types of the inputs. `wants` = (hidden, weight, bias) need gradients. `keep` (N,) bool: padding is computed along
     with the rest, and its hidden states, which may hold anything, count as 0. `strategy`: see strategy.py.
     `gradient_scale`: where gradients of logits are float16, the power of two that dlogits, dweight and dbias hold as a
-    factor; dhidden does not.
+    factor; dhidden does not. `chunk_rows`: see memory.chunk_sizes.
     """
 
     def __init__(
@@ -80,7 +87,7 @@ class LMHead:
         weight: Tensor,
         bias: Tensor | None,
         logits_dtype: torch.dtype,
-        chunk_rows: int,
+        chunk_rows: int | None,
         backend: Backend,
         wants: tuple[bool, ...] = (False, False, False),
         keep: Tensor | None = None,
@@ -92,31 +99,66 @@ class LMHead:
             hidden, weight = hidden.to(compute_dtype), weight.to(compute_dtype)
             bias = None if bias is None else bias.to(compute_dtype)
         self.hidden, self.weight, self.bias, self.keep = hidden, weight, bias, keep
+        # (V,) in float32 or better, for the row kernels to add.
+        self.folded_bias: Tensor | None = None
+        if bias is not None and backend.folds_bias:
+            self.folded_bias = bias.detach().to(torch.promote_types(bias.dtype, torch.float32)).contiguous()
         self.strategy = choose_strategy(backend, hidden, weight)
         self.num_tokens = hidden.numel() // hidden.shape[-1]
         self.flat_hidden = _flat_view(hidden)
-        self.logits_dtype, self.chunk_rows, self.backend = logits_dtype, chunk_rows, backend
-        self.wants = wants
+        self.logits_dtype, self.backend, self.wants = logits_dtype, backend, wants
         on_cpu = hidden.device.type == "cpu"
         # A CPU has no usable float16 product, and none that returns float32 from 16-bit inputs: convert W in pieces.
         self.converts = logits_dtype != hidden.dtype and not returns_float32(hidden.device, hidden.dtype)
         self.grad_dtype = torch.float32 if hidden.dtype == torch.float16 and self.converts else hidden.dtype
         self.rounds = on_cpu and self.grad_dtype == torch.bfloat16
-        # Few chunks may add to a 16-bit dweight, on a GPU one alone: its GEMM rounds once. More are summed in float32,
-        # as is a gradient that is wanted in float32.
-        few = ROUNDED_CHUNKS if on_cpu else 1
-        long = self.num_tokens > few * chunk_rows or self.waiting_dtypes[1] == torch.float32
-        self.sums_in_float32 = self.grad_dtype.itemsize == 2 and long
+        self.sizes = chunk_sizes(
+            self.num_tokens, weight.shape[0], logits_dtype, self.grad_dtype, hidden.device, chunk_rows
+        )
+        # Whole sequences may be packed into more chunks than this, few of them half empty.
+        self._expect_chunks(-(-self.num_tokens // self.sizes.sequences))
         self.gradient_scale: Tensor | None = None
-        self.scratch: Tensor | None = None
+        self.scratch: Tensor | None = None  # logits of a row chunk
+        self.product_scratch: Tensor | None = None  # their gradients, of a product chunk, unless they lie over them
+        self._gathered: tuple[Rows, Tensor] | None = None  # a chunk's hidden states serve two products
+        self.errors: Tensor | None = None
+        self.own_shares: list[tuple[Rows, Tensor, Tensor]] = []  # rows, sampled ids, d loss / d their logits
         self.dhidden: Tensor | None = None
         self.dweight: Tensor | None = None
         self.dbias: Tensor | None = None
 
+    def chunks(self, index: Tensor | None) -> Iterator[Chunk]:
+        """Product chunks of these tokens (None: of all), as long as memory allows and of nearly equal length."""
+        pieces = list(visited(index, self.num_tokens).split(self.sizes.products))
+        self._expect_chunks(len(pieces))
+        return (self._chunk(rows, self.sizes.logits) for rows in pieces)
+
+    def chunk_of(self, rows: Rows) -> Chunk:
+        """These rows, at most `sequence_rows`, as a product chunk that is one row chunk."""
+        return self._chunk(rows, max(rows.count, 1))
+
+    def _chunk(self, rows: Rows, logits_rows: int) -> Chunk:
+        # torch's 16-bit product on a CPU with AMX reads up to 31 columns beyond a matrix with gaps between its rows, and
+        # spoils its result where those hold NaN (2.13): there narrower gradients never lie over their logits.
+        may = self.grad_dtype == self.logits_dtype or self.hidden.device.type != "cpu"
+        return Chunk(rows, logits_rows, may and rows.count <= logits_rows)
+
+    @property
+    def sequence_rows(self) -> int:
+        """Rows that `chunk_of` may get: what whole sequences have to fit."""
+        return self.sizes.sequences
+
+    def _expect_chunks(self, count: int) -> None:
+        """Few chunks may add to a 16-bit dweight, on a GPU one alone: its product rounds once. More are summed in
+        float32, as is a gradient that is wanted in float32."""
+        few = ROUNDED_CHUNKS if self.hidden.device.type == "cpu" else 1
+        wide = count > few or self.waiting_dtypes[1] == torch.float32
+        self.sums_in_float32 = self.grad_dtype.itemsize == 2 and wide
+
     def logits(self, rows: Rows) -> Tensor:
         """(C, V) logits of a chunk, valid until the next call."""
         h = self.hidden_rows(rows)
-        out = self._scratch(rows, self.logits_dtype)
+        out = self._logits_rows(rows.count)
         if self.converts:
             h = h.to(self.logits_dtype)
             for piece in self._pieces(PIECE_ROWS):
@@ -128,25 +170,40 @@ class LMHead:
                 torch.mm(h, self.weight[piece].T, out=out[:, piece])
         else:
             torch.mm(h, self.weight.T, out=out)
-        if self.bias is not None:
+        if self.bias is not None and not self.backend.folds_bias:
             out += self.bias.to(out.dtype)
         return out
 
-    def exponentials(self, rows: Rows) -> Tensor:
-        """(C, V) uninitialised, in the type of the gradients, for the anchored strategy; valid until the next call."""
-        return self._scratch(rows, self.grad_dtype)
+    def exponentials(self, chunk: Chunk) -> Tensor:
+        """(P, V) uninitialised, in the type of the gradients, for the anchored strategy; valid until the next call."""
+        return self._product_rows(chunk.rows.count)
 
-    def _scratch(self, rows: Rows, dtype: torch.dtype) -> Tensor:
-        if self.scratch is None or self.scratch.dtype != dtype:
+    def gradient_buffer(self, chunk: Chunk, rows: Rows, logits: Tensor) -> Tensor:
+        """Where the row kernel writes d loss / d logits of a row chunk: over the logits, if they are all of a chunk."""
+        return self._over(logits) if chunk.in_place else self._product_rows(chunk.rows.count)[_within(chunk, rows)]
+
+    def _over(self, logits: Tensor) -> Tensor:
+        return logits if self.grad_dtype == logits.dtype else logits.view(self.grad_dtype)[:, : logits.shape[1]]
+
+    def _logits_rows(self, count: int) -> Tensor:
+        if self.scratch is None or len(self.scratch) < count:
             self.scratch = None  # freed before the next one is made
-            self.scratch = allocate_chunk(self.chunk_rows, self.weight.shape[0], dtype, self.hidden.device)
-        return self.scratch[: rows.stop - rows.start]
+            usual = min(self.sizes.logits, self._usual_chunk)
+            rows = usual if count <= usual else max(count, min(self.sizes.sequences, self.num_tokens))
+            self.scratch = allocate_rows(rows, self.weight.shape[0], self.logits_dtype, self.hidden.device)
+        return self.scratch[:count]
 
-    def gradient_buffer(self, logits: Tensor) -> Tensor:
-        """Where the row kernel writes d loss / d logits: over the logits."""
-        if self.grad_dtype == logits.dtype:
-            return logits
-        return logits.view(self.grad_dtype)[:, : logits.shape[1]]
+    def _product_rows(self, count: int) -> Tensor:
+        if self.product_scratch is None or len(self.product_scratch) < count:
+            self.product_scratch = None
+            shape = max(count, self._usual_chunk), self.weight.shape[0]
+            self.product_scratch = allocate_rows(*shape, self.grad_dtype, self.hidden.device)
+        return self.product_scratch[:count]
+
+    @property
+    def _usual_chunk(self) -> int:
+        """Rows of a product chunk where no token is left out. Where some are, fewer chunks may be a little longer."""
+        return -(-self.num_tokens // -(-self.num_tokens // self.sizes.products))
 
     def scale_gradients(self, largest: Tensor) -> Tensor:
         """() the scale of the next chunk of dlogits, whose largest entry would be `largest`, and of all sums from then
@@ -160,39 +217,54 @@ class LMHead:
         self.gradient_scale = scale
         return scale
 
-    def residual(self, rows: Rows) -> Tensor | None:
+    def rounding_error(self, chunk: Chunk, rows: Rows) -> Tensor | None:
         """(C,) to receive what rounding takes from the sampled ids' entries of dlogits; None where it is not used."""
         if not self.rounds:
             return None
-        return torch.empty(rows.stop - rows.start, dtype=torch.float32, device=self.hidden.device)
+        if self.errors is None:
+            size = max(self.sizes.products, self.sizes.sequences)
+            self.errors = torch.empty(size, dtype=torch.float32, device=self.hidden.device)
+        return self.errors[_within(chunk, rows)]
 
-    def accumulate_scaled(self, rows: Rows, exponentials: Tensor, scale: Tensor) -> None:
-        """`accumulate` of dlogits = scale[:, None] * exponentials, scale (C,) float32, which is never formed."""
-        h = self.hidden_rows(rows)
+    def accumulate_scaled(self, chunk: Chunk, exponentials: Tensor, scale: Tensor) -> None:
+        """`accumulate` of dlogits = scale[:, None] * exponentials, scale (P,) float32, which is never formed."""
+        h = self.hidden_rows(chunk.rows)
         if self.wants[0]:
-            self._put_dhidden(rows, scale[:, None] * self._times_weight(exponentials))
+            self._put_dhidden(chunk.rows, scale[:, None] * self._times_weight(exponentials))
         if self.wants[1]:
             self._add_dweight(exponentials, (scale[:, None] * h).to(h.dtype))
         if self.wants[2]:
             total = torch.mv(exponentials.T, scale.to(exponentials.dtype)).float()
             self.dbias = total if self.dbias is None else self.dbias.add_(total)
 
-    def accumulate(self, rows: Rows, dlogits: Tensor, ids: Tensor, residual: Tensor | None) -> None:
-        """Add a chunk's share of dhidden, dweight and dbias."""
-        h = self.hidden_rows(rows)
+    def accumulate(self, chunk: Chunk, ids: Tensor) -> None:
+        """Add a chunk's share of dhidden, dweight and dbias, once its gradient buffers are full. ids (N,)."""
+        rows = chunk.rows
+        dlogits = self._over(self._logits_rows(rows.count)) if chunk.in_place else self._product_rows(rows.count)
+        error = self.rounding_error(chunk, rows)
+        h, ids = self.hidden_rows(rows), rows.take(ids)
         if self.wants[0]:
-            self._add_dhidden(rows, dlogits, ids, residual)
-        if self.wants[1]:
-            self._add_dweight(dlogits, h, None if residual is None else (ids, residual))
+            self._add_dhidden(rows, dlogits, ids, error)
         if self.wants[2]:
             total = dlogits.sum(0, dtype=torch.promote_types(dlogits.dtype, torch.float32))
-            if residual is not None:
-                total.index_add_(0, ids, residual)
+            if error is not None:
+                total.index_add_(0, ids, error)
             self.dbias = total if self.dbias is None else self.dbias.add_(total)
+        if not self.wants[1]:
+            return
+        if error is None:
+            self._add_dweight(dlogits, h)
+            return
+        places = torch.arange(rows.count, device=ids.device), ids
+        own = dlogits[places] + error
+        dlogits[places] = 0.0  # scatter_ would copy all of dlogits
+        self._add_dweight(dlogits, h)
+        self.own_shares.append((rows, ids, own))
 
     def gradients(self) -> FinishedGradients:
         """Of (hidden, weight, bias), in their shapes; zeros where no row contributed."""
-        self.scratch = None
+        self.scratch = self.product_scratch = self._gathered = None
+        self._add_own_shares()
         sums = self.dhidden, self.dweight, self.dbias
         self.dhidden = self.dweight = self.dbias = None
         inputs = self.hidden, self.weight, self.bias
@@ -204,6 +276,14 @@ class LMHead:
                 finished[i] = total.view(x.shape).to(dtype)
         scales = [None, self.gradient_scale, self.gradient_scale]
         return FinishedGradients(finished, self.given_dtypes, self.backend, scales)
+
+    def _add_own_shares(self) -> None:
+        """Of the sampled ids in dweight, of all chunks at once."""
+        if self.own_shares and self.dweight is not None:
+            rows, ids, own = zip(*self.own_shares, strict=True)
+            h = [self.hidden_rows(chunk) for chunk in rows]
+            self.backend.add_rows(self.dweight, *(x[0] if len(x) == 1 else torch.cat(x) for x in (ids, own, h)))
+        self.own_shares.clear()
 
     def _put_dhidden(self, rows: Rows, values: Tensor) -> None:
         values = values.to(self.waiting_dtypes[0])
@@ -217,15 +297,15 @@ class LMHead:
             self.dhidden = fresh(shape, dtype=self.waiting_dtypes[0], device=self.hidden.device)
         return self.dhidden
 
-    def _add_dhidden(self, rows: Rows, dlogits: Tensor, ids: Tensor, residual: Tensor | None) -> None:
+    def _add_dhidden(self, rows: Rows, dlogits: Tensor, ids: Tensor, error: Tensor | None) -> None:
         if dlogits.dtype != self.weight.dtype:
             shape = dlogits.shape[0], self.hidden.shape[-1]
             total = torch.zeros(shape, dtype=dlogits.dtype, device=dlogits.device)
             for piece in self._pieces(PIECE_ROWS):
                 total.addmm_(dlogits[:, piece], self.weight[piece].to(dlogits.dtype))
             self._put_dhidden(rows, total)
-        elif residual is not None:
-            start = (residual[:, None] * self.weight[ids]).to(dlogits.dtype)
+        elif error is not None:
+            start = (error[:, None] * self.weight[ids]).to(dlogits.dtype)
             self._put_dhidden(rows, start.addmm_(dlogits, self.weight))
         elif self._writes_dhidden(rows):
             self._times_weight(dlogits, out=self._dhidden(rows)[rows.start : rows.stop])
@@ -234,7 +314,7 @@ class LMHead:
 
     def _writes_dhidden(self, rows: Rows) -> bool:
         """Whether a product may have its rows of dhidden as its output."""
-        same_type = self.waiting_dtypes[0] == self._times_weight_dtype(rows.stop - rows.start)
+        same_type = self.waiting_dtypes[0] == self._times_weight_dtype(rows.count)
         return rows.index is None and self.gradient_scale is None and same_type
 
     def _times_weight_dtype(self, count: int) -> torch.dtype:
@@ -252,9 +332,10 @@ class LMHead:
             return torch.mm(dlogits, self.weight, out=out)
         return product(dlogits, self.weight, out)
 
-    def _add_dweight(self, dlogits: Tensor, h: Tensor, rounded: tuple[Tensor, Tensor] | None = None) -> None:
-        """`rounded`: sampled ids and what rounding took from their entries of dlogits."""
-        if dlogits.dtype.itemsize == 2 and rounded is None:
+    def _add_dweight(self, dlogits: Tensor, h: Tensor) -> None:
+        if self.rounds:
+            self._add_rounded_dweight(dlogits, h)
+        elif dlogits.dtype.itemsize == 2:
             if self.dweight is not None:
                 self.dweight = self.dweight.float()
                 add_product(self.dweight, dlogits.T, h)
@@ -262,29 +343,40 @@ class LMHead:
                 self.dweight = product(dlogits.T, h)
             else:
                 self.dweight = torch.mm(dlogits.T, h)
-            return
-        h = h.to(dlogits.dtype)
-        if rounded is None:
-            if self.dweight is None:
-                self.dweight = torch.empty(self.weight.shape, dtype=h.dtype, device=h.device)
-                torch.mm(dlogits.T, h, out=self.dweight)
-            else:
-                self.dweight.addmm_(dlogits.T, h)
-            return
+        elif self.dweight is None:
+            self.dweight = allocate(self.weight.shape, dlogits.dtype, h.device)
+            torch.mm(dlogits.T, h.to(dlogits.dtype), out=self.dweight)
+        else:
+            self.dweight.addmm_(dlogits.T, h.to(dlogits.dtype))
+
+    def _add_rounded_dweight(self, dlogits: Tensor, h: Tensor) -> None:
+        """In bfloat16 on a CPU."""
+        first = self.dweight is None
         if self.dweight is None:
             dtype = torch.float32 if self.sums_in_float32 else h.dtype
-            self.dweight = torch.zeros(self.weight.shape, dtype=dtype, device=h.device)
-        self.backend.add_rows(self.dweight, *rounded, h)
-        if not self.sums_in_float32:
+            self.dweight = allocate(self.weight.shape, dtype, h.device)
+        if self.backend.name == "cpu":
+            columns = transposed_columns(h.shape[1])
+            transposed, scratch = h.T.contiguous(), h.new_empty(h.shape[1] * columns)
+            for piece in self._pieces(columns):
+                part = scratch[: h.shape[1] * (piece.stop - piece.start)].view(h.shape[1], -1)
+                torch.mm(transposed, dlogits[:, piece], out=part)
+                cast("NativeBackend", self.backend).add_transposed(self.dweight[piece], part, add=not first)
+        elif self.sums_in_float32:
+            for piece in self._pieces(PIECE_ROWS):
+                part = torch.mm(dlogits[:, piece].T, h)
+                self.dweight[piece] = part if first else self.dweight[piece] + part
+        elif first:
+            torch.mm(dlogits.T, h, out=self.dweight)
+        else:
             self.dweight.addmm_(dlogits.T, h)
-            return
-        for piece in self._pieces(PIECE_ROWS):
-            self.dweight[piece] += torch.mm(dlogits[:, piece].T, h)
 
     def hidden_rows(self, rows: Rows) -> Tensor:
         """(C, H) of a chunk."""
-        h = self._stored_rows(rows)
-        return h if self.keep is None else torch.where(rows.take(self.keep)[:, None], h, 0.0)
+        if self._gathered is None or self._gathered[0] is not rows:
+            h = self._stored_rows(rows)
+            self._gathered = rows, h if self.keep is None else torch.where(rows.take(self.keep)[:, None], h, 0.0)
+        return self._gathered[1]
 
     def _stored_rows(self, rows: Rows) -> Tensor:
         if self.flat_hidden is not None:
@@ -308,14 +400,24 @@ class GivenLogits:
         """`logits` (N, V) are overwritten with their gradient, which may hold the factor `gradient_scale`."""
         self.buffer = logits
         self.gradient_scale: Tensor | None = None
-        self.num_tokens = self.chunk_rows = logits.shape[0]
+        self.num_tokens = self.sequence_rows = logits.shape[0]
         self.grad_dtype = logits.dtype
         self.strategy = "rows"
+        self.folded_bias: Tensor | None = None
+
+    def chunks(self, index: Tensor | None) -> Iterator[Chunk]:
+        """All rows: none is left out, `index` is None."""
+        assert index is None
+        if self.num_tokens:
+            yield self.chunk_of(Rows(0, self.num_tokens))
+
+    def chunk_of(self, rows: Rows) -> Chunk:
+        return Chunk(rows, max(rows.count, 1), in_place=True)
 
     def logits(self, rows: Rows) -> Tensor:
         return rows.take(self.buffer)
 
-    def gradient_buffer(self, logits: Tensor) -> Tensor:
+    def gradient_buffer(self, chunk: Chunk, rows: Rows, logits: Tensor) -> Tensor:
         return logits
 
     def scale_gradients(self, largest: Tensor) -> Tensor:
@@ -323,12 +425,16 @@ class GivenLogits:
         self.gradient_scale = power_of_two_scale(largest)
         return self.gradient_scale
 
-    def residual(self, rows: Rows) -> Tensor | None:
+    def rounding_error(self, chunk: Chunk, rows: Rows) -> Tensor | None:
         return None
 
-    def accumulate(self, rows: Rows, dlogits: Tensor, ids: Tensor, residual: Tensor | None) -> None:
-        if rows.index is not None:  # a range is a view: its gradient is in place already
-            rows.put(self.buffer, dlogits)
+    def accumulate(self, chunk: Chunk, ids: Tensor) -> None:
+        """The gradient is where it belongs already."""
+
+
+def _within(chunk: Chunk, rows: Rows) -> slice:
+    """The place of a row chunk in its product chunk."""
+    return slice(rows.start - chunk.rows.start, rows.stop - chunk.rows.start)
 
 
 def _flat_view(hidden: Tensor) -> Tensor | None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .advantages import Groups, check_rewards, group_statistics, resolve_groups
 from .config import GRPOConfig
-from .plan import TokenInputs
+from .params import Sums, TokenInputs
 from .validate import check_scalar, check_tensor, check_token_tensor, num_sequences_of
 
 
@@ -34,8 +34,12 @@ class LossInputs(NamedTuple):
     """Checked inputs of the plan; groups (0 where none are given); (mean, std) of the rewards per group."""
 
     tokens: TokenInputs
+    num_sequences: int
     num_groups: int
     reward_statistics: tuple[Tensor, Tensor] | None
+
+    def sums(self, numbers: Tensor) -> Sums:
+        return Sums(numbers, self.num_sequences, self.num_groups)
 
 
 def resolve(
@@ -76,8 +80,7 @@ def resolve(
         entropy_threshold=check_scalar("entropy_threshold", threshold, like),
         group_index=None if groups is None else groups.index,
     )
-    tokens = TokenInputs(*(None if x is None else x.detach() for x in tokens))
-    return LossInputs(tokens, 0 if groups is None else groups.count, statistics)
+    return LossInputs(tokens, num_sequences, 0 if groups is None else groups.count, statistics)
 
 
 def _check_tensors(options: LossOptions, shape: torch.Size, num_sequences: int, like: Tensor) -> None:

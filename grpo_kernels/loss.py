@@ -13,7 +13,7 @@ from .backends import choose_backend
 from .config import DEFAULT_CONFIG, GRPOConfig
 from .delivery import deliver_once, refuse_double_backward
 from .inputs import LossOptions, resolve
-from .output import GRPOLossOutput, assemble
+from .output import GRPOLossOutput
 from .validate import (
     check_config,
     check_flag,
@@ -102,7 +102,8 @@ def fused_grpo_loss(
     given = (hidden, lm_head_weight, lm_head_bias)
     wants = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in given]
     call = ops.LossCall(completion_ids, inputs.tokens, inputs.num_groups, config, name, compute_dtype, wants)
-    return assemble(config, inputs, *ops.loss_from_hidden(*given, call))
+    loss, logps, entropy, numbers = ops.loss_from_hidden(*given, call)
+    return GRPOLossOutput(config, inputs, loss, logps, entropy, inputs.sums(numbers))
 
 
 def grpo_loss_from_logps(
@@ -143,8 +144,8 @@ def grpo_loss_from_logps(
     )  # fmt: skip
     inputs = resolve(options, config, logps, "logps", name, reads_logits=False)
     given = torch.zeros_like(logps) if entropy is None else entropy
-    loss, *sums = ops.policy_loss(logps, given, list(inputs.tokens), inputs.num_groups, config.key, name)[:4]
-    return assemble(config, inputs, loss, logps, None if entropy is None else entropy.detach(), *sums)
+    loss, numbers, *_ = ops.policy_loss(logps, given, list(inputs.tokens), inputs.num_groups, config.key, name)
+    return GRPOLossOutput(config, inputs, loss, logps, None if entropy is None else entropy.detach(), inputs.sums(numbers))
 
 
 def grpo_loss_from_logits(
@@ -192,10 +193,10 @@ def grpo_loss_from_logits(
     if inplace and logits.is_leaf and logits.requires_grad:
         raise ValueError("inplace=True would overwrite a leaf that requires a gradient; pass the output of the lm_head")
     want = torch.is_grad_enabled() and logits.requires_grad
-    results = _LossOverLogits.apply(
+    loss, logps, entropy, numbers = _LossOverLogits.apply(
         logits, completion_ids, inputs.tokens, inputs.num_groups, config, name, want, inplace
     )
-    return assemble(config, inputs, *results)
+    return GRPOLossOutput(config, inputs, loss, logps, entropy, inputs.sums(numbers))
 
 
 class _LossOverLogits(torch.autograd.Function):

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -11,21 +16,75 @@ from .params import chunk_pitch
 # entry of the sampled id saves (see head.py) pays for that. Beyond it, sums are kept in float32.
 ROUNDED_CHUNKS = 3
 _BYTES_PER_MIB = 2**20
+_FRESH_BYTES = 32 * _BYTES_PER_MIB  # from here on glibc never keeps a freed block
+_CPU_BUDGET = 512 * _BYTES_PER_MIB
+_LEAST_GPU_BUDGET = 4096 * _BYTES_PER_MIB
+_GPU_SHARE = 1 / 16
+_GPU_LOGITS_ROWS = 2048
+_GPU_PRODUCT_ROWS = 20480  # a batch of 16,384 tokens and some is one chunk
 
 
-def default_chunk_rows(num_rows: int, vocab_size: int, itemsize: int, device: torch.device) -> int:
-    """Rows of logits to hold at a time, from N, V and a memory budget.
+class ChunkSizes(NamedTuple):
+    """Rows at a time.
 
-    Each chunk reads and writes dweight once, so a chunk must be long enough to hide that behind 6 C H V operations, and
-    a chunk as long as N saves no memory. CPU: 512 rows of float32 cost about 2 % of the products; 16-bit rows are worth
-    fewer bytes and round a 16-bit dweight, so a chunk holds more of them. GPU: 4,096 rows.
+    products: in a pair of products, dlogits W and dlogits^T h
+    logits: of logits; fewer than `products` only where gradients of logits are narrower, and get a buffer of their own
+    sequences: whose gradients must lie over their logits, because all logits of a sequence come before its gradients
     """
+
+    products: int
+    logits: int
+    sequences: int
+
+
+def memory_budget(device: torch.device) -> int:
+    """Bytes of a chunk, logits and their gradients together: of a GPU's memory a sixteenth, and 4 GiB at least."""
     if device.type == "cpu":
-        rows, budget = 512 if itemsize > 2 else 1366, 512 * _BYTES_PER_MIB
-    else:
-        rows, budget = 4096, 4096 * _BYTES_PER_MIB
-    rows = max(min(rows, budget // (vocab_size * itemsize)), 16)
-    return max(1, min(rows, num_rows))
+        return _CPU_BUDGET
+    known = device.type == "cuda" and torch.cuda.is_available()
+    return gpu_budget(torch.cuda.get_device_properties(device).total_memory if known else 0)
+
+
+def gpu_budget(total_memory: float) -> int:
+    """`memory_budget` of a GPU with so many bytes."""
+    return max(_LEAST_GPU_BUDGET, int(total_memory * _GPU_SHARE))
+
+
+def chunk_sizes(
+    num_rows: int,
+    vocab_size: int,
+    logits_dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+    device: torch.device,
+    chunk_rows: int | None = None,
+    budget: int | None = None,
+) -> ChunkSizes:
+    """From N, V and a memory budget; `chunk_rows` of the caller stands for `products` and `sequences`.
+
+    A product chunk reads W and reads and writes dweight once, so it must be long enough to hide that behind its
+    4 P H V operations. CPU: 512 rows of float32 cost about 2 % of the products; 16-bit rows are worth fewer bytes and
+    round a 16-bit dweight, so a chunk holds more of them. GPU: V H bytes cost what 184 rows of products do (H200), and
+    one chunk alone needs no float32 sum besides.
+    """
+    on_cpu = device.type == "cpu"
+    budget = memory_budget(device) if budget is None else budget
+    row_bytes, grad_bytes = vocab_size * logits_dtype.itemsize, vocab_size * grad_dtype.itemsize
+    longest = (512 if grad_dtype.itemsize > 2 else 1366) if on_cpu else _GPU_PRODUCT_ROWS
+    few = 512 if on_cpu else _GPU_LOGITS_ROWS
+
+    def bounded(rows: int, wanted: int) -> int:
+        return max(1, min(max(min(rows, wanted), 16) if chunk_rows is None else chunk_rows, num_rows))
+
+    # Gradients over the logits.
+    together = bounded(budget // row_bytes, longest if grad_bytes == row_bytes or not on_cpu else few)
+    if grad_bytes == row_bytes or grad_dtype == torch.float16:
+        # The scale of float16 gradients is found from all rows of a chunk, before the first is written.
+        return ChunkSizes(together, together, together)
+    few = max(16, min(few, budget // 2 // row_bytes))
+    products = bounded((budget - few * row_bytes) // grad_bytes, longest)
+    if products <= 2 * few:  # a buffer of their own would take as much
+        return ChunkSizes(products, products, together)
+    return ChunkSizes(products, few, together)
 
 
 def default_logits_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -35,11 +94,11 @@ def default_logits_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtyp
     return torch.promote_types(dtype, torch.float32)
 
 
-def allocate_chunk(rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The scratch (rows, V) of logits; out of memory, the error names the setting that helps."""
+def allocate_rows(rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A scratch (rows, V) of logits or their gradients; out of memory, the error names the setting that helps."""
     pitch = chunk_pitch(vocab_size, device)
     try:
-        return torch.empty((rows, pitch), dtype=dtype, device=device)[:, :vocab_size]
+        return allocate((rows, pitch), dtype, device)[:, :vocab_size]
     except RuntimeError as error:  # torch.OutOfMemoryError is one
         if not isinstance(error, torch.OutOfMemoryError) and "memory" not in str(error):
             raise
@@ -48,3 +107,25 @@ def allocate_chunk(rows: int, vocab_size: int, dtype: torch.dtype, device: torch
             f"no memory for one chunk of logits, {rows} x {vocab_size} {dtype} = {size:.0f} MiB: "
             f"set GRPOConfig.chunk_rows below {rows}. ({error})"
         ) from error
+
+
+def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """torch.empty, for matrices of (V, H) or (rows, V).
+
+    On a CPU such a matrix is fresh from the system, which maps and clears a page at its first touch: in pages of 4 KiB
+    that takes as long as the product that writes it (64 rows of logits in 2 ms, of which 1 is the product), in pages of
+    2 MiB, where the system grants them on request, a fifth of that.
+    """
+    x = torch.empty(shape, dtype=dtype, device=device)
+    if device.type == "cpu" and x.nbytes >= _FRESH_BYTES:
+        _request_huge_pages(x.data_ptr(), x.nbytes)
+    return x
+
+
+def _request_huge_pages(address: int, size: int) -> None:
+    """Ask Linux for them; a system that has none, or not on request, goes on as before."""
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    if advice is None:
+        return
+    first, last = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), ctypes.c_int(advice))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .config import GRPOConfig
-from .params import COLUMN, COLUMNS
+from .params import COLUMN, COLUMNS, Sums
 
 # metric -> (column of the sum, column of the count). Across ranks: add sums and counts, then divide.
 MEANS = {
@@ -28,10 +28,8 @@ WEIGHT_MEANS = {
 _CLIPPING_SURROGATES = ("clip", "cispo_two_sided")
 
 
-def collect(
-    config: GRPOConfig, totals: Tensor, extrema: Tensor, *, has_kl: bool, has_rollout: bool, has_weights: bool
-) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
-    """(metrics, metric_sums) from totals (K,) and extrema (3,) = ratio min, ratio max, mismatch max."""
+def _chosen(config: GRPOConfig, *, has_kl: bool, has_rollout: bool, has_weights: bool) -> dict[str, tuple[str, str]]:
+    """metric -> (column of the sum, column of the count) of those that a call has."""
     chosen = dict(MEANS)
     if has_kl:
         chosen |= KL_MEANS
@@ -43,21 +41,44 @@ def collect(
         chosen |= ROLLOUT_MEANS
     if has_weights:
         chosen |= WEIGHT_MEANS
+    return chosen
+
+
+def sums_and_counts(totals: Tensor, config: GRPOConfig, **given: bool) -> dict[str, tuple[Tensor, Tensor]]:
+    """metric -> (sum, count) from totals (K,)."""
     column = dict(zip(COLUMNS, totals.unbind(), strict=True))
-    count = {bottom: column[bottom].clamp(min=1) for bottom in {bottom for _, bottom in chosen.values()}}
-    mean = {bottom: dict(zip(COLUMNS, (totals / n).unbind(), strict=True)) for bottom, n in count.items()}
-    sums = {name: (column[top], column[bottom]) for name, (top, bottom) in chosen.items()}
-    metrics = {name: mean[bottom][top] for name, (top, bottom) in chosen.items()}
+    found = {name: (column[top], column[bottom]) for name, (top, bottom) in _chosen(config, **given).items()}
     if config.surrogate in _CLIPPING_SURROGATES:
-        clipped = column["clip_low"] + column["clip_high"]
-        sums["clip_ratio/region"] = clipped, column["tokens"]
-        metrics["clip_ratio/region"] = clipped / count["tokens"]
-    metrics["ratio/min"], metrics["ratio/max"] = extrema[0], extrema[1]
-    if has_rollout:
-        metrics["rollout_mismatch/max"] = extrema[2]
-    if has_weights:  # effective sample size of the importance weights, as a share of the tokens
-        metrics["rollout_ess"] = metrics["rollout_weight/mean"] ** 2 / metrics["rollout_weight/mean_square"]
-    return metrics, sums
+        found["clip_ratio/region"] = column["clip_low"] + column["clip_high"], column["tokens"]
+    return found
+
+
+def means(sums: Sums, config: GRPOConfig, **given: bool) -> dict[str, Tensor]:
+    """metric -> scalar."""
+    found = _means(sums.totals, config, **given)
+    found["ratio/min"], found["ratio/max"] = sums.extrema[0], sums.extrema[1]
+    if given["has_rollout"]:
+        found["rollout_mismatch/max"] = sums.extrema[2]
+    if given["has_weights"]:  # effective sample size of the importance weights, as a share of the tokens
+        found["rollout_ess"] = found["rollout_weight/mean"] ** 2 / found["rollout_weight/mean_square"]
+    return found
+
+
+def sequence_table(sums: Tensor, config: GRPOConfig, **given: bool) -> dict[str, Tensor]:
+    """Per sequence (S,): its share of the loss (they add up to it), its tokens, the mean of each metric over them."""
+    return {"loss": sums[:, COLUMN["loss"]], "tokens": sums[:, COLUMN["tokens"]], **_means(sums, config, **given)}
+
+
+def _means(sums: Tensor, config: GRPOConfig, **given: bool) -> dict[str, Tensor]:
+    """metric -> mean from sums (..., K)."""
+    chosen = _chosen(config, **given)
+    count = {bottom: sums[..., COLUMN[bottom]].clamp(min=1) for bottom in {bottom for _, bottom in chosen.values()}}
+    mean = {bottom: dict(zip(COLUMNS, (sums / n.unsqueeze(-1)).unbind(-1), strict=True)) for bottom, n in count.items()}
+    found = {name: mean[bottom][top] for name, (top, bottom) in chosen.items()}
+    if config.surrogate in _CLIPPING_SURROGATES:
+        clipped = sums[..., COLUMN["clip_low"]] + sums[..., COLUMN["clip_high"]]
+        found["clip_ratio/region"] = clipped / count["tokens"]
+    return found
 
 
 def group_table(config: GRPOConfig, group_sums: Tensor, *, has_kl: bool) -> dict[str, Tensor]:

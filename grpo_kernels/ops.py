@@ -18,9 +18,9 @@ from .backends import Backend, get_backend
 from .config import GRPOConfig, config_from_key
 from .delivery import FinishedGradients, deliver_once, refuse_double_backward, times, waiting_dtype
 from .head import GivenLogits, LMHead
-from .memory import default_chunk_rows, default_logits_dtype
-from .params import COLUMNS, KernelParams, RowStats
-from .plan import TokenInputs, build_plan
+from .memory import default_logits_dtype
+from .params import FIELD, KernelParams, Sums, TokenInputs, TokenValues, no_values
+from .plan import make_plan
 from .products import settled_precision
 from .validate import check_offsets, check_rewards_finite, check_temperature, check_token_values, check_values
 
@@ -46,7 +46,7 @@ class LossCall(NamedTuple):
 
 
 def loss_from_hidden(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: LossCall) -> tuple[Tensor, ...]:
-    """(loss, logps, entropy, group_sums, totals, extrema); the loss is differentiable in hidden, weight and bias."""
+    """(loss, logps, entropy, numbers of Sums); the loss is differentiable in hidden, weight and bias."""
     traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
     if not traced and type(hidden) in (Tensor, torch.nn.Parameter):
         return _Loss.apply(hidden, weight, bias, call)
@@ -54,7 +54,7 @@ def loss_from_hidden(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], cal
         *(hidden, weight, bias, call.completion_ids, list(call.tokens), call.num_groups, call.config.key),
         *(call.backend, call.compute_dtype, call.wants),
     )
-    return results[:6]
+    return results[:4]
 
 
 def _compute_loss(
@@ -65,16 +65,14 @@ def _compute_loss(
     check_token_values(inputs)
     dtype = call.compute_dtype or hidden.dtype
     with torch.no_grad(), settled_precision(hidden.device):
-        plan = build_plan(inputs, ids.shape, config, call.num_groups, table_dtype(dtype))
-        kernels = get_backend(call.backend)
-        static = config.static_shapes or _capturing(hidden.device)
-        keep = _keep(inputs.completion_mask)
-        options = config.logits_dtype, config.chunk_rows, keep if static else None
+        kernels, static = get_backend(call.backend), config.static_shapes or _capturing(hidden.device)
+        plan = make_plan(inputs, ids, config, call.num_groups, kernels, static_shapes=static, dtype=table_dtype(dtype))
+        keep = _keep(inputs.completion_mask) if static else None
+        options = config.logits_dtype, config.chunk_rows, keep
         head = _lm_head(hidden, weight, bias, kernels, call.compute_dtype, call.wants, *options)
-        flat = _flat_ids(ids, keep)
-        stats, result = engine.run(head, plan, flat, kernels, gradients=any(call.wants), static_shapes=static)
-        per_token = stats.logp.view(ids.shape), stats.entropy.view(ids.shape)
-        return (result.loss, *per_token, result.group_sums, result.totals, result.extrema), head.gradients()
+        values, sums = engine.run(head, plan, kernels, gradients=any(call.wants), static_shapes=static)
+        per_token = values.logp.view(ids.shape), values.entropy.view(ids.shape)
+        return (sums.loss.clone(), *per_token, sums.numbers), head.gradients()
 
 
 class _Loss(torch.autograd.Function):
@@ -104,14 +102,15 @@ def grpo_loss(
     backend: str,
     compute_dtype: Optional[torch.dtype],
     wants: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(loss, logps, entropy, group_sums, totals, extrema, dhidden, dweight, dbias, scale of the last two).
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(loss, logps, entropy, numbers of Sums, dhidden, dweight, dbias, scale of the last two).
 
     Unwanted gradients are empty.
     """
     inputs, config = TokenInputs(*tokens), config_from_key(config_key)  # type: ignore[arg-type]
     call = LossCall(completion_ids, inputs, num_groups, config, backend, compute_dtype, wants)
-    results, gradients = _compute_loss(hidden, weight, bias, call)
+    (loss, logps, entropy, numbers), gradients = _compute_loss(hidden, weight, bias, call)
+    results = loss, logps.clone(), entropy.clone(), numbers  # the results of an operator share no memory
     scale = gradients.scales[1]  # of dweight and dbias
     scale = hidden.new_ones((), dtype=torch.float32) if scale is None else scale.clone()
     return *results, *(hidden.new_empty(0) if g is None else g for g in gradients.tensors), scale
@@ -126,15 +125,20 @@ def _(hidden, weight, bias, completion_ids, tokens, num_groups, config_key, back
         f((), dtype=dtype),
         f(completion_ids.shape, dtype=dtype),
         f(completion_ids.shape, dtype=dtype),
-        f((num_groups, len(COLUMNS)), dtype=dtype),
-        f(len(COLUMNS), dtype=dtype),
-        f(3, dtype=dtype),
+        _empty_sums(hidden, completion_ids, tokens, num_groups, dtype),
         *(
             x.new_empty(x.shape, dtype=waiting_dtype(x.dtype)) if want else f(0)
             for x, want in zip(given, wants, strict=True)
         ),
         f((), dtype=torch.float32),
     )
+
+
+def _empty_sums(like, per_token, tokens, num_groups, dtype):
+    """Numbers of Sums without values, for tokens (B, T), or (N,) with offsets."""
+    inputs = TokenInputs(*tokens)
+    sequences = per_token.shape[0] if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[0] - 1
+    return like.new_empty(Sums.size(sequences, num_groups), dtype=dtype)
 
 
 def _save_gradients(ctx, inputs, output):
@@ -185,12 +189,14 @@ def logps(
     with torch.no_grad(), settled_precision(hidden.device):
         keep, static = _keep(mask), _capturing(hidden.device)
         head = _lm_head(hidden, weight, bias, get_backend(backend), compute_dtype, keep=keep if static else None)
-        scorer = _scorer(head, completion_ids, keep, temperature, logit_scale, softcap)
+        dtype = table_dtype(head.hidden.dtype)
+        values = no_values(completion_ids.numel(), dtype, hidden.device)
+        scorer = _scorer(head, completion_ids, keep, temperature, logit_scale, softcap, values)
         scorer.score(None if static or keep is None else keep.nonzero().squeeze(1), entropy=want_entropy)
-        logp, lse, entropy = scorer.stats
         if static and keep is not None:
-            logp, lse, entropy = (torch.where(keep, x, 0.0) for x in scorer.stats)
-        return tuple(x.view(completion_ids.shape) for x in (logp, entropy, lse))
+            values = values.only(keep)
+        found = values.logp, values.entropy, values.lse
+        return tuple(x.clone().view(completion_ids.shape) for x in found)
 
 
 @logps.register_fake
@@ -223,8 +229,11 @@ def logps_backward(
         keep, static = _keep(mask), _capturing(hidden.device)
         kept = keep if static else None
         head = _lm_head(hidden, weight, bias, get_backend(backend), compute_dtype, wants, keep=kept)
-        scorer = _scorer(head, completion_ids, keep, temperature, logit_scale, softcap)
-        scorer.stats = RowStats(*(x.reshape(-1) for x in stats))
+        logp, lse, entropy = (x.reshape(-1) for x in stats)
+        values = no_values(len(logp), logp.dtype, logp.device)
+        values.entropy.copy_(entropy)
+        values = TokenValues(values.columns, lse.contiguous())
+        scorer = _scorer(head, completion_ids, keep, temperature, logit_scale, softcap, values)
         masked = (_filled(g.reshape(-1), keep, 0.0) for g in (g_logps, g_entropy))
         scorer.gradient(*masked, static_shapes=static)
         gradients = head.gradients()
@@ -267,25 +276,29 @@ def policy_loss(
     num_groups: int,
     config_key: str,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(loss, group_sums, totals, extrema, d loss / d logps, d loss / d entropy), all O(N) and in float32 or better."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(loss, numbers of Sums, d loss / d logps, d loss / d entropy), all O(N) and in float32 or better."""
     inputs, config = TokenInputs(*tokens), config_from_key(config_key)  # type: ignore[arg-type]
     check_offsets(inputs.cu_seqlens, logps.numel())
     check_token_values(inputs)
     with torch.no_grad():
-        plan = build_plan(inputs, logps.shape, config, num_groups, table_dtype(logps.dtype))
-        keep = _keep(inputs.completion_mask)
-        plain = (_filled(x.reshape(-1).to(plan.table.dtype), keep, 0.0) for x in (logps, entropy))
-        r = engine.finish(plan, get_backend(backend), *plain)
-    gradients = (g.view(logps.shape).clone() for g in (r.g_logp, r.g_entropy))
-    return r.loss, r.group_sums, r.totals, r.extrema, *gradients
+        kernels, dtype = get_backend(backend), table_dtype(logps.dtype)
+        plan = make_plan(inputs, logps, config, num_groups, kernels, static_shapes=True, dtype=dtype)
+        keep, values = _keep(inputs.completion_mask), plan.tokens.values
+        for known, given in ((values.logp, logps), (values.entropy, entropy)):
+            known.copy_(_filled(given.reshape(-1), keep, 0.0))
+        engine.evaluate(plan, kernels)
+        sums = engine.sums(plan, kernels, values)
+        weight_entropy = plan.tokens.table[FIELD["weight_entropy"]]
+        gradients = (torch.where(plan.tokens.scored, g, 0.0) for g in (values.g_logp, weight_entropy))
+    return sums.loss.clone(), sums.numbers, *(g.view(logps.shape) for g in gradients)
 
 
 @policy_loss.register_fake
 def _(logps, entropy, tokens, num_groups, config_key, backend):
     f, dtype = logps.new_empty, table_dtype(logps.dtype)
-    sums = (f((num_groups, len(COLUMNS)), dtype=dtype), f(len(COLUMNS), dtype=dtype), f(3, dtype=dtype))
-    return f((), dtype=dtype), *sums, f(logps.shape, dtype=dtype), f(logps.shape, dtype=dtype)
+    numbers = _empty_sums(logps, logps, tokens, num_groups, dtype)
+    return f((), dtype=dtype), numbers, f(logps.shape, dtype=dtype), f(logps.shape, dtype=dtype)
 
 
 def _save_policy(ctx, inputs, output):
@@ -315,19 +328,20 @@ def loss_over_logits(
     backend: str,
     want: bool,
 ) -> tuple[tuple[Tensor, ...], FinishedGradients | None]:
-    """((loss, logps, entropy, group_sums, totals, extrema), gradient); with `want` it replaces `logits` (N, V).
+    """((loss, logps, entropy, numbers of Sums), gradient); with `want` it replaces `logits` (N, V).
 
     Every row is computed where it lies: rows that cannot have a gradient get zeros, and nothing is copied.
     """
     with torch.no_grad():
-        plan = build_plan(tokens, completion_ids.shape, config, num_groups, table_dtype(logits.dtype))
+        kernels, dtype = get_backend(backend), table_dtype(logits.dtype)
+        plan = make_plan(tokens, completion_ids, config, num_groups, kernels, static_shapes=True, dtype=dtype)
         keep = _keep(tokens.completion_mask)
         if want and keep is not None:  # padding may hold NaN, which no coefficient of 0 would hide
             _clear_rows(logits, ~keep)
-        head, kernels = GivenLogits(logits), get_backend(backend)
-        stats, r = engine.run(head, plan, _flat_ids(completion_ids, keep), kernels, gradients=want, static_shapes=True)
+        head = GivenLogits(logits)
+        values, sums = engine.run(head, plan, kernels, gradients=want, static_shapes=True)
     shape = completion_ids.shape
-    results = r.loss, stats.logp.view(shape), stats.entropy.view(shape), r.group_sums, r.totals, r.extrema
+    results = sums.loss.clone(), values.logp.view(shape), values.entropy.view(shape), sums.numbers
     if not want:
         return results, None
     return results, FinishedGradients([logits], [logits.dtype], kernels, [head.gradient_scale])
@@ -380,11 +394,8 @@ def _lm_head(
     chunk_rows: Optional[int] = None,
     keep: Optional[Tensor] = None,
 ) -> LMHead:
-    num_tokens, vocab_size = hidden.numel() // hidden.shape[-1], weight.shape[0]
     dtype = logits_dtype or default_logits_dtype(compute_dtype or hidden.dtype, hidden.device)
-    rows = chunk_rows or default_chunk_rows(num_tokens, vocab_size, dtype.itemsize, hidden.device)
-    rows = max(1, min(rows, num_tokens))
-    return LMHead(hidden, weight, bias, dtype, rows, backend, tuple(wants), keep, compute_dtype)
+    return LMHead(hidden, weight, bias, dtype, chunk_rows, backend, tuple(wants), keep, compute_dtype)
 
 
 def _capturing(device: torch.device) -> bool:
@@ -407,9 +418,15 @@ def _flat_ids(ids: Tensor, keep: Optional[Tensor]) -> Tensor:
 
 
 def _scorer(
-    head: LMHead, ids: Tensor, keep: Optional[Tensor], temperature: Tensor, logit_scale: float, softcap: float
+    head: LMHead,
+    ids: Tensor,
+    keep: Optional[Tensor],
+    temperature: Tensor,
+    logit_scale: float,
+    softcap: float,
+    values: TokenValues,
 ) -> engine.Scorer:
     """A scorer for log-probabilities alone: no objective, padding replaced by neutral values."""
     per_token = _filled(temperature.reshape(-1).expand(ids.numel()), keep, 1.0).to(table_dtype(head.hidden.dtype))
     params = KernelParams(logit_scale=logit_scale, softcap=softcap)
-    return engine.Scorer(head, _flat_ids(ids, keep), per_token, params, head.backend)
+    return engine.Scorer(head, _flat_ids(ids, keep), per_token, params, head.backend, values)

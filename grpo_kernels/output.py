@@ -2,64 +2,118 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
 from . import metrics
 from .config import GRPOConfig
 from .inputs import LossInputs
+from .params import Sums
 
 
-@dataclass(frozen=True)
 class GRPOLossOutput:
     """What a loss call returns; everything but `loss` is detached.
 
     loss: scalar, differentiable. logps, entropy: shape of completion_ids, float32, nats; 0 where masked or not scored.
     advantages: as used, (S,) or (B, T) or (N,).
-    metrics: name -> scalar tensor. metric_sums: name -> (sum, count) tensors, to be added over ranks and micro-batches.
-    groups: name -> (num_groups,) tensor, when groups are given: loss (its share; they add up to `loss`), kl,
-        clip_ratio, tokens, and from rewards reward_mean and reward_std. Groups named by group_ids come in ascending
-        order of their id.
+
+    Computed when they are first asked for, as tensors, from sums that the kernels made:
+
+    metrics: name -> scalar. metric_sums: name -> (sum, count), to be added over ranks and micro-batches.
+    sequences: name -> (S,): loss (its share; they add up to `loss`), tokens, and the mean of each metric over the
+        sequence's tokens, 0 where it has none: for minima and maxima over sequences.
+    groups: name -> (num_groups,), when groups are given: loss (its share; they add up to `loss`), kl, clip_ratio,
+        tokens, and from rewards reward_mean and reward_std. Groups named by group_ids come in ascending order of
+        their id.
     """
 
-    loss: Tensor
-    logps: Tensor
-    entropy: Tensor | None
-    advantages: Tensor
-    metrics: dict[str, Tensor]
-    metric_sums: dict[str, tuple[Tensor, Tensor]]
-    groups: dict[str, Tensor] = field(default_factory=dict)
+    def __init__(
+        self,
+        config: GRPOConfig,
+        inputs: LossInputs,
+        loss: Tensor,
+        logps: Tensor,
+        entropy: Tensor | None,
+        sums: Sums,
+    ) -> None:
+        self.loss, self.logps, self.entropy = loss, logps.detach(), entropy
+        self._config, self._inputs, self._sums = config, inputs, sums
+        self._named: dict[str, Any] = {}  # torch.compile follows this, and no functools.cached_property
 
+    def __repr__(self) -> str:
+        return f"GRPOLossOutput(loss={self.loss}, logps of {tuple(self.logps.shape)})"
 
-def assemble(
-    config: GRPOConfig,
-    inputs: LossInputs,
-    loss: Tensor,
-    logps: Tensor,
-    entropy: Tensor | None,
-    group_sums: Tensor,
-    totals: Tensor,
-    extrema: Tensor,
-) -> GRPOLossOutput:
-    """Name what the kernels summed: group_sums (num_groups, K), totals (K,), extrema (3,)."""
-    tokens = inputs.tokens
-    has_kl = tokens.ref_logps is not None and config.kl_estimator != "none"
-    values, sums = metrics.collect(
-        config,
-        totals,
-        extrema,
-        has_kl=has_kl,
-        has_rollout=tokens.rollout_logps is not None,
-        has_weights=tokens.rollout_weights is not None,
-    )
-    groups: dict[str, Tensor] = {}
-    if inputs.num_groups:
-        groups = metrics.group_table(config, group_sums, has_kl=has_kl)
-    if inputs.reward_statistics is not None:
-        mean, std = inputs.reward_statistics
-        groups |= {"reward_mean": mean, "reward_std": std}
-        equal = (std == 0).to(totals.dtype)
-        sums["equal_reward_groups"] = (equal.sum(), totals.new_full((), inputs.num_groups))
-        values["equal_reward_groups"] = equal.mean()
-    return GRPOLossOutput(loss, logps.detach(), entropy, tokens.advantages, values, sums, groups)
+    @property
+    def advantages(self) -> Tensor:
+        return self._inputs.tokens.advantages.detach()
+
+    @property
+    def metrics(self) -> dict[str, Tensor]:
+        if "metrics" not in self._named:
+            self._named["metrics"] = self._name_metrics()
+        found: dict[str, Tensor] = self._named["metrics"]
+        return found
+
+    def _name_metrics(self) -> dict[str, Tensor]:
+        found = metrics.means(self._sums, **self._collected)
+        if self._inputs.reward_statistics is not None:
+            found["equal_reward_groups"] = self._equal_reward_groups.mean()
+        return found
+
+    @property
+    def metric_sums(self) -> dict[str, tuple[Tensor, Tensor]]:
+        if "metric_sums" not in self._named:
+            self._named["metric_sums"] = self._name_metric_sums()
+        found: dict[str, tuple[Tensor, Tensor]] = self._named["metric_sums"]
+        return found
+
+    def _name_metric_sums(self) -> dict[str, tuple[Tensor, Tensor]]:
+        found = metrics.sums_and_counts(self._sums.totals, **self._collected)
+        if self._inputs.reward_statistics is not None:
+            equal = self._equal_reward_groups
+            found["equal_reward_groups"] = equal.sum(), equal.new_full((), self._inputs.num_groups)
+        return found
+
+    @property
+    def sequences(self) -> dict[str, Tensor]:
+        if "sequences" not in self._named:
+            self._named["sequences"] = self._name_sequences()
+        found: dict[str, Tensor] = self._named["sequences"]
+        return found
+
+    def _name_sequences(self) -> dict[str, Tensor]:
+        return metrics.sequence_table(self._sums.sequences, **self._collected)
+
+    @property
+    def groups(self) -> dict[str, Tensor]:
+        if "groups" not in self._named:
+            self._named["groups"] = self._name_groups()
+        found: dict[str, Tensor] = self._named["groups"]
+        return found
+
+    def _name_groups(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        if self._inputs.num_groups:
+            found = metrics.group_table(self._config, self._sums.groups, has_kl=self._collected["has_kl"])
+        if self._inputs.reward_statistics is not None:
+            found["reward_mean"], found["reward_std"] = self._inputs.reward_statistics
+        return found
+
+    @property
+    def _collected(self) -> dict[str, Any]:
+        tokens = self._inputs.tokens
+        return {
+            "config": self._config,
+            "has_kl": tokens.ref_logps is not None and self._config.kl_estimator != "none",
+            "has_rollout": tokens.rollout_logps is not None,
+            "has_weights": tokens.rollout_weights is not None,
+        }
+
+    @property
+    def _equal_reward_groups(self) -> Tensor:
+        """(num_groups,) 1 where all rewards are equal, so that the group has no gradient."""
+        if self._inputs.reward_statistics is None:
+            raise AttributeError("no rewards were given")
+        _, std = self._inputs.reward_statistics
+        return (std == 0).to(self._sums.totals.dtype)

@@ -1,15 +1,22 @@
-"""The contract between the engine and a backend's kernels: the row table and the scalar parameters.
+"""The contract between the engine and a backend's kernels: what they get and give per token, and the parameters.
 
-`csrc/layout.h` repeats these names for the compiled backends; a test holds the two equal.
+N tokens of a batch, S sequences, C rows of a chunk of logits, V vocabulary. Kernels find what belongs to a token by the
+token's place in the batch, so nothing per token is gathered or scattered. `csrc/layout.h` repeats these names for the
+compiled backends; a test holds the two equal.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+AGGREGATIONS = ("seq_mean", "token_mean", "fixed_length", "num_items", "seq_sum")
+LEVELS = ("token", "sequence", "sequence_sum")  # of the ratio: the token's, the mean over its sequence, the sum
 
 # One fp32 row per field, one column per token: what a row kernel needs to know of a token besides its logits.
 TABLE_FIELDS = (
@@ -63,15 +70,190 @@ def chunk_pitch(vocab_size: int, device: torch.device) -> int:
     return vocab_size if device.type == "cpu" else -(-vocab_size // 16) * 16
 
 
-class RowStats(NamedTuple):
-    """(C,) each, nats: log-probability of the token, log-sum-exp, entropy.
+# One fp32 row per field, one column per token: what the kernels find out about a token. 0 where nothing was computed.
+VALUE_FIELDS = (
+    "logp",  # log-probability of the sampled id, nats
+    "entropy",  # nats
+    "log_ratio",  # what the surrogate sees: of the token, or of its sequence
+    "value",  # of the loss, before the token's weight
+    "kl",  # estimate of the KL to the reference, before its weight
+    "g_logp",  # d loss / d logp
+)
 
-    lse is float64: logits near 1e4 leave a float32 lse an error of 1e-3, and the probabilities of the gradient with it.
+
+class TokenValues(NamedTuple):
+    """What the kernels write: columns (len(VALUE_FIELDS), N) float32, or float64 for float64 inputs; lse (N,) nats.
+
+    The log-sum-exp is float64: logits near 1e4 leave a float32 one an error of 1e-3, and the probabilities of the
+    gradient with it.
     """
+
+    columns: Tensor
+    lse: Tensor
+
+    @property
+    def logp(self) -> Tensor:
+        return self.columns[0]
+
+    @property
+    def entropy(self) -> Tensor:
+        return self.columns[1]
+
+    @property
+    def g_logp(self) -> Tensor:
+        return self.columns[5]
+
+    def only(self, kept: Tensor) -> TokenValues:
+        """With 0 at the tokens that kept (N,) bool leaves out."""
+        return TokenValues(torch.where(kept, self.columns, 0.0), torch.where(kept, self.lse, 0.0))
+
+
+def no_values(num_tokens: int, dtype: torch.dtype, device: torch.device) -> TokenValues:
+    """0 everywhere."""
+    columns = torch.zeros((len(VALUE_FIELDS), num_tokens), dtype=dtype, device=device)
+    return TokenValues(columns, torch.zeros(num_tokens, dtype=torch.float64, device=device))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A chunk of tokens: `index` (C,) int64 into the batch, or None for the range [start, stop)."""
+
+    start: int
+    stop: int
+    index: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        return self.stop - self.start
+
+    def take(self, x: Tensor, dim: int = 0) -> Tensor:
+        """The chunk's part of a per-token tensor; a view where the chunk is a range."""
+        if self.index is None:
+            return x.narrow(dim, self.start, self.stop - self.start)
+        return x.index_select(dim, self.index)
+
+    def put(self, destination: Tensor, values: Tensor, dim: int = 0) -> None:
+        """Write the chunk's values into a per-token tensor."""
+        if self.index is None:
+            destination.narrow(dim, self.start, self.stop - self.start).copy_(values)
+        else:
+            destination.index_copy_(dim, self.index, values)
+
+    def split(self, size: int) -> Iterator[Rows]:
+        """In parts of nearly equal length, at most `size` rows each, the first the longest."""
+        pieces = -(-self.count // size)
+        if pieces == 1:
+            yield self
+            return
+        for i in range(pieces):
+            first, last = -(-self.count * i // pieces), -(-self.count * (i + 1) // pieces)
+            index = None if self.index is None else self.index[first:last]
+            yield Rows(self.start + first, self.start + last, index)
+
+
+class RowStats(NamedTuple):
+    """(C,) each, nats: log-probability of the token, log-sum-exp (float64, see TokenValues), entropy."""
 
     logp: Tensor
     lse: Tensor
     entropy: Tensor
+
+
+class TokenInputs(NamedTuple):
+    """What a caller gives besides hidden states, weight and ids. Shapes: (B, T) or packed (N,); "per sequence" (S,).
+
+    advantages and rollout_weights may also be per sequence; temperature a scalar; a field may be None where optional.
+    """
+
+    advantages: Tensor
+    completion_mask: Tensor | None = None
+    old_logps: Tensor | None = None
+    ref_logps: Tensor | None = None
+    rollout_weights: Tensor | None = None
+    rollout_logps: Tensor | None = None
+    cu_seqlens: Tensor | None = None  # (S + 1,) int32 or int64, packed batches
+    normalizer: Tensor | None = None  # scalar, replaces the denominator of the aggregation
+    temperature: Tensor | None = None  # one per token, instead of config.temperature
+    entropy_threshold: Tensor | None = None  # scalar
+    group_index: Tensor | None = None  # (S,) int64 in [0, num_groups)
+
+
+def is_per_sequence(x: Tensor, shape: torch.Size, num_sequences: int) -> bool:
+    """Whether x holds one value per sequence, (S,) or (S, 1), rather than one per token."""
+    return x.shape != shape and x.numel() == num_sequences and x.shape[0] == num_sequences
+
+
+class PlanRules(NamedTuple):
+    """Scalars of the plan. Run-time values, never compiled in."""
+
+    aggregation: str = "num_items"
+    level: str = "token"
+    divides_by_rollout: bool = False  # the ratio is one to the sampling engine, where that is known
+    multiplies_rollout_weight: bool = True
+    whole_sequences: bool = False  # a token's gradient depends on the log-probabilities of its sequence
+    needs_advantage: bool = True  # the surrogate has no gradient where the advantage is 0
+    kl_moves: bool = False  # the KL term has a gradient
+    score_inactive: bool = True
+    max_completion_length: float = 0.0
+    entropy_coef: float = 0.0
+    temperature: float = 1.0
+    entropy_threshold: float = -math.inf
+
+
+class PlannedTokens(NamedTuple):
+    """What a backend's `plan` writes."""
+
+    table: Tensor  # (len(TABLE_FIELDS), N); masked tokens hold neutral values
+    values: TokenValues  # 0
+    offsets: Tensor  # (S + 1,) int64: sequences among the N tokens
+    lengths: Tensor  # (S,) unmasked tokens, in the table's type
+    scored: Tensor  # (N,) bool: logps, entropy and metrics are wanted
+    active: Tensor  # (N,) bool: may have a gradient. Exact: one that is left out has a gradient of exactly 0
+    ids: Tensor  # (N,) int64, 0 at padding
+    order: Tensor | None  # (N,) int64: active tokens, then those that are scored alone, each ascending, then anything
+    counts: Tensor | None  # int64: active, scored alone, and with whole_sequences active tokens per sequence
+
+
+class Sums(NamedTuple):
+    """Sums of COLUMNS over scored tokens, one after the other in `numbers`: per sequence, per group, of all; extrema."""
+
+    numbers: Tensor
+    num_sequences: int
+    num_groups: int
+
+    @property
+    def loss(self) -> Tensor:
+        """() a view."""
+        return self.numbers[(self.num_sequences + self.num_groups) * len(COLUMNS)]
+
+    @property
+    def sequences(self) -> Tensor:
+        """(S, K)."""
+        return self._rows(0, self.num_sequences)
+
+    @property
+    def groups(self) -> Tensor:
+        """(num_groups, K)."""
+        return self._rows(self.num_sequences, self.num_groups)
+
+    @property
+    def totals(self) -> Tensor:
+        """(K,)."""
+        return self._rows(self.num_sequences + self.num_groups, 1).view(-1)
+
+    @property
+    def extrema(self) -> Tensor:
+        """(3,): ratio min, ratio max, mismatch max."""
+        return self.numbers[-3:]
+
+    def _rows(self, first: int, count: int) -> Tensor:
+        columns = len(COLUMNS)
+        return self.numbers[first * columns : (first + count) * columns].view(count, columns)
+
+    @staticmethod
+    def size(num_sequences: int, num_groups: int) -> int:
+        """How many numbers there are."""
+        return (num_sequences + num_groups + 1) * len(COLUMNS) + 3
 
 
 class KernelParams(NamedTuple):
@@ -93,3 +275,11 @@ class KernelParams(NamedTuple):
     sapo_temperature_neg: float = 1.05
     logit_scale: float = 1.0
     softcap: float = 0.0  # 0: no softcap
+    level: str = "token"
+    has_rollout: bool = False
+    vespo: bool = False
+    off_policy_threshold: float = math.inf
+    vespo_k_pos: float = 2.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_pos: float = 3.0
+    vespo_lambda_neg: float = 2.0

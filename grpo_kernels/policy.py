@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,9 +13,9 @@ from .backends import choose_backend, get_backend
 from .config import GRPOConfig
 from .delivery import FinishedGradients, deliver_once, refuse_double_backward
 from .engine import Scorer, sequence_chunks
-from .head import LMHead, Rows, chunk
-from .memory import default_chunk_rows, default_logits_dtype
-from .params import RowStats
+from .head import LMHead, visited
+from .memory import default_logits_dtype
+from .params import Rows, TokenValues, no_values
 from .products import settled_precision
 from .validate import (
     check_flag,
@@ -167,51 +167,48 @@ def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> tu
         temperature = torch.tensor(float(temperature), dtype=dtype, device=device)
     temperature = torch.where(mask, temperature.detach().to(device, dtype).reshape(-1).expand(num_tokens), 1.0)
     logits_dtype = default_logits_dtype(product_dtype, device)
-    rows = config.chunk_rows or default_chunk_rows(num_tokens, weight.shape[0], logits_dtype.itemsize, device)
-    backend = get_backend(call.backend)
-    rows, wants = max(1, min(rows, num_tokens)), call.wants
-    head = LMHead(hidden, weight, bias, logits_dtype, rows, backend, wants, compute_dtype=call.compute_dtype)
+    backend, wants = get_backend(call.backend), call.wants
+    options = config.chunk_rows, backend, wants
+    head = LMHead(hidden, weight, bias, logits_dtype, *options, compute_dtype=call.compute_dtype)
     ids = torch.where(mask, call.completion_ids.reshape(-1), 0).long()
-    scorer = Scorer(head, ids, temperature, config.kernel_params(has_base=False), backend)
+    values = no_values(num_tokens, dtype, device)
+    scorer = Scorer(head, ids, temperature, config.kernel_params(has_base=False), backend, values)
 
     span = call.cu_seqlens.diff()
     sequence = torch.arange(len(span), device=device).repeat_interleave(span, output_size=num_tokens)
     index = mask.nonzero().squeeze(1)
     total = torch.zeros((), dtype=dtype, device=device)
+    gradients = torch.zeros((2, num_tokens), dtype=dtype, device=device)
 
-    def coefficients(rows: Rows, stats: RowStats, _: slice) -> tuple[Tensor, Tensor]:
+    def coefficients(rows: Rows, _: slice) -> tuple[Tensor, Tensor]:
         nonlocal total
         here = index[rows.start : rows.stop]
-        value, g_logp, g_entropy = _differentiate(call, stats, here, sequence[here])
+        value, *found = _differentiate(call, values, here, sequence[here])
         total = total + value
-        return g_logp, g_entropy
+        gradients.index_copy_(1, here, torch.stack(found))
+        return gradients[0], gradients[1]
 
     lengths: list[int] = torch.bincount(sequence[index], minlength=len(span)).tolist()
-    too_long = call.level == "sequence" and max(lengths, default=0) > head.chunk_rows
+    too_long = call.level == "sequence" and max(lengths, default=0) > head.sequence_rows
     if not any(wants) or too_long:
         scorer.score(index)
-        stats = RowStats(*(x[index] for x in scorer.stats))
-        total, *parts = _differentiate(call, stats, index, sequence[index])
+        both = coefficients(Rows(0, len(index), index), slice(0))
         if any(wants):
-            zeros = torch.zeros(num_tokens, dtype=dtype, device=device)
-            scorer.gradient(*(zeros.index_copy(0, index, g) for g in parts))
-    elif call.level == "sequence":
-        scorer.staged(sequence_chunks(index, lengths, num_tokens, head.chunk_rows), coefficients)
+            scorer.gradient(*both)
     else:
-        scorer.staged(_token_chunks(index, num_tokens, head.chunk_rows), coefficients)
+        if call.level == "sequence":
+            pieces = sequence_chunks(index, lengths, num_tokens, head.sequence_rows)
+        else:
+            pieces = ((rows, slice(0)) for rows in visited(index, num_tokens).split(head.sequence_rows))
+        scorer.staged(((head.chunk_of(rows), sequences) for rows, sequences in pieces), coefficients)
     return total, head.gradients()
 
 
-def _token_chunks(index: Tensor, num_tokens: int, size: int) -> Iterator[tuple[Rows, slice]]:
-    for rows in chunk(index, num_tokens, size):
-        yield rows, slice(0)
-
-
-def _differentiate(call: _Call, stats: RowStats, index: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _differentiate(call: _Call, values: TokenValues, index: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(value, d value / d logps, d value / d entropy) of the user's function on small tensors."""
-    leaves = [stats.logp.detach().clone().requires_grad_()]
+    leaves = [values.logp[index].requires_grad_()]
     if call.entropy:
-        leaves.append(stats.entropy.detach().clone().requires_grad_())
+        leaves.append(values.entropy[index].requires_grad_())
     with torch.enable_grad():
         value = call.loss_fn(PolicyChunk(leaves[0], leaves[1] if call.entropy else None, index, sequence))
         if not isinstance(value, Tensor) or value.numel() not in (1, len(index)):
@@ -227,7 +224,7 @@ def _differentiate(call: _Call, stats: RowStats, index: Tensor, sequence: Tensor
         found = torch.autograd.grad(value, leaves, allow_unused=True)
         for i, g in enumerate(found):
             if g is not None:
-                gradients[i] = g.contiguous()  # the gradient of a sum is one number, expanded
+                gradients[i] = g
     return value.detach(), gradients[0], gradients[1]
 
 

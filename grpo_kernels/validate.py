@@ -18,7 +18,7 @@ from .config import GRPOConfig
 from .plain import check_plain, refuse_quantised
 
 if TYPE_CHECKING:
-    from .plan import TokenInputs
+    from .params import TokenInputs
 
 _REFERENCES = {
     "fused_grpo_loss": "reference_grpo_loss",
@@ -40,6 +40,8 @@ def refuse_transforms(name: str, *tensors: object) -> None:
     """Nothing but autograd's backward, once, differentiates these kernels: functorch and dual numbers raise."""
     transformed = _inside_transform()
     if not transformed:
+        if forward_ad._current_level < 0:
+            return
         duals = (forward_ad.unpack_dual(x).tangent is not None for x in tensors if isinstance(x, Tensor))
         if not any(duals):
             return
@@ -147,11 +149,12 @@ def check_token_tensor(
     if x is None:
         return
     check_tensor(name, x, like)
-    allowed = [tuple(shape)]
-    if per_sequence:
-        allowed += [(num_sequences,), (num_sequences, 1)]
-    if tuple(x.shape) not in allowed:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {' or '.join(map(str, allowed))}")
+    if x.shape != shape:
+        allowed = [tuple(shape)]
+        if per_sequence:
+            allowed += [(num_sequences,), (num_sequences, 1)]
+        if tuple(x.shape) not in allowed:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {' or '.join(map(str, allowed))}")
     if name == "completion_mask":
         if x.is_complex():
             raise TypeError(f"completion_mask is {x.dtype}; expected bool or numbers, 0 where masked")

@@ -28,6 +28,21 @@ void add_rows(Address target, int target_dtype, int64_t target_stride, int64_t t
     gk::add_rows(args);
 }
 
+void add_transposed(Address target, int target_dtype, int64_t target_pitch, Address source, int64_t source_pitch,
+                    int64_t rows, int64_t width, bool add, int threads) {
+    gk::AddTransposedArgs args = {};
+    args.target = pointer<void>(target);
+    args.target_dtype = target_dtype;
+    args.target_pitch = target_pitch;
+    args.source = pointer<const uint16_t>(source);
+    args.source_pitch = source_pitch;
+    args.rows = rows;
+    args.width = width;
+    args.add = add;
+    py::gil_scoped_release unlocked;
+    gk::add_transposed(args, threads);
+}
+
 // One thread is enough for a reward per completion.
 void group_statistics(Address rewards, Address group_index, int64_t count, int64_t groups, int scale, int baseline,
                       int64_t ddof, double eps, Address advantages, Address mean, Address std, int) {
@@ -48,6 +63,7 @@ PYBIND11_MODULE(_cpu, m) {
     m.def("sequence_objective", sequence_objective<int, gk::sequence_objective>);
     m.def("reduce", reduce<int, run_reduce>);
     m.def("add_rows", add_rows);
+    m.def("add_transposed", add_transposed);
     m.def("group_statistics", group_statistics);
     m.def("cpu_isa", gk::cpu_isa);
     m.def("set_cpu_isa", gk::set_cpu_isa);

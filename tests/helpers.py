@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
+from grpo_kernels.backends import Backend
+from grpo_kernels.params import FIELD, KernelParams, Rows, RowStats, TokenValues, no_values
 from grpo_kernels.reference import reference_grpo_loss, reference_logps
 
 LEAVES = ("hidden", "weight", "bias")
@@ -277,3 +279,100 @@ def call_counter(monkeypatch: Any, owner: Any, name: str, calls: list[Any], desc
         return original(*args, **kwargs)
 
     monkeypatch.setattr(owner, name, spy)
+
+
+class RowKernels:
+    """A backend with every chunk the whole batch, so that row r is token r: results are returned, not left in place.
+
+    Whatever has no such form here is the backend's own.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backend, name)
+
+    def fused(
+        self,
+        logits: Tensor,
+        grad: Tensor,
+        ids: Tensor,
+        table: Tensor,
+        params: KernelParams,
+        residual: Tensor | None = None,
+    ) -> RowStats:
+        """Statistics (C,); d loss / d logits goes to `grad` (C, V)."""
+        values = no_values(len(logits), table.dtype, table.device)
+        self.backend.single_pass(logits, _all(logits), ids, table, values, params, None, grad, residual)
+        return _stats(values)
+
+    def stats(self, logits: Tensor, ids: Tensor, temperature: Tensor, params: KernelParams) -> RowStats:
+        values = no_values(len(logits), temperature.dtype, temperature.device)
+        self.backend.statistics(logits, _all(logits), ids, temperature, values, params)
+        return _stats(values)
+
+    def gradient(
+        self,
+        logits: Tensor,
+        grad: Tensor,
+        ids: Tensor,
+        temperature: Tensor,
+        lse: Tensor,
+        entropy: Tensor,
+        g_logp: Tensor,
+        g_entropy: Tensor,
+        params: KernelParams,
+        residual: Tensor | None = None,
+    ) -> None:
+        values = no_values(len(logits), temperature.dtype, temperature.device)
+        values.lse.copy_(lse)
+        values.entropy.copy_(entropy)
+        given = ids, temperature, values, g_logp, g_entropy, params, None, residual
+        self.backend.logits_gradient(logits, grad, _all(logits), *given)
+
+    def objective(
+        self, log_ratio: Tensor, logp: Tensor, entropy: Tensor, table: Tensor, params: KernelParams
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(value, d_ratio, d_direct, kl), (N,) each, at these log ratios up to a rounding of logp - log_ratio."""
+        table, params = table.clone(), params._replace(has_base=True)
+        table[FIELD["base"]] = logp - log_ratio
+        found = []
+        for ratio, direct in ((1.0, 0.0), (0.0, 1.0)):  # one derivative at a time: g_logp is their weighted sum
+            table[FIELD["weight_ratio"]], table[FIELD["weight_direct"]] = ratio, direct
+            values = no_values(len(logp), table.dtype, table.device)
+            values.logp.copy_(logp)
+            values.entropy.copy_(entropy)
+            self.backend.token_objective(_all(logp), table, values, params)
+            found.append(values)
+        _, _, _, value, kl, _ = found[0].columns
+        return value, found[0].g_logp, found[1].g_logp, kl
+
+    def reduce(
+        self,
+        scored: Tensor,
+        log_ratio: Tensor,
+        logp: Tensor,
+        entropy: Tensor,
+        value: Tensor,
+        kl: Tensor,
+        g_logp: Tensor,
+        table: Tensor,
+        params: KernelParams,
+        cu_seqlens: Tensor,
+        group_index: Tensor | None,
+        num_groups: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(sums per sequence, per group, of all, extrema)."""
+        columns = torch.stack([logp, entropy, log_ratio, value, kl, g_logp])
+        values = TokenValues(columns, torch.zeros_like(logp, dtype=torch.float64))
+        found = self.backend.sums(scored, table, values, params, cu_seqlens, group_index, num_groups)
+        return found.sequences, found.groups, found.totals, found.extrema
+
+
+def _all(rows: Tensor) -> Rows:
+    return Rows(0, len(rows))
+
+
+def _stats(values: TokenValues) -> RowStats:
+    return RowStats(values.logp, values.lse, values.entropy)

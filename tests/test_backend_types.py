@@ -6,10 +6,11 @@ import math
 
 import pytest
 import torch
+from helpers import RowKernels
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo_kernels.backends import Backend, get_backend
+from grpo_kernels.backends import get_backend
 from grpo_kernels.params import COLUMNS, FIELD, TABLE_FIELDS, KernelParams
 
 ROWS, VOCAB, GROUPS = 5, 12, 2
@@ -25,7 +26,7 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(ROWS, VOCAB), torch.arange(ROWS), table
 
 
-def everything(backend: Backend, logits: Tensor, ids: Tensor, table: Tensor) -> list[Tensor]:
+def everything(backend: RowKernels, logits: Tensor, ids: Tensor, table: Tensor) -> list[Tensor]:
     """All that the methods of a backend return and write, from float32 inputs."""
     grad, residual = torch.empty_like(logits), torch.empty_like(table[0])
     temperature = table[FIELD["temperature"]]
@@ -52,7 +53,7 @@ def everything(backend: Backend, logits: Tensor, ids: Tensor, table: Tensor) -> 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
 def test_results_do_not_follow_the_default_type(backend, default):
     """from_pretrained(dtype=...) sets it for a while; a kernel writes float32 whatever it is."""
-    kernels, given = get_backend(backend), inputs()
+    kernels, given = RowKernels(get_backend(backend)), inputs()
     expected = everything(kernels, *given)
     before = torch.get_default_dtype()
     torch.set_default_dtype(default)
@@ -79,7 +80,7 @@ def test_torch_reads_nothing_back():
     given = inputs()
     cu_seqlens, group_index, scored = torch.tensor([0, 2, 4, ROWS]), torch.tensor([0, 1, 0]), torch.ones(ROWS).bool()
     logits, ids, table = given
-    kernels, grad, row = get_backend("torch"), torch.empty_like(logits), table[FIELD["base"]]
+    kernels, grad, row = RowKernels(get_backend("torch")), torch.empty_like(logits), table[FIELD["base"]]
     with NothingRead():
         kernels.fused(logits, grad, ids, table, PARAMS)
         kernels.reduce(scored, row, row, row, row, row, row, table, PARAMS, cu_seqlens, group_index, GROUPS)
@@ -89,7 +90,8 @@ def test_torch_reads_nothing_back():
 def test_torch_ignores_an_entropy_that_is_not_used():
     """NaN where no gradient goes through it: selected away, and not multiplied by 0."""
     logits, ids, table = inputs()
-    kernels, found, expected = get_backend("torch"), torch.empty_like(logits), torch.empty_like(logits)
+    kernels = RowKernels(get_backend("torch"))
+    found, expected = torch.empty_like(logits), torch.empty_like(logits)
     logits[:, 5] = -math.inf  # p is 0 there, log p no number to multiply by
     stats = kernels.stats(logits, ids, table[FIELD["temperature"]], PARAMS)
     for entropy, grad in ((torch.full_like(stats.entropy, math.nan), found), (stats.entropy, expected)):
@@ -104,7 +106,7 @@ def test_torch_ignores_an_entropy_that_is_not_used():
 @pytest.mark.parametrize("name", ["cpu", "triton", "cuda"])
 def test_an_id_outside_the_vocabulary_reads_and_writes_nothing_else(name, id_):
     """Its log-probability is NaN, and its row alone is lost. The matrices end where their memory does."""
-    kernels, (logits, ids, table) = get_backend(name), inputs()
+    kernels, (logits, ids, table) = RowKernels(get_backend(name)), inputs()
     temperature, grad = table[FIELD["temperature"]], torch.full((ROWS + 2, VOCAB), 7.0)
     clean = torch.empty_like(logits)
     expected = kernels.fused(logits, clean, ids, table, PARAMS)

@@ -33,6 +33,7 @@ from grpo_kernels.bench.limits import (
     way_of,
     ways,
 )
+from grpo_kernels.memory import ChunkSizes
 
 ROOT = Path(__file__).parents[1]
 H200 = DEVICES["H200"]
@@ -97,29 +98,28 @@ def test_memory_that_was_measured_on_a_cpu(shape: str, dtype: str, ours: int, ea
 
 
 def test_bytes_and_memory_worked_out_by_hand() -> None:
-    """N, H, V = 16,384, 4,096, 128,256 in bfloat16 on a GPU: chunks of 4,096 rows, logits in float32."""
+    """N, H, V = 16,384, 4,096, 128,256 in bfloat16 on a GPU: one product chunk, float32 logits of 2,048 rows."""
     case, forward = (make_case("llama-3-8b:16384", "bfloat16", mode=mode) for mode in ("step", "forward"))
     nv, vh, nh = 16384 * 128256, 128256 * 4096, 16384 * 4096
     expected = {
-        "logits": 4 * nv + 4 * 2 * vh + 2 * nh,
+        "logits": 4 * nv + 8 * 2 * vh + 2 * nh,
         "row passes": 6 * nv,
-        "dhidden": 2 * nv + 4 * 2 * vh + 2 * nh,
-        "dweight": 2 * nv + 7 * 4 * vh + 2 * nh,
-        "finish": 6 * vh,  # float32 to bfloat16
+        "dhidden": 2 * nv + 2 * vh + 2 * nh,
+        "dweight": 2 * nv + 2 * vh + 2 * nh,
     }
     rows = predict(case, H200, "rows")
     assert {part.name: part.bytes for part in rows.parts if part.bytes} == expected
-    assert rows.peak_bytes == 4096 * 128256 * 4 + 2 * vh
+    assert rows.peak_bytes == (2048 * 4 + 16384 * 2) * 128256
     assert rows.given_bytes == 2 * 2 * (vh + nh)
 
     # Exponentials in bfloat16, the weight once per 2,048 rows. dhidden and hidden states are scaled in float32 and
     # rounded, dhidden is copied into its place.
     scaled = (2 + 4) + (4 + 2)
-    expected |= {"logits": 2 * nv + 8 * 2 * vh + 2 * nh, "finish": expected["finish"] + (scaled + 4 + scaled) * nh}
+    expected |= {"logits": 2 * nv + 8 * 2 * vh + 2 * nh, "finish": (scaled + 4 + scaled) * nh}
     del expected["row passes"]
     anchored = predict(case, H200, "anchored")
     assert {part.name: part.bytes for part in anchored.parts if part.bytes} == expected
-    assert anchored.peak_bytes == 4096 * (128256 * 2 + 4096 * 8) + 2 * vh
+    assert anchored.peak_bytes == 16384 * (128256 * 2 + 4096 * 8)
     assert part_ms(anchored, "epilogue") == pytest.approx(1e3 * 20 * nv / (0.8 * 67e12 / 2))
 
     linear = predict(forward, H200, "linear")
@@ -133,18 +133,18 @@ def test_bytes_and_memory_worked_out_by_hand() -> None:
 
 def test_a_single_chunk_is_its_own_sum() -> None:
     """Nothing in float32 is written, cast or held, unlike where a second chunk is added."""
-    vh, nh = 128256 * 4096, 4096 * 4096
-    one, two = (predict(make_case(f"llama-3-8b:{n * 4096}", "bfloat16", length=1), H200) for n in (1, 2))
+    rows, vh, nh = 16384, 128256 * 4096, 16384 * 4096
+    one, two = (predict(make_case(f"llama-3-8b:{n * rows}", "bfloat16", length=1), H200) for n in (1, 2))
     moved = [{part.name: part.bytes for part in p.parts} for p in (one, two)]
-    assert moved[0]["dweight"] == 2 * 4096 * 128256 + 2 * nh + 2 * vh
-    assert moved[1]["dweight"] == 2 * (2 * 4096 * 128256 + 2 * nh) + 3 * 4 * vh
+    assert moved[0]["dweight"] == 2 * rows * 128256 + 2 * nh + 2 * vh
+    assert moved[1]["dweight"] == 2 * (2 * rows * 128256 + 2 * nh) + 3 * 4 * vh
     assert [m.get("finish", 0) for m in moved] == [0, 6 * vh]
-    assert one.peak_bytes == two.peak_bytes - 2 * vh == 4096 * 128256 * 4
+    assert one.peak_bytes == two.peak_bytes - 2 * vh == (2048 * 4 + rows * 2) * 128256
 
 
 def test_a_chunk_of_weight_gradients_costs_735_over_its_rows_of_a_product() -> None:
     """Sums in float32, read and written once per chunk, against 2 C H V operations on an H200."""
-    rows = 4096
+    rows = 20480
     short, long = (predict(make_case(f"{n * rows}x4096x128256", "bfloat16", length=1), H200) for n in (4, 8))
     bytes_ = [next(part.bytes for part in p.parts if part.name == "dweight") for p in (short, long)]
     operands = 4 * rows * (128256 + 4096) * 2  # of the four chunks more: gradients of logits, hidden states
@@ -290,9 +290,11 @@ def test_the_host_is_read_once_and_kernels_have_gaps() -> None:
 
 def test_the_default_design_is_that_of_memory_py(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case("llama-3-8b:16384", "bfloat16")
-    monkeypatch.setattr("grpo_kernels.bench.limits.default_chunk_rows", lambda *given: 1000 + len(given))
-    found = default_design(case, H200)
-    assert (found.row_chunk, found.product_chunk) == (1004, 1004)
+    sizes = ChunkSizes(products=3000, logits=1000, sequences=2000)
+    monkeypatch.setattr("grpo_kernels.bench.limits.chunk_sizes", lambda *given, budget: sizes)
+    found, staged = default_design(case, H200), default_design(case, H200, "staged")
+    assert (found.row_chunk, found.product_chunk) == (1000, 3000)
+    assert (staged.row_chunk, staged.product_chunk) == (2000, 2000)
     assert predict(case, H200) == predict(case, H200, design=found)
 
 
@@ -408,7 +410,7 @@ def test_few_tokens_wait_for_the_host_and_many_do_not() -> None:
     slow = Device("slow host", "cuda", H200.flops, H200.bandwidth, launch=1e-4)
     few, many = (predict(make_case(f"{n}x4096x128256", "bfloat16"), slow) for n in (64, 65536))
     assert few.seconds == pytest.approx(few.waiting + few.issuing)
-    assert few.waiting + few.issuing == pytest.approx(71 * 2.5e-4)  # launches of one chunk, with the Python around them
+    assert few.waiting + few.issuing == pytest.approx(12 * 4e-4)  # launches of one chunk, with the Python around them
     assert many.seconds == pytest.approx(many.waiting + sum(part.seconds for part in many.parts))
 
 
@@ -510,16 +512,15 @@ def test_a_step_of_a_cluster(roofline: ModuleType, layout: str) -> None:
 
 
 def test_traffic_in_a_node_worked_out_by_hand(roofline: ModuleType) -> None:
-    """Llama-3-8B, 16,384 tokens of a node: 4 chunks of the split head."""
+    """Llama-3-8B, 16,384 tokens of a node, one chunk of the split head."""
     head = roofline.HEADS[0]
     split, replicated = (roofline.step(head, H200, 2**20, 512, layout) for layout in roofline.LAYOUTS)
-    statistics, dhidden = (4 * 20e-6 + 1.75 * 16384 * size / 450e9 for size in (16, 2 * 4096))
+    statistics, dhidden = (20e-6 + 1.75 * 16384 * size / 450e9 for size in (16, 2 * 4096))
     assert split.nvlink == pytest.approx(statistics + dhidden)
-    assert split.exposed_nvlink == pytest.approx(statistics + dhidden / 4)
+    assert split.exposed_nvlink == pytest.approx(statistics + dhidden)
     assert replicated.nvlink == pytest.approx(2 * 20e-6 + 1.75 * 2 * 128256 * 4096 / 450e9)
     assert replicated.exposed_nvlink == 0
-    scratch, sums = 4096 * 128256 // 8 * 4, 2 * 128256 * 4096 // 8
-    assert split.bytes == 2 * 2 * 128256 * 4096 // 8 + scratch + sums
+    assert split.bytes == 2 * 2 * 128256 * 4096 // 8 + 16384 * 128256 // 8 * 4
     assert replicated.tokens == split.tokens == 16384
 
 

@@ -19,9 +19,8 @@ from helpers import (
 )
 
 import grpo_kernels as gk
-from grpo_kernels import memory
 from grpo_kernels.backends import get_backend
-from grpo_kernels.head import LMHead, Rows
+from grpo_kernels.head import LMHead
 from grpo_kernels.reference import reference_loss_from_logits
 
 WIDTH, VOCAB = 24, 67  # no other size in these tests, so that a product is known by its shape
@@ -144,21 +143,14 @@ def test_sums_of_a_gpu_are_in_float32_unless_a_chunk_is_alone(dtype, rows, first
         torch.empty(VOCAB, WIDTH, dtype=dtype).to("meta"),
     )
     head = LMHead(hidden, weight, None, torch.float32, rows, get_backend("torch"), (False, True, False))
-    dlogits, ids = torch.empty(rows, VOCAB, dtype=dtype, device="meta"), torch.zeros(rows, dtype=torch.int64)
+    ids = torch.zeros(8, dtype=torch.int64, device="meta")
     for expected in (first, second):
-        head.accumulate(Rows(0, rows), dlogits, ids, None)
-        assert head.dweight.dtype == expected
+        chunk = next(head.chunks(None))
+        head.accumulate(chunk, ids)
+        assert chunk.rows.count == rows and head.dweight.dtype == expected
     finished = head.gradients()
     assert finished.tensors[1].dtype == (torch.float32 if dtype == torch.float16 else dtype)
     assert finished.dtypes[1] == dtype
-
-
-def test_default_chunk_is_bounded_by_a_budget():
-    device = torch.device("cpu")
-    rows = [memory.default_chunk_rows(10**6, vocab, 4, device) for vocab in (1000, 50_000, 10**6, 10**8)]
-    assert rows == sorted(rows, reverse=True) and rows[-1] == 16
-    assert all(r * v * 4 <= 2**29 for r, v in zip(rows[:3], (1000, 50_000, 10**6), strict=True))
-    assert memory.default_chunk_rows(3, 1000, 4, device) == 3
 
 
 def test_a_chunk_that_memory_cannot_hold_names_chunk_rows(backend):

@@ -78,7 +78,7 @@ def test_the_graph_sees_the_package():
     assert {"config", "params", "engine", "plan", "reference", "loss", "ops", "backends", "backends.native"} <= set(
         graph()
     )
-    assert {"backends", "coefficients", "head", "params", "plan"} <= graph()["engine"]
+    assert {"backends", "head", "params", "plan"} <= graph()["engine"]
     assert "_cpu" in graph()["backends.native"] and "groups" in graph()["backends.torch_"]
     assert "loss" in graph()["__init__"] and "engine" in reach("loss")
 
@@ -96,7 +96,7 @@ def test_backends_know_the_kernels_contract_and_nothing_above():
     for name in graph():
         if name.split(".")[0] == "backends":
             others = {x for x in graph()[name] if x.split(".")[0] != "backends"}
-            known = CONTRACT | {"objective", "groups", "kernels", *COMPILED}
+            known = CONTRACT | {"aggregation", "coefficients", "objective", "groups", "kernels", *COMPILED}
             assert {x.split(".")[0] for x in others} <= known, name
     assert graph()["objective"] <= {"params"} and graph()["groups"] == set()
 
@@ -111,12 +111,11 @@ def test_the_kernels_know_the_contract_alone():
 def test_nothing_below_imports_what_is_above():
     layers = [
         ("params", "groups", "autocast", "plain", "products", "strategy"),
-        ("config", "memory", "objective", "kernels"),
-        ("reference",),
-        ("backends", "aggregation", "validate"),
+        ("config", "memory", "objective", "aggregation", "kernels"),
+        ("reference", "coefficients"),
+        ("backends", "validate"),
         ("plan", "delivery"),
         ("head",),
-        ("coefficients",),
         ("engine",),
         ("ops",),
         ("advantages", "offpolicy", "metrics"),

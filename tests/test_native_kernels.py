@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import RowKernels
 from torch import Tensor
 
 from grpo_kernels import params as contract
@@ -22,6 +23,7 @@ backend, reason = native.load()
 if backend is None and os.environ.get("GRPO_KERNELS_NATIVE") == "1":
     raise RuntimeError(reason)
 assert backend is not None, reason  # the tests need the compiled module: a skip would hide that it is missing
+backend = RowKernels(backend)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 VOCABS = (1, 2, 15, 16, 63, 64, 65, 1000, 2047, 2048, 2049, 5003)
@@ -55,7 +57,7 @@ def kernels(request, monkeypatch):
     Those in about eight blocks per row: the interpreter's time goes by the number of operations.
     """
     if request.param == "triton":
-        triton = get_backend("triton")
+        triton = RowKernels(get_backend("triton"))
         from grpo_kernels.kernels import rows
         from grpo_kernels.kernels.launch import RowLaunch
 
@@ -121,7 +123,15 @@ def test_names_match_python():
     assert module.SURROGATES == contract.SURROGATES
     assert module.KL_ESTIMATORS == contract.KL_ESTIMATORS
     assert module.COLUMNS == contract.COLUMNS
-    assert module.PARAMS == KernelParams._fields
+    assert module.VALUE_FIELDS == contract.VALUE_FIELDS
+    assert module.LEVELS == contract.LEVELS
+    assert module.AGGREGATIONS == contract.AGGREGATIONS
+    for names, integers, structure in (
+        (module.PARAMS, module.PARAM_INTEGERS, KernelParams()),
+        (module.PLAN_RULES, module.PLAN_RULE_INTEGERS, contract.PlanRules()),
+    ):
+        assert sorted(names) == sorted(structure._fields)
+        assert all(isinstance(getattr(structure, name), float) == (i >= integers) for i, name in enumerate(names))
     assert module.DTYPES == ("float32", "bfloat16", "float16")
 
 

@@ -7,19 +7,22 @@ import math
 import numpy as np
 import pytest
 import torch
+from helpers import RowKernels
 from torch import Tensor
 
 from grpo_kernels import params as contract
 from grpo_kernels.backends import get_backend, native
+from grpo_kernels.backends.torch_ import TorchBackend
 from grpo_kernels.params import FIELD, KernelParams
 
 backend, reason = native.load()
 assert backend is not None, reason  # the tests need the compiled module: a skip would hide that it is missing
+backend = RowKernels(backend)
 
 
 @pytest.fixture(params=["cpu", "triton", "cuda"])
 def kernels(request):
-    return get_backend(request.param)
+    return RowKernels(get_backend(request.param))
 
 
 def make_table(rows: int, seed: int = 0, **fields: float | Tensor) -> Tensor:
@@ -124,6 +127,7 @@ def test_objective(kernels, surrogate, kl, variant):
     if variant < 3:
         x[6:8] = torch.tensor([200.0, -200.0])
     logp = -torch.rand(count, generator=generator) * 3
+    x, logp = (t.mul(2**12).round() / 2**12 for t in (x, logp))  # logp - (logp - x) is x again
     entropy = torch.rand(count, generator=generator)
     multiplier = torch.rand(count, generator=generator).round(decimals=1)
     ref = logp + torch.randn(count, generator=generator)
@@ -235,7 +239,7 @@ def test_reduce_of_nothing(kernels):
     sums = kernels.reduce(scored, *[empty] * 6, table, KernelParams(), cu_seqlens, None, 0)
     assert [tuple(t.shape) for t in sums[:2]] == [(2, 14), (0, 14)] and not sums[0].any() and not sums[2].any()
     assert sums[3].tolist() == [math.inf, -math.inf, -math.inf]
-    with pytest.raises(ValueError, match="cu_seqlens"):  # a GPU would have to be waited for
+    with pytest.raises(ValueError, match="offsets"):  # a GPU would have to be waited for
         backend.reduce(scored, *[empty] * 6, table, KernelParams(), cu_seqlens + 5, None, 0)
 
 
@@ -279,18 +283,48 @@ def test_group_of_one(kernels):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_add_rows_in_order(dtype):
+def test_add_rows_sums_each_id_in_float32_and_rounds_once(dtype):
     generator = torch.Generator().manual_seed(0)
     target = torch.randn(50, 33, generator=generator).to(dtype)
     rows = torch.randn(20, 40, generator=generator).bfloat16()[:, 3:36]  # a pitch of its own
     ids, scale = torch.randint(0, 10, (20,), generator=generator), torch.randn(20, generator=generator)
-    expected = target.clone()
+    sums = torch.zeros(50, 33)
     for i, s, row in zip(ids, scale, rows, strict=True):
-        expected[i] = (expected[i].float() + s * row.float()).to(dtype)
-    backend.add_rows(target, ids, scale, rows)
-    torch.testing.assert_close(target, expected, rtol=0 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
+        sums[i] += s * row.float()
+    expected = (target.float() + sums).to(dtype)
+    for kernels in (backend, TorchBackend()):
+        found = target.clone()
+        kernels.add_rows(found, ids, scale, rows)
+        torch.testing.assert_close(found, expected, rtol=0 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
     with pytest.raises(ValueError, match="ids"):
         backend.add_rows(target, ids + 45, scale, rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 3), (8, 8), (37, 24), (100, 41), (1056, 72)])
+def test_add_transposed(dtype, shape):
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(shape[1], shape[0] + 5, generator=generator).bfloat16()
+    source, before = wide[:, 3 : 3 + shape[0]], torch.randn(shape, generator=generator).to(dtype)
+    before[0, 0] = torch.nan
+    target = torch.full((shape[0], shape[1] + 2), torch.nan, dtype=dtype)
+    backend.add_transposed(target[:, 1:-1], source, add=False)
+    assert torch.equal(target[:, 1:-1], source.T.to(dtype)) and target[:, [0, -1]].isnan().all()
+    target[:, 1:-1] = before
+    backend.add_transposed(target[:, 1:-1], source, add=True)
+    expected = (before.float() + source.T.float()).to(dtype)
+    assert torch.equal(target[:, 1:-1].nan_to_num(7.0), expected.nan_to_num(7.0)) and target[0, 1].isnan()
+
+
+def test_add_transposed_takes_a_transpose_with_contiguous_rows():
+    target, source = torch.empty(8, 5), torch.empty(5, 8, dtype=torch.bfloat16)
+    for wrong in (target.T, target[:7]):
+        with pytest.raises(ValueError, match="transpose"):
+            backend.add_transposed(wrong, source, add=False)
+    with pytest.raises(ValueError, match="contiguous rows"):
+        backend.add_transposed(target, source.T.contiguous().T, add=False)
+    with pytest.raises(ValueError, match="bfloat16 or float32"):
+        backend.add_transposed(target.half(), source, add=False)
 
 
 def test_a_module_of_another_interface_is_not_used(monkeypatch):

@@ -114,11 +114,13 @@ def test_the_lm_head_without_them(monkeypatch, probed, dtype, missing):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         head = LMHead(hidden, weight, None, torch.float32, 4, get_backend("torch"), (True, True, False))
-        for rows in (Rows(0, 4), Rows(4, 8), Rows(2, 4, torch.zeros(2, dtype=torch.int64, device=META))):
-            logits = head.logits(rows)
-            assert logits.dtype == torch.float32 and logits.shape == (rows.stop - rows.start, 67)
-            ids = torch.zeros(len(logits), dtype=torch.int64, device=META)
-            head.accumulate(rows, head.gradient_buffer(logits), ids, None)
+        ids = torch.zeros(8, dtype=torch.int64, device=META)
+        some = Rows(2, 4, torch.zeros(2, dtype=torch.int64, device=META))
+        for chunk in (*head.chunks(None), head.chunk_of(some)):
+            logits = head.logits(chunk.rows)
+            assert logits.dtype == torch.float32 and logits.shape == (chunk.rows.count, 67)
+            head.gradient_buffer(chunk, chunk.rows, logits)
+            head.accumulate(chunk, ids)
         assert head.dweight.dtype == torch.float32
         finished = head.gradients()
     assert [x.shape for x in finished.tensors[:2]] == [(8, 24), (67, 24)] and finished.dtypes[:2] == [dtype] * 2
@@ -137,9 +139,8 @@ def test_few_rows_get_their_hidden_gradient_through_float32(monkeypatch):
 
         hidden = torch.empty(rows, 4096, dtype=torch.bfloat16, device=META)
         head = LMHead(hidden, weight, None, torch.float32, rows, get_backend("torch"), (True, False, False))
-        dlogits = torch.empty(rows, 67, dtype=torch.bfloat16, device=META)
         monkeypatch.setattr(torch, "mm", spy)
-        head.accumulate(Rows(0, rows), dlogits, torch.zeros(rows, dtype=torch.int64, device=META), None)
+        head.accumulate(head.chunk_of(Rows(0, rows)), torch.zeros(rows, dtype=torch.int64, device=META))
         monkeypatch.setattr(torch, "mm", mm)
         assert calls == [expected] and head.gradients().tensors[0].dtype == torch.bfloat16
 

@@ -78,10 +78,10 @@ def test_the_recompute_way_scores_without_logits(monkeypatch, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["anchored"], indirect=True)
-@pytest.mark.parametrize(("options", "way"), [({}, "anchored"), ({"entropy_coef": 0.1}, "fused")])
+@pytest.mark.parametrize(("options", "way"), [({}, "anchored"), ({"entropy_coef": 0.1}, "single_pass")])
 def test_a_gradient_through_the_entropy_needs_logits(monkeypatch, strategy, options, way):
     ways = []
-    for name in ("anchored", "fused"):
+    for name in ("anchored", "single_pass"):
         call_counter(monkeypatch, Scorer, name, ways, lambda *_, name=name: name)
     fused(make_batch(0).head_as(torch.bfloat16), gk.GRPOConfig(**options), "triton")
     assert ways == [way]

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from helpers import (
+    RowKernels,
     assert_close,
     assert_same_bits,
     fused,
@@ -218,7 +219,7 @@ def test_5_offsets_past_2_to_the_31(dtype, backend):
     dense, ids = aligned_copy(logits), torch.tensor([0, 5, 131, 132])
     table = torch.ones(len(TABLE_FIELDS), 4)
     table[FIELD["entropy_threshold"]] = -math.inf
-    ones, kernels, params = torch.ones(4), get_backend(backend), KernelParams(has_base=False)
+    ones, kernels, params = torch.ones(4), RowKernels(get_backend(backend)), KernelParams(has_base=False)
 
     expected = kernels.stats(dense, ids, ones, params)
     found = kernels.stats(logits, ids, ones, params)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from helpers import assert_close, fused, make_batch, reference
+from helpers import RowKernels, assert_close, fused, make_batch, reference
 
 import grpo_kernels as gk
 from grpo_kernels import backends, kernels
@@ -61,7 +61,7 @@ def test_wrong_tensors_are_refused(name):
     given = {"logits": torch.randn(3, 8), "grad": torch.zeros(3, 8), "ids": torch.zeros(3).long(), "table": table(3)}
     changed = change(given | {"params": KernelParams()})
     with pytest.raises(ValueError, match=message):
-        get_backend("triton").fused(**changed)
+        RowKernels(get_backend("triton")).fused(**changed)
     assert not given["grad"].any()
 
 
@@ -81,7 +81,7 @@ def test_the_interpreter_notices_a_wrong_address():
 @pytest.mark.parametrize("vocab", [1, 15, 17, 63, 65, 129, 211])
 def test_a_vocabulary_off_a_multiple_of_16_gives_the_numbers_of_a_padded_one(vocab):
     """Columns of -inf up to the multiple change nothing but the order of the sums; two launches not even that."""
-    triton, rows, params = get_backend("triton"), 5, KernelParams(has_base=False)
+    triton, rows, params = RowKernels(get_backend("triton")), 5, KernelParams(has_base=False)
     padded = torch.full((rows, -(-vocab // 16) * 16), -math.inf)
     padded[:, :vocab] = torch.randn(rows, vocab) * 4
     logits, ids = padded[:, :vocab].contiguous(), torch.randint(vocab, (rows,))

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from helpers import RowKernels
 from torch import Tensor
 
 from grpo_kernels.backends.torch_ import TorchBackend
@@ -87,7 +88,7 @@ def exact(head: Head, params: KernelParams = PLAIN) -> tuple[RowStats, Tensor]:
     """Statistics and d loss / d logits in float64."""
     logits = head.logits()
     grad = torch.empty_like(logits)
-    return TorchBackend().fused(logits, grad, head.ids, head.table.double(), params), grad
+    return RowKernels(TorchBackend()).fused(logits, grad, head.ids, head.table.double(), params), grad
 
 
 def assert_statistics(found: RowStats, expected: RowStats, tolerance: float = 4e-6) -> None:

@@ -74,8 +74,13 @@ def test_every_pair_of_options_occurs():
 @pytest.mark.parametrize(
     ("options", "off", "rows", "expected"),
     [
-        ({}, True, 3, {"fused"}),
-        ({"importance_sampling_level": "sequence"}, False, 3, {"fused"}),  # on-policy: its ratio is known beforehand
+        ({}, True, 3, {"single_pass"}),
+        (
+            {"importance_sampling_level": "sequence"},
+            False,
+            3,
+            {"single_pass"},
+        ),  # on-policy: its ratio is known beforehand
         ({"importance_sampling_level": "sequence"}, True, 7, {"staged"}),
         ({"importance_sampling_level": "sequence"}, True, None, {"staged"}),
         ({"importance_sampling_level": "sequence"}, True, 3, {"score", "gradient"}),
@@ -89,7 +94,7 @@ def test_each_of_the_three_ways_is_taken(monkeypatch, backend, options, off, row
     batch = make_batch(3)
     batch = off_policy(batch) if off else batch
     calls = []
-    for way in ("fused", "staged", "gradient", "score"):
+    for way in ("single_pass", "staged", "gradient", "score"):
         # An empty score() of inactive rows is no way of its own.
         call_counter(
             monkeypatch,

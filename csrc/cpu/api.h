@@ -26,6 +26,16 @@ struct AddRowsArgs {
 };
 void add_rows(const AddRowsArgs& args);
 
+// target = source^T, or target += source^T.
+struct AddTransposedArgs {
+    void* target;            // (rows, width), bfloat16 or float32
+    const uint16_t* source;  // (width, rows), bfloat16
+    int64_t rows, width, target_pitch, source_pitch;
+    int32_t target_dtype;
+    bool add;
+};
+void add_transposed(const AddTransposedArgs& args, int threads);
+
 void group_statistics(const float* rewards, const int64_t* group_index, int64_t count, int64_t groups, int32_t scale,
                       int32_t baseline, int64_t ddof, double eps, float* advantages, float* mean, float* std);
 

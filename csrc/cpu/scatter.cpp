@@ -1,45 +1,35 @@
-// target[ids[t]] += scale[t] * rows[t], in the order of t: what rounding took from the sampled ids' gradients goes back
-// into the gradient of the weight. N H operations beside the products' N H V: one thread, so that equal ids need no
-// lock.
-#include <cstring>
+// target[ids[t]] += scale[t] * rows[t]: the sampled ids' own share of the gradient of the weight. Rows of equal ids are
+// summed in float32, in the order of t, and added once: a bfloat16 target rounds once per id. N H operations beside the
+// products' N H V: one thread.
+#include <algorithm>
+#include <numeric>
 #include <stdexcept>
+#include <vector>
 
 #include "api.h"
+#include "elements.h"
 
 namespace gk {
 
 namespace {
 
-struct Single {
-    using Element = float;
-    static float load(float x) { return x; }
-    static float store(float x) { return x; }
-};
-
-struct Brain {
-    using Element = uint16_t;
-    static float load(uint16_t x) {
-        const uint32_t bits = static_cast<uint32_t>(x) << 16;
-        float value;
-        std::memcpy(&value, &bits, sizeof value);
-        return value;
-    }
-    static uint16_t store(float x) {  // round to nearest even; a NaN stays one
-        uint32_t bits;
-        std::memcpy(&bits, &x, sizeof bits);
-        if (x != x) return static_cast<uint16_t>((bits >> 16) | 0x40u);
-        return static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
-    }
-};
-
 template <class Target, class Source>
 void add(const AddRowsArgs& args) {
-    for (int64_t t = 0; t < args.count; t++) {
-        auto* target = static_cast<typename Target::Element*>(args.target) + args.ids[t] * args.target_stride;
-        const auto* row = static_cast<const typename Source::Element*>(args.rows) + t * args.rows_stride;
-        const float scale = args.scale[t];
-        for (int64_t j = 0; j < args.width; j++)
-            target[j] = Target::store(Target::load(target[j]) + scale * Source::load(row[j]));
+    std::vector<int64_t> order(args.count);
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return args.ids[a] < args.ids[b]; });
+    std::vector<float> sum(args.width);
+    for (int64_t first = 0; first < args.count;) {
+        const int64_t id = args.ids[order[first]];
+        std::fill(sum.begin(), sum.end(), 0.f);
+        for (; first < args.count && args.ids[order[first]] == id; first++) {
+            const int64_t t = order[first];
+            const auto* row = static_cast<const typename Source::Element*>(args.rows) + t * args.rows_stride;
+            const float scale = args.scale[t];
+            for (int64_t j = 0; j < args.width; j++) sum[j] += scale * Source::load(row[j]);
+        }
+        auto* target = static_cast<typename Target::Element*>(args.target) + id * args.target_stride;
+        for (int64_t j = 0; j < args.width; j++) target[j] = Target::store(Target::load(target[j]) + sum[j]);
     }
 }
 

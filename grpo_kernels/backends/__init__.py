@@ -11,13 +11,18 @@ import torch
 from torch import Tensor
 
 from ..kernels import interpreted, why_unusable
-from ..params import KernelParams, RowStats
+from ..params import KernelParams, PlannedTokens, PlanRules, Rows, RowStats, Sums, TokenInputs, TokenValues
 
 
 class Backend(Protocol):
-    """What the engine asks of a backend. Shapes and meaning as in backends/torch_.py, the plainest of them."""
+    """What the engine asks of a backend; params.py has the structures, base.py and torch_.py the plainest form.
+
+    Per-token tensors are those of the whole batch, (N,) or (fields, N); a row of logits finds its token through `rows`.
+    bias (V,), in float32 or better, is added to the logits as they are read.
+    """
 
     name: str
+    folds_bias: bool  # False: the bias must be added to the logits before
 
     def why_not(self, device: torch.device) -> str:
         """Why these kernels cannot run on this device, of a type that the registry has for them; or nothing."""
@@ -27,51 +32,81 @@ class Backend(Protocol):
         """Those of strategy.py that serve these inputs, best first; "linear" and "anchored" need the methods below."""
         ...
 
-    def fused(
+    def plan(
+        self, inputs: TokenInputs, ids: Tensor, rules: PlanRules, dtype: torch.dtype, *, ordered: bool
+    ) -> PlannedTokens:
+        """What torch_plan.py computes."""
+        ...
+
+    def single_pass(
         self,
         logits: Tensor,
-        grad: Tensor,
+        rows: Rows,
         ids: Tensor,
         table: Tensor,
+        values: TokenValues,
         params: KernelParams,
-        residual: Tensor | None = None,
-    ) -> RowStats: ...
+        bias: Tensor | None = None,
+        grad: Tensor | None = None,
+        rounding_error: Tensor | None = None,
+    ) -> None:
+        """Everything about tokens that depend on themselves alone, and with `grad` (C, V) d loss / d logits."""
+        ...
 
-    def stats(self, logits: Tensor, ids: Tensor, temperature: Tensor, params: KernelParams) -> RowStats: ...
+    def statistics(
+        self,
+        logits: Tensor,
+        rows: Rows,
+        ids: Tensor,
+        temperature: Tensor,
+        values: TokenValues,
+        params: KernelParams,
+        bias: Tensor | None = None,
+    ) -> None:
+        """logp, entropy and lse alone."""
+        ...
 
-    def gradient(
+    def logits_gradient(
         self,
         logits: Tensor,
         grad: Tensor,
+        rows: Rows,
         ids: Tensor,
         temperature: Tensor,
-        lse: Tensor,
-        entropy: Tensor,
+        values: TokenValues,
         g_logp: Tensor,
         g_entropy: Tensor,
         params: KernelParams,
-        residual: Tensor | None = None,
+        bias: Tensor | None = None,
+        rounding_error: Tensor | None = None,
+    ) -> None:
+        """d loss / d logits (C, V) from d loss / d logp and d loss / d entropy (N,) and the statistics."""
+        ...
+
+    def token_objective(self, rows: Rows, table: Tensor, values: TokenValues, params: KernelParams) -> None: ...
+
+    def sequence_objective(
+        self,
+        sequences: slice,
+        row_length: int | None,
+        table: Tensor,
+        scored: Tensor,
+        offsets: Tensor,
+        lengths: Tensor,
+        values: TokenValues,
+        params: KernelParams,
     ) -> None: ...
 
-    def objective(
-        self, log_ratio: Tensor, logp: Tensor, entropy: Tensor, table: Tensor, params: KernelParams
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
-
-    def reduce(
+    def sums(
         self,
         scored: Tensor,
-        log_ratio: Tensor,
-        logp: Tensor,
-        entropy: Tensor,
-        value: Tensor,
-        kl: Tensor,
-        g_logp: Tensor,
         table: Tensor,
+        values: TokenValues,
         params: KernelParams,
-        cu_seqlens: Tensor,
+        offsets: Tensor,
         group_index: Tensor | None,
         num_groups: int,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+    ) -> Sums: ...
 
     def add_rows(self, target: Tensor, ids: Tensor, scale: Tensor, rows: Tensor) -> None: ...
 

@@ -5,25 +5,76 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..params import TABLE_FIELDS
+from ..params import TABLE_FIELDS, Rows, TokenValues
 
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_matrices(logits: Tensor, grad: Tensor | None = None) -> None:
-    """(C, V) each, with contiguous rows at any pitch; `grad` may have a type of its own."""
+def check_matrices(
+    logits: Tensor,
+    grad: Tensor | None,
+    rows: Rows,
+    bias: Tensor | None = None,
+    rounding_error: Tensor | None = None,
+) -> None:
+    """logits and grad (C, V), with contiguous rows at any stride, of one row per token of `rows`; bias (V,);
+    rounding_error (C,)."""
+    device, shape = logits.device, logits.shape
     for name, matrix in (("logits", logits), ("grad", grad)):
         if matrix is None:
             continue
         if matrix.dtype not in LOGITS_DTYPES or matrix.dim() != 2:
             raise ValueError(f"{name}: expected a matrix in float32, bfloat16 or float16, got {matrix.dtype}")
-        if matrix.shape != logits.shape or matrix.device != logits.device:
+        if matrix.shape != shape or matrix.device != device:
             raise ValueError(
-                f"{name} has shape {tuple(matrix.shape)} on {matrix.device}, "
-                f"logits {tuple(logits.shape)} on {logits.device}"
+                f"{name} has shape {tuple(matrix.shape)} on {matrix.device}, logits {tuple(shape)} on {device}"
             )
-        if matrix.shape[1] > 1 and matrix.stride(1) != 1:
+        if shape[1] > 1 and matrix.stride(1) != 1:
             raise ValueError(f"{name}: expected a matrix with contiguous rows, got strides {matrix.stride()}")
+    if rows.count != shape[0]:
+        raise ValueError(f"logits has shape {tuple(shape)}; expected {rows.count} rows")
+    index = rows.index
+    if index is not None and (index.dtype != torch.int64 or index.shape[0] != shape[0] or not index.is_contiguous()):
+        raise ValueError(f"rows: expected contiguous int64 tokens ({shape[0]},), got {index.dtype} {tuple(index.shape)}")
+    for name, vector, size in (("bias", bias, shape[1]), ("rounding_error", rounding_error, shape[0])):
+        if vector is not None:
+            _check_vector(name, vector, size, torch.float32, device)
+
+
+def check_tokens(ids: Tensor | None, values: TokenValues, **per_token: Tensor) -> None:
+    """ids (N,) int64, the values and `per_token` are those of one batch of N tokens, on one device.
+
+    A table is (fields, N), `scored` (N,) bool, all others (N,) float32; contiguous.
+    """
+    columns, lse = values
+    tokens, device = lse.shape[0], lse.device
+    if columns.shape[1] != tokens or columns.dtype != torch.float32 or not columns.is_contiguous():
+        raise ValueError(f"values: expected contiguous float32 (fields, {tokens}), got {columns.dtype} {columns.shape}")
+    if ids is not None:
+        _check_vector("ids", ids, tokens, torch.int64, device)
+    for name, x in per_token.items():
+        if name == "table":
+            shape = (len(TABLE_FIELDS), tokens)
+            if x.shape != shape or x.dtype != torch.float32 or not x.is_contiguous() or x.device != device:
+                raise ValueError(
+                    f"table: expected contiguous float32 {shape} on {device}, got {x.dtype} {tuple(x.shape)} on {x.device}"
+                )
+        else:
+            _check_vector(name, x, tokens, torch.bool if name == "scored" else torch.float32, device)
+
+
+def _check_vector(name: str, x: Tensor, size: int, dtype: torch.dtype, device: torch.device) -> None:
+    if x.dtype != dtype or x.dim() != 1 or x.shape[0] != size or x.device != device:
+        raise ValueError(f"{name}: expected {dtype} ({size},) on {device}, got {x.dtype} {tuple(x.shape)} on {x.device}")
+    if not x.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous vector")
+
+
+def check_rewards(rewards: Tensor, group_index: Tensor) -> None:
+    """rewards (B,) float32 and their groups (B,) int64, contiguous."""
+    count, device = rewards.numel(), rewards.device
+    _check_vector("rewards", rewards, count, torch.float32, device)
+    _check_vector("group_index", group_index, count, torch.int64, device)
 
 
 def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..kernels.launch import best_first
 from ..params import FIELD, KernelParams, RowStats, chunk_pitch
 from .checks import check_head, check_scaled, check_table, check_vectors, contiguous_rows
-from .compiled import INTERFACE, CompiledBackend, address, output, row_stats
+from .compiled import INTERFACE, CompiledBackend, address, output
 from .torch_ import TorchBackend
 
 WHEELS = (13000, 12080, 12060)  # CUDA versions that wheels are built for, newest first, as the driver writes them
@@ -57,7 +57,10 @@ class CudaBackend(CompiledBackend):
     def where(self, device: torch.device) -> AbstractContextManager[int]:
         return _current_stream(device) if device.type == "cuda" else nullcontext(0)
 
-    def workspace(self, sequences: int, device: torch.device) -> Tensor | None:
+    def plan_workspace(self, tokens: int, sequences: int, device: torch.device) -> Tensor | None:
+        return torch.empty(self.module.plan_workspace(tokens, sequences), dtype=torch.uint8, device=device)
+
+    def sums_workspace(self, sequences: int, device: torch.device) -> Tensor | None:
         return torch.empty(self.module.reduce_workspace(sequences), dtype=torch.uint8, device=device)
 
     def add_rows(self, target: Tensor, ids: Tensor, scale: Tensor, rows: Tensor) -> None:
@@ -177,6 +180,12 @@ def _current_stream(device: torch.device) -> Iterator[int]:
     """Kernels go to the current device of the thread, which need not be the tensors' own."""
     with torch.cuda.device(device):
         yield torch.cuda.current_stream(device).cuda_stream
+
+
+def row_stats(like: Tensor) -> RowStats:
+    """Uninitialised statistics of the rows of `like`, on its device."""
+    shape, device = like.shape[:1], like.device
+    return RowStats(output(shape, device), output(shape, device, torch.float64), output(shape, device))
 
 
 def _single(bias: Tensor | None) -> Tensor | None:

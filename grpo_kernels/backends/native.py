@@ -32,7 +32,7 @@ class NativeBackend(CompiledBackend):
         return nullcontext(torch.get_num_threads())
 
     def add_rows(self, target: Tensor, ids: Tensor, scale: Tensor, rows: Tensor) -> None:
-        """target[ids] += scale * rows, equal ids in order; target (V, H) bf16 or fp32, rows (C, H) bf16."""
+        """target[ids] += scale * rows, one sum in float32 per id; target (V, H) bf16 or fp32, rows (C, H) bf16."""
         if target.shape[1:] != rows.shape[1:]:
             raise ValueError(f"target has shape {tuple(target.shape)}, rows {tuple(rows.shape)}")
         if rows.dtype != torch.bfloat16 or target.dtype not in (torch.bfloat16, torch.float32):
@@ -42,10 +42,21 @@ class NativeBackend(CompiledBackend):
         rows = contiguous_rows(rows)
         check_vectors(rows, ids=(ids, torch.int64), scale=(scale, torch.float32))
         self._served(target)
-        address, dtype, pitch = self._matrix(target)
         self.module.add_rows(
-            address, dtype, pitch, target.shape[0], *self._matrix(rows), *rows.shape, ids.data_ptr(), scale.data_ptr()
+            *self._matrix(target), target.shape[0], *self._matrix(rows), *rows.shape, ids.data_ptr(), scale.data_ptr()
         )
+
+    def add_transposed(self, target: Tensor, source: Tensor, *, add: bool) -> None:
+        """target = source^T, or += with `add`; target (R, H) bf16 or fp32, source (H, R) bf16, both contiguous rows."""
+        if target.shape != source.shape[::-1] or source.dtype != torch.bfloat16:
+            raise ValueError(f"target {tuple(target.shape)} is no transpose of {source.dtype} {tuple(source.shape)}")
+        for matrix in (target, source):
+            if matrix.shape[1] > 1 and matrix.stride(1) != 1:
+                raise ValueError(f"expected matrices with contiguous rows, got strides {matrix.stride()}")
+        with self.where(self._served(target)) as threads:
+            self.module.add_transposed(
+                *self._matrix(target), source.data_ptr(), source.stride(0), *target.shape, add, threads
+            )
 
     def scale(self, x: Tensor, factor: Tensor) -> None:
         """x *= factor. There is nothing to gain on torch, which has threads and vectors too."""

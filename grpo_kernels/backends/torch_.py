@@ -11,13 +11,15 @@ from torch import Tensor
 from .. import groups
 from ..objective import clamp_log_ratio, objective
 from ..params import COLUMN, COLUMNS, FIELD, KernelParams, RowStats
+from .base import GatheringBackend
 
 LOWEST_LOG_P = -1e4  # e^x is 0 long before, in float64 too
 SCALED_AT_ONCE = 1 << 22  # numbers that `scale` holds in float32
 
 
-class TorchBackend:
+class TorchBackend(GatheringBackend):
     name = "torch"
+    folds_bias = True
 
     def why_not(self, device: torch.device) -> str:
         return ""
@@ -162,8 +164,10 @@ class TorchBackend:
         return sequences, grouped, sequences.sum(0), extrema
 
     def add_rows(self, target: Tensor, ids: Tensor, scale: Tensor, rows: Tensor) -> None:
-        """target[ids] += scale * rows; target (V, H), ids and scale (C,), rows (C, H)."""
-        target.index_add_(0, ids, (scale[:, None] * rows).to(target.dtype))
+        """target[ids] += scale * rows, one sum in float32 per id; target (V, H), ids and scale (C,), rows (C, H)."""
+        found, place = ids.unique(return_inverse=True)
+        sums = target[found].to(scale.dtype).index_add_(0, place, scale[:, None] * rows)
+        target[found] = sums.to(target.dtype)
 
     def group_statistics(
         self, rewards: Tensor, group_index: Tensor, num_groups: int, scale: str, baseline: str, ddof: int, eps: float

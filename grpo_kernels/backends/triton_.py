@@ -17,11 +17,12 @@ from ..kernels.linear_logp import linear_logp
 from ..kernels.scale import scale
 from ..params import KernelParams, RowStats
 from ..strategy import STRATEGIES
+from .base import GatheringBackend
 from .checks import check_head, check_matrices, check_scaled, check_table, check_vectors, contiguous_rows
 from .torch_ import TorchBackend
 
 
-class TritonBackend:
+class TritonBackend(GatheringBackend):
     """Row kernels for logits (C, V) in fp32, bf16 or fp16, any row pitch; everything per token is fp32."""
 
     name = "triton"

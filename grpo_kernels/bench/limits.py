@@ -21,13 +21,14 @@ Memory is what the benchmarks measure: the high-water mark, less the inputs and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 
-from ..memory import ROUNDED_CHUNKS, default_chunk_rows, default_logits_dtype
+from ..memory import ROUNDED_CHUNKS, chunk_sizes, default_logits_dtype, gpu_budget, memory_budget
 from .cases import Case
 from .devices import Device, find_device
 from .gemm import EXPOSED, Gemm, idle_seconds
@@ -78,6 +79,7 @@ _REVIEWED = Design(4096, 4096, {"step": (61, 44), "frozen": (61, 44), "forward":
 # Assumed until it is built and counted: a kernel for the plan and one that reduces with the operators around them, per
 # row chunk a product and the row kernel, per product chunk two products. A mock with five launches took 77 us.
 _LAUNCHES = {"step": (8, 3), "frozen": (8, 3), "forward": (5, 3)}
+_CURRENT = Design(2048, 16384, _LAUNCHES, 2, 2, launch_cost=4.0)
 DESIGNS = {
     "92afbdc": _REVIEWED,
     "product chunks of 8,192": Design(2048, 8192, _LAUNCHES, 2, 2, launch_cost=4.0),
@@ -156,12 +158,15 @@ def way_of(implementation: str) -> str | None:
     return peers.get(name, name if name in ("floor", "eager") else None)
 
 
-def default_design(case: Case, device: Device) -> Design:
+def default_design(case: Case, device: Device, way: str = "rows") -> Design:
     """The design of this version of the library: chunks by memory.py, launches as counted last."""
-    kind = torch.device(device.type)
-    itemsize = default_logits_dtype(case.torch_dtype, kind).itemsize
-    rows = default_chunk_rows(case.tokens, case.vocab_size, itemsize, kind)
-    return replace(_REVIEWED, row_chunk=rows, product_chunk=rows)
+    kind, on_cpu = torch.device(device.type), device.type == "cpu"
+    logits_dtype = default_logits_dtype(case.torch_dtype, kind)
+    grad_dtype = logits_dtype if on_cpu else case.torch_dtype
+    budget = memory_budget(kind) if on_cpu else gpu_budget(device.memory if math.isfinite(device.memory) else 0)
+    sizes = chunk_sizes(case.tokens, case.vocab_size, logits_dtype, grad_dtype, kind, budget=budget)
+    rows, products = (sizes.sequences, sizes.sequences) if way == "staged" else (sizes.logits, sizes.products)
+    return replace(_CURRENT, row_chunk=rows, product_chunk=products)
 
 
 def predict(
@@ -175,7 +180,7 @@ def predict(
     if way not in served:
         raise ValueError(f"{way!r} does not serve {case} on {device.name}; expected one of {', '.join(served)}")
     return {"floor": _floor, "eager": _eager}.get(way, _chunked)(
-        _Work(case, device, way, design or default_design(case, device), exposed)
+        _Work(case, device, way, design or default_design(case, device, way), exposed)
     )
 
 
@@ -329,9 +334,8 @@ def _chunked(w: _Work) -> Prediction:
 
 def _peak(w: _Work, sweeps: list[_Sweep]) -> int:
     """Bytes beyond inputs and returned gradients."""
-    row_chunk, product_chunk = (min(rows, w.tokens) for rows in (w.design.row_chunk, w.design.product_chunk))
-    if w.device.type == "cpu":  # which maps what is touched
-        row_chunk = _cut(w.tokens, row_chunk)[0][1]
+    product_chunk = _cut(w.tokens, w.design.product_chunk)[0][1]
+    row_chunk = _cut(product_chunk, w.design.row_chunk)[0][1]
     if w.way == "anchored" and w.active:  # a chunk of dhidden, its scaled copy in float32, and that rounded
         peak = product_chunk * (w.vocab * w.gradient + w.width * (4 + 2 * w.item))
     else:

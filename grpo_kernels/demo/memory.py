@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..config import GRPOConfig
 from ..loss import fused_grpo_loss
-from ..memory import default_chunk_rows
+from ..memory import chunk_sizes
 
 # Eager's backward holds log_softmax's output, the gradient of that output and the gradient of the logits at once.
 EAGER_COPIES = 3
@@ -24,7 +24,8 @@ def memory_line(num_tokens: int, weight: Tensor, config: GRPOConfig) -> str:
         eager = _measured(hidden, weight, ids, config, eager=True)
         how = "measured, beyond inputs and gradients"
     else:
-        rows = config.chunk_rows or default_chunk_rows(num_tokens, vocab_size, weight.itemsize, weight.device)
+        types = weight.dtype, weight.dtype
+        rows = chunk_sizes(num_tokens, vocab_size, *types, weight.device, config.chunk_rows).products
         fused = rows * vocab_size * weight.itemsize
         eager = EAGER_COPIES * num_tokens * vocab_size * weight.itemsize
         how = f"by size: one chunk of {rows} rows of logits against {EAGER_COPIES} copies of all of them"

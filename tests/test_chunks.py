@@ -1,0 +1,142 @@
+"""Rows at a time: what follows from the memory budget, and a product chunk made of several row chunks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import assert_same_bits, call_counter, fused, make_batch, off_policy, reference, relative
+
+import grpo_kernels as gk
+from grpo_kernels import head as head_module
+from grpo_kernels import memory
+from grpo_kernels.backends import get_backend
+from grpo_kernels.head import LMHead, Rows
+
+CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")  # of a GPU, sizes alone
+FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
+
+
+def held(sizes: memory.ChunkSizes, vocab: int, grad: torch.dtype) -> int:
+    """Bytes of the scratches of one chunk with float32 logits, fused or staged, whichever needs more."""
+    own = 0 if sizes.logits == sizes.products else sizes.products * grad.itemsize
+    return vocab * max(sizes.logits * 4 + own, sizes.sequences * 4)
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+@pytest.mark.parametrize("grad", [FLOAT, BFLOAT, HALF])
+@pytest.mark.parametrize("vocab", [1000, 32_000, 151_936, 262_144])
+def test_memory_stops_growing_with_n_at_the_budget(device, grad, vocab):
+    budgets = [memory.memory_budget(CPU)] if device == CPU else [memory.gpu_budget(g * 2**30) for g in (24, 80, 141)]
+    assert budgets == sorted(budgets) and budgets[0] == (2**29 if device == CPU else 2**32)
+    for budget in budgets:
+        counts = [2**i for i in range(24)]
+        sizes = [memory.chunk_sizes(n, vocab, FLOAT, grad, device, budget=budget) for n in counts]
+        bytes_ = [held(s, vocab, grad) for s in sizes]
+        assert bytes_[-1] == bytes_[-4] == max(bytes_) <= budget
+        assert all(s.logits <= s.products <= n and s.sequences <= n for n, s in zip(counts, sizes, strict=True))
+        least = min(4096, 2**32 // (vocab * 4)) if device == CUDA else 512  # at least so many, whatever the device
+        assert sizes[-1].products >= least and sizes[-1].sequences >= least
+
+
+def test_a_vocabulary_beyond_the_budget_gets_short_chunks():
+    sizes = [memory.chunk_sizes(10**6, v, FLOAT, BFLOAT, CUDA, budget=2**32) for v in (10**6, 10**8)]
+    assert sizes[0].products > 16 and sizes[1] == (16, 16, 16)
+
+
+def test_rows_of_a_large_batch_on_a_gpu():
+    """16,384 tokens and some are one product chunk, with float32 logits of 2,048 rows at a time."""
+    budget = memory.gpu_budget(141e9)
+    expected = {4096: (4096, 4096), 4097: (4097, 2048), 16385: (16385, 2048), 10**6: (20480, 2048)}
+    for tokens, rows in expected.items():
+        assert memory.chunk_sizes(tokens, 128256, FLOAT, BFLOAT, CUDA, budget=budget)[:2] == rows
+    given = memory.chunk_sizes(10**6, 128256, FLOAT, BFLOAT, CUDA, chunk_rows=8192, budget=budget)
+    assert given == (8192, 2048, 8192)
+    # The scale of float16 gradients comes from all rows of a chunk: their logits must still be there.
+    assert len(set(memory.chunk_sizes(10**6, 128256, FLOAT, HALF, CUDA, budget=budget))) == 1
+
+
+@pytest.mark.parametrize("count", [4096, 4097, 20480])
+def test_a_token_more_than_a_row_chunk_holds_does_not_halve_the_products(count):
+    """Types and shapes alone: one product chunk, and so no float32 sum of dweight beside the bfloat16 one."""
+    hidden, weight = (torch.empty(n, 24, dtype=BFLOAT, device=META) for n in (count, 67))
+    head = LMHead(hidden, weight, None, FLOAT, None, get_backend("torch"), (True, True, False))
+    (chunk,) = head.chunks(None)
+    pieces = list(chunk.row_chunks())
+    assert chunk.rows == Rows(0, count) and len(pieces) == (1 if count == 4096 else -(-count // 2048))
+    for rows in pieces:
+        logits = head.logits(rows)
+        assert head.gradient_buffer(chunk, rows, logits).shape == logits.shape == (rows.count, 67)
+    head.accumulate(chunk, torch.zeros(count, dtype=torch.int64, device=META))
+    assert head.dweight.dtype == BFLOAT and head.gradients().tensors[1].dtype == BFLOAT
+
+
+def test_sums_are_in_float32_where_more_rows_follow_not_where_more_tokens_are_left_out():
+    hidden, weight = (torch.empty(n, 24, dtype=BFLOAT, device=META) for n in (40, 67))
+    head = LMHead(hidden, weight, None, FLOAT, 10, get_backend("torch"), (False, True, False))
+    for rows, expected in ((10, BFLOAT), (11, FLOAT)):
+        chunks = list(head.chunks(torch.zeros(rows, dtype=torch.int64, device=META)))
+        head.dweight = None
+        head.accumulate(chunks[0], torch.zeros(40, dtype=torch.int64, device=META))
+        assert head.dweight.dtype == expected
+
+
+@pytest.mark.parametrize("count", [1, 7, 23, 24])
+@pytest.mark.parametrize("size", [1, 5, 12, 24])
+def test_rows_are_split_evenly_the_longest_first(count, size):
+    index = torch.arange(100, 100 + count)
+    for rows in (Rows(3, 3 + count), Rows(3, 3 + count, index)):
+        parts = list(rows.split(size))
+        lengths = [part.count for part in parts]
+        assert sum(lengths) == count and len(parts) == -(-count // size)
+        assert lengths[0] == max(lengths) <= min(lengths) + 1
+        assert [part.start for part in parts] == [3, *(part.stop for part in parts)][:-1]
+        if rows.index is not None:
+            assert torch.equal(torch.cat([part.index for part in parts]), index)
+
+
+@pytest.fixture
+def few_logits(monkeypatch):
+    """Float32 logits of at most 3 rows at a time beside bfloat16 gradients, as on a GPU with many rows."""
+    sizes = memory.chunk_sizes
+
+    def fewer(num_rows, vocab, logits, grad, *rest):
+        found = sizes(num_rows, vocab, logits, grad, *rest)
+        return found._replace(logits=3) if logits.itemsize > grad.itemsize else found
+
+    monkeypatch.setattr(head_module, "chunk_sizes", fewer)
+
+
+WAYS = {"fused": "token", "staged": "sequence", "recompute": "sequence"}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("left_out", [False, True])
+def test_a_product_chunk_of_several_row_chunks(monkeypatch, few_logits, way, left_out, backend):
+    """Logits come a few rows at a time, their gradients leave in one pair of products; the values stay."""
+    batch = off_policy(make_batch(2, sequences=6)).head_as(BFLOAT)
+    if left_out:
+        batch.advantages[::2] = 0.0
+    rows = {"fused": 20, "staged": 36, "recompute": 5}[way]
+    config = gk.GRPOConfig(importance_sampling_level=WAYS[way], logits_dtype=FLOAT, chunk_rows=rows)
+    of_logits, of_products = [], []
+    call_counter(monkeypatch, LMHead, "logits", of_logits, lambda self, rows: rows.count)
+    call_counter(monkeypatch, LMHead, "accumulate", of_products, lambda self, chunk, ids: chunk.rows.count)
+    found = fused(batch, config, backend)
+    if way != "staged":  # whose sequences need all their logits at once
+        assert max(of_logits) <= 3 < max(of_products)
+    assert max(of_products) <= rows
+    exact, eager = reference(batch, config), reference(batch, config, BFLOAT)
+    for name in ("hidden", "weight"):
+        error = relative(found.grads[name], exact.grads[name])
+        assert error <= relative(eager.grads[name], exact.grads[name]), name
+    assert relative(found.logps, exact.logps) < 1e-6
+    assert_same_bits(found, fused(batch, config, backend))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_nothing_beyond_a_row_of_gradients_reaches_a_product(seed, backend):
+    """Vocabularies that no tile divides: what is left of float32 logits may be NaN as bfloat16."""
+    batch = make_batch(seed, sequences=6, vocab=(101, 5003)[seed % 2]).head_as(BFLOAT)
+    config = gk.GRPOConfig(logits_dtype=FLOAT, importance_sampling_level=("token", "sequence")[seed // 3])
+    found = fused(batch, config, backend)
+    assert all(x.isfinite().all() for x in found.grads.values())
