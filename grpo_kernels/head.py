@@ -29,7 +29,7 @@ from torch import Tensor
 
 from .backends import Backend
 from .delivery import FinishedGradients, power_of_two_scale, waiting_dtype
-from .memory import ROUNDED_CHUNKS, allocate, allocate_rows, chunk_sizes
+from .memory import ROUNDED_CHUNKS, allocate_rows, chunk_sizes, release_rows
 from .params import Rows
 from .products import (
     PIECE_ROWS,
@@ -263,6 +263,8 @@ class LMHead:
 
     def gradients(self) -> FinishedGradients:
         """Of (hidden, weight, bias), in their shapes; zeros where no row contributed."""
+        for scratch in (self.scratch, self.product_scratch):
+            release_rows(scratch)
         self.scratch = self.product_scratch = self._gathered = None
         self._add_own_shares()
         sums = self.dhidden, self.dweight, self.dbias
@@ -344,7 +346,7 @@ class LMHead:
             else:
                 self.dweight = torch.mm(dlogits.T, h)
         elif self.dweight is None:
-            self.dweight = allocate(self.weight.shape, dlogits.dtype, h.device)
+            self.dweight = torch.empty(self.weight.shape, dtype=dlogits.dtype, device=h.device)
             torch.mm(dlogits.T, h.to(dlogits.dtype), out=self.dweight)
         else:
             self.dweight.addmm_(dlogits.T, h.to(dlogits.dtype))
@@ -354,7 +356,7 @@ class LMHead:
         first = self.dweight is None
         if self.dweight is None:
             dtype = torch.float32 if self.sums_in_float32 else h.dtype
-            self.dweight = allocate(self.weight.shape, dtype, h.device)
+            self.dweight = torch.empty(self.weight.shape, dtype=dtype, device=h.device)
         if self.backend.name == "cpu":
             columns = transposed_columns(h.shape[1])
             transposed, scratch = h.T.contiguous(), h.new_empty(h.shape[1] * columns)
