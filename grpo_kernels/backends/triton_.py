@@ -10,22 +10,34 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from ..kernels import groups, rows, tokens
+from ..kernels import groups, tokens
+from ..kernels import rows as row_kernels
 from ..kernels.anchored import anchored
 from ..kernels.launch import architecture, best_first, shipped_table
 from ..kernels.linear_logp import linear_logp
+from ..kernels.plan import plan
 from ..kernels.scale import scale
-from ..params import KernelParams, RowStats
+from ..kernels.sequences import sequence_objective
+from ..params import KernelParams, PlannedTokens, PlanRules, Rows, RowStats, Sums, TokenInputs, TokenValues
 from ..strategy import STRATEGIES
-from .base import GatheringBackend
-from .checks import check_head, check_matrices, check_scaled, check_table, check_vectors, contiguous_rows
+from .checks import (
+    check_head,
+    check_matrices,
+    check_rewards,
+    check_scaled,
+    check_table,
+    check_tokens,
+    check_vectors,
+    contiguous_rows,
+)
 from .torch_ import TorchBackend
 
 
-class TritonBackend(GatheringBackend):
+class TritonBackend:
     """Row kernels for logits (C, V) in fp32, bf16 or fp16, any row pitch; everything per token is fp32."""
 
     name = "triton"
+    folds_bias = True
 
     def why_not(self, device: torch.device) -> str:
         """Why these kernels cannot run on this device, or nothing."""
@@ -42,52 +54,104 @@ class TritonBackend(GatheringBackend):
         served = ("linear", "rows") if weight.dtype == torch.float16 else STRATEGIES  # float16 cannot hold e^(z - z_id)
         return best_first("strategy", served, weight)
 
-    def fused(
+    def plan(
+        self, inputs: TokenInputs, ids: Tensor, rules: PlanRules, dtype: torch.dtype, *, ordered: bool
+    ) -> PlannedTokens:
+        """What torch_plan.py computes, in float32."""
+        with _on(ids.device):
+            return plan(inputs, ids, rules, ordered=ordered)
+
+    def single_pass(
         self,
         logits: Tensor,
-        grad: Tensor,
+        rows: Rows,
         ids: Tensor,
         table: Tensor,
+        values: TokenValues,
         params: KernelParams,
-        residual: Tensor | None = None,
-    ) -> RowStats:
-        """Statistics (C,); d loss / d logits goes to `grad` (C, V), it may start where logits start."""
-        check_matrices(logits, grad)
-        check_table(table, logits)
-        check_vectors(logits, ids=(ids, torch.int64), residual=(residual, torch.float32))
+        bias: Tensor | None = None,
+        grad: Tensor | None = None,
+        rounding_error: Tensor | None = None,
+    ) -> None:
+        """Statistics and objective of every row; with `grad` (C, V) d loss / d logits, it may start where logits do."""
+        check_matrices(logits, grad, rows, bias, rounding_error)
+        check_tokens(ids, values, table=table)
         with _on(logits.device):
-            return rows.fused(logits, grad, ids, table, params, residual)
+            row_kernels.single_pass(logits, rows, ids, table, values, params, bias, grad, rounding_error)
 
-    def stats(self, logits: Tensor, ids: Tensor, temperature: Tensor, params: KernelParams) -> RowStats:
-        """Statistics (C,)."""
-        check_matrices(logits)
-        check_vectors(logits, ids=(ids, torch.int64), temperature=(temperature, torch.float32))
+    def statistics(
+        self,
+        logits: Tensor,
+        rows: Rows,
+        ids: Tensor,
+        temperature: Tensor,
+        values: TokenValues,
+        params: KernelParams,
+        bias: Tensor | None = None,
+    ) -> None:
+        """logp, entropy and lse of every row."""
+        check_matrices(logits, None, rows, bias)
+        check_tokens(ids, values, temperature=temperature)
         with _on(logits.device):
-            return rows.stats(logits, ids, temperature, params)
+            row_kernels.statistics(logits, rows, ids, temperature, values, params, bias)
 
-    def gradient(
+    def logits_gradient(
         self,
         logits: Tensor,
         grad: Tensor,
+        rows: Rows,
         ids: Tensor,
         temperature: Tensor,
-        lse: Tensor,
-        entropy: Tensor,
+        values: TokenValues,
         g_logp: Tensor,
         g_entropy: Tensor,
         params: KernelParams,
-        residual: Tensor | None = None,
+        bias: Tensor | None = None,
+        rounding_error: Tensor | None = None,
     ) -> None:
-        """Writes d loss / d logits to `grad` from d loss / d logp and d loss / d entropy (C,) and the statistics."""
-        check_matrices(logits, grad)
-        single = torch.float32
-        check_vectors(
-            logits, ids=(ids, torch.int64), temperature=(temperature, single), lse=(lse, torch.float64),
-            entropy=(entropy, single), g_logp=(g_logp, single), g_entropy=(g_entropy, single),
-            residual=(residual, single),
-        )  # fmt: skip
+        """Writes d loss / d logits to `grad` from d loss / d logp and d loss / d entropy (N,) and the statistics."""
+        check_matrices(logits, grad, rows, bias, rounding_error)
+        check_tokens(ids, values, temperature=temperature, g_logp=g_logp, g_entropy=g_entropy)
+        given = ids, temperature, values, g_logp, g_entropy, params, bias, rounding_error
         with _on(logits.device):
-            rows.gradient(logits, grad, ids, temperature, lse, entropy, g_logp, g_entropy, params, residual)
+            row_kernels.logits_gradient(logits, grad, rows, *given)
+
+    def token_objective(self, rows: Rows, table: Tensor, values: TokenValues, params: KernelParams) -> None:
+        """log_ratio, value, kl and g_logp of these tokens from their logp and entropy."""
+        check_tokens(None, values, table=table)
+        with _on(table.device):
+            tokens.token_objective(rows, table, values, params)
+
+    def sequence_objective(
+        self,
+        sequences: slice,
+        row_length: int | None,
+        table: Tensor,
+        scored: Tensor,
+        offsets: Tensor,
+        lengths: Tensor,
+        values: TokenValues,
+        params: KernelParams,
+    ) -> None:
+        """`token_objective` of the scored tokens of whole sequences, which depend on each other."""
+        check_tokens(None, values, table=table, scored=scored)
+        with _on(table.device):
+            sequence_objective(sequences, table, scored, offsets, lengths, values, params)
+
+    def sums(
+        self,
+        scored: Tensor,
+        table: Tensor,
+        values: TokenValues,
+        params: KernelParams,
+        offsets: Tensor,
+        group_index: Tensor | None,
+        num_groups: int,
+    ) -> Sums:
+        """Sums of params.COLUMNS over the scored tokens."""
+        check_tokens(None, values, table=table, scored=scored)
+        with _on(table.device):
+            return tokens.sums(scored, table, values, params, offsets, group_index, num_groups)
 
     def linear_logp(
         self,
@@ -128,45 +192,6 @@ class TritonBackend(GatheringBackend):
         with _on(hidden.device):
             return anchored(hidden, weight, bias, ids, table, exponentials, params)
 
-    def objective(
-        self, log_ratio: Tensor, logp: Tensor, entropy: Tensor, table: Tensor, params: KernelParams
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(N,) each: value, d_ratio, d_direct, kl of every token at the given raw log ratios (N,)."""
-        check_table(table, log_ratio)
-        single = torch.float32
-        check_vectors(log_ratio, log_ratio=(log_ratio, single), logp=(logp, single), entropy=(entropy, single))
-        with _on(table.device):
-            return tokens.objective(log_ratio, logp, entropy, table, params)
-
-    def reduce(
-        self,
-        scored: Tensor,
-        log_ratio: Tensor,
-        logp: Tensor,
-        entropy: Tensor,
-        value: Tensor,
-        kl: Tensor,
-        g_logp: Tensor,
-        table: Tensor,
-        params: KernelParams,
-        cu_seqlens: Tensor,
-        group_index: Tensor | None,
-        num_groups: int,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(sequence_sums (S, K), group_sums (num_groups, K), totals (K,), extrema (3,)); K as in params.COLUMNS."""
-        check_table(table, scored)
-        single = torch.float32
-        check_vectors(
-            scored, scored=(scored, torch.bool), log_ratio=(log_ratio, single), logp=(logp, single),
-            entropy=(entropy, single), value=(value, single), kl=(kl, single), g_logp=(g_logp, single),
-        )  # fmt: skip
-        check_vectors(cu_seqlens, cu_seqlens=(cu_seqlens, torch.int64))
-        check_vectors(cu_seqlens[1:], group_index=(group_index, torch.int64))
-        with _on(table.device):
-            return tokens.reduce(
-                scored, log_ratio, logp, entropy, value, kl, g_logp, table, params, cu_seqlens, group_index, num_groups
-            )
-
     def add_rows(self, target: Tensor, ids: Tensor, scale: Tensor, rows: Tensor) -> None:
         """target[ids] += scale * rows. On a CPU alone, where the interpreter runs: GPU products need no correction."""
         TorchBackend().add_rows(target, ids, scale, rows)
@@ -175,7 +200,7 @@ class TritonBackend(GatheringBackend):
         self, rewards: Tensor, group_index: Tensor, num_groups: int, scale: str, baseline: str, ddof: int, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(advantages (B,), mean (num_groups,), std (num_groups,)); NaN rewards are left out and get 0."""
-        check_vectors(rewards, rewards=(rewards, torch.float32), group_index=(group_index, torch.int64))
+        check_rewards(rewards, group_index)
         with _on(rewards.device):
             return groups.group_statistics(rewards, group_index, num_groups, scale, baseline, ddof, eps)
 

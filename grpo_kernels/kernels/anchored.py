@@ -36,6 +36,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..params import FIELD, KernelParams, RowStats
+from .layout import TEMPERATURE
 from .maths import INV_LN2, LN2, expm1, log1p, softcap
 from .matmul import (
     COMBINED_PARTS,
@@ -49,8 +50,8 @@ from .matmul import (
     quarters,
     to_logits,
 )
-from .objective import scalars
-from .rows import TEMPERATURE, add_block, empty_stats, exponent, logit_scales, token_gradient
+from .objective import evaluate_token, scalars, variant
+from .rows import add_block, empty_stats, exponent, logit_scales
 
 HIGHEST_EXPONENT: tl.constexpr = tl.constexpr(100.0)  # of 2; sums over a vocabulary stay below 2^128
 LARGEST_REST: tl.constexpr = tl.constexpr(2.0**80)  # a row beyond it is repaired
@@ -171,7 +172,7 @@ def scale_kernel(
     tl.store(lse + rows, y_id.to(tl.float64) * to_z + log_sum, mask=live)
     tl.store(entropy + rows, h, mask=live)
 
-    g_logp, _ = token_gradient(token, table_pitch, live, log_p, h, p, SURROGATE, KL, HAS_BASE, BIAS_CORRECTION)
+    _, _, _, g_logp = evaluate_token(token, table_pitch, live, log_p, h, p, SURROGATE, KL, HAS_BASE, BIAS_CORRECTION)
     v = (-g_logp * chain / (1.0 + rest)).to(tl.float32)
     tl.store(scale + rows, tl.where(g_logp == 0.0, 0.0, v), mask=live)
     slope_id = tl.load(slope_ids + rows, mask=live, other=0.0)
@@ -215,7 +216,9 @@ def repair_kernel(
     tl.store(logp + rows, log_p)
     tl.store(lse + rows, top.to(tl.float64) * to_z + log_sum)
     tl.store(entropy + rows, nats)
-    g_logp, _ = token_gradient(token, table_pitch, live, log_p, nats, p, SURROGATE, KL, HAS_BASE, BIAS_CORRECTION)
+    _, _, _, g_logp = evaluate_token(
+        token, table_pitch, live, log_p, nats, p, SURROGATE, KL, HAS_BASE, BIAS_CORRECTION
+    )  # fmt: skip
     tl.store(scale + rows, tl.where(g_logp == 0.0, 0.0, (-g_logp * chain / total).to(tl.float32)))
 
     # E_id - S' without the cancellation
@@ -272,10 +275,7 @@ def anchored(
     partials = torch.empty(2, work.parts, count, dtype=torch.float64, device=hidden.device)
     overflown = torch.empty(count, dtype=torch.int8, device=hidden.device)
     p, capped = scalars(params), params.softcap != 0.0
-    variant = dict(
-        SURROGATE=params.surrogate, KL=params.kl, HAS_BASE=params.has_base, BIAS_CORRECTION=params.bias_correction,
-        CAPPED=capped,
-    )  # fmt: skip
+    compiled_in = dict(CAPPED=capped, **variant(params))
     results = *out, scale, overflown
 
     anchor_kernel[(triton.cdiv(count, ANCHOR_ROWS),)](
@@ -289,11 +289,11 @@ def anchored(
     scale_kernel[(triton.cdiv(count, COMBINED_ROWS),)](
         partials, y_ids, slope_ids, ids, table, exps, *results,
         count, vocab, work.parts, exps.stride(0), table.stride(0), p,
-        PARTS=COMBINED_PARTS, ROWS=COMBINED_ROWS, **variant,
+        PARTS=COMBINED_PARTS, ROWS=COMBINED_ROWS, **compiled_in,
     )  # fmt: skip
     repair_kernel[(count,)](
         hidden, weight, bias, ids, table, exps, *results,
         vocab, width, *pitches, exps.stride(0), table.stride(0), p,
-        COLUMNS=REPAIR_COLUMNS, BLOCK=REPAIR_BLOCK, num_warps=REPAIR_WARPS, **variant,
+        COLUMNS=REPAIR_COLUMNS, BLOCK=REPAIR_BLOCK, num_warps=REPAIR_WARPS, **compiled_in,
     )  # fmt: skip
     return out, scale

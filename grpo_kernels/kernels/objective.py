@@ -7,17 +7,32 @@ x is the raw log ratio: logp - base for a token, a mean or sum of those for a se
 derivative with respect to logp is d_ratio * dx/dlogp + d_direct. Where a clamp acts, the derivative is 0. A factor that
 is 0 selects an exact 0 and is never multiplied with something that may be infinite.
 
-The variant (SURROGATE, KL, BIAS_CORRECTION) is compiled in; the numbers (`Scalars`) are run-time float32 values.
+The variant (SURROGATE, KL, HAS_BASE, BIAS_CORRECTION) is compiled in; the numbers (`Scalars`) are run-time float32
+values. Of a batch's table and values kernels pass the address of a token's own column, and `tokens`, the number of
+columns, from one field to the next.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from ..params import EXPONENT_LIMIT, PRODUCT_LIMIT, KernelParams
+from .layout import (
+    ADVANTAGE,
+    BASE,
+    ENTROPY_THRESHOLD,
+    G_LOGP,
+    KL_VALUE,
+    LOG_RATIO,
+    MULTIPLIER,
+    REF,
+    VALUE,
+    WEIGHT_DIRECT,
+    WEIGHT_RATIO,
+)
 from .maths import expm1
 
 MAX_EXPONENT: tl.constexpr = tl.constexpr(EXPONENT_LIMIT)
@@ -40,10 +55,22 @@ class Scalars(NamedTuple):
     sapo_temperature_neg: float
     logit_scale: float
     softcap: float
+    off_policy_threshold: float
+    vespo_k_pos: float
+    vespo_k_neg: float
+    vespo_lambda_pos: float
+    vespo_lambda_neg: float
 
 
 def scalars(params: KernelParams) -> Scalars:
     return Scalars(*(float(getattr(params, name)) for name in Scalars._fields))
+
+
+def variant(params: KernelParams) -> dict[str, Any]:
+    """What of a token's objective is compiled in."""
+    return dict(
+        SURROGATE=params.surrogate, KL=params.kl, HAS_BASE=params.has_base, BIAS_CORRECTION=params.bias_correction
+    )
 
 
 @triton.jit
@@ -249,7 +276,51 @@ def token_objective(
 
 
 @triton.jit
-def d_loss_d_logp(d_ratio, d_direct, weight_ratio, weight_direct):
-    """The coefficient of a token whose ratio is its own; a weight of 0 selects 0."""
-    through_ratio = tl.where(weight_ratio != 0.0, weight_ratio * d_ratio, 0.0)
-    return through_ratio + tl.where(weight_direct != 0.0, weight_direct * d_direct, 0.0)
+def weighted(weight, slope):
+    """A weight of 0 selects 0, whatever the slope."""
+    return tl.where(weight != 0.0, weight * slope, 0.0)
+
+
+@triton.jit
+def own_log_ratio(column, tokens, live, logp, HAS_BASE: tl.constexpr):
+    """The raw log ratio of the token alone; `column` points to its column of the table."""
+    if HAS_BASE:
+        return logp - tl.load(column + BASE * tokens, mask=live, other=0.0)
+    return tl.zeros_like(logp)
+
+
+@triton.jit
+def objective_at(
+    column, tokens, live, x, logp, entropy, multiplier, p,
+    SURROGATE: tl.constexpr, KL: tl.constexpr, BIAS_CORRECTION: tl.constexpr,
+):  # fmt: skip
+    """token_objective with what the table says."""
+    A = tl.load(column + ADVANTAGE * tokens, mask=live, other=0.0)
+    ref = tl.load(column + REF * tokens, mask=live, other=0.0)
+    threshold = tl.load(column + ENTROPY_THRESHOLD * tokens, mask=live, other=0.0)
+    return token_objective(p, x, logp, entropy, A, ref, multiplier, threshold, SURROGATE, KL, BIAS_CORRECTION)
+
+
+@triton.jit
+def evaluate_token(
+    column, tokens, live, logp, entropy, p,
+    SURROGATE: tl.constexpr, KL: tl.constexpr, HAS_BASE: tl.constexpr, BIAS_CORRECTION: tl.constexpr,
+):  # fmt: skip
+    """(log ratio, value, KL, d loss / d logp) of tokens that depend on themselves alone."""
+    x = own_log_ratio(column, tokens, live, logp, HAS_BASE)
+    multiplier = tl.load(column + MULTIPLIER * tokens, mask=live, other=0.0)
+    value, d_ratio, d_direct, kl = objective_at(
+        column, tokens, live, x, logp, entropy, multiplier, p, SURROGATE, KL, BIAS_CORRECTION
+    )
+    g_logp = weighted(tl.load(column + WEIGHT_RATIO * tokens, mask=live, other=0.0), d_ratio)
+    g_logp += weighted(tl.load(column + WEIGHT_DIRECT * tokens, mask=live, other=0.0), d_direct)
+    return x, value, kl, g_logp
+
+
+@triton.jit
+def store_objective(column, tokens, live, x, value, kl, g_logp):
+    """`column` points to the token's column of the values."""
+    tl.store(column + LOG_RATIO * tokens, x, mask=live)
+    tl.store(column + VALUE * tokens, value, mask=live)
+    tl.store(column + KL_VALUE * tokens, kl, mask=live)
+    tl.store(column + G_LOGP * tokens, g_logp, mask=live)

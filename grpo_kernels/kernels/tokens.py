@@ -1,11 +1,11 @@
-"""Tokens after the vocabulary is gone: the objective at given log-probabilities, and sums over everything.
+"""Tokens after the vocabulary is gone: the objective from log-probabilities, and sums over everything.
 
-`reduce` goes tokens -> sequences -> groups and the batch, in float64 and in index order: no atomics, and two runs give
+`sums` goes tokens -> sequences -> groups and the batch, in float64 and in index order: no atomics, and two runs give
 the same bits. A program owns a few sequences and walks their tokens in blocks; then one program per group, and one for
 the whole batch, walks the rows of sequence sums. Unscored tokens are never read.
 
-Per token: objective reads 7 floats and writes 4; reduce reads 13 floats and one byte. 16,384 tokens are 1 MB: both are
-launches of a few microseconds on an H200, two for reduce.
+Per token: token_objective reads 9 floats and writes 4; sums reads 13 floats and one byte. 16,384 tokens are 1 MB: both
+are launches of a few microseconds on an H200, two for sums.
 """
 
 from __future__ import annotations
@@ -15,114 +15,109 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..params import COLUMN, COLUMNS, FIELD, KernelParams
+from ..params import COLUMNS, KernelParams, Rows, Sums, TokenValues
 from .launch import token_launch
-from .objective import clamped_log_ratio, scalars, token_objective
+from .layout import (
+    ADVANTAGE,
+    APPROX_KL,
+    BASE,
+    CISPO_CLIP,
+    CLIP_HIGH,
+    CLIP_LOW,
+    COLUMN_COUNT,
+    COLUMN_WIDTH,
+    ENTROPY,
+    ENTROPY_SUM,
+    G_LOGP,
+    KL_SUM,
+    KL_VALUE,
+    LOG_RATIO,
+    LOGP,
+    LOSS_SUM,
+    MISMATCH,
+    MISMATCH_COUNT,
+    RATIO,
+    ROLLOUT,
+    ROLLOUT_WEIGHT,
+    TOKENS,
+    VALUE,
+    WEIGHT_DIRECT,
+    WEIGHT_ENTROPY,
+    WEIGHT_SQUARES,
+    WEIGHT_SUM,
+    ZERO_GRADIENT,
+)
+from .objective import clamped_log_ratio, evaluate_token, scalars, store_objective, variant
+from .rows import tokens_of
 
-ADVANTAGE: tl.constexpr = tl.constexpr(FIELD["advantage"])
-BASE: tl.constexpr = tl.constexpr(FIELD["base"])
-REF: tl.constexpr = tl.constexpr(FIELD["ref"])
-MULTIPLIER: tl.constexpr = tl.constexpr(FIELD["multiplier"])
-WEIGHT_DIRECT: tl.constexpr = tl.constexpr(FIELD["weight_direct"])
-WEIGHT_ENTROPY: tl.constexpr = tl.constexpr(FIELD["weight_entropy"])
-ENTROPY_THRESHOLD: tl.constexpr = tl.constexpr(FIELD["entropy_threshold"])
-ROLLOUT: tl.constexpr = tl.constexpr(FIELD["rollout"])
-ROLLOUT_WEIGHT: tl.constexpr = tl.constexpr(FIELD["rollout_weight"])
 
-LOSS: tl.constexpr = tl.constexpr(COLUMN["loss"])
-TOKENS: tl.constexpr = tl.constexpr(COLUMN["tokens"])
-KL_SUM: tl.constexpr = tl.constexpr(COLUMN["kl"])
-ENTROPY: tl.constexpr = tl.constexpr(COLUMN["entropy"])
-RATIO: tl.constexpr = tl.constexpr(COLUMN["ratio"])
-CLIP_LOW: tl.constexpr = tl.constexpr(COLUMN["clip_low"])
-CLIP_HIGH: tl.constexpr = tl.constexpr(COLUMN["clip_high"])
-CISPO_CLIP: tl.constexpr = tl.constexpr(COLUMN["cispo_clip"])
-APPROX_KL: tl.constexpr = tl.constexpr(COLUMN["approx_kl"])
-MISMATCH: tl.constexpr = tl.constexpr(COLUMN["mismatch"])
-MISMATCH_COUNT: tl.constexpr = tl.constexpr(COLUMN["mismatch_count"])
-WEIGHT_SUM: tl.constexpr = tl.constexpr(COLUMN["rollout_weight"])
-WEIGHT_SQUARES: tl.constexpr = tl.constexpr(COLUMN["rollout_weight_sq"])
-ZERO_GRADIENT: tl.constexpr = tl.constexpr(COLUMN["zero_gradient"])
-COLUMN_COUNT: tl.constexpr = tl.constexpr(len(COLUMNS))
-WIDTH: tl.constexpr = tl.constexpr(triton.next_power_of_2(len(COLUMNS)))
-
-
-@triton.jit(do_not_specialize=["log_ratio", "logp", "entropy", "table", "out", "count", "pitch"])
-def objective_kernel(
-    log_ratio, logp, entropy, table, out, count, pitch, p,
-    SURROGATE: tl.constexpr, KL: tl.constexpr, BIAS_CORRECTION: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit(do_not_specialize=["start", "index", "table", "values", "count", "tokens"])
+def token_objective_kernel(
+    start, index, table, values, count, tokens, p,
+    SURROGATE: tl.constexpr, KL: tl.constexpr, HAS_BASE: tl.constexpr, BIAS_CORRECTION: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    live = i < count
-    token = table + i
-    value, d_ratio, d_direct, kl = token_objective(
-        p,
-        tl.load(log_ratio + i, mask=live, other=0.0),
-        tl.load(logp + i, mask=live, other=0.0),
-        tl.load(entropy + i, mask=live, other=0.0),
-        tl.load(token + ADVANTAGE * pitch, mask=live, other=0.0),
-        tl.load(token + REF * pitch, mask=live, other=0.0),
-        tl.load(token + MULTIPLIER * pitch, mask=live, other=0.0),
-        tl.load(token + ENTROPY_THRESHOLD * pitch, mask=live, other=0.0),
-        SURROGATE, KL, BIAS_CORRECTION,
-    )  # fmt: skip
-    tl.store(out + i, value, mask=live)
-    tl.store(out + count + i, d_ratio, mask=live)
-    tl.store(out + 2 * count + i, d_direct, mask=live)
-    tl.store(out + 3 * count + i, kl, mask=live)
+    rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    live = rows < count
+    token = tokens_of(rows, start, index, live)
+    found = values + token
+    logp = tl.load(found + LOGP * tokens, mask=live, other=0.0)
+    entropy = tl.load(found + ENTROPY * tokens, mask=live, other=0.0)
+    x, value, kl, g_logp = evaluate_token(
+        table + token, tokens, live, logp, entropy, p, SURROGATE, KL, HAS_BASE, BIAS_CORRECTION
+    )
+    store_objective(found, tokens, live, x, value, kl, g_logp)
 
 
 @triton.jit
 def add_column(sums, column, values):
-    """sums (SEQUENCES, WIDTH) float64 with the row sums of values (SEQUENCES, BLOCK) added in one column."""
-    here = tl.arange(0, WIDTH)[None, :] == column
+    """sums (SEQUENCES, COLUMN_WIDTH) float64 with the row sums of values (SEQUENCES, BLOCK) added in one column."""
+    here = tl.arange(0, COLUMN_WIDTH)[None, :] == column
     return sums + tl.where(here, tl.sum(values.to(tl.float64), 1)[:, None], 0.0)
 
 
-@triton.jit(do_not_specialize=[
-    "scored", "log_ratio", "logp", "entropy", "value", "kl", "g_logp", "table", "cu_seqlens", "count", "pitch",
-])  # fmt: skip
+@triton.jit(do_not_specialize=["scored", "values", "table", "offsets", "count", "tokens"])
 def sequence_kernel(
-    scored, log_ratio, logp, entropy, value, kl, g_logp, table, cu_seqlens, sums_out, extrema_out, count, pitch, p,
+    scored, values, table, offsets, exact_out, sums_out, extrema_out, count, tokens, p,
     HAS_BASE: tl.constexpr, AGAINST_ROLLOUT: tl.constexpr, SEQUENCES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(0).to(tl.int64) * SEQUENCES + tl.arange(0, SEQUENCES)
     live = sequence < count
-    start = tl.load(cu_seqlens + sequence, mask=live, other=0)
-    stop = tl.load(cu_seqlens + sequence + 1, mask=live, other=0)
-    sums = tl.zeros((SEQUENCES, WIDTH), tl.float64)
+    start = tl.load(offsets + sequence, mask=live, other=0)
+    stop = tl.load(offsets + sequence + 1, mask=live, other=0)
+    sums = tl.zeros((SEQUENCES, COLUMN_WIDTH), tl.float64)
     ratio_min = tl.full((SEQUENCES,), float("inf"), tl.float32)
     ratio_max = tl.full((SEQUENCES,), -float("inf"), tl.float32)
     mismatch_max = tl.full((SEQUENCES,), -float("inf"), tl.float32)
     for first in range(0, tl.max(stop - start, 0), BLOCK):
         i = start[:, None] + first + tl.arange(0, BLOCK)[None, :]
         on = tl.load(scored + i, mask=i < stop[:, None], other=0) != 0
-        token = table + i
-        log_p = tl.load(logp + i, mask=on, other=0.0)
-        h = tl.load(entropy + i, mask=on, other=0.0)
-        A = tl.load(token + ADVANTAGE * pitch, mask=on, other=0.0)
-        weight = tl.load(token + WEIGHT_DIRECT * pitch, mask=on, other=0.0)
-        weight_entropy = tl.load(token + WEIGHT_ENTROPY * pitch, mask=on, other=0.0)
-        rollout = tl.load(token + ROLLOUT * pitch, mask=on, other=float("nan"))
-        rollout_weight = tl.load(token + ROLLOUT_WEIGHT * pitch, mask=on, other=0.0)
+        token, found = table + i, values + i
+        log_p = tl.load(found + LOGP * tokens, mask=on, other=0.0)
+        h = tl.load(found + ENTROPY * tokens, mask=on, other=0.0)
+        A = tl.load(token + ADVANTAGE * tokens, mask=on, other=0.0)
+        weight = tl.load(token + WEIGHT_DIRECT * tokens, mask=on, other=0.0)
+        weight_entropy = tl.load(token + WEIGHT_ENTROPY * tokens, mask=on, other=0.0)
+        rollout = tl.load(token + ROLLOUT * tokens, mask=on, other=float("nan"))
+        rollout_weight = tl.load(token + ROLLOUT_WEIGHT * tokens, mask=on, other=0.0)
         base = log_p
         if HAS_BASE:
-            base = tl.load(token + BASE * pitch, mask=on, other=0.0)
-        ratio = tl.exp(clamped_log_ratio(p, tl.load(log_ratio + i, mask=on, other=0.0)))
+            base = tl.load(token + BASE * tokens, mask=on, other=0.0)
+        ratio = tl.exp(clamped_log_ratio(p, tl.load(found + LOG_RATIO * tokens, mask=on, other=0.0)))
         bounded = tl.where(ratio < p.delta, ratio, p.delta)
         known = on & (rollout == rollout)
         trained = base
         if AGAINST_ROLLOUT:
             trained = log_p
         mismatch = tl.where(known, tl.abs(trained - rollout), 0.0)
-        by_value = tl.where(weight != 0.0, weight * tl.load(value + i, mask=on, other=0.0), 0.0)
+        by_value = tl.where(weight != 0.0, weight * tl.load(found + VALUE * tokens, mask=on, other=0.0), 0.0)
         by_entropy = tl.where(weight_entropy != 0.0, weight_entropy * h, 0.0)
-        still = on & (tl.load(g_logp + i, mask=on, other=0.0) == 0.0) & (weight_entropy == 0.0)
+        still = on & (tl.load(found + G_LOGP * tokens, mask=on, other=0.0) == 0.0) & (weight_entropy == 0.0)
 
-        sums = add_column(sums, LOSS, by_value.to(tl.float64) + by_entropy)
+        sums = add_column(sums, LOSS_SUM, by_value.to(tl.float64) + by_entropy)
         sums = add_column(sums, TOKENS, on)
-        sums = add_column(sums, KL_SUM, tl.load(kl + i, mask=on, other=0.0))
-        sums = add_column(sums, ENTROPY, h)
+        sums = add_column(sums, KL_SUM, tl.load(found + KL_VALUE * tokens, mask=on, other=0.0))
+        sums = add_column(sums, ENTROPY_SUM, h)
         sums = add_column(sums, RATIO, tl.where(on, ratio, 0.0))
         sums = add_column(sums, CLIP_LOW, on & (bounded < 1.0 - p.epsilon_low) & (A < 0.0))
         sums = add_column(sums, CLIP_HIGH, on & (bounded > 1.0 + p.epsilon_high) & (A > 0.0))
@@ -140,9 +135,11 @@ def sequence_kernel(
         ratio_min = tl.where(low < ratio_min, low, ratio_min)
         ratio_max = tl.where(high > ratio_max, high, ratio_max)
         mismatch_max = tl.where(drift > mismatch_max, drift, mismatch_max)
-    column = tl.arange(0, WIDTH)
+    column = tl.arange(0, COLUMN_WIDTH)
     inside = live[:, None] & (column < COLUMN_COUNT)[None, :]
-    tl.store(sums_out + sequence[:, None] * COLUMN_COUNT + column[None, :], sums, mask=inside)
+    at = sequence[:, None] * COLUMN_COUNT + column[None, :]
+    tl.store(exact_out + at, sums, mask=inside)
+    tl.store(sums_out + at, sums.to(tl.float32), mask=inside)
     tl.store(extrema_out + 3 * sequence, ratio_min, mask=live)
     tl.store(extrema_out + 3 * sequence + 1, ratio_max, mask=live)
     tl.store(extrema_out + 3 * sequence + 2, mismatch_max, mask=live)
@@ -155,9 +152,9 @@ def group_kernel(
     """Programs 0 .. num_groups - 1 add up the sequences of their group, the last one adds up all."""
     group = tl.program_id(0)
     everything = group == num_groups
-    column = tl.arange(0, WIDTH)
+    column = tl.arange(0, COLUMN_WIDTH)
     wanted = column < COLUMN_COUNT
-    acc = tl.zeros((WIDTH,), tl.float64)
+    acc = tl.zeros((COLUMN_WIDTH,), tl.float64)
     ratio_min, ratio_max, mismatch_max = float("inf"), -float("inf"), -float("inf")
     for first in range(0, count, BLOCK):
         sequence = first + tl.arange(0, BLOCK).to(tl.int64)
@@ -184,55 +181,47 @@ def group_kernel(
 # --- launchers ------------------------------------------------------------------------------------------------------
 
 
-def objective(
-    log_ratio: Tensor, logp: Tensor, entropy: Tensor, table: Tensor, params: KernelParams
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(value, d_ratio, d_direct, kl), (N,) each, at the raw log ratios (N,)."""
-    count = log_ratio.numel()
-    out = torch.empty(4, count, dtype=torch.float32, device=log_ratio.device)
+def token_objective(rows: Rows, table: Tensor, values: TokenValues, params: KernelParams) -> None:
+    """log_ratio, value, kl and g_logp of these tokens from their logp and entropy."""
+    count = len(rows)
     if count:
-        launch = token_launch(log_ratio.device)
+        launch = token_launch(table.device)
         block = launch.sequences * launch.block
-        objective_kernel[(triton.cdiv(count, block),)](
-            log_ratio, logp, entropy, table, out, count, table.stride(0), scalars(params),
-            SURROGATE=params.surrogate, KL=params.kl, BIAS_CORRECTION=params.bias_correction,
-            BLOCK=block, num_warps=launch.num_warps,
+        token_objective_kernel[(triton.cdiv(count, block),)](
+            rows.start, rows.index, table, values.columns, count, table.shape[1], scalars(params),
+            BLOCK=block, num_warps=launch.num_warps, **variant(params),
         )  # fmt: skip
-    return out[0], out[1], out[2], out[3]
 
 
-def reduce(
+def sums(
     scored: Tensor,
-    log_ratio: Tensor,
-    logp: Tensor,
-    entropy: Tensor,
-    value: Tensor,
-    kl: Tensor,
-    g_logp: Tensor,
     table: Tensor,
+    values: TokenValues,
     params: KernelParams,
-    cu_seqlens: Tensor,
+    offsets: Tensor,
     group_index: Tensor | None,
     num_groups: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(sequence_sums (S, K) float64, group_sums (num_groups, K), totals (K,), extrema (3,)); K as in params.COLUMNS."""
-    sequences, device = cu_seqlens.numel() - 1, scored.device
-    groups = 0 if group_index is None else num_groups
-    sums = torch.empty(sequences, len(COLUMNS), dtype=torch.float64, device=device)
-    extrema = torch.empty(sequences, 3, dtype=torch.float32, device=device)
-    group_sums = torch.empty(groups, len(COLUMNS), dtype=torch.float32, device=device)
-    totals, total_extrema = group_sums.new_empty(len(COLUMNS)), group_sums.new_empty(3)
+) -> Sums:
+    """Sums of COLUMNS over scored tokens."""
+    sequences, groups, device = offsets.numel() - 1, 0 if group_index is None else num_groups, scored.device
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    width = len(COLUMNS)
+    found = Sums(empty(sequences, width), empty(groups, width), empty(width), empty(3))
+    exact, extrema = empty(sequences, width, dtype=torch.float64), empty(sequences, 3)
     launch = token_launch(device)
     if sequences:
         sequence_kernel[(triton.cdiv(sequences, launch.sequences),)](
-            scored.view(torch.uint8), log_ratio, logp, entropy, value, kl, g_logp, table, cu_seqlens, sums, extrema,
-            sequences, table.stride(0), scalars(params),
+            scored.view(torch.uint8), values.columns, table, offsets, exact, found.sequences, extrema,
+            sequences, table.shape[1], scalars(params),
             HAS_BASE=params.has_base,
             # DPPO and IPO divide by the rollout itself: there the current policy is compared with it.
             AGAINST_ROLLOUT=params.surrogate in ("dppo_tv", "ipo"),
             SEQUENCES=launch.sequences, BLOCK=launch.block, num_warps=launch.num_warps,
         )  # fmt: skip
     group_kernel[(groups + 1,)](
-        sums, extrema, group_index, group_sums, totals, total_extrema, sequences, groups, BLOCK=64, num_warps=4
+        exact, extrema, group_index, found.groups, found.totals, found.extrema, sequences, groups, BLOCK=64, num_warps=4
     )
-    return sums, group_sums, totals, total_extrema
+    return found

@@ -25,7 +25,7 @@ from torch import Tensor
 from triton.errors import TritonError
 from triton.runtime.errors import OutOfResources
 
-from ..params import FIELD, TABLE_FIELDS, KernelParams
+from ..params import FIELD, TABLE_FIELDS, KernelParams, Rows, no_values
 from . import rows
 from .anchored import anchored
 from .launch import (
@@ -155,10 +155,13 @@ def _row_subject(head: Head, dtype: torch.dtype) -> Subject:
     logits = torch.empty_like(source)
     grad = logits.view(head.dtype)[:, : head.vocab]
     ids, table = _ids(head), _table(head)
+    every, temperature = Rows(0, head.rows), table[FIELD["temperature"]]
+    first, second = (no_values(head.rows, torch.float32, head.device) for _ in range(2))
 
     def run() -> Sequence[Tensor]:
-        first = rows.stats(logits, ids, table[FIELD["temperature"]], PARAMS)
-        return (*first, *rows.fused(logits, grad, ids, table, PARAMS, None), grad)
+        rows.statistics(logits, every, ids, temperature, first, PARAMS, None)
+        rows.single_pass(logits, every, ids, table, second, PARAMS, None, grad, None)
+        return *first, *second, grad
 
     candidates = row_candidates(architecture(head.device))
     return Subject("rows", row_shape(head.vocab, dtype), candidates, lambda: logits.copy_(source), run)

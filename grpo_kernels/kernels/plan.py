@@ -1,0 +1,374 @@
+"""The plan of a call: lengths of sequences, the table and flags of every token, the order of the rows. See params.py.
+
+    lengths_kernel     a few sequences per program: offsets, unmasked tokens, and where the tokens of a sequence move
+                       together whether the surrogate moves any
+    table_kernel       a block of tokens per program: everything per token, and how many of the block are active
+    order_kernel       a block of tokens per program: places from the numbers of the blocks before and a scan of its
+                       own; with them one program per sequence that counts its active tokens
+
+Nothing here depends on the order in which programs run: counts are integers, and every other number is its token's.
+A block of tokens adds up the lengths of all sequences, or the counts of all blocks, from the L2 cache: 4 bytes for each
+sequence, 8 for each 512 tokens. Per token it reads up to 45 bytes and writes 96; 16,384 tokens are 2.3 MB, and three
+launches of a few microseconds on an H200.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..params import TABLE_FIELDS, VALUE_FIELDS, PlannedTokens, PlanRules, TokenInputs, TokenValues, is_per_sequence
+from .launch import token_launch
+from .layout import (
+    ADVANTAGE,
+    BASE,
+    ENTROPY_THRESHOLD,
+    MULTIPLIER,
+    REF,
+    ROLLOUT,
+    ROLLOUT_WEIGHT,
+    TEMPERATURE,
+    VALUE_COUNT,
+    WEIGHT_DIRECT,
+    WEIGHT_ENTROPY,
+    WEIGHT_RATIO,
+)
+
+MASK_BLOCKS = 8  # blocks of tokens that lengths_kernel looks at together: it reads little of each
+ADDED_AT_ONCE = 1024  # numbers of sequences or of blocks
+
+SCALAR, PER_SEQUENCE, PER_TOKEN = "scalar", "sequence", "token"  # what an input has one value for
+
+
+class Rules(NamedTuple):
+    """PlanRules as numbers that are not compiled in. Flags are 0 or 1: Triton specialises integers, but no floats."""
+
+    divides_by_rollout: float
+    multiplies_rollout_weight: float
+    divides_by_length: float  # the numerator of the weight
+    counts_tokens: float  # the denominator is their number; otherwise `denominator`
+    has_slope: float  # the chain rule of a sequence ratio is known: it is 1
+    slope_is_mean: float
+    needs_advantage: float
+    kl_moves: float
+    score_inactive: float
+    denominator: float
+    entropy_coef: float
+    temperature: float
+    entropy_threshold: float
+
+
+def numbers(rules: PlanRules, sequences: int) -> Rules:
+    by_sequence = rules.level != "token"
+    found = Rules(
+        divides_by_rollout=rules.divides_by_rollout,
+        multiplies_rollout_weight=rules.multiplies_rollout_weight,
+        divides_by_length=rules.aggregation == "seq_mean",
+        counts_tokens=rules.aggregation in ("token_mean", "num_items"),
+        has_slope=by_sequence and not rules.whole_sequences,
+        slope_is_mean=rules.level == "sequence",
+        needs_advantage=rules.needs_advantage,
+        kl_moves=rules.kl_moves,
+        score_inactive=rules.score_inactive,
+        denominator=sequences * (rules.max_completion_length if rules.aggregation == "fixed_length" else 1),
+        entropy_coef=rules.entropy_coef,
+        temperature=rules.temperature,
+        entropy_threshold=rules.entropy_threshold,
+    )
+    return Rules(*map(float, found))
+
+
+@triton.jit
+def is_unmasked(mask, token, inside):
+    if mask is None:
+        return inside
+    return tl.load(mask + token, mask=inside, other=0) != 0
+
+
+@triton.jit
+def given(x, token, sequence, wanted, fill, MODE: tl.constexpr):
+    """Float32 values of an input of this MODE, absent or not; `fill` where they are not wanted."""
+    if x is None:
+        return tl.full(token.shape, fill, tl.float32)
+    place = token
+    if MODE == "sequence":
+        place = sequence
+    elif MODE == "scalar":
+        place = tl.zeros_like(token)
+    return tl.where(wanted, tl.load(x + place, mask=wanted, other=0).to(tl.float32), fill)
+
+
+@triton.jit
+def surrogate_inputs(
+    advantages, old, rollout, rollout_weights, token, sequence, unmasked, rules,
+    ADVANTAGES: tl.constexpr, WEIGHTS: tl.constexpr,
+):  # fmt: skip
+    """(advantage, base, multiplier, rollout weight, whether the surrogate moves the token by itself)."""
+    advantage = given(advantages, token, sequence, unmasked, 0.0, ADVANTAGES)
+    base = given(old, token, sequence, unmasked, 0.0, "token")
+    weight = given(rollout_weights, token, sequence, unmasked, 1.0, WEIGHTS)
+    multiplier = tl.where(rules.multiplies_rollout_weight != 0.0, weight, 1.0)
+    if rollout is not None:
+        sampled = given(rollout, token, sequence, unmasked, 0.0, "token")
+        divides, known = rules.divides_by_rollout != 0.0, sampled == sampled
+        base = tl.where(divides & known, sampled, base)
+        if old is None:  # nothing to divide by: no surrogate
+            multiplier = tl.where(divides & ~known, 0.0, multiplier)
+    moved = unmasked & (multiplier != 0.0) & ((advantage != 0.0) | (rules.needs_advantage == 0.0))
+    return advantage, base, multiplier, weight, moved
+
+
+@triton.jit(do_not_specialize=[
+    "cu_seqlens", "row_length", "mask", "advantages", "old", "rollout", "rollout_weights", "offsets", "lengths",
+    "moves", "sequences", "tokens",
+])  # fmt: skip
+def lengths_kernel(
+    cu_seqlens, row_length, mask, advantages, old, rollout, rollout_weights, offsets, lengths, moves,
+    sequences, tokens, rules,
+    ADVANTAGES: tl.constexpr, WEIGHTS: tl.constexpr, SEQUENCES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`moves` is absent where tokens move by themselves."""
+    s = tl.program_id(0).to(tl.int64) * SEQUENCES + tl.arange(0, SEQUENCES)
+    live = s < sequences
+    if cu_seqlens is None:
+        start = s * row_length
+        stop = start + row_length
+    else:
+        # Clamped: on a GPU nobody has looked whether these are offsets, and from here on they are addresses.
+        start = tl.load(cu_seqlens + s, mask=s <= sequences, other=0).to(tl.int64)
+        stop = tl.load(cu_seqlens + s + 1, mask=live, other=0).to(tl.int64)
+        start = tl.minimum(tl.maximum(start, 0), tokens)
+        stop = tl.minimum(tl.maximum(stop, 0), tokens)
+    tl.store(offsets + s, start, mask=s <= sequences)
+    length = tl.zeros((SEQUENCES,), tl.int32)
+    moved = tl.zeros((SEQUENCES,), tl.int32)
+    for first in range(0, tl.max(tl.where(live, stop - start, 0), 0), BLOCK):
+        t = start[:, None] + first + tl.arange(0, BLOCK)[None, :]
+        unmasked = is_unmasked(mask, t, live[:, None] & (t < stop[:, None]))
+        length += tl.sum(unmasked.to(tl.int32), 1)
+        if moves is not None:
+            _, _, _, _, by_itself = surrogate_inputs(
+                advantages, old, rollout, rollout_weights, t, tl.broadcast_to(s[:, None], t.shape), unmasked, rules,
+                ADVANTAGES, WEIGHTS,
+            )  # fmt: skip
+            moved += tl.sum(by_itself.to(tl.int32), 1)
+    tl.store(lengths + s, length.to(tl.float32), mask=live)
+    if moves is not None:
+        tl.store(moves + s, moved, mask=live)
+
+
+@triton.jit
+def sequence_of(token, offsets, sequences, steps):
+    """The last sequence that does not begin after the token: of those that begin there, the one that is not empty."""
+    low = tl.zeros_like(token)
+    high = tl.zeros_like(token) + sequences
+    for _ in range(steps):  # low <= answer < high
+        middle = (low + high) // 2
+        begun = tl.load(offsets + middle) <= token
+        low, high = tl.where(begun, middle, low), tl.where(begun, high, middle)
+    return low
+
+
+@triton.jit(do_not_specialize=[
+    "mask", "ids", "advantages", "old", "ref", "rollout", "rollout_weights", "temperature", "threshold", "normalizer",
+    "offsets", "lengths", "moves", "table", "values", "lse", "scored", "active", "clean_ids", "block_counts",
+    "row_length", "sequences", "tokens", "steps",
+])  # fmt: skip
+def table_kernel(
+    mask, ids, advantages, old, ref, rollout, rollout_weights, temperature, threshold, normalizer,
+    offsets, lengths, moves, table, values, lse, scored, active, clean_ids, block_counts,
+    row_length, sequences, tokens, steps, rules,
+    ADVANTAGES: tl.constexpr, WEIGHTS: tl.constexpr, TEMPERATURES: tl.constexpr, MANY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`row_length` is absent where sequences are packed, `clean_ids` where the ids are clean."""
+    block = tl.program_id(0)
+    t = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = t < tokens
+    unmasked = is_unmasked(mask, t, inside)
+    m = unmasked.to(tl.float32)
+    if row_length is None:
+        s = sequence_of(t, offsets, sequences, steps)
+    else:
+        s = t // row_length
+    length = tl.load(lengths + s, mask=inside, other=0.0)
+    length = tl.where(length > 1.0, length, 1.0)  # a sequence of none has no token to weigh
+
+    total_sum = tl.zeros((MANY,), tl.float64)
+    for first in range(0, sequences, MANY):
+        other = first + tl.arange(0, MANY)
+        total_sum += tl.load(lengths + other, mask=other < sequences, other=0.0).to(tl.float64)
+    total = tl.sum(total_sum, 0).to(tl.float32)
+    total = tl.where(total > 1.0, total, 1.0)
+
+    # Divisions are rounded as torch rounds them, by zero too.
+    denominator = tl.where(rules.counts_tokens != 0.0, total, rules.denominator)
+    divisor = denominator
+    share = tl.full((), 1.0, tl.float32)
+    if normalizer is not None:
+        divisor = tl.load(normalizer).to(tl.float32)
+        share = tl.div_rn(denominator, divisor)
+    numerator = tl.where(rules.divides_by_length != 0.0, tl.div_rn(m, length), m)
+    weight = tl.div_rn(numerator, divisor)
+    slope = tl.where(rules.slope_is_mean != 0.0, tl.div_rn(m, length), m)
+    weight_ratio = tl.where(rules.has_slope != 0.0, slope * (length * weight), weight)
+    per_token = tl.div_rn(-rules.entropy_coef * share, total) * m
+    weight_entropy = tl.where(rules.entropy_coef == 0.0, 0.0, per_token)
+
+    advantage, base, multiplier, rollout_weight, moved = surrogate_inputs(
+        advantages, old, rollout, rollout_weights, t, s, unmasked, rules, ADVANTAGES, WEIGHTS
+    )
+    own_temperature = tl.full(t.shape, 1.0, tl.float32) * rules.temperature
+    if temperature is not None:
+        own_temperature = given(temperature, t, s, unmasked, 1.0, TEMPERATURES)
+    lowest_entropy = tl.full(t.shape, 1.0, tl.float32) * rules.entropy_threshold
+    if threshold is not None:
+        lowest_entropy = tl.zeros_like(lowest_entropy) + tl.load(threshold).to(tl.float32)
+
+    column = table + t
+    tl.store(column + ADVANTAGE * tokens, advantage, mask=inside)
+    tl.store(column + BASE * tokens, base, mask=inside)
+    tl.store(column + REF * tokens, given(ref, t, s, unmasked, 0.0, "token"), mask=inside)
+    tl.store(column + MULTIPLIER * tokens, multiplier, mask=inside)
+    tl.store(column + WEIGHT_RATIO * tokens, weight_ratio, mask=inside)
+    tl.store(column + WEIGHT_DIRECT * tokens, weight, mask=inside)
+    tl.store(column + WEIGHT_ENTROPY * tokens, weight_entropy, mask=inside)
+    tl.store(column + TEMPERATURE * tokens, own_temperature, mask=inside)
+    tl.store(column + ENTROPY_THRESHOLD * tokens, lowest_entropy, mask=inside)
+    tl.store(column + ROLLOUT * tokens, given(rollout, t, s, unmasked, float("nan"), "token"), mask=inside)
+    tl.store(column + ROLLOUT_WEIGHT * tokens, rollout_weight, mask=inside)
+    for field in tl.static_range(VALUE_COUNT):
+        tl.store(values + field * tokens + t, tl.zeros(t.shape, tl.float32), mask=inside)
+    tl.store(lse + t, tl.zeros(t.shape, tl.float64), mask=inside)
+    if clean_ids is not None:
+        tl.store(clean_ids + t, tl.load(ids + t, mask=unmasked, other=0).to(tl.int64), mask=inside)
+
+    if moves is not None:
+        moved = tl.load(moves + s, mask=inside, other=0) != 0
+    by_value = (weight != 0.0) & (moved | (rules.kl_moves != 0.0))
+    is_active = unmasked & (by_value | ((rules.entropy_coef != 0.0) & (weight_entropy != 0.0)))
+    is_scored = is_active | (unmasked & (rules.score_inactive != 0.0))
+    tl.store(active + t, is_active.to(tl.uint8), mask=inside)
+    tl.store(scored + t, is_scored.to(tl.uint8), mask=inside)
+    if block_counts is not None:
+        tl.store(block_counts + 2 * block, tl.sum(is_active.to(tl.int32), 0))
+        tl.store(block_counts + 2 * block + 1, tl.sum((is_scored & ~is_active).to(tl.int32), 0))
+
+
+@triton.jit
+def sum_counts(block_counts, blocks, end, MANY: tl.constexpr):
+    """(number of all, number of those before `end`) for one of the two counts of every block."""
+    every = tl.zeros((MANY,), tl.int64)
+    before = tl.zeros((MANY,), tl.int64)
+    for first in range(0, blocks, MANY):
+        other = first + tl.arange(0, MANY)
+        count = tl.load(block_counts + 2 * other, mask=other < blocks, other=0)
+        every += count
+        before += tl.where(other < end, count, 0)
+    return tl.sum(every, 0), tl.sum(before, 0)
+
+
+@triton.jit(do_not_specialize=["scored", "active", "offsets", "block_counts", "order", "counts", "blocks", "tokens"])
+def order_kernel(
+    scored, active, offsets, block_counts, order, counts, blocks, tokens, MANY: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    program = tl.program_id(0)
+    inner = tl.arange(0, BLOCK).to(tl.int64)
+    if program < blocks:
+        t = program.to(tl.int64) * BLOCK + inner
+        inside = t < tokens
+        first = tl.load(active + t, mask=inside, other=0).to(tl.int32)
+        rest = (tl.load(scored + t, mask=inside, other=0) != 0).to(tl.int32) - first
+        all_active, active_before = sum_counts(block_counts, blocks, program, MANY)
+        all_rest, rest_before = sum_counts(block_counts + 1, blocks, program, MANY)
+        tl.store(order + active_before + tl.cumsum(first, 0) - 1, t, mask=first != 0)
+        tl.store(order + all_active + rest_before + tl.cumsum(rest, 0) - 1, t, mask=rest != 0)
+        if program == 0:
+            tl.store(counts, all_active)
+            tl.store(counts + 1, all_rest)
+    else:
+        s = program - blocks
+        start, stop = tl.load(offsets + s), tl.load(offsets + s + 1)
+        found = tl.zeros((BLOCK,), tl.int64)
+        for done in range(start, stop, BLOCK):
+            t = done + inner
+            found += tl.load(active + t, mask=t < stop, other=0)
+        tl.store(counts + 2 + s, tl.sum(found, 0))
+
+
+# --- launcher -------------------------------------------------------------------------------------------------------
+
+
+def plan(inputs: TokenInputs, ids: Tensor, rules: PlanRules, *, ordered: bool) -> PlannedTokens:
+    """What torch_plan.py computes, in two launches, and a third for the order."""
+    shape, device, tokens = ids.shape, ids.device, ids.numel()
+    offsets = inputs.cu_seqlens
+    sequences = shape[0] if offsets is None else offsets.numel() - 1
+    row_length = shape[1] if offsets is None else None
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def mode(x: Tensor | None) -> str:
+        if x is None or x.dim() == 0:
+            return SCALAR
+        return PER_SEQUENCE if is_per_sequence(x, shape, sequences) else PER_TOKEN
+
+    temperature = inputs.temperature
+    if temperature is not None and temperature.numel() == 1 and temperature.shape != shape:
+        temperature = temperature.reshape(())
+    modes = dict(ADVANTAGES=mode(inputs.advantages), WEIGHTS=mode(inputs.rollout_weights))
+    mask = inputs.completion_mask
+    if mask is not None and mask.dtype == torch.bool:
+        mask = mask.contiguous().view(torch.uint8)
+    mask, advantages, old, ref, rollout, weights, given_temperature, cu_seqlens = (
+        None if x is None else x.contiguous()
+        for x in (
+            mask, inputs.advantages, inputs.old_logps, inputs.ref_logps, inputs.rollout_logps, inputs.rollout_weights,
+            temperature, offsets,
+        )
+    )  # fmt: skip
+    flat = ids.reshape(-1)
+
+    values = TokenValues(empty(len(VALUE_FIELDS), tokens), empty(tokens, dtype=torch.float64))
+    table, lengths = empty(len(TABLE_FIELDS), tokens), empty(sequences)
+    limits = empty(sequences + 1, dtype=torch.int64)
+    scored, active = empty(tokens, dtype=torch.bool), empty(tokens, dtype=torch.bool)
+    flags = scored.view(torch.uint8), active.view(torch.uint8)
+    clean = mask is None and ids.dtype == torch.int64
+    clean_ids = flat if clean else empty(tokens, dtype=torch.int64)
+    p = numbers(rules, sequences)
+    launch = token_launch(device)
+    block = launch.sequences * launch.block
+    blocks = triton.cdiv(tokens, block)
+    together = rules.whole_sequences or rules.level != "token"
+    moves = empty(sequences, dtype=torch.int32) if together else None
+    block_counts = empty(2 * blocks, dtype=torch.int32) if ordered else None
+
+    lengths_kernel[(triton.cdiv(sequences + 1, launch.sequences),)](
+        cu_seqlens, row_length, mask, advantages, old, rollout, weights, limits, lengths, moves, sequences, tokens, p,
+        SEQUENCES=launch.sequences, BLOCK=MASK_BLOCKS * launch.block, num_warps=launch.num_warps, **modes,
+    )  # fmt: skip
+    if tokens:
+        table_kernel[(blocks,)](
+            mask, flat, advantages, old, ref, rollout, weights, given_temperature, inputs.entropy_threshold,
+            inputs.normalizer, limits, lengths, moves, table, *values, *flags, None if clean else clean_ids,
+            block_counts, row_length, sequences, tokens, (sequences - 1).bit_length(), p,
+            TEMPERATURES=mode(temperature), MANY=ADDED_AT_ONCE, BLOCK=block, num_warps=launch.num_warps, **modes,
+        )  # fmt: skip
+    order = counts = None
+    if ordered:
+        counted = sequences if rules.whole_sequences else 0
+        order, counts = empty(tokens, dtype=torch.int64), empty(2 + counted, dtype=torch.int64)
+        if tokens:
+            order_kernel[(blocks + counted,)](
+                *flags, limits, block_counts, order, counts, blocks, tokens,
+                MANY=ADDED_AT_ONCE, BLOCK=block, num_warps=launch.num_warps,
+            )  # fmt: skip
+        else:
+            counts.zero_()
+    return PlannedTokens(table, values, limits, lengths, scored, active, clean_ids, order, counts)
