@@ -92,7 +92,7 @@ class Machine:
 
 
 def forget() -> None:
-    for function in (backends._load, backends.why_not, backends._fastest, backends._warn_once):
+    for function in (backends._load, backends.why_not, backends.auto_choice, backends._fastest, backends._warn_once):
         function.cache_clear()
 
 
