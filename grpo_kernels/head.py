@@ -138,8 +138,8 @@ class LMHead:
         return self._chunk(rows, max(rows.count, 1))
 
     def _chunk(self, rows: Rows, logits_rows: int) -> Chunk:
-        # torch's 16-bit product on a CPU with AMX reads up to 31 columns beyond a matrix with gaps between its rows, and
-        # spoils its result where those hold NaN (2.13): there narrower gradients never lie over their logits.
+        # torch's 16-bit product on a CPU with AMX reads up to 31 columns beyond a matrix with gaps between its rows,
+        # and spoils its result where those hold NaN (2.13): there narrower gradients never lie over their logits.
         may = self.grad_dtype == self.logits_dtype or self.hidden.device.type != "cpu"
         return Chunk(rows, logits_rows, may and rows.count <= logits_rows)
 

@@ -91,9 +91,7 @@ class CompiledBackend:
         threshold, normalizer = floats(inputs.entropy_threshold), floats(inputs.normalizer)
         flat = ids.reshape(-1) if ids.dtype is torch.int64 else ids.to(torch.int64).reshape(-1)
         table = output((len(TABLE_FIELDS), tokens), device)
-        values = TokenValues(
-            output((len(VALUE_FIELDS), tokens), device), output((tokens,), device, torch.float64)
-        )
+        values = TokenValues(output((len(VALUE_FIELDS), tokens), device), output((tokens,), device, torch.float64))
         lengths, limits = output((sequences,), device), output((sequences + 1,), device, torch.int64)
         scored, active = output((tokens,), device, torch.bool), output((tokens,), device, torch.bool)
         clean = flat if mask is None else output((tokens,), device, torch.int64)

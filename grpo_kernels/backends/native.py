@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from .checks import check_vectors, contiguous_rows
 from ..params import TokenInputs
+from .checks import check_vectors, contiguous_rows
 from .compiled import INTERFACE, CompiledBackend, address, kernel_mask
 from .torch_ import TorchBackend
 
