@@ -2,7 +2,7 @@
 
 A new kernel, or a specialisation whose code differs much, is an entry of CASES at the end. The tensors have the types,
 alignment and divisibility of a real batch; that they lie on the CPU changes nothing in the kernel. launch_keys.py asks
-which cases would compile again for another number of rows.
+which cases would compile again for another number of rows, or for a chunk that begins elsewhere.
 """
 
 from __future__ import annotations
@@ -16,14 +16,24 @@ from torch import Tensor
 from grpo_kernels.backends.triton_ import TritonBackend
 from grpo_kernels.kernels.anchored import anchored
 from grpo_kernels.kernels.linear_logp import linear_logp
-from grpo_kernels.params import TABLE_FIELDS, KernelParams, chunk_pitch
+from grpo_kernels.params import (
+    TABLE_FIELDS,
+    KernelParams,
+    PlanRules,
+    Rows,
+    TokenInputs,
+    TokenValues,
+    chunk_pitch,
+    no_values,
+)
 
 ROWS, WIDTH, VOCAB, ODD_VOCAB = 64, 4096, 128256, 50257
 SMALL = {"vocab": 97, "width": 32}  # of `grpo-kernels check`: one part of the vocabulary
 SMALLEST = {"vocab": 1, "width": 1}
-SINGLE, DOUBLE, HALF, INDEX = torch.float32, torch.float64, torch.bfloat16, torch.int64
+SINGLE, HALF, INDEX = torch.float32, torch.bfloat16, torch.int64
 PARAMS = KernelParams(kl="k3", beta=0.04)
 CAPPED = PARAMS._replace(softcap=30.0)
+GSPO = PARAMS._replace(level="sequence")
 BACKEND = TritonBackend()
 
 
@@ -58,27 +68,64 @@ def head(rows: int, dtype: torch.dtype, vocab: int = VOCAB, width: int = WIDTH, 
     return hidden, weight, torch.empty(vocab, dtype=dtype) if bias else None
 
 
-def fused(
-    rows: int, logits: torch.dtype, gradient: torch.dtype, params: KernelParams = PARAMS, vocab: int = VOCAB
+class Chunk(NamedTuple):
+    """The first rows of a batch twice as large: where each begins, and what is known of all its tokens."""
+
+    rows: Rows
+    ids: Tensor
+    table: Tensor
+    values: TokenValues
+
+
+def chunk(rows: int, indexed: bool = False) -> Chunk:
+    """It starts at a token as even or odd as the number of rows."""
+    tokens = 2 * rows
+    index = vector(rows, INDEX) if indexed else None
+    part = Rows(0, rows, index) if indexed else Rows(rows, tokens)
+    batch = torch.empty(len(TABLE_FIELDS), tokens)
+    return Chunk(part, torch.empty(tokens, dtype=INDEX), batch, no_values(tokens, SINGLE, batch.device))
+
+
+def bias_of(logits: Tensor, bias: bool) -> Tensor | None:
+    return torch.empty(logits.shape[1]) if bias else None
+
+
+def single_pass(
+    rows: int,
+    logits: torch.dtype,
+    gradient: torch.dtype | None,
+    params: KernelParams = PARAMS,
+    vocab: int = VOCAB,
+    indexed: bool = False,
+    bias: bool = False,
 ) -> object:
-    return BACKEND.fused(*logits_and_gradient(rows, logits, gradient, vocab), vector(rows, INDEX), table(rows), params)
+    x, over = logits_and_gradient(rows, logits, gradient or logits, vocab)
+    given = *chunk(rows, indexed), params, bias_of(x, bias)
+    return BACKEND.single_pass(x, *given, None if gradient is None else over)
 
 
-def fused_own(rows: int, vocab: int) -> object:
+def single_pass_own(rows: int, vocab: int) -> object:
     """A caller's own logits: where V is odd, most rows begin anywhere."""
     x = torch.empty(rows, vocab)
-    return BACKEND.fused(x, x, vector(rows, INDEX), table(rows), PARAMS)
+    return BACKEND.single_pass(x, *chunk(rows), PARAMS, None, x)
 
 
-def stats(rows: int, logits: torch.dtype, vocab: int = VOCAB) -> object:
-    return BACKEND.stats(scratch(rows, logits, vocab)[:, :vocab], vector(rows, INDEX), vector(rows), PARAMS)
+def statistics(rows: int, logits: torch.dtype, vocab: int = VOCAB, indexed: bool = False, bias: bool = False) -> object:
+    x, (part, ids, batch, values) = scratch(rows, logits, vocab)[:, :vocab], chunk(rows, indexed)
+    return BACKEND.statistics(x, part, ids, batch[1], values, PARAMS, bias_of(x, bias))
 
 
-def gradient(rows: int, logits: torch.dtype, gradient: torch.dtype, vocab: int = VOCAB) -> object:
-    return BACKEND.gradient(
-        *logits_and_gradient(rows, logits, gradient, vocab), vector(rows, INDEX), vector(rows), vector(rows, DOUBLE),
-        vector(rows), vector(rows), vector(rows), PARAMS,
-    )  # fmt: skip
+def gradient(
+    rows: int,
+    logits: torch.dtype,
+    gradient: torch.dtype,
+    vocab: int = VOCAB,
+    indexed: bool = False,
+    bias: bool = False,
+) -> object:
+    matrices, (part, ids, batch, values) = logits_and_gradient(rows, logits, gradient, vocab), chunk(rows, indexed)
+    given = part, ids, batch[1], values, values.g_logp, batch[2], PARAMS, bias_of(matrices[0], bias)
+    return BACKEND.logits_gradient(*matrices, *given)
 
 
 def logps(operands: Head, params: KernelParams = PARAMS, entropy: bool = True) -> object:
@@ -92,16 +139,43 @@ def exponentials(operands: Head, params: KernelParams = PARAMS) -> object:
     return anchored(*operands, vector(rows, INDEX), table(rows), exps, params)
 
 
-def objective(rows: int) -> object:
-    return BACKEND.objective(vector(rows), vector(rows), vector(rows), table(rows), PARAMS)
+def objective(rows: int, indexed: bool = False) -> object:
+    part, _, batch, values = chunk(rows, indexed)
+    return BACKEND.token_objective(part, batch, values, PARAMS)
 
 
-def reduce(rows: int) -> object:
-    """As many sequences and groups as rows."""
-    return BACKEND.reduce(
-        vector(rows, torch.bool), *(vector(rows) for _ in range(6)), table(rows), PARAMS,
-        vector(rows + 1, INDEX), vector(rows, INDEX), rows,
+def sequence_objective(rows: int, params: KernelParams) -> object:
+    """Of the second half of as many sequences as tokens."""
+    _, _, batch, values = chunk(rows)
+    given = batch, vector(2 * rows, torch.bool), vector(2 * rows + 1, INDEX), vector(2 * rows)
+    return BACKEND.sequence_objective(slice(rows, 2 * rows), None, *given, values, params)
+
+
+def sums(rows: int) -> object:
+    """As many sequences and groups as tokens."""
+    _, ids, batch, values = chunk(rows)
+    given = vector(2 * rows, torch.bool), batch, values, PARAMS, vector(2 * rows + 1, INDEX), ids
+    return BACKEND.sums(*given, 2 * rows)
+
+
+def plan_packed(rows: int) -> object:
+    """Everything given; as many sequences as tokens."""
+    each = [torch.empty(rows) for _ in range(6)]
+    advantages, old, ref, rollout_weights, rollout, temperature = each
+    inputs = TokenInputs(
+        advantages=advantages, completion_mask=torch.empty(rows, dtype=torch.bool), old_logps=old, ref_logps=ref,
+        rollout_weights=rollout_weights, rollout_logps=rollout, cu_seqlens=torch.empty(rows + 1, dtype=torch.int32),
+        normalizer=torch.empty(()), temperature=temperature, entropy_threshold=torch.empty(()),
     )  # fmt: skip
+    ids, rules = torch.empty(rows, dtype=INDEX), PlanRules(level="sequence", whole_sequences=True)
+    return BACKEND.plan(inputs, ids, rules, SINGLE, ordered=True)
+
+
+def plan_rows(rows: int) -> object:
+    """The least; as many sequences as tokens in each."""
+    ids = torch.empty(rows, 2 * rows, dtype=INDEX)
+    inputs = TokenInputs(torch.empty(rows), completion_mask=torch.empty(rows, 2 * rows, dtype=INDEX))
+    return BACKEND.plan(inputs, ids, PlanRules(), SINGLE, ordered=True)
 
 
 def group_statistics(rows: int, scale: str, baseline: str) -> object:
@@ -122,18 +196,28 @@ class Case(NamedTuple):
 
 # An integer of 1 reaches a kernel as a constant unless it is excluded: the last cases hold that all kernels compile so.
 CASES = {
-    "fused, fp32, bf16 over it": Case(lambda n: fused(n, SINGLE, HALF)),
-    "fused, fp32, bf16 over it, softcap": Case(lambda n: fused(n, SINGLE, HALF, CAPPED)),
-    "fused, fp32, bf16 over it, odd V": Case(lambda n: fused(n, SINGLE, HALF, vocab=ODD_VOCAB)),
-    "fused, fp32, bf16 over it, odd V, softcap": Case(lambda n: fused(n, SINGLE, HALF, CAPPED, ODD_VOCAB)),
-    "fused, a caller's fp32, odd V": Case(lambda n: fused_own(n, ODD_VOCAB)),
-    "fused, fp32 in place": Case(lambda n: fused(n, SINGLE, SINGLE)),
-    "fused, bf16 in place": Case(lambda n: fused(n, HALF, HALF)),
-    "statistics, fp32": Case(lambda n: stats(n, SINGLE)),
-    "statistics, fp32, odd V": Case(lambda n: stats(n, SINGLE, ODD_VOCAB)),
-    "statistics, bf16": Case(lambda n: stats(n, HALF)),
+    "single pass, fp32, bf16 over it": Case(lambda n: single_pass(n, SINGLE, HALF)),
+    "single pass, fp32, bf16 over it, softcap": Case(lambda n: single_pass(n, SINGLE, HALF, CAPPED)),
+    "single pass, fp32, bf16 over it, odd V": Case(lambda n: single_pass(n, SINGLE, HALF, vocab=ODD_VOCAB)),
+    "single pass, fp32, bf16 over it, odd V, softcap": Case(lambda n: single_pass(n, SINGLE, HALF, CAPPED, ODD_VOCAB)),
+    "single pass, fp32, bf16 over it, index": Case(lambda n: single_pass(n, SINGLE, HALF, indexed=True)),
+    "single pass, fp32, bf16 over it, index, bias": Case(
+        lambda n: single_pass(n, SINGLE, HALF, indexed=True, bias=True)
+    ),
+    "single pass, fp32, bf16 over it, odd V, bias": Case(
+        lambda n: single_pass(n, SINGLE, HALF, vocab=ODD_VOCAB, bias=True)
+    ),
+    "single pass, a caller's fp32, odd V": Case(lambda n: single_pass_own(n, ODD_VOCAB)),
+    "single pass, fp32 in place": Case(lambda n: single_pass(n, SINGLE, SINGLE)),
+    "single pass, bf16 in place": Case(lambda n: single_pass(n, HALF, HALF)),
+    "single pass, fp32, no gradient": Case(lambda n: single_pass(n, SINGLE, None)),
+    "statistics, fp32": Case(lambda n: statistics(n, SINGLE)),
+    "statistics, fp32, odd V": Case(lambda n: statistics(n, SINGLE, ODD_VOCAB)),
+    "statistics, fp32, index, bias": Case(lambda n: statistics(n, SINGLE, indexed=True, bias=True)),
+    "statistics, bf16": Case(lambda n: statistics(n, HALF)),
     "gradient, fp32, bf16 over it": Case(lambda n: gradient(n, SINGLE, HALF)),
     "gradient, fp32, bf16 over it, odd V": Case(lambda n: gradient(n, SINGLE, HALF, ODD_VOCAB)),
+    "gradient, fp32, bf16 over it, index, bias": Case(lambda n: gradient(n, SINGLE, HALF, indexed=True, bias=True)),
     "gradient, bf16 in place": Case(lambda n: gradient(n, HALF, HALF)),
     "linear_logp, bf16": Case(lambda n: logps(head(n, HALF))),
     "linear_logp, bf16, bias, softcap": Case(lambda n: logps(head(n, HALF, bias=True), CAPPED), "partial_kernel"),
@@ -146,20 +230,32 @@ CASES = {
     "anchored, bf16, odd V": Case(lambda n: exponentials(head(n, HALF, ODD_VOCAB)), "exponential_kernel"),
     "anchored, fp32": Case(lambda n: exponentials(head(n, SINGLE)), "exponential_kernel"),
     "objective": Case(objective),
-    "reduce": Case(reduce),
+    "objective, index": Case(lambda n: objective(n, indexed=True)),
+    "objective of sequences": Case(lambda n: sequence_objective(n, GSPO)),
+    "objective of sequences, off-policy mask": Case(
+        lambda n: sequence_objective(n, PARAMS._replace(off_policy_threshold=0.1, has_rollout=True))
+    ),
+    "objective of sequences, VESPO": Case(
+        lambda n: sequence_objective(n, KernelParams(surrogate="reinforce", vespo=True))
+    ),
+    "sums": Case(sums),
+    "plan, packed": Case(plan_packed),
+    "plan, rows": Case(plan_rows),
     "advantages": Case(lambda n: group_statistics(n, "group", "mean")),
     "advantages, batch std, leave one out": Case(lambda n: group_statistics(n, "batch", "leave_one_out")),
     "scale, fp32": Case(lambda n: scale(n, SINGLE)),
     "scale, bf16": Case(lambda n: scale(n, HALF)),
     "linear_logp, bf16, V = 97": Case(lambda n: logps(head(n, HALF, **SMALL))),
     "anchored, bf16, V = 97": Case(lambda n: exponentials(head(n, HALF, **SMALL))),
-    "fused, one row, V = 1": Case(lambda n: fused(n, SINGLE, HALF, vocab=1), rows=1),
-    "statistics, one row, V = 1": Case(lambda n: stats(n, SINGLE, vocab=1), rows=1),
+    "single pass, one row, V = 1": Case(lambda n: single_pass(n, SINGLE, HALF, vocab=1), rows=1),
+    "statistics, one row, V = 1": Case(lambda n: statistics(n, SINGLE, vocab=1), rows=1),
     "gradient, one row, V = 1": Case(lambda n: gradient(n, SINGLE, HALF, vocab=1), rows=1),
     "linear_logp, one row, V = H = 1": Case(lambda n: logps(head(n, HALF, **SMALLEST)), rows=1),
     "anchored, one row, V = H = 1": Case(lambda n: exponentials(head(n, HALF, **SMALLEST)), rows=1),
     "objective, one row": Case(objective, rows=1),
-    "reduce, one row": Case(reduce, rows=1),
+    "objective of sequences, one row": Case(lambda n: sequence_objective(n, GSPO), rows=1),
+    "sums, one row": Case(sums, rows=1),
+    "plan, one row": Case(plan_packed, rows=1),
     "advantages, one reward": Case(lambda n: group_statistics(n, "group", "mean"), rows=1),
     "scale, one number": Case(lambda n: scale(n, SINGLE, width=1), rows=1),
 }

@@ -78,7 +78,7 @@ def add_column(sums, column, values):
 
 @triton.jit(do_not_specialize=["scored", "values", "table", "offsets", "count", "tokens"])
 def sequence_kernel(
-    scored, values, table, offsets, exact_out, sums_out, extrema_out, count, tokens, p,
+    scored, values, table, offsets, exact_out, extrema_out, numbers, count, tokens, p,
     HAS_BASE: tl.constexpr, AGAINST_ROLLOUT: tl.constexpr, SEQUENCES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(0).to(tl.int64) * SEQUENCES + tl.arange(0, SEQUENCES)
@@ -139,16 +139,14 @@ def sequence_kernel(
     inside = live[:, None] & (column < COLUMN_COUNT)[None, :]
     at = sequence[:, None] * COLUMN_COUNT + column[None, :]
     tl.store(exact_out + at, sums, mask=inside)
-    tl.store(sums_out + at, sums.to(tl.float32), mask=inside)
+    tl.store(numbers + at, sums.to(tl.float32), mask=inside)
     tl.store(extrema_out + 3 * sequence, ratio_min, mask=live)
     tl.store(extrema_out + 3 * sequence + 1, ratio_max, mask=live)
     tl.store(extrema_out + 3 * sequence + 2, mismatch_max, mask=live)
 
 
 @triton.jit(do_not_specialize=["group_index", "count", "num_groups"])
-def group_kernel(
-    sums, extrema, group_index, group_out, totals, extrema_out, count, num_groups, BLOCK: tl.constexpr
-):  # fmt: skip
+def group_kernel(exact, extrema, group_index, numbers, count, num_groups, BLOCK: tl.constexpr):
     """Programs 0 .. num_groups - 1 add up the sequences of their group, the last one adds up all."""
     group = tl.program_id(0)
     everything = group == num_groups
@@ -161,7 +159,7 @@ def group_kernel(
         mine = sequence < count
         if group_index is not None:
             mine = mine & (everything | (tl.load(group_index + sequence, mask=mine, other=-1) == group))
-        rows = sums + sequence[:, None] * COLUMN_COUNT + column[None, :]
+        rows = exact + sequence[:, None] * COLUMN_COUNT + column[None, :]
         acc += tl.sum(tl.load(rows, mask=mine[:, None] & wanted[None, :], other=0.0), 0)
         low = tl.min(tl.load(extrema + 3 * sequence, mask=mine, other=float("inf")), 0)
         high = tl.max(tl.load(extrema + 3 * sequence + 1, mask=mine, other=-float("inf")), 0)
@@ -169,13 +167,13 @@ def group_kernel(
         ratio_min = tl.where(low < ratio_min, low, ratio_min)
         ratio_max = tl.where(high > ratio_max, high, ratio_max)
         mismatch_max = tl.where(drift > mismatch_max, drift, mismatch_max)
+    # Behind the rows of the sequences: those of the groups, then that of all, then the extrema.
+    row = numbers + (count + group).to(tl.int64) * COLUMN_COUNT
+    tl.store(row + column, acc.to(tl.float32), mask=wanted)
     if everything:
-        tl.store(totals + column, acc.to(tl.float32), mask=wanted)
-        tl.store(extrema_out, ratio_min)
-        tl.store(extrema_out + 1, ratio_max)
-        tl.store(extrema_out + 2, mismatch_max)
-    else:
-        tl.store(group_out + group.to(tl.int64) * COLUMN_COUNT + column, acc.to(tl.float32), mask=wanted)
+        tl.store(row + COLUMN_COUNT, ratio_min)
+        tl.store(row + COLUMN_COUNT + 1, ratio_max)
+        tl.store(row + COLUMN_COUNT + 2, mismatch_max)
 
 
 # --- launchers ------------------------------------------------------------------------------------------------------
@@ -183,7 +181,7 @@ def group_kernel(
 
 def token_objective(rows: Rows, table: Tensor, values: TokenValues, params: KernelParams) -> None:
     """log_ratio, value, kl and g_logp of these tokens from their logp and entropy."""
-    count = len(rows)
+    count = rows.count
     if count:
         launch = token_launch(table.device)
         block = launch.sequences * launch.block
@@ -204,17 +202,13 @@ def sums(
 ) -> Sums:
     """Sums of COLUMNS over scored tokens."""
     sequences, groups, device = offsets.numel() - 1, 0 if group_index is None else num_groups, scored.device
-
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    width = len(COLUMNS)
-    found = Sums(empty(sequences, width), empty(groups, width), empty(width), empty(3))
-    exact, extrema = empty(sequences, width, dtype=torch.float64), empty(sequences, 3)
+    numbers = torch.empty(Sums.size(sequences, groups), dtype=torch.float32, device=device)
+    exact = torch.empty(sequences, len(COLUMNS), dtype=torch.float64, device=device)
+    extrema = torch.empty(sequences, 3, dtype=torch.float32, device=device)
     launch = token_launch(device)
     if sequences:
         sequence_kernel[(triton.cdiv(sequences, launch.sequences),)](
-            scored.view(torch.uint8), values.columns, table, offsets, exact, found.sequences, extrema,
+            scored.view(torch.uint8), values.columns, table, offsets, exact, extrema, numbers,
             sequences, table.shape[1], scalars(params),
             HAS_BASE=params.has_base,
             # DPPO and IPO divide by the rollout itself: there the current policy is compared with it.
@@ -222,6 +216,6 @@ def sums(
             SEQUENCES=launch.sequences, BLOCK=launch.block, num_warps=launch.num_warps,
         )  # fmt: skip
     group_kernel[(groups + 1,)](
-        exact, extrema, group_index, found.groups, found.totals, found.extrema, sequences, groups, BLOCK=64, num_warps=4
-    )
-    return found
+        exact, extrema, group_index, numbers, sequences, groups, BLOCK=64, num_warps=4
+    )  # fmt: skip
+    return Sums(numbers, sequences, groups)
