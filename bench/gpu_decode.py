@@ -17,7 +17,7 @@ from torch import Tensor
 
 from grpo_kernels.backends import get_backend
 from grpo_kernels.backends.torch_ import TorchBackend
-from grpo_kernels.params import FIELD, TABLE_FIELDS, KernelParams, RowStats
+from grpo_kernels.params import FIELD, TABLE_FIELDS, KernelParams, Rows, RowStats, TokenValues, no_values
 
 PLAIN = KernelParams(surrogate="reinforce", has_base=False)
 TOLERANCE, LEAST = 2e-2, 1e-7  # of an entry, relative, and to the largest of its row; bfloat16 rounds by 4e-3
@@ -91,16 +91,27 @@ def of_rows(case: Case, rows: list[Property], columns: list[Property]) -> list[s
         logits.cpu().double(), given, cpu[0], torch.ones(single).double(), expected.lse, expected.entropy,
         g_logp.cpu().double(), torch.zeros(single).double(), PLAIN,
     )  # fmt: skip
-    found = wrong_statistics("stats", case.backend.stats(logits, case.ids, case.temperature, PLAIN), expected, rows)
+    every, temperature = Rows(0, single), case.temperature.contiguous()
+    values = no_values(single, torch.float32, logits.device)
+    case.backend.statistics(logits, every, case.ids, temperature, values, PLAIN)
+    found = wrong_statistics("statistics", statistics_in(values), expected, rows)
     buffer, grad = in_place(logits, case.hidden.dtype)
-    found += wrong_statistics("fused", case.backend.fused(buffer, grad, case.ids, case.table, PLAIN), expected, rows)
-    found += wrong_entries("fused", grad, exact, rows, columns)
+    values = no_values(single, torch.float32, logits.device)
+    case.backend.single_pass(buffer, every, case.ids, case.table, values, PLAIN, None, grad)
+    found += wrong_statistics("single_pass", statistics_in(values), expected, rows)
+    found += wrong_entries("single_pass", grad, exact, rows, columns)
     buffer, grad = in_place(logits, case.hidden.dtype)
-    per_row = expected.lse.to(logits.device), expected.entropy.float().to(logits.device), g_logp
-    case.backend.gradient(buffer, grad, case.ids, case.temperature, *per_row, torch.zeros_like(case.temperature), PLAIN)
-    found += wrong_entries("gradient", grad, given, rows, columns)
-    equal = case.backend.stats(torch.zeros_like(logits), case.ids, case.temperature, PLAIN)
-    return found + miscounted("stats", equal, logits.shape[1])
+    values.lse.copy_(expected.lse)
+    values.entropy.copy_(expected.entropy)
+    coefficients = values, g_logp, torch.zeros_like(g_logp)
+    case.backend.logits_gradient(buffer, grad, every, case.ids, temperature, *coefficients, PLAIN)
+    found += wrong_entries("logits_gradient", grad, given, rows, columns)
+    case.backend.statistics(torch.zeros_like(logits), every, case.ids, temperature, values, PLAIN)
+    return found + miscounted("statistics", statistics_in(values), logits.shape[1])
+
+
+def statistics_in(values: TokenValues) -> RowStats:
+    return RowStats(values.logp, values.lse, values.entropy)
 
 
 def in_place(logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

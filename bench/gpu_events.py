@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import gpu_device
@@ -18,7 +19,16 @@ from torch import Tensor
 from grpo_kernels.backends import get_backend
 from grpo_kernels.bench.cases import heads
 from grpo_kernels.bench.witness import witness
-from grpo_kernels.params import FIELD, TABLE_FIELDS, KernelParams
+from grpo_kernels.params import (
+    FIELD,
+    TABLE_FIELDS,
+    KernelParams,
+    PlanRules,
+    Rows,
+    TokenInputs,
+    chunk_pitch,
+    no_values,
+)
 
 # Heads, and tokens of a step.
 HEADS = {"llama-3-8b": 16384, "qwen2.5-7b": 16384, "qwen2.5-1.5b": 16384, "gemma-2-2b": 8192}
@@ -46,11 +56,6 @@ def shape(head: str) -> tuple[int, int, int]:
 
 def random(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(size, device=gpu_device.PLACE, dtype=dtype)
-
-
-def pitch_of(vocab: int) -> int:
-    """Elements from one row of logits to the next: as the engine has them, on 16 bytes."""
-    return -(-vocab // 8) * 8
 
 
 def nothing() -> None:
@@ -85,7 +90,7 @@ def bare_products(rows: int, width: int, vocab: int) -> Iterator[tuple[str, Call
     """The three of a step over `rows` (C), with results in float32 and in 16 bits."""
     single = torch.float32
     h, weight = random(rows, width), random(vocab, width) * width**-0.5  # (C, H), (V, H)
-    scratch = torch.empty(rows, pitch_of(vocab), device=gpu_device.PLACE)
+    scratch = torch.empty(rows, chunk_pitch(vocab, torch.device("cuda")), device=gpu_device.PLACE)
     logits = scratch[:, :vocab]  # (C, V) float32
     yield "h W^T, float32", lambda: torch.mm(h, weight.T, out_dtype=single, out=logits)
     narrow = scratch.view(torch.bfloat16)[:, :vocab]  # (C, V), rows 2 V apart
@@ -148,54 +153,51 @@ def logit_kernels(backend: Any, tokens: int, vocab: int) -> Iterator[Timed]:
     """Over one chunk of logits as the engine has it: the gradient replaces them, so they are restored every time."""
     place = torch.device(gpu_device.PLACE)
     rows = min(CHUNK_ROWS, tokens)
-    whole = random(rows, pitch_of(vocab), dtype=torch.float32)
+    whole = random(rows, chunk_pitch(vocab, torch.device("cuda")), dtype=torch.float32)
     given = whole[:, :vocab].clone()
     logits, grad = whole[:, :vocab], whole.view(torch.bfloat16)[:, :vocab]
     ids, table = torch.randint(vocab, (rows,), device=place), token_table(rows, vocab)
     temperature = table[FIELD["temperature"]]
     restore = lambda: logits.copy_(given)  # noqa: E731
     cells = rows * vocab
-    found = backend.stats(logits, ids, temperature, CLIP)
+    chosen, values = Rows(0, rows), no_values(rows, torch.float32, place)
     g_logp = torch.randn(rows, device=place) / rows
-    per_row = temperature, found.lse, found.entropy, g_logp, torch.zeros_like(g_logp)
+    coefficients = values, g_logp, torch.zeros_like(g_logp)
     both, read = {"bytes": 6.0 * cells, "rows": rows}, {"bytes": 4.0 * cells, "rows": rows}
-    yield "fused", lambda: backend.fused(logits, grad, ids, table, CLIP), restore, both
+    single_pass = partial(backend.single_pass, logits, chosen, ids, table, values, CLIP, None, grad)
+    yield "single_pass", single_pass, restore, both
     restore()
-    yield "stats", lambda: backend.stats(logits, ids, temperature, CLIP), nothing, read
-    yield "gradient", lambda: backend.gradient(logits, grad, ids, *per_row, CLIP), restore, both
+    yield "statistics", partial(backend.statistics, logits, chosen, ids, temperature, values, CLIP), nothing, read
+    gradient = partial(backend.logits_gradient, logits, grad, chosen, ids, temperature, *coefficients, CLIP)
+    yield "logits_gradient", gradient, restore, both
 
 
 def token_kernels(backend: Any, tokens: int, vocab: int) -> Iterator[Timed]:
     """O(N): what matters is their latency. Sequences of 512 tokens, prompts of GROUP completions."""
     place, table = torch.device(gpu_device.PLACE), token_table(tokens, vocab)
-    logp = table[FIELD["base"]] + 0.1 * torch.randn(tokens, device=place)
-    log_ratio, entropy = logp - table[FIELD["base"]], torch.rand(tokens, device=place)
-    read = float(table.nbytes)
-    yield (
-        "objective", lambda: backend.objective(log_ratio, logp, entropy, table, CLIP), nothing,
-        {"bytes": read + 28.0 * tokens, "rows": tokens},
-    )  # fmt: skip
-    value, _, _, kl = backend.objective(log_ratio, logp, entropy, table, CLIP)
-    sequences = max(GROUP, tokens // 512)
+    values, everything = no_values(tokens, torch.float32, place), Rows(0, tokens)
+    values.logp.copy_(table[FIELD["base"]] + 0.1 * torch.randn(tokens, device=place))
+    values.entropy.uniform_()
+    read, sequences = float(table.nbytes), max(GROUP, tokens // 512)
+    length, mask = tokens // sequences, torch.ones(sequences, tokens // sequences, dtype=torch.bool, device=place)
+    ids = torch.randint(vocab, mask.shape, device=place)
+    given = torch.randn(sequences, device=place), mask, torch.randn(mask.shape, device=place)
+    plan = partial(backend.plan, TokenInputs(*given), ids, PlanRules(), torch.float32, ordered=True)
+    yield "plan", plan, nothing, {"bytes": read + 64.0 * tokens, "rows": sequences * length}
+    objective = partial(backend.token_objective, everything, table, values, CLIP)
+    yield "token_objective", objective, nothing, {"bytes": read + 24.0 * tokens, "rows": tokens}
     ends = torch.linspace(0, tokens, sequences + 1, device=place).long()
     group = torch.arange(sequences, device=place) // GROUP
     groups = math.ceil(sequences / GROUP)
     scored = torch.ones(tokens, dtype=torch.bool, device=place)
-    given = (
-        scored,
-        log_ratio,
-        logp,
-        entropy,
-        value.contiguous(),
-        kl.contiguous(),
-        logp,
-        table,
-        CLIP,
-        ends,
-        group,
-        groups,
-    )
-    yield "reduce", lambda: backend.reduce(*given), nothing, {"bytes": read + 25.0 * tokens, "rows": tokens}
+    lengths = ends.diff().float()
+    whole = partial(
+        backend.sequence_objective, slice(0, sequences), None, table, scored, ends, lengths, values,
+        CLIP._replace(level="sequence"),
+    )  # fmt: skip
+    yield "sequence_objective", whole, nothing, {"bytes": read + 25.0 * tokens, "rows": tokens}
+    sums = partial(backend.sums, scored, table, values, CLIP, ends, group, groups)
+    yield "sums", sums, nothing, {"bytes": read + 25.0 * tokens, "rows": tokens}
     rewards = torch.rand(sequences, device=place)
     call = lambda: backend.group_statistics(rewards, group, groups, "group", "mean", 1, 1e-4)  # noqa: E731
     yield "groups", call, nothing, {"bytes": 24.0 * sequences, "rows": sequences}
@@ -233,7 +235,7 @@ def anchored(name: str, tokens: int, width: int, vocab: int) -> Iterator[Timed]:
             continue
         hidden, exps = (
             random(rows, width),
-            torch.empty(rows, pitch_of(vocab), device=place, dtype=torch.bfloat16),
+            torch.empty(rows, chunk_pitch(vocab, torch.device("cuda")), device=place, dtype=torch.bfloat16),
         )
         ids, table = torch.randint(vocab, (rows,), device=place), token_table(rows, vocab)
         given = backend, hidden, weight, ids, table, exps[:, :vocab]

@@ -132,7 +132,7 @@ def why_other(name: str, ran: dict[str, int]) -> str:
     if name == OURS:
         return "" if ran else "nothing of any backend was called"
     backend, _, rest = name.partition("/")
-    wanted = f"{backend}.{'anchored' if rest.startswith('anchored') else 'fused'}"
+    wanted = f"{backend}.{'anchored' if rest.startswith('anchored') else 'single_pass'}"
     others = [call for call in ran if not call.startswith(f"{backend}.")]
     return "" if wanted in ran and not others else f"what ran was {ran}"
 

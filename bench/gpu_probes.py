@@ -37,7 +37,7 @@ LOGP_TOLERANCE = 1e-3
 ELSEWHERE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 LOG_RATIOS = (0.1, -0.1, 0.45, -0.45)  # of row after row: no rounding takes one over a bound of the clip range
 # What has to have been called, or the strategy was not what ran.
-CALLED = {"rows": "fused", "linear": "linear_logp", "anchored": "anchored"}
+CALLED = {"rows": "single_pass", "linear": "linear_logp", "anchored": "anchored"}
 
 
 def device() -> None:

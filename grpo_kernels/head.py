@@ -22,14 +22,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from .backends import Backend
+from .backends.native import NativeBackend
 from .delivery import FinishedGradients, power_of_two_scale, waiting_dtype
-from .memory import ROUNDED_CHUNKS, allocate, allocate_rows, chunk_sizes
+from .memory import ROUNDED_CHUNKS, allocate_rows, chunk_sizes, release_rows
 from .params import Rows
 from .products import (
     PIECE_ROWS,
@@ -41,12 +41,9 @@ from .products import (
 )
 from .strategy import choose_strategy
 
-if TYPE_CHECKING:
-    from .backends.native import NativeBackend
-
-# Rows of W in one float32 product of the forward pass on a CPU: 512 hidden rows against 1,024 take 4 to 9 % less time
-# than against all of W at once (H from 576 to 2048, V from 49,152 to 151,936).
-FORWARD_ROWS = 1024
+# Rows of W in one float32 product of the forward pass on a CPU: 512 hidden rows against 1,024 take up to 9 % less time
+# than against all of W at once (H from 576 to 2048, V from 49,152 to 151,936), against 2,048 another 1 to 4 % less.
+FORWARD_ROWS = 2048
 
 
 def visited(index: Tensor | None, num_tokens: int) -> Rows:
@@ -78,7 +75,8 @@ class LMHead:
     types of the inputs. `wants` = (hidden, weight, bias) need gradients. `keep` (N,) bool: padding is computed along
     with the rest, and its hidden states, which may hold anything, count as 0. `strategy`: see strategy.py.
     `gradient_scale`: where gradients of logits are float16, the power of two that dlogits, dweight and dbias hold as a
-    factor; dhidden does not. `chunk_rows`: see memory.chunk_sizes.
+    factor; dhidden does not. `chunk_rows`: see memory.chunk_sizes. `accumulate_into` (V, H) float32: dweight is added
+    to what it holds, chunk by chunk and without a factor, and is not among `gradients`.
     """
 
     def __init__(
@@ -92,6 +90,7 @@ class LMHead:
         wants: tuple[bool, ...] = (False, False, False),
         keep: Tensor | None = None,
         compute_dtype: torch.dtype | None = None,
+        accumulate_into: Tensor | None = None,
     ) -> None:
         self.given_dtypes = [hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype]
         self.waiting_dtypes = [waiting_dtype(dtype) for dtype in self.given_dtypes]
@@ -112,6 +111,9 @@ class LMHead:
         self.converts = logits_dtype != hidden.dtype and not returns_float32(hidden.device, hidden.dtype)
         self.grad_dtype = torch.float32 if hidden.dtype == torch.float16 and self.converts else hidden.dtype
         self.rounds = on_cpu and self.grad_dtype == torch.bfloat16
+        self.accumulate_into = accumulate_into
+        if accumulate_into is not None:
+            _check_sum(accumulate_into, weight)
         self.sizes = chunk_sizes(
             self.num_tokens, weight.shape[0], logits_dtype, self.grad_dtype, hidden.device, chunk_rows
         )
@@ -124,7 +126,7 @@ class LMHead:
         self.errors: Tensor | None = None
         self.own_shares: list[tuple[Rows, Tensor, Tensor]] = []  # rows, sampled ids, d loss / d their logits
         self.dhidden: Tensor | None = None
-        self.dweight: Tensor | None = None
+        self.dweight = self.accumulate_into
         self.dbias: Tensor | None = None
 
     def chunks(self, index: Tensor | None) -> Iterator[Chunk]:
@@ -138,8 +140,8 @@ class LMHead:
         return self._chunk(rows, max(rows.count, 1))
 
     def _chunk(self, rows: Rows, logits_rows: int) -> Chunk:
-        # torch's 16-bit product on a CPU with AMX reads up to 31 columns beyond a matrix with gaps between its rows, and
-        # spoils its result where those hold NaN (2.13): there narrower gradients never lie over their logits.
+        # torch's 16-bit product on a CPU with AMX reads up to 31 columns beyond a matrix with gaps between its rows,
+        # and spoils its result where those hold NaN (2.13): there narrower gradients never lie over their logits.
         may = self.grad_dtype == self.logits_dtype or self.hidden.device.type != "cpu"
         return Chunk(rows, logits_rows, may and rows.count <= logits_rows)
 
@@ -152,7 +154,7 @@ class LMHead:
         """Few chunks may add to a 16-bit dweight, on a GPU one alone: its product rounds once. More are summed in
         float32, as is a gradient that is wanted in float32."""
         few = ROUNDED_CHUNKS if self.hidden.device.type == "cpu" else 1
-        wide = count > few or self.waiting_dtypes[1] == torch.float32
+        wide = count > few or self.waiting_dtypes[1] == torch.float32 or self.accumulate_into is not None
         self.sums_in_float32 = self.grad_dtype.itemsize == 2 and wide
 
     def logits(self, rows: Rows) -> Tensor:
@@ -212,7 +214,7 @@ class LMHead:
         if self.gradient_scale is not None:
             scale = torch.minimum(scale, self.gradient_scale)
             for total in (self.dweight, self.dbias):
-                if total is not None:
+                if total is not None and total is not self.accumulate_into:
                     self.backend.scale(total, scale / self.gradient_scale)
         self.gradient_scale = scale
         return scale
@@ -263,6 +265,8 @@ class LMHead:
 
     def gradients(self) -> FinishedGradients:
         """Of (hidden, weight, bias), in their shapes; zeros where no row contributed."""
+        for scratch in (self.scratch, self.product_scratch):
+            release_rows(scratch)
         self.scratch = self.product_scratch = self._gathered = None
         self._add_own_shares()
         sums = self.dhidden, self.dweight, self.dbias
@@ -270,7 +274,7 @@ class LMHead:
         inputs = self.hidden, self.weight, self.bias
         finished: list[Tensor | None] = [None, None, None]
         for i, (total, x, dtype) in enumerate(zip(sums, inputs, self.waiting_dtypes, strict=True)):
-            if self.wants[i] and x is not None:
+            if self.wants[i] and x is not None and (total is None or total is not self.accumulate_into):
                 if total is None:
                     total = torch.zeros(x.shape, dtype=dtype, device=x.device)
                 finished[i] = total.view(x.shape).to(dtype)
@@ -336,7 +340,10 @@ class LMHead:
         if self.rounds:
             self._add_rounded_dweight(dlogits, h)
         elif dlogits.dtype.itemsize == 2:
-            if self.dweight is not None:
+            if self.dweight is not None and self.dweight is self.accumulate_into and self.gradient_scale is not None:
+                for piece in self._pieces(PIECE_ROWS):
+                    self.dweight[piece] += product(dlogits[:, piece].T, h) / self.gradient_scale
+            elif self.dweight is not None:
                 self.dweight = self.dweight.float()
                 add_product(self.dweight, dlogits.T, h)
             elif self.sums_in_float32:
@@ -344,7 +351,7 @@ class LMHead:
             else:
                 self.dweight = torch.mm(dlogits.T, h)
         elif self.dweight is None:
-            self.dweight = allocate(self.weight.shape, dlogits.dtype, h.device)
+            self.dweight = torch.empty(self.weight.shape, dtype=dlogits.dtype, device=h.device)
             torch.mm(dlogits.T, h.to(dlogits.dtype), out=self.dweight)
         else:
             self.dweight.addmm_(dlogits.T, h.to(dlogits.dtype))
@@ -354,14 +361,14 @@ class LMHead:
         first = self.dweight is None
         if self.dweight is None:
             dtype = torch.float32 if self.sums_in_float32 else h.dtype
-            self.dweight = allocate(self.weight.shape, dtype, h.device)
-        if self.backend.name == "cpu":
-            columns = transposed_columns(h.shape[1])
+            self.dweight = torch.empty(self.weight.shape, dtype=dtype, device=h.device)
+        if isinstance(self.backend, NativeBackend):
+            columns = min(transposed_columns(h.shape[1]), self.weight.shape[0])
             transposed, scratch = h.T.contiguous(), h.new_empty(h.shape[1] * columns)
             for piece in self._pieces(columns):
                 part = scratch[: h.shape[1] * (piece.stop - piece.start)].view(h.shape[1], -1)
                 torch.mm(transposed, dlogits[:, piece], out=part)
-                cast("NativeBackend", self.backend).add_transposed(self.dweight[piece], part, add=not first)
+                self.backend.add_transposed(self.dweight[piece], part, add=not first)
         elif self.sums_in_float32:
             for piece in self._pieces(PIECE_ROWS):
                 part = torch.mm(dlogits[:, piece].T, h)
@@ -435,6 +442,17 @@ class GivenLogits:
 def _within(chunk: Chunk, rows: Rows) -> slice:
     """The place of a row chunk in its product chunk."""
     return slice(rows.start - chunk.rows.start, rows.stop - chunk.rows.start)
+
+
+def _check_sum(total: Tensor, weight: Tensor) -> None:
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    if total.shape != weight.shape or total.dtype != dtype or total.device != weight.device:
+        raise ValueError(
+            f"accumulate_into is {total.dtype} {tuple(total.shape)} on {total.device}; expected {dtype} "
+            f"{tuple(weight.shape)} on {weight.device}"
+        )
+    if not total.is_contiguous():
+        raise ValueError(f"accumulate_into has strides {total.stride()}; expected a contiguous matrix")
 
 
 def _flat_view(hidden: Tensor) -> Tensor | None:

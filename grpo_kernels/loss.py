@@ -145,7 +145,8 @@ def grpo_loss_from_logps(
     inputs = resolve(options, config, logps, "logps", name, reads_logits=False)
     given = torch.zeros_like(logps) if entropy is None else entropy
     loss, numbers, *_ = ops.policy_loss(logps, given, list(inputs.tokens), inputs.num_groups, config.key, name)
-    return GRPOLossOutput(config, inputs, loss, logps, None if entropy is None else entropy.detach(), inputs.sums(numbers))
+    known = None if entropy is None else entropy.detach()
+    return GRPOLossOutput(config, inputs, loss, logps, known, inputs.sums(numbers))
 
 
 def grpo_loss_from_logits(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import engine
 from .backends import Backend, get_backend
+from .backends.native import NativeBackend
 from .config import GRPOConfig, config_from_key
 from .delivery import FinishedGradients, deliver_once, refuse_double_backward, times, waiting_dtype
 from .head import GivenLogits, LMHead
@@ -61,12 +62,14 @@ def _compute_loss(
     hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: LossCall
 ) -> tuple[tuple[Tensor, ...], FinishedGradients]:
     ids, inputs, config = call.completion_ids, call.tokens, call.config
-    check_values(ids, inputs.completion_mask, weight.shape[0], inputs.cu_seqlens)
-    check_token_values(inputs)
-    dtype = call.compute_dtype or hidden.dtype
+    kernels = get_backend(call.backend)
+    if not (isinstance(kernels, NativeBackend) and kernels.values_are_valid(ids, weight.shape[0], inputs)):
+        check_values(ids, inputs.completion_mask, weight.shape[0], inputs.cu_seqlens)
+        check_token_values(inputs)
+    dtype = table_dtype(call.compute_dtype or hidden.dtype)
     with torch.no_grad(), settled_precision(hidden.device):
-        kernels, static = get_backend(call.backend), config.static_shapes or _capturing(hidden.device)
-        plan = make_plan(inputs, ids, config, call.num_groups, kernels, static_shapes=static, dtype=table_dtype(dtype))
+        static = config.static_shapes or _capturing(hidden.device)
+        plan = make_plan(inputs, ids, config, call.num_groups, kernels, static_shapes=static, dtype=dtype)
         keep = _keep(inputs.completion_mask) if static else None
         options = config.logits_dtype, config.chunk_rows, keep
         head = _lm_head(hidden, weight, bias, kernels, call.compute_dtype, call.wants, *options)

@@ -215,7 +215,7 @@ class PlannedTokens(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums of COLUMNS over scored tokens, one after the other in `numbers`: per sequence, per group, of all; extrema."""
+    """Sums of COLUMNS over scored tokens, in `numbers` one after the other: per sequence, per group, all; extrema."""
 
     numbers: Tensor
     num_sequences: int

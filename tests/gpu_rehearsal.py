@@ -118,7 +118,8 @@ def install(faults: Mapping[str, str], built: bool) -> None:
         found = (None, missing) if missing and name == "cuda" else (Kernels(name, device), "")
         entry = backends.Entry(lambda found=found: found, ("cpu",), (torch.float32, torch.bfloat16, torch.float16))
         backends._REGISTRY[name] = entry
-    backends._load.cache_clear()
+    for function in (backends._load, backends.auto_choice):
+        function.cache_clear()
     backends._ORDER["cpu"] = ("cuda", "triton", "torch")
     gpu_device.PLACE, gpu_device.WARM_UP, gpu_device.ROUNDS = "cpu", 0, 1
     gpu_device.synchronize = device.check

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from grpo_kernels import memory
 from grpo_kernels.bench.cases import DTYPES, MODES, Case, make_case
 from grpo_kernels.bench.devices import DEVICES, Device
 from grpo_kernels.bench.gemm import EXPOSED_RANGE, Gemm, idle_seconds, wave_fill
@@ -318,6 +319,7 @@ def _observe(case: Case, name: str) -> tuple[int, int]:
     inputs = make_inputs(case, torch.device("cpu"))
     (step,) = implementations()[name].settings(inputs, case.mode).values()
     step(inputs)
+    memory._kept.clear()  # or the call would find the scratch of the one before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiler:
         result = step(inputs)
     flops = 0

@@ -14,12 +14,24 @@ from types import ModuleType
 
 import pytest
 import torch
+from emulator.kernels import PARAM_INTEGERS, PLAN_INTEGERS
+from helpers import RowKernels
 
 import grpo_kernels
-from grpo_kernels import backends
+from grpo_kernels import backends, params
 from grpo_kernels.backends import choose_backend, cuda_, get_backend
 from grpo_kernels.backends.compiled import INTERFACE
-from grpo_kernels.params import COLUMNS, FIELD, KL_ESTIMATORS, SURROGATES, TABLE_FIELDS, KernelParams, chunk_pitch
+from grpo_kernels.params import (
+    FIELD,
+    KL_ESTIMATORS,
+    SURROGATES,
+    TABLE_FIELDS,
+    KernelParams,
+    PlanRules,
+    Rows,
+    chunk_pitch,
+    no_values,
+)
 
 NAME = "grpo_kernels._cuda"
 GPU = torch.device("cuda", 0)
@@ -80,7 +92,7 @@ class Machine:
 
 
 def forget() -> None:
-    for function in (backends._load, backends.why_not, backends._fastest, backends._warn_once):
+    for function in (backends._load, backends.why_not, backends.auto_choice, backends._fastest, backends._warn_once):
         function.cache_clear()
 
 
@@ -243,18 +255,27 @@ def make_table(rows: int) -> torch.Tensor:
 def test_names_match_python(kernels):
     module = kernels.module
     assert module.INTERFACE == INTERFACE and module.DTYPES == ("float32", "bfloat16", "float16")
-    assert module.TABLE_FIELDS == TABLE_FIELDS and module.COLUMNS == COLUMNS and module.PARAMS == KernelParams._fields
-    assert module.SURROGATES == SURROGATES and module.KL_ESTIMATORS == KL_ESTIMATORS
+    for name in ("TABLE_FIELDS", "VALUE_FIELDS", "COLUMNS", "SURROGATES", "KL_ESTIMATORS", "LEVELS", "AGGREGATIONS"):
+        assert getattr(module, name) == getattr(params, name), name
+    # As the emulator's own driver packs them: integers first.
+    assert module.PARAMS == in_order(KernelParams, PARAM_INTEGERS) and module.PARAM_INTEGERS == len(PARAM_INTEGERS)
+    assert module.PLAN_RULES == in_order(PlanRules, PLAN_INTEGERS) and module.PLAN_RULE_INTEGERS == len(PLAN_INTEGERS)
+
+
+def in_order(numbers: type[KernelParams | PlanRules], integers: tuple[str, ...]) -> tuple[str, ...]:
+    return *integers, *(name for name in numbers._fields if name not in integers)
 
 
 WRONG = {
     "a column-major matrix": (lambda a: a | {"logits": a["logits"].T.contiguous().T}, "contiguous rows"),
     "another type of logits": (lambda a: a | {"logits": a["logits"].double()}, "logits.*float64"),
+    "a bias of another type": (lambda a: a | {"bias": torch.zeros(8).bfloat16()}, "bias.*float32"),
+    "too few rows": (lambda a: a | {"rows": Rows(0, 2)}, "2 rows"),
     "a short gradient": (lambda a: a | {"grad": a["grad"][:2]}, r"grad has shape \(2, 8\)"),
     "32-bit ids": (lambda a: a | {"ids": a["ids"].int()}, "ids.*int64"),
     "a long table": (lambda a: a | {"table": make_table(4)}, "table"),
     "a table elsewhere": (lambda a: a | {"table": make_table(3).to("meta")}, "table.*meta"),
-    "a strided residual": (lambda a: a | {"residual": torch.empty(6)[::2]}, "residual.*contiguous"),
+    "a strided rounding error": (lambda a: a | {"rounding_error": torch.empty(6)[::2]}, "rounding_error.*contiguous"),
     "no scale": (lambda a: a | {"params": KernelParams(logit_scale=0.0)}, "logit_scale"),
 }
 
@@ -264,8 +285,9 @@ def test_wrong_tensors_are_refused(kernels, name):
     change, message = WRONG[name]
     logits, grad = torch.randn(3, 8), torch.zeros(3, 8)
     given = {"logits": logits, "grad": grad, "ids": torch.zeros(3).long(), "table": make_table(3)}
+    given |= {"rows": Rows(0, 3), "values": no_values(3, torch.float32, torch.device("cpu")), "params": KernelParams()}
     with pytest.raises(ValueError, match=message):
-        kernels.fused(**change(given | {"params": KernelParams()}))
+        kernels.single_pass(**change(given))
     assert not grad.any()
 
 
@@ -273,7 +295,9 @@ def test_memory_of_the_host_is_no_memory_of_a_gpu(kernels):
     real = cuda_.CudaBackend(kernels.module)
     logits, ones = torch.randn(3, 8), torch.ones(3)
     with pytest.raises(ValueError, match="backend 'cuda' serves tensors on cuda, got one on cpu"):
-        real.stats(logits, ones.long(), ones, KernelParams())
+        real.statistics(
+            logits, Rows(0, 3), ones.long(), ones, no_values(3, torch.float32, torch.device("cpu")), KernelParams()
+        )
     with pytest.raises(ValueError, match="serves tensors on cuda"):
         real.group_statistics(ones, ones.long() - 1, 1, "group", "mean", 1, 0.0)
     with pytest.raises(ValueError, match="serves tensors on cuda"):
@@ -283,7 +307,7 @@ def test_memory_of_the_host_is_no_memory_of_a_gpu(kernels):
 def test_what_a_kernel_refuses_is_an_exception(kernels):
     logits, ones = torch.randn(3, 8).half(), torch.ones(3)
     with pytest.raises(ValueError, match="grad: expected the dtype of the logits"):
-        kernels.fused(logits, torch.empty(3, 8), ones.long(), make_table(3), KernelParams())
+        RowKernels(kernels).fused(logits, torch.empty(3, 8), ones.long(), make_table(3), KernelParams())
 
 
 # --- products with the softmax in their epilogue --------------------------------------------------------------------
@@ -293,7 +317,8 @@ class Served:
     """The module of a device that has these products: 16-byte alignment of rows, as on compute capability 9.0."""
 
     DTYPES = ("float32", "bfloat16", "float16")
-    SURROGATES, KL_ESTIMATORS, PARAMS = SURROGATES, KL_ESTIMATORS, KernelParams._fields
+    SURROGATES, KL_ESTIMATORS = SURROGATES, KL_ESTIMATORS
+    PARAMS, PARAM_INTEGERS = in_order(KernelParams, PARAM_INTEGERS), len(PARAM_INTEGERS)
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple]] = []
@@ -394,7 +419,7 @@ def test_every_16_bit_float_goes_through(kernels):
             continue
         logits, grad = torch.randn(3, 9).to(logits_dtype), torch.empty(3, 9, dtype=grad_dtype)
         ids = torch.arange(3)
-        stats = kernels.fused(logits, grad, ids, make_table(3), KernelParams(surrogate="reinforce"))
+        stats = RowKernels(kernels).fused(logits, grad, ids, make_table(3), KernelParams(surrogate="reinforce"))
         exact = logits.double().log_softmax(-1)
         assert (stats.logp - exact[ids, ids]).abs().max() <= 1e-6
         expected = exact.exp() - torch.nn.functional.one_hot(ids, 9)

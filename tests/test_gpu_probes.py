@@ -73,7 +73,7 @@ def test_a_probe_passes_what_is_right_and_nothing_else(monkeypatch, capsys):
     with pytest.raises(AssertionError, match="different bits"):
         gpu_probes.compare("torch", "rows", (129, 72, 257), torch.float32)
     monkeypatch.setattr(gpu_probes, "step", lambda backend, *given: right("cpu", *given))
-    with pytest.raises(AssertionError, match=r"what ran was .*cpu\.fused"):
+    with pytest.raises(AssertionError, match=r"what ran was .*cpu\.single_pass"):
         gpu_probes.compare("torch", "rows", (129, 72, 257), torch.float32)
 
 
@@ -94,9 +94,9 @@ def test_the_headline_times_nothing_that_is_wrong(monkeypatch):
         (result._replace(dweight=result.dweight.index_fill(0, inputs.ids[0, :1], math.inf)), "not all of it is finite"),
     ):
         assert words in gpu_headline.why_wrong(right, wrong)
-    assert gpu_headline.why_other("cuda/anchored", {"cuda.fused": 2}) and gpu_headline.why_other("ours", {})
-    assert gpu_headline.why_other("cuda/rows", {"cuda.fused": 2, "triton.stats": 1})
-    assert not gpu_headline.why_other("cuda/rows 4096", {"cuda.fused": 2})
+    assert gpu_headline.why_other("cuda/anchored", {"cuda.single_pass": 2}) and gpu_headline.why_other("ours", {})
+    assert gpu_headline.why_other("cuda/rows", {"cuda.single_pass": 2, "triton.statistics": 1})
+    assert not gpu_headline.why_other("cuda/rows 4096", {"cuda.single_pass": 2})
 
 
 def test_the_bare_products_have_the_shapes_and_pitches_they_name(monkeypatch):

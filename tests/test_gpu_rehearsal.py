@@ -163,7 +163,7 @@ def test_a_resumed_report_on_a_fresh_machine_measures_what_it_says(machine):
     report, _ = rehearse(machine, {}, resume=True, only=("headline",))
     assert {"cuda/rows", "cuda/anchored", "ours"} <= set(timed_names(report))
     ran = {fact["name"]: set(fact["ran"]) for fact in report["stages"]["headline"]["measured"] if fact.get("ran")}
-    assert "cuda.fused" in ran["cuda/rows"] and "cuda.anchored" in ran["cuda/anchored"]
+    assert "cuda.single_pass" in ran["cuda/rows"] and "cuda.anchored" in ran["cuda/anchored"]
 
 
 def test_the_rehearsal_changes_nothing_of_the_report():

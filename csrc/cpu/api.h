@@ -15,6 +15,15 @@ void token_objective(const TokenArgs& args, int threads);
 void sequence_objective(const SequenceArgs& args, int threads);
 void reduce(const ReduceArgs& args, int threads);
 
+struct IdArgs {
+    const int64_t* ids;  // (tokens,)
+    const void* mask;    // (tokens,) of mask_bytes each, or null
+    int64_t tokens, vocab;
+    int32_t mask_bytes;
+};
+bool ids_are_valid(const IdArgs& args);  // in [0, vocab) at every unmasked token
+bool all_finite(const float* x, int64_t count);
+
 // target[ids[t]] += scale[t] * rows[t] for t in [0, count).
 struct AddRowsArgs {
     void* target;        // (target_rows, width), bfloat16 or float32

@@ -239,6 +239,7 @@ def why_not(name: str, device: torch.device | None = None) -> str:
     return reason if backend is None or device is None else backend.why_not(device)
 
 
+@cache
 def auto_choice(device: torch.device, dtype: torch.dtype) -> Choice:
     """What `backend="auto"` takes for logits of this type on this device."""
     refused: dict[str, str] = {}

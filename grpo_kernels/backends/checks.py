@@ -35,7 +35,8 @@ def check_matrices(
         raise ValueError(f"logits has shape {tuple(shape)}; expected {rows.count} rows")
     index = rows.index
     if index is not None and (index.dtype != torch.int64 or index.shape[0] != shape[0] or not index.is_contiguous()):
-        raise ValueError(f"rows: expected contiguous int64 tokens ({shape[0]},), got {index.dtype} {tuple(index.shape)}")
+        found = f"{index.dtype} {tuple(index.shape)}"
+        raise ValueError(f"rows: expected contiguous int64 tokens ({shape[0]},), got {found}")
     for name, vector, size in (("bias", bias, shape[1]), ("rounding_error", rounding_error, shape[0])):
         if vector is not None:
             _check_vector(name, vector, size, torch.float32, device)
@@ -56,16 +57,16 @@ def check_tokens(ids: Tensor | None, values: TokenValues, **per_token: Tensor) -
         if name == "table":
             shape = (len(TABLE_FIELDS), tokens)
             if x.shape != shape or x.dtype != torch.float32 or not x.is_contiguous() or x.device != device:
-                raise ValueError(
-                    f"table: expected contiguous float32 {shape} on {device}, got {x.dtype} {tuple(x.shape)} on {x.device}"
-                )
+                found = f"{x.dtype} {tuple(x.shape)} on {x.device}"
+                raise ValueError(f"table: expected contiguous float32 {shape} on {device}, got {found}")
         else:
             _check_vector(name, x, tokens, torch.bool if name == "scored" else torch.float32, device)
 
 
 def _check_vector(name: str, x: Tensor, size: int, dtype: torch.dtype, device: torch.device) -> None:
     if x.dtype != dtype or x.dim() != 1 or x.shape[0] != size or x.device != device:
-        raise ValueError(f"{name}: expected {dtype} ({size},) on {device}, got {x.dtype} {tuple(x.shape)} on {x.device}")
+        found = f"{x.dtype} {tuple(x.shape)} on {x.device}"
+        raise ValueError(f"{name}: expected {dtype} ({size},) on {device}, got {found}")
     if not x.is_contiguous():
         raise ValueError(f"{name}: expected a contiguous vector")
 

@@ -69,7 +69,7 @@ class CompiledBackend:
             offsets = offsets.to(torch.int64).contiguous()
         sequences = shape[0] if offsets is None else offsets.numel() - 1
         row_length = shape[1] if offsets is None else 0
-        mask, mask_bytes = _mask(inputs.completion_mask)
+        mask, mask_bytes = kernel_mask(inputs.completion_mask)
 
         def floats(x: Tensor | None) -> Tensor | None:
             if x is None or (x.dtype is torch.float32 and x.is_contiguous()):
@@ -91,9 +91,7 @@ class CompiledBackend:
         threshold, normalizer = floats(inputs.entropy_threshold), floats(inputs.normalizer)
         flat = ids.reshape(-1) if ids.dtype is torch.int64 else ids.to(torch.int64).reshape(-1)
         table = output((len(TABLE_FIELDS), tokens), device)
-        values = TokenValues(
-            output((len(VALUE_FIELDS), tokens), device), output((tokens,), device, torch.float64)
-        )
+        values = TokenValues(output((len(VALUE_FIELDS), tokens), device), output((tokens,), device, torch.float64))
         lengths, limits = output((sequences,), device), output((sequences + 1,), device, torch.int64)
         scored, active = output((tokens,), device, torch.bool), output((tokens,), device, torch.bool)
         clean = flat if mask is None else output((tokens,), device, torch.int64)
@@ -304,7 +302,7 @@ def _pack(values: dict[str, float], names: tuple[str, ...], integers: int) -> by
     return struct.pack(f"<{len(first)}i{len(rest)}f", *(int(values[name]) for name in first), *floats)
 
 
-def _mask(mask: Tensor | None) -> tuple[Tensor | None, int]:
+def kernel_mask(mask: Tensor | None) -> tuple[Tensor | None, int]:
     """(mask in memory that a kernel reads, bytes of an element)."""
     if mask is None:
         return None, 0

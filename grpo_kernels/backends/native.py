@@ -10,8 +10,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from ..params import TokenInputs
 from .checks import check_vectors, contiguous_rows
-from .compiled import INTERFACE, CompiledBackend
+from .compiled import INTERFACE, CompiledBackend, address, kernel_mask
 from .torch_ import TorchBackend
 
 
@@ -30,6 +31,23 @@ class NativeBackend(CompiledBackend):
 
     def where(self, device: torch.device) -> AbstractContextManager[int]:
         return nullcontext(torch.get_num_threads())
+
+    def values_are_valid(self, ids: Tensor, vocab_size: int, inputs: TokenInputs) -> bool:
+        """Whether ids, advantages, log-probabilities and weights are such that a loss can be computed, as far as one
+        sweep tells: False where it is not certain."""
+        numbers = []
+        for x in (inputs.advantages, inputs.old_logps, inputs.ref_logps, inputs.rollout_weights):
+            if x is not None:
+                if x.dtype is not torch.float32 or not x.is_contiguous():
+                    return False
+                numbers.append((x.data_ptr(), x.numel()))
+        unusual = inputs.temperature, inputs.normalizer, inputs.cu_seqlens
+        if any(x is not None for x in unusual) or ids.dtype is not torch.int64 or not ids.is_contiguous():
+            return False
+        mask, mask_bytes = kernel_mask(inputs.completion_mask)
+        return bool(
+            self.module.values_are_valid(ids.data_ptr(), ids.numel(), vocab_size, address(mask), mask_bytes, numbers)
+        )
 
     def add_rows(self, target: Tensor, ids: Tensor, scale: Tensor, rows: Tensor) -> None:
         """target[ids] += scale * rows, one sum in float32 per id; target (V, H) bf16 or fp32, rows (C, H) bf16."""

@@ -11,12 +11,12 @@ from typing import Any
 from ..backends import available_backends, get_backend
 
 # Those that do a loss's work on rows of logits, or instead of them.
-METHODS = ("fused", "stats", "gradient", "linear_logp", "anchored")
+METHODS = ("single_pass", "statistics", "logits_gradient", "linear_logp", "anchored")
 
 
 @contextmanager
 def witness() -> Iterator[Counter[str]]:
-    """Calls inside, as {"cuda.fused": 4}, of every backend that is available here."""
+    """Calls inside, as {"cuda.single_pass": 4}, of every backend that is available here."""
     calls: Counter[str] = Counter()
     patched: list[tuple[Any, str]] = []
 
@@ -42,5 +42,5 @@ def witness() -> Iterator[Counter[str]]:
 
 
 def backends_of(calls: Counter[str]) -> list[str]:
-    """From {"cuda.fused": 4, "cuda.stats": 1} to ["cuda"]."""
+    """From {"cuda.single_pass": 4, "cuda.statistics": 1} to ["cuda"]."""
     return sorted({name.partition(".")[0] for name in calls})

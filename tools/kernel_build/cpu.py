@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .host import ROOT, HostModule, NinjaFile, compiles, target_machine
 
-SOURCES = ("dispatch", "groups", "objective", "plan", "reduce", "scatter", "sequences", "transpose")
+SOURCES = ("dispatch", "groups", "objective", "plan", "reduce", "scatter", "sequences", "transpose", "values")
 
 # Instruction set -> flags in order of preference: the first that the compiler knows.
 X86_FLAGS = {
