@@ -225,6 +225,51 @@ def test_fused_is_stats_objective_gradient(kernels, dtype):
         check_gradient(grad, expected.double(), (d_ratio.abs() + d_direct.abs() + g_entropy * 8) / temperature)
 
 
+@pytest.mark.parametrize("indexed", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("vocab", [133, 5008])
+def test_rows_of_a_larger_batch(kernels, vocab, biased, indexed):
+    """Found by token, with the bias added: the bits of the same rows alone, and of the other tokens nothing."""
+    count, tokens, params = 5, 23, KernelParams(kl="k3", beta=0.1)
+    index = torch.tensor([2, 3, 11, 17, 22]) if indexed else None
+    rows = contract.Rows(0, count, index) if indexed else contract.Rows(9, 9 + count)
+    logits, _ = make_logits(count, vocab, torch.float32)
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(vocab, (tokens,), generator=generator)
+    table = make_table(tokens, temperature=0.8, base=-9.0, ref=-8.0, weight_entropy=torch.arange(tokens) % 2 * 0.1)
+    temperature = table[FIELD["temperature"]]
+    bias = torch.randn(vocab, generator=generator) if biased else None
+    alone = logits + bias if biased else logits
+    own_ids, own_table = rows.take(ids).contiguous(), rows.take(table, 1).contiguous()
+    grad, error, expected, expected_error = (torch.empty(shape) for shape in ((count, vocab), count) * 2)
+
+    stats = kernels.fused(alone, expected, own_ids, own_table, params, expected_error)
+    values, found = (contract.no_values(tokens, torch.float32, logits.device) for _ in range(2))
+    kernels.single_pass(logits, rows, ids, table, values, params, bias, grad, error)
+    assert torch.equal(grad, expected) and torch.equal(error, expected_error)
+    kernels.single_pass(logits, rows, ids, table, found, params, bias)
+    assert all(map(torch.equal, found, values))
+    for value, truth in zip((values.logp, values.lse, values.entropy), stats, strict=True):
+        assert torch.equal(rows.take(value), truth)
+    evaluated = contract.TokenValues(values.columns.clone(), values.lse)
+    evaluated.columns[2:] = 0
+    kernels.token_objective(rows, table, evaluated, params)
+    torch.testing.assert_close(values.columns, evaluated.columns, rtol=1e-5, atol=1e-6)
+    others = torch.ones(tokens, dtype=torch.bool)
+    others[torch.arange(tokens)[rows.start : rows.stop] if index is None else index] = False
+    assert not values.columns[:, others].any() and not values.lse[others].any()
+
+    by_statistics = contract.no_values(tokens, torch.float32, logits.device)
+    kernels.statistics(logits, rows, ids, temperature, by_statistics, params, bias)
+    assert torch.equal(by_statistics.columns[:2], values.columns[:2]) and torch.equal(by_statistics.lse, values.lse)
+    assert not by_statistics.columns[2:].any()
+    g_logp, g_entropy = torch.randn(2, tokens, generator=generator)
+    kernels.logits_gradient(logits, grad, rows, ids, temperature, values, g_logp, g_entropy, params, bias, error)
+    per_row = (rows.take(x).contiguous() for x in (temperature, values.lse, values.entropy, g_logp, g_entropy))
+    kernels.gradient(alone, expected, own_ids, *per_row, params, expected_error)
+    assert torch.equal(grad, expected) and torch.equal(error, expected_error)
+
+
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("grad_dtype", DTYPES)
 def test_gradient_over_the_logits(kernels, vocab, grad_dtype):

@@ -8,7 +8,7 @@
 
 Nothing here depends on the order in which programs run: counts are integers, and every other number is its token's.
 A block of tokens adds up the lengths of all sequences, or the counts of all blocks, from the L2 cache: 4 bytes for each
-sequence, 8 for each 512 tokens. Per token it reads up to 45 bytes and writes 96; 16,384 tokens are 2.3 MB, and three
+sequence, 8 for each 256 tokens. Per token it reads up to 45 bytes and writes 96; 16,384 tokens are 2.3 MB, and three
 launches of a few microseconds on an H200.
 """
 
@@ -38,8 +38,8 @@ from .layout import (
     WEIGHT_RATIO,
 )
 
-MASK_BLOCKS = 8  # blocks of tokens that lengths_kernel looks at together: it reads little of each
-ADDED_AT_ONCE = 1024  # numbers of sequences or of blocks
+MASK_BLOCKS = 2  # blocks of tokens that lengths_kernel looks at together: it reads little of each
+ADDED_AT_ONCE = 512  # numbers of sequences or of blocks
 
 SCALAR, PER_SEQUENCE, PER_TOKEN = "scalar", "sequence", "token"  # what an input has one value for
 
@@ -84,22 +84,23 @@ def numbers(rules: PlanRules, sequences: int) -> Rules:
 
 @triton.jit
 def is_unmasked(mask, token, inside):
-    if mask is None:
-        return inside
-    return tl.load(mask + token, mask=inside, other=0) != 0
+    if mask is not None:
+        inside = tl.load(mask + token, mask=inside, other=0) != 0
+    return inside
 
 
 @triton.jit
 def given(x, token, sequence, wanted, fill, MODE: tl.constexpr):
     """Float32 values of an input of this MODE, absent or not; `fill` where they are not wanted."""
-    if x is None:
-        return tl.full(token.shape, fill, tl.float32)
-    place = token
-    if MODE == "sequence":
-        place = sequence
-    elif MODE == "scalar":
-        place = tl.zeros_like(token)
-    return tl.where(wanted, tl.load(x + place, mask=wanted, other=0).to(tl.float32), fill)
+    value = tl.full(token.shape, fill, tl.float32)
+    if x is not None:
+        place = token
+        if MODE == "sequence":
+            place = sequence
+        elif MODE == "scalar":
+            place = tl.zeros_like(token)
+        value = tl.where(wanted, tl.load(x + place, mask=wanted, other=0).to(tl.float32), fill)
+    return value
 
 
 @triton.jit
@@ -343,7 +344,7 @@ def plan(inputs: TokenInputs, ids: Tensor, rules: PlanRules, *, ordered: bool) -
     clean_ids = flat if clean else empty(tokens, dtype=torch.int64)
     p = numbers(rules, sequences)
     launch = token_launch(device)
-    block = launch.sequences * launch.block
+    block = launch.sequences * launch.block // 2  # 256 on a GPU; with 512 a thread has 4 tokens, and 254 registers
     blocks = triton.cdiv(tokens, block)
     together = rules.whole_sequences or rules.level != "token"
     moves = empty(sequences, dtype=torch.int32) if together else None

@@ -44,7 +44,7 @@ from torch import Tensor
 
 from ..params import KernelParams, Rows, RowStats, TokenValues
 from .launch import row_launch
-from .layout import ENTROPY, LOGP, TEMPERATURE, WEIGHT_ENTROPY
+from .layout import ENTROPY, G_LOGP, LOGP, TEMPERATURE, WEIGHT_ENTROPY
 from .maths import INV_LN2, LN2, expm1, softcap
 from .objective import evaluate_token, scalars, store_objective, variant
 
@@ -89,7 +89,8 @@ def load_logits(u, bias, columns, end, wanted):
     """The float32 logits (ROWS, COLUMNS) of rows that start at pointers `u`, bias included; 0 where none is wanted."""
     logits = tl.load(u[:, None] + columns[None, :], mask=wanted, other=0.0).to(tl.float32)
     if bias is not None:
-        logits += tl.load(bias + columns, mask=columns < end, other=0.0)[None, :]
+        # A row of its own: the same threads hold a column of it and of the logits.
+        logits += tl.load((bias + columns)[None, :], mask=(columns < end)[None, :], other=0.0)
     return logits
 
 
@@ -283,6 +284,9 @@ def single_pass_kernel(
     x, value, kl, g_logp = evaluate_token(column, tokens, live, logp, h, p, SURROGATE, KL, HAS_BASE, BIAS_CORRECTION)
     store_objective(values + token, tokens, live, x, value, kl, g_logp)
     if grad is not None:
+        # Read back, not kept: 40 registers instead of 46 to 64 (see above), as the objective's end here with it.
+        tl.debug_barrier()
+        g_logp = tl.load(values + G_LOGP * tokens + token, mask=live, other=0.0)
         g_entropy = tl.load(column + WEIGHT_ENTROPY * tokens, mask=live, other=0.0)
         row_gradient(
             u, grad + rows * grad_pitch, bias, rounding_error, rows, live, id_, vocab, top, log_sum, h,
