@@ -167,7 +167,7 @@ class LMHead:
                 torch.mm(h, self.weight[piece].to(self.logits_dtype).T, out=out[:, piece])
         elif self.logits_dtype != h.dtype:
             torch.mm(h, self.weight.T, out_dtype=self.logits_dtype, out=out)
-        elif h.device.type == "cpu" and h.dtype == torch.float32:
+        elif len(self.weight) > FORWARD_ROWS and h.device.type == "cpu" and h.dtype == torch.float32:
             for piece in self._pieces(FORWARD_ROWS):
                 torch.mm(h, self.weight[piece].T, out=out[:, piece])
         else:
@@ -244,7 +244,9 @@ class LMHead:
         rows = chunk.rows
         dlogits = self._over(self._logits_rows(rows.count)) if chunk.in_place else self._product_rows(rows.count)
         error = self.rounding_error(chunk, rows)
-        h, ids = self.hidden_rows(rows), rows.take(ids)
+        h = self.hidden_rows(rows)
+        if error is not None:
+            ids = rows.take(ids)
         if self.wants[0]:
             self._add_dhidden(rows, dlogits, ids, error)
         if self.wants[2]:
@@ -277,7 +279,8 @@ class LMHead:
             if self.wants[i] and x is not None and (total is None or total is not self.accumulate_into):
                 if total is None:
                     total = torch.zeros(x.shape, dtype=dtype, device=x.device)
-                finished[i] = total.view(x.shape).to(dtype)
+                total = total if total.shape == x.shape else total.view(x.shape)
+                finished[i] = total if total.dtype is dtype else total.to(dtype)
         scales = [None, self.gradient_scale, self.gradient_scale]
         return FinishedGradients(finished, self.given_dtypes, self.backend, scales)
 
@@ -459,6 +462,8 @@ def _flat_view(hidden: Tensor) -> Tensor | None:
     """(N, H) view of (B, T, H) or (N, H) hidden states, None where only a copy could be that."""
     if hidden.dim() == 2:
         return hidden
+    if hidden.is_contiguous():
+        return hidden.view(-1, hidden.shape[-1])
     batch, length, width = hidden.shape
     if batch == 1 or hidden.stride(0) == length * hidden.stride(1):
         return hidden.as_strided((batch * length, width), (hidden.stride(1), hidden.stride(2)), hidden.storage_offset())

@@ -52,8 +52,8 @@ def fused_logps(
         per_token = hidden.new_full((), temperature, dtype=ops.table_dtype(dtype))
     name = choose_backend(backend, hidden.device, dtype)
     softcap = 0.0 if logit_softcap is None else float(logit_softcap)
-    logps, entropies, _ = ops.logps(
-        *(hidden, lm_head_weight, lm_head_bias, completion_ids, completion_mask),
-        *(per_token, float(logit_scale), softcap, entropy, name, compute_dtype),
-    )
+    call = ops.LogpsCall(
+        completion_ids, completion_mask, per_token, float(logit_scale), softcap, entropy, name, compute_dtype
+    )  # fmt: skip
+    logps, entropies = ops.logps_from_hidden(hidden, lm_head_weight, lm_head_bias, call)
     return logps, entropies if entropy else None

@@ -1,13 +1,14 @@
 """What autograd and torch.compile see of the engine: the loss, log-probabilities, and what is O(N).
 
-Eager calls of the loss go through an autograd.Function, which keeps its gradients to itself; torch.compile gets custom
-operators with the same body. Everything else is custom operators alone.
+Eager calls from hidden states go through an autograd.Function, or nothing where no gradient is wanted; torch.compile
+gets custom operators with the same body. What is O(N) is custom operators alone.
 
 No `from __future__ import annotations` here, and Optional[X] for X | None: torch infers schemas from the annotations.
 """
 # ruff: noqa: UP045
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple, Optional
 
 import torch
@@ -46,51 +47,61 @@ class LossCall(NamedTuple):
     wants: Sequence[bool]  # which of hidden, weight, bias need gradients
 
 
+def _is_traced(hidden: Tensor) -> bool:
+    """Whether somebody wants to see one operation instead of what it does."""
+    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    return traced or type(hidden) not in (Tensor, torch.nn.Parameter)
+
+
 def loss_from_hidden(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: LossCall) -> tuple[Tensor, ...]:
     """(loss, logps, entropy, numbers of Sums); the loss is differentiable in hidden, weight and bias."""
-    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-    if not traced and type(hidden) in (Tensor, torch.nn.Parameter):
-        return _Loss.apply(hidden, weight, bias, call)
-    results = grpo_loss(
-        *(hidden, weight, bias, call.completion_ids, list(call.tokens), call.num_groups, call.config.key),
-        *(call.backend, call.compute_dtype, call.wants),
-    )
-    return results[:4]
+    if _is_traced(hidden):
+        results = grpo_loss(
+            *(hidden, weight, bias, call.completion_ids, list(call.tokens), call.num_groups, call.config.key),
+            *(call.backend, call.compute_dtype, call.wants),
+        )
+        return results[:4]
+    if not any(call.wants):
+        with torch.no_grad():
+            return _compute_loss(hidden, weight, bias, call)[0]
+    beside: list[Tensor] = []
+    loss = _Loss.apply(hidden, weight, bias, call, beside)
+    return loss, *beside
 
 
 def _compute_loss(
     hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: LossCall
 ) -> tuple[tuple[Tensor, ...], FinishedGradients]:
+    """To be called under no_grad."""
     ids, inputs, config = call.completion_ids, call.tokens, call.config
     kernels = get_backend(call.backend)
     if not (isinstance(kernels, NativeBackend) and kernels.values_are_valid(ids, weight.shape[0], inputs)):
         check_values(ids, inputs.completion_mask, weight.shape[0], inputs.cu_seqlens)
         check_token_values(inputs)
     dtype = table_dtype(call.compute_dtype or hidden.dtype)
-    with torch.no_grad(), settled_precision(hidden.device):
+    with settled_precision(hidden.device):
         static = config.static_shapes or _capturing(hidden.device)
         plan = make_plan(inputs, ids, config, call.num_groups, kernels, static_shapes=static, dtype=dtype)
         keep = _keep(inputs.completion_mask) if static else None
         options = config.logits_dtype, config.chunk_rows, keep
         head = _lm_head(hidden, weight, bias, kernels, call.compute_dtype, call.wants, *options)
         values, sums = engine.run(head, plan, kernels, gradients=any(call.wants), static_shapes=static)
-        per_token = values.logp.view(ids.shape), values.entropy.view(ids.shape)
-        return (sums.loss.clone(), *per_token, sums.numbers), head.gradients()
+        logps, entropy = values.columns[:2].view(2, *ids.shape).unbind()
+        return (sums.loss.clone(), logps, entropy, sums.numbers), head.gradients()
 
 
 class _Loss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, call):
-        results, ctx.gradients = _compute_loss(hidden, weight, bias, call)
-        ctx.mark_non_differentiable(*results[1:])
-        ctx.set_materialize_grads(False)
-        return results
+    def forward(ctx, hidden, weight, bias, call, beside):
+        """`beside` gets what comes with the loss and has no gradient: autograd has nothing to do with it."""
+        (loss, *others), ctx.gradients = _compute_loss(hidden, weight, bias, call)
+        beside.extend(others)
+        return loss
 
     @staticmethod
-    def backward(ctx, g_loss, *_):
+    def backward(ctx, g_loss):
         refuse_double_backward("fused_grpo_loss")
-        gradients = [None] * 3 if g_loss is None else deliver_once(ctx, "fused_grpo_loss", g_loss)
-        return *gradients, None
+        return *deliver_once(ctx, "fused_grpo_loss", g_loss), None, None
 
 
 @torch.library.custom_op("grpo_kernels::grpo_loss", mutates_args=())
@@ -112,7 +123,8 @@ def grpo_loss(
     """
     inputs, config = TokenInputs(*tokens), config_from_key(config_key)  # type: ignore[arg-type]
     call = LossCall(completion_ids, inputs, num_groups, config, backend, compute_dtype, wants)
-    (loss, logps, entropy, numbers), gradients = _compute_loss(hidden, weight, bias, call)
+    with torch.no_grad():
+        (loss, logps, entropy, numbers), gradients = _compute_loss(hidden, weight, bias, call)
     results = loss, logps.clone(), entropy.clone(), numbers  # the results of an operator share no memory
     scale = gradients.scales[1]  # of dweight and dbias
     scale = hidden.new_ones((), dtype=torch.float32) if scale is None else scale.clone()
@@ -172,6 +184,93 @@ grpo_loss.register_autograd(_return_gradients, setup_context=_save_gradients)
 # --- log-probabilities from hidden states -------------------------------------------------------------------------
 
 
+class LogpsCall(NamedTuple):
+    """What a call of fused_logps computes, besides the inputs that may need gradients."""
+
+    completion_ids: Tensor
+    mask: Optional[Tensor]
+    temperature: Tensor
+    logit_scale: float
+    softcap: float
+    want_entropy: bool
+    backend: str
+    compute_dtype: Optional[torch.dtype]
+
+
+def logps_from_hidden(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: LogpsCall) -> tuple[Tensor, ...]:
+    """(logps, entropy), each of the shape of completion_ids; 0 at masked positions. Differentiable."""
+    if _is_traced(hidden):
+        return logps(hidden, weight, bias, *call)[:2]
+    if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in (hidden, weight, bias)):
+        with torch.no_grad():
+            return _compute_logps(hidden, weight, bias, call)[:2]
+    return _Logps.apply(hidden, weight, bias, call)
+
+
+def _compute_logps(
+    hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: LogpsCall
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(logps, entropy, lse). To be called under no_grad."""
+    ids, mask = call.completion_ids, call.mask
+    check_values(ids, mask, weight.shape[0], None)
+    check_temperature(call.temperature, None if mask is None else mask.bool())
+    with settled_precision(hidden.device):
+        keep, static = _keep(mask), _capturing(hidden.device)
+        kernels = get_backend(call.backend)
+        head = _lm_head(hidden, weight, bias, kernels, call.compute_dtype, keep=keep if static else None)
+        values = no_values(ids.numel(), table_dtype(head.hidden.dtype), hidden.device)
+        scorer = _scorer(head, call, keep, values)
+        scorer.score(None if static or keep is None else keep.nonzero().squeeze(1), entropy=call.want_entropy)
+        if static and keep is not None:
+            values = values.only(keep)
+        found, entropy = values.columns[:2].view(2, *ids.shape).unbind()
+        return found, entropy, values.lse.view(ids.shape)
+
+
+def _compute_logps_gradients(
+    g_logps: Tensor,
+    g_entropy: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    call: LogpsCall,
+    entropy: Tensor,
+    lse: Tensor,
+    wants: Sequence[bool],
+) -> list[Optional[Tensor]]:
+    """(dhidden, dweight, dbias) from the logits computed again, over rows with a non-zero coefficient."""
+    with torch.no_grad(), settled_precision(hidden.device):
+        keep, static = _keep(call.mask), _capturing(hidden.device)
+        kept, kernels = keep if static else None, get_backend(call.backend)
+        head = _lm_head(hidden, weight, bias, kernels, call.compute_dtype, wants, keep=kept)
+        values = no_values(entropy.numel(), entropy.dtype, entropy.device)
+        values.entropy.copy_(entropy.reshape(-1))
+        values = TokenValues(values.columns, lse.reshape(-1).contiguous())
+        scorer = _scorer(head, call, keep, values)
+        masked = (_filled(g.reshape(-1), keep, 0.0) for g in (g_logps, g_entropy))
+        scorer.gradient(*masked, static_shapes=static)
+        return head.gradients().without_scales()
+
+
+class _Logps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, call):
+        found, entropy, lse = _compute_logps(hidden, weight, bias, call)
+        ctx.call = call._replace(completion_ids=None, mask=None, temperature=None)
+        tensors = call.completion_ids, call.mask, call.temperature
+        ctx.save_for_backward(hidden, weight, bias, *tensors, entropy, lse)
+        return found.clone(), entropy.clone()  # no views, which autograd would not let the caller change in place
+
+    @staticmethod
+    def backward(ctx, g_logps, g_entropy):
+        refuse_double_backward("fused_logps")
+        hidden, weight, bias, ids, mask, temperature, entropy, lse = ctx.saved_tensors
+        call = ctx.call._replace(completion_ids=ids, mask=mask, temperature=temperature)
+        wants = list(ctx.needs_input_grad[:3])
+        given = g_logps, g_entropy, hidden, weight, bias, call, entropy, lse, wants
+        return *_compute_logps_gradients(*given), None
+
+
 @torch.library.custom_op("grpo_kernels::logps", mutates_args=())
 def logps(
     hidden: Tensor,
@@ -187,19 +286,12 @@ def logps(
     compute_dtype: Optional[torch.dtype],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(logps, entropy, lse), each of the shape of completion_ids; 0 at masked positions."""
-    check_values(completion_ids, mask, weight.shape[0], None)
-    check_temperature(temperature, None if mask is None else mask.bool())
-    with torch.no_grad(), settled_precision(hidden.device):
-        keep, static = _keep(mask), _capturing(hidden.device)
-        head = _lm_head(hidden, weight, bias, get_backend(backend), compute_dtype, keep=keep if static else None)
-        dtype = table_dtype(head.hidden.dtype)
-        values = no_values(completion_ids.numel(), dtype, hidden.device)
-        scorer = _scorer(head, completion_ids, keep, temperature, logit_scale, softcap, values)
-        scorer.score(None if static or keep is None else keep.nonzero().squeeze(1), entropy=want_entropy)
-        if static and keep is not None:
-            values = values.only(keep)
-        found = values.logp, values.entropy, values.lse
-        return tuple(x.clone().view(completion_ids.shape) for x in found)
+    call = LogpsCall(
+        completion_ids, mask, temperature, logit_scale, softcap, want_entropy, backend, compute_dtype
+    )  # fmt: skip
+    with torch.no_grad():
+        found, entropy, lse = _compute_logps(hidden, weight, bias, call)
+    return found.clone(), entropy.clone(), lse  # the results of an operator share no memory
 
 
 @logps.register_fake
@@ -220,31 +312,26 @@ def logps_backward(
     completion_ids: Tensor,
     mask: Optional[Tensor],
     temperature: Tensor,
-    stats: Sequence[Tensor],
+    entropy: Tensor,
+    lse: Tensor,
     logit_scale: float,
     softcap: float,
     backend: str,
     compute_dtype: Optional[torch.dtype],
     wants: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dhidden, dweight, dbias) from the logits computed again, over rows with a non-zero coefficient."""
-    with torch.no_grad(), settled_precision(hidden.device):
-        keep, static = _keep(mask), _capturing(hidden.device)
-        kept = keep if static else None
-        head = _lm_head(hidden, weight, bias, get_backend(backend), compute_dtype, wants, keep=kept)
-        logp, lse, entropy = (x.reshape(-1) for x in stats)
-        values = no_values(len(logp), logp.dtype, logp.device)
-        values.entropy.copy_(entropy)
-        values = TokenValues(values.columns, lse.contiguous())
-        scorer = _scorer(head, completion_ids, keep, temperature, logit_scale, softcap, values)
-        masked = (_filled(g.reshape(-1), keep, 0.0) for g in (g_logps, g_entropy))
-        scorer.gradient(*masked, static_shapes=static)
-        gradients = head.gradients()
-        return tuple(hidden.new_empty(0) if g is None else g for g in gradients.without_scales())
+    """(dhidden, dweight, dbias); unwanted ones are empty."""
+    call = LogpsCall(completion_ids, mask, temperature, logit_scale, softcap, True, backend, compute_dtype)
+    given = g_logps, g_entropy, hidden, weight, bias, call, entropy, lse, wants
+    found = _compute_logps_gradients(*given)
+    dhidden, dweight, dbias = (hidden.new_empty(0) if g is None else g for g in found)
+    return dhidden, dweight, dbias
 
 
 @logps_backward.register_fake
-def _(g_logps, g_entropy, hidden, weight, bias, ids, mask, temperature, stats, scale, softcap, backend, dtype, wants):
+def _(
+    g_logps, g_entropy, hidden, weight, bias, ids, mask, temperature, entropy, lse, scale, cap, backend, dtype, wants
+):
     given = (hidden, weight, weight if bias is None else bias)
     return tuple(x.new_empty(x.shape) if want else hidden.new_empty(0) for x, want in zip(given, wants, strict=True))
 
@@ -253,15 +340,13 @@ def _save_logps(ctx, inputs, output):
     hidden, weight, bias, completion_ids, mask, temperature, scale, softcap, _, backend, compute_dtype = inputs
     ctx.options = scale, softcap, backend, compute_dtype
     ctx.mark_non_differentiable(output[2])
-    ctx.save_for_backward(hidden, weight, bias, completion_ids, mask, temperature, *output)
+    ctx.save_for_backward(hidden, weight, bias, completion_ids, mask, temperature, *output[1:])
 
 
 def _logps_gradients(ctx, g_logps, g_entropy, _):
     refuse_double_backward("fused_logps")
-    hidden, weight, bias, completion_ids, mask, temperature, logp, entropy, lse = ctx.saved_tensors
     wants = list(ctx.needs_input_grad[:3])
-    given = (hidden, weight, bias, completion_ids, mask, temperature)
-    gradients = logps_backward(g_logps, g_entropy, *given, [logp, lse, entropy], *ctx.options, wants)
+    gradients = logps_backward(g_logps, g_entropy, *ctx.saved_tensors, *ctx.options, wants)
     return (*(g if want else None for g, want in zip(gradients, wants, strict=True)), *[None] * 8)
 
 
@@ -420,16 +505,15 @@ def _flat_ids(ids: Tensor, keep: Optional[Tensor]) -> Tensor:
     return _filled(ids.reshape(-1), keep, 0).long()
 
 
-def _scorer(
-    head: LMHead,
-    ids: Tensor,
-    keep: Optional[Tensor],
-    temperature: Tensor,
-    logit_scale: float,
-    softcap: float,
-    values: TokenValues,
-) -> engine.Scorer:
+def _scorer(head: LMHead, call: LogpsCall, keep: Optional[Tensor], values: TokenValues) -> engine.Scorer:
     """A scorer for log-probabilities alone: no objective, padding replaced by neutral values."""
-    per_token = _filled(temperature.reshape(-1).expand(ids.numel()), keep, 1.0).to(table_dtype(head.hidden.dtype))
-    params = KernelParams(logit_scale=logit_scale, softcap=softcap)
+    ids = call.completion_ids
+    temperature = call.temperature.reshape(-1).expand(ids.numel())
+    per_token = _filled(temperature, keep, 1.0).to(table_dtype(head.hidden.dtype))
+    params = _logit_params(call.logit_scale, call.softcap)
     return engine.Scorer(head, _flat_ids(ids, keep), per_token, params, head.backend, values)
+
+
+@cache
+def _logit_params(logit_scale: float, softcap: float) -> KernelParams:
+    return KernelParams(logit_scale=logit_scale, softcap=softcap)

@@ -141,7 +141,7 @@ def test_all_three_runs(machine):
     first, _ = rehearse(machine, faults, stages=gpu_stages.RUNS[1].stages)
     assert set(first["left_out"]) == {"cuda/linear", "cuda/anchored", "triton/anchored"}
     whats = {(fact.get("backend"), fact["what"]) for fact in first["stages"]["events"]["measured"]}
-    assert {("cuda", "fused"), ("cuda", "gradient"), ("cuda", "scale"), ("triton", "linear_logp")} <= whats
+    assert {("cuda", "single_pass"), ("cuda", "plan"), ("cuda", "scale"), ("triton", "linear_logp")} <= whats
     assert {(None, "copy"), (None, "dlogits W"), (None, "dlogits^T h, added in float32"), ("cuda", "groups")} <= whats
     assert first["stages"]["profile"]["steps"] and first["stages"]["profile"]["ncu"] == "not installed"
     assert first["stages"]["core_tests"]["counts"]["PASSED"] == 3, "of six in the core"

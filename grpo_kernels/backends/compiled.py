@@ -92,13 +92,14 @@ class CompiledBackend:
         flat = ids.reshape(-1) if ids.dtype is torch.int64 else ids.to(torch.int64).reshape(-1)
         table = output((len(TABLE_FIELDS), tokens), device)
         values = TokenValues(output((len(VALUE_FIELDS), tokens), device), output((tokens,), device, torch.float64))
-        lengths, limits = output((sequences,), device), output((sequences + 1,), device, torch.int64)
-        scored, active = output((tokens,), device, torch.bool), output((tokens,), device, torch.bool)
-        clean = flat if mask is None else output((tokens,), device, torch.int64)
-        order = counts = None
+        lengths = output((sequences,), device)
+        scored, active = output((2, tokens), device, torch.bool).unbind()
+        sizes = [sequences + 1, 0 if mask is None else tokens, 0, 0]
         if ordered:
-            order = output((tokens,), device, torch.int64)
-            counts = output((2 + sequences * rules.whole_sequences,), device, torch.int64)
+            sizes[2:] = tokens, 2 + sequences * rules.whole_sequences
+        integers = output((sum(sizes),), device, torch.int64).split(sizes)
+        limits, clean = integers[0], flat if mask is None else integers[1]
+        order, counts = integers[2:] if ordered else (None, None)
         workspace = self.plan_workspace(tokens, sequences, device)
         with self.where(device) as where:
             self.module.plan(
