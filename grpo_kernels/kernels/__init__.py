@@ -5,16 +5,19 @@ rows.py         rows of logits: statistics, gradient, and both in one launch
 matmul.py       tiles of a product in registers: what the next two share
 linear_logp.py  hidden states to log-probabilities, without logits
 anchored.py     hidden states to exponentials relative to the sampled token: the fused way without a row pass
-tokens.py       the objective of given log-probabilities; sums over sequences, groups, the batch
+plan.py         what each token needs: its weights, whether it counts, its place in the order of rows
+tokens.py       the objective of tokens by themselves; sums over sequences, groups, the batch
+sequences.py    the objective of tokens that depend on their sequence
 groups.py       advantages from rewards
+layout.py       places of the fields of a token
 maths.py        functions that Triton lacks on one of its targets
 launch.py       block shapes and warps, from the table launch.json; preferred strategies
 tune.py         measures candidates for that table on a GPU
 
 Triton compiles a kernel again for an integer that is 1 (a constant then) or divisible by 16, and for a pointer that is
 not on 16 bytes. Whatever follows from the number of rows of a call is excluded from that (do_not_specialize): counts,
-parts, tables and their pitch, vectors of which a chunk takes a slice. A captured CUDA graph cannot compile, and its
-warm-up had other rows. What the lm_head determines stays specialised: wide loads need its divisors.
+parts, the token where a chunk starts, what holds a number per token or per sequence. A captured CUDA graph cannot
+compile, and its warm-up had other rows. What the lm_head determines stays specialised: wide loads need its divisors.
 """
 
 from __future__ import annotations
