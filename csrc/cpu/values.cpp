@@ -1,5 +1,5 @@
-// Whether the numbers that a caller gave can be computed with: one sweep, so that a call that is right pays microseconds
-// for it. What is wrong, and where, is found by the slower checks in Python.
+// Whether the numbers that a caller gave can be computed with: one sweep, so that a call that is right pays
+// microseconds for it. What is wrong, and where, is found by the slower checks in Python.
 #include "api.h"
 
 namespace gk {
