@@ -32,7 +32,7 @@ from grpo_kernels.params import (
 
 KERNELS = ("cpu", "triton", "cuda")
 MASKS = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64)
-CASES = range(24)  # of each test: enough that every choice below meets every other kind of batch
+CASES = range(24)  # of each test: every surrogate at every level of the ratio
 
 
 class Draw:
@@ -171,8 +171,7 @@ def test_plan_of_more_blocks_than_are_scanned_at_once(name, monkeypatch):
 # --- the objective and the sums -------------------------------------------------------------------------------------
 
 
-def make_params(draw: Draw, inputs: TokenInputs) -> KernelParams:
-    surrogate = draw.one_of(*SURROGATES)
+def make_params(draw: Draw, inputs: TokenInputs, surrogate: str, level: str) -> KernelParams:
     has_rollout = inputs.rollout_logps is not None
     kl = draw.one_of(*KL_ESTIMATORS) if inputs.ref_logps is not None else "none"
     return KernelParams(
@@ -185,18 +184,21 @@ def make_params(draw: Draw, inputs: TokenInputs) -> KernelParams:
         delta=draw.one_of(math.inf, 1.5),
         dual_clip=draw.one_of(math.inf, 3.0),
         log_ratio_clamp=draw.one_of(math.inf, 1.0),
-        level=draw.one_of(*LEVELS),
+        level=level,
         has_rollout=has_rollout,
         vespo=surrogate == "reinforce" and bool(draw.one_of(True, False)),
         off_policy_threshold=draw.one_of(math.inf, 0.1),
     )
 
 
-def scored_batch(draw: Draw) -> tuple[PlannedTokens, KernelParams]:
+def scored_batch(draw: Draw, case: int) -> tuple[PlannedTokens, KernelParams]:
     """A planned batch whose tokens have log-probabilities; those that are not scored have none."""
     inputs, ids = make_inputs(draw)
     inputs = inputs._replace(advantages=inputs.advantages.float())
-    params = make_params(draw, inputs)
+    surrogate, level = SURROGATES[case % len(SURROGATES)], LEVELS[case % len(LEVELS)]
+    if surrogate == "gmpo" and inputs.old_logps is None:  # its clamp acts on log ratios
+        inputs = inputs._replace(old_logps=-draw.normal(*ids.shape).abs())
+    params = make_params(draw, inputs, surrogate, level)
     rules = make_rules(draw)._replace(level=params.level, divides_by_rollout=params.surrogate in ("dppo_tv", "ipo"))
     plan = plan_tokens(inputs, ids, rules, torch.float32, ordered=False)
     logp, entropy = -draw.normal(ids.numel()).abs(), draw.normal(ids.numel()).abs()
@@ -220,7 +222,7 @@ def assert_close(found: TokenValues, expected: TokenValues) -> None:
 def test_token_objective(name, case):
     """In place: the tokens of a range, and those of an index, which alone are touched."""
     draw = Draw(case)
-    plan, params = scored_batch(draw)
+    plan, params = scored_batch(draw, case)
     count = plan.scored.numel()
     first = draw.choices.randint(0, count)
     index = torch.randperm(count, generator=draw.generator)[: draw.choices.randint(0, count)].sort().values
@@ -239,7 +241,7 @@ def test_token_objective(name, case):
 def test_sequence_objective(name, case):
     """Of all sequences, and of some: tokens that are not scored, or of others, keep what they hold."""
     draw = Draw(100 + case)
-    plan, params = scored_batch(draw)
+    plan, params = scored_batch(draw, case)
     plan.table[:, ~plan.scored] = math.nan  # never read
     plan.values.columns[:, ~plan.scored] = 7.0
     sequences = plan.lengths.numel()
@@ -264,7 +266,7 @@ def test_sequence_objective(name, case):
 @pytest.mark.parametrize("name", KERNELS)
 def test_sums(name, case):
     draw = Draw(200 + case)
-    plan, params = scored_batch(draw)
+    plan, params = scored_batch(draw, case)
     coefficients.token_objective(Rows(0, plan.scored.numel()), plan.table, plan.values, params)
     groups = draw.choices.randint(1, 4)
     group_index = torch.randint(0, groups, (plan.lengths.numel(),), generator=draw.generator)
