@@ -21,7 +21,7 @@ def token_objective(rows: Rows, table: Tensor, values: TokenValues, params: Kern
     logp, entropy = columns[0], columns[1]
     log_ratio = logp - table[FIELD["base"]] if params.has_base else torch.zeros_like(logp)
     value, d_ratio, d_direct, kl = objective(log_ratio, logp, entropy, table, params)
-    g_logp = table[FIELD["weight_ratio"]] * d_ratio + table[FIELD["weight_direct"]] * d_direct
+    g_logp = _weighted(table, "weight_ratio", d_ratio) + _weighted(table, "weight_direct", d_direct)
     rows.put(values.columns, torch.stack([logp, entropy, log_ratio, value, kl, g_logp]), dim=1)
 
 
@@ -37,14 +37,20 @@ def sequence_objective(
     table[FIELD["multiplier"]] *= _sequence_multiplier(sequences, own, logp, params)
     log_ratio, slope = _raise_to_level(sequences, own, params)
     value, d_ratio, d_direct, kl = objective(log_ratio, logp, entropy, table, params)
-    g_logp = table[FIELD["weight_direct"]] * d_direct
+    g_logp = _weighted(table, "weight_direct", d_direct)
     if params.level == "token":
-        g_logp = g_logp + table[FIELD["weight_ratio"]] * d_ratio
+        g_logp = g_logp + _weighted(table, "weight_ratio", d_ratio)
     else:
-        total = sequences.sum(table[FIELD["weight_direct"]] * d_ratio)
+        total = sequences.sum(_weighted(table, "weight_direct", d_ratio))
         g_logp = g_logp + slope * sequences.spread(total)
     found = torch.stack([log_ratio, value, kl, g_logp])
     values.columns[2:] = torch.where(scored, found, values.columns[2:])
+
+
+def _weighted(table: Tensor, name: str, slope: Tensor) -> Tensor:
+    """slope times a weight of the table; 0 where that is 0, whatever the slope is."""
+    weight = table[FIELD[name]]
+    return torch.where(weight != 0, weight * slope, 0.0)
 
 
 class _Sequences:

@@ -121,10 +121,10 @@ class GRPOConfig:
     static_shapes: bool = False
     # Everything but the tensors, as text: what the custom op receives, and a constant to torch.compile.
     key: str = dataclasses.field(init=False, repr=False, compare=False, default="")
-    # What the engine derives from it, by which inputs a call has.
-    derived: dict[Any, Any] = dataclasses.field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
+        # What the engine derives from it, by which inputs a call has: no field, and not pickled.
+        object.__setattr__(self, "_derived", {})
         clamp: Any = self.kl_clamp
         if isinstance(clamp, list):  # which has no hash
             object.__setattr__(self, "kl_clamp", tuple(clamp))
@@ -151,6 +151,14 @@ class GRPOConfig:
         self._check_numbers()
         self._check_combinations()
         object.__setattr__(self, "key", self._to_key())
+
+    @property
+    def derived(self) -> dict[Any, Any]:
+        found: dict[Any, Any] = self.__dict__["_derived"]
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_derived": {}}
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, GRPOConfig):

@@ -267,9 +267,7 @@ class LMHead:
 
     def gradients(self) -> FinishedGradients:
         """Of (hidden, weight, bias), in their shapes; zeros where no row contributed."""
-        for scratch in (self.scratch, self.product_scratch):
-            release_rows(scratch)
-        self.scratch = self.product_scratch = self._gathered = None
+        self.release()
         self._add_own_shares()
         sums = self.dhidden, self.dweight, self.dbias
         self.dhidden = self.dweight = self.dbias = None
@@ -283,6 +281,12 @@ class LMHead:
                 finished[i] = total if total.dtype is dtype else total.to(dtype)
         scales = [None, self.gradient_scale, self.gradient_scale]
         return FinishedGradients(finished, self.given_dtypes, self.backend, scales)
+
+    def release(self) -> None:
+        """Let go of all scratch memory."""
+        for scratch in (self.scratch, self.product_scratch):
+            release_rows(scratch)
+        self.scratch = self.product_scratch = self._gathered = None
 
     def _add_own_shares(self) -> None:
         """Of the sampled ids in dweight, of all chunks at once."""

@@ -103,7 +103,7 @@ def fused_grpo_loss(
     wants = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in given]
     call = ops.LossCall(completion_ids, inputs.tokens, inputs.num_groups, config, name, compute_dtype, wants)
     loss, logps, entropy, numbers = ops.loss_from_hidden(*given, call)
-    return GRPOLossOutput(config, inputs, loss, logps, entropy, inputs.sums(numbers))
+    return GRPOLossOutput(loss, logps.detach(), entropy, config, inputs, inputs.sums(numbers))
 
 
 def grpo_loss_from_logps(
@@ -146,7 +146,7 @@ def grpo_loss_from_logps(
     given = torch.zeros_like(logps) if entropy is None else entropy
     loss, numbers, *_ = ops.policy_loss(logps, given, list(inputs.tokens), inputs.num_groups, config.key, name)
     known = None if entropy is None else entropy.detach()
-    return GRPOLossOutput(config, inputs, loss, logps, known, inputs.sums(numbers))
+    return GRPOLossOutput(loss, logps.detach(), known, config, inputs, inputs.sums(numbers))
 
 
 def grpo_loss_from_logits(
@@ -197,7 +197,7 @@ def grpo_loss_from_logits(
     loss, logps, entropy, numbers = _LossOverLogits.apply(
         logits, completion_ids, inputs.tokens, inputs.num_groups, config, name, want, inplace
     )
-    return GRPOLossOutput(config, inputs, loss, logps, entropy, inputs.sums(numbers))
+    return GRPOLossOutput(loss, logps.detach(), entropy, config, inputs, inputs.sums(numbers))
 
 
 class _LossOverLogits(torch.autograd.Function):
@@ -207,6 +207,7 @@ class _LossOverLogits(torch.autograd.Function):
     def forward(ctx, logits, completion_ids, inputs, num_groups, config, backend, want, inplace):
         flat = logits.detach().reshape(-1, logits.shape[-1])
         reused = inplace and flat.data_ptr() == logits.data_ptr() and flat.stride(-1) == 1
+        reused = reused and (flat.stride(0) >= flat.shape[1] or flat.shape[0] <= 1)  # rows that share memory cannot
         if (want and not reused) or flat.stride(-1) != 1:
             flat = flat.clone(memory_format=torch.contiguous_format)
         results, gradients = ops.loss_over_logits(flat, completion_ids, inputs, num_groups, config, backend, want)

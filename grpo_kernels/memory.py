@@ -121,7 +121,7 @@ def release_rows(scratch: Tensor | None) -> None:
     """
     if scratch is None or scratch.device.type != "cpu" or not _FRESH_BYTES <= scratch.nbytes <= _CPU_BUDGET:
         return
-    block = torch.empty(0, dtype=torch.uint8).set_(scratch.untyped_storage())
+    block = torch.empty(0, dtype=torch.uint8, device="cpu").set_(scratch.untyped_storage())
     _let_go(block.data_ptr(), block.nbytes)
     with _lock:
         _kept[:] = [block]
@@ -132,7 +132,7 @@ def _take(size: int) -> Tensor:
         block = _kept.pop() if _kept else None
     if block is None or block.nbytes < size:
         block = None  # freed before the next one is made
-        block = torch.empty(size, dtype=torch.uint8)
+        block = torch.empty(size, dtype=torch.uint8, device="cpu")
     return block[:size]
 
 

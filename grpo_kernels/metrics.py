@@ -47,18 +47,21 @@ def _chosen(config: GRPOConfig, *, has_kl: bool, has_rollout: bool, has_weights:
 def sums_and_counts(totals: Tensor, config: GRPOConfig, **given: bool) -> dict[str, tuple[Tensor, Tensor]]:
     """metric -> (sum, count) from totals (K,)."""
     column = dict(zip(COLUMNS, totals.unbind(), strict=True))
-    found = {name: (column[top], column[bottom]) for name, (top, bottom) in _chosen(config, **given).items()}
+    # Tensors of their own, so that a caller may add the other ranks' in place.
+    found = {
+        name: (column[top].clone(), column[bottom].clone()) for name, (top, bottom) in _chosen(config, **given).items()
+    }
     if config.surrogate in _CLIPPING_SURROGATES:
-        found["clip_ratio/region"] = column["clip_low"] + column["clip_high"], column["tokens"]
+        found["clip_ratio/region"] = column["clip_low"] + column["clip_high"], column["tokens"].clone()
     return found
 
 
 def means(sums: Sums, config: GRPOConfig, **given: bool) -> dict[str, Tensor]:
     """metric -> scalar."""
     found = _means(sums.totals, config, **given)
-    found["ratio/min"], found["ratio/max"] = sums.extrema[0], sums.extrema[1]
+    found["ratio/min"], found["ratio/max"] = sums.extrema[0].clone(), sums.extrema[1].clone()
     if given["has_rollout"]:
-        found["rollout_mismatch/max"] = sums.extrema[2]
+        found["rollout_mismatch/max"] = sums.extrema[2].clone()
     if given["has_weights"]:  # effective sample size of the importance weights, as a share of the tokens
         found["rollout_ess"] = found["rollout_weight/mean"] ** 2 / found["rollout_weight/mean_square"]
     return found
@@ -66,7 +69,8 @@ def means(sums: Sums, config: GRPOConfig, **given: bool) -> dict[str, Tensor]:
 
 def sequence_table(sums: Tensor, config: GRPOConfig, **given: bool) -> dict[str, Tensor]:
     """Per sequence (S,): its share of the loss (they add up to it), its tokens, the mean of each metric over them."""
-    return {"loss": sums[:, COLUMN["loss"]], "tokens": sums[:, COLUMN["tokens"]], **_means(sums, config, **given)}
+    own = {name: sums[:, COLUMN[name]].clone() for name in ("loss", "tokens")}
+    return own | _means(sums, config, **given)
 
 
 def _means(sums: Tensor, config: GRPOConfig, **given: bool) -> dict[str, Tensor]:
@@ -83,9 +87,9 @@ def _means(sums: Tensor, config: GRPOConfig, **given: bool) -> dict[str, Tensor]
 
 def group_table(config: GRPOConfig, group_sums: Tensor, *, has_kl: bool) -> dict[str, Tensor]:
     """Per group (num_groups,): its share of the loss (they add up to it), means of kl and clip ratio, its tokens."""
-    tokens = group_sums[:, COLUMN["tokens"]]
+    tokens = group_sums[:, COLUMN["tokens"]].clone()
     count = tokens.clamp(min=1)
-    groups = {"loss": group_sums[:, COLUMN["loss"]], "tokens": tokens}
+    groups = {"loss": group_sums[:, COLUMN["loss"]].clone(), "tokens": tokens}
     if has_kl:
         groups["kl"] = group_sums[:, COLUMN["kl"]] / count
     clipped = group_sums[:, COLUMN["clip_low"]] + group_sums[:, COLUMN["clip_high"]]

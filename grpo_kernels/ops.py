@@ -86,7 +86,7 @@ def _compute_loss(
         options = config.logits_dtype, config.chunk_rows, keep
         head = _lm_head(hidden, weight, bias, kernels, call.compute_dtype, call.wants, *options)
         values, sums = engine.run(head, plan, kernels, gradients=any(call.wants), static_shapes=static)
-        logps, entropy = values.columns[:2].view(2, *ids.shape).unbind()
+        logps, entropy = values.columns[:2].clone().view(2, *ids.shape).unbind()  # without the other columns
         return (sums.loss.clone(), logps, entropy, sums.numbers), head.gradients()
 
 
@@ -223,7 +223,8 @@ def _compute_logps(
         scorer.score(None if static or keep is None else keep.nonzero().squeeze(1), entropy=call.want_entropy)
         if static and keep is not None:
             values = values.only(keep)
-        found, entropy = values.columns[:2].view(2, *ids.shape).unbind()
+        head.release()
+        found, entropy = (x.clone().view(ids.shape) for x in (values.logp, values.entropy))
         return found, entropy, values.lse.view(ids.shape)
 
 
@@ -258,8 +259,9 @@ class _Logps(torch.autograd.Function):
         found, entropy, lse = _compute_logps(hidden, weight, bias, call)
         ctx.call = call._replace(completion_ids=None, mask=None, temperature=None)
         tensors = call.completion_ids, call.mask, call.temperature
-        ctx.save_for_backward(hidden, weight, bias, *tensors, entropy, lse)
-        return found.clone(), entropy.clone()  # no views, which autograd would not let the caller change in place
+        # A copy, since the caller may change what it got.
+        ctx.save_for_backward(hidden, weight, bias, *tensors, entropy.clone(), lse)
+        return found, entropy
 
     @staticmethod
     def backward(ctx, g_logps, g_entropy):
@@ -291,7 +293,7 @@ def logps(
     )  # fmt: skip
     with torch.no_grad():
         found, entropy, lse = _compute_logps(hidden, weight, bias, call)
-    return found.clone(), entropy.clone(), lse  # the results of an operator share no memory
+    return found, entropy, lse
 
 
 @logps.register_fake
@@ -460,6 +462,7 @@ def group_statistics(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(advantages (B,), mean (num_groups,), std (num_groups,))."""
     check_rewards_finite("rewards", rewards, nan_is_unscored=nan_is_unscored)
+    rewards, group_index = rewards.contiguous(), group_index.contiguous()
     return get_backend(backend).group_statistics(rewards, group_index, num_groups, scale, baseline, ddof, eps)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from .inputs import LossInputs
 from .params import Sums
 
 
+@dataclass(frozen=True, eq=False, repr=False)  # DDP and FSDP look for the loss in its fields
 class GRPOLossOutput:
     """What a loss call returns; everything but `loss` is detached.
 
@@ -28,18 +30,13 @@ class GRPOLossOutput:
         their id.
     """
 
-    def __init__(
-        self,
-        config: GRPOConfig,
-        inputs: LossInputs,
-        loss: Tensor,
-        logps: Tensor,
-        entropy: Tensor | None,
-        sums: Sums,
-    ) -> None:
-        self.loss, self.logps, self.entropy = loss, logps.detach(), entropy
-        self._config, self._inputs, self._sums = config, inputs, sums
-        self._named: dict[str, Any] = {}  # torch.compile follows this, and no functools.cached_property
+    loss: Tensor
+    logps: Tensor
+    entropy: Tensor | None
+    _config: GRPOConfig
+    _inputs: LossInputs
+    _sums: Sums
+    _named: dict[str, Any] = field(init=False, default_factory=dict)  # functools.cached_property has a lock
 
     def __repr__(self) -> str:
         return f"GRPOLossOutput(loss={self.loss}, logps of {tuple(self.logps.shape)})"

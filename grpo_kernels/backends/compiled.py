@@ -299,7 +299,7 @@ class CompiledBackend:
 def _pack(values: dict[str, float], names: tuple[str, ...], integers: int) -> bytes:
     """int32, then float32, in the order of the struct. A float64 beyond float32 becomes infinite, as in C."""
     first, rest = names[:integers], names[integers:]
-    floats = torch.tensor([values[name] for name in rest], dtype=torch.float64).to(torch.float32).tolist()
+    floats = torch.tensor([values[name] for name in rest], dtype=torch.float64, device="cpu").to(torch.float32).tolist()
     return struct.pack(f"<{len(first)}i{len(rest)}f", *(int(values[name]) for name in first), *floats)
 
 

@@ -42,7 +42,10 @@ class TorchBackend(GatheringBackend):
         stats = self.stats(logits, ids, temperature, params)
         log_ratio = stats.logp - table[FIELD["base"]] if params.has_base else torch.zeros_like(stats.logp)
         result = objective(log_ratio, stats.logp, stats.entropy, table, params)
-        g_logp = table[FIELD["weight_ratio"]] * result.d_ratio + table[FIELD["weight_direct"]] * result.d_direct
+        g_logp = torch.zeros_like(stats.logp)
+        for name, slope in (("weight_ratio", result.d_ratio), ("weight_direct", result.d_direct)):
+            weight = table[FIELD[name]]
+            g_logp = g_logp + torch.where(weight != 0, weight * slope, 0.0)
         g_entropy = table[FIELD["weight_entropy"]]
         self.gradient(logits, grad, ids, temperature, stats.lse, stats.entropy, g_logp, g_entropy, params, residual)
         return stats

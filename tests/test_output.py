@@ -1,0 +1,141 @@
+"""What a loss call returns: found by wrappers of modules, safe to change in place, no larger than it looks."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import pickle
+
+import pytest
+import torch
+from helpers import make_batch, off_policy
+from torch.nn.parallel.distributed import _find_tensors
+
+import grpo_kernels as gk
+
+
+def output(**options):
+    batch = off_policy(make_batch(3, masked=True))
+    hidden = batch.hidden.requires_grad_()
+    given = {"config": gk.GRPOConfig(), "backend": "cpu"} | batch.options | options
+    return gk.fused_grpo_loss(hidden, batch.weight.requires_grad_(), batch.ids, batch.advantages, **given)
+
+
+def test_wrappers_of_modules_find_the_loss():
+    """DistributedDataParallel with find_unused_parameters looks for tensors in dataclasses and containers."""
+    out = output()
+    assert any(x is out.loss for x in _find_tensors(out))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        out.loss = out.loss * 2
+
+
+@pytest.mark.parametrize("first", ["metrics", "metric_sums"])
+def test_sums_may_be_reduced_in_place(first):
+    """As all_reduce over two equal ranks does; what is read later does not follow."""
+    expected, out = output(), output()
+    getattr(out, first)
+    for total, count in out.metric_sums.values():
+        total.mul_(2)
+        count.mul_(2)
+    for name in ("sequences", "groups"):
+        for x in getattr(out, name).values():
+            x.mul_(0)
+    for name, (total, count) in expected.metric_sums.items():
+        assert torch.equal(out.metric_sums[name][0], 2 * total) and torch.equal(out.metric_sums[name][1], 2 * count)
+    assert all(torch.equal(out.metrics[name], x) for name, x in expected.metrics.items())
+
+
+def test_sequences_add_up_to_the_whole():
+    out = output()
+    assert torch.allclose(out.sequences["loss"].sum(), out.loss)
+    tokens = out.sequences["tokens"]
+    for name, x in out.sequences.items():
+        assert x.shape == (4,)
+        if name in out.metric_sums:
+            assert torch.allclose((x * tokens).sum(), out.metric_sums[name][0], atol=1e-5), name
+
+
+def test_results_hold_no_more_memory_than_they_show():
+    batch = make_batch(3)
+    with torch.no_grad():
+        logps, entropy = gk.fused_logps(batch.hidden, batch.weight, batch.ids, entropy=True)
+    for x in (logps, entropy):
+        assert x.untyped_storage().nbytes() == x.nbytes
+    out = output()
+    assert out.logps.untyped_storage().nbytes() <= 2 * out.logps.nbytes
+    logps.mul_(0.0)
+    assert entropy.all()
+
+
+def test_a_used_configuration_is_still_plain_data():
+    config = gk.GRPOConfig(beta=0.0, epsilon_high=0.28)
+    before = json.dumps(dataclasses.asdict(config))
+    output(config=config)
+    assert json.dumps(dataclasses.asdict(config)) == before
+    for other in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config), dataclasses.replace(config)):
+        assert other == config and not other.derived
+        assert torch.equal(output(config=other).loss, output(config=config).loss)
+
+
+@pytest.mark.parametrize("vocab", [67, 33000])
+def test_another_default_device_changes_nothing(vocab):
+    """Small enough for no kept scratch, and large enough for one."""
+    batch = make_batch(5, sequences=10, length=30, vocab=vocab)
+    config = gk.GRPOConfig(logit_scale=0.25 + vocab / 1e6)  # whose parameters nobody has packed yet
+
+    def loss():
+        hidden = batch.hidden.detach().requires_grad_()
+        found = gk.fused_grpo_loss(hidden, batch.weight, batch.ids, batch.advantages, config=config, backend="cpu")
+        found.loss.backward()
+        return found.loss.detach(), hidden.grad
+
+    with torch.device("meta"):
+        found = [loss() for _ in range(2)]
+    for one in found:
+        assert all(torch.equal(x, y) for x, y in zip(one, loss(), strict=True))
+
+
+@pytest.mark.parametrize("backend", gk.available_backends())
+def test_strided_rewards(backend):
+    batch = make_batch(3)
+    rewards = torch.rand(4, 2)
+    given = (batch.hidden, batch.weight, batch.ids)
+    found, expected = (
+        gk.fused_grpo_loss(*given, rewards=x, num_generations=2, backend=backend).loss
+        for x in (rewards[:, 0], rewards[:, 0].contiguous())
+    )
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_logits_whose_rows_share_memory_are_not_replaced(backend):
+    batch = off_policy(make_batch(3))
+    row = torch.randn(67, requires_grad=True)
+
+    def loss(inplace):
+        row.grad = None
+        logits = (row * 1).expand(4, 6, 67)
+        given = batch.options | {"inplace": inplace, "backend": backend}
+        found = gk.grpo_loss_from_logits(logits, batch.ids, batch.advantages, **given).loss
+        found.backward()
+        return found.detach(), row.grad
+
+    assert all(torch.allclose(x, y, atol=1e-6) for x, y in zip(loss(True), loss(False), strict=True))
+
+
+@pytest.mark.parametrize("options", [{"kl_estimator": "k2", "beta": 0.1}, {"surrogate": "ipo"}])
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_padding_scored_as_an_impossible_id_changes_no_gradient(backend, options):
+    """With static shapes padding is computed as id 0, which a bias of -inf excludes."""
+    batch = off_policy(make_batch(3, masked=True, bias=True))
+    bias = batch.bias.clone()
+    bias[0] = -torch.inf
+    ids = batch.ids.clamp(min=1)
+    ref = batch.options["old_logps"] + 0.1
+    rollout = {"rollout_logps": batch.options["old_logps"]} if "surrogate" in options else {"ref_logps": ref}
+    hidden = batch.hidden.requires_grad_()
+    config = gk.GRPOConfig(static_shapes=True, **options)
+    given = batch.options | rollout | {"lm_head_bias": bias, "config": config, "backend": backend}
+    gk.fused_grpo_loss(hidden, batch.weight, ids, batch.advantages, **given).loss.backward()
+    assert hidden.grad.isfinite().all() and hidden.grad.any()
