@@ -24,9 +24,10 @@ from .reference import reference_logps, reference_loss_from_logits, reference_lo
 
 SEQUENCES, LENGTH, WIDTH, VOCAB = 6, 6, 32, 97
 LENGTHS = (6, 5, 6, 3, 1, 6)  # of the unmasked part of each sequence
-# What an error may exceed eager's by: 16 units in the last place of float32, three quarters of a rounding to 16 bits.
-# So small a batch averages little: which of two equally good implementations is closer to the truth is chance.
-SLACK = {torch.float32: 2e-6, torch.bfloat16: 3e-3, torch.float16: 4e-4}
+# What an error may exceed eager's by: 16 units in the last place of float32, two roundings to bfloat16, three quarters
+# of one to float16. So small a batch averages little: which of two equally good implementations is closer to the truth
+# is chance, most of all for the ratio of a whole sequence, which multiplies the roundings of its tokens.
+SLACK = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 4e-4}
 # Log-ratios: inside and outside of the clip range [log 0.8, log 1.2] and of CISPO's cap, 0.06 away from each bound.
 LOG_RATIOS = (-0.45, -0.1, 0.1, 0.45)
 JITTER = 0.02

@@ -214,7 +214,8 @@ class PlannedTokens(NamedTuple):
     counts: Tensor | None  # int64: active, scored alone, and with whole_sequences active tokens per sequence
 
 
-class Sums(NamedTuple):
+@dataclass(frozen=True)  # no NamedTuple, whose properties torch.compile of torch 2.8 cannot follow
+class Sums:
     """Sums of COLUMNS over scored tokens, in `numbers` one after the other: per sequence, per group, all; extrema."""
 
     numbers: Tensor
