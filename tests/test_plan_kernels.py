@@ -276,5 +276,6 @@ def test_sums(name, case):
     found = get_backend(name).sums(*given)
     exact = TokenValues(plan.values.columns.double(), plan.values.lse)
     expected = get_backend("torch").sums(plan.scored, plan.table.double(), exact, *given[3:])
-    assert found.numbers.dtype == torch.float32 and found[1:] == expected[1:]
+    assert found.numbers.dtype == torch.float32
+    assert (found.num_sequences, found.num_groups) == (expected.num_sequences, expected.num_groups)
     torch.testing.assert_close(found.numbers.double(), expected.numbers, rtol=1e-5, atol=1e-5)
