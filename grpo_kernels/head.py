@@ -100,7 +100,7 @@ class LMHead:
         self.hidden, self.weight, self.bias, self.keep = hidden, weight, bias, keep
         # (V,) in float32 or better, for the row kernels to add.
         self.folded_bias: Tensor | None = None
-        if bias is not None and backend.folds_bias:
+        if bias is not None:
             self.folded_bias = bias.detach().to(torch.promote_types(bias.dtype, torch.float32)).contiguous()
         self.strategy = choose_strategy(backend, hidden, weight)
         self.num_tokens = hidden.numel() // hidden.shape[-1]
@@ -172,8 +172,6 @@ class LMHead:
                 torch.mm(h, self.weight[piece].T, out=out[:, piece])
         else:
             torch.mm(h, self.weight.T, out=out)
-        if self.bias is not None and not self.backend.folds_bias:
-            out += self.bias.to(out.dtype)
         return out
 
     def exponentials(self, chunk: Chunk) -> Tensor:

@@ -22,7 +22,6 @@ class Backend(Protocol):
     """
 
     name: str
-    folds_bias: bool  # False: the bias must be added to the logits before
 
     def why_not(self, device: torch.device) -> str:
         """Why these kernels cannot run on this device, of a type that the registry has for them; or nothing."""

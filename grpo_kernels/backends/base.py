@@ -13,8 +13,6 @@ from .torch_plan import plan_tokens
 
 
 class _RowFunctions(Protocol):
-    folds_bias: bool
-
     def fused(
         self,
         logits: Tensor,
@@ -60,8 +58,6 @@ class _RowFunctions(Protocol):
 
 class GatheringBackend:
     """Gathers what belongs to a chunk's tokens, calls the row functions, and writes back what they return."""
-
-    folds_bias = False
 
     def plan(
         self, inputs: TokenInputs, ids: Tensor, rules: PlanRules, dtype: torch.dtype, *, ordered: bool

@@ -36,7 +36,6 @@ class CompiledBackend:
 
     name: str
     device_type: str
-    folds_bias = True
 
     def __init__(self, module: ModuleType) -> None:
         self.module = module

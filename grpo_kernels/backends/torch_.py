@@ -19,7 +19,6 @@ SCALED_AT_ONCE = 1 << 22  # numbers that `scale` holds in float32
 
 class TorchBackend(GatheringBackend):
     name = "torch"
-    folds_bias = True
 
     def why_not(self, device: torch.device) -> str:
         return ""

@@ -37,7 +37,6 @@ class TritonBackend:
     """Row kernels for logits (C, V) in fp32, bf16 or fp16, any row pitch; everything per token is fp32."""
 
     name = "triton"
-    folds_bias = True
 
     def why_not(self, device: torch.device) -> str:
         """Why these kernels cannot run on this device, or nothing."""
