@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from grpo_kernels.bench.document import Document, read
-from grpo_kernels.bench.show import table
+from grpo_kernels.benchmarks.document import Document, read
+from grpo_kernels.benchmarks.show import table
 
 RESULTS = Path(__file__).parent / "results"
 Found = dict[str, dict[str, Any]]

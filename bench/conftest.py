@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_kernels.bench.document import Document
-from grpo_kernels.bench.run import Run
-from grpo_kernels.bench.sets import SETS, Job, jobs
-from grpo_kernels.bench.show import case_table, headline
+from grpo_kernels.benchmarks.document import Document
+from grpo_kernels.benchmarks.run import Run
+from grpo_kernels.benchmarks.sets import SETS, Job, jobs
+from grpo_kernels.benchmarks.show import case_table, headline
 
 _RUN = pytest.StashKey[Run]()
 

@@ -15,9 +15,9 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from grpo_kernels.bench.document import read
-from grpo_kernels.bench.figures import HEADS, draw
-from grpo_kernels.bench.panels import BESIDE, GREY, OURS, STYLE, Record, save, sheet
+from grpo_kernels.benchmarks.document import read
+from grpo_kernels.benchmarks.figures import HEADS, draw
+from grpo_kernels.benchmarks.panels import BESIDE, GREY, OURS, STYLE, Record, save, sheet
 
 HERE = Path(__file__).parent
 CURVES = {"reward_smoothed": "reward, smoothed", "kl": "KL to the warm-up policy, nats", "entropy": "entropy, nats"}

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 
-from gpu_machine import ROOT
+from gpu_work import ROOT
 
 WATCHED = ROOT / "build" / "gpu-report" / "watched"  # a checkout of its own, to come first on Python's path
 FLAG = "-DGK_WATCHDOG"

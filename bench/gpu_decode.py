@@ -16,8 +16,8 @@ from gpu_where import Property, follow, located, properties
 from torch import Tensor
 
 from grpo_kernels.backends import get_backend
-from grpo_kernels.backends.torch_ import TorchBackend
-from grpo_kernels.params import FIELD, TABLE_FIELDS, KernelParams, Rows, RowStats, TokenValues, no_values
+from grpo_kernels.backends.pytorch.backend import TorchBackend
+from grpo_kernels.contract import FIELD, TABLE_FIELDS, KernelParams, Rows, RowStats, TokenValues, no_values
 
 PLAIN = KernelParams(surrogate="reinforce", has_base=False)
 TOLERANCE, LEAST = 2e-2, 1e-7  # of an entry, relative, and to the largest of its row; bfloat16 rounds by 4e-3

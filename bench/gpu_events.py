@@ -17,9 +17,9 @@ from gpu_device import at, median_milliseconds, say
 from torch import Tensor
 
 from grpo_kernels.backends import get_backend
-from grpo_kernels.bench.cases import heads
-from grpo_kernels.bench.witness import witness
-from grpo_kernels.params import (
+from grpo_kernels.benchmarks.cases import heads
+from grpo_kernels.benchmarks.witness import witness
+from grpo_kernels.contract import (
     FIELD,
     TABLE_FIELDS,
     KernelParams,

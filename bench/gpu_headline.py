@@ -20,13 +20,13 @@ from gpu_events import HEADS
 from torch import Tensor
 
 from grpo_kernels import GRPOConfig, fused_grpo_loss
-from grpo_kernels.bench.cases import make_case
-from grpo_kernels.bench.implementations import Result, gradients, implementations
-from grpo_kernels.bench.inputs import ADVANTAGE_EPS, EPSILON, Inputs, make_inputs, token_losses
-from grpo_kernels.bench.measure import interleave
-from grpo_kernels.bench.reference import off_policy
-from grpo_kernels.bench.witness import witness
-from grpo_kernels.strategy import VARIABLE
+from grpo_kernels.backends.strategy import VARIABLE
+from grpo_kernels.benchmarks.cases import make_case
+from grpo_kernels.benchmarks.implementations import Result, gradients, implementations
+from grpo_kernels.benchmarks.inputs import ADVANTAGE_EPS, EPSILON, Inputs, make_inputs, token_losses
+from grpo_kernels.benchmarks.measure import interleave
+from grpo_kernels.benchmarks.reference import off_policy
+from grpo_kernels.benchmarks.witness import witness
 
 ROUNDS, SWEPT_ROUNDS = 5, 3
 CHUNK_ROWS = (2048, 4096, 5632, 8192, 16384)

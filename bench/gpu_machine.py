@@ -14,13 +14,10 @@ import statistics
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from gpu_work import Work
+from gpu_work import ROOT, Work
 
-ROOT = Path(__file__).resolve().parents[1]
 PROBES = "bench/gpu_probes.py"
 SOURCES = (".py", ".json", ".h", ".cuh", ".cu", ".cpp")
 CLOCKS = ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")
@@ -75,7 +72,7 @@ def line_of(work: Work, program: str, *arguments: str) -> str | None:
 
 def package(work: Work) -> None:
     """What `grpo-kernels env` says, which depends on what has been built."""
-    ended = work.python("-m", "grpo_kernels.cli", "env", "--json", most=120)
+    ended = work.python("-m", "grpo_kernels", "env", "--json", most=120)
     if work.expect(ended, "grpo-kernels env"):
         facts = work.environment["package"] = parse(ended.output)
         facts.get("tuned_table", {}).pop("path", None)  # reports are published

@@ -23,7 +23,7 @@ import gpu_tiles
 import torch
 from torch import Tensor
 
-from grpo_kernels.strategy import VARIABLE
+from grpo_kernels.backends.strategy import VARIABLE
 
 PACKAGES = (
     *("torch", "triton", "numpy", "pytest", "pytest-xdist", "pybind11", "ninja", "setuptools", "transformers", "trl"),
@@ -125,7 +125,7 @@ def compare(backend: str, strategy: str, size: tuple[int, int, int], dtype: torc
     """
     from grpo_kernels import GRPOConfig
     from grpo_kernels.backends import get_backend
-    from grpo_kernels.bench.witness import backends_of, witness
+    from grpo_kernels.benchmarks.witness import backends_of, witness
     from grpo_kernels.reference import reference_grpo_loss
 
     place = gpu_device.PLACE

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import gpu_tests
-from gpu_machine import PROBES, ROOT, environment, package, parse, watched_clocks
+from gpu_machine import PROBES, environment, package, parse, watched_clocks
 from gpu_measure import events, headline, profile, sweep
 from gpu_smoke import BUILT, outdated, smoke
-from gpu_work import PEERS
+from gpu_work import PEERS, ROOT
 
 if TYPE_CHECKING:
     from gpu_work import Report, Settings, Work
@@ -139,7 +139,7 @@ def check(work: Work) -> None:
     for number, name in enumerate(backends):
         share = work.left / (len(backends) - number)
         quick = ["--quick"] if share < 120 else []
-        command = ("-m", "grpo_kernels.cli", "check", "--backend", name, *quick)
+        command = ("-m", "grpo_kernels", "check", "--backend", name, *quick)
         ended = work.python(*command, most=share, variables=safe_defaults(work))
         if work.expect(ended, name):
             work.record[name] = ended.output[-2000:]
@@ -199,7 +199,16 @@ def bench(work: Work) -> None:
     output.unlink(missing_ok=True)
     minutes = max(work.left - 20, 5) / 60  # of grace, for the case that is under way
     on_gpu = not work.environment["no_gpu"]
-    command = ["-m", "grpo_kernels.cli", "bench", "--minutes", f"{minutes:.2f}", "--output", output, "--no-figures"]
+    command = [
+        "-m",
+        "grpo_kernels",
+        "bench",
+        "--minutes",
+        f"{minutes:.2f}",
+        "--output",
+        output,
+        "--no-figures",
+    ]
     command += ["--set", "all", "--device", "cuda"] if on_gpu else ["--quick", "--device", "cpu"]
     if excluded := sorted({name for broken in work.unsafe for name in implementations_of(broken)}):
         command += ["--exclude", *excluded]

@@ -1,4 +1,4 @@
-"""Which block computes which part of a product, as csrc/cuda/head.cpp decides it, and sizes that reach every case.
+"""Which block computes which part of a product, as csrc/cuda/lm_head.cpp decides it, and sizes that reach every case.
 
 The tests hold this against the schedule of the C++ code. Nothing here needs torch.
 """

@@ -63,7 +63,7 @@ def properties(
             ("tile", lambda c: c // tile_columns),
             modulo("column", tile_columns),
         ]
-    from grpo_kernels.kernels.launch import matmul_launch
+    from grpo_kernels.backends.launch import matmul_launch
 
     name = "linear_logp" if strategy == "linear" else strategy
     launch = matmul_launch(name, torch.device(gpu_device.PLACE), width, vocab, dtype)
@@ -75,7 +75,7 @@ def properties(
 
 
 def row_block(vocab: int, dtype: torch.dtype) -> int:
-    from grpo_kernels.kernels.launch import row_launch
+    from grpo_kernels.backends.launch import row_launch
 
     return row_launch("rows", torch.device(gpu_device.PLACE), vocab, dtype).block
 

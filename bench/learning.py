@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from grpo_kernels.bench.document import read, write
-from grpo_kernels.bench.machine import environment
+from grpo_kernels.benchmarks.document import read, write
+from grpo_kernels.benchmarks.machine import environment
 from grpo_kernels.demo.run import run_demo
 from grpo_kernels.demo.settings import DemoSettings
 

@@ -1,4 +1,4 @@
-"""The model of grpo_kernels/bench/limits.py on paper, beside measurements, and for clusters. Prints Markdown.
+"""The model of grpo_kernels/benchmarks/limits.py on paper, beside measurements, and for clusters. Prints Markdown.
 
     python bench/roofline.py                                          # heads of real models on an H200
     python bench/roofline.py --device cpu --shapes smollm2-135m:2048 --dtype float32 --mode forward
@@ -25,12 +25,12 @@ from pathlib import Path
 
 import torch
 
-from grpo_kernels.bench.cases import DTYPES, MODES, Case, make_case
-from grpo_kernels.bench.devices import DEVICES, Device, find_device
-from grpo_kernels.bench.document import Document, read
-from grpo_kernels.bench.gemm import EXPOSED_RANGE
-from grpo_kernels.bench.limits import DESIGNS, PARTS, WAYS, Prediction, predict, way_of, ways
-from grpo_kernels.memory import chunk_sizes, gpu_budget
+from grpo_kernels.benchmarks.cases import DTYPES, MODES, Case, make_case
+from grpo_kernels.benchmarks.devices import DEVICES, Device, find_device
+from grpo_kernels.benchmarks.document import Document, read
+from grpo_kernels.benchmarks.gemm import EXPOSED_RANGE
+from grpo_kernels.benchmarks.limits import DESIGNS, PARTS, WAYS, Prediction, predict, way_of, ways
+from grpo_kernels.engine.memory import chunk_sizes, gpu_budget
 
 DEFAULT = "H200"
 SHAPES = ("llama-3-8b:16384", "qwen2.5-7b:16384", "qwen2.5-1.5b:16384", "gemma-2-2b:8192")

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_kernels.bench.document import Document, read
-from grpo_kernels.bench.show import memory_text
+from grpo_kernels.benchmarks.document import Document, read
+from grpo_kernels.benchmarks.show import memory_text
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, FIGURES = ROOT / "bench" / "results", ROOT / "bench" / "figures"

@@ -1,8 +1,8 @@
 """`pytest bench`: every implementation of every case of a set, as pytest-benchmark shows and stores benchmarks.
 
 pytest-benchmark times all rounds of one benchmark before the next, and a slow minute of the machine would hit one of
-them alone. So the rounds of a case are taken interleaved, in a process of their own (grpo_kernels/bench/measure.py),
-and handed over afterwards: as a clock that goes through the times that were taken.
+them alone. So the rounds of a case are taken interleaved, in a process of their own
+(grpo_kernels/benchmarks/measure.py), and handed over afterwards, as a clock that goes through the times taken.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from grpo_kernels.bench.document import Document
-from grpo_kernels.bench.sets import Job
+from grpo_kernels.benchmarks.document import Document
+from grpo_kernels.benchmarks.sets import Job
 
 
 class RecordedClock:

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import ops
 from .backends import choose_backend
 from .config import ADVANTAGE_BASELINES, ADVANTAGE_SCALES
+from .engine import ops
 from .validate import check_number, check_rewards_finite, check_tensor, checks_values
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .params import AGGREGATIONS, KL_ESTIMATORS, LEVELS, KernelParams
+from .contract import AGGREGATIONS, KL_ESTIMATORS, LEVELS, KernelParams
 
 ADVANTAGE_SCALES = ("group", "batch", "none")
 ADVANTAGE_BASELINES = ("mean", "leave_one_out", "none")

@@ -1,4 +1,4 @@
-"""The contract between the engine and a backend's kernels: what they get and give per token, and the parameters.
+"""The contract between the engine and a backend: its methods, what kernels get and give per token, the parameters.
 
 N tokens of a batch, S sequences, C rows of a chunk of logits, V vocabulary. Kernels find what belongs to a token by the
 token's place in the batch, so nothing per token is gathered or scattered. `csrc/layout.h` repeats these names for the
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -284,3 +284,132 @@ class KernelParams(NamedTuple):
     vespo_k_neg: float = 3.0
     vespo_lambda_pos: float = 3.0
     vespo_lambda_neg: float = 2.0
+
+
+class Backend(Protocol):
+    """What the engine asks of a backend; backends/pytorch/ has the plainest form.
+
+    Per-token tensors are those of the whole batch, (N,) or (fields, N); a row of logits finds its token through `rows`.
+    bias (V,), in float32 or better, is added to the logits as they are read.
+    """
+
+    name: str
+
+    def why_not(self, device: torch.device) -> str:
+        """Why these kernels cannot run on this device, of a type that the registry has for them; or nothing."""
+        ...
+
+    def strategies(self, hidden: Tensor, weight: Tensor) -> tuple[str, ...]:
+        """Those of strategy.py that serve these inputs, best first; "linear" and "anchored" need the methods below."""
+        ...
+
+    def plan(
+        self, inputs: TokenInputs, ids: Tensor, rules: PlanRules, dtype: torch.dtype, *, ordered: bool
+    ) -> PlannedTokens:
+        """What pytorch/plan.py computes."""
+        ...
+
+    def single_pass(
+        self,
+        logits: Tensor,
+        rows: Rows,
+        ids: Tensor,
+        table: Tensor,
+        values: TokenValues,
+        params: KernelParams,
+        bias: Tensor | None = None,
+        grad: Tensor | None = None,
+        rounding_error: Tensor | None = None,
+    ) -> None:
+        """Everything about tokens that depend on themselves alone, and with `grad` (C, V) d loss / d logits."""
+        ...
+
+    def statistics(
+        self,
+        logits: Tensor,
+        rows: Rows,
+        ids: Tensor,
+        temperature: Tensor,
+        values: TokenValues,
+        params: KernelParams,
+        bias: Tensor | None = None,
+    ) -> None:
+        """logp, entropy and lse alone."""
+        ...
+
+    def logits_gradient(
+        self,
+        logits: Tensor,
+        grad: Tensor,
+        rows: Rows,
+        ids: Tensor,
+        temperature: Tensor,
+        values: TokenValues,
+        g_logp: Tensor,
+        g_entropy: Tensor,
+        params: KernelParams,
+        bias: Tensor | None = None,
+        rounding_error: Tensor | None = None,
+    ) -> None:
+        """d loss / d logits (C, V) from d loss / d logp and d loss / d entropy (N,) and the statistics."""
+        ...
+
+    def token_objective(self, rows: Rows, table: Tensor, values: TokenValues, params: KernelParams) -> None: ...
+
+    def sequence_objective(
+        self,
+        sequences: slice,
+        row_length: int | None,
+        table: Tensor,
+        scored: Tensor,
+        offsets: Tensor,
+        lengths: Tensor,
+        values: TokenValues,
+        params: KernelParams,
+    ) -> None: ...
+
+    def sums(
+        self,
+        scored: Tensor,
+        table: Tensor,
+        values: TokenValues,
+        params: KernelParams,
+        offsets: Tensor,
+        group_index: Tensor | None,
+        num_groups: int,
+    ) -> Sums: ...
+
+    def add_rows(self, target: Tensor, ids: Tensor, scale: Tensor, rows: Tensor) -> None: ...
+
+    def group_statistics(
+        self, rewards: Tensor, group_index: Tensor, num_groups: int, scale: str, baseline: str, ddof: int, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def scale(self, x: Tensor, factor: Tensor) -> None: ...
+
+
+class FoldingBackend(Backend, Protocol):
+    """A backend with products that fold the softmax into their epilogue."""
+
+    def linear_logp(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ids: Tensor,
+        temperature: Tensor,
+        params: KernelParams,
+        *,
+        entropy: bool,
+    ) -> RowStats: ...
+
+    def anchored(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ids: Tensor,
+        table: Tensor,
+        exponentials: Tensor,
+        params: KernelParams,
+    ) -> tuple[RowStats, Tensor]: ...

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .advantages import Groups, check_rewards, group_statistics, resolve_groups
 from .config import GRPOConfig
-from .params import Sums, TokenInputs
+from .contract import Sums, TokenInputs
 from .validate import check_scalar, check_tensor, check_token_tensor, num_sequences_of
 
 

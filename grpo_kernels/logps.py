@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from . import ops
-from .autocast import autocast_dtype
 from .backends import choose_backend
 from .config import check_logit_transform
+from .engine import ops
+from .engine.autocast import autocast_dtype
 from .validate import check_flag, check_head, check_token_tensor, refuse_transforms
 
 

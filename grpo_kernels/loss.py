@@ -7,11 +7,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from . import ops
-from .autocast import autocast_dtype
 from .backends import choose_backend
 from .config import DEFAULT_CONFIG, GRPOConfig
-from .delivery import deliver_once, refuse_double_backward
+from .engine import ops
+from .engine.autocast import autocast_dtype
+from .engine.backward import deliver_once, refuse_double_backward
 from .inputs import LossOptions, resolve
 from .output import GRPOLossOutput
 from .validate import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .config import GRPOConfig
-from .params import COLUMN, COLUMNS, Sums
+from .contract import COLUMN, COLUMNS, Sums
 
 # metric -> (column of the sum, column of the count). Across ranks: add sums and counts, then divide.
 MEANS = {

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from . import metrics
 from .config import GRPOConfig
+from .contract import Sums
 from .inputs import LossInputs
-from .params import Sums
 
 
 @dataclass(frozen=True, eq=False, repr=False)  # DDP and FSDP look for the loss in its fields

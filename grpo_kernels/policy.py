@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .autocast import autocast_dtype
 from .backends import choose_backend, get_backend
 from .config import GRPOConfig
-from .delivery import FinishedGradients, deliver_once, refuse_double_backward
-from .engine import Scorer, sequence_chunks
-from .head import LMHead, visited
-from .memory import default_logits_dtype
-from .params import Rows, TokenValues, no_values
-from .products import settled_precision
+from .contract import Rows, TokenValues, no_values
+from .engine.autocast import autocast_dtype
+from .engine.backward import FinishedGradients, deliver_once, refuse_double_backward
+from .engine.chunks import Scorer, sequence_chunks
+from .engine.lm_head import LMHead, visited
+from .engine.memory import default_logits_dtype
+from .engine.products import settled_precision
 from .validate import (
     check_flag,
     check_head,

@@ -18,7 +18,7 @@ from .config import GRPOConfig
 from .plain import check_plain, refuse_quantised
 
 if TYPE_CHECKING:
-    from .params import TokenInputs
+    from .contract import TokenInputs
 
 _REFERENCES = {
     "fused_grpo_loss": "reference_grpo_loss",

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.triton_ import TritonBackend
-from grpo_kernels.kernels.anchored import anchored
-from grpo_kernels.kernels.linear_logp import linear_logp
-from grpo_kernels.params import (
+from grpo_kernels.backends.triton.anchored import anchored
+from grpo_kernels.backends.triton.backend import TritonBackend
+from grpo_kernels.backends.triton.linear_logp import linear_logp
+from grpo_kernels.contract import (
     TABLE_FIELDS,
     KernelParams,
     PlanRules,

@@ -113,7 +113,7 @@ def compile_case(case: str, target: str) -> dict[str, Found] | str:
     from compile_cases import CASES
     from triton.runtime.jit import JITFunction
 
-    from grpo_kernels.kernels import launch
+    from grpo_kernels.backends import launch
 
     call, only, rows = CASES[case]
     compiled: dict[str, Any] = {}
@@ -188,7 +188,7 @@ def package_kernels() -> set[str]:
     """Kernels of the package: jitted functions that no other jitted function calls."""
     from triton.runtime.jit import JITFunction
 
-    from grpo_kernels import kernels
+    from grpo_kernels.backends import triton as kernels
 
     calls: dict[str, Iterable[str]] = {}
     for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):

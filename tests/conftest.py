@@ -37,7 +37,7 @@ def load_emulated_cuda():
     """The CUDA kernels compiled for an emulated GPU, on CPU tensors, when the first test asks for them."""
     from emulator import build_emulated
 
-    from grpo_kernels.backends.cuda_ import CudaBackend
+    from grpo_kernels.backends.compiled.cuda import CudaBackend
 
     path = build_emulated(Path(__file__).parents[1] / "python" / "cuda_module.cpp", "_cuda")
     spec = spec_from_file_location("grpo_kernels._cuda", path)

@@ -149,7 +149,10 @@ def cubins_of(architecture: str, folder: Path, images: Iterable[cuda.Image]) -> 
 def make_launches(folder: Path) -> Path:
     """The program driver/launches.cpp with the host code of the backend."""
     program = folder / "launches"
-    sources = [ROOT / "tests/driver/launches.cpp", *(ROOT / "csrc/cuda" / f"{name}.cpp" for name in ("host", "head"))]
+    sources = [
+        ROOT / "tests/driver/launches.cpp",
+        *(ROOT / "csrc/cuda" / f"{name}.cpp" for name in ("host", "lm_head")),
+    ]
     command = [*find_compiler(), "-std=c++17", f"-I{ROOT / 'csrc'}", *map(str, sources), "-o", str(program)]
     subprocess.run(command, check=True)
     return program

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import backends
-from grpo_kernels.backends.torch_ import TorchBackend
-from grpo_kernels.objective import objective
-from grpo_kernels.params import FIELD, RowStats
+from grpo_kernels.backends.pytorch.backend import TorchBackend
+from grpo_kernels.backends.pytorch.objective import objective
+from grpo_kernels.contract import FIELD, RowStats
 
 HEAD, TOKENS = "tiny", 64
 FAULTS = "REHEARSAL_FAULTS"  # JSON: "PROBE:BACKEND/STRATEGY" to one of hang, wrong, lose, compile; PROBE may be empty

@@ -17,7 +17,7 @@ import gpu_stages
 import gpu_work
 import pytest
 
-from grpo_kernels.strategy import STRATEGIES
+from grpo_kernels.backends.strategy import STRATEGIES
 
 ROOT = Path(__file__).parents[1]
 
@@ -60,7 +60,7 @@ elif arguments[0] in ("setup.py", "bench/gpu_build.py"):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         open(path, "w").close()
     if broken["nvcc"]:
-        print("head_sm90.cu(7): error: " + broken["nvcc"])
+        print("lm_head_sm90.cu(7): error: " + broken["nvcc"])
         print("grpo_kernels: no CUDA kernels (ninja); GPUs will use Triton.")
         os.path.exists(modules[1]) and os.remove(modules[1])
 elif "env" in arguments:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_kernels.backends import Backend
-from grpo_kernels.params import FIELD, KernelParams, Rows, RowStats, TokenValues, no_values
+from grpo_kernels.contract import FIELD, Backend, KernelParams, Rows, RowStats, TokenValues, no_values
 from grpo_kernels.reference import reference_grpo_loss, reference_logps
 
 LEAVES = ("hidden", "weight", "bias")

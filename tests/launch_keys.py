@@ -16,7 +16,7 @@ import triton
 from compile_cases import CASES
 from compile_gate import TARGETS, StubDriver
 
-from grpo_kernels.kernels import launch
+from grpo_kernels.backends import launch
 
 ROWS = (1, 16, 17, 4096)
 TARGET = "sm_90"

@@ -18,8 +18,8 @@ def machine_code(tmp_path_factory) -> tuple[str, dict[str, str]]:
     """(what the assembler says, the disassembly of each kernel)"""
     nvcc, triton = shutil.which("nvcc"), find_spec("triton")
     assert nvcc is not None and triton is not None, "needs nvcc and the disassembler of triton"
-    cubin = tmp_path_factory.mktemp("sm90a") / "head.cubin"
-    source = ROOT / "csrc" / "cuda" / "head_sm90.cu"
+    cubin = tmp_path_factory.mktemp("sm90a") / "lm_head.cubin"
+    source = ROOT / "csrc" / "cuda" / "lm_head_sm90.cu"
     flags = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Xptxas=-v", "-gencode=arch=compute_90a,code=sm_90a"]
     said = output_of(nvcc, *flags, "-cubin", "-o", cubin, source)
     listing = output_of(Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "nvdisasm", "-c", cubin)

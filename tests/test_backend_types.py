@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_kernels.backends import get_backend
-from grpo_kernels.params import COLUMNS, FIELD, TABLE_FIELDS, KernelParams
+from grpo_kernels.contract import COLUMNS, FIELD, TABLE_FIELDS, KernelParams
 
 ROWS, VOCAB, GROUPS = 5, 12, 2
 PARAMS = KernelParams(kl="k3", beta=0.1, bias_correction=True)

@@ -11,10 +11,11 @@ from helpers import call_counter, make_batch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo_kernels as gk
-from grpo_kernels import delivery
-from grpo_kernels.backends import get_backend, torch_
-from grpo_kernels.head import LMHead
-from grpo_kernels.kernels import scale as triton_scale
+from grpo_kernels.backends import get_backend
+from grpo_kernels.backends.pytorch import backend as torch_backend
+from grpo_kernels.backends.triton import scale as triton_scale
+from grpo_kernels.engine import backward
+from grpo_kernels.engine.lm_head import LMHead
 
 FACTORS = (0.3, -2.0, 1 + 2.0**-23, 0.0, 65536.0, math.inf, math.nan)
 
@@ -58,7 +59,7 @@ def test_scale_in_torch_rounds_once(name, dtype, monkeypatch):
 
     On a GPU torch rounds the factor to the type that it multiplies in. On a CPU it does not: the types are looked at.
     """
-    monkeypatch.setattr(torch_, "SCALED_AT_ONCE", 7)
+    monkeypatch.setattr(torch_backend, "SCALED_AT_ONCE", 7)
     values = (1e-3 * torch.randn(3, 8)).to(dtype)
     for factor in (65536.0, 1.003, math.nan):
         x = values.clone()
@@ -142,7 +143,7 @@ def test_strided_gradients_are_multiplied_by_torch(scaled, backend):
 
 def test_the_host_does_not_look_at_the_factor_of_a_device(monkeypatch):
     """A tensor without values stands for one on a GPU."""
-    monkeypatch.setattr(delivery, "keeps_graph", lambda: False)
+    monkeypatch.setattr(backward, "keeps_graph", lambda: False)
 
     class Spy:
         def scale(self, x, factor):
@@ -150,7 +151,7 @@ def test_the_host_does_not_look_at_the_factor_of_a_device(monkeypatch):
 
     saved = torch.ones(3)
     assert (
-        delivery.deliver(saved, torch.ones((), device="meta"), Spy(), torch.float32) is saved
+        backward.deliver(saved, torch.ones((), device="meta"), Spy(), torch.float32) is saved
         and saved.tolist() == [7.0] * 3
     )
 
@@ -206,12 +207,12 @@ def test_checkpointing_computes_a_loss_that_comes_last_once(monkeypatch, name, b
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_strided_logits_in_place_are_multiplied_by_pieces(monkeypatch, dtype):
     """A padded vocabulary: the backward makes no second matrix, not even for a batch of one long sequence."""
-    monkeypatch.setattr(delivery, "PIECE_ELEMENTS", 2**10)
+    monkeypatch.setattr(backward, "PIECE_ELEMENTS", 2**10)
     x = torch.randn(1, 256, 520).to(dtype)[..., :512]
     expected = (0.25 * x.float()).to(dtype)
-    monkeypatch.setattr(delivery, "keeps_graph", lambda: False)
+    monkeypatch.setattr(backward, "keeps_graph", lambda: False)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        found = delivery.deliver(x, torch.tensor(0.25), get_backend("torch"), dtype)
+        found = backward.deliver(x, torch.tensor(0.25), get_backend("torch"), dtype)
     assert found.data_ptr() == x.data_ptr() and torch.equal(x, expected)
     assert max(event.self_cpu_memory_usage for event in profile.events()) <= 2 * 4 * 2**10
 

@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_kernels.bench import command, machine, measure, memory, process
-from grpo_kernels.bench import run as bench_run
-from grpo_kernels.bench.cases import DTYPES, MODES, Case, heads, make_case, parse_shape
-from grpo_kernels.bench.implementations import Implementation, Result, Unserved, implementations, select
-from grpo_kernels.bench.inputs import group_advantages, grpo_objective, make_inputs
-from grpo_kernels.bench.reference import errors, off_policy, reference, why_wrong
-from grpo_kernels.bench.sets import SETS, Job, jobs
-from grpo_kernels.bench.show import case_table, table
-from grpo_kernels.cli import main
+from grpo_kernels.benchmarks import command, machine, measure, memory, process
+from grpo_kernels.benchmarks import run as bench_run
+from grpo_kernels.benchmarks.cases import DTYPES, MODES, Case, heads, make_case, parse_shape
+from grpo_kernels.benchmarks.implementations import Implementation, Result, Unserved, implementations, select
+from grpo_kernels.benchmarks.inputs import group_advantages, grpo_objective, make_inputs
+from grpo_kernels.benchmarks.reference import errors, off_policy, reference, why_wrong
+from grpo_kernels.benchmarks.sets import SETS, Job, jobs
+from grpo_kernels.benchmarks.show import case_table, table
+from grpo_kernels.commands.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""grpo_kernels/bench/devices.py: named devices are found, the one that is here is measured."""
+"""grpo_kernels/benchmarks/devices.py: named devices are found, the one that is here is measured."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import json
 import pytest
 import torch
 
-from grpo_kernels.bench import devices
-from grpo_kernels.bench.cases import make_case
-from grpo_kernels.bench.devices import DEVICES, find_device, measured
-from grpo_kernels.bench.limits import predict, predictions, ways
+from grpo_kernels.benchmarks import devices
+from grpo_kernels.benchmarks.cases import make_case
+from grpo_kernels.benchmarks.devices import DEVICES, find_device, measured
+from grpo_kernels.benchmarks.limits import predict, predictions, ways
 
 
 def test_this_machine_is_measured() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_kernels.bench import figures, panels
+from grpo_kernels.benchmarks import figures, panels
 from grpo_kernels.demo.settings import DemoSettings
 
 BENCH = Path(__file__).parents[1] / "bench"

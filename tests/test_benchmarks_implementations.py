@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy as torch_cross_entropy
 
-from grpo_kernels.bench.cases import MODES, make_case
-from grpo_kernels.bench.implementations import (
+from grpo_kernels.benchmarks.cases import MODES, make_case
+from grpo_kernels.benchmarks.implementations import (
     Implementation,
     Result,
     Unserved,
@@ -30,8 +30,8 @@ from grpo_kernels.bench.implementations import (
     select,
     verl,
 )
-from grpo_kernels.bench.inputs import Inputs, make_inputs
-from grpo_kernels.bench.reference import errors, off_policy, reference, why_wrong
+from grpo_kernels.benchmarks.inputs import Inputs, make_inputs
+from grpo_kernels.benchmarks.reference import errors, off_policy, reference, why_wrong
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")  # one may name a device that is not there
 PEERS = {
@@ -132,7 +132,7 @@ class Block:
             raise {error}
 
 sys.meta_path.insert(0, Block())
-from grpo_kernels.bench.implementations import implementations
+from grpo_kernels.benchmarks.implementations import implementations
 
 found = [implementations()[name] for name in {names!r}]
 assert not sought, "looked for before anybody asked: " + str(sought)

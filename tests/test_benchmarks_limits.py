@@ -1,4 +1,4 @@
-"""grpo_kernels/bench/limits.py and bench/roofline.py: the model against known numbers and against real calls."""
+"""grpo_kernels/benchmarks/limits.py and bench/roofline.py: the model against known numbers and against real calls."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from grpo_kernels import memory
-from grpo_kernels.bench.cases import DTYPES, MODES, Case, make_case
-from grpo_kernels.bench.devices import DEVICES, Device
-from grpo_kernels.bench.gemm import EXPOSED_RANGE, Gemm, idle_seconds, wave_fill
-from grpo_kernels.bench.implementations import implementations
-from grpo_kernels.bench.inputs import make_inputs
-from grpo_kernels.bench.limits import (
+from grpo_kernels.benchmarks.cases import DTYPES, MODES, Case, make_case
+from grpo_kernels.benchmarks.devices import DEVICES, Device
+from grpo_kernels.benchmarks.gemm import EXPOSED_RANGE, Gemm, idle_seconds, wave_fill
+from grpo_kernels.benchmarks.implementations import implementations
+from grpo_kernels.benchmarks.inputs import make_inputs
+from grpo_kernels.benchmarks.limits import (
     DESIGNS,
     GROUP_BYTES,
     PARTS,
@@ -34,7 +33,8 @@ from grpo_kernels.bench.limits import (
     way_of,
     ways,
 )
-from grpo_kernels.memory import ChunkSizes
+from grpo_kernels.engine import memory
+from grpo_kernels.engine.memory import ChunkSizes
 
 ROOT = Path(__file__).parents[1]
 H200 = DEVICES["H200"]
@@ -154,7 +154,7 @@ def test_a_chunk_of_weight_gradients_costs_735_over_its_rows_of_a_product() -> N
 
 
 def test_the_folded_products_share_hidden_states_as_their_kernels_do() -> None:
-    assert f"GROUP_BYTES = {GROUP_BYTES >> 20} << 20" in (ROOT / "grpo_kernels/kernels/matmul.py").read_text()
+    assert f"GROUP_BYTES = {GROUP_BYTES >> 20} << 20" in (ROOT / "grpo_kernels/backends/triton/matmul.py").read_text()
 
 
 # --- tiles, waves and chunks on a GPU -------------------------------------------------------------------------------
@@ -292,7 +292,7 @@ def test_the_host_is_read_once_and_kernels_have_gaps() -> None:
 def test_the_default_design_is_that_of_memory_py(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case("llama-3-8b:16384", "bfloat16")
     sizes = ChunkSizes(products=3000, logits=1000, sequences=2000)
-    monkeypatch.setattr("grpo_kernels.bench.limits.chunk_sizes", lambda *given, budget: sizes)
+    monkeypatch.setattr("grpo_kernels.benchmarks.limits.chunk_sizes", lambda *given, budget: sizes)
     found, staged = default_design(case, H200), default_design(case, H200, "staged")
     assert (found.row_chunk, found.product_chunk) == (1000, 3000)
     assert (staged.row_chunk, staged.product_chunk) == (2000, 2000)

@@ -9,11 +9,12 @@ import pytest
 import torch
 from test_cuda_backend import forget
 
-from grpo_kernels import backends, check
-from grpo_kernels.backends.torch_ import TorchBackend
-from grpo_kernels.cli import main
+from grpo_kernels import backends
+from grpo_kernels.backends.pytorch.backend import TorchBackend
+from grpo_kernels.commands import check
+from grpo_kernels.commands.cli import main
 from grpo_kernels.config import AGGREGATIONS, SURROGATE_RULES
-from grpo_kernels.params import KL_ESTIMATORS
+from grpo_kernels.contract import KL_ESTIMATORS
 
 
 def test_every_variant_has_its_turn():

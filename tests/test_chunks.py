@@ -7,10 +7,9 @@ import torch
 from helpers import assert_same_bits, call_counter, fused, make_batch, off_policy, reference, relative
 
 import grpo_kernels as gk
-from grpo_kernels import head as head_module
-from grpo_kernels import memory
 from grpo_kernels.backends import get_backend
-from grpo_kernels.head import LMHead, Rows
+from grpo_kernels.engine import lm_head, memory
+from grpo_kernels.engine.lm_head import LMHead, Rows
 
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")  # of a GPU, sizes alone
 FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
@@ -103,7 +102,7 @@ def few_logits(monkeypatch):
         found = sizes(num_rows, vocab, logits, grad, *rest)
         return found._replace(logits=3) if logits.itemsize > grad.itemsize else found
 
-    monkeypatch.setattr(head_module, "chunk_sizes", fewer)
+    monkeypatch.setattr(lm_head, "chunk_sizes", fewer)
 
 
 WAYS = {"fused": "token", "staged": "sequence", "recompute": "sequence"}

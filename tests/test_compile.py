@@ -9,8 +9,8 @@ from helpers import Batch, make_batch, off_policy
 from torch._library.custom_ops import CustomOpDef
 
 import grpo_kernels as gk
-from grpo_kernels import ops
-from grpo_kernels.plan import TokenInputs
+from grpo_kernels.engine import ops
+from grpo_kernels.engine.plan import TokenInputs
 
 
 @pytest.fixture(autouse=True)
@@ -161,7 +161,7 @@ def test_new_shapes_do_not_recompile_every_time():
 
 
 def samples(dtype: torch.dtype) -> dict[str, tuple]:
-    """Arguments for every operator of grpo_kernels.ops."""
+    """Arguments for every operator of grpo_kernels.engine.ops."""
     batch = off_policy(make_batch(1, bias=True, masked=True, dtype=dtype))
     hidden, weight, bias = (x.requires_grad_() for x in (batch.hidden, batch.weight, batch.bias))
     mask, old = batch.options["completion_mask"], batch.options["old_logps"]

@@ -15,11 +15,12 @@ import torch
 from helpers import RowKernels
 from torch import Tensor
 
-from grpo_kernels import params as contract
-from grpo_kernels.backends import get_backend, native
-from grpo_kernels.params import FIELD, KernelParams
+from grpo_kernels import contract
+from grpo_kernels.backends import get_backend
+from grpo_kernels.backends.compiled import cpu as cpu_backend
+from grpo_kernels.contract import FIELD, KernelParams
 
-backend, reason = native.load()
+backend, reason = cpu_backend.load()
 if backend is None and os.environ.get("GRPO_KERNELS_NATIVE") == "1":
     raise RuntimeError(reason)
 assert backend is not None, reason  # the tests need the compiled module: a skip would hide that it is missing
@@ -58,8 +59,8 @@ def kernels(request, monkeypatch):
     """
     if request.param == "triton":
         triton = RowKernels(get_backend("triton"))
-        from grpo_kernels.kernels import rows
-        from grpo_kernels.kernels.launch import RowLaunch
+        from grpo_kernels.backends.launch import RowLaunch
+        from grpo_kernels.backends.triton import rows
 
         def blocks(kernel, device, vocab, dtype):
             return RowLaunch(32, max(64, 1 << (vocab // 8).bit_length()), 1)
@@ -166,7 +167,7 @@ def test_instruction_sets_are_those_of_the_processor():
 
 @pytest.mark.parametrize("name", ["baseline", "bogus"])
 def test_isa_from_the_environment(name):
-    code = "from grpo_kernels.backends import native; b, why = native.load(); print(b and b.module.cpu_isa(), why)"
+    code = "from grpo_kernels.backends.compiled.cpu import load; b, why = load(); print(b and b.module.cpu_isa(), why)"
     environment = {**os.environ, "GRPO_KERNELS_CPU_ISA": name}
     out = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True

@@ -10,12 +10,13 @@ import torch
 from helpers import RowKernels
 from torch import Tensor
 
-from grpo_kernels import params as contract
-from grpo_kernels.backends import get_backend, native
-from grpo_kernels.backends.torch_ import TorchBackend
-from grpo_kernels.params import FIELD, KernelParams
+from grpo_kernels import contract
+from grpo_kernels.backends import get_backend
+from grpo_kernels.backends.compiled import cpu as cpu_backend
+from grpo_kernels.backends.pytorch.backend import TorchBackend
+from grpo_kernels.contract import FIELD, KernelParams
 
-backend, reason = native.load()
+backend, reason = cpu_backend.load()
 assert backend is not None, reason  # the tests need the compiled module: a skip would hide that it is missing
 backend = RowKernels(backend)
 
@@ -329,6 +330,6 @@ def test_add_transposed_takes_a_transpose_with_contiguous_rows():
 
 def test_a_module_of_another_interface_is_not_used(monkeypatch):
     monkeypatch.setattr(backend.module, "INTERFACE", -1)
-    found, reason = native.load()
+    found, reason = cpu_backend.load()
     assert found is None
     assert "build again" in reason

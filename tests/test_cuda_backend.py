@@ -18,10 +18,11 @@ from emulator.kernels import PARAM_INTEGERS, PLAN_INTEGERS
 from helpers import RowKernels
 
 import grpo_kernels
-from grpo_kernels import backends, params
-from grpo_kernels.backends import choose_backend, cuda_, get_backend
-from grpo_kernels.backends.compiled import INTERFACE
-from grpo_kernels.params import (
+from grpo_kernels import backends, contract
+from grpo_kernels.backends import choose_backend, get_backend
+from grpo_kernels.backends.compiled import cuda as cuda_backend
+from grpo_kernels.backends.compiled.base import INTERFACE
+from grpo_kernels.contract import (
     FIELD,
     KL_ESTIMATORS,
     SURROGATES,
@@ -115,7 +116,7 @@ def auto(device: torch.device = GPU, dtype: torch.dtype = torch.bfloat16) -> tup
 
 
 def test_it_is_taken_where_it_can_be_used(machine):
-    kernels, reason = cuda_.load()
+    kernels, reason = cuda_backend.load()
     assert reason == "" and kernels.name == "cuda" and kernels.module is machine.module
     assert auto() == ("cuda", [])
     assert auto(dtype=torch.float64) == ("torch", [])
@@ -155,7 +156,7 @@ def test_why_it_cannot_be_used_is_said_in_a_sentence(machine, name):
             machine.module.INTERFACE = value
         else:
             machine.has(**{key: value})
-    kernels, reason = cuda_.load()
+    kernels, reason = cuda_backend.load()
     assert kernels is None and "\n" not in reason
     with pytest.raises(ImportError, match=sentence):
         get_backend("cuda")
@@ -166,7 +167,7 @@ def test_why_it_cannot_be_used_is_said_in_a_sentence(machine, name):
 @pytest.mark.parametrize("driver", [12000, 12060, 13000, 14000])
 def test_a_driver_of_the_same_major_version_will_do(machine, driver):
     machine.has(driver_cuda=driver)
-    assert cuda_.load()[1] == "" and auto() == ("cuda", [])
+    assert cuda_backend.load()[1] == "" and auto() == ("cuda", [])
 
 
 UNFIT = {
@@ -189,7 +190,7 @@ UNFIT = {
 def test_a_device_without_an_image_falls_back_with_one_warning(machine, name):
     capability, facts, sentence = UNFIT[name]
     machine.has(capability=capability, **facts)
-    kernels, _ = cuda_.load()
+    kernels, _ = cuda_backend.load()
     reason = kernels.why_not(GPU)
     taken, said = auto()
     assert taken == "triton"
@@ -201,7 +202,7 @@ def test_a_device_without_an_image_falls_back_with_one_warning(machine, name):
 
 def test_an_installation_without_cuda_kernels_is_a_choice(machine):
     machine.without_kernels()
-    assert "no CUDA kernels" in cuda_.load()[1] and not cuda_.installed()
+    assert "no CUDA kernels" in cuda_backend.load()[1] and not cuda_backend.installed()
     assert auto() == ("triton", [])
     machine.triton = ("", "it is too old")
     forget()
@@ -212,14 +213,14 @@ def test_an_installation_without_cuda_kernels_is_a_choice(machine):
 
 def test_a_module_that_cannot_be_imported(machine):
     machine.without_kernels()
-    machine.patch.setattr(cuda_, "find_spec", lambda name: name)
+    machine.patch.setattr(cuda_backend, "find_spec", lambda name: name)
     taken, (said,) = auto()
     assert taken == "triton" and "the compiled CUDA kernels cannot be imported" in said
 
 
 def test_what_was_measured_to_be_the_fastest_comes_first(machine):
     machine.patch.setattr(
-        "grpo_kernels.kernels.launch.shipped_table", lambda: {"sm90": {"backend": {"*": {"name": "triton"}}}}
+        "grpo_kernels.backends.launch.shipped_table", lambda: {"sm90": {"backend": {"*": {"name": "triton"}}}}
     )
     assert auto() == ("triton", [])
     assert backends.auto_choice(GPU, torch.bfloat16).measured
@@ -231,7 +232,7 @@ def test_what_was_measured_to_be_the_fastest_comes_first(machine):
 
 
 def test_a_gpu_that_no_table_knows_is_no_error_for_triton(monkeypatch):
-    monkeypatch.setattr("grpo_kernels.backends.triton_.architecture", lambda device: "sm70")
+    monkeypatch.setattr("grpo_kernels.backends.triton.backend.architecture", lambda device: "sm70")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA T")
     assert "need compute capability 8.0, NVIDIA T has 7.5" in get_backend("triton").why_not(GPU)
@@ -256,7 +257,7 @@ def test_names_match_python(kernels):
     module = kernels.module
     assert module.INTERFACE == INTERFACE and module.DTYPES == ("float32", "bfloat16", "float16")
     for name in ("TABLE_FIELDS", "VALUE_FIELDS", "COLUMNS", "SURROGATES", "KL_ESTIMATORS", "LEVELS", "AGGREGATIONS"):
-        assert getattr(module, name) == getattr(params, name), name
+        assert getattr(module, name) == getattr(contract, name), name
     # As the emulator's own driver packs them: integers first.
     assert module.PARAMS == in_order(KernelParams, PARAM_INTEGERS) and module.PARAM_INTEGERS == len(PARAM_INTEGERS)
     assert module.PLAN_RULES == in_order(PlanRules, PLAN_INTEGERS) and module.PLAN_RULE_INTEGERS == len(PLAN_INTEGERS)
@@ -292,7 +293,7 @@ def test_wrong_tensors_are_refused(kernels, name):
 
 
 def test_memory_of_the_host_is_no_memory_of_a_gpu(kernels):
-    real = cuda_.CudaBackend(kernels.module)
+    real = cuda_backend.CudaBackend(kernels.module)
     logits, ones = torch.randn(3, 8), torch.ones(3)
     with pytest.raises(ValueError, match="backend 'cuda' serves tensors on cuda, got one on cpu"):
         real.statistics(
@@ -341,7 +342,7 @@ class Served:
 
 @pytest.fixture
 def served():
-    return cuda_.CudaBackend(Served(), "cpu")
+    return cuda_backend.CudaBackend(Served(), "cpu")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from emulator import Kernels, build_kernels
 from emulator import checks as c
 from emulator.build import ROOT, few_types
 
-from grpo_kernels.params import KernelParams, PlanRules
+from grpo_kernels.contract import KernelParams, PlanRules
 
 PAIR = (torch.float32, torch.bfloat16)
 

@@ -16,10 +16,10 @@ from emulator import checks as c
 from emulator.build import ROOT, compiler, few_types
 from emulator.kernels import some_values
 
-from grpo_kernels import params as contract
-from grpo_kernels.coefficients import token_objective
-from grpo_kernels.objective import objective
-from grpo_kernels.params import FIELD, KernelParams, PlanRules, Rows, TokenInputs, TokenValues
+from grpo_kernels import contract
+from grpo_kernels.backends.pytorch.coefficients import token_objective
+from grpo_kernels.backends.pytorch.objective import objective
+from grpo_kernels.contract import FIELD, KernelParams, PlanRules, Rows, TokenInputs, TokenValues
 
 VOCABS = (1, 2, 15, 16, 63, 64, 65, 1000, 2047, 2048, 2049, 5003)
 ORDERS = (0, 1, 2, 3)  # the lowest warp first, the highest first, two random ones

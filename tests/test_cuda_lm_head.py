@@ -10,7 +10,7 @@ import math
 
 import pytest
 import torch
-from emulator.head import HeadKernels, build_head
+from emulator.lm_head import HeadKernels, build_head
 from test_triton_matmul import (
     OBJECTIVES,
     PLAIN,
@@ -26,7 +26,7 @@ from test_triton_matmul import (
 )
 from torch import Tensor
 
-from grpo_kernels.params import FIELD, KernelParams, RowStats
+from grpo_kernels.contract import FIELD, KernelParams, RowStats
 
 HALVES = (torch.bfloat16, torch.float16)
 ORDERS = (0, 1, 2, 3, 5, 8)  # see emulator.h, and sm90.h for what copies and products make of them

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import pytest
 from emulator.build import ROOT, compiler
-from emulator.head import HeadKernels, build_head
-from test_cuda_head import ORDERS, assert_right
+from emulator.lm_head import HeadKernels, build_head
+from test_cuda_lm_head import ORDERS, assert_right
 from test_triton_matmul import make_head
 
 
@@ -25,40 +25,40 @@ class Fault(NamedTuple):
 
 
 FAULTS = {
-    "a stage is released before its product ends": Fault("head_sm90.cuh", "wgmma_wait<1>();", "wgmma_wait<2>();"),
+    "a stage is released before its product ends": Fault("lm_head_sm90.cuh", "wgmma_wait<1>();", "wgmma_wait<2>();"),
     "the other block's consumers do not count": Fault(
-        "head_sm90.cuh", "args.schedule.cluster * kConsumers", "kConsumers"
+        "lm_head_sm90.cuh", "args.schedule.cluster * kConsumers", "kConsumers"
     ),
-    "the phase never changes": Fault("head_sm90.cuh", "phase ^= 1;", "phase ^= 0;"),
-    "a multicast reaches one block": Fault("head_sm90.cuh", "(1u << walk.cluster) - 1", "1u << walk.rank"),
-    "bytes are announced for one operand": Fault("head_sm90.cuh", "Memory::kStageBytes);", "Memory::kWeightBytes);"),
-    "both warpgroups take the upper rows": Fault("head_sm90.cuh", " + consumer * Fragment::kRows * kBoxBytes", ""),
-    "the leader is twice ahead": Fault("head_sm90.cuh", "steps >= kStages", "steps > 1"),
+    "the phase never changes": Fault("lm_head_sm90.cuh", "phase ^= 1;", "phase ^= 0;"),
+    "a multicast reaches one block": Fault("lm_head_sm90.cuh", "(1u << walk.cluster) - 1", "1u << walk.rank"),
+    "bytes are announced for one operand": Fault("lm_head_sm90.cuh", "Memory::kStageBytes);", "Memory::kWeightBytes);"),
+    "both warpgroups take the upper rows": Fault("lm_head_sm90.cuh", " + consumer * Fragment::kRows * kBoxBytes", ""),
+    "the leader is twice ahead": Fault("lm_head_sm90.cuh", "steps >= kStages", "steps > 1"),
     "barriers are used before they are made": Fault(
-        "head_sm90.cuh", "    cluster_arrive();\n    cluster_wait();\n    if", "    if"
+        "lm_head_sm90.cuh", "    cluster_arrive();\n    cluster_wait();\n    if", "    if"
     ),
     "a block leaves early": Fault(
-        "head_sm90.cuh", "barriers.\n    cluster_arrive();\n    cluster_wait();\n", "barriers.\n"
+        "lm_head_sm90.cuh", "barriers.\n    cluster_arrive();\n    cluster_wait();\n", "barriers.\n"
     ),
-    "no fence before a store": Fault("head_epilogue.cuh", "            fence_shared_for_tma();\n", ""),
-    "no barrier before a store": Fault("head_epilogue.cuh", "tma();\n            warp_sync();\n", "tma();\n"),
+    "no fence before a store": Fault("lm_head_epilogue.cuh", "            fence_shared_for_tma();\n", ""),
+    "no barrier before a store": Fault("lm_head_epilogue.cuh", "tma();\n            warp_sync();\n", "tma();\n"),
     "memory is reused while a store reads it": Fault(
-        "head_epilogue.cuh", "tma_store_wait<1>();", "tma_store_wait<2>();"
+        "lm_head_epilogue.cuh", "tma_store_wait<1>();", "tma_store_wait<2>();"
     ),
-    "the last stores are not awaited": Fault("head_epilogue.cuh", "tma_store_wait<0>();", "{}"),
-    "patches lie there without the swizzle": Fault("head_epilogue.cuh", "(at ^ group << 4)", "(at + (group << 4))"),
-    "the sampled id is in its own sum": Fault("head_epilogue.cuh", "blank(u, 1, rows_.id[1],", "blank(u, 1, -1,"),
-    "a column past the end": Fault("head_epilogue.cuh", "|| j >= vocab", "|| j > vocab"),
+    "the last stores are not awaited": Fault("lm_head_epilogue.cuh", "tma_store_wait<0>();", "{}"),
+    "patches lie there without the swizzle": Fault("lm_head_epilogue.cuh", "(at ^ group << 4)", "(at + (group << 4))"),
+    "the sampled id is in its own sum": Fault("lm_head_epilogue.cuh", "blank(u, 1, rows_.id[1],", "blank(u, 1, -1,"),
+    "a column past the end": Fault("lm_head_epilogue.cuh", "|| j >= vocab", "|| j > vocab"),
     "a shuffle in a divergent branch": Fault(
-        "head_epilogue.cuh",
+        "lm_head_epilogue.cuh",
         "double rest = rest_[half]",
         "if (lane_ > 7) continue;\n            double rest = rest_[half]",
     ),
-    "a part is dropped": Fault("head_rows.cuh", "part = warp_index();", "part = warp_index() + 1;"),
+    "a part is dropped": Fault("lm_head_rows.cuh", "part = warp_index();", "part = warp_index() + 1;"),
     "no barrier before shared sums are read": Fault(
-        "head_rows.cuh", "    block_sync();\n    double result", "    double result"
+        "lm_head_rows.cuh", "    block_sync();\n    double result", "    double result"
     ),
-    "an item is computed twice": Fault("head_schedule.h", "first + inside % blocks", "first + inside % s.group"),
+    "an item is computed twice": Fault("lm_head_schedule.h", "first + inside % blocks", "first + inside % s.group"),
 }
 
 
@@ -88,7 +88,7 @@ import os, sys
 os.environ["TRITON_INTERPRET"] = "1"
 import triton_interpreter
 triton_interpreter.install()
-from test_cuda_head_faults import HeadKernels, check_everything
+from test_cuda_lm_head_faults import HeadKernels, check_everything
 check_everything(HeadKernels(sys.argv[1]), (0, 3))
 print("all checks passed")
 """

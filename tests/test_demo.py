@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from grpo_kernels import available_presets
-from grpo_kernels.cli import main
+from grpo_kernels.commands.cli import main
 from grpo_kernels.demo import task
 from grpo_kernels.demo.settings import DemoSettings
 

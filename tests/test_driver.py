@@ -31,7 +31,7 @@ def make_probe(folder: Path, architectures: tuple[str, ...], cuda: tuple[int, in
     """The program of driver/probe.cpp with text as images, embedded as the build embeds device code."""
     images = []
     for architecture in architectures:
-        sources = {"kernels": "fused stats"} | ({"head_sm90": "head"} if architecture == "sm_90a" else {})
+        sources = {"kernels": "fused stats"} | ({"lm_head_sm90": "head"} if architecture == "sm_90a" else {})
         for source, kernels in sources.items():
             file = Path(f"{source}.{architecture}")
             (folder / file).write_text(f"{source} for {architecture}: {kernels}")
@@ -97,15 +97,15 @@ def loads(lines: list[str]) -> list[str]:
 )  # fmt: skip
 def test_a_device_runs_its_image(run, capability, image):
     lines = run("launch", "fused", "image", capability, capability=capability)
-    also = ["head_sm90 for sm_90a"] if image == "sm_90a" else []
-    assert loads(lines) == [*also, f"kernels for {image}"]
+    also = ["lm_head_sm90 for sm_90a"] if image == "sm_90a" else []
+    assert loads(lines) == [f"kernels for {image}", *also]
     assert f"launch fused of kernels for {image} on 0" in lines[-2] and lines[-1] == f"image '{image}'"
 
 
 def test_the_head_is_looked_up_beside_the_other_kernels(run):
     lines = run("launch", "stats", "launch", "head")
     assert [line.partition(" on ")[0] for line in lines if line.startswith("launch")] == [
-        "launch stats of kernels for sm_90a", "launch head of head_sm90 for sm_90a"
+        "launch stats of kernels for sm_90a", "launch head of lm_head_sm90 for sm_90a"
     ]  # fmt: skip
     (error,) = run("launch", "head", capability=80)[-1:]
     assert error == "error: kernel 'head' is not among those for sm_80"
@@ -169,7 +169,7 @@ def test_the_current_context_is_left_alone(run):
 def test_code_is_loaded_once_per_context(run):
     twice = ["launch", "fused", "launch", "stats"]
     lines = run("current", 0, *twice, "current", 1, *twice, "current", 0, *twice)
-    both = ["head_sm90 for sm_90a", "kernels for sm_90a"]
+    both = ["kernels for sm_90a", "lm_head_sm90 for sm_90a"]
     assert loads(lines) == both * 2
     assert [line.partition(": ")[0][-1] for line in lines if line.startswith("launch")] == list("001100")
     # After a reset the context has lost its code, though its address is the same.

@@ -14,8 +14,8 @@ from test_cuda_backend import Machine, forget
 from test_imports import BLOCKED, run
 
 import grpo_kernels as gk
-from grpo_kernels import env
-from grpo_kernels.cli import main
+from grpo_kernels.commands import env
+from grpo_kernels.commands.cli import main
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_a_gpu_that_they_do_not_serve(machine):
 
 def test_what_was_measured_is_said(machine):
     table = {"sm90": {"backend": {"*": {"name": "triton"}}}}
-    machine.patch.setattr("grpo_kernels.kernels.launch.shipped_table", lambda: table)
+    machine.patch.setattr("grpo_kernels.backends.launch.shipped_table", lambda: table)
     assert "uses 'triton': measured to be the fastest here" in env.render(gpu(machine))
 
 
@@ -91,7 +91,7 @@ def test_a_warning_of_torch_becomes_a_line(monkeypatch, recwarn):
 
 
 def test_with_nothing_optional():
-    out = run(BLOCKED + "from grpo_kernels.cli import main; main(['env']); main(['env', '--json'])")
+    out = run(BLOCKED + "from grpo_kernels.commands.cli import main; main(['env']); main(['env', '--json'])")
     text, _, facts = out.partition("\n{")
     assert "uses 'torch': the first that can run, of cpu, torch" in text
     assert "not 'cpu': the compiled CPU kernels cannot be used" in text
@@ -101,8 +101,6 @@ def test_with_nothing_optional():
 
 def test_it_needs_no_gpu_to_start():
     """Neither CUDA nor Triton is initialised by asking."""
-    code = (
-        "import sys; from grpo_kernels.cli import main; main(['env']); import torch; print(torch.cuda.is_initialized())"
-    )
+    code = "from grpo_kernels.commands.cli import main; main(['env']); import torch; print(torch.cuda.is_initialized())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False" and done.stderr == ""

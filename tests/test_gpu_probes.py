@@ -16,7 +16,7 @@ import gpu_smoke
 import gpu_tiles
 import pytest
 import torch
-from emulator.head import HeadKernels, build_head
+from emulator.lm_head import HeadKernels, build_head
 from gpu_headline import relative
 from gpu_profile import Span
 from gpu_stand_in import ROOT
@@ -38,7 +38,7 @@ def test_the_sizes_of_first_contact_reach_every_case_of_the_products():
 
 
 def test_the_schedule_is_that_of_the_kernels(tmp_path):
-    """csrc/cuda/head.cpp says how many parts there are by the workspace it asks for: 24 bytes per part and row."""
+    """csrc/cuda/lm_head.cpp says how many parts there are by the workspace it asks for: 24 bytes per part and row."""
     kernels = HeadKernels(build_head())
     sizes = {*gpu_tiles.PRODUCTS, (4096, 4096, 128256), (16384, 1536, 151936), (4000, 40, 70000)}
     for multiprocessors in (132, 114, 7):
@@ -46,11 +46,11 @@ def test_the_schedule_is_that_of_the_kernels(tmp_path):
         for rows, width, vocab in sizes:
             found = gpu_tiles.schedule(rows, width, vocab, multiprocessors)
             assert kernels.workspace(rows, width, vocab) == rows * (24 * found.parts + 13)
-    header = (ROOT / "csrc" / "cuda" / "head_schedule.h").read_text()
+    header = (ROOT / "csrc" / "cuda" / "lm_head_schedule.h").read_text()
     assert f"kTileRows = {gpu_tiles.TILE_ROWS}, kTileColumns = {gpu_tiles.TILE_COLUMNS};" in header
-    ring = (ROOT / "csrc" / "cuda" / "head_sm90.cuh").read_text()
+    ring = (ROOT / "csrc" / "cuda" / "lm_head_sm90.cuh").read_text()
     assert f"kStages = {gpu_tiles.STAGES}, kDepth = kBoxColumns" in ring
-    assert f"kManyRowTiles = {gpu_tiles.MANY_ROW_TILES};" in (ROOT / "csrc" / "cuda" / "head.cpp").read_text()
+    assert f"kManyRowTiles = {gpu_tiles.MANY_ROW_TILES};" in (ROOT / "csrc" / "cuda" / "lm_head.cpp").read_text()
 
 
 def test_a_probe_passes_what_is_right_and_nothing_else(monkeypatch, capsys):

@@ -26,8 +26,8 @@ import pytest
 from gpu_stages import Stage
 from gpu_stand_in import BENCH, ROOT, TESTS, Machine, install, statuses
 
-from grpo_kernels.bench.implementations import select
-from grpo_kernels.strategy import STRATEGIES
+from grpo_kernels.backends.strategy import STRATEGIES
+from grpo_kernels.benchmarks.implementations import select
 
 
 @pytest.fixture
@@ -256,7 +256,7 @@ def test_a_build_without_a_module_is_a_failure(machine):
     report = machine.report(only=("build",))
     assert statuses(report) == {"environment": "ok", "build": "failed"}
     (failure,) = report["stages"]["build"]["failures"]
-    assert failure.startswith("_cuda not built") and "head_sm90.cu(7): error: expected a ';'" in failure
+    assert failure.startswith("_cuda not built") and "lm_head_sm90.cu(7): error: expected a ';'" in failure
     assert set(report["left_out"]) == {"cuda/rows", "cuda/linear", "cuda/anchored"}
     machine.breaks()
     assert not machine.report(only=("build",), resume=True)["left_out"]
@@ -455,12 +455,12 @@ def checkout(tmp_path, monkeypatch) -> Path:
 
 def test_the_kernels_are_built_once_more_with_the_watchdog(checkout, monkeypatch):
     assert not gpu_smoke.watched(), "nothing has been built: nothing comes first"
-    (checkout / "grpo_kernels" / "engine.py").touch()
+    (checkout / "grpo_kernels" / "loss.py").touch()
     assert gpu_build.main() == 0
     (module,) = (checkout / "watched" / "grpo_kernels").glob("_cuda.*so")
     assert module.read_text().split() == ["-DGK_WATCHDOG"]
     assert (checkout / "grpo_kernels" / "_cuda.so").read_text() == "none", "what is measured has no watchdog"
-    assert (checkout / "watched" / "grpo_kernels" / "engine.py").exists(), "a package that can be imported"
+    assert (checkout / "watched" / "grpo_kernels" / "loss.py").exists(), "a package that can be imported"
     first, *rest = gpu_smoke.watched()["PYTHONPATH"].split(os.pathsep)
     assert first == str(checkout / "watched") and str(ROOT) in rest
     monkeypatch.setenv("FAIL", "1")

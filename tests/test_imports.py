@@ -14,11 +14,21 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "grpo_kernels"
-# imported by none below them
-TOP = ("__init__", "__main__", "cli", "bench", "demo", "trainer", "integrations", "check", "env")
-PUBLIC = ("loss", "logps", "policy")
-CONTRACT = {"params", "strategy"}  # what the engine and its backends agree on
 COMPILED = ("_cpu", "_cuda")
+# From the ground up. A room is a folder, or a module beside the folders; it imports from its own floor and those below.
+FLOORS = (
+    ("contract", "plain"),
+    ("config",),
+    ("validate", "reference"),
+    ("backends",),
+    ("engine",),
+    ("advantages", "inputs", "metrics", "offpolicy", "output"),
+    ("logps", "loss", "policy"),
+    ("__init__",),
+    ("benchmarks", "demo"),
+    ("commands",),
+    ("__main__",),
+)
 
 
 def module_name(path: Path) -> str:
@@ -27,23 +37,16 @@ def module_name(path: Path) -> str:
 
 
 def imports_of(path: Path) -> set[str]:
-    """Modules of the package that a file imports anywhere but under TYPE_CHECKING, without the package's name."""
+    """Modules of the package that a file imports, anywhere in it and if only for types, without the package's name."""
     package = ("grpo_kernels", *path.relative_to(PACKAGE).parts[:-1])
     found: set[str] = set()
-
-    def visit(node: ast.AST) -> None:
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            return
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = [*package[: len(package) - node.level + 1]] if node.level else []
             base += node.module.split(".") if node.module else []
             found.update(".".join([*base, alias.name]) for alias in node.names)
-        for child in ast.iter_child_nodes(node):
-            visit(child)
-
-    visit(ast.parse(path.read_text(encoding="utf-8")))
     names = {name.removeprefix("grpo_kernels.") for name in found if name.split(".")[0] == "grpo_kernels"}
     # `from .config import GRPOConfig` names the module one level up.
     return {name if is_module(name) else name.rpartition(".")[0] or "__init__" for name in names}
@@ -70,94 +73,63 @@ def reach(name: str) -> set[str]:
     return seen
 
 
-def lower() -> list[str]:
-    return [name for name in graph() if name.split(".")[0] not in TOP]
+def room(name: str) -> str:
+    return name.split(".")[0]
 
 
 def test_the_graph_sees_the_package():
-    assert {"config", "params", "engine", "plan", "reference", "loss", "ops", "backends", "backends.native"} <= set(
-        graph()
+    assert {"config", "contract", "engine.chunks", "backends", "backends.compiled.cpu"} <= set(graph())
+    assert {"backends", "engine.lm_head", "contract"} <= graph()["engine.ops"] and "engine.lm_head" in reach("loss")
+    assert "_cpu" in graph()["backends.compiled.cpu"] and "backends.pytorch.objective" in reach(
+        "backends.pytorch.backend"
     )
-    assert {"backends", "head", "params", "plan"} <= graph()["engine"]
-    assert "_cpu" in graph()["backends.native"] and "groups" in graph()["backends.torch_"]
-    assert "loss" in graph()["__init__"] and "engine" in reach("loss")
+
+
+def test_each_room_imports_its_own_floor_and_those_below():
+    rank = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+    for name in graph():
+        assert room(name) in rank, f"{name} has no floor: give it one above"
+        for other in graph()[name] - {*COMPILED}:
+            assert rank[room(other)] <= rank[room(name)], f"{name} imports {other}"
+
+
+def test_no_module_imports_itself_in_a_circle():
+    for name in graph():
+        assert name not in reach(name), name
 
 
 def test_the_reference_stands_alone():
     assert graph()["reference"] == {"config"}
-    assert "reference" not in {name for module in lower() for name in graph()[module]}
+    assert [name for name in graph() if "reference" in graph()[name]] == ["commands.check", "demo.losses"]
 
 
-def test_config_and_params_import_nothing_but_each_other():
-    assert graph()["params"] == set() and graph()["config"] <= {"params"}
-
-
-def test_backends_know_the_kernels_contract_and_nothing_above():
+def test_backends_know_the_contract_and_each_other():
     for name in graph():
-        if name.split(".")[0] == "backends":
-            others = {x for x in graph()[name] if x.split(".")[0] != "backends"}
-            known = CONTRACT | {"aggregation", "coefficients", "objective", "groups", "kernels", *COMPILED}
-            assert {x.split(".")[0] for x in others} <= known, name
-    assert graph()["objective"] <= {"params"} and graph()["groups"] == set()
-
-
-def test_the_kernels_know_the_contract_alone():
-    names = [name for name in graph() if name.split(".")[0] == "kernels"]
-    assert "kernels.rows" in names
-    for name in names:
-        assert {x.split(".")[0] for x in graph()[name]} <= CONTRACT | {"kernels"}, name
-
-
-def test_nothing_below_imports_what_is_above():
-    layers = [
-        ("params", "groups", "autocast", "plain", "products", "strategy"),
-        ("config", "memory", "objective", "aggregation", "kernels"),
-        ("reference", "coefficients"),
-        ("backends", "validate"),
-        ("plan", "delivery"),
-        ("head",),
-        ("engine",),
-        ("ops",),
-        ("advantages", "offpolicy", "metrics"),
-        ("inputs",),
-        ("output",),
-        PUBLIC,
-    ]
-    rank = {name: i for i, layer in enumerate(layers) for name in layer}
-    for name in lower():
-        package = name.split(".")[0]
-        assert package in rank, f"{name} has no place among the layers: give it one here"
-        for other in graph()[name]:
-            if other in COMPILED or other.split(".")[0] == package:
-                continue
-            assert rank[other.split(".")[0]] < rank[package], f"{name} imports {other}"
-    assert not {"loss", "ops", "inputs", "output", *PUBLIC} & reach("engine")
-
-
-def test_the_top_is_imported_by_the_top_alone():
-    for name in lower():
-        assert not {x for x in graph()[name] if x.split(".")[0] in TOP}, name
-
-
-def test_no_module_imports_itself_in_a_circle():
-    for name in lower():
-        if "backends" not in name:  # its registry loads its members when asked
-            assert name not in reach(name), name
+        if room(name) == "backends":
+            assert {room(other) for other in graph()[name]} <= {"backends", "contract", *COMPILED}, name
+    beside = {"contract", "backends.launch", "backends.strategy", "backends.checks"}
+    for name in graph():
+        if name.startswith("backends.triton"):
+            others = {other for other in graph()[name] if not other.startswith("backends.triton")}
+            assert others <= beside | ({"backends.pytorch.backend"} if name == "backends.triton.backend" else set()), (
+                name
+            )
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        "engine",
-        "plan",
         "loss",
         "config",
         "reference",
+        "engine/ops",
+        "engine/chunks",
+        "engine/plan",
         "backends/__init__",
-        "backends/native",
-        "backends/cuda_",
-        "env",
-        "check",
+        "backends/compiled/cpu",
+        "backends/compiled/cuda",
+        "commands/env",
+        "commands/check",
     ],
 )
 def test_the_core_imports_torch_and_the_standard_library_alone(name):
@@ -261,7 +233,7 @@ def test_the_demo_names_what_it_lacks():
         BLOCKED
         + """
 import contextlib, io
-from grpo_kernels.cli import main
+from grpo_kernels.commands.cli import main
 with contextlib.redirect_stderr(io.StringIO()) as text:
     status = main(["demo", "--steps", "1"])
 print(status, text.getvalue())
@@ -276,7 +248,7 @@ def test_importing_is_light():
         """
 import sys, torch
 before = set(sys.modules)
-import grpo_kernels, grpo_kernels.reference, grpo_kernels.ops
+import grpo_kernels, grpo_kernels.reference, grpo_kernels.engine.ops
 print(torch.cuda.is_initialized())
 new = {name.split(".")[0] for name in set(sys.modules) - before}
 print(sorted(new & {"triton", "transformers", "matplotlib", "tqdm"}))

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels import coefficients
 from grpo_kernels.backends import get_backend
-from grpo_kernels.backends.torch_plan import plan_tokens
-from grpo_kernels.params import (
+from grpo_kernels.backends.pytorch import coefficients
+from grpo_kernels.backends.pytorch.plan import plan_tokens
+from grpo_kernels.contract import (
     AGGREGATIONS,
     FIELD,
     KL_ESTIMATORS,
@@ -153,7 +153,7 @@ def test_plan_of_nothing(name, sequences, packed):
 def test_plan_of_more_blocks_than_are_scanned_at_once(name, monkeypatch):
     """Places in the order, across many blocks and sequences."""
     if name == "triton":
-        from grpo_kernels.kernels import plan
+        from grpo_kernels.backends.triton import plan
 
         monkeypatch.setattr(plan, "ADDED_AT_ONCE", 2)
     draw = Draw(0)

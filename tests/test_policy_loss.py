@@ -7,7 +7,7 @@ import torch
 from helpers import LEAVES, Batch, call_counter, make_batch, packed
 
 import grpo_kernels as gk
-from grpo_kernels.engine import Scorer
+from grpo_kernels.engine.chunks import Scorer
 from grpo_kernels.policy import PolicyChunk
 
 

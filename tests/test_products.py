@@ -11,9 +11,9 @@ import torch
 from helpers import make_batch
 
 import grpo_kernels as gk
-from grpo_kernels import products
 from grpo_kernels.backends import get_backend
-from grpo_kernels.head import LMHead, Rows
+from grpo_kernels.engine import products
+from grpo_kernels.engine.lm_head import LMHead, Rows
 
 META = torch.device("meta")
 HALF = (torch.bfloat16, torch.float16)

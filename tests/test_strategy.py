@@ -10,11 +10,11 @@ from helpers import call_counter, errors, fused, make_batch, off_policy, true_lo
 from test_precision import CONFIGS, half_batch, root_mean_square, run
 
 import grpo_kernels as gk
-from grpo_kernels import strategy as strategies
 from grpo_kernels.backends import get_backend
-from grpo_kernels.engine import Scorer
-from grpo_kernels.head import LMHead
-from grpo_kernels.kernels.launch import shipped_table
+from grpo_kernels.backends import strategy as strategies
+from grpo_kernels.backends.launch import shipped_table
+from grpo_kernels.engine.chunks import Scorer
+from grpo_kernels.engine.lm_head import LMHead
 
 HALF = (torch.bfloat16, torch.float16)
 

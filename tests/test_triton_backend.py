@@ -11,9 +11,10 @@ import torch
 from helpers import RowKernels, assert_close, fused, make_batch, reference
 
 import grpo_kernels as gk
-from grpo_kernels import backends, kernels
+from grpo_kernels import backends
 from grpo_kernels.backends import choose_backend, get_backend
-from grpo_kernels.params import FIELD, TABLE_FIELDS, KernelParams, no_values
+from grpo_kernels.backends import triton as kernels
+from grpo_kernels.contract import FIELD, TABLE_FIELDS, KernelParams, no_values
 
 
 def test_what_it_needs_is_said(monkeypatch):
@@ -67,7 +68,7 @@ def test_wrong_tensors_are_refused(name):
 
 def test_the_interpreter_notices_a_wrong_address():
     """What the tests rely on: a kernel that reads past its tensors is caught."""
-    from grpo_kernels.kernels import rows
+    from grpo_kernels.backends.triton import rows
 
     logits, ids = torch.randn(3, 8), torch.zeros(3, dtype=torch.int64)
     short = logits[:, :5]  # eight columns are promised below

@@ -10,12 +10,12 @@ import torch
 from helpers import RowKernels
 from torch import Tensor
 
-from grpo_kernels.backends.torch_ import TorchBackend
-from grpo_kernels.kernels import matmul
-from grpo_kernels.kernels.anchored import anchored
-from grpo_kernels.kernels.launch import matmul_launch, trial
-from grpo_kernels.kernels.linear_logp import linear_logp
-from grpo_kernels.params import FIELD, KL_ESTIMATORS, SURROGATES, TABLE_FIELDS, KernelParams, RowStats
+from grpo_kernels.backends.launch import matmul_launch, trial
+from grpo_kernels.backends.pytorch.backend import TorchBackend
+from grpo_kernels.backends.triton import matmul
+from grpo_kernels.backends.triton.anchored import anchored
+from grpo_kernels.backends.triton.linear_logp import linear_logp
+from grpo_kernels.contract import FIELD, KL_ESTIMATORS, SURROGATES, TABLE_FIELDS, KernelParams, RowStats
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PLAIN = KernelParams(surrogate="reinforce", has_base=False)

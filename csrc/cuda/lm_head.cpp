@@ -6,7 +6,7 @@
 
 #include "api.h"
 #include "driver.h"
-#include "head_schedule.h"
+#include "lm_head_schedule.h"
 
 namespace gk::cuda {
 

@@ -5,8 +5,8 @@
 // Per logit: LinearLogp 1 exponential and about 8 other instructions, Exponentials the same and 2 bytes written.
 #pragma once
 #include "fragment.h"
-#include "head_logits.cuh"
-#include "head_schedule.h"
+#include "lm_head_logits.cuh"
+#include "lm_head_schedule.h"
 
 namespace gk::cuda::head {
 

@@ -3,8 +3,8 @@
 //
 // Partial results are combined in fixed order: 32 rows by 8 threads, each with every eighth part.
 #pragma once
-#include "head_logits.cuh"
-#include "head_schedule.h"
+#include "lm_head_logits.cuh"
+#include "lm_head_schedule.h"
 
 namespace gk::cuda::head {
 

@@ -1,7 +1,7 @@
 // The kernels of the head, for compute capability 9.0; head.cpp launches them. Each does what the function of its name
-// says, in head_rows.cuh or, for the products, head_sm90.cuh.
-#include "head_rows.cuh"
-#include "head_sm90.cuh"
+// says, in lm_head_rows.cuh or, for the products, lm_head_sm90.cuh.
+#include "lm_head_rows.cuh"
+#include "lm_head_sm90.cuh"
 
 using namespace gk::cuda;
 

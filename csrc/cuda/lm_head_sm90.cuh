@@ -21,7 +21,7 @@
 #else
 #include "mma_sm90.h"
 #endif
-#include "head_epilogue.cuh"
+#include "lm_head_epilogue.cuh"
 
 namespace gk::cuda::head {
 

@@ -5,158 +5,28 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from ..kernels import interpreted, why_unusable
-from ..params import KernelParams, PlannedTokens, PlanRules, Rows, RowStats, Sums, TokenInputs, TokenValues
-
-
-class Backend(Protocol):
-    """What the engine asks of a backend; params.py has the structures, base.py and torch_.py the plainest form.
-
-    Per-token tensors are those of the whole batch, (N,) or (fields, N); a row of logits finds its token through `rows`.
-    bias (V,), in float32 or better, is added to the logits as they are read.
-    """
-
-    name: str
-
-    def why_not(self, device: torch.device) -> str:
-        """Why these kernels cannot run on this device, of a type that the registry has for them; or nothing."""
-        ...
-
-    def strategies(self, hidden: Tensor, weight: Tensor) -> tuple[str, ...]:
-        """Those of strategy.py that serve these inputs, best first; "linear" and "anchored" need the methods below."""
-        ...
-
-    def plan(
-        self, inputs: TokenInputs, ids: Tensor, rules: PlanRules, dtype: torch.dtype, *, ordered: bool
-    ) -> PlannedTokens:
-        """What torch_plan.py computes."""
-        ...
-
-    def single_pass(
-        self,
-        logits: Tensor,
-        rows: Rows,
-        ids: Tensor,
-        table: Tensor,
-        values: TokenValues,
-        params: KernelParams,
-        bias: Tensor | None = None,
-        grad: Tensor | None = None,
-        rounding_error: Tensor | None = None,
-    ) -> None:
-        """Everything about tokens that depend on themselves alone, and with `grad` (C, V) d loss / d logits."""
-        ...
-
-    def statistics(
-        self,
-        logits: Tensor,
-        rows: Rows,
-        ids: Tensor,
-        temperature: Tensor,
-        values: TokenValues,
-        params: KernelParams,
-        bias: Tensor | None = None,
-    ) -> None:
-        """logp, entropy and lse alone."""
-        ...
-
-    def logits_gradient(
-        self,
-        logits: Tensor,
-        grad: Tensor,
-        rows: Rows,
-        ids: Tensor,
-        temperature: Tensor,
-        values: TokenValues,
-        g_logp: Tensor,
-        g_entropy: Tensor,
-        params: KernelParams,
-        bias: Tensor | None = None,
-        rounding_error: Tensor | None = None,
-    ) -> None:
-        """d loss / d logits (C, V) from d loss / d logp and d loss / d entropy (N,) and the statistics."""
-        ...
-
-    def token_objective(self, rows: Rows, table: Tensor, values: TokenValues, params: KernelParams) -> None: ...
-
-    def sequence_objective(
-        self,
-        sequences: slice,
-        row_length: int | None,
-        table: Tensor,
-        scored: Tensor,
-        offsets: Tensor,
-        lengths: Tensor,
-        values: TokenValues,
-        params: KernelParams,
-    ) -> None: ...
-
-    def sums(
-        self,
-        scored: Tensor,
-        table: Tensor,
-        values: TokenValues,
-        params: KernelParams,
-        offsets: Tensor,
-        group_index: Tensor | None,
-        num_groups: int,
-    ) -> Sums: ...
-
-    def add_rows(self, target: Tensor, ids: Tensor, scale: Tensor, rows: Tensor) -> None: ...
-
-    def group_statistics(
-        self, rewards: Tensor, group_index: Tensor, num_groups: int, scale: str, baseline: str, ddof: int, eps: float
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
-
-    def scale(self, x: Tensor, factor: Tensor) -> None: ...
-
-
-class FoldingBackend(Backend, Protocol):
-    """A backend with products that fold the softmax into their epilogue."""
-
-    def linear_logp(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        ids: Tensor,
-        temperature: Tensor,
-        params: KernelParams,
-        *,
-        entropy: bool,
-    ) -> RowStats: ...
-
-    def anchored(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        ids: Tensor,
-        table: Tensor,
-        exponentials: Tensor,
-        params: KernelParams,
-    ) -> tuple[RowStats, Tensor]: ...
+from ..contract import Backend
+from .triton import interpreted, why_unusable
 
 
 def _load_torch() -> tuple[Backend | None, str]:
-    from .torch_ import TorchBackend
+    from .pytorch.backend import TorchBackend
 
     return TorchBackend(), ""
 
 
 def _load_cpu() -> tuple[Backend | None, str]:
-    from .native import load
+    from .compiled.cpu import load
 
     return load()
 
 
 def _load_cuda() -> tuple[Backend | None, str]:
-    from .cuda_ import load
+    from .compiled.cuda import load
 
     return load()
 
@@ -165,7 +35,7 @@ def _load_triton() -> tuple[Backend | None, str]:
     reason = why_unusable()
     if reason:
         return None, reason
-    from .triton_ import TritonBackend
+    from .triton.backend import TritonBackend
 
     return TritonBackend(), ""
 
@@ -283,14 +153,14 @@ def _fastest(device: torch.device) -> str | None:
     """The backend that was measured to be the fastest on this device, if any was."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
-    from ..kernels.launch import measured_backend
+    from .launch import measured_backend
 
     return measured_backend(device)
 
 
 def _warn_of(choice: Choice) -> None:
     """Say once what was passed over. An installation without CUDA kernels is a choice, as long as Triton's serve."""
-    from .cuda_ import installed
+    from .compiled.cuda import installed
 
     refused = dict(choice.refused)
     if choice.name == "triton" and not installed():

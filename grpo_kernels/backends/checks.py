@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..params import TABLE_FIELDS, Rows, TokenValues
+from ..contract import TABLE_FIELDS, Rows, TokenValues
 
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

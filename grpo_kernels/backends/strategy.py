@@ -12,12 +12,10 @@ from __future__ import annotations
 import os
 import warnings
 from functools import cache
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .backends import Backend
+from ..contract import Backend
 
 STRATEGIES = ("rows", "linear", "anchored")
 VARIABLE = "GRPO_KERNELS_STRATEGY"

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..memory import ROUNDED_CHUNKS, chunk_sizes, default_logits_dtype, gpu_budget, memory_budget
+from ..engine.memory import ROUNDED_CHUNKS, chunk_sizes, default_logits_dtype, gpu_budget, memory_budget
 from .cases import Case
 from .devices import Device, find_device
 from .gemm import EXPOSED, Gemm, idle_seconds

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .backends import candidates, why_not
-from .config import SURROGATE_RULES, GRPOConfig
+from ..backends import candidates, why_not
+from ..config import SURROGATE_RULES, GRPOConfig
+from ..contract import AGGREGATIONS, KL_ESTIMATORS
+from ..loss import fused_grpo_loss
+from ..reference import reference_logps, reference_loss_from_logits, reference_loss_from_logps
 from .env import collect, render
-from .loss import fused_grpo_loss
-from .params import AGGREGATIONS, KL_ESTIMATORS
-from .reference import reference_logps, reference_loss_from_logits, reference_loss_from_logps
 
 SEQUENCES, LENGTH, WIDTH, VOCAB = 6, 6, 32, 97
 LENGTHS = (6, 5, 6, 3, 1, 6)  # of the unmasked part of each sequence

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import torch
 
-from .backends import registered_backends
-from .bench.command import add_arguments as add_bench_arguments
-from .bench.command import bench
-from .config import available_presets
-from .demo import missing_packages
-from .demo.settings import DemoSettings
-from .kernels import interpreted, why_unusable
-from .kernels.launch import TUNABLE, tuned_path
+from ..backends import registered_backends
+from ..backends.launch import TUNABLE, tuned_path
+from ..backends.triton import interpreted, why_unusable
+from ..benchmarks.command import add_arguments as add_bench_arguments
+from ..benchmarks.command import bench
+from ..config import available_presets
+from ..demo import missing_packages
+from ..demo.settings import DemoSettings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +62,7 @@ def _demo(arguments: argparse.Namespace) -> int:
     if missing:
         print(f'the demo needs {" and ".join(missing)}: pip install "grpo-kernels[train]"', file=sys.stderr)
         return 1
-    from .demo.run import run_demo
+    from ..demo.run import run_demo
 
     options = {name: value for name, value in vars(arguments).items() if name != "run"}
     run_demo(DemoSettings(**options))
@@ -99,7 +99,7 @@ def _tune(arguments: argparse.Namespace) -> int:
     if reason:
         print(f"tune measures on a GPU, which is not possible here: {reason}", file=sys.stderr)
         return 2
-    from .kernels.tune import Head, TableError, tune
+    from ..backends.triton.tune import Head, TableError, tune
 
     dtype = getattr(torch, arguments.dtype)
     head = Head(arguments.width, arguments.vocab, dtype, arguments.rows, torch.device("cuda"))

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from . import __version__
-from .backends import auto_choice, candidates, registered_backends, why_not
-from .backends.cuda_ import compiled_module, version
-from .backends.native import load as load_cpu
-from .kernels.launch import tuned_path
+from .. import __version__
+from ..backends import auto_choice, candidates, registered_backends, why_not
+from ..backends.compiled.cpu import load as load_cpu
+from ..backends.compiled.cuda import compiled_module, version
+from ..backends.launch import tuned_path
 
 # Variables that change what runs here, besides our own GRPO_KERNELS_*.
 VARIABLES = (

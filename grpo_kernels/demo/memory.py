@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ..config import GRPOConfig
+from ..engine.memory import chunk_sizes
 from ..loss import fused_grpo_loss
-from ..memory import chunk_sizes
 
 # Eager's backward holds log_softmax's output, the gradient of that output and the gradient of the logits at once.
 EAGER_COPIES = 3

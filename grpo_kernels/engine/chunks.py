@@ -15,9 +15,8 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from .backends import Backend, FoldingBackend
-from .head import Chunk, GivenLogits, LMHead
-from .params import FIELD, KernelParams, Rows, RowStats, Sums, TokenValues
+from ..contract import FIELD, Backend, FoldingBackend, KernelParams, Rows, RowStats, Sums, TokenValues
+from .lm_head import Chunk, GivenLogits, LMHead
 from .plan import Plan
 
 Head = LMHead | GivenLogits

@@ -26,20 +26,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .backends import Backend
-from .backends.native import NativeBackend
-from .delivery import FinishedGradients, power_of_two_scale, waiting_dtype
+from ..backends.compiled.cpu import CpuBackend
+from ..backends.strategy import choose_strategy
+from ..contract import Backend, Rows
+from .backward import FinishedGradients, power_of_two_scale, waiting_dtype
 from .memory import ROUNDED_CHUNKS, allocate_rows, chunk_sizes, release_rows
-from .params import Rows
-from .products import (
-    PIECE_ROWS,
-    SPLIT_SUM_ELEMENTS,
-    add_product,
-    product,
-    returns_float32,
-    transposed_columns,
-)
-from .strategy import choose_strategy
+from .products import PIECE_ROWS, SPLIT_SUM_ELEMENTS, add_product, product, returns_float32, transposed_columns
 
 # Rows of W in one float32 product of the forward pass on a CPU: 512 hidden rows against 1,024 take up to 9 % less time
 # than against all of W at once (H from 576 to 2048, V from 49,152 to 151,936), against 2,048 another 1 to 4 % less.
@@ -367,7 +359,7 @@ class LMHead:
         if self.dweight is None:
             dtype = torch.float32 if self.sums_in_float32 else h.dtype
             self.dweight = torch.empty(self.weight.shape, dtype=dtype, device=h.device)
-        if isinstance(self.backend, NativeBackend):
+        if isinstance(self.backend, CpuBackend):
             columns = min(transposed_columns(h.shape[1]), self.weight.shape[0])
             transposed, scratch = h.T.contiguous(), h.new_empty(h.shape[1] * columns)
             for piece in self._pieces(columns):

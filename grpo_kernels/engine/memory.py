@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .params import chunk_pitch
+from ..contract import chunk_pitch
 
 # 16-bit products on a CPU may add this many chunks to a 16-bit dweight, which rounds once per chunk: what the exact
-# entry of the sampled id saves (see head.py) pays for that. Beyond it, sums are kept in float32.
+# entry of the sampled id saves (see lm_head.py) pays for that. Beyond it, sums are kept in float32.
 ROUNDED_CHUNKS = 3
 _BYTES_PER_MIB = 2**20
 _FRESH_BYTES = 32 * _BYTES_PER_MIB  # from here on glibc never keeps a freed block

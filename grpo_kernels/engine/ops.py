@@ -14,17 +14,17 @@ from typing import NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from . import engine
-from .backends import Backend, get_backend
-from .backends.native import NativeBackend
-from .config import GRPOConfig, config_from_key
-from .delivery import FinishedGradients, deliver_once, refuse_double_backward, times, waiting_dtype
-from .head import GivenLogits, LMHead
+from ..backends import get_backend
+from ..backends.compiled.cpu import CpuBackend
+from ..config import GRPOConfig, config_from_key
+from ..contract import FIELD, Backend, KernelParams, Sums, TokenInputs, TokenValues, no_values
+from ..validate import check_offsets, check_rewards_finite, check_temperature, check_token_values, check_values
+from . import chunks as engine
+from .backward import FinishedGradients, deliver_once, refuse_double_backward, times, waiting_dtype
+from .lm_head import GivenLogits, LMHead
 from .memory import default_logits_dtype
-from .params import FIELD, KernelParams, Sums, TokenInputs, TokenValues, no_values
 from .plan import make_plan
 from .products import settled_precision
-from .validate import check_offsets, check_rewards_finite, check_temperature, check_token_values, check_values
 
 
 def table_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -75,7 +75,7 @@ def _compute_loss(
     """To be called under no_grad."""
     ids, inputs, config = call.completion_ids, call.tokens, call.config
     kernels = get_backend(call.backend)
-    if not (isinstance(kernels, NativeBackend) and kernels.values_are_valid(ids, weight.shape[0], inputs)):
+    if not (isinstance(kernels, CpuBackend) and kernels.values_are_valid(ids, weight.shape[0], inputs)):
         check_values(ids, inputs.completion_mask, weight.shape[0], inputs.cu_seqlens)
         check_token_values(inputs)
     dtype = table_dtype(call.compute_dtype or hidden.dtype)

@@ -5,7 +5,7 @@ Ways (the caller never chooses):
     staged       it depends on the whole sequence and whole sequences fit a chunk: statistics, coefficients, gradient
     recompute    longer sequences: statistics of everything first, then the logits again for the gradient
 
-A backend's `plan` kernel fills the table; backends/torch_plan.py says what it computes. Here is what the host knows
+A backend's `plan` kernel fills the table; backends/pytorch/plan.py says what it computes. Here is what the host knows
 without it: which options are there, and what follows from the configuration alone.
 """
 
@@ -17,9 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .backends import Backend
-from .config import SURROGATE_RULES, GRPOConfig
-from .params import KernelParams, PlannedTokens, PlanRules, TokenInputs, is_per_sequence
+from ..config import SURROGATE_RULES, GRPOConfig
+from ..contract import Backend, KernelParams, PlannedTokens, PlanRules, TokenInputs, is_per_sequence
 
 
 @dataclass(frozen=True)

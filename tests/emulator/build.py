@@ -38,7 +38,7 @@ def build_emulated(binding: Path, name: str) -> Path:
     import pybind11
 
     csrc = ROOT / "csrc"
-    sources = [binding, csrc / "cuda" / "kernels.cu", csrc / "cuda" / "host.cpp", *EMULATOR, HERE / "no_head.cpp"]
+    sources = [binding, csrc / "cuda" / "kernels.cu", csrc / "cuda" / "host.cpp", *EMULATOR, HERE / "no_lm_head.cpp"]
     include = [f"-isystem{pybind11.get_include()}", f"-isystem{sysconfig.get_path('include')}", f"-I{binding.parent}"]
     flags = ["-O1", "-fvisibility=hidden", *include]
     return build(sources, csrc, flags, name + sysconfig.get_config_var("EXT_SUFFIX"))

@@ -8,9 +8,9 @@ import math
 import torch
 from torch import Tensor
 
-from grpo_kernels import coefficients
-from grpo_kernels.backends.torch_plan import plan_tokens
-from grpo_kernels.params import (
+from grpo_kernels.backends.pytorch import coefficients
+from grpo_kernels.backends.pytorch.plan import plan_tokens
+from grpo_kernels.contract import (
     COLUMNS,
     FIELD,
     TABLE_FIELDS,

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels import params as contract
-from grpo_kernels.params import (
+from grpo_kernels import contract
+from grpo_kernels.contract import (
     KernelParams,
     PlannedTokens,
     PlanRules,

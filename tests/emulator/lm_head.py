@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from grpo_kernels.params import KernelParams, RowStats
+from grpo_kernels.contract import KernelParams, RowStats
 
 from .build import EMULATOR, HERE, ROOT, build
 from .kernels import DTYPES, empty_stats, packed
@@ -43,8 +43,8 @@ class HeadArgs(ctypes.Structure):
 
 def build_head(csrc: Path = ROOT / "csrc", flags: tuple[str, ...] = ("-O2",)) -> Path:
     """The library that HeadKernels loads."""
-    sources = [csrc / "cuda" / "head_sm90.cu", csrc / "cuda" / "head.cpp"]
-    return build([*sources, *EMULATOR, HERE / "sm90.cpp", HERE / "head_calls.cpp"], csrc, [*flags], "head.so")
+    sources = [csrc / "cuda" / "lm_head_sm90.cu", csrc / "cuda" / "lm_head.cpp"]
+    return build([*sources, *EMULATOR, HERE / "sm90.cpp", HERE / "lm_head_calls.cpp"], csrc, [*flags], "lm_head.so")
 
 
 class HeadKernels:

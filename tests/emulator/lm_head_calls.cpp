@@ -3,7 +3,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/head_schedule.h"
+#include "cuda/lm_head_schedule.h"
 #include "settings.h"
 
 extern "C" {

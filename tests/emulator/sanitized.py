@@ -4,7 +4,7 @@ import sys
 
 import torch
 
-from grpo_kernels.params import KernelParams, PlanRules
+from grpo_kernels.contract import KernelParams, PlanRules
 
 from . import checks as c
 from .kernels import Kernels

@@ -9,7 +9,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ..params import (
+from ...contract import (
     AGGREGATIONS,
     LEVELS,
     TABLE_FIELDS,
@@ -23,7 +23,7 @@ from ..params import (
     TokenValues,
     is_per_sequence,
 )
-from .checks import check_matrices, check_rewards, check_tokens
+from ..checks import check_matrices, check_rewards, check_tokens
 
 INTERFACE = 5  # of csrc/layout.h
 
@@ -59,7 +59,7 @@ class CompiledBackend:
     def plan(
         self, inputs: TokenInputs, ids: Tensor, rules: PlanRules, dtype: torch.dtype, *, ordered: bool
     ) -> PlannedTokens:
-        """What torch_plan.py computes."""
+        """What pytorch/plan.py computes."""
         device, shape, tokens = self._served(ids), ids.shape, ids.numel()
         offsets = inputs.cu_seqlens
         if offsets is None and tokens == 0:

@@ -10,13 +10,13 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from ..params import TokenInputs
-from .checks import check_vectors, contiguous_rows
-from .compiled import INTERFACE, CompiledBackend, address, kernel_mask
-from .torch_ import TorchBackend
+from ...contract import TokenInputs
+from ..checks import check_vectors, contiguous_rows
+from ..pytorch.backend import TorchBackend
+from .base import INTERFACE, CompiledBackend, address, kernel_mask
 
 
-class NativeBackend(CompiledBackend):
+class CpuBackend(CompiledBackend):
     """CompiledBackend on the CPU, in torch's number of threads."""
 
     name = "cpu"
@@ -81,14 +81,14 @@ class NativeBackend(CompiledBackend):
         TorchBackend().scale(x, factor)
 
 
-def load() -> tuple[NativeBackend | None, str]:
+def load() -> tuple[CpuBackend | None, str]:
     """(backend, "") or (None, the reason why the compiled kernels cannot be used)."""
     try:
-        from .. import _cpu  # type: ignore[attr-defined]  # compiled; may be absent
+        from ... import _cpu  # type: ignore[attr-defined]  # compiled; may be absent
 
         if getattr(_cpu, "INTERFACE", None) != INTERFACE:
             return None, "the compiled CPU kernels are of another version: build again, pip install -e . or make test"
         _cpu.cpu_isa()  # reads GRPO_KERNELS_CPU_ISA: a wrong value is reported here, not in the middle of a loss
     except (ImportError, ValueError) as error:
         return None, f"the compiled CPU kernels cannot be used: {error}"
-    return NativeBackend(_cpu), ""
+    return CpuBackend(_cpu), ""

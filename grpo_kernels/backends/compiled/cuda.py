@@ -14,11 +14,11 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ..kernels.launch import best_first
-from ..params import FIELD, KernelParams, RowStats, chunk_pitch
-from .checks import check_head, check_scaled, check_table, check_vectors, contiguous_rows
-from .compiled import INTERFACE, CompiledBackend, address, output
-from .torch_ import TorchBackend
+from ...contract import FIELD, KernelParams, RowStats, chunk_pitch
+from ..checks import check_head, check_scaled, check_table, check_vectors, contiguous_rows
+from ..launch import best_first
+from ..pytorch.backend import TorchBackend
+from .base import INTERFACE, CompiledBackend, address, output
 
 WHEELS = (13000, 12080, 12060)  # CUDA versions that wheels are built for, newest first, as the driver writes them
 OLDEST_CAPABILITY = 80
@@ -215,7 +215,7 @@ def compiled_module() -> tuple[ModuleType | None, str]:
         wheels = ", ".join(map(wheel, WHEELS))
         return None, f"this installation has no CUDA kernels: install a wheel that has ({wheels}), or build with nvcc"
     try:
-        from .. import _cuda  # type: ignore[attr-defined]  # compiled; may be absent
+        from ... import _cuda  # type: ignore[attr-defined]  # compiled; may be absent
     except ImportError as error:
         return None, f"the compiled CUDA kernels cannot be imported: {error}"
     if getattr(_cuda, "INTERFACE", None) != INTERFACE:

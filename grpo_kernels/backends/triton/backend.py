@@ -10,17 +10,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from ..kernels import groups, tokens
-from ..kernels import rows as row_kernels
-from ..kernels.anchored import anchored
-from ..kernels.launch import architecture, best_first, shipped_table
-from ..kernels.linear_logp import linear_logp
-from ..kernels.plan import plan
-from ..kernels.scale import scale
-from ..kernels.sequences import sequence_objective
-from ..params import KernelParams, PlannedTokens, PlanRules, Rows, RowStats, Sums, TokenInputs, TokenValues
-from ..strategy import STRATEGIES
-from .checks import (
+from ...contract import KernelParams, PlannedTokens, PlanRules, Rows, RowStats, Sums, TokenInputs, TokenValues
+from ..checks import (
     check_head,
     check_matrices,
     check_rewards,
@@ -30,7 +21,16 @@ from .checks import (
     check_vectors,
     contiguous_rows,
 )
-from .torch_ import TorchBackend
+from ..launch import architecture, best_first, shipped_table
+from ..pytorch.backend import TorchBackend
+from ..strategy import STRATEGIES
+from . import groups, tokens
+from . import rows as row_kernels
+from .anchored import anchored
+from .linear_logp import linear_logp
+from .plan import plan
+from .scale import scale
+from .sequences import sequence_objective
 
 
 class TritonBackend:
@@ -56,7 +56,7 @@ class TritonBackend:
     def plan(
         self, inputs: TokenInputs, ids: Tensor, rules: PlanRules, dtype: torch.dtype, *, ordered: bool
     ) -> PlannedTokens:
-        """What torch_plan.py computes, in float32."""
+        """What pytorch/plan.py computes, in float32."""
         with _on(ids.device):
             return plan(inputs, ids, rules, ordered=ordered)
 

@@ -1,11 +1,11 @@
-"""The places of the contract's fields and columns (params.py) as constants that kernels read."""
+"""The places of the contract's fields and columns (contract.py) as constants that kernels read."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from ..params import COLUMN, COLUMNS, FIELD, TABLE_FIELDS, VALUE_FIELDS
+from ...contract import COLUMN, COLUMNS, FIELD, TABLE_FIELDS, VALUE_FIELDS
 
 # Rows of the table.
 ADVANTAGE: tl.constexpr = tl.constexpr(FIELD["advantage"])

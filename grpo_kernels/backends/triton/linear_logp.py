@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..params import KernelParams, RowStats
+from ...contract import KernelParams, RowStats
 from .maths import INV_LN2, LN2
 from .matmul import (
     COMBINED_PARTS,

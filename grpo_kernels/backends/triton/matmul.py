@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .launch import MatmulLaunch, matmul_launch
+from ..launch import MatmulLaunch, matmul_launch
 from .maths import softcap
 
 GROUP_BYTES = 16 << 20  # a third to a half of the L2 cache of data-center GPUs

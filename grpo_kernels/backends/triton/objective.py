@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..params import EXPONENT_LIMIT, PRODUCT_LIMIT, KernelParams
+from ...contract import EXPONENT_LIMIT, PRODUCT_LIMIT, KernelParams
 from .layout import (
     ADVANTAGE,
     BASE,

@@ -1,4 +1,4 @@
-"""The plan of a call: lengths of sequences, the table and flags of every token, the order of the rows. See params.py.
+"""The plan of a call: lengths of sequences, the table and flags of every token, the order of the rows. See contract.py.
 
     lengths_kernel     a few sequences per program: offsets, unmasked tokens, and where the tokens of a sequence move
                        together whether the surrogate moves any
@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..params import TABLE_FIELDS, VALUE_FIELDS, PlannedTokens, PlanRules, TokenInputs, TokenValues, is_per_sequence
-from .launch import token_launch
+from ...contract import TABLE_FIELDS, VALUE_FIELDS, PlannedTokens, PlanRules, TokenInputs, TokenValues, is_per_sequence
+from ..launch import token_launch
 from .layout import (
     ADVANTAGE,
     BASE,
@@ -305,7 +305,7 @@ def order_kernel(
 
 
 def plan(inputs: TokenInputs, ids: Tensor, rules: PlanRules, *, ordered: bool) -> PlannedTokens:
-    """What torch_plan.py computes, in two launches, and a third for the order."""
+    """What pytorch/plan.py computes, in two launches, and a third for the order."""
     shape, device, tokens = ids.shape, ids.device, ids.numel()
     offsets = inputs.cu_seqlens
     sequences = shape[0] if offsets is None else offsets.numel() - 1

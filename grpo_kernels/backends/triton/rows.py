@@ -42,8 +42,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..params import KernelParams, Rows, RowStats, TokenValues
-from .launch import row_launch
+from ...contract import KernelParams, Rows, RowStats, TokenValues
+from ..launch import row_launch
 from .layout import ENTROPY, G_LOGP, LOGP, TEMPERATURE, WEIGHT_ENTROPY
 from .maths import INV_LN2, LN2, expm1, softcap
 from .objective import evaluate_token, scalars, store_objective, variant

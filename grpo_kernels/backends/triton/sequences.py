@@ -19,19 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..params import KernelParams, TokenValues
-from .launch import token_launch
-from .layout import (
-    ADVANTAGE,
-    ENTROPY,
-    G_LOGP,
-    LOGP,
-    MULTIPLIER,
-    ROLLOUT,
-    ROLLOUT_WEIGHT,
-    WEIGHT_DIRECT,
-    WEIGHT_RATIO,
-)
+from ...contract import KernelParams, TokenValues
+from ..launch import token_launch
+from .layout import ADVANTAGE, ENTROPY, G_LOGP, LOGP, MULTIPLIER, ROLLOUT, ROLLOUT_WEIGHT, WEIGHT_DIRECT, WEIGHT_RATIO
 from .objective import clamp, objective_at, own_log_ratio, scalars, store_objective, variant, weighted
 
 LOWEST_LOG_WEIGHT: tl.constexpr = tl.constexpr(math.log(1e-8))

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..params import COLUMNS, KernelParams, Rows, Sums, TokenValues
-from .launch import token_launch
+from ...contract import COLUMNS, KernelParams, Rows, Sums, TokenValues
+from ..launch import token_launch
 from .layout import (
     ADVANTAGE,
     APPROX_KL,

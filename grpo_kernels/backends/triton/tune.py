@@ -25,10 +25,8 @@ from torch import Tensor
 from triton.errors import TritonError
 from triton.runtime.errors import OutOfResources
 
-from ..params import FIELD, TABLE_FIELDS, KernelParams, Rows, no_values
-from . import rows
-from .anchored import anchored
-from .launch import (
+from ...contract import FIELD, TABLE_FIELDS, KernelParams, Rows, no_values
+from ..launch import (
     TUNABLE,
     MatmulLaunch,
     RowLaunch,
@@ -39,6 +37,8 @@ from .launch import (
     shipped_table,
     trial,
 )
+from . import rows
+from .anchored import anchored
 from .linear_logp import linear_logp
 
 ROUNDS = 20

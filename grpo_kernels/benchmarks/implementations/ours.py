@@ -11,7 +11,7 @@ import torch
 
 from ... import GRPOConfig, fused_grpo_loss, fused_logps
 from ...backends import get_backend, registered_backends, why_not
-from ...strategy import STRATEGIES, VARIABLE
+from ...backends.strategy import STRATEGIES, VARIABLE
 from ..inputs import ADVANTAGE_EPS, EPSILON, Inputs
 from . import Implementation, Result, Step, Unserved, gradients
 

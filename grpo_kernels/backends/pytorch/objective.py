@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .params import EXPONENT_LIMIT, FIELD, PRODUCT_LIMIT, KernelParams
+from ...contract import EXPONENT_LIMIT, FIELD, PRODUCT_LIMIT, KernelParams
 
 DPPO_QUADRATIC = 1e-3  # weight of prime-rl's (log ratio)^2 regulariser
 
@@ -38,7 +38,7 @@ class Term(NamedTuple):
 
 
 def objective(log_ratio: Tensor, logp: Tensor, entropy: Tensor, table: Tensor, p: KernelParams) -> Objective:
-    """Value and derivatives per token; `log_ratio` (N,) is raw, `table` (fields, N) is described in params.py."""
+    """Value and derivatives per token; `log_ratio` (N,) is raw, `table` (fields, N) is described in contract.py."""
     A, ref = table[FIELD["advantage"]], table[FIELD["ref"]]
     x, clamp_acts = clamp_log_ratio(log_ratio, p)
     r = x.exp()

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .params import PlanRules
+from ...contract import PlanRules
 
 
 class Counts(NamedTuple):

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import groups
-from ..objective import clamp_log_ratio, objective
-from ..params import COLUMN, COLUMNS, FIELD, KernelParams, RowStats
+from ...contract import COLUMN, COLUMNS, FIELD, KernelParams, RowStats
+from . import groups
 from .base import GatheringBackend
+from .objective import clamp_log_ratio, objective
 
 LOWEST_LOG_P = -1e4  # e^x is 0 long before, in float64 too
 SCALED_AT_ONCE = 1 << 22  # numbers that `scale` holds in float32

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..aggregation import Counts, token_weights
-from ..params import FIELD, TABLE_FIELDS, PlannedTokens, PlanRules, TokenInputs, is_per_sequence, no_values
+from ...contract import FIELD, TABLE_FIELDS, PlannedTokens, PlanRules, TokenInputs, is_per_sequence, no_values
+from .aggregation import Counts, token_weights
 
 
 def plan_tokens(

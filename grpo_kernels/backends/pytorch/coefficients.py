@@ -11,8 +11,8 @@ import math
 import torch
 from torch import Tensor
 
+from ...contract import FIELD, KernelParams, Rows, TokenValues
 from .objective import objective
-from .params import FIELD, KernelParams, Rows, TokenValues
 
 
 def token_objective(rows: Rows, table: Tensor, values: TokenValues, params: KernelParams) -> None:

@@ -7,9 +7,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..coefficients import sequence_objective, token_objective
-from ..params import FIELD, KernelParams, PlannedTokens, PlanRules, Rows, RowStats, Sums, TokenInputs, TokenValues
-from .torch_plan import plan_tokens
+from ...contract import FIELD, KernelParams, PlannedTokens, PlanRules, Rows, RowStats, Sums, TokenInputs, TokenValues
+from .coefficients import sequence_objective, token_objective
+from .plan import plan_tokens
 
 
 class _RowFunctions(Protocol):

@@ -1,0 +1,1 @@
+"""The backends in C++ and CUDA, behind the compiled modules _cpu and _cuda."""

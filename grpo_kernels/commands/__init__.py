@@ -1,0 +1,1 @@
+"""The commands: grpo-kernels env, check, tune, bench, demo."""
