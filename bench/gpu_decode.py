@@ -19,13 +19,13 @@ from grpo_kernels.backends import get_backend
 from grpo_kernels.backends.pytorch.backend import TorchBackend
 from grpo_kernels.contract import FIELD, TABLE_FIELDS, KernelParams, Rows, RowStats, TokenValues, no_values
 
-PLAIN = KernelParams(surrogate="reinforce", has_base=False)
+PLAIN = KernelParams(surrogate="reinforce", has_old=False)
 TOLERANCE, LEAST = 2e-2, 1e-7  # of an entry, relative, and to the largest of its row; bfloat16 rounds by 4e-3
 STATISTICS = 1e-3  # nats
 UNWRITTEN = 7.0  # what buffers hold before; no encoded value is near
 DIGIT = 64  # values of a digit: (n - 32) / 8
 SPIKE = 24.0  # a logit beside which all others, which are 0, do not count
-MOST_SHIFTS = 64
+MAX_SHIFTS = 64
 NAMED = 4  # findings of a kind
 
 
@@ -154,8 +154,8 @@ def linear(case: Case) -> RowStats:
 
 def exponentials(case: Case) -> tuple[RowStats, Tensor, Tensor]:
     vocab = len(case.weight)
-    pitch = (vocab + 7) // 8 * 8  # rows on 16 bytes, as the engine's
-    shape = (len(case.ids), pitch)
+    row_stride = (vocab + 7) // 8 * 8  # rows on 16 bytes, as the engine's
+    shape = (len(case.ids), row_stride)
     exps = torch.full(shape, UNWRITTEN, dtype=torch.bfloat16, device=gpu_device.PLACE)[:, :vocab]
     stats, scale = case.backend.anchored(case.hidden, case.weight, None, case.ids, case.table, exps, PLAIN)
     return stats, exps, scale
@@ -182,7 +182,7 @@ def spikes(case: Case, rows: list[Property], columns: list[Property]) -> list[st
     here, each_row = gpu_device.PLACE, torch.arange(count)
     expected = SPIKE + math.log1p((vocab - 1) * math.exp(-SPIKE))
     bad_rows, bad_columns, seen = torch.zeros(count), torch.zeros(vocab), ""
-    for shift in range(min(tiles, MOST_SHIFTS)):
+    for shift in range(min(tiles, MAX_SHIFTS)):
         slot = torch.arange(width)  # rows with the same r % H share a column
         column = ((slot + shift) % tiles * gpu_tiles.TILE_COLUMNS + (37 * shift + 11) % gpu_tiles.TILE_COLUMNS) % vocab
         weight = torch.zeros(vocab, width)

@@ -1,6 +1,6 @@
 """Each kernel by itself, timed by events: GB/s where memory bounds it, TFLOP/s where tensor cores do.
 
-Beside them the bare products that nobody can do without, at row pitches as in the engine: 16-bit gradients lie over the
+Beside them the bare products that nobody can do without, at row strides as in the engine: 16-bit gradients lie over the
 front half of float32 logits, 2V elements apart. Data is random, since zeros run faster, and larger than the cache.
 """
 
@@ -26,7 +26,7 @@ from grpo_kernels.contract import (
     PlanRules,
     Rows,
     TokenInputs,
-    chunk_pitch,
+    chunk_row_stride,
     no_values,
 )
 
@@ -37,7 +37,7 @@ CHUNK_ROWS = 4096  # of logits, for the kernels over them
 COPIED = 2**31  # bytes
 CLIP = KernelParams(beta=0.04, kl="k3")
 GROUP = 8  # completions per prompt
-PLAIN = KernelParams(surrogate="reinforce", has_base=False)
+PLAIN = KernelParams(surrogate="reinforce", has_old=False)
 
 Timed = tuple[str, Callable[[], object], Callable[[], object], dict[str, float]]
 
@@ -90,7 +90,7 @@ def bare_products(rows: int, width: int, vocab: int) -> Iterator[tuple[str, Call
     """The three of a step over `rows` (C), with results in float32 and in 16 bits."""
     single = torch.float32
     h, weight = random(rows, width), random(vocab, width) * width**-0.5  # (C, H), (V, H)
-    scratch = torch.empty(rows, chunk_pitch(vocab, torch.device("cuda")), device=gpu_device.PLACE)
+    scratch = torch.empty(rows, chunk_row_stride(vocab, torch.device("cuda")), device=gpu_device.PLACE)
     logits = scratch[:, :vocab]  # (C, V) float32
     yield "h W^T, float32", lambda: torch.mm(h, weight.T, out_dtype=single, out=logits)
     narrow = scratch.view(torch.bfloat16)[:, :vocab]  # (C, V), rows 2 V apart
@@ -153,7 +153,7 @@ def logit_kernels(backend: Any, tokens: int, vocab: int) -> Iterator[Timed]:
     """Over one chunk of logits as the engine has it: the gradient replaces them, so they are restored every time."""
     place = torch.device(gpu_device.PLACE)
     rows = min(CHUNK_ROWS, tokens)
-    whole = random(rows, chunk_pitch(vocab, torch.device("cuda")), dtype=torch.float32)
+    whole = random(rows, chunk_row_stride(vocab, torch.device("cuda")), dtype=torch.float32)
     given = whole[:, :vocab].clone()
     logits, grad = whole[:, :vocab], whole.view(torch.bfloat16)[:, :vocab]
     ids, table = torch.randint(vocab, (rows,), device=place), token_table(rows, vocab)
@@ -176,7 +176,7 @@ def token_kernels(backend: Any, tokens: int, vocab: int) -> Iterator[Timed]:
     """O(N): what matters is their latency. Sequences of 512 tokens, prompts of GROUP completions."""
     place, table = torch.device(gpu_device.PLACE), token_table(tokens, vocab)
     values, everything = no_values(tokens, torch.float32, place), Rows(0, tokens)
-    values.logp.copy_(table[FIELD["base"]] + 0.1 * torch.randn(tokens, device=place))
+    values.logp.copy_(table[FIELD["old"]] + 0.1 * torch.randn(tokens, device=place))
     values.entropy.uniform_()
     read, sequences = float(table.nbytes), max(GROUP, tokens // 512)
     length, mask = tokens // sequences, torch.ones(sequences, tokens // sequences, dtype=torch.bool, device=place)
@@ -206,7 +206,7 @@ def token_kernels(backend: Any, tokens: int, vocab: int) -> Iterator[Timed]:
 def token_table(count: int, vocab: int) -> Tensor:
     """(fields, N): what a policy near the old one would have, so that no branch is taken by all."""
     table = torch.zeros(len(TABLE_FIELDS), count, device=gpu_device.PLACE)
-    for name in ("base", "ref"):
+    for name in ("old", "ref"):
         table[FIELD[name]] = -math.log(vocab) + 0.1 * torch.randn(count, device=gpu_device.PLACE)
     table[FIELD["advantage"]].normal_()
     for name in ("multiplier", "weight_ratio", "weight_direct", "temperature"):
@@ -235,7 +235,7 @@ def anchored(name: str, tokens: int, width: int, vocab: int) -> Iterator[Timed]:
             continue
         hidden, exps = (
             random(rows, width),
-            torch.empty(rows, chunk_pitch(vocab, torch.device("cuda")), device=place, dtype=torch.bfloat16),
+            torch.empty(rows, chunk_row_stride(vocab, torch.device("cuda")), device=place, dtype=torch.bfloat16),
         )
         ids, table = torch.randint(vocab, (rows,), device=place), token_table(rows, vocab)
         given = backend, hidden, weight, ids, table, exps[:, :vocab]

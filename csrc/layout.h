@@ -30,7 +30,7 @@ constexpr const char* kDTypeNames[] = {GK_DTYPES(GK_NAME)};
 // ---- what is known of a token: a (kFieldCount, tokens) float32 matrix -----------------------------------------------
 #define GK_TABLE_FIELDS(F)                                                                \
     F(kAdvantage, "advantage")                                                            \
-    F(kBase, "base")                    /* log-probability that the ratio divides by */   \
+    F(kOld, "old")                      /* log-probability that the ratio divides by */   \
     F(kRef, "ref")                      /* of the reference policy */                     \
     F(kMultiplier, "multiplier")        /* factor of the surrogate alone */               \
     F(kWeightRatio, "weight_ratio")     /* d loss / d value, through the ratio */         \
@@ -139,7 +139,7 @@ constexpr const char* kBaselineNames[] = {GK_BASELINES(GK_NAME)};
 #define GK_PARAM_INTEGERS(F)                                                         \
     F(surrogate)                                                                     \
     F(kl)                                                                            \
-    F(has_base)        /* 0: the ratio is logp / stop_gradient(logp), log ratio 0 */ \
+    F(has_old)         /* 0: the ratio is logp / stop_gradient(logp), log ratio 0 */ \
     F(bias_correction) /* KL is multiplied by the ratio */                           \
     F(level)                                                                         \
     F(has_rollout) /* log-probabilities of the sampling engine were given */         \

@@ -3,7 +3,7 @@
 //     value = keep * multiplier * surrogate(x, logp, A) + beta * KL(logp, ref) * (bias_correction ? r : 1)
 //     r     = exp(clamp(x)),   keep = entropy >= entropy_threshold
 //
-// x is the raw log ratio: logp - base for a token, a mean or sum of those for a sequence, 0 without a base. The total
+// x is the raw log ratio: logp - old for a token, a mean or sum of those for a sequence, 0 without old. The total
 // derivative with respect to logp is d_ratio * dx/dlogp + d_direct; the caller knows dx/dlogp. Where a clamp acts, the
 // derivative is 0. A factor that is 0 selects an exact 0 and is never multiplied with something that may be infinite.
 #pragma once

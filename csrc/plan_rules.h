@@ -49,7 +49,7 @@ GK_HD PlanWeights plan_weights(const PlanArgs& args, bool unmasked, float length
 
 // What a token's surrogate sees of the batch; of padding, neutral numbers.
 struct PlanSurrogate {
-    float advantage, base, multiplier, rollout_weight;
+    float advantage, old, multiplier, rollout_weight;
 
     // Whether it has a gradient.
     GK_HD bool moves(const PlanRules& rules) const {
@@ -66,16 +66,16 @@ GK_HD float given_to_plan(const PlanInput& x, int64_t t, int64_t s, bool unmaske
 GK_HD PlanSurrogate plan_surrogate(const PlanArgs& args, int64_t t, int64_t s, bool unmasked) {
     const PlanRules& rules = args.rules;
     const float rollout_weight = given_to_plan(args.rollout_weights, t, s, unmasked, 1.f);
-    float base = given_to_plan(args.old, t, unmasked, 0.f);
+    float old = given_to_plan(args.old, t, unmasked, 0.f);
     float multiplier = rules.multiplies_rollout_weight ? rollout_weight : 1.f;
     if (rules.divides_by_rollout && args.rollout) {
         const float rollout = given_to_plan(args.rollout, t, unmasked, 0.f);
         if (rollout == rollout)
-            base = rollout;
+            old = rollout;
         else if (!args.old)  // nothing to divide by: no surrogate
             multiplier = 0.f;
     }
-    return {given_to_plan(args.advantages, t, s, unmasked, 0.f), base, multiplier, rollout_weight};
+    return {given_to_plan(args.advantages, t, s, unmasked, 0.f), old, multiplier, rollout_weight};
 }
 
 // Writes a token's column of the table, and its id. Returns whether the surrogate can move it.
@@ -85,7 +85,7 @@ GK_HD bool plan_token(const PlanArgs& args, int64_t t, int64_t s, bool unmasked,
     const bool temperatures = args.temperature.data != nullptr;
     float column[kFieldCount];  // all is read before anything is written, which it could alias
     column[kAdvantage] = found.advantage;
-    column[kBase] = found.base;
+    column[kOld] = found.old;
     column[kRef] = given_to_plan(args.ref, t, unmasked, 0.f);
     column[kMultiplier] = found.multiplier;
     column[kWeightRatio] = weights.ratio;

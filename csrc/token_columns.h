@@ -21,12 +21,12 @@ GK_HD void add_token(const Params& p, const TokenData& tokens, int64_t t, double
     const float logp = tokens.value(kTokenLogp, t), entropy = tokens.value(kTokenEntropy, t);
     const float ratio = expf(clamped_log_ratio(p, tokens.value(kTokenLogRatio, t)));
     const float bounded = ratio < p.delta ? ratio : p.delta;
-    const float advantage = tokens.field(kAdvantage, t), base = p.has_base ? tokens.field(kBase, t) : logp;
+    const float advantage = tokens.field(kAdvantage, t), old = p.has_old ? tokens.field(kOld, t) : logp;
     const float weight = tokens.field(kWeightDirect, t), weight_entropy = tokens.field(kWeightEntropy, t);
     const float rollout = tokens.field(kRollout, t);
     const bool has_rollout = rollout == rollout;  // NaN: unknown
     // DPPO and IPO divide by the rollout itself: there the current policy is compared with it.
-    const float trained = p.surrogate == kDppoTv || p.surrogate == kIpo ? logp : base;
+    const float trained = p.surrogate == kDppoTv || p.surrogate == kIpo ? logp : old;
     const float mismatch = has_rollout ? fabsf(trained - rollout) : 0.f;
     const double rollout_weight = tokens.field(kRolloutWeight, t);
 
@@ -39,7 +39,7 @@ GK_HD void add_token(const Params& p, const TokenData& tokens, int64_t t, double
     add(kClipLow, bounded < 1.f - p.epsilon_low && advantage < 0.f);
     add(kClipHigh, bounded > 1.f + p.epsilon_high && advantage > 0.f);
     add(kCispoClip, bounded > p.epsilon_high && advantage > 0.f);
-    if (p.has_base) add(kApproxKl, static_cast<double>(base) - logp);
+    if (p.has_old) add(kApproxKl, static_cast<double>(old) - logp);
     add(kMismatch, mismatch);
     add(kMismatchCount, has_rollout);
     add(kRolloutWeightSum, rollout_weight);

@@ -11,7 +11,7 @@ GK_HD float weighted(float weight, float slope) { return weight != 0.f ? weight 
 
 // The raw log ratio of the token alone.
 GK_HD float token_log_ratio(const Params& p, const TokenData& tokens, int64_t t, float logp) {
-    return p.has_base ? logp - tokens.field(kBase, t) : 0.f;
+    return p.has_old ? logp - tokens.field(kOld, t) : 0.f;
 }
 
 GK_HD TokenObjective objective_at(const Params& p, const TokenData& tokens, int64_t t, float x, float logp,

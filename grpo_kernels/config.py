@@ -228,14 +228,14 @@ class GRPOConfig:
         _one_of("preset", name, available_presets())
         return cls(**{**PRESETS[name], **overrides})
 
-    def kernel_params(self, *, has_base: bool, has_rollout: bool = False) -> KernelParams:
+    def kernel_params(self, *, has_old: bool, has_rollout: bool = False) -> KernelParams:
         """The scalars that the kernels read."""
         delta_clamp, kl_clamp = self.kl_clamps
         return KernelParams(
             # VESPO is REINFORCE under a sequence weight that the row kernels see as a multiplier.
             surrogate="reinforce" if self.surrogate == "vespo" else self.surrogate,
             kl=self.kl_estimator,
-            has_base=has_base,
+            has_old=has_old,
             bias_correction=self.use_bias_correction_kl,
             beta=self.beta,
             epsilon_low=_or(self.epsilon_low, math.inf),

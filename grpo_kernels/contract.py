@@ -21,7 +21,7 @@ LEVELS = ("token", "sequence", "sequence_sum")  # of the ratio: the token's, the
 # One fp32 row per field, one column per token: what a row kernel needs to know of a token besides its logits.
 TABLE_FIELDS = (
     "advantage",
-    "base",  # the log-probability that the ratio divides by (old policy, or the rollout engine for DPPO and IPO)
+    "old",  # the log-probability that the ratio divides by (old policy, or the rollout engine for DPPO and IPO)
     "ref",  # log-probability under the reference policy
     "multiplier",  # rollout weight, off-policy mask, VESPO's phi: everything that scales the surrogate alone
     "weight_ratio",  # d loss / d (token value), for the part of the gradient that flows through the ratio
@@ -62,7 +62,7 @@ EXPONENT_LIMIT = 80.0
 PRODUCT_LIMIT = math.exp(EXPONENT_LIMIT)
 
 
-def chunk_pitch(vocab_size: int, device: torch.device) -> int:
+def chunk_row_stride(vocab_size: int, device: torch.device) -> int:
     """Elements from one row of the scratch to the next: on a GPU each starts on 16 bytes, whatever the vocabulary.
 
     8 elements would do, but what Triton knows of an integer is whether 16 divides it.
@@ -262,7 +262,7 @@ class KernelParams(NamedTuple):
 
     surrogate: str = "clip"
     kl: str = "none"
-    has_base: bool = True
+    has_old: bool = True
     bias_correction: bool = False
     beta: float = 0.0
     epsilon_low: float = 0.2

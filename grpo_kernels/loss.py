@@ -169,7 +169,7 @@ def grpo_loss_from_logits(
     config: GRPOConfig | None = None,
     backend: str = "auto",
 ) -> GRPOLossOutput:
-    """`fused_grpo_loss` from raw logits (B, T, V) or (N, V) that the caller holds, any row pitch.
+    """`fused_grpo_loss` from raw logits (B, T, V) or (N, V) that the caller holds, any row stride.
 
     One buffer of gradients is made; with inplace=True none: the gradient replaces the logits, which must not be used
     again (autograd notices if something else saved them). Everything else as in `fused_grpo_loss`.

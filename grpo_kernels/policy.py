@@ -172,7 +172,7 @@ def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> tu
     head = LMHead(hidden, weight, bias, logits_dtype, *options, compute_dtype=call.compute_dtype)
     ids = torch.where(mask, call.completion_ids.reshape(-1), 0).long()
     values = no_values(num_tokens, dtype, device)
-    scorer = Scorer(head, ids, temperature, config.kernel_params(has_base=False), backend, values)
+    scorer = Scorer(head, ids, temperature, config.kernel_params(has_old=False), backend, values)
 
     span = call.cu_seqlens.diff()
     sequence = torch.arange(len(span), device=device).repeat_interleave(span, output_size=num_tokens)

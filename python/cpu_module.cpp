@@ -40,14 +40,14 @@ void add_rows(Address target, int target_dtype, int64_t target_stride, int64_t t
     gk::add_rows(args);
 }
 
-void add_transposed(Address target, int target_dtype, int64_t target_pitch, Address source, int64_t source_pitch,
-                    int64_t rows, int64_t width, bool add, int threads) {
+void add_transposed(Address target, int target_dtype, int64_t target_row_stride, Address source,
+                    int64_t source_row_stride, int64_t rows, int64_t width, bool add, int threads) {
     gk::AddTransposedArgs args = {};
     args.target = pointer<void>(target);
     args.target_dtype = target_dtype;
-    args.target_pitch = target_pitch;
+    args.target_row_stride = target_row_stride;
     args.source = pointer<const uint16_t>(source);
-    args.source_pitch = source_pitch;
+    args.source_row_stride = source_row_stride;
     args.rows = rows;
     args.width = width;
     args.add = add;

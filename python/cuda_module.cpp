@@ -37,20 +37,20 @@ void scale(Address x, int dtype, int64_t count, Address factor, Address stream) 
 
 // --- products with the softmax in their epilogue ---------------------------------------------------------------------
 
-gk::cuda::HeadArgs head_of(Address hidden, int64_t hidden_pitch, Address weight, int64_t weight_pitch, int dtype,
-                           int64_t rows, int64_t width, int64_t vocab, Address exponentials,
-                           int64_t exponentials_pitch) {
+gk::cuda::HeadArgs head_of(Address hidden, int64_t hidden_row_stride, Address weight, int64_t weight_row_stride,
+                           int dtype, int64_t rows, int64_t width, int64_t vocab, Address exponentials,
+                           int64_t exponentials_row_stride) {
     gk::cuda::HeadArgs args = {};
     args.hidden = pointer<const void>(hidden);
-    args.hidden_pitch = hidden_pitch;
+    args.hidden_row_stride = hidden_row_stride;
     args.weight = pointer<const void>(weight);
-    args.weight_pitch = weight_pitch;
+    args.weight_row_stride = weight_row_stride;
     args.dtype = dtype;
     args.rows = rows;
     args.width = width;
     args.vocab = vocab;
     args.exponentials = pointer<void>(exponentials);
-    args.exponentials_pitch = exponentials_pitch;
+    args.exponentials_row_stride = exponentials_row_stride;
     return args;
 }
 
@@ -66,38 +66,39 @@ void complete(gk::cuda::HeadArgs& args, Address bias, Address ids, Address tempe
 }
 
 // Exponentials at 0: for log-probabilities alone.
-bool serves_head(Address hidden, int64_t hidden_pitch, Address weight, int64_t weight_pitch, int dtype, int64_t rows,
-                 int64_t width, int64_t vocab, Address exponentials, int64_t exponentials_pitch) {
-    return gk::cuda::serves_head(head_of(hidden, hidden_pitch, weight, weight_pitch, dtype, rows, width, vocab,
-                                         exponentials, exponentials_pitch));
+bool serves_head(Address hidden, int64_t hidden_row_stride, Address weight, int64_t weight_row_stride, int dtype,
+                 int64_t rows, int64_t width, int64_t vocab, Address exponentials, int64_t exponentials_row_stride) {
+    return gk::cuda::serves_head(head_of(hidden, hidden_row_stride, weight, weight_row_stride, dtype, rows, width,
+                                         vocab, exponentials, exponentials_row_stride));
 }
 
-size_t head_workspace(Address hidden, int64_t hidden_pitch, Address weight, int64_t weight_pitch, int dtype,
-                      int64_t rows, int64_t width, int64_t vocab, Address exponentials, int64_t exponentials_pitch) {
-    return gk::cuda::head_workspace(head_of(hidden, hidden_pitch, weight, weight_pitch, dtype, rows, width, vocab,
-                                            exponentials, exponentials_pitch));
+size_t head_workspace(Address hidden, int64_t hidden_row_stride, Address weight, int64_t weight_row_stride, int dtype,
+                      int64_t rows, int64_t width, int64_t vocab, Address exponentials,
+                      int64_t exponentials_row_stride) {
+    return gk::cuda::head_workspace(head_of(hidden, hidden_row_stride, weight, weight_row_stride, dtype, rows, width,
+                                            vocab, exponentials, exponentials_row_stride));
 }
 
-void linear_logp(Address hidden, int64_t hidden_pitch, Address weight, int64_t weight_pitch, int dtype, int64_t rows,
-                 int64_t width, int64_t vocab, Address exponentials, int64_t exponentials_pitch, Address bias,
-                 Address ids, Address temperature, Address logp, Address lse, Address entropy, const py::bytes& params,
-                 Address workspace, Address stream) {
-    gk::cuda::HeadArgs args = head_of(hidden, hidden_pitch, weight, weight_pitch, dtype, rows, width, vocab,
-                                      exponentials, exponentials_pitch);
+void linear_logp(Address hidden, int64_t hidden_row_stride, Address weight, int64_t weight_row_stride, int dtype,
+                 int64_t rows, int64_t width, int64_t vocab, Address exponentials, int64_t exponentials_row_stride,
+                 Address bias, Address ids, Address temperature, Address logp, Address lse, Address entropy,
+                 const py::bytes& params, Address workspace, Address stream) {
+    gk::cuda::HeadArgs args = head_of(hidden, hidden_row_stride, weight, weight_row_stride, dtype, rows, width, vocab,
+                                      exponentials, exponentials_row_stride);
     complete(args, bias, ids, temperature, logp, lse, entropy, params);
     py::gil_scoped_release unlocked;
     gk::cuda::linear_logp(args, pointer<void>(workspace), pointer<void>(stream));
 }
 
-void anchored(Address hidden, int64_t hidden_pitch, Address weight, int64_t weight_pitch, int dtype, int64_t rows,
-              int64_t width, int64_t vocab, Address exponentials, int64_t exponentials_pitch, Address bias, Address ids,
-              Address temperature, Address table, int64_t table_pitch, Address scale, Address logp, Address lse,
-              Address entropy, const py::bytes& params, Address workspace, Address stream) {
-    gk::cuda::HeadArgs args = head_of(hidden, hidden_pitch, weight, weight_pitch, dtype, rows, width, vocab,
-                                      exponentials, exponentials_pitch);
+void anchored(Address hidden, int64_t hidden_row_stride, Address weight, int64_t weight_row_stride, int dtype,
+              int64_t rows, int64_t width, int64_t vocab, Address exponentials, int64_t exponentials_row_stride,
+              Address bias, Address ids, Address temperature, Address table, int64_t table_row_stride, Address scale,
+              Address logp, Address lse, Address entropy, const py::bytes& params, Address workspace, Address stream) {
+    gk::cuda::HeadArgs args = head_of(hidden, hidden_row_stride, weight, weight_row_stride, dtype, rows, width, vocab,
+                                      exponentials, exponentials_row_stride);
     complete(args, bias, ids, temperature, logp, lse, entropy, params);
     args.table = pointer<const float>(table);
-    args.table_pitch = table_pitch;
+    args.table_row_stride = table_row_stride;
     args.scale = pointer<float>(scale);
     py::gil_scoped_release unlocked;
     gk::cuda::anchored(args, pointer<void>(workspace), pointer<void>(stream));

@@ -23,7 +23,7 @@ from grpo_kernels.contract import (
     Rows,
     TokenInputs,
     TokenValues,
-    chunk_pitch,
+    chunk_row_stride,
     no_values,
 )
 
@@ -47,8 +47,8 @@ def table(rows: int) -> Tensor:
 
 
 def scratch(rows: int, dtype: torch.dtype, vocab: int) -> Tensor:
-    """As memory.allocate_chunk gives it on a GPU, padding included; V = 1 without, for a pitch that is a constant."""
-    return torch.empty(rows, chunk_pitch(vocab, torch.device("cuda")) if vocab > 1 else 1, dtype=dtype)
+    """As memory.allocate_chunk gives it on a GPU, with padding; V = 1 without, for a constant row stride."""
+    return torch.empty(rows, chunk_row_stride(vocab, torch.device("cuda")) if vocab > 1 else 1, dtype=dtype)
 
 
 def logits_and_gradient(

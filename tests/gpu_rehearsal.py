@@ -72,9 +72,9 @@ class Kernels(TorchBackend):
     def strategies(self, hidden: Tensor, weight: Tensor) -> tuple[str, ...]:
         return ("rows",) if weight.dtype == torch.float32 else ("rows", "linear", "anchored")
 
-    def fused(self, logits, grad, ids, table, params, residual=None) -> RowStats:
+    def fused(self, logits, grad, ids, table, params, rounding_error=None) -> RowStats:
         fault = self.device.launch(f"{self.name}/rows")
-        stats = super().fused(logits, grad, ids, table, params, residual)
+        stats = super().fused(logits, grad, ids, table, params, rounding_error)
         if fault == "wrong":
             grad[:, 1::4] = 0.0
         return stats
@@ -90,7 +90,7 @@ class Kernels(TorchBackend):
         fault = self.device.launch(f"{self.name}/anchored")
         z = hidden.float() @ weight.float().T
         stats = self.stats(z.clone(), ids, table[FIELD["temperature"]], params)
-        log_ratio = stats.logp - table[FIELD["base"]] if params.has_base else torch.zeros_like(stats.logp)
+        log_ratio = stats.logp - table[FIELD["old"]] if params.has_old else torch.zeros_like(stats.logp)
         result = objective(log_ratio, stats.logp, stats.entropy, table, params)
         g = table[FIELD["weight_ratio"]] * result.d_ratio + table[FIELD["weight_direct"]] * result.d_direct
         exps = (z - z.gather(1, ids[:, None])).exp()

@@ -261,12 +261,12 @@ def packed(batch: Batch, lengths: Tensor | None = None) -> Batch:
     return Batch(batch.hidden[keep], batch.weight, batch.ids[keep], advantages, batch.bias, options)
 
 
-def virtual_rows(rows: int, columns: int, pitch: int, dtype: torch.dtype) -> Tensor:
-    """(rows, columns) zeros, `pitch` elements apart, in address space that takes memory only where it is touched."""
-    size = ((rows - 1) * pitch + columns) * dtype.itemsize
+def virtual_rows(rows: int, columns: int, row_stride: int, dtype: torch.dtype) -> Tensor:
+    """(rows, columns) zeros, `row_stride` elements apart, in address space that takes memory where it is touched."""
+    size = ((rows - 1) * row_stride + columns) * dtype.itemsize
     no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
-    return torch.frombuffer(memory, dtype=dtype).as_strided((rows, columns), (pitch, 1))
+    return torch.frombuffer(memory, dtype=dtype).as_strided((rows, columns), (row_stride, 1))
 
 
 def call_counter(monkeypatch: Any, owner: Any, name: str, calls: list[Any], describe: Callable[..., Any]) -> None:
@@ -299,11 +299,11 @@ class RowKernels:
         ids: Tensor,
         table: Tensor,
         params: KernelParams,
-        residual: Tensor | None = None,
+        rounding_error: Tensor | None = None,
     ) -> RowStats:
         """Statistics (C,); d loss / d logits goes to `grad` (C, V)."""
         values = no_values(len(logits), table.dtype, table.device)
-        self.backend.single_pass(logits, _all(logits), ids, table, values, params, None, grad, residual)
+        self.backend.single_pass(logits, _all(logits), ids, table, values, params, None, grad, rounding_error)
         return _stats(values)
 
     def stats(self, logits: Tensor, ids: Tensor, temperature: Tensor, params: KernelParams) -> RowStats:
@@ -322,20 +322,20 @@ class RowKernels:
         g_logp: Tensor,
         g_entropy: Tensor,
         params: KernelParams,
-        residual: Tensor | None = None,
+        rounding_error: Tensor | None = None,
     ) -> None:
         values = no_values(len(logits), temperature.dtype, temperature.device)
         values.lse.copy_(lse)
         values.entropy.copy_(entropy)
-        given = ids, temperature, values, g_logp, g_entropy, params, None, residual
+        given = ids, temperature, values, g_logp, g_entropy, params, None, rounding_error
         self.backend.logits_gradient(logits, grad, _all(logits), *given)
 
     def objective(
         self, log_ratio: Tensor, logp: Tensor, entropy: Tensor, table: Tensor, params: KernelParams
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(value, d_ratio, d_direct, kl), (N,) each, at these log ratios up to a rounding of logp - log_ratio."""
-        table, params = table.clone(), params._replace(has_base=True)
-        table[FIELD["base"]] = logp - log_ratio
+        table, params = table.clone(), params._replace(has_old=True)
+        table[FIELD["old"]] = logp - log_ratio
         found = []
         for ratio, direct in ((1.0, 0.0), (0.0, 1.0)):  # one derivative at a time: g_logp is their weighted sum
             table[FIELD["weight_ratio"]], table[FIELD["weight_direct"]] = ratio, direct

@@ -3,7 +3,7 @@
     python tests/launch_keys.py            JSON: {"case": {"module.kernel": number of keys}}
 
 A second key is a second compilation, and one inside the capture of a CUDA graph fails. Arguments that depend on the
-rows of a call must therefore not be specialised: counts, pitches of tables, where a chunk begins.
+rows of a call must therefore not be specialised: counts, row_strides of tables, where a chunk begins.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ PARAMS = KernelParams(kl="k3", beta=0.1, bias_correction=True)
 def inputs() -> tuple[Tensor, Tensor, Tensor]:
     """logits (C, V), ids (C,), table"""
     table = torch.ones(len(TABLE_FIELDS), ROWS)
-    table[FIELD["base"]] = table[FIELD["ref"]] = table[FIELD["rollout"]] = -2.0
+    table[FIELD["old"]] = table[FIELD["ref"]] = table[FIELD["rollout"]] = -2.0
     table[FIELD["weight_entropy"]] = 0.1
     table[FIELD["entropy_threshold"]] = -math.inf
     return torch.randn(ROWS, VOCAB), torch.arange(ROWS), table
@@ -28,16 +28,16 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
 
 def everything(backend: RowKernels, logits: Tensor, ids: Tensor, table: Tensor) -> list[Tensor]:
     """All that the methods of a backend return and write, from float32 inputs."""
-    grad, residual = torch.empty_like(logits), torch.empty_like(table[0])
+    grad, rounding_error = torch.empty_like(logits), torch.empty_like(table[0])
     temperature = table[FIELD["temperature"]]
     stats = backend.stats(logits, ids, temperature, PARAMS)
     logp, entropy = stats.logp, stats.entropy
-    fused = backend.fused(logits, grad, ids, table, PARAMS, residual)
+    fused = backend.fused(logits, grad, ids, table, PARAMS, rounding_error)
     again = torch.empty_like(logits)
     backend.gradient(
         logits, again, ids, temperature, stats.lse, entropy, torch.ones_like(logp), torch.zeros_like(logp), PARAMS
     )
-    objective = backend.objective(logp - table[FIELD["base"]], logp, entropy, table, PARAMS)
+    objective = backend.objective(logp - table[FIELD["old"]], logp, entropy, table, PARAMS)
     value, d_ratio, _, kl = objective
     cu_seqlens, group_index = torch.tensor([0, 2, 4, ROWS]), torch.tensor([0, 1, 0])
     scored = torch.ones_like(ids, dtype=torch.bool)
@@ -47,7 +47,7 @@ def everything(backend: RowKernels, logits: Tensor, ids: Tensor, table: Tensor) 
     assert reduced[1].shape == (GROUPS, len(COLUMNS))
     rewards = logits[:3, 0].contiguous()
     statistics = backend.group_statistics(rewards, group_index, GROUPS, "group", "mean", 1, 1e-4)
-    return [grad, again, residual, *stats, *fused, *objective, *reduced, *statistics]
+    return [grad, again, rounding_error, *stats, *fused, *objective, *reduced, *statistics]
 
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
@@ -80,7 +80,7 @@ def test_torch_reads_nothing_back():
     given = inputs()
     cu_seqlens, group_index, scored = torch.tensor([0, 2, 4, ROWS]), torch.tensor([0, 1, 0]), torch.ones(ROWS).bool()
     logits, ids, table = given
-    kernels, grad, row = RowKernels(get_backend("torch")), torch.empty_like(logits), table[FIELD["base"]]
+    kernels, grad, row = RowKernels(get_backend("torch")), torch.empty_like(logits), table[FIELD["old"]]
     with NothingRead():
         kernels.fused(logits, grad, ids, table, PARAMS)
         kernels.reduce(scored, row, row, row, row, row, row, table, PARAMS, cu_seqlens, group_index, GROUPS)

@@ -24,7 +24,7 @@ FACTORS = (0.3, -2.0, 1 + 2.0**-23, 0.0, 65536.0, math.inf, math.nan)
 def kernels(request, monkeypatch):
     monkeypatch.setattr(triton_scale, "BLOCK_SIZE", 32)
     monkeypatch.setattr(triton_scale, "REST_SIZE", 8)
-    monkeypatch.setattr(triton_scale, "MOST_PROGRAMS", 3)  # which take several turns each
+    monkeypatch.setattr(triton_scale, "MAX_PROGRAMS", 3)  # which take several turns each
     return get_backend(request.param)
 
 

@@ -65,14 +65,14 @@ class Broken(TorchBackend):
     def __init__(self, fault: str) -> None:
         self.fault = fault
 
-    def fused(self, logits, grad, ids, table, params, residual=None):
+    def fused(self, logits, grad, ids, table, params, rounding_error=None):
         if self.fault == "nothing":
-            return super().fused(logits, grad, ids, table, params, residual)
+            return super().fused(logits, grad, ids, table, params, rounding_error)
         if self.fault == "exception":
             raise RuntimeError("kernel 'fused' cannot be launched")
         if self.fault == "beta is lost":
             params = params._replace(beta=0.0)
-        stats = super().fused(logits, grad, ids, table, params, residual)
+        stats = super().fused(logits, grad, ids, table, params, rounding_error)
         if self.fault == "wrong sign":
             grad.neg_()
         elif self.fault == "scaled gradient":

@@ -213,14 +213,14 @@ def test_fused_is_stats_objective_gradient(kernels, dtype):
         table = make_table(rows, temperature=0.8, weight_entropy=torch.arange(rows) % 2 * 0.1)
         temperature = table[FIELD["temperature"]]
         logp, lse, entropy = kernels.stats(logits, ids, temperature, params)
-        table[FIELD["base"]] = logp + torch.linspace(-0.5, 0.5, rows)
+        table[FIELD["old"]] = logp + torch.linspace(-0.5, 0.5, rows)
         table[FIELD["ref"]] = logp + torch.linspace(-1, 1, rows)
         grad, expected = torch.empty_like(logits), torch.empty(rows, vocab)
 
         found = kernels.fused(logits, grad, ids, table, params)
         for value, truth in zip(found, (logp, lse, entropy), strict=True):
             assert torch.equal(value, truth)
-        _, d_ratio, d_direct, _ = kernels.objective(logp - table[FIELD["base"]], logp, entropy, table, params)
+        _, d_ratio, d_direct, _ = kernels.objective(logp - table[FIELD["old"]], logp, entropy, table, params)
         g_entropy = table[FIELD["weight_entropy"]]
         kernels.gradient(logits, expected, ids, temperature, lse, entropy, d_ratio + d_direct, g_entropy, params)
         check_gradient(grad, expected.double(), (d_ratio.abs() + d_direct.abs() + g_entropy * 8) / temperature)
@@ -237,7 +237,7 @@ def test_rows_of_a_larger_batch(kernels, vocab, biased, indexed):
     logits, _ = make_logits(count, vocab, torch.float32)
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(vocab, (tokens,), generator=generator)
-    table = make_table(tokens, temperature=0.8, base=-9.0, ref=-8.0, weight_entropy=torch.arange(tokens) % 2 * 0.1)
+    table = make_table(tokens, temperature=0.8, old=-9.0, ref=-8.0, weight_entropy=torch.arange(tokens) % 2 * 0.1)
     temperature = table[FIELD["temperature"]]
     bias = torch.randn(vocab, generator=generator) if biased else None
     alone = logits + bias if biased else logits
@@ -274,14 +274,14 @@ def test_rows_of_a_larger_batch(kernels, vocab, biased, indexed):
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("grad_dtype", DTYPES)
 def test_gradient_over_the_logits(kernels, vocab, grad_dtype):
-    """In place, and 16-bit gradients over the front of the fp32 row that they come from; a pitch wider than the row."""
-    rows, pitch = 4, vocab + 3
-    buffer = torch.full((rows, pitch), 7.5)
+    """In place, and 16-bit gradients over the front of the fp32 row they come from; a row stride wider than the row."""
+    rows, row_stride = 4, vocab + 3
+    buffer = torch.full((rows, row_stride), 7.5)
     logits = buffer[:, :vocab]
     values, ids = make_logits(rows, vocab, torch.float32)
     logits.copy_(values)
     apart = torch.empty(rows, vocab, dtype=grad_dtype)
-    table, params = make_table(rows, weight_entropy=0.2), KernelParams(has_base=False)
+    table, params = make_table(rows, weight_entropy=0.2), KernelParams(has_old=False)
     over = logits if grad_dtype == torch.float32 else buffer.view(grad_dtype)[:, :vocab]
     assert over.data_ptr() == logits.data_ptr()
 
@@ -295,7 +295,7 @@ def test_gradient_over_the_logits(kernels, vocab, grad_dtype):
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_sixteen_bit_gradient_in_place(kernels, dtype):
     logits, ids = make_logits(3, 3001, dtype)
-    apart, table, params = torch.empty_like(logits), make_table(3), KernelParams(has_base=False)
+    apart, table, params = torch.empty_like(logits), make_table(3), KernelParams(has_old=False)
     kernels.fused(logits, apart, ids, table, params)
     kernels.fused(logits, logits, ids, table, params)
     assert torch.equal(logits, apart)
@@ -361,7 +361,7 @@ def test_logp_is_as_accurate_as_torch(kernels):
 
 def test_threads_change_no_bit(isa):
     logits, ids = make_logits(37, 4099, torch.float32)
-    table, params = make_table(37, weight_entropy=0.1), KernelParams(has_base=False)
+    table, params = make_table(37, weight_entropy=0.1), KernelParams(has_old=False)
     before, results = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 5):
@@ -395,19 +395,19 @@ def test_sixteen_bit_conversion(isa, dtype):
 
 
 @pytest.mark.parametrize("way", ["fused", "gradient"])
-def test_residual_is_what_rounding_took_from_the_sampled_id(kernels, way):
+def test_rounding_error_is_what_rounding_took_from_the_sampled_id(kernels, way):
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(6, 77, generator=generator).bfloat16()
     ids = torch.randint(0, 77, (6,), generator=generator)
-    table, params = make_table(6, weight_direct=0.37), KernelParams(surrogate="reinforce", has_base=False)
-    exact, rounded, residual = torch.empty(6, 77), torch.empty(6, 77).bfloat16(), torch.full((6,), torch.nan)
+    table, params = make_table(6, weight_direct=0.37), KernelParams(surrogate="reinforce", has_old=False)
+    exact, rounded, rounding_error = torch.empty(6, 77), torch.empty(6, 77).bfloat16(), torch.full((6,), torch.nan)
     stats = kernels.fused(logits, exact, ids, table, params)
     if way == "fused":
-        kernels.fused(logits, rounded, ids, table, params, residual)
+        kernels.fused(logits, rounded, ids, table, params, rounding_error)
     else:
         g_logp = -0.37 * table[FIELD["advantage"]]
         ones = torch.ones(6)
-        kernels.gradient(logits, rounded, ids, ones, stats.lse, stats.entropy, g_logp, 0 * ones, params, residual)
+        kernels.gradient(logits, rounded, ids, ones, stats.lse, stats.entropy, g_logp, 0 * ones, params, rounding_error)
     rows = torch.arange(6)
-    torch.testing.assert_close(rounded[rows, ids].float() + residual, exact[rows, ids], rtol=1e-6, atol=0)
-    assert (residual.abs() > 1e-6 * exact[rows, ids].abs()).any()
+    torch.testing.assert_close(rounded[rows, ids].float() + rounding_error, exact[rows, ids], rtol=1e-6, atol=0)
+    assert (rounding_error.abs() > 1e-6 * exact[rows, ids].abs()).any()

@@ -175,23 +175,23 @@ def test_zero_factors_select_zero(kernels):
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("has_base", [True, False])
-def test_reduce(kernels, threads, has_base):
+@pytest.mark.parametrize("has_old", [True, False])
+def test_reduce(kernels, threads, has_old):
     generator = torch.Generator().manual_seed(1)
     lengths = torch.tensor([5, 0, 17, 1, 40])
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     count, group_index = int(lengths.sum()), torch.tensor([1, 0, 0, 2, 1])
-    x, logp, entropy, value, kl, g_logp, base, rollout = torch.randn(8, count, generator=generator)
+    x, logp, entropy, value, kl, g_logp, old, rollout = torch.randn(8, count, generator=generator)
     scored = torch.rand(count, generator=generator) < 0.8
     g_logp[::3] = 0
     rollout[::4] = math.nan
-    table = make_table(count, base=base, rollout=rollout, rollout_weight=torch.rand(count, generator=generator))
+    table = make_table(count, old=old, rollout=rollout, rollout_weight=torch.rand(count, generator=generator))
     table[FIELD["weight_entropy"]] = (torch.arange(count) % 2).float() * 0.3
     table[FIELD["weight_direct"]] = (torch.arange(count) % 5).float()
     value[::5] = math.inf  # weight 0: must not count
     for tensor in (x, logp, entropy, kl, value, g_logp, *table):
         tensor[~scored] = math.nan  # padding holds anything
-    params = KernelParams(delta=1.6, log_ratio_clamp=1.0, has_base=has_base)
+    params = KernelParams(delta=1.6, log_ratio_clamp=1.0, has_old=has_old)
 
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -204,7 +204,7 @@ def test_reduce(kernels, threads, has_base):
 
     ratio = x.double().clamp(-1, 1).exp()
     bounded, t = ratio.clamp(max=1.6), {name: table[i].double() for name, i in FIELD.items()}
-    reference = t["base"] if has_base else logp.double()
+    reference = t["old"] if has_old else logp.double()
     mismatch = torch.where(t["rollout"].isnan(), 0.0, (reference - t["rollout"]).abs())
     columns = {
         "loss": torch.where(t["weight_direct"] == 0, 0, t["weight_direct"] * value) + t["weight_entropy"] * entropy,
@@ -215,7 +215,7 @@ def test_reduce(kernels, threads, has_base):
         "clip_low": (bounded < 0.8) & (t["advantage"] < 0),
         "clip_high": (bounded > 1.2) & (t["advantage"] > 0),
         "cispo_clip": (bounded > 0.2) & (t["advantage"] > 0),
-        "approx_kl": t["base"] - logp if has_base else 0 * logp,
+        "approx_kl": t["old"] - logp if has_old else 0 * logp,
         "mismatch": mismatch,
         "mismatch_count": ~t["rollout"].isnan(),
         "rollout_weight": t["rollout_weight"],
@@ -287,7 +287,7 @@ def test_group_of_one(kernels):
 def test_add_rows_sums_each_id_in_float32_and_rounds_once(dtype):
     generator = torch.Generator().manual_seed(0)
     target = torch.randn(50, 33, generator=generator).to(dtype)
-    rows = torch.randn(20, 40, generator=generator).bfloat16()[:, 3:36]  # a pitch of its own
+    rows = torch.randn(20, 40, generator=generator).bfloat16()[:, 3:36]  # a row stride of its own
     ids, scale = torch.randint(0, 10, (20,), generator=generator), torch.randn(20, generator=generator)
     sums = torch.zeros(50, 33)
     for i, s, row in zip(ids, scale, rows, strict=True):

@@ -30,7 +30,7 @@ from grpo_kernels.contract import (
     KernelParams,
     PlanRules,
     Rows,
-    chunk_pitch,
+    chunk_row_stride,
     no_values,
 )
 
@@ -324,9 +324,11 @@ class Served:
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple]] = []
 
-    def serves_head(self, hidden, hidden_pitch, weight, weight_pitch, dtype, rows, width, vocab, e, e_pitch):
-        aligned = all(x % 16 == 0 for x in (hidden, 2 * hidden_pitch, weight, 2 * weight_pitch))
-        return dtype > 0 and rows > 0 and aligned and (e == 0 or (e % 16 == 0 and 2 * e_pitch % 16 == 0))
+    def serves_head(
+        self, hidden, hidden_row_stride, weight, weight_row_stride, dtype, rows, width, vocab, e, e_row_stride
+    ):
+        aligned = all(x % 16 == 0 for x in (hidden, 2 * hidden_row_stride, weight, 2 * weight_row_stride))
+        return dtype > 0 and rows > 0 and aligned and (e == 0 or (e % 16 == 0 and 2 * e_row_stride % 16 == 0))
 
     def head_workspace(self, *head):
         return 8
@@ -366,8 +368,8 @@ def test_strategies(served, kernels, dtype, width, vocab, expected):
 
 
 def test_rows_of_the_scratch_are_aligned_on_a_gpu_whatever_the_vocabulary():
-    assert [chunk_pitch(v, torch.device("cuda")) for v in (1, 16, 50257)] == [16, 16, 50272]
-    assert chunk_pitch(50257, torch.device("cpu")) == 50257
+    assert [chunk_row_stride(v, torch.device("cuda")) for v in (1, 16, 50257)] == [16, 16, 50272]
+    assert chunk_row_stride(50257, torch.device("cpu")) == 50257
 
 
 def test_hidden_states_off_the_alignment_are_copied(served):

@@ -331,7 +331,7 @@ def build_with(fault: Fault | None, folder: Path) -> Path:
     few_types(ROOT / "csrc", folder, "f32, bf16")
     # So few tiles that each takes several turns.
     header = folder / "cuda" / "kernels.h"
-    header.write_text(header.read_text().replace("kMostPlanTiles = 2048", "kMostPlanTiles = 3"))
+    header.write_text(header.read_text().replace("kMaxPlanTiles = 2048", "kMaxPlanTiles = 3"))
     if fault:
         file = folder / "cuda" / fault.file
         text = file.read_text()

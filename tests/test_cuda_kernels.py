@@ -143,13 +143,13 @@ def test_single_pass_is_stats_objective_gradient(kernels, device, dtype):
     temperature = table[FIELD["temperature"]].clone()
     stats = c.statistics(kernels, logits, ids, temperature, params)
     logp, entropy = stats.logp, stats.entropy
-    table[FIELD["base"]] = logp + torch.linspace(-0.5, 0.5, rows)
+    table[FIELD["old"]] = logp + torch.linspace(-0.5, 0.5, rows)
     table[FIELD["ref"]] = logp + torch.linspace(-1, 1, rows)
     grad, expected = torch.empty_like(logits), torch.empty(rows, 1000)
     passed = some_values(rows)
     kernels.single_pass(logits, Rows(0, rows), ids, table, passed, params, grad=grad)
     c.check_statistics(c.stats_of(passed), stats)
-    parts = objective(logp - table[FIELD["base"]], logp, entropy, table, params)
+    parts = objective(logp - table[FIELD["old"]], logp, entropy, table, params)
     for field, part in zip((3, 4), (parts.value, parts.kl), strict=True):
         torch.testing.assert_close(passed.columns[field], part, rtol=1e-5, atol=1e-6)
     g_logp = parts.d_ratio + parts.d_direct
@@ -218,12 +218,12 @@ def test_token_objective(kernels, surrogate):
     values = some_values(count)
     values.columns[0], values.columns[1], ref = torch.randn(3, count)
     table = c.make_table(
-        count, ref=ref, base=torch.randn(count), multiplier=torch.rand(count), entropy_threshold=-0.5,
+        count, ref=ref, old=torch.randn(count), multiplier=torch.rand(count), entropy_threshold=-0.5,
         weight_ratio=torch.rand(count), weight_direct=torch.rand(count),
     )  # fmt: skip
     for i, kl in enumerate(contract.KL_ESTIMATORS):
         rows = Rows(0, 300, torch.randperm(count)[:300]) if i % 2 else Rows(100, 690)
-        params = KernelParams(surrogate=surrogate, kl=kl, beta=0.1, bias_correction=kl == "k3", has_base=kl != "k1")
+        params = KernelParams(surrogate=surrogate, kl=kl, beta=0.1, bias_correction=kl == "k3", has_old=kl != "k1")
         found, expected = (TokenValues(values.columns.to(t), values.lse) for t in (torch.float32, torch.float64))
         kernels.token_objective(rows, table, found, params)
         token_objective(rows, table.double(), expected, params)
@@ -239,7 +239,7 @@ SEQUENCES = {
     "off policy": dict(off_policy_threshold=0.02, has_rollout=True, kl="k1", beta=0.1),
     "off policy, by the old": dict(off_policy_threshold=0.02),
     "all": dict(level="sequence", vespo=True, off_policy_threshold=0.02, has_rollout=True),
-    "no base": dict(level="sequence", off_policy_threshold=0.02, has_base=False),
+    "no old policy": dict(level="sequence", off_policy_threshold=0.02, has_old=False),
 }
 
 
@@ -360,11 +360,11 @@ def test_launches(kernels):
 # --- sums and rewards -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("has_base", [True, False])
+@pytest.mark.parametrize("has_old", [True, False])
 @pytest.mark.parametrize("order", ORDERS)
-def test_reduce(kernels, order, has_base):
+def test_reduce(kernels, order, has_old):
     kernels.use(order=order)
-    c.check_reduce(kernels, has_base)
+    c.check_reduce(kernels, has_old)
 
 
 def test_reduce_of_nothing(kernels):

@@ -200,7 +200,7 @@ def test_nan_stays_in_its_row(kernels):
 @pytest.mark.parametrize(("surrogate", "kl", "corrected"), OBJECTIVES, ids=[name for name, *_ in OBJECTIVES])
 def test_objectives(kernels, surrogate, kl, corrected):
     params = PLAIN._replace(
-        surrogate=surrogate, kl=kl, has_base=surrogate != "reinforce", bias_correction=corrected and kl != "none",
+        surrogate=surrogate, kl=kl, has_old=surrogate != "reinforce", bias_correction=corrected and kl != "none",
         beta=0.1, delta=3.0, dual_clip=2.5, epsilon_high=5.0 if surrogate == "cispo" else 0.28,
     )  # fmt: skip
     assert_right(kernels, make_head(40, 24, 300, seed=len(surrogate)), params)

@@ -190,7 +190,8 @@ def test_a_first_launch_while_a_graph_is_captured(run):
 def test_a_tensor_map(run):
     lines = run("map", 208, "map", 201)
     assert lines == [
-        "map of type 9, rank 2 at 4096: 200 x 300, pitch 416, box 64 x 128, steps 1 1, 0 3 3 0", "word 101010101010101",
+        "map of type 9, rank 2 at 4096: 200 x 300, row_stride 416, box 64 x 128, steps 1 1, 0 3 3 0",
+        "word 101010101010101",
         "error: no tensor map for 300 rows of 200 elements, 201 apart: CUDA_ERROR_FAKE (number 1)",
     ]  # fmt: skip
 

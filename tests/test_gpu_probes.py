@@ -99,7 +99,7 @@ def test_the_headline_times_nothing_that_is_wrong(monkeypatch):
     assert not gpu_headline.why_other("cuda/rows 4096", {"cuda.single_pass": 2})
 
 
-def test_the_bare_products_have_the_shapes_and_pitches_they_name(monkeypatch):
+def test_the_bare_products_have_the_shapes_and_row_strides_they_name(monkeypatch):
     """On torch's device without memory, which knows what a product takes and returns."""
     monkeypatch.setattr(gpu_device, "PLACE", "meta")
     seen = {}

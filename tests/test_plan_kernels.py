@@ -177,7 +177,7 @@ def make_params(draw: Draw, inputs: TokenInputs, surrogate: str, level: str) -> 
     return KernelParams(
         surrogate=surrogate,
         kl=kl,
-        has_base=inputs.old_logps is not None or (has_rollout and surrogate in ("dppo_tv", "ipo")),
+        has_old=inputs.old_logps is not None or (has_rollout and surrogate in ("dppo_tv", "ipo")),
         bias_correction=kl != "none" and bool(draw.one_of(True, False)),
         beta=draw.one_of(0.0, 0.1),
         epsilon_high=draw.one_of(0.2, 2.0),

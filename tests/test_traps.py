@@ -213,13 +213,13 @@ def aligned_copy(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_5_offsets_past_2_to_the_31(dtype, backend):
     """Four rows 2^30 elements apart: the last begins 3 x 2^30 after the first. Untouched pages cost no memory."""
-    vocab, pitch = 133, 2**30
-    logits = virtual_rows(4, vocab, pitch, dtype)
+    vocab, row_stride = 133, 2**30
+    logits = virtual_rows(4, vocab, row_stride, dtype)
     logits.copy_(torch.randn(4, vocab))
     dense, ids = aligned_copy(logits), torch.tensor([0, 5, 131, 132])
     table = torch.ones(len(TABLE_FIELDS), 4)
     table[FIELD["entropy_threshold"]] = -math.inf
-    ones, kernels, params = torch.ones(4), RowKernels(get_backend(backend)), KernelParams(has_base=False)
+    ones, kernels, params = torch.ones(4), RowKernels(get_backend(backend)), KernelParams(has_old=False)
 
     expected = kernels.stats(dense, ids, ones, params)
     found = kernels.stats(logits, ids, ones, params)
@@ -230,7 +230,7 @@ def test_5_offsets_past_2_to_the_31(dtype, backend):
         kernels.fused(x, x, ids, table, params)
         gradients.append(x.clone())
     assert torch.equal(*gradients) and gradients[0][3].any()
-    apart = virtual_rows(4, vocab, pitch, dtype)
+    apart = virtual_rows(4, vocab, row_stride, dtype)
     statistics = (ones, expected.lse, expected.entropy, ones, 0 * ones)
     kernels.gradient(dense.clone(), apart, ids, *statistics, params)
     together = torch.empty(4, vocab, dtype=dtype)

@@ -52,7 +52,7 @@ WRONG = {
     "a short gradient": (lambda a: a | {"grad": a["grad"][:2]}, r"grad has shape \(2, 8\)"),
     "32-bit ids": (lambda a: a | {"ids": a["ids"].int()}, "ids.*int64"),
     "a long table": (lambda a: a | {"table": table(4)}, "table"),
-    "a strided residual": (lambda a: a | {"residual": torch.empty(6)[::2]}, "rounding_error.*contiguous"),
+    "a strided rounding_error": (lambda a: a | {"rounding_error": torch.empty(6)[::2]}, "rounding_error.*contiguous"),
 }
 
 
@@ -82,7 +82,7 @@ def test_the_interpreter_notices_a_wrong_address():
 @pytest.mark.parametrize("vocab", [1, 15, 17, 63, 65, 129, 211])
 def test_a_vocabulary_off_a_multiple_of_16_gives_the_numbers_of_a_padded_one(vocab):
     """Columns of -inf up to the multiple change nothing but the order of the sums; two launches not even that."""
-    triton, rows, params = RowKernels(get_backend("triton")), 5, KernelParams(has_base=False)
+    triton, rows, params = RowKernels(get_backend("triton")), 5, KernelParams(has_old=False)
     padded = torch.full((rows, -(-vocab // 16) * 16), -math.inf)
     padded[:, :vocab] = torch.randn(rows, vocab) * 4
     logits, ids = padded[:, :vocab].contiguous(), torch.randint(vocab, (rows,))

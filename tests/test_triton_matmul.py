@@ -18,7 +18,7 @@ from grpo_kernels.backends.triton.linear_logp import linear_logp
 from grpo_kernels.contract import FIELD, KL_ESTIMATORS, SURROGATES, TABLE_FIELDS, KernelParams, RowStats
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-PLAIN = KernelParams(surrogate="reinforce", has_base=False)
+PLAIN = KernelParams(surrogate="reinforce", has_old=False)
 NAMES = ("logp", "lse", "entropy")
 ROUNDING = 2.0**-8  # of a value to bfloat16, relative
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -60,7 +60,7 @@ def make_head(
     ids = torch.randint(vocab, (count,), generator=g)
     table = torch.zeros(len(TABLE_FIELDS), count)
     table[FIELD["advantage"]] = normal(count)
-    table[FIELD["base"]] = -math.log(vocab) + 0.5 * normal(count)
+    table[FIELD["old"]] = -math.log(vocab) + 0.5 * normal(count)
     table[FIELD["ref"]] = -math.log(vocab) + 0.5 * normal(count)
     for name in ("multiplier", "weight_ratio", "weight_direct", "temperature"):
         table[FIELD[name]] = 0.5 + torch.rand(count, generator=g)
@@ -180,10 +180,10 @@ def test_parts_fill_the_device(tokens, tiles):
     slots = 132
     per_part = matmul._tiles_per_part(tokens, tiles, slots)
     parts = -(-tiles // per_part)
-    assert 1 <= parts <= matmul.MOST_PARTS
+    assert 1 <= parts <= matmul.MAX_PARTS
     slowest = -(-tokens * parts // slots) * per_part  # tiles one after the other
     # No more than one program beyond an even share, and 4 % for waves that are not full.
-    assert slowest <= 1.04 * tokens * tiles / slots + max(2, tiles / matmul.MOST_PARTS)
+    assert slowest <= 1.04 * tokens * tiles / slots + max(2, tiles / matmul.MAX_PARTS)
 
 
 def test_masked_vocabulary():
@@ -276,7 +276,7 @@ def test_descriptors_fetch_what_pointers_fetch(kernel):
     with trial(kernel, launch._replace(tma=True)):
         assert matmul.prepare(kernel, head.hidden, head.weight).options["TMA"]
         assert same_bits(run(head), expected)
-        # A descriptor needs 16-byte pitches: these rows begin 90 bytes apart.
+        # A descriptor needs 16-byte row strides: these rows begin 90 bytes apart.
         apart = head._replace(hidden=widened(head.hidden))
         assert not matmul.prepare(kernel, apart.hidden, apart.weight).options["TMA"]
         assert same_bits(run(apart), expected)
@@ -294,7 +294,7 @@ OBJECTIVES = [
 @pytest.mark.parametrize(("surrogate", "kl", "variant"), OBJECTIVES)
 def test_anchored(surrogate, kl, variant):
     params = VARIANTS[variant]._replace(
-        surrogate=surrogate, kl=kl, has_base=surrogate != "reinforce", bias_correction=kl in ("k3", "k1+"),
+        surrogate=surrogate, kl=kl, has_old=surrogate != "reinforce", bias_correction=kl in ("k3", "k1+"),
         beta=0.1, delta=3.0, dual_clip=2.5, epsilon_high=5.0 if surrogate == "cispo" else 0.28,
     )  # fmt: skip
     head = make_head(bias=variant != "scale", seed=len(surrogate))

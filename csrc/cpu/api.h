@@ -39,7 +39,7 @@ void add_rows(const AddRowsArgs& args);
 struct AddTransposedArgs {
     void* target;            // (rows, width), bfloat16 or float32
     const uint16_t* source;  // (width, rows), bfloat16
-    int64_t rows, width, target_pitch, source_pitch;
+    int64_t rows, width, target_row_stride, source_row_stride;
     int32_t target_dtype;
     bool add;
 };

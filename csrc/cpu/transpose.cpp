@@ -1,8 +1,8 @@
 // target = source^T, or target += source^T: a piece of the weight's gradient, which the matrix library computes faster
 // as h^T dlogits (H, columns) than as dlogits^T h (columns, H), see products.py.
 //
-// In squares of 8 x 8 along eight rows of the target, which are written whole: 64-byte lines of a power-of-two pitch
-// would fall into few sets of a cache.
+// In squares of 8 x 8 along eight rows of the target, which are written whole: 64-byte lines of a power-of-two row
+// stride would fall into few sets of a cache.
 #include <algorithm>
 #include <stdexcept>
 
@@ -97,10 +97,11 @@ struct SingleLanes {
 template <class Target, bool kAdd>
 void square(const AddTransposedArgs& args, int64_t i, int64_t j) {
     Lanes x[kSquare];
-    for (int k = 0; k < kSquare; k++) std::memcpy(&x[k], args.source + (j + k) * args.source_pitch + i, sizeof x[k]);
+    for (int k = 0; k < kSquare; k++)
+        std::memcpy(&x[k], args.source + (j + k) * args.source_row_stride + i, sizeof x[k]);
     transpose(x);
     for (int k = 0; k < kSquare; k++) {
-        auto* to = static_cast<typename Target::Number::Element*>(args.target) + (i + k) * args.target_pitch + j;
+        auto* to = static_cast<typename Target::Number::Element*>(args.target) + (i + k) * args.target_row_stride + j;
         if (kAdd)
             Target::add(to, x[kPlace[k]]);
         else
@@ -110,8 +111,8 @@ void square(const AddTransposedArgs& args, int64_t i, int64_t j) {
 
 template <class Target, bool kAdd>
 void element(const AddTransposedArgs& args, int64_t i, int64_t j) {
-    auto* to = static_cast<typename Target::Number::Element*>(args.target) + i * args.target_pitch + j;
-    const float x = Brain::load(args.source[j * args.source_pitch + i]);
+    auto* to = static_cast<typename Target::Number::Element*>(args.target) + i * args.target_row_stride + j;
+    const float x = Brain::load(args.source[j * args.source_row_stride + i]);
     *to = Target::Number::store(kAdd ? Target::Number::load(*to) + x : x);
 }
 

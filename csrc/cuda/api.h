@@ -34,7 +34,7 @@ void scale(void* x, int32_t dtype, int64_t count, const float* factor, Stream st
 // --- products with the softmax in their epilogue; 16-bit hidden states and weight, compute capability 9.0 ------------
 
 struct HeadArgs {
-    const void* hidden;        // (rows, width), `hidden_pitch` elements between rows
+    const void* hidden;        // (rows, width), `hidden_row_stride` elements between rows
     const void* weight;        // (vocab, width)
     const float* bias;         // (vocab,) or null
     const int64_t* ids;        // (rows,)
@@ -45,7 +45,7 @@ struct HeadArgs {
     float* logp;
     double* lse;
     float* entropy;  // may be null: not wanted
-    int64_t rows, width, vocab, hidden_pitch, weight_pitch, exponentials_pitch, table_pitch;
+    int64_t rows, width, vocab, hidden_row_stride, weight_row_stride, exponentials_row_stride, table_row_stride;
     int32_t dtype;
     Params params;
 };

@@ -208,14 +208,14 @@ void encode_tensor_map(const TensorTiles& tiles, TensorMap* map) {
     const Driver& d = driver();
     constexpr int kElementBytes = 2;
     const uint64_t size[] = {static_cast<uint64_t>(tiles.columns), static_cast<uint64_t>(tiles.rows)};
-    const uint64_t pitch[] = {static_cast<uint64_t>(tiles.pitch * kElementBytes)};
+    const uint64_t row_stride[] = {static_cast<uint64_t>(tiles.row_stride * kElementBytes)};
     const uint32_t box[] = {kBoxColumns, static_cast<uint32_t>(tiles.box_rows)}, steps[] = {1, 1};
     const Result error = d.cuTensorMapEncodeTiled(map, tiles.dtype == kBFloat16 ? kMapBFloat16 : kMapFloat16, 2,
-                                                  const_cast<void*>(tiles.base), size, pitch, box, steps, kNoInterleave,
-                                                  kSwizzle128, kPromote256, kFillZeros);
+                                                  const_cast<void*>(tiles.base), size, row_stride, box, steps,
+                                                  kNoInterleave, kSwizzle128, kPromote256, kFillZeros);
     check(d, error,
           "no tensor map for " + std::to_string(tiles.rows) + " rows of " + std::to_string(tiles.columns) +
-              " elements, " + std::to_string(tiles.pitch) + " apart");
+              " elements, " + std::to_string(tiles.row_stride) + " apart");
 }
 
 const Device& current_device() {

@@ -16,7 +16,7 @@ constexpr int kVectorsPerThread = 8;   // that a thread should have at least: tw
 constexpr int kBlocksWanted = 3;       // of a multiprocessor, in different phases of a resident row
 constexpr int kPlanLoads = 4;          // tokens that a thread of plan_sequence has at least, of its masks
 constexpr int kReservedShared = 1024;  // bytes that a multiprocessor takes for itself, per block
-constexpr int64_t kMostBlocks = 0x7FFFFFFF;
+constexpr int64_t kMaxBlocks = 0x7FFFFFFF;
 constexpr const char* kSuffixes[kDTypeCount] = {"f32", "bf16", "f16"};
 
 int64_t divide_up(int64_t x, int64_t by) { return (x + by - 1) / by; }
@@ -26,9 +26,9 @@ int element_size(int32_t dtype) { return dtype == kFloat32 ? 4 : 2; }
 // ---- rows -----------------------------------------------------------------------------------------------------------
 void check(const RowArgs& args, bool gradient) {
     if (args.logits_dtype < 0 || args.logits_dtype >= kDTypeCount) throw std::invalid_argument("logits: unknown dtype");
-    if (args.rows < 0 || args.rows > kMostBlocks || args.vocab < 1 || args.vocab > kMostColumns)
-        throw std::invalid_argument("logits: expected rows from 0 to " + std::to_string(kMostBlocks) +
-                                    " and vocab from 1 to " + std::to_string(kMostColumns));
+    if (args.rows < 0 || args.rows > kMaxBlocks || args.vocab < 1 || args.vocab > kMaxColumns)
+        throw std::invalid_argument("logits: expected rows from 0 to " + std::to_string(kMaxBlocks) +
+                                    " and vocab from 1 to " + std::to_string(kMaxColumns));
     const bool known = args.grad_dtype >= 0 && args.grad_dtype < kDTypeCount;
     if (gradient && (!known || (args.grad_dtype != args.logits_dtype && args.logits_dtype != kFloat32)))
         throw std::invalid_argument("grad: expected the dtype of the logits, or 16 bits for float32 logits");
@@ -75,7 +75,7 @@ Residence reside(const RowArgs& args, const Device& device, int blocks) {
 // rows in the L2 cache as there are blocks at work, 37 of an H200's 132, and takes about 14 ms. Nothing is measured.
 // False: no cluster holds the row.
 bool find_residence(const RowArgs& args, const Device& device, Residence& found) {
-    const int most = device.capability >= 90 ? kMostCluster : 1;
+    const int most = device.capability >= 90 ? kMaxCluster : 1;
     bool any = false;
     for (int blocks = 1; blocks <= most; blocks *= 2) {
         const Residence candidate = reside(args, device, blocks);
@@ -84,7 +84,7 @@ bool find_residence(const RowArgs& args, const Device& device, Residence& found)
         any = true;
         if (kBlocksWanted * (candidate.shared + kReservedShared) <= device.shared_per_multiprocessor) break;
     }
-    return any && args.rows * found.blocks <= kMostBlocks;
+    return any && args.rows * found.blocks <= kMaxBlocks;
 }
 
 // As many rows at a time as three quarters of the L2 cache hold, but a quarter of the multiprocessors at least: fewer
@@ -141,7 +141,7 @@ void single_pass(const RowArgs& given, Stream stream) {
 namespace {
 
 unsigned blocks_for(int64_t wanted) {
-    if (wanted > kMostBlocks) throw std::invalid_argument("more tokens, sequences or groups than a grid has blocks");
+    if (wanted > kMaxBlocks) throw std::invalid_argument("more tokens, sequences or groups than a grid has blocks");
     return static_cast<unsigned>(wanted);
 }
 
@@ -152,7 +152,7 @@ LaunchConfig combining(int64_t blocks, int threads, Stream stream) {
 }
 
 int64_t plan_tile(int64_t tokens) {
-    return round_up(divide_up(std::max<int64_t>(1, tokens), kMostPlanTiles), kPlanThreads);
+    return round_up(divide_up(std::max<int64_t>(1, tokens), kMaxPlanTiles), kPlanThreads);
 }
 
 int64_t plan_tiles(int64_t tokens) { return std::max<int64_t>(1, divide_up(tokens, plan_tile(tokens))); }
@@ -168,7 +168,7 @@ size_t plan_workspace(int64_t tokens, int64_t sequences) {
 void plan(const PlanArgs& args, void* workspace, Stream stream) {
     if (!args.cu_seqlens && args.sequences * args.row_length != args.tokens)
         throw std::invalid_argument("the sequences must cover the tokens");
-    if (args.tokens > kMostBlocks) throw std::invalid_argument("more tokens than 31 bits count");
+    if (args.tokens > kMaxBlocks) throw std::invalid_argument("more tokens than 31 bits count");
     const int64_t tile = plan_tile(args.tokens), tiles = plan_tiles(args.tokens);
     auto* const rows = static_cast<uint64_t*>(workspace);
     const PlanLaunch all = {args, tile, rows, reinterpret_cast<uint8_t*>(rows + tiles)};

@@ -13,12 +13,12 @@ struct RowLaunch {
     int32_t overlap;  // narrower gradients start where the logits start; streamed kernels and gradient only
 };
 
-constexpr int kMostCluster = 8;        // blocks; more is not portable
+constexpr int kMaxCluster = 8;         // blocks; more is not portable
 constexpr int kResidentThreads = 768;  // of a multiprocessor, shared by the blocks that it takes
 constexpr int kStreamedThreads = 768;  // one block per multiprocessor
 constexpr int kSweepThreads = 512;     // stats and gradient
 constexpr int kExchangeBytes = 512;    // of shared memory, ahead of what a resident block holds
-constexpr int kMostColumns = 1 << 30;  // columns and vectors of a row are counted in 32 bits
+constexpr int kMaxColumns = 1 << 30;   // columns and vectors of a row are counted in 32 bits
 
 // ---- the plan -------------------------------------------------------------------------------------------------------
 struct PlanLaunch {
@@ -29,7 +29,7 @@ struct PlanLaunch {
 };
 constexpr int kPlanThreads = 256;
 constexpr int kPlanSequenceThreads = 1024;  // at most
-constexpr int kMostPlanTiles = 2048;        // each adds up the rows of all
+constexpr int kMaxPlanTiles = 2048;         // each adds up the rows of all
 constexpr int kCombineBytes = 8;            // of shared memory per warp, see block.cuh
 
 // ---- tokens ---------------------------------------------------------------------------------------------------------

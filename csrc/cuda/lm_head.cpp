@@ -14,9 +14,9 @@ using namespace head;
 
 namespace {
 
-constexpr int64_t kMostRows = 1 << 30;     // rows, columns and items are counted in 32 bits
+constexpr int64_t kMaxRows = 1 << 30;      // rows, columns and items are counted in 32 bits
 constexpr int64_t kGroupBytes = 16 << 20;  // of hidden states in the L2 cache: a third to a quarter of it
-constexpr int64_t kMostParts = 256;        // bounds the workspace
+constexpr int64_t kMaxParts = 256;         // bounds the workspace
 constexpr double kItemStart = 0.05;        // what an item costs beyond its tiles, in tiles
 constexpr int64_t kManyRowTiles = 16;      // from here on an unused one does not matter
 constexpr int kRepairsPerMultiprocessor = 4;
@@ -30,7 +30,7 @@ uint32_t cluster_size(int64_t row_tiles) { return row_tiles % 2 == 0 || row_tile
 int64_t tiles_per_part(int64_t row_blocks, int64_t tiles, int64_t clusters) {
     int64_t best = tiles;
     double least = 0;
-    for (int64_t per_part = divide_up(tiles, kMostParts); per_part <= tiles; per_part++) {
+    for (int64_t per_part = divide_up(tiles, kMaxParts); per_part <= tiles; per_part++) {
         const int64_t waves = divide_up(row_blocks * divide_up(tiles, per_part), clusters);
         const double time = static_cast<double>(waves) * (static_cast<double>(per_part) + kItemStart);
         if (least == 0 || time < least) {
@@ -54,7 +54,7 @@ Schedule make_schedule(const HeadArgs& args) {
 
 // ---- workspace: partial results, then one entry per row of the others -----------------------------------------------
 constexpr int64_t kPlanes = 3;
-constexpr int64_t kPerRow = 3 * sizeof(float) + 1;  // y_ids, slope_ids, entropy where the caller wants none; overflown
+constexpr int64_t kPerRow = 3 * sizeof(float) + 1;  // y_ids, slope_ids, entropy where the caller wants none; overflowed
 
 int64_t partial_count(const HeadArgs& args, const Schedule& schedule) { return kPlanes * schedule.parts * args.rows; }
 
@@ -67,9 +67,9 @@ KernelArgs make_kernel_args(const HeadArgs& args, void* workspace) {
     k.y_ids = floats;
     k.slope_ids = floats + args.rows;
     if (!k.head.entropy) k.head.entropy = floats + 2 * args.rows;
-    k.overflown = reinterpret_cast<uint8_t*>(floats + 3 * args.rows);
-    encode_tensor_map({args.hidden, args.dtype, args.rows, args.width, args.hidden_pitch, kTileRows}, &k.hidden);
-    encode_tensor_map({args.weight, args.dtype, args.vocab, args.width, args.weight_pitch, kTileRows}, &k.weight);
+    k.overflowed = reinterpret_cast<uint8_t*>(floats + 3 * args.rows);
+    encode_tensor_map({args.hidden, args.dtype, args.rows, args.width, args.hidden_row_stride, kTileRows}, &k.hidden);
+    encode_tensor_map({args.weight, args.dtype, args.vocab, args.width, args.weight_row_stride, kTileRows}, &k.weight);
     return k;
 }
 
@@ -86,9 +86,11 @@ void launch_rows(const char* kernel, const KernelArgs& k, int64_t blocks, Stream
     launch(kernel, {static_cast<unsigned>(blocks), kRowThreads, kRowShared, 1, stream}, k);
 }
 
-bool aligned(const void* base, int64_t pitch) { return reinterpret_cast<uintptr_t>(base) % 16 == 0 && pitch % 8 == 0; }
+bool aligned(const void* base, int64_t row_stride) {
+    return reinterpret_cast<uintptr_t>(base) % 16 == 0 && row_stride % 8 == 0;
+}
 
-bool countable(int64_t x) { return x > 0 && x <= kMostRows; }
+bool countable(int64_t x) { return x > 0 && x <= kMaxRows; }
 
 void require_served(const HeadArgs& args) {
     if (!serves_head(args))
@@ -101,9 +103,9 @@ void require_served(const HeadArgs& args) {
 
 bool serves_head(const HeadArgs& args) {
     return (args.dtype == kBFloat16 || args.dtype == kFloat16) && countable(args.rows) && countable(args.width) &&
-           countable(args.vocab) && aligned(args.hidden, args.hidden_pitch) &&
-           aligned(args.weight, args.weight_pitch) &&
-           (!args.exponentials || aligned(args.exponentials, args.exponentials_pitch)) &&
+           countable(args.vocab) && aligned(args.hidden, args.hidden_row_stride) &&
+           aligned(args.weight, args.weight_row_stride) &&
+           (!args.exponentials || aligned(args.exponentials, args.exponentials_row_stride)) &&
            current_device().capability == 90 && std::strcmp(image_for(90), "sm_90a") == 0;
 }
 
@@ -121,8 +123,8 @@ void linear_logp(const HeadArgs& args, void* workspace, Stream stream) {
 void anchored(const HeadArgs& args, void* workspace, Stream stream) {
     require_served(args);
     KernelArgs k = make_kernel_args(args, workspace);
-    k.head.temperature = args.table + kTemperature * args.table_pitch;
-    encode_tensor_map({args.exponentials, kBFloat16, args.rows, args.vocab, args.exponentials_pitch, kStoredRows},
+    k.head.temperature = args.table + kTemperature * args.table_row_stride;
+    encode_tensor_map({args.exponentials, kBFloat16, args.rows, args.vocab, args.exponentials_row_stride, kStoredRows},
                       &k.exponentials);
     launch_rows("gk_head_sampled_logits", k, divide_up(args.rows, kRowThreads / 32), stream);
     launch_product("exponentials", k, stream);

@@ -34,8 +34,8 @@ GK_DEVICE float dot(const void* hidden, const void* weight, int width) {
 }
 
 GK_DEVICE Logit logit_of(const HeadArgs& head, int64_t row, int64_t column) {
-    const auto* h = static_cast<const uint16_t*>(head.hidden) + row * head.hidden_pitch;
-    const auto* w = static_cast<const uint16_t*>(head.weight) + column * head.weight_pitch;
+    const auto* h = static_cast<const uint16_t*>(head.hidden) + row * head.hidden_row_stride;
+    const auto* w = static_cast<const uint16_t*>(head.weight) + column * head.weight_row_stride;
     const int width = static_cast<int>(head.width);
     float u = head.dtype == kBFloat16 ? dot<BFloat16>(h, w, width) : dot<Float16>(h, w, width);
     if (head.bias) u += head.bias[column];
@@ -123,13 +123,13 @@ GK_DEVICE void combine_statistics(const KernelArgs& args) {
 GK_DEVICE void write_scale(const HeadArgs& head, int64_t row, const ExactScales& scales, const Statistics& found,
                            double total) {
     write_row(head, row, found);
-    const TokenData tokens = {head.table, nullptr, head.table_pitch};
+    const TokenData tokens = {head.table, nullptr, head.table_row_stride};
     const float g = evaluate_token(head.params, tokens, row, found.logp, found.entropy, false);
     head.scale[row] = g == 0.f ? 0.f : static_cast<float>(-g * scales.chain / total);
 }
 
 GK_DEVICE void write_exponential(const HeadArgs& head, int64_t row, int64_t column, float e) {
-    static_cast<uint16_t*>(head.exponentials)[row * head.exponentials_pitch + column] = BFloat16::round(e);
+    static_cast<uint16_t*>(head.exponentials)[row * head.exponentials_row_stride + column] = BFloat16::round(e);
 }
 
 // Rows whose sum did not overflow are finished, the others are marked for repair_rows.
@@ -148,7 +148,7 @@ GK_DEVICE void scale_rows(const KernelArgs& args) {
     const float y_id = args.y_ids[row];
     // Where the anchor is NaN, so are the hidden states: there is nothing to repair.
     const bool lost = id >= 0 && !(rest <= kLargestRest) && y_id == y_id;
-    args.overflown[row] = lost;
+    args.overflowed[row] = lost;
     if (lost) return;
     const ExactScales scales(head.params, head.temperature[row]);
     Statistics found;
@@ -197,7 +197,7 @@ GK_DEVICE void repair_row(const KernelArgs& args, int64_t row) {
 
 GK_DEVICE void repair_rows(const KernelArgs& args) {
     for (int64_t row = block_index(); row < args.head.rows; row += block_count())
-        if (args.overflown[row]) repair_row(args, row);
+        if (args.overflowed[row]) repair_row(args, row);
 }
 
 }  // namespace gk::cuda::head

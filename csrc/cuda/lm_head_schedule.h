@@ -47,7 +47,7 @@ struct KernelArgs {
     double* partials;  // (planes, parts, rows): maximum, sum, moment; or sum and moment of the anchored exponentials
     float* y_ids;      // (rows,) logits of the sampled ids under the softcap
     float* slope_ids;  // (rows,) its slope there
-    uint8_t* overflown;
+    uint8_t* overflowed;
 };
 
 }  // namespace gk::cuda::head

@@ -7,7 +7,7 @@
 //
 // Only whole numbers are added up, so that no order of adding changes a bit. No block waits for another: what a block
 // needs of the others, the lengths of all sequences or the counts of all tiles, it adds up for itself. There are at
-// most kMostPlanTiles tiles.
+// most kMaxPlanTiles tiles.
 //
 // Per token: at most 52 bytes read and 94 written. 16,384 tokens are 2.3 MB in 64 tiles: three launches of about 3
 // microseconds, in which a few loads wait for one another. A million in 8 sequences take some 60 microseconds on an

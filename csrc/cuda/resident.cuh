@@ -31,7 +31,7 @@ namespace gk::cuda {
 
 struct Exchange {  // at the start of each block's shared memory
     Sums<float> warps[kResidentThreads / kWarp];
-    Sums<double> blocks[kMostCluster];
+    Sums<double> blocks[kMaxCluster];
     Sweep sweep;
 };
 static_assert(sizeof(Exchange) <= kExchangeBytes, "the tiles begin behind it");

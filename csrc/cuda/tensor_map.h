@@ -10,13 +10,13 @@ struct alignas(64) TensorMap {
     uint64_t words[16];
 };
 
-// 16-bit elements; base and pitch are multiples of 16 bytes. A box has rows of 128 bytes, swizzled (SWIZZLE_128B): the
-// 16-byte piece c of row r lies at piece c ^ (r % 8) of that row. What lies outside of the matrix is read as zeros and
-// not written.
+// 16-bit elements; base and row stride are multiples of 16 bytes. A box has rows of 128 bytes, swizzled (SWIZZLE_128B):
+// the 16-byte piece c of row r lies at piece c ^ (r % 8) of that row. What lies outside of the matrix is read as zeros
+// and not written.
 struct TensorTiles {
     const void* base;
-    int32_t dtype;                 // kBFloat16 or kFloat16
-    int64_t rows, columns, pitch;  // elements
+    int32_t dtype;                      // kBFloat16 or kFloat16
+    int64_t rows, columns, row_stride;  // elements
     int32_t box_rows;
 };
 constexpr int kBoxBytes = 128;   // a row of a box

@@ -26,7 +26,7 @@ from .devices import Device
 TILE_ROWS, TILE_COLUMNS = 128, 256
 EXPOSED_RANGE = (0.3, 1.0)
 EXPOSED = sum(EXPOSED_RANGE) / 2
-MOST_SPLITS = 16
+MAX_SPLITS = 16
 
 
 class Gemm(NamedTuple):
@@ -57,7 +57,7 @@ def idle_seconds(gemm: Gemm, device: Device, dtype: str) -> float:
         return 0.0
     rate = device.flops[dtype]
     whole = 2 * gemm.tiles * TILE_ROWS * TILE_COLUMNS * gemm.depth / rate
-    most = MOST_SPLITS if gemm.tiles < device.multiprocessors else 1
+    most = MAX_SPLITS if gemm.tiles < device.multiprocessors else 1
     times = []
     for splits in range(1, most + 1):
         parts = 0 if splits == 1 else splits * gemm.rows * gemm.columns * 2 * 4  # bytes, written and read in float32

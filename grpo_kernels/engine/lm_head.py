@@ -5,7 +5,7 @@
     dweight += dlogits^T h       (V, H)
 
 The gradient of the logits takes their place in the scratch. 16-bit inputs with float32 logits put a 16-bit gradient
-over the front half of each float32 row (row pitch 2V), so that there is no second buffer.
+over the front half of each float32 row (row stride 2V), so that there is no second buffer.
 
 Where there are many rows, that is not enough of them for the other two products, each of which reads or writes a whole
 (V, H). Then a product chunk has 16-bit gradients of many rows in a buffer of their own, and the float32 logits in the

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..contract import chunk_pitch
+from ..contract import chunk_row_stride
 
 # 16-bit products on a CPU may add this many chunks to a 16-bit dweight, which rounds once per chunk: what the exact
 # entry of the sampled id saves (see lm_head.py) pays for that. Beyond it, sums are kept in float32.
@@ -98,11 +98,11 @@ def default_logits_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtyp
 
 def allocate_rows(rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A scratch (rows, V) of logits or their gradients; out of memory, the error names the setting that helps."""
-    pitch = chunk_pitch(vocab_size, device)
+    row_stride = chunk_row_stride(vocab_size, device)
     try:
-        if device.type == "cpu" and rows * pitch * dtype.itemsize >= _FRESH_BYTES:
-            return _take(rows * pitch * dtype.itemsize).view(dtype).view(rows, pitch)
-        return torch.empty((rows, pitch), dtype=dtype, device=device)[:, :vocab_size]
+        if device.type == "cpu" and rows * row_stride * dtype.itemsize >= _FRESH_BYTES:
+            return _take(rows * row_stride * dtype.itemsize).view(dtype).view(rows, row_stride)
+        return torch.empty((rows, row_stride), dtype=dtype, device=device)[:, :vocab_size]
     except RuntimeError as error:  # torch.OutOfMemoryError is one
         if not isinstance(error, torch.OutOfMemoryError) and "memory" not in str(error):
             raise

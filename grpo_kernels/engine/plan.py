@@ -76,8 +76,8 @@ def _rules(inputs: TokenInputs, config: GRPOConfig, constant: bool) -> tuple[Ker
     """What follows from the configuration and from which inputs are given; `constant`: see _constant_per_sequence."""
     surrogate = SURROGATE_RULES[config.surrogate]
     has_rollout = inputs.rollout_logps is not None
-    has_base = inputs.old_logps is not None or (surrogate.divides_by_rollout and has_rollout)
-    params = config.kernel_params(has_base=has_base, has_rollout=has_rollout)
+    has_old = inputs.old_logps is not None or (surrogate.divides_by_rollout and has_rollout)
+    params = config.kernel_params(has_old=has_old, has_rollout=has_rollout)
     if inputs.ref_logps is None:
         params = params._replace(kl="none", bias_correction=False)
     temperature, threshold = config.temperature, config.entropy_threshold
@@ -100,11 +100,11 @@ def _rules(inputs: TokenInputs, config: GRPOConfig, constant: bool) -> tuple[Ker
 
 
 def _needs_whole_sequences(inputs: TokenInputs, config: GRPOConfig, params: KernelParams, constant: bool) -> bool:
-    if config.off_policy_mask_threshold is not None and (params.has_base or params.has_rollout):
+    if config.off_policy_mask_threshold is not None and (params.has_old or params.has_rollout):
         return True
     if config.surrogate == "vespo":
-        return params.has_base or inputs.rollout_weights is not None  # otherwise phi is 1
+        return params.has_old or inputs.rollout_weights is not None  # otherwise phi is 1
     if params.level == "token":
         return False
     thresholded = inputs.entropy_threshold is not None or config.entropy_threshold is not None
-    return params.has_base or params.bias_correction or thresholded or not constant
+    return params.has_old or params.bias_correction or thresholded or not constant

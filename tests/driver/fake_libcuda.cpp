@@ -135,12 +135,12 @@ int cuLaunchKernelEx(const Launch* launch, void* function, void** arguments, voi
     return result;
 }
 int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* base, const unsigned long long* size,
-                           const unsigned long long* pitch, const unsigned* box, const unsigned* steps, int interleave,
-                           int swizzle, int promotion, int fill) {
-    if (pitch[0] % 16 != 0) return 1;
-    printf("map of type %d, rank %u at %zu: %llu x %llu, pitch %llu, box %u x %u, steps %u %u, %d %d %d %d\n", type,
-           rank, reinterpret_cast<size_t>(base), size[0], size[1], pitch[0], box[0], box[1], steps[0], steps[1],
-           interleave, swizzle, promotion, fill);
+                           const unsigned long long* row_stride, const unsigned* box, const unsigned* steps,
+                           int interleave, int swizzle, int promotion, int fill) {
+    if (row_stride[0] % 16 != 0) return 1;
+    printf("map of type %d, rank %u at %zu: %llu x %llu, row_stride %llu, box %u x %u, steps %u %u, %d %d %d %d\n",
+           type, rank, reinterpret_cast<size_t>(base), size[0], size[1], row_stride[0], box[0], box[1], steps[0],
+           steps[1], interleave, swizzle, promotion, fill);
     memset(map, 1, 128);
     return 0;
 }

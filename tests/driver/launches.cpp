@@ -70,8 +70,8 @@ void head() {
         for (const float softcap : {0.f, 30.f}) {
             cuda::HeadArgs args = {};
             args.rows = kRows;
-            args.width = args.hidden_pitch = args.weight_pitch = kWidth;
-            args.vocab = args.exponentials_pitch = kVocabularies[0];
+            args.width = args.hidden_row_stride = args.weight_row_stride = kWidth;
+            args.vocab = args.exponentials_row_stride = kVocabularies[0];
             args.dtype = dtype;
             args.params.softcap = softcap;
             if (!cuda::serves_head(args)) return;

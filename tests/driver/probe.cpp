@@ -50,9 +50,9 @@ void print_device() {
            d.shared_per_block, d.shared_per_multiprocessor, d.l2_bytes);
 }
 
-void make_map(int64_t pitch) {
+void make_map(int64_t row_stride) {
     TensorMap map = {};
-    encode_tensor_map({reinterpret_cast<void*>(4096), gk::kBFloat16, 300, 200, pitch, 128}, &map);
+    encode_tensor_map({reinterpret_cast<void*>(4096), gk::kBFloat16, 300, 200, row_stride, 128}, &map);
     printf("word %llx\n", static_cast<unsigned long long>(map.words[15]));
 }
 

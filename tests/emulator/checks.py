@@ -62,13 +62,13 @@ def make_logits(rows: int, vocab: int, dtype: torch.dtype, spread: float = 4.0, 
     return logits, torch.randint(vocab, (rows,), generator=generator)
 
 
-def placed(values: Tensor, pitch: int, shift: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """(a copy of `values` with this pitch, `shift` elements after a 64-byte boundary; the buffer around it)."""
+def placed(values: Tensor, row_stride: int, shift: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """(a copy of `values` with this row stride, `shift` elements after a 64-byte boundary; the buffer around it)."""
     dtype = dtype or values.dtype
     rows, columns = values.shape
-    buffer = torch.full((rows * pitch + shift + 64,), 7.5, dtype=dtype)
+    buffer = torch.full((rows * row_stride + shift + 64,), 7.5, dtype=dtype)
     skip = -buffer.data_ptr() % 64 // buffer.element_size() + shift
-    view = buffer[skip : skip + rows * pitch].view(rows, pitch)[:, :columns]
+    view = buffer[skip : skip + rows * row_stride].view(rows, row_stride)[:, :columns]
     view.copy_(values)
     return view, buffer
 
@@ -168,8 +168,8 @@ def check_rows(
     kernels: Kernels, vocab: int, dtypes: tuple[torch.dtype, torch.dtype], params: KernelParams, shift: int = 0,
     biased: bool = False,
 ) -> None:  # fmt: skip
-    """stats, gradient and single_pass of a few rows, all at a pitch of their own, each called twice: for neighbours
-    among the tokens, and for a list of tokens."""
+    """stats, gradient and single_pass of a few rows, all at a row stride of their own, each called twice: for
+    neighbours among the tokens, and for a list of tokens."""
     count, tokens = 5, 11
     values, ids = make_logits(count, vocab, dtypes[0])
     logits, _ = placed(values, vocab + 3, shift)
@@ -181,7 +181,7 @@ def check_rows(
     expected = torch.autograd.grad((g_logp * logp + g_entropy * entropy).sum(), u)[0]
     scale = (g_logp.abs() + g_entropy.abs() * 8) * params.logit_scale / temperature
     own = make_table(count, temperature=temperature, advantage=-g_logp, weight_entropy=g_entropy)
-    reinforce = params._replace(surrogate="reinforce", has_base=False)
+    reinforce = params._replace(surrogate="reinforce", has_old=False)
 
     results = []
     for rows in (Rows(3, 8), Rows(0, count, torch.tensor([7, 2, 9, 0, 4]))):
@@ -229,7 +229,7 @@ def check_in_place(kernels: Kernels, vocab: int, dtypes: tuple[torch.dtype, torc
     """Over the logits of the same type, or 16-bit over the front of the fp32 rows that they come from."""
     rows = 4
     values, ids = make_logits(rows, vocab, dtypes[0])
-    table, params = make_table(rows, advantage=-1.0), KernelParams(surrogate="reinforce", has_base=False)
+    table, params = make_table(rows, advantage=-1.0), KernelParams(surrogate="reinforce", has_old=False)
     table[FIELD["weight_entropy"], 1] = 0.2
     g = table[FIELD["weight_entropy"]]
     temperature, ones = torch.ones(rows), torch.ones(rows)
@@ -241,7 +241,7 @@ def check_in_place(kernels: Kernels, vocab: int, dtypes: tuple[torch.dtype, torc
         logits, buffer = placed(values, vocab + 3, shift)
         over = logits
         if dtypes[1] != dtypes[0]:
-            # Logits start at a multiple of 4 bytes, so a view in 16 bits exists; its pitch is twice as many elements.
+            # Logits start at a multiple of 4 bytes, so a view in 16 bits exists; its row stride is twice as long.
             start = logits.storage_offset() * 2
             over = buffer.view(dtypes[1])[start:].as_strided((rows, vocab), (2 * (vocab + 3), 1))
         assert over.data_ptr() == logits.data_ptr()
@@ -287,7 +287,7 @@ def check_extremes(kernels: Kernels, dtypes: tuple[torch.dtype, torch.dtype]) ->
     expected[rows, ids] += 1
     check_gradient(grad, expected, ones * 2)
     assert (grad[torch.isneginf(logits)] == 0).all()
-    reinforce = KernelParams(surrogate="reinforce", has_base=False)
+    reinforce = KernelParams(surrogate="reinforce", has_old=False)
     single_pass(kernels, logits, grad, ids, make_table(10, advantage=-1.0, weight_entropy=0.1), reinforce)
     check_gradient(grad, expected, ones * 2)
     assert (grad[torch.isneginf(logits)] == 0).all()
@@ -383,10 +383,10 @@ def check_sequences(kernels: Kernels, params: KernelParams) -> None:
     count, chosen = int(lengths.sum()), slice(1, 7)
     scored = torch.rand(count, generator=g) < 0.8
     scored[int(offsets[2]) : int(offsets[3])] = False  # a sequence without a scored token
-    logp, base, ref, rollout = torch.randn(4, count, generator=g) * 0.3 - 2.0
+    logp, old, ref, rollout = torch.randn(4, count, generator=g) * 0.3 - 2.0
     rollout[::4] = math.nan
     table = make_table(
-        count, base=base, ref=ref, rollout=rollout, rollout_weight=torch.rand(count, generator=g) + 0.1,
+        count, old=old, ref=ref, rollout=rollout, rollout_weight=torch.rand(count, generator=g) + 0.1,
         multiplier=torch.rand(count, generator=g), weight_ratio=torch.rand(count, generator=g),
         weight_direct=torch.rand(count, generator=g), entropy_threshold=0.2,
     )  # fmt: skip
@@ -415,22 +415,22 @@ def check_sequences(kernels: Kernels, params: KernelParams) -> None:
 # --- tokens and rewards ---------------------------------------------------------------------------------------------
 
 
-def check_reduce(kernels: Kernels, has_base: bool) -> None:
+def check_reduce(kernels: Kernels, has_old: bool) -> None:
     generator = torch.Generator().manual_seed(1)
     lengths = torch.tensor([5, 0, 17, 1, 400])
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     count, group_index = int(lengths.sum()), torch.tensor([1, 0, 0, 2, 1])
-    x, logp, entropy, value, kl, g_logp, base, rollout = torch.randn(8, count, generator=generator)
+    x, logp, entropy, value, kl, g_logp, old, rollout = torch.randn(8, count, generator=generator)
     scored = torch.rand(count, generator=generator) < 0.8
     g_logp[::3] = 0
     rollout[::4] = math.nan
-    table = make_table(count, base=base, rollout=rollout, rollout_weight=torch.rand(count, generator=generator))
+    table = make_table(count, old=old, rollout=rollout, rollout_weight=torch.rand(count, generator=generator))
     table[FIELD["weight_entropy"]] = (torch.arange(count) % 2).float() * 0.3
     table[FIELD["weight_direct"]] = (torch.arange(count) % 5).float()
     value[::5] = math.inf  # weight 0: must not count
     for tensor in (x, logp, entropy, kl, value, g_logp, *table):
         tensor[~scored] = math.nan  # padding holds anything
-    params = KernelParams(delta=1.6, log_ratio_clamp=1.0, has_base=has_base)
+    params = KernelParams(delta=1.6, log_ratio_clamp=1.0, has_old=has_old)
     values = TokenValues(torch.stack([logp, entropy, x, value, kl, g_logp]), torch.full((count,), math.nan).double())
     inputs = (scored, table, values, params, cu_seqlens, group_index, 3)
     sequences, groups, totals, extrema = found = kernels.sums(*inputs)
@@ -438,7 +438,7 @@ def check_reduce(kernels: Kernels, has_base: bool) -> None:
 
     ratio = x.double().clamp(-1, 1).exp()
     bounded, t = ratio.clamp(max=1.6), {name: table[i].double() for name, i in FIELD.items()}
-    reference = t["base"] if has_base else logp.double()
+    reference = t["old"] if has_old else logp.double()
     mismatch = torch.where(t["rollout"].isnan(), 0.0, (reference - t["rollout"]).abs())
     columns = {
         "loss": torch.where(t["weight_direct"] == 0, 0, t["weight_direct"] * value) + t["weight_entropy"] * entropy,
@@ -449,7 +449,7 @@ def check_reduce(kernels: Kernels, has_base: bool) -> None:
         "clip_low": (bounded < 0.8) & (t["advantage"] < 0),
         "clip_high": (bounded > 1.2) & (t["advantage"] > 0),
         "cispo_clip": (bounded > 0.2) & (t["advantage"] > 0),
-        "approx_kl": t["base"] - logp if has_base else 0 * logp,
+        "approx_kl": t["old"] - logp if has_old else 0 * logp,
         "mismatch": mismatch,
         "mismatch_count": ~t["rollout"].isnan(),
         "rollout_weight": t["rollout_weight"],

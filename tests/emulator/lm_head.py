@@ -26,7 +26,15 @@ POINTERS = (
     "lse",
     "entropy",
 )
-SIZES = ("rows", "width", "vocab", "hidden_pitch", "weight_pitch", "exponentials_pitch", "table_pitch")
+SIZES = (
+    "rows",
+    "width",
+    "vocab",
+    "hidden_row_stride",
+    "weight_row_stride",
+    "exponentials_row_stride",
+    "table_row_stride",
+)
 PARAMS_BYTES = len(packed(KernelParams()))
 
 
@@ -120,14 +128,14 @@ def head_args(
     **given: Tensor | None,
 ) -> HeadArgs:
     tensors = dict(given, hidden=hidden, weight=weight, bias=bias, ids=ids)
-    pitches = {
-        f"{n}_pitch": tensors[n].stride(0)
+    row_strides = {
+        f"{n}_row_stride": tensors[n].stride(0)
         for n in ("hidden", "weight", "exponentials", "table")
         if tensors.get(n) is not None
     }
     return HeadArgs(
         **{name: None if x is None else x.data_ptr() for name, x in tensors.items()},
-        **pitches,
+        **row_strides,
         rows=hidden.shape[0],
         width=hidden.shape[1],
         vocab=weight.shape[0],

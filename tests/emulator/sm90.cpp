@@ -92,7 +92,7 @@ uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; 
 
 uint16_t* element(const TensorTiles& tiles, int64_t row, int64_t column) {
     if (row < 0 || row >= tiles.rows || column < 0 || column >= tiles.columns) return nullptr;
-    return static_cast<uint16_t*>(const_cast<void*>(tiles.base)) + row * tiles.pitch + column;
+    return static_cast<uint16_t*>(const_cast<void*>(tiles.base)) + row * tiles.row_stride + column;
 }
 
 // body(address in the box, element of the matrix or null)
@@ -292,8 +292,9 @@ namespace gk::cuda {
 
 void encode_tensor_map(const TensorTiles& tiles, TensorMap* map) {
     static_assert(sizeof tiles <= sizeof map->words, "");
-    if (reinterpret_cast<uintptr_t>(tiles.base) % 16 != 0 || tiles.pitch % 8 != 0 || tiles.pitch < tiles.columns ||
-        tiles.rows < 1 || tiles.columns < 1 || tiles.box_rows < 1 || tiles.box_rows > 256)
+    if (reinterpret_cast<uintptr_t>(tiles.base) % 16 != 0 || tiles.row_stride % 8 != 0 ||
+        tiles.row_stride < tiles.columns || tiles.rows < 1 || tiles.columns < 1 || tiles.box_rows < 1 ||
+        tiles.box_rows > 256)
         throw std::runtime_error("emulator: a matrix that TMA cannot describe");
     *map = {};
     memcpy(map->words, &tiles, sizeof tiles);

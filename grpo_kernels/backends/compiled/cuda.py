@@ -14,7 +14,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ...contract import FIELD, KernelParams, RowStats, chunk_pitch
+from ...contract import FIELD, KernelParams, RowStats, chunk_row_stride
 from ..checks import check_head, check_scaled, check_table, check_vectors, contiguous_rows
 from ..launch import best_first
 from ..pytorch.backend import TorchBackend
@@ -82,12 +82,12 @@ class CudaBackend(CompiledBackend):
         count, (vocab, width) = hidden.numel() // hidden.shape[-1], weight.shape
         # Hidden states and exponentials are not there yet: they get memory that is aligned.
         head = ALIGNED, width, weight.data_ptr(), weight.stride(0), self.dtypes[weight.dtype], count, width, vocab
-        served, pitch = ["rows"], chunk_pitch(vocab, weight.device)
+        served, row_stride = ["rows"], chunk_row_stride(vocab, weight.device)
         with self.where(weight.device):
             if self.module.serves_head(*head, 0, 0):
                 served.append("linear")
             # float16 cannot hold e^(z - z_id)
-            if weight.dtype == torch.bfloat16 and self.module.serves_head(*head, ALIGNED, pitch):
+            if weight.dtype == torch.bfloat16 and self.module.serves_head(*head, ALIGNED, row_stride):
                 served.append("anchored")
         return best_first("cuda_strategy", tuple(served), weight)
 

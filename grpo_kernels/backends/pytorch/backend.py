@@ -34,19 +34,21 @@ class TorchBackend(GatheringBackend):
         ids: Tensor,
         table: Tensor,
         params: KernelParams,
-        residual: Tensor | None = None,
+        rounding_error: Tensor | None = None,
     ) -> RowStats:
         """Statistics, objective and gradient of a chunk whose tokens depend on themselves alone."""
         temperature = table[FIELD["temperature"]]
         stats = self.stats(logits, ids, temperature, params)
-        log_ratio = stats.logp - table[FIELD["base"]] if params.has_base else torch.zeros_like(stats.logp)
+        log_ratio = stats.logp - table[FIELD["old"]] if params.has_old else torch.zeros_like(stats.logp)
         result = objective(log_ratio, stats.logp, stats.entropy, table, params)
         g_logp = torch.zeros_like(stats.logp)
         for name, slope in (("weight_ratio", result.d_ratio), ("weight_direct", result.d_direct)):
             weight = table[FIELD[name]]
             g_logp = g_logp + torch.where(weight != 0, weight * slope, 0.0)
         g_entropy = table[FIELD["weight_entropy"]]
-        self.gradient(logits, grad, ids, temperature, stats.lse, stats.entropy, g_logp, g_entropy, params, residual)
+        self.gradient(
+            logits, grad, ids, temperature, stats.lse, stats.entropy, g_logp, g_entropy, params, rounding_error
+        )
         return stats
 
     def stats(self, logits: Tensor, ids: Tensor, temperature: Tensor, params: KernelParams) -> RowStats:
@@ -75,11 +77,11 @@ class TorchBackend(GatheringBackend):
         g_logp: Tensor,
         g_entropy: Tensor,
         params: KernelParams,
-        residual: Tensor | None = None,
+        rounding_error: Tensor | None = None,
     ) -> None:
         """Write d loss / d logits to `grad` (C, V), which may be the memory of the logits.
 
-        residual (C,) receives what rounding to the type of `grad` took from the sampled id's own entry.
+        rounding_error (C,) receives what rounding to the type of `grad` took from the sampled id's own entry.
         """
         z, chain = _transform(logits, temperature, params)
         # Two subtractions: lse rounded to the type of z, then what the rounding left.
@@ -97,9 +99,9 @@ class TorchBackend(GatheringBackend):
             dz.mul_(chain)
         silent = (g_logp == 0) & (g_entropy == 0)
         grad.copy_(dz.masked_fill_(silent[:, None], 0.0))
-        if residual is not None:
+        if rounding_error is not None:
             exact, rounded = (x.gather(1, ids[:, None]).squeeze(1) for x in (dz, grad))
-            residual.copy_(exact - rounded)
+            rounding_error.copy_(exact - rounded)
 
     def objective(
         self, log_ratio: Tensor, logp: Tensor, entropy: Tensor, table: Tensor, params: KernelParams
@@ -126,7 +128,7 @@ class TorchBackend(GatheringBackend):
         field = dict(zip(FIELD, table, strict=True))
         ratio = clamp_log_ratio(log_ratio, params)[0].exp()
         bounded, advantage = ratio.clamp(max=params.delta), field["advantage"]
-        behaviour = field["base"] if params.has_base else logp
+        behaviour = field["old"] if params.has_old else logp
         known = ~field["rollout"].isnan()
         # DPPO and IPO divide by the rollout itself: there the current policy is compared with it.
         trained = logp if params.surrogate in ("dppo_tv", "ipo") else behaviour

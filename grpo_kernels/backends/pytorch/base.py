@@ -20,7 +20,7 @@ class _RowFunctions(Protocol):
         ids: Tensor,
         table: Tensor,
         params: KernelParams,
-        residual: Tensor | None = None,
+        rounding_error: Tensor | None = None,
     ) -> RowStats: ...
 
     def stats(self, logits: Tensor, ids: Tensor, temperature: Tensor, params: KernelParams) -> RowStats: ...
@@ -36,7 +36,7 @@ class _RowFunctions(Protocol):
         g_logp: Tensor,
         g_entropy: Tensor,
         params: KernelParams,
-        residual: Tensor | None = None,
+        rounding_error: Tensor | None = None,
     ) -> None: ...
 
     def reduce(

@@ -64,12 +64,12 @@ def plan_tokens(
     if inputs.ref_logps is not None:
         put("ref", tokens(inputs.ref_logps, 0.0))
     if inputs.old_logps is not None:
-        put("base", tokens(inputs.old_logps, 0.0))
+        put("old", tokens(inputs.old_logps, 0.0))
     if rules.divides_by_rollout and inputs.rollout_logps is not None:
         # Where the sampling engine's is unknown (NaN): the old policy's, else no surrogate.
         rollout = tokens(inputs.rollout_logps, 0.0)
         unknown = rollout.isnan()
-        put("base", torch.where(unknown, table[FIELD["base"]], rollout))
+        put("old", torch.where(unknown, table[FIELD["old"]], rollout))
         if inputs.old_logps is None:
             put("multiplier", torch.where(unknown, 0.0, table[FIELD["multiplier"]]))
     of_sequence = rules.whole_sequences or rules.level != "token"

@@ -62,7 +62,7 @@ REPAIR_COLUMNS, REPAIR_BLOCK, REPAIR_WARPS = 32, 256, 8
 
 @triton.jit(do_not_specialize=["ids", "count"])
 def anchor_kernel(
-    hidden, weight, bias, ids, y_ids, slope_ids, count, vocab, width, hidden_pitch, weight_pitch, p,
+    hidden, weight, bias, ids, y_ids, slope_ids, count, vocab, width, hidden_row_stride, weight_row_stride, p,
     CAPPED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """y and the softcap's slope of the sampled ids; 0 and 1 for an id outside the vocabulary."""
@@ -74,8 +74,8 @@ def anchor_kernel(
     for first in range(0, width, BLOCK):
         inner = first + tl.arange(0, BLOCK)
         wanted = known[:, None] & (inner < width)[None, :]
-        h = tl.load(hidden + rows[:, None] * hidden_pitch + inner[None, :], mask=wanted, other=0.0)
-        w = tl.load(weight + id_[:, None] * weight_pitch + inner[None, :], mask=wanted, other=0.0)
+        h = tl.load(hidden + rows[:, None] * hidden_row_stride + inner[None, :], mask=wanted, other=0.0)
+        w = tl.load(weight + id_[:, None] * weight_row_stride + inner[None, :], mask=wanted, other=0.0)
         sums += h.to(tl.float32) * w.to(tl.float32)
     u = tl.sum(sums, 1)
     if bias is not None:
@@ -107,7 +107,7 @@ def store_exponentials(
 @triton.jit(do_not_specialize=["ids", "temperature", "count", "parts", "per_part", "group"])
 def exponential_kernel(
     hidden, weight, bias, ids, temperature, y_ids, exps, partials,
-    count, vocab, width, hidden_pitch, weight_pitch, parts, per_part, group, exps_pitch, p,
+    count, vocab, width, hidden_row_stride, weight_row_stride, parts, per_part, group, exps_row_stride, p,
     CAPPED: tl.constexpr, TMA: tl.constexpr, EVEN_H: tl.constexpr, EVEN_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -119,15 +119,15 @@ def exponential_kernel(
     to_z, _chain = logit_scales(p, tl.load(temperature + rows, mask=live, other=1.0), CAPPED)
     to_exponent = (to_z * INV_LN2).to(tl.float32)
     y_id = tl.load(y_ids + rows, mask=live, other=0.0)
-    exps_at = exps + rows.to(tl.int64) * exps_pitch
+    exps_at = exps + rows.to(tl.int64) * exps_row_stride
     rest = tl.zeros((BLOCK_M,), tl.float64)
     moment = tl.zeros((BLOCK_M,), tl.float64)
     first_tile = part * per_part
     last_tile = tl.minimum(first_tile + per_part, tl.cdiv(vocab, BLOCK_V))
     for tile in tl.range(first_tile, last_tile, flatten=True):
         acc = product(
-            hidden, weight, token_tile * BLOCK_M, tile * BLOCK_V, count, vocab, width, hidden_pitch, weight_pitch,
-            TMA, EVEN_H, BLOCK_M, BLOCK_V, BLOCK_H,
+            hidden, weight, token_tile * BLOCK_M, tile * BLOCK_V, count, vocab, width,
+            hidden_row_stride, weight_row_stride, TMA, EVEN_H, BLOCK_M, BLOCK_V, BLOCK_H,
         )  # fmt: skip
         pieces = quarters(acc)
         for i in tl.static_range(4):
@@ -140,11 +140,11 @@ def exponential_kernel(
     tl.store(at + parts.to(tl.int64) * count, moment, mask=live)
 
 
-@triton.jit(do_not_specialize=["ids", "table", "count", "parts", "table_pitch"])
+@triton.jit(do_not_specialize=["ids", "table", "count", "parts", "table_row_stride"])
 def scale_kernel(
-    partials, y_ids, slope_ids, ids, table, exps, logp, lse, entropy, scale, overflown,
-    count, vocab, parts, exps_pitch, table_pitch, p,
-    SURROGATE: tl.constexpr, KL: tl.constexpr, HAS_BASE: tl.constexpr, BIAS_CORRECTION: tl.constexpr,
+    partials, y_ids, slope_ids, ids, table, exps, logp, lse, entropy, scale, overflowed,
+    count, vocab, parts, exps_row_stride, table_row_stride, p,
+    SURROGATE: tl.constexpr, KL: tl.constexpr, HAS_OLD: tl.constexpr, BIAS_CORRECTION: tl.constexpr,
     CAPPED: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Statistics, v and E_id of every row; where the sum overflowed, repair_kernel writes them again."""
@@ -153,7 +153,7 @@ def scale_kernel(
     id_ = column_of(tl.load(ids + rows, mask=live, other=-1), vocab)
     known = live & (id_ >= 0)
     token = table + rows
-    to_z, chain = logit_scales(p, tl.load(token + TEMPERATURE * table_pitch, mask=live, other=1.0), CAPPED)
+    to_z, chain = logit_scales(p, tl.load(token + TEMPERATURE * table_row_stride, mask=live, other=1.0), CAPPED)
     rest = tl.zeros((ROWS,), tl.float64)
     moment = tl.zeros((ROWS,), tl.float64)
     for first in range(0, parts, PARTS):
@@ -164,7 +164,7 @@ def scale_kernel(
     y_id = tl.load(y_ids + rows, mask=live, other=0.0)
     # Where the anchor is NaN, so are the hidden states: there is nothing to repair.
     lost = known & ~(rest <= LARGEST_REST) & (y_id == y_id)
-    tl.store(overflown + rows, lost.to(tl.int8), mask=live)
+    tl.store(overflowed + rows, lost.to(tl.int8), mask=live)
     log_sum = tl.where(known, log1p(rest), float("nan"))  # an id outside the vocabulary has no probability
     log_p = (-log_sum).to(tl.float32)
     h = (log_sum - LN2 * moment / (1.0 + rest)).to(tl.float32)
@@ -172,30 +172,32 @@ def scale_kernel(
     tl.store(lse + rows, y_id.to(tl.float64) * to_z + log_sum, mask=live)
     tl.store(entropy + rows, h, mask=live)
 
-    _, _, _, g_logp = evaluate_token(token, table_pitch, live, log_p, h, p, SURROGATE, KL, HAS_BASE, BIAS_CORRECTION)
+    _, _, _, g_logp = evaluate_token(
+        token, table_row_stride, live, log_p, h, p, SURROGATE, KL, HAS_OLD, BIAS_CORRECTION
+    )
     v = (-g_logp * chain / (1.0 + rest)).to(tl.float32)
     tl.store(scale + rows, tl.where(g_logp == 0.0, 0.0, v), mask=live)
     slope_id = tl.load(slope_ids + rows, mask=live, other=0.0)
-    at_id = exps + rows.to(tl.int64) * exps_pitch + id_
+    at_id = exps + rows.to(tl.int64) * exps_row_stride + id_
     tl.store(at_id, (-rest.to(tl.float32) * slope_id).to(exps.dtype.element_ty), mask=known)
 
 
-@triton.jit(do_not_specialize=["ids", "table", "table_pitch"])
+@triton.jit(do_not_specialize=["ids", "table", "table_row_stride"])
 def repair_kernel(
-    hidden, weight, bias, ids, table, exps, logp, lse, entropy, scale, overflown,
-    vocab, width, hidden_pitch, weight_pitch, exps_pitch, table_pitch, p,
-    SURROGATE: tl.constexpr, KL: tl.constexpr, HAS_BASE: tl.constexpr, BIAS_CORRECTION: tl.constexpr,
+    hidden, weight, bias, ids, table, exps, logp, lse, entropy, scale, overflowed,
+    vocab, width, hidden_row_stride, weight_row_stride, exps_row_stride, table_row_stride, p,
+    SURROGATE: tl.constexpr, KL: tl.constexpr, HAS_OLD: tl.constexpr, BIAS_CORRECTION: tl.constexpr,
     CAPPED: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row, again, if its sum overflowed: as in rows.py relative to the maximum, from logits computed twice."""
-    if tl.load(overflown + tl.program_id(0)) == 0:
+    if tl.load(overflowed + tl.program_id(0)) == 0:
         return
     rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     live = rows >= 0
-    h = hidden + rows * hidden_pitch
+    h = hidden + rows * hidden_row_stride
     id_ = tl.load(ids + rows)
     token = table + rows
-    to_z, chain = logit_scales(p, tl.load(token + TEMPERATURE * table_pitch), CAPPED)
+    to_z, chain = logit_scales(p, tl.load(token + TEMPERATURE * table_row_stride), CAPPED)
     to_exponent = (to_z * INV_LN2).to(tl.float32)
 
     top = tl.full((1,), -float("inf"), tl.float32)
@@ -205,7 +207,7 @@ def repair_kernel(
     slope_id = tl.zeros((1,), tl.float32)
     for first in range(0, vocab, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
-        y, slope = row_logits(h, weight, bias, columns, vocab, width, weight_pitch, p, CAPPED, BLOCK)
+        y, slope = row_logits(h, weight, bias, columns, vocab, width, weight_row_stride, p, CAPPED, BLOCK)
         top, total, moment = add_block(y[None, :], top, total, moment, to_exponent)
         own = columns == id_
         y_id += tl.sum(tl.where(own, y, 0.0), 0)
@@ -217,7 +219,7 @@ def repair_kernel(
     tl.store(lse + rows, top.to(tl.float64) * to_z + log_sum)
     tl.store(entropy + rows, nats)
     _, _, _, g_logp = evaluate_token(
-        token, table_pitch, live, log_p, nats, p, SURROGATE, KL, HAS_BASE, BIAS_CORRECTION
+        token, table_row_stride, live, log_p, nats, p, SURROGATE, KL, HAS_OLD, BIAS_CORRECTION
     )  # fmt: skip
     tl.store(scale + rows, tl.where(g_logp == 0.0, 0.0, (-g_logp * chain / total).to(tl.float32)))
 
@@ -226,19 +228,19 @@ def repair_kernel(
     reference = tl.where(top == -float("inf"), 0.0, top)
     for first in range(0, vocab, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
-        y, slope = row_logits(h, weight, bias, columns, vocab, width, weight_pitch, p, CAPPED, BLOCK)
+        y, slope = row_logits(h, weight, bias, columns, vocab, width, weight_row_stride, p, CAPPED, BLOCK)
         e = tl.exp2(exponent(y, reference, to_exponent)) * slope
         e = tl.where(columns == id_, e_id, e)
-        tl.store(exps + rows * exps_pitch + columns, e.to(exps.dtype.element_ty), mask=columns < vocab)
+        tl.store(exps + rows * exps_row_stride + columns, e.to(exps.dtype.element_ty), mask=columns < vocab)
 
 
 @triton.jit
 def row_logits(
-    h, weight, bias, columns, vocab, width, weight_pitch, p, CAPPED: tl.constexpr, BLOCK: tl.constexpr
+    h, weight, bias, columns, vocab, width, weight_row_stride, p, CAPPED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """(y, slope of the softcap) of one row of hidden states at these columns; y is -inf past the vocabulary's end."""
     inside = columns < vocab
-    w = weight + tl.where(inside, columns, 0).to(tl.int64) * weight_pitch
+    w = weight + tl.where(inside, columns, 0).to(tl.int64) * weight_row_stride
     sums = tl.zeros((columns.shape[0], BLOCK), tl.float32)
     for first in range(0, width, BLOCK):
         inner = first + tl.arange(0, BLOCK)
@@ -268,18 +270,18 @@ def anchored(
     (count, width), vocab = hidden.shape, weight.shape[0]
     work = prepare("anchored", hidden, weight)
     temperature = table[FIELD["temperature"]]
-    pitches = hidden.stride(0), weight.stride(0)
+    row_strides = hidden.stride(0), weight.stride(0)
     out = empty_stats(count, hidden.device)
     # Three tensors, not three rows of one: each is to begin on 16 bytes, whatever the count.
     y_ids, slope_ids, scale = (torch.empty(count, dtype=torch.float32, device=hidden.device) for _ in range(3))
     partials = torch.empty(2, work.parts, count, dtype=torch.float64, device=hidden.device)
-    overflown = torch.empty(count, dtype=torch.int8, device=hidden.device)
+    overflowed = torch.empty(count, dtype=torch.int8, device=hidden.device)
     p, capped = scalars(params), params.softcap != 0.0
     compiled_in = dict(CAPPED=capped, **variant(params))
-    results = *out, scale, overflown
+    results = *out, scale, overflowed
 
     anchor_kernel[(triton.cdiv(count, ANCHOR_ROWS),)](
-        hidden, weight, bias, ids, y_ids, slope_ids, count, vocab, width, *pitches, p,
+        hidden, weight, bias, ids, y_ids, slope_ids, count, vocab, width, *row_strides, p,
         CAPPED=capped, ROWS=ANCHOR_ROWS, BLOCK=ANCHOR_BLOCK,
     )  # fmt: skip
     exponential_kernel[work.grid](
@@ -293,7 +295,7 @@ def anchored(
     )  # fmt: skip
     repair_kernel[(count,)](
         hidden, weight, bias, ids, table, exps, *results,
-        vocab, width, *pitches, exps.stride(0), table.stride(0), p,
+        vocab, width, *row_strides, exps.stride(0), table.stride(0), p,
         COLUMNS=REPAIR_COLUMNS, BLOCK=REPAIR_BLOCK, num_warps=REPAIR_WARPS, **compiled_in,
     )  # fmt: skip
     return out, scale

@@ -34,7 +34,7 @@ from .sequences import sequence_objective
 
 
 class TritonBackend:
-    """Row kernels for logits (C, V) in fp32, bf16 or fp16, any row pitch; everything per token is fp32."""
+    """Row kernels for logits (C, V) in fp32, bf16 or fp16, any row stride; everything per token is fp32."""
 
     name = "triton"
 

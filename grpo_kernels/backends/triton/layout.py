@@ -9,7 +9,7 @@ from ...contract import COLUMN, COLUMNS, FIELD, TABLE_FIELDS, VALUE_FIELDS
 
 # Rows of the table.
 ADVANTAGE: tl.constexpr = tl.constexpr(FIELD["advantage"])
-BASE: tl.constexpr = tl.constexpr(FIELD["base"])
+OLD: tl.constexpr = tl.constexpr(FIELD["old"])
 REF: tl.constexpr = tl.constexpr(FIELD["ref"])
 MULTIPLIER: tl.constexpr = tl.constexpr(FIELD["multiplier"])
 WEIGHT_RATIO: tl.constexpr = tl.constexpr(FIELD["weight_ratio"])

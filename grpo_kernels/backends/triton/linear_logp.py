@@ -57,7 +57,7 @@ def add_logits(
 @triton.jit(do_not_specialize=["ids", "temperature", "count", "parts", "per_part", "group"])
 def partial_kernel(
     hidden, weight, bias, ids, temperature, partials, y_ids,
-    count, vocab, width, hidden_pitch, weight_pitch, parts, per_part, group, p,
+    count, vocab, width, hidden_row_stride, weight_row_stride, parts, per_part, group, p,
     CAPPED: tl.constexpr, ENTROPY: tl.constexpr, TMA: tl.constexpr, EVEN_H: tl.constexpr, EVEN_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -76,8 +76,8 @@ def partial_kernel(
     last_tile = tl.minimum(first_tile + per_part, tl.cdiv(vocab, BLOCK_V))
     for tile in tl.range(first_tile, last_tile, flatten=True):
         acc = product(
-            hidden, weight, token_tile * BLOCK_M, tile * BLOCK_V, count, vocab, width, hidden_pitch, weight_pitch,
-            TMA, EVEN_H, BLOCK_M, BLOCK_V, BLOCK_H,
+            hidden, weight, token_tile * BLOCK_M, tile * BLOCK_V, count, vocab, width,
+            hidden_row_stride, weight_row_stride, TMA, EVEN_H, BLOCK_M, BLOCK_V, BLOCK_H,
         )  # fmt: skip
         pieces = quarters(acc)
         for i in tl.static_range(4):

@@ -33,7 +33,7 @@ from ..launch import MatmulLaunch, matmul_launch
 from .maths import softcap
 
 GROUP_BYTES = 16 << 20  # a third to a half of the L2 cache of data-center GPUs
-MOST_PARTS = 256  # bounds the memory of partial results
+MAX_PARTS = 256  # bounds the memory of partial results
 PROGRAM_START = 0.05  # filling the pipeline of a program, in tiles
 COMBINED_ROWS, COMBINED_PARTS = 16, 32  # a program that combines parts: its rows, the parts that it loads at once
 SINGLE_BLOCKS = (64, 64, 32)  # block_m, block_v, block_h at most, for float32
@@ -52,7 +52,7 @@ def place(token_tiles, parts, group):
 
 @triton.jit
 def product(
-    hidden, weight, first_row, first_column, count, vocab, width, hidden_pitch, weight_pitch,
+    hidden, weight, first_row, first_column, count, vocab, width, hidden_row_stride, weight_row_stride,
     TMA: tl.constexpr, EVEN_H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """hidden[first_row :] weight[first_column :]^T, (BLOCK_M, BLOCK_V) float32."""
@@ -67,8 +67,8 @@ def product(
         rows = tl.minimum(first_row + tl.arange(0, BLOCK_M), count - 1).to(tl.int64)
         columns = tl.minimum(first_column + tl.arange(0, BLOCK_V), vocab - 1).to(tl.int64)
         inner = tl.arange(0, BLOCK_H)
-        h_at = hidden + rows[:, None] * hidden_pitch + inner[None, :]
-        w_at = weight + columns[None, :] * weight_pitch + inner[:, None]
+        h_at = hidden + rows[:, None] * hidden_row_stride + inner[None, :]
+        w_at = weight + columns[None, :] * weight_row_stride + inner[:, None]
         for first in range(0, width, BLOCK_H):
             if EVEN_H:
                 h = tl.load(h_at + first)
@@ -154,7 +154,7 @@ def _tiles_per_part(token_tiles: int, tiles: int, slots: int) -> int:
     def time(per_part: int) -> float:
         return triton.cdiv(token_tiles * triton.cdiv(tiles, per_part), slots) * (per_part + PROGRAM_START)
 
-    return min(range(triton.cdiv(tiles, MOST_PARTS), tiles + 1), key=time)
+    return min(range(triton.cdiv(tiles, MAX_PARTS), tiles + 1), key=time)
 
 
 @cache
@@ -167,7 +167,7 @@ class Product(NamedTuple):
 
     grid: tuple[int]
     operands: tuple[Tensor | TensorDescriptor, Tensor | TensorDescriptor]
-    numbers: tuple[int, ...]  # count, vocab, width, hidden_pitch, weight_pitch, parts, per_part, group
+    numbers: tuple[int, ...]  # count, vocab, width, hidden_row_stride, weight_row_stride, parts, per_part, group
     parts: int
     options: dict[str, int | bool]
 
@@ -203,5 +203,5 @@ def prepare(kernel: str, hidden: Tensor, weight: Tensor) -> Product:
 
 def _describable(x: Tensor) -> bool:
     """What the tensor memory accelerator asks of a matrix."""
-    pitch = x.stride(0) * x.element_size()
-    return x.numel() > 0 and x.data_ptr() % 16 == 0 and pitch % 16 == 0 and x.stride(0) >= x.shape[1]
+    row_stride = x.stride(0) * x.element_size()
+    return x.numel() > 0 and x.data_ptr() % 16 == 0 and row_stride % 16 == 0 and x.stride(0) >= x.shape[1]

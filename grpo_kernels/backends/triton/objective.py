@@ -3,11 +3,11 @@
     value = keep * multiplier * surrogate(x, logp, A) + beta * KL(logp, ref) * (r if bias-corrected else 1)
     r     = exp(clamp(x)),   keep = entropy >= entropy_threshold
 
-x is the raw log ratio: logp - base for a token, a mean or sum of those for a sequence, 0 without a base. The total
+x is the raw log ratio: logp - old for a token, a mean or sum of those for a sequence, 0 without old. The total
 derivative with respect to logp is d_ratio * dx/dlogp + d_direct. Where a clamp acts, the derivative is 0. A factor that
 is 0 selects an exact 0 and is never multiplied with something that may be infinite.
 
-The variant (SURROGATE, KL, HAS_BASE, BIAS_CORRECTION) is compiled in; the numbers (`Scalars`) are run-time float32
+The variant (SURROGATE, KL, HAS_OLD, BIAS_CORRECTION) is compiled in; the numbers (`Scalars`) are run-time float32
 values. Of a batch's table and values kernels pass the address of a token's own column, and `tokens`, the number of
 columns, from one field to the next.
 """
@@ -22,12 +22,12 @@ import triton.language as tl
 from ...contract import EXPONENT_LIMIT, PRODUCT_LIMIT, KernelParams
 from .layout import (
     ADVANTAGE,
-    BASE,
     ENTROPY_THRESHOLD,
     G_LOGP,
     KL_VALUE,
     LOG_RATIO,
     MULTIPLIER,
+    OLD,
     REF,
     VALUE,
     WEIGHT_DIRECT,
@@ -69,7 +69,7 @@ def scalars(params: KernelParams) -> Scalars:
 def variant(params: KernelParams) -> dict[str, Any]:
     """What of a token's objective is compiled in."""
     return dict(
-        SURROGATE=params.surrogate, KL=params.kl, HAS_BASE=params.has_base, BIAS_CORRECTION=params.bias_correction
+        SURROGATE=params.surrogate, KL=params.kl, HAS_OLD=params.has_old, BIAS_CORRECTION=params.bias_correction
     )
 
 
@@ -282,10 +282,10 @@ def weighted(weight, slope):
 
 
 @triton.jit
-def own_log_ratio(column, tokens, live, logp, HAS_BASE: tl.constexpr):
+def own_log_ratio(column, tokens, live, logp, HAS_OLD: tl.constexpr):
     """The raw log ratio of the token alone; `column` points to its column of the table."""
-    if HAS_BASE:
-        return logp - tl.load(column + BASE * tokens, mask=live, other=0.0)
+    if HAS_OLD:
+        return logp - tl.load(column + OLD * tokens, mask=live, other=0.0)
     return tl.zeros_like(logp)
 
 
@@ -304,10 +304,10 @@ def objective_at(
 @triton.jit
 def evaluate_token(
     column, tokens, live, logp, entropy, p,
-    SURROGATE: tl.constexpr, KL: tl.constexpr, HAS_BASE: tl.constexpr, BIAS_CORRECTION: tl.constexpr,
+    SURROGATE: tl.constexpr, KL: tl.constexpr, HAS_OLD: tl.constexpr, BIAS_CORRECTION: tl.constexpr,
 ):  # fmt: skip
     """(log ratio, value, KL, d loss / d logp) of tokens that depend on themselves alone."""
-    x = own_log_ratio(column, tokens, live, logp, HAS_BASE)
+    x = own_log_ratio(column, tokens, live, logp, HAS_OLD)
     multiplier = tl.load(column + MULTIPLIER * tokens, mask=live, other=0.0)
     value, d_ratio, d_direct, kl = objective_at(
         column, tokens, live, x, logp, entropy, multiplier, p, SURROGATE, KL, BIAS_CORRECTION

@@ -25,9 +25,9 @@ from ...contract import TABLE_FIELDS, VALUE_FIELDS, PlannedTokens, PlanRules, To
 from ..launch import token_launch
 from .layout import (
     ADVANTAGE,
-    BASE,
     ENTROPY_THRESHOLD,
     MULTIPLIER,
+    OLD,
     REF,
     ROLLOUT,
     ROLLOUT_WEIGHT,
@@ -108,19 +108,19 @@ def surrogate_inputs(
     advantages, old, rollout, rollout_weights, token, sequence, unmasked, rules,
     ADVANTAGES: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
-    """(advantage, base, multiplier, rollout weight, whether the surrogate moves the token by itself)."""
+    """(advantage, log-probability to divide by, multiplier, rollout weight, whether the surrogate has a gradient)."""
     advantage = given(advantages, token, sequence, unmasked, 0.0, ADVANTAGES)
-    base = given(old, token, sequence, unmasked, 0.0, "token")
+    divisor = given(old, token, sequence, unmasked, 0.0, "token")
     weight = given(rollout_weights, token, sequence, unmasked, 1.0, WEIGHTS)
     multiplier = tl.where(rules.multiplies_rollout_weight != 0.0, weight, 1.0)
     if rollout is not None:
         sampled = given(rollout, token, sequence, unmasked, 0.0, "token")
         divides, known = rules.divides_by_rollout != 0.0, sampled == sampled
-        base = tl.where(divides & known, sampled, base)
+        divisor = tl.where(divides & known, sampled, divisor)
         if old is None:  # nothing to divide by: no surrogate
             multiplier = tl.where(divides & ~known, 0.0, multiplier)
     moved = unmasked & (multiplier != 0.0) & ((advantage != 0.0) | (rules.needs_advantage == 0.0))
-    return advantage, base, multiplier, weight, moved
+    return advantage, divisor, multiplier, weight, moved
 
 
 @triton.jit(do_not_specialize=[
@@ -220,7 +220,7 @@ def table_kernel(
     per_token = tl.div_rn(-rules.entropy_coef * share, total) * m
     weight_entropy = tl.where(rules.entropy_coef == 0.0, 0.0, per_token)
 
-    advantage, base, multiplier, rollout_weight, moved = surrogate_inputs(
+    advantage, divisor, multiplier, rollout_weight, moved = surrogate_inputs(
         advantages, old, rollout, rollout_weights, t, s, unmasked, rules, ADVANTAGES, WEIGHTS
     )
     own_temperature = tl.full(t.shape, 1.0, tl.float32) * rules.temperature
@@ -232,7 +232,7 @@ def table_kernel(
 
     column = table + t
     tl.store(column + ADVANTAGE * tokens, advantage, mask=inside)
-    tl.store(column + BASE * tokens, base, mask=inside)
+    tl.store(column + OLD * tokens, divisor, mask=inside)
     tl.store(column + REF * tokens, given(ref, t, s, unmasked, 0.0, "token"), mask=inside)
     tl.store(column + MULTIPLIER * tokens, multiplier, mask=inside)
     tl.store(column + WEIGHT_RATIO * tokens, weight_ratio, mask=inside)

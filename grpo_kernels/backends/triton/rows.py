@@ -19,8 +19,8 @@ and what is written lies at or before what has been read.
 
 A mask keeps 128-bit accesses only if it provably never ends within 16 bytes, so blocks end at the last multiple of
 `GROUP` columns. Where V is no multiple (`RAGGED`), half a block follows for the columns that are left; otherwise it is
-not compiled. Rows must provably start on 16 bytes as well: chunk_pitch sees to it in the scratch; a caller's own logits
-may have any pitch, and are then read one by one. What registers say about that half block (sm_90, V = 50,257):
+not compiled. Rows must provably start on 16 bytes as well: chunk_row_stride sees to it in the scratch; a caller's own
+logits may have any row stride, and are then read one by one. Registers for that half block (sm_90, V = 50,257):
     40 as it is; 64 and no 128-bit access if all blocks were masked by V
     97 without the loop of one turn around it: LLVM keeps its addresses and masks from one sweep to the other
     48 instead of 32 in the gradient alone with fewer columns: Triton spreads those over threads in another way, and has
@@ -222,7 +222,7 @@ def store_statistics(values, lse, token, tokens, live, logp, total, entropy):
 
 @triton.jit(do_not_specialize=["ids", "start", "index", "temperature", "values", "lse", "count", "tokens"])
 def statistics_kernel(
-    logits, bias, ids, start, index, temperature, values, lse, count, tokens, vocab, pitch, p,
+    logits, bias, ids, start, index, temperature, values, lse, count, tokens, vocab, row_stride, p,
     CAPPED: tl.constexpr, RAGGED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -230,7 +230,7 @@ def statistics_kernel(
     token = tokens_of(rows, start, index, live)
     id_ = tl.load(ids + token, mask=live, other=0)
     to_z, _ = logit_scales(p, tl.load(temperature + token, mask=live, other=1.0), CAPPED)
-    u = logits + rows * pitch
+    u = logits + rows * row_stride
     top, log_sum, logp, h = row_statistics(u, bias, live, id_, vocab, to_z, p, CAPPED, RAGGED, ROWS, BLOCK)
     store_statistics(values, lse, token, tokens, live, logp, top.to(tl.float64) * to_z + log_sum, h)
 
@@ -240,7 +240,7 @@ def statistics_kernel(
 ])  # fmt: skip
 def gradient_kernel(
     logits, grad, bias, rounding_error, ids, start, index, temperature, values, lse, g_logp, g_entropy,
-    count, tokens, vocab, pitch, grad_pitch, p,
+    count, tokens, vocab, row_stride, grad_row_stride, p,
     CAPPED: tl.constexpr, OVERLAP: tl.constexpr, RAGGED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -256,7 +256,8 @@ def gradient_kernel(
     by_logp = tl.load(g_logp + token, mask=live, other=0.0)
     by_entropy = tl.load(g_entropy + token, mask=live, other=0.0)
     row_gradient(
-        logits + rows * pitch, grad + rows * grad_pitch, bias, rounding_error, rows, live, id_, vocab, top, log_sum, h,
+        logits + rows * row_stride, grad + rows * grad_row_stride, bias, rounding_error, rows, live,
+        id_, vocab, top, log_sum, h,
         by_logp, by_entropy, to_z, chain, p, CAPPED, OVERLAP, RAGGED, BLOCK,
     )  # fmt: skip
 
@@ -266,8 +267,8 @@ def gradient_kernel(
 ])  # fmt: skip
 def single_pass_kernel(
     logits, grad, bias, rounding_error, ids, start, index, table, values, lse,
-    count, tokens, vocab, pitch, grad_pitch, p,
-    SURROGATE: tl.constexpr, KL: tl.constexpr, HAS_BASE: tl.constexpr, BIAS_CORRECTION: tl.constexpr,
+    count, tokens, vocab, row_stride, grad_row_stride, p,
+    SURROGATE: tl.constexpr, KL: tl.constexpr, HAS_OLD: tl.constexpr, BIAS_CORRECTION: tl.constexpr,
     CAPPED: tl.constexpr, OVERLAP: tl.constexpr, RAGGED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Statistics and objective, and where there is a `grad` the gradient."""
@@ -277,11 +278,11 @@ def single_pass_kernel(
     id_ = tl.load(ids + token, mask=live, other=0)
     column = table + token
     to_z, chain = logit_scales(p, tl.load(column + TEMPERATURE * tokens, mask=live, other=1.0), CAPPED)
-    u = logits + rows * pitch
+    u = logits + rows * row_stride
     top, log_sum, logp, h = row_statistics(u, bias, live, id_, vocab, to_z, p, CAPPED, RAGGED, ROWS, BLOCK)
     store_statistics(values, lse, token, tokens, live, logp, top.to(tl.float64) * to_z + log_sum, h)
 
-    x, value, kl, g_logp = evaluate_token(column, tokens, live, logp, h, p, SURROGATE, KL, HAS_BASE, BIAS_CORRECTION)
+    x, value, kl, g_logp = evaluate_token(column, tokens, live, logp, h, p, SURROGATE, KL, HAS_OLD, BIAS_CORRECTION)
     store_objective(values + token, tokens, live, x, value, kl, g_logp)
     if grad is not None:
         # Read back, not kept: 40 registers instead of 46 to 64 (see above), as the objective's end here with it.
@@ -289,7 +290,7 @@ def single_pass_kernel(
         g_logp = tl.load(values + G_LOGP * tokens + token, mask=live, other=0.0)
         g_entropy = tl.load(column + WEIGHT_ENTROPY * tokens, mask=live, other=0.0)
         row_gradient(
-            u, grad + rows * grad_pitch, bias, rounding_error, rows, live, id_, vocab, top, log_sum, h,
+            u, grad + rows * grad_row_stride, bias, rounding_error, rows, live, id_, vocab, top, log_sum, h,
             g_logp, g_entropy, to_z, chain, p, CAPPED, OVERLAP, RAGGED, BLOCK,
         )  # fmt: skip
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 BLOCK_SIZE = 4096  # numbers that a program loads at once
 REST_SIZE = 512  # the same behind the last whole block
-MOST_PROGRAMS = 1024  # they take turns; what a large GPU holds at once
+MAX_PROGRAMS = 1024  # they take turns; what a large GPU holds at once
 
 
 @triton.jit(do_not_specialize=["factor", "count"])
@@ -34,6 +34,6 @@ def scale_kernel(x, factor, count, BLOCK: tl.constexpr, REST: tl.constexpr):
 
 def scale(x: Tensor, factor: Tensor) -> None:
     """x *= factor, a float32 scalar on its device."""
-    programs = min(triton.cdiv(x.numel(), BLOCK_SIZE), MOST_PROGRAMS)
+    programs = min(triton.cdiv(x.numel(), BLOCK_SIZE), MAX_PROGRAMS)
     if programs:
         scale_kernel[(programs,)](x, factor, x.numel(), BLOCK=BLOCK_SIZE, REST=REST_SIZE, num_warps=4)

@@ -58,7 +58,7 @@ def sequence_multiplier(
 def sequence_objective_kernel(
     first, last, offsets, lengths, scored, table, values, tokens, p,
     LEVEL: tl.constexpr, VESPO: tl.constexpr, MASKS_OFF_POLICY: tl.constexpr, HAS_ROLLOUT: tl.constexpr,
-    SURROGATE: tl.constexpr, KL: tl.constexpr, HAS_BASE: tl.constexpr, BIAS_CORRECTION: tl.constexpr,
+    SURROGATE: tl.constexpr, KL: tl.constexpr, HAS_OLD: tl.constexpr, BIAS_CORRECTION: tl.constexpr,
     SEQUENCES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     sequence = first + tl.program_id(0).to(tl.int64) * SEQUENCES + tl.arange(0, SEQUENCES)
@@ -79,7 +79,7 @@ def sequence_objective_kernel(
             on = tl.load(scored + i, mask=i < stop[:, None], other=0) != 0
             column = table + i
             logp = tl.load(values + LOGP * tokens + i, mask=on, other=0.0)
-            raw = own_log_ratio(column, tokens, on, logp, HAS_BASE)
+            raw = own_log_ratio(column, tokens, on, logp, HAS_OLD)
             if LEVEL != "token":
                 ratio_sum += tl.sum(counted_log_ratio(column, tokens, on, raw, p, SURROGATE).to(tl.float64), 1)
             if VESPO:
@@ -110,7 +110,7 @@ def sequence_objective_kernel(
         of_sequence = sequence_multiplier(A, log_weight_of_all, mean_drift, p, VESPO, MASKS_OFF_POLICY)
         multiplier = weighted(tl.load(column + MULTIPLIER * tokens, mask=on, other=0.0), of_sequence)
         if LEVEL == "token":
-            x = own_log_ratio(column, tokens, on, logp, HAS_BASE)
+            x = own_log_ratio(column, tokens, on, logp, HAS_OLD)
         else:
             x = tl.broadcast_to(ratio_of_all, (SEQUENCES, BLOCK))
         value, d_ratio, d_direct, kl = objective_at(
@@ -132,7 +132,7 @@ def sequence_objective_kernel(
             on = tl.load(scored + i, mask=i < stop[:, None], other=0) != 0
             found = values + i
             logp = tl.load(found + LOGP * tokens, mask=on, other=0.0)
-            raw = own_log_ratio(table + i, tokens, on, logp, HAS_BASE)
+            raw = own_log_ratio(table + i, tokens, on, logp, HAS_OLD)
             moves = counted_log_ratio(table + i, tokens, on, raw, p, SURROGATE) == raw  # no slope where GMPO clamps
             g_logp = tl.load(found + G_LOGP * tokens, mask=on, other=0.0) + tl.where(moves, share, 0.0)
             tl.store(found + G_LOGP * tokens, g_logp, mask=on)

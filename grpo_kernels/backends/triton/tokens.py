@@ -20,7 +20,6 @@ from ..launch import token_launch
 from .layout import (
     ADVANTAGE,
     APPROX_KL,
-    BASE,
     CISPO_CLIP,
     CLIP_HIGH,
     CLIP_LOW,
@@ -36,6 +35,7 @@ from .layout import (
     LOSS_SUM,
     MISMATCH,
     MISMATCH_COUNT,
+    OLD,
     RATIO,
     ROLLOUT,
     ROLLOUT_WEIGHT,
@@ -54,7 +54,7 @@ from .rows import tokens_of
 @triton.jit(do_not_specialize=["start", "index", "table", "values", "count", "tokens"])
 def token_objective_kernel(
     start, index, table, values, count, tokens, p,
-    SURROGATE: tl.constexpr, KL: tl.constexpr, HAS_BASE: tl.constexpr, BIAS_CORRECTION: tl.constexpr,
+    SURROGATE: tl.constexpr, KL: tl.constexpr, HAS_OLD: tl.constexpr, BIAS_CORRECTION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -64,7 +64,7 @@ def token_objective_kernel(
     logp = tl.load(found + LOGP * tokens, mask=live, other=0.0)
     entropy = tl.load(found + ENTROPY * tokens, mask=live, other=0.0)
     x, value, kl, g_logp = evaluate_token(
-        table + token, tokens, live, logp, entropy, p, SURROGATE, KL, HAS_BASE, BIAS_CORRECTION
+        table + token, tokens, live, logp, entropy, p, SURROGATE, KL, HAS_OLD, BIAS_CORRECTION
     )
     store_objective(found, tokens, live, x, value, kl, g_logp)
 
@@ -79,7 +79,7 @@ def add_column(sums, column, values):
 @triton.jit(do_not_specialize=["scored", "values", "table", "offsets", "count", "tokens"])
 def sequence_kernel(
     scored, values, table, offsets, exact_out, extrema_out, numbers, count, tokens, p,
-    HAS_BASE: tl.constexpr, AGAINST_ROLLOUT: tl.constexpr, SEQUENCES: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_OLD: tl.constexpr, AGAINST_ROLLOUT: tl.constexpr, SEQUENCES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(0).to(tl.int64) * SEQUENCES + tl.arange(0, SEQUENCES)
     live = sequence < count
@@ -100,13 +100,13 @@ def sequence_kernel(
         weight_entropy = tl.load(token + WEIGHT_ENTROPY * tokens, mask=on, other=0.0)
         rollout = tl.load(token + ROLLOUT * tokens, mask=on, other=float("nan"))
         rollout_weight = tl.load(token + ROLLOUT_WEIGHT * tokens, mask=on, other=0.0)
-        base = log_p
-        if HAS_BASE:
-            base = tl.load(token + BASE * tokens, mask=on, other=0.0)
+        old = log_p
+        if HAS_OLD:
+            old = tl.load(token + OLD * tokens, mask=on, other=0.0)
         ratio = tl.exp(clamped_log_ratio(p, tl.load(found + LOG_RATIO * tokens, mask=on, other=0.0)))
         bounded = tl.where(ratio < p.delta, ratio, p.delta)
         known = on & (rollout == rollout)
-        trained = base
+        trained = old
         if AGAINST_ROLLOUT:
             trained = log_p
         mismatch = tl.where(known, tl.abs(trained - rollout), 0.0)
@@ -122,7 +122,7 @@ def sequence_kernel(
         sums = add_column(sums, CLIP_LOW, on & (bounded < 1.0 - p.epsilon_low) & (A < 0.0))
         sums = add_column(sums, CLIP_HIGH, on & (bounded > 1.0 + p.epsilon_high) & (A > 0.0))
         sums = add_column(sums, CISPO_CLIP, on & (bounded > p.epsilon_high) & (A > 0.0))
-        sums = add_column(sums, APPROX_KL, base.to(tl.float64) - log_p)
+        sums = add_column(sums, APPROX_KL, old.to(tl.float64) - log_p)
         sums = add_column(sums, MISMATCH, mismatch)
         sums = add_column(sums, MISMATCH_COUNT, known)
         sums = add_column(sums, WEIGHT_SUM, rollout_weight)
@@ -210,7 +210,7 @@ def sums(
         sequence_kernel[(triton.cdiv(sequences, launch.sequences),)](
             scored.view(torch.uint8), values.columns, table, offsets, exact, extrema, numbers,
             sequences, table.shape[1], scalars(params),
-            HAS_BASE=params.has_base,
+            HAS_OLD=params.has_old,
             # DPPO and IPO divide by the rollout itself: there the current policy is compared with it.
             AGAINST_ROLLOUT=params.surrogate in ("dppo_tv", "ipo"),
             SEQUENCES=launch.sequences, BLOCK=launch.block, num_warps=launch.num_warps,

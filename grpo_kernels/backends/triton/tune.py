@@ -140,7 +140,7 @@ def _shipped_first(arch: str, kernel: str, found: list[Launch]) -> list[Launch]:
 
 # --- subjects ---------------------------------------------------------------------------------------------------------
 
-PARAMS = KernelParams(has_base=False)
+PARAMS = KernelParams(has_old=False)
 
 
 def row_subjects(head: Head) -> Iterator[Subject]:
