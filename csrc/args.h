@@ -109,4 +109,34 @@ struct PlanArgs {
     int64_t* counts;  // or null: active; scored but not active; with whole_sequences, active of each sequence
 };
 
+// Ids that truncated sampling kept: `slots` per row, those below 0 are not used. Row i is token token_of[i].
+struct KeptArgs {
+    const void* hidden;  // (tokens, width)
+    const void* weight;  // (vocab, width), of the same type
+    const float* bias;   // (vocab,) or null
+    const int32_t* ids;  // (rows, slots)
+    RowTokens token_of;
+    int64_t rows, slots, tokens, vocab, width, hidden_row_stride, weight_row_stride;
+    int32_t dtype;
+};
+struct KeptTarget {
+    void* data;  // (tokens or vocab, width)
+    int64_t row_stride;
+    int32_t dtype;
+    bool add;  // to what is there; else rows of the weight that no token kept become 0
+};
+// The same of all rows, one pair of a token and an id after another.
+struct KeptPairs {
+    const void* hidden;       // (tokens, width)
+    const int32_t* ids;       // (count,) below 0: not used
+    const int32_t* token_of;  // (count,)
+    const float* dlogits;     // (count,)
+    int64_t count, tokens, vocab, width, hidden_row_stride;
+    int32_t dtype;
+};
+struct PairsById {
+    const int64_t* starts;  // (vocab + 1,)
+    const int64_t* pairs;   // in the order of their ids, and within an id in the order in which they came
+};
+
 }  // namespace gk

@@ -159,6 +159,26 @@ class RowStats(NamedTuple):
     entropy: Tensor
 
 
+class KeptIds(NamedTuple):
+    """Ids that truncated sampling kept for some tokens, the sampled ones among them."""
+
+    rows: Rows  # the tokens
+    ids: Tensor  # (C, K) int32, ascending, -1 in the places that a token does not use, which come last
+
+
+class KeptPairs(NamedTuple):
+    """All pairs of a token and an id that was kept for it."""
+
+    ids: Tensor  # (M,) int32, -1 where a place is not used
+    token_of: Tensor  # (M,) int32
+
+    def by_id(self, vocab_size: int) -> tuple[Tensor, Tensor]:
+        """(starts (V + 1,), pairs (M,)) int64: pairs[starts[v] : starts[v + 1]] are those of id v, in their order."""
+        ids, order = self.ids.sort(stable=True)
+        bounds = torch.arange(vocab_size + 1, dtype=ids.dtype, device=ids.device)
+        return torch.searchsorted(ids, bounds), order
+
+
 class TokenInputs(NamedTuple):
     """What a caller gives besides hidden states, weight and ids. Shapes: (B, T) or packed (N,); "per sequence" (S,).
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +29,13 @@ class ReferenceOutput(NamedTuple):
     logps: Tensor
     entropy: Tensor
     metrics: dict[str, Tensor]
+
+
+class KeptIds(Protocol):
+    """A SamplingMask: ids (M,) of all tokens one after another, counts (B, T) or (N,); count 0: all ids."""
+
+    ids: Tensor
+    counts: Tensor
 
 
 def reference_grpo_loss(
@@ -55,6 +62,7 @@ def reference_loss_from_logits(
     *,
     completion_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    sampling_mask: KeptIds | None = None,
     config: GRPOConfig | None = None,
     **options: Tensor | float | None,
 ) -> ReferenceOutput:
@@ -66,7 +74,12 @@ def reference_loss_from_logits(
     logits = torch.where(mask[..., None], logits, 0.0)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logps, entropy = reference_logps(
-        logits, ids, temperature=config.temperature, logit_scale=config.logit_scale, logit_softcap=config.logit_softcap
+        logits,
+        ids,
+        temperature=config.temperature,
+        logit_scale=config.logit_scale,
+        logit_softcap=config.logit_softcap,
+        sampling_mask=sampling_mask,
     )
     return reference_loss_from_logps(
         logps, advantages, entropy=entropy, completion_mask=mask, cu_seqlens=cu_seqlens, config=config, **options
@@ -80,15 +93,29 @@ def reference_logps(
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
+    sampling_mask: KeptIds | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of `ids` and entropy of softmax(z), z = softcap(scale * logits) / temperature."""
+    """Log-probability of `ids` and entropy of softmax(z), z = softcap(scale * logits) / temperature, over kept ids."""
     z = logits * logit_scale
     if logit_softcap is not None:
         z = logit_softcap * torch.tanh(z / logit_softcap)
     z = z / (temperature[..., None] if isinstance(temperature, Tensor) else temperature)
+    if sampling_mask is not None:
+        z = z.masked_fill(~kept_ids(sampling_mask, ids, z.shape[-1]), -math.inf)
     log_p = z.log_softmax(-1)
     entropy = -(log_p.exp() * log_p.masked_fill(log_p == -math.inf, 0.0)).sum(-1)
     return log_p.gather(-1, ids[..., None]).squeeze(-1), entropy
+
+
+def kept_ids(sampling_mask: KeptIds, ids: Tensor, vocab_size: int) -> Tensor:
+    """bool (..., V): what truncated sampling kept, the sampled ids always among it (DeepSeek-V3.2, arXiv:2512.02556,
+    section 3.1). A token with count 0 keeps the whole vocabulary."""
+    counts = sampling_mask.counts.reshape(-1).long()
+    token = torch.arange(counts.numel(), device=counts.device).repeat_interleave(counts)
+    kept = torch.zeros(counts.numel(), vocab_size, dtype=torch.bool, device=counts.device)
+    kept[token, sampling_mask.ids.long()] = True
+    kept.scatter_(1, ids.reshape(-1, 1), True)
+    return (kept | (counts == 0)[:, None]).view(*ids.shape, vocab_size)
 
 
 def reference_loss_from_logps(

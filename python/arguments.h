@@ -215,4 +215,42 @@ void plan(int64_t tokens, int64_t sequences, int64_t row_length, Address cu_seql
     kRun(args, workspace, where);
 }
 
+// The products over kept ids get the fields of KeptArgs or KeptPairs as one tuple, in their order.
+inline gk::KeptArgs kept_args(const py::tuple& given) {
+    const auto address = [&](int i) { return given[i].cast<Address>(); };
+    const auto number = [&](int i) { return given[i].cast<int64_t>(); };
+    gk::KeptArgs args = {};
+    args.hidden = pointer<const void>(address(0));
+    args.weight = pointer<const void>(address(1));
+    args.bias = pointer<const float>(address(2));
+    args.ids = pointer<const int32_t>(address(3));
+    args.token_of = {number(4), pointer<const int64_t>(address(5))};
+    args.rows = number(6);
+    args.slots = number(7);
+    args.tokens = number(8);
+    args.vocab = number(9);
+    args.width = number(10);
+    args.hidden_row_stride = number(11);
+    args.weight_row_stride = number(12);
+    args.dtype = static_cast<int32_t>(number(13));
+    return args;
+}
+
+inline gk::KeptPairs kept_pairs(const py::tuple& given) {
+    const auto address = [&](int i) { return given[i].cast<Address>(); };
+    const auto number = [&](int i) { return given[i].cast<int64_t>(); };
+    gk::KeptPairs pairs = {};
+    pairs.hidden = pointer<const void>(address(0));
+    pairs.ids = pointer<const int32_t>(address(1));
+    pairs.token_of = pointer<const int32_t>(address(2));
+    pairs.dlogits = pointer<const float>(address(3));
+    pairs.count = number(4);
+    pairs.tokens = number(5);
+    pairs.vocab = number(6);
+    pairs.width = number(7);
+    pairs.hidden_row_stride = number(8);
+    pairs.dtype = static_cast<int32_t>(number(9));
+    return pairs;
+}
+
 }  // namespace binding

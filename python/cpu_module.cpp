@@ -55,6 +55,25 @@ void add_transposed(Address target, int target_dtype, int64_t target_row_stride,
     gk::add_transposed(args, threads);
 }
 
+void kept_logits(const py::tuple& given, Address logits, int threads) {
+    const gk::KeptArgs args = kept_args(given);
+    py::gil_scoped_release unlocked;
+    gk::kept_logits(args, pointer<float>(logits), threads);
+}
+
+void kept_dhidden(const py::tuple& given, Address dlogits, Address target, int64_t row_stride, int dtype, int threads) {
+    const gk::KeptArgs args = kept_args(given);
+    py::gil_scoped_release unlocked;
+    gk::kept_dhidden(args, pointer<const float>(dlogits), {pointer<void>(target), row_stride, dtype, false}, threads);
+}
+
+void kept_dweight(const py::tuple& given, Address target, int64_t row_stride, int dtype, bool add, Address dbias,
+                  int threads) {
+    const gk::KeptPairs pairs = kept_pairs(given);
+    py::gil_scoped_release unlocked;
+    gk::kept_dweight(pairs, {pointer<void>(target), row_stride, dtype, add}, pointer<float>(dbias), threads);
+}
+
 // One thread is enough for a reward per completion.
 void group_statistics(Address rewards, Address group_index, int64_t count, int64_t groups, int scale, int baseline,
                       int64_t ddof, double eps, Address advantages, Address mean, Address std, int) {
@@ -77,6 +96,9 @@ PYBIND11_MODULE(_cpu, m) {
     m.def("reduce", reduce<int, run_reduce>);
     m.def("add_rows", add_rows);
     m.def("add_transposed", add_transposed);
+    m.def("kept_logits", kept_logits);
+    m.def("kept_dhidden", kept_dhidden);
+    m.def("kept_dweight", kept_dweight);
     m.def("group_statistics", group_statistics);
     m.def("cpu_isa", gk::cpu_isa);
     m.def("set_cpu_isa", gk::set_cpu_isa);

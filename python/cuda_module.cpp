@@ -35,6 +35,29 @@ void scale(Address x, int dtype, int64_t count, Address factor, Address stream) 
     gk::cuda::scale(pointer<void>(x), dtype, count, pointer<const float>(factor), pointer<void>(stream));
 }
 
+void kept_logits(const py::tuple& given, Address logits, Address stream) {
+    const gk::KeptArgs args = kept_args(given);
+    py::gil_scoped_release unlocked;
+    gk::cuda::kept_logits(args, pointer<float>(logits), pointer<void>(stream));
+}
+
+void kept_dhidden(const py::tuple& given, Address dlogits, Address target, int64_t row_stride, int dtype,
+                  Address stream) {
+    const gk::KeptArgs args = kept_args(given);
+    py::gil_scoped_release unlocked;
+    gk::cuda::kept_dhidden(args, pointer<const float>(dlogits), {pointer<void>(target), row_stride, dtype, false},
+                           pointer<void>(stream));
+}
+
+void kept_dweight(const py::tuple& given, Address starts, Address order, Address target, int64_t row_stride, int dtype,
+                  bool add, Address dbias, Address stream) {
+    const gk::KeptPairs pairs = kept_pairs(given);
+    const gk::PairsById by_id = {pointer<const int64_t>(starts), pointer<const int64_t>(order)};
+    py::gil_scoped_release unlocked;
+    gk::cuda::kept_dweight(pairs, by_id, {pointer<void>(target), row_stride, dtype, add}, pointer<float>(dbias),
+                           pointer<void>(stream));
+}
+
 // --- products with the softmax in their epilogue ---------------------------------------------------------------------
 
 gk::cuda::HeadArgs head_of(Address hidden, int64_t hidden_row_stride, Address weight, int64_t weight_row_stride,
@@ -130,6 +153,9 @@ PYBIND11_MODULE(_cuda, m) {
     m.def("reduce", reduce<Address, run_reduce>);
     m.def("group_statistics", group_statistics);
     m.def("scale", scale);
+    m.def("kept_logits", kept_logits);
+    m.def("kept_dhidden", kept_dhidden);
+    m.def("kept_dweight", kept_dweight);
     m.def("serves_head", serves_head);
     m.def("head_workspace", head_workspace);
     m.def("linear_logp", linear_logp);

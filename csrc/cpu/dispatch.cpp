@@ -8,6 +8,7 @@
 #include <string>
 
 #include "cpu_features.h"
+#include "kept.h"
 #include "rows.h"
 
 namespace gk {
@@ -18,6 +19,7 @@ struct Isa {
     const char* name;
     bool supported;
     RowKernels kernels;
+    KeptKernels (*kept)(int32_t dtype);
 };
 
 // Best first.
@@ -25,12 +27,12 @@ const std::vector<Isa>& available() {
     static const std::vector<Isa> list = [] {
         std::vector<Isa> found;
 #ifdef GK_HAVE_AVX512
-        found.push_back({"avx512", cpu_features().avx512, avx512::row_kernels()});
+        found.push_back({"avx512", cpu_features().avx512, avx512::row_kernels(), avx512::kept_kernels});
 #endif
 #ifdef GK_HAVE_AVX2
-        found.push_back({"avx2", cpu_features().avx2, avx2::row_kernels()});
+        found.push_back({"avx2", cpu_features().avx2, avx2::row_kernels(), avx2::kept_kernels});
 #endif
-        found.push_back({"baseline", true, baseline::row_kernels()});
+        found.push_back({"baseline", true, baseline::row_kernels(), baseline::kept_kernels});
         return found;
     }();
     return list;
@@ -73,6 +75,23 @@ void run(RowKernel kernel, const RowArgs& args, int threads) {
     parallel_for(args.rows, grain, threads, [&](int64_t first, int64_t last) { kernel(args, first, last); });
 }
 
+void check_kept_ids(const int32_t* ids, int64_t count, int64_t vocab) {
+    bool inside = true;
+    for (int64_t k = 0; k < count; k++) inside &= ids[k] < vocab;
+    if (!inside) throw std::invalid_argument("kept ids must name rows of the weight");
+}
+
+// Enough pairs of a token and an id in a piece to pay for handing it out.
+int64_t kept_grain(int64_t rows, int64_t pairs) {
+    constexpr int64_t kPiecePairs = 512;
+    return 1 + kPiecePairs * rows / std::max<int64_t>(1, pairs);
+}
+
+void check_kept(const KeptArgs& args) {
+    check_rows(args.token_of, args.rows, args.tokens);
+    check_kept_ids(args.ids, args.rows * args.slots, args.vocab);
+}
+
 }  // namespace
 
 const char* cpu_isa() { return chosen().load()->name; }
@@ -85,5 +104,45 @@ void set_cpu_isa(const char* name) {
 void single_pass(const RowArgs& args, int threads) { run(chosen().load()->kernels.single_pass, args, threads); }
 void stats(const RowArgs& args, int threads) { run(chosen().load()->kernels.stats, args, threads); }
 void gradient(const RowArgs& args, int threads) { run(chosen().load()->kernels.gradient, args, threads); }
+
+void kept_logits(const KeptArgs& args, float* logits, int threads) {
+    check_kept(args);
+    const KeptKernels kernels = chosen().load()->kept(args.dtype);
+    parallel_for(args.rows, kept_grain(args.rows, args.rows * args.slots), threads,
+                 [&](int64_t first, int64_t last) { kernels.logits(args, logits, first, last); });
+}
+
+void kept_dhidden(const KeptArgs& args, const float* dlogits, const KeptTarget& target, int threads) {
+    check_kept(args);
+    const KeptKernels kernels = chosen().load()->kept(args.dtype);
+    parallel_for(args.rows, kept_grain(args.rows, args.rows * args.slots), threads,
+                 [&](int64_t first, int64_t last) { kernels.dhidden(args, dlogits, target, first, last); });
+}
+
+void kept_dweight(const KeptPairs& pairs, const KeptTarget& target, float* dbias, int threads) {
+    check_kept_ids(pairs.ids, pairs.count, pairs.vocab);
+    for (int64_t k = 0; k < pairs.count; k++)
+        if (pairs.token_of[k] < 0 || pairs.token_of[k] >= pairs.tokens)
+            throw std::invalid_argument("kept ids must belong to tokens of the batch");
+    // A counting sort, stable: the pairs of an id stay in order. Ids below 0 come first and are left out.
+    std::vector<int64_t> starts(pairs.vocab + 2), places(pairs.count);
+    for (int64_t k = 0; k < pairs.count; k++) starts[std::max(pairs.ids[k], -1) + 2]++;
+    const int64_t unused = starts[1];
+    starts[1] = 0;
+    for (int64_t id = 2; id < pairs.vocab + 2; id++) starts[id] += starts[id - 1];
+    for (int64_t k = 0; k < pairs.count; k++)
+        if (pairs.ids[k] >= 0) places[starts[pairs.ids[k] + 1]++] = k;
+    places.resize(pairs.count - unused);
+    const PairsById by_id = {starts.data(), places.data()};
+    for (int64_t id = 0; dbias && id < pairs.vocab; id++) {
+        float sum = target.add ? dbias[id] : 0.f;
+        for (int64_t k = starts[id]; k < starts[id + 1]; k++) sum += pairs.dlogits[places[k]];
+        dbias[id] = sum;
+    }
+    if (!target.data) return;
+    const KeptKernels kernels = chosen().load()->kept(pairs.dtype);
+    parallel_for(pairs.vocab, kept_grain(pairs.vocab, pairs.count), threads,
+                 [&](int64_t first, int64_t last) { kernels.dweight(pairs, by_id, target, first, last); });
+}
 
 }  // namespace gk

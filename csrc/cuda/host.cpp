@@ -214,6 +214,48 @@ void group_statistics(const float* rewards, const int64_t* group_index, int64_t 
            GroupArgs{rewards, group_index, advantages, mean, std, count, ddof, eps, scale, baseline});
 }
 
+// ---- kept ids -------------------------------------------------------------------------------------------------------
+namespace {
+
+std::string kept_name(const char* what, int32_t dtype, const KeptTarget* target) {
+    const bool known = dtype >= 0 && dtype < kDTypeCount;
+    if (!known || (target && target->dtype != dtype && target->dtype != kFloat32))
+        throw std::invalid_argument("kept ids: expected gradients in float32 or in the dtype of the weight");
+    std::string name = std::string("gk_kept_") + what + "_" + kSuffixes[dtype];
+    return target ? name + "_" + kSuffixes[target->dtype] : name;
+}
+
+// A thread per vector of columns.
+LaunchConfig kept_blocks(int64_t rows, int64_t width, int32_t dtype, Stream stream) {
+    const int64_t columns = int64_t{kKeptThreads} * (kVectorBytes / element_size(dtype));
+    return {blocks_for(rows * divide_up(width, columns)), kKeptThreads, 0, 1, stream};
+}
+
+}  // namespace
+
+void kept_logits(const KeptArgs& args, float* logits, Stream stream) {
+    const std::string name = kept_name("logits", args.dtype, nullptr);
+    if (args.slots % kKeptGroup != 0) throw std::invalid_argument("kept ids: expected a multiple of 4 places per row");
+    const int64_t warps = args.rows * (args.slots / kKeptGroup);
+    if (warps == 0) return;
+    const LaunchConfig config = {blocks_for(divide_up(warps, kKeptThreads / kWarpThreads)), kKeptThreads, 0, 1, stream};
+    launch(name.c_str(), config, KeptLaunch{args, logits, nullptr, {}});
+}
+
+void kept_dhidden(const KeptArgs& args, const float* dlogits, const KeptTarget& target, Stream stream) {
+    const std::string name = kept_name("dhidden", args.dtype, &target);
+    if (args.rows == 0) return;
+    launch(name.c_str(), kept_blocks(args.rows, args.width, args.dtype, stream),
+           KeptLaunch{args, nullptr, dlogits, target});
+}
+
+void kept_dweight(const KeptPairs& pairs, const PairsById& by_id, const KeptTarget& target, float* dbias,
+                  Stream stream) {
+    const std::string name = kept_name("dweight", pairs.dtype, &target);
+    launch(name.c_str(), kept_blocks(pairs.vocab, pairs.width, pairs.dtype, stream),
+           KeptWeightLaunch{pairs, by_id, target, dbias});
+}
+
 // ---- finished gradients ---------------------------------------------------------------------------------------------
 void scale(void* x, int32_t dtype, int64_t count, const float* factor, Stream stream) {
     if (dtype < 0 || dtype >= kDTypeCount) throw std::invalid_argument("scale: unknown dtype");

@@ -2,6 +2,7 @@
 // struct by value, so that host.cpp launches them by name from whatever image a compiler has made: nvcc's, NVRTC's, or
 // the tests' emulator on the CPU.
 #include "groups.cuh"
+#include "kept.cuh"
 #include "plan.cuh"
 #include "resident.cuh"
 #include "scale.cuh"
@@ -30,6 +31,13 @@ using f16 = Float16;
 #define GK_SCALE(In) \
     GK_KERNEL(gk_scale_##In, ScaleArgs, kScaleThreads, kScaleBlocks) { scale<In>(args); }
 
+#define GK_KEPT_LOGITS(In) \
+    GK_KERNEL(gk_kept_logits_##In, KeptLaunch, kKeptThreads, 4) { kept_logits<In>(args); }
+
+#define GK_KEPT(In, Out)                                                                                  \
+    GK_KERNEL(gk_kept_dhidden_##In##_##Out, KeptLaunch, kKeptThreads, 4) { kept_dhidden<In, Out>(args); } \
+    GK_KERNEL(gk_kept_dweight_##In##_##Out, KeptWeightLaunch, kKeptThreads, 4) { kept_dweight<In, Out>(args); }
+
 GK_STATS(f32)
 GK_STATS(bf16)
 GK_STATS(f16)
@@ -41,6 +49,14 @@ GK_GRADIENT(f16, f16)
 GK_SCALE(f32)
 GK_SCALE(bf16)
 GK_SCALE(f16)
+GK_KEPT_LOGITS(f32)
+GK_KEPT_LOGITS(bf16)
+GK_KEPT_LOGITS(f16)
+GK_KEPT(f32, f32)
+GK_KEPT(bf16, f32)
+GK_KEPT(bf16, bf16)
+GK_KEPT(f16, f32)
+GK_KEPT(f16, f16)
 
 GK_KERNEL(gk_plan_sequences, PlanLaunch, kPlanSequenceThreads, 1) { plan_sequence(args); }
 GK_KERNEL(gk_plan_tokens, PlanLaunch, kPlanThreads, 4) { plan_tile(args); }

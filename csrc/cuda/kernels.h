@@ -66,4 +66,20 @@ constexpr int kScaleThreads = 256;
 constexpr int kScaleTile = 16384;  // bytes that a block loads at once, 64 per thread
 constexpr int kScaleBlocks = 4;    // per multiprocessor
 
+// ---- kept ids -------------------------------------------------------------------------------------------------------
+struct KeptLaunch {
+    KeptArgs kept;
+    float* logits;         // (rows, slots) written, or
+    const float* dlogits;  // (rows, slots) read
+    KeptTarget target;
+};
+struct KeptWeightLaunch {
+    KeptPairs pairs;
+    PairsById by_id;
+    KeptTarget target;
+    float* dbias;  // (vocab,) or null
+};
+constexpr int kKeptThreads = 256;
+constexpr int kKeptGroup = 4;  // rows of the weight, or of the hidden states, in work at a time
+
 }  // namespace gk::cuda

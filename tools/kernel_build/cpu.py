@@ -43,7 +43,8 @@ def build(filename: str) -> Path:
     for name in SOURCES:
         module.add(sources / f"{name}.cpp", have if name == "dispatch" else ())
     for name, flags in sets.items():
-        module.add(sources / "rows.cpp", [f"-DGK_ISA={name}", *flags], name=f"rows_{name}")
+        for source in ("rows", "kept"):
+            module.add(sources / f"{source}.cpp", [f"-DGK_ISA={name}", *flags], name=f"{source}_{name}")
     built = module.link(filename)
     ninja_file.run()
     return built

@@ -1,0 +1,71 @@
+"""The three products over kept ids, in torch: gathers of rows of the weight, batched products, sums over segments.
+
+    sampled dense-dense product    logits_tj = h_t . W_j + b_j              j in K_t
+    sparse-dense product           dhidden_t = sum_j dlogits_tj W_j         j in K_t
+    its transpose                  dweight_j = sum_t dlogits_tj h_t         t with j in K_t
+
+In pieces of PIECE_ELEMENTS gathered numbers. Sums over segments have a fixed order on every device, which index_add
+would not have on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ...contract import KeptIds, KeptPairs
+
+PIECE_ELEMENTS = 2**24
+
+
+def kept_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptIds, logits: Tensor) -> None:
+    """Into logits (C, K), float32 or better, of hidden (N, H), weight (V, H) and bias (V,); -inf where not used."""
+    for piece in _pieces(kept.ids.shape[0], kept.ids.shape[1] * hidden.shape[1]):
+        ids = kept.ids[piece]
+        used = ids.clamp(min=0)
+        rows = hidden[kept.rows.index[piece]].to(logits.dtype)
+        found = torch.bmm(weight[used].to(logits.dtype), rows[:, :, None]).squeeze(2)
+        if bias is not None:
+            found += bias[used]
+        logits[piece] = found.masked_fill_(ids < 0, -torch.inf)
+
+
+def kept_dhidden(dlogits: Tensor, weight: Tensor, kept: KeptIds, dhidden: Tensor) -> None:
+    """Into the tokens' rows of dhidden (N, H)."""
+    for piece in _pieces(kept.ids.shape[0], kept.ids.shape[1] * weight.shape[1]):
+        rows = weight[kept.ids[piece].clamp(min=0)].to(dlogits.dtype)
+        dhidden[kept.rows.index[piece]] = torch.bmm(dlogits[piece, None], rows).squeeze(1).to(dhidden.dtype)
+
+
+def kept_dweight(
+    dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Tensor, dbias: Tensor | None, *, add: bool
+) -> None:
+    """Into dweight (V, H) and dbias (V,): added, or written, 0 where no token kept an id. dlogits (M,) of all pairs."""
+    if not add:
+        dweight.zero_()
+        if dbias is not None:
+            dbias.zero_()
+    ids, order = pairs.ids.sort(stable=True)
+    first = int(torch.searchsorted(ids, 0))
+    ids, order = ids[first:].long(), order[first:]
+    unique, lengths = torch.unique_consecutive(ids, return_counts=True)
+    ends = lengths.cumsum(0)
+    if dbias is not None:
+        dbias[unique] += torch.segment_reduce(dlogits[order], "sum", lengths=lengths, unsafe=True).to(dbias.dtype)
+    done, size = 0, max(1, PIECE_ELEMENTS // hidden.shape[1])
+    while done < len(unique):
+        begin = int(ends[done] - lengths[done])
+        last = max(done + 1, int(torch.searchsorted(ends, begin + size, right=True)))
+        own = order[begin : int(ends[last - 1])]
+        terms = dlogits[own, None] * hidden[pairs.token_of[own]].to(dlogits.dtype)
+        sums = torch.segment_reduce(terms, "sum", lengths=lengths[done:last], axis=0, unsafe=True)
+        dweight[unique[done:last]] += sums.to(dweight.dtype)
+        done = last
+
+
+def _pieces(count: int, elements: int) -> Iterator[slice]:
+    size = max(1, PIECE_ELEMENTS // max(1, elements))
+    for start in range(0, count, size):
+        yield slice(start, min(start + size, count))

@@ -1,0 +1,154 @@
+"""The ids that truncated sampling (top-p, top-k, min-p) kept for each token.
+
+A rollout that was sampled with truncation is distributed over the kept ids alone. A loss that normalises over the whole
+vocabulary has every importance ratio off by the kept mass; with the mask it replays the distribution that was sampled
+(DeepSeek-V3.2, arXiv:2512.02556, section 3.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .plain import check_plain
+from .validate import checks_values
+
+
+@dataclass(frozen=True, eq=False)
+class SamplingMask:
+    """ids (M,) int32 or int64: the kept ids of all tokens one after another, ascending and distinct within a token;
+    counts (B, T) or packed (N,) int32 or int64: how many each token has. Count 0: the whole vocabulary.
+
+    The sampled id of a token belongs to its kept ids; where rounding in the sampling engine left it out, the loss adds
+    it (metric `sampling_mask/added`). old_logps, ref_logps and rollout_logps are log-probabilities under the same mask.
+
+    Raises TypeError or ValueError for tensors of other types or shapes, and on a CPU (on a GPU with
+    GRPO_KERNELS_DEBUG=1) for counts that do not add up to the ids, and ids that are negative, descend or repeat.
+    """
+
+    ids: Tensor
+    counts: Tensor
+
+    def __post_init__(self) -> None:
+        for name, x in (("ids", self.ids), ("counts", self.counts)):
+            check_plain(f"SamplingMask.{name}", x)
+            if x.dtype not in (torch.int32, torch.int64):
+                raise TypeError(f"SamplingMask.{name} is {x.dtype}; expected int32 or int64")
+        if self.ids.dim() != 1:
+            raise ValueError(
+                f"SamplingMask.ids has shape {tuple(self.ids.shape)}; expected (M,), one token after another"
+            )
+        if self.counts.dim() not in (1, 2):
+            raise ValueError(
+                f"SamplingMask.counts has shape {tuple(self.counts.shape)}; expected (B, T) or packed (N,)"
+            )
+        if self.ids.device != self.counts.device:
+            raise ValueError(f"SamplingMask.counts is on {self.counts.device}, ids on {self.ids.device}; expected one")
+        if not torch.compiler.is_compiling() and checks_values(self.ids.device):
+            self._check_values()
+
+    def _check_values(self) -> None:
+        ids, counts = self.ids, self.counts.reshape(-1)
+        if counts.numel() and int(counts.min()) < 0:
+            raise ValueError(f"SamplingMask.counts holds {int(counts.min())}; expected counts >= 0")
+        if int(counts.sum()) != ids.numel():
+            raise ValueError(f"SamplingMask.counts add up to {int(counts.sum())}; expected {ids.numel()}, one per id")
+        if ids.numel() == 0:
+            return
+        if int(ids.min()) < 0:
+            raise ValueError(f"SamplingMask.ids holds {int(ids.min())}; expected ids >= 0")
+        wrong = ids[1:] <= ids[:-1]
+        firsts = counts.cumsum(0)[:-1]
+        firsts = firsts[(firsts > 0) & (firsts < ids.numel())]
+        wrong[firsts - 1] = False  # from the last id of a token to the first of the next
+        if bool(wrong.any()):
+            place = int(wrong.nonzero()[0]) + 1
+            token = int(torch.searchsorted(counts.cumsum(0), place, right=True))
+            where = [token] if self.counts.dim() == 1 else [*divmod(token, self.counts.shape[1])]
+            raise ValueError(
+                f"SamplingMask.ids of token {where} hold {int(ids[place])} after {int(ids[place - 1])}; expected "
+                f"ascending ids without repetition"
+            )
+
+    @classmethod
+    def from_lists(
+        cls, kept: Sequence[Sequence[int] | Sequence[Sequence[int]]], *, length: int | None = None
+    ) -> SamplingMask:
+        """From one list of kept ids per token: a list of tokens (packed), or a list of sequences of tokens.
+
+        Sequences may differ in length; up to `length`, by default that of the longest, they are padded with count 0.
+        The ids of a token are sorted. An empty list stands for the whole vocabulary.
+        """
+        nested = [list(entry) for entry in kept]
+        packed = all(isinstance(x, int) for entry in nested for x in entry)
+        if packed:
+            rows: list[list[int]] = [sorted(entry) for entry in nested]  # type: ignore[type-var]
+            shape: tuple[int, ...] = (len(rows),)
+            if length is not None:
+                raise ValueError(
+                    f"length={length} belongs to sequences of tokens; a packed list has one entry per token"
+                )
+        else:
+            longest = max(map(len, nested))
+            if length is not None and length < longest:
+                raise ValueError(f"length={length}; expected at least {longest}, the tokens of the longest sequence")
+            shape = (len(nested), longest if length is None else length)
+            rows = [sorted(row) for entry in nested for row in [*entry, *[()] * (shape[1] - len(entry))]]  # type: ignore
+        counts = torch.tensor([len(row) for row in rows], dtype=torch.int32)
+        ids = torch.tensor([x for row in rows for x in row], dtype=torch.int32)
+        return cls(ids, counts.view(shape))
+
+    @classmethod
+    def from_padded(cls, kept: Tensor, padding: int = -1) -> SamplingMask:
+        """From ids (B, T, K) or packed (N, K), with `padding` in the places that are not used. They are sorted."""
+        check_plain("kept", kept)
+        if kept.dim() not in (2, 3) or kept.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"kept is {kept.dtype} of shape {tuple(kept.shape)}; expected int32 or int64 (B, T, K) or (N, K)"
+            )
+        used = kept != padding
+        last = torch.iinfo(kept.dtype).max
+        ordered = kept.masked_fill(~used, last).sort(-1).values
+        return cls(ordered[ordered != last], used.sum(-1))
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the tokens: (B, T) or (N,)."""
+        return self.counts.shape
+
+    def to(self, device: torch.device | str | int) -> SamplingMask:
+        """The same on another device."""
+        return SamplingMask(self.ids.to(device), self.counts.to(device))
+
+    def __getitem__(self, rows: slice | Tensor | Iterable[int]) -> SamplingMask:
+        """Sequences of a (B, T) mask, tokens of a packed one: a slice, indices or a bool tensor. Reads the device."""
+        first = torch.arange(len(self.counts), device=self.counts.device)
+        if not isinstance(rows, (slice, Tensor)):
+            rows = torch.tensor(list(rows), dtype=torch.int64)
+        wanted = first[rows if isinstance(rows, slice) else rows.to(first.device)]
+        counts = self.counts[wanted]
+        per_row = self.counts.reshape(len(self.counts), -1).sum(1)
+        starts, taken = per_row.cumsum(0) - per_row, per_row[wanted]
+        begin = torch.repeat_interleave(starts[wanted] - (taken.cumsum(0) - taken), taken)
+        return SamplingMask(self.ids[begin + torch.arange(begin.numel(), device=begin.device)], counts)
+
+
+def check_sampling_mask(mask: object, shape: torch.Size, like: Tensor, vocab_size: int | None) -> None:
+    """`mask` fits tokens of this shape, on the device of `like`, and a vocabulary of this size."""
+    if mask is None:
+        return
+    if not isinstance(mask, SamplingMask):
+        raise TypeError(f"sampling_mask is a {type(mask).__name__}; expected a grpo_kernels.SamplingMask")
+    if mask.shape != shape:
+        raise ValueError(f"sampling_mask is of tokens {tuple(mask.shape)}; expected {tuple(shape)} like completion_ids")
+    if mask.ids.device != like.device:
+        raise ValueError(f"sampling_mask is on {mask.ids.device}; expected {like.device} like the other inputs")
+    if vocab_size is not None and mask.ids.numel() and checks_values(like.device):
+        largest = int(mask.ids.max())
+        if largest >= vocab_size:
+            raise ValueError(
+                f"sampling_mask holds id {largest}; expected ids < {vocab_size}, the rows of lm_head_weight"
+            )
