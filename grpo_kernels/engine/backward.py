@@ -98,7 +98,7 @@ def keeps_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
-def deliver(saved: Tensor, factor: Tensor, backend: Backend, dtype: torch.dtype) -> Tensor:
+def scale_gradient(saved: Tensor, factor: Tensor, backend: Backend, dtype: torch.dtype) -> Tensor:
     """The finished gradient times grad_output, in the type of its input.
 
     In place, a copy of a (V, H) gradient would double its memory; but not where the graph is kept for another backward,
@@ -116,23 +116,23 @@ def deliver(saved: Tensor, factor: Tensor, backend: Backend, dtype: torch.dtype)
     return saved
 
 
-def deliver_once(ctx: Any, name: str, factor: Tensor) -> list[Tensor | None]:
-    """`deliver` for `ctx.gradients` of an autograd.Function, which lets go of them unless the graph is kept."""
+def scale_saved_gradients(ctx: Any, name: str, factor: Tensor) -> list[Tensor | None]:
+    """`scale_gradient` for `ctx.gradients` of an autograd.Function, which lets go of them unless the graph is kept."""
     gradients: FinishedGradients | None = ctx.gradients
     if gradients is None:
         raise RuntimeError(f"grpo_kernels.{name}: a second backward needs retain_graph=True in the first")
     if not keeps_graph():
         ctx.gradients = None
-    delivered: list[Tensor | None] = []
+    scaled: list[Tensor | None] = []
     for i, (scale, dtype) in enumerate(zip(gradients.scales, gradients.dtypes, strict=True)):
         waiting, here = gradients.tensors[i], _unscaled(factor, scale)
         if waiting is None or here is None:
-            delivered.append(None)
+            scaled.append(None)
             continue
-        delivered.append(deliver(waiting, here, gradients.backend, dtype))
+        scaled.append(scale_gradient(waiting, here, gradients.backend, dtype))
         if ctx.gradients is None:
             gradients.tensors[i] = None  # what was converted need not wait for the others
-    return delivered
+    return scaled
 
 
 def refuse_double_backward(name: str) -> None:

@@ -42,7 +42,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...contract import KernelParams, Rows, RowStats, TokenValues
+from ...contract import KernelParams, LogitChunk, RowGradients, RowStats, TokenValues
 from ..launch import row_launch
 from .layout import ENTROPY, G_LOGP, LOGP, TEMPERATURE, WEIGHT_ENTROPY
 from .maths import INV_LN2, LN2, expm1, softcap
@@ -298,16 +298,9 @@ def single_pass_kernel(
 # --- launchers ------------------------------------------------------------------------------------------------------
 
 
-def statistics(
-    logits: Tensor,
-    rows: Rows,
-    ids: Tensor,
-    temperature: Tensor,
-    values: TokenValues,
-    params: KernelParams,
-    bias: Tensor | None,
-) -> None:
+def statistics(chunk: LogitChunk, temperature: Tensor, values: TokenValues, params: KernelParams) -> None:
     """logp, entropy and lse of logits (C, V)."""
+    logits, rows, ids, bias = chunk
     count, vocab = logits.shape
     launch = row_launch("rows", logits.device, vocab, logits.dtype)
     statistics_kernel[(triton.cdiv(count, launch.rows),)](
@@ -319,19 +312,17 @@ def statistics(
 
 
 def logits_gradient(
-    logits: Tensor,
-    grad: Tensor,
-    rows: Rows,
-    ids: Tensor,
+    chunk: LogitChunk,
     temperature: Tensor,
     values: TokenValues,
     g_logp: Tensor,
     g_entropy: Tensor,
     params: KernelParams,
-    bias: Tensor | None,
-    rounding_error: Tensor | None,
+    gradients: RowGradients,
 ) -> None:
-    """d loss / d logits into `grad` (C, V), which may start where the logits start."""
+    """d loss / d logits (C, V)."""
+    logits, rows, ids, bias = chunk
+    grad, rounding_error = gradients
     count, vocab = logits.shape
     launch = row_launch("rows", logits.device, vocab, logits.dtype)
     gradient_kernel[(triton.cdiv(count, launch.rows),)](
@@ -343,17 +334,11 @@ def logits_gradient(
 
 
 def single_pass(
-    logits: Tensor,
-    rows: Rows,
-    ids: Tensor,
-    table: Tensor,
-    values: TokenValues,
-    params: KernelParams,
-    bias: Tensor | None,
-    grad: Tensor | None,
-    rounding_error: Tensor | None,
+    chunk: LogitChunk, table: Tensor, values: TokenValues, params: KernelParams, gradients: RowGradients | None
 ) -> None:
-    """Everything about tokens that depend on themselves alone; with `grad` (C, V) also d loss / d logits."""
+    """Everything about tokens that depend on themselves alone."""
+    logits, rows, ids, bias = chunk
+    grad, rounding_error = (None, None) if gradients is None else gradients
     count, vocab = logits.shape
     launch = row_launch("rows", logits.device, vocab, logits.dtype)
     single_pass_kernel[(triton.cdiv(count, launch.rows),)](
