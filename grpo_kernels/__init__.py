@@ -8,6 +8,7 @@ from .loss import fused_grpo_loss, grpo_loss_from_logits, grpo_loss_from_logps
 from .offpolicy import entropy_quantile, rollout_weights
 from .output import GRPOLossOutput
 from .policy import PolicyChunk, fused_policy_loss
+from .sampling_mask import SamplingMask
 
 __version__ = "0.1.0"
 
@@ -15,6 +16,7 @@ __all__ = [
     "GRPOConfig",
     "GRPOLossOutput",
     "PolicyChunk",
+    "SamplingMask",
     "available_backends",
     "available_presets",
     "entropy_quantile",

@@ -212,6 +212,8 @@ class TokenInputs(NamedTuple):
     temperature: Tensor | None = None  # one per token, instead of config.temperature
     entropy_threshold: Tensor | None = None  # scalar
     group_index: Tensor | None = None  # (S,) int64 in [0, num_groups)
+    kept_ids: Tensor | None = None  # (M,) of a SamplingMask
+    kept_counts: Tensor | None = None  # one per token
 
 
 def is_per_sequence(x: Tensor, shape: torch.Size, num_sequences: int) -> bool:
@@ -250,6 +252,10 @@ class PlannedTokens(NamedTuple):
     counts: Tensor | None  # int64: active, scored alone, and with whole_sequences active tokens per sequence
 
 
+# Sums over scored tokens with a sampling mask. The last two: of those that took the dense way (engine/kept.py).
+MASK_SUMS = ("tokens", "added", "dense_kept_mass", "dense_tokens")
+
+
 @dataclass(frozen=True)  # no NamedTuple, whose properties torch.compile of torch 2.8 cannot follow
 class Sums:
     """Sums of COLUMNS over scored tokens, in `numbers` one after the other: per sequence, per group, all; extrema."""
@@ -281,7 +287,14 @@ class Sums:
     @property
     def extrema(self) -> Tensor:
         """(3,): ratio min, ratio max, mismatch max."""
-        return self.numbers[-3:]
+        size = self.size(self.num_sequences, self.num_groups)
+        return self.numbers[size - 3 : size]
+
+    @property
+    def mask(self) -> Tensor | None:
+        """(len(MASK_SUMS),) where there is a sampling mask: they come last."""
+        size = self.size(self.num_sequences, self.num_groups)
+        return self.numbers[size:] if self.numbers.numel() > size else None
 
     def _rows(self, first: int, count: int) -> Tensor:
         columns = len(COLUMNS)
@@ -400,6 +413,18 @@ class Backend(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
     def scale(self, x: Tensor, factor: Tensor) -> None: ...
+
+    def kept_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptIds, logits: Tensor) -> None:
+        """Logits (C, K) of kept ids, float32 or float64, -inf in places that are not used. hidden (N, H), bias (V,)."""
+        ...
+
+    def kept_dhidden(self, dlogits: Tensor, weight: Tensor, kept: KeptIds, dhidden: Tensor) -> None:
+        """The tokens' rows of dhidden (N, H) from dlogits (C, K); rows of other tokens are not written."""
+        ...
+
+    def kept_dweight(self, dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Tensor, *, add: bool) -> None:
+        """dweight (V, H) from dlogits (M,) of all pairs: added, or written, 0 for ids without a pair."""
+        ...
 
 
 class FoldingBackend(Backend, Protocol):

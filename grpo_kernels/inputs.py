@@ -10,6 +10,7 @@ from torch import Tensor
 from .advantages import Groups, check_rewards, group_statistics, resolve_groups
 from .config import GRPOConfig
 from .contract import Sums, TokenInputs
+from .sampling_mask import SamplingMask
 from .validate import check_scalar, check_tensor, check_token_tensor, num_sequences_of
 
 
@@ -81,6 +82,13 @@ def resolve(
         group_index=None if groups is None else groups.index,
     )
     return LossInputs(tokens, num_sequences, 0 if groups is None else groups.count, statistics)
+
+
+def with_sampling_mask(inputs: LossInputs, mask: SamplingMask | None) -> LossInputs:
+    """The inputs, with the tensors of a checked mask among those of the plan."""
+    if mask is None:
+        return inputs
+    return inputs._replace(tokens=inputs.tokens._replace(kept_ids=mask.ids, kept_counts=mask.counts))
 
 
 def _check_tensors(options: LossOptions, shape: torch.Size, num_sequences: int, like: Tensor) -> None:

@@ -8,6 +8,7 @@ from .backends import choose_backend
 from .config import check_logit_transform
 from .engine.autocast import autocast_dtype
 from .engine.logps_op import LogpsCall, logps_from_hidden
+from .sampling_mask import SamplingMask, check_sampling_mask
 from .validate import check_flag, check_head, check_token_tensor, refuse_transforms
 
 
@@ -17,6 +18,7 @@ def fused_logps(
     completion_ids: Tensor,
     *,
     completion_mask: Tensor | None = None,
+    sampling_mask: SamplingMask | None = None,
     lm_head_bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
@@ -32,6 +34,8 @@ def fused_logps(
     temperature a number or one value per token. Returns float32 tensors (float64 from float64) of the shape of
     completion_ids, in nats, 0 at masked positions.
 
+    sampling_mask: over the ids that truncated sampling kept for each token alone, as in `fused_grpo_loss`.
+
     Differentiable in hidden, weight and bias; the backward computes the logits again (8 N H V operations in all), for
     tokens with a gradient only. Under no_grad nothing but these outputs is made.
 
@@ -43,6 +47,7 @@ def fused_logps(
     compute_dtype = autocast_dtype(hidden, lm_head_weight, lm_head_bias)
     check_head(hidden, lm_head_weight, lm_head_bias, completion_ids, compute_dtype)
     check_token_tensor("completion_mask", completion_mask, completion_ids.shape, -1, hidden)
+    check_sampling_mask(sampling_mask, completion_ids.shape, hidden, len(lm_head_weight))
     if isinstance(temperature, Tensor) and temperature.numel() != 1:
         check_token_tensor("temperature", temperature, completion_ids.shape, -1, hidden)
     call = LogpsCall(
@@ -50,6 +55,8 @@ def fused_logps(
         temperature=temperature.detach().to(hidden.device) if isinstance(temperature, Tensor) else float(temperature),
         softcap=0.0 if logit_softcap is None else float(logit_softcap), want_entropy=entropy,
         backend=choose_backend(backend, hidden.device, compute_dtype or hidden.dtype), compute_dtype=compute_dtype,
+        kept_ids=None if sampling_mask is None else sampling_mask.ids,
+        kept_counts=None if sampling_mask is None else sampling_mask.counts,
     )  # fmt: skip
     logps, entropies = logps_from_hidden(hidden, lm_head_weight, lm_head_bias, call)
     return logps, entropies if entropy else None

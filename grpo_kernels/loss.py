@@ -17,8 +17,9 @@ from .engine.logits_loss import loss_over_logits
 from .engine.loss_op import LossCall, loss_from_hidden
 from .engine.shared import wanted
 from .engine.token_ops import policy_loss
-from .inputs import LossInputs, LossOptions, resolve
+from .inputs import LossInputs, LossOptions, resolve, with_sampling_mask
 from .output import GRPOLossOutput
+from .sampling_mask import SamplingMask, check_sampling_mask
 from .validate import (
     check_config,
     check_flag,
@@ -49,6 +50,7 @@ def fused_grpo_loss(
     num_generations: int | None = None,
     group_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    sampling_mask: SamplingMask | None = None,
     lm_head_bias: Tensor | None = None,
     num_items_in_batch: Tensor | float | None = None,
     normalizer: Tensor | float | None = None,
@@ -77,6 +79,10 @@ def fused_grpo_loss(
         rollout_logps: under the sampling engine, NaN where unknown: the ratio of "dppo_tv" and "ipo", the off-policy
             mask, mismatch metrics.
         cu_seqlens: (S + 1,) offsets of packed sequences.
+        sampling_mask: the ids that truncated sampling (top-p, top-k, min-p) kept for each token: log-probabilities,
+            entropy and gradients are those of the distribution over them (DeepSeek-V3.2, arXiv:2512.02556, section
+            3.1). old_logps, ref_logps and rollout_logps must be under the same mask. Where a token keeps few ids, its
+            time and memory are those of the kept ids, not of the vocabulary.
         num_items_in_batch: denominator of aggregation "num_items"; None: the tokens of this call.
         normalizer: replaces the denominator of any aggregation: the global number of sequences ("seq_mean", "seq_sum"),
             of tokens ("token_mean", "num_items"), of sequences times max_completion_length ("fixed_length").
@@ -105,7 +111,8 @@ def fused_grpo_loss(
         rollout_logps=rollout_logps, cu_seqlens=cu_seqlens, num_items_in_batch=num_items_in_batch,
         normalizer=normalizer,
     )  # fmt: skip
-    inputs = resolve(options, config, completion_ids, "hidden", name)
+    check_sampling_mask(sampling_mask, completion_ids.shape, hidden, len(lm_head_weight))
+    inputs = with_sampling_mask(resolve(options, config, completion_ids, "hidden", name), sampling_mask)
     call = LossCall(
         completion_ids=completion_ids, tokens=inputs.tokens, num_groups=inputs.num_groups, config=config,
         backend=name, compute_dtype=compute_dtype, wants=wanted(hidden, lm_head_weight, lm_head_bias),
@@ -173,6 +180,7 @@ def grpo_loss_from_logits(
     num_generations: int | None = None,
     group_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    sampling_mask: SamplingMask | None = None,
     num_items_in_batch: Tensor | float | None = None,
     normalizer: Tensor | float | None = None,
     inplace: bool = False,
@@ -200,7 +208,8 @@ def grpo_loss_from_logits(
         rollout_logps=rollout_logps, cu_seqlens=cu_seqlens, num_items_in_batch=num_items_in_batch,
         normalizer=normalizer,
     )  # fmt: skip
-    inputs = resolve(options, config, completion_ids, "logits", name)
+    check_sampling_mask(sampling_mask, completion_ids.shape, logits, logits.shape[-1])
+    inputs = with_sampling_mask(resolve(options, config, completion_ids, "logits", name), sampling_mask)
     check_values(completion_ids, completion_mask, logits.shape[-1], cu_seqlens)
     check_token_values(inputs.tokens)
     if inplace and logits.is_leaf and logits.requires_grad:
@@ -227,7 +236,8 @@ class _LossOverLogits(torch.autograd.Function):
         flat = logits.detach().reshape(-1, logits.shape[-1])
         reused = call.inplace and flat.data_ptr() == logits.data_ptr() and flat.stride(-1) == 1
         reused = reused and (flat.stride(0) >= flat.shape[1] or flat.shape[0] <= 1)  # rows that share memory cannot
-        if (call.wants_gradient and not reused) or flat.stride(-1) != 1:
+        masked = call.inputs.tokens.kept_ids is not None  # logits of other ids become -inf
+        if ((call.wants_gradient or masked) and not reused) or flat.stride(-1) != 1:
             flat = flat.clone(memory_format=torch.contiguous_format)
         results, gradients = loss_over_logits(
             flat, call.completion_ids, call.inputs.tokens, call.inputs.num_groups, call.config, call.backend,

@@ -44,6 +44,15 @@ def _chosen(config: GRPOConfig, *, has_kl: bool, has_rollout: bool, has_weights:
     return chosen
 
 
+def mask_sums_and_counts(sums: Sums) -> dict[str, tuple[Tensor, Tensor]]:
+    """Of tokens with a sampling mask: how often the sampled id had to be added to the kept ones; and, over tokens whose
+    logits were computed over the whole vocabulary, the probability mass of the kept ids (0 where there were none)."""
+    if sums.mask is None:
+        return {}
+    tokens, added, mass, dense = sums.mask.clone().unbind()
+    return {"sampling_mask/added": (added, tokens), "sampling_mask/kept_mass": (mass, dense)}
+
+
 def sums_and_counts(totals: Tensor, config: GRPOConfig, **given: bool) -> dict[str, tuple[Tensor, Tensor]]:
     """metric -> (sum, count) from totals (K,)."""
     column = dict(zip(COLUMNS, totals.unbind(), strict=True))

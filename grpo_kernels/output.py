@@ -56,6 +56,8 @@ class GRPOLossOutput:
         found = metrics.means(self._sums, **self._collected)
         if self._inputs.reward_statistics is not None:
             found["equal_reward_groups"] = self._equal_reward_groups.mean()
+        for name, (total, count) in metrics.mask_sums_and_counts(self._sums).items():
+            found[name] = total / count.clamp(min=1)
         return found
 
     @property
@@ -67,6 +69,7 @@ class GRPOLossOutput:
 
     def _name_metric_sums(self) -> dict[str, tuple[Tensor, Tensor]]:
         found = metrics.sums_and_counts(self._sums.totals, **self._collected)
+        found |= metrics.mask_sums_and_counts(self._sums)
         if self._inputs.reward_statistics is not None:
             equal = self._equal_reward_groups
             found["equal_reward_groups"] = equal.sum(), equal.new_full((), self._inputs.num_groups)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -14,9 +15,11 @@ from .contract import Backend, Rows, TokenValues, no_values
 from .engine.autocast import autocast_dtype
 from .engine.backward import FinishedGradients, refuse_double_backward, scale_saved_gradients
 from .engine.chunk import visited
-from .engine.chunks import sequence_chunks
+from .engine.chunks import CoefficientFn, Scorer, add_mask, sequence_chunks
+from .engine.kept import KeptLogits, TokenMask
 from .engine.products import settled_precision
 from .engine.shared import make_head, make_scorer, table_dtype, token_mask, wanted
+from .sampling_mask import SamplingMask, check_sampling_mask
 from .validate import (
     check_flag,
     check_head,
@@ -71,6 +74,7 @@ def fused_policy_loss(
     entropy: bool = False,
     completion_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    sampling_mask: SamplingMask | None = None,
     lm_head_bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
@@ -111,6 +115,7 @@ def fused_policy_loss(
     check_token_tensor("completion_mask", completion_mask, completion_ids.shape, num_sequences, hidden)
     if isinstance(temperature, Tensor) and temperature.numel() != 1:
         check_token_tensor("temperature", temperature, completion_ids.shape, num_sequences, hidden)
+    check_sampling_mask(sampling_mask, completion_ids.shape, hidden, len(lm_head_weight))
     check_values(completion_ids, completion_mask, lm_head_weight.shape[0], cu_seqlens)
     if isinstance(temperature, Tensor):
         check_temperature(temperature, None if completion_mask is None else completion_mask.bool())
@@ -122,6 +127,7 @@ def fused_policy_loss(
         config=config, completion_ids=completion_ids, completion_mask=completion_mask, cu_seqlens=offsets.long(),
         loss_fn=loss_fn, level=level, entropy=entropy, backend=get_backend(name), compute_dtype=compute_dtype,
         wants=wanted(hidden, lm_head_weight, lm_head_bias), grad_enabled=torch.is_grad_enabled(),
+        sampling_mask=sampling_mask,
     )  # fmt: skip
     return _PolicyLoss.apply(hidden, lm_head_weight, lm_head_bias, call)
 
@@ -139,6 +145,7 @@ class _Call:
     compute_dtype: torch.dtype | None
     wants: tuple[bool, ...]
     grad_enabled: bool  # by the caller: inside an autograd.Function it never is
+    sampling_mask: SamplingMask | None
 
 
 class _PolicyLoss(torch.autograd.Function):
@@ -181,6 +188,9 @@ def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> tu
         gradients.index_copy_(1, here, torch.stack(found))
         return gradients[0], gradients[1]
 
+    if call.sampling_mask is not None:
+        _run_masked(scorer, call.sampling_mask, index, coefficients, gradients=any(wants))
+        return total, head.gradients()
     lengths: list[int] = torch.bincount(sequence[index], minlength=len(span)).tolist()
     too_long = call.level == "sequence" and max(lengths, default=0) > head.sequence_rows
     if not any(wants) or too_long:
@@ -195,6 +205,25 @@ def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> tu
             pieces = ((rows, slice(0)) for rows in visited(index, num_tokens).split(head.sequence_rows))
         scorer.staged(((head.chunk_of(rows), sequences) for rows, sequences in pieces), coefficients)
     return total, head.gradients()
+
+
+def _run_masked(
+    scorer: Scorer, mask: SamplingMask, index: Tensor, coefficients: CoefficientFn, *, gradients: bool
+) -> None:
+    """With a sampling mask: all tokens are scored, then differentiated together, then their gradients follow."""
+    scored = torch.zeros_like(scorer.ids, dtype=torch.bool).index_fill(0, index, True)
+    kept, _ = add_mask(scorer, TokenMask(mask.ids, mask.counts.reshape(-1)), scored)
+    if kept is not None:
+        kept.score(None)
+        scored.index_fill_(0, cast(KeptLogits, kept.head).index, False)
+    scorer.score(scored.nonzero().squeeze(1))
+    g_logp, g_entropy = coefficients(Rows(0, len(index), index), slice(0))
+    if not gradients:
+        return
+    scorer.gradient(*(torch.where(scored, g, 0.0) for g in (g_logp, g_entropy)))
+    if kept is not None:
+        kept.gradient(g_logp, g_entropy, static_shapes=True)
+        cast(KeptLogits, kept.head).finish()
 
 
 def _differentiate(call: _Call, values: TokenValues, index: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor, Tensor]:

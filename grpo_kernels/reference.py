@@ -98,7 +98,8 @@ def reference_logps(
     """Log-probability of `ids` and entropy of softmax(z), z = softcap(scale * logits) / temperature, over kept ids."""
     z = logits * logit_scale
     if logit_softcap is not None:
-        z = logit_softcap * torch.tanh(z / logit_softcap)
+        # A logit of -inf, an id that is excluded, stays one.
+        z = torch.where(z == -math.inf, z, logit_softcap * torch.tanh(z / logit_softcap))
     z = z / (temperature[..., None] if isinstance(temperature, Tensor) else temperature)
     if sampling_mask is not None:
         z = z.masked_fill(~kept_ids(sampling_mask, ids, z.shape[-1]), -math.inf)

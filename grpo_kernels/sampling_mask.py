@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,10 +83,10 @@ class SamplingMask:
         Sequences may differ in length; up to `length`, by default that of the longest, they are padded with count 0.
         The ids of a token are sorted. An empty list stands for the whole vocabulary.
         """
-        nested = [list(entry) for entry in kept]
-        packed = all(isinstance(x, int) for entry in nested for x in entry)
-        if packed:
-            rows: list[list[int]] = [sorted(entry) for entry in nested]  # type: ignore[type-var]
+        nested: list[list[Any]] = [list(entry) for entry in kept]
+        rows: list[list[int]]
+        if all(isinstance(x, int) for entry in nested for x in entry):
+            rows = [sorted(entry) for entry in nested]
             shape: tuple[int, ...] = (len(rows),)
             if length is not None:
                 raise ValueError(
@@ -96,7 +97,7 @@ class SamplingMask:
             if length is not None and length < longest:
                 raise ValueError(f"length={length}; expected at least {longest}, the tokens of the longest sequence")
             shape = (len(nested), longest if length is None else length)
-            rows = [sorted(row) for entry in nested for row in [*entry, *[()] * (shape[1] - len(entry))]]  # type: ignore
+            rows = [sorted(row) for entry in nested for row in [*entry, *[()] * (shape[1] - len(entry))]]
         counts = torch.tensor([len(row) for row in rows], dtype=torch.int32)
         ids = torch.tensor([x for row in rows for x in row], dtype=torch.int32)
         return cls(ids, counts.view(shape))

@@ -67,11 +67,10 @@ void kept_dhidden(const py::tuple& given, Address dlogits, Address target, int64
     gk::kept_dhidden(args, pointer<const float>(dlogits), {pointer<void>(target), row_stride, dtype, false}, threads);
 }
 
-void kept_dweight(const py::tuple& given, Address target, int64_t row_stride, int dtype, bool add, Address dbias,
-                  int threads) {
+void kept_dweight(const py::tuple& given, Address target, int64_t row_stride, int dtype, bool add, int threads) {
     const gk::KeptPairs pairs = kept_pairs(given);
     py::gil_scoped_release unlocked;
-    gk::kept_dweight(pairs, {pointer<void>(target), row_stride, dtype, add}, pointer<float>(dbias), threads);
+    gk::kept_dweight(pairs, {pointer<void>(target), row_stride, dtype, add}, threads);
 }
 
 // One thread is enough for a reward per completion.

@@ -50,12 +50,11 @@ void kept_dhidden(const py::tuple& given, Address dlogits, Address target, int64
 }
 
 void kept_dweight(const py::tuple& given, Address starts, Address order, Address target, int64_t row_stride, int dtype,
-                  bool add, Address dbias, Address stream) {
+                  bool add, Address stream) {
     const gk::KeptPairs pairs = kept_pairs(given);
     const gk::PairsById by_id = {pointer<const int64_t>(starts), pointer<const int64_t>(order)};
     py::gil_scoped_release unlocked;
-    gk::cuda::kept_dweight(pairs, by_id, {pointer<void>(target), row_stride, dtype, add}, pointer<float>(dbias),
-                           pointer<void>(stream));
+    gk::cuda::kept_dweight(pairs, by_id, {pointer<void>(target), row_stride, dtype, add}, pointer<void>(stream));
 }
 
 // --- products with the softmax in their epilogue ---------------------------------------------------------------------

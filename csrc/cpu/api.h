@@ -13,7 +13,7 @@ void gradient(const RowArgs& args, int threads);
 
 void kept_logits(const KeptArgs& args, float* logits, int threads);  // (rows, slots), -inf where not used
 void kept_dhidden(const KeptArgs& args, const float* dlogits, const KeptTarget& target, int threads);
-void kept_dweight(const KeptPairs& pairs, const KeptTarget& target, float* dbias, int threads);  // (vocab,) or null
+void kept_dweight(const KeptPairs& pairs, const KeptTarget& target, int threads);
 
 void token_objective(const TokenArgs& args, int threads);
 void sequence_objective(const SequenceArgs& args, int threads);

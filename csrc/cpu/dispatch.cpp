@@ -119,7 +119,7 @@ void kept_dhidden(const KeptArgs& args, const float* dlogits, const KeptTarget& 
                  [&](int64_t first, int64_t last) { kernels.dhidden(args, dlogits, target, first, last); });
 }
 
-void kept_dweight(const KeptPairs& pairs, const KeptTarget& target, float* dbias, int threads) {
+void kept_dweight(const KeptPairs& pairs, const KeptTarget& target, int threads) {
     check_kept_ids(pairs.ids, pairs.count, pairs.vocab);
     for (int64_t k = 0; k < pairs.count; k++)
         if (pairs.token_of[k] < 0 || pairs.token_of[k] >= pairs.tokens)
@@ -134,12 +134,6 @@ void kept_dweight(const KeptPairs& pairs, const KeptTarget& target, float* dbias
         if (pairs.ids[k] >= 0) places[starts[pairs.ids[k] + 1]++] = k;
     places.resize(pairs.count - unused);
     const PairsById by_id = {starts.data(), places.data()};
-    for (int64_t id = 0; dbias && id < pairs.vocab; id++) {
-        float sum = target.add ? dbias[id] : 0.f;
-        for (int64_t k = starts[id]; k < starts[id + 1]; k++) sum += pairs.dlogits[places[k]];
-        dbias[id] = sum;
-    }
-    if (!target.data) return;
     const KeptKernels kernels = chosen().load()->kept(pairs.dtype);
     parallel_for(pairs.vocab, kept_grain(pairs.vocab, pairs.count), threads,
                  [&](int64_t first, int64_t last) { kernels.dweight(pairs, by_id, target, first, last); });

@@ -74,7 +74,8 @@ static inline void convert_vector(const Row& row, const typename Type::Element* 
     if (kBias) x += Float32::load(bias);
     if (kCapped) {
         const TanhPair tanh = tanh_pair(x * row.to_tanh);
-        x = tanh.value * row.cap;
+        // A logit of -inf, an id that is excluded, stays one; the slope is 0 there.
+        x = select(x == -kInfinity, x, tanh.value * row.cap);
         Float32::store(slope, tanh.slope);
     }
     Float32::store(y, x);

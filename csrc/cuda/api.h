@@ -31,11 +31,10 @@ void group_statistics(const float* rewards, const int64_t* group_index, int64_t 
 // x *= factor, which is read on the device: count elements at any address.
 void scale(void* x, int32_t dtype, int64_t count, const float* factor, Stream stream);
 
-// Products over kept ids: logits (rows, slots), -inf where a place is not used; dbias (vocab,) or null.
+// Products over kept ids: logits (rows, slots), -inf where a place is not used.
 void kept_logits(const KeptArgs& args, float* logits, Stream stream);
 void kept_dhidden(const KeptArgs& args, const float* dlogits, const KeptTarget& target, Stream stream);
-void kept_dweight(const KeptPairs& pairs, const PairsById& by_id, const KeptTarget& target, float* dbias,
-                  Stream stream);
+void kept_dweight(const KeptPairs& pairs, const PairsById& by_id, const KeptTarget& target, Stream stream);
 
 // --- products with the softmax in their epilogue; 16-bit hidden states and weight, compute capability 9.0 ------------
 

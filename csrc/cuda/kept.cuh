@@ -150,11 +150,6 @@ GK_DEVICE void kept_dweight(const KeptWeightLaunch& args) {
         [&](int64_t k) { return pairs.dlogits[own[k]]; });
     sum.template store<Out>(static_cast<typename Out::Element*>(args.target.data) + id * args.target.row_stride,
                             args.target.add);
-    if (!args.dbias || block_index() % blocks != 0 || warp_index() != 0) return;
-    float slope = 0.f;
-    for (int64_t k = lane_index(); k < count; k += kWarp) slope += pairs.dlogits[own[k]];
-    GK_UNROLL for (int mask = kWarp / 2; mask > 0; mask /= 2) slope += shuffle_xor(slope, mask);
-    if (lane_index() == 0) args.dbias[id] = args.target.add ? args.dbias[id] + slope : slope;
 }
 
 }  // namespace gk::cuda

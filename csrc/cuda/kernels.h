@@ -77,7 +77,6 @@ struct KeptWeightLaunch {
     KeptPairs pairs;
     PairsById by_id;
     KeptTarget target;
-    float* dbias;  // (vocab,) or null
 };
 constexpr int kKeptThreads = 256;
 constexpr int kKeptGroup = 4;  // rows of the weight, or of the hidden states, in work at a time

@@ -45,14 +45,14 @@ struct ExactScales {
     GK_DEVICE double to_exponent() const { return to_z / kLn2; }
 };
 
-// ---- softcap: w = 1 - |tanh|, with the sign of u. y and the slope 1 - tanh^2 follow without loss, y to 1e-7 cap.
-// -----
+// ---- softcap: w = 1 - |tanh|, with the sign of u. y and the slope 1 - tanh^2 follow without loss, y to 1e-7 cap. A
+// logit of -inf, an id that is excluded, stays one: w and y are -inf too, the slope is 0.
 GK_DEVICE float complement(const Scales& scales, float u) {
     const float e = exp2_fast(scales.to_exp_tanh * fabsf(u));
-    return copysignf(2.f * e * reciprocal_fast(1.f + e), u);
+    return u == -infinity() ? u : copysignf(2.f * e * reciprocal_fast(1.f + e), u);
 }
 GK_DEVICE float capped(const Scales& scales, float w) { return copysignf(scales.cap - scales.cap * fabsf(w), w); }
-GK_DEVICE float slope(float w) { return fabsf(w) * (2.f - fabsf(w)); }
+GK_DEVICE float slope(float w) { return fmaxf(fabsf(w) * (2.f - fabsf(w)), 0.f); }
 
 // ---- sums of exponentials -------------------------------------------------------------------------------------------
 // Of columns with the maximum `top`: exps = sum of 2^t, moment = sum of 2^t t, t relative to `top`, or to 0 where no

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..contract import TABLE_FIELDS, LogitChunk, RowGradients, TokenValues
+from ..contract import TABLE_FIELDS, KeptIds, LogitChunk, RowGradients, TokenValues
 
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -127,6 +127,28 @@ def check_scaled(x: Tensor, factor: Tensor) -> None:
             f"factor: expected {torch.float32} () on {x.device}, got {factor.dtype} {tuple(factor.shape)} on "
             f"{factor.device}"
         )
+
+
+def check_kept(kept: KeptIds, numbers: Tensor, **matrices: Tensor) -> None:
+    """ids (C, K) int32 and numbers (C, K) float32, contiguous; matrices with contiguous rows of equal width."""
+    index, device = kept.rows.index, kept.ids.device
+    if index is None:
+        raise ValueError("kept: expected the tokens as an index")
+    _check_vector("index", index, kept.ids.shape[0], torch.int64, device)
+    for name, x, dtype in (("ids", kept.ids, torch.int32), ("logits", numbers, torch.float32)):
+        if x.dtype != dtype or x.shape != kept.ids.shape or not x.is_contiguous() or x.device != device:
+            found = f"{x.dtype} {tuple(x.shape)} on {x.device}"
+            raise ValueError(f"{name}: expected contiguous {dtype} {tuple(kept.ids.shape)} on {device}, got {found}")
+    check_rows_of(device, **matrices)
+
+
+def check_rows_of(device: torch.device, **matrices: Tensor) -> None:
+    """Matrices on one device, with contiguous rows of equal width."""
+    widths = {x.shape[1] for x in matrices.values()}
+    for name, x in matrices.items():
+        _check_matrix(name, x, x.shape, device)
+    if len(widths) > 1:
+        raise ValueError(f"expected rows of one width, got {widths}")
 
 
 def contiguous_rows(x: Tensor) -> Tensor:

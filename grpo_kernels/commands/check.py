@@ -251,7 +251,11 @@ def eager(case: Case, product: torch.dtype, rest: torch.dtype) -> dict[str, Tens
     leaves = {name: x.to(product, copy=True).requires_grad_() for name, x in case.leaves.items()}
     options = {name: x.to(rest) if x.is_floating_point() else x for name, x in case.options.items()}
     out = reference_loss_from_logits(
-        logits_of(leaves).to(rest), case.ids, case.advantages.to(rest), config=case.config, **options
+        logits_of(leaves).to(rest),
+        case.ids,
+        case.advantages.to(rest),
+        config=case.config,
+        **options,  # type: ignore[arg-type]  # tensor options alone
     )
     return _results(out, leaves)
 

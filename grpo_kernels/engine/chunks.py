@@ -10,6 +10,7 @@ call. With static shapes every row is computed and nothing is read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import NamedTuple, cast
 
 import torch
@@ -18,10 +19,11 @@ from torch import Tensor
 from ..contract import FIELD, Backend, FoldingBackend, KernelParams, LogitChunk, Rows, RowStats, Sums, TokenValues
 from .chunk import Chunk
 from .given_logits import GivenLogits
+from .kept import DenseMask, KeptLogits, TokenMask, mask_rows
 from .lm_head import LMHead
 from .plan import Plan
 
-Head = LMHead | GivenLogits
+Head = LMHead | GivenLogits | KeptLogits
 # (chunk, its range of sequences) -> (d loss / d logp, d loss / d entropy) (N,), of which the chunk's are read
 CoefficientFn = Callable[[Rows, slice], tuple[Tensor, Tensor]]
 
@@ -34,11 +36,12 @@ class Scorer:
     ) -> None:
         self.head, self.ids, self.temperature, self.params, self.backend = head, ids, temperature, params, backend
         self.values = values
+        self.mask: DenseMask | None = None
 
     def score(self, index: Tensor | None, *, entropy: bool = True) -> None:
         """logp, entropy and lse of these tokens (None: of all), nothing else."""
         for rows in self._row_chunks(index):
-            if self.head.strategy == "rows":
+            if self._computes_logits:
                 self._statistics(rows)
             else:
                 self._linear_logp(rows, entropy)
@@ -46,7 +49,7 @@ class Scorer:
     def evaluate(self, index: Tensor | None, table: Tensor) -> None:
         """`score`, and the objective of each token by itself."""
         for rows in self._row_chunks(index):
-            if self.head.strategy == "rows":
+            if self._computes_logits:
                 self.backend.single_pass(self._logits(rows), table, self.values, self.params)
             else:
                 self._linear_logp(rows, entropy=True)
@@ -90,8 +93,12 @@ class Scorer:
         index = None if static_shapes else ((g_logp != 0) | (g_entropy != 0)).nonzero().squeeze(1)
         for chunk in self.head.chunks(index):
             for rows in chunk.row_chunks():
-                self._gradient(chunk, self._logits(rows), g_logp, g_entropy)
+                self._gradient(chunk, self._logits(rows, again=True), g_logp, g_entropy)
             self.head.accumulate(chunk, self.ids)
+
+    @property
+    def _computes_logits(self) -> bool:
+        return self.head.strategy == "rows" or self.mask is not None
 
     def _token_coefficients(self, table: Tensor) -> CoefficientFn:
         """What `single_pass` computes between its statistics and its gradient."""
@@ -114,8 +121,13 @@ class Scorer:
         for chunk in self.head.chunks(index):
             yield from chunk.row_chunks()
 
-    def _logits(self, rows: Rows) -> LogitChunk:
-        return LogitChunk(self.head.logits(rows), rows, self.ids, self.head.folded_bias)
+    def _logits(self, rows: Rows, *, again: bool = False) -> LogitChunk:
+        chunk = LogitChunk(self.head.logits(rows), rows, self.ids, self.head.folded_bias)
+        if self.mask is not None:
+            if not again:
+                self.backend.statistics(chunk, self.temperature, self.mask.full, self.params)
+            self.mask.apply(chunk)
+        return chunk
 
     def _statistics(self, rows: Rows) -> LogitChunk:
         read = self._logits(rows)
@@ -139,24 +151,99 @@ class Scorer:
 
 
 def run(
-    head: Head, plan: Plan, backend: Backend, *, gradients: bool, static_shapes: bool = False
+    head: Head,
+    plan: Plan,
+    backend: Backend,
+    *,
+    gradients: bool,
+    static_shapes: bool = False,
+    sampling_mask: TokenMask | None = None,
 ) -> tuple[TokenValues, Sums]:
     """Score a batch and, with `gradients`, leave the gradients of the loss in `head`."""
     tokens, table = plan.tokens, plan.tokens.table
     scorer = Scorer(head, tokens.ids, table[FIELD["temperature"]], plan.params, backend, tokens.values)
     visit = _everything(plan) if static_shapes else _visit(plan, gradients)
+    kept, mask_sums = None, None
+    if sampling_mask is not None:
+        kept, added = add_mask(scorer, sampling_mask, tokens.scored)
+        visit = _without(visit, kept, plan)
     if plan.whole_sequences:
-        _run_sequences(scorer, plan, visit, gradients=gradients, static_shapes=static_shapes)
+        _run_sequences(scorer, plan, visit, gradients=gradients, static_shapes=static_shapes, kept=kept)
     elif gradients:
-        anchored = head.strategy == "anchored" and not plan.entropy_has_gradient
+        anchored = head.strategy == "anchored" and not plan.entropy_has_gradient and scorer.mask is None
         (scorer.anchored if anchored else scorer.single_pass)(visit.active, table)
         if visit.rest is not None:
             scorer.evaluate(visit.rest, table)
+        if kept is not None:
+            kept.single_pass(None, table)
     else:
         scorer.evaluate(visit.active, table)
+        if kept is not None:
+            kept.evaluate(None, table)
+    if kept is not None and gradients:
+        cast(KeptLogits, kept.head).finish()
+    if sampling_mask is not None:
+        masked = (tokens.scored & (sampling_mask.counts > 0)).sum().to(added.dtype)
+        mask_sums = torch.stack([masked, added, *_mass(scorer)])
     if static_shapes and not plan.all_scored:
         tokens = tokens._replace(values=tokens.values.only(tokens.scored))
-    return tokens.values, backend.sums(tokens, plan.params, plan.group_index, plan.num_groups)
+    sums = backend.sums(tokens, plan.params, plan.group_index, plan.num_groups)
+    if mask_sums is not None:
+        sums = replace(sums, numbers=torch.cat([sums.numbers, mask_sums]))
+    return tokens.values, sums
+
+
+def add_mask(scorer: Scorer, mask: TokenMask, scored: Tensor) -> tuple[Scorer | None, Tensor]:
+    """(a scorer of the tokens that take the way of gathers, if there are any; () how many sampled ids were added).
+
+    The others stay with `scorer`, which applies the mask to their logits. scored (N,) bool.
+    """
+    head, ids, dtype = scorer.head, scorer.ids, scorer.values.columns.dtype
+    if isinstance(head, LMHead):
+        vocab_size = len(head.weight)
+        gathers = scored & mask.gathers(vocab_size)
+    else:
+        vocab_size = cast(GivenLogits, head).buffer.shape[1]
+        gathers = torch.zeros_like(scored)  # the logits are there already
+    added = torch.zeros((), dtype=dtype, device=ids.device)
+    dense = (scored & (mask.counts > 0) & ~gathers).nonzero().squeeze(1)
+    if dense.numel():
+        rows = mask_rows(mask, ids, dense, vocab_size)
+        scorer.mask = DenseMask(rows, ids.numel(), dtype)
+        added = added + rows.added.sum()
+    index = gathers.nonzero().squeeze(1)
+    if not index.numel():
+        return None, added
+    rows = mask_rows(mask, ids, index, vocab_size)
+    places = torch.zeros_like(ids)
+    places[index] = rows.places
+    kept = KeptLogits(rows, cast(LMHead, head), dtype)
+    beside = Scorer(kept, places, scorer.temperature, scorer.params, scorer.backend, scorer.values)
+    return beside, added + rows.added.sum()
+
+
+def _without(visit: _Visit, kept: Scorer | None, plan: Plan) -> _Visit:
+    """`visit` without the tokens that take the way of gathers."""
+    if kept is None:
+        return visit
+    others = torch.ones_like(plan.tokens.scored)
+    others[cast(KeptLogits, kept.head).index] = False
+    every = torch.arange(others.numel(), device=others.device) if visit.active is None else visit.active
+    active = every[others[every]]
+    rest = None if visit.rest is None else visit.rest[others[visit.rest]]
+    lengths = visit.lengths
+    if lengths is not None:
+        before = torch.nn.functional.pad(torch.zeros_like(others).index_fill(0, active, True).cumsum(0), (1, 0))
+        lengths = before[plan.tokens.offsets].diff().tolist()
+    return _Visit(active, rest if rest is not None and rest.numel() else None, lengths)
+
+
+def _mass(scorer: Scorer) -> tuple[Tensor, Tensor]:
+    if scorer.mask is None:
+        zero = scorer.values.lse.new_zeros((), dtype=scorer.values.columns.dtype)
+        return zero, zero
+    mass = scorer.mask.kept_mass(scorer.values).to(scorer.values.columns.dtype)
+    return mass, mass.new_full((), scorer.mask.rows.index.numel())
 
 
 def evaluate(plan: Plan, backend: Backend) -> None:
@@ -194,8 +281,12 @@ def _everything(plan: Plan) -> _Visit:
     return _Visit(None, None, None if plan.row_length is None else [plan.row_length] * plan.num_sequences)
 
 
-def _run_sequences(scorer: Scorer, plan: Plan, visit: _Visit, *, gradients: bool, static_shapes: bool) -> None:
+def _run_sequences(
+    scorer: Scorer, plan: Plan, visit: _Visit, *, gradients: bool, static_shapes: bool, kept: Scorer | None
+) -> None:
     """The ways of tokens whose gradient depends on their sequence."""
+    if kept is not None:
+        kept.score(None)
     tokens, backend, lengths = plan.tokens, scorer.backend, visit.lengths
     staged = gradients and lengths is not None and max(lengths, default=0) <= scorer.head.sequence_rows
     weight_entropy = tokens.table[FIELD["weight_entropy"]]
@@ -212,10 +303,16 @@ def _run_sequences(scorer: Scorer, plan: Plan, visit: _Visit, *, gradients: bool
         scorer.score(visit.active)
     if visit.rest is not None:
         scorer.score(visit.rest)
-    if not staged or visit.rest is not None:
+    if not staged or visit.rest is not None or kept is not None:
         evaluate(plan, backend)
-    if gradients and not staged:
-        g_logp, g_entropy = (torch.where(tokens.active, g, 0.0) for g in (tokens.values.g_logp, weight_entropy))
+    if not gradients:
+        return
+    g_logp, g_entropy = (torch.where(tokens.active, g, 0.0) for g in (tokens.values.g_logp, weight_entropy))
+    if kept is not None:
+        kept.gradient(g_logp, g_entropy, static_shapes=True)
+        index = cast(KeptLogits, kept.head).index
+        g_logp, g_entropy = (g.index_fill(0, index, 0.0) for g in (g_logp, g_entropy))
+    if not staged:
         scorer.gradient(g_logp, g_entropy, static_shapes=static_shapes)
 
 

@@ -8,8 +8,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ..contract import Backend, TransposingBackend
-from .memory import ROUNDED_CHUNKS
+from ..contract import Backend, KeptPairs, TransposingBackend
+from .memory import ROUNDED_CHUNKS, allocate_gradient
 from .products import PIECE_ROWS, add_product, product, transposed_columns
 
 
@@ -38,6 +38,15 @@ class WeightGradient:
             self._add_transposed(dlogits, h)
         else:
             self._add_bfloat16_on_cpu(dlogits, h)
+
+    def add_kept(self, dlogits: Tensor, hidden: Tensor, pairs: KeptPairs) -> None:
+        """The share of tokens with a sampling mask: dlogits (M,) of pairs of a token and an id, hidden (N, H)."""
+        first = self.total is None
+        if self.total is None:
+            wide = torch.promote_types(self.weight.dtype, torch.float32)
+            dtype = wide if self.waiting_dtype == wide else self.weight.dtype
+            self.total = allocate_gradient(self.weight.shape, dtype, self.weight.device)
+        self.backend.kept_dweight(dlogits, hidden, pairs, self.total, add=not first)
 
     def add_later(self, ids: Tensor, scale: Tensor, h: Tensor) -> None:
         """The shares of the sampled ids, scale_t h_t (P, H), which `finish` adds in float32."""

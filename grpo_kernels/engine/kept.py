@@ -1,53 +1,119 @@
-"""Tokens with a sampling mask: which logits they need, before any is computed.
+"""Tokens with a sampling mask: which logits they need, and two ways to get them.
 
 A token that keeps K ids needs K logits, h . W_j for its kept ids j, and nothing else of the vocabulary: its
-log-probability, entropy and gradients are those of a row of K logits. Tokens that keep nearly as many ids stand in one
-matrix, whose width is a power of two; places that a token does not use hold the logit -inf, probability 0.
+log-probability, entropy and gradients are those of a row of K logits.
+
+    gathers    products over kept ids (backends' kept_*): O(K H) per token. Tokens that keep nearly as many ids stand in
+               one matrix, whose width is a power of two; places that a token does not use hold the logit -inf.
+    dense      the products over the whole vocabulary; logits of other ids become -inf before the row kernel reads them
+
+Which one a token takes follows from DENSE_LOGITS_PER_KEPT_ID: how many logits of the dense products take as long as the
+gathers of one kept id, forward and backward. On a CPU it was measured (SmolLM2-135M's head, 2,048 tokens, float32 and
+bfloat16, 8 to 512 kept ids: 26 to 36). For GPUs it is predicted: on an H200 a kept id moves 6 H bytes in 16 bits, 1.4
+ps per hidden dimension at 4.3 TB/s; a dense logit takes 6 H operations, 7.5 fs at 800 teraflops.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..contract import KeptIds, KeptPairs, Rows
+from ..contract import KeptIds, KeptPairs, LogitChunk, RowGradients, Rows, TokenValues, no_values
+from .chunk import Chunk
+from .lm_head import LMHead
 
+DENSE_LOGITS_PER_KEPT_ID = {"cpu": 30, "cuda": 190}
 LEAST_WIDTH = 16  # 64 bytes of float32: rows stay aligned, and 8 kept ids cost little more memory than 16
 
 
-class KeptTokens(NamedTuple):
-    """All tokens of a call that have a sampling mask. M places in all buckets, used or not, at most 2 per kept id."""
+class TokenMask(NamedTuple):
+    """A SamplingMask, flat: ids (M,) int32 or int64, counts (N,)."""
 
-    buckets: tuple[KeptIds, ...]  # their ids are views of those of `pairs`, one after another
-    pairs: KeptPairs
-    places: Tensor  # (N,) int64: place of the sampled id in the row of its token
-    added: Tensor  # (N,) bool: the sampled id was not among the kept ids
+    ids: Tensor
+    counts: Tensor
+
+    def gathers(self, vocab_size: int) -> Tensor:
+        """(N,) bool: the tokens with a mask for which gathers take less time than the dense products."""
+        ratio = DENSE_LOGITS_PER_KEPT_ID.get(self.counts.device.type, DENSE_LOGITS_PER_KEPT_ID["cuda"])
+        return (self.counts > 0) & (self.counts <= vocab_size // ratio)
 
 
-def kept_tokens(mask_ids: Tensor, counts: Tensor, ids: Tensor, index: Tensor, vocab_size: int) -> KeptTokens:
-    """Of the tokens `index` (C,), each of which keeps an id. mask_ids (M,), counts (N,) and the sampled ids (N,) are
-    those of the whole batch. Sampled ids that are not among the kept ones are added.
+def make_token_mask(ids: Tensor | None, counts: Tensor | None, *, is_static: bool) -> TokenMask | None:
+    """From the tensors of a SamplingMask; None where there is none."""
+    if ids is None or counts is None:
+        return None
+    if is_static:
+        raise ValueError(
+            "sampling_mask was given with static_shapes=True or under capture of a CUDA graph; the number of kept ids "
+            "decides shapes: call without either"
+        )
+    return TokenMask(ids, counts.reshape(-1))
+
+
+@dataclass(frozen=True)
+class MaskRows:
+    """The kept ids of the tokens `index` (C,), in order: sampled ids that were not among them are added."""
+
+    index: Tensor  # (C,) int64
+    ids: Tensor  # (M,) int64, ascending within a token
+    row: Tensor  # (M,) int64: the token of each id, in `index`
+    counts: Tensor  # (C,) int64
+    places: Tensor  # (C,) int64: place of the sampled id in its row
+    added: Tensor  # (C,) bool
+
+    @property
+    def firsts(self) -> Tensor:
+        """(C,) where the ids of each token begin."""
+        return self.counts.cumsum(0) - self.counts
+
+
+def mask_rows(mask: TokenMask, ids: Tensor, index: Tensor, vocab_size: int) -> MaskRows:
+    """Of tokens `index` (C,), each of which keeps an id; ids (N,) are the sampled ones.
 
     The keys row * V + id are in order, so that one binary search per row finds its sampled id.
     """
-    device = index.device
-    per_row = counts[index].long()
-    first_of_token = counts.cumsum(0) - counts
-    row, rank = _rows_of(per_row)
-    keys = row * vocab_size + mask_ids[first_of_token[index][row] + rank]
-    wanted = torch.arange(index.numel(), device=device) * vocab_size + ids[index]
-    place = torch.searchsorted(keys, wanted)
-    missing = keys[place.clamp(max=keys.numel() - 1)] != wanted
-    if bool(missing.any()):
-        keys = torch.cat([keys, wanted[missing]]).sort().values
-        per_row = per_row + missing
-        row, rank = _rows_of(per_row)
-        place = torch.searchsorted(keys, wanted)
+    counts = mask.counts[index].long()
+    first_of_token = mask.counts.cumsum(0) - mask.counts
+    row, rank = _places(counts)
+    keys = row * vocab_size + mask.ids[first_of_token[index][row] + rank]
+    wanted = torch.arange(index.numel(), device=index.device) * vocab_size + ids[index]
+    found = torch.searchsorted(keys, wanted)
+    added = keys[found.clamp(max=keys.numel() - 1)] != wanted
+    if bool(added.any()):
+        keys = torch.cat([keys, wanted[added]]).sort().values
+        counts = counts + added
+        row, _ = _places(counts)
+        found = torch.searchsorted(keys, wanted)
+    places = found - (counts.cumsum(0) - counts)
+    return MaskRows(index, keys - row * vocab_size, row, counts, places, added)
 
+
+def _places(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """(row of each element, its place in that row) of rows with so many elements."""
+    row = torch.repeat_interleave(counts)
+    firsts = counts.cumsum(0) - counts
+    return row, torch.arange(row.numel(), device=row.device) - firsts[row]
+
+
+# --- gathers ------------------------------------------------------------------------------------------------------
+
+
+class Buckets(NamedTuple):
+    """Rows of kept ids in matrices by width. M places in all, used or not, at most 2 per kept id (or LEAST_WIDTH)."""
+
+    matrices: tuple[KeptIds, ...]  # their ids are views of those of `pairs`, one after another
+    pairs: KeptPairs
+
+
+def make_buckets(rows: MaskRows) -> Buckets:
+    """One read of the number of tokens per width."""
+    device = rows.index.device
     widths = LEAST_WIDTH * 2 ** torch.arange(32, device=device)
-    kind = torch.searchsorted(widths, per_row)
+    kind = torch.searchsorted(widths, rows.counts)
     order = kind.sort(stable=True).indices
     width = widths[kind[order]]
     begin = torch.empty_like(width)
@@ -55,26 +121,109 @@ def kept_tokens(mask_ids: Tensor, counts: Tensor, ids: Tensor, index: Tensor, vo
     sizes = torch.bincount(kind, minlength=1).tolist()
     total = sum(size * (LEAST_WIDTH << k) for k, size in enumerate(sizes))
 
-    flat = torch.full((total,), -1, dtype=torch.int32, device=device)
-    flat[begin[row] + rank] = (keys - row * vocab_size).to(torch.int32)
-    token_of = index[order].to(torch.int32).repeat_interleave(width, output_size=total)
-    places = torch.zeros(counts.numel(), dtype=torch.int64, device=device)
-    places[index] = place - (per_row.cumsum(0) - per_row)
-    added = torch.zeros(counts.numel(), dtype=torch.bool, device=device)
-    added[index] = missing
+    ids = torch.full((total,), -1, dtype=torch.int32, device=device)
+    rank = torch.arange(rows.row.numel(), device=device) - rows.firsts[rows.row]
+    ids[begin[rows.row] + rank] = rows.ids.to(torch.int32)
+    token_of = rows.index[order].to(torch.int32).repeat_interleave(width, output_size=total)
 
-    buckets, first, start = [], 0, 0
+    matrices, first, start = [], 0, 0
     for k, size in enumerate(sizes):
         if size:
-            tokens = index[order[first : first + size]]
             slots = LEAST_WIDTH << k
-            buckets.append(KeptIds(Rows(0, size, tokens), flat[start : start + size * slots].view(size, slots)))
+            tokens = Rows(0, size, rows.index[order[first : first + size]])
+            matrices.append(KeptIds(tokens, ids[start : start + size * slots].view(size, slots)))
             first, start = first + size, start + size * slots
-    return KeptTokens(tuple(buckets), KeptPairs(flat, token_of), places, added)
+    return Buckets(tuple(matrices), KeptPairs(ids, token_of))
 
 
-def _rows_of(per_row: Tensor) -> tuple[Tensor, Tensor]:
-    """(row of each element, its place in that row) of rows with so many elements."""
-    row = torch.repeat_interleave(per_row)
-    firsts = per_row.cumsum(0) - per_row
-    return row, torch.arange(row.numel(), device=row.device) - firsts[row]
+class KeptLogits:
+    """Logits of kept ids, behind the interface of `LMHead`: a matrix of them is a chunk. Computed once, and overwritten
+    with their gradient, which goes into the gradients of `head`."""
+
+    strategy = "rows"
+    folded_bias: Tensor | None = None
+
+    def __init__(self, rows: MaskRows, head: LMHead, dtype: torch.dtype) -> None:
+        self.head, self.index, self.grad_dtype = head, rows.index, dtype
+        self.num_tokens = self.sequence_rows = rows.index.numel()
+        flat = head.flat_hidden
+        self.hidden = head.hidden.reshape(-1, head.hidden.shape[-1]) if flat is None else flat
+        self.buckets = make_buckets(rows)
+        self.numbers = torch.empty(self.buckets.pairs.ids.numel(), dtype=dtype, device=rows.index.device)
+        self._matrices: dict[int, tuple[KeptIds, Tensor]] = {}
+        self._computed: set[int] = set()
+        start = 0
+        for kept in self.buckets.matrices:
+            stop = start + kept.ids.numel()
+            self._matrices[id(kept.rows)] = kept, self.numbers[start:stop].view(kept.ids.shape)
+            start = stop
+
+    def chunks(self, index: Tensor | None) -> Iterator[Chunk]:
+        """All of them: none is left out, `index` is None."""
+        assert index is None
+        for kept in self.buckets.matrices:
+            yield self.chunk_of(kept.rows)
+
+    def chunk_of(self, rows: Rows) -> Chunk:
+        return Chunk(rows, rows.count, in_place=True)
+
+    def logits(self, rows: Rows) -> Tensor:
+        kept, logits = self._matrices[id(rows)]
+        if id(rows) not in self._computed:
+            self.head.backend.kept_logits(self.hidden, self.head.weight, self.head.folded_bias, kept, logits)
+            self._computed.add(id(rows))
+        return logits
+
+    def row_gradients(self, chunk: Chunk, rows: Rows, logits: Tensor) -> RowGradients:
+        return RowGradients(logits)
+
+    def scale_gradients(self, largest: Tensor) -> Tensor:
+        raise NotImplementedError  # float16 gradients have a scale; these are float32 or float64
+
+    def accumulate(self, chunk: Chunk, ids: Tensor) -> None:
+        """dhidden of a matrix; `finish` has the rest."""
+        if self.head.wants[0]:
+            kept, dlogits = self._matrices[id(chunk.rows)]
+            self.head.backend.kept_dhidden(dlogits, self.head.weight, kept, self.head.dhidden_for(kept.rows))
+
+    def finish(self) -> None:
+        """dweight and dbias of all tokens, once, after the dense products."""
+        head, pairs, scale = self.head, self.buckets.pairs, self.head.gradient_scale
+        dlogits = self.numbers if scale is None else self.numbers * scale
+        if head.wants[1]:
+            head.dweight.add_kept(dlogits, self.hidden, pairs)
+        if head.wants[2]:
+            starts, order = pairs.by_id(len(head.weight))
+            ordered = dlogits[order[int(starts[0]) :]]
+            head.add_dbias(torch.segment_reduce(ordered, "sum", lengths=starts.diff(), unsafe=True))
+
+
+# --- dense --------------------------------------------------------------------------------------------------------
+
+
+class DenseMask:
+    """Sets the logits of ids that were not kept to -inf, chunk by chunk. `full`: statistics over all ids, before."""
+
+    def __init__(self, rows: MaskRows, num_tokens: int, dtype: torch.dtype) -> None:
+        device = rows.index.device
+        self.rows = rows
+        self.place = torch.full((num_tokens,), -1, dtype=torch.int64, device=device)
+        self.place[rows.index] = torch.arange(rows.index.numel(), device=device)
+        self.full = no_values(num_tokens, dtype, device)
+
+    def apply(self, chunk: LogitChunk) -> None:
+        """To the logits of a chunk, of which those of masked tokens change."""
+        place = chunk.rows.take(self.place)
+        masked = (place >= 0).nonzero().squeeze(1)
+        place = place[masked]
+        row, rank = _places(self.rows.counts[place])
+        ids = self.rows.ids[self.rows.firsts[place][row] + rank]
+        row = masked[row]
+        kept = chunk.logits[row, ids]
+        chunk.logits[masked] = -torch.inf
+        chunk.logits[row, ids] = kept
+
+    def kept_mass(self, values: TokenValues) -> Tensor:
+        """() summed over the tokens: the probability that the kept ids have among all."""
+        index = self.rows.index
+        return (values.lse[index] - self.full.lse[index]).exp().sum()

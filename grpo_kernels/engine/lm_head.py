@@ -188,7 +188,7 @@ class LMHead:
         if self.wants[0]:
             self._add_dhidden(rows, dlogits)
         if self.wants[2]:
-            self._add_dbias(dlogits.sum(0, dtype=torch.promote_types(dlogits.dtype, torch.float32)))
+            self.add_dbias(dlogits.sum(0, dtype=torch.promote_types(dlogits.dtype, torch.float32)))
         if self.wants[1]:
             self.dweight.add(dlogits, self.hidden_rows(rows))
 
@@ -200,7 +200,7 @@ class LMHead:
             h = self.hidden_rows(chunk.rows)
             self.dweight.add(exponentials, (scale[:, None] * h).to(h.dtype))
         if self.wants[2]:
-            self._add_dbias(torch.mv(exponentials.T, scale.to(exponentials.dtype)).float())
+            self.add_dbias(torch.mv(exponentials.T, scale.to(exponentials.dtype)).float())
 
     def gradients(self) -> FinishedGradients:
         """Of (hidden, weight, bias), in their shapes; zeros where no row contributed."""
@@ -226,7 +226,7 @@ class LMHead:
             start = (error[:, None] * self.weight[ids]).to(dlogits.dtype)
             self._put_dhidden(rows, start.addmm_(dlogits, self.weight))
         if self.wants[2]:
-            self._add_dbias(dlogits.sum(0, dtype=torch.float32).index_add_(0, ids, error))
+            self.add_dbias(dlogits.sum(0, dtype=torch.float32).index_add_(0, ids, error))
         if self.wants[1]:
             h = self.hidden_rows(rows)
             places = torch.arange(rows.count, device=ids.device), ids
@@ -234,7 +234,7 @@ class LMHead:
             dlogits[places] = 0.0  # scatter_ would copy all of dlogits
             self.dweight.add(dlogits, h)
 
-    def _add_dbias(self, share: Tensor) -> None:
+    def add_dbias(self, share: Tensor) -> None:
         self.dbias = share if self.dbias is None else self.dbias.add_(share)
 
     def _add_dhidden(self, rows: Rows, dlogits: Tensor) -> None:
@@ -245,15 +245,16 @@ class LMHead:
                 total.addmm_(dlogits[:, piece], self.weight[piece].to(dlogits.dtype))
             self._put_dhidden(rows, total)
         elif self._writes_dhidden(rows):
-            self._times_weight(dlogits, out=self._dhidden(rows)[rows.start : rows.stop])
+            self._times_weight(dlogits, out=self.dhidden_for(rows)[rows.start : rows.stop])
         else:
             self._put_dhidden(rows, self._times_weight(dlogits))
 
     def _put_dhidden(self, rows: Rows, values: Tensor) -> None:
         values = values.to(self.waiting_dtypes[0])
-        rows.put(self._dhidden(rows), values if self.gradient_scale is None else values / self.gradient_scale)
+        rows.put(self.dhidden_for(rows), values if self.gradient_scale is None else values / self.gradient_scale)
 
-    def _dhidden(self, rows: Rows) -> Tensor:
+    def dhidden_for(self, rows: Rows) -> Tensor:
+        """dhidden (N, H), for these rows to be written."""
         if self.dhidden is None:
             shape = (self.num_tokens, self.hidden.shape[-1])
             # Rows that no chunk visits keep the zero they start with.

@@ -10,6 +10,7 @@ from ..contract import Backend, TokenInputs
 from .backward import FinishedGradients
 from .chunks import run
 from .given_logits import GivenLogits
+from .kept import make_token_mask
 from .plan import make_plan
 from .shared import is_capturing, table_dtype
 
@@ -34,7 +35,8 @@ def loss_over_logits(
         if gradients and tokens.completion_mask is not None:
             _clear_rows(logits, ~plan.tokens.scored)  # padding may hold NaN, which no coefficient of 0 would hide
         head = GivenLogits(logits)
-        values, sums = run(head, plan, kernels, gradients=gradients, static_shapes=True)
+        mask = make_token_mask(tokens.kept_ids, tokens.kept_counts, is_static=is_capturing(logits.device))
+        values, sums = run(head, plan, kernels, gradients=gradients, static_shapes=True, sampling_mask=mask)
     shape = completion_ids.shape
     results = sums.loss.clone(), values.logp.view(shape), values.entropy.view(shape), sums.numbers
     if not gradients:

@@ -5,7 +5,7 @@ No `from __future__ import annotations` here, and Optional[X] for X | None: torc
 # ruff: noqa: UP045
 
 from collections.abc import Sequence
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Optional, cast
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from ..backends import get_backend
 from ..contract import TokenValues, no_values
 from ..validate import check_temperature, check_values
 from .backward import refuse_double_backward
+from .chunks import Scorer, add_mask
+from .kept import KeptLogits, make_token_mask
 from .products import settled_precision
 from .shared import (
     filled,
@@ -39,6 +41,8 @@ class LogpsCall(NamedTuple):
     want_entropy: bool
     backend: str
     compute_dtype: Optional[torch.dtype]
+    kept_ids: Optional[Tensor] = None  # of a SamplingMask
+    kept_counts: Optional[Tensor] = None
 
 
 def logps_from_hidden(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: LogpsCall) -> tuple[Tensor, ...]:
@@ -59,6 +63,8 @@ def logps_from_hidden(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], ca
             want_entropy=call.want_entropy,
             backend=call.backend,
             compute_dtype=call.compute_dtype,
+            kept_ids=call.kept_ids,
+            kept_counts=call.kept_counts,
         )
         return results[:2]
     if any(wanted(hidden, weight, bias)):
@@ -82,12 +88,31 @@ def _compute(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: Logps
         values = no_values(ids.numel(), table_dtype(head.hidden.dtype), hidden.device)
         params = logit_params(call.logit_scale, call.softcap)
         scorer = make_scorer(head, ids, call.temperature, params, values, mask)
-        scorer.score(None if static or mask is None else mask.nonzero().squeeze(1), entropy=call.want_entropy)
+        index = None if static or mask is None else mask.nonzero().squeeze(1)
+        kept, others = _split(scorer, call, mask, static=static)
+        if kept is not None and others is not None:
+            kept.score(None, entropy=call.want_entropy)
+            index = (others if mask is None else others & mask).nonzero().squeeze(1)
+        scorer.score(index, entropy=call.want_entropy)
         head.release()
         if static and mask is not None:
             values = values.only(mask)
         entropy = values.entropy.clone() if call.want_entropy else values.entropy
         return values.logp.clone().view(ids.shape), entropy.view(ids.shape), values.lse.view(ids.shape)
+
+
+def _split(
+    scorer: Scorer, call: LogpsCall, mask: Optional[Tensor], *, static: bool
+) -> tuple[Optional[Scorer], Optional[Tensor]]:
+    """(a scorer of the tokens whose kept ids are gathered, (N,) bool: the other tokens), if there are any."""
+    sampling_mask = make_token_mask(call.kept_ids, call.kept_counts, is_static=static)
+    if sampling_mask is None:
+        return None, None
+    scored = torch.ones_like(sampling_mask.counts, dtype=torch.bool) if mask is None else mask
+    kept, _ = add_mask(scorer, sampling_mask, scored)
+    if kept is None:
+        return None, None
+    return kept, torch.ones_like(scored).index_fill(0, cast(KeptLogits, kept.head).index, False)
 
 
 def _compute_gradients(
@@ -115,7 +140,13 @@ def _compute_gradients(
         params = logit_params(call.logit_scale, call.softcap)
         scorer = make_scorer(head, call.completion_ids, call.temperature, params, values, mask)
         g_logp, g_entropy = (filled(g.reshape(-1), mask, 0.0) for g in outer)
+        kept, others = _split(scorer, call, mask, static=static)
+        if kept is not None and others is not None:
+            kept.gradient(g_logp, g_entropy, static_shapes=True)
+            g_logp, g_entropy = (torch.where(others, g, 0.0) for g in (g_logp, g_entropy))
         scorer.gradient(g_logp, g_entropy, static_shapes=static)
+        if kept is not None:
+            cast(KeptLogits, kept.head).finish()
         return head.gradients().without_scales()
 
 
@@ -123,7 +154,7 @@ class _Logps(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, call):
         found, entropy, lse = _compute(hidden, weight, bias, call)
-        saved = {"completion_ids": call.completion_ids, "mask": call.mask}
+        saved = {name: getattr(call, name) for name in ("completion_ids", "mask", "kept_ids", "kept_counts")}
         if isinstance(call.temperature, Tensor):
             saved["temperature"] = call.temperature
         ctx.saved, ctx.call = tuple(saved), call._replace(**dict.fromkeys(saved))
@@ -153,11 +184,14 @@ def logps(
     want_entropy: bool,
     backend: str,
     compute_dtype: Optional[torch.dtype],
+    kept_ids: Optional[Tensor],
+    kept_counts: Optional[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(logps, entropy, lse), each of the shape of completion_ids; 0 at masked positions."""
     call = LogpsCall(
         completion_ids=completion_ids, mask=mask, temperature=temperature, logit_scale=logit_scale, softcap=softcap,
-        want_entropy=want_entropy, backend=backend, compute_dtype=compute_dtype,
+        want_entropy=want_entropy, backend=backend, compute_dtype=compute_dtype, kept_ids=kept_ids,
+        kept_counts=kept_counts,
     )  # fmt: skip
     with torch.no_grad():
         found, entropy, lse = _compute(hidden, weight, bias, call)
@@ -166,8 +200,9 @@ def logps(
 
 @logps.register_fake
 def _(
-    hidden, weight, bias, completion_ids, mask, temperature, logit_scale, softcap, want_entropy, backend, compute_dtype
-):
+    hidden, weight, bias, completion_ids, mask, temperature, logit_scale, softcap, want_entropy, backend, compute_dtype,
+    kept_ids, kept_counts,
+):  # fmt: skip
     dtype = table_dtype(compute_dtype or hidden.dtype)
     return tuple(hidden.new_empty(completion_ids.shape, dtype=t) for t in (dtype, dtype, torch.float64))
 
@@ -189,11 +224,13 @@ def logps_backward(
     backend: str,
     compute_dtype: Optional[torch.dtype],
     wants: Sequence[bool],
+    kept_ids: Optional[Tensor],
+    kept_counts: Optional[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dhidden, dweight, dbias); unwanted ones are empty."""
     call = LogpsCall(
         completion_ids=completion_ids, mask=mask, temperature=temperature, logit_scale=logit_scale, softcap=softcap,
-        want_entropy=True, backend=backend, compute_dtype=compute_dtype,
+        want_entropy=True, backend=backend, compute_dtype=compute_dtype, kept_ids=kept_ids, kept_counts=kept_counts,
     )  # fmt: skip
     found = _compute_gradients((g_logps, g_entropy), (hidden, weight, bias), call, entropy, lse, wants)
     dhidden, dweight, dbias = (hidden.new_empty(0) if g is None else g for g in found)
@@ -202,24 +239,26 @@ def logps_backward(
 
 @logps_backward.register_fake
 def _(
-    g_logps, g_entropy, hidden, weight, bias, ids, mask, temperature, entropy, lse, scale, cap, backend, dtype, wants
-):
+    g_logps, g_entropy, hidden, weight, bias, ids, mask, temperature, entropy, lse, scale, cap, backend, dtype, wants,
+    kept_ids, kept_counts,
+):  # fmt: skip
     given = (hidden, weight, weight if bias is None else bias)
     return tuple(x.new_empty(x.shape) if want else hidden.new_empty(0) for x, want in zip(given, wants, strict=True))
 
 
 def _save_logps(ctx, inputs, output):
-    hidden, weight, bias, completion_ids, mask, temperature, scale, softcap, _, backend, compute_dtype = inputs
+    hidden, weight, bias, completion_ids, mask, temperature, scale, softcap, _, backend, compute_dtype, *kept = inputs
     ctx.options = scale, softcap, backend, compute_dtype
     ctx.mark_non_differentiable(output[2])
-    ctx.save_for_backward(hidden, weight, bias, completion_ids, mask, temperature, *output[1:])
+    ctx.save_for_backward(hidden, weight, bias, completion_ids, mask, temperature, *output[1:], *kept)
 
 
 def _logps_gradients(ctx, g_logps, g_entropy, _):
     refuse_double_backward("fused_logps")
     wants = list(ctx.needs_input_grad[:3])
-    gradients = logps_backward(g_logps, g_entropy, *ctx.saved_tensors, *ctx.options, wants)
-    return (*(g if want else None for g, want in zip(gradients, wants, strict=True)), *[None] * 8)
+    *saved, kept_ids, kept_counts = ctx.saved_tensors
+    gradients = logps_backward(g_logps, g_entropy, *saved, *ctx.options, wants, kept_ids, kept_counts)
+    return (*(g if want else None for g, want in zip(gradients, wants, strict=True)), *[None] * 10)
 
 
 logps.register_autograd(_logps_gradients, setup_context=_save_logps)

@@ -19,6 +19,7 @@ from ..contract import Backend, TokenInputs
 from ..validate import check_token_values, check_values
 from .backward import FinishedGradients, refuse_double_backward, scale_saved_gradients, times, waiting_dtype
 from .chunks import run
+from .kept import make_token_mask
 from .plan import make_plan
 from .products import settled_precision
 from .shared import is_capturing, is_traced, make_head, table_dtype
@@ -81,7 +82,8 @@ def _compute(
             logits_dtype=config.logits_dtype, chunk_rows=config.chunk_rows,
             mask=plan.tokens.scored if static and inputs.completion_mask is not None else None,
         )  # fmt: skip
-        values, sums = run(head, plan, kernels, gradients=any(call.wants), static_shapes=static)
+        mask = make_token_mask(inputs.kept_ids, inputs.kept_counts, is_static=static)
+        values, sums = run(head, plan, kernels, gradients=any(call.wants), static_shapes=static, sampling_mask=mask)
         both = values.columns[:2].clone().view(2, *ids.shape)  # without the other columns
         return (sums.loss.clone(), both[0], both[1], sums.numbers), head.gradients()
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..backends import get_backend
 from ..config import config_from_key
-from ..contract import FIELD, Sums, TokenInputs
+from ..contract import FIELD, MASK_SUMS, Sums, TokenInputs
 from ..validate import check_offsets, check_rewards_finite, check_token_values
 from .backward import refuse_double_backward, times
 from .chunks import evaluate
@@ -24,7 +24,8 @@ def empty_sums(like, per_token, tokens, num_groups, dtype):
     """Numbers of Sums without values, for tokens (B, T), or (N,) with offsets."""
     inputs = TokenInputs(*tokens)
     sequences = per_token.shape[0] if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[0] - 1
-    return like.new_empty(Sums.size(sequences, num_groups), dtype=dtype)
+    size = Sums.size(sequences, num_groups) + (0 if inputs.kept_ids is None else len(MASK_SUMS))
+    return like.new_empty(size, dtype=dtype)
 
 
 @torch.library.custom_op("grpo_kernels::policy_loss", mutates_args=())

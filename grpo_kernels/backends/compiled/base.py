@@ -16,6 +16,8 @@ from ...contract import (
     LEVELS,
     TABLE_FIELDS,
     VALUE_FIELDS,
+    KeptIds,
+    KeptPairs,
     KernelParams,
     LogitChunk,
     PlannedTokens,
@@ -28,6 +30,7 @@ from ...contract import (
     is_per_sequence,
 )
 from ..checked import CheckedBackend
+from ..checks import check_kept, check_rows_of, contiguous_rows
 
 Result = TypeVar("Result")
 INTERFACE = 6  # of csrc/layout.h
@@ -199,6 +202,37 @@ class CompiledBackend(CheckedBackend):
         return outputs
 
     # --- arguments of the compiled functions ----------------------------------------------------------------------
+
+    # --- kept ids -------------------------------------------------------------------------------------------------
+
+    def kept_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptIds, logits: Tensor) -> None:
+        hidden, weight = contiguous_rows(hidden), contiguous_rows(weight)
+        check_kept(kept, logits, hidden=hidden, weight=weight)
+        given = self._kept(weight, kept, hidden.shape[0], address(hidden), address(bias), hidden.stride(0))
+        self.call(self.module.kept_logits, self._served(weight), given, logits.data_ptr())
+
+    def kept_dhidden(self, dlogits: Tensor, weight: Tensor, kept: KeptIds, dhidden: Tensor) -> None:
+        weight = contiguous_rows(weight)
+        check_kept(kept, dlogits, weight=weight, dhidden=dhidden)
+        given, (target, dtype, stride) = self._kept(weight, kept, dhidden.shape[0]), self._matrix(dhidden)
+        self.call(self.module.kept_dhidden, self._served(weight), given, dlogits.data_ptr(), target, stride, dtype)
+
+    def _kept(
+        self, weight: Tensor, kept: KeptIds, tokens: int, hidden: int = 0, bias: int = 0, hidden_row_stride: int = 0
+    ) -> tuple[int, ...]:
+        """gk::KeptArgs."""
+        return (
+            hidden, weight.data_ptr(), bias, kept.ids.data_ptr(), 0, address(kept.rows.index), *kept.ids.shape, tokens,
+            *weight.shape, hidden_row_stride, weight.stride(0), self.dtypes[weight.dtype],
+        )  # fmt: skip
+
+    def _pairs(self, dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, vocab_size: int) -> tuple[int, ...]:
+        """gk::KeptPairs."""
+        check_rows_of(pairs.ids.device, hidden=hidden)
+        return (
+            hidden.data_ptr(), pairs.ids.data_ptr(), pairs.token_of.data_ptr(), dlogits.data_ptr(), dlogits.numel(),
+            hidden.shape[0], vocab_size, hidden.shape[1], hidden.stride(0), self.dtypes[hidden.dtype],
+        )  # fmt: skip
 
     def params(self, params: KernelParams) -> bytes:
         """gk::Params."""

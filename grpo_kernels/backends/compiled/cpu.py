@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ...contract import KeptPairs
 from ..checks import check_vectors, contiguous_rows
 from ..pytorch.backend import scale_in_pieces
 from .base import INTERFACE, CompiledBackend, Result, address, kernel_mask
@@ -75,6 +76,12 @@ class CpuBackend(CompiledBackend):
             self.module.add_transposed, self._served(target), *self._matrix(target), source.data_ptr(),
             source.stride(0), *target.shape, add,
         )  # fmt: skip
+
+    def kept_dweight(self, dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Tensor, *, add: bool) -> None:
+        hidden = contiguous_rows(hidden)
+        given, (target, dtype, stride) = self._pairs(dlogits, hidden, pairs, len(dweight)), self._matrix(dweight)
+        device = self._served(hidden)
+        self.call(self.module.kept_dweight, device, given, target, stride, dtype, add)
 
     def scale(self, x: Tensor, factor: Tensor) -> None:
         """x *= factor. There is nothing to gain on torch, which has threads and vectors too."""

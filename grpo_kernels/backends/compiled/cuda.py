@@ -14,8 +14,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ...contract import FIELD, KernelParams, RowStats, chunk_row_stride
+from ...contract import FIELD, KeptPairs, KernelParams, RowStats, chunk_row_stride
 from ..checked import CheckedProducts
+from ..checks import contiguous_rows
 from ..launch import best_first
 from ..pytorch.backend import add_rows
 from .base import INTERFACE, CompiledBackend, Result, address, output
@@ -70,6 +71,15 @@ class CudaBackend(CheckedProducts, CompiledBackend):
     def add_rows(self, target: Tensor, ids: Tensor, scale: Tensor, rows: Tensor) -> None:
         """target[ids] += scale * rows. On a CPU alone, where the emulator runs: GPU products need no correction."""
         add_rows(target, ids, scale, rows)
+
+    def kept_dweight(self, dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Tensor, *, add: bool) -> None:
+        hidden = contiguous_rows(hidden)
+        given, (target, dtype, stride) = self._pairs(dlogits, hidden, pairs, len(dweight)), self._matrix(dweight)
+        starts, order = pairs.by_id(len(dweight))
+        self.call(
+            self.module.kept_dweight, self._served(hidden), given, starts.data_ptr(), order.data_ptr(), target, stride,
+            dtype, add,
+        )  # fmt: skip
 
     def _scale(self, x: Tensor, factor: Tensor) -> None:
         device = self._served(x)

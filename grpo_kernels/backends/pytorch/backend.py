@@ -10,6 +10,8 @@ from torch import Tensor
 
 from ...contract import (
     FIELD,
+    KeptIds,
+    KeptPairs,
     KernelParams,
     LogitChunk,
     PlannedTokens,
@@ -23,6 +25,7 @@ from ...contract import (
 )
 from . import groups
 from .coefficients import sequence_objective, token_objective
+from .kept import kept_dhidden, kept_dweight, kept_logits
 from .plan import plan_tokens
 from .sums import sums
 
@@ -141,6 +144,15 @@ class TorchBackend:
     def scale(self, x: Tensor, factor: Tensor) -> None:
         scale_in_pieces(x, factor)
 
+    def kept_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptIds, logits: Tensor) -> None:
+        kept_logits(hidden, weight, bias, kept, logits)
+
+    def kept_dhidden(self, dlogits: Tensor, weight: Tensor, kept: KeptIds, dhidden: Tensor) -> None:
+        kept_dhidden(dlogits, weight, kept, dhidden)
+
+    def kept_dweight(self, dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Tensor, *, add: bool) -> None:
+        kept_dweight(dlogits, hidden, pairs, dweight, add=add)
+
 
 def add_rows(target: Tensor, ids: Tensor, scale: Tensor, rows: Tensor) -> None:
     """target[ids] += scale * rows, one sum in float32 per id; target (V, H), ids and scale (C,), rows (C, H)."""
@@ -182,7 +194,8 @@ def _transform(chunk: LogitChunk, temperature: Tensor, params: KernelParams) -> 
     z = z.mul_(params.logit_scale)
     chain = None
     if params.softcap:
+        excluded = z == -torch.inf  # an id that is excluded stays so; the derivative is 0 there
         tanh = z.div_(params.softcap).tanh_()
         chain = 1 - tanh * tanh
-        z = tanh.mul_(params.softcap)
+        z = tanh.mul_(params.softcap).masked_fill_(excluded, -torch.inf)
     return z.div_(temperature[:, None]), chain

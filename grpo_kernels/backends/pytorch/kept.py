@@ -25,7 +25,7 @@ def kept_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptI
     for piece in _pieces(kept.ids.shape[0], kept.ids.shape[1] * hidden.shape[1]):
         ids = kept.ids[piece]
         used = ids.clamp(min=0)
-        rows = hidden[kept.rows.index[piece]].to(logits.dtype)
+        rows = hidden[_tokens(kept)[piece]].to(logits.dtype)
         found = torch.bmm(weight[used].to(logits.dtype), rows[:, :, None]).squeeze(2)
         if bias is not None:
             found += bias[used]
@@ -36,24 +36,18 @@ def kept_dhidden(dlogits: Tensor, weight: Tensor, kept: KeptIds, dhidden: Tensor
     """Into the tokens' rows of dhidden (N, H)."""
     for piece in _pieces(kept.ids.shape[0], kept.ids.shape[1] * weight.shape[1]):
         rows = weight[kept.ids[piece].clamp(min=0)].to(dlogits.dtype)
-        dhidden[kept.rows.index[piece]] = torch.bmm(dlogits[piece, None], rows).squeeze(1).to(dhidden.dtype)
+        dhidden[_tokens(kept)[piece]] = torch.bmm(dlogits[piece, None], rows).squeeze(1).to(dhidden.dtype)
 
 
-def kept_dweight(
-    dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Tensor, dbias: Tensor | None, *, add: bool
-) -> None:
-    """Into dweight (V, H) and dbias (V,): added, or written, 0 where no token kept an id. dlogits (M,) of all pairs."""
+def kept_dweight(dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Tensor, *, add: bool) -> None:
+    """Into dweight (V, H): added, or written, 0 where no token kept an id. dlogits (M,) of all pairs."""
     if not add:
         dweight.zero_()
-        if dbias is not None:
-            dbias.zero_()
     ids, order = pairs.ids.sort(stable=True)
     first = int(torch.searchsorted(ids, 0))
     ids, order = ids[first:].long(), order[first:]
     unique, lengths = torch.unique_consecutive(ids, return_counts=True)
     ends = lengths.cumsum(0)
-    if dbias is not None:
-        dbias[unique] += torch.segment_reduce(dlogits[order], "sum", lengths=lengths, unsafe=True).to(dbias.dtype)
     done, size = 0, max(1, PIECE_ELEMENTS // hidden.shape[1])
     while done < len(unique):
         begin = int(ends[done] - lengths[done])
@@ -63,6 +57,11 @@ def kept_dweight(
         sums = torch.segment_reduce(terms, "sum", lengths=lengths[done:last], axis=0, unsafe=True)
         dweight[unique[done:last]] += sums.to(dweight.dtype)
         done = last
+
+
+def _tokens(kept: KeptIds) -> Tensor:
+    assert kept.rows.index is not None
+    return kept.rows.index
 
 
 def _pieces(count: int, elements: int) -> Iterator[slice]:

@@ -73,7 +73,7 @@ def dhidden_kernel(
 
 @triton.jit(do_not_specialize=["starts", "order", "token_of"])
 def dweight_kernel(
-    dlogits, hidden, starts, order, token_of, dweight, dbias, width, hidden_row_stride, dweight_row_stride,
+    dlogits, hidden, starts, order, token_of, dweight, width, hidden_row_stride, dweight_row_stride,
     ADD: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     id_ = tl.program_id(0).to(tl.int64)
@@ -82,7 +82,6 @@ def dweight_kernel(
         columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
         inside = columns < width
         total = tl.zeros((WIDTH,), tl.float32)
-        slope = tl.zeros((SLOTS,), tl.float32)
         for first in range(begin, end, SLOTS):
             place = first + tl.arange(0, SLOTS)
             live = place < end
@@ -91,17 +90,10 @@ def dweight_kernel(
             rows = hidden + tl.load(token_of + pair, mask=live, other=0).to(tl.int64)[:, None] * hidden_row_stride
             h = tl.load(rows + columns[None, :], mask=live[:, None] & inside[None, :], other=0.0).to(tl.float32)
             total += tl.sum(h * factor[:, None], 0)
-            slope += factor
         target = dweight + id_ * dweight_row_stride + columns
         if ADD:
             total += tl.load(target, mask=inside, other=0.0).to(tl.float32)
         tl.store(target, total.to(dweight.dtype.element_ty), mask=inside)
-        if dbias is not None:  # noqa: SIM102  None is a constant, the other condition is not
-            if tl.program_id(1) == 0:
-                sum_ = tl.sum(slope, 0)
-                if ADD:
-                    sum_ += tl.load(dbias + id_)
-                tl.store(dbias + id_, sum_)
 
 
 # --- launchers ------------------------------------------------------------------------------------------------------
@@ -125,12 +117,10 @@ def kept_dhidden(dlogits: Tensor, weight: Tensor, kept: KeptIds, dhidden: Tensor
     )  # fmt: skip
 
 
-def kept_dweight(
-    dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Tensor, dbias: Tensor | None, *, add: bool
-) -> None:
-    """Into dweight (V, H) and dbias (V,) float32: added, or written, 0 where no token kept an id."""
+def kept_dweight(dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Tensor, *, add: bool) -> None:
+    """Into dweight (V, H): added, or written, 0 where no token kept an id."""
     starts, order = pairs.by_id(dweight.shape[0])
     dweight_kernel[(dweight.shape[0], triton.cdiv(hidden.shape[1], SUM_WIDTH))](
-        dlogits, hidden, starts, order, pairs.token_of, dweight, dbias, hidden.shape[1],
+        dlogits, hidden, starts, order, pairs.token_of, dweight, hidden.shape[1],
         hidden.stride(0), dweight.stride(0), ADD=add, SLOTS=SLOTS, WIDTH=SUM_WIDTH, num_warps=4,
     )  # fmt: skip

@@ -51,8 +51,11 @@ def tanh_pair(x):
 
 @triton.jit
 def softcap(u, scale, cap, CAPPED: tl.constexpr):
-    """(y, dy/du without the scale): y = cap tanh(scale u / cap), or u itself where nothing is capped."""
+    """(y, dy/du without the scale): y = cap tanh(scale u / cap), or u itself where nothing is capped.
+
+    A logit of -inf, an id that is excluded, stays one; the slope is 0 there.
+    """
     if CAPPED:
         value, slope = tanh_pair(u * (scale / cap))
-        return value * cap, slope
+        return tl.where(u == -float("inf"), u, value * cap), slope
     return u, tl.full(u.shape, 1.0, tl.float32)

@@ -1,0 +1,215 @@
+"""Sampling masks: every loss function over the ids that truncated sampling kept, against logits of -inf in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import grpo_kernels as gk
+from grpo_kernels import SamplingMask
+from grpo_kernels.engine import kept
+from grpo_kernels.reference import reference_grpo_loss, reference_logps
+
+B, T, H, V = 3, 7, 16, 61
+BACKENDS = ("torch", "cpu", "triton", "cuda")  # the last two interpreted and emulated
+
+
+@pytest.fixture(params=["gathers", "dense", "both"])
+def way(request, monkeypatch):
+    """How the tokens with a mask get their logits; "both": those with few kept ids by gathers."""
+    ratio = {"gathers": 0.5, "dense": V + 1, "both": 8}[request.param]
+    monkeypatch.setattr(kept, "DENSE_LOGITS_PER_KEPT_ID", {"cpu": ratio, "cuda": ratio})
+    return request.param
+
+
+def make_mask(seed: int = 0, most: int = 12) -> SamplingMask:
+    """Some tokens without a mask, some whose sampled id is missing."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for _ in range(B * T):
+        count = int(torch.randint(0, most, (), generator=generator))
+        rows.append(torch.randperm(V, generator=generator)[:count].tolist())
+    flat = SamplingMask.from_lists(rows)
+    return SamplingMask(flat.ids, flat.counts.view(B, T))
+
+
+def make_batch(dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    hidden, weight, bias = (
+        torch.randn(B, T, H, generator=g),
+        torch.randn(V, H, generator=g),
+        torch.randn(V, generator=g),
+    )
+    ids = torch.randint(0, V, (B, T), generator=g)
+    given = {"completion_ids": ids, "advantages": torch.randn(B, generator=g)}
+    given["completion_mask"] = torch.arange(T) < torch.tensor([[T], [4], [6]])
+    for name in ("old_logps", "ref_logps"):
+        given[name] = -2 + 0.3 * torch.randn(B, T, generator=g)
+    leaves = {"hidden": hidden, "lm_head_weight": weight, "lm_head_bias": bias}
+    return given | {name: x.to(dtype).requires_grad_() for name, x in leaves.items()}
+
+
+def gradients_of(loss: Tensor, batch: dict[str, Tensor]) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, [batch[name] for name in ("hidden", "lm_head_weight", "lm_head_bias")]))
+
+
+def exact(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        k: x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for k, x in batch.items()
+    }
+
+
+CONFIGS = {
+    "grpo": {"beta": 0.04},
+    "dapo": {"entropy_coef": 0.01},
+    "gspo": {"beta": 0.02},
+    "vespo": {},
+    "rloo": {"logit_softcap": 5.0},
+    "cispo": {"temperature": 0.7, "entropy_threshold": 0.5},
+    "gmpo": {"surrogate": "gmpo", "score_inactive": False},
+}
+
+
+@pytest.mark.parametrize("preset", CONFIGS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_loss_and_its_gradients(backend, preset, way):
+    config = gk.GRPOConfig.preset("dapo" if preset == "gmpo" else preset, **CONFIGS[preset])
+    batch, mask = make_batch(), make_mask()
+    out = gk.fused_grpo_loss(**batch, config=config, backend=backend, sampling_mask=mask)
+    found = gradients_of(out.loss, batch)
+    wanted = exact(batch)
+    reference = reference_grpo_loss(**wanted, config=config, sampling_mask=mask)
+    torch.testing.assert_close(out.loss.double(), reference.loss, rtol=2e-5, atol=1e-6)
+    unmasked = batch["completion_mask"]
+    if config.score_inactive:
+        torch.testing.assert_close(out.logps[unmasked].double(), reference.logps[unmasked], rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(out.entropy[unmasked].double(), reference.entropy[unmasked], rtol=2e-5, atol=2e-5)
+    for mine, theirs in zip(found, gradients_of(reference.loss, wanted), strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=2e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_logps(backend, way):
+    batch, mask = make_batch(), make_mask(1)
+    leaves = {name: batch[name] for name in ("hidden", "lm_head_weight", "lm_head_bias")}
+    ids, unmasked = batch["completion_ids"], batch["completion_mask"]
+    given = leaves | {"completion_ids": ids, "completion_mask": unmasked, "sampling_mask": mask, "backend": backend}
+    logps, entropy = gk.fused_logps(**given, entropy=True)
+    with torch.no_grad():
+        assert torch.equal(gk.fused_logps(**given)[0], logps)
+    wanted = exact(batch)
+    logits = wanted["hidden"] @ wanted["lm_head_weight"].mT + wanted["lm_head_bias"]
+    expected = [torch.where(unmasked, x, 0) for x in reference_logps(logits, ids, sampling_mask=mask)]
+    torch.testing.assert_close(logps.double(), expected[0], rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(entropy.double(), expected[1], rtol=2e-5, atol=2e-5)
+    g = torch.randn(2, B, T, generator=torch.Generator().manual_seed(5))
+    found = gradients_of((logps * g[0] + entropy * g[1]).sum(), batch)
+    theirs = gradients_of((expected[0] * g[0] + expected[1] * g[1]).sum(), wanted)
+    for mine, other in zip(found, theirs, strict=True):
+        torch.testing.assert_close(mine.double(), other, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_loss_of_ones_own(backend, level, way):
+    batch, mask = make_batch(), make_mask(2)
+    leaves = {name: batch[name] for name in ("hidden", "lm_head_weight", "lm_head_bias")}
+    given = {name: batch[name] for name in ("completion_ids", "completion_mask")}
+    old = batch["old_logps"]
+
+    def loss_fn(chunk: gk.PolicyChunk) -> Tensor:
+        return ((chunk.logps - chunk.tokens(old)).exp() * chunk.sequences(batch["advantages"])).sum()
+
+    loss = gk.fused_policy_loss(**leaves, **given, loss_fn=loss_fn, level=level, sampling_mask=mask, backend=backend)
+    wanted = exact(batch)
+    logits = wanted["hidden"] @ wanted["lm_head_weight"].mT + wanted["lm_head_bias"]
+    logps, _ = reference_logps(logits, batch["completion_ids"], sampling_mask=mask)
+    ratio = (logps - wanted["old_logps"]).exp() * wanted["advantages"][:, None]
+    expected = torch.where(batch["completion_mask"], ratio, 0).sum()
+    torch.testing.assert_close(loss.double(), expected, rtol=2e-5, atol=2e-5)
+    for mine, other in zip(gradients_of(loss, batch), gradients_of(expected, wanted), strict=True):
+        torch.testing.assert_close(mine.double(), other, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("preset", ["grpo", "gspo"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_from_logits(backend, preset, inplace):
+    batch, mask = make_batch(), make_mask(3)
+    config = gk.GRPOConfig.preset(preset)
+    given = {k: x for k, x in batch.items() if k not in ("hidden", "lm_head_weight", "lm_head_bias")}
+    logits = (batch["hidden"] @ batch["lm_head_weight"].mT).detach().requires_grad_()
+    kept_logits = logits.detach().clone()
+    out = gk.grpo_loss_from_logits(
+        logits * 1.0, **given, config=config, sampling_mask=mask, inplace=inplace, backend=backend
+    )
+    (found,) = torch.autograd.grad(out.loss, logits)
+    assert torch.equal(logits.detach(), kept_logits)
+    with torch.no_grad():
+        again = gk.grpo_loss_from_logits(logits, **given, config=config, sampling_mask=mask, backend=backend)
+    assert torch.equal(logits.detach(), kept_logits) and torch.equal(again.loss, out.loss)
+    from grpo_kernels.reference import reference_loss_from_logits
+
+    leaf = kept_logits.double().requires_grad_()
+    wanted = {k: x.double() if x.is_floating_point() else x for k, x in given.items()}
+    reference = reference_loss_from_logits(leaf, **wanted, config=config, sampling_mask=mask)
+    torch.testing.assert_close(out.loss.double(), reference.loss, rtol=2e-5, atol=1e-6)
+    (theirs,) = torch.autograd.grad(reference.loss, leaf)
+    torch.testing.assert_close(found.double(), theirs, rtol=2e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_mask_of_the_sampled_id_alone(backend):
+    """One id with probability 1: log-probability 0, entropy 0, no gradient."""
+    batch = make_batch()
+    mask = SamplingMask.from_padded(batch["completion_ids"][..., None])
+    out = gk.fused_grpo_loss(**batch, sampling_mask=mask, backend=backend)
+    assert not out.logps.any() and not out.entropy.any()
+    assert not any(g.any() for g in gradients_of(out.loss, batch))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_mask_of_everything_and_one_of_nothing_are_no_mask(backend, way):
+    batch = make_batch()
+    plain = gk.fused_grpo_loss(**batch, backend=backend)
+    wanted = gradients_of(plain.loss, batch)
+    everything = SamplingMask.from_padded(torch.arange(V).expand(B, T, V))
+    nothing = SamplingMask(torch.empty(0, dtype=torch.int32), torch.zeros(B, T, dtype=torch.int32))
+    for mask in (everything, nothing):
+        out = gk.fused_grpo_loss(**batch, sampling_mask=mask, backend=backend)
+        torch.testing.assert_close(out.loss, plain.loss, rtol=1e-5, atol=1e-6)
+        for mine, other in zip(gradients_of(out.loss, batch), wanted, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_inputs(backend, dtype, way):
+    """Errors no larger than those of eager PyTorch with -inf in 16-bit logits."""
+    batch, mask = make_batch(dtype), make_mask()
+    wanted = exact(batch)
+    reference = reference_grpo_loss(**wanted, sampling_mask=mask)
+    theirs = gradients_of(reference.loss, wanted)
+    eager = gradients_of(reference_grpo_loss(**batch, sampling_mask=mask).loss, batch)
+    out = gk.fused_grpo_loss(**batch, sampling_mask=mask, backend=backend)
+    for mine, plain, true in zip(gradients_of(out.loss, batch), eager, theirs, strict=True):
+        assert (mine.double() - true).norm() <= 1.5 * (plain.double() - true).norm() + 1e-6
+
+
+def test_metrics(way):
+    batch, mask = make_batch(), make_mask()
+    out = gk.fused_grpo_loss(**batch, sampling_mask=mask)
+    scored = batch["completion_mask"] & (mask.counts > 0)
+    rows = mask.ids.split(mask.counts.reshape(-1).tolist())
+    held = torch.tensor([int(i) in row for i, row in zip(batch["completion_ids"].reshape(-1), rows, strict=True)])
+    missing = (scored & ~held.view(B, T)).sum()
+    total, count = out.metric_sums["sampling_mask/added"]
+    assert (total, count) == (missing, scored.sum())
+    assert out.metrics["sampling_mask/added"] == missing / scored.sum()
+    if way == "dense":
+        logits = batch["hidden"] @ batch["lm_head_weight"].mT + batch["lm_head_bias"]
+        from grpo_kernels.reference import kept_ids
+
+        mass = (logits.softmax(-1) * kept_ids(mask, batch["completion_ids"], V)).sum(-1)[scored].mean()
+        torch.testing.assert_close(out.metrics["sampling_mask/kept_mass"], mass, rtol=1e-4, atol=1e-5)
