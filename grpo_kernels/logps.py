@@ -47,7 +47,7 @@ def fused_logps(
     compute_dtype = autocast_dtype(hidden, lm_head_weight, lm_head_bias)
     check_head(hidden, lm_head_weight, lm_head_bias, completion_ids, compute_dtype)
     check_token_tensor("completion_mask", completion_mask, completion_ids.shape, -1, hidden)
-    check_sampling_mask(sampling_mask, completion_ids.shape, hidden, len(lm_head_weight))
+    check_sampling_mask(sampling_mask, completion_ids.shape, hidden)
     if isinstance(temperature, Tensor) and temperature.numel() != 1:
         check_token_tensor("temperature", temperature, completion_ids.shape, -1, hidden)
     call = LogpsCall(

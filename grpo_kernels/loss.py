@@ -111,7 +111,7 @@ def fused_grpo_loss(
         rollout_logps=rollout_logps, cu_seqlens=cu_seqlens, num_items_in_batch=num_items_in_batch,
         normalizer=normalizer,
     )  # fmt: skip
-    check_sampling_mask(sampling_mask, completion_ids.shape, hidden, len(lm_head_weight))
+    check_sampling_mask(sampling_mask, completion_ids.shape, hidden)
     inputs = with_sampling_mask(resolve(options, config, completion_ids, "hidden", name), sampling_mask)
     call = LossCall(
         completion_ids=completion_ids, tokens=inputs.tokens, num_groups=inputs.num_groups, config=config,
@@ -208,7 +208,7 @@ def grpo_loss_from_logits(
         rollout_logps=rollout_logps, cu_seqlens=cu_seqlens, num_items_in_batch=num_items_in_batch,
         normalizer=normalizer,
     )  # fmt: skip
-    check_sampling_mask(sampling_mask, completion_ids.shape, logits, logits.shape[-1])
+    check_sampling_mask(sampling_mask, completion_ids.shape, logits)
     inputs = with_sampling_mask(resolve(options, config, completion_ids, "logits", name), sampling_mask)
     check_values(completion_ids, completion_mask, logits.shape[-1], cu_seqlens)
     check_token_values(inputs.tokens)

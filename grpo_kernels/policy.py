@@ -16,7 +16,8 @@ from .engine.autocast import autocast_dtype
 from .engine.backward import FinishedGradients, refuse_double_backward, scale_saved_gradients
 from .engine.chunk import visited
 from .engine.chunks import CoefficientFn, Scorer, add_mask, sequence_chunks
-from .engine.kept import KeptLogits, TokenMask
+from .engine.kept import KeptLogits, TokenMask, make_token_mask
+from .engine.lm_head import LMHead
 from .engine.products import settled_precision
 from .engine.shared import make_head, make_scorer, table_dtype, token_mask, wanted
 from .sampling_mask import SamplingMask, check_sampling_mask
@@ -115,7 +116,7 @@ def fused_policy_loss(
     check_token_tensor("completion_mask", completion_mask, completion_ids.shape, num_sequences, hidden)
     if isinstance(temperature, Tensor) and temperature.numel() != 1:
         check_token_tensor("temperature", temperature, completion_ids.shape, num_sequences, hidden)
-    check_sampling_mask(sampling_mask, completion_ids.shape, hidden, len(lm_head_weight))
+    check_sampling_mask(sampling_mask, completion_ids.shape, hidden)
     check_values(completion_ids, completion_mask, lm_head_weight.shape[0], cu_seqlens)
     if isinstance(temperature, Tensor):
         check_temperature(temperature, None if completion_mask is None else completion_mask.bool())
@@ -212,7 +213,8 @@ def _run_masked(
 ) -> None:
     """With a sampling mask: all tokens are scored, then differentiated together, then their gradients follow."""
     scored = torch.zeros_like(scorer.ids, dtype=torch.bool).index_fill(0, index, True)
-    kept, _ = add_mask(scorer, TokenMask(mask.ids, mask.counts.reshape(-1)), scored)
+    token_mask = make_token_mask(mask.ids, mask.counts, cast(LMHead, scorer.head).weight.shape[0], is_static=False)
+    kept, _ = add_mask(scorer, cast(TokenMask, token_mask), scored)
     if kept is not None:
         kept.score(None)
         scored.index_fill_(0, cast(KeptLogits, kept.head).index, False)

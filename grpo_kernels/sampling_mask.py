@@ -126,10 +126,11 @@ class SamplingMask:
 
     def __getitem__(self, rows: slice | Tensor | Iterable[int]) -> SamplingMask:
         """Sequences of a (B, T) mask, tokens of a packed one: a slice, indices or a bool tensor. Reads the device."""
-        first = torch.arange(len(self.counts), device=self.counts.device)
-        if not isinstance(rows, (slice, Tensor)):
-            rows = torch.tensor(list(rows), dtype=torch.int64)
-        wanted = first[rows if isinstance(rows, slice) else rows.to(first.device)]
+        if not isinstance(rows, Tensor):
+            rows = torch.tensor(
+                [*(range(len(self.counts))[rows] if isinstance(rows, slice) else rows)], dtype=torch.int64
+            )
+        wanted = torch.arange(len(self.counts), device=self.counts.device)[rows.to(self.counts.device)]
         counts = self.counts[wanted]
         per_row = self.counts.reshape(len(self.counts), -1).sum(1)
         starts, taken = per_row.cumsum(0) - per_row, per_row[wanted]
@@ -137,8 +138,8 @@ class SamplingMask:
         return SamplingMask(self.ids[begin + torch.arange(begin.numel(), device=begin.device)], counts)
 
 
-def check_sampling_mask(mask: object, shape: torch.Size, like: Tensor, vocab_size: int | None) -> None:
-    """`mask` fits tokens of this shape, on the device of `like`, and a vocabulary of this size."""
+def check_sampling_mask(mask: object, shape: torch.Size, like: Tensor) -> None:
+    """`mask` fits tokens of this shape, on the device of `like`."""
     if mask is None:
         return
     if not isinstance(mask, SamplingMask):
@@ -147,9 +148,3 @@ def check_sampling_mask(mask: object, shape: torch.Size, like: Tensor, vocab_siz
         raise ValueError(f"sampling_mask is of tokens {tuple(mask.shape)}; expected {tuple(shape)} like completion_ids")
     if mask.ids.device != like.device:
         raise ValueError(f"sampling_mask is on {mask.ids.device}; expected {like.device} like the other inputs")
-    if vocab_size is not None and mask.ids.numel() and checks_values(like.device):
-        largest = int(mask.ids.max())
-        if largest >= vocab_size:
-            raise ValueError(
-                f"sampling_mask holds id {largest}; expected ids < {vocab_size}, the rows of lm_head_weight"
-            )

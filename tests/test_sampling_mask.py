@@ -213,3 +213,83 @@ def test_metrics(way):
 
         mass = (logits.softmax(-1) * kept_ids(mask, batch["completion_ids"], V)).sum(-1)[scored].mean()
         torch.testing.assert_close(out.metrics["sampling_mask/kept_mass"], mass, rtol=1e-4, atol=1e-5)
+
+
+def test_a_packed_batch_and_an_lm_head_view():
+    """The same tokens packed, hidden states with strides of their own, as those of a shifted completion."""
+    batch, mask = make_batch(), make_mask()
+    lengths = batch["completion_mask"].sum(1).tolist()
+    out = gk.fused_grpo_loss(**batch, sampling_mask=mask)
+    unmasked = batch["completion_mask"].reshape(-1)
+    rows = mask.ids.split(mask.counts.reshape(-1).tolist())
+    packed = SamplingMask.from_lists([row.tolist() for row, used in zip(rows, unmasked, strict=True) if used])
+    given = {k: batch[k].reshape(-1)[unmasked] for k in ("completion_ids", "old_logps", "ref_logps")}
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    same = gk.fused_grpo_loss(
+        batch["hidden"].reshape(-1, H)[unmasked], batch["lm_head_weight"], **given, advantages=batch["advantages"],
+        lm_head_bias=batch["lm_head_bias"], cu_seqlens=offsets, sampling_mask=packed,
+    )  # fmt: skip
+    torch.testing.assert_close(same.loss, out.loss)
+    wide = torch.randn(B, T + 1, H)
+    wide[:, :-1] = batch["hidden"].detach()
+    shifted = gk.fused_grpo_loss(**(batch | {"hidden": wide.requires_grad_()[:, :-1]}), sampling_mask=mask)
+    torch.testing.assert_close(shifted.loss, out.loss)
+
+
+def test_repeats_have_the_same_bits(way):
+    batch, mask = make_batch(), make_mask()
+    found = []
+    for _ in range(2):
+        out = gk.fused_grpo_loss(**batch, sampling_mask=mask)
+        found.append([out.loss, *gradients_of(out.loss, batch)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("most", [4, 40])
+def test_under_torch_compile(most):
+    batch, mask = make_batch(), make_mask(most=most)
+    eager = gk.fused_grpo_loss(**batch, sampling_mask=mask)
+
+    @torch.compile(fullgraph=True)
+    def step(given: dict[str, Tensor], mask: SamplingMask) -> tuple[Tensor, Tensor]:
+        out = gk.fused_grpo_loss(**given, sampling_mask=mask)
+        return out.loss, out.metrics["sampling_mask/added"]
+
+    loss, added = step(batch, mask)
+    torch.testing.assert_close(loss, eager.loss)
+    assert added == eager.metrics["sampling_mask/added"]
+    for mine, other in zip(gradients_of(loss, batch), gradients_of(eager.loss, batch), strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+def test_autocast():
+    batch, mask = make_batch(), make_mask()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = gk.fused_grpo_loss(**batch, sampling_mask=mask)
+    plain = gk.fused_grpo_loss(**batch, sampling_mask=mask)
+    torch.testing.assert_close(out.loss, plain.loss, rtol=0.05, atol=0.02)
+    found = gradients_of(out.loss, batch)
+    assert [g.dtype for g in found] == [torch.float32] * 3
+
+
+def test_padding_may_hold_anything():
+    batch, mask = make_batch(), make_mask()
+    wanted = gradients_of(gk.fused_grpo_loss(**batch, sampling_mask=mask).loss, batch)
+    padding = ~batch["completion_mask"]
+    hidden = batch["hidden"].detach().masked_fill(padding[..., None], torch.nan).requires_grad_()
+    dirty = batch | {"hidden": hidden, "completion_ids": batch["completion_ids"].masked_fill(padding, -100)}
+    for mine, other in zip(
+        gradients_of(gk.fused_grpo_loss(**dirty, sampling_mask=mask).loss, dirty), wanted, strict=True
+    ):
+        torch.testing.assert_close(mine, other)
+
+
+def test_the_bias_that_it_removes(monkeypatch):
+    """The figures of the README, from bench/sampling_bias.py."""
+    from pathlib import Path
+
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "bench"))
+    import sampling_bias
+
+    without, with_mask = sampling_bias.ratios(0.8, seed=0).values()
+    assert without.mean() < 0.85 and (with_mask - 1).abs().max() < 1e-3

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..contract import KeptIds, KeptPairs, LogitChunk, RowGradients, Rows, TokenValues, no_values
+from ..validate import checks_values
 from .chunk import Chunk
 from .lm_head import LMHead
 
@@ -42,10 +43,14 @@ class TokenMask(NamedTuple):
         return (self.counts > 0) & (self.counts <= vocab_size // ratio)
 
 
-def make_token_mask(ids: Tensor | None, counts: Tensor | None, *, is_static: bool) -> TokenMask | None:
+def make_token_mask(ids: Tensor | None, counts: Tensor | None, vocab_size: int, *, is_static: bool) -> TokenMask | None:
     """From the tensors of a SamplingMask; None where there is none."""
     if ids is None or counts is None:
         return None
+    if ids.numel() and checks_values(ids.device) and int(ids.max()) >= vocab_size:
+        raise ValueError(
+            f"sampling_mask holds id {int(ids.max())}; expected ids < {vocab_size}, the rows of lm_head_weight"
+        )
     if is_static:
         raise ValueError(
             "sampling_mask was given with static_shapes=True or under capture of a CUDA graph; the number of kept ids "

@@ -35,7 +35,9 @@ def loss_over_logits(
         if gradients and tokens.completion_mask is not None:
             _clear_rows(logits, ~plan.tokens.scored)  # padding may hold NaN, which no coefficient of 0 would hide
         head = GivenLogits(logits)
-        mask = make_token_mask(tokens.kept_ids, tokens.kept_counts, is_static=is_capturing(logits.device))
+        mask = make_token_mask(
+            tokens.kept_ids, tokens.kept_counts, logits.shape[1], is_static=is_capturing(logits.device)
+        )
         values, sums = run(head, plan, kernels, gradients=gradients, static_shapes=True, sampling_mask=mask)
     shape = completion_ids.shape
     results = sums.loss.clone(), values.logp.view(shape), values.entropy.view(shape), sums.numbers

@@ -16,6 +16,7 @@ from ..validate import check_temperature, check_values
 from .backward import refuse_double_backward
 from .chunks import Scorer, add_mask
 from .kept import KeptLogits, make_token_mask
+from .lm_head import LMHead
 from .products import settled_precision
 from .shared import (
     filled,
@@ -105,7 +106,9 @@ def _split(
     scorer: Scorer, call: LogpsCall, mask: Optional[Tensor], *, static: bool
 ) -> tuple[Optional[Scorer], Optional[Tensor]]:
     """(a scorer of the tokens whose kept ids are gathered, (N,) bool: the other tokens), if there are any."""
-    sampling_mask = make_token_mask(call.kept_ids, call.kept_counts, is_static=static)
+    sampling_mask = make_token_mask(
+        call.kept_ids, call.kept_counts, cast(LMHead, scorer.head).weight.shape[0], is_static=static
+    )
     if sampling_mask is None:
         return None, None
     scored = torch.ones_like(sampling_mask.counts, dtype=torch.bool) if mask is None else mask
