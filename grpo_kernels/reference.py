@@ -192,7 +192,9 @@ def reference_loss_from_logps(
 
 
 def clip(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor, A: Tensor) -> Tensor:
-    """PPO, GRPO, DAPO, GSPO, LUSPO; two-sided with delta; dual clip."""
+    """PPO (arXiv:1707.06347), and with it GRPO, DAPO, GSPO, LUSPO. delta: two-sided clipping of INTELLECT-2
+    (arXiv:2505.07291). dual_clip: arXiv:1912.09729.
+    """
     first = r if cfg.delta is None else r.clamp(max=cfg.delta)
     loss = -torch.minimum(first * A, r.clamp(1 - cfg.epsilon_low, 1 + cfg.epsilon_high) * A)
     if cfg.dual_clip is not None:
@@ -201,34 +203,40 @@ def clip(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor, A: Tensor)
 
 
 def cispo(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor, A: Tensor) -> Tensor:
+    """CISPO of MiniMax-M1 (arXiv:2506.13585), the upper bound alone; cap 5: ScaleRL (arXiv:2510.13786)."""
     return -r.clamp(max=cfg.epsilon_high).detach() * A * logp
 
 
 def cispo_two_sided(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor, A: Tensor) -> Tensor:
+    """CISPO of MiniMax-M1 (arXiv:2506.13585) with both bounds, as in verl and NeMo-RL."""
     return -r.clamp(1 - cfg.epsilon_low, 1 + cfg.epsilon_high).detach() * A * logp
 
 
 def sapo(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor, A: Tensor) -> Tensor:
+    """SAPO (arXiv:2511.20347)."""
     tau = _choose(A > 0, cfg.sapo_temperature_pos, cfg.sapo_temperature_neg, r)
     return -(4 / tau) * torch.sigmoid(tau * (r - 1)) * A
 
 
 def reinforce(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor, A: Tensor) -> Tensor:
+    """REINFORCE (Williams, Machine Learning 8, 1992). A = 1 is supervised fine-tuning."""
     return -A * logp
 
 
 def gmpo(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor, A: Tensor) -> Tensor:
-    """r is already the exponential of the sequence mean of clipped log-ratios."""
+    """GMPO (arXiv:2507.20673). r is already the exponential of the sequence mean of clipped log-ratios."""
     return -A * r
 
 
 def dppo_tv(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor, A: Tensor) -> Tensor:
-    moved = _probability_change(log_ratio, logp)
-    drop = ((A > 0) & (moved > cfg.epsilon_high)) | ((A <= 0) & (moved < -cfg.epsilon_low))
+    """DPPO with the binary total-variation mask (arXiv:2602.04879) and the squared log-ratio of prime-rl's loss."""
+    change = _probability_change(log_ratio, logp)
+    drop = ((A > 0) & (change > cfg.epsilon_high)) | ((A <= 0) & (change < -cfg.epsilon_low))
     return -torch.where(drop, 0.0, r * A) + 1e-3 * log_ratio**2
 
 
 def ipo(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor, A: Tensor) -> Tensor:
+    """The IPO loss (INTELLECT Policy Optimization) of prime-rl: docs.primeintellect.ai/prime-rl/ipo."""
     drop = _probability_change(log_ratio, logp).abs() > cfg.epsilon_high
     return -torch.where(drop, 0.0, r * A) + 1e-3 * log_ratio**2
 
@@ -254,7 +262,7 @@ def vespo_phi(
     seq_sum: Callable[[Tensor], Tensor],
     seq: Tensor,
 ) -> Tensor:
-    """phi(w) = exp(lambda + k ln w - lambda w) of the sequence weight w; a constant to autograd."""
+    """VESPO (arXiv:2602.10693): phi(w) = exp(lambda + k ln w - lambda w) of the sequence weight w, without gradient."""
     low = math.log(1e-8)
     log_w = seq_sum(log_ratio.clamp(-20, 20))
     if weight is not None:
@@ -269,7 +277,10 @@ def vespo_phi(
 
 
 def kl_estimate(cfg: GRPOConfig, logp: Tensor, ref: Tensor) -> Tensor:
-    """k1, k2, k3 (Schulman, "Approximating KL divergence"), |d|, and the straight-through k1+ and k3+."""
+    """k1, k2, k3: Schulman, "Approximating KL Divergence", 2020, joschu.net/blog/kl-approx.html. GRPO uses k3
+    (arXiv:2402.03300). abs, k1+ and k3+ (value of the one, gradient of k2): verl (arXiv:2409.19256). The product with
+    the ratio, use_bias_correction_kl, is in `reference_loss_from_logps`: DeepSeek-V3.2 (arXiv:2512.02556).
+    """
     delta_bound, kl_bound = cfg.kl_clamps
     d = ref - logp
     if delta_bound is not None:
