@@ -27,7 +27,7 @@ from .validate import (
     refuse_transforms,
 )
 
-LEVELS = ("token", "sequence")
+CHUNK_LEVELS = ("token", "sequence")  # what a chunk is made of
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ def fused_policy_loss(
     config = GRPOConfig(
         temperature=temperature, logit_scale=logit_scale, logit_softcap=logit_softcap, chunk_rows=chunk_rows
     )
-    if level not in LEVELS:
-        raise ValueError(f"level={level!r}; expected one of {', '.join(LEVELS)}")
+    if level not in CHUNK_LEVELS:
+        raise ValueError(f"level={level!r}; expected one of {', '.join(CHUNK_LEVELS)}")
     check_flag("entropy", entropy)
     if not callable(loss_fn):
         raise TypeError(f"loss_fn is a {type(loss_fn).__name__}; expected a function of a PolicyChunk")
