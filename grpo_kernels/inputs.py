@@ -47,7 +47,7 @@ def resolve(
 ) -> LossInputs:
     """Check the options against `per_token`, a tensor of the shape (B, T) or (N,), and derive the plan's inputs.
 
-    `owner` is the argument that set that shape; `reads_logits`: the options of the logits count.
+    `owner` is the argument that has that shape. reads_logits=False: the temperature is not used.
     """
     shape, like = per_token.shape, per_token
     num_sequences = num_sequences_of(per_token, options.cu_seqlens, owner)

@@ -57,10 +57,10 @@ def fused_grpo_loss(
     Args:
         hidden: (B, T, H), or packed (N, H) with cu_seqlens; row t predicts completion_ids[:, t]. float32, bfloat16,
             float16 or float64; any strides.
-        lm_head_weight: (V, H), lm_head_bias: (V,), in hidden's type. Gradients come back for those of the three that
-            require them; the others cost nothing. Plain tensors: `weight` of a layer of PEFT is its base weight alone,
-            which nothing here can tell from another; base_layer.weight + get_delta_weight(adapter) gives a LoRA adapter
-            its gradients. DTensors and quantised weights are refused, with what to pass instead.
+        lm_head_weight: (V, H), lm_head_bias: (V,), in hidden's type. Gradients are computed for those of the three that
+            require them. All are plain tensors: for a PEFT layer pass base_layer.weight + get_delta_weight(adapter),
+            since its `weight` is the base weight without the adapter. DTensors and quantised weights are refused, with
+            what to pass instead.
         completion_ids: (B, T) or (N,) int64. completion_mask: the same shape, 0 at padding, prompt and tool tokens.
         advantages: (B,), (B, 1), (B, T) or (N,), constants. Or instead of them:
         rewards: (S,), with num_generations (adjacent rows) or group_ids (S,): the advantages of `group_advantages`
@@ -201,7 +201,7 @@ def grpo_loss_from_logits(
 
 
 class _LossOverLogits(torch.autograd.Function):
-    """Not a custom operator: one that returns its input's memory cannot be one."""
+    """An autograd.Function, because a custom operator must not return the memory of its input."""
 
     @staticmethod
     def forward(ctx, logits, completion_ids, inputs, num_groups, config, backend, want, inplace):

@@ -13,21 +13,20 @@ from .contract import Sums
 from .inputs import LossInputs
 
 
-@dataclass(frozen=True, eq=False, repr=False)  # DDP and FSDP look for the loss in its fields
+@dataclass(frozen=True, eq=False, repr=False)  # a dataclass, because DDP and FSDP search its fields for the loss
 class GRPOLossOutput:
     """What a loss call returns; everything but `loss` is detached.
 
     loss: scalar, differentiable. logps, entropy: shape of completion_ids, float32, nats; 0 where masked or not scored.
     advantages: as used, (S,) or (B, T) or (N,).
 
-    Computed when they are first asked for, as tensors, from sums that the kernels made:
+    These are tensors, computed at first access from the sums that the kernels return:
 
     metrics: name -> scalar. metric_sums: name -> (sum, count), to be added over ranks and micro-batches.
-    sequences: name -> (S,): loss (its share; they add up to `loss`), tokens, and the mean of each metric over the
-        sequence's tokens, 0 where it has none: for minima and maxima over sequences.
-    groups: name -> (num_groups,), when groups are given: loss (its share; they add up to `loss`), kl, clip_ratio,
-        tokens, and from rewards reward_mean and reward_std. Groups named by group_ids come in ascending order of
-        their id.
+    sequences: name -> (S,): loss (the sequence's share: the shares add up to `loss`), tokens, and the mean of each
+        metric over the sequence's tokens (0 for a sequence without tokens).
+    groups: name -> (num_groups,), when groups are given: loss (the group's share), kl, clip_ratio, tokens, and from
+        rewards reward_mean and reward_std. Groups of group_ids are in ascending order of their id.
     """
 
     loss: Tensor

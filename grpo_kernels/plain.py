@@ -1,5 +1,6 @@
-"""What stands where a plain tensor is expected: modules, sharded, quantised and wrapped tensors. Each is refused by
-name, with what to pass instead.
+"""Refuses modules and sharded, quantised or wrapped tensors where a plain tensor is expected.
+
+The error names the argument and says what to pass instead.
 """
 
 from __future__ import annotations

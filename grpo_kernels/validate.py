@@ -1,4 +1,4 @@
-"""Checks of what a caller gives. Each names the argument, what came and what is expected, before any work.
+"""Checks of arguments, before any work. The error names the argument, what was given and what is expected.
 
 Checks of values (ids in range, offsets in order) read the data: always on a CPU; on a GPU they would synchronise, so
 they run only with GRPO_KERNELS_DEBUG=1.
@@ -37,7 +37,7 @@ def check_config(config: object) -> None:
 
 
 def refuse_transforms(name: str, *tensors: object) -> None:
-    """Nothing but autograd's backward, once, differentiates these kernels: functorch and dual numbers raise."""
+    """Raise inside functorch transforms and forward-mode AD: the kernels support autograd's first backward only."""
     transformed = _inside_transform()
     if not transformed:
         if forward_ad._current_level < 0:
@@ -57,7 +57,7 @@ def _inside_transform() -> bool:
     return torch._C._functorch.maybe_current_level() is not None
 
 
-# torch.compile, which enters the transforms that it traces, asks once and puts no call into its graph.
+# torch.compile evaluates this once while tracing and puts no call into its graph.
 _inside_transform._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
