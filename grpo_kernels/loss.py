@@ -20,6 +20,7 @@ from .engine.token_ops import policy_loss
 from .inputs import LossInputs, LossOptions, resolve
 from .output import GRPOLossOutput
 from .validate import (
+    check_accumulate_into,
     check_config,
     check_flag,
     check_float,
@@ -52,6 +53,7 @@ def fused_grpo_loss(
     lm_head_bias: Tensor | None = None,
     num_items_in_batch: Tensor | float | None = None,
     normalizer: Tensor | float | None = None,
+    accumulate_into: Tensor | None = None,
     config: GRPOConfig | None = None,
     backend: str = "auto",
 ) -> GRPOLossOutput:
@@ -81,6 +83,11 @@ def fused_grpo_loss(
         normalizer: replaces the denominator of any aggregation: the global number of sequences ("seq_mean", "seq_sum"),
             of tokens ("token_mean", "num_items"), of sequences times max_completion_length ("fixed_length").
             Micro-batches and ranks that pass it add up to the loss of one big batch; nothing is all-reduced here.
+        accumulate_into: (V, H) float32, contiguous, such as Megatron's main_grad of the weight: each backward adds the
+            weight's gradient to it, times grad_output, and returns none, so that weight.grad and hooks of the weight
+            are left alone. The weight is a leaf that requires a gradient, and no float64; not under torch.compile.
+            From forward to backward the gradient waits in a (V, H) of its own in the weight's type (float32 for
+            float16), as it does without this; what is saved is weight.grad beside the buffer.
         config: GRPOConfig; None: GRPOConfig(). backend: "auto", or a name of `available_backends()`.
 
     Raises:
@@ -98,6 +105,8 @@ def fused_grpo_loss(
     compute_dtype = autocast_dtype(hidden, lm_head_weight, lm_head_bias)
     check_head(hidden, lm_head_weight, lm_head_bias, completion_ids, compute_dtype)
     check_logits_dtype(config.logits_dtype, compute_dtype or hidden.dtype)
+    if accumulate_into is not None:
+        check_accumulate_into(accumulate_into, lm_head_weight)
     name = choose_backend(backend, hidden.device, compute_dtype or hidden.dtype)
     options = LossOptions(
         advantages=advantages, rewards=rewards, num_generations=num_generations, group_ids=group_ids,
@@ -109,6 +118,7 @@ def fused_grpo_loss(
     call = LossCall(
         completion_ids=completion_ids, tokens=inputs.tokens, num_groups=inputs.num_groups, config=config,
         backend=name, compute_dtype=compute_dtype, wants=wanted(hidden, lm_head_weight, lm_head_bias),
+        accumulate_into=accumulate_into,
     )  # fmt: skip
     loss, logps, entropy, numbers = loss_from_hidden(hidden, lm_head_weight, lm_head_bias, call)
     return GRPOLossOutput(loss, logps.detach(), entropy, config, inputs, inputs.sums(numbers))
