@@ -112,7 +112,7 @@ def sequence_kernel(
         mismatch = tl.where(known, tl.abs(trained - rollout), 0.0)
         by_value = tl.where(weight != 0.0, weight * tl.load(found + VALUE * tokens, mask=on, other=0.0), 0.0)
         by_entropy = tl.where(weight_entropy != 0.0, weight_entropy * h, 0.0)
-        still = on & (tl.load(found + G_LOGP * tokens, mask=on, other=0.0) == 0.0) & (weight_entropy == 0.0)
+        zero_gradient = on & (tl.load(found + G_LOGP * tokens, mask=on, other=0.0) == 0.0) & (weight_entropy == 0.0)
 
         sums = add_column(sums, LOSS_SUM, by_value.to(tl.float64) + by_entropy)
         sums = add_column(sums, TOKENS, on)
@@ -127,7 +127,7 @@ def sequence_kernel(
         sums = add_column(sums, MISMATCH_COUNT, known)
         sums = add_column(sums, WEIGHT_SUM, rollout_weight)
         sums = add_column(sums, WEIGHT_SQUARES, rollout_weight.to(tl.float64) * rollout_weight)
-        sums = add_column(sums, ZERO_GRADIENT, still)
+        sums = add_column(sums, ZERO_GRADIENT, zero_gradient)
 
         low = tl.min(tl.where(on, ratio, float("inf")), 1)
         high = tl.max(tl.where(on, ratio, -float("inf")), 1)
