@@ -260,8 +260,8 @@ class LMHead:
         if self.dhidden is None:
             shape = (self.num_tokens, self.hidden.shape[-1])
             # Rows that no chunk visits keep the zero they start with.
-            fresh = self.hidden.new_empty if rows.index is None else self.hidden.new_zeros
-            self.dhidden = fresh(shape, dtype=self.waiting_dtypes[0])
+            fresh = torch.empty if rows.index is None else torch.zeros
+            self.dhidden = fresh(shape, dtype=self.waiting_dtypes[0], device=self.hidden.device)
         return self.dhidden
 
     def _writes_dhidden(self, rows: Rows) -> bool:
