@@ -17,7 +17,17 @@ from torch import Tensor
 
 from grpo_kernels.backends import get_backend
 from grpo_kernels.backends.pytorch.backend import TorchBackend
-from grpo_kernels.contract import FIELD, TABLE_FIELDS, KernelParams, Rows, RowStats, TokenValues, no_values
+from grpo_kernels.contract import (
+    FIELD,
+    TABLE_FIELDS,
+    KernelParams,
+    LogitChunk,
+    RowGradients,
+    Rows,
+    RowStats,
+    TokenValues,
+    no_values,
+)
 
 PLAIN = KernelParams(surrogate="reinforce", has_old=False)
 TOLERANCE, LEAST = 2e-2, 1e-7  # of an entry, relative, and to the largest of its row; bfloat16 rounds by 4e-3
@@ -78,35 +88,46 @@ def random_case(backend: str, size: tuple[int, int, int], dtype: torch.dtype) ->
 # --- one kernel after another ---------------------------------------------------------------------------------------
 
 
+def expected_pass(logits: Tensor, case: Case) -> tuple[RowStats, Tensor]:
+    """Statistics and d loss / d logits in float64, of tokens that depend on themselves alone."""
+    count, table = len(logits), case.table.cpu().double()
+    values, dlogits = no_values(count, torch.float64, table.device), torch.empty(logits.shape, dtype=torch.float64)
+    chunk = LogitChunk(logits.cpu().double(), Rows(0, count), case.ids.cpu())
+    TorchBackend().single_pass(chunk, table, values, PLAIN, RowGradients(dlogits))
+    return statistics_in(values), dlogits
+
+
 def of_rows(case: Case, rows: list[Property], columns: list[Property]) -> list[str]:
     """The row kernels over random logits, then over logits that are all equal."""
     logits = (case.hidden.float() @ case.weight.float().T).contiguous()
-    exact = torch.empty(logits.shape, dtype=torch.float64)
-    cpu = [x.cpu() for x in (case.ids, case.table)]
-    expected = TorchBackend().fused(logits.cpu().double(), exact, cpu[0], cpu[1].double(), PLAIN)
+    expected, exact = expected_pass(logits, case)
     single = logits.shape[0]
     g_logp = case.table[FIELD["weight_ratio"]] * case.table[FIELD["advantage"]]
-    given = torch.empty_like(exact)
-    TorchBackend().gradient(
-        logits.cpu().double(), given, cpu[0], torch.ones(single).double(), expected.lse, expected.entropy,
-        g_logp.cpu().double(), torch.zeros(single).double(), PLAIN,
+    given, known = torch.empty_like(exact), no_values(single, torch.float64, torch.device("cpu"))
+    known.lse.copy_(expected.lse)
+    known.entropy.copy_(expected.entropy)
+    TorchBackend().logits_gradient(
+        LogitChunk(logits.cpu().double(), Rows(0, single), case.ids.cpu()), torch.ones(single).double(), known,
+        g_logp.cpu().double(), torch.zeros(single).double(), PLAIN, RowGradients(given),
     )  # fmt: skip
     every, temperature = Rows(0, single), case.temperature.contiguous()
     values = no_values(single, torch.float32, logits.device)
-    case.backend.statistics(logits, every, case.ids, temperature, values, PLAIN)
+    case.backend.statistics(LogitChunk(logits, every, case.ids), temperature, values, PLAIN)
     found = wrong_statistics("statistics", statistics_in(values), expected, rows)
     buffer, grad = in_place(logits, case.hidden.dtype)
     values = no_values(single, torch.float32, logits.device)
-    case.backend.single_pass(buffer, every, case.ids, case.table, values, PLAIN, None, grad)
+    chunk = LogitChunk(buffer, every, case.ids)
+    case.backend.single_pass(chunk, case.table, values, PLAIN, RowGradients(grad))
     found += wrong_statistics("single_pass", statistics_in(values), expected, rows)
     found += wrong_entries("single_pass", grad, exact, rows, columns)
     buffer, grad = in_place(logits, case.hidden.dtype)
     values.lse.copy_(expected.lse)
     values.entropy.copy_(expected.entropy)
-    coefficients = values, g_logp, torch.zeros_like(g_logp)
-    case.backend.logits_gradient(buffer, grad, every, case.ids, temperature, *coefficients, PLAIN)
+    chunk, none = LogitChunk(buffer, every, case.ids), torch.zeros_like(g_logp)
+    case.backend.logits_gradient(chunk, temperature, values, g_logp, none, PLAIN, RowGradients(grad))
     found += wrong_entries("logits_gradient", grad, given, rows, columns)
-    case.backend.statistics(torch.zeros_like(logits), every, case.ids, temperature, values, PLAIN)
+    equal = LogitChunk(torch.zeros_like(logits), every, case.ids)
+    case.backend.statistics(equal, temperature, values, PLAIN)
     return found + miscounted("statistics", statistics_in(values), logits.shape[1])
 
 
@@ -122,7 +143,9 @@ def in_place(logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def of_linear(case: Case, rows: list[Property], columns: list[Property]) -> list[str]:
     """Statistics alone come out: of random inputs, of equal logits, and of one large logit at a time."""
-    expected = TorchBackend().stats(exact_logits(case), case.ids.cpu(), case.temperature.cpu().double(), PLAIN)
+    table = case.table.clone()
+    table[FIELD["temperature"]] = case.temperature
+    expected, _ = expected_pass(exact_logits(case), case._replace(table=table))
     found = wrong_statistics("linear_logp", linear(case), expected, rows)
     vocab = len(case.weight)
     found += miscounted("linear_logp", linear(case._replace(weight=torch.zeros_like(case.weight))), vocab)
@@ -130,8 +153,7 @@ def of_linear(case: Case, rows: list[Property], columns: list[Property]) -> list
 
 
 def of_anchored(case: Case, rows: list[Property], columns: list[Property]) -> list[str]:
-    exact = torch.empty(len(case.ids), len(case.weight), dtype=torch.float64)
-    expected = TorchBackend().fused(exact_logits(case), exact, case.ids.cpu(), case.table.cpu().double(), PLAIN)
+    expected, exact = expected_pass(exact_logits(case), case)
     stats, exps, scale = exponentials(case)
     found = wrong_statistics("anchored", stats, expected, rows)
     gradient = (scale[:, None].double() * exps.double()).cpu()

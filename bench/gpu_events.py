@@ -23,7 +23,10 @@ from grpo_kernels.contract import (
     FIELD,
     TABLE_FIELDS,
     KernelParams,
+    LogitChunk,
+    PlannedTokens,
     PlanRules,
+    RowGradients,
     Rows,
     TokenInputs,
     chunk_row_stride,
@@ -162,13 +165,15 @@ def logit_kernels(backend: Any, tokens: int, vocab: int) -> Iterator[Timed]:
     cells = rows * vocab
     chosen, values = Rows(0, rows), no_values(rows, torch.float32, place)
     g_logp = torch.randn(rows, device=place) / rows
-    coefficients = values, g_logp, torch.zeros_like(g_logp)
+    chunk, gradients = LogitChunk(logits, chosen, ids), RowGradients(grad)
     both, read = {"bytes": 6.0 * cells, "rows": rows}, {"bytes": 4.0 * cells, "rows": rows}
-    single_pass = partial(backend.single_pass, logits, chosen, ids, table, values, CLIP, None, grad)
+    single_pass = partial(backend.single_pass, chunk, table, values, CLIP, gradients)
     yield "single_pass", single_pass, restore, both
     restore()
-    yield "statistics", partial(backend.statistics, logits, chosen, ids, temperature, values, CLIP), nothing, read
-    gradient = partial(backend.logits_gradient, logits, grad, chosen, ids, temperature, *coefficients, CLIP)
+    yield "statistics", partial(backend.statistics, chunk, temperature, values, CLIP), nothing, read
+    gradient = partial(
+        backend.logits_gradient, chunk, temperature, values, g_logp, torch.zeros_like(g_logp), CLIP, gradients
+    )
     yield "logits_gradient", gradient, restore, both
 
 
@@ -190,13 +195,14 @@ def token_kernels(backend: Any, tokens: int, vocab: int) -> Iterator[Timed]:
     group = torch.arange(sequences, device=place) // GROUP
     groups = math.ceil(sequences / GROUP)
     scored = torch.ones(tokens, dtype=torch.bool, device=place)
-    lengths = ends.diff().float()
-    whole = partial(
-        backend.sequence_objective, slice(0, sequences), None, table, scored, ends, lengths, values,
-        CLIP._replace(level="sequence"),
+    planned = PlannedTokens(
+        table=table, values=values, offsets=ends, lengths=ends.diff().float(), scored=scored, active=scored,
+        ids=torch.zeros(tokens, dtype=torch.int64, device=place), order=None, counts=None,
     )  # fmt: skip
+    gspo = CLIP._replace(level="sequence")
+    whole = partial(backend.sequence_objective, slice(0, sequences), None, planned, gspo)
     yield "sequence_objective", whole, nothing, {"bytes": read + 25.0 * tokens, "rows": tokens}
-    sums = partial(backend.sums, scored, table, values, CLIP, ends, group, groups)
+    sums = partial(backend.sums, planned, CLIP, group, groups)
     yield "sums", sums, nothing, {"bytes": read + 25.0 * tokens, "rows": tokens}
     rewards = torch.rand(sequences, device=place)
     call = lambda: backend.group_statistics(rewards, group, groups, "group", "mean", 1, 1e-4)  # noqa: E731

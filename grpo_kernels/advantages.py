@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .backends import choose_backend
 from .config import ADVANTAGE_BASELINES, ADVANTAGE_SCALES
-from .engine import ops
+from .engine import token_ops
 from .validate import check_number, check_rewards_finite, check_tensor, checks_values
 
 
@@ -83,7 +83,7 @@ def group_statistics(
         if smallest == 1:
             raise ValueError("a group of one completion has no standard deviation: scale='group' needs groups of >= 2")
     numbers = scale, baseline, ddof, float(eps), nan_is_unscored
-    return GroupStatistics(*ops.group_statistics(rewards, groups.index, groups.count, *numbers, name))
+    return GroupStatistics(*token_ops.group_statistics(rewards, groups.index, groups.count, *numbers, name))
 
 
 def process_advantages(

@@ -7,8 +7,8 @@ compiled backends; a test holds the two equal.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -139,16 +139,32 @@ class Rows:
         else:
             destination.index_copy_(dim, self.index, values)
 
-    def split(self, size: int) -> Iterator[Rows]:
+    def split(self, size: int) -> list[Rows]:
         """In parts of nearly equal length, at most `size` rows each, the first the longest."""
         pieces = -(-self.count // size)
-        if pieces == 1:
-            yield self
-            return
-        for i in range(pieces):
-            first, last = -(-self.count * i // pieces), -(-self.count * (i + 1) // pieces)
-            index = None if self.index is None else self.index[first:last]
-            yield Rows(self.start + first, self.start + last, index)
+        if pieces <= 1:
+            return [self] if pieces else []
+        ends = [-(-self.count * i // pieces) for i in range(pieces + 1)]
+        return [
+            Rows(self.start + first, self.start + last, None if self.index is None else self.index[first:last])
+            for first, last in itertools.pairwise(ends)
+        ]
+
+
+class LogitChunk(NamedTuple):
+    """What a row kernel reads."""
+
+    logits: Tensor  # (C, V), contiguous rows at any stride
+    rows: Rows  # whose logits these are
+    ids: Tensor  # (N,) int64, the sampled ids of the batch
+    bias: Tensor | None = None  # (V,) in float32 or better, added to the logits as they are read
+
+
+class RowGradients(NamedTuple):
+    """Where a row kernel writes d loss / d logits."""
+
+    dlogits: Tensor  # (C, V), may start where the logits do
+    rounding_error: Tensor | None = None  # (C,) receives what rounding took from the sampled ids' entries
 
 
 class RowStats(NamedTuple):
@@ -290,10 +306,10 @@ class Backend(Protocol):
     """What the engine asks of a backend; backends/pytorch/ has the plainest form.
 
     Per-token tensors are those of the whole batch, (N,) or (fields, N); a row of logits finds its token through `rows`.
-    bias (V,), in float32 or better, is added to the logits as they are read.
     """
 
     name: str
+    adds_transposed: bool  # it is a TransposingBackend
 
     def why_not(self, device: torch.device) -> str:
         """Why these kernels cannot run on this device, of a type that the registry has for them; or nothing."""
@@ -301,6 +317,12 @@ class Backend(Protocol):
 
     def strategies(self, hidden: Tensor, weight: Tensor) -> tuple[str, ...]:
         """Those of strategy.py that serve these inputs, best first; "linear" and "anchored" need the methods below."""
+        ...
+
+    def values_are_valid(
+        self, ids: Tensor, vocab_size: int, mask: Tensor | None, numbers: tuple[Tensor | None, ...]
+    ) -> bool:
+        """Whether unmasked ids are in [0, V) and all numbers finite; False where that is not known."""
         ...
 
     def plan(
@@ -311,73 +333,45 @@ class Backend(Protocol):
 
     def single_pass(
         self,
-        logits: Tensor,
-        rows: Rows,
-        ids: Tensor,
+        chunk: LogitChunk,
         table: Tensor,
         values: TokenValues,
         params: KernelParams,
-        bias: Tensor | None = None,
-        grad: Tensor | None = None,
-        rounding_error: Tensor | None = None,
+        gradients: RowGradients | None = None,
     ) -> None:
-        """Everything about tokens that depend on themselves alone, and with `grad` (C, V) d loss / d logits."""
+        """Everything about tokens that depend on themselves alone, and with `gradients` d loss / d logits."""
         ...
 
-    def statistics(
-        self,
-        logits: Tensor,
-        rows: Rows,
-        ids: Tensor,
-        temperature: Tensor,
-        values: TokenValues,
-        params: KernelParams,
-        bias: Tensor | None = None,
-    ) -> None:
-        """logp, entropy and lse alone."""
+    def statistics(self, chunk: LogitChunk, temperature: Tensor, values: TokenValues, params: KernelParams) -> None:
+        """logp, entropy and lse alone. temperature (N,)."""
         ...
 
     def logits_gradient(
         self,
-        logits: Tensor,
-        grad: Tensor,
-        rows: Rows,
-        ids: Tensor,
+        chunk: LogitChunk,
         temperature: Tensor,
         values: TokenValues,
         g_logp: Tensor,
         g_entropy: Tensor,
         params: KernelParams,
-        bias: Tensor | None = None,
-        rounding_error: Tensor | None = None,
+        gradients: RowGradients,
     ) -> None:
-        """d loss / d logits (C, V) from d loss / d logp and d loss / d entropy (N,) and the statistics."""
+        """d loss / d logits from d loss / d logp and d loss / d entropy (N,) and the statistics."""
         ...
 
-    def token_objective(self, rows: Rows, table: Tensor, values: TokenValues, params: KernelParams) -> None: ...
+    def token_objective(self, rows: Rows, table: Tensor, values: TokenValues, params: KernelParams) -> None:
+        """log_ratio, value, kl and g_logp of these tokens from their logp and entropy."""
+        ...
 
     def sequence_objective(
-        self,
-        sequences: slice,
-        row_length: int | None,
-        table: Tensor,
-        scored: Tensor,
-        offsets: Tensor,
-        lengths: Tensor,
-        values: TokenValues,
-        params: KernelParams,
-    ) -> None: ...
+        self, sequences: slice, row_length: int | None, planned: PlannedTokens, params: KernelParams
+    ) -> None:
+        """`token_objective` of the scored tokens of whole sequences, which depend on each other."""
+        ...
 
-    def sums(
-        self,
-        scored: Tensor,
-        table: Tensor,
-        values: TokenValues,
-        params: KernelParams,
-        offsets: Tensor,
-        group_index: Tensor | None,
-        num_groups: int,
-    ) -> Sums: ...
+    def sums(self, planned: PlannedTokens, params: KernelParams, group_index: Tensor | None, num_groups: int) -> Sums:
+        """Sums of COLUMNS over the scored tokens."""
+        ...
 
     def add_rows(self, target: Tensor, ids: Tensor, scale: Tensor, rows: Tensor) -> None: ...
 
@@ -413,3 +407,9 @@ class FoldingBackend(Backend, Protocol):
         exponentials: Tensor,
         params: KernelParams,
     ) -> tuple[RowStats, Tensor]: ...
+
+
+class TransposingBackend(Backend, Protocol):
+    """A backend that writes the transpose of a product, for oneDNN, which is slow where it has to transpose."""
+
+    def add_transposed(self, target: Tensor, source: Tensor, *, add: bool) -> None: ...

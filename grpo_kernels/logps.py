@@ -6,8 +6,8 @@ from torch import Tensor
 
 from .backends import choose_backend
 from .config import check_logit_transform
-from .engine import ops
 from .engine.autocast import autocast_dtype
+from .engine.logps_op import LogpsCall, logps_from_hidden
 from .validate import check_flag, check_head, check_token_tensor, refuse_transforms
 
 
@@ -42,18 +42,14 @@ def fused_logps(
     refuse_transforms("fused_logps", hidden, lm_head_weight, lm_head_bias)
     compute_dtype = autocast_dtype(hidden, lm_head_weight, lm_head_bias)
     check_head(hidden, lm_head_weight, lm_head_bias, completion_ids, compute_dtype)
-    dtype = compute_dtype or hidden.dtype
     check_token_tensor("completion_mask", completion_mask, completion_ids.shape, -1, hidden)
-    if isinstance(temperature, Tensor):
-        if temperature.numel() != 1:
-            check_token_tensor("temperature", temperature, completion_ids.shape, -1, hidden)
-        per_token = temperature.detach().to(hidden.device)
-    else:
-        per_token = hidden.new_full((), temperature, dtype=ops.table_dtype(dtype))
-    name = choose_backend(backend, hidden.device, dtype)
-    softcap = 0.0 if logit_softcap is None else float(logit_softcap)
-    call = ops.LogpsCall(
-        completion_ids, completion_mask, per_token, float(logit_scale), softcap, entropy, name, compute_dtype
+    if isinstance(temperature, Tensor) and temperature.numel() != 1:
+        check_token_tensor("temperature", temperature, completion_ids.shape, -1, hidden)
+    call = LogpsCall(
+        completion_ids=completion_ids, mask=completion_mask, logit_scale=float(logit_scale),
+        temperature=temperature.detach().to(hidden.device) if isinstance(temperature, Tensor) else float(temperature),
+        softcap=0.0 if logit_softcap is None else float(logit_softcap), want_entropy=entropy,
+        backend=choose_backend(backend, hidden.device, compute_dtype or hidden.dtype), compute_dtype=compute_dtype,
     )  # fmt: skip
-    logps, entropies = ops.logps_from_hidden(hidden, lm_head_weight, lm_head_bias, call)
+    logps, entropies = logps_from_hidden(hidden, lm_head_weight, lm_head_bias, call)
     return logps, entropies if entropy else None

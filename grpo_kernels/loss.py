@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .backends import choose_backend
+from .backends import choose_backend, get_backend
 from .config import DEFAULT_CONFIG, GRPOConfig
-from .engine import ops
+from .contract import Backend
 from .engine.autocast import autocast_dtype
-from .engine.backward import deliver_once, refuse_double_backward
-from .inputs import LossOptions, resolve
+from .engine.backward import refuse_double_backward, scale_saved_gradients
+from .engine.logits_loss import loss_over_logits
+from .engine.loss_op import LossCall, loss_from_hidden
+from .engine.shared import wanted
+from .engine.token_ops import policy_loss
+from .inputs import LossInputs, LossOptions, resolve
 from .output import GRPOLossOutput
 from .validate import (
+    check_accumulate_into,
     check_config,
     check_flag,
     check_float,
@@ -47,6 +53,7 @@ def fused_grpo_loss(
     lm_head_bias: Tensor | None = None,
     num_items_in_batch: Tensor | float | None = None,
     normalizer: Tensor | float | None = None,
+    accumulate_into: Tensor | None = None,
     config: GRPOConfig | None = None,
     backend: str = "auto",
 ) -> GRPOLossOutput:
@@ -76,6 +83,11 @@ def fused_grpo_loss(
         normalizer: replaces the denominator of any aggregation: the global number of sequences ("seq_mean", "seq_sum"),
             of tokens ("token_mean", "num_items"), of sequences times max_completion_length ("fixed_length").
             Micro-batches and ranks that pass it add up to the loss of one big batch; nothing is all-reduced here.
+        accumulate_into: (V, H) float32, contiguous, such as Megatron's main_grad of the weight: each backward adds the
+            weight's gradient to it, times grad_output, and returns none, so that weight.grad and hooks of the weight
+            are left alone. The weight is a leaf that requires a gradient, and no float64; not under torch.compile.
+            From forward to backward the gradient waits in a (V, H) of its own in the weight's type (float32 for
+            float16), as it does without this; what is saved is weight.grad beside the buffer.
         config: GRPOConfig; None: GRPOConfig(). backend: "auto", or a name of `available_backends()`.
 
     Raises:
@@ -93,16 +105,22 @@ def fused_grpo_loss(
     compute_dtype = autocast_dtype(hidden, lm_head_weight, lm_head_bias)
     check_head(hidden, lm_head_weight, lm_head_bias, completion_ids, compute_dtype)
     check_logits_dtype(config.logits_dtype, compute_dtype or hidden.dtype)
+    if accumulate_into is not None:
+        check_accumulate_into(accumulate_into, lm_head_weight)
     name = choose_backend(backend, hidden.device, compute_dtype or hidden.dtype)
     options = LossOptions(
-        advantages, rewards, num_generations, group_ids, completion_mask, old_logps, ref_logps, rollout_weights,
-        rollout_logps, cu_seqlens, num_items_in_batch, normalizer,
+        advantages=advantages, rewards=rewards, num_generations=num_generations, group_ids=group_ids,
+        completion_mask=completion_mask, old_logps=old_logps, ref_logps=ref_logps, rollout_weights=rollout_weights,
+        rollout_logps=rollout_logps, cu_seqlens=cu_seqlens, num_items_in_batch=num_items_in_batch,
+        normalizer=normalizer,
     )  # fmt: skip
     inputs = resolve(options, config, completion_ids, "hidden", name)
-    given = (hidden, lm_head_weight, lm_head_bias)
-    wants = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in given]
-    call = ops.LossCall(completion_ids, inputs.tokens, inputs.num_groups, config, name, compute_dtype, wants)
-    loss, logps, entropy, numbers = ops.loss_from_hidden(*given, call)
+    call = LossCall(
+        completion_ids=completion_ids, tokens=inputs.tokens, num_groups=inputs.num_groups, config=config,
+        backend=name, compute_dtype=compute_dtype, wants=wanted(hidden, lm_head_weight, lm_head_bias),
+        accumulate_into=accumulate_into,
+    )  # fmt: skip
+    loss, logps, entropy, numbers = loss_from_hidden(hidden, lm_head_weight, lm_head_bias, call)
     return GRPOLossOutput(loss, logps.detach(), entropy, config, inputs, inputs.sums(numbers))
 
 
@@ -139,12 +157,14 @@ def grpo_loss_from_logps(
         raise ValueError("entropy is None; entropy_coef and entropy_threshold need it")
     name = choose_backend(backend, logps.device, logps.dtype)
     options = LossOptions(
-        advantages, rewards, num_generations, group_ids, completion_mask, old_logps, ref_logps, rollout_weights,
-        rollout_logps, cu_seqlens, num_items_in_batch, normalizer,
+        advantages=advantages, rewards=rewards, num_generations=num_generations, group_ids=group_ids,
+        completion_mask=completion_mask, old_logps=old_logps, ref_logps=ref_logps, rollout_weights=rollout_weights,
+        rollout_logps=rollout_logps, cu_seqlens=cu_seqlens, num_items_in_batch=num_items_in_batch,
+        normalizer=normalizer,
     )  # fmt: skip
     inputs = resolve(options, config, logps, "logps", name, reads_logits=False)
     given = torch.zeros_like(logps) if entropy is None else entropy
-    loss, numbers, *_ = ops.policy_loss(logps, given, list(inputs.tokens), inputs.num_groups, config.key, name)
+    loss, numbers, *_ = policy_loss(logps, given, list(inputs.tokens), inputs.num_groups, config.key, name)
     known = None if entropy is None else entropy.detach()
     return GRPOLossOutput(loss, logps.detach(), known, config, inputs, inputs.sums(numbers))
 
@@ -185,32 +205,44 @@ def grpo_loss_from_logits(
     check_ids(completion_ids, logits.shape[:-1], "logits")
     name = choose_backend(backend, logits.device, logits.dtype)
     options = LossOptions(
-        advantages, rewards, num_generations, group_ids, completion_mask, old_logps, ref_logps, rollout_weights,
-        rollout_logps, cu_seqlens, num_items_in_batch, normalizer,
+        advantages=advantages, rewards=rewards, num_generations=num_generations, group_ids=group_ids,
+        completion_mask=completion_mask, old_logps=old_logps, ref_logps=ref_logps, rollout_weights=rollout_weights,
+        rollout_logps=rollout_logps, cu_seqlens=cu_seqlens, num_items_in_batch=num_items_in_batch,
+        normalizer=normalizer,
     )  # fmt: skip
     inputs = resolve(options, config, completion_ids, "logits", name)
     check_values(completion_ids, completion_mask, logits.shape[-1], cu_seqlens)
     check_token_values(inputs.tokens)
     if inplace and logits.is_leaf and logits.requires_grad:
         raise ValueError("inplace=True would overwrite a leaf that requires a gradient; pass the output of the lm_head")
-    want = torch.is_grad_enabled() and logits.requires_grad
-    loss, logps, entropy, numbers = _LossOverLogits.apply(
-        logits, completion_ids, inputs.tokens, inputs.num_groups, config, name, want, inplace
-    )
+    call = _LogitsCall(completion_ids, inputs, config, get_backend(name), wanted(logits)[0], inplace)
+    loss, logps, entropy, numbers = _LossOverLogits.apply(logits, call)
     return GRPOLossOutput(loss, logps.detach(), entropy, config, inputs, inputs.sums(numbers))
+
+
+class _LogitsCall(NamedTuple):
+    completion_ids: Tensor
+    inputs: LossInputs
+    config: GRPOConfig
+    backend: Backend
+    wants_gradient: bool
+    inplace: bool
 
 
 class _LossOverLogits(torch.autograd.Function):
     """An autograd.Function, because a custom operator must not return the memory of its input."""
 
     @staticmethod
-    def forward(ctx, logits, completion_ids, inputs, num_groups, config, backend, want, inplace):
+    def forward(ctx, logits, call):
         flat = logits.detach().reshape(-1, logits.shape[-1])
-        reused = inplace and flat.data_ptr() == logits.data_ptr() and flat.stride(-1) == 1
+        reused = call.inplace and flat.data_ptr() == logits.data_ptr() and flat.stride(-1) == 1
         reused = reused and (flat.stride(0) >= flat.shape[1] or flat.shape[0] <= 1)  # rows that share memory cannot
-        if (want and not reused) or flat.stride(-1) != 1:
+        if (call.wants_gradient and not reused) or flat.stride(-1) != 1:
             flat = flat.clone(memory_format=torch.contiguous_format)
-        results, gradients = ops.loss_over_logits(flat, completion_ids, inputs, num_groups, config, backend, want)
+        results, gradients = loss_over_logits(
+            flat, call.completion_ids, call.inputs.tokens, call.inputs.num_groups, call.config, call.backend,
+            gradients=call.wants_gradient,
+        )  # fmt: skip
         if gradients is not None:
             if reused:
                 torch.autograd.graph.increment_version(logits)
@@ -222,5 +254,5 @@ class _LossOverLogits(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g_loss, *_):
         refuse_double_backward("grpo_loss_from_logits")
-        gradient = None if g_loss is None else deliver_once(ctx, "grpo_loss_from_logits", g_loss)[0]
-        return gradient, *[None] * 7
+        gradient = None if g_loss is None else scale_saved_gradients(ctx, "grpo_loss_from_logits", g_loss)[0]
+        return gradient, None

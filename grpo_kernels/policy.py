@@ -10,13 +10,13 @@ from torch import Tensor
 
 from .backends import choose_backend, get_backend
 from .config import GRPOConfig
-from .contract import Rows, TokenValues, no_values
+from .contract import Backend, Rows, TokenValues, no_values
 from .engine.autocast import autocast_dtype
-from .engine.backward import FinishedGradients, deliver_once, refuse_double_backward
-from .engine.chunks import Scorer, sequence_chunks
-from .engine.lm_head import LMHead, visited
-from .engine.memory import default_logits_dtype
+from .engine.backward import FinishedGradients, refuse_double_backward, scale_saved_gradients
+from .engine.chunk import visited
+from .engine.chunks import sequence_chunks
 from .engine.products import settled_precision
+from .engine.shared import make_head, make_scorer, table_dtype, token_mask, wanted
 from .validate import (
     check_flag,
     check_head,
@@ -118,12 +118,12 @@ def fused_policy_loss(
     offsets = cu_seqlens
     if offsets is None:
         offsets = torch.arange(num_sequences + 1, device=hidden.device) * completion_ids.shape[1]
-    given = hidden, lm_head_weight, lm_head_bias
-    grad_enabled = torch.is_grad_enabled()
-    wants = tuple(grad_enabled and x is not None and x.requires_grad for x in given)
-    ids, mask = completion_ids, completion_mask
-    call = _Call(config, ids, mask, offsets.long(), loss_fn, level, entropy, name, compute_dtype, wants, grad_enabled)
-    return _PolicyLoss.apply(*given, call)
+    call = _Call(
+        config=config, completion_ids=completion_ids, completion_mask=completion_mask, cu_seqlens=offsets.long(),
+        loss_fn=loss_fn, level=level, entropy=entropy, backend=get_backend(name), compute_dtype=compute_dtype,
+        wants=wanted(hidden, lm_head_weight, lm_head_bias), grad_enabled=torch.is_grad_enabled(),
+    )  # fmt: skip
+    return _PolicyLoss.apply(hidden, lm_head_weight, lm_head_bias, call)
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class _Call:
     loss_fn: LossFn
     level: str
     entropy: bool
-    backend: str
+    backend: Backend
     compute_dtype: torch.dtype | None
     wants: tuple[bool, ...]
     grad_enabled: bool  # in the caller's context; inside an autograd.Function it is always off
@@ -151,32 +151,25 @@ class _PolicyLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g_loss):
         refuse_double_backward("fused_policy_loss")
-        return *deliver_once(ctx, "fused_policy_loss", g_loss), None
+        return *scale_saved_gradients(ctx, "fused_policy_loss", g_loss), None
 
 
 def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> tuple[Tensor, FinishedGradients]:
-    config, device = call.config, hidden.device
+    config, device, wants = call.config, hidden.device, call.wants
     num_tokens = call.completion_ids.numel()
-    mask = torch.ones(num_tokens, dtype=torch.bool, device=device)
-    if call.completion_mask is not None:
-        mask = call.completion_mask.reshape(-1).bool()
-    product_dtype = call.compute_dtype or hidden.dtype
-    dtype = torch.promote_types(product_dtype, torch.float32)
-    temperature = config.temperature
-    if not isinstance(temperature, Tensor):
-        temperature = torch.tensor(float(temperature), dtype=dtype, device=device)
-    temperature = torch.where(mask, temperature.detach().to(device, dtype).reshape(-1).expand(num_tokens), 1.0)
-    logits_dtype = default_logits_dtype(product_dtype, device)
-    backend, wants = get_backend(call.backend), call.wants
-    options = config.chunk_rows, backend, wants
-    head = LMHead(hidden, weight, bias, logits_dtype, *options, compute_dtype=call.compute_dtype)
-    ids = torch.where(mask, call.completion_ids.reshape(-1), 0).long()
+    mask = token_mask(call.completion_mask)
+    head = make_head(
+        hidden, weight, bias, call.backend, compute_dtype=call.compute_dtype, wants=wants,
+        chunk_rows=config.chunk_rows,
+    )  # fmt: skip
+    dtype = table_dtype(head.hidden.dtype)
     values = no_values(num_tokens, dtype, device)
-    scorer = Scorer(head, ids, temperature, config.kernel_params(has_old=False), backend, values)
+    params = config.kernel_params(has_old=False)
+    scorer = make_scorer(head, call.completion_ids, config.temperature, params, values, mask)
 
     span = call.cu_seqlens.diff()
     sequence = torch.arange(len(span), device=device).repeat_interleave(span, output_size=num_tokens)
-    index = mask.nonzero().squeeze(1)
+    index = torch.arange(num_tokens, device=device) if mask is None else mask.nonzero().squeeze(1)
     total = torch.zeros((), dtype=dtype, device=device)
     gradients = torch.zeros((2, num_tokens), dtype=dtype, device=device)
 

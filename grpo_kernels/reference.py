@@ -182,7 +182,9 @@ def reference_loss_from_logps(
     if cfg.entropy_coef != 0.0:
         loss = loss - cfg.entropy_coef * (H * m).sum() / m.sum().clamp(min=1) / accumulation
 
-    metrics = _metrics(cfg, m, logp, H, r, A, kl, old, base, rollout, weight)
+    metrics = _metrics(
+        cfg, m, _PerToken(logp=logp, H=H, r=r, A=A, kl=kl, old=old, base=base, rollout=rollout, weight=weight)
+    )
     zero = torch.zeros((), dtype=logp.dtype, device=logp.device)
     H = zero.expand(logp.shape) if H is None else H
     return ReferenceOutput(loss, logp.reshape(shape), H.reshape(shape), metrics)
@@ -348,20 +350,23 @@ def sequence_of_token(shape: torch.Size, cu_seqlens: Tensor | None, device: torc
     return torch.arange(cu_seqlens.numel() - 1, device=device).repeat_interleave(cu_seqlens.diff().to(device))
 
 
-def _metrics(
-    cfg: GRPOConfig,
-    m: Tensor,
-    logp: Tensor,
-    H: Tensor | None,
-    r: Tensor,
-    A: Tensor,
-    kl: Tensor | None,
-    old: Tensor | None,
-    base: Tensor | None,
-    rollout: Tensor | None,
-    weight: Tensor | None,
-) -> dict[str, Tensor]:
+class _PerToken(NamedTuple):
+    """What metrics are means of."""
+
+    logp: Tensor
+    H: Tensor | None
+    r: Tensor
+    A: Tensor
+    kl: Tensor | None
+    old: Tensor | None
+    base: Tensor | None
+    rollout: Tensor | None
+    weight: Tensor | None
+
+
+def _metrics(cfg: GRPOConfig, m: Tensor, tokens: _PerToken) -> dict[str, Tensor]:
     """Means over unmasked tokens."""
+    logp, H, r, A, kl, old, base, rollout, weight = tokens
     count = m.sum().clamp(min=1)
 
     def mean(x: Tensor) -> Tensor:

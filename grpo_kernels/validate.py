@@ -135,6 +135,29 @@ def check_ids(ids: Tensor, leading: torch.Size, owner: str) -> None:
         )
 
 
+def check_accumulate_into(total: Tensor, weight: Tensor) -> None:
+    """A float32 buffer that can take the gradient of this weight."""
+    name = "accumulate_into"
+    check_tensor(name, total, weight)
+    if total.dtype != torch.float32 or weight.dtype == torch.float64:
+        raise TypeError(
+            f"{name} is {total.dtype} for a weight of {weight.dtype}; expected float32, and no float64 weight"
+        )
+    if total.shape != weight.shape or not total.is_contiguous():
+        raise ValueError(
+            f"{name} has shape {tuple(total.shape)} and strides {total.stride()}; expected a contiguous "
+            f"{tuple(weight.shape)} like lm_head_weight"
+        )
+    if total.requires_grad:
+        raise ValueError(f"{name} requires a gradient; expected a buffer that gradients are added to")
+    if not (weight.requires_grad and weight.is_leaf):
+        raise ValueError(
+            f"{name} is given, and lm_head_weight is no leaf that requires a gradient: nothing would be added"
+        )
+    if total.data_ptr() == weight.data_ptr() and total.numel():
+        raise ValueError(f"{name} is the memory of lm_head_weight; expected a buffer of its own")
+
+
 def check_tensor(name: str, x: object, like: Tensor | None = None) -> None:
     """x is a plain tensor on the device of `like`."""
     check_plain(name, x)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from helpers import planned_tokens
 from torch import Tensor
 
 from grpo_kernels.backends.triton.anchored import anchored
@@ -19,7 +20,9 @@ from grpo_kernels.backends.triton.linear_logp import linear_logp
 from grpo_kernels.contract import (
     TABLE_FIELDS,
     KernelParams,
+    LogitChunk,
     PlanRules,
+    RowGradients,
     Rows,
     TokenInputs,
     TokenValues,
@@ -100,19 +103,21 @@ def single_pass(
     bias: bool = False,
 ) -> object:
     x, over = logits_and_gradient(rows, logits, gradient or logits, vocab)
-    given = *chunk(rows, indexed), params, bias_of(x, bias)
-    return BACKEND.single_pass(x, *given, None if gradient is None else over)
+    part, ids, batch, values = chunk(rows, indexed)
+    read, written = LogitChunk(x, part, ids, bias_of(x, bias)), None if gradient is None else RowGradients(over)
+    return BACKEND.single_pass(read, batch, values, params, written)
 
 
 def single_pass_own(rows: int, vocab: int) -> object:
     """A caller's own logits: where V is odd, most rows begin anywhere."""
     x = torch.empty(rows, vocab)
-    return BACKEND.single_pass(x, *chunk(rows), PARAMS, None, x)
+    part, ids, batch, values = chunk(rows)
+    return BACKEND.single_pass(LogitChunk(x, part, ids), batch, values, PARAMS, RowGradients(x))
 
 
 def statistics(rows: int, logits: torch.dtype, vocab: int = VOCAB, indexed: bool = False, bias: bool = False) -> object:
     x, (part, ids, batch, values) = scratch(rows, logits, vocab)[:, :vocab], chunk(rows, indexed)
-    return BACKEND.statistics(x, part, ids, batch[1], values, PARAMS, bias_of(x, bias))
+    return BACKEND.statistics(LogitChunk(x, part, ids, bias_of(x, bias)), batch[1], values, PARAMS)
 
 
 def gradient(
@@ -123,9 +128,9 @@ def gradient(
     indexed: bool = False,
     bias: bool = False,
 ) -> object:
-    matrices, (part, ids, batch, values) = logits_and_gradient(rows, logits, gradient, vocab), chunk(rows, indexed)
-    given = part, ids, batch[1], values, values.g_logp, batch[2], PARAMS, bias_of(matrices[0], bias)
-    return BACKEND.logits_gradient(*matrices, *given)
+    (x, over), (part, ids, batch, values) = logits_and_gradient(rows, logits, gradient, vocab), chunk(rows, indexed)
+    read = LogitChunk(x, part, ids, bias_of(x, bias))
+    return BACKEND.logits_gradient(read, batch[1], values, values.g_logp, batch[2], PARAMS, RowGradients(over))
 
 
 def logps(operands: Head, params: KernelParams = PARAMS, entropy: bool = True) -> object:
@@ -147,15 +152,15 @@ def objective(rows: int, indexed: bool = False) -> object:
 def sequence_objective(rows: int, params: KernelParams) -> object:
     """Of the second half of as many sequences as tokens."""
     _, _, batch, values = chunk(rows)
-    given = batch, vector(2 * rows, torch.bool), vector(2 * rows + 1, INDEX), vector(2 * rows)
-    return BACKEND.sequence_objective(slice(rows, 2 * rows), None, *given, values, params)
+    planned = planned_tokens(batch, values, vector(2 * rows, torch.bool), vector(2 * rows + 1, INDEX), vector(2 * rows))
+    return BACKEND.sequence_objective(slice(rows, 2 * rows), None, planned, params)
 
 
 def sums(rows: int) -> object:
     """As many sequences and groups as tokens."""
     _, ids, batch, values = chunk(rows)
-    given = vector(2 * rows, torch.bool), batch, values, PARAMS, vector(2 * rows + 1, INDEX), ids
-    return BACKEND.sums(*given, 2 * rows)
+    planned = planned_tokens(batch, values, vector(2 * rows, torch.bool), vector(2 * rows + 1, INDEX), vector(2 * rows))
+    return BACKEND.sums(planned, PARAMS, ids, 2 * rows)
 
 
 def plan_packed(rows: int) -> object:

@@ -12,7 +12,18 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_kernels.contract import FIELD, Backend, KernelParams, Rows, RowStats, TokenValues, no_values
+from grpo_kernels.contract import (
+    FIELD,
+    Backend,
+    KernelParams,
+    LogitChunk,
+    PlannedTokens,
+    RowGradients,
+    Rows,
+    RowStats,
+    TokenValues,
+    no_values,
+)
 from grpo_kernels.reference import reference_grpo_loss, reference_logps
 
 LEAVES = ("hidden", "weight", "bias")
@@ -303,12 +314,13 @@ class RowKernels:
     ) -> RowStats:
         """Statistics (C,); d loss / d logits goes to `grad` (C, V)."""
         values = no_values(len(logits), table.dtype, table.device)
-        self.backend.single_pass(logits, _all(logits), ids, table, values, params, None, grad, rounding_error)
+        gradients = RowGradients(grad, rounding_error)
+        self.backend.single_pass(_chunk(logits, ids), table, values, params, gradients)
         return _stats(values)
 
     def stats(self, logits: Tensor, ids: Tensor, temperature: Tensor, params: KernelParams) -> RowStats:
         values = no_values(len(logits), temperature.dtype, temperature.device)
-        self.backend.statistics(logits, _all(logits), ids, temperature, values, params)
+        self.backend.statistics(_chunk(logits, ids), temperature, values, params)
         return _stats(values)
 
     def gradient(
@@ -327,8 +339,8 @@ class RowKernels:
         values = no_values(len(logits), temperature.dtype, temperature.device)
         values.lse.copy_(lse)
         values.entropy.copy_(entropy)
-        given = ids, temperature, values, g_logp, g_entropy, params, None, rounding_error
-        self.backend.logits_gradient(logits, grad, _all(logits), *given)
+        gradients = RowGradients(grad, rounding_error)
+        self.backend.logits_gradient(_chunk(logits, ids), temperature, values, g_logp, g_entropy, params, gradients)
 
     def objective(
         self, log_ratio: Tensor, logp: Tensor, entropy: Tensor, table: Tensor, params: KernelParams
@@ -342,7 +354,7 @@ class RowKernels:
             values = no_values(len(logp), table.dtype, table.device)
             values.logp.copy_(logp)
             values.entropy.copy_(entropy)
-            self.backend.token_objective(_all(logp), table, values, params)
+            self.backend.token_objective(Rows(0, len(logp)), table, values, params)
             found.append(values)
         _, _, _, value, kl, _ = found[0].columns
         return value, found[0].g_logp, found[1].g_logp, kl
@@ -365,12 +377,32 @@ class RowKernels:
         """(sums per sequence, per group, of all, extrema)."""
         columns = torch.stack([logp, entropy, log_ratio, value, kl, g_logp])
         values = TokenValues(columns, torch.zeros_like(logp, dtype=torch.float64))
-        found = self.backend.sums(scored, table, values, params, cu_seqlens, group_index, num_groups)
+        planned = planned_tokens(table, values, scored, cu_seqlens)
+        found = self.backend.sums(planned, params, group_index, num_groups)
         return found.sequences, found.groups, found.totals, found.extrema
 
 
-def _all(rows: Tensor) -> Rows:
-    return Rows(0, len(rows))
+def _chunk(logits: Tensor, ids: Tensor) -> LogitChunk:
+    return LogitChunk(logits, Rows(0, len(logits)), ids)
+
+
+def planned_tokens(
+    table: Tensor, values: TokenValues, scored: Tensor, offsets: Tensor, lengths: Tensor | None = None
+) -> PlannedTokens:
+    """What `sums` and `sequence_objective` read of a plan."""
+    if lengths is None:
+        lengths = offsets.diff().to(table.dtype)
+    return PlannedTokens(
+        table=table,
+        values=values,
+        offsets=offsets,
+        lengths=lengths,
+        scored=scored,
+        active=scored,
+        ids=torch.zeros_like(scored, dtype=torch.int64),
+        order=None,
+        counts=None,
+    )
 
 
 def _stats(values: TokenValues) -> RowStats:

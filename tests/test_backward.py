@@ -151,7 +151,7 @@ def test_the_host_does_not_look_at_the_factor_of_a_device(monkeypatch):
 
     saved = torch.ones(3)
     assert (
-        backward.deliver(saved, torch.ones((), device="meta"), Spy(), torch.float32) is saved
+        backward.scale_gradient(saved, torch.ones((), device="meta"), Spy(), torch.float32) is saved
         and saved.tolist() == [7.0] * 3
     )
 
@@ -212,7 +212,7 @@ def test_strided_logits_in_place_are_multiplied_by_pieces(monkeypatch, dtype):
     expected = (0.25 * x.float()).to(dtype)
     monkeypatch.setattr(backward, "keeps_graph", lambda: False)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        found = backward.deliver(x, torch.tensor(0.25), get_backend("torch"), dtype)
+        found = backward.scale_gradient(x, torch.tensor(0.25), get_backend("torch"), dtype)
     assert found.data_ptr() == x.data_ptr() and torch.equal(x, expected)
     assert max(event.self_cpu_memory_usage for event in profile.events()) <= 2 * 4 * 2**10
 

@@ -64,9 +64,9 @@ def test_a_token_more_than_a_row_chunk_holds_does_not_halve_the_products(count):
     assert chunk.rows == Rows(0, count) and len(pieces) == (1 if count == 4096 else -(-count // 2048))
     for rows in pieces:
         logits = head.logits(rows)
-        assert head.gradient_buffer(chunk, rows, logits).shape == logits.shape == (rows.count, 67)
+        assert head.row_gradients(chunk, rows, logits).dlogits.shape == logits.shape == (rows.count, 67)
     head.accumulate(chunk, torch.zeros(count, dtype=torch.int64, device=META))
-    assert head.dweight.dtype == BFLOAT and head.gradients().tensors[1].dtype == BFLOAT
+    assert head.dweight.total.dtype == BFLOAT and head.gradients().tensors[1].dtype == BFLOAT
 
 
 def test_sums_are_in_float32_where_more_rows_follow_not_where_more_tokens_are_left_out():
@@ -74,9 +74,9 @@ def test_sums_are_in_float32_where_more_rows_follow_not_where_more_tokens_are_le
     head = LMHead(hidden, weight, None, FLOAT, 10, get_backend("torch"), (False, True, False))
     for rows, expected in ((10, BFLOAT), (11, FLOAT)):
         chunks = list(head.chunks(torch.zeros(rows, dtype=torch.int64, device=META)))
-        head.dweight = None
+        head.dweight.total = None
         head.accumulate(chunks[0], torch.zeros(40, dtype=torch.int64, device=META))
-        assert head.dweight.dtype == expected
+        assert head.dweight.total.dtype == expected
 
 
 @pytest.mark.parametrize("count", [1, 7, 23, 24])
@@ -139,72 +139,3 @@ def test_nothing_beyond_a_row_of_gradients_reaches_a_product(seed, backend):
     config = gk.GRPOConfig(logits_dtype=FLOAT, importance_sampling_level=("token", "sequence")[seed // 3])
     found = fused(batch, config, backend)
     assert all(x.isfinite().all() for x in found.grads.values())
-
-
-# --- a sum of the caller's --------------------------------------------------------------------------------------------
-
-
-def accumulated(monkeypatch, batch, config, backend, total):
-    """Gradients of one call whose lm_head adds dweight to `total`."""
-    init = LMHead.__init__
-    monkeypatch.setattr(LMHead, "__init__", lambda *args, **names: init(*args, **names, accumulate_into=total))
-    leaves = batch.hidden.clone().requires_grad_(), batch.weight.clone().requires_grad_()
-    out = gk.fused_grpo_loss(*leaves, batch.ids, batch.advantages, config=config, backend=backend, **batch.options)
-    out.loss.backward()
-    monkeypatch.setattr(LMHead, "__init__", init)
-    return [leaf.grad for leaf in leaves]
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dtype", [FLOAT, BFLOAT, HALF])
-def test_dweight_is_added_to_a_sum_of_the_callers(monkeypatch, way, dtype, backend):
-    """Two batches after another, without a second sum: what float32 holds of both, exactly once."""
-    config = gk.GRPOConfig(
-        importance_sampling_level=WAYS[way], chunk_rows={"fused": 8, "staged": 12, "recompute": 5}[way]
-    )
-    batches = [off_policy(make_batch(seed, sequences=6)).head_as(dtype) for seed in (2, 3)]
-    total, exact = torch.zeros(67, 24), torch.zeros(67, 24, dtype=torch.float64)
-    for batch in batches:
-        dhidden, dweight = accumulated(monkeypatch, batch, config, backend, total)
-        expected = fused(batch, config, backend)
-        assert torch.equal(dhidden, expected.grads["hidden"]) and dweight is None
-        exact += reference(batch, config).grads["weight"]
-    rounded = exact.to(dtype).double() if dtype != FLOAT else exact * (1 + 2**-20)
-    slack = 3e-3 if dtype == BFLOAT else 1e-4 if dtype == HALF else 0.0  # of gradients of logits
-    assert relative(total, exact) <= relative(rounded, exact) + slack
-
-
-def test_scaled_gradients_are_added_without_their_scale():
-    """Of a GPU, types and shapes alone: dlogits in float16, two chunks, the second with a smaller scale."""
-    hidden, weight, ids = (torch.empty(n, 24, dtype=HALF, device=META) for n in (8, 67, 8))
-    total = torch.empty(67, 24, device=META)
-    head = LMHead(hidden, weight, None, FLOAT, 4, get_backend("torch"), (True, True, False), accumulate_into=total)
-    scaled = []
-    head.backend = type("Spy", (), {"name": "spy", "scale": lambda self, x, factor: scaled.append(x)})()
-    for chunk in head.chunks(None):
-        head.gradient_buffer(chunk, chunk.rows, head.logits(chunk.rows))
-        head.scale_gradients(torch.ones((), device=META))
-        head.accumulate(chunk, ids[:, 0].long())
-    assert head.dweight is total and scaled == []
-    assert [x is None for x in head.gradients().tensors] == [False, True, True]
-
-
-def test_an_unfit_sum_is_refused():
-    hidden, weight = torch.zeros(4, 24), torch.zeros(67, 24)
-    for wrong in (torch.zeros(67, 23), torch.zeros(67, 24, dtype=BFLOAT), torch.zeros(24, 67).T):
-        with pytest.raises(ValueError, match="accumulate_into"):
-            LMHead(hidden, weight, None, FLOAT, 4, get_backend("torch"), accumulate_into=wrong)
-
-
-@pytest.mark.parametrize("dtype", [FLOAT, BFLOAT])
-def test_no_second_matrix_like_the_weight_beside_a_sum_of_the_callers(monkeypatch, dtype):
-    batch = make_batch(0, sequences=4, width=512, vocab=20_000).head_as(dtype)
-    total = torch.zeros(20_000, 512)
-    leaf, weight = batch.hidden.requires_grad_(), batch.weight.requires_grad_()
-    init = LMHead.__init__
-    monkeypatch.setattr(LMHead, "__init__", lambda *args, **names: init(*args, **names, accumulate_into=total))
-    cpu = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
-        gk.fused_grpo_loss(leaf, weight, batch.ids, batch.advantages, config=gk.GRPOConfig(chunk_rows=5), backend="cpu")
-    largest = max(event.self_cpu_memory_usage for event in profile.events())
-    assert total.any() and largest < total.nbytes / 4

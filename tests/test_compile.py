@@ -9,8 +9,9 @@ from helpers import Batch, make_batch, off_policy
 from torch._library.custom_ops import CustomOpDef
 
 import grpo_kernels as gk
-from grpo_kernels.engine import ops
+from grpo_kernels.engine import logps_op, loss_op, token_ops
 from grpo_kernels.engine.plan import TokenInputs
+from grpo_kernels.engine.shared import table_dtype
 
 
 @pytest.fixture(autouse=True)
@@ -161,14 +162,14 @@ def test_new_shapes_do_not_recompile_every_time():
 
 
 def samples(dtype: torch.dtype) -> dict[str, tuple]:
-    """Arguments for every operator of grpo_kernels.engine.ops."""
+    """Arguments for every operator of grpo_kernels.engine."""
     batch = off_policy(make_batch(1, bias=True, masked=True, dtype=dtype))
     hidden, weight, bias = (x.requires_grad_() for x in (batch.hidden, batch.weight, batch.bias))
     mask, old = batch.options["completion_mask"], batch.options["old_logps"]
     index = torch.tensor([0, 0, 1, 1])
     tokens = list(TokenInputs(batch.advantages, mask, old, old + 0.1, group_index=index))
     key, name = gk.GRPOConfig(beta=0.1).key, "torch" if dtype == torch.float64 else "cpu"
-    wide = ops.table_dtype(dtype)
+    wide = table_dtype(dtype)
     logps, entropy = (torch.randn(4, 6, dtype=wide).requires_grad_() for _ in range(2))
     one = torch.ones((), dtype=wide)
     stats = [torch.randn(4, 6, dtype=t) for t in (wide, torch.float64)]
@@ -184,20 +185,26 @@ def samples(dtype: torch.dtype) -> dict[str, tuple]:
     }
 
 
-OPERATORS = sorted(name for name, x in vars(ops).items() if isinstance(x, CustomOpDef))
+OPERATORS = {
+    name: x
+    for module in (loss_op, logps_op, token_ops)
+    for name, x in vars(module).items()
+    if isinstance(x, CustomOpDef)
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("name", sorted(OPERATORS))
 def test_opcheck(name, dtype):
-    torch.library.opcheck(getattr(ops, name), samples(dtype)[name])
+    torch.library.opcheck(OPERATORS[name], samples(dtype)[name])
 
 
 def test_opcheck_without_gradients_and_options():
     hidden, weight, _, ids, tokens, _, key, name, *_ = samples(torch.float32)["grpo_loss"]
     bare = list(TokenInputs(tokens[0]))
     torch.library.opcheck(
-        ops.grpo_loss, (hidden.detach(), weight.detach(), None, ids, bare, 0, key, name, None, [False, False, False])
+        loss_op.grpo_loss,
+        (hidden.detach(), weight.detach(), None, ids, bare, 0, key, name, None, [False, False, False]),
     )
 
 

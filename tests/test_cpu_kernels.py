@@ -246,9 +246,10 @@ def test_rows_of_a_larger_batch(kernels, vocab, biased, indexed):
 
     stats = kernels.fused(alone, expected, own_ids, own_table, params, expected_error)
     values, found = (contract.no_values(tokens, torch.float32, logits.device) for _ in range(2))
-    kernels.single_pass(logits, rows, ids, table, values, params, bias, grad, error)
+    chunk, gradients = contract.LogitChunk(logits, rows, ids, bias), contract.RowGradients(grad, error)
+    kernels.single_pass(chunk, table, values, params, gradients)
     assert torch.equal(grad, expected) and torch.equal(error, expected_error)
-    kernels.single_pass(logits, rows, ids, table, found, params, bias)
+    kernels.single_pass(chunk, table, found, params)
     assert all(map(torch.equal, found, values))
     for value, truth in zip((values.logp, values.lse, values.entropy), stats, strict=True):
         assert torch.equal(rows.take(value), truth)
@@ -261,11 +262,11 @@ def test_rows_of_a_larger_batch(kernels, vocab, biased, indexed):
     assert not values.columns[:, others].any() and not values.lse[others].any()
 
     by_statistics = contract.no_values(tokens, torch.float32, logits.device)
-    kernels.statistics(logits, rows, ids, temperature, by_statistics, params, bias)
+    kernels.statistics(chunk, temperature, by_statistics, params)
     assert torch.equal(by_statistics.columns[:2], values.columns[:2]) and torch.equal(by_statistics.lse, values.lse)
     assert not by_statistics.columns[2:].any()
     g_logp, g_entropy = torch.randn(2, tokens, generator=generator)
-    kernels.logits_gradient(logits, grad, rows, ids, temperature, values, g_logp, g_entropy, params, bias, error)
+    kernels.logits_gradient(chunk, temperature, values, g_logp, g_entropy, params, gradients)
     per_row = (rows.take(x).contiguous() for x in (temperature, values.lse, values.entropy, g_logp, g_entropy))
     kernels.gradient(alone, expected, own_ids, *per_row, params, expected_error)
     assert torch.equal(grad, expected) and torch.equal(error, expected_error)

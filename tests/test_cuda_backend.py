@@ -28,7 +28,9 @@ from grpo_kernels.contract import (
     SURROGATES,
     TABLE_FIELDS,
     KernelParams,
+    LogitChunk,
     PlanRules,
+    RowGradients,
     Rows,
     chunk_row_stride,
     no_values,
@@ -272,7 +274,7 @@ WRONG = {
     "another type of logits": (lambda a: a | {"logits": a["logits"].double()}, "logits.*float64"),
     "a bias of another type": (lambda a: a | {"bias": torch.zeros(8).bfloat16()}, "bias.*float32"),
     "too few rows": (lambda a: a | {"rows": Rows(0, 2)}, "2 rows"),
-    "a short gradient": (lambda a: a | {"grad": a["grad"][:2]}, r"grad has shape \(2, 8\)"),
+    "a short gradient": (lambda a: a | {"dlogits": a["dlogits"][:2]}, r"dlogits has shape \(2, 8\)"),
     "32-bit ids": (lambda a: a | {"ids": a["ids"].int()}, "ids.*int64"),
     "a long table": (lambda a: a | {"table": make_table(4)}, "table"),
     "a table elsewhere": (lambda a: a | {"table": make_table(3).to("meta")}, "table.*meta"),
@@ -285,20 +287,23 @@ WRONG = {
 def test_wrong_tensors_are_refused(kernels, name):
     change, message = WRONG[name]
     logits, grad = torch.randn(3, 8), torch.zeros(3, 8)
-    given = {"logits": logits, "grad": grad, "ids": torch.zeros(3).long(), "table": make_table(3)}
-    given |= {"rows": Rows(0, 3), "values": no_values(3, torch.float32, torch.device("cpu")), "params": KernelParams()}
+    given = {"logits": logits, "dlogits": grad, "ids": torch.zeros(3).long(), "table": make_table(3)}
+    given |= {"rows": Rows(0, 3), "bias": None, "rounding_error": None, "params": KernelParams()}
+    given = change(given)
+    chunk = LogitChunk(*(given[name] for name in LogitChunk._fields))
+    gradients = RowGradients(*(given[name] for name in RowGradients._fields))
+    values = no_values(3, torch.float32, torch.device("cpu"))
     with pytest.raises(ValueError, match=message):
-        kernels.single_pass(**change(given))
+        kernels.single_pass(chunk, given["table"], values, given["params"], gradients)
     assert not grad.any()
 
 
 def test_memory_of_the_host_is_no_memory_of_a_gpu(kernels):
     real = cuda_backend.CudaBackend(kernels.module)
     logits, ones = torch.randn(3, 8), torch.ones(3)
+    values = no_values(3, torch.float32, torch.device("cpu"))
     with pytest.raises(ValueError, match="backend 'cuda' serves tensors on cuda, got one on cpu"):
-        real.statistics(
-            logits, Rows(0, 3), ones.long(), ones, no_values(3, torch.float32, torch.device("cpu")), KernelParams()
-        )
+        real.statistics(LogitChunk(logits, Rows(0, 3), ones.long()), ones, values, KernelParams())
     with pytest.raises(ValueError, match="serves tensors on cuda"):
         real.group_statistics(ones, ones.long() - 1, 1, "group", "mean", 1, 0.0)
     with pytest.raises(ValueError, match="serves tensors on cuda"):

@@ -234,7 +234,10 @@ def test_a_factor_keeps_its_float32_value():
     x, factor = torch.full((3,), 100.0).bfloat16(), torch.tensor(1.0036)
     assert backward.times(x, factor, torch.bfloat16).tolist() == [100.5] * 3
     for view in (x.clone(), torch.stack([x, x], 1)[:, 0]):
-        assert backward.deliver(view, factor, gk.backends.get_backend("torch"), torch.bfloat16).tolist() == [100.5] * 3
+        assert (
+            backward.scale_gradient(view, factor, gk.backends.get_backend("torch"), torch.bfloat16).tolist()
+            == [100.5] * 3
+        )
 
 
 @pytest.mark.parametrize("largest", [0.0, 1e-25, 3e-5, 0.5, 7.9, 8.0, 1e4, 1e25, float("inf"), float("nan")])

@@ -79,7 +79,7 @@ def room(name: str) -> str:
 
 def test_the_graph_sees_the_package():
     assert {"config", "contract", "engine.chunks", "backends", "backends.compiled.cpu"} <= set(graph())
-    assert {"backends", "engine.lm_head", "contract"} <= graph()["engine.ops"] and "engine.lm_head" in reach("loss")
+    assert {"backends", "engine.plan", "contract"} <= graph()["engine.loss_op"] and "engine.lm_head" in reach("loss")
     assert "_cpu" in graph()["backends.compiled.cpu"] and "backends.pytorch.objective" in reach(
         "backends.pytorch.backend"
     )
@@ -107,7 +107,7 @@ def test_backends_know_the_contract_and_each_other():
     for name in graph():
         if room(name) == "backends":
             assert {room(other) for other in graph()[name]} <= {"backends", "contract", *COMPILED}, name
-    beside = {"contract", "backends.launch", "backends.strategy", "backends.checks"}
+    beside = {"contract", "backends.launch", "backends.strategy", "backends.checked"}
     for name in graph():
         if name.startswith("backends.triton"):
             others = {other for other in graph()[name] if not other.startswith("backends.triton")}
@@ -122,7 +122,8 @@ def test_backends_know_the_contract_and_each_other():
         "loss",
         "config",
         "reference",
-        "engine/ops",
+        "engine/loss_op",
+        "engine/lm_head",
         "engine/chunks",
         "engine/plan",
         "backends/__init__",
@@ -248,7 +249,7 @@ def test_importing_is_light():
         """
 import sys, torch
 before = set(sys.modules)
-import grpo_kernels, grpo_kernels.reference, grpo_kernels.engine.ops
+import grpo_kernels, grpo_kernels.reference, grpo_kernels.engine.loss_op
 print(torch.cuda.is_initialized())
 new = {name.split(".")[0] for name in set(sys.modules) - before}
 print(sorted(new & {"triton", "transformers", "matplotlib", "tqdm"}))

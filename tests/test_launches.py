@@ -58,7 +58,7 @@ def launches(step) -> list[str]:
 def test_launches_of_a_step_of_one_chunk(monkeypatch, masked):
     """The loss with its gradients; `backward` hands out what is there."""
     for name in ("check_values", "check_token_values"):  # what a GPU is not asked for
-        monkeypatch.setattr(f"grpo_kernels.engine.ops.{name}", lambda *given: None)
+        monkeypatch.setattr(f"grpo_kernels.engine.loss_op.{name}", lambda *given: None)
     batch = off_policy(make_batch(3, masked=masked))
     hidden, weight = batch.hidden.requires_grad_(), batch.weight.requires_grad_()
     config = gk.GRPOConfig.preset("dapo")

@@ -247,15 +247,14 @@ def test_sequence_objective(name, case):
     sequences = plan.lengths.numel()
     expected = copy_of(plan.values)
     coefficients.sequence_objective(plan.table, plan.scored, plan.offsets, plan.lengths, expected, params)
-    given = plan.table, plan.scored, plan.offsets, plan.lengths
     found = copy_of(plan.values)
-    get_backend(name).sequence_objective(slice(0, sequences), None, *given, found, params)
+    get_backend(name).sequence_objective(slice(0, sequences), None, plan._replace(values=found), params)
     assert_close(found, expected)
 
     first = draw.choices.randint(0, sequences)
     some = slice(first, draw.choices.randint(first, sequences))
     part = copy_of(plan.values)
-    get_backend(name).sequence_objective(some, None, *given, part, params)
+    get_backend(name).sequence_objective(some, None, plan._replace(values=part), params)
     start, stop = plan.offsets[some.start], plan.offsets[some.stop]
     assert torch.equal(part.columns[:, start:stop], found.columns[:, start:stop])
     for outside in (slice(0, start), slice(stop, None)):
@@ -272,10 +271,9 @@ def test_sums(name, case):
     group_index = torch.randint(0, groups, (plan.lengths.numel(),), generator=draw.generator)
     if draw.choices.random() < 0.3:
         group_index, groups = None, 0
-    given = plan.scored, plan.table, plan.values, params, plan.offsets, group_index, groups
-    found = get_backend(name).sums(*given)
-    exact = TokenValues(plan.values.columns.double(), plan.values.lse)
-    expected = get_backend("torch").sums(plan.scored, plan.table.double(), exact, *given[3:])
+    found = get_backend(name).sums(plan, params, group_index, groups)
+    exact = plan._replace(table=plan.table.double(), values=TokenValues(plan.values.columns.double(), plan.values.lse))
+    expected = get_backend("torch").sums(exact, params, group_index, groups)
     assert found.numbers.dtype == torch.float32
     assert (found.num_sequences, found.num_groups) == (expected.num_sequences, expected.num_groups)
     torch.testing.assert_close(found.numbers.double(), expected.numbers, rtol=1e-5, atol=1e-5)

@@ -119,9 +119,9 @@ def test_the_lm_head_without_them(monkeypatch, probed, dtype, missing):
         for chunk in (*head.chunks(None), head.chunk_of(some)):
             logits = head.logits(chunk.rows)
             assert logits.dtype == torch.float32 and logits.shape == (chunk.rows.count, 67)
-            head.gradient_buffer(chunk, chunk.rows, logits)
+            head.row_gradients(chunk, chunk.rows, logits)
             head.accumulate(chunk, ids)
-        assert head.dweight.dtype == torch.float32
+        assert head.dweight.total.dtype == torch.float32
         finished = head.gradients()
     assert [x.shape for x in finished.tensors[:2]] == [(8, 24), (67, 24)] and finished.dtypes[:2] == [dtype] * 2
     assert len(said) == (0 if missing == "nothing" else 1)

@@ -5,66 +5,64 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..contract import TABLE_FIELDS, Rows, TokenValues
+from ..contract import TABLE_FIELDS, LogitChunk, RowGradients, TokenValues
 
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_matrices(
-    logits: Tensor,
-    grad: Tensor | None,
-    rows: Rows,
-    bias: Tensor | None = None,
-    rounding_error: Tensor | None = None,
-) -> None:
-    """logits and grad (C, V), with contiguous rows at any stride, of one row per token of `rows`; bias (V,);
-    rounding_error (C,)."""
-    device, shape = logits.device, logits.shape
-    for name, matrix in (("logits", logits), ("grad", grad)):
-        if matrix is None:
-            continue
-        if matrix.dtype not in LOGITS_DTYPES or matrix.dim() != 2:
-            raise ValueError(f"{name}: expected a matrix in float32, bfloat16 or float16, got {matrix.dtype}")
-        if matrix.shape != shape or matrix.device != device:
-            raise ValueError(
-                f"{name} has shape {tuple(matrix.shape)} on {matrix.device}, logits {tuple(shape)} on {device}"
-            )
-        if shape[1] > 1 and matrix.stride(1) != 1:
-            raise ValueError(f"{name}: expected a matrix with contiguous rows, got strides {matrix.stride()}")
-    if rows.count != shape[0]:
+def check_chunk(chunk: LogitChunk, gradients: RowGradients | None = None) -> None:
+    """Logits and dlogits are matrices of one shape, with contiguous rows at any stride, and a token for each row."""
+    logits, rows, _, bias = chunk
+    shape, device = logits.shape, logits.device
+    _check_matrix("logits", logits, shape, device)
+    count, vocab = shape
+    if gradients is not None:
+        _check_matrix("dlogits", gradients.dlogits, shape, device)
+        if gradients.rounding_error is not None:
+            _check_vector("rounding_error", gradients.rounding_error, count, torch.float32, device)
+    if bias is not None:
+        _check_vector("bias", bias, vocab, torch.float32, device)
+    if rows.stop - rows.start != count:
         raise ValueError(f"logits has shape {tuple(shape)}; expected {rows.count} rows")
     index = rows.index
-    if index is not None and (index.dtype != torch.int64 or index.shape[0] != shape[0] or not index.is_contiguous()):
+    if index is not None and (index.dtype != torch.int64 or index.shape[0] != count or not index.is_contiguous()):
         found = f"{index.dtype} {tuple(index.shape)}"
-        raise ValueError(f"rows: expected contiguous int64 tokens ({shape[0]},), got {found}")
-    for name, vector, size in (("bias", bias, shape[1]), ("rounding_error", rounding_error, shape[0])):
-        if vector is not None:
-            _check_vector(name, vector, size, torch.float32, device)
+        raise ValueError(f"rows: expected contiguous int64 tokens ({count},), got {found}")
 
 
-def check_tokens(ids: Tensor | None, values: TokenValues, **per_token: Tensor) -> None:
-    """ids (N,) int64, the values and `per_token` are those of one batch of N tokens, on one device.
+def _check_matrix(name: str, x: Tensor, shape: torch.Size, device: torch.device) -> None:
+    if x.dtype not in LOGITS_DTYPES or x.dim() != 2:
+        raise ValueError(f"{name}: expected a matrix in float32, bfloat16 or float16, got {x.dtype}")
+    if x.shape != shape or x.device != device:
+        raise ValueError(f"{name} has shape {tuple(x.shape)} on {x.device}, logits {tuple(shape)} on {device}")
+    if x.stride(1) != 1 and shape[1] > 1:
+        raise ValueError(f"{name}: expected a matrix with contiguous rows, got strides {x.stride()}")
 
-    A table is (fields, N), `scored` (N,) bool, all others (N,) float32; contiguous.
+
+def check_tokens(
+    values: TokenValues, *, table: Tensor | None = None, ids: Tensor | None = None, **vectors: Tensor
+) -> None:
+    """The values, table (fields, N), ids (N,) int64 and `vectors` (N,) are those of one batch of N tokens, contiguous.
+
+    All are float32, but for ids and `scored`, which is bool.
     """
     columns, lse = values
     tokens, device = lse.shape[0], lse.device
     if columns.shape[1] != tokens or columns.dtype != torch.float32 or not columns.is_contiguous():
         raise ValueError(f"values: expected contiguous float32 (fields, {tokens}), got {columns.dtype} {columns.shape}")
+    if table is not None:
+        shape = (len(TABLE_FIELDS), tokens)
+        if table.shape != shape or table.dtype != torch.float32 or not table.is_contiguous() or table.device != device:
+            found = f"{table.dtype} {tuple(table.shape)} on {table.device}"
+            raise ValueError(f"table: expected contiguous float32 {shape} on {device}, got {found}")
     if ids is not None:
         _check_vector("ids", ids, tokens, torch.int64, device)
-    for name, x in per_token.items():
-        if name == "table":
-            shape = (len(TABLE_FIELDS), tokens)
-            if x.shape != shape or x.dtype != torch.float32 or not x.is_contiguous() or x.device != device:
-                found = f"{x.dtype} {tuple(x.shape)} on {x.device}"
-                raise ValueError(f"table: expected contiguous float32 {shape} on {device}, got {found}")
-        else:
-            _check_vector(name, x, tokens, torch.bool if name == "scored" else torch.float32, device)
+    for name, x in vectors.items():
+        _check_vector(name, x, tokens, torch.bool if name == "scored" else torch.float32, device)
 
 
 def _check_vector(name: str, x: Tensor, size: int, dtype: torch.dtype, device: torch.device) -> None:
-    if x.dtype != dtype or x.dim() != 1 or x.shape[0] != size or x.device != device:
+    if x.dtype != dtype or x.shape != (size,) or x.device != device:
         found = f"{x.dtype} {tuple(x.shape)} on {x.device}"
         raise ValueError(f"{name}: expected {dtype} ({size},) on {device}, got {found}")
     if not x.is_contiguous():
@@ -94,7 +92,7 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 
 def check_table(table: Tensor, like: Tensor) -> None:
-    """float32, one row per field of params.TABLE_FIELDS, one column per row of `like`, on its device."""
+    """float32, one row per field of contract.TABLE_FIELDS, one column per row of `like`, on its device."""
     shape = (len(TABLE_FIELDS), like.shape[0])
     if table.shape != shape or table.dtype != torch.float32 or (shape[1] > 1 and table.stride(1) != 1):
         raise ValueError(

@@ -8,7 +8,7 @@ grad_output. No factor is ever rounded to 16 bits.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,12 +31,14 @@ class FinishedGradients:
 
     tensors: one per input, in `waiting_dtype` of its type, or None where not wanted. dtypes: of the inputs.
     scales: for each tensor the power of two that it holds as a factor, () float32, or None for 1.
+    sums: for each tensor the float32 buffer of the caller's that it is added to, instead of being returned, if any.
     """
 
     tensors: list[Tensor | None]
     dtypes: list[torch.dtype]
     backend: Backend
     scales: list[Tensor | None]
+    sums: list[Tensor | None] = field(default_factory=lambda: [None, None, None])
 
     def without_scales(self) -> list[Tensor | None]:
         """The gradients in the types of the inputs, where no grad_output is left to come (fused_logps)."""
@@ -93,12 +95,18 @@ def _pieces(x: Tensor) -> Iterator[Tensor]:
         yield from matrix.split(max(1, PIECE_ELEMENTS * matrix.shape[0] // max(1, matrix.numel())))
 
 
+def add_scaled(total: Tensor, x: Tensor, factor: Tensor) -> None:
+    """total += x * factor (), in float32, a few rows at a time."""
+    for source, target in zip(_pieces(x), _pieces(total), strict=True):
+        target.addcmul_(source.float(), factor.float())
+
+
 def keeps_graph() -> bool:
     """Whether the backward in progress was asked to keep its graph for another one (retain_graph)."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
-def deliver(saved: Tensor, factor: Tensor, backend: Backend, dtype: torch.dtype) -> Tensor:
+def scale_gradient(saved: Tensor, factor: Tensor, backend: Backend, dtype: torch.dtype) -> Tensor:
     """The finished gradient times grad_output, in the type of its input.
 
     In place, a copy of a (V, H) gradient would double its memory; but not where the graph is kept for another backward,
@@ -116,23 +124,28 @@ def deliver(saved: Tensor, factor: Tensor, backend: Backend, dtype: torch.dtype)
     return saved
 
 
-def deliver_once(ctx: Any, name: str, factor: Tensor) -> list[Tensor | None]:
-    """`deliver` for `ctx.gradients` of an autograd.Function, which lets go of them unless the graph is kept."""
+def scale_saved_gradients(ctx: Any, name: str, factor: Tensor) -> list[Tensor | None]:
+    """`scale_gradient` for `ctx.gradients` of an autograd.Function, which lets go of them unless the graph is kept."""
     gradients: FinishedGradients | None = ctx.gradients
     if gradients is None:
         raise RuntimeError(f"grpo_kernels.{name}: a second backward needs retain_graph=True in the first")
     if not keeps_graph():
         ctx.gradients = None
-    delivered: list[Tensor | None] = []
+    scaled: list[Tensor | None] = []
     for i, (scale, dtype) in enumerate(zip(gradients.scales, gradients.dtypes, strict=True)):
         waiting, here = gradients.tensors[i], _unscaled(factor, scale)
         if waiting is None or here is None:
-            delivered.append(None)
+            scaled.append(None)
             continue
-        delivered.append(deliver(waiting, here, gradients.backend, dtype))
+        total = gradients.sums[i]
+        if total is None:
+            scaled.append(scale_gradient(waiting, here, gradients.backend, dtype))
+        else:
+            add_scaled(total, waiting, here)
+            scaled.append(None)
         if ctx.gradients is None:
             gradients.tensors[i] = None  # what was converted need not wait for the others
-    return delivered
+    return scaled
 
 
 def refuse_double_backward(name: str) -> None:

@@ -15,8 +15,10 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ..contract import FIELD, Backend, FoldingBackend, KernelParams, Rows, RowStats, Sums, TokenValues
-from .lm_head import Chunk, GivenLogits, LMHead
+from ..contract import FIELD, Backend, FoldingBackend, KernelParams, LogitChunk, Rows, RowStats, Sums, TokenValues
+from .chunk import Chunk
+from .given_logits import GivenLogits
+from .lm_head import LMHead
 from .plan import Plan
 
 Head = LMHead | GivenLogits
@@ -45,8 +47,7 @@ class Scorer:
         """`score`, and the objective of each token by itself."""
         for rows in self._row_chunks(index):
             if self.head.strategy == "rows":
-                logits, bias = self.head.logits(rows), self.head.folded_bias
-                self.backend.single_pass(logits, rows, self.ids, table, self.values, self.params, bias)
+                self.backend.single_pass(self._logits(rows), table, self.values, self.params)
             else:
                 self._linear_logp(rows, entropy=True)
                 self.backend.token_objective(rows, table, self.values, self.params)
@@ -59,11 +60,9 @@ class Scorer:
             return
         for chunk in head.chunks(index):
             for rows in chunk.row_chunks():
-                logits = head.logits(rows)
-                gradient, error = head.gradient_buffer(chunk, rows, logits), head.rounding_error(chunk, rows)
-                self.backend.single_pass(
-                    logits, rows, self.ids, table, self.values, self.params, head.folded_bias, gradient, error
-                )
+                read = self._logits(rows)
+                written = head.row_gradients(chunk, rows, read.logits)
+                self.backend.single_pass(read, table, self.values, self.params, written)
             head.accumulate(chunk, self.ids)
 
     def anchored(self, index: Tensor | None, table: Tensor) -> None:
@@ -71,8 +70,10 @@ class Scorer:
         head, backend = cast(LMHead, self.head), cast(FoldingBackend, self.backend)
         for chunk in head.chunks(index):
             rows, exponentials = chunk.rows, head.exponentials(chunk)
-            given = head.hidden_rows(rows), head.weight, head.bias, rows.take(self.ids), rows.take(table, 1)
-            stats, scale = backend.anchored(*given, exponentials, self.params)
+            stats, scale = backend.anchored(
+                head.hidden_rows(rows), head.weight, head.bias, rows.take(self.ids), rows.take(table, 1), exponentials,
+                self.params,
+            )  # fmt: skip
             self._put(rows, stats)
             backend.token_objective(rows, table, self.values, self.params)
             head.accumulate_scaled(chunk, exponentials, scale)
@@ -80,8 +81,8 @@ class Scorer:
     def staged(self, chunks: Iterable[tuple[Chunk, slice]], coefficients: CoefficientFn) -> None:
         """Statistics of a chunk, then its coefficients, then its gradients from the same logits."""
         for chunk, sequences in chunks:
-            logits = self._statistics(chunk.rows)
-            self._gradient(chunk, chunk.rows, logits, *coefficients(chunk.rows, sequences))
+            read = self._statistics(chunk.rows)
+            self._gradient(chunk, read, *coefficients(chunk.rows, sequences))
             self.head.accumulate(chunk, self.ids)
 
     def gradient(self, g_logp: Tensor, g_entropy: Tensor, *, static_shapes: bool = False) -> None:
@@ -89,7 +90,7 @@ class Scorer:
         index = None if static_shapes else ((g_logp != 0) | (g_entropy != 0)).nonzero().squeeze(1)
         for chunk in self.head.chunks(index):
             for rows in chunk.row_chunks():
-                self._gradient(chunk, rows, self.head.logits(rows), g_logp, g_entropy)
+                self._gradient(chunk, self._logits(rows), g_logp, g_entropy)
             self.head.accumulate(chunk, self.ids)
 
     def _token_coefficients(self, table: Tensor) -> CoefficientFn:
@@ -103,30 +104,33 @@ class Scorer:
 
     def _linear_logp(self, rows: Rows, entropy: bool) -> None:
         head, backend = cast(LMHead, self.head), cast(FoldingBackend, self.backend)
-        given = head.hidden_rows(rows), head.weight, head.bias, rows.take(self.ids), rows.take(self.temperature)
-        self._put(rows, backend.linear_logp(*given, self.params, entropy=entropy))
+        stats = backend.linear_logp(
+            head.hidden_rows(rows), head.weight, head.bias, rows.take(self.ids), rows.take(self.temperature),
+            self.params, entropy=entropy,
+        )  # fmt: skip
+        self._put(rows, stats)
 
     def _row_chunks(self, index: Tensor | None) -> Iterator[Rows]:
         for chunk in self.head.chunks(index):
             yield from chunk.row_chunks()
 
-    def _statistics(self, rows: Rows) -> Tensor:
-        logits, bias = self.head.logits(rows), self.head.folded_bias
-        self.backend.statistics(logits, rows, self.ids, self.temperature, self.values, self.params, bias)
-        return logits
+    def _logits(self, rows: Rows) -> LogitChunk:
+        return LogitChunk(self.head.logits(rows), rows, self.ids, self.head.folded_bias)
 
-    def _gradient(self, chunk: Chunk, rows: Rows, logits: Tensor, g_logp: Tensor, g_entropy: Tensor) -> None:
-        head = self.head
-        gradient, error = head.gradient_buffer(chunk, rows, logits), head.rounding_error(chunk, rows)
+    def _statistics(self, rows: Rows) -> LogitChunk:
+        read = self._logits(rows)
+        self.backend.statistics(read, self.temperature, self.values, self.params)
+        return read
+
+    def _gradient(self, chunk: Chunk, read: LogitChunk, g_logp: Tensor, g_entropy: Tensor) -> None:
+        head, rows = self.head, read.rows
+        written = head.row_gradients(chunk, rows, read.logits)
         if head.grad_dtype == torch.float16 and rows.count:
             steepness = self.params.logit_scale / rows.take(self.temperature)
             largest = (torch.maximum(rows.take(g_logp).abs(), rows.take(g_entropy).abs()) * steepness).amax()
             scale = head.scale_gradients(largest)
             g_logp, g_entropy = g_logp * scale, g_entropy * scale
-        self.backend.logits_gradient(
-            logits, gradient, rows, self.ids, self.temperature, self.values, g_logp, g_entropy, self.params,
-            head.folded_bias, error,
-        )  # fmt: skip
+        self.backend.logits_gradient(read, self.temperature, self.values, g_logp, g_entropy, self.params, written)
 
     def _put(self, rows: Rows, stats: RowStats) -> None:
         rows.put(self.values.logp, stats.logp)
@@ -150,22 +154,15 @@ def run(
             scorer.evaluate(visit.rest, table)
     else:
         scorer.evaluate(visit.active, table)
-    values = tokens.values
     if static_shapes and not plan.all_scored:
-        values = values.only(tokens.scored)
-    return values, sums(plan, backend, values)
-
-
-def sums(plan: Plan, backend: Backend, values: TokenValues) -> Sums:
-    """Loss and metrics from what is known of every token."""
-    tokens, groups = plan.tokens, (plan.group_index, plan.num_groups)
-    return backend.sums(tokens.scored, tokens.table, values, plan.params, tokens.offsets, *groups)
+        tokens = tokens._replace(values=tokens.values.only(tokens.scored))
+    return tokens.values, backend.sums(tokens, plan.params, plan.group_index, plan.num_groups)
 
 
 def evaluate(plan: Plan, backend: Backend) -> None:
     """The objective of all tokens of the plan, whose logp and entropy are known."""
     if plan.whole_sequences:
-        _sequence_objective(plan, backend, slice(0, plan.num_sequences))
+        backend.sequence_objective(slice(0, plan.num_sequences), plan.row_length, plan.tokens, plan.params)
     else:
         num_tokens = plan.tokens.scored.numel()
         backend.token_objective(Rows(0, num_tokens), plan.tokens.table, plan.tokens.values, plan.params)
@@ -205,7 +202,7 @@ def _run_sequences(scorer: Scorer, plan: Plan, visit: _Visit, *, gradients: bool
     if staged and lengths is not None:
 
         def coefficients(rows: Rows, sequences: slice) -> tuple[Tensor, Tensor]:
-            _sequence_objective(plan, backend, sequences)
+            backend.sequence_objective(sequences, plan.row_length, tokens, plan.params)
             return tokens.values.g_logp, weight_entropy
 
         head = scorer.head
@@ -218,14 +215,8 @@ def _run_sequences(scorer: Scorer, plan: Plan, visit: _Visit, *, gradients: bool
     if not staged or visit.rest is not None:
         evaluate(plan, backend)
     if gradients and not staged:
-        moved = (torch.where(tokens.active, g, 0.0) for g in (tokens.values.g_logp, weight_entropy))
-        scorer.gradient(*moved, static_shapes=static_shapes)
-
-
-def _sequence_objective(plan: Plan, backend: Backend, sequences: slice) -> None:
-    tokens = plan.tokens
-    given = tokens.table, tokens.scored, tokens.offsets, tokens.lengths, tokens.values
-    backend.sequence_objective(sequences, plan.row_length, *given, plan.params)
+        g_logp, g_entropy = (torch.where(tokens.active, g, 0.0) for g in (tokens.values.g_logp, weight_entropy))
+        scorer.gradient(g_logp, g_entropy, static_shapes=static_shapes)
 
 
 def sequence_chunks(

@@ -1,38 +1,43 @@
-"""The compiled backends (csrc): tensors are checked here, addresses are handed over to the module of the binding."""
+"""The compiled backends (csrc): addresses of checked tensors are handed over to the module of the binding."""
 
 from __future__ import annotations
 
 import struct
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from types import ModuleType
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ...contract import (
     AGGREGATIONS,
+    COLUMNS,
     LEVELS,
     TABLE_FIELDS,
     VALUE_FIELDS,
     KernelParams,
+    LogitChunk,
     PlannedTokens,
     PlanRules,
+    RowGradients,
     Rows,
     Sums,
     TokenInputs,
     TokenValues,
     is_per_sequence,
 )
-from ..checks import check_matrices, check_rewards, check_tokens
+from ..checked import CheckedBackend
 
+Result = TypeVar("Result")
 INTERFACE = 5  # of csrc/layout.h
 
 _MASK_BYTES = {torch.bool: 1, torch.uint8: 1, torch.int8: 1, torch.int32: 4, torch.int64: 8}
 _SCALAR, _PER_SEQUENCE, _PER_TOKEN = 0, 1, 2
 
 
-class CompiledBackend:
-    """Row kernels for logits (C, V) in fp32, bf16 or fp16, any row stride; everything per token is fp32."""
+class CompiledBackend(CheckedBackend):
+    """What CheckedBackend says, by the functions of a compiled module."""
 
     name: str
     device_type: str
@@ -42,8 +47,8 @@ class CompiledBackend:
         self.dtypes = {getattr(torch, name): code for code, name in enumerate(module.DTYPES)}
         self._packed: dict[KernelParams | PlanRules, bytes] = {}
 
-    def where(self, device: torch.device) -> AbstractContextManager[int]:
-        """Gives the last argument of each compiled function, which must be called inside: threads, or a stream."""
+    def call(self, function: Callable[..., Result], device: torch.device, *arguments: object) -> Result:
+        """A compiled function, on the device of its tensors; its last argument, which is added here, says where."""
         raise NotImplementedError
 
     def plan_workspace(self, tokens: int, sequences: int, device: torch.device) -> Tensor | None:
@@ -70,11 +75,6 @@ class CompiledBackend:
         row_length = shape[1] if offsets is None else 0
         mask, mask_bytes = kernel_mask(inputs.completion_mask)
 
-        def floats(x: Tensor | None) -> Tensor | None:
-            if x is None or (x.dtype is torch.float32 and x.is_contiguous()):
-                return x
-            return x.to(torch.float32).contiguous()
-
         def mode(x: Tensor | None) -> int:
             if x is None or x.dim() == 0:
                 return _SCALAR
@@ -83,173 +83,115 @@ class CompiledBackend:
         weights, temperature = inputs.rollout_weights, inputs.temperature
         if temperature is not None and temperature.numel() == 1 and tokens != 1:
             temperature = temperature.reshape(())
-        advantages, old, ref, rollout = map(
-            floats, (inputs.advantages, inputs.old_logps, inputs.ref_logps, inputs.rollout_logps)
+        advantages = float_values(inputs.advantages)
+        optional = (
+            *(inputs.old_logps, inputs.ref_logps, inputs.rollout_logps, weights, temperature),
+            *(inputs.entropy_threshold, inputs.normalizer),
         )
-        given_weights, given_temperature = floats(weights), floats(temperature)
-        threshold, normalizer = floats(inputs.entropy_threshold), floats(inputs.normalizer)
+        floats = [None if x is None else float_values(x) for x in optional]
+        old, ref, rollout, given_weights, given_temperature, threshold, normalizer = floats
         flat = ids.reshape(-1) if ids.dtype is torch.int64 else ids.to(torch.int64).reshape(-1)
-        table = output((len(TABLE_FIELDS), tokens), device)
-        values = TokenValues(output((len(VALUE_FIELDS), tokens), device), output((tokens,), device, torch.float64))
-        lengths = output((sequences,), device)
-        scored, active = output((2, tokens), device, torch.bool).unbind()
-        sizes = [sequences + 1, 0 if mask is None else tokens, 0, 0]
-        if ordered:
-            sizes[2:] = tokens, 2 + sequences * rules.whole_sequences
-        integers = output((sum(sizes),), device, torch.int64).split(sizes)
-        limits, clean = integers[0], flat if mask is None else integers[1]
-        order, counts = integers[2:] if ordered else (None, None)
+        # One by one, and by new_empty, which takes half the time of torch.empty or of a view of one block.
+        new = advantages.new_empty
+        table, lengths = new((len(TABLE_FIELDS), tokens)), new(sequences)
+        values = TokenValues(new((len(VALUE_FIELDS), tokens)), new(tokens, dtype=torch.float64))
+        scored, active = new(tokens, dtype=torch.bool), new(tokens, dtype=torch.bool)
+        limits = flat.new_empty(sequences + 1)
+        clean = flat if mask is None else flat.new_empty(tokens)
+        order = flat.new_empty(tokens) if ordered else None
+        counts = flat.new_empty(2 + sequences * rules.whole_sequences) if ordered else None
         workspace = self.plan_workspace(tokens, sequences, device)
-        with self.where(device) as where:
-            self.module.plan(
-                tokens, sequences, row_length, address(offsets), flat.data_ptr(), address(mask), mask_bytes,
-                address(advantages), mode(inputs.advantages), address(old), address(ref), address(rollout),
-                address(given_weights), mode(weights), address(given_temperature), mode(temperature),
-                address(threshold), address(normalizer), self.rules(rules), table.data_ptr(),
-                values.columns.data_ptr(), values.lse.data_ptr(), limits.data_ptr(), lengths.data_ptr(),
-                scored.data_ptr(), active.data_ptr(), 0 if clean is flat else clean.data_ptr(), address(order),
-                address(counts), address(workspace), where,
-            )  # fmt: skip
+        self.call(
+            self.module.plan, device, tokens, sequences, row_length, address(offsets), flat.data_ptr(), address(mask),
+            mask_bytes, address(advantages), mode(inputs.advantages), address(old), address(ref), address(rollout),
+            address(given_weights), mode(weights), address(given_temperature), mode(temperature),
+            address(threshold), address(normalizer), self.rules(rules), table.data_ptr(),
+            values.columns.data_ptr(), values.lse.data_ptr(), limits.data_ptr(), lengths.data_ptr(),
+            scored.data_ptr(), active.data_ptr(), 0 if clean is flat else clean.data_ptr(), address(order),
+            address(counts), address(workspace),
+        )  # fmt: skip
         return PlannedTokens(table, values, limits, lengths, scored, active, clean, order, counts)
 
     # --- rows of logits -------------------------------------------------------------------------------------------
 
-    def single_pass(
+    def _single_pass(
         self,
-        logits: Tensor,
-        rows: Rows,
-        ids: Tensor,
+        chunk: LogitChunk,
         table: Tensor,
         values: TokenValues,
         params: KernelParams,
-        bias: Tensor | None = None,
-        grad: Tensor | None = None,
-        rounding_error: Tensor | None = None,
+        gradients: RowGradients | None,
     ) -> None:
-        """Statistics and objective of every row; with `grad` (C, V) d loss / d logits, it may start where logits do."""
-        check_matrices(logits, grad, rows, bias, rounding_error)
-        check_tokens(ids, values, table=table)
-        with self.where(self._served(logits)) as where:
-            self.module.single_pass(
-                *self._rows(logits, rows, ids, bias), table.data_ptr(), *_values(values), *self._matrix(grad),
-                address(rounding_error), self.params(params), where,
-            )  # fmt: skip
+        self.call(
+            self.module.single_pass, self._served(table), *self._rows(chunk), table.data_ptr(), *_values(values),
+            *self._gradients(gradients), self.params(params),
+        )  # fmt: skip
 
-    def statistics(
-        self,
-        logits: Tensor,
-        rows: Rows,
-        ids: Tensor,
-        temperature: Tensor,
-        values: TokenValues,
-        params: KernelParams,
-        bias: Tensor | None = None,
-    ) -> None:
-        """logp, entropy and lse of every row."""
-        check_matrices(logits, None, rows, bias)
-        check_tokens(ids, values, temperature=temperature)
-        with self.where(self._served(logits)) as where:
-            self.module.stats(
-                *self._rows(logits, rows, ids, bias), temperature.data_ptr(), *_values(values), self.params(params),
-                where,
-            )  # fmt: skip
+    def _statistics(self, chunk: LogitChunk, temperature: Tensor, values: TokenValues, params: KernelParams) -> None:
+        self.call(
+            self.module.stats, self._served(temperature), *self._rows(chunk), temperature.data_ptr(), *_values(values),
+            self.params(params),
+        )  # fmt: skip
 
-    def logits_gradient(
+    def _logits_gradient(
         self,
-        logits: Tensor,
-        grad: Tensor,
-        rows: Rows,
-        ids: Tensor,
+        chunk: LogitChunk,
         temperature: Tensor,
         values: TokenValues,
         g_logp: Tensor,
         g_entropy: Tensor,
         params: KernelParams,
-        bias: Tensor | None = None,
-        rounding_error: Tensor | None = None,
+        gradients: RowGradients,
     ) -> None:
-        """Writes d loss / d logits to `grad` from d loss / d logp and d loss / d entropy (N,) and the statistics."""
-        check_matrices(logits, grad, rows, bias, rounding_error)
-        check_tokens(ids, values, temperature=temperature, g_logp=g_logp, g_entropy=g_entropy)
-        with self.where(self._served(logits)) as where:
-            self.module.gradient(
-                *self._rows(logits, rows, ids, bias), temperature.data_ptr(), *_values(values), g_logp.data_ptr(),
-                g_entropy.data_ptr(), *self._matrix(grad), address(rounding_error), self.params(params), where,
-            )  # fmt: skip
+        self.call(
+            self.module.gradient, self._served(temperature), *self._rows(chunk), temperature.data_ptr(),
+            *_values(values), g_logp.data_ptr(), g_entropy.data_ptr(), *self._gradients(gradients),
+            self.params(params),
+        )  # fmt: skip
 
     # --- tokens and rewards ---------------------------------------------------------------------------------------
 
-    def token_objective(self, rows: Rows, table: Tensor, values: TokenValues, params: KernelParams) -> None:
-        """log_ratio, value, kl and g_logp of these tokens from their logp and entropy."""
-        check_tokens(None, values, table=table)
-        with self.where(self._served(table)) as where:
-            tokens, columns, _ = _values(values)
-            self.module.token_objective(
-                rows.count, rows.start, address(rows.index), table.data_ptr(), tokens, columns, self.params(params),
-                where,
-            )  # fmt: skip
+    def _token_objective(self, rows: Rows, table: Tensor, values: TokenValues, params: KernelParams) -> None:
+        tokens, columns, _ = _values(values)
+        self.call(
+            self.module.token_objective, self._served(table), rows.count, rows.start, address(rows.index),
+            table.data_ptr(), tokens, columns, self.params(params),
+        )  # fmt: skip
 
-    def sequence_objective(
-        self,
-        sequences: slice,
-        row_length: int | None,
-        table: Tensor,
-        scored: Tensor,
-        offsets: Tensor,
-        lengths: Tensor,
-        values: TokenValues,
-        params: KernelParams,
-    ) -> None:
-        """`token_objective` of the scored tokens of whole sequences, which depend on each other."""
-        check_tokens(None, values, table=table, scored=scored)
-        with self.where(self._served(table)) as where:
-            tokens, columns, _ = _values(values)
-            self.module.sequence_objective(
-                sequences.start, sequences.stop, offsets.data_ptr(), lengths.data_ptr(), scored.data_ptr(),
-                table.data_ptr(), tokens, columns, self.params(params), where,
-            )  # fmt: skip
+    def _sequence_objective(self, sequences: slice, planned: PlannedTokens, params: KernelParams) -> None:
+        table = planned.table
+        tokens, columns, _ = _values(planned.values)
+        self.call(
+            self.module.sequence_objective, self._served(table), sequences.start, sequences.stop,
+            planned.offsets.data_ptr(), planned.lengths.data_ptr(), planned.scored.data_ptr(), table.data_ptr(),
+            tokens, columns, self.params(params),
+        )  # fmt: skip
 
-    def sums(
-        self,
-        scored: Tensor,
-        table: Tensor,
-        values: TokenValues,
-        params: KernelParams,
-        offsets: Tensor,
-        group_index: Tensor | None,
-        num_groups: int,
-    ) -> Sums:
-        """Sums of params.COLUMNS over the scored tokens."""
-        check_tokens(None, values, table=table, scored=scored)
-        device = self._served(table)
-        sequences, columns = offsets.numel() - 1, len(self.module.COLUMNS)
-        groups = 0 if group_index is None else num_groups
-        found = Sums(output((Sums.size(sequences, groups),), device), sequences, groups)
-        start, row = found.numbers.data_ptr(), columns * 4
-        addresses = start, start + sequences * row, start + (sequences + groups) * row
-        tokens, column_address, _ = _values(values)
+    def _sums(self, planned: PlannedTokens, params: KernelParams, group_index: Tensor | None, groups: int) -> Sums:
+        device, sequences = self._served(planned.table), planned.lengths.shape[0]
+        numbers = planned.table.new_empty(Sums.size(sequences, groups))
+        start, row = numbers.data_ptr(), len(COLUMNS) * numbers.itemsize
+        of_groups = start + sequences * row
+        of_all = of_groups + groups * row
+        tokens, columns, _ = _values(planned.values)
         workspace = self.sums_workspace(sequences, device)
-        with self.where(device) as where:
-            self.module.reduce(
-                tokens, sequences, offsets.data_ptr(), scored.data_ptr(), table.data_ptr(), column_address,
-                address(group_index), groups, *addresses, addresses[2] + row, self.params(params), address(workspace),
-                where,
-            )  # fmt: skip
-        return found
+        self.call(
+            self.module.reduce, device, tokens, sequences, planned.offsets.data_ptr(), planned.scored.data_ptr(),
+            planned.table.data_ptr(), columns, address(group_index), groups, start, of_groups, of_all, of_all + row,
+            self.params(params), address(workspace),
+        )  # fmt: skip
+        return Sums(numbers, sequences, groups)
 
-    def group_statistics(
+    def _group_statistics(
         self, rewards: Tensor, group_index: Tensor, num_groups: int, scale: str, baseline: str, ddof: int, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(advantages (B,), mean (num_groups,), std (num_groups,)); NaN rewards are left out and get 0."""
-        check_rewards(rewards, group_index)
-        groups = (num_groups,)
-        outputs = output(rewards.shape, rewards.device), output(groups, rewards.device), output(groups, rewards.device)
-        with self.where(self._served(rewards)) as where:
-            self.module.group_statistics(
-                rewards.data_ptr(), group_index.data_ptr(), rewards.numel(), num_groups,
-                self.module.SCALES.index(scale), self.module.BASELINES.index(baseline), ddof, eps,
-                *map(address, outputs), where,
-            )  # fmt: skip
+        device, groups = self._served(rewards), (num_groups,)
+        outputs = output(rewards.shape, device), output(groups, device), output(groups, device)
+        self.call(
+            self.module.group_statistics, device, rewards.data_ptr(), group_index.data_ptr(), rewards.numel(),
+            num_groups, self.module.SCALES.index(scale), self.module.BASELINES.index(baseline), ddof, eps,
+            *map(address, outputs),
+        )  # fmt: skip
         return outputs
 
     # --- arguments of the compiled functions ----------------------------------------------------------------------
@@ -278,14 +220,19 @@ class CompiledBackend:
             packed = self._packed[rules] = _pack(values, self.module.PLAN_RULES, self.module.PLAN_RULE_INTEGERS)
         return packed
 
-    def _rows(self, logits: Tensor, rows: Rows, ids: Tensor, bias: Tensor | None) -> tuple[int, ...]:
-        count, vocab = logits.shape
-        matrix = self._matrix(logits)
-        return *matrix, count, vocab, address(bias), ids.data_ptr(), rows.start, address(rows.index)
+    def _rows(self, chunk: LogitChunk) -> tuple[int, ...]:
+        """Logits, their shape, bias, ids, and whose rows they are."""
+        logits, rows, ids, bias = chunk
+        return *self._matrix(logits), *logits.shape, address(bias), ids.data_ptr(), rows.start, address(rows.index)
 
-    def _matrix(self, matrix: Tensor | None) -> tuple[int, int, int]:
+    def _gradients(self, gradients: RowGradients | None) -> tuple[int, int, int, int]:
+        if gradients is None:
+            return 0, 0, 0, 0
+        return *self._matrix(gradients.dlogits), address(gradients.rounding_error)
+
+    def _matrix(self, x: Tensor) -> tuple[int, int, int]:
         """(address, code of the type, row stride)."""
-        return (0, 0, 0) if matrix is None else (matrix.data_ptr(), self.dtypes[matrix.dtype], matrix.stride(0))
+        return x.data_ptr(), self.dtypes[x.dtype], x.stride(0)
 
     def _served(self, x: Tensor) -> torch.device:
         """The tensor's device, if its memory is what these kernels can read."""
@@ -309,6 +256,11 @@ def kernel_mask(mask: Tensor | None) -> tuple[Tensor | None, int]:
     if mask.dtype not in _MASK_BYTES:
         mask = mask != 0
     return mask.contiguous(), _MASK_BYTES[mask.dtype]
+
+
+def float_values(x: Tensor) -> Tensor:
+    """float32, contiguous."""
+    return x if x.dtype is torch.float32 and x.is_contiguous() else x.to(torch.float32).contiguous()
 
 
 def _values(values: TokenValues) -> tuple[int, int, int]:

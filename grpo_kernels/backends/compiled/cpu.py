@@ -5,15 +5,14 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from ...contract import TokenInputs
 from ..checks import check_vectors, contiguous_rows
-from ..pytorch.backend import TorchBackend
-from .base import INTERFACE, CompiledBackend, address, kernel_mask
+from ..pytorch.backend import scale_in_pieces
+from .base import INTERFACE, CompiledBackend, Result, address, kernel_mask
 
 
 class CpuBackend(CompiledBackend):
@@ -21,6 +20,7 @@ class CpuBackend(CompiledBackend):
 
     name = "cpu"
     device_type = "cpu"
+    adds_transposed = True
 
     def why_not(self, device: torch.device) -> str:
         return ""
@@ -29,24 +29,24 @@ class CpuBackend(CompiledBackend):
         """Those of strategy.py that serve these inputs."""
         return ("rows",)
 
-    def where(self, device: torch.device) -> AbstractContextManager[int]:
-        return nullcontext(torch.get_num_threads())
+    def call(self, function: Callable[..., Result], device: torch.device, *arguments: object) -> Result:
+        return function(*arguments, torch.get_num_threads())
 
-    def values_are_valid(self, ids: Tensor, vocab_size: int, inputs: TokenInputs) -> bool:
-        """Whether ids, advantages, log-probabilities and weights are such that a loss can be computed, as far as one
-        sweep tells: False where it is not certain."""
-        numbers = []
-        for x in (inputs.advantages, inputs.old_logps, inputs.ref_logps, inputs.rollout_weights):
+    def values_are_valid(
+        self, ids: Tensor, vocab_size: int, mask: Tensor | None, numbers: tuple[Tensor | None, ...]
+    ) -> bool:
+        """Whether unmasked ids are in [0, V) and all numbers finite; False where that is not known."""
+        if ids.dtype is not torch.int64 or not ids.is_contiguous():
+            return False
+        parts = []
+        for x in numbers:
             if x is not None:
                 if x.dtype is not torch.float32 or not x.is_contiguous():
                     return False
-                numbers.append((x.data_ptr(), x.numel()))
-        unusual = inputs.temperature, inputs.normalizer, inputs.cu_seqlens
-        if any(x is not None for x in unusual) or ids.dtype is not torch.int64 or not ids.is_contiguous():
-            return False
-        mask, mask_bytes = kernel_mask(inputs.completion_mask)
+                parts.append((x.data_ptr(), x.numel()))
+        mask, mask_bytes = kernel_mask(mask)
         return bool(
-            self.module.values_are_valid(ids.data_ptr(), ids.numel(), vocab_size, address(mask), mask_bytes, numbers)
+            self.module.values_are_valid(ids.data_ptr(), ids.numel(), vocab_size, address(mask), mask_bytes, parts)
         )
 
     def add_rows(self, target: Tensor, ids: Tensor, scale: Tensor, rows: Tensor) -> None:
@@ -71,14 +71,14 @@ class CpuBackend(CompiledBackend):
         for matrix in (target, source):
             if matrix.shape[1] > 1 and matrix.stride(1) != 1:
                 raise ValueError(f"expected matrices with contiguous rows, got strides {matrix.stride()}")
-        with self.where(self._served(target)) as threads:
-            self.module.add_transposed(
-                *self._matrix(target), source.data_ptr(), source.stride(0), *target.shape, add, threads
-            )
+        self.call(
+            self.module.add_transposed, self._served(target), *self._matrix(target), source.data_ptr(),
+            source.stride(0), *target.shape, add,
+        )  # fmt: skip
 
     def scale(self, x: Tensor, factor: Tensor) -> None:
         """x *= factor. There is nothing to gain on torch, which has threads and vectors too."""
-        TorchBackend().scale(x, factor)
+        scale_in_pieces(x, factor)
 
 
 def load() -> tuple[CpuBackend | None, str]:

@@ -6,8 +6,8 @@ another backend does the work.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from ...contract import FIELD, KernelParams, RowStats, chunk_row_stride
-from ..checks import check_head, check_scaled, check_table, check_vectors, contiguous_rows
+from ..checked import CheckedProducts
 from ..launch import best_first
-from ..pytorch.backend import TorchBackend
-from .base import INTERFACE, CompiledBackend, address, output
+from ..pytorch.backend import add_rows
+from .base import INTERFACE, CompiledBackend, Result, address, output
 
 WHEELS = (13000, 12080, 12060)  # CUDA versions that wheels are built for, newest first, as the driver writes them
 OLDEST_CAPABILITY = 80
 ALIGNED = 256  # an address like those of fresh memory, for asking what would be served there
 
 
-class CudaBackend(CompiledBackend):
+class CudaBackend(CheckedProducts, CompiledBackend):
     """CompiledBackend on an NVIDIA GPU. The tests' emulator is a module of the same names with `device_type` "cpu"."""
 
     name = "cuda"
@@ -54,8 +54,12 @@ class CudaBackend(CompiledBackend):
             f"or in a checkout run GRPO_KERNELS_CUDA_ARCHS={capability} pip install ."
         )
 
-    def where(self, device: torch.device) -> AbstractContextManager[int]:
-        return _current_stream(device) if device.type == "cuda" else nullcontext(0)
+    def call(self, function: Callable[..., Result], device: torch.device, *arguments: object) -> Result:
+        """Kernels go to the current stream of the thread's current device, which need not be the tensors' own."""
+        if device.type != "cuda":
+            return function(*arguments, 0)
+        with torch.cuda.device(device):
+            return function(*arguments, torch.cuda.current_stream(device).cuda_stream)
 
     def plan_workspace(self, tokens: int, sequences: int, device: torch.device) -> Tensor | None:
         return torch.empty(self.module.plan_workspace(tokens, sequences), dtype=torch.uint8, device=device)
@@ -65,13 +69,11 @@ class CudaBackend(CompiledBackend):
 
     def add_rows(self, target: Tensor, ids: Tensor, scale: Tensor, rows: Tensor) -> None:
         """target[ids] += scale * rows. On a CPU alone, where the emulator runs: GPU products need no correction."""
-        TorchBackend().add_rows(target, ids, scale, rows)
+        add_rows(target, ids, scale, rows)
 
-    def scale(self, x: Tensor, factor: Tensor) -> None:
-        """x *= factor, float32 (); x, contiguous, is not touched where that is 1."""
-        check_scaled(x, factor)
-        with self.where(self._served(x)) as where:
-            self.module.scale(x.data_ptr(), self.dtypes[x.dtype], x.numel(), factor.data_ptr(), where)
+    def _scale(self, x: Tensor, factor: Tensor) -> None:
+        device = self._served(x)
+        self.call(self.module.scale, device, x.data_ptr(), self.dtypes[x.dtype], x.numel(), factor.data_ptr())
 
     # --- products with the softmax in their epilogue --------------------------------------------------------------
 
@@ -83,7 +85,7 @@ class CudaBackend(CompiledBackend):
         # Hidden states and exponentials are not there yet: they get memory that is aligned.
         head = ALIGNED, width, weight.data_ptr(), weight.stride(0), self.dtypes[weight.dtype], count, width, vocab
         served, row_stride = ["rows"], chunk_row_stride(vocab, weight.device)
-        with self.where(weight.device):
+        with _on(weight.device):
             if self.module.serves_head(*head, 0, 0):
                 served.append("linear")
             # float16 cannot hold e^(z - z_id)
@@ -91,7 +93,7 @@ class CudaBackend(CompiledBackend):
                 served.append("anchored")
         return best_first("cuda_strategy", tuple(served), weight)
 
-    def linear_logp(
+    def _linear_logp(
         self,
         hidden: Tensor,
         weight: Tensor,
@@ -102,23 +104,20 @@ class CudaBackend(CompiledBackend):
         *,
         entropy: bool,
     ) -> RowStats:
-        """Statistics (C,) of hidden (C, H) and weight (V, H) without logits; entropy=False leaves it at 0."""
-        hidden, bias = contiguous_rows(hidden), _single(bias)
-        check_head(hidden, weight, bias)
-        check_vectors(hidden, ids=(ids, torch.int64), temperature=(temperature, torch.float32))
-        out = row_stats(hidden)
+        device, out, bias = self._served(hidden), row_stats(hidden), _single(bias)
         if not entropy:
             out.entropy.zero_()
-        with self.where(self._served(hidden)) as where:
+        with _on(device):
             hidden, head = self._head(hidden, weight, None)
-            workspace = self._head_workspace(head, hidden.device)
-            self.module.linear_logp(
-                *head, address(bias), address(ids), address(temperature), address(out.logp), address(out.lse),
-                address(out.entropy) if entropy else 0, self.params(params), address(workspace), where,
+            workspace = self._head_workspace(head, device)
+            self.call(
+                self.module.linear_logp, device, *head, address(bias), address(ids), address(temperature),
+                address(out.logp), address(out.lse), address(out.entropy) if entropy else 0, self.params(params),
+                address(workspace),
             )  # fmt: skip
         return out
 
-    def anchored(
+    def _anchored(
         self,
         hidden: Tensor,
         weight: Tensor,
@@ -128,28 +127,22 @@ class CudaBackend(CompiledBackend):
         exponentials: Tensor,
         params: KernelParams,
     ) -> tuple[RowStats, Tensor]:
-        """Statistics (C,) and scale (C,); d loss / d logits = scale[:, None] * exponentials, written (C, V) bfloat16.
-
-        For tokens whose gradient depends on themselves alone and does not go through their entropy.
-        """
-        hidden, bias = contiguous_rows(hidden), _single(bias)
-        check_head(hidden, weight, bias)
-        check_table(table, hidden)
-        check_vectors(hidden, ids=(ids, torch.int64))
+        """The exponentials are bfloat16."""
         shape = (hidden.shape[0], weight.shape[0])
         if exponentials.shape != shape or exponentials.dtype != torch.bfloat16 or exponentials.stride(1) != 1:
             raise ValueError(
                 f"exponentials: expected bfloat16 {shape} with contiguous rows, got {exponentials.dtype} "
                 f"{tuple(exponentials.shape)}"
             )
-        out, scale = row_stats(hidden), output(shape[:1], hidden.device)
-        temperature = table[FIELD["temperature"]]
-        with self.where(self._served(hidden)) as where:
+        device, out, bias = self._served(hidden), row_stats(hidden), _single(bias)
+        scale, temperature = output(shape[:1], device), table[FIELD["temperature"]]
+        with _on(device):
             hidden, head = self._head(hidden, weight, exponentials)
-            workspace = self._head_workspace(head, hidden.device)
-            self.module.anchored(
-                *head, address(bias), address(ids), address(temperature), address(table), table.stride(0),
-                address(scale), *map(address, out), self.params(params), address(workspace), where,
+            workspace = self._head_workspace(head, device)
+            self.call(
+                self.module.anchored, device, *head, address(bias), address(ids), address(temperature),
+                address(table), table.stride(0), address(scale), *map(address, out), self.params(params),
+                address(workspace),
             )  # fmt: skip
         return out, scale
 
@@ -175,11 +168,9 @@ class CudaBackend(CompiledBackend):
         return torch.empty(self.module.head_workspace(*head), dtype=torch.uint8, device=device)
 
 
-@contextmanager
-def _current_stream(device: torch.device) -> Iterator[int]:
-    """Kernels go to the current device of the thread, which need not be the tensors' own."""
-    with torch.cuda.device(device):
-        yield torch.cuda.current_stream(device).cuda_stream
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """What the module says of a launch is of the thread's current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def row_stats(like: Tensor) -> RowStats:

@@ -1,6 +1,6 @@
 """The Triton kernels behind the backend interface: any NVIDIA GPU from Ampere on, AMD's where Triton goes.
 
-Tensors are checked here; kernels are launched on the device and the current stream of their tensors.
+Kernels are launched on the device and the current stream of their tensors.
 """
 
 from __future__ import annotations
@@ -10,19 +10,21 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from ...contract import KernelParams, PlannedTokens, PlanRules, Rows, RowStats, Sums, TokenInputs, TokenValues
-from ..checks import (
-    check_head,
-    check_matrices,
-    check_rewards,
-    check_scaled,
-    check_table,
-    check_tokens,
-    check_vectors,
-    contiguous_rows,
+from ...contract import (
+    KernelParams,
+    LogitChunk,
+    PlannedTokens,
+    PlanRules,
+    RowGradients,
+    Rows,
+    RowStats,
+    Sums,
+    TokenInputs,
+    TokenValues,
 )
+from ..checked import CheckedBackend, CheckedProducts
 from ..launch import architecture, best_first, shipped_table
-from ..pytorch.backend import TorchBackend
+from ..pytorch.backend import add_rows
 from ..strategy import STRATEGIES
 from . import groups, tokens
 from . import rows as row_kernels
@@ -33,8 +35,8 @@ from .scale import scale
 from .sequences import sequence_objective
 
 
-class TritonBackend:
-    """Row kernels for logits (C, V) in fp32, bf16 or fp16, any row stride; everything per token is fp32."""
+class TritonBackend(CheckedProducts, CheckedBackend):
+    """What CheckedBackend says, by Triton's kernels."""
 
     name = "triton"
 
@@ -60,99 +62,47 @@ class TritonBackend:
         with _on(ids.device):
             return plan(inputs, ids, rules, ordered=ordered)
 
-    def single_pass(
+    def _single_pass(
         self,
-        logits: Tensor,
-        rows: Rows,
-        ids: Tensor,
+        chunk: LogitChunk,
         table: Tensor,
         values: TokenValues,
         params: KernelParams,
-        bias: Tensor | None = None,
-        grad: Tensor | None = None,
-        rounding_error: Tensor | None = None,
+        gradients: RowGradients | None,
     ) -> None:
-        """Statistics and objective of every row; with `grad` (C, V) d loss / d logits, it may start where logits do."""
-        check_matrices(logits, grad, rows, bias, rounding_error)
-        check_tokens(ids, values, table=table)
-        with _on(logits.device):
-            row_kernels.single_pass(logits, rows, ids, table, values, params, bias, grad, rounding_error)
+        with _on(table.device):
+            row_kernels.single_pass(chunk, table, values, params, gradients)
 
-    def statistics(
-        self,
-        logits: Tensor,
-        rows: Rows,
-        ids: Tensor,
-        temperature: Tensor,
-        values: TokenValues,
-        params: KernelParams,
-        bias: Tensor | None = None,
-    ) -> None:
-        """logp, entropy and lse of every row."""
-        check_matrices(logits, None, rows, bias)
-        check_tokens(ids, values, temperature=temperature)
-        with _on(logits.device):
-            row_kernels.statistics(logits, rows, ids, temperature, values, params, bias)
+    def _statistics(self, chunk: LogitChunk, temperature: Tensor, values: TokenValues, params: KernelParams) -> None:
+        with _on(temperature.device):
+            row_kernels.statistics(chunk, temperature, values, params)
 
-    def logits_gradient(
+    def _logits_gradient(
         self,
-        logits: Tensor,
-        grad: Tensor,
-        rows: Rows,
-        ids: Tensor,
+        chunk: LogitChunk,
         temperature: Tensor,
         values: TokenValues,
         g_logp: Tensor,
         g_entropy: Tensor,
         params: KernelParams,
-        bias: Tensor | None = None,
-        rounding_error: Tensor | None = None,
+        gradients: RowGradients,
     ) -> None:
-        """Writes d loss / d logits to `grad` from d loss / d logp and d loss / d entropy (N,) and the statistics."""
-        check_matrices(logits, grad, rows, bias, rounding_error)
-        check_tokens(ids, values, temperature=temperature, g_logp=g_logp, g_entropy=g_entropy)
-        given = ids, temperature, values, g_logp, g_entropy, params, bias, rounding_error
-        with _on(logits.device):
-            row_kernels.logits_gradient(logits, grad, rows, *given)
+        with _on(temperature.device):
+            row_kernels.logits_gradient(chunk, temperature, values, g_logp, g_entropy, params, gradients)
 
-    def token_objective(self, rows: Rows, table: Tensor, values: TokenValues, params: KernelParams) -> None:
-        """log_ratio, value, kl and g_logp of these tokens from their logp and entropy."""
-        check_tokens(None, values, table=table)
+    def _token_objective(self, rows: Rows, table: Tensor, values: TokenValues, params: KernelParams) -> None:
         with _on(table.device):
             tokens.token_objective(rows, table, values, params)
 
-    def sequence_objective(
-        self,
-        sequences: slice,
-        row_length: int | None,
-        table: Tensor,
-        scored: Tensor,
-        offsets: Tensor,
-        lengths: Tensor,
-        values: TokenValues,
-        params: KernelParams,
-    ) -> None:
-        """`token_objective` of the scored tokens of whole sequences, which depend on each other."""
-        check_tokens(None, values, table=table, scored=scored)
-        with _on(table.device):
-            sequence_objective(sequences, table, scored, offsets, lengths, values, params)
+    def _sequence_objective(self, sequences: slice, planned: PlannedTokens, params: KernelParams) -> None:
+        with _on(planned.table.device):
+            sequence_objective(sequences, planned, params)
 
-    def sums(
-        self,
-        scored: Tensor,
-        table: Tensor,
-        values: TokenValues,
-        params: KernelParams,
-        offsets: Tensor,
-        group_index: Tensor | None,
-        num_groups: int,
-    ) -> Sums:
-        """Sums of params.COLUMNS over the scored tokens."""
-        check_tokens(None, values, table=table, scored=scored)
-        with _on(table.device):
-            return tokens.sums(scored, table, values, params, offsets, group_index, num_groups)
+    def _sums(self, planned: PlannedTokens, params: KernelParams, group_index: Tensor | None, groups: int) -> Sums:
+        with _on(planned.table.device):
+            return tokens.sums(planned, params, group_index, groups)
 
-    def linear_logp(
+    def _linear_logp(
         self,
         hidden: Tensor,
         weight: Tensor,
@@ -163,14 +113,10 @@ class TritonBackend:
         *,
         entropy: bool,
     ) -> RowStats:
-        """Statistics (C,) of hidden (C, H) and weight (V, H) without logits; entropy=False leaves it at 0."""
-        hidden = contiguous_rows(hidden)
-        check_head(hidden, weight, bias)
-        check_vectors(hidden, ids=(ids, torch.int64), temperature=(temperature, torch.float32))
         with _on(hidden.device):
             return linear_logp(hidden, weight, bias, ids, temperature, params, entropy=entropy)
 
-    def anchored(
+    def _anchored(
         self,
         hidden: Tensor,
         weight: Tensor,
@@ -180,32 +126,20 @@ class TritonBackend:
         exponentials: Tensor,
         params: KernelParams,
     ) -> tuple[RowStats, Tensor]:
-        """Statistics (C,) and scale (C,); d loss / d logits = scale[:, None] * exponentials, written (C, V).
-
-        For tokens whose gradient depends on themselves alone and does not go through their entropy.
-        """
-        hidden = contiguous_rows(hidden)
-        check_head(hidden, weight, bias)
-        check_table(table, hidden)
-        check_vectors(hidden, ids=(ids, torch.int64))
         with _on(hidden.device):
             return anchored(hidden, weight, bias, ids, table, exponentials, params)
 
     def add_rows(self, target: Tensor, ids: Tensor, scale: Tensor, rows: Tensor) -> None:
         """target[ids] += scale * rows. On a CPU alone, where the interpreter runs: GPU products need no correction."""
-        TorchBackend().add_rows(target, ids, scale, rows)
+        add_rows(target, ids, scale, rows)
 
-    def group_statistics(
+    def _group_statistics(
         self, rewards: Tensor, group_index: Tensor, num_groups: int, scale: str, baseline: str, ddof: int, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(advantages (B,), mean (num_groups,), std (num_groups,)); NaN rewards are left out and get 0."""
-        check_rewards(rewards, group_index)
         with _on(rewards.device):
             return groups.group_statistics(rewards, group_index, num_groups, scale, baseline, ddof, eps)
 
-    def scale(self, x: Tensor, factor: Tensor) -> None:
-        """x *= factor, float32 (); x, contiguous, is not touched where that is 1."""
-        check_scaled(x, factor)
+    def _scale(self, x: Tensor, factor: Tensor) -> None:
         with _on(x.device):
             scale(x, factor)
 

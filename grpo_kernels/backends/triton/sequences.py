@@ -17,9 +17,8 @@ import math
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ...contract import KernelParams, TokenValues
+from ...contract import KernelParams, PlannedTokens
 from ..launch import token_launch
 from .layout import ADVANTAGE, ENTROPY, G_LOGP, LOGP, MULTIPLIER, ROLLOUT, ROLLOUT_WEIGHT, WEIGHT_DIRECT, WEIGHT_RATIO
 from .objective import clamp, objective_at, own_log_ratio, scalars, store_objective, variant, weighted
@@ -138,22 +137,14 @@ def sequence_objective_kernel(
             tl.store(found + G_LOGP * tokens, g_logp, mask=on)
 
 
-def sequence_objective(
-    sequences: slice,
-    table: Tensor,
-    scored: Tensor,
-    offsets: Tensor,
-    lengths: Tensor,
-    values: TokenValues,
-    params: KernelParams,
-) -> None:
+def sequence_objective(sequences: slice, planned: PlannedTokens, params: KernelParams) -> None:
     """log_ratio, value, kl and g_logp of the scored tokens of these sequences from their logp and entropy."""
-    count = sequences.stop - sequences.start
+    table, count = planned.table, sequences.stop - sequences.start
     if count:
         launch = token_launch(table.device)
         sequence_objective_kernel[(triton.cdiv(count, launch.sequences),)](
-            sequences.start, sequences.stop, offsets, lengths, scored.view(torch.uint8), table, values.columns,
-            table.shape[1], scalars(params),
+            sequences.start, sequences.stop, planned.offsets, planned.lengths, planned.scored.view(torch.uint8),
+            table, planned.values.columns, table.shape[1], scalars(params),
             LEVEL=params.level, VESPO=params.vespo, MASKS_OFF_POLICY=params.off_policy_threshold != math.inf,
             HAS_ROLLOUT=params.has_rollout,
             SEQUENCES=launch.sequences, BLOCK=launch.block, num_warps=launch.num_warps, **variant(params),

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...contract import COLUMNS, KernelParams, Rows, Sums, TokenValues
+from ...contract import COLUMNS, KernelParams, PlannedTokens, Rows, Sums, TokenValues
 from ..launch import token_launch
 from .layout import (
     ADVANTAGE,
@@ -112,7 +112,7 @@ def sequence_kernel(
         mismatch = tl.where(known, tl.abs(trained - rollout), 0.0)
         by_value = tl.where(weight != 0.0, weight * tl.load(found + VALUE * tokens, mask=on, other=0.0), 0.0)
         by_entropy = tl.where(weight_entropy != 0.0, weight_entropy * h, 0.0)
-        still = on & (tl.load(found + G_LOGP * tokens, mask=on, other=0.0) == 0.0) & (weight_entropy == 0.0)
+        zero_gradient = on & (tl.load(found + G_LOGP * tokens, mask=on, other=0.0) == 0.0) & (weight_entropy == 0.0)
 
         sums = add_column(sums, LOSS_SUM, by_value.to(tl.float64) + by_entropy)
         sums = add_column(sums, TOKENS, on)
@@ -127,7 +127,7 @@ def sequence_kernel(
         sums = add_column(sums, MISMATCH_COUNT, known)
         sums = add_column(sums, WEIGHT_SUM, rollout_weight)
         sums = add_column(sums, WEIGHT_SQUARES, rollout_weight.to(tl.float64) * rollout_weight)
-        sums = add_column(sums, ZERO_GRADIENT, still)
+        sums = add_column(sums, ZERO_GRADIENT, zero_gradient)
 
         low = tl.min(tl.where(on, ratio, float("inf")), 1)
         high = tl.max(tl.where(on, ratio, -float("inf")), 1)
@@ -191,24 +191,17 @@ def token_objective(rows: Rows, table: Tensor, values: TokenValues, params: Kern
         )  # fmt: skip
 
 
-def sums(
-    scored: Tensor,
-    table: Tensor,
-    values: TokenValues,
-    params: KernelParams,
-    offsets: Tensor,
-    group_index: Tensor | None,
-    num_groups: int,
-) -> Sums:
+def sums(planned: PlannedTokens, params: KernelParams, group_index: Tensor | None, groups: int) -> Sums:
     """Sums of COLUMNS over scored tokens."""
-    sequences, groups, device = offsets.numel() - 1, 0 if group_index is None else num_groups, scored.device
+    table, scored, offsets = planned.table, planned.scored, planned.offsets
+    sequences, device = offsets.numel() - 1, table.device
     numbers = torch.empty(Sums.size(sequences, groups), dtype=torch.float32, device=device)
     exact = torch.empty(sequences, len(COLUMNS), dtype=torch.float64, device=device)
     extrema = torch.empty(sequences, 3, dtype=torch.float32, device=device)
     launch = token_launch(device)
     if sequences:
         sequence_kernel[(triton.cdiv(sequences, launch.sequences),)](
-            scored.view(torch.uint8), values.columns, table, offsets, exact, extrema, numbers,
+            scored.view(torch.uint8), planned.values.columns, table, offsets, exact, extrema, numbers,
             sequences, table.shape[1], scalars(params),
             HAS_OLD=params.has_old,
             # DPPO and IPO divide by the rollout itself: there the current policy is compared with it.

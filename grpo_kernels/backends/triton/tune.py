@@ -25,7 +25,7 @@ from torch import Tensor
 from triton.errors import TritonError
 from triton.runtime.errors import OutOfResources
 
-from ...contract import FIELD, TABLE_FIELDS, KernelParams, Rows, no_values
+from ...contract import FIELD, TABLE_FIELDS, KernelParams, LogitChunk, RowGradients, Rows, no_values
 from ..launch import (
     TUNABLE,
     MatmulLaunch,
@@ -155,12 +155,12 @@ def _row_subject(head: Head, dtype: torch.dtype) -> Subject:
     logits = torch.empty_like(source)
     grad = logits.view(head.dtype)[:, : head.vocab]
     ids, table = _ids(head), _table(head)
-    every, temperature = Rows(0, head.rows), table[FIELD["temperature"]]
+    chunk, temperature = LogitChunk(logits, Rows(0, head.rows), ids), table[FIELD["temperature"]]
     first, second = (no_values(head.rows, torch.float32, head.device) for _ in range(2))
 
     def run() -> Sequence[Tensor]:
-        rows.statistics(logits, every, ids, temperature, first, PARAMS, None)
-        rows.single_pass(logits, every, ids, table, second, PARAMS, None, grad, None)
+        rows.statistics(chunk, temperature, first, PARAMS)
+        rows.single_pass(chunk, table, second, PARAMS, RowGradients(grad))
         return *first, *second, grad
 
     candidates = row_candidates(architecture(head.device))

@@ -1,0 +1,104 @@
+"""dweight = dlogits^T h (V, H), summed over the chunks of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ..contract import Backend, TransposingBackend
+from .memory import ROUNDED_CHUNKS
+from .products import PIECE_ROWS, add_product, product, transposed_columns
+
+
+class WeightGradient:
+    """`total` is the sum, None before the first chunk; `waiting_dtype` is the type that it is wanted in."""
+
+    def __init__(self, weight: Tensor, grad_dtype: torch.dtype, waiting_dtype: torch.dtype, backend: Backend) -> None:
+        self.weight, self.grad_dtype, self.waiting_dtype, self.backend = weight, grad_dtype, waiting_dtype, backend
+        self.total: Tensor | None = None
+        self.sums_in_float32 = False
+        self._own_shares: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def expect_chunks(self, count: int) -> None:
+        """Few chunks may add to a 16-bit sum, on a GPU one alone: its product rounds once. More are summed in float32,
+        as is a gradient that is wanted in float32."""
+        few = ROUNDED_CHUNKS if self.weight.device.type == "cpu" else 1
+        self.sums_in_float32 = self.grad_dtype.itemsize == 2 and (count > few or self.waiting_dtype == torch.float32)
+
+    def add(self, dlogits: Tensor, h: Tensor) -> None:
+        """The share of a chunk: dlogits (P, V), h (P, H)."""
+        if dlogits.dtype.itemsize > 2:
+            self._add_wide(dlogits, h.to(dlogits.dtype))
+        elif h.device.type != "cpu" or dlogits.dtype != torch.bfloat16:
+            self._add_16_bit(dlogits, h)
+        elif self.backend.adds_transposed:
+            self._add_transposed(dlogits, h)
+        else:
+            self._add_bfloat16_on_cpu(dlogits, h)
+
+    def add_later(self, ids: Tensor, scale: Tensor, h: Tensor) -> None:
+        """The shares of the sampled ids, scale_t h_t (P, H), which `finish` adds in float32."""
+        self._own_shares.append((ids, scale, h))
+
+    def finish(self) -> Tensor | None:
+        """The sum of everything; nothing is kept."""
+        total, shares = self.total, self._own_shares
+        if shares and total is not None:
+            ids, scale, h = (x[0] if len(x) == 1 else torch.cat(x) for x in zip(*shares, strict=True))
+            self.backend.add_rows(total, ids, scale, h)
+        self.total, self._own_shares = None, []
+        return total
+
+    def _add_wide(self, dlogits: Tensor, h: Tensor) -> None:
+        if self.total is None:
+            self.total = torch.mm(dlogits.T, h)
+        else:
+            self.total.addmm_(dlogits.T, h)
+
+    def _add_16_bit(self, dlogits: Tensor, h: Tensor) -> None:
+        if self.total is not None:
+            self.total = self.total.float()
+            add_product(self.total, dlogits.T, h)
+        elif self.sums_in_float32:
+            self.total = product(dlogits.T, h)
+        else:
+            self.total = torch.mm(dlogits.T, h)
+
+    def _add_transposed(self, dlogits: Tensor, h: Tensor) -> None:
+        """h^T dlogits by pieces, which the backend transposes into their places."""
+        backend, (first, total) = cast(TransposingBackend, self.backend), self._rounded_total()
+        width = h.shape[1]
+        columns = min(transposed_columns(width), self.weight.shape[0])
+        transposed, scratch = h.T.contiguous(), h.new_empty(width * columns)
+        for piece in pieces(self.weight, columns):
+            part = scratch[: width * (piece.stop - piece.start)].view(width, -1)
+            torch.mm(transposed, dlogits[:, piece], out=part)
+            backend.add_transposed(total[piece], part, add=not first)
+
+    def _add_bfloat16_on_cpu(self, dlogits: Tensor, h: Tensor) -> None:
+        first, total = self._rounded_total()
+        if self.sums_in_float32:
+            for piece in pieces(self.weight, PIECE_ROWS):
+                part = torch.mm(dlogits[:, piece].T, h)
+                total[piece] = part if first else total[piece] + part
+        elif first:
+            torch.mm(dlogits.T, h, out=total)
+        else:
+            total.addmm_(dlogits.T, h)
+
+    def _rounded_total(self) -> tuple[bool, Tensor]:
+        """(whether nothing was added yet, the sum), for products that a CPU rounds to 16 bits."""
+        first = self.total is None
+        if self.total is None:
+            dtype = torch.float32 if self.sums_in_float32 else self.weight.dtype
+            self.total = torch.empty(self.weight.shape, dtype=dtype, device=self.weight.device)
+        return first, self.total
+
+
+def pieces(weight: Tensor, rows: int) -> Iterator[slice]:
+    """The rows of a weight (V, H), so many at a time."""
+    for start in range(0, weight.shape[0], rows):
+        yield slice(start, min(start + rows, weight.shape[0]))

@@ -1,0 +1,234 @@
+"""Log-probabilities from hidden states, as autograd and torch.compile see them: see loss_op.py.
+
+No `from __future__ import annotations` here, and Optional[X] for X | None: torch infers schemas from the annotations.
+"""
+# ruff: noqa: UP045
+
+from collections.abc import Sequence
+from typing import NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+from ..backends import get_backend
+from ..contract import TokenValues, no_values
+from ..validate import check_temperature, check_values
+from .backward import refuse_double_backward
+from .products import settled_precision
+from .shared import (
+    filled,
+    is_capturing,
+    is_traced,
+    logit_params,
+    make_head,
+    make_scorer,
+    table_dtype,
+    token_mask,
+    wanted,
+)
+
+
+class LogpsCall(NamedTuple):
+    """What a call of fused_logps computes, besides the inputs that may need gradients."""
+
+    completion_ids: Tensor
+    mask: Optional[Tensor]
+    temperature: Tensor | float
+    logit_scale: float
+    softcap: float
+    want_entropy: bool
+    backend: str
+    compute_dtype: Optional[torch.dtype]
+
+
+def logps_from_hidden(
+    hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: LogpsCall
+) -> tuple[Tensor, Optional[Tensor]]:
+    """(logps, entropy), each of the shape of completion_ids; 0 at masked positions. Differentiable.
+
+    Where the entropy is not wanted, what stands in its place means nothing.
+    """
+    if is_traced(hidden):
+        temperature = call.temperature
+        if not isinstance(temperature, Tensor):
+            temperature = hidden.new_full((), temperature, dtype=table_dtype(call.compute_dtype or hidden.dtype))
+        results = logps(
+            hidden,
+            weight,
+            bias,
+            completion_ids=call.completion_ids,
+            mask=call.mask,
+            temperature=temperature,
+            logit_scale=call.logit_scale,
+            softcap=call.softcap,
+            want_entropy=call.want_entropy,
+            backend=call.backend,
+            compute_dtype=call.compute_dtype,
+        )
+        return results[:2]
+    if any(wanted(hidden, weight, bias)):
+        return _Logps.apply(hidden, weight, bias, call)
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            values = _compute(hidden, weight, bias, call)
+    else:
+        values = _compute(hidden, weight, bias, call)
+    shape = call.completion_ids.shape  # copies, without the other columns
+    return values.logp.clone().view(shape), values.entropy.clone().view(shape) if call.want_entropy else None
+
+
+def _compute(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: LogpsCall) -> TokenValues:
+    """logp, entropy and lse. To be called under no_grad."""
+    ids, kernels = call.completion_ids, get_backend(call.backend)
+    if not kernels.values_are_valid(ids, weight.shape[0], call.mask, ()):
+        check_values(ids, call.mask, weight.shape[0], None)
+    mask, static = token_mask(call.mask), is_capturing(hidden.device)
+    if isinstance(call.temperature, Tensor):
+        check_temperature(call.temperature, None if mask is None else mask.view(ids.shape))
+    with settled_precision(hidden.device):
+        head = make_head(hidden, weight, bias, kernels, compute_dtype=call.compute_dtype, mask=mask if static else None)
+        values = no_values(ids.numel(), table_dtype(head.hidden.dtype), hidden.device)
+        params = logit_params(call.logit_scale, call.softcap)
+        scorer = make_scorer(head, ids, call.temperature, params, values, mask)
+        scorer.score(None if static or mask is None else mask.nonzero().squeeze(1), entropy=call.want_entropy)
+        head.release()
+        return values.only(mask) if static and mask is not None else values
+
+
+def _shaped(values: TokenValues, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
+    """(logps, entropy, lse) with memory of their own."""
+    return values.logp.clone().view(shape), values.entropy.clone().view(shape), values.lse.view(shape)
+
+
+def _compute_gradients(
+    outer: tuple[Tensor, Tensor],
+    inputs: tuple[Tensor, Tensor, Optional[Tensor]],
+    call: LogpsCall,
+    entropy: Tensor,
+    lse: Tensor,
+    wants: Sequence[bool],
+) -> list[Optional[Tensor]]:
+    """(dhidden, dweight, dbias) from the logits computed again, over rows with a non-zero coefficient.
+
+    outer: (d loss / d logps, d loss / d entropy). inputs: (hidden, weight, bias).
+    """
+    device = entropy.device
+    with torch.no_grad(), settled_precision(device):
+        mask, static = token_mask(call.mask), is_capturing(device)
+        head = make_head(
+            *inputs, get_backend(call.backend), compute_dtype=call.compute_dtype, wants=tuple(wants),
+            mask=mask if static else None,
+        )  # fmt: skip
+        values = no_values(entropy.numel(), entropy.dtype, device)
+        values.entropy.copy_(entropy.reshape(-1))
+        values = TokenValues(values.columns, lse.reshape(-1).contiguous())
+        params = logit_params(call.logit_scale, call.softcap)
+        scorer = make_scorer(head, call.completion_ids, call.temperature, params, values, mask)
+        g_logp, g_entropy = (filled(g.reshape(-1), mask, 0.0) for g in outer)
+        scorer.gradient(g_logp, g_entropy, static_shapes=static)
+        return head.gradients().without_scales()
+
+
+class _Logps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, call):
+        found, entropy, lse = _shaped(_compute(hidden, weight, bias, call), call.completion_ids.shape)
+        saved = {"completion_ids": call.completion_ids, "mask": call.mask}
+        if isinstance(call.temperature, Tensor):
+            saved["temperature"] = call.temperature
+        ctx.saved, ctx.call = tuple(saved), call._replace(**dict.fromkeys(saved))
+        # A copy, since the caller may change what it got.
+        ctx.save_for_backward(hidden, weight, bias, entropy.clone(), lse, *saved.values())
+        return found, entropy
+
+    @staticmethod
+    def backward(ctx, g_logps, g_entropy):
+        refuse_double_backward("fused_logps")
+        hidden, weight, bias, entropy, lse, *saved = ctx.saved_tensors
+        call = ctx.call._replace(**dict(zip(ctx.saved, saved, strict=True)))
+        inputs, wants = (hidden, weight, bias), ctx.needs_input_grad[:3]
+        return *_compute_gradients((g_logps, g_entropy), inputs, call, entropy, lse, wants), None
+
+
+@torch.library.custom_op("grpo_kernels::logps", mutates_args=())
+def logps(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    completion_ids: Tensor,
+    mask: Optional[Tensor],
+    temperature: Tensor,
+    logit_scale: float,
+    softcap: float,
+    want_entropy: bool,
+    backend: str,
+    compute_dtype: Optional[torch.dtype],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(logps, entropy, lse), each of the shape of completion_ids; 0 at masked positions."""
+    call = LogpsCall(
+        completion_ids=completion_ids, mask=mask, temperature=temperature, logit_scale=logit_scale, softcap=softcap,
+        want_entropy=want_entropy, backend=backend, compute_dtype=compute_dtype,
+    )  # fmt: skip
+    with torch.no_grad():
+        return _shaped(_compute(hidden, weight, bias, call), completion_ids.shape)
+
+
+@logps.register_fake
+def _(
+    hidden, weight, bias, completion_ids, mask, temperature, logit_scale, softcap, want_entropy, backend, compute_dtype
+):
+    dtype = table_dtype(compute_dtype or hidden.dtype)
+    return tuple(hidden.new_empty(completion_ids.shape, dtype=t) for t in (dtype, dtype, torch.float64))
+
+
+@torch.library.custom_op("grpo_kernels::logps_backward", mutates_args=())
+def logps_backward(
+    g_logps: Tensor,
+    g_entropy: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    completion_ids: Tensor,
+    mask: Optional[Tensor],
+    temperature: Tensor,
+    entropy: Tensor,
+    lse: Tensor,
+    logit_scale: float,
+    softcap: float,
+    backend: str,
+    compute_dtype: Optional[torch.dtype],
+    wants: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dhidden, dweight, dbias); unwanted ones are empty."""
+    call = LogpsCall(
+        completion_ids=completion_ids, mask=mask, temperature=temperature, logit_scale=logit_scale, softcap=softcap,
+        want_entropy=True, backend=backend, compute_dtype=compute_dtype,
+    )  # fmt: skip
+    found = _compute_gradients((g_logps, g_entropy), (hidden, weight, bias), call, entropy, lse, wants)
+    dhidden, dweight, dbias = (hidden.new_empty(0) if g is None else g for g in found)
+    return dhidden, dweight, dbias
+
+
+@logps_backward.register_fake
+def _(
+    g_logps, g_entropy, hidden, weight, bias, ids, mask, temperature, entropy, lse, scale, cap, backend, dtype, wants
+):
+    given = (hidden, weight, weight if bias is None else bias)
+    return tuple(x.new_empty(x.shape) if want else hidden.new_empty(0) for x, want in zip(given, wants, strict=True))
+
+
+def _save_logps(ctx, inputs, output):
+    hidden, weight, bias, completion_ids, mask, temperature, scale, softcap, _, backend, compute_dtype = inputs
+    ctx.options = scale, softcap, backend, compute_dtype
+    ctx.mark_non_differentiable(output[2])
+    ctx.save_for_backward(hidden, weight, bias, completion_ids, mask, temperature, *output[1:])
+
+
+def _logps_gradients(ctx, g_logps, g_entropy, _):
+    refuse_double_backward("fused_logps")
+    wants = list(ctx.needs_input_grad[:3])
+    gradients = logps_backward(g_logps, g_entropy, *ctx.saved_tensors, *ctx.options, wants)
+    return (*(g if want else None for g, want in zip(gradients, wants, strict=True)), *[None] * 8)
+
+
+logps.register_autograd(_logps_gradients, setup_context=_save_logps)

@@ -1,0 +1,182 @@
+"""The loss from hidden states, as autograd and torch.compile see it.
+
+An eager call goes through an autograd.Function, or nothing where no gradient is wanted; torch.compile gets a custom
+operator with the same body.
+
+No `from __future__ import annotations` here, and Optional[X] for X | None: torch infers schemas from the annotations.
+"""
+# ruff: noqa: UP045
+
+from collections.abc import Sequence
+from typing import NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+from ..backends import get_backend
+from ..config import GRPOConfig, config_from_key
+from ..contract import Backend, TokenInputs
+from ..validate import check_token_values, check_values
+from .backward import FinishedGradients, refuse_double_backward, scale_saved_gradients, times, waiting_dtype
+from .chunks import run
+from .plan import make_plan
+from .products import settled_precision
+from .shared import is_capturing, is_traced, make_head, table_dtype
+from .token_ops import empty_sums
+
+
+class LossCall(NamedTuple):
+    """What a call of the loss computes, besides the three inputs that may need gradients."""
+
+    completion_ids: Tensor
+    tokens: TokenInputs
+    num_groups: int
+    config: GRPOConfig
+    backend: str
+    compute_dtype: Optional[torch.dtype]  # of the products, where it is not the inputs' own
+    wants: Sequence[bool]  # which of hidden, weight, bias need gradients
+    accumulate_into: Optional[Tensor] = None  # float32, like the weight, whose gradient each backward adds to it
+
+
+def loss_from_hidden(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: LossCall) -> tuple[Tensor, ...]:
+    """(loss, logps, entropy, numbers of Sums); the loss is differentiable in hidden, weight and bias."""
+    if is_traced(hidden):
+        if call.accumulate_into is not None:
+            raise ValueError("accumulate_into is given to a call that is traced or compiled; it needs an eager one")
+        results = grpo_loss(
+            hidden,
+            weight,
+            bias,
+            completion_ids=call.completion_ids,
+            tokens=list(call.tokens),
+            num_groups=call.num_groups,
+            config_key=call.config.key,
+            backend=call.backend,
+            compute_dtype=call.compute_dtype,
+            wants=list(call.wants),
+        )
+        return results[:4]
+    if any(call.wants):
+        others: list[Tensor] = []
+        loss = _Loss.apply(hidden, weight, bias, call, others)
+        return loss, *others
+    if not torch.is_grad_enabled():
+        return _compute(hidden, weight, bias, call)[0]
+    with torch.no_grad():
+        return _compute(hidden, weight, bias, call)[0]
+
+
+def _compute(
+    hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: LossCall
+) -> tuple[tuple[Tensor, ...], FinishedGradients]:
+    """To be called under no_grad."""
+    ids, inputs, config = call.completion_ids, call.tokens, call.config
+    kernels = get_backend(call.backend)
+    if not _are_valid(ids, inputs, weight.shape[0], kernels):
+        check_values(ids, inputs.completion_mask, weight.shape[0], inputs.cu_seqlens)
+        check_token_values(inputs)
+    with settled_precision(hidden.device):
+        static = config.static_shapes or is_capturing(hidden.device)
+        dtype = table_dtype(call.compute_dtype or hidden.dtype)
+        plan = make_plan(inputs, ids, config, call.num_groups, kernels, static_shapes=static, dtype=dtype)
+        head = make_head(
+            hidden, weight, bias, kernels, compute_dtype=call.compute_dtype, wants=tuple(call.wants),
+            logits_dtype=config.logits_dtype, chunk_rows=config.chunk_rows,
+            mask=plan.tokens.scored if static and inputs.completion_mask is not None else None,
+        )  # fmt: skip
+        values, sums = run(head, plan, kernels, gradients=any(call.wants), static_shapes=static)
+        both = values.columns[:2].clone().view(2, *ids.shape)  # without the other columns
+        return (sums.loss.clone(), both[0], both[1], sums.numbers), head.gradients()
+
+
+def _are_valid(ids: Tensor, inputs: TokenInputs, vocab_size: int, kernels: Backend) -> bool:
+    """Whether one sweep of the backend's shows that nothing is wrong with the values; what is, the checks will say."""
+    if inputs.temperature is not None or inputs.normalizer is not None or inputs.cu_seqlens is not None:
+        return False
+    numbers = inputs.advantages, inputs.old_logps, inputs.ref_logps, inputs.rollout_weights
+    return kernels.values_are_valid(ids, vocab_size, inputs.completion_mask, numbers)
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, call, others):
+        """`others` gets what comes with the loss and has no gradient: autograd has nothing to do with it."""
+        results, ctx.gradients = _compute(hidden, weight, bias, call)
+        ctx.gradients.sums[1] = call.accumulate_into
+        others.extend(results[1:])
+        return results[0]
+
+    @staticmethod
+    def backward(ctx, g_loss):
+        refuse_double_backward("fused_grpo_loss")
+        return *scale_saved_gradients(ctx, "fused_grpo_loss", g_loss), None, None
+
+
+@torch.library.custom_op("grpo_kernels::grpo_loss", mutates_args=())
+def grpo_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    completion_ids: Tensor,
+    tokens: Sequence[Optional[Tensor]],
+    num_groups: int,
+    config_key: str,
+    backend: str,
+    compute_dtype: Optional[torch.dtype],
+    wants: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(loss, logps, entropy, numbers of Sums, dhidden, dweight, dbias, scale of the last two).
+
+    Unwanted gradients are empty.
+    """
+    inputs, config = TokenInputs(*tokens), config_from_key(config_key)  # type: ignore[arg-type]
+    call = LossCall(completion_ids, inputs, num_groups, config, backend, compute_dtype, wants)
+    with torch.no_grad():
+        (loss, logps, entropy, numbers), gradients = _compute(hidden, weight, bias, call)
+    results = loss, logps.clone(), entropy.clone(), numbers  # the results of an operator share no memory
+    scale = gradients.scales[1]  # of dweight and dbias
+    scale = hidden.new_ones((), dtype=torch.float32) if scale is None else scale.clone()
+    return *results, *(hidden.new_empty(0) if g is None else g for g in gradients.tensors), scale
+
+
+@grpo_loss.register_fake
+def _(hidden, weight, bias, completion_ids, tokens, num_groups, config_key, backend, compute_dtype, wants):
+    dtype = table_dtype(compute_dtype or hidden.dtype)
+    f = hidden.new_empty
+    given = (hidden, weight, weight if bias is None else bias)
+    return (
+        f((), dtype=dtype),
+        f(completion_ids.shape, dtype=dtype),
+        f(completion_ids.shape, dtype=dtype),
+        empty_sums(hidden, completion_ids, tokens, num_groups, dtype),
+        *(
+            x.new_empty(x.shape, dtype=waiting_dtype(x.dtype)) if want else f(0)
+            for x, want in zip(given, wants, strict=True)
+        ),
+        f((), dtype=torch.float32),
+    )
+
+
+def _save_gradients(ctx, inputs, output):
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    hidden, weight, bias = inputs[:3]
+    ctx.wants = inputs[-1]
+    ctx.dtypes = hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
+    ctx.save_for_backward(*output[-4:])
+
+
+def _return_gradients(ctx, g_loss, *_):
+    refuse_double_backward("fused_grpo_loss")
+    gradients: list[Optional[Tensor]] = [None, None, None]
+    if g_loss is not None:
+        *saved, scale = ctx.saved_tensors
+        factors = g_loss, g_loss / scale, g_loss / scale
+        gradients = [
+            times(x, factor, dtype) if want else None
+            for x, factor, dtype, want in zip(saved, factors, ctx.dtypes, ctx.wants, strict=True)
+        ]
+    return (*gradients, *[None] * 7)
+
+
+grpo_loss.register_autograd(_return_gradients, setup_context=_save_gradients)
