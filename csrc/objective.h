@@ -1,11 +1,12 @@
 // The loss of one token and its derivatives; CPU and device kernels compile this same file.
 //
 //     value = keep * multiplier * surrogate(x, logp, A) + beta * KL(logp, ref) * (bias_correction ? r : 1)
-//     r     = exp(clamp(x)),   keep = entropy >= entropy_threshold
+//     r     = exp(clamp(x)),   keep = not entropy < entropy_threshold
 //
 // x is the raw log ratio: logp - old for a token, a mean or sum of those for a sequence, 0 without old. The total
 // derivative with respect to logp is d_ratio * dx/dlogp + d_direct; the caller knows dx/dlogp. Where a clamp acts, the
 // derivative is 0. A factor that is 0 selects an exact 0 and is never multiplied with something that may be infinite.
+// NaN logits make value and d_direct NaN, even where a clip, a threshold or a factor of 0 would have dropped them.
 #pragma once
 #include <math.h>
 
@@ -175,7 +176,7 @@ GK_HD TokenObjective objective(const Params& p, float x, float logp, float entro
     const float r = expf(exponent);
     TokenObjective out = {0.f, 0.f, 0.f, 0.f};
 
-    if (entropy >= entropy_threshold && multiplier != 0.f) {
+    if (!(entropy < entropy_threshold) && multiplier != 0.f) {
         const Term term = surrogate(p, clamped, r, x, logp, advantage);
         out.value = multiplier * term.value;
         out.d_ratio = multiplier * term.d_ratio;
@@ -192,6 +193,7 @@ GK_HD TokenObjective objective(const Params& p, float x, float logp, float entro
             if (p.bias_correction && !clamped && !beyond) out.d_ratio += p.beta * out.kl;
         }
     }
+    if (x != x || logp != logp || entropy != entropy) out.value = out.d_direct = x + logp + entropy;  // NaN
     return out;
 }
 

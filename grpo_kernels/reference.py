@@ -168,7 +168,9 @@ def reference_loss_from_logps(
         keep = (A >= 0) | ((seq_sum(drift) / length.clamp(min=1))[seq] <= cfg.off_policy_mask_threshold)
         value = value * keep
     if cfg.entropy_threshold is not None:
-        value = value * (H.detach() >= cfg.entropy_threshold)
+        value = value * ~(H.detach() < cfg.entropy_threshold)
+    # NaN logits show in the loss, even where a threshold or a mask drops their token.
+    value = value.masked_fill(logp.isnan() if H is None else logp.isnan() | H.isnan(), math.nan)
     kl = None
     if ref is not None and cfg.kl_estimator != "none":
         kl = kl_estimate(cfg, logp, ref)

@@ -11,6 +11,7 @@ from torch import Tensor
 from ...contract import COLUMN, COLUMNS, FIELD, KernelParams, RowStats
 from . import groups
 from .base import GatheringBackend
+from .coefficients import own_log_ratio
 from .objective import clamp_log_ratio, objective
 
 LOWEST_LOG_P = -1e4  # e^x is 0 long before, in float64 too
@@ -39,8 +40,7 @@ class TorchBackend(GatheringBackend):
         """Statistics, objective and gradient of a chunk whose tokens depend on themselves alone."""
         temperature = table[FIELD["temperature"]]
         stats = self.stats(logits, ids, temperature, params)
-        log_ratio = stats.logp - table[FIELD["old"]] if params.has_old else torch.zeros_like(stats.logp)
-        result = objective(log_ratio, stats.logp, stats.entropy, table, params)
+        result = objective(own_log_ratio(stats.logp, table, params), stats.logp, stats.entropy, table, params)
         g_logp = torch.zeros_like(stats.logp)
         for name, slope in (("weight_ratio", result.d_ratio), ("weight_direct", result.d_direct)):
             weight = table[FIELD[name]]

@@ -1,11 +1,12 @@
 """The loss of one token and its derivatives: csrc/objective.h for blocks of tokens.
 
     value = keep * multiplier * surrogate(x, logp, A) + beta * KL(logp, ref) * (r if bias-corrected else 1)
-    r     = exp(clamp(x)),   keep = entropy >= entropy_threshold
+    r     = exp(clamp(x)),   keep = not entropy < entropy_threshold
 
 x is the raw log ratio: logp - old for a token, a mean or sum of those for a sequence, 0 without old. The total
 derivative with respect to logp is d_ratio * dx/dlogp + d_direct. Where a clamp acts, the derivative is 0. A factor that
-is 0 selects an exact 0 and is never multiplied with something that may be infinite.
+is 0 selects an exact 0 and is never multiplied with something that may be infinite. NaN logits make value and d_direct
+NaN, even where a clip, a threshold or a factor of 0 would have dropped them.
 
 The variant (SURROGATE, KL, HAS_OLD, BIAS_CORRECTION) is compiled in; the numbers (`Scalars`) are run-time float32
 values. Of a batch's table and values kernels pass the address of a token's own column, and `tokens`, the number of
@@ -254,7 +255,7 @@ def token_objective(
     clamped = exponent != x
     r = tl.exp(exponent)
     value, d_ratio, d_direct = surrogate(p, clamped, r, x, logp, A, SURROGATE)
-    kept = (entropy >= threshold) & (multiplier != 0.0)
+    kept = (multiplier != 0.0) & ~(entropy < threshold)
     value = tl.where(kept, multiplier * value, 0.0)
     d_ratio = tl.where(kept, multiplier * d_ratio, 0.0)
     d_direct = tl.where(kept, multiplier * d_direct, 0.0)
@@ -272,6 +273,8 @@ def token_objective(
         d_direct += tl.where(penalised, p.beta * slope, 0.0)
         if BIAS_CORRECTION:
             d_ratio += tl.where(penalised & ~clamped, p.beta * kl, 0.0)
+    nan = (x != x) | (logp != logp) | (entropy != entropy)
+    value, d_direct = tl.where(nan, float("nan"), value), tl.where(nan, float("nan"), d_direct)
     return value, d_ratio, d_direct, kl
 
 
@@ -283,10 +286,10 @@ def weighted(weight, slope):
 
 @triton.jit
 def own_log_ratio(column, tokens, live, logp, HAS_OLD: tl.constexpr):
-    """The raw log ratio of the token alone; `column` points to its column of the table."""
+    """The raw log ratio of the token alone; `column` points to its column of the table. NaN where logp is."""
     if HAS_OLD:
         return logp - tl.load(column + OLD * tokens, mask=live, other=0.0)
-    return tl.zeros_like(logp)
+    return logp - logp
 
 
 @triton.jit
