@@ -43,11 +43,19 @@ class LossInputs(NamedTuple):
 
 
 def resolve(
-    options: LossOptions, config: GRPOConfig, per_token: Tensor, owner: str, backend: str, *, reads_logits: bool = True
+    options: LossOptions,
+    config: GRPOConfig,
+    per_token: Tensor,
+    owner: str,
+    backend: str,
+    dtype: torch.dtype,
+    *,
+    reads_logits: bool = True,
 ) -> LossInputs:
     """Check the options against `per_token`, a tensor of the shape (B, T) or (N,), and derive the plan's inputs.
 
-    `owner` is the argument that set that shape; `reads_logits`: the options of the logits count.
+    `owner` is the argument that set that shape, `dtype` the type of the row table; `reads_logits`: the options of the
+    logits count.
     """
     shape, like = per_token.shape, per_token
     num_sequences = num_sequences_of(per_token, options.cu_seqlens, owner)
@@ -57,9 +65,8 @@ def resolve(
     if temperature is not None and temperature.numel() != 1:
         check_token_tensor("temperature", temperature, shape, num_sequences, like)
     threshold = config.entropy_threshold if isinstance(config.entropy_threshold, Tensor) else None
-    normalizer = check_scalar("normalizer", options.normalizer, like)
-    if options.num_items_in_batch is not None:
-        normalizer = check_scalar("num_items_in_batch", options.num_items_in_batch, like).clamp(min=1)
+    name = "normalizer" if options.num_items_in_batch is None else "num_items_in_batch"
+    normalizer = check_scalar(name, getattr(options, name), like.device, dtype)
 
     groups = None
     if options.num_generations is not None or options.group_ids is not None or options.rewards is not None:
@@ -77,7 +84,7 @@ def resolve(
         cu_seqlens=options.cu_seqlens,
         normalizer=normalizer,
         temperature=None if temperature is None else temperature.to(like.device),
-        entropy_threshold=check_scalar("entropy_threshold", threshold, like),
+        entropy_threshold=check_scalar("entropy_threshold", threshold, like.device, dtype),
         group_index=None if groups is None else groups.index,
     )
     return LossInputs(tokens, num_sequences, 0 if groups is None else groups.count, statistics)

@@ -98,7 +98,7 @@ def fused_grpo_loss(
         advantages, rewards, num_generations, group_ids, completion_mask, old_logps, ref_logps, rollout_weights,
         rollout_logps, cu_seqlens, num_items_in_batch, normalizer,
     )  # fmt: skip
-    inputs = resolve(options, config, completion_ids, "hidden", name)
+    inputs = resolve(options, config, completion_ids, "hidden", name, ops.table_dtype(compute_dtype or hidden.dtype))
     given = (hidden, lm_head_weight, lm_head_bias)
     wants = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in given]
     call = ops.LossCall(completion_ids, inputs.tokens, inputs.num_groups, config, name, compute_dtype, wants)
@@ -142,7 +142,7 @@ def grpo_loss_from_logps(
         advantages, rewards, num_generations, group_ids, completion_mask, old_logps, ref_logps, rollout_weights,
         rollout_logps, cu_seqlens, num_items_in_batch, normalizer,
     )  # fmt: skip
-    inputs = resolve(options, config, logps, "logps", name, reads_logits=False)
+    inputs = resolve(options, config, logps, "logps", name, ops.table_dtype(logps.dtype), reads_logits=False)
     given = torch.zeros_like(logps) if entropy is None else entropy
     loss, numbers, *_ = ops.policy_loss(logps, given, list(inputs.tokens), inputs.num_groups, config.key, name)
     known = None if entropy is None else entropy.detach()
@@ -188,7 +188,7 @@ def grpo_loss_from_logits(
         advantages, rewards, num_generations, group_ids, completion_mask, old_logps, ref_logps, rollout_weights,
         rollout_logps, cu_seqlens, num_items_in_batch, normalizer,
     )  # fmt: skip
-    inputs = resolve(options, config, completion_ids, "logits", name)
+    inputs = resolve(options, config, completion_ids, "logits", name, ops.table_dtype(logits.dtype))
     check_values(completion_ids, completion_mask, logits.shape[-1], cu_seqlens)
     check_token_values(inputs.tokens)
     if inplace and logits.is_leaf and logits.requires_grad:
