@@ -127,8 +127,9 @@ def grpo_loss_from_logps(
 ) -> GRPOLossOutput:
     """`fused_grpo_loss` from log-probabilities (B, T) or packed (N,), nats; differentiable in logps and entropy.
 
-    entropy: of the same shape; needed for an entropy bonus or threshold. Options of the logits (temperature, ...) and
-    of the engine are not read here. Everything else as in `fused_grpo_loss`.
+    entropy: of the same shape; needed for an entropy bonus or threshold. NaN in either at an unmasked position makes
+    the loss NaN. Options of the logits (temperature, ...) and of the engine are not read here. Everything else as in
+    `fused_grpo_loss`.
     """
     config = DEFAULT_CONFIG if config is None else config
     check_config(config)
@@ -145,8 +146,15 @@ def grpo_loss_from_logps(
     inputs = resolve(options, config, logps, "logps", name, ops.table_dtype(logps.dtype), reads_logits=False)
     given = torch.zeros_like(logps) if entropy is None else entropy
     loss, numbers, *_ = ops.policy_loss(logps, given, list(inputs.tokens), inputs.num_groups, config.key, name)
-    known = None if entropy is None else entropy.detach()
-    return GRPOLossOutput(loss, logps.detach(), known, config, inputs, inputs.sums(numbers))
+    shown = _without_padding(logps, completion_mask)
+    known = None if entropy is None else _without_padding(entropy, completion_mask)
+    return GRPOLossOutput(loss, shown, known, config, inputs, inputs.sums(numbers))
+
+
+def _without_padding(x: Tensor, mask: Tensor | None) -> Tensor:
+    """A copy in float32 or better with 0 where masked."""
+    x = x.detach().to(ops.table_dtype(x.dtype), copy=mask is None)
+    return x if mask is None else torch.where(mask.bool(), x, 0.0)
 
 
 def grpo_loss_from_logits(
