@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .advantages import Groups, check_rewards, group_statistics, resolve_groups
-from .config import GRPOConfig
+from .config import SURROGATE_RULES, GRPOConfig
 from .contract import Sums, TokenInputs
 from .validate import check_scalar, check_tensor, check_token_tensor, num_sequences_of
 
@@ -74,6 +74,8 @@ def resolve(
     advantages, statistics = options.advantages, None
     if options.rewards is not None:
         advantages, statistics = _advantages(options.rewards, groups, config, backend)
+        if options.cu_seqlens is not None:
+            advantages = advantages.unsqueeze(1)  # not one per token where there are as many of them as sequences
     tokens = TokenInputs(
         advantages=advantages,
         completion_mask=options.completion_mask,
@@ -110,7 +112,8 @@ def _check_tensors(options: LossOptions, shape: torch.Size, num_sequences: int, 
 def _check_combinations(options: LossOptions, config: GRPOConfig) -> None:
     if config.beta != 0.0 and options.ref_logps is None:
         raise ValueError(f"ref_logps is None and beta={config.beta}; the KL term needs the reference log-probabilities")
-    if config.surrogate in ("dppo_tv", "ipo") and options.rollout_logps is None and options.old_logps is None:
+    divides_by_rollout = SURROGATE_RULES[config.surrogate].divides_by_rollout
+    if divides_by_rollout and options.rollout_logps is None and options.old_logps is None:
         raise ValueError(f"surrogate={config.surrogate!r} divides by rollout_logps (or old_logps); both are None")
     if options.num_items_in_batch is not None:
         if options.normalizer is not None:

@@ -233,6 +233,8 @@ def check_token_values(inputs: TokenInputs) -> None:
     """Numbers of unmasked tokens that would make the loss NaN. In rollout_logps NaN means unknown and is fine."""
     if not checks_values(inputs.advantages.device):
         return
+    if inputs.cu_seqlens is not None:
+        _refuse_two_meanings(inputs, inputs.cu_seqlens)
     mask = None if inputs.completion_mask is None else inputs.completion_mask.bool()
     for name, finite in (("advantages", True), ("old_logps", False), ("ref_logps", False), ("rollout_weights", True)):
         x = getattr(inputs, name)
@@ -241,6 +243,20 @@ def check_token_values(inputs: TokenInputs) -> None:
     check_temperature(inputs.temperature, mask)
     if inputs.normalizer is not None and not inputs.normalizer.item() > 0:
         raise ValueError(f"normalizer={inputs.normalizer.item()}; expected a positive number")
+
+
+def _refuse_two_meanings(inputs: TokenInputs, cu_seqlens: Tensor) -> None:
+    """(S,) = (N,): one value per sequence is one per token, unless a sequence is empty and another one longer."""
+    sequences = cu_seqlens.numel() - 1
+    for name in ("advantages", "rollout_weights"):
+        x = getattr(inputs, name)
+        if x is not None and x.shape == (sequences,) and int(cu_seqlens[-1]) == sequences:
+            if bool((cu_seqlens.diff() != 1).any()):
+                raise ValueError(
+                    f"{name} has shape ({sequences},), and there are as many tokens as sequences, of which some are "
+                    f"empty: it may hold one value per token or one per sequence. Pass ({sequences}, 1) for one per "
+                    "sequence, or leave empty sequences out of cu_seqlens"
+                )
 
 
 def check_temperature(temperature: Tensor | None, mask: Tensor | None) -> None:
