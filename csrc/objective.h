@@ -171,6 +171,8 @@ GK_HD float clamped_log_ratio(const Params& p, float x) {
 
 GK_HD TokenObjective objective(const Params& p, float x, float logp, float entropy, float advantage, float ref,
                                float multiplier, float entropy_threshold) {
+    const float nan = x + logp + entropy;
+    if (x != x || logp != logp || entropy != entropy) return {nan, 0.f, nan, nan};
     const float exponent = clamped_log_ratio(p, x);
     const bool clamped = exponent != x;
     const float r = expf(exponent);
@@ -193,7 +195,6 @@ GK_HD TokenObjective objective(const Params& p, float x, float logp, float entro
             if (p.bias_correction && !clamped && !beyond) out.d_ratio += p.beta * out.kl;
         }
     }
-    if (x != x || logp != logp || entropy != entropy) out.value = out.d_direct = x + logp + entropy;  // NaN
     return out;
 }
 
