@@ -1,6 +1,7 @@
 // What Python, the CPU kernels and the device kernels agree on: enums, their names, the per-token matrices, the
 // parameters. Plain C++17: no torch, no Python, no CUDA. The order of every list is part of the interface; the module
-// exports the names, so that Python looks an index up by name and never writes a number down. Each list is said once.
+// exports the names, so that Python looks an index up by name and never writes a number down. Each list is
+// written once.
 #pragma once
 #include <stdint.h>
 
@@ -14,7 +15,7 @@
 namespace gk {
 
 // Raised with every change of the seam, so that Python never calls a module that was built for another version of it.
-constexpr int kInterface = 5;
+constexpr int kInterface = 6;
 
 #define GK_ENUMERATOR(enumerator, name) enumerator,
 #define GK_NAME(enumerator, name) name,
@@ -136,14 +137,15 @@ constexpr const char* kBaselineNames[] = {GK_BASELINES(GK_NAME)};
 #define GK_ONE_MORE(name) +1
 
 // The scalars of the per-token objective. An infinite bound is off.
-#define GK_PARAM_INTEGERS(F)                                                         \
-    F(surrogate)                                                                     \
-    F(kl)                                                                            \
-    F(has_old)         /* 0: the ratio is logp / stop_gradient(logp), log ratio 0 */ \
-    F(bias_correction) /* KL is multiplied by the ratio */                           \
-    F(level)                                                                         \
-    F(has_rollout) /* log-probabilities of the sampling engine were given */         \
-    F(vespo)       /* the multiplier is VESPO's phi of the sequence; surrogate reinforce */
+#define GK_PARAM_INTEGERS(F)                                                                       \
+    F(surrogate)                                                                                   \
+    F(kl)                                                                                          \
+    F(has_old)         /* 0: the ratio is logp / stop_gradient(logp), log ratio 0 */               \
+    F(bias_correction) /* KL is multiplied by the ratio */                                         \
+    F(level)                                                                                       \
+    F(has_rollout)        /* log-probabilities of the sampling engine were given */                \
+    F(vespo)              /* the multiplier is VESPO's phi of the sequence; surrogate reinforce */ \
+    F(divides_by_rollout) /* the field "old" holds the rollout's where that is known */
 #define GK_PARAM_FLOATS(F)                                                         \
     F(beta)                                                                        \
     F(epsilon_low)                                                                 \
@@ -173,7 +175,7 @@ static_assert(sizeof(Params) == 4 * (sizeof kParamNames / sizeof *kParamNames), 
 // What a plan follows from besides the batch itself.
 #define GK_PLAN_RULE_INTEGERS(F)                                                   \
     F(aggregation)                                                                 \
-    F(divides_by_rollout)        /* base is the rollout where that is known */     \
+    F(divides_by_rollout)        /* old is the rollout where that is known */      \
     F(multiplies_rollout_weight) /* 0: VESPO's phi takes its place */              \
     F(level)                                                                       \
     F(whole_sequences) /* a token's gradient depends on those of its sequence */   \

@@ -4,9 +4,10 @@
 //     r     = exp(clamp(x)),   keep = not entropy < entropy_threshold
 //
 // x is the raw log ratio: logp - old for a token, a mean or sum of those for a sequence, 0 without old. The total
-// derivative with respect to logp is d_ratio * dx/dlogp + d_direct; the caller knows dx/dlogp. Where a clamp acts, the
-// derivative is 0. A factor that is 0 selects an exact 0 and is never multiplied with something that may be infinite.
-// NaN logits make value and d_direct NaN, even where a clip, a threshold or a factor of 0 would have dropped them.
+// derivative with respect to logp is d_ratio * dx/dlogp + d_direct; the caller computes dx/dlogp. Where a clamp acts,
+// the derivative is 0. A factor that is 0 selects an exact 0 and is never multiplied with something that may be
+// infinite. NaN logits make value and d_direct NaN, even where a clip, a threshold or a factor of 0 would have dropped
+// them.
 #pragma once
 #include <math.h>
 
@@ -66,7 +67,7 @@ GK_HD Term surrogate_sapo(const Params& p, float r, float advantage) {
 
 GK_HD Term surrogate_gmpo(float r, float advantage) { return {-advantage * r, -advantage * r, 0.f}; }
 
-// p - q is the change of the token's probability since it was sampled. x is raw: the quadratic knows no clamp.
+// p - q is the change of the token's probability since it was sampled. x is raw: the quadratic has no clamp.
 GK_HD float probability_change(float x, float logp) { return expf(logp) - expf(logp - x); }
 
 GK_HD Term surrogate_trust_region(bool keep, bool clamped, float r, float x, float advantage) {

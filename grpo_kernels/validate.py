@@ -250,13 +250,14 @@ def _refuse_two_meanings(inputs: TokenInputs, cu_seqlens: Tensor) -> None:
     sequences = cu_seqlens.numel() - 1
     for name in ("advantages", "rollout_weights"):
         x = getattr(inputs, name)
-        if x is not None and x.shape == (sequences,) and int(cu_seqlens[-1]) == sequences:
-            if bool((cu_seqlens.diff() != 1).any()):
-                raise ValueError(
-                    f"{name} has shape ({sequences},), and there are as many tokens as sequences, of which some are "
-                    f"empty: it may hold one value per token or one per sequence. Pass ({sequences}, 1) for one per "
-                    "sequence, or leave empty sequences out of cu_seqlens"
-                )
+        if x is None or x.shape != (sequences,) or int(cu_seqlens[-1]) != sequences:
+            continue
+        if bool((cu_seqlens.diff() != 1).any()):
+            raise ValueError(
+                f"{name} has shape ({sequences},), and there are as many tokens as sequences, of which some are empty: "
+                f"it may hold one value per token or one per sequence. Pass ({sequences}, 1) for one per sequence, or "
+                "leave empty sequences out of cu_seqlens"
+            )
 
 
 def check_temperature(temperature: Tensor | None, mask: Tensor | None) -> None:

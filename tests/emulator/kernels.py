@@ -26,7 +26,16 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SCALES = ("group", "batch", "none")
 BASELINES = ("mean", "leave_one_out", "none")
 # Which of the numbers are integers, csrc/layout.h; some of them are named in Python.
-PARAM_INTEGERS = ("surrogate", "kl", "has_old", "bias_correction", "level", "has_rollout", "vespo")
+PARAM_INTEGERS = (
+    "surrogate",
+    "kl",
+    "has_old",
+    "bias_correction",
+    "level",
+    "has_rollout",
+    "vespo",
+    "divides_by_rollout",
+)
 PLAN_INTEGERS = (
     "aggregation", "divides_by_rollout", "multiplies_rollout_weight", "level", "whole_sequences", "needs_advantage",
     "kl_moves", "score_inactive",

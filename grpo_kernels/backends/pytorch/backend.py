@@ -128,11 +128,11 @@ class TorchBackend(GatheringBackend):
         field = dict(zip(FIELD, table, strict=True))
         ratio = clamp_log_ratio(log_ratio, params)[0].exp()
         bounded, advantage = ratio.clamp(max=params.delta), field["advantage"]
-        behaviour = field["old"] if params.has_old else logp
+        old = field["old"] if params.has_old else logp
         known = ~field["rollout"].isnan()
-        # DPPO and IPO divide by the rollout itself: there the current policy is compared with it.
-        trained = logp if params.surrogate in ("dppo_tv", "ipo") else behaviour
-        mismatch = torch.where(known, (trained - field["rollout"]).abs(), 0.0)
+        # Of the old policy, or where the ratio divides by the rollout of the current one.
+        policy = logp if params.divides_by_rollout else old
+        mismatch = torch.where(known, (policy - field["rollout"]).abs(), 0.0)
         one = torch.ones_like(logp)
         columns = {
             "loss": field["weight_direct"] * value + field["weight_entropy"] * entropy,
@@ -143,7 +143,7 @@ class TorchBackend(GatheringBackend):
             "clip_low": (bounded < 1 - params.epsilon_low) & (advantage < 0),
             "clip_high": (bounded > 1 + params.epsilon_high) & (advantage > 0),
             "cispo_clip": (bounded > params.epsilon_high) & (advantage > 0),
-            "approx_kl": behaviour - logp,
+            "approx_kl": old - logp,
             "mismatch": mismatch,
             "mismatch_count": known,
             "rollout_weight": field["rollout_weight"],
