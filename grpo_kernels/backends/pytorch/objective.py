@@ -6,7 +6,7 @@
     d loss / d logp = weight_ratio * d_ratio + weight_direct * d_direct           (ratio of one token)
 
 Coefficients are selected, never multiplied by a mask: 0 * inf at a clipped or dropped token would be NaN. NaN logits
-make value and d_direct NaN, even where a clip, a threshold or a factor of 0 would have dropped them.
+make the multiplier NaN, even where a clip, a threshold or a factor of 0 would have dropped them.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def objective(log_ratio: Tensor, logp: Tensor, entropy: Tensor, table: Tensor, p
     x, clamp_acts = clamp_log_ratio(log_ratio, p)
     r = x.exp()
     multiplier = torch.where(entropy < table[FIELD["entropy_threshold"]], 0.0, table[FIELD["multiplier"]])
+    multiplier = torch.where(log_ratio.isnan() | logp.isnan() | entropy.isnan(), torch.nan, multiplier)
     term = SURROGATES[p.surrogate](p, r, log_ratio, logp, A, clamp_acts)
     dropped = multiplier == 0.0
     value, d_ratio, d_direct = (torch.where(dropped, 0.0, multiplier * part) for part in term)
@@ -59,8 +60,6 @@ def objective(log_ratio: Tensor, logp: Tensor, entropy: Tensor, table: Tensor, p
         d_direct = d_direct + p.beta * d_kl
         if p.bias_correction:
             d_ratio = d_ratio + torch.where(clamp_acts, 0.0, p.beta * kl)
-    nan = log_ratio.isnan() | logp.isnan() | entropy.isnan()
-    value, d_direct = (torch.where(nan, torch.nan, part) for part in (value, d_direct))
     return Objective(value, d_ratio, d_direct, kl)
 
 
