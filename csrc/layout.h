@@ -15,7 +15,7 @@
 namespace gk {
 
 // Raised with every change of the seam, so that Python never calls a module that was built for another version of it.
-constexpr int kInterface = 6;
+constexpr int kInterface = 5;
 
 #define GK_ENUMERATOR(enumerator, name) enumerator,
 #define GK_NAME(enumerator, name) name,
@@ -137,15 +137,14 @@ constexpr const char* kBaselineNames[] = {GK_BASELINES(GK_NAME)};
 #define GK_ONE_MORE(name) +1
 
 // The scalars of the per-token objective. An infinite bound is off.
-#define GK_PARAM_INTEGERS(F)                                                                       \
-    F(surrogate)                                                                                   \
-    F(kl)                                                                                          \
-    F(has_old)         /* 0: the ratio is logp / stop_gradient(logp), log ratio 0 */               \
-    F(bias_correction) /* KL is multiplied by the ratio */                                         \
-    F(level)                                                                                       \
-    F(has_rollout)        /* log-probabilities of the sampling engine were given */                \
-    F(vespo)              /* the multiplier is VESPO's phi of the sequence; surrogate reinforce */ \
-    F(divides_by_rollout) /* the field "old" holds the rollout's where that is known */
+#define GK_PARAM_INTEGERS(F)                                                         \
+    F(surrogate)                                                                     \
+    F(kl)                                                                            \
+    F(has_old)         /* 0: the ratio is logp / stop_gradient(logp), log ratio 0 */ \
+    F(bias_correction) /* KL is multiplied by the ratio */                           \
+    F(level)                                                                         \
+    F(has_rollout) /* log-probabilities of the sampling engine were given */         \
+    F(vespo)       /* the multiplier is VESPO's phi of the sequence; surrogate reinforce */
 #define GK_PARAM_FLOATS(F)                                                         \
     F(beta)                                                                        \
     F(epsilon_low)                                                                 \

@@ -25,7 +25,7 @@ from ...contract import (
 )
 from ..checks import check_matrices, check_rewards, check_tokens
 
-INTERFACE = 6  # of csrc/layout.h
+INTERFACE = 5  # of csrc/layout.h
 
 _MASK_BYTES = {torch.bool: 1, torch.uint8: 1, torch.int8: 1, torch.int32: 4, torch.int64: 8}
 _SCALAR, _PER_SEQUENCE, _PER_TOKEN = 0, 1, 2
