@@ -136,7 +136,7 @@ def test_masked_absent_silent_and_nan(kernels, device):
 @pytest.mark.parametrize("dtype", c.DTYPES)
 def test_single_pass_is_stats_objective_gradient(kernels, device, dtype):
     kernels.use(DEVICES[device])
-    c.check_parts(kernels, dtype, 1000)
+    c.check_parts(kernels, dtype, 1000, same_bits=False)
 
 
 def test_logp_is_as_accurate_as_torch(kernels):
