@@ -265,6 +265,7 @@ class GRPOConfig:
             level=str(self.importance_sampling_level),
             has_rollout=has_rollout,
             vespo=self.surrogate == "vespo",
+            divides_by_rollout=SURROGATE_RULES[self.surrogate].divides_by_rollout,
             off_policy_threshold=_or(self.off_policy_mask_threshold, math.inf),
             vespo_k_pos=_or(self.vespo_k_pos, 0.0),
             vespo_k_neg=_or(self.vespo_k_neg, 0.0),

@@ -295,6 +295,7 @@ class KernelParams(NamedTuple):
     level: str = "token"
     has_rollout: bool = False
     vespo: bool = False
+    divides_by_rollout: bool = False  # from config.SURROGATE_RULES; csrc has a function of the surrogate instead
     off_policy_threshold: float = math.inf
     vespo_k_pos: float = 2.0
     vespo_k_neg: float = 3.0

@@ -15,7 +15,7 @@ from .engine.autocast import autocast_dtype
 from .engine.backward import refuse_double_backward, scale_saved_gradients
 from .engine.logits_loss import loss_over_logits
 from .engine.loss_op import LossCall, loss_from_hidden
-from .engine.shared import wanted
+from .engine.shared import table_dtype, wanted
 from .engine.token_ops import policy_loss
 from .inputs import LossInputs, LossOptions, resolve
 from .output import GRPOLossOutput
@@ -114,7 +114,7 @@ def fused_grpo_loss(
         rollout_logps=rollout_logps, cu_seqlens=cu_seqlens, num_items_in_batch=num_items_in_batch,
         normalizer=normalizer,
     )  # fmt: skip
-    inputs = resolve(options, config, completion_ids, "hidden", name)
+    inputs = resolve(options, config, completion_ids, "hidden", name, table_dtype(compute_dtype or hidden.dtype))
     call = LossCall(
         completion_ids=completion_ids, tokens=inputs.tokens, num_groups=inputs.num_groups, config=config,
         backend=name, compute_dtype=compute_dtype, wants=wanted(hidden, lm_head_weight, lm_head_bias),
@@ -145,8 +145,9 @@ def grpo_loss_from_logps(
 ) -> GRPOLossOutput:
     """`fused_grpo_loss` from log-probabilities (B, T) or packed (N,), nats; differentiable in logps and entropy.
 
-    entropy: of the same shape; needed for an entropy bonus or threshold. Options of the logits (temperature, ...) and
-    of the engine are not read here. Everything else as in `fused_grpo_loss`.
+    entropy: of the same shape; needed for an entropy bonus or threshold. NaN in either at an unmasked position makes
+    the loss NaN. Options of the logits (temperature, ...) and of the engine are not read here. Everything else as in
+    `fused_grpo_loss`.
     """
     config = DEFAULT_CONFIG if config is None else config
     check_config(config)
@@ -162,11 +163,18 @@ def grpo_loss_from_logps(
         rollout_logps=rollout_logps, cu_seqlens=cu_seqlens, num_items_in_batch=num_items_in_batch,
         normalizer=normalizer,
     )  # fmt: skip
-    inputs = resolve(options, config, logps, "logps", name, reads_logits=False)
+    inputs = resolve(options, config, logps, "logps", name, table_dtype(logps.dtype), reads_logits=False)
     given = torch.zeros_like(logps) if entropy is None else entropy
     loss, numbers, *_ = policy_loss(logps, given, list(inputs.tokens), inputs.num_groups, config.key, name)
-    known = None if entropy is None else entropy.detach()
-    return GRPOLossOutput(loss, logps.detach(), known, config, inputs, inputs.sums(numbers))
+    shown = _without_padding(logps, completion_mask)
+    known = None if entropy is None else _without_padding(entropy, completion_mask)
+    return GRPOLossOutput(loss, shown, known, config, inputs, inputs.sums(numbers))
+
+
+def _without_padding(x: Tensor, mask: Tensor | None) -> Tensor:
+    """A copy in float32 or better with 0 where masked."""
+    x = x.detach().to(table_dtype(x.dtype), copy=mask is None)
+    return x if mask is None else torch.where(mask.bool(), x, 0.0)
 
 
 def grpo_loss_from_logits(
@@ -210,7 +218,7 @@ def grpo_loss_from_logits(
         rollout_logps=rollout_logps, cu_seqlens=cu_seqlens, num_items_in_batch=num_items_in_batch,
         normalizer=normalizer,
     )  # fmt: skip
-    inputs = resolve(options, config, completion_ids, "logits", name)
+    inputs = resolve(options, config, completion_ids, "logits", name, table_dtype(logits.dtype))
     check_values(completion_ids, completion_mask, logits.shape[-1], cu_seqlens)
     check_token_values(inputs.tokens)
     if inplace and logits.is_leaf and logits.requires_grad:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .config import DEFAULT_CONFIG, GRPOConfig
+from .config import DEFAULT_CONFIG, SURROGATE_RULES, GRPOConfig
 
 # Exponents stop here (float32 ends at exp(88.7)); like every clamp this one has gradient 0 where it acts. A ratio times
 # a KL, each of which may be that large, stops at the same number.
@@ -134,7 +134,7 @@ def reference_loss_from_logps(
     # DPPO and IPO divide by the sampling engine's probability. Where it is unknown (NaN) they fall back to the old
     # policy's, and without one the token has no surrogate.
     base, known = old, None
-    if cfg.surrogate in ("dppo_tv", "ipo") and rollout is not None:
+    if SURROGATE_RULES[cfg.surrogate].divides_by_rollout and rollout is not None:
         known = ~rollout.isnan() if old is None else None
         base = torch.where(rollout.isnan(), 0.0 if old is None else old, rollout)
     log_ratio = logp - (logp.detach() if base is None else base)
@@ -163,12 +163,14 @@ def reference_loss_from_logps(
     if known is not None:
         value = torch.where(known, value, 0.0)
     if cfg.off_policy_mask_threshold is not None:
-        behaviour = rollout if rollout is not None else old if old is not None else logp.detach()
-        drift = torch.nan_to_num((behaviour - logp.detach()) * m, nan=0.0)
+        before = rollout if rollout is not None else old if old is not None else logp.detach()
+        drift = torch.nan_to_num((before - logp.detach()) * m, nan=0.0)
         keep = (A >= 0) | ((seq_sum(drift) / length.clamp(min=1))[seq] <= cfg.off_policy_mask_threshold)
         value = value * keep
     if cfg.entropy_threshold is not None:
-        value = value * (H.detach() >= cfg.entropy_threshold)
+        value = value * ~(H.detach() < cfg.entropy_threshold)
+    # NaN logits show in the loss, even where a threshold or a mask drops their token.
+    value = value.masked_fill(logp.isnan() if H is None else logp.isnan() | H.isnan(), math.nan)
     kl = None
     if ref is not None and cfg.kl_estimator != "none":
         kl = kl_estimate(cfg, logp, ref)
@@ -389,8 +391,8 @@ def _metrics(cfg: GRPOConfig, m: Tensor, tokens: _PerToken) -> dict[str, Tensor]
     if rollout is not None:
         known = m & ~rollout.isnan()
         # DPPO and IPO divide by the rollout itself: there the current policy is compared with it.
-        trained = logp.detach() if old is None or cfg.surrogate in ("dppo_tv", "ipo") else old
-        gap = (trained - rollout).abs()[known]
+        current = old is None or SURROGATE_RULES[cfg.surrogate].divides_by_rollout
+        gap = ((logp.detach() if current else old) - rollout).abs()[known]
         out["rollout_mismatch/mean"] = gap.sum() / known.sum().clamp(min=1)
         if known.any():
             out["rollout_mismatch/max"] = gap.max()

@@ -185,22 +185,22 @@ def check_token_tensor(
         raise TypeError(f"{name} is {x.dtype}; expected a floating-point type")
 
 
-def check_scalar(name: str, x: Tensor | float | int | None, like: Tensor) -> Tensor | None:
-    """A number or one-element tensor as a float32 tensor () on the device of `like` (float64 beside float64)."""
+def check_scalar(name: str, x: Tensor | float | int | None, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+    """A number or one-element tensor as a tensor () of this type; a number of items counts as at least 1."""
     if x is None:
         return None
-    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    counts_items = name == "num_items_in_batch"  # 0: a batch without any unmasked token
     if isinstance(x, Tensor):
         check_plain(name, x)
         if x.numel() != 1:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; expected a number or a tensor of one element")
-        return x.detach().reshape(()).to(device=like.device, dtype=dtype)
+        x = x.detach().reshape(()).to(device=device, dtype=dtype)
+        return x.clamp(min=1) if counts_items else x
     if isinstance(x, bool) or not isinstance(x, (int, float)):
         raise TypeError(f"{name} is a {type(x).__name__}; expected a number or a tensor of one element")
-    clamped = name == "num_items_in_batch"  # 0, a batch without any unmasked token, counts as 1
-    if not (x > 0 or (clamped and x == 0)) or math.isinf(x):
-        raise ValueError(f"{name}={x}; expected a {'number >= 0' if clamped else 'positive number'}, finite")
-    return torch.full((), float(x), dtype=dtype, device=like.device)
+    if not (x > 0 or (counts_items and x == 0)) or math.isinf(x):
+        raise ValueError(f"{name}={x}; expected a {'number >= 0' if counts_items else 'positive number'}, finite")
+    return torch.full((), max(float(x), 1.0) if counts_items else float(x), dtype=dtype, device=device)
 
 
 def num_sequences_of(ids: Tensor, cu_seqlens: Tensor | None, owner: str = "hidden") -> int:
@@ -256,6 +256,8 @@ def check_token_values(inputs: TokenInputs) -> None:
     """Numbers of unmasked tokens that would make the loss NaN. In rollout_logps NaN means unknown and is fine."""
     if not checks_values(inputs.advantages.device):
         return
+    if inputs.cu_seqlens is not None:
+        _refuse_two_meanings(inputs, inputs.cu_seqlens)
     mask = None if inputs.completion_mask is None else inputs.completion_mask.bool()
     for name, finite in (("advantages", True), ("old_logps", False), ("ref_logps", False), ("rollout_weights", True)):
         x = getattr(inputs, name)
@@ -264,6 +266,21 @@ def check_token_values(inputs: TokenInputs) -> None:
     check_temperature(inputs.temperature, mask)
     if inputs.normalizer is not None and not inputs.normalizer.item() > 0:
         raise ValueError(f"normalizer={inputs.normalizer.item()}; expected a positive number")
+
+
+def _refuse_two_meanings(inputs: TokenInputs, cu_seqlens: Tensor) -> None:
+    """(S,) = (N,): one value per sequence is one per token, unless a sequence is empty and another one longer."""
+    sequences = cu_seqlens.numel() - 1
+    for name in ("advantages", "rollout_weights"):
+        x = getattr(inputs, name)
+        if x is None or x.shape != (sequences,) or int(cu_seqlens[-1]) != sequences:
+            continue
+        if bool((cu_seqlens.diff() != 1).any()):
+            raise ValueError(
+                f"{name} has shape ({sequences},), and there are as many tokens as sequences, of which some are empty: "
+                f"it may hold one value per token or one per sequence. Pass ({sequences}, 1) for one per sequence, or "
+                "leave empty sequences out of cu_seqlens"
+            )
 
 
 def check_temperature(temperature: Tensor | None, mask: Tensor | None) -> None:

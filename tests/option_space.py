@@ -70,7 +70,7 @@ def choose(point: Point, variation: int) -> dict[str, Any]:
     if point.kl == "none":
         chosen["bias_correction"] = False
         chosen["ref"] = chosen["ref"].replace("beta", "metrics")
-    if point.surrogate in ("dppo_tv", "ipo") and chosen["old"] == "none":
+    if SURROGATE_RULES[point.surrogate].divides_by_rollout and chosen["old"] == "none":
         chosen["rollout_logps"] = "given"
     if point.aggregation != "num_items" and chosen["normalizer"] == "num_items":
         chosen["normalizer"] = "tensor"

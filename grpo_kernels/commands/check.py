@@ -176,17 +176,17 @@ def make_case(variant: Variant, index: int, dtype: torch.dtype) -> Case:
     logits = logits_of({name: x.double() for name, x in leaves.items()})
     logps, _ = reference_logps(logits, ids, temperature=temperature)
     log_ratio = _log_ratios(variant, mask, g)
-    behaviour = logps - log_ratio
+    old = logps - log_ratio
     apart = uniform(0.1, 0.6, *shape) * torch.where(normal(*shape) > 0, 1.0, -1.0)  # |k1| has a corner at 0
     options = {
         "completion_mask": mask,
-        "old_logps": behaviour.float(),
+        "old_logps": old.float(),
         "ref_logps": (logps + apart).float(),
     }
     bounds: dict[str, float] = {}
-    if variant.surrogate in ("dppo_tv", "ipo"):
+    if SURROGATE_RULES[variant.surrogate].divides_by_rollout:
         options["rollout_logps"] = options["old_logps"]
-        bound = _widest_gap((logps.exp() - behaviour.exp()).abs()[mask])
+        bound = _widest_gap((logps.exp() - old.exp()).abs()[mask])
         sides = ("epsilon_high",) if variant.surrogate == "ipo" else ("epsilon_low", "epsilon_high")
         bounds = dict.fromkeys(sides, bound)
     elif variant.surrogate == "cispo":

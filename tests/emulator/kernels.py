@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from kernel_checks import some_values
 from torch import Tensor
 
 from grpo_kernels import contract
@@ -16,7 +17,7 @@ from grpo_kernels.contract import (
     PlannedTokens,
     PlanRules,
     Rows,
-    RowStats,
+    Sums,
     TokenInputs,
     TokenValues,
     is_per_sequence,
@@ -36,6 +37,19 @@ NAMES = {
     "kl": contract.KL_ESTIMATORS,
     "level": contract.LEVELS,
     "aggregation": contract.AGGREGATIONS,
+}
+
+
+# Shared memory so small that rows of 5,003 logits take clusters of the named size, or none; an L2 cache that makes the
+# streamed kernel's blocks do several rows each. The last two have no clusters.
+DEVICES = {
+    "cluster 1": (90, 132, 232448, 233472, 62914560),
+    "cluster 2": (90, 132, 13 << 10, 40 << 10, 62914560),
+    "cluster 4": (90, 132, 7 << 10, 24 << 10, 62914560),
+    "cluster 8": (90, 132, 5 << 10, 16 << 10, 62914560),
+    "streamed": (90, 8, 2 << 10, 6 << 10, 40000),
+    "capability 8.0, resident": (80, 108, 166912, 167936, 41943040),
+    "capability 8.0, streamed": (80, 8, 2 << 10, 6 << 10, 40000),
 }
 
 
@@ -134,10 +148,10 @@ class Kernels:
             packed(params),
         )
 
-    def stats(self, logits, rows, ids, temperature, values, params, bias=None) -> None:
+    def statistics(self, logits, rows, ids, temperature, values, params, bias=None) -> None:
         self.rows("stats", logits, rows, ids, values, params, temperature=temperature, bias=bias)
 
-    def gradient(
+    def logits_gradient(
         self, logits, grad, rows, ids, temperature, values, g_logp, g_entropy, params, bias=None, rounding_error=None
     ) -> None:
         self.rows(
@@ -156,8 +170,8 @@ class Kernels:
         self.call("token_objective", arguments, packed(params))
 
     def sequence_objective(
-        self, sequences: slice, table: Tensor, scored: Tensor, offsets: Tensor, lengths: Tensor, values: TokenValues,
-        params: KernelParams,
+        self, sequences: slice, row_length: int | None, table: Tensor, scored: Tensor, offsets: Tensor,
+        lengths: Tensor, values: TokenValues, params: KernelParams,
     ) -> None:  # fmt: skip
         arguments = [sequences.start, sequences.stop, offsets, lengths, scored, table, table.shape[1], values.columns]
         self.call("sequence_objective", arguments, packed(params))
@@ -165,13 +179,12 @@ class Kernels:
     def sums(
         self, scored: Tensor, table: Tensor, values: TokenValues, params: KernelParams, offsets: Tensor,
         group_index: Tensor | None, groups: int,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        sequences, columns = len(offsets) - 1, len(contract.COLUMNS)
-        shapes = ((sequences, columns), (groups, columns), (columns,), (3,))
-        out = [torch.full(shape, torch.nan) for shape in shapes]
-        tokens = [len(scored), sequences, offsets, scored, table, values.columns]
-        self.call("reduce", [*tokens, group_index, groups, *out], packed(params))
-        return tuple(out)
+    ) -> Sums:  # fmt: skip
+        sequences = len(offsets) - 1
+        found = Sums(torch.full((Sums.size(sequences, groups),), torch.nan), sequences, groups)
+        tokens = [len(scored), sequences, offsets, scored, table, values.columns, group_index, groups]
+        self.call("reduce", [*tokens, found.sequences, found.groups, found.totals, found.extrema], packed(params))
+        return found
 
     def group_statistics(self, rewards, group_index, groups, scale, baseline, ddof, eps) -> tuple[Tensor, ...]:
         out = [torch.full((n,), torch.nan) for n in (len(rewards), groups, groups)]
@@ -185,19 +198,9 @@ class Kernels:
         self.call("scale", [x, DTYPES.index(x.dtype), x.numel(), factor])
 
 
-def empty_stats(rows: int) -> RowStats:
-    return RowStats(*(torch.full((rows,), torch.nan, dtype=t) for t in (torch.float32, torch.float64, torch.float32)))
-
-
-def some_values(tokens: int) -> TokenValues:
-    """What a kernel must write over or leave alone."""
-    columns = torch.full((len(contract.VALUE_FIELDS), tokens), 7.5)
-    return TokenValues(columns, torch.full((tokens,), 7.5, dtype=torch.float64))
-
-
 def packed(numbers: KernelParams | PlanRules, integers: tuple[str, ...] = PARAM_INTEGERS) -> bytes:
     """As gk::Params or gk::PlanRules: the integers, then the other numbers as float32."""
     given = numbers._asdict()
     words = [NAMES[name].index(given[name]) if name in NAMES else int(given[name]) for name in integers]
-    floats = [float(value) for name, value in given.items() if name not in integers]
+    floats = [float(value) for name, value in given.items() if name not in integers and not isinstance(value, bool)]
     return struct.pack(f"<{len(words)}i{len(floats)}f", *words, *floats)
