@@ -42,14 +42,14 @@ LOCAL_VERSION = os.environ.get("GRPO_KERNELS_LOCAL_VERSION", "")
 
 
 class NinjaBuild(build_ext):
-    """Compiles incrementally: objects live in build/<variant>, not in the temporary folder of an editable install."""
+    """Compiles incrementally: objects stay in build/<variant>, not in an editable install's temporary folder."""
 
     def run(self) -> None:
         built = [
             self.attempt(CPU, "GRPO_KERNELS_NATIVE", cpu.build, "CPU kernels", "the torch backend will be used"),
             self.attempt(CUDA, "GRPO_KERNELS_CUDA", self.build_cuda, "CUDA kernels", "GPUs will use Triton or torch"),
         ]
-        # setuptools has prepared these objects, and asks them for the outputs: the list is filtered, not made anew.
+        # setuptools reads the outputs from these objects later, so the list is filtered and not replaced.
         self.extensions = [extension for extension in self.extensions if extension.name in built]
 
     def build_cuda(self, filename: str) -> Path:
@@ -88,7 +88,7 @@ class Build(build):
 
 
 def replace(target: Path, built: Path) -> None:
-    """A process that has the old module loaded keeps it."""
+    """Rename over the old module: a process that has it loaded keeps its copy."""
     target.parent.mkdir(parents=True, exist_ok=True)
     replacement = target.with_name(target.name + ".new")
     shutil.copyfile(built, replacement)

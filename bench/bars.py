@@ -1,4 +1,4 @@
-"""The bars that this project set itself, against results: `python bench/bars.py [bench/results/cpu.json ...]`.
+"""The targets of this project, against results: `python bench/bars.py [bench/results/cpu.json ...]`.
 
 Files from one device are taken together. A ratio is one of medians of the same process, or of peak memory. A bar whose
 case was not measured says so.
@@ -56,7 +56,7 @@ def _idle(shape: str, dtype: str, name: str, limit: float) -> Bar:
         ratio: float = half[name]["ratio_to_floor"] / dense["ours"]["ratio_to_floor"]
         return ratio
 
-    return Bar(f"{shape} {dtype}, half the prompts idle: {name} to no prompt idle", limit, measured)
+    return Bar(f"{shape} {dtype}, half the prompts without gradient: {name} to all prompts with one", limit, measured)
 
 
 def _precision(shape: str, dtype: str, limit: float) -> Bar:

@@ -38,7 +38,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def measured(request: pytest.FixtureRequest) -> Callable[[Job], Document | None]:
-    """What was found of a job: measured once, for all its implementations, when the first of them asks."""
+    """The results of a job: measured once, for all its implementations, at the first request."""
     option = request.config.getoption
     run = Run(
         torch.device(option("--device")),

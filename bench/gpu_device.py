@@ -63,7 +63,7 @@ under_way = ""  # what is tried at present
 
 
 def at(what: str) -> None:
-    """What is tried next: the last of these before a silence is what hangs."""
+    """Announce what is tried next: after a hang, the last announcement names it."""
     global under_way
     under_way = what
     say(at=what)

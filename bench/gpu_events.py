@@ -1,6 +1,6 @@
 """Each kernel by itself, timed by events: GB/s where memory bounds it, TFLOP/s where tensor cores do.
 
-Beside them the bare products that nobody can do without, at row strides as in the engine: 16-bit gradients lie over the
+Beside them the bare matrix products of a step, at row strides as in the engine: 16-bit gradients lie over the
 front half of float32 logits, 2V elements apart. Data is random, since zeros run faster, and larger than the cache.
 """
 

@@ -1,4 +1,4 @@
-"""The headline: a step of ours beside the three products that nobody can do without, in interleaved rounds.
+"""The headline: a step of ours beside the three bare matrix products, in interleaved rounds.
 
 A step is forward and backward: loss, log-probabilities, gradients of hidden states and weight. Batch, products and
 rounds are those of `grpo-kernels bench`. Before it is timed, each is compared with float64 on a sample of its rows.

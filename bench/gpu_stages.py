@@ -126,7 +126,7 @@ def peers_missing(settings: Settings, report: Report) -> bool:
 
 
 def safe_defaults(work: Work) -> dict[str, str]:
-    """Variables: Triton takes "linear" by itself, and where that is broken it has to be told."""
+    """Environment variables: Triton chooses "linear" by default; where that is broken, they choose "rows"."""
     return {"GRPO_KERNELS_STRATEGY": "rows"} if "triton/linear" in work.left_out else {}
 
 
@@ -234,7 +234,7 @@ def bench(work: Work) -> None:
 
 
 def judge_backends(work: Work, cases: list[dict[str, Any]]) -> None:
-    """Which backends ran under which name; a name that speaks of one and was another is a failure."""
+    """Which backends ran under which name; a name of one backend under which another one ran is a failure."""
     ran: dict[str, set[str]] = {}
     for case in cases:
         for name, found in case["implementations"].items():

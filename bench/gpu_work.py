@@ -25,7 +25,7 @@ Silence = float | Callable[[str], float]
 
 
 class Process(Protocol):
-    """What is asked of a running command; its process id is the id of its process group."""
+    """What `wait` needs of a running command; its process id is the id of its process group."""
 
     pid: int
     returncode: int | None
@@ -217,7 +217,7 @@ def _also(folder: Path) -> list[str]:
 
 
 def write(path: Path, report: Report) -> None:
-    """Atomically: who kills this keeps the report before."""
+    """Atomically: a killed process leaves the previous report."""
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     draft.write_text(json.dumps(report, indent=1, default=str) + "\n")
     draft.replace(path)

@@ -43,12 +43,10 @@ def main() -> None:
 
 
 def _machine(document: Document) -> str:
+    """The device, the date and the command; driver and versions are in the JSON."""
     found = document["environment"]
-    where = f"{found['device']}, driver {found['driver']}"
-    if found["device"] == "cpu":
-        where = f"{found['cpu']}, {found['threads']} threads, {found['cpu_capability']}"
-    versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items() if number)
-    return f"{where}; {versions}; {found['date'][:10]}. `{document['command']}`"
+    device = f"{found['cpu']}, {found['threads']} threads" if found["device"] == "cpu" else found["device"]
+    return f"{device}, {found['date'][:10]}: `{document['command']}`"
 
 
 def _tables(document: Document) -> list[str]:

@@ -1,6 +1,7 @@
 // What Python, the CPU kernels and the device kernels agree on: enums, their names, the per-token matrices, the
 // parameters. Plain C++17: no torch, no Python, no CUDA. The order of every list is part of the interface; the module
-// exports the names, so that Python looks an index up by name and never writes a number down. Each list is said once.
+// exports the names, so that Python looks an index up by name and never writes a number down. Each list is
+// written once.
 #pragma once
 #include <stdint.h>
 
@@ -173,7 +174,7 @@ static_assert(sizeof(Params) == 4 * (sizeof kParamNames / sizeof *kParamNames), 
 // What a plan follows from besides the batch itself.
 #define GK_PLAN_RULE_INTEGERS(F)                                                   \
     F(aggregation)                                                                 \
-    F(divides_by_rollout)        /* base is the rollout where that is known */     \
+    F(divides_by_rollout)        /* old is the rollout where that is known */      \
     F(multiplies_rollout_weight) /* 0: VESPO's phi takes its place */              \
     F(level)                                                                       \
     F(whole_sequences) /* a token's gradient depends on those of its sequence */   \

@@ -1,11 +1,13 @@
 // The loss of one token and its derivatives; CPU and device kernels compile this same file.
 //
 //     value = keep * multiplier * surrogate(x, logp, A) + beta * KL(logp, ref) * (bias_correction ? r : 1)
-//     r     = exp(clamp(x)),   keep = entropy >= entropy_threshold
+//     r     = exp(clamp(x)),   keep = not entropy < entropy_threshold
 //
 // x is the raw log ratio: logp - old for a token, a mean or sum of those for a sequence, 0 without old. The total
-// derivative with respect to logp is d_ratio * dx/dlogp + d_direct; the caller knows dx/dlogp. Where a clamp acts, the
-// derivative is 0. A factor that is 0 selects an exact 0 and is never multiplied with something that may be infinite.
+// derivative with respect to logp is d_ratio * dx/dlogp + d_direct; the caller computes dx/dlogp. Where a clamp acts,
+// the derivative is 0. A factor that is 0 selects an exact 0 and is never multiplied with something that may be
+// infinite. NaN logits make value and d_direct NaN, even where a clip, a threshold or a factor of 0 would have dropped
+// them.
 #pragma once
 #include <math.h>
 
@@ -65,7 +67,7 @@ GK_HD Term surrogate_sapo(const Params& p, float r, float advantage) {
 
 GK_HD Term surrogate_gmpo(float r, float advantage) { return {-advantage * r, -advantage * r, 0.f}; }
 
-// p - q is the change of the token's probability since it was sampled. x is raw: the quadratic knows no clamp.
+// p - q is the change of the token's probability since it was sampled. x is raw: the quadratic has no clamp.
 GK_HD float probability_change(float x, float logp) { return expf(logp) - expf(logp - x); }
 
 GK_HD Term surrogate_trust_region(bool keep, bool clamped, float r, float x, float advantage) {
@@ -170,12 +172,14 @@ GK_HD float clamped_log_ratio(const Params& p, float x) {
 
 GK_HD TokenObjective objective(const Params& p, float x, float logp, float entropy, float advantage, float ref,
                                float multiplier, float entropy_threshold) {
+    const float nan = x + logp + entropy;
+    if (x != x || logp != logp || entropy != entropy) return {nan, 0.f, nan, nan};
     const float exponent = clamped_log_ratio(p, x);
     const bool clamped = exponent != x;
     const float r = expf(exponent);
     TokenObjective out = {0.f, 0.f, 0.f, 0.f};
 
-    if (entropy >= entropy_threshold && multiplier != 0.f) {
+    if (!(entropy < entropy_threshold) && multiplier != 0.f) {
         const Term term = surrogate(p, clamped, r, x, logp, advantage);
         out.value = multiplier * term.value;
         out.d_ratio = multiplier * term.d_ratio;

@@ -22,8 +22,8 @@ struct PlanWeights {
     float direct, ratio, entropy;
 };
 
-// Of the tokens of a sequence with `length` unmasked ones, in a batch with `total`: of those, or of its padding, whose
-// 0 is divided like every other numerator.
+// Weights of the unmasked tokens of a sequence, or of its padding, whose numerator is 0 and is divided like any other.
+// length, total: unmasked tokens of the sequence and of the batch.
 GK_HD PlanWeights plan_weights(const PlanArgs& args, bool unmasked, float length, float total) {
     const PlanRules& rules = args.rules;
     const float m = unmasked ? 1.f : 0.f, at_least_one = length > 1.f ? length : 1.f;

@@ -15,6 +15,9 @@ GK_HD double combine(int column, double x, double y) {
     return x + y;
 }
 
+// Surrogates whose ratio is one to the sampling engine: the field kOld holds the rollout where that is known.
+GK_HD bool divides_by_rollout(const Params& p) { return p.surrogate == kDppoTv || p.surrogate == kIpo; }
+
 // Adds token t to `columns`.
 GK_HD void add_token(const Params& p, const TokenData& tokens, int64_t t, double (&columns)[kReducedCount]) {
     const auto add = [&](int column, double x) { columns[column] = combine(column, columns[column], x); };
@@ -25,9 +28,8 @@ GK_HD void add_token(const Params& p, const TokenData& tokens, int64_t t, double
     const float weight = tokens.field(kWeightDirect, t), weight_entropy = tokens.field(kWeightEntropy, t);
     const float rollout = tokens.field(kRollout, t);
     const bool has_rollout = rollout == rollout;  // NaN: unknown
-    // DPPO and IPO divide by the rollout itself: there the current policy is compared with it.
-    const float trained = p.surrogate == kDppoTv || p.surrogate == kIpo ? logp : old;
-    const float mismatch = has_rollout ? fabsf(trained - rollout) : 0.f;
+    // Of the old policy, or where the ratio divides by the rollout of the current one.
+    const float mismatch = has_rollout ? fabsf((divides_by_rollout(p) ? logp : old) - rollout) : 0.f;
     const double rollout_weight = tokens.field(kRolloutWeight, t);
 
     if (weight != 0.f) add(kLoss, static_cast<double>(weight) * tokens.value(kTokenValue, t));

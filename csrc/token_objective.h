@@ -9,9 +9,9 @@ namespace gk {
 // A weight of 0 selects an exact 0, whatever the slope.
 GK_HD float weighted(float weight, float slope) { return weight != 0.f ? weight * slope : 0.f; }
 
-// The raw log ratio of the token alone.
+// The raw log ratio of the token alone; NaN where logp is.
 GK_HD float token_log_ratio(const Params& p, const TokenData& tokens, int64_t t, float logp) {
-    return p.has_old ? logp - tokens.field(kOld, t) : 0.f;
+    return logp - (p.has_old ? tokens.field(kOld, t) : logp);
 }
 
 GK_HD TokenObjective objective_at(const Params& p, const TokenData& tokens, int64_t t, float x, float logp,

@@ -1,6 +1,7 @@
 """GRPOConfig: five independent axes (surrogate, ratio level, KL estimator, aggregation, advantages) and their numbers.
 
-A `loss_type` of a trainer is a row of `PRESETS`, nothing else. Field names are TRL's where TRL has one.
+A `loss_type` of a trainer is a row of `PRESETS`, nothing else. Field names are TRL's where TRL has one. Each surrogate
+and each preset names its source: a paper, or the trainer that defines it.
 """
 
 from __future__ import annotations
@@ -26,25 +27,34 @@ class SurrogateRule:
 
     levels: tuple[str, ...]
     options: dict[str, float]  # option name -> default
+    source: str
     pushes_without_advantage: bool = False  # has a gradient where the advantage is 0
     divides_by_rollout: bool = False  # its ratio is one to the sampling engine, not to the old policy
 
 
 _CLIP_OPTIONS = {"epsilon_low": 0.2, "epsilon_high": 0.2}
 SURROGATE_RULES = {
-    "clip": SurrogateRule(LEVELS, {**_CLIP_OPTIONS, "delta": math.inf, "dual_clip": math.inf}),
-    "cispo": SurrogateRule(LEVELS, {"epsilon_high": 5.0}),
-    "cispo_two_sided": SurrogateRule(LEVELS, _CLIP_OPTIONS),
-    "sapo": SurrogateRule(LEVELS, {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}),
-    "vespo": SurrogateRule(
-        ("token",), {"vespo_k_pos": 2.0, "vespo_k_neg": 3.0, "vespo_lambda_pos": 3.0, "vespo_lambda_neg": 2.0}
+    "clip": SurrogateRule(LEVELS, {**_CLIP_OPTIONS, "delta": math.inf, "dual_clip": math.inf}, "PPO, arXiv:1707.06347"),
+    "cispo": SurrogateRule(LEVELS, {"epsilon_high": 5.0}, "MiniMax-M1, arXiv:2506.13585"),
+    "cispo_two_sided": SurrogateRule(LEVELS, _CLIP_OPTIONS, "MiniMax-M1, arXiv:2506.13585"),
+    "sapo": SurrogateRule(
+        LEVELS, {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}, "SAPO, arXiv:2511.20347"
     ),
-    "reinforce": SurrogateRule(("token",), {}),
-    "gmpo": SurrogateRule(("sequence",), _CLIP_OPTIONS),
-    "dppo_tv": SurrogateRule(("token",), _CLIP_OPTIONS, pushes_without_advantage=True, divides_by_rollout=True),
-    "ipo": SurrogateRule(("token",), {"epsilon_high": 0.1}, pushes_without_advantage=True, divides_by_rollout=True),
+    "vespo": SurrogateRule(
+        ("token",),
+        {"vespo_k_pos": 2.0, "vespo_k_neg": 3.0, "vespo_lambda_pos": 3.0, "vespo_lambda_neg": 2.0},
+        "VESPO, arXiv:2602.10693",
+    ),
+    "reinforce": SurrogateRule(("token",), {}, "Williams, Machine Learning 8, 1992"),
+    "gmpo": SurrogateRule(("sequence",), _CLIP_OPTIONS, "GMPO, arXiv:2507.20673"),
+    "dppo_tv": SurrogateRule(
+        ("token",), _CLIP_OPTIONS, "DPPO, arXiv:2602.04879", pushes_without_advantage=True, divides_by_rollout=True
+    ),
+    "ipo": SurrogateRule(
+        ("token",), {"epsilon_high": 0.1}, "prime-rl, IPO loss", pushes_without_advantage=True, divides_by_rollout=True
+    ),
 }
-# Every option that belongs to some surrogates only: given to another one it would be silently ignored, so it raises.
+# Options that belong to some surrogates only. Given to another surrogate, such an option has no effect, so it raises.
 _SURROGATE_OPTIONS = tuple(dict.fromkeys(name for rule in SURROGATE_RULES.values() for name in rule.options))
 
 
@@ -61,7 +71,8 @@ class GRPOConfig:
         importance_sampling_level: "token", "sequence" (mean log-ratio) or "sequence_sum" (whole-completion ratio).
         epsilon_low, epsilon_high: clip range [1 - epsilon_low, 1 + epsilon_high]; for "cispo" epsilon_high is the raw
             cap of the ratio; for "dppo_tv" and "ipo" the bounds on the difference of probabilities.
-        delta: upper bound of the unclipped ratio (two-sided clipping). dual_clip: PPO's dual clip c > 1.
+        delta: upper bound of the unclipped ratio (two-sided clipping, arXiv:2505.07291). dual_clip: PPO's dual clip
+            c > 1 (arXiv:1912.09729).
         log_ratio_clamp: bound on |log ratio|, gradient 0 where it acts. Off by default; exponents stop at 80 anyway.
         sapo_temperature_pos/_neg, vespo_k_pos/_k_neg/_lambda_pos/_lambda_neg: as in the papers and TRL.
         off_policy_mask_threshold: drop a sequence with A < 0 whose mean(rollout_logp - logp), in nats, exceeds it.
@@ -70,18 +81,20 @@ class GRPOConfig:
     KL to the reference policy
         beta: weight. kl_estimator: "k1", "k2", "k3", "abs", "k1+", "k3+" (value of the one, gradient of k2), "none".
         kl_clamp: bound on |KL|, or a pair (bound on |ref_logp - logp|, bound on |KL|), either may be None.
-        use_bias_correction_kl: KL times the importance ratio; the product stops at exp(80), gradient 0 beyond.
+        use_bias_correction_kl: KL times the importance ratio (DeepSeek-V3.2, arXiv:2512.02556); the product stops at
+            exp(80), gradient 0 beyond.
     Aggregation
         aggregation: "seq_mean", "token_mean", "fixed_length" (needs max_completion_length), "num_items", "seq_sum".
     Logits
         temperature: a number or a tensor with one value per token. logit_scale, logit_softcap: applied before it.
         logits_dtype: torch.float32 or the input dtype; None takes float32 where a matrix product can return it from
             16-bit inputs (GPUs) and the input dtype elsewhere.
-        chunk_rows: rows whose gradients of logits are held at a time, and at most so many rows of logits; None derives
-            both from V and a memory budget (512 MiB; on a GPU a sixteenth of its memory, at least 4 GiB).
+        chunk_rows: rows of a chunk: so many rows of gradients of logits are in memory at a time, and at most as many
+            rows of logits. None derives both from V and a memory budget (512 MiB; on a GPU a sixteenth of its memory,
+            at least 4 GiB).
         static_shapes: compute every row, padding too, so that nothing is read back to the host: for CUDA graphs, whose
-            capture switches it on by itself. Off, rows without a gradient are left out, at one small read per call.
-        score_inactive: also report logps, entropy and metrics of tokens that cannot have a gradient.
+            capture switches it on. Off, zero-gradient rows are left out, at the cost of one small read per call.
+        score_inactive: also compute logps, entropy and metrics of zero-gradient tokens (one GEMM over their rows).
     Advantages from rewards
         advantage_scale, advantage_baseline, advantage_ddof, advantage_eps: see `group_advantages`.
     """
@@ -252,6 +265,7 @@ class GRPOConfig:
             level=str(self.importance_sampling_level),
             has_rollout=has_rollout,
             vespo=self.surrogate == "vespo",
+            divides_by_rollout=SURROGATE_RULES[self.surrogate].divides_by_rollout,
             off_policy_threshold=_or(self.off_policy_mask_threshold, math.inf),
             vespo_k_pos=_or(self.vespo_k_pos, 0.0),
             vespo_k_neg=_or(self.vespo_k_neg, 0.0),
@@ -311,6 +325,24 @@ PRESETS: dict[str, dict[str, Any]] = {
     "online_rft": _SFT,
     "sft": _SFT,
     "verl": dict(aggregation="num_items", dual_clip=3.0, log_ratio_clamp=20.0),
+}
+PRESET_SOURCES = {
+    "grpo": "DeepSeekMath, arXiv:2402.03300",
+    "bnpo": "TRL",  # its loss_type of that name: the aggregation alone, without the reward scaling of arXiv:2506.02864
+    "dr_grpo": "Dr. GRPO, arXiv:2503.20783",
+    "dapo": "DAPO, arXiv:2503.14476",
+    "gspo": "GSPO, arXiv:2507.18071",
+    "cispo": "MiniMax-M1, arXiv:2506.13585; the cap of 5: ScaleRL, arXiv:2510.13786",
+    "sapo": "SAPO, arXiv:2511.20347",
+    "luspo": "LUSPO, arXiv:2602.05261",
+    "vespo": "VESPO, arXiv:2602.10693",
+    "rloo": "RLOO, arXiv:2402.14740",
+    "ppo": "PPO, arXiv:1707.06347",
+    "reinforce": "Williams, Machine Learning 8, 1992",
+    "rft": "DeepSeekMath, arXiv:2402.03300, section 5.2",
+    "online_rft": "DeepSeekMath, arXiv:2402.03300, section 5.2",
+    "sft": "DeepSeekMath, arXiv:2402.03300, section 5.2",
+    "verl": "verl, arXiv:2409.19256; dual clip: arXiv:1912.09729",
 }
 
 

@@ -7,8 +7,8 @@ compiled backends; a test holds the two equal.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -139,16 +139,16 @@ class Rows:
         else:
             destination.index_copy_(dim, self.index, values)
 
-    def split(self, size: int) -> Iterator[Rows]:
+    def split(self, size: int) -> list[Rows]:
         """In parts of nearly equal length, at most `size` rows each, the first the longest."""
         pieces = -(-self.count // size)
-        if pieces == 1:
-            yield self
-            return
-        for i in range(pieces):
-            first, last = -(-self.count * i // pieces), -(-self.count * (i + 1) // pieces)
-            index = None if self.index is None else self.index[first:last]
-            yield Rows(self.start + first, self.start + last, index)
+        if pieces <= 1:
+            return [self] if pieces else []
+        ends = [-(-self.count * i // pieces) for i in range(pieces + 1)]
+        return [
+            Rows(self.start + first, self.start + last, None if self.index is None else self.index[first:last])
+            for first, last in itertools.pairwise(ends)
+        ]
 
 
 class LogitChunk(NamedTuple):
@@ -328,6 +328,7 @@ class KernelParams(NamedTuple):
     level: str = "token"
     has_rollout: bool = False
     vespo: bool = False
+    divides_by_rollout: bool = False  # from config.SURROGATE_RULES; csrc has a function of the surrogate instead
     off_policy_threshold: float = math.inf
     vespo_k_pos: float = 2.0
     vespo_k_neg: float = 3.0

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .advantages import Groups, check_rewards, group_statistics, resolve_groups
-from .config import GRPOConfig
+from .config import SURROGATE_RULES, GRPOConfig
 from .contract import Sums, TokenInputs
 from .sampling_mask import SamplingMask
 from .validate import check_scalar, check_tensor, check_token_tensor, num_sequences_of
@@ -44,11 +44,19 @@ class LossInputs(NamedTuple):
 
 
 def resolve(
-    options: LossOptions, config: GRPOConfig, per_token: Tensor, owner: str, backend: str, *, reads_logits: bool = True
+    options: LossOptions,
+    config: GRPOConfig,
+    per_token: Tensor,
+    owner: str,
+    backend: str,
+    dtype: torch.dtype,
+    *,
+    reads_logits: bool = True,
 ) -> LossInputs:
     """Check the options against `per_token`, a tensor of the shape (B, T) or (N,), and derive the plan's inputs.
 
-    `owner` is the argument that set that shape; `reads_logits`: the options of the logits count.
+    `owner` is the argument that has that shape, `dtype` the type of the row table. reads_logits=False: the temperature
+    is not used.
     """
     shape, like = per_token.shape, per_token
     num_sequences = num_sequences_of(per_token, options.cu_seqlens, owner)
@@ -58,9 +66,8 @@ def resolve(
     if temperature is not None and temperature.numel() != 1:
         check_token_tensor("temperature", temperature, shape, num_sequences, like)
     threshold = config.entropy_threshold if isinstance(config.entropy_threshold, Tensor) else None
-    normalizer = check_scalar("normalizer", options.normalizer, like)
-    if options.num_items_in_batch is not None:
-        normalizer = check_scalar("num_items_in_batch", options.num_items_in_batch, like).clamp(min=1)
+    name = "normalizer" if options.num_items_in_batch is None else "num_items_in_batch"
+    normalizer = check_scalar(name, getattr(options, name), like.device, dtype)
 
     groups = None
     if options.num_generations is not None or options.group_ids is not None or options.rewards is not None:
@@ -68,6 +75,8 @@ def resolve(
     advantages, statistics = options.advantages, None
     if options.rewards is not None:
         advantages, statistics = _advantages(options.rewards, groups, config, backend)
+        if options.cu_seqlens is not None:
+            advantages = advantages.unsqueeze(1)  # not one per token where there are as many of them as sequences
     tokens = TokenInputs(
         advantages=advantages,
         completion_mask=options.completion_mask,
@@ -78,7 +87,7 @@ def resolve(
         cu_seqlens=options.cu_seqlens,
         normalizer=normalizer,
         temperature=None if temperature is None else temperature.to(like.device),
-        entropy_threshold=check_scalar("entropy_threshold", threshold, like),
+        entropy_threshold=check_scalar("entropy_threshold", threshold, like.device, dtype),
         group_index=None if groups is None else groups.index,
     )
     return LossInputs(tokens, num_sequences, 0 if groups is None else groups.count, statistics)
@@ -111,7 +120,8 @@ def _check_tensors(options: LossOptions, shape: torch.Size, num_sequences: int, 
 def _check_combinations(options: LossOptions, config: GRPOConfig) -> None:
     if config.beta != 0.0 and options.ref_logps is None:
         raise ValueError(f"ref_logps is None and beta={config.beta}; the KL term needs the reference log-probabilities")
-    if config.surrogate in ("dppo_tv", "ipo") and options.rollout_logps is None and options.old_logps is None:
+    divides_by_rollout = SURROGATE_RULES[config.surrogate].divides_by_rollout
+    if divides_by_rollout and options.rollout_logps is None and options.old_logps is None:
         raise ValueError(f"surrogate={config.surrogate!r} divides by rollout_logps (or old_logps); both are None")
     if options.num_items_in_batch is not None:
         if options.normalizer is not None:

@@ -15,12 +15,13 @@ from .engine.autocast import autocast_dtype
 from .engine.backward import refuse_double_backward, scale_saved_gradients
 from .engine.logits_loss import loss_over_logits
 from .engine.loss_op import LossCall, loss_from_hidden
-from .engine.shared import wanted
+from .engine.shared import table_dtype, wanted
 from .engine.token_ops import policy_loss
 from .inputs import LossInputs, LossOptions, resolve, with_sampling_mask
 from .output import GRPOLossOutput
 from .sampling_mask import SamplingMask, check_sampling_mask
 from .validate import (
+    check_accumulate_into,
     check_config,
     check_flag,
     check_float,
@@ -54,6 +55,7 @@ def fused_grpo_loss(
     lm_head_bias: Tensor | None = None,
     num_items_in_batch: Tensor | float | None = None,
     normalizer: Tensor | float | None = None,
+    accumulate_into: Tensor | None = None,
     config: GRPOConfig | None = None,
     backend: str = "auto",
 ) -> GRPOLossOutput:
@@ -64,10 +66,10 @@ def fused_grpo_loss(
     Args:
         hidden: (B, T, H), or packed (N, H) with cu_seqlens; row t predicts completion_ids[:, t]. float32, bfloat16,
             float16 or float64; any strides.
-        lm_head_weight: (V, H), lm_head_bias: (V,), in hidden's type. Gradients come back for those of the three that
-            require them; the others cost nothing. Plain tensors: `weight` of a layer of PEFT is its base weight alone,
-            which nothing here can tell from another; base_layer.weight + get_delta_weight(adapter) gives a LoRA adapter
-            its gradients. DTensors and quantised weights are refused, with what to pass instead.
+        lm_head_weight: (V, H), lm_head_bias: (V,), in hidden's type. Gradients are computed for those of the three that
+            require them. All are plain tensors: for a PEFT layer pass base_layer.weight + get_delta_weight(adapter),
+            since its `weight` is the base weight without the adapter. DTensors and quantised weights are refused, with
+            what to pass instead.
         completion_ids: (B, T) or (N,) int64. completion_mask: the same shape, 0 at padding, prompt and tool tokens.
         advantages: (B,), (B, 1), (B, T) or (N,), constants. Or instead of them:
         rewards: (S,), with num_generations (adjacent rows) or group_ids (S,): the advantages of `group_advantages`
@@ -87,6 +89,11 @@ def fused_grpo_loss(
         normalizer: replaces the denominator of any aggregation: the global number of sequences ("seq_mean", "seq_sum"),
             of tokens ("token_mean", "num_items"), of sequences times max_completion_length ("fixed_length").
             Micro-batches and ranks that pass it add up to the loss of one big batch; nothing is all-reduced here.
+        accumulate_into: (V, H) float32, contiguous, such as Megatron's main_grad of the weight: each backward adds the
+            weight's gradient to it, times grad_output, and returns none, so that weight.grad and hooks of the weight
+            are left alone. The weight is a leaf that requires a gradient, and no float64; not under torch.compile.
+            From forward to backward the gradient waits in a (V, H) of its own in the weight's type (float32 for
+            float16), as it does without this; what is saved is weight.grad beside the buffer.
         config: GRPOConfig; None: GRPOConfig(). backend: "auto", or a name of `available_backends()`.
 
     Raises:
@@ -104,6 +111,8 @@ def fused_grpo_loss(
     compute_dtype = autocast_dtype(hidden, lm_head_weight, lm_head_bias)
     check_head(hidden, lm_head_weight, lm_head_bias, completion_ids, compute_dtype)
     check_logits_dtype(config.logits_dtype, compute_dtype or hidden.dtype)
+    if accumulate_into is not None:
+        check_accumulate_into(accumulate_into, lm_head_weight)
     name = choose_backend(backend, hidden.device, compute_dtype or hidden.dtype)
     options = LossOptions(
         advantages=advantages, rewards=rewards, num_generations=num_generations, group_ids=group_ids,
@@ -112,10 +121,12 @@ def fused_grpo_loss(
         normalizer=normalizer,
     )  # fmt: skip
     check_sampling_mask(sampling_mask, completion_ids.shape, hidden)
-    inputs = with_sampling_mask(resolve(options, config, completion_ids, "hidden", name), sampling_mask)
+    inputs = resolve(options, config, completion_ids, "hidden", name, table_dtype(compute_dtype or hidden.dtype))
+    inputs = with_sampling_mask(inputs, sampling_mask)
     call = LossCall(
         completion_ids=completion_ids, tokens=inputs.tokens, num_groups=inputs.num_groups, config=config,
         backend=name, compute_dtype=compute_dtype, wants=wanted(hidden, lm_head_weight, lm_head_bias),
+        accumulate_into=accumulate_into,
     )  # fmt: skip
     loss, logps, entropy, numbers = loss_from_hidden(hidden, lm_head_weight, lm_head_bias, call)
     return GRPOLossOutput(loss, logps.detach(), entropy, config, inputs, inputs.sums(numbers))
@@ -142,8 +153,9 @@ def grpo_loss_from_logps(
 ) -> GRPOLossOutput:
     """`fused_grpo_loss` from log-probabilities (B, T) or packed (N,), nats; differentiable in logps and entropy.
 
-    entropy: of the same shape; needed for an entropy bonus or threshold. Options of the logits (temperature, ...) and
-    of the engine are not read here. Everything else as in `fused_grpo_loss`.
+    entropy: of the same shape; needed for an entropy bonus or threshold. NaN in either at an unmasked position makes
+    the loss NaN. Options of the logits (temperature, ...) and of the engine are not read here. Everything else as in
+    `fused_grpo_loss`.
     """
     config = DEFAULT_CONFIG if config is None else config
     check_config(config)
@@ -159,11 +171,18 @@ def grpo_loss_from_logps(
         rollout_logps=rollout_logps, cu_seqlens=cu_seqlens, num_items_in_batch=num_items_in_batch,
         normalizer=normalizer,
     )  # fmt: skip
-    inputs = resolve(options, config, logps, "logps", name, reads_logits=False)
+    inputs = resolve(options, config, logps, "logps", name, table_dtype(logps.dtype), reads_logits=False)
     given = torch.zeros_like(logps) if entropy is None else entropy
     loss, numbers, *_ = policy_loss(logps, given, list(inputs.tokens), inputs.num_groups, config.key, name)
-    known = None if entropy is None else entropy.detach()
-    return GRPOLossOutput(loss, logps.detach(), known, config, inputs, inputs.sums(numbers))
+    shown = _without_padding(logps, completion_mask)
+    known = None if entropy is None else _without_padding(entropy, completion_mask)
+    return GRPOLossOutput(loss, shown, known, config, inputs, inputs.sums(numbers))
+
+
+def _without_padding(x: Tensor, mask: Tensor | None) -> Tensor:
+    """A copy in float32 or better with 0 where masked."""
+    x = x.detach().to(table_dtype(x.dtype), copy=mask is None)
+    return x if mask is None else torch.where(mask.bool(), x, 0.0)
 
 
 def grpo_loss_from_logits(
@@ -209,7 +228,8 @@ def grpo_loss_from_logits(
         normalizer=normalizer,
     )  # fmt: skip
     check_sampling_mask(sampling_mask, completion_ids.shape, logits)
-    inputs = with_sampling_mask(resolve(options, config, completion_ids, "logits", name), sampling_mask)
+    inputs = resolve(options, config, completion_ids, "logits", name, table_dtype(logits.dtype))
+    inputs = with_sampling_mask(inputs, sampling_mask)
     check_values(completion_ids, completion_mask, logits.shape[-1], cu_seqlens)
     check_token_values(inputs.tokens)
     if inplace and logits.is_leaf and logits.requires_grad:
@@ -229,7 +249,7 @@ class _LogitsCall(NamedTuple):
 
 
 class _LossOverLogits(torch.autograd.Function):
-    """Not a custom operator: one that returns its input's memory cannot be one."""
+    """An autograd.Function, because a custom operator must not return the memory of its input."""
 
     @staticmethod
     def forward(ctx, logits, call):

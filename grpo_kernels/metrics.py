@@ -29,7 +29,7 @@ _CLIPPING_SURROGATES = ("clip", "cispo_two_sided")
 
 
 def _chosen(config: GRPOConfig, *, has_kl: bool, has_rollout: bool, has_weights: bool) -> dict[str, tuple[str, str]]:
-    """metric -> (column of the sum, column of the count) of those that a call has."""
+    """metric -> (column of the sum, column of the count), for the metrics that this call has."""
     chosen = dict(MEANS)
     if has_kl:
         chosen |= KL_MEANS
@@ -56,7 +56,7 @@ def mask_sums_and_counts(sums: Sums) -> dict[str, tuple[Tensor, Tensor]]:
 def sums_and_counts(totals: Tensor, config: GRPOConfig, **given: bool) -> dict[str, tuple[Tensor, Tensor]]:
     """metric -> (sum, count) from totals (K,)."""
     column = dict(zip(COLUMNS, totals.unbind(), strict=True))
-    # Tensors of their own, so that a caller may add the other ranks' in place.
+    # Copies, so that a caller may add the sums of other ranks in place.
     found = {
         name: (column[top].clone(), column[bottom].clone()) for name, (top, bottom) in _chosen(config, **given).items()
     }

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .contract import LEVELS
 from .validate import check_float, check_number, check_numbers, check_tensor, check_token_tensor
-
-LEVELS = ("token", "sequence_sum", "sequence_mean")
 
 
 def rollout_weights(
@@ -23,9 +22,10 @@ def rollout_weights(
     """Weights w = exp(old_logps - rollout_logps), for `fused_grpo_loss(rollout_weights=...)`.
 
     old_logps, rollout_logps (B, T) nats; a NaN rollout log-probability counts as w = 1.
-    level: "token" -> (B, T); "sequence_sum" (TRL) and "sequence_mean" (OpenRLHF, verl): the exponential of the sum or
-    mean of the log-ratios over unmasked tokens -> (B,).
-    mode: "truncate" takes min(w, cap) (TIS); "mask" keeps w inside [low, cap] and is 0 outside (MIS).
+    level, as GRPOConfig.importance_sampling_level: "token" -> (B, T); "sequence" (OpenRLHF, verl) and "sequence_sum"
+    (TRL): the exponential of the mean or the sum of the log-ratios over unmasked tokens -> (B,).
+    mode: "truncate" takes min(w, cap) (truncated importance sampling); "mask" keeps w inside [low, cap] and is 0
+    outside (masked importance sampling).
     """
     check_float("old_logps", old_logps)
     if old_logps.dim() != 2:
@@ -33,6 +33,8 @@ def rollout_weights(
     for name, x in (("rollout_logps", rollout_logps), ("completion_mask", completion_mask)):
         check_token_tensor(name, x, old_logps.shape, old_logps.shape[0], old_logps)
     check_tensor("rollout_logps", rollout_logps)
+    if level == "sequence_mean":
+        raise ValueError("level='sequence_mean' is now called level='sequence', as in GRPOConfig")
     if level not in LEVELS:
         raise ValueError(f"level={level!r}; expected one of {', '.join(LEVELS)}")
     if mode not in ("truncate", "mask"):
@@ -46,7 +48,7 @@ def rollout_weights(
     log_w = torch.where(mask & ~rollout_logps.isnan(), (old_logps - rollout_logps).detach(), 0.0)
     if level != "token":
         log_w = log_w.sum(1)
-        if level == "sequence_mean":
+        if level == "sequence":
             log_w = log_w / mask.sum(1).clamp(min=1)
     w = log_w.clamp(max=80.0).exp()
     return w.clamp(max=cap) if mode == "truncate" else torch.where((w >= low) & (w <= cap), w, 0.0)

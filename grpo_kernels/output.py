@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import metrics
@@ -13,21 +15,21 @@ from .contract import Sums
 from .inputs import LossInputs
 
 
-@dataclass(frozen=True, eq=False, repr=False)  # DDP and FSDP look for the loss in its fields
+@dataclass(frozen=True, eq=False, repr=False)  # a dataclass, because DDP and FSDP search its fields for the loss
 class GRPOLossOutput:
     """What a loss call returns; everything but `loss` is detached.
 
-    loss: scalar, differentiable. logps, entropy: shape of completion_ids, float32, nats; 0 where masked or not scored.
-    advantages: as used, (S,) or (B, T) or (N,).
+    loss: scalar, differentiable. logps, entropy: shape of completion_ids, float32 (float64 from float64), nats; 0 where
+        masked or not scored. advantages: as used, in the shape that they were given in, (S,) from rewards. None of them
+        shares the memory of an input; `advantages` is copied whenever it is asked for.
 
-    Computed when they are first asked for, as tensors, from sums that the kernels made:
+    These are tensors, computed at first access from the sums that the kernels return:
 
     metrics: name -> scalar. metric_sums: name -> (sum, count), to be added over ranks and micro-batches.
-    sequences: name -> (S,): loss (its share; they add up to `loss`), tokens, and the mean of each metric over the
-        sequence's tokens, 0 where it has none: for minima and maxima over sequences.
-    groups: name -> (num_groups,), when groups are given: loss (its share; they add up to `loss`), kl, clip_ratio,
-        tokens, and from rewards reward_mean and reward_std. Groups named by group_ids come in ascending order of
-        their id.
+    sequences: name -> (S,): loss (the sequence's share: the shares add up to `loss`), tokens, and the mean of each
+        metric over the sequence's tokens (0 for a sequence without tokens).
+    groups: name -> (num_groups,), when groups are given: loss (the group's share), kl, clip_ratio, tokens, and from
+        rewards reward_mean and reward_std. Groups of group_ids are in ascending order of their id.
     """
 
     loss: Tensor
@@ -43,13 +45,12 @@ class GRPOLossOutput:
 
     @property
     def advantages(self) -> Tensor:
-        return self._inputs.tokens.advantages.detach()
+        advantages = self._inputs.tokens.advantages.detach().clone()
+        return advantages if self._inputs.reward_statistics is None else advantages.view(-1)
 
     @property
     def metrics(self) -> dict[str, Tensor]:
-        if "metrics" not in self._named:
-            self._named["metrics"] = self._name_metrics()
-        found: dict[str, Tensor] = self._named["metrics"]
+        found: dict[str, Tensor] = self._once("metrics", self._name_metrics)
         return found
 
     def _name_metrics(self) -> dict[str, Tensor]:
@@ -62,9 +63,7 @@ class GRPOLossOutput:
 
     @property
     def metric_sums(self) -> dict[str, tuple[Tensor, Tensor]]:
-        if "metric_sums" not in self._named:
-            self._named["metric_sums"] = self._name_metric_sums()
-        found: dict[str, tuple[Tensor, Tensor]] = self._named["metric_sums"]
+        found: dict[str, tuple[Tensor, Tensor]] = self._once("metric_sums", self._name_metric_sums)
         return found
 
     def _name_metric_sums(self) -> dict[str, tuple[Tensor, Tensor]]:
@@ -77,9 +76,7 @@ class GRPOLossOutput:
 
     @property
     def sequences(self) -> dict[str, Tensor]:
-        if "sequences" not in self._named:
-            self._named["sequences"] = self._name_sequences()
-        found: dict[str, Tensor] = self._named["sequences"]
+        found: dict[str, Tensor] = self._once("sequences", self._name_sequences)
         return found
 
     def _name_sequences(self) -> dict[str, Tensor]:
@@ -87,9 +84,7 @@ class GRPOLossOutput:
 
     @property
     def groups(self) -> dict[str, Tensor]:
-        if "groups" not in self._named:
-            self._named["groups"] = self._name_groups()
-        found: dict[str, Tensor] = self._named["groups"]
+        found: dict[str, Tensor] = self._once("groups", self._name_groups)
         return found
 
     def _name_groups(self) -> dict[str, Tensor]:
@@ -97,8 +92,15 @@ class GRPOLossOutput:
         if self._inputs.num_groups:
             found = metrics.group_table(self._config, self._sums.groups, has_kl=self._collected["has_kl"])
         if self._inputs.reward_statistics is not None:
-            found["reward_mean"], found["reward_std"] = self._inputs.reward_statistics
+            mean, std = self._inputs.reward_statistics
+            found["reward_mean"], found["reward_std"] = mean.clone(), std.clone()
         return found
+
+    def _once(self, name: str, make: Callable[[], Any]) -> Any:
+        if name not in self._named:
+            with torch.inference_mode(False):  # what is kept outlives the mode of the first caller
+                self._named[name] = make()
+        return self._named[name]
 
     @property
     def _collected(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""fused_policy_loss: a loss of one's own over log-probabilities, without a kernel of one's own or (N, V) logits."""
+"""fused_policy_loss: a user-defined loss over log-probabilities, without a new kernel and without (N, V) logits."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from .validate import (
     refuse_transforms,
 )
 
-LEVELS = ("token", "sequence")
+CHUNK_LEVELS = ("token", "sequence")  # what a chunk is made of
 
 
 @dataclass(frozen=True)
 class PolicyChunk:
-    """What a loss function sees: n unmasked tokens, in the order of the batch.
+    """The argument of a loss function: n unmasked tokens, in the order of the batch.
 
-    logps, entropy: (n,) float32, nats; differentiate through them. entropy is None unless asked for.
+    logps, entropy: (n,) float32, nats; differentiate through them. entropy is None unless entropy=True.
     index: (n,) int64, the tokens' places in the flattened completion_ids.
     sequence: (n,) int64, the sequence of each token, 0 .. S - 1.
     """
@@ -104,8 +104,8 @@ def fused_policy_loss(
     config = GRPOConfig(
         temperature=temperature, logit_scale=logit_scale, logit_softcap=logit_softcap, chunk_rows=chunk_rows
     )
-    if level not in LEVELS:
-        raise ValueError(f"level={level!r}; expected one of {', '.join(LEVELS)}")
+    if level not in CHUNK_LEVELS:
+        raise ValueError(f"level={level!r}; expected one of {', '.join(CHUNK_LEVELS)}")
     check_flag("entropy", entropy)
     if not callable(loss_fn):
         raise TypeError(f"loss_fn is a {type(loss_fn).__name__}; expected a function of a PolicyChunk")
@@ -145,7 +145,7 @@ class _Call:
     backend: Backend
     compute_dtype: torch.dtype | None
     wants: tuple[bool, ...]
-    grad_enabled: bool  # by the caller: inside an autograd.Function it never is
+    grad_enabled: bool  # in the caller's context; inside an autograd.Function it is always off
     sampling_mask: SamplingMask | None
 
 
@@ -253,7 +253,7 @@ def _differentiate(call: _Call, values: TokenValues, index: Tensor, sequence: Te
 
 
 def _refuse_other_leaves(value: Tensor, leaves: list[Tensor]) -> None:
-    """Raise where a gradient of `value` would also go to a leaf besides `leaves`: it would be lost without a word."""
+    """Raise where a gradient of `value` would also go to a leaf besides `leaves`, where it would be lost."""
     nodes = [value.grad_fn] if value.grad_fn is not None else []
     seen = set(nodes)
     while nodes:

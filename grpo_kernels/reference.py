@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .config import DEFAULT_CONFIG, GRPOConfig
+from .config import DEFAULT_CONFIG, SURROGATE_RULES, GRPOConfig
 
 # Exponents stop here (float32 ends at exp(88.7)); like every clamp this one has gradient 0 where it acts. A ratio times
 # a KL, each of which may be that large, stops at the same number.
@@ -162,7 +162,7 @@ def reference_loss_from_logps(
     # DPPO and IPO divide by the sampling engine's probability. Where it is unknown (NaN) they fall back to the old
     # policy's, and without one the token has no surrogate.
     base, known = old, None
-    if cfg.surrogate in ("dppo_tv", "ipo") and rollout is not None:
+    if SURROGATE_RULES[cfg.surrogate].divides_by_rollout and rollout is not None:
         known = ~rollout.isnan() if old is None else None
         base = torch.where(rollout.isnan(), 0.0 if old is None else old, rollout)
     log_ratio = logp - (logp.detach() if base is None else base)
@@ -191,12 +191,14 @@ def reference_loss_from_logps(
     if known is not None:
         value = torch.where(known, value, 0.0)
     if cfg.off_policy_mask_threshold is not None:
-        behaviour = rollout if rollout is not None else old if old is not None else logp.detach()
-        drift = torch.nan_to_num((behaviour - logp.detach()) * m, nan=0.0)
+        before = rollout if rollout is not None else old if old is not None else logp.detach()
+        drift = torch.nan_to_num((before - logp.detach()) * m, nan=0.0)
         keep = (A >= 0) | ((seq_sum(drift) / length.clamp(min=1))[seq] <= cfg.off_policy_mask_threshold)
         value = value * keep
     if cfg.entropy_threshold is not None:
-        value = value * (H.detach() >= cfg.entropy_threshold)
+        value = value * ~(H.detach() < cfg.entropy_threshold)
+    # NaN logits show in the loss, even where a threshold or a mask drops their token.
+    value = value.masked_fill(logp.isnan() if H is None else logp.isnan() | H.isnan(), math.nan)
     kl = None
     if ref is not None and cfg.kl_estimator != "none":
         kl = kl_estimate(cfg, logp, ref)
@@ -210,7 +212,9 @@ def reference_loss_from_logps(
     if cfg.entropy_coef != 0.0:
         loss = loss - cfg.entropy_coef * (H * m).sum() / m.sum().clamp(min=1) / accumulation
 
-    metrics = _metrics(cfg, m, logp, H, r, A, kl, old, base, rollout, weight)
+    metrics = _metrics(
+        cfg, m, _PerToken(logp=logp, H=H, r=r, A=A, kl=kl, old=old, base=base, rollout=rollout, weight=weight)
+    )
     zero = torch.zeros((), dtype=logp.dtype, device=logp.device)
     H = zero.expand(logp.shape) if H is None else H
     return ReferenceOutput(loss, logp.reshape(shape), H.reshape(shape), metrics)
@@ -220,7 +224,9 @@ def reference_loss_from_logps(
 
 
 def clip(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor, A: Tensor) -> Tensor:
-    """PPO, GRPO, DAPO, GSPO, LUSPO; two-sided with delta; dual clip."""
+    """PPO (arXiv:1707.06347), and with it GRPO, DAPO, GSPO, LUSPO. delta: two-sided clipping of INTELLECT-2
+    (arXiv:2505.07291). dual_clip: arXiv:1912.09729.
+    """
     first = r if cfg.delta is None else r.clamp(max=cfg.delta)
     loss = -torch.minimum(first * A, r.clamp(1 - cfg.epsilon_low, 1 + cfg.epsilon_high) * A)
     if cfg.dual_clip is not None:
@@ -229,34 +235,40 @@ def clip(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor, A: Tensor)
 
 
 def cispo(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor, A: Tensor) -> Tensor:
+    """CISPO of MiniMax-M1 (arXiv:2506.13585), the upper bound alone; cap 5: ScaleRL (arXiv:2510.13786)."""
     return -r.clamp(max=cfg.epsilon_high).detach() * A * logp
 
 
 def cispo_two_sided(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor, A: Tensor) -> Tensor:
+    """CISPO of MiniMax-M1 (arXiv:2506.13585) with both bounds, as in verl and NeMo-RL."""
     return -r.clamp(1 - cfg.epsilon_low, 1 + cfg.epsilon_high).detach() * A * logp
 
 
 def sapo(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor, A: Tensor) -> Tensor:
+    """SAPO (arXiv:2511.20347)."""
     tau = _choose(A > 0, cfg.sapo_temperature_pos, cfg.sapo_temperature_neg, r)
     return -(4 / tau) * torch.sigmoid(tau * (r - 1)) * A
 
 
 def reinforce(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor, A: Tensor) -> Tensor:
+    """REINFORCE (Williams, Machine Learning 8, 1992). A = 1 is supervised fine-tuning."""
     return -A * logp
 
 
 def gmpo(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor, A: Tensor) -> Tensor:
-    """r is already the exponential of the sequence mean of clipped log-ratios."""
+    """GMPO (arXiv:2507.20673). r is already the exponential of the sequence mean of clipped log-ratios."""
     return -A * r
 
 
 def dppo_tv(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor, A: Tensor) -> Tensor:
-    moved = _probability_change(log_ratio, logp)
-    drop = ((A > 0) & (moved > cfg.epsilon_high)) | ((A <= 0) & (moved < -cfg.epsilon_low))
+    """DPPO with the binary total-variation mask (arXiv:2602.04879) and the squared log-ratio of prime-rl's loss."""
+    change = _probability_change(log_ratio, logp)
+    drop = ((A > 0) & (change > cfg.epsilon_high)) | ((A <= 0) & (change < -cfg.epsilon_low))
     return -torch.where(drop, 0.0, r * A) + 1e-3 * log_ratio**2
 
 
 def ipo(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor, A: Tensor) -> Tensor:
+    """The IPO loss (INTELLECT Policy Optimization) of prime-rl: docs.primeintellect.ai/prime-rl/ipo."""
     drop = _probability_change(log_ratio, logp).abs() > cfg.epsilon_high
     return -torch.where(drop, 0.0, r * A) + 1e-3 * log_ratio**2
 
@@ -282,7 +294,7 @@ def vespo_phi(
     seq_sum: Callable[[Tensor], Tensor],
     seq: Tensor,
 ) -> Tensor:
-    """phi(w) = exp(lambda + k ln w - lambda w) of the sequence weight w; a constant to autograd."""
+    """VESPO (arXiv:2602.10693): phi(w) = exp(lambda + k ln w - lambda w) of the sequence weight w, without gradient."""
     low = math.log(1e-8)
     log_w = seq_sum(log_ratio.clamp(-20, 20))
     if weight is not None:
@@ -297,7 +309,10 @@ def vespo_phi(
 
 
 def kl_estimate(cfg: GRPOConfig, logp: Tensor, ref: Tensor) -> Tensor:
-    """k1, k2, k3 (Schulman, "Approximating KL divergence"), |d|, and the straight-through k1+ and k3+."""
+    """k1, k2, k3: Schulman, "Approximating KL Divergence", 2020, joschu.net/blog/kl-approx.html. GRPO uses k3
+    (arXiv:2402.03300). abs, k1+ and k3+ (value of the one, gradient of k2): verl (arXiv:2409.19256). The product with
+    the ratio, use_bias_correction_kl, is in `reference_loss_from_logps`: DeepSeek-V3.2 (arXiv:2512.02556).
+    """
     delta_bound, kl_bound = cfg.kl_clamps
     d = ref - logp
     if delta_bound is not None:
@@ -365,20 +380,23 @@ def sequence_of_token(shape: torch.Size, cu_seqlens: Tensor | None, device: torc
     return torch.arange(cu_seqlens.numel() - 1, device=device).repeat_interleave(cu_seqlens.diff().to(device))
 
 
-def _metrics(
-    cfg: GRPOConfig,
-    m: Tensor,
-    logp: Tensor,
-    H: Tensor | None,
-    r: Tensor,
-    A: Tensor,
-    kl: Tensor | None,
-    old: Tensor | None,
-    base: Tensor | None,
-    rollout: Tensor | None,
-    weight: Tensor | None,
-) -> dict[str, Tensor]:
+class _PerToken(NamedTuple):
+    """What metrics are means of."""
+
+    logp: Tensor
+    H: Tensor | None
+    r: Tensor
+    A: Tensor
+    kl: Tensor | None
+    old: Tensor | None
+    base: Tensor | None
+    rollout: Tensor | None
+    weight: Tensor | None
+
+
+def _metrics(cfg: GRPOConfig, m: Tensor, tokens: _PerToken) -> dict[str, Tensor]:
     """Means over unmasked tokens."""
+    logp, H, r, A, kl, old, base, rollout, weight = tokens
     count = m.sum().clamp(min=1)
 
     def mean(x: Tensor) -> Tensor:
@@ -401,8 +419,8 @@ def _metrics(
     if rollout is not None:
         known = m & ~rollout.isnan()
         # DPPO and IPO divide by the rollout itself: there the current policy is compared with it.
-        trained = logp.detach() if old is None or cfg.surrogate in ("dppo_tv", "ipo") else old
-        gap = (trained - rollout).abs()[known]
+        current = old is None or SURROGATE_RULES[cfg.surrogate].divides_by_rollout
+        gap = ((logp.detach() if current else old) - rollout).abs()[known]
         out["rollout_mismatch/mean"] = gap.sum() / known.sum().clamp(min=1)
         if known.any():
             out["rollout_mismatch/max"] = gap.max()

@@ -1,4 +1,4 @@
-"""Checks of what a caller gives. Each names the argument, what came and what is expected, before any work.
+"""Checks of arguments, before any work. The error names the argument, what was given and what is expected.
 
 Checks of values (ids in range, offsets in order) read the data: always on a CPU; on a GPU they would synchronise, so
 they run only with GRPO_KERNELS_DEBUG=1.
@@ -37,7 +37,7 @@ def check_config(config: object) -> None:
 
 
 def refuse_transforms(name: str, *tensors: object) -> None:
-    """Nothing but autograd's backward, once, differentiates these kernels: functorch and dual numbers raise."""
+    """Raise inside functorch transforms and forward-mode AD: the kernels support autograd's first backward only."""
     transformed = _inside_transform()
     if not transformed:
         if forward_ad._current_level < 0:
@@ -57,7 +57,7 @@ def _inside_transform() -> bool:
     return torch._C._functorch.maybe_current_level() is not None
 
 
-# torch.compile, which enters the transforms that it traces, asks once and puts no call into its graph.
+# torch.compile evaluates this once while tracing and puts no call into its graph.
 _inside_transform._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -135,6 +135,29 @@ def check_ids(ids: Tensor, leading: torch.Size, owner: str) -> None:
         )
 
 
+def check_accumulate_into(total: Tensor, weight: Tensor) -> None:
+    """A float32 buffer that can take the gradient of this weight."""
+    name = "accumulate_into"
+    check_tensor(name, total, weight)
+    if total.dtype != torch.float32 or weight.dtype == torch.float64:
+        raise TypeError(
+            f"{name} is {total.dtype} for a weight of {weight.dtype}; expected float32, and no float64 weight"
+        )
+    if total.shape != weight.shape or not total.is_contiguous():
+        raise ValueError(
+            f"{name} has shape {tuple(total.shape)} and strides {total.stride()}; expected a contiguous "
+            f"{tuple(weight.shape)} like lm_head_weight"
+        )
+    if total.requires_grad:
+        raise ValueError(f"{name} requires a gradient; expected a buffer that gradients are added to")
+    if not (weight.requires_grad and weight.is_leaf):
+        raise ValueError(
+            f"{name} is given, and lm_head_weight is no leaf that requires a gradient: nothing would be added"
+        )
+    if total.data_ptr() == weight.data_ptr() and total.numel():
+        raise ValueError(f"{name} is the memory of lm_head_weight; expected a buffer of its own")
+
+
 def check_tensor(name: str, x: object, like: Tensor | None = None) -> None:
     """x is a plain tensor on the device of `like`."""
     check_plain(name, x)
@@ -162,22 +185,22 @@ def check_token_tensor(
         raise TypeError(f"{name} is {x.dtype}; expected a floating-point type")
 
 
-def check_scalar(name: str, x: Tensor | float | int | None, like: Tensor) -> Tensor | None:
-    """A number or one-element tensor as a float32 tensor () on the device of `like` (float64 beside float64)."""
+def check_scalar(name: str, x: Tensor | float | int | None, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+    """A number or one-element tensor as a tensor () of this type; a number of items counts as at least 1."""
     if x is None:
         return None
-    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    counts_items = name == "num_items_in_batch"  # 0: a batch without any unmasked token
     if isinstance(x, Tensor):
         check_plain(name, x)
         if x.numel() != 1:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; expected a number or a tensor of one element")
-        return x.detach().reshape(()).to(device=like.device, dtype=dtype)
+        x = x.detach().reshape(()).to(device=device, dtype=dtype)
+        return x.clamp(min=1) if counts_items else x
     if isinstance(x, bool) or not isinstance(x, (int, float)):
         raise TypeError(f"{name} is a {type(x).__name__}; expected a number or a tensor of one element")
-    clamped = name == "num_items_in_batch"  # 0, a batch without any unmasked token, counts as 1
-    if not (x > 0 or (clamped and x == 0)) or math.isinf(x):
-        raise ValueError(f"{name}={x}; expected a {'number >= 0' if clamped else 'positive number'}, finite")
-    return torch.full((), float(x), dtype=dtype, device=like.device)
+    if not (x > 0 or (counts_items and x == 0)) or math.isinf(x):
+        raise ValueError(f"{name}={x}; expected a {'number >= 0' if counts_items else 'positive number'}, finite")
+    return torch.full((), max(float(x), 1.0) if counts_items else float(x), dtype=dtype, device=device)
 
 
 def num_sequences_of(ids: Tensor, cu_seqlens: Tensor | None, owner: str = "hidden") -> int:
@@ -233,6 +256,8 @@ def check_token_values(inputs: TokenInputs) -> None:
     """Numbers of unmasked tokens that would make the loss NaN. In rollout_logps NaN means unknown and is fine."""
     if not checks_values(inputs.advantages.device):
         return
+    if inputs.cu_seqlens is not None:
+        _refuse_two_meanings(inputs, inputs.cu_seqlens)
     mask = None if inputs.completion_mask is None else inputs.completion_mask.bool()
     for name, finite in (("advantages", True), ("old_logps", False), ("ref_logps", False), ("rollout_weights", True)):
         x = getattr(inputs, name)
@@ -241,6 +266,21 @@ def check_token_values(inputs: TokenInputs) -> None:
     check_temperature(inputs.temperature, mask)
     if inputs.normalizer is not None and not inputs.normalizer.item() > 0:
         raise ValueError(f"normalizer={inputs.normalizer.item()}; expected a positive number")
+
+
+def _refuse_two_meanings(inputs: TokenInputs, cu_seqlens: Tensor) -> None:
+    """(S,) = (N,): one value per sequence is one per token, unless a sequence is empty and another one longer."""
+    sequences = cu_seqlens.numel() - 1
+    for name in ("advantages", "rollout_weights"):
+        x = getattr(inputs, name)
+        if x is None or x.shape != (sequences,) or int(cu_seqlens[-1]) != sequences:
+            continue
+        if bool((cu_seqlens.diff() != 1).any()):
+            raise ValueError(
+                f"{name} has shape ({sequences},), and there are as many tokens as sequences, of which some are empty: "
+                f"it may hold one value per token or one per sequence. Pass ({sequences}, 1) for one per sequence, or "
+                "leave empty sequences out of cu_seqlens"
+            )
 
 
 def check_temperature(temperature: Tensor | None, mask: Tensor | None) -> None:

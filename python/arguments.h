@@ -1,6 +1,6 @@
 // What the bindings of the compiled backends share: addresses come as integers, shapes and types are checked in Python
 // (grpo_kernels/backends), and the interpreter lock is released while a kernel runs. The last argument of each function
-// says where: a number of threads, or the address of a stream.
+// is the number of threads, or the address of a stream.
 #pragma once
 #include <pybind11/pybind11.h>
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from grpo_kernels import backends
 from grpo_kernels.backends.pytorch.backend import TorchBackend
 from grpo_kernels.backends.pytorch.objective import objective
-from grpo_kernels.contract import FIELD, RowStats
+from grpo_kernels.contract import FIELD, LogitChunk, Rows, RowStats, no_values
 
 HEAD, TOKENS = "tiny", 64
 FAULTS = "REHEARSAL_FAULTS"  # JSON: "PROBE:BACKEND/STRATEGY" to one of hang, wrong, lose, compile; PROBE may be empty
@@ -72,24 +72,28 @@ class Kernels(TorchBackend):
     def strategies(self, hidden: Tensor, weight: Tensor) -> tuple[str, ...]:
         return ("rows",) if weight.dtype == torch.float32 else ("rows", "linear", "anchored")
 
-    def fused(self, logits, grad, ids, table, params, rounding_error=None) -> RowStats:
-        fault = self.device.launch(f"{self.name}/rows")
-        stats = super().fused(logits, grad, ids, table, params, rounding_error)
+    def single_pass(self, chunk, table, values, params, gradients=None) -> None:
+        fault = self.device.launch(f"{self.name}/rows") if gradients else ""
+        super().single_pass(chunk, table, values, params, gradients)
         if fault == "wrong":
-            grad[:, 1::4] = 0.0
-        return stats
+            gradients.dlogits[:, 1::4] = 0.0
+
+    def row_statistics(self, logits, ids, temperature, params) -> RowStats:
+        values = no_values(len(ids), torch.float32, logits.device)
+        self.statistics(LogitChunk(logits, Rows(0, len(ids)), ids), temperature, values, params)
+        return RowStats(values.logp, values.lse, values.entropy)
 
     def linear_logp(self, hidden, weight, bias, ids, temperature, params, *, entropy) -> RowStats:
         fault = self.device.launch(f"{self.name}/linear")
         logits = hidden.float() @ weight.float().T
         if fault == "wrong" and logits.shape[1] > 256:  # one consumer of a block does not see the second tile
             logits[torch.arange(len(ids)) % 128 >= 64, 256:512] = -math.inf
-        return self.stats(logits, ids, temperature, params)
+        return self.row_statistics(logits, ids, temperature, params)
 
     def anchored(self, hidden, weight, bias, ids, table, exponentials, params) -> tuple[RowStats, Tensor]:
         fault = self.device.launch(f"{self.name}/anchored")
         z = hidden.float() @ weight.float().T
-        stats = self.stats(z.clone(), ids, table[FIELD["temperature"]], params)
+        stats = self.row_statistics(z, ids, table[FIELD["temperature"]], params)
         log_ratio = stats.logp - table[FIELD["old"]] if params.has_old else torch.zeros_like(stats.logp)
         result = objective(log_ratio, stats.logp, stats.entropy, table, params)
         g = table[FIELD["weight_ratio"]] * result.d_ratio + table[FIELD["weight_direct"]] * result.d_direct

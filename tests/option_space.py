@@ -70,7 +70,7 @@ def choose(point: Point, variation: int) -> dict[str, Any]:
     if point.kl == "none":
         chosen["bias_correction"] = False
         chosen["ref"] = chosen["ref"].replace("beta", "metrics")
-    if point.surrogate in ("dppo_tv", "ipo") and chosen["old"] == "none":
+    if SURROGATE_RULES[point.surrogate].divides_by_rollout and chosen["old"] == "none":
         chosen["rollout_logps"] = "given"
     if point.aggregation != "num_items" and chosen["normalizer"] == "num_items":
         chosen["normalizer"] = "tensor"
@@ -142,7 +142,10 @@ def _draw(point: Point, chosen: dict[str, Any], seed: int, vocab: int) -> tuple[
     if chosen["layout"] == "packed":
         if isinstance(temperature, Tensor):
             batch.options["temperature"] = temperature
-        batch = packed(batch, torch.tensor([6, 1, 0, 4, 6]) if not masked else None)
+        lengths = batch.options["completion_mask"].sum(1) if masked else torch.tensor([6, 1, 0, 4, 6])
+        if lengths.sum() == len(lengths):  # one value per token could be one per sequence, and is refused
+            lengths[-1] = shape[1]
+        batch = packed(batch, lengths)
         logits["temperature"] = batch.options.pop("temperature", temperature)
 
     threshold = None

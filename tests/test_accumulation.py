@@ -146,3 +146,102 @@ def test_metric_sums_of_micro_batches_add_up(backend):
         assert torch.allclose(whole.metrics[name], total / count)
     clipped = whole.metrics["clip_ratio/low"] + whole.metrics["clip_ratio/high"]
     assert torch.allclose(whole.metrics["clip_ratio/region"], clipped) and clipped > 0
+
+
+# --- accumulate_into ------------------------------------------------------------------------------------------------
+
+
+def backward_into(batch, config, backend, total, factor=1.0):
+    """(weight, gradient of hidden) after a backward that adds the weight's gradient to `total`."""
+    hidden, weight = batch.hidden.clone().requires_grad_(), batch.weight.clone().requires_grad_()
+    out = gk.fused_grpo_loss(
+        hidden, weight, batch.ids, batch.advantages, config=config, backend=backend, accumulate_into=total,
+        **batch.options,
+    )  # fmt: skip
+    (out.loss * factor).backward()
+    return weight, hidden.grad
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_weights_gradient_is_added_to_a_buffer(dtype, level, backend):
+    """Of two batches, with a grad_output that is not 1, beside what the buffer holds."""
+    config = gk.GRPOConfig(importance_sampling_level=level, chunk_rows=8)
+    total = torch.full((67, 24), 0.5)
+    expected, exact = total.clone(), total.double()
+    for seed, factor in ((2, 1.0), (3, -3.0)):
+        batch = off_policy(make_batch(seed, sequences=6)).head_as(dtype)
+        weight, dhidden = backward_into(batch, config, backend, total, factor)
+        plain = fused(batch, config, backend)
+        assert weight.grad is None
+        assert torch.allclose(dhidden.float(), factor * plain.grads["hidden"].float(), rtol=1e-2, atol=1e-6)
+        expected += factor * plain.grads["weight"].float()
+        exact += factor * reference(batch, config).grads["weight"]
+    assert torch.allclose(total, expected, rtol=0, atol=1e-3 if dtype == torch.float16 else 1e-6)
+    assert (total - exact).abs().max() <= (2e-6 if dtype == torch.float32 else 2e-2)
+
+
+def test_each_backward_adds(backend):
+    batch, total = make_batch(1), torch.zeros(67, 24)
+    hidden, weight = batch.hidden.requires_grad_(), batch.weight.requires_grad_()
+    out = gk.fused_grpo_loss(hidden, weight, batch.ids, batch.advantages, backend=backend, accumulate_into=total)
+    assert not total.any()
+    out.loss.backward(retain_graph=True)
+    once = total.clone()
+    out.loss.backward()
+    assert once.any() and torch.equal(total, 2 * once) and weight.grad is None
+    with torch.no_grad():
+        gk.fused_grpo_loss(hidden, weight, batch.ids, batch.advantages, backend=backend, accumulate_into=total)
+    assert torch.equal(total, 2 * once)
+
+
+def test_no_matrix_like_the_weight_is_made_in_the_backward():
+    batch, total = make_batch(0, sequences=4, width=512, vocab=20_000).head_as(torch.bfloat16), torch.zeros(20_000, 512)
+    hidden, weight = batch.hidden.requires_grad_(), batch.weight.requires_grad_()
+    out = gk.fused_grpo_loss(hidden, weight, batch.ids, batch.advantages, backend="cpu", accumulate_into=total)
+    loss = out.loss * 2.0
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        loss.backward()
+    assert total.any() and max(event.self_cpu_memory_usage for event in profile.events()) <= 4 * 2**22
+
+
+REFUSED = {
+    "a short one": (torch.zeros(66, 24), ValueError),
+    "a transposed one": (torch.zeros(24, 67).T, ValueError),
+    "16 bits": (torch.zeros(67, 24, dtype=torch.bfloat16), TypeError),
+    "another device": (torch.zeros(67, 24, device="meta"), ValueError),
+    "a leaf with a gradient": (torch.zeros(67, 24, requires_grad=True), ValueError),
+    "no tensor": ([0.0], TypeError),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_unfit_buffer_is_refused(name):
+    batch, (total, error) = make_batch(0), REFUSED[name]
+    weight = batch.weight.requires_grad_()
+    with pytest.raises(error, match="accumulate_into"):
+        gk.fused_grpo_loss(batch.hidden, weight, batch.ids, batch.advantages, accumulate_into=total)
+
+
+def test_a_weight_that_gets_no_gradient_of_its_own_is_refused():
+    batch, total = make_batch(0), torch.zeros(67, 24)
+    leaf = batch.weight.clone().requires_grad_()
+    wide = make_batch(0, dtype=torch.float64)
+    for weight in (batch.weight, leaf * 1.0):
+        with pytest.raises(ValueError, match=r"accumulate_into.*leaf"):
+            gk.fused_grpo_loss(batch.hidden, weight, batch.ids, batch.advantages, accumulate_into=total)
+    with pytest.raises(ValueError, match=r"accumulate_into.*memory"):
+        gk.fused_grpo_loss(batch.hidden, leaf, batch.ids, batch.advantages, accumulate_into=leaf.detach())
+    with pytest.raises(TypeError, match=r"accumulate_into.*float64"):
+        gk.fused_grpo_loss(wide.hidden, wide.weight.requires_grad_(), wide.ids, wide.advantages, accumulate_into=total)
+
+
+def test_a_buffer_is_refused_under_a_tracer():
+    batch, total = make_batch(0), torch.zeros(67, 24)
+    weight = batch.weight.requires_grad_()
+
+    def loss(hidden):
+        return gk.fused_grpo_loss(hidden, weight, batch.ids, batch.advantages, accumulate_into=total).loss
+
+    with pytest.raises(Exception, match="accumulate_into"):
+        torch.compile(loss, fullgraph=True, backend="eager")(batch.hidden)

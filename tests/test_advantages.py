@@ -11,6 +11,7 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_kernels.advantages import group_statistics, resolve_groups
+from grpo_kernels.contract import LEVELS
 
 CONVENTIONS = {"TRL": (1, 1e-4), "verl": (1, 1e-6), "paper": (0, 1e-8)}
 
@@ -207,7 +208,7 @@ def test_process_advantages_refuse_what_does_not_fit():
 
 
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
-@pytest.mark.parametrize("level", ["token", "sequence_sum", "sequence_mean"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_rollout_weights_against_a_loop(level, mode):
     old, rollout = torch.randn(3, 5), torch.randn(3, 5)
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]])
@@ -238,7 +239,8 @@ def test_rollout_weights_of_an_unbounded_gap_are_finite():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(level="word"), "level"),
+        (dict(level="word"), "level='word'; expected one of token, sequence, sequence_sum"),
+        (dict(level="sequence_mean"), "level='sequence'"),  # its name up to 0.1.0
         (dict(mode="clip"), "mode"),
         (dict(low=3.0), "low=3.0"),
         (dict(cap=0.0), "cap=0.0"),

@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from emulator.checks import SIGNALLING
 from helpers import call_counter, make_batch
+from kernel_checks import SIGNALLING
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo_kernels as gk

@@ -143,6 +143,7 @@ CASES = {
     "cu_seqlens late": (lambda: packed_arguments(cu_seqlens=torch.tensor([1, 6, 12, 18, 24])), ValueError, "cu_seqlens", "from 0 to 24"),
     "cu_seqlens back": (lambda: packed_arguments(cu_seqlens=torch.tensor([0, 12, 6, 18, 24])), ValueError, "cu_seqlens", "12, 6", "in order"),
     "packed advantage NaN": (lambda: packed_arguments(advantages=spoiled((4,), math.nan, 3)), ValueError, "advantages[3] = nan", "a finite number"),
+    "one per token or per sequence": (lambda: packed_arguments(advantages=torch.rand(24), cu_seqlens=torch.tensor([0] * 24 + [24])), ValueError, "advantages", "(24,)", "empty", "(24, 1)"),
     "packed old NaN": (lambda: packed_arguments(old_logps=spoiled((24,), math.nan, 17)), ValueError, "old_logps[17] = nan", "a number"),
     "packed advantages": (lambda: packed_arguments(advantages=torch.rand(5)), ValueError, "advantages", "(5,)", "(24,)", "(4,)"),
 }  # fmt: skip

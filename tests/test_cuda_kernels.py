@@ -9,19 +9,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import kernel_checks as c
 import pytest
 import torch
 from emulator import Kernels, build_kernels
-from emulator import checks as c
 from emulator.build import ROOT, compiler, few_types
-from emulator.kernels import some_values
+from emulator.kernels import DEVICES
+from helpers import planned_tokens
+from kernel_checks import some_values
 
 from grpo_kernels import contract
 from grpo_kernels.backends.pytorch.coefficients import token_objective
-from grpo_kernels.backends.pytorch.objective import objective
-from grpo_kernels.contract import FIELD, KernelParams, PlanRules, Rows, TokenInputs, TokenValues
+from grpo_kernels.contract import KernelParams, PlanRules, RowGradients, Rows, TokenInputs, TokenValues
 
-VOCABS = (1, 2, 15, 16, 63, 64, 65, 1000, 2047, 2048, 2049, 5003)
 ORDERS = (0, 1, 2, 3)  # the lowest warp first, the highest first, two random ones
 OPTIONS = ({}, {"logit_scale": 0.25}, {"softcap": 5.0, "logit_scale": 1.5})
 
@@ -38,7 +38,7 @@ def kernels(library) -> Kernels:
     return kernels
 
 
-@pytest.fixture(params=c.DEVICES)
+@pytest.fixture(params=DEVICES)
 def device(request) -> str:
     return request.param
 
@@ -51,7 +51,7 @@ def pair_name(pair: tuple[torch.dtype, torch.dtype]) -> str:
 
 
 def test_devices_take_the_ways_that_they_are_named_for(kernels, device):
-    kernels.use(c.DEVICES[device])
+    kernels.use(DEVICES[device])
     logits, ids = c.make_logits(30, 5003, torch.float32)
     c.single_pass(kernels, logits, logits, ids, c.make_table(30), KernelParams())
     launch = kernels.last_launch()
@@ -80,7 +80,7 @@ def test_an_h200_holds_large_vocabularies(kernels):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_rows_that_leave_room_for_one_block_or_two(kernels, order):
-    kernels.use(c.DEVICES["capability 8.0, resident"], order)
+    kernels.use(DEVICES["capability 8.0, resident"], order)
     for vocab, threads in ((17001, 384), (32003, 768)):
         c.check_rows(kernels, vocab, (torch.float32, torch.bfloat16), KernelParams(), shift=order)
         logits, ids = c.make_logits(1, vocab, torch.float32)
@@ -92,107 +92,66 @@ def test_rows_that_leave_room_for_one_block_or_two(kernels, order):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("pair", c.PAIRS, ids=pair_name)
 def test_rows(kernels, pair, options):
-    for i, vocab in enumerate(VOCABS):
+    for i, vocab in enumerate(c.VOCABS):
         for j, device in enumerate(("cluster 1", "cluster 8", "streamed")):
-            kernels.use(c.DEVICES[device], ORDERS[(i + j) % 4])
+            kernels.use(DEVICES[device], ORDERS[(i + j) % 4])
             c.check_rows(kernels, vocab, pair, KernelParams(**options), shift=i % 7, biased=(i + j) % 2 == 1)
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_rows_on_every_device(kernels, device, order):
-    kernels.use(c.DEVICES[device], order)
+    kernels.use(DEVICES[device], order)
     for pair, options in zip(c.PAIRS, [{}, {}, *OPTIONS], strict=True):
         c.check_rows(kernels, 5003, pair, KernelParams(**options), shift=order, biased=order % 2 == 1)
 
 
 @pytest.mark.parametrize("shift", range(8))
 def test_rows_at_every_address(kernels, device, shift):
-    kernels.use(c.DEVICES[device])
+    kernels.use(DEVICES[device])
     for pair in c.PAIRS[::2]:
         c.check_rows(kernels, 70, pair, KernelParams(softcap=5.0 * (shift % 2)), shift, biased=shift % 4 < 2)
 
 
 @pytest.mark.parametrize("pair", c.PAIRS, ids=pair_name)
 def test_gradient_over_the_logits(kernels, device, pair):
-    for i, vocab in enumerate(VOCABS):
-        kernels.use(c.DEVICES[device], ORDERS[i % 4])
+    for i, vocab in enumerate(c.VOCABS):
+        kernels.use(DEVICES[device], ORDERS[i % 4])
         c.check_in_place(kernels, vocab, pair, shift=i % 5)
     for order in ORDERS:
-        kernels.use(c.DEVICES[device], order)
+        kernels.use(DEVICES[device], order)
         c.check_in_place(kernels, 5003, pair)
 
 
 @pytest.mark.parametrize("pair", c.PAIRS, ids=pair_name)
 def test_extreme_rows(kernels, device, pair):
-    kernels.use(c.DEVICES[device])
+    kernels.use(DEVICES[device])
     c.check_extremes(kernels, pair)
 
 
 def test_masked_absent_silent_and_nan(kernels, device):
-    kernels.use(c.DEVICES[device])
+    kernels.use(DEVICES[device])
     for pair in c.PAIRS:
         c.check_absent_and_silent(kernels, pair)
 
 
 @pytest.mark.parametrize("dtype", c.DTYPES)
 def test_single_pass_is_stats_objective_gradient(kernels, device, dtype):
-    kernels.use(c.DEVICES[device])
-    rows, params = 16, KernelParams(kl="k3", beta=0.1)
-    logits, ids = c.make_logits(rows, 1000, dtype)
-    table = c.make_table(rows, temperature=0.8, weight_entropy=torch.arange(rows) % 2 * 0.1)
-    temperature = table[FIELD["temperature"]].clone()
-    stats = c.statistics(kernels, logits, ids, temperature, params)
-    logp, entropy = stats.logp, stats.entropy
-    table[FIELD["old"]] = logp + torch.linspace(-0.5, 0.5, rows)
-    table[FIELD["ref"]] = logp + torch.linspace(-1, 1, rows)
-    grad, expected = torch.empty_like(logits), torch.empty(rows, 1000)
-    passed = some_values(rows)
-    kernels.single_pass(logits, Rows(0, rows), ids, table, passed, params, grad=grad)
-    c.check_statistics(c.stats_of(passed), stats)
-    parts = objective(logp - table[FIELD["old"]], logp, entropy, table, params)
-    for field, part in zip((3, 4), (parts.value, parts.kl), strict=True):
-        torch.testing.assert_close(passed.columns[field], part, rtol=1e-5, atol=1e-6)
-    g_logp = parts.d_ratio + parts.d_direct
-    torch.testing.assert_close(passed.g_logp, g_logp, rtol=1e-5, atol=1e-6)
-    g_entropy = table[FIELD["weight_entropy"]].clone()
-    c.gradient(kernels, logits.float(), expected, ids, temperature, stats, g_logp, g_entropy, params)
-    scale = parts.d_ratio.abs() + parts.d_direct.abs() + g_entropy * 8
-    c.check_gradient(grad, expected.double(), scale / temperature)
+    kernels.use(DEVICES[device])
+    c.check_parts(kernels, dtype, 1000, same_bits=False)
 
 
 def test_logp_is_as_accurate_as_torch(kernels):
-    for spread in (1.0, 5.0, 30.0):
-        logits, ids = c.make_logits(64, 32003, torch.float32, spread)
-        truth = c.exact(logits, ids, torch.ones(64), KernelParams())[1].detach()
-        rival = torch.log_softmax(logits, -1).gather(1, ids[:, None])[:, 0]
-        limit = (rival - truth).abs().max()
-        by_pass = c.single_pass(kernels, logits, torch.empty_like(logits), ids, c.make_table(64), KernelParams())
-        for found in (c.statistics(kernels, logits, ids, torch.ones(64), KernelParams()), by_pass):
-            assert (found.logp - truth).abs().max() <= limit
+    c.check_accuracy(kernels)
 
 
 @pytest.mark.parametrize("dtype", c.DTYPES[1:])
 def test_sixteen_bit_conversion(kernels, dtype):
-    """16-bit patterns are read exactly; gradients round to nearest even as torch does."""
-    patterns = torch.arange(-(2**15), 2**15, 37, dtype=torch.int16).view(dtype)
-    patterns = patterns[patterns.isfinite()]
-    rows = patterns[:, None].contiguous()  # V = 1: lse = z
-    zeros = torch.zeros(len(rows), dtype=torch.int64)
-    lse = c.statistics(kernels, rows, zeros, torch.ones(len(rows)), KernelParams()).lse
-    assert torch.equal(lse, patterns.double())
-
-    wide = torch.cat([patterns.float() * 1.00195, torch.logspace(-9, 5.2, 500), torch.tensor([torch.nan, 1e9])])
-    logits, ids = torch.zeros(len(wide), 2), torch.zeros(len(wide), dtype=torch.int64)
-    half, full = torch.empty(len(wide), 2, dtype=dtype), torch.empty(len(wide), 2)
-    ones = torch.ones(len(wide))
-    stats = c.statistics(kernels, logits, ids, ones, KernelParams())
-    for grad in (half, full):
-        c.gradient(kernels, logits, grad, ids, ones, stats, wide, 0 * ones, KernelParams())
-    torch.testing.assert_close(half, full.to(dtype), rtol=0, atol=0, equal_nan=True)
+    c.check_sixteen_bits(kernels, dtype, every=37)
 
 
 def test_refused_before_anything_is_launched(kernels):
     logits, ids = c.make_logits(3, 8, torch.bfloat16)
+    planned = planned_tokens(c.make_table(3), some_values(3), torch.ones(3).bool(), torch.tensor([0, 3]))
     with pytest.raises(RuntimeError, match="dtype"):
         c.single_pass(kernels, logits, torch.empty(3, 8), ids, c.make_table(3), KernelParams())
     with pytest.raises(RuntimeError, match="vocab"):
@@ -200,11 +159,11 @@ def test_refused_before_anything_is_launched(kernels):
     with pytest.raises(RuntimeError, match="cover the tokens"):
         kernels.plan(TokenInputs(torch.ones(())), torch.zeros(2, 3).long(), PlanRules(), row_length=4)
     with pytest.raises(RuntimeError, match="range"):
-        kernels.sequence_objective(slice(2, 1), *[c.make_table(3)] * 4, some_values(3), KernelParams())
+        kernels.sequence_objective(slice(2, 1), None, planned, KernelParams())
     before = kernels.launches()
     c.statistics(kernels, logits[:0], ids[:0], torch.ones(0), KernelParams())
     kernels.token_objective(Rows(2, 2), c.make_table(3), some_values(3), KernelParams())
-    kernels.sequence_objective(slice(1, 1), *[c.make_table(3)] * 4, some_values(3), KernelParams())
+    kernels.sequence_objective(slice(1, 1), None, planned, KernelParams())
     assert kernels.launches() == before
 
 
@@ -343,11 +302,12 @@ def test_launches(kernels):
     inputs, ids = c.make_plan_inputs((3, 50))
     logits, chosen = c.make_logits(4, 100, torch.bfloat16)
     rows, table, values, params = Rows(0, 4), c.make_table(4), some_values(4), KernelParams()
+    chunk = c.chunk_of(logits, chosen)
     operations = {
         lambda: kernels.plan(inputs, ids, PlanRules()): 3,
         lambda: kernels.plan(inputs, ids, PlanRules(), ordered=False): 2,
-        lambda: kernels.single_pass(logits, rows, chosen, table, values, params, grad=logits.clone()): 1,
-        lambda: kernels.single_pass(logits, rows, chosen, table, values, params): 1,
+        lambda: kernels.single_pass(chunk, table, values, params, RowGradients(logits.clone())): 1,
+        lambda: kernels.single_pass(chunk, table, values, params): 1,
         lambda: kernels.token_objective(rows, table, values, params): 1,
         lambda: c.check_sequences(kernels, KernelParams(level="sequence")): 2,  # two calls
     }
@@ -360,22 +320,15 @@ def test_launches(kernels):
 # --- sums and rewards -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("has_old", [True, False])
+@pytest.mark.parametrize(("surrogate", "has_old"), [("clip", True), ("clip", False), ("dppo_tv", True), ("ipo", True)])
 @pytest.mark.parametrize("order", ORDERS)
-def test_reduce(kernels, order, has_old):
+def test_reduce(kernels, order, surrogate, has_old):
     kernels.use(order=order)
-    c.check_reduce(kernels, has_old)
+    c.check_reduce(kernels, surrogate, has_old)
 
 
 def test_reduce_of_nothing(kernels):
-    table = c.make_table(0)
-    for cu_seqlens in (torch.zeros(3, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)):
-        scored = torch.empty(0, dtype=torch.bool)
-        sums = kernels.sums(scored, table, some_values(0), KernelParams(), cu_seqlens, None, 0)
-        assert [tuple(t.shape) for t in sums[:2]] == [(len(cu_seqlens) - 1, 14), (0, 14)]
-        assert not sums[0].any()
-        assert not sums[2].any()
-        assert sums[3].tolist() == [torch.inf, -torch.inf, -torch.inf]
+    c.check_reduce_of_nothing(kernels)
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
@@ -389,7 +342,7 @@ def test_group_statistics(kernels, scale, baseline, ddof):
 @pytest.mark.parametrize("dtype", c.DTYPES)
 @pytest.mark.parametrize("order", ORDERS)
 def test_scale(kernels, order, dtype):
-    one_multiprocessor = (90, 1, *c.DEVICES["cluster 1"][2:])  # whose four blocks take several turns
+    one_multiprocessor = (90, 1, *DEVICES["cluster 1"][2:])  # whose four blocks take several turns
     for device in (None, one_multiprocessor):
         kernels.use(device, order)
         for count, shift in ((1, 0), (7, 3), (8, 8), (101, 1), (4096, 5), (8193, 7), (60001, 2)):

@@ -153,7 +153,7 @@ def other_calls(backend: str, dtype: torch.dtype) -> dict:
         ],
         "rollout_weights": lambda: [
             gk.rollout_weights(old, ROLLOUT, completion_mask=mask, level=level, mode=mode)
-            for level in ("token", "sequence_sum", "sequence_mean")
+            for level in ("token", "sequence", "sequence_sum")
             for mode in ("truncate", "mask")
         ],
         "entropy_quantile": lambda: [gk.entropy_quantile(PER_TOKEN, m, top=0.3) for m in (None, mask)],

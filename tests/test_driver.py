@@ -248,7 +248,7 @@ def test_no_image_for_the_device(run):
     (error,) = run("launch", "fused", capability=100, architectures=("sm_80", "sm_90a"))[-1:]
     assert error == (
         "error: no kernels for a device of compute capability 10.0: this build has sm_80 sm_90a; in a checkout, "
-        "GRPO_KERNELS_CUDA_ARCHS=100 pip install . builds them, with a CUDA that knows the device"
+        "GRPO_KERNELS_CUDA_ARCHS=100 pip install . builds them, with a CUDA toolkit that supports the device"
     )
 
 

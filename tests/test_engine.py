@@ -145,7 +145,7 @@ def test_sums_of_a_gpu_are_in_float32_unless_a_chunk_is_alone(dtype, rows, first
     head = LMHead(hidden, weight, None, torch.float32, rows, get_backend("torch"), (False, True, False))
     ids = torch.zeros(8, dtype=torch.int64, device="meta")
     for expected in (first, second):
-        chunk = next(head.chunks(None))
+        chunk = head.chunks(None)[0]
         head.accumulate(chunk, ids)
         assert chunk.rows.count == rows and head.dweight.total.dtype == expected
     finished = head.gradients()
@@ -270,6 +270,41 @@ def test_strided_hidden_states(backend, rows):
         out.loss.backward()
         assert torch.allclose(leaf.grad, expected.grads["hidden"], atol=1e-7), name
         assert torch.allclose(out.logps, expected.logps, atol=1e-6), name
+
+
+def test_as_many_sequences_as_tokens(backend):
+    """One value per sequence is one per token, unless a sequence is empty: then (S, 1) is one per sequence."""
+    config = gk.GRPOConfig(aggregation="seq_mean", importance_sampling_level="sequence")
+    batch = off_policy(make_batch(0, sequences=1))
+    alone = packed(off_policy(make_batch(0, sequences=6, length=1)))
+    alone.advantages = torch.randn(6)
+    for advantages in (alone.advantages, alone.advantages[:, None]):
+        given = dataclasses.replace(alone, advantages=advantages)
+        assert_close(fused(given, config, backend), reference(given, config))
+    with_empty = packed(batch)
+    offsets = torch.tensor([0, 0, 4, 4, 4, 6, 6])  # lengths 0, 4, 0, 0, 2, 0
+    per_sequence = torch.tensor([9.0, 1.0, 9.0, 9.0, -2.0, 9.0])
+    with_empty = dataclasses.replace(with_empty, advantages=per_sequence[:, None]).with_options(cu_seqlens=offsets)
+    found = fused(with_empty, config, backend)
+    assert_close(found, reference(with_empty, config))
+    by_token = dataclasses.replace(with_empty, advantages=torch.tensor([1.0] * 4 + [-2.0] * 2))
+    two = by_token.with_options(cu_seqlens=torch.tensor([0, 4, 6]), normalizer=6)
+    assert torch.equal(found.loss, fused(two, config, backend).loss)
+    for name in ("advantages", "rollout_weights"):
+        wrong = with_empty.with_options(rollout_weights=per_sequence)
+        if name == "advantages":
+            wrong = dataclasses.replace(with_empty, advantages=per_sequence)
+        with pytest.raises(ValueError, match=name + r" has shape \(6,\).*empty"):
+            fused(wrong, config, backend)
+    # Rewards are one per sequence.
+    groups, rewards = torch.tensor([0, 1, 0, 0, 1, 0]), torch.tensor([0.0, 1.0, 1.0, 0.0, 3.0, 0.0])
+    from_rewards = fused(
+        dataclasses.replace(with_empty, advantages=None), config, backend, rewards=rewards, group_ids=groups
+    )
+    advantages = gk.group_advantages(rewards, group_ids=groups)[:, None]
+    assert torch.equal(
+        from_rewards.loss, fused(dataclasses.replace(with_empty, advantages=advantages), config, backend).loss
+    )
 
 
 def test_strided_weight_and_packed_view(backend):

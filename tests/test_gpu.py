@@ -8,7 +8,6 @@ import warnings
 
 import pytest
 import torch
-from emulator.checks import SIGNALLING
 from helpers import (
     LEAVES,
     Batch,
@@ -23,6 +22,7 @@ from helpers import (
     relative,
     true_logps,
 )
+from kernel_checks import SIGNALLING
 from option_space import POINTS, build, choose, size_of_loss
 from test_precision import CONFIGS, half_batch, root_mean_square, run
 

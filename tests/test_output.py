@@ -68,6 +68,59 @@ def test_results_hold_no_more_memory_than_they_show():
     assert entropy.all()
 
 
+@pytest.mark.parametrize("source", ["hidden", "logits", "logps"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_outputs_share_no_memory_with_inputs(source, masked):
+    batch = off_policy(make_batch(3, masked=masked))
+    logits = batch.hidden @ batch.weight.T
+    logps = torch.randn(batch.ids.shape)
+    entropy = torch.rand(batch.ids.shape)
+    given = {"hidden": (batch.hidden, batch.weight, batch.ids), "logits": (logits, batch.ids), "logps": (logps,)}[
+        source
+    ]
+    loss = {"hidden": gk.fused_grpo_loss, "logits": gk.grpo_loss_from_logits, "logps": gk.grpo_loss_from_logps}[source]
+    options = batch.options | ({"entropy": entropy} if source == "logps" else {})
+    inputs = [*given, batch.advantages, *options.values()]
+    before = [x.clone() for x in inputs]
+    out = loss(*given, batch.advantages, **options)
+    for x in (out.logps, out.entropy, out.advantages):
+        x.add_(1)
+    assert all(torch.equal(x, y) for x, y in zip(inputs, before, strict=True))
+    assert torch.equal(out.advantages, batch.advantages)  # a copy each time
+    rewards = torch.tensor([0.0, 1.0, 1.0, 3.0])
+    out = loss(*given, rewards=rewards, num_generations=2, **options)
+    for x in (*out.groups.values(), out.advantages):
+        x.add_(1)
+    assert out.advantages.shape == (4,) and not torch.equal(out.groups["reward_mean"], torch.tensor([0.5, 2.0]))
+    assert torch.allclose(out.advantages, gk.group_advantages(rewards, num_generations=2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_log_probabilities_come_back_as_from_hidden_states(dtype):
+    mask = make_batch(3, masked=True).options["completion_mask"]
+    logps, entropy = torch.randn(2, *mask.shape, dtype=dtype).masked_fill(~mask, torch.nan)
+    out = gk.grpo_loss_from_logps(logps, torch.ones(4), entropy=entropy, completion_mask=mask.int())
+    for found, x in ((out.logps, logps), (out.entropy, entropy)):
+        wide = torch.promote_types(dtype, torch.float32)
+        assert torch.equal(found, x.nan_to_num(0.0).to(wide)) and found.dtype == wide
+    assert gk.grpo_loss_from_logps(logps.nan_to_num(), torch.ones(4)).entropy is None
+
+
+@pytest.mark.parametrize("called_inside", [False, True])
+def test_metrics_first_read_in_inference_mode_are_plain_tensors(called_inside):
+    batch = make_batch(3)
+    options = {"rewards": torch.tensor([0.0, 1.0, 1.0, 3.0]), "num_generations": 2}
+    with torch.inference_mode(called_inside):
+        out = gk.fused_grpo_loss(batch.hidden, batch.weight, batch.ids, **options)
+    with torch.inference_mode():
+        names = [dict(getattr(out, table)) for table in ("metrics", "sequences", "groups")]
+        names.append({name: x for name, (x, _) in out.metric_sums.items()})
+    for table in names:
+        for name, x in table.items():
+            assert not x.is_inference(), name
+            x.add_(torch.ones((), requires_grad=True).detach())
+
+
 def test_a_used_configuration_is_still_plain_data():
     config = gk.GRPOConfig(beta=0.0, epsilon_high=0.28)
     before = json.dumps(dataclasses.asdict(config))

@@ -16,6 +16,7 @@ from torch import Tensor
 from grpo_kernels.backends import get_backend
 from grpo_kernels.backends.pytorch import coefficients
 from grpo_kernels.backends.pytorch.plan import plan_tokens
+from grpo_kernels.config import SURROGATE_RULES
 from grpo_kernels.contract import (
     AGGREGATIONS,
     FIELD,
@@ -173,11 +174,12 @@ def test_plan_of_more_blocks_than_are_scanned_at_once(name, monkeypatch):
 
 def make_params(draw: Draw, inputs: TokenInputs, surrogate: str, level: str) -> KernelParams:
     has_rollout = inputs.rollout_logps is not None
+    divides_by_rollout = SURROGATE_RULES[surrogate].divides_by_rollout
     kl = draw.one_of(*KL_ESTIMATORS) if inputs.ref_logps is not None else "none"
     return KernelParams(
         surrogate=surrogate,
         kl=kl,
-        has_old=inputs.old_logps is not None or (has_rollout and surrogate in ("dppo_tv", "ipo")),
+        has_old=inputs.old_logps is not None or (has_rollout and divides_by_rollout),
         bias_correction=kl != "none" and bool(draw.one_of(True, False)),
         beta=draw.one_of(0.0, 0.1),
         epsilon_high=draw.one_of(0.2, 2.0),
@@ -187,6 +189,7 @@ def make_params(draw: Draw, inputs: TokenInputs, surrogate: str, level: str) -> 
         level=level,
         has_rollout=has_rollout,
         vespo=surrogate == "reinforce" and bool(draw.one_of(True, False)),
+        divides_by_rollout=divides_by_rollout,
         off_policy_threshold=draw.one_of(math.inf, 0.1),
     )
 
@@ -199,7 +202,7 @@ def scored_batch(draw: Draw, case: int) -> tuple[PlannedTokens, KernelParams]:
     if surrogate == "gmpo" and inputs.old_logps is None:  # its clamp acts on log ratios
         inputs = inputs._replace(old_logps=-draw.normal(*ids.shape).abs())
     params = make_params(draw, inputs, surrogate, level)
-    rules = make_rules(draw)._replace(level=params.level, divides_by_rollout=params.surrogate in ("dppo_tv", "ipo"))
+    rules = make_rules(draw)._replace(level=params.level, divides_by_rollout=params.divides_by_rollout)
     plan = plan_tokens(inputs, ids, rules, torch.float32, ordered=False)
     logp, entropy = -draw.normal(ids.numel()).abs(), draw.normal(ids.numel()).abs()
     plan.values.columns[0], plan.values.columns[1] = (torch.where(plan.scored, x, 0.0) for x in (logp, entropy))

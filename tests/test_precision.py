@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import LEAVES, Batch, Result, errors, fused, make_batch, true_logps
+from helpers import LEAVES, Batch, Result, assert_close, errors, fused, make_batch, reference, relative, true_logps
 from torch import Tensor
 
 import grpo_kernels as gk
@@ -94,6 +94,32 @@ def test_gradients_come_in_the_type_of_their_input(dtype, backend):
         found = fused(batch, gk.GRPOConfig(logits_dtype=logits_dtype), backend)
         assert {x.dtype for x in found.grads.values()} == {dtype}
         assert found.logps.dtype == torch.float32
+
+
+SCALARS = {
+    "normalizer": {"normalizer": 3.1},
+    "num_items_in_batch": {"num_items_in_batch": 3.1},
+    "entropy_threshold": {},
+}
+
+
+@pytest.mark.parametrize("kind", ["number", "tensor"])
+@pytest.mark.parametrize("name", SCALARS)
+def test_numbers_beside_float64_are_not_rounded(name, kind):
+    batch = make_batch(0, dtype=torch.float64)
+    entropies = true_logps(batch, gk.GRPOConfig())[1].flatten()
+    # Just below the entropy of a token, above which float32 would round it.
+    threshold = entropies[entropies.float() > entropies + 1e-9][0].item() - 1e-12
+    number = torch.tensor(threshold, dtype=torch.float64) if kind == "tensor" else threshold
+    config = gk.GRPOConfig(entropy_threshold=number if name == "entropy_threshold" else None)
+    given = {k: torch.tensor(x, dtype=torch.float64) if kind == "tensor" else x for k, x in SCALARS[name].items()}
+    batch = batch.with_options(**given)
+    found, exact = fused(batch, config), reference(batch, config)
+    assert_close(found, exact, 1e-13)
+    from_logps = gk.grpo_loss_from_logps(
+        exact.logps, batch.advantages, entropy=exact.entropy, config=config, **batch.options
+    )
+    assert relative(from_logps.loss, exact.loss) <= 1e-14
 
 
 def test_float64_goes_through_the_torch_backend():

@@ -87,7 +87,7 @@ def test_packed_equals_padded(batch, config, backend):
 @repeatable
 @given(batches(), st.data(), configs)
 def test_packed_splits_equal_the_reference(batch, data, config):
-    """Any cut of N tokens into sequences, empty ones included."""
+    """Any cut of N tokens into sequences, empty ones included; there may be N of them."""
     batch = with_reference(batch, config)
     count = batch.ids.numel()
     cuts = sorted(data.draw(st.lists(st.integers(0, count), max_size=5)))
@@ -97,7 +97,7 @@ def test_packed_splits_equal_the_reference(batch, data, config):
     )
     flat = dataclasses.replace(
         batch, hidden=batch.hidden.flatten(0, 1), ids=batch.ids.reshape(-1), options=options,
-        advantages=torch.linspace(-1, 2, len(cuts) + 1),
+        advantages=torch.linspace(-1, 2, len(cuts) + 1)[:, None],
     )  # fmt: skip
     assert_small_errors(fused(flat, config), reference(flat, config))
 

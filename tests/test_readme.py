@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib
 import re
+from math import log
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import grpo_kernels as gk
 
@@ -15,12 +18,31 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+def example() -> dict[str, Any]:
+    """What the README's code takes as given: a model, two prompts with four completions each, and their rewards."""
+    config = LlamaConfig(
+        vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+    )  # fmt: skip
+    input_ids = torch.randint(101, (8, 15))
+    given = {"torch": torch, "model": LlamaForCausalLM(config), "input_ids": input_ids, "prompt_length": 5}
+    given |= {"completion_ids": input_ids[:, 5:], "mask": (torch.arange(10) < torch.arange(3, 11)[:, None]).int()}
+    return given | {
+        "old_logps": -log(101) + 0.2 * torch.randn(8, 10), "advantages": torch.randn(8), "rewards": torch.rand(8),
+    }  # fmt: skip
+
+
 def test_python_blocks_run_one_after_another():
     blocks = re.findall(r"^```python\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
     assert len(blocks) >= 4
-    names: dict[str, Any] = {}
+    names = example()
+    found = []
     for block in blocks:
+        names["model"].zero_grad()
         exec(compile(block, "README.md", "exec"), names)
+        found.append({name: p.grad.clone() for name, p in names["model"].named_parameters() if p.grad is not None})
+    before, after = found[:2]
+    assert before.keys() == after.keys() and "lm_head.weight" in before
+    assert all(torch.allclose(after[name], before[name], atol=1e-6) for name in before)
 
 
 def test_opens_with_the_two_commands():
@@ -32,6 +54,21 @@ def test_presets():
     table = README.split("| preset |")[1].split("\n\n")[0]
     rows = [line.split("|")[1] for line in table.splitlines()[2:]]
     assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(gk.available_presets())
+
+
+@pytest.mark.parametrize("name", gk.available_presets())
+def test_each_preset_is_beside_its_source(name):
+    table = README.split("| preset |")[1].split("\n\n")[0]
+    (row,) = [line for line in table.splitlines()[2:] if f"`{name}`" in line.split("|")[1]]
+    source = gk.config.PRESET_SOURCES[name]
+    papers = re.findall(r"arXiv:(\S+?)[;,]? ", source + " ")
+    assert papers == re.findall(r"https://arxiv\.org/abs/([\d.]+)", row)
+    assert papers or source in row
+
+
+def test_each_surrogate_has_its_source():
+    for name, rule in gk.config.SURROGATE_RULES.items():
+        assert all(f"abs/{paper}" in README for paper in re.findall(r"arXiv:([\d.]+)", rule.source)), name
 
 
 @pytest.mark.parametrize("axis", ["SURROGATE_RULES", "LEVELS", "KL_ESTIMATORS", "AGGREGATIONS"])

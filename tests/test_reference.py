@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from math import exp, log
 
 import pytest
 import torch
 
 import grpo_kernels as gk
+from grpo_kernels import reference
+from grpo_kernels.config import PRESET_SOURCES, SURROGATE_RULES
 from grpo_kernels.reference import reference_logps, reference_loss_from_logits, reference_loss_from_logps
 
 
@@ -71,8 +74,6 @@ def test_surrogates(A, logp, old, options, value, slope):
 
 
 def test_every_surrogate_has_an_example():
-    from grpo_kernels.config import SURROGATE_RULES
-
     assert {c[4].get("surrogate", "clip") for c in SURROGATES} == set(SURROGATE_RULES)
 
 
@@ -243,6 +244,25 @@ PRESETS = {
 
 def test_all_presets_are_there():
     assert set(gk.available_presets()) == set(PRESETS)
+
+
+def papers(text: str) -> list[str]:
+    return re.findall(r"arXiv:\d{4}\.\d{5}", text)
+
+
+def test_each_preset_has_a_source():
+    assert set(PRESET_SOURCES) == set(PRESETS) and all(PRESET_SOURCES.values())
+
+
+@pytest.mark.parametrize("name", SURROGATE_RULES)
+def test_the_docstring_of_each_surrogate_names_its_source(name):
+    source = SURROGATE_RULES[name].source
+    function = reference.vespo_phi if name == "vespo" else reference.SURROGATES[name]
+    assert all(found in function.__doc__ for found in [source.split(",")[0], *papers(source)])
+
+
+def test_the_docstring_of_the_kl_estimators_names_their_sources():
+    assert "Schulman" in reference.kl_estimate.__doc__ and papers(reference.kl_estimate.__doc__)
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -1,4 +1,4 @@
-"""Traps that real trainers fell into, one group of tests each, in the order of their numbers."""
+"""Mistakes that real trainers made: overflow, padding, empty masks, offsets, ignored gradients and options."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ def finite(result) -> bool:
     return all(x.isfinite().all() for x in (result.loss, result.logps, result.entropy, *result.grads.values()))
 
 
-# --- 1. exp overflow, and what padding holds --------------------------------------------------------------------------
+# --- overflow of the ratio, and what padding holds --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("surrogate", SURROGATE_RULES)
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_1_a_log_ratio_of_200_has_a_finite_loss_and_gradient(surrogate, sign, backend):
+def test_a_log_ratio_of_200_gives_a_finite_loss_and_gradient(surrogate, sign, backend):
+    """exp(200) overflows: autograd multiplies the infinite ratio by the zero of the clip, which is NaN."""
     batch, config = make_batch(1), gk.GRPOConfig(surrogate=surrogate)
     batch.advantages = sign * batch.advantages.abs()
     logps, _ = true_logps(batch, config)
@@ -49,7 +50,8 @@ def test_1_a_log_ratio_of_200_has_a_finite_loss_and_gradient(surrogate, sign, ba
         assert not found.grads["weight"].any()
 
 
-def test_1_clipped_and_moving_tokens_beside_each_other(backend):
+def test_clipped_tokens_have_no_gradient_and_leave_their_neighbours_alone(backend):
+    """The same overflow at every second token."""
     batch, config = make_batch(1), gk.GRPOConfig()
     batch.advantages = batch.advantages.abs()
     old = true_logps(batch, config)[0].clone()
@@ -86,7 +88,8 @@ def with_everything(config: gk.GRPOConfig):
 @pytest.mark.parametrize(("garbage", "id_"), list(zip(GARBAGE, (-1, 67, 2**62, -(2**62)), strict=True)))
 @pytest.mark.parametrize("rows", [2, 24])  # recompute; all at once
 @pytest.mark.parametrize("surrogate", SURROGATE_RULES)
-def test_1_padding_may_hold_anything(surrogate, rows, garbage, id_, backend):
+def test_padding_reaches_neither_loss_nor_gradients(surrogate, rows, garbage, id_, backend):
+    """Masked positions hold NaN, infinity or ids outside the vocabulary: a mask that is multiplied in keeps the NaN."""
     level = SURROGATE_RULES[surrogate].levels[-1]
     temperature = torch.rand(4, 6) + 0.5
     config = gk.GRPOConfig(
@@ -103,7 +106,8 @@ def test_1_padding_may_hold_anything(surrogate, rows, garbage, id_, backend):
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
-def test_1_padding_of_the_other_entry_points(garbage, backend):
+def test_padding_reaches_nothing_in_the_other_entry_points(garbage, backend):
+    """The same for log-probabilities, logits, fused_logps and fused_policy_loss."""
     config = gk.GRPOConfig(beta=0.1, entropy_coef=0.01)
     clean = with_everything(config)
     mask = clean.options["completion_mask"]
@@ -132,11 +136,12 @@ def test_1_padding_of_the_other_entry_points(garbage, backend):
     assert all(torch.equal(p, q) and p.isfinite().all() for p, q in zip(*seen, strict=True))
 
 
-# --- 2 .. 4 -----------------------------------------------------------------------------------------------------------
+# --- KL, empty masks, equal rewards -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("distance", [89.0, 200.0, 1e4])
-def test_2_k3_far_from_the_reference_model_stays_finite(distance, backend):
+def test_k3_is_finite_far_from_the_reference_policy(distance, backend):
+    """exp(ref - logp) overflows float32 from a distance of 88.7 on."""
     for estimator in ("k3", "k3+"):
         batch, config = make_batch(1), gk.GRPOConfig(beta=0.1, kl_estimator=estimator)
         batch.options["ref_logps"] = (true_logps(batch, config)[0] + distance).float()
@@ -147,11 +152,11 @@ def test_2_k3_far_from_the_reference_model_stays_finite(distance, backend):
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs", "k1+", "k3+"])
-def test_2_a_ratio_times_a_kl_stops_where_each_of_them_does(estimator, level, backend):
+def test_a_ratio_times_a_kl_is_bounded_like_each_factor(estimator, level, backend):
     """Log-ratio and ref - logp, neither beyond 80 or both: the product would overflow. Not beyond: it is exact."""
     for log_ratio, distance in ((60.0, 60.0), (100.0, 100.0), (60.0, 3.0)):
         batch = make_batch(1)
-        batch.advantages = batch.advantages.abs()  # ratios that large are clipped: only the KL moves
+        batch.advantages = batch.advantages.abs()  # ratios that large are clipped: only the KL has a gradient
         config = gk.GRPOConfig(
             beta=0.1, kl_estimator=estimator, use_bias_correction_kl=True, importance_sampling_level=level
         )
@@ -165,7 +170,8 @@ def test_2_a_ratio_times_a_kl_stops_where_each_of_them_does(estimator, level, ba
 
 
 @pytest.mark.parametrize("surrogate", SURROGATE_RULES)
-def test_3_a_fully_masked_batch_has_loss_0_and_zero_gradients(surrogate, backend):
+def test_a_fully_masked_batch_has_loss_0_and_zero_gradients(surrogate, backend):
+    """A rank without tokens needs a graph all the same: distributed collectives must stay matched."""
     config = gk.GRPOConfig(surrogate=surrogate, beta=0.1, entropy_coef=0.01)
     batch = off_policy(make_batch(1, bias=True), config)
     batch.options["completion_mask"] = torch.zeros(4, 6)
@@ -177,7 +183,8 @@ def test_3_a_fully_masked_batch_has_loss_0_and_zero_gradients(surrogate, backend
 
 
 @pytest.mark.parametrize("aggregation", ["seq_mean", "token_mean", "seq_sum", "num_items"])
-def test_3_a_fully_masked_sequence_adds_nothing(aggregation, backend):
+def test_a_fully_masked_sequence_adds_nothing(aggregation, backend):
+    """The mean over no tokens is 0 / 0."""
     config = gk.GRPOConfig(aggregation=aggregation, beta=0.1, importance_sampling_level="sequence")
     batch = off_policy(make_batch(1, masked=True), config)
     row = int((~batch.options["completion_mask"].any(1)).nonzero())
@@ -186,7 +193,8 @@ def test_3_a_fully_masked_sequence_adds_nothing(aggregation, backend):
     assert_close(found, reference(batch, config), 3e-6)
 
 
-def test_4_equal_rewards_leave_the_gradients_of_kl_and_entropy(backend):
+def test_equal_rewards_leave_the_gradients_of_kl_and_entropy(backend):
+    """All advantages are 0, but KL and entropy terms still have gradients: such rows must not be left out."""
     config = gk.GRPOConfig(beta=0.1, entropy_coef=0.01)
     batch = off_policy(make_batch(1), config)
     batch.advantages = None
@@ -202,7 +210,7 @@ def test_4_equal_rewards_leave_the_gradients_of_kl_and_entropy(backend):
     assert not fused(zero, gk.GRPOConfig(), backend).grads["weight"].any()
 
 
-# --- 5, 6 -------------------------------------------------------------------------------------------------------------
+# --- large offsets, odd vocabularies, small probabilities -------------------------------------------------------------
 
 
 def aligned_copy(x: torch.Tensor) -> torch.Tensor:
@@ -211,7 +219,7 @@ def aligned_copy(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_5_offsets_past_2_to_the_31(dtype, backend):
+def test_offsets_past_2_to_the_31(dtype, backend):
     """Four rows 2^30 elements apart: the last begins 3 x 2^30 after the first. Untouched pages cost no memory."""
     vocab, row_stride = 133, 2**30
     logits = virtual_rows(4, vocab, row_stride, dtype)
@@ -239,7 +247,8 @@ def test_5_offsets_past_2_to_the_31(dtype, backend):
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 3, 15, 17, 31, 33, 63, 65, 127, 1003, 2049])
-def test_6_any_vocabulary_and_logits_far_below_zero(vocab, backend):
+def test_any_vocabulary_size_and_logits_far_below_zero(vocab, backend):
+    """Sizes that no block divides. Logits near -1e4: a running maximum that starts at 0, or padding of 0, is wrong."""
     g = torch.Generator().manual_seed(vocab)
     logits = -1e4 + 3 * torch.randn(2, 3, vocab, generator=g)
     ids = torch.randint(vocab, (2, 3), generator=g)
@@ -257,7 +266,8 @@ def test_6_any_vocabulary_and_logits_far_below_zero(vocab, backend):
     assert torch.allclose(through.logps.double(), logps, atol=2e-6, rtol=1e-6)
 
 
-def test_6_a_target_with_probability_e_to_the_minus_95(backend):
+def test_a_target_with_probability_e_to_the_minus_95(backend):
+    """Its softmax underflows in float32; its log-probability must not."""
     logits = torch.full((1, 2, 65), -1e4)
     logits[..., 7] += 95.0
     ids = torch.tensor([[3, 7]])
@@ -269,10 +279,11 @@ def test_6_a_target_with_probability_e_to_the_minus_95(backend):
     assert torch.allclose(leaf.grad[0, 0], expected, atol=1e-7) and out.entropy.abs().max() < 1e-6
 
 
-# --- 7, 8; for 9, adapters and sharded weights, see test_plain_tensors.py ---------------------------------------------
+# --- grad_output, and options; for adapters and sharded weights see test_plain_tensors.py -----------------------------
 
 
-def test_7_grad_output_is_honoured(backend):
+def test_gradients_are_multiplied_by_grad_output(backend):
+    """A backward that returns finished gradients must scale them: loss scales, sums of losses, two backwards."""
     batch = make_batch(1, bias=True)
     plain = fused(batch, backend=backend).grads
     leaves = [x.clone().requires_grad_() for x in (batch.hidden, batch.weight, batch.bias)]
@@ -314,12 +325,13 @@ def test_7_grad_output_is_honoured(backend):
         ({"advantage_baseline": "median"}, "advantage_baseline"),
     ],
 )
-def test_8_an_option_that_cannot_be_honoured_raises_by_name(options, named):
+def test_an_option_without_effect_raises_by_name(options, named):
+    """A trainer that ignores an option without a word trains another loss than its user asked for."""
     with pytest.raises(ValueError, match=named):
         gk.GRPOConfig(**options)
 
 
-def test_8_unknown_names_are_no_options():
+def test_unknown_option_names_raise():
     with pytest.raises(TypeError, match="epsilon_hi"):
         gk.GRPOConfig(epsilon_hi=0.2)
     with pytest.raises(TypeError, match="loss_type"):

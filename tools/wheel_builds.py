@@ -196,7 +196,7 @@ class Builder:
         settings = variant_settings(variant)
         if variant != "pure":
             settings |= self.compiler_settings(version, machine)
-            # What the compiler was told; wheel_checks.py asks auditwheel whether the modules keep to it.
+            # The same platform as the compiler's target; wheel_checks.py verifies the modules with auditwheel.
             options.append(f"--config-settings=--build-option=--plat-name={platform_tag(machine)}")
         run(interpreter, "-m", "pip", "wheel", *options, self.source, env=settings)
         (built,) = raw.iterdir()
@@ -234,7 +234,7 @@ def variant_settings(variant: str) -> dict[str, str]:
 
 
 def make_source_archive(tools: Path) -> Path:
-    """dist/*.tar.gz, unpacked where the wheels are built: nothing that lies about in the checkout gets into them."""
+    """dist/*.tar.gz, unpacked where the wheels are built: untracked files of the checkout do not get into them."""
     for old in DIST.glob("*.tar.gz"):
         old.unlink()
     run(tools, "-m", "build", "--sdist", "--outdir", DIST, ROOT)

@@ -1,4 +1,4 @@
-"""What is looked at in a wheel of tools/wheels.py before it is given away."""
+"""Checks of a wheel of tools/wheels.py before it is published."""
 
 from __future__ import annotations
 

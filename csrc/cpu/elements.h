@@ -6,13 +6,13 @@
 
 namespace gk {
 
-struct Single {
+struct Float32 {
     using Element = float;
     static float load(float x) { return x; }
     static float store(float x) { return x; }
 };
 
-struct Brain {
+struct BFloat16 {
     using Element = uint16_t;
     static float load(uint16_t x) {
         const uint32_t bits = static_cast<uint32_t>(x) << 16;

@@ -42,7 +42,7 @@ void add_rows(const AddRowsArgs& args) {
     const bool known =
         args.rows_dtype == kBFloat16 && (args.target_dtype == kBFloat16 || args.target_dtype == kFloat32);
     if (!known) throw std::invalid_argument("add_rows takes bfloat16 rows into a bfloat16 or float32 target");
-    args.target_dtype == kBFloat16 ? add<Brain, Brain>(args) : add<Single, Brain>(args);
+    args.target_dtype == kBFloat16 ? add<BFloat16, BFloat16>(args) : add<Float32, BFloat16>(args);
 }
 
 }  // namespace gk

@@ -67,8 +67,8 @@ inline Lanes round_upper(FloatLanes x) {  // to nearest even; a NaN stays one
 }
 inline Lanes narrow(Floats x) { return GK_SHUFFLE(round_upper(x.low), round_upper(x.high), 1, 3, 5, 7, 9, 11, 13, 15); }
 
-struct BrainLanes {
-    using Number = Brain;
+struct BFloat16Lanes {
+    using Number = BFloat16;
     static void store(uint16_t* to, Lanes x) { std::memcpy(to, &x, sizeof x); }
     static void add(uint16_t* to, Lanes x) {
         Lanes old;
@@ -78,8 +78,8 @@ struct BrainLanes {
     }
 };
 
-struct SingleLanes {
-    using Number = Single;
+struct Float32Lanes {
+    using Number = Float32;
     static void store(float* to, Lanes x) {
         const Floats wide = widen(x);
         std::memcpy(to, &wide, sizeof wide);
@@ -112,7 +112,7 @@ void square(const AddTransposedArgs& args, int64_t i, int64_t j) {
 template <class Target, bool kAdd>
 void element(const AddTransposedArgs& args, int64_t i, int64_t j) {
     auto* to = static_cast<typename Target::Number::Element*>(args.target) + i * args.target_row_stride + j;
-    const float x = Brain::load(args.source[j * args.source_row_stride + i]);
+    const float x = BFloat16::load(args.source[j * args.source_row_stride + i]);
     *to = Target::Number::store(kAdd ? Target::Number::load(*to) + x : x);
 }
 
@@ -132,8 +132,9 @@ void rows(const AddTransposedArgs& args, int64_t first, int64_t last) {
 void add_transposed(const AddTransposedArgs& args, int threads) {
     if (args.target_dtype != kBFloat16 && args.target_dtype != kFloat32)
         throw std::invalid_argument("add_transposed takes a bfloat16 or float32 target");
-    const auto kernel = args.target_dtype == kFloat32 ? (args.add ? rows<SingleLanes, true> : rows<SingleLanes, false>)
-                                                      : (args.add ? rows<BrainLanes, true> : rows<BrainLanes, false>);
+    const auto kernel = args.target_dtype == kFloat32
+                            ? (args.add ? rows<Float32Lanes, true> : rows<Float32Lanes, false>)
+                            : (args.add ? rows<BFloat16Lanes, true> : rows<BFloat16Lanes, false>);
     parallel_for(args.rows, kGrain, threads, [&](int64_t first, int64_t last) { kernel(args, first, last); });
 }
 

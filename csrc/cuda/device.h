@@ -105,7 +105,7 @@ GK_DEVICE uint32_t to_bits(float x) { return __float_as_uint(x); }
 GK_DEVICE int count_bits(uint32_t x) { return __popc(x); }
 
 // 2^x to 2^-22.5, one instruction; 0 where the result is below the normal numbers. exp2f would spend three more on
-// numbers below 1e-38, which no gradient of a softmax notices.
+// numbers below 1e-38, which are far below the rounding of a softmax's gradient.
 GK_DEVICE float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

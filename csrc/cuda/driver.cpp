@@ -19,7 +19,8 @@ namespace gk::cuda {
 namespace {
 
 constexpr int kOldestCapability = 80;
-constexpr unsigned kMuchShared = 48 << 10;  // bytes of a block, for which a kernel wants all that shared memory can be
+constexpr unsigned kMuchShared =
+    48 << 10;  // bytes per block; above this a kernel gets the largest shared-memory carveout
 
 // ---- which image a device runs --------------------------------------------------------------------------------------
 
@@ -65,7 +66,7 @@ std::string why_no_image(const Driver& d, int capability) {
         return text + ", whose PTX needs a driver for CUDA " + dotted(kBuiltForCuda) + ", and this one supports " +
                dotted(d.version) + ": update the driver";
     return text + "; in a checkout, GRPO_KERNELS_CUDA_ARCHS=" + std::to_string(capability) +
-           " pip install . builds them, with a CUDA that knows the device";
+           " pip install . builds them, with a CUDA toolkit that supports the device";
 }
 
 // ---- what is loaded -------------------------------------------------------------------------------------------------

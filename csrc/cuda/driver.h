@@ -19,7 +19,7 @@ struct LaunchConfig {
 };
 
 // Launches `kernel` with its one argument of `size` bytes on the current context, the primary one of device 0 if there
-// is none. Throws std::runtime_error with a sentence that says what was found and what helps.
+// is none. Throws std::runtime_error; its message names the cause and a remedy.
 void launch(const char* kernel, const LaunchConfig& config, const void* argument, size_t size);
 
 template <class Args>

@@ -153,7 +153,7 @@ GK_DEVICE void walk(const Source<Type>& row, int begin, int end, int worker, int
 }
 
 // ---- a row to write -------------------------------------------------------------------------------------------------
-// It is written in the vectors of the row that it comes from: `Source` says which columns they are.
+// Written in the vectors of the row that it is computed from: `Source` maps vectors to columns.
 template <class Type, class From>
 struct Target {
     using Element = typename Type::Element;

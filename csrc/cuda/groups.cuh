@@ -3,8 +3,8 @@
 // NaN rewards are left out of every statistic and get A = 0. Rewards that are all equal have exactly that mean and a
 // standard deviation of exactly 0, which sums could miss by a rounding: an advantage of 1e-17 / eps is not 0.
 //
-// One block per group walks all rewards and looks at its own, 12 bytes per reward and pass from the L2 cache, in a
-// fixed order: 4,096 rewards in 512 groups are 75 MB of cache reads, some 20 microseconds on an H200.
+// One block per group reads all rewards and uses those of its group, 12 bytes per reward and pass from the L2 cache, in
+// a fixed order: 4,096 rewards in 512 groups are 75 MB of cache reads, some 20 microseconds on an H200.
 #pragma once
 #include "block.cuh"
 #include "kernels.h"

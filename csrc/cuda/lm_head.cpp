@@ -54,7 +54,7 @@ Schedule make_schedule(const HeadArgs& args) {
 
 // ---- workspace: partial results, then one entry per row of the others -----------------------------------------------
 constexpr int64_t kPlanes = 3;
-constexpr int64_t kPerRow = 3 * sizeof(float) + 1;  // y_ids, slope_ids, entropy where the caller wants none; overflowed
+constexpr int64_t kPerRow = 3 * sizeof(float) + 1;  // y_ids, slope_ids, entropy if the caller takes none; overflowed
 
 int64_t partial_count(const HeadArgs& args, const Schedule& schedule) { return kPlanes * schedule.parts * args.rows; }
 

@@ -1,6 +1,6 @@
-// What becomes of a finished 64 x 256 tile in the registers of a warpgroup. An epilogue is made per item, gets the
-// tiles of the item in order, and in the end writes what its rows have gathered. A thread gathers for itself: four
-// threads share a row, and only the end brings them together, in fixed order.
+// Epilogues of a finished 64 x 256 tile in the registers of a warpgroup. One is made per item, processes the tiles of
+// the item in order, and at the end writes the results of its rows. A thread accumulates in its own registers: four
+// threads share a row, and their results are combined once, at the end, in fixed order.
 //
 // Per logit: LinearLogp 1 exponential and about 8 other instructions, Exponentials the same and 2 bytes written.
 #pragma once

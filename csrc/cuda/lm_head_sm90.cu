@@ -1,5 +1,5 @@
-// The kernels of the head, for compute capability 9.0; head.cpp launches them. Each does what the function of its name
-// says, in lm_head_rows.cuh or, for the products, lm_head_sm90.cuh.
+// The kernels of the head, for compute capability 9.0; lm_head.cpp launches them. Each calls the
+// function of its name in lm_head_rows.cuh or, for the products, lm_head_sm90.cuh.
 #include "lm_head_rows.cuh"
 #include "lm_head_sm90.cuh"
 

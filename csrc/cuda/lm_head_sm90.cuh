@@ -115,7 +115,7 @@ GK_DEVICE void produce(const KernelArgs& args, const Memory& memory) {
     }
 }
 
-// A warp has read a stage: tells all blocks that write there.
+// Called by a warp that has read a stage: arrives at the barriers of all blocks that write to it.
 GK_DEVICE void release(const Memory& memory, uint32_t stage, uint32_t cluster) {
     const uint32_t lane = static_cast<uint32_t>(lane_index());
     if (lane < cluster) barrier_arrive(memory.empty(stage), lane);

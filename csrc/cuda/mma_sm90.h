@@ -51,10 +51,10 @@ GK_DEVICE void barrier_arrive(uint32_t barrier, uint32_t rank) {
 }
 
 #ifdef GK_WATCHDOG
-// Of one wait that should take microseconds. After 2 s a warp says what it waits for; 0.1 s later, when the others have
-// done so too, the kernel ends with an error. Barriers are counted from a multiple of 1,024 bytes. Where a kernel calls
-// a function, here printf, the compiler serialises wgmma (its message C7510): such a build shows who waits for whom,
-// and neither how fast the real one is nor what it does in overlap.
+// Watches one wait that should take microseconds. After 2 s a warp prints the barrier; 0.1 s later, when the others
+// have done so too, the kernel ends with an error. Barriers are counted from a multiple of 1,024 bytes. Where a kernel
+// calls a function, here printf, the compiler serialises wgmma (its message C7510): such a build shows which barriers
+// block, and neither the speed of a real build nor its overlap.
 class Watchdog {
   public:
     GK_DEVICE Watchdog(uint32_t barrier, uint32_t parity) : barrier_(barrier), parity_(parity), start_(nanoseconds()) {}

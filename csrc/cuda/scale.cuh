@@ -1,6 +1,6 @@
-// Numbers in place, x *= factor: how backward hands out gradients that the forward pass has finished. The device alone
-// knows the factor. Where that is 1, as it nearly always is, nothing else is read or written, and the launch ends in
-// microseconds instead of moving a (V, H) gradient twice, half a millisecond of an H200 at V = 128,256, H = 4,096.
+// x *= factor in place: backward scales the gradients that the forward pass has finished. The factor is in device
+// memory; it is nearly always 1, and then nothing else is read or written, and the launch ends in microseconds instead
+// of moving a (V, H) gradient twice, half a millisecond of an H200 at V = 128,256, H = 4,096.
 //
 // Blocks take turns over tiles, a group of vectors for each of their threads. Tiles begin at multiples of 16 bytes
 // wherever x does, so that only its ends are partial vectors; a tile is a row whose columns are counted in 32 bits.

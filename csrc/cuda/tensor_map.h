@@ -5,7 +5,7 @@
 
 namespace gk::cuda {
 
-// CUtensorMap of the driver, which alone knows what the words mean.
+// CUtensorMap of the driver: opaque words.
 struct alignas(64) TensorMap {
     uint64_t words[16];
 };

@@ -86,7 +86,7 @@ class Case:
         if self.generations != GENERATIONS:
             parts.append(f"{self.generations} completions per prompt")
         if self.idle_share or not self.beta:
-            parts.append(f"{self.idle_share:.0%} of the prompts idle, beta {self.beta:g}")
+            parts.append(f"{self.idle_share:.0%} of the prompts without gradient, beta {self.beta:g}")
         return ", ".join(parts)
 
 

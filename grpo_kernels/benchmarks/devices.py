@@ -28,7 +28,7 @@ class Device:
     launch: float = 4e-6  # seconds of the host per small operator; assumed, where it is not measured
     memory: float = float("inf")  # bytes
     source: str = ""  # where the rates are from
-    multiprocessors: int = 0  # 0: the model knows nothing of tiles and waves, as on a CPU
+    multiprocessors: int = 0  # 0: tiles and waves are not modelled, as on a CPU
     gap: float = 0.0  # seconds between a kernel and the next one on its stream
     read: float = 0.0  # seconds of a host that waits for the device and reads a few bytes of it
 

@@ -14,7 +14,7 @@ Document = dict[str, Any]
 
 
 def write(path: Path, document: Document) -> None:
-    """Atomically: who interrupts a run keeps the cases before."""
+    """Atomically: an interrupted run keeps the cases before."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     draft.write_text(json.dumps(document, indent=1, default=str) + "\n")

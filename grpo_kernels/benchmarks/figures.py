@@ -41,7 +41,7 @@ def draw(document: Record, folder: Path, prefix: str = "", without: Sequence[str
     return [save(figure, folder / f"{prefix}{name}.png") for name, figure in figures.items() if figure is not None]
 
 
-# --- how far everybody is from the floor ------------------------------------------------------------------------------
+# --- time of each implementation over the floor -----------------------------------------------------------------------
 
 
 class Ratios(NamedTuple):
@@ -110,7 +110,7 @@ def _blocks(axis: Axes, blocks: Sequence[tuple[Record, list[Ratios]]], width: fl
     axis.spines["left"].set_visible(False)
 
 
-# --- how wrong everybody is -------------------------------------------------------------------------------------------
+# --- errors of each implementation ------------------------------------------------------------------------------------
 
 
 @rc_context(STYLE)
@@ -180,7 +180,7 @@ def memory(document: Record) -> Figure | None:
 
 @rc_context(STYLE)
 def times(document: Record, field: str, wanted: Wanted) -> Figure | None:
-    """A row per sweep: seconds; and those over the floor's, or for idle prompts over one's own without any."""
+    """A row per sweep: seconds, and the ratio to the floor, or for prompts without gradient to the time without."""
     sweeps = [(sweep[0]["case"], _lines(sweep, field, _seconds, wanted)) for sweep in _sweeps(document, field)]
     sweeps = [(case, lines) for case, lines in sweeps if lines]
     if not sweeps:
@@ -226,7 +226,7 @@ def _sweeps(document: Record, field: str, fixed: Callable[[Record], object] = la
 def _lines(
     sweep: Sequence[Record], field: str, measure: Callable[[Record], float | None], wanted: Wanted
 ) -> list[Line]:
-    """One for each who has a point; none where nobody has two."""
+    """A line for each implementation with a point; no lines where no implementation has two points."""
     lines = []
     for name in dict.fromkeys(name for case in sweep for name in case["implementations"] if wanted(name)):
         entries = {case["case"][field]: case["implementations"].get(name, {}) for case in sweep}
@@ -263,7 +263,7 @@ def _describe(case: Record, *without: str) -> str:
 
 
 def _is_peer(name: str) -> bool:
-    """What a user would choose among: ours as it comes, and the others."""
+    """The implementations that a user chooses among: ours in its default setting, and the others."""
     return name != "floor" and not name.startswith("ours-")
 
 

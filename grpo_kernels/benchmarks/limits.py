@@ -34,20 +34,20 @@ from .devices import Device, find_device
 from .gemm import EXPOSED, Gemm, idle_seconds
 
 WAYS = {
-    "floor": "the products that the mode cannot do without, over all tokens at once",
+    "floor": "the matrix products that the mode needs, over all tokens at once",
     "rows": "logits, a row kernel, two products: 6 NHV",
-    "unscored": "rows, without the tokens that have no gradient (score_inactive=False)",
+    "unscored": "rows, without the zero-gradient tokens (score_inactive=False)",
     "linear": "rows; log-probabilities alone come from a product with a softmax in its epilogue",
     "anchored": "exponentials relative to the sampled token from the epilogue, no row kernel",
     "staged": "rows for losses over whole sequences: statistics, then the gradient, from the same logits",
-    "recompute": "logits twice, 8 NHV, for idle tokens too: what TRL, Liger and verl cannot go below",
+    "recompute": "logits twice, 8 NHV, for zero-gradient tokens too: the lower bound of TRL, Liger and verl",
     "eager": "all logits at once and autograd, each pass reading and writing once",
 }
 PARTS = ("logits", "epilogue", "row passes", "dhidden", "dweight", "finish")
 
-# Of the folded products (kernels/matmul.py): hidden states that stay in the L2 cache while the weight is read once.
+# Of backends/triton/matmul.py: hidden states that stay in the L2 cache while the weight is read once.
 GROUP_BYTES = 16 << 20
-# Per logit, beside the product and not overlapped with it: the estimate of kernels/anchored.py.
+# Per logit, beside the product and not overlapped with it: the estimate of backends/triton/anchored.py.
 EPILOGUE_INSTRUCTIONS = 20
 EAGER_LAUNCHES, FLOOR_LAUNCHES = 60, 3
 # Share of a copy's bandwidth that a row kernel reaches on a GPU: assumed.
@@ -197,7 +197,7 @@ def predictions(case: Case, device: torch.device) -> dict[str, Any]:
 
 
 def idle_tokens(case: Case) -> int:
-    """Tokens that cannot have a gradient: those of prompts with equal rewards, where no KL term moves them."""
+    """Zero-gradient tokens: those of prompts with equal rewards, where there is no KL term."""
     if case.beta != 0:
         return 0
     per_prompt = case.length * case.generations
@@ -273,7 +273,7 @@ def _cut(tokens: int, rows: int) -> list[tuple[int, int]]:
 
 
 class _Sweep(NamedTuple):
-    """A pass over `tokens`: its product writes `written` bytes per logit, its row kernels read and write `moved`.
+    """A pass over `tokens`: its product writes `written` bytes per logit, its row kernels transfer `moved` bytes.
 
     `cuts`: rows of its chunks, each cut by the next.
     """

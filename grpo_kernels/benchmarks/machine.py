@@ -1,4 +1,4 @@
-"""Where something was measured: device, driver, clocks, versions, date; and what a device tells of time and memory."""
+"""Where something was measured: device, driver, clocks, versions, date; and the clocks and the memory of a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One case, in one process: everybody checked, then timed in interleaved rounds.
+"""One case, in one process: every implementation is checked, then timed in interleaved rounds.
 
 A B C, B C A, C A B, ...: a slow minute of the machine hits everybody alike.
 """

@@ -23,7 +23,7 @@ from .machine import limit_memory, peak, restart_peak
 from .measure import SILENCE_S, returned_bytes
 from .process import Died, Tell, apart
 
-# The floor has a buffer that no loss needs, and the compiler would be weighed with the loss.
+# Not the floor, which has a buffer that no loss needs; not compiled eager, whose peak includes the compiler.
 UNWEIGHED = ("floor", "compiled")
 
 

@@ -1,4 +1,4 @@
-"""A function in a freshly executed interpreter, which tells its parent how far it is and may die without harm."""
+"""Runs a function in a new interpreter that reports its progress; a crash there does not end the parent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Tell = Callable[[str], None]
 
 
 class Died(Exception):
-    """The process ended without a result: killed, crashed, silent for too long. `said` is the last that it told."""
+    """The process ended without a result: killed, crashed, or without output for too long. `said`: its last message."""
 
     def __init__(self, why: str, said: str) -> None:
         super().__init__(why)

@@ -1,4 +1,4 @@
-"""What is right: loss and gradients in float64 from the same inputs, a few rows at a time; and errors against that."""
+"""The exact result: loss and gradients in float64 from the same inputs, a few rows at a time; errors against it."""
 
 from __future__ import annotations
 

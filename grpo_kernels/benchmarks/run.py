@@ -83,7 +83,7 @@ class Run:
 
 
 def _complete(path: Path, here: Document) -> list[Document]:
-    """The cases of an earlier run in which everybody was measured and weighed, if in fewer rounds."""
+    """The cases of an earlier run in which all implementations were measured, time and memory, if in fewer rounds."""
     if not path.exists():
         return []
     document = read(path)

@@ -20,7 +20,7 @@ IDLE = ("ours", "ours-unscored", "floor")
 
 @dataclass(frozen=True)
 class Job:
-    """A case, and who is measured in it: patterns of `select`, less those of `without`.
+    """A case, and the implementations measured in it: patterns of `select`, less those of `without`.
 
     `weighed`: patterns of those whose memory a CPU measures too, which takes a process each; a GPU weighs everybody who
     is timed. `tuned`: of every implementation the fastest setting; else the one that it documents.

@@ -1,4 +1,4 @@
-"""Which backend really ran: the methods that are called, not the name that was asked for."""
+"""Which backend really ran: the methods that were called, not the name that was requested."""
 
 from __future__ import annotations
 

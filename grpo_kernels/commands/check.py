@@ -71,7 +71,7 @@ class Row(NamedTuple):
 
 
 def check(backend: str | None = None, *, quick: bool = False) -> bool:
-    """Print what this machine is and a line per backend, device and type; whether all of them passed."""
+    """Print the environment and a line per backend, device and type. Returns whether all passed."""
     devices = [torch.device("cpu"), *([torch.device("cuda", 0)] if torch.cuda.is_available() else [])]
     wanted = [(name, device) for device in devices for name in (candidates(device) if backend is None else (backend,))]
     pairs = [(name, device) for name, device in wanted if not why_not(name, device)]
@@ -83,7 +83,7 @@ def check(backend: str | None = None, *, quick: bool = False) -> bool:
     print(layout("backend", "device", "type", "variants", "excess", "allowed", "seconds", "verdict", "worst"))
     failed = []
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # more would wait for each other longer than they work
+    torch.set_num_threads(1)  # for sizes this small, synchronising threads costs more than the work
     try:
         for row in rows(pairs, variants(quick=quick)):
             name = str(row.dtype).removeprefix("torch.")
@@ -140,7 +140,7 @@ def _extend(
     start = time.perf_counter()
     try:
         result = fused(case, row.backend, device)
-    except Exception as error:  # whatever it is, it belongs into the report, and other lines go on
+    except Exception as error:  # any error goes into the report; the other lines continue
         text = f"{variant}: {type(error).__name__}: {error}"
         return row._replace(excess=math.inf, worst=str(variant), failure=text)
     seconds = row.seconds + time.perf_counter() - start
@@ -176,17 +176,17 @@ def make_case(variant: Variant, index: int, dtype: torch.dtype) -> Case:
     logits = logits_of({name: x.double() for name, x in leaves.items()})
     logps, _ = reference_logps(logits, ids, temperature=temperature)
     log_ratio = _log_ratios(variant, mask, g)
-    behaviour = logps - log_ratio
+    old = logps - log_ratio
     apart = uniform(0.1, 0.6, *shape) * torch.where(normal(*shape) > 0, 1.0, -1.0)  # |k1| has a corner at 0
     options = {
         "completion_mask": mask,
-        "old_logps": behaviour.float(),
+        "old_logps": old.float(),
         "ref_logps": (logps + apart).float(),
     }
     bounds: dict[str, float] = {}
-    if variant.surrogate in ("dppo_tv", "ipo"):
+    if SURROGATE_RULES[variant.surrogate].divides_by_rollout:
         options["rollout_logps"] = options["old_logps"]
-        bound = _widest_gap((logps.exp() - behaviour.exp()).abs()[mask])
+        bound = _widest_gap((logps.exp() - old.exp()).abs()[mask])
         sides = ("epsilon_high",) if variant.surrogate == "ipo" else ("epsilon_low", "epsilon_high")
         bounds = dict.fromkeys(sides, bound)
     elif variant.surrogate == "cispo":

@@ -1,4 +1,4 @@
-"""The command `grpo-kernels`: one subcommand per job, each imported only when it is asked for."""
+"""The command `grpo-kernels`: one subcommand per job, each imported only when it runs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`grpo-kernels env`: versions, devices, what is compiled in, and which backend each device would use and why.
 
-Needs nothing but torch: what is missing is what it is asked to show.
+It needs torch alone, since it is used where something else is missing.
 """
 
 from __future__ import annotations

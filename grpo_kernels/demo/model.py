@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched, and nobody has to wonder
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
 
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 

@@ -1,4 +1,4 @@
-"""What a run of the demo can be told, and what it was tuned to."""
+"""Options of the demo, with tuned defaults."""
 
 from __future__ import annotations
 

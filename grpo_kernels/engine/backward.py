@@ -8,7 +8,7 @@ grad_output. No factor is ever rounded to 16 bits.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,12 +31,14 @@ class FinishedGradients:
 
     tensors: one per input, in `waiting_dtype` of its type, or None where not wanted. dtypes: of the inputs.
     scales: for each tensor the power of two that it holds as a factor, () float32, or None for 1.
+    sums: for each tensor the float32 buffer of the caller's that it is added to, instead of being returned, if any.
     """
 
     tensors: list[Tensor | None]
     dtypes: list[torch.dtype]
     backend: Backend
     scales: list[Tensor | None]
+    sums: list[Tensor | None] = field(default_factory=lambda: [None, None, None])
 
     def without_scales(self) -> list[Tensor | None]:
         """The gradients in the types of the inputs, where no grad_output is left to come (fused_logps)."""
@@ -93,6 +95,12 @@ def _pieces(x: Tensor) -> Iterator[Tensor]:
         yield from matrix.split(max(1, PIECE_ELEMENTS * matrix.shape[0] // max(1, matrix.numel())))
 
 
+def add_scaled(total: Tensor, x: Tensor, factor: Tensor) -> None:
+    """total += x * factor (), in float32, a few rows at a time."""
+    for source, target in zip(_pieces(x), _pieces(total), strict=True):
+        target.addcmul_(source.float(), factor.float())
+
+
 def keeps_graph() -> bool:
     """Whether the backward in progress was asked to keep its graph for another one (retain_graph)."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
@@ -129,7 +137,12 @@ def scale_saved_gradients(ctx: Any, name: str, factor: Tensor) -> list[Tensor | 
         if waiting is None or here is None:
             scaled.append(None)
             continue
-        scaled.append(scale_gradient(waiting, here, gradients.backend, dtype))
+        total = gradients.sums[i]
+        if total is None:
+            scaled.append(scale_gradient(waiting, here, gradients.backend, dtype))
+        else:
+            add_scaled(total, waiting, here)
+            scaled.append(None)
         if ctx.gradients is None:
             gradients.tensors[i] = None  # what was converted need not wait for the others
     return scaled

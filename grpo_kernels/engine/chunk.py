@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -28,7 +27,7 @@ class Chunk:
     logits_rows: int
     in_place: bool
 
-    def row_chunks(self) -> Iterator[Rows]:
+    def row_chunks(self) -> list[Rows]:
         return self.rows.split(self.logits_rows)
 
     def place(self, rows: Rows) -> slice:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from torch import Tensor
 
 from ..contract import RowGradients, Rows
@@ -23,11 +21,10 @@ class GivenLogits:
         self.strategy = "rows"
         self.folded_bias: Tensor | None = None
 
-    def chunks(self, index: Tensor | None) -> Iterator[Chunk]:
+    def chunks(self, index: Tensor | None) -> list[Chunk]:
         """All rows: none is left out, `index` is None."""
         assert index is None
-        if self.num_tokens:
-            yield self.chunk_of(Rows(0, self.num_tokens))
+        return [self.chunk_of(Rows(0, self.num_tokens))] if self.num_tokens else []
 
     def chunk_of(self, rows: Rows) -> Chunk:
         return Chunk(rows, max(rows.count, 1), in_place=True)

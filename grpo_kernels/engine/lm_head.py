@@ -20,8 +20,6 @@ rounded once, however many chunks there were.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -92,11 +90,11 @@ class LMHead:
 
     # --- chunks and their buffers ---------------------------------------------------------------------------------
 
-    def chunks(self, index: Tensor | None) -> Iterator[Chunk]:
+    def chunks(self, index: Tensor | None) -> list[Chunk]:
         """Product chunks of these tokens (None: of all), as long as memory allows and of nearly equal length."""
-        parts = list(visited(index, self.num_tokens).split(self.sizes.products))
+        parts = visited(index, self.num_tokens).split(self.sizes.products)
         self.dweight.expect_chunks(len(parts))
-        return (self._chunk(rows, self.sizes.logits) for rows in parts)
+        return [self._chunk(rows, self.sizes.logits) for rows in parts]
 
     def chunk_of(self, rows: Rows) -> Chunk:
         """These rows, at most `sequence_rows`, as a product chunk that is one row chunk."""
@@ -205,20 +203,24 @@ class LMHead:
     def gradients(self) -> FinishedGradients:
         """Of (hidden, weight, bias), in their shapes; zeros where no row contributed."""
         self.release()
-        sums = self.dhidden, self.dweight.finish(), self.dbias
+        finished = [
+            self._finished(0, self.dhidden, self.hidden),
+            self._finished(1, self.dweight.finish(), self.weight),
+            self._finished(2, self.dbias, self.bias),
+        ]
         self.dhidden = self.dbias = None
-        finished: list[Tensor | None] = [None, None, None]
-        for i, (total, x, dtype) in enumerate(
-            zip(sums, (self.hidden, self.weight, self.bias), self.waiting_dtypes, strict=True)
-        ):
-            if not self.wants[i] or x is None:
-                continue
-            if total is None:
-                total = torch.zeros(x.shape, dtype=dtype, device=x.device)
-            total = total if total.shape == x.shape else total.view(x.shape)
-            finished[i] = total if total.dtype is dtype else total.to(dtype)
         scales = [None, self.gradient_scale, self.gradient_scale]
         return FinishedGradients(finished, self.given_dtypes, self.backend, scales)
+
+    def _finished(self, i: int, total: Tensor | None, x: Tensor | None) -> Tensor | None:
+        """The sum of input i as its gradient, if that is wanted."""
+        if not self.wants[i] or x is None:
+            return None
+        dtype = self.waiting_dtypes[i]
+        if total is None:
+            return torch.zeros(x.shape, dtype=dtype, device=x.device)
+        total = total if total.shape == x.shape else total.view(x.shape)
+        return total if total.dtype is dtype else total.to(dtype)
 
     def _accumulate_corrected(self, rows: Rows, dlogits: Tensor, ids: Tensor, error: Tensor) -> None:
         """`accumulate` of rounded dlogits, with the exact entries of the sampled ids (P,)."""
@@ -250,7 +252,8 @@ class LMHead:
             self._put_dhidden(rows, self._times_weight(dlogits))
 
     def _put_dhidden(self, rows: Rows, values: Tensor) -> None:
-        values = values.to(self.waiting_dtypes[0])
+        if values.dtype is not self.waiting_dtypes[0]:
+            values = values.to(self.waiting_dtypes[0])
         rows.put(self.dhidden_for(rows), values if self.gradient_scale is None else values / self.gradient_scale)
 
     def dhidden_for(self, rows: Rows) -> Tensor:

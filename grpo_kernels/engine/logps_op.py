@@ -46,8 +46,13 @@ class LogpsCall(NamedTuple):
     kept_counts: Optional[Tensor] = None
 
 
-def logps_from_hidden(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: LogpsCall) -> tuple[Tensor, ...]:
-    """(logps, entropy), each of the shape of completion_ids; 0 at masked positions. Differentiable."""
+def logps_from_hidden(
+    hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: LogpsCall
+) -> tuple[Tensor, Optional[Tensor]]:
+    """(logps, entropy), each of the shape of completion_ids; 0 at masked positions. Differentiable.
+
+    Where the entropy is not wanted, what stands in its place means nothing.
+    """
     if is_traced(hidden):
         temperature = call.temperature
         if not isinstance(temperature, Tensor):
@@ -70,14 +75,17 @@ def logps_from_hidden(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], ca
         return results[:2]
     if any(wanted(hidden, weight, bias)):
         return _Logps.apply(hidden, weight, bias, call)
-    if not torch.is_grad_enabled():
-        return _compute(hidden, weight, bias, call)[:2]
-    with torch.no_grad():
-        return _compute(hidden, weight, bias, call)[:2]
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            values = _compute(hidden, weight, bias, call)
+    else:
+        values = _compute(hidden, weight, bias, call)
+    shape = call.completion_ids.shape  # copies, without the other columns
+    return values.logp.clone().view(shape), values.entropy.clone().view(shape) if call.want_entropy else None
 
 
-def _compute(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: LogpsCall) -> tuple[Tensor, Tensor, Tensor]:
-    """(logps, entropy, lse). To be called under no_grad."""
+def _compute(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: LogpsCall) -> TokenValues:
+    """logp, entropy and lse. To be called under no_grad."""
     ids, kernels = call.completion_ids, get_backend(call.backend)
     if not kernels.values_are_valid(ids, weight.shape[0], call.mask, ()):
         check_values(ids, call.mask, weight.shape[0], None)
@@ -96,10 +104,12 @@ def _compute(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: Logps
             index = (others if mask is None else others & mask).nonzero().squeeze(1)
         scorer.score(index, entropy=call.want_entropy)
         head.release()
-        if static and mask is not None:
-            values = values.only(mask)
-        entropy = values.entropy.clone() if call.want_entropy else values.entropy
-        return values.logp.clone().view(ids.shape), entropy.view(ids.shape), values.lse.view(ids.shape)
+        return values.only(mask) if static and mask is not None else values
+
+
+def _shaped(values: TokenValues, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
+    """(logps, entropy, lse) with memory of their own."""
+    return values.logp.clone().view(shape), values.entropy.clone().view(shape), values.lse.view(shape)
 
 
 def _split(
@@ -156,7 +166,7 @@ def _compute_gradients(
 class _Logps(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, call):
-        found, entropy, lse = _compute(hidden, weight, bias, call)
+        found, entropy, lse = _shaped(_compute(hidden, weight, bias, call), call.completion_ids.shape)
         saved = {name: getattr(call, name) for name in ("completion_ids", "mask", "kept_ids", "kept_counts")}
         if isinstance(call.temperature, Tensor):
             saved["temperature"] = call.temperature
@@ -197,8 +207,7 @@ def logps(
         kept_counts=kept_counts,
     )  # fmt: skip
     with torch.no_grad():
-        found, entropy, lse = _compute(hidden, weight, bias, call)
-    return found.clone(), entropy.clone(), lse  # the results of an operator share no memory
+        return _shaped(_compute(hidden, weight, bias, call), completion_ids.shape)
 
 
 @logps.register_fake

@@ -36,11 +36,14 @@ class LossCall(NamedTuple):
     backend: str
     compute_dtype: Optional[torch.dtype]  # of the products, where it is not the inputs' own
     wants: Sequence[bool]  # which of hidden, weight, bias need gradients
+    accumulate_into: Optional[Tensor] = None  # float32, like the weight, whose gradient each backward adds to it
 
 
 def loss_from_hidden(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: LossCall) -> tuple[Tensor, ...]:
     """(loss, logps, entropy, numbers of Sums); the loss is differentiable in hidden, weight and bias."""
     if is_traced(hidden):
+        if call.accumulate_into is not None:
+            raise ValueError("accumulate_into is given to a call that is traced or compiled; it needs an eager one")
         results = grpo_loss(
             hidden,
             weight,
@@ -101,6 +104,7 @@ class _Loss(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, call, others):
         """`others` gets what comes with the loss and has no gradient: autograd has nothing to do with it."""
         results, ctx.gradients = _compute(hidden, weight, bias, call)
+        ctx.gradients.sums[1] = call.accumulate_into
         others.extend(results[1:])
         return results[0]
 

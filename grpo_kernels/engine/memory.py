@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -52,6 +53,7 @@ def gpu_budget(total_memory: float) -> int:
     return max(_LEAST_GPU_BUDGET, int(total_memory * _GPU_SHARE))
 
 
+@cache
 def chunk_sizes(
     num_rows: int,
     vocab_size: int,
@@ -102,7 +104,8 @@ def allocate_rows(rows: int, vocab_size: int, dtype: torch.dtype, device: torch.
     try:
         if device.type == "cpu" and rows * row_stride * dtype.itemsize >= _FRESH_BYTES:
             return _take(rows * row_stride * dtype.itemsize).view(dtype).view(rows, row_stride)
-        return torch.empty((rows, row_stride), dtype=dtype, device=device)[:, :vocab_size]
+        block = torch.empty((rows, row_stride), dtype=dtype, device=device)
+        return block if row_stride == vocab_size else block[:, :vocab_size]
     except RuntimeError as error:  # torch.OutOfMemoryError is one
         if not isinstance(error, torch.OutOfMemoryError) and "memory" not in str(error):
             raise

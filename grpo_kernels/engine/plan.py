@@ -12,7 +12,7 @@ without it: which options are there, and what follows from the configuration alo
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +21,7 @@ from ..config import SURROGATE_RULES, GRPOConfig
 from ..contract import Backend, KernelParams, PlannedTokens, PlanRules, TokenInputs, is_per_sequence
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """Everything O(N) that the engine needs."""
 
     tokens: PlannedTokens

@@ -41,7 +41,7 @@ class Scratch:
             usual = min(self.sizes.logits, self._usual_chunk)
             rows = usual if count <= usual else max(count, min(self.sizes.sequences, self.num_tokens))
             self._logits = allocate_rows(rows, self.vocab_size, self.logits_dtype, self.device)
-        return self._logits[:count]
+        return self._logits if len(self._logits) == count else self._logits[:count]
 
     def gradients(self, count: int) -> Tensor:
         """(count, V) of a product chunk, where they do not lie over the logits."""

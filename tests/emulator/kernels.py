@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from kernel_checks import some_values
 from torch import Tensor
 
 from grpo_kernels import contract
 from grpo_kernels.contract import (
     KernelParams,
+    LogitChunk,
     PlannedTokens,
     PlanRules,
+    RowGradients,
     Rows,
-    RowStats,
+    Sums,
     TokenInputs,
     TokenValues,
     is_per_sequence,
@@ -36,6 +39,19 @@ NAMES = {
     "kl": contract.KL_ESTIMATORS,
     "level": contract.LEVELS,
     "aggregation": contract.AGGREGATIONS,
+}
+
+
+# Shared memory so small that rows of 5,003 logits take clusters of the named size, or none; an L2 cache that makes the
+# streamed kernel's blocks do several rows each. The last two have no clusters.
+DEVICES = {
+    "cluster 1": (90, 132, 232448, 233472, 62914560),
+    "cluster 2": (90, 132, 13 << 10, 40 << 10, 62914560),
+    "cluster 4": (90, 132, 7 << 10, 24 << 10, 62914560),
+    "cluster 8": (90, 132, 5 << 10, 16 << 10, 62914560),
+    "streamed": (90, 8, 2 << 10, 6 << 10, 40000),
+    "capability 8.0, resident": (80, 108, 166912, 167936, 41943040),
+    "capability 8.0, streamed": (80, 8, 2 << 10, 6 << 10, 40000),
 }
 
 
@@ -118,36 +134,32 @@ class Kernels:
     # --- rows of logits -------------------------------------------------------------------------------------------
 
     def rows(
-        self, function: str, logits: Tensor, rows: Rows, ids: Tensor, values: TokenValues, params: KernelParams,
-        **given: Tensor | None,
+        self, function: str, chunk: LogitChunk, values: TokenValues, params: KernelParams,
+        gradients: RowGradients | None = None, **given: Tensor,
     ) -> None:  # fmt: skip
-        grad = given.get("grad")
+        logits, rows, ids, bias = chunk
         assert rows.stop - rows.start == len(logits)
+        dlogits, error = (None, None) if gradients is None else gradients
         self.call(
             function,
             [
-                *(logits, DTYPES.index(logits.dtype), logits.stride(0), *logits.shape, given.get("bias")),
-                *((grad, DTYPES.index(grad.dtype), grad.stride(0)) if grad is not None else (None, 0, 0)),
-                *(given.get("rounding_error"), ids, rows.start, rows.index, given.get("temperature")),
+                *(logits, DTYPES.index(logits.dtype), logits.stride(0), *logits.shape, bias),
+                *((dlogits, DTYPES.index(dlogits.dtype), dlogits.stride(0)) if gradients is not None else (None, 0, 0)),
+                *(error, ids, rows.start, rows.index, given.get("temperature")),
                 *(given.get("table"), len(ids), *values, given.get("g_logp"), given.get("g_entropy")),
             ],
             packed(params),
         )
 
-    def stats(self, logits, rows, ids, temperature, values, params, bias=None) -> None:
-        self.rows("stats", logits, rows, ids, values, params, temperature=temperature, bias=bias)
+    def statistics(self, chunk, temperature, values, params) -> None:
+        self.rows("stats", chunk, values, params, temperature=temperature)
 
-    def gradient(
-        self, logits, grad, rows, ids, temperature, values, g_logp, g_entropy, params, bias=None, rounding_error=None
-    ) -> None:
-        self.rows(
-            "gradient", logits, rows, ids, values, params, grad=grad, temperature=temperature, g_logp=g_logp,
-            g_entropy=g_entropy, bias=bias, rounding_error=rounding_error,
-        )  # fmt: skip
+    def logits_gradient(self, chunk, temperature, values, g_logp, g_entropy, params, gradients) -> None:
+        per_token = {"temperature": temperature, "g_logp": g_logp, "g_entropy": g_entropy}
+        self.rows("gradient", chunk, values, params, gradients, **per_token)
 
-    def single_pass(self, logits, rows, ids, table, values, params, bias=None, grad=None, rounding_error=None) -> None:
-        given = {"table": table, "bias": bias, "grad": grad, "rounding_error": rounding_error}
-        self.rows("single_pass", logits, rows, ids, values, params, **given)
+    def single_pass(self, chunk, table, values, params, gradients=None) -> None:
+        self.rows("single_pass", chunk, values, params, gradients, table=table)
 
     # --- tokens and rewards ---------------------------------------------------------------------------------------
 
@@ -156,22 +168,20 @@ class Kernels:
         self.call("token_objective", arguments, packed(params))
 
     def sequence_objective(
-        self, sequences: slice, table: Tensor, scored: Tensor, offsets: Tensor, lengths: Tensor, values: TokenValues,
-        params: KernelParams,
-    ) -> None:  # fmt: skip
-        arguments = [sequences.start, sequences.stop, offsets, lengths, scored, table, table.shape[1], values.columns]
-        self.call("sequence_objective", arguments, packed(params))
+        self, sequences: slice, row_length: int | None, planned: PlannedTokens, params: KernelParams
+    ) -> None:
+        per_sequence = [planned.offsets, planned.lengths, planned.scored]
+        per_token = [planned.table, planned.table.shape[1], planned.values.columns]
+        self.call("sequence_objective", [sequences.start, sequences.stop, *per_sequence, *per_token], packed(params))
 
-    def sums(
-        self, scored: Tensor, table: Tensor, values: TokenValues, params: KernelParams, offsets: Tensor,
-        group_index: Tensor | None, groups: int,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        sequences, columns = len(offsets) - 1, len(contract.COLUMNS)
-        shapes = ((sequences, columns), (groups, columns), (columns,), (3,))
-        out = [torch.full(shape, torch.nan) for shape in shapes]
-        tokens = [len(scored), sequences, offsets, scored, table, values.columns]
-        self.call("reduce", [*tokens, group_index, groups, *out], packed(params))
-        return tuple(out)
+    def sums(self, planned: PlannedTokens, params: KernelParams, group_index: Tensor | None, groups: int) -> Sums:
+        scored, offsets = planned.scored, planned.offsets
+        sequences = len(offsets) - 1
+        found = Sums(torch.full((Sums.size(sequences, groups),), torch.nan), sequences, groups)
+        per_token = [offsets, scored, planned.table, planned.values.columns]
+        tokens = [len(scored), sequences, *per_token, group_index, groups]
+        self.call("reduce", [*tokens, found.sequences, found.groups, found.totals, found.extrema], packed(params))
+        return found
 
     def group_statistics(self, rewards, group_index, groups, scale, baseline, ddof, eps) -> tuple[Tensor, ...]:
         out = [torch.full((n,), torch.nan) for n in (len(rewards), groups, groups)]
@@ -185,19 +195,9 @@ class Kernels:
         self.call("scale", [x, DTYPES.index(x.dtype), x.numel(), factor])
 
 
-def empty_stats(rows: int) -> RowStats:
-    return RowStats(*(torch.full((rows,), torch.nan, dtype=t) for t in (torch.float32, torch.float64, torch.float32)))
-
-
-def some_values(tokens: int) -> TokenValues:
-    """What a kernel must write over or leave alone."""
-    columns = torch.full((len(contract.VALUE_FIELDS), tokens), 7.5)
-    return TokenValues(columns, torch.full((tokens,), 7.5, dtype=torch.float64))
-
-
 def packed(numbers: KernelParams | PlanRules, integers: tuple[str, ...] = PARAM_INTEGERS) -> bytes:
     """As gk::Params or gk::PlanRules: the integers, then the other numbers as float32."""
     given = numbers._asdict()
     words = [NAMES[name].index(given[name]) if name in NAMES else int(given[name]) for name in integers]
-    floats = [float(value) for name, value in given.items() if name not in integers]
+    floats = [float(value) for name, value in given.items() if name not in integers and not isinstance(value, bool)]
     return struct.pack(f"<{len(words)}i{len(floats)}f", *words, *floats)

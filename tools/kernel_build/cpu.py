@@ -10,7 +10,7 @@ from .host import ROOT, HostModule, NinjaFile, compiles, target_machine
 
 SOURCES = ("dispatch", "groups", "objective", "plan", "reduce", "scatter", "sequences", "transpose", "values")
 
-# Instruction set -> flags in order of preference: the first that the compiler knows.
+# Instruction set -> flags in order of preference: the first that the compiler accepts.
 X86_FLAGS = {
     "avx512": (
         "-march=x86-64-v4",

@@ -24,7 +24,7 @@ from .nvrtc import Nvrtc, NvrtcError
 FOLDER = ROOT / "csrc" / "cuda"
 
 # A device runs the machine code of its own major version, and 9.0 that with its specific instructions ("a"); the newest
-# is compiled to PTX as well, for devices to come. What a CUDA version does not know is left out.
+# is compiled to PTX as well, for later devices. Architectures that a CUDA version does not support are left out.
 FULL = (80, 86, 89, 90, 100, 120)
 SPECIFIC = (90,)
 # Without a GPU, for development: one architecture of each kind of kernel.
@@ -44,7 +44,7 @@ class Architecture(NamedTuple):
 
     @property
     def virtual(self) -> str:
-        """The architecture that the compiler's front end sees."""
+        """The architecture that the compiler's front end is run for."""
         return f"compute_{self.capability}{'a' if self.specific else ''}"
 
 

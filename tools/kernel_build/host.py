@@ -40,7 +40,7 @@ def find_compiler() -> list[str]:
 
 
 def target_machine() -> str:
-    """The processor that is compiled for: sysconfig knows that of a cross build too, by _PYTHON_HOST_PLATFORM.
+    """The processor that is compiled for: in a cross build too, sysconfig has it from _PYTHON_HOST_PLATFORM.
 
     "universal2" of macOS is none of the others: one command compiles for two.
     """
@@ -129,7 +129,7 @@ class HostModule:
         self.objects.append(self.ninja.build(target, "compile", [source], implicit, extra=shell(extra)))
 
     def add_binding(self, source: Path) -> None:
-        """The one file that knows Python."""
+        """The one file that includes Python's headers."""
         import pybind11
 
         include = sysconfig.get_paths()["include"]

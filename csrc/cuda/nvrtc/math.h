@@ -1,2 +1,2 @@
-// NVRTC has no C library; it knows the functions of math.h by themselves.
+// NVRTC has no C library; the functions of math.h are built in.
 #pragma once

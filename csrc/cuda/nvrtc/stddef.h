@@ -1,2 +1,2 @@
-// NVRTC has no C library; it knows size_t by itself.
+// NVRTC has no C library; size_t is built in.
 #pragma once

@@ -78,11 +78,6 @@ class CompiledBackend(CheckedBackend):
         row_length = shape[1] if offsets is None else 0
         mask, mask_bytes = kernel_mask(inputs.completion_mask)
 
-        def floats(x: Tensor | None) -> Tensor | None:
-            if x is None or (x.dtype is torch.float32 and x.is_contiguous()):
-                return x
-            return x.to(torch.float32).contiguous()
-
         def mode(x: Tensor | None) -> int:
             if x is None or x.dim() == 0:
                 return _SCALAR
@@ -91,22 +86,23 @@ class CompiledBackend(CheckedBackend):
         weights, temperature = inputs.rollout_weights, inputs.temperature
         if temperature is not None and temperature.numel() == 1 and tokens != 1:
             temperature = temperature.reshape(())
-        advantages, old, ref, rollout = map(
-            floats, (inputs.advantages, inputs.old_logps, inputs.ref_logps, inputs.rollout_logps)
+        advantages = float_values(inputs.advantages)
+        optional = (
+            *(inputs.old_logps, inputs.ref_logps, inputs.rollout_logps, weights, temperature),
+            *(inputs.entropy_threshold, inputs.normalizer),
         )
-        given_weights, given_temperature = floats(weights), floats(temperature)
-        threshold, normalizer = floats(inputs.entropy_threshold), floats(inputs.normalizer)
+        floats = [None if x is None else float_values(x) for x in optional]
+        old, ref, rollout, given_weights, given_temperature, threshold, normalizer = floats
         flat = ids.reshape(-1) if ids.dtype is torch.int64 else ids.to(torch.int64).reshape(-1)
-        table = output((len(TABLE_FIELDS), tokens), device)
-        values = TokenValues(output((len(VALUE_FIELDS), tokens), device), output((tokens,), device, torch.float64))
-        lengths = output((sequences,), device)
-        scored, active = output((2, tokens), device, torch.bool).unbind()
-        sizes = [sequences + 1, 0 if mask is None else tokens, 0, 0]
-        if ordered:
-            sizes[2:] = tokens, 2 + sequences * rules.whole_sequences
-        integers = output((sum(sizes),), device, torch.int64).split(sizes)
-        limits, clean = integers[0], flat if mask is None else integers[1]
-        order, counts = integers[2:] if ordered else (None, None)
+        # One by one, and by new_empty, which takes half the time of torch.empty or of a view of one block.
+        new = advantages.new_empty
+        table, lengths = new((len(TABLE_FIELDS), tokens)), new(sequences)
+        values = TokenValues(new((len(VALUE_FIELDS), tokens)), new(tokens, dtype=torch.float64))
+        scored, active = new(tokens, dtype=torch.bool), new(tokens, dtype=torch.bool)
+        limits = flat.new_empty(sequences + 1)
+        clean = flat if mask is None else flat.new_empty(tokens)
+        order = flat.new_empty(tokens) if ordered else None
+        counts = flat.new_empty(2 + sequences * rules.whole_sequences) if ordered else None
         workspace = self.plan_workspace(tokens, sequences, device)
         self.call(
             self.module.plan, device, tokens, sequences, row_length, address(offsets), flat.data_ptr(), address(mask),
@@ -176,7 +172,7 @@ class CompiledBackend(CheckedBackend):
 
     def _sums(self, planned: PlannedTokens, params: KernelParams, group_index: Tensor | None, groups: int) -> Sums:
         device, sequences = self._served(planned.table), planned.lengths.shape[0]
-        numbers = output((Sums.size(sequences, groups),), device)
+        numbers = planned.table.new_empty(Sums.size(sequences, groups))
         start, row = numbers.data_ptr(), len(COLUMNS) * numbers.itemsize
         of_groups = start + sequences * row
         of_all = of_groups + groups * row
@@ -294,6 +290,11 @@ def kernel_mask(mask: Tensor | None) -> tuple[Tensor | None, int]:
     if mask.dtype not in _MASK_BYTES:
         mask = mask != 0
     return mask.contiguous(), _MASK_BYTES[mask.dtype]
+
+
+def float_values(x: Tensor) -> Tensor:
+    """float32, contiguous."""
+    return x if x.dtype is torch.float32 and x.is_contiguous() else x.to(torch.float32).contiguous()
 
 
 def _values(values: TokenValues) -> tuple[int, int, int]:

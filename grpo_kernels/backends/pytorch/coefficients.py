@@ -19,7 +19,7 @@ def token_objective(rows: Rows, table: Tensor, values: TokenValues, params: Kern
     """Writes log_ratio, value, kl and g_logp of these tokens from their logp and entropy."""
     table, columns = rows.take(table, 1), rows.take(values.columns, 1)
     logp, entropy = columns[0], columns[1]
-    log_ratio = logp - table[FIELD["old"]] if params.has_old else torch.zeros_like(logp)
+    log_ratio = own_log_ratio(logp, table, params)
     value, d_ratio, d_direct, kl = objective(log_ratio, logp, entropy, table, params)
     g_logp = _weighted(table, "weight_ratio", d_ratio) + _weighted(table, "weight_direct", d_direct)
     rows.put(values.columns, torch.stack([logp, entropy, log_ratio, value, kl, g_logp]), dim=1)
@@ -31,8 +31,7 @@ def sequence_objective(
     """`token_objective` of all scored tokens of these sequences, whose tokens are those of `table` (fields, N)."""
     sequences = _Sequences(table, scored, offsets, lengths)
     logp, entropy = values.logp, values.entropy
-    own = logp - table[FIELD["old"]] if params.has_old else torch.zeros_like(logp)
-    own = torch.where(scored, own, 0.0)
+    own = torch.where(scored, own_log_ratio(logp, table, params), 0.0)
     table = table.clone()
     table[FIELD["multiplier"]] *= _sequence_multiplier(sequences, own, logp, params)
     log_ratio, slope = _raise_to_level(sequences, own, params)
@@ -45,6 +44,11 @@ def sequence_objective(
         g_logp = g_logp + slope * sequences.spread(total)
     found = torch.stack([log_ratio, value, kl, g_logp])
     values.columns[2:] = torch.where(scored, found, values.columns[2:])
+
+
+def own_log_ratio(logp: Tensor, table: Tensor, params: KernelParams) -> Tensor:
+    """(N,) the raw log-ratio of the token alone; NaN where logp is."""
+    return logp - (table[FIELD["old"]] if params.has_old else logp)
 
 
 def _weighted(table: Tensor, name: str, slope: Tensor) -> Tensor:

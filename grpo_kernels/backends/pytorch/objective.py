@@ -5,7 +5,8 @@
     d_direct = d value / d logp      at fixed x
     d loss / d logp = weight_ratio * d_ratio + weight_direct * d_direct           (ratio of one token)
 
-Coefficients are selected, never multiplied by a mask: 0 * inf at a clipped or dropped token would be NaN.
+Coefficients are selected, never multiplied by a mask: 0 * inf at a clipped or dropped token would be NaN. NaN logits
+make the multiplier NaN, even where a clip, a threshold or a factor of 0 would have dropped them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def objective(log_ratio: Tensor, logp: Tensor, entropy: Tensor, table: Tensor, p
     A, ref = table[FIELD["advantage"]], table[FIELD["ref"]]
     x, clamp_acts = clamp_log_ratio(log_ratio, p)
     r = x.exp()
-    multiplier = torch.where(entropy >= table[FIELD["entropy_threshold"]], table[FIELD["multiplier"]], 0.0)
+    multiplier = torch.where(entropy < table[FIELD["entropy_threshold"]], 0.0, table[FIELD["multiplier"]])
+    multiplier = torch.where(log_ratio.isnan() | logp.isnan() | entropy.isnan(), torch.nan, multiplier)
     term = SURROGATES[p.surrogate](p, r, log_ratio, logp, A, clamp_acts)
     dropped = multiplier == 0.0
     value, d_ratio, d_direct = (torch.where(dropped, 0.0, multiplier * part) for part in term)

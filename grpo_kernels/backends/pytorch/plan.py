@@ -80,12 +80,12 @@ def plan_tokens(
 
     active = mask & (table[FIELD["weight_direct"]] != 0)
     if not rules.kl_moves:
-        moved = table[FIELD["multiplier"]] != 0
+        has_gradient = table[FIELD["multiplier"]] != 0
         if rules.needs_advantage:
-            moved &= table[FIELD["advantage"]] != 0
+            has_gradient &= table[FIELD["advantage"]] != 0
         if of_sequence:
-            moved = spread(sequence_sum((moved & mask).to(dtype))) > 0
-        active &= moved
+            has_gradient = spread(sequence_sum((has_gradient & mask).to(dtype))) > 0
+        active &= has_gradient
     if rules.entropy_coef != 0:
         active |= mask & (weight_entropy != 0)
     scored = mask if rules.score_inactive else active

@@ -18,9 +18,9 @@ def sums(planned: PlannedTokens, params: KernelParams, group_index: Tensor | Non
     bounded, advantage = ratio.clamp(max=params.delta), field["advantage"]
     old = field["old"] if params.has_old else logp
     known = ~field["rollout"].isnan()
-    # DPPO and IPO divide by the rollout itself: there the current policy is compared with it.
-    current = logp if params.surrogate in ("dppo_tv", "ipo") else old
-    mismatch = torch.where(known, (current - field["rollout"]).abs(), 0.0)
+    # Of the old policy, or where the ratio divides by the rollout of the current one.
+    policy = logp if params.divides_by_rollout else old
+    mismatch = torch.where(known, (policy - field["rollout"]).abs(), 0.0)
     one = torch.ones_like(logp)
     columns = {
         "loss": field["weight_direct"] * value + field["weight_entropy"] * entropy,

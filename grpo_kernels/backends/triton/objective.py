@@ -1,11 +1,12 @@
 """The loss of one token and its derivatives: csrc/objective.h for blocks of tokens.
 
     value = keep * multiplier * surrogate(x, logp, A) + beta * KL(logp, ref) * (r if bias-corrected else 1)
-    r     = exp(clamp(x)),   keep = entropy >= entropy_threshold
+    r     = exp(clamp(x)),   keep = not entropy < entropy_threshold
 
 x is the raw log ratio: logp - old for a token, a mean or sum of those for a sequence, 0 without old. The total
 derivative with respect to logp is d_ratio * dx/dlogp + d_direct. Where a clamp acts, the derivative is 0. A factor that
-is 0 selects an exact 0 and is never multiplied with something that may be infinite.
+is 0 selects an exact 0 and is never multiplied with something that may be infinite. NaN logits make the
+multiplier NaN, even where a clip, a threshold or a factor of 0 would have dropped them.
 
 The variant (SURROGATE, KL, HAS_OLD, BIAS_CORRECTION) is compiled in; the numbers (`Scalars`) are run-time float32
 values. Of a batch's table and values kernels pass the address of a token's own column, and `tokens`, the number of
@@ -250,11 +251,13 @@ def token_objective(
     SURROGATE: tl.constexpr, KL: tl.constexpr, BIAS_CORRECTION: tl.constexpr,
 ):  # fmt: skip
     """(value before its weight, d value / d x, d value / d logp at fixed x, KL without beta)."""
+    multiplier = tl.where(entropy < threshold, 0.0, multiplier)
+    multiplier = tl.where((x != x) | (logp != logp) | (entropy != entropy), float("nan"), multiplier)
     exponent = clamped_log_ratio(p, x)
     clamped = exponent != x
     r = tl.exp(exponent)
     value, d_ratio, d_direct = surrogate(p, clamped, r, x, logp, A, SURROGATE)
-    kept = (entropy >= threshold) & (multiplier != 0.0)
+    kept = multiplier != 0.0
     value = tl.where(kept, multiplier * value, 0.0)
     d_ratio = tl.where(kept, multiplier * d_ratio, 0.0)
     d_direct = tl.where(kept, multiplier * d_direct, 0.0)
@@ -283,10 +286,10 @@ def weighted(weight, slope):
 
 @triton.jit
 def own_log_ratio(column, tokens, live, logp, HAS_OLD: tl.constexpr):
-    """The raw log ratio of the token alone; `column` points to its column of the table."""
+    """The raw log ratio of the token alone; `column` points to its column of the table. NaN where logp is."""
     if HAS_OLD:
         return logp - tl.load(column + OLD * tokens, mask=live, other=0.0)
-    return tl.zeros_like(logp)
+    return logp - logp
 
 
 @triton.jit

@@ -147,19 +147,19 @@ def row_statistics(
 
 @triton.jit
 def store_columns(
-    u, du, bias, live, silent, first, end, ids, du_id, top, constant, linear, to_exponent, p,
+    u, du, bias, live, zero_gradient, first, end, ids, du_id, top, constant, linear, to_exponent, p,
     CAPPED: tl.constexpr, OVERLAP: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the columns from `first` to `end`, at most COLUMNS."""
     columns = first + tl.arange(0, COLUMNS)
     wanted = live[:, None] & (columns < end)[None, :]
-    # A silent row is not read: whatever it holds, its gradient is 0.
-    logits = load_logits(u, bias, columns, end, wanted & ~silent[:, None])
+    # A zero-gradient row is not read: whatever it holds, its gradient is 0.
+    logits = load_logits(u, bias, columns, end, wanted & ~zero_gradient[:, None])
     y, slope = softcap(logits, p.logit_scale, p.softcap, CAPPED)
     t = exponent(y, top[:, None], to_exponent[:, None])
     value = tl.exp2(t) * (constant[:, None] + linear[:, None] * t) * slope
     value = tl.where(columns[None, :] == ids[:, None], du_id[:, None], value)
-    value = tl.where(silent[:, None], 0.0, value)
+    value = tl.where(zero_gradient[:, None], 0.0, value)
     if OVERLAP:  # 16-bit values over float32 logits that another thread may not have read yet
         tl.debug_barrier()
     tl.store(du[:, None] + columns[None, :], value.to(du.dtype.element_ty), mask=wanted)
@@ -172,12 +172,12 @@ def row_gradient(
 ):  # fmt: skip
     """du_j = 2^t (constant + linear t) slope_j for all but the sampled id, whose 1 - p comes from expm1."""
     to_exponent = (to_z * INV_LN2).to(tl.float32)
-    silent = (g_logp == 0.0) & (g_entropy == 0.0)
+    zero_gradient = (g_logp == 0.0) & (g_entropy == 0.0)
     factor = -tl.exp(-log_sum) * chain
     at_log_p_zero = g_logp + tl.where(g_entropy == 0.0, 0.0, g_entropy * (entropy - log_sum))
     constant, linear = (factor * at_log_p_zero).to(tl.float32), (factor * LN2 * g_entropy).to(tl.float32)
 
-    known = live & ~silent & (ids >= 0) & (ids < vocab)
+    known = live & ~zero_gradient & (ids >= 0) & (ids < vocab)
     y_id, slope_id = softcap(load_sampled(u, bias, ids, known), p.logit_scale, p.softcap, CAPPED)
     log_p = (y_id - top).to(tl.float64) * to_z - log_sum
     pull = -g_logp * expm1(log_p.to(tl.float32))
@@ -191,13 +191,13 @@ def row_gradient(
         end = vocab // GROUP * GROUP
     for first in range(0, end, BLOCK):
         store_columns(
-            u, du, bias, live, silent, first, end, ids, du_id, top, constant, linear, to_exponent, p,
+            u, du, bias, live, zero_gradient, first, end, ids, du_id, top, constant, linear, to_exponent, p,
             CAPPED, OVERLAP, BLOCK,
         )  # fmt: skip
     if RAGGED:
         for first in range(end, vocab, BLOCK // 2):
             store_columns(
-                u, du, bias, live, silent, first, vocab, ids, du_id, top, constant, linear, to_exponent, p,
+                u, du, bias, live, zero_gradient, first, vocab, ids, du_id, top, constant, linear, to_exponent, p,
                 CAPPED, OVERLAP, BLOCK // 2,
             )  # fmt: skip
     if rounding_error is not None:

@@ -79,7 +79,7 @@ def add_column(sums, column, values):
 @triton.jit(do_not_specialize=["scored", "values", "table", "offsets", "count", "tokens"])
 def sequence_kernel(
     scored, values, table, offsets, exact_out, extrema_out, numbers, count, tokens, p,
-    HAS_OLD: tl.constexpr, AGAINST_ROLLOUT: tl.constexpr, SEQUENCES: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_OLD: tl.constexpr, DIVIDES_BY_ROLLOUT: tl.constexpr, SEQUENCES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(0).to(tl.int64) * SEQUENCES + tl.arange(0, SEQUENCES)
     live = sequence < count
@@ -106,13 +106,13 @@ def sequence_kernel(
         ratio = tl.exp(clamped_log_ratio(p, tl.load(found + LOG_RATIO * tokens, mask=on, other=0.0)))
         bounded = tl.where(ratio < p.delta, ratio, p.delta)
         known = on & (rollout == rollout)
-        trained = old
-        if AGAINST_ROLLOUT:
-            trained = log_p
-        mismatch = tl.where(known, tl.abs(trained - rollout), 0.0)
+        policy = old
+        if DIVIDES_BY_ROLLOUT:  # then the mismatch is that of the current policy
+            policy = log_p
+        mismatch = tl.where(known, tl.abs(policy - rollout), 0.0)
         by_value = tl.where(weight != 0.0, weight * tl.load(found + VALUE * tokens, mask=on, other=0.0), 0.0)
         by_entropy = tl.where(weight_entropy != 0.0, weight_entropy * h, 0.0)
-        still = on & (tl.load(found + G_LOGP * tokens, mask=on, other=0.0) == 0.0) & (weight_entropy == 0.0)
+        zero_gradient = on & (tl.load(found + G_LOGP * tokens, mask=on, other=0.0) == 0.0) & (weight_entropy == 0.0)
 
         sums = add_column(sums, LOSS_SUM, by_value.to(tl.float64) + by_entropy)
         sums = add_column(sums, TOKENS, on)
@@ -127,7 +127,7 @@ def sequence_kernel(
         sums = add_column(sums, MISMATCH_COUNT, known)
         sums = add_column(sums, WEIGHT_SUM, rollout_weight)
         sums = add_column(sums, WEIGHT_SQUARES, rollout_weight.to(tl.float64) * rollout_weight)
-        sums = add_column(sums, ZERO_GRADIENT, still)
+        sums = add_column(sums, ZERO_GRADIENT, zero_gradient)
 
         low = tl.min(tl.where(on, ratio, float("inf")), 1)
         high = tl.max(tl.where(on, ratio, -float("inf")), 1)
@@ -204,8 +204,7 @@ def sums(planned: PlannedTokens, params: KernelParams, group_index: Tensor | Non
             scored.view(torch.uint8), planned.values.columns, table, offsets, exact, extrema, numbers,
             sequences, table.shape[1], scalars(params),
             HAS_OLD=params.has_old,
-            # DPPO and IPO divide by the rollout itself: there the current policy is compared with it.
-            AGAINST_ROLLOUT=params.surrogate in ("dppo_tv", "ipo"),
+            DIVIDES_BY_ROLLOUT=params.divides_by_rollout,
             SEQUENCES=launch.sequences, BLOCK=launch.block, num_warps=launch.num_warps,
         )  # fmt: skip
     group_kernel[(groups + 1,)](

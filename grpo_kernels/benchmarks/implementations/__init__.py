@@ -1,4 +1,4 @@
-"""Who is compared: one plug-in of one signature each, and the table of them.
+"""The implementations that are compared: one plug-in of one signature each, and the table of them.
 
 A plug-in is an `Implementation`. To add one: a module beside this one, and a line in `_MODULES`.
 """
@@ -21,7 +21,7 @@ from ..inputs import Inputs, grpo_objective
 class Result(NamedTuple):
     """What one call gives: loss () and logps (B, T), detached; dhidden (N, H) or as hidden; dweight (V, H).
 
-    mode "step" wants loss, dhidden and dweight, "frozen" loss and dhidden, "forward" logps. More is welcome.
+    mode "step" requires loss, dhidden and dweight, "frozen" loss and dhidden, "forward" logps. More is allowed.
     """
 
     loss: Tensor | None = None
@@ -42,7 +42,7 @@ class Implementation:
     """One way to compute a case.
 
     `settings(inputs, mode)` gives a step for each setting that is worth trying, the documented default first; where
-    there are several, the fastest right one speaks for the implementation. It may raise `Unserved`.
+    there are several, the fastest correct one is reported. It may raise `Unserved`.
     `why_not(device, dtype)` says why it cannot run there at all, None where it can; it imports what is needed.
     `objective` is what its results are checked against: "grpo"; "cross_entropy", mean -logp, a yardstick that does the
     same matrix products; or "none", which is not checked.
@@ -56,7 +56,7 @@ class Implementation:
 
 
 def gradients(loss: Tensor, inputs: Inputs, logps: Tensor | None = None) -> Result:
-    """Backward by autograd, to what `inputs` wants gradients of."""
+    """Backward by autograd, to the inputs that require gradients."""
     wanted = (inputs.hidden,) if inputs.frozen else (inputs.hidden, inputs.weight)
     dhidden, *rest = torch.autograd.grad(loss, wanted)
     return Result(loss.detach(), None if logps is None else logps.detach(), dhidden, rest[0] if rest else None)

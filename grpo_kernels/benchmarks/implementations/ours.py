@@ -1,4 +1,4 @@
-"""This library: as users get it, without scoring idle tokens, and each backend and strategy by name."""
+"""This library: the default, without scoring zero-gradient tokens, and each backend and strategy by name."""
 
 from __future__ import annotations
 

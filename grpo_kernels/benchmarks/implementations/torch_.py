@@ -10,7 +10,7 @@ from . import Implementation, Result, Step, from_logps, gradients
 
 
 def _floor(inputs: Inputs, mode: str) -> dict[str, Step]:
-    """The products that this mode cannot do without, at full N, and nothing else.
+    """The matrix products that this mode needs, at full N, and nothing else.
 
     The (N, V) buffer is allocated once, outside the time: a fused loss has no such buffer, and filling fresh pages
     would raise the floor. The gradients are allocated in every step, since every implementation has to return

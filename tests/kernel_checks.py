@@ -1,46 +1,51 @@
-"""What the emulated kernels must do, against float64. Each check raises AssertionError, and runs on whatever device and
-order of threads have been chosen; tests/test_cuda_faults.py runs them on kernels with planted faults."""
+"""What kernels of rows, tokens and rewards must do, against float64. Each check raises AssertionError.
+
+`kernels` is a backend, or emulator.Kernels: the CUDA kernels on an emulated GPU, on the device and in the order of
+threads that have been chosen there. tests/test_cuda_faults.py runs the checks on kernels with planted faults.
+"""
 
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import torch
+from helpers import planned_tokens
 from torch import Tensor
 
+from grpo_kernels import reference
 from grpo_kernels.backends.pytorch import coefficients
 from grpo_kernels.backends.pytorch.plan import plan_tokens
+from grpo_kernels.config import SURROGATE_RULES
 from grpo_kernels.contract import (
     COLUMNS,
     FIELD,
     TABLE_FIELDS,
     VALUE_FIELDS,
     KernelParams,
+    LogitChunk,
     PlanRules,
+    RowGradients,
     Rows,
     RowStats,
     TokenInputs,
     TokenValues,
 )
 
-from .kernels import Kernels, some_values
-
+Kernels = Any
+VOCABS = (1, 2, 15, 16, 63, 64, 65, 1000, 2047, 2048, 2049, 5003)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PAIRS = [(t, t) for t in DTYPES] + [(torch.float32, t) for t in DTYPES[1:]]  # logits, gradient
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # half a last place
 SIGNALLING = {torch.float32: 0x7F800001, torch.bfloat16: 0x7F81, torch.float16: 0x7C01}  # a NaN of each type, as bits
 
-# Shared memory so small that rows of 5,003 logits take clusters of the named size, or none; an L2 cache that makes the
-# streamed kernel's blocks do several rows each. The last two have no clusters.
-DEVICES = {
-    "cluster 1": (90, 132, 232448, 233472, 62914560),
-    "cluster 2": (90, 132, 13 << 10, 40 << 10, 62914560),
-    "cluster 4": (90, 132, 7 << 10, 24 << 10, 62914560),
-    "cluster 8": (90, 132, 5 << 10, 16 << 10, 62914560),
-    "streamed": (90, 8, 2 << 10, 6 << 10, 40000),
-    "capability 8.0, resident": (80, 108, 166912, 167936, 41943040),
-    "capability 8.0, streamed": (80, 8, 2 << 10, 6 << 10, 40000),
-}
+
+def some_values(tokens: int) -> TokenValues:
+    """What a kernel must write over or leave alone."""
+    columns = torch.full((len(VALUE_FIELDS), tokens), 7.5)
+    return TokenValues(columns, torch.full((tokens,), 7.5, dtype=torch.float64))
 
 
 def make_table(rows: int, seed: int = 0, **fields: float | Tensor) -> Tensor:
@@ -111,13 +116,13 @@ def check_equal(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None
 # Of a batch whose tokens are the rows, in order.
 
 
-def all_rows(ids: Tensor) -> Rows:
-    return Rows(0, len(ids))
+def chunk_of(logits: Tensor, ids: Tensor) -> LogitChunk:
+    return LogitChunk(logits, Rows(0, len(ids)), ids)
 
 
 def statistics(kernels: Kernels, logits: Tensor, ids: Tensor, temperature: Tensor, params: KernelParams) -> RowStats:
     values = some_values(len(ids))
-    kernels.stats(logits, all_rows(ids), ids, temperature, values, params)
+    kernels.statistics(chunk_of(logits, ids), temperature, values, params)
     return stats_of(values)
 
 
@@ -128,15 +133,16 @@ def gradient(
     values = some_values(len(ids))
     values.entropy.copy_(stats.entropy)
     values.lse.copy_(stats.lse)
-    per_token = ids, temperature, values, g_logp, g_entropy
-    kernels.gradient(logits, grad, all_rows(ids), *per_token, params, rounding_error=rounding_error)
+    gradients = RowGradients(grad, rounding_error)
+    kernels.logits_gradient(chunk_of(logits, ids), temperature, values, g_logp, g_entropy, params, gradients)
 
 
 def single_pass(
     kernels: Kernels, logits: Tensor, grad: Tensor | None, ids: Tensor, table: Tensor, params: KernelParams
 ) -> RowStats:
     values = some_values(len(ids))
-    kernels.single_pass(logits, all_rows(ids), ids, table, values, params, grad=grad)
+    gradients = None if grad is None else RowGradients(grad)
+    kernels.single_pass(chunk_of(logits, ids), table, values, params, gradients)
     return stats_of(values)
 
 
@@ -152,8 +158,11 @@ def spread(rows: Rows, tokens: int, x: Tensor, elsewhere: float = math.nan) -> T
     return out
 
 
-def check_values(kernels: Kernels, rows: Rows, values: TokenValues, table: Tensor | None, params: KernelParams) -> None:
-    """Exactly these rows' tokens have been written: their statistics, and with a table the objective at these."""
+def check_values(
+    kernels: Kernels, rows: Rows, values: TokenValues, table: Tensor | None, params: KernelParams, exact: bool = True
+) -> None:
+    """Exactly these rows' tokens have been written: their statistics, and with a table the objective at these, of which
+    the same formula compiled twice may differ by roundings unless `exact`."""
     expected = some_values(values.columns.shape[1])
     for name in ("logp", "entropy"):
         field = VALUE_FIELDS.index(name)
@@ -161,15 +170,18 @@ def check_values(kernels: Kernels, rows: Rows, values: TokenValues, table: Tenso
     rows.put(expected.lse, rows.take(values.lse))
     if table is not None:
         kernels.token_objective(rows, table, expected, params)
+    if not exact:
+        torch.testing.assert_close(values.columns, expected.columns, rtol=1e-5, atol=1e-6)
+        values = values._replace(columns=expected.columns)
     check_equal(values, expected)
 
 
 def check_rows(
     kernels: Kernels, vocab: int, dtypes: tuple[torch.dtype, torch.dtype], params: KernelParams, shift: int = 0,
-    biased: bool = False,
+    biased: bool = False, exact_objective: bool = True,
 ) -> None:  # fmt: skip
-    """stats, gradient and single_pass of a few rows, all at a row stride of their own, each called twice: for
-    neighbours among the tokens, and for a list of tokens."""
+    """statistics, logits_gradient and single_pass of a few rows, all at a row stride of their own, each called twice:
+    for neighbours among the tokens, and for a list of tokens."""
     count, tokens = 5, 11
     values, ids = make_logits(count, vocab, dtypes[0])
     logits, _ = placed(values, vocab + 3, shift)
@@ -191,36 +203,43 @@ def check_rows(
         t_ids = spread(rows, tokens, ids, 10**15)
 
         by_stats = some_values(tokens)
-        kernels.stats(logits, rows, t_ids, t_temperature, by_stats, params, bias)
+        chunk = LogitChunk(logits, rows, t_ids, bias)
+        kernels.statistics(chunk, t_temperature, by_stats, params)
         check_statistics(stats_of(by_stats, rows), (logp, lse, entropy))
         check_values(kernels, rows, by_stats, None, params)
+        if biased and dtypes[0] == torch.float32:  # the bits of logits that hold the bias
+            added = some_values(tokens)
+            whole = LogitChunk(placed(values + bias, vocab + 3, shift)[0], rows, t_ids)
+            kernels.statistics(whole, t_temperature, added, params)
+            check_equal(stats_of(added), stats_of(by_stats))
 
         by_gradient, around = placed(torch.zeros(count, vocab), vocab + 5, shift + 1, dtypes[1])
-        kernels.gradient(logits, by_gradient, rows, t_ids, t_temperature, by_stats, t_logp, t_entropy, params, bias)
+        errors = torch.full((2, count), math.nan)
+        written = RowGradients(by_gradient, errors[0])
+        kernels.logits_gradient(chunk, t_temperature, by_stats, t_logp, t_entropy, params, written)
         check_gradient(by_gradient, expected, scale)
 
-        passed, rounding_error = some_values(tokens), torch.full((count,), math.nan)
+        passed = some_values(tokens)
         by_pass, around_pass = placed(torch.zeros(count, vocab), vocab + 5, shift + 1, dtypes[1])
-        kernels.single_pass(logits, rows, t_ids, table, passed, reinforce, bias, by_pass, rounding_error)
+        kernels.single_pass(chunk, table, passed, reinforce, RowGradients(by_pass, errors[1]))
         check_statistics(stats_of(passed, rows), (logp, lse, entropy))
-        check_values(kernels, rows, passed, table, reinforce)
+        check_values(kernels, rows, passed, table, reinforce, exact_objective)
         check_gradient(by_pass, expected, scale)
         sampled = torch.arange(count), ids
-        torch.testing.assert_close(
-            by_pass[sampled].double() + rounding_error, expected[sampled], rtol=5e-6, atol=1e-6, check_dtype=False
-        )
+        for grad, error in zip((by_gradient, by_pass), errors, strict=True):
+            torch.testing.assert_close(grad[sampled].double() + error, expected[sampled], rtol=5e-6, atol=1e-6)
 
         without = some_values(tokens)
-        kernels.single_pass(logits, rows, t_ids, table, without, reinforce, bias)
+        kernels.single_pass(chunk, table, without, reinforce)
         check_equal(stats_of(without), stats_of(by_stats))
-        check_values(kernels, rows, without, table, reinforce)
+        check_values(kernels, rows, without, table, reinforce, exact_objective)
 
         gradients = by_gradient.clone(), by_pass.clone()
         for grad, buffer in ((by_gradient, around), (by_pass, around_pass)):
             assert not grad[2].any()
             grad.fill_(7.5)  # nothing else in the buffer has been touched
             assert (buffer == 7.5).all()
-        results.append((*stats_of(by_stats, rows), rows.take(passed.columns, 1), *gradients, rounding_error))
+        results.append((*stats_of(by_stats, rows), rows.take(passed.columns, 1), *gradients, errors))
     assert torch.equal(logits, values)
     check_equal(results[1], results[0])
 
@@ -327,6 +346,109 @@ def check_absent_and_silent(kernels: Kernels, dtypes: tuple[torch.dtype, torch.d
             assert all(value.isnan().all() for value in found)
 
 
+def check_parts(kernels: Kernels, dtype: torch.dtype, vocab: int, same_bits: bool = True) -> None:
+    """single_pass is statistics, objective and gradient; `same_bits`: of the statistics."""
+    rows, params = 16, KernelParams(kl="k3", beta=0.1)
+    logits, ids = make_logits(rows, vocab, dtype)
+    table = make_table(rows, temperature=0.8, weight_entropy=torch.arange(rows) % 2 * 0.1)
+    temperature, g_entropy = table[FIELD["temperature"]].clone(), table[FIELD["weight_entropy"]].clone()
+    stats = statistics(kernels, logits, ids, temperature, params)
+    log_ratio = torch.linspace(-0.5, 0.5, rows)
+    table[FIELD["old"]] = stats.logp - log_ratio
+    table[FIELD["ref"]] = stats.logp + torch.linspace(-1, 1, rows)
+    passed = some_values(rows)
+    grad, expected = torch.empty_like(logits), torch.empty(rows, vocab)
+    kernels.single_pass(chunk_of(logits, ids), table, passed, params, RowGradients(grad))
+    (check_equal if same_bits else check_statistics)(stats_of(passed), stats)
+    value, d_ratio, d_direct, kl = objective(kernels, log_ratio, stats.logp, stats.entropy, table, params)
+    g_logp = d_ratio + d_direct
+    found = {"value": value, "kl": kl, "g_logp": g_logp}
+    for name, part in found.items():
+        torch.testing.assert_close(passed.columns[VALUE_FIELDS.index(name)], part, rtol=1e-5, atol=1e-6)
+    gradient(kernels, logits.float(), expected, ids, temperature, stats, g_logp, g_entropy, params)
+    check_gradient(grad, expected.double(), (d_ratio.abs() + d_direct.abs() + g_entropy * 8) / temperature)
+
+
+def check_accuracy(kernels: Kernels) -> None:
+    """logp is at least as accurate as torch's."""
+    ones, params = torch.ones(64), KernelParams()
+    for spread in (1.0, 5.0, 30.0):
+        logits, ids = make_logits(64, 32003, torch.float32, spread)
+        truth = exact(logits, ids, ones, params)[1].detach()
+        limit = (torch.log_softmax(logits, -1).gather(1, ids[:, None])[:, 0] - truth).abs().max()
+        by_pass = single_pass(kernels, logits, torch.empty_like(logits), ids, make_table(64), params)
+        for found in (statistics(kernels, logits, ids, ones, params), by_pass):
+            assert (found.logp - truth).abs().max() <= limit
+
+
+def check_sixteen_bits(kernels: Kernels, dtype: torch.dtype, every: int = 1) -> None:
+    """16-bit patterns are read exactly; gradients round to nearest even as torch does."""
+    patterns = torch.arange(-(2**15), 2**15, every, dtype=torch.int16).view(dtype)
+    patterns = patterns[patterns.isfinite()]
+    rows = patterns[:, None].contiguous()  # V = 1: lse = z
+    zeros = torch.zeros(len(rows), dtype=torch.int64)
+    lse = statistics(kernels, rows, zeros, torch.ones(len(rows)), KernelParams()).lse
+    assert torch.equal(lse, patterns.double())
+
+    wide = torch.cat(
+        [patterns.float() * 1.00195, torch.logspace(-9, 5.2, 5000 // every), torch.tensor([math.nan, 1e9])]
+    )
+    logits, ids = torch.zeros(len(wide), 2), torch.zeros(len(wide), dtype=torch.int64)
+    half, full = torch.empty(len(wide), 2, dtype=dtype), torch.empty(len(wide), 2)
+    ones = torch.ones(len(wide))
+    stats = statistics(kernels, logits, ids, ones, KernelParams())
+    for grad in (half, full):
+        gradient(kernels, logits, grad, ids, ones, stats, wide, 0 * ones, KernelParams())
+    torch.testing.assert_close(half, full.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+# --- the objective --------------------------------------------------------------------------------------------------
+
+
+def objective(
+    kernels: Kernels, log_ratio: Tensor, logp: Tensor, entropy: Tensor, table: Tensor, params: KernelParams
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(value, d_ratio, d_direct, kl), (N,) each, at these log ratios up to a rounding of logp - log_ratio."""
+    table, params = table.clone(), params._replace(has_old=True)
+    table[FIELD["old"]] = logp - log_ratio
+    found = []
+    for ratio, direct in ((1.0, 0.0), (0.0, 1.0)):  # one derivative at a time: g_logp is their weighted sum
+        table[FIELD["weight_ratio"]], table[FIELD["weight_direct"]] = ratio, direct
+        values = some_values(len(logp))
+        values.columns[:2] = torch.stack([logp, entropy])
+        kernels.token_objective(Rows(0, len(logp)), table, values, params)
+        found.append(values)
+    _, _, _, value, kl, _ = found[0].columns
+    return value, found[0].g_logp, found[1].g_logp, kl
+
+
+def expected_objective(log_ratio: Tensor, logp: Tensor, entropy: Tensor, table: Tensor, p: KernelParams) -> Tensor:
+    """(4, N) float64: the same by autograd over the reference's formulas, log ratio and logp being separate leaves."""
+    p = p._replace(**{name: float(np.float32(x)) for name, x in p._asdict().items() if isinstance(x, float)})
+    bounds = [None if x == math.inf else x for x in (p.kl_delta_clamp, p.kl_clamp)]
+    config: Any = SimpleNamespace(**p._asdict(), kl_estimator=p.kl, kl_clamps=bounds)
+    field = {name: table[i].double() for name, i in FIELD.items()}
+    x, logp = (t.double().requires_grad_() for t in (log_ratio, logp))
+    r = x.clamp(-p.log_ratio_clamp, min(p.log_ratio_clamp, reference.EXPONENT_LIMIT)).exp()
+    value = field["multiplier"] * reference.SURROGATES[p.surrogate](config, r, x, logp, field["advantage"])
+    value = torch.where((field["multiplier"] == 0) | (entropy < field["entropy_threshold"]), 0.0, value)
+    kl = torch.zeros_like(value) if p.kl == "none" else reference.kl_estimate(config, logp, field["ref"])
+    if p.bias_correction:
+        kl = (kl * r).clamp(-reference.PRODUCT_LIMIT, reference.PRODUCT_LIMIT)
+    value = value + p.beta * kl
+    slopes = torch.autograd.grad(value.sum(), (x, logp), allow_unused=True, materialize_grads=True)
+    return torch.stack([value, *slopes, kl]).detach()
+
+
+def check_objective(
+    kernels: Kernels, log_ratio: Tensor, logp: Tensor, entropy: Tensor, table: Tensor, params: KernelParams
+) -> None:
+    found = torch.stack(objective(kernels, log_ratio, logp, entropy, table, params))
+    assert found.isfinite().all()
+    expected = expected_objective(log_ratio, logp, entropy, table, params)
+    torch.testing.assert_close(found.double(), expected, rtol=3e-5, atol=3e-6)
+
+
 # --- the plan -------------------------------------------------------------------------------------------------------
 
 
@@ -406,7 +528,8 @@ def check_sequences(kernels: Kernels, params: KernelParams) -> None:
     results = []
     for _ in range(2):
         found = TokenValues(values.columns.clone(), values.lse.clone())
-        kernels.sequence_objective(chosen, table, scored, offsets, unmasked, found, params)
+        planned = planned_tokens(table, found, scored, offsets, unmasked)
+        kernels.sequence_objective(chosen, None, planned, params)
         torch.testing.assert_close(found.columns.double(), expected.columns, rtol=2e-5, atol=2e-6, equal_nan=True)
         results.append(found)
     check_equal(results[0], results[1])
@@ -415,7 +538,7 @@ def check_sequences(kernels: Kernels, params: KernelParams) -> None:
 # --- tokens and rewards ---------------------------------------------------------------------------------------------
 
 
-def check_reduce(kernels: Kernels, has_old: bool) -> None:
+def check_reduce(kernels: Kernels, surrogate: str, has_old: bool) -> None:
     generator = torch.Generator().manual_seed(1)
     lengths = torch.tensor([5, 0, 17, 1, 400])
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
@@ -430,16 +553,19 @@ def check_reduce(kernels: Kernels, has_old: bool) -> None:
     value[::5] = math.inf  # weight 0: must not count
     for tensor in (x, logp, entropy, kl, value, g_logp, *table):
         tensor[~scored] = math.nan  # padding holds anything
-    params = KernelParams(delta=1.6, log_ratio_clamp=1.0, has_old=has_old)
+    divides_by_rollout = SURROGATE_RULES[surrogate].divides_by_rollout
+    params = KernelParams(
+        surrogate, delta=1.6, log_ratio_clamp=1.0, has_old=has_old, divides_by_rollout=divides_by_rollout
+    )
     values = TokenValues(torch.stack([logp, entropy, x, value, kl, g_logp]), torch.full((count,), math.nan).double())
-    inputs = (scored, table, values, params, cu_seqlens, group_index, 3)
-    sequences, groups, totals, extrema = found = kernels.sums(*inputs)
-    check_equal(kernels.sums(*inputs), found)
+    inputs = (planned_tokens(table, values, scored, cu_seqlens), params, group_index, 3)
+    found = kernels.sums(*inputs)
+    assert torch.equal(kernels.sums(*inputs).numbers, found.numbers)
 
     ratio = x.double().clamp(-1, 1).exp()
     bounded, t = ratio.clamp(max=1.6), {name: table[i].double() for name, i in FIELD.items()}
-    reference = t["old"] if has_old else logp.double()
-    mismatch = torch.where(t["rollout"].isnan(), 0.0, (reference - t["rollout"]).abs())
+    current = divides_by_rollout or not has_old
+    mismatch = torch.where(t["rollout"].isnan(), 0.0, ((logp if current else t["old"]) - t["rollout"]).abs())
     columns = {
         "loss": torch.where(t["weight_direct"] == 0, 0, t["weight_direct"] * value) + t["weight_entropy"] * entropy,
         "tokens": torch.ones(count),
@@ -460,12 +586,21 @@ def check_reduce(kernels: Kernels, has_old: bool) -> None:
     owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     expected = torch.zeros(len(lengths), matrix.shape[1], dtype=torch.float64).index_add_(0, owner, matrix)
     by_group = torch.zeros(3, matrix.shape[1], dtype=torch.float64).index_add_(0, group_index, expected)
-    torch.testing.assert_close(sequences.double(), expected, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(groups.double(), by_group, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(totals.double(), expected.sum(0), rtol=1e-6, atol=1e-6)
+    for sums, truth in ((found.sequences, expected), (found.groups, by_group), (found.totals, expected.sum(0))):
+        torch.testing.assert_close(sums.double(), truth, rtol=1e-6, atol=1e-6)
     known = scored & ~t["rollout"].isnan()
     limits = torch.stack([ratio[scored].min(), ratio[scored].max(), mismatch[known].max()])
-    torch.testing.assert_close(extrema.double(), limits, rtol=1e-6, atol=0)
+    torch.testing.assert_close(found.extrema.double(), limits, rtol=1e-6, atol=0)
+
+
+def check_reduce_of_nothing(kernels: Kernels) -> None:
+    for sequences in (2, 0):
+        offsets, scored = torch.zeros(sequences + 1, dtype=torch.int64), torch.empty(0, dtype=torch.bool)
+        nothing = planned_tokens(make_table(0), some_values(0), scored, offsets)
+        found = kernels.sums(nothing, KernelParams(), None, 0)
+        assert found.sequences.shape == (sequences, len(COLUMNS)) and found.groups.shape == (0, len(COLUMNS))
+        assert not found.sequences.any() and not found.totals.any()
+        assert found.extrema.tolist() == [math.inf, -math.inf, -math.inf]
 
 
 def check_groups(kernels: Kernels, scale: str, baseline: str, ddof: int) -> None:
