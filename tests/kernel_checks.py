@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from helpers import planned_tokens
 from torch import Tensor
 
 from grpo_kernels import reference
@@ -24,7 +25,9 @@ from grpo_kernels.contract import (
     TABLE_FIELDS,
     VALUE_FIELDS,
     KernelParams,
+    LogitChunk,
     PlanRules,
+    RowGradients,
     Rows,
     RowStats,
     TokenInputs,
@@ -113,13 +116,13 @@ def check_equal(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None
 # Of a batch whose tokens are the rows, in order.
 
 
-def all_rows(ids: Tensor) -> Rows:
-    return Rows(0, len(ids))
+def chunk_of(logits: Tensor, ids: Tensor) -> LogitChunk:
+    return LogitChunk(logits, Rows(0, len(ids)), ids)
 
 
 def statistics(kernels: Kernels, logits: Tensor, ids: Tensor, temperature: Tensor, params: KernelParams) -> RowStats:
     values = some_values(len(ids))
-    kernels.statistics(logits, all_rows(ids), ids, temperature, values, params)
+    kernels.statistics(chunk_of(logits, ids), temperature, values, params)
     return stats_of(values)
 
 
@@ -130,15 +133,16 @@ def gradient(
     values = some_values(len(ids))
     values.entropy.copy_(stats.entropy)
     values.lse.copy_(stats.lse)
-    per_token = ids, temperature, values, g_logp, g_entropy
-    kernels.logits_gradient(logits, grad, all_rows(ids), *per_token, params, rounding_error=rounding_error)
+    gradients = RowGradients(grad, rounding_error)
+    kernels.logits_gradient(chunk_of(logits, ids), temperature, values, g_logp, g_entropy, params, gradients)
 
 
 def single_pass(
     kernels: Kernels, logits: Tensor, grad: Tensor | None, ids: Tensor, table: Tensor, params: KernelParams
 ) -> RowStats:
     values = some_values(len(ids))
-    kernels.single_pass(logits, all_rows(ids), ids, table, values, params, grad=grad)
+    gradients = None if grad is None else RowGradients(grad)
+    kernels.single_pass(chunk_of(logits, ids), table, values, params, gradients)
     return stats_of(values)
 
 
@@ -199,24 +203,25 @@ def check_rows(
         t_ids = spread(rows, tokens, ids, 10**15)
 
         by_stats = some_values(tokens)
-        kernels.statistics(logits, rows, t_ids, t_temperature, by_stats, params, bias)
+        chunk = LogitChunk(logits, rows, t_ids, bias)
+        kernels.statistics(chunk, t_temperature, by_stats, params)
         check_statistics(stats_of(by_stats, rows), (logp, lse, entropy))
         check_values(kernels, rows, by_stats, None, params)
         if biased and dtypes[0] == torch.float32:  # the bits of logits that hold the bias
             added = some_values(tokens)
-            kernels.statistics(placed(values + bias, vocab + 3, shift)[0], rows, t_ids, t_temperature, added, params)
+            whole = LogitChunk(placed(values + bias, vocab + 3, shift)[0], rows, t_ids)
+            kernels.statistics(whole, t_temperature, added, params)
             check_equal(stats_of(added), stats_of(by_stats))
 
         by_gradient, around = placed(torch.zeros(count, vocab), vocab + 5, shift + 1, dtypes[1])
         errors = torch.full((2, count), math.nan)
-        kernels.logits_gradient(
-            logits, by_gradient, rows, t_ids, t_temperature, by_stats, t_logp, t_entropy, params, bias, errors[0]
-        )
+        written = RowGradients(by_gradient, errors[0])
+        kernels.logits_gradient(chunk, t_temperature, by_stats, t_logp, t_entropy, params, written)
         check_gradient(by_gradient, expected, scale)
 
         passed = some_values(tokens)
         by_pass, around_pass = placed(torch.zeros(count, vocab), vocab + 5, shift + 1, dtypes[1])
-        kernels.single_pass(logits, rows, t_ids, table, passed, reinforce, bias, by_pass, errors[1])
+        kernels.single_pass(chunk, table, passed, reinforce, RowGradients(by_pass, errors[1]))
         check_statistics(stats_of(passed, rows), (logp, lse, entropy))
         check_values(kernels, rows, passed, table, reinforce, exact_objective)
         check_gradient(by_pass, expected, scale)
@@ -225,7 +230,7 @@ def check_rows(
             torch.testing.assert_close(grad[sampled].double() + error, expected[sampled], rtol=5e-6, atol=1e-6)
 
         without = some_values(tokens)
-        kernels.single_pass(logits, rows, t_ids, table, without, reinforce, bias)
+        kernels.single_pass(chunk, table, without, reinforce)
         check_equal(stats_of(without), stats_of(by_stats))
         check_values(kernels, rows, without, table, reinforce, exact_objective)
 
@@ -353,7 +358,7 @@ def check_parts(kernels: Kernels, dtype: torch.dtype, vocab: int, same_bits: boo
     table[FIELD["ref"]] = stats.logp + torch.linspace(-1, 1, rows)
     passed = some_values(rows)
     grad, expected = torch.empty_like(logits), torch.empty(rows, vocab)
-    kernels.single_pass(logits, all_rows(ids), ids, table, passed, params, grad=grad)
+    kernels.single_pass(chunk_of(logits, ids), table, passed, params, RowGradients(grad))
     (check_equal if same_bits else check_statistics)(stats_of(passed), stats)
     value, d_ratio, d_direct, kl = objective(kernels, log_ratio, stats.logp, stats.entropy, table, params)
     g_logp = d_ratio + d_direct
@@ -523,7 +528,8 @@ def check_sequences(kernels: Kernels, params: KernelParams) -> None:
     results = []
     for _ in range(2):
         found = TokenValues(values.columns.clone(), values.lse.clone())
-        kernels.sequence_objective(chosen, None, table, scored, offsets, unmasked, found, params)
+        planned = planned_tokens(table, found, scored, offsets, unmasked)
+        kernels.sequence_objective(chosen, None, planned, params)
         torch.testing.assert_close(found.columns.double(), expected.columns, rtol=2e-5, atol=2e-6, equal_nan=True)
         results.append(found)
     check_equal(results[0], results[1])
@@ -552,7 +558,7 @@ def check_reduce(kernels: Kernels, surrogate: str, has_old: bool) -> None:
         surrogate, delta=1.6, log_ratio_clamp=1.0, has_old=has_old, divides_by_rollout=divides_by_rollout
     )
     values = TokenValues(torch.stack([logp, entropy, x, value, kl, g_logp]), torch.full((count,), math.nan).double())
-    inputs = (scored, table, values, params, cu_seqlens, group_index, 3)
+    inputs = (planned_tokens(table, values, scored, cu_seqlens), params, group_index, 3)
     found = kernels.sums(*inputs)
     assert torch.equal(kernels.sums(*inputs).numbers, found.numbers)
 
@@ -590,7 +596,8 @@ def check_reduce(kernels: Kernels, surrogate: str, has_old: bool) -> None:
 def check_reduce_of_nothing(kernels: Kernels) -> None:
     for sequences in (2, 0):
         offsets, scored = torch.zeros(sequences + 1, dtype=torch.int64), torch.empty(0, dtype=torch.bool)
-        found = kernels.sums(scored, make_table(0), some_values(0), KernelParams(), offsets, None, 0)
+        nothing = planned_tokens(make_table(0), some_values(0), scored, offsets)
+        found = kernels.sums(nothing, KernelParams(), None, 0)
         assert found.sequences.shape == (sequences, len(COLUMNS)) and found.groups.shape == (0, len(COLUMNS))
         assert not found.sequences.any() and not found.totals.any()
         assert found.extrema.tolist() == [math.inf, -math.inf, -math.inf]

@@ -93,8 +93,9 @@ def test_reduce(kernels, threads, surrogate, has_old):
 def test_reduce_of_nothing(kernels):
     c.check_reduce_of_nothing(kernels)
     values, scored = c.some_values(0), torch.empty(0, dtype=torch.bool)
+    planned = c.planned_tokens(c.make_table(0), values, scored, torch.full((3,), 5))
     with pytest.raises(ValueError, match="offsets"):  # a GPU would have to be waited for
-        backend.sums(scored, c.make_table(0), values, KernelParams(), torch.full((3,), 5), None, 0)
+        backend.sums(planned, KernelParams(), None, 0)
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])

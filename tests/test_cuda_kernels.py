@@ -15,11 +15,12 @@ import torch
 from emulator import Kernels, build_kernels
 from emulator.build import ROOT, compiler, few_types
 from emulator.kernels import DEVICES
+from helpers import planned_tokens
 from kernel_checks import some_values
 
 from grpo_kernels import contract
 from grpo_kernels.backends.pytorch.coefficients import token_objective
-from grpo_kernels.contract import KernelParams, PlanRules, Rows, TokenInputs, TokenValues
+from grpo_kernels.contract import KernelParams, PlanRules, RowGradients, Rows, TokenInputs, TokenValues
 
 ORDERS = (0, 1, 2, 3)  # the lowest warp first, the highest first, two random ones
 OPTIONS = ({}, {"logit_scale": 0.25}, {"softcap": 5.0, "logit_scale": 1.5})
@@ -150,6 +151,7 @@ def test_sixteen_bit_conversion(kernels, dtype):
 
 def test_refused_before_anything_is_launched(kernels):
     logits, ids = c.make_logits(3, 8, torch.bfloat16)
+    planned = planned_tokens(c.make_table(3), some_values(3), torch.ones(3).bool(), torch.tensor([0, 3]))
     with pytest.raises(RuntimeError, match="dtype"):
         c.single_pass(kernels, logits, torch.empty(3, 8), ids, c.make_table(3), KernelParams())
     with pytest.raises(RuntimeError, match="vocab"):
@@ -157,11 +159,11 @@ def test_refused_before_anything_is_launched(kernels):
     with pytest.raises(RuntimeError, match="cover the tokens"):
         kernels.plan(TokenInputs(torch.ones(())), torch.zeros(2, 3).long(), PlanRules(), row_length=4)
     with pytest.raises(RuntimeError, match="range"):
-        kernels.sequence_objective(slice(2, 1), None, *[c.make_table(3)] * 4, some_values(3), KernelParams())
+        kernels.sequence_objective(slice(2, 1), None, planned, KernelParams())
     before = kernels.launches()
     c.statistics(kernels, logits[:0], ids[:0], torch.ones(0), KernelParams())
     kernels.token_objective(Rows(2, 2), c.make_table(3), some_values(3), KernelParams())
-    kernels.sequence_objective(slice(1, 1), None, *[c.make_table(3)] * 4, some_values(3), KernelParams())
+    kernels.sequence_objective(slice(1, 1), None, planned, KernelParams())
     assert kernels.launches() == before
 
 
@@ -300,11 +302,12 @@ def test_launches(kernels):
     inputs, ids = c.make_plan_inputs((3, 50))
     logits, chosen = c.make_logits(4, 100, torch.bfloat16)
     rows, table, values, params = Rows(0, 4), c.make_table(4), some_values(4), KernelParams()
+    chunk = c.chunk_of(logits, chosen)
     operations = {
         lambda: kernels.plan(inputs, ids, PlanRules()): 3,
         lambda: kernels.plan(inputs, ids, PlanRules(), ordered=False): 2,
-        lambda: kernels.single_pass(logits, rows, chosen, table, values, params, grad=logits.clone()): 1,
-        lambda: kernels.single_pass(logits, rows, chosen, table, values, params): 1,
+        lambda: kernels.single_pass(chunk, table, values, params, RowGradients(logits.clone())): 1,
+        lambda: kernels.single_pass(chunk, table, values, params): 1,
         lambda: kernels.token_objective(rows, table, values, params): 1,
         lambda: c.check_sequences(kernels, KernelParams(level="sequence")): 2,  # two calls
     }

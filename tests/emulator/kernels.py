@@ -14,8 +14,10 @@ from torch import Tensor
 from grpo_kernels import contract
 from grpo_kernels.contract import (
     KernelParams,
+    LogitChunk,
     PlannedTokens,
     PlanRules,
+    RowGradients,
     Rows,
     Sums,
     TokenInputs,
@@ -132,36 +134,32 @@ class Kernels:
     # --- rows of logits -------------------------------------------------------------------------------------------
 
     def rows(
-        self, function: str, logits: Tensor, rows: Rows, ids: Tensor, values: TokenValues, params: KernelParams,
-        **given: Tensor | None,
+        self, function: str, chunk: LogitChunk, values: TokenValues, params: KernelParams,
+        gradients: RowGradients | None = None, **given: Tensor,
     ) -> None:  # fmt: skip
-        grad = given.get("grad")
+        logits, rows, ids, bias = chunk
         assert rows.stop - rows.start == len(logits)
+        dlogits, error = (None, None) if gradients is None else gradients
         self.call(
             function,
             [
-                *(logits, DTYPES.index(logits.dtype), logits.stride(0), *logits.shape, given.get("bias")),
-                *((grad, DTYPES.index(grad.dtype), grad.stride(0)) if grad is not None else (None, 0, 0)),
-                *(given.get("rounding_error"), ids, rows.start, rows.index, given.get("temperature")),
+                *(logits, DTYPES.index(logits.dtype), logits.stride(0), *logits.shape, bias),
+                *((dlogits, DTYPES.index(dlogits.dtype), dlogits.stride(0)) if gradients is not None else (None, 0, 0)),
+                *(error, ids, rows.start, rows.index, given.get("temperature")),
                 *(given.get("table"), len(ids), *values, given.get("g_logp"), given.get("g_entropy")),
             ],
             packed(params),
         )
 
-    def statistics(self, logits, rows, ids, temperature, values, params, bias=None) -> None:
-        self.rows("stats", logits, rows, ids, values, params, temperature=temperature, bias=bias)
+    def statistics(self, chunk, temperature, values, params) -> None:
+        self.rows("stats", chunk, values, params, temperature=temperature)
 
-    def logits_gradient(
-        self, logits, grad, rows, ids, temperature, values, g_logp, g_entropy, params, bias=None, rounding_error=None
-    ) -> None:
-        self.rows(
-            "gradient", logits, rows, ids, values, params, grad=grad, temperature=temperature, g_logp=g_logp,
-            g_entropy=g_entropy, bias=bias, rounding_error=rounding_error,
-        )  # fmt: skip
+    def logits_gradient(self, chunk, temperature, values, g_logp, g_entropy, params, gradients) -> None:
+        per_token = {"temperature": temperature, "g_logp": g_logp, "g_entropy": g_entropy}
+        self.rows("gradient", chunk, values, params, gradients, **per_token)
 
-    def single_pass(self, logits, rows, ids, table, values, params, bias=None, grad=None, rounding_error=None) -> None:
-        given = {"table": table, "bias": bias, "grad": grad, "rounding_error": rounding_error}
-        self.rows("single_pass", logits, rows, ids, values, params, **given)
+    def single_pass(self, chunk, table, values, params, gradients=None) -> None:
+        self.rows("single_pass", chunk, values, params, gradients, table=table)
 
     # --- tokens and rewards ---------------------------------------------------------------------------------------
 
@@ -170,19 +168,18 @@ class Kernels:
         self.call("token_objective", arguments, packed(params))
 
     def sequence_objective(
-        self, sequences: slice, row_length: int | None, table: Tensor, scored: Tensor, offsets: Tensor,
-        lengths: Tensor, values: TokenValues, params: KernelParams,
-    ) -> None:  # fmt: skip
-        arguments = [sequences.start, sequences.stop, offsets, lengths, scored, table, table.shape[1], values.columns]
-        self.call("sequence_objective", arguments, packed(params))
+        self, sequences: slice, row_length: int | None, planned: PlannedTokens, params: KernelParams
+    ) -> None:
+        per_sequence = [planned.offsets, planned.lengths, planned.scored]
+        per_token = [planned.table, planned.table.shape[1], planned.values.columns]
+        self.call("sequence_objective", [sequences.start, sequences.stop, *per_sequence, *per_token], packed(params))
 
-    def sums(
-        self, scored: Tensor, table: Tensor, values: TokenValues, params: KernelParams, offsets: Tensor,
-        group_index: Tensor | None, groups: int,
-    ) -> Sums:  # fmt: skip
+    def sums(self, planned: PlannedTokens, params: KernelParams, group_index: Tensor | None, groups: int) -> Sums:
+        scored, offsets = planned.scored, planned.offsets
         sequences = len(offsets) - 1
         found = Sums(torch.full((Sums.size(sequences, groups),), torch.nan), sequences, groups)
-        tokens = [len(scored), sequences, offsets, scored, table, values.columns, group_index, groups]
+        per_token = [offsets, scored, planned.table, planned.values.columns]
+        tokens = [len(scored), sequences, *per_token, group_index, groups]
         self.call("reduce", [*tokens, found.sequences, found.groups, found.totals, found.extrema], packed(params))
         return found
 
