@@ -167,7 +167,11 @@ def samples(dtype: torch.dtype) -> dict[str, tuple]:
     hidden, weight, bias = (x.requires_grad_() for x in (batch.hidden, batch.weight, batch.bias))
     mask, old = batch.options["completion_mask"], batch.options["old_logps"]
     index = torch.tensor([0, 0, 1, 1])
-    tokens = list(TokenInputs(batch.advantages, mask, old, old + 0.1, group_index=index))
+    sampling_mask = gk.SamplingMask.from_padded(torch.arange(batch.weight.shape[0])[::2].expand(4, 6, -1))
+    kept = sampling_mask.ids, sampling_mask.counts
+    tokens = list(
+        TokenInputs(batch.advantages, mask, old, old + 0.1, group_index=index, kept_ids=kept[0], kept_counts=kept[1])
+    )
     key, name = gk.GRPOConfig(beta=0.1).key, "torch" if dtype == torch.float64 else "cpu"
     wide = table_dtype(dtype)
     logps, entropy = (torch.randn(4, 6, dtype=wide).requires_grad_() for _ in range(2))
@@ -178,9 +182,9 @@ def samples(dtype: torch.dtype) -> dict[str, tuple]:
     plain = [x.detach() for x in (hidden, weight, bias)]
     return {
         "grpo_loss": (hidden, weight, bias, batch.ids, tokens, 2, key, name, None, wants),
-        "logps": (hidden, weight, bias, batch.ids, mask, one, 1.0, 0.0, True, name, None),
-        "logps_backward": (*grads, *plain, batch.ids, mask, one, *stats, 1.0, 0.0, name, None, wants),
-        "policy_loss": (logps, entropy, tokens, 2, key, name),
+        "logps": (hidden, weight, bias, batch.ids, mask, one, 1.0, 0.0, True, name, None, *kept),
+        "logps_backward": (*grads, *plain, batch.ids, mask, one, *stats, 1.0, 0.0, name, None, wants, *kept),
+        "policy_loss": (logps, entropy, [*tokens[:-2], None, None], 2, key, name),
         "group_statistics": (torch.rand(4, dtype=wide), index, 2, "group", "mean", 1, 1e-4, True, name),
     }
 

@@ -19,7 +19,7 @@ COMPILED = ("_cpu", "_cuda")
 FLOORS = (
     ("contract", "plain"),
     ("config",),
-    ("validate", "reference"),
+    ("validate", "reference", "sampling_mask"),
     ("backends",),
     ("engine",),
     ("advantages", "inputs", "metrics", "offpolicy", "output"),

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from ..contract import (
+    KeptIds,
+    KeptPairs,
     KernelParams,
     LogitChunk,
     PlannedTokens,
@@ -18,6 +20,8 @@ from ..contract import (
 from .checks import (
     check_chunk,
     check_head,
+    check_kept,
+    check_pairs,
     check_rewards,
     check_scaled,
     check_table,
@@ -104,6 +108,24 @@ class CheckedBackend:
         check_scaled(x, factor)
         self._scale(x, factor)
 
+    def kept_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptIds, logits: Tensor) -> None:
+        """Logits (C, K) of kept ids, -inf in places that are not used. hidden (N, H), bias (V,) float32."""
+        hidden, weight = contiguous_rows(hidden), contiguous_rows(weight)
+        check_kept(kept, logits, hidden=hidden, weight=weight)
+        self._kept_logits(hidden, weight, bias, kept, logits)
+
+    def kept_dhidden(self, dlogits: Tensor, weight: Tensor, kept: KeptIds, dhidden: Tensor) -> None:
+        """The tokens' rows of dhidden (N, H) from dlogits (C, K)."""
+        weight = contiguous_rows(weight)
+        check_kept(kept, dlogits, weight=weight, dhidden=dhidden)
+        self._kept_dhidden(dlogits, weight, kept, dhidden)
+
+    def kept_dweight(self, dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Tensor, *, add: bool) -> None:
+        """dweight (V, H) from dlogits (M,) of all pairs: added, or written, 0 for ids without a pair."""
+        hidden = contiguous_rows(hidden)
+        check_pairs(pairs, dlogits, hidden=hidden, dweight=dweight)
+        self._kept_dweight(dlogits, hidden, pairs, dweight, add)
+
     # --- what a subclass has ---------------------------------------------------------------------------------------
 
     def _single_pass(
@@ -146,6 +168,15 @@ class CheckedBackend:
         raise NotImplementedError
 
     def _scale(self, x: Tensor, factor: Tensor) -> None:
+        raise NotImplementedError
+
+    def _kept_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptIds, logits: Tensor) -> None:
+        raise NotImplementedError
+
+    def _kept_dhidden(self, dlogits: Tensor, weight: Tensor, kept: KeptIds, dhidden: Tensor) -> None:
+        raise NotImplementedError
+
+    def _kept_dweight(self, dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Tensor, add: bool) -> None:
         raise NotImplementedError
 
 

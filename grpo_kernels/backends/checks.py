@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..contract import TABLE_FIELDS, KeptIds, LogitChunk, RowGradients, TokenValues
+from ..contract import TABLE_FIELDS, KeptIds, KeptPairs, LogitChunk, RowGradients, TokenValues
 
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -139,16 +139,25 @@ def check_kept(kept: KeptIds, numbers: Tensor, **matrices: Tensor) -> None:
         if x.dtype != dtype or x.shape != kept.ids.shape or not x.is_contiguous() or x.device != device:
             found = f"{x.dtype} {tuple(x.shape)} on {x.device}"
             raise ValueError(f"{name}: expected contiguous {dtype} {tuple(kept.ids.shape)} on {device}, got {found}")
-    check_rows_of(device, **matrices)
+    _check_widths(device, matrices)
 
 
-def check_rows_of(device: torch.device, **matrices: Tensor) -> None:
-    """Matrices on one device, with contiguous rows of equal width."""
-    widths = {x.shape[1] for x in matrices.values()}
+def check_pairs(pairs: KeptPairs, dlogits: Tensor, **matrices: Tensor) -> None:
+    """ids and token_of (M,) int32, dlogits (M,) float32, contiguous; matrices with contiguous rows of equal width."""
+    count, device = pairs.ids.numel(), pairs.ids.device
+    for name, x, dtype in (
+        ("ids", pairs.ids, torch.int32), ("token_of", pairs.token_of, torch.int32), ("dlogits", dlogits, torch.float32)
+    ):  # fmt: skip
+        _check_vector(name, x, count, dtype, device)
+    _check_widths(device, matrices)
+
+
+def _check_widths(device: torch.device, matrices: dict[str, Tensor]) -> None:
+    """On one device, with contiguous rows of equal width."""
     for name, x in matrices.items():
         _check_matrix(name, x, x.shape, device)
-    if len(widths) > 1:
-        raise ValueError(f"expected rows of one width, got {widths}")
+    if len({x.shape[1] for x in matrices.values()}) > 1:
+        raise ValueError(f"expected rows of one width, got {[tuple(x.shape) for x in matrices.values()]}")
 
 
 def contiguous_rows(x: Tensor) -> Tensor:

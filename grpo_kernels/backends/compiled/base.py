@@ -30,7 +30,6 @@ from ...contract import (
     is_per_sequence,
 )
 from ..checked import CheckedBackend
-from ..checks import check_kept, check_rows_of, contiguous_rows
 
 Result = TypeVar("Result")
 INTERFACE = 6  # of csrc/layout.h
@@ -201,15 +200,11 @@ class CompiledBackend(CheckedBackend):
 
     # --- kept ids -------------------------------------------------------------------------------------------------
 
-    def kept_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptIds, logits: Tensor) -> None:
-        hidden, weight = contiguous_rows(hidden), contiguous_rows(weight)
-        check_kept(kept, logits, hidden=hidden, weight=weight)
+    def _kept_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptIds, logits: Tensor) -> None:
         given = self._kept(weight, kept, hidden.shape[0], address(hidden), address(bias), hidden.stride(0))
         self.call(self.module.kept_logits, self._served(weight), given, logits.data_ptr())
 
-    def kept_dhidden(self, dlogits: Tensor, weight: Tensor, kept: KeptIds, dhidden: Tensor) -> None:
-        weight = contiguous_rows(weight)
-        check_kept(kept, dlogits, weight=weight, dhidden=dhidden)
+    def _kept_dhidden(self, dlogits: Tensor, weight: Tensor, kept: KeptIds, dhidden: Tensor) -> None:
         given, (target, dtype, stride) = self._kept(weight, kept, dhidden.shape[0]), self._matrix(dhidden)
         self.call(self.module.kept_dhidden, self._served(weight), given, dlogits.data_ptr(), target, stride, dtype)
 
@@ -224,7 +219,6 @@ class CompiledBackend(CheckedBackend):
 
     def _pairs(self, dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, vocab_size: int) -> tuple[int, ...]:
         """gk::KeptPairs."""
-        check_rows_of(pairs.ids.device, hidden=hidden)
         return (
             hidden.data_ptr(), pairs.ids.data_ptr(), pairs.token_of.data_ptr(), dlogits.data_ptr(), dlogits.numel(),
             hidden.shape[0], vocab_size, hidden.shape[1], hidden.stride(0), self.dtypes[hidden.dtype],

@@ -77,8 +77,7 @@ class CpuBackend(CompiledBackend):
             source.stride(0), *target.shape, add,
         )  # fmt: skip
 
-    def kept_dweight(self, dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Tensor, *, add: bool) -> None:
-        hidden = contiguous_rows(hidden)
+    def _kept_dweight(self, dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Tensor, add: bool) -> None:
         given, (target, dtype, stride) = self._pairs(dlogits, hidden, pairs, len(dweight)), self._matrix(dweight)
         device = self._served(hidden)
         self.call(self.module.kept_dweight, device, given, target, stride, dtype, add)

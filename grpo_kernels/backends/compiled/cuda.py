@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ...contract import FIELD, KeptPairs, KernelParams, RowStats, chunk_row_stride
 from ..checked import CheckedProducts
-from ..checks import contiguous_rows
 from ..launch import best_first
 from ..pytorch.backend import add_rows
 from .base import INTERFACE, CompiledBackend, Result, address, output
@@ -72,8 +71,7 @@ class CudaBackend(CheckedProducts, CompiledBackend):
         """target[ids] += scale * rows. On a CPU alone, where the emulator runs: GPU products need no correction."""
         add_rows(target, ids, scale, rows)
 
-    def kept_dweight(self, dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Tensor, *, add: bool) -> None:
-        hidden = contiguous_rows(hidden)
+    def _kept_dweight(self, dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Tensor, add: bool) -> None:
         given, (target, dtype, stride) = self._pairs(dlogits, hidden, pairs, len(dweight)), self._matrix(dweight)
         starts, order = pairs.by_id(len(dweight))
         self.call(

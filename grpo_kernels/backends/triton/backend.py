@@ -25,7 +25,6 @@ from ...contract import (
     TokenValues,
 )
 from ..checked import CheckedBackend, CheckedProducts
-from ..checks import check_kept, check_rows_of, contiguous_rows
 from ..launch import architecture, best_first, shipped_table
 from ..pytorch.backend import add_rows
 from ..strategy import STRATEGIES
@@ -143,21 +142,15 @@ class TritonBackend(CheckedProducts, CheckedBackend):
         with _on(rewards.device):
             return groups.group_statistics(rewards, group_index, num_groups, scale, baseline, ddof, eps)
 
-    def kept_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptIds, logits: Tensor) -> None:
-        hidden, weight = contiguous_rows(hidden), contiguous_rows(weight)
-        check_kept(kept, logits, hidden=hidden, weight=weight)
+    def _kept_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptIds, logits: Tensor) -> None:
         with _on(weight.device):
             kept_logits(hidden, weight, bias, kept, logits)
 
-    def kept_dhidden(self, dlogits: Tensor, weight: Tensor, kept: KeptIds, dhidden: Tensor) -> None:
-        weight = contiguous_rows(weight)
-        check_kept(kept, dlogits, weight=weight, dhidden=dhidden)
+    def _kept_dhidden(self, dlogits: Tensor, weight: Tensor, kept: KeptIds, dhidden: Tensor) -> None:
         with _on(weight.device):
             kept_dhidden(dlogits, weight, kept, dhidden)
 
-    def kept_dweight(self, dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Tensor, *, add: bool) -> None:
-        hidden = contiguous_rows(hidden)
-        check_rows_of(pairs.ids.device, hidden=hidden, dweight=dweight)
+    def _kept_dweight(self, dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Tensor, add: bool) -> None:
         with _on(hidden.device):
             kept_dweight(dlogits, hidden, pairs, dweight, add=add)
 
