@@ -19,6 +19,8 @@ from grpo_kernels.backends.triton.backend import TritonBackend
 from grpo_kernels.backends.triton.linear_logp import linear_logp
 from grpo_kernels.contract import (
     TABLE_FIELDS,
+    KeptIds,
+    KeptPairs,
     KernelParams,
     LogitChunk,
     PlanRules,
@@ -191,6 +193,23 @@ def scale(rows: int, dtype: torch.dtype, width: int = WIDTH) -> object:
     return BACKEND.scale(torch.empty(rows, width, dtype=dtype), torch.empty(()))
 
 
+def kept(
+    rows: int, dtype: torch.dtype, gradient: torch.dtype | None = None, bias: bool = False, add: bool = False,
+    width: int = WIDTH,
+) -> list[object]:  # fmt: skip
+    """The three products over 32 kept ids per token, of a vocabulary small enough to sort for."""
+    hidden, weight = torch.empty(2 * rows, width, dtype=dtype), torch.empty(128, width, dtype=dtype)
+    chosen = KeptIds(Rows(0, rows, vector(rows, INDEX)), torch.zeros(rows, 32, dtype=torch.int32))
+    numbers, flat = torch.empty(rows, 32), torch.zeros(rows * 32, dtype=torch.int32)
+    wide = gradient or dtype
+    pairs, target = KeptPairs(flat, flat), torch.empty(128, width, dtype=wide)
+    return [
+        BACKEND.kept_logits(hidden, weight, torch.empty(128) if bias else None, chosen, numbers),
+        BACKEND.kept_dhidden(numbers, weight, chosen, torch.empty(2 * rows, width, dtype=wide)),
+        BACKEND.kept_dweight(numbers.view(-1), hidden, pairs, target, add=add),
+    ]
+
+
 class Case(NamedTuple):
     """A launch for so many rows. `only`: the kernel it is about, where another case shows the others it launches."""
 
@@ -250,6 +269,10 @@ CASES = {
     "advantages, batch std, leave one out": Case(lambda n: group_statistics(n, "batch", "leave_one_out")),
     "scale, fp32": Case(lambda n: scale(n, SINGLE)),
     "scale, bf16": Case(lambda n: scale(n, HALF)),
+    "kept ids, bf16": Case(lambda n: kept(n, HALF)),
+    "kept ids, bf16, bias, fp32 gradients, added": Case(lambda n: kept(n, HALF, SINGLE, bias=True, add=True)),
+    "kept ids, fp32": Case(lambda n: kept(n, SINGLE)),
+    "kept ids, one row, H = 1": Case(lambda n: kept(n, HALF, width=1), rows=1),
     "linear_logp, bf16, V = 97": Case(lambda n: logps(head(n, HALF, **SMALL))),
     "anchored, bf16, V = 97": Case(lambda n: exponentials(head(n, HALF, **SMALL))),
     "single pass, one row, V = 1": Case(lambda n: single_pass(n, SINGLE, HALF, vocab=1), rows=1),

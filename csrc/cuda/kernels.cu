@@ -32,7 +32,7 @@ using f16 = Float16;
     GK_KERNEL(gk_scale_##In, ScaleArgs, kScaleThreads, kScaleBlocks) { scale<In>(args); }
 
 #define GK_KEPT_LOGITS(In) \
-    GK_KERNEL(gk_kept_logits_##In, KeptLaunch, kKeptThreads, 4) { kept_logits<In>(args); }
+    GK_KERNEL(gk_kept_logits_##In, KeptLaunch, kKeptThreads, 3) { kept_logits<In>(args); }
 
 #define GK_KEPT(In, Out)                                                                                  \
     GK_KERNEL(gk_kept_dhidden_##In##_##Out, KeptLaunch, kKeptThreads, 4) { kept_dhidden<In, Out>(args); } \

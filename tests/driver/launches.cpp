@@ -65,6 +65,27 @@ void tokens() {
         cuda::scale(nullptr, dtype, kVocabularies[0] * kWidth, nullptr, nullptr);
 }
 
+void kept() {
+    for (const int32_t dtype : {kFloat32, kBFloat16, kFloat16}) {
+        KeptArgs args = {};
+        args.rows = args.tokens = kRows;
+        args.slots = 32;
+        args.vocab = kVocabularies[0];
+        args.width = args.hidden_row_stride = args.weight_row_stride = kWidth;
+        args.dtype = dtype;
+        cuda::kept_logits(args, nullptr, nullptr);
+        KeptPairs pairs = {};
+        pairs.vocab = args.vocab;
+        pairs.width = kWidth;
+        pairs.dtype = dtype;
+        for (const int32_t gradient : {int32_t{kFloat32}, dtype}) {
+            const KeptTarget target = {nullptr, kWidth, gradient, false};
+            cuda::kept_dhidden(args, nullptr, target, nullptr);
+            cuda::kept_dweight(pairs, {}, target, nullptr);
+        }
+    }
+}
+
 void head() {
     for (const int32_t dtype : {kBFloat16, kFloat16}) {
         for (const float softcap : {0.f, 30.f}) {
@@ -98,6 +119,7 @@ int main(int, char** arguments) {
     device = {atoi(arguments[1]), atoi(arguments[2]), atoi(arguments[3]), atoi(arguments[4]), atoi(arguments[5])};
     rows();
     tokens();
+    kept();
     head();
     return 0;
 }

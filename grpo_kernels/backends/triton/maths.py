@@ -53,9 +53,10 @@ def tanh_pair(x):
 def softcap(u, scale, cap, CAPPED: tl.constexpr):
     """(y, dy/du without the scale): y = cap tanh(scale u / cap), or u itself where nothing is capped.
 
-    A logit of -inf, an id that is excluded, stays one; the slope is 0 there.
+    A logit of -inf, an id that is excluded, stays one, and the slope is 0 there: what is added for it changes no
+    finite logit, and takes no register as a selection would.
     """
     if CAPPED:
         value, slope = tanh_pair(u * (scale / cap))
-        return tl.where(u == -float("inf"), u, value * cap), slope
+        return value * cap + tl.minimum(u, 0.0) * 1e-37, slope
     return u, tl.full(u.shape, 1.0, tl.float32)
