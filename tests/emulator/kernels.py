@@ -19,6 +19,7 @@ from grpo_kernels.contract import (
     PlanRules,
     RowGradients,
     Rows,
+    RowStats,
     Sums,
     TokenInputs,
     TokenValues,
@@ -193,6 +194,10 @@ class Kernels:
 
     def scale(self, x: Tensor, factor: Tensor) -> None:
         self.call("scale", [x, DTYPES.index(x.dtype), x.numel(), factor])
+
+
+def empty_stats(rows: int) -> RowStats:
+    return RowStats(*(torch.full((rows,), torch.nan, dtype=t) for t in (torch.float32, torch.float64, torch.float32)))
 
 
 def packed(numbers: KernelParams | PlanRules, integers: tuple[str, ...] = PARAM_INTEGERS) -> bytes:

@@ -48,7 +48,9 @@ def sequence_objective(
 
 def own_log_ratio(logp: Tensor, table: Tensor, params: KernelParams) -> Tensor:
     """(N,) the raw log-ratio of the token alone; NaN where logp is."""
-    return logp - (table[FIELD["old"]] if params.has_old else logp)
+    if params.has_old:
+        return logp - table[FIELD["old"]]
+    return torch.where(logp.isnan(), logp, 0.0)  # 0 for a probability of 0 too
 
 
 def _weighted(table: Tensor, name: str, slope: Tensor) -> Tensor:

@@ -289,7 +289,7 @@ def own_log_ratio(column, tokens, live, logp, HAS_OLD: tl.constexpr):
     """The raw log ratio of the token alone; `column` points to its column of the table. NaN where logp is."""
     if HAS_OLD:
         return logp - tl.load(column + OLD * tokens, mask=live, other=0.0)
-    return logp - logp
+    return tl.where(logp != logp, logp, 0.0)  # 0 for a probability of 0 too
 
 
 @triton.jit
