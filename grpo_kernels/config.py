@@ -40,8 +40,8 @@ SURROGATE_RULES = {
     "sapo": SurrogateRule(
         LEVELS, {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}, "SAPO, arXiv:2511.20347"
     ),
-    "vespo": SurrogateRule(
-        ("token",),
+    "vespo": SurrogateRule(  # its weight is that of the sequence at any level, which is that of the KL's ratio alone
+        LEVELS,
         {"vespo_k_pos": 2.0, "vespo_k_neg": 3.0, "vespo_lambda_pos": 3.0, "vespo_lambda_neg": 2.0},
         "VESPO, arXiv:2602.10693",
     ),
@@ -62,8 +62,8 @@ _SURROGATE_OPTIONS = tuple(dict.fromkeys(name for rule in SURROGATE_RULES.values
 class GRPOConfig:
     """What `fused_grpo_loss` computes. Frozen and hashable; options left at None take the surrogate's default.
 
-    Two configurations are equal where all options are. Tensors (temperature, entropy_threshold) are compared by
-    identity, as they are hashed: comparing their values would read them back from a GPU.
+    Two configurations are equal where all options are. Tensors (temperature, entropy_coef, entropy_threshold)
+    are compared by identity, as they are hashed: comparing their values would read them back from a GPU.
 
     Loss
         surrogate: "clip" (PPO, GRPO, DAPO, GSPO, ...), "cispo", "cispo_two_sided", "sapo", "vespo", "reinforce",
@@ -76,8 +76,10 @@ class GRPOConfig:
         log_ratio_clamp: bound on |log ratio|, gradient 0 where it acts. Off by default; exponents stop at 80 anyway.
         sapo_temperature_pos/_neg, vespo_k_pos/_k_neg/_lambda_pos/_lambda_neg: as in the papers and TRL.
         off_policy_mask_threshold: drop a sequence with A < 0 whose mean(rollout_logp - logp), in nats, exceeds it.
-        entropy_coef: weight of the entropy bonus. entropy_threshold: tokens whose entropy (nats) is below lose their
-            surrogate; a number, or a tensor when data-parallel ranks share a quantile (see `entropy_quantile`).
+        entropy_coef: weight of the entropy bonus; a number, or a tensor of one element where a controller on the device
+            sets it (see also `entropy_normalizer` of `fused_grpo_loss`). entropy_threshold: tokens whose entropy (nats)
+            is below lose their surrogate; a number, or a tensor when data-parallel ranks share a quantile (see
+            `entropy_quantile`).
     KL to the reference policy
         beta: weight. kl_estimator: "k1", "k2", "k3", "abs", "k1+", "k3+" (value of the one, gradient of k2), "none".
         kl_clamp: bound on |KL|, or a pair (bound on |ref_logp - logp|, bound on |KL|), either may be None.
@@ -114,7 +116,7 @@ class GRPOConfig:
     temperature: float | torch.Tensor = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
-    entropy_coef: float = 0.0
+    entropy_coef: float | torch.Tensor = 0.0
     entropy_threshold: float | torch.Tensor | None = None
     off_policy_mask_threshold: float | None = None
     max_completion_length: int | None = None
@@ -185,8 +187,9 @@ class GRPOConfig:
         return tuple(getattr(self, f.name) for f in dataclasses.fields(self) if f.compare)
 
     def _check_numbers(self) -> None:
-        for name in ("beta", "entropy_coef"):
-            _number(name, getattr(self, name), low=0.0)
+        _number("beta", self.beta, low=0.0)
+        if not isinstance(self.entropy_coef, torch.Tensor):
+            _number("entropy_coef", self.entropy_coef, low=0.0)
         for name in ("epsilon_low", "epsilon_high", "advantage_eps", "off_policy_mask_threshold"):
             if getattr(self, name) is not None:
                 _number(name, getattr(self, name), low=0.0)
@@ -223,6 +226,11 @@ class GRPOConfig:
             raise ValueError(f"max_completion_length has no effect with aggregation={self.aggregation!r}; leave it out")
         if self.kl_estimator == "none" and (self.beta != 0.0 or self.use_bias_correction_kl):
             raise ValueError("kl_estimator='none' contradicts beta != 0 and use_bias_correction_kl")
+
+    @property
+    def has_entropy_bonus(self) -> bool:
+        """Whether the loss has an entropy bonus; a tensor counts as one whatever its value, which is not read."""
+        return isinstance(self.entropy_coef, torch.Tensor) or self.entropy_coef != 0.0
 
     @property
     def kl_clamps(self) -> tuple[float | None, float | None]:
@@ -287,7 +295,7 @@ class GRPOConfig:
 
 @lru_cache(maxsize=256)
 def config_from_key(key: str) -> GRPOConfig:
-    """The inverse of `GRPOConfig.key`; tensor options (temperature, entropy_threshold) come back as None or 1."""
+    """The inverse of `GRPOConfig.key`; tensor options come back as their defaults."""
     values = {}
     for part in filter(None, key.split(";")):
         name, _, text = part.partition("=")

@@ -55,6 +55,7 @@ def fused_grpo_loss(
     lm_head_bias: Tensor | None = None,
     num_items_in_batch: Tensor | float | None = None,
     normalizer: Tensor | float | None = None,
+    entropy_normalizer: Tensor | float | None = None,
     accumulate_into: Tensor | None = None,
     config: GRPOConfig | None = None,
     backend: str = "auto",
@@ -89,6 +90,9 @@ def fused_grpo_loss(
         normalizer: replaces the denominator of any aggregation: the global number of sequences ("seq_mean", "seq_sum"),
             of tokens ("token_mean", "num_items"), of sequences times max_completion_length ("fixed_length").
             Micro-batches and ranks that pass it add up to the loss of one big batch; nothing is all-reduced here.
+        entropy_normalizer: denominator of the entropy bonus, entropy_coef times the sum of the tokens' entropies over
+            it: the global number of tokens, say. None: the bonus is the mean over this call's tokens, times the share
+            of this call in `normalizer`.
         accumulate_into: (V, H) float32, contiguous, such as Megatron's main_grad of the weight: each backward adds the
             weight's gradient to it, times grad_output, and returns none, so that weight.grad and hooks of the weight
             are left alone. The weight is a leaf that requires a gradient, and no float64; not under torch.compile.
@@ -118,7 +122,7 @@ def fused_grpo_loss(
         advantages=advantages, rewards=rewards, num_generations=num_generations, group_ids=group_ids,
         completion_mask=completion_mask, old_logps=old_logps, ref_logps=ref_logps, rollout_weights=rollout_weights,
         rollout_logps=rollout_logps, cu_seqlens=cu_seqlens, num_items_in_batch=num_items_in_batch,
-        normalizer=normalizer,
+        normalizer=normalizer, entropy_normalizer=entropy_normalizer,
     )  # fmt: skip
     check_sampling_mask(sampling_mask, completion_ids.shape, hidden)
     inputs = resolve(options, config, completion_ids, "hidden", name, table_dtype(compute_dtype or hidden.dtype))
@@ -148,6 +152,7 @@ def grpo_loss_from_logps(
     cu_seqlens: Tensor | None = None,
     num_items_in_batch: Tensor | float | None = None,
     normalizer: Tensor | float | None = None,
+    entropy_normalizer: Tensor | float | None = None,
     config: GRPOConfig | None = None,
     backend: str = "auto",
 ) -> GRPOLossOutput:
@@ -162,14 +167,14 @@ def grpo_loss_from_logps(
     refuse_transforms("grpo_loss_from_logps", logps, entropy)
     check_float("logps", logps)
     check_token_tensor("entropy", entropy, logps.shape, -1, logps)
-    if entropy is None and (config.entropy_coef != 0.0 or config.entropy_threshold is not None):
+    if entropy is None and (config.has_entropy_bonus or config.entropy_threshold is not None):
         raise ValueError("entropy is None; entropy_coef and entropy_threshold need it")
     name = choose_backend(backend, logps.device, logps.dtype)
     options = LossOptions(
         advantages=advantages, rewards=rewards, num_generations=num_generations, group_ids=group_ids,
         completion_mask=completion_mask, old_logps=old_logps, ref_logps=ref_logps, rollout_weights=rollout_weights,
         rollout_logps=rollout_logps, cu_seqlens=cu_seqlens, num_items_in_batch=num_items_in_batch,
-        normalizer=normalizer,
+        normalizer=normalizer, entropy_normalizer=entropy_normalizer,
     )  # fmt: skip
     inputs = resolve(options, config, logps, "logps", name, table_dtype(logps.dtype), reads_logits=False)
     given = torch.zeros_like(logps) if entropy is None else entropy
@@ -202,6 +207,7 @@ def grpo_loss_from_logits(
     sampling_mask: SamplingMask | None = None,
     num_items_in_batch: Tensor | float | None = None,
     normalizer: Tensor | float | None = None,
+    entropy_normalizer: Tensor | float | None = None,
     inplace: bool = False,
     config: GRPOConfig | None = None,
     backend: str = "auto",
@@ -225,7 +231,7 @@ def grpo_loss_from_logits(
         advantages=advantages, rewards=rewards, num_generations=num_generations, group_ids=group_ids,
         completion_mask=completion_mask, old_logps=old_logps, ref_logps=ref_logps, rollout_weights=rollout_weights,
         rollout_logps=rollout_logps, cu_seqlens=cu_seqlens, num_items_in_batch=num_items_in_batch,
-        normalizer=normalizer,
+        normalizer=normalizer, entropy_normalizer=entropy_normalizer,
     )  # fmt: skip
     check_sampling_mask(sampling_mask, completion_ids.shape, logits)
     inputs = resolve(options, config, completion_ids, "logits", name, table_dtype(logits.dtype))

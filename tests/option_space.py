@@ -32,10 +32,11 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "log_ratio_clamp": (None, 0.5),
     "kl_clamp": (None, 0.3, (0.6, 0.25)),
     "bias_correction": (False, True),
-    "entropy_coef": (0.0, 0.02),
+    "entropy_coef": (0.0, 0.02, "tensor"),
     "entropy_threshold": ("none", "number", "tensor"),
     "off_policy_mask": (None, 0.02),
     "normalizer": ("none", "number", "tensor", "num_items"),
+    "entropy_normalizer": ("none", "number", "tensor"),
 }
 AXES = {
     "surrogate": tuple(SURROGATE_RULES),
@@ -74,6 +75,8 @@ def choose(point: Point, variation: int) -> dict[str, Any]:
         chosen["rollout_logps"] = "given"
     if point.aggregation != "num_items" and chosen["normalizer"] == "num_items":
         chosen["normalizer"] = "tensor"
+    if chosen["entropy_coef"] == 0.0:
+        chosen["entropy_normalizer"] = "none"
     return chosen
 
 
@@ -84,6 +87,7 @@ def impossible(a: tuple[str, Any], b: tuple[str, Any]) -> bool:
     return (
         (surrogate not in (None, "clip") and (pair.get("delta") or pair.get("dual_clip")) is not None)
         or (kl == "none" and (pair.get("bias_correction") is True or pair.get("ref") == "beta"))
+        or (pair.get("entropy_coef") == 0.0 and pair.get("entropy_normalizer", "none") != "none")
         or (pair.get("normalizer") == "num_items" and pair.get("aggregation", "num_items") != "num_items")
         or (surrogate is not None and "level" in pair and pair["level"] not in SURROGATE_RULES[surrogate].levels)
     )
@@ -139,6 +143,8 @@ def _draw(point: Point, chosen: dict[str, Any], seed: int, vocab: int) -> tuple[
         batch.options["num_items_in_batch"] = torch.tensor(41)
     elif chosen["normalizer"] != "none":
         batch.options["normalizer"] = 17 if chosen["normalizer"] == "number" else torch.tensor(17.0)
+    if chosen["entropy_normalizer"] != "none":
+        batch.options["entropy_normalizer"] = 13 if chosen["entropy_normalizer"] == "number" else torch.tensor(13.0)
     if chosen["layout"] == "packed":
         if isinstance(temperature, Tensor):
             batch.options["temperature"] = temperature
@@ -166,7 +172,7 @@ def _draw(point: Point, chosen: dict[str, Any], seed: int, vocab: int) -> tuple[
         log_ratio_clamp=chosen["log_ratio_clamp"],
         kl_clamp=chosen["kl_clamp"],
         use_bias_correction_kl=chosen["bias_correction"],
-        entropy_coef=chosen["entropy_coef"],
+        entropy_coef=torch.tensor(0.02) if chosen["entropy_coef"] == "tensor" else chosen["entropy_coef"],
         entropy_threshold=threshold,
         off_policy_mask_threshold=chosen["off_policy_mask"],
         max_completion_length=9 if point.aggregation == "fixed_length" else None,

@@ -93,7 +93,8 @@ def _compute(
 
 def _are_valid(ids: Tensor, inputs: TokenInputs, vocab_size: int, kernels: Backend) -> bool:
     """Whether one sweep of the backend's shows that nothing is wrong with the values; what is, the checks will say."""
-    if inputs.temperature is not None or inputs.normalizer is not None or inputs.cu_seqlens is not None:
+    scalars = inputs.normalizer, inputs.entropy_coef, inputs.entropy_normalizer
+    if any(x is not None for x in (inputs.temperature, inputs.cu_seqlens, *scalars)):
         return False
     numbers = inputs.advantages, inputs.old_logps, inputs.ref_logps, inputs.rollout_weights
     return kernels.values_are_valid(ids, vocab_size, inputs.completion_mask, numbers)
