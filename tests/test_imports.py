@@ -25,6 +25,7 @@ FLOORS = (
     ("advantages", "inputs", "metrics", "offpolicy", "output"),
     ("logps", "loss", "policy"),
     ("__init__",),
+    ("integrations",),
     ("benchmarks", "demo"),
     ("commands",),
     ("__main__",),

@@ -1,0 +1,50 @@
+"""Causal language models of transformers with random weights, a few thousand parameters each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+VOCAB = 64
+_SMALL: dict[str, Any] = dict(
+    vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, max_position_embeddings=64, head_dim=8, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+_MAMBA: dict[str, Any] = dict(mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, mamba_n_groups=1)
+# Family -> what differs from a small Llama; scales and softcaps far from what changes nothing.
+TINY_MODELS: dict[str, dict[str, Any]] = {
+    "cohere": dict(logit_scale=0.25),
+    "cohere2": dict(logit_scale=0.25),
+    "falcon_h1": dict(lm_head_multiplier=0.3, **_MAMBA),
+    "gemma": {},
+    "gemma2": dict(final_logit_softcapping=0.5),
+    "gemma3_text": dict(final_logit_softcapping=0.5),
+    "gpt2": dict(n_embd=16, n_layer=2, n_head=2, n_positions=64),
+    "gptj": dict(n_embd=16, n_layer=2, n_head=2, n_positions=64, rotary_dim=4),  # its head has a bias
+    "granite": dict(logits_scaling=6.0),
+    "granitemoe": dict(logits_scaling=6.0, num_local_experts=2, num_experts_per_tok=1),
+    "hyperclovax": dict(logits_scaling=6.0),
+    "llama": {},
+    "minicpm3": dict(
+        dim_model_base=4, q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=8
+    ),
+    "mistral": {},
+    "nanochat": dict(final_logit_softcapping=0.5),
+    "phi3": {},
+    "qwen2": {},
+    "qwen3": {},
+}  # fmt: skip
+
+
+def tiny_model(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any) -> Any:
+    """A model with weights large enough that its log-probabilities differ by some nats; `options` of its config."""
+    import transformers
+
+    config = transformers.CONFIG_MAPPING[family](**{**_SMALL, **TINY_MODELS[family], **options})
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
