@@ -32,11 +32,10 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "log_ratio_clamp": (None, 0.5),
     "kl_clamp": (None, 0.3, (0.6, 0.25)),
     "bias_correction": (False, True),
-    "entropy_coef": (0.0, 0.02, "tensor"),
+    "entropy_coef": (0.0, 0.02),
     "entropy_threshold": ("none", "number", "tensor"),
     "off_policy_mask": (None, 0.02),
     "normalizer": ("none", "number", "tensor", "num_items"),
-    "entropy_normalizer": ("none", "number", "tensor"),
 }
 AXES = {
     "surrogate": tuple(SURROGATE_RULES),
@@ -75,8 +74,6 @@ def choose(point: Point, variation: int) -> dict[str, Any]:
         chosen["rollout_logps"] = "given"
     if point.aggregation != "num_items" and chosen["normalizer"] == "num_items":
         chosen["normalizer"] = "tensor"
-    if chosen["entropy_coef"] == 0.0:
-        chosen["entropy_normalizer"] = "none"
     return chosen
 
 
@@ -87,7 +84,6 @@ def impossible(a: tuple[str, Any], b: tuple[str, Any]) -> bool:
     return (
         (surrogate not in (None, "clip") and (pair.get("delta") or pair.get("dual_clip")) is not None)
         or (kl == "none" and (pair.get("bias_correction") is True or pair.get("ref") == "beta"))
-        or (pair.get("entropy_coef") == 0.0 and pair.get("entropy_normalizer", "none") != "none")
         or (pair.get("normalizer") == "num_items" and pair.get("aggregation", "num_items") != "num_items")
         or (surrogate is not None and "level" in pair and pair["level"] not in SURROGATE_RULES[surrogate].levels)
     )
@@ -143,8 +139,6 @@ def _draw(point: Point, chosen: dict[str, Any], seed: int, vocab: int) -> tuple[
         batch.options["num_items_in_batch"] = torch.tensor(41)
     elif chosen["normalizer"] != "none":
         batch.options["normalizer"] = 17 if chosen["normalizer"] == "number" else torch.tensor(17.0)
-    if chosen["entropy_normalizer"] != "none":
-        batch.options["entropy_normalizer"] = 13 if chosen["entropy_normalizer"] == "number" else torch.tensor(13.0)
     if chosen["layout"] == "packed":
         if isinstance(temperature, Tensor):
             batch.options["temperature"] = temperature
@@ -159,6 +153,9 @@ def _draw(point: Point, chosen: dict[str, Any], seed: int, vocab: int) -> tuple[
         threshold = entropy.quantile(0.3).item()
         if chosen["entropy_threshold"] == "tensor":
             threshold = torch.tensor(threshold)
+    flat = {}
+    if point[:2] == ("vespo", "sequence"):  # a weight that is flat at ratio 1, so that it does not blow errors up
+        flat = dict.fromkeys(("vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg"), 1.0)
     config = gk.GRPOConfig(
         surrogate=point.surrogate,
         importance_sampling_level=point.level,
@@ -172,11 +169,12 @@ def _draw(point: Point, chosen: dict[str, Any], seed: int, vocab: int) -> tuple[
         log_ratio_clamp=chosen["log_ratio_clamp"],
         kl_clamp=chosen["kl_clamp"],
         use_bias_correction_kl=chosen["bias_correction"],
-        entropy_coef=torch.tensor(0.02) if chosen["entropy_coef"] == "tensor" else chosen["entropy_coef"],
+        entropy_coef=chosen["entropy_coef"],
         entropy_threshold=threshold,
         off_policy_mask_threshold=chosen["off_policy_mask"],
         max_completion_length=9 if point.aggregation == "fixed_length" else None,
         **logits,
+        **flat,
     )
     return batch, config
 
