@@ -24,16 +24,16 @@ from ..loss import fused_grpo_loss, grpo_loss_from_logps
 from ..output import GRPOLossOutput
 from ..plain import check_plain
 
-RANGE = ((1, 15), (1, 17))  # from the first, before the second: what the tests passed with
+RANGE = ((1, 16), (1, 17))  # from the first, before the second. TRL 1.15 has no head for CPUs, where the tests run
 
 try:
     import trl
     from packaging.version import Version
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 except ImportError as error:
-    raise ImportError("grpo_kernels.integrations.trl needs TRL: pip install 'trl>=1.15,<1.17'") from error
+    raise ImportError("grpo_kernels.integrations.trl needs TRL: pip install 'trl>=1.16,<1.17'") from error
 if not RANGE[0] <= Version(trl.__version__).release[:2] < RANGE[1]:
-    raise ImportError(f"grpo_kernels.integrations.trl is tested with trl>=1.15,<1.17; TRL {trl.__version__} is installed")
+    raise ImportError(f"grpo_kernels.integrations.trl is tested with trl>=1.16,<1.17; TRL {trl.__version__} is installed")
 
 import trl.trainer.utils as trl_utils  # noqa: E402
 from trl import GRPOTrainer  # noqa: E402
@@ -386,3 +386,77 @@ def _load_balancing(router_logits: Any, text_config: Any, attention_mask: Tensor
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     return load_balancing_loss_func(router_logits, *_expert_counts(text_config), attention_mask)
+
+
+class _FusedLogProbs:
+    """What stands in the place of TRL's autograd.Function: the same `apply`."""
+
+    @staticmethod
+    def apply(
+        hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk_size: int,
+        softcap: float | None = None, logit_scale: float = 1.0, outputs: tuple[str, ...] = ("log_probs",),
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        """hidden (N, H), targets (N,): (log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1), each (N,), None for
+        what is not in `outputs`. chunk_size is TRL's; rows per chunk follow from memory here."""
+        if is_deepspeed_zero3_enabled():
+            raise ValueError("DeepSpeed ZeRO-3 partitions the lm_head between forward and backward: use unpatch_trl()")
+        transform = dict(temperature=temperature, logit_scale=logit_scale, logit_softcap=softcap)
+        wants_entropy = "entropy" in outputs
+        logps, entropy = fused_logps(
+            hidden, weight, targets.long(), lm_head_bias=bias, entropy=wants_entropy, **transform
+        )
+        return logps, entropy, *_statistics(hidden, weight, bias, targets, transform, outputs)
+
+
+_ROWS_OF_STATISTICS = 256
+
+
+@torch.no_grad()
+def _statistics(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, transform: dict[str, Any], outputs: tuple[str, ...]
+) -> list[Tensor | None]:
+    """(log_sum_sq_probs, mean_logits, is_top1) for the metrics of DPO, KTO and SFT, at the price of another product."""
+    names = ("log_sum_sq_probs", "mean_logits", "is_top1")
+    found: dict[str, list[Tensor]] = {name: [] for name in names if name in outputs}
+    for h, target in zip(hidden.split(_ROWS_OF_STATISTICS), targets.split(_ROWS_OF_STATISTICS), strict=True):
+        if not found:
+            break
+        z = torch.nn.functional.linear(h, weight, bias).float() * transform["logit_scale"]
+        if transform["logit_softcap"] is not None:
+            z = torch.tanh(z / transform["logit_softcap"]) * transform["logit_softcap"]
+        z /= transform["temperature"]
+        if "log_sum_sq_probs" in found:
+            found["log_sum_sq_probs"].append((2 * z).logsumexp(-1) - 2 * z.logsumexp(-1))
+        if "mean_logits" in found:
+            found["mean_logits"].append(z.mean(-1))
+        if "is_top1" in found:
+            found["is_top1"].append(z.argmax(-1) == target)
+    return [torch.cat(found[name]) if name in found else None for name in names]
+
+
+# Private names of trl.trainer.utils, which the tests hold for each release: the head's autograd.Function, and whether it
+# gets the scored positions alone.
+_PATCHES: dict[str, Any] = {"_ChunkedLogProbFunction": _FusedLogProbs, "_use_triton": lambda device: True}
+_originals: dict[str, Any] = {}
+
+
+def patch_trl() -> None:
+    """Let all of TRL's trainers (GRPO, RLOO, DPO, KTO, SFT) compute log-probabilities and entropies by `fused_logps`.
+
+    Their losses stay TRL's. On a CPU prompts are no longer scored. The metrics of DPO, KTO and SFT that need more than
+    log-probability and entropy (mean_logits, is_top1) cost a product without gradient. A second call does nothing.
+    """
+    missing = [name for name in _PATCHES if not hasattr(trl_utils, name)]
+    if missing:
+        raise RuntimeError(f"TRL {trl.__version__} has no trl.trainer.utils.{missing[0]}: its head cannot be replaced")
+    if not _originals:
+        _originals.update({name: getattr(trl_utils, name) for name in _PATCHES})
+    for name, replacement in _PATCHES.items():
+        setattr(trl_utils, name, replacement)
+
+
+def unpatch_trl() -> None:
+    """TRL's own head again."""
+    for name, original in _originals.items():
+        setattr(trl_utils, name, original)
+    _originals.clear()

@@ -1,0 +1,261 @@
+"""Training runs of TRL's trainers on tiny models with and without this package, compared: logged numbers, final weights.
+
+As a script, with what the CI installs (see CONTRIBUTING.md):
+
+    python tests/trl_parity.py          all runs, as a table
+    python tests/trl_parity.py --write  into grpo_kernels/integrations/README.md
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from tiny_models import VOCAB, tiny_model
+
+TOLERANCE = 5e-5
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
+LEVELS = ("token", "sequence")
+NOT_COMPARED = ("runtime", "per_second", "step_time", "flos", "num_tokens")  # times, and what does not depend on the loss
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {name: i for i, name in enumerate(["<pad>", "<bos>", "<eos>", *(f"w{i}" for i in range(3, VOCAB))])}
+    made = Tokenizer(models.WordLevel(words, unk_token="w3"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
+
+
+@lru_cache
+def saved_model(family: str, dtype: torch.dtype = torch.float32, **options: Any) -> str:
+    """A folder with a tiny model: TRL reads the reference model from there."""
+    folder = tempfile.mkdtemp(prefix="grpo_kernels_")
+    model = tiny_model(family, dtype=dtype, **options)
+    model.generation_config.eos_token_id = [2, 5, 9]  # completions end early, at any of them
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [float(sum((3 * i) % 7 for i in ids) % 5) + 0.1 * len(ids) for ids in completion_ids]
+
+
+def prompts(count: int = 8) -> Any:
+    from datasets import Dataset
+
+    g = torch.Generator().manual_seed(3)
+    lengths = torch.randint(2, 6, (count,), generator=g).tolist()
+    return Dataset.from_dict(
+        {"prompt": [" ".join(f"w{i}" for i in torch.randint(10, VOCAB, (n,), generator=g).tolist()) for n in lengths]}
+    )
+
+
+def trl_arguments(folder: str, **options: Any) -> Any:
+    from trl import GRPOConfig
+
+    common = dict(
+        output_dir=folder, per_device_train_batch_size=4, num_generations=4, gradient_accumulation_steps=2,
+        num_iterations=2, max_completion_length=8, max_steps=8, logging_steps=1, optim="sgd", learning_rate=0.3,
+        lr_scheduler_type="constant", report_to="none", save_strategy="no", use_cpu=True, bf16=False,
+        gradient_checkpointing=False, disable_tqdm=True, temperature=0.9, epsilon=0.1, seed=5,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return GRPOConfig(**{**common, **options})
+
+
+def make_trainer(cls: Any, family: str, options: dict[str, Any], model: dict[str, Any] | None = None) -> Any:
+    """A trainer of this class; `options` of its GRPOConfig, of which peft makes it train an adapter."""
+    from transformers import AutoModelForCausalLM, logging
+
+    logging.set_verbosity_error()
+    options = dict(options)
+    folder, adapter = saved_model(family, **(model or {})), options.pop("peft", None)
+    extra = {}
+    if adapter:
+        from peft import LoraConfig
+
+        extra["peft_config"] = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    args = trl_arguments(folder, **options)
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    data = prompts()
+    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return cls(
+            model=loaded, args=args, reward_funcs=reward, train_dataset=data, eval_dataset=data.select(range(2)),
+            processing_class=tokenizer(), **extra,
+        )  # fmt: skip
+
+
+def train(cls: Any, family: str, options: dict[str, Any], model: dict[str, Any] | None = None) -> dict[str, Any]:
+    """{"log": a list of {name: number}, "weights": {name: tensor}} of a whole run."""
+    trainer = make_trainer(cls, family, options, model)
+    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.train()
+    kept = [
+        {name: x for name, x in entry.items() if not any(part in name for part in NOT_COMPARED)}
+        for entry in trainer.state.log_history
+    ]
+    weights = {name: x.detach().clone() for name, x in trainer.model.named_parameters() if x.requires_grad}
+    return {"log": kept, "weights": weights}
+
+
+class Case(NamedTuple):
+    """A run: what TRL's GRPOConfig has besides the common arguments."""
+
+    title: str
+    options: dict[str, Any]
+    family: str = "qwen2"
+    processes: int = 1
+
+
+def _option(title: str, family: str = "qwen2", processes: int = 1, **options: Any) -> Case:
+    return Case(title, {"loss_type": "dapo", **options}, family, processes)
+
+
+_ADAPTIVE = dict(use_adaptive_entropy=True, entropy_coef_delta=0.01, entropy_coef_max=0.05, entropy_target=3.75)
+_EVALUATION = dict(eval_strategy="steps", eval_steps=3, per_device_eval_batch_size=4)
+OPTIONS = [
+    _option("delta", delta=1.15),
+    _option("epsilon_high", epsilon_high=0.3),
+    _option("KL without bias correction", beta=0.1, use_bias_correction_kl=False),
+    _option("reference model that follows", beta=0.1, sync_ref_model=True, ref_model_sync_steps=2),
+    _option("off-policy mask", off_policy_mask_threshold=0.05),
+    _option("top-entropy quantile", top_entropy_quantile=0.3),
+    _option("top-entropy quantile, entropy bonus", top_entropy_quantile=0.3, entropy_coef=0.05, beta=0.05),
+    _option("entropy bonus", entropy_coef=0.05),
+    _option("entropy bonus, mean over sequences", loss_type="grpo", entropy_coef=0.05),
+    _option("adaptive entropy bonus", entropy_coef=0.01, **_ADAPTIVE),
+    _option("adaptive entropy bonus, quantile", entropy_coef=0.01, top_entropy_quantile=0.4, **_ADAPTIVE),
+    _option("truncated completions masked", mask_truncated_completions=True),
+    _option("steps_per_generation 4", steps_per_generation=4),
+    _option("on-policy", num_iterations=1),
+    _option("evaluation", entropy_coef=0.05, **_EVALUATION),
+    _option("evaluation, mean over sequences", loss_type="grpo", importance_sampling_level="sequence", **_EVALUATION),
+    _option("gradient checkpointing", gradient_checkpointing=True),
+    _option("lm_head in float32", cast_lm_head_to_fp32=True),
+    _option("LoRA, reference without it", peft=True, beta=0.1),
+    _option("rewards not scaled", scale_rewards="none"),
+]
+FAMILIES = [
+    _option(f"{family}, {level}", family, importance_sampling_level=level, beta=beta)
+    for family in ("granite", "gemma2", "cohere", "phi", "mixtral")
+    for level, beta in (("token", 0.0), ("sequence", 0.05))
+] + [_option("qwen2_moe with auxiliary loss", "qwen2_moe", router_aux_loss_coef=0.1)]
+TYPES = [
+    Case(f"{loss_type}, {level}, beta {beta}", dict(loss_type=loss_type, importance_sampling_level=level, beta=beta))
+    for loss_type, level, beta in itertools.product(LOSS_TYPES, LEVELS, (0.0, 0.1))
+]
+PROCESSES = [
+    *(_option(f"{name}, two processes", processes=2, loss_type=name, beta=0.1) for name in LOSS_TYPES),
+    _option("top-entropy quantile, two processes", processes=2, top_entropy_quantile=0.3, entropy_coef=0.05),
+    _option("adaptive entropy bonus, two processes", processes=2, entropy_coef=0.01, **_ADAPTIVE),
+    _option("two processes, level sequence", processes=2, loss_type="grpo", importance_sampling_level="sequence"),
+]
+CASES = {case.title: case for case in (*TYPES, *OPTIONS, *FAMILIES, *PROCESSES)}
+
+
+def trainer_class(name: str) -> Any:
+    """"trl", "fused", or "patched": TRL's own trainer with its head replaced."""
+    from trl import GRPOTrainer
+
+    if name == "trl":
+        return GRPOTrainer
+    from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl
+
+    if name == "fused":
+        return FusedGRPOTrainer
+    patch_trl()
+    return GRPOTrainer
+
+
+def run(name: str, case: Case) -> dict[str, Any]:
+    """What `train` returns, of this trainer; of rank 0 where there are several processes."""
+    if case.processes == 1:
+        try:
+            return train(trainer_class(name), case.family, case.options)
+        finally:
+            if name == "patched":
+                from grpo_kernels.integrations.trl import unpatch_trl
+
+                unpatch_trl()
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.processes)]
+        command += [__file__, "--run", folder, name, case.family, json.dumps(case.options)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr[-4000:]
+        found: dict[str, Any] = torch.load(Path(folder) / "result.pt")
+        return found
+
+
+def differences(found: dict[str, Any], expected: dict[str, Any]) -> tuple[float, float]:
+    """(largest relative difference of a logged number, of a weight tensor); the names must be the same."""
+    number = weight = 0.0
+    assert len(found["log"]) == len(expected["log"])
+    for mine, other in zip(found["log"], expected["log"], strict=True):
+        assert mine.keys() == other.keys(), mine.keys() ^ other.keys()
+        for name, x in other.items():
+            if not isinstance(x, (int, float)):
+                assert mine[name] == x, name
+            elif x != mine[name]:
+                number = max(number, abs(mine[name] - x) / max(abs(x), 1e-2))
+    for name, x in expected["weights"].items():
+        weight = max(weight, ((found["weights"][name] - x).norm() / x.norm()).item())
+    return number, weight
+
+
+def clipped(result: dict[str, Any]) -> float:
+    """The largest share of clipped ratios that was logged."""
+    names = ("clip_ratio/region_mean", "cispo_clip_ratio")
+    return max(float(entry.get(name, 0.0)) for entry in result["log"] for name in names)
+
+
+def table(cases: dict[str, Case]) -> str:
+    rows = ["| run | model | fused: numbers | weights | patched: numbers | weights |", "|---|---|---|---|---|---|"]
+    for case in cases.values():
+        expected = run("trl", case)
+        cells = []
+        for name in ("fused", "patched"):
+            found = differences(run(name, case), expected)
+            assert max(found) < TOLERANCE, (case, name, found)
+            cells += [f"{x:.0e}" for x in found]
+        rows.append(f"| {case.title} | {case.family} | {' | '.join(cells)} |")
+        print(rows[-1], flush=True)
+    return "\n".join(rows)
+
+
+def main(arguments: list[str]) -> None:
+    torch.set_num_threads(1)
+    if arguments[:1] == ["--run"]:
+        folder, name, family, options = arguments[1:]
+        result = train(trainer_class(name), family, json.loads(options))
+        if torch.distributed.get_rank() == 0:
+            torch.save(result, Path(folder) / "result.pt")
+        torch.distributed.destroy_process_group()
+        return
+    found = table(CASES)
+    if arguments == ["--write"]:
+        readme = Path(__file__).resolve().parents[1] / "grpo_kernels" / "integrations" / "README.md"
+        text = readme.read_text(encoding="utf-8")
+        before, rest = text.split("<!-- table -->\n")[0], text.split("<!-- end -->")[1]
+        readme.write_text(f"{before}<!-- table -->\n{found}\n<!-- end -->{rest}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
