@@ -76,11 +76,14 @@ def _linear(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
             f"lm_head is quantised ({type(layer).__name__}, {type(weight).__name__} of {weight.dtype}); expected a "
             "plain torch.nn.Linear: leave lm_head out of the quantisation (llm_int8_skip_modules=['lm_head'])"
         )
-    plain = isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward and "forward" not in vars(layer)
-    if not plain or hasattr(layer, "base_layer"):
+    plain = (
+        isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward and not hasattr(layer, "base_layer")
+    )
+    if not plain or "forward" in vars(layer):
+        replaced = " whose forward was replaced" if plain else ""
         raise TypeError(
-            f"lm_head is a {type(layer).__module__}.{type(layer).__name__}; expected a torch.nn.Linear, or PEFT's LoRA "
-            "or modules_to_save around one"
+            f"lm_head is a {type(layer).__module__}.{type(layer).__name__}{replaced}; expected a torch.nn.Linear, or "
+            "PEFT's LoRA or modules_to_save around one"
         )
     return layer.weight, layer.bias  # type: ignore[return-value]
 

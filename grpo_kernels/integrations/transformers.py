@@ -15,8 +15,8 @@ from ..config import DEFAULT_CONFIG, GRPOConfig
 from ..loss import fused_grpo_loss
 from ..plain import check_plain
 from ..validate import checks_values
+from . import LogitTransform, logit_transform
 from .lm_head import lm_head_inputs
-from .logit_transform import LogitTransform, logit_transform
 
 try:
     from transformers import PreTrainedModel
