@@ -27,7 +27,8 @@ TINY_MODELS: dict[str, dict[str, Any]] = {
     "hyperclovax": dict(logits_scaling=6.0),
     "llama": {},
     "minicpm3": dict(
-        dim_model_base=4, q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=8
+        dim_model_base=4, num_key_value_heads=2, q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=4,
+        qk_rope_head_dim=4, v_head_dim=8,
     ),
     "mistral": {},
     "nanochat": dict(final_logit_softcapping=0.5),

@@ -1,0 +1,227 @@
+"""Losses of a causal language model of transformers, without its logits."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..config import DEFAULT_CONFIG, GRPOConfig
+from ..loss import fused_grpo_loss
+from ..plain import check_plain
+from ..validate import checks_values
+from . import LogitTransform, logit_transform
+from .lm_head import lm_head_inputs
+
+try:
+    from transformers import PreTrainedModel
+except ImportError as error:
+    raise ImportError("grpo_kernels.integrations.transformers needs transformers: pip install transformers") from error
+
+
+def fused_forward(
+    model: nn.Module,
+    *,
+    input_ids: Tensor,
+    completion_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    completion_mask: Tensor | None = None,
+    model_inputs: Mapping[str, Any] | None = None,
+    loss: Callable[..., Any] = fused_grpo_loss,
+    **options: Any,
+) -> Any:
+    """The loss of a batch of completions under a causal language model: `loss(...)`, whatever that returns.
+
+    The hidden states of the T scored positions, weight and bias of the lm_head, logit scale and softcap are taken from
+    the model. It runs without its lm_head.
+
+    Args:
+        model: a causal language model of transformers, or PEFT's model around one (adapters in the body and LoRA or
+            modules_to_save of the lm_head: see `lm_head_inputs`).
+        input_ids: (B, L) int64, prompts followed by completions; the prompts may be padded on the left, the completions
+            on the right. completion_ids: (B, T) with T < L, the last T columns of input_ids.
+        attention_mask: (B, L), 0 at padding. The position of a token counts from its row's first token, as in
+            `generate`, for models whose forward takes position_ids.
+        completion_mask: (B, T), 0 at tokens that are not scored; None: the last T columns of attention_mask.
+        model_inputs: other arguments of the model's forward, such as position_ids or pixel_values.
+        loss: `fused_grpo_loss`, or a function that takes (hidden, weight, completion_ids, *, completion_mask,
+            lm_head_bias, logit_scale, logit_softcap, **options), as `fused_logps` and `fused_policy_loss` do.
+        options: further arguments of `loss`: advantages=, old_logps=, config= ...
+
+            out = fused_forward(model, input_ids=ids, attention_mask=mask, completion_ids=ids[:, -T:],
+                                advantages=advantages, old_logps=old_logps, config=GRPOConfig.preset("dapo"))
+            out.loss.backward()
+
+    The first call with a class of models computes the model's own logits of one row and compares them.
+
+    Raises ValueError or TypeError, by name: a model whose logits are not understood (see `logit_transform`,
+    `lm_head_inputs`) or differ from its own; a logit_scale or logit_softcap that contradicts the model's; tensors that
+    do not fit.
+    """
+    parts = _parts(model)
+    inputs = _model_inputs(parts, input_ids, attention_mask, completion_ids, model_inputs)
+    length = completion_ids.shape[1]
+    if completion_mask is None and attention_mask is not None:
+        completion_mask = attention_mask[:, -length:]
+    _check_once(parts, inputs)
+    hidden = parts.body(**inputs, use_cache=False).last_hidden_state[:, -length - 1 : -1]
+    head = lm_head_inputs(parts.lm_head, hidden)
+    if loss is fused_grpo_loss:
+        options["config"] = _with_transform(options.get("config"), parts.transform)
+    else:
+        for name, value in (("logit_scale", parts.transform.scale), ("logit_softcap", parts.transform.softcap)):
+            if options.setdefault(name, value) != value:
+                raise ValueError(f"{name}={options[name]}; the {type(parts.model).__name__} has {value}: leave it out")
+    return loss(
+        head.hidden, head.weight, completion_ids, completion_mask=completion_mask, lm_head_bias=head.bias, **options
+    )
+
+
+class _Parts(NamedTuple):
+    model: Any
+    body: Any
+    lm_head: nn.Module
+    transform: LogitTransform
+
+
+def _parts(model: Any) -> _Parts:
+    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+        for name, config in model.peft_config.items():
+            if getattr(config, "is_prompt_learning", False):
+                raise TypeError(f"model has the adapter {name!r}, which adds a prompt; expected LoRA or no adapter")
+        model = model.get_base_model()
+    if not isinstance(model, PreTrainedModel):
+        hint = (
+            ": pass model.module, inside a forward that DistributedDataParallel wraps"
+            if hasattr(model, "module")
+            else ""
+        )
+        raise TypeError(f"model is a {type(model).__name__}; expected a causal language model of transformers{hint}")
+    lm_head = model.get_output_embeddings()
+    if lm_head is None or model.base_model is model:
+        raise TypeError(f"model is a {type(model).__name__}; expected a causal language model, with an lm_head")
+    return _Parts(model, model.base_model, lm_head, logit_transform(model.config))
+
+
+def _model_inputs(
+    parts: _Parts,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    completion_ids: Tensor,
+    others: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """The arguments of the body's forward."""
+    check_plain("input_ids", input_ids)
+    check_plain("completion_ids", completion_ids)
+    if input_ids.dim() != 2 or completion_ids.dim() != 2 or len(input_ids) != len(completion_ids):
+        raise ValueError(
+            f"input_ids has shape {tuple(input_ids.shape)} and completion_ids {tuple(completion_ids.shape)}; expected "
+            "(B, L) and (B, T)"
+        )
+    if not 0 < completion_ids.shape[1] < input_ids.shape[1]:
+        raise ValueError(
+            f"completion_ids has {completion_ids.shape[1]} columns and input_ids {input_ids.shape[1]}; expected "
+            "prompts followed by completions, 0 < T < L"
+        )
+    if attention_mask is not None:
+        check_plain("attention_mask", attention_mask)
+        if attention_mask.shape != input_ids.shape:
+            raise ValueError(
+                f"attention_mask has shape {tuple(attention_mask.shape)}; expected {tuple(input_ids.shape)}"
+            )
+    if checks_values(input_ids.device):
+        tail = slice(-completion_ids.shape[1], None)
+        differs = input_ids[:, tail] != completion_ids
+        if attention_mask is not None:
+            differs &= attention_mask[:, tail].bool()
+        if bool(differs.any()):
+            where = differs.nonzero()[0].tolist()
+            raise ValueError(f"completion_ids{where} differs from input_ids; expected its last columns")
+    inputs: dict[str, Any] = {"input_ids": input_ids, **(others or {})}
+    if attention_mask is not None:
+        inputs["attention_mask"] = attention_mask
+        if "position_ids" not in inputs and _takes(parts.body, "position_ids"):
+            inputs["position_ids"] = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+    return inputs
+
+
+def _takes(module: nn.Module, name: str) -> bool:
+    """Whether the forward of a module has an argument of this name."""
+    return name in inspect.signature(type(module).forward).parameters
+
+
+@lru_cache(maxsize=16)
+def _with_transform(config: GRPOConfig | None, transform: LogitTransform) -> GRPOConfig:
+    config = DEFAULT_CONFIG if config is None else config
+    if not isinstance(config, GRPOConfig):
+        raise TypeError(f"config is a {type(config).__name__}; expected a GRPOConfig")
+    for name, given, right, default in (
+        ("logit_scale", config.logit_scale, transform.scale, 1.0),
+        ("logit_softcap", config.logit_softcap, transform.softcap, None),
+    ):
+        if given not in (right, default):
+            raise ValueError(f"config.{name}={given}; the model has {right}: leave it out")
+    if (config.logit_scale, config.logit_softcap) == transform:
+        return config
+    return replace(config, logit_scale=transform.scale, logit_softcap=transform.softcap)
+
+
+# --- the model's own logits -------------------------------------------------------------------------------------------
+
+_checked: set[tuple[Any, ...]] = set()
+
+
+def _check_once(parts: _Parts, inputs: dict[str, Any]) -> None:
+    """Compare with the model's own logits of a row, once per class of models, of lm_heads, and transform."""
+    key = (type(parts.model), type(parts.lm_head), parts.transform)
+    if key in _checked or torch.compiler.is_compiling():
+        return
+    batch = len(inputs["input_ids"])
+    row = {
+        name: value[:1] if isinstance(value, Tensor) and value.dim() and len(value) == batch else value
+        for name, value in inputs.items()
+    }
+    own, hidden = own_logits(parts, row, keep=8)
+    logits = apply_head(parts, hidden[:, -own.shape[1] :])
+    largest = own.abs().amax().item()
+    error = (logits.float() - own.float()).abs().nan_to_num(0.0).amax().item() if logits.shape == own.shape else None
+    if error is None or error > 8 * torch.finfo(logits.dtype).eps * max(largest, 1.0):
+        found = (
+            f"differ by {error:.3g}, of {largest:.3g}"
+            if error is not None
+            else (f"have shape {tuple(own.shape)} instead of {tuple(logits.shape)}")
+        )
+        raise ValueError(
+            f"model is a {type(parts.model).__name__} whose own logits {found}: they are not "
+            f"lm_head(last_hidden_state) with logit_scale={parts.transform.scale} and "
+            f"logit_softcap={parts.transform.softcap}"
+        )
+    _checked.add(key)
+
+
+def own_logits(parts: _Parts, inputs: dict[str, Any], keep: int) -> tuple[Tensor, Tensor]:
+    """The model's logits of the last `keep` positions or of all, and its hidden states, of one forward."""
+    found: list[Any] = []
+    limit = {"logits_to_keep": keep} if _takes(parts.model, "logits_to_keep") else {}
+    hook = parts.body.register_forward_hook(lambda module, args, output: found.append(output))
+    try:
+        devices = [inputs["input_ids"].device] if inputs["input_ids"].is_cuda else []
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):  # dropout draws from it
+            logits = parts.model(**inputs, use_cache=False, **limit).logits
+    finally:
+        hook.remove()
+    return logits, found[-1].last_hidden_state
+
+
+def apply_head(parts: _Parts, hidden: Tensor) -> Tensor:
+    """The logits as `fused_forward` understands them, in the type of the model."""
+    with torch.no_grad():
+        head = lm_head_inputs(parts.lm_head, hidden)
+        logits = nn.functional.linear(head.hidden, head.weight, head.bias) * parts.transform.scale
+        softcap = parts.transform.softcap
+        return logits if softcap is None else torch.tanh(logits / softcap) * softcap

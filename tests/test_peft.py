@@ -1,0 +1,212 @@
+"""lm_head_inputs and fused_forward with PEFT's adapters, against the model's own logits."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_transformers import LENGTH, batch, gradients, own_logps, positions_of
+from tiny_models import tiny_model
+
+from grpo_kernels import fused_grpo_loss, grpo_loss_from_logps
+from grpo_kernels.integrations.lm_head import lm_head_inputs
+
+ADVANTAGES = torch.tensor([1.0, -0.5, 2.0, -1.0])
+BODY = ["q_proj", "v_proj"]
+HIDDEN = torch.zeros(2, 3, 16)
+
+
+@pytest.fixture(scope="module")
+def peft():
+    return pytest.importorskip("peft", reason="peft is not installed: make test EXTRAS=dev,peers")
+
+
+def adapted(peft, dtype=torch.float64, family="llama", kind="LoraConfig", **options):
+    """A tiny model with an adapter whose weights are not at their start, where LoRA's product is 0."""
+    model = tiny_model(family, dtype=dtype)
+    defaults = dict(r=4, lora_alpha=6) if kind == "LoraConfig" else {}
+    model = peft.get_peft_model(model, getattr(peft, kind)(task_type="CAUSAL_LM", **defaults, **options))
+    shake(model)
+    return model
+
+
+def shake(model):
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+
+
+def both(model, inputs):
+    """(loss, gradients) from the model's own logits, and from fused_forward."""
+    from grpo_kernels.integrations.transformers import fused_forward
+
+    mask = inputs["attention_mask"][:, -LENGTH:]
+    own = grpo_loss_from_logps(own_logps(model, inputs, positions_of(inputs)), ADVANTAGES, completion_mask=mask)
+    own.loss.backward()
+    expected = own.loss.detach(), gradients(model)
+    out = fused_forward(model, **inputs, advantages=ADVANTAGES)
+    out.loss.backward()
+    return expected, (out.loss.detach(), gradients(model))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(target_modules=BODY),
+        dict(target_modules=[*BODY, "lm_head"]),
+        dict(target_modules=["lm_head"], use_rslora=True),
+        dict(target_modules=BODY, modules_to_save=["lm_head"]),
+    ],
+    ids=["body", "body and head", "head", "modules_to_save"],
+)
+@pytest.mark.parametrize("family", ["llama", "granite", "gemma2"])
+def test_loss_and_gradients_are_those_of_the_models_own_logits(peft, family, options):
+    model = adapted(peft, torch.float32 if family == "gemma2" else torch.float64, family, **options)
+    (loss, expected), (found_loss, found) = both(model, batch())
+    torch.testing.assert_close(found_loss, loss, rtol=1e-5, atol=1e-6)
+    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert set(found) == set(expected) == trainable  # each of them has a gradient, and nothing else
+    for name in found:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=3e-6)
+
+
+def test_a_frozen_head_asks_for_no_gradient(peft):
+    model = adapted(peft, target_modules=BODY)
+    head = lm_head_inputs(model.get_base_model().lm_head, HIDDEN.double())
+    assert not head.weight.requires_grad and head.weight is model.get_base_model().lm_head.weight
+
+
+def test_two_adapters_and_none(peft):
+    model = adapted(peft, target_modules=["lm_head"])
+    model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["lm_head"], task_type="CAUSAL_LM"))
+    model.base_model.set_adapter(["default", "second"])
+    shake(model)
+    layer, x = model.get_base_model().lm_head, torch.randn(5, 16, dtype=torch.float64)
+    head = lm_head_inputs(layer, x)
+    assert head.weight.shape == (64, 16 + 4 + 2)
+    torch.testing.assert_close(head.hidden @ head.weight.T, layer(x))
+    with model.disable_adapter():
+        head = lm_head_inputs(layer, x)
+        assert head.weight is layer.base_layer.weight and head.hidden is x
+        torch.testing.assert_close(head.hidden @ head.weight.T, layer(x))
+    saved = adapted(peft, target_modules=BODY, modules_to_save=["lm_head"])
+    layer = saved.get_base_model().lm_head
+    with saved.disable_adapter():
+        assert lm_head_inputs(layer, x).weight is layer.original_module.weight
+    assert lm_head_inputs(layer, x).weight is layer.modules_to_save["default"].weight
+
+
+def test_sixteen_bit_weights_keep_a_small_adapter(peft):
+    """W + s B A in bfloat16 would round it away; the longer product does not."""
+    model = adapted(peft, torch.bfloat16, target_modules=["lm_head"])
+    layer = model.get_base_model().lm_head
+    assert layer.lora_B["default"].weight.dtype == torch.float32
+    with torch.no_grad():
+        layer.base_layer.weight.copy_(torch.where(layer.base_layer.weight > 0, 1.0, -1.0))
+        layer.lora_A["default"].weight.fill_(1e-2)
+        layer.lora_B["default"].weight.fill_(1e-2)
+    x = torch.ones(1, 16, dtype=torch.bfloat16)
+    head = lm_head_inputs(layer, x)
+    low_rank = (head.hidden.double() @ head.weight.double().T - x.double() @ layer.base_layer.weight.double().T).mean()
+    right = 1.5 * 16 * 4 * 1e-4  # s H r a b
+    assert abs(low_rank / right - 1) < 0.01
+    summed = (layer.base_layer.weight + layer.get_delta_weight("default").bfloat16()).double()
+    assert abs((x.double() @ (summed - layer.base_layer.weight.double()).T).mean() / right - 1) > 0.2
+
+
+def test_bfloat16_gradients_reach_float32_adapters(peft):
+    model = adapted(peft, torch.bfloat16, target_modules=[*BODY, "lm_head"])
+    (_, expected), (_, found) = both(model, batch())
+    assert set(found) == set(expected)
+    for name in found:
+        assert found[name].dtype == torch.float32
+        error = (found[name] - expected[name]).norm() / expected[name].norm()
+        assert error < 0.1, name
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "error", "message"),
+    [
+        ("LoraConfig", dict(use_dora=True), TypeError, "adapter 'default' is a variant of LoRA, such as DoRA"),
+        ("LoraConfig", dict(lora_bias=True), TypeError, r"adapter 'default' has a bias \(lora_bias\)"),
+        ("LoraConfig", dict(lora_dropout=0.1), ValueError, "adapter 'default' with dropout 0.1"),
+        ("LoHaConfig", {}, TypeError, "of PEFT's layers only LoRA and modules_to_save are supported"),
+    ],
+    ids=["DoRA", "bias", "dropout", "LoHa"],
+)
+def test_what_is_not_a_product_with_one_weight_is_refused_by_name(peft, kind, options, error, message):
+    model = adapted(peft, kind=kind, target_modules=["lm_head"], **options).train()
+    with pytest.raises(error, match=f"lm_head (is|has) .*{message}"):
+        lm_head_inputs(model.get_base_model().lm_head, HIDDEN.double())
+    if "lora_dropout" in options:
+        lm_head_inputs(model.eval().get_base_model().lm_head, HIDDEN.double())
+
+
+def test_trainable_tokens_and_prompts_are_refused_by_name(peft):
+    from grpo_kernels.integrations.transformers import fused_forward
+
+    model = adapted(peft, target_modules=BODY, trainable_token_indices={"lm_head": [1]})
+    with pytest.raises(TypeError, match=r"lm_head is a peft\.utils\.other\.TrainableTokensWrapper"):
+        lm_head_inputs(model.get_base_model().lm_head, HIDDEN.double())
+    model = adapted(peft, kind="PromptTuningConfig", num_virtual_tokens=2)
+    with pytest.raises(TypeError, match="model has the adapter 'default', which adds a prompt"):
+        fused_forward(model, **batch(), advantages=ADVANTAGES)
+
+
+def test_merged_adapters_would_get_no_gradient(peft):
+    model = adapted(peft, target_modules=["lm_head"])
+    layer, x = model.get_base_model().lm_head, torch.randn(2, 16, dtype=torch.float64)
+    expected = layer(x)
+    layer.merge()
+    with pytest.raises(ValueError, match=r"merged: they would get no gradient; call lm_head\.unmerge\(\) first"):
+        lm_head_inputs(layer, x)
+    with torch.no_grad():
+        torch.testing.assert_close(x @ lm_head_inputs(layer, x).weight.T, expected)
+
+
+# --- without PEFT -----------------------------------------------------------------------------------------------------
+
+
+def test_a_plain_head_is_passed_on():
+    layer, x = torch.nn.Linear(16, 64), torch.randn(4, 16)
+    head = lm_head_inputs(layer, x)
+    assert head.hidden is x and head.weight is layer.weight and head.bias is layer.bias
+    out = fused_grpo_loss(
+        head.hidden, head.weight, torch.arange(4)[None, :].T.flatten(), torch.ones(4, 1), lm_head_bias=head.bias,
+        cu_seqlens=torch.arange(5),
+    )  # fmt: skip
+    torch.testing.assert_close(out.logps, layer(x).log_softmax(-1)[torch.arange(4), torch.arange(4)].detach())
+
+
+def test_quantised_heads_are_refused_by_name():
+    class Linear4bit(torch.nn.Linear):
+        def forward(self, x):
+            return x
+
+    layer = Linear4bit(16, 64)
+    layer.weight = torch.nn.Parameter(torch.zeros(64 * 8, 1, dtype=torch.uint8), requires_grad=False)
+    message = r"lm_head is quantised \(Linear4bit, Parameter of torch.uint8\); expected a plain torch\.nn\.Linear"
+    with pytest.raises(TypeError, match=message):
+        lm_head_inputs(layer, HIDDEN)
+    lora = torch.nn.Module()
+    lora.base_layer = layer
+    with pytest.raises(TypeError, match=message):
+        lm_head_inputs(lora, HIDDEN)
+
+
+@pytest.mark.parametrize("wrong", [torch.nn.Embedding(64, 16), torch.nn.Sequential(torch.nn.Linear(16, 64))])
+def test_other_layers_are_refused_by_name(wrong):
+    with pytest.raises(TypeError, match=rf"lm_head is a torch\.nn\.modules\.\w+\.{type(wrong).__name__}; expected a"):
+        lm_head_inputs(wrong, HIDDEN)
+    with pytest.raises(TypeError, match=r"lm_head is a SimpleNamespace; expected a torch\.nn\.Module"):
+        lm_head_inputs(SimpleNamespace(), HIDDEN)
+
+
+def test_a_head_whose_forward_was_replaced_is_refused():
+    layer = torch.nn.Linear(16, 64)
+    layer.forward = lambda x: x
+    with pytest.raises(TypeError, match=r"lm_head is a torch\.nn\.modules\.linear\.Linear whose forward was replaced"):
+        lm_head_inputs(layer, HIDDEN)

@@ -1,0 +1,179 @@
+"""fused_forward against the model's own logits."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from tiny_models import TINY_MODELS, VOCAB, tiny_model
+
+from grpo_kernels import GRPOConfig, fused_logps, fused_policy_loss, grpo_loss_from_logps
+
+pytest.importorskip("transformers")
+from grpo_kernels.integrations import transformers as integration
+from grpo_kernels.integrations.transformers import fused_forward
+
+PROMPT, LENGTH = 5, 6
+
+
+def batch(vocab: int = VOCAB) -> dict[str, torch.Tensor]:
+    """Four rows: whole; a prompt padded on the left; a completion padded on the right; both."""
+    ids = torch.randint(3, vocab, (4, PROMPT + LENGTH))
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    mask[2, -2:] = 0
+    mask[3, :1], mask[3, -4:] = 0, 0
+    return dict(input_ids=ids, attention_mask=mask, completion_ids=ids[:, -LENGTH:])
+
+
+def own_logps(model, inputs, positions=None) -> torch.Tensor:
+    """(B, T) from the model's own logits."""
+    extra = {} if positions is None else {"position_ids": positions}
+    logits = model(inputs["input_ids"], attention_mask=inputs["attention_mask"], **extra).logits
+    logps = logits[:, -LENGTH - 1 : -1].log_softmax(-1)
+    return logps.gather(-1, inputs["completion_ids"][..., None]).squeeze(-1)
+
+
+def positions_of(inputs) -> torch.Tensor:
+    return (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("family", sorted(TINY_MODELS))
+def test_loss_and_gradients_are_those_of_the_models_own_logits(family):
+    # In float64 the experts of Granite do not run, and Gemma 2's attention is NaN at padding on the left.
+    dtype = torch.float32 if family in ("gemma2", "granitemoe") else torch.float64
+    model, inputs = tiny_model(family, dtype=dtype), batch()
+    config, advantages = GRPOConfig.preset("dapo"), torch.tensor([1.0, -0.5, 2.0, -1.0])
+    mask = inputs["attention_mask"][:, -LENGTH:]
+    expected_logps = own_logps(model, inputs, positions_of(inputs))
+    old = expected_logps.detach() + 0.3 * torch.randn(4, LENGTH)
+    expected = grpo_loss_from_logps(expected_logps, advantages, completion_mask=mask, old_logps=old, config=config)
+    expected.loss.backward()
+    expected_gradients = gradients(model)
+
+    out = fused_forward(model, **inputs, advantages=advantages, old_logps=old, config=config)
+    out.loss.backward()
+    torch.testing.assert_close(out.loss, expected.loss, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(out.logps, expected.logps, rtol=1e-5, atol=1e-5)
+    found = gradients(model)
+    assert set(found) == set(expected_gradients) and any(g.abs().max() > 1e-3 for g in found.values())
+    for name in found:
+        torch.testing.assert_close(found[name], expected_gradients[name], rtol=1e-5, atol=2e-6)
+
+
+def test_fused_logps_and_a_loss_of_your_own():
+    model, inputs = tiny_model("granite", dtype=torch.float64), batch()
+    expected = own_logps(model, inputs, positions_of(inputs)) * inputs["attention_mask"][:, -LENGTH:]
+    logps, entropy = fused_forward(model, **inputs, loss=fused_logps, entropy=True)
+    torch.testing.assert_close(logps, expected)
+    assert entropy.shape == logps.shape
+    value = fused_forward(model, **inputs, loss=fused_policy_loss, loss_fn=lambda chunk: chunk.logps.sum())
+    torch.testing.assert_close(value, expected.sum())
+
+
+def test_padding_on_the_left_changes_nothing():
+    """Learned positions: a row with its padding is the row without it."""
+    model, inputs = tiny_model("gpt2", dtype=torch.float64), batch()
+    logps, _ = fused_forward(model, **inputs, loss=fused_logps)
+    short = {name: x[1:2] for name, x in inputs.items()}
+    short = short | {name: short[name][:, 3:] for name in ("input_ids", "attention_mask")}
+    torch.testing.assert_close(fused_forward(model, **short, loss=fused_logps)[0], logps[1:2])
+    given = dict(model_inputs={"position_ids": positions_of(inputs) + 7})
+    assert not torch.allclose(fused_forward(model, **inputs, **given, loss=fused_logps)[0], logps)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_embedding_larger_than_the_tokenizer(tied):
+    """Rows of the vocabulary that no token uses are part of the model's softmax, and of ours."""
+    model, inputs = tiny_model("llama", dtype=torch.float64, tie_word_embeddings=tied), batch()
+    model.resize_token_embeddings(VOCAB, pad_to_multiple_of=48)
+    assert model.lm_head.weight.shape[0] == 96
+    expected = own_logps(model, inputs, positions_of(inputs)) * inputs["attention_mask"][:, -LENGTH:]
+    torch.testing.assert_close(fused_forward(model, **inputs, loss=fused_logps)[0], expected)
+
+
+def test_without_an_attention_mask_every_token_is_scored():
+    model, inputs = tiny_model("llama"), batch()
+    del inputs["attention_mask"]
+    out = fused_forward(model, **inputs, advantages=torch.ones(4))
+    assert (out.logps != 0).all()
+    mask = torch.ones(4, LENGTH)
+    mask[0, 2:] = 0
+    out = fused_forward(model, **inputs, completion_mask=mask, advantages=torch.ones(4))
+    assert (out.logps == 0).sum() == LENGTH - 2
+
+
+def test_the_hidden_states_of_scored_positions_alone_reach_the_loss():
+    model, inputs = tiny_model("llama"), batch()
+    seen = []
+    fused_forward(model, **inputs, loss=lambda hidden, weight, ids, **options: seen.append((hidden.shape, options)))
+    shape, options = seen[0]
+    assert shape == (4, LENGTH, 16) and options["logit_scale"] == 1.0 and options["logit_softcap"] is None
+
+
+def test_a_configuration_that_contradicts_the_model_is_refused():
+    model, inputs = tiny_model("granite"), batch()
+    ones = torch.ones(4)
+    fused_forward(model, **inputs, advantages=ones, config=GRPOConfig(logit_scale=1 / 6.0))
+    with pytest.raises(ValueError, match=r"config\.logit_scale=0\.5; the model has 0\.1666"):
+        fused_forward(model, **inputs, advantages=ones, config=GRPOConfig(logit_scale=0.5))
+    with pytest.raises(ValueError, match=r"logit_softcap=3\.0; the GraniteForCausalLM has None"):
+        fused_forward(model, **inputs, loss=fused_logps, logit_softcap=3.0)
+    with pytest.raises(TypeError, match="config is a str; expected a GRPOConfig"):
+        fused_forward(model, **inputs, advantages=ones, config="dapo")
+
+
+def test_a_model_whose_own_logits_differ_is_refused(monkeypatch):
+    """The check of a class of models sees a transform that its configuration does not tell."""
+    model, inputs = tiny_model("llama"), batch()
+    kind = type("OddForCausalLM", (type(model),), {})
+    model.__class__ = kind
+    monkeypatch.setattr(integration, "_checked", set())
+    fused_forward(model, **inputs, advantages=torch.ones(4))
+    assert len(integration._checked) == 1
+
+    def forward(self, *args, **kwargs):
+        out = super(kind, self).forward(*args, **kwargs)
+        out.logits = out.logits * 1.1
+        return out
+
+    kind.forward = forward
+    fused_forward(model, **inputs, advantages=torch.ones(4))  # not looked at again
+    integration._checked.clear()
+    with pytest.raises(ValueError, match="model is a OddForCausalLM whose own logits differ by"):
+        fused_forward(model, **inputs, advantages=torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (dict(model=torch.nn.Linear(2, 2)), TypeError, "model is a Linear; expected a causal language model of transf"),
+        (dict(completion_ids=torch.zeros(4, 6)), ValueError, "completion_ids[0, 0] differs from input_ids"),
+        (dict(completion_ids=torch.zeros(4, 11)), ValueError, "completion_ids has 11 columns and input_ids 11"),
+        (dict(completion_ids=torch.zeros(3, 6)), ValueError, "input_ids has shape (4, 11) and completion_ids (3, 6)"),
+        (dict(attention_mask=torch.ones(4, 6)), ValueError, "attention_mask has shape (4, 6); expected (4, 11)"),
+        (dict(input_ids=None), TypeError, "input_ids is a NoneType; expected a torch.Tensor"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(change, error, message):
+    arguments = {"model": tiny_model("llama"), **batch(), "advantages": torch.ones(4), **change}
+    with pytest.raises(error, match=re.escape(message)):
+        fused_forward(arguments.pop("model"), **arguments)
+
+
+def test_a_model_without_a_head_or_of_an_unknown_family_is_refused():
+    model, inputs = tiny_model("llama"), batch()
+    with pytest.raises(TypeError, match="model is a LlamaModel; expected a causal language model, with an lm_head"):
+        fused_forward(model.model, **inputs, advantages=torch.ones(4))
+    with pytest.raises(TypeError, match=r"pass model\.module"):
+        fused_forward(torch.nn.DataParallel(model), **inputs, advantages=torch.ones(4))
+    model.config.model_type = "no_such"
+    with pytest.raises(ValueError, match=r"config\.model_type='no_such': no rule"):
+        fused_forward(model, **inputs, advantages=torch.ones(4))
