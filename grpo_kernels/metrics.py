@@ -86,9 +86,9 @@ def policy_loss(sums: Sums, config: GRPOConfig, tokens: TokenInputs) -> Tensor:
     bonus = coefficient * column["entropy"] / count
     if tokens.normalizer is None:
         return sums.loss + bonus
-    sequences = count.new_full((), sums.num_sequences)
-    own = count if config.aggregation in ("token_mean", "num_items") else sequences * (config.max_completion_length or 1)
-    return sums.loss + bonus * own / tokens.normalizer
+    if config.aggregation not in ("token_mean", "num_items"):
+        count = count.new_full((), sums.num_sequences * (config.max_completion_length or 1))
+    return sums.loss + bonus * count / tokens.normalizer
 
 
 def sequence_table(sums: Tensor, config: GRPOConfig, **given: bool) -> dict[str, Tensor]:

@@ -25,7 +25,8 @@ class GRPOLossOutput:
 
     These are tensors, computed at first access from the sums that the kernels return:
 
-    metrics: name -> scalar; with an entropy bonus policy_loss too, the loss without it. metric_sums: name -> (sum, count), to be added over ranks and micro-batches.
+    metrics: name -> scalar; with an entropy bonus there is policy_loss, the loss without it. metric_sums: name ->
+        (sum, count), to be added over ranks and micro-batches.
     sequences: name -> (S,): loss (the sequence's share: the shares add up to `loss`), tokens, and the mean of each
         metric over the sequence's tokens (0 for a sequence without tokens).
     groups: name -> (num_groups,), when groups are given: loss (the group's share), kl, clip_ratio, tokens, and from

@@ -1,4 +1,4 @@
-"""Training runs of TRL's trainers on tiny models with and without this package, compared: logged numbers, final weights.
+"""Training runs of TRL's trainers on tiny models with and without this package: logged numbers and final weights.
 
 As a script, with what the CI installs (see CONTRIBUTING.md):
 
@@ -23,10 +23,11 @@ from typing import Any, NamedTuple
 import torch
 from tiny_models import VOCAB, tiny_model
 
-TOLERANCE = 5e-5
+README = Path(__file__).resolve().parents[1] / "grpo_kernels" / "integrations" / "README.md"
+TOLERANCE = 5e-5  # relative, in float32
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
 LEVELS = ("token", "sequence")
-NOT_COMPARED = ("runtime", "per_second", "step_time", "flos", "num_tokens")  # times, and what does not depend on the loss
+NOT_COMPARED = ("runtime", "per_second", "step_time")
 
 
 def tokenizer() -> Any:
@@ -40,10 +41,10 @@ def tokenizer() -> Any:
 
 
 @lru_cache
-def saved_model(family: str, dtype: torch.dtype = torch.float32, **options: Any) -> str:
+def saved_model(family: str) -> str:
     """A folder with a tiny model: TRL reads the reference model from there."""
     folder = tempfile.mkdtemp(prefix="grpo_kernels_")
-    model = tiny_model(family, dtype=dtype, **options)
+    model = tiny_model(family)
     model.generation_config.eos_token_id = [2, 5, 9]  # completions end early, at any of them
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
@@ -78,13 +79,13 @@ def trl_arguments(folder: str, **options: Any) -> Any:
         return GRPOConfig(**{**common, **options})
 
 
-def make_trainer(cls: Any, family: str, options: dict[str, Any], model: dict[str, Any] | None = None) -> Any:
+def make_trainer(cls: Any, family: str, options: dict[str, Any]) -> Any:
     """A trainer of this class; `options` of its GRPOConfig, of which peft makes it train an adapter."""
     from transformers import AutoModelForCausalLM, logging
 
     logging.set_verbosity_error()
     options = dict(options)
-    folder, adapter = saved_model(family, **(model or {})), options.pop("peft", None)
+    folder, adapter = saved_model(family), options.pop("peft", None)
     extra = {}
     if adapter:
         from peft import LoraConfig
@@ -101,12 +102,16 @@ def make_trainer(cls: Any, family: str, options: dict[str, Any], model: dict[str
         )  # fmt: skip
 
 
-def train(cls: Any, family: str, options: dict[str, Any], model: dict[str, Any] | None = None) -> dict[str, Any]:
+def train(cls: Any, family: str, options: dict[str, Any]) -> dict[str, Any]:
     """{"log": a list of {name: number}, "weights": {name: tensor}} of a whole run."""
-    trainer = make_trainer(cls, family, options, model)
+    trainer = make_trainer(cls, family, options)
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.train()
+    return result_of(trainer)
+
+
+def result_of(trainer: Any) -> dict[str, Any]:
     kept = [
         {name: x for name, x in entry.items() if not any(part in name for part in NOT_COMPARED)}
         for entry in trainer.state.log_history
@@ -121,11 +126,10 @@ class Case(NamedTuple):
     title: str
     options: dict[str, Any]
     family: str = "qwen2"
-    processes: int = 1
 
 
-def _option(title: str, family: str = "qwen2", processes: int = 1, **options: Any) -> Case:
-    return Case(title, {"loss_type": "dapo", **options}, family, processes)
+def _option(title: str, family: str = "qwen2", **options: Any) -> Case:
+    return Case(title, {"loss_type": "dapo", **options}, family)
 
 
 _ADAPTIVE = dict(use_adaptive_entropy=True, entropy_coef_delta=0.01, entropy_coef_max=0.05, entropy_target=3.75)
@@ -162,16 +166,16 @@ TYPES = [
     for loss_type, level, beta in itertools.product(LOSS_TYPES, LEVELS, (0.0, 0.1))
 ]
 PROCESSES = [
-    *(_option(f"{name}, two processes", processes=2, loss_type=name, beta=0.1) for name in LOSS_TYPES),
-    _option("top-entropy quantile, two processes", processes=2, top_entropy_quantile=0.3, entropy_coef=0.05),
-    _option("adaptive entropy bonus, two processes", processes=2, entropy_coef=0.01, **_ADAPTIVE),
-    _option("two processes, level sequence", processes=2, loss_type="grpo", importance_sampling_level="sequence"),
+    *(_option(f"{name}, two processes", loss_type=name, beta=0.1) for name in LOSS_TYPES),
+    _option("top-entropy quantile, two processes", top_entropy_quantile=0.3, entropy_coef=0.05),
+    _option("adaptive entropy bonus, two processes", entropy_coef=0.01, **_ADAPTIVE),
+    _option("two processes, level sequence", loss_type="grpo", importance_sampling_level="sequence"),
 ]
 CASES = {case.title: case for case in (*TYPES, *OPTIONS, *FAMILIES, *PROCESSES)}
 
 
 def trainer_class(name: str) -> Any:
-    """"trl", "fused", or "patched": TRL's own trainer with its head replaced."""
+    """The trainer of "trl", "fused", or "patched", which is TRL's own with its head replaced."""
     from trl import GRPOTrainer
 
     if name == "trl":
@@ -185,23 +189,35 @@ def trainer_class(name: str) -> Any:
 
 
 def run(name: str, case: Case) -> dict[str, Any]:
-    """What `train` returns, of this trainer; of rank 0 where there are several processes."""
-    if case.processes == 1:
-        try:
-            return train(trainer_class(name), case.family, case.options)
-        finally:
-            if name == "patched":
-                from grpo_kernels.integrations.trl import unpatch_trl
+    """What `train` returns, of this trainer in this process, or in each of those of torchrun."""
+    try:
+        return train(trainer_class(name), case.family, case.options)
+    finally:
+        if name == "patched":
+            from grpo_kernels.integrations.trl import unpatch_trl
 
-                unpatch_trl()
+            unpatch_trl()
+
+
+def run_processes(names: tuple[str, ...], cases: list[Case]) -> dict[tuple[str, str], dict[str, Any]]:
+    """Results of rank 0 by (trainer, title), of runs of two processes: one start of torchrun for all of them."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.processes)]
-        command += [__file__, "--run", folder, name, case.family, json.dumps(case.options)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command += [__file__, "worker", folder, json.dumps(names), json.dumps([case.title for case in cases])]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == 0, done.stderr[-4000:]
-        found: dict[str, Any] = torch.load(Path(folder) / "result.pt")
+        found: dict[tuple[str, str], dict[str, Any]] = torch.load(Path(folder) / "results.pt")
         return found
+
+
+def worker(folder: str, names: str, titles: str) -> None:
+    """A process of torchrun."""
+    pairs = list(itertools.product(json.loads(names), json.loads(titles)))
+    results = {(name, title): run(name, CASES[title]) for name, title in pairs}
+    if torch.distributed.get_rank() == 0:
+        torch.save(results, Path(folder) / "results.pt")
+    torch.distributed.destroy_process_group()
 
 
 def differences(found: dict[str, Any], expected: dict[str, Any]) -> tuple[float, float]:
@@ -226,15 +242,17 @@ def clipped(result: dict[str, Any]) -> float:
     return max(float(entry.get(name, 0.0)) for entry in result["log"] for name in names)
 
 
-def table(cases: dict[str, Case]) -> str:
+def table() -> str:
+    names = ("trl", "fused", "patched")
     rows = ["| run | model | fused: numbers | weights | patched: numbers | weights |", "|---|---|---|---|---|---|"]
-    for case in cases.values():
-        expected = run("trl", case)
+    together = run_processes(names, PROCESSES)
+    for case in CASES.values():
+        found = {name: together.get((name, case.title)) or run(name, case) for name in names}
         cells = []
-        for name in ("fused", "patched"):
-            found = differences(run(name, case), expected)
-            assert max(found) < TOLERANCE, (case, name, found)
-            cells += [f"{x:.0e}" for x in found]
+        for name in names[1:]:
+            errors = differences(found[name], found["trl"])
+            assert max(errors) < TOLERANCE, (case, name, errors)
+            cells += [f"{x:.0e}" for x in errors]
         rows.append(f"| {case.title} | {case.family} | {' | '.join(cells)} |")
         print(rows[-1], flush=True)
     return "\n".join(rows)
@@ -242,19 +260,14 @@ def table(cases: dict[str, Case]) -> str:
 
 def main(arguments: list[str]) -> None:
     torch.set_num_threads(1)
-    if arguments[:1] == ["--run"]:
-        folder, name, family, options = arguments[1:]
-        result = train(trainer_class(name), family, json.loads(options))
-        if torch.distributed.get_rank() == 0:
-            torch.save(result, Path(folder) / "result.pt")
-        torch.distributed.destroy_process_group()
+    if arguments[:1] == ["worker"]:
+        worker(*arguments[1:])
         return
-    found = table(CASES)
+    found = table()
     if arguments == ["--write"]:
-        readme = Path(__file__).resolve().parents[1] / "grpo_kernels" / "integrations" / "README.md"
-        text = readme.read_text(encoding="utf-8")
-        before, rest = text.split("<!-- table -->\n")[0], text.split("<!-- end -->")[1]
-        readme.write_text(f"{before}<!-- table -->\n{found}\n<!-- end -->{rest}", encoding="utf-8")
+        text = README.read_text(encoding="utf-8")
+        before, after = text.split("<!-- table -->")[0], text.split("<!-- end of table -->")[1]
+        README.write_text(f"{before}<!-- table -->\n\n{found}\n\n<!-- end of table -->{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

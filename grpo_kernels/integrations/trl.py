@@ -1,8 +1,7 @@
 """TRL's GRPOTrainer with the fused loss, and the log-probability head of all of TRL's trainers.
 
-`FusedGRPOTrainer` computes the whole loss from hidden states. `patch_trl` swaps the head alone, for GRPO, RLOO, DPO, KTO
-and SFT. Both leave TRL's generation, rewards and advantages as they are. integrations/README.md has the table of what was
-compared with TRL.
+`FusedGRPOTrainer` computes the whole loss from hidden states. `patch_trl` swaps the head alone, for GRPO, RLOO, DPO,
+KTO and SFT. Both leave TRL's generation, rewards and advantages as they are. README.md has the comparison with TRL.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from ..logit_transform import logit_transform
 from ..logps import fused_logps
 from ..loss import fused_grpo_loss, grpo_loss_from_logps
 from ..output import GRPOLossOutput
-from ..plain import check_plain
+from ..plain import is_quantised
 
 RANGE = ((1, 16), (1, 17))  # from the first, before the second. TRL 1.15 has no head for CPUs, where the tests run
 
@@ -33,7 +32,7 @@ try:
 except ImportError as error:
     raise ImportError("grpo_kernels.integrations.trl needs TRL: pip install 'trl>=1.16,<1.17'") from error
 if not RANGE[0] <= Version(trl.__version__).release[:2] < RANGE[1]:
-    raise ImportError(f"grpo_kernels.integrations.trl is tested with trl>=1.16,<1.17; TRL {trl.__version__} is installed")
+    raise ImportError(f"grpo_kernels.integrations.trl is tested with trl>=1.16,<1.17; {trl.__version__} is installed")
 
 import trl.trainer.utils as trl_utils  # noqa: E402
 from trl import GRPOTrainer  # noqa: E402
@@ -55,18 +54,21 @@ class _Head(NamedTuple):
     options: dict[str, Any]  # temperature, logit_scale, logit_softcap
 
 
-class FusedGRPOTrainer(GRPOTrainer):
+class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     """TRL's GRPOTrainer with its loss computed by `fused_grpo_loss`, inside of the model's forward.
 
     The same arguments, configuration (`trl.GRPOConfig`) and logged metrics as GRPOTrainer's. Old and reference
-    log-probabilities come from `fused_logps`. With top_entropy_quantile below 1 the loss is that of `fused_logps`, whose
-    backward computes the kept tokens only.
+    log-probabilities come from `fused_logps`. With top_entropy_quantile below 1 all log-probabilities do, and the
+    backward computes the logits of the kept tokens again.
 
     Raises:
         ValueError: at construction, by name, what this loss does not do: negative beta, entropy_coef or
-            off_policy_mask_threshold, torch_compile, a model whose logits `logit_transform` has no rule for, a quantised
-            lm_head, DeepSpeed ZeRO-3. A head that is sharded other than by FSDP2: at the first step.
+            off_policy_mask_threshold, torch_compile, a model whose logits `logit_transform` has no rule for, a
+            quantised lm_head, DeepSpeed ZeRO-3. An lm_head that is sharded other than by FSDP2: at the first step.
     """
+
+    entropy_coef: float  # these two are TRL's
+    _entropy_window_stats: Tensor | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -87,7 +89,7 @@ class FusedGRPOTrainer(GRPOTrainer):
         if self.args.torch_compile:
             raise ValueError("torch_compile=True: FusedGRPOTrainer computes the loss inside of an eager forward")
         if is_deepspeed_zero3_enabled():
-            raise ValueError("DeepSpeed ZeRO-3 partitions the lm_head, which FusedGRPOTrainer does not gather: use ZeRO-2")
+            raise ValueError("DeepSpeed ZeRO-3: FusedGRPOTrainer does not gather the partitions of the lm_head")
         if self.aux_loss_enabled:
             _expert_counts(self.model.config.get_text_config())
 
@@ -274,6 +276,9 @@ class _LossCall:
         if not self._is_per_sequence():
             return self.out.metric_sums[name]
         per_sequence = self.out.sequences[name]
+        if name == "cispo_clip_ratio":  # a sequence without tokens has ratio 1, which a cap below 1 clips
+            clipped = (self.advantages.view(-1) > 0) & (self.trainer.epsilon_high < 1)
+            per_sequence = torch.where(self.out.sequences["tokens"] > 0, per_sequence, clipped.to(per_sequence.dtype))
         return per_sequence.sum(), per_sequence.new_full((), len(per_sequence))
 
     def sequence_means(self, name: str) -> Tensor:
@@ -318,7 +323,8 @@ def _add_head(model: Any, temperature: float, *, in_float32: bool) -> None:
             return original(*args, **kwargs) if labels is None else original(*args, labels=labels, **kwargs)
         kwargs["use_cache"] = False
         backbone = self.base_model(*args, **kwargs)
-        hidden, autocast = backbone.last_hidden_state, contextlib.nullcontext()
+        hidden = backbone.last_hidden_state
+        autocast: Any = contextlib.nullcontext()
         lm_head = self.get_output_embeddings()
         hidden = hidden.to(lm_head.weight.device)
         if in_float32:
@@ -333,7 +339,7 @@ def _add_head(model: Any, temperature: float, *, in_float32: bool) -> None:
     model.forward = types.MethodType(forward, model)
 
 
-def _score(hidden: Tensor, head: _Head, labels: Tensor) -> FusedCausalLMOutput:
+def _score(hidden: Tensor, head: _Head, labels: Any) -> FusedCausalLMOutput:
     """Log-probabilities and entropies of the labels, which are shifted here; -100 is left out."""
     labels = labels[:, 1:].to(hidden.device)
     mask = labels != -100
@@ -346,14 +352,10 @@ def _score(hidden: Tensor, head: _Head, labels: Tensor) -> FusedCausalLMOutput:
 def _check_head(lm_head: Any) -> None:
     weight = getattr(lm_head, "weight", None)
     if not isinstance(weight, Tensor):
-        raise ValueError(f"the model's lm_head is a {type(lm_head).__name__} without weight; expected a linear layer")
-    if not _is_sharded(weight):
-        try:
-            check_plain("lm_head_weight", weight)
-        except TypeError as error:
-            raise ValueError(f"the model's lm_head is not supported: {error}") from error
-    if not weight.is_floating_point() or weight.dtype.itemsize == 1 or hasattr(weight, "quant_state"):
-        raise ValueError(f"the model's lm_head is quantised ({type(weight).__name__} of {weight.dtype}): keep it unquantised")
+        raise ValueError(f"lm_head is a {type(lm_head).__name__} without weight; expected a linear layer")
+    if is_quantised(weight) or hasattr(weight, "quant_state"):
+        kind = f"{type(weight).__name__} of {weight.dtype}"
+        raise ValueError(f"lm_head is quantised ({kind}): leave it out (llm_int8_skip_modules=['lm_head'])")
 
 
 def _is_sharded(weight: Tensor) -> bool:
@@ -369,7 +371,7 @@ def _whole(weight: Any) -> Tensor:
     if any(placement not in (Shard(0), Replicate()) for placement in weight.placements) or "tp" in (
         weight.device_mesh.mesh_dim_names or ()
     ):
-        raise ValueError(f"the lm_head is sharded as {weight.placements}; FusedGRPOTrainer supports the shards of FSDP2")
+        raise ValueError(f"the lm_head is sharded as {weight.placements}; only the shards of FSDP2 are supported")
     return weight.full_tensor(grad_placements=[Partial("avg")] * weight.device_mesh.ndim)
 
 
@@ -379,13 +381,14 @@ def _expert_counts(text_config: Any) -> tuple[int, int]:
         count = getattr(text_config, name, None)
         if isinstance(count, int) and hasattr(text_config, "num_experts_per_tok"):
             return count, text_config.num_experts_per_tok
-    raise ValueError(f"router_aux_loss_coef: the number of experts of model_type {text_config.model_type!r} is not known")
+    raise ValueError(f"router_aux_loss_coef: model_type {text_config.model_type!r} has experts of unknown number")
 
 
 def _load_balancing(router_logits: Any, text_config: Any, attention_mask: Tensor | None) -> Tensor:
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-    return load_balancing_loss_func(router_logits, *_expert_counts(text_config), attention_mask)
+    found: Any = load_balancing_loss_func(router_logits, *_expert_counts(text_config), attention_mask)
+    return found
 
 
 class _FusedLogProbs:
@@ -396,45 +399,44 @@ class _FusedLogProbs:
         hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk_size: int,
         softcap: float | None = None, logit_scale: float = 1.0, outputs: tuple[str, ...] = ("log_probs",),
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        """hidden (N, H), targets (N,): (log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1), each (N,), None for
-        what is not in `outputs`. chunk_size is TRL's; rows per chunk follow from memory here."""
+        """hidden (N, H), targets (N,): (log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1), each (N,), None
+        for what is not in `outputs`. chunk_size is TRL's; rows per chunk follow from memory here."""
         if is_deepspeed_zero3_enabled():
             raise ValueError("DeepSpeed ZeRO-3 partitions the lm_head between forward and backward: use unpatch_trl()")
-        transform = dict(temperature=temperature, logit_scale=logit_scale, logit_softcap=softcap)
-        wants_entropy = "entropy" in outputs
+        options: dict[str, Any] = dict(temperature=temperature, logit_scale=logit_scale, logit_softcap=softcap)
+        head = _Head(weight, bias, options)
         logps, entropy = fused_logps(
-            hidden, weight, targets.long(), lm_head_bias=bias, entropy=wants_entropy, **transform
+            hidden, weight, targets, lm_head_bias=bias, entropy="entropy" in outputs, **options
         )
-        return logps, entropy, *_statistics(hidden, weight, bias, targets, transform, outputs)
+        return logps, entropy, *_statistics(hidden, head, targets, outputs)
 
 
-_ROWS_OF_STATISTICS = 256
+_STATISTICS = ("log_sum_sq_probs", "mean_logits", "is_top1")
+_STATISTICS_ROWS = 256  # whose logits are in memory at a time
 
 
 @torch.no_grad()
-def _statistics(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, transform: dict[str, Any], outputs: tuple[str, ...]
-) -> list[Tensor | None]:
-    """(log_sum_sq_probs, mean_logits, is_top1) for the metrics of DPO, KTO and SFT, at the price of another product."""
-    names = ("log_sum_sq_probs", "mean_logits", "is_top1")
-    found: dict[str, list[Tensor]] = {name: [] for name in names if name in outputs}
-    for h, target in zip(hidden.split(_ROWS_OF_STATISTICS), targets.split(_ROWS_OF_STATISTICS), strict=True):
+def _statistics(hidden: Tensor, head: _Head, targets: Tensor, outputs: tuple[str, ...]) -> list[Tensor | None]:
+    """What the metrics of DPO, KTO and SFT need beside log-probabilities, at the price of another product."""
+    found: dict[str, list[Tensor]] = {name: [] for name in _STATISTICS if name in outputs}
+    softcap = head.options["logit_softcap"]
+    for h, target in zip(hidden.split(_STATISTICS_ROWS), targets.split(_STATISTICS_ROWS), strict=True):
         if not found:
             break
-        z = torch.nn.functional.linear(h, weight, bias).float() * transform["logit_scale"]
-        if transform["logit_softcap"] is not None:
-            z = torch.tanh(z / transform["logit_softcap"]) * transform["logit_softcap"]
-        z /= transform["temperature"]
+        z = torch.nn.functional.linear(h, head.weight, head.bias).float() * head.options["logit_scale"]
+        if softcap is not None:
+            z = torch.tanh(z / softcap) * softcap
+        z /= head.options["temperature"]
         if "log_sum_sq_probs" in found:
             found["log_sum_sq_probs"].append((2 * z).logsumexp(-1) - 2 * z.logsumexp(-1))
         if "mean_logits" in found:
             found["mean_logits"].append(z.mean(-1))
         if "is_top1" in found:
             found["is_top1"].append(z.argmax(-1) == target)
-    return [torch.cat(found[name]) if name in found else None for name in names]
+    return [torch.cat(found[name]) if name in found else None for name in _STATISTICS]
 
 
-# Private names of trl.trainer.utils, which the tests hold for each release: the head's autograd.Function, and whether it
+# Private names of trl.trainer.utils, held by the tests for each release: the head's autograd.Function, and whether it
 # gets the scored positions alone.
 _PATCHES: dict[str, Any] = {"_ChunkedLogProbFunction": _FusedLogProbs, "_use_triton": lambda device: True}
 _originals: dict[str, Any] = {}
