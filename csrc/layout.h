@@ -179,7 +179,7 @@ static_assert(sizeof(Params) == 4 * (sizeof kParamNames / sizeof *kParamNames), 
     F(level)                                                                       \
     F(whole_sequences) /* a token's gradient depends on those of its sequence */   \
     F(needs_advantage) /* no gradient of the surrogate where the advantage is 0 */ \
-    F(kl_moves)        /* the KL term alone has a gradient */                      \
+    F(kl_has_gradient) /* the KL term alone has a gradient */                      \
     F(score_inactive)
 #define GK_PLAN_RULE_FLOATS(F) \
     F(max_completion_length)   \

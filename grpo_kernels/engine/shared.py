@@ -19,7 +19,7 @@ def table_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def is_traced(hidden: Tensor) -> bool:
-    """Whether somebody wants to see one operation instead of what it does."""
+    """Whether torch.compile or a dispatch mode must see one operator instead of the operations inside it."""
     traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
     return traced or type(hidden) not in (Tensor, torch.nn.Parameter)
 
