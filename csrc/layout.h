@@ -15,7 +15,7 @@
 namespace gk {
 
 // Raised with every change of the seam, so that Python never calls a module that was built for another version of it.
-constexpr int kInterface = 6;
+constexpr int kInterface = 7;
 
 #define GK_ENUMERATOR(enumerator, name) enumerator,
 #define GK_NAME(enumerator, name) name,
@@ -179,7 +179,7 @@ static_assert(sizeof(Params) == 4 * (sizeof kParamNames / sizeof *kParamNames), 
     F(level)                                                                       \
     F(whole_sequences) /* a token's gradient depends on those of its sequence */   \
     F(needs_advantage) /* no gradient of the surrogate where the advantage is 0 */ \
-    F(kl_moves)        /* the KL term alone has a gradient */                      \
+    F(kl_has_gradient) /* the KL term alone has a gradient */                      \
     F(score_inactive)
 #define GK_PLAN_RULE_FLOATS(F) \
     F(max_completion_length)   \

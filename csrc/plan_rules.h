@@ -52,7 +52,7 @@ struct PlanSurrogate {
     float advantage, old, multiplier, rollout_weight;
 
     // Whether it has a gradient.
-    GK_HD bool moves(const PlanRules& rules) const {
+    GK_HD bool has_gradient(const PlanRules& rules) const {
         return multiplier != 0.f && (advantage != 0.f || !rules.needs_advantage);
     }
 };
@@ -98,16 +98,16 @@ GK_HD bool plan_token(const PlanArgs& args, int64_t t, int64_t s, bool unmasked,
     const int64_t id = args.clean_ids && unmasked ? args.ids[t] : 0;
     for (int f = 0; f < kFieldCount; f++) args.table[f * args.tokens + t] = column[f];
     if (args.clean_ids) args.clean_ids[t] = id;
-    return found.moves(rules);
+    return found.has_gradient(rules);
 }
 
-// Whether the surrogate moves either all unmasked tokens of a sequence or none.
-GK_HD bool moves_together(const PlanRules& rules) { return rules.whole_sequences || rules.level != kLevelToken; }
+// Whether the surrogate has a gradient at either all unmasked tokens of a sequence or none.
+GK_HD bool gradient_is_shared(const PlanRules& rules) { return rules.whole_sequences || rules.level != kLevelToken; }
 
-// `moved`: of the token, or where they move together of any unmasked token of its sequence. Exact: a token that is left
-// out has a gradient of exactly zero.
-GK_HD bool is_active(const PlanRules& rules, bool unmasked, const PlanWeights& weights, bool moved) {
-    const bool by_value = weights.direct != 0.f && (rules.kl_moves || moved);
+// `surrogate`: whether it has a gradient at the token, or where all of a sequence have one together at any unmasked
+// token of it. Exact: a token that is left out has a gradient of exactly zero.
+GK_HD bool is_active(const PlanRules& rules, bool unmasked, const PlanWeights& weights, bool surrogate) {
+    const bool by_value = weights.direct != 0.f && (rules.kl_has_gradient || surrogate);
     return unmasked && (by_value || (rules.entropy_coef != 0.f && weights.entropy != 0.f));
 }
 

@@ -81,7 +81,7 @@ GK_HD float evaluate_in_sequence(const Params& p, const TokenData& tokens, int64
     return own_ratio ? 0.f : ratio;
 }
 
-// Every token moves the ratio that all tokens of its sequence see; not where GMPO's clamp acts.
+// Every token has a share in the ratio that all tokens of its sequence are weighted by; not where GMPO's clamp acts.
 GK_HD void add_sequence_gradient(const Params& p, const TokenData& tokens, int64_t t, const SequenceTotals& totals,
                                  double through_ratio) {
     const float raw = token_log_ratio(p, tokens, t, tokens.value(kTokenLogp, t));

@@ -62,7 +62,7 @@ def group_statistics(
     baseline: str,
     ddof: int,
     eps: float,
-    nan_is_unscored: bool = True,
+    nan_is_no_verdict: bool = True,
     backend: str = "auto",
 ) -> GroupStatistics:
     """`group_advantages` of groups that `resolve_groups` made, with the statistics of each group."""
@@ -82,7 +82,7 @@ def group_statistics(
         smallest = int(torch.bincount(groups.index, minlength=groups.count).min())
         if smallest == 1:
             raise ValueError("a group of one completion has no standard deviation: scale='group' needs groups of >= 2")
-    numbers = scale, baseline, ddof, float(eps), nan_is_unscored
+    numbers = scale, baseline, ddof, float(eps), nan_is_no_verdict
     return GroupStatistics(*token_ops.group_statistics(rewards, groups.index, groups.count, *numbers, name))
 
 

@@ -65,7 +65,7 @@ PRODUCT_LIMIT = math.exp(EXPONENT_LIMIT)
 def chunk_row_stride(vocab_size: int, device: torch.device) -> int:
     """Elements from one row of the scratch to the next: on a GPU each starts on 16 bytes, whatever the vocabulary.
 
-    8 elements would do, but what Triton knows of an integer is whether 16 divides it.
+    8 elements would do, but Triton's compiler only keeps track of whether 16 divides an integer.
     """
     return vocab_size if device.type == "cpu" else -(-vocab_size // 16) * 16
 
@@ -232,7 +232,7 @@ class PlanRules(NamedTuple):
     multiplies_rollout_weight: bool = True
     whole_sequences: bool = False  # a token's gradient depends on the log-probabilities of its sequence
     needs_advantage: bool = True  # the surrogate has no gradient where the advantage is 0
-    kl_moves: bool = False  # the KL term has a gradient
+    kl_has_gradient: bool = False  # the KL term has a gradient
     score_inactive: bool = True
     max_completion_length: float = 0.0
     entropy_coef: float = 0.0
@@ -459,5 +459,7 @@ class FoldingBackend(Backend, Protocol):
 
 class TransposingBackend(Backend, Protocol):
     """A backend that writes the transpose of a product, for oneDNN, which is slow where it has to transpose."""
+
+    transposes_first: bool  # also the first share of a sum in 16 bits, which a product could write by itself
 
     def add_transposed(self, target: Tensor, source: Tensor, *, add: bool) -> None: ...

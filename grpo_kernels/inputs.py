@@ -150,7 +150,7 @@ def _advantages(
         baseline=config.advantage_baseline,
         ddof=config.advantage_ddof,
         eps=config.advantage_eps,
-        nan_is_unscored=False,
+        nan_is_no_verdict=False,
         backend=backend if rewards.dtype != torch.float64 else "auto",
     )
     return statistics.advantages, (statistics.mean, statistics.std)

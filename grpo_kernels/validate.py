@@ -323,13 +323,13 @@ def _name_first(
         raise ValueError(f"{name}{place} = {x[tuple(where)].item()}; expected {expected}")
 
 
-def check_rewards_finite(name: str, rewards: Tensor, *, nan_is_unscored: bool = True) -> None:
-    """No infinity, whose advantages would be NaN; with `nan_is_unscored` NaN stands for a completion without a verdict,
-    else it is refused too."""
+def check_rewards_finite(name: str, rewards: Tensor, *, nan_is_no_verdict: bool = True) -> None:
+    """No infinity, whose advantages would be NaN; with `nan_is_no_verdict` NaN stands for a completion without a
+    verdict, else it is refused too."""
     if not checks_values(rewards.device) or math.isfinite(rewards.sum().item()):
         return
-    if nan_is_unscored:
+    if nan_is_no_verdict:
         _name_first(name, rewards, rewards.isinf(), None, None, "a finite number, or NaN for no verdict")
         return
-    unscored = "for completions without a verdict pass advantages=group_advantages(rewards, ...), where NaN means that"
-    _name_first(name, rewards, ~rewards.isfinite(), None, None, f"a finite number; {unscored}")
+    advice = "for completions without a verdict pass advantages=group_advantages(rewards, ...), where NaN means that"
+    _name_first(name, rewards, ~rewards.isfinite(), None, None, f"a finite number; {advice}")

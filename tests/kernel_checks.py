@@ -187,7 +187,7 @@ def check_rows(
     logits, _ = placed(values, vocab + 3, shift)
     bias = torch.randn(shift % 5 + vocab)[shift % 5 :] if biased else None
     temperature = torch.tensor([1.0, 0.7, 1.0, 1.3, 2.0])
-    # The third row is silent.
+    # The third row has a zero gradient.
     g_logp, g_entropy = torch.tensor([1.0, -0.3, 0.0, 0.0, 2.0]), torch.tensor([0.0, 0.5, 0.0, -1.0, 0.1])
     u, logp, lse, entropy = exact(values, ids, temperature, params, bias)
     expected = torch.autograd.grad((g_logp * logp + g_entropy * entropy).sum(), u)[0]
@@ -316,7 +316,7 @@ def check_extremes(kernels: Kernels, dtypes: tuple[torch.dtype, torch.dtype]) ->
     check_gradient(grad, expected, ones * 2)
 
 
-def check_absent_and_silent(kernels: Kernels, dtypes: tuple[torch.dtype, torch.dtype] = PAIRS[0]) -> None:
+def check_absent_and_zero_gradient(kernels: Kernels, dtypes: tuple[torch.dtype, torch.dtype] = PAIRS[0]) -> None:
     vocab = 1100
     logits, _ = make_logits(3, vocab, dtypes[0])
     logits[0, 5] = -math.inf
@@ -327,7 +327,7 @@ def check_absent_and_silent(kernels: Kernels, dtypes: tuple[torch.dtype, torch.d
     assert logp[1:].isnan().all()
     assert lse.isfinite().all()
     assert not grad.any()
-    # A silent row is not read by `gradient`, and a NaN in it does not come through.
+    # A zero-gradient row is not read by `gradient`, and a NaN in it does not come through.
     logits[:, ::7] = math.nan
     grad.fill_(math.nan)
     zeros, rounding_error = torch.zeros(3), torch.full((3,), math.nan)
@@ -498,7 +498,7 @@ def make_plan_inputs(lengths: list[int] | tuple[int, int], seed: int = 0) -> tup
 
 
 def check_sequences(kernels: Kernels, params: KernelParams) -> None:
-    """sequence_objective against plain torch in float64: sequences of a part of the batch, unscored tokens of NaN."""
+    """sequence_objective against plain torch in float64: a part of the batch; tokens that are not scored hold NaN."""
     g = torch.Generator().manual_seed(1)
     lengths = torch.tensor([5, 0, 17, 1, 700, 40, 33, 31])
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])

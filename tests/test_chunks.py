@@ -8,6 +8,7 @@ from helpers import assert_same_bits, call_counter, fused, make_batch, off_polic
 
 import grpo_kernels as gk
 from grpo_kernels.backends import get_backend
+from grpo_kernels.backends.compiled.cpu import CpuBackend
 from grpo_kernels.engine import lm_head, memory
 from grpo_kernels.engine.lm_head import LMHead, Rows
 
@@ -139,3 +140,19 @@ def test_nothing_beyond_a_row_of_gradients_reaches_a_product(seed, backend):
     config = gk.GRPOConfig(logits_dtype=FLOAT, importance_sampling_level=("token", "sequence")[seed // 3])
     found = fused(batch, config, backend)
     assert all(x.isfinite().all() for x in found.grads.values())
+
+
+@pytest.mark.parametrize("chunk_rows", [None, 16, 5])  # one chunk, a few into a 16-bit sum, many into float32
+@pytest.mark.parametrize("transposes_first", [False, True])
+def test_both_ways_to_write_the_first_share_of_dweight(monkeypatch, transposes_first, chunk_rows):
+    """h^T dlogits, transposed, or dlogits^T h: the processor decides, and no machine has both kinds."""
+    calls = []
+    monkeypatch.setattr(CpuBackend, "transposes_first", transposes_first)
+    call_counter(monkeypatch, CpuBackend, "add_transposed", calls, lambda *arguments, add: add)
+    batch, config = make_batch(3, sequences=8).head_as(BFLOAT), gk.GRPOConfig(chunk_rows=chunk_rows)
+    exact, eager = reference(batch, config), reference(batch, config, BFLOAT)
+    found = [relative(result.grads["weight"], exact.grads["weight"]) for result in (fused(batch, config, "cpu"), eager)]
+    assert found[0] <= found[1]
+    in_float32 = chunk_rows == 5
+    assert (False in calls) == (transposes_first or in_float32)
+    assert (True in calls) == (chunk_rows is not None)

@@ -160,8 +160,8 @@ def test_extreme_rows(kernels, pair):
 
 
 @pytest.mark.parametrize("pair", c.PAIRS, ids=str)
-def test_masked_absent_silent_and_nan(kernels, pair):
-    c.check_absent_and_silent(kernels, pair)
+def test_masked_absent_zero_gradient_and_nan(kernels, pair):
+    c.check_absent_and_zero_gradient(kernels, pair)
 
 
 def test_logp_is_as_accurate_as_torch(kernels):

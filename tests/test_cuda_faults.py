@@ -131,7 +131,7 @@ FAULTS = [
         "the vectors that a tile has more than another left out",
         "host.cpp",
         {"static_cast<int32_t>(tiles % warps)": "0"},
-        "check_absent_and_silent",
+        "check_absent_and_zero_gradient",
     ),
     Fault(
         "too little shared memory",
@@ -140,10 +140,10 @@ FAULTS = [
         "past the end of shared memory",
     ),
     Fault(
-        "a silent row that is read",
+        "a zero-gradient row that is read",
         "streamed.cuh",
-        {"if (sweep.silent)": "if (false)"},
-        "check_absent_and_silent",
+        {"if (sweep.zero_gradient)": "if (false)"},
+        "check_absent_and_zero_gradient",
     ),
     # --- sums and numbers
     Fault(
@@ -182,7 +182,12 @@ FAULTS = [
         {"(y - origin) * to_exponent": "y * to_exponent - origin * to_exponent"},
         "check_statistics",
     ),
-    Fault("a NaN that the maximum swallows", "softmax.cuh", {"max_or_nan(": "fmaxf("}, "check_absent_and_silent"),
+    Fault(
+        "a NaN that the maximum swallows",
+        "softmax.cuh",
+        {"max_or_nan(": "fmaxf("},
+        "check_absent_and_zero_gradient",
+    ),
     Fault(
         "an entropy gradient that forgets the sampled id",
         "softmax.cuh",
@@ -247,7 +252,7 @@ FAULTS = [
     Fault(
         "a sequence that one thread decides on",
         "plan.cuh",
-        {"if (together) moved = block_sum(moved);": ""},
+        {"if (together) has_gradient = block_sum(has_gradient);": ""},
         "check_plan",
     ),
     # --- tokens, sequences and rewards
@@ -316,7 +321,7 @@ def battery(kernels: Kernels) -> None:
             c.check_in_place(kernels, 5003, PAIR, shift=order)
             if order == 0:
                 c.check_extremes(kernels, PAIR)
-                c.check_absent_and_silent(kernels, PAIR)
+                c.check_absent_and_zero_gradient(kernels, PAIR)
         kernels.use(order=order)
         for rules in (PlanRules(), PlanRules(whole_sequences=True, score_inactive=False)):
             c.check_plan(kernels, *c.make_plan_inputs([7, 300, 0, 64, 1, 1300, *[9] * 20]), rules)

@@ -128,10 +128,10 @@ def test_extreme_rows(kernels, device, pair):
     c.check_extremes(kernels, pair)
 
 
-def test_masked_absent_silent_and_nan(kernels, device):
+def test_masked_absent_zero_gradient_and_nan(kernels, device):
     kernels.use(DEVICES[device])
     for pair in c.PAIRS:
-        c.check_absent_and_silent(kernels, pair)
+        c.check_absent_and_zero_gradient(kernels, pair)
 
 
 @pytest.mark.parametrize("dtype", c.DTYPES)
@@ -217,7 +217,7 @@ RULES = {
     "entropy": PlanRules(aggregation="token_mean", entropy_coef=0.01, temperature=0.7),
     "fixed length": PlanRules(aggregation="fixed_length", max_completion_length=50.0, divides_by_rollout=True),
     "sum": PlanRules(aggregation="seq_sum", multiplies_rollout_weight=False, entropy_threshold=0.1),
-    "KL": PlanRules(kl_moves=True, needs_advantage=False),
+    "KL": PlanRules(kl_has_gradient=True, needs_advantage=False),
     "sequence level": PlanRules(level="sequence", score_inactive=False),
     "sequence sum": PlanRules(aggregation="seq_mean", level="sequence_sum"),
     "whole sequences": PlanRules(whole_sequences=True, level="sequence"),

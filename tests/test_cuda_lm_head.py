@@ -246,8 +246,8 @@ def test_a_token_without_gradient_adds_nothing(kernels, nats):
     head.table[FIELD["advantage"], ::2] = 0.0
     head.table[FIELD["weight_direct"], 1] = 0.0
     _, exps, scale = exponentials(kernels, head)
-    silent = torch.tensor([True, True] + [i % 2 == 0 for i in range(2, 10)])
-    assert torch.equal(scale == 0.0, silent)
+    zero_gradient = torch.tensor([True, True] + [i % 2 == 0 for i in range(2, 10)])
+    assert torch.equal(scale == 0.0, zero_gradient)
     assert exps.isfinite().all()
 
 

@@ -100,7 +100,7 @@ def make_rules(draw: Draw) -> PlanRules:
         multiplies_rollout_weight=flag(),
         whole_sequences=flag(),
         needs_advantage=flag(),
-        kl_moves=draw.choices.random() < 0.2,
+        kl_has_gradient=draw.choices.random() < 0.2,
         score_inactive=flag(),
         max_completion_length=float(draw.choices.randint(1, 40)),
         entropy_coef=draw.one_of(0.0, 0.0, 0.01, -0.02),

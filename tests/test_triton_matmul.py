@@ -328,11 +328,11 @@ def test_entropy_threshold_drops_tokens():
     entropy = exact(head)[0].entropy
     head.table[FIELD["entropy_threshold"]] = entropy.median().float() + 1e-3
     _, grad = exact(head)
-    silent = (grad == 0).all(1)
-    assert silent.any() and not silent.all()
+    zero_gradient = (grad == 0).all(1)
+    assert zero_gradient.any() and not zero_gradient.all()
     _, exps, scale = exponentials(head)
     assert_gradient(exps, scale, grad)
-    assert torch.equal(scale == 0, silent)
+    assert torch.equal(scale == 0, zero_gradient)
 
 
 def lead(head: Head, nats: float, rows: slice | None = None) -> Head:
@@ -387,8 +387,8 @@ def test_a_token_without_gradient_adds_nothing(nats):
     head.table[FIELD["advantage"], ::2] = 0.0
     head.table[FIELD["weight_direct"], 1] = 0.0
     _, exps, scale = exponentials(head)
-    silent = torch.tensor([True, True] + [i % 2 == 0 for i in range(2, 10)], device=DEVICE)
-    assert torch.equal(scale == 0.0, silent)
+    zero_gradient = torch.tensor([True, True] + [i % 2 == 0 for i in range(2, 10)], device=DEVICE)
+    assert torch.equal(scale == 0.0, zero_gradient)
     assert exps.isfinite().all()
     assert (scale[:, None] * (exps.float() @ head.weight.float())).isfinite().all()
 

@@ -94,6 +94,14 @@ void check_kept(const KeptArgs& args) {
 
 }  // namespace
 
+bool has_amx() {
+#if defined(__x86_64__)
+    return cpu_features().amx;
+#else
+    return false;
+#endif
+}
+
 const char* cpu_isa() { return chosen().load()->name; }
 
 void set_cpu_isa(const char* name) {

@@ -49,10 +49,10 @@ Places plan_sequence(const PlanArgs& args, int64_t s, float total) {
     bool any = false;
     for (int64_t t = begin; t < end; t++) {
         const bool unmasked = is_unmasked(args, t);
-        args.active[t] = plan_token(args, t, s, unmasked, unmasked ? weights : padding);  // for now: moved
+        args.active[t] = plan_token(args, t, s, unmasked, unmasked ? weights : padding);  // for now: surrogate
         any |= unmasked && args.active[t];
     }
-    const bool together = moves_together(args.rules);
+    const bool together = gradient_is_shared(args.rules);
     Places counts;
     for (int64_t t = begin; t < end; t++) {
         const bool unmasked = is_unmasked(args, t);

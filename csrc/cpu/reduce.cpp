@@ -1,5 +1,5 @@
 // Loss and metrics: tokens -> sequences -> groups -> one row of totals. Every sum runs in double and in index order, so
-// the number of threads, which share out whole sequences, changes no bit. Unscored tokens are never read.
+// the number of threads, which share out whole sequences, changes no bit. Tokens that are not scored are never read.
 #include <math.h>
 
 #include <stdexcept>

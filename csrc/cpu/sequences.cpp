@@ -1,5 +1,5 @@
 // The objective where a token's gradient depends on its sequence. Sums run in double and in index order, and threads
-// share out whole sequences: their number changes no bit. Unscored tokens are never looked at.
+// share out whole sequences: their number changes no bit. Tokens that are not scored are never looked at.
 #include "../sequence_rules.h"
 #include "api.h"
 #include "dispatch.h"

@@ -23,9 +23,9 @@ constexpr int kMaxColumns = 1 << 30;   // columns and vectors of a row are count
 // ---- the plan -------------------------------------------------------------------------------------------------------
 struct PlanLaunch {
     PlanArgs plan;
-    int64_t tile;     // tokens, a multiple of kPlanThreads
-    uint64_t* tiles;  // rows of each tile, see plan.cuh
-    uint8_t* moved;   // (sequences,) whether the surrogate moves any token, where they move together
+    int64_t tile;                 // tokens, a multiple of kPlanThreads
+    uint64_t* tiles;              // rows of each tile, see plan.cuh
+    uint8_t* surrogate_gradient;  // (sequences,) whether the surrogate has one at any token, where all have it together
 };
 constexpr int kPlanThreads = 256;
 constexpr int kPlanSequenceThreads = 1024;  // at most

@@ -1,6 +1,8 @@
 // The plan of a call: which tokens count, their weights, their table, and the order in which their rows are computed.
 //
-//     plan_sequence  a block per sequence: how many of its tokens are unmasked, whether the surrogate moves any of them
+//     plan_sequence  a block per sequence: how many of its tokens are unmasked, and whether the surrogate has a
+//     gradient
+//                    at any of them
 //     plan_tile      a block per tile of tokens: their columns of the table, flags and zeros, and how many rows they
 //                    are; all of a sequence's weights follow from its length and the sum of all lengths
 //     plan_order     a block per tile: the rows of all tiles before it are where its own begin. Not with static shapes
@@ -31,18 +33,18 @@ GK_DEVICE void plan_sequence(const PlanLaunch& launch) {
     if (thread_index() == 0) args.offsets[s] = begin;
     if (s == args.sequences) return;
     const int64_t end = sequence_begin(args, s + 1);
-    const bool together = moves_together(args.rules);
-    int64_t unmasked = 0, moved = 0;
+    const bool together = gradient_is_shared(args.rules);
+    int64_t unmasked = 0, has_gradient = 0;
     for (int64_t t = begin + thread_index(); t < end; t += block_threads()) {
         if (!is_unmasked(args, t)) continue;
         unmasked++;
-        if (together) moved |= plan_surrogate(args, t, s, true).moves(args.rules);
+        if (together) has_gradient |= plan_surrogate(args, t, s, true).has_gradient(args.rules);
     }
     unmasked = block_sum(unmasked);
-    if (together) moved = block_sum(moved);
+    if (together) has_gradient = block_sum(has_gradient);
     if (thread_index() > 0) return;
     args.lengths[s] = static_cast<float>(unmasked);
-    launch.moved[s] = moved > 0;
+    launch.surrogate_gradient[s] = has_gradient > 0;
 }
 
 GK_DEVICE float total_length(const PlanArgs& args) {
@@ -67,10 +69,10 @@ GK_DEVICE int64_t sequence_of(const PlanArgs& args, int64_t t) {
 GK_DEVICE uint64_t plan_one_token(const PlanLaunch& launch, int64_t t, float total) {
     const PlanArgs& args = launch.plan;
     const int64_t s = sequence_of(args, t);
-    const bool unmasked = is_unmasked(args, t), of_sequence = launch.moved[s];
+    const bool unmasked = is_unmasked(args, t), of_sequence = launch.surrogate_gradient[s];
     const PlanWeights weights = plan_weights(args, unmasked, args.lengths[s], total);
     const bool own = plan_token(args, t, s, unmasked, weights);
-    const bool active = is_active(args.rules, unmasked, weights, moves_together(args.rules) ? of_sequence : own);
+    const bool active = is_active(args.rules, unmasked, weights, gradient_is_shared(args.rules) ? of_sequence : own);
     const bool scored = args.rules.score_inactive ? unmasked : active;
     args.active[t] = active;
     args.scored[t] = scored;
@@ -84,7 +86,8 @@ GK_DEVICE void count_sequence(const PlanLaunch& launch, int64_t s, float total) 
     const PlanArgs& args = launch.plan;
     const float length = args.lengths[s];
     const PlanWeights weights = plan_weights(args, true, length, total);
-    args.counts[2 + s] = is_active(args.rules, true, weights, launch.moved[s]) ? static_cast<int64_t>(length) : 0;
+    args.counts[2 + s] =
+        is_active(args.rules, true, weights, launch.surrogate_gradient[s]) ? static_cast<int64_t>(length) : 0;
 }
 
 GK_DEVICE void plan_tile(const PlanLaunch& launch) {

@@ -136,7 +136,7 @@ GK_DEVICE void write_tile(const Tile<In>& tile, const Source<In>& source, const 
                     value = exp2_fast(t) * fmaf(sweep.linear, t, sweep.constant);
                     if constexpr (kCapped) value *= slope(kept);
                 }
-                du[4 * part + k] = sweep.silent ? 0.f : value;
+                du[4 * part + k] = sweep.zero_gradient ? 0.f : value;
             }
         }
         target.store(source, vector, du);

@@ -1,5 +1,6 @@
 // The objective where a token's gradient depends on its sequence: a block per sequence, which its threads walk three
-// times, always in the same places. Sums are in double and in an order of their own; unscored tokens are never read.
+// times, always in the same places. Sums are in double and in an order of their own; tokens that are not scored are
+// never read.
 //
 // Per token up to 76 bytes are read and 24 written, most of them from the L2 cache, where the row kernels have just
 // left them: 16 sequences of 1,024 tokens take some 10 microseconds, nearly all of it waiting for loads.

@@ -169,8 +169,8 @@ GK_DEVICE RowGradient evaluate_row(const RowArgs& args, int64_t token, const Sta
 // What every thread of a row needs for its gradient: du_j = 2^t (constant + linear t) (1 - tanh^2) for all but the
 // sampled id, t relative to `top`.
 struct Sweep {
-    bool silent;  // no gradient at all: exactly 0, whatever the row holds
-    int column;   // of the sampled id; -1 where it has no gradient of its own
+    bool zero_gradient;  // no gradient at all: exactly 0, whatever the row holds
+    int column;          // of the sampled id; -1 where it has no gradient of its own
     float sampled;
     float top, constant, linear;
 };

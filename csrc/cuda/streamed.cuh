@@ -167,7 +167,7 @@ GK_DEVICE void sweep_row(const RowLaunch& launch, int64_t row, const Source<In>&
     block_sync();
     const Sweep sweep = exchange.sweep;
     const Scales scales = make_scales(args.params, temperature);
-    if (sweep.silent)
+    if (sweep.zero_gradient)
         write_zeros(source, target);
     else
         specialise(args, [&](auto capped, auto biased) {
@@ -177,13 +177,13 @@ GK_DEVICE void sweep_row(const RowLaunch& launch, int64_t row, const Source<In>&
     if (thread_index() == 0) write_sampled(args, row, target, sweep);
 }
 
-// The sweep of a row whose statistics are given. A silent row is not read, whatever it holds.
+// The sweep of a row whose statistics are given. A zero-gradient row is not read, whatever it holds.
 template <class In>
 GK_DEVICE Sweep given_sweep(const RowArgs& args, int64_t token, const Source<In>& source) {
     const ExactScales exact(args.params, args.temperature[token]);
     const RowGradient g = {args.g_logp[token], args.g_entropy[token]};
-    const bool silent = g.logp == 0.f && g.entropy == 0.f;
-    const Sampled sampled = make_sampled(args, token, silent ? 0.f : sampled_logit(args, source, token));
+    const bool zero_gradient = g.logp == 0.f && g.entropy == 0.f;
+    const Sampled sampled = make_sampled(args, token, zero_gradient ? 0.f : sampled_logit(args, source, token));
     // lse in units of y, rounded to float; what the rounding leaves goes into log_sum
     const double lse = args.lse[token];
     Statistics given = {};

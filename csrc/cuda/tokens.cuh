@@ -2,7 +2,7 @@
 //
 // The sums go tokens -> sequences -> groups and the batch, in double and in an order of their own: no atomics, and two
 // runs give the same bits. A block adds up the tokens of a sequence; then one block per group, and one for the batch,
-// adds up rows of sequence sums. Unscored tokens are never read.
+// adds up rows of sequence sums. Tokens that are not scored are never read.
 //
 // Per token the objective reads 9 floats and writes 4, the sums read 13 floats and a byte: 16,384 tokens are 1 MB, two
 // launches of a few microseconds on an H200.

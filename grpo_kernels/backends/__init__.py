@@ -82,7 +82,7 @@ def get_backend(name: str) -> Backend:
 
 
 def registered_backends() -> tuple[str, ...]:
-    """Every name that `backend=` knows."""
+    """Every name that `backend=` accepts."""
     return tuple(_REGISTRY)
 
 

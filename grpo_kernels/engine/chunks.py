@@ -4,7 +4,8 @@
     staged       for whole sequences: logits -> statistics -> coefficients -> gradient -> products                 6 NHV
     recompute    statistics of all rows; coefficients; logits again for rows with a gradient -> products           8 NHV
 Zero-gradient rows get only the forward GEMM, or none if `score_inactive=False`: one read of the counts on the host per
-call. With static shapes every row is computed and nothing is read.
+call. With static shapes, and where there are so few rows that leaving some out saves nothing, every row is computed and
+nothing is read.
 """
 
 from __future__ import annotations

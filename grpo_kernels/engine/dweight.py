@@ -34,7 +34,7 @@ class WeightGradient:
             self._add_wide(dlogits, h.to(dlogits.dtype))
         elif h.device.type != "cpu" or dlogits.dtype != torch.bfloat16:
             self._add_16_bit(dlogits, h)
-        elif self.backend.adds_transposed:
+        elif self._transposes():
             self._add_transposed(dlogits, h)
         else:
             self._add_bfloat16_on_cpu(dlogits, h)
@@ -75,6 +75,12 @@ class WeightGradient:
             self.total = product(dlogits.T, h)
         else:
             self.total = torch.mm(dlogits.T, h)
+
+    def _transposes(self) -> bool:
+        if not self.backend.adds_transposed:
+            return False
+        adds = self.total is not None or self.sums_in_float32
+        return adds or cast(TransposingBackend, self.backend).transposes_first
 
     def _add_transposed(self, dlogits: Tensor, h: Tensor) -> None:
         """h^T dlogits by pieces, which the backend transposes into their places."""

@@ -22,7 +22,7 @@ from .chunks import run
 from .kept import make_token_mask
 from .plan import make_plan
 from .products import settled_precision
-from .shared import is_capturing, is_traced, make_head, table_dtype
+from .shared import is_capturing, is_traced, is_weight_bound, make_head, table_dtype
 from .token_ops import empty_sums
 
 
@@ -77,7 +77,7 @@ def _compute(
         check_values(ids, inputs.completion_mask, weight.shape[0], inputs.cu_seqlens)
         check_token_values(inputs)
     with settled_precision(hidden.device):
-        static = config.static_shapes or is_capturing(hidden.device)
+        static = _computes_every_row(call, hidden.device)
         dtype = table_dtype(call.compute_dtype or hidden.dtype)
         plan = make_plan(inputs, ids, config, call.num_groups, kernels, static_shapes=static, dtype=dtype)
         head = make_head(
@@ -89,6 +89,15 @@ def _compute(
         values, sums = run(head, plan, kernels, gradients=any(call.wants), static_shapes=static, sampling_mask=mask)
         both = values.columns[:2].clone().view(2, *ids.shape)  # without the other columns
         return (sums.loss.clone(), both[0], both[1], sums.numbers), head.gradients()
+
+
+def _computes_every_row(call: LossCall, device: torch.device) -> bool:
+    """Whether nothing is read back to the host, and so no row left out."""
+    if call.config.static_shapes or is_capturing(device):
+        return True
+    inputs = call.tokens
+    reads_anyway = inputs.kept_counts is not None or inputs.cu_seqlens is not None  # which rows; lengths
+    return is_weight_bound(device, call.completion_ids.numel()) and not reads_anyway
 
 
 def _are_valid(ids: Tensor, inputs: TokenInputs, vocab_size: int, kernels: Backend) -> bool:

@@ -150,7 +150,7 @@ def _take(size: int) -> Tensor:
 
 
 def _advise(name: str, address: int, size: int) -> None:
-    """madvise for these pages, where the system knows the advice."""
+    """madvise for these pages, where the system supports the advice."""
     advice = getattr(mmap, name, None)
     if advice is None:
         return

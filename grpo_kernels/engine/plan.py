@@ -5,8 +5,8 @@ Ways (the caller never chooses):
     staged       it depends on the whole sequence and whole sequences fit a chunk: statistics, coefficients, gradient
     recompute    longer sequences: statistics of everything first, then the logits again for the gradient
 
-A backend's `plan` kernel fills the table; backends/pytorch/plan.py says what it computes. Here is what the host knows
-without it: which options are there, and what follows from the configuration alone.
+A backend's `plan` kernel fills the table; backends/pytorch/plan.py says what it computes. This file has the
+rest: which options are there, and what follows from the configuration alone.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _rules(inputs: TokenInputs, config: GRPOConfig, constant: bool) -> tuple[Ker
         multiplies_rollout_weight=config.surrogate != "vespo",  # VESPO's phi replaces it
         whole_sequences=whole,
         needs_advantage=not surrogate.pushes_without_advantage,
-        kl_moves=config.beta != 0.0 and params.kl != "none",
+        kl_has_gradient=config.beta != 0.0 and params.kl != "none",
         score_inactive=config.score_inactive,
         max_completion_length=float(config.max_completion_length or 0),
         entropy_coef=1.0 if inputs.entropy_coef is not None else float(config.entropy_coef),

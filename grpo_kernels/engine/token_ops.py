@@ -88,15 +88,15 @@ def group_statistics(
     baseline: str,
     ddof: int,
     eps: float,
-    nan_is_unscored: bool,
+    nan_is_no_verdict: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(advantages (B,), mean (num_groups,), std (num_groups,))."""
-    check_rewards_finite("rewards", rewards, nan_is_unscored=nan_is_unscored)
+    check_rewards_finite("rewards", rewards, nan_is_no_verdict=nan_is_no_verdict)
     rewards, group_index = rewards.contiguous(), group_index.contiguous()
     return get_backend(backend).group_statistics(rewards, group_index, num_groups, scale, baseline, ddof, eps)
 
 
 @group_statistics.register_fake
-def _(rewards, group_index, num_groups, scale, baseline, ddof, eps, nan_is_unscored, backend):
+def _(rewards, group_index, num_groups, scale, baseline, ddof, eps, nan_is_no_verdict, backend):
     return rewards.new_empty(rewards.shape), rewards.new_empty(num_groups), rewards.new_empty(num_groups)

@@ -16,7 +16,7 @@ from ..loss import fused_grpo_loss
 from ..plain import check_plain
 from ..validate import checks_values
 from . import LogitTransform, logit_transform
-from .lm_head import lm_head_inputs
+from .lm_head import HeadInputs, lm_head_inputs
 
 try:
     from transformers import PreTrainedModel
@@ -63,8 +63,8 @@ def fused_forward(
     `lm_head_inputs`) or differ from its own; a logit_scale or logit_softcap that contradicts the model's; tensors that
     do not fit.
     """
-    parts = _parts(model)
-    inputs = _model_inputs(parts, input_ids, attention_mask, completion_ids, model_inputs)
+    parts = take_apart(model)
+    inputs = forward_inputs(parts, input_ids, attention_mask, completion_ids, model_inputs)
     length = completion_ids.shape[1]
     if completion_mask is None and attention_mask is not None:
         completion_mask = attention_mask[:, -length:]
@@ -82,14 +82,16 @@ def fused_forward(
     )
 
 
-class _Parts(NamedTuple):
+class CausalLM(NamedTuple):
+    """model: without PEFT's wrapper; body: the model without its lm_head, whose last_hidden_state the lm_head takes."""
+
     model: Any
     body: Any
     lm_head: nn.Module
     transform: LogitTransform
 
 
-def _parts(model: Any) -> _Parts:
+def take_apart(model: Any) -> CausalLM:
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         for name, config in model.peft_config.items():
             if getattr(config, "is_prompt_learning", False):
@@ -105,11 +107,11 @@ def _parts(model: Any) -> _Parts:
     lm_head = model.get_output_embeddings()
     if lm_head is None or model.base_model is model:
         raise TypeError(f"model is a {type(model).__name__}; expected a causal language model, with an lm_head")
-    return _Parts(model, model.base_model, lm_head, logit_transform(model.config))
+    return CausalLM(model, model.base_model, lm_head, logit_transform(model.config))
 
 
-def _model_inputs(
-    parts: _Parts,
+def forward_inputs(
+    parts: CausalLM,
     input_ids: Tensor,
     attention_mask: Tensor | None,
     completion_ids: Tensor,
@@ -176,7 +178,7 @@ def _with_transform(config: GRPOConfig | None, transform: LogitTransform) -> GRP
 _checked: set[tuple[Any, ...]] = set()
 
 
-def _check_once(parts: _Parts, inputs: dict[str, Any]) -> None:
+def _check_once(parts: CausalLM, inputs: dict[str, Any]) -> None:
     """Compare with the model's own logits of a row, once per class of models, of lm_heads, and transform."""
     key = (type(parts.model), type(parts.lm_head), parts.transform)
     if key in _checked or torch.compiler.is_compiling():
@@ -187,7 +189,7 @@ def _check_once(parts: _Parts, inputs: dict[str, Any]) -> None:
         for name, value in inputs.items()
     }
     own, hidden = own_logits(parts, row, keep=8)
-    logits = apply_head(parts, hidden[:, -own.shape[1] :])
+    logits = head_logits(lm_head_inputs(parts.lm_head, hidden[:, -own.shape[1] :]), *parts.transform)
     largest = own.abs().amax().item()
     error = (logits.float() - own.float()).abs().nan_to_num(0.0).amax().item() if logits.shape == own.shape else None
     if error is None or error > 8 * torch.finfo(logits.dtype).eps * max(largest, 1.0):
@@ -204,7 +206,7 @@ def _check_once(parts: _Parts, inputs: dict[str, Any]) -> None:
     _checked.add(key)
 
 
-def own_logits(parts: _Parts, inputs: dict[str, Any], keep: int) -> tuple[Tensor, Tensor]:
+def own_logits(parts: CausalLM, inputs: dict[str, Any], keep: int) -> tuple[Tensor, Tensor]:
     """The model's logits of the last `keep` positions or of all, and its hidden states, of one forward."""
     found: list[Any] = []
     limit = {"logits_to_keep": keep} if _takes(parts.model, "logits_to_keep") else {}
@@ -218,10 +220,8 @@ def own_logits(parts: _Parts, inputs: dict[str, Any], keep: int) -> tuple[Tensor
     return logits, found[-1].last_hidden_state
 
 
-def apply_head(parts: _Parts, hidden: Tensor) -> Tensor:
+@torch.no_grad()
+def head_logits(head: HeadInputs, scale: float, softcap: float | None) -> Tensor:
     """The logits as `fused_forward` understands them, in the type of the model."""
-    with torch.no_grad():
-        head = lm_head_inputs(parts.lm_head, hidden)
-        logits = nn.functional.linear(head.hidden, head.weight, head.bias) * parts.transform.scale
-        softcap = parts.transform.softcap
-        return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+    logits = nn.functional.linear(*head) * scale
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap

@@ -33,7 +33,7 @@ BASELINES = ("mean", "leave_one_out", "none")
 PARAM_INTEGERS = ("surrogate", "kl", "has_old", "bias_correction", "level", "has_rollout", "vespo")
 PLAN_INTEGERS = (
     "aggregation", "divides_by_rollout", "multiplies_rollout_weight", "level", "whole_sequences", "needs_advantage",
-    "kl_moves", "score_inactive",
+    "kl_has_gradient", "score_inactive",
 )  # fmt: skip
 NAMES = {
     "surrogate": contract.SURROGATES,

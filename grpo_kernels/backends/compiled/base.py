@@ -32,7 +32,7 @@ from ...contract import (
 from ..checked import CheckedBackend
 
 Result = TypeVar("Result")
-INTERFACE = 6  # of csrc/layout.h
+INTERFACE = 7  # of csrc/layout.h
 
 _MASK_BYTES = {torch.bool: 1, torch.uint8: 1, torch.int8: 1, torch.int32: 4, torch.int64: 8}
 _SCALAR, _PER_SEQUENCE, _PER_TOKEN = 0, 1, 2

@@ -96,7 +96,7 @@ class TorchBackend:
         rounded = lse.to(z.dtype)
         log_p = z.sub_(rounded[:, None]).sub_((lse - rounded).to(z.dtype)[:, None])
         p = log_p.exp()
-        # Only the device knows whether any gradient goes through the entropy; to read that would end the capture of a
+        # Whether any gradient goes through the entropy is stored on the device; to read it would end the capture of a
         # CUDA graph. Where none does, an entropy of NaN must not matter; where p is 0, any finite log p will do.
         entropy = torch.where(g_entropy == 0, 0.0, entropy)
         slope = log_p.clamp_(min=LOWEST_LOG_P).add_(entropy[:, None]).mul_(g_entropy[:, None])

@@ -107,8 +107,8 @@ def gmpo(p: KernelParams, r: Tensor, x: Tensor, logp: Tensor, A: Tensor, clamp_a
 
 
 def dppo_tv(p: KernelParams, r: Tensor, x: Tensor, logp: Tensor, A: Tensor, clamp_acts: Tensor) -> Term:
-    moved = logp.exp() - (logp - x).exp()
-    drop = ((A > 0) & (moved > p.epsilon_high)) | ((A <= 0) & (moved < -p.epsilon_low))
+    change = logp.exp() - (logp - x).exp()
+    drop = ((A > 0) & (change > p.epsilon_high)) | ((A <= 0) & (change < -p.epsilon_low))
     return _trust_region(r, x, A, clamp_acts, drop)
 
 

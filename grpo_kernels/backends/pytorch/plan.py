@@ -79,7 +79,7 @@ def plan_tokens(
         put("weight_ratio", slope * spread(sequence_sum(weight)))
 
     active = mask & (table[FIELD["weight_direct"]] != 0)
-    if not rules.kl_moves:
+    if not rules.kl_has_gradient:
         has_gradient = table[FIELD["multiplier"]] != 0
         if rules.needs_advantage:
             has_gradient &= table[FIELD["advantage"]] != 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...contract import COLUMN, COLUMNS, FIELD, TABLE_FIELDS, VALUE_FIELDS
+from ...contract import COLUMN, COLUMNS, FIELD, VALUE_FIELDS
 
 # Rows of the table.
 ADVANTAGE: tl.constexpr = tl.constexpr(FIELD["advantage"])
@@ -19,7 +19,6 @@ TEMPERATURE: tl.constexpr = tl.constexpr(FIELD["temperature"])
 ENTROPY_THRESHOLD: tl.constexpr = tl.constexpr(FIELD["entropy_threshold"])
 ROLLOUT: tl.constexpr = tl.constexpr(FIELD["rollout"])
 ROLLOUT_WEIGHT: tl.constexpr = tl.constexpr(FIELD["rollout_weight"])
-FIELD_COUNT: tl.constexpr = tl.constexpr(len(TABLE_FIELDS))
 
 # Rows of the values.
 LOGP: tl.constexpr = tl.constexpr(VALUE_FIELDS.index("logp"))

@@ -135,7 +135,7 @@ def gmpo(r, A):
 
 @triton.jit
 def probability_change(x, logp):
-    """p - q: the change of the token's probability since it was sampled. x is raw: the quadratic knows no clamp."""
+    """p - q: the change of the token's probability since it was sampled. x is raw: the quadratic has no clamp."""
     return tl.exp(logp) - tl.exp(logp - x)
 
 

@@ -1,7 +1,7 @@
 """The plan of a call: lengths of sequences, the table and flags of every token, the order of the rows. See contract.py.
 
-    lengths_kernel     a few sequences per program: offsets, unmasked tokens, and where the tokens of a sequence move
-                       together whether the surrogate moves any
+    lengths_kernel     a few sequences per program: offsets, unmasked tokens, and of a surrogate over whole sequences at
+                       how many tokens it has a gradient
     table_kernel       a block of tokens per program: everything per token, and how many of the block are active
     order_kernel       a block of tokens per program: places from the numbers of the blocks before and a scan of its
                        own; with them one program per sequence that counts its active tokens
@@ -54,7 +54,7 @@ class Rules(NamedTuple):
     has_slope: float  # the chain rule of a sequence ratio is known: it is 1
     slope_is_mean: float
     needs_advantage: float
-    kl_moves: float
+    kl_has_gradient: float
     score_inactive: float
     denominator: float
     entropy_coef: float
@@ -72,7 +72,7 @@ def numbers(rules: PlanRules, sequences: int) -> Rules:
         has_slope=by_sequence and not rules.whole_sequences,
         slope_is_mean=rules.level == "sequence",
         needs_advantage=rules.needs_advantage,
-        kl_moves=rules.kl_moves,
+        kl_has_gradient=rules.kl_has_gradient,
         score_inactive=rules.score_inactive,
         denominator=sequences * (rules.max_completion_length if rules.aggregation == "fixed_length" else 1),
         entropy_coef=rules.entropy_coef,
@@ -119,47 +119,47 @@ def surrogate_inputs(
         divisor = tl.where(divides & known, sampled, divisor)
         if old is None:  # nothing to divide by: no surrogate
             multiplier = tl.where(divides & ~known, 0.0, multiplier)
-    moved = unmasked & (multiplier != 0.0) & ((advantage != 0.0) | (rules.needs_advantage == 0.0))
-    return advantage, divisor, multiplier, weight, moved
+    has_gradient = unmasked & (multiplier != 0.0) & ((advantage != 0.0) | (rules.needs_advantage == 0.0))
+    return advantage, divisor, multiplier, weight, has_gradient
 
 
 @triton.jit(do_not_specialize=[
     "cu_seqlens", "row_length", "mask", "advantages", "old", "rollout", "rollout_weights", "offsets", "lengths",
-    "moves", "sequences", "tokens",
+    "gradient_counts", "sequences", "tokens",
 ])  # fmt: skip
 def lengths_kernel(
-    cu_seqlens, row_length, mask, advantages, old, rollout, rollout_weights, offsets, lengths, moves,
+    cu_seqlens, row_length, mask, advantages, old, rollout, rollout_weights, offsets, lengths, gradient_counts,
     sequences, tokens, rules,
     ADVANTAGES: tl.constexpr, WEIGHTS: tl.constexpr, SEQUENCES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`moves` is absent where tokens move by themselves."""
+    """`gradient_counts` is absent where each token has a gradient of its own."""
     s = tl.program_id(0).to(tl.int64) * SEQUENCES + tl.arange(0, SEQUENCES)
     live = s < sequences
     if cu_seqlens is None:
         start = s * row_length
         stop = start + row_length
     else:
-        # Clamped: on a GPU nobody has looked whether these are offsets, and from here on they are addresses.
+        # Clamped: on a GPU these offsets have not been checked, and from here on they are addresses.
         start = tl.load(cu_seqlens + s, mask=s <= sequences, other=0).to(tl.int64)
         stop = tl.load(cu_seqlens + s + 1, mask=live, other=0).to(tl.int64)
         start = tl.minimum(tl.maximum(start, 0), tokens)
         stop = tl.minimum(tl.maximum(stop, 0), tokens)
     tl.store(offsets + s, start, mask=s <= sequences)
     length = tl.zeros((SEQUENCES,), tl.int32)
-    moved = tl.zeros((SEQUENCES,), tl.int32)
+    has_gradient = tl.zeros((SEQUENCES,), tl.int32)
     for first in range(0, tl.max(tl.where(live, stop - start, 0), 0), BLOCK):
         t = start[:, None] + first + tl.arange(0, BLOCK)[None, :]
         unmasked = is_unmasked(mask, t, live[:, None] & (t < stop[:, None]))
         length += tl.sum(unmasked.to(tl.int32), 1)
-        if moves is not None:
+        if gradient_counts is not None:
             _, _, _, _, by_itself = surrogate_inputs(
                 advantages, old, rollout, rollout_weights, t, tl.broadcast_to(s[:, None], t.shape), unmasked, rules,
                 ADVANTAGES, WEIGHTS,
             )  # fmt: skip
-            moved += tl.sum(by_itself.to(tl.int32), 1)
+            has_gradient += tl.sum(by_itself.to(tl.int32), 1)
     tl.store(lengths + s, length.to(tl.float32), mask=live)
-    if moves is not None:
-        tl.store(moves + s, moved, mask=live)
+    if gradient_counts is not None:
+        tl.store(gradient_counts + s, has_gradient, mask=live)
 
 
 @triton.jit
@@ -176,12 +176,12 @@ def sequence_of(token, offsets, sequences, steps):
 
 @triton.jit(do_not_specialize=[
     "mask", "ids", "advantages", "old", "ref", "rollout", "rollout_weights", "temperature", "threshold", "normalizer",
-    "offsets", "lengths", "moves", "table", "values", "lse", "scored", "active", "clean_ids", "block_counts",
+    "offsets", "lengths", "gradient_counts", "table", "values", "lse", "scored", "active", "clean_ids", "block_counts",
     "row_length", "sequences", "tokens", "steps",
 ])  # fmt: skip
 def table_kernel(
     mask, ids, advantages, old, ref, rollout, rollout_weights, temperature, threshold, normalizer,
-    offsets, lengths, moves, table, values, lse, scored, active, clean_ids, block_counts,
+    offsets, lengths, gradient_counts, table, values, lse, scored, active, clean_ids, block_counts,
     row_length, sequences, tokens, steps, rules,
     ADVANTAGES: tl.constexpr, WEIGHTS: tl.constexpr, TEMPERATURES: tl.constexpr, MANY: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -220,7 +220,7 @@ def table_kernel(
     per_token = tl.div_rn(-rules.entropy_coef * share, total) * m
     weight_entropy = tl.where(rules.entropy_coef == 0.0, 0.0, per_token)
 
-    advantage, divisor, multiplier, rollout_weight, moved = surrogate_inputs(
+    advantage, divisor, multiplier, rollout_weight, has_gradient = surrogate_inputs(
         advantages, old, rollout, rollout_weights, t, s, unmasked, rules, ADVANTAGES, WEIGHTS
     )
     own_temperature = tl.full(t.shape, 1.0, tl.float32) * rules.temperature
@@ -248,9 +248,9 @@ def table_kernel(
     if clean_ids is not None:
         tl.store(clean_ids + t, tl.load(ids + t, mask=unmasked, other=0).to(tl.int64), mask=inside)
 
-    if moves is not None:
-        moved = tl.load(moves + s, mask=inside, other=0) != 0
-    by_value = (weight != 0.0) & (moved | (rules.kl_moves != 0.0))
+    if gradient_counts is not None:
+        has_gradient = tl.load(gradient_counts + s, mask=inside, other=0) != 0
+    by_value = (weight != 0.0) & (has_gradient | (rules.kl_has_gradient != 0.0))
     is_active = unmasked & (by_value | ((rules.entropy_coef != 0.0) & (weight_entropy != 0.0)))
     is_scored = is_active | (unmasked & (rules.score_inactive != 0.0))
     tl.store(active + t, is_active.to(tl.uint8), mask=inside)
@@ -347,17 +347,18 @@ def plan(inputs: TokenInputs, ids: Tensor, rules: PlanRules, *, ordered: bool) -
     block = launch.sequences * launch.block // 2  # 256 on a GPU; with 512 a thread has 4 tokens, and 254 registers
     blocks = triton.cdiv(tokens, block)
     together = rules.whole_sequences or rules.level != "token"
-    moves = empty(sequences, dtype=torch.int32) if together else None
+    gradient_counts = empty(sequences, dtype=torch.int32) if together else None
     block_counts = empty(2 * blocks, dtype=torch.int32) if ordered else None
 
     lengths_kernel[(triton.cdiv(sequences + 1, launch.sequences),)](
-        cu_seqlens, row_length, mask, advantages, old, rollout, weights, limits, lengths, moves, sequences, tokens, p,
+        cu_seqlens, row_length, mask, advantages, old, rollout, weights, limits, lengths, gradient_counts, sequences,
+        tokens, p,
         SEQUENCES=launch.sequences, BLOCK=MASK_BLOCKS * launch.block, num_warps=launch.num_warps, **modes,
     )  # fmt: skip
     if tokens:
         table_kernel[(blocks,)](
             mask, flat, advantages, old, ref, rollout, weights, given_temperature, inputs.entropy_threshold,
-            inputs.normalizer, limits, lengths, moves, table, *values, *flags, None if clean else clean_ids,
+            inputs.normalizer, limits, lengths, gradient_counts, table, *values, *flags, None if clean else clean_ids,
             block_counts, row_length, sequences, tokens, (sequences - 1).bit_length(), p,
             TEMPERATURES=mode(temperature), MANY=ADDED_AT_ONCE, BLOCK=block, num_warps=launch.num_warps, **modes,
         )  # fmt: skip

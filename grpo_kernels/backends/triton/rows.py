@@ -19,7 +19,7 @@ and what is written lies at or before what has been read.
 
 A mask keeps 128-bit accesses only if it provably never ends within 16 bytes, so blocks end at the last multiple of
 `GROUP` columns. Where V is no multiple (`RAGGED`), half a block follows for the columns that are left; otherwise it is
-not compiled. Rows must provably start on 16 bytes as well: chunk_row_stride sees to it in the scratch; a caller's own
+not compiled. Rows must provably start on 16 bytes as well: chunk_row_stride aligns those of the scratch; a caller's own
 logits may have any row stride, and are then read one by one. Registers for that half block (sm_90, V = 50,257):
     40 as it is; 64 and no 128-bit access if all blocks were masked by V
     97 without the loop of one turn around it: LLVM keeps its addresses and masks from one sweep to the other
@@ -48,7 +48,7 @@ from .layout import ENTROPY, G_LOGP, LOGP, TEMPERATURE, WEIGHT_ENTROPY
 from .maths import INV_LN2, LN2, expm1, softcap
 from .objective import evaluate_token, scalars, store_objective, variant
 
-GROUP: tl.constexpr = tl.constexpr(16)  # Triton knows of an integer whether 16 divides it, and nothing in between
+GROUP: tl.constexpr = tl.constexpr(16)  # Triton's compiler only keeps track of whether 16 divides an integer
 LOWEST_EXPONENT: tl.constexpr = tl.constexpr(-200.0)  # 2^t is exactly 0 there, and t stays finite: -inf gives 0
 
 

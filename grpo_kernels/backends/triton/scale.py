@@ -1,7 +1,7 @@
 """Numbers in place, x *= factor: how backward hands out gradients that the forward pass finished. csrc/cuda/scale.cuh.
 
-The device alone knows the factor. Where that is 1, as it nearly always is, nothing else is read or written: so few
-programs come and go in microseconds, and a (V, H) gradient need not be moved twice.
+The factor is stored on the device. Where it is 1, as it nearly always is, nothing else is read or written: so few
+programs end within microseconds, and a (V, H) gradient is not read and written again.
 """
 
 from __future__ import annotations

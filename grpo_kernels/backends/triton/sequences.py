@@ -3,11 +3,12 @@
     log ratio    of the token; or the mean or the sum over the sequence, with GMPO's clamp of every token before it
     multiplier   the table's, times phi(w) = exp(lambda + k ln w - lambda w), w the weight of the whole sequence; 0
                  where the sequence drifted too far from the sampling engine and its advantage is negative
-    d loss / d logp of a sequence ratio: every token moves what all tokens of the sequence see
+    d loss / d logp of a sequence ratio: every token has a share in the ratio of all tokens of the sequence
 
 A program owns a few sequences and walks their tokens in blocks: sums first, then the objective of each token at them,
 then, where the ratio is the sequence's, what every token gets of the whole gradient. Sums are float64 and in index
-order. Unscored tokens are never read and keep what they hold. A token costs 24 to 30 floats read and 4 or 5 written.
+order. Tokens that are not scored are never read and keep what they hold. A token costs 24 to 30 floats read and 4 or 5
+written.
 """
 
 from __future__ import annotations
@@ -132,8 +133,8 @@ def sequence_objective_kernel(
             found = values + i
             logp = tl.load(found + LOGP * tokens, mask=on, other=0.0)
             raw = own_log_ratio(table + i, tokens, on, logp, HAS_OLD)
-            moves = counted_log_ratio(table + i, tokens, on, raw, p, SURROGATE) == raw  # no slope where GMPO clamps
-            g_logp = tl.load(found + G_LOGP * tokens, mask=on, other=0.0) + tl.where(moves, share, 0.0)
+            inside = counted_log_ratio(table + i, tokens, on, raw, p, SURROGATE) == raw  # no slope where GMPO clamps
+            g_logp = tl.load(found + G_LOGP * tokens, mask=on, other=0.0) + tl.where(inside, share, 0.0)
             tl.store(found + G_LOGP * tokens, g_logp, mask=on)
 
 

@@ -2,7 +2,7 @@
 
 `sums` goes tokens -> sequences -> groups and the batch, in float64 and in index order: no atomics, and two runs give
 the same bits. A program owns a few sequences and walks their tokens in blocks; then one program per group, and one for
-the whole batch, walks the rows of sequence sums. Unscored tokens are never read.
+the whole batch, walks the rows of sequence sums. Tokens that are not scored are never read.
 
 Per token: token_objective reads 9 floats and writes 4; sums reads 13 floats and one byte. 16,384 tokens are 1 MB: both
 are launches of a few microseconds on an H200, two for sums.

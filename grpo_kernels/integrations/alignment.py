@@ -1,0 +1,147 @@
+"""Whether log-probabilities are those of the model's own logits, and if not, which usual mistake they look like."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..logps import fused_logps
+from .lm_head import HeadInputs, lm_head_inputs
+from .transformers import CausalLM, forward_inputs, fused_forward, head_logits, own_logits, take_apart
+
+_MODEL_INPUTS = ("input_ids", "attention_mask", "completion_ids", "completion_mask")
+
+
+class Alignment(NamedTuple):
+    """aligned: whether the log-probabilities are those of the model's own logits, up to rounding.
+    error: the mean of their absolute differences over the scored tokens, in nats.
+    message: one sentence; where they differ, with the mistake that explains it best.
+    """
+
+    aligned: bool
+    error: float
+    message: str
+
+
+def check_alignment(
+    model: nn.Module, batch: Mapping[str, Any], logps: Tensor | None = None, *, temperature: float = 1.0
+) -> Alignment:
+    """Compare log-probabilities of completions with those of the model's own logits.
+
+    model: as in `fused_forward`. batch: its input_ids, completion_ids, attention_mask and completion_mask; other
+    entries are arguments of the model's forward. A small batch: its logits are computed.
+    logps: (B, T), in nats, what your own call of `fused_logps` or `fused_grpo_loss` (its `logps`) returned for this
+    batch; None: those of `fused_forward`. temperature: the one that they were computed with.
+
+        out = fused_grpo_loss(hidden, model.lm_head.weight, completion_ids, ...)
+        print(check_alignment(model, batch, out.logps).message)
+
+    Mistakes that it recognises: hidden states shifted by a position, hidden states before the final norm, a logit scale
+    that is forgotten or inverted, a softcap, temperature or bias that is forgotten, the base weight of an lm_head with
+    adapters. Dropout must be off. Raises what `fused_forward` raises.
+    """
+    parts = take_apart(model)
+    others = {name: value for name, value in batch.items() if name not in _MODEL_INPUTS}
+    attention_mask, ids = batch.get("attention_mask"), batch["completion_ids"]
+    inputs = forward_inputs(parts, batch["input_ids"], attention_mask, ids, others)
+    mask = batch.get("completion_mask")
+    if mask is None:
+        mask = torch.ones_like(ids) if attention_mask is None else attention_mask[:, -ids.shape[1] :]
+    scored = mask.bool()
+    if logps is None:
+        with torch.no_grad():
+            given = {name: batch[name] for name in _MODEL_INPUTS if name in batch}
+            logps, _ = fused_forward(model, **given, model_inputs=others, loss=fused_logps, temperature=temperature)
+    if logps.shape != ids.shape:
+        raise ValueError(f"logps has shape {tuple(logps.shape)}; expected {tuple(ids.shape)} like completion_ids")
+
+    norms = _Norms(parts.body)
+    with norms:
+        logits, hidden = own_logits(parts, inputs, keep=0)
+    span = slice(-ids.shape[1] - 1, -1)
+    right = _logps(logits[:, span], ids, temperature)
+
+    def distance(other: Tensor) -> float:
+        return float((logps.detach().double() - other.double())[scored].abs().mean())
+
+    error = distance(right)
+    found = {
+        mistake: distance(_logps(other, ids, divisor))
+        for mistake, other, divisor in _mistakes(parts, hidden, norms.input_of(hidden), logits, span, temperature)
+    }
+    best = min(found, key=found.__getitem__, default="")
+    explains = bool(best) and found[best] < 0.25 * error
+    rounding = 4 * torch.finfo(logits.dtype).eps * max(1.0, float(right[scored].abs().mean()))
+    if error <= rounding and not (explains and error > rounding / 64):
+        return Alignment(True, error, f"aligned: the log-probabilities differ by {error:.2g} nats on average")
+    what = f"it looks like {best}" if explains else "it looks like none of the usual mistakes"
+    return Alignment(False, error, f"not aligned: the log-probabilities differ by {error:.3g} nats on average; {what}")
+
+
+def _logps(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
+    logps = (logits.float() / temperature).log_softmax(-1)
+    return logps.gather(-1, ids[..., None]).squeeze(-1)
+
+
+def _mistakes(
+    parts: CausalLM, hidden: Tensor, before_norm: Tensor | None, logits: Tensor, span: slice, temperature: float
+) -> Iterator[tuple[str, Tensor, float]]:
+    """(mistake, logits of the scored positions with it, temperature), for those that this model allows."""
+    (scale, softcap), lm_head = parts.transform, parts.lm_head
+    shifted = "hidden states one position {}: row t must be the one before completion_ids[:, t]"
+    yield shifted.format("late"), logits[:, span.start + 1 :], temperature
+    if -span.start < logits.shape[1]:
+        yield shifted.format("early"), logits[:, span.start - 1 : span.stop - 1], temperature
+    if temperature != 1.0:
+        yield "a forgotten temperature", logits[:, span], 1.0
+
+    right = lm_head_inputs(lm_head, hidden[:, span])
+    others: list[tuple[str, HeadInputs, float, float | None]] = []
+    if before_norm is not None:
+        head = lm_head_inputs(lm_head, before_norm[:, span])
+        others.append(("hidden states before the final norm of the model", head, scale, softcap))
+    if scale != 1.0:
+        others.append((f"a forgotten logit_scale of {scale:.6g}", right, 1.0, softcap))
+        others.append((f"an inverted logit_scale, {1 / scale:.6g} for {scale:.6g}", right, 1 / scale, softcap))
+    if softcap is not None:
+        others.append((f"a forgotten logit_softcap of {softcap:.6g}", right, scale, None))
+    if scale != 1.0 and softcap is not None:
+        others.append((f"a forgotten logit_scale of {scale:.6g} and logit_softcap of {softcap:.6g}", right, 1.0, None))
+    if right.bias is not None:
+        others.append(("a forgotten lm_head_bias", right._replace(bias=None), scale, softcap))
+    base = getattr(lm_head, "base_layer", getattr(lm_head, "original_module", None))
+    if base is not None:
+        head = lm_head_inputs(base, hidden[:, span])
+        others.append(("the base weight of an lm_head with adapters", head, scale, softcap))
+    for mistake, head, factor, cap in others:
+        yield mistake, head_logits(head, factor, cap), temperature
+
+
+class _Norms:
+    """Keeps the inputs and outputs of the last call of each norm of a model."""
+
+    def __init__(self, body: nn.Module) -> None:
+        self._norms = [module for module in body.modules() if "norm" in type(module).__name__.lower()]
+        self._seen: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._hooks = [module.register_forward_hook(self._keep) for module in self._norms]
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _keep(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        if args:
+            self._seen[module] = args[0], output
+
+    def input_of(self, hidden: Tensor) -> Tensor | None:
+        """The input of the norm whose output the hidden states are."""
+        for before, after in self._seen.values():
+            if isinstance(after, Tensor) and after.shape == hidden.shape and after.data_ptr() == hidden.data_ptr():
+                return before
+        return None

@@ -1,0 +1,182 @@
+"""Liger's GRPO loss under its own name: same constructor, same call, same return as in liger-kernel 0.8.5.
+
+Import LigerFusedLinearGRPOLoss from here in place of liger_kernel.chunked_loss; Liger itself is not needed.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..config import PRESETS, SURROGATE_RULES, GRPOConfig
+from ..logps import fused_logps
+from ..loss import fused_grpo_loss
+
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+
+
+class LigerFusedLinearGRPOLoss(nn.Module):
+    """loss, metrics = module(hidden, weight, ids, mask, advantages, ...), as Liger's module of this name.
+
+    metrics are ([mean KL if beta != 0], share of clipped tokens). The arguments are Liger's; `compiled` and
+    `chunk_size` say how Liger computes, and change nothing here. What differs:
+
+    - "luspo" leaves padding out, and sums the tokens of a sequence where Liger takes their mean times the length. Both
+      agree for sequence-level ratios with beta=0 and weights per sequence, which is LUSPO (arXiv:2602.05261).
+    - The share of clipped tokens is measured after the clamp by delta, as in TRL, which shows where delta is below
+      1 + epsilon_high.
+    - advantages may be (B, T); Liger takes (B,) alone.
+    - An argument without effect raises a ValueError: delta with "cispo", "sapo" and "vespo"; reference
+      log-probabilities with use_ref_model=False.
+    """
+
+    def __init__(
+        self,
+        beta: float = 0.04,
+        compiled: bool = True,
+        use_ref_model: bool = True,
+        chunk_size: int = 1,
+        epsilon_low: float = 0.2,
+        epsilon_high: float = 0.2,
+        loss_type: str = "dapo",
+        max_completion_length: int | None = None,
+        importance_sampling_level: str = "token",
+        sapo_temperature_pos: float = 1.0,
+        sapo_temperature_neg: float = 1.05,
+        temperature: float = 1.0,
+        delta: float | None = None,
+        use_bias_correction_kl: bool = False,
+        vespo_k_pos: float = 2.0,
+        vespo_lambda_pos: float = 3.0,
+        vespo_k_neg: float = 3.0,
+        vespo_lambda_neg: float = 2.0,
+    ) -> None:
+        super().__init__()
+        self.beta = beta
+        self.compiled = compiled
+        self.use_ref_model = use_ref_model
+        self.chunk_size = chunk_size
+        self.epsilon_low = epsilon_low
+        self.epsilon_high = epsilon_high
+        self.loss_type = loss_type
+        self.max_completion_length = max_completion_length
+        self.importance_sampling_level = importance_sampling_level
+        self.sapo_temperature_pos = sapo_temperature_pos
+        self.sapo_temperature_neg = sapo_temperature_neg
+        self.temperature = temperature
+        self.delta = delta
+        self.use_bias_correction_kl = use_bias_correction_kl
+        self.vespo_k_pos = vespo_k_pos
+        self.vespo_lambda_pos = vespo_lambda_pos
+        self.vespo_k_neg = vespo_k_neg
+        self.vespo_lambda_neg = vespo_lambda_neg
+        self._config()  # what is wrong in the arguments raises here
+
+    def forward(
+        self,
+        _input: Tensor,
+        lin_weight: Tensor,
+        selected_token_ids: Tensor,
+        attention_mask: Tensor,
+        advantages: Tensor,
+        bias: Tensor | None = None,
+        ref_per_token_logps: Tensor | None = None,
+        old_per_token_logps: Tensor | None = None,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+        vllm_is_ratio: Tensor | None = None,
+        num_items_in_batch: Tensor | float | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """(loss (), metrics), with gradients to _input (B, T, H), lin_weight (V, H) and bias (V,)."""
+        config = self._config()
+        if ref_per_token_logps is not None and not self.use_ref_model:
+            raise ValueError("ref_per_token_logps has no effect with use_ref_model=False; leave one of them out")
+        if self.beta != 0.0 and self.use_ref_model and ref_per_token_logps is None:
+            if ref_input is None or ref_weight is None:
+                raise ValueError(
+                    f"beta={self.beta} needs ref_per_token_logps, or ref_input and ref_weight; got neither"
+                )
+            with torch.no_grad():
+                ref_per_token_logps, _ = fused_logps(
+                    ref_input, ref_weight, selected_token_ids, completion_mask=attention_mask, lm_head_bias=ref_bias,
+                    temperature=self.temperature,
+                )  # fmt: skip
+        if self.loss_type == "vespo" and vllm_is_ratio is not None and vllm_is_ratio.shape == (len(attention_mask), 1):
+            # The ratio of a sequence counts once in the sum of its log-ratios: at its first scored token.
+            first = attention_mask.long().argmax(dim=1, keepdim=True)
+            vllm_is_ratio = torch.ones_like(attention_mask, dtype=vllm_is_ratio.dtype).scatter(1, first, vllm_is_ratio)
+        counts_tokens = config.aggregation == "num_items"
+        out = fused_grpo_loss(
+            _input, lin_weight, selected_token_ids, advantages, completion_mask=attention_mask,
+            old_logps=old_per_token_logps, ref_logps=ref_per_token_logps if config.beta else None,
+            rollout_weights=vllm_is_ratio, lm_head_bias=bias, config=config,
+            normalizer=_tokens_per_rank(attention_mask, num_items_in_batch) if counts_tokens else None,
+        )  # fmt: skip
+        zero = torch.zeros_like(out.loss.detach())
+        clip = "cispo_clip_ratio" if self.loss_type == "cispo" else "clip_ratio/region"
+        metrics = [out.metrics.get(clip, zero)]
+        if self.beta != 0.0:  # without a reference model Liger's KL is that to the model itself
+            metrics.insert(0, out.metrics.get("kl", zero))
+        return out.loss, tuple(metrics)
+
+    def _config(self) -> GRPOConfig:
+        return _config(
+            loss_type=self.loss_type,
+            importance_sampling_level=self.importance_sampling_level,
+            beta=self.beta if self.use_ref_model else 0.0,
+            use_bias_correction_kl=self.use_bias_correction_kl,
+            temperature=self.temperature,
+            max_completion_length=self.max_completion_length,
+            delta=self.delta,
+            epsilon_low=self.epsilon_low,
+            epsilon_high=self.epsilon_high,
+            **{name: getattr(self, name) for name in _OPTIONS},
+        )
+
+
+_OPTIONS = (*SURROGATE_RULES["sapo"].options, *SURROGATE_RULES["vespo"].options)
+
+
+@lru_cache(maxsize=16)
+def _config(
+    loss_type: str, importance_sampling_level: str, beta: float, use_bias_correction_kl: bool, **options: Any
+) -> GRPOConfig:
+    """The configuration of Liger's arguments, without those that the loss type does not read."""
+    if loss_type not in LOSS_TYPES:
+        raise ValueError(f"loss_type={loss_type!r}; expected one of {', '.join(LOSS_TYPES)}")
+    if importance_sampling_level not in ("token", "sequence"):
+        raise ValueError(f"importance_sampling_level={importance_sampling_level!r}; expected 'token' or 'sequence'")
+    if importance_sampling_level == "sequence" and loss_type in ("cispo", "sapo", "vespo"):
+        raise ValueError(f"importance_sampling_level='sequence' does not go with loss_type={loss_type!r}")
+    surrogate = PRESETS[loss_type].get("surrogate", "clip")
+    read = {"delta", "temperature", *SURROGATE_RULES[surrogate].options} - {"dual_clip"}
+    aggregation = PRESETS[loss_type]["aggregation"]
+    if aggregation == "fixed_length":
+        read.add("max_completion_length")
+        if options["max_completion_length"] is None:
+            raise ValueError("max_completion_length is None; loss_type='dr_grpo' needs it")
+    return GRPOConfig(
+        surrogate=surrogate,
+        importance_sampling_level=importance_sampling_level,
+        aggregation=aggregation,
+        beta=beta,
+        use_bias_correction_kl=use_bias_correction_kl and beta != 0.0,
+        **{name: value for name, value in options.items() if name in read},
+    )
+
+
+def _tokens_per_rank(mask: Tensor, num_items_in_batch: Tensor | float | None) -> Tensor:
+    """Tokens of the whole batch over the number of ranks, at least 1, where a trainer averages gradients over ranks."""
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if num_items_in_batch is None:
+        total = mask.sum(dtype=torch.float32)
+        if ranks > 1:
+            dist.all_reduce(total)
+    else:
+        total = torch.as_tensor(num_items_in_batch, dtype=torch.float32, device=mask.device)
+    return (total / ranks).clamp(min=1.0)

@@ -1,0 +1,182 @@
+"""verl 0.9.1: a policy loss under a name, and log-probabilities for its fused kernels.
+
+    from grpo_kernels.integrations.verl import register
+    register()  # in each worker, before the first step
+
+and in verl's configuration
+
+    actor.policy_loss.loss_mode=grpo_kernels
+    model.use_fused_kernels=True model.fused_kernel_options.impl_backend=triton
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import GRPOConfig
+from ..logps import fused_logps
+from ..loss import grpo_loss_from_logps
+
+if importlib.util.find_spec("verl") is None:
+    raise ImportError("grpo_kernels.integrations.verl needs verl: pip install verl")
+
+_KERNEL = "verl.utils.kernel.linear_cross_entropy"
+# loss_agg_mode -> aggregation here; both divide by a count, which `_denominator` gives.
+_AGGREGATIONS = {
+    "token-mean": "token_mean",
+    "token-sum": "token_mean",
+    "seq-mean-token-sum": "seq_sum",
+    "seq-mean-token-sum-norm": "seq_sum",
+    "seq-mean-token-mean": "seq_mean",
+}
+
+
+def register(name: str = "grpo_kernels", config: GRPOConfig | None = None) -> None:
+    """Add the policy loss `name` to verl, and put `linear_cross_entropy` in the place of verl's.
+
+    config: the loss, without its aggregation, which is verl's loss_agg_mode; None: verl's "vanilla" loss with
+    actor.clip_ratio, clip_ratio_low, clip_ratio_high and clip_ratio_c. KL to a reference and the entropy bonus stay
+    verl's (actor.use_kl_loss, actor.entropy_coeff).
+
+    Raises ValueError for options of `config` that need what verl does not pass: beta, entropy_coef, entropy_threshold,
+    surrogates and masks that read the sampling engine's log-probabilities.
+    """
+    if config is not None:
+        _check(config)
+    core = importlib.import_module("verl.trainer.ppo.core_algos")
+    core.register_policy_loss(name)(partial(policy_loss, grpo_config=config))
+    kernel = importlib.import_module(_KERNEL)
+    original = kernel.linear_cross_entropy
+    if getattr(original, "func", original) is not linear_cross_entropy:
+        replacement = partial(linear_cross_entropy, vocabulary_parallel=original)
+        for module in [*sys.modules.values()]:  # those that imported the name, too
+            if getattr(module, "__name__", "").startswith("verl.") and (
+                vars(module).get("linear_cross_entropy") is original
+            ):
+                module.linear_cross_entropy = replacement  # type: ignore[attr-defined]
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float | Tensor = 1.0,
+    reduction: str = "none",
+    dist_process_group: Any = None,
+    *,
+    vocabulary_parallel: Callable[..., tuple[Tensor, Tensor]] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(log-probabilities (N,), entropy (N,) or its sum or mean), float32, differentiable in hidden and weight.
+
+    hidden (..., H) of N tokens, weight (V, H), labels (...) of the same N tokens. A weight that is split over the
+    ranks of dist_process_group goes to `vocabulary_parallel`, verl's own function.
+    """
+    if dist_process_group is not None and torch.distributed.get_world_size(dist_process_group) > 1:
+        if vocabulary_parallel is None:
+            raise ValueError("dist_process_group has several ranks; expected a weight that is not split over them")
+        return vocabulary_parallel(hidden, weight, labels, temperature, reduction, dist_process_group)
+    reductions: dict[str, Callable[[Tensor], Tensor]] = {"none": lambda x: x, "sum": torch.sum, "mean": torch.mean}
+    if not isinstance(reduction, str) or reduction.lower() not in reductions:
+        raise ValueError(f"reduction={reduction!r}; expected one of {', '.join(reductions)}")
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    if isinstance(temperature, Tensor) and temperature.numel() > 1:
+        temperature = temperature.expand(hidden.shape[:-1]).reshape(-1)
+    logps, entropy = fused_logps(flat, weight, labels.reshape(-1), temperature=temperature, entropy=True)
+    assert entropy is not None
+    return logps, reductions[reduction.lower()](entropy)
+
+
+def policy_loss(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+    *,
+    grpo_config: GRPOConfig | None = None,
+) -> tuple[Tensor, dict[str, Any]]:
+    """(loss (), metrics) with the arguments of verl's policy losses; tensors are (B, T), config is its ActorConfig.
+
+    The metrics are those of verl's "vanilla" loss: actor/pg_clipfrac, actor/ppo_kl, actor/pg_clipfrac_lower.
+    """
+    if loss_agg_mode not in _AGGREGATIONS:
+        raise ValueError(f"loss_agg_mode={loss_agg_mode!r}; expected one of {', '.join(_AGGREGATIONS)}")
+    if config is None:
+        raise ValueError("config is None; expected verl's ActorConfig")
+    chosen = _vanilla(config) if grpo_config is None else grpo_config
+    out = grpo_loss_from_logps(
+        log_prob, advantages, completion_mask=response_mask, old_logps=old_log_prob,
+        rollout_weights=rollout_is_weights, config=_aggregated(chosen, _AGGREGATIONS[loss_agg_mode]),
+        normalizer=_denominator(loss_agg_mode, response_mask, **config.global_batch_info),
+    )  # fmt: skip
+    clipped = out.metrics.get("clip_ratio/region", out.metrics.get("cispo_clip_ratio"))
+    bound = math.inf if chosen.dual_clip is None else chosen.dual_clip
+    with torch.no_grad():
+        ratio = (log_prob - old_log_prob).clamp(-20, 20).exp()
+        lower = (advantages < 0) & (ratio > bound) & response_mask.bool()
+        share = lower.sum() / response_mask.sum().clamp(min=1)
+    metrics = {"actor/pg_clipfrac": clipped, "actor/ppo_kl": out.metrics["approx_kl"], "actor/pg_clipfrac_lower": share}
+    return out.loss, {key: value.item() for key, value in metrics.items() if value is not None}
+
+
+def _vanilla(actor: Any) -> GRPOConfig:
+    low, high = actor.clip_ratio_low, actor.clip_ratio_high
+    return _vanilla_config(
+        actor.clip_ratio if low is None else low,
+        actor.clip_ratio if high is None else high,
+        actor.get("clip_ratio_c", 3.0),
+    )
+
+
+@lru_cache(maxsize=16)
+def _vanilla_config(low: float, high: float, dual_clip: float) -> GRPOConfig:
+    return GRPOConfig.preset("verl", epsilon_low=low, epsilon_high=high, dual_clip=dual_clip)
+
+
+@lru_cache(maxsize=16)
+def _aggregated(config: GRPOConfig, aggregation: str) -> GRPOConfig:
+    return replace(config, aggregation=aggregation, max_completion_length=None)
+
+
+def _denominator(
+    mode: str,
+    mask: Tensor,
+    dp_size: int = 1,
+    batch_num_tokens: float | None = None,
+    global_batch_size: float | None = None,
+    loss_scale_factor: float | None = None,
+) -> Tensor | float:
+    """What the loss is divided by, for gradients that are averaged over dp_size ranks."""
+    if mode == "token-sum":
+        return 1.0 / dp_size
+    tokens = mode == "token-mean"
+    count: Any = batch_num_tokens if tokens else global_batch_size
+    if count is None:
+        if dp_size > 1:
+            name = "batch_num_tokens" if tokens else "global_batch_size"
+            raise ValueError(f"{name} is None in config.global_batch_info; expected the global count with dp_size > 1")
+        count = (mask.bool().sum() if tokens else mask.bool().any(dim=-1).sum()).clamp(min=1)
+    if mode == "seq-mean-token-sum-norm":
+        count = count * (mask.shape[-1] if loss_scale_factor is None else loss_scale_factor)
+    return count / dp_size
+
+
+def _check(config: GRPOConfig) -> None:
+    if not isinstance(config, GRPOConfig):
+        raise TypeError(f"config is a {type(config).__name__}; expected a GRPOConfig")
+    for name, neutral in (
+        ("beta", 0.0), ("entropy_coef", 0.0), ("entropy_threshold", None), ("off_policy_mask_threshold", None)
+    ):  # fmt: skip
+        if getattr(config, name) != neutral:
+            raise ValueError(f"config.{name}={getattr(config, name)}: verl's policy losses are not given what it needs")

@@ -1,0 +1,154 @@
+"""The integration beside verl 0.9.1 itself: its registry, its vanilla loss, its module of kernels."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+import torch
+import verl_package
+from verl_package import ActorConfig as Actor
+
+from grpo_kernels import GRPOConfig
+
+B, T, H, V = 5, 8, 16, 64
+MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
+
+
+@pytest.fixture
+def verl(monkeypatch):
+    verl_package.install(monkeypatch)
+    monkeypatch.delitem(sys.modules, "grpo_kernels.integrations.verl", raising=False)
+    return importlib.import_module("grpo_kernels.integrations.verl")
+
+
+@pytest.fixture
+def core(verl):
+    return importlib.import_module("verl.trainer.ppo.core_algos")
+
+
+def arguments(mask=None) -> dict:
+    torch.manual_seed(2)
+    if mask is None:
+        mask = torch.arange(T) < torch.tensor([8, 3, 5, 1, 0])[:, None]  # a row is masked altogether
+    logps = -3 + 0.5 * torch.randn(B, T)
+    return dict(
+        old_log_prob=logps + 0.6 * torch.randn(B, T), log_prob=logps, advantages=torch.randn(B, T), response_mask=mask
+    )
+
+
+def run(loss, given, **options):
+    leaf = given["log_prob"].clone().requires_grad_()
+    value, metrics = loss(**{**given, "log_prob": leaf}, **options)
+    value.backward()
+    return value.detach(), leaf.grad, metrics
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "info",
+    [{}, dict(dp_size=4, batch_num_tokens=70, global_batch_size=16), dict(loss_scale_factor=100)],
+    ids=["alone", "four ranks", "scale factor"],
+)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_loss_is_that_of_vanilla(verl, core, mode, info, weighted):
+    verl.register()
+    given, actor = arguments(), Actor(**info)
+    weights = torch.rand(B, T) + 0.5 if weighted else None
+    options = dict(loss_agg_mode=mode, config=actor, rollout_is_weights=weights)
+    loss, gradient, metrics = run(core.get_policy_loss_fn("vanilla"), given, **options)
+    own_loss, own_gradient, own_metrics = run(core.get_policy_loss_fn("grpo_kernels"), given, **options)
+    torch.testing.assert_close(own_loss, loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(own_gradient, gradient, rtol=1e-5, atol=1e-7)
+    assert own_metrics == pytest.approx(metrics, rel=1e-5)
+    assert gradient.abs().max() > 1e-4 and metrics["actor/pg_clipfrac_lower"] > 0
+
+
+@pytest.mark.parametrize("name", ["gspo", "cispo"])
+def test_another_loss_has_verls_aggregation(verl, core, name):
+    overrides = dict(epsilon_low=0.2, epsilon_high=0.28)
+    if name == "gspo":
+        config = GRPOConfig.preset("gspo", **overrides)
+    else:
+        config = GRPOConfig(surrogate="cispo_two_sided", **overrides)
+    verl.register("ours", config)
+    given, options = arguments(), dict(loss_agg_mode="seq-mean-token-mean", config=Actor())
+    given["advantages"] = torch.randn(B, 1).expand(B, T)  # verl's gspo is GSPO-token, which is GSPO for these alone
+    loss, gradient, _ = run(core.get_policy_loss_fn(name), given, **options)
+    own_loss, own_gradient, _ = run(core.get_policy_loss_fn("ours"), given, **options)
+    torch.testing.assert_close(own_loss, loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(own_gradient, gradient, rtol=1e-4, atol=1e-7)
+
+
+def test_linear_cross_entropy_is_replaced_wherever_it_was_imported(verl):
+    kernel = importlib.import_module("verl.utils.kernel.linear_cross_entropy")
+    original = kernel.linear_cross_entropy
+    other = verl_package.stand_in("verl.models.mcore.model_forward_fused", linear_cross_entropy=original)
+    sys.modules[other.__name__] = other
+    try:
+        verl.register()
+        assert kernel.linear_cross_entropy is other.linear_cross_entropy is not original
+        replaced = kernel.linear_cross_entropy
+        verl.register()
+        assert kernel.linear_cross_entropy is replaced and replaced.keywords == {"vocabulary_parallel": original}
+    finally:
+        del sys.modules[other.__name__]
+
+
+@pytest.mark.parametrize("shape", [(1, 12), (3, 4), (12,)])
+def test_linear_cross_entropy(verl, shape):
+    """The call of verl's forwards: positional, hidden of a packed batch (1, N, H), a temperature, no reduction."""
+    verl.register()
+    function = importlib.import_module("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
+    hidden, weight = torch.randn(*shape, H), 0.5 * torch.randn(V, H)
+    labels = torch.randint(V, shape)
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+    logps, entropy = function(*leaves, labels, 0.7, "none")
+    assert logps.shape == entropy.shape == (12,) and logps.dtype == torch.float32
+    (logps.sum() + 0.1 * entropy.sum()).backward()
+    right = [x.double().requires_grad_() for x in (hidden, weight)]
+    z = (right[0] @ right[1].T / 0.7).log_softmax(-1)
+    expected = z.gather(-1, labels[..., None]).flatten(), -(z.exp() * z).sum(-1).flatten()
+    (expected[0].sum() + 0.1 * expected[1].sum()).backward()
+    for own, other in zip((logps, entropy), expected, strict=True):
+        torch.testing.assert_close(own.double(), other, rtol=1e-5, atol=1e-5)
+    for own, other in zip(leaves, right, strict=True):
+        torch.testing.assert_close(own.grad.double(), other.grad, rtol=1e-4, atol=1e-5)
+    _, total = function(hidden, weight, labels, 0.7, "sum")
+    torch.testing.assert_close(total.double(), expected[1].sum().detach(), rtol=1e-5, atol=1e-5)
+    per_token = torch.full(shape, 0.7)
+    torch.testing.assert_close(function(hidden, weight, labels, per_token)[0], logps.detach())
+
+
+def test_what_does_not_fit_is_refused_by_name(verl):
+    given = arguments()
+    with pytest.raises(ValueError, match="loss_agg_mode='mean'; expected one of token-mean, token-sum"):
+        verl.policy_loss(**given, loss_agg_mode="mean", config=Actor())
+    with pytest.raises(ValueError, match="config is None; expected verl's ActorConfig"):
+        verl.policy_loss(**given)
+    for mode, name in (("token-mean", "batch_num_tokens"), ("seq-mean-token-sum", "global_batch_size")):
+        with pytest.raises(ValueError, match=f"{name} is None in config.global_batch_info"):
+            verl.policy_loss(**given, loss_agg_mode=mode, config=Actor(dp_size=2))
+    with pytest.raises(ValueError, match="reduction='max'; expected one of none, sum, mean"):
+        verl.linear_cross_entropy(torch.zeros(2, H), torch.zeros(V, H), torch.zeros(2).long(), 1.0, "max")
+    for name, value in (("beta", 0.1), ("entropy_coef", 0.1), ("off_policy_mask_threshold", 1.0)):
+        with pytest.raises(ValueError, match=f"config.{name}={value}: verl's policy losses"):
+            verl.register(config=GRPOConfig(**{name: value}))
+    with pytest.raises(TypeError, match="config is a str; expected a GRPOConfig"):
+        verl.register(config="dapo")
+
+
+def test_without_verl_the_import_says_so():
+    code = """
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "verl" else find(name, *rest)
+try:
+    import grpo_kernels.integrations.verl
+except ImportError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "grpo_kernels.integrations.verl needs verl: pip install verl\n"
