@@ -9,13 +9,13 @@ from torch import Tensor
 
 from .backends import choose_backend
 from .config import check_logit_transform
-from .engine.autocast import autocast_dtype
+from .engine.autocast import products_dtype
 from .engine.logps_op import LogpsCall, logps_from_hidden
 from .engine.shared import wanted
 from .engine.vocab_parallel import agree, announced_errors, check_group
 from .sampling_mask import SamplingMask, check_sampling_mask
 from .sharded import full_weight
-from .validate import check_flag, check_head, check_token_tensor, refuse_transforms
+from .validate import check_flag, check_head, check_token_tensor, refuse_transforms, temperature_per_token
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -40,9 +40,9 @@ def fused_logps(
 
         z = softcap(logit_scale * (h W^T + b)) / temperature,  logp = z[id] - logsumexp(z),  entropy = -sum p log p
 
-    Shapes as in `fused_grpo_loss`: hidden (B, T, H) or (N, H), lm_head_weight (V, H), completion_ids (B, T) or (N,);
-    temperature a number or one value per token. Returns float32 tensors (float64 from float64) of the shape of
-    completion_ids, in nats, 0 at masked positions.
+    Shapes and types as in `fused_grpo_loss`: hidden (B, T, H) or (N, H), lm_head_weight (V, H), completion_ids (B, T)
+    or (N,); temperature a number, or one value per token or, for (B, T), per sequence: (B,) or (B, 1). Returns float32
+    tensors (float64 from float64) of the shape of completion_ids, in nats, 0 at masked positions.
 
     sampling_mask: over the ids that truncated sampling kept for each token alone, as in `fused_grpo_loss`.
     vocab_parallel_group: of ranks with a slice of the vocabulary each, as in `fused_grpo_loss`; every rank has to run
@@ -62,22 +62,19 @@ def fused_logps(
         check_logit_transform(temperature, logit_scale, logit_softcap)
         check_flag("entropy", entropy)
         refuse_transforms("fused_logps", hidden, weight, bias)
-        compute_dtype = autocast_dtype(hidden, weight, bias)
+        compute_dtype = products_dtype(hidden, weight, bias)
         check_head(hidden, weight, bias, completion_ids, compute_dtype)
         check_token_tensor("completion_mask", completion_mask, completion_ids.shape, -1, hidden)
         check_sampling_mask(sampling_mask, completion_ids.shape, hidden)
         if group is not None and sampling_mask is not None:
             raise ValueError("sampling_mask is given with vocab_parallel_group; expected one of the two")
-        if isinstance(temperature, Tensor) and temperature.numel() != 1:
-            check_token_tensor("temperature", temperature, completion_ids.shape, -1, hidden)
-        given_temperature: Tensor | float
         if isinstance(temperature, Tensor):
-            given_temperature = temperature.detach().to(hidden.device)
-        else:
-            given_temperature = float(temperature)
+            num_sequences = len(completion_ids) if completion_ids.dim() == 2 else -1
+            temperature = temperature_per_token(temperature, completion_ids.shape, num_sequences, hidden)
+            temperature = temperature.detach().to(hidden.device)
         call = LogpsCall(
             completion_ids=completion_ids, mask=completion_mask, logit_scale=float(logit_scale),
-            temperature=given_temperature,
+            temperature=temperature if isinstance(temperature, Tensor) else float(temperature),
             softcap=0.0 if logit_softcap is None else float(logit_softcap), want_entropy=entropy,
             backend=choose_backend(backend, hidden.device, compute_dtype or hidden.dtype), compute_dtype=compute_dtype,
             kept_ids=None if sampling_mask is None else sampling_mask.ids,

@@ -12,7 +12,7 @@ from torch import Tensor
 from .backends import choose_backend, get_backend
 from .config import DEFAULT_CONFIG, GRPOConfig
 from .contract import Backend
-from .engine.autocast import autocast_dtype
+from .engine.autocast import products_dtype
 from .engine.backward import refuse_double_backward, scale_saved_gradients
 from .engine.logits_loss import loss_over_logits
 from .engine.loss_op import LossCall, loss_from_hidden
@@ -74,11 +74,12 @@ def fused_grpo_loss(
     Args:
         hidden: (B, T, H), or packed (N, H) with cu_seqlens; row t predicts completion_ids[:, t]. float32, bfloat16,
             float16 or float64; any strides.
-        lm_head_weight: (V, H), lm_head_bias: (V,), in hidden's type. Gradients are computed for those of the three that
-            require them. For a PEFT layer pass base_layer.weight + get_delta_weight(adapter), since its `weight` is the
-            base weight without the adapter. A sharded weight or bias (DTensor) is gathered for the call, and its
-            gradient averaged over the ranks, as FSDP2 does for the other parameters. Other DTensors and quantised
-            weights are refused, with what to pass instead.
+        lm_head_weight: (V, H), lm_head_bias: (V,), in hidden's type; or in float32 with 16-bit hidden states, which are
+            then converted: products in float32, each gradient in its input's type. Under torch.autocast products are in
+            its type. Gradients are computed for those of the three that require them. For a layer of PEFT see
+            `grpo_kernels.integrations.lm_head`: its `weight` is the base weight without the adapter. A sharded weight
+            or bias (DTensor) is gathered for the call, and its gradient averaged over the ranks, as FSDP2 does for the
+            other parameters. Other DTensors and quantised weights are refused, with what to pass instead.
         completion_ids: (B, T) or (N,) int64. completion_mask: the same shape, 0 at padding, prompt and tool tokens.
         advantages: (B,), (B, 1), (B, T) or (N,), constants. Or instead of them:
         rewards: (S,), with num_generations (adjacent rows) or group_ids (S,): the advantages of `group_advantages`
@@ -132,7 +133,7 @@ def fused_grpo_loss(
     with nullcontext() if group is None else announced_errors(group, hidden):
         check_config(config)
         refuse_transforms("fused_grpo_loss", hidden, weight, bias)
-        compute_dtype = autocast_dtype(hidden, weight, bias)
+        compute_dtype = products_dtype(hidden, weight, bias)
         check_head(hidden, weight, bias, completion_ids, compute_dtype)
         check_logits_dtype(config.logits_dtype, compute_dtype or hidden.dtype)
         if accumulate_into is not None:
