@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -319,3 +320,13 @@ def test_a_release_without_the_head_is_not_patched(monkeypatch):
     monkeypatch.delattr(trl_utils, "_ChunkedLogProbFunction")
     with pytest.raises(RuntimeError, match=r"has no trl.trainer.utils._ChunkedLogProbFunction"):
         integration.patch_trl()
+
+
+def test_the_example_runs():
+    script = parity.README.parents[2] / "examples" / "trl_grpo.py"
+    assert len(script.read_text(encoding="utf-8").splitlines()) <= 40
+    command = [sys.executable, str(script), parity.saved_model("llama"), "3"]
+    environment = os.environ | {"PYTHONPATH": str(script.parents[1]), "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "reward: " in done.stdout.splitlines()[-1]
