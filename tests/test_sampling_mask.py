@@ -4,34 +4,27 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers import MASK_WAYS, make_sampling_mask, set_mask_way
 from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_kernels import SamplingMask
-from grpo_kernels.engine import kept
 from grpo_kernels.reference import reference_grpo_loss, reference_logps
 
 B, T, H, V = 3, 7, 16, 61
 BACKENDS = ("torch", "cpu", "triton", "cuda")  # the last two interpreted and emulated
 
 
-@pytest.fixture(params=["gathers", "dense", "both"])
+@pytest.fixture(params=MASK_WAYS)
 def way(request, monkeypatch):
-    """How the tokens with a mask get their logits; "both": those with few kept ids by gathers."""
-    ratio = {"gathers": 0.5, "dense": V + 1, "both": 8}[request.param]
-    monkeypatch.setattr(kept, "DENSE_LOGITS_PER_KEPT_ID", {"cpu": ratio, "cuda": ratio})
+    """How the tokens with a mask get their logits."""
+    set_mask_way(monkeypatch, request.param, V)
     return request.param
 
 
 def make_mask(seed: int = 0, most: int = 12) -> SamplingMask:
-    """Some tokens without a mask, some whose sampled id is missing."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = []
-    for _ in range(B * T):
-        count = int(torch.randint(0, most, (), generator=generator))
-        rows.append(torch.randperm(V, generator=generator)[:count].tolist())
-    flat = SamplingMask.from_lists(rows)
-    return SamplingMask(flat.ids, flat.counts.view(B, T))
+    """Some tokens without a mask, most without their sampled id."""
+    return make_sampling_mask((B, T), V, seed, most=most)
 
 
 def make_batch(dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
