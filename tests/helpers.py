@@ -278,10 +278,10 @@ def packed(batch: Batch, lengths: Tensor | None = None) -> Batch:
     return Batch(batch.hidden[keep], batch.weight, batch.ids[keep], advantages, batch.bias, options)
 
 
-def make_sampling_mask(shape: tuple[int, ...], vocab: int, seed: int = 0, *, most: int = 12) -> gk.SamplingMask:
-    """Fewer than `most` kept ids for each token of `shape`: some keep all (count 0), some lack their sampled id."""
+def make_sampling_mask(shape: tuple[int, ...], vocab: int, seed: int = 0, *, most: int = 40) -> gk.SamplingMask:
+    """Up to `most` kept ids for each token of `shape`: some keep all (count 0), some lack their sampled id."""
     g = torch.Generator().manual_seed(seed)
-    counts = torch.randint(most, shape, generator=g)
+    counts = (torch.rand(shape, generator=g) ** 2 * (min(most, vocab) + 1)).long()  # small ones are the most frequent
     rows = [torch.randperm(vocab, generator=g)[:count].tolist() for count in counts.flatten().tolist()]
     return gk.SamplingMask(gk.SamplingMask.from_lists(rows).ids, counts)
 

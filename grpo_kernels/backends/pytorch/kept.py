@@ -55,7 +55,8 @@ def kept_dweight(dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Ten
         own = order[begin : int(ends[last - 1])]
         terms = dlogits[own, None] * hidden[pairs.token_of[own]].to(dlogits.dtype)
         sums = torch.segment_reduce(terms, "sum", lengths=lengths[done:last], axis=0, unsafe=True)
-        dweight[unique[done:last]] += sums.to(dweight.dtype)
+        target = unique[done:last]
+        dweight[target] = (sums + dweight[target] if add else sums).to(dweight.dtype)
         done = last
 
 
