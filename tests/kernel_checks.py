@@ -702,16 +702,18 @@ def check_kept(kernels: Kernels, width: int, dtype: torch.dtype, *, wide: bool, 
         expected = torch.einsum("ch,ckh->ck", h, w) + (0.0 if given is None else given.double()[rows])
         check_product(found, expected.masked_fill(~used, -math.inf), width)
 
-    dlogits = torch.randn(count, slots, generator=g) * used
+    factors = torch.randn(count, slots, generator=g)
+    dlogits = torch.where(used, factors, math.nan)  # what unused places hold is not read
+    factors = torch.where(used, factors, 0.0).double()
     pairs = KeptPairs(kept.ids.view(-1), index.to(torch.int32).repeat_interleave(slots))
-    shares = (dlogits.double()[..., None] * h[:, None]).view(-1, width)
+    shares = (factors[..., None] * h[:, None]).view(-1, width)
     for kind in ("dhidden", "dweight", "dweight, added"):
         found, buffers = zip(*[matrix(tokens if kind == "dhidden" else vocab, out) for _ in range(2)], strict=True)
         found[1].copy_(found[0])
         before = found[0].clone(), buffers[0].clone()
         expected = before[0].double()
         if kind == "dhidden":
-            expected[index] = torch.einsum("ck,ckh->ch", dlogits.double(), w)
+            expected[index] = torch.einsum("ck,ckh->ch", factors, w)
         else:
             expected = (expected if "added" in kind else 0 * expected).index_add(0, rows.view(-1), shares)
         for x in found:

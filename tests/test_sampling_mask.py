@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import MASK_WAYS, make_sampling_mask, set_mask_way
+from helpers import MASK_WAYS, call_counter, make_sampling_mask, set_mask_way
 from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_kernels import SamplingMask
+from grpo_kernels.backends import get_backend
 from grpo_kernels.reference import reference_grpo_loss, reference_logps
 
 B, T, H, V = 3, 7, 16, 61
@@ -59,7 +60,7 @@ CONFIGS = {
     "grpo": {"beta": 0.04},
     "dapo": {"entropy_coef": 0.01},
     "gspo": {"beta": 0.02},
-    "vespo": {},
+    "vespo": {"chunk_rows": 3},  # shorter than a sequence: the dense way computes logits again
     "rloo": {"logit_softcap": 5.0},
     "cispo": {"temperature": 0.7, "entropy_threshold": 0.5},
     "gmpo": {"surrogate": "gmpo", "score_inactive": False},
@@ -179,15 +180,18 @@ def test_a_mask_of_everything_and_one_of_nothing_are_no_mask(backend, way):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_inputs(backend, dtype, way):
-    """Errors no larger than those of eager PyTorch with -inf in 16-bit logits."""
+@pytest.mark.parametrize(
+    ("dtype", "logits"), [(torch.bfloat16, None), (torch.float16, None), (torch.float16, torch.float16)]
+)
+def test_16_bit_inputs(backend, dtype, logits, way):
+    """Errors no larger than those of eager PyTorch with -inf in 16-bit logits. float16 logits have scaled gradients."""
     batch, mask = make_batch(dtype), make_mask()
     wanted = exact(batch)
     reference = reference_grpo_loss(**wanted, sampling_mask=mask)
     theirs = gradients_of(reference.loss, wanted)
     eager = gradients_of(reference_grpo_loss(**batch, sampling_mask=mask).loss, batch)
-    out = gk.fused_grpo_loss(**batch, sampling_mask=mask, backend=backend)
+    config = gk.GRPOConfig(logits_dtype=logits)
+    out = gk.fused_grpo_loss(**batch, config=config, sampling_mask=mask, backend=backend)
     for mine, plain, true in zip(gradients_of(out.loss, batch), eager, theirs, strict=True):
         assert (mine.double() - true).norm() <= 1.5 * (plain.double() - true).norm() + 1e-6
 
@@ -208,6 +212,16 @@ def test_metrics(way):
 
         mass = (logits.softmax(-1) * kept_ids(mask, batch["completion_ids"], V)).sum(-1)[scored].mean()
         torch.testing.assert_close(out.metrics["sampling_mask/kept_mass"], mass, rtol=1e-4, atol=1e-5)
+
+
+def test_statistics_over_the_whole_vocabulary_are_taken_once(monkeypatch):
+    """Not again where logits are computed again."""
+    set_mask_way(monkeypatch, "dense", V)
+    calls = []
+    call_counter(monkeypatch, type(get_backend("torch")), "statistics", calls, lambda *_: 1)
+    batch, mask, config = make_batch(), make_mask(), gk.GRPOConfig.preset("gspo", chunk_rows=3)
+    gk.fused_grpo_loss(**batch, config=config, sampling_mask=mask, backend="torch")
+    assert len(calls) == 2 * -(-int(batch["completion_mask"].sum()) // 3)
 
 
 def test_a_packed_batch_and_an_lm_head_view():
