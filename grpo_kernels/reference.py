@@ -34,8 +34,11 @@ class ReferenceOutput(NamedTuple):
 class KeptIds(Protocol):
     """A SamplingMask: ids (M,) of all tokens one after another, counts (B, T) or (N,); count 0: all ids."""
 
-    ids: Tensor
-    counts: Tensor
+    @property
+    def ids(self) -> Tensor: ...
+
+    @property
+    def counts(self) -> Tensor: ...
 
 
 def reference_grpo_loss(

@@ -60,7 +60,7 @@ CONFIGS = {
     "grpo": {"beta": 0.04},
     "dapo": {"entropy_coef": 0.01},
     "gspo": {"beta": 0.02},
-    "vespo": {"chunk_rows": 3},  # shorter than a sequence: the dense way computes logits again
+    "vespo": {"chunk_rows": 1},  # shorter than a sequence: the dense way computes logits again
     "rloo": {"logit_softcap": 5.0},
     "cispo": {"temperature": 0.7, "entropy_threshold": 0.5},
     "gmpo": {"surrogate": "gmpo", "score_inactive": False},
