@@ -278,10 +278,14 @@ def packed(batch: Batch, lengths: Tensor | None = None) -> Batch:
     return Batch(batch.hidden[keep], batch.weight, batch.ids[keep], advantages, batch.bias, options)
 
 
-def make_sampling_mask(shape: tuple[int, ...], vocab: int, seed: int = 0, *, most: int = 40) -> gk.SamplingMask:
-    """Up to `most` kept ids for each token of `shape`: some keep all (count 0), some lack their sampled id."""
+def make_sampling_mask(
+    shape: tuple[int, ...], vocab: int, seed: int = 0, *, least: int = 0, most: int = 40
+) -> gk.SamplingMask:
+    """`least` to `most` kept ids for each token of `shape`, 0 for all of them; some lack their sampled id."""
     g = torch.Generator().manual_seed(seed)
-    counts = (torch.rand(shape, generator=g) ** 2 * (min(most, vocab) + 1)).long()  # small ones are the most frequent
+    counts = (
+        (torch.rand(shape, generator=g) ** 2 * (min(most, vocab) + 1)).long().clamp(min=least)
+    )  # small ones are the most frequent
     rows = [torch.randperm(vocab, generator=g)[:count].tolist() for count in counts.flatten().tolist()]
     return gk.SamplingMask(gk.SamplingMask.from_lists(rows).ids, counts)
 

@@ -212,7 +212,7 @@ def kept(document: Record) -> Figure | None:
         axis.set_axis_off()
     for field, sweep in found:
         case = sweep[0]["case"]
-        axis = axes[rows.index(case["dtype"]), field == "hidden_size"]
+        axis = axes[rows.index(case["dtype"]), int(field == "hidden_size")]
         lines = _lines(sweep, field, _seconds, lambda name: name in ("ours", "ours-unmasked"))
         bound = {one["case"][field]: one["predicted"]["ways"]["kept"]["seconds"] for one in sweep}
         kept_ids = "" if field == "kept_ids" else f", {case['kept_ids']} ids kept"
@@ -269,7 +269,8 @@ def _case_per_head(document: Record, mode: str) -> list[Record]:
     best: dict[object, tuple[object, Record]] = {}
     for case in document["cases"]:
         of, found = case["case"], case["implementations"].values()
-        if of["mode"] == mode and not of["idle_share"] and not (of["head"] == "custom" and case in swept):
+        made_for_a_sweep = of["idle_share"] or of.get("kept_ids") or (of["head"] == "custom" and case in swept)
+        if of["mode"] == mode and not made_for_a_sweep:
             ranked = (sum("seconds" in entry for entry in found), of["beta"] > 0, of["tokens"]), case
             key = tuple(of[field] for field in ("head", "hidden_size", "vocab_size", "dtype"))
             best[key] = max(best.get(key, ranked), ranked, key=lambda pair: pair[0])
