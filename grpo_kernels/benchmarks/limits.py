@@ -378,13 +378,10 @@ def _kept(w: _Work) -> Prediction:
     masked = round(w.tokens * w.case.masked_share)
     pairs, read = masked * w.case.kept_ids, w.row_rate * w.device.bandwidth
     bytes = (pairs + masked) * w.width * w.item
-    flops, computing = 2 * pairs * w.width, 2 * pairs * w.width / w.device.flops["float32"]
     names = [name for name, wanted in (("logits", True), ("dhidden", w.active), ("dweight", w.trained)) if wanted]
     written = {"dweight": w.weight * w.item}
-    parts = [
-        Part(name, flops, bytes + written.get(name, 0), computing, (bytes + written.get(name, 0)) / read)
-        for name in names
-    ]
+    moved = {name: bytes + written.get(name, 0) for name in names}
+    parts = [Part(name, 2 * pairs * w.width, moved[name], 0.0, moved[name] / read) for name in names]
     peak, launches, (_, before) = KEPT_BYTES * pairs, KEPT_LAUNCHES, w.design.launches[w.case.mode]
     w.tokens, w.active, w.scored = w.tokens - masked, max(0, w.active - masked), max(0, w.scored - masked)
     if not w.tokens:
