@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import MASK_WAYS, call_counter, make_sampling_mask, set_mask_way
-from torch import Tensor
+from torch import Tensor, distributed
 
 import grpo_kernels as gk
 from grpo_kernels import SamplingMask
 from grpo_kernels.backends import get_backend
+from grpo_kernels.engine import kept
 from grpo_kernels.reference import reference_grpo_loss, reference_logps
 
 B, T, H, V = 3, 7, 16, 61
+TIMEOUT = timedelta(minutes=2)
 BACKENDS = ("torch", "cpu", "triton", "cuda")  # the last two interpreted and emulated
 
 
@@ -230,6 +233,47 @@ def test_tokens_that_all_have_a_mask(preset, way):
     torch.testing.assert_close(scored.loss, out.loss)
     for name, x in out.metrics.items():
         torch.testing.assert_close(scored.metrics[name], x)
+
+
+def test_kept_ids_marked_by_slices_and_by_indices():
+    """The second is that of a GPU."""
+    mask = make_sampling_mask((9,), V)
+    tokens = kept.TokenMask(mask.ids, mask.counts)
+    token, here = torch.tensor([7, 2, 4, 5]), torch.tensor([5, 0, 1, 3])
+    firsts = (mask.counts.cumsum(0) - mask.counts)[token]
+    expected = torch.zeros(6, V, dtype=torch.bool)
+    for row, t in zip(here.tolist(), token.tolist(), strict=True):
+        expected[row, mask.ids.split(mask.counts.tolist())[t].long()] = True
+    for mark in (kept.mark_by_slices, kept.mark_by_indices):
+        found = torch.zeros_like(expected)
+        outside = mark(found, here, tokens, firsts, token)
+        assert torch.equal(found, expected) and (outside is None or not outside.any())
+
+
+def part_of_a_batch(rank: int, store: str) -> None:
+    """In each of two processes: the loss, its gradients and sums of metrics, added up, are those of the whole batch."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=TIMEOUT)
+    batch, mask, mine = make_batch(), make_mask(), slice(0, 2) if rank == 0 else slice(2, 3)
+    config, tokens = gk.GRPOConfig.preset("dapo"), batch["completion_mask"].sum()
+    per_token = {name: x[mine] for name, x in batch.items() if x.shape[0] == B}
+    own = per_token["completion_mask"].sum()
+    distributed.all_reduce(own)
+    assert own == tokens
+    whole = gk.fused_grpo_loss(**batch, config=config, sampling_mask=mask)
+    part = gk.fused_grpo_loss(**(batch | per_token), config=config, sampling_mask=mask[mine], num_items_in_batch=own)
+    found = [part.loss.detach(), *gradients_of(part.loss, batch)]
+    found += [torch.stack([*part.metric_sums[name]]) for name in ("sampling_mask/added", "sampling_mask/kept_mass")]
+    expected = [whole.loss.detach(), *gradients_of(whole.loss, batch)]
+    expected += [torch.stack([*whole.metric_sums[name]]) for name in ("sampling_mask/added", "sampling_mask/kept_mass")]
+    for mine_, theirs in zip(found, expected, strict=True):
+        distributed.all_reduce(mine_)
+        torch.testing.assert_close(mine_, theirs)
+    distributed.destroy_process_group()
+
+
+def test_two_ranks_add_up_to_one_process(tmp_path):
+    torch.multiprocessing.spawn(part_of_a_batch, (str(tmp_path / "store"),), nprocs=2)
 
 
 @pytest.mark.parametrize("strategy", ["linear", "anchored"])

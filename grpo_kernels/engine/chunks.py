@@ -198,6 +198,8 @@ def run(
         cast(KeptLogits, kept.head).finish()
     if sampling_mask is not None:
         masked = (tokens.scored & (sampling_mask.counts > 0)).sum().to(added.dtype)
+        if scorer.mask is not None:
+            added = added + scorer.mask.added.sum()
         mask_sums = torch.stack([masked, added, *_mass(scorer)])
     if static_shapes and not plan.all_scored:
         tokens = tokens._replace(values=tokens.values.only(tokens.scored))
@@ -208,7 +210,7 @@ def run(
 
 
 def add_mask(scorer: Scorer, mask: TokenMask, scored: Tensor) -> tuple[Scorer | None, Tensor]:
-    """(a scorer of the tokens that take the way of gathers, if there are any; () how many sampled ids were added).
+    """(a scorer of the tokens that take the way of gathers, if there are any; () how many sampled ids it added).
 
     The others stay with `scorer`, which applies the mask to their logits. scored (N,) bool.
     """
@@ -222,9 +224,7 @@ def add_mask(scorer: Scorer, mask: TokenMask, scored: Tensor) -> tuple[Scorer | 
     added = torch.zeros((), dtype=dtype, device=ids.device)
     dense = (scored & (mask.counts > 0) & ~gathers).nonzero().squeeze(1)
     if dense.numel():
-        rows = mask_rows(mask, ids, dense, vocab_size)
-        scorer.mask = DenseMask(rows, ids.numel(), dtype)
-        added = added + rows.added.sum()
+        scorer.mask = DenseMask(mask, dense, ids, dtype)
     index = gathers.nonzero().squeeze(1)
     if not index.numel():
         return None, added
@@ -257,7 +257,7 @@ def _mass(scorer: Scorer) -> tuple[Tensor, Tensor]:
         zero = scorer.values.lse.new_zeros((), dtype=scorer.values.columns.dtype)
         return zero, zero
     mass = scorer.mask.kept_mass(scorer.values).to(scorer.values.columns.dtype)
-    return mass, mass.new_full((), scorer.mask.rows.index.numel())
+    return mass, mass.new_full((), scorer.mask.index.numel())
 
 
 def evaluate(plan: Plan, backend: Backend) -> None:

@@ -5,12 +5,19 @@ log-probability, entropy and gradients are those of a row of K logits.
 
     gathers    products over kept ids (backends' kept_*): O(K H) per token. Tokens that keep nearly as many ids stand in
                one matrix, whose width is a power of two; places that a token does not use hold the logit -inf.
-    dense      the products over the whole vocabulary; logits of other ids become -inf before the row kernel reads them
+    dense      the products over the whole vocabulary; logits of other ids become -inf before the row kernel reads them.
+               A row kernel that reads kept ids alone would save little: of a step of 512 tokens of SmolLM2-135M's head
+               with 16,384 ids each the row kernels take 3 percent, the products nearly all (bench/results/NOTES.md).
 
 Which one a token takes follows from DENSE_LOGITS_PER_KEPT_ID: how many logits of the dense products take as long as the
 gathers of one kept id, forward and backward. On a CPU it was measured (SmolLM2-135M's head, 2,048 tokens, float32 and
 bfloat16, 8 to 512 kept ids: 26 to 36). For GPUs it is predicted: on an H200 a kept id moves 6 H bytes in 16 bits, 1.4
 ps per hidden dimension at 4.3 TB/s; a dense logit takes 6 H operations, 7.5 fs at 800 teraflops.
+
+Under a vocabulary-parallel head, where a rank holds the rows [first, first + V_r) of the weight and ids are global, a
+rank would keep the ids of its range less `first`. Three things are missing for that: a token that keeps ids, none of
+them in this range, is not one without a mask (count 0 would have to say which); the sampled id is added on the rank
+that holds it alone; and log-sum-exp and entropy are sums over ranks, between `score` and `gradient`.
 """
 
 from __future__ import annotations
@@ -23,7 +30,7 @@ import torch
 from torch import Tensor
 
 from ..contract import KeptIds, KeptPairs, LogitChunk, RowGradients, Rows, TokenValues, no_values
-from ..validate import check_kept_ids
+from ..validate import check_kept_ids, checks_values
 from .chunk import Chunk
 from .lm_head import LMHead
 
@@ -64,9 +71,8 @@ class MaskRows:
     ids: Tensor  # (M,) int64, ascending within a token
     row: Tensor  # (M,) int64: the token of each id, in `index`
     counts: Tensor  # (C,) int64
-    places: Tensor  # (C,) int64: place of the sampled id in its row; -1 where `outside`
+    places: Tensor  # (C,) int64: place of the sampled id in its row; -1 where an id is not in the vocabulary
     added: Tensor  # (C,) bool
-    outside: Tensor  # (C,) bool: an id is not in the vocabulary, which is an error only where values are looked at
 
     @property
     def firsts(self) -> Tensor:
@@ -83,9 +89,7 @@ def mask_rows(mask: TokenMask, ids: Tensor, index: Tensor, vocab_size: int) -> M
     first_of_token = mask.counts.cumsum(0) - mask.counts
     row, rank = _places(counts)
     given, sampled = mask.ids[first_of_token[index][row] + rank], ids[index]
-    outside = ((given < 0) | (given >= vocab_size)).to(torch.int32)
-    outside = torch.zeros_like(sampled, dtype=torch.int32).scatter_reduce_(0, row, outside, "amax") > 0
-    outside |= (sampled < 0) | (sampled >= vocab_size)
+    outside = _outside(given, row, index.numel(), vocab_size) | (sampled < 0) | (sampled >= vocab_size)
     # Memory is read at rows of the weight even then.
     keys = row * vocab_size + given.clamp(0, vocab_size - 1)
     wanted = torch.arange(index.numel(), device=index.device) * vocab_size + sampled.clamp(0, vocab_size - 1)
@@ -97,7 +101,7 @@ def mask_rows(mask: TokenMask, ids: Tensor, index: Tensor, vocab_size: int) -> M
         row, _ = _places(counts)
         found = torch.searchsorted(keys, wanted)
     places = torch.where(outside, -1, found - (counts.cumsum(0) - counts))
-    return MaskRows(index, keys - row * vocab_size, row, counts, places, added, outside)
+    return MaskRows(index, keys - row * vocab_size, row, counts, places, added)
 
 
 def _places(counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,6 +109,12 @@ def _places(counts: Tensor) -> tuple[Tensor, Tensor]:
     row = torch.repeat_interleave(counts)
     firsts = counts.cumsum(0) - counts
     return row, torch.arange(row.numel(), device=row.device) - firsts[row]
+
+
+def _outside(ids: Tensor, row: Tensor, rows: int, vocab_size: int) -> Tensor:
+    """(rows,) bool: an id of the row is not in the vocabulary. An error only where values are looked at, else NaN."""
+    wrong = ((ids < 0) | (ids >= vocab_size)).to(torch.int32)
+    return wrong.new_zeros(rows).scatter_reduce_(0, row, wrong, "amax") > 0
 
 
 # --- gathers ------------------------------------------------------------------------------------------------------
@@ -210,28 +220,54 @@ class KeptLogits:
 
 
 class DenseMask:
-    """Sets the logits of ids that were not kept to -inf, chunk by chunk. `full`: statistics over all ids, before."""
+    """Sets the logits of ids that were not kept to -inf, chunk by chunk. `full`: statistics over all ids, before.
 
-    def __init__(self, rows: MaskRows, num_tokens: int, dtype: torch.dtype) -> None:
-        device = rows.index.device
-        self.rows = rows
-        self.place = torch.full((num_tokens,), -1, dtype=torch.int64, device=device)
-        self.place[rows.index] = torch.arange(rows.index.numel(), device=device)
-        self.full = no_values(num_tokens, dtype, device)
+    ids (N,) are the sampled ones. `added` (N,) bool, of the tokens seen: the sampled id was not among the kept ones.
+    """
+
+    def __init__(self, mask: TokenMask, index: Tensor, ids: Tensor, dtype: torch.dtype) -> None:
+        self.mask, self.index, self.ids = mask, index, ids
+        self.firsts = mask.counts.cumsum(0) - mask.counts
+        self.tokens = torch.arange(ids.numel(), device=ids.device)
+        self.added = torch.zeros_like(ids, dtype=torch.bool)
+        self.masked = self.added.index_fill(0, index, True)
+        self.full = no_values(ids.numel(), dtype, ids.device)
 
     def apply(self, chunk: LogitChunk) -> None:
         """To the logits of a chunk, of which those of masked tokens change."""
-        place = chunk.rows.take(self.place)
-        masked = (place >= 0).nonzero().squeeze(1)
-        place = place[masked]
-        row, rank = _places(self.rows.counts[place])
-        ids = self.rows.ids[self.rows.firsts[place][row] + rank]
-        row = masked[row]
-        kept = chunk.logits[row, ids]
-        chunk.logits[masked] = torch.where(self.rows.outside[place], torch.nan, -torch.inf)[:, None].to(kept.dtype)
-        chunk.logits[row, ids] = kept
+        logits, vocab_size = chunk.logits, chunk.logits.shape[1]
+        masked = chunk.rows.take(self.masked)
+        here = masked.nonzero().squeeze(1)
+        token = chunk.rows.take(self.tokens)[here]
+        sampled = self.ids[token].clamp(0, vocab_size - 1)
+        kept = (~masked)[:, None].repeat(1, vocab_size)
+        outside = None
+        if checks_values(token.device) and token.device.type == "cpu":
+            mark_by_slices(kept, here, self.mask, self.firsts[token], token)
+        else:
+            outside = mark_by_indices(kept, here, self.mask, self.firsts[token], token)
+        self.added[token] = ~kept[here, sampled]
+        kept[here, sampled] = True
+        logits.masked_fill_(kept.logical_not_(), -torch.inf)
+        if outside is not None:
+            logits.masked_fill_(torch.zeros_like(masked).index_copy(0, here, outside)[:, None], torch.nan)
 
     def kept_mass(self, values: TokenValues) -> Tensor:
         """() summed over the tokens: the probability that the kept ids have among all."""
-        index = self.rows.index
-        return (values.lse[index] - self.full.lse[index]).exp().sum()
+        return (values.lse[self.index] - self.full.lse[self.index]).exp().sum()
+
+
+def mark_by_slices(kept: Tensor, here: Tensor, mask: TokenMask, firsts: Tensor, token: Tensor) -> None:
+    """kept[here[i], j] = True for the ids j of token[i], which begin at firsts[i]. Reads a number per token: for a CPU,
+    where it takes a tenth of the time of indices (512 tokens of 16,384 ids: 0.09 s against 1.2 s)."""
+    for row, first, count in zip(here.tolist(), firsts.tolist(), mask.counts[token].tolist(), strict=True):
+        kept[row].index_fill_(0, mask.ids[first : first + count].long(), True)
+
+
+def mark_by_indices(kept: Tensor, here: Tensor, mask: TokenMask, firsts: Tensor, token: Tensor) -> Tensor:
+    """The same without a read. (rows,) bool: an id of the token is not in the vocabulary."""
+    row, rank = _places(mask.counts[token].long())
+    ids, vocab_size = mask.ids[firsts[row] + rank].long(), kept.shape[1]
+    outside = _outside(ids, row, len(here), vocab_size)
+    kept.view(-1).index_fill_(0, here[row] * vocab_size + ids.clamp(0, vocab_size - 1), True)
+    return outside
