@@ -89,7 +89,8 @@ class GRPOConfig:
     Aggregation
         aggregation: "seq_mean", "token_mean", "fixed_length" (needs max_completion_length), "num_items", "seq_sum".
     Logits
-        temperature: a number or a tensor with one value per token. logit_scale, logit_softcap: applied before it.
+        temperature: a number, or a tensor with one value per token, or per sequence, (S,) or (S, 1). logit_scale,
+            logit_softcap: applied before it.
         logits_dtype: torch.float32 or the input dtype; None takes float32 where a matrix product can return it from
             16-bit inputs (GPUs) and the input dtype elsewhere.
         chunk_rows: rows of a chunk: so many rows of gradients of logits are in memory at a time, and at most as many

@@ -11,7 +11,7 @@ from .advantages import Groups, check_rewards, group_statistics, resolve_groups
 from .config import SURROGATE_RULES, GRPOConfig
 from .contract import Sums, TokenInputs
 from .sampling_mask import SamplingMask
-from .validate import check_scalar, check_tensor, check_token_tensor, num_sequences_of
+from .validate import check_scalar, check_tensor, check_token_tensor, num_sequences_of, temperature_per_token
 
 
 class LossOptions(NamedTuple):
@@ -64,8 +64,8 @@ def resolve(
     _check_tensors(options, shape, num_sequences, like)
     _check_combinations(options, config)
     temperature = config.temperature if reads_logits and isinstance(config.temperature, Tensor) else None
-    if temperature is not None and temperature.numel() != 1:
-        check_token_tensor("temperature", temperature, shape, num_sequences, like)
+    if temperature is not None:
+        temperature = temperature_per_token(temperature, shape, num_sequences, like, options.cu_seqlens)
     threshold = config.entropy_threshold if isinstance(config.entropy_threshold, Tensor) else None
     name = "normalizer" if options.num_items_in_batch is None else "num_items_in_batch"
     normalizer = check_scalar(name, getattr(options, name), like.device, dtype)

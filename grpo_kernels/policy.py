@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from .backends import choose_backend, get_backend
-from .config import GRPOConfig
+from .config import GRPOConfig, check_logit_transform
 from .contract import Backend, Rows, TokenValues, no_values
-from .engine.autocast import autocast_dtype
+from .engine.autocast import products_dtype
 from .engine.backward import FinishedGradients, refuse_double_backward, scale_saved_gradients
 from .engine.chunk import visited
 from .engine.chunks import CoefficientFn, Scorer, add_mask, sequence_chunks
@@ -21,6 +21,7 @@ from .engine.lm_head import LMHead
 from .engine.products import settled_precision
 from .engine.shared import make_head, make_scorer, table_dtype, token_mask, wanted
 from .sampling_mask import SamplingMask, check_sampling_mask
+from .sharded import full_weight
 from .validate import (
     check_flag,
     check_head,
@@ -29,6 +30,7 @@ from .validate import (
     check_values,
     num_sequences_of,
     refuse_transforms,
+    temperature_per_token,
 )
 
 CHUNK_LEVELS = ("token", "sequence")  # what a chunk is made of
@@ -101,21 +103,23 @@ def fused_policy_loss(
     Shapes and errors as in `fused_grpo_loss`. It calls back into Python, so torch.compile breaks the graph here; use
     `fused_logps` with autograd where that matters.
     """
-    config = GRPOConfig(
-        temperature=temperature, logit_scale=logit_scale, logit_softcap=logit_softcap, chunk_rows=chunk_rows
-    )
+    check_logit_transform(temperature, logit_scale, logit_softcap)
     if level not in CHUNK_LEVELS:
         raise ValueError(f"level={level!r}; expected one of {', '.join(CHUNK_LEVELS)}")
     check_flag("entropy", entropy)
     if not callable(loss_fn):
         raise TypeError(f"loss_fn is a {type(loss_fn).__name__}; expected a function of a PolicyChunk")
+    lm_head_weight, lm_head_bias = full_weight(lm_head_weight), full_weight(lm_head_bias)
     refuse_transforms("fused_policy_loss", hidden, lm_head_weight, lm_head_bias)
-    compute_dtype = autocast_dtype(hidden, lm_head_weight, lm_head_bias)
+    compute_dtype = products_dtype(hidden, lm_head_weight, lm_head_bias)
     check_head(hidden, lm_head_weight, lm_head_bias, completion_ids, compute_dtype)
     num_sequences = num_sequences_of(completion_ids, cu_seqlens)
     check_token_tensor("completion_mask", completion_mask, completion_ids.shape, num_sequences, hidden)
-    if isinstance(temperature, Tensor) and temperature.numel() != 1:
-        check_token_tensor("temperature", temperature, completion_ids.shape, num_sequences, hidden)
+    if isinstance(temperature, Tensor):
+        temperature = temperature_per_token(temperature, completion_ids.shape, num_sequences, hidden, cu_seqlens)
+    config = GRPOConfig(
+        temperature=temperature, logit_scale=logit_scale, logit_softcap=logit_softcap, chunk_rows=chunk_rows
+    )
     check_sampling_mask(sampling_mask, completion_ids.shape, hidden)
     check_values(completion_ids, completion_mask, lm_head_weight.shape[0], cu_seqlens)
     if isinstance(temperature, Tensor):

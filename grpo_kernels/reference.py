@@ -211,8 +211,9 @@ def reference_loss_from_logps(
     w, accumulation = token_weights(cfg, m, length, seq, num_items_in_batch, normalizer)
     loss = (w * value).sum()
     if cfg.entropy_coef != 0.0:
-        divisor = m.sum().clamp(min=1) * accumulation if entropy_normalizer is None else entropy_normalizer
-        loss = loss - cfg.entropy_coef * (H * m).sum() / divisor
+        bonus = cfg.entropy_coef * (H * m).sum()
+        own = entropy_normalizer is None
+        loss = loss - (bonus / m.sum().clamp(min=1) / accumulation if own else bonus / entropy_normalizer)
 
     metrics = _metrics(
         cfg, m, _PerToken(logp=logp, H=H, r=r, A=A, kl=kl, old=old, base=base, rollout=rollout, weight=weight)

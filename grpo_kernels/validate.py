@@ -97,7 +97,7 @@ def check_head(
 ) -> None:
     """hidden (B, T, H) or (N, H), weight (V, H), bias (V,) and ids of hidden's leading shape fit together.
 
-    They have one type, unless autocast computes in `compute_dtype`.
+    They have one type, unless the products are computed in `compute_dtype`.
     """
     for name, x in (("hidden", hidden), ("lm_head_weight", weight), ("lm_head_bias", bias), ("completion_ids", ids)):
         if x is not None or name != "lm_head_bias":
@@ -116,7 +116,10 @@ def check_head(
         raise ValueError("lm_head_weight has no rows; expected (V, H) with V >= 1")
     for name, x in (("lm_head_weight", weight), ("lm_head_bias", bias)):
         if x is not None and x.dtype != hidden.dtype and compute_dtype is None:
-            raise TypeError(f"{name} is {x.dtype} and hidden {hidden.dtype}; expected one type (or torch.autocast)")
+            raise TypeError(
+                f"{name} is {x.dtype} and hidden {hidden.dtype}; expected one type, a float32 head of 16-bit hidden "
+                "states, or torch.autocast"
+            )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"lm_head_bias has shape {tuple(bias.shape)}; expected ({weight.shape[0]},)")
     check_ids(ids, hidden.shape[:-1], "hidden")
@@ -183,6 +186,21 @@ def check_token_tensor(
             raise TypeError(f"completion_mask is {x.dtype}; expected bool or numbers, 0 where masked")
     elif not x.is_floating_point() and not (name in ("advantages", "rewards") and not x.is_complex()):
         raise TypeError(f"{name} is {x.dtype}; expected a floating-point type")
+
+
+def temperature_per_token(
+    temperature: Tensor, shape: torch.Size, num_sequences: int, like: Tensor, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """A tensor of temperatures with one element or the shape of the tokens; one per sequence is repeated."""
+    if temperature.numel() == 1:
+        return temperature
+    check_token_tensor("temperature", temperature, shape, num_sequences, like, per_sequence=num_sequences >= 0)
+    if temperature.shape == shape:
+        return temperature
+    if cu_seqlens is None:
+        return temperature.reshape(-1, 1).expand(shape).contiguous()
+    check_offsets(cu_seqlens, shape[0])
+    return temperature.reshape(-1).repeat_interleave(cu_seqlens.diff(), output_size=shape[0])
 
 
 def check_scalar(name: str, x: Tensor | float | int | None, device: torch.device, dtype: torch.dtype) -> Tensor | None:

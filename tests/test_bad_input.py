@@ -76,7 +76,7 @@ CASES = {
     "ref": (lambda: changed(ref_logps=torch.rand(4, 6, 1)), ValueError, "ref_logps", "(4, 6, 1)", "(4, 6)"),
     "rollout_logps": (lambda: changed(rollout_logps=torch.rand(6, 4)), ValueError, "rollout_logps", "(6, 4)", "(4, 6)"),
     "rollout_weights": (lambda: changed(rollout_weights=torch.rand(6)), ValueError, "rollout_weights", "(6,)", "(4,)"),
-    "temperature": (lambda: changed(config=gk.GRPOConfig(temperature=torch.rand(4))), ValueError, "temperature", "(4,)", "(4, 6)"),
+    "temperature": (lambda: changed(config=gk.GRPOConfig(temperature=torch.rand(5))), ValueError, "temperature", "(5,)", "(4, 6)", "(4,)", "(4, 1)"),
     "entropy_threshold": (lambda: changed(config=gk.GRPOConfig(entropy_threshold=torch.rand(4))), ValueError, "entropy_threshold", "(4,)", "one element"),
     "normalizer": (lambda: changed(normalizer=torch.rand(2)), ValueError, "normalizer", "(2,)", "one element"),
     "rewards": (lambda: changed(advantages=None, rewards=torch.rand(5), num_generations=1), ValueError, "rewards", "(5,)", "(4,)"),
@@ -255,7 +255,8 @@ def test_other_entry_points_refuse_the_same(name):
     [
         (dict(entropy="yes"), TypeError, ("entropy is a str", "True or False")),
         (dict(temperature=torch.ones(0)), ValueError, ("temperature", "(0,)", "(4, 6)")),
-        (dict(temperature=torch.ones(4)), ValueError, ("temperature", "(4,)", "(4, 6)")),
+        (dict(temperature=torch.ones(5)), ValueError, ("temperature", "(5,)", "(4, 6)", "(4, 1)")),
+        (dict(temperature=torch.tensor([1.0, 1.0, -1.0, 1.0])), ValueError, ("temperature[2, 0] = -1.0", "positive")),
         (dict(temperature=-1.0), ValueError, ("temperature=-1.0",)),
         (dict(logit_softcap=0.0), ValueError, ("logit_softcap=0.0",)),
         (dict(logit_scale="2"), TypeError, ("logit_scale", "str", "number")),

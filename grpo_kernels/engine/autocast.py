@@ -1,4 +1,4 @@
-"""torch.autocast for an operator that autocast does not know."""
+"""The type of the products, where it is not that of the inputs: torch.autocast's, or that of a float32 head."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import torch
 from torch import Tensor
 
 
-def autocast_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype | None:
-    """The type in which torch.nn.functional.linear would compute with these: autocast's; None where they stay."""
+def products_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype | None:
+    """The type in which torch.nn.functional.linear would compute with these under autocast. Else float32 for a float32
+    head of 16-bit hidden states, as lm_head(hidden.float()). None where the inputs stay as they are."""
+    given = [x for x in (hidden, weight, bias) if isinstance(x, Tensor)]
     device = hidden.device.type if isinstance(hidden, Tensor) else "meta"
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return None
-    for x in (hidden, weight, bias):
-        if isinstance(x, Tensor) and (x.dtype == torch.float64 or not x.is_floating_point()):
-            return None  # autocast leaves these alone; the checks then say which types do not fit
-    return torch.get_autocast_dtype(device)
+    if device != "meta" and torch.is_autocast_enabled(device):
+        if all(x.dtype != torch.float64 and x.is_floating_point() for x in given):
+            return torch.get_autocast_dtype(device)
+        return None  # autocast leaves these alone; the checks then say which types do not fit
+    types = [x.dtype for x in given]
+    if types and types[0] in (torch.bfloat16, torch.float16) and set(types[1:]) == {torch.float32}:
+        return torch.float32
+    return None

@@ -1,0 +1,159 @@
+"""Each script of examples/ runs, or where its trainer is not installed, does what it says with a recorded contract."""
+
+from __future__ import annotations
+
+import enum
+import importlib.util
+import runpy
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import verl_package
+from test_transformers import LENGTH, batch, own_logps, positions_of
+from tiny_models import tiny_model
+
+from grpo_kernels import GRPOConfig
+from grpo_kernels.reference import reference_loss_from_logps
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_they_are_short():
+    scripts = sorted(EXAMPLES.glob("*.py"))
+    assert len(scripts) >= 7
+    for path in scripts:
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= 40, path.name
+
+
+@pytest.mark.parametrize("name", ["plain_transformers", "liger", "dpo"])
+def test_it_runs(name, capsys):
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    assert "loss " in capsys.readouterr().out
+
+
+def test_dpo_is_trls_formula_in_float64():
+    """TRL's "sigmoid" loss: -log sigmoid(beta (pi_logratios - ref_logratios)), of sums over the completions."""
+    pairs, length, width, vocab, beta = 3, 7, 16, 40, 0.3
+    hidden = torch.randn(2 * pairs, length, width, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(vocab, width, dtype=torch.float64, requires_grad=True)
+    ids, ref = torch.randint(vocab, (2 * pairs, length)), torch.randn(2 * pairs, dtype=torch.float64)
+    mask = torch.arange(length) < torch.randint(1, length + 1, (2 * pairs, 1))
+    logps = (hidden @ weight.T).log_softmax(-1).gather(-1, ids[..., None]).squeeze(-1)
+    sums = torch.where(mask, logps, 0.0).sum(-1)
+    pi_logratios, ref_logratios = sums[:pairs] - sums[pairs:], ref[:pairs] - ref[pairs:]
+    expected = -torch.nn.functional.logsigmoid(beta * (pi_logratios - ref_logratios)).mean()
+    right = torch.autograd.grad(expected, (hidden, weight))
+    loss = load("dpo").dpo_loss(hidden, weight, ids, mask, ref, beta=beta)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    for own, other in zip(torch.autograd.grad(loss, (hidden, weight)), right, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-9, atol=1e-12)
+
+
+def test_verl(monkeypatch):
+    """With verl 0.9.1 itself, without its dependencies."""
+    verl_package.install(monkeypatch)
+    monkeypatch.delitem(sys.modules, "grpo_kernels.integrations.verl", raising=False)
+    load("verl_losses")
+    core = importlib.import_module("verl.trainer.ppo.core_algos")
+    given = dict(advantages=torch.randn(2, 3), response_mask=torch.ones(2, 3), config=verl_package.ActorConfig())
+    for name in ("grpo_kernels", "gspo_fused"):
+        loss, metrics = core.get_policy_loss_fn(name)(torch.zeros(2, 3) - 2, torch.zeros(2, 3) - 2, **given)
+        assert loss.isfinite() and "actor/ppo_kl" in metrics
+    del sys.modules["grpo_kernels.integrations.verl"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_prime_rl(tied):
+    """The contract is recorded in tests/test_prime_rl.py."""
+    model, inputs = tiny_model("granite", tie_word_embeddings=tied), batch()
+    expected = own_logps(model, inputs, positions_of(inputs))
+    given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    hidden = model.model(**given, position_ids=positions_of(inputs)).last_hidden_state[:, -LENGTH - 1 : -1]
+    load("prime_rl_model").replace_output_layer(model)
+    out = model.lm_head(hidden, inputs["completion_ids"], torch.ones(4, LENGTH))
+    torch.testing.assert_close(out["logprobs"], expected, rtol=1e-4, atol=1e-5)
+    assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
+
+
+# Recorded in November 2026 from the sources of NeMo-RL: the members of two enumerations, the call of a loss function
+# with log-probabilities, the keys of `data`, each (B, S) but sample_mask (B,).
+LOSS_TYPES = {"LossType": ("TOKEN_LEVEL", "SEQUENCE_LEVEL"), "LossInputType": ("LOGIT", "LOGPROB", "DISTILLATION")}
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean"])
+def test_nemo_rl_by_a_recorded_contract(monkeypatch, aggregation):
+    interfaces = ModuleType("nemo_rl.algorithms.loss.interfaces")
+    for name, members in LOSS_TYPES.items():
+        setattr(interfaces, name, enum.Enum(name, members))
+    monkeypatch.setitem(sys.modules, interfaces.__name__, interfaces)
+    config = GRPOConfig(aggregation=aggregation, beta=0.1, epsilon_high=0.28)
+    loss_fn = load("nemo_rl_loss").FusedPolicyLossFn(config)
+    assert loss_fn.input_type is interfaces.LossInputType.LOGPROB
+    level = "TOKEN_LEVEL" if aggregation == "token_mean" else "SEQUENCE_LEVEL"
+    assert loss_fn.loss_type is interfaces.LossType[level]
+
+    logps = (-2 + 0.4 * torch.randn(4, 8)).double()
+    keys = ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
+    data = {key: torch.nn.functional.pad(logps + 0.3 * torch.randn(4, 8), (1, 0)) for key in keys}
+    data |= {"advantages": torch.randn(4, 9).double(), "token_mask": (torch.rand(4, 9) > 0.3).long()}
+    data["sample_mask"] = torch.tensor([1, 1, 0, 1])
+    tokens, sequences = torch.tensor(40.0), torch.tensor(6.0)
+    expected = reference_loss_from_logps(
+        logps, data["advantages"][:, 1:], completion_mask=data["token_mask"][:, 1:] * data["sample_mask"][:, None],
+        old_logps=data[keys[0]][:, 1:], ref_logps=data[keys[2]][:, 1:], config=config,
+        normalizer=tokens if aggregation == "token_mean" else sequences,
+    ).loss  # fmt: skip
+    # Two micro-batches add up to the batch.
+    found = [
+        loss_fn(logps[rows], {key: x[rows] for key, x in data.items()}, sequences, tokens)
+        for rows in (slice(0, 2), slice(2, 4))
+    ]
+    torch.testing.assert_close(found[0][0] + found[1][0], expected, rtol=1e-6, atol=1e-8)
+    assert sum(metrics["num_valid_samples"] for _, metrics in found) == 3
+    assert all(isinstance(value, (int, float)) for _, metrics in found for value in metrics.values())
+
+
+class Actor(torch.nn.Module):
+    """What OpenRLHF 0.11.2's Actor has that the patch reads, recorded in November 2026; its forward returns a mark."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.temperature, self.packing_samples = model, 0.8, False
+
+    def forward(self, sequences, action_mask=None, attention_mask=None, return_output=False, **others):
+        return "original", others
+
+
+def test_openrlhf_by_a_recorded_contract():
+    load("openrlhf_actor").patch(Actor)
+    model, inputs = tiny_model("qwen2"), batch()
+    actor, sequences, attention_mask = Actor(model), inputs["input_ids"], inputs["attention_mask"]
+    action_mask = attention_mask[:, -LENGTH:]
+    logits = model(sequences, attention_mask=attention_mask, position_ids=positions_of(inputs)).logits / 0.8
+    log_p = logits[:, -LENGTH - 1 : -1].log_softmax(-1)
+    expected = log_p.gather(-1, inputs["completion_ids"][..., None]).squeeze(-1) * action_mask
+    logps = actor(sequences, action_mask, attention_mask)
+    torch.testing.assert_close(logps, expected, rtol=1e-4, atol=1e-5)
+    actor.model = torch.nn.DataParallel(model)  # has the model inside, like DeepSpeed's engine
+    logps, output = actor(sequences, action_mask, attention_mask, return_output=True, return_entropy=True)
+    torch.testing.assert_close(logps, expected, rtol=1e-4, atol=1e-5)
+    assert output.entropy.shape == (4, sequences.shape[1] - 1)
+    entropy = -(log_p.exp() * log_p).sum(-1) * action_mask
+    torch.testing.assert_close(output.entropy[:, -LENGTH:], entropy, rtol=1e-4, atol=1e-5)
+    # What the patch does not serve is OpenRLHF's own.
+    assert actor(sequences, None, attention_mask)[0] == "original"
+    assert actor(sequences, action_mask, attention_mask, packed_seq_lens=[3], return_entropy=True) == (
+        "original", {"packed_seq_lens": [3], "return_entropy": True},
+    )  # fmt: skip
+    actor.packing_samples = True
+    assert actor(sequences, action_mask, attention_mask)[0] == "original"
