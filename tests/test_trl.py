@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,6 +68,10 @@ def test_runs_of_two_processes_equal_trls():
         for name in ("fused", "patched"):
             errors = parity.differences(found[name, case.title], found["trl", case.title])
             assert max(errors) < parity.TOLERANCE, (case.title, name)
+
+
+def test_gradients_under_fsdp2_are_averages_over_the_ranks():
+    parity.two_processes(str(Path(__file__).with_name("trl_fsdp.py")))
 
 
 def test_differences_are_seen():
