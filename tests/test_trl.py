@@ -13,7 +13,7 @@ import pytest
 import torch
 from tiny_models import VOCAB
 
-pytest.importorskip("trl", reason="TRL is not installed: pip install 'grpo-kernels[trl]'")
+pytest.importorskip("trl", reason="trl is not installed: make test EXTRAS=dev,peers")
 
 import trl_parity as parity
 from trl.trainer import utils as trl_utils

@@ -1,6 +1,6 @@
 """Training runs of TRL's trainers on tiny models with and without this package: logged numbers and final weights.
 
-As a script, with what the CI installs (see CONTRIBUTING.md):
+As a script, in an environment that `make test EXTRAS=dev,peers` has made:
 
     python tests/trl_parity.py          all runs, as a table
     python tests/trl_parity.py --write  into grpo_kernels/integrations/README.md
