@@ -44,7 +44,9 @@ def assert_equal_runs(step, batch: Batch, compiler: str, **given):
 CONFIGS = {
     "grpo": gk.GRPOConfig(beta=0.1, aggregation="seq_mean"),
     "gspo": gk.GRPOConfig(importance_sampling_level="sequence", chunk_rows=7),
-    "tensor options": gk.GRPOConfig(temperature=torch.full((4, 6), 0.8), entropy_threshold=torch.tensor(3.0)),
+    "tensor options": gk.GRPOConfig(
+        temperature=torch.full((4, 6), 0.8), entropy_threshold=torch.tensor(3.0), entropy_coef=torch.tensor(0.05)
+    ),
 }
 
 

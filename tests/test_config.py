@@ -7,7 +7,11 @@ import torch
 
 import grpo_kernels as gk
 
-TENSORS = {"temperature": torch.full((4, 6), 0.8), "entropy_threshold": torch.tensor([1.0, 2.0])}
+TENSORS = {
+    "temperature": torch.full((4, 6), 0.8),
+    "entropy_threshold": torch.tensor([1.0, 2.0]),
+    "entropy_coef": torch.tensor(0.1),
+}
 
 
 @pytest.mark.parametrize("name", TENSORS)

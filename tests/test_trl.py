@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from tiny_models import VOCAB
 
-pytest.importorskip("trl", reason="TRL is not installed: pip install 'grpo-kernels[trl]'")
+pytest.importorskip("trl", reason="trl is not installed: make test EXTRAS=dev,peers")
 
 import trl_parity as parity
 from trl.trainer import utils as trl_utils
@@ -67,6 +68,10 @@ def test_runs_of_two_processes_equal_trls():
         for name in ("fused", "patched"):
             errors = parity.differences(found[name, case.title], found["trl", case.title])
             assert max(errors) < parity.TOLERANCE, (case.title, name)
+
+
+def test_gradients_under_fsdp2_are_averages_over_the_ranks():
+    parity.two_processes(str(Path(__file__).with_name("trl_fsdp.py")))
 
 
 def test_differences_are_seen():

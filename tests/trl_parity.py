@@ -1,6 +1,6 @@
 """Training runs of TRL's trainers on tiny models with and without this package: logged numbers and final weights.
 
-As a script, with what the CI installs (see CONTRIBUTING.md):
+As a script, in an environment that `make test EXTRAS=dev,peers` has made:
 
     python tests/trl_parity.py          all runs, as a table
     python tests/trl_parity.py --write  into grpo_kernels/integrations/README.md
@@ -202,13 +202,18 @@ def run(name: str, case: Case) -> dict[str, Any]:
 def run_processes(names: tuple[str, ...], cases: list[Case]) -> dict[tuple[str, str], dict[str, Any]]:
     """Results of rank 0 by (trainer, title), of runs of two processes: one start of torchrun for all of them."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command += [__file__, "worker", folder, json.dumps(names), json.dumps([case.title for case in cases])]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-        assert done.returncode == 0, done.stderr[-4000:]
+        two_processes(__file__, "worker", folder, json.dumps(names), json.dumps([case.title for case in cases]))
         found: dict[tuple[str, str], dict[str, Any]] = torch.load(Path(folder) / "results.pt")
         return found
+
+
+def two_processes(*script: str) -> None:
+    """A script and its arguments under torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *script]
+    paths = os.pathsep.join(filter(None, sys.path))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def worker(folder: str, names: str, titles: str) -> None:

@@ -47,7 +47,7 @@ _PER_TOKEN_COUNT = ("cispo", "dapo", "vespo")  # loss types that TRL divides by 
 
 
 class _Head(NamedTuple):
-    """The lm_head of a call, as plain tensors, and what the model does to its output."""
+    """The lm_head of a call, and what the model does to its output."""
 
     weight: Tensor
     bias: Tensor | None
@@ -64,7 +64,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     Raises:
         ValueError: at construction, by name, what this loss does not do: negative beta, entropy_coef or
             off_policy_mask_threshold, torch_compile, a model whose logits `logit_transform` has no rule for, a
-            quantised lm_head, DeepSpeed ZeRO-3. An lm_head that is sharded other than by FSDP2: at the first step.
+            quantised lm_head, DeepSpeed ZeRO-3.
     """
 
     entropy_coef: float  # these two are TRL's
@@ -330,7 +330,7 @@ def _add_head(model: Any, temperature: float, *, in_float32: bool) -> None:
         if in_float32:
             hidden, autocast = hidden.float(), torch.autocast(hidden.device.type, enabled=False)
         with autocast:
-            head = _Head(_whole(lm_head.weight), None if lm_head.bias is None else _whole(lm_head.bias), options)
+            head = _Head(lm_head.weight, lm_head.bias, options)
             out = _score(hidden, head, labels) if grpo_loss is None else grpo_loss(hidden, head)
         if kwargs.get("output_router_logits"):
             out.aux_loss = _load_balancing(backbone.router_logits, text_config, kwargs.get("attention_mask"))
@@ -356,23 +356,6 @@ def _check_head(lm_head: Any) -> None:
     if is_quantised(weight) or hasattr(weight, "quant_state"):
         kind = f"{type(weight).__name__} of {weight.dtype}"
         raise ValueError(f"lm_head is quantised ({kind}): leave it out (llm_int8_skip_modules=['lm_head'])")
-
-
-def _is_sharded(weight: Tensor) -> bool:
-    return any(base.__name__ == "DTensor" for base in type(weight).__mro__)
-
-
-def _whole(weight: Any) -> Tensor:
-    """A parameter as a plain tensor; where FSDP2 sharded it, the ranks' gradients are averaged, as it does."""
-    if not _is_sharded(weight):
-        return weight
-    from torch.distributed.tensor import Partial, Replicate, Shard
-
-    if any(placement not in (Shard(0), Replicate()) for placement in weight.placements) or "tp" in (
-        weight.device_mesh.mesh_dim_names or ()
-    ):
-        raise ValueError(f"the lm_head is sharded as {weight.placements}; only the shards of FSDP2 are supported")
-    return weight.full_tensor(grad_placements=[Partial("avg")] * weight.device_mesh.ndim)
 
 
 def _expert_counts(text_config: Any) -> tuple[int, int]:
