@@ -174,6 +174,10 @@ def test_a_model_without_a_head_or_of_an_unknown_family_is_refused():
         fused_forward(model.model, **inputs, advantages=torch.ones(4))
     with pytest.raises(TypeError, match=r"pass model\.module"):
         fused_forward(torch.nn.DataParallel(model), **inputs, advantages=torch.ones(4))
+    model.config.output_router_logits = True
+    with pytest.raises(ValueError, match=r"config\.output_router_logits=True; expected False"):
+        fused_forward(model, **inputs, advantages=torch.ones(4))
+    model.config.output_router_logits = False
     model.config.model_type = "no_such"
     with pytest.raises(ValueError, match=r"config\.model_type='no_such': no rule"):
         fused_forward(model, **inputs, advantages=torch.ones(4))
