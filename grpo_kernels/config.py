@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .contract import AGGREGATIONS, KL_ESTIMATORS, LEVELS, KernelParams
+from .logit_transform import logit_transform
 
 ADVANTAGE_SCALES = ("group", "batch", "none")
 ADVANTAGE_BASELINES = ("mean", "leave_one_out", "none")
@@ -40,8 +41,8 @@ SURROGATE_RULES = {
     "sapo": SurrogateRule(
         LEVELS, {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}, "SAPO, arXiv:2511.20347"
     ),
-    "vespo": SurrogateRule(
-        ("token",),
+    "vespo": SurrogateRule(  # its weight is that of the sequence at either level, which is that of the KL's ratio
+        ("token", "sequence"),
         {"vespo_k_pos": 2.0, "vespo_k_neg": 3.0, "vespo_lambda_pos": 3.0, "vespo_lambda_neg": 2.0},
         "VESPO, arXiv:2602.10693",
     ),
@@ -62,8 +63,8 @@ _SURROGATE_OPTIONS = tuple(dict.fromkeys(name for rule in SURROGATE_RULES.values
 class GRPOConfig:
     """What `fused_grpo_loss` computes. Frozen and hashable; options left at None take the surrogate's default.
 
-    Two configurations are equal where all options are. Tensors (temperature, entropy_threshold) are compared by
-    identity, as they are hashed: comparing their values would read them back from a GPU.
+    Two configurations are equal where all options are. Tensors (temperature, entropy_coef, entropy_threshold)
+    are compared by identity, as they are hashed: comparing their values would read them back from a GPU.
 
     Loss
         surrogate: "clip" (PPO, GRPO, DAPO, GSPO, ...), "cispo", "cispo_two_sided", "sapo", "vespo", "reinforce",
@@ -76,8 +77,10 @@ class GRPOConfig:
         log_ratio_clamp: bound on |log ratio|, gradient 0 where it acts. Off by default; exponents stop at 80 anyway.
         sapo_temperature_pos/_neg, vespo_k_pos/_k_neg/_lambda_pos/_lambda_neg: as in the papers and TRL.
         off_policy_mask_threshold: drop a sequence with A < 0 whose mean(rollout_logp - logp), in nats, exceeds it.
-        entropy_coef: weight of the entropy bonus. entropy_threshold: tokens whose entropy (nats) is below lose their
-            surrogate; a number, or a tensor when data-parallel ranks share a quantile (see `entropy_quantile`).
+        entropy_coef: weight of the entropy bonus; a number, or a tensor of one element where a controller on the device
+            sets it (see also `entropy_normalizer` of `fused_grpo_loss`). entropy_threshold: tokens whose entropy (nats)
+            is below lose their surrogate; a number, or a tensor when data-parallel ranks share a quantile (see
+            `entropy_quantile`).
     KL to the reference policy
         beta: weight. kl_estimator: "k1", "k2", "k3", "abs", "k1+", "k3+" (value of the one, gradient of k2), "none".
         kl_clamp: bound on |KL|, or a pair (bound on |ref_logp - logp|, bound on |KL|), either may be None.
@@ -115,7 +118,7 @@ class GRPOConfig:
     temperature: float | torch.Tensor = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
-    entropy_coef: float = 0.0
+    entropy_coef: float | torch.Tensor = 0.0
     entropy_threshold: float | torch.Tensor | None = None
     off_policy_mask_threshold: float | None = None
     max_completion_length: int | None = None
@@ -186,8 +189,9 @@ class GRPOConfig:
         return tuple(getattr(self, f.name) for f in dataclasses.fields(self) if f.compare)
 
     def _check_numbers(self) -> None:
-        for name in ("beta", "entropy_coef"):
-            _number(name, getattr(self, name), low=0.0)
+        _number("beta", self.beta, low=0.0)
+        if not isinstance(self.entropy_coef, torch.Tensor):
+            _number("entropy_coef", self.entropy_coef, low=0.0)
         for name in ("epsilon_low", "epsilon_high", "advantage_eps", "off_policy_mask_threshold"):
             if getattr(self, name) is not None:
                 _number(name, getattr(self, name), low=0.0)
@@ -226,6 +230,11 @@ class GRPOConfig:
             raise ValueError("kl_estimator='none' contradicts beta != 0 and use_bias_correction_kl")
 
     @property
+    def has_entropy_bonus(self) -> bool:
+        """Whether the loss has an entropy bonus; a tensor counts as one whatever its value, which is not read."""
+        return isinstance(self.entropy_coef, torch.Tensor) or self.entropy_coef != 0.0
+
+    @property
     def kl_clamps(self) -> tuple[float | None, float | None]:
         """(bound on |ref_logp - logp|, bound on |KL|)."""
         if self.kl_clamp is None:
@@ -241,6 +250,57 @@ class GRPOConfig:
         """The configuration that papers and trainers call `name` (see `available_presets`), with `overrides` on top."""
         _one_of("preset", name, available_presets())
         return cls(**{**PRESETS[name], **overrides})
+
+    @classmethod
+    def from_trl(cls, args: Any, model_config: Any = None, **overrides: Any) -> GRPOConfig:
+        """The loss that TRL's GRPOTrainer computes with `args`, a trl.GRPOConfig of TRL 1.16, with `overrides` on top.
+
+        model_config: `model.config`, whose logit scale and softcap are read (`logit_transform`); None: there are none.
+
+        Read are loss_type, importance_sampling_level, epsilon, epsilon_high, delta, sapo_*, vespo_*, beta,
+        use_bias_correction_kl, temperature, max_completion_length, entropy_coef, off_policy_mask_threshold and
+        scale_rewards, each where the loss type has it. TRL divides by a count over the accumulated micro-batches; that
+        is `normalizer` of the call. Importance weights of vLLM are `rollout_weights` of the call.
+
+        Raises:
+            ValueError: what TRL accepts and this loss does not (negative coefficients), by name. What follows from the
+            batch: top_entropy_quantile below 1 without entropy_threshold among the overrides (`entropy_quantile`; None
+            for no threshold), use_adaptive_entropy without entropy_coef among them.
+        """
+        _one_of("loss_type", args.loss_type, TRL_LOSS_TYPES)
+        preset = PRESETS[args.loss_type]
+        found: dict[str, Any] = {"surrogate": preset.get("surrogate", "clip"), "aggregation": preset["aggregation"]}
+        given = {
+            "epsilon_low": args.epsilon,
+            "epsilon_high": args.epsilon if args.epsilon_high is None else args.epsilon_high,
+            "delta": args.delta,
+        }
+        for name in SURROGATE_RULES[found["surrogate"]].options:
+            if name != "dual_clip":
+                found[name] = given[name] if name in given else getattr(args, name)
+        for name in found.keys() & {"vespo_lambda_pos", "vespo_lambda_neg"}:
+            found[name] = max(found[name], 1e-4)  # TRL's bound
+        if found["aggregation"] == "fixed_length":
+            found["max_completion_length"] = args.max_completion_length
+        if args.beta != 0.0:
+            found |= {"beta": args.beta, "use_bias_correction_kl": args.use_bias_correction_kl}
+        found |= {
+            "importance_sampling_level": args.importance_sampling_level,
+            "temperature": args.temperature,
+            "entropy_coef": args.entropy_coef,
+            "off_policy_mask_threshold": args.off_policy_mask_threshold,
+            "advantage_scale": args.scale_rewards,
+        }
+        if args.use_adaptive_entropy and "entropy_coef" not in overrides:
+            raise ValueError("use_adaptive_entropy=True: the coefficient follows the entropy; pass entropy_coef=")
+        if args.top_entropy_quantile < 1.0 and "entropy_threshold" not in overrides:
+            raise ValueError(
+                f"top_entropy_quantile={args.top_entropy_quantile}: the threshold follows from the entropies of the "
+                "batch; pass entropy_threshold=entropy_quantile(...), or None"
+            )
+        if model_config is not None:
+            found["logit_scale"], found["logit_softcap"] = logit_transform(model_config)
+        return cls(**{**found, **overrides})
 
     def kernel_params(self, *, has_old: bool, has_rollout: bool = False) -> KernelParams:
         """The scalars that the kernels read."""
@@ -288,7 +348,7 @@ class GRPOConfig:
 
 @lru_cache(maxsize=256)
 def config_from_key(key: str) -> GRPOConfig:
-    """The inverse of `GRPOConfig.key`; tensor options (temperature, entropy_threshold) come back as None or 1."""
+    """The inverse of `GRPOConfig.key`; tensor options come back as their defaults."""
     values = {}
     for part in filter(None, key.split(";")):
         name, _, text = part.partition("=")
@@ -327,6 +387,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "sft": _SFT,
     "verl": dict(aggregation="num_items", dual_clip=3.0, log_ratio_clamp=20.0),
 }
+TRL_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")  # presets of the same names
 PRESET_SOURCES = {
     "grpo": "DeepSeekMath, arXiv:2402.03300",
     "bnpo": "TRL",  # its loss_type of that name: the aggregation alone, without the reward scaling of arXiv:2506.02864

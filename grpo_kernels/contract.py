@@ -211,6 +211,8 @@ class TokenInputs(NamedTuple):
     normalizer: Tensor | None = None  # scalar, replaces the denominator of the aggregation
     temperature: Tensor | None = None  # one per token, instead of config.temperature
     entropy_threshold: Tensor | None = None  # scalar
+    entropy_coef: Tensor | None = None  # scalar, instead of config.entropy_coef
+    entropy_normalizer: Tensor | None = None  # scalar, replaces the denominator of the entropy bonus
     group_index: Tensor | None = None  # (S,) int64 in [0, num_groups)
     kept_ids: Tensor | None = None  # (M,) of a SamplingMask
     kept_counts: Tensor | None = None  # one per token

@@ -29,6 +29,7 @@ class LossOptions(NamedTuple):
     cu_seqlens: Tensor | None
     num_items_in_batch: Tensor | float | None
     normalizer: Tensor | float | None
+    entropy_normalizer: Tensor | float | None
 
 
 class LossInputs(NamedTuple):
@@ -68,6 +69,7 @@ def resolve(
     threshold = config.entropy_threshold if isinstance(config.entropy_threshold, Tensor) else None
     name = "normalizer" if options.num_items_in_batch is None else "num_items_in_batch"
     normalizer = check_scalar(name, getattr(options, name), like.device, dtype)
+    entropy_coef = config.entropy_coef if isinstance(config.entropy_coef, Tensor) else None
 
     groups = None
     if options.num_generations is not None or options.group_ids is not None or options.rewards is not None:
@@ -88,6 +90,8 @@ def resolve(
         normalizer=normalizer,
         temperature=None if temperature is None else temperature.to(like.device),
         entropy_threshold=check_scalar("entropy_threshold", threshold, like.device, dtype),
+        entropy_coef=check_scalar("entropy_coef", entropy_coef, like.device, dtype),
+        entropy_normalizer=check_scalar("entropy_normalizer", options.entropy_normalizer, like.device, dtype),
         group_index=None if groups is None else groups.index,
     )
     return LossInputs(tokens, num_sequences, 0 if groups is None else groups.count, statistics)
@@ -130,6 +134,8 @@ def _check_combinations(options: LossOptions, config: GRPOConfig) -> None:
             raise ValueError(
                 f"num_items_in_batch has no effect with aggregation={config.aggregation!r}; use normalizer"
             )
+    if options.entropy_normalizer is not None and not config.has_entropy_bonus:
+        raise ValueError("entropy_normalizer has no effect with entropy_coef=0; leave it out")
     if config.aggregation == "fixed_length" and config.max_completion_length is None:
         raise ValueError("aggregation='fixed_length' divides by config.max_completion_length, which is None")
 

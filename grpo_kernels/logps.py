@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from .backends import choose_backend
 from .config import check_logit_transform
 from .engine.autocast import products_dtype
 from .engine.logps_op import LogpsCall, logps_from_hidden
+from .engine.shared import wanted
+from .engine.vocab_parallel import agree, announced_errors, check_group
 from .sampling_mask import SamplingMask, check_sampling_mask
+from .sharded import full_weight
 from .validate import check_flag, check_head, check_token_tensor, refuse_transforms, temperature_per_token
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def fused_logps(
@@ -20,6 +29,7 @@ def fused_logps(
     completion_mask: Tensor | None = None,
     sampling_mask: SamplingMask | None = None,
     lm_head_bias: Tensor | None = None,
+    vocab_parallel_group: ProcessGroup | None = None,
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
@@ -35,29 +45,43 @@ def fused_logps(
     tensors (float64 from float64) of the shape of completion_ids, in nats, 0 at masked positions.
 
     sampling_mask: over the ids that truncated sampling kept for each token alone, as in `fused_grpo_loss`.
+    vocab_parallel_group: of ranks with a slice of the vocabulary each, as in `fused_grpo_loss`; every rank has to run
+    the backward. A sharded weight (DTensor) is gathered, as there.
 
     Differentiable in hidden, weight and bias; the backward computes the logits again (8 N H V operations in all), for
     tokens with a gradient only. Under no_grad nothing but these outputs is made.
 
     Raises ValueError, TypeError naming the argument that does not fit, as `fused_grpo_loss` does.
     """
-    check_logit_transform(temperature, logit_scale, logit_softcap)
-    check_flag("entropy", entropy)
-    refuse_transforms("fused_logps", hidden, lm_head_weight, lm_head_bias)
-    compute_dtype = products_dtype(hidden, lm_head_weight, lm_head_bias)
-    check_head(hidden, lm_head_weight, lm_head_bias, completion_ids, compute_dtype)
-    check_token_tensor("completion_mask", completion_mask, completion_ids.shape, -1, hidden)
-    check_sampling_mask(sampling_mask, completion_ids.shape, hidden)
-    if isinstance(temperature, Tensor):
-        num_sequences = len(completion_ids) if completion_ids.dim() == 2 else -1
-        temperature = temperature_per_token(temperature, completion_ids.shape, num_sequences, hidden)
-    call = LogpsCall(
-        completion_ids=completion_ids, mask=completion_mask, logit_scale=float(logit_scale),
-        temperature=temperature.detach().to(hidden.device) if isinstance(temperature, Tensor) else float(temperature),
-        softcap=0.0 if logit_softcap is None else float(logit_softcap), want_entropy=entropy,
-        backend=choose_backend(backend, hidden.device, compute_dtype or hidden.dtype), compute_dtype=compute_dtype,
-        kept_ids=None if sampling_mask is None else sampling_mask.ids,
-        kept_counts=None if sampling_mask is None else sampling_mask.counts,
-    )  # fmt: skip
-    logps, entropies = logps_from_hidden(hidden, lm_head_weight, lm_head_bias, call)
+    group = vocab_parallel_group
+    check_group(group)
+    weight, bias = lm_head_weight, lm_head_bias
+    if group is None:
+        weight, bias = full_weight(weight), full_weight(bias)
+    with nullcontext() if group is None else announced_errors(group, hidden):
+        check_logit_transform(temperature, logit_scale, logit_softcap)
+        check_flag("entropy", entropy)
+        refuse_transforms("fused_logps", hidden, weight, bias)
+        compute_dtype = products_dtype(hidden, weight, bias)
+        check_head(hidden, weight, bias, completion_ids, compute_dtype)
+        check_token_tensor("completion_mask", completion_mask, completion_ids.shape, -1, hidden)
+        check_sampling_mask(sampling_mask, completion_ids.shape, hidden)
+        if group is not None and sampling_mask is not None:
+            raise ValueError("sampling_mask is given with vocab_parallel_group; expected one of the two")
+        if isinstance(temperature, Tensor):
+            num_sequences = len(completion_ids) if completion_ids.dim() == 2 else -1
+            temperature = temperature_per_token(temperature, completion_ids.shape, num_sequences, hidden)
+            temperature = temperature.detach().to(hidden.device)
+        call = LogpsCall(
+            completion_ids=completion_ids, mask=completion_mask, logit_scale=float(logit_scale),
+            temperature=temperature if isinstance(temperature, Tensor) else float(temperature),
+            softcap=0.0 if logit_softcap is None else float(logit_softcap), want_entropy=entropy,
+            backend=choose_backend(backend, hidden.device, compute_dtype or hidden.dtype), compute_dtype=compute_dtype,
+            kept_ids=None if sampling_mask is None else sampling_mask.ids,
+            kept_counts=None if sampling_mask is None else sampling_mask.counts,
+        )  # fmt: skip
+    if group is not None:
+        wants = wanted(hidden, weight, bias)
+        call = call._replace(vocab_slice=agree(group, hidden, weight, bias, wants, call.description))
+    logps, entropies = logps_from_hidden(hidden, weight, bias, call)
     return logps, entropies if entropy else None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +18,11 @@ from .engine.logits_loss import loss_over_logits
 from .engine.loss_op import LossCall, loss_from_hidden
 from .engine.shared import table_dtype, wanted
 from .engine.token_ops import policy_loss
+from .engine.vocab_parallel import agree, announced_errors, check_group
 from .inputs import LossInputs, LossOptions, resolve, with_sampling_mask
 from .output import GRPOLossOutput
 from .sampling_mask import SamplingMask, check_sampling_mask
+from .sharded import full_weight
 from .validate import (
     check_accumulate_into,
     check_config,
@@ -34,6 +37,9 @@ from .validate import (
     check_values,
     refuse_transforms,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def fused_grpo_loss(
@@ -53,8 +59,10 @@ def fused_grpo_loss(
     cu_seqlens: Tensor | None = None,
     sampling_mask: SamplingMask | None = None,
     lm_head_bias: Tensor | None = None,
+    vocab_parallel_group: ProcessGroup | None = None,
     num_items_in_batch: Tensor | float | None = None,
     normalizer: Tensor | float | None = None,
+    entropy_normalizer: Tensor | float | None = None,
     accumulate_into: Tensor | None = None,
     config: GRPOConfig | None = None,
     backend: str = "auto",
@@ -68,9 +76,10 @@ def fused_grpo_loss(
             float16 or float64; any strides.
         lm_head_weight: (V, H), lm_head_bias: (V,), in hidden's type; or in float32 with 16-bit hidden states, which are
             then converted: products in float32, each gradient in its input's type. Under torch.autocast products are in
-            its type. Gradients are computed for those of the three that require them. All are plain tensors: for a
-            layer of PEFT see `grpo_kernels.integrations.lm_head`, its `weight` is the base weight without the adapter.
-            DTensors and quantised weights are refused, with what to pass instead.
+            its type. Gradients are computed for those of the three that require them. For a layer of PEFT see
+            `grpo_kernels.integrations.lm_head`: its `weight` is the base weight without the adapter. A sharded weight
+            or bias (DTensor) is gathered for the call, and its gradient averaged over the ranks, as FSDP2 does for the
+            other parameters. Other DTensors and quantised weights are refused, with what to pass instead.
         completion_ids: (B, T) or (N,) int64. completion_mask: the same shape, 0 at padding, prompt and tool tokens.
         advantages: (B,), (B, 1), (B, T) or (N,), constants. Or instead of them:
         rewards: (S,), with num_generations (adjacent rows) or group_ids (S,): the advantages of `group_advantages`
@@ -86,10 +95,18 @@ def fused_grpo_loss(
             entropy and gradients are those of the distribution over them (DeepSeek-V3.2, arXiv:2512.02556, section
             3.1). old_logps, ref_logps and rollout_logps must be under the same mask. Where a token keeps few ids, its
             time and memory are those of the kept ids, not of the vocabulary.
+        vocab_parallel_group: weight and bias are this rank's slice of the vocabulary, contiguous rows in the order of
+            the group's ranks, of any sizes; all else is the same on every rank of it, and completion_ids are those of
+            the whole vocabulary. Loss, metrics and hidden's gradient are then the same on all of them, the weight's
+            gradient is that of the slice. For each chunk of rows 16 bytes per token and rank are gathered; hidden's
+            gradient is all-reduced once. Not with sampling_mask, nor under torch.compile or a CUDA graph.
         num_items_in_batch: denominator of aggregation "num_items"; None: the tokens of this call.
         normalizer: replaces the denominator of any aggregation: the global number of sequences ("seq_mean", "seq_sum"),
             of tokens ("token_mean", "num_items"), of sequences times max_completion_length ("fixed_length").
             Micro-batches and ranks that pass it add up to the loss of one big batch; nothing is all-reduced here.
+        entropy_normalizer: denominator of the entropy bonus, entropy_coef times the sum of the tokens' entropies over
+            it: the global number of tokens, say. None: the bonus is the mean over this call's tokens, times the share
+            of this call in `normalizer`.
         accumulate_into: (V, H) float32, contiguous, such as Megatron's main_grad of the weight: each backward adds the
             weight's gradient to it, times grad_output, and returns none, so that weight.grad and hooks of the weight
             are left alone. The weight is a leaf that requires a gradient, and no float64; not under torch.compile.
@@ -104,32 +121,43 @@ def fused_grpo_loss(
         normalizers that are not positive, offsets out of order. Without that switch a GPU's loss is NaN for such
         numbers and ids (with backend "torch" such an id is a device-side assertion; a NaN reward counts as no verdict),
         and memory beside the batch is read for such offsets.
+        With vocab_parallel_group every rank raises if ranks differ in shapes, types or options, or one has raised.
         RuntimeError: a torch.func transform or forward-mode AD; `grpo_kernels.reference` is for those.
     """
     config = DEFAULT_CONFIG if config is None else config
-    check_config(config)
-    refuse_transforms("fused_grpo_loss", hidden, lm_head_weight, lm_head_bias)
-    compute_dtype = products_dtype(hidden, lm_head_weight, lm_head_bias)
-    check_head(hidden, lm_head_weight, lm_head_bias, completion_ids, compute_dtype)
-    check_logits_dtype(config.logits_dtype, compute_dtype or hidden.dtype)
-    if accumulate_into is not None:
-        check_accumulate_into(accumulate_into, lm_head_weight)
-    name = choose_backend(backend, hidden.device, compute_dtype or hidden.dtype)
-    options = LossOptions(
-        advantages=advantages, rewards=rewards, num_generations=num_generations, group_ids=group_ids,
-        completion_mask=completion_mask, old_logps=old_logps, ref_logps=ref_logps, rollout_weights=rollout_weights,
-        rollout_logps=rollout_logps, cu_seqlens=cu_seqlens, num_items_in_batch=num_items_in_batch,
-        normalizer=normalizer,
-    )  # fmt: skip
-    check_sampling_mask(sampling_mask, completion_ids.shape, hidden)
-    inputs = resolve(options, config, completion_ids, "hidden", name, table_dtype(compute_dtype or hidden.dtype))
-    inputs = with_sampling_mask(inputs, sampling_mask)
-    call = LossCall(
-        completion_ids=completion_ids, tokens=inputs.tokens, num_groups=inputs.num_groups, config=config,
-        backend=name, compute_dtype=compute_dtype, wants=wanted(hidden, lm_head_weight, lm_head_bias),
-        accumulate_into=accumulate_into,
-    )  # fmt: skip
-    loss, logps, entropy, numbers = loss_from_hidden(hidden, lm_head_weight, lm_head_bias, call)
+    group = vocab_parallel_group
+    check_group(group)
+    weight, bias = lm_head_weight, lm_head_bias
+    if group is None:
+        weight, bias = full_weight(weight), full_weight(bias)
+    with nullcontext() if group is None else announced_errors(group, hidden):
+        check_config(config)
+        refuse_transforms("fused_grpo_loss", hidden, weight, bias)
+        compute_dtype = products_dtype(hidden, weight, bias)
+        check_head(hidden, weight, bias, completion_ids, compute_dtype)
+        check_logits_dtype(config.logits_dtype, compute_dtype or hidden.dtype)
+        if accumulate_into is not None:
+            check_accumulate_into(accumulate_into, weight)
+        name = choose_backend(backend, hidden.device, compute_dtype or hidden.dtype)
+        options = LossOptions(
+            advantages=advantages, rewards=rewards, num_generations=num_generations, group_ids=group_ids,
+            completion_mask=completion_mask, old_logps=old_logps, ref_logps=ref_logps, rollout_weights=rollout_weights,
+            rollout_logps=rollout_logps, cu_seqlens=cu_seqlens, num_items_in_batch=num_items_in_batch,
+            normalizer=normalizer, entropy_normalizer=entropy_normalizer,
+        )  # fmt: skip
+        check_sampling_mask(sampling_mask, completion_ids.shape, hidden)
+        if group is not None and sampling_mask is not None:
+            raise ValueError("sampling_mask is given with vocab_parallel_group; expected one of the two")
+        inputs = resolve(options, config, completion_ids, "hidden", name, table_dtype(compute_dtype or hidden.dtype))
+        inputs = with_sampling_mask(inputs, sampling_mask)
+        call = LossCall(
+            completion_ids=completion_ids, tokens=inputs.tokens, num_groups=inputs.num_groups, config=config,
+            backend=name, compute_dtype=compute_dtype, wants=wanted(hidden, weight, bias),
+            accumulate_into=accumulate_into,
+        )  # fmt: skip
+    if group is not None:
+        call = call._replace(vocab_slice=agree(group, hidden, weight, bias, call.wants, call.description))
+    loss, logps, entropy, numbers = loss_from_hidden(hidden, weight, bias, call)
     return GRPOLossOutput(loss, logps.detach(), entropy, config, inputs, inputs.sums(numbers))
 
 
@@ -149,6 +177,7 @@ def grpo_loss_from_logps(
     cu_seqlens: Tensor | None = None,
     num_items_in_batch: Tensor | float | None = None,
     normalizer: Tensor | float | None = None,
+    entropy_normalizer: Tensor | float | None = None,
     config: GRPOConfig | None = None,
     backend: str = "auto",
 ) -> GRPOLossOutput:
@@ -163,14 +192,14 @@ def grpo_loss_from_logps(
     refuse_transforms("grpo_loss_from_logps", logps, entropy)
     check_float("logps", logps)
     check_token_tensor("entropy", entropy, logps.shape, -1, logps)
-    if entropy is None and (config.entropy_coef != 0.0 or config.entropy_threshold is not None):
+    if entropy is None and (config.has_entropy_bonus or config.entropy_threshold is not None):
         raise ValueError("entropy is None; entropy_coef and entropy_threshold need it")
     name = choose_backend(backend, logps.device, logps.dtype)
     options = LossOptions(
         advantages=advantages, rewards=rewards, num_generations=num_generations, group_ids=group_ids,
         completion_mask=completion_mask, old_logps=old_logps, ref_logps=ref_logps, rollout_weights=rollout_weights,
         rollout_logps=rollout_logps, cu_seqlens=cu_seqlens, num_items_in_batch=num_items_in_batch,
-        normalizer=normalizer,
+        normalizer=normalizer, entropy_normalizer=entropy_normalizer,
     )  # fmt: skip
     inputs = resolve(options, config, logps, "logps", name, table_dtype(logps.dtype), reads_logits=False)
     given = torch.zeros_like(logps) if entropy is None else entropy
@@ -203,6 +232,7 @@ def grpo_loss_from_logits(
     sampling_mask: SamplingMask | None = None,
     num_items_in_batch: Tensor | float | None = None,
     normalizer: Tensor | float | None = None,
+    entropy_normalizer: Tensor | float | None = None,
     inplace: bool = False,
     config: GRPOConfig | None = None,
     backend: str = "auto",
@@ -226,7 +256,7 @@ def grpo_loss_from_logits(
         advantages=advantages, rewards=rewards, num_generations=num_generations, group_ids=group_ids,
         completion_mask=completion_mask, old_logps=old_logps, ref_logps=ref_logps, rollout_weights=rollout_weights,
         rollout_logps=rollout_logps, cu_seqlens=cu_seqlens, num_items_in_batch=num_items_in_batch,
-        normalizer=normalizer,
+        normalizer=normalizer, entropy_normalizer=entropy_normalizer,
     )  # fmt: skip
     check_sampling_mask(sampling_mask, completion_ids.shape, logits)
     inputs = resolve(options, config, completion_ids, "logits", name, table_dtype(logits.dtype))

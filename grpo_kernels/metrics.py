@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .config import GRPOConfig
-from .contract import COLUMN, COLUMNS, Sums
+from .contract import COLUMN, COLUMNS, Sums, TokenInputs
 
 # metric -> (column of the sum, column of the count). Across ranks: add sums and counts, then divide.
 MEANS = {
@@ -74,6 +74,21 @@ def means(sums: Sums, config: GRPOConfig, **given: bool) -> dict[str, Tensor]:
     if given["has_weights"]:  # effective sample size of the importance weights, as a share of the tokens
         found["rollout_ess"] = found["rollout_weight/mean"] ** 2 / found["rollout_weight/mean_square"]
     return found
+
+
+def policy_loss(sums: Sums, config: GRPOConfig, tokens: TokenInputs) -> Tensor:
+    """() the loss without its entropy bonus, whose weight is the same for all tokens."""
+    column = dict(zip(COLUMNS, sums.totals.unbind(), strict=True))
+    count = column["tokens"].clamp(min=1)
+    coefficient = config.entropy_coef if tokens.entropy_coef is None else tokens.entropy_coef
+    if tokens.entropy_normalizer is not None:
+        return sums.loss + coefficient * column["entropy"] / tokens.entropy_normalizer
+    bonus = coefficient * column["entropy"] / count
+    if tokens.normalizer is None:
+        return sums.loss + bonus
+    if config.aggregation not in ("token_mean", "num_items"):
+        count = count.new_full((), sums.num_sequences * (config.max_completion_length or 1))
+    return sums.loss + bonus * count / tokens.normalizer
 
 
 def sequence_table(sums: Tensor, config: GRPOConfig, **given: bool) -> dict[str, Tensor]:

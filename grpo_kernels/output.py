@@ -25,7 +25,8 @@ class GRPOLossOutput:
 
     These are tensors, computed at first access from the sums that the kernels return:
 
-    metrics: name -> scalar. metric_sums: name -> (sum, count), to be added over ranks and micro-batches.
+    metrics: name -> scalar; with an entropy bonus there is policy_loss, the loss without it. metric_sums: name ->
+        (sum, count), to be added over ranks and micro-batches.
     sequences: name -> (S,): loss (the sequence's share: the shares add up to `loss`), tokens, and the mean of each
         metric over the sequence's tokens (0 for a sequence without tokens).
     groups: name -> (num_groups,), when groups are given: loss (the group's share), kl, clip_ratio, tokens, and from
@@ -55,6 +56,8 @@ class GRPOLossOutput:
 
     def _name_metrics(self) -> dict[str, Tensor]:
         found = metrics.means(self._sums, **self._collected)
+        if self._config.has_entropy_bonus:
+            found["policy_loss"] = metrics.policy_loss(self._sums, self._config, self._inputs.tokens)
         if self._inputs.reward_statistics is not None:
             found["equal_reward_groups"] = self._equal_reward_groups.mean()
         for name, (total, count) in metrics.mask_sums_and_counts(self._sums).items():

@@ -12,7 +12,6 @@ from torch import Tensor
 
 PLAIN = (Tensor, torch.nn.Parameter)
 WEIGHTS = ("lm_head_weight", "lm_head_bias")
-_PARTIAL = "torch.distributed.tensor.Partial"
 _NESTED = "; expected a packed (N, ...) tensor with cu_seqlens: its values() and offsets()"
 
 
@@ -74,18 +73,13 @@ def _refuse_subclass(name: str, x: Tensor) -> None:
 
 
 def _instead_of_dtensor(name: str) -> str:
-    """What to pass for a sharded tensor: the gradient depends on who holds which tokens."""
+    """What to pass for a sharded tensor. Weights come here with vocab_parallel_group alone: see sharded.py."""
     if name not in WEIGHTS:
         return (
             f"pass {name}.to_local() where each rank computes the loss of its own tokens (sharded along the batch), "
             f"{name}.full_tensor() where each computes that of all tokens"
         )
-    return (
-        f"where each rank holds its own tokens, pass {name}.full_tensor(grad_placements=[Partial()]), one {_PARTIAL} "
-        "per mesh dimension: its gradient is then the sum over the ranks, or with Partial('avg') the average, as FSDP2 "
-        f"takes it for the other parameters. Without grad_placements each shard would miss the other ranks' tokens, so "
-        f"{name}.full_tensor() is right only where every rank computes the loss of all tokens"
-    )
+    return f"with vocab_parallel_group pass {name}.to_local(), the rows of this rank"
 
 
 def _instead_of_module(name: str, module: torch.nn.Module) -> str:

@@ -21,6 +21,7 @@ from .engine.lm_head import LMHead
 from .engine.products import settled_precision
 from .engine.shared import make_head, make_scorer, table_dtype, token_mask, wanted
 from .sampling_mask import SamplingMask, check_sampling_mask
+from .sharded import full_weight
 from .validate import (
     check_flag,
     check_head,
@@ -108,6 +109,7 @@ def fused_policy_loss(
     check_flag("entropy", entropy)
     if not callable(loss_fn):
         raise TypeError(f"loss_fn is a {type(loss_fn).__name__}; expected a function of a PolicyChunk")
+    lm_head_weight, lm_head_bias = full_weight(lm_head_weight), full_weight(lm_head_bias)
     refuse_transforms("fused_policy_loss", hidden, lm_head_weight, lm_head_bias)
     compute_dtype = products_dtype(hidden, lm_head_weight, lm_head_bias)
     check_head(hidden, lm_head_weight, lm_head_bias, completion_ids, compute_dtype)

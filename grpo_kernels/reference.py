@@ -132,6 +132,7 @@ def reference_loss_from_logps(
     cu_seqlens: Tensor | None = None,
     num_items_in_batch: Tensor | float | None = None,
     normalizer: Tensor | float | None = None,
+    entropy_normalizer: Tensor | float | None = None,
     config: GRPOConfig | None = None,
 ) -> ReferenceOutput:
     """The loss from log-probabilities (B, T) or packed (N,): ratio, surrogate, KL, aggregation, metrics."""
@@ -210,11 +211,15 @@ def reference_loss_from_logps(
     w, accumulation = token_weights(cfg, m, length, seq, num_items_in_batch, normalizer)
     loss = (w * value).sum()
     if cfg.entropy_coef != 0.0:
-        loss = loss - cfg.entropy_coef * (H * m).sum() / m.sum().clamp(min=1) / accumulation
+        bonus = cfg.entropy_coef * (H * m).sum()
+        own = entropy_normalizer is None
+        loss = loss - (bonus / m.sum().clamp(min=1) / accumulation if own else bonus / entropy_normalizer)
 
     metrics = _metrics(
         cfg, m, _PerToken(logp=logp, H=H, r=r, A=A, kl=kl, old=old, base=base, rollout=rollout, weight=weight)
     )
+    if cfg.entropy_coef != 0.0:
+        metrics["policy_loss"] = (w * value).sum().detach()
     zero = torch.zeros((), dtype=logp.dtype, device=logp.device)
     H = zero.expand(logp.shape) if H is None else H
     return ReferenceOutput(loss, logp.reshape(shape), H.reshape(shape), metrics)

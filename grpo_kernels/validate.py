@@ -282,8 +282,12 @@ def check_token_values(inputs: TokenInputs) -> None:
         if x is not None:
             check_numbers(name, x, mask, inputs.cu_seqlens, finite=finite)
     check_temperature(inputs.temperature, mask)
-    if inputs.normalizer is not None and not inputs.normalizer.item() > 0:
-        raise ValueError(f"normalizer={inputs.normalizer.item()}; expected a positive number")
+    for name in ("normalizer", "entropy_normalizer"):
+        x = getattr(inputs, name)
+        if x is not None and not x.item() > 0:
+            raise ValueError(f"{name}={x.item()}; expected a positive number")
+    if inputs.entropy_coef is not None and not 0 <= inputs.entropy_coef.item() < math.inf:
+        raise ValueError(f"entropy_coef={inputs.entropy_coef.item()}; expected a finite number >= 0")
 
 
 def _refuse_two_meanings(inputs: TokenInputs, cu_seqlens: Tensor) -> None:

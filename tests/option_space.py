@@ -153,6 +153,9 @@ def _draw(point: Point, chosen: dict[str, Any], seed: int, vocab: int) -> tuple[
         threshold = entropy.quantile(0.3).item()
         if chosen["entropy_threshold"] == "tensor":
             threshold = torch.tensor(threshold)
+    flat = {}
+    if point[:2] == ("vespo", "sequence"):  # a weight that is flat at ratio 1, so that it does not blow errors up
+        flat = dict.fromkeys(("vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg"), 1.0)
     config = gk.GRPOConfig(
         surrogate=point.surrogate,
         importance_sampling_level=point.level,
@@ -171,6 +174,7 @@ def _draw(point: Point, chosen: dict[str, Any], seed: int, vocab: int) -> tuple[
         off_policy_mask_threshold=chosen["off_policy_mask"],
         max_completion_length=9 if point.aggregation == "fixed_length" else None,
         **logits,
+        **flat,
     )
     return batch, config
 

@@ -56,6 +56,42 @@ def test_entropy_bonus_of_equally_long_micro_batches_adds_up(aggregation, backen
     assert torch.allclose(total, whole.grads["weight"], atol=1e-6)
 
 
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_entropy_bonus_adds_up_under_a_normalizer_of_its_own(aggregation, backend):
+    config = gk.GRPOConfig(
+        aggregation=aggregation, beta=0.1, entropy_coef=torch.tensor(0.05),
+        max_completion_length=9 if aggregation == "fixed_length" else None,
+    )  # fmt: skip
+    batch = off_policy(make_batch(1, masked=True))
+    batch.options["completion_mask"][0, 0] = False
+    tokens = batch.options["completion_mask"].sum()
+    normalizer = {"seq_mean": 4, "seq_sum": 4, "fixed_length": 36}.get(aggregation, tokens)
+    whole = fused(batch, config, backend)
+    loss, policy, weight = 0.0, 0.0, 0.0
+    for part in (slice(0, 1), slice(1, 4)):
+        options = {name: x[part] for name, x in batch.options.items()}
+        micro = dataclasses.replace(
+            batch, hidden=batch.hidden[part], ids=batch.ids[part], advantages=batch.advantages[part], options=options
+        )
+        run = fused(micro, config, backend, normalizer=normalizer, entropy_normalizer=tokens)
+        loss, weight = loss + run.loss, weight + run.grads["weight"]
+        policy = policy + run.metrics["policy_loss"]
+    assert torch.allclose(loss, whole.loss, atol=1e-6) and torch.allclose(weight, whole.grads["weight"], atol=1e-6)
+    without = fused(batch, dataclasses.replace(config, entropy_coef=0.0), backend)
+    assert torch.allclose(policy, without.loss, atol=1e-6) and not torch.allclose(policy, loss, atol=1e-2)
+    assert torch.allclose(whole.metrics["policy_loss"], without.loss, atol=1e-6)
+    assert "policy_loss" not in without.metrics
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.05])
+def test_an_entropy_coefficient_may_be_a_tensor(coefficient, backend):
+    batch = off_policy(make_batch(1, masked=True))
+    one, other = (
+        fused(batch, gk.GRPOConfig(entropy_coef=c), backend) for c in (coefficient, torch.tensor([coefficient]))
+    )
+    assert_close(other, one, 1e-6)
+
+
 SMALL = {  # argument, its value, what it divides by: num_items_in_batch is at least 1, normalizer is taken as it is
     "num_items_in_batch": ((0, 1), (0.5, 1), (1, 1), (2, 2)),
     "normalizer": ((0.25, 0.25), (1, 1), (2, 2)),

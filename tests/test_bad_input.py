@@ -132,6 +132,10 @@ CASES = {
     "num_items elsewhere": (lambda: changed(num_items_in_batch=3, config=gk.GRPOConfig(aggregation="seq_mean")), ValueError, "num_items_in_batch", "seq_mean", "normalizer"),
     "fixed_length": (lambda: changed(config=gk.GRPOConfig(aggregation="fixed_length")), ValueError, "fixed_length", "max_completion_length", "None"),
     "fixed_length beside normalizer": (lambda: changed(normalizer=3, config=gk.GRPOConfig(aggregation="fixed_length", entropy_coef=0.1)), ValueError, "fixed_length", "max_completion_length", "None"),
+    "entropy_normalizer alone": (lambda: changed(entropy_normalizer=3), ValueError, "entropy_normalizer", "entropy_coef=0", "leave it out"),
+    "entropy_normalizer": (lambda: changed(entropy_normalizer=torch.tensor(0.0), config=gk.GRPOConfig(entropy_coef=0.1)), ValueError, "entropy_normalizer=0.0", "positive"),
+    "entropy_coef": (lambda: changed(config=gk.GRPOConfig(entropy_coef=torch.tensor(-1.0))), ValueError, "entropy_coef=-1.0", ">= 0"),
+    "entropy_coef, two": (lambda: changed(config=gk.GRPOConfig(entropy_coef=torch.ones(2))), ValueError, "entropy_coef", "(2,)", "one element"),
     "backend": (lambda: changed(backend="opencl"), ValueError, "backend='opencl'", "cpu, cuda, triton, torch"),
     "backend type": (lambda: {n: x.detach().double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for n, x in changed(backend="cpu").items()}, ValueError, "backend='cpu'", "float64", "float32"),
     # packed

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "grpo_kernels"
 COMPILED = ("_cpu", "_cuda")
 # From the ground up. A room is a folder, or a module beside the folders; it imports from its own floor and those below.
 FLOORS = (
-    ("contract", "plain"),
+    ("contract", "plain", "sharded", "logit_transform"),
     ("config",),
     ("validate", "reference", "sampling_mask"),
     ("backends",),

@@ -13,7 +13,7 @@ import torch
 from tiny_models import TINY_MODELS, tiny_model
 
 from grpo_kernels.integrations import LogitTransform, logit_transform
-from grpo_kernels.integrations.logit_transform import _PLAIN_FAMILIES, _RULES
+from grpo_kernels.logit_transform import _PLAIN_FAMILIES, _RULES
 
 transformers = pytest.importorskip("transformers")
 as_read = pytest.mark.skipif(

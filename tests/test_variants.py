@@ -54,7 +54,7 @@ def test_all_backends_are_there():
 def test_the_walk_is_complete():
     assert {p.surrogate for p in POINTS} == set(SURROGATE_RULES)
     assert {p.kl for p in POINTS} == set(contract.KL_ESTIMATORS)
-    assert len(POINTS) == 17 * 7 * 5
+    assert len(POINTS) == 18 * 7 * 5
     assert set(specification.SURROGATES) == set(objective.SURROGATES) == set(SURROGATE_RULES) - {"vespo"}
 
 

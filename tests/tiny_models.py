@@ -31,9 +31,14 @@ TINY_MODELS: dict[str, dict[str, Any]] = {
         qk_rope_head_dim=4, v_head_dim=8,
     ),
     "mistral": {},
+    "mixtral": dict(num_local_experts=4, num_experts_per_tok=2, router_aux_loss_coef=0.05),
     "nanochat": dict(final_logit_softcapping=0.5),
+    "phi": {},  # its head has a bias
     "phi3": {},
     "qwen2": {},
+    "qwen2_moe": dict(
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16
+    ),
     "qwen3": {},
 }  # fmt: skip
 

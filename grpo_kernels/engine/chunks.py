@@ -35,7 +35,10 @@ class Scorer:
     def __init__(
         self, head: Head, ids: Tensor, temperature: Tensor, params: KernelParams, backend: Backend, values: TokenValues
     ) -> None:
-        self.head, self.ids, self.temperature, self.params, self.backend = head, ids, temperature, params, backend
+        self.head, self.temperature, self.params, self.backend = head, temperature, params, backend
+        self.vocab_slice = head.vocab_slice if isinstance(head, LMHead) else None
+        self.global_ids = ids
+        self.ids = ids if self.vocab_slice is None else self.vocab_slice.local_ids(ids)
         self.values = values
         self.mask: DenseMask | None = None
 
@@ -50,7 +53,10 @@ class Scorer:
     def evaluate(self, index: Tensor | None, table: Tensor) -> None:
         """`score`, and the objective of each token by itself."""
         for rows in self._row_chunks(index):
-            if self._computes_logits:
+            if self.vocab_slice is not None:
+                self._statistics(rows)
+                self.backend.token_objective(rows, table, self.values, self.params)
+            elif self._computes_logits:
                 self.backend.single_pass(self._logits(rows), table, self.values, self.params)
             else:
                 self._linear_logp(rows, entropy=True)
@@ -62,8 +68,13 @@ class Scorer:
         if head.grad_dtype == torch.float16:  # a scale, which follows from the coefficients, must come first
             self.staged(((chunk, slice(0)) for chunk in head.chunks(index)), self._token_coefficients(table))
             return
+        coefficients = self._token_coefficients(table)
         for chunk in head.chunks(index):
             for rows in chunk.row_chunks():
+                if self.vocab_slice is not None:  # the other ranks' statistics come before the objective
+                    read = self._statistics(rows)
+                    self._gradient(chunk, read, *coefficients(rows, slice(0)))
+                    continue
                 read = self._logits(rows)
                 written = head.row_gradients(chunk, rows, read.logits)
                 self.backend.single_pass(read, table, self.values, self.params, written)
@@ -133,6 +144,8 @@ class Scorer:
     def _statistics(self, rows: Rows) -> LogitChunk:
         read = self._logits(rows)
         self.backend.statistics(read, self.temperature, self.values, self.params)
+        if self.vocab_slice is not None:
+            self.vocab_slice.combine(rows, self.global_ids, self.values)
         return read
 
     def _gradient(self, chunk: Chunk, read: LogitChunk, g_logp: Tensor, g_entropy: Tensor) -> None:

@@ -31,6 +31,7 @@ from .dweight import WeightGradient, pieces
 from .memory import chunk_sizes
 from .products import PIECE_ROWS, SPLIT_SUM_ELEMENTS, product, returns_float32
 from .scratch import Scratch
+from .vocab_parallel import VocabSlice
 
 # Rows of W in one float32 product of the forward pass on a CPU: 512 hidden rows against 1,024 take up to 9 % less time
 # than against all of W at once (H from 576 to 2048, V from 49,152 to 151,936), against 2,048 another 1 to 4 % less.
@@ -86,7 +87,18 @@ class LMHead:
         self.dhidden: Tensor | None = None
         self.dbias: Tensor | None = None
         self.gradient_scale: Tensor | None = None
+        self.vocab_slice: VocabSlice | None = None
         self._gathered: tuple[Rows, Tensor] | None = None  # a chunk's hidden states serve two products
+
+    def join(self, vocab_slice: VocabSlice, chunk_rows: int | None) -> None:
+        """The weight is a slice of the vocabulary: all ranks have the same chunks, dhidden is a float32 sum."""
+        self.vocab_slice, self.strategy = vocab_slice, "rows"
+        device, dtypes = self.hidden.device, (self.logits_dtype, self.grad_dtype)
+        longest = max(vocab_slice.sizes)
+        self.sizes = chunk_sizes(self.num_tokens, longest, *dtypes, device, chunk_rows, vocab_slice.budget)
+        self.scratch = Scratch(self.num_tokens, len(self.weight), self.sizes, *dtypes, device)
+        self.dweight.expect_chunks(-(-self.num_tokens // self.sizes.sequences))
+        self.waiting_dtypes[0] = torch.promote_types(self.waiting_dtypes[0], torch.float32)
 
     # --- chunks and their buffers ---------------------------------------------------------------------------------
 
@@ -203,6 +215,8 @@ class LMHead:
     def gradients(self) -> FinishedGradients:
         """Of (hidden, weight, bias), in their shapes; zeros where no row contributed."""
         self.release()
+        if self.vocab_slice is not None and self.dhidden is not None:
+            self.vocab_slice.add_up(self.dhidden)
         finished = [
             self._finished(0, self.dhidden, self.hidden),
             self._finished(1, self.dweight.finish(), self.weight),
@@ -224,16 +238,22 @@ class LMHead:
 
     def _accumulate_corrected(self, rows: Rows, dlogits: Tensor, ids: Tensor, error: Tensor) -> None:
         """`accumulate` of rounded dlogits, with the exact entries of the sampled ids (P,)."""
+        places = torch.arange(rows.count, device=ids.device)
+        if self.vocab_slice is not None:  # those whose sampled id is in this slice
+            places = (ids >= 0).nonzero().squeeze(1)
+            ids, error = ids[places], error[places]
         if self.wants[0]:
             start = (error[:, None] * self.weight[ids]).to(dlogits.dtype)
+            if len(places) < rows.count:
+                start = start.new_zeros(rows.count, start.shape[1]).index_copy_(0, places, start)
             self._put_dhidden(rows, start.addmm_(dlogits, self.weight))
         if self.wants[2]:
             self.add_dbias(dlogits.sum(0, dtype=torch.float32).index_add_(0, ids, error))
         if self.wants[1]:
             h = self.hidden_rows(rows)
-            places = torch.arange(rows.count, device=ids.device), ids
-            self.dweight.add_later(ids, dlogits[places] + error, h)
-            dlogits[places] = 0.0  # scatter_ would copy all of dlogits
+            sampled = h if len(places) == rows.count else h[places]
+            self.dweight.add_later(ids, dlogits[places, ids] + error, sampled)
+            dlogits[places, ids] = 0.0  # scatter_ would copy all of dlogits
             self.dweight.add(dlogits, h)
 
     def add_dbias(self, share: Tensor) -> None:

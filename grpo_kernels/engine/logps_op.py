@@ -29,6 +29,7 @@ from .shared import (
     token_mask,
     wanted,
 )
+from .vocab_parallel import VocabSlice, describe, refuse_traced_slice
 
 
 class LogpsCall(NamedTuple):
@@ -44,6 +45,14 @@ class LogpsCall(NamedTuple):
     compute_dtype: Optional[torch.dtype]
     kept_ids: Optional[Tensor] = None  # of a SamplingMask
     kept_counts: Optional[Tensor] = None
+    vocab_slice: Optional[VocabSlice] = None  # which rows of the whole weight this rank has; None: all
+
+    @property
+    def description(self) -> tuple[object, ...]:
+        """What ranks that share this call must have in common, besides hidden, weight and bias."""
+        temperature = describe(self.temperature) if isinstance(self.temperature, Tensor) else self.temperature
+        options = self.logit_scale, self.softcap, self.want_entropy, self.backend, self.compute_dtype
+        return temperature, describe(self.mask), *options
 
 
 def logps_from_hidden(
@@ -54,6 +63,7 @@ def logps_from_hidden(
     Where the entropy is not wanted, what stands in its place means nothing.
     """
     if is_traced(hidden):
+        refuse_traced_slice(call.vocab_slice)
         temperature = call.temperature
         if not isinstance(temperature, Tensor):
             temperature = hidden.new_full((), temperature, dtype=table_dtype(call.compute_dtype or hidden.dtype))
@@ -87,13 +97,17 @@ def logps_from_hidden(
 def _compute(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: LogpsCall) -> TokenValues:
     """logp, entropy and lse. To be called under no_grad."""
     ids, kernels = call.completion_ids, get_backend(call.backend)
-    if not kernels.values_are_valid(ids, weight.shape[0], call.mask, ()):
-        check_values(ids, call.mask, weight.shape[0], None)
+    vocab_size = weight.shape[0] if call.vocab_slice is None else call.vocab_slice.vocab_size
+    if not kernels.values_are_valid(ids, vocab_size, call.mask, ()):
+        check_values(ids, call.mask, vocab_size, None)
     mask, static = token_mask(call.mask), is_capturing(hidden.device)
     if isinstance(call.temperature, Tensor):
         check_temperature(call.temperature, None if mask is None else mask.view(ids.shape))
     with settled_precision(hidden.device):
-        head = make_head(hidden, weight, bias, kernels, compute_dtype=call.compute_dtype, mask=mask if static else None)
+        head = make_head(
+            hidden, weight, bias, kernels, compute_dtype=call.compute_dtype, mask=mask if static else None,
+            vocab_slice=call.vocab_slice,
+        )  # fmt: skip
         values = no_values(ids.numel(), table_dtype(head.hidden.dtype), hidden.device)
         params = logit_params(call.logit_scale, call.softcap)
         scorer = make_scorer(head, ids, call.temperature, params, values, mask)
@@ -145,7 +159,7 @@ def _compute_gradients(
         mask, static = token_mask(call.mask), is_capturing(device)
         head = make_head(
             *inputs, get_backend(call.backend), compute_dtype=call.compute_dtype, wants=tuple(wants),
-            mask=mask if static else None,
+            mask=mask if static else None, vocab_slice=call.vocab_slice,
         )  # fmt: skip
         values = no_values(entropy.numel(), entropy.dtype, device)
         values.entropy.copy_(entropy.reshape(-1))

@@ -24,6 +24,7 @@ from .plan import make_plan
 from .products import settled_precision
 from .shared import is_capturing, is_traced, is_weight_bound, make_head, table_dtype
 from .token_ops import empty_sums
+from .vocab_parallel import VocabSlice, describe, refuse_traced_slice
 
 
 class LossCall(NamedTuple):
@@ -37,11 +38,18 @@ class LossCall(NamedTuple):
     compute_dtype: Optional[torch.dtype]  # of the products, where it is not the inputs' own
     wants: Sequence[bool]  # which of hidden, weight, bias need gradients
     accumulate_into: Optional[Tensor] = None  # float32, like the weight, whose gradient each backward adds to it
+    vocab_slice: Optional[VocabSlice] = None  # which rows of the whole weight this rank has; None: all
+
+    @property
+    def description(self) -> tuple[object, ...]:
+        """What ranks that share this call must have in common, besides hidden, weight and bias."""
+        return self.config.key, self.num_groups, self.backend, self.compute_dtype, describe(*self.tokens)
 
 
 def loss_from_hidden(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: LossCall) -> tuple[Tensor, ...]:
     """(loss, logps, entropy, numbers of Sums); the loss is differentiable in hidden, weight and bias."""
     if is_traced(hidden):
+        refuse_traced_slice(call.vocab_slice)
         if call.accumulate_into is not None:
             raise ValueError("accumulate_into is given to a call that is traced or compiled; it needs an eager one")
         results = grpo_loss(
@@ -73,8 +81,9 @@ def _compute(
     """To be called under no_grad."""
     ids, inputs, config = call.completion_ids, call.tokens, call.config
     kernels = get_backend(call.backend)
-    if not _are_valid(ids, inputs, weight.shape[0], kernels):
-        check_values(ids, inputs.completion_mask, weight.shape[0], inputs.cu_seqlens)
+    vocab_size = weight.shape[0] if call.vocab_slice is None else call.vocab_slice.vocab_size
+    if not _are_valid(ids, inputs, vocab_size, kernels):
+        check_values(ids, inputs.completion_mask, vocab_size, inputs.cu_seqlens)
         check_token_values(inputs)
     with settled_precision(hidden.device):
         static = _computes_every_row(call, hidden.device)
@@ -82,7 +91,7 @@ def _compute(
         plan = make_plan(inputs, ids, config, call.num_groups, kernels, static_shapes=static, dtype=dtype)
         head = make_head(
             hidden, weight, bias, kernels, compute_dtype=call.compute_dtype, wants=tuple(call.wants),
-            logits_dtype=config.logits_dtype, chunk_rows=config.chunk_rows,
+            logits_dtype=config.logits_dtype, chunk_rows=config.chunk_rows, vocab_slice=call.vocab_slice,
             mask=plan.tokens.scored if static and inputs.completion_mask is not None else None,
         )  # fmt: skip
         mask = make_token_mask(inputs.kept_ids, inputs.kept_counts, weight.shape[0], is_static=static)
@@ -102,7 +111,8 @@ def _computes_every_row(call: LossCall, device: torch.device) -> bool:
 
 def _are_valid(ids: Tensor, inputs: TokenInputs, vocab_size: int, kernels: Backend) -> bool:
     """Whether one sweep of the backend's shows that nothing is wrong with the values; what is, the checks will say."""
-    if inputs.temperature is not None or inputs.normalizer is not None or inputs.cu_seqlens is not None:
+    scalars = inputs.normalizer, inputs.entropy_coef, inputs.entropy_normalizer
+    if any(x is not None for x in (inputs.temperature, inputs.cu_seqlens, *scalars)):
         return False
     numbers = inputs.advantages, inputs.old_logps, inputs.ref_logps, inputs.rollout_weights
     return kernels.values_are_valid(ids, vocab_size, inputs.completion_mask, numbers)

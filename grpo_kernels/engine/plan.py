@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..config import SURROGATE_RULES, GRPOConfig
-from ..contract import Backend, KernelParams, PlannedTokens, PlanRules, TokenInputs, is_per_sequence
+from ..contract import FIELD, Backend, KernelParams, PlannedTokens, PlanRules, TokenInputs, is_per_sequence
 
 
 class Plan(NamedTuple):
@@ -57,11 +57,22 @@ def make_plan(
         found = config.derived[key] = _rules(inputs, config, constant)
     params, rules = found
     tokens = backend.plan(inputs, ids, rules, dtype, ordered=not static_shapes)
+    _weigh_entropy(tokens.table[FIELD["weight_entropy"]], inputs, config)
     row_length = ids.shape[1] if inputs.cu_seqlens is None else None
-    entropy_has_gradient = config.entropy_coef != 0.0
+    entropy_has_gradient = rules.entropy_coef != 0.0
     whole = rules.whole_sequences
     all_scored = inputs.completion_mask is None and config.score_inactive
     return Plan(tokens, params, whole, entropy_has_gradient, all_scored, inputs.group_index, num_groups, row_length)
+
+
+def _weigh_entropy(weight: Tensor, inputs: TokenInputs, config: GRPOConfig) -> None:
+    """The numbers of the entropy bonus that are tensors, which no plan kernel reads: they scale its weight (N,)."""
+    coefficient, normalizer = inputs.entropy_coef, inputs.entropy_normalizer
+    if normalizer is not None:
+        each = (config.entropy_coef if coefficient is None else coefficient) / normalizer
+        weight.copy_(torch.where(weight != 0, -each, 0.0))
+    elif coefficient is not None:
+        weight.mul_(coefficient)
 
 
 def _constant_per_sequence(inputs: TokenInputs, shape: torch.Size) -> bool:
@@ -91,7 +102,7 @@ def _rules(inputs: TokenInputs, config: GRPOConfig, constant: bool) -> tuple[Ker
         kl_has_gradient=config.beta != 0.0 and params.kl != "none",
         score_inactive=config.score_inactive,
         max_completion_length=float(config.max_completion_length or 0),
-        entropy_coef=config.entropy_coef,
+        entropy_coef=1.0 if inputs.entropy_coef is not None else float(config.entropy_coef),
         temperature=1.0 if isinstance(temperature, Tensor) else float(temperature),
         entropy_threshold=-math.inf if threshold is None or isinstance(threshold, Tensor) else float(threshold),
     )
@@ -101,8 +112,8 @@ def _rules(inputs: TokenInputs, config: GRPOConfig, constant: bool) -> tuple[Ker
 def _needs_whole_sequences(inputs: TokenInputs, config: GRPOConfig, params: KernelParams, constant: bool) -> bool:
     if config.off_policy_mask_threshold is not None and (params.has_old or params.has_rollout):
         return True
-    if config.surrogate == "vespo":
-        return params.has_old or inputs.rollout_weights is not None  # otherwise phi is 1
+    if config.surrogate == "vespo" and (params.has_old or inputs.rollout_weights is not None):
+        return True  # otherwise phi is 1
     if params.level == "token":
         return False
     thresholded = inputs.entropy_threshold is not None or config.entropy_threshold is not None

@@ -11,6 +11,7 @@ from ..contract import Backend, KernelParams, TokenValues
 from .chunks import Scorer
 from .lm_head import LMHead
 from .memory import default_logits_dtype
+from .vocab_parallel import VocabSlice
 
 _WEIGHT_BOUND_TOKENS = 256
 
@@ -67,11 +68,15 @@ def make_head(
     logits_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
     mask: Tensor | None = None,
+    vocab_slice: VocabSlice | None = None,
 ) -> LMHead:
     """An lm_head with logits of the default type unless told; `mask` (N,): see LMHead.keep."""
     if logits_dtype is None:
         logits_dtype = default_logits_dtype(compute_dtype or hidden.dtype, hidden.device)
-    return LMHead(hidden, weight, bias, logits_dtype, chunk_rows, backend, wants, mask, compute_dtype)
+    head = LMHead(hidden, weight, bias, logits_dtype, chunk_rows, backend, wants, mask, compute_dtype)
+    if vocab_slice is not None:
+        head.join(vocab_slice, chunk_rows)
+    return head
 
 
 def make_scorer(

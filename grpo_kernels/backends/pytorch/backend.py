@@ -101,7 +101,9 @@ class TorchBackend:
         entropy = torch.where(g_entropy == 0, 0.0, entropy)
         slope = log_p.clamp_(min=LOWEST_LOG_P).add_(entropy[:, None]).mul_(g_entropy[:, None])
         dz = p.mul_(slope.add_(g_logp[:, None])).neg_()
-        dz[torch.arange(len(ids), device=ids.device), ids] += g_logp
+        known = ids >= 0  # -1: in another rank's slice of the vocabulary
+        sampled = ids.clamp(min=0)[:, None]
+        dz.scatter_add_(1, sampled, torch.where(known, g_logp, 0.0)[:, None])
         dz.mul_((params.logit_scale / temperature)[:, None])
         if chain is not None:
             dz.mul_(chain)
@@ -109,8 +111,8 @@ class TorchBackend:
         dlogits, rounding_error = gradients
         dlogits.copy_(dz.masked_fill_(zero_gradient[:, None], 0.0))
         if rounding_error is not None:
-            exact, rounded = (x.gather(1, ids[:, None]).squeeze(1) for x in (dz, dlogits))
-            rounding_error.copy_(exact - rounded)
+            exact, rounded = (x.gather(1, sampled).squeeze(1) for x in (dz, dlogits))
+            rounding_error.copy_(torch.where(known, exact - rounded, 0.0))
 
     def token_objective(self, rows: Rows, table: Tensor, values: TokenValues, params: KernelParams) -> None:
         token_objective(rows, table, values, params)
@@ -172,10 +174,11 @@ def scale_in_pieces(x: Tensor, factor: Tensor) -> None:
 
 
 def _row_statistics(z: Tensor, ids: Tensor) -> RowStats:
-    """Of z (C, V), which is overwritten."""
+    """Of z (C, V), which is overwritten; logp is NaN for an id of -1."""
     top = z.amax(-1, keepdim=True)
     top = torch.where(top.isfinite(), top, 0.0)
-    z_id = z.gather(1, ids[:, None]) - top
+    z_id = z.gather(1, ids.clamp(min=0)[:, None]) - top
+    z_id = torch.where(ids[:, None] >= 0, z_id, torch.nan)
     below = z.sub_(top)
     p = below.exp()
     total = p.sum(-1, keepdim=True)

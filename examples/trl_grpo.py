@@ -1,0 +1,40 @@
+"""GRPO with TRL and the fused loss: `python examples/trl_grpo.py [MODEL [STEPS]]`.
+
+One line differs from a script with TRL alone: the import of the trainer. The task is to answer in eight words.
+"""
+
+import sys
+
+import torch
+from datasets import Dataset
+from trl import GRPOConfig
+
+from grpo_kernels.integrations.trl import FusedGRPOTrainer as GRPOTrainer
+
+model = sys.argv[1] if len(sys.argv) > 1 else "HuggingFaceTB/SmolLM2-135M-Instruct"
+steps = int(sys.argv[2]) if len(sys.argv) > 2 else 50
+questions = ["Why is the sky blue?", "What is a prime number?", "Who wrote Hamlet?", "How do plants grow?"]
+
+
+def eight_words(completions, **_):
+    return [-abs(len(text.split()) - 8) / 8 for text in completions]
+
+
+trainer = GRPOTrainer(
+    model=model,
+    reward_funcs=eight_words,
+    train_dataset=Dataset.from_dict({"prompt": questions * 16}),
+    args=GRPOConfig(
+        output_dir="build/trl_grpo",
+        loss_type="dapo",
+        num_generations=4,
+        num_iterations=2,
+        max_completion_length=32,
+        max_steps=steps,
+        logging_steps=1,
+        use_cpu=not torch.cuda.is_available(),
+    ),
+)
+trainer.train()
+rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+print(f"reward: {rewards[0]:.2f} at first, {rewards[-1]:.2f} at last")

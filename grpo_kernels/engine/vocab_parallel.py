@@ -1,0 +1,153 @@
+"""Ranks that hold a slice of the vocabulary each: `vocab_parallel_group=`.
+
+The weight (and bias) of a rank are contiguous rows of the whole lm_head, in the order of the ranks; hidden states, ids
+and everything per token are the same on every rank. A rank computes the logits of its slice and their statistics. What
+follows from them for the whole vocabulary, over ranks r with log-sum-exps lse_r and entropies H_r:
+
+    lse = log sum_r exp(lse_r)    w_r = exp(lse_r - lse)    H = sum_r w_r (H_r - log w_r)    logp = logp_o + lse_o - lse
+
+with o the rank that has the sampled id. For each chunk of rows lse_r (float64), H_r and logp_r are gathered, 16 bytes
+per token and rank. Every rank reduces the same numbers in the same order, so loss, metrics and coefficients are the
+same bits on all of them. Row kernels take an id of -1 for one that is elsewhere: no logit of the slice is the sampled
+one. dweight is the rank's own. dhidden is a sum over the vocabulary: its shares are all-reduced in float32, once per
+call.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, distributed
+
+from ..contract import Rows, TokenValues
+from .memory import memory_budget
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_COMPARED = (
+    "shape of hidden (its tokens)", "shape of hidden (its width)", "dtype of hidden", "lm_head_bias",
+    "inputs that require gradients", "config and other arguments",
+)  # fmt: skip
+
+
+class VocabSlice(NamedTuple):
+    """The rows of the lm_head that this rank holds, and what the ranks have agreed on."""
+
+    group: ProcessGroup
+    sizes: tuple[int, ...]  # rows of each rank
+    rank: int
+    budget: int  # bytes of a chunk: the smallest of all ranks, so that all have the same chunks
+
+    @property
+    def vocab_size(self) -> int:
+        return sum(self.sizes)
+
+    def local_ids(self, ids: Tensor) -> Tensor:
+        """Ids (N,) as rows of this rank's weight, -1 where another rank has them."""
+        first = sum(self.sizes[: self.rank])
+        local = ids - first
+        return torch.where((local >= 0) & (local < self.sizes[self.rank]), local, -1)
+
+    def combine(self, rows: Rows, ids: Tensor, values: TokenValues) -> None:
+        """Replace the statistics of the slice by those of the vocabulary. ids (N,) of the whole vocabulary."""
+        mine = [rows.take(x).contiguous() for x in (values.lse, values.entropy, values.logp)]
+        widths = [x.dtype.itemsize for x in mine]
+        packed = torch.cat([x.view(torch.uint8).view(-1, width) for x, width in zip(mine, widths, strict=True)], 1)
+        gathered = packed.new_empty((len(self.sizes), *packed.shape))
+        distributed.all_gather(list(gathered), packed, group=self.group)
+        lse, entropy, logp = (
+            part.contiguous().view(x.dtype).squeeze(-1)
+            for part, x in zip(gathered.split(widths, -1), mine, strict=True)
+        )
+        total = torch.logsumexp(lse, 0)
+        log_share = lse - total
+        share = log_share.exp()
+        terms = torch.where(share == 0, 0.0, share * (entropy - log_share))
+        stops = torch.tensor(self.sizes, device=ids.device).cumsum(0)
+        owner = torch.bucketize(rows.take(ids), stops, right=True).clamp(max=len(self.sizes) - 1)[None]
+        sampled = (logp.gather(0, owner) + log_share.gather(0, owner)).squeeze(0)
+        rows.put(values.lse, total)
+        rows.put(values.entropy, terms.sum(0).to(values.entropy.dtype))
+        rows.put(values.logp, sampled.to(values.logp.dtype))
+
+    def add_up(self, dhidden: Tensor) -> None:
+        """The sum over the ranks, in place."""
+        distributed.all_reduce(dhidden, group=self.group)
+
+
+def agree(
+    group: ProcessGroup,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    wants: Sequence[bool],
+    arguments: object,
+) -> VocabSlice:
+    """Exchange sizes, and make sure that all ranks are about to compute the same. One small all-gather and one read.
+
+    arguments: the rest of the call, compared by its repr. Raises ValueError on every rank where ranks disagree, or one
+    has refused its arguments.
+    """
+    flags = sum(want << i for i, want in enumerate(wants))
+    compared = (
+        hidden.numel() // hidden.shape[-1], hidden.shape[-1], _DTYPES.index(hidden.dtype), int(bias is not None),
+        flags, zlib.crc32(repr(arguments).encode()),
+    )  # fmt: skip
+    found = _exchange(group, hidden.device, (1, weight.shape[0], memory_budget(hidden.device), *compared))
+    refused = [rank for rank, (fine, *_) in enumerate(found) if not fine]
+    if refused:
+        raise ValueError(f"vocab_parallel_group: rank {refused[0]} of the group refused its arguments; see its error")
+    for name, numbers in zip(_COMPARED, zip(*(row[3:] for row in found), strict=True), strict=True):
+        if len(set(numbers)) > 1:
+            what = list(numbers) if name.startswith("shape") else "different ones"
+            raise ValueError(f"vocab_parallel_group: {name} must be the same on all ranks of the group, got {what}")
+    sizes, budgets = tuple(row[1] for row in found), [row[2] for row in found]
+    return VocabSlice(group, sizes, distributed.get_rank(group), min(budgets))
+
+
+def describe(*tensors: Tensor | None) -> list[tuple[object, ...] | None]:
+    """Shapes and types, which ranks compare."""
+    return [None if x is None else (tuple(x.shape), x.dtype) for x in tensors]
+
+
+@contextmanager
+def announced_errors(group: ProcessGroup | None, hidden: object) -> Iterator[None]:
+    """Where this rank refuses its arguments, the others, which wait in `agree`, hear of it."""
+    try:
+        yield
+    except Exception:
+        if group is not None and isinstance(hidden, Tensor):
+            _exchange(group, hidden.device, (0,) * (3 + len(_COMPARED)))
+        raise
+
+
+def check_group(group: object) -> None:
+    """None, or a process group that this rank belongs to."""
+    if group is None:
+        return
+    name = "vocab_parallel_group"
+    if not distributed.is_available() or not isinstance(group, distributed.ProcessGroup):
+        raise TypeError(f"{name} is a {type(group).__name__}; expected a torch.distributed.ProcessGroup")
+    if distributed.get_rank(group) < 0:
+        raise ValueError(f"{name} does not contain this rank")
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise ValueError(f"{name} is given under the capture of a CUDA graph; it reads sizes back to the host")
+
+
+def refuse_traced_slice(vocab_slice: VocabSlice | None) -> None:
+    if vocab_slice is not None:
+        raise ValueError("vocab_parallel_group is given to a call that is traced or compiled; it needs an eager one")
+
+
+def _exchange(group: ProcessGroup, device: torch.device, numbers: tuple[int, ...]) -> list[list[int]]:
+    """The numbers of all ranks, in their order."""
+    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
+    found = mine.new_empty((distributed.get_world_size(group), len(numbers)))
+    distributed.all_gather(list(found), mine, group=group)
+    return found.tolist()

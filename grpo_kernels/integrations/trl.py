@@ -1,0 +1,464 @@
+"""TRL's GRPOTrainer with the fused loss, and the log-probability head of all of TRL's trainers.
+
+`FusedGRPOTrainer` computes the whole loss from hidden states. `patch_trl` swaps the head alone, for GRPO, RLOO, DPO,
+KTO and SFT. Both leave TRL's generation, rewards and advantages as they are. README.md has the comparison with TRL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..config import GRPOConfig
+from ..logit_transform import logit_transform
+from ..logps import fused_logps
+from ..loss import fused_grpo_loss, grpo_loss_from_logps
+from ..output import GRPOLossOutput
+from ..plain import is_quantised
+
+RANGE = ((1, 16), (1, 17))  # from the first, before the second. TRL 1.15 has no head for CPUs, where the tests run
+
+try:
+    import trl
+    from packaging.version import Version
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+except ImportError as error:
+    raise ImportError("grpo_kernels.integrations.trl needs TRL: pip install 'trl>=1.16,<1.17'") from error
+if not RANGE[0] <= Version(trl.__version__).release[:2] < RANGE[1]:
+    raise ImportError(f"grpo_kernels.integrations.trl is tested with trl>=1.16,<1.17; {trl.__version__} is installed")
+
+import trl.trainer.utils as trl_utils  # noqa: E402
+from trl import GRPOTrainer  # noqa: E402
+from trl.trainer.utils import FusedCausalLMOutput, nanmax, nanmin  # noqa: E402
+
+_IMAGE_INPUTS = (
+    *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
+    *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
+)
+_CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+_PER_TOKEN_COUNT = ("cispo", "dapo", "vespo")  # loss types that TRL divides by num_items_in_batch
+
+
+class _Head(NamedTuple):
+    """The lm_head of a call, as plain tensors, and what the model does to its output."""
+
+    weight: Tensor
+    bias: Tensor | None
+    options: dict[str, Any]  # temperature, logit_scale, logit_softcap
+
+
+class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
+    """TRL's GRPOTrainer with its loss computed by `fused_grpo_loss`, inside of the model's forward.
+
+    The same arguments, configuration (`trl.GRPOConfig`) and logged metrics as GRPOTrainer's. Old and reference
+    log-probabilities come from `fused_logps`. With top_entropy_quantile below 1 all log-probabilities do, and the
+    backward computes the logits of the kept tokens again.
+
+    Raises:
+        ValueError: at construction, by name, what this loss does not do: negative beta, entropy_coef or
+            off_policy_mask_threshold, torch_compile, a model whose logits `logit_transform` has no rule for, a
+            quantised lm_head, DeepSpeed ZeRO-3. An lm_head that is sharded other than by FSDP2: at the first step.
+    """
+
+    entropy_coef: float  # these two are TRL's
+    _entropy_window_stats: Tensor | None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._loss_config = GRPOConfig.from_trl(
+            self.args, self.model.config, entropy_threshold=None, entropy_coef=max(0.0, self.entropy_coef)
+        )
+        self._refuse()
+        for model in (self.model, self.ref_model):
+            if model is not None:
+                base = model.get_base_model() if hasattr(model, "peft_config") else model
+                _add_head(base, self.temperature, in_float32=self.args.cast_lm_head_to_fp32)
+
+    def _refuse(self) -> None:
+        """What the configuration of the loss does not show."""
+        for name in ("entropy_coef", "entropy_coef_min"):
+            if getattr(self.args, name) < 0:
+                raise ValueError(f"{name}={getattr(self.args, name)}; FusedGRPOTrainer takes a number >= 0")
+        if self.args.torch_compile:
+            raise ValueError("torch_compile=True: FusedGRPOTrainer computes the loss inside of an eager forward")
+        if is_deepspeed_zero3_enabled():
+            raise ValueError("DeepSpeed ZeRO-3: FusedGRPOTrainer does not gather the partitions of the lm_head")
+        if self.aux_loss_enabled:
+            _expert_counts(self.model.config.get_text_config())
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        call, outputs = _LossCall(self, inputs), []
+
+        def forward(**kwargs: Any) -> Any:
+            outputs.append(model(**kwargs, grpo_loss=call))
+            return outputs[0]
+
+        # TRL prepares the inputs of the model, images among them, and calls it once.
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        *_, aux_loss = self._get_per_token_logps_and_entropies(
+            forward, ids, attention_mask, inputs["completion_ids"].size(1), compute_entropy=True,
+            compute_aux_loss=self.aux_loss_enabled, **{name: inputs.get(name) for name in _IMAGE_INPUTS},
+        )  # fmt: skip
+        loss = outputs[0].loss  # what DDP returned, which is not what the call returned to it
+        if self._entropy_bonus_enabled:
+            self._follow_entropy(call)
+        if aux_loss is not None:
+            loss = loss + self.router_aux_loss_coef * aux_loss / call.accumulation
+            self._log_mean("aux_loss", aux_loss)
+        self._log_metrics(call)
+        return loss
+
+    def _follow_entropy(self, call: _LossCall) -> None:
+        """The metrics of the entropy bonus, and the controller of its coefficient, which acts on the next step."""
+        self._log_mean("policy_loss", call.policy_loss)
+        if not self.model.training:
+            return
+        if self.use_adaptive_entropy:
+            so_far = self._entropy_window_stats
+            self._entropy_window_stats = call.bonus_sums if so_far is None else so_far + call.bonus_sums
+            if self.accelerator.sync_gradients:
+                total, count = self.accelerator.reduce(self._entropy_window_stats, reduction="sum").tolist()
+                self._last_world_entropy = total / max(count, 1.0)
+                step = self.args.entropy_coef_delta
+                if self._last_world_entropy <= self.args.entropy_target:
+                    self.entropy_coef = min(self.entropy_coef + step, self.args.entropy_coef_max)
+                else:
+                    self.entropy_coef = max(self.entropy_coef - step, self.args.entropy_coef_min)
+                self._entropy_window_stats = None
+        if self.accelerator.sync_gradients:
+            self._metrics["train"]["entropy_coef"].append(self.entropy_coef)
+
+    def _log_mean(self, name: str, value: Tensor) -> None:
+        mean = self.accelerator.gather(value.detach()).nanmean().item()
+        self._metrics["train" if self.model.training else "eval"][name].append(mean)
+
+    def _log_metrics(self, call: _LossCall) -> None:
+        """TRL's metrics under TRL's names: sums over sums of all ranks, extrema of the sequences' means."""
+        log = self._metrics["train" if self.model.training else "eval"]
+        sums = {name: call.token_sum(name) for name in ("kl", "entropy") if name != "kl" or self.beta != 0.0}
+        extrema = {}
+        if self.loss_type in _CLIPPED:
+            low, high = (call.sequence_means(f"clip_ratio/{side}") for side in ("low", "high"))
+            for side in ("low", "high", "region"):
+                sums[f"clip_ratio/{side}_mean"] = call.ratio_sum(f"clip_ratio/{side}")
+            extrema = {"clip_ratio/low_min": (nanmin, low), "clip_ratio/high_max": (nanmax, high)}
+        elif self.loss_type == "cispo":
+            sums["cispo_clip_ratio"] = call.ratio_sum("cispo_clip_ratio")
+        elif self.loss_type == "vespo":
+            sums["vespo/phi_seq_mean"] = call.phi_sum()
+        reduced = self.accelerator.reduce(torch.stack([torch.stack(pair) for pair in sums.values()]), reduction="sum")
+        for name, (total, count) in zip(sums, reduced.tolist(), strict=True):
+            log[name].append(total / max(count, 1.0))
+        for name, (function, means) in extrema.items():
+            log[name].append(function(self.accelerator.gather(means)).item())
+
+
+class _LossCall:
+    """The loss of one micro-batch: called in the model's forward with hidden states; then what the metrics need."""
+
+    def __init__(self, trainer: FusedGRPOTrainer, inputs: dict[str, Any]) -> None:
+        self.trainer, self.inputs = trainer, inputs
+        mask = inputs["completion_mask"]
+        self.mask = (mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).bool()
+        advantages = inputs["advantages"]
+        self.advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
+        self.accumulation = trainer.current_gradient_accumulation_steps if trainer.model.training else 1
+        self.out: GRPOLossOutput
+        self.policy_loss: Tensor  # as TRL logs it: before the division by accumulation
+        self.bonus_sums: Tensor  # (2,): entropies of the tokens with a bonus, and their number
+
+    def __call__(self, hidden: Tensor, head: _Head) -> FusedCausalLMOutput:
+        """hidden (B, P + T, H)."""
+        trainer, ids = self.trainer, self.inputs["completion_ids"]
+        hidden = hidden[:, -ids.size(1) - 1 : -1]
+        with torch.no_grad():
+            normalizer = self._normalizer()
+        coefficient = self._entropy_coefficient()
+        quantile = trainer.top_entropy_quantile
+        config = dataclasses.replace(trainer._loss_config, entropy_coef=coefficient if quantile >= 1.0 else 0.0)
+        options: dict[str, Any] = dict(
+            completion_mask=self.mask, old_logps=self.inputs.get("old_per_token_logps"), normalizer=normalizer,
+            rollout_weights=self._rollout_weights(),
+        )  # fmt: skip
+        if trainer.beta != 0.0:
+            options["ref_logps"] = self.inputs["ref_per_token_logps"]
+        if trainer.off_policy_mask_threshold is not None:
+            options["rollout_logps"] = self.inputs.get("sampling_per_token_logps")
+        if quantile < 1.0:
+            loss = self._loss_of_quantile(hidden, head, coefficient, config, options)
+        else:
+            count = self.mask.sum().clamp(min=1)
+            if coefficient != 0.0:
+                options["entropy_normalizer"] = count * self.accumulation
+            self.out = fused_grpo_loss(
+                hidden, head.weight, ids, self.advantages, lm_head_bias=head.bias, config=config, **options
+            )
+            loss = self.out.loss
+            total, _ = self.out.metric_sums["entropy"]
+            self._account(loss, coefficient, total, self.mask.sum())
+        return FusedCausalLMOutput(loss=loss, log_probs=self.out.logps, entropy=self.out.entropy)
+
+    def _loss_of_quantile(
+        self, hidden: Tensor, head: _Head, coefficient: float, config: GRPOConfig, options: dict[str, Any]
+    ) -> Tensor:
+        """The log-probabilities first, since the threshold follows from all entropies; the backward computes the logits
+        of kept tokens again."""
+        trainer = self.trainer
+        logps, entropy = fused_logps(
+            hidden, head.weight, self.inputs["completion_ids"], completion_mask=self.mask, lm_head_bias=head.bias,
+            entropy=True, **head.options,
+        )  # fmt: skip
+        assert entropy is not None
+        known = entropy.detach()
+        kept = trainer.get_high_entropy_mask(known, self.mask, 1 - trainer.top_entropy_quantile)
+        threshold = known.masked_fill(~kept, torch.inf).amin()  # of this rank: its other tokens are below
+        config = dataclasses.replace(config, entropy_threshold=threshold)
+        self.out = grpo_loss_from_logps(logps, self.advantages, entropy=known, config=config, **options)
+        total, count = (entropy * kept).sum(), kept.sum()
+        loss = self.out.loss
+        if coefficient != 0.0:
+            loss = loss - coefficient * total / count.clamp(min=1) / self.accumulation
+        self._account(loss, coefficient, total.detach(), count)
+        return loss
+
+    def _account(self, loss: Tensor, coefficient: float, entropy: Tensor, count: Tensor) -> None:
+        per_step = 1 if self.trainer.loss_type in _PER_TOKEN_COUNT else self.accumulation
+        bonus = coefficient * entropy / count.clamp(min=1) / self.accumulation
+        self.policy_loss = (loss.detach() + bonus) * per_step
+        self.bonus_sums = torch.stack([entropy, count.to(entropy.dtype)])
+
+    def _entropy_coefficient(self) -> float:
+        """Of the whole accumulation window: the adaptive one is off until an entropy was measured, and above target."""
+        trainer = self.trainer
+        if trainer.use_adaptive_entropy and trainer._last_world_entropy > trainer.args.entropy_target:
+            return 0.0
+        return float(trainer.entropy_coef)
+
+    def _normalizer(self) -> Tensor | float:
+        trainer, aggregation = self.trainer, self.trainer._loss_config.aggregation
+        if trainer.loss_type in _PER_TOKEN_COUNT:
+            # num_items_in_batch counts a batch of generations on all ranks; gradients are averaged over ranks.
+            items = self.inputs["num_items_in_batch"].clamp(min=1) / trainer.accelerator.num_processes
+            return items * self.accumulation / trainer.args.steps_per_generation if trainer.model.training else items
+        if aggregation == "token_mean":
+            return self.mask.sum().clamp(min=1) * self.accumulation
+        sequences = self.mask.size(0) * self.accumulation
+        return sequences * trainer.max_completion_length if aggregation == "fixed_length" else sequences
+
+    def _rollout_weights(self) -> Tensor | None:
+        trainer = self.trainer
+        if trainer.loss_type == "vespo":
+            return self.inputs.get("importance_sampling_ratio")
+        if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
+            return self.inputs["importance_sampling_ratio"]
+        return None
+
+    def _is_per_sequence(self) -> bool:
+        """Whether TRL has the ratio's metrics as one value per sequence: all rows count then, empty ones too."""
+        of_sequence = self.trainer.importance_sampling_level == "sequence" or self.mask.size(1) == 1
+        return of_sequence and self.advantages.size(1) == 1
+
+    def token_sum(self, name: str) -> tuple[Tensor, Tensor]:
+        """(sum, count) over tokens."""
+        total, count = self.out.metric_sums[name]
+        return total, torch.full_like(count, len(self.mask)) if self.mask.size(1) == 1 else count
+
+    def ratio_sum(self, name: str) -> tuple[Tensor, Tensor]:
+        """(sum, count) of a metric of the ratio, over sequences or tokens."""
+        if not self._is_per_sequence():
+            return self.out.metric_sums[name]
+        per_sequence = self.out.sequences[name]
+        if name == "cispo_clip_ratio":  # a sequence without tokens has ratio 1, which a cap below 1 clips
+            clipped = (self.advantages.view(-1) > 0) & (self.trainer.epsilon_high < 1)
+            per_sequence = torch.where(self.out.sequences["tokens"] > 0, per_sequence, clipped.to(per_sequence.dtype))
+        return per_sequence.sum(), per_sequence.new_full((), len(per_sequence))
+
+    def sequence_means(self, name: str) -> Tensor:
+        """(B,), NaN for a sequence without tokens where the ratio is the token's."""
+        means, tokens = self.out.sequences[name], self.out.sequences["tokens"]
+        return means if self._is_per_sequence() else means.masked_fill(tokens == 0, torch.nan)
+
+    def phi_sum(self) -> tuple[Tensor, Tensor]:
+        """(sum, count) of VESPO's weights of sequences."""
+        args, old = self.trainer.args, self.inputs.get("old_per_token_logps")
+        phi = self.trainer.get_gamma_weights(
+            advantages=self.advantages,
+            log_ratio_per_token=torch.zeros_like(self.out.logps) if old is None else self.out.logps - old,
+            mask=self.mask,
+            importance_sampling_ratio=self._rollout_weights(),
+            k_pos=args.vespo_k_pos,
+            lambda_pos=args.vespo_lambda_pos,
+            k_neg=args.vespo_k_neg,
+            lambda_neg=args.vespo_lambda_neg,
+        )
+        if phi.size(1) == 1:
+            return phi.sum(), phi.new_full((), len(phi))
+        return (phi * self.mask).sum(), self.mask.sum().to(phi.dtype)
+
+
+def _add_head(model: Any, temperature: float, *, in_float32: bool) -> None:
+    """Make `model(..., fused_lm_head=True)` return what TRL's head returns, and with grpo_loss= the loss too.
+
+    It stands on top of TRL's own head, of which it keeps the arguments; other calls (generation) go through unchanged.
+    """
+    original, text_config = model.forward, model.config.get_text_config()
+    transform = logit_transform(model.config)
+    options = dict(temperature=temperature, logit_scale=transform.scale, logit_softcap=transform.softcap)
+    _check_head(model.get_output_embeddings())
+
+    @functools.wraps(type(model).forward)  # generate() looks at the signature
+    def forward(
+        self: Any, *args: Any, fused_lm_head: bool = False, labels: Tensor | None = None,
+        grpo_loss: Callable[[Tensor, _Head], FusedCausalLMOutput] | None = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        if not fused_lm_head:
+            return original(*args, **kwargs) if labels is None else original(*args, labels=labels, **kwargs)
+        kwargs["use_cache"] = False
+        backbone = self.base_model(*args, **kwargs)
+        hidden = backbone.last_hidden_state
+        autocast: Any = contextlib.nullcontext()
+        lm_head = self.get_output_embeddings()
+        hidden = hidden.to(lm_head.weight.device)
+        if in_float32:
+            hidden, autocast = hidden.float(), torch.autocast(hidden.device.type, enabled=False)
+        with autocast:
+            head = _Head(_whole(lm_head.weight), None if lm_head.bias is None else _whole(lm_head.bias), options)
+            out = _score(hidden, head, labels) if grpo_loss is None else grpo_loss(hidden, head)
+        if kwargs.get("output_router_logits"):
+            out.aux_loss = _load_balancing(backbone.router_logits, text_config, kwargs.get("attention_mask"))
+        return out
+
+    model.forward = types.MethodType(forward, model)
+
+
+def _score(hidden: Tensor, head: _Head, labels: Any) -> FusedCausalLMOutput:
+    """Log-probabilities and entropies of the labels, which are shifted here; -100 is left out."""
+    labels = labels[:, 1:].to(hidden.device)
+    mask = labels != -100
+    logps, entropy = fused_logps(
+        hidden[:, :-1], head.weight, labels, completion_mask=mask, lm_head_bias=head.bias, entropy=True, **head.options
+    )
+    return FusedCausalLMOutput(log_probs=logps, entropy=entropy, label_mask=mask)
+
+
+def _check_head(lm_head: Any) -> None:
+    weight = getattr(lm_head, "weight", None)
+    if not isinstance(weight, Tensor):
+        raise ValueError(f"lm_head is a {type(lm_head).__name__} without weight; expected a linear layer")
+    if is_quantised(weight) or hasattr(weight, "quant_state"):
+        kind = f"{type(weight).__name__} of {weight.dtype}"
+        raise ValueError(f"lm_head is quantised ({kind}): leave it out (llm_int8_skip_modules=['lm_head'])")
+
+
+def _is_sharded(weight: Tensor) -> bool:
+    return any(base.__name__ == "DTensor" for base in type(weight).__mro__)
+
+
+def _whole(weight: Any) -> Tensor:
+    """A parameter as a plain tensor; where FSDP2 sharded it, the ranks' gradients are averaged, as it does."""
+    if not _is_sharded(weight):
+        return weight
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    if any(placement not in (Shard(0), Replicate()) for placement in weight.placements) or "tp" in (
+        weight.device_mesh.mesh_dim_names or ()
+    ):
+        raise ValueError(f"the lm_head is sharded as {weight.placements}; only the shards of FSDP2 are supported")
+    return weight.full_tensor(grad_placements=[Partial("avg")] * weight.device_mesh.ndim)
+
+
+def _expert_counts(text_config: Any) -> tuple[int, int]:
+    """(experts, experts per token) of a mixture of experts."""
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        count = getattr(text_config, name, None)
+        if isinstance(count, int) and hasattr(text_config, "num_experts_per_tok"):
+            return count, text_config.num_experts_per_tok
+    raise ValueError(f"router_aux_loss_coef: model_type {text_config.model_type!r} has experts of unknown number")
+
+
+def _load_balancing(router_logits: Any, text_config: Any, attention_mask: Tensor | None) -> Tensor:
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    found: Any = load_balancing_loss_func(router_logits, *_expert_counts(text_config), attention_mask)
+    return found
+
+
+class _FusedLogProbs:
+    """What stands in the place of TRL's autograd.Function: the same `apply`."""
+
+    @staticmethod
+    def apply(
+        hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk_size: int,
+        softcap: float | None = None, logit_scale: float = 1.0, outputs: tuple[str, ...] = ("log_probs",),
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        """hidden (N, H), targets (N,): (log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1), each (N,), None
+        for what is not in `outputs`. chunk_size is TRL's; rows per chunk follow from memory here."""
+        if is_deepspeed_zero3_enabled():
+            raise ValueError("DeepSpeed ZeRO-3 partitions the lm_head between forward and backward: use unpatch_trl()")
+        options: dict[str, Any] = dict(temperature=temperature, logit_scale=logit_scale, logit_softcap=softcap)
+        head = _Head(weight, bias, options)
+        logps, entropy = fused_logps(
+            hidden, weight, targets, lm_head_bias=bias, entropy="entropy" in outputs, **options
+        )
+        return logps, entropy, *_statistics(hidden, head, targets, outputs)
+
+
+_STATISTICS = ("log_sum_sq_probs", "mean_logits", "is_top1")
+_STATISTICS_ROWS = 256  # whose logits are in memory at a time
+
+
+@torch.no_grad()
+def _statistics(hidden: Tensor, head: _Head, targets: Tensor, outputs: tuple[str, ...]) -> list[Tensor | None]:
+    """What the metrics of DPO, KTO and SFT need beside log-probabilities, at the price of another product."""
+    found: dict[str, list[Tensor]] = {name: [] for name in _STATISTICS if name in outputs}
+    softcap = head.options["logit_softcap"]
+    for h, target in zip(hidden.split(_STATISTICS_ROWS), targets.split(_STATISTICS_ROWS), strict=True):
+        if not found:
+            break
+        z = torch.nn.functional.linear(h, head.weight, head.bias).float() * head.options["logit_scale"]
+        if softcap is not None:
+            z = torch.tanh(z / softcap) * softcap
+        z /= head.options["temperature"]
+        if "log_sum_sq_probs" in found:
+            found["log_sum_sq_probs"].append((2 * z).logsumexp(-1) - 2 * z.logsumexp(-1))
+        if "mean_logits" in found:
+            found["mean_logits"].append(z.mean(-1))
+        if "is_top1" in found:
+            found["is_top1"].append(z.argmax(-1) == target)
+    return [torch.cat(found[name]) if name in found else None for name in _STATISTICS]
+
+
+# Private names of trl.trainer.utils, held by the tests for each release: the head's autograd.Function, and whether it
+# gets the scored positions alone.
+_PATCHES: dict[str, Any] = {"_ChunkedLogProbFunction": _FusedLogProbs, "_use_triton": lambda device: True}
+_originals: dict[str, Any] = {}
+
+
+def patch_trl() -> None:
+    """Let all of TRL's trainers (GRPO, RLOO, DPO, KTO, SFT) compute log-probabilities and entropies by `fused_logps`.
+
+    Their losses stay TRL's. On a CPU prompts are no longer scored. The metrics of DPO, KTO and SFT that need more than
+    log-probability and entropy (mean_logits, is_top1) cost a product without gradient. A second call does nothing.
+    """
+    missing = [name for name in _PATCHES if not hasattr(trl_utils, name)]
+    if missing:
+        raise RuntimeError(f"TRL {trl.__version__} has no trl.trainer.utils.{missing[0]}: its head cannot be replaced")
+    if not _originals:
+        _originals.update({name: getattr(trl_utils, name) for name in _PATCHES})
+    for name, replacement in _PATCHES.items():
+        setattr(trl_utils, name, replacement)
+
+
+def unpatch_trl() -> None:
+    """TRL's own head again."""
+    for name, original in _originals.items():
+        setattr(trl_utils, name, original)
+    _originals.clear()

@@ -1,0 +1,332 @@
+"""FusedGRPOTrainer and patch_trl against TRL itself. All runs are in tests/trl_parity.py; here is a part of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import VOCAB
+
+pytest.importorskip("trl", reason="TRL is not installed: pip install 'grpo-kernels[trl]'")
+
+import trl_parity as parity
+from trl.trainer import utils as trl_utils
+
+import grpo_kernels as gk
+from grpo_kernels.integrations import trl as integration
+
+CASES = parity.CASES
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+    integration.unpatch_trl()
+
+
+def some_types() -> list[str]:
+    """Every loss type at each level, with beta 0 or not in turn."""
+    return [case.title for i, case in enumerate(parity.TYPES) if i % 2 == i // 2 % 2]
+
+
+@pytest.mark.parametrize(
+    "title", [*some_types(), *(case.title for case in (*parity.OPTIONS, *parity.FAMILIES))], ids=str
+)
+def test_a_run_equals_trls(title, monkeypatch):
+    case = CASES[title]
+    expected = parity.run("trl", case)
+    losses = [entry["loss"] for entry in expected["log"] if "loss" in entry]
+    assert len(losses) == 8 and any(losses)
+    if case.options["loss_type"] in ("grpo", "dapo") and title != "on-policy":
+        assert parity.clipped(expected) > 0.05  # ratios leave the clip range
+    monkeypatch.setattr(trl_utils, "_ChunkedLogProbFunction", None)  # not called, with or without gradients
+    assert max(parity.differences(parity.run("fused", case), expected)) < parity.TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "title", ["grpo, token, beta 0.1", "gemma2, token", "phi, sequence", "entropy bonus", "LoRA, reference without it"]
+)
+def test_a_run_with_the_replaced_head_equals_trls(title, monkeypatch):
+    expected = parity.run("trl", CASES[title])
+    monkeypatch.setattr(trl_utils, "_ChunkedLogProbFunction", None)
+    assert max(parity.differences(parity.run("patched", CASES[title]), expected)) < parity.TOLERANCE
+
+
+def test_runs_of_two_processes_equal_trls():
+    cases = [CASES[f"{name}, two processes"] for name in ("dapo", "bnpo", "top-entropy quantile")]
+    found = parity.run_processes(("trl", "fused", "patched"), cases)
+    for case in cases:
+        for name in ("fused", "patched"):
+            errors = parity.differences(found[name, case.title], found["trl", case.title])
+            assert max(errors) < parity.TOLERANCE, (case.title, name)
+
+
+def test_differences_are_seen():
+    expected = parity.run("trl", CASES["grpo, token, beta 0.1"])
+    changed = CASES["grpo, token, beta 0.1"]._replace(options={"loss_type": "grpo", "beta": 0.1, "epsilon": 0.1001})
+    assert max(parity.differences(parity.run("fused", changed), expected)) > parity.TOLERANCE
+
+
+# ---- one call of _compute_loss with inputs that a run does not have ------------------------------------------------
+
+ROWS, PROMPT, LENGTH = 5, 4, 6
+
+
+def crafted_inputs(seed: int = 0, length: int = LENGTH) -> dict[str, Any]:
+    g = torch.Generator().manual_seed(seed)
+    mask = (torch.arange(length) < torch.tensor([[6], [3], [1], [0], [5]])).long()
+    old = -2.0 - torch.rand(ROWS, length, generator=g) * 3
+    return {
+        "prompt_ids": torch.randint(10, VOCAB, (ROWS, PROMPT), generator=g),
+        "prompt_mask": torch.tensor([[0, 1, 1, 1]]).repeat(ROWS, 1),
+        "completion_ids": torch.randint(10, VOCAB, (ROWS, length), generator=g),
+        "completion_mask": mask,
+        "advantages": torch.randn(ROWS, generator=g),
+        "old_per_token_logps": old * mask,
+        "ref_per_token_logps": (old + 0.3 * torch.randn(ROWS, length, generator=g)) * mask,
+        "num_items_in_batch": torch.tensor(23),
+    }
+
+
+def ratios(mode: str, seed: int = 2) -> torch.Tensor:
+    g = torch.Generator().manual_seed(seed)
+    shape = (ROWS, 1) if mode.startswith("sequence") else (ROWS, LENGTH)
+    found = torch.rand(shape, generator=g) * 1.5 + 0.3
+    if mode.endswith("mask"):
+        found = found.masked_fill(found > 1.4, 0.0)
+    return found if shape[1] == 1 else torch.where(crafted_inputs()["completion_mask"].bool(), found, 1.0)
+
+
+def unknown_sampling_logps() -> torch.Tensor:
+    old = crafted_inputs()["old_per_token_logps"]
+    found = old + 0.2 * torch.randn(old.shape, generator=torch.Generator().manual_seed(3))
+    found[0, 1], found[4, 0] = torch.nan, torch.nan
+    return found
+
+
+TOOLS = torch.ones(ROWS, LENGTH, dtype=torch.long)
+TOOLS[0, 2:4] = TOOLS[4, 0] = 0
+VLLM_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+PER_TOKEN = torch.randn(ROWS, LENGTH, generator=torch.Generator().manual_seed(4))
+CRAFTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # arguments; what is changed in the inputs
+    "plain": ({}, {}),
+    "on-policy": ({}, {"old_per_token_logps": None}),
+    "tools": ({}, {"tool_mask": TOOLS}),
+    "tools, quantile and bonus": ({"top_entropy_quantile": 0.4, "entropy_coef": 0.1}, {"tool_mask": TOOLS}),
+    **{
+        f"vLLM {mode}": ({"vllm_importance_sampling_mode": mode}, {"importance_sampling_ratio": ratios(mode)})
+        for mode in VLLM_MODES
+    },
+    "sampling log-probabilities": (
+        {"off_policy_mask_threshold": 0.02}, {"sampling_per_token_logps": unknown_sampling_logps()}
+    ),
+    "off-policy mask by old log-probabilities": ({"off_policy_mask_threshold": 0.02}, {}),
+    "all masked": ({"entropy_coef": 0.1}, {"completion_mask": torch.zeros(ROWS, LENGTH, dtype=torch.long)}),
+    "all masked, quantile": ({"top_entropy_quantile": 0.4}, {"tool_mask": torch.zeros(ROWS, LENGTH, dtype=torch.long)}),
+    "advantages per token": ({}, {"advantages": PER_TOKEN}),
+    "advantages per token, off-policy mask": ({"off_policy_mask_threshold": 0.02}, {"advantages": PER_TOKEN}),
+    "one column": ({}, {}),
+    "auxiliary loss": ({"router_aux_loss_coef": 0.1}, {}),
+    "vespo_lambda 0": ({"vespo_lambda_pos": 0.0, "vespo_lambda_neg": 0.0}, {}),
+}  # fmt: skip
+
+
+def computed(cls: Any, name: str, options: dict[str, Any], mode: str) -> tuple[Any, ...]:
+    """(loss, gradients, logged numbers) of one micro-batch."""
+    own, changes = CRAFTED[name]
+    family = "mixtral" if name == "auxiliary loss" else "qwen2"
+    trainer = parity.make_trainer(cls, family, {**options, **own})
+    trainer.current_gradient_accumulation_steps = 2
+    trainer.use_vllm = name.startswith("vLLM")  # without an engine
+    trainer.model.train(mode == "train")
+    inputs = {**crafted_inputs(length=1 if name == "one column" else LENGTH), **changes}
+    inputs = {key: x for key, x in inputs.items() if x is not None}
+    loss = trainer._compute_loss(trainer.model, inputs)
+    loss.backward()
+    return loss.detach(), {n: p.grad for n, p in trainer.model.named_parameters()}, dict(trainer._metrics[mode])
+
+
+def agree(found: Any, expected: Any, tolerance: float) -> None:
+    def close(a: float, b: float) -> bool:
+        return a == pytest.approx(b, rel=tolerance, abs=tolerance, nan_ok=True)
+
+    assert close(found[0].item(), expected[0].item())
+    assert found[1].keys() == expected[1].keys()
+    for name, x in expected[1].items():
+        mine = found[1][name]
+        if x is None or mine is None:
+            assert (x is None or not x.any()) and (mine is None or not mine.any()), name
+        else:
+            assert (mine - x).norm() <= tolerance * x.norm() + 1e-7, name
+    assert list(found[2]) == list(expected[2])
+    for name, x in expected[2].items():
+        assert len(x) == len(found[2][name]) == 1 and close(found[2][name][0], x[0]), name
+
+
+def refused(name: str, loss_type: str) -> bool:
+    return loss_type == "vespo" and name in ("vLLM sequence_truncate", "vLLM sequence_mask")  # by TRL too
+
+
+@pytest.mark.parametrize("name", CRAFTED)
+def test_a_call_equals_trls(name):
+    modes = ("train", "eval") if name in ("plain", "tools, quantile and bonus") else ("train",)
+    for i, loss_type in enumerate(parity.LOSS_TYPES):
+        for j, level in enumerate(parity.LEVELS):
+            if refused(name, loss_type):
+                continue
+            options = dict(loss_type=loss_type, importance_sampling_level=level, beta=0.1 * ((i + j) % 2))
+            for mode in modes:
+                calls = [computed(parity.trainer_class(t), name, options, mode) for t in ("fused", "trl")]
+                agree(*calls, 2e-5)
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+def test_bf16_autocast_stays_near_trls(loss_type):
+    options = dict(loss_type=loss_type, bf16=True, beta=0.1)
+    found, expected = (computed(parity.trainer_class(t), "plain", options, "train") for t in ("fused", "trl"))
+    # By norm over all weights: a key's bias has a gradient that is rounding alone, which softmax does not see.
+    wholes = [torch.cat([g.flatten() for g in run[1].values()]) for run in (found, expected)]
+    agree(*((loss, {"all": whole}, log) for (loss, _, log), whole in zip((found, expected), wholes, strict=True)), 0.02)
+    assert found[0].dtype == torch.float32
+
+
+# ---- the other trainers ---------------------------------------------------------------------------------------------
+
+
+def other_trainer(name: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    import contextlib
+    import warnings
+
+    import trl
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM
+
+    common = dict(
+        output_dir="unused", max_steps=3, per_device_train_batch_size=4, optim="sgd", learning_rate=0.3, use_cpu=True,
+        bf16=False, report_to="none", save_strategy="no", logging_steps=1, gradient_checkpointing=False,
+        disable_tqdm=True, lr_scheduler_type="constant",
+    )  # fmt: skip
+    prompts = parity.prompts()["prompt"]
+    answers = [" ".join(reversed(p.split())) + " w7" * (i % 3) for i, p in enumerate(prompts)]
+    columns = {
+        "SFT": {"text": [f"{p} {a}" for p, a in zip(prompts, answers, strict=True)]},
+        "DPO": {"prompt": prompts, "chosen": answers, "rejected": answers[1:] + answers[:1]},
+        "KTO": {"prompt": prompts, "completion": answers, "label": [i % 2 == 0 for i in range(len(prompts))]},
+        "RLOO": {"prompt": prompts},
+    }
+    extra: dict[str, Any] = {"reward_funcs": parity.reward} if name == "RLOO" else {}
+    more = dict(num_generations=4, max_completion_length=6, beta=0.1) if name == "RLOO" else {}
+    folder = parity.saved_model("qwen2")
+    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = getattr(trl, f"{name}Trainer")(
+            model=AutoModelForCausalLM.from_pretrained(folder), args=getattr(trl, f"{name}Config")(**common, **more),
+            train_dataset=Dataset.from_dict(columns[name]), processing_class=parity.tokenizer(), **extra,
+        )  # fmt: skip
+        trainer.train()
+    return parity.result_of(trainer)
+
+
+@pytest.mark.parametrize("name", ["SFT", "DPO", "KTO", "RLOO"])
+def test_other_trainers_with_the_replaced_head_equal_trls(name, monkeypatch):
+    expected = other_trainer(name)
+    integration.patch_trl()
+    integration.patch_trl()  # a second call does nothing
+    calls = []
+    monkeypatch.setattr(integration, "fused_logps", lambda *a, **k: calls.append(1) or gk.fused_logps(*a, **k))
+    assert max(parity.differences(other_trainer(name), expected)) < parity.TOLERANCE
+    assert calls
+    before = len(calls)
+    integration.unpatch_trl()
+    other_trainer(name)
+    assert len(calls) == before
+
+
+# ---- the configuration, bad input ------------------------------------------------------------------------------------
+
+
+def test_from_trl_reads_what_the_loss_type_uses(tmp_path):
+    def config(**options: Any) -> gk.GRPOConfig:
+        overrides = options.pop("overrides", {})
+        return gk.GRPOConfig.from_trl(parity.trl_arguments(str(tmp_path), **options), **overrides)
+
+    assert config(loss_type="dapo") == gk.GRPOConfig(
+        epsilon_low=0.1, epsilon_high=0.1, temperature=0.9, importance_sampling_level="token"
+    )
+    assert config(loss_type="cispo", epsilon_high=4.0, delta=2.0).epsilon_high == 4.0
+    assert config(loss_type="dr_grpo").max_completion_length == 8
+    assert config(loss_type="grpo").max_completion_length is None
+    assert config(loss_type="vespo", vespo_lambda_pos=0.0).vespo_lambda_pos == 1e-4
+    assert config(beta=0.1).use_bias_correction_kl and not config().use_bias_correction_kl
+    assert config(overrides={"beta": 0.5}).beta == 0.5
+    granite = SimpleNamespace(model_type="granite", logits_scaling=8.0)
+    assert gk.GRPOConfig.from_trl(parity.trl_arguments(str(tmp_path)), granite).logit_scale == 1 / 8
+    with pytest.raises(ValueError, match=r"top_entropy_quantile=0.2.*entropy_threshold"):
+        config(top_entropy_quantile=0.2)
+    with pytest.raises(ValueError, match=r"use_adaptive_entropy=True.*entropy_coef"):
+        config(use_adaptive_entropy=True)
+    with pytest.raises(ValueError, match="loss_type='gspo'; expected one of grpo"):
+        config(loss_type="gspo")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"beta": -0.1}, "beta=-0.1"),
+        ({"entropy_coef": -0.1}, "entropy_coef=-0.1"),
+        ({"off_policy_mask_threshold": -0.1}, "off_policy_mask_threshold=-0.1"),
+        ({"torch_compile": True}, "torch_compile=True"),
+        ({"loss_type": "gspo"}, "loss_type='gspo'"),
+        ({"delta": -1.0}, "delta=-1.0"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_honoured_raises_at_construction(options, named):
+    with pytest.raises(ValueError, match=named):
+        parity.make_trainer(integration.FusedGRPOTrainer, "qwen2", options)
+
+
+def test_a_quantised_lm_head_raises():
+    layer = torch.nn.Linear(4, 4, bias=False)
+    layer.weight.quant_state = object()
+    with pytest.raises(ValueError, match="lm_head is quantised"):
+        integration._check_head(layer)
+    with pytest.raises(ValueError, match="lm_head is a Identity without weight"):
+        integration._check_head(torch.nn.Identity())
+
+
+def test_other_versions_of_trl_and_none_are_refused():
+    code = (
+        "import sys, types; sys.modules['trl'] = {}\n"
+        "try:\n    import grpo_kernels.integrations.trl\nexcept ImportError as error:\n    print(error)"
+    )
+    for module, expected in (
+        ("None", "grpo_kernels.integrations.trl needs TRL: pip install 'trl>=1.16,<1.17'"),
+        ("types.SimpleNamespace(__version__='1.15.2')", "tested with trl>=1.16,<1.17; TRL 1.15.2 is installed"),
+    ):
+        done = subprocess.run([sys.executable, "-c", code.format(module)], capture_output=True, text=True, check=True)
+        assert expected in done.stdout and len(done.stdout.splitlines()) == 1
+
+
+def test_a_release_without_the_head_is_not_patched(monkeypatch):
+    monkeypatch.delattr(trl_utils, "_ChunkedLogProbFunction")
+    with pytest.raises(RuntimeError, match=r"has no trl.trainer.utils._ChunkedLogProbFunction"):
+        integration.patch_trl()
+
+
+def test_the_example_runs():
+    script = parity.README.parents[2] / "examples" / "trl_grpo.py"
+    assert len(script.read_text(encoding="utf-8").splitlines()) <= 40
+    command = [sys.executable, str(script), parity.saved_model("llama"), "3"]
+    environment = os.environ | {"PYTHONPATH": str(script.parents[1]), "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "reward: " in done.stdout.splitlines()[-1]

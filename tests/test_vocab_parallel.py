@@ -1,0 +1,203 @@
+"""Ranks with a slice of the vocabulary each: the loss of one process, the same on every rank.
+
+Each test starts its ranks once and walks all its cases in them, over gloo.
+"""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import Batch, assert_close, errors, fused, make_batch, off_policy, reference, relative
+from torch import Tensor, distributed
+
+import grpo_kernels as gk
+
+VOCAB = 67
+SLICES = {1: (VOCAB,), 2: (24, 43), 3: (30, 1, 36)}  # rows of the weight, of any sizes
+LIMIT = datetime.timedelta(seconds=60)
+BACKENDS = ("cpu", "torch")
+
+
+def run(work, ranks: int, folder: Path) -> None:
+    """work(rank, group) in `ranks` processes."""
+    torch.multiprocessing.spawn(_rank, (ranks, str(folder / "store"), work), nprocs=ranks)
+
+
+def _rank(rank: int, ranks: int, store: str, work) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=LIMIT)
+    try:
+        work(rank, distributed.group.WORLD)
+    finally:
+        distributed.destroy_process_group()
+
+
+def rows_of(rank: int, ranks: int) -> slice:
+    first = sum(SLICES[ranks][:rank])
+    return slice(first, first + SLICES[ranks][rank])
+
+
+def sliced(batch: Batch, rank: int, group) -> Batch:
+    """The batch with the weight and bias of this rank."""
+    rows = rows_of(rank, group.size())
+    bias = None if batch.bias is None else batch.bias[rows].clone()
+    options = batch.options | {"vocab_parallel_group": group}
+    return Batch(batch.hidden.clone(), batch.weight[rows].clone(), batch.ids, batch.advantages, bias, options)
+
+
+def on_all_ranks(x: Tensor, group) -> list[Tensor]:
+    found = [torch.empty_like(x) for _ in range(group.size())]
+    distributed.all_gather(found, x.contiguous(), group=group)
+    return found
+
+
+def whole(found, group, rank: int):
+    """The result with the weight's gradients of all ranks one below the other."""
+    for name in ("weight", "bias"):
+        if name in found.grads:
+            parts: list = [None] * group.size()
+            distributed.all_gather_object(parts, found.grads[name], group=group)
+            found.grads[name] = torch.cat(parts)
+    return found
+
+
+def assert_same_on_all_ranks(found, group) -> None:
+    values = [found.loss, found.logps, found.entropy, found.grads["hidden"], *found.metrics.values()]
+    for x in values:
+        assert all(torch.equal(x.nan_to_num(), y.nan_to_num()) for y in on_all_ranks(x, group))
+
+
+CASES = {
+    **{name: gk.GRPOConfig.preset(name) for name in ("dapo", "gspo", "cispo", "vespo", "rloo", "sapo")},
+    "grpo in chunks": gk.GRPOConfig(beta=0.1, chunk_rows=5, entropy_coef=0.01),
+    "softcap, scale, temperature": gk.GRPOConfig(logit_softcap=3.0, logit_scale=0.7, temperature=1.3),
+    "sequences beyond a chunk": gk.GRPOConfig(importance_sampling_level="sequence", chunk_rows=3, entropy_coef=0.01),
+    "static shapes": gk.GRPOConfig(static_shapes=True),
+    "a temperature per token": gk.GRPOConfig(temperature=torch.linspace(0.5, 2.0, 36).view(6, 6)),
+}
+
+
+def batches(config: gk.GRPOConfig) -> Batch:
+    batch = off_policy(make_batch(0, sequences=6, bias=True, masked=True, vocab=VOCAB), config)
+    batch.advantages[1] = 0.0  # zero-gradient rows
+    return batch
+
+
+def equal_to_one_process(rank: int, group) -> None:
+    for backend in BACKENDS:
+        for name, config in CASES.items():
+            batch = batches(config)
+            if config.beta:
+                batch.options["ref_logps"] = batch.options["old_logps"] - 0.1
+            found = whole(fused(sliced(batch, rank, group), config, backend), group, rank)
+            assert_same_on_all_ranks(found, group)
+            assert_close(found, reference(batch, config), 2e-5), name
+
+
+def equal_in_16_bits(rank: int, group) -> None:
+    """As exact as one process, whose dhidden is rounded once where theirs is summed in float32."""
+    for dtype in (torch.bfloat16, torch.float16):
+        for backend in BACKENDS:
+            for config in (
+                gk.GRPOConfig(),
+                gk.GRPOConfig(chunk_rows=5),
+                gk.GRPOConfig(importance_sampling_level="sequence"),
+            ):
+                batch = batches(config).head_as(dtype)
+                exact = reference(batch, config)
+                one = errors(fused(batch, config, backend), exact)
+                found = whole(fused(sliced(batch, rank, group), config, backend), group, rank)
+                assert_same_on_all_ranks(found, group)
+                for key, error in errors(found, exact).items():
+                    assert error <= 1.5 * one[key] + 1e-5, (key, dtype, backend, error, one[key])
+
+
+def logps_alone(rank: int, group) -> None:
+    batch = make_batch(1, bias=True, masked=True, vocab=VOCAB)
+    mine, mask = sliced(batch, rank, group), batch.options["completion_mask"]
+    for backend in BACKENDS:
+        leaves = [x.clone().requires_grad_() for x in (batch.hidden, batch.weight, batch.bias)]
+        own = [x.clone().requires_grad_() for x in (mine.hidden, mine.weight, mine.bias)]
+        options = dict(completion_mask=mask, entropy=True, temperature=1.2, logit_softcap=4.0, backend=backend)
+        one = gk.fused_logps(*leaves[:2], batch.ids, lm_head_bias=leaves[2], **options)
+        found = gk.fused_logps(*own[:2], batch.ids, lm_head_bias=own[2], vocab_parallel_group=group, **options)
+        for x, y in zip(found, one, strict=True):
+            assert torch.allclose(x, y, atol=2e-6)
+        for logps, entropy in (one, found):
+            (logps.sin().sum() + entropy.square().sum()).backward()
+        rows = rows_of(rank, group.size())
+        for x, y in zip(own, (leaves[0].grad, leaves[1].grad[rows], leaves[2].grad[rows]), strict=True):
+            assert relative(x.grad, y) < 2e-5
+        with torch.no_grad():
+            again, _ = gk.fused_logps(*own[:2], batch.ids, lm_head_bias=own[2], vocab_parallel_group=group, **options)
+        assert torch.equal(again, found[0])
+
+
+def accumulated(rank: int, group) -> None:
+    """dweight into a buffer of the caller's; a frozen slice has none."""
+    batch, config = batches(gk.GRPOConfig()), gk.GRPOConfig()
+    mine, exact = sliced(batch, rank, group), reference(batch, config)
+    weight, total = mine.weight.requires_grad_(), torch.zeros_like(mine.weight)
+    hidden = mine.hidden.requires_grad_()
+    gk.fused_grpo_loss(
+        hidden, weight, mine.ids, mine.advantages, lm_head_bias=mine.bias, accumulate_into=total, **mine.options
+    ).loss.backward()
+    assert weight.grad is None and relative(total, exact.grads["weight"][rows_of(rank, group.size())]) < 2e-5
+    hidden.grad = None
+    gk.fused_grpo_loss(
+        hidden, weight.detach(), mine.ids, mine.advantages, lm_head_bias=mine.bias, **mine.options
+    ).loss.backward()
+    assert relative(hidden.grad, exact.grads["hidden"]) < 2e-5
+
+
+def refusals(rank: int, group) -> None:
+    """On every rank, in the same step, and the next call works."""
+    batch = batches(gk.GRPOConfig())
+
+    def call(**changes):
+        mine = sliced(batch, rank, group)
+        given = dict(
+            hidden=mine.hidden, lm_head_weight=mine.weight, completion_ids=mine.ids, advantages=mine.advantages,
+            lm_head_bias=mine.bias, **mine.options,
+        )  # fmt: skip
+        return gk.fused_grpo_loss(**given | changes)
+
+    only_here = rank == 1
+    shorter = {"hidden": batch.hidden[:, :5], "completion_ids": batch.ids[:, :5], "old_logps": None}
+    shorter |= {"ref_logps": None, "completion_mask": None}
+    for changes, message in (
+        (shorter, r"shape of hidden \(its tokens\) must be the same on all ranks"),
+        ({"lm_head_bias": None}, "lm_head_bias must be the same"),
+        ({"config": gk.GRPOConfig(epsilon_low=0.1)}, "config and other arguments must be the same"),
+        ({"old_logps": None}, "config and other arguments must be the same"),
+        ({"hidden": batch.hidden.clone().requires_grad_()}, "inputs that require gradients must be the same"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call(**(changes if only_here else {}))
+    wrong = {"advantages": torch.ones(5)}
+    with pytest.raises(ValueError, match="advantages has shape" if only_here else "rank 1 of the group refused"):
+        call(**(wrong if only_here else {}))
+    mask = gk.SamplingMask(torch.arange(36), torch.ones(6, 6, dtype=torch.int64))
+    with pytest.raises(ValueError, match="sampling_mask is given with vocab_parallel_group"):
+        call(sampling_mask=mask)
+    with pytest.raises(ValueError, match="traced or compiled; it needs an eager one"):
+        torch.compile(lambda: call().loss, backend="eager")()
+    with pytest.raises(TypeError, match=r"vocab_parallel_group is a str; expected a torch\.distributed\.ProcessGroup"):
+        call(vocab_parallel_group="tp")
+    with pytest.raises(ValueError, match=rf"completion_ids.*{VOCAB}"):
+        call(completion_ids=batch.ids.clone().fill_(VOCAB), completion_mask=None)
+    assert call().loss.isfinite()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("work", [equal_to_one_process, equal_in_16_bits], ids=lambda work: work.__name__)
+def test_the_loss_of_slices(tmp_path, work, ranks):
+    run(work, ranks, tmp_path)
+
+
+@pytest.mark.parametrize("work", [logps_alone, accumulated, refusals], ids=lambda work: work.__name__)
+def test_slices_on_two_ranks(tmp_path, work):
+    run(work, 2, tmp_path)

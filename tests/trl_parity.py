@@ -1,0 +1,274 @@
+"""Training runs of TRL's trainers on tiny models with and without this package: logged numbers and final weights.
+
+As a script, with what the CI installs (see CONTRIBUTING.md):
+
+    python tests/trl_parity.py          all runs, as a table
+    python tests/trl_parity.py --write  into grpo_kernels/integrations/README.md
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from tiny_models import VOCAB, tiny_model
+
+README = Path(__file__).resolve().parents[1] / "grpo_kernels" / "integrations" / "README.md"
+TOLERANCE = 5e-5  # relative, in float32
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
+LEVELS = ("token", "sequence")
+NOT_COMPARED = ("runtime", "per_second", "step_time")
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {name: i for i, name in enumerate(["<pad>", "<bos>", "<eos>", *(f"w{i}" for i in range(3, VOCAB))])}
+    made = Tokenizer(models.WordLevel(words, unk_token="w3"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
+
+
+@lru_cache
+def saved_model(family: str) -> str:
+    """A folder with a tiny model: TRL reads the reference model from there."""
+    folder = tempfile.mkdtemp(prefix="grpo_kernels_")
+    model = tiny_model(family)
+    model.generation_config.eos_token_id = [2, 5, 9]  # completions end early, at any of them
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [float(sum((3 * i) % 7 for i in ids) % 5) + 0.1 * len(ids) for ids in completion_ids]
+
+
+def prompts(count: int = 8) -> Any:
+    from datasets import Dataset
+
+    g = torch.Generator().manual_seed(3)
+    lengths = torch.randint(2, 6, (count,), generator=g).tolist()
+    return Dataset.from_dict(
+        {"prompt": [" ".join(f"w{i}" for i in torch.randint(10, VOCAB, (n,), generator=g).tolist()) for n in lengths]}
+    )
+
+
+def trl_arguments(folder: str, **options: Any) -> Any:
+    from trl import GRPOConfig
+
+    common = dict(
+        output_dir=folder, per_device_train_batch_size=4, num_generations=4, gradient_accumulation_steps=2,
+        num_iterations=2, max_completion_length=8, max_steps=8, logging_steps=1, optim="sgd", learning_rate=0.3,
+        lr_scheduler_type="constant", report_to="none", save_strategy="no", use_cpu=True, bf16=False,
+        gradient_checkpointing=False, disable_tqdm=True, temperature=0.9, epsilon=0.1, seed=5,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return GRPOConfig(**{**common, **options})
+
+
+def make_trainer(cls: Any, family: str, options: dict[str, Any]) -> Any:
+    """A trainer of this class; `options` of its GRPOConfig, of which peft makes it train an adapter."""
+    from transformers import AutoModelForCausalLM, logging
+
+    logging.set_verbosity_error()
+    options = dict(options)
+    folder, adapter = saved_model(family), options.pop("peft", None)
+    extra = {}
+    if adapter:
+        from peft import LoraConfig
+
+        extra["peft_config"] = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    args = trl_arguments(folder, **options)
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    data = prompts()
+    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return cls(
+            model=loaded, args=args, reward_funcs=reward, train_dataset=data, eval_dataset=data.select(range(2)),
+            processing_class=tokenizer(), **extra,
+        )  # fmt: skip
+
+
+def train(cls: Any, family: str, options: dict[str, Any]) -> dict[str, Any]:
+    """{"log": a list of {name: number}, "weights": {name: tensor}} of a whole run."""
+    trainer = make_trainer(cls, family, options)
+    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.train()
+    return result_of(trainer)
+
+
+def result_of(trainer: Any) -> dict[str, Any]:
+    kept = [
+        {name: x for name, x in entry.items() if not any(part in name for part in NOT_COMPARED)}
+        for entry in trainer.state.log_history
+    ]
+    weights = {name: x.detach().clone() for name, x in trainer.model.named_parameters() if x.requires_grad}
+    return {"log": kept, "weights": weights}
+
+
+class Case(NamedTuple):
+    """A run: what TRL's GRPOConfig has besides the common arguments."""
+
+    title: str
+    options: dict[str, Any]
+    family: str = "qwen2"
+
+
+def _option(title: str, family: str = "qwen2", **options: Any) -> Case:
+    return Case(title, {"loss_type": "dapo", **options}, family)
+
+
+_ADAPTIVE = dict(use_adaptive_entropy=True, entropy_coef_delta=0.01, entropy_coef_max=0.05, entropy_target=3.75)
+_EVALUATION = dict(eval_strategy="steps", eval_steps=3, per_device_eval_batch_size=4)
+OPTIONS = [
+    _option("delta", delta=1.15),
+    _option("epsilon_high", epsilon_high=0.3),
+    _option("KL without bias correction", beta=0.1, use_bias_correction_kl=False),
+    _option("reference model that follows", beta=0.1, sync_ref_model=True, ref_model_sync_steps=2),
+    _option("off-policy mask", off_policy_mask_threshold=0.05),
+    _option("top-entropy quantile", top_entropy_quantile=0.3),
+    _option("top-entropy quantile, entropy bonus", top_entropy_quantile=0.3, entropy_coef=0.05, beta=0.05),
+    _option("entropy bonus", entropy_coef=0.05),
+    _option("entropy bonus, mean over sequences", loss_type="grpo", entropy_coef=0.05),
+    _option("adaptive entropy bonus", entropy_coef=0.01, **_ADAPTIVE),
+    _option("adaptive entropy bonus, quantile", entropy_coef=0.01, top_entropy_quantile=0.4, **_ADAPTIVE),
+    _option("truncated completions masked", mask_truncated_completions=True),
+    _option("steps_per_generation 4", steps_per_generation=4),
+    _option("on-policy", num_iterations=1),
+    _option("evaluation", entropy_coef=0.05, **_EVALUATION),
+    _option("evaluation, mean over sequences", loss_type="grpo", importance_sampling_level="sequence", **_EVALUATION),
+    _option("gradient checkpointing", gradient_checkpointing=True),
+    _option("lm_head in float32", cast_lm_head_to_fp32=True),
+    _option("LoRA, reference without it", peft=True, beta=0.1),
+    _option("rewards not scaled", scale_rewards="none"),
+]
+FAMILIES = [
+    _option(f"{family}, {level}", family, importance_sampling_level=level, beta=beta)
+    for family in ("granite", "gemma2", "cohere", "phi", "mixtral")
+    for level, beta in (("token", 0.0), ("sequence", 0.05))
+] + [_option("qwen2_moe with auxiliary loss", "qwen2_moe", router_aux_loss_coef=0.1)]
+TYPES = [
+    Case(f"{loss_type}, {level}, beta {beta}", dict(loss_type=loss_type, importance_sampling_level=level, beta=beta))
+    for loss_type, level, beta in itertools.product(LOSS_TYPES, LEVELS, (0.0, 0.1))
+]
+PROCESSES = [
+    *(_option(f"{name}, two processes", loss_type=name, beta=0.1) for name in LOSS_TYPES),
+    _option("top-entropy quantile, two processes", top_entropy_quantile=0.3, entropy_coef=0.05),
+    _option("adaptive entropy bonus, two processes", entropy_coef=0.01, **_ADAPTIVE),
+    _option("two processes, level sequence", loss_type="grpo", importance_sampling_level="sequence"),
+]
+CASES = {case.title: case for case in (*TYPES, *OPTIONS, *FAMILIES, *PROCESSES)}
+
+
+def trainer_class(name: str) -> Any:
+    """The trainer of "trl", "fused", or "patched", which is TRL's own with its head replaced."""
+    from trl import GRPOTrainer
+
+    if name == "trl":
+        return GRPOTrainer
+    from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl
+
+    if name == "fused":
+        return FusedGRPOTrainer
+    patch_trl()
+    return GRPOTrainer
+
+
+def run(name: str, case: Case) -> dict[str, Any]:
+    """What `train` returns, of this trainer in this process, or in each of those of torchrun."""
+    try:
+        return train(trainer_class(name), case.family, case.options)
+    finally:
+        if name == "patched":
+            from grpo_kernels.integrations.trl import unpatch_trl
+
+            unpatch_trl()
+
+
+def run_processes(names: tuple[str, ...], cases: list[Case]) -> dict[tuple[str, str], dict[str, Any]]:
+    """Results of rank 0 by (trainer, title), of runs of two processes: one start of torchrun for all of them."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command += [__file__, "worker", folder, json.dumps(names), json.dumps([case.title for case in cases])]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+        assert done.returncode == 0, done.stderr[-4000:]
+        found: dict[tuple[str, str], dict[str, Any]] = torch.load(Path(folder) / "results.pt")
+        return found
+
+
+def worker(folder: str, names: str, titles: str) -> None:
+    """A process of torchrun."""
+    pairs = list(itertools.product(json.loads(names), json.loads(titles)))
+    results = {(name, title): run(name, CASES[title]) for name, title in pairs}
+    if torch.distributed.get_rank() == 0:
+        torch.save(results, Path(folder) / "results.pt")
+    torch.distributed.destroy_process_group()
+
+
+def differences(found: dict[str, Any], expected: dict[str, Any]) -> tuple[float, float]:
+    """(largest relative difference of a logged number, of a weight tensor); the names must be the same."""
+    number = weight = 0.0
+    assert len(found["log"]) == len(expected["log"])
+    for mine, other in zip(found["log"], expected["log"], strict=True):
+        assert mine.keys() == other.keys(), mine.keys() ^ other.keys()
+        for name, x in other.items():
+            if not isinstance(x, (int, float)):
+                assert mine[name] == x, name
+            elif x != mine[name]:
+                number = max(number, abs(mine[name] - x) / max(abs(x), 1e-2))
+    for name, x in expected["weights"].items():
+        weight = max(weight, ((found["weights"][name] - x).norm() / x.norm()).item())
+    return number, weight
+
+
+def clipped(result: dict[str, Any]) -> float:
+    """The largest share of clipped ratios that was logged."""
+    names = ("clip_ratio/region_mean", "cispo_clip_ratio")
+    return max(float(entry.get(name, 0.0)) for entry in result["log"] for name in names)
+
+
+def table() -> str:
+    names = ("trl", "fused", "patched")
+    rows = ["| run | model | fused: numbers | weights | patched: numbers | weights |", "|---|---|---|---|---|---|"]
+    together = run_processes(names, PROCESSES)
+    for case in CASES.values():
+        found = {name: together.get((name, case.title)) or run(name, case) for name in names}
+        cells = []
+        for name in names[1:]:
+            errors = differences(found[name], found["trl"])
+            assert max(errors) < TOLERANCE, (case, name, errors)
+            cells += [f"{x:.0e}" for x in errors]
+        rows.append(f"| {case.title} | {case.family} | {' | '.join(cells)} |")
+        print(rows[-1], flush=True)
+    return "\n".join(rows)
+
+
+def main(arguments: list[str]) -> None:
+    torch.set_num_threads(1)
+    if arguments[:1] == ["worker"]:
+        worker(*arguments[1:])
+        return
+    found = table()
+    if arguments == ["--write"]:
+        text = README.read_text(encoding="utf-8")
+        before, after = text.split("<!-- table -->")[0], text.split("<!-- end of table -->")[1]
+        README.write_text(f"{before}<!-- table -->\n\n{found}\n\n<!-- end of table -->{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
