@@ -57,6 +57,9 @@ def fused_forward(
                                 advantages=advantages, old_logps=old_logps, config=GRPOConfig.preset("dapo"))
             out.loss.backward()
 
+    Under FSDP2 and DistributedDataParallel call it inside the forward of the module that they wrap, and return the
+    loss, so that their hooks run: the parameters are whole there, and their gradients are averaged.
+
     The first call with a class of models computes the model's own logits of one row and compares them.
 
     Raises ValueError or TypeError, by name: a model whose logits are not understood (see `logit_transform`,
@@ -104,6 +107,12 @@ def take_apart(model: Any) -> CausalLM:
     lm_head = model.get_output_embeddings()
     if lm_head is None or model.base_model is model:
         raise TypeError(f"model is a {type(model).__name__}; expected a causal language model, with an lm_head")
+    for name, parameter in lm_head.named_parameters():
+        if any(kind.__name__ == "DTensor" for kind in type(parameter).__mro__):
+            raise TypeError(
+                f"lm_head.{name} is a DTensor; expected fused_forward to run inside the forward of the module that "
+                "fully_shard was given, where parameters are whole"
+            )
     if getattr(model.config, "output_router_logits", False):
         raise ValueError(
             "config.output_router_logits=True; expected False: the auxiliary loss of the experts is not added"
