@@ -2,7 +2,7 @@
 #   PYTHON       candidates for the interpreter, 3.10 to 3.14; the first that runs makes the virtual environment
 #   VENV         where that lies
 #   CONSTRAINTS  pins for its packages; CONSTRAINTS= takes what pip finds
-#   EXTRAS       of pyproject.toml that are installed; `make bench` adds the peers
+#   EXTRAS       of pyproject.toml that are installed; `make test` and `make bench` add the peers
 #   ARGS         passed on to the demo, to pytest, to a gate, to the benchmarks, or to tools/wheels.py
 #   TORCH        versions of torch for make test-torch
 # What is compiled, and for which GPUs, are variables of setup.py: GRPO_KERNELS_CUDA=0, GRPO_KERNELS_CUDA_ARCHS="90a" ...
@@ -40,12 +40,12 @@ help:
 demo: $(VENV)/.built
 	$(BIN)/grpo-kernels demo $(ARGS)
 
-test: $(VENV)/.built
+test: $(VENV)/.peers
 	$(BIN)/python -m pytest -n auto --maxprocesses 16 $(ARGS)
 
-# In a virtual environment of its own: the peers bring many packages.
+# In a virtual environment of its own, where nothing but the peers has a say in versions.
 bench:
-	@$(MAKE) --no-print-directory VENV=$(VENV)-bench EXTRAS=dev,peers measure
+	@$(MAKE) --no-print-directory VENV=$(VENV)-bench measure
 
 measure: $(VENV)/.peers
 	$(BIN)/python -m pytest bench --minutes 19.5 --results build/bench.json $(ARGS)
@@ -101,8 +101,10 @@ wheels: $(VENV)/.created
 clean:
 	rm -rf $(VENV) $(VENV)-bench build dist *.egg-info grpo_kernels/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 
-# Of verl's dependencies, which are many, what is measured needs none.
+# The packages that the integrations serve and the benchmarks compare with. Of verl's dependencies, which are many, none is
+# needed for either.
 $(VENV)/.peers: $(VENV)/.built
+	GRPO_KERNELS_NATIVE=0 $(INSTALL) -e ".[peers]"
 	$(INSTALL) --no-deps verl==0.9.1
 	@touch $@
 

@@ -15,6 +15,8 @@ from grpo_kernels.benchmarks.document import Document, read
 from grpo_kernels.benchmarks.show import table
 
 RESULTS = Path(__file__).parent / "results"
+# Of a case; older results lack the last two.
+DEFAULTS = {"mode": "step", "idle_share": 0.0, "beta": 0.04, "kept_ids": 0, "masked_share": 1.0}
 Found = dict[str, dict[str, Any]]
 Lookup = Callable[..., Found]
 
@@ -35,7 +37,8 @@ def _time(shape: str, dtype: str, rival: str, limit: float, **case: Any) -> Bar:
         return ratio
 
     mode = f", {case['mode']}" if "mode" in case else ""
-    return Bar(f"{shape} {dtype}{mode}: time to {rival}", limit, measured)
+    kept = f", {case['kept_ids']} kept ids" if "kept_ids" in case else ""
+    return Bar(f"{shape} {dtype}{mode}{kept}: time to {rival}", limit, measured)
 
 
 def _memory(shape: str, dtype: str, rival: str, limit: float, **case: Any) -> Bar:
@@ -57,6 +60,28 @@ def _idle(shape: str, dtype: str, name: str, limit: float) -> Bar:
         return ratio
 
     return Bar(f"{shape} {dtype}, half the prompts without gradient: {name} to all prompts with one", limit, measured)
+
+
+def _masked(dtype: str, limit: float, **case: Any) -> Bar:
+    """Time with a sampling mask to that of the same call without."""
+
+    def measured(lookup: Lookup) -> float:
+        found = lookup("2048x576x49152", dtype, **case)
+        ratio: float = found["ours"]["seconds"]["median"] / found["ours-unmasked"]["seconds"]["median"]
+        return ratio
+
+    what = ", ".join([dtype, *(f"{name}={value}" for name, value in case.items())])
+    return Bar(f"2048x576x49152 {what}: time to that without a sampling mask", limit, measured)
+
+
+def _masked_memory(dtype: str, limit: float, **case: Any) -> Bar:
+    """Bytes per kept id beyond inputs and gradients."""
+
+    def measured(lookup: Lookup) -> float:
+        peak: float = lookup("2048x576x49152", dtype, **case)["ours"]["peak_bytes"]
+        return peak / (2048 * case["kept_ids"])
+
+    return Bar(f"2048x576x49152 {dtype}, kept_ids={case['kept_ids']}: bytes per kept id", limit, measured)
 
 
 def _precision(shape: str, dtype: str, limit: float) -> Bar:
@@ -83,6 +108,12 @@ def _cpu() -> list[Bar]:
         bars += [_memory(shape, dtype, "eager", limit) for dtype in dtypes]
     for name, limit in (("ours", 0.78), ("ours-unscored", 0.58)):
         bars += [_idle("1024x576x49152", dtype, name, limit) for dtype in ("float32", "bfloat16")]
+    masked = {"float32": {8: 0.03, 32: 0.04, 512: 0.35}, "bfloat16": {8: 0.03, 32: 0.08, 512: 0.35}}
+    for dtype, limits in masked.items():
+        bars += [_masked(dtype, limit, kept_ids=kept) for kept, limit in limits.items()]
+        bars.append(_masked(dtype, 0.55, kept_ids=32, masked_share=0.5))
+        bars.append(_masked(dtype, 0.03, kept_ids=32, mode="forward"))
+        bars += [_masked_memory(dtype, 64.0, kept_ids=kept) for kept in (32, 512)]
     return bars
 
 
@@ -102,6 +133,7 @@ def _gpu() -> list[Bar]:
         for rival, limit in (("trl", 1.0), ("eager", 0.125)):
             bars.append(_memory("65536x3584x151936", "bfloat16", rival, limit, mode=mode))
     bars += [_time(f"{n}x1536x151936", "bfloat16", "eager", 1.0) for n in (128, 256, 512, 1024)]
+    bars.append(_time(llama, "bfloat16", "floor", 0.12, kept_ids=32))
     bars += [_precision(shape, "bfloat16", 2e-5) for shape in (llama, qwen)]
     return bars
 
@@ -113,11 +145,11 @@ def report(document: Document) -> str:
 
     def lookup(shape: str, dtype: str, **wanted: Any) -> Found:
         """Of the case with these fields; the others as cases have them by default."""
-        wanted = {"mode": "step", "idle_share": 0.0, "beta": 0.04} | wanted | {"dtype": dtype}
+        wanted = DEFAULTS | wanted | {"dtype": dtype}
         for found in document["cases"]:
             case = found["case"]
             same = shape == f"{case['tokens']}x{case['hidden_size']}x{case['vocab_size']}"
-            if same and all(case[key] == value for key, value in wanted.items()):
+            if same and all(case.get(key, DEFAULTS.get(key)) == value for key, value in wanted.items()):
                 implementations: Found = found["implementations"]
                 return implementations
         raise KeyError(shape)

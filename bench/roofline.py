@@ -99,7 +99,7 @@ def report(case: Case, device: Device, measured: Document | None = None) -> str:
     lines = [f"{case} on {device.name} ({device.source})", ""]
     lines.append(table(header, [_line(way, found[way], found["floor"], device) for way in found]))
     if measured is not None:
-        lines += ["", _beside(found, measured)]
+        lines += ["", _beside(case, found, measured)]
     return "\n".join(lines)
 
 
@@ -138,7 +138,7 @@ def _line(way: str, prediction: Prediction, floor: Prediction, device: Device) -
     ]
 
 
-def _beside(found: dict[str, Prediction], measured: Document) -> str:
+def _beside(case: Case, found: dict[str, Prediction], measured: Document) -> str:
     """Measured medians and peaks beside the predictions of their ways."""
     header = (
         "",
@@ -152,7 +152,8 @@ def _beside(found: dict[str, Prediction], measured: Document) -> str:
     )
     rows = []
     for name, results in measured.items():
-        prediction = found.get(way_of(name) or "")
+        way = way_of(name, case.kept_ids) or ""
+        prediction = found.get(way)
         if prediction is None or not results.keys() & {"seconds", "peak_bytes"}:
             continue
         times = [f"{prediction.seconds * MS:.1f}", f"{prediction.seconds_apart * MS:.1f}", ""]
@@ -161,7 +162,7 @@ def _beside(found: dict[str, Prediction], measured: Document) -> str:
             median = f"{results['seconds']['median'] * MS:.1f}"
             times[-1] = f"{results['seconds']['median'] / prediction.seconds:.2f}"
         peak = f"{results['peak_bytes'] * GB:.3f}" if "peak_bytes" in results else ""
-        rows.append([name, way_of(name) or "", median, *times, peak, f"{prediction.peak_bytes * GB:.3f}"])
+        rows.append([name, way, median, *times, peak, f"{prediction.peak_bytes * GB:.3f}"])
     return table(header, rows)
 
 

@@ -41,15 +41,21 @@ def ratios(top_p: float, seed: int) -> dict[str, Tensor]:
     }
 
 
+def table(top_p: float, seed: int) -> str:
+    """Markdown."""
+    lines = [f"| log-probabilities, top_p {top_p:g} | mean ratio | outside of [0.9, 1.1] |", "| --- | --- | --- |"]
+    for name, r in ratios(top_p, seed).items():
+        outside = ((r < 0.9) | (r > 1.1)).float().mean()
+        lines.append(f"| {name} | {r.mean():.3f} | {outside:.1%} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--top-p", type=float, default=0.8)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    print(f"| log-probabilities, top_p {arguments.top_p:g} | mean ratio | outside of [0.9, 1.1] |\n| --- | --- | --- |")
-    for name, r in ratios(arguments.top_p, arguments.seed).items():
-        outside = ((r < 0.9) | (r > 1.1)).float().mean()
-        print(f"| {name} | {r.mean():.3f} | {outside:.0%} |")
+    print(table(arguments.top_p, arguments.seed))
 
 
 if __name__ == "__main__":

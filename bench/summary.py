@@ -21,6 +21,7 @@ CAPTIONS = {
     "memory": "Peak memory against the length of completions; a cross is out of memory",
     "idle": "Time against the share of prompts whose rewards are all equal",
     "scaling-tokens": "Time against the number of tokens",
+    "kept": "Time with sampling masks, beside the bandwidth bound",
 }
 
 
@@ -53,9 +54,13 @@ def _tables(document: Document) -> list[str]:
     """Of the heads of real models with a KL term; of the times of a sweep the pictures say more."""
     if "runs" in document:
         return [_learning(document)]
+    masked = [found for found in document["cases"] if found["case"].get("kept_ids")]
     steps = [found for found in document["cases"] if found["case"]["mode"] == "step" and found["case"]["beta"]]
+    steps = [found for found in steps if found not in masked]
     is_sweep = any(found["case"]["head"] == "custom" for found in steps)
-    return [text for text in ("" if is_sweep else _times(steps), _memory(steps), _idle(document)) if text]
+    return [
+        text for text in ("" if is_sweep else _times(steps), _memory(steps), _idle(document), _masks(masked)) if text
+    ]
 
 
 def _times(cases: Sequence[Document]) -> str:
@@ -108,6 +113,38 @@ def _idle(document: Document) -> str:
         return ""
     header = ["head (N, H, V)", "type", "every token scored", "`score_inactive=False`"]
     return f"Half the prompts with equal rewards, beta 0, of the time without such prompts:\n\n{_table(header, rows)}"
+
+
+def _masks(cases: Sequence[Document]) -> str:
+    """Of the first head: the sweep over H is in the picture."""
+    rows = []
+    for found in cases:
+        case, of = found["case"], found["implementations"]
+        if case["head"] == "custom" or "seconds" not in of.get("ours", {}):
+            continue
+        medians = [of[name]["seconds"]["median"] for name in ("ours", "ours-unmasked")]
+        kept = f"{case['kept_ids']}" + (
+            f", of {case['masked_share']:.0%} of the tokens" if case["masked_share"] < 1 else ""
+        )
+        pairs = case["tokens"] * case["masked_share"] * case["kept_ids"]
+        memory = f"{of['ours']['peak_bytes'] / pairs:.0f}" if "peak_bytes" in of["ours"] else ""
+        what = "scoring" if case["mode"] == "forward" else "step"
+        rows.append(
+            [
+                _shape(found),
+                case["dtype"],
+                what,
+                kept,
+                f"{medians[0] * 1e3:,.0f}",
+                f"{medians[0] / medians[1]:.3f}",
+                memory,
+            ]
+        )
+    if not rows:
+        return ""
+    header = ["head (N, H, V)", "type", "call", "kept ids", "ms", "of the call without mask", "bytes per kept id"]
+    what = "Sampling masks, against the same call without; memory is beyond inputs and gradients"
+    return f"{what}:\n\n{_table(header, rows)}"
 
 
 def _learning(document: Document) -> str:

@@ -179,7 +179,8 @@ class KeptIds(NamedTuple):
     """Ids that truncated sampling kept for some tokens, the sampled ones among them."""
 
     rows: Rows  # the tokens
-    ids: Tensor  # (C, K) int32, ascending, -1 in the places that a token does not use, which come last
+    ids: Tensor  # (C, K) int32, ascending, -1 in the places that a token does not use, which come last; gradients there
+    # may be anything
 
 
 class KeptPairs(NamedTuple):

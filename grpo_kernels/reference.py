@@ -34,8 +34,11 @@ class ReferenceOutput(NamedTuple):
 class KeptIds(Protocol):
     """A SamplingMask: ids (M,) of all tokens one after another, counts (B, T) or (N,); count 0: all ids."""
 
-    ids: Tensor
-    counts: Tensor
+    @property
+    def ids(self) -> Tensor: ...
+
+    @property
+    def counts(self) -> Tensor: ...
 
 
 def reference_grpo_loss(
@@ -111,6 +114,10 @@ def reference_logps(
 def kept_ids(sampling_mask: KeptIds, ids: Tensor, vocab_size: int) -> Tensor:
     """bool (..., V): what truncated sampling kept, the sampled ids always among it (DeepSeek-V3.2, arXiv:2512.02556,
     section 3.1). A token with count 0 keeps the whole vocabulary."""
+    if sampling_mask.counts.shape != ids.shape:
+        raise ValueError(f"sampling_mask is of tokens {tuple(sampling_mask.counts.shape)}; expected {tuple(ids.shape)}")
+    if sampling_mask.ids.numel() and int(sampling_mask.ids.max()) >= vocab_size:
+        raise ValueError(f"sampling_mask holds id {int(sampling_mask.ids.max())}; expected ids < {vocab_size}")
     counts = sampling_mask.counts.reshape(-1).long()
     token = torch.arange(counts.numel(), device=counts.device).repeat_interleave(counts)
     kept = torch.zeros(counts.numel(), vocab_size, dtype=torch.bool, device=counts.device)

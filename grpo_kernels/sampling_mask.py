@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .plain import check_plain
-from .validate import checks_values
+from .validate import check_kept_ids
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,31 +49,8 @@ class SamplingMask:
             )
         if self.ids.device != self.counts.device:
             raise ValueError(f"SamplingMask.counts is on {self.counts.device}, ids on {self.ids.device}; expected one")
-        if not torch.compiler.is_compiling() and checks_values(self.ids.device):
-            self._check_values()
-
-    def _check_values(self) -> None:
-        ids, counts = self.ids, self.counts.reshape(-1)
-        if counts.numel() and int(counts.min()) < 0:
-            raise ValueError(f"SamplingMask.counts holds {int(counts.min())}; expected counts >= 0")
-        if int(counts.sum()) != ids.numel():
-            raise ValueError(f"SamplingMask.counts add up to {int(counts.sum())}; expected {ids.numel()}, one per id")
-        if ids.numel() == 0:
-            return
-        if int(ids.min()) < 0:
-            raise ValueError(f"SamplingMask.ids holds {int(ids.min())}; expected ids >= 0")
-        wrong = ids[1:] <= ids[:-1]
-        firsts = counts.cumsum(0)[:-1]
-        firsts = firsts[(firsts > 0) & (firsts < ids.numel())]
-        wrong[firsts - 1] = False  # from the last id of a token to the first of the next
-        if bool(wrong.any()):
-            place = int(wrong.nonzero()[0]) + 1
-            token = int(torch.searchsorted(counts.cumsum(0), place, right=True))
-            where = [token] if self.counts.dim() == 1 else [*divmod(token, self.counts.shape[1])]
-            raise ValueError(
-                f"SamplingMask.ids of token {where} hold {int(ids[place])} after {int(ids[place - 1])}; expected "
-                f"ascending ids without repetition"
-            )
+        if not torch.compiler.is_compiling():  # a loss looks at them once more
+            check_kept_ids(self.ids, self.counts)
 
     @classmethod
     def from_lists(
@@ -84,8 +62,11 @@ class SamplingMask:
         The ids of a token are sorted. An empty list stands for the whole vocabulary.
         """
         nested: list[list[Any]] = [list(entry) for entry in kept]
-        rows: list[list[int]]
-        if all(isinstance(x, int) for entry in nested for x in entry):
+        rows: list[list[Any]]
+        flat = [not isinstance(x, Iterable) for entry in nested for x in entry]
+        if any(flat) and not all(flat):
+            raise TypeError("kept holds ids beside lists of ids; expected one list of ids for each token")
+        if all(flat):
             rows = [sorted(entry) for entry in nested]
             shape: tuple[int, ...] = (len(rows),)
             if length is not None:
@@ -98,6 +79,9 @@ class SamplingMask:
                 raise ValueError(f"length={length}; expected at least {longest}, the tokens of the longest sequence")
             shape = (len(nested), longest if length is None else length)
             rows = [sorted(row) for entry in nested for row in [*entry, *[()] * (shape[1] - len(entry))]]
+        wrong = next((x for row in rows for x in row if not isinstance(x, Integral)), None)
+        if wrong is not None:
+            raise TypeError(f"kept holds {wrong!r}; expected integers, one list of them for each token")
         counts = torch.tensor([len(row) for row in rows], dtype=torch.int32)
         ids = torch.tensor([x for row in rows for x in row], dtype=torch.int32)
         return cls(ids, counts.view(shape))

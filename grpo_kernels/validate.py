@@ -262,6 +262,36 @@ def check_values(ids: Tensor, mask: Tensor | None, vocab_size: int, cu_seqlens: 
     check_offsets(cu_seqlens, ids.numel())
 
 
+def check_kept_ids(ids: Tensor, counts: Tensor, vocab_size: int | None = None) -> None:
+    """Of a SamplingMask: counts >= 0 that add up to the ids, which ascend within a token, in [0, vocab_size)."""
+    if not checks_values(ids.device):
+        return
+    flat = counts.reshape(-1)
+    if flat.numel() and int(flat.min()) < 0:
+        raise ValueError(f"SamplingMask.counts holds {int(flat.min())}; expected counts >= 0")
+    ends = flat.cumsum(0)
+    total = int(ends[-1]) if ends.numel() else 0
+    if total != ids.numel():
+        raise ValueError(f"SamplingMask.counts add up to {total}; expected {ids.numel()}, one per id")
+    if ids.numel() == 0:
+        return
+    if int(ids.min()) < 0:
+        raise ValueError(f"SamplingMask.ids holds {int(ids.min())}; expected ids >= 0")
+    if vocab_size is not None and int(ids.max()) >= vocab_size:
+        raise ValueError(f"SamplingMask.ids holds {int(ids.max())}; expected ids < {vocab_size}, the vocabulary")
+    wrong = ids[1:] <= ids[:-1]
+    firsts = ends[(ends > 0) & (ends < total)]
+    wrong[firsts - 1] = False  # from the last id of a token to the first of the next
+    if bool(wrong.any()):
+        place = int(wrong.nonzero()[0]) + 1
+        token = int(torch.searchsorted(ends, place, right=True))
+        where = [token] if counts.dim() == 1 else [*divmod(token, counts.shape[1])]
+        raise ValueError(
+            f"SamplingMask.ids of token {where} hold {int(ids[place])} after {int(ids[place - 1])}; expected ascending "
+            f"ids without repetition"
+        )
+
+
 def check_offsets(cu_seqlens: Tensor | None, num_tokens: int) -> None:
     """cu_seqlens runs from 0 to N without a step back: kernels use it as addresses."""
     if cu_seqlens is not None and checks_values(cu_seqlens.device):

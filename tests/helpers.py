@@ -24,6 +24,7 @@ from grpo_kernels.contract import (
     TokenValues,
     no_values,
 )
+from grpo_kernels.engine import kept
 from grpo_kernels.reference import reference_grpo_loss, reference_logps
 
 LEAVES = ("hidden", "weight", "bias")
@@ -53,7 +54,7 @@ class Batch:
         """Every tensor on `device`."""
 
         def move(x: Any) -> Any:
-            return x.to(device) if isinstance(x, Tensor) else x
+            return x.to(device) if isinstance(x, (Tensor, gk.SamplingMask)) else x
 
         tensors = (move(x) for x in (self.hidden, self.weight, self.ids, self.advantages, self.bias))
         return Batch(*tensors, {name: move(x) for name, x in self.options.items()})
@@ -119,6 +120,7 @@ def true_logps(batch: Batch, config: gk.GRPOConfig) -> tuple[Tensor, Tensor]:
         temperature=config.temperature,
         logit_scale=config.logit_scale,
         logit_softcap=config.logit_softcap,
+        sampling_mask=batch.options.get("sampling_mask"),
     )
 
 
@@ -229,6 +231,8 @@ def eager_errors(
             ids=rows.argsort()[batch.ids],
             bias=None if batch.bias is None else batch.bias[rows],
         )
+        if "sampling_mask" in batch.options:
+            shuffled = shuffled.with_options(sampling_mask=renamed(batch.options["sampling_mask"], rows.argsort()))
         run = eager(shuffled, config)
         run.grads["hidden"] = run.grads["hidden"][..., columns.argsort()]
         run.grads["weight"] = run.grads["weight"][rows.argsort()][:, columns.argsort()]
@@ -263,13 +267,44 @@ def packed(batch: Batch, lengths: Tensor | None = None) -> Batch:
         keep = torch.ones(count, length, dtype=torch.bool)
     options = {}
     for name, x in batch.options.items():
-        if name != "completion_mask":
+        if name == "sampling_mask":
+            options[name] = gk.SamplingMask(x.ids, x.counts.flatten())[keep.flatten()]
+        elif name != "completion_mask":
             options[name] = x[keep] if isinstance(x, Tensor) and x.shape == batch.ids.shape else x
     options["cu_seqlens"] = torch.nn.functional.pad(keep.sum(1).cumsum(0), (1, 0))
     advantages = batch.advantages
     if advantages is not None and advantages.shape == batch.ids.shape:
         advantages = advantages[keep]
     return Batch(batch.hidden[keep], batch.weight, batch.ids[keep], advantages, batch.bias, options)
+
+
+def make_sampling_mask(
+    shape: tuple[int, ...], vocab: int, seed: int = 0, *, least: int = 0, most: int = 40
+) -> gk.SamplingMask:
+    """`least` to `most` kept ids for each token of `shape`, 0 for all of them; some lack their sampled id."""
+    g = torch.Generator().manual_seed(seed)
+    counts = (
+        (torch.rand(shape, generator=g) ** 2 * (min(most, vocab) + 1)).long().clamp(min=least)
+    )  # small ones are the most frequent
+    rows = [torch.randperm(vocab, generator=g)[:count].tolist() for count in counts.flatten().tolist()]
+    return gk.SamplingMask(gk.SamplingMask.from_lists(rows).ids, counts)
+
+
+def renamed(mask: gk.SamplingMask, names: Tensor) -> gk.SamplingMask:
+    """The mask with id names[i] (V,) in place of i."""
+    rows = [names[row].tolist() for row in mask.ids.long().split(mask.counts.flatten().tolist())]
+    return gk.SamplingMask(gk.SamplingMask.from_lists(rows).ids, mask.counts)
+
+
+MASK_WAYS = ("gathers", "dense", "both")
+
+
+def set_mask_way(monkeypatch: Any, way: str, vocab: int) -> None:
+    """How tokens with a sampling mask get their logits; "both": those with at most an eighth of the ids by gathers;
+    "none": there is no mask."""
+    if way != "none":
+        ratio = {"gathers": 0.5, "dense": vocab + 1, "both": 8}[way]
+        monkeypatch.setattr(kept, "DENSE_LOGITS_PER_KEPT_ID", {"cpu": ratio, "cuda": ratio})
 
 
 def virtual_rows(rows: int, columns: int, row_stride: int, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,7 @@ import random
 from typing import Any, NamedTuple
 
 import torch
-from helpers import Batch, make_batch, packed, true_logps
+from helpers import MASK_WAYS, Batch, make_batch, make_sampling_mask, packed, true_logps
 from torch import Tensor
 
 import grpo_kernels as gk
@@ -36,6 +36,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "entropy_threshold": ("none", "number", "tensor"),
     "off_policy_mask": (None, 0.02),
     "normalizer": ("none", "number", "tensor", "num_items"),
+    "sampling_mask": ("none", *MASK_WAYS),
 }
 AXES = {
     "surrogate": tuple(SURROGATE_RULES),
@@ -115,6 +116,8 @@ def _draw(point: Point, chosen: dict[str, Any], seed: int, vocab: int) -> tuple[
         batch.advantages = batch.advantages[:, None]
     if masked:
         batch.options["completion_mask"][0, :2] = torch.tensor([False, True])  # a hole, as tool tokens leave
+    if chosen["sampling_mask"] != "none":
+        batch.options["sampling_mask"] = make_sampling_mask(tuple(batch.ids.shape), vocab, seed)
     temperature = chosen["temperature"]
     if temperature == "per token":
         temperature = torch.rand(batch.ids.shape, generator=g) + 0.6
@@ -182,12 +185,18 @@ def _draw(point: Point, chosen: dict[str, Any], seed: int, vocab: int) -> tuple[
 def size_of_loss(batch: Batch, config: gk.GRPOConfig) -> float:
     """sum_t w_t |A_t|, times |logp_t| where the surrogate is linear in it: the loss before terms cancel."""
     logps, _ = true_logps(batch, config)
-    logps = logps.detach() if config.surrogate in ("cispo", "cispo_two_sided", "reinforce", "vespo") else -logps / logps
+    linear = config.surrogate in ("cispo", "cispo_two_sided", "reinforce", "vespo")
+    logps = logps.detach() if linear else -torch.ones_like(logps)  # 0 where a token keeps its sampled id alone
     plain = gk.GRPOConfig(
         surrogate="reinforce", aggregation=config.aggregation, max_completion_length=config.max_completion_length
     )
     batch = batch.cast(torch.float64)
-    return reference_loss_from_logps(logps, batch.advantages.abs(), config=plain, **batch.options).loss.item()
+    return reference_loss_from_logps(logps, batch.advantages.abs(), config=plain, **after_logps(batch)).loss.item()
+
+
+def after_logps(batch: Batch) -> dict[str, Any]:
+    """The options that a loss from log-probabilities takes."""
+    return {name: x for name, x in batch.options.items() if name != "sampling_mask"}
 
 
 def is_smooth(batch: Batch, config: gk.GRPOConfig, step: float = 5e-5) -> bool:
@@ -197,7 +206,7 @@ def is_smooth(batch: Batch, config: gk.GRPOConfig, step: float = 5e-5) -> bool:
     seen = []
     for logp_step, entropy_step in itertools.product((-step, step), repeat=2):
         x, h = (logps + logp_step).requires_grad_(), entropy + entropy_step
-        out = reference_loss_from_logps(x, double.advantages, entropy=h, config=config, **double.options)
+        out = reference_loss_from_logps(x, double.advantages, entropy=h, config=config, **after_logps(double))
         (gradient,) = torch.autograd.grad(out.loss, x)
         counts = [v for name, v in out.metrics.items() if "clip" in name]
         seen.append((gradient, counts))

@@ -95,7 +95,7 @@ def test_padding_does_not_count():
 
 
 def test_the_base_weight_of_a_head_with_adapters_is_named():
-    peft = pytest.importorskip("peft", reason="peft is not installed: make test EXTRAS=dev,peers")
+    peft = pytest.importorskip("peft", reason="peft is not installed: run make test")
     config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["lm_head"], init_lora_weights=False)
     model, inputs = peft.get_peft_model(tiny_model("llama"), config), batch()
     assert check_alignment(model, inputs).aligned

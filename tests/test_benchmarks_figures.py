@@ -49,6 +49,15 @@ def case(implementations=None, **changes):
     return {"case": fields, "implementations": implementations or {name: entry(name) for name in SECONDS}}
 
 
+def masked(kept_ids, bound, scale=1.0, **changes):
+    """A case with sampling masks, and the prediction that bandwidth makes of it."""
+    implementations = {
+        name: entry(name, scale if name == "ours" else 1.0) for name in ("ours", "ours-unmasked", "floor")
+    }
+    found = case(implementations, kept_ids=kept_ids, masked_share=1.0, **changes)
+    return found | {"predicted": {"ways": {"kept": {"seconds": bound}}}}
+
+
 def document(*cases, **environment):
     made = {"environment": ENVIRONMENT | environment, "command": "", "cases": list(cases), "not_run": []}
     return json.loads(json.dumps(made))  # as it comes from a file
@@ -91,6 +100,7 @@ def everything():
         *(case(head="custom", tokens=64, vocab_size=n) for n in (1024, 2048, 8192)),
         *(case(head="custom", tokens=128, generations=n) for n in (2, 4, 8)),
         *(case(idle_share=share, beta=0.0) for share in (0.0, 0.5, 1.0)),
+        *(masked(n, 1e-3 * n) for n in (8, 32, 128)),
     )
 
 
@@ -284,6 +294,25 @@ def test_scaling_is_relative_to_the_floor(picture, field):
     assert found["bare matrix products"][1] == [1.0] * 3
     assert {line.get_label() for line in left.get_lines()} == set(TITLES.values())
     assert figures.PICTURES[picture](document(*cases[:2])) is None
+
+
+def test_sampling_masks_stand_beside_their_bound():
+    kept = {8: 0.01, 32: 0.04, 512: 0.3}
+    widths = {256: 0.1, 896: 0.2, 2048: 0.4}
+    shown = document(
+        *(masked(n, bound, scale=bound) for n, bound in kept.items()),
+        *(masked(16, bound, head="custom", tokens=64, hidden_size=h, dtype="float32") for h, bound in widths.items()),
+    )
+    figure = figures.PICTURES["kept"](shown)
+    lines = {(line.get_label(), len(line.get_xdata())): line for axis in figure.axes for line in axis.get_lines()}
+    assert {label for label, _ in lines} == {"ours", "ours-unmasked", "bandwidth bound"}
+    by_kept, by_width = figure.axes[0], figure.axes[3]
+    assert [axis.axison for axis in figure.axes] == [True, False, False, True]
+    for axis, bounds in ((by_kept, kept), (by_width, widths)):
+        (bound,) = [line for line in axis.get_lines() if line.get_label() == "bandwidth bound"]
+        assert dict(zip(bound.get_xdata(), bound.get_ydata(), strict=True)) == bounds
+    (ours,) = [line for line in by_kept.get_lines() if line.get_label() == "ours"]
+    assert list(ours.get_ydata()) == [2.1 * bound for bound in kept.values()]
 
 
 def test_labels_do_not_overlap():

@@ -186,3 +186,27 @@ def test_threads_change_no_bit(isa):
 @pytest.mark.parametrize("dtype", c.DTYPES[1:])
 def test_sixteen_bit_conversion(isa, dtype):
     c.check_sixteen_bits(backend, dtype)
+
+
+# --- kept ids -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", c.DTYPES)
+def test_kept_ids(kernels, dtype):
+    """With both types of gradients at every width, or where that takes long some of each."""
+    every = kernels is backend
+    for i, width in enumerate(c.KEPT_WIDTHS):
+        if every or i % 3 == c.DTYPES.index(dtype):
+            for wide in (False, True) if every else (i > 2,):
+                c.check_kept(kernels, width, dtype, wide=wide, shift=width % 5)
+
+
+@pytest.mark.parametrize("dtype", c.DTYPES)
+@pytest.mark.parametrize("piece", [64, 2**24])
+def test_kept_ids_in_torch(monkeypatch, dtype, piece):
+    """In pieces of less than a row, and all at once."""
+    from grpo_kernels.backends.pytorch import kept
+
+    monkeypatch.setattr(kept, "PIECE_ELEMENTS", piece)
+    for wide in (False, True):
+        c.check_kept(get_backend("torch"), 131, dtype, wide=wide)

@@ -298,6 +298,74 @@ FAULTS = [
         },
         "check_groups",
     ),
+    # --- kept ids
+    Fault("an id left out", "kept.cuh", {"while (count > 0 && ids[count - 1] < 0) count--;": "count--;"}, "check_kept"),
+    Fault(
+        "the last id of a group twice",
+        "kept.cuh",
+        {"first + q < count ? factor_of(k) : 0.f": "factor_of(k)"},
+        "check_kept",
+    ),
+    Fault(
+        "counts off by one",
+        "kept.cuh",
+        {"args.by_id.starts[id + 1] - begin": "args.by_id.starts[id + 1] - begin - 1"},
+        "check_kept",
+    ),
+    Fault(
+        "pairs not in the order of their ids",
+        "kept.cuh",
+        {"pairs.token_of[own[k]]": "pairs.token_of[begin + k]"},
+        "check_kept",
+    ),
+    Fault(
+        "a segment cut where a group ends",
+        "kept.cuh",
+        {"first < count; first += kKeptGroup": "first < count / kKeptGroup * kKeptGroup; first += kKeptGroup"},
+        "check_kept",
+    ),
+    Fault(
+        "a row of the weight that keeps what was there",
+        "kept.cuh",
+        {"if (count == 0 && args.target.add) return;": "if (count == 0) return;"},
+        "check_kept",
+    ),
+    Fault(
+        "columns of the first block for all",
+        "kept.cuh",
+        {"(block_index() % blocks * kKeptThreads + thread_index())": "thread_index()"},
+        "check_kept",
+    ),
+    Fault(
+        "an unused place with the logit of another id",
+        "kept.cuh",
+        {"id < 0 ? -infinity() : kept.bias": "kept.bias"},
+        "check_kept",
+    ),
+    Fault(
+        "logits without their bias",
+        "kept.cuh",
+        {"kept.bias ? sums[q] + kept.bias[id] : sums[q]": "sums[q]"},
+        "check_kept",
+    ),
+    Fault(
+        "a row taken for a token of kept ids",
+        "kept.cuh",
+        {"(kept.hidden) + kept.token_of[row]": "(kept.hidden) + row"},
+        "check_kept",
+    ),
+    Fault(
+        "gradients of a row of the result where a row of the matrix is",
+        "kept.cuh",
+        {"kept.token_of[row] * args.target.row_stride": "row * args.target.row_stride"},
+        "check_kept",
+    ),
+    Fault(
+        "too few blocks for the columns",
+        "host.cpp",
+        {"rows * divide_up(width, columns)": "rows * (width / columns)"},
+        "check_kept",
+    ),
     # --- finished gradients
     Fault("a factor of 1 that multiplies", "scale.cuh", {"if (factor == 1.f) return;": ""}, "check_scale"),
     Fault(
@@ -328,6 +396,7 @@ def battery(kernels: Kernels) -> None:
         c.check_sequences(kernels, KernelParams(level="sequence", off_policy_threshold=0.02, has_rollout=True))
         c.check_reduce(kernels, "clip", True)
         c.check_groups(kernels, "batch", "leave_one_out", 1)
+        c.check_kept(kernels, 1031, torch.float32, wide=True, shift=order)
         kernels.use((90, 1, *DEVICES["cluster 1"][2:]), order)
         for dtype, shift in zip(c.DTYPES, (3, 7, 0), strict=True):
             c.check_scale(kernels, dtype, 60001, shift)

@@ -354,6 +354,17 @@ def test_scale(kernels, order, dtype):
     kernels.scale(torch.empty(0), torch.tensor(2.0))
 
 
+# --- kept ids -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [*c.KEPT_WIDTHS, 2053])
+@pytest.mark.parametrize("dtype", c.DTYPES)
+def test_kept_ids(kernels, dtype, width):
+    for wide in (False, True):
+        kernels.use(order=ORDERS[2 * (width % 2) + wide])
+        c.check_kept(kernels, width, dtype, wide=wide, shift=width % 5)
+
+
 # --- the emulator, and what it finds on its own ---------------------------------------------------------------------
 
 

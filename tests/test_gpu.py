@@ -20,6 +20,7 @@ from helpers import (
     off_policy,
     reference,
     relative,
+    set_mask_way,
     true_logps,
 )
 from kernel_checks import SIGNALLING
@@ -63,8 +64,10 @@ def name_of(point) -> str:
 
 @pytest.mark.parametrize("variation", [0, 1])
 @pytest.mark.parametrize("point", POINTS, ids=name_of)
-def test_variant_is_as_exact_as_eager_float32(point, variation, kernels):
-    batch, config = build(point, choose(point, variation))
+def test_variant_is_as_exact_as_eager_float32(point, variation, kernels, monkeypatch):
+    chosen = choose(point, variation)
+    batch, config = build(point, chosen)
+    set_mask_way(monkeypatch, chosen["sampling_mask"], len(batch.weight))
     exact, size = reference(batch, config), size_of_loss(batch, config)
     allowed = eager_errors(batch, config, exact, size)
     for rows in (3, 7, None):

@@ -18,7 +18,7 @@ B, T, H, V = 4, 7, 16, 64
 @pytest.fixture(scope="module")
 def theirs():
     module = pytest.importorskip(
-        "liger_kernel.chunked_loss.grpo_loss", reason="liger-kernel is not installed: make test EXTRAS=dev,peers"
+        "liger_kernel.chunked_loss.grpo_loss", reason="liger-kernel is not installed: run make test"
     )
     return module.LigerFusedLinearGRPOLoss
 

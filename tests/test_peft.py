@@ -19,7 +19,7 @@ HIDDEN = torch.zeros(2, 3, 16)
 
 @pytest.fixture(scope="module")
 def peft():
-    return pytest.importorskip("peft", reason="peft is not installed: make test EXTRAS=dev,peers")
+    return pytest.importorskip("peft", reason="peft is not installed: run make test")
 
 
 def adapted(peft, dtype=torch.float64, family="llama", kind="LoraConfig", **options):

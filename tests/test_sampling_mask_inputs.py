@@ -6,10 +6,12 @@ import re
 
 import pytest
 import torch
+from helpers import MASK_WAYS, set_mask_way
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_kernels import SamplingMask
+from grpo_kernels import SamplingMask, validate
+from grpo_kernels.reference import reference_grpo_loss
 
 
 def integers(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -66,6 +68,12 @@ WRONG = {
         r"token \[0, 1\] hold 4 after 4",
     ),
     "too short": (lambda: SamplingMask.from_lists([[[1], [2]]], length=1), ValueError, "length=1; expected at least 2"),
+    "no integers": (lambda: SamplingMask.from_lists([[1.5]]), TypeError, r"kept holds 1\.5; expected integers"),
+    "ids beside lists": (lambda: SamplingMask.from_lists([[1, [2]]]), TypeError, "ids beside lists of ids"),
+    "ids twice in lists": (lambda: SamplingMask.from_lists([[4, 1, 4]]), ValueError, r"token \[0\] hold 4 after 4"),
+    "ids twice in a padded tensor": (
+        lambda: SamplingMask.from_padded(integers(4, 4, -1).view(1, 3)), ValueError, r"token \[0\] hold 4 after 4",
+    ),
     "float padding": (lambda: SamplingMask.from_padded(torch.ones(2, 3)), ValueError, r"kept is torch\.float32"),
 }  # fmt: skip
 
@@ -77,19 +85,74 @@ def test_what_it_refuses(case):
         make()
 
 
-def call(mask: object, **options) -> object:
-    hidden, weight = torch.randn(2, 3, 4), torch.randn(11, 4)
-    return gk.fused_grpo_loss(hidden, weight, torch.zeros(2, 3).long(), torch.ones(2), sampling_mask=mask, **options)
+def masked_call(function: str, mask: object, shape: tuple[int, ...] = (2, 3), **options: object) -> Tensor:
+    """The first result of a public function, of a vocabulary of 11 ids."""
+    hidden, weight, ids = torch.randn(*shape, 4), torch.randn(11, 4), torch.zeros(shape).long()
+    if len(shape) == 1 and function != "fused_logps":
+        options["cu_seqlens"] = torch.tensor([0, shape[0]])
+    options["sampling_mask"], advantages = mask, torch.ones(shape[:1] if len(shape) > 1 else 1)
+    if function == "fused_grpo_loss":
+        return gk.fused_grpo_loss(hidden, weight, ids, advantages, **options).loss
+    if function == "fused_logps":
+        return gk.fused_logps(hidden, weight, ids, **options)[0]
+    if function == "fused_policy_loss":
+        return gk.fused_policy_loss(hidden, weight, ids, lambda chunk: chunk.logps.sum(), **options)
+    if function == "grpo_loss_from_logits":
+        return gk.grpo_loss_from_logits(hidden @ weight.T, ids, advantages, **options).loss
+    return reference_grpo_loss(hidden, weight, ids, advantages, **options).loss
 
 
-def test_what_a_loss_refuses():
-    fits = SamplingMask.from_lists([[[1], [2], [10]]] * 2)
-    call(fits)
+FUNCTIONS = ("fused_grpo_loss", "fused_logps", "fused_policy_loss", "grpo_loss_from_logits")
+FITS = [[[1], [2], [10]]] * 2
+
+
+@pytest.mark.parametrize("function", [*FUNCTIONS, "reference"])
+def test_what_a_loss_refuses(function):
+    fits = SamplingMask.from_lists(FITS)
+    assert masked_call(function, fits).isfinite().all()
+    wrong = [fits[:1], SamplingMask(fits.ids, fits.counts.T), SamplingMask(fits.ids, fits.counts.flatten())]
+    for mask in wrong:
+        message = f"sampling_mask is of tokens {tuple(mask.shape)}; expected (2, 3)"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            masked_call(function, mask)
+    with pytest.raises(ValueError, match=re.escape("sampling_mask is of tokens (2, 3); expected (6,)")):
+        masked_call(function, fits, shape=(6,))
+    with pytest.raises(ValueError, match=r"holds( id)? 11; expected ids < 11"):
+        masked_call(function, SamplingMask.from_lists([[[1], [2], [11]]] * 2))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_what_a_fused_loss_refuses_besides(function):
+    fits = SamplingMask.from_lists(FITS)
     with pytest.raises(TypeError, match=r"sampling_mask is a Tensor; expected a grpo_kernels\.SamplingMask"):
-        call(torch.ones(2, 3, dtype=torch.bool))
-    with pytest.raises(ValueError, match=re.escape("sampling_mask is of tokens (1, 3); expected (2, 3)")):
-        call(fits[:1])
-    with pytest.raises(ValueError, match=r"sampling_mask holds id 11; expected ids < 11"):
-        call(SamplingMask.from_lists([[[1], [2], [11]]] * 2))
+        masked_call(function, torch.ones(2, 3, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"sampling_mask is on meta; expected cpu like the other inputs"):
+        masked_call(function, fits.to("meta"))
+    # What was put into the tensors after they were looked at.
+    mask = SamplingMask.from_lists([[[1, 5], [2], [10]]] * 2)
+    mask.ids[0] = 6
+    with pytest.raises(ValueError, match=re.escape("SamplingMask.ids of token [0, 0] hold 5 after 6")):
+        masked_call(function, mask)
+    mask.ids[0], mask.counts[0, 0] = 1, 3
+    with pytest.raises(ValueError, match=r"SamplingMask\.counts add up to 9; expected 8"):
+        masked_call(function, mask)
+
+
+def test_static_shapes_are_refused():
     with pytest.raises(ValueError, match=r"sampling_mask was given with static_shapes=True"):
-        call(fits, config=gk.GRPOConfig(static_shapes=True))
+        masked_call("fused_grpo_loss", SamplingMask.from_lists(FITS), config=gk.GRPOConfig(static_shapes=True))
+
+
+@pytest.mark.parametrize("way", MASK_WAYS)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_ids_outside_of_the_vocabulary_where_nobody_looks(function, way, monkeypatch):
+    """As on a GPU without GRPO_KERNELS_DEBUG: NaN, and no memory outside of the tensors is touched."""
+    set_mask_way(monkeypatch, way, 11)
+    monkeypatch.setattr(validate, "checks_values", lambda device: False)
+    for wrong in (11, 10**6, 2**31 - 1, -1, -(2**31)):
+        mask = SamplingMask(integers(1, 2, *sorted([3, wrong])), torch.tensor([[1, 1, 2]]))
+        found = masked_call(function, mask, shape=(1, 3))
+        if function == "fused_logps":
+            assert found.isnan().tolist() == [[False, False, True]]
+        else:
+            assert found.isnan()

@@ -10,7 +10,17 @@ import itertools
 from functools import lru_cache
 
 import pytest
-from helpers import assert_within, call_counter, eager_errors, errors, fused, make_batch, off_policy, reference
+from helpers import (
+    assert_within,
+    call_counter,
+    eager_errors,
+    errors,
+    fused,
+    make_batch,
+    off_policy,
+    reference,
+    set_mask_way,
+)
 from option_space import AXES, OPTIONS, POINTS, Point, build, choose, impossible, size_of_loss
 
 import grpo_kernels as gk
@@ -38,8 +48,9 @@ def case(point: Point, variation: int):
 
 @pytest.mark.parametrize("variation", VARIATIONS)
 @pytest.mark.parametrize("point", POINTS, ids=name_of)
-def test_variant_is_as_exact_as_eager_float32(point, variation, backend):
+def test_variant_is_as_exact_as_eager_float32(point, variation, backend, monkeypatch):
     batch, config, exact, size, eager = case(point, variation)
+    set_mask_way(monkeypatch, choose(point, variation)["sampling_mask"], len(batch.weight))
     assert exact.grads["hidden"].norm() > 0
     # The interpreter is slow, and chunks are the engine's: there each variation has one size of its own.
     for rows in CHUNK_ROWS if backend != "triton" else CHUNK_ROWS[1 + variation :][:1]:

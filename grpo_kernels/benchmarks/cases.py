@@ -44,7 +44,8 @@ def token_counts(most: int) -> list[int]:
 class Case:
     """One measurement: N = `tokens` in N / T completions of T = `length`, `generations` adjacent ones to a prompt.
 
-    `idle_share` of the prompts have equal rewards, hence advantages of 0; `beta` weighs the k3 term.
+    `idle_share` of the prompts have equal rewards, hence advantages of 0; `beta` weighs the k3 term. `masked_share` of
+    the completions have a sampling mask of `kept_ids` ids for each token; with 0 there is none.
     """
 
     head: str
@@ -57,14 +58,19 @@ class Case:
     generations: int = GENERATIONS
     idle_share: float = 0.0
     beta: float = 0.04
+    kept_ids: int = 0
+    masked_share: float = 1.0
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(f"mode={self.mode!r}; expected one of {', '.join(MODES)}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r}; expected one of {', '.join(DTYPES)}")
-        if not 0.0 <= self.idle_share <= 1.0:
-            raise ValueError(f"idle_share={self.idle_share}; expected a number from 0 to 1")
+        for name in ("idle_share", "masked_share"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name}={getattr(self, name)}; expected a number from 0 to 1")
+        if not 0 <= self.kept_ids <= self.vocab_size:
+            raise ValueError(f"kept_ids={self.kept_ids}; expected 0 to vocab_size = {self.vocab_size}")
         if min(self.tokens, self.hidden_size, self.vocab_size, self.length, self.generations) < 1:
             raise ValueError(f"{self}: sizes have to be positive")
         if self.tokens % (self.generations * self.length):
@@ -87,6 +93,9 @@ class Case:
             parts.append(f"{self.generations} completions per prompt")
         if self.idle_share or not self.beta:
             parts.append(f"{self.idle_share:.0%} of the prompts without gradient, beta {self.beta:g}")
+        if self.kept_ids:
+            share = "" if self.masked_share == 1.0 else f" of {self.masked_share:.0%} of the tokens"
+            parts.append(f"{self.kept_ids} ids kept{share}")
         return ", ".join(parts)
 
 

@@ -26,6 +26,7 @@ SWEPT = {  # field of a case -> its name, and the field that follows from it
     "vocab_size": ("vocabulary, V", "head"),
     "generations": ("completions per prompt, G", "length"),
     "idle_share": ("share of prompts with equal rewards", ""),
+    "kept_ids": ("kept ids of a token, K", ""),
 }
 ERRORS = {
     "loss": "loss\nrelative",
@@ -198,6 +199,29 @@ def times(document: Record, field: str, wanted: Wanted) -> Figure | None:
     return figure
 
 
+@rc_context(STYLE)
+def kept(document: Record) -> Figure | None:
+    """Sampling masks: time against the kept ids of a token, and against H, beside what memory bandwidth allows."""
+    found = [(field, sweep) for field in ("kept_ids", "hidden_size") for sweep in _sweeps(document, field)]
+    found = [(field, sweep) for field, sweep in found if sweep[0]["case"].get("kept_ids")]
+    rows = list(dict.fromkeys(sweep[0]["case"]["dtype"] for _, sweep in found))
+    if not found:
+        return None
+    figure, axes = sheet(document, "Time with sampling masks", len(rows), 2, 2.5)
+    for axis in axes.flat:
+        axis.set_axis_off()
+    for field, sweep in found:
+        case = sweep[0]["case"]
+        axis = axes[rows.index(case["dtype"]), int(field == "hidden_size")]
+        lines = _lines(sweep, field, _seconds, lambda name: name in ("ours", "ours-unmasked"))
+        bound = {one["case"][field]: one["predicted"]["ways"]["kept"]["seconds"] for one in sweep}
+        kept_ids = "" if field == "kept_ids" else f", {case['kept_ids']} ids kept"
+        axis.set_axis_on()
+        axis.set(title=_describe(case, field) + kept_ids, xlabel=SWEPT[field][0])
+        plot_lines(axis, [*lines, Line("floor", "bandwidth bound", bound, [])], "s", 2.5)
+    return figure
+
+
 # --- what a document holds --------------------------------------------------------------------------------------------
 
 
@@ -218,8 +242,9 @@ def _sweeps(document: Record, field: str, fixed: Callable[[Record], object] = la
     """Groups of three cases or more, ascending, that differ in `field` alone and, where given, agree in `fixed`."""
     groups: dict[str, dict[float, Record]] = {}
     for case in document["cases"]:
-        same = {key: value for key, value in case["case"].items() if key not in (field, SWEPT[field][1])}
-        groups.setdefault(f"{same} {fixed(case['case'])}", {}).setdefault(case["case"][field], case)
+        if field in case["case"]:
+            same = {key: value for key, value in case["case"].items() if key not in (field, SWEPT[field][1])}
+            groups.setdefault(f"{same} {fixed(case['case'])}", {}).setdefault(case["case"][field], case)
     return [[group[value] for value in sorted(group)] for group in groups.values() if len(group) >= 3]
 
 
@@ -244,7 +269,8 @@ def _case_per_head(document: Record, mode: str) -> list[Record]:
     best: dict[object, tuple[object, Record]] = {}
     for case in document["cases"]:
         of, found = case["case"], case["implementations"].values()
-        if of["mode"] == mode and not of["idle_share"] and not (of["head"] == "custom" and case in swept):
+        made_for_a_sweep = of["idle_share"] or of.get("kept_ids") or (of["head"] == "custom" and case in swept)
+        if of["mode"] == mode and not made_for_a_sweep:
             ranked = (sum("seconds" in entry for entry in found), of["beta"] > 0, of["tokens"]), case
             key = tuple(of[field] for field in ("head", "hidden_size", "vocab_size", "dtype"))
             best[key] = max(best.get(key, ranked), ranked, key=lambda pair: pair[0])
@@ -291,5 +317,6 @@ PICTURES: dict[str, Callable[[Record], Figure | None]] = {
     "scaling-tokens": functools.partial(times, field="tokens", wanted=_is_timed),
     "scaling-vocabulary": functools.partial(times, field="vocab_size", wanted=_is_timed),
     "scaling-hidden": functools.partial(times, field="hidden_size", wanted=_is_timed),
+    "kept": kept,
     "scaling-generations": functools.partial(times, field="generations", wanted=_is_timed),
 }

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..sampling_mask import SamplingMask
 from .cases import Case
 
 EPSILON = 0.2
@@ -32,6 +33,7 @@ class Inputs:
     advantages: Tensor  # (B,) float32, of the rewards
     generations: int
     beta: float
+    sampling_mask: SamplingMask | None = None
 
     @property
     def flat_hidden(self) -> Tensor:
@@ -58,10 +60,12 @@ def make_inputs(case: Case, device: torch.device, *, seed: int = 0) -> Inputs:
     num_prompts = batch // case.generations
     rewards.view(num_prompts, case.generations)[_idle(num_prompts, case.idle_share)] = 0.5
     weight = normal(case.vocab_size, case.hidden_size, dtype=case.torch_dtype)
+    ids = torch.randint(case.vocab_size, (batch, length), device=device, generator=generator)
+    mask = _sampling_mask(ids, case, generator) if case.kept_ids else None
     return Inputs(
         hidden=normal(batch, length, case.hidden_size, dtype=case.torch_dtype).requires_grad_(),
         weight=weight.mul_(2 / math.sqrt(case.hidden_size)).requires_grad_(case.mode != "frozen"),
-        ids=torch.randint(case.vocab_size, (batch, length), device=device, generator=generator),
+        ids=ids,
         mask=torch.ones(batch, length, dtype=torch.int64, device=device),
         old_logps=normal(batch, length).mul_(0.1).add_(uniform),
         ref_logps=normal(batch, length).mul_(0.1).add_(uniform),
@@ -69,7 +73,24 @@ def make_inputs(case: Case, device: torch.device, *, seed: int = 0) -> Inputs:
         advantages=group_advantages(rewards, case.generations),
         generations=case.generations,
         beta=case.beta,
+        sampling_mask=mask,
     )
+
+
+def _sampling_mask(ids: Tensor, case: Case, generator: torch.Generator) -> SamplingMask:
+    """The sampled id and others of the whole vocabulary: one of each of `kept_ids` equal parts of it, so that they
+    ascend and no two are equal. Completions with and without a mask are spread over the batch."""
+    count, vocab = case.kept_ids, case.vocab_size
+    bounds = torch.arange(count + 1, device=ids.device) * vocab // count
+    first, size = bounds[:-1], bounds.diff()
+    shares = torch.rand(*ids.shape, count, device=ids.device, generator=generator)
+    kept = first + (shares * size).long().clamp(max=size - 1)
+    part = torch.searchsorted(bounds, ids, right=True) - 1
+    kept.scatter_(-1, part[..., None], ids[..., None])
+    rows = torch.arange(len(ids), device=ids.device)
+    masked = (rows + 1) * case.masked_share // 1 > rows * case.masked_share // 1
+    counts = torch.where(masked[:, None], count, 0).expand(ids.shape)
+    return SamplingMask(kept[masked].flatten().to(torch.int32), counts.to(torch.int32).contiguous())
 
 
 def with_true_ratios(inputs: Inputs, logps: Tensor, seed: int = 1) -> Inputs:

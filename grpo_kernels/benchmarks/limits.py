@@ -41,6 +41,7 @@ WAYS = {
     "anchored": "exponentials relative to the sampled token from the epilogue, no row kernel",
     "staged": "rows for losses over whole sequences: statistics, then the gradient, from the same logits",
     "recompute": "logits twice, 8 NHV, for zero-gradient tokens too: the lower bound of TRL, Liger and verl",
+    "kept": "a row of the weight and one of the hidden states read per kept id of a sampling mask",
     "eager": "all logits at once and autograd, each pass reading and writing once",
 }
 PARTS = ("logits", "epilogue", "row passes", "dhidden", "dweight", "finish")
@@ -50,6 +51,8 @@ GROUP_BYTES = 16 << 20
 # Per logit, beside the product and not overlapped with it: the estimate of backends/triton/anchored.py.
 EPILOGUE_INSTRUCTIONS = 20
 EAGER_LAUNCHES, FLOOR_LAUNCHES = 60, 3
+# Of products over kept ids: operators that sort and place them, estimated; bytes per kept id that they may hold.
+KEPT_LAUNCHES, KEPT_BYTES = 110, 64
 # Share of a copy's bandwidth that a row kernel reaches on a GPU: assumed.
 ROW_RATE = 0.9
 
@@ -144,15 +147,18 @@ def ways(case: Case, device: Device) -> tuple[str, ...]:
         "linear": folds,
         "anchored": folds and case.dtype != "float16",  # which cannot hold e^(z - z_id)
         "staged": case.mode != "forward",
+        "kept": case.kept_ids > 0,
     }
     return tuple(way for way in WAYS if serves.get(way, True))
 
 
-def way_of(implementation: str) -> str | None:
-    """The way of an implementation of the benchmarks, by its name; None where there is no model of it."""
+def way_of(implementation: str, kept_ids: int = 0) -> str | None:
+    """The way of an implementation of the benchmarks, by its name and Case.kept_ids; None where there is no model."""
     name, _, rest = implementation.partition("-")
     if name == "ours":
         last = rest.rpartition("-")[2]
+        if kept_ids and last != "unmasked":
+            return "kept"
         return last if last in WAYS else "rows"
     peers = dict.fromkeys(("trl", "liger", "verl", "cut"), "recompute")
     return peers.get(name, name if name in ("floor", "eager") else None)
@@ -179,7 +185,7 @@ def predict(
     served = ways(case, device)
     if way not in served:
         raise ValueError(f"{way!r} does not serve {case} on {device.name}; expected one of {', '.join(served)}")
-    return {"floor": _floor, "eager": _eager}.get(way, _chunked)(
+    return {"floor": _floor, "eager": _eager, "kept": _kept}.get(way, _chunked)(
         _Work(case, device, way, design or default_design(case, device, way), exposed)
     )
 
@@ -364,6 +370,24 @@ def _gradients(w: _Work) -> Iterator[Part]:
         finish += elements * (8 + 2 * w.item) * anchored  # the scaled hidden states
         finish += w.weight * (w.sum + w.item) * (w.sum != w.item)
     yield w.pass_over("finish", finish)
+
+
+def _kept(w: _Work) -> Prediction:
+    """Products over kept ids (engine/kept.py): bound by memory, where each row is read from it every time. The tokens
+    without a mask are a smaller case of `rows`."""
+    masked = round(w.tokens * w.case.masked_share)
+    pairs, read = masked * w.case.kept_ids, w.row_rate * w.device.bandwidth
+    bytes = (pairs + masked) * w.width * w.item
+    names = [name for name, wanted in (("logits", True), ("dhidden", w.active), ("dweight", w.trained)) if wanted]
+    written = {"dweight": w.weight * w.item}
+    moved = {name: bytes + written.get(name, 0) for name in names}
+    parts = [Part(name, 2 * pairs * w.width, moved[name], 0.0, moved[name] / read) for name in names]
+    peak, launches, (_, before) = KEPT_BYTES * pairs, KEPT_LAUNCHES, w.design.launches[w.case.mode]
+    w.tokens, w.active, w.scored = w.tokens - masked, max(0, w.active - masked), max(0, w.scored - masked)
+    if not w.tokens:
+        return w.prediction(parts, peak, launches, before, w.design.launch_cost)
+    rest = _chunked(w)
+    return replace(rest, parts=(*parts, *rest.parts), peak_bytes=rest.peak_bytes + peak)
 
 
 def _eager(w: _Work) -> Prediction:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..reference import kept_ids
+from ..sampling_mask import SamplingMask
 from .implementations import Result
 from .inputs import Inputs, token_losses, with_true_ratios
 
@@ -35,8 +37,9 @@ class Reference:
 def off_policy(inputs: Inputs) -> Inputs:
     """`inputs` with old and reference log-probabilities near the true ones: in float32, since near is enough."""
     weight = inputs.weight.detach().float()
-    chunks = zip(_split(inputs.flat_hidden.detach(), weight), _split(inputs.ids.view(-1), weight), strict=True)
-    logps = torch.cat([_gather((h.float() @ weight.T).log_softmax(-1), ids) for h, ids in chunks])
+    rows = _split(torch.arange(inputs.ids.numel(), device=weight.device), weight)
+    hidden, all_ids = inputs.flat_hidden.detach(), inputs.ids.view(-1)
+    logps = torch.cat([_gather(_log_p(hidden[i].float(), weight, inputs, i), all_ids[i]) for i in rows])
     return with_true_ratios(inputs, logps.view(inputs.ids.shape))
 
 
@@ -47,6 +50,7 @@ def reference(inputs: Inputs, mode: str, objective: str) -> Reference:
     """
     weight = inputs.weight.detach().double()
     per_token = (
+        torch.arange(inputs.ids.numel(), device=weight.device),
         inputs.flat_hidden.detach(),
         inputs.ids.reshape(-1),
         inputs.old_logps.reshape(-1),
@@ -57,9 +61,9 @@ def reference(inputs: Inputs, mode: str, objective: str) -> Reference:
     loss = scale = 0.0
     all_logps, dhidden = [], []
     dweight = torch.zeros_like(weight) if mode == "step" else None
-    for h, ids, old, ref, advantages in zip(*(_split(x, weight) for x in per_token), strict=True):
+    for rows, h, ids, old, ref, advantages in zip(*(_split(x, weight) for x in per_token), strict=True):
         h = h.double()
-        log_p = (h @ weight.T).log_softmax(-1)
+        log_p = _log_p(h, weight, inputs, rows)
         logps = _gather(log_p, ids).requires_grad_()
         if objective == "grpo":
             losses = token_losses(logps, old.double(), ref.double(), advantages.double(), inputs.beta)
@@ -114,6 +118,15 @@ def why_wrong(right: Reference, result: Result, found: dict[str, float], dtype: 
 
 def _split(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
     return torch.split(x, max(1, _LOGITS // weight.shape[0]))
+
+
+def _log_p(hidden: Tensor, weight: Tensor, inputs: Inputs, rows: Tensor) -> Tensor:
+    """Log-probabilities of all ids, -inf where a sampling mask leaves them out, at tokens `rows`."""
+    logits = hidden @ weight.T
+    if inputs.sampling_mask is not None:
+        mask = SamplingMask(inputs.sampling_mask.ids, inputs.sampling_mask.counts.flatten())[rows]
+        logits.masked_fill_(~kept_ids(mask, inputs.ids.view(-1)[rows], len(weight)), -math.inf)
+    return logits.log_softmax(-1)
 
 
 def _gather(log_p: Tensor, ids: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ RIVALS = (*BARE, "compiled", "trl", "liger", "liger-native", "verl*", "cut-cross
 NEAREST = (*BARE, "compiled", "trl", "liger")
 EVERYBODY = ("ours*", *RIVALS)
 IDLE = ("ours", "ours-unscored", "floor")
+MASKED = ("ours", "ours-unmasked", "floor")
 
 
 @dataclass(frozen=True)
@@ -133,12 +134,30 @@ def _scaling(small: bool) -> list[Job]:
     ]
 
 
+def _masks(small: bool) -> list[Job]:
+    """Sampling masks: time against the kept ids of a token and against H, half of the tokens masked, scoring alone."""
+    shape, length = ("smollm2-135m:2048", 256) if small else ("llama-3-8b:16384", None)
+    dtypes = ("float32", "bfloat16") if small else ("bfloat16",)
+    tokens, vocab, widths = (1024, 49152, (256, 1024, 2048)) if small else (8192, 131072, (1024, 4096, 8192))
+
+    def of(kept: int, shape: str = shape, weighed: Sequence[str] = (), **options: Any) -> list[Job]:
+        return _job(shape, MASKED, dtypes=dtypes, weighed=weighed, kept_ids=kept, length=length, **options)
+
+    return [
+        *(job for kept in (32, 8, 512) for job in of(kept, weighed=MASKED[:2])),
+        *of(32, masked_share=0.5),
+        *of(32, mode="forward"),
+        *(job for kept in (128, 16, 64, 256) for job in of(kept)),
+        *(job for width in widths for job in of(32, f"{tokens}x{width}x{vocab}")),
+    ]
+
+
 def _sweeps(small: bool) -> list[Job]:
     return [*_idle(small), *_tokens(small), *_scaling(small), *_memory(small)]
 
 
 def _all(small: bool) -> list[Job]:
-    return [*_heads(small), *_sweeps(small)]
+    return [*_heads(small), *_sweeps(small), *_masks(small)]
 
 
 SETS: dict[str, Callable[[bool], list[Job]]] = {
@@ -148,6 +167,7 @@ SETS: dict[str, Callable[[bool], list[Job]]] = {
     "memory": _memory,
     "tokens": _tokens,
     "scaling": _scaling,
+    "masks": _masks,
     "sweeps": _sweeps,
     "all": _all,
 }

@@ -26,7 +26,8 @@ def case_table(found: Document) -> str:
     if "error" in found:
         lines.append(f"  {found['error']}")
     ways = found.get("predicted", {}).get("ways", {})
-    rows = [_row(name, report, ways.get(way_of(name), {})) for name, report in found["implementations"].items()]
+    modelled = {name: ways.get(way_of(name, case.kept_ids), {}) for name in found["implementations"]}
+    rows = [_row(name, report, modelled[name]) for name, report in found["implementations"].items()]
     return "\n".join([*lines, table(_HEADER, rows)])
 
 

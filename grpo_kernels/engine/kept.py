@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..contract import KeptIds, KeptPairs, LogitChunk, RowGradients, Rows, TokenValues, no_values
-from ..validate import checks_values
+from ..validate import check_kept_ids
 from .chunk import Chunk
 from .lm_head import LMHead
 
@@ -47,10 +47,7 @@ def make_token_mask(ids: Tensor | None, counts: Tensor | None, vocab_size: int, 
     """From the tensors of a SamplingMask; None where there is none."""
     if ids is None or counts is None:
         return None
-    if ids.numel() and checks_values(ids.device) and int(ids.max()) >= vocab_size:
-        raise ValueError(
-            f"sampling_mask holds id {int(ids.max())}; expected ids < {vocab_size}, the rows of lm_head_weight"
-        )
+    check_kept_ids(ids, counts, vocab_size)
     if is_static:
         raise ValueError(
             "sampling_mask was given with static_shapes=True or under capture of a CUDA graph; the number of kept ids "
@@ -67,8 +64,9 @@ class MaskRows:
     ids: Tensor  # (M,) int64, ascending within a token
     row: Tensor  # (M,) int64: the token of each id, in `index`
     counts: Tensor  # (C,) int64
-    places: Tensor  # (C,) int64: place of the sampled id in its row
+    places: Tensor  # (C,) int64: place of the sampled id in its row; -1 where `outside`
     added: Tensor  # (C,) bool
+    outside: Tensor  # (C,) bool: an id is not in the vocabulary, which is an error only where values are looked at
 
     @property
     def firsts(self) -> Tensor:
@@ -84,8 +82,13 @@ def mask_rows(mask: TokenMask, ids: Tensor, index: Tensor, vocab_size: int) -> M
     counts = mask.counts[index].long()
     first_of_token = mask.counts.cumsum(0) - mask.counts
     row, rank = _places(counts)
-    keys = row * vocab_size + mask.ids[first_of_token[index][row] + rank]
-    wanted = torch.arange(index.numel(), device=index.device) * vocab_size + ids[index]
+    given, sampled = mask.ids[first_of_token[index][row] + rank], ids[index]
+    outside = ((given < 0) | (given >= vocab_size)).to(torch.int32)
+    outside = torch.zeros_like(sampled, dtype=torch.int32).scatter_reduce_(0, row, outside, "amax") > 0
+    outside |= (sampled < 0) | (sampled >= vocab_size)
+    # Memory is read at rows of the weight even then.
+    keys = row * vocab_size + given.clamp(0, vocab_size - 1)
+    wanted = torch.arange(index.numel(), device=index.device) * vocab_size + sampled.clamp(0, vocab_size - 1)
     found = torch.searchsorted(keys, wanted)
     added = keys[found.clamp(max=keys.numel() - 1)] != wanted
     if bool(added.any()):
@@ -93,8 +96,8 @@ def mask_rows(mask: TokenMask, ids: Tensor, index: Tensor, vocab_size: int) -> M
         counts = counts + added
         row, _ = _places(counts)
         found = torch.searchsorted(keys, wanted)
-    places = found - (counts.cumsum(0) - counts)
-    return MaskRows(index, keys - row * vocab_size, row, counts, places, added)
+    places = torch.where(outside, -1, found - (counts.cumsum(0) - counts))
+    return MaskRows(index, keys - row * vocab_size, row, counts, places, added, outside)
 
 
 def _places(counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -225,7 +228,7 @@ class DenseMask:
         ids = self.rows.ids[self.rows.firsts[place][row] + rank]
         row = masked[row]
         kept = chunk.logits[row, ids]
-        chunk.logits[masked] = -torch.inf
+        chunk.logits[masked] = torch.where(self.rows.outside[place], torch.nan, -torch.inf)[:, None].to(kept.dtype)
         chunk.logits[row, ids] = kept
 
     def kept_mass(self, values: TokenValues) -> Tensor:

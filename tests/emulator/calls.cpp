@@ -48,6 +48,12 @@ gk::RowArgs take_rows(Arguments& values, const void* numbers) {
     return a;
 }
 
+template <class... Rest>
+void take_kept(Arguments& values, gk::KeptArgs& a, Rest&... rest) {
+    values.all(a.hidden, a.weight, a.bias, a.ids, a.token_of.start, a.token_of.index, a.rows, a.slots, a.tokens,
+               a.vocab, a.width, a.hidden_row_stride, a.weight_row_stride, a.dtype, rest...);
+}
+
 // Of memory that holds what it must not be read as, and ends where it says.
 std::vector<char> workspace_of(size_t bytes) { return std::vector<char>(bytes, '\xFF'); }
 
@@ -99,6 +105,24 @@ void call(const std::string& function, Arguments values, const void* numbers) {
         const float* factor;
         values.all(x, dtype, count, factor);
         cuda::scale(x, dtype, count, factor, nullptr);
+    } else if (function == "kept_logits") {
+        KeptArgs a = {};
+        float* logits;
+        take_kept(values, a, logits);
+        cuda::kept_logits(a, logits, nullptr);
+    } else if (function == "kept_dhidden") {
+        KeptArgs a = {};
+        KeptTarget target = {};
+        const float* dlogits;
+        take_kept(values, a, dlogits, target.data, target.row_stride, target.dtype);
+        cuda::kept_dhidden(a, dlogits, target, nullptr);
+    } else if (function == "kept_dweight") {
+        KeptPairs a = {};
+        PairsById by_id = {};
+        KeptTarget target = {};
+        values.all(a.hidden, a.ids, a.token_of, a.dlogits, a.count, a.tokens, a.vocab, a.width, a.hidden_row_stride,
+                   a.dtype, by_id.starts, by_id.pairs, target.data, target.row_stride, target.dtype, target.add);
+        cuda::kept_dweight(a, by_id, target, nullptr);
     } else {
         throw std::invalid_argument("no function " + function);
     }

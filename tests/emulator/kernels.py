@@ -13,6 +13,8 @@ from torch import Tensor
 
 from grpo_kernels import contract
 from grpo_kernels.contract import (
+    KeptIds,
+    KeptPairs,
     KernelParams,
     LogitChunk,
     PlannedTokens,
@@ -192,8 +194,35 @@ class Kernels:
         )
         return tuple(out)
 
+    # --- kept ids -------------------------------------------------------------------------------------------------
+
+    def kept_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptIds, logits: Tensor) -> None:
+        self.call("kept_logits", [*kept_arguments(hidden, weight, bias, kept, len(hidden)), logits])
+
+    def kept_dhidden(self, dlogits: Tensor, weight: Tensor, kept: KeptIds, dhidden: Tensor) -> None:
+        self.call("kept_dhidden", [*kept_arguments(None, weight, None, kept, len(dhidden)), dlogits, *matrix(dhidden)])
+
+    def kept_dweight(self, dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Tensor, *, add: bool) -> None:
+        sizes = [dlogits.numel(), len(hidden), *dweight.shape, hidden.stride(0), DTYPES.index(hidden.dtype)]
+        given = [hidden, pairs.ids, pairs.token_of, dlogits, *sizes, *pairs.by_id(len(dweight))]
+        self.call("kept_dweight", [*given, *matrix(dweight), int(add)])
+
+    # --- finished gradients ---------------------------------------------------------------------------------------
+
     def scale(self, x: Tensor, factor: Tensor) -> None:
         self.call("scale", [x, DTYPES.index(x.dtype), x.numel(), factor])
+
+
+def matrix(x: Tensor) -> list[int | Tensor]:
+    return [x, x.stride(0), DTYPES.index(x.dtype)]
+
+
+def kept_arguments(
+    hidden: Tensor | None, weight: Tensor, bias: Tensor | None, kept: KeptIds, tokens: int
+) -> list[int | Tensor | None]:
+    """gk::KeptArgs."""
+    sizes = [*kept.ids.shape, tokens, *weight.shape, 0 if hidden is None else hidden.stride(0), weight.stride(0)]
+    return [hidden, weight, bias, kept.ids, 0, kept.rows.index, *sizes, DTYPES.index(weight.dtype)]
 
 
 def empty_stats(rows: int) -> RowStats:

@@ -35,8 +35,9 @@ def kept_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptI
 def kept_dhidden(dlogits: Tensor, weight: Tensor, kept: KeptIds, dhidden: Tensor) -> None:
     """Into the tokens' rows of dhidden (N, H)."""
     for piece in _pieces(kept.ids.shape[0], kept.ids.shape[1] * weight.shape[1]):
-        rows = weight[kept.ids[piece].clamp(min=0)].to(dlogits.dtype)
-        dhidden[_tokens(kept)[piece]] = torch.bmm(dlogits[piece, None], rows).squeeze(1).to(dhidden.dtype)
+        ids = kept.ids[piece]
+        factors, rows = dlogits[piece].masked_fill(ids < 0, 0.0), weight[ids.clamp(min=0)].to(dlogits.dtype)
+        dhidden[_tokens(kept)[piece]] = torch.bmm(factors[:, None], rows).squeeze(1).to(dhidden.dtype)
 
 
 def kept_dweight(dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Tensor, *, add: bool) -> None:
@@ -55,7 +56,8 @@ def kept_dweight(dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Ten
         own = order[begin : int(ends[last - 1])]
         terms = dlogits[own, None] * hidden[pairs.token_of[own]].to(dlogits.dtype)
         sums = torch.segment_reduce(terms, "sum", lengths=lengths[done:last], axis=0, unsafe=True)
-        dweight[unique[done:last]] += sums.to(dweight.dtype)
+        target = unique[done:last]
+        dweight[target] = (sums + dweight[target] if add else sums).to(dweight.dtype)
         done = last
 
 

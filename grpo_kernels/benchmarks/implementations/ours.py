@@ -6,6 +6,7 @@ import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -20,8 +21,9 @@ def _step(inputs: Inputs, mode: str, backend: str, config: GRPOConfig) -> Result
     if mode == "forward":
         with torch.no_grad():
             logps, _ = fused_logps(
-                inputs.hidden, inputs.weight, inputs.ids, completion_mask=inputs.mask, backend=backend
-            )
+                inputs.hidden, inputs.weight, inputs.ids, completion_mask=inputs.mask,
+                sampling_mask=inputs.sampling_mask, backend=backend,
+            )  # fmt: skip
         return Result(logps=logps)
     output = fused_grpo_loss(
         inputs.hidden,
@@ -30,6 +32,7 @@ def _step(inputs: Inputs, mode: str, backend: str, config: GRPOConfig) -> Result
         completion_mask=inputs.mask,
         old_logps=inputs.old_logps,
         ref_logps=inputs.ref_logps if inputs.beta else None,
+        sampling_mask=inputs.sampling_mask,
         rewards=inputs.rewards,
         num_generations=inputs.generations,
         config=config,
@@ -39,7 +42,12 @@ def _step(inputs: Inputs, mode: str, backend: str, config: GRPOConfig) -> Result
 
 
 def _settings(
-    inputs: Inputs, mode: str, backend: str = "auto", strategy: str | None = None, score_inactive: bool = True
+    inputs: Inputs,
+    mode: str,
+    backend: str = "auto",
+    strategy: str | None = None,
+    score_inactive: bool = True,
+    masked: bool = True,
 ) -> dict[str, Step]:
     config = GRPOConfig(
         aggregation="seq_mean",
@@ -52,7 +60,7 @@ def _settings(
 
     def step(inputs: Inputs) -> Result:
         with _chosen(strategy):
-            return _step(inputs, mode, backend, config)
+            return _step(inputs if masked else replace(inputs, sampling_mask=None), mode, backend, config)
 
     if strategy is not None and strategy not in get_backend(backend).strategies(inputs.hidden, inputs.weight):
         raise Unserved(f"strategy {strategy} does not serve these inputs")
@@ -97,6 +105,12 @@ def _strategies(backend: str) -> tuple[str | None, ...]:
 
 IMPLEMENTATIONS = (
     Implementation("ours", "ours", _settings),
+    Implementation(
+        "ours-unmasked",
+        "ours without the sampling mask",
+        functools.partial(_settings, masked=False),
+        objective="none",
+    ),
     Implementation("ours-unscored", "ours, score_inactive=False", functools.partial(_settings, score_inactive=False)),
     *(_of_backend(backend, strategy) for backend in registered_backends() for strategy in _strategies(backend)),
 )
