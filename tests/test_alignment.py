@@ -83,6 +83,8 @@ def test_noise_is_none_of_the_usual_mistakes():
     assert not result.aligned and result.message.endswith("it looks like none of the usual mistakes")
     with pytest.raises(ValueError, match=r"logps has shape \(4, 5\); expected \(4, 6\) like completion_ids"):
         check_alignment(model, inputs, logps[:, :-1])
+    with pytest.raises(ValueError, match="batch has no 'completion_ids'; expected the tensors of fused_forward"):
+        check_alignment(model, {"input_ids": inputs["input_ids"]})
 
 
 def test_padding_does_not_count():

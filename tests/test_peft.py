@@ -9,7 +9,7 @@ import torch
 from test_transformers import LENGTH, batch, gradients, own_logps, positions_of
 from tiny_models import tiny_model
 
-from grpo_kernels import fused_grpo_loss, grpo_loss_from_logps
+from grpo_kernels import fused_grpo_loss, fused_logps, grpo_loss_from_logps
 from grpo_kernels.integrations.lm_head import lm_head_inputs
 
 ADVANTAGES = torch.tensor([1.0, -0.5, 2.0, -1.0])
@@ -97,6 +97,18 @@ def test_two_adapters_and_none(peft):
     with saved.disable_adapter():
         assert lm_head_inputs(layer, x).weight is layer.original_module.weight
     assert lm_head_inputs(layer, x).weight is layer.modules_to_save["default"].weight
+
+
+def test_reference_log_probabilities_come_from_the_model_without_its_adapters(peft):
+    from grpo_kernels.integrations.transformers import fused_forward
+
+    inputs = batch()
+    expected, _ = fused_forward(tiny_model("llama", dtype=torch.float64), **inputs, loss=fused_logps)
+    model = adapted(peft, target_modules=[*BODY, "lm_head"])
+    with model.disable_adapter(), torch.no_grad():
+        logps, _ = fused_forward(model, **inputs, loss=fused_logps)
+    torch.testing.assert_close(logps, expected.detach())
+    assert not torch.allclose(fused_forward(model, **inputs, loss=fused_logps)[0], logps, atol=1e-2)
 
 
 def test_sixteen_bit_weights_keep_a_small_adapter(peft):

@@ -47,8 +47,9 @@ def gradients(model) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("family", sorted(TINY_MODELS))
 def test_loss_and_gradients_are_those_of_the_models_own_logits(family):
-    # In float64 the experts of Granite do not run, and Gemma 2's attention is NaN at padding on the left.
-    dtype = torch.float32 if family in ("gemma2", "granitemoe") else torch.float64
+    # In float64 experts do not run, and Gemma 2's attention is NaN at padding on the left.
+    single = family in ("gemma2", "granitemoe", "mixtral", "qwen2_moe")
+    dtype = torch.float32 if single else torch.float64
     model, inputs = tiny_model(family, dtype=dtype), batch()
     config, advantages = GRPOConfig.preset("dapo"), torch.tensor([1.0, -0.5, 2.0, -1.0])
     mask = inputs["attention_mask"][:, -LENGTH:]
@@ -174,6 +175,10 @@ def test_a_model_without_a_head_or_of_an_unknown_family_is_refused():
         fused_forward(model.model, **inputs, advantages=torch.ones(4))
     with pytest.raises(TypeError, match=r"pass model\.module"):
         fused_forward(torch.nn.DataParallel(model), **inputs, advantages=torch.ones(4))
+    model.config.output_router_logits = True
+    with pytest.raises(ValueError, match=r"config\.output_router_logits=True; expected False"):
+        fused_forward(model, **inputs, advantages=torch.ones(4))
+    model.config.output_router_logits = False
     model.config.model_type = "no_such"
     with pytest.raises(ValueError, match=r"config\.model_type='no_such': no rule"):
         fused_forward(model, **inputs, advantages=torch.ones(4))

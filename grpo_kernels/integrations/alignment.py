@@ -45,6 +45,9 @@ def check_alignment(
     """
     parts = take_apart(model)
     others = {name: value for name, value in batch.items() if name not in _MODEL_INPUTS}
+    for name in ("input_ids", "completion_ids"):
+        if name not in batch:
+            raise ValueError(f"batch has no {name!r}; expected the tensors of fused_forward")
     attention_mask, ids = batch.get("attention_mask"), batch["completion_ids"]
     inputs = forward_inputs(parts, batch["input_ids"], attention_mask, ids, others)
     mask = batch.get("completion_mask")

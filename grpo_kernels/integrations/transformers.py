@@ -46,7 +46,7 @@ def fused_forward(
         input_ids: (B, L) int64, prompts followed by completions; the prompts may be padded on the left, the completions
             on the right. completion_ids: (B, T) with T < L, the last T columns of input_ids.
         attention_mask: (B, L), 0 at padding. The position of a token counts from its row's first token, as in
-            `generate`, for models whose forward takes position_ids.
+            `generate`, for text models whose forward takes position_ids.
         completion_mask: (B, T), 0 at tokens that are not scored; None: the last T columns of attention_mask.
         model_inputs: other arguments of the model's forward, such as position_ids or pixel_values.
         loss: `fused_grpo_loss`, or a function that takes (hidden, weight, completion_ids, *, completion_mask,
@@ -56,6 +56,9 @@ def fused_forward(
             out = fused_forward(model, input_ids=ids, attention_mask=mask, completion_ids=ids[:, -T:],
                                 advantages=advantages, old_logps=old_logps, config=GRPOConfig.preset("dapo"))
             out.loss.backward()
+
+    Under FSDP2 and DistributedDataParallel call it inside the forward of the module that they wrap, and return the
+    loss, so that their hooks run: the parameters are whole there, and their gradients are averaged.
 
     The first call with a class of models computes the model's own logits of one row and compares them.
 
@@ -98,15 +101,22 @@ def take_apart(model: Any) -> CausalLM:
                 raise TypeError(f"model has the adapter {name!r}, which adds a prompt; expected LoRA or no adapter")
         model = model.get_base_model()
     if not isinstance(model, PreTrainedModel):
-        hint = (
-            ": pass model.module, inside a forward that DistributedDataParallel wraps"
-            if hasattr(model, "module")
-            else ""
-        )
+        wrapped = hasattr(model, "module")
+        hint = ": pass model.module, inside a forward that DistributedDataParallel wraps" if wrapped else ""
         raise TypeError(f"model is a {type(model).__name__}; expected a causal language model of transformers{hint}")
     lm_head = model.get_output_embeddings()
     if lm_head is None or model.base_model is model:
         raise TypeError(f"model is a {type(model).__name__}; expected a causal language model, with an lm_head")
+    for name, parameter in lm_head.named_parameters():
+        if any(kind.__name__ == "DTensor" for kind in type(parameter).__mro__):
+            raise TypeError(
+                f"lm_head.{name} is a DTensor; expected fused_forward to run inside the forward of the module that "
+                "fully_shard was given, where parameters are whole"
+            )
+    if getattr(model.config, "output_router_logits", False):
+        raise ValueError(
+            "config.output_router_logits=True; expected False: the auxiliary loss of the experts is not added"
+        )
     return CausalLM(model, model.base_model, lm_head, logit_transform(model.config))
 
 
@@ -147,7 +157,9 @@ def forward_inputs(
     inputs: dict[str, Any] = {"input_ids": input_ids, **(others or {})}
     if attention_mask is not None:
         inputs["attention_mask"] = attention_mask
-        if "position_ids" not in inputs and _takes(parts.body, "position_ids"):
+        # Models with images or audio count positions in their own way.
+        text_only = getattr(parts.model.config, "text_config", None) is None
+        if text_only and "position_ids" not in inputs and _takes(parts.body, "position_ids"):
             inputs["position_ids"] = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
     return inputs
 
