@@ -85,7 +85,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(designs([make_case(shape, options.dtype, mode=options.mode) for shape in options.shapes], DEVICES[name]))
         return
     for shape in options.shapes:
-        case = make_case(shape, options.dtype, mode=options.mode, idle_share=options.idle_share, beta=options.beta)
+        case = make_case(
+            shape,
+            options.dtype,
+            mode=options.mode,
+            idle_share=options.idle_share,
+            beta=options.beta,
+            kept_ids=options.kept_ids,
+        )
         print(report(case, find_device(options.device or DEFAULT, case)), end="\n\n")
 
 
@@ -303,6 +310,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--mode", choices=MODES, default="step")
     parser.add_argument("--idle-share", type=float, default=0.0, help="of the prompts, with --beta 0")
+    parser.add_argument("--kept-ids", type=int, default=0, help="of a sampling mask, per token; default: no mask")
     parser.add_argument("--beta", type=float, default=0.04)
     parser.add_argument(
         "--results", type=Path, help="JSON of `grpo-kernels bench`: its cases, measured beside predicted"

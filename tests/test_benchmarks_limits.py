@@ -51,8 +51,8 @@ def part_ms(prediction: Prediction, name: str) -> float:
 
 
 def seconds(way: str, shape: str = "8192x2048x65536", device: Device = H200, **options: object) -> float:
-    kept = {"kept_ids": 32} if way == "kept" else {}
-    return predict(make_case(shape, "bfloat16", **kept, **options), device, way).seconds
+    kept_ids = 512 if way == "kept" else 0
+    return predict(make_case(shape, "bfloat16", kept_ids=kept_ids, **options), device, way).seconds
 
 
 # --- numbers known from elsewhere -----------------------------------------------------------------------------------
@@ -346,6 +346,16 @@ def test_products_and_memory_of_a_real_call(name: str, dtype: str, mode: str) ->
     flops, peak = observe(case, name)
     assert flops == prediction.flops
     assert peak == pytest.approx(prediction.peak_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize("kept_ids", [16, 100, 512])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_and_products_of_kept_ids(dtype: str, kept_ids: int) -> None:
+    """At most 64 bytes per kept id; a row of logits alone would be 1,024 or more. No product of matrices at all."""
+    case = make_case("1024x64x16384", dtype, kept_ids=kept_ids)
+    flops, peak = observe(case, "ours")
+    assert flops == 0
+    assert peak <= predict(case, CPU, way_of("ours", kept_ids) or "").peak_bytes == 64 * kept_ids * case.tokens
 
 
 @pytest.mark.parametrize(("name", "products"), [("ours", 2 + 4 * 0.5), ("ours-unscored", 6 * 0.5), ("eager", 6)])
