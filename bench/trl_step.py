@@ -1,9 +1,9 @@
 """Time and peak memory of one micro-batch of TRL's GRPOTrainer, with and without this package: forward, loss, backward.
 
-    python bench/trl_step.py [--layers 4] [--repeats 7]
+    python bench/trl_step.py [--layers 4] [--threads 2] [--repeats 7]
 
-A model of SmolLM2-135M's shapes with few layers, random weights, float32, on 2 threads; 8 completions of 128 tokens
-after prompts of 32. TRL's own trainer, the same with `patch_trl`, and FusedGRPOTrainer take turns. Memory: of a process
+A model of SmolLM2-135M's shapes with few layers, random weights, float32; 8 completions of 128 tokens after prompts of
+32. TRL's own trainer, the same with `patch_trl`, and FusedGRPOTrainer take turns. Memory: of a process
 of its own, the peak beyond what is resident before the call, with gradients that exist.
 """
 
@@ -93,10 +93,10 @@ def step(name: str, trainer: Any, batch: dict[str, torch.Tensor]) -> float:
     return time.perf_counter() - start
 
 
-def weigh(name: str, options: dict[str, Any], layers: int, tell: Tell) -> int | None:
+def weigh(name: str, options: dict[str, Any], layers: int, threads: int, tell: Tell) -> int | None:
     """Bytes."""
     limit_memory()
-    torch.set_num_threads(2)
+    torch.set_num_threads(threads)
     tell(name)
     trainer, batch = make_trainer(name, options, layers), make_batch()
     small = {key: x[:, :4] if x.dim() == 2 else x for key, x in batch.items()}
@@ -116,7 +116,7 @@ def measure(options: dict[str, Any], layers: int, repeats: int) -> None:
             seconds = step(name, trainer, batch)
             if i:
                 times[name].append(seconds)
-    weights = {name: apart(weigh, name, options, layers) or 0 for name in NAMES}
+    weights = {name: apart(weigh, name, options, layers, torch.get_num_threads()) or 0 for name in NAMES}
     for name in NAMES:
         ratio = statistics.median(a / b for a, b in zip(times[name], times["TRL"], strict=True))
         memory = f"{weights[name] / 2**20:.0f} MiB | {weights[name] / weights['TRL']:.2f}"
@@ -126,10 +126,11 @@ def measure(options: dict[str, Any], layers: int, repeats: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=SETTINGS)
     chosen = parser.parse_args()
-    torch.set_num_threads(2)
+    torch.set_num_threads(chosen.threads)
     with contextlib.redirect_stderr(sys.stdout), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for title in chosen.settings:

@@ -46,7 +46,7 @@ def test_a_run_equals_trls(title, monkeypatch):
     expected = parity.run("trl", case)
     losses = [entry["loss"] for entry in expected["log"] if "loss" in entry]
     assert len(losses) == 8 and any(losses)
-    if case.options["loss_type"] in ("grpo", "dapo") and title != "on-policy":
+    if case.family == "qwen2" and case.options["loss_type"] in ("grpo", "dapo") and title != "on-policy":
         assert parity.clipped(expected) > 0.05  # ratios leave the clip range
     monkeypatch.setattr(trl_utils, "_ChunkedLogProbFunction", None)  # not called, with or without gradients
     assert max(parity.differences(parity.run("fused", case), expected)) < parity.TOLERANCE
@@ -315,7 +315,7 @@ def test_other_versions_of_trl_and_none_are_refused():
     )
     for module, expected in (
         ("None", "grpo_kernels.integrations.trl needs TRL: pip install 'trl>=1.16,<1.17'"),
-        ("types.SimpleNamespace(__version__='1.15.2')", "tested with trl>=1.16,<1.17; TRL 1.15.2 is installed"),
+        ("types.SimpleNamespace(__version__='1.15.2')", "takes trl>=1.16,<1.17; TRL 1.15.2 is installed"),
     ):
         done = subprocess.run([sys.executable, "-c", code.format(module)], capture_output=True, text=True, check=True)
         assert expected in done.stdout and len(done.stdout.splitlines()) == 1

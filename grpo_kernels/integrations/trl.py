@@ -32,7 +32,7 @@ try:
 except ImportError as error:
     raise ImportError("grpo_kernels.integrations.trl needs TRL: pip install 'trl>=1.16,<1.17'") from error
 if not RANGE[0] <= Version(trl.__version__).release[:2] < RANGE[1]:
-    raise ImportError(f"grpo_kernels.integrations.trl is tested with trl>=1.16,<1.17; {trl.__version__} is installed")
+    raise ImportError(f"grpo_kernels.integrations.trl takes trl>=1.16,<1.17; TRL {trl.__version__} is installed")
 
 import trl.trainer.utils as trl_utils  # noqa: E402
 from trl import GRPOTrainer  # noqa: E402
