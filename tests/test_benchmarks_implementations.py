@@ -400,3 +400,22 @@ def test_quack_fuses_what_it_can(
     settings = check(implementations()["quack"], inputs_of(mode, shape, dtype), mode)
     of_fused = ["whole logits", "epilogue"] if mode == "forward" else ["chunk 4096", "whole logits"]
     assert settings == (of_fused if fused else ["whole logits"])
+
+
+@pytest.mark.parametrize("mode", ["step", "forward"])
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_sampling_masks_in_eager_ours_and_the_exact_result(mode: str, share: float) -> None:
+    inputs = off_policy(
+        make_inputs(make_case("64x32x512", "float32", length=4, mode=mode, kept_ids=7, masked_share=share), CPU)
+    )
+    mask = inputs.sampling_mask
+    assert mask is not None
+    assert mask.counts.flatten().tolist().count(7) == 64 * share
+    sampled = inputs.ids.flatten()[mask.counts.flatten() > 0]
+    assert (mask.ids.view(-1, 7) == sampled[:, None]).any(1).all()
+    right = reference(inputs, mode, "grpo")
+    for name in ("ours", "eager"):
+        result = implementations()[name].settings(inputs, mode)[""](inputs)
+        assert why_wrong(right, result, errors(right, result), torch.float32) is None
+    other = implementations()["ours-unmasked"].settings(inputs, mode)[""](inputs)
+    assert why_wrong(right, other, errors(right, other), torch.float32) is not None

@@ -43,6 +43,15 @@ class Inputs:
     def frozen(self) -> bool:
         return not self.weight.requires_grad
 
+    def masked_out(self, tokens: Tensor) -> Tensor | None:
+        """(R, V) bool: the ids that the sampling mask leaves out at these tokens (R,), of all one after another."""
+        if self.sampling_mask is None:
+            return None
+        mask = SamplingMask(self.sampling_mask.ids, self.sampling_mask.counts.flatten())[tokens]
+        out = (mask.counts > 0)[:, None].repeat(1, len(self.weight))
+        out[torch.arange(len(tokens), device=tokens.device).repeat_interleave(mask.counts), mask.ids.long()] = False
+        return out
+
 
 def make_inputs(case: Case, device: torch.device, *, seed: int = 0) -> Inputs:
     """Random inputs whose logits have standard deviation 2, made in place: no temporary as large as the weight.

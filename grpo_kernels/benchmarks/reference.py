@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..reference import kept_ids
-from ..sampling_mask import SamplingMask
 from .implementations import Result
 from .inputs import Inputs, token_losses, with_true_ratios
 
@@ -122,11 +120,8 @@ def _split(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
 
 def _log_p(hidden: Tensor, weight: Tensor, inputs: Inputs, rows: Tensor) -> Tensor:
     """Log-probabilities of all ids, -inf where a sampling mask leaves them out, at tokens `rows`."""
-    logits = hidden @ weight.T
-    if inputs.sampling_mask is not None:
-        mask = SamplingMask(inputs.sampling_mask.ids, inputs.sampling_mask.counts.flatten())[rows]
-        logits.masked_fill_(~kept_ids(mask, inputs.ids.view(-1)[rows], len(weight)), -math.inf)
-    return logits.log_softmax(-1)
+    logits, out = hidden @ weight.T, inputs.masked_out(rows)
+    return (logits if out is None else logits.masked_fill_(out, -math.inf)).log_softmax(-1)
 
 
 def _gather(log_p: Tensor, ids: Tensor) -> Tensor:

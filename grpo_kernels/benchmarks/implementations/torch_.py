@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...reference import kept_ids
 from ..inputs import Inputs, grpo_objective
 from . import Implementation, Result, Step, from_logps, gradients
 
@@ -31,8 +30,9 @@ def _floor(inputs: Inputs, mode: str) -> dict[str, Step]:
 
 def _logps(inputs: Inputs) -> Tensor:
     logits = (inputs.hidden @ inputs.weight.T).float()
-    if inputs.sampling_mask is not None:
-        logits = logits.masked_fill(~kept_ids(inputs.sampling_mask, inputs.ids, len(inputs.weight)), -torch.inf)
+    out = inputs.masked_out(torch.arange(inputs.ids.numel(), device=logits.device))
+    if out is not None:
+        logits = logits.masked_fill(out.view(logits.shape), -torch.inf)
     log_p = logits.log_softmax(-1)
     return log_p.gather(-1, inputs.ids.unsqueeze(-1)).squeeze(-1)
 
