@@ -26,7 +26,7 @@ Found = dict[str, dict[str, Any]]
 NOT_RUN = "not run: out of time"
 SHORT_S = 1.0  # of a call: repeated whoever makes it
 FAR = 1.5  # times the fastest
-BASES = ("ours", "floor", "eager")  # of ratios
+BASES = ("ours", "floor", "eager", "ours-unmasked")  # of ratios
 SILENCE_S = {"cpu": 300.0, "cuda": 120.0}  # a first call may compile for a minute; one that takes longer hangs
 
 
