@@ -101,10 +101,10 @@ wheels: $(VENV)/.created
 clean:
 	rm -rf $(VENV) $(VENV)-bench build dist *.egg-info grpo_kernels/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 
-# The packages that the integrations serve and the benchmarks compare with. Of verl's dependencies, which are many, none is
-# needed for either.
+# The packages that the integrations serve and the benchmarks compare with, beside the package itself, which is installed.
+# Of verl's dependencies, which are many, none is needed for either.
 $(VENV)/.peers: $(VENV)/.built
-	GRPO_KERNELS_NATIVE=0 $(INSTALL) -e ".[peers]"
+	$(INSTALL) "grpo-kernels[peers]"
 	$(INSTALL) --no-deps verl==0.9.1
 	@touch $@
 
