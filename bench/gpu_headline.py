@@ -30,6 +30,7 @@ from grpo_kernels.benchmarks.witness import witness
 
 ROUNDS, SWEPT_ROUNDS = 5, 3
 CHUNK_ROWS = (2048, 4096, 5632, 8192, 16384)
+KEPT_IDS = (32, 8, 512)  # of a token's sampling mask
 SAMPLE = 64  # rows, and columns, that are compared
 LOGP_TOLERANCE, GRADIENT_TOLERANCE = 1e-2, 3e-2
 FLOOR = "three products"
@@ -61,13 +62,22 @@ def sweep(names: Sequence[str], head: str) -> dict[str, Any]:
     return timed(head, inputs, steps, SWEPT_ROUNDS)
 
 
-def batch(head: str) -> Inputs:
+def kept(names: Sequence[str], head: str) -> dict[str, Any]:
+    """`names`: backend/kept. Every token has a sampling mask: products over its ids, beside those over all."""
+    for count in KEPT_IDS:
+        timed(head, batch(head, count), {f"{name} {count}": make_step(name) for name in names}, SWEPT_ROUNDS)
+    return {}
+
+
+def batch(head: str, kept_ids: int = 0) -> Inputs:
     at("inputs")
-    return off_policy(make_inputs(make_case(f"{head}:{HEADS[head]}", "bfloat16"), torch.device(gpu_device.PLACE)))
+    case = make_case(f"{head}:{HEADS[head]}", "bfloat16", kept_ids=kept_ids)
+    return off_policy(make_inputs(case, torch.device(gpu_device.PLACE)))
 
 
 def make_step(name: str, chunk_rows: int | None = None) -> Callable[[Inputs], Result]:
     backend, _, strategy = ("auto", "", "") if name == OURS else name.partition("/")
+    strategy = strategy.replace("kept", "rows")  # which is left to its cost model
 
     def step(inputs: Inputs) -> Result:
         if strategy:
@@ -81,7 +91,7 @@ def make_step(name: str, chunk_rows: int | None = None) -> Callable[[Inputs], Re
         out = fused_grpo_loss(
             inputs.hidden, inputs.weight, inputs.ids, completion_mask=inputs.mask, old_logps=inputs.old_logps,
             ref_logps=inputs.ref_logps, rewards=inputs.rewards, num_generations=inputs.generations, config=config,
-            backend=backend,
+            sampling_mask=inputs.sampling_mask, backend=backend,
         )  # fmt: skip
         return gradients(out.loss, inputs, out.logps)
 
@@ -132,7 +142,8 @@ def why_other(name: str, ran: dict[str, int]) -> str:
     if name == OURS:
         return "" if ran else "nothing of any backend was called"
     backend, _, rest = name.partition("/")
-    wanted = f"{backend}.{'anchored' if rest.startswith('anchored') else 'single_pass'}"
+    methods = {"anchored": "anchored", "kept": "kept_logits"}
+    wanted = f"{backend}.{methods.get(rest.split(' ')[0], 'single_pass')}"
     others = [call for call in ran if not call.startswith(f"{backend}.")]
     return "" if wanted in ran and not others else f"what ran was {ran}"
 
@@ -144,7 +155,11 @@ def sampled(inputs: Inputs) -> Right:
     rows = torch.arange(0, count, max(1, count // SAMPLE), device=gpu_device.PLACE)
     weight = inputs.weight.detach()
     h = inputs.flat_hidden.detach()[rows].double().requires_grad_()
-    logps = (h @ weight.double().T).log_softmax(-1).gather(1, ids[rows, None])[:, 0]
+    logits = h @ weight.double().T
+    masked_out = inputs.masked_out(rows)
+    if masked_out is not None:
+        logits = logits.masked_fill(masked_out, -torch.inf)
+    logps = logits.log_softmax(-1).gather(1, ids[rows, None])[:, 0]
     old, ref = (x.reshape(-1).double() for x in (inputs.old_logps, inputs.ref_logps))
     advantages = inputs.advantages.double().repeat_interleave(length)
 
@@ -163,6 +178,9 @@ def sampled(inputs: Inputs) -> Right:
         lse = (hidden.float() * weight[ids].float()).sum(1).double() - leaf.detach()
         wide = hidden.double()
         p = (wide @ weight[columns].double().T - lse[:, None]).exp()
+        out = inputs.masked_out(torch.arange(count, device=gpu_device.PLACE))
+        if out is not None:
+            p = p.masked_fill(out[:, columns], 0.0)
         return (-g[:, None] * p).T @ wide
 
     return Right(rows, logps.detach(), dhidden, columns, dweight)

@@ -55,6 +55,16 @@ def sweep(work: Work) -> None:
     table(work)
 
 
+def kept(work: Work) -> None:
+    """Sampling masks: products over the kept ids. They are no strategy: where they fail, `rows` stays in."""
+    rows = usable(work, "cuda/rows", "triton/rows")
+    names = usable(work, *(name.replace("rows", "kept") for name in rows))
+    if not names:
+        raise work.cannot("no kernels are left")
+    interleaved(work, "kept", [[name] for name in names])
+    table(work)
+
+
 def interleaved(work: Work, probe: str, groups: list[list[str]]) -> None:
     """Every head with every group of names; a name that takes its process down is left out of the heads after it."""
     measured = work.record.setdefault("measured", [])

@@ -6,6 +6,7 @@ smoke/BACKEND/STRATEGY SIZE...    this library against its reference in float64,
 events/WHAT HEAD...               gpu_events.py: each kernel, or the bare products, in GB/s or TFLOP/s
 headline/NAMES HEAD...            gpu_headline.py: steps beside the three bare products, interleaved
 sweep/NAMES HEAD...               the same over rows per chunk
+kept/NAMES HEAD...                steps with sampling masks of 32, 8 and 512 ids
 profile HEAD, kernels             gpu_profile.py: one step by torch.profiler; each kernel once, for ncu
 """
 
@@ -200,6 +201,7 @@ def main(name: str, items: Iterable[str]) -> int:
         "events": lambda item: gpu_events.run(which, item),
         "headline": lambda item: gpu_headline.headline(which.split(","), item),
         "sweep": lambda item: gpu_headline.sweep(which.split(","), item),
+        "kept": lambda item: gpu_headline.kept(which.split(","), item),
         "profile": gpu_profile.profile,
         "kernels": gpu_profile.kernels,
     }

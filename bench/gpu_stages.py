@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import gpu_tests
 from gpu_machine import PROBES, environment, package, parse, watched_clocks
-from gpu_measure import events, headline, profile, sweep
+from gpu_measure import events, headline, kept, profile, sweep
 from gpu_smoke import BUILT, outdated, smoke
 from gpu_work import PEERS, ROOT
 
@@ -267,6 +267,7 @@ STAGES = (
     Stage("core_tests", core_tests, weight=4, least=30, needs_gpu=True, needs=("smoke",)),
     Stage("profile", profile, weight=2, least=20, needs_gpu=True, needs=("smoke",)),
     Stage("sweep", sweep, weight=3, least=30, needs_gpu=True, needs=("smoke",)),
+    Stage("kept", kept, weight=2, least=20, needs_gpu=True, needs=("smoke",)),
     Stage("check", check, weight=2, needs=("smoke",)),
     Stage("tests", tests, weight=6, least=30, needs_gpu=True, needs=("smoke",)),
     Stage("bench", bench, weight=8, least=30, needs=("peers", "smoke")),
@@ -291,6 +292,10 @@ RUNS = {
     1: Run(
         8.0, "first contact, times of each kernel, the core of the tests", (*EACH, "events", "core_tests", "profile")
     ),
-    2: Run(9.0, "after repairs: rows per chunk, the rest of the tests", (*EACH, "sweep", "check", "tests")),
+    2: Run(
+        9.0,
+        "after repairs: rows per chunk, sampling masks, the rest of the tests",
+        (*EACH, "sweep", "kept", "check", "tests"),
+    ),
     3: Run(9.0, "benchmarks against peers, memcheck, racecheck", (*EACH, "peers", "bench", "sanitizer")),
 }

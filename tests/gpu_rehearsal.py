@@ -134,6 +134,7 @@ def install(faults: Mapping[str, str], built: bool) -> None:
     gpu_events.HEADS[HEAD] = TOKENS
     gpu_events.PRODUCT_ROWS, gpu_events.COPIED = (16,), 2**16
     gpu_headline.CHUNK_ROWS, gpu_headline.ROUNDS, gpu_headline.SWEPT_ROUNDS = (16, 64), 2, 1
+    gpu_headline.KEPT_IDS = (4, 2)
     # A CPU's products round logits to bfloat16, and none of them gives float32.
     gpu_probes.LOGP_TOLERANCE = gpu_headline.LOGP_TOLERANCE = gpu_headline.GRADIENT_TOLERANCE = 0.1
     torch.mm, torch.addmm = in_float32(torch.mm), in_float32(torch.addmm)

@@ -45,7 +45,7 @@ elif arguments[0] == "bench/gpu_probes.py":
             print("watchdog: block 3", flush=True)
             time.sleep(60)
         ok = not {arguments[1], arguments[1] + " " + item} & set(broken["fails"])
-        if ok and arguments[1].startswith(("headline", "sweep")):
+        if ok and arguments[1].startswith(("headline", "sweep", "kept")):
             for each in arguments[1].split("/", 1)[1].split(","):
                 say(head=item, name=each, milliseconds=2.0, ratio_to_floor=1.1, ran={})
         if ok and arguments[1].startswith("events"):

@@ -94,6 +94,14 @@ def test_the_headline_times_nothing_that_is_wrong(monkeypatch):
         (result._replace(dweight=result.dweight.index_fill(0, inputs.ids[0, :1], math.inf)), "not all of it is finite"),
     ):
         assert words in gpu_headline.why_wrong(right, wrong)
+    monkeypatch.setattr(gpu_headline, "KEPT_IDS", (4,))
+    masked = gpu_headline.batch("tiny", 4)
+    right, result = gpu_headline.sampled(masked), gpu_headline.make_step("cpu/kept")(masked)
+    assert gpu_headline.why_wrong(right, result) == ""
+    assert "logps off" in gpu_headline.why_wrong(right, gpu_headline.make_step("cpu/kept")(inputs))
+    gpu_headline.kept(["cpu/kept"], "tiny")
+    assert gpu_headline.why_other("cuda/kept 8", {"cuda.single_pass": 2})
+    assert not gpu_headline.why_other("cuda/kept 8", {"cuda.single_pass": 2, "cuda.kept_logits": 1})
     assert gpu_headline.why_other("cuda/anchored", {"cuda.single_pass": 2}) and gpu_headline.why_other("ours", {})
     assert gpu_headline.why_other("cuda/rows", {"cuda.single_pass": 2, "triton.statistics": 1})
     assert not gpu_headline.why_other("cuda/rows 4096", {"cuda.single_pass": 2})

@@ -150,6 +150,7 @@ def test_all_three_runs(machine):
     second, _ = rehearse(machine, {}, stages=gpu_stages.RUNS[2].stages, output=machine.folder / "second.json")
     assert len(machine.calls("bench/gpu_build.py")) == 2 and not second["left_out"] and gpu_report.passed(second)
     assert {"cuda/rows 16", "cuda/anchored 64"} <= {fact["name"] for fact in second["stages"]["sweep"]["measured"]}
+    assert {"cuda/kept 4", "triton/kept 2"} <= {fact["name"] for fact in second["stages"]["kept"]["measured"]}
     assert second["stages"]["tests"]["counts"] == {"PASSED": 7}, "the core too, which this report has not seen"
 
     machine.forget()

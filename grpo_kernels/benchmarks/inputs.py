@@ -69,10 +69,11 @@ def make_inputs(case: Case, device: torch.device, *, seed: int = 0) -> Inputs:
     num_prompts = batch // case.generations
     rewards.view(num_prompts, case.generations)[_idle(num_prompts, case.idle_share)] = 0.5
     weight = normal(case.vocab_size, case.hidden_size, dtype=case.torch_dtype)
+    hidden = normal(batch, length, case.hidden_size, dtype=case.torch_dtype)
     ids = torch.randint(case.vocab_size, (batch, length), device=device, generator=generator)
     mask = _sampling_mask(ids, case, generator) if case.kept_ids else None
     return Inputs(
-        hidden=normal(batch, length, case.hidden_size, dtype=case.torch_dtype).requires_grad_(),
+        hidden=hidden.requires_grad_(),
         weight=weight.mul_(2 / math.sqrt(case.hidden_size)).requires_grad_(case.mode != "frozen"),
         ids=ids,
         mask=torch.ones(batch, length, dtype=torch.int64, device=device),

@@ -11,7 +11,7 @@ from typing import Any
 from ..backends import available_backends, get_backend
 
 # Those that do a loss's work on rows of logits, or instead of them.
-METHODS = ("single_pass", "statistics", "logits_gradient", "linear_logp", "anchored")
+METHODS = ("single_pass", "statistics", "logits_gradient", "linear_logp", "anchored", "kept_logits")
 
 
 @contextmanager
