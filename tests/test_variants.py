@@ -50,12 +50,16 @@ def case(point: Point, variation: int):
 @pytest.mark.parametrize("point", POINTS, ids=name_of)
 def test_variant_is_as_exact_as_eager_float32(point, variation, backend, monkeypatch):
     batch, config, exact, size, eager = case(point, variation)
-    set_mask_way(monkeypatch, choose(point, variation)["sampling_mask"], len(batch.weight))
+    way = choose(point, variation)["sampling_mask"]
+    set_mask_way(monkeypatch, way, len(batch.weight))
+    # Rows that keep few ids have small gradients, beside which the rounding of a product over all ids is large: by the
+    # order of its sums it is up to 1.5 times that of eager's three orders.
+    slack = 2e-6 if way in ("dense", "both") else 1e-6
     assert exact.grads["hidden"].norm() > 0
     # The interpreter is slow, and chunks are the engine's: there each variation has one size of its own.
     for rows in CHUNK_ROWS if backend != "triton" else CHUNK_ROWS[1 + variation :][:1]:
         found = fused(batch, dataclasses.replace(config, chunk_rows=rows), backend)
-        assert_within(errors(found, exact, size), eager, 1e-6)
+        assert_within(errors(found, exact, size), eager, slack)
 
 
 def test_all_backends_are_there():
