@@ -56,7 +56,8 @@ def make_trainer(name: str, options: dict[str, Any], layers: int) -> Any:
         model.save_pretrained(folder)
         model.config._name_or_path = folder
     args = GRPOConfig(
-        output_dir="unused", per_device_train_batch_size=ROWS, num_generations=ROWS, max_completion_length=LENGTH,
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=ROWS, num_generations=ROWS, max_completion_length=LENGTH,
         use_cpu=True, bf16=False, report_to="none", gradient_checkpointing=False, **options,
     )  # fmt: skip
     cls = FusedGRPOTrainer if name == "FusedGRPOTrainer" else GRPOTrainer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -215,7 +216,8 @@ def other_trainer(name: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     from transformers import AutoModelForCausalLM
 
     common = dict(
-        output_dir="unused", max_steps=3, per_device_train_batch_size=4, optim="sgd", learning_rate=0.3, use_cpu=True,
+        output_dir=tempfile.mkdtemp(),
+        max_steps=3, per_device_train_batch_size=4, optim="sgd", learning_rate=0.3, use_cpu=True,
         bf16=False, report_to="none", save_strategy="no", logging_steps=1, gradient_checkpointing=False,
         disable_tqdm=True, lr_scheduler_type="constant",
     )  # fmt: skip
