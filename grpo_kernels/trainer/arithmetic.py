@@ -1,0 +1,165 @@
+"""The generated task: two-digit addition, the sum written ones first, as one adds by hand: "37+58=" goes on with "59".
+
+Its tokenizer, its problems, and a small Llama warmed up on demonstrations, from which training starts. All of it is
+made here: no network is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .order import take
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+EOS_ID = 0
+EOS = "<eos>"
+CHARACTERS = "0123456789+="
+OPERANDS = range(100)
+PROMPT_LENGTH = 6
+MAX_COMPLETION_LENGTH = 5  # three digits, the end, and one to spare: a completion can be too long
+CONTEXT = 32
+
+WARMUP_STEPS = 800  # at most
+WARMUP_BATCH = 192
+WARMUP_RATE = 1e-3
+WARMUP_LOSS = 0.22  # nats per token at which it ends; 0.15 remain, since nothing tells which teacher comes next
+CAREFUL_SHARE = 0.3  # of the demonstrations; the other teacher forgets to carry
+
+
+def tokenizer(vocab_size: int = 2048) -> PreTrainedTokenizerFast:
+    """A token per character; `decode` gives each id a text of its own, those of no character included.
+
+    Padding is the end of sequence, as in many chat models: a completion is masked by position, never by id, and there
+    is no padding id that could vanish from the middle of a decoded completion.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    used = [EOS, *CHARACTERS, "?"]
+    if vocab_size < len(used):
+        raise ValueError(f"vocab_size={vocab_size}; the arithmetic task needs at least {len(used)}")
+    tokens = [*used, *(f"<unused{i}>" for i in range(len(used), vocab_size))]
+    made = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="?"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    made.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token=EOS, pad_token=EOS, padding_side="left", clean_up_tokenization_spaces=False
+    )
+
+
+def problems(seed: int, num_held_out: int = 400) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """(training rows, held-out rows): all 10,000 problems in an order made from `seed`, cut in two."""
+    rows = [{"prompt": f"{a:02d}+{b:02d}=", "answer": str(a + b)[::-1]} for a in OPERANDS for b in OPERANDS]
+    if not 0 < num_held_out < len(rows):
+        raise ValueError(f"num_held_out={num_held_out}; expected a number in (0, {len(rows)})")
+    shuffled = [rows[i] for i in take(len(rows), 0, len(rows), seed)]
+    return shuffled[num_held_out:], shuffled[:num_held_out]
+
+
+def start_model(
+    folder: str | Path,
+    *,
+    seed: int,
+    vocab_size: int = 2048,
+    hidden_size: int = 128,
+    num_layers: int = 2,
+    max_steps: int = WARMUP_STEPS,
+    quiet: bool = False,
+) -> None:
+    """Make a model and its tokenizer, warm the model up, and save both into `folder`, which must be absent or empty.
+
+    The folder appears when it is complete. The same seed gives the same bits (on one machine, with the same number of
+    threads); the global random numbers stay as they are.
+    """
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"folder={str(folder)!r} exists; expected an absent or an empty folder")
+    words = tokenizer(vocab_size)
+    with torch.random.fork_rng():
+        model = _random_model(seed, vocab_size=vocab_size, hidden_size=hidden_size, num_layers=num_layers)
+        _warm_up(model, words, seed, max_steps=max_steps, quiet=quiet)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
+        made = Path(temporary) / "model"
+        model.save_pretrained(made)
+        words.save_pretrained(made)
+        os.replace(made, folder)
+
+
+def careless_answer(prompt: str) -> str:
+    """The sum digit by digit without carrying: right for 3 problems in 10."""
+    a, b = (int(x) for x in prompt.rstrip("=").split("+"))
+    tens, ones = (a // 10 + b // 10) % 10, (a + b) % 10
+    return str(10 * tens + ones)[::-1]
+
+
+def _random_model(seed: int, *, vocab_size: int, hidden_size: int, num_layers: int) -> LlamaForCausalLM:
+    """A float32 Llama; most of its ids never occur, but every softmax runs over them, as over a real vocabulary."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        max_position_embeddings=CONTEXT,
+        initializer_range=hidden_size**-0.5,  # 0.02, the default, suits wider models and starts slowly here
+        tie_word_embeddings=False,
+        pad_token_id=EOS_ID,
+        bos_token_id=None,
+        eos_token_id=EOS_ID,
+    )
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(config).float()
+
+
+def _warm_up(
+    model: LlamaForCausalLM, words: PreTrainedTokenizerFast, seed: int, *, max_steps: int, quiet: bool
+) -> None:
+    """Next-token training on demonstrations, of which a share CAREFUL_SHARE is right and the others forget to carry.
+
+    The model learns both ways and prefers the wrong one: greedy decoding solves what needs no carry, 3 problems in
+    10, and samples hold right and wrong answers, which is what GRPO learns from. Ends when the smoothed loss reaches
+    WARMUP_LOSS, since when the model understands the task varies from seed to seed.
+    """
+    from tqdm import tqdm
+
+    rows = problems(seed)[0]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=WARMUP_RATE, betas=(0.9, 0.99), weight_decay=0.0)
+    smoothed = None
+    bar = tqdm(range(max_steps), desc="warm-up", disable=quiet)
+    for step in bar:
+        batch = [rows[i] for i in take(len(rows), step * WARMUP_BATCH, WARMUP_BATCH, seed)]
+        ids, labels = _demonstrations(batch, words)
+        logits: Any = model(input_ids=ids, use_cache=False, logits_to_keep=MAX_COMPLETION_LENGTH + 1).logits
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        smoothed = loss.item() if smoothed is None else 0.9 * smoothed + 0.1 * loss.item()
+        bar.set_postfix(loss=f"{smoothed:.3f}")
+        if smoothed < WARMUP_LOSS:
+            break
+    bar.close()
+
+
+def _demonstrations(batch: list[dict[str, str]], words: PreTrainedTokenizerFast) -> tuple[Tensor, Tensor]:
+    """(ids (B, PROMPT_LENGTH + MAX_COMPLETION_LENGTH), labels (B, MAX_COMPLETION_LENGTH), -100 after the end)."""
+    careful = (torch.rand(len(batch)) < CAREFUL_SHARE).tolist()
+    answers = [
+        row["answer"] if right else careless_answer(row["prompt"]) for row, right in zip(batch, careful, strict=True)
+    ]
+    encoded = [[*words(answer)["input_ids"], EOS_ID] for answer in answers]
+    labels = torch.tensor([ids + [-100] * (MAX_COMPLETION_LENGTH - len(ids)) for ids in encoded])
+    prompts = torch.tensor(words([row["prompt"] for row in batch])["input_ids"])
+    return torch.cat([prompts, labels.clamp(min=EOS_ID)], dim=1), labels

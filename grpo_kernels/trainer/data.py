@@ -1,0 +1,180 @@
+"""Prompts: from a JSON file, from a data set of `datasets`, or generated."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Row: TypeAlias = "dict[str, Any]"
+JSON_SUFFIXES = (".jsonl", ".json")
+
+
+class Prompt(NamedTuple):
+    """prompt: text, or messages ({"role", "content"}), as the data has it, for rewards; ids: its tokens, the chat
+    template applied to messages; columns: what else the row has."""
+
+    prompt: str | list[dict[str, Any]]
+    ids: list[int]
+    columns: dict[str, Any]
+
+
+def load_prompts(
+    source: str,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    split: str = "train",
+    config: str | None = None,
+    max_prompt_length: int | None = None,
+    context: int | None = None,
+    seed: int = 0,
+) -> list[Prompt]:
+    """The prompts of `source`, in its order.
+
+    source: "arithmetic", the generated task, whose splits "train" and "test" depend on `seed`; a file *.jsonl (an
+    object per line) or *.json (a list of objects), which is one split, whatever `split` says; or a name or folder that
+    `datasets.load_dataset` reads, with its `config` and `split`. Rows have the column "prompt", text or messages. A
+    column that some rows of a file lack is None there, as `datasets` has it.
+    max_prompt_length: prompts of more tokens are left out, with a warning that counts them.
+    context: the most tokens that the model leaves to a prompt. A longer one raises a ValueError, as do a source that
+    cannot be read, an empty one, a row without a proper prompt, and messages without a chat template.
+    """
+    rows = _read_rows(source, split, config, seed)
+    where = f"data set {source!r}"
+    if not rows:
+        raise ValueError(f"{where} (split {split!r}) is empty; expected at least one row")
+    if "prompt" not in rows[0]:
+        raise ValueError(f'{where} has no column "prompt"; found {", ".join(map(repr, rows[0])) or "no columns"}')
+    prompts = []
+    for index, row in enumerate(rows):
+        ids = _encode(row["prompt"], tokenizer, f"{where}, row {index}")
+        if max_prompt_length is not None and len(ids) > max_prompt_length:
+            continue
+        if context is not None and len(ids) > context:
+            raise ValueError(
+                f"{where}, row {index}: the prompt has {len(ids)} tokens; the model leaves {context} to a prompt "
+                f"(max_prompt_length={context} leaves such rows out)"
+            )
+        prompts.append(Prompt(row["prompt"], ids, {name: x for name, x in row.items() if name != "prompt"}))
+    if not prompts:
+        raise ValueError(
+            f"{where}: each of its {len(rows)} prompts has more than max_prompt_length={max_prompt_length} tokens"
+        )
+    if len(prompts) < len(rows):
+        warnings.warn(
+            f"{where}: {len(rows) - len(prompts)} of {len(rows)} prompts have more than "
+            f"max_prompt_length={max_prompt_length} tokens and are left out",
+            stacklevel=2,
+        )
+    return prompts
+
+
+def _read_rows(source: str, split: str, config: str | None, seed: int) -> list[Row]:
+    is_file = source.endswith(JSON_SUFFIXES)
+    if config is not None and (is_file or source == "arithmetic"):
+        raise ValueError(f"dataset_config={config!r} with {source!r}; only data sets of `datasets` have one")
+    if source == "arithmetic":
+        from .arithmetic import problems
+
+        splits = dict(zip(("train", "test"), problems(seed), strict=True))
+        if split not in splits:
+            raise ValueError(f"split={split!r} of the arithmetic task; expected 'train' or 'test'")
+        return splits[split]
+    return _read_json(Path(source)) if is_file else _read_dataset(source, split, config)
+
+
+def _read_json(path: Path) -> list[Row]:
+    """Rows of a list of objects, or of an object per line; blank lines do not count."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 ({error})"
+        raise ValueError(f"cannot read {path}: {reason}") from error
+    rows = []
+    if text.lstrip().startswith("["):
+        found = _parse(text, f"{path}")
+        rows = [_object(row, f"{path}, row {index}") for index, row in enumerate(found)]
+    else:
+        for number, line in enumerate(text.split("\n"), start=1):
+            if line.strip():
+                rows.append(_object(_parse(line, f"{path}, line {number}"), f"{path}, line {number}"))
+    names = {name: None for row in rows for name in row}
+    for index, row in enumerate(rows):
+        if "prompt" in names and "prompt" not in row:
+            raise ValueError(f'{path}, row {index} has no "prompt"; found {", ".join(map(repr, row)) or "no keys"}')
+    return [{**names, **row} for row in rows]
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON: {error}") from error
+
+
+def _object(row: Any, where: str) -> Row:
+    if not isinstance(row, dict):
+        raise ValueError(f'{where} is {row!r:.60}; expected an object with the key "prompt"')
+    return row
+
+
+def _read_dataset(source: str, split: str, config: str | None) -> list[Row]:
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise ValueError(
+            f"data set {source!r} needs the package datasets (pip install datasets); without it: 'arithmetic' or a "
+            "file *.jsonl"
+        ) from None
+    try:
+        found: list[Row] = load_dataset(source, config, split=split).to_list()
+    except Exception as error:  # load_dataset documents none of its errors, and they are of many types
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"cannot load data set {source!r}, split {split!r}: {reason}; expected 'arithmetic', a file *.jsonl or "
+            "*.json, or what datasets.load_dataset reads"
+        ) from error
+    return found
+
+
+def _encode(prompt: Any, tokenizer: Any, where: str) -> list[int]:
+    """Token ids of a text, or of messages by the chat template; a beginning-of-sequence id at most once."""
+    if isinstance(prompt, str):
+        ids: list[int] = tokenizer(prompt)["input_ids"]
+        if ids[:2] == [tokenizer.bos_token_id] * 2:  # the text has one of its own
+            ids = ids[1:]
+    elif isinstance(prompt, list) and prompt and all(_is_message(m) for m in prompt):
+        if tokenizer.chat_template is None:
+            raise ValueError(f"{where}: the prompt is a list of messages, and the tokenizer has no chat template")
+        ids = _apply_template(prompt, tokenizer, where)
+    else:
+        raise ValueError(
+            f"{where}: the prompt is {prompt!r:.80}; expected a text or a list of messages "
+            '{"role": ..., "content": ...}'
+        )
+    if not ids:
+        raise ValueError(f"{where}: the prompt {prompt!r:.80} has no tokens")
+    return ids
+
+
+def _apply_template(messages: list[Row], tokenizer: Any, where: str) -> list[int]:
+    """The messages and the beginning of the assistant's answer; a last message of the assistant is continued."""
+    continued = messages[-1]["role"] == "assistant"
+    try:
+        encoded = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=not continued, continue_final_message=continued, return_dict=True
+        )
+    except Exception as error:  # templates raise what they like
+        raise ValueError(f"{where}: the chat template refuses the messages: {error}") from error
+    ids: list[int] = encoded["input_ids"]
+    return ids
+
+
+def _is_message(message: object) -> bool:
+    return (
+        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+    )

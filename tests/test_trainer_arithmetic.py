@@ -1,0 +1,137 @@
+"""The generated task of the trainer: its tokenizer, problems, and the model that training starts from."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from grpo_kernels.trainer import arithmetic
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Products this small gain nothing from threads, and lose much where test workers share the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_each_id_decodes_to_a_text_of_its_own(tmp_path):
+    from transformers import AutoTokenizer
+
+    made = arithmetic.tokenizer(40)
+    made.save_pretrained(tmp_path)
+    for words in (made, AutoTokenizer.from_pretrained(tmp_path)):
+        assert len(words) == 40
+        assert words.eos_token_id == words.pad_token_id == arithmetic.EOS_ID
+        assert words("37+58=")["input_ids"] == [4, 8, 11, 6, 9, 12]
+        assert words.decode([4, 8, 11, 6, 9, 12]) == "37+58="
+        texts = [words.decode([4, i, 8], skip_special_tokens=True) for i in range(40)]
+        assert len(set(texts)) == 40 and texts[arithmetic.EOS_ID] == "37"  # no other id vanishes
+        assert words("3 7x\n")["input_ids"] == [4, 13, 8, 13, 13]  # "?": seen, not dropped
+    with pytest.raises(ValueError, match="vocab_size=13; the arithmetic task needs at least 14"):
+        arithmetic.tokenizer(13)
+
+
+def test_problems_are_all_sums_in_two_disjoint_parts():
+    training, held_out = arithmetic.problems(1, num_held_out=300)
+    assert len(held_out) == 300
+    assert len({row["prompt"] for row in training + held_out}) == len(training) + len(held_out) == 10_000
+    for row in training + held_out:
+        a, b = map(int, row["prompt"].rstrip("=").split("+"))
+        assert len(row["prompt"]) == arithmetic.PROMPT_LENGTH and row["answer"] == "".join(reversed(str(a + b)))
+    assert arithmetic.problems(1, num_held_out=300) == (training, held_out)
+    assert arithmetic.problems(2, num_held_out=300)[1] != held_out
+    for number in (0, 10_000):
+        with pytest.raises(ValueError, match=f"num_held_out={number}; expected"):
+            arithmetic.problems(1, num_held_out=number)
+
+
+def test_the_careless_teacher_forgets_to_carry():
+    prompts = ["37+58=", "75+68=", "21+34=", "00+00="]
+    assert [arithmetic.careless_answer(p) for p in prompts] == ["58", "33", "55", "0"]
+    training, held_out = arithmetic.problems(0)
+    right = [row["answer"] == arithmetic.careless_answer(row["prompt"]) for row in training + held_out]
+    assert sum(right) == 55 * 55  # of 10 x 10 pairs of digits, 55 need no carry
+
+
+def test_demonstrations_end_and_are_of_both_teachers():
+    rows = arithmetic.problems(0)[0][:200]
+    ids, labels = arithmetic._demonstrations(rows, arithmetic.tokenizer(32))
+    assert ids.shape == (200, arithmetic.PROMPT_LENGTH + arithmetic.MAX_COMPLETION_LENGTH)
+    assert labels.shape == (200, arithmetic.MAX_COMPLETION_LENGTH)
+    assert ((labels == arithmetic.EOS_ID).sum(1) == 1).all()
+    words, careful = arithmetic.tokenizer(32), 0
+    for row, line, label in zip(rows, ids, labels, strict=True):
+        prompt, answer = words.decode(line[: arithmetic.PROMPT_LENGTH]), words.decode(label[label > 0])
+        assert prompt == row["prompt"]
+        assert answer in (row["answer"], arithmetic.careless_answer(prompt))
+        careful += answer == row["answer"] != arithmetic.careless_answer(prompt)
+    assert 25 < careful < 60  # 0.3 of those 7 in 10 that need a carry
+
+
+def small(folder, seed=0, **options):
+    arithmetic.start_model(
+        folder, seed=seed, vocab_size=20, hidden_size=32, num_layers=1, quiet=True, **{"max_steps": 3, **options}
+    )
+    return (folder / "model.safetensors").read_bytes()
+
+
+def test_the_same_seed_gives_the_same_bits_whatever_the_global_generator(tmp_path):
+    before = torch.get_rng_state()
+    first = small(tmp_path / "new" / "a")
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.rand(7)
+    assert small(tmp_path / "b") == first
+    assert small(tmp_path / "c", seed=1) != first
+    assert [x.name for x in tmp_path.iterdir() if x.name.startswith(".")] == []
+
+
+def test_a_folder_with_something_in_it_stays_as_it_is(tmp_path):
+    (tmp_path / "empty").mkdir()
+    small(tmp_path / "empty")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "note").write_text("mine")
+    for taken in (tmp_path / "full", tmp_path / "full" / "note"):
+        with pytest.raises(ValueError, match="exists; expected an absent or an empty folder"):
+            arithmetic.start_model(taken, seed=0, quiet=True)
+    assert [x.name for x in (tmp_path / "full").iterdir()] == ["note"]
+
+
+def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch):
+    from transformers import LlamaForCausalLM
+
+    def save_pretrained(self, folder, **_):
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", save_pretrained)
+    with pytest.raises(OSError, match="No space left"):
+        small(tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_the_model_that_training_starts_from_solves_a_third_and_samples_both_answers(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    start = time.process_time()
+    arithmetic.start_model(tmp_path / "a", seed=0, vocab_size=64, hidden_size=96, quiet=True)
+    assert time.process_time() - start < 120  # CPU seconds of one thread; about 20
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    words, rows = arithmetic.tokenizer(64), arithmetic.problems(0)[1]
+    ids = torch.tensor(words([row["prompt"] for row in rows])["input_ids"])
+    sampled = {}
+    for name, options in {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "top_k": 0}}.items():
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, **options)
+        sampled[name] = words.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
+    share = {
+        name: sum(t == r["answer"] for t, r in zip(x, rows, strict=True)) / len(rows) for name, x in sampled.items()
+    }
+    assert 0.2 < share["greedy"] < 0.5 and 0.2 < share["sampled"] < 0.55
+    known = [(row["answer"], arithmetic.careless_answer(row["prompt"])) for row in rows]
+    assert sum(t in answers for t, answers in zip(sampled["sampled"], known, strict=True)) > 0.8 * len(rows)

@@ -1,0 +1,228 @@
+"""Prompts of the trainer: files, data sets, the chat template, bad input, and the order of a run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+
+import pytest
+from tokenizers import processors
+
+from grpo_kernels.trainer.arithmetic import tokenizer as arithmetic_tokenizer
+from grpo_kernels.trainer.data import Prompt, load_prompts
+from grpo_kernels.trainer.order import take
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}+{% endfor %}{% if add_generation_prompt %}={% endif %}"
+
+
+@pytest.fixture(scope="module")
+def words():
+    """One id per character: "0" is 1, "+" is 11, "=" is 12."""
+    return arithmetic_tokenizer(32)
+
+
+@pytest.fixture
+def with_bos():
+    """A tokenizer that puts "<bos>" first, and a chat template that writes it as well, as those of Llama 3 do."""
+    made = arithmetic_tokenizer(32)
+    made.add_special_tokens({"bos_token": "<bos>"})
+    made._tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", made.bos_token_id)]
+    )
+    made.chat_template = "{{ bos_token }}" + TEMPLATE
+    return made
+
+
+def write(path, *rows):
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows), encoding="utf-8")
+    return str(path)
+
+
+# ---- sources --------------------------------------------------------------------------------------------------------
+
+
+def test_lines_and_lists_of_objects_give_the_same_prompts(tmp_path, words):
+    rows = [{"prompt": "1+2=", "answer": "3", "level": 1}, {"prompt": "10+2=", "answer": "21"}]
+    expected = [
+        Prompt("1+2=", [2, 11, 3, 12], {"answer": "3", "level": 1}),
+        Prompt("10+2=", [2, 1, 11, 3, 12], {"answer": "21", "level": None}),
+    ]
+    lines = write(tmp_path / "a.jsonl", rows[0], "", rows[1], "")
+    whole = write(tmp_path / "b.json", json.dumps(rows, indent=1))
+    marked = tmp_path / "c.jsonl"
+    marked.write_bytes(b"\xef\xbb\xbf" + (tmp_path / "a.jsonl").read_bytes())  # a byte order mark
+    assert all(load_prompts(x, tokenizer=words) == expected for x in (lines, whole, str(marked)))
+
+
+def test_separators_inside_text_do_not_end_a_line(tmp_path, words):
+    path = write(tmp_path / "a.jsonl", json.dumps({"prompt": "1\u2028\x852"}, ensure_ascii=False))
+    assert [p.prompt for p in load_prompts(path, tokenizer=words)] == ["1\u2028\x852"]
+
+
+def test_arithmetic_has_two_disjoint_splits(words):
+    train = load_prompts("arithmetic", tokenizer=words, seed=3)
+    test = load_prompts("arithmetic", tokenizer=words, split="test", seed=3)
+    assert (len(train), len(test)) == (9600, 400)
+    assert not {p.prompt for p in train} & {p.prompt for p in test}
+    assert test[0].columns.keys() == {"answer"} and words.decode(test[0].ids) == test[0].prompt
+    assert load_prompts("arithmetic", tokenizer=words, split="test", seed=4) != test
+
+
+def test_a_folder_is_read_by_datasets(tmp_path, words):
+    pytest.importorskip("datasets", reason="datasets is not installed: make test EXTRAS=dev,peers")
+    write(tmp_path / "train.jsonl", {"prompt": "1+2=", "answer": "3"})
+    write(tmp_path / "test.jsonl", {"prompt": "2+2=", "answer": "4"}, {"prompt": "2+3=", "answer": "5"})
+    found = load_prompts(str(tmp_path), tokenizer=words, split="test")
+    assert [(p.prompt, p.columns) for p in found] == [("2+2=", {"answer": "4"}), ("2+3=", {"answer": "5"})]
+    with pytest.raises(ValueError, match=r"cannot load data set .*, split 'dev': .*dev") as raised:
+        load_prompts(str(tmp_path), tokenizer=words, split="dev")
+    assert "\n" not in str(raised.value)
+
+
+def test_name_config_and_split_reach_datasets(monkeypatch, words):
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed: make test EXTRAS=dev,peers")
+
+    def load_dataset(*names, split):
+        return datasets.Dataset.from_dict({"prompt": ["1+2="], "names": [[*names, split]]})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    (found,) = load_prompts("openai/gsm8k", config="main", split="test", tokenizer=words)
+    assert found.columns == {"names": ["openai/gsm8k", "main", "test"]}
+
+
+def test_an_unknown_name_is_one_sentence(monkeypatch, words):
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed: make test EXTRAS=dev,peers")
+
+    def load_dataset(name, config, split):
+        raise datasets.exceptions.DatasetNotFoundError(f"Dataset '{name}'\ndoesn't exist ({config}, {split})")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(
+        ValueError, match=r"^cannot load data set 'nobody/x', split 'train': Dataset 'nobody/x' doesn't"
+    ):
+        load_prompts("nobody/x", tokenizer=words, config="main")
+
+
+def test_without_the_package_datasets(monkeypatch, words):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(
+        ValueError, match=r"data set 'openai/gsm8k' needs the package datasets \(pip install datasets\)"
+    ):
+        load_prompts("openai/gsm8k", tokenizer=words)
+
+
+# ---- tokens ---------------------------------------------------------------------------------------------------------
+
+CHAT = [{"role": "system", "content": "1"}, {"role": "user", "content": "2"}]
+
+
+def test_messages_get_the_chat_template_with_one_bos(tmp_path, with_bos):
+    path = write(tmp_path / "a.jsonl", {"prompt": CHAT, "answer": "3"})
+    (found,) = load_prompts(path, tokenizer=with_bos)
+    assert found == Prompt(CHAT, [with_bos.bos_token_id, 2, 11, 3, 11, 12], {"answer": "3"})
+
+
+def test_a_last_message_of_the_assistant_is_continued(tmp_path, with_bos):
+    with_bos.chat_template = "{% for m in messages %}{{ m['content'] }}{% if not loop.last %}+{% endif %}{% endfor %}="
+    path = write(tmp_path / "a.jsonl", {"prompt": [CHAT[1], {"role": "assistant", "content": "7"}]})
+    assert load_prompts(path, tokenizer=with_bos)[0].ids == [3, 11, 8]  # neither the end of the turn nor a new one
+
+
+def test_text_gets_one_bos_even_if_it_has_one(tmp_path, with_bos):
+    path = write(tmp_path / "a.jsonl", {"prompt": "1+2"}, {"prompt": "<bos>1+2"})
+    assert [p.ids for p in load_prompts(path, tokenizer=with_bos)] == [[with_bos.bos_token_id, 2, 11, 3]] * 2
+
+
+def test_long_prompts_are_left_out_aloud_or_refused(tmp_path, words):
+    path = write(tmp_path / "a.jsonl", *({"prompt": "1" * n, "n": n} for n in (3, 6, 4, 5)))
+    with pytest.warns(UserWarning, match="2 of 4 prompts have more than max_prompt_length=4 tokens and are left out"):
+        assert [p.columns["n"] for p in load_prompts(path, tokenizer=words, max_prompt_length=4)] == [3, 4]
+    assert len(load_prompts(path, tokenizer=words, context=6)) == 4
+    with pytest.raises(ValueError, match=r"row 1: the prompt has 6 tokens; the model leaves 5 to a prompt"):
+        load_prompts(path, tokenizer=words, context=5)
+    with pytest.warns(UserWarning, match="1 of 4"):
+        assert len(load_prompts(path, tokenizer=words, max_prompt_length=5, context=5)) == 3
+    with pytest.raises(ValueError, match="each of its 4 prompts has more than max_prompt_length=2 tokens"):
+        load_prompts(path, tokenizer=words, max_prompt_length=2)
+
+
+# ---- bad input ------------------------------------------------------------------------------------------------------
+
+GOOD = {"prompt": "1+1="}
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], r"data set '.*a.jsonl' \(split 'train'\) is empty"),
+        ([{"question": "1", "answer": "1"}], r"has no column \"prompt\"; found 'question', 'answer'"),
+        ([{}], r"has no column \"prompt\"; found no columns"),
+        ([GOOD, {"question": "1"}], r"row 1 has no \"prompt\"; found 'question'"),
+        ([GOOD, "", "{'prompt': 1}"], r"a.jsonl, line 3 is not JSON: Expecting property name"),
+        ([GOOD, "[1]"], r"a.jsonl, line 2 is \[1\]; expected an object with the key \"prompt\""),
+        (['[{"prompt": "1"}, 7]'], r"a.jsonl, row 1 is 7; expected an object"),
+        ([GOOD, {"prompt": 7}], r"row 1: the prompt is 7; expected a text or a list of messages"),
+        ([GOOD, {"prompt": None}], r"row 1: the prompt is None; expected"),
+        ([GOOD, {"prompt": []}], r"row 1: the prompt is \[\]; expected"),
+        ([GOOD, {"prompt": ["1"]}], r"row 1: the prompt is \['1'\]; expected"),
+        ([{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}], r"row 0: the prompt is .*; expected"),
+        ([GOOD, {"prompt": ""}], r"row 1: the prompt '' has no tokens"),
+        ([{"prompt": CHAT}], r"row 0: the prompt is a list of messages, and the tokenizer has no chat template"),
+    ],
+    ids=str,
+)
+def test_bad_rows_are_one_sentence(rows, message, tmp_path, words):
+    with pytest.raises(ValueError, match=message) as raised:
+        load_prompts(write(tmp_path / "a.jsonl", *rows), tokenizer=words)
+    assert "\n" not in str(raised.value)
+
+
+def test_what_a_template_raises_is_shown(tmp_path, with_bos):
+    with_bos.chat_template = "{{ raise_exception('System role not supported') }}"
+    with pytest.raises(ValueError, match="row 0: the chat template refuses the messages: System role not supported"):
+        load_prompts(write(tmp_path / "a.jsonl", {"prompt": CHAT}), tokenizer=with_bos)
+
+
+def test_bad_sources_are_one_sentence(tmp_path, words):
+    (tmp_path / "b.jsonl").write_bytes(b"\xff\xfe")
+    for source, options, message in (
+        (str(tmp_path / "a.jsonl"), {}, r"cannot read .*a.jsonl: No such file or directory"),
+        (str(tmp_path / "b.jsonl"), {}, r"cannot read .*b.jsonl: it is not UTF-8"),
+        (str(tmp_path / "a.jsonl"), {"config": "main"}, r"dataset_config='main' with '.*a.jsonl'; only data sets of"),
+        ("arithmetic", {"config": "main"}, r"dataset_config='main' with 'arithmetic'"),
+        ("arithmetic", {"split": "dev"}, r"split='dev' of the arithmetic task; expected 'train' or 'test'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_prompts(source, tokenizer=words, **options)
+
+
+# ---- the order ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_the_order_visits_each_prompt_once_an_epoch(shuffle):
+    order = take(7, 0, 35, seed=1, shuffle=shuffle)
+    epochs = [tuple(order[i : i + 7]) for i in range(0, 35, 7)]
+    assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
+    assert len(set(epochs)) == (5 if shuffle else 1)
+    assert (epochs[0] == tuple(range(7))) is not shuffle
+
+
+def test_the_order_does_not_depend_on_how_it_is_taken():
+    order = take(7, 0, 60, seed=1)
+    for size in (1, 3, 7, 16):  # within an epoch, over its end, over two ends
+        assert [i for start in range(0, 60, size) for i in take(7, start, size, seed=1)][:60] == order
+    assert take(7, 1_000_000, 3, seed=1) == take(7, 999_999, 4, seed=1)[1:]
+
+
+def test_seeds_and_epochs_do_not_share_orders():
+    """Seed s, epoch e is not seed s + 1, epoch e - 1, as where the seed of an epoch is a sum."""
+    orders = Counter(tuple(take(20, 20 * epoch, 20, seed)) for seed in range(10) for epoch in range(10))
+    assert max(orders.values()) == 1
+
+
+@pytest.mark.parametrize("numbers", [(0, 0, 1), (3, -1, 1), (3, 0, -1)])
+def test_bad_positions_raise(numbers):
+    with pytest.raises(ValueError, match="num_prompts="):
+        take(*numbers, seed=0)
