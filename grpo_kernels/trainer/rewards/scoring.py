@@ -1,0 +1,310 @@
+"""Calls the reward functions of a batch, finds out which completions they fail for, and adds up what they give."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+from . import answers
+from .format import format
+from .programs import Code, read_tests
+from .worker import Result, Worker, call, find
+
+NAN = float("nan")
+GOLDEN_RATIO = 0.618034
+MOST_LATE = 8
+BUILT_IN: dict[str, Callable[[], Callable[..., Any]]] = {
+    "exact_answer": lambda: answers.exact_answer,
+    "arithmetic": lambda: answers.exact_answer,  # by the name of the generated task
+    "gsm8k": lambda: answers.gsm8k,
+    "format": lambda: format,
+    "code": Code,
+}
+# The column that each built-in reward reads, and what raises a ValueError for a row that it cannot score.
+ROW_CHECKS: dict[str, tuple[str, Callable[[Any], object]]] = {
+    "exact_answer": ("answer", answers.gold_text),
+    "arithmetic": ("answer", answers.gold_text),
+    "gsm8k": ("answer", answers.gold_number),
+    "code": ("tests", read_tests),
+}
+
+
+class Failure(NamedTuple):
+    """A reward function that failed. row: the completion within the batch; None: all of them."""
+
+    name: str
+    row: int | None
+    message: str
+    traceback: str
+
+
+@dataclass
+class RewardBatch:
+    """The rewards of B completions.
+
+    total: (B,) float32, the weighted sum of what the functions gave; NaN: unscored, because a function failed for this
+        completion or none applies to it. Such a row belongs into no baseline and no standard deviation.
+    by_name: name -> (B,) float32, without weights; NaN where the function gave nothing.
+    steps: for each completion the weighted rewards of its steps, if functions gave some (else None). Their sum is
+        `total`: what functions gave for the whole completion belongs to its last step. [] where unscored or without
+        steps.
+    failures: what failed, completion by completion. fatal: set if a function failed for all of them, or if no
+        completion was scored: its message and traceback are what the run should stop with.
+    seconds: name -> wall-clock time. metrics: of `log_metric`, means. extra: of `log_extra`, B values for each column.
+    """
+
+    total: torch.Tensor
+    by_name: dict[str, torch.Tensor]
+    steps: list[list[float]] | None = None
+    failures: list[Failure] = field(default_factory=list)
+    fatal: Failure | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    extra: dict[str, list[Any]] = field(default_factory=dict)
+
+
+class Value(NamedTuple):
+    """What a function gave for one completion; NaN: nothing. steps: None, or what `value` is the sum of."""
+
+    value: float
+    steps: list[float] | None = None
+
+
+class Function:
+    """A reward function by its name: in this process, or in a worker if it is the user's and there is a time limit."""
+
+    def __init__(self, spec: str | Callable[..., Any], timeout: float | None, pattern: str | None) -> None:
+        self.worker: Worker | None = None
+        built_in = BUILT_IN.get(spec) if isinstance(spec, str) else None
+        if callable(spec):
+            self.name, self.function = getattr(spec, "__name__", type(spec).__name__), spec
+        elif built_in is not None:
+            self.name, self.function = spec, built_in()
+        elif ":" in spec or "." in spec:
+            self.name, self.function = spec.replace(":", ".").rpartition(".")[2], find(spec)
+            self.worker = Worker(spec, timeout) if timeout is not None else None
+        else:
+            names = ", ".join(BUILT_IN)
+            raise ValueError(f"reward {spec!r} is none of the built-in ones ({names}); your own is module:function")
+        if pattern is not None and spec == "format":  # a user's regular expression may take forever on some text
+            self.function = functools.partial(format, pattern=pattern)
+            self.worker = Worker("grpo_kernels.trainer.rewards.format:format", timeout) if timeout is not None else None
+        self.constants = {"pattern": pattern} if self.worker and pattern is not None and spec == "format" else {}
+
+    def call(self, given: dict[str, Any]) -> Result:
+        return self.worker.call(dict(given, **self.constants)) if self.worker else call(self.function, given)
+
+    def close(self) -> None:
+        closable = self.worker or self.function
+        if hasattr(closable, "close"):
+            closable.close()
+
+
+class Rewards:
+    """Reward functions and their weights.
+
+    Args:
+        specs: each a built-in name (exact_answer, gsm8k, format, code), "module:function", "package.module.function",
+            or a callable. Signature as in TRL: function(prompts, completions, completion_ids, trainer_state,
+            log_metric, log_extra, **columns) -> list of float, None, or list of float (rewards of steps); async
+            functions as well. None: the function does not apply to this completion. NaN, infinity or an exception:
+            the completion stays unscored.
+        weights: of the functions, 1 by default.
+        timeout: seconds of CPU time that one call of a function given by its module may take (5 times as much of
+            wall-clock time); it then runs in a process of its own. None: no limit, and in this process. A call that
+            exceeds it, or raises, is repeated for each completion alone, to find those that fail.
+        pattern: for "format", a regular expression in place of <think>...</think><answer>...</answer>.
+
+    Raises:
+        ValueError: an unknown function, two of the same name, or weights that do not fit.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[str | Callable[..., Any]],
+        weights: Sequence[float] | None = None,
+        *,
+        timeout: float | None = None,
+        pattern: str | None = None,
+    ) -> None:
+        if isinstance(specs, str) or not specs:
+            raise ValueError(f"reward_funcs is {specs!r}, expected a list with at least one function")
+        if timeout is not None and not 0 < timeout < math.inf:
+            raise ValueError(f"reward timeout is {timeout!r}, expected seconds above 0")
+        if pattern is not None and "format" not in specs:
+            raise ValueError("a pattern has no effect without the reward 'format'")
+        weights = [1.0] * len(specs) if weights is None else list(weights)
+        if len(weights) != len(specs) or not all(math.isfinite(weight) for weight in weights):
+            raise ValueError(
+                f"reward_weights is {weights!r}, expected one finite number for each of {len(specs)} functions"
+            )
+        self.weights = weights
+        self.specs = list(specs)
+        self.functions = [Function(spec, timeout, pattern) for spec in specs]
+        self.names = [function.name for function in self.functions]
+        if len(set(self.names)) < len(self.names):
+            raise ValueError(f"two reward functions have the same name: {', '.join(self.names)}")
+
+    def check(self, columns: dict[str, list[Any]]) -> None:
+        """Tries whether the built-in functions can score each row of a data set, for a dry run.
+
+        Raises:
+            ValueError: a missing column, or a row whose answer or tests cannot be read, by its number from 0.
+        """
+        for spec in self.specs:
+            column, check = ROW_CHECKS.get(spec, (None, None)) if isinstance(spec, str) else (None, None)
+            if column is None or check is None:
+                continue
+            if column not in columns:
+                raise ValueError(
+                    f"reward {spec!r} reads the column {column!r}; there are: {', '.join(columns) or 'none'}"
+                )
+            for row, value in enumerate(columns[column]):
+                try:
+                    check(value)
+                except ValueError as error:
+                    raise ValueError(f"row {row}, reward {spec!r}: {error}") from None
+
+    def score(
+        self,
+        *,
+        prompts: list[Any],
+        completions: list[Any],
+        completion_ids: list[list[int]],
+        columns: dict[str, list[Any]],
+        step: int,
+    ) -> RewardBatch:
+        """Raises: ValueError for a result of the wrong length or type, or a column of the wrong length."""
+        given = dict(columns, prompts=prompts, completions=completions, completion_ids=completion_ids)
+        for name, values in given.items():
+            if len(values) != len(completions):
+                raise ValueError(
+                    f"{name} has {len(values)} rows, expected one for each of {len(completions)} completions"
+                )
+        batch = RewardBatch(torch.empty(0), {})
+        table = []
+        for function in self.functions:
+            start = time.perf_counter()
+            values, failures = self._values(function, given, step, batch)
+            batch.seconds[function.name] = time.perf_counter() - start
+            batch.by_name[function.name] = torch.tensor([value.value for value in values], dtype=torch.float32)
+            batch.failures += failures
+            if failures and len(failures) == len(completions):
+                batch.fatal = batch.fatal or failures[0]._replace(row=None)
+            table.append(values)
+        self._combine(batch, table)
+        if batch.fatal is None and len(completions) and not batch.total.isfinite().any():
+            text = f"no completion of step {step} was scored: {', '.join(self.names)} gave None or failed for each"
+            batch.fatal = Failure(
+                ", ".join(self.names), None, text, batch.failures[0].traceback if batch.failures else text
+            )
+        return batch
+
+    def close(self) -> None:
+        for function in self.functions:
+            function.close()
+
+    def _values(
+        self, function: Function, given: dict[str, list[Any]], step: int, batch: RewardBatch
+    ) -> tuple[list[Value], list[Failure]]:
+        """Of one function: of all completions at once, or, where that fails, of each alone."""
+        count = len(given["completions"])
+        state = {"trainer_state": SimpleNamespace(global_step=step)}
+        result = function.call({**given, **state})
+        results = [result]
+        if result.error is not None and count > 1:
+            results = self._one_by_one(function, given, state, count)
+        values: list[Value] = []
+        failures: list[Failure] = []
+        for result in results:
+            size = count // len(results)
+            items = [NAN] * size if result.error else checked_list(result.value, size, function.name)
+            for item in items:
+                value, problem = read_value(item, function.name)
+                message, trace = result.error or (problem, problem)
+                if message is not None:
+                    failures.append(Failure(function.name, len(values), str(message), str(trace)))
+                values.append(value)
+        log(results, count, batch)
+        return values, failures
+
+    def _one_by_one(
+        self, function: Function, given: dict[str, list[Any]], state: dict[str, Any], count: int
+    ) -> list[Result]:
+        """In an order that is spread over the batch: where the first MOST_LATE time out, the others would as well (a
+        server that is down), and are not waited for."""
+        found: dict[int, Result] = {}
+        for i in sorted(range(count), key=lambda i: i * GOLDEN_RATIO % 1):
+            if len(found) == MOST_LATE and all(result.late for result in found.values()):
+                return [found.get(i, found[0]) for i in range(count)]
+            part = {name: [values[i]] for name, values in given.items()}
+            found[i] = function.call({**part, **state})
+        return [found[i] for i in range(count)]
+
+    def _combine(self, batch: RewardBatch, table: list[list[Value]]) -> None:
+        failed = {failure.row for failure in batch.failures}
+        rows = [[NAN if i in failed else v.value for i, v in enumerate(values)] for values in table]
+        weighted = torch.tensor(rows, dtype=torch.float64) * torch.tensor(self.weights, dtype=torch.float64)[:, None]
+        total = weighted.nansum(0).masked_fill(weighted.isnan().all(0), NAN)
+        batch.total = total.float()
+        if any(value.steps is not None for values in table for value in values):
+            batch.steps = [[] if i in failed else self._steps(row, i) for i, row in enumerate(zip(*table, strict=True))]
+
+    def _steps(self, row: Sequence[Value], index: int) -> list[float]:
+        lists = [(w, value.steps) for w, value in zip(self.weights, row, strict=True) if value.steps is not None]
+        if len({len(steps) for _, steps in lists}) > 1:
+            raise ValueError(f"completion {index}: reward functions gave rewards of {[len(s) for _, s in lists]} steps")
+        found = [sum(parts) for parts in zip(*([weight * r for r in steps] for weight, steps in lists), strict=True)]
+        for weight, value in zip(self.weights, row, strict=True):
+            if found and value.steps is None and not math.isnan(value.value):
+                found[-1] += weight * value.value
+        return found
+
+
+def checked_list(value: Any, size: int, name: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"reward {name!r} returned {type(value).__name__}, expected a list of {size} numbers")
+    if len(value) != size:
+        raise ValueError(f"reward {name!r} returned {len(value)} values, expected {size}, one for each completion")
+    return value
+
+
+def read_value(item: Any, name: str) -> tuple[Value, str | None]:
+    """A function's value for one completion, and what is wrong with it."""
+    if item is None:
+        return Value(NAN), None
+    steps = item if isinstance(item, (list, tuple)) else None
+    numbers = [item] if steps is None else list(steps)
+    try:
+        if any(isinstance(number, (str, bytes)) for number in numbers):
+            raise TypeError
+        numbers = [float(number) for number in numbers]
+    except (TypeError, ValueError):
+        raise ValueError(f"reward {name!r} returned {item!r} for a completion, expected a number or None") from None
+    if not all(map(math.isfinite, numbers)):
+        return Value(NAN), f"reward {name!r} returned {item!r}"
+    return Value(sum(numbers), numbers if steps is not None else None), None
+
+
+def log(results: list[Result], count: int, batch: RewardBatch) -> None:
+    """What functions gave to log_metric and log_extra, of one call or of one for each completion."""
+    metrics: dict[str, list[float]] = {}
+    for result in results:
+        for name, numbers in result.metrics.items():
+            metrics.setdefault(name, []).extend(numbers)
+    batch.metrics.update({name: sum(numbers) / len(numbers) for name, numbers in metrics.items()})
+    for column in dict.fromkeys(column for result in results for column in result.extra):
+        values = [result.extra.get(column) for result in results]
+        if len(results) > 1:
+            batch.extra[column] = [value[0] if value else None for value in values]
+        elif values[0] is not None and len(values[0]) == count:
+            batch.extra[column] = values[0]
+        else:
+            raise ValueError(f"log_extra({column!r}) got {len(values[0] or ())} values, expected {count}")

@@ -1,0 +1,178 @@
+"""Finds and calls reward functions, here or in a process of their own that can be killed.
+
+The process imports the function and gets batches as pickles over a pipe. It imports nothing of this package: `Worker`
+starts this file's text with `python -c`, which takes 50 ms and not the seconds that torch takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import os
+import pickle
+import signal
+import struct
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from select import poll
+from typing import Any, NamedTuple
+
+if __name__ != "__main__":
+    from .process import Ended, Process
+
+START_SECONDS = 300.0  # for the import of the function's module, which may load a model
+WALL_PER_CPU = 5  # of a call: the limit of wall-clock time over the limit of CPU time
+
+
+class Result(NamedTuple):
+    """Of one call. error: None, or (message, traceback)."""
+
+    value: Any
+    metrics: dict[str, list[float]]
+    extra: dict[str, list[Any]]
+    error: tuple[str, str] | None
+    late: bool = False  # it was stopped
+
+
+def find(spec: str) -> Callable[..., Any]:
+    """The function of "module:function" or of "package.module.function".
+
+    Raises:
+        ValueError: there is no such module or function, or it is none.
+    """
+    module_name, _, name = spec.partition(":") if ":" in spec else spec.rpartition(".")
+    if not module_name or not name:
+        raise ValueError(f"reward {spec!r} is neither a built-in one nor module:function")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # a console script has its own folder there, not the user's
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        hint = " (write the module's name, without .py)" if module_name.endswith(".py") else ""
+        raise ValueError(f"reward {spec!r}: module {module_name!r} cannot be imported: {reason}{hint}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        found = "no such name" if function is None else f"a {type(function).__name__}, expected a function"
+        raise ValueError(f"reward {spec!r}: module {module_name!r} has {found}: {name!r}")
+    return function
+
+
+def call(function: Callable[..., Any], given: dict[str, Any]) -> Result:
+    """Calls it as TRL does, with `log_metric(name, value)` and `log_extra(column, values)`; awaits it if it is async. A
+    function without **keywords gets those of `given` that it takes."""
+    metrics: dict[str, list[float]] = {}
+    extra: dict[str, list[Any]] = {}
+    given = dict(given, log_metric=lambda name, value: metrics.setdefault(name, []).append(float(value)))
+    given["log_extra"] = lambda column, values: extra.update({column: list(values)})
+    try:
+        parameters = inspect.signature(function).parameters
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            given = {name: value for name, value in given.items() if name in parameters}
+        value = function(**given)
+        if inspect.isawaitable(value):
+            value = asyncio.run(awaited(value))
+        if not isinstance(value, (str, bytes, dict)) and hasattr(value, "__iter__"):
+            value = [item.tolist() if hasattr(item, "tolist") else item for item in value]  # of numpy or torch
+    except (Exception, SystemExit) as error:
+        return Result(None, {}, {}, (f"{type(error).__name__}: {error}", traceback.format_exc()))
+    return Result(value, metrics, extra, None)
+
+
+async def awaited(value: Any) -> Any:
+    return await value
+
+
+# ---- the process -----------------------------------------------------------------------------------------------------
+
+
+def serve() -> None:
+    """In the process: answers each (columns, CPU seconds). It ends with its input, in the middle of a call as well."""
+    requests, answers = sys.stdin.buffer, os.fdopen(int(sys.argv[1]), "wb")
+
+    def send(result: Result) -> None:
+        data = pickle.dumps(tuple(result))
+        answers.write(struct.pack("=Q", len(data)) + data)
+        answers.flush()
+
+    def messages() -> Iterator[Any]:
+        while len(size := requests.read(8)) == 8:
+            yield pickle.loads(requests.read(*struct.unpack("=Q", size)))
+
+    received = messages()
+    spec, sys.path[:] = next(received)
+    try:
+        function = find(spec)
+    except Exception as error:
+        return send(Result(None, {}, {}, (str(error), traceback.format_exc())))
+    send(Result(None, {}, {}, None))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, inside of a regular expression as well
+    for given, seconds in received:
+        ended = threading.Event()
+        threading.Thread(target=watch, args=(ended,), daemon=True).start()
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        result = call(function, given)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        ended.set()
+        send(result)
+    return None
+
+
+def watch(ended: threading.Event) -> None:
+    """Ends this process when its input does, during a call."""
+    waiting = poll()
+    waiting.register(0, 0)
+    while not ended.is_set():
+        if waiting.poll(500):
+            os._exit(1)
+
+
+class Worker:
+    """A function of `spec` in a process that is killed when a call takes too long, and started again by the next call.
+
+    seconds: of CPU time for a call. A call that sleeps or waits is stopped after WALL_PER_CPU times as much."""
+
+    def __init__(self, spec: str, seconds: float) -> None:
+        self.spec, self.seconds = spec, seconds
+        self._process: Process | None = None
+
+    def call(self, given: dict[str, Any]) -> Result:
+        """A call that takes too long, or that ends its process, gives a Result with an error.
+
+        Raises:
+            ValueError: the function cannot be found in the process.
+        """
+        if self._process is None:
+            self._process = Process(Path(__file__))
+            error = self._ask((self.spec, sys.path), START_SECONDS).error
+            if error:
+                self.close()
+                raise ValueError(f"reward {self.spec!r} cannot be started: {error[0]}\n{error[1]}")
+        return self._ask((given, self.seconds), self.seconds * WALL_PER_CPU)
+
+    def close(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.close()
+
+    def _ask(self, message: Any, seconds: float) -> Result:
+        assert self._process is not None
+        try:
+            return Result(*pickle.loads(self._process.ask(pickle.dumps(message), seconds)))
+        except Ended as end:
+            self._process = None
+            text = f"its process {end}"
+            if end.status == -signal.SIGPROF:
+                text = f"timed out: more than {self.seconds:g} s of CPU time"
+            elif end.seconds is not None:
+                text = f"timed out: more than {seconds:g} s of wall-clock time"
+            text = f"reward {self.spec!r}: {text}"
+            return Result(None, {}, {}, (text, text), late=": timed out" in text)
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,496 @@
+"""Rewards: loading and calling functions, adding up, failures, and the built-in ones.
+
+test_pitfall_NN_...: by the number in the list of what goes wrong in GRPO trainers.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo_kernels.trainer.rewards import Code, Limits, Rewards
+from grpo_kernels.trainer.rewards.answers import exact_answer, final_number, gold_number, gsm8k
+from grpo_kernels.trainer.rewards.format import format
+from grpo_kernels.trainer.rewards.programs import program_in, read_tests, same
+
+NAN = float("nan")
+OWN = """
+import asyncio, os, re, sys, time
+
+def length(prompts, completions, completion_ids, **columns):
+    return [float(len(c)) for c in completions]
+
+def slow_expression(completions, **_):
+    return [float(re.match("(a+)+$", c) is not None) for c in completions]
+
+def sleeps(completions, **_):
+    if "sleep" in completions:
+        time.sleep(1000)
+    return [1.0] * len(completions)
+
+def leaves(completions, **_):
+    if "leave" in completions:
+        os._exit(3)
+    return [1.0] * len(completions)
+
+def raises(completions, **_):
+    if "raise" in completions:
+        raise ZeroDivisionError("of my own")
+    return [1.0] * len(completions)
+
+def raises_always(completions, **_):
+    return deeper()
+
+def deeper():
+    raise ZeroDivisionError("of my own")
+
+def only_answers(completions, answer):
+    return [float(c == a) for c, a in zip(completions, answer)]
+
+async def logs(completions, answer, trainer_state, log_metric, log_extra, **_):
+    await asyncio.sleep(0)
+    log_metric("step", trainer_state.global_step)
+    log_metric("step", 0)
+    log_extra("upper", [c.upper() for c in completions])
+    return [0.5] * len(completions)
+
+def process_id(completions, **_):
+    return [float(os.getpid())] * len(completions)
+
+value = 3
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_module(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "own_rewards.py").write_text(OWN)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield folder
+    sys.modules.pop("own_rewards", None)
+
+
+def score(rewards, completions, **columns):
+    given = rewards if isinstance(rewards, Rewards) else Rewards(rewards)
+    ids = [[1]] * len(completions)
+    return given.score(
+        prompts=["p"] * len(completions), completions=completions, completion_ids=ids, columns=columns, step=7
+    )
+
+
+def assert_total(batch, expected):
+    torch.testing.assert_close(batch.total, torch.tensor(expected), equal_nan=True, rtol=0, atol=0)
+    assert batch.total.dtype == torch.float32
+
+
+def returns(*values, name="returns"):
+    def function(completions, **_):
+        assert len(completions) == len(values)
+        return list(values)
+
+    function.__name__ = name
+    return function
+
+
+# ---- adding up -------------------------------------------------------------------------------------------------------
+
+
+def test_weighted_sum_and_names():
+    rewards = Rewards(["own_rewards:length", "own_rewards.only_answers", returns(1, 2)], [1.0, 10.0, -0.5])
+    assert rewards.names == ["length", "only_answers", "returns"]
+    batch = score(rewards, ["ab", "c"], answer=["ab", "d"], other=[1, 2])
+    assert_total(batch, [11.5, 0.0])
+    assert batch.by_name["length"].tolist() == [2.0, 1.0] and batch.by_name["only_answers"].tolist() == [1.0, 0.0]
+    assert set(batch.seconds) == set(rewards.names) and batch.steps is None and batch.fatal is None
+
+
+def test_results_of_numpy_torch_and_bool():
+    import numpy
+
+    batch = score(
+        [returns(numpy.float32(1), True, torch.tensor(0.5)), lambda completions, **_: torch.ones(3)], ["a"] * 3
+    )
+    assert_total(batch, [2.0, 2.0, 1.5])
+
+
+def test_none_leaves_a_function_out_of_the_sum():
+    batch = score(Rewards([returns(1, None, None), returns(2, 2, None, name="b")], [1, 3]), ["a", "b", "c"])
+    assert_total(batch, [7.0, 6.0, NAN])
+    assert batch.by_name["returns"].isnan().tolist() == [False, True, True] and not batch.failures and not batch.fatal
+
+
+def test_rewards_of_steps():
+    batch = score(Rewards([returns([1, 2], [3], None), returns(1, None, 1, name="b")], [2, 1]), ["a", "b", "c"])
+    assert batch.steps == [[2.0, 5.0], [6.0], []]  # the reward of the whole completion is the last step's
+    assert_total(batch, [7.0, 6.0, 1.0])
+    both = score([returns([1, 2]), returns([10, 20], name="b")], ["a"])
+    assert both.steps == [[11.0, 22.0]]
+    with pytest.raises(ValueError, match=r"completion 0: .* rewards of \[2, 1\] steps"):
+        score([returns([1, 2]), returns([1], name="b")], ["a"])
+    assert score([returns([1, NAN], [1])], ["a", "b"]).steps == [[], [1.0]]
+
+
+@pytest.mark.parametrize("timeout", [None, 20.0])
+def test_async_metrics_extra_and_the_step(timeout):
+    rewards = Rewards(["own_rewards:logs", "own_rewards:only_answers"], timeout=timeout)
+    batch = score(rewards, ["a", "b"], answer=["a", "a"])
+    assert_total(batch, [1.5, 0.5])
+    assert batch.metrics == {"step": 3.5} and batch.extra == {"upper": ["A", "B"]}
+    rewards.close()
+
+
+def test_messages():
+    messages = [
+        [{"role": "assistant", "content": "7"}],
+        [{"role": "assistant", "content": [{"type": "text", "text": "8"}]}],
+    ]
+    assert_total(score(["exact_answer", "gsm8k"], messages, answer=["7", "8"]), [1.0, 1.0])
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ([1.0], "reward 'f' returned 1 values, expected 2, one for each completion"),
+        (1.0, "reward 'f' returned float, expected a list of 2 numbers"),
+        (None, "reward 'f' returned NoneType, expected a list"),
+        ("ab", "reward 'f' returned str, expected a list"),
+        ({0: 1, 1: 2}, "reward 'f' returned dict, expected a list"),
+        ([1.0, "2"], "reward 'f' returned '2' for a completion, expected a number or None"),
+        ([1.0, {}], r"reward 'f' returned \{\} for a completion, expected a number or None"),
+        ([1.0, ["2"]], r"reward 'f' returned \['2'\] for a completion, expected a number or None"),
+    ],
+)
+def test_results_of_the_wrong_length_or_type(values, text):
+    def f(completions, **_):
+        return values
+
+    with pytest.raises(ValueError, match=text):
+        score([f], ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (dict(specs=[]), "at least one function"),
+        (dict(specs="format"), "expected a list"),
+        (dict(specs=["no_such"]), "'no_such' is none of the built-in ones (exact_answer, arithmetic, gsm8k"),
+        (dict(specs=["no_module:f"]), "module 'no_module' cannot be imported: ModuleNotFoundError"),
+        (dict(specs=["own_rewards.py:length"]), "without .py"),
+        (dict(specs=["own_rewards:"]), "neither a built-in one nor module:function"),
+        (dict(specs=["own_rewards:nothing"]), "has no such name: 'nothing'"),
+        (dict(specs=["own_rewards:value"]), "has a int, expected a function: 'value'"),
+        (dict(specs=["format"], weights=[1.0, 2.0]), "expected one finite number for each of 1 functions"),
+        (dict(specs=["format"], weights=[NAN]), "expected one finite number"),
+        (dict(specs=["gsm8k"], pattern="a"), "a pattern has no effect without the reward 'format'"),
+        (dict(specs=["format"], timeout=0), "reward timeout is 0, expected seconds above 0"),
+        (dict(specs=["format", "format"]), "two reward functions have the same name"),
+    ],
+)
+def test_bad_arguments(given, text):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        Rewards(**given)
+    assert text in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_columns_of_another_length():
+    with pytest.raises(ValueError, match="answer has 1 rows, expected one for each of 2 completions"):
+        score(["exact_answer"], ["a", "b"], answer=["a"])
+
+
+# ---- pitfalls --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [NAN, math.inf, -math.inf])
+def test_pitfall_11_nan_leaves_the_completion_unscored(bad):
+    batch = score([returns(1, bad, 0), returns(1, 1, 1, name="other")], ["a", "b", "c"])
+    assert_total(batch, [2.0, NAN, 1.0])
+    assert [(f.name, f.row) for f in batch.failures] == [("returns", 1)] and batch.fatal is None
+    assert batch.by_name["other"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_pitfall_11_a_call_that_raises_fails_for_those_completions_only():
+    batch = score(["own_rewards:raises", "own_rewards:length"], ["a", "raise", "c"])
+    assert_total(batch, [2.0, NAN, 2.0])
+    [failure] = batch.failures
+    assert failure.row == 1 and failure.message == "ZeroDivisionError: of my own" and "in raises" in failure.traceback
+
+
+@pytest.mark.parametrize("function", [returns(NAN, NAN), returns(None, None)])
+def test_pitfall_11_a_batch_without_a_score_is_fatal(function):
+    batch = score([function], ["a", "b"])
+    assert batch.total.isnan().all() and batch.fatal is not None and "returns" in batch.fatal.message
+
+
+@pytest.mark.parametrize("name", ["slow_expression", "sleeps", "leaves"])
+def test_pitfall_12_a_reward_that_hangs_is_killed(name):
+    """In the middle of the batch; scores are by index, and the next batch is scored as if nothing had been."""
+    rewards = Rewards([f"own_rewards:{name}"], timeout=0.2)
+    hang = {"slow_expression": "a" * 60 + "b", "sleeps": "sleep", "leaves": "leave"}[name]
+    batch = score(rewards, ["a", hang, "aaa"])
+    assert_total(batch, [1.0, NAN, 1.0])
+    assert_total(score(rewards, ["a", "aa"]), [1.0, 1.0])
+    [failure] = batch.failures
+    limit = {"slow_expression": "0.2 s of CPU", "sleeps": "1 s of wall-clock", "leaves": "ended with status 3"}[name]
+    assert failure.row == 1 and limit in failure.message
+    worker = rewards.functions[0].worker
+    pid = worker._process._process.pid
+    rewards.close()
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_pitfall_12_a_function_that_always_hangs_is_fatal_soon(monkeypatch):
+    rewards = Rewards(["own_rewards:slow_expression"], timeout=0.1)
+    calls, call = [], rewards.functions[0].worker.call
+    monkeypatch.setattr(rewards.functions[0].worker, "call", lambda given: calls.append(1) or call(given))
+    batch = score(rewards, ["a" * 60 + "b"] * 64)
+    assert batch.total.isnan().all() and len(batch.failures) == 64 and "timed out" in batch.fatal.message
+    assert len(calls) == 1 + 8, "all at once, and eight of the 64 alone"
+    rewards.close()
+
+
+def test_pitfall_12_cpu_time_decides_and_not_the_load_of_the_machine(monkeypatch):
+    """A stopped process needs no CPU time: 0.8 s of waiting are within a limit of 0.5 s."""
+    rewards = Rewards(["own_rewards:process_id"], timeout=0.5)
+    pid = int(score(rewards, ["a"]).total.item())
+    os.kill(pid, signal.SIGSTOP)
+    threading.Timer(0.8, os.kill, (pid, signal.SIGCONT)).start()
+    assert score(rewards, ["a"]).total.item() == pid
+    rewards.close()
+
+
+def test_pitfall_12_a_worker_ends_with_the_trainer(own_module):
+    """SIGKILL in the middle of a call that would not end for 1000 seconds."""
+    code = f"""
+    import sys
+    sys.path.insert(0, {str(own_module)!r})
+    from grpo_kernels.trainer.rewards.worker import Worker
+    worker = Worker("own_rewards:sleeps", 100)
+    worker.call(dict(completions=["a"]))
+    print(worker._process._process.pid, flush=True)
+    worker.call(dict(completions=["sleep"]))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
+        pid = int(owner.stdout.readline())
+        time.sleep(0.2)
+        assert Path(f"/proc/{pid}").exists()
+        owner.kill()
+    end = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2][:3]:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_pitfall_12_a_slow_function_is_named():
+    def slow(completions, **_):
+        time.sleep(0.05)
+        return [0.0] * len(completions)
+
+    seconds = score([slow, "format"], ["a"]).seconds
+    assert max(seconds, key=seconds.get) == "slow" and seconds["slow"] >= 0.05
+
+
+def test_pitfall_13_scores_are_the_same_in_another_thread():
+    """Verifiers that set alarms score 0 outside of the main thread."""
+    found = []
+    given = dict(completions=["#### 4", "#### 5"], answer=["#### 4", "4"])
+    thread = threading.Thread(target=lambda: found.append(gsm8k(**given)))
+    thread.start()
+    thread.join()
+    assert found == [[1.0, 0.0]] == [gsm8k(**given)]
+
+
+@pytest.mark.parametrize("gold", ["", "no number", "####", "#### 1 2", "#### x", "3 or 4", "#### 1/0", None])
+def test_pitfall_13_bad_gold_fails_the_dry_run_and_scores_nothing(gold):
+    with pytest.raises(ValueError, match=r"row 1, reward 'gsm8k': answer .* has no single number"):
+        Rewards(["gsm8k"]).check({"answer": ["1", gold]})
+    batch = score(["gsm8k"], ["#### 1", f"#### {gold}"], answer=["1", gold])
+    assert_total(batch, [1.0, NAN])
+
+
+def test_pitfall_13_a_completion_that_lists_every_number_scores_0():
+    numbers = range(100)
+    lists = [
+        " ".join(map(str, numbers)),
+        "#### " + " ".join(map(str, numbers)),
+        "\n".join(f"#### {n}" for n in numbers),
+        " ".join(f"\\boxed{{{n}}}" for n in numbers),
+        "\\boxed{" + ",".join(map(str, numbers)) + "}",
+        "The answer is " + " or ".join(map(str, numbers)),
+        "\n".join(f"<answer>{n}</answer>" for n in numbers),
+    ]
+    for gold in ("0", "42", "99", "4"):
+        assert gsm8k(lists, [gold] * len(lists)) == exact_answer(lists, [gold] * len(lists)) == [0.0] * len(lists)
+
+
+@pytest.mark.parametrize("timeout", [None, 20.0])
+def test_pitfall_14_a_function_that_fails_for_all_is_returned_with_its_traceback(timeout):
+    """Returned, not raised: the trainer tells the other ranks first, and stops all of them with this text."""
+    rewards = Rewards(["own_rewards:raises_always", "own_rewards:length"], timeout=timeout)
+    batch = score(rewards, ["a", "b"])
+    assert batch.total.isnan().all() and len(batch.failures) == 2
+    assert batch.fatal.name == "raises_always" and batch.fatal.row is None
+    assert batch.fatal.message == "ZeroDivisionError: of my own" and "in deeper" in batch.fatal.traceback
+    rewards.close()
+
+
+# ---- built-in rewards ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("6 * 7 = 42\n#### 42", "42"),
+        ("#### $1,234.50", "1234.5"),
+        ("#### 1,234 apples", "1234"),
+        ("#### -3.0", "-3"),
+        ("so \\boxed{42}", "42"),
+        ("\\boxed{\\$7} is right", "7"),
+        ("\\boxed{1/2}", "0.5"),
+        ("The answer is 42.", "42"),
+        ("The answer is: **42**, because 6 is", None),
+        ("The answer is 5. No: the answer is 7 apples. 3 are left.", "7"),
+        ("the answer is 5\n#### 6", "6"),
+        ("#### 42\n#### 42.0", "42"),
+        ("#### 42\n#### 43", None),
+        ("#### forty-two\nThe answer is 42", None),
+        ("42", None),
+        ("#### 1/0", None),
+        ("", None),
+        ("#### " + "9" * 5000, None),
+        ("####" * 50000, None),
+        ("\\boxed{" * 50000, None),
+        ("answer is " * 50000, None),
+    ],
+)
+def test_final_number(text, answer):
+    start = time.process_time()
+    assert final_number(text) == (None if answer is None else gold_number(answer))
+    assert time.process_time() - start < 1
+
+
+def test_gold_of_gsm8k():
+    text = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = <<48+24=72>>72.\n#### 72"
+    assert gold_number(text) == 72 and gold_number(1234) == 1234 and gold_number("#### 1,000") == 1000
+
+
+def test_exact_answer():
+    completions = [
+        "95",
+        " 95 \n",
+        "95.",
+        "<think>1</think><answer> 95 </answer>",
+        "<answer>95</answer><answer>1</answer>",
+    ]
+    assert exact_answer(completions, ["95"] * 5) == [1.0, 1.0, 0.0, 1.0, 0.0]
+    with pytest.raises(ValueError, match="row 0, reward 'exact_answer': answer is empty"):
+        Rewards(["exact_answer"]).check({"answer": [" "]})
+    with pytest.raises(ValueError, match="reads the column 'answer'; there are: prompt"):
+        Rewards(["arithmetic"]).check({"prompt": ["1"]})
+
+
+def test_format():
+    right = ["<think>a</think><answer>b</answer>", " <think>\n</think>\n<answer></answer>\n"]
+    wrong = ["", "a" + right[0], right[0] + "a", "<think></think>a<answer></answer>", right[0] * 2]
+    wrong += ["<answer></answer><think></think>", "<think><answer></think></answer>", "<think></think>"]
+    assert format(right + wrong) == [1.0, 1.0] + [0.0] * len(wrong)
+    assert format(["ab\nc", "abd"], pattern="ab.*c") == [1.0, 0.0]
+
+
+def test_a_pattern_that_hangs_is_killed():
+    rewards = Rewards(["format"], pattern="(a+)+", timeout=0.3)
+    assert_total(score(rewards, ["aa", "b", "a" * 60 + "b"]), [1.0, 0.0, NAN])
+    rewards.close()
+
+
+@pytest.fixture(scope="module")
+def code():
+    code = Code(Limits(cpu_seconds=1, output_kb=64), workers=2)
+    yield code
+    code.close()
+
+
+RIGHT = "def add(a, b):\n    return a + b"
+CALLS = [{"call": "add(1, 2)", "output": 3}, "assert add([1], [2]) == [1, 2]", "assert add(0.1, 0.2) == 0.3"]
+ECHO = [{"input": "1 2\n", "output": "3"}, {"input": "10 -3\n", "output": "7\n\n"}]
+
+
+def test_code(code):
+    completions = [
+        RIGHT,
+        f"Here it is:\n```python\n{RIGHT}\n```\nIt adds.",
+        "```python\ndef add(a, b): return 3\n```",
+        [{"role": "assistant", "content": f"```\n{RIGHT}\n```"}],
+        "def add(a, b): return (",
+        "while True: pass",
+        "",
+    ]
+    assert code(completions, [CALLS] * 7) == [1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+    programs = [
+        "print(sum(map(int, input().split())))",
+        "print(3)",
+        "print(7)\nprint(3)",
+        "print(1 / 0)",
+        "import sys\nprint(3)\nsys.exit(1)",
+    ]
+    assert code(programs, [ECHO] * 5) == [1.0, 0.0, 0.0, 0.0, 0.0]
+    assert code(["print(3)", "print(3)\nexit(1)", "print(3)\n1 / 0"], [ECHO[:1]] * 3) == [1.0, 0.0, 0.0]
+    assert code(programs[:1], ['[{"input": "1 2", "output": "3"}]']) == [1.0], "the tests' JSON text"
+
+
+def test_code_of_one_run_goes_on_after_hostile_ones(code):
+    hostile = [
+        "import os\nwhile True: os.fork()",
+        "x = bytearray(100 << 30)",
+        "while True: print('x' * 10**6)",
+        "import os\nos.kill(-1, 9)",
+    ]
+    batch = score([code], [*hostile, RIGHT, *hostile], tests=[CALLS] * 9)
+    assert_total(batch, [0.0] * 4 + [1.0] + [0.0] * 4)
+    assert not batch.failures
+
+
+@pytest.mark.parametrize(
+    ("tests", "text"),
+    [
+        ([], "expected a list that is not empty"),
+        ("[", "is no JSON text"),
+        (["assert f(1)"], 'is not "assert EXPRESSION == LITERAL"'),
+        (["assert f(1) == g(2)"], 'is not "assert EXPRESSION == LITERAL"'),
+        (["assert 1 < f(1) == 2"], 'is not "assert'),
+        (["print(1)"], 'is not "assert'),
+        ([{"input": "1"}], "has not the keys output and either input or call"),
+        ([{"input": "1", "call": "f()", "output": 1}], "has not the keys output and either input or call"),
+        ([3], "has not the keys"),
+    ],
+)
+def test_tests_that_cannot_be_read(tests, text, code):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        Rewards(["code"]).check({"tests": [CALLS, tests]})
+    assert text in str(caught.value) and "row 1" in str(caught.value)
+    assert_total(score([code], [RIGHT, RIGHT], tests=[CALLS, tests]), [1.0, NAN])
+
+
+def test_values_are_compared_as_plain_values():
+    assert same((1, [2.0, {"a": {3}}]), [1, [2.0000001, {"a": {3}}]]) and same(True, True) and same(None, None)
+    assert not same([1], 1) and not same([1, 2], [1]) and not same({"a": 1}, {"b": 1}) and not same("1", 1)
+    assert not same(1.0, "1") and not same(1, None) and not same(0.5, NAN)
+
+
+def test_the_last_block_is_the_program():
+    assert program_in("```py\na\n```\n```python\nb\n```") == "b\n" and program_in("x = 1") == "x = 1"
+    assert read_tests(["assert f((1, 2)) == (1, {2: 'a'})"])[0].call == "f((1, 2))"

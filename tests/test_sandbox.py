@@ -1,0 +1,450 @@
+"""Hostile programs in the sandbox: each is stopped, the next one runs, nothing outside changes, no process is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from grpo_kernels.trainer.rewards import Limits, Sandbox
+from grpo_kernels.trainer.rewards import sandbox as module
+from grpo_kernels.trainer.rewards.programs import passes, read_tests
+
+SECRET = "gold-0123456789"
+REWARDS = Path(module.__file__).parent
+
+
+class Patient(Limits):
+    wall_seconds = 60  # however busy this machine is
+
+
+class Quick(Limits):
+    wall_seconds = 1
+
+
+LIMITS = Patient(cpu_seconds=1, memory_mb=512, scratch_mb=16, output_kb=64)
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GOLD", SECRET)
+        sandbox = Sandbox(LIMITS)
+        assert sandbox.run("print(1)").stdout == "1\n"
+    yield sandbox
+    sandbox.close()
+
+
+@pytest.fixture
+def outside():
+    """A folder that every user of this machine may change: nothing but the sandbox protects it."""
+    folder = Path(f"/var/tmp/grpo-kernels-test-{os.getpid()}")
+    folder.mkdir()
+    folder.chmod(0o777)
+    for name in ("kept", "tests.jsonl"):
+        (folder / name).write_text(SECRET)
+        (folder / name).chmod(0o666)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def state_of(folder):
+    found = {path.name: (path.read_text(), path.stat().st_mode) for path in folder.iterdir()}
+    return found, [folder.stat().st_mode, *(path.stat().st_mtime_ns for path in folder.iterdir())]
+
+
+def processes_below(pid):
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if fields[0] != "Z":
+                parents[int(entry.name)] = int(fields[1])
+    found, new = set(), {pid}
+    while new:
+        found |= new
+        new = {child for child, parent in parents.items() if parent in found} - found
+    return found & parents.keys()
+
+
+HOSTILE = {  # name: program, what stops it (a reason, or an error that it gets)
+    "fork bomb": ("import os\nwhile True:\n  try:\n    os.fork()\n  except OSError: pass", "CPU time"),
+    "raw fork": (
+        """
+        import ctypes, platform
+        calls = [56, 57, 58, 435] if platform.machine() == "x86_64" else [220, 435]  # clone, fork, vfork, clone3
+        print([ctypes.CDLL(None).syscall(n, 17, 0, 0, 0, 0) for n in calls])
+        assert False
+        """,
+        "AssertionError",
+    ),
+    "double fork": ("import os\nos.setsid()", "PermissionError"),
+    "double fork without session": ("import os\nif os.fork() == 0:\n  os.setsid()\n  os.fork()", "PermissionError"),
+    "daemon": ("import subprocess\nsubprocess.Popen(['sleep', '1000'], start_new_session=True)", "PermissionError"),
+    "exec": ("import os\nos.execv('/bin/sleep', ['sleep', '1000'])", "PermissionError"),
+    "endless loop": ("while True: pass", "CPU time"),
+    "endless loop that ignores signals": (
+        "import signal\nfor s in {*signal.Signals} - {9, 19}:\n  signal.signal(s, signal.SIG_IGN)\nwhile True: pass",
+        "CPU time",
+    ),
+    "slow regular expression": ("import re\nre.match('(a+)+$', 'a' * 60 + 'b')", "CPU time"),
+    "100 GB": ("x = bytearray(100 << 30)", "MemoryError"),
+    "100 GB in parts": ("x = []\nwhile True: x.append(bytearray(1 << 24))", "MemoryError"),
+    "100 GB of memory files": ("import os\nos.memfd_create('x')", "PermissionError"),
+    "100 GB on disk": (
+        "for i in range(10**6):\n  with open(f'{i}', 'wb') as f: f.write(bytes(1 << 22))",
+        "OSError",
+    ),
+    "threads": (
+        """
+        import threading, time
+        threading.stack_size(1 << 15)
+        for _ in range(100):
+            threading.Thread(target=time.sleep, args=(9,), daemon=True).start()
+        """,
+        "can't start new thread",
+    ),
+    "deep folders": ("import os\nwhile True:\n  os.mkdir('d')\n  os.chdir('d')", "OSError"),
+    "gigabytes of output": ("while True: print('x' * 10**6)", "output limit"),
+    "gigabytes of errors": ("import os\nwhile True: os.write(2, b'x' * 10**6)", "output limit"),
+    "gigabytes of values": ("import os\nwhile True: os.write(3, b'x' * 10**6)", "output limit"),
+    "other descriptors": ("import os\nfor i in range(4, 4096): os.write(i, b'{}')", "OSError"),
+    "internet": ("import socket\nsocket.create_connection(('1.1.1.1', 53))", "PermissionError"),
+    "unix socket": ("import socket\nsocket.socket(socket.AF_UNIX)", "PermissionError"),
+    "asyncio": ("import asyncio\nasyncio.run(asyncio.sleep(0))", "PermissionError"),
+    "kill all": ("import os\nos.kill(-1, 9)", "PermissionError"),
+    "kill the parent": ("import os\nos.kill(os.getppid(), 9)", "PermissionError"),
+    "kill by fcntl": ("import fcntl, os\nfcntl.fcntl(1, fcntl.F_SETOWN, os.getppid())", "PermissionError"),
+    "limits of others": ("import os, resource\nresource.prlimit(os.getppid(), 0, (1, 1))", "PermissionError"),
+    "more for itself": ("import resource\nresource.setrlimit(resource.RLIMIT_CPU, (99, 99))", "not allowed"),
+    "trace": (
+        "import ctypes, os\nassert ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) == 0",
+        "AssertionError",
+    ),
+    "mount": ("import ctypes\nassert ctypes.CDLL(None).mount(b'x', b'/', b'tmpfs', 0, None) == 0", "AssertionError"),
+    "namespaces": ("import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == 0", "AssertionError"),
+    "crash": ("import ctypes\nctypes.string_at(0)", "signal"),
+    "parent's environment": ("import os\nopen(f'/proc/{os.getppid()}/environ').read()", "PermissionError"),
+    "trainer's environment": ("open('/proc/TRAINER/environ').read()", "Error"),
+    "trainer's memory": ("open('/proc/TRAINER/mem', 'rb').read(1)", "Error"),
+    "reads the tests": ("print(open('OUTSIDE/tests.jsonl').read())", "PermissionError"),
+    "lists the folder": ("import os\nprint(os.listdir('OUTSIDE'))", "PermissionError"),
+    "deletes files": ("import os\nos.remove('OUTSIDE/kept')", "PermissionError"),
+    "deletes everything": ("import shutil\nshutil.rmtree('OUTSIDE')", "PermissionError"),
+    "writes": ("open('OUTSIDE/kept', 'w')", "PermissionError"),
+    "appends": ("open('OUTSIDE/kept', 'a')", "PermissionError"),
+    "creates": ("open('OUTSIDE/new', 'x')", "PermissionError"),
+    "makes a folder": ("import os\nos.mkdir('OUTSIDE/new')", "PermissionError"),
+    "truncates": ("import os\nos.truncate('OUTSIDE/kept', 0)", "PermissionError"),
+    "truncates by reading": ("import os\nos.open('OUTSIDE/kept', os.O_RDONLY | os.O_TRUNC)", "PermissionError"),
+    "renames": ("import os\nos.rename('OUTSIDE/kept', 'OUTSIDE/lost')", "PermissionError"),
+    "moves away": ("import os\nos.rename('OUTSIDE/kept', 'kept')", "Error"),
+    "links": ("import os\nos.symlink('OUTSIDE/kept', 'link')\nopen('link', 'w')", "PermissionError"),
+    "changes the mode": ("import os\nos.chmod('OUTSIDE/kept', 0)", "PermissionError"),
+    "changes the time": ("import os\nos.utime('OUTSIDE/kept', (0, 0))", "PermissionError"),
+    "changes an attribute": ("import os\nos.setxattr('OUTSIDE/kept', 'user.a', b'1')", "PermissionError"),
+    "writes the system": ("open('/etc/passwd', 'a')", "PermissionError"),
+    "writes the interpreter": ("import os\nopen(os.__file__, 'a')", "PermissionError"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile(name, sandbox, outside):
+    program, stopped_by = HOSTILE[name]
+    program = textwrap.dedent(program).replace("OUTSIDE", str(outside)).replace("TRAINER", str(os.getpid()))
+    if name == "double fork":
+        program += "\nif os.fork() == 0:\n  os.setsid()\n  if os.fork() == 0:\n    while True: pass"
+    before, waiting = state_of(outside), processes_below(sandbox._process._process.pid)
+    outcome = sandbox.run(program)
+    if stopped_by == "signal":
+        assert outcome.status < 0 and not outcome.reason
+    elif outcome.reason:
+        assert outcome.reason == stopped_by
+    else:
+        assert outcome.status and stopped_by in outcome.stderr, outcome
+    assert len(outcome.stdout) <= 64 << 10 and SECRET not in outcome.stdout + outcome.stderr
+    assert state_of(outside) == before
+    assert processes_below(sandbox._process._process.pid) == waiting, "none of its processes is left"
+    assert sandbox.run("print(input())", stdin="next").stdout == "next\n"
+
+
+def test_a_program_that_sleeps():
+    sandbox = Sandbox(Quick())
+    outcome = sandbox.run("import time\ntime.sleep(1000)")
+    assert outcome.reason == "wall clock" and outcome.seconds < 0.5
+    assert sandbox.run("print(1)").stdout == "1\n"
+    sandbox.close()
+
+
+def test_what_a_program_may_do(sandbox):
+    program = """
+    import os, random, sys, threading, time, decimal, zlib, ctypes
+    print(sorted(os.environ), os.getcwd() == os.environ["HOME"] or os.getcwd() == "/")
+    time.sleep(0.01)
+    print(hash("a"), sys.stdin.read())
+    """
+    first, second = (sandbox.run(textwrap.dedent(program), stdin="ä\n") for _ in range(2))
+    assert first.status == 0 and first.stdout == second.stdout, first
+    assert "GOLD" not in first.stdout and first.stdout.endswith("ä\n\n")
+    files = sandbox.run("import os; print(os.listdir()); open('a', 'w').write('b'); print(open('a').read())")
+    threads = sandbox.run("import threading\nthreading.Thread(target=print, args=('thread',)).start()")
+    if not sandbox.missing:
+        assert files.stdout == "[]\nb\n" and threads.stdout == "thread\n"
+        assert sandbox.run("import os; print(os.listdir())").stdout == "[]\n", "a folder for each program"
+        assert sandbox.run("import numpy; print(numpy.eye(3) @ numpy.ones(3))").stdout == "[1. 1. 1.]\n"
+
+
+CHEATS = {
+    "leaves": "import sys\nsys.exit(0)",
+    "leaves at once": "import os\nos._exit(0)",
+    "leaves in the call": "import os\ndef add(a, b): os._exit(0)",
+    "equals everything": """
+        class Same(int):
+            __eq__ = lambda self, other: True
+            __hash__ = int.__hash__
+        def add(a, b): return Same(0)""",
+    "equals everything, no number": """
+        class Same:
+            __eq__ = lambda self, other: True
+        def add(a, b): return Same()""",
+    "says it is a list": """
+        class Same:
+            tolist = lambda self: self
+        def add(a, b): return Same()""",
+    "writes values itself": """
+        import os
+        os.write(3, b'[{"value": true}, {"value": true}]')
+        os._exit(0)""",
+    "writes deep values": "import os\nos.write(3, b'[' * 60000)\nos._exit(0)",
+    "writes foreign values": 'import os\nos.write(3, b\'[{"value": ["dict", 1]}, 0]\')\nos._exit(0)',
+    "overwrites the harness": """
+        import builtins, json, sys
+        builtins.eval = lambda *a: True
+        json.dumps = lambda *a: '[{"value": true}, {"value": true}]'
+        main = sys.modules["__main__"]
+        main.encode = lambda value: True
+        def add(a, b): return a""",
+    "looks for the expected values": """
+        import gc, sys
+        def add(a, b):
+            frame, found = sys._getframe(), []
+            while frame:
+                found.append(repr(frame.f_locals))
+                frame = frame.f_back
+            found += [repr(o) for o in gc.get_objects() if isinstance(o, (dict, list))]
+            text = "".join(found)
+            return 987654321 if "987654321" in text else 0""",
+}
+TESTS = read_tests(["assert add(1, 2) == 3", {"call": "add(987654320, 1)", "output": 987654321}])
+
+
+@pytest.mark.parametrize("name", CHEATS)
+def test_a_cheat_does_not_pass(name, sandbox):
+    assert not passes(textwrap.dedent(CHEATS[name]), TESTS, sandbox)
+    assert passes("def add(a, b): return a + b", TESTS, sandbox)
+
+
+def test_it_ends_with_the_trainer(outside):
+    """SIGKILL to the process that owns a sandbox, in the middle of a program: its processes and its folder go too."""
+    program = "while True: pass"
+    code = f"""
+    sandbox = Sandbox(Limits(cpu_seconds=30))
+    sandbox.run("print(1)")
+    assert sandbox.missing or len(os.listdir(os.environ["TMPDIR"])) == 3
+    print(sandbox._process._process.pid, flush=True)
+    sandbox.run({program!r})
+    """
+    owner = start(code, env={"TMPDIR": str(outside)})
+    pid = int(owner.stdout.readline())
+    time.sleep(0.3)
+    below = processes_below(pid)
+    assert len(below) >= 2
+    owner.kill()
+    owner.wait()  # not for the end of its output, which its processes have as well
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in below))
+    assert {path.name for path in outside.iterdir()} == {"kept", "tests.jsonl"}
+
+
+def test_a_killed_sandbox_starts_again(outside, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(outside))
+    sandbox = Sandbox(LIMITS)
+    assert sandbox.run("print(1)").stdout == "1\n"
+    sandbox._process._process.kill()
+    with pytest.raises(module.SandboxFailure, match="ended with status -9"):
+        sandbox.run("print(2)")
+    assert sandbox.run("print(3)").stdout == "3\n"
+    pid = sandbox._process._process.pid
+    sandbox.close()
+    assert not processes_below(pid) and len(list(outside.iterdir())) == 2
+
+
+@pytest.mark.parametrize("field", ["cpu_seconds", "memory_mb", "scratch_mb", "output_kb"])
+def test_bad_limits(field):
+    for value in (0, 1.5, "1"):
+        with pytest.raises(ValueError, match=f"{field} is {value!r}, expected an integer"):
+            Limits(**{field: value})
+
+
+# ---- machines that offer less ----------------------------------------------------------------------------------------
+
+# Without torch: the modules of this folder, as a package of another name.
+PREAMBLE = f"""
+import json, os, sys, types, warnings
+package = types.ModuleType("rewards")
+package.__path__ = [{str(REWARDS)!r}]
+sys.modules["rewards"] = package
+from rewards.sandbox import Limits, Sandbox, SandboxUnavailable
+from rewards import inside
+def forbid(numbers):
+    column = inside.MACHINES[os.uname().machine][0]
+    code = [(inside.LOAD, 0, 0, 0)]
+    for pair in numbers:
+        code += [(inside.EQUAL, 0, 1, pair[column]), (inside.RETURN, 0, 0, inside.FAIL + 1)]
+    inside.filter_syscalls(code + [(inside.RETURN, 0, 0, inside.ALLOW)])
+"""
+UNSHARE, MOUNT, LANDLOCK, SETRESUID = (272, 97), (165, 40), (444, 444), (117, 147)
+
+
+def start(code, preamble=PREAMBLE, python=sys.executable, env=None, **options):
+    command = [python, "-c", preamble + textwrap.dedent(code)]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, env={**os.environ, **(env or {})}, **pipes, **options)
+
+
+def wait_until(condition):
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+# Every hostile program, but for those that only take their time, with files of the trainer's own user.
+TRY_ALL = f"""
+import pathlib, tempfile
+folder = tempfile.mkdtemp(dir="/var/tmp")
+def state():
+    found = [(p.name, p.read_text(), p.stat().st_mode, p.stat().st_mtime_ns) for p in pathlib.Path(folder).iterdir()]
+    return sorted(found), os.stat(folder).st_mode
+for name in ("kept", "tests.jsonl"):
+    with open(folder + "/" + name, "w") as file:
+        file.write({SECRET!r})
+before, wrong = state(), []
+warnings.simplefilter("always")
+with warnings.catch_warnings(record=True) as caught:
+    sandbox, other = Sandbox(Limits(cpu_seconds=1)), Sandbox()
+    other.run("")
+    for name, program in json.load(sys.stdin).items():
+        outcome = sandbox.run(program.replace("TRAINER", str(os.getpid())).replace("OUTSIDE", folder))
+        if not outcome.status or {SECRET!r} in outcome.stdout + outcome.stderr or state() != before:
+            wrong.append([name, outcome])
+    loop = sandbox.run("while True: pass").reason
+    right = sandbox.run("print(sum([1, 2]))").stdout
+    scratch = sandbox.run("open('a', 'w')").status
+    sandbox.close()
+    other.close()
+for name in ("kept", "tests.jsonl"):
+    os.remove(folder + "/" + name)
+os.rmdir(folder)
+print(json.dumps([wrong, loop, right, scratch, [str(w.message) for w in caught], sandbox.missing]))
+"""
+
+
+def checked(process):
+    quick = {name: program for name, (program, reason) in HOSTILE.items() if reason != "CPU time"}
+    given = json.dumps({name: textwrap.dedent(program) for name, program in quick.items()})
+    out, err = process.communicate(given, timeout=60)
+    assert process.returncode == 0, err
+    wrong, loop, right, scratch, caught, missing = json.loads(out)
+    assert not wrong and loop == "CPU time" and right == "3\n"
+    return scratch, caught, missing
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [([UNSHARE], "namespaces (Operation not permitted)"), ([MOUNT], "namespaces (Operation not permitted)")],
+    ids=["unshare", "mount"],
+)
+def test_without_namespaces_it_says_so_once(numbers, text):
+    """As in a container of Docker's defaults, and under Ubuntu's restriction of user namespaces."""
+    scratch, caught, missing = checked(start(f"forbid({numbers})\n" + TRY_ALL))
+    assert len(caught) == 1 and text in caught[0] and "cannot write files or start threads" in caught[0]
+    assert scratch == 1 and text in missing
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has a user id to give up")
+def test_root_that_cannot_change_its_user_id():
+    _, caught, missing = checked(start(f"forbid({[SETRESUID]})\n" + TRY_ALL))
+    assert len(caught) == 1 and len(missing) == 1 and "user id of nobody" in missing[0]
+
+
+def test_without_landlock_it_refuses():
+    code = f"""
+    forbid({[LANDLOCK]})
+    try:
+        Sandbox().run("print(1)")
+    except SandboxUnavailable as error:
+        print(error)
+    """
+    out, err = start(code).communicate(timeout=60)
+    assert out.startswith("programs cannot be isolated here: this kernel") and out.count("\n") == 1, err
+
+
+def test_a_protection_that_does_not_hold_is_found(monkeypatch, tmp_path):
+    """Whatever the kernel says it has done: a program tries what is forbidden, before the first one is run."""
+    broken = tmp_path / "inside.py"
+    text = module.INSIDE.read_text()
+    broken.write_text(text.replace("    filter_syscalls(allowed", "    allowed_syscalls(threads=True) or (allowed"))
+    monkeypatch.setattr(module, "INSIDE", broken)
+    with pytest.raises(module.SandboxUnavailable, match="they could start processes"):
+        Sandbox().run("print(1)")
+
+
+def test_as_an_ordinary_user(tmp_path):
+    """Where this is root: as another user, with an interpreter which that one can read."""
+    if os.geteuid() != 0:
+        scratch, caught, missing = checked(start(TRY_ALL))
+    else:
+        reachable = [path for path in (sys.executable, "/usr/bin/python3") if runs_as_another_user(path)]
+        if not reachable:
+            pytest.skip("no interpreter that another user can read")
+        copy = Path(f"/var/tmp/grpo-kernels-copy-{os.getpid()}")
+        shutil.copytree(REWARDS, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        try:
+            other = dict(user=12345, group=12345, extra_groups=[], cwd="/", env={"TMPDIR": "/tmp"})
+            preamble = PREAMBLE.replace(str(REWARDS), str(copy))
+            scratch, caught, missing = checked(start(TRY_ALL, preamble, reachable[0], **other))
+        finally:
+            shutil.rmtree(copy)
+    assert bool(caught) == bool(missing) == bool(scratch)
+
+
+def runs_as_another_user(python):
+    try:
+        other = dict(user=12345, group=12345, extra_groups=[])
+        return subprocess.run([python, "-c", "import ctypes"], cwd="/", capture_output=True, **other).returncode == 0
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="reads the kernel's header of x86-64")
+def test_the_table_of_system_calls_is_the_kernels():
+    header = next((p for p in Path("/usr/include").glob("**/asm/unistd_64.h")), None)
+    if header is None:
+        pytest.skip("no kernel headers here")
+    numbers = dict(line.split()[1:3] for line in header.read_text().splitlines() if line.startswith("#define __NR_"))
+    from grpo_kernels.trainer.rewards import inside
+
+    for entry in inside.SYSCALLS.replace("\n", " ").split(","):
+        name, number, _ = entry.split()
+        assert numbers[f"__NR_{name}"] == number
