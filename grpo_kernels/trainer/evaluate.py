@@ -1,0 +1,254 @@
+"""Held-out accuracy: pass@1, pass@k, majority@k and best of N from several samples of each problem."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+
+from .rewards.answers import TAGGED, final_number, text_of
+
+if TYPE_CHECKING:
+    from .data import Prompt
+    from .rewards import Rewards
+
+Messages: TypeAlias = "list[dict[str, Any]]"
+
+
+class Sample(Protocol):
+    """A completion for each prompt: its ids, and its text or messages. A function of its arguments: no other random
+    state is read or changed."""
+
+    def __call__(
+        self, prompts: list[list[int]], *, greedy: bool, seed: int
+    ) -> Sequence[tuple[list[int], str | Messages]]: ...
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """Probability that one of k completions is correct, estimated without bias from `correct` ones among `samples`:
+    1 - C(samples - correct, k) / C(samples, k) (Chen et al. 2021, arXiv 2107.03374)."""
+    if not 0 <= correct <= samples:
+        raise ValueError(f"correct={correct}; expected 0 to samples={samples}")
+    if not 1 <= k <= samples:
+        raise ValueError(f"k={k}; expected 1 to samples={samples}")
+    return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def majority_at_k(answers: Sequence[Hashable], correct: Sequence[bool]) -> float:
+    """Whether the most frequent of the answers to a problem is correct: 0 or 1, or, where several are as frequent, the
+    share of them that is. None is no answer and has no vote. Of equal answers, the first says whether they are correct.
+    """
+    if len(answers) != len(correct):
+        raise ValueError(f"{len(answers)} answers and {len(correct)} of correct; expected as many")
+    votes = Counter(answer for answer in answers if answer is not None)
+    if not votes:
+        return 0.0
+    most = max(votes.values())
+    winners = [answer for answer, count in votes.items() if count == most]
+    return sum(bool(correct[answers.index(winner)]) for winner in winners) / len(winners)
+
+
+def best_of_n(rewards: Sequence[float]) -> float:
+    """The highest reward among the completions of a problem; NaN (unscored) counts as -inf, and all NaN gives NaN."""
+    scored = [reward for reward in rewards if not math.isnan(reward)]
+    return max(scored, default=math.nan)
+
+
+def final_answer(text: str) -> Hashable:
+    """What a completion votes with: the contents of its only <answer> block, else its final number (`final_number` of
+    the rewards), else all of it; None where it is empty."""
+    if len(tagged := TAGGED.findall(text)) == 1:
+        return str(tagged[0]).strip()
+    number = final_number(text)
+    return number if number is not None else text.strip() or None
+
+
+def evaluate(
+    sample: Sample,
+    prompts: Sequence[Prompt],
+    rewards: Rewards,
+    *,
+    num_samples: int = 4,
+    ks: Sequence[int] | None = None,
+    seed: int = 0,
+    step: int = 0,
+    correct_at: float = 1.0,
+    answer_of: Callable[[str], Hashable] = final_answer,
+) -> dict[str, Any]:
+    """Sample `num_samples` completions of each prompt and a greedy one, and score them.
+
+    A completion is correct where its total reward is at least `correct_at`; an unscored one is not. ks: of pass@k,
+    default 1, 2, 4, ... up to num_samples. seed: of the samples; the same for each evaluation of a run, so that a
+    difference is the policy's. answer_of: what completions vote with in majority@k.
+
+    Returns means over the problems: pass_at_1, pass_at_k {"1": ...}, majority_at_k (k = num_samples), greedy
+    (accuracy), best_of_n (of the highest reward; N = num_samples, None where nothing was scored); mean_length of the
+    samples in tokens; the numbers of problems, samples (per problem) and unscored samples. Raises ValueError for a bad
+    argument before any work, RuntimeError where a reward function fails for every completion.
+    """
+    ks = check_counts(num_samples, ks)
+    if not prompts:
+        raise ValueError("prompts is empty; expected at least one held-out prompt")
+    repeated = [prompt for prompt in prompts for _ in range(num_samples)]
+    totals, texts, lengths = _score(sample, repeated, rewards, greedy=False, seed=seed, step=step)
+    greedy, _, _ = _score(sample, prompts, rewards, greedy=True, seed=seed, step=step)
+    groups = [slice(start, start + num_samples) for start in range(0, len(repeated), num_samples)]
+    right = [[total >= correct_at for total in totals[group]] for group in groups]
+    at_k = {str(k): _mean([pass_at_k(num_samples, sum(row), k) for row in right]) for k in ks}
+    votes = [
+        majority_at_k([answer_of(text) for text in texts[group]], row) for group, row in zip(groups, right, strict=True)
+    ]
+    best = [highest for highest in (best_of_n(totals[group]) for group in groups) if not math.isnan(highest)]
+    return {
+        "pass_at_1": _mean([sum(row) / num_samples for row in right]),
+        "pass_at_k": at_k,
+        "majority_at_k": _mean(votes),
+        "best_of_n": _mean(best) if best else None,
+        "greedy": _mean([float(total >= correct_at) for total in greedy]),
+        "mean_length": _mean(lengths),
+        "problems": len(prompts),
+        "samples": num_samples,
+        "unscored": sum(math.isnan(total) for total in totals),
+    }
+
+
+def check_counts(num_samples: int, ks: Sequence[int] | None) -> list[int]:
+    """The k of pass@k, by default 1, 2, 4, ... up to num_samples; raises ValueError where they are not possible."""
+    if num_samples < 1:
+        raise ValueError(f"num_samples={num_samples}; expected at least 1")
+    if ks is None:
+        return [1 << power for power in range(num_samples.bit_length())]
+    if not ks or any(not 1 <= k <= num_samples for k in ks):
+        raise ValueError(f"ks={list(ks)}; expected numbers from 1 to num_samples={num_samples}")
+    return list(ks)
+
+
+def _score(
+    sample: Sample, prompts: Sequence[Prompt], rewards: Rewards, *, greedy: bool, seed: int, step: int
+) -> tuple[list[float], list[str], list[int]]:
+    """Total rewards, texts and lengths of one completion of each prompt."""
+    drawn = sample([prompt.ids for prompt in prompts], greedy=greedy, seed=seed)
+    if len(drawn) != len(prompts):
+        raise ValueError(f"sample returned {len(drawn)} completions; expected {len(prompts)}, one for each prompt")
+    columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in prompts[0].columns}
+    batch = rewards.score(
+        prompts=[prompt.prompt for prompt in prompts],
+        completions=[completion for _, completion in drawn],
+        completion_ids=[ids for ids, _ in drawn],
+        columns=columns,
+        step=step,
+    )
+    if batch.fatal is not None:
+        name, message = batch.fatal.name, batch.fatal.message
+        raise RuntimeError(
+            f"reward {name} failed for every completion of the evaluation: {message}\n{batch.fatal.traceback}"
+        )
+    return batch.total.tolist(), [text_of(completion) for _, completion in drawn], [len(ids) for ids, _ in drawn]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+class Target(NamedTuple):
+    """What `grpo-kernels evaluate` is asked for. model: a folder or name for from_pretrained; config: the config.json
+    of the run, {} where there is none; options: the command's own, None where not given."""
+
+    model: str
+    config: dict[str, Any]
+    options: argparse.Namespace
+
+
+class Loaded(NamedTuple):
+    """What an evaluation needs of a target."""
+
+    sample: Sample
+    prompts: Sequence[Prompt]
+    rewards: Rewards
+
+
+def run(argv: Sequence[str], load: Callable[[Target], Loaded]) -> int:
+    """`grpo-kernels evaluate DIR|MODEL`: prints the table, and with --output writes it as JSON. Returns the exit
+    status: 2, after one sentence, for a bad argument. load: opens model, data and rewards; a ValueError or OSError of
+    it is one sentence too."""
+    options = parser().parse_args(list(argv))
+    try:
+        target = resolve(options)
+        check_counts(options.num_samples, options.ks)
+        sample, prompts, rewards = load(target)
+    except (ValueError, OSError) as error:
+        print(f"evaluate: {error}", file=sys.stderr)
+        return 2
+    result = evaluate(
+        sample, prompts, rewards, num_samples=options.num_samples, ks=options.ks, seed=options.seed,
+        correct_at=options.correct_at,
+    )  # fmt: skip
+    print(table(result))
+    if options.output:
+        options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
+        prog="grpo-kernels evaluate",
+        description="Held-out accuracy of a run's model, of its checkpoint, or of a model.",
+    )
+    add = result.add_argument
+    add("target", metavar="DIR|MODEL", help="output folder of a run (its final model), or a model's folder or name")
+    add("--num-samples", type=int, default=4, help="completions per problem (default: 4)")
+    add("--ks", type=int, nargs="+", help="k of pass@k (default: 1, 2, 4, ... up to the samples)")
+    add("--seed", type=int, default=0, help="of the samples (default: 0)")
+    add("--correct-at", type=float, default=1.0, help="total reward from which a completion is correct (default: 1)")
+    add("--dataset-name", help="a JSONL file or a name of datasets (default: that of the run)")
+    add("--dataset-test-split", help="split to evaluate on (default: that of the run)")
+    add("--reward-funcs", nargs="+", help="names of built-in rewards, or module:function (default: those of the run)")
+    add("--max-completion-length", type=int, help="tokens (default: that of the run)")
+    add("--temperature", type=float, help="of the samples (default: that of the run)")
+    add("--max-prompts", type=int, help="the first so many problems (default: all)")
+    add("--output", type=Path, help="a file for the numbers as JSON")
+    return result
+
+
+def resolve(options: argparse.Namespace) -> Target:
+    """A folder with config.json and model/ is a run; a folder in one, such as checkpoint-100, takes the run's config;
+    anything else is a model. Raises ValueError for a run without its final model, and for a model without options that
+    a run's config would give."""
+    folder = Path(options.target)
+    for run_folder in (folder, folder.parent) if folder.is_dir() else ():
+        config_path = run_folder / "config.json"
+        config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.is_file() else {}
+        if "output_dir" not in config:  # that of a model, or none
+            continue
+        model = folder / "model" if run_folder == folder else folder
+        if not model.is_dir():
+            raise ValueError(f"{folder} holds no final model ({model}); evaluate one of its checkpoints instead")
+        return Target(str(model), config, options)
+    if not options.dataset_name or not options.reward_funcs:
+        raise ValueError(
+            f"{options.target} is not the output folder of a run; a model needs --dataset-name and --reward-funcs"
+        )
+    return Target(options.target, {}, options)
+
+
+def table(result: dict[str, Any]) -> str:
+    """The numbers of `evaluate` for a terminal."""
+    n = result["samples"]
+    rows = [(f"pass@{k}", value) for k, value in result["pass_at_k"].items()]
+    rows = [*rows, (f"majority@{n}", result["majority_at_k"]), ("greedy", result["greedy"])]
+    lines = [f"{name:>14}  {value:.4f}" for name, value in rows]
+    if result["best_of_n"] is not None:
+        lines.append(f"{f'best of {n}':>14}  {result['best_of_n']:.4f}  (mean of the highest reward)")
+    unscored = f", {result['unscored']} unscored" if result["unscored"] else ""
+    lines.append(
+        f"{result['problems']} problems, {n} samples each{unscored}; {result['mean_length']:.1f} tokens on average"
+    )
+    return "\n".join(lines)

@@ -1,0 +1,472 @@
+"""report.html of a run: its state, the diagnosis in words, plots, and sample completions, in one file without network.
+
+`write_report` reads what a run has written so far, be it finished, running or broken, and fills the template
+`report.html` beside this file, whose script draws the plots from JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .monitor import (
+    CLIPPED,
+    ENTROPY,
+    KINDS,
+    KL_PER_SEQUENCE,
+    KL_PER_TOKEN,
+    MISMATCH,
+    WINDOW,
+    ZERO_GRADIENT_WARNING,
+    Episode,
+    diagnose,
+    is_number,
+)
+
+TEMPLATE = Path(__file__).with_name("report.html")
+SHARED_POINTS = 100_000  # values of all series together that are kept as they are; beyond it, series are thinned
+THINNED_POINTS = 60_000
+SAMPLE_STEPS, SAMPLES_PER_STEP, SAMPLE_BYTES = 40, 8, 600_000
+HISTOGRAMS = 120
+
+Record = dict[str, Any]
+
+
+class Line(NamedTuple):
+    """A metric in a chart. band: keys of its lower and upper edge, or of its standard deviation alone."""
+
+    key: str
+    label: str
+    band: tuple[str, ...] = ()
+
+
+class Chart(NamedTuple):
+    """kinds: alarms whose episodes are shaded. thresholds: (value, label)."""
+
+    title: str
+    unit: str
+    lines: tuple[Line, ...]
+    kinds: tuple[str, ...] = ()
+    thresholds: tuple[tuple[float, str], ...] = ()
+    log: bool = False
+
+
+FIRST = "What matters first"
+CHARTS: dict[str, tuple[Chart, ...]] = {
+    FIRST: (
+        Chart("Reward", "mean, shaded: ± std", (Line("reward", "reward", ("reward_std",)),),
+              ("reward_hacking", "reward_outliers")),
+        Chart("Held-out accuracy", "share of problems", (
+            Line("eval/pass_at_1", "pass@1"), Line("eval/pass_at_n", "pass@k"),
+            Line("eval/majority_at_k", "majority"), Line("eval/greedy", "greedy")), ("reward_hacking",)),
+        Chart("KL to the reference", "nats per token", (Line("kl", "KL"),), ("kl_explosion",),
+              ((KL_PER_TOKEN, "limit, with 10 per sequence"),)),
+        Chart("Entropy", "nats per token", (Line("entropy", "entropy"),), ("mode_collapse",),
+              ((ENTROPY, "limit, with repeated completions"),)),
+        Chart("Gradient norm", "before clipping, log scale", (Line("grad_norm", "norm"),), ("gradient_instability",),
+              log=True),
+    ),
+    "Rewards and advantages": (
+        Chart("Range of rewards", "shaded: lowest to highest",
+              (Line("reward", "mean", ("reward_min", "reward_max")),), ("reward_outliers",)),
+        Chart("Spread of rewards", "standard deviation",
+              (Line("reward_std", "all"), Line("reward_group_std", "within groups"))),
+        Chart("Advantages", "normalised rewards and their range", (
+            Line("advantage_mean", "mean", ("advantage_min", "advantage_max")), Line("advantage_std", "std"),
+            Line("advantage_variance", "variance"))),
+        Chart("Without gradient", "share of groups, and of tokens", (
+            Line("zero_gradient_groups", "equal rewards"), Line("all_min_groups", "all lowest"),
+            Line("all_max_groups", "all highest"), Line("zero_gradient", "tokens")), ("no_learning_signal",),
+              ((ZERO_GRADIENT_WARNING, "limit, less all highest"),)),
+        Chart("Dynamic sampling", "per rollout",
+              (Line("dropped_groups", "dropped groups"), Line("refill_rounds", "refill rounds"))),
+        Chart("Unscored completions", "count", (Line("unscored", "unscored"),), ("unscored",)),
+    ),
+    "Policy": (
+        Chart("Clipped tokens", "share of tokens", (
+            Line("clip_ratio/region", "all"), Line("clip_ratio/low", "low"), Line("clip_ratio/high", "high"),
+            Line("cispo_clip_ratio", "CISPO")), ("clipping",), ((CLIPPED, "limit"),)),
+        Chart("Importance ratio", "shaded: lowest to highest",
+              (Line("ratio/mean", "mean", ("ratio/min", "ratio/max")),)),
+        Chart("First log-ratio", "largest, nats", (Line("log_ratio_first_max", "first update"),), ("first_ratio",)),
+        Chart("KL per sequence", "nats", (Line("kl_sequence", "KL"),), ("kl_explosion",),
+              ((KL_PER_SEQUENCE, "limit"),)),
+        Chart("KL to the old policy", "nats per token", (Line("approx_kl", "KL"),)),
+        Chart("Loss", "near 0 by construction", (Line("loss", "loss"),), ("gradient_instability",)),
+        Chart("Learning rate", "", (Line("learning_rate", "rate"),)),
+        Chart("KL coefficient", "beta", (Line("beta", "beta"),)),
+    ),
+    "Completions": (
+        Chart("Length", "tokens, shaded: shortest to longest", (
+            Line("completions/mean_length", "mean", ("completions/min_length", "completions/max_length")),
+            Line("eval/mean_length", "held out")), ("length_bias",)),
+        Chart("Truncated", "share of completions", (Line("completions/clipped_ratio", "no end"),), ("truncation",)),
+        Chart("Diversity", "distinct completions of a group, share",
+              (Line("completions/unique_ratio", "distinct"),), ("mode_collapse",)),
+        Chart("Best of N, held out", "mean of the highest reward", (Line("eval/best_of_n", "best of N"),)),
+    ),
+    "Rollouts against the model": (
+        Chart("Mismatch", "mean |difference of logps|, nats",
+              (Line("rollout_mismatch/mean", "mean"),), ("off_policy",), ((MISMATCH, "limit"),)),
+        Chart("Largest mismatch", "nats", (Line("rollout_mismatch/max", "max"),)),
+        Chart("Importance weights", "mean weight; effective sample size, share",
+              (Line("rollout_weight/mean", "weight"), Line("rollout_ess", "sample size")), ("off_policy",)),
+        Chart("Kept probability", "of truncated sampling", (Line("sampling_mask/kept_mass", "kept"),)),
+    ),
+    "Speed": (
+        Chart("Tokens per second", "completion tokens", (Line("tokens_per_second", "tokens/s"),)),
+        Chart("Seconds per step", "by part", (
+            Line("seconds/rollout", "rollout"), Line("seconds/rewards", "rewards"), Line("seconds/update", "update")),
+            ("slow_rewards",)),
+        Chart("Tokens so far", "completion tokens", (Line("num_tokens", "tokens"),)),
+        Chart("Epoch", "passes over the data", (Line("epoch", "epoch"),)),
+    ),
+}  # fmt: skip
+NOT_PLOTTED = {"step", "rollout", "seconds", "completions/count"}
+
+
+def write_report(folder: str | Path) -> Path:
+    """Write `report.html` into the output folder of a run and return its path.
+
+    A run that goes on, a broken last line and missing files are no errors: the report says what it found. Raises
+    ValueError where `folder` is not a folder.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder; expected the output folder of a run")
+    # "<" would end the script element, as in "</script>"; a completion may hold anything.
+    data = json.dumps(collect(folder), allow_nan=False, separators=(",", ":"), ensure_ascii=False).replace(
+        "<", "\\u003c"
+    )
+    page = TEMPLATE.read_text(encoding="utf-8").replace("/*DATA*/null", data.replace("\u2028", "\\u2028"), 1)
+    path, temporary = folder / "report.html", folder / f".report.html.{os.getpid()}"
+    temporary.write_text(page, encoding="utf-8", errors="replace")  # lone surrogates
+    os.replace(temporary, path)
+    return path
+
+
+def collect(folder: Path) -> dict[str, Any]:
+    """Everything that the page shows, as plain JSON."""
+    notes: list[str] = []
+    lines = read_lines(folder / "log.jsonl", notes)
+    config, summary = (read_object(folder / name, notes) for name in ("config.json", "summary.json"))
+    # After a resume that could not truncate the log, the later record of a step holds.
+    records = list({line["step"]: line for line in lines if "evaluation" not in line}.values())
+    evaluations = list({line["step"]: line for line in lines if "evaluation" in line}.values())
+    records.sort(key=lambda record: record["step"])
+    evaluations.sort(key=lambda record: record["step"])
+    episodes, checked = diagnose(sorted(records + evaluations, key=lambda r: (r["step"], "evaluation" in r)))
+    rows = read_lines(folder / "samples.jsonl", notes)
+    steps = [record["step"] for record in records]
+    series = series_of(records, steps) | series_of([flat(record) for record in evaluations], [])
+    return {
+        "title": folder.resolve().name,
+        "written": time.strftime("%Y-%m-%d %H:%M:%S"),
+        **state_of(folder, records, evaluations, config, summary),
+        "episodes": [show_episode(episode) for episode in episodes],
+        "checks": checks_of(episodes, checked),
+        "first": FIRST,
+        "groups": groups_of(series, evaluations, config),
+        "steps": steps,
+        "series": series,
+        "histograms": histograms_of(records),
+        "samples": samples_of(rows, [episode.first for episode in episodes]),
+        "config": [[name, json.dumps(value, ensure_ascii=False)] for name, value in config.items()],
+        "notes": notes,
+    }
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def read_lines(path: Path, notes: list[str]) -> list[Record]:
+    """The objects of a JSONL file that have a step; what cannot be read is noted."""
+    if not path.is_file():
+        notes.append(f"There is no {path.name}.")
+        return []
+    found, broken = [], []
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if isinstance(record, dict) and is_number(record.get("step")) and math.isfinite(record["step"]):
+            found.append({**record, "step": int(record["step"])})
+        elif line.strip():
+            broken.append(number)
+    if broken:
+        notes.append(f"{path.name}: {len(broken)} of the lines could not be read; the first is line {broken[0]}.")
+    return found
+
+
+def read_object(path: Path, notes: list[str]) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        notes.append(f"{path.name} could not be read.")
+        return {}
+    return found
+
+
+# --- state and diagnosis ----------------------------------------------------------------------------------------------
+
+
+def state_of(
+    folder: Path, records: list[Record], evaluations: list[Record], config: Record, summary: Record
+) -> dict[str, Any]:
+    """state: "finished", "unfinished" or "empty"; the sentence about it; the tiles: label, value, earlier value."""
+    last, goal = records[-1]["step"] if records else 0, config.get("max_steps")
+    seconds = finite(summary.get("seconds", records[-1].get("seconds") if records else None))
+    if summary:
+        state, text = "finished", f"Finished after {plural(last, 'step')}"
+    elif records:
+        age = duration(max(0.0, time.time() - (folder / "log.jsonl").stat().st_mtime))
+        state = "unfinished"
+        text = f"Step {last}{f' of {goal}' if goal else ''}; the log was last written {age} before this report"
+    else:
+        state, text = "empty", "No step is logged yet"
+    accuracy = [value for record in evaluations if (value := finite(record["evaluation"].get("pass_at_1"))) is not None]
+    reward = [mean for (mean,) in reversed(ends(records, "reward"))] if len(records) > WINDOW else []
+    name, values = ("Held-out pass@1", accuracy) if len(accuracy) > 1 else ("The reward", reward)
+    if values:
+        verb = "rose" if values[-1] > values[0] else "did not rise:"
+        text += f". {name} {verb} from {values[0]:.3f} to {values[-1]:.3f}"
+    tiles = [
+        tile("Held-out pass@1", accuracy[-1:], accuracy[:-1][:1], "{:.3f}"),
+        tile("Reward", *ends(records, "reward"), "{:.3g}"),
+        tile("Truncated", *ends(records, "completions/clipped_ratio"), "{:.0%}"),
+        tile("Unscored", [sum(r.get("unscored") or 0 for r in records)] if records else [], [], "{:,.0f}"),
+        tile("Tokens per second", ends(records, "tokens_per_second")[0], [], "{:,.0f}"),
+        tile("Time", [], [], "") | {"value": "–" if seconds is None else duration(seconds)},
+    ]
+    facts = [config.get("model_name_or_path") or ("arithmetic model" if config else None), config.get("loss_type")]
+    facts += [f"{config['num_generations']} completions per prompt" if "num_generations" in config else None]
+    done = min(1.0, last / goal) if is_number(goal) and goal else None
+    return {
+        "state": state, "sentence": f"{text}.", "tiles": tiles, "progress": 1.0 if summary else done,
+        "facts": [str(fact) for fact in facts if fact],
+    }  # fmt: skip
+
+
+def tile(label: str, now: Sequence[float], before: Sequence[float], form: str) -> dict[str, str]:
+    show = [form.format(value) for value in (*now, *before) if is_number(value)]
+    return {"label": label, "value": show[0] if show else "–", "before": show[1] if len(show) > 1 else ""}
+
+
+def ends(records: list[Record], key: str) -> tuple[list[float], list[float]]:
+    """Mean of the last and of the first `WINDOW` values, each a list of one or none."""
+    values = [value for record in records if (value := finite(record.get(key))) is not None]
+    if not values:
+        return [], []
+    return [sum(values[-WINDOW:]) / len(values[-WINDOW:])], [sum(values[:WINDOW]) / len(values[:WINDOW])]
+
+
+def show_episode(episode: Episode) -> dict[str, Any]:
+    alarm = episode.alarm
+    advice = KINDS[alarm.kind].advice
+    return {
+        "kind": alarm.kind, "title": KINDS[alarm.kind].title, "severity": alarm.severity, "first": episode.first,
+        "last": episode.last, "seen": alarm.message.removesuffix(advice).strip(), "advice": advice,
+    }  # fmt: skip
+
+
+def checks_of(episodes: list[Episode], checked: set[str]) -> list[dict[str, str]]:
+    """Every kind: "critical", "warning" (now), "past", "ok", or "unmeasured", where its metrics are not in the log."""
+    active = {episode.alarm.kind: episode.alarm.severity for episode in episodes if episode.last is None}
+    past = {episode.alarm.kind for episode in episodes}
+    return [
+        {
+            "title": entry.title,
+            "state": active.get(kind) or ("past" if kind in past else "ok" if kind in checked else "unmeasured"),
+        }
+        for kind, entry in KINDS.items()
+    ]
+
+
+# --- series -----------------------------------------------------------------------------------------------------------
+
+
+def flat(record: Record) -> Record:
+    """An evaluation with keys eval/...; eval/pass_at_n is pass@k for the largest k."""
+    found = {"step": record["step"]} | {f"eval/{key}": value for key, value in record["evaluation"].items()}
+    at_k = record["evaluation"].get("pass_at_k") or {}
+    if at_k and max(map(int, at_k)) > 1:
+        found["eval/pass_at_n"] = at_k[str(max(map(int, at_k)))]
+    return found
+
+
+def series_of(records: list[Record], steps: list[int]) -> dict[str, dict[str, list[Any]]]:
+    """Each number of the records: "y", and "x" where its steps are not all of `steps`; a value that is not finite is
+    None. Of long logs each series keeps the lowest and the highest value of each stretch."""
+    found: dict[str, tuple[list[int], list[float | None]]] = {}
+    for record in records:
+        if is_number(record.get("advantage_std")):
+            record = {**record, "advantage_variance": record["advantage_std"] ** 2}
+        for key, value in record.items():
+            if is_number(value) and key not in NOT_PLOTTED:
+                x, y = found.setdefault(key, ([], []))
+                x.append(record["step"])
+                y.append(float(f"{value:.5g}") if math.isfinite(value) else None)
+    size = sum(len(x) for x, _ in found.values())
+    limit = len(records) if size <= SHARED_POINTS else max(50, THINNED_POINTS // len(found))
+    result = {}
+    for key, (x, y) in found.items():
+        keep = thin(y, limit)
+        result[key] = {"y": [y[i] for i in keep]}
+        if len(keep) < len(x) or x != steps:
+            result[key]["x"] = [x[i] for i in keep]
+    return result
+
+
+def thin(values: Sequence[float | None], limit: int) -> list[int]:
+    """Indices of at most `limit` values, with the lowest (None is lower than all) and the highest of each stretch."""
+    if len(values) <= limit:
+        return list(range(len(values)))
+    stretches = max(1, limit // 2)
+    keep = set()
+    for part in range(stretches):
+        start, stop = part * len(values) // stretches, (part + 1) * len(values) // stretches
+        order = sorted(range(start, stop), key=lambda i: -math.inf if (v := values[i]) is None else v)
+        keep |= {order[0], order[-1]}
+    return sorted(keep)
+
+
+def groups_of(series: dict[str, Any], evaluations: list[Record], config: Record) -> list[dict[str, Any]]:
+    """The charts that have data, in groups; functions of the reward and metrics of the user are added."""
+    charts = {group: list(entries) for group, entries in CHARTS.items()}
+    names = [key.split("/")[1] for key in series if key.startswith("rewards/") and key.endswith("/mean")]
+    charts["Rewards and advantages"] += [
+        Chart(f"Reward {name}", "shaded: ± std", (Line(f"rewards/{name}/mean", "mean", (f"rewards/{name}/std",)),))
+        for name in names
+    ]
+    shown = {
+        key
+        for entries in charts.values()
+        for chart in entries
+        for line in chart.lines
+        for key in (line.key, *line.band)
+    }
+    rest = [key for key in series if key not in shown and not key.startswith("eval/")]
+    charts["Other metrics"] = [Chart(key, "", (Line(key, key),)) for key in rest]
+    result = []
+    for group, entries in charts.items():
+        found = [show_chart(c, series, evaluations, config) for c in entries if any(x.key in series for x in c.lines)]
+        if found or group == FIRST:
+            result.append({"title": group, "charts": found})
+    return result
+
+
+def show_chart(chart: Chart, series: dict[str, Any], evaluations: list[Record], config: Record) -> dict[str, Any]:
+    thresholds = list(chart.thresholds)
+    if chart.title == "Gradient norm" and config.get("max_grad_norm"):
+        thresholds.append((float(config["max_grad_norm"]), "max_grad_norm"))
+    labels = {"eval/majority_at_k": "majority", "eval/pass_at_n": "pass@k", "eval/best_of_n": "best of N"}
+    if evaluations:
+        last = evaluations[0]["evaluation"]
+        at_k, n = last.get("pass_at_k") or {}, last.get("samples")
+        labels |= {"eval/pass_at_n": f"pass@{max(map(int, at_k))}"} if at_k else {}
+        labels |= {"eval/majority_at_k": f"majority@{n}", "eval/best_of_n": f"best of {n}"} if n else {}
+        first = flat(evaluations[0]).get("eval/pass_at_n")
+        if chart.title == "Held-out accuracy" and first is not None:
+            thresholds.append((first, f"{labels['eval/pass_at_n']} at the start"))
+    lines = [line._replace(label=labels.get(line.key, line.label)) for line in chart.lines if line.key in series]
+    return {
+        "title": chart.title, "unit": chart.unit, "kinds": chart.kinds, "log": chart.log,
+        "lines": [
+            {"key": line.key, "label": line.label, "band": line.band if all(key in series for key in line.band) else []}
+            for line in lines
+        ],
+        "thresholds": [{"value": value, "label": label} for value, label in thresholds if math.isfinite(value)],
+    }  # fmt: skip
+
+
+def histograms_of(records: list[Record]) -> list[dict[str, Any]]:
+    """Distributions of advantages at up to `HISTOGRAMS` steps: counts as shares of the largest."""
+    found = [r for r in records if isinstance(r.get("advantage_histogram"), dict)]
+    result = []
+    for record in pick(found, HISTOGRAMS):
+        edges, counts = (record["advantage_histogram"].get(key) or [] for key in ("edges", "counts"))
+        if len(edges) == len(counts) + 1 and sum(counts) > 0:
+            shares = [float(f"{count / sum(counts):.3g}") for count in counts]
+            result.append({"step": record["step"], "edges": [float(f"{e:.4g}") for e in edges], "shares": shares})
+    return result
+
+
+def pick(items: Sequence[Any], count: int) -> list[Any]:
+    """At most `count` of the items, evenly, with the first and the last."""
+    if len(items) <= count:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
+
+
+# --- samples ----------------------------------------------------------------------------------------------------------
+
+
+def samples_of(rows: list[Record], alarms: Iterable[int]) -> dict[str, Any]:
+    """Completions at up to `SAMPLE_STEPS` steps, those where an alarm began among them; long texts lose their middle,
+    so that all of it fits `SAMPLE_BYTES`."""
+    by_step: dict[int, list[Record]] = {}
+    for row in rows:
+        by_step.setdefault(row["step"], []).append(row)
+    steps = sorted(by_step)
+    chosen = {step for step in list(dict.fromkeys(alarms))[: SAMPLE_STEPS // 4] if step in by_step}
+    chosen |= set(pick(steps, SAMPLE_STEPS - len(chosen)))
+    for limit in (4000, 2000, 1000, 500, 250, 100):
+        found = [
+            {"step": step, "rows": [show_sample(row, limit) for row in by_step[step][:SAMPLES_PER_STEP]]}
+            for step in sorted(chosen)
+        ]
+        if len(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace")) <= SAMPLE_BYTES:
+            break
+    return {"steps": found, "of": len(steps)}
+
+
+def show_sample(row: Record, limit: int) -> dict[str, Any]:
+    rewards = row.get("rewards")
+    return {
+        "prompt": shorten(row.get("prompt"), limit),
+        "completion": shorten(row.get("completion"), limit),
+        "reward": finite(row.get("reward")),
+        "advantage": finite(row.get("advantage")),
+        "rewards": {str(k): finite(v) for k, v in rewards.items()} if isinstance(rewards, dict) else {},
+        "tokens": finite(row.get("tokens")),
+    }
+
+
+def shorten(text: Any, limit: int) -> str:
+    """Messages become lines "role: content"."""
+    if isinstance(text, list):
+        text = "\n".join(f"{m.get('role')}: {m.get('content')}" if isinstance(m, dict) else str(m) for m in text)
+    text = "" if text is None else str(text)
+    if len(text) <= limit:
+        return text
+    head = limit * 2 // 3
+    return f"{text[:head]} […{len(text) - limit:,} characters left out…] {text[head - limit :]}"
+
+
+def finite(value: Any) -> float | None:
+    if isinstance(value, int):
+        return value
+    return float(f"{value:.4g}") if is_number(value) and math.isfinite(value) else None
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def duration(seconds: float) -> str:
+    seconds = round(seconds)
+    if seconds < 120:
+        return f"{seconds} s"
+    if seconds < 7200:
+        return f"{seconds // 60} min {seconds % 60} s"
+    return f"{seconds // 3600} h {seconds % 3600 // 60} min"

@@ -1,0 +1,264 @@
+"""Evaluation: the estimators against enumeration, means over problems, what is asked of the sampler, the command."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from grpo_kernels.trainer import evaluate as module
+from grpo_kernels.trainer.evaluate import best_of_n, evaluate, final_answer, majority_at_k, pass_at_k, resolve, run
+
+
+class Prompt(NamedTuple):
+    prompt: Any
+    ids: list[int]
+    columns: dict[str, Any]
+
+
+PROMPTS = [Prompt(f"{n}+1=", [n], {"answer": str(n + 1)}) for n in range(6)]
+
+
+class Rewards:
+    """1 where the completion is column `answer`, plus 0.5 for every further "!"; NaN for "?"."""
+
+    def __init__(self):
+        self.calls = []
+
+    def score(self, *, prompts, completions, completion_ids, columns, step):
+        self.calls.append(dict(prompts=prompts, completion_ids=completion_ids, columns=columns, step=step))
+        texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+        pairs = zip(texts, columns["answer"], strict=True)
+        total = [math.nan if t == "?" else float(t.strip("! ") == a) + 0.5 * t.count("!") for t, a in pairs]
+        return SimpleNamespace(total=torch.tensor(total), fatal=None)
+
+
+def sampler(calls=None, answers=None):
+    """Completions of prompt n: n + 1 with probability (n + 1) / 6, else 0; greedy ones are right from n = 3 on."""
+
+    def sample(prompts, *, greedy, seed):
+        (calls if calls is not None else []).append((len(prompts), greedy, seed))
+        noise = random.Random(seed)
+        if answers:
+            return [([1] * len(text), text) for text in itertools.islice(itertools.cycle(answers), len(prompts))]
+        right = [n >= 3 if greedy else noise.random() < (n + 1) / 6 for (n,) in prompts]
+        return [([7, 8], str(n + 1) if ok else "0") for (n,), ok in zip(prompts, right, strict=True)]
+
+    return sample
+
+
+# --- estimators -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("samples", range(1, 7))
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_sample(samples):
+    for correct in range(samples + 1):
+        marks = [True] * correct + [False] * (samples - correct)
+        for k in range(1, samples + 1):
+            subsets = [any(subset) for subset in itertools.combinations(marks, k)]
+            assert pass_at_k(samples, correct, k) == pytest.approx(sum(subsets) / len(subsets), abs=1e-15)
+
+
+def test_pass_at_k_is_unbiased_where_the_plain_formula_is_not():
+    n, p, k = 4, 0.3, 2
+    chance = [math.comb(n, c) * p**c * (1 - p) ** (n - c) for c in range(n + 1)]
+    truth = 1 - (1 - p) ** k
+    assert sum(w * pass_at_k(n, c, k) for c, w in enumerate(chance)) == pytest.approx(truth, abs=1e-12)
+    plain = sum(w * (1 - (1 - c / n) ** k) for c, w in enumerate(chance))
+    assert abs(plain - truth) > 0.01
+
+
+@pytest.mark.parametrize(
+    ("n", "c", "k", "name"), [(4, 5, 1, "correct"), (4, -1, 1, "correct"), (4, 1, 5, "k"), (4, 1, 0, "k")]
+)
+def test_pass_at_k_names_what_is_impossible(n, c, k, name):
+    with pytest.raises(ValueError, match=rf"^{name}="):
+        pass_at_k(n, c, k)
+
+
+@pytest.mark.parametrize(
+    ("answers", "correct", "expected"),
+    [
+        ("aab", [1, 1, 0], 1.0),
+        ("abb", [1, 0, 0], 0.0),
+        ("ab", [1, 0], 0.5),  # a tie counts in part, whatever the order
+        ("ba", [0, 1], 0.5),
+        ("abcd", [0, 0, 0, 1], 0.25),
+        ([None, None, "a"], [0, 0, 1], 1.0),  # no answer, no vote
+        ([None, None], [0, 0], 0.0),
+    ],
+)
+def test_majority(answers, correct, expected):
+    assert majority_at_k(list(answers), [bool(mark) for mark in correct]) == expected
+
+
+def test_majority_wants_as_many_marks():
+    with pytest.raises(ValueError, match="3 answers and 2 of correct"):
+        majority_at_k("abc", [True, False])
+
+
+def test_best_of_n():
+    assert best_of_n([0.1, math.nan, 0.7]) == 0.7 and math.isnan(best_of_n([math.nan]))
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("so it is\n#### 1,042", 1042),
+        (r"\boxed{42} then", 42),
+        ("<think>5</think><answer> 7 </answer>", "7"),
+        ("95 ", "95"),
+        ("  ", None),
+        ("#### 1 or 2", "#### 1 or 2"),  # no single number: all of the text
+    ],
+)
+def test_what_a_completion_votes_with(text, answer):
+    assert final_answer(text) == answer
+
+
+# --- evaluate ---------------------------------------------------------------------------------------------------------
+
+
+def test_means_over_problems():
+    answers = ["1", "0", "1!", "?", *["0"] * 20]  # of six problems, the first: two of four are right, one is unscored
+    found = evaluate(sampler(answers=answers), PROMPTS, Rewards(), num_samples=4)
+    assert found == {
+        "pass_at_1": pytest.approx(2 / 4 / 6), "pass_at_k": {
+            "1": pytest.approx(2 / 4 / 6), "2": pytest.approx(5 / 6 / 6), "4": pytest.approx(1 / 6),
+        },
+        "majority_at_k": pytest.approx((2 / 4) / 6),  # "1", "0", "1!", "?": a vote each
+        "best_of_n": pytest.approx(1.5 / 6), "greedy": pytest.approx(1 / 6), "mean_length": pytest.approx(25 / 24),
+        "problems": 6, "samples": 4, "unscored": 1,
+    }  # fmt: skip
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+
+
+def test_majority_votes_with_the_answers_that_are_asked_for():
+    found = evaluate(
+        sampler(answers=["1", "0", "1!", "?"]), PROMPTS[:1], Rewards(), answer_of=lambda text: text.strip("!?") or None
+    )
+    assert found["majority_at_k"] == 1.0
+
+
+def test_one_call_for_the_samples_and_one_for_the_greedy_completions():
+    calls, rewards = [], Rewards()
+    found = evaluate(sampler(calls), PROMPTS, rewards, num_samples=3, ks=[3], seed=5, step=40)
+    assert calls == [(18, False, 5), (6, True, 5)] and found["greedy"] == 0.5 and set(found["pass_at_k"]) == {"3"}
+    first = rewards.calls[0]
+    assert first["prompts"][:4] == ["0+1=", "0+1=", "0+1=", "1+1="] and first["step"] == 40
+    assert first["columns"] == {"answer": [str(n + 1) for n in range(6) for _ in range(3)]}
+    assert first["completion_ids"] == [[7, 8]] * 18
+
+
+def test_equal_seeds_give_equal_numbers_and_no_global_generator_moves():
+    before = torch.get_rng_state(), random.getstate()
+    first, again, other = (evaluate(sampler(), PROMPTS * 5, Rewards(), seed=seed) for seed in (1, 1, 2))
+    assert first == again != other
+    assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+    assert first["pass_at_1"] == pytest.approx(7 / 12, abs=0.2)
+
+
+def test_correct_at_and_messages():
+    def chat(prompts, *, greedy, seed):
+        return [([1], [{"role": "assistant", "content": "0!"}]) for _ in prompts]
+
+    prompts = [Prompt([{"role": "user", "content": "?"}], [1], {"answer": "1"})]
+    assert evaluate(chat, prompts, Rewards(), num_samples=2)["pass_at_1"] == 0.0
+    assert evaluate(chat, prompts, Rewards(), num_samples=2, correct_at=0.5)["majority_at_k"] == 1.0
+
+
+def test_all_unscored_is_no_number():
+    found = evaluate(sampler(answers=["?"]), PROMPTS, Rewards(), num_samples=2)
+    assert found["best_of_n"] is None and found["unscored"] == 12 and found["pass_at_1"] == 0.0
+
+
+def test_a_reward_that_always_fails_is_named():
+    failure = SimpleNamespace(name="exact", message="KeyError: 'gold'", traceback="Traceback: line 3")
+    rewards = SimpleNamespace(score=lambda **_: SimpleNamespace(total=torch.full((6,), math.nan), fatal=failure))
+    with pytest.raises(RuntimeError, match=r"reward exact failed for every completion.*KeyError: 'gold'\nTraceback"):
+        evaluate(sampler(), PROMPTS, rewards, num_samples=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(prompts=[]), "prompts is empty"),
+        (dict(num_samples=0), "num_samples=0; expected at least 1"),
+        (dict(ks=[1, 8]), r"ks=\[1, 8\]; expected numbers from 1 to num_samples=4"),
+        (dict(ks=[]), r"ks=\[\]"),
+    ],
+)
+def test_bad_arguments_come_before_any_work(changes, message):
+    arguments = dict(sample=None, prompts=PROMPTS, rewards=None) | changes
+    with pytest.raises(ValueError, match=message):
+        evaluate(**arguments)
+
+
+def test_a_sampler_with_too_few_completions():
+    with pytest.raises(ValueError, match="sample returned 1 completions; expected 24"):
+        evaluate(lambda prompts, **_: [([1], "1")], PROMPTS, Rewards())
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def run_folder(tmp_path, *, model=True):
+    folder = tmp_path / "run"
+    (folder / "checkpoint-20").mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"output_dir": "x", "reward_funcs": ["arithmetic"]}))
+    (folder / "checkpoint-20" / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    if model:
+        (folder / "model").mkdir()
+        (folder / "model" / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return folder
+
+
+def target_of(*argv):
+    return resolve(module.parser().parse_args([str(a) for a in argv]))
+
+
+def test_targets(tmp_path):
+    folder = run_folder(tmp_path)
+    for given, model in [(folder, folder / "model"), (folder / "checkpoint-20", folder / "checkpoint-20")]:
+        target = target_of(given)
+        assert target.model == str(model) and target.config["reward_funcs"] == ["arithmetic"]
+    of_a_model = target_of(folder / "model")
+    assert of_a_model.model == str(folder / "model") and of_a_model.config
+    alone = target_of("org/name", "--dataset-name", "d.jsonl", "--reward-funcs", "exact_answer")
+    assert alone.model == "org/name" and alone.config == {}
+
+
+def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys):
+    path = tmp_path / "numbers.json"
+    argv = [str(run_folder(tmp_path)), "--num-samples", "2", "--seed", "3", "--output", str(path)]
+    assert run(argv, lambda target: module.Loaded(sampler(), PROMPTS, Rewards())) == 0
+    shown, numbers = capsys.readouterr().out, json.loads(path.read_text())
+    assert f"pass@1  {numbers['pass_at_1']:.4f}" in shown and "majority@2" in shown and "6 problems, 2 samples" in shown
+    assert numbers == evaluate(sampler(), PROMPTS, Rewards(), num_samples=2, seed=3)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("no model", "holds no final model"),
+        ("name", "no-such-folder is not the output folder of a run; a model needs --dataset-name and --reward-funcs"),
+        ("samples", "num_samples=0; expected at least 1"),
+        ("load", "no such data"),
+    ],
+)
+def test_bad_input_of_the_command_is_one_sentence(case, message, tmp_path, capsys):
+    folder = run_folder(tmp_path, model=case != "no model")
+    argv = ["no-such-folder" if case == "name" else str(folder), *(["--num-samples", "0"] if case == "samples" else [])]
+
+    def load(target):
+        raise ValueError("no such data")
+
+    assert run(argv, load) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1

@@ -1,0 +1,201 @@
+"""The monitor: each failure gives its alarm, once per episode; a run that learns gives none."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+from training_logs import FAILURES, failing, log, step_record
+
+from grpo_kernels.trainer.monitor import KINDS, Monitor, diagnose
+
+README = Path(__file__).resolve().parents[1] / "grpo_kernels" / "trainer" / "README.md"
+
+
+def alarms(records):
+    monitor = Monitor()
+    return [(record["step"], alarm) for record in records for alarm in monitor.update(record)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("steps", [60, 300, 1000])
+def test_a_run_that_learns_gives_no_alarm(steps, seed):
+    assert alarms(log(steps, seed=seed)) == []
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+def test_each_failure_gives_its_alarm(kind):
+    found = alarms(failing(kind))
+    assert {alarm.kind for _, alarm in found} == {kind}
+    alarm = found[-1][1]
+    assert alarm.severity == FAILURES[kind][1] and alarm.message.endswith(KINDS[kind].advice)
+
+
+def test_every_kind_has_a_failing_run():
+    assert FAILURES.keys() == KINDS.keys()
+
+
+@pytest.mark.parametrize("kind", sorted(set(FAILURES) - {"gradient_instability", "mode_collapse", "kl_explosion"}))
+def test_an_alarm_comes_once_for_each_severity(kind):
+    found = [alarm.severity for _, alarm in alarms(failing(kind, 400))]
+    assert found in (["warning"], ["critical"], ["warning", "critical"])
+
+
+def test_an_episode_ends_and_may_begin_again():
+    records = log(200, every=1000)
+    for record in records[1:]:
+        high = 40 <= record["step"] < 60 or 120 <= record["step"] < 140
+        record["log_ratio_first_max"] = 0.2 if high else 0.0
+    episodes, _ = diagnose(records)
+    assert [(e.first, e.last, e.alarm.kind) for e in episodes] == [
+        (40, 69, "first_ratio"),
+        (120, 149, "first_ratio"),
+    ]
+    still = [record for record in records if record["step"] < 60]
+    assert diagnose(still)[0][0].last is None
+
+
+def test_a_warning_that_becomes_critical_is_one_episode():
+    records = log(200, every=1000)
+    for record in records[1:]:
+        record["log_ratio_first_max"] = 0.0 if record["step"] < 50 else 0.2 if record["step"] < 53 else 3.0
+    assert [(step, a.severity) for step, a in alarms(records)] == [(50, "warning"), (53, "critical")]
+    episodes, _ = diagnose(records)
+    assert [(e.first, e.last, e.alarm.severity) for e in episodes] == [(50, None, "critical")]
+
+
+# --- single rules -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    ("key", "kind"), [("loss", "gradient_instability"), ("grad_norm", "gradient_instability"), ("kl", "kl_explosion")]
+)
+def test_a_value_that_is_not_finite_is_critical_at_once(key, kind, value):
+    first = step_record(1, 100, random.Random(0))
+    (found,) = Monitor().update({**first, key: value})
+    assert (found.kind, found.severity) == (kind, "critical") and str(value) in found.message
+
+
+def test_the_first_update_of_a_rollout_is_compared_with_first_ones():
+    for step, expected in [(80, ["critical"]), (81, [])]:
+        records = log(120, every=1000)
+        records[step]["grad_norm"] = 3.0  # usual for a first update, at odd steps; 7 times the usual of a second one
+        assert [alarm.severity for _, alarm in alarms(records)] == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "count"), [(dict(), 1), (dict(approx_kl=0.004), 0), (dict(log_ratio_first_max=0), 0)]
+)
+def test_clipping_counts_where_the_policy_moved(changes, count):
+    records = [{"step": step, "clip_ratio/region": 0.4, "approx_kl": 0.05, **changes} for step in range(1, 20)]
+    assert [alarm.kind for _, alarm in alarms(records)] == ["clipping"] * count
+
+
+def test_one_spike_of_the_gradient_norm_is_an_alarm_and_does_not_hide_the_next_steps():
+    records = log(100, every=1000)
+    records[80]["grad_norm"] = 8.0
+    assert [(step, a.severity) for step, a in alarms(records)] == [(80, "critical")]
+    early = log(100, every=1000)
+    early[10]["grad_norm"] = 8.0  # fewer than 20 steps to compare with
+    assert alarms(early) == []
+
+
+@pytest.mark.parametrize(("kl", "length", "severity"), [(0.5, 4, None), (0.05, 400, None), (0.2, 400, "warning")])
+def test_kl_must_be_large_per_token_and_per_sequence_for_three_steps(kl, length, severity):
+    for second in ({"kl_sequence": kl * length}, {"completions/mean_length": length}):
+        found = alarms([{"step": step, "kl": kl, **second} for step in range(1, 10)])
+        assert [(step, alarm.severity) for step, alarm in found] == ([(3, severity)] if severity else [])
+        spikes = [{"step": step, "kl": kl if step % 3 else 0.0, **second} for step in range(1, 10)]
+        assert alarms(spikes) == []
+
+
+@pytest.mark.parametrize(
+    ("after", "problems", "severity"),
+    [(0.40, 400, "warning"), (0.2, 400, "critical"), (0.7, 400, None), (0.4, 5, None)],
+)
+def test_hacking_compares_the_reward_with_held_out_accuracy(after, problems, severity):
+    records = log(200, every=1000, accuracy=lambda share: 0.4)
+    last = {"step": 200, "evaluation": {"pass_at_1": after, "problems": problems}}
+    found = alarms([*records, last])
+    assert [alarm.severity for _, alarm in found] == ([severity] if severity else [])
+
+
+def test_hacking_ends_when_accuracy_rises_and_is_not_repeated_at_each_evaluation():
+    records = log(400, every=50, accuracy=lambda share: 0.4 if share < 0.7 else 0.9)
+    episodes, _ = diagnose(records)
+    assert [(e.alarm.kind, e.first, e.last) for e in episodes] == [("reward_hacking", 50, 300)]
+
+
+def test_solved_groups_are_told_from_dead_ones():
+    def found(since=40, **changes):
+        records = log(60, every=1000)
+        for record in records[1:]:
+            record.update(changes if record["step"] > since else {})
+        return [alarm for _, alarm in alarms(records)]
+
+    dead = dict(zero_gradient_groups=0.96, all_min_groups=0.95, all_max_groups=0.01)
+    solved = dict(zero_gradient_groups=0.96, all_min_groups=0.01, all_max_groups=0.95, reward=0.99)
+    # All rewards of a step are equal: neither share says whether they are the lowest or the highest.
+    equal = dict(zero_gradient_groups=1.0, all_min_groups=0.0, all_max_groups=0.0, reward_std=0.0)
+    assert [a.severity for a in found(**dead)] == ["warning", "critical"]
+    assert [a.severity for a in found(**equal, reward=0.0)] == ["warning", "critical"]
+    assert found(**solved) == found(**equal, reward=1.0) == []  # a task that was learned is no failure
+    assert ["too easy" in a.message for a in found(since=0, **solved)] == [True]
+
+
+@pytest.mark.parametrize("key", ["rollout_ess", "rollout_weight/mean", "rollout_mismatch/mean"])
+def test_each_measure_of_off_policy_rollouts(key):
+    for value in {"rollout_ess": [0.2], "rollout_weight/mean": [0.3, 2.5]}.get(key, [0.1]):
+        records = [{"step": step, key: value} for step in range(1, 4)]
+        ((step, alarm),) = alarms(records)
+        assert (step, alarm.kind) == (3, "off_policy") and alarm.value == pytest.approx(value)
+
+
+def test_truncation_of_most_completions_is_a_warning():
+    records = [{"step": step, "completions/clipped_ratio": 0.7} for step in range(1, 12)]
+    assert [(step, a.severity) for step, a in alarms(records)] == [(10, "warning")]
+    assert [s for s, _ in alarms([{**r, "completions/clipped_ratio": 1.0} for r in records])] == [3]
+
+
+def test_the_slow_reward_is_named():
+    (found,) = {alarm.message for _, alarm in alarms(failing("slow_rewards"))}
+    assert "the slowest is arithmetic" in found
+
+
+def test_metrics_that_are_absent_or_none_are_not_checked():
+    records = [{"step": step, "loss": 0.1, "grad_norm": None, "kl": None} for step in range(1, 50)]
+    assert diagnose(records) == ([], {"gradient_instability"})
+    assert diagnose([]) == ([], set())
+
+
+# --- state ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+def test_a_resumed_run_gives_the_alarms_of_an_uninterrupted_one(kind):
+    records = failing(kind)
+    whole, found = alarms(records), []
+    monitor = Monitor()
+    for index, record in enumerate(records):
+        if index in (1, 70, 110, 160):
+            state = json.loads(json.dumps(monitor.state_dict(), allow_nan=False))
+            monitor = Monitor()
+            monitor.load_state_dict(state)
+        found += [(record["step"], alarm) for alarm in monitor.update(record)]
+    assert whole and found == whole
+
+
+def test_bad_input():
+    with pytest.raises(TypeError, match="record is list; expected the dict"):
+        Monitor().update([])
+    with pytest.raises(ValueError, match=r"state has keys \['values'\]; expected"):
+        Monitor().load_state_dict({"values": {}})
+
+
+def test_the_readme_describes_every_alarm():
+    text = README.read_text(encoding="utf-8")
+    assert [kind for kind in KINDS if f"`{kind}`" not in text] == []

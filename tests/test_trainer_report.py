@@ -1,0 +1,287 @@
+"""report.html: what it holds, its size, broken and hostile input; opened in a headless browser, where one is found."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+
+import pytest
+from browser import Page, find_browser
+from training_logs import FAILURES, failing, log, samples, write_run
+
+from grpo_kernels.trainer import report
+from grpo_kernels.trainer.monitor import KINDS, diagnose
+from grpo_kernels.trainer.report import collect, thin, write_report
+
+HOSTILE = '</script><img src="https://example.com/x" onerror="document.title=\'owned\'"><b>\u2028\ud800'
+
+
+def page_data(path):
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', path.read_text("utf-8"), re.DOTALL)
+    return json.loads(found.group(1))
+
+
+def charts(data):
+    return {chart["title"]: chart for group in data["groups"] for chart in group["charts"]}
+
+
+# --- content ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_finished_run(tmp_path):
+    records = log(120)
+    data = page_data(write_report(write_run(tmp_path / "run-7", records, samples(120))))
+    assert (data["title"], data["state"], data["episodes"], data["notes"]) == ("run-7", "finished", [], [])
+    assert data["sentence"].startswith("Finished after 120 steps. Held-out pass@1 rose from 0.350 to 0.9")
+    assert {check["state"] for check in data["checks"]} == {"ok"} and len(data["checks"]) == len(KINDS)
+    first = data["groups"][0]
+    assert [chart["title"] for chart in first["charts"]] == [
+        "Reward", "Held-out accuracy", "KL to the reference", "Entropy", "Gradient norm",
+    ]  # fmt: skip
+    assert data["series"]["kl"]["y"] == pytest.approx([r["kl"] for r in records if "kl" in r], rel=1e-4)
+    assert [line["label"] for line in charts(data)["Held-out accuracy"]["lines"]] == [
+        "pass@1", "pass@4", "majority@4", "greedy",
+    ]  # fmt: skip
+
+
+def test_every_metric_of_the_log_is_in_a_chart(tmp_path):
+    records = log(30)
+    for record in records:
+        if "loss" in record:
+            record["my/own"] = 1.5
+    data = collect(write_run(tmp_path, records, []))
+    shown = {key for chart in charts(data).values() for x in chart["lines"] for key in (x["key"], *x["band"])}
+    numbers = {key for record in records for key, value in record.items() if isinstance(value, (int, float))}
+    assert numbers - shown == report.NOT_PLOTTED - {"advantage_histogram"} and "my/own" in shown
+    assert {f"eval/{key}" for key in records[0]["evaluation"]} - shown == {
+        "eval/pass_at_k", "eval/problems", "eval/samples",
+    }  # fmt: skip
+    assert len(data["histograms"]) == 30
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+def test_each_failure_is_said_with_its_threshold_and_what_to_do(kind, tmp_path):
+    records = failing(kind)
+    data = collect(write_run(tmp_path, records, []))
+    shown, (found, _) = data["episodes"], diagnose(records)
+    assert [(e["kind"], e["first"], e["last"]) for e in shown] == [(e.alarm.kind, e.first, e.last) for e in found]
+    assert (
+        shown[0]["advice"] == KINDS[kind].advice
+        and f"{shown[0]['seen']} {shown[0]['advice']}" == found[0].alarm.message
+    )
+    state = {check["title"]: check["state"] for check in data["checks"]}[KINDS[kind].title]
+    assert state == ("past" if shown[-1]["last"] is not None else shown[-1]["severity"])
+
+
+def test_alarms_shade_a_chart():
+    shading = {kind for entries in report.CHARTS.values() for chart in entries for kind in chart.kinds}
+    assert shading == set(KINDS)
+
+
+def test_a_check_without_its_metrics_is_not_called_passed(tmp_path):
+    data = collect(write_run(tmp_path, [{"step": 1, "loss": 0.1, "reward": 0.5}], [], finished=False))
+    states = {check["title"]: check["state"] for check in data["checks"]}
+    assert states["Gradient instability"] == "ok" and states["KL explosion"] == "unmeasured"
+    data = collect(write_run(tmp_path, log(30), []))  # too short for some
+    states = {check["title"]: check["state"] for check in data["checks"]}
+    assert states["Mode collapse"] == "unmeasured" and states["Reward outliers"] == states["Clipping"] == "ok"
+
+
+# --- runs that go on, broken and empty ones ---------------------------------------------------------------------------
+
+
+def test_a_run_that_goes_on(tmp_path):
+    folder = write_run(tmp_path / "run", log(40), samples(40), max_steps=100, finished=False)
+    hour_ago = time.time() - 3600
+    os.utime(folder / "log.jsonl", (hour_ago, hour_ago))
+    data = collect(folder)
+    assert data["state"] == "unfinished" and data["progress"] == 0.4
+    assert data["sentence"].startswith("Step 40 of 100; the log was last written 60 min 0 s before this report")
+
+
+def test_a_broken_last_line_and_a_step_that_is_there_twice(tmp_path):
+    folder = write_run(tmp_path, log(10, every=100), samples(10), finished=False)
+    with (folder / "log.jsonl").open("a") as file:
+        file.write('{"step": 10, "loss": 7.0}\n[1]\n{"no": "step"}\n{"step": 11, "lo')
+    with (folder / "samples.jsonl").open("ab") as file:
+        file.write(b'{"step": 10, "completion": "\xff\xfe')
+    (folder / "config.json").write_text("{")
+    data = collect(folder)
+    assert data["steps"] == list(range(1, 11)) and data["series"]["loss"]["y"][-1] == 7.0
+    assert data["notes"] == [
+        "log.jsonl: 3 of the lines could not be read; the first is line 13.",
+        "config.json could not be read.",
+        "samples.jsonl: 1 of the lines could not be read; the first is line 41.",
+    ]
+
+
+def test_an_empty_folder(tmp_path):
+    data = page_data(write_report(tmp_path))
+    assert (data["state"], data["sentence"], data["series"]) == ("empty", "No step is logged yet.", {})
+    assert data["notes"] == ["There is no log.jsonl.", "There is no samples.jsonl."]
+    assert os.listdir(tmp_path) == ["report.html"]
+
+
+def test_values_that_are_not_finite(tmp_path):
+    records = log(20, every=100)
+    records[5] |= {"loss": float("nan"), "grad_norm": float("inf"), "kl": None}
+    data = page_data(write_report(write_run(tmp_path, records, [])))
+    assert data["series"]["loss"]["y"][4] is None and data["series"]["grad_norm"]["y"][4] is None
+    assert len(data["series"]["kl"]["y"]) == 19 and 5 not in data["series"]["kl"]["x"]
+
+
+def test_what_is_no_folder(tmp_path):
+    with pytest.raises(ValueError, match="none is not a folder; expected the output folder of a run"):
+        write_report(tmp_path / "none")
+
+
+# --- size -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["plain", "long completions", "many metrics", "other alphabets"])
+def test_under_two_megabytes_for_a_thousand_steps(case, tmp_path):
+    records, rows = log(1000), samples(1000, per_step=8)
+    for record in records if case == "many metrics" else ():
+        record.update({f"metric/{i}": i + 0.123456789 * record["step"] for i in range(200)})
+    for row in rows:
+        row["completion"] *= 60 if case == "long completions" else 1
+        row["completion"] = "語" * 3000 if case == "other alphabets" else row["completion"]
+    path = write_report(write_run(tmp_path, records, rows))
+    data = page_data(path)
+    print(f"{case}: {path.stat().st_size / 1e6:.2f} MB")
+    assert path.stat().st_size < 2e6 and len(data["samples"]["steps"]) == report.SAMPLE_STEPS
+    assert data["samples"]["of"] == 1000 and data["series"]["kl"]["y"]
+
+
+def test_thinning_keeps_extremes_and_gaps():
+    values = [float(i % 7) for i in range(5000)]
+    values[1234], values[4321], values[77] = 99.0, -99.0, None
+    kept = thin(values, 100)
+    assert len(kept) <= 100 and {1234, 4321, 77} <= set(kept) and kept == sorted(kept)
+    assert thin(values, 5000) == list(range(5000)) and thin([], 10) == []
+
+
+def test_long_texts_keep_both_ends(tmp_path):
+    rows = [
+        {"step": 1, "prompt": "p", "completion": f"start {'x' * 50_000} end {i}", "tokens": 12_345} for i in range(200)
+    ]
+    rows += [{**row, "step": step} for row in rows[:8] for step in range(2, 60)]
+    shown = collect(write_run(tmp_path, log(60), rows))["samples"]["steps"]
+    text = shown[0]["rows"][0]["completion"]
+    assert text.startswith("start") and text.endswith("end 0") and "characters left out" in text
+    assert shown[0]["rows"][0]["tokens"] == 12_345 and len(shown[0]["rows"]) == report.SAMPLES_PER_STEP
+
+
+def test_samples_of_steps_with_an_alarm_are_kept(tmp_path):
+    records = log(1000, every=2000)
+    records[778]["loss"] = float("nan")
+    assert 778 in [entry["step"] for entry in collect(write_run(tmp_path, records, samples(1000)))["samples"]["steps"]]
+
+
+# --- one file, no network ---------------------------------------------------------------------------------------------
+
+
+def hostile_run(folder):
+    rows = samples(20)
+    for row in rows:
+        row["prompt"] = row["completion"] = HOSTILE
+        row["rewards"] = {HOSTILE: 1.0, "other": None}
+    records = log(20)
+    records[3][f"rewards/{HOSTILE}/mean"] = 1.0
+    records[3]["loss"] = float("nan")
+    return write_run(folder, records, rows)
+
+
+def test_no_address_and_no_markup_of_the_run(tmp_path):
+    text = write_report(hostile_run(tmp_path)).read_text("utf-8")
+    outside = re.sub(r'(<script type="application/json" id="data">).*?(</script>)', r"\1\2", text, flags=re.DOTALL)
+    assert re.findall(r"https?://[^\"' ]+", outside) == ["http://www.w3.org/2000/svg"]  # a name, not an address
+    assert "default-src 'none'" in outside and "innerHTML" not in outside
+    assert text.count("</script>") == outside.count("</script>") == 2 and "<img" not in text
+
+
+# --- in a browser -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    browser = find_browser()
+    if browser is None:
+        pytest.skip("no Chromium or Chrome in PATH and GRPO_KERNELS_BROWSER is not set")
+    found = Page(browser, tmp_path_factory.mktemp("browser"))
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_a_browser_draws_it_without_errors_or_requests(page, dark, tmp_path):
+    path = write_report(write_run(tmp_path / "run", failing("kl_explosion"), samples(200), finished=False))
+    page.open(path, dark=dark)
+    assert page.errors == [] and page.requests == [path.as_uri()]
+    assert page.evaluate("document.documentElement.dataset.theme") == ("dark" if dark else "light")
+    text = page.evaluate("document.body.innerText")
+    assert "KL explosion" in text and "thresholds 0.1 and 10" in text and "Lower the learning rate" in text
+    drawn = page.evaluate(
+        "[...document.querySelectorAll('.charts.first svg')].map(s => [s.getAttribute('aria-label'), "
+        "Math.max(...[...s.querySelectorAll('path')].map(p => p.getTotalLength())), s.getBoundingClientRect().width])"
+    )
+    assert [label.split(",")[0] for label, _, _ in drawn] == [
+        "Reward", "Held-out accuracy", "KL to the reference", "Entropy", "Gradient norm",
+    ]  # fmt: skip
+    assert all(length > 100 and width > 200 for _, length, width in drawn)
+    assert "KL: from 0.01" in drawn[2][0] and "highest 81" in drawn[2][0]  # said for those who do not see the plot
+    background, card, words = page.evaluate(
+        "[body, card] = [document.body, document.querySelector('.card')].map(node => getComputedStyle(node));"
+        "[body.backgroundColor, card.backgroundColor, body.color]"
+    )
+    brightness = [sum(map(int, re.findall(r"\d+", color)[:3])) / 3 for color in (background, card, words)]
+    assert (brightness[1] < 60 < 200 < brightness[2]) if dark else (brightness[2] < 60 < 200 < brightness[1])
+    page.evaluate("document.getElementById('theme').click()")
+    assert page.evaluate("document.documentElement.dataset.theme") == ("light" if dark else "dark")
+
+
+def test_the_step_is_chosen_by_slider_button_list_and_pointer(page, tmp_path):
+    page.open(write_report(write_run(tmp_path / "run", log(100), samples(100, per_step=2))))
+    texts = "[document.querySelector('output'), document.querySelector('select').selectedOptions[0]]"
+    state = f"{texts}.map(node => node.textContent)"
+    kl = "document.querySelectorAll('.charts.first figure')[2].querySelector('header b').textContent"
+    assert page.evaluate(state) == ["Step 100", "Step 100"]
+    before = page.evaluate(kl)
+    page.evaluate("s = document.querySelector('input[type=range]'); s.value = 1; s.dispatchEvent(new Event('input'))")
+    assert page.evaluate(state) == ["Step 1", "Step 1"] and page.evaluate(kl) != before
+    page.evaluate("[...document.querySelectorAll('#pager button')].at(-1).click()")
+    second = page.evaluate(state)
+    assert second[0] == second[1] != "Step 1"
+    page.evaluate("s = document.querySelector('select'); s.selectedIndex = 39; s.dispatchEvent(new Event('change'))")
+    assert page.evaluate(state) == ["Step 100", "Step 100"]
+    page.evaluate(
+        "c = document.querySelector('.charts svg'); b = c.getBoundingClientRect(); c.dispatchEvent(new PointerEvent("
+        "'pointerdown', {clientX: b.left + b.width / 2, clientY: b.top + 50, bubbles: true}))"
+    )
+    middle = int(page.evaluate(state)[0].split()[1])
+    assert 40 <= middle <= 60 and page.errors == []
+    cursors = "[...document.querySelectorAll('svg line[visibility=visible]')].length"
+    assert page.evaluate(cursors) > 20  # in every chart
+
+
+@pytest.mark.parametrize("case", ["empty", "hostile", "two steps", "narrow"])
+def test_unusual_runs_in_a_browser(case, page, tmp_path):
+    folder = tmp_path / "run"
+    if case == "hostile":
+        hostile_run(folder)
+    else:
+        steps = {"empty": 0, "two steps": 2, "narrow": 60}[case]
+        write_run(folder, log(steps) if steps else [], samples(steps), finished=steps > 0)
+    path = write_report(folder)
+    page.open(path, width=390 if case == "narrow" else 1280)
+    assert page.errors == [] and page.requests == [path.as_uri()]
+    assert page.evaluate("document.title") == "run: training report"
+    assert page.evaluate("document.querySelectorAll('img').length") == 0
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")  # nothing runs over the side
+    if case == "hostile":
+        assert '</script><img src="https://example.com/x"' in page.evaluate(
+            "document.getElementById('samples').innerText"
+        )
+    assert ("Nothing to judge yet" in page.evaluate("document.body.innerText")) == (case == "empty")

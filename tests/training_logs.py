@@ -1,0 +1,197 @@
+"""Synthetic logs of training runs: a healthy one, and one for each failure that the monitor must find."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+
+
+def progress(step: int, steps: int) -> float:
+    """Share of problems solved: from 0.35 to 0.95, fast at first."""
+    return 0.35 + 0.6 * (1 - math.exp(-4 * step / steps))
+
+
+def step_record(step: int, steps: int, noise: random.Random) -> Record:
+    """A step of a run that learns a task with rewards 0 and 1; magnitudes are those of a run on generated sums."""
+    solved, gauss = progress(step, steps), noise.gauss
+    reward = min(1.0, max(0.0, solved + 0.04 * gauss(0, 1)))
+    best, worst = solved**5, (1 - solved) ** 5
+    entropy = max(0.02, 0.9 - 0.75 * solved + 0.02 * gauss(0, 1))
+    kl = 0.3 * step / steps + 0.02 * abs(gauss(0, 1))
+    std = math.sqrt(reward * (1 - reward))
+    edges = [-3 + 0.25 * i for i in range(25)]
+    counts = [0] * 24
+    for _ in range(256):
+        value = gauss(0, 1 - best - worst) if noise.random() > best + worst else 0.0
+        counts[min(23, max(0, int((value + 3) / 0.25)))] += 1
+    rollout, rewards, update = 0.6 + 0.05 * noise.random(), 0.02, 0.35 + 0.05 * noise.random()
+    record = {
+        "step": step, "rollout": (step - 1) // 2, "epoch": step / 300, "num_tokens": step * 900,
+        "learning_rate": 2e-4 * min(1.0, step / 20), "loss": 0.002 * gauss(0, 1),
+        "grad_norm": 0.4 * math.exp(0.25 * gauss(0, 1)), "beta": 0.005, "kl": kl, "kl_sequence": 3.5 * kl,
+        "entropy": entropy, "ratio/mean": 1 + 0.001 * gauss(0, 1), "ratio/min": 0.6, "ratio/max": 1.5,
+        "clip_ratio/low": 0.004, "clip_ratio/high": 0.006, "clip_ratio/region": 0.01 + 0.005 * noise.random(),
+        "approx_kl": 0.003, "zero_gradient": 0.0,
+        "rollout_mismatch/mean": 2e-3 * noise.random(), "rollout_mismatch/max": 0.01,
+        "rollout_weight/mean": 1.0, "rollout_ess": 0.97, "reward": reward, "reward_std": std, "reward_min": 0.0,
+        "reward_max": 1.0, "reward_group_std": 0.8 * std, "rewards/arithmetic/mean": reward,
+        "rewards/arithmetic/std": std, "advantage_mean": 0.0, "advantage_std": math.sqrt(max(0.0, 1 - best - worst)),
+        "advantage_min": -2.3, "advantage_max": 2.3, "advantage_histogram": {"edges": edges, "counts": counts},
+        "zero_gradient_groups": best + worst, "all_min_groups": worst, "all_max_groups": best, "unscored": 0,
+        "dropped_groups": 0, "refill_rounds": 0, "completions/count": 256,
+        "completions/mean_length": 3.4 + 0.1 * gauss(0, 1), "completions/min_length": 2, "completions/max_length": 5,
+        "completions/clipped_ratio": 0.03 * noise.random(), "completions/unique_ratio": 0.8 - 0.6 * solved,
+        "tokens_per_second": 900 / (rollout + rewards + update), "seconds": step * 1.02, "seconds/rollout": rollout,
+        "seconds/rewards": rewards, "seconds/update": update, "slowest_reward": "arithmetic",
+    }  # fmt: skip
+    if step % 2:  # the first of two updates of a rollout, at a ratio of 1 and with another gradient
+        record |= {"log_ratio_first_max": 0.0, "approx_kl": 0.0, "grad_norm": 5 * record["grad_norm"]}
+        record |= dict.fromkeys(("clip_ratio/low", "clip_ratio/high", "clip_ratio/region"), 0.0)
+    return record
+
+
+def evaluation_record(step: int, accuracy: float) -> Record:
+    spread = 1 - (1 - accuracy) ** 2
+    return {
+        "step": step,
+        "evaluation": {
+            "pass_at_1": accuracy, "pass_at_k": {"1": accuracy, "2": spread, "4": 1 - (1 - spread) ** 2},
+            "majority_at_k": min(1.0, accuracy + 0.03), "best_of_n": 1 - (1 - spread) ** 2, "greedy": accuracy + 0.01,
+            "mean_length": 3.4, "problems": 400, "samples": 4,
+        },
+    }  # fmt: skip
+
+
+def log(
+    steps: int = 200,
+    *,
+    seed: int = 0,
+    every: int = 50,
+    spoil: Callable[[Record, float], None] | None = None,
+    accuracy: Callable[[float], float] | None = None,
+) -> list[Record]:
+    """Records of a run. spoil(record, share of the run) changes a record; accuracy(share): of evaluations."""
+    noise = random.Random(seed)
+    records = []
+    for step in range(steps + 1):
+        share = step / steps
+        if step:
+            record = step_record(step, steps, noise)
+            if spoil:
+                spoil(record, share)
+            records.append(record)
+        if step % every == 0:
+            records.append(evaluation_record(step, (accuracy or (lambda s: progress(s * steps, steps)))(share)))
+    return records
+
+
+def _collapse(record: Record, share: float) -> None:
+    record["entropy"] *= math.exp(-6 * share)
+    record["reward"] = 0.35
+    record |= {"completions/unique_ratio": 0.9 - 0.75 * share, "all_max_groups": 0.1, "all_min_groups": 0.3}
+    record["zero_gradient_groups"] = 0.4
+
+
+def _away(record: Record, share: float) -> None:
+    record |= {"kl": 0.01 * math.exp(9 * share), "kl_sequence": math.exp(9 * share)}
+
+
+def _unstable(record: Record, share: float) -> None:
+    if share > 0.7:
+        record["grad_norm"] *= 12
+
+
+def _non_finite(record: Record, share: float) -> None:
+    if share > 0.7:
+        record["loss"] = math.nan
+
+
+def _no_signal(record: Record, share: float) -> None:
+    record |= {"zero_gradient_groups": 0.78, "all_min_groups": 0.7, "all_max_groups": 0.08}
+
+
+def _longer(record: Record, share: float) -> None:
+    record |= {"completions/mean_length": 200 * (1 + 2 * share), "reward": 0.35 + 0.01 * math.sin(record["step"])}
+
+
+def _outliers(record: Record, share: float) -> None:
+    record |= {"reward_max": 1.0 if share < 0.5 else 5.0, "reward_std": 0.4 if share < 0.5 else 1.2}
+
+
+def _set(**changes: Any) -> Callable[[Record, float], None]:
+    """The given metrics (with "/" written "__") from the middle of the run on."""
+    return lambda record, share: record.update(
+        {k.replace("__", "/"): v for k, v in changes.items()} if share > 0.5 else {}
+    )
+
+
+# kind of alarm -> (what spoils the run, severity); accuracy of evaluations only for reward hacking
+FAILURES: dict[str, tuple[Callable[[Record, float], None], str]] = {
+    "reward_hacking": (lambda record, share: None, "warning"),
+    "reward_outliers": (_outliers, "warning"),
+    "mode_collapse": (_collapse, "warning"),
+    "kl_explosion": (_away, "critical"),
+    "gradient_instability": (_unstable, "critical"),
+    "no_learning_signal": (_no_signal, "warning"),
+    "length_bias": (_longer, "warning"),
+    "truncation": (_set(completions__clipped_ratio=1.0), "critical"),
+    "off_policy": (_set(rollout_ess=0.1), "critical"),
+    "first_ratio": (_set(log_ratio_first_max=0.2), "warning"),
+    "clipping": (_set(clip_ratio__region=0.4, approx_kl=0.05), "warning"),
+    "unscored": (_set(unscored=40), "warning"),
+    "slow_rewards": (_set(seconds__rewards=3.0), "warning"),
+}  # fmt: skip
+
+
+def failing(kind: str, steps: int = 200) -> list[Record]:
+    flat = (lambda share: 0.4) if kind == "reward_hacking" else None
+    return log(steps, spoil=FAILURES[kind][0], accuracy=flat)
+
+
+WORDS = ("The", "sum", "of", "both", "numbers", "is", "carried", "one", "place", "further,", "so", "we", "write")
+
+
+def samples(steps: int, *, per_step: int = 4, words: int = 12, seed: int = 0) -> list[Record]:
+    noise = random.Random(seed)
+    rows = []
+    for step in range(1, steps + 1):
+        for prompt in range(per_step // 2 or 1):
+            a, b = noise.randrange(100), noise.randrange(100)
+            for _ in range(min(2, per_step)):
+                right = noise.random() < progress(step, steps)
+                text = " ".join(noise.choice(WORDS) for _ in range(words)) + f" {a + b if right else a + b + 10}"
+                rows.append({
+                    "step": step, "prompt": f"Problem {prompt}: {a:02}+{b:02}=", "completion": text,
+                    "reward": float(right), "advantage": 0.9 if right else -1.1,
+                    "rewards": {"arithmetic": float(right)}, "tokens": words + 2,
+                })  # fmt: skip
+    return rows
+
+
+def write_run(
+    folder: Path, records: list[Record], rows: list[Record], *, max_steps: int | None = None, finished: bool = True
+) -> Path:
+    """The files that a run leaves in its folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    steps = max((record["step"] for record in records), default=0)
+    for name, lines in (("log.jsonl", records), ("samples.jsonl", rows)):
+        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    config = {
+        "output_dir": str(folder), "model_name_or_path": None, "loss_type": "dapo", "max_steps": max_steps or steps,
+        "num_generations": 8, "learning_rate": 2e-4, "beta": 0.005, "max_grad_norm": 1.0, "seed": 0,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    if finished:
+        evaluations = [record["evaluation"] for record in records if "evaluation" in record]
+        summary = {
+            "pass_at_1_before": evaluations[0]["pass_at_1"], "pass_at_1_after": evaluations[-1]["pass_at_1"],
+            "steps": steps, "seconds": 1.02 * steps,
+        }  # fmt: skip
+        (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    return folder
