@@ -15,58 +15,47 @@ from ..backends.launch import TUNABLE, tuned_path
 from ..backends.triton import interpreted, why_unusable
 from ..benchmarks.command import add_arguments as add_bench_arguments
 from ..benchmarks.command import bench
-from ..config import available_presets
-from ..demo import missing_packages
-from ..demo.settings import DemoSettings
+from ..trainer import missing_packages
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the exit status."""
     parser = argparse.ArgumentParser(prog="grpo-kernels", description="Fused GRPO losses.")
     commands = parser.add_subparsers(required=True, metavar="command")
-    _add_demo(commands)
+    _add_training(commands)
     _add_bench(commands)
     _add_tune(commands)
     _add_env(commands)
     _add_check(commands)
-    arguments = parser.parse_args(argv)
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and not hasattr(arguments, "command"):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    arguments.rest = rest
     status: int = arguments.run(arguments)
     return status
 
 
-def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    default = DemoSettings()
-    parser = commands.add_parser(
-        "demo",
-        help="a small language model learns addition with this loss, offline, in minutes",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--steps", type=_positive, default=default.steps, help="steps of GRPO")
-    parser.add_argument("--seed", type=int, default=default.seed, help="of the weights, the problems and the samples")
-    parser.add_argument("--output", type=Path, default=default.output, help="folder for log.jsonl and curves.png")
-    parser.add_argument(
-        "--loss",
-        choices=("fused", "reference"),
-        default=default.loss,
-        help="this library's loss, or the same in eager PyTorch",
-    )
-    parser.add_argument("--preset", choices=available_presets(), default=default.preset, help="kind of loss")
-    parser.add_argument("--beta", type=float, default=default.beta, help="weight of the KL term")
-    parser.add_argument("--device", default=default.device, help="auto, cpu, cuda, cuda:1, ...")
-    parser.add_argument("--vocab-size", type=_positive, default=default.vocab_size, help="ids of the lm_head")
-    parser.set_defaults(run=_demo)
+def _add_training(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    for name, text in (
+        ("demo", "a small language model learns addition with this loss, offline, in minutes: train's default run"),
+        ("train", "a GRPO run on a model of transformers (options: grpo-kernels train --help)"),
+        ("evaluate", "held-out accuracy of a run or of a model"),
+        ("report", "report.html of a run's folder"),
+    ):
+        parser = commands.add_parser(name, help=text, add_help=False)
+        parser.set_defaults(run=_training, command=name)
 
 
-def _demo(arguments: argparse.Namespace) -> int:
+def _training(arguments: argparse.Namespace) -> int:
+    """The commands of the trainer, which parse their own options: those need transformers."""
     missing = missing_packages()
     if missing:
-        print(f'the demo needs {" and ".join(missing)}: pip install "grpo-kernels[train]"', file=sys.stderr)
+        needs = f"grpo-kernels {arguments.command} needs {' and '.join(missing)}"
+        print(f'{needs}: pip install "grpo-kernels[train]"', file=sys.stderr)
         return 1
-    from ..demo.run import run_demo
+    from ..trainer.commands import COMMANDS
 
-    options = {name: value for name, value in vars(arguments).items() if name != "run"}
-    run_demo(DemoSettings(**options))
-    return 0
+    return COMMANDS[arguments.command](arguments.rest)
 
 
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

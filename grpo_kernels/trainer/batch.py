@@ -1,0 +1,154 @@
+"""From completions to the arguments of the loss: advantages, masks, denominators, padding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..advantages import group_advantages, process_advantages
+from ..config import GRPOConfig
+from ..offpolicy import rollout_weights
+from ..sampling_mask import SamplingMask
+from .arguments import TrainArguments
+from .rollout import Completion, left_padded
+
+
+def soft_overlong(length: int, arguments: TrainArguments) -> float:
+    """DAPO's penalty in [-1, 0] of a completion (arXiv:2503.14476, equation 13)."""
+    cache = arguments.soft_overlong_cache
+    return 0.0 if not cache else -min(max(0.0, (length - arguments.max_completion_length + cache) / cache), 1.0)
+
+
+def step_ends(ids: Sequence[int], tokenizer: Any, delimiter: str) -> list[int]:
+    """Index of the last token of each step. A delimiter ends a step; the last one ends with the completion.
+
+    "a\\nbc\\nd" in tokens "a", "\\n", "bc", "\\nd"  ->  [1, 3, 3]
+    """
+    pieces = [tokenizer.decode([i], skip_special_tokens=True) for i in ids]
+    text = "".join(pieces)
+    ends, position = [], text.find(delimiter)
+    bounds = torch.tensor([len(piece) for piece in pieces]).cumsum(0)
+    while position >= 0:
+        last = position + len(delimiter)
+        ends.append(int(torch.searchsorted(bounds, last)))
+        position = text.find(delimiter, last)
+    if ends and text.endswith(delimiter):
+        ends.pop()
+    return [*ends, len(ids) - 1]
+
+
+def assign_advantages(rollout: Sequence[Completion], config: GRPOConfig, num_generations: int, gamma: float) -> None:
+    """Set `advantage` of each completion: () from its reward, or (T,) from the rewards of its steps.
+
+    A completion without a verdict is out of its group's mean and standard deviation, and has advantage 0.
+    """
+    options: dict[str, Any] = {
+        "num_generations": num_generations, "scale": config.advantage_scale, "baseline": config.advantage_baseline,
+        "ddof": config.advantage_ddof, "eps": config.advantage_eps,
+    }  # fmt: skip
+    if all(c.steps is None for c in rollout):
+        rewards = torch.tensor([c.reward for c in rollout], dtype=torch.float32)
+        for c, advantage in zip(rollout, group_advantages(rewards, **options), strict=True):
+            c.advantage = advantage
+        return
+    most = max(len(c.steps or ()) for c in rollout)
+    rewards = torch.full((len(rollout), most), math.nan)
+    ends = torch.zeros((len(rollout), most), dtype=torch.int64)
+    for i, c in enumerate(rollout):
+        steps, last = c.steps or [], c.step_ends or []
+        if len(steps) != len(last):
+            raise ValueError(
+                f"a reward function returned {len(steps)} rewards for a completion of {len(last)} steps; expected one "
+                "reward for each step (see step_delimiter)"
+            )
+        rewards[i, : len(steps)] = torch.tensor(steps, dtype=torch.float32)
+        ends[i, : len(steps)] = torch.tensor(last, dtype=torch.int64)
+    length = max(len(c.ids) for c in rollout)
+    found = process_advantages(rewards, ends, length, gamma=gamma, **options)
+    for c, advantage in zip(rollout, found, strict=True):
+        c.advantage = torch.zeros(len(c.ids)) if math.isnan(c.reward) else advantage[: len(c.ids)].clone()
+
+
+def groups_of(rows: Sequence[Completion], num_generations: int) -> list[list[Completion]]:
+    return [list(rows[i : i + num_generations]) for i in range(0, len(rows), num_generations)]
+
+
+def without_gradient(group: Sequence[Completion]) -> bool:
+    """Whether all advantages of a group are 0: equal rewards, or none."""
+    return all(not c.advantage.any() for c in group if c.advantage is not None)
+
+
+def is_scored(c: Completion, arguments: TrainArguments) -> bool:
+    """Whether the tokens of a completion are in the loss."""
+    return not c.dropped and (c.ended or not arguments.mask_truncated_completions)
+
+
+def denominators(rows: Sequence[Completion], config: GRPOConfig, arguments: TrainArguments) -> tuple[float, float]:
+    """(of the loss, of the entropy bonus) for all rows of an optimizer step, over all ranks and passes.
+
+    Sums over passes and ranks divided by these are the loss of one large batch, whatever the split.
+    """
+    tokens = sum(len(c.ids) for c in rows if is_scored(c, arguments))
+    sequences = sum(not c.dropped for c in rows)
+    if config.aggregation in ("token_mean", "num_items"):
+        count = tokens
+    else:
+        count = sequences * (config.max_completion_length or 1)
+    return float(max(count, 1)), float(max(tokens, 1))
+
+
+def model_inputs(rows: Sequence[Completion], arguments: TrainArguments, pad_id: int, device: Any) -> dict[str, Any]:
+    """What log-probabilities need: prompts padded on the left, completions on the right; masks go by position."""
+    prompts, prompt_mask = left_padded([c.prompt_ids for c in rows], pad_id, device)
+    ids = _right_padded([torch.tensor(c.ids) for c in rows], pad_id, device)
+    lengths = torch.tensor([len(c.ids) for c in rows], device=device)
+    present = torch.arange(ids.shape[1], device=device) < lengths[:, None]
+    scored = torch.tensor([is_scored(c, arguments) for c in rows], device=device)
+    inputs: dict[str, Any] = {
+        "input_ids": torch.cat([prompts, ids], dim=1),
+        "attention_mask": torch.cat([prompt_mask, present.long()], dim=1),
+        "completion_ids": ids,
+        "completion_mask": present & scored[:, None],
+    }
+    if any(c.kept is not None for c in rows):
+        kept: list[Any] = [c.kept if c.kept is not None else [()] * len(c.ids) for c in rows]
+        inputs["sampling_mask"] = SamplingMask.from_lists(kept, length=ids.shape[1]).to(device)
+    return inputs
+
+
+def loss_inputs(rows: Sequence[Completion], arguments: TrainArguments, device: Any) -> dict[str, Any]:
+    """What the loss needs beside `model_inputs`."""
+    advantages = [c.advantage for c in rows if c.advantage is not None]
+    per_token = advantages[0].dim() == 1
+    found: dict[str, Any] = {
+        "advantages": _right_padded(advantages, 0.0, device) if per_token else torch.stack(advantages).to(device)
+    }
+    for name, values in (
+        ("old_logps", [c.old_logps for c in rows]),
+        ("ref_logps", [c.ref_logps for c in rows]),
+        ("rollout_logps", [c.logps for c in rows]),
+    ):
+        present = [v for v in values if v is not None]
+        if len(present) == len(rows):
+            found[name] = _right_padded(present, 0.0, device)
+    if corrects(arguments) and "rollout_logps" in found:
+        level, mode = arguments.vllm_importance_sampling_mode.replace("sequence", "sequence-sum").split("_")
+        found["rollout_weights"] = rollout_weights(
+            found["old_logps"], found["rollout_logps"], mode=mode, level=level.replace("-", "_"),
+            cap=arguments.vllm_importance_sampling_clip_max, low=0.0,
+            completion_mask=_right_padded([torch.ones(len(c.ids)) for c in rows], 0.0, device),
+        )  # fmt: skip
+    return found
+
+
+def corrects(arguments: TrainArguments) -> bool:
+    """Whether another engine or policy sampled, so that its log-probabilities weight the loss."""
+    return arguments.vllm_importance_sampling_correction and (arguments.use_vllm or arguments.replay is not None)
+
+
+def _right_padded(rows: Sequence[Tensor], value: float, device: Any) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value).to(device)

@@ -1,0 +1,196 @@
+"""The policy: a causal language model whose forward computes the loss, log-probabilities or samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from ..config import GRPOConfig
+from ..integrations.transformers import fused_forward
+from ..logps import fused_logps
+from ..loss import fused_grpo_loss, grpo_loss_from_logps
+from ..output import GRPOLossOutput
+from .arguments import TrainArguments
+from .rollout import Sampled, generate
+
+
+class Policy(nn.Module):
+    """Everything that needs whole parameters runs inside forward: there the hooks of DDP and FSDP2 act.
+
+    policy("loss", **batch, config=config)       -> GRPOLossOutput
+    policy("logps", **batch, temperature=1.0)    -> (B, T) nats
+    policy("sample", prompts=ids, sampling=..)   -> list[Sampled]
+    """
+
+    def __init__(self, lm: Any, *, eager: bool = False):
+        super().__init__()
+        self.lm = lm
+        self.eager = eager
+        self._no_split_modules = getattr(lm, "_no_split_modules", None)  # accelerate's units of FSDP2
+        self.generation_config = lm.generation_config  # saved with the model, and no part of sampling
+        lm.generation_config = GenerationConfig(
+            pad_token_id=lm.generation_config.pad_token_id, eos_token_id=lm.generation_config.eos_token_id
+        )
+
+    def forward(self, task: str, **inputs: Any) -> Any:
+        return getattr(self, f"_{task}")(**inputs)
+
+    def _loss(self, **inputs: Any) -> Any:
+        return fused_forward(self.lm, loss=eager_loss if self.eager else fused_grpo_loss, **inputs)
+
+    def _logps(self, **inputs: Any) -> Tensor:
+        found: Tensor = fused_forward(self.lm, loss=eager_logps if self.eager else fused_logps, **inputs)[0]
+        return found
+
+    def _sample(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[Sampled]:
+        return generate(self.lm, prompts, **options)
+
+
+def eager_logps(
+    hidden: Tensor, weight: Tensor, completion_ids: Tensor, *, lm_head_bias: Tensor | None, logit_scale: float,
+    logit_softcap: float | None, temperature: float, completion_mask: Tensor | None = None, entropy: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Log-probabilities and entropies (B, T), nats, from all logits at once: what `fused_logps` is compared with.
+
+    entropy: whether entropies have a gradient. A mask changes nothing: masked positions are computed too.
+    """
+    logits = nn.functional.linear(hidden, weight, lm_head_bias).float() * logit_scale
+    if logit_softcap is not None:
+        logits = torch.tanh(logits / logit_softcap) * logit_softcap
+    logps = (logits / temperature).log_softmax(-1)
+    with torch.set_grad_enabled(entropy and torch.is_grad_enabled()):
+        entropies = -(logps.exp() * logps).sum(-1)
+    return logps.gather(-1, completion_ids.unsqueeze(-1)).squeeze(-1), entropies
+
+
+def eager_loss(
+    hidden: Tensor, weight: Tensor, completion_ids: Tensor, *, completion_mask: Tensor, lm_head_bias: Tensor | None,
+    logit_scale: float, logit_softcap: float | None, config: GRPOConfig, **options: Any,
+) -> GRPOLossOutput:  # fmt: skip
+    """The loss from all logits, which autograd keeps for the backward: what `fused_grpo_loss` is compared with."""
+    logps, entropy = eager_logps(
+        hidden, weight, completion_ids, lm_head_bias=lm_head_bias, logit_scale=logit_scale,
+        logit_softcap=logit_softcap, temperature=float(config.temperature), entropy=config.has_entropy_bonus,
+    )  # fmt: skip
+    return grpo_loss_from_logps(logps, entropy=entropy, completion_mask=completion_mask, config=config, **options)
+
+
+@torch.no_grad()
+def infer(policy: nn.Module, task: str, **inputs: Any) -> Any:
+    """A task without gradients. FSDP2 keeps the last parameters whole after it, which would hide later changes."""
+    found = policy(task, **inputs)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return found
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+def load_tokenizer(path: str, arguments: TrainArguments) -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=arguments.trust_remote_code)
+    for name in ("pad_token", "eos_token"):
+        if getattr(tokenizer, name) is None:
+            raise ValueError(
+                f"the tokenizer of {path} has no {name}; set it (a pad token may be the eos token) and save it there"
+            )
+    return tokenizer
+
+
+def load_model(path: str, arguments: TrainArguments, *, adapter: Path | None = None) -> Any:
+    """The model of `path`, with a new LoRA adapter (--use-peft) or the one of a checkpoint."""
+    from_hub = {"trust_remote_code": arguments.trust_remote_code, "dtype": getattr(torch, arguments.dtype)}
+    try:
+        lm: Any = AutoModelForCausalLM.from_pretrained(path, **from_hub)
+    except OSError as error:
+        raise ValueError(f"model_name_or_path={path}: {str(error).splitlines()[0]}") from None
+    if arguments.gradient_checkpointing:
+        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if arguments.use_peft:
+            lm.enable_input_require_grads()
+    if arguments.use_peft:
+        lm = _with_adapter(lm, arguments, adapter)
+    _without_dropout(lm)
+    return lm
+
+
+def _with_adapter(lm: Any, arguments: TrainArguments, adapter: Path | None) -> Any:
+    try:
+        from peft import LoraConfig, PeftModel, get_peft_model
+    except ImportError:
+        raise ValueError('use_peft needs peft: pip install "grpo-kernels[train]"') from None
+    if adapter is not None:
+        return PeftModel.from_pretrained(lm, adapter, is_trainable=True)
+    config = LoraConfig(
+        r=arguments.lora_r, lora_alpha=arguments.lora_alpha, lora_dropout=0.0, task_type="CAUSAL_LM",
+        target_modules=arguments.lora_target_modules or "all-linear",
+    )  # fmt: skip
+    torch.manual_seed(arguments.seed)
+    return get_peft_model(lm, config)
+
+
+def _without_dropout(lm: nn.Module) -> None:
+    """With dropout the policy that is scored is not the policy that sampled: ratios are not 1 before the first step."""
+    for module in lm.modules():
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+        if isinstance(module, (nn.Dropout, nn.AlphaDropout)):
+            module.p = 0.0
+
+
+# --- reference policy -------------------------------------------------------------------------------------------------
+
+
+class ReferencePolicy:
+    """A copy of the trained parameters. What is not trained (the base model under LoRA) both policies share.
+
+    The copies have the placement of the parameters: plain, or this rank's shard under FSDP2.
+    """
+
+    def __init__(self, policy: nn.Module):
+        self.pairs = {n: (p, p.detach().clone()) for n, p in policy.named_parameters() if p.requires_grad}
+
+    @contextmanager
+    @torch.no_grad()
+    def active(self) -> Iterator[None]:
+        """Within it the policy has the reference's parameters, exchanged one by one; no second model is held."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        for parameter, copy in self.pairs.values():
+            kept = parameter.detach().clone()
+            parameter.data.copy_(copy)
+            copy.copy_(kept)
+
+    @torch.no_grad()
+    def move(self, share: float) -> None:
+        """reference = (1 - share) * reference + share * policy."""
+        for parameter, copy in self.pairs.values():
+            copy.lerp_(parameter.detach(), share)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Whole tensors on the CPU; under FSDP2 every rank has to call it."""
+        whole = {n: copy.full_tensor() if isinstance(copy, DTensor) else copy for n, (_, copy) in self.pairs.items()}
+        return {name: tensor.cpu().contiguous() for name, tensor in whole.items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        for name, (_, copy) in self.pairs.items():
+            value = state[name].to(copy.device)
+            if isinstance(copy, DTensor):
+                value = distribute_tensor(value, copy.device_mesh, copy.placements)
+            copy.copy_(value)

@@ -1,0 +1,116 @@
+"""What changes from step to step, in memory and in a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from .arguments import to_json
+from .checkpoint import CONFIG, ROLLOUT, STATE, TENSORS, CheckpointError, write_atomically
+from .rollout import Completion, from_plain, to_plain
+from .run import Run
+
+
+@dataclass
+class Progress:
+    """What changes from step to step beside weights and optimizer. Random numbers are none of it: each rollout has a
+    stream of its own, made from the seed and its index.
+
+    cursor: position in the order of the prompts. rollout: the one in use, of which `used` optimizer steps are made;
+    rollout_numbers: its part of log.jsonl. positions: sizes of the log's files.
+    """
+
+    beta: float
+    step: int = 0
+    cursor: int = 0
+    rollout_index: int = 0
+    used: int = 0
+    num_tokens: int = 0
+    seconds: float = 0.0
+    evaluated_at: int | None = None
+    pass_at_1: dict[str, float] = field(default_factory=dict)
+    positions: dict[str, int] = field(default_factory=dict)
+    rollout_numbers: dict[str, Any] = field(default_factory=dict)
+    rollout: list[Completion] = field(default_factory=list)
+
+
+_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def save(made: Run, progress: Progress) -> None:
+    """Write checkpoint-STEP; every rank calls it, the first one writes, and all raise where that fails."""
+    policy = made.bare_policy
+    weights = made.model_state()
+    tensors = {
+        "optimizer": get_optimizer_state_dict(policy, made.optimizer.optimizer, options=_WHOLE),
+        "scheduler": made.scheduler.state_dict(),
+        "reference": None if made.reference is None else made.reference.state_dict(),
+    }
+    plain = {f.name: getattr(progress, f.name) for f in dataclasses.fields(progress) if f.name != "rollout"}
+    state = {
+        "progress": plain, "monitor": made.monitor.state_dict(), "processes": made.ranks.count, **_environment(made)
+    }  # fmt: skip
+
+    def fill(folder: Path) -> None:
+        made.write_model(folder, weights)
+        torch.save(tensors, folder / TENSORS)
+        (folder / STATE).write_text(json.dumps(state, indent=1))
+        (folder / CONFIG).write_text(json.dumps(to_json(made.arguments), indent=1))
+        # Columns and what functions gave to log_extra have done their work: rewards are known.
+        rows = (to_plain(dataclasses.replace(c, columns={}, extra={})) for c in progress.rollout)
+        (folder / ROLLOUT).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    with made.ranks.together():
+        if made.accelerator.is_main_process:
+            write_atomically(made.folder / f"checkpoint-{progress.step}", fill)
+
+
+def restore(made: Run) -> Progress:
+    """The progress of `made.checkpoint`; its optimizer, scheduler and reference policy are loaded into `made`.
+
+    The weights were read when the model was made.
+    """
+    folder = made.checkpoint
+    assert folder is not None
+    state = json.loads((folder / STATE).read_text())
+    if state["processes"] != made.ranks.count:
+        raise CheckpointError(
+            f"{folder} was written by {state['processes']} processes, this run has {made.ranks.count}; expected as many"
+        )
+    if state["progress"]["step"] > made.arguments.max_steps:
+        raise CheckpointError(f"{folder} is beyond max_steps={made.arguments.max_steps}")
+    for name, now in _environment(made).items():
+        if state[name] != now:
+            print(f"{folder} was written with {name}={state[name]}, now {now}: results may differ", file=sys.stderr)
+    tensors = torch.load(folder / TENSORS, map_location="cpu", weights_only=True)
+    set_optimizer_state_dict(
+        made.bare_policy, made.optimizer.optimizer, tensors["optimizer"], options=StateDictOptions(full_state_dict=True)
+    )
+    made.scheduler.load_state_dict(tensors["scheduler"])
+    if made.reference is not None:
+        made.reference.load_state_dict(tensors["reference"])
+    made.monitor.load_state_dict(state["monitor"])
+    rows = (folder / ROLLOUT).read_text().splitlines()
+    return Progress(**state["progress"], rollout=[from_plain(json.loads(row)) for row in rows])
+
+
+def _environment(made: Run) -> dict[str, Any]:
+    """What results may depend on beside the options."""
+    prompts = hashlib.sha256(repr([prompt.ids for prompt in made.prompts]).encode()).hexdigest()
+    return {
+        "torch": torch.__version__, "transformers": transformers.__version__, "threads": torch.get_num_threads(),
+        "prompts": prompts[:16],
+    }  # fmt: skip

@@ -1,0 +1,289 @@
+"""Set-up: everything that a run needs and that does not change. What is wrong is said here, before the first step."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch.distributed.fsdp import FSDPModule
+from transformers import get_scheduler
+from transformers.utils import logging as transformers_logging
+
+from .arguments import ARITHMETIC, TRACKERS, TrainArguments, to_json
+from .checkpoint import CONFIG, check_same_run, checkpoints, find_checkpoint, write_atomically, write_text
+from .data import Prompt, load_prompts
+from .log import LOG, SAMPLES, RunLog
+from .model import Policy, ReferencePolicy, load_model, load_tokenizer
+from .monitor import Monitor
+from .ranks import Ranks
+from .rewards import Rewards
+from .rollout import check_rollout, eos_ids, load_rollout, rollout_path
+
+OWN = (LOG, SAMPLES, "config.json", "summary.json", "report.html", "model", "rollouts")
+
+
+@dataclass
+class Run:
+    """The parts of a run. policy: as the accelerator prepared it; ends: ids that end a completion."""
+
+    arguments: TrainArguments
+    accelerator: Accelerator
+    ranks: Ranks
+    folder: Path
+    checkpoint: Path | None
+    tokenizer: Any
+    prompts: list[Prompt]
+    held_out: list[Prompt]
+    rewards: Rewards | None
+    policy: torch.nn.Module
+    ends: list[int]
+    reference: ReferencePolicy | None
+    optimizer: Any
+    scheduler: Any
+    vllm: Any
+    monitor: Monitor
+    log: RunLog
+
+    @property
+    def is_sharded(self) -> bool:
+        return isinstance(self.policy, FSDPModule)
+
+    @property
+    def bare_policy(self) -> Policy:
+        found: Policy = self.accelerator.unwrap_model(self.policy)
+        return found
+
+    def model_state(self) -> dict[str, torch.Tensor]:
+        """Whole parameters; every rank has to ask."""
+        state = self.accelerator.get_state_dict(self.policy)
+        return {name.removeprefix("lm."): tensor for name, tensor in state.items()}
+
+    def write_model(self, folder: Path, state: dict[str, torch.Tensor]) -> None:
+        """Model and tokenizer in transformers' format, with the generation_config that the model came with."""
+        policy = self.bare_policy
+        blank, policy.lm.generation_config = policy.lm.generation_config, policy.generation_config
+        try:
+            policy.lm.save_pretrained(folder, state_dict=state)
+        finally:
+            policy.lm.generation_config = blank
+        self.tokenizer.save_pretrained(folder)
+
+    def save_model(self, folder: Path) -> None:
+        """The model alone, atomically."""
+        state = self.model_state()
+        with self.ranks.together():
+            if self.accelerator.is_main_process:
+                write_atomically(folder, lambda partial: self.write_model(partial, state))
+
+    def close(self) -> None:
+        if self.rewards is not None:
+            self.rewards.close()
+        self.log.close()
+        # torch 2.13: where a thread of gloo has not yet let go of the last message, taking the process group down waits
+        # for that thread, which waits for Python. Without this pause one run in ten of two processes never ends.
+        if self.ranks.count > 1:
+            time.sleep(0.2)
+        self.accelerator.end_training()
+
+
+def set_up(arguments: TrainArguments) -> Run:
+    """Make the parts of a run. Raises ValueError or TypeError, one sentence, with nothing overwritten."""
+    a = arguments
+    transformers_logging.disable_progress_bar()  # of loading and saving: one per file
+    accelerator = _make_accelerator(a)
+    a.check(accelerator.num_processes)
+    if a.replay is not None:
+        _check_replay(Path(a.replay), a, accelerator.num_processes)
+    ranks, folder = Ranks(accelerator), Path(a.output_dir)
+    with ranks.together():
+        checkpoint = _claim(folder, a)
+    source = a.model_name_or_path or str(_make_start_model(folder, a, ranks))
+    tokenizer = load_tokenizer(source, a)
+    lm = load_model(str(checkpoint) if checkpoint and not a.use_peft else source, a,
+                    adapter=checkpoint if a.use_peft else None)  # fmt: skip
+    prompts = _load_prompts(a.dataset_name, a.dataset_train_split, a, tokenizer, lm)
+    held_out = load_held_out(a, tokenizer, lm)
+    rewards = make_rewards(a, [*prompts, *held_out])
+    policy: Any = Policy(lm, eager=a.loss == "eager")
+    ends = eos_ids(policy, tokenizer)
+    vllm = _make_vllm(source, a) if a.use_vllm else None
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    groups = [  # biases and norms do not decay
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": a.weight_decay},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    optimizer: Any = torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=a.learning_rate, betas=(a.adam_beta1, a.adam_beta2),
+        eps=a.adam_epsilon,
+    )  # fmt: skip
+    policy, optimizer = accelerator.prepare(policy, optimizer)
+    scheduler = get_scheduler(
+        a.lr_scheduler_type, optimizer, num_warmup_steps=a.warmup_steps, num_training_steps=a.max_steps,
+        scheduler_specific_kwargs=a.schedule_options(),
+    )  # fmt: skip
+    with ranks.together():
+        if accelerator.is_main_process:
+            if not _continues(checkpoint, a):  # everything is right: what is overwritten goes now
+                for path in _own(folder):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            write_text(folder / "config.json", json.dumps(to_json(a), indent=1) + "\n")
+    if not a.dry_run:
+        accelerator.init_trackers("grpo-kernels", config={k: str(v) for k, v in to_json(a).items()})
+    return Run(
+        arguments=a, accelerator=accelerator, ranks=ranks, folder=folder, checkpoint=checkpoint, tokenizer=tokenizer,
+        prompts=prompts, held_out=held_out, rewards=rewards, policy=policy, ends=ends,
+        reference=ReferencePolicy(accelerator.unwrap_model(policy)) if a.beta else None, optimizer=optimizer,
+        scheduler=scheduler, vllm=vllm, monitor=Monitor(),
+        log=RunLog(folder, accelerator, steps=a.max_steps, quiet=a.disable_tqdm),
+    )  # fmt: skip
+
+
+def _make_accelerator(a: TrainArguments) -> Accelerator:
+    """The accelerator, of which the launcher's configuration decides how processes share the work, and nothing else."""
+    # A single process has nothing to shard, which `check` says: accelerate would set variables of the environment.
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    shards = a.fsdp or os.environ.get("ACCELERATE_USE_FSDP") == "true"
+    if unknown := set(a.report_to) - set(TRACKERS):
+        raise ValueError(f"report_to={unknown.pop()}; expected some of {', '.join(TRACKERS)}")
+    sharding = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+    accelerator = Accelerator(
+        cpu=a.use_cpu, mixed_precision="bf16" if a.bf16 else "no", log_with=a.report_to or None,
+        project_dir=a.output_dir, fsdp_plugin=sharding if a.fsdp and several else None,
+    )  # fmt: skip
+    if shards and accelerator.distributed_type is DistributedType.MULTI_CPU:
+        # On CPUs accelerate ignores the plugin and takes DDP, though all else of its FSDP2 works there.
+        PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = sharding if a.fsdp else FullyShardedDataParallelPlugin()
+    found: dict[str, object] = {
+        "distributed_type": accelerator.distributed_type.value,
+        "mixed_precision": os.environ.get("ACCELERATE_MIXED_PRECISION", "no"),
+        "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
+    }
+    if accelerator.distributed_type is DistributedType.FSDP:
+        found["fsdp_version"] = accelerator.state.fsdp_plugin.fsdp_version
+    for name, (expected, instead) in {
+        "distributed_type": (("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "FSDP"), "DDP or FSDP2"),
+        "fsdp_version": ((2,), "2"),
+        "mixed_precision": (("no", accelerator.mixed_precision), "no, or bf16 with --bf16"),
+        "gradient_accumulation_steps": ((1,), "1, and --gradient-accumulation-steps"),
+    }.items():
+        if name in found and found[name] not in expected:
+            raise ValueError(f"accelerate's configuration has {name}={found[name]}; expected {instead}")
+    present = map(str, accelerator.log_with)  # without those that are not installed: accelerate says nothing
+    absent = sorted(set(a.report_to) - set(present))
+    if absent:
+        raise ValueError(f"report_to={', '.join(absent)}: not installed (pip install {' '.join(absent)})")
+    return accelerator
+
+
+def _check_replay(folder: Path, a: TrainArguments, num_processes: int) -> None:
+    count = -(-a.max_steps // a.steps_per_rollout)
+    absent = [path for path in (rollout_path(folder, i) for i in range(count)) if not path.exists()]
+    if absent:
+        raise ValueError(f"replay={folder} has no {absent[0].name}; {a.max_steps} steps take {count} rollouts")
+    check_rollout(load_rollout(folder, 0), a, a.per_device_train_batch_size * num_processes * a.passes_per_rollout)
+
+
+def _own(folder: Path) -> list[Path]:
+    """What a run left in its output folder, but for the model that it started from."""
+    return [path for name in OWN if (path := folder / name).exists()] + checkpoints(folder)
+
+
+def _continues(checkpoint: Path | None, a: TrainArguments) -> bool:
+    """Whether the run goes on with what is in its output folder."""
+    if a.resume_from_checkpoint is None:
+        return False
+    return checkpoint is None or checkpoint.resolve().parent == Path(a.output_dir).resolve()
+
+
+def _claim(folder: Path, a: TrainArguments) -> Path | None:
+    """The checkpoint to go on from, if any. Raises where the folder holds a run that these options do not continue."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"output_dir={folder} is a file; expected a folder")
+    checkpoint = find_checkpoint(folder, a.resume_from_checkpoint)
+    own, config = _own(folder), folder / "config.json" if checkpoint is None else checkpoint / CONFIG
+    continues = _continues(checkpoint, a) and (checkpoint is not None or config.exists())
+    if own and not continues and not a.overwrite_output_dir:
+        raise ValueError(
+            f"output_dir={folder} holds another run ({', '.join(sorted(path.name for path in own)[:3])} ...); expected "
+            "a new folder, --resume-from-checkpoint auto, or --overwrite-output-dir"
+        )
+    if a.resume_from_checkpoint is None:
+        return None
+    if checkpoint is not None or continues:
+        check_same_run(config, to_json(a))
+    if checkpoint is None:
+        print(f"{folder} holds no sound checkpoint: the run begins at step 0", file=sys.stderr)
+    elif a.resume_from_checkpoint != "auto" and continues and checkpoints(folder)[0].resolve() != checkpoint.resolve():
+        raise ValueError(
+            f"resume_from_checkpoint={checkpoint}: {checkpoints(folder)[0]} is newer; expected 'auto', another "
+            "output_dir, or a folder without newer checkpoints"
+        )
+    return checkpoint
+
+
+def _make_start_model(folder: Path, a: TrainArguments, ranks: Ranks) -> Path:
+    """The small model of the arithmetic task, made once: its name says all that it depends on."""
+    from .arithmetic import start_model
+
+    start = folder / f"start-{a.seed}-{a.vocab_size}"
+    with ranks.together():
+        if ranks.index == 0 and not start.exists():
+            start_model(start, seed=a.seed, vocab_size=a.vocab_size, quiet=a.disable_tqdm)
+    return start
+
+
+def load_held_out(a: TrainArguments, tokenizer: Any, lm: Any) -> list[Prompt]:
+    """The prompts to evaluate on; none where the options name none."""
+    test = a.dataset_test_split or (None if a.dataset_name and not a.eval_dataset_name else "test")
+    return (
+        _load_prompts(a.eval_dataset_name or a.dataset_name, test, a, tokenizer, lm)[: a.eval_max_prompts]
+        if test
+        else []
+    )
+
+
+def _load_prompts(name: str | None, split: str, a: TrainArguments, tokenizer: Any, lm: Any) -> list[Prompt]:
+    positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
+    context = None if positions is None else positions - a.max_completion_length
+    if context is not None and context < 1:
+        raise ValueError(
+            f"max_completion_length={a.max_completion_length}; the model has {positions} positions for prompt and "
+            "completion"
+        )
+    return load_prompts(
+        name or ARITHMETIC, split=split, config=a.dataset_config if name == a.dataset_name else None,
+        tokenizer=tokenizer, max_prompt_length=a.max_prompt_length, context=context, seed=a.seed,
+    )  # fmt: skip
+
+
+def make_rewards(a: TrainArguments, prompts: Sequence[Prompt]) -> Rewards | None:
+    """The reward functions, which find the columns that they read; None where saved rewards are replayed."""
+    if not a.reward_funcs:
+        return None
+    given = {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"}
+    if taken := sorted(given & {name for prompt in prompts for name in prompt.columns}):
+        raise ValueError(
+            f"the data has the column {taken[0]!r}, which reward functions get from the trainer; rename it"
+        )
+    rewards = Rewards(a.reward_funcs, a.reward_weights, timeout=a.reward_timeout, pattern=a.reward_pattern)
+    names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
+    rewards.check({name: [prompt.columns.get(name) for prompt in prompts] for name in names})
+    return rewards
+
+
+def _make_vllm(source: str, a: TrainArguments) -> Any:
+    from .vllm import VLLM
+
+    return VLLM(source, a)

@@ -1,0 +1,427 @@
+"""The run, from top to bottom: rollout -> rewards -> advantages -> loss -> step -> log, until max_steps."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import set_seed
+from torch.nn.utils import get_total_norm
+
+from .arguments import TrainArguments, to_json
+from .batch import (
+    assign_advantages,
+    corrects,
+    denominators,
+    groups_of,
+    loss_inputs,
+    model_inputs,
+    soft_overlong,
+    step_ends,
+    without_gradient,
+)
+from .checkpoint import prune, write_text
+from .data import Prompt
+from .evaluate import evaluate
+from .interrupt import Interrupted, Signals
+from .model import infer
+from .order import take
+from .progress import Progress, restore, save
+from .records import UpdateSums, rollout_record, tokens_of
+from .report import write_report
+from .rewards import RewardBatch
+from .rollout import Completion, Sampled, Sampling, check_rollout, load_rollout, save_rollout
+from .run import Run
+
+
+class Trainer:
+    """Progress through a run; `made` holds everything that does not change."""
+
+    def __init__(self, made: Run):
+        self.made, self.arguments, self.ranks = made, made.arguments, made.ranks
+        self.policy, self.reference, self.tokenizer = made.policy, made.reference, made.tokenizer
+        self.config = made.arguments.loss_config()
+        self.signals = Signals()
+        self.progress = Progress(beta=self.arguments.beta) if made.checkpoint is None else restore(made)
+        a = self.arguments
+        self.rows_per_step = a.per_device_train_batch_size * self.ranks.count * a.gradient_accumulation_steps
+        self.rows_per_rollout = a.per_device_train_batch_size * self.ranks.count * a.passes_per_rollout
+        self.started = time.perf_counter() - self.progress.seconds
+        self.seconds: dict[str, float] = {}
+
+    def train(self) -> int:
+        """All steps that are left; returns the exit status."""
+        p, a, made = self.progress, self.arguments, self.made
+        made.log.start(p.positions, p.step)
+        if p.step:
+            made.log.say(f"resumed at step {p.step} from {made.checkpoint}")
+        with self.signals:
+            try:
+                self.evaluate_if_due()
+                while p.step < a.max_steps:
+                    if not p.rollout:
+                        self.collect()
+                    self.update()
+                    self.leave_if_stopped()
+                    if a.save_steps and p.step % a.save_steps == 0 and p.step < a.max_steps:
+                        self.save()
+                    self.evaluate_if_due()
+            except Interrupted:
+                self.save()
+                made.log.say(f"stopped by a signal after step {p.step}; --resume-from-checkpoint auto goes on")
+                return self.signals.exit_status
+        self.finish()
+        return 0
+
+    def leave_if_stopped(self) -> None:
+        """Raise Interrupted where any rank got a signal."""
+        self.signals.received = max(self.ranks.gather([self.signals.received or 0])) or None
+        if self.signals.received:
+            raise Interrupted
+
+    # --- rollout ------------------------------------------------------------------------------------------------------
+
+    def collect(self) -> None:
+        """Sample or load the next rollout, score it, and compute what its updates need."""
+        a, p, made = self.arguments, self.progress, self.made
+        cursor = p.cursor
+        begin = time.perf_counter()
+        self.seconds, p.rollout_numbers = {"rewards": 0.0}, {}
+        try:
+            rollout = self._replayed(Path(a.replay)) if a.replay is not None else self._sampled()
+        except Interrupted:
+            p.cursor = cursor  # the rollout was cut short: the next run samples it again
+            raise
+        if p.rollout_index == 0 and all(c.steps is None for c in rollout):
+            for name in ("gamma", "step_delimiter"):
+                if getattr(a, name) != getattr(TrainArguments, name):
+                    raise ValueError(f"{name}={getattr(a, name)!r} has no effect: no function gave rewards of steps")
+        assign_advantages(rollout, self.config, a.num_generations, a.gamma)
+        if a.dynamic_sampling != "off":
+            for c in (c for group in groups_of(rollout, a.num_generations) if without_gradient(group) for c in group):
+                c.dropped = True
+        self._score_under_policies(rollout)
+        p.rollout, p.used = rollout, 0
+        if a.save_rollouts and made.accelerator.is_main_process:
+            save_rollout(made.folder / "rollouts", p.rollout_index, rollout)
+        self.seconds["rollout"] = time.perf_counter() - begin - self.seconds["rewards"]
+        p.rollout_numbers |= rollout_record(rollout, a.num_generations)
+        self._log_samples()
+
+    def _replayed(self, folder: Path) -> list[Completion]:
+        rollout = load_rollout(folder, self.progress.rollout_index)
+        check_rollout(rollout, self.arguments, self.rows_per_rollout)
+        if self.made.rewards is not None:
+            own = self.ranks.share(rollout)
+            self._score(own)
+            rollout = self.ranks.gather(own)
+        return rollout
+
+    def _sampled(self) -> list[Completion]:
+        """A rollout. To refill it, there are several rounds, and groups of equal rewards come last."""
+        a, p = self.arguments, self.progress
+        wanted = self.rows_per_rollout // a.num_generations
+        useful: list[list[Completion]] = []
+        equal: list[list[Completion]] = []
+        rounds = a.dynamic_sampling_max_rounds if a.dynamic_sampling == "refill" else 1
+        for index in range(rounds):
+            chosen = take(len(self.made.prompts), p.cursor, wanted, a.seed, shuffle=a.shuffle_dataset)
+            p.cursor += wanted
+            found = self._sample_groups([self.made.prompts[i] for i in chosen], index)
+            assign_advantages(found, self.config, a.num_generations, a.gamma)
+            for group in groups_of(found, a.num_generations):
+                (equal if a.dynamic_sampling != "off" and without_gradient(group) else useful).append(group)
+            p.rollout_numbers["refill_rounds"] = index
+            if len(useful) >= wanted:
+                break
+        groups = (useful + equal)[:wanted]
+        return [dataclasses.replace(c, group=i) for i, group in enumerate(groups) for c in group]
+
+    def _sample_groups(self, prompts: Sequence[Prompt], round_index: int) -> list[Completion]:
+        """num_generations scored completions of each prompt, from all ranks."""
+        a = self.arguments
+        rows = [(i, prompt) for i, prompt in enumerate(prompts) for _ in range(a.num_generations)]
+        own = self.ranks.share(rows)
+        stream = f"{a.seed} {self.progress.rollout_index} {round_index} {self.ranks.index}"
+        set_seed(random.Random(stream).getrandbits(32))  # a stream for each rollout, round and rank
+        sampled = self.sample([prompt.ids for _, prompt in own], self.sampling())
+        completions = [
+            Completion(i, prompt.prompt, prompt.ids, prompt.columns, *s[:2], logps=s.logps, kept=s.kept)
+            for (i, prompt), s in zip(own, sampled, strict=True)
+        ]
+        self._score(completions)
+        return self.ranks.gather(completions)
+
+    def sampling(self) -> Sampling:
+        a = self.arguments
+        return Sampling(a.max_completion_length, a.temperature, a.top_p, a.top_k, a.min_p)
+
+    def sample(self, prompts: Sequence[list[int]], sampling: Sampling) -> list[Sampled]:
+        """One completion per prompt of this rank, in chunks of what the memory was planned for."""
+        made, a = self.made, self.arguments
+        if made.vllm is not None:
+            return made.vllm.sample(made.bare_policy, prompts, sampling, step=self.progress.step, ends=made.ends)
+        self.policy.eval()
+        size = a.sampling_batch_size
+        found: list[Sampled] = []
+        for first in range(0, len(prompts), size):
+            found += infer(
+                self.policy, "sample", prompts=prompts[first : first + size], sampling=sampling, ends=made.ends,
+                pad_id=self.tokenizer.pad_token_id, synced=made.is_sharded,
+                stop=lambda: self.ranks.count == 1 and self.signals.received is not None,
+            )  # fmt: skip
+            self.leave_if_stopped()
+        return found
+
+    def text(self, prompt: Any, ids: Sequence[int]) -> Any:
+        return as_completion(self.tokenizer, prompt, ids)
+
+    def _score(self, rows: Sequence[Completion]) -> None:
+        """Set the rewards of this rank's completions."""
+        begin, rewards = time.perf_counter(), self.made.rewards
+        assert rewards is not None
+        with self.ranks.together():
+            batch = rewards.score(
+                prompts=[c.prompt for c in rows],
+                completions=[self.text(c.prompt, c.ids) for c in rows],
+                completion_ids=[c.ids for c in rows],
+                columns={name: [c.columns[name] for c in rows] for name in rows[0].columns},
+                step=self.progress.step,
+            )
+            for i, c in enumerate(rows):
+                self._set_reward(c, batch, i)
+        told = self.ranks.gather([(batch.failures, batch.fatal, batch.metrics, batch.seconds)])
+        failures, fatal, metrics, seconds = zip(*told, strict=True)
+        if fatal[0] is not None and None not in fatal:
+            raise RuntimeError(
+                f"the reward {fatal[0].name} failed for every completion of step {self.progress.step + 1}; its own "
+                f"traceback:\n{fatal[0].traceback}"
+            )
+        if any(failures):
+            first, count = next(filter(None, failures))[0], sum(len({f.row for f in part}) for part in failures)
+            self.made.log.say(f"{count} completions unscored, the first by {first.name}: {first.message}")
+        self.seconds["rewards"] = self.seconds.get("rewards", 0.0) + time.perf_counter() - begin
+        for name in dict.fromkeys(name for part in metrics for name in part):
+            values = [part[name] for part in metrics if name in part]
+            self.progress.rollout_numbers[f"metrics/{name}"] = sum(values) / len(values)
+        self.progress.rollout_numbers["slowest_reward"] = max(seconds[0], key=lambda name: seconds[0][name])
+
+    def _set_reward(self, c: Completion, batch: RewardBatch, index: int) -> None:
+        a = self.arguments
+        c.rewards = {name: values[index].item() for name, values in batch.by_name.items()}
+        c.reward = batch.total[index].item()
+        c.extra = {name: values[index] for name, values in batch.extra.items()}
+        c.steps = c.step_ends = None
+        if batch.steps is not None and not math.isnan(c.reward):
+            c.step_ends = step_ends(c.ids, self.tokenizer, a.step_delimiter)
+            c.steps = batch.steps[index] or [0.0] * (len(c.step_ends) - 1) + [c.reward]
+        if a.soft_overlong_cache:
+            penalty = c.rewards["soft_overlong"] = soft_overlong(len(c.ids), a)
+            c.reward += penalty
+            if c.steps:
+                c.steps[-1] += penalty
+
+    def _score_under_policies(self, rollout: list[Completion]) -> None:
+        """Set old_logps and ref_logps, by the passes and in the shapes of the updates: equal weights, equal bits."""
+        wants_old = self.arguments.steps_per_rollout > 1 or corrects(self.arguments)
+        for name, wanted, policy in (
+            ("old_logps", wants_old, contextlib.nullcontext()),
+            ("ref_logps", self.reference is not None, self.reference.active() if self.reference else None),
+        ):
+            if not wanted:
+                continue
+            with policy:  # type: ignore[union-attr]
+                for first in range(0, len(rollout), self.rows_per_step):
+                    self._score_step(rollout[first : first + self.rows_per_step], name)
+
+    def _score_step(self, rows: list[Completion], name: str) -> None:
+        found: list[torch.Tensor] = []
+        self.policy.train(self.arguments.gradient_checkpointing)
+        for part in self._passes(rows):
+            inputs = model_inputs(part, self.arguments, self.tokenizer.pad_token_id, self.made.accelerator.device)
+            logps = infer(self.policy, "logps", **inputs, temperature=self.arguments.temperature).float().cpu()
+            found += [row[: len(c.ids)].clone() for row, c in zip(logps, part, strict=True)]
+        for c, logps in zip(rows, self.ranks.gather(found), strict=True):
+            setattr(c, name, logps)
+
+    def _passes(self, rows: list[Completion]) -> list[list[Completion]]:
+        """This rank's part of an optimizer step, one list per forward and backward pass."""
+        own, size = self.ranks.share(rows), self.arguments.per_device_train_batch_size
+        return [own[i : i + size] for i in range(0, len(own), size)]
+
+    def _log_samples(self) -> None:
+        p = self.progress
+        for c in p.rollout[:: max(1, len(p.rollout) // max(1, self.arguments.logging_samples))]:
+            if self.arguments.logging_samples and c.advantage is not None:
+                self.made.log.sample({
+                    "step": p.step + 1, "prompt": c.prompt, "completion": self.text("", c.ids), "tokens": len(c.ids),
+                    "reward": c.reward, "advantage": c.advantage.float().mean().item(), "rewards": c.rewards,
+                } | ({"extra": c.extra} if c.extra else {}))  # fmt: skip
+
+    # --- update -------------------------------------------------------------------------------------------------------
+
+    def update(self) -> None:
+        """One optimizer step on a part of the rollout."""
+        a, p, made = self.arguments, self.progress, self.made
+        begin = time.perf_counter()
+        first = p.used * self.rows_per_step % self.rows_per_rollout
+        rows = p.rollout[first : first + self.rows_per_step]
+        sums = self._backward(rows)
+        norm = self._clip()
+        record = sums.record(self.ranks, first=p.used == 0)
+        self._check_finite(record["loss"], norm)
+        rate = made.optimizer.param_groups[0]["lr"]
+        made.optimizer.step()
+        made.scheduler.step()
+        p.step, p.used = p.step + 1, p.used + 1
+        tokens = tokens_of(rows, a)
+        p.num_tokens += tokens
+        record = {
+            "step": p.step, "rollout": p.rollout_index, "epoch": p.cursor / len(made.prompts),
+            "num_tokens": p.num_tokens, "learning_rate": rate, "grad_norm": norm,
+            **({"beta": p.beta} if self.reference is not None else {}), **record, **self.progress.rollout_numbers,
+        }  # fmt: skip
+        self._move_reference(record.get("kl"), len(rows))
+        if p.used == self.arguments.steps_per_rollout:
+            p.rollout, p.rollout_index = [], p.rollout_index + 1
+        self.seconds["update"] = time.perf_counter() - begin
+        self._log(record, tokens)
+
+    def _backward(self, rows: list[Completion]) -> UpdateSums:
+        """Gradients of one step. Denominators are those of all its rows: the split into passes changes nothing."""
+        a, p, made = self.arguments, self.progress, self.made
+        config = self.config if a.kl_target is None else dataclasses.replace(self.config, beta=p.beta)
+        count, tokens = denominators(rows, config, a)
+        extra = {"entropy_normalizer": tokens / self.ranks.count} if config.has_entropy_bonus else {}
+        made.optimizer.zero_grad()
+        self.policy.train(a.gradient_checkpointing)  # eval() otherwise: no dropout, no router noise
+        sums = UpdateSums()
+        passes = self._passes(rows)
+        for part in passes:
+            device = made.accelerator.device
+            inputs = model_inputs(part, a, self.tokenizer.pad_token_id, device) | loss_inputs(part, a, device)
+            last = part is passes[-1]
+            with contextlib.nullcontext() if last else made.accelerator.no_sync(self.policy):
+                # DDP and FSDP2 average over the ranks.
+                out = self.policy("loss", **inputs, config=config, normalizer=count / self.ranks.count, **extra)
+                made.accelerator.backward(out.loss)
+            sums.add(out, inputs)
+        return sums
+
+    def _clip(self) -> float:
+        """Scale gradients down to max_grad_norm; the norm before that."""
+        trained = [p for p in self.policy.parameters() if p.requires_grad]
+        if self.arguments.max_grad_norm:
+            norm = self.made.accelerator.clip_grad_norm_(trained, self.arguments.max_grad_norm)
+        else:
+            norm = get_total_norm([p.grad for p in trained if p.grad is not None])
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+    def _check_finite(self, loss: float, norm: float) -> None:
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise RuntimeError(
+                f"step {self.progress.step + 1}: loss {loss}, gradient norm {norm}; the step was not made, and "
+                "checkpoints are those of earlier steps"
+            )
+
+    def _move_reference(self, kl: float | None, completions: int) -> None:
+        """Check that the KL starts at 0; adapt beta (arXiv:1909.08593, section 2.2); move the reference policy."""
+        a, p = self.arguments, self.progress
+        if self.reference is None or kl is None:
+            return
+        if p.step == 1 and abs(kl) > 1e-3:
+            raise RuntimeError(f"the KL to the reference policy is {kl} before the first step; expected 0")
+        if a.kl_target is not None:
+            error = min(max(kl / a.kl_target - 1.0, -0.2), 0.2)
+            p.beta *= 1.0 + error * completions / a.kl_horizon
+        if a.sync_ref_model and p.step % a.ref_model_sync_steps == 0:
+            self.reference.move(a.ref_model_mixup_alpha)
+
+    # --- log, evaluation, end -----------------------------------------------------------------------------------------
+
+    def _log(self, record: dict[str, Any], tokens: int) -> None:
+        now = time.perf_counter() - self.started
+        record["tokens_per_second"] = tokens / max(sum(self.seconds.values()), 1e-9)
+        record |= {f"seconds/{name}": seconds for name, seconds in self.seconds.items()}
+        record["seconds"] = self.progress.seconds = now
+        self._record(record)
+        self.seconds = {}
+
+    def _record(self, record: dict[str, Any]) -> None:
+        """Write a record, with the failures that the monitor sees in it."""
+        alarms = self.made.monitor.update(record)
+        if alarms:
+            record["warnings"] = [dataclasses.asdict(alarm) for alarm in alarms]
+        for alarm in alarms:
+            self.made.log.say(f"step {self.progress.step}: {alarm.severity}: {alarm.message}")
+        self.made.log.record(record)
+
+    def evaluate_if_due(self) -> None:
+        """Evaluate before, after, and every eval_steps steps, but not again after a resume."""
+        p, every = self.progress, self.arguments.eval_steps
+        if p.evaluated_at != p.step and (p.step in (0, self.arguments.max_steps) or (every and p.step % every == 0)):
+            self.evaluate()
+
+    def evaluate(self) -> None:
+        """Accuracy on the held-out prompts, if there are any."""
+        a, p, made = self.arguments, self.progress, self.made
+        if not made.held_out or made.rewards is None:
+            return
+        found = evaluate(
+            self._sample_for_evaluation, made.held_out, made.rewards, num_samples=a.eval_num_samples, step=p.step
+        )
+        p.evaluated_at = p.step
+        p.pass_at_1 = {**p.pass_at_1, ("before" if p.step == 0 else "after"): found["pass_at_1"]}
+        self._record({"step": p.step, "evaluation": found})
+        if made.accelerator.is_main_process:
+            write_report(made.folder)
+        made.log.say(f"step {p.step}: held-out pass@1 {found['pass_at_1']:.3f}, greedy {found['greedy']:.3f}")
+
+    def _sample_for_evaluation(
+        self, prompts: list[list[int]], *, greedy: bool, seed: int
+    ) -> list[tuple[list[int], Any]]:
+        """All ranks sample a share, and get all."""
+        size = -(-len(prompts) // self.ranks.count) * self.ranks.count
+        own = self.ranks.share([*prompts, *prompts[:1] * (size - len(prompts))])
+        set_seed(random.Random(f"evaluation {seed} {self.ranks.index}").getrandbits(32))
+        sampling = self.sampling()
+        found = self.sample(own, sampling._replace(temperature=0.0) if greedy else sampling)
+        everything = self.ranks.gather([s.ids for s in found])[: len(prompts)]
+        return [(ids, self.text(self.made.held_out[0].prompt, ids)) for ids in everything]
+
+    def save(self) -> None:
+        """checkpoint-STEP; raises CheckpointError on every rank where it cannot be written."""
+        self.progress.positions = self.made.log.positions
+        save(self.made, self.progress)
+        if self.made.accelerator.is_main_process:
+            prune(self.made.folder, self.arguments.save_total_limit, self.progress.step)
+
+    def finish(self) -> None:
+        """The last checkpoint, the model, summary.json and the report."""
+        p, made = self.progress, self.made
+        self.save()
+        made.save_model(made.folder / "model")
+        summary = {
+            "pass_at_1_before": p.pass_at_1.get("before"), "pass_at_1_after": p.pass_at_1.get("after"),
+            "steps": p.step, "seconds": time.perf_counter() - self.started, "tokens": p.num_tokens,
+            "options": to_json(self.arguments),
+        }  # fmt: skip
+        if made.accelerator.is_main_process:
+            write_text(made.folder / "summary.json", json.dumps(summary, indent=1) + "\n")
+            write_report(made.folder)
+        made.accelerator.wait_for_everyone()
+        made.log.say(f"{made.folder}: model, summary.json and report.html after {p.step} steps")
+
+
+def as_completion(tokenizer: Any, prompt: Any, ids: Sequence[int]) -> Any:
+    """A completion as reward functions get it: text, or where the prompt is messages, a message of the assistant."""
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]

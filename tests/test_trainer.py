@@ -1,0 +1,496 @@
+"""The trainer: the pitfalls of GRPO trainers, one test each, and every option that changes a step."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import shutil
+
+import pytest
+import torch
+import training
+from training import run, steps
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GPT2Config, GPT2LMHeadModel
+
+from grpo_kernels import GRPOConfig, available_presets
+from grpo_kernels.trainer.arguments import TrainArguments
+from grpo_kernels.trainer.batch import assign_advantages, denominators, model_inputs, soft_overlong, step_ends
+from grpo_kernels.trainer.model import Policy, infer
+from grpo_kernels.trainer.rollout import Completion, Sampling, eos_ids, generate
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return training.make_model(tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return training.make_data(tmp_path_factory.mktemp("data") / "problems.jsonl")
+
+
+def constant(prompts, completions, **columns):
+    return [1.0] * len(prompts)
+
+
+def length(prompts, completions, completion_ids, **columns):
+    """Differs within nearly every group."""
+    return [float(len(ids)) + 0.1 * ids[0] for ids in completion_ids]
+
+
+def rare(prompts, completions, completion_ids, **columns):
+    return [float(ids[0] < 4) for ids in completion_ids]
+
+
+def huge(prompts, completions, completion_ids, **columns):
+    return [1e38 * ids[0] / 32 for ids in completion_ids]
+
+
+def sometimes_nan(prompts, completions, completion_ids, **columns):
+    return [math.nan if i % 4 == 1 else len(ids) + 0.1 * ids[0] for i, ids in enumerate(completion_ids)]
+
+
+def digits(prompts, completions, **columns):
+    """One reward per step: every character that is followed by another one ends a step at a '+'."""
+    return [[float(len(part)) for part in _parts(c)] for c in completions]
+
+
+def some_digits(prompts, completions, **columns):
+    """Of each group: the second completion has no verdict, and the function does not apply to the third."""
+    found = digits(prompts, completions)
+    return [[math.nan] if i % 4 == 1 else None if i % 4 == 2 else steps for i, steps in enumerate(found)]
+
+
+def logs(prompts, completions, completion_ids, log_metric, log_extra, **columns):
+    log_metric("loss", 7.0)
+    log_extra("reward", [datetime.date(2020, 1, 1)] * len(prompts))
+    return length(prompts, completions, completion_ids)
+
+
+def _parts(text):
+    parts = text.split("+")
+    return parts[:-1] if len(parts) > 1 and parts[-1] == "" else parts
+
+
+# --- pitfalls (numbers: the trainer's README) -------------------------------------------------------------------------
+
+
+def test_pitfall_03_a_generation_config_has_no_say_in_sampling_and_is_saved(model, data, tmp_path):
+    hostile = tmp_path / "hostile"
+    shutil.copytree(model, hostile)
+    settings = GenerationConfig(do_sample=True, top_k=2, top_p=0.3, temperature=0.2, repetition_penalty=5.0)
+    settings.pad_token_id = settings.eos_token_id = 0
+    settings.save_pretrained(hostile)
+    assert run(hostile, data, tmp_path / "a", save_rollouts=True) == 0
+    assert run(model, data, tmp_path / "b", save_rollouts=True) == 0
+    (a, *_), (b, *_) = training.rollouts(tmp_path / "a"), training.rollouts(tmp_path / "b")
+    assert [c["ids"] for c in a] == [c["ids"] for c in b]
+    assert steps(tmp_path / "a")[0]["rollout_mismatch/max"] < 1e-4
+    assert GenerationConfig.from_pretrained(tmp_path / "a" / "model").top_k == 2
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.7])
+def test_pitfall_04_the_loss_has_the_temperature_of_sampling(model, data, tmp_path, temperature):
+    assert run(model, data, tmp_path / "run", temperature=temperature, num_iterations=2,
+               reward_funcs="test_trainer:length") == 0  # fmt: skip
+    first, second, *_ = steps(tmp_path / "run")
+    assert first["rollout_mismatch/max"] < 1e-4  # against the logits that were sampled from
+    assert first["ratio/min"] == first["ratio/max"] == 1.0
+    assert second["ratio/max"] != 1.0
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo", "gspo", "luspo"])
+def test_pitfall_05_gradients_do_not_depend_on_the_split_into_passes(model, data, tmp_path, loss_type):
+    options = {"loss_type": loss_type, "max_steps": 2, "entropy_coef": 0.01, "reward_funcs": "test_trainer:length"}
+    assert run(model, data, tmp_path / "source", save_rollouts=True, **options) == 0
+    found = []
+    for size, passes in ((8, 1), (4, 2), (1, 8)):
+        folder = tmp_path / f"{size}"
+        split = {"per_device_train_batch_size": size, "gradient_accumulation_steps": passes}
+        assert run(model, data, folder, replay=tmp_path / "source" / "rollouts", **options, **split) == 0
+        found.append(steps(folder))
+    lengths = {len(c["ids"]) for rollout in training.rollouts(tmp_path / "source") for c in rollout}
+    assert len(lengths) > 1
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            assert a["loss"] == pytest.approx(b["loss"], rel=1e-4, abs=1e-6)
+            assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+
+
+def test_pitfall_06_masks_go_by_position_and_every_end_ends(model, data, tmp_path):
+    """Padding is the end of sequence here, and the model's generation_config names a second end."""
+    two_ends = tmp_path / "model"
+    shutil.copytree(model, two_ends)
+    settings = GenerationConfig(eos_token_id=[0, 5], pad_token_id=0)
+    settings.save_pretrained(two_ends)
+    assert run(two_ends, data, tmp_path / "run", save_rollouts=True, max_steps=1, max_completion_length=20) == 0
+    rollout = training.rollouts(tmp_path / "run")[0]
+    assert {c["ids"][-1] for c in rollout if c["ended"]} == {0, 5}
+    assert all(not {0, 5} & set(c["ids"][:-1]) for c in rollout)
+    record = steps(tmp_path / "run")[0]
+    assert record["completions/clipped_ratio"] == sum(not c["ended"] for c in rollout) / len(rollout)
+    assert record["num_tokens"] == sum(len(c["ids"]) for c in rollout)  # the end is a token of the loss
+
+    arguments = TrainArguments(max_completion_length=20)
+    rows = [Completion(0, "", [1, 2, 3][: 1 + i % 3], {}, c["ids"], c["ended"]) for i, c in enumerate(rollout)]
+    inputs = model_inputs(rows, arguments, 0, "cpu")
+    assert inputs["completion_mask"].sum(1).tolist() == [len(c["ids"]) for c in rollout]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_pitfall_07_padding_changes_no_log_probability(model, kind):
+    """GPT-2 learns its positions: they count from a row's first token, not from its padding."""
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        config = GPT2Config(vocab_size=32, n_positions=32, n_embd=32, n_layer=1, n_head=2, initializer_range=0.3)
+        lm = GPT2LMHeadModel(config).eval()
+        lm.generation_config.pad_token_id = lm.generation_config.eos_token_id = 0
+    else:
+        lm = AutoModelForCausalLM.from_pretrained(model)
+    policy = Policy(lm)
+    prompts = [[3], [4, 5, 6, 7], [8, 9]]
+    torch.manual_seed(1)
+    sampled = generate(lm, prompts, Sampling(6), ends=[0], pad_id=0)
+    rows = [Completion(0, "", p, {}, s.ids, s.ended) for p, s in zip(prompts, sampled, strict=True)]
+    arguments = TrainArguments()
+    together = infer(policy, "logps", **model_inputs(rows, arguments, 0, "cpu"), temperature=1.0)
+    for i, (row, s) in enumerate(zip(rows, sampled, strict=True)):
+        alone = infer(policy, "logps", **model_inputs([row], arguments, 0, "cpu"), temperature=1.0)[0]
+        torch.testing.assert_close(together[i, : len(row.ids)], alone, rtol=0, atol=2e-5)
+        torch.testing.assert_close(alone, s.logps, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_pitfall_08_dropout_is_off(data, model, tmp_path, checkpointing):
+    config = GPT2Config(
+        vocab_size=32, n_positions=32, n_embd=32, n_layer=1, n_head=2, attn_pdrop=0.3, resid_pdrop=0.3, embd_pdrop=0.3,
+        bos_token_id=0, eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path / "model")
+    options = {"gradient_checkpointing": checkpointing, "num_iterations": 2, "reward_funcs": "test_trainer:length"}
+    assert run(tmp_path / "model", data, tmp_path / "run", **options) == 0
+    first = steps(tmp_path / "run")[0]
+    assert first["rollout_mismatch/max"] < 1e-4 and first["log_ratio_first_max"] == 0.0
+
+
+def test_pitfall_09_old_log_probabilities_take_the_path_of_the_updates(model, data, tmp_path):
+    options = {"num_iterations": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "bf16": True}
+    assert run(model, data, tmp_path / "run", max_steps=4, reward_funcs="test_trainer:length", **options) == 0
+    first, second, third, _ = steps(tmp_path / "run")
+    assert first["log_ratio_first_max"] == 0.0  # the same bits, under autocast too
+    assert second["rollout"] == third["rollout"] == 0
+    assert "log_ratio_first_max" not in second and third["ratio/max"] != 1.0
+
+
+def test_pitfall_10_the_distance_to_the_sampling_policy_is_logged_and_corrected(model, data, tmp_path):
+    options = {"reward_funcs": "test_trainer:length", "max_steps": 1}
+    assert run(model, data, tmp_path / "source", save_rollouts=True, **options) == 0
+    replay = tmp_path / "source" / "rollouts"
+    path = replay / "rollout-000000.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:  # as if the engine had sampled from another policy
+        row["logps"] = [x - 0.5 for x in row["logps"]]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run(model, data, tmp_path / "on", replay=replay, vllm_importance_sampling_mode="token_truncate",
+               vllm_importance_sampling_clip_max=1.2, **options) == 0  # fmt: skip
+    assert run(model, data, tmp_path / "off", replay=replay, vllm_importance_sampling_correction=False, **options) == 0
+    on, off = steps(tmp_path / "on")[0], steps(tmp_path / "off")[0]
+    assert on["rollout_mismatch/max"] == pytest.approx(0.5, abs=1e-4) == off["rollout_mismatch/max"]
+    assert on["rollout_weight/mean"] == pytest.approx(1.2) and on["rollout_ess"] == pytest.approx(1.0)
+    assert on["grad_norm"] == pytest.approx(1.2 * off["grad_norm"], rel=1e-4) and "rollout_weight/mean" not in off
+
+
+def test_pitfall_11_completions_without_a_verdict_are_out_of_baseline_and_gradient(model, data, tmp_path, capfd):
+    assert run(model, data, tmp_path / "run", reward_funcs="test_trainer:sometimes_nan", save_rollouts=True) == 0
+    rollout = training.rollouts(tmp_path / "run")[0]
+    for first in range(0, len(rollout), 4):
+        group = rollout[first : first + 4]
+        assert math.isnan(group[1]["reward"]) and group[1]["advantage"] == 0.0
+        scored = torch.tensor([group[i]["reward"] for i in (0, 2, 3)])
+        expected = (scored - scored.mean()) / (scored.std() + 1e-4)
+        torch.testing.assert_close(torch.tensor([group[i]["advantage"] for i in (0, 2, 3)]), expected)
+    assert steps(tmp_path / "run")[0]["unscored"] == len(rollout) // 4
+    assert "completions unscored, the first by sometimes_nan" in capfd.readouterr().err
+
+
+def test_pitfall_11_a_pass_without_a_scored_token_is_no_error(model, data, tmp_path):
+    options = {"mask_truncated_completions": True, "max_completion_length": 1, "per_device_train_batch_size": 1,
+               "gradient_accumulation_steps": 8, "reward_funcs": "test_trainer:length"}  # fmt: skip
+    assert run(model, data, tmp_path / "run", **options) == 0
+    assert all(math.isfinite(record["grad_norm"]) for record in steps(tmp_path / "run"))
+
+
+def test_pitfall_15_dynamic_sampling_that_never_fills_ends(model, data, tmp_path):
+    options = {"reward_funcs": "test_trainer:constant", "dynamic_sampling": "refill", "dynamic_sampling_max_rounds": 3}
+    assert run(model, data, tmp_path / "run", beta=0.1, **options) == 0
+    record = steps(tmp_path / "run")[0]
+    assert (record["refill_rounds"], record["dropped_groups"], record["epoch"]) == (2, 2, 3 * 2 / 12)
+    assert record["loss"] == record["grad_norm"] == 0.0 and record["num_tokens"] == 0
+
+
+@pytest.mark.parametrize("mode", ["drop", "refill"])
+def test_pitfall_15_groups_of_equal_rewards_are_out_of_the_loss(model, data, tmp_path, mode):
+    options = {"per_device_train_batch_size": 32, "dynamic_sampling": mode, "reward_funcs": "test_trainer:rare"}
+    if mode == "refill":
+        options["dynamic_sampling_max_rounds"] = 2
+    assert run(model, data, tmp_path / "run", save_rollouts=True, max_steps=1, **options) == 0
+    rollout, record = training.rollouts(tmp_path / "run")[0], steps(tmp_path / "run")[0]
+    groups = [rollout[i : i + 4] for i in range(0, len(rollout), 4)]
+    useful = [g for g in groups if len({c["reward"] for c in g}) > 1]
+    assert useful and all(g[0]["dropped"] == (g not in useful) for g in groups)
+    assert record["dropped_groups"] == len(groups) - len(useful)
+    assert record["num_tokens"] == sum(len(c["ids"]) for g in useful for c in g)
+    assert record["refill_rounds"] == (mode == "refill")
+
+
+def test_pitfall_16_metrics_are_sums_over_counts(model, data, tmp_path):
+    """Means of the passes' means would differ: the passes have unequal numbers of tokens."""
+    options = {"beta": 0.1, "max_steps": 3, "reward_funcs": "test_trainer:length"}
+    assert run(model, data, tmp_path / "source", save_rollouts=True, **options) == 0
+    split = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "replay": tmp_path / "source/rollouts",
+             "vllm_importance_sampling_correction": False}  # fmt: skip
+    assert run(model, data, tmp_path / "split", **options, **split) == 0
+    for a, b in zip(steps(tmp_path / "source"), steps(tmp_path / "split"), strict=True):
+        for name in ("kl", "kl_sequence", "entropy", "ratio/max", "clip_ratio/region", "zero_gradient"):
+            assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-7), name
+    assert b["kl"] > 0
+
+
+def test_pitfall_18_the_kl_starts_at_0_and_the_reference_follows(model, data, tmp_path):
+    options = {"beta": 0.1, "max_steps": 4, "reward_funcs": "test_trainer:length"}
+    assert run(model, data, tmp_path / "frozen", **options) == 0
+    copied = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 1.0}
+    assert run(model, data, tmp_path / "copied", **options, **copied) == 0
+    frozen, synced = ([r["kl"] for r in steps(tmp_path / name)] for name in ("frozen", "copied"))
+    assert frozen[0] == synced[0] == 0.0 and min(frozen[1:]) > 0
+    assert synced[1] == frozen[1] and synced[2] == 0.0 < synced[3]
+
+
+def test_pitfall_18_the_reference_of_a_continued_adapter_is_its_start(model, data, tmp_path):
+    options = {"beta": 0.1, "use_peft": True, "max_steps": 2, "lora_target_modules": ["q_proj", "v_proj"]}
+    assert run(model, data, tmp_path / "a", save_steps=1, reward_funcs="test_trainer:length", **options) == 0
+    kl = [r["kl"] for r in steps(tmp_path / "a")]
+    assert kl[0] == 0.0 < kl[1]
+    merged = tmp_path / "merged"
+    from peft import PeftModel
+
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), tmp_path / "a" / "model")
+    adapted.merge_and_unload().save_pretrained(merged)
+    AutoTokenizer.from_pretrained(model).save_pretrained(merged)
+    assert run(merged, data, tmp_path / "b", reward_funcs="test_trainer:length", **options) == 0
+    assert steps(tmp_path / "b")[0]["kl"] == 0.0
+
+
+def test_pitfall_20_what_was_sampled_is_what_is_trained(model):
+    """Ids that no text gives back: decoding and encoding them again would change them."""
+    lm = AutoModelForCausalLM.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    torch.manual_seed(3)
+    sampled = generate(lm, [[1, 2]] * 20, Sampling(8), ends=eos_ids(lm, tokenizer), pad_id=0)
+    rows = [Completion(0, "", [1, 2], {}, s.ids, s.ended) for s in sampled]
+    inputs = model_inputs(rows, TrainArguments(), 0, "cpu")
+    found = [ids[mask].tolist() for ids, mask in zip(inputs["completion_ids"], inputs["completion_mask"], strict=True)]
+    assert found == [s.ids for s in sampled]
+    assert any(tokenizer(tokenizer.decode(s.ids))["input_ids"] != s.ids for s in sampled)
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", available_presets())
+def test_every_preset_makes_steps(preset, model, data, tmp_path):
+    options = {"loss_type": preset, "num_iterations": 2, "reward_funcs": "test_trainer:length"}
+    assert run(model, data, tmp_path / "run", **options) == 0
+    records = steps(tmp_path / "run")
+    assert len(records) == 3 and all(math.isfinite(r["loss"]) for r in records)
+    assert records[0]["grad_norm"] > 0 and records[2]["grad_norm"] > 0  # in between all may be clipped
+
+
+@pytest.mark.parametrize("options", [
+    {"surrogate": "gmpo"}, {"surrogate": "dppo_tv"}, {"surrogate": "ipo"}, {"surrogate": "cispo_two_sided"},
+])  # fmt: skip
+def test_other_surrogates_by_loss_options(options, model, data, tmp_path):
+    given = {"loss_options": json.dumps(options), "loss_type": "bnpo", "reward_funcs": "test_trainer:length"}
+    assert run(model, data, tmp_path / "run", num_iterations=2, **given) == 0
+    assert all(r["grad_norm"] > 0 for r in steps(tmp_path / "run"))
+
+
+def test_the_eager_loss_takes_the_same_steps(model, data, tmp_path):
+    options = {"beta": 0.1, "num_iterations": 2, "entropy_coef": 0.01, "temperature": 0.8}
+    for loss in ("fused", "eager"):
+        assert run(model, data, tmp_path / loss, loss=loss, reward_funcs="test_trainer:length", **options) == 0
+    for a, b in zip(*(steps(tmp_path / loss) for loss in ("fused", "eager")), strict=True):
+        for name in ("loss", "grad_norm", "kl", "entropy", "reward", "ratio/max"):
+            assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-6), name
+
+
+def test_truncated_sampling_scores_the_ids_that_it_kept(model, data, tmp_path):
+    options = {"top_p": 0.7, "top_k": 6, "temperature": 0.8, "num_iterations": 2, "max_steps": 2}
+    assert run(model, data, tmp_path / "run", save_rollouts=True, reward_funcs="test_trainer:length", **options) == 0
+    first, second = steps(tmp_path / "run")
+    assert first["rollout_mismatch/max"] < 1e-4 and second["ratio/max"] != 1.0
+    kept = [ids for c in training.rollouts(tmp_path / "run")[0] for ids in c["kept"]]
+    assert all(1 <= len(ids) <= 6 for ids in kept)
+
+
+def test_adaptive_beta_follows_its_target(model, data, tmp_path):
+    options = {"beta": 0.1, "kl_horizon": 8, "max_steps": 3, "reward_funcs": "test_trainer:length"}
+    assert run(model, data, tmp_path / "low", kl_target=1e-6, **options) == 0
+    assert run(model, data, tmp_path / "high", kl_target=1e6, **options) == 0
+    low, high = ([r["beta"] for r in steps(tmp_path / name)] for name in ("low", "high"))
+    assert low == pytest.approx([0.1, 0.08, 0.096]) and high == pytest.approx([0.1, 0.08, 0.064])
+
+
+def test_rewards_of_steps(model, data, tmp_path):
+    options = {"reward_funcs": "test_trainer:digits", "step_delimiter": "+", "gamma": 0.5, "max_completion_length": 12}
+    assert run(model, data, tmp_path / "run", save_rollouts=True, per_device_train_batch_size=32, **options) == 0
+    rollout = training.rollouts(tmp_path / "run")[0]
+    assert any(len(c["steps"]) > 1 for c in rollout)
+    for c in rollout:
+        assert len(c["steps"]) == len(c["step_ends"]) and len(c["advantage"]) == len(c["ids"])
+        assert c["step_ends"][-1] == len(c["ids"]) - 1
+        for first, last in zip([-1, *c["step_ends"]], c["step_ends"], strict=False):
+            assert len(set(c["advantage"][first + 1 : last + 1])) <= 1  # constant within a step
+
+
+def test_rewards_of_steps_where_some_are_missing(model, data, tmp_path):
+    """A completion without a verdict is out; a reward of the whole completion, and the penalty, are the last step's."""
+    options = {"reward_funcs": ["test_trainer:some_digits", "test_trainer:constant"], "step_delimiter": "+",
+               "max_completion_length": 12, "soft_overlong_cache": 2, "per_device_train_batch_size": 32}  # fmt: skip
+    assert run(model, data, tmp_path / "run", save_rollouts=True, max_steps=1, **options) == 0
+    rollout = training.rollouts(tmp_path / "run")[0]
+    for i, c in enumerate(rollout):
+        if i % 4 == 1:
+            assert math.isnan(c["reward"]) and c["steps"] is None and set(c["advantage"]) == {0.0}
+        else:
+            assert sum(c["steps"]) == pytest.approx(c["reward"])
+        if i % 4 == 2:  # the function of steps does not apply
+            assert c["steps"][:-1] == [0.0] * (len(c["step_ends"]) - 1)
+            assert c["steps"][-1] == pytest.approx(1.0 + c["rewards"]["soft_overlong"])
+
+
+@pytest.mark.parametrize("options", [{"gamma": 0.5}, {"step_delimiter": "+"}])
+def test_options_of_steps_without_rewards_of_steps(options, model, data, tmp_path):
+    with pytest.raises(ValueError, match="has no effect: no function gave rewards of steps"):
+        run(model, data, tmp_path / "run", **options)
+
+
+def test_what_reward_functions_log(model, data, tmp_path):
+    """Under names of its own: a function cannot replace the trainer's numbers. A date becomes text."""
+    assert run(model, data, tmp_path / "run", reward_funcs="test_trainer:logs", save_rollouts=True, save_steps=1,
+               num_iterations=2) == 0  # fmt: skip
+    record, sample = steps(tmp_path / "run")[1], (tmp_path / "run" / "samples.jsonl").read_text().splitlines()[0]
+    assert record["metrics/loss"] == 7.0 != record["loss"] and record["slowest_reward"] == "logs"
+    assert json.loads(sample)["extra"]["reward"] == "2020-01-01" and isinstance(json.loads(sample)["reward"], float)
+
+
+def test_a_replay_drops_the_groups_of_equal_rewards(model, data, tmp_path):
+    options = {"per_device_train_batch_size": 32, "dynamic_sampling": "drop", "reward_funcs": "test_trainer:rare"}
+    assert run(model, data, tmp_path / "a", save_rollouts=True, max_steps=1, **options) == 0
+    again = {"replay": tmp_path / "a" / "rollouts", "vllm_importance_sampling_correction": False}
+    assert run(model, data, tmp_path / "b", max_steps=1, **options, **again) == 0
+    (a,), (b,) = steps(tmp_path / "a"), steps(tmp_path / "b")
+    assert a["dropped_groups"] == b["dropped_groups"] > 0 and a["grad_norm"] == b["grad_norm"]
+
+
+def test_schedules_take_further_arguments(model, data, tmp_path):
+    options = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": '{"min_lr_rate": 0.5}'}
+    assert run(model, data, tmp_path / "run", max_steps=4, **options) == 0
+    rates = [record["learning_rate"] for record in steps(tmp_path / "run")]
+    assert rates[0] == 1e-2 and 5e-3 < rates[3] < rates[2]
+
+
+@pytest.mark.parametrize(("pieces", "expected"), [
+    (["a", "\n", "bc", "\nd"], [1, 3, 3]), (["a\nb\n"], [0, 0]), (["ab"], [0]), (["\n", "\n"], [0, 1]),
+    (["a", "b\n", ""], [2]),
+])  # fmt: skip
+def test_step_ends(pieces, expected):
+    class Tokenizer:
+        def decode(self, ids, skip_special_tokens):
+            return pieces[ids[0]]
+
+    assert step_ends(range(len(pieces)), Tokenizer(), "\n") == expected
+
+
+def test_soft_overlong_is_dapos_penalty(model, data, tmp_path):
+    arguments = TrainArguments(max_completion_length=10, soft_overlong_cache=4)
+    assert [soft_overlong(n, arguments) for n in (1, 6, 7, 8, 10)] == [0.0, 0.0, -0.25, -0.5, -1.0]
+    assert run(model, data, tmp_path / "run", soft_overlong_cache=2, save_rollouts=True) == 0
+    for c in training.rollouts(tmp_path / "run")[0]:
+        assert c["rewards"]["soft_overlong"] == soft_overlong(
+            len(c["ids"]), TrainArguments(max_completion_length=5, soft_overlong_cache=2)
+        )
+        assert c["reward"] == c["rewards"]["arithmetic"] + c["rewards"]["soft_overlong"]
+
+
+def test_denominators_count_what_is_scored():
+    def row(length, **options):
+        return Completion(0, "", [1], {}, list(range(length)), **options)
+
+    rows = [row(3, ended=True), row(5, ended=False), row(2, ended=True, dropped=True)]
+    masked = TrainArguments(mask_truncated_completions=True)
+    for name, expected in (("dapo", (3, 3)), ("bnpo", (3, 3)), ("grpo", (2, 3)), ("luspo", (2, 3))):
+        assert denominators(rows, GRPOConfig.preset(name), masked) == expected
+    fixed = GRPOConfig.preset("dr_grpo", max_completion_length=7)
+    assert denominators(rows, fixed, TrainArguments()) == (14, 8)
+
+
+def test_advantages_of_a_group_of_nothing():
+    rows = [Completion(0, "", [1], {}, [1, 2], True, reward=r) for r in (math.nan, math.nan, 1.0, 0.0)]
+    assign_advantages(rows, GRPOConfig.preset("grpo"), 2, 1.0)
+    assert [c.advantage.item() for c in rows[:2]] == [0.0, 0.0] and rows[2].advantage > 0 > rows[3].advantage
+
+
+def test_a_replay_takes_the_same_steps(model, data, tmp_path):
+    options = {"num_iterations": 2, "max_steps": 5, "reward_funcs": "test_trainer:length", "beta": 0.1}
+    assert run(model, data, tmp_path / "a", save_rollouts=True, **options) == 0
+    again = {"replay": tmp_path / "a" / "rollouts", "vllm_importance_sampling_correction": False}
+    assert run(model, data, tmp_path / "b", **options, **again) == 0
+    without_rewards = {**options, "reward_funcs": None}
+    assert run(model, data, tmp_path / "c", **without_rewards, **again) == 0
+    for name in "bc":
+        assert all(
+            torch.equal(x, training.weights(tmp_path / name)[n]) for n, x in training.weights(tmp_path / "a").items()
+        )
+
+
+def test_what_a_run_leaves(model, data, tmp_path):
+    folder = tmp_path / "new" / "run"
+    options = {
+        "eval_dataset_name": data,
+        "eval_max_prompts": 4,
+        "eval_steps": 2,
+        "save_steps": 1,
+        "save_total_limit": 2,
+    }
+    assert run(model, data, folder, max_steps=4, **options) == 0
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary.keys() >= {"pass_at_1_before", "pass_at_1_after", "steps", "seconds"} and summary["steps"] == 4
+    records = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records if "evaluation" in r] == [0, 2, 4]
+    assert {p.name for p in folder.glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-4"}
+    assert json.loads((folder / "samples.jsonl").read_text().splitlines()[0]).keys() >= {
+        "prompt",
+        "completion",
+        "reward",
+    }
+    assert (folder / "report.html").stat().st_size > 1000
+    assert not list(folder.glob(".*"))
+    reloaded = AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert all(torch.equal(p, training.weights(folder)[n]) for n, p in reloaded.named_parameters())
+
+
+def test_the_same_seed_gives_the_same_run(model, data, tmp_path):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        assert run(model, data, tmp_path / name, seed=seed, reward_funcs="test_trainer:length") == 0
+    a, b, c = (training.weights(tmp_path / name)["lm_head.weight"] for name in "abc")
+    assert torch.equal(a, b) and not torch.equal(a, c)
+
+
+def test_a_step_that_is_not_finite_is_not_made(model, data, tmp_path):
+    with pytest.raises(RuntimeError, match=r"step \d: loss .*; the step was not made"):
+        run(model, data, tmp_path / "run", scale_rewards="none", reward_funcs="test_trainer:huge")
+    assert not steps(tmp_path / "run")

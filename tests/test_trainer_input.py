@@ -1,0 +1,330 @@
+"""What a user can get wrong: one sentence before the first step, exit status 2, nothing written or overwritten."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import training
+from accelerate.utils import LoggerType
+from training import run
+from transformers import AutoTokenizer
+
+from grpo_kernels.commands.cli import main
+from grpo_kernels.trainer.arguments import TrainArguments, parse
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return training.make_model(tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return training.make_data(tmp_path_factory.mktemp("data") / "problems.jsonl")
+
+
+def one_short(prompts, completions, **columns):
+    return [0.0] * (len(prompts) - 1)
+
+
+def always_raises(prompts, completions, **columns):
+    raise KeyError("no such key in my reward")
+
+
+def refused(output, capfd, status=2):
+    """The sentence on stderr; nothing was left in the output folder."""
+    error = capfd.readouterr().err.strip().splitlines()
+    assert error[-1].startswith("grpo-kernels train: "), error
+    assert not output.exists() or not any(output.iterdir())
+    return error[-1]
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ({"num_generations": 3}, ["num_generations=3", "8 completions of a rollout", "per_device_train_batch_size=8"]),
+    ({"num_generations": 0}, ["num_generations=0", "at least 1"]),
+    ({"steps_per_generation": 3, "gradient_accumulation_steps": 2}, ["steps_per_generation=3", "multiple"]),
+    ({"loss_type": "gpro"}, ["loss_type='gpro'", "grpo"]),
+    ({"loss": "fast"}, ["loss='fast'", "fused, eager"]),
+    ({"dtype": "float16"}, ["dtype='float16'", "bfloat16"]),
+    ({"dynamic_sampling": "yes"}, ["dynamic_sampling='yes'", "refill"]),
+    ({"temperature": 0.0}, ["temperature=0.0", "positive"]),
+    ({"top_p": 1.5}, ["top_p=1.5", "(0, 1]"]),
+    ({"loss": "eager", "top_k": 5}, ["loss='eager'", "top_k"]),
+    ({"epsilon_high": -1.0}, ["epsilon_high=-1.0"]),
+    ({"loss_type": "reinforce", "epsilon": 0.2}, ["epsilon_low=0.2", "no effect"]),
+    ({"loss_options": "{"}, ["loss_options='{'"]),
+    ({"loss_options": '{"nonsense": 1}'}, ["loss_options", "nonsense"]),
+    ({"kl_target": 0.1}, ["kl_target=0.1", "beta=0"]),
+    ({"sync_ref_model": True}, ["sync_ref_model=True", "without beta"]),
+    ({"reward_funcs": None}, ["reward_funcs is empty"]),
+    ({"reward_funcs": "no_such_reward"}, ["no_such_reward", "exact_answer"]),
+    ({"reward_funcs": "no_such_module:reward"}, ["no_such_module"]),
+    ({"reward_funcs": "test_trainer_input:absent"}, ["absent"]),
+    ({"reward_funcs": "code"}, ["'tests'", "answer"]),
+    ({"reward_weights": [1.0, 2.0]}, ["reward_weights"]),
+    ({"reward_timeout": -1.0}, ["timeout"]),
+    ({"model_name_or_path": "/no/such/model"}, ["/no/such/model"]),
+    ({"model_name_or_path": None}, ["model_name_or_path is missing"]),
+    ({"dataset_name": None}, ["dataset_name is missing"]),
+    ({"dataset_name": "/no/such/file.jsonl"}, ["/no/such/file.jsonl"]),
+    ({"max_completion_length": 40}, ["max_completion_length=40", "32 positions"]),
+    ({"max_completion_length": 28}, ["row 5", "tokens", "the model leaves 4"]),
+    ({"replay": "/no/such/rollouts"}, ["replay=/no/such/rollouts has no rollout-000000.jsonl", "3 rollouts"]),
+    ({"replay": "/no/such/rollouts", "dynamic_sampling": "refill"}, ["replay", "refill"]),
+    ({"kl_estimator": "k1"}, ["kl_estimator='k1' has no effect without beta"]),
+    ({"use_bias_correction_kl": True}, ["use_bias_correction_kl=True", "without beta"]),
+    ({"beta": 0.1, "ref_model_sync_steps": 3}, ["ref_model_sync_steps=3", "without sync_ref_model"]),
+    ({"beta": 0.1, "kl_horizon": 9}, ["kl_horizon=9", "without kl_target"]),
+    ({"lora_r": 4}, ["lora_r=4", "without use_peft"]),
+    ({"dynamic_sampling": "drop", "dynamic_sampling_max_rounds": 2}, ["dynamic_sampling_max_rounds=2", "refill"]),
+    ({"vllm_gpu_memory_utilization": 0.5}, ["vllm_gpu_memory_utilization=0.5", "without use_vllm"]),
+    ({"vllm_importance_sampling_clip_max": 2.0}, ["clip_max=2.0", "without use_vllm or replay"]),
+    ({"vocab_size": 64}, ["vocab_size=64", "arithmetic"]),
+    ({"eval_steps": 1}, ["eval_steps=1", "eval_dataset_name"]),
+    ({"dataset_test_split": "test"}, ["dataset_test_split='test'", "is one split", "eval_dataset_name"]),
+    ({"dataset_train_split": "test"}, ["dataset_train_split='test'", "is one split"]),
+    ({"warmup_steps": 5}, ["warmup_steps=5", "a schedule with warm-up"]),
+    ({"fsdp": True}, ["fsdp=True", "several processes"]),
+    ({"top_k": -1}, ["top_k=-1", "at least 0"]),
+    ({"min_p": 1.5}, ["min_p=1.5", "[0, 1]"]),
+    ({"gamma": 1.5}, ["gamma=1.5", "[0, 1]"]),
+    ({"save_steps": -1}, ["save_steps=-1", "at least 0"]),
+    ({"save_total_limit": 0}, ["save_total_limit=0", "at least 1"]),
+    ({"steps_per_generation": 0}, ["steps_per_generation=0", "at least 1"]),
+    ({"per_device_generation_batch_size": -3}, ["per_device_generation_batch_size=-3", "at least 1"]),
+    ({"max_grad_norm": float("nan")}, ["max_grad_norm=nan", "at least 0"]),
+    ({"soft_overlong_cache": 6}, ["soft_overlong_cache=6", "max_completion_length=5"]),
+    ({"step_delimiter": ""}, ["step_delimiter is empty"]),
+    ({"beta": 0.1, "sync_ref_model": True, "ref_model_mixup_alpha": 1.5}, ["ref_model_mixup_alpha=1.5", "(0, 1]"]),
+    ({"num_generations": 1}, ["num_generations=1", "no advantage"]),
+    ({"lr_scheduler_type": "reduce_lr_on_plateau"}, ["lr_scheduler_type=reduce_lr_on_plateau"]),
+    ({"lr_scheduler_type": "cosine_with_min_lr"}, ["lr_scheduler_kwargs"]),
+    ({"lr_scheduler_kwargs": "3"}, ["lr_scheduler_kwargs='3'", "an object of JSON"]),
+    ({"loss_options": '{"temperature": 0.5}'}, ["loss_options", "temperature has an option of its own"]),
+    ({"report_to": "all"}, ["report_to=all", "tensorboard, trackio, wandb"]),
+    ({"config": "/no/such.yaml"}, ["config=/no/such.yaml"]),
+    ({"resume_from_checkpoint": "/no/such/checkpoint"}, ["/no/such/checkpoint", "no such folder"]),
+    ({"fsdp": True}, ["fsdp", "torchrun"]),
+    ({"use_vllm": True}, ["vLLM", "pip install vllm"]),
+    ({"use_vllm": True, "top_p": 0.9}, ["use_vllm", "top_p"]),
+])  # fmt: skip
+def test_one_sentence_and_nothing_written(options, words, model, data, tmp_path, capfd):
+    output = tmp_path / "run"
+    assert run(model, data, output, **options) == 2
+    sentence = refused(output, capfd)
+    assert all(word in sentence for word in words), sentence
+
+
+@pytest.mark.parametrize(("rows", "words"), [
+    ([], ["empty"]),
+    ([{"question": "1+1="}], ["prompt", "'question'"]),
+    ([{"prompt": "1+1="}], ["'answer'"]),
+    ([{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}], ["no chat template"]),
+    ([{"prompt": 5, "answer": "2"}], ["row 0", "expected a text or a list of messages"]),
+])  # fmt: skip
+def test_data_that_does_not_fit(rows, words, model, tmp_path, capfd):
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run(model, path, tmp_path / "run") == 2
+    sentence = refused(tmp_path / "run", capfd)
+    assert all(word in sentence for word in words), sentence
+
+
+@pytest.mark.parametrize("name", ["prompts", "completions", "log_metric"])
+def test_columns_that_reward_functions_get_from_the_trainer(name, model, data, tmp_path, capfd):
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(json.loads(row) | {name: 1}) + "\n" for row in data.read_text().splitlines()))
+    assert run(model, path, tmp_path / "run") == 2
+    assert f"column '{name}'" in refused(tmp_path / "run", capfd)
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_tracker_that_is_not_installed(dry_run, model, data, tmp_path, monkeypatch, capfd):
+    """accelerate leaves it out without a word."""
+    monkeypatch.setattr("accelerate.tracking.get_available_trackers", lambda: [LoggerType.WANDB])
+    given = {"report_to": ["wandb", "tensorboard"], "dry_run": dry_run}
+    assert run(model, data, tmp_path / "run", **given) == 2
+    assert "report_to=tensorboard: not installed (pip install tensorboard)" in refused(tmp_path / "run", capfd)
+
+
+@pytest.mark.parametrize(("name", "value", "words"), [
+    ("ACCELERATE_MIXED_PRECISION", "fp16", "mixed_precision=fp16; expected no"),
+    ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", "gradient_accumulation_steps=4; expected 1"),
+])  # fmt: skip
+def test_a_configuration_of_accelerate_that_would_change_the_steps(name, value, words, model, data, tmp_path,
+                                                                   monkeypatch, capfd):  # fmt: skip
+    monkeypatch.setenv(name, value)
+    assert run(model, data, tmp_path / "run") == 2
+    assert words in refused(tmp_path / "run", capfd)
+
+
+def test_rollouts_that_do_not_fit(model, data, tmp_path, capfd):
+    output = tmp_path / "run"
+    assert run(model, data, tmp_path / "source", max_steps=2, save_rollouts=True, top_k=5) == 0
+    for options, words in (
+        ({"num_generations": 8}, "groups of [4] completions; num_generations=8"),
+        ({"per_device_train_batch_size": 4}, "has 8 completions; the options take 4"),
+        ({"max_steps": 3}, "no rollout-000002.jsonl; 3 steps take 3 rollouts"),
+        ({"loss": "eager"}, "truncated samples"),
+        ({"shuffle_dataset": False}, "shuffle_dataset=False has no effect"),
+    ):
+        given = {"max_steps": 2, "replay": tmp_path / "source" / "rollouts", **options}
+        assert run(model, data, output, **given) == 2
+        assert words in refused(output, capfd)
+
+
+@pytest.mark.parametrize("token", ["pad_token", "eos_token"])
+def test_a_tokenizer_without_padding_or_end(token, model, data, tmp_path, capfd):
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    setattr(tokenizer, token, None)
+    tokenizer.save_pretrained(folder)
+    assert run(folder, data, tmp_path / "run") == 2
+    assert f"has no {token}" in refused(tmp_path / "run", capfd)
+
+
+def test_a_folder_of_another_run_is_left_alone(model, data, tmp_path, capfd):
+    output = tmp_path / "run"
+    assert run(model, data, output, max_steps=1) == 0
+    (output / "notes.txt").write_text("mine")
+    before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    capfd.readouterr()
+    assert run(model, data, output, max_steps=1) == 2
+    assert f"output_dir={output} holds another run" in capfd.readouterr().err
+    assert before == {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    assert run(model, data, output, max_steps=1, overwrite_output_dir=True, num_generations=3) == 2
+    assert before == {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    assert run(model, data, output, max_steps=2, overwrite_output_dir=True) == 0
+    assert (output / "notes.txt").read_text() == "mine" and len(training.steps(output)) == 2
+
+    file = tmp_path / "file"
+    file.write_text("")
+    assert run(model, data, file) == 2
+    assert "is a file" in capfd.readouterr().err
+
+
+def test_folders_that_are_not_the_trainers_are_left_alone(model, data, tmp_path, capfd):
+    output = tmp_path / "mine"
+    for name in ("model", "start"):
+        (output / name).mkdir(parents=True)
+        (output / name / "weights").write_text("mine")
+    assert run(model, data, output, resume_from_checkpoint="auto") == 2
+    assert "holds another run (model" in capfd.readouterr().err
+    (output / "model").rename(output / "other")
+    assert run(model, data, output, max_steps=1) == 0
+    assert (output / "start" / "weights").read_text() == (output / "other" / "weights").read_text() == "mine"
+    (output / "config.json").write_text("{")
+    for folder in output.glob("checkpoint-*"):
+        shutil.rmtree(folder)
+    assert run(model, data, output, max_steps=1, resume_from_checkpoint="auto") == 2
+    assert "config.json holds no options of a run" in capfd.readouterr().err
+
+
+def test_a_checkpoint_of_another_folder_overwrites_nothing(model, data, tmp_path, capfd):
+    one, two = tmp_path / "one", tmp_path / "two"
+    given = {"max_steps": 2, "save_steps": 1}
+    assert run(model, data, one, **given) == run(model, data, two, **given, temperature=0.5) == 0
+    before = {path: path.read_bytes() for path in two.rglob("*") if path.is_file()}
+    assert run(model, data, two, **given, resume_from_checkpoint=one / "checkpoint-1") == 2
+    assert f"output_dir={two} holds another run" in capfd.readouterr().err
+    assert before == {path: path.read_bytes() for path in two.rglob("*") if path.is_file()}
+    assert run(model, data, one, **given, resume_from_checkpoint=one / "checkpoint-1") == 2
+    assert "checkpoint-2 is newer" in capfd.readouterr().err
+    assert run(model, data, one, **given | {"max_steps": 1}, resume_from_checkpoint="auto") == 1
+    assert "checkpoint-2 is beyond max_steps=1" in capfd.readouterr().err
+    assert run(model, data, tmp_path / "new", **given, resume_from_checkpoint=one / "checkpoint-1") == 0
+    assert training.same_weights(one, tmp_path / "new")
+
+
+def test_overwriting_begins_when_everything_else_is_right(model, data, tmp_path):
+    output = tmp_path / "run"
+    assert run(model, data, output, max_steps=1) == 0
+    before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    for wrong in ({"dataset_name": "/no/file.jsonl"}, {"reward_funcs": "nothing"}, {"max_completion_length": 99}):
+        assert run(model, data, output, overwrite_output_dir=True, **wrong) == 2
+    assert before == {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+
+
+def test_a_reward_of_the_wrong_length_stops_with_a_sentence(model, data, tmp_path):
+    with pytest.raises(ValueError, match="'one_short' returned 7 values, expected 8"):
+        run(model, data, tmp_path / "run", reward_funcs="test_trainer_input:one_short")
+    assert not training.steps(tmp_path / "run")
+
+
+def test_a_reward_that_always_fails_stops_with_its_own_traceback(model, data, tmp_path):
+    with pytest.raises(RuntimeError, match="always_raises failed for every completion of step 1") as caught:
+        run(model, data, tmp_path / "run", reward_funcs="test_trainer_input:always_raises")
+    assert "no such key in my reward" in str(caught.value) and "in always_raises" in str(caught.value)
+
+
+def test_the_wrong_reward_fails_the_dry_run_too(model, data, tmp_path, capfd):
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    rows[7]["answer"] = "about six"
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run(model, path, tmp_path / "run", reward_funcs="gsm8k", dry_run=True) == 2
+    assert "row 7, reward 'gsm8k'" in refused(tmp_path / "run", capfd)
+
+
+def test_a_dry_run_says_what_a_run_takes_and_writes_nothing(model, data, tmp_path, capfd):
+    output = tmp_path / "run"
+    assert run(model, data, output, dry_run=True, beta=0.1, reward_funcs="test_trainer:length") == 0
+    out = capfd.readouterr().out
+    for words in ("12 prompts", "rewards    length", "MiB  parameters", "MiB  gradients", "AdamW's two averages",
+                  "reference policy", "logits of the fused loss", "one step", "completion "):  # fmt: skip
+        assert words in out, out
+    assert not output.exists()
+
+
+def test_the_command_line_and_yaml(tmp_path, capsys):
+    path = tmp_path / "options.yaml"
+    path.write_text("learning-rate: 2e-5\nmax_steps: 7\nmodel_name_or_path: m\ndataset_name: d\nbf16: true\n"
+                    "loss_options: {log_ratio_clamp: 20.0}\nreward_funcs: [a, b:c]\n")  # fmt: skip
+    found = parse(["--config", str(path), "--max-steps", "9", "--top_p", "0.5"])
+    assert (found.learning_rate, found.max_steps, found.bf16, found.top_p) == (2e-5, 9, True, 0.5)
+    assert found.reward_funcs == ["a", "b:c"] and json.loads(found.loss_options) == {"log_ratio_clamp": 20.0}
+    assert found.num_iterations == 1  # the arithmetic task's own defaults are for that task
+    assert parse([]).reward_funcs == ["arithmetic"] and TrainArguments().reward_funcs == []
+    path.write_text("reward_funcs: a\nbeta: null\nreward_weights: [1e-1, 2]\nshuffle_dataset: false\n")
+    found = parse(["--config", str(path)])
+    assert (found.reward_funcs, found.reward_weights, found.shuffle_dataset) == (["a"], [0.1, 2.0], False)
+    assert found.beta == 0.005  # as if it were not there
+    path.write_text("no_such_option: 1\n")
+    with pytest.raises(ValueError, match="unknown options no_such_option"):
+        parse(["--config", str(path)])
+    path.write_text("[1, 2]")
+    with pytest.raises(ValueError, match="expected options"):
+        parse(["--config", str(path)])
+    with pytest.raises(SystemExit):
+        main(["train", "--no-such-option", "1"])
+    assert "unrecognized arguments: --no-such-option" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["train", "demo", "evaluate", "report"])
+def test_a_missing_package_is_one_sentence(name, monkeypatch, capsys):
+    monkeypatch.setitem(__import__("sys").modules, "accelerate", None)
+    assert main([name]) == 1
+    assert capsys.readouterr().err == f'grpo-kernels {name} needs accelerate: pip install "grpo-kernels[train]"\n'
+
+
+def test_report_and_evaluate_name_what_is_wrong(tmp_path, capsys):
+    assert main(["report", str(tmp_path / "nothing")]) == 2
+    assert "nothing" in capsys.readouterr().err
+    assert main(["evaluate", str(tmp_path)]) == 2
+    assert "--dataset-name" in capsys.readouterr().err
+
+
+def test_evaluate_takes_a_run_a_checkpoint_or_a_model(model, data, tmp_path, capsys):
+    output = tmp_path / "run"
+    assert run(model, data, output, max_steps=1, eval_dataset_name=data) == 0
+    summary = json.loads((output / "summary.json").read_text())
+    for target in (output, output / "checkpoint-1"):
+        assert main(["evaluate", str(target), "--output", str(tmp_path / "found.json")]) == 0
+        found = json.loads((tmp_path / "found.json").read_text())
+        assert found["pass_at_1"] == summary["pass_at_1_after"] and found["problems"] == 12
+    argv = [str(model), "--dataset-name", str(data), "--reward-funcs", "exact_answer", "--max-completion-length", "5"]
+    assert main(["evaluate", *argv, "--dataset-test-split", "train", "--num-samples", "2"]) == 0
+    assert "12 problems, 2 samples each" in capsys.readouterr().out

@@ -1,0 +1,70 @@
+"""Small runs of the trainer for its tests: a tiny model, a few problems, one thread."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+
+from grpo_kernels.trainer.arithmetic import start_model
+from grpo_kernels.trainer.commands import train
+
+OPTIONS = {
+    "reward_funcs": "arithmetic", "num_generations": 4, "max_completion_length": 5, "per_device_train_batch_size": 8,
+    "max_steps": 3, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "save_steps": 0, "beta": 0.0,
+}  # fmt: skip
+
+
+def make_model(folder: Path) -> Path:
+    """A model that samples nearly at random, and its tokenizer."""
+    start_model(folder, seed=0, vocab_size=32, hidden_size=32, num_layers=1, max_steps=2, quiet=True)
+    return folder
+
+
+def make_data(path: Path, *, rows: int = 12) -> Path:
+    """Problems with prompts of unequal lengths, whose answer is a single digit: a sample is right now and then."""
+    problems = [(a, b) for a in range(5) for b in range(5)][:rows]
+    lines = [{"prompt": f"{a}+{'0' * (a % 3)}{b}=", "answer": str(a + b)} for a, b in problems]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def arguments(model: Path, data: Path, output: Path, **options: Any) -> list[str]:
+    """A command line; None leaves an option out."""
+    given = {"output_dir": output, "model_name_or_path": model, "dataset_name": data, **OPTIONS, **options}
+    words = ["--use-cpu", "--disable-tqdm"]
+    for name, value in given.items():
+        values = value if isinstance(value, (list, tuple)) else [value]
+        words += [] if value is None else [f"--{name}", *map(str, values)]
+    return words
+
+
+def run(model: Path, data: Path, output: Path, **options: Any) -> int:
+    """A run in this process."""
+    AcceleratorState._reset_state(reset_partial_state=True)  # accelerate has one state per process
+    torch.set_num_threads(1)  # products this small gain nothing from threads
+    return train(arguments(model, data, output, **options))
+
+
+def steps(output: Path) -> list[dict[str, Any]]:
+    """Records of optimizer steps."""
+    records = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+    return [record for record in records if "loss" in record]
+
+
+def rollouts(output: Path) -> list[list[dict[str, Any]]]:
+    paths = sorted((output / "rollouts").glob("rollout-*.jsonl"))
+    return [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
+
+
+def same_weights(a: Path, b: Path) -> bool:
+    name = Path("model") / "model.safetensors"
+    return (a / name).read_bytes() == (b / name).read_bytes()
+
+
+def weights(output: Path) -> dict[str, torch.Tensor]:
+    return load_file(output / "model" / "model.safetensors")
