@@ -1,0 +1,290 @@
+"""Checkpoints of the trainer: the same bits after any interruption, and no harm from a bad one."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import training
+from training import run, same_weights, steps
+
+from grpo_kernels.trainer import checkpoint
+from grpo_kernels.trainer.train import Trainer
+
+HERE = Path(__file__).parent
+# Rollouts of two steps, used twice, over 10 prompts of which a rollout takes 4: checkpoints fall inside of rollouts,
+# between their two uses, and epochs end inside of rollouts. The reference policy moves, beta adapts.
+HARD = {
+    "gradient_accumulation_steps": 1, "steps_per_generation": 2, "num_iterations": 2, "max_steps": 60, "beta": 0.05,
+    "sync_ref_model": True, "ref_model_sync_steps": 3, "kl_target": 0.02, "reward_funcs": "test_trainer:length",
+    "dynamic_sampling": "refill", "dynamic_sampling_max_rounds": 2, "learning_rate": 1e-3,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return training.make_model(tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return training.make_data(tmp_path_factory.mktemp("data") / "problems.jsonl", rows=10)
+
+
+@pytest.fixture(scope="module")
+def whole(model, data, tmp_path_factory):
+    """A run of 6 steps that nothing interrupts, with a checkpoint after each."""
+    output = tmp_path_factory.mktemp("whole") / "run"
+    assert run(model, data, output, **HARD | {"max_steps": 6, "save_steps": 1, "save_total_limit": None}) == 0
+    return output
+
+
+def resumed(model, data, whole, output, step, **options):
+    """A copy of the run as it was at `step`, continued."""
+    shutil.copytree(whole, output)
+    for folder in output.glob("checkpoint-*"):
+        if int(folder.name.split("-")[1]) > step:
+            shutil.rmtree(folder)
+    shutil.rmtree(output / "model")
+    torch.rand(7)  # pitfall 2: random numbers are streams of their own, whatever was drawn before
+    given = HARD | {"max_steps": 6, "save_steps": 1, "save_total_limit": None, "resume_from_checkpoint": "auto"}
+    return run(model, data, output, **given | options)
+
+
+def without_times(output):
+    times = ("seconds", "tokens_per_second", "warnings", "slowest_reward")
+    return [{k: v for k, v in r.items() if not k.startswith(times)} for r in steps(output)]
+
+
+@pytest.mark.parametrize("step", range(1, 7))
+def test_pitfall_01_02_resuming_after_any_step_gives_the_same_bits(step, model, data, whole, tmp_path):
+    """Steps 1 to 3 lie inside of a rollout, after step 4 it is used up, after step 5 an epoch has ended."""
+    assert resumed(model, data, whole, tmp_path / "run", step) == 0
+    assert same_weights(whole, tmp_path / "run")
+    assert without_times(tmp_path / "run") == without_times(whole)
+    samples = [(folder / "samples.jsonl").read_text() for folder in (whole, tmp_path / "run")]
+    assert samples[0] == samples[1]
+
+
+def test_pitfall_02_the_test_of_random_numbers_can_fail(model, data, whole, tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo_kernels.trainer.train.set_seed", lambda seed: None)
+    assert resumed(model, data, whole, tmp_path / "run", 4) == 0
+    assert not same_weights(whole, tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_ten_times_ends_with_the_same_bits(model, data, tmp_path):
+    options = HARD | {"save_steps": 1, "save_total_limit": 2, "max_steps": 60}
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    environment = {**os.environ, "PYTHONPATH": f"{HERE}:{HERE.parent}", "OMP_NUM_THREADS": "1"}
+    argv = [sys.executable, str(HERE / "training_kills.py")]
+    for output, kills in ((whole, 0), (killed, 10)):
+        words = training.arguments(model, data, output, **options)
+        out = subprocess.run(
+            [*argv, "1", str(kills), *words], env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert out.stdout == f"killed {kills} times, then exit status 0\n", out.stderr
+    assert same_weights(whole, killed)
+    assert without_times(whole) == without_times(killed)
+    assert not [
+        path.name for path in killed.iterdir() if path.name.endswith("partial") and "checkpoint-60" in path.name
+    ]
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("when", ["update", "sampling"])
+def test_a_signal_saves_and_leaves_with_a_status_of_its_own(number, status, when, model, data, tmp_path, monkeypatch):
+    options = HARD | {"max_steps": 6, "save_steps": 0}
+    assert run(model, data, tmp_path / "whole", **options) == 0
+    method = "_clip" if when == "update" else "_sample_groups"
+    original, calls = getattr(Trainer, method), []
+
+    def interrupted(self, *given):
+        calls.append(1)
+        if len(calls) == 2:
+            os.kill(os.getpid(), number)
+        return original(self, *given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, method, interrupted)
+        assert run(model, data, tmp_path / "run", **options) == status
+    assert len(list((tmp_path / "run").glob("checkpoint-*"))) == 1 and not (tmp_path / "run" / "model").exists()
+    assert run(model, data, tmp_path / "run", resume_from_checkpoint="auto", **options) == 0
+    assert same_weights(tmp_path / "whole", tmp_path / "run")
+
+
+# --- pitfall 19 -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("harm", ["truncated", "one byte", "file gone", "no checksums", "bad checksums"])
+def test_pitfall_19_a_damaged_checkpoint_is_passed_over_aloud(harm, model, data, whole, tmp_path, capfd):
+    output = tmp_path / "run"
+    shutil.copytree(whole, output)
+    newest = output / "checkpoint-6"
+    weights, sums = newest / "model.safetensors", newest / "checksums.json"
+    if harm == "truncated":
+        os.truncate(weights, weights.stat().st_size // 2)
+    elif harm == "one byte":
+        content = bytearray(weights.read_bytes())
+        content[-5] ^= 1
+        weights.write_bytes(content)
+    elif harm == "file gone":
+        weights.unlink()
+    else:
+        sums.unlink() if harm == "no checksums" else sums.write_text("[1")
+    before = (output / "checkpoint-5" / "state.json").read_text()
+    given = HARD | {"max_steps": 6, "save_steps": 1, "save_total_limit": None}
+    assert run(model, data, output, resume_from_checkpoint="auto", **given) == 0
+    assert f"{newest} is passed over: " in capfd.readouterr().err
+    assert same_weights(whole, output)
+    assert (output / "checkpoint-5" / "state.json").read_text() == before
+
+    shutil.copytree(newest, tmp_path / "named")
+    (tmp_path / "named" / "state.pt").write_bytes(b"")
+    assert run(model, data, output, resume_from_checkpoint=str(tmp_path / "named"), **given) == 2
+    assert "state.pt is damaged: its checksum differs" in capfd.readouterr().err
+
+
+def test_19_pruning_keeps_what_can_be_resumed(model, data, whole, tmp_path, capfd):
+    """The newest folder is damaged: it must not outlive the sound ones that are written after it."""
+    output = tmp_path / "run"
+    shutil.copytree(whole, output)
+    (output / "checkpoint-6" / "state.pt").unlink()
+    (output / "checkpoint-6").rename(output / "checkpoint-60")
+    given = HARD | {"max_steps": 8, "save_steps": 1, "save_total_limit": 1, "resume_from_checkpoint": "auto"}
+    assert run(model, data, output, **given) == 0
+    assert {path.name for path in output.glob("checkpoint-*")} == {"checkpoint-8", "checkpoint-60"}
+
+
+def test_19_a_folder_that_was_left_while_it_was_replaced(tmp_path):
+    for name in ("checkpoint-1", ".checkpoint-1.replaced", ".checkpoint-1.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "old").write_text("")
+    checkpoint.write_atomically(tmp_path / "checkpoint-1", lambda folder: (folder / "new").write_text(""))
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+    assert (tmp_path / "checkpoint-1" / "new").exists() and not (tmp_path / "checkpoint-1" / "old").exists()
+
+
+def test_other_prompts_are_said(model, data, whole, tmp_path, capfd):
+    output, other = tmp_path / "run", tmp_path / "problems.jsonl"
+    shutil.copytree(whole, output)
+    before = data.read_bytes()
+    training.make_data(other, rows=9)
+    try:
+        data.write_bytes(other.read_bytes())
+        assert run(model, data, output, **HARD | {"max_steps": 6, "resume_from_checkpoint": "auto"}) == 0
+    finally:
+        data.write_bytes(before)
+    assert "was written with prompts=" in capfd.readouterr().err
+
+
+def test_an_evaluation_that_was_cut_short_is_made_after_the_resume(model, data, tmp_path, monkeypatch):
+    options = {"max_steps": 4, "eval_dataset_name": data, "eval_max_prompts": 2, "eval_steps": 2, "save_steps": 0}
+    original = Trainer.evaluate
+
+    def interrupted(self):
+        if self.progress.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        original(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "evaluate", interrupted)
+        assert run(model, data, tmp_path / "run", **options) == 143
+    assert run(model, data, tmp_path / "run", resume_from_checkpoint="auto", **options) == 0
+    records = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records if "evaluation" in r] == [0, 2, 4]
+
+
+@pytest.mark.parametrize("how", ["error", "limit"])
+def test_pitfall_19_a_full_disk_keeps_what_was_there(how, model, data, whole, tmp_path, monkeypatch, capfd):
+    output = tmp_path / "run"
+    shutil.copytree(whole, output)
+    shutil.rmtree(output / "checkpoint-6")
+    kept = {path: path.read_bytes() for path in (output / "checkpoint-5").iterdir()}
+    given = HARD | {"max_steps": 6, "save_steps": 1, "save_total_limit": None}
+    if how == "error":
+
+        def full(*_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(torch, "save", full)
+        assert run(model, data, output, resume_from_checkpoint="auto", **given) == 1
+        why = "the disk is full"
+    else:  # a write that ends in the middle, by the system's own hand
+        import resource
+
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        size = (output / "checkpoint-5" / "model.safetensors").stat().st_size
+        before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, limits[1]))
+        try:
+            assert run(model, data, output, resume_from_checkpoint="auto", **given) == 1
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, before)
+        why = "could not be written"
+    error = capfd.readouterr().err
+    assert (
+        "checkpoint-6 could not be written" in error and why in error and "earlier checkpoints are unchanged" in error
+    )
+    assert {path: path.read_bytes() for path in kept} == kept
+    assert not (output / "checkpoint-6").exists() and not list(output.glob(".*"))
+
+
+def test_pitfall_19_another_configuration_is_refused_by_name(model, data, whole, tmp_path, capfd):
+    before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
+    given = HARD | {"max_steps": 6, "resume_from_checkpoint": "auto"}
+    assert run(model, data, whole, **given | {"learning_rate": 5e-3, "loss_type": "grpo"}) == 2
+    error = capfd.readouterr().err
+    assert "learning_rate=0.005 (was 0.001), loss_type='grpo' (was 'dapo')" in error
+    assert before == {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
+    assert run(model, data, tmp_path / "x", resume_from_checkpoint=str(model)) == 2
+    assert "it was not written by grpo-kernels train" in capfd.readouterr().err
+
+
+def test_a_longer_run_goes_on_where_the_rate_does_not_depend_on_the_length(model, data, whole, tmp_path):
+    assert resumed(model, data, whole, tmp_path / "run", 6, max_steps=8) == 0
+    assert [r["step"] for r in steps(tmp_path / "run")] == list(range(1, 9))
+
+
+def test_checkpoints_are_read_without_unpickling(whole):
+    """A pickle can run code; what is read is JSON, safetensors, and tensors under weights_only."""
+    names = {path.name for path in (whole / "checkpoint-6").iterdir()}
+    assert {"model.safetensors", "state.json", "state.pt", "run.json", "rollout.jsonl", "checksums.json"} <= names
+    assert not [name for name in names if name.endswith((".bin", ".pkl"))]
+    torch.load(whole / "checkpoint-6" / "state.pt", weights_only=True)
+    sources = "".join(path.read_text() for path in Path(checkpoint.__file__).parent.glob("*.py"))
+    assert "weights_only=True" in sources and "weights_only=False" not in sources and "import pickle" not in sources
+
+
+def test_another_number_of_threads_is_said(model, data, whole, tmp_path, capfd):
+    state = tmp_path / "run" / "checkpoint-6" / "state.json"
+    shutil.copytree(whole, tmp_path / "run")
+    saved = json.loads(state.read_text())
+    state.write_text(json.dumps(saved | {"threads": 99}))
+    checksums = state.with_name("checksums.json")
+    checksums.write_text(json.dumps(json.loads(checksums.read_text()) | {"state.json": checkpoint._sha256(state)}))
+    assert run(model, data, tmp_path / "run", resume_from_checkpoint="auto", **HARD | {"max_steps": 6}) == 0
+    assert "was written with threads=99, now 1: results may differ" in capfd.readouterr().err
+
+
+def test_a_second_interrupt_does_not_wait(model, data, tmp_path):
+    """The first Ctrl-C is noted; the second one interrupts at once."""
+    from grpo_kernels.trainer.interrupt import Signals
+
+    with Signals() as signals:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+        assert signals.received == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
