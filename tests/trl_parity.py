@@ -207,13 +207,18 @@ def run_processes(names: tuple[str, ...], cases: list[Case]) -> dict[tuple[str, 
         return found
 
 
-def two_processes(*script: str) -> None:
-    """A script and its arguments under torchrun."""
+def two_processes(*script: str, timeout: float = 600) -> None:
+    """A script and its arguments under torchrun, which ends its processes where they take longer (seconds)."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *script]
     paths = os.pathsep.join(filter(None, sys.path))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as launcher:
+        try:
+            errors = launcher.communicate(timeout=timeout)[1]
+        except subprocess.TimeoutExpired:
+            launcher.terminate()
+            errors = f"no end after {timeout} s: {launcher.communicate()[1]}"
+    assert launcher.returncode == 0, errors[-4000:]
 
 
 def worker(folder: str, names: str, titles: str) -> None:

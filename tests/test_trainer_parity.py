@@ -1,0 +1,283 @@
+"""The trainer on saved rollouts: each step's loss and gradient norm are TRL's, and two processes' are one's."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl", reason="trl is not installed: make test EXTRAS=dev,peers")
+
+import trl_parity
+from safetensors.torch import load_file
+
+from grpo_kernels.trainer.arguments import parse
+from grpo_kernels.trainer.commands import train as train_command
+from grpo_kernels.trainer.model import load_model
+from grpo_kernels.trainer.rollout import load_rollout, save_rollout
+
+TOLERANCE = 1e-5
+STEPS = 8
+# What both trainers are told. They share the names of their options; where defaults differ, neither is left to its own.
+COMMON: dict[str, Any] = dict(
+    per_device_train_batch_size=8, gradient_accumulation_steps=1, num_iterations=2, num_generations=4,
+    max_completion_length=8, max_steps=STEPS, learning_rate=3e-3, lr_scheduler_type="constant", temperature=0.9,
+    loss_type="dapo", importance_sampling_level="token", epsilon=0.1, epsilon_high=0.15, scale_rewards="group",
+    use_bias_correction_kl=False, seed=5,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def train(output: Path, **options: Any) -> list[dict[str, Any]]:
+    """The records of log.jsonl, one per step, of a run in this process."""
+    assert train_command(command_line(output, **options)) == 0
+    return steps_of(output)
+
+
+def command_line(output: Path, *, family: str = "llama", **options: Any) -> list[str]:
+    data = output.with_name("prompts.jsonl")
+    data.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in trl_parity.prompts()["prompt"]))
+    own = dict(
+        output_dir=output, model_name_or_path=trl_parity.saved_model(family), dataset_name=data, use_cpu=True,
+        save_steps=0, disable_tqdm=True, vllm_importance_sampling_correction=False,
+    )  # fmt: skip
+    return [f"--{name}={value}" for name, value in {**COMMON, **own, **options}.items() if value is not None]
+
+
+def steps_of(output: Path) -> list[dict[str, Any]]:
+    records = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+    return [record for record in records if "loss" in record]
+
+
+@pytest.fixture(scope="module")
+def rollouts(tmp_path_factory) -> Path:
+    """A folder of eight rollouts, sampled and scored by the trainer: groups of 4, some completions without an end."""
+    output = tmp_path_factory.mktemp("rollouts") / "run"
+    train(output, save_rollouts=True, num_iterations=1, reward_funcs="trl_parity:reward")
+    rows = [row for i in range(STEPS) for row in load_rollout(output / "rollouts", i)]
+    assert {row.ended for row in rows} == {True, False}
+    assert len({len(row.prompt_ids) for row in rows}) > 1 and len({len(row.ids) for row in rows}) > 3
+    return output / "rollouts"
+
+
+def train_trl(output: Path, rollouts: Path, *, family: str = "llama", **options: Any) -> list[dict[str, Any]]:
+    """What TRL's trainer logs for each step, where a rollout is what `rollouts` holds."""
+    from trl import GRPOTrainer
+
+    numbers = itertools.count()
+
+    def replayed(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        rows = load_rollout(rollouts, next(numbers))
+        assert len(rows) == len(prompts)
+        return {
+            "prompt_ids": [row.prompt_ids for row in rows],
+            "completion_ids": [row.ids for row in rows],
+            "logprobs": [row.logps.tolist() for row in rows],
+            "saved": [row.reward for row in rows],
+        }
+
+    def saved_reward(saved: list[float], **_: Any) -> list[float | None]:
+        return [None if math.isnan(x) else x for x in saved]
+
+    model = load_model(trl_parity.saved_model(family), parse(command_line(output, family=family, **options)))
+    given = {**COMMON, "optim": "adamw_torch", "weight_decay": 0.0, **options}
+    own = ("use_peft", "lora_r")
+    given = {name: x for name, x in given.items() if x is not None and name not in own}
+    args = trl_parity.trl_arguments(str(output), **given)
+    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = GRPOTrainer(
+            model=model, args=args, reward_funcs=saved_reward, rollout_func=replayed,
+            train_dataset=trl_parity.prompts(), processing_class=trl_parity.tokenizer(),
+        )  # fmt: skip
+        if "vllm_importance_sampling_correction" in options:  # as if vLLM had sampled, which takes a GPU
+            trainer.use_vllm, trainer.vllm_generation = True, SimpleNamespace(sync_weights=lambda: None)
+            trainer._last_loaded_step = -1
+        trainer.train()
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def largest_difference(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> float:
+    """Of a loss or a gradient norm, relative to the larger of its size and 1e-1."""
+    assert len(found) == len(expected) == STEPS
+    return max(
+        abs(mine[name] - other[name]) / max(abs(other[name]), 1e-1)
+        for mine, other in zip(found, expected, strict=True)
+        for name in ("loss", "grad_norm")
+    )
+
+
+_TWO_PASSES = dict(per_device_train_batch_size=4, gradient_accumulation_steps=2)
+_NO_CLIPPING = dict(epsilon=None, epsilon_high=None)
+_CORRECTED = dict(vllm_importance_sampling_correction=True, vllm_importance_sampling_clip_max=1.05)
+CASES: dict[str, dict[str, Any]] = {
+    "dapo": dict(**_TWO_PASSES),
+    "dapo with KL": dict(beta=0.1, **_TWO_PASSES),
+    "grpo": dict(loss_type="grpo", **_TWO_PASSES),
+    "grpo with KL": dict(loss_type="grpo", beta=0.1, **_TWO_PASSES),
+    "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon=0.02, beta=0.1, **_TWO_PASSES),
+    "dr_grpo": dict(loss_type="dr_grpo", scale_rewards="none", beta=0.1, **_TWO_PASSES),
+    "cispo": dict(loss_type="cispo", epsilon=None, epsilon_high=1.1, beta=0.1, **_TWO_PASSES),
+    "sapo": dict(loss_type="sapo", beta=0.1, **_NO_CLIPPING, **_TWO_PASSES),
+    "vespo": dict(loss_type="vespo", beta=0.1, **_NO_CLIPPING, **_TWO_PASSES),
+    "luspo": dict(loss_type="luspo", importance_sampling_level="sequence", beta=0.1, **_TWO_PASSES),
+    # TRL divides by the tokens of each pass, the trainer by those of the step: the same where a step is one pass.
+    "bnpo": dict(loss_type="bnpo", beta=0.1),
+    "entropy bonus": dict(entropy_coef=0.05, beta=0.1),
+    "delta": dict(delta=1.12),
+    "four passes": dict(per_device_train_batch_size=2, gradient_accumulation_steps=4, beta=0.1),
+    "one update of a rollout": dict(num_iterations=1),
+    "three updates of a rollout": dict(num_iterations=3),
+    "temperature 0.6": dict(temperature=0.6),
+    "scale by the batch": dict(scale_rewards="batch"),
+    "truncated completions masked": dict(mask_truncated_completions=True, beta=0.1),
+    "off-policy mask": dict(off_policy_mask_threshold=0.01),
+    "KL with bias correction": dict(beta=0.1, use_bias_correction_kl=True),
+    "reference that follows": dict(beta=0.1, sync_ref_model=True, ref_model_sync_steps=3, ref_model_mixup_alpha=0.6),
+    "gradient checkpointing": dict(gradient_checkpointing=True, beta=0.1),
+    "schedule and gradient clipping": dict(lr_scheduler_type="linear", warmup_steps=3, max_grad_norm=0.3),
+    "AdamW": dict(adam_beta1=0.8, adam_beta2=0.9, adam_epsilon=1e-4),
+    **{
+        f"rollout correction, {mode}": dict(vllm_importance_sampling_mode=mode, **_CORRECTED)
+        for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+    },
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_steps_on_saved_rollouts_equal_trls(case, rollouts, tmp_path):
+    expected = train_trl(tmp_path / "trl", rollouts, **CASES[case])
+    found = train(tmp_path / "own", replay=rollouts, **CASES[case])
+    assert largest_difference(found, expected) < TOLERANCE
+    assert sum(record["grad_norm"] > 0.01 for record in found) >= STEPS / 2
+    if "clip_ratio/region" in found[1] and case != "one update of a rollout":
+        assert max(record["clip_ratio/region"] for record in found) > 0.05  # ratios leave the clip range
+
+
+@pytest.mark.parametrize("family", ["gemma2", "granite", "phi"])  # a softcap, a scale and a bias of the logits
+def test_steps_of_other_models_equal_trls(family, rollouts, tmp_path):
+    options = dict(family=family, loss_type="grpo", beta=0.1, **_TWO_PASSES)
+    expected = train_trl(tmp_path / "trl", rollouts, **options)
+    assert largest_difference(train(tmp_path / "own", replay=rollouts, **options), expected) < TOLERANCE
+
+
+def test_steps_of_an_adapter_equal_trls(rollouts, tmp_path):
+    options = dict(use_peft=True, lora_r=4, beta=0.1, learning_rate=1e-2, **_TWO_PASSES)
+    expected = train_trl(tmp_path / "trl", rollouts, **options)
+    assert largest_difference(train(tmp_path / "own", replay=rollouts, **options), expected) < TOLERANCE
+
+
+def test_steps_with_unscored_completions_equal_trls(rollouts, tmp_path):
+    """Some completions of a group without a reward, and in another rollout a whole group."""
+    changed = tmp_path / "rollouts"
+    for index in range(STEPS):
+        rows = load_rollout(rollouts, index)
+        for i in [(1,), (0, 6, 7), (4, 5, 6, 7)][index % 3]:
+            rows[i].reward = math.nan
+        save_rollout(changed, index, rows)
+    options = dict(loss_type="grpo", num_iterations=1, **_TWO_PASSES)
+    expected = train_trl(tmp_path / "trl", changed, **options)
+    found = train(tmp_path / "own", replay=changed, **options)
+    assert [record["unscored"] for record in found[:3]] == [1, 3, 4]
+    assert largest_difference(found, expected) < TOLERANCE
+
+
+def test_the_eager_loss_takes_the_same_steps(rollouts, tmp_path):
+    options = dict(beta=0.1, entropy_coef=0.05, replay=rollouts, **_TWO_PASSES)
+    expected = train(tmp_path / "fused", **options)
+    assert largest_difference(train(tmp_path / "eager", loss="eager", **options), expected) < TOLERANCE
+
+
+def test_differences_are_seen(rollouts, tmp_path):
+    expected = train_trl(tmp_path / "trl", rollouts)
+    for i, change in enumerate([dict(epsilon=0.101), dict(temperature=0.901), dict(learning_rate=3.01e-3)]):
+        assert largest_difference(train(tmp_path / str(i), replay=rollouts, **change), expected) > TOLERANCE, change
+
+
+# ---- processes ------------------------------------------------------------------------------------------------------
+
+# Completions of unequal lengths fall on different ranks and passes: sums have to be divided by what all have together.
+_HALF = dict(per_device_train_batch_size=2)
+PROCESSES: dict[str, dict[str, Any]] = {
+    "dapo": dict(beta=0.1),
+    "grpo": dict(loss_type="grpo", beta=0.1),
+    "bnpo": dict(loss_type="bnpo"),
+    "cispo": dict(loss_type="cispo", epsilon=None, epsilon_high=1.1),
+    "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon=0.02),
+    "entropy bonus": dict(entropy_coef=0.05, scale_rewards="batch"),
+    "truncated completions masked": dict(mask_truncated_completions=True),
+    "reference that follows": dict(beta=0.1, sync_ref_model=True, ref_model_sync_steps=3),
+    "gradient checkpointing": dict(gradient_checkpointing=True, max_grad_norm=0.3),
+    "LoRA": dict(use_peft=True, beta=0.1, learning_rate=1e-2),
+}
+
+
+@pytest.mark.parametrize("fsdp", [False, True], ids=["DDP", "FSDP2"])
+def test_two_processes_take_the_steps_of_one(fsdp, rollouts, tmp_path):
+    one = {name: dict(replay=rollouts, **_TWO_PASSES, **options) for name, options in PROCESSES.items()}
+    sampled = dict(num_generations=8, save_rollouts=True, reward_funcs="trl_parity:reward", **_TWO_PASSES)
+    # In the middle of a rollout, with a reference policy that has moved.
+    saved = dict(sampled, save_steps=3, save_total_limit=9, beta=0.1, sync_ref_model=True, ref_model_sync_steps=2)
+    resumed = dict(saved, resume_from_checkpoint=tmp_path / "two, saved" / "checkpoint-3")
+    more = {"sampled": sampled, "saved": saved, "resumed": resumed}
+    halves = {name: {**options, **_HALF, "fsdp": fsdp} for name, options in {**one, **more}.items()}
+    jobs = [command_line(tmp_path / f"two, {name}", **options) for name, options in halves.items()]
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+    script = Path(__file__).with_name("trainer_ranks.py")
+    trl_parity.two_processes(str(script), str(tmp_path / "jobs.json"), timeout=300)
+    for name, options in one.items():
+        expected, found = train(tmp_path / f"one, {name}", **options), steps_of(tmp_path / f"two, {name}")
+        assert largest_difference(found, expected) < TOLERANCE, name
+        for mine, other in zip(found, expected, strict=True):  # each number that is logged, not only these two
+            for key, x in other.items():
+                if isinstance(x, float) and "second" not in key:
+                    assert mine[key] == pytest.approx(x, rel=TOLERANCE, abs=TOLERANCE), (name, key)
+        assert weights_differ(tmp_path / f"two, {name}", tmp_path / f"one, {name}") < TOLERANCE, name
+    check_sampled(tmp_path / "two, sampled")
+    before, after = (steps_of(tmp_path / f"two, {name}") for name in ("saved", "resumed"))
+    assert [(x["loss"], x["grad_norm"], x["kl"]) for x in after] == [
+        (x["loss"], x["grad_norm"], x["kl"]) for x in before[3:]
+    ]
+    assert weights_differ(tmp_path / "two, resumed", tmp_path / "two, saved") == 0.0
+
+
+def weights_differ(found: Path, expected: Path) -> float:
+    """The largest relative difference, by norm, of a tensor of the saved models."""
+    (mine,), (other,) = (list((folder / "model").glob("*.safetensors")) for folder in (found, expected))
+    mine, other = load_file(mine), load_file(other)
+    assert mine.keys() == other.keys()
+    return max(((mine[name] - x).norm() / x.norm().clamp(min=1e-6)).item() for name, x in other.items())
+
+
+def check_sampled(output: Path) -> None:
+    """Two ranks sampled one prompt: not the same completions, and from the distribution that the loss scores."""
+    records = steps_of(output)
+    for index in range(STEPS // 2):
+        rows = load_rollout(output / "rollouts", index)
+        assert [row.ids for row in rows[:4]] != [row.ids for row in rows[4:]]
+        assert {tuple(row.prompt_ids) for row in rows} == {tuple(rows[0].prompt_ids)}
+        assert records[2 * index]["log_ratio_first_max"] == 0.0
+        assert records[2 * index]["rollout_mismatch/max"] < 1e-4
+
+
+def test_pitfall_14_an_error_of_one_rank_ends_all(tmp_path):
+    """Rank 0, whose rewards are sound, does not wait for rank 1."""
+    argv = command_line(tmp_path / "run", reward_funcs="trainer_ranks:too_few_on_rank_1", **_TWO_PASSES | _HALF)
+    with pytest.raises(AssertionError, match=r"RuntimeError: rank 1 failed: ValueError: .*too_few_on_rank_1"):
+        trl_parity.two_processes("-m", "grpo_kernels", "train", *argv, timeout=120)
