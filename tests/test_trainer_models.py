@@ -1,0 +1,115 @@
+"""Chat models, the word problems that the trainer's runs take, and those runs from end to end."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import chat_models
+import pytest
+import torch
+from chat_models import WORD_PROBLEMS
+from training import run, steps
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_kernels.commands.cli import main
+from grpo_kernels.trainer.data import load_prompts
+
+
+def test_word_problems_are_in_the_format_of_gsm8k_and_right():
+    rows = chat_models.word_problems()
+    assert len({row["prompt"][1]["content"] for row in rows}) == len(rows) == 20
+    for row in rows:
+        solution, gold = row["answer"].split("\n#### ")
+        steps = re.findall(r"<<([-+*/0-9]+)=(-?[0-9]+)>>([0-9]+)", solution)
+        assert steps and all(eval(sum_) == int(shown) == int(text) for sum_, shown, text in steps), solution
+        assert re.fullmatch(r"-?[0-9]{1,3}(,[0-9]{3})*", gold)
+        assert gold.replace(",", "") == steps[-1][1] or "boxes" in solution
+
+
+@pytest.fixture(scope="module", params=["tiny", "smollm2"])
+def chat_folder(request, tmp_path_factory):
+    if request.param == "tiny":
+        return chat_models.tiny_chat(tmp_path_factory.mktemp("tiny_chat"))
+    return chat_models.smollm2()
+
+
+def test_prompts_are_what_the_chat_template_writes(chat_folder):
+    words = AutoTokenizer.from_pretrained(chat_folder)
+    assert words.pad_token_id == words.eos_token_id == 2
+    first = load_prompts(str(WORD_PROBLEMS), tokenizer=words, context=256)[0]
+    system, user = first.prompt
+    assert words.decode(first.ids) == (
+        f"<|im_start|>system\n{system['content']}<|im_end|>\n<|im_start|>user\n{user['content']}<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert first.ids.count(words.bos_token_id) == 3 and first.ids.count(words.eos_token_id) == 2  # ids, not text
+    assert first.columns["answer"].endswith("#### 22")
+
+
+def test_smollm2_answers():
+    """The weights were unpacked as they are meant: greedy decoding says something sensible and ends."""
+    folder = chat_models.smollm2()
+    model, words = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        AutoTokenizer.from_pretrained(folder),
+    )
+    messages = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
+    ids = words.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    out = model.generate(**ids, max_new_tokens=16, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    assert "Paris" in words.decode(out) and out[-1] == words.eos_token_id
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+def vowels(completions, **_):
+    """A reward that differs between the completions of a model that solves nothing."""
+    texts = [messages[0]["content"] for messages in completions]
+    return [sum(c in "aeiou" for c in text) / max(len(text), 1) for text in texts]
+
+
+def check_run(model: Path, output: Path, **options) -> None:
+    """Two steps on one rollout of the word problems. The policy that samples is the one that is scored."""
+    given = dict(
+        reward_funcs=["gsm8k", "test_trainer_models:vowels"], reward_weights=[1, 0.5], per_device_train_batch_size=4,
+        num_iterations=2, max_steps=2, max_completion_length=16, temperature=0.9, beta=0.1, learning_rate=1e-3,
+        save_rollouts=True, **options,
+    )  # fmt: skip
+    assert run(model, WORD_PROBLEMS, output, **given) == 0
+    first, second = steps(output)
+    assert first["log_ratio_first_max"] == 0.0 and first["rollout_mismatch/max"] < 1e-3
+    assert first["grad_norm"] > 0.0 and first["rewards/vowels/std"] > 0.0 and first["unscored"] == 0
+    assert 0.0 <= first["rewards/gsm8k/mean"] <= 1.0
+    assert first["kl"] == 0.0 and second["kl"] > 0.0  # the step has moved the policy
+    assert (output / "report.html").exists()
+    sample = json.loads((output / "samples.jsonl").read_text().splitlines()[0])
+    assert [message["role"] for message in sample["prompt"]] == ["system", "user"]
+    assert sample["rewards"].keys() == {"gsm8k", "vowels"}
+    saved, start = (AutoTokenizer.from_pretrained(folder) for folder in (output / "model", model))
+    assert saved.chat_template == start.chat_template and saved.get_vocab() == start.get_vocab()
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
+def test_a_run_with_a_local_chat_model(lora, tmp_path):
+    model, output = chat_models.tiny_chat(tmp_path / "start"), tmp_path / "run"
+    check_run(
+        model, output, use_peft=lora, per_device_generation_batch_size=3, eval_dataset_name=WORD_PROBLEMS,
+        eval_max_prompts=3, eval_num_samples=2,
+    )  # fmt: skip
+    summary = json.loads((output / "summary.json").read_text())
+    assert (summary["pass_at_1_before"], summary["pass_at_1_after"]) == (0.0, 0.0)  # its weights are random
+    assert (output / "model" / "adapter_model.safetensors").exists() is lora
+    if not lora:
+        saved, start = (AutoModelForCausalLM.from_pretrained(folder) for folder in (output / "model", model))
+        assert saved.generation_config.to_dict() == start.generation_config.to_dict()
+        assert not torch.equal(saved.lm_head.weight, start.lm_head.weight)
+    evaluate = ["evaluate", str(output), "--num-samples", "2", "--max-prompts", "3"]
+    assert main(evaluate) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
+def test_a_run_with_smollm2(lora, tmp_path):
+    check_run(chat_models.smollm2(), tmp_path / "run", use_peft=lora)
