@@ -1,18 +1,17 @@
-"""Learning curves of the demo with the fused and with the eager loss, over several seeds.
+"""Learning curves of `grpo-kernels train` with its defaults: several losses, several seeds, and the eager loss beside.
 
-    python bench/learning.py --seeds 0 1 2 --steps 150 --output bench/results/learning.json
+    python bench/learning.py --seeds 0 1 2 --output bench/results/learning.json
 
-Written after every run; a second call runs what is not there yet with the same settings.
+Written after every run; a second call runs what is not there yet with the same options.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import json
 import shlex
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,78 +20,73 @@ import torch
 
 from grpo_kernels.benchmarks.document import read, write
 from grpo_kernels.benchmarks.machine import environment
-from grpo_kernels.demo.run import run_demo
-from grpo_kernels.demo.settings import DemoSettings
+from grpo_kernels.trainer.commands import train
 
-LOSSES = ("fused", "reference")
-CURVES = ("reward", "reward_smoothed", "kl", "entropy")
-NOT_SETTINGS = ("output", "quiet", "seed", "loss")
+# (loss_type, loss)
+LOSSES = (("dapo", "eager"), ("dapo", "fused"), ("grpo", "fused"), ("gspo", "fused"), ("cispo", "fused"))
+CURVES = ("reward", "kl", "entropy")
 SAME_MACHINE = ("device", "cpu", "threads", "versions")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(description="Learning curves of the fused and the eager loss.")
+    parser = argparse.ArgumentParser(description="Learning curves; options that are not listed go to the trainer.")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "learning.json")
-    options = parser.parse_args(arguments)
-    settings = DemoSettings(steps=options.steps, device=options.device, quiet=True)
+    options, others = parser.parse_known_args(arguments)
     try:
-        record(options.output, settings, options.seeds, shlex.join(["python", "bench/learning.py", *arguments]))
+        record(options.output, others, options.seeds, shlex.join(["python", "bench/learning.py", *arguments]))
     except ValueError as error:
         parser.error(str(error))
 
 
-def record(path: Path, settings: DemoSettings, seeds: Sequence[int], command: str = "") -> None:
+def record(path: Path, options: Sequence[str], seeds: Sequence[int], command: str = "") -> None:
     """Run every seed with every loss, less what the document at `path` has already; written after every run.
 
-    ValueError where the document there was measured on another machine, with other versions or with other settings.
+    ValueError where the document there was measured on another machine, with other versions or with other options.
     """
-    here, wanted = environment(torch.device(settings.device)), common(settings)
-    document: dict[str, Any] = {"environment": here, "command": command, "settings": wanted, "runs": []}
+    here = environment(torch.device("cpu"))
+    document: dict[str, Any] = {"environment": here, "command": command, "options": list(options), "runs": []}
     if path.exists():
         document = read(path)
         differ = [key for key in SAME_MACHINE if document["environment"][key] != here[key]]
-        differ += [key for key in wanted if document["settings"][key] != wanted[key]]
+        differ += ["options"] if document["options"] != list(options) else []
         if differ:
             raise ValueError(f"{path} was measured otherwise ({', '.join(differ)}): move it, or give another --output")
-    there = {(run["seed"], run["loss"]) for run in document["runs"]}
+    there = {(run["seed"], run["loss_type"], run["loss"]) for run in document["runs"]}
     for seed in seeds:
-        for loss in LOSSES:
-            if (seed, loss) in there:
-                print(f"seed {seed}, {loss}: already in {path}", flush=True)
+        for loss_type, loss in LOSSES:
+            if (seed, loss_type, loss) in there:
+                print(f"seed {seed}, {loss_type}, {loss}: already in {path}", flush=True)
                 continue
-            print(f"seed {seed}, {loss}", flush=True)
-            document["runs"].append(_run(dataclasses.replace(settings, seed=seed, loss=loss)))
+            print(f"seed {seed}, {loss_type}, {loss}", flush=True)
+            document["runs"].append(one_run(options, seed, loss_type, loss))
             write(path, document)
 
 
-def common(settings: DemoSettings) -> dict[str, Any]:
-    """What all runs of a document share."""
-    return {key: value for key, value in dataclasses.asdict(settings).items() if key not in NOT_SETTINGS}
-
-
-def _run(settings: DemoSettings) -> dict[str, Any]:
-    """One run of the demo; "seconds" are of the steps of GRPO, "seconds_in_all" of the warm-up and evaluations too."""
+def one_run(options: Sequence[str], seed: int, loss_type: str, loss: str) -> dict[str, Any]:
+    """One run of the trainer: pass@1 before and after, seconds in all, and its curves, one value per optimizer step."""
     with tempfile.TemporaryDirectory() as folder:
-        start = time.perf_counter()
-        result = run_demo(dataclasses.replace(settings, output=Path(folder)))
-        seconds = time.perf_counter() - start
+        output = Path(folder) / "run"
+        argv = ["--output-dir", str(output), "--seed", str(seed), "--loss-type", loss_type, "--loss", loss]
+        status = train([*argv, "--use-cpu", "--disable-tqdm", "--save-steps", "0", *options])
+        if status:
+            raise ValueError(f"grpo-kernels train {shlex.join([*argv, *options])} ended with status {status}")
+        summary = json.loads((output / "summary.json").read_text())
+        steps = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
     return {
-        "seed": settings.seed,
-        "loss": settings.loss,
-        "seconds": _short(result.records[-1]["seconds"]),
-        "seconds_in_all": _short(seconds),
-        "accuracy_before": _short(result.accuracy_before),
-        "accuracy_after": _short(result.accuracy_after),
-    } | {key: [_short(step[key]) for step in result.records] for key in CURVES}
+        "seed": seed,
+        "loss_type": loss_type,
+        "loss": loss,
+        "seconds": _short(summary["seconds"]),
+        "pass_at_1_before": _short(summary["pass_at_1_before"]),
+        "pass_at_1_after": _short(summary["pass_at_1_after"]),
+    } | {curve: [_short(step[curve]) for step in steps if "loss" in step] for curve in CURVES}
 
 
 def _short(number: float) -> float:
-    """Five digits are more than a curve shows."""
-    return float(f"{number:.5g}")
+    """Four digits are more than a curve shows."""
+    return float(f"{number:.4g}")
 
 
 if __name__ == "__main__":

@@ -148,16 +148,15 @@ def _masks(cases: Sequence[Document]) -> str:
 
 
 def _learning(document: Document) -> str:
-    rows = []
-    for loss, title in (("fused", "ours"), ("reference", "eager reference")):
-        runs = [run for run in document["runs"] if run["loss"] == loss]
-        ends = [" to ".join(f"{run[f'accuracy_{when}']:.3f}" for when in ("before", "after")) for run in runs]
-        rows.append([title, *ends])
-    seeds = [str(run["seed"]) for run in document["runs"] if run["loss"] == "fused"]
-    steps = document["settings"]["steps"]
-    header = ["loss", *(f"seed {seed}" for seed in seeds)]
-    what = f"The demo with either loss, held-out accuracy before and after {steps} steps of GRPO"
-    return f"{what}:\n\n{_table(header, rows)}"
+    rows: dict[tuple[str, str], list[str]] = {}
+    for run in document["runs"]:
+        ends = f"{run['pass_at_1_before']:.3f} to {run['pass_at_1_after']:.3f}"
+        rows.setdefault((run["loss_type"], "ours" if run["loss"] == "fused" else "eager"), []).append(ends)
+    seeds = sorted({run["seed"] for run in document["runs"]})
+    header = ["loss_type", "loss", *(f"seed {seed}" for seed in seeds)]
+    steps = len(document["runs"][0]["reward"])
+    what = f"`grpo-kernels train` with its defaults, held-out pass@1 before and after {steps} optimizer steps"
+    return f"{what}:\n\n{_table(header, [[*key, *ends] for key, ends in rows.items()])}"
 
 
 def _pictures(stem: str) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from grpo_kernels.benchmarks import figures, panels
-from grpo_kernels.demo.settings import DemoSettings
+from grpo_kernels.trainer.arithmetic import start_model
 
 BENCH = Path(__file__).parents[1] / "bench"
 ENVIRONMENT = {
@@ -355,68 +355,70 @@ def script():
     return load
 
 
-@pytest.fixture
-def small(tmp_path):
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Options of one optimizer step of a tiny model."""
+    folder = tmp_path_factory.mktemp("learning") / "model"
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # products this small gain nothing from threads
-    yield DemoSettings(
-        steps=1, quiet=True, device="cpu", vocab_size=32, hidden_size=32, num_layers=1, num_held_out=20,
-        warmup_batch=32, max_warmup_steps=2, num_prompts=4, num_generations=4,
-    )  # fmt: skip
+    start_model(folder, seed=0, vocab_size=32, hidden_size=32, num_layers=1, max_steps=2, quiet=True)
+    yield [
+        "--model-name-or-path", str(folder), "--dataset-name", "arithmetic", "--reward-funcs", "arithmetic",
+        "--dataset-test-split", "test", "--eval-max-prompts", "4", "--beta", "0.1", "--max-completion-length", "5",
+        "--max-steps", "1",
+    ]  # fmt: skip
     torch.set_num_threads(before)
 
 
 def test_learning_runs_every_pair_and_resumes(script, small, tmp_path, monkeypatch):
     learning, path = script("learning"), tmp_path / "results" / "learning.json"
-    run_demo, calls = learning.run_demo, []
+    one_run, calls = learning.one_run, []
 
-    def interrupted(settings):
-        calls.append((settings.seed, settings.loss))
-        if len(calls) == 2:
+    def interrupted(options, *key):
+        calls.append(key)
+        if len(calls) == 3:
             raise KeyboardInterrupt
-        return run_demo(settings)
+        return one_run(options, *key)
 
-    monkeypatch.setattr(learning, "run_demo", interrupted)
+    monkeypatch.setattr(learning, "one_run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         learning.record(path, small, [5], "the command")
-    assert [(run["seed"], run["loss"]) for run in json.loads(path.read_text())["runs"]] == [(5, "fused")]
+    assert len(json.loads(path.read_text())["runs"]) == 2
 
+    monkeypatch.setattr(learning, "LOSSES", learning.LOSSES[:3])
     learning.record(path, small, [5])
-    assert calls == [(5, "fused"), (5, "reference"), (5, "reference")]  # what was there is not run again
+    pairs = [(5, "dapo", "eager"), (5, "dapo", "fused"), (5, "grpo", "fused")]
+    assert calls == [*pairs, pairs[-1]]  # what was there is not run again
     learned = json.loads(path.read_text())
-    assert [(run["seed"], run["loss"]) for run in learned["runs"]] == [(5, "fused"), (5, "reference")]
-    assert learned["command"] == "the command"
-    assert learned["settings"]["vocab_size"] == 32 and learned["environment"]["threads"] == 1
+    assert [(run["seed"], run["loss_type"], run["loss"]) for run in learned["runs"]] == pairs
+    assert learned["command"] == "the command" and learned["environment"]["threads"] == 1
     for run in learned["runs"]:
-        assert [len(run[key]) for key in ("reward", "reward_smoothed", "kl", "entropy")] == [1] * 4
-        assert run["seconds_in_all"] > run["seconds"] > 0
-        assert 0 < run["entropy"][0] == float(f"{run['entropy'][0]:.5g}")
-    fused, reference = learned["runs"]
-    assert fused["entropy"] == pytest.approx(reference["entropy"], rel=1e-3)
+        assert [len(run[key]) for key in ("reward", "kl", "entropy")] == [1] * 3
+        assert run["seconds"] > 0 and 0 < run["entropy"][0] == float(f"{run['entropy'][0]:.4g}")
+    eager, fused, _ = learned["runs"]
+    assert fused["entropy"] == pytest.approx(eager["entropy"], rel=1e-3)
+    assert fused["pass_at_1_after"] == eager["pass_at_1_after"]
 
 
-def test_learning_does_not_mix_settings_or_machines(script, small, tmp_path, capsys):
+def test_learning_does_not_mix_options_or_machines(script, tmp_path, capsys):
     learning, path = script("learning"), tmp_path / "learning.json"
-    made = {
-        "environment": learning.environment(torch.device("cpu")) | {"threads": 99},
-        "settings": learning.common(small) | {"steps": 2},
-        "runs": [],
-    }
-    before = json.dumps(made)
+    here = learning.environment(torch.device("cpu"))
+    before = json.dumps({"environment": here | {"threads": 99}, "options": ["--max-steps", "2"], "runs": []})
     path.write_text(before)
-    with pytest.raises(ValueError, match=r"measured otherwise \(threads, steps\): move it"):
-        learning.record(path, small, [0])
+    with pytest.raises(ValueError, match=r"measured otherwise \(threads, options\): move it"):
+        learning.record(path, [], [0])
     with pytest.raises(SystemExit):
-        learning.main(["--steps", "3", "--output", str(path)])
+        learning.main(["--max-steps", "3", "--output", str(path)])
     assert "error: " in capsys.readouterr().err
     assert path.read_text() == before
 
 
 def test_script_draws_every_file(script, tmp_path, capsys):
-    curves = {"reward": [0.1, 0.5], "reward_smoothed": [0.2, 0.3], "kl": [0.0, 0.1], "entropy": [0.5, 0.4]}
-    ends = {"seconds": 2.0, "accuracy_before": 0.25, "accuracy_after": 0.75}
-    runs = [{"seed": seed, "loss": loss} | curves | ends for seed in (0, 1) for loss in ("fused", "reference")]
-    learned = {"environment": ENVIRONMENT, "command": "", "settings": {"steps": 2}, "runs": runs}
+    curves = {"reward": [0.1, 0.5], "kl": [0.0, 0.1], "entropy": [0.5, 0.4]}
+    ends = {"seconds": 2.0, "pass_at_1_before": 0.25, "pass_at_1_after": 0.75}
+    kinds = (("dapo", "eager"), ("dapo", "fused"), ("gspo", "fused"))
+    runs = [{"seed": s, "loss_type": kind, "loss": loss} | curves | ends for s in (0, 1) for kind, loss in kinds]
+    learned = {"environment": ENVIRONMENT, "command": "", "options": [], "runs": runs}
     (tmp_path / "learning.json").write_text(json.dumps(learned))
     (tmp_path / "cpu.json").write_text(json.dumps(document(case())))
     (tmp_path / "empty.json").write_text(json.dumps(document()))
@@ -427,12 +429,10 @@ def test_script_draws_every_file(script, tmp_path, capsys):
     assert "empty.json: nothing to draw" in capsys.readouterr().out
 
     figure = module.learning(learned)
-    reward, _, _, accuracy = figure.axes
-    lines = {line.get_label(): list(line.get_ydata()) for line in reward.get_lines()}
-    assert lines["fused, seed 1"] == lines["reference, seed 0"] == [0.2, 0.3]
-    assert {text.get_text() for text in accuracy.texts} == {"0.25", "0.75"}
-    assert [text.get_text() for text in reward.get_legend().get_texts()] == [
-        "eager reference",
-        "ours",
-    ]
+    dapo, gspo, *_ = figure.axes
+    lines = {line.get_label(): list(line.get_ydata()) for line in dapo.get_lines()}
+    assert lines["fused, seed 1"] == lines["eager, seed 0"] == [0.1, 0.3]  # means of what came before
+    assert dapo.get_title(loc="left") == "dapo: held-out pass@1 0.25 to 0.75, 0.25 to 0.75"
+    legends = [[text.get_text() for text in axis.get_legend().get_texts()] for axis in (dapo, gspo)]
+    assert legends == [["eager loss", "ours"], ["ours"]]
     assert figure.get_supxlabel().startswith("Some CPU, 7 threads")
