@@ -107,3 +107,14 @@ def test_measurements_come_from_the_committed_results(monkeypatch):
     summary = importlib.import_module("summary")
     shown = README.split(summary.BEGIN)[1].split(summary.END)[0]
     assert shown.strip() == summary.section().strip(), "run python bench/summary.py"
+
+
+def test_every_pitfall_of_the_trainers_table_has_its_test():
+    table = (ROOT / "grpo_kernels" / "trainer" / "README.md").read_text()
+    rows = re.findall(r"^\| (\d+) \|.*\| (`test_.*`) \|$", table, re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, 21))
+    there = set(
+        re.findall(r"^def (test_\w+)", "".join(p.read_text() for p in (ROOT / "tests").glob("test_*.py")), re.M)
+    )
+    named = {name for _, names in rows for name in re.findall(r"`(\w+)`", names)}
+    assert named <= there, named - there
