@@ -218,7 +218,7 @@ def two_processes(*script: str, timeout: float = 600) -> None:
         except subprocess.TimeoutExpired:
             launcher.terminate()
             errors = f"no end after {timeout} s: {launcher.communicate()[1]}"
-    assert launcher.returncode == 0, errors[-4000:]
+    assert launcher.returncode == 0, errors[-20000:]
 
 
 def worker(folder: str, names: str, titles: str) -> None:
