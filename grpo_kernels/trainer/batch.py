@@ -56,7 +56,7 @@ def assign_advantages(rollout: Sequence[Completion], config: GRPOConfig, num_gen
             c.advantage = advantage
         return
     most = max(len(c.steps or ()) for c in rollout)
-    rewards = torch.full((len(rollout), most), math.nan)
+    rewards = torch.full((len(rollout), most), math.nan, dtype=torch.float32)
     ends = torch.zeros((len(rollout), most), dtype=torch.int64)
     for i, c in enumerate(rollout):
         steps, last = c.steps or [], c.step_ends or []
@@ -70,7 +70,7 @@ def assign_advantages(rollout: Sequence[Completion], config: GRPOConfig, num_gen
     length = max(len(c.ids) for c in rollout)
     found = process_advantages(rewards, ends, length, gamma=gamma, **options)
     for c, advantage in zip(rollout, found, strict=True):
-        c.advantage = torch.zeros(len(c.ids)) if math.isnan(c.reward) else advantage[: len(c.ids)].clone()
+        c.advantage = advantage.new_zeros(len(c.ids)) if math.isnan(c.reward) else advantage[: len(c.ids)].clone()
 
 
 def groups_of(rows: Sequence[Completion], num_generations: int) -> list[list[Completion]]:

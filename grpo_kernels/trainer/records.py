@@ -25,20 +25,24 @@ class UpdateSums:
         self.log_ratio = self.mismatch = 0.0  # largest so far
 
     def add(self, out: Any, inputs: dict[str, Any]) -> None:
-        """out: the loss's result on a pass; inputs: its arguments."""
-        self.numbers["loss"] += out.loss.item()
+        """out: the loss's result on a pass; inputs: its arguments. All numbers are read from the device at once."""
+        sums = {"loss": out.loss.detach()}
         for name, (total, count) in out.metric_sums.items():
-            self.numbers[f"{name} sum"] += total.item()
-            self.numbers[f"{name} count"] += count.item()
+            sums |= {f"{name} sum": total, f"{name} count": count}
         if "kl" in out.sequences:
             tokens = out.sequences["tokens"]
-            self.numbers["kl_sequence sum"] += (out.sequences["kl"] * tokens).sum().item()
-            self.numbers["kl_sequence count"] += (tokens > 0).sum().item()
-        if "ratio/min" in out.metrics and inputs["completion_mask"].any():
-            self.low = min(self.low, out.metrics["ratio/min"].item())
-            self.high = max(self.high, out.metrics["ratio/max"].item())
-        self.log_ratio = max(self.log_ratio, _largest_difference(out.logps, inputs, "old_logps"))
-        self.mismatch = max(self.mismatch, _largest_difference(out.logps, inputs, "rollout_logps"))
+            sums["kl_sequence sum"] = (out.sequences["kl"] * tokens).sum()
+            sums["kl_sequence count"] = (tokens > 0).sum()
+        mask = inputs["completion_mask"]
+        others = [mask.sum(), out.metrics["ratio/min"], out.metrics["ratio/max"]]
+        others += [_largest_difference(out.logps, inputs.get(name), mask) for name in ("old_logps", "rollout_logps")]
+        *values, tokens_here, low, high, log_ratio, mismatch = torch.stack(
+            [x.to(torch.float64) for x in (*sums.values(), *others)]
+        ).tolist()
+        self.numbers.update(dict(zip(sums, values, strict=True)))
+        if tokens_here:
+            self.low, self.high = min(self.low, low), max(self.high, high)
+        self.log_ratio, self.mismatch = max(self.log_ratio, log_ratio), max(self.mismatch, mismatch)
 
     def record(self, ranks: Ranks, *, first: bool) -> dict[str, float]:
         """first: this was the rollout's first step, before which the policy was the one that sampled."""
@@ -65,10 +69,11 @@ class UpdateSums:
         return found
 
 
-def _largest_difference(logps: Tensor, inputs: dict[str, Any], name: str) -> float:
-    if name not in inputs or not inputs["completion_mask"].any():
-        return 0.0
-    return (logps - inputs[name])[inputs["completion_mask"]].abs().nan_to_num(0.0).max().item()
+def _largest_difference(logps: Tensor, others: Tensor | None, mask: Tensor) -> Tensor:
+    """() of unmasked tokens, 0 without any; a log-probability that is not known counts as equal."""
+    if others is None:
+        return logps.new_zeros(())
+    return (logps - others).masked_fill(~mask, 0.0).abs().nan_to_num(0.0).amax()
 
 
 def rollout_record(rollout: Sequence[Completion], num_generations: int) -> dict[str, Any]:

@@ -136,9 +136,11 @@ class Trainer:
             chosen = take(len(self.made.prompts), p.cursor, wanted, a.seed, shuffle=a.shuffle_dataset)
             p.cursor += wanted
             found = self._sample_groups([self.made.prompts[i] for i in chosen], index)
+            if a.dynamic_sampling != "refill":
+                return found
             assign_advantages(found, self.config, a.num_generations, a.gamma)
             for group in groups_of(found, a.num_generations):
-                (equal if a.dynamic_sampling != "off" and without_gradient(group) else useful).append(group)
+                (equal if without_gradient(group) else useful).append(group)
             p.rollout_numbers["refill_rounds"] = index
             if len(useful) >= wanted:
                 break

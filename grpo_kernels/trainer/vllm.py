@@ -59,7 +59,7 @@ class VLLM:
         ids = list(output.token_ids)
         logps = [entry[token].logprob if entry and token in entry else math.nan
                  for token, entry in zip(ids, output.logprobs, strict=True)]  # fmt: skip
-        return Sampled(ids, bool(ids) and ids[-1] in ends, torch.tensor(logps), None)
+        return Sampled(ids, bool(ids) and ids[-1] in ends, torch.tensor(logps, dtype=torch.float32), None)
 
     @torch.no_grad()
     def _load_weights(self, policy: Any) -> None:
