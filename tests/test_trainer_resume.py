@@ -44,7 +44,7 @@ def data(tmp_path_factory):
 def whole(model, data, tmp_path_factory):
     """A run of 6 steps that nothing interrupts, with a checkpoint after each."""
     output = tmp_path_factory.mktemp("whole") / "run"
-    assert run(model, data, output, **HARD | {"max_steps": 6, "save_steps": 1, "save_total_limit": None}) == 0
+    assert run(model, data, output, **HARD | {"max_steps": 6, "save_steps": 1, "save_total_limit": 9}) == 0
     return output
 
 
@@ -54,9 +54,10 @@ def resumed(model, data, whole, output, step, **options):
     for folder in output.glob("checkpoint-*"):
         if int(folder.name.split("-")[1]) > step:
             shutil.rmtree(folder)
+    assert (output / f"checkpoint-{step}").is_dir()  # otherwise the run would begin again, and be equal
     shutil.rmtree(output / "model")
     torch.rand(7)  # pitfall 2: random numbers are streams of their own, whatever was drawn before
-    given = HARD | {"max_steps": 6, "save_steps": 1, "save_total_limit": None, "resume_from_checkpoint": "auto"}
+    given = HARD | {"max_steps": 6, "save_steps": 1, "save_total_limit": 9, "resume_from_checkpoint": "auto"}
     return run(model, data, output, **given | options)
 
 
@@ -142,7 +143,7 @@ def test_pitfall_19_a_damaged_checkpoint_is_passed_over_aloud(harm, model, data,
     else:
         sums.unlink() if harm == "no checksums" else sums.write_text("[1")
     before = (output / "checkpoint-5" / "state.json").read_text()
-    given = HARD | {"max_steps": 6, "save_steps": 1, "save_total_limit": None}
+    given = HARD | {"max_steps": 6, "save_steps": 1, "save_total_limit": 9}
     assert run(model, data, output, resume_from_checkpoint="auto", **given) == 0
     assert f"{newest} is passed over: " in capfd.readouterr().err
     assert same_weights(whole, output)
@@ -210,7 +211,7 @@ def test_pitfall_19_a_full_disk_keeps_what_was_there(how, model, data, whole, tm
     shutil.copytree(whole, output)
     shutil.rmtree(output / "checkpoint-6")
     kept = {path: path.read_bytes() for path in (output / "checkpoint-5").iterdir()}
-    given = HARD | {"max_steps": 6, "save_steps": 1, "save_total_limit": None}
+    given = HARD | {"max_steps": 6, "save_steps": 1, "save_total_limit": 9}
     if how == "error":
 
         def full(*_):
