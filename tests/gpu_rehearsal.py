@@ -24,6 +24,7 @@ import gpu_events
 import gpu_headline
 import gpu_probes
 import torch
+from gpu_stand_in import HANGS
 from torch import Tensor
 
 from grpo_kernels import backends
@@ -50,6 +51,9 @@ class Device:
         self.check()
         fault = self.faults.get(kernel, "")
         if fault == "hang":
+            time.sleep(0.5)
+            with open(os.environ[HANGS], "a") as hangs:
+                print(kernel, file=hangs)
             time.sleep(600)
         if fault == "lose":
             self.lost = True

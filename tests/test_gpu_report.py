@@ -24,7 +24,7 @@ import gpu_tiles
 import gpu_work
 import pytest
 from gpu_stages import Stage
-from gpu_stand_in import BENCH, ROOT, TESTS, Machine, install, statuses
+from gpu_stand_in import BENCH, ROOT, TESTS, Machine, install, install_clock, statuses
 
 from grpo_kernels.backends.strategy import STRATEGIES
 from grpo_kernels.benchmarks.implementations import select
@@ -32,7 +32,8 @@ from grpo_kernels.benchmarks.implementations import select
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch) -> Machine:
-    monkeypatch.setattr(gpu_items, "SILENCE", {"cuda": 3.0, "triton": 3.0})
+    monkeypatch.setattr(gpu_items, "SILENCE", {"cuda": 60.0, "triton": 60.0})
+    install_clock(tmp_path, monkeypatch, step=60.0)
     return install(tmp_path, monkeypatch)
 
 
@@ -55,21 +56,27 @@ def alive(pid: int) -> bool:
     return True
 
 
-# A process that starts another, says which, and waits.
-PARENT = "import subprocess as s; p = s.Popen(['sleep', '60']); print(p.pid, flush=True); p.wait()"
+# A process that starts another, says which, and hangs.
+PARENT = """
+import os, subprocess, time
+print(subprocess.Popen(["sleep", "600"]).pid, flush=True)
+time.sleep(0.5)
+print("hangs", file=open(os.environ["HANGS"], "a"), flush=True)
+time.sleep(600)
+"""
 
 
-@pytest.mark.parametrize("limits", [{}, {"most": 2.0}, {"silence": 2.0}])
-def test_what_overruns_is_stopped_with_all_its_processes(limits, tmp_path):
+@pytest.mark.parametrize("limits", [{}, {"most": 40.0}, {"silence": 40.0}])
+def test_what_overruns_is_stopped_with_all_its_processes(limits, tmp_path, monkeypatch):
+    install_clock(tmp_path, monkeypatch, step=40.0)
+
     def overruns(work):
         work.record["ended"] = work.python("-c", PARENT, **limits)._asdict()
 
     stages = [Stage("overruns", overruns, weight=1, least=0), Stage("later", lambda work: None, weight=1, least=0)]
-    minutes = 0.05 if not limits else 1.0
-    start = time.monotonic()
-    report = conduct(stages, tmp_path, minutes=minutes)
+    report = conduct(stages, tmp_path, minutes=5.0 if limits else 1.0)
     ended = report["stages"]["overruns"]["ended"]
-    assert time.monotonic() - start < 30 and "stopped after" in ended["stopped"] and ended["code"] is None
+    assert "stopped after" in ended["stopped"] and ended["code"] is None
     assert not alive(int(ended["output"]))
     assert statuses(report)["later"] == "ok"
 
@@ -174,7 +181,7 @@ def test_what_hangs_or_fails_at_first_contact_is_left_out_later(machine):
     probes = report["stages"]["smoke"]["probes"]
     assert list(report["left_out"]) == ["cuda/linear", "triton/anchored"]
     hung = probes["cuda/linear"]["sizes"]["130x64x1000"]
-    assert "stopped after 3 s of silence" in hung["error"] and "watchdog: block 3" in hung["said"]
+    assert "stopped after 60 s of silence" in hung["error"] and "watchdog: block 3" in hung["said"]
     assert "2304x512x20000" not in probes["cuda/linear"]["sizes"], "nothing after it in that process"
     wrong = probes["triton/anchored"]["sizes"]
     assert not wrong["129x72x257"]["ok"] and wrong["1100x512x20000"]["ok"], "after a mismatch the rest is run"
@@ -206,10 +213,11 @@ def test_what_hangs_under_the_watchdog_is_not_let_loose(machine):
 
 
 def test_what_there_is_no_time_to_try_is_left_out(machine, monkeypatch):
-    monkeypatch.setattr(gpu_items, "SILENCE", {"cuda": 2.0, "triton": 60.0})
+    monkeypatch.setattr(gpu_items, "SILENCE", {"cuda": 60.0, "triton": 600.0})
+    install_clock(machine.folder, monkeypatch, step=100.0)
     machine.breaks(hangs=("smoke/cuda/rows", "smoke/triton/linear"))
     stages = [gpu_stages.STAGES[0], Stage("smoke", gpu_smoke.smoke, 1, needs_gpu=True)]
-    settings = gpu_report.Settings(**vars(machine.settings) | {"minutes": 0.17})
+    settings = gpu_report.Settings(**vars(machine.settings) | {"minutes": 2.5})
     report = gpu_report.conduct(stages, settings)
     assert report["stages"]["smoke"]["stopped"].startswith("out of time before triton/anchored")
     left_out = {name for name in gpu_smoke.STRATEGIES if name != "triton/rows"}
@@ -371,7 +379,10 @@ poisoned = []
 
 def test_passes(): assert not poisoned
 def test_fails(): assert not "this"
-def test_hangs(): time.sleep(60)
+def test_hangs():
+    time.sleep(0.5)
+    print("hangs", file=open(os.environ["HANGS"], "a"), flush=True)
+    time.sleep(600)
 def test_crashes(): os.abort()
 def test_poisons():
     poisoned.append(1)
@@ -382,7 +393,7 @@ def test_last(): assert not poisoned
 
 def test_a_test_that_breaks_its_process_costs_itself_alone(machine, monkeypatch):
     (machine.folder / "test_dangerous.py").write_text(DANGEROUS)
-    monkeypatch.setattr(gpu_tests, "COMPILING", 5.0)
+    monkeypatch.setattr(gpu_tests, "COMPILING", 60.0)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # of which none is needed here
     names = ("passes", "fails", "hangs", "crashes", "poisons", "last")
     stage = Stage("tests", lambda work: gpu_tests.run(work, [f"test_dangerous.py::test_{x}" for x in names], {}), 1)
