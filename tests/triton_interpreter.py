@@ -6,10 +6,13 @@ tl.dot. `install` must come before the first launch; it needs TRITON_INTERPRET=1
 
 from __future__ import annotations
 
+import inspect
+import math
 from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 Builder, Handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
@@ -23,6 +26,7 @@ def install() -> None:
     _repair_bfloat16()
     _check_addresses()
     _patch_once()
+    _remember_types()
 
 
 # --- bfloat16 -------------------------------------------------------------------------------------------------------
@@ -90,6 +94,66 @@ def _patch_once() -> None:
         return scope
 
     interpreter._patch_lang = patch_lang
+    members: dict[Any, list[tuple[str, Any]]] = {}
+
+    def patch_builtin(package, builder, scope):
+        if package not in members:
+            members[package] = [pair for pair in inspect.getmembers(package) if tl.core.is_builtin(pair[1])]
+        for name, member in members[package]:
+            interpreter._patch_attr(package, name, member, builder, scope)
+
+    interpreter._patch_builtin = patch_builtin
+
+
+def _remember_types() -> None:
+    """What a type is made of is found once per type; Triton finds it for each value, in a third of all the time."""
+    dtype_of, dtypes = interpreter._get_np_dtype, {}
+    make_block, blocks = tl.block_type.__init__, {}
+    broadcast = TritonSemantic.broadcast_impl_value
+    make_tuple, field = tl.core.tuple.__init__, tl.core.tuple.__getattr__
+    shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+    def np_dtype(type_):
+        if type_.name not in dtypes:
+            dtypes[type_.name] = dtype_of(type_)
+        return dtypes[type_.name]
+
+    def init_block(self, element_ty, shape):
+        key = element_ty.name, *(x.value if isinstance(x, tl.constexpr) else x for x in shape)
+        if key not in blocks:
+            make_block(self, element_ty, shape)
+            blocks[key] = dict(vars(self))
+        vars(self).update(blocks[key])
+
+    def broadcast_impl_value(self, left, right):
+        """Blocks of one shape are what they should be: Triton compares a tuple with a list and broadcasts them."""
+        if left.type.is_block() and right.type.is_block() and left.type.shape.values == right.type.shape.values:
+            return left, right
+        return broadcast(self, left, right)
+
+    def init_tensor(self, handle, type):
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        key = tuple(type.shape.values) if type.is_block() else ()
+        if key not in shapes:
+            shapes[key] = tl.constexpr(math.prod(key)), tl.core.tuple([tl.constexpr(x) for x in key])
+        self.numel, self.shape = shapes[key]
+
+    def init_tuple(self, args, type=None):
+        if type is None:
+            self.values = list(args)
+        else:
+            make_tuple(self, args, type)
+
+    def getattr_tuple(self, name):
+        if name == "type":  # few tuples are asked for it
+            make_tuple(self, self.values)
+            return self.type
+        return field(self, name)
+
+    interpreter._get_np_dtype = np_dtype
+    tl.block_type.__init__, tl.core.tensor.__init__ = init_block, init_tensor
+    TritonSemantic.broadcast_impl_value = broadcast_impl_value
+    tl.core.tuple.__init__, tl.core.tuple.__getattr__ = init_tuple, getattr_tuple
 
 
 # --- addresses ------------------------------------------------------------------------------------------------------
