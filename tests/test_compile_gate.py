@@ -53,6 +53,14 @@ def test_a_budget_excuses_neither_spills_nor_missing_tensor_cores():
     assert "no HGMMA" in complaints(slow, new_budget(slow, {}))[0]
 
 
+def test_of_another_triton_the_budget_names_spills():
+    spilling = {ROWS: GOOD[ROWS]._replace(spills=2)}
+    assert complaints(spilling, new_budget(spilling, {}), may_spill=True) == []
+    assert complaints(spilling, BUDGET, may_spill=True) == [f"{ROWS[0]} on sm_90: spills 2, budget 0"]
+    assert compile_gate.budget_file("3.6.12") != compile_gate.budget_file(compile_gate.PINNED)
+    assert compile_gate.budget_file("3.6.12").exists() and compile_gate.budget_file(compile_gate.PINNED).exists()
+
+
 def test_what_the_budget_does_not_know():
     (line,) = complaints({**GOOD, ("rows.new_kernel: fp32", "sm_80"): GOOD[ROWS]}, BUDGET)
     assert "rows.new_kernel: fp32 on sm_80" in line and "--write" in line
