@@ -1,6 +1,6 @@
 """Time and peak memory of one micro-batch of TRL's GRPOTrainer, with and without this package: forward, loss, backward.
 
-    python bench/trl_step.py [--layers 4] [--threads 2] [--repeats 7]
+    python bench/trl_step.py [--layers 4] [--threads 2] [--repeats 7] [--output build/trl-step.json]
 
 A model of SmolLM2-135M's shapes with few layers, random weights, float32; 8 completions of 128 tokens after prompts of
 32. TRL's own trainer, the same with `patch_trl`, and FusedGRPOTrainer take turns. Memory: of a process
@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import statistics
 import sys
 import tempfile
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from grpo_kernels.benchmarks.machine import limit_memory, peak, restart_peak
+from grpo_kernels.benchmarks.document import write
+from grpo_kernels.benchmarks.machine import environment, limit_memory, peak, restart_peak
 from grpo_kernels.benchmarks.process import Tell, apart
 
 NAMES = ("TRL", "patch_trl", "FusedGRPOTrainer")
@@ -109,7 +112,8 @@ def weigh(name: str, options: dict[str, Any], layers: int, threads: int, tell: T
     return peak(torch.device("cpu")) - before
 
 
-def measure(options: dict[str, Any], layers: int, repeats: int) -> None:
+def measure(options: dict[str, Any], layers: int, repeats: int) -> dict[str, dict[str, Any]]:
+    """Trainer to its seconds, in the order of the rounds, its share of TRL's time, and its peak memory."""
     trainers, batch = {name: make_trainer(name, options, layers) for name in NAMES}, make_batch()
     times: dict[str, list[float]] = {name: [] for name in NAMES}
     for i in range(repeats + 1):
@@ -117,11 +121,24 @@ def measure(options: dict[str, Any], layers: int, repeats: int) -> None:
             seconds = step(name, trainer, batch)
             if i:
                 times[name].append(seconds)
-    weights = {name: apart(weigh, name, options, layers, torch.get_num_threads()) or 0 for name in NAMES}
-    for name in NAMES:
-        ratio = statistics.median(a / b for a, b in zip(times[name], times["TRL"], strict=True))
-        memory = f"{weights[name] / 2**20:.0f} MiB | {weights[name] / weights['TRL']:.2f}"
-        print(f"| {name} | {statistics.median(times[name]):.2f} s | {ratio:.2f} | {memory} |", flush=True)
+    trainers.clear()
+    return {
+        name: {
+            "seconds": times[name],
+            "of_trl": statistics.median(a / b for a, b in zip(times[name], times["TRL"], strict=True)),
+            "peak_bytes": apart(weigh, name, options, layers, torch.get_num_threads()),
+        }
+        for name in NAMES
+    }
+
+
+def table(found: dict[str, dict[str, Any]]) -> str:
+    lines = ["| trainer | time | of TRL's | memory | of TRL's |", "|---|---|---|---|---|"]
+    for name, numbers in found.items():
+        own, whole = numbers["peak_bytes"], found["TRL"]["peak_bytes"]
+        memory = f"{own / 2**20:.0f} MiB | {own / whole:.2f}" if own and whole else " | "
+        lines.append(f"| {name} | {statistics.median(numbers['seconds']):.2f} s | {numbers['of_trl']:.2f} | {memory} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -130,14 +147,18 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=SETTINGS)
+    parser.add_argument("--output", type=Path)
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
+    settings = {name: value for name, value in vars(chosen).items() if name != "output"}
+    document: dict[str, Any] = {"environment": environment(torch.device("cpu")), "settings": settings, "steps": {}}
     with contextlib.redirect_stderr(sys.stdout), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for title in chosen.settings:
-            print(f"\n**{title}**, {chosen.layers} layers\n")
-            print("| trainer | time | of TRL's | memory | of TRL's |\n|---|---|---|---|---|")
-            measure(SETTINGS[title], chosen.layers, chosen.repeats)
+            found = document["steps"][title] = measure(SETTINGS[title], chosen.layers, chosen.repeats)
+            print(f"\n**{title}**, {chosen.layers} layers\n\n{table(found)}", flush=True)
+            if chosen.output:
+                write(chosen.output, json.loads(json.dumps(document, default=str)))
 
 
 if __name__ == "__main__":
