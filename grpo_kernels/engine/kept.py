@@ -68,16 +68,10 @@ class MaskRows:
     """The kept ids of the tokens `index` (C,), in order: sampled ids that were not among them are added."""
 
     index: Tensor  # (C,) int64
-    ids: Tensor  # (M,) int64, ascending within a token
-    row: Tensor  # (M,) int64: the token of each id, in `index`
+    ids: Tensor  # (M,) int32, ascending within a token
     counts: Tensor  # (C,) int64
     places: Tensor  # (C,) int64: place of the sampled id in its row; -1 where an id is not in the vocabulary
     added: Tensor  # (C,) bool
-
-    @property
-    def firsts(self) -> Tensor:
-        """(C,) where the ids of each token begin."""
-        return self.counts.cumsum(0) - self.counts
 
 
 def mask_rows(mask: TokenMask, ids: Tensor, index: Tensor, vocab_size: int) -> MaskRows:
@@ -85,30 +79,36 @@ def mask_rows(mask: TokenMask, ids: Tensor, index: Tensor, vocab_size: int) -> M
 
     The keys row * V + id are in order, so that one binary search per row finds its sampled id.
     """
-    counts = mask.counts[index].long()
-    first_of_token = mask.counts.cumsum(0) - mask.counts
-    row, rank = _places(counts)
-    given, sampled = mask.ids[first_of_token[index][row] + rank], ids[index]
+    counts, sampled = mask.counts[index].long(), ids[index]
+    row, given = _given(mask, index, counts)
     outside = _outside(given, row, index.numel(), vocab_size) | (sampled < 0) | (sampled >= vocab_size)
     # Memory is read at rows of the weight even then.
-    keys = row * vocab_size + given.clamp(0, vocab_size - 1)
+    keys = given.clamp(0, vocab_size - 1).long().add_(row, alpha=vocab_size)
     wanted = torch.arange(index.numel(), device=index.device) * vocab_size + sampled.clamp(0, vocab_size - 1)
     found = torch.searchsorted(keys, wanted)
     added = keys[found.clamp(max=keys.numel() - 1)] != wanted
     if bool(added.any()):
         keys = torch.cat([keys, wanted[added]]).sort().values
         counts = counts + added
-        row, _ = _places(counts)
+        row = torch.repeat_interleave(counts)
         found = torch.searchsorted(keys, wanted)
     places = torch.where(outside, -1, found - (counts.cumsum(0) - counts))
-    return MaskRows(index, keys - row * vocab_size, row, counts, places, added)
+    return MaskRows(index, keys.sub_(row, alpha=vocab_size).to(torch.int32), counts, places, added)
 
 
-def _places(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """(row of each element, its place in that row) of rows with so many elements."""
+def _given(mask: TokenMask, index: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """(row of each id, the ids) of tokens `index` (C,) in ascending order, which keep so many."""
+    if index.numel() == mask.counts.numel():  # all of them: nothing is copied
+        return torch.repeat_interleave(counts), mask.ids
+    row, place = _places((mask.counts.cumsum(0) - mask.counts)[index], counts)
+    return row, mask.ids[place]
+
+
+def _places(firsts: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """(row, place) of each id of rows of so many ids; those of a row stand together from its place in `firsts` on."""
     row = torch.repeat_interleave(counts)
-    firsts = counts.cumsum(0) - counts
-    return row, torch.arange(row.numel(), device=row.device) - firsts[row]
+    place = (firsts - (counts.cumsum(0) - counts))[row]
+    return row, place.add_(torch.arange(row.numel(), device=row.device))
 
 
 def _outside(ids: Tensor, row: Tensor, rows: int, vocab_size: int) -> Tensor:
@@ -140,8 +140,7 @@ def make_buckets(rows: MaskRows) -> Buckets:
     total = sum(size * (LEAST_WIDTH << k) for k, size in enumerate(sizes))
 
     ids = torch.full((total,), -1, dtype=torch.int32, device=device)
-    rank = torch.arange(rows.row.numel(), device=device) - rows.firsts[rows.row]
-    ids[begin[rows.row] + rank] = rows.ids.to(torch.int32)
+    ids[_places(begin, rows.counts)[1]] = rows.ids
     token_of = rows.index[order].to(torch.int32).repeat_interleave(width, output_size=total)
 
     matrices, first, start = [], 0, 0
@@ -266,8 +265,8 @@ def mark_by_slices(kept: Tensor, here: Tensor, mask: TokenMask, firsts: Tensor, 
 
 def mark_by_indices(kept: Tensor, here: Tensor, mask: TokenMask, firsts: Tensor, token: Tensor) -> Tensor:
     """The same without a read. (rows,) bool: an id of the token is not in the vocabulary."""
-    row, rank = _places(mask.counts[token].long())
-    ids, vocab_size = mask.ids[firsts[row] + rank].long(), kept.shape[1]
+    row, place = _places(firsts, mask.counts[token].long())
+    ids, vocab_size = mask.ids[place].long(), kept.shape[1]
     outside = _outside(ids, row, len(here), vocab_size)
     kept.view(-1).index_fill_(0, here[row] * vocab_size + ids.clamp(0, vocab_size - 1), True)
     return outside
