@@ -66,8 +66,6 @@ def fused_logps(
         check_head(hidden, weight, bias, completion_ids, compute_dtype)
         check_token_tensor("completion_mask", completion_mask, completion_ids.shape, -1, hidden)
         check_sampling_mask(sampling_mask, completion_ids.shape, hidden)
-        if group is not None and sampling_mask is not None:
-            raise ValueError("sampling_mask is given with vocab_parallel_group; expected one of the two")
         if isinstance(temperature, Tensor):
             num_sequences = len(completion_ids) if completion_ids.dim() == 2 else -1
             temperature = temperature_per_token(temperature, completion_ids.shape, num_sequences, hidden)

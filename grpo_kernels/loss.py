@@ -96,10 +96,11 @@ def fused_grpo_loss(
             3.1). old_logps, ref_logps and rollout_logps must be under the same mask. Where a token keeps few ids, its
             time and memory are those of the kept ids, not of the vocabulary.
         vocab_parallel_group: weight and bias are this rank's slice of the vocabulary, contiguous rows in the order of
-            the group's ranks, of any sizes; all else is the same on every rank of it, and completion_ids are those of
-            the whole vocabulary. Loss, metrics and hidden's gradient are then the same on all of them, the weight's
-            gradient is that of the slice. For each chunk of rows 16 bytes per token and rank are gathered; hidden's
-            gradient is all-reduced once. Not with sampling_mask, nor under torch.compile or a CUDA graph.
+            the group's ranks, of any sizes; all else is the same on every rank of it, and the ids of completion_ids and
+            sampling_mask are those of the whole vocabulary. Loss, metrics and hidden's gradient are then the same on
+            all of them, the weight's gradient is that of the slice. For each chunk of rows 16 bytes per token and rank
+            are gathered, with a sampling mask 8 more; hidden's gradient is all-reduced once. Not under torch.compile or
+            a CUDA graph.
         num_items_in_batch: denominator of aggregation "num_items"; None: the tokens of this call.
         normalizer: replaces the denominator of any aggregation: the global number of sequences ("seq_mean", "seq_sum"),
             of tokens ("token_mean", "num_items"), of sequences times max_completion_length ("fixed_length").
@@ -146,8 +147,6 @@ def fused_grpo_loss(
             normalizer=normalizer, entropy_normalizer=entropy_normalizer,
         )  # fmt: skip
         check_sampling_mask(sampling_mask, completion_ids.shape, hidden)
-        if group is not None and sampling_mask is not None:
-            raise ValueError("sampling_mask is given with vocab_parallel_group; expected one of the two")
         inputs = resolve(options, config, completion_ids, "hidden", name, table_dtype(compute_dtype or hidden.dtype))
         inputs = with_sampling_mask(inputs, sampling_mask)
         call = LossCall(

@@ -217,7 +217,7 @@ def _run_masked(
 ) -> None:
     """With a sampling mask: all tokens are scored, then differentiated together, then their gradients follow."""
     scored = torch.zeros_like(scorer.ids, dtype=torch.bool).index_fill(0, index, True)
-    token_mask = make_token_mask(mask.ids, mask.counts, cast(LMHead, scorer.head).weight.shape[0], is_static=False)
+    token_mask = make_token_mask(mask.ids, mask.counts, cast(LMHead, scorer.head).vocab_size, is_static=False)
     kept, _ = add_mask(scorer, cast(TokenMask, token_mask), scored)
     if kept is not None:
         kept.score(None)

@@ -338,6 +338,15 @@ def check_absent_and_zero_gradient(kernels: Kernels, dtypes: tuple[torch.dtype, 
     gradient(kernels, logits, grad, ids, zeros + 1, stats, zeros, zeros, KernelParams(), rounding_error)
     assert not grad.any()
     assert not rounding_error.any()
+    # A row with no id at all, as of a slice of the vocabulary that holds none of those kept, under the others' lse.
+    logits, ids = torch.full_like(logits, -math.inf), torch.full_like(ids, -1)
+    others = RowStats(zeros, zeros.double() + 2, zeros)
+    for params in (KernelParams(), KernelParams(softcap=3.0)):
+        assert (statistics(kernels, logits, ids, zeros + 1, params).lse == -math.inf).all()
+        grad.fill_(math.nan)
+        gradient(kernels, logits, grad, ids, zeros + 1, others, zeros + 1, zeros + 0.1, params, rounding_error)
+        assert not grad.any()
+        assert not rounding_error.any()
     for place in (0, 600, vocab - 1):
         logits, grad = torch.zeros(1, vocab, dtype=dtypes[0]), torch.zeros(1, vocab, dtype=dtypes[1])
         logits[0, place] = math.nan
@@ -669,14 +678,14 @@ def check_scale(kernels: Kernels, dtype: torch.dtype, count: int, shift: int = 0
 
 # Columns beyond a vector, beyond a tile of Triton's (128, 512), and beyond a block of CUDA's (1,024 in float32).
 KEPT_WIDTHS = (1, 7, 131, 515, 1031)
-KEPT_COUNTS = (1, 3, 4, 5, 15, 16, 17, 31, 32)  # ids of a row: groups of 4, tiles of 16, with and without a rest
+KEPT_COUNTS = (0, 1, 3, 4, 5, 15, 16, 17, 31, 32)  # ids of a row: groups of 4, tiles of 16, with and without a rest
 
 
 def make_kept(tokens: int, vocab: int, seed: int = 0) -> KeptIds:
-    """Rows of tokens in no order. All keep id 0, most the last id, none id 7."""
+    """Rows of tokens in no order. Most keep id 0 and the last id, none id 7."""
     rng = random.Random(seed)
     others = [i for i in range(1, vocab - 1) if i != 7]
-    rows = [[0, *sorted(rng.sample(others, n - 2)), vocab - 1] if n > 1 else [0] for n in KEPT_COUNTS * 2]
+    rows = [[0, *sorted(rng.sample(others, n - 2)), vocab - 1] if n > 1 else [0] * n for n in KEPT_COUNTS * 2]
     ids = torch.tensor([row + [-1] * (max(KEPT_COUNTS) - len(row)) for row in rows], dtype=torch.int32)
     return KeptIds(Rows(0, len(rows), torch.tensor(rng.sample(range(tokens), len(rows)))), ids)
 

@@ -240,15 +240,14 @@ def test_tokens_that_all_have_a_mask(preset, way):
 def test_kept_ids_marked_by_slices_and_by_indices():
     """The second is that of a GPU."""
     mask = make_sampling_mask((9,), V)
-    tokens = kept.TokenMask(mask.ids, mask.counts)
+    tokens = kept.TokenMask(mask.ids, mask.counts, mask.counts.cumsum(0) - mask.counts)
     token, here = torch.tensor([7, 2, 4, 5]), torch.tensor([5, 0, 1, 3])
-    firsts = (mask.counts.cumsum(0) - mask.counts)[token]
     expected = torch.zeros(6, V, dtype=torch.bool)
     for row, t in zip(here.tolist(), token.tolist(), strict=True):
         expected[row, mask.ids.split(mask.counts.tolist())[t].long()] = True
     for mark in (kept.mark_by_slices, kept.mark_by_indices):
         found = torch.zeros_like(expected)
-        outside = mark(found, here, tokens, firsts, token)
+        outside = mark(found, here, tokens, token)
         assert torch.equal(found, expected) and (outside is None or not outside.any())
 
 

@@ -1,20 +1,40 @@
 """Ranks with a slice of the vocabulary each: the loss of one process, the same on every rank.
 
-Each test starts its ranks once and walks all its cases in them, over gloo.
+Ranks are started once for each number of them, and walk all cases, over gloo.
 """
 
 from __future__ import annotations
 
 import datetime
 import gc
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import Batch, assert_close, errors, fused, make_batch, off_policy, reference, relative
+from helpers import (
+    MASK_WAYS,
+    Batch,
+    assert_close,
+    errors,
+    fused,
+    make_batch,
+    make_sampling_mask,
+    off_policy,
+    reference,
+    relative,
+    set_mask_way,
+)
+from option_space import POINTS, build, choose, size_of_loss
 from torch import Tensor, distributed
 
 import grpo_kernels as gk
+from grpo_kernels import validate
+from grpo_kernels.config import PRESETS
+from grpo_kernels.engine import kept
 
 VOCAB = 67
 SLICES = {1: (VOCAB,), 2: (24, 43), 3: (30, 1, 36)}  # rows of the weight, of any sizes
@@ -71,33 +91,78 @@ def assert_same_on_all_ranks(found, group) -> None:
         assert all(torch.equal(x.nan_to_num(), y.nan_to_num()) for y in on_all_ranks(x, group))
 
 
+LENGTH = {"max_completion_length": 6}
+OTHER_SURROGATES = ("cispo_two_sided", "gmpo", "dppo_tv", "ipo")  # those without a preset
 CASES = {
-    **{name: gk.GRPOConfig.preset(name) for name in ("dapo", "gspo", "cispo", "vespo", "rloo", "sapo")},
+    **{name: gk.GRPOConfig.preset(name, **LENGTH if name == "dr_grpo" else {}) for name in PRESETS},
+    **{name: gk.GRPOConfig(surrogate=name) for name in OTHER_SURROGATES},
     "grpo in chunks": gk.GRPOConfig(beta=0.1, chunk_rows=5, entropy_coef=0.01),
     "softcap, scale, temperature": gk.GRPOConfig(logit_softcap=3.0, logit_scale=0.7, temperature=1.3),
     "sequences beyond a chunk": gk.GRPOConfig(importance_sampling_level="sequence", chunk_rows=3, entropy_coef=0.01),
     "static shapes": gk.GRPOConfig(static_shapes=True),
+    "tokens with a gradient alone": gk.GRPOConfig(score_inactive=False, chunk_rows=5),
     "a temperature per token": gk.GRPOConfig(temperature=torch.linspace(0.5, 2.0, 36).view(6, 6)),
 }
 
 
-def batches(config: gk.GRPOConfig) -> Batch:
+def batches(config: gk.GRPOConfig, mask: gk.SamplingMask | None = None) -> Batch:
     batch = make_batch(0, sequences=6, bias=True, masked=True, vocab=VOCAB)
     batch.ids[:, 0] = torch.tensor([0, 23, 24, 29, 30, 31])  # the last and the first id of slices
+    if mask is not None:
+        batch.options["sampling_mask"] = mask
     batch = off_policy(batch, config)
     batch.advantages[1] = 0.0  # zero-gradient rows
+    if config.beta:
+        batch.options["ref_logps"] = batch.options["old_logps"] - 0.1
     return batch
 
 
+def make_mask(*, least: int = 0) -> gk.SamplingMask:
+    """Of the tokens of `batches`: many keep no id of some slice, few their sampled one, some every id."""
+    return make_sampling_mask((6, 6), VOCAB, least=least)
+
+
+def assert_equal_to_one_process(batch: Batch, config: gk.GRPOConfig, backend: str, rank: int, group) -> None:
+    found = whole(fused(sliced(batch, rank, group), config, backend), group, rank)
+    one = fused(batch, config, backend)
+    assert_same_on_all_ranks(found, group)
+    assert found.metrics.keys() == one.metrics.keys()
+    assert_close(found, one, 2e-5)
+    if config.score_inactive:  # otherwise fewer log-probabilities than the reference has
+        assert_close(found, reference(batch, config), 2e-5)
+
+
+def options_of_a_walk(rank: int, group) -> None:
+    """Every surrogate at each of its ratio levels, with other options of a call each time."""
+    for i, point in enumerate(POINTS[::36]):  # each surrogate and level has 35, of which this takes another each time
+        chosen = choose(point, i // 2 % 2)
+        batch, config = build(point, chosen, VOCAB)
+        with way_of_masks(chosen["sampling_mask"]):
+            found = whole(fused(sliced(batch, rank, group), config, BACKENDS[i % 2]), group, rank)
+        assert_same_on_all_ranks(found, group)
+        for name, error in errors(found, reference(batch, config), size_of_loss(batch, config)).items():
+            assert error <= 2e-5, f"{point}, {chosen}: {name} has a relative error of {error:.2e}"
+
+
+@contextmanager
+def way_of_masks(way: str) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        set_mask_way(patch, way, VOCAB)
+        yield
+
+
 def equal_to_one_process(rank: int, group) -> None:
-    for backend in BACKENDS:
-        for config in CASES.values():
-            batch = batches(config)
-            if config.beta:
-                batch.options["ref_logps"] = batch.options["old_logps"] - 0.1
-            found = whole(fused(sliced(batch, rank, group), config, backend), group, rank)
-            assert_same_on_all_ranks(found, group)
-            assert_close(found, reference(batch, config), 2e-5)
+    for backend, config in itertools.product(BACKENDS, CASES.values()):
+        assert_equal_to_one_process(batches(config), config, backend, rank, group)
+
+
+def equal_under_a_sampling_mask(rank: int, group) -> None:
+    """Each configuration by another way to the logits."""
+    configs = [config for config in CASES.values() if not config.static_shapes]  # refused with a mask
+    ways = itertools.cycle(MASK_WAYS)
+    for backend, (i, config) in itertools.product(BACKENDS, enumerate(configs)):
+        with way_of_masks(next(ways)):
+            assert_equal_to_one_process(batches(config, make_mask(least=i % 2)), config, backend, rank, group)
 
 
 def equal_in_16_bits(rank: int, group) -> None:
@@ -109,34 +174,57 @@ def equal_in_16_bits(rank: int, group) -> None:
                 gk.GRPOConfig(chunk_rows=5),
                 gk.GRPOConfig(importance_sampling_level="sequence"),
             ):
-                batch = batches(config).head_as(dtype)
-                exact = reference(batch, config)
-                one = errors(fused(batch, config, backend), exact)
-                found = whole(fused(sliced(batch, rank, group), config, backend), group, rank)
-                assert_same_on_all_ranks(found, group)
-                for key, error in errors(found, exact).items():
-                    assert error <= 1.5 * one[key] + 1e-5, (key, dtype, backend, error, one[key])
+                for mask in (None, make_mask()):
+                    batch = batches(config, mask).head_as(dtype)
+                    exact = reference(batch, config)
+                    with way_of_masks("both"):
+                        one = errors(fused(batch, config, backend), exact)
+                        found = whole(fused(sliced(batch, rank, group), config, backend), group, rank)
+                    assert_same_on_all_ranks(found, group)
+                    for key, error in errors(found, exact).items():
+                        assert error <= 1.5 * one[key] + 1e-5, (key, dtype, backend, error, one[key])
 
 
 def logps_alone(rank: int, group) -> None:
     batch = make_batch(1, bias=True, masked=True, vocab=VOCAB)
     mine, mask = sliced(batch, rank, group), batch.options["completion_mask"]
-    for backend in BACKENDS:
+    for backend, way in itertools.product(BACKENDS, ("none", *MASK_WAYS)):
         leaves = [x.clone().requires_grad_() for x in (batch.hidden, batch.weight, batch.bias)]
         own = [x.clone().requires_grad_() for x in (mine.hidden, mine.weight, mine.bias)]
         options = dict(completion_mask=mask, entropy=True, temperature=1.2, logit_softcap=4.0, backend=backend)
-        one = gk.fused_logps(*leaves[:2], batch.ids, lm_head_bias=leaves[2], **options)
-        found = gk.fused_logps(*own[:2], batch.ids, lm_head_bias=own[2], vocab_parallel_group=group, **options)
-        for x, y in zip(found, one, strict=True):
-            assert torch.allclose(x, y, atol=2e-6)
-        for logps, entropy in (one, found):
-            (logps.sin().sum() + entropy.square().sum()).backward()
-        rows = rows_of(rank, group.size())
-        for x, y in zip(own, (leaves[0].grad, leaves[1].grad[rows], leaves[2].grad[rows]), strict=True):
-            assert relative(x.grad, y) < 2e-5
-        with torch.no_grad():
-            again, _ = gk.fused_logps(*own[:2], batch.ids, lm_head_bias=own[2], vocab_parallel_group=group, **options)
-        assert torch.equal(again, found[0])
+        if way != "none":
+            options["sampling_mask"] = make_sampling_mask(tuple(batch.ids.shape), VOCAB)
+        with way_of_masks(way):
+            one = gk.fused_logps(*leaves[:2], batch.ids, lm_head_bias=leaves[2], **options)
+            options |= {"lm_head_bias": own[2], "vocab_parallel_group": group}
+            found = gk.fused_logps(*own[:2], batch.ids, **options)
+            for x, y in zip(found, one, strict=True):
+                assert torch.allclose(x, y, atol=2e-6)
+            for logps, entropy in (one, found):
+                (logps.sin().sum() + entropy.square().sum()).backward()
+            rows = rows_of(rank, group.size())
+            for x, y in zip(own, (leaves[0].grad, leaves[1].grad[rows], leaves[2].grad[rows]), strict=True):
+                assert relative(x.grad, y) < 2e-5
+            with torch.no_grad():
+                assert torch.equal(gk.fused_logps(*own[:2], batch.ids, **options)[0], found[0])
+
+
+def kept_ids_outside_of_the_vocabulary(rank: int, group) -> None:
+    """An error; where nobody looks, as on a GPU, NaN on all ranks."""
+    batch = make_batch(1, vocab=VOCAB)
+    mine = sliced(batch, rank, group)
+    counts = torch.ones_like(batch.ids).index_fill(0, torch.tensor([0]), 2)
+    for backend, way, wrong in itertools.product(BACKENDS, MASK_WAYS, (VOCAB, 2**31 - 1, -1, -(2**31))):
+        pairs = torch.tensor(sorted([3, wrong])).repeat(6)
+        call = partial(gk.fused_logps, mine.hidden, mine.weight, mine.ids, vocab_parallel_group=group, backend=backend)
+        with way_of_masks(way), pytest.MonkeyPatch.context() as patch:
+            for module in (validate, kept):
+                patch.setattr(module, "checks_values", lambda device: False)
+            mask = gk.SamplingMask(torch.cat([pairs, torch.full((18,), 5)]).int(), counts)
+            logps, _ = call(sampling_mask=mask)
+            assert logps[0].isnan().all() and logps[1:].isfinite().all()
+        with pytest.raises(ValueError, match=rf"SamplingMask\.ids holds {wrong}"):
+            call(sampling_mask=mask)
 
 
 def accumulated(rank: int, group) -> None:
@@ -176,6 +264,7 @@ def refusals(rank: int, group) -> None:
         ({"lm_head_bias": None}, "lm_head_bias must be the same"),
         ({"config": gk.GRPOConfig(epsilon_low=0.1)}, "config and other arguments must be the same"),
         ({"old_logps": None}, "config and other arguments must be the same"),
+        ({"sampling_mask": make_mask()}, "config and other arguments must be the same"),
         ({"hidden": batch.hidden.clone().requires_grad_()}, "inputs that require gradients must be the same"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -183,9 +272,11 @@ def refusals(rank: int, group) -> None:
     wrong = {"advantages": torch.ones(5)}
     with pytest.raises(ValueError, match="advantages has shape" if only_here else "rank 1 of the group refused"):
         call(**(wrong if only_here else {}))
-    mask = gk.SamplingMask(torch.arange(36), torch.ones(6, 6, dtype=torch.int64))
-    with pytest.raises(ValueError, match="sampling_mask is given with vocab_parallel_group"):
-        call(sampling_mask=mask)
+    mine, mask = sliced(batch, rank, group), make_mask()
+    with pytest.raises(ValueError, match="config and other arguments must be the same"):
+        gk.fused_logps(
+            mine.hidden, mine.weight, mine.ids, vocab_parallel_group=group, sampling_mask=mask if only_here else None
+        )
     with pytest.raises(ValueError, match="traced or compiled; it needs an eager one"):
         torch.compile(lambda: call().loss, backend="eager")()
     with pytest.raises(TypeError, match=r"vocab_parallel_group is a str; expected a torch\.distributed\.ProcessGroup"):
@@ -195,12 +286,18 @@ def refusals(rank: int, group) -> None:
     assert call().loss.isfinite()
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("work", [equal_to_one_process, equal_in_16_bits], ids=lambda work: work.__name__)
-def test_the_loss_of_slices(tmp_path, work, ranks):
-    run(work, ranks, tmp_path)
+THE_LOSS = (equal_to_one_process, options_of_a_walk, equal_under_a_sampling_mask, equal_in_16_bits)
+WORK = {
+    2: (*THE_LOSS, logps_alone, kept_ids_outside_of_the_vocabulary, accumulated, refusals),
+    3: THE_LOSS,
+}
 
 
-@pytest.mark.parametrize("work", [logps_alone, accumulated, refusals], ids=lambda work: work.__name__)
-def test_slices_on_two_ranks(tmp_path, work):
-    run(work, 2, tmp_path)
+def all_of_it(rank: int, group) -> None:
+    for work in WORK[group.size()]:
+        work(rank, group)
+
+
+@pytest.mark.parametrize("ranks", WORK)
+def test_slices_of_the_vocabulary(tmp_path, ranks):
+    run(all_of_it, ranks, tmp_path)

@@ -36,9 +36,9 @@ class Scorer:
         self, head: Head, ids: Tensor, temperature: Tensor, params: KernelParams, backend: Backend, values: TokenValues
     ) -> None:
         self.head, self.temperature, self.params, self.backend = head, temperature, params, backend
-        self.vocab_slice = head.vocab_slice if isinstance(head, LMHead) else None
-        self.global_ids = ids
-        self.ids = ids if self.vocab_slice is None else self.vocab_slice.local_ids(ids)
+        self.vocab_slice = head.vocab_slice
+        self.sampled_ids = ids  # of the whole vocabulary
+        self.ids = head.columns(ids)
         self.values = values
         self.mask: DenseMask | None = None
 
@@ -145,7 +145,7 @@ class Scorer:
         read = self._logits(rows)
         self.backend.statistics(read, self.temperature, self.values, self.params)
         if self.vocab_slice is not None:
-            self.vocab_slice.combine(rows, self.global_ids, self.values)
+            self.vocab_slice.combine(rows, self.sampled_ids, self.values)
         return read
 
     def _gradient(self, chunk: Chunk, read: LogitChunk, g_logp: Tensor, g_entropy: Tensor) -> None:
@@ -198,9 +198,9 @@ def run(
         cast(KeptLogits, kept.head).finish()
     if sampling_mask is not None:
         masked = (tokens.scored & (sampling_mask.counts > 0)).sum().to(added.dtype)
+        mask_sums = torch.nn.functional.pad(torch.stack([masked, added]), (0, 2))
         if scorer.mask is not None:
-            added = added + scorer.mask.added.sum()
-        mask_sums = torch.stack([masked, added, *_mass(scorer)])
+            mask_sums[1:] += scorer.mask.sums(tokens.values)
     if static_shapes and not plan.all_scored:
         tokens = tokens._replace(values=tokens.values.only(tokens.scored))
     sums = backend.sums(tokens, plan.params, plan.group_index, plan.num_groups)
@@ -214,25 +214,20 @@ def add_mask(scorer: Scorer, mask: TokenMask, scored: Tensor) -> tuple[Scorer | 
 
     The others stay with `scorer`, which applies the mask to their logits. scored (N,) bool.
     """
-    head, ids, dtype = scorer.head, scorer.ids, scorer.values.columns.dtype
-    if isinstance(head, LMHead):
-        vocab_size = len(head.weight)
-        gathers = scored & mask.gathers(vocab_size)
-    else:
-        vocab_size = cast(GivenLogits, head).buffer.shape[1]
+    head, ids, dtype = cast(LMHead | GivenLogits, scorer.head), scorer.sampled_ids, scorer.values.columns.dtype
+    gathers = scored & mask.gathers(head.vocab_size)
+    if isinstance(head, GivenLogits):
         gathers = torch.zeros_like(scored)  # the logits are there already
     added = torch.zeros((), dtype=dtype, device=ids.device)
     dense = (scored & (mask.counts > 0) & ~gathers).nonzero().squeeze(1)
     if dense.numel():
-        scorer.mask = DenseMask(mask, dense, ids, dtype)
+        scorer.mask = DenseMask(mask, dense, scorer.ids, dtype, head.vocab_slice)
     index = gathers.nonzero().squeeze(1)
     if not index.numel():
         return None, added
-    rows = mask_rows(mask, ids, index, vocab_size)
-    places = torch.zeros_like(ids)
-    places[index] = rows.places
+    rows = mask_rows(mask, ids, index, head.vocab_size)
     kept = KeptLogits(rows, cast(LMHead, head), dtype)
-    beside = Scorer(kept, places, scorer.temperature, scorer.params, scorer.backend, scorer.values)
+    beside = Scorer(kept, ids, scorer.temperature, scorer.params, scorer.backend, scorer.values)
     return beside, added + rows.added.sum()
 
 
@@ -250,14 +245,6 @@ def _without(visit: _Visit, kept: Scorer | None, plan: Plan) -> _Visit:
         before = torch.nn.functional.pad(torch.zeros_like(others).index_fill(0, active, True).cumsum(0), (1, 0))
         lengths = before[plan.tokens.offsets].diff().tolist()
     return _Visit(active, rest if rest is not None and rest.numel() else None, lengths)
-
-
-def _mass(scorer: Scorer) -> tuple[Tensor, Tensor]:
-    if scorer.mask is None:
-        zero = scorer.values.lse.new_zeros((), dtype=scorer.values.columns.dtype)
-        return zero, zero
-    mass = scorer.mask.kept_mass(scorer.values).to(scorer.values.columns.dtype)
-    return mass, mass.new_full((), scorer.mask.index.numel())
 
 
 def evaluate(plan: Plan, backend: Backend) -> None:

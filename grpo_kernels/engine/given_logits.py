@@ -7,6 +7,7 @@ from torch import Tensor
 from ..contract import RowGradients, Rows
 from .backward import power_of_two_scale
 from .chunk import Chunk
+from .vocab_parallel import VocabSlice
 
 
 class GivenLogits:
@@ -20,6 +21,12 @@ class GivenLogits:
         self.grad_dtype = logits.dtype
         self.strategy = "rows"
         self.folded_bias: Tensor | None = None
+        self.vocab_slice: VocabSlice | None = None
+        self.vocab_size = logits.shape[1]
+
+    def columns(self, ids: Tensor) -> Tensor:
+        """Where the logits of the sampled ids (N,) are in their rows."""
+        return ids
 
     def chunks(self, index: Tensor | None) -> list[Chunk]:
         """All rows: none is left out, `index` is None."""

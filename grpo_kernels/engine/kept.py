@@ -14,10 +14,10 @@ gathers of one kept id, forward and backward. On a CPU it was measured (SmolLM2-
 bfloat16, 8 to 512 kept ids: 26 to 36). For GPUs it is predicted: on an H200 a kept id moves 6 H bytes in 16 bits, 1.4
 ps per hidden dimension at 4.3 TB/s; a dense logit takes 6 H operations, 7.5 fs at 800 teraflops.
 
-Under a vocabulary-parallel head, where a rank holds the rows [first, first + V_r) of the weight and ids are global, a
-rank would keep the ids of its range less `first`. Three things are missing for that: a token that keeps ids, none of
-them in this range, is not one without a mask (count 0 would have to say which); the sampled id is added on the rank
-that holds it alone; and log-sum-exp and entropy are sums over ranks, between `score` and `gradient`.
+Where a rank holds a slice of the vocabulary (vocab_parallel.py), the mask is the same on all ranks, and so are the
+tokens of each way: the number of all kept ids of a token decides. A rank handles those that it has rows of the weight
+for. A matrix of the gathers has the same tokens on every rank, and is as wide as the rank with the most ids needs. The
+sampled id is added, where it is missing, by the rank that has it.
 """
 
 from __future__ import annotations
@@ -33,21 +33,35 @@ from ..contract import KeptIds, KeptPairs, LogitChunk, RowGradients, Rows, Token
 from ..validate import check_kept_ids, checks_values
 from .chunk import Chunk
 from .lm_head import LMHead
+from .vocab_parallel import VocabSlice
 
 DENSE_LOGITS_PER_KEPT_ID = {"cpu": 30, "cuda": 190}
 LEAST_WIDTH = 16  # 64 bytes of float32: rows stay aligned, and 8 kept ids cost little more memory than 16
 
 
 class TokenMask(NamedTuple):
-    """A SamplingMask, flat: ids (M,) int32 or int64, counts (N,)."""
+    """A SamplingMask, flat; or the part of it that lies in a slice of the vocabulary."""
 
-    ids: Tensor
-    counts: Tensor
+    ids: Tensor  # (M,) int32 or int64
+    counts: Tensor  # (N,) how many each token has
+    firsts: Tensor  # (N,) int64: where those of each token begin
+    first_id: int = 0  # of the slice
 
     def gathers(self, vocab_size: int) -> Tensor:
         """(N,) bool: the tokens with a mask for which gathers take less time than the dense products."""
         ratio = DENSE_LOGITS_PER_KEPT_ID.get(self.counts.device.type, DENSE_LOGITS_PER_KEPT_ID["cuda"])
         return (self.counts > 0) & (self.counts <= vocab_size // ratio)
+
+    def of_slice(self, vocab_slice: VocabSlice) -> TokenMask:
+        """The ids in this rank's slice, which are a range of each token's."""
+        owner = vocab_slice.owner(self.ids)
+        before, own = self._counted(owner < vocab_slice.rank), self._counted(owner == vocab_slice.rank)
+        return TokenMask(self.ids, own, self.firsts + before, vocab_slice.first)
+
+    def _counted(self, chosen: Tensor) -> Tensor:
+        """(N,) how many ids of each token are among the chosen (M,) bool."""
+        ends = torch.nn.functional.pad(chosen.cumsum(0, dtype=torch.int32), (1, 0))
+        return ends[self.firsts + self.counts] - ends[self.firsts]
 
 
 def make_token_mask(ids: Tensor | None, counts: Tensor | None, vocab_size: int, *, is_static: bool) -> TokenMask | None:
@@ -60,18 +74,36 @@ def make_token_mask(ids: Tensor | None, counts: Tensor | None, vocab_size: int, 
             "sampling_mask was given with static_shapes=True or under capture of a CUDA graph; the number of kept ids "
             "decides shapes: call without either"
         )
-    return TokenMask(ids, counts.reshape(-1))
+    counts = counts.reshape(-1)
+    return TokenMask(ids, counts, counts.cumsum(0) - counts)
 
 
 @dataclass(frozen=True)
 class MaskRows:
-    """The kept ids of the tokens `index` (C,), in order: sampled ids that were not among them are added."""
+    """The kept ids of the tokens `index` (C,), in order: sampled ids that were not among them are added.
+
+    In a slice of the vocabulary: those that this rank has, as rows of its weight; a token may have none.
+    """
 
     index: Tensor  # (C,) int64
     ids: Tensor  # (M,) int32, ascending within a token
     counts: Tensor  # (C,) int64
-    places: Tensor  # (C,) int64: place of the sampled id in its row; -1 where an id is not in the vocabulary
-    added: Tensor  # (C,) bool
+    slots: Tensor  # (C,) int64: what a matrix has room for, at least `counts`; the same on all ranks of a slice
+    places: Tensor  # (C,) int64: place of the sampled id in its row; -1 where an id is not in the vocabulary, or the
+    # sampled one not in the slice
+    added: Tensor  # (C,) bool; the same on all ranks of a slice
+
+    def of_slice(self, vocab_slice: VocabSlice) -> MaskRows:
+        """The part of this rank."""
+        rank, ranks = vocab_slice.rank, len(vocab_slice.sizes)
+        owner = vocab_slice.owner(self.ids)
+        row = torch.repeat_interleave(self.counts)
+        counts = torch.bincount(row.mul_(ranks).add_(owner), minlength=self.index.numel() * ranks).view(-1, ranks)
+        own = counts[:, rank]
+        places = self.places - counts[:, :rank].sum(1)
+        places = torch.where((places >= 0) & (places < own), places, -1)
+        ids = self.ids[owner == rank] - vocab_slice.first
+        return MaskRows(self.index, ids, own, counts.amax(1), places, self.added)
 
 
 def mask_rows(mask: TokenMask, ids: Tensor, index: Tensor, vocab_size: int) -> MaskRows:
@@ -93,14 +125,14 @@ def mask_rows(mask: TokenMask, ids: Tensor, index: Tensor, vocab_size: int) -> M
         row = torch.repeat_interleave(counts)
         found = torch.searchsorted(keys, wanted)
     places = torch.where(outside, -1, found - (counts.cumsum(0) - counts))
-    return MaskRows(index, keys.sub_(row, alpha=vocab_size).to(torch.int32), counts, places, added)
+    return MaskRows(index, keys.sub_(row, alpha=vocab_size).to(torch.int32), counts, counts, places, added)
 
 
 def _given(mask: TokenMask, index: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     """(row of each id, the ids) of tokens `index` (C,) in ascending order, which keep so many."""
     if index.numel() == mask.counts.numel():  # all of them: nothing is copied
         return torch.repeat_interleave(counts), mask.ids
-    row, place = _places((mask.counts.cumsum(0) - mask.counts)[index], counts)
+    row, place = _places(mask.firsts[index], counts)
     return row, mask.ids[place]
 
 
@@ -131,7 +163,7 @@ def make_buckets(rows: MaskRows) -> Buckets:
     """One read of the number of tokens per width."""
     device = rows.index.device
     widths = LEAST_WIDTH * 2 ** torch.arange(32, device=device)
-    kind = torch.searchsorted(widths, rows.counts)
+    kind = torch.searchsorted(widths, rows.slots)
     order = kind.sort(stable=True).indices
     width = widths[kind[order]]
     begin = torch.empty_like(width)
@@ -161,7 +193,10 @@ class KeptLogits:
     folded_bias: Tensor | None = None
 
     def __init__(self, rows: MaskRows, head: LMHead, dtype: torch.dtype) -> None:
-        self.head, self.index, self.grad_dtype = head, rows.index, dtype
+        self.vocab_slice = head.vocab_slice
+        if self.vocab_slice is not None:
+            rows = rows.of_slice(self.vocab_slice)
+        self.head, self.index, self.places, self.grad_dtype = head, rows.index, rows.places, dtype
         self.num_tokens = self.sequence_rows = rows.index.numel()
         flat = head.flat_hidden
         self.hidden = head.hidden.reshape(-1, head.hidden.shape[-1]) if flat is None else flat
@@ -174,6 +209,10 @@ class KeptLogits:
             stop = start + kept.ids.numel()
             self._matrices[id(kept.rows)] = kept, self.numbers[start:stop].view(kept.ids.shape)
             start = stop
+
+    def columns(self, ids: Tensor) -> Tensor:
+        """Where the logits of the sampled ids (N,) are in the rows of their matrices, -1 where they are not."""
+        return torch.zeros_like(ids).index_copy_(0, self.index, self.places)
 
     def chunks(self, index: Tensor | None) -> Iterator[Chunk]:
         """All of them: none is left out, `index` is None."""
@@ -221,12 +260,15 @@ class KeptLogits:
 class DenseMask:
     """Sets the logits of ids that were not kept to -inf, chunk by chunk. `full`: statistics over all ids, before.
 
-    ids (N,) are the sampled ones. `added` (N,) bool, of the tokens seen: the sampled id was not among the kept ones.
+    ids (N,) are the columns of the sampled ones, -1 where another rank has them. `added` (N,) bool, of the tokens seen:
+    the sampled id is here, and was not among the kept ones.
     """
 
-    def __init__(self, mask: TokenMask, index: Tensor, ids: Tensor, dtype: torch.dtype) -> None:
-        self.mask, self.index, self.ids = mask, index, ids
-        self.firsts = mask.counts.cumsum(0) - mask.counts
+    def __init__(
+        self, mask: TokenMask, index: Tensor, ids: Tensor, dtype: torch.dtype, vocab_slice: VocabSlice | None
+    ) -> None:
+        self.mask = mask if vocab_slice is None else mask.of_slice(vocab_slice)
+        self.index, self.ids, self.vocab_slice = index, ids, vocab_slice
         self.tokens = torch.arange(ids.numel(), device=ids.device)
         self.added = torch.zeros_like(ids, dtype=torch.bool)
         self.masked = self.added.index_fill(0, index, True)
@@ -238,35 +280,44 @@ class DenseMask:
         masked = chunk.rows.take(self.masked)
         here = masked.nonzero().squeeze(1)
         token = chunk.rows.take(self.tokens)[here]
-        sampled = self.ids[token].clamp(0, vocab_size - 1)
+        sampled = self.ids[token]
+        is_here, sampled = sampled >= 0, sampled.clamp(0, vocab_size - 1)
         kept = (~masked)[:, None].repeat(1, vocab_size)
         outside = None
         if checks_values(token.device) and token.device.type == "cpu":
-            mark_by_slices(kept, here, self.mask, self.firsts[token], token)
+            mark_by_slices(kept, here, self.mask, token)
         else:
-            outside = mark_by_indices(kept, here, self.mask, self.firsts[token], token)
-        self.added[token] = ~kept[here, sampled]
-        kept[here, sampled] = True
+            outside = mark_by_indices(kept, here, self.mask, token)
+        marked = kept[here, sampled]
+        self.added[token] = is_here & ~marked
+        kept[here, sampled] = is_here | marked
         logits.masked_fill_(kept.logical_not_(), -torch.inf)
         if outside is not None:
             logits.masked_fill_(torch.zeros_like(masked).index_copy(0, here, outside)[:, None], torch.nan)
 
-    def kept_mass(self, values: TokenValues) -> Tensor:
-        """() summed over the tokens: the probability that the kept ids have among all."""
-        return (values.lse[self.index] - self.full.lse[self.index]).exp().sum()
+    def sums(self, values: TokenValues) -> Tensor:
+        """(3,) over the tokens, all of which were seen: sampled ids added; the probability that the kept ids have
+        among all; how many tokens. The same on all ranks of a slice."""
+        added, full = self.added.sum(), self.full.lse[self.index]
+        if self.vocab_slice is not None:
+            self.vocab_slice.add_up(added)
+            full = self.vocab_slice.gather(full).logsumexp(0)
+        mass = (values.lse[self.index] - full).exp().sum()
+        return torch.stack([added.to(mass.dtype), mass, mass.new_full((), self.index.numel())])
 
 
-def mark_by_slices(kept: Tensor, here: Tensor, mask: TokenMask, firsts: Tensor, token: Tensor) -> None:
-    """kept[here[i], j] = True for the ids j of token[i], which begin at firsts[i]. Reads a number per token: for a CPU,
-    where it takes a tenth of the time of indices (512 tokens of 16,384 ids: 0.09 s against 1.2 s)."""
-    for row, first, count in zip(here.tolist(), firsts.tolist(), mask.counts[token].tolist(), strict=True):
-        kept[row].index_fill_(0, mask.ids[first : first + count].long(), True)
+def mark_by_slices(kept: Tensor, here: Tensor, mask: TokenMask, token: Tensor) -> None:
+    """kept[here[i], j] = True for the ids j of token[i]. Reads two numbers per token: for a CPU, where it takes a tenth
+    of the time of indices (512 tokens of 16,384 ids: 0.09 s against 1.2 s)."""
+    ranges = zip(here.tolist(), mask.firsts[token].tolist(), mask.counts[token].tolist(), strict=True)
+    for row, first, count in ranges:
+        kept[row].index_fill_(0, mask.ids[first : first + count].long() - mask.first_id, True)
 
 
-def mark_by_indices(kept: Tensor, here: Tensor, mask: TokenMask, firsts: Tensor, token: Tensor) -> Tensor:
+def mark_by_indices(kept: Tensor, here: Tensor, mask: TokenMask, token: Tensor) -> Tensor:
     """The same without a read. (rows,) bool: an id of the token is not in the vocabulary."""
-    row, place = _places(firsts, mask.counts[token].long())
-    ids, vocab_size = mask.ids[place].long(), kept.shape[1]
+    row, place = _places(mask.firsts[token], mask.counts[token].long())
+    ids, vocab_size = mask.ids[place].long() - mask.first_id, kept.shape[1]
     outside = _outside(ids, row, len(here), vocab_size)
     kept.view(-1).index_fill_(0, here[row] * vocab_size + ids.clamp(0, vocab_size - 1), True)
     return outside

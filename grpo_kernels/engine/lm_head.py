@@ -100,6 +100,15 @@ class LMHead:
         self.dweight.expect_chunks(-(-self.num_tokens // self.sizes.sequences))
         self.waiting_dtypes[0] = torch.promote_types(self.waiting_dtypes[0], torch.float32)
 
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the whole lm_head, of all ranks."""
+        return len(self.weight) if self.vocab_slice is None else self.vocab_slice.vocab_size
+
+    def columns(self, ids: Tensor) -> Tensor:
+        """Where the logits of the sampled ids (N,) are in their rows; -1 where another rank has them."""
+        return ids if self.vocab_slice is None else self.vocab_slice.local_ids(ids)
+
     # --- chunks and their buffers ---------------------------------------------------------------------------------
 
     def chunks(self, index: Tensor | None) -> list[Chunk]:

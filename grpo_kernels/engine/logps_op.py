@@ -52,7 +52,7 @@ class LogpsCall(NamedTuple):
         """What ranks that share this call must have in common, besides hidden, weight and bias."""
         temperature = describe(self.temperature) if isinstance(self.temperature, Tensor) else self.temperature
         options = self.logit_scale, self.softcap, self.want_entropy, self.backend, self.compute_dtype
-        return temperature, describe(self.mask), *options
+        return temperature, describe(self.mask, self.kept_ids, self.kept_counts), *options
 
 
 def logps_from_hidden(
@@ -131,7 +131,7 @@ def _split(
 ) -> tuple[Optional[Scorer], Optional[Tensor]]:
     """(a scorer of the tokens whose kept ids are gathered, (N,) bool: the other tokens), if there are any."""
     sampling_mask = make_token_mask(
-        call.kept_ids, call.kept_counts, cast(LMHead, scorer.head).weight.shape[0], is_static=static
+        call.kept_ids, call.kept_counts, cast(LMHead, scorer.head).vocab_size, is_static=static
     )
     if sampling_mask is None:
         return None, None

@@ -94,7 +94,7 @@ def _compute(
             logits_dtype=config.logits_dtype, chunk_rows=config.chunk_rows, vocab_slice=call.vocab_slice,
             mask=plan.tokens.scored if static and inputs.completion_mask is not None else None,
         )  # fmt: skip
-        mask = make_token_mask(inputs.kept_ids, inputs.kept_counts, weight.shape[0], is_static=static)
+        mask = make_token_mask(inputs.kept_ids, inputs.kept_counts, vocab_size, is_static=static)
         values, sums = run(head, plan, kernels, gradients=any(call.wants), static_shapes=static, sampling_mask=mask)
         both = values.columns[:2].clone().view(2, *ids.shape)  # without the other columns
         return (sums.loss.clone(), both[0], both[1], sums.numbers), head.gradients()

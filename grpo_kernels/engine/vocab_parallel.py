@@ -11,6 +11,9 @@ per token and rank. Every rank reduces the same numbers in the same order, so lo
 same bits on all of them. Row kernels take an id of -1 for one that is elsewhere: no logit of the slice is the sampled
 one. dweight is the rank's own. dhidden is a sum over the vocabulary: its shares are all-reduced in float32, once per
 call.
+
+With a sampling mask (kept.py) these are over the kept ids in the slice, of which a token may have none: then lse_r is
+-inf. lse_r over all ids is gathered too, once per call, for the metric of the kept mass.
 """
 
 from __future__ import annotations
@@ -48,37 +51,49 @@ class VocabSlice(NamedTuple):
     def vocab_size(self) -> int:
         return sum(self.sizes)
 
+    @property
+    def first(self) -> int:
+        """The id of the first row."""
+        return sum(self.sizes[: self.rank])
+
     def local_ids(self, ids: Tensor) -> Tensor:
         """Ids (N,) as rows of this rank's weight, -1 where another rank has them."""
-        first = sum(self.sizes[: self.rank])
-        local = ids - first
+        local = ids - self.first
         return torch.where((local >= 0) & (local < self.sizes[self.rank]), local, -1)
+
+    def owner(self, ids: Tensor) -> Tensor:
+        """int32: the rank that has each id; below the vocabulary the first, beyond it the last."""
+        stops = torch.tensor(self.sizes, dtype=ids.dtype, device=ids.device).cumsum(0, dtype=ids.dtype)
+        return torch.bucketize(ids, stops, out_int32=True, right=True).clamp_(max=len(self.sizes) - 1)
 
     def combine(self, rows: Rows, ids: Tensor, values: TokenValues) -> None:
         """Replace the statistics of the slice by those of the vocabulary. ids (N,) of the whole vocabulary."""
         mine = [rows.take(x).contiguous() for x in (values.lse, values.entropy, values.logp)]
         widths = [x.dtype.itemsize for x in mine]
         packed = torch.cat([x.view(torch.uint8).view(-1, width) for x, width in zip(mine, widths, strict=True)], 1)
-        gathered = packed.new_empty((len(self.sizes), *packed.shape))
-        distributed.all_gather(list(gathered), packed, group=self.group)
         lse, entropy, logp = (
             part.contiguous().view(x.dtype).squeeze(-1)
-            for part, x in zip(gathered.split(widths, -1), mine, strict=True)
+            for part, x in zip(self.gather(packed).split(widths, -1), mine, strict=True)
         )
         total = torch.logsumexp(lse, 0)
         log_share = lse - total
         share = log_share.exp()
         terms = torch.where(share == 0, 0.0, share * (entropy - log_share))
-        stops = torch.tensor(self.sizes, device=ids.device).cumsum(0)
-        owner = torch.bucketize(rows.take(ids), stops, right=True).clamp(max=len(self.sizes) - 1)[None]
+        owner = self.owner(rows.take(ids)).long()[None]
         sampled = (logp.gather(0, owner) + log_share.gather(0, owner)).squeeze(0)
         rows.put(values.lse, total)
         rows.put(values.entropy, terms.sum(0).to(values.entropy.dtype))
         rows.put(values.logp, sampled.to(values.logp.dtype))
 
-    def add_up(self, dhidden: Tensor) -> None:
+    def gather(self, x: Tensor) -> Tensor:
+        """x of every rank, one after the other: (ranks, ...). x is contiguous."""
+        found = x.new_empty((len(self.sizes), *x.shape))
+        distributed.all_gather(list(found), x, group=self.group)
+        return found
+
+    def add_up(self, x: Tensor) -> None:
         """The sum over the ranks, in place."""
-        distributed.all_reduce(dhidden, group=self.group)
+        distributed.all_reduce(x, group=self.group)
 
 
 def agree(
