@@ -54,10 +54,11 @@ def fused_logps(
     Raises ValueError, TypeError naming the argument that does not fit, as `fused_grpo_loss` does.
     """
     group = vocab_parallel_group
-    check_group(group)
     weight, bias = lm_head_weight, lm_head_bias
     if group is None:
         weight, bias = full_weight(weight), full_weight(bias)
+    else:
+        check_group(group)
     with nullcontext() if group is None else announced_errors(group, hidden):
         check_logit_transform(temperature, logit_scale, logit_softcap)
         check_flag("entropy", entropy)

@@ -127,10 +127,11 @@ def fused_grpo_loss(
     """
     config = DEFAULT_CONFIG if config is None else config
     group = vocab_parallel_group
-    check_group(group)
     weight, bias = lm_head_weight, lm_head_bias
     if group is None:
         weight, bias = full_weight(weight), full_weight(bias)
+    else:
+        check_group(group)
     with nullcontext() if group is None else announced_errors(group, hidden):
         check_config(config)
         refuse_transforms("fused_grpo_loss", hidden, weight, bias)

@@ -1,4 +1,4 @@
-"""Ranks with a slice of the vocabulary each: the loss of one process, the same on every rank.
+"""Ranks with a slice of the vocabulary each, or of the tokens: the loss of one process, the same on every rank.
 
 Ranks are started once for each number of them, and walk all cases, over gloo.
 """
@@ -18,12 +18,14 @@ import torch
 from helpers import (
     MASK_WAYS,
     Batch,
+    Result,
     assert_close,
     errors,
     fused,
     make_batch,
     make_sampling_mask,
     off_policy,
+    packed,
     reference,
     relative,
     set_mask_way,
@@ -35,6 +37,7 @@ import grpo_kernels as gk
 from grpo_kernels import validate
 from grpo_kernels.config import PRESETS
 from grpo_kernels.engine import kept
+from grpo_kernels.integrations.sequence_parallel import gather_tokens
 
 VOCAB = 67
 SLICES = {1: (VOCAB,), 2: (24, 43), 3: (30, 1, 36)}  # rows of the weight, of any sizes
@@ -227,6 +230,47 @@ def kept_ids_outside_of_the_vocabulary(rank: int, group) -> None:
             call(sampling_mask=mask)
 
 
+def slices_of_the_tokens(rank: int, group) -> None:
+    """Log-probabilities of a slice of the packed tokens, gathered for the loss. Sequences lie across the cuts."""
+    for name in ("grpo", "gspo", "vespo", "gmpo", "grpo in chunks", "softcap, scale, temperature"):
+        config = CASES[name]
+        batch = packed(batches(config))
+        sizes = 9, len(batch.ids) - 9
+        own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+        leaves = [x.clone().requires_grad_() for x in (batch.hidden[own], batch.weight, batch.bias)]
+        found = gk.fused_logps(
+            *leaves[:2], batch.ids[own], lm_head_bias=leaves[2], temperature=config.temperature, entropy=True,
+            logit_scale=config.logit_scale, logit_softcap=config.logit_softcap,
+        )  # fmt: skip
+        logps, entropy = (gather_tokens(x, group) for x in found)
+        out = gk.grpo_loss_from_logps(logps, batch.advantages, entropy=entropy, config=config, **batch.options)
+        out.loss.backward()
+        dhidden, *shares = (x.grad for x in leaves)
+        for share in shares:
+            distributed.all_reduce(share)
+        grads = {"hidden": gather_tokens(dhidden, group), "weight": shares[0], "bias": shares[1]}
+        result = Result(out.loss.detach(), out.logps, out.entropy, out.metrics, grads)
+        assert_same_on_all_ranks(result, group)
+        assert_close(result, reference(batch, config), 2e-5)
+
+
+def gathered_tokens(rank: int, group) -> None:
+    x = torch.arange(3.0 * rank).requires_grad_()  # rank 0 has no token
+    found = gather_tokens(x, group)
+    assert torch.equal(found, torch.cat([torch.arange(3.0 * r) for r in range(group.size())]))
+    (found * torch.arange(len(found))).sum().backward()
+    first = sum(3 * r for r in range(rank))
+    assert torch.equal(x.grad, torch.arange(first, first + 3.0 * rank))
+    fine, only_here = torch.ones(rank + 1), rank == 1
+    for wrong in (fine.double(), fine[:, None], fine[0]):
+        with pytest.raises(ValueError, match="expected the same type and, but for the number of tokens"):
+            gather_tokens(wrong if only_here else fine, group)
+    with pytest.raises(ValueError, match=r"x has shape \(\); expected \(N_r, \.\.\.\)"):
+        gather_tokens(fine[0], group)
+    with pytest.raises(TypeError, match=r"group is a NoneType; expected a torch\.distributed\.ProcessGroup"):
+        gather_tokens(fine, None)
+
+
 def accumulated(rank: int, group) -> None:
     """dweight into a buffer of the caller's; a frozen slice has none."""
     batch, config = batches(gk.GRPOConfig()), gk.GRPOConfig()
@@ -279,6 +323,8 @@ def refusals(rank: int, group) -> None:
         )
     with pytest.raises(ValueError, match="traced or compiled; it needs an eager one"):
         torch.compile(lambda: call().loss, backend="eager")()
+    compiled = torch.compile(gather_tokens, backend="eager")
+    assert torch.equal(compiled(batch.hidden, group), gather_tokens(batch.hidden, group))
     with pytest.raises(TypeError, match=r"vocab_parallel_group is a str; expected a torch\.distributed\.ProcessGroup"):
         call(vocab_parallel_group="tp")
     with pytest.raises(ValueError, match=rf"completion_ids.*{VOCAB}"):
@@ -288,8 +334,16 @@ def refusals(rank: int, group) -> None:
 
 THE_LOSS = (equal_to_one_process, options_of_a_walk, equal_under_a_sampling_mask, equal_in_16_bits)
 WORK = {
-    2: (*THE_LOSS, logps_alone, kept_ids_outside_of_the_vocabulary, accumulated, refusals),
-    3: THE_LOSS,
+    2: (
+        *THE_LOSS,
+        slices_of_the_tokens,
+        logps_alone,
+        kept_ids_outside_of_the_vocabulary,
+        accumulated,
+        refusals,
+        gathered_tokens,
+    ),
+    3: (*THE_LOSS, gathered_tokens),
 }
 
 
@@ -299,5 +353,5 @@ def all_of_it(rank: int, group) -> None:
 
 
 @pytest.mark.parametrize("ranks", WORK)
-def test_slices_of_the_vocabulary(tmp_path, ranks):
+def test_slices(tmp_path, ranks):
     run(all_of_it, ranks, tmp_path)

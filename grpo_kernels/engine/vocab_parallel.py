@@ -114,7 +114,7 @@ def agree(
         hidden.numel() // hidden.shape[-1], hidden.shape[-1], _DTYPES.index(hidden.dtype), int(bias is not None),
         flags, zlib.crc32(repr(arguments).encode()),
     )  # fmt: skip
-    found = _exchange(group, hidden.device, (1, weight.shape[0], memory_budget(hidden.device), *compared))
+    found = exchange(group, hidden.device, (1, weight.shape[0], memory_budget(hidden.device), *compared))
     refused = [rank for rank, (fine, *_) in enumerate(found) if not fine]
     if refused:
         raise ValueError(f"vocab_parallel_group: rank {refused[0]} of the group refused its arguments; see its error")
@@ -138,15 +138,12 @@ def announced_errors(group: ProcessGroup | None, hidden: object) -> Iterator[Non
         yield
     except Exception:
         if group is not None and isinstance(hidden, Tensor):
-            _exchange(group, hidden.device, (0,) * (3 + len(_COMPARED)))
+            exchange(group, hidden.device, (0,) * (3 + len(_COMPARED)))
         raise
 
 
-def check_group(group: object) -> None:
-    """None, or a process group that this rank belongs to."""
-    if group is None:
-        return
-    name = "vocab_parallel_group"
+def check_group(group: object, name: str = "vocab_parallel_group") -> None:
+    """A process group that this rank belongs to."""
     if not distributed.is_available() or not isinstance(group, distributed.ProcessGroup):
         raise TypeError(f"{name} is a {type(group).__name__}; expected a torch.distributed.ProcessGroup")
     if distributed.get_rank(group) < 0:
@@ -160,7 +157,7 @@ def refuse_traced_slice(vocab_slice: VocabSlice | None) -> None:
         raise ValueError("vocab_parallel_group is given to a call that is traced or compiled; it needs an eager one")
 
 
-def _exchange(group: ProcessGroup, device: torch.device, numbers: tuple[int, ...]) -> list[list[int]]:
+def exchange(group: ProcessGroup, device: torch.device, numbers: tuple[int, ...]) -> list[list[int]]:
     """The numbers of all ranks, in their order."""
     mine = torch.tensor(numbers, dtype=torch.int64, device=device)
     found = mine.new_empty((distributed.get_world_size(group), len(numbers)))

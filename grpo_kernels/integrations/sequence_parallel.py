@@ -1,0 +1,71 @@
+"""Packed sequences whose tokens are split over the ranks of a group (Ulysses, ring attention).
+
+Ratios, masks and means of whole sequences need the log-probabilities of all their tokens. These are few numbers: each
+rank runs the lm_head for its own tokens, then every rank computes the same loss of all tokens.
+
+    logps, entropy = fused_logps(hidden, weight, completion_ids, entropy=True)  # of this rank's tokens
+    logps, entropy = (gather_tokens(x, group) for x in (logps, entropy))  # of all tokens
+    out = grpo_loss_from_logps(logps, advantages, entropy=entropy, cu_seqlens=cu_seqlens, config=config, ...)
+    out.loss.backward()
+
+advantages, cu_seqlens and everything else of the loss are those of all tokens, the same on every rank; so are the loss
+and its metrics. The gradient of hidden is that of this rank's tokens. The gradients of the weights are this rank's
+shares of a sum over the group: where a reducer averages over its ranks (DDP, FSDP), multiply the loss by their number.
+
+The lm_head takes 8 N H V operations in all, as in `fused_grpo_loss` where sequences are longer than a chunk. A loss
+whose tokens depend on themselves alone, and whose denominator is known, does without this: pass `normalizer` to
+`fused_grpo_loss` with this rank's tokens.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, distributed
+
+from ..engine.vocab_parallel import check_group, exchange
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def gather_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Values of the tokens of all ranks (N, ...), in the order of the ranks, from this rank's x (N_r, ...).
+
+    N_r may differ between ranks, type and the other dimensions not. Differentiable, for a loss that is the same on all
+    ranks: x gets the gradient of its own tokens, without a sum over the ranks. Where a rank's tokens are not one run of
+    the batch (zigzag ring attention), index the result. One gather, and one read of the sizes on the host, at which
+    torch.compile breaks the graph.
+
+    Raises TypeError or ValueError: a tensor without a dimension of tokens, no process group with this rank, the capture
+    of a CUDA graph; on every rank where types or shapes differ.
+    """
+    check_group(group, "group")
+    kind = zlib.crc32(repr((x.dtype, x.dim(), x.shape[1:])).encode())
+    found = exchange(group, x.device, (x.shape[0] if x.dim() else 0, kind))
+    if any(other != kind for _, other in found):
+        raise ValueError(
+            f"x is {x.dtype} of shape {tuple(x.shape)} on this rank of the group; expected the same type and, but for "
+            f"the number of tokens, the same shape on all ranks"
+        )
+    if x.dim() == 0:
+        raise ValueError("x has shape (); expected (N_r, ...), one entry per token of this rank")
+    gathered: Tensor = _Gathered.apply(x, group, [size for size, _ in found])
+    return gathered
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, sizes: list[int]) -> Tensor:
+        ctx.first, ctx.count = sum(sizes[: distributed.get_rank(group)]), len(x)
+        mine = x.new_zeros((max(sizes), *x.shape[1:]))  # gathers take parts of one size
+        mine[: len(x)] = x
+        found = mine.new_empty((len(sizes), *mine.shape))
+        distributed.all_gather(list(found), mine, group=group)
+        return torch.cat([part[:size] for part, size in zip(found, sizes, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient.narrow(0, ctx.first, ctx.count), None, None
