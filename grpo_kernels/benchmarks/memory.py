@@ -44,8 +44,9 @@ def _weigh(case: Case, name: str, tell: Tell) -> dict[str, Any]:
     limit_memory()
     tell(name)
     implementation = implementations()[name]
-    way = {"mode": case.mode, "beta": case.beta, "kept_ids": min(case.kept_ids, 8)}  # another loads other libraries
-    tiny = make_inputs(make_case("32x64x512", case.dtype, **way), device)
+    kept_ids = min(case.kept_ids, 8)  # with a sampling mask other libraries are loaded
+    tiny_case = make_case("32x64x512", case.dtype, mode=case.mode, beta=case.beta, kept_ids=kept_ids)
+    tiny = make_inputs(tiny_case, device)
     try:
         next(iter(implementation.settings(tiny, case.mode).values()))(tiny)
         inputs = make_inputs(case, device)
