@@ -1,12 +1,12 @@
 # `make demo` and `make test` do all their own set-up. Variables, as in `make test PYTHON=python3.12`:
-#   PYTHON       candidates for the interpreter, 3.10 to 3.14; the first that runs makes the virtual environment
+#   PYTHON       candidates for the interpreter, 3.11 (for TRL 1.16) to 3.14; the first that runs makes the environment
 #   VENV         where that lies
 #   CONSTRAINTS  pins for its packages; CONSTRAINTS= takes what pip finds
 #   EXTRAS       of pyproject.toml that are installed; `make test` and `make bench` add the peers
 #   ARGS         passed on to the demo, to pytest, to a gate, to the benchmarks, or to tools/wheels.py
 #   TORCH        versions of torch for make test-torch
 # What is compiled, and for which GPUs, are variables of setup.py: GRPO_KERNELS_CUDA=0, GRPO_KERNELS_CUDA_ARCHS="90a" ...
-PYTHON ?= python3 python3.14 python3.13 python3.12 python3.11 python3.10
+PYTHON ?= python3 python3.14 python3.13 python3.12 python3.11
 VENV ?= .venv
 CONSTRAINTS ?= .ci/constraints.txt
 EXTRAS ?= dev
@@ -128,10 +128,10 @@ $(VENV)/.installed: $(VENV)/.created pyproject.toml $(CONSTRAINTS)
 
 $(VENV)/.created:
 	@for python in $(PYTHON); do \
-	    if $$python -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))' 2>/dev/null; then \
+	    if $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null; then \
 	        echo "$$python -m venv $(VENV)"; \
 	        $$python -m venv --clear $(VENV) && touch $@; exit; \
 	    fi; \
 	done; \
-	echo "No Python 3.10 to 3.14 among: $(PYTHON). Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python" >&2; \
+	echo "No Python 3.11 to 3.14 among: $(PYTHON). Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python" >&2; \
 	exit 1
