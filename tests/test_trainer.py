@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from grpo_kernels import GRPOConfig, available_presets
 from grpo_kernels.trainer.arguments import TrainArguments
 from grpo_kernels.trainer.batch import assign_advantages, denominators, model_inputs, soft_overlong, step_ends
-from grpo_kernels.trainer.model import Policy, infer
-from grpo_kernels.trainer.rollout import Completion, Sampling, eos_ids, generate
+from grpo_kernels.trainer.model import Policy
+from grpo_kernels.trainer.rollout import Completion, eos_ids, generate, infer
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,7 @@ def test_pitfall_07_padding_changes_no_log_probability(model, kind):
     policy = Policy(lm)
     prompts = [[3], [4, 5, 6, 7], [8, 9]]
     torch.manual_seed(1)
-    sampled = generate(lm, prompts, Sampling(6), ends=[0], pad_id=0)
+    sampled = generate(lm, prompts, TrainArguments(max_completion_length=6), ends=[0], pad_id=0)
     rows = [Completion(0, "", p, {}, s.ids, s.ended) for p, s in zip(prompts, sampled, strict=True)]
     arguments = TrainArguments()
     together = infer(policy, "logps", **model_inputs(rows, arguments, 0, "cpu"), temperature=1.0)
@@ -289,7 +289,8 @@ def test_pitfall_20_what_was_sampled_is_what_is_trained(model):
     lm = AutoModelForCausalLM.from_pretrained(model)
     tokenizer = AutoTokenizer.from_pretrained(model)
     torch.manual_seed(3)
-    sampled = generate(lm, [[1, 2]] * 20, Sampling(8), ends=eos_ids(lm, tokenizer), pad_id=0)
+    arguments = TrainArguments(max_completion_length=8)
+    sampled = generate(lm, [[1, 2]] * 20, arguments, ends=eos_ids(lm, tokenizer), pad_id=0)
     rows = [Completion(0, "", [1, 2], {}, s.ids, s.ended) for s in sampled]
     inputs = model_inputs(rows, TrainArguments(), 0, "cpu")
     found = [ids[mask].tolist() for ids, mask in zip(inputs["completion_ids"], inputs["completion_mask"], strict=True)]

@@ -77,7 +77,7 @@ def test_pitfall_01_02_resuming_after_any_step_gives_the_same_bits(step, model, 
 
 
 def test_pitfall_02_the_test_of_random_numbers_can_fail(model, data, whole, tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo_kernels.trainer.train.set_seed", lambda seed: None)
+    monkeypatch.setattr("grpo_kernels.trainer.rollout.set_seed", lambda seed: None)
     assert resumed(model, data, whole, tmp_path / "run", 4) == 0
     assert not same_weights(whole, tmp_path / "run")
 
@@ -280,10 +280,11 @@ def test_another_number_of_threads_is_said(model, data, whole, tmp_path, capfd):
 
 def test_a_second_interrupt_does_not_wait(model, data, tmp_path):
     """The first Ctrl-C is noted; the second one interrupts at once."""
-    from grpo_kernels.trainer.interrupt import Signals
+    from grpo_kernels.trainer.ranks import Ranks, Signals
 
     before = signal.getsignal(signal.SIGINT)  # ignored where a shell started the tests in the background
-    with Signals() as signals:
+    signals = Signals(Ranks())
+    with signals.noted():
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.01)
         assert signals.received == signal.SIGINT

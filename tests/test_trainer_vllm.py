@@ -19,7 +19,7 @@ from training import run, steps
 from transformers import AutoModelForCausalLM
 
 from grpo_kernels.trainer.arguments import TrainArguments
-from grpo_kernels.trainer.rollout import Sampling, generate
+from grpo_kernels.trainer.rollout import generate
 from grpo_kernels.trainer.vllm import VLLM
 
 
@@ -77,8 +77,9 @@ class Engine:
         for request, how in zip(requests, settings, strict=True):
             assert (how.top_p, how.n, how.repetition_penalty, how.logprobs) == (1.0, 1, 1.0, 0)
             torch.manual_seed(how.seed)
-            (s,) = generate(self.lm, [request["prompt_token_ids"]], Sampling(how.max_tokens, how.temperature),
-                            ends=how.stop_token_ids, pad_id=0)  # fmt: skip
+            options = {"max_completion_length": how.max_tokens, "temperature": how.temperature or 1.0}
+            (s,) = generate(self.lm, [request["prompt_token_ids"]], TrainArguments(**options),
+                            greedy=how.temperature == 0, ends=how.stop_token_ids, pad_id=0)  # fmt: skip
             entries = [{token: SimpleNamespace(logprob=x)} for token, x in zip(s.ids, s.logps.tolist(), strict=True)]
             outputs.append(SimpleNamespace(outputs=[SimpleNamespace(token_ids=tuple(s.ids), logprobs=entries)]))
         torch.set_rng_state(state)
@@ -122,9 +123,7 @@ def test_vllm_samples_from_the_weights_after_each_update(options, model, data, t
 
 def test_stale_weights_would_be_seen(model, data, tmp_path, monkeypatch):
     load = VLLM._load_weights
-    monkeypatch.setattr(
-        VLLM, "_load_weights", lambda self, policy: None if self._step is not None else load(self, policy)
-    )
+    monkeypatch.setattr(VLLM, "_load_weights", lambda self, lm: None if self._step is not None else load(self, lm))
     assert run(model, data, tmp_path / "run", use_vllm=True, reward_funcs="test_trainer:length") == 0
     assert max(record["rollout_mismatch/max"] for record in steps(tmp_path / "run")) > 1e-2
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
+from torch.distributed.fsdp import FSDPModule
 
 from grpo_kernels.trainer import commands
 
@@ -22,7 +23,7 @@ def too_few_on_rank_1(completions, **_):
 class Trainer(commands.Trainer):
     def __init__(self, made):
         assert made.ranks.count == 2
-        assert made.is_sharded is made.arguments.fsdp
+        assert isinstance(made.policy, FSDPModule) is made.arguments.fsdp
         super().__init__(made)
 
 

@@ -12,7 +12,7 @@ train.py       the loop
 progress.py    what changes from step to step, saved and restored; checkpoint.py: folders that are whole or absent
 records.py     the numbers of a step; log.py: log.jsonl, samples.jsonl, progress bar, TensorBoard and others
 monitor.py     failures in words; report.py: report.html; evaluate.py: pass@1, pass@k, majority@k
-ranks.py, interrupt.py   what processes tell each other; signals
+ranks.py       what processes tell each other; signals
 commands.py    the commands train, demo, evaluate and report; dry_run.py: train --dry-run
 """
 

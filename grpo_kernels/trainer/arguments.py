@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeAlias, get_args, get_origin, get_type_hints
 
 import yaml
 from transformers import HfArgumentParser
@@ -18,25 +18,32 @@ from .data import JSON_SUFFIXES
 
 ARITHMETIC = "arithmetic"
 TRACKERS = ("tensorboard", "trackio", "wandb")
-AT_LEAST = {
-    0: (
-        *("top_k", "soft_overlong_cache", "max_grad_norm", "warmup_steps", "save_steps", "logging_samples"),
-        *("weight_decay", "learning_rate", "vllm_importance_sampling_clip_max"),
-    ),
-    1: (
-        *("num_generations", "max_completion_length", "per_device_train_batch_size", "gradient_accumulation_steps"),
-        *("steps_per_generation", "per_device_generation_batch_size", "num_iterations", "max_steps"),
-        *("dynamic_sampling_max_rounds", "ref_model_sync_steps", "kl_horizon", "lora_r", "max_prompt_length"),
-        *("eval_steps", "eval_num_samples", "eval_max_prompts", "save_total_limit"),
-    ),
+# Types of options say what is expected of their values, where the loss does not check it.
+RANGES: dict[Any, Callable[[float], bool]] = {
+    "at least 0": lambda x: x >= 0,
+    "at least 1": lambda x: x >= 1,
+    "a positive number: ratios need probabilities": lambda x: x > 0,
+    "a number in (0, 1]": lambda x: 0 < x <= 1,
+    "a number in [0, 1]": lambda x: 0 <= x <= 1,
 }
-CHOICES = {
-    "loss": ("fused", "eager"),
-    "loss_type": available_presets(),
-    "dtype": ("float32", "bfloat16"),
-    "dynamic_sampling": ("off", "drop", "refill"),
-    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
-}
+Count: TypeAlias = Annotated[int, "at least 1"]
+Natural: TypeAlias = Annotated[int, "at least 0"]
+Size: TypeAlias = Annotated[float, "at least 0"]
+Positive: TypeAlias = Annotated[float, "a positive number: ratios need probabilities"]
+Share: TypeAlias = Annotated[float, "a number in (0, 1]"]
+Fraction: TypeAlias = Annotated[float, "a number in [0, 1]"]
+Loss: TypeAlias = Annotated[str, ("fused", "eager")]
+Preset: TypeAlias = Annotated[str, tuple(available_presets())]
+Dtype: TypeAlias = Annotated[str, ("float32", "bfloat16")]
+Dynamic: TypeAlias = Annotated[str, ("off", "drop", "refill")]
+Correction: TypeAlias = Annotated[str, ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")]
+
+# What an arithmetic run without these options takes: 32 prompts, 8 completions, two steps on each rollout.
+ARITHMETIC_RUN: dict[str, Any] = {
+    "reward_funcs": [ARITHMETIC], "beta": 0.005, "max_completion_length": 5, "per_device_train_batch_size": 256,
+    "num_iterations": 2, "max_steps": 400, "learning_rate": 2e-4, "warmup_steps": 20, "logging_samples": 2,
+    "lr_scheduler_type": SchedulerType.CONSTANT_WITH_WARMUP,
+}  # fmt: skip
 
 
 def _option(default: Any, text: str, **metadata: Any) -> Any:
@@ -58,11 +65,11 @@ class TrainArguments:
     # model
     model_name_or_path: str | None = _option(None, "a model of transformers; without one: a small one for arithmetic")
     trust_remote_code: bool = _option(False, "run the code of the model's repository")
-    dtype: str = _option("float32", "of the weights: float32 or bfloat16")
+    dtype: Dtype = _option("float32", "of the weights: float32 or bfloat16")
     bf16: bool = _option(False, "autocast to bfloat16")
     gradient_checkpointing: bool = _option(False, "recompute activations in the backward")
     use_peft: bool = _option(False, "train a LoRA adapter")
-    lora_r: int = _option(16, "rank of the adapter")
+    lora_r: Count = _option(16, "rank of the adapter")
     lora_alpha: int = _option(32, "scale of the adapter, times its rank")
     lora_target_modules: list[str] | None = _option(None, "modules with an adapter; default: all linear ones")
     fsdp: bool = _option(False, "shard with FSDP2 under torchrun; accelerate launch has its own configuration")
@@ -75,45 +82,45 @@ class TrainArguments:
     dataset_test_split: str | None = _option(None, "split to evaluate on")
     eval_dataset_name: str | None = _option(None, "a data set of its own to evaluate on")
     shuffle_dataset: bool = _option(True, "a new order in each epoch")
-    max_prompt_length: int | None = _option(None, "longer prompts are left out; default: all must fit the model")
+    max_prompt_length: Count | None = _option(None, "longer prompts are left out; default: all must fit the model")
     reward_funcs: list[str] = _option([], "names of built-in rewards, or module:function")
     reward_weights: list[float] | None = _option(None, "one per reward; default: 1")
     reward_timeout: float | None = _option(None, "CPU seconds of a reward function for one step")
     reward_pattern: str | None = _option(None, "regular expression of the reward 'format'")
-    soft_overlong_cache: int = _option(0, "DAPO's penalty over so many last tokens before max_completion_length")
+    soft_overlong_cache: Natural = _option(0, "DAPO's penalty over so many last tokens before max_completion_length")
     step_delimiter: str = _option("\n", "ends a step, where a reward function returns one reward per step")
-    gamma: float = _option(1.0, "discount of the rewards of later steps")
+    gamma: Fraction = _option(1.0, "discount of the rewards of later steps")
 
     # rollout
-    num_generations: int = _option(8, "completions per prompt")
-    max_completion_length: int = _option(256, "tokens of a completion, its end included")
-    temperature: float = _option(1.0, "of sampling, and of the loss")
-    top_p: float = _option(1.0, "sample from the likeliest ids with this mass; the loss is over the ids kept")
-    top_k: int = _option(0, "sample from the likeliest so many; 0: all")
-    min_p: float | None = _option(None, "sample from ids at least so likely, relative to the likeliest")
+    num_generations: Count = _option(8, "completions per prompt")
+    max_completion_length: Count = _option(256, "tokens of a completion, its end included")
+    temperature: Positive = _option(1.0, "of sampling, and of the loss")
+    top_p: Share = _option(1.0, "sample from the likeliest ids with this mass; the loss is over the ids kept")
+    top_k: Natural = _option(0, "sample from the likeliest so many; 0: all")
+    min_p: Fraction | None = _option(None, "sample from ids at least so likely, relative to the likeliest")
     use_vllm: bool = _option(False, "sample with vLLM, an engine beside each process")
-    vllm_gpu_memory_utilization: float = _option(0.3, "share of GPU memory for vLLM")
+    vllm_gpu_memory_utilization: Share = _option(0.3, "share of GPU memory for vLLM")
     vllm_importance_sampling_correction: bool = _option(True, "weight tokens by old / rollout probabilities")
-    vllm_importance_sampling_mode: str = _option(
+    vllm_importance_sampling_mode: Correction = _option(
         "sequence_mask", "token_truncate, token_mask, sequence_truncate or sequence_mask"
     )
-    vllm_importance_sampling_clip_max: float = _option(3.0, "upper bound of the weights")
-    dynamic_sampling: str = _option("off", "groups of equal rewards: off (kept), drop, or refill with other prompts")
-    dynamic_sampling_max_rounds: int = _option(4, "rounds of sampling of one rollout, at most")
+    vllm_importance_sampling_clip_max: Size = _option(3.0, "upper bound of the weights")
+    dynamic_sampling: Dynamic = _option("off", "groups of equal rewards: off (kept), drop, refill (other prompts)")
+    dynamic_sampling_max_rounds: Count = _option(4, "rounds of sampling of one rollout, at most")
     save_rollouts: bool = _option(False, "write each rollout to output_dir/rollouts")
     replay: str | None = _option(None, "train on the rollouts in this folder instead of sampling")
-    per_device_generation_batch_size: int | None = _option(None, "completions sampled at a time; default: a rollout's")
+    per_device_generation_batch_size: Count | None = _option(None, "completions sampled at once; default: a rollout's")
 
     # batches
-    per_device_train_batch_size: int = _option(8, "completions in a forward and backward pass")
-    gradient_accumulation_steps: int = _option(1, "passes per optimizer step")
-    steps_per_generation: int | None = _option(None, "passes per rollout; default: gradient_accumulation_steps")
-    num_iterations: int = _option(1, "times that each rollout is used")
-    max_steps: int = _option(500, "optimizer steps of the run")
+    per_device_train_batch_size: Count = _option(8, "completions in a forward and backward pass")
+    gradient_accumulation_steps: Count = _option(1, "passes per optimizer step")
+    steps_per_generation: Count | None = _option(None, "passes per rollout; default: gradient_accumulation_steps")
+    num_iterations: Count = _option(1, "times that each rollout is used")
+    max_steps: Count = _option(500, "optimizer steps of the run")
 
     # loss
-    loss: str = _option("fused", "fused: this library's; eager: plain PyTorch over all logits")
-    loss_type: str = _option("dapo", "a preset: " + ", ".join(available_presets()))
+    loss: Loss = _option("fused", "fused: this library's; eager: plain PyTorch over all logits")
+    loss_type: Preset = _option("dapo", "a preset: " + ", ".join(available_presets()))
     importance_sampling_level: str | None = _option(None, "token, sequence or sequence_sum; default: the preset's")
     epsilon: float | None = _option(None, "lower clip range; default: the preset's")
     epsilon_high: float | None = _option(None, "upper clip range; default: the preset's, or epsilon where it is given")
@@ -126,50 +133,34 @@ class TrainArguments:
     kl_estimator: str = _option("k3", "k1, k2, k3, abs, k1+, k3+")
     use_bias_correction_kl: bool = _option(False, "multiply the KL by the importance ratio (on by default in TRL)")
     kl_target: float | None = _option(None, "KL per token that an adaptive beta aims at")
-    kl_horizon: int = _option(10_000, "completions over which an adaptive beta doubles, about")
+    kl_horizon: Count = _option(10_000, "completions over which an adaptive beta doubles, about")
     sync_ref_model: bool = _option(False, "move the reference policy towards the policy")
-    ref_model_sync_steps: int = _option(512, "optimizer steps between moves")
-    ref_model_mixup_alpha: float = _option(0.6, "share of the policy in a move; 1: a copy")
+    ref_model_sync_steps: Count = _option(512, "optimizer steps between moves")
+    ref_model_mixup_alpha: Share = _option(0.6, "share of the policy in a move; 1: a copy")
     loss_options: str | None = _option(None, "further fields of GRPOConfig, as JSON")
 
     # optimizer
-    learning_rate: float = _option(1e-6, "of AdamW")
+    learning_rate: Size = _option(1e-6, "of AdamW")
     lr_scheduler_type: SchedulerType = _option(SchedulerType.LINEAR, "schedule of transformers")
     lr_scheduler_kwargs: str | None = _option(None, "further arguments of the schedule, as JSON")
-    warmup_steps: int = _option(0, "optimizer steps until the full rate")
+    warmup_steps: Natural = _option(0, "optimizer steps until the full rate")
     adam_beta1: float = _option(0.9, "of AdamW")
     adam_beta2: float = _option(0.999, "of AdamW")
     adam_epsilon: float = _option(1e-8, "of AdamW")
-    weight_decay: float = _option(0.0, "of AdamW")
-    max_grad_norm: float = _option(1.0, "gradients are scaled down to this norm; 0: never")
+    weight_decay: Size = _option(0.0, "of AdamW")
+    max_grad_norm: Size = _option(1.0, "gradients are scaled down to this norm; 0: never")
 
     # evaluation, checkpoints, log
-    eval_steps: int | None = _option(None, "optimizer steps between evaluations; default: before and after only")
-    eval_num_samples: int = _option(4, "completions per held-out prompt")
-    eval_max_prompts: int | None = _option(None, "held-out prompts; default: all")
-    save_steps: int = _option(100, "optimizer steps between checkpoints; 0: one at the end")
-    save_total_limit: int | None = _option(2, "checkpoints that are kept")
-    logging_samples: int = _option(4, "completions per rollout in samples.jsonl")
+    eval_steps: Count | None = _option(None, "optimizer steps between evaluations; default: before and after only")
+    eval_num_samples: Count = _option(4, "completions per held-out prompt")
+    eval_max_prompts: Count | None = _option(None, "held-out prompts; default: all")
+    save_steps: Natural = _option(100, "optimizer steps between checkpoints; 0: one at the end")
+    save_total_limit: Count | None = _option(2, "checkpoints that are kept")
+    logging_samples: Natural = _option(4, "completions per rollout in samples.jsonl")
     report_to: list[str] = _option([], ", ".join(TRACKERS))
     seed: int = _option(0, "of weights, order of the data and samples")
     vocab_size: int = _option(2048, "ids of the model that is made for arithmetic")
     disable_tqdm: bool = _option(False, "no progress bars")
-
-    # What an arithmetic run without these options takes: 32 prompts, 8 completions, two steps on each rollout.
-    @staticmethod
-    def arithmetic_defaults() -> dict[str, Any]:
-        return {
-            "reward_funcs": [ARITHMETIC],
-            "beta": 0.005,
-            "max_completion_length": 5,
-            "per_device_train_batch_size": 256,
-            "num_iterations": 2,
-            "max_steps": 400,
-            "learning_rate": 2e-4,
-            "lr_scheduler_type": SchedulerType.CONSTANT_WITH_WARMUP,
-            "warmup_steps": 20,
-            "logging_samples": 2,
-        }
 
     @property
     def passes_per_rollout(self) -> int:
@@ -181,18 +172,40 @@ class TrainArguments:
         """Optimizer steps on a rollout."""
         return self.num_iterations * self.passes_per_rollout // self.gradient_accumulation_steps
 
+    def rows_per_step(self, num_processes: int) -> int:
+        """Completions of an optimizer step, those of all processes together."""
+        return self.per_device_train_batch_size * num_processes * self.gradient_accumulation_steps
+
+    def rows_per_rollout(self, num_processes: int) -> int:
+        return self.per_device_train_batch_size * num_processes * self.passes_per_rollout
+
     @property
     def sampling_batch_size(self) -> int:
         """Completions that are sampled at a time."""
-        return self.per_device_generation_batch_size or self.per_device_train_batch_size * self.passes_per_rollout
+        return self.per_device_generation_batch_size or self.rows_per_rollout(1)
 
     @property
     def truncates(self) -> bool:
         """Whether sampling keeps a part of the vocabulary."""
         return self.top_p < 1.0 or self.top_k > 0 or bool(self.min_p)
 
+    @property
+    def corrects(self) -> bool:
+        """Whether another engine or policy sampled, so that its log-probabilities weight the loss."""
+        return self.vllm_importance_sampling_correction and (self.use_vllm or self.replay is not None)
+
+    @property
+    def held_out_name(self) -> str | None:
+        """The data set that held-out prompts are from."""
+        return self.eval_dataset_name or self.dataset_name
+
+    def is_given(self, name: str) -> bool:
+        """Whether an option differs from its default."""
+        return bool(getattr(self, name) != getattr(type(self), name))
+
     def loss_config(self) -> GRPOConfig:
         """The loss: the preset with what was given."""
+        fixed = GRPOConfig.preset(self.loss_type).aggregation == "fixed_length"
         given: dict[str, Any] = {
             "importance_sampling_level": self.importance_sampling_level,
             "epsilon_low": self.epsilon,
@@ -200,17 +213,16 @@ class TrainArguments:
             "delta": self.delta,
             "advantage_scale": self.scale_rewards,
             "off_policy_mask_threshold": self.off_policy_mask_threshold,
-            "max_completion_length": None,
+            "max_completion_length": self.max_completion_length if fixed else None,
+            "temperature": self.temperature,
+            "entropy_coef": self.entropy_coef,
+            "beta": self.beta,
+            "kl_estimator": self.kl_estimator if self.beta else None,
+            "use_bias_correction_kl": self.use_bias_correction_kl if self.beta else None,
         }
-        if GRPOConfig.preset(self.loss_type).aggregation == "fixed_length":
-            given["max_completion_length"] = self.max_completion_length
-        given |= {"temperature": self.temperature, "entropy_coef": self.entropy_coef, "beta": self.beta}
-        given |= {"kl_estimator": self.kl_estimator, "use_bias_correction_kl": self.use_bias_correction_kl}
         further = _read_json("loss_options", self.loss_options)
         if twice := given.keys() & further.keys():
             raise ValueError(f"loss_options={self.loss_options!r}: {', '.join(sorted(twice))} has an option of its own")
-        if not self.beta:
-            del given["kl_estimator"], given["use_bias_correction_kl"]
         try:
             return GRPOConfig.preset(self.loss_type, **{k: v for k, v in given.items() if v is not None}, **further)
         except TypeError as error:
@@ -222,81 +234,63 @@ class TrainArguments:
 
     def check(self, num_processes: int) -> None:
         """Raise ValueError for options that are out of range, contradict each other or have no effect, by name."""
-        for least, names in AT_LEAST.items():
-            for name in names:
-                value = getattr(self, name)
-                if value is not None and not value >= least:
-                    raise ValueError(f"{name}={value}; expected at least {least}")
-        for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name}={getattr(self, name)!r}; expected one of {', '.join(choices)}")
-        if not self.temperature > 0:
-            raise ValueError(f"temperature={self.temperature}; expected a positive number: ratios need probabilities")
-        for name in ("top_p", "ref_model_mixup_alpha", "vllm_gpu_memory_utilization"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)}; expected a number in (0, 1]")
-        for name in ("min_p", "gamma"):
-            if not 0 <= (getattr(self, name) or 0.0) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)}; expected a number in [0, 1]")
-        if self.soft_overlong_cache > self.max_completion_length:
-            raise ValueError(
-                f"soft_overlong_cache={self.soft_overlong_cache}; expected at most max_completion_length="
-                f"{self.max_completion_length}"
-            )
-        if not self.step_delimiter:
-            raise ValueError("step_delimiter is empty; expected the text that ends a step")
-        self._check_batches(num_processes)
-        self._check_combinations()
+        for name, hint in get_type_hints(type(self), include_extras=True).items():
+            value = getattr(self, name)
+            for part in (hint, *get_args(hint)):  # of Count, or of Count | None
+                expected = part.__metadata__[0] if get_origin(part) is Annotated else None
+                if expected in RANGES and value is not None and not RANGES[expected](value):
+                    raise ValueError(f"{name}={value}; expected {expected}")
+                if isinstance(expected, tuple) and value not in expected:
+                    raise ValueError(f"{name}={value!r}; expected one of {', '.join(expected)}")
+        sentence = self._contradiction(num_processes)
+        if sentence is not None:
+            raise ValueError(sentence)
         self._check_effects(num_processes)
 
-    def _check_batches(self, num_processes: int) -> None:
-        if self.passes_per_rollout % self.gradient_accumulation_steps:
-            raise ValueError(
-                f"steps_per_generation={self.steps_per_generation} is no multiple of gradient_accumulation_steps="
-                f"{self.gradient_accumulation_steps}"
+    def _contradiction(self, num_processes: int) -> str | None:
+        """What is wrong with options that are right one by one."""
+        a, config = self, self.loss_config()
+        passes, rows = a.passes_per_rollout, a.rows_per_rollout(num_processes)
+        if a.soft_overlong_cache > a.max_completion_length:
+            expected = f"at most max_completion_length={a.max_completion_length}"
+            return f"soft_overlong_cache={a.soft_overlong_cache}; expected {expected}"
+        if not a.step_delimiter:
+            return "step_delimiter is empty; expected the text that ends a step"
+        if passes % a.gradient_accumulation_steps:
+            divisor = f"gradient_accumulation_steps={a.gradient_accumulation_steps}"
+            return f"steps_per_generation={a.steps_per_generation} is no multiple of {divisor}"
+        if rows % a.num_generations:
+            factors = f"per_device_train_batch_size={a.per_device_train_batch_size} x {num_processes} processes"
+            what = f"the {rows} completions of a rollout: {factors} x {passes} passes"
+            return f"num_generations={a.num_generations} does not divide {what}"
+        if a.num_generations == 1 and config.advantage_baseline != "none":
+            instead = """loss_options='{"advantage_baseline": "none"}' with scale_rewards other than group"""
+            return (
+                f"num_generations=1: the mean of a group of one leaves no advantage; expected at least 2, or {instead}"
             )
-        rows = self.per_device_train_batch_size * num_processes * self.passes_per_rollout
-        if rows % self.num_generations:
-            raise ValueError(
-                f"num_generations={self.num_generations} does not divide the {rows} completions of a rollout: "
-                f"per_device_train_batch_size={self.per_device_train_batch_size} x {num_processes} processes x "
-                f"{self.passes_per_rollout} passes"
-            )
-
-    def _check_combinations(self) -> None:
-        config = self.loss_config()
-        if self.num_generations == 1 and config.advantage_baseline != "none":
-            raise ValueError(
-                "num_generations=1: the mean of a group of one leaves no advantage; expected at least 2, or "
-                """loss_options='{"advantage_baseline": "none"}' with scale_rewards other than group"""
-            )
-        if (self.model_name_or_path is None) != (self.dataset_name is None):
-            absent = "dataset_name" if self.dataset_name is None else "model_name_or_path"
-            raise ValueError(f"{absent} is missing; without both, the run is the generated arithmetic task")
-        if not self.reward_funcs and self.replay is None:
-            raise ValueError("reward_funcs is empty; expected names of built-in rewards, or module:function")
-        if self.kl_target is not None and not (self.kl_target > 0 and self.beta > 0):
-            raise ValueError(f"kl_target={self.kl_target} with beta={self.beta}; expected two positive numbers")
-        if self.replay is not None and (self.use_vllm or self.dynamic_sampling == "refill"):
-            raise ValueError("replay takes rollouts from a folder: use_vllm and dynamic_sampling='refill' do not apply")
-        if self.loss == "eager" and self.truncates:
-            raise ValueError("loss='eager' is over all ids: top_p, top_k and min_p do not go with it")
-        if self.use_vllm and self.truncates:
-            raise ValueError("use_vllm with top_p, top_k or min_p: the ids that vLLM keeps are not read; leave one out")
-        if self.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU:
-            raise ValueError("lr_scheduler_type=reduce_lr_on_plateau: the loss of GRPO has no plateau to wait for")
-        for name in ("dataset_train_split", "dataset_test_split"):
-            data = self.eval_dataset_name or self.dataset_name if "test" in name else self.dataset_name
-            if (
-                str(data).endswith(JSON_SUFFIXES)
-                and getattr(self, name) != type(self).__dataclass_fields__[name].default
-            ):
-                hint = "" if self.eval_dataset_name else "; eval_dataset_name takes another file"
-                raise ValueError(f"{name}={getattr(self, name)!r}: the file {data} is one split{hint}")
+        if (a.model_name_or_path is None) != (a.dataset_name is None):
+            absent = "dataset_name" if a.dataset_name is None else "model_name_or_path"
+            return f"{absent} is missing; without both, the run is the generated arithmetic task"
+        if not a.reward_funcs and a.replay is None:
+            return "reward_funcs is empty; expected names of built-in rewards, or module:function"
+        if a.kl_target is not None and not (a.kl_target > 0 and a.beta > 0):
+            return f"kl_target={a.kl_target} with beta={a.beta}; expected two positive numbers"
+        if a.replay is not None and (a.use_vllm or a.dynamic_sampling == "refill"):
+            return "replay takes rollouts from a folder: use_vllm and dynamic_sampling='refill' do not apply"
+        if a.loss == "eager" and a.truncates:
+            return "loss='eager' is over all ids: top_p, top_k and min_p do not go with it"
+        if a.use_vllm and a.truncates:
+            return "use_vllm with top_p, top_k or min_p: the ids that vLLM keeps are not read; leave one out"
+        if a.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU:
+            return "lr_scheduler_type=reduce_lr_on_plateau: the loss of GRPO has no plateau to wait for"
+        for name, data in (("dataset_train_split", a.dataset_name), ("dataset_test_split", a.held_out_name)):
+            if str(data).endswith(JSON_SUFFIXES) and a.is_given(name):
+                hint = "" if a.eval_dataset_name else "; eval_dataset_name takes another file"
+                return f"{name}={getattr(a, name)!r}: the file {data} is one split{hint}"
+        return None
 
     def _check_effects(self, num_processes: int) -> None:
         arithmetic = self.model_name_or_path is None
-        corrects = self.vllm_importance_sampling_correction and (self.use_vllm or self.replay is not None)
         held_out = arithmetic or self.dataset_test_split or self.eval_dataset_name
         for needed, present, names in (
             ("beta", self.beta, ("kl_estimator", "use_bias_correction_kl", "sync_ref_model")),
@@ -305,7 +299,7 @@ class TrainArguments:
             ("use_peft", self.use_peft, ("lora_r", "lora_alpha", "lora_target_modules")),
             ("dynamic_sampling=refill", self.dynamic_sampling == "refill", ("dynamic_sampling_max_rounds",)),
             ("use_vllm", self.use_vllm, ("vllm_gpu_memory_utilization",)),
-            ("use_vllm or replay, and vllm_importance_sampling_correction", corrects,
+            ("use_vllm or replay, and vllm_importance_sampling_correction", self.corrects,
              ("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max")),
             ("a model that is made for arithmetic", arithmetic, ("vocab_size",)),
             ("dataset_test_split or eval_dataset_name", held_out,
@@ -321,7 +315,7 @@ class TrainArguments:
             ("several processes (torchrun, accelerate launch)", num_processes > 1, ("fsdp",)),
         ):  # fmt: skip
             for name in () if present else names:
-                if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                if self.is_given(name):
                     raise ValueError(f"{name}={getattr(self, name)!r} has no effect without {needed}; leave it out")
 
 
@@ -337,7 +331,7 @@ def parse(argv: Sequence[str]) -> TrainArguments:
     words = [*(_from_yaml(path) if path else ()), *argv]
     given = parser.parse_known_args(words)[0]
     if given.model_name_or_path is None and given.dataset_name is None:
-        parser.set_defaults(**TrainArguments.arithmetic_defaults())
+        parser.set_defaults(**ARITHMETIC_RUN)
     values = vars(parser.parse_args(words))
     del values["config"]
     return TrainArguments(**values)

@@ -135,7 +135,7 @@ def loss_inputs(rows: Sequence[Completion], arguments: TrainArguments, device: A
         present = [v for v in values if v is not None]
         if len(present) == len(rows):
             found[name] = _right_padded(present, 0.0, device)
-    if corrects(arguments) and "rollout_logps" in found:
+    if arguments.corrects and "rollout_logps" in found:
         level, mode = arguments.vllm_importance_sampling_mode.replace("sequence", "sequence-sum").split("_")
         found["rollout_weights"] = rollout_weights(
             found["old_logps"], found["rollout_logps"], mode=mode, level=level.replace("-", "_"),
@@ -143,11 +143,6 @@ def loss_inputs(rows: Sequence[Completion], arguments: TrainArguments, device: A
             completion_mask=_right_padded([torch.ones(len(c.ids)) for c in rows], 0.0, device),
         )  # fmt: skip
     return found
-
-
-def corrects(arguments: TrainArguments) -> bool:
-    """Whether another engine or policy sampled, so that its log-probabilities weight the loss."""
-    return arguments.vllm_importance_sampling_correction and (arguments.use_vllm or arguments.replay is not None)
 
 
 def _right_padded(rows: Sequence[Tensor], value: float, device: Any) -> Tensor:

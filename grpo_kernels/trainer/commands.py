@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import random
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from accelerate.utils import set_seed
 
 from . import evaluate
 from .arguments import TrainArguments, parse
 from .checkpoint import CheckpointError
 from .dry_run import dry_run
 from .evaluate import Loaded, Target
-from .model import Policy, infer, load_model, load_tokenizer
+from .model import Policy, load_model, load_tokenizer
+from .ranks import Ranks, Signals
 from .report import write_report
 from .rewards import SandboxUnavailable
-from .rollout import Sampling, eos_ids
-from .run import load_held_out, make_rewards, set_up
-from .train import Trainer, as_completion
+from .rollout import Sampler, eos_ids
+from .run import load_data, make_rewards, set_up
+from .train import Trainer
 
 
 def train(argv: Sequence[str]) -> int:
@@ -75,28 +74,15 @@ def load_for_evaluation(target: Target) -> Loaded:
     a.eval_max_prompts = target.options.max_prompts
     tokenizer, lm = load_tokenizer(target.model, a), load_model(target.model, a)
     lm.to("cuda" if torch.cuda.is_available() and not a.use_cpu else "cpu")
-    held_out = load_held_out(a, tokenizer, lm)
+    held_out = load_data(a, tokenizer, lm, held_out=True)
     if not held_out:
         raise ValueError("there are no held-out prompts; expected --dataset-name, with --dataset-test-split")
     rewards = make_rewards(a, held_out)
     if rewards is None:
         raise ValueError("reward_funcs is empty; expected names of built-in rewards, or module:function")
-    policy = Policy(lm).eval()
-    sampling = Sampling(a.max_completion_length, a.temperature, a.top_p, a.top_k, a.min_p)
-    ends, size = eos_ids(policy, tokenizer), a.sampling_batch_size
-
-    def sample(prompts: list[list[int]], *, greedy: bool, seed: int) -> list[tuple[list[int], Any]]:
-        set_seed(random.Random(f"evaluation {seed} 0").getrandbits(32))
-        how = sampling._replace(temperature=0.0) if greedy else sampling
-        found = [
-            sampled.ids
-            for first in range(0, len(prompts), size)
-            for sampled in infer(policy, "sample", prompts=prompts[first : first + size], sampling=how, ends=ends,
-                                 pad_id=tokenizer.pad_token_id)
-        ]  # fmt: skip
-        return [(each, as_completion(tokenizer, held_out[0].prompt, each)) for each in found]
-
-    return Loaded(sample, held_out, rewards)
+    policy, ranks = Policy(lm), Ranks()
+    sampler = Sampler(policy, tokenizer, a, eos_ids(policy, tokenizer), ranks, Signals(ranks))
+    return Loaded(partial(sampler.for_evaluation, like=held_out[0].prompt), held_out, rewards)
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -30,7 +31,7 @@ def load_prompts(
     split: str = "train",
     config: str | None = None,
     max_prompt_length: int | None = None,
-    context: int | None = None,
+    context: float = math.inf,
     seed: int = 0,
 ) -> list[Prompt]:
     """The prompts of `source`, in its order.
@@ -54,7 +55,7 @@ def load_prompts(
         ids = _encode(row["prompt"], tokenizer, f"{where}, row {index}")
         if max_prompt_length is not None and len(ids) > max_prompt_length:
             continue
-        if context is not None and len(ids) > context:
+        if len(ids) > context:
             raise ValueError(
                 f"{where}, row {index}: the prompt has {len(ids)} tokens; the model leaves {context} to a prompt "
                 f"(max_prompt_length={context} leaves such rows out)"

@@ -58,8 +58,8 @@ def _report(made: Run) -> int:
     print(f"one step   rollout {sampled - begin:.2f} s, update {time.perf_counter() - sampled:.2f} s")
     if before is not None:
         print(f"memory     {(peak(device) - before) / MIB:10,.1f} MiB  more than before the step, at its peak")
-    shown = rollout[0]
-    print(f"prompt     {shown.prompt!r}\ncompletion {made.tokenizer.decode(shown.ids)!r}, reward {shown.reward}")
+    shown, text = rollout[0], made.sampler.text("", rollout[0].ids)
+    print(f"prompt     {shown.prompt!r}\ncompletion {text!r}, reward {shown.reward}")
     for name, meaning in (
         ("zero_gradient_groups", "of the groups have equal rewards: nothing is learned from them"),
         ("completions/clipped_ratio", "of the completions do not end within max_completion_length"),

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -27,7 +26,7 @@ class Policy(nn.Module):
 
     policy("loss", **batch, config=config)       -> GRPOLossOutput
     policy("logps", **batch, temperature=1.0)    -> (B, T) nats
-    policy("sample", prompts=ids, sampling=..)   -> list[Sampled]
+    policy("sample", prompts=ids, ...)           -> list[Sampled]
     """
 
     def __init__(self, lm: Any, *, eager: bool = False):
@@ -83,16 +82,6 @@ def eager_loss(
     return grpo_loss_from_logps(logps, entropy=entropy, completion_mask=completion_mask, config=config, **options)
 
 
-@torch.no_grad()
-def infer(policy: nn.Module, task: str, **inputs: Any) -> Any:
-    """A task without gradients. FSDP2 keeps the last parameters whole after it, which would hide later changes."""
-    found = policy(task, **inputs)
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    return found
-
-
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
@@ -106,11 +95,12 @@ def load_tokenizer(path: str, arguments: TrainArguments) -> Any:
     return tokenizer
 
 
-def load_model(path: str, arguments: TrainArguments, *, adapter: Path | None = None) -> Any:
-    """The model of `path`, with a new LoRA adapter (--use-peft) or the one of a checkpoint."""
+def load_model(path: str, arguments: TrainArguments, checkpoint: Path | None = None) -> Any:
+    """The model of `path` or, where there is one, of a checkpoint: of `path` with its adapter under --use-peft."""
+    source = path if checkpoint is None or arguments.use_peft else checkpoint
     from_hub = {"trust_remote_code": arguments.trust_remote_code, "dtype": getattr(torch, arguments.dtype)}
     try:
-        lm: Any = AutoModelForCausalLM.from_pretrained(path, **from_hub)
+        lm: Any = AutoModelForCausalLM.from_pretrained(source, **from_hub)
     except OSError as error:
         raise ValueError(f"model_name_or_path={path}: {str(error).splitlines()[0]}") from None
     if arguments.gradient_checkpointing:
@@ -118,7 +108,7 @@ def load_model(path: str, arguments: TrainArguments, *, adapter: Path | None = N
         if arguments.use_peft:
             lm.enable_input_require_grads()
     if arguments.use_peft:
-        lm = _with_adapter(lm, arguments, adapter)
+        lm = _with_adapter(lm, arguments, checkpoint)
     _without_dropout(lm)
     return lm
 

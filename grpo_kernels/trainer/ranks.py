@@ -1,22 +1,23 @@
-"""What the processes of a run tell each other. With one process all of it is the identity."""
+"""What processes tell each other, which with one process is the identity; and signals."""
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
-import torch
-from accelerate import Accelerator
+from accelerate.state import PartialState
 from accelerate.utils import gather_object
 
 
 class Ranks:
     """The processes of a run, each of which holds a contiguous share of every list of rows."""
 
-    def __init__(self, accelerator: Accelerator):
-        self.accelerator = accelerator
-        self.index, self.count = accelerator.process_index, accelerator.num_processes
+    def __init__(self) -> None:
+        self.index, self.count = PartialState().process_index, PartialState().num_processes
 
     def share(self, rows: Sequence[Any]) -> list[Any]:
         """This rank's part of rows, whose number the ranks divide."""
@@ -26,13 +27,6 @@ class Ranks:
     def gather(self, rows: list[Any]) -> list[Any]:
         """The rows of all ranks, in the order of the ranks."""
         return list(gather_object(rows))
-
-    def sum(self, numbers: dict[str, float]) -> dict[str, float]:
-        """Sums over the ranks, in float64; every rank passes the same names."""
-        if self.count == 1:
-            return numbers
-        values = torch.tensor(list(numbers.values()), dtype=torch.float64, device=self.accelerator.device)
-        return dict(zip(numbers, self.accelerator.reduce(values).tolist(), strict=True))
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -51,3 +45,50 @@ class Ranks:
         failed = [(rank, message) for rank, message in enumerate(messages) if message is not None]
         if failed:
             raise RuntimeError(f"rank {failed[0][0]} failed: {failed[0][1]}")
+
+
+class Interrupted(BaseException):
+    """The run was asked to stop. Like KeyboardInterrupt no Exception, which libraries catch."""
+
+
+class Signals:
+    """SIGTERM and Ctrl-C: the run stops at the next moment at which its state is whole, saves it, and leaves."""
+
+    def __init__(self, ranks: Ranks):
+        self.ranks = ranks
+        self.received = 0  # the first signal
+        self._at_once = False
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Within it the first signal is noted; a second Ctrl-C interrupts at once."""
+        # Other threads get no signals.
+        numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
+        before = [(number, signal.signal(number, self._note)) for number in numbers]
+        try:
+            yield
+        finally:
+            for number, handler in before:
+                signal.signal(number, handler)
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Within it a signal to a single process interrupts at once; what it holds may be long and changes no state."""
+        self._at_once = self.ranks.count == 1
+        try:
+            yield
+        finally:
+            self._at_once = False
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = number
+        if self._at_once:
+            raise Interrupted
+
+    def check(self) -> None:
+        """Raise Interrupted where any rank got a signal; every rank calls it."""
+        self.received = max(self.ranks.gather([self.received]))
+        if self.received:
+            raise Interrupted

@@ -6,20 +6,21 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from accelerate.utils import set_seed
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
-    StoppingCriteria,
-    StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -27,20 +28,7 @@ from transformers import (
 
 from .arguments import TrainArguments
 from .checkpoint import write_text
-
-
-class Sampling(NamedTuple):
-    """How completions are drawn; temperature 0 is greedy decoding. Lengths in tokens, the end included."""
-
-    max_completion_length: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float | None = None
-
-    @property
-    def truncates(self) -> bool:
-        return self.temperature > 0 and (self.top_p < 1.0 or self.top_k > 0 or bool(self.min_p))
+from .ranks import Ranks, Signals
 
 
 class Sampled(NamedTuple):
@@ -93,12 +81,12 @@ def eos_ids(lm: Any, tokenizer: Any) -> list[int]:
 def generate(
     lm: Any,
     prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
+    arguments: TrainArguments,
     *,
     ends: Sequence[int],
     pad_id: int,
+    greedy: bool = False,
     synced: bool = False,
-    stop: Callable[[], bool] = lambda: False,
 ) -> list[Sampled]:
     """One completion of each prompt, drawn from torch's global generator, in one padded batch.
 
@@ -106,19 +94,47 @@ def generate(
     than the one that the loss scores.
     """
     ids, mask = left_padded(prompts, pad_id, lm.device)
-    recorder = _Recorder(ids.shape[1], keeps_ids=sampling.truncates)
-    greedy = sampling.temperature == 0
+    draw = _Draw(arguments, greedy)
     config = GenerationConfig(
-        max_new_tokens=sampling.max_completion_length, pad_token_id=pad_id, eos_token_id=list(ends), use_cache=True,
-        do_sample=not greedy, temperature=None if greedy else 1.0, top_k=None if greedy else 0,
-        top_p=None if greedy else 1.0, repetition_penalty=1.0,
+        max_new_tokens=arguments.max_completion_length, pad_token_id=pad_id, eos_token_id=list(ends), use_cache=True,
+        do_sample=False, repetition_penalty=1.0,
     )  # fmt: skip
     found = lm.generate(
         ids, attention_mask=mask, generation_config=config, synced_gpus=synced,
-        logits_processor=LogitsProcessorList([*_warpers(sampling), recorder]),
-        stopping_criteria=StoppingCriteriaList([_Stop(stop)]),
+        logits_processor=LogitsProcessorList([draw]),
     )  # fmt: skip
-    return recorder.completions(found, set(ends))
+    logps = torch.stack(draw.logps, dim=1).cpu()
+    completions = []
+    for i, row in enumerate(found[:, ids.shape[1] :].tolist()):
+        length = next((k + 1 for k, token in enumerate(row) if token in ends), len(row))
+        kept = [draw.kept[k][i] for k in range(length)] if draw.kept else None
+        completions.append(Sampled(row[:length], row[length - 1] in ends, logps[i, :length].clone(), kept))
+    return completions
+
+
+class _Draw(LogitsProcessor):
+    """The last processor draws each token itself, and leaves no other one to choose: so the distribution that a token
+    comes from is known when its log-probability is noted."""
+
+    def __init__(self, arguments: TrainArguments, greedy: bool):
+        a, self.greedy = arguments, greedy
+        options: Any = ((TemperatureLogitsWarper, float(a.temperature), 1.0), (TopKLogitsWarper, a.top_k, 0),
+                   (TopPLogitsWarper, a.top_p, 1.0), (MinPLogitsWarper, a.min_p or 0.0, 0.0))  # fmt: skip
+        self.warpers = [] if greedy else [warper(value) for warper, value, off in options if value != off]
+        self.keeps_ids = a.truncates and not greedy
+        self.logps: list[Tensor] = []  # (B,) of each token
+        self.kept: list[list[list[int]]] = []  # [token][row]
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        for warper in self.warpers:
+            scores = warper(input_ids, scores)
+        logps = scores.float().log_softmax(-1)
+        drawn = logps.argmax(-1, keepdim=True) if self.greedy else torch.multinomial(logps.exp(), 1)
+        self.logps.append(logps.gather(1, drawn).squeeze(1))
+        if self.keeps_ids:
+            finite = scores > -math.inf
+            self.kept.append([row.tolist() for row in finite.nonzero()[:, 1].split(finite.sum(1).tolist())])
+        return torch.full_like(scores, -math.inf).scatter(1, drawn, 0.0)
 
 
 def left_padded(rows: Sequence[Sequence[int]], pad_id: int, device: Any) -> tuple[Tensor, Tensor]:
@@ -129,63 +145,66 @@ def left_padded(rows: Sequence[Sequence[int]], pad_id: int, device: Any) -> tupl
     return ids, mask
 
 
-def _warpers(sampling: Sampling) -> list[LogitsProcessor]:
-    if sampling.temperature == 0:
-        return []
-    warpers: list[LogitsProcessor] = []
-    if sampling.temperature != 1.0:
-        warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))
-    if sampling.top_k > 0:
-        warpers.append(TopKLogitsWarper(sampling.top_k))
-    if sampling.top_p < 1.0:
-        warpers.append(TopPLogitsWarper(sampling.top_p))
-    if sampling.min_p:
-        warpers.append(MinPLogitsWarper(sampling.min_p))
-    return warpers
+@torch.no_grad()
+def infer(policy: nn.Module, task: str, **inputs: Any) -> Any:
+    """A task of the policy without gradients. FSDP2 keeps the last parameters whole after it, which would hide later
+    changes."""
+    found = policy(task, **inputs)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return found
 
 
-class _Recorder(LogitsProcessor):
-    """The last processor: notes the distribution that each token is drawn from."""
+@dataclass
+class Sampler:
+    """Samples from the policy as it is, by vLLM where there is an engine; every rank has prompts of its own.
 
-    def __init__(self, prompt_length: int, *, keeps_ids: bool):
-        self.prompt_length, self.keeps_ids = prompt_length, keeps_ids
-        self.logps: list[Tensor] = []  # (B,) of each token
-        self.kept: list[list[list[int]]] = []  # [token][row]
-        self.distribution: Tensor | None = None  # (B, V), of the token that is drawn next
+    ends: ids that end a completion.
+    """
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self._note(input_ids[:, -1:])
-        self.distribution = scores.float().log_softmax(-1)
-        if self.keeps_ids:
-            finite = scores > -math.inf
-            ids = finite.nonzero()[:, 1].split(finite.sum(1).tolist())
-            self.kept.append([row.tolist() for row in ids])
-        return scores
+    policy: nn.Module
+    tokenizer: Any
+    arguments: TrainArguments
+    ends: list[int]
+    ranks: Ranks
+    signals: Signals
+    vllm: Any = None
 
-    def _note(self, last: Tensor) -> None:
-        if self.distribution is not None:
-            self.logps.append(self.distribution.gather(1, last).squeeze(1))
-            self.distribution = None
-
-    def completions(self, sequences: Tensor, ends: set[int]) -> list[Sampled]:
-        self._note(sequences[:, -1:])
-        logps = torch.stack(self.logps, dim=1).cpu()
-        found = []
-        for i, row in enumerate(sequences[:, self.prompt_length :].tolist()):
-            length = next((k + 1 for k, token in enumerate(row) if token in ends), len(row))
-            kept = [self.kept[k][i] for k in range(length)] if self.keeps_ids else None
-            found.append(Sampled(row[:length], row[length - 1] in ends, logps[i, :length].clone(), kept))
+    def sample(
+        self, prompts: Sequence[list[int]], *, stream: str, greedy: bool = False, step: int = 0
+    ) -> list[Sampled]:
+        """One completion per prompt. stream: what the random numbers are made from, beside the rank; step: the
+        optimizer step that the policy comes from."""
+        set_seed(random.Random(f"{stream} {self.ranks.index}").getrandbits(32))
+        if self.vllm is not None:
+            lm = getattr(self.policy, "module", self.policy).lm  # within DDP
+            return self.vllm.sample(lm, prompts, greedy=greedy, step=step, ends=self.ends)
+        self.policy.eval()
+        size, found = self.arguments.sampling_batch_size, []
+        for first in range(0, len(prompts), size):
+            with self.signals.at_once():
+                found += infer(
+                    self.policy, "sample", prompts=prompts[first : first + size], arguments=self.arguments,
+                    greedy=greedy, ends=self.ends, pad_id=self.tokenizer.pad_token_id,
+                    synced=isinstance(self.policy, FSDPModule),
+                )  # fmt: skip
+            self.signals.check()
         return found
 
+    def text(self, prompt: Any, ids: Sequence[int]) -> Any:
+        """A completion as reward functions get it: text, or where the prompt is messages, a message."""
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 
-class _Stop(StoppingCriteria):
-    """Ends all rows when the run is to stop."""
-
-    def __init__(self, stop: Callable[[], bool]):
-        self.stop = stop
-
-    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        return torch.full((input_ids.shape[0],), self.stop(), device=input_ids.device)
+    def for_evaluation(
+        self, prompts: list[list[int]], *, greedy: bool, seed: int, like: Any, step: int = 0
+    ) -> list[tuple[list[int], Any]]:
+        """Ids and texts for all prompts: all ranks sample a share, and get all. like: one of the prompts."""
+        size = -(-len(prompts) // self.ranks.count) * self.ranks.count
+        own = self.ranks.share([*prompts, *prompts[:1] * (size - len(prompts))])
+        found = self.sample(own, stream=f"evaluation {seed}", greedy=greedy, step=step)
+        return [(ids, self.text(like, ids)) for ids in self.ranks.gather([s.ids for s in found])[: len(prompts)]]
 
 
 # --- saved rollouts ---------------------------------------------------------------------------------------------------
@@ -232,9 +251,9 @@ def load_rollout(folder: Path, index: int) -> list[Completion]:
     return found
 
 
-def check_rollout(rollout: Sequence[Completion], arguments: TrainArguments, rows: int) -> None:
-    """Raise ValueError where a replayed rollout is not `rows` completions in groups of num_generations."""
-    size = arguments.num_generations
+def check_rollout(rollout: Sequence[Completion], arguments: TrainArguments, num_processes: int) -> None:
+    """Raise ValueError where a replayed rollout is not what the options take."""
+    size, rows = arguments.num_generations, arguments.rows_per_rollout(num_processes)
     if len(rollout) != rows:
         raise ValueError(
             f"replay={arguments.replay}: a rollout has {len(rollout)} completions; the options take {rows}"

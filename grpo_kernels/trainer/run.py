@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -16,7 +17,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from torch.distributed.fsdp import FSDPModule
 from transformers import get_scheduler
 from transformers.utils import logging as transformers_logging
 
@@ -26,38 +26,34 @@ from .data import Prompt, load_prompts
 from .log import LOG, SAMPLES, RunLog
 from .model import Policy, ReferencePolicy, load_model, load_tokenizer
 from .monitor import Monitor
-from .ranks import Ranks
+from .ranks import Ranks, Signals
 from .rewards import Rewards
-from .rollout import check_rollout, eos_ids, load_rollout, rollout_path
+from .rollout import Sampler, check_rollout, eos_ids, load_rollout, rollout_path
+from .vllm import VLLM
 
 OWN = (LOG, SAMPLES, "config.json", "summary.json", "report.html", "model", "rollouts")
 
 
 @dataclass
 class Run:
-    """The parts of a run. policy: as the accelerator prepared it; ends: ids that end a completion."""
+    """The parts of a run. policy: as the accelerator prepared it."""
 
     arguments: TrainArguments
     accelerator: Accelerator
     ranks: Ranks
+    signals: Signals
     folder: Path
     checkpoint: Path | None
-    tokenizer: Any
+    sampler: Sampler
     prompts: list[Prompt]
     held_out: list[Prompt]
     rewards: Rewards | None
     policy: torch.nn.Module
-    ends: list[int]
     reference: ReferencePolicy | None
     optimizer: Any
     scheduler: Any
-    vllm: Any
     monitor: Monitor
     log: RunLog
-
-    @property
-    def is_sharded(self) -> bool:
-        return isinstance(self.policy, FSDPModule)
 
     @property
     def bare_policy(self) -> Policy:
@@ -77,7 +73,7 @@ class Run:
             policy.lm.save_pretrained(folder, state_dict=state)
         finally:
             policy.lm.generation_config = blank
-        self.tokenizer.save_pretrained(folder)
+        self.sampler.tokenizer.save_pretrained(folder)
 
     def save_model(self, folder: Path) -> None:
         """The model alone, atomically."""
@@ -102,32 +98,20 @@ def set_up(arguments: TrainArguments) -> Run:
     a = arguments
     transformers_logging.disable_progress_bar()  # of loading and saving: one per file
     accelerator = _make_accelerator(a)
-    a.check(accelerator.num_processes)
+    ranks, folder = Ranks(), Path(a.output_dir)
+    a.check(ranks.count)
     if a.replay is not None:
-        _check_replay(Path(a.replay), a, accelerator.num_processes)
-    ranks, folder = Ranks(accelerator), Path(a.output_dir)
+        _check_replay(Path(a.replay), a, ranks.count)
     with ranks.together():
         checkpoint = _claim(folder, a)
-    source = a.model_name_or_path or str(_make_start_model(folder, a, ranks))
-    tokenizer = load_tokenizer(source, a)
-    lm = load_model(str(checkpoint) if checkpoint and not a.use_peft else source, a,
-                    adapter=checkpoint if a.use_peft else None)  # fmt: skip
-    prompts = _load_prompts(a.dataset_name, a.dataset_train_split, a, tokenizer, lm)
-    held_out = load_held_out(a, tokenizer, lm)
+        source = a.model_name_or_path or _make_start_model(folder, a, ranks)
+    tokenizer, lm = load_tokenizer(source, a), load_model(source, a, checkpoint)
+    prompts, held_out = (load_data(a, tokenizer, lm, held_out=wanted) for wanted in (False, True))
     rewards = make_rewards(a, [*prompts, *held_out])
     policy: Any = Policy(lm, eager=a.loss == "eager")
     ends = eos_ids(policy, tokenizer)
-    vllm = _make_vllm(source, a) if a.use_vllm else None
-    trained = [p for p in policy.parameters() if p.requires_grad]
-    groups = [  # biases and norms do not decay
-        {"params": [p for p in trained if p.dim() > 1], "weight_decay": a.weight_decay},
-        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    optimizer: Any = torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=a.learning_rate, betas=(a.adam_beta1, a.adam_beta2),
-        eps=a.adam_epsilon,
-    )  # fmt: skip
-    policy, optimizer = accelerator.prepare(policy, optimizer)
+    vllm = VLLM(source, a) if a.use_vllm else None
+    policy, optimizer = accelerator.prepare(policy, _make_optimizer(policy, a))
     scheduler = get_scheduler(
         a.lr_scheduler_type, optimizer, num_warmup_steps=a.warmup_steps, num_training_steps=a.max_steps,
         scheduler_specific_kwargs=a.schedule_options(),
@@ -140,12 +124,25 @@ def set_up(arguments: TrainArguments) -> Run:
             write_text(folder / "config.json", json.dumps(to_json(a), indent=1) + "\n")
     if not a.dry_run:
         accelerator.init_trackers("grpo-kernels", config={k: str(v) for k, v in to_json(a).items()})
+    signals = Signals(ranks)
     return Run(
-        arguments=a, accelerator=accelerator, ranks=ranks, folder=folder, checkpoint=checkpoint, tokenizer=tokenizer,
-        prompts=prompts, held_out=held_out, rewards=rewards, policy=policy, ends=ends,
-        reference=ReferencePolicy(accelerator.unwrap_model(policy)) if a.beta else None, optimizer=optimizer,
-        scheduler=scheduler, vllm=vllm, monitor=Monitor(),
+        arguments=a, accelerator=accelerator, ranks=ranks, signals=signals, folder=folder, checkpoint=checkpoint,
+        sampler=Sampler(policy, tokenizer, a, ends, ranks, signals, vllm), prompts=prompts, held_out=held_out,
+        rewards=rewards, policy=policy, optimizer=optimizer, scheduler=scheduler, monitor=Monitor(),
+        reference=ReferencePolicy(accelerator.unwrap_model(policy)) if a.beta else None,
         log=RunLog(folder, accelerator, steps=a.max_steps, quiet=a.disable_tqdm),
+    )  # fmt: skip
+
+
+def _make_optimizer(policy: Policy, a: TrainArguments) -> Any:
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    groups = [  # biases and norms do not decay
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": a.weight_decay},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=a.learning_rate, betas=(a.adam_beta1, a.adam_beta2),
+        eps=a.adam_epsilon,
     )  # fmt: skip
 
 
@@ -165,21 +162,18 @@ def _make_accelerator(a: TrainArguments) -> Accelerator:
         # On CPUs accelerate ignores the plugin and takes DDP, though all else of its FSDP2 works there.
         PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = sharding if a.fsdp else FullyShardedDataParallelPlugin()
-    found: dict[str, object] = {
-        "distributed_type": accelerator.distributed_type.value,
-        "mixed_precision": os.environ.get("ACCELERATE_MIXED_PRECISION", "no"),
-        "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
-    }
-    if accelerator.distributed_type is DistributedType.FSDP:
-        found["fsdp_version"] = accelerator.state.fsdp_plugin.fsdp_version
-    for name, (expected, instead) in {
-        "distributed_type": (("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "FSDP"), "DDP or FSDP2"),
-        "fsdp_version": ((2,), "2"),
-        "mixed_precision": (("no", accelerator.mixed_precision), "no, or bf16 with --bf16"),
-        "gradient_accumulation_steps": ((1,), "1, and --gradient-accumulation-steps"),
-    }.items():
-        if name in found and found[name] not in expected:
-            raise ValueError(f"accelerate's configuration has {name}={found[name]}; expected {instead}")
+    kind, settings = accelerator.distributed_type, accelerator.state
+    for name, found, expected, instead in (
+        ("distributed_type", kind.value, ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "FSDP"),
+         "DDP or FSDP2"),
+        ("fsdp_version", settings.fsdp_plugin.fsdp_version if kind is DistributedType.FSDP else 2, (2,), "2"),
+        ("mixed_precision", os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), ("no", accelerator.mixed_precision),
+         "no, or bf16 with --bf16"),
+        ("gradient_accumulation_steps", accelerator.gradient_accumulation_steps, (1,),
+         "1, and --gradient-accumulation-steps"),
+    ):  # fmt: skip
+        if found not in expected:
+            raise ValueError(f"accelerate's configuration has {name}={found}; expected {instead}")
     present = map(str, accelerator.log_with)  # without those that are not installed: accelerate says nothing
     absent = sorted(set(a.report_to) - set(present))
     if absent:
@@ -192,7 +186,7 @@ def _check_replay(folder: Path, a: TrainArguments, num_processes: int) -> None:
     absent = [path for path in (rollout_path(folder, i) for i in range(count)) if not path.exists()]
     if absent:
         raise ValueError(f"replay={folder} has no {absent[0].name}; {a.max_steps} steps take {count} rollouts")
-    check_rollout(load_rollout(folder, 0), a, a.per_device_train_batch_size * num_processes * a.passes_per_rollout)
+    check_rollout(load_rollout(folder, 0), a, num_processes)
 
 
 def _own(folder: Path) -> list[Path]:
@@ -233,39 +227,42 @@ def _claim(folder: Path, a: TrainArguments) -> Path | None:
     return checkpoint
 
 
-def _make_start_model(folder: Path, a: TrainArguments, ranks: Ranks) -> Path:
+def _make_start_model(folder: Path, a: TrainArguments, ranks: Ranks) -> str:
     """The small model of the arithmetic task, made once: its name says all that it depends on."""
     from .arithmetic import start_model
 
     start = folder / f"start-{a.seed}-{a.vocab_size}"
-    with ranks.together():
-        if ranks.index == 0 and not start.exists():
-            start_model(start, seed=a.seed, vocab_size=a.vocab_size, quiet=a.disable_tqdm)
-    return start
+    if ranks.index == 0 and not start.exists():
+        start_model(start, seed=a.seed, vocab_size=a.vocab_size, quiet=a.disable_tqdm)
+    return str(start)
 
 
-def load_held_out(a: TrainArguments, tokenizer: Any, lm: Any) -> list[Prompt]:
-    """The prompts to evaluate on; none where the options name none."""
-    test = a.dataset_test_split or (None if a.dataset_name and not a.eval_dataset_name else "test")
-    return (
-        _load_prompts(a.eval_dataset_name or a.dataset_name, test, a, tokenizer, lm)[: a.eval_max_prompts]
-        if test
-        else []
-    )
-
-
-def _load_prompts(name: str | None, split: str, a: TrainArguments, tokenizer: Any, lm: Any) -> list[Prompt]:
-    positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
-    context = None if positions is None else positions - a.max_completion_length
-    if context is not None and context < 1:
+def load_data(a: TrainArguments, tokenizer: Any, lm: Any, *, held_out: bool) -> list[Prompt]:
+    """The prompts to train on, or those to evaluate on: none where the options name none."""
+    name, split = a.dataset_name, a.dataset_train_split
+    if held_out:
+        name = a.held_out_name
+        split = a.dataset_test_split or ("test" if a.eval_dataset_name or not name else "")
+        if not split:
+            return []
+    positions = getattr(lm.config.get_text_config(), "max_position_embeddings", math.inf)
+    context = positions - a.max_completion_length
+    if context < 1:
         raise ValueError(
             f"max_completion_length={a.max_completion_length}; the model has {positions} positions for prompt and "
             "completion"
         )
-    return load_prompts(
+    prompts = load_prompts(
         name or ARITHMETIC, split=split, config=a.dataset_config if name == a.dataset_name else None,
         tokenizer=tokenizer, max_prompt_length=a.max_prompt_length, context=context, seed=a.seed,
     )  # fmt: skip
+    largest = max(tokenizer.pad_token_id, *(max(prompt.ids) for prompt in prompts))
+    if largest >= (rows := lm.get_input_embeddings().weight.shape[0]):
+        raise ValueError(
+            f"the tokenizer gives {tokenizer.convert_ids_to_tokens(largest)!r} the id {largest}, the model has {rows} "
+            f"embeddings; expected its own tokenizer, or a model after resize_token_embeddings({len(tokenizer)})"
+        )
+    return prompts[: a.eval_max_prompts] if held_out else prompts
 
 
 def make_rewards(a: TrainArguments, prompts: Sequence[Prompt]) -> Rewards | None:
@@ -281,9 +278,3 @@ def make_rewards(a: TrainArguments, prompts: Sequence[Prompt]) -> Rewards | None
     names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
     rewards.check({name: [prompt.columns.get(name) for prompt in prompts] for name in names})
     return rewards
-
-
-def _make_vllm(source: str, a: TrainArguments) -> Any:
-    from .vllm import VLLM
-
-    return VLLM(source, a)

@@ -6,22 +6,21 @@ import contextlib
 import dataclasses
 import json
 import math
-import random
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import set_seed
 from torch.nn.utils import get_total_norm
 
-from .arguments import TrainArguments, to_json
+from .arguments import to_json
 from .batch import (
     assign_advantages,
-    corrects,
     denominators,
     groups_of,
+    is_scored,
     loss_inputs,
     model_inputs,
     soft_overlong,
@@ -31,14 +30,13 @@ from .batch import (
 from .checkpoint import prune, write_text
 from .data import Prompt
 from .evaluate import evaluate
-from .interrupt import Interrupted, Signals
-from .model import infer
 from .order import take
 from .progress import Progress, restore, save
-from .records import UpdateSums, rollout_record, tokens_of
+from .ranks import Interrupted
+from .records import pass_numbers, rollout_record, step_record
 from .report import write_report
 from .rewards import RewardBatch
-from .rollout import Completion, Sampled, Sampling, check_rollout, load_rollout, save_rollout
+from .rollout import Completion, check_rollout, infer, load_rollout, save_rollout
 from .run import Run
 
 
@@ -46,14 +44,11 @@ class Trainer:
     """Progress through a run; `made` holds everything that does not change."""
 
     def __init__(self, made: Run):
-        self.made, self.arguments, self.ranks = made, made.arguments, made.ranks
-        self.policy, self.reference, self.tokenizer = made.policy, made.reference, made.tokenizer
-        self.config = made.arguments.loss_config()
-        self.signals = Signals()
+        self.made, self.arguments, self.ranks, self.sampler = made, made.arguments, made.ranks, made.sampler
+        self.policy, self.reference = made.policy, made.reference
+        self.config = self.arguments.loss_config()
         self.progress = Progress(beta=self.arguments.beta) if made.checkpoint is None else restore(made)
-        a = self.arguments
-        self.rows_per_step = a.per_device_train_batch_size * self.ranks.count * a.gradient_accumulation_steps
-        self.rows_per_rollout = a.per_device_train_batch_size * self.ranks.count * a.passes_per_rollout
+        self.rows_per_step = self.arguments.rows_per_step(self.ranks.count)
         self.started = time.perf_counter() - self.progress.seconds
         self.seconds: dict[str, float] = {}
 
@@ -63,46 +58,35 @@ class Trainer:
         made.log.start(p.positions, p.step)
         if p.step:
             made.log.say(f"resumed at step {p.step} from {made.checkpoint}")
-        with self.signals:
+        with made.signals.noted():
             try:
                 self.evaluate_if_due()
                 while p.step < a.max_steps:
                     if not p.rollout:
                         self.collect()
                     self.update()
-                    self.leave_if_stopped()
+                    made.signals.check()
                     if a.save_steps and p.step % a.save_steps == 0 and p.step < a.max_steps:
                         self.save()
                     self.evaluate_if_due()
             except Interrupted:
                 self.save()
                 made.log.say(f"stopped by a signal after step {p.step}; --resume-from-checkpoint auto goes on")
-                return self.signals.exit_status
+                return 128 + made.signals.received  # as shells have it: 130 after Ctrl-C, 143 after SIGTERM
         self.finish()
         return 0
-
-    def leave_if_stopped(self) -> None:
-        """Raise Interrupted where any rank got a signal."""
-        self.signals.received = max(self.ranks.gather([self.signals.received or 0])) or None
-        if self.signals.received:
-            raise Interrupted
 
     # --- rollout ------------------------------------------------------------------------------------------------------
 
     def collect(self) -> None:
         """Sample or load the next rollout, score it, and compute what its updates need."""
         a, p, made = self.arguments, self.progress, self.made
-        cursor = p.cursor
         begin = time.perf_counter()
         self.seconds, p.rollout_numbers = {"rewards": 0.0}, {}
-        try:
-            rollout = self._replayed(Path(a.replay)) if a.replay is not None else self._sampled()
-        except Interrupted:
-            p.cursor = cursor  # the rollout was cut short: the next run samples it again
-            raise
+        rollout = self._replayed(Path(a.replay)) if a.replay is not None else self._sampled()
         if p.rollout_index == 0 and all(c.steps is None for c in rollout):
             for name in ("gamma", "step_delimiter"):
-                if getattr(a, name) != getattr(TrainArguments, name):
+                if a.is_given(name):
                     raise ValueError(f"{name}={getattr(a, name)!r} has no effect: no function gave rewards of steps")
         assign_advantages(rollout, self.config, a.num_generations, a.gamma)
         if a.dynamic_sampling != "off":
@@ -118,7 +102,7 @@ class Trainer:
 
     def _replayed(self, folder: Path) -> list[Completion]:
         rollout = load_rollout(folder, self.progress.rollout_index)
-        check_rollout(rollout, self.arguments, self.rows_per_rollout)
+        check_rollout(rollout, self.arguments, self.ranks.count)
         if self.made.rewards is not None:
             own = self.ranks.share(rollout)
             self._score(own)
@@ -127,64 +111,41 @@ class Trainer:
 
     def _sampled(self) -> list[Completion]:
         """A rollout. To refill it, there are several rounds, and groups of equal rewards come last."""
-        a, p = self.arguments, self.progress
-        wanted = self.rows_per_rollout // a.num_generations
+        a, p, prompts = self.arguments, self.progress, self.made.prompts
+        wanted = a.rows_per_rollout(self.ranks.count) // a.num_generations
+        cursor = p.cursor  # which stays where it is if sampling is cut short
         useful: list[list[Completion]] = []
         equal: list[list[Completion]] = []
-        rounds = a.dynamic_sampling_max_rounds if a.dynamic_sampling == "refill" else 1
-        for index in range(rounds):
-            chosen = take(len(self.made.prompts), p.cursor, wanted, a.seed, shuffle=a.shuffle_dataset)
-            p.cursor += wanted
-            found = self._sample_groups([self.made.prompts[i] for i in chosen], index)
+        for index in range(a.dynamic_sampling_max_rounds if a.dynamic_sampling == "refill" else 1):
+            chosen = take(len(prompts), cursor, wanted, a.seed, shuffle=a.shuffle_dataset)
+            cursor += wanted
+            found = self._sample_groups([prompts[i] for i in chosen], index)
             if a.dynamic_sampling != "refill":
-                return found
+                useful = groups_of(found, a.num_generations)
+                break
             assign_advantages(found, self.config, a.num_generations, a.gamma)
             for group in groups_of(found, a.num_generations):
                 (equal if without_gradient(group) else useful).append(group)
             p.rollout_numbers["refill_rounds"] = index
             if len(useful) >= wanted:
                 break
+        p.cursor = cursor
         groups = (useful + equal)[:wanted]
         return [dataclasses.replace(c, group=i) for i, group in enumerate(groups) for c in group]
 
     def _sample_groups(self, prompts: Sequence[Prompt], round_index: int) -> list[Completion]:
         """num_generations scored completions of each prompt, from all ranks."""
-        a = self.arguments
-        rows = [(i, prompt) for i, prompt in enumerate(prompts) for _ in range(a.num_generations)]
-        own = self.ranks.share(rows)
-        stream = f"{a.seed} {self.progress.rollout_index} {round_index} {self.ranks.index}"
-        set_seed(random.Random(stream).getrandbits(32))  # a stream for each rollout, round and rank
-        sampled = self.sample([prompt.ids for _, prompt in own], self.sampling())
+        a, p = self.arguments, self.progress
+        own = self.ranks.share([(i, prompt) for i, prompt in enumerate(prompts) for _ in range(a.num_generations)])
+        sampled = self.sampler.sample(
+            [prompt.ids for _, prompt in own], stream=f"{a.seed} {p.rollout_index} {round_index}", step=p.step
+        )
         completions = [
             Completion(i, prompt.prompt, prompt.ids, prompt.columns, *s[:2], logps=s.logps, kept=s.kept)
             for (i, prompt), s in zip(own, sampled, strict=True)
         ]
         self._score(completions)
         return self.ranks.gather(completions)
-
-    def sampling(self) -> Sampling:
-        a = self.arguments
-        return Sampling(a.max_completion_length, a.temperature, a.top_p, a.top_k, a.min_p)
-
-    def sample(self, prompts: Sequence[list[int]], sampling: Sampling) -> list[Sampled]:
-        """One completion per prompt of this rank, in chunks of what the memory was planned for."""
-        made, a = self.made, self.arguments
-        if made.vllm is not None:
-            return made.vllm.sample(made.bare_policy, prompts, sampling, step=self.progress.step, ends=made.ends)
-        self.policy.eval()
-        size = a.sampling_batch_size
-        found: list[Sampled] = []
-        for first in range(0, len(prompts), size):
-            found += infer(
-                self.policy, "sample", prompts=prompts[first : first + size], sampling=sampling, ends=made.ends,
-                pad_id=self.tokenizer.pad_token_id, synced=made.is_sharded,
-                stop=lambda: self.ranks.count == 1 and self.signals.received is not None,
-            )  # fmt: skip
-            self.leave_if_stopped()
-        return found
-
-    def text(self, prompt: Any, ids: Sequence[int]) -> Any:
-        return as_completion(self.tokenizer, prompt, ids)
 
     def _score(self, rows: Sequence[Completion]) -> None:
         """Set the rewards of this rank's completions."""
@@ -193,7 +154,7 @@ class Trainer:
         with self.ranks.together():
             batch = rewards.score(
                 prompts=[c.prompt for c in rows],
-                completions=[self.text(c.prompt, c.ids) for c in rows],
+                completions=[self.sampler.text(c.prompt, c.ids) for c in rows],
                 completion_ids=[c.ids for c in rows],
                 columns={name: [c.columns[name] for c in rows] for name in rows[0].columns},
                 step=self.progress.step,
@@ -223,7 +184,7 @@ class Trainer:
         c.extra = {name: values[index] for name, values in batch.extra.items()}
         c.steps = c.step_ends = None
         if batch.steps is not None and not math.isnan(c.reward):
-            c.step_ends = step_ends(c.ids, self.tokenizer, a.step_delimiter)
+            c.step_ends = step_ends(c.ids, self.sampler.tokenizer, a.step_delimiter)
             c.steps = batch.steps[index] or [0.0] * (len(c.step_ends) - 1) + [c.reward]
         if a.soft_overlong_cache:
             penalty = c.rewards["soft_overlong"] = soft_overlong(len(c.ids), a)
@@ -233,26 +194,28 @@ class Trainer:
 
     def _score_under_policies(self, rollout: list[Completion]) -> None:
         """Set old_logps and ref_logps, by the passes and in the shapes of the updates: equal weights, equal bits."""
-        wants_old = self.arguments.steps_per_rollout > 1 or corrects(self.arguments)
-        for name, wanted, policy in (
-            ("old_logps", wants_old, contextlib.nullcontext()),
-            ("ref_logps", self.reference is not None, self.reference.active() if self.reference else None),
-        ):
-            if not wanted:
-                continue
-            with policy:  # type: ignore[union-attr]
-                for first in range(0, len(rollout), self.rows_per_step):
-                    self._score_step(rollout[first : first + self.rows_per_step], name)
+        wants_old = self.arguments.steps_per_rollout > 1 or self.arguments.corrects
+        parts = [rollout[i : i + self.rows_per_step] for i in range(0, len(rollout), self.rows_per_step)]
+        for rows in parts if wants_old else ():
+            self._score_step(rows, "old_logps")
+        if self.reference is not None:
+            with self.reference.active():
+                for rows in parts:
+                    self._score_step(rows, "ref_logps")
 
     def _score_step(self, rows: list[Completion], name: str) -> None:
         found: list[torch.Tensor] = []
         self.policy.train(self.arguments.gradient_checkpointing)
         for part in self._passes(rows):
-            inputs = model_inputs(part, self.arguments, self.tokenizer.pad_token_id, self.made.accelerator.device)
+            inputs = self._model_inputs(part)
             logps = infer(self.policy, "logps", **inputs, temperature=self.arguments.temperature).float().cpu()
             found += [row[: len(c.ids)].clone() for row, c in zip(logps, part, strict=True)]
         for c, logps in zip(rows, self.ranks.gather(found), strict=True):
             setattr(c, name, logps)
+
+    def _model_inputs(self, rows: list[Completion]) -> dict[str, Any]:
+        pad_id = self.sampler.tokenizer.pad_token_id
+        return model_inputs(rows, self.arguments, pad_id, self.made.accelerator.device)
 
     def _passes(self, rows: list[Completion]) -> list[list[Completion]]:
         """This rank's part of an optimizer step, one list per forward and backward pass."""
@@ -260,13 +223,14 @@ class Trainer:
         return [own[i : i + size] for i in range(0, len(own), size)]
 
     def _log_samples(self) -> None:
-        p = self.progress
-        for c in p.rollout[:: max(1, len(p.rollout) // max(1, self.arguments.logging_samples))]:
-            if self.arguments.logging_samples and c.advantage is not None:
-                self.made.log.sample({
-                    "step": p.step + 1, "prompt": c.prompt, "completion": self.text("", c.ids), "tokens": len(c.ids),
-                    "reward": c.reward, "advantage": c.advantage.float().mean().item(), "rewards": c.rewards,
-                } | ({"extra": c.extra} if c.extra else {}))  # fmt: skip
+        p, count = self.progress, self.arguments.logging_samples
+        for c in p.rollout[:: max(1, len(p.rollout) // count)] if count else ():
+            assert c.advantage is not None
+            self.made.log.sample({
+                "step": p.step + 1, "prompt": c.prompt, "completion": self.sampler.text("", c.ids),
+                "tokens": len(c.ids), "reward": c.reward, "advantage": c.advantage.float().mean().item(),
+                "rewards": c.rewards, **({"extra": c.extra} if c.extra else {}),
+            })  # fmt: skip
 
     # --- update -------------------------------------------------------------------------------------------------------
 
@@ -274,30 +238,36 @@ class Trainer:
         """One optimizer step on a part of the rollout."""
         a, p, made = self.arguments, self.progress, self.made
         begin = time.perf_counter()
-        first = p.used * self.rows_per_step % self.rows_per_rollout
+        first = p.used * self.rows_per_step % len(p.rollout)
         rows = p.rollout[first : first + self.rows_per_step]
-        sums = self._backward(rows)
+        record = step_record(self._backward(rows), self.ranks, first=p.used == 0)
         norm = self._clip()
-        record = sums.record(self.ranks, first=p.used == 0)
-        self._check_finite(record["loss"], norm)
+        if not (math.isfinite(record["loss"]) and math.isfinite(norm)):
+            raise RuntimeError(
+                f"step {p.step + 1}: loss {record['loss']}, gradient norm {norm}; the step was not made, and "
+                "checkpoints are those of earlier steps"
+            )
         rate = made.optimizer.param_groups[0]["lr"]
         made.optimizer.step()
         made.scheduler.step()
-        p.step, p.used = p.step + 1, p.used + 1
-        tokens = tokens_of(rows, a)
-        p.num_tokens += tokens
+        tokens = sum(len(c.ids) for c in rows if is_scored(c, a))
+        p.step, p.used, p.num_tokens = p.step + 1, p.used + 1, p.num_tokens + tokens
         record = {
             "step": p.step, "rollout": p.rollout_index, "epoch": p.cursor / len(made.prompts),
             "num_tokens": p.num_tokens, "learning_rate": rate, "grad_norm": norm,
-            **({"beta": p.beta} if self.reference is not None else {}), **record, **self.progress.rollout_numbers,
+            **({"beta": p.beta} if self.reference is not None else {}), **record, **p.rollout_numbers,
         }  # fmt: skip
         self._move_reference(record.get("kl"), len(rows))
-        if p.used == self.arguments.steps_per_rollout:
+        if p.used == a.steps_per_rollout:
             p.rollout, p.rollout_index = [], p.rollout_index + 1
         self.seconds["update"] = time.perf_counter() - begin
-        self._log(record, tokens)
+        record["tokens_per_second"] = tokens / max(sum(self.seconds.values()), 1e-9)
+        record |= {f"seconds/{name}": seconds for name, seconds in self.seconds.items()}
+        record["seconds"] = p.seconds = time.perf_counter() - self.started
+        self.seconds = {}
+        self._record(record)
 
-    def _backward(self, rows: list[Completion]) -> UpdateSums:
+    def _backward(self, rows: list[Completion]) -> list[dict[str, float]]:
         """Gradients of one step. Denominators are those of all its rows: the split into passes changes nothing."""
         a, p, made = self.arguments, self.progress, self.made
         config = self.config if a.kl_target is None else dataclasses.replace(self.config, beta=p.beta)
@@ -305,18 +275,15 @@ class Trainer:
         extra = {"entropy_normalizer": tokens / self.ranks.count} if config.has_entropy_bonus else {}
         made.optimizer.zero_grad()
         self.policy.train(a.gradient_checkpointing)  # eval() otherwise: no dropout, no router noise
-        sums = UpdateSums()
-        passes = self._passes(rows)
+        numbers, passes = [], self._passes(rows)
         for part in passes:
-            device = made.accelerator.device
-            inputs = model_inputs(part, a, self.tokenizer.pad_token_id, device) | loss_inputs(part, a, device)
-            last = part is passes[-1]
-            with contextlib.nullcontext() if last else made.accelerator.no_sync(self.policy):
+            inputs = self._model_inputs(part) | loss_inputs(part, a, made.accelerator.device)
+            with contextlib.nullcontext() if part is passes[-1] else made.accelerator.no_sync(self.policy):
                 # DDP and FSDP2 average over the ranks.
                 out = self.policy("loss", **inputs, config=config, normalizer=count / self.ranks.count, **extra)
                 made.accelerator.backward(out.loss)
-            sums.add(out, inputs)
-        return sums
+            numbers.append(pass_numbers(out, inputs))
+        return numbers
 
     def _clip(self) -> float:
         """Scale gradients down to max_grad_norm; the norm before that."""
@@ -326,13 +293,6 @@ class Trainer:
         else:
             norm = get_total_norm([p.grad for p in trained if p.grad is not None])
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-
-    def _check_finite(self, loss: float, norm: float) -> None:
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise RuntimeError(
-                f"step {self.progress.step + 1}: loss {loss}, gradient norm {norm}; the step was not made, and "
-                "checkpoints are those of earlier steps"
-            )
 
     def _move_reference(self, kl: float | None, completions: int) -> None:
         """Check that the KL starts at 0; adapt beta (arXiv:1909.08593, section 2.2); move the reference policy."""
@@ -348,14 +308,6 @@ class Trainer:
             self.reference.move(a.ref_model_mixup_alpha)
 
     # --- log, evaluation, end -----------------------------------------------------------------------------------------
-
-    def _log(self, record: dict[str, Any], tokens: int) -> None:
-        now = time.perf_counter() - self.started
-        record["tokens_per_second"] = tokens / max(sum(self.seconds.values()), 1e-9)
-        record |= {f"seconds/{name}": seconds for name, seconds in self.seconds.items()}
-        record["seconds"] = self.progress.seconds = now
-        self._record(record)
-        self.seconds = {}
 
     def _record(self, record: dict[str, Any]) -> None:
         """Write a record, with the failures that the monitor sees in it."""
@@ -378,26 +330,15 @@ class Trainer:
         if not made.held_out or made.rewards is None:
             return
         found = evaluate(
-            self._sample_for_evaluation, made.held_out, made.rewards, num_samples=a.eval_num_samples, step=p.step
-        )
+            partial(self.sampler.for_evaluation, like=made.held_out[0].prompt, step=p.step), made.held_out,
+            made.rewards, num_samples=a.eval_num_samples, step=p.step,
+        )  # fmt: skip
         p.evaluated_at = p.step
         p.pass_at_1 = {**p.pass_at_1, ("before" if p.step == 0 else "after"): found["pass_at_1"]}
         self._record({"step": p.step, "evaluation": found})
         if made.accelerator.is_main_process:
             write_report(made.folder)
         made.log.say(f"step {p.step}: held-out pass@1 {found['pass_at_1']:.3f}, greedy {found['greedy']:.3f}")
-
-    def _sample_for_evaluation(
-        self, prompts: list[list[int]], *, greedy: bool, seed: int
-    ) -> list[tuple[list[int], Any]]:
-        """All ranks sample a share, and get all."""
-        size = -(-len(prompts) // self.ranks.count) * self.ranks.count
-        own = self.ranks.share([*prompts, *prompts[:1] * (size - len(prompts))])
-        set_seed(random.Random(f"evaluation {seed} {self.ranks.index}").getrandbits(32))
-        sampling = self.sampling()
-        found = self.sample(own, sampling._replace(temperature=0.0) if greedy else sampling)
-        everything = self.ranks.gather([s.ids for s in found])[: len(prompts)]
-        return [(ids, self.text(self.made.held_out[0].prompt, ids)) for ids in everything]
 
     def save(self) -> None:
         """checkpoint-STEP; raises CheckpointError on every rank where it cannot be written."""
@@ -421,9 +362,3 @@ class Trainer:
             write_report(made.folder)
         made.accelerator.wait_for_everyone()
         made.log.say(f"{made.folder}: model, summary.json and report.html after {p.step} steps")
-
-
-def as_completion(tokenizer: Any, prompt: Any, ids: Sequence[int]) -> Any:
-    """A completion as reward functions get it: text, or where the prompt is messages, a message of the assistant."""
-    text = tokenizer.decode(ids, skip_special_tokens=True)
-    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .arguments import TrainArguments
-from .rollout import Sampled, Sampling
+from .rollout import Sampled
 
 
 class VLLM:
@@ -23,7 +23,7 @@ class VLLM:
             import vllm
         except ImportError:
             raise ValueError("use_vllm needs vLLM: pip install vllm") from None
-        self._vllm = vllm
+        self._vllm, self._arguments = vllm, arguments
         self._step: int | None = None
         self.engine = vllm.LLM(
             model=source, dtype="bfloat16" if arguments.bf16 else arguments.dtype, seed=arguments.seed,
@@ -35,18 +35,19 @@ class VLLM:
         )  # fmt: skip
 
     def sample(
-        self, policy: Any, prompts: Sequence[list[int]], sampling: Sampling, *, step: int, ends: Sequence[int]
+        self, lm: Any, prompts: Sequence[list[int]], *, greedy: bool, step: int, ends: Sequence[int]
     ) -> list[Sampled]:
-        """One completion per prompt under the weights of `policy` after optimizer step `step`.
+        """One completion per prompt under the weights of `lm` after optimizer step `step`.
 
         Seeds come from torch's generator, one per completion: those of one prompt would be equal otherwise.
         """
         if step != self._step:
-            self._load_weights(policy)
+            self._load_weights(lm)
             self._step = step
         options = {
-            "max_tokens": sampling.max_completion_length, "temperature": sampling.temperature, "top_p": 1.0, "n": 1,
-            "repetition_penalty": 1.0, "stop_token_ids": list(ends), "logprobs": 0, "detokenize": False,
+            "max_tokens": self._arguments.max_completion_length, "top_p": 1.0, "n": 1, "repetition_penalty": 1.0,
+            "temperature": 0.0 if greedy else self._arguments.temperature, "stop_token_ids": list(ends), "logprobs": 0,
+            "detokenize": False,
         }  # fmt: skip
         seeds = torch.randint(2**31, (len(prompts),)).tolist()
         settings = [self._vllm.SamplingParams(**options, seed=seed) for seed in seeds]
@@ -62,11 +63,11 @@ class VLLM:
         return Sampled(ids, bool(ids) and ids[-1] in ends, torch.tensor(logps, dtype=torch.float32), None)
 
     @torch.no_grad()
-    def _load_weights(self, policy: Any) -> None:
+    def _load_weights(self, lm: Any) -> None:
         """Give the engine whole parameters, W + s B A for LoRA; its cache of prefixes belongs to the weights before."""
-        modules = dict(policy.lm.named_modules())
+        modules = dict(lm.named_modules())
         weights = []
-        for name, parameter in policy.lm.named_parameters():
+        for name, parameter in lm.named_parameters():
             if "lora_" in name or ".original_module." in name:
                 continue
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
