@@ -175,17 +175,17 @@ def test_19_a_folder_that_was_left_while_it_was_replaced(tmp_path):
     assert (tmp_path / "checkpoint-1" / "new").exists() and not (tmp_path / "checkpoint-1" / "old").exists()
 
 
-def test_other_prompts_are_said(model, data, whole, tmp_path, capfd):
-    output, other = tmp_path / "run", tmp_path / "problems.jsonl"
+def test_other_prompts_are_refused(model, data, whole, tmp_path, capfd):
+    output, before = tmp_path / "run", data.read_bytes()
     shutil.copytree(whole, output)
-    before = data.read_bytes()
-    training.make_data(other, rows=9)
+    rows = before.splitlines()
+    rows[3] = json.dumps(json.loads(rows[3]) | {"answer": "9"}).encode()
     try:
-        data.write_bytes(other.read_bytes())
-        assert run(model, data, output, **HARD | {"max_steps": 6, "resume_from_checkpoint": "auto"}) == 0
+        data.write_bytes(b"\n".join(rows))
+        assert run(model, data, output, **HARD | {"max_steps": 6, "resume_from_checkpoint": "auto"}) == 1
     finally:
         data.write_bytes(before)
-    assert "was written with prompts=" in capfd.readouterr().err
+    assert f"was written with other prompts: dataset_name={data} has changed since" in capfd.readouterr().err
 
 
 def test_an_evaluation_that_was_cut_short_is_made_after_the_resume(model, data, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from .arguments import to_json
 from .checkpoint import CONFIG, ROLLOUT, STATE, TENSORS, CheckpointError, write_atomically
+from .data import Prompt
 from .rollout import Completion, from_plain, to_plain
 from .run import Run
 
@@ -61,7 +63,8 @@ def save(made: Run, progress: Progress) -> None:
     }
     plain = {f.name: getattr(progress, f.name) for f in dataclasses.fields(progress) if f.name != "rollout"}
     state = {
-        "progress": plain, "monitor": made.monitor.state_dict(), "processes": made.ranks.count, **_environment(made)
+        "progress": plain, "monitor": made.monitor.state_dict(), "processes": made.ranks.count,
+        "prompts": _hash(made.prompts), **_environment(),
     }  # fmt: skip
 
     def fill(folder: Path) -> None:
@@ -90,9 +93,13 @@ def restore(made: Run) -> Progress:
         raise CheckpointError(
             f"{folder} was written by {state['processes']} processes, this run has {made.ranks.count}; expected as many"
         )
+    if state["prompts"] != _hash(made.prompts):
+        raise CheckpointError(
+            f"{folder} was written with other prompts: dataset_name={made.arguments.dataset_name} has changed since"
+        )
     if state["progress"]["step"] > made.arguments.max_steps:
         raise CheckpointError(f"{folder} is beyond max_steps={made.arguments.max_steps}")
-    for name, now in _environment(made).items():
+    for name, now in _environment().items():
         if state[name] != now:
             print(f"{folder} was written with {name}={state[name]}, now {now}: results may differ", file=sys.stderr)
     tensors = torch.load(folder / TENSORS, map_location="cpu", weights_only=True)
@@ -107,10 +114,10 @@ def restore(made: Run) -> Progress:
     return Progress(**state["progress"], rollout=[from_plain(json.loads(row)) for row in rows])
 
 
-def _environment(made: Run) -> dict[str, Any]:
+def _environment() -> dict[str, Any]:
     """What results may depend on beside the options."""
-    prompts = hashlib.sha256(repr([prompt.ids for prompt in made.prompts]).encode()).hexdigest()
-    return {
-        "torch": torch.__version__, "transformers": transformers.__version__, "threads": torch.get_num_threads(),
-        "prompts": prompts[:16],
-    }  # fmt: skip
+    return {"torch": torch.__version__, "transformers": transformers.__version__, "threads": torch.get_num_threads()}
+
+
+def _hash(prompts: Sequence[Prompt]) -> str:
+    return hashlib.sha256(repr([(prompt.ids, prompt.columns) for prompt in prompts]).encode()).hexdigest()
