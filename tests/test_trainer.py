@@ -204,7 +204,8 @@ def test_pitfall_10_the_distance_to_the_sampling_policy_is_logged_and_corrected(
 
 
 def test_pitfall_11_completions_without_a_verdict_are_out_of_baseline_and_gradient(model, data, tmp_path, capfd):
-    assert run(model, data, tmp_path / "run", reward_funcs="test_trainer:sometimes_nan", save_rollouts=True) == 0
+    assert run(model, data, tmp_path / "run", reward_funcs="test_trainer:sometimes_nan", save_rollouts=True,
+               logging_samples=8) == 0  # fmt: skip
     rollout = training.rollouts(tmp_path / "run")[0]
     for first in range(0, len(rollout), 4):
         group = rollout[first : first + 4]
@@ -213,6 +214,8 @@ def test_pitfall_11_completions_without_a_verdict_are_out_of_baseline_and_gradie
         expected = (scored - scored.mean()) / (scored.std() + 1e-4)
         torch.testing.assert_close(torch.tensor([group[i]["advantage"] for i in (0, 2, 3)]), expected)
     assert steps(tmp_path / "run")[0]["unscored"] == len(rollout) // 4
+    samples = (tmp_path / "run" / "samples.jsonl").read_text()
+    assert '"reward": null' in samples and "NaN" not in samples  # which JSON lacks
     assert "completions unscored, the first by sometimes_nan" in capfd.readouterr().err
 
 

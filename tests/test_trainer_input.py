@@ -149,9 +149,22 @@ def test_a_tracker_that_is_not_installed(dry_run, model, data, tmp_path, monkeyp
     assert "report_to=tensorboard: not installed (pip install tensorboard)" in refused(tmp_path / "run", capfd)
 
 
+def test_a_tracker_that_refuses(model, data, tmp_path, monkeypatch, capfd):
+    """As wandb does without an account."""
+
+    def init(self, run_name, **settings):
+        raise RuntimeError(f"No API key configured: {settings['dir']}")
+
+    monkeypatch.setattr("accelerate.tracking.get_available_trackers", lambda: [LoggerType.WANDB])
+    monkeypatch.setattr("accelerate.tracking.WandBTracker.__init__", init)
+    assert run(model, data, tmp_path / "run", report_to="wandb") == 2
+    assert f"report_to=wandb: No API key configured: {tmp_path / 'run'}" in refused(tmp_path / "run", capfd)
+
+
 @pytest.mark.parametrize(("name", "value", "words"), [
     ("ACCELERATE_MIXED_PRECISION", "fp16", "mixed_precision=fp16; expected no"),
     ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", "gradient_accumulation_steps=4; expected 1"),
+    ("ACCELERATE_USE_DEEPSPEED", "true", "distributed_type=DEEPSPEED; expected DDP or FSDP2"),
 ])  # fmt: skip
 def test_a_configuration_of_accelerate_that_would_change_the_steps(name, value, words, model, data, tmp_path,
                                                                    monkeypatch, capfd):  # fmt: skip
@@ -186,10 +199,26 @@ def test_a_tokenizer_without_padding_or_end(token, model, data, tmp_path, capfd)
     assert f"has no {token}" in refused(tmp_path / "run", capfd)
 
 
+def test_a_tokenizer_with_more_ids_than_the_model_has_embeddings(model, data, tmp_path, capfd):
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["never used"])
+    tokenizer.save_pretrained(folder)
+    assert run(folder, data, tmp_path / "run", dry_run=True) == 0
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    tokenizer.save_pretrained(folder)
+    assert run(folder, data, tmp_path / "run") == 2
+    words = "gives '<pad>' the id 33, the model has 32 embeddings; expected its own tokenizer, or a model after resize"
+    assert words in refused(tmp_path / "run", capfd)
+
+
 def test_a_folder_of_another_run_is_left_alone(model, data, tmp_path, capfd):
     output = tmp_path / "run"
     assert run(model, data, output, max_steps=1) == 0
     (output / "notes.txt").write_text("mine")
+    (output / "grpo-kernels").mkdir()
+    (output / "grpo-kernels" / "events.out.tfevents.1").write_text("of TensorBoard")
     before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
     capfd.readouterr()
     assert run(model, data, output, max_steps=1) == 2
@@ -199,6 +228,7 @@ def test_a_folder_of_another_run_is_left_alone(model, data, tmp_path, capfd):
     assert before == {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
     assert run(model, data, output, max_steps=2, overwrite_output_dir=True) == 0
     assert (output / "notes.txt").read_text() == "mine" and len(training.steps(output)) == 2
+    assert not list((output / "grpo-kernels").iterdir())
 
     file = tmp_path / "file"
     file.write_text("")

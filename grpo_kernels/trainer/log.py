@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -63,4 +64,13 @@ class RunLog:
     def _append(self, name: str, record: dict[str, Any]) -> None:
         if self.writes:
             with self.paths[name].open("a") as file:
-                file.write(json.dumps(record, default=str) + "\n")
+                file.write(json.dumps(_finite(record), default=str) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """NaN and infinite numbers, which JSON lacks, as None."""
+    if isinstance(value, dict):
+        return {name: _finite(x) for name, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -31,6 +31,7 @@ from .rewards import Rewards
 from .rollout import Sampler, check_rollout, eos_ids, load_rollout, rollout_path
 from .vllm import VLLM
 
+PROJECT = "grpo-kernels"  # by which trackers call the runs
 OWN = (LOG, SAMPLES, "config.json", "summary.json", "report.html", "model", "rollouts")
 
 
@@ -117,13 +118,13 @@ def set_up(arguments: TrainArguments) -> Run:
         scheduler_specific_kwargs=a.schedule_options(),
     )  # fmt: skip
     with ranks.together():
+        overwritten = [] if _continues(checkpoint, a) else _own(folder)
+        if not a.dry_run:
+            _init_trackers(accelerator, a)
         if accelerator.is_main_process:
-            if not _continues(checkpoint, a):  # everything is right: what is overwritten goes now
-                for path in _own(folder):
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            for path in overwritten:  # everything is right: it goes now
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
             write_text(folder / "config.json", json.dumps(to_json(a), indent=1) + "\n")
-    if not a.dry_run:
-        accelerator.init_trackers("grpo-kernels", config={k: str(v) for k, v in to_json(a).items()})
     signals = Signals(ranks)
     return Run(
         arguments=a, accelerator=accelerator, ranks=ranks, signals=signals, folder=folder, checkpoint=checkpoint,
@@ -148,6 +149,8 @@ def _make_optimizer(policy: Policy, a: TrainArguments) -> Any:
 
 def _make_accelerator(a: TrainArguments) -> Accelerator:
     """The accelerator, of which the launcher's configuration decides how processes share the work, and nothing else."""
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":  # which accelerate ignores on CPUs
+        raise ValueError("accelerate's configuration has distributed_type=DEEPSPEED; expected DDP or FSDP2")
     # A single process has nothing to shard, which `check` says: accelerate would set variables of the environment.
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     shards = a.fsdp or os.environ.get("ACCELERATE_USE_FSDP") == "true"
@@ -181,6 +184,15 @@ def _make_accelerator(a: TrainArguments) -> Accelerator:
     return accelerator
 
 
+def _init_trackers(accelerator: Accelerator, a: TrainArguments) -> None:
+    options = {"wandb": {"dir": os.environ.get("WANDB_DIR", a.output_dir)}} if "wandb" in a.report_to else {}
+    Path(a.output_dir).mkdir(parents=True, exist_ok=True)
+    try:
+        accelerator.init_trackers(PROJECT, {k: str(v) for k, v in to_json(a).items()}, options)
+    except Exception as error:  # of the trackers, such as an account that is not known
+        raise ValueError(f"report_to={', '.join(a.report_to)}: {error}") from error
+
+
 def _check_replay(folder: Path, a: TrainArguments, num_processes: int) -> None:
     count = -(-a.max_steps // a.steps_per_rollout)
     absent = [path for path in (rollout_path(folder, i) for i in range(count)) if not path.exists()]
@@ -190,8 +202,9 @@ def _check_replay(folder: Path, a: TrainArguments, num_processes: int) -> None:
 
 
 def _own(folder: Path) -> list[Path]:
-    """What a run left in its output folder, but for the model that it started from."""
-    return [path for name in OWN if (path := folder / name).exists()] + checkpoints(folder)
+    """What a run left in its output folder, but for the model that it started from, and runs that wandb may upload."""
+    board = list((folder / PROJECT).glob("*"))  # of TensorBoard
+    return [path for name in OWN if (path := folder / name).exists()] + checkpoints(folder) + board
 
 
 def _continues(checkpoint: Path | None, a: TrainArguments) -> bool:
@@ -254,7 +267,7 @@ def load_data(a: TrainArguments, tokenizer: Any, lm: Any, *, held_out: bool) -> 
         )
     prompts = load_prompts(
         name or ARITHMETIC, split=split, config=a.dataset_config if name == a.dataset_name else None,
-        tokenizer=tokenizer, max_prompt_length=a.max_prompt_length, context=context, seed=a.seed,
+        tokenizer=tokenizer, max_prompt_length=a.max_prompt_length, context=context,
     )  # fmt: skip
     largest = max(tokenizer.pad_token_id, *(max(prompt.ids) for prompt in prompts))
     if largest >= (rows := lm.get_input_embeddings().weight.shape[0]):
