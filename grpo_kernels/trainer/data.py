@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import warnings
+from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -32,11 +35,10 @@ def load_prompts(
     config: str | None = None,
     max_prompt_length: int | None = None,
     context: float = math.inf,
-    seed: int = 0,
 ) -> list[Prompt]:
     """The prompts of `source`, in its order.
 
-    source: "arithmetic", the generated task, whose splits "train" and "test" depend on `seed`; a file *.jsonl (an
+    source: "arithmetic", the generated task, with the splits "train" and "test"; a file *.jsonl (an
     object per line) or *.json (a list of objects), which is one split, whatever `split` says; or a name or folder that
     `datasets.load_dataset` reads, with its `config` and `split`. Rows have the column "prompt", text or messages. A
     column that some rows of a file lack is None there, as `datasets` has it.
@@ -44,7 +46,7 @@ def load_prompts(
     context: the most tokens that the model leaves to a prompt. A longer one raises a ValueError, as do a source that
     cannot be read, an empty one, a row without a proper prompt, and messages without a chat template.
     """
-    rows = _read_rows(source, split, config, seed)
+    rows = _read_rows(source, split, config)
     where = f"data set {source!r}"
     if not rows:
         raise ValueError(f"{where} (split {split!r}) is empty; expected at least one row")
@@ -74,14 +76,14 @@ def load_prompts(
     return prompts
 
 
-def _read_rows(source: str, split: str, config: str | None, seed: int) -> list[Row]:
+def _read_rows(source: str, split: str, config: str | None) -> list[Row]:
     is_file = source.endswith(JSON_SUFFIXES)
     if config is not None and (is_file or source == "arithmetic"):
         raise ValueError(f"dataset_config={config!r} with {source!r}; only data sets of `datasets` have one")
     if source == "arithmetic":
         from .arithmetic import problems
 
-        splits = dict(zip(("train", "test"), problems(seed), strict=True))
+        splits = dict(zip(("train", "test"), problems(), strict=True))
         if split not in splits:
             raise ValueError(f"split={split!r} of the arithmetic task; expected 'train' or 'test'")
         return splits[split]
@@ -179,3 +181,25 @@ def _is_message(message: object) -> bool:
     return (
         isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
     )
+
+
+# --- their order ------------------------------------------------------------------------------------------------------
+
+
+def take(num_prompts: int, position: int, count: int, seed: int, *, shuffle: bool = True) -> list[int]:
+    """Indices of the prompts at position, ..., position + count - 1 of an endless order.
+
+    Each epoch is a permutation of its own, made from (seed, epoch); without `shuffle`, it is 0, ..., num_prompts - 1.
+    A function of its arguments alone: a run that resumes needs no more than its position.
+    """
+    if num_prompts < 1 or position < 0 or count < 0:
+        raise ValueError(f"num_prompts={num_prompts}, position={position}, count={count}; expected >= 1, >= 0, >= 0")
+    epochs = (divmod(i, num_prompts) for i in range(position, position + count))
+    return [_permutation(num_prompts, epoch, seed)[i] if shuffle else i for epoch, i in epochs]
+
+
+@lru_cache(maxsize=2)  # a batch that crosses an epoch's end needs two
+def _permutation(size: int, epoch: int, seed: int) -> Sequence[int]:
+    order = list(range(size))
+    random.Random(f"{seed} {epoch}").shuffle(order)  # text as seed: each pair has a stream of its own
+    return order

@@ -28,9 +28,8 @@ from .batch import (
     without_gradient,
 )
 from .checkpoint import prune, write_text
-from .data import Prompt
+from .data import Prompt, take
 from .evaluate import evaluate
-from .order import take
 from .progress import Progress, restore, save
 from .ranks import Interrupted
 from .records import pass_numbers, rollout_record, step_record
