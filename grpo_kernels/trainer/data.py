@@ -97,14 +97,15 @@ def _read_json(path: Path) -> list[Row]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 ({error})"
         raise ValueError(f"cannot read {path}: {reason}") from error
-    rows = []
     if text.lstrip().startswith("["):
-        found = _parse(text, f"{path}")
-        rows = [_object(row, f"{path}, row {index}") for index, row in enumerate(found)]
+        found = {f"{path}, row {index}": row for index, row in enumerate(_parse(text, f"{path}"))}
     else:
-        for number, line in enumerate(text.split("\n"), start=1):
-            if line.strip():
-                rows.append(_object(_parse(line, f"{path}, line {number}"), f"{path}, line {number}"))
+        lines = {f"{path}, line {number}": line for number, line in enumerate(text.split("\n"), start=1)}
+        found = {where: _parse(line, where) for where, line in lines.items() if line.strip()}
+    for where, row in found.items():
+        if not isinstance(row, dict):
+            raise ValueError(f'{where} is {row!r:.60}; expected an object with the key "prompt"')
+    rows = list(found.values())
     names = {name: None for row in rows for name in row}
     for index, row in enumerate(rows):
         if "prompt" in names and "prompt" not in row:
@@ -117,12 +118,6 @@ def _parse(text: str, where: str) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise ValueError(f"{where} is not JSON: {error}") from error
-
-
-def _object(row: Any, where: str) -> Row:
-    if not isinstance(row, dict):
-        raise ValueError(f'{where} is {row!r:.60}; expected an object with the key "prompt"')
-    return row
 
 
 def _read_dataset(source: str, split: str, config: str | None) -> list[Row]:

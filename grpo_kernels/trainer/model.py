@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..config import GRPOConfig
 from ..integrations.transformers import fused_forward
@@ -34,10 +34,6 @@ class Policy(nn.Module):
         self.lm = lm
         self.eager = eager
         self._no_split_modules = getattr(lm, "_no_split_modules", None)  # accelerate's units of FSDP2
-        self.generation_config = lm.generation_config  # saved with the model, and no part of sampling
-        lm.generation_config = GenerationConfig(
-            pad_token_id=lm.generation_config.pad_token_id, eos_token_id=lm.generation_config.eos_token_id
-        )
 
     def forward(self, task: str, **inputs: Any) -> Any:
         return getattr(self, f"_{task}")(**inputs)

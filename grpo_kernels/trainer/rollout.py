@@ -97,12 +97,16 @@ def generate(
     draw = _Draw(arguments, greedy)
     config = GenerationConfig(
         max_new_tokens=arguments.max_completion_length, pad_token_id=pad_id, eos_token_id=list(ends), use_cache=True,
-        do_sample=False, repetition_penalty=1.0,
+        do_sample=False,
     )  # fmt: skip
-    found = lm.generate(
-        ids, attention_mask=mask, generation_config=config, synced_gpus=synced,
-        logits_processor=LogitsProcessorList([draw]),
-    )  # fmt: skip
+    of_model, lm.generation_config = lm.generation_config, config  # generate fills in what `config` does not set
+    try:
+        found = lm.generate(
+            ids, attention_mask=mask, generation_config=config, synced_gpus=synced,
+            logits_processor=LogitsProcessorList([draw]),
+        )  # fmt: skip
+    finally:
+        lm.generation_config = of_model
     logps = torch.stack(draw.logps, dim=1).cpu()
     completions = []
     for i, row in enumerate(found[:, ids.shape[1] :].tolist()):

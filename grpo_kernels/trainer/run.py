@@ -67,13 +67,8 @@ class Run:
         return {name.removeprefix("lm."): tensor for name, tensor in state.items()}
 
     def write_model(self, folder: Path, state: dict[str, torch.Tensor]) -> None:
-        """Model and tokenizer in transformers' format, with the generation_config that the model came with."""
-        policy = self.bare_policy
-        blank, policy.lm.generation_config = policy.lm.generation_config, policy.generation_config
-        try:
-            policy.lm.save_pretrained(folder, state_dict=state)
-        finally:
-            policy.lm.generation_config = blank
+        """Model and tokenizer in transformers' format."""
+        self.bare_policy.lm.save_pretrained(folder, state_dict=state)
         self.sampler.tokenizer.save_pretrained(folder)
 
     def save_model(self, folder: Path) -> None:
@@ -110,7 +105,7 @@ def set_up(arguments: TrainArguments) -> Run:
     prompts, held_out = (load_data(a, tokenizer, lm, held_out=wanted) for wanted in (False, True))
     rewards = make_rewards(a, [*prompts, *held_out])
     policy: Any = Policy(lm, eager=a.loss == "eager")
-    ends = eos_ids(policy, tokenizer)
+    ends = eos_ids(lm, tokenizer)
     vllm = VLLM(source, a) if a.use_vllm else None
     policy, optimizer = accelerator.prepare(policy, _make_optimizer(policy, a))
     scheduler = get_scheduler(
