@@ -65,3 +65,19 @@ def _same_random_numbers_every_time():
 def backend(request) -> str:
     """Every backend; a missing one is a failure, never a skip."""
     return request.param
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> Path:
+    """Of the trainer's tests: a tiny model and its tokenizer."""
+    import training
+
+    return training.make_model(tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory) -> Path:
+    """Of the trainer's tests: problems for that model."""
+    import training
+
+    return training.make_data(tmp_path_factory.mktemp("data") / "problems.jsonl")

@@ -15,16 +15,6 @@ from grpo_kernels.commands.cli import main
 from grpo_kernels.trainer.arguments import TrainArguments, parse
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return training.make_model(tmp_path_factory.mktemp("model") / "model")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return training.make_data(tmp_path_factory.mktemp("data") / "problems.jsonl")
-
-
 def one_short(prompts, completions, **columns):
     return [0.0] * (len(prompts) - 1)
 
@@ -301,7 +291,7 @@ def test_the_wrong_reward_fails_the_dry_run_too(model, data, tmp_path, capfd):
 
 def test_a_dry_run_says_what_a_run_takes_and_writes_nothing(model, data, tmp_path, capfd):
     output = tmp_path / "run"
-    assert run(model, data, output, dry_run=True, beta=0.1, reward_funcs="test_trainer:length") == 0
+    assert run(model, data, output, dry_run=True, beta=0.1, reward_funcs="training:length") == 0
     out = capfd.readouterr().out
     for words in ("12 prompts", "rewards    length", "MiB  parameters", "MiB  gradients", "AdamW's two averages",
                   "reference policy", "logits of the fused loss", "one step", "completion "):  # fmt: skip

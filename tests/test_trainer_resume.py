@@ -25,14 +25,9 @@ HERE = Path(__file__).parent
 # between their two uses, and epochs end inside of rollouts. The reference policy moves, beta adapts.
 HARD = {
     "gradient_accumulation_steps": 1, "steps_per_generation": 2, "num_iterations": 2, "max_steps": 60, "beta": 0.05,
-    "sync_ref_model": True, "ref_model_sync_steps": 3, "kl_target": 0.02, "reward_funcs": "test_trainer:length",
+    "sync_ref_model": True, "ref_model_sync_steps": 3, "kl_target": 0.02, "reward_funcs": "training:length",
     "dynamic_sampling": "refill", "dynamic_sampling_max_rounds": 2, "learning_rate": 1e-3,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return training.make_model(tmp_path_factory.mktemp("model") / "model")
 
 
 @pytest.fixture(scope="module")

@@ -96,19 +96,9 @@ def stand_in(monkeypatch):
     return module
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return training.make_model(tmp_path_factory.mktemp("model") / "model")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return training.make_data(tmp_path_factory.mktemp("data") / "problems.jsonl")
-
-
 @pytest.mark.parametrize("options", [{}, {"use_peft": True, "beta": 0.1}, {"temperature": 0.7, "num_iterations": 2}])
 def test_vllm_samples_from_the_weights_after_each_update(options, model, data, tmp_path):
-    given = {"use_vllm": True, "reward_funcs": "test_trainer:length", "max_steps": 4, "save_rollouts": True, **options}
+    given = {"use_vllm": True, "reward_funcs": "training:length", "max_steps": 4, "save_rollouts": True, **options}
     assert run(model, data, tmp_path / "run", **given) == 0
     records, (engine,) = steps(tmp_path / "run"), Engine.made
     first = [record for record in records if "rollout_mismatch/max" in record]
@@ -124,12 +114,12 @@ def test_vllm_samples_from_the_weights_after_each_update(options, model, data, t
 def test_stale_weights_would_be_seen(model, data, tmp_path, monkeypatch):
     load = VLLM._load_weights
     monkeypatch.setattr(VLLM, "_load_weights", lambda self, lm: None if self._step is not None else load(self, lm))
-    assert run(model, data, tmp_path / "run", use_vllm=True, reward_funcs="test_trainer:length") == 0
+    assert run(model, data, tmp_path / "run", use_vllm=True, reward_funcs="training:length") == 0
     assert max(record["rollout_mismatch/max"] for record in steps(tmp_path / "run")) > 1e-2
 
 
 def test_a_resumed_run_with_vllm_has_the_same_bits(model, data, tmp_path):
-    options = {"use_vllm": True, "reward_funcs": "test_trainer:length", "save_steps": 2, "max_steps": 4,
+    options = {"use_vllm": True, "reward_funcs": "training:length", "save_steps": 2, "max_steps": 4,
                "eval_dataset_name": data, "eval_max_prompts": 2}  # fmt: skip
     assert run(model, data, tmp_path / "whole", **options) == 0
     part = {**options, "max_steps": 2, "lr_scheduler_type": "constant"}

@@ -1,23 +1,52 @@
-"""Of test_trainer_parity.py, under torchrun: runs of the trainer one after another, from a file with command lines."""
+"""Of test_trainer_ranks.py and test_trainer_parity.py, under torchrun: runs of the trainer one after another.
+
+    torchrun --nproc_per_node 2 trainer_ranks.py FOLDER
+
+FOLDER/jobs.json is a list of runs: {"name": ..., "argv": [...]}, and for one that is to be resumed after its second
+step "copy_of": the output folder of a run that has ended. Rank r writes FOLDER/rank-r.json: for each name the exit
+status, or the error with its type, and the seconds.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
 import sys
 import time
 from pathlib import Path
 
 import torch
+import training
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule
 
-from grpo_kernels.trainer import commands
+from grpo_kernels.trainer import arithmetic, commands
+
+RANK = int(os.environ.get("RANK", "0"))
 
 
-def too_few_on_rank_1(completions, **_):
-    return [0.0] * (len(completions) - int(os.environ["RANK"]))
+def length(prompts, completions, completion_ids, log_metric, **columns):
+    log_metric("rank", RANK)
+    return training.length(prompts, completions, completion_ids)
+
+
+def short_on_rank_1(prompts, completions, completion_ids, **columns):
+    return [0.0] * (len(prompts) - RANK)
+
+
+def raises_on_rank_1(prompts, completions, completion_ids, **columns):
+    if RANK == 1:
+        raise KeyError("only here")
+    return training.length(prompts, completions, completion_ids)
+
+
+def signals_rank_1(prompts, completions, completion_ids, **columns):
+    if RANK == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return training.length(prompts, completions, completion_ids)
 
 
 class Trainer(commands.Trainer):
@@ -27,14 +56,38 @@ class Trainer(commands.Trainer):
         super().__init__(made)
 
 
+def run(argv: list[str]) -> int | str:
+    try:
+        return commands.train(argv)
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        AcceleratorState._reset_state()
+        PartialState().distributed_type = DistributedType.MULTI_CPU  # as it was, before a run that sharded
+        os.environ.pop("ACCELERATE_USE_FSDP", None)
+
+
+def halve(run: Path, copy: Path) -> None:
+    """A copy of a run as it was after step 2."""
+    if RANK == 0:
+        shutil.copytree(run, copy)
+        for gone in ("model", "checkpoint-3", "checkpoint-4"):
+            shutil.rmtree(copy / gone)
+    torch.distributed.barrier()
+
+
 def main() -> None:
     torch.set_num_threads(1)
     commands.Trainer = Trainer
+    arithmetic.start_model = lambda folder, **options: training.make_model(Path(folder))
     PartialState.destroy_process_group = lambda self, group=None: None  # a run ends with it; here all use one group
-    for argv in json.loads(Path(sys.argv[1]).read_text()):
-        assert commands.train(argv) == 0, argv
-        AcceleratorState._reset_state()
-        PartialState().distributed_type = DistributedType.MULTI_CPU  # as it was, before a run that sharded
+    folder, seen = Path(sys.argv[1]), {}
+    for job in json.loads((folder / "jobs.json").read_text()):
+        if "copy_of" in job:
+            halve(folder / job["copy_of"], folder / job["name"])
+        begin = time.perf_counter()
+        seen[job["name"]] = run(job["argv"]), time.perf_counter() - begin
+    (folder / f"rank-{RANK}.json").write_text(json.dumps(seen))
     time.sleep(0.2)  # see Run.close
     torch.distributed.destroy_process_group()
 

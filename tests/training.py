@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +70,49 @@ def same_weights(a: Path, b: Path) -> bool:
 
 def weights(output: Path) -> dict[str, torch.Tensor]:
     return load_file(output / "model" / "model.safetensors")
+
+
+# --- reward functions: training:NAME ----------------------------------------------------------------------------------
+
+
+def constant(prompts, completions, **columns):
+    return [1.0] * len(prompts)
+
+
+def length(prompts, completions, completion_ids, **columns):
+    """Differs within nearly every group."""
+    return [float(len(ids)) + 0.1 * ids[0] for ids in completion_ids]
+
+
+def rare(prompts, completions, completion_ids, **columns):
+    return [float(ids[0] < 4) for ids in completion_ids]
+
+
+def huge(prompts, completions, completion_ids, **columns):
+    return [1e38 * ids[0] / 32 for ids in completion_ids]
+
+
+def sometimes_nan(prompts, completions, completion_ids, **columns):
+    return [math.nan if i % 4 == 1 else len(ids) + 0.1 * ids[0] for i, ids in enumerate(completion_ids)]
+
+
+def digits(prompts, completions, **columns):
+    """One reward per step: every character that is followed by another one ends a step at a '+'."""
+    return [[0.1 + len(part) / 3 for part in _parts(c)] for c in completions]  # no numbers of few bits
+
+
+def some_digits(prompts, completions, **columns):
+    """Of each group: the second completion has no verdict, and the function does not apply to the third."""
+    found = digits(prompts, completions)
+    return [[math.nan] if i % 4 == 1 else None if i % 4 == 2 else steps for i, steps in enumerate(found)]
+
+
+def logs(prompts, completions, completion_ids, log_metric, log_extra, **columns):
+    log_metric("loss", 7.0)
+    log_extra("reward", [datetime.date(2020, 1, 1)] * len(prompts))
+    return length(prompts, completions, completion_ids)
+
+
+def _parts(text):
+    parts = text.split("+")
+    return parts[:-1] if len(parts) > 1 and parts[-1] == "" else parts

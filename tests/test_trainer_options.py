@@ -1,0 +1,228 @@
+"""Every option of the trainer that changes a step, and what a run leaves."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+import training
+from training import run, steps
+from transformers import AutoModelForCausalLM
+
+from grpo_kernels import GRPOConfig, available_presets
+from grpo_kernels.trainer.arguments import TrainArguments
+from grpo_kernels.trainer.batch import assign_advantages, denominators, soft_overlong, step_ends
+from grpo_kernels.trainer.rollout import Completion
+
+
+@pytest.mark.parametrize("preset", available_presets())
+def test_every_preset_makes_steps(preset, model, data, tmp_path):
+    options = {"loss_type": preset, "num_iterations": 2, "reward_funcs": "training:length"}
+    assert run(model, data, tmp_path / "run", **options) == 0
+    records = steps(tmp_path / "run")
+    assert len(records) == 3 and all(math.isfinite(r["loss"]) for r in records)
+    assert records[0]["grad_norm"] > 0 and records[2]["grad_norm"] > 0  # in between all may be clipped
+
+
+@pytest.mark.parametrize("options", [
+    {"surrogate": "gmpo"}, {"surrogate": "dppo_tv"}, {"surrogate": "ipo"}, {"surrogate": "cispo_two_sided"},
+])  # fmt: skip
+def test_other_surrogates_by_loss_options(options, model, data, tmp_path):
+    given = {"loss_options": json.dumps(options), "loss_type": "bnpo", "reward_funcs": "training:length"}
+    assert run(model, data, tmp_path / "run", num_iterations=2, **given) == 0
+    assert all(r["grad_norm"] > 0 for r in steps(tmp_path / "run"))
+
+
+def test_the_eager_loss_takes_the_same_steps(model, data, tmp_path):
+    options = {"beta": 0.1, "num_iterations": 2, "entropy_coef": 0.01, "temperature": 0.8}
+    for loss in ("fused", "eager"):
+        assert run(model, data, tmp_path / loss, loss=loss, reward_funcs="training:length", **options) == 0
+    for a, b in zip(*(steps(tmp_path / loss) for loss in ("fused", "eager")), strict=True):
+        for name in ("loss", "grad_norm", "kl", "entropy", "reward", "ratio/max"):
+            assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-6), name
+
+
+def test_truncated_sampling_scores_the_ids_that_it_kept(model, data, tmp_path):
+    options = {"top_p": 0.7, "top_k": 6, "temperature": 0.8, "num_iterations": 2, "max_steps": 2}
+    assert run(model, data, tmp_path / "run", save_rollouts=True, reward_funcs="training:length", **options) == 0
+    first, second = steps(tmp_path / "run")
+    assert first["rollout_mismatch/max"] < 1e-4 and second["ratio/max"] != 1.0
+    kept = [ids for c in training.rollouts(tmp_path / "run")[0] for ids in c["kept"]]
+    assert all(1 <= len(ids) <= 6 for ids in kept)
+
+
+def test_adaptive_beta_follows_its_target(model, data, tmp_path):
+    options = {"beta": 0.1, "kl_horizon": 8, "max_steps": 3, "reward_funcs": "training:length"}
+    assert run(model, data, tmp_path / "low", kl_target=1e-6, **options) == 0
+    assert run(model, data, tmp_path / "high", kl_target=1e6, **options) == 0
+    low, high = ([r["beta"] for r in steps(tmp_path / name)] for name in ("low", "high"))
+    assert low == pytest.approx([0.1, 0.08, 0.096]) and high == pytest.approx([0.1, 0.08, 0.064])
+
+
+def test_rewards_of_steps(model, data, tmp_path):
+    options = {"reward_funcs": "training:digits", "step_delimiter": "+", "gamma": 0.5, "max_completion_length": 12}
+    assert run(model, data, tmp_path / "run", save_rollouts=True, per_device_train_batch_size=32, **options) == 0
+    rollout = training.rollouts(tmp_path / "run")[0]
+    assert any(len(c["steps"]) > 1 for c in rollout)
+    for c in rollout:
+        assert len(c["steps"]) == len(c["step_ends"]) and len(c["advantage"]) == len(c["ids"])
+        assert c["step_ends"][-1] == len(c["ids"]) - 1
+        for first, last in zip([-1, *c["step_ends"]], c["step_ends"], strict=False):
+            assert len(set(c["advantage"][first + 1 : last + 1])) <= 1  # constant within a step
+
+
+def test_rewards_of_steps_where_some_are_missing(model, data, tmp_path):
+    """A completion without a verdict is out; a reward of the whole completion, and the penalty, are the last step's."""
+    options = {"reward_funcs": ["training:some_digits", "training:constant"], "step_delimiter": "+",
+               "max_completion_length": 12, "soft_overlong_cache": 2, "per_device_train_batch_size": 32}  # fmt: skip
+    assert run(model, data, tmp_path / "run", save_rollouts=True, max_steps=1, **options) == 0
+    rollout = training.rollouts(tmp_path / "run")[0]
+    for i, c in enumerate(rollout):
+        if i % 4 == 1:
+            assert math.isnan(c["reward"]) and c["steps"] is None and set(c["advantage"]) == {0.0}
+        else:
+            assert sum(c["steps"]) == pytest.approx(c["reward"])
+        if i % 4 == 2:  # the function of steps does not apply
+            assert c["steps"][:-1] == [0.0] * (len(c["step_ends"]) - 1)
+            assert c["steps"][-1] == pytest.approx(1.0 + c["rewards"]["soft_overlong"])
+
+
+@pytest.mark.parametrize("options", [{"gamma": 0.5}, {"step_delimiter": "+"}])
+def test_options_of_steps_without_rewards_of_steps(options, model, data, tmp_path):
+    with pytest.raises(ValueError, match="has no effect: no function gave rewards of steps"):
+        run(model, data, tmp_path / "run", **options)
+
+
+def test_what_reward_functions_log(model, data, tmp_path):
+    """Under names of its own: a function cannot replace the trainer's numbers. A date becomes text."""
+    assert run(model, data, tmp_path / "run", reward_funcs="training:logs", save_rollouts=True, save_steps=1,
+               num_iterations=2) == 0  # fmt: skip
+    record, sample = steps(tmp_path / "run")[1], (tmp_path / "run" / "samples.jsonl").read_text().splitlines()[0]
+    assert record["metrics/loss"] == 7.0 != record["loss"] and record["slowest_reward"] == "logs"
+    assert json.loads(sample)["extra"]["reward"] == "2020-01-01" and isinstance(json.loads(sample)["reward"], float)
+
+
+def test_a_replay_drops_the_groups_of_equal_rewards(model, data, tmp_path):
+    options = {"per_device_train_batch_size": 32, "dynamic_sampling": "drop", "reward_funcs": "training:rare"}
+    assert run(model, data, tmp_path / "a", save_rollouts=True, max_steps=1, **options) == 0
+    again = {"replay": tmp_path / "a" / "rollouts", "vllm_importance_sampling_correction": False}
+    assert run(model, data, tmp_path / "b", max_steps=1, **options, **again) == 0
+    (a,), (b,) = steps(tmp_path / "a"), steps(tmp_path / "b")
+    assert a["dropped_groups"] == b["dropped_groups"] > 0 and a["grad_norm"] == b["grad_norm"]
+
+
+def test_schedules_take_further_arguments(model, data, tmp_path):
+    options = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": '{"min_lr_rate": 0.5}'}
+    assert run(model, data, tmp_path / "run", max_steps=4, **options) == 0
+    rates = [record["learning_rate"] for record in steps(tmp_path / "run")]
+    assert rates[0] == 1e-2 and 5e-3 < rates[3] < rates[2]
+
+
+@pytest.mark.parametrize(("pieces", "expected"), [
+    (["a", "\n", "bc", "\nd"], [1, 3, 3]), (["a\nb\n"], [0, 0]), (["ab"], [0]), (["\n", "\n"], [0, 1]),
+    (["a", "b\n", ""], [2]),
+])  # fmt: skip
+def test_step_ends(pieces, expected):
+    class Tokenizer:
+        def decode(self, ids, skip_special_tokens):
+            return pieces[ids[0]]
+
+    assert step_ends(range(len(pieces)), Tokenizer(), "\n") == expected
+
+
+def test_soft_overlong_is_dapos_penalty(model, data, tmp_path):
+    arguments = TrainArguments(max_completion_length=10, soft_overlong_cache=4)
+    assert [soft_overlong(n, arguments) for n in (1, 6, 7, 8, 10)] == [0.0, 0.0, -0.25, -0.5, -1.0]
+    assert run(model, data, tmp_path / "run", soft_overlong_cache=2, save_rollouts=True) == 0
+    for c in training.rollouts(tmp_path / "run")[0]:
+        assert c["rewards"]["soft_overlong"] == soft_overlong(
+            len(c["ids"]), TrainArguments(max_completion_length=5, soft_overlong_cache=2)
+        )
+        assert c["reward"] == c["rewards"]["arithmetic"] + c["rewards"]["soft_overlong"]
+
+
+def test_denominators_count_what_is_scored():
+    def row(length, **options):
+        return Completion(0, "", [1], {}, list(range(length)), **options)
+
+    rows = [row(3, ended=True), row(5, ended=False), row(2, ended=True, dropped=True)]
+    masked = TrainArguments(mask_truncated_completions=True)
+    for name, expected in (("dapo", (3, 3)), ("bnpo", (3, 3)), ("grpo", (2, 3)), ("luspo", (2, 3))):
+        assert denominators(rows, GRPOConfig.preset(name), masked) == expected
+    fixed = GRPOConfig.preset("dr_grpo", max_completion_length=7)
+    assert denominators(rows, fixed, TrainArguments()) == (14, 8)
+
+
+def test_advantages_of_a_group_of_nothing():
+    rows = [Completion(0, "", [1], {}, [1, 2], True, reward=r) for r in (math.nan, math.nan, 1.0, 0.0)]
+    assign_advantages(rows, GRPOConfig.preset("grpo"), 2, 1.0)
+    assert [c.advantage.item() for c in rows[:2]] == [0.0, 0.0] and rows[2].advantage > 0 > rows[3].advantage
+
+
+def test_a_replay_takes_the_same_steps(model, data, tmp_path):
+    options = {"num_iterations": 2, "max_steps": 5, "reward_funcs": "training:length", "beta": 0.1}
+    assert run(model, data, tmp_path / "a", save_rollouts=True, **options) == 0
+    again = {"replay": tmp_path / "a" / "rollouts", "vllm_importance_sampling_correction": False}
+    assert run(model, data, tmp_path / "b", **options, **again) == 0
+    without_rewards = {**options, "reward_funcs": None}
+    assert run(model, data, tmp_path / "c", **without_rewards, **again) == 0
+    for name in "bc":
+        assert all(
+            torch.equal(x, training.weights(tmp_path / name)[n]) for n, x in training.weights(tmp_path / "a").items()
+        )
+
+
+def test_what_a_run_leaves(model, data, tmp_path):
+    folder = tmp_path / "new" / "run"
+    options = {
+        "eval_dataset_name": data,
+        "eval_max_prompts": 4,
+        "eval_steps": 2,
+        "save_steps": 1,
+        "save_total_limit": 2,
+    }
+    assert run(model, data, folder, max_steps=4, **options) == 0
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary.keys() >= {"pass_at_1_before", "pass_at_1_after", "steps", "seconds"} and summary["steps"] == 4
+    records = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records if "evaluation" in r] == [0, 2, 4]
+    assert {p.name for p in folder.glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-4"}
+    assert json.loads((folder / "samples.jsonl").read_text().splitlines()[0]).keys() >= {
+        "prompt",
+        "completion",
+        "reward",
+    }
+    assert (folder / "report.html").stat().st_size > 1000
+    assert not list(folder.glob(".*"))
+    reloaded = AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert all(torch.equal(p, training.weights(folder)[n]) for n, p in reloaded.named_parameters())
+
+
+@pytest.mark.parametrize("reward", ["length", "digits"])
+def test_the_default_type_changes_nothing(reward, model, data, tmp_path):
+    options = {"reward_funcs": f"training:{reward}", "num_iterations": 2, "max_completion_length": 12}
+    if reward == "digits":
+        options["step_delimiter"] = "+"
+    assert run(model, data, tmp_path / "float32", **options) == 0
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert run(model, data, tmp_path / "bfloat16", **options) == 0
+    finally:
+        torch.set_default_dtype(torch.float32)
+    a, b = (training.weights(tmp_path / name) for name in ("float32", "bfloat16"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_the_same_seed_gives_the_same_run(model, data, tmp_path):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        assert run(model, data, tmp_path / name, seed=seed, reward_funcs="training:length") == 0
+    a, b, c = (training.weights(tmp_path / name)["lm_head.weight"] for name in "abc")
+    assert torch.equal(a, b) and not torch.equal(a, c)
+
+
+def test_a_step_that_is_not_finite_is_not_made(model, data, tmp_path):
+    with pytest.raises(RuntimeError, match=r"step \d: loss .*; the step was not made"):
+        run(model, data, tmp_path / "run", scale_rewards="none", reward_funcs="training:huge")
+    assert not steps(tmp_path / "run")
