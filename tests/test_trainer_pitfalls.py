@@ -1,4 +1,4 @@
-"""The pitfalls of GRPO trainers, one test each; some are in files of their subject. Numbers: see the trainer's README."""
+"""The pitfalls of GRPO trainers, one test each; some are in files of their subject. Numbers: the trainer's README."""
 
 from __future__ import annotations
 
