@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 
 import pytest
@@ -100,14 +99,6 @@ def test_an_unknown_name_is_one_sentence(monkeypatch, words):
         ValueError, match=r"^cannot load data set 'nobody/x', split 'train': Dataset 'nobody/x' doesn't"
     ):
         load_prompts("nobody/x", tokenizer=words, config="main")
-
-
-def test_without_the_package_datasets(monkeypatch, words):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(
-        ValueError, match=r"data set 'openai/gsm8k' needs the package datasets \(pip install datasets\)"
-    ):
-        load_prompts("openai/gsm8k", tokenizer=words)
 
 
 # ---- tokens ---------------------------------------------------------------------------------------------------------

@@ -46,11 +46,10 @@ ARITHMETIC_RUN: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _option(default: Any, text: str, **metadata: Any) -> Any:
-    metadata["help"] = text
+def _option(default: Any, text: str) -> Any:
     if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: default.copy(), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+        return dataclasses.field(default_factory=default.copy, metadata={"help": text})
+    return dataclasses.field(default=default, metadata={"help": text})
 
 
 @dataclass

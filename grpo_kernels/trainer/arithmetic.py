@@ -7,14 +7,13 @@ made here: no network is needed.
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from .checkpoint import write_atomically
 from .data import take
 
 if TYPE_CHECKING:
@@ -88,12 +87,7 @@ def start_model(
     with torch.random.fork_rng():
         model = _random_model(seed, vocab_size=vocab_size, hidden_size=hidden_size, num_layers=num_layers)
         _warm_up(model, words, seed, max_steps=max_steps, quiet=quiet)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
-        made = Path(temporary) / "model"
-        model.save_pretrained(made)
-        words.save_pretrained(made)
-        os.replace(made, folder)
+    write_atomically(folder, lambda partial: (model.save_pretrained(partial), words.save_pretrained(partial)))
 
 
 def careless_answer(prompt: str) -> str:

@@ -55,18 +55,14 @@ def assign_advantages(rollout: Sequence[Completion], config: GRPOConfig, num_gen
         for c, advantage in zip(rollout, group_advantages(rewards, **options), strict=True):
             c.advantage = advantage
         return
-    most = max(len(c.steps or ()) for c in rollout)
-    rewards = torch.full((len(rollout), most), math.nan, dtype=torch.float32)
-    ends = torch.zeros((len(rollout), most), dtype=torch.int64)
-    for i, c in enumerate(rollout):
-        steps, last = c.steps or [], c.step_ends or []
-        if len(steps) != len(last):
+    for c in rollout:
+        if len(c.steps or ()) != len(c.step_ends or ()):
             raise ValueError(
-                f"a reward function returned {len(steps)} rewards for a completion of {len(last)} steps; expected one "
-                "reward for each step (see step_delimiter)"
+                f"a reward function returned {len(c.steps or ())} rewards for a completion of {len(c.step_ends or ())} "
+                "steps; expected one reward for each step (see step_delimiter)"
             )
-        rewards[i, : len(steps)] = torch.tensor(steps, dtype=torch.float32)
-        ends[i, : len(steps)] = torch.tensor(last, dtype=torch.int64)
+    rewards = _right_padded([torch.tensor(c.steps or (), dtype=torch.float32) for c in rollout], math.nan, "cpu")
+    ends = _right_padded([torch.tensor(c.step_ends or (), dtype=torch.int64) for c in rollout], 0, "cpu")
     length = max(len(c.ids) for c in rollout)
     found = process_advantages(rewards, ends, length, gamma=gamma, **options)
     for c, advantage in zip(rollout, found, strict=True):

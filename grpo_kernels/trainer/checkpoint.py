@@ -26,7 +26,7 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be used, or could not be written."""
 
 
-def write_atomically(folder: Path, fill: Callable[[Path], None]) -> None:
+def write_atomically(folder: Path, fill: Callable[[Path], object]) -> None:
     """Make `folder` by filling a temporary one beside it, with checksums, synced to the disk before it is renamed.
 
     Raises CheckpointError where that fails (a full disk); what was there before stays.

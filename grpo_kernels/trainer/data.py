@@ -121,13 +121,8 @@ def _parse(text: str, where: str) -> Any:
 
 
 def _read_dataset(source: str, split: str, config: str | None) -> list[Row]:
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise ValueError(
-            f"data set {source!r} needs the package datasets (pip install datasets); without it: 'arithmetic' or a "
-            "file *.jsonl"
-        ) from None
+    from datasets import load_dataset
+
     try:
         found: list[Row] = load_dataset(source, config, split=split).to_list()
     except Exception as error:  # load_dataset documents none of its errors, and they are of many types

@@ -241,8 +241,6 @@ def rollout_path(folder: Path, index: int) -> Path:
 def load_rollout(folder: Path, index: int) -> list[Completion]:
     """What `save_rollout` wrote; rewards included, advantages and log-probabilities of policies not."""
     path = rollout_path(folder, index)
-    if not path.exists():
-        raise ValueError(f"replay={folder} has no {path.name}; expected one for every rollout of the run")
     found = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         try:

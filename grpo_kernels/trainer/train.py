@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.utils import get_total_norm
 
 from .arguments import to_json
 from .batch import (
@@ -89,8 +88,9 @@ class Trainer:
                     raise ValueError(f"{name}={getattr(a, name)!r} has no effect: no function gave rewards of steps")
         assign_advantages(rollout, self.config, a.num_generations, a.gamma)
         if a.dynamic_sampling != "off":
-            for c in (c for group in groups_of(rollout, a.num_generations) if without_gradient(group) for c in group):
-                c.dropped = True
+            for group in filter(without_gradient, groups_of(rollout, a.num_generations)):
+                for c in group:
+                    c.dropped = True
         self._score_under_policies(rollout)
         p.rollout, p.used = rollout, 0
         if a.save_rollouts and made.accelerator.is_main_process:
@@ -287,10 +287,7 @@ class Trainer:
     def _clip(self) -> float:
         """Scale gradients down to max_grad_norm; the norm before that."""
         trained = [p for p in self.policy.parameters() if p.requires_grad]
-        if self.arguments.max_grad_norm:
-            norm = self.made.accelerator.clip_grad_norm_(trained, self.arguments.max_grad_norm)
-        else:
-            norm = get_total_norm([p.grad for p in trained if p.grad is not None])
+        norm = self.made.accelerator.clip_grad_norm_(trained, self.arguments.max_grad_norm or math.inf)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def _move_reference(self, kl: float | None, completions: int) -> None:
