@@ -93,7 +93,7 @@ def refused(output, capfd, status=2):
     ({"lr_scheduler_type": "cosine_with_min_lr"}, ["lr_scheduler_kwargs"]),
     ({"lr_scheduler_kwargs": "3"}, ["lr_scheduler_kwargs='3'", "an object of JSON"]),
     ({"loss_options": '{"temperature": 0.5}'}, ["loss_options", "temperature has an option of its own"]),
-    ({"report_to": "all"}, ["report_to=all", "tensorboard, trackio, wandb"]),
+    ({"report_to": "all"}, ["report_to='all'", "tensorboard, trackio, wandb"]),
     ({"config": "/no/such.yaml"}, ["config=/no/such.yaml"]),
     ({"resume_from_checkpoint": "/no/such/checkpoint"}, ["/no/such/checkpoint", "no such folder"]),
     ({"fsdp": True}, ["fsdp", "torchrun"]),

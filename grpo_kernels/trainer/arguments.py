@@ -17,7 +17,6 @@ from ..config import GRPOConfig, available_presets
 from .data import JSON_SUFFIXES
 
 ARITHMETIC = "arithmetic"
-TRACKERS = ("tensorboard", "trackio", "wandb")
 # Types of options say what is expected of their values, where the loss does not check it.
 RANGES: dict[Any, Callable[[float], bool]] = {
     "at least 0": lambda x: x >= 0,
@@ -36,6 +35,7 @@ Loss: TypeAlias = Annotated[str, ("fused", "eager")]
 Preset: TypeAlias = Annotated[str, tuple(available_presets())]
 Dtype: TypeAlias = Annotated[str, ("float32", "bfloat16")]
 Dynamic: TypeAlias = Annotated[str, ("off", "drop", "refill")]
+Tracker: TypeAlias = Annotated[str, ("tensorboard", "trackio", "wandb")]
 Correction: TypeAlias = Annotated[str, ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")]
 
 # What an arithmetic run without these options takes: 32 prompts, 8 completions, two steps on each rollout.
@@ -156,7 +156,7 @@ class TrainArguments:
     save_steps: Natural = _option(100, "optimizer steps between checkpoints; 0: one at the end")
     save_total_limit: Count | None = _option(2, "checkpoints that are kept")
     logging_samples: Natural = _option(4, "completions per rollout in samples.jsonl")
-    report_to: list[str] = _option([], ", ".join(TRACKERS))
+    report_to: list[Tracker] = _option([], "tensorboard, trackio, wandb")
     seed: int = _option(0, "of weights, order of the data and samples")
     vocab_size: int = _option(2048, "ids of the model that is made for arithmetic")
     disable_tqdm: bool = _option(False, "no progress bars")
@@ -235,12 +235,14 @@ class TrainArguments:
         """Raise ValueError for options that are out of range, contradict each other or have no effect, by name."""
         for name, hint in get_type_hints(type(self), include_extras=True).items():
             value = getattr(self, name)
-            for part in (hint, *get_args(hint)):  # of Count, or of Count | None
+            for part in (hint, *get_args(hint)):  # Count, that of Count | None, or that of list[Tracker]
                 expected = part.__metadata__[0] if get_origin(part) is Annotated else None
                 if expected in RANGES and value is not None and not RANGES[expected](value):
                     raise ValueError(f"{name}={value}; expected {expected}")
-                if isinstance(expected, tuple) and value not in expected:
-                    raise ValueError(f"{name}={value!r}; expected one of {', '.join(expected)}")
+                if isinstance(expected, tuple):
+                    for one in value if isinstance(value, list) else [value]:
+                        if one not in expected:
+                            raise ValueError(f"{name}={one!r}; expected one of {', '.join(expected)}")
         sentence = self._contradiction(num_processes)
         if sentence is not None:
             raise ValueError(sentence)

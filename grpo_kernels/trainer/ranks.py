@@ -16,8 +16,9 @@ from accelerate.utils import gather_object
 class Ranks:
     """The processes of a run, each of which holds a contiguous share of every list of rows."""
 
-    def __init__(self) -> None:
-        self.index, self.count = PartialState().process_index, PartialState().num_processes
+    def __init__(self, *, use_cpu: bool = False):
+        state = PartialState(cpu=use_cpu)
+        self.index, self.count = state.process_index, state.num_processes
 
     def share(self, rows: Sequence[Any]) -> list[Any]:
         """This rank's part of rows, whose number the ranks divide."""

@@ -20,7 +20,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from transformers import get_scheduler
 from transformers.utils import logging as transformers_logging
 
-from .arguments import ARITHMETIC, TRACKERS, TrainArguments, to_json
+from .arguments import ARITHMETIC, TrainArguments, to_json
 from .checkpoint import CONFIG, check_same_run, checkpoints, find_checkpoint, write_atomically, write_text
 from .data import Prompt, load_prompts
 from .log import LOG, SAMPLES, RunLog
@@ -93,9 +93,9 @@ def set_up(arguments: TrainArguments) -> Run:
     """Make the parts of a run. Raises ValueError or TypeError, one sentence, with nothing overwritten."""
     a = arguments
     transformers_logging.disable_progress_bar()  # of loading and saving: one per file
-    accelerator = _make_accelerator(a)
-    ranks, folder = Ranks(), Path(a.output_dir)
+    ranks, folder = Ranks(use_cpu=a.use_cpu), Path(a.output_dir)
     a.check(ranks.count)
+    accelerator = _make_accelerator(a)
     if a.replay is not None:
         _check_replay(Path(a.replay), a, ranks.count)
     with ranks.together():
@@ -146,15 +146,11 @@ def _make_accelerator(a: TrainArguments) -> Accelerator:
     """The accelerator, of which the launcher's configuration decides how processes share the work, and nothing else."""
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":  # which accelerate ignores on CPUs
         raise ValueError("accelerate's configuration has distributed_type=DEEPSPEED; expected DDP or FSDP2")
-    # A single process has nothing to shard, which `check` says: accelerate would set variables of the environment.
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     shards = a.fsdp or os.environ.get("ACCELERATE_USE_FSDP") == "true"
-    if unknown := set(a.report_to) - set(TRACKERS):
-        raise ValueError(f"report_to={unknown.pop()}; expected some of {', '.join(TRACKERS)}")
     sharding = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
     accelerator = Accelerator(
         cpu=a.use_cpu, mixed_precision="bf16" if a.bf16 else "no", log_with=a.report_to or None,
-        project_dir=a.output_dir, fsdp_plugin=sharding if a.fsdp and several else None,
+        project_dir=a.output_dir, fsdp_plugin=sharding if a.fsdp else None,
     )  # fmt: skip
     if shards and accelerator.distributed_type is DistributedType.MULTI_CPU:
         # On CPUs accelerate ignores the plugin and takes DDP, though all else of its FSDP2 works there.
