@@ -115,7 +115,7 @@ def train_trl(output: Path, rollouts: Path, *, family: str = "llama", **options:
 
 def largest_difference(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> float:
     """Of a loss or a gradient norm, relative to the larger of its size and 1e-1."""
-    assert len(found) == len(expected) == STEPS
+    assert len(found) == len(expected) >= 4
     return max(
         abs(mine[name] - other[name]) / max(abs(other[name]), 1e-1)
         for mine, other in zip(found, expected, strict=True)
@@ -229,7 +229,8 @@ PROCESSES: dict[str, dict[str, Any]] = {
 
 
 def test_two_processes_take_the_steps_of_one(rollouts, tmp_path):
-    one = {name: dict(replay=rollouts, **_TWO_PASSES, **options) for name, options in PROCESSES.items()}
+    short = dict(replay=rollouts, max_steps=4, **_TWO_PASSES)  # two rollouts, each used twice
+    one = {name: short | options for name, options in PROCESSES.items()}
     sampled = dict(num_generations=8, save_rollouts=True, reward_funcs="trl_parity:reward", **_TWO_PASSES)
     # In the middle of a rollout, with a reference policy that has moved.
     saved = dict(sampled, save_steps=3, save_total_limit=9, beta=0.1, sync_ref_model=True, ref_model_sync_steps=2)
