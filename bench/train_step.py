@@ -63,7 +63,7 @@ def make_trainer(folder: Path, loss: str) -> Trainer:
         "vllm_importance_sampling_correction": False,
     }  # fmt: skip
     trainer = Trainer(set_up(parse([f"--{name}={value}" for name, value in options.items()])))
-    trainer.made.log.start({}, 0)
+    trainer.made.log.start(0)
     trainer.collect()
     trainer.update()
     return trainer

@@ -243,7 +243,7 @@ def test_pitfall_19_another_configuration_is_refused_by_name(model, data, whole,
     error = capfd.readouterr().err
     assert "learning_rate=0.005 (was 0.001), loss_type='grpo' (was 'dapo')" in error
     assert before == {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
-    assert run(model, data, tmp_path / "x", resume_from_checkpoint=str(model)) == 2
+    assert run(model, data, tmp_path / "x", resume_from_checkpoint=str(data.parent)) == 2
     assert "it was not written by grpo-kernels train" in capfd.readouterr().err
 
 

@@ -10,7 +10,7 @@ batch.py       advantages, masks and padding: from completions to the arguments 
 run.py         set-up; every mistake in the options is found here
 train.py       the loop
 progress.py    what changes from step to step, saved and restored; checkpoint.py: folders that are whole or absent
-records.py     the numbers of a step; log.py: log.jsonl, samples.jsonl, progress bar, TensorBoard and others
+log.py         the numbers of a step; log.jsonl, samples.jsonl, progress bar, TensorBoard and others
 monitor.py     failures in words; report.py: report.html; evaluate.py: pass@1, pass@k, majority@k
 ranks.py       what processes tell each other; signals
 commands.py    the commands train, demo, evaluate and report; dry_run.py: train --dry-run

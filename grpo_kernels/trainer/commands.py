@@ -80,7 +80,7 @@ def load_for_evaluation(target: Target) -> Loaded:
     rewards = make_rewards(a, held_out)
     if rewards is None:
         raise ValueError("reward_funcs is empty; expected names of built-in rewards, or module:function")
-    policy, ranks = Policy(lm), Ranks()
+    policy, ranks = Policy(lm), Ranks(use_cpu=a.use_cpu)
     sampler = Sampler(policy, tokenizer, a, eos_ids(lm, tokenizer), ranks, Signals(ranks))
     return Loaded(partial(sampler.for_evaluation, like=held_out[0].prompt), held_out, rewards)
 

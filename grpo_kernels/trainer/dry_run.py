@@ -49,7 +49,7 @@ def _report(made: Run) -> int:
         print(f"memory     {size / MIB:10,.1f} MiB  {name}")
     before = restart_peak(device)
     trainer, begin = Trainer(made), time.perf_counter()
-    made.log.start({}, 0)
+    made.log.start(0)
     trainer.collect()
     sampled = time.perf_counter()
     rollout = trainer.progress.rollout

@@ -32,7 +32,7 @@ class Progress:
     stream of its own, made from the seed and its index.
 
     cursor: position in the order of the prompts. rollout: the one in use, of which `used` optimizer steps are made;
-    rollout_numbers: its part of log.jsonl. positions: sizes of the log's files.
+    rollout_numbers: its part of log.jsonl.
     """
 
     beta: float
@@ -44,7 +44,6 @@ class Progress:
     seconds: float = 0.0
     evaluated_at: int | None = None
     pass_at_1: dict[str, float] = field(default_factory=dict)
-    positions: dict[str, int] = field(default_factory=dict)
     rollout_numbers: dict[str, Any] = field(default_factory=dict)
     rollout: list[Completion] = field(default_factory=list)
 
@@ -63,7 +62,7 @@ def save(made: Run, progress: Progress) -> None:
     }
     plain = {f.name: getattr(progress, f.name) for f in dataclasses.fields(progress) if f.name != "rollout"}
     state = {
-        "progress": plain, "monitor": made.monitor.state_dict(), "processes": made.ranks.count,
+        "progress": plain, "log": made.log.state_dict(), "processes": made.ranks.count,
         "prompts": _hash(made.prompts), **_environment(),
     }  # fmt: skip
 
@@ -109,7 +108,7 @@ def restore(made: Run) -> Progress:
     made.scheduler.load_state_dict(tensors["scheduler"])
     if made.reference is not None:
         made.reference.load_state_dict(tensors["reference"])
-    made.monitor.load_state_dict(state["monitor"])
+    made.log.load_state_dict(state["log"])
     rows = (folder / ROLLOUT).read_text().splitlines()
     return Progress(**state["progress"], rollout=[from_plain(json.loads(row)) for row in rows])
 

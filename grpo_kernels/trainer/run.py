@@ -25,7 +25,6 @@ from .checkpoint import CONFIG, check_same_run, checkpoints, find_checkpoint, wr
 from .data import Prompt, load_prompts
 from .log import LOG, SAMPLES, RunLog
 from .model import Policy, ReferencePolicy, load_model, load_tokenizer
-from .monitor import Monitor
 from .ranks import Ranks, Signals
 from .rewards import Rewards
 from .rollout import Sampler, check_rollout, eos_ids, load_rollout, rollout_path
@@ -53,7 +52,6 @@ class Run:
     reference: ReferencePolicy | None
     optimizer: Any
     scheduler: Any
-    monitor: Monitor
     log: RunLog
 
     @property
@@ -124,7 +122,7 @@ def set_up(arguments: TrainArguments) -> Run:
     return Run(
         arguments=a, accelerator=accelerator, ranks=ranks, signals=signals, folder=folder, checkpoint=checkpoint,
         sampler=Sampler(policy, tokenizer, a, ends, ranks, signals, vllm), prompts=prompts, held_out=held_out,
-        rewards=rewards, policy=policy, optimizer=optimizer, scheduler=scheduler, monitor=Monitor(),
+        rewards=rewards, policy=policy, optimizer=optimizer, scheduler=scheduler,
         reference=ReferencePolicy(accelerator.unwrap_model(policy)) if a.beta else None,
         log=RunLog(folder, accelerator, steps=a.max_steps, quiet=a.disable_tqdm),
     )  # fmt: skip

@@ -29,9 +29,9 @@ from .batch import (
 from .checkpoint import prune, write_text
 from .data import Prompt, take
 from .evaluate import evaluate
+from .log import pass_numbers, rollout_record, step_record
 from .progress import Progress, restore, save
 from .ranks import Interrupted
-from .records import pass_numbers, rollout_record, step_record
 from .report import write_report
 from .rewards import RewardBatch
 from .rollout import Completion, check_rollout, infer, load_rollout, save_rollout
@@ -53,7 +53,7 @@ class Trainer:
     def train(self) -> int:
         """All steps that are left; returns the exit status."""
         p, a, made = self.progress, self.arguments, self.made
-        made.log.start(p.positions, p.step)
+        made.log.start(p.step)
         if p.step:
             made.log.say(f"resumed at step {p.step} from {made.checkpoint}")
         with made.signals.noted():
@@ -264,7 +264,7 @@ class Trainer:
         record |= {f"seconds/{name}": seconds for name, seconds in self.seconds.items()}
         record["seconds"] = p.seconds = time.perf_counter() - self.started
         self.seconds = {}
-        self._record(record)
+        made.log.record(record)
 
     def _backward(self, rows: list[Completion]) -> list[dict[str, float]]:
         """Gradients of one step. Denominators are those of all its rows: the split into passes changes nothing."""
@@ -305,15 +305,6 @@ class Trainer:
 
     # --- log, evaluation, end -----------------------------------------------------------------------------------------
 
-    def _record(self, record: dict[str, Any]) -> None:
-        """Write a record, with the failures that the monitor sees in it."""
-        alarms = self.made.monitor.update(record)
-        if alarms:
-            record["warnings"] = [dataclasses.asdict(alarm) for alarm in alarms]
-        for alarm in alarms:
-            self.made.log.say(f"step {self.progress.step}: {alarm.severity}: {alarm.message}")
-        self.made.log.record(record)
-
     def evaluate_if_due(self) -> None:
         """Evaluate before, after, and every eval_steps steps, but not again after a resume."""
         p, every = self.progress, self.arguments.eval_steps
@@ -331,14 +322,13 @@ class Trainer:
         )  # fmt: skip
         p.evaluated_at = p.step
         p.pass_at_1 = {**p.pass_at_1, ("before" if p.step == 0 else "after"): found["pass_at_1"]}
-        self._record({"step": p.step, "evaluation": found})
+        made.log.record({"step": p.step, "evaluation": found})
         if made.accelerator.is_main_process:
             write_report(made.folder)
         made.log.say(f"step {p.step}: held-out pass@1 {found['pass_at_1']:.3f}, greedy {found['greedy']:.3f}")
 
     def save(self) -> None:
         """checkpoint-STEP; raises CheckpointError on every rank where it cannot be written."""
-        self.progress.positions = self.made.log.positions
         save(self.made, self.progress)
         if self.made.accelerator.is_main_process:
             prune(self.made.folder, self.arguments.save_total_limit, self.progress.step)
