@@ -18,6 +18,7 @@ import training
 from training import run, same_weights, steps
 
 from grpo_kernels.trainer import checkpoint
+from grpo_kernels.trainer.rollout import _Draw
 from grpo_kernels.trainer.train import Trainer
 
 HERE = Path(__file__).parent
@@ -101,17 +102,19 @@ def test_a_run_that_is_killed_ten_times_ends_with_the_same_bits(model, data, tmp
 def test_a_signal_saves_and_leaves_with_a_status_of_its_own(number, status, when, model, data, tmp_path, monkeypatch):
     options = HARD | {"max_steps": 6, "save_steps": 0}
     assert run(model, data, tmp_path / "whole", **options) == 0
-    method = "_clip" if when == "update" else "_sample_groups"
-    original, calls = getattr(Trainer, method), []
+    owner, method, call = (Trainer, "_clip", 2) if when == "update" else (_Draw, "__call__", 8)
+    original, calls = getattr(owner, method), []
 
     def interrupted(self, *given):
         calls.append(1)
-        if len(calls) == 2:
+        if len(calls) == call:
             os.kill(os.getpid(), number)
+            time.sleep(0.01)
+            assert when == "update", "sampling goes on"
         return original(self, *given)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Trainer, method, interrupted)
+        patched.setattr(owner, method, interrupted)
         assert run(model, data, tmp_path / "run", **options) == status
     assert len(list((tmp_path / "run").glob("checkpoint-*"))) == 1 and not (tmp_path / "run" / "model").exists()
     assert run(model, data, tmp_path / "run", resume_from_checkpoint="auto", **options) == 0

@@ -77,6 +77,8 @@ class Signals:
         """Within it a signal to a single process interrupts at once; what it holds may be long and changes no state."""
         self._at_once = self.ranks.count == 1
         try:
+            if self._at_once and self.received:
+                raise Interrupted
             yield
         finally:
             self._at_once = False
