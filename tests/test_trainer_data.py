@@ -9,7 +9,8 @@ import pytest
 from tokenizers import processors
 
 from grpo_kernels.trainer.arithmetic import tokenizer as arithmetic_tokenizer
-from grpo_kernels.trainer.data import Prompt, load_prompts, take
+from grpo_kernels.trainer.data import Prompt, load_prompts
+from grpo_kernels.trainer.order import take
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}+{% endfor %}{% if add_generation_prompt %}={% endif %}"
 

@@ -1,7 +1,7 @@
 """`grpo-kernels train`: a complete GRPO run: data -> rollout -> rewards -> advantages -> loss -> step -> log.
 
 arguments.py   the options, named as TRL names them; the command line and YAML
-data.py        prompts and their order, a function of (seed, position)
+data.py        prompts; order.py: their order, a function of (seed, position)
 arithmetic.py  the generated task of the default run, and the small model that it starts from
 model.py       the policy, whose forward computes the loss or samples; the reference policy
 rollout.py     completions: sampled by transformers or vLLM (vllm.py), saved, replayed

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import warnings
-from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -171,25 +168,3 @@ def _is_message(message: object) -> bool:
     return (
         isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
     )
-
-
-# --- their order ------------------------------------------------------------------------------------------------------
-
-
-def take(num_prompts: int, position: int, count: int, seed: int, *, shuffle: bool = True) -> list[int]:
-    """Indices of the prompts at position, ..., position + count - 1 of an endless order.
-
-    Each epoch is a permutation of its own, made from (seed, epoch); without `shuffle`, it is 0, ..., num_prompts - 1.
-    A function of its arguments alone: a run that resumes needs no more than its position.
-    """
-    if num_prompts < 1 or position < 0 or count < 0:
-        raise ValueError(f"num_prompts={num_prompts}, position={position}, count={count}; expected >= 1, >= 0, >= 0")
-    epochs = (divmod(i, num_prompts) for i in range(position, position + count))
-    return [_permutation(num_prompts, epoch, seed)[i] if shuffle else i for epoch, i in epochs]
-
-
-@lru_cache(maxsize=2)  # a batch that crosses an epoch's end needs two
-def _permutation(size: int, epoch: int, seed: int) -> Sequence[int]:
-    order = list(range(size))
-    random.Random(f"{seed} {epoch}").shuffle(order)  # text as seed: each pair has a stream of its own
-    return order

@@ -27,9 +27,10 @@ from .batch import (
     without_gradient,
 )
 from .checkpoint import prune, write_text
-from .data import Prompt, take
+from .data import Prompt
 from .evaluate import evaluate
 from .log import pass_numbers, rollout_record, step_record
+from .order import take
 from .progress import Progress, restore, save
 from .ranks import Interrupted
 from .report import write_report
