@@ -13,6 +13,9 @@ from .contract import Sums, TokenInputs
 from .sampling_mask import SamplingMask
 from .validate import check_scalar, check_tensor, check_token_tensor, num_sequences_of, temperature_per_token
 
+_PER_SEQUENCE = ("advantages", "rollout_weights")  # which may have one value per sequence instead
+_PER_TOKEN = (*_PER_SEQUENCE, "completion_mask", "old_logps", "ref_logps", "rollout_logps")
+
 
 class LossOptions(NamedTuple):
     """The options that all loss functions take; their meaning is in `fused_grpo_loss`."""
@@ -108,10 +111,10 @@ def _check_tensors(options: LossOptions, shape: torch.Size, num_sequences: int, 
     if (options.advantages is None) == (options.rewards is None):
         given = "neither" if options.rewards is None else "both"
         raise ValueError(f"give advantages, or rewards with num_generations or group_ids; got {given}")
-    for name in ("advantages", "rollout_weights"):
-        check_token_tensor(name, getattr(options, name), shape, num_sequences, like, per_sequence=True)
-    for name in ("completion_mask", "old_logps", "ref_logps", "rollout_logps"):
-        check_token_tensor(name, getattr(options, name), shape, num_sequences, like)
+    for name in _PER_TOKEN:
+        x = getattr(options, name)
+        if x is not None:
+            check_token_tensor(name, x, shape, num_sequences, like, per_sequence=name in _PER_SEQUENCE)
     if options.rewards is not None:
         check_rewards(options.rewards)
         check_tensor("rewards", options.rewards, like)

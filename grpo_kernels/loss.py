@@ -158,7 +158,7 @@ def fused_grpo_loss(
     if group is not None:
         call = call._replace(vocab_slice=agree(group, hidden, weight, bias, call.wants, call.description))
     loss, logps, entropy, numbers = loss_from_hidden(hidden, weight, bias, call)
-    return GRPOLossOutput(loss, logps.detach(), entropy, config, inputs, inputs.sums(numbers))
+    return GRPOLossOutput(loss, logps, entropy, config, inputs, inputs.sums(numbers))
 
 
 def grpo_loss_from_logps(

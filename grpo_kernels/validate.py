@@ -77,8 +77,10 @@ def check_flag(name: str, x: object) -> None:
 
 def check_logits_dtype(logits_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
     """Logits have the type of the inputs, or float32 from 16-bit inputs."""
+    if logits_dtype is None:
+        return
     allowed = {dtype, torch.promote_types(dtype, torch.float32)}
-    if logits_dtype is not None and logits_dtype not in allowed:
+    if logits_dtype not in allowed:
         names = " or ".join(sorted(map(str, allowed)))
         raise ValueError(f"logits_dtype={logits_dtype} with {dtype} inputs; expected {names}")
 
@@ -99,12 +101,13 @@ def check_head(
 
     They have one type, unless the products are computed in `compute_dtype`.
     """
-    for name, x in (("hidden", hidden), ("lm_head_weight", weight), ("lm_head_bias", bias), ("completion_ids", ids)):
-        if x is not None or name != "lm_head_bias":
-            check_tensor(name, x, hidden)
-    for name, x in (("lm_head_weight", weight), ("lm_head_bias", bias)):
-        if x is not None:
-            refuse_quantised(name, x)
+    check_tensor("hidden", hidden)
+    head = [("lm_head_weight", weight)] if bias is None else [("lm_head_weight", weight), ("lm_head_bias", bias)]
+    for name, x in head:
+        check_tensor(name, x, hidden)
+    check_tensor("completion_ids", ids, hidden)
+    for name, x in head:
+        refuse_quantised(name, x)
     check_float("hidden", hidden)
     if hidden.dim() not in (2, 3):
         raise ValueError(f"hidden has shape {tuple(hidden.shape)}; expected (B, T, H) or packed (N, H)")
@@ -114,8 +117,8 @@ def check_head(
         )
     if weight.shape[0] == 0:
         raise ValueError("lm_head_weight has no rows; expected (V, H) with V >= 1")
-    for name, x in (("lm_head_weight", weight), ("lm_head_bias", bias)):
-        if x is not None and x.dtype != hidden.dtype and compute_dtype is None:
+    for name, x in head:
+        if x.dtype != hidden.dtype and compute_dtype is None:
             raise TypeError(
                 f"{name} is {x.dtype} and hidden {hidden.dtype}; expected one type, a float32 head of 16-bit hidden "
                 "states, or torch.autocast"

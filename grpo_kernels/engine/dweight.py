@@ -14,19 +14,24 @@ from .products import PIECE_ROWS, add_product, product, transposed_columns
 
 
 class WeightGradient:
-    """`total` is the sum, None before the first chunk; `waiting_dtype` is the type that it is wanted in."""
+    """`total` is the sum, None before the first chunk; `waiting_dtype` is the type that it is wanted in.
+
+    `expected_chunks`: how many are to be added, to be set before the first.
+    """
 
     def __init__(self, weight: Tensor, grad_dtype: torch.dtype, waiting_dtype: torch.dtype, backend: Backend) -> None:
         self.weight, self.grad_dtype, self.waiting_dtype, self.backend = weight, grad_dtype, waiting_dtype, backend
         self.total: Tensor | None = None
-        self.sums_in_float32 = False
+        self.expected_chunks = 1
         self._own_shares: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    def expect_chunks(self, count: int) -> None:
+    @property
+    def sums_in_float32(self) -> bool:
         """Few chunks may add to a 16-bit sum, on a GPU one alone: its product rounds once. More are summed in float32,
         as is a gradient that is wanted in float32."""
         few = ROUNDED_CHUNKS if self.weight.device.type == "cpu" else 1
-        self.sums_in_float32 = self.grad_dtype.itemsize == 2 and (count > few or self.waiting_dtype == torch.float32)
+        many = self.expected_chunks > few
+        return self.grad_dtype.itemsize == 2 and (many or self.waiting_dtype == torch.float32)
 
     def add(self, dlogits: Tensor, h: Tensor) -> None:
         """The share of a chunk: dlogits (P, V), h (P, H)."""

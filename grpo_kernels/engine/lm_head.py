@@ -83,7 +83,7 @@ class LMHead:
         self.scratch = Scratch(self.num_tokens, vocab_size, self.sizes, logits_dtype, self.grad_dtype, device)
         self.dweight = WeightGradient(weight, self.grad_dtype, self.waiting_dtypes[1], backend)
         # Whole sequences may be packed into more chunks than this, few of them half empty.
-        self.dweight.expect_chunks(-(-self.num_tokens // self.sizes.sequences))
+        self.dweight.expected_chunks = -(-self.num_tokens // self.sizes.sequences)
         self.dhidden: Tensor | None = None
         self.dbias: Tensor | None = None
         self.gradient_scale: Tensor | None = None
@@ -96,14 +96,14 @@ class LMHead:
         device, dtypes = self.hidden.device, (self.logits_dtype, self.grad_dtype)
         longest = max(vocab_slice.sizes)
         self.sizes = chunk_sizes(self.num_tokens, longest, *dtypes, device, chunk_rows, vocab_slice.budget)
-        self.scratch = Scratch(self.num_tokens, len(self.weight), self.sizes, *dtypes, device)
-        self.dweight.expect_chunks(-(-self.num_tokens // self.sizes.sequences))
+        self.scratch = Scratch(self.num_tokens, self.weight.shape[0], self.sizes, *dtypes, device)
+        self.dweight.expected_chunks = -(-self.num_tokens // self.sizes.sequences)
         self.waiting_dtypes[0] = torch.promote_types(self.waiting_dtypes[0], torch.float32)
 
     @property
     def vocab_size(self) -> int:
         """Rows of the whole lm_head, of all ranks."""
-        return len(self.weight) if self.vocab_slice is None else self.vocab_slice.vocab_size
+        return self.weight.shape[0] if self.vocab_slice is None else self.vocab_slice.vocab_size
 
     def columns(self, ids: Tensor) -> Tensor:
         """Where the logits of the sampled ids (N,) are in their rows; -1 where another rank has them."""
@@ -114,7 +114,7 @@ class LMHead:
     def chunks(self, index: Tensor | None) -> list[Chunk]:
         """Product chunks of these tokens (None: of all), as long as memory allows and of nearly equal length."""
         parts = visited(index, self.num_tokens).split(self.sizes.products)
-        self.dweight.expect_chunks(len(parts))
+        self.dweight.expected_chunks = len(parts)
         return [self._chunk(rows, self.sizes.logits) for rows in parts]
 
     def chunk_of(self, rows: Rows) -> Chunk:
@@ -176,7 +176,7 @@ class LMHead:
                 torch.mm(h, self.weight[piece].to(self.logits_dtype).T, out=out[:, piece])
         elif self.logits_dtype != h.dtype:
             torch.mm(h, self.weight.T, out_dtype=self.logits_dtype, out=out)
-        elif len(self.weight) > FORWARD_ROWS and h.device.type == "cpu" and h.dtype == torch.float32:
+        elif out.shape[1] > FORWARD_ROWS and h.device.type == "cpu" and h.dtype == torch.float32:
             for piece in pieces(self.weight, FORWARD_ROWS):
                 torch.mm(h, self.weight[piece].T, out=out[:, piece])
         else:

@@ -52,7 +52,7 @@ def loss_from_hidden(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], cal
         refuse_traced_slice(call.vocab_slice)
         if call.accumulate_into is not None:
             raise ValueError("accumulate_into is given to a call that is traced or compiled; it needs an eager one")
-        results = grpo_loss(
+        loss, logps, entropy, numbers, *_ = grpo_loss(
             hidden,
             weight,
             bias,
@@ -64,7 +64,7 @@ def loss_from_hidden(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], cal
             compute_dtype=call.compute_dtype,
             wants=list(call.wants),
         )
-        return results[:4]
+        return loss, logps.detach(), entropy, numbers
     if any(call.wants):
         others: list[Tensor] = []
         loss = _Loss.apply(hidden, weight, bias, call, others)
@@ -111,8 +111,8 @@ def _computes_every_row(call: LossCall, device: torch.device) -> bool:
 
 def _are_valid(ids: Tensor, inputs: TokenInputs, vocab_size: int, kernels: Backend) -> bool:
     """Whether one sweep of the backend's shows that nothing is wrong with the values; what is, the checks will say."""
-    scalars = inputs.normalizer, inputs.entropy_coef, inputs.entropy_normalizer
-    if any(x is not None for x in (inputs.temperature, inputs.cu_seqlens, *scalars)):
+    others = inputs.temperature, inputs.cu_seqlens, inputs.normalizer, inputs.entropy_coef, inputs.entropy_normalizer
+    if [x for x in others if x is not None]:
         return False
     numbers = inputs.advantages, inputs.old_logps, inputs.ref_logps, inputs.rollout_weights
     return kernels.values_are_valid(ids, vocab_size, inputs.completion_mask, numbers)

@@ -95,7 +95,7 @@ def default_logits_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtyp
     """float32 wherever the matrix product can return it; on a CPU that costs a float32 product and is a choice."""
     if dtype == torch.bfloat16 and device.type == "cpu":
         return dtype
-    return torch.promote_types(dtype, torch.float32)
+    return torch.float32 if dtype.itemsize == 2 else dtype
 
 
 def allocate_rows(rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:

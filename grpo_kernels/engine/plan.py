@@ -50,14 +50,14 @@ def make_plan(
 ) -> Plan:
     """The plan of a batch of ids (B, T) or packed (N,), with its row table in `dtype` (float32, or float64)."""
     constant = _constant_per_sequence(inputs, ids.shape)
-    given = tuple(x is not None for x in inputs)
-    key = (constant, *given)
+    key = (constant, *[x is not None for x in inputs])
     found = config.derived.get(key)
     if found is None:
         found = config.derived[key] = _rules(inputs, config, constant)
     params, rules = found
     tokens = backend.plan(inputs, ids, rules, dtype, ordered=not static_shapes)
-    _weigh_entropy(tokens.table[FIELD["weight_entropy"]], inputs, config)
+    if inputs.entropy_coef is not None or inputs.entropy_normalizer is not None:
+        _weigh_entropy(tokens.table[FIELD["weight_entropy"]], inputs, config)
     row_length = ids.shape[1] if inputs.cu_seqlens is None else None
     entropy_has_gradient = rules.entropy_coef != 0.0
     whole = rules.whole_sequences
@@ -78,8 +78,10 @@ def _weigh_entropy(weight: Tensor, inputs: TokenInputs, config: GRPOConfig) -> N
 def _constant_per_sequence(inputs: TokenInputs, shape: torch.Size) -> bool:
     """Whether advantages and rollout weights have one value per sequence."""
     sequences = shape[0] if inputs.cu_seqlens is None else inputs.cu_seqlens.numel() - 1
-    given = (inputs.advantages, inputs.rollout_weights)
-    return all(x is None or is_per_sequence(x, shape, sequences) for x in given)
+    weights = inputs.rollout_weights
+    if weights is not None and not is_per_sequence(weights, shape, sequences):
+        return False
+    return is_per_sequence(inputs.advantages, shape, sequences)
 
 
 def _rules(inputs: TokenInputs, config: GRPOConfig, constant: bool) -> tuple[KernelParams, PlanRules]:

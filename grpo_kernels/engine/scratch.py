@@ -36,16 +36,16 @@ class Scratch:
 
     def logits(self, count: int) -> Tensor:
         """(count, V) of a row chunk."""
-        if self._logits is None or len(self._logits) < count:
+        if self._logits is None or self._logits.shape[0] < count:
             self._logits = None  # freed before the next one is made
             usual = min(self.sizes.logits, self._usual_chunk)
             rows = usual if count <= usual else max(count, min(self.sizes.sequences, self.num_tokens))
             self._logits = allocate_rows(rows, self.vocab_size, self.logits_dtype, self.device)
-        return self._logits if len(self._logits) == count else self._logits[:count]
+        return self._logits if self._logits.shape[0] == count else self._logits[:count]
 
     def gradients(self, count: int) -> Tensor:
         """(count, V) of a product chunk, where they do not lie over the logits."""
-        if self._gradients is None or len(self._gradients) < count:
+        if self._gradients is None or self._gradients.shape[0] < count:
             self._gradients = None
             rows = max(count, self._usual_chunk)
             self._gradients = allocate_rows(rows, self.vocab_size, self.grad_dtype, self.device)

@@ -76,12 +76,6 @@ class CompiledBackend(CheckedBackend):
         sequences = shape[0] if offsets is None else offsets.numel() - 1
         row_length = shape[1] if offsets is None else 0
         mask, mask_bytes = kernel_mask(inputs.completion_mask)
-
-        def mode(x: Tensor | None) -> int:
-            if x is None or x.dim() == 0:
-                return _SCALAR
-            return _PER_SEQUENCE if is_per_sequence(x, shape, sequences) else _PER_TOKEN
-
         weights, temperature = inputs.rollout_weights, inputs.temperature
         if temperature is not None and temperature.numel() == 1 and tokens != 1:
             temperature = temperature.reshape(())
@@ -90,8 +84,8 @@ class CompiledBackend(CheckedBackend):
             *(inputs.old_logps, inputs.ref_logps, inputs.rollout_logps, weights, temperature),
             *(inputs.entropy_threshold, inputs.normalizer),
         )
-        floats = [None if x is None else float_values(x) for x in optional]
-        old, ref, rollout, given_weights, given_temperature, threshold, normalizer = floats
+        floats = [None if x is None else float_values(x) for x in optional]  # held until the kernel has read them
+        old, ref, rollout, given_weights, given_temperature, threshold, normalizer = map(address, floats)
         flat = ids.reshape(-1) if ids.dtype is torch.int64 else ids.to(torch.int64).reshape(-1)
         # One by one, and by new_empty, which takes half the time of torch.empty or of a view of one block.
         new = advantages.new_empty
@@ -105,9 +99,9 @@ class CompiledBackend(CheckedBackend):
         workspace = self.plan_workspace(tokens, sequences, device)
         self.call(
             self.module.plan, device, tokens, sequences, row_length, address(offsets), flat.data_ptr(), address(mask),
-            mask_bytes, address(advantages), mode(inputs.advantages), address(old), address(ref), address(rollout),
-            address(given_weights), mode(weights), address(given_temperature), mode(temperature),
-            address(threshold), address(normalizer), self.rules(rules), table.data_ptr(),
+            mask_bytes, advantages.data_ptr(), _mode(advantages, shape, sequences), old, ref, rollout,
+            given_weights, _mode(weights, shape, sequences), given_temperature, _mode(temperature, shape, sequences),
+            threshold, normalizer, self.rules(rules), table.data_ptr(),
             values.columns.data_ptr(), values.lse.data_ptr(), limits.data_ptr(), lengths.data_ptr(),
             scored.data_ptr(), active.data_ptr(), 0 if clean is flat else clean.data_ptr(), address(order),
             address(counts), address(workspace),
@@ -275,6 +269,13 @@ def _pack(values: dict[str, float], names: tuple[str, ...], integers: int) -> by
     first, rest = names[:integers], names[integers:]
     floats = torch.tensor([values[name] for name in rest], dtype=torch.float64, device="cpu").to(torch.float32).tolist()
     return struct.pack(f"<{len(first)}i{len(rest)}f", *(int(values[name]) for name in first), *floats)
+
+
+def _mode(x: Tensor | None, shape: torch.Size, sequences: int) -> int:
+    """How a kernel finds the number of a token in x."""
+    if x is None or x.dim() == 0:
+        return _SCALAR
+    return _PER_SEQUENCE if is_per_sequence(x, shape, sequences) else _PER_TOKEN
 
 
 def kernel_mask(mask: Tensor | None) -> tuple[Tensor | None, int]:
