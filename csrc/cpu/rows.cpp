@@ -109,15 +109,25 @@ static void convert(const Row& row, int64_t first, int64_t count, Buffers& buffe
         (row.capped ? convert_block<Type, true, false> : convert_block<Type, false, false>)(row, first, count, buffers);
 }
 
-// y[first, first + count), padded with -inf to whole steps. fp32 logits that need no conversion are used where they
-// are.
+// The row's y where fp32 logits need no conversion, else null.
+static const float* stored_y(const Row& row) {
+    return row.dtype == kFloat32 && !row.capped && !row.bias ? static_cast<const float*>(row.logits) : nullptr;
+}
+
+// y[first, first + count), padded with -inf to whole steps.
 static const float* load_block(const Row& row, int64_t first, int64_t count, Buffers& buffers) {
-    if (row.dtype == kFloat32 && !row.capped && !row.bias && count % kStep == 0)
-        return static_cast<const float*>(row.logits) + first;
+    const float* stored = stored_y(row);
+    if (stored && count % kStep == 0) return stored + first;
     (row.dtype == kFloat32    ? convert<Float32>
      : row.dtype == kBFloat16 ? convert<BFloat16>
                               : convert<Float16>)(row, first, count, buffers);
     return buffers.y;
+}
+
+// One y alone, and in front of `buffers.slope` its slope.
+static double load_one(const Row& row, int64_t i, Buffers& buffers) {
+    const float* stored = stored_y(row);
+    return stored ? stored[i] : *load_block(row, i, 1, buffers);
 }
 
 // ---- statistics -----------------------------------------------------------------------------------------------------
@@ -208,7 +218,7 @@ static Statistics row_statistics(const Row& row, int64_t id, Buffers& buffers, c
     result.entropy = static_cast<float>(result.log_sum - kLn2 * sums.moment / sums.exps);
     result.logp = __builtin_nanf("");  // an id outside the vocabulary has no probability
     if (id >= 0 && id < row.vocab) {
-        const double y_id = *load_block(row, id, 1, buffers);
+        const double y_id = load_one(row, id, buffers);
         result.logp = static_cast<float>((y_id - max_y) * row.to_z - result.log_sum);
     }
     return result;
@@ -292,7 +302,7 @@ static void row_gradient(const RowArgs& args, int64_t i, const Row& row, float m
     const bool known = id >= 0 && id < row.vocab;
     double du_id = 0.0;
     if (known) {
-        const double log_p = (*load_block(row, id, 1, buffers) - static_cast<double>(max_y)) * row.to_z - log_sum;
+        const double log_p = (load_one(row, id, buffers) - static_cast<double>(max_y)) * row.to_z - log_sum;
         du_id = -g_logp * expm1(log_p);
         if (linear && log_p > -1e30) du_id -= g_entropy * exp(log_p) * (log_p + entropy);
         du_id *= row.chain * (row.capped ? buffers.slope[0] : 1.f);
