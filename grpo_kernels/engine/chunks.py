@@ -68,12 +68,11 @@ class Scorer:
         if head.grad_dtype == torch.float16:  # a scale, which follows from the coefficients, must come first
             self.staged(((chunk, slice(0)) for chunk in head.chunks(index)), self._token_coefficients(table))
             return
-        coefficients = self._token_coefficients(table)
         for chunk in head.chunks(index):
             for rows in chunk.row_chunks():
                 if self.vocab_slice is not None:  # the other ranks' statistics come before the objective
                     read = self._statistics(rows)
-                    self._gradient(chunk, read, *coefficients(rows, slice(0)))
+                    self._gradient(chunk, read, *self._token_coefficients(table)(rows, slice(0)))
                     continue
                 read = self._logits(rows)
                 written = head.row_gradients(chunk, rows, read.logits)
@@ -267,7 +266,8 @@ class _Visit(NamedTuple):
 
 def _visit(plan: Plan, gradients: bool) -> _Visit:
     """One read of the counts on the host."""
-    order, counts = cast(Tensor, plan.tokens.order), cast(Tensor, plan.tokens.counts)
+    order, counts = plan.tokens.order, plan.tokens.counts
+    assert order is not None and counts is not None  # the plan was made with ordered=True
     active, rest, *per_sequence = counts.tolist()
     if not gradients:
         active, rest = active + rest, 0
@@ -306,7 +306,7 @@ def _run_sequences(
         scorer.score(visit.rest)
     if not staged or visit.rest is not None or kept is not None:
         evaluate(plan, backend)
-    if not gradients:
+    if not gradients or (staged and kept is None):
         return
     g_logp, g_entropy = (torch.where(tokens.active, g, 0.0) for g in (tokens.values.g_logp, weight_entropy))
     if kept is not None:
