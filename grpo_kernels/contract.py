@@ -114,7 +114,7 @@ def no_values(num_tokens: int, dtype: torch.dtype, device: torch.device) -> Toke
     return TokenValues(columns, torch.zeros(num_tokens, dtype=torch.float64, device=device))
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen, which takes twice as long to make: here and below, several times per call
 class Rows:
     """A chunk of tokens: `index` (C,) int64 into the batch, or None for the range [start, stop)."""
 
@@ -129,6 +129,8 @@ class Rows:
     def take(self, x: Tensor, dim: int = 0) -> Tensor:
         """The chunk's part of a per-token tensor; a view where the chunk is a range."""
         if self.index is None:
+            if self.stop - self.start == x.shape[dim]:
+                return x
             return x.narrow(dim, self.start, self.stop - self.start)
         return x.index_select(dim, self.index)
 
@@ -259,7 +261,7 @@ class PlannedTokens(NamedTuple):
 MASK_SUMS = ("tokens", "added", "dense_kept_mass", "dense_tokens")
 
 
-@dataclass(frozen=True)  # no NamedTuple, whose properties torch.compile of torch 2.8 cannot follow
+@dataclass  # no NamedTuple, whose properties torch.compile of torch 2.8 cannot follow
 class Sums:
     """Sums of COLUMNS over scored tokens, in `numbers` one after the other: per sequence, per group, all; extrema."""
 

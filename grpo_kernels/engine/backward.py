@@ -22,7 +22,7 @@ TARGET_EXPONENT = 3
 PIECE_ELEMENTS = 2**22  # converted at a time, so that no second whole matrix of float32 is made
 
 
-@dataclass(frozen=True)
+@dataclass
 class FinishedGradients:
     """What a forward pass leaves for its backward.
 

@@ -16,7 +16,7 @@ def visited(index: Tensor | None, num_tokens: int) -> Rows:
     return Rows(0, index.numel(), index)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Chunk:
     """A product chunk: rows whose gradients go through one pair of products, with logits of `logits_rows` at a time.
 
