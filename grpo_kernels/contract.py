@@ -114,7 +114,7 @@ def no_values(num_tokens: int, dtype: torch.dtype, device: torch.device) -> Toke
     return TokenValues(columns, torch.zeros(num_tokens, dtype=torch.float64, device=device))
 
 
-@dataclass  # not frozen, which takes twice as long to make: here and below, several times per call
+@dataclass  # not frozen, which takes twice as long to make: a call makes several
 class Rows:
     """A chunk of tokens: `index` (C,) int64 into the batch, or None for the range [start, stop)."""
 

@@ -101,14 +101,13 @@ def check_head(
 
     They have one type, unless the products are computed in `compute_dtype`.
     """
-    check_tensor("hidden", hidden)
+    check_float("hidden", hidden)
     head = [("lm_head_weight", weight)] if bias is None else [("lm_head_weight", weight), ("lm_head_bias", bias)]
     for name, x in head:
         check_tensor(name, x, hidden)
     check_tensor("completion_ids", ids, hidden)
     for name, x in head:
         refuse_quantised(name, x)
-    check_float("hidden", hidden)
     if hidden.dim() not in (2, 3):
         raise ValueError(f"hidden has shape {tuple(hidden.shape)}; expected (B, T, H) or packed (N, H)")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:

@@ -43,14 +43,9 @@ class FinishedGradients:
     def without_scales(self) -> list[Tensor | None]:
         """The gradients in the types of the inputs, where no grad_output is left to come (fused_logps)."""
         waiting = zip(self.tensors, self.scales, self.dtypes, strict=True)
-        return [None if x is None else times(x, _unscaled(None, scale), dtype) for x, scale, dtype in waiting]
-
-
-def _unscaled(factor: Tensor | None, scale: Tensor | None) -> Tensor | None:
-    """factor / scale, either of which may be None for 1."""
-    if scale is None:
-        return factor
-    return 1 / scale if factor is None else factor / scale
+        return [
+            None if x is None else times(x, None if scale is None else 1 / scale, dtype) for x, scale, dtype in waiting
+        ]
 
 
 def waiting_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -133,10 +128,11 @@ def scale_saved_gradients(ctx: Any, name: str, factor: Tensor) -> list[Tensor | 
         ctx.gradients = None
     scaled: list[Tensor | None] = []
     for i, (scale, dtype) in enumerate(zip(gradients.scales, gradients.dtypes, strict=True)):
-        waiting, here = gradients.tensors[i], _unscaled(factor, scale)
-        if waiting is None or here is None:
+        waiting = gradients.tensors[i]
+        if waiting is None:
             scaled.append(None)
             continue
+        here = factor if scale is None else factor / scale
         total = gradients.sums[i]
         if total is None:
             scaled.append(scale_gradient(waiting, here, gradients.backend, dtype))
