@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import statistics
 import sys
 import tempfile
@@ -158,7 +157,7 @@ def main() -> None:
             found = document["steps"][title] = measure(SETTINGS[title], chosen.layers, chosen.repeats)
             print(f"\n**{title}**, {chosen.layers} layers\n\n{table(found)}", flush=True)
             if chosen.output:
-                write(chosen.output, json.loads(json.dumps(document, default=str)))
+                write(chosen.output, document)
 
 
 if __name__ == "__main__":

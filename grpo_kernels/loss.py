@@ -99,8 +99,8 @@ def fused_grpo_loss(
             the group's ranks, of any sizes; all else is the same on every rank of it, and the ids of completion_ids and
             sampling_mask are those of the whole vocabulary. Loss, metrics and hidden's gradient are then the same on
             all of them, the weight's gradient is that of the slice. For each chunk of rows 16 bytes per token and rank
-            are gathered, with a sampling mask 8 more; hidden's gradient is all-reduced once. Not under torch.compile or
-            a CUDA graph.
+            are gathered, with a sampling mask up to 8 more; hidden's gradient is all-reduced once. Not under
+            torch.compile or a CUDA graph.
         num_items_in_batch: denominator of aggregation "num_items"; None: the tokens of this call.
         normalizer: replaces the denominator of any aggregation: the global number of sequences ("seq_mean", "seq_sum"),
             of tokens ("token_mean", "num_items"), of sequences times max_completion_length ("fixed_length").
@@ -122,7 +122,8 @@ def fused_grpo_loss(
         normalizers that are not positive, offsets out of order. Without that switch a GPU's loss is NaN for such
         numbers and ids (with backend "torch" such an id is a device-side assertion; a NaN reward counts as no verdict),
         and memory beside the batch is read for such offsets.
-        With vocab_parallel_group every rank raises if ranks differ in shapes, types or options, or one has raised.
+        With vocab_parallel_group every rank raises if ranks differ in shapes, types or options, or one has refused
+        those. Values are not compared: where they differ, ranks may wait for each other until the group's timeout.
         RuntimeError: a torch.func transform or forward-mode AD; `grpo_kernels.reference` is for those.
     """
     config = DEFAULT_CONFIG if config is None else config

@@ -318,7 +318,8 @@ def gate_with(version: str, folder: str, targets: list[str], write: bool) -> int
     """`gate` in a process that finds this version of Triton in the folder."""
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, f"triton=={version}"]
     subprocess.run(install, check=True)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])}
+    paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]  # an empty entry would be the current directory
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, __file__, "--targets", *targets, *["--write"] * write]
     return subprocess.run(command, env=environment, check=False).returncode
 
@@ -327,6 +328,11 @@ def gate(targets: list[str], write: bool) -> int:
     import triton
     from compile_cases import CASES
 
+    file = budget_file(triton.__version__)
+    if not write and not file.exists():
+        known = ", ".join(sorted(path.stem for path in BUDGETS.glob("*.json")))
+        print(f"Triton {triton.__version__} has no budget; there are {known}; --write makes one", file=sys.stderr)
+        return 2
     start = time.perf_counter()
     found: dict[Name, Found] = {}
     problems = []
@@ -342,17 +348,12 @@ def gate(targets: list[str], write: bool) -> int:
             found[name, target] = kernel
     print(f"{len(found)} kernels in {time.perf_counter() - start:.0f} s")
 
-    file = budget_file(triton.__version__)
     written = json.loads(file.read_text()) if file.exists() else {"triton": triton.__version__, "kernels": {}}
     budget = written["kernels"]
     if write:
         budget = new_budget(found, budget)
         file.write_text(budget_text(triton.__version__, budget))
         print(f"{file} written")
-    elif not file.exists():
-        known = ", ".join(sorted(path.stem for path in BUDGETS.glob("*.json")))
-        print(f"Triton {triton.__version__} has no budget; there are {known}; --write makes one", file=sys.stderr)
-        return 1
     elif written["triton"] != triton.__version__:
         print(f"The budget is that of Triton {written['triton']}, this is {triton.__version__}", file=sys.stderr)
     held = {name: kernel for name, kernel in found.items() if TARGETS[name[1]].budgeted}

@@ -137,7 +137,9 @@ def assert_equal_to_one_process(batch: Batch, config: gk.GRPOConfig, backend: st
 
 def options_of_a_walk(rank: int, group) -> None:
     """Every surrogate at each of its ratio levels, with other options of a call each time."""
-    for i, point in enumerate(POINTS[::36]):  # each surrogate and level has 35, of which this takes another each time
+    of_each = 35  # points of a surrogate and level: here another KL estimator and aggregation each time
+    for i in range(len(POINTS) // of_each):
+        point = POINTS[of_each * i + 8 * i % of_each]
         chosen = choose(point, i // 2 % 2)
         batch, config = build(point, chosen, VOCAB)
         with way_of_masks(chosen["sampling_mask"]):
@@ -269,6 +271,8 @@ def gathered_tokens(rank: int, group) -> None:
         gather_tokens(fine[0], group)
     with pytest.raises(TypeError, match=r"group is a NoneType; expected a torch\.distributed\.ProcessGroup"):
         gather_tokens(fine, None)
+    with pytest.raises(TypeError, match=r"x is a NoneType; expected a torch\.Tensor"):
+        gather_tokens(None, group)
 
 
 def accumulated(rank: int, group) -> None:

@@ -106,7 +106,7 @@ def _patch_once() -> None:
 
 
 def _remember_types() -> None:
-    """What a type is made of is found once per type; Triton finds it for each value, in a third of all the time."""
+    """The attributes of a type are computed once per type. Triton computes them for each value: a third of the time."""
     dtype_of, dtypes = interpreter._get_np_dtype, {}
     make_block, blocks = tl.block_type.__init__, {}
     broadcast = TritonSemantic.broadcast_impl_value
@@ -126,7 +126,7 @@ def _remember_types() -> None:
         vars(self).update(blocks[key])
 
     def broadcast_impl_value(self, left, right):
-        """Blocks of one shape are what they should be: Triton compares a tuple with a list and broadcasts them."""
+        """Blocks of equal shape need no broadcast. Triton compares a tuple with a list there and finds them unequal."""
         if left.type.is_block() and right.type.is_block() and left.type.shape.values == right.type.shape.values:
             return left, right
         return broadcast(self, left, right)
@@ -145,7 +145,7 @@ def _remember_types() -> None:
             make_tuple(self, args, type)
 
     def getattr_tuple(self, name):
-        if name == "type":  # few tuples are asked for it
+        if name == "type":  # computed on demand, since it is rarely read
             make_tuple(self, self.values)
             return self.type
         return field(self, name)

@@ -15,9 +15,9 @@ bfloat16, 8 to 512 kept ids: 26 to 36). For GPUs it is predicted: on an H200 a k
 ps per hidden dimension at 4.3 TB/s; a dense logit takes 6 H operations, 7.5 fs at 800 teraflops.
 
 Where a rank holds a slice of the vocabulary (vocab_parallel.py), the mask is the same on all ranks, and so are the
-tokens of each way: the number of all kept ids of a token decides. A rank handles those that it has rows of the weight
-for. A matrix of the gathers has the same tokens on every rank, and is as wide as the rank with the most ids needs. The
-sampled id is added, where it is missing, by the rank that has it.
+tokens of each way: the number of all kept ids of a token decides. A rank computes the logits of the kept ids whose
+rows of the weight it has. A matrix of the gathers has the same tokens on every rank, and is as wide as the rank with
+the most ids needs. The sampled id is added, where it is missing, by the rank that has it.
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ class MaskRows:
     index: Tensor  # (C,) int64
     ids: Tensor  # (M,) int32, ascending within a token
     counts: Tensor  # (C,) int64
-    slots: Tensor  # (C,) int64: what a matrix has room for, at least `counts`; the same on all ranks of a slice
+    slots: Tensor  # (C,) int64: ids that its matrix must have room for: the largest `counts` of all ranks
     places: Tensor  # (C,) int64: place of the sampled id in its row; -1 where an id is not in the vocabulary, or the
     # sampled one not in the slice
-    added: Tensor  # (C,) bool; the same on all ranks of a slice
+    added: Tensor  # (C,) bool; the same on all ranks
 
     def of_slice(self, vocab_slice: VocabSlice) -> MaskRows:
         """The part of this rank."""
@@ -153,7 +153,8 @@ def _outside(ids: Tensor, row: Tensor, rows: int, vocab_size: int) -> Tensor:
 
 
 class Buckets(NamedTuple):
-    """Rows of kept ids in matrices by width. M places in all, used or not, at most 2 per kept id (or LEAST_WIDTH)."""
+    """Rows of kept ids in matrices by width. M places in all, used or not: per token at most 2 times its `slots`, or
+    LEAST_WIDTH."""
 
     matrices: tuple[KeptIds, ...]  # their ids are views of those of `pairs`, one after another
     pairs: KeptPairs
@@ -211,7 +212,8 @@ class KeptLogits:
             start = stop
 
     def columns(self, ids: Tensor) -> Tensor:
-        """Where the logits of the sampled ids (N,) are in the rows of their matrices, -1 where they are not."""
+        """Where the logits of the sampled ids (N,) are in the rows of their matrices; -1 where the row has no logit of
+        it. Tokens of no matrix have 0, which nothing reads."""
         return torch.zeros_like(ids).index_copy_(0, self.index, self.places)
 
     def chunks(self, index: Tensor | None) -> Iterator[Chunk]:
@@ -297,7 +299,7 @@ class DenseMask:
 
     def sums(self, values: TokenValues) -> Tensor:
         """(3,) over the tokens, all of which were seen: sampled ids added; the probability that the kept ids have
-        among all; how many tokens. The same on all ranks of a slice."""
+        among all; how many tokens. The same on all ranks."""
         added, full = self.added.sum(), self.full.lse[self.index]
         if self.vocab_slice is not None:
             self.vocab_slice.add_up(added)

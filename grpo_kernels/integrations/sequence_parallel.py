@@ -10,7 +10,8 @@ rank runs the lm_head for its own tokens, then every rank computes the same loss
 
 advantages, cu_seqlens and everything else of the loss are those of all tokens, the same on every rank; so are the loss
 and its metrics. The gradient of hidden is that of this rank's tokens. The gradients of the weights are this rank's
-shares of a sum over the group: where a reducer averages over its ranks (DDP, FSDP), multiply the loss by their number.
+shares of a sum over the group: where a reducer averages over its ranks (DDP, FSDP), multiply the loss by the size of
+the group.
 
 The lm_head takes 8 N H V operations in all, as in `fused_grpo_loss` where sequences are longer than a chunk. A loss
 whose tokens depend on themselves alone, and whose denominator is known, does without this: pass `normalizer` to
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor, distributed
 
 from ..engine.vocab_parallel import check_group, exchange
+from ..plain import check_plain
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -36,13 +38,14 @@ def gather_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
 
     N_r may differ between ranks, type and the other dimensions not. Differentiable, for a loss that is the same on all
     ranks: x gets the gradient of its own tokens, without a sum over the ranks. Where a rank's tokens are not one run of
-    the batch (zigzag ring attention), index the result. One gather, and one read of the sizes on the host, at which
-    torch.compile breaks the graph.
+    the batch (zigzag ring attention), index the result. Two gathers: of the sizes, which are read on the host, at which
+    torch.compile breaks the graph, and of the values.
 
-    Raises TypeError or ValueError: a tensor without a dimension of tokens, no process group with this rank, the capture
-    of a CUDA graph; on every rank where types or shapes differ.
+    Raises TypeError or ValueError: x is no plain tensor or has no dimension of tokens, no process group with this rank,
+    the capture of a CUDA graph; on every rank where types or shapes differ.
     """
     check_group(group, "group")
+    check_plain("x", x)
     kind = zlib.crc32(repr((x.dtype, x.dim(), x.shape[1:])).encode())
     found = exchange(group, x.device, (x.shape[0] if x.dim() else 0, kind))
     if any(other != kind for _, other in found):
