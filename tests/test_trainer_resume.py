@@ -102,7 +102,7 @@ def test_a_run_that_is_killed_ten_times_ends_with_the_same_bits(model, data, tmp
 def test_a_signal_saves_and_leaves_with_a_status_of_its_own(number, status, when, model, data, tmp_path, monkeypatch):
     options = HARD | {"max_steps": 6, "save_steps": 0}
     assert run(model, data, tmp_path / "whole", **options) == 0
-    owner, method, call = (Trainer, "_clip", 2) if when == "update" else (_Draw, "__call__", 8)
+    owner, method, call = (Trainer, "_clip", 2) if when == "update" else (_Draw, "__call__", 3)
     original, calls = getattr(owner, method), []
 
     def interrupted(self, *given):
@@ -180,7 +180,7 @@ def test_other_prompts_are_refused(model, data, whole, tmp_path, capfd):
     rows[3] = json.dumps(json.loads(rows[3]) | {"answer": "9"}).encode()
     try:
         data.write_bytes(b"\n".join(rows))
-        assert run(model, data, output, **HARD | {"max_steps": 6, "resume_from_checkpoint": "auto"}) == 1
+        assert run(model, data, output, **HARD | {"max_steps": 6, "resume_from_checkpoint": "auto"}) == 2
     finally:
         data.write_bytes(before)
     assert f"was written with other prompts: dataset_name={data} has changed since" in capfd.readouterr().err

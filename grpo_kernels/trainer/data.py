@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -71,6 +73,11 @@ def load_prompts(
             stacklevel=2,
         )
     return prompts
+
+
+def fingerprint(prompts: Sequence[Prompt]) -> str:
+    """A hash of all that a run takes from its prompts."""
+    return hashlib.sha256(repr([(prompt.ids, prompt.columns) for prompt in prompts]).encode()).hexdigest()
 
 
 def _read_rows(source: str, split: str, config: str | None) -> list[Row]:

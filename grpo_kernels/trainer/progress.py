@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,8 +18,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from .arguments import to_json
-from .checkpoint import CONFIG, ROLLOUT, STATE, TENSORS, CheckpointError, write_atomically
-from .data import Prompt
+from .checkpoint import CONFIG, ROLLOUT, STATE, TENSORS, write_atomically
+from .data import fingerprint
 from .rollout import Completion, from_plain, to_plain
 from .run import Run
 
@@ -56,14 +54,17 @@ def save(made: Run, progress: Progress) -> None:
     policy = made.bare_policy
     weights = made.model_state()
     tensors = {
-        "optimizer": get_optimizer_state_dict(policy, made.optimizer.optimizer, options=_WHOLE),
+        # torch makes a step with gradients of 0 where there was none, which AdamW would count.
+        "optimizer": get_optimizer_state_dict(policy, made.optimizer.optimizer, options=_WHOLE)
+        if progress.step
+        else None,
         "scheduler": made.scheduler.state_dict(),
         "reference": None if made.reference is None else made.reference.state_dict(),
     }
     plain = {f.name: getattr(progress, f.name) for f in dataclasses.fields(progress) if f.name != "rollout"}
     state = {
         "progress": plain, "log": made.log.state_dict(), "processes": made.ranks.count,
-        "prompts": _hash(made.prompts), **_environment(),
+        "prompts": fingerprint(made.prompts), **_environment(),
     }  # fmt: skip
 
     def fill(folder: Path) -> None:
@@ -88,23 +89,13 @@ def restore(made: Run) -> Progress:
     folder = made.checkpoint
     assert folder is not None
     state = json.loads((folder / STATE).read_text())
-    if state["processes"] != made.ranks.count:
-        raise CheckpointError(
-            f"{folder} was written by {state['processes']} processes, this run has {made.ranks.count}; expected as many"
-        )
-    if state["prompts"] != _hash(made.prompts):
-        raise CheckpointError(
-            f"{folder} was written with other prompts: dataset_name={made.arguments.dataset_name} has changed since"
-        )
-    if state["progress"]["step"] > made.arguments.max_steps:
-        raise CheckpointError(f"{folder} is beyond max_steps={made.arguments.max_steps}")
     for name, now in _environment().items():
         if state[name] != now:
             print(f"{folder} was written with {name}={state[name]}, now {now}: results may differ", file=sys.stderr)
     tensors = torch.load(folder / TENSORS, map_location="cpu", weights_only=True)
-    set_optimizer_state_dict(
-        made.bare_policy, made.optimizer.optimizer, tensors["optimizer"], options=StateDictOptions(full_state_dict=True)
-    )
+    if tensors["optimizer"] is not None:
+        options = StateDictOptions(full_state_dict=True)
+        set_optimizer_state_dict(made.bare_policy, made.optimizer.optimizer, tensors["optimizer"], options=options)
     made.scheduler.load_state_dict(tensors["scheduler"])
     if made.reference is not None:
         made.reference.load_state_dict(tensors["reference"])
@@ -116,7 +107,3 @@ def restore(made: Run) -> Progress:
 def _environment() -> dict[str, Any]:
     """What results may depend on beside the options."""
     return {"torch": torch.__version__, "transformers": transformers.__version__, "threads": torch.get_num_threads()}
-
-
-def _hash(prompts: Sequence[Prompt]) -> str:
-    return hashlib.sha256(repr([(prompt.ids, prompt.columns) for prompt in prompts]).encode()).hexdigest()

@@ -21,8 +21,17 @@ from transformers import get_scheduler
 from transformers.utils import logging as transformers_logging
 
 from .arguments import ARITHMETIC, TrainArguments, to_json
-from .checkpoint import CONFIG, check_same_run, checkpoints, find_checkpoint, write_atomically, write_text
-from .data import Prompt, load_prompts
+from .checkpoint import (
+    CONFIG,
+    STATE,
+    CheckpointError,
+    check_same_run,
+    checkpoints,
+    find_checkpoint,
+    write_atomically,
+    write_text,
+)
+from .data import Prompt, fingerprint, load_prompts
 from .log import LOG, SAMPLES, RunLog
 from .model import Policy, ReferencePolicy, load_model, load_tokenizer
 from .ranks import Ranks, Signals
@@ -31,6 +40,7 @@ from .rollout import Sampler, check_rollout, eos_ids, load_rollout, rollout_path
 from .vllm import VLLM
 
 PROJECT = "grpo-kernels"  # by which trackers call the runs
+EVENTS = "events.out.tfevents."  # how TensorBoard's files begin
 OWN = (LOG, SAMPLES, "config.json", "summary.json", "report.html", "model", "rollouts")
 
 
@@ -101,6 +111,8 @@ def set_up(arguments: TrainArguments) -> Run:
         source = a.model_name_or_path or _make_start_model(folder, a, ranks)
     tokenizer, lm = load_tokenizer(source, a), load_model(source, a, checkpoint)
     prompts, held_out = (load_data(a, tokenizer, lm, held_out=wanted) for wanted in (False, True))
+    if checkpoint is not None:
+        _check_continuation(checkpoint, a, ranks.count, prompts)
     rewards = make_rewards(a, [*prompts, *held_out])
     policy: Any = Policy(lm, eager=a.loss == "eager")
     ends = eos_ids(lm, tokenizer)
@@ -192,7 +204,10 @@ def _check_replay(folder: Path, a: TrainArguments, num_processes: int) -> None:
 
 def _own(folder: Path) -> list[Path]:
     """What a run left in its output folder, but for the model that it started from, and runs that wandb may upload."""
-    board = list((folder / PROJECT).glob("*"))  # of TensorBoard
+    board = [  # of TensorBoard, and of nobody else: the folder may be something else of that name
+        path for path in (folder / PROJECT).glob("*")
+        if path.name.startswith(EVENTS) or any(path.glob(f"{EVENTS}*")) or (path / "hparams.yml").exists()
+    ]  # fmt: skip
     return [path for name in OWN if (path := folder / name).exists()] + checkpoints(folder) + board
 
 
@@ -229,11 +244,27 @@ def _claim(folder: Path, a: TrainArguments) -> Path | None:
     return checkpoint
 
 
+def _check_continuation(checkpoint: Path, a: TrainArguments, num_processes: int, prompts: Sequence[Prompt]) -> None:
+    """Raise CheckpointError where a run cannot go on from the state in a checkpoint."""
+    state = json.loads((checkpoint / STATE).read_text())
+    if state["processes"] != num_processes:
+        raise CheckpointError(
+            f"{checkpoint} was written by {state['processes']} processes, this run has {num_processes}; expected as "
+            "many"
+        )
+    if state["prompts"] != fingerprint(prompts):
+        name = a.dataset_name or ARITHMETIC
+        raise CheckpointError(f"{checkpoint} was written with other prompts: dataset_name={name} has changed since")
+    if state["progress"]["step"] > a.max_steps:
+        raise CheckpointError(f"{checkpoint} is beyond max_steps={a.max_steps}")
+
+
 def _make_start_model(folder: Path, a: TrainArguments, ranks: Ranks) -> str:
-    """The small model of the arithmetic task, made once: its name says all that it depends on."""
+    """The small model of the arithmetic task, made once: its name says all that it depends on. It is no start-SEED-IDS,
+    as earlier versions called it: those were warmed up on problems that are held out now."""
     from .arithmetic import start_model
 
-    start = folder / f"start-{a.seed}-{a.vocab_size}"
+    start = folder / f"start-model-{a.seed}-{a.vocab_size}"
     if ranks.index == 0 and not start.exists():
         start_model(start, seed=a.seed, vocab_size=a.vocab_size, quiet=a.disable_tqdm)
     return str(start)
@@ -247,7 +278,7 @@ def load_data(a: TrainArguments, tokenizer: Any, lm: Any, *, held_out: bool) -> 
         split = a.dataset_test_split or ("test" if a.eval_dataset_name or not name else "")
         if not split:
             return []
-    positions = getattr(lm.config.get_text_config(), "max_position_embeddings", math.inf)
+    positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None) or math.inf
     context = positions - a.max_completion_length
     if context < 1:
         raise ValueError(
