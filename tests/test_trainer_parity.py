@@ -113,9 +113,9 @@ def train_trl(output: Path, rollouts: Path, *, family: str = "llama", **options:
     return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
-def largest_difference(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> float:
+def largest_difference(found: list[dict[str, Any]], expected: list[dict[str, Any]], steps: int = STEPS) -> float:
     """Of a loss or a gradient norm, relative to the larger of its size and 1e-1."""
-    assert len(found) == len(expected) >= 4
+    assert len(found) == len(expected) == steps
     return max(
         abs(mine[name] - other[name]) / max(abs(other[name]), 1e-1)
         for mine, other in zip(found, expected, strict=True)
@@ -222,7 +222,7 @@ PROCESSES: dict[str, dict[str, Any]] = {
     "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon=0.02),
     "entropy bonus": dict(entropy_coef=0.05, scale_rewards="batch"),
     "truncated completions masked": dict(mask_truncated_completions=True),
-    "reference that follows": dict(beta=0.1, sync_ref_model=True, ref_model_sync_steps=3),
+    "reference that follows": dict(beta=0.1, sync_ref_model=True, ref_model_sync_steps=2),
     "gradient checkpointing": dict(gradient_checkpointing=True, max_grad_norm=0.3),
     "LoRA": dict(use_peft=True, beta=0.1, learning_rate=1e-2),
 }
@@ -260,7 +260,7 @@ def test_two_processes_take_the_steps_of_one(rollouts, tmp_path):
 
 def check_steps(folder: Path, expected: list[dict[str, Any]]) -> None:
     found = steps_of(folder)
-    assert largest_difference(found, expected) < TOLERANCE, folder
+    assert largest_difference(found, expected, STEPS // 2) < TOLERANCE, folder
     for mine, other in zip(found, expected, strict=True):  # each number that is logged, not only these two
         for key, x in other.items():
             if isinstance(x, float) and "second" not in key:

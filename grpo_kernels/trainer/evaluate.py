@@ -184,7 +184,7 @@ def run(argv: Sequence[str], load: Callable[[Target], Loaded]) -> int:
         target = resolve(options)
         check_counts(options.num_samples, options.ks)
         sample, prompts, rewards = load(target)
-    except (ValueError, OSError) as error:
+    except (ValueError, ImportError, OSError) as error:
         print(f"evaluate: {error}", file=sys.stderr)
         return 2
     result = evaluate(

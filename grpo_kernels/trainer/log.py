@@ -127,7 +127,7 @@ def step_record(passes: list[dict[str, float]], ranks: Ranks, *, first: bool) ->
     everything = ranks.gather(passes)
     found = {}
     for name in sorted({name for numbers in everything for name in numbers}):
-        join = min if name.endswith("min") else max if name.endswith("max") else math.fsum
+        join = min if name.endswith("min") else max if name.endswith("max") else sum
         found[name] = join([numbers[name] for numbers in everything if name in numbers])
     for name in [name.removesuffix(" sum") for name in found if name.endswith(" sum")]:
         total, count = found.pop(f"{name} sum"), found.pop(f"{name} count")

@@ -121,11 +121,11 @@ class _Draw(LogitsProcessor):
     comes from is known when its log-probability is noted."""
 
     def __init__(self, arguments: TrainArguments, greedy: bool):
-        a, self.greedy = arguments, greedy
+        a, self.greedy = arguments, greedy or arguments.temperature == 0
         options: Any = ((TemperatureLogitsWarper, float(a.temperature), 1.0), (TopKLogitsWarper, a.top_k, 0),
                    (TopPLogitsWarper, a.top_p, 1.0), (MinPLogitsWarper, a.min_p or 0.0, 0.0))  # fmt: skip
-        self.warpers = [] if greedy else [warper(value) for warper, value, off in options if value != off]
-        self.keeps_ids = a.truncates and not greedy
+        self.warpers = [] if self.greedy else [warper(value) for warper, value, off in options if value != off]
+        self.keeps_ids = a.truncates and not self.greedy
         self.logps: list[Tensor] = []  # (B,) of each token
         self.kept: list[list[list[int]]] = []  # [token][row]
 
