@@ -110,11 +110,9 @@ def settled_precision(device: torch.device) -> AbstractContextManager[None]:
     With that switch on, torch raises where a product is to return float32. The last of several threads to leave puts
     it back; until then it is off for the whole process, whose float16 products are more exact meanwhile.
     """
-    # A CPU's products do not read the switch, and to ask for it takes a few microseconds.
-    may_be_on = device.type != "cpu" and (_depth or torch.backends.cuda.matmul.allow_fp16_accumulation)
-    if may_be_on or torch.is_autocast_enabled(device.type):
-        return _settled(device)
-    return _NOTHING_TO_SETTLE
+    if not (_depth or torch.backends.cuda.matmul.allow_fp16_accumulation or torch.is_autocast_enabled(device.type)):
+        return _NOTHING_TO_SETTLE
+    return _settled(device)
 
 
 @contextmanager
