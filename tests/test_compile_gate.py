@@ -95,6 +95,13 @@ def test_a_new_budget_keeps_the_targets_that_were_not_compiled():
     assert json.loads(compile_gate.budget_text("3.7", budget)) == {"triton": "3.7", "kernels": budget}
 
 
+def test_a_triton_without_a_budget_is_refused_before_anything_is_compiled(monkeypatch, capsys):
+    monkeypatch.setattr("triton.__version__", "9.9.0")
+    monkeypatch.setattr(compile_gate, "compile_all", lambda *_: pytest.fail("compiled"))
+    assert compile_gate.gate(["sm_80"], write=False) == 2
+    assert "Triton 9.9.0 has no budget; there are triton-3.6, triton-3.7" in capsys.readouterr().err
+
+
 def test_the_interpreter_is_refused():
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     command = [sys.executable, compile_gate.__file__]
