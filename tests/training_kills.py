@@ -2,7 +2,8 @@
 
     python training_kills.py SEED KILLS COMMAND-LINE ...
 
-Everything is imported once; each attempt is a fork, which SIGKILL ends after a random part of a second.
+Everything is imported once; each attempt is a fork. SIGKILL ends it while it starts, or at a random moment of one of
+its first STEPS steps. It waits before the step after these, so that a fast or a busy machine does not end the run early.
 """
 
 from __future__ import annotations
@@ -16,29 +17,58 @@ import time
 import torch
 
 from grpo_kernels.trainer.commands import train
+from grpo_kernels.trainer.train import Trainer
+
+STEPS = 5
+
+
+def attempt(argv: list[str], told: int | None) -> None:
+    """The run in this process; before each of its steps it writes a byte to `told`."""
+    update, begun = Trainer.update, 0
+
+    def told_update(trainer: Trainer) -> None:
+        nonlocal begun
+        os.write(told, b".")
+        begun += 1
+        while begun > STEPS:
+            signal.pause()
+        update(trainer)
+
+    if told is not None:
+        Trainer.update = told_update
+    os._exit(train([*argv, "--resume-from-checkpoint", "auto"]))
+
+
+def random_moment(chance: random.Random, steps: int, begins: int) -> None:
+    """Return at a random moment of the `steps`th step, of a start if that is 0."""
+    longest = 0.3
+    for _ in range(steps):
+        since = time.monotonic()
+        assert os.read(begins, 1), "the run ended"
+        longest = 1.2 * (time.monotonic() - since)  # a step takes about as long as the one before
+    time.sleep(chance.uniform(0.0, longest))
 
 
 def main() -> None:
     chance, kills, argv = random.Random(int(sys.argv[1])), int(sys.argv[2]), sys.argv[3:]
-    killed = 0
-    while True:
+    for killed in range(kills + 1):
+        begins, told = os.pipe()
         child = os.fork()
         if child == 0:
             torch.set_num_threads(1)
             torch.rand(chance.randrange(1, 50))  # a resumed run must not depend on the state that it finds
             random.random()
-            os._exit(train([*argv, "--resume-from-checkpoint", "auto"]))
+            attempt(argv, told if killed < kills else None)
+        os.close(told)
         if killed < kills:
-            time.sleep(chance.uniform(0.1, 0.8))
-            if os.waitpid(child, os.WNOHANG) == (0, 0):
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
-                killed += 1
-                continue
-            raise SystemExit(f"the run ended after {killed} kills: it is too short")
+            random_moment(chance, killed % (STEPS + 1), begins)
+            os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
-        print(f"killed {killed} times, then exit status {os.waitstatus_to_exitcode(status)}")
-        return
+        os.close(begins)
+        expected = -signal.SIGKILL if killed < kills else 0
+        if os.waitstatus_to_exitcode(status) != expected:
+            raise SystemExit(f"attempt {killed}: exit status {os.waitstatus_to_exitcode(status)}, not {expected}")
+    print(f"killed {kills} times, then exit status 0")
 
 
 if __name__ == "__main__":
