@@ -9,6 +9,8 @@ import sys
 import pytest
 import torch
 import verl_package
+from helpers import relative
+from test_vocab_parallel import on_all_ranks, run_ranks
 from verl_package import ActorConfig as Actor
 
 from grpo_kernels import GRPOConfig
@@ -89,10 +91,8 @@ def test_linear_cross_entropy_is_replaced_wherever_it_was_imported(verl):
     sys.modules[other.__name__] = other
     try:
         verl.register()
-        assert kernel.linear_cross_entropy is other.linear_cross_entropy is not original
-        replaced = kernel.linear_cross_entropy
         verl.register()
-        assert kernel.linear_cross_entropy is replaced and replaced.keywords == {"vocabulary_parallel": original}
+        assert kernel.linear_cross_entropy is other.linear_cross_entropy is verl.linear_cross_entropy is not original
     finally:
         del sys.modules[other.__name__]
 
@@ -120,6 +120,28 @@ def test_linear_cross_entropy(verl, shape):
     torch.testing.assert_close(total.double(), expected[1].sum().detach(), rtol=1e-5, atol=1e-5)
     per_token = torch.full(shape, 0.7)
     torch.testing.assert_close(function(hidden, weight, labels, per_token)[0], logps.detach())
+
+
+def split_weight(rank, group):
+    """The rows of the weight on two ranks; Megatron adds up the gradients of hidden."""
+    with pytest.MonkeyPatch.context() as patch:
+        verl_package.install(patch)
+        function = importlib.import_module("grpo_kernels.integrations.verl").linear_cross_entropy
+        torch.manual_seed(3)
+        hidden, weight, labels = torch.randn(1, 12, H), 0.5 * torch.randn(V, H), torch.randint(V, (1, 12))
+        rows = slice(0, 24) if rank == 0 else slice(24, V)
+        one, own = ([x.clone().requires_grad_() for x in (hidden, w)] for w in (weight, weight[rows]))
+        expected, found = function(*one, labels, 0.7, "none"), function(*own, labels, 0.7, "none", group)
+        for logps, entropy in (expected, found):
+            (logps.sum() + 0.1 * entropy.sum()).backward()
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+        assert relative(sum(on_all_ranks(own[0].grad, group)), one[0].grad) < 2e-5
+        assert relative(own[1].grad, one[1].grad[rows]) < 2e-5
+
+
+def test_linear_cross_entropy_of_a_split_weight(verl, tmp_path):
+    run_ranks(split_weight, 2, tmp_path)
 
 
 def test_what_does_not_fit_is_refused_by_name(verl):

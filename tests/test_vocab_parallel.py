@@ -45,7 +45,7 @@ LIMIT = datetime.timedelta(seconds=60)
 BACKENDS = ("cpu", "torch")
 
 
-def run(work, ranks: int, folder: Path) -> None:
+def run_ranks(work, ranks: int, folder: Path) -> None:
     """work(rank, group) in `ranks` processes."""
     torch.multiprocessing.spawn(_rank, (ranks, str(folder / "store"), work), nprocs=ranks)
 
@@ -358,4 +358,4 @@ def all_of_it(rank: int, group) -> None:
 
 @pytest.mark.parametrize("ranks", WORK)
 def test_slices(tmp_path, ranks):
-    run(all_of_it, ranks, tmp_path)
+    run_ranks(all_of_it, ranks, tmp_path)

@@ -3,7 +3,7 @@
     python training_kills.py SEED KILLS COMMAND-LINE ...
 
 Everything is imported once; each attempt is a fork. SIGKILL ends it while it starts, or at a random moment of one of
-its first STEPS steps. It waits before the step after these, so that a fast or a busy machine does not end the run early.
+its first STEPS steps. It waits before the step after these, so that the run does not end early on any machine.
 """
 
 from __future__ import annotations

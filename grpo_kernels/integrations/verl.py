@@ -56,13 +56,12 @@ def register(name: str = "grpo_kernels", config: GRPOConfig | None = None) -> No
     core.register_policy_loss(name)(partial(policy_loss, grpo_config=config))
     kernel = importlib.import_module(_KERNEL)
     original = kernel.linear_cross_entropy
-    if getattr(original, "func", original) is not linear_cross_entropy:
-        replacement = partial(linear_cross_entropy, vocabulary_parallel=original)
+    if original is not linear_cross_entropy:
         for module in [*sys.modules.values()]:  # those that imported the name, too
             if getattr(module, "__name__", "").startswith("verl.") and (
                 vars(module).get("linear_cross_entropy") is original
             ):
-                module.linear_cross_entropy = replacement  # type: ignore[attr-defined]
+                module.linear_cross_entropy = linear_cross_entropy  # type: ignore[attr-defined]
 
 
 def linear_cross_entropy(
@@ -72,27 +71,42 @@ def linear_cross_entropy(
     temperature: float | Tensor = 1.0,
     reduction: str = "none",
     dist_process_group: Any = None,
-    *,
-    vocabulary_parallel: Callable[..., tuple[Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(log-probabilities (N,), entropy (N,) or its sum or mean), float32, differentiable in hidden and weight.
 
-    hidden (..., H) of N tokens, weight (V, H), labels (...) of the same N tokens. A weight that is split over the
-    ranks of dist_process_group goes to `vocabulary_parallel`, verl's own function.
+    hidden (..., H) of N tokens, weight (V, H), labels (...) of the same N tokens. With a dist_process_group of several
+    ranks each passes its rows of the weight, as `fused_logps` takes them; labels are ids of the whole vocabulary. The
+    gradients of hidden then sum over the ranks to the whole one, as with verl's function: Megatron's sequence
+    parallelism, which verl has with tensor parallelism, adds them up.
     """
-    if dist_process_group is not None and torch.distributed.get_world_size(dist_process_group) > 1:
-        if vocabulary_parallel is None:
-            raise ValueError("dist_process_group has several ranks; expected a weight that is not split over them")
-        return vocabulary_parallel(hidden, weight, labels, temperature, reduction, dist_process_group)
+    split = dist_process_group is not None and torch.distributed.get_world_size(dist_process_group) > 1
     reductions: dict[str, Callable[[Tensor], Tensor]] = {"none": lambda x: x, "sum": torch.sum, "mean": torch.mean}
     if not isinstance(reduction, str) or reduction.lower() not in reductions:
         raise ValueError(f"reduction={reduction!r}; expected one of {', '.join(reductions)}")
     flat = hidden.reshape(-1, hidden.shape[-1])
     if isinstance(temperature, Tensor) and temperature.numel() > 1:
         temperature = temperature.expand(hidden.shape[:-1]).reshape(-1)
-    logps, entropy = fused_logps(flat, weight, labels.reshape(-1), temperature=temperature, entropy=True)
+    if split:
+        flat = _Shared.apply(flat, torch.distributed.get_world_size(dist_process_group))
+    logps, entropy = fused_logps(
+        flat, weight, labels.reshape(-1), temperature=temperature, entropy=True,
+        vocab_parallel_group=dist_process_group if split else None,
+    )  # fmt: skip
     assert entropy is not None
     return logps, reductions[reduction.lower()](entropy)
+
+
+class _Shared(torch.autograd.Function):
+    """Hidden states; of their gradient, which is the same on all ranks, an equal share for each."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient / ctx.ranks, None
 
 
 def policy_loss(
