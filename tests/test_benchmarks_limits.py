@@ -33,7 +33,7 @@ from grpo_kernels.benchmarks.limits import (
     way_of,
     ways,
 )
-from grpo_kernels.engine import memory
+from grpo_kernels.engine import recycled
 from grpo_kernels.engine.memory import ChunkSizes
 
 ROOT = Path(__file__).parents[1]
@@ -320,7 +320,7 @@ def _observe(case: Case, name: str) -> tuple[int, int]:
     inputs = make_inputs(case, torch.device("cpu"))
     (step,) = implementations()[name].settings(inputs, case.mode).values()
     step(inputs)
-    memory._kept.clear()  # or the call would find the scratch of the one before
+    recycled.forget()  # or the call would find the scratch of the one before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiler:
         result = step(inputs)
     flops = 0

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ..backends.strategy import choose_strategy
 from ..contract import Backend, RowGradients, Rows
+from . import recycled
 from .backward import FinishedGradients, power_of_two_scale, waiting_dtype
 from .chunk import Chunk, visited
 from .dweight import WeightGradient, pieces
@@ -243,7 +244,7 @@ class LMHead:
         if total is None:
             return torch.zeros(x.shape, dtype=dtype, device=x.device)
         total = total if total.shape == x.shape else total.view(x.shape)
-        return total if total.dtype is dtype else total.to(dtype)
+        return total if total.dtype is dtype else recycled.empty(x.shape, dtype, x.device).copy_(total)
 
     def _accumulate_corrected(self, rows: Rows, dlogits: Tensor, ids: Tensor, error: Tensor) -> None:
         """`accumulate` of rounded dlogits, with the exact entries of the sampled ids (P,)."""
@@ -289,9 +290,9 @@ class LMHead:
         """dhidden (N, H), for these rows to be written."""
         if self.dhidden is None:
             shape = (self.num_tokens, self.hidden.shape[-1])
-            # Rows that no chunk visits keep the zero they start with.
-            fresh = torch.empty if rows.index is None else torch.zeros
-            self.dhidden = fresh(shape, dtype=self.waiting_dtypes[0], device=self.hidden.device)
+            self.dhidden = recycled.empty(shape, self.waiting_dtypes[0], self.hidden.device)
+            if rows.index is not None:
+                self.dhidden.zero_()  # rows that no chunk visits
         return self.dhidden
 
     def _writes_dhidden(self, rows: Rows) -> bool:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import threading
 from functools import cache
 from typing import NamedTuple
 
@@ -12,14 +9,12 @@ import torch
 from torch import Tensor
 
 from ..contract import chunk_row_stride
+from . import recycled
 
 # 16-bit products on a CPU may add this many chunks to a 16-bit dweight, which rounds once per chunk: what the exact
 # entry of the sampled id saves (see lm_head.py) pays for that. Beyond it, sums are kept in float32.
 ROUNDED_CHUNKS = 3
 _BYTES_PER_MIB = 2**20
-_FRESH_BYTES = 32 * _BYTES_PER_MIB  # from here on glibc never keeps a freed block
-_lock = threading.Lock()
-_kept: list[Tensor] = []  # at most one block of bytes
 _CPU_BUDGET = 512 * _BYTES_PER_MIB
 _LEAST_GPU_BUDGET = 4096 * _BYTES_PER_MIB
 _GPU_SHARE = 1 / 16
@@ -102,9 +97,7 @@ def allocate_rows(rows: int, vocab_size: int, dtype: torch.dtype, device: torch.
     """A scratch (rows, V) of logits or their gradients; out of memory, the error names the setting that helps."""
     row_stride = chunk_row_stride(vocab_size, device)
     try:
-        if device.type == "cpu" and rows * row_stride * dtype.itemsize >= _FRESH_BYTES:
-            return _take(rows * row_stride * dtype.itemsize).view(dtype).view(rows, row_stride)
-        block = torch.empty((rows, row_stride), dtype=dtype, device=device)
+        block = recycled.empty((rows, row_stride), dtype, device)
         return block if row_stride == vocab_size else block[:, :vocab_size]
     except RuntimeError as error:  # torch.OutOfMemoryError is one
         if not isinstance(error, torch.OutOfMemoryError) and "memory" not in str(error):
@@ -114,45 +107,3 @@ def allocate_rows(rows: int, vocab_size: int, dtype: torch.dtype, device: torch.
             f"no memory for one chunk of logits, {rows} x {vocab_size} {dtype} = {size:.0f} MiB: "
             f"set GRPOConfig.chunk_rows below {rows}. ({error})"
         ) from error
-
-
-def allocate_gradient(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uninitialised memory of a gradient that is about to be written. On a CPU in large pages where Linux gives them:
-    its first touch of 113 MB took 35 ms instead of 64."""
-    x = torch.empty(shape, dtype=dtype, device=device)
-    if device.type == "cpu" and x.nbytes >= _FRESH_BYTES:
-        _advise("MADV_HUGEPAGE", x.data_ptr(), x.nbytes)
-    return x
-
-
-def release_rows(scratch: Tensor | None) -> None:
-    """Keep a large scratch on a CPU for the next call: the latest alone, and where the system may take it back.
-
-    Such a block is fresh from the system each time, which maps and clears its pages one by one at the first touch:
-    1,024 rows of logits of 49,152 ids took 59 ms more than their product did in pages that were there (63 ms).
-    """
-    if scratch is None or scratch.device.type != "cpu" or not _FRESH_BYTES <= scratch.nbytes <= _CPU_BUDGET:
-        return
-    block = torch.empty(0, dtype=torch.uint8, device="cpu").set_(scratch.untyped_storage())
-    # Linux may take these pages when memory is short; until it does, using them again costs next to nothing.
-    _advise("MADV_FREE", block.data_ptr(), block.nbytes)
-    with _lock:
-        _kept[:] = [block]
-
-
-def _take(size: int) -> Tensor:
-    with _lock:
-        block = _kept.pop() if _kept else None
-    if block is None or block.nbytes < size:
-        block = None  # freed before the next one is made
-        block = torch.empty(size, dtype=torch.uint8, device="cpu")
-    return block[:size]
-
-
-def _advise(name: str, address: int, size: int) -> None:
-    """madvise for these pages, where the system supports the advice."""
-    advice = getattr(mmap, name, None)
-    if advice is None:
-        return
-    first, last = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), ctypes.c_int(advice))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .memory import ChunkSizes, allocate_rows, release_rows
+from .memory import ChunkSizes, allocate_rows
 
 
 class Scratch:
@@ -64,6 +64,4 @@ class Scratch:
 
     def release(self) -> None:
         """Let go of everything."""
-        for rows in (self._logits, self._gradients):
-            release_rows(rows)
         self._logits = self._gradients = self._errors = None
