@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_vocab_parallel import run
+from test_vocab_parallel import run_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -83,4 +83,4 @@ def equal_to_one_process(rank: int, group) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_gradients_of_one_process(tmp_path, ranks):
-    run(equal_to_one_process, ranks, tmp_path)
+    run_ranks(equal_to_one_process, ranks, tmp_path)

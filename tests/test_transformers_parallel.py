@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_vocab_parallel import run
+from test_vocab_parallel import run_ranks
 from tiny_models import VOCAB, tiny_model
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -59,4 +59,4 @@ def equal_to_one_process(rank: int, group) -> None:
 
 
 def test_the_gradients_of_one_process(tmp_path):
-    run(equal_to_one_process, 2, tmp_path)
+    run_ranks(equal_to_one_process, 2, tmp_path)
