@@ -22,7 +22,8 @@ from grpo_kernels.backends.strategy import STRATEGIES
 
 ROOT = Path(__file__).parents[1]
 
-# Answers as the commands of the stages do. "hangs" and "fails" name probes or "PROBE ITEM"; calls go to a file.
+# Answers as the commands of the stages do. "hangs" and "fails" name probes or "PROBE ITEM"; calls go to a file. The
+# benchmarks last until there is the file that "awaits" names.
 PYTHON = """
 import json, os, sys, time
 here, arguments = os.path.dirname(__file__), sys.argv[1:]
@@ -77,6 +78,8 @@ elif "--collect-only" in arguments:
 elif "pytest" in arguments:
     print(*(f"{test} PASSED" for test in arguments if "::" in test), sep="\\n")
 elif "bench" in arguments:
+    while not os.path.exists(os.path.join(here, broken["awaits"])):
+        time.sleep(0.01)
     with open(arguments[arguments.index("--output") + 1], "w") as output:
         json.dump(broken["bench"], output)
 elif "tests/sanitize.py" in arguments:
@@ -84,7 +87,10 @@ elif "tests/sanitize.py" in arguments:
     sys.exit(1)
 """
 NVIDIA_SMI = """#!/bin/sh
-case "$*" in *-lms*) while :; do echo "1980, 3201, 40, 612.5"; sleep 0.1; done;; *) echo "Stub, 580.1";; esac
+case "$*" in
+*-lms*) while :; do echo "1980, 3201, 40, 612.5"; : >"${0%/*}/../sampled"; sleep 0.1; done ;;
+*) echo "Stub, 580.1" ;;
+esac
 """
 TESTS = [f"tests/test_gpu.py::test_half_precision[{backend}-{strategy}]" for backend in ("cuda", "triton")
          for strategy in STRATEGIES] + ["tests/test_gpu.py::test_others[cuda-rows]"]  # fmt: skip
@@ -130,6 +136,7 @@ class Machine:
 
     def breaks(self, *, no_gpu: str = "", hangs: tuple = (), fails: tuple = (), nvcc: str = "", **changes: Any) -> None:
         broken = {"no_gpu": no_gpu, "hangs": hangs, "fails": fails, "nvcc": nvcc, "tests": TESTS, "bench": BENCH}
+        broken["awaits"] = ""
         (self.folder / "broken.json").write_text(json.dumps(broken | changes))
 
     def forget(self) -> None:
