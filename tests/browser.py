@@ -20,6 +20,8 @@ NAMES = (
 )  # fmt: skip
 
 
+LIMIT = 120.0  # seconds; a browser that has not answered then hangs
+
 # The browser reads commands from descriptor 3 and writes answers to descriptor 4.
 START = """
 import os, sys
@@ -78,10 +80,10 @@ class Page:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call("Page.navigate", url=path.resolve().as_uri())
-        end = time.monotonic() + 20
+        end = time.monotonic() + LIMIT
         while self.evaluate("document.readyState + location.protocol") != "completefile:":
             if time.monotonic() > end:
-                raise TimeoutError(f"{path} is not loaded after 20 s")
+                raise TimeoutError(f"{path} is not loaded after {LIMIT:g} s")
 
     def evaluate(self, expression: str) -> Any:
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
@@ -104,11 +106,11 @@ class Page:
 
     def _receive(self) -> dict[str, Any]:
         while b"\0" not in self._buffer:
-            if not select.select([self._in], [], [], 30)[0]:
-                raise TimeoutError("the browser did not answer within 30 s")
+            if not select.select([self._in], [], [], LIMIT)[0]:
+                raise TimeoutError(f"the browser did not answer within {LIMIT:g} s")
             part = os.read(self._in, 1 << 16)
             if not part:
-                raise RuntimeError(f"the browser ended with status {self._process.wait(10)}")
+                raise RuntimeError(f"the browser ended with status {self._process.wait(LIMIT)}")
             self._buffer += part
         line, _, self._buffer = self._buffer.partition(b"\0")
         message = json.loads(line)

@@ -6,9 +6,9 @@ import copy
 
 import pytest
 import torch
-import torch.multiprocessing
 from helpers import make_batch, off_policy
-from torch import Tensor, distributed, nn
+from test_vocab_parallel import run_ranks
+from torch import Tensor, nn
 
 import grpo_kernels as gk
 
@@ -250,13 +250,11 @@ def calls_with_tensors() -> list[tuple]:
     ]
 
 
-def check_dtensors(rank: int, store: str) -> None:
+def check_dtensors(rank: int, group) -> None:
     """In each of two processes, which hold two of the four sequences each."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
 
     def shard(x: Tensor) -> Tensor:
@@ -286,9 +284,8 @@ def check_dtensors(rank: int, store: str) -> None:
     loss(batch.hidden, weight, bias).backward()  # every rank computes the loss of all tokens
     for x, exact in zip((weight, bias), whole[1:], strict=True):
         assert torch.allclose(x.grad.full_tensor(), exact.grad, atol=1e-6)
-    distributed.destroy_process_group()
 
 
 def test_sharded_weights_are_gathered_and_other_dtensors_refused(tmp_path):
     """The gradients of two ranks are those of one process."""
-    torch.multiprocessing.spawn(check_dtensors, (str(tmp_path / "store"),), nprocs=2)
+    run_ranks(check_dtensors, 2, tmp_path)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import MASK_WAYS, call_counter, make_sampling_mask, set_mask_way
+from test_vocab_parallel import run_ranks
 from torch import Tensor, distributed
 
 import grpo_kernels as gk
@@ -17,7 +17,6 @@ from grpo_kernels.engine import kept
 from grpo_kernels.reference import reference_grpo_loss, reference_logps
 
 B, T, H, V = 3, 7, 16, 61
-TIMEOUT = timedelta(minutes=2)
 BACKENDS = ("torch", "cpu", "triton", "cuda")  # the last two interpreted and emulated
 
 
@@ -251,10 +250,8 @@ def test_kept_ids_marked_by_slices_and_by_indices():
         assert torch.equal(found, expected) and (outside is None or not outside.any())
 
 
-def part_of_a_batch(rank: int, store: str) -> None:
+def part_of_a_batch(rank: int, group) -> None:
     """In each of two processes: the loss, its gradients and sums of metrics, added up, are those of the whole batch."""
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=TIMEOUT)
     batch, mask, mine = make_batch(), make_mask(), slice(0, 2) if rank == 0 else slice(2, 3)
     config, tokens = gk.GRPOConfig.preset("dapo"), batch["completion_mask"].sum()
     per_token = {name: x[mine] for name, x in batch.items() if x.shape[0] == B}
@@ -270,11 +267,10 @@ def part_of_a_batch(rank: int, store: str) -> None:
     for mine_, theirs in zip(found, expected, strict=True):
         distributed.all_reduce(mine_)
         torch.testing.assert_close(mine_, theirs)
-    distributed.destroy_process_group()
 
 
 def test_two_ranks_add_up_to_one_process(tmp_path):
-    torch.multiprocessing.spawn(part_of_a_batch, (str(tmp_path / "store"),), nprocs=2)
+    run_ranks(part_of_a_batch, 2, tmp_path)
 
 
 @pytest.mark.parametrize("strategy", ["linear", "anchored"])

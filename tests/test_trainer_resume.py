@@ -87,7 +87,7 @@ def test_a_run_that_is_killed_ten_times_ends_with_the_same_bits(model, data, tmp
     for output, kills in ((whole, 0), (killed, 10)):
         words = training.arguments(model, data, output, **options)
         out = subprocess.run(
-            [*argv, "1", str(kills), *words], env=environment, capture_output=True, text=True, timeout=300
+            [*argv, "1", str(kills), *words], env=environment, capture_output=True, text=True, timeout=900
         )
         assert out.stdout == f"killed {kills} times, then exit status 0\n", out.stderr
     assert same_weights(whole, killed)

@@ -334,6 +334,6 @@ def test_the_example_runs():
     assert len(script.read_text(encoding="utf-8").splitlines()) <= 40
     command = [sys.executable, str(script), parity.saved_model("llama"), "3"]
     environment = os.environ | {"PYTHONPATH": str(script.parents[1]), "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "reward: " in done.stdout.splitlines()[-1]

@@ -207,7 +207,7 @@ def run_processes(names: tuple[str, ...], cases: list[Case]) -> dict[tuple[str, 
         return found
 
 
-def two_processes(*script: str, timeout: float = 600) -> None:
+def two_processes(*script: str, timeout: float = 900) -> None:
     """A script and its arguments under torchrun, which ends its processes where they take longer (seconds)."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *script]
     paths = os.pathsep.join(filter(None, sys.path))
