@@ -183,12 +183,12 @@ def test_threads_that_leave_in_another_order_put_the_switch_back(switch):
     def other():
         with products.settled_precision(torch.device("cpu")):
             entered.set()
-            leave.wait(10)
+            leave.wait(60)
 
     thread = threading.Thread(target=other)
     with products.settled_precision(torch.device("cpu")):
         thread.start()
-        assert entered.wait(10)
+        assert entered.wait(60)
     assert not switch.allow_fp16_accumulation  # the other thread is still inside
     leave.set()
     thread.join()

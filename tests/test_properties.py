@@ -6,12 +6,14 @@ import dataclasses
 
 import torch
 from helpers import assert_close, fused, make_batch, off_policy, packed, reference, tensors
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import grpo_kernels as gk
 
-repeatable = settings(deadline=None, max_examples=40, derandomize=True)
+repeatable = settings(
+    deadline=None, max_examples=40, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)  # fmt: skip
 sizes = st.integers(1, 5)
 seeds = st.integers(0, 2**16)
 CONFIGS = (

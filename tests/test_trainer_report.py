@@ -6,6 +6,7 @@ import json
 import os
 import re
 import time
+from types import SimpleNamespace
 
 import pytest
 from browser import Page, find_browser
@@ -92,10 +93,10 @@ def test_a_check_without_its_metrics_is_not_called_passed(tmp_path):
 # --- runs that go on, broken and empty ones ---------------------------------------------------------------------------
 
 
-def test_a_run_that_goes_on(tmp_path):
+def test_a_run_that_goes_on(tmp_path, monkeypatch):
     folder = write_run(tmp_path / "run", log(40), samples(40), max_steps=100, finished=False)
-    hour_ago = time.time() - 3600
-    os.utime(folder / "log.jsonl", (hour_ago, hour_ago))
+    os.utime(folder / "log.jsonl", (1e9, 1e9))
+    monkeypatch.setattr(report, "time", SimpleNamespace(time=lambda: 1e9 + 3600, strftime=time.strftime))
     data = collect(folder)
     assert data["state"] == "unfinished" and data["progress"] == 0.4
     assert data["sentence"].startswith("Step 40 of 100; the log was last written 60 min 0 s before this report")
