@@ -32,7 +32,8 @@ class Rewards:
         self.calls = []
 
     def score(self, *, prompts, completions, completion_ids, columns, step):
-        self.calls.append(dict(prompts=prompts, completion_ids=completion_ids, columns=columns, step=step))
+        given = dict(prompts=prompts, completions=completions, completion_ids=completion_ids)
+        self.calls.append(dict(given, columns=columns, step=step))
         texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
         pairs = zip(texts, columns["answer"], strict=True)
         total = [math.nan if t == "?" else float(t.strip("! ") == a) + 0.5 * t.count("!") for t, a in pairs]
@@ -166,9 +167,12 @@ def test_equal_seeds_give_equal_numbers_and_no_global_generator_moves():
 
 def test_correct_at_and_messages():
     def chat(prompts, *, greedy, seed):
-        return [([1], [{"role": "assistant", "content": "0!"}]) for _ in prompts]
+        return [([1], "0!") for _ in prompts]
 
-    prompts = [Prompt([{"role": "user", "content": "?"}], [1], {"answer": "1"})]
+    prompts = [Prompt([{"role": "user", "content": "?"}], [1], {"answer": "1"}), Prompt("?", [1], {"answer": "1"})]
+    rewards = Rewards()
+    evaluate(chat, prompts, rewards, num_samples=1)
+    assert rewards.calls[0]["completions"] == [[{"role": "assistant", "content": "0!"}], "0!"]  # as the prompts are
     assert evaluate(chat, prompts, Rewards(), num_samples=2)["pass_at_1"] == 0.0
     assert evaluate(chat, prompts, Rewards(), num_samples=2, correct_at=0.5)["majority_at_k"] == 1.0
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -82,7 +81,7 @@ def load_for_evaluation(target: Target) -> Loaded:
         raise ValueError("reward_funcs is empty; expected names of built-in rewards, or module:function")
     policy, ranks = Policy(lm), Ranks(use_cpu=a.use_cpu)
     sampler = Sampler(policy, tokenizer, a, eos_ids(lm, tokenizer), ranks, Signals(ranks))
-    return Loaded(partial(sampler.for_evaluation, like=held_out[0].prompt), held_out, rewards)
+    return Loaded(sampler.for_evaluation, held_out, rewards)
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {

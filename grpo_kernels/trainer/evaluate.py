@@ -9,24 +9,20 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from .rewards.answers import TAGGED, final_number, text_of
+from .rewards.answers import TAGGED, final_number, reply
 
 if TYPE_CHECKING:
     from .data import Prompt
     from .rewards import Rewards
 
-Messages: TypeAlias = "list[dict[str, Any]]"
-
 
 class Sample(Protocol):
-    """A completion for each prompt: its ids, and its text or messages. A function of its arguments: no other random
-    state is read or changed."""
+    """A completion for each prompt: its ids and its text. A function of its arguments: no other random state is read or
+    changed."""
 
-    def __call__(
-        self, prompts: list[list[int]], *, greedy: bool, seed: int
-    ) -> Sequence[tuple[list[int], str | Messages]]: ...
+    def __call__(self, prompts: list[list[int]], *, greedy: bool, seed: int) -> Sequence[tuple[list[int], str]]: ...
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
@@ -138,7 +134,7 @@ def _score(
     columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in prompts[0].columns}
     batch = rewards.score(
         prompts=[prompt.prompt for prompt in prompts],
-        completions=[completion for _, completion in drawn],
+        completions=[reply(prompt.prompt, text) for prompt, (_, text) in zip(prompts, drawn, strict=True)],
         completion_ids=[ids for ids, _ in drawn],
         columns=columns,
         step=step,
@@ -148,7 +144,7 @@ def _score(
         raise RuntimeError(
             f"reward {name} failed for every completion of the evaluation: {message}\n{batch.fatal.traceback}"
         )
-    return batch.total.tolist(), [text_of(completion) for _, completion in drawn], [len(ids) for ids, _ in drawn]
+    return batch.total.tolist(), [text for _, text in drawn], [len(ids) for ids, _ in drawn]
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -181,8 +177,8 @@ def run(argv: Sequence[str], load: Callable[[Target], Loaded]) -> int:
     it is one sentence too."""
     options = parser().parse_args(list(argv))
     try:
+        check_options(options)
         target = resolve(options)
-        check_counts(options.num_samples, options.ks)
         sample, prompts, rewards = load(target)
     except (ValueError, ImportError, OSError) as error:
         print(f"evaluate: {error}", file=sys.stderr)
@@ -216,6 +212,18 @@ def parser() -> argparse.ArgumentParser:
     add("--max-prompts", type=int, help="the first so many problems (default: all)")
     add("--output", type=Path, help="a file for the numbers as JSON")
     return result
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Raise ValueError for numbers out of range, and for a file that cannot be written."""
+    check_counts(options.num_samples, options.ks)
+    least_of = {"max_completion_length": 1, "max_prompts": 1, "temperature": 0, "correct_at": -math.inf}
+    for name, least in least_of.items():
+        value = getattr(options, name)
+        if value is not None and not least <= value < math.inf:
+            raise ValueError(f"{name}={value}; expected {'a number' if least < 0 else f'at least {least}'}")
+    if options.output is not None and not options.output.absolute().parent.is_dir():
+        raise ValueError(f"output={options.output}: there is no folder {options.output.parent}")
 
 
 def resolve(options: argparse.Namespace) -> Target:

@@ -27,6 +27,11 @@ def text_of(completion: Any) -> str:
     return "".join(part.get("text", "") for part in content or ())
 
 
+def reply(prompt: Any, text: str) -> Any:
+    """A completion as reward functions get it: text, or where the prompt is messages, a message."""
+    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+
+
 def number_in(text: str) -> Fraction | None:
     """The number in `text` if there is exactly one. $ and thousands separators are taken off: "$1,234.50" is 1234.5."""
     found = NUMBER.findall(text)
