@@ -92,6 +92,12 @@ def refused(output, capfd, status=2):
     ({"lr_scheduler_type": "reduce_lr_on_plateau"}, ["lr_scheduler_type=reduce_lr_on_plateau"]),
     ({"lr_scheduler_type": "cosine_with_min_lr"}, ["lr_scheduler_kwargs"]),
     ({"lr_scheduler_kwargs": "3"}, ["lr_scheduler_kwargs='3'", "an object of JSON"]),
+    ({"lr_scheduler_type": "greedy"}, ["lr_scheduler_type=greedy"]),
+    ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": '{"x": 1}'}, ["lr_scheduler_kwargs='{", "'x'"]),
+    ({"lr_scheduler_kwargs": '{"x": 1}'}, ["lr_scheduler_kwargs", "no effect without a schedule"]),
+    ({"use_peft": True, "lora_alpha": 0}, ["lora_alpha=0", "at least 1"]),
+    ({"learning_rate": float("inf")}, ["learning_rate=inf", "at least 0"]),
+    ({"adam_beta2": 1.0}, ["adam_beta2=1.0", "[0, 1)"]),
     ({"loss_options": '{"temperature": 0.5}'}, ["loss_options", "temperature has an option of its own"]),
     ({"report_to": "all"}, ["report_to='all'", "tensorboard, trackio, wandb"]),
     ({"config": "/no/such.yaml"}, ["config=/no/such.yaml"]),
@@ -154,6 +160,7 @@ def test_a_tracker_that_refuses(model, data, tmp_path, monkeypatch, capfd):
 @pytest.mark.parametrize(("name", "value", "words"), [
     ("ACCELERATE_MIXED_PRECISION", "fp16", "mixed_precision=fp16; expected no"),
     ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", "gradient_accumulation_steps=4; expected 1"),
+    ("ACCELERATE_DYNAMO_BACKEND", "EAGER", "dynamo_backend=eager; expected no"),
     ("ACCELERATE_USE_DEEPSPEED", "true", "distributed_type=DEEPSPEED; expected DDP or FSDP2"),
 ])  # fmt: skip
 def test_a_configuration_of_accelerate_that_would_change_the_steps(name, value, words, model, data, tmp_path,
@@ -175,6 +182,15 @@ def test_rollouts_that_do_not_fit(model, data, tmp_path, capfd):
     ):
         given = {"max_steps": 2, "replay": tmp_path / "source" / "rollouts", **options}
         assert run(model, data, output, **given) == 2
+        assert words in refused(output, capfd)
+    source = tmp_path / "source"
+    assert run(model, data, source, max_steps=2, replay=source / "rollouts", overwrite_output_dir=True) == 2
+    assert "would be deleted by --overwrite-output-dir" in capfd.readouterr().err
+    path = source / "rollouts" / "rollout-000000.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for change, words in (({"logps": None}, "completions without logps"), ({"ids": []}, "has no tokens")):
+        path.write_text("".join(json.dumps(row | change) + "\n" for row in rows))
+        assert run(model, data, output, max_steps=2, replay=source / "rollouts") == 2
         assert words in refused(output, capfd)
 
 
@@ -335,6 +351,15 @@ def test_report_and_evaluate_name_what_is_wrong(tmp_path, capsys):
     assert "nothing" in capsys.readouterr().err
     assert main(["evaluate", str(tmp_path)]) == 2
     assert "--dataset-name" in capsys.readouterr().err
+    for option, value, words in (
+        ("--max-prompts", "-1", "max_prompts=-1; expected at least 1"),
+        ("--max-completion-length", "0", "max_completion_length=0; expected at least 1"),
+        ("--temperature", "-1", "temperature=-1.0; expected at least 0"),
+        ("--correct-at", "nan", "correct_at=nan; expected a number"),
+        ("--output", "/no/such/folder/x.json", "there is no folder /no/such/folder"),
+    ):
+        assert main(["evaluate", str(tmp_path), option, value]) == 2
+        assert words in capsys.readouterr().err
 
 
 def test_evaluate_takes_a_run_a_checkpoint_or_a_model(model, data, tmp_path, capsys):

@@ -182,6 +182,7 @@ def test_what_a_run_leaves(model, data, tmp_path):
         "eval_steps": 2,
         "save_steps": 1,
         "save_total_limit": 2,
+        "logging_samples": 3,
     }
     assert run(model, data, folder, max_steps=4, **options) == 0
     summary = json.loads((folder / "summary.json").read_text())
@@ -189,7 +190,9 @@ def test_what_a_run_leaves(model, data, tmp_path):
     records = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     assert [r["step"] for r in records if "evaluation" in r] == [0, 2, 4]
     assert {p.name for p in folder.glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-4"}
-    assert json.loads((folder / "samples.jsonl").read_text().splitlines()[0]).keys() >= {
+    samples = (folder / "samples.jsonl").read_text().splitlines()
+    assert len(samples) == 4 * 3
+    assert json.loads(samples[0]).keys() >= {
         "prompt",
         "completion",
         "reward",

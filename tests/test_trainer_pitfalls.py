@@ -170,8 +170,10 @@ def test_pitfall_11_a_pass_without_a_scored_token_is_no_error(model, data, tmp_p
 
 def test_pitfall_15_dynamic_sampling_that_never_fills_ends(model, data, tmp_path):
     options = {"reward_funcs": "training:constant", "dynamic_sampling": "refill", "dynamic_sampling_max_rounds": 3}
-    assert run(model, data, tmp_path / "run", beta=0.1, **options) == 0
-    record = steps(tmp_path / "run")[0]
+    adaptive = {"beta": 0.1, "kl_target": 0.05, "kl_horizon": 8}
+    assert run(model, data, tmp_path / "run", **adaptive, **options) == 0
+    record, *_, last = steps(tmp_path / "run")
+    assert last["beta"] == 0.1 and "kl" not in last  # no token, no KL to adapt to
     assert (record["refill_rounds"], record["dropped_groups"], record["epoch"]) == (2, 2, 3 * 2 / 12)
     assert record["loss"] == record["grad_norm"] == 0.0 and record["num_tokens"] == 0
 

@@ -131,7 +131,8 @@ def step_record(passes: list[dict[str, float]], ranks: Ranks, *, first: bool) ->
         found[name] = join([numbers[name] for numbers in everything if name in numbers])
     for name in [name.removesuffix(" sum") for name in found if name.endswith(" sum")]:
         total, count = found.pop(f"{name} sum"), found.pop(f"{name} count")
-        found[name] = total / count if count else 0.0
+        if count:  # without a scored token there is no mean
+            found[name] = total / count
     found["loss"] /= ranks.count
     if not first:  # what later steps see is the policy's own movement
         for name in ("log_ratio_first_max", "rollout_mismatch/max", "rollout_mismatch/mean"):

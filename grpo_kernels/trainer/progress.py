@@ -74,7 +74,7 @@ def save(made: Run, progress: Progress) -> None:
         (folder / CONFIG).write_text(json.dumps(to_json(made.arguments), indent=1))
         # Columns and what functions gave to log_extra have done their work: rewards are known.
         rows = (to_plain(dataclasses.replace(c, columns={}, extra={})) for c in progress.rollout)
-        (folder / ROLLOUT).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / ROLLOUT).write_text("".join(json.dumps(row, default=str) + "\n" for row in rows))
 
     with made.ranks.together():
         if made.accelerator.is_main_process:

@@ -29,6 +29,7 @@ from transformers import (
 from .arguments import TrainArguments
 from .checkpoint import write_text
 from .ranks import Ranks, Signals
+from .rewards.answers import reply
 
 
 class Sampled(NamedTuple):
@@ -197,18 +198,17 @@ class Sampler:
         return found
 
     def text(self, prompt: Any, ids: Sequence[int]) -> Any:
-        """A completion as reward functions get it: text, or where the prompt is messages, a message."""
-        text = self.tokenizer.decode(ids, skip_special_tokens=True)
-        return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+        """A completion as reward functions get it."""
+        return reply(prompt, self.tokenizer.decode(ids, skip_special_tokens=True))
 
     def for_evaluation(
-        self, prompts: list[list[int]], *, greedy: bool, seed: int, like: Any, step: int = 0
-    ) -> list[tuple[list[int], Any]]:
-        """Ids and texts for all prompts: all ranks sample a share, and get all. like: one of the prompts."""
+        self, prompts: list[list[int]], *, greedy: bool, seed: int, step: int = 0
+    ) -> list[tuple[list[int], str]]:
+        """Ids and texts for all prompts: all ranks sample a share, and get all."""
         size = -(-len(prompts) // self.ranks.count) * self.ranks.count
         own = self.ranks.share([*prompts, *prompts[:1] * (size - len(prompts))])
         found = self.sample(own, stream=f"evaluation {seed}", greedy=greedy, step=step)
-        return [(ids, self.text(like, ids)) for ids in self.ranks.gather([s.ids for s in found])[: len(prompts)]]
+        return [(ids, self.text("", ids)) for ids in self.ranks.gather([s.ids for s in found])[: len(prompts)]]
 
 
 # --- saved rollouts ---------------------------------------------------------------------------------------------------
@@ -263,5 +263,12 @@ def check_rollout(rollout: Sequence[Completion], arguments: TrainArguments, num_
     sizes = {len(list(group)) for _, group in itertools.groupby(rollout, key=lambda c: c.group)}
     if sizes != {size}:
         raise ValueError(f"replay={arguments.replay}: groups of {sorted(sizes)} completions; num_generations={size}")
+    if not all(c.prompt_ids and c.ids for c in rollout):
+        raise ValueError(f"replay={arguments.replay}: a prompt or a completion has no tokens; expected at least one")
+    if arguments.corrects and any(c.logps is None for c in rollout):
+        raise ValueError(
+            f"replay={arguments.replay} has completions without logps; expected those of the policy that sampled, or "
+            "--no-vllm-importance-sampling-correction"
+        )
     if arguments.loss == "eager" and any(c.kept is not None for c in rollout):
         raise ValueError(f"replay={arguments.replay} holds truncated samples; loss='eager' is over all ids")

@@ -68,12 +68,12 @@ class Trainer:
                     if a.save_steps and p.step % a.save_steps == 0 and p.step < a.max_steps:
                         self.save()
                     self.evaluate_if_due()
+                self.finish()
+                return 0
             except Interrupted:
                 self.save()
                 made.log.say(f"stopped by a signal after step {p.step}; --resume-from-checkpoint auto goes on")
                 return 128 + made.signals.received  # as shells have it: 130 after Ctrl-C, 143 after SIGTERM
-        self.finish()
-        return 0
 
     # --- rollout ------------------------------------------------------------------------------------------------------
 
@@ -224,7 +224,7 @@ class Trainer:
 
     def _log_samples(self) -> None:
         p, count = self.progress, self.arguments.logging_samples
-        for c in p.rollout[:: max(1, len(p.rollout) // count)] if count else ():
+        for c in p.rollout[:: -(-len(p.rollout) // count)] if count else ():
             assert c.advantage is not None
             self.made.log.sample({
                 "step": p.step + 1, "prompt": c.prompt, "completion": self.sampler.text("", c.ids),
@@ -294,13 +294,14 @@ class Trainer:
     def _move_reference(self, kl: float | None, completions: int) -> None:
         """Check that the KL starts at 0; adapt beta (arXiv:1909.08593, section 2.2); move the reference policy."""
         a, p = self.arguments, self.progress
-        if self.reference is None or kl is None:
+        if self.reference is None:
             return
-        if p.step == 1 and abs(kl) > 1e-3:
-            raise RuntimeError(f"the KL to the reference policy is {kl} before the first step; expected 0")
-        if a.kl_target is not None:
-            error = min(max(kl / a.kl_target - 1.0, -0.2), 0.2)
-            p.beta *= 1.0 + error * completions / a.kl_horizon
+        if kl is not None:  # of a step with scored tokens
+            if p.step == 1 and abs(kl) > 1e-3:
+                raise RuntimeError(f"the KL to the reference policy is {kl} before the first step; expected 0")
+            if a.kl_target is not None:
+                error = min(max(kl / a.kl_target - 1.0, -0.2), 0.2)
+                p.beta *= 1.0 + error * completions / a.kl_horizon
         if a.sync_ref_model and p.step % a.ref_model_sync_steps == 0:
             self.reference.move(a.ref_model_mixup_alpha)
 
@@ -318,7 +319,7 @@ class Trainer:
         if not made.held_out or made.rewards is None:
             return
         found = evaluate(
-            partial(self.sampler.for_evaluation, like=made.held_out[0].prompt, step=p.step), made.held_out,
+            partial(self.sampler.for_evaluation, step=p.step), made.held_out,
             made.rewards, num_samples=a.eval_num_samples, step=p.step,
         )  # fmt: skip
         p.evaluated_at = p.step

@@ -70,14 +70,18 @@ class VLLM:
         for name, parameter in lm.named_parameters():
             if "lora_" in name or ".original_module." in name:
                 continue
-            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+            whole = _whole(parameter)
             layer: Any = modules.get(name.removesuffix(".base_layer.weight"))
             if name.endswith(".base_layer.weight") and hasattr(layer, "get_delta_weight"):
                 for adapter in layer.active_adapters:
-                    whole = whole + layer.get_delta_weight(adapter).to(whole.dtype)
+                    whole = whole + _whole(layer.get_delta_weight(adapter)).to(whole.dtype)
             weights.append((_plain_name(name), whole))
         self.engine.llm_engine.model_executor.driver_worker.model_runner.model.load_weights(weights)
         self.engine.reset_prefix_cache()
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _plain_name(name: str) -> str:

@@ -18,6 +18,7 @@ from .programs import Code, read_tests
 from .worker import Result, Worker, call, find
 
 NAN = float("nan")
+LARGEST = torch.finfo(torch.float32).max  # rewards become float32
 GOLDEN_RATIO = 0.618034
 MOST_LATE = 8
 BUILT_IN: dict[str, Callable[[], Callable[..., Any]]] = {
@@ -288,7 +289,7 @@ def read_value(item: Any, name: str) -> tuple[Value, str | None]:
         numbers = [float(number) for number in numbers]
     except (TypeError, ValueError):
         raise ValueError(f"reward {name!r} returned {item!r} for a completion, expected a number or None") from None
-    if not all(map(math.isfinite, numbers)):
+    if not all(abs(number) <= LARGEST for number in numbers):  # nor NaN
         return Value(NAN), f"reward {name!r} returned {item!r}"
     return Value(sum(numbers), numbers if steps is not None else None), None
 
