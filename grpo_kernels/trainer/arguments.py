@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +20,12 @@ from .data import JSON_SUFFIXES
 ARITHMETIC = "arithmetic"
 # Types of options say what is expected of their values, where the loss does not check it.
 RANGES: dict[Any, Callable[[float], bool]] = {
-    "at least 0": lambda x: x >= 0,
+    "at least 0": lambda x: 0 <= x < math.inf,
     "at least 1": lambda x: x >= 1,
     "a positive number: ratios need probabilities": lambda x: x > 0,
     "a number in (0, 1]": lambda x: 0 < x <= 1,
     "a number in [0, 1]": lambda x: 0 <= x <= 1,
+    "a number in [0, 1)": lambda x: 0 <= x < 1,
 }
 Count: TypeAlias = Annotated[int, "at least 1"]
 Natural: TypeAlias = Annotated[int, "at least 0"]
@@ -31,6 +33,7 @@ Size: TypeAlias = Annotated[float, "at least 0"]
 Positive: TypeAlias = Annotated[float, "a positive number: ratios need probabilities"]
 Share: TypeAlias = Annotated[float, "a number in (0, 1]"]
 Fraction: TypeAlias = Annotated[float, "a number in [0, 1]"]
+Decay: TypeAlias = Annotated[float, "a number in [0, 1)"]
 Loss: TypeAlias = Annotated[str, ("fused", "eager")]
 Preset: TypeAlias = Annotated[str, tuple(available_presets())]
 Dtype: TypeAlias = Annotated[str, ("float32", "bfloat16")]
@@ -69,7 +72,7 @@ class TrainArguments:
     gradient_checkpointing: bool = _option(False, "recompute activations in the backward")
     use_peft: bool = _option(False, "train a LoRA adapter")
     lora_r: Count = _option(16, "rank of the adapter")
-    lora_alpha: int = _option(32, "scale of the adapter, times its rank")
+    lora_alpha: Count = _option(32, "scale of the adapter, times its rank")
     lora_target_modules: list[str] | None = _option(None, "modules with an adapter; default: all linear ones")
     fsdp: bool = _option(False, "shard with FSDP2 under torchrun; accelerate launch has its own configuration")
     use_cpu: bool = _option(False, "on the CPU, whatever the machine has")
@@ -143,9 +146,9 @@ class TrainArguments:
     lr_scheduler_type: SchedulerType = _option(SchedulerType.LINEAR, "schedule of transformers")
     lr_scheduler_kwargs: str | None = _option(None, "further arguments of the schedule, as JSON")
     warmup_steps: Natural = _option(0, "optimizer steps until the full rate")
-    adam_beta1: float = _option(0.9, "of AdamW")
-    adam_beta2: float = _option(0.999, "of AdamW")
-    adam_epsilon: float = _option(1e-8, "of AdamW")
+    adam_beta1: Decay = _option(0.9, "of AdamW")
+    adam_beta2: Decay = _option(0.999, "of AdamW")
+    adam_epsilon: Size = _option(1e-8, "of AdamW")
     weight_decay: Size = _option(0.0, "of AdamW")
     max_grad_norm: Size = _option(1.0, "gradients are scaled down to this norm; 0: never")
 
@@ -246,6 +249,7 @@ class TrainArguments:
         sentence = self._contradiction(num_processes)
         if sentence is not None:
             raise ValueError(sentence)
+        self.schedule_options()
         self._check_effects(num_processes)
 
     def _contradiction(self, num_processes: int) -> str | None:
@@ -282,8 +286,8 @@ class TrainArguments:
             return "loss='eager' is over all ids: top_p, top_k and min_p do not go with it"
         if a.use_vllm and a.truncates:
             return "use_vllm with top_p, top_k or min_p: the ids that vLLM keeps are not read; leave one out"
-        if a.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU:
-            return "lr_scheduler_type=reduce_lr_on_plateau: the loss of GRPO has no plateau to wait for"
+        if (schedule := a.lr_scheduler_type) in ("reduce_lr_on_plateau", "greedy"):
+            return f"lr_scheduler_type={schedule} follows the loss, which is no measure of progress in GRPO"
         for name, data in (("dataset_train_split", a.dataset_name), ("dataset_test_split", a.held_out_name)):
             if str(data).endswith(JSON_SUFFIXES) and a.is_given(name):
                 hint = "" if a.eval_dataset_name else "; eval_dataset_name takes another file"
@@ -313,6 +317,8 @@ class TrainArguments:
             ("sampling, and replay is given", self.replay is None, ("shuffle_dataset",)),
             ("a schedule with warm-up", arithmetic or self.lr_scheduler_type != SchedulerType.CONSTANT,
              ("warmup_steps",)),
+            ("a schedule that takes arguments", not self.lr_scheduler_type.startswith("constant"),
+             ("lr_scheduler_kwargs",)),
             ("several processes (torchrun, accelerate launch)", num_processes > 1, ("fsdp",)),
         ):  # fmt: skip
             for name in () if present else names:

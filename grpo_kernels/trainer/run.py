@@ -118,10 +118,7 @@ def set_up(arguments: TrainArguments) -> Run:
     ends = eos_ids(lm, tokenizer)
     vllm = VLLM(source, a) if a.use_vllm else None
     policy, optimizer = accelerator.prepare(policy, _make_optimizer(policy, a))
-    scheduler = get_scheduler(
-        a.lr_scheduler_type, optimizer, num_warmup_steps=a.warmup_steps, num_training_steps=a.max_steps,
-        scheduler_specific_kwargs=a.schedule_options(),
-    )  # fmt: skip
+    scheduler = _make_scheduler(optimizer, a)
     with ranks.together():
         overwritten = [] if _continues(checkpoint, a) else _own(folder)
         if not a.dry_run:
@@ -152,6 +149,16 @@ def _make_optimizer(policy: Policy, a: TrainArguments) -> Any:
     )  # fmt: skip
 
 
+def _make_scheduler(optimizer: Any, a: TrainArguments) -> Any:
+    try:
+        return get_scheduler(
+            a.lr_scheduler_type, optimizer, num_warmup_steps=a.warmup_steps, num_training_steps=a.max_steps,
+            scheduler_specific_kwargs=a.schedule_options(),
+        )  # fmt: skip
+    except TypeError as error:
+        raise ValueError(f"lr_scheduler_kwargs={a.lr_scheduler_kwargs!r}: {error}") from None
+
+
 def _make_accelerator(a: TrainArguments) -> Accelerator:
     """The accelerator, of which the launcher's configuration decides how processes share the work, and nothing else."""
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":  # which accelerate ignores on CPUs
@@ -166,7 +173,7 @@ def _make_accelerator(a: TrainArguments) -> Accelerator:
         # On CPUs accelerate ignores the plugin and takes DDP, though all else of its FSDP2 works there.
         PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = sharding if a.fsdp else FullyShardedDataParallelPlugin()
-    kind, settings = accelerator.distributed_type, accelerator.state
+    kind, settings, layout = accelerator.distributed_type, accelerator.state, accelerator.parallelism_config
     for name, found, expected, instead in (
         ("distributed_type", kind.value, ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "FSDP"),
          "DDP or FSDP2"),
@@ -175,6 +182,9 @@ def _make_accelerator(a: TrainArguments) -> Accelerator:
          "no, or bf16 with --bf16"),
         ("gradient_accumulation_steps", accelerator.gradient_accumulation_steps, (1,),
          "1, and --gradient-accumulation-steps"),
+        ("dynamo_backend", os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower(), ("no",), "no"),
+        ("tensor, context or sequence parallelism", bool(layout and layout.non_data_parallel_size > 1), (False,),
+         "data parallelism"),
     ):  # fmt: skip
         if found not in expected:
             raise ValueError(f"accelerate's configuration has {name}={found}; expected {instead}")
@@ -230,6 +240,10 @@ def _claim(folder: Path, a: TrainArguments) -> Path | None:
             f"output_dir={folder} holds another run ({', '.join(sorted(path.name for path in own)[:3])} ...); expected "
             "a new folder, --resume-from-checkpoint auto, or --overwrite-output-dir"
         )
+    for name in ("model_name_or_path", "dataset_name", "eval_dataset_name", "replay") if not continues else ():
+        source = Path(getattr(a, name) or "").resolve()
+        if any(path.resolve() in (source, *source.parents) for path in own):
+            raise ValueError(f"{name}={getattr(a, name)} would be deleted by --overwrite-output-dir; expected a copy")
     if a.resume_from_checkpoint is None:
         return None
     if checkpoint is not None or continues:
