@@ -26,7 +26,8 @@ from grpo_kernels.benchmarks.document import write
 from grpo_kernels.benchmarks.machine import environment, limit_memory, peak, restart_peak
 from grpo_kernels.benchmarks.process import Tell, apart
 from grpo_kernels.trainer.arguments import parse
-from grpo_kernels.trainer.rollout import Completion, save_rollout
+from grpo_kernels.trainer.checkpoint import save_rollout
+from grpo_kernels.trainer.rollout import Completion
 from grpo_kernels.trainer.run import set_up
 from grpo_kernels.trainer.train import Trainer
 

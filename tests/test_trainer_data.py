@@ -9,8 +9,7 @@ import pytest
 from tokenizers import processors
 
 from grpo_kernels.trainer.arithmetic import tokenizer as arithmetic_tokenizer
-from grpo_kernels.trainer.data import Prompt, load_prompts
-from grpo_kernels.trainer.order import take
+from grpo_kernels.trainer.data import Prompt, load_prompts, take
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}+{% endfor %}{% if add_generation_prompt %}={% endif %}"
 

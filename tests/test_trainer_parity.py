@@ -21,9 +21,9 @@ import trl_parity
 from safetensors.torch import load_file
 
 from grpo_kernels.trainer.arguments import parse
+from grpo_kernels.trainer.checkpoint import load_rollout, save_rollout
 from grpo_kernels.trainer.commands import train as train_command
 from grpo_kernels.trainer.model import load_model
-from grpo_kernels.trainer.rollout import load_rollout, save_rollout
 
 TOLERANCE = 1e-5
 STEPS = 8

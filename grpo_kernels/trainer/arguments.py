@@ -182,11 +182,6 @@ class TrainArguments:
         return self.per_device_train_batch_size * num_processes * self.passes_per_rollout
 
     @property
-    def sampling_batch_size(self) -> int:
-        """Completions that are sampled at a time."""
-        return self.per_device_generation_batch_size or self.rows_per_rollout(1)
-
-    @property
     def truncates(self) -> bool:
         """Whether sampling keeps a part of the vocabulary."""
         return self.top_p < 1.0 or self.top_k > 0 or bool(self.min_p)
@@ -246,53 +241,51 @@ class TrainArguments:
                     for one in value if isinstance(value, list) else [value]:
                         if one not in expected:
                             raise ValueError(f"{name}={one!r}; expected one of {', '.join(expected)}")
-        sentence = self._contradiction(num_processes)
-        if sentence is not None:
-            raise ValueError(sentence)
         self.schedule_options()
+        for wrong, sentence in self._contradictions(num_processes, self.loss_config()):
+            if wrong:
+                raise ValueError(sentence)
         self._check_effects(num_processes)
 
-    def _contradiction(self, num_processes: int) -> str | None:
-        """What is wrong with options that are right one by one."""
-        a, config = self, self.loss_config()
-        passes, rows = a.passes_per_rollout, a.rows_per_rollout(num_processes)
-        if a.soft_overlong_cache > a.max_completion_length:
-            expected = f"at most max_completion_length={a.max_completion_length}"
-            return f"soft_overlong_cache={a.soft_overlong_cache}; expected {expected}"
-        if not a.step_delimiter:
-            return "step_delimiter is empty; expected the text that ends a step"
-        if passes % a.gradient_accumulation_steps:
-            divisor = f"gradient_accumulation_steps={a.gradient_accumulation_steps}"
-            return f"steps_per_generation={a.steps_per_generation} is no multiple of {divisor}"
-        if rows % a.num_generations:
-            factors = f"per_device_train_batch_size={a.per_device_train_batch_size} x {num_processes} processes"
-            what = f"the {rows} completions of a rollout: {factors} x {passes} passes"
-            return f"num_generations={a.num_generations} does not divide {what}"
-        if a.num_generations == 1 and config.advantage_baseline != "none":
-            instead = """loss_options='{"advantage_baseline": "none"}' with scale_rewards other than group"""
-            return (
-                f"num_generations=1: the mean of a group of one leaves no advantage; expected at least 2, or {instead}"
-            )
-        if (a.model_name_or_path is None) != (a.dataset_name is None):
-            absent = "dataset_name" if a.dataset_name is None else "model_name_or_path"
-            return f"{absent} is missing; without both, the run is the generated arithmetic task"
-        if not a.reward_funcs and a.replay is None:
-            return "reward_funcs is empty; expected names of built-in rewards, or module:function"
-        if a.kl_target is not None and not (a.kl_target > 0 and a.beta > 0):
-            return f"kl_target={a.kl_target} with beta={a.beta}; expected two positive numbers"
-        if a.replay is not None and (a.use_vllm or a.dynamic_sampling == "refill"):
-            return "replay takes rollouts from a folder: use_vllm and dynamic_sampling='refill' do not apply"
-        if a.loss == "eager" and a.truncates:
-            return "loss='eager' is over all ids: top_p, top_k and min_p do not go with it"
-        if a.use_vllm and a.truncates:
-            return "use_vllm with top_p, top_k or min_p: the ids that vLLM keeps are not read; leave one out"
-        if (schedule := a.lr_scheduler_type) in ("reduce_lr_on_plateau", "greedy"):
-            return f"lr_scheduler_type={schedule} follows the loss, which is no measure of progress in GRPO"
-        for name, data in (("dataset_train_split", a.dataset_name), ("dataset_test_split", a.held_out_name)):
-            if str(data).endswith(JSON_SUFFIXES) and a.is_given(name):
-                hint = "" if a.eval_dataset_name else "; eval_dataset_name takes another file"
-                return f"{name}={getattr(a, name)!r}: the file {data} is one split{hint}"
-        return None
+    def _contradictions(self, num_processes: int, config: GRPOConfig) -> tuple[tuple[bool, str], ...]:
+        """(whether it is so, what is wrong) of options that are right one by one."""
+        a, passes, rows = self, self.passes_per_rollout, self.rows_per_rollout(num_processes)
+        splits = (("dataset_train_split", a.dataset_name), ("dataset_test_split", a.held_out_name))
+        return (
+            (a.soft_overlong_cache > a.max_completion_length,
+             f"soft_overlong_cache={a.soft_overlong_cache}; expected at most "
+             f"max_completion_length={a.max_completion_length}"),
+            (not a.step_delimiter, "step_delimiter is empty; expected the text that ends a step"),
+            (passes % a.gradient_accumulation_steps > 0,
+             f"steps_per_generation={a.steps_per_generation} is no multiple of "
+             f"gradient_accumulation_steps={a.gradient_accumulation_steps}"),
+            (rows % a.num_generations > 0,
+             f"num_generations={a.num_generations} does not divide the {rows} completions of a rollout: "
+             f"per_device_train_batch_size={a.per_device_train_batch_size} x {num_processes} processes x {passes} "
+             "passes"),
+            (a.num_generations == 1 and config.advantage_baseline != "none",
+             "num_generations=1: the mean of a group of one leaves no advantage; expected at least 2, or "
+             """loss_options='{"advantage_baseline": "none"}' with scale_rewards other than group"""),
+            ((a.model_name_or_path is None) != (a.dataset_name is None),
+             f"{'dataset_name' if a.dataset_name is None else 'model_name_or_path'} is missing; without both, the run "
+             "is the generated arithmetic task"),
+            (not a.reward_funcs and a.replay is None,
+             "reward_funcs is empty; expected names of built-in rewards, or module:function"),
+            (a.kl_target is not None and not (a.kl_target > 0 and a.beta > 0),
+             f"kl_target={a.kl_target} with beta={a.beta}; expected two positive numbers"),
+            (a.replay is not None and (a.use_vllm or a.dynamic_sampling == "refill"),
+             "replay takes rollouts from a folder: use_vllm and dynamic_sampling='refill' do not apply"),
+            (a.loss == "eager" and a.truncates,
+             "loss='eager' is over all ids: top_p, top_k and min_p do not go with it"),
+            (a.use_vllm and a.truncates,
+             "use_vllm with top_p, top_k or min_p: the ids that vLLM keeps are not read; leave one out"),
+            (a.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"),
+             f"lr_scheduler_type={a.lr_scheduler_type} follows the loss, which is no measure of progress in GRPO"),
+            *((str(data).endswith(JSON_SUFFIXES) and a.is_given(name),
+               f"{name}={getattr(a, name)!r}: the file {data} is one split"
+               + ("" if a.eval_dataset_name else "; eval_dataset_name takes another file"))
+              for name, data in splits),
+        )  # fmt: skip
 
     def _check_effects(self, num_processes: int) -> None:
         arithmetic = self.model_name_or_path is None
@@ -328,11 +321,8 @@ class TrainArguments:
 
 def parse(argv: Sequence[str]) -> TrainArguments:
     """The options from a command line, on top of those of the YAML file that --config names."""
-    parser = HfArgumentParser(
-        TrainArguments,  # type: ignore[arg-type]
-        prog="grpo-kernels train",
-        description=__doc__,
-    )
+    kind: Any = TrainArguments
+    parser = HfArgumentParser(kind, prog="grpo-kernels train", description=__doc__)
     parser.add_argument("--config", help="YAML file with options; the command line has the last word")
     path = parser.parse_known_args(list(argv))[0].config
     words = [*(_from_yaml(path) if path else ()), *argv]
@@ -352,16 +342,16 @@ def _from_yaml(path: str) -> list[str]:
         raise ValueError(f"config={path}: {error}") from None
     if not isinstance(options, dict):
         raise ValueError(f"config={path} holds a {type(options).__name__}; expected options, one 'name: value' a line")
-    options = {str(name).replace("-", "_"): value for name, value in options.items() if value not in (None, [])}
-    unknown = options.keys() - {field.name for field in dataclasses.fields(TrainArguments)}
+    words, unknown = [], []
+    for name, value in ((str(name).replace("-", "_"), value) for name, value in options.items()):
+        if isinstance(value, list):
+            words += [f"--{name}", *map(str, value)] if value else []
+        elif value is not None:
+            words.append(f"--{name}={json.dumps(value) if isinstance(value, dict) else value}")
+        if name not in TrainArguments.__dataclass_fields__:
+            unknown.append(name)
     if unknown:
         raise ValueError(f"config={path} has the unknown options {', '.join(sorted(unknown))}")
-    words = []
-    for name, value in options.items():
-        if isinstance(value, list):
-            words += [f"--{name}", *map(str, value)]
-        else:
-            words.append(f"--{name}={json.dumps(value) if isinstance(value, dict) else value}")
     return words
 
 

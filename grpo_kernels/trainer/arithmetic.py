@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .checkpoint import write_atomically
-from .order import take
+from .data import take
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast

@@ -1,4 +1,5 @@
-"""Checkpoints: a folder appears whole or not at all, is verified before it is read, and is read without unpickling."""
+"""What a run saves and goes on from: rollouts as JSON lines, and checkpoints, which appear whole or not at all. They are
+verified before they are read, and read without unpickling."""
 
 from __future__ import annotations
 
@@ -9,9 +10,22 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+
+from .arguments import ARITHMETIC, TrainArguments, to_json
+from .data import Prompt, fingerprint
+from .rollout import Completion
+
+if TYPE_CHECKING:
+    from .run import Run
 
 CHECKSUMS, CONFIG, STATE, TENSORS, ROLLOUT = "checksums.json", "run.json", "state.json", "state.pt", "rollout.jsonl"
 # What may differ between a checkpoint and the run that goes on from it.
@@ -26,45 +40,123 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be used, or could not be written."""
 
 
-def write_atomically(folder: Path, fill: Callable[[Path], object]) -> None:
-    """Make `folder` by filling a temporary one beside it, with checksums, synced to the disk before it is renamed.
+@dataclass
+class Progress:
+    """What changes from step to step beside weights and optimizer. Random numbers are none of it: each rollout has a
+    stream of its own, made from the seed and its index.
 
-    Raises CheckpointError where that fails (a full disk); what was there before stays.
+    cursor: position in the order of the prompts. rollout: the one in use, of which `used` optimizer steps are made;
+    rollout_numbers: its part of log.jsonl.
     """
-    partial = folder.with_name(f".{folder.name}.partial")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        fill(partial)
-        sums = {path.name: _sha256(path) for path in sorted(partial.iterdir()) if path.is_file()}
-        (partial / CHECKSUMS).write_text(json.dumps(sums, indent=1))
-        for path in (*partial.iterdir(), partial):
-            _sync(path)
-        replaced = folder.with_name(f".{folder.name}.replaced")
-        shutil.rmtree(replaced, ignore_errors=True)
-        if folder.exists():
-            folder.replace(replaced)
-        partial.replace(folder)
-        _sync(folder.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
-    except Exception as error:  # safetensors and torch have errors of their own for a full disk
-        shutil.rmtree(partial, ignore_errors=True)
-        full = getattr(error, "errno", None) == errno.ENOSPC or any(
-            words in str(error) for words in ("space left", "unexpected pos")
-        )
-        why = "the disk is full" if full else str(error)
-        raise CheckpointError(f"{folder} could not be written: {why}; earlier checkpoints are unchanged") from error
+
+    beta: float
+    step: int = 0
+    cursor: int = 0
+    rollout_index: int = 0
+    used: int = 0
+    num_tokens: int = 0
+    seconds: float = 0.0
+    evaluated_at: int | None = None
+    pass_at_1: dict[str, float] = field(default_factory=dict)
+    rollout_numbers: dict[str, Any] = field(default_factory=dict)
+    rollout: list[Completion] = field(default_factory=list)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file that is whole at any moment, and make its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
-    partial.replace(path)
+def save(made: Run, progress: Progress) -> None:
+    """Write checkpoint-STEP; every rank calls it, the first one writes, and all raise where that fails."""
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = made.model_state()
+    tensors = {
+        # torch makes a step with gradients of 0 where there was none, which AdamW would count.
+        "optimizer": get_optimizer_state_dict(made.bare_policy, made.optimizer.optimizer, options=whole)
+        if progress.step
+        else None,
+        "scheduler": made.scheduler.state_dict(),
+        "reference": None if made.reference is None else made.reference.state_dict(),
+    }
+    state = {
+        "progress": {name: value for name, value in vars(progress).items() if name != "rollout"},
+        "log": made.log.state_dict(), "processes": made.ranks.count, "prompts": fingerprint(made.prompts),
+        **_environment(),
+    }  # fmt: skip
+
+    def fill(folder: Path) -> None:
+        made.write_model(folder, weights)
+        torch.save(tensors, folder / TENSORS)
+        (folder / STATE).write_text(json.dumps(state, indent=1))
+        (folder / CONFIG).write_text(json.dumps(to_json(made.arguments), indent=1))
+        # Columns and what functions gave to log_extra have done their work: rewards are known.
+        (folder / ROLLOUT).write_text(_lines([replace(c, columns={}, extra={}) for c in progress.rollout]))
+
+    with made.ranks.together():
+        if made.accelerator.is_main_process:
+            write_atomically(made.folder / f"checkpoint-{progress.step}", fill)
+            _prune(made.folder, made.arguments.save_total_limit, progress.step)
 
 
-def problem(folder: Path) -> str | None:
+def restore(made: Run) -> Progress:
+    """The progress of `made.checkpoint`; its optimizer, scheduler and reference policy are loaded into `made`.
+
+    The weights were read when the model was made.
+    """
+    folder = made.checkpoint
+    assert folder is not None
+    state = json.loads((folder / STATE).read_text())
+    for name, now in _environment().items():
+        if state[name] != now:
+            print(f"{folder} was written with {name}={state[name]}, now {now}: results may differ", file=sys.stderr)
+    tensors = torch.load(folder / TENSORS, map_location="cpu", weights_only=True)
+    if tensors["optimizer"] is not None:
+        options = StateDictOptions(full_state_dict=True)
+        set_optimizer_state_dict(made.bare_policy, made.optimizer.optimizer, tensors["optimizer"], options=options)
+    made.scheduler.load_state_dict(tensors["scheduler"])
+    if made.reference is not None:
+        made.reference.load_state_dict(tensors["reference"])
+    made.log.load_state_dict(state["log"])
+    return Progress(**state["progress"], rollout=_read_lines(folder / ROLLOUT))
+
+
+def _environment() -> dict[str, Any]:
+    """What results may depend on beside the options."""
+    return {"torch": torch.__version__, "transformers": transformers.__version__, "threads": torch.get_num_threads()}
+
+
+# --- finding and checking ---------------------------------------------------------------------------------------------
+
+
+def checkpoints(output: Path) -> list[Path]:
+    """Folders checkpoint-N, the newest first."""
+    found = [p for p in output.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name)]
+    return sorted(found, key=_step_of, reverse=True)
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.split("-")[1])
+
+
+def _prune(output: Path, limit: int | None, step: int) -> None:
+    """Keep `limit` checkpoints up to the one of `step`; later ones are damaged: a run went on from an earlier one."""
+    written = [folder for folder in checkpoints(output) if _step_of(folder) <= step]
+    for folder in written[limit or sys.maxsize :]:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def find_checkpoint(output: Path, wanted: str | None) -> Path | None:
+    """The checkpoint that `resume_from_checkpoint` names. 'auto': the newest sound one, damaged ones passed over aloud.
+
+    Raises CheckpointError for a named one that is not sound.
+    """
+    for folder in checkpoints(output) if wanted == "auto" else [Path(wanted)] if wanted is not None else ():
+        why = _problem(folder)
+        if why is None:
+            return folder
+        if wanted != "auto":
+            raise CheckpointError(f"resume_from_checkpoint={wanted}: {why}")
+        print(f"{folder} is passed over: {why}", file=sys.stderr)
+    return None
+
+
+def _problem(folder: Path) -> str | None:
     """Why a folder is no sound checkpoint of this trainer, or None."""
     if not folder.is_dir():
         return "there is no such folder"
@@ -81,44 +173,15 @@ def problem(folder: Path) -> str | None:
     return f"it lacks {', '.join(sorted(missing))}" if missing else None
 
 
-def checkpoints(output: Path) -> list[Path]:
-    """Folders checkpoint-N, the newest first."""
-    found = [p for p in output.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name)]
-    return sorted(found, key=step_of, reverse=True)
-
-
-def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.split("-")[1])
-
-
-def find_checkpoint(output: Path, wanted: str | None) -> Path | None:
-    """The checkpoint that `resume_from_checkpoint` names. 'auto': the newest sound one, damaged ones passed over aloud.
-
-    Raises CheckpointError for a named one that is not sound.
-    """
-    if wanted is None:
-        return None
-    if wanted != "auto":
-        why = problem(Path(wanted))
-        if why:
-            raise CheckpointError(f"resume_from_checkpoint={wanted}: {why}")
-        return Path(wanted)
-    for folder in checkpoints(output):
-        why = problem(folder)
-        if why is None:
-            return folder
-        print(f"{folder} is passed over: {why}", file=sys.stderr)
-    return None
-
-
-def check_same_run(path: Path, config: dict[str, Any]) -> None:
-    """Raise CheckpointError where the options of a run, saved in the file `path`, differ from `config`."""
+def check_same_run(path: Path, a: TrainArguments) -> None:
+    """Raise CheckpointError where the options of a run, saved in the file `path`, differ from these."""
+    config = to_json(a)
     try:
         saved = dict(json.loads(path.read_text()))
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{path} holds no options of a run: {error}") from None
     # A longer run changes no earlier step, unless the learning rate depends on the length.
-    free = FREE | ({"max_steps"} if "constant" in str(config.get("lr_scheduler_type")) else set())
+    free = FREE | ({"max_steps"} if "constant" in config["lr_scheduler_type"] else set())
     changed = [
         f"{name}={config.get(name)!r} (was {saved.get(name)!r})"
         for name in sorted(saved.keys() | config.keys())
@@ -128,11 +191,120 @@ def check_same_run(path: Path, config: dict[str, Any]) -> None:
         raise CheckpointError(f"{path.parent} belongs to a run with other options: {', '.join(changed)}")
 
 
-def prune(output: Path, limit: int | None, step: int) -> None:
-    """Keep `limit` checkpoints up to the one of `step`; later ones are damaged: a run went on from an earlier one."""
-    written = [folder for folder in checkpoints(output) if step_of(folder) <= step]
-    for folder in written[limit or sys.maxsize :]:
-        shutil.rmtree(folder, ignore_errors=True)
+def check_continuation(checkpoint: Path, a: TrainArguments, num_processes: int, prompts: Sequence[Prompt]) -> None:
+    """Raise CheckpointError where a run with these options cannot go on from the state in a checkpoint."""
+    state = json.loads((checkpoint / STATE).read_text())
+    if state["processes"] != num_processes:
+        raise CheckpointError(
+            f"{checkpoint} was written by {state['processes']} processes, this run has {num_processes}; expected as "
+            "many"
+        )
+    if state["prompts"] != fingerprint(prompts):
+        name = a.dataset_name or ARITHMETIC
+        raise CheckpointError(f"{checkpoint} was written with other prompts: dataset_name={name} has changed since")
+    if state["progress"]["step"] > a.max_steps:
+        raise CheckpointError(f"{checkpoint} is beyond max_steps={a.max_steps}")
+
+
+# --- saved rollouts ---------------------------------------------------------------------------------------------------
+
+
+def _lines(rollout: Sequence[Completion]) -> str:
+    """A completion a line; float32 numbers exactly as they are. What JSON lacks, such as dates, becomes text."""
+
+    def plain(value: Any) -> Any:
+        return value.tolist() if isinstance(value, torch.Tensor) else str(value)
+
+    return "".join(json.dumps(vars(c), default=plain) + "\n" for c in rollout)
+
+
+def _read_lines(path: Path) -> list[Completion]:
+    found = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        try:
+            values = dict(json.loads(line))
+            for name in ("logps", "advantage", "old_logps", "ref_logps"):
+                if values.get(name) is not None:
+                    values[name] = torch.tensor(values[name], dtype=torch.float32)
+            found.append(Completion(**values))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path}, line {number}: {error}") from None
+    return found
+
+
+def rollout_path(folder: Path, index: int) -> Path:
+    return folder / f"rollout-{index:06d}.jsonl"
+
+
+def save_rollout(folder: Path, index: int, rollout: Sequence[Completion]) -> None:
+    write_text(rollout_path(folder, index), _lines(rollout))
+
+
+def load_rollout(folder: Path, index: int) -> list[Completion]:
+    """What `save_rollout` wrote; rewards included, advantages and log-probabilities of policies not."""
+    unset: dict[str, Any] = {"advantage": None, "old_logps": None, "ref_logps": None, "dropped": False}
+    return [replace(c, **unset) for c in _read_lines(rollout_path(folder, index))]
+
+
+def check_rollout(rollout: Sequence[Completion], a: TrainArguments, num_processes: int) -> None:
+    """Raise ValueError where a replayed rollout is not what the options take."""
+    rows, where = a.rows_per_rollout(num_processes), f"replay={a.replay}"
+    if len(rollout) != rows:
+        raise ValueError(f"{where}: a rollout has {len(rollout)} completions; the options take {rows}")
+    sizes = {len(list(group)) for _, group in groupby(rollout, key=lambda c: c.group)}
+    if sizes != {a.num_generations}:
+        raise ValueError(f"{where}: groups of {sorted(sizes)} completions; num_generations={a.num_generations}")
+    if not all(c.prompt_ids and c.ids for c in rollout):
+        raise ValueError(f"{where}: a prompt or a completion has no tokens; expected at least one")
+    if a.corrects and any(c.logps is None for c in rollout):
+        raise ValueError(
+            f"{where} has completions without logps; expected those of the policy that sampled, or "
+            "--no-vllm-importance-sampling-correction"
+        )
+    if a.loss == "eager" and any(c.kept is not None for c in rollout):
+        raise ValueError(f"{where} holds truncated samples; loss='eager' is over all ids")
+
+
+# --- files that are whole or absent -----------------------------------------------------------------------------------
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that is whole at any moment, and make its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def write_atomically(folder: Path, fill: Callable[[Path], object]) -> None:
+    """Make `folder` by filling a temporary one beside it, with checksums, synced to the disk before it is renamed.
+
+    Raises CheckpointError where that fails (a full disk); what was there before stays.
+    """
+    partial, replaced = (folder.with_name(f".{folder.name}.{kind}") for kind in ("partial", "replaced"))
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        fill(partial)
+        sums = {path.name: _sha256(path) for path in sorted(partial.iterdir()) if path.is_file()}
+        (partial / CHECKSUMS).write_text(json.dumps(sums, indent=1))
+        for path in (*partial.iterdir(), partial):
+            _sync(path)
+        shutil.rmtree(replaced, ignore_errors=True)
+        if folder.exists():
+            folder.replace(replaced)
+        partial.replace(folder)
+        _sync(folder.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+    except Exception as error:  # safetensors and torch have errors of their own for a full disk
+        shutil.rmtree(partial, ignore_errors=True)
+        if replaced.exists() and not folder.exists():
+            replaced.replace(folder)
+        full = getattr(error, "errno", None) == errno.ENOSPC or any(
+            words in str(error) for words in ("space left", "unexpected pos")
+        )
+        why = "the disk is full" if full else str(error)
+        raise CheckpointError(f"{folder} could not be written: {why}; earlier checkpoints are unchanged") from error
 
 
 def _sha256(path: Path) -> str:

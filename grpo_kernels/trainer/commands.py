@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from accelerate.state import PartialState
+from accelerate.utils import broadcast_object_list
 
+from ..benchmarks.machine import peak, restart_peak
+from ..engine.memory import chunk_sizes
 from . import evaluate
 from .arguments import TrainArguments, parse
 from .checkpoint import CheckpointError
-from .dry_run import dry_run
-from .evaluate import Loaded, Target
 from .model import Policy, load_model, load_tokenizer
 from .ranks import Ranks, Signals
 from .report import write_report
 from .rewards import SandboxUnavailable
 from .rollout import Sampler, eos_ids
-from .run import load_data, make_rewards, set_up
+from .run import Run, load_data, make_rewards, set_up
 from .train import Trainer
+
+MIB = 2**20
+EAGER_COPIES = 3  # of the logits: log-softmax, its gradient and that of the logits are held at once
 
 
 def train(argv: Sequence[str]) -> int:
@@ -62,7 +71,7 @@ def report(argv: Sequence[str]) -> int:
     return 0
 
 
-def load_for_evaluation(target: Target) -> Loaded:
+def load_for_evaluation(target: evaluate.Target) -> evaluate.Loaded:
     """Model, held-out prompts and rewards: those of the run, as far as the command has none of its own."""
     known = {name: value for name, value in target.config.items() if name in TrainArguments.__dataclass_fields__}
     for name in ("dataset_name", "dataset_test_split", "reward_funcs", "max_completion_length", "temperature"):
@@ -79,9 +88,9 @@ def load_for_evaluation(target: Target) -> Loaded:
     rewards = make_rewards(a, held_out)
     if rewards is None:
         raise ValueError("reward_funcs is empty; expected names of built-in rewards, or module:function")
-    policy, ranks = Policy(lm), Ranks(use_cpu=a.use_cpu)
-    sampler = Sampler(policy, tokenizer, a, eos_ids(lm, tokenizer), ranks, Signals(ranks))
-    return Loaded(sampler.for_evaluation, held_out, rewards)
+    ranks = Ranks(use_cpu=a.use_cpu)
+    sampler = Sampler(Policy(lm), tokenizer, a, eos_ids(lm, tokenizer), ranks, Signals(ranks))
+    return evaluate.Loaded(sampler.for_evaluation, held_out, rewards)
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
@@ -90,3 +99,70 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "evaluate": lambda argv: evaluate.run(argv, load_for_evaluation),
     "report": report,
 }
+
+
+# --- train --dry-run --------------------------------------------------------------------------------------------------
+
+
+def dry_run(arguments: TrainArguments) -> int:
+    """Set up, make one optimizer step, say what it took, and leave nothing behind. Bad input raises ValueError."""
+    PartialState(cpu=arguments.use_cpu)
+    with tempfile.TemporaryDirectory() as folder:
+        (shared,) = broadcast_object_list([folder])  # that of the first process
+        made = set_up(dataclasses.replace(
+            arguments, output_dir=str(Path(shared) / "run"), resume_from_checkpoint=None, save_rollouts=False,
+            disable_tqdm=True,
+        ))  # fmt: skip
+        try:
+            _one_step(made)
+        finally:
+            made.close()
+    return 0
+
+
+def _one_step(made: Run) -> None:
+    a, device, print = made.arguments, made.accelerator.device, made.accelerator.print
+    print(
+        f"model      {a.model_name_or_path or 'made for the arithmetic task'}, {made.ranks.count} processes, {device}"
+    )
+    print(f"data       {len(made.prompts):,} prompts, {len(made.held_out):,} held out")
+    print(f"rewards    {', '.join(made.rewards.names) if made.rewards else 'those of the replayed rollouts'}")
+    for name, size in _estimate(made).items():
+        print(f"memory     {size / MIB:10,.1f} MiB  {name}")
+    before = restart_peak(device)
+    trainer, begin = Trainer(made), time.perf_counter()
+    made.log.start(0)
+    trainer.collect()
+    shown, sampled = trainer.progress.rollout[0], time.perf_counter()
+    trainer.update()
+    print(f"one step   rollout {sampled - begin:.2f} s, update {time.perf_counter() - sampled:.2f} s")
+    if before is not None:
+        print(f"memory     {(peak(device) - before) / MIB:10,.1f} MiB  more than before the step, at its peak")
+    print(f"prompt     {shown.prompt!r}\ncompletion {made.sampler.text('', shown.ids)!r}, reward {shown.reward}")
+    for name, meaning in (
+        ("zero_gradient_groups", "of the groups have equal rewards: nothing is learned from them"),
+        ("completions/clipped_ratio", "of the completions do not end within max_completion_length"),
+    ):
+        print(f"note       {trainer.progress.rollout_numbers[name]:.0%} {meaning}")
+
+
+def _estimate(made: Run) -> dict[str, int]:
+    """Bytes per component on this rank. Activations, which depend on the model's code, are not among them."""
+
+    def local(parameter: Any) -> int:
+        found: int = (parameter.to_local() if hasattr(parameter, "to_local") else parameter).nbytes
+        return found
+
+    a, head = made.arguments, made.bare_policy.lm.get_output_embeddings().weight
+    trained = sum(local(p) for p in made.policy.parameters() if p.requires_grad)
+    tokens = a.per_device_train_batch_size * a.max_completion_length
+    rows = chunk_sizes(tokens, head.shape[0], torch.float32, head.dtype, made.accelerator.device, None).products
+    logits = {"fused": rows * head.shape[0] * 4, "eager": EAGER_COPIES * tokens * head.shape[0] * 4}
+    other = "eager" if a.loss == "fused" else "fused"
+    return {
+        "parameters": sum(local(p) for p in made.policy.parameters()),
+        "gradients": trained,
+        "AdamW's two averages": 2 * trained,
+        "reference policy": trained if a.beta else 0,
+        f"logits of the {a.loss} loss, at most (--loss {other}: {logits[other] / MIB:,.1f})": logits[a.loss],
+    }

@@ -1,12 +1,14 @@
-"""Prompts: from a JSON file, from a data set of `datasets`, or generated."""
+"""Prompts: from a JSON file, from a data set of `datasets`, or generated; and the order in which a run visits them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
+import random
 import warnings
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -78,6 +80,28 @@ def load_prompts(
 def fingerprint(prompts: Sequence[Prompt]) -> str:
     """A hash of all that a run takes from its prompts."""
     return hashlib.sha256(repr([(prompt.ids, prompt.columns) for prompt in prompts]).encode()).hexdigest()
+
+
+def take(num_prompts: int, position: int, count: int, seed: int, *, shuffle: bool = True) -> list[int]:
+    """Indices of the prompts at position, ..., position + count - 1 of an endless order: that of a run.
+
+    Each epoch is a permutation of its own, made from (seed, epoch); without `shuffle`, it is 0, ..., num_prompts - 1.
+    A function of its arguments alone: a run that resumes needs no more than its position.
+    """
+    if num_prompts < 1 or position < 0 or count < 0:
+        raise ValueError(f"num_prompts={num_prompts}, position={position}, count={count}; expected >= 1, >= 0, >= 0")
+    epochs = (divmod(i, num_prompts) for i in range(position, position + count))
+    return [_permutation(num_prompts, epoch, seed)[i] if shuffle else i for epoch, i in epochs]
+
+
+@lru_cache(maxsize=2)  # a batch that crosses an epoch's end needs two
+def _permutation(size: int, epoch: int, seed: int) -> Sequence[int]:
+    order = list(range(size))
+    random.Random(f"{seed} {epoch}").shuffle(order)  # text as seed: each pair has a stream of its own
+    return order
+
+
+# --- sources ----------------------------------------------------------------------------------------------------------
 
 
 def _read_rows(source: str, split: str, config: str | None) -> list[Row]:

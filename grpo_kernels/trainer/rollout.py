@@ -1,33 +1,26 @@
-"""Completions: sampled with transformers, saved to and replayed from JSON lines. Token ids are never re-encoded."""
+"""Completions, sampled by transformers or vLLM (vllm.py). Token ids are never re-encoded.
+
+transformers' continuous batching (5.23) is not used: it does not return the ids that truncated sampling kept, the sizes
+of its batches, and so the bits, depend on the memory that is free, and it samples in a thread, where FSDP2's hooks and
+an interrupt do not reach it.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-import json
 import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import set_seed
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import GenerationConfig, LogitsProcessor
+from transformers.generation import logits_process
 
 from .arguments import TrainArguments
-from .checkpoint import write_text
 from .ranks import Ranks, Signals
 from .rewards.answers import reply
 
@@ -103,9 +96,8 @@ def generate(
     of_model, lm.generation_config = lm.generation_config, config  # generate fills in what `config` does not set
     try:
         found = lm.generate(
-            ids, attention_mask=mask, generation_config=config, synced_gpus=synced,
-            logits_processor=LogitsProcessorList([draw]),
-        )  # fmt: skip
+            ids, attention_mask=mask, generation_config=config, synced_gpus=synced, logits_processor=[draw]
+        )
     finally:
         lm.generation_config = of_model
     logps = torch.stack(draw.logps, dim=1).cpu()
@@ -123,8 +115,12 @@ class _Draw(LogitsProcessor):
 
     def __init__(self, arguments: TrainArguments, greedy: bool):
         a, self.greedy = arguments, greedy or arguments.temperature == 0
-        options: Any = ((TemperatureLogitsWarper, float(a.temperature), 1.0), (TopKLogitsWarper, a.top_k, 0),
-                   (TopPLogitsWarper, a.top_p, 1.0), (MinPLogitsWarper, a.min_p or 0.0, 0.0))  # fmt: skip
+        options: Any = (
+            (logits_process.TemperatureLogitsWarper, float(a.temperature), 1.0),
+            (logits_process.TopKLogitsWarper, a.top_k, 0),
+            (logits_process.TopPLogitsWarper, a.top_p, 1.0),
+            (logits_process.MinPLogitsWarper, a.min_p or 0.0, 0.0),
+        )
         self.warpers = [] if self.greedy else [warper(value) for warper, value, off in options if value != off]
         self.keeps_ids = a.truncates and not self.greedy
         self.logps: list[Tensor] = []  # (B,) of each token
@@ -186,7 +182,7 @@ class Sampler:
             lm = getattr(self.policy, "module", self.policy).lm  # within DDP
             return self.vllm.sample(lm, prompts, greedy=greedy, step=step, ends=self.ends)
         self.policy.eval()
-        size, found = self.arguments.sampling_batch_size, []
+        size, found = self.arguments.per_device_generation_batch_size or self.arguments.rows_per_rollout(1), []
         for first in range(0, len(prompts), size):
             with self.signals.at_once():
                 found += infer(
@@ -209,66 +205,3 @@ class Sampler:
         own = self.ranks.share([*prompts, *prompts[:1] * (size - len(prompts))])
         found = self.sample(own, stream=f"evaluation {seed}", greedy=greedy, step=step)
         return [(ids, self.text("", ids)) for ids in self.ranks.gather([s.ids for s in found])[: len(prompts)]]
-
-
-# --- saved rollouts ---------------------------------------------------------------------------------------------------
-
-
-def to_plain(completion: Completion) -> dict[str, Any]:
-    """A dictionary of plain values, float32 numbers exactly as they are."""
-    values = {f.name: getattr(completion, f.name) for f in dataclasses.fields(completion)}
-    return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in values.items()}
-
-
-def from_plain(values: dict[str, Any]) -> Completion:
-    tensors = ("logps", "advantage", "old_logps", "ref_logps")
-    found = dict(values)
-    for name in tensors:
-        if found.get(name) is not None:
-            found[name] = torch.tensor(found[name], dtype=torch.float32)
-    return Completion(**found)
-
-
-def save_rollout(folder: Path, index: int, rollout: Sequence[Completion]) -> None:
-    """Write rollout-INDEX.jsonl, one completion a line, atomically. What JSON lacks, such as dates, becomes text."""
-    write_text(rollout_path(folder, index), "".join(json.dumps(to_plain(c), default=str) + "\n" for c in rollout))
-
-
-def rollout_path(folder: Path, index: int) -> Path:
-    return folder / f"rollout-{index:06d}.jsonl"
-
-
-def load_rollout(folder: Path, index: int) -> list[Completion]:
-    """What `save_rollout` wrote; rewards included, advantages and log-probabilities of policies not."""
-    path = rollout_path(folder, index)
-    found = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        try:
-            completion = from_plain(json.loads(line))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{path}, line {number}: {error}") from None
-        completion.advantage = completion.old_logps = completion.ref_logps = None
-        completion.dropped = False
-        found.append(completion)
-    return found
-
-
-def check_rollout(rollout: Sequence[Completion], arguments: TrainArguments, num_processes: int) -> None:
-    """Raise ValueError where a replayed rollout is not what the options take."""
-    size, rows = arguments.num_generations, arguments.rows_per_rollout(num_processes)
-    if len(rollout) != rows:
-        raise ValueError(
-            f"replay={arguments.replay}: a rollout has {len(rollout)} completions; the options take {rows}"
-        )
-    sizes = {len(list(group)) for _, group in itertools.groupby(rollout, key=lambda c: c.group)}
-    if sizes != {size}:
-        raise ValueError(f"replay={arguments.replay}: groups of {sorted(sizes)} completions; num_generations={size}")
-    if not all(c.prompt_ids and c.ids for c in rollout):
-        raise ValueError(f"replay={arguments.replay}: a prompt or a completion has no tokens; expected at least one")
-    if arguments.corrects and any(c.logps is None for c in rollout):
-        raise ValueError(
-            f"replay={arguments.replay} has completions without logps; expected those of the policy that sampled, or "
-            "--no-vllm-importance-sampling-correction"
-        )
-    if arguments.loss == "eager" and any(c.kept is not None for c in rollout):
-        raise ValueError(f"replay={arguments.replay} holds truncated samples; loss='eager' is over all ids")

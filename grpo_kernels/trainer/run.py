@@ -23,20 +23,22 @@ from transformers.utils import logging as transformers_logging
 from .arguments import ARITHMETIC, TrainArguments, to_json
 from .checkpoint import (
     CONFIG,
-    STATE,
-    CheckpointError,
+    check_continuation,
+    check_rollout,
     check_same_run,
     checkpoints,
     find_checkpoint,
+    load_rollout,
+    rollout_path,
     write_atomically,
     write_text,
 )
-from .data import Prompt, fingerprint, load_prompts
+from .data import Prompt, load_prompts
 from .log import LOG, SAMPLES, RunLog
 from .model import Policy, ReferencePolicy, load_model, load_tokenizer
 from .ranks import Ranks, Signals
 from .rewards import Rewards
-from .rollout import Sampler, check_rollout, eos_ids, load_rollout, rollout_path
+from .rollout import Sampler, eos_ids
 from .vllm import VLLM
 
 PROJECT = "grpo-kernels"  # by which trackers call the runs
@@ -104,15 +106,14 @@ def set_up(arguments: TrainArguments) -> Run:
     ranks, folder = Ranks(use_cpu=a.use_cpu), Path(a.output_dir)
     a.check(ranks.count)
     accelerator = _make_accelerator(a)
-    if a.replay is not None:
-        _check_replay(Path(a.replay), a, ranks.count)
     with ranks.together():
-        checkpoint = _claim(folder, a)
+        _check_replay(a, ranks.count)
+        checkpoint, overwritten = _claim(folder, a)
         source = a.model_name_or_path or _make_start_model(folder, a, ranks)
     tokenizer, lm = load_tokenizer(source, a), load_model(source, a, checkpoint)
     prompts, held_out = (load_data(a, tokenizer, lm, held_out=wanted) for wanted in (False, True))
     if checkpoint is not None:
-        _check_continuation(checkpoint, a, ranks.count, prompts)
+        check_continuation(checkpoint, a, ranks.count, prompts)
     rewards = make_rewards(a, [*prompts, *held_out])
     policy: Any = Policy(lm, eager=a.loss == "eager")
     ends = eos_ids(lm, tokenizer)
@@ -120,7 +121,6 @@ def set_up(arguments: TrainArguments) -> Run:
     policy, optimizer = accelerator.prepare(policy, _make_optimizer(policy, a))
     scheduler = _make_scheduler(optimizer, a)
     with ranks.together():
-        overwritten = [] if _continues(checkpoint, a) else _own(folder)
         if not a.dry_run:
             _init_trackers(accelerator, a)
         if accelerator.is_main_process:
@@ -188,8 +188,7 @@ def _make_accelerator(a: TrainArguments) -> Accelerator:
     ):  # fmt: skip
         if found not in expected:
             raise ValueError(f"accelerate's configuration has {name}={found}; expected {instead}")
-    present = map(str, accelerator.log_with)  # without those that are not installed: accelerate says nothing
-    absent = sorted(set(a.report_to) - set(present))
+    absent = sorted(set(a.report_to) - set(map(str, accelerator.log_with)))  # accelerate says nothing
     if absent:
         raise ValueError(f"report_to={', '.join(absent)}: not installed (pip install {' '.join(absent)})")
     return accelerator
@@ -204,12 +203,7 @@ def _init_trackers(accelerator: Accelerator, a: TrainArguments) -> None:
         raise ValueError(f"report_to={', '.join(a.report_to)}: {error}") from error
 
 
-def _check_replay(folder: Path, a: TrainArguments, num_processes: int) -> None:
-    count = -(-a.max_steps // a.steps_per_rollout)
-    absent = [path for path in (rollout_path(folder, i) for i in range(count)) if not path.exists()]
-    if absent:
-        raise ValueError(f"replay={folder} has no {absent[0].name}; {a.max_steps} steps take {count} rollouts")
-    check_rollout(load_rollout(folder, 0), a, num_processes)
+# --- the output folder ------------------------------------------------------------------------------------------------
 
 
 def _own(folder: Path) -> list[Path]:
@@ -221,56 +215,39 @@ def _own(folder: Path) -> list[Path]:
     return [path for name in OWN if (path := folder / name).exists()] + checkpoints(folder) + board
 
 
-def _continues(checkpoint: Path | None, a: TrainArguments) -> bool:
-    """Whether the run goes on with what is in its output folder."""
-    if a.resume_from_checkpoint is None:
-        return False
-    return checkpoint is None or checkpoint.resolve().parent == Path(a.output_dir).resolve()
-
-
-def _claim(folder: Path, a: TrainArguments) -> Path | None:
-    """The checkpoint to go on from, if any. Raises where the folder holds a run that these options do not continue."""
+def _claim(folder: Path, a: TrainArguments) -> tuple[Path | None, list[Path]]:
+    """The checkpoint to go on from, if any, and what another run left, to be deleted. Raises where the folder holds a
+    run that these options do not continue."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"output_dir={folder} is a file; expected a folder")
-    checkpoint = find_checkpoint(folder, a.resume_from_checkpoint)
-    own, config = _own(folder), folder / "config.json" if checkpoint is None else checkpoint / CONFIG
-    continues = _continues(checkpoint, a) and (checkpoint is not None or config.exists())
+    wanted, own, config = a.resume_from_checkpoint, _own(folder), folder / "config.json"
+    checkpoint = find_checkpoint(folder, wanted)
+    continues = wanted is not None and config.exists()
+    if checkpoint is not None:
+        continues, config = checkpoint.resolve().parent == folder.resolve(), checkpoint / CONFIG
     if own and not continues and not a.overwrite_output_dir:
         raise ValueError(
             f"output_dir={folder} holds another run ({', '.join(sorted(path.name for path in own)[:3])} ...); expected "
             "a new folder, --resume-from-checkpoint auto, or --overwrite-output-dir"
         )
-    for name in ("model_name_or_path", "dataset_name", "eval_dataset_name", "replay") if not continues else ():
-        source = Path(getattr(a, name) or "").resolve()
-        if any(path.resolve() in (source, *source.parents) for path in own):
-            raise ValueError(f"{name}={getattr(a, name)} would be deleted by --overwrite-output-dir; expected a copy")
-    if a.resume_from_checkpoint is None:
-        return None
     if checkpoint is not None or continues:
-        check_same_run(config, to_json(a))
-    if checkpoint is None:
+        check_same_run(config, a)
+    if checkpoint is None and wanted is not None:
         print(f"{folder} holds no sound checkpoint: the run begins at step 0", file=sys.stderr)
-    elif a.resume_from_checkpoint != "auto" and continues and checkpoints(folder)[0].resolve() != checkpoint.resolve():
+    elif checkpoint is not None and continues and wanted != "auto" and checkpoints(folder)[0].name != checkpoint.name:
         raise ValueError(
             f"resume_from_checkpoint={checkpoint}: {checkpoints(folder)[0]} is newer; expected 'auto', another "
             "output_dir, or a folder without newer checkpoints"
         )
-    return checkpoint
+    overwritten = [] if continues else own
+    for name in ("model_name_or_path", "dataset_name", "eval_dataset_name", "replay"):
+        source = Path(getattr(a, name)).resolve() if getattr(a, name) is not None else None
+        if source and any(path.resolve() in (source, *source.parents) for path in overwritten):
+            raise ValueError(f"{name}={getattr(a, name)} would be deleted by --overwrite-output-dir; expected a copy")
+    return checkpoint, overwritten
 
 
-def _check_continuation(checkpoint: Path, a: TrainArguments, num_processes: int, prompts: Sequence[Prompt]) -> None:
-    """Raise CheckpointError where a run cannot go on from the state in a checkpoint."""
-    state = json.loads((checkpoint / STATE).read_text())
-    if state["processes"] != num_processes:
-        raise CheckpointError(
-            f"{checkpoint} was written by {state['processes']} processes, this run has {num_processes}; expected as "
-            "many"
-        )
-    if state["prompts"] != fingerprint(prompts):
-        name = a.dataset_name or ARITHMETIC
-        raise CheckpointError(f"{checkpoint} was written with other prompts: dataset_name={name} has changed since")
-    if state["progress"]["step"] > a.max_steps:
-        raise CheckpointError(f"{checkpoint} is beyond max_steps={a.max_steps}")
+# --- model, data, rewards ---------------------------------------------------------------------------------------------
 
 
 def _make_start_model(folder: Path, a: TrainArguments, ranks: Ranks) -> str:
@@ -282,6 +259,16 @@ def _make_start_model(folder: Path, a: TrainArguments, ranks: Ranks) -> str:
     if ranks.index == 0 and not start.exists():
         start_model(start, seed=a.seed, vocab_size=a.vocab_size, quiet=a.disable_tqdm)
     return str(start)
+
+
+def _check_replay(a: TrainArguments, num_processes: int) -> None:
+    if a.replay is None:
+        return
+    folder, count = Path(a.replay), -(-a.max_steps // a.steps_per_rollout)
+    for path in (rollout_path(folder, i) for i in range(count)):
+        if not path.exists():
+            raise ValueError(f"replay={folder} has no {path.name}; {a.max_steps} steps take {count} rollouts")
+    check_rollout(load_rollout(folder, 0), a, num_processes)
 
 
 def load_data(a: TrainArguments, tokenizer: Any, lm: Any, *, held_out: bool) -> list[Prompt]:
@@ -316,12 +303,15 @@ def make_rewards(a: TrainArguments, prompts: Sequence[Prompt]) -> Rewards | None
     """The reward functions, which find the columns that they read; None where saved rewards are replayed."""
     if not a.reward_funcs:
         return None
-    given = {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"}
-    if taken := sorted(given & {name for prompt in prompts for name in prompt.columns}):
+    columns: dict[str, list[Any]] = {name: [] for prompt in prompts for name in prompt.columns}
+    if taken := sorted(
+        columns.keys() & {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"}
+    ):
         raise ValueError(
             f"the data has the column {taken[0]!r}, which reward functions get from the trainer; rename it"
         )
+    for name, values in columns.items():
+        values += [prompt.columns.get(name) for prompt in prompts]
     rewards = Rewards(a.reward_funcs, a.reward_weights, timeout=a.reward_timeout, pattern=a.reward_pattern)
-    names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
-    rewards.check({name: [prompt.columns.get(name) for prompt in prompts] for name in names})
+    rewards.check(columns)
     return rewards

@@ -26,16 +26,14 @@ from .batch import (
     step_ends,
     without_gradient,
 )
-from .checkpoint import prune, write_text
-from .data import Prompt
+from .checkpoint import Progress, check_rollout, load_rollout, restore, save, save_rollout, write_text
+from .data import Prompt, take
 from .evaluate import evaluate
 from .log import pass_numbers, rollout_record, step_record
-from .order import take
-from .progress import Progress, restore, save
 from .ranks import Interrupted
 from .report import write_report
 from .rewards import RewardBatch
-from .rollout import Completion, check_rollout, infer, load_rollout, save_rollout
+from .rollout import Completion, infer
 from .run import Run
 
 
@@ -66,12 +64,12 @@ class Trainer:
                     self.update()
                     made.signals.check()
                     if a.save_steps and p.step % a.save_steps == 0 and p.step < a.max_steps:
-                        self.save()
+                        save(made, p)
                     self.evaluate_if_due()
                 self.finish()
                 return 0
             except Interrupted:
-                self.save()
+                save(made, p)
                 made.log.say(f"stopped by a signal after step {p.step}; --resume-from-checkpoint auto goes on")
                 return 128 + made.signals.received  # as shells have it: 130 after Ctrl-C, 143 after SIGTERM
 
@@ -329,16 +327,10 @@ class Trainer:
             write_report(made.folder)
         made.log.say(f"step {p.step}: held-out pass@1 {found['pass_at_1']:.3f}, greedy {found['greedy']:.3f}")
 
-    def save(self) -> None:
-        """checkpoint-STEP; raises CheckpointError on every rank where it cannot be written."""
-        save(self.made, self.progress)
-        if self.made.accelerator.is_main_process:
-            prune(self.made.folder, self.arguments.save_total_limit, self.progress.step)
-
     def finish(self) -> None:
         """The last checkpoint, the model, summary.json and the report."""
         p, made = self.progress, self.made
-        self.save()
+        save(made, p)
         made.save_model(made.folder / "model")
         summary = {
             "pass_at_1_before": p.pass_at_1.get("before"), "pass_at_1_after": p.pass_at_1.get("after"),
