@@ -123,18 +123,15 @@ def loss_inputs(rows: Sequence[Completion], arguments: TrainArguments, device: A
     found: dict[str, Any] = {
         "advantages": _right_padded(advantages, 0.0, device) if per_token else torch.stack(advantages).to(device)
     }
-    for name, values in (
-        ("old_logps", [c.old_logps for c in rows]),
-        ("ref_logps", [c.ref_logps for c in rows]),
-        ("rollout_logps", [c.logps for c in rows]),
-    ):
-        present = [v for v in values if v is not None]
-        if len(present) == len(rows):
-            found[name] = _right_padded(present, 0.0, device)
-    if arguments.corrects and "rollout_logps" in found:
-        level, mode = arguments.vllm_importance_sampling_mode.replace("sequence", "sequence-sum").split("_")
+    for name, source in (("old_logps", "old_logps"), ("ref_logps", "ref_logps"), ("rollout_logps", "logps")):
+        values = [getattr(c, source) for c in rows]
+        if all(v is not None for v in values):
+            found[name] = _right_padded(values, 0.0, device)
+    if arguments.corrects:
+        level, mode = arguments.vllm_importance_sampling_mode.split("_")
         found["rollout_weights"] = rollout_weights(
-            found["old_logps"], found["rollout_logps"], mode=mode, level=level.replace("-", "_"),
+            found["old_logps"], found["rollout_logps"], mode=mode,
+            level="token" if level == "token" else "sequence_sum",
             cap=arguments.vllm_importance_sampling_clip_max, low=0.0,
             completion_mask=_right_padded([torch.ones(len(c.ids)) for c in rows], 0.0, device),
         )  # fmt: skip

@@ -1,5 +1,5 @@
-"""What a run saves and goes on from: rollouts as JSON lines, and checkpoints, which appear whole or not at all. They are
-verified before they are read, and read without unpickling."""
+"""What a run saves and goes on from: rollouts as JSON lines, and checkpoints, which appear whole or not at all, are
+verified before they are read, and are read without unpickling."""
 
 from __future__ import annotations
 

@@ -6,10 +6,10 @@ import dataclasses
 import json
 import math
 import os
-import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import Any
 
 import torch
@@ -152,53 +152,42 @@ def _largest_difference(logps: Tensor, others: Tensor | None, mask: Tensor) -> T
 def rollout_record(rollout: Sequence[Completion], num_generations: int) -> dict[str, Any]:
     """Rewards, advantages and lengths of a rollout; without completions that have no verdict, where rewards count."""
     groups = groups_of(rollout, num_generations)
-    rewards = [_scored(c.reward for c in group) for group in groups]
-    everything = [reward for group in rewards for reward in group]
+    rewards = [[c.reward for c in group if not math.isnan(c.reward)] for group in groups]
+    scored = [reward for group in rewards for reward in group]
+    low, high = min(scored, default=0.0), max(scored, default=0.0)
     lengths = [len(c.ids) for c in rollout]
+    advantages = torch.cat([c.advantage.reshape(-1) for c in rollout if c.advantage is not None]).float()
+    reach = max(advantages.abs().max().item(), 1e-6)
+    counts, edges = torch.histogram(advantages, bins=20, range=(-reach, reach))
     found: dict[str, Any] = {
-        "unscored": len(rollout) - len(everything),
-        "zero_gradient_groups": statistics.fmean(without_gradient(group) for group in groups),
+        "unscored": len(rollout) - len(scored),
+        "zero_gradient_groups": fmean(without_gradient(group) for group in groups),
         "dropped_groups": sum(group[0].dropped for group in groups),
         "completions/count": len(rollout),
-        "completions/mean_length": statistics.fmean(lengths),
+        "completions/mean_length": fmean(lengths),
         "completions/min_length": min(lengths),
         "completions/max_length": max(lengths),
-        "completions/clipped_ratio": statistics.fmean(not c.ended for c in rollout),
-        "completions/unique_ratio": statistics.fmean(
-            len({tuple(c.ids) for c in group}) / len(group) for group in groups
-        ),
-    }
-    if everything:
-        low, high = min(everything), max(everything)
-        found |= {
-            "reward": statistics.fmean(everything),
-            "reward_std": statistics.pstdev(everything),
-            "reward_min": low,
-            "reward_max": high,
-            "reward_group_std": statistics.fmean(statistics.pstdev(group) if group else 0.0 for group in rewards),
-            # Where all rewards of the rollout are equal to each other, no group is better or worse.
-            "all_min_groups": statistics.fmean(all(c.reward == low < high for c in group) for group in groups),
-            "all_max_groups": statistics.fmean(all(c.reward == high > low for c in group) for group in groups),
-        }
-    for name in rollout[0].rewards:
-        if scored := _scored(c.rewards.get(name, math.nan) for c in rollout):
-            found[f"rewards/{name}/mean"] = statistics.fmean(scored)
-            found[f"rewards/{name}/std"] = statistics.pstdev(scored)
-    return found | _advantages(rollout)
-
-
-def _scored(values: Iterable[float]) -> list[float]:
-    return [value for value in values if not math.isnan(value)]
-
-
-def _advantages(rollout: Sequence[Completion]) -> dict[str, Any]:
-    values = torch.cat([c.advantage.reshape(-1) for c in rollout if c.advantage is not None])
-    reach = max(values.abs().max().item(), 1e-6)
-    counts, edges = torch.histogram(values.float(), bins=20, range=(-reach, reach))
-    return {
-        "advantage_mean": values.mean().item(),
-        "advantage_std": values.std(unbiased=False).item(),
-        "advantage_min": values.min().item(),
-        "advantage_max": values.max().item(),
+        "completions/clipped_ratio": fmean(not c.ended for c in rollout),
+        "completions/unique_ratio": fmean(len({tuple(c.ids) for c in group}) / len(group) for group in groups),
+        **_moments(advantages, "advantage_mean", "advantage_std"),
+        "advantage_min": advantages.min().item(),
+        "advantage_max": advantages.max().item(),
         "advantage_histogram": {"edges": edges.tolist(), "counts": counts.int().tolist()},
     }
+    if scored:
+        found |= _moments(torch.tensor(scored, dtype=torch.float64), "reward", "reward_std")
+        found["reward_min"], found["reward_max"] = low, high
+        # Where all rewards of the rollout are equal to each other, no group is better or worse.
+        found["reward_group_std"] = fmean(pstdev(group) if group else 0.0 for group in rewards)
+        found["all_min_groups"] = fmean(all(c.reward == low < high for c in group) for group in groups)
+        found["all_max_groups"] = fmean(all(c.reward == high > low for c in group) for group in groups)
+    for name in rollout[0].rewards:
+        values = torch.tensor([c.rewards.get(name, math.nan) for c in rollout], dtype=torch.float64)
+        values = values[~values.isnan()]
+        if len(values):
+            found |= _moments(values, f"rewards/{name}/mean", f"rewards/{name}/std")
+    return found
+
+
+def _moments(values: Tensor, mean: str, std: str) -> dict[str, float]:
+    return {mean: values.mean().item(), std: values.std(unbiased=False).item()}

@@ -10,9 +10,6 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from .arguments import to_json
 from .batch import (
@@ -45,6 +42,7 @@ class Trainer:
         self.policy, self.reference = made.policy, made.reference
         self.config = self.arguments.loss_config()
         self.progress = Progress(beta=self.arguments.beta) if made.checkpoint is None else restore(made)
+        self.pad_id = self.sampler.tokenizer.pad_token_id
         self.rows_per_step = self.arguments.rows_per_step(self.ranks.count)
         self.started = time.perf_counter() - self.progress.seconds
         self.seconds: dict[str, float] = {}
@@ -57,7 +55,7 @@ class Trainer:
             made.log.say(f"resumed at step {p.step} from {made.checkpoint}")
         with made.signals.noted():
             try:
-                self.evaluate_if_due()
+                self.evaluate()
                 while p.step < a.max_steps:
                     if not p.rollout:
                         self.collect()
@@ -65,7 +63,7 @@ class Trainer:
                     made.signals.check()
                     if a.save_steps and p.step % a.save_steps == 0 and p.step < a.max_steps:
                         save(made, p)
-                    self.evaluate_if_due()
+                    self.evaluate()
                 self.finish()
                 return 0
             except Interrupted:
@@ -118,13 +116,11 @@ class Trainer:
             chosen = take(len(prompts), cursor, wanted, a.seed, shuffle=a.shuffle_dataset)
             cursor += wanted
             found = self._sample_groups([prompts[i] for i in chosen], index)
-            if a.dynamic_sampling != "refill":
-                useful = groups_of(found, a.num_generations)
-                break
-            assign_advantages(found, self.config, a.num_generations, a.gamma)
+            if a.dynamic_sampling == "refill":
+                assign_advantages(found, self.config, a.num_generations, a.gamma)
+                p.rollout_numbers["refill_rounds"] = index
             for group in groups_of(found, a.num_generations):
-                (equal if without_gradient(group) else useful).append(group)
-            p.rollout_numbers["refill_rounds"] = index
+                (equal if a.dynamic_sampling == "refill" and without_gradient(group) else useful).append(group)
             if len(useful) >= wanted:
                 break
         p.cursor = cursor
@@ -169,7 +165,7 @@ class Trainer:
         if any(failures):
             first, count = next(filter(None, failures))[0], sum(len({f.row for f in part}) for part in failures)
             self.made.log.say(f"{count} completions unscored, the first by {first.name}: {first.message}")
-        self.seconds["rewards"] = self.seconds.get("rewards", 0.0) + time.perf_counter() - begin
+        self.seconds["rewards"] += time.perf_counter() - begin
         for name in dict.fromkeys(name for part in metrics for name in part):
             values = [part[name] for part in metrics if name in part]
             self.progress.rollout_numbers[f"metrics/{name}"] = sum(values) / len(values)
@@ -193,27 +189,22 @@ class Trainer:
     def _score_under_policies(self, rollout: list[Completion]) -> None:
         """Set old_logps and ref_logps, by the passes and in the shapes of the updates: equal weights, equal bits."""
         wants_old = self.arguments.steps_per_rollout > 1 or self.arguments.corrects
-        parts = [rollout[i : i + self.rows_per_step] for i in range(0, len(rollout), self.rows_per_step)]
-        for rows in parts if wants_old else ():
-            self._score_step(rows, "old_logps")
+        self.policy.train(self.arguments.gradient_checkpointing)
+        if wants_old:
+            self._set_logps(rollout, "old_logps")
         if self.reference is not None:
             with self.reference.active():
-                for rows in parts:
-                    self._score_step(rows, "ref_logps")
+                self._set_logps(rollout, "ref_logps")
 
-    def _score_step(self, rows: list[Completion], name: str) -> None:
-        found: list[torch.Tensor] = []
-        self.policy.train(self.arguments.gradient_checkpointing)
-        for part in self._passes(rows):
-            inputs = self._model_inputs(part)
-            logps = infer(self.policy, "logps", **inputs, temperature=self.arguments.temperature).float().cpu()
-            found += [row[: len(c.ids)].clone() for row, c in zip(logps, part, strict=True)]
-        for c, logps in zip(rows, self.ranks.gather(found), strict=True):
-            setattr(c, name, logps)
-
-    def _model_inputs(self, rows: list[Completion]) -> dict[str, Any]:
-        pad_id = self.sampler.tokenizer.pad_token_id
-        return model_inputs(rows, self.arguments, pad_id, self.made.accelerator.device)
+    def _set_logps(self, rollout: list[Completion], name: str) -> None:
+        for first in range(0, len(rollout), self.rows_per_step):
+            rows, found = rollout[first : first + self.rows_per_step], []
+            for part in self._passes(rows):
+                inputs = model_inputs(part, self.arguments, self.pad_id, self.made.accelerator.device)
+                logps = infer(self.policy, "logps", **inputs, temperature=self.arguments.temperature).float().cpu()
+                found += [row[: len(c.ids)].clone() for row, c in zip(logps, part, strict=True)]
+            for c, values in zip(rows, self.ranks.gather(found), strict=True):
+                setattr(c, name, values)
 
     def _passes(self, rows: list[Completion]) -> list[list[Completion]]:
         """This rank's part of an optimizer step, one list per forward and backward pass."""
@@ -275,7 +266,8 @@ class Trainer:
         self.policy.train(a.gradient_checkpointing)  # eval() otherwise: no dropout, no router noise
         numbers, passes = [], self._passes(rows)
         for part in passes:
-            inputs = self._model_inputs(part) | loss_inputs(part, a, made.accelerator.device)
+            inputs = model_inputs(part, a, self.pad_id, made.accelerator.device)
+            inputs |= loss_inputs(part, a, made.accelerator.device)
             with contextlib.nullcontext() if part is passes[-1] else made.accelerator.no_sync(self.policy):
                 # DDP and FSDP2 average over the ranks.
                 out = self.policy("loss", **inputs, config=config, normalizer=count / self.ranks.count, **extra)
@@ -305,16 +297,11 @@ class Trainer:
 
     # --- log, evaluation, end -----------------------------------------------------------------------------------------
 
-    def evaluate_if_due(self) -> None:
-        """Evaluate before, after, and every eval_steps steps, but not again after a resume."""
-        p, every = self.progress, self.arguments.eval_steps
-        if p.evaluated_at != p.step and (p.step in (0, self.arguments.max_steps) or (every and p.step % every == 0)):
-            self.evaluate()
-
     def evaluate(self) -> None:
-        """Accuracy on the held-out prompts, if there are any."""
+        """Accuracy on the held-out prompts before, after, and every eval_steps steps, but not again after a resume."""
         a, p, made = self.arguments, self.progress, self.made
-        if not made.held_out or made.rewards is None:
+        due = p.step in (0, a.max_steps) or (a.eval_steps and p.step % a.eval_steps == 0)
+        if not due or p.evaluated_at == p.step or not made.held_out or made.rewards is None:
             return
         found = evaluate(
             partial(self.sampler.for_evaluation, step=p.step), made.held_out,
