@@ -338,7 +338,7 @@ def _from_yaml(path: str) -> list[str]:
     """The options of a file as words of a command line, so that both are read alike."""
     try:
         options = yaml.safe_load(Path(path).read_text())
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"config={path}: {error}") from None
     if not isinstance(options, dict):
         raise ValueError(f"config={path} holds a {type(options).__name__}; expected options, one 'name: value' a line")

@@ -107,7 +107,7 @@ def restore(made: Run) -> Progress:
             print(f"{folder} was written with {name}={state[name]}, now {now}: results may differ", file=sys.stderr)
     tensors = torch.load(folder / TENSORS, map_location="cpu", weights_only=True)
     if tensors["optimizer"] is not None:
-        options = StateDictOptions(full_state_dict=True)
+        options = StateDictOptions(full_state_dict=True, strict=False)  # a parameter without gradients has no state
         set_optimizer_state_dict(made.bare_policy, made.optimizer.optimizer, tensors["optimizer"], options=options)
     made.scheduler.load_state_dict(tensors["scheduler"])
     if made.reference is not None:
