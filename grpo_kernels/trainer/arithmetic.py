@@ -84,8 +84,17 @@ def start_model(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"folder={str(folder)!r} exists; expected an absent or an empty folder")
     words = tokenizer(vocab_size)
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(  # most of the ids never occur, but every softmax runs over them, as over a real vocabulary
+        vocab_size=vocab_size, hidden_size=hidden_size, intermediate_size=2 * hidden_size, num_attention_heads=4,
+        num_hidden_layers=num_layers, max_position_embeddings=CONTEXT, tie_word_embeddings=False,
+        pad_token_id=EOS_ID, bos_token_id=None, eos_token_id=EOS_ID,
+        initializer_range=hidden_size**-0.5,  # 0.02, the default, suits wider models and starts slowly here
+    )  # fmt: skip
     with torch.random.fork_rng():
-        model = _random_model(seed, vocab_size=vocab_size, hidden_size=hidden_size, num_layers=num_layers)
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config).float()
         _warm_up(model, words, seed, max_steps=max_steps, quiet=quiet)
     write_atomically(folder, lambda partial: (model.save_pretrained(partial), words.save_pretrained(partial)))
 
@@ -95,27 +104,6 @@ def careless_answer(prompt: str) -> str:
     a, b = (int(x) for x in prompt.rstrip("=").split("+"))
     tens, ones = (a // 10 + b // 10) % 10, (a + b) % 10
     return str(10 * tens + ones)[::-1]
-
-
-def _random_model(seed: int, *, vocab_size: int, hidden_size: int, num_layers: int) -> LlamaForCausalLM:
-    """A float32 Llama; most of its ids never occur, but every softmax runs over them, as over a real vocabulary."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=2 * hidden_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        max_position_embeddings=CONTEXT,
-        initializer_range=hidden_size**-0.5,  # 0.02, the default, suits wider models and starts slowly here
-        tie_word_embeddings=False,
-        pad_token_id=EOS_ID,
-        bos_token_id=None,
-        eos_token_id=EOS_ID,
-    )
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(config).float()
 
 
 def _warm_up(

@@ -115,7 +115,19 @@ def _read_rows(source: str, split: str, config: str | None) -> list[Row]:
         if split not in splits:
             raise ValueError(f"split={split!r} of the arithmetic task; expected 'train' or 'test'")
         return splits[split]
-    return _read_json(Path(source)) if is_file else _read_dataset(source, split, config)
+    if is_file:
+        return _read_json(Path(source))
+    from datasets import load_dataset
+
+    try:
+        found: list[Row] = load_dataset(source, config, split=split).to_list()
+    except Exception as error:  # load_dataset documents none of its errors, and they are of many types
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"cannot load data set {source!r}, split {split!r}: {reason}; expected 'arithmetic', a file *.jsonl or "
+            "*.json, or what datasets.load_dataset reads"
+        ) from error
+    return found
 
 
 def _read_json(path: Path) -> list[Row]:
@@ -148,20 +160,6 @@ def _parse(text: str, where: str) -> Any:
         raise ValueError(f"{where} is not JSON: {error}") from error
 
 
-def _read_dataset(source: str, split: str, config: str | None) -> list[Row]:
-    from datasets import load_dataset
-
-    try:
-        found: list[Row] = load_dataset(source, config, split=split).to_list()
-    except Exception as error:  # load_dataset documents none of its errors, and they are of many types
-        reason = " ".join(str(error).split())
-        raise ValueError(
-            f"cannot load data set {source!r}, split {split!r}: {reason}; expected 'arithmetic', a file *.jsonl or "
-            "*.json, or what datasets.load_dataset reads"
-        ) from error
-    return found
-
-
 def _encode(prompt: Any, tokenizer: Any, where: str) -> list[int]:
     """Token ids of a text, or of messages by the chat template; a beginning-of-sequence id at most once."""
     if isinstance(prompt, str):
@@ -171,7 +169,13 @@ def _encode(prompt: Any, tokenizer: Any, where: str) -> list[int]:
     elif isinstance(prompt, list) and prompt and all(_is_message(m) for m in prompt):
         if tokenizer.chat_template is None:
             raise ValueError(f"{where}: the prompt is a list of messages, and the tokenizer has no chat template")
-        ids = _apply_template(prompt, tokenizer, where)
+        continued = prompt[-1]["role"] == "assistant"  # a last message of the assistant goes on
+        try:
+            ids = tokenizer.apply_chat_template(
+                prompt, add_generation_prompt=not continued, continue_final_message=continued, return_dict=True
+            )["input_ids"]
+        except Exception as error:  # templates raise what they like
+            raise ValueError(f"{where}: the chat template refuses the messages: {error}") from error
     else:
         raise ValueError(
             f"{where}: the prompt is {prompt!r:.80}; expected a text or a list of messages "
@@ -179,19 +183,6 @@ def _encode(prompt: Any, tokenizer: Any, where: str) -> list[int]:
         )
     if not ids:
         raise ValueError(f"{where}: the prompt {prompt!r:.80} has no tokens")
-    return ids
-
-
-def _apply_template(messages: list[Row], tokenizer: Any, where: str) -> list[int]:
-    """The messages and the beginning of the assistant's answer; a last message of the assistant is continued."""
-    continued = messages[-1]["role"] == "assistant"
-    try:
-        encoded = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=not continued, continue_final_message=continued, return_dict=True
-        )
-    except Exception as error:  # templates raise what they like
-        raise ValueError(f"{where}: the chat template refuses the messages: {error}") from error
-    ids: list[int] = encoded["input_ids"]
     return ids
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from ..logps import fused_logps
 from ..loss import fused_grpo_loss, grpo_loss_from_logps
 from ..output import GRPOLossOutput
 from .arguments import TrainArguments
-from .rollout import Sampled, generate
+from .rollout import generate
 
 
 class Policy(nn.Module):
@@ -26,7 +26,7 @@ class Policy(nn.Module):
 
     policy("loss", **batch, config=config)       -> GRPOLossOutput
     policy("logps", **batch, temperature=1.0)    -> (B, T) nats
-    policy("sample", prompts=ids, ...)           -> list[Sampled]
+    policy("sample", prompts=ids, ...)           -> list[Sampled], see rollout.generate
     """
 
     def __init__(self, lm: Any, *, eager: bool = False):
@@ -36,17 +36,11 @@ class Policy(nn.Module):
         self._no_split_modules = getattr(lm, "_no_split_modules", None)  # accelerate's units of FSDP2
 
     def forward(self, task: str, **inputs: Any) -> Any:
-        return getattr(self, f"_{task}")(**inputs)
-
-    def _loss(self, **inputs: Any) -> Any:
-        return fused_forward(self.lm, loss=eager_loss if self.eager else fused_grpo_loss, **inputs)
-
-    def _logps(self, **inputs: Any) -> Tensor:
-        found: Tensor = fused_forward(self.lm, loss=eager_logps if self.eager else fused_logps, **inputs)[0]
-        return found
-
-    def _sample(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[Sampled]:
-        return generate(self.lm, prompts, **options)
+        if task == "sample":
+            return generate(self.lm, **inputs)
+        if task == "loss":
+            return fused_forward(self.lm, loss=eager_loss if self.eager else fused_grpo_loss, **inputs)
+        return fused_forward(self.lm, loss=eager_logps if self.eager else fused_logps, **inputs)[0]
 
 
 def eager_logps(
