@@ -11,7 +11,7 @@ rollout.py     completions, sampled by transformers or vLLM (vllm.py)
 rewards/       reward functions, and the process that runs them; code in a sandbox
 batch.py       advantages, masks and padding: from completions to the arguments of the loss
 log.py         the numbers of a step; log.jsonl, samples.jsonl, progress bar, TensorBoard and others
-checkpoint.py  what changes from step to step, saved and restored; saved rollouts, replayed
+progress.py    what changes from step to step, saved and restored; checkpoint.py: folders and rollouts on the disk
 ranks.py       what processes tell each other; signals
 
 arithmetic.py  the generated task of the default run, and the small model that it starts from

@@ -6,7 +6,6 @@ made here: no network is needed.
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .checkpoint import write_atomically
-from .data import take
+from .data import problems, take
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 EOS_ID = 0
 EOS = "<eos>"
 CHARACTERS = "0123456789+="
-OPERANDS = range(100)
 PROMPT_LENGTH = 6
 MAX_COMPLETION_LENGTH = 5  # three digits, the end, and one to spare: a completion can be too long
 CONTEXT = 32
@@ -53,16 +51,6 @@ def tokenizer(vocab_size: int = 2048) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=made, eos_token=EOS, pad_token=EOS, padding_side="left", clean_up_tokenization_spaces=False
     )
-
-
-def problems(num_held_out: int = 400) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """(training rows, held-out rows): all 10,000 problems in the order of a hash, cut in two. Every run holds out the
-    same ones, so that no evaluation, whatever its seed, meets what a model was trained on."""
-    rows = [{"prompt": f"{a:02d}+{b:02d}=", "answer": str(a + b)[::-1]} for a in OPERANDS for b in OPERANDS]
-    if not 0 < num_held_out < len(rows):
-        raise ValueError(f"num_held_out={num_held_out}; expected a number in (0, {len(rows)})")
-    rows.sort(key=lambda row: hashlib.sha256(row["prompt"].encode()).digest())
-    return rows[num_held_out:], rows[:num_held_out]
 
 
 def start_model(

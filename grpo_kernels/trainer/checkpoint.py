@@ -11,21 +11,16 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import transformers
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from .arguments import ARITHMETIC, TrainArguments, to_json
 from .data import Prompt, fingerprint
 from .rollout import Completion
-
-if TYPE_CHECKING:
-    from .run import Run
 
 CHECKSUMS, CONFIG, STATE, TENSORS, ROLLOUT = "checksums.json", "run.json", "state.json", "state.pt", "rollout.jsonl"
 # What may differ between a checkpoint and the run that goes on from it.
@@ -40,90 +35,6 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be used, or could not be written."""
 
 
-@dataclass
-class Progress:
-    """What changes from step to step beside weights and optimizer. Random numbers are none of it: each rollout has a
-    stream of its own, made from the seed and its index.
-
-    cursor: position in the order of the prompts. rollout: the one in use, of which `used` optimizer steps are made;
-    rollout_numbers: its part of log.jsonl.
-    """
-
-    beta: float
-    step: int = 0
-    cursor: int = 0
-    rollout_index: int = 0
-    used: int = 0
-    num_tokens: int = 0
-    seconds: float = 0.0
-    evaluated_at: int | None = None
-    pass_at_1: dict[str, float] = field(default_factory=dict)
-    rollout_numbers: dict[str, Any] = field(default_factory=dict)
-    rollout: list[Completion] = field(default_factory=list)
-
-
-def save(made: Run, progress: Progress) -> None:
-    """Write checkpoint-STEP; every rank calls it, the first one writes, and all raise where that fails."""
-    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = made.model_state()
-    tensors = {
-        # torch makes a step with gradients of 0 where there was none, which AdamW would count.
-        "optimizer": get_optimizer_state_dict(made.bare_policy, made.optimizer.optimizer, options=whole)
-        if progress.step
-        else None,
-        "scheduler": made.scheduler.state_dict(),
-        "reference": None if made.reference is None else made.reference.state_dict(),
-    }
-    state = {
-        "progress": {name: value for name, value in vars(progress).items() if name != "rollout"},
-        "log": made.log.state_dict(), "processes": made.ranks.count, "prompts": fingerprint(made.prompts),
-        **_environment(),
-    }  # fmt: skip
-
-    def fill(folder: Path) -> None:
-        made.write_model(folder, weights)
-        torch.save(tensors, folder / TENSORS)
-        (folder / STATE).write_text(json.dumps(state, indent=1))
-        (folder / CONFIG).write_text(json.dumps(to_json(made.arguments), indent=1))
-        # Columns and what functions gave to log_extra have done their work: rewards are known.
-        (folder / ROLLOUT).write_text(_lines([replace(c, columns={}, extra={}) for c in progress.rollout]))
-
-    with made.ranks.together():
-        if made.accelerator.is_main_process:
-            write_atomically(made.folder / f"checkpoint-{progress.step}", fill)
-            _prune(made.folder, made.arguments.save_total_limit, progress.step)
-
-
-def restore(made: Run) -> Progress:
-    """The progress of `made.checkpoint`; its optimizer, scheduler and reference policy are loaded into `made`.
-
-    The weights were read when the model was made.
-    """
-    folder = made.checkpoint
-    assert folder is not None
-    state = json.loads((folder / STATE).read_text())
-    for name, now in _environment().items():
-        if state[name] != now:
-            print(f"{folder} was written with {name}={state[name]}, now {now}: results may differ", file=sys.stderr)
-    tensors = torch.load(folder / TENSORS, map_location="cpu", weights_only=True)
-    if tensors["optimizer"] is not None:
-        options = StateDictOptions(full_state_dict=True, strict=False)  # a parameter without gradients has no state
-        set_optimizer_state_dict(made.bare_policy, made.optimizer.optimizer, tensors["optimizer"], options=options)
-    made.scheduler.load_state_dict(tensors["scheduler"])
-    if made.reference is not None:
-        made.reference.load_state_dict(tensors["reference"])
-    made.log.load_state_dict(state["log"])
-    return Progress(**state["progress"], rollout=_read_lines(folder / ROLLOUT))
-
-
-def _environment() -> dict[str, Any]:
-    """What results may depend on beside the options."""
-    return {"torch": torch.__version__, "transformers": transformers.__version__, "threads": torch.get_num_threads()}
-
-
-# --- finding and checking ---------------------------------------------------------------------------------------------
-
-
 def checkpoints(output: Path) -> list[Path]:
     """Folders checkpoint-N, the newest first."""
     found = [p for p in output.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name)]
@@ -134,7 +45,7 @@ def _step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.split("-")[1])
 
 
-def _prune(output: Path, limit: int | None, step: int) -> None:
+def prune(output: Path, limit: int | None, step: int) -> None:
     """Keep `limit` checkpoints up to the one of `step`; later ones are damaged: a run went on from an earlier one."""
     written = [folder for folder in checkpoints(output) if _step_of(folder) <= step]
     for folder in written[limit or sys.maxsize :]:
@@ -209,7 +120,7 @@ def check_continuation(checkpoint: Path, a: TrainArguments, num_processes: int, 
 # --- saved rollouts ---------------------------------------------------------------------------------------------------
 
 
-def _lines(rollout: Sequence[Completion]) -> str:
+def to_lines(rollout: Sequence[Completion]) -> str:
     """A completion a line; float32 numbers exactly as they are. What JSON lacks, such as dates, becomes text."""
 
     def plain(value: Any) -> Any:
@@ -218,7 +129,7 @@ def _lines(rollout: Sequence[Completion]) -> str:
     return "".join(json.dumps(vars(c), default=plain) + "\n" for c in rollout)
 
 
-def _read_lines(path: Path) -> list[Completion]:
+def from_lines(path: Path) -> list[Completion]:
     found = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         try:
@@ -237,13 +148,13 @@ def rollout_path(folder: Path, index: int) -> Path:
 
 
 def save_rollout(folder: Path, index: int, rollout: Sequence[Completion]) -> None:
-    write_text(rollout_path(folder, index), _lines(rollout))
+    write_text(rollout_path(folder, index), to_lines(rollout))
 
 
 def load_rollout(folder: Path, index: int) -> list[Completion]:
     """What `save_rollout` wrote; rewards included, advantages and log-probabilities of policies not."""
     unset: dict[str, Any] = {"advantage": None, "old_logps": None, "ref_logps": None, "dropped": False}
-    return [replace(c, **unset) for c in _read_lines(rollout_path(folder, index))]
+    return [replace(c, **unset) for c in from_lines(rollout_path(folder, index))]
 
 
 def check_rollout(rollout: Sequence[Completion], a: TrainArguments, num_processes: int) -> None:

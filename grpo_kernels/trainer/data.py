@@ -109,8 +109,6 @@ def _read_rows(source: str, split: str, config: str | None) -> list[Row]:
     if config is not None and (is_file or source == "arithmetic"):
         raise ValueError(f"dataset_config={config!r} with {source!r}; only data sets of `datasets` have one")
     if source == "arithmetic":
-        from .arithmetic import problems
-
         splits = dict(zip(("train", "test"), problems(), strict=True))
         if split not in splits:
             raise ValueError(f"split={split!r} of the arithmetic task; expected 'train' or 'test'")
@@ -128,6 +126,16 @@ def _read_rows(source: str, split: str, config: str | None) -> list[Row]:
             "*.json, or what datasets.load_dataset reads"
         ) from error
     return found
+
+
+def problems(num_held_out: int = 400) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """(training rows, held-out rows) of the arithmetic task: all 10,000 problems in the order of a hash, cut in two.
+    Every run holds out the same ones, so that no evaluation, whatever its seed, meets what a model was trained on."""
+    rows = [{"prompt": f"{a:02d}+{b:02d}=", "answer": str(a + b)[::-1]} for a in range(100) for b in range(100)]
+    if not 0 < num_held_out < len(rows):
+        raise ValueError(f"num_held_out={num_held_out}; expected a number in (0, {len(rows)})")
+    rows.sort(key=lambda row: hashlib.sha256(row["prompt"].encode()).digest())
+    return rows[num_held_out:], rows[:num_held_out]
 
 
 def _read_json(path: Path) -> list[Row]:

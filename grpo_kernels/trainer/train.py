@@ -23,10 +23,11 @@ from .batch import (
     step_ends,
     without_gradient,
 )
-from .checkpoint import Progress, check_rollout, load_rollout, restore, save, save_rollout, write_text
+from .checkpoint import check_rollout, load_rollout, save_rollout, write_text
 from .data import Prompt, take
 from .evaluate import evaluate
 from .log import pass_numbers, rollout_record, step_record
+from .progress import Progress, restore, save
 from .ranks import Interrupted
 from .report import write_report
 from .rewards import RewardBatch
