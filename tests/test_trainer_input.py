@@ -35,6 +35,7 @@ def refused(output, capfd, status=2):
     ({"num_generations": 3}, ["num_generations=3", "8 completions of a rollout", "per_device_train_batch_size=8"]),
     ({"num_generations": 0}, ["num_generations=0", "at least 1"]),
     ({"steps_per_generation": 3, "gradient_accumulation_steps": 2}, ["steps_per_generation=3", "multiple"]),
+    ({"output_dir": ""}, ["output_dir is empty"]),
     ({"loss_type": "gpro"}, ["loss_type='gpro'", "grpo"]),
     ({"loss": "fast"}, ["loss='fast'", "fused, eager"]),
     ({"dtype": "float16"}, ["dtype='float16'", "bfloat16"]),
@@ -249,6 +250,8 @@ def test_folders_that_are_not_the_trainers_are_left_alone(model, data, tmp_path,
         (output / name / "weights").write_text("mine")
     assert run(model, data, output, resume_from_checkpoint="auto") == 2
     assert "holds another run (model" in capfd.readouterr().err
+    assert run(model, data, output, overwrite_output_dir=True) == 2
+    assert "holds model and no config.json of a run" in capfd.readouterr().err
     (output / "model").rename(output / "other")
     assert run(model, data, output, max_steps=1) == 0
     assert (output / "start" / "weights").read_text() == (output / "other" / "weights").read_text() == "mine"

@@ -252,6 +252,7 @@ class TrainArguments:
         a, passes, rows = self, self.passes_per_rollout, self.rows_per_rollout(num_processes)
         splits = (("dataset_train_split", a.dataset_name), ("dataset_test_split", a.held_out_name))
         return (
+            (not a.output_dir, "output_dir is empty; expected a folder"),
             (a.soft_overlong_cache > a.max_completion_length,
              f"soft_overlong_cache={a.soft_overlong_cache}; expected at most "
              f"max_completion_length={a.max_completion_length}"),

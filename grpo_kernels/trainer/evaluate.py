@@ -226,16 +226,23 @@ def check_options(options: argparse.Namespace) -> None:
         raise ValueError(f"output={options.output}: there is no folder {options.output.parent}")
 
 
+def is_run(folder: Path) -> bool:
+    """Whether a folder holds the config.json of a run: that of a model has no output_dir."""
+    try:
+        return "output_dir" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):  # there is none, or it is damaged
+        return False
+
+
 def resolve(options: argparse.Namespace) -> Target:
     """A folder with config.json and model/ is a run; a folder in one, such as checkpoint-100, takes the run's config;
     anything else is a model. Raises ValueError for a run without its final model, and for a model without options that
     a run's config would give."""
     folder = Path(options.target)
     for run_folder in (folder, folder.parent) if folder.is_dir() else ():
-        config_path = run_folder / "config.json"
-        config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.is_file() else {}
-        if "output_dir" not in config:  # that of a model, or none
+        if not is_run(run_folder):
             continue
+        config = json.loads((run_folder / "config.json").read_text(encoding="utf-8"))
         model = folder / "model" if run_folder == folder else folder
         if not model.is_dir():
             raise ValueError(f"{folder} holds no final model ({model}); evaluate one of its checkpoints instead")

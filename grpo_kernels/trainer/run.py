@@ -34,6 +34,7 @@ from .checkpoint import (
     write_text,
 )
 from .data import Prompt, load_prompts
+from .evaluate import is_run
 from .log import LOG, SAMPLES, RunLog
 from .model import Policy, ReferencePolicy, load_model, load_tokenizer
 from .ranks import Ranks, Signals
@@ -230,16 +231,26 @@ def _claim(folder: Path, a: TrainArguments) -> tuple[Path | None, list[Path]]:
             f"output_dir={folder} holds another run ({', '.join(sorted(path.name for path in own)[:3])} ...); expected "
             "a new folder, --resume-from-checkpoint auto, or --overwrite-output-dir"
         )
+    if own and not continues and not is_run(folder):
+        raise ValueError(
+            f"output_dir={folder} holds {own[0].name} and no config.json of a run: --overwrite-output-dir would delete "
+            "what is not a run's; expected another folder"
+        )
     if checkpoint is not None or continues:
         check_same_run(config, a)
     if checkpoint is None and wanted is not None:
         print(f"{folder} holds no sound checkpoint: the run begins at step 0", file=sys.stderr)
-    elif checkpoint is not None and continues and wanted != "auto" and checkpoints(folder)[0].name != checkpoint.name:
+    elif (
+        checkpoint is not None
+        and continues
+        and wanted != "auto"
+        and checkpoints(folder)[0].resolve() != checkpoint.resolve()
+    ):
         raise ValueError(
             f"resume_from_checkpoint={checkpoint}: {checkpoints(folder)[0]} is newer; expected 'auto', another "
             "output_dir, or a folder without newer checkpoints"
         )
-    overwritten = [] if continues else own
+    overwritten = [] if continues else [path for path in own if path.name != "config.json"]  # which is replaced
     for name in ("model_name_or_path", "dataset_name", "eval_dataset_name", "replay"):
         source = Path(getattr(a, name)).resolve() if getattr(a, name) is not None else None
         if source and any(path.resolve() in (source, *source.parents) for path in overwritten):
