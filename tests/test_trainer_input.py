@@ -36,6 +36,8 @@ def refused(output, capfd, status=2):
     ({"num_generations": 0}, ["num_generations=0", "at least 1"]),
     ({"steps_per_generation": 3, "gradient_accumulation_steps": 2}, ["steps_per_generation=3", "multiple"]),
     ({"output_dir": ""}, ["output_dir is empty"]),
+    ({"model_name_or_path": ""}, ["model_name_or_path is empty"]),
+    ({"config": ""}, ["config=: "]),
     ({"loss_type": "gpro"}, ["loss_type='gpro'", "grpo"]),
     ({"loss": "fast"}, ["loss='fast'", "fused, eager"]),
     ({"dtype": "float16"}, ["dtype='float16'", "bfloat16"]),

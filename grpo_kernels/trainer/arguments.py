@@ -233,6 +233,8 @@ class TrainArguments:
         """Raise ValueError for options that are out of range, contradict each other or have no effect, by name."""
         for name, hint in get_type_hints(type(self), include_extras=True).items():
             value = getattr(self, name)
+            if value == "":  # of an unset variable: it would be taken for an option that was left out
+                raise ValueError(f"{name} is empty; expected a value, or the option left out")
             for part in (hint, *get_args(hint)):  # Count, that of Count | None, or that of list[Tracker]
                 expected = part.__metadata__[0] if get_origin(part) is Annotated else None
                 if expected in RANGES and value is not None and not RANGES[expected](value):
@@ -252,11 +254,9 @@ class TrainArguments:
         a, passes, rows = self, self.passes_per_rollout, self.rows_per_rollout(num_processes)
         splits = (("dataset_train_split", a.dataset_name), ("dataset_test_split", a.held_out_name))
         return (
-            (not a.output_dir, "output_dir is empty; expected a folder"),
             (a.soft_overlong_cache > a.max_completion_length,
              f"soft_overlong_cache={a.soft_overlong_cache}; expected at most "
              f"max_completion_length={a.max_completion_length}"),
-            (not a.step_delimiter, "step_delimiter is empty; expected the text that ends a step"),
             (passes % a.gradient_accumulation_steps > 0,
              f"steps_per_generation={a.steps_per_generation} is no multiple of "
              f"gradient_accumulation_steps={a.gradient_accumulation_steps}"),
@@ -326,7 +326,7 @@ def parse(argv: Sequence[str]) -> TrainArguments:
     parser = HfArgumentParser(kind, prog="grpo-kernels train", description=__doc__)
     parser.add_argument("--config", help="YAML file with options; the command line has the last word")
     path = parser.parse_known_args(list(argv))[0].config
-    words = [*(_from_yaml(path) if path else ()), *argv]
+    words = [*(() if path is None else _from_yaml(path)), *argv]
     given = parser.parse_known_args(words)[0]
     if given.model_name_or_path is None and given.dataset_name is None:
         parser.set_defaults(**ARITHMETIC_RUN)
