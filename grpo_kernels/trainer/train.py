@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 from .arguments import to_json
 from .batch import (
@@ -47,6 +48,7 @@ class Trainer:
         self.rows_per_step = self.arguments.rows_per_step(self.ranks.count)
         self.started = time.perf_counter() - self.progress.seconds
         self.seconds: dict[str, float] = {}
+        self.metrics: dict[str, list[float]] = {}  # of log_metric, from all ranks and rounds of a rollout
 
     def train(self) -> int:
         """All steps that are left; returns the exit status."""
@@ -78,7 +80,7 @@ class Trainer:
         """Sample or load the next rollout, score it, and compute what its updates need."""
         a, p, made = self.arguments, self.progress, self.made
         begin = time.perf_counter()
-        self.seconds, p.rollout_numbers = {"rewards": 0.0}, {}
+        self.seconds, self.metrics, p.rollout_numbers = {"rewards": 0.0}, {}, {}
         rollout = self._replayed(Path(a.replay)) if a.replay is not None else self._sampled()
         if p.rollout_index == 0 and all(c.steps is None for c in rollout):
             for name in ("gamma", "step_delimiter"):
@@ -167,9 +169,9 @@ class Trainer:
             first, count = next(filter(None, failures))[0], sum(len({f.row for f in part}) for part in failures)
             self.made.log.say(f"{count} completions unscored, the first by {first.name}: {first.message}")
         self.seconds["rewards"] += time.perf_counter() - begin
-        for name in dict.fromkeys(name for part in metrics for name in part):
-            values = [part[name] for part in metrics if name in part]
-            self.progress.rollout_numbers[f"metrics/{name}"] = sum(values) / len(values)
+        for name, value in (found for part in metrics for found in part.items()):
+            self.metrics.setdefault(f"metrics/{name}", []).append(value)
+        self.progress.rollout_numbers |= {name: fmean(values) for name, values in self.metrics.items()}
         self.progress.rollout_numbers["slowest_reward"] = max(seconds[0], key=lambda name: seconds[0][name])
 
     def _set_reward(self, c: Completion, batch: RewardBatch, index: int) -> None:
