@@ -1,8 +1,8 @@
 """Completions, sampled by transformers or vLLM (vllm.py). Token ids are never re-encoded.
 
-transformers' continuous batching (5.23) is not used: it does not return the ids that truncated sampling kept, the sizes
-of its batches, and so the bits, depend on the memory that is free, and it samples in a thread, where FSDP2's hooks and
-an interrupt do not reach it.
+transformers' continuous batching (5.23) is not used: it does not return the ids that truncated sampling kept, it runs
+the model in a thread, where neither an interrupt nor FSDP2's hooks reach it, and unless they are set, the sizes of its
+batches, and so the bits, depend on the memory that is free.
 """
 
 from __future__ import annotations

@@ -262,8 +262,7 @@ def _claim(folder: Path, a: TrainArguments) -> tuple[Path | None, list[Path]]:
 
 
 def _make_start_model(folder: Path, a: TrainArguments, ranks: Ranks) -> str:
-    """The small model of the arithmetic task, made once: its name says all that it depends on. It is no start-SEED-IDS,
-    as earlier versions called it: those were warmed up on problems that are held out now."""
+    """The small model of the arithmetic task, made once: its name says all that it depends on."""
     from .arithmetic import start_model
 
     start = folder / f"start-model-{a.seed}-{a.vocab_size}"
