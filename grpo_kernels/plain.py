@@ -27,8 +27,22 @@ def check_plain(name: str, x: object) -> None:
     if x.layout != torch.strided or x.is_nested:
         kind = f"nested tensor{_NESTED}" if x.is_nested else f"{x.layout} tensor; expected a dense one: pass to_dense()"
         raise TypeError(f"{name} is a {kind}")
-    if x.numel() == 0 and hasattr(x, "ds_id"):
-        raise TypeError(f"{name} is a ZeRO-3 partition; gather it first (deepspeed.zero.GatheredParameters)")
+    check_gathered(name, x)
+
+
+def check_gathered(name: str, x: Tensor) -> None:
+    """x is no parameter whose elements DeepSpeed ZeRO-3 or FSDP1 has released until its next forward or backward."""
+    if x.numel() == 0:
+        if hasattr(x, "ds_id"):
+            raise TypeError(
+                f"{name} is a ZeRO-3 partition; expected the loss to be computed inside the forward of the module that "
+                f"deepspeed.initialize was given, or loss and backward inside deepspeed.zero.GatheredParameters({name})"
+            )
+    elif not torch.compiler.is_compiling() and x.untyped_storage().size() == 0:
+        raise TypeError(
+            f"{name} has no memory, as a parameter of FullyShardedDataParallel(use_orig_params=False) outside of its "
+            "forward; expected the loss to be computed inside the forward of the module that it wraps"
+        )
 
 
 def is_quantised(x: Tensor) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .config import GRPOConfig
-from .plain import check_plain, refuse_quantised
+from .plain import check_gathered, check_plain, refuse_quantised
 
 if TYPE_CHECKING:
     from .contract import TokenInputs
@@ -108,6 +108,7 @@ def check_head(
     check_tensor("completion_ids", ids, hidden)
     for name, x in head:
         refuse_quantised(name, x)
+        check_gathered(name, x)
     if hidden.dim() not in (2, 3):
         raise ValueError(f"hidden has shape {tuple(hidden.shape)}; expected (B, T, H) or packed (N, H)")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:

@@ -224,6 +224,14 @@ def test_a_partition_of_zero_3_is_refused():
             function(**arguments(function) | {"lm_head_weight": partition})
 
 
+def test_a_parameter_that_fsdp_has_released_is_refused():
+    for function in FROM_HIDDEN:
+        given = arguments(function)
+        given["lm_head_weight"].untyped_storage().resize_(0)
+        with pytest.raises(TypeError, match=r"lm_head_weight has no memory, as .*FullyShardedDataParallel"):
+            function(**given)
+
+
 # --- DTensors ---------------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..backends import get_backend
 from ..contract import TokenValues, no_values
+from ..plain import check_gathered
 from ..validate import check_temperature, check_values
 from .backward import refuse_double_backward
 from .chunks import Scorer, add_mask
@@ -155,6 +156,7 @@ def _compute_gradients(
     outer: (d loss / d logps, d loss / d entropy). inputs: (hidden, weight, bias).
     """
     device = entropy.device
+    check_gathered("lm_head_weight", inputs[1])  # it may have been released since the forward
     with torch.no_grad(), settled_precision(device):
         mask, static = token_mask(call.mask), is_capturing(device)
         head = make_head(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..plain import is_quantised
+from ..plain import check_gathered, is_quantised
 
 
 class HeadInputs(NamedTuple):
@@ -87,7 +87,9 @@ def _linear(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
             f"lm_head is a {type(layer).__module__}.{type(layer).__name__}{replaced}; expected a torch.nn.Linear, or "
             "PEFT's LoRA or modules_to_save around one"
         )
-    return layer.weight, layer.bias  # type: ignore[return-value]
+    weight, bias = cast(Tensor, layer.weight), cast("Tensor | None", layer.bias)
+    check_gathered("lm_head.weight", weight)
+    return weight, bias
 
 
 def _check_lora(layer: Any) -> None:
