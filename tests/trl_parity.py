@@ -116,7 +116,14 @@ def result_of(trainer: Any) -> dict[str, Any]:
         {name: x for name, x in entry.items() if not any(part in name for part in NOT_COMPARED)}
         for entry in trainer.state.log_history
     ]
-    weights = {name: x.detach().clone() for name, x in trainer.model.named_parameters() if x.requires_grad}
+    named = dict(trainer.model.named_parameters())
+    gathered = contextlib.nullcontext()
+    if trainer.is_deepspeed_enabled:
+        import deepspeed
+
+        gathered = deepspeed.zero.GatheredParameters(list(named.values()))
+    with gathered:
+        weights = {name: x.detach().clone() for name, x in named.items() if x.requires_grad}
     return {"log": kept, "weights": weights}
 
 
@@ -199,10 +206,15 @@ def run(name: str, case: Case) -> dict[str, Any]:
             unpatch_trl()
 
 
-def run_processes(names: tuple[str, ...], cases: list[Case]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Results of rank 0 by (trainer, title), of runs of two processes: one start of torchrun for all of them."""
+def run_processes(
+    names: tuple[str, ...], cases: list[Case], script: str = __file__
+) -> dict[tuple[str, str], dict[str, Any]]:
+    """Results of rank 0 by (trainer, title), of runs of two processes: one start of torchrun for all of them.
+
+    script: what calls `worker` with its arguments; it may do more in these processes.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        two_processes(__file__, "worker", folder, json.dumps(names), json.dumps([case.title for case in cases]))
+        two_processes(script, "worker", folder, json.dumps(names), json.dumps([case.title for case in cases]))
         found: dict[tuple[str, str], dict[str, Any]] = torch.load(Path(folder) / "results.pt")
         return found
 
@@ -221,13 +233,13 @@ def two_processes(*script: str, timeout: float = 900) -> None:
     assert launcher.returncode == 0, errors[-20000:]
 
 
-def worker(folder: str, names: str, titles: str) -> None:
-    """A process of torchrun."""
+def worker(folder: str, names: str, titles: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """A process of torchrun: its results, which rank 0 saves."""
     pairs = list(itertools.product(json.loads(names), json.loads(titles)))
     results = {(name, title): run(name, CASES[title]) for name, title in pairs}
     if torch.distributed.get_rank() == 0:
         torch.save(results, Path(folder) / "results.pt")
-    torch.distributed.destroy_process_group()
+    return results
 
 
 def differences(found: dict[str, Any], expected: dict[str, Any]) -> tuple[float, float]:
@@ -272,6 +284,7 @@ def main(arguments: list[str]) -> None:
     torch.set_num_threads(1)
     if arguments[:1] == ["worker"]:
         worker(*arguments[1:])
+        torch.distributed.destroy_process_group()
         return
     found = table()
     if arguments == ["--write"]:

@@ -28,7 +28,6 @@ RANGE = ((1, 16), (1, 17))  # from the first, before the second. TRL 1.15 has no
 try:
     import trl
     from packaging.version import Version
-    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 except ImportError as error:
     raise ImportError("grpo_kernels.integrations.trl needs TRL: pip install 'trl>=1.16,<1.17'") from error
 if not RANGE[0] <= Version(trl.__version__).release[:2] < RANGE[1]:
@@ -64,7 +63,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     Raises:
         ValueError: at construction, by name, what this loss does not do: negative beta, entropy_coef or
             off_policy_mask_threshold, torch_compile, a model whose logits `logit_transform` has no rule for, a
-            quantised lm_head, DeepSpeed ZeRO-3.
+            quantised lm_head.
     """
 
     entropy_coef: float  # these two are TRL's
@@ -78,7 +77,8 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._refuse()
         for model in (self.model, self.ref_model):
             if model is not None:
-                base = model.get_base_model() if hasattr(model, "peft_config") else model
+                base = self.accelerator.unwrap_model(model)  # the reference model is prepared already
+                base = base.get_base_model() if hasattr(base, "peft_config") else base
                 _add_head(base, self.temperature, in_float32=self.args.cast_lm_head_to_fp32)
 
     def _refuse(self) -> None:
@@ -88,8 +88,6 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 raise ValueError(f"{name}={getattr(self.args, name)}; FusedGRPOTrainer takes a number >= 0")
         if self.args.torch_compile:
             raise ValueError("torch_compile=True: FusedGRPOTrainer computes the loss inside of an eager forward")
-        if is_deepspeed_zero3_enabled():
-            raise ValueError("DeepSpeed ZeRO-3: FusedGRPOTrainer does not gather the partitions of the lm_head")
         if self.aux_loss_enabled:
             _expert_counts(self.model.config.get_text_config())
 
@@ -384,8 +382,6 @@ class _FusedLogProbs:
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         """hidden (N, H), targets (N,): (log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1), each (N,), None
         for what is not in `outputs`. chunk_size is TRL's; rows per chunk follow from memory here."""
-        if is_deepspeed_zero3_enabled():
-            raise ValueError("DeepSpeed ZeRO-3 partitions the lm_head between forward and backward: use unpatch_trl()")
         options: dict[str, Any] = dict(temperature=temperature, logit_scale=logit_scale, logit_softcap=softcap)
         head = _Head(weight, bias, options)
         logps, entropy = fused_logps(

@@ -1,0 +1,80 @@
+"""Of test_trl.py, under torchrun: runs under DDP, gradients under FSDP2, runs under DeepSpeed ZeRO-3."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+import test_trl
+import torch
+import torch.distributed as dist
+import trl_parity
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+
+def trainer(options: dict[str, Any]) -> Any:
+    made = trl_parity.make_trainer(trl_parity.trainer_class("fused"), "qwen2", options)
+    made.current_gradient_accumulation_steps = 1
+    made.model.train()
+    return made
+
+
+def check_fsdp2(options: dict[str, Any], *, head_alone: bool) -> None:
+    """The gradients are averages over the ranks."""
+    whole, sharded = trainer(options), trainer(options)  # which start the process group
+    inputs = test_trl.crafted_inputs(seed=dist.get_rank())
+    whole._compute_loss(whole.model, inputs).backward()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = sharded.model
+    for part in (*model.model.layers, *([model.lm_head] if head_alone else []), model):
+        fully_shard(part, mesh=mesh)
+    sharded._compute_loss(model, inputs).backward()
+    found = dict(model.named_parameters())
+    for name, parameter in whole.model.named_parameters():
+        expected = parameter.grad
+        dist.all_reduce(expected)
+        expected /= dist.get_world_size()
+        error = (found[name].grad.full_tensor() - expected).norm()
+        assert error <= 1e-5 * expected.norm() + 1e-8, (options, head_alone, name)
+
+
+ZERO_3: dict[str, Any] = {
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},  # small parameters are sharded too
+    "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "gradient_clipping": "auto",
+    "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+}  # fmt: skip
+
+
+def check_zero_3(title: str, expected: dict[str, Any]) -> None:
+    """Runs with a reference model equal that of TRL's own trainer under DDP, which is expected."""
+    import deepspeed
+    from accelerate import DistributedType, PartialState
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # which it would compile: gloo serves
+    deepspeed.utils.logger.setLevel("ERROR")
+    del os.environ["ACCELERATE_USE_CPU"]  # accelerate takes DeepSpeed for no CPU, and then chooses no backend
+    PartialState._prepare_backend = lambda self, *args, **kwargs: ("gloo", DistributedType.NO)
+    for name in ("fused", "patched"):
+        case = trl_parity.CASES[title]
+        found = trl_parity.run(name, case._replace(options={**case.options, "deepspeed": ZERO_3, "use_cpu": False}))
+        errors = trl_parity.differences(found, expected)
+        assert max(errors) < trl_parity.TOLERANCE, (name, errors)
+
+
+def main() -> None:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    torch.set_num_threads(1)
+    found = trl_parity.worker(*sys.argv[2:])
+    check_fsdp2({"loss_type": "dapo"}, head_alone=False)
+    check_fsdp2({"loss_type": "grpo", "top_entropy_quantile": 0.5}, head_alone=True)
+    if find_spec("deepspeed"):
+        title = "dapo, two processes"
+        check_zero_3(title, found["trl", title])
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
