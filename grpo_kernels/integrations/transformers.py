@@ -57,8 +57,8 @@ def fused_forward(
                                 advantages=advantages, old_logps=old_logps, config=GRPOConfig.preset("dapo"))
             out.loss.backward()
 
-    Under FSDP2 and DistributedDataParallel call it inside the forward of the module that they wrap, and return the
-    loss, so that their hooks run: the parameters are whole there, and their gradients are averaged.
+    Under DistributedDataParallel, FSDP and DeepSpeed call it inside the forward of the module that they wrap, and
+    return the loss tensor, so that their hooks run: the parameters are whole there, and their gradients are averaged.
 
     The first call with a class of models computes the model's own logits of one row and compares them.
 
