@@ -218,4 +218,4 @@ def all_of_it(rank: int, group) -> None:
 def test_the_step_of_one_process(tmp_path):
     run_ranks(all_of_it, 2, tmp_path)
     if equal_under_deepspeed not in WORK:
-        pytest.skip("DDP and FSDP are tested; deepspeed is not installed: make test EXTRAS=dev,peers")
+        pytest.skip("DDP and FSDP are tested; deepspeed is not installed: run make test")

@@ -73,7 +73,7 @@ def test_runs_of_two_processes_equal_trls():
             errors = parity.differences(found[name, case.title], found["trl", case.title])
             assert max(errors) < parity.TOLERANCE, (case.title, name)
     if find_spec("deepspeed") is None:
-        pytest.skip("DDP and FSDP2 are tested; deepspeed is not installed: make test EXTRAS=dev,peers")
+        pytest.skip("DDP and FSDP2 are tested; deepspeed is not installed: run make test")
 
 
 def test_differences_are_seen():
