@@ -161,6 +161,7 @@ def gathered_weights(model: nn.Module) -> dict[str, Tensor]:
 
 def equal_under_deepspeed(rank: int, group) -> None:
     os.environ.update(DS_ACCELERATOR="cpu", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # DeepSpeed calls torch.compile where it is imported, for 2 s
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # which it would compile: gloo serves

@@ -55,6 +55,7 @@ def check_zero_3(title: str, expected: dict[str, Any]) -> None:
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # which it would compile: gloo serves
     deepspeed.utils.logger.setLevel("ERROR")
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # DeepSpeed calls torch.compile where it is imported, for 2 s
     del os.environ["ACCELERATE_USE_CPU"]  # accelerate takes DeepSpeed for no CPU, and then chooses no backend
     PartialState._prepare_backend = lambda self, *args, **kwargs: ("gloo", DistributedType.NO)
     for name in ("fused", "patched"):
