@@ -63,11 +63,15 @@ PRODUCT_LIMIT = math.exp(EXPONENT_LIMIT)
 
 
 def chunk_row_stride(vocab_size: int, device: torch.device) -> int:
-    """Elements from one row of the scratch to the next: on a GPU each starts on 16 bytes, whatever the vocabulary.
+    """Elements from one row of the scratch to the next.
 
-    8 elements would do, but Triton's compiler only keeps track of whether 16 divides an integer.
+    On a GPU each row starts on 16 bytes, whatever the vocabulary: 8 elements would do, but Triton's compiler only keeps
+    track of whether 16 divides an integer. On a CPU rows that lie a multiple of 4 KiB apart would share few sets of a
+    cache: a product of (1024, 49152) and (49152, 576) in bfloat16 took 62 ms with them, and 53 with 128 bytes between.
     """
-    return vocab_size if device.type == "cpu" else -(-vocab_size // 16) * 16
+    if device.type != "cpu":
+        return -(-vocab_size // 16) * 16
+    return vocab_size if vocab_size % 2048 else vocab_size + 64
 
 
 # One fp32 row per field, one column per token: what the kernels find out about a token. 0 where nothing was computed.

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import assert_same_bits, call_counter, fused, make_batch, off_policy, reference, relative
+from helpers import (
+    assert_same_bits,
+    assert_within,
+    call_counter,
+    errors,
+    fused,
+    make_batch,
+    make_sampling_mask,
+    off_policy,
+    reference,
+    relative,
+    set_mask_way,
+)
 
 import grpo_kernels as gk
 from grpo_kernels.backends import get_backend
 from grpo_kernels.backends.compiled.cpu import CpuBackend
+from grpo_kernels.contract import chunk_row_stride
 from grpo_kernels.engine import lm_head, memory
 from grpo_kernels.engine.lm_head import LMHead, Rows
 
@@ -68,6 +81,31 @@ def test_a_token_more_than_a_row_chunk_holds_does_not_halve_the_products(count):
         assert head.row_gradients(chunk, rows, logits).dlogits.shape == logits.shape == (rows.count, 67)
     head.accumulate(chunk, torch.zeros(count, dtype=torch.int64, device=META))
     assert head.dweight.total.dtype == BFLOAT and head.gradients().tensors[1].dtype == BFLOAT
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, BFLOAT, HALF, torch.float64])
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_rows_of_the_scratch_with_gaps_on_a_cpu(dtype, backend, masked, monkeypatch):
+    """Rows a multiple of 4 KiB apart get a gap, which changes nothing: neither its memory nor the results count it."""
+    if (backend, dtype) == ("cpu", torch.float64):
+        backend = "auto"
+    vocab = 2048
+    assert [chunk_row_stride(v, CPU) for v in (vocab, vocab + 1)] == [2112, 2049]
+    config = gk.GRPOConfig(chunk_rows=5, entropy_coef=0.01, logit_softcap=20.0)
+    batch = make_batch(vocab=vocab, bias=True, masked=True, dtype=dtype)
+    if masked:
+        batch.options["sampling_mask"] = make_sampling_mask(tuple(batch.ids.shape), vocab)
+        set_mask_way(monkeypatch, "dense", vocab)
+    batch, strides = off_policy(batch, config), []
+    allocate = memory.allocate_rows
+    monkeypatch.setattr(
+        "grpo_kernels.engine.scratch.allocate_rows", lambda *a: strides.append(allocate(*a)) or strides[-1]
+    )
+    found, exact = fused(batch, config, backend), reference(batch, config)
+    assert {x.stride(0) for x in strides} == {2112} and {x.shape[1] for x in strides} == {vocab}
+    monkeypatch.setattr(memory, "chunk_row_stride", lambda vocab_size, device: vocab_size)
+    assert_within(errors(found, exact), errors(fused(batch, config, backend), exact), 1e-6)
 
 
 def test_sums_are_in_float32_where_more_rows_follow_not_where_more_tokens_are_left_out():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 import threading
+import weakref
 
 import pytest
 import torch
@@ -75,6 +76,17 @@ def test_few_blocks_are_kept():
     assert len(recycled._kept) <= recycled._MOST_BLOCKS
 
 
+def test_no_more_than_an_eighth_of_the_memory_is_kept(monkeypatch):
+    monkeypatch.setattr(recycled, "_machine_memory", lambda: 8 * 2 * recycled.LEAST_BYTES + 9)
+    found = [empty() for _ in range(3)]
+    latest = {x.data_ptr() for x in found[1:]}
+    while found:
+        del found[0]
+    assert {block.data_ptr() for block in recycled._kept} == latest
+    empty(3 * LARGE[0], LARGE[1])
+    assert not recycled._kept, "the latest is larger than all that may be kept"
+
+
 def test_small_tensors_other_devices_and_systems_have_torchs_own_memory(monkeypatch):
     for x in (empty(4, 4), recycled.empty(LARGE, torch.float32, torch.device("meta"))):
         assert x.shape in ((4, 4), LARGE)
@@ -87,16 +99,16 @@ def test_small_tensors_other_devices_and_systems_have_torchs_own_memory(monkeypa
 def test_what_is_kept_goes_before_memory_runs_out(monkeypatch):
     empty()
     assert len(recycled._kept) == 1
-    original, asked = torch.empty, []
+    original, kept, asked = torch.empty, weakref.ref(recycled._kept[0]), []
 
     def full(*shape, **options):
-        asked.append(len(recycled._kept))
+        asked.append(kept() is not None)  # no frame may hold it either
         if asked[-1]:
             raise RuntimeError("can't allocate memory")
         return original(*shape, **options)
 
     monkeypatch.setattr(torch, "empty", full)
-    assert empty(4 * LARGE[0], LARGE[1]).shape[0] == 4 * LARGE[0] and asked == [1, 0]
+    assert empty(4 * LARGE[0], LARGE[1]).shape[0] == 4 * LARGE[0] and asked == [True, False]
 
 
 def test_from_several_threads():

@@ -12,9 +12,11 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
+import os
 import weakref
 from collections import deque
 from contextlib import suppress
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -32,6 +34,8 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     if device.type != "cpu" or size < LEAST_BYTES or not hasattr(mmap, "MADV_FREE"):
         return torch.empty(shape, dtype=dtype, device=device)
     block = _take(size)
+    if block is None:
+        block = _new(size)
     memory = (ctypes.c_char * size).from_address(block.data_ptr())
     weakref.finalize(memory, _keep, block).atexit = False  # the tensor holds `memory`, and nothing else does
     return torch.frombuffer(memory, dtype=dtype).view(shape)
@@ -42,23 +46,29 @@ def forget() -> None:
     _kept.clear()
 
 
-def _take(size: int) -> Tensor:
-    """The smallest kept block that has so many bytes and not twice as many, or a new one."""
+def _take(size: int) -> Tensor | None:
+    """The smallest kept block that has so many bytes and not twice as many, if there is one."""
+    found = _all()
+    fitting = [block for block in found if size <= block.nbytes <= 2 * size]
+    chosen = min(fitting, key=lambda block: block.nbytes) if fitting else None
+    _kept.extend(block for block in found if block is not chosen)
+    return chosen
+
+
+def _all() -> list[Tensor]:
+    """What is kept, which is then kept no longer."""
     found: list[Tensor] = []
     with suppress(IndexError):
         while True:
             found.append(_kept.popleft())
-    fitting = [block for block in found if size <= block.nbytes <= 2 * size]
-    chosen = min(fitting, key=lambda block: block.nbytes) if fitting else None
-    _kept.extend(block for block in found if block is not chosen)
-    return _new(size) if chosen is None else chosen
+    return found
 
 
 def _new(size: int) -> Tensor:
     """In large pages where Linux gives them: the first touch of 113 MB took 35 ms instead of 64."""
     try:
         block = torch.empty(size, dtype=torch.uint8, device="cpu")
-    except RuntimeError:  # no memory within the limits of the process, which count what is kept
+    except RuntimeError:  # no memory within the limits of the process, which count what is kept; nobody else holds it
         forget()
         block = torch.empty(size, dtype=torch.uint8, device="cpu")
     _advise("MADV_HUGEPAGE", block)
@@ -66,8 +76,20 @@ def _new(size: int) -> Tensor:
 
 
 def _keep(block: Tensor) -> None:
+    """Keep it, and of the others the latest that fit into an eighth of the machine's memory with it."""
     _advise("MADV_FREE", block)
-    _kept.append(block)
+    kept, room = [], _machine_memory() // 8
+    for x in (block, *reversed(_all())):
+        room -= x.nbytes
+        if room < 0:
+            break
+        kept.append(x)
+    _kept.extend(reversed(kept))
+
+
+@cache
+def _machine_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _advise(name: str, block: Tensor) -> None:
