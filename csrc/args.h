@@ -134,9 +134,10 @@ struct KeptPairs {
     int64_t count, tokens, vocab, width, hidden_row_stride;
     int32_t dtype;
 };
+template <class Index>
 struct PairsById {
-    const int64_t* starts;  // (vocab + 1,)
-    const int64_t* pairs;   // in the order of their ids, and within an id in the order in which they came
+    const Index* starts;  // (vocab + 1,)
+    const Index* pairs;   // in the order of their ids, and within an id in the order in which they came
 };
 
 }  // namespace gk

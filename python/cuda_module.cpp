@@ -52,7 +52,7 @@ void kept_dhidden(const py::tuple& given, Address dlogits, Address target, int64
 void kept_dweight(const py::tuple& given, Address starts, Address order, Address target, int64_t row_stride, int dtype,
                   bool add, Address stream) {
     const gk::KeptPairs pairs = kept_pairs(given);
-    const gk::PairsById by_id = {pointer<const int64_t>(starts), pointer<const int64_t>(order)};
+    const gk::PairsById<int64_t> by_id = {pointer<const int64_t>(starts), pointer<const int64_t>(order)};
     py::gil_scoped_release unlocked;
     gk::cuda::kept_dweight(pairs, by_id, {pointer<void>(target), row_stride, dtype, add}, pointer<void>(stream));
 }

@@ -129,19 +129,20 @@ void kept_dhidden(const KeptArgs& args, const float* dlogits, const KeptTarget& 
 
 void kept_dweight(const KeptPairs& pairs, const KeptTarget& target, int threads) {
     check_kept_ids(pairs.ids, pairs.count, pairs.vocab);
+    if (pairs.count > INT32_MAX) throw std::invalid_argument("2^31 kept ids and more in one call; expected fewer");
     for (int64_t k = 0; k < pairs.count; k++)
         if (pairs.token_of[k] < 0 || pairs.token_of[k] >= pairs.tokens)
             throw std::invalid_argument("kept ids must belong to tokens of the batch");
     // A counting sort, stable: the pairs of an id stay in order. Ids below 0 come first and are left out.
-    std::vector<int64_t> starts(pairs.vocab + 2), places(pairs.count);
+    // 32 bits: beside 8 kept ids per token, starts take most of the memory of a call.
+    std::vector<int32_t> starts(pairs.vocab + 2);
     for (int64_t k = 0; k < pairs.count; k++) starts[std::max(pairs.ids[k], -1) + 2]++;
-    const int64_t unused = starts[1];
+    std::vector<int32_t> places(pairs.count - starts[1]);
     starts[1] = 0;
     for (int64_t id = 2; id < pairs.vocab + 2; id++) starts[id] += starts[id - 1];
     for (int64_t k = 0; k < pairs.count; k++)
-        if (pairs.ids[k] >= 0) places[starts[pairs.ids[k] + 1]++] = k;
-    places.resize(pairs.count - unused);
-    const PairsById by_id = {starts.data(), places.data()};
+        if (pairs.ids[k] >= 0) places[starts[pairs.ids[k] + 1]++] = static_cast<int32_t>(k);
+    const PairsById<int32_t> by_id = {starts.data(), places.data()};
     const KeptKernels kernels = chosen().load()->kept(pairs.dtype);
     parallel_for(pairs.vocab, kept_grain(pairs.vocab, pairs.count), threads,
                  [&](int64_t first, int64_t last) { kernels.dweight(pairs, by_id, target, first, last); });

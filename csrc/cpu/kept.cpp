@@ -203,12 +203,12 @@ static void dhidden_rows(const KeptArgs& args, const float* dlogits, const KeptT
 }
 
 template <class Type>
-static void dweight_rows(const KeptPairs& pairs, const PairsById& by_id, const KeptTarget& target, int64_t first,
-                         int64_t last) {
+static void dweight_rows(const KeptPairs& pairs, const PairsById<int32_t>& by_id, const KeptTarget& target,
+                         int64_t first, int64_t last) {
     const Scratch sum(pairs.width);
     const auto hidden = matrix<Type>(pairs.hidden, pairs.hidden_row_stride);
     for (int64_t id = first; id < last; id++) {
-        const int64_t* own = by_id.pairs + by_id.starts[id];
+        const int32_t* own = by_id.pairs + by_id.starts[id];
         const int64_t count = by_id.starts[id + 1] - by_id.starts[id];
         if (count == 0 && target.add) continue;
         weighted_sum<Type>(

@@ -8,7 +8,7 @@ namespace gk {
 struct KeptKernels {
     void (*logits)(const KeptArgs& args, float* logits, int64_t first, int64_t last);  // rows [first, last)
     void (*dhidden)(const KeptArgs& args, const float* dlogits, const KeptTarget& target, int64_t first, int64_t last);
-    void (*dweight)(const KeptPairs& pairs, const PairsById& by_id, const KeptTarget& target, int64_t first,
+    void (*dweight)(const KeptPairs& pairs, const PairsById<int32_t>& by_id, const KeptTarget& target, int64_t first,
                     int64_t last);  // rows [first, last) of the weight
 };
 

@@ -34,7 +34,7 @@ void scale(void* x, int32_t dtype, int64_t count, const float* factor, Stream st
 // Products over kept ids: logits (rows, slots), -inf where a place is not used.
 void kept_logits(const KeptArgs& args, float* logits, Stream stream);
 void kept_dhidden(const KeptArgs& args, const float* dlogits, const KeptTarget& target, Stream stream);
-void kept_dweight(const KeptPairs& pairs, const PairsById& by_id, const KeptTarget& target, Stream stream);
+void kept_dweight(const KeptPairs& pairs, const PairsById<int64_t>& by_id, const KeptTarget& target, Stream stream);
 
 // --- products with the softmax in their epilogue; 16-bit hidden states and weight, compute capability 9.0 ------------
 

@@ -249,7 +249,7 @@ void kept_dhidden(const KeptArgs& args, const float* dlogits, const KeptTarget& 
            KeptLaunch{args, nullptr, dlogits, target});
 }
 
-void kept_dweight(const KeptPairs& pairs, const PairsById& by_id, const KeptTarget& target, Stream stream) {
+void kept_dweight(const KeptPairs& pairs, const PairsById<int64_t>& by_id, const KeptTarget& target, Stream stream) {
     const std::string name = kept_name("dweight", pairs.dtype, &target);
     launch(name.c_str(), kept_blocks(pairs.vocab, pairs.width, pairs.dtype, stream),
            KeptWeightLaunch{pairs, by_id, target});

@@ -75,7 +75,7 @@ struct KeptLaunch {
 };
 struct KeptWeightLaunch {
     KeptPairs pairs;
-    PairsById by_id;
+    PairsById<int64_t> by_id;
     KeptTarget target;
 };
 constexpr int kKeptThreads = 256;

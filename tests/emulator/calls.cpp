@@ -118,7 +118,7 @@ void call(const std::string& function, Arguments values, const void* numbers) {
         cuda::kept_dhidden(a, dlogits, target, nullptr);
     } else if (function == "kept_dweight") {
         KeptPairs a = {};
-        PairsById by_id = {};
+        PairsById<int64_t> by_id = {};
         KeptTarget target = {};
         values.all(a.hidden, a.ids, a.token_of, a.dlogits, a.count, a.tokens, a.vocab, a.width, a.hidden_row_stride,
                    a.dtype, by_id.starts, by_id.pairs, target.data, target.row_stride, target.dtype, target.add);
