@@ -40,7 +40,8 @@ def attempt(argv: list[str], told: int | None) -> None:
 
 
 def random_moment(chance: random.Random, steps: int, begins: int) -> None:
-    """Return at a random moment of the `steps`th step, of a start if that is 0."""
+    """Return at a random moment of the `steps`th step, of a start if that is 0. For the first step the moment may lie
+    in any of the STEPS, or after them: the time before it, of which the window is made, is that of the start."""
     longest = 0.3
     for _ in range(steps):
         since = time.monotonic()
