@@ -201,6 +201,29 @@ def test_kept_ids(kernels, dtype):
                 c.check_kept(kernels, width, dtype, wide=wide, shift=width % 5)
 
 
+@pytest.mark.parametrize("dtype", c.DTYPES)
+@pytest.mark.parametrize("shift", [0, 1])
+def test_a_dweight_larger_than_the_caches(isa, dtype, shift):
+    """Written past them where rows are whole lines of memory (shift 0), it has the bits of one added to zeros; the
+    columns between its rows stay as they are."""
+    tokens, vocab, width = 64, 90_000, 96  # 17 MB in 16 bits
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, width, generator=g).to(dtype)
+    ids = torch.randint(vocab, (tokens * 40,), generator=g, dtype=torch.int32)
+    ids[::5], ids[1], ids[2] = -1, 0, vocab - 1
+    pairs = contract.KeptPairs(ids, torch.arange(tokens, dtype=torch.int32).repeat_interleave(40))
+    dlogits = torch.randn(len(ids), generator=g)
+    buffer = torch.full((vocab + 1, width + 32), 7.5, dtype=dtype)
+    dweight = buffer.view(-1)[shift:][: vocab * (width + 32)].view(vocab, width + 32)[:, :width]
+    added = torch.zeros(vocab, width, dtype=dtype)
+    backend.kept_dweight(dlogits, hidden, pairs, dweight, add=False)
+    backend.kept_dweight(dlogits, hidden, pairs, added, add=True)
+    assert torch.equal(dweight, added)
+    assert added[ids[ids >= 0].long()].any(1).all()
+    dweight.fill_(7.5)
+    assert (buffer == 7.5).all()
+
+
 def test_kept_ids_outside_of_the_weight_are_refused():
     hidden, weight, kept = torch.zeros(23, 8), torch.zeros(37, 8), c.make_kept(23, 37)
     numbers, flat = torch.zeros(kept.ids.shape), torch.zeros(kept.ids.numel())

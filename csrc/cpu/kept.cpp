@@ -6,13 +6,16 @@
 //
 // O(N K H) operations where the dense products have O(N V H). Every product reads one row of W, or of h, per pair of a
 // token and an id: 4 H bytes in float32. Four rows are in work at a time, so that an element of h (or of the sum) is
-// loaded once for four, and the four next are fetched meanwhile: their addresses follow no pattern that hardware sees.
-// Sums are float32, in an order that depends on the ids alone.
+// loaded once for four, and the four next are fetched meanwhile, beyond the end of a token or an id too: their
+// addresses follow no pattern that hardware sees. Sums are float32, in an order that depends on the ids alone.
 //
 // Compiled once per instruction set, see kept.h. Only internal linkage and plain functions of the C library here.
 #include "kept.h"
 
 #include <stdlib.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 #include "math.h"
 
@@ -21,6 +24,7 @@ namespace GK_ISA {
 
 constexpr int kRows = 4;  // in work at a time
 constexpr int64_t kLine = 64;
+constexpr int64_t kStreamBytes = 16 << 20;  // more than the caches of a core keep for who reads it next
 
 // Memory of one piece of work, in whole vectors.
 struct Scratch {
@@ -75,13 +79,13 @@ struct Matrix {
     const typename Type::Element* row(int64_t i) const { return data + i * row_stride; }
 };
 
-// row_of(k): row k of `count`; beyond the last, the last once more.
+// row_of(k): row k; from `count` on, those that the work after this will read.
 template <class Type, class RowOf>
 static Group<Type> group_at(int64_t k, int64_t count, const RowOf& row_of) {
     Group<Type> group;
     for (int q = 0; q < kRows; q++) {
         group.rows[q] = row_of(k + q < count ? k + q : count - 1);
-        group.next[q] = row_of(k + kRows + q < count ? k + kRows + q : count - 1);
+        group.next[q] = row_of(k + kRows + q);
     }
     return group;
 }
@@ -103,30 +107,33 @@ static void dots(const Group<Type>& group, const float* x, int64_t width, float*
     for (int q = 0; q < kRows; q++) sums[q] = sum_of(total[q]);
 }
 
-// sum += factors[0] * rows[0] + ...
-template <class Type>
-static void add_rows(const Group<Type>& group, const float* factors, int64_t width, float* sum) {
+// sum += factors[0] * rows[0] + ..., kCount of them, or the first ones: sum = ...
+template <class Type, int kCount>
+static void add_rows(const Group<Type>& group, const float* factors, int64_t width, bool first, float* sum) {
     int64_t i = 0;
     for (; i + kWidth <= width; i += kWidth) {
         Group<Type>::fetch(group, i);
-        Float total = Float32::load(sum + i);
-        for (int q = 0; q < kRows; q++) total += Type::load(group.rows[q] + i) * factors[q];
+        Float total = first ? Float{} : Float32::load(sum + i);
+        for (int q = 0; q < kCount; q++) total += Type::load(group.rows[q] + i) * factors[q];
         Float32::store(sum + i, total);
     }
     if (i < width) {
-        Float total = Float32::load(sum + i);  // the scratch goes on to the end of a vector
-        for (int q = 0; q < kRows; q++) total += load_tail<Type>(group.rows[q] + i, width - i) * factors[q];
+        Float total = first ? Float{} : Float32::load(sum + i);  // the scratch goes on to the end of a vector
+        for (int q = 0; q < kCount; q++) total += load_tail<Type>(group.rows[q] + i, width - i) * factors[q];
         Float32::store(sum + i, total);
     }
 }
 
 template <class Type, class RowOf, class FactorOf>
 static void weighted_sum(int64_t count, const RowOf& row_of, const FactorOf& factor_of, int64_t width, float* sum) {
-    __builtin_memset(sum, 0, width * sizeof *sum);
+    constexpr decltype(&add_rows<Type, 1>) kAddRows[kRows] = {add_rows<Type, 1>, add_rows<Type, 2>, add_rows<Type, 3>,
+                                                              add_rows<Type, 4>};
+    if (count == 0) __builtin_memset(sum, 0, width * sizeof *sum);
     for (int64_t k = 0; k < count; k += kRows) {
+        const int64_t here = count - k < kRows ? count - k : kRows;
         float factors[kRows];
-        for (int q = 0; q < kRows; q++) factors[q] = k + q < count ? factor_of(k + q) : 0.f;
-        add_rows<Type>(group_at<Type>(k, count, row_of), factors, width, sum);
+        for (int q = 0; q < here; q++) factors[q] = factor_of(k + q);
+        kAddRows[here - 1](group_at<Type>(k, count, row_of), factors, width, k == 0, sum);
     }
 }
 
@@ -144,12 +151,45 @@ static void store_row(const float* sum, int64_t width, void* to, bool add) {
     }
 }
 
-static void store_row(const float* sum, int64_t width, const KeptTarget& target, int64_t row) {
-    const int64_t size = target.dtype == kFloat32 ? 4 : 2;
-    void* to = static_cast<char*>(target.data) + row * target.row_stride * size;
-    (target.dtype == kFloat32    ? store_row<Float32>
-     : target.dtype == kBFloat16 ? store_row<BFloat16>
-                                 : store_row<Float16>)(sum, width, to, target.add);
+static void store_row(const float* sum, int64_t width, int32_t dtype, void* to, bool add) {
+    (dtype == kFloat32    ? store_row<Float32>
+     : dtype == kBFloat16 ? store_row<BFloat16>
+                          : store_row<Float16>)(sum, width, to, add);
+}
+
+static int64_t element_size(int32_t dtype) { return dtype == kFloat32 ? 4 : 2; }
+
+static char* row_of(const KeptTarget& target, int64_t row) {
+    return static_cast<char*>(target.data) + row * target.row_stride * element_size(target.dtype);
+}
+
+static bool in_whole_lines(const KeptTarget& target, int64_t bytes) {
+    return bytes % kLine == 0 && target.row_stride * element_size(target.dtype) % kLine == 0 &&
+           reinterpret_cast<uintptr_t>(target.data) % kLine == 0;
+}
+
+// Whole lines of a matrix that no cache holds, past the caches: an ordinary store reads a line before it writes to it.
+#if defined(__AVX512F__)
+#define GK_STREAM(to, x) _mm512_stream_ps(to, (__m512)(x))
+#elif defined(__AVX2__)
+#define GK_STREAM(to, x) _mm256_stream_ps(to, (__m256)(x))
+#endif
+
+// `row` goes on to the end of a line.
+static void stream_row(const void* row, int64_t bytes, void* to) {
+#if defined(GK_STREAM)
+    const auto* from = static_cast<const float*>(row);
+    auto* target = static_cast<float*>(to);
+    for (int64_t i = 0; i < bytes / 4; i += kWidth) GK_STREAM(target + i, Float32::load(from + i));
+#else
+    __builtin_memcpy(to, row, bytes);
+#endif
+}
+
+static void finish_streams() {
+#if defined(GK_STREAM)
+    _mm_sfence();
+#endif
 }
 
 template <class Type>
@@ -161,6 +201,14 @@ static Matrix<Type> matrix(const void* data, int64_t row_stride) {
 static int64_t used(const int32_t* ids, int64_t slots) {
     while (slots > 0 && ids[slots - 1] < 0) slots--;
     return slots;
+}
+
+// Id k of row r, which has `count`; beyond them those of the next row.
+static int64_t id_at(const KeptArgs& args, int64_t r, int64_t k, int64_t count) {
+    const int32_t* ids = args.ids + r * args.slots;
+    if (k < count) return ids[k];
+    k += args.slots - count;
+    return r + 1 < args.rows && k < 2 * args.slots && ids[k] >= 0 ? ids[k] : ids[count - 1];
 }
 
 template <class Type>
@@ -176,7 +224,7 @@ static void logits_rows(const KeptArgs& args, float* logits, int64_t first, int6
         const int32_t* ids = args.ids + r * args.slots;
         float* out = logits + r * args.slots;
         const int64_t count = used(ids, args.slots);
-        const auto row_of = [&](int64_t k) { return weight.row(ids[k]); };
+        const auto row_of = [&](int64_t k) { return weight.row(id_at(args, r, k, count)); };
         for (int64_t k = 0; k < count; k += kRows) {
             float sums[kRows];
             dots<Type>(group_at<Type>(k, count, row_of), h.data, args.width, sums);
@@ -193,29 +241,42 @@ static void dhidden_rows(const KeptArgs& args, const float* dlogits, const KeptT
     const Scratch sum(args.width);
     const auto weight = matrix<Type>(args.weight, args.weight_row_stride);
     for (int64_t r = first; r < last; r++) {
-        const int32_t* ids = args.ids + r * args.slots;
+        const int64_t count = used(args.ids + r * args.slots, args.slots);
         const float* factors = dlogits + r * args.slots;
         weighted_sum<Type>(
-            used(ids, args.slots), [&](int64_t k) { return weight.row(ids[k]); }, [&](int64_t k) { return factors[k]; },
-            args.width, sum.data);
-        store_row(sum.data, args.width, target, args.token_of[r]);
+            count, [&](int64_t k) { return weight.row(id_at(args, r, k, count)); },
+            [&](int64_t k) { return factors[k]; }, args.width, sum.data);
+        store_row(sum.data, args.width, target.dtype, row_of(target, args.token_of[r]), target.add);
     }
 }
 
 template <class Type>
 static void dweight_rows(const KeptPairs& pairs, const PairsById<int32_t>& by_id, const KeptTarget& target,
                          int64_t first, int64_t last) {
-    const Scratch sum(pairs.width);
+    const Scratch sum(pairs.width), row(pairs.width), zeros(pairs.width);
+    __builtin_memset(zeros.data, 0, pairs.width * sizeof(float));
     const auto hidden = matrix<Type>(pairs.hidden, pairs.hidden_row_stride);
+    const int64_t bytes = pairs.width * element_size(target.dtype);
+    const int64_t last_pair = by_id.starts[pairs.vocab] - 1;
+    const bool streams = !target.add && in_whole_lines(target, bytes) && pairs.vocab * bytes >= kStreamBytes;
     for (int64_t id = first; id < last; id++) {
-        const int32_t* own = by_id.pairs + by_id.starts[id];
-        const int64_t count = by_id.starts[id + 1] - by_id.starts[id];
+        const int64_t begin = by_id.starts[id], count = by_id.starts[id + 1] - begin;
         if (count == 0 && target.add) continue;
-        weighted_sum<Type>(
-            count, [&](int64_t k) { return hidden.row(pairs.token_of[own[k]]); },
-            [&](int64_t k) { return pairs.dlogits[own[k]]; }, pairs.width, sum.data);
-        store_row(sum.data, pairs.width, target, id);
+        void* to = row_of(target, id);
+        if (count > 0) {
+            const auto pair = [&](int64_t k) { return by_id.pairs[begin + k < last_pair ? begin + k : last_pair]; };
+            weighted_sum<Type>(
+                count, [&](int64_t k) { return hidden.row(pairs.token_of[pair(k)]); },
+                [&](int64_t k) { return pairs.dlogits[pair(k)]; }, pairs.width, sum.data);
+            store_row(sum.data, pairs.width, target.dtype, streams ? row.data : to, target.add);
+        }
+        const void* found = count > 0 ? row.data : zeros.data;
+        if (streams)
+            stream_row(found, bytes, to);
+        else if (count == 0)
+            __builtin_memset(to, 0, bytes);
     }
+    if (streams) finish_streams();
 }
 
 template <class Type>

@@ -102,9 +102,10 @@ def dweight_kernel(
 def kept_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptIds, logits: Tensor) -> None:
     """Into logits (C, K) float32; -inf where not used."""
     count, slots = kept.ids.shape
-    logits_kernel[(count * (slots // SLOTS),)](
+    tile = min(SLOTS, slots)
+    logits_kernel[(count * (slots // tile),)](
         hidden, weight, bias, kept.rows.index, kept.ids, logits, slots, hidden.shape[1],
-        hidden.stride(0), weight.stride(0), SLOTS=SLOTS, WIDTH=WIDTH, num_warps=4,
+        hidden.stride(0), weight.stride(0), SLOTS=tile, WIDTH=WIDTH, num_warps=4,
     )  # fmt: skip
 
 
@@ -113,7 +114,7 @@ def kept_dhidden(dlogits: Tensor, weight: Tensor, kept: KeptIds, dhidden: Tensor
     count, slots = kept.ids.shape
     dhidden_kernel[(count, triton.cdiv(weight.shape[1], SUM_WIDTH))](
         dlogits, weight, kept.rows.index, kept.ids, dhidden, slots, weight.shape[1],
-        weight.stride(0), dhidden.stride(0), SLOTS=SLOTS, WIDTH=SUM_WIDTH, num_warps=4,
+        weight.stride(0), dhidden.stride(0), SLOTS=min(SLOTS, slots), WIDTH=SUM_WIDTH, num_warps=4,
     )  # fmt: skip
 
 
