@@ -36,7 +36,7 @@ from .lm_head import LMHead
 from .vocab_parallel import VocabSlice
 
 DENSE_LOGITS_PER_KEPT_ID = {"cpu": 30, "cuda": 190}
-LEAST_WIDTH = {"cpu": 8, "cuda": 16}  # on a GPU two warps, or the rows of one tile
+LEAST_WIDTH = {"cpu": 8, "cuda": 16}  # on a GPU the rows of one of Triton's tiles
 
 
 class TokenMask(NamedTuple):
