@@ -459,6 +459,10 @@ def test_another_torch_is_not_held_by_the_constraints(tmp_path):
     assert [line for line in kept if line.startswith("pytest==")]
 
 
+def test_the_files_of_tests_with_another_torch_exist():
+    assert [name for name in try_torch.FILES if not (ROOT / "tests" / f"test_{name}.py").exists()] == []
+
+
 def test_a_torch_that_cannot_be_installed_has_failed(monkeypatch, tmp_path, capsys):
     """With one line for every version, an exit status, and nothing left behind."""
 

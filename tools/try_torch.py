@@ -24,8 +24,8 @@ CONSTRAINTS = ROOT / ".ci" / "constraints.txt"
 # The last three build the emulator of the CUDA kernels, which the backend "cuda" is in the tests.
 PACKAGES = ("numpy", "pytest", "pytest-xdist", "hypothesis", "setuptools>=77", "pybind11>=3,<4", "ninja>=1.11")
 FILES = (
-    *("compile", "gradcheck", "transforms", "engine", "delivery", "float16", "default_type"),
-    *("policy_loss", "traps", "variants", "env"),
+    *("compile", "gradcheck", "transforms", "engine", "backward", "recycled", "float16", "default_type"),
+    *("policy_loss", "sampling_mask", "traps", "variants", "env"),
 )
 # Of the walk through all variants, one KL estimator and one aggregation with every surrogate and level.
 SELECTED = "not triton and not cuda and (not as_exact or (k3 and num_items))"
