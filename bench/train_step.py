@@ -28,7 +28,7 @@ from grpo_kernels.benchmarks.process import Tell, apart
 from grpo_kernels.trainer.arguments import parse
 from grpo_kernels.trainer.checkpoint import save_rollout
 from grpo_kernels.trainer.rollout import Completion
-from grpo_kernels.trainer.run import set_up
+from grpo_kernels.trainer.run import Run
 from grpo_kernels.trainer.train import Trainer
 
 LOSSES = ("fused", "eager")
@@ -58,13 +58,13 @@ def make_trainer(folder: Path, loss: str) -> Trainer:
     """A trainer that has made its first step."""
     options = {
         "model_name_or_path": folder / "model", "dataset_name": folder / "data.jsonl", "replay": folder / "rollouts",
-        "loss": loss, "output_dir": folder / loss, "overwrite_output_dir": True, "loss_type": "dapo",
+        "loss": loss, "output_dir": Path(tempfile.mkdtemp(dir=folder)), "loss_type": "dapo",
         "per_device_train_batch_size": ROWS, "num_generations": ROWS, "max_completion_length": LENGTH,
         "num_iterations": 1000, "max_steps": 1000, "use_cpu": True, "disable_tqdm": True,
         "vllm_importance_sampling_correction": False,
     }  # fmt: skip
-    trainer = Trainer(set_up(parse([f"--{name}={value}" for name, value in options.items()])))
-    trainer.made.log.start(0)
+    trainer = Trainer(Run(parse([f"--{name}={value}" for name, value in options.items()])))
+    trainer.made.log.start(0, {})
     trainer.collect()
     trainer.update()
     return trainer

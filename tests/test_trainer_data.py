@@ -40,17 +40,16 @@ def write(path, *rows):
 # ---- sources --------------------------------------------------------------------------------------------------------
 
 
-def test_lines_and_lists_of_objects_give_the_same_prompts(tmp_path, words):
+def test_lines_of_objects(tmp_path, words):
     rows = [{"prompt": "1+2=", "answer": "3", "level": 1}, {"prompt": "10+2=", "answer": "21"}]
     expected = [
         Prompt("1+2=", [2, 11, 3, 12], {"answer": "3", "level": 1}),
         Prompt("10+2=", [2, 1, 11, 3, 12], {"answer": "21", "level": None}),
     ]
     lines = write(tmp_path / "a.jsonl", rows[0], "", rows[1], "")
-    whole = write(tmp_path / "b.json", json.dumps(rows, indent=1))
     marked = tmp_path / "c.jsonl"
     marked.write_bytes(b"\xef\xbb\xbf" + (tmp_path / "a.jsonl").read_bytes())  # a byte order mark
-    assert all(load_prompts(x, tokenizer=words) == expected for x in (lines, whole, str(marked)))
+    assert all(load_prompts(x, tokenizer=words) == expected for x in (lines, str(marked)))
 
 
 def test_separators_inside_text_do_not_end_a_line(tmp_path, words):
@@ -123,17 +122,11 @@ def test_text_gets_one_bos_even_if_it_has_one(tmp_path, with_bos):
     assert [p.ids for p in load_prompts(path, tokenizer=with_bos)] == [[with_bos.bos_token_id, 2, 11, 3]] * 2
 
 
-def test_long_prompts_are_left_out_aloud_or_refused(tmp_path, words):
+def test_long_prompts_are_refused(tmp_path, words):
     path = write(tmp_path / "a.jsonl", *({"prompt": "1" * n, "n": n} for n in (3, 6, 4, 5)))
-    with pytest.warns(UserWarning, match="2 of 4 prompts have more than max_prompt_length=4 tokens and are left out"):
-        assert [p.columns["n"] for p in load_prompts(path, tokenizer=words, max_prompt_length=4)] == [3, 4]
     assert len(load_prompts(path, tokenizer=words, context=6)) == 4
     with pytest.raises(ValueError, match=r"row 1: the prompt has 6 tokens; the model leaves 5 to a prompt"):
         load_prompts(path, tokenizer=words, context=5)
-    with pytest.warns(UserWarning, match="1 of 4"):
-        assert len(load_prompts(path, tokenizer=words, max_prompt_length=5, context=5)) == 3
-    with pytest.raises(ValueError, match="each of its 4 prompts has more than max_prompt_length=2 tokens"):
-        load_prompts(path, tokenizer=words, max_prompt_length=2)
 
 
 # ---- bad input ------------------------------------------------------------------------------------------------------
@@ -147,10 +140,10 @@ GOOD = {"prompt": "1+1="}
         ([], r"data set '.*a.jsonl' \(split 'train'\) is empty"),
         ([{"question": "1", "answer": "1"}], r"has no column \"prompt\"; found 'question', 'answer'"),
         ([{}], r"has no column \"prompt\"; found no columns"),
-        ([GOOD, {"question": "1"}], r"row 1 has no \"prompt\"; found 'question'"),
+        ([GOOD, {"question": "1"}], r"row 1: the prompt is None; expected"),
         ([GOOD, "", "{'prompt': 1}"], r"a.jsonl, line 3 is not JSON: Expecting property name"),
         ([GOOD, "[1]"], r"a.jsonl, line 2 is \[1\]; expected an object with the key \"prompt\""),
-        (['[{"prompt": "1"}, 7]'], r"a.jsonl, row 1 is 7; expected an object"),
+        ([GOOD, "null"], r"a.jsonl, line 2 is None; expected an object"),
         ([GOOD, {"prompt": 7}], r"row 1: the prompt is 7; expected a text or a list of messages"),
         ([GOOD, {"prompt": None}], r"row 1: the prompt is None; expected"),
         ([GOOD, {"prompt": []}], r"row 1: the prompt is \[\]; expected"),

@@ -238,10 +238,11 @@ def test_targets(tmp_path):
     assert alone.model == "org/name" and alone.config == {}
 
 
-def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys):
+def test_the_command_prints_a_table_and_writes_json(tmp_path, monkeypatch, capsys):
     path = tmp_path / "numbers.json"
     argv = [str(run_folder(tmp_path)), "--num-samples", "2", "--seed", "3", "--output", str(path)]
-    assert run(argv, lambda target: module.Loaded(sampler(), PROMPTS, Rewards())) == 0
+    monkeypatch.setattr(module, "load", lambda target: (sampler(), PROMPTS, Rewards()))
+    assert run(argv) == 0
     shown, numbers = capsys.readouterr().out, json.loads(path.read_text())
     assert f"pass@1  {numbers['pass_at_1']:.4f}" in shown and "majority@2" in shown and "6 problems, 2 samples" in shown
     assert numbers == evaluate(sampler(), PROMPTS, Rewards(), num_samples=2, seed=3)
@@ -256,13 +257,14 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys):
         ("load", "no such data"),
     ],
 )
-def test_bad_input_of_the_command_is_one_sentence(case, message, tmp_path, capsys):
+def test_bad_input_of_the_command_is_one_sentence(case, message, tmp_path, monkeypatch, capsys):
     folder = run_folder(tmp_path, model=case != "no model")
     argv = ["no-such-folder" if case == "name" else str(folder), *(["--num-samples", "0"] if case == "samples" else [])]
 
     def load(target):
         raise ValueError("no such data")
 
-    assert run(argv, load) == 2
+    monkeypatch.setattr(module, "load", load)
+    assert run(argv) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from grpo_kernels.commands.cli import main
 from grpo_kernels.trainer.arguments import TrainArguments, parse
+from grpo_kernels.trainer.run import Run
 
 
 def one_short(prompts, completions, **columns):
@@ -64,7 +65,7 @@ def refused(output, capfd, status=2):
     ({"dataset_name": "/no/such/file.jsonl"}, ["/no/such/file.jsonl"]),
     ({"max_completion_length": 40}, ["max_completion_length=40", "32 positions"]),
     ({"max_completion_length": 28}, ["row 5", "tokens", "the model leaves 4"]),
-    ({"replay": "/no/such/rollouts"}, ["replay=/no/such/rollouts has no rollout-000000.jsonl", "3 rollouts"]),
+    ({"replay": "/no/such/rollouts"}, ["replay=/no/such/rollouts: rollout-000000.jsonl is missing", "3 rollouts"]),
     ({"replay": "/no/such/rollouts", "dynamic_sampling": "refill"}, ["replay", "refill"]),
     ({"kl_estimator": "k1"}, ["kl_estimator='k1' has no effect without beta"]),
     ({"use_bias_correction_kl": True}, ["use_bias_correction_kl=True", "without beta"]),
@@ -74,7 +75,6 @@ def refused(output, capfd, status=2):
     ({"dynamic_sampling": "drop", "dynamic_sampling_max_rounds": 2}, ["dynamic_sampling_max_rounds=2", "refill"]),
     ({"vllm_gpu_memory_utilization": 0.5}, ["vllm_gpu_memory_utilization=0.5", "without use_vllm"]),
     ({"vllm_importance_sampling_clip_max": 2.0}, ["clip_max=2.0", "without use_vllm or replay"]),
-    ({"vocab_size": 64}, ["vocab_size=64", "arithmetic"]),
     ({"eval_steps": 1}, ["eval_steps=1", "eval_dataset_name"]),
     ({"dataset_test_split": "test"}, ["dataset_test_split='test'", "is one split", "eval_dataset_name"]),
     ({"dataset_train_split": "test"}, ["dataset_train_split='test'", "is one split"]),
@@ -177,9 +177,9 @@ def test_rollouts_that_do_not_fit(model, data, tmp_path, capfd):
     output = tmp_path / "run"
     assert run(model, data, tmp_path / "source", max_steps=2, save_rollouts=True, top_k=5) == 0
     for options, words in (
-        ({"num_generations": 8}, "groups of [4] completions; num_generations=8"),
+        ({"num_generations": 8}, "rollout-000000.jsonl has groups of [4] completions; num_generations=8"),
         ({"per_device_train_batch_size": 4}, "has 8 completions; the options take 4"),
-        ({"max_steps": 3}, "no rollout-000002.jsonl; 3 steps take 3 rollouts"),
+        ({"max_steps": 3}, "rollout-000002.jsonl is missing; 3 steps take 3 rollouts"),
         ({"loss": "eager"}, "truncated samples"),
         ({"shuffle_dataset": False}, "shuffle_dataset=False has no effect"),
     ):
@@ -187,11 +187,10 @@ def test_rollouts_that_do_not_fit(model, data, tmp_path, capfd):
         assert run(model, data, output, **given) == 2
         assert words in refused(output, capfd)
     source = tmp_path / "source"
-    assert run(model, data, source, max_steps=2, replay=source / "rollouts", overwrite_output_dir=True) == 2
-    assert "would be deleted by --overwrite-output-dir" in capfd.readouterr().err
-    path = source / "rollouts" / "rollout-000000.jsonl"
+    path = source / "rollouts" / "rollout-000001.jsonl"  # not the first one
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    for change, words in (({"logps": None}, "completions without logps"), ({"ids": []}, "has no tokens")):
+    for change, words in (({"logps": None}, "completions without logps"), ({"ids": []}, "without tokens"),
+                          ({"idz": [1]}, "rollout-000001.jsonl, line 1: ")):  # fmt: skip
         path.write_text("".join(json.dumps(row | change) + "\n" for row in rows))
         assert run(model, data, output, max_steps=2, replay=source / "rollouts") == 2
         assert words in refused(output, capfd)
@@ -226,18 +225,11 @@ def test_a_folder_of_another_run_is_left_alone(model, data, tmp_path, capfd):
     output = tmp_path / "run"
     assert run(model, data, output, max_steps=1) == 0
     (output / "notes.txt").write_text("mine")
-    (output / "grpo-kernels").mkdir()
-    (output / "grpo-kernels" / "events.out.tfevents.1").write_text("of TensorBoard")
     before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
     capfd.readouterr()
     assert run(model, data, output, max_steps=1) == 2
     assert f"output_dir={output} holds another run" in capfd.readouterr().err
     assert before == {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
-    assert run(model, data, output, max_steps=1, overwrite_output_dir=True, num_generations=3) == 2
-    assert before == {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
-    assert run(model, data, output, max_steps=2, overwrite_output_dir=True) == 0
-    assert (output / "notes.txt").read_text() == "mine" and len(training.steps(output)) == 2
-    assert not list((output / "grpo-kernels").iterdir())
 
     file = tmp_path / "file"
     file.write_text("")
@@ -252,8 +244,6 @@ def test_folders_that_are_not_the_trainers_are_left_alone(model, data, tmp_path,
         (output / name / "weights").write_text("mine")
     assert run(model, data, output, resume_from_checkpoint="auto") == 2
     assert "holds another run (model" in capfd.readouterr().err
-    assert run(model, data, output, overwrite_output_dir=True) == 2
-    assert "holds model and no config.json of a run" in capfd.readouterr().err
     (output / "model").rename(output / "other")
     assert run(model, data, output, max_steps=1) == 0
     assert (output / "start" / "weights").read_text() == (output / "other" / "weights").read_text() == "mine"
@@ -280,13 +270,14 @@ def test_a_checkpoint_of_another_folder_overwrites_nothing(model, data, tmp_path
     assert training.same_weights(one, tmp_path / "new")
 
 
-def test_overwriting_begins_when_everything_else_is_right(model, data, tmp_path):
+def test_a_folder_that_another_run_is_using(model, data, tmp_path, capfd):
+    """Both would go on from the same checkpoint, and write the same files."""
     output = tmp_path / "run"
-    assert run(model, data, output, max_steps=1) == 0
-    before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
-    for wrong in ({"dataset_name": "/no/file.jsonl"}, {"reward_funcs": "nothing"}, {"max_completion_length": 99}):
-        assert run(model, data, output, overwrite_output_dir=True, **wrong) == 2
-    assert before == {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    made = Run(parse(training.arguments(model, data, output)))
+    assert run(model, data, output, resume_from_checkpoint="auto") == 2
+    assert f"output_dir={output} is in use by another run" in capfd.readouterr().err
+    made.close()
+    assert run(model, data, output, resume_from_checkpoint="auto", max_steps=1) == 0
 
 
 def test_a_reward_of_the_wrong_length_stops_with_a_sentence(model, data, tmp_path):
@@ -333,9 +324,14 @@ def test_the_command_line_and_yaml(tmp_path, capsys):
     found = parse(["--config", str(path)])
     assert (found.reward_funcs, found.reward_weights, found.shuffle_dataset) == (["a"], [0.1, 2.0], False)
     assert found.beta == 0.005  # as if it were not there
-    path.write_text("no_such_option: 1\n")
-    with pytest.raises(ValueError, match="unknown options no_such_option"):
-        parse(["--config", str(path)])
+    assert parse(["--reward-weights", "1e-3", "-1e-3", "-.5"]).reward_weights == [1e-3, -1e-3, -0.5]
+    path.write_text("reward_weights: [1e-3, -1e-3]\n")
+    assert parse(["--config", str(path)]).reward_weights == [1e-3, -1e-3]
+    for words in ("no_such_option: 1", "max_step: 1"):
+        path.write_text(words)
+        with pytest.raises(SystemExit):
+            parse(["--config", str(path)])
+        assert f"unrecognized arguments: --{words.replace(': ', '=')}" in capsys.readouterr().err
     path.write_text("[1, 2]")
     with pytest.raises(ValueError, match="expected options"):
         parse(["--config", str(path)])

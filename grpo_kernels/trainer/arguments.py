@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,6 @@ from transformers import HfArgumentParser
 from transformers.trainer_utils import SchedulerType
 
 from ..config import GRPOConfig, available_presets
-from .data import JSON_SUFFIXES
 
 ARITHMETIC = "arithmetic"
 # Types of options say what is expected of their values, where the loss does not check it.
@@ -61,7 +61,6 @@ class TrainArguments:
 
     output_dir: str = _option("grpo-run", "folder for everything that the run writes")
     resume_from_checkpoint: str | None = _option(None, "'auto' (the newest sound one, or a new run), or a folder")
-    overwrite_output_dir: bool = _option(False, "delete what another run left in output_dir")
     dry_run: bool = _option(False, "check model, data, rewards and memory, make one step, and write nothing")
 
     # model
@@ -84,7 +83,6 @@ class TrainArguments:
     dataset_test_split: str | None = _option(None, "split to evaluate on")
     eval_dataset_name: str | None = _option(None, "a data set of its own to evaluate on")
     shuffle_dataset: bool = _option(True, "a new order in each epoch")
-    max_prompt_length: Count | None = _option(None, "longer prompts are left out; default: all must fit the model")
     reward_funcs: list[str] = _option([], "names of built-in rewards, or module:function")
     reward_weights: list[float] | None = _option(None, "one per reward; default: 1")
     reward_timeout: float | None = _option(None, "CPU seconds of a reward function for one step")
@@ -161,7 +159,6 @@ class TrainArguments:
     logging_samples: Natural = _option(4, "completions per rollout in samples.jsonl")
     report_to: list[Tracker] = _option([], "tensorboard, trackio, wandb")
     seed: int = _option(0, "of weights, order of the data and samples")
-    vocab_size: int = _option(2048, "ids of the model that is made for arithmetic")
     disable_tqdm: bool = _option(False, "no progress bars")
 
     @property
@@ -173,6 +170,10 @@ class TrainArguments:
     def steps_per_rollout(self) -> int:
         """Optimizer steps on a rollout."""
         return self.num_iterations * self.passes_per_rollout // self.gradient_accumulation_steps
+
+    @property
+    def num_rollouts(self) -> int:
+        return -(-self.max_steps // self.steps_per_rollout)
 
     def rows_per_step(self, num_processes: int) -> int:
         """Completions of an optimizer step, those of all processes together."""
@@ -282,7 +283,7 @@ class TrainArguments:
              "use_vllm with top_p, top_k or min_p: the ids that vLLM keeps are not read; leave one out"),
             (a.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"),
              f"lr_scheduler_type={a.lr_scheduler_type} follows the loss, which is no measure of progress in GRPO"),
-            *((str(data).endswith(JSON_SUFFIXES) and a.is_given(name),
+            *((str(data).endswith(".jsonl") and a.is_given(name),
                f"{name}={getattr(a, name)!r}: the file {data} is one split"
                + ("" if a.eval_dataset_name else "; eval_dataset_name takes another file"))
               for name, data in splits),
@@ -300,7 +301,6 @@ class TrainArguments:
             ("use_vllm", self.use_vllm, ("vllm_gpu_memory_utilization",)),
             ("use_vllm or replay, and vllm_importance_sampling_correction", self.corrects,
              ("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max")),
-            ("a model that is made for arithmetic", arithmetic, ("vocab_size",)),
             ("dataset_test_split or eval_dataset_name", held_out,
              ("eval_steps", "eval_num_samples", "eval_max_prompts")),
             ("reward_funcs", self.reward_funcs, (
@@ -323,8 +323,9 @@ class TrainArguments:
 def parse(argv: Sequence[str]) -> TrainArguments:
     """The options from a command line, on top of those of the YAML file that --config names."""
     kind: Any = TrainArguments
-    parser = HfArgumentParser(kind, prog="grpo-kernels train", description=__doc__)
+    parser = HfArgumentParser(kind, prog="grpo-kernels train", description=__doc__, allow_abbrev=False)
     parser.add_argument("--config", help="YAML file with options; the command line has the last word")
+    parser._negative_number_matcher = re.compile(r"-\.?\d")  # as from Python 3.14 on: -1e-3 is no option
     path = parser.parse_known_args(list(argv))[0].config
     words = [*(() if path is None else _from_yaml(path)), *argv]
     given = parser.parse_known_args(words)[0]
@@ -338,21 +339,17 @@ def parse(argv: Sequence[str]) -> TrainArguments:
 def _from_yaml(path: str) -> list[str]:
     """The options of a file as words of a command line, so that both are read alike."""
     try:
-        options = yaml.safe_load(Path(path).read_text())
+        options = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"config={path}: {error}") from None
     if not isinstance(options, dict):
         raise ValueError(f"config={path} holds a {type(options).__name__}; expected options, one 'name: value' a line")
-    words, unknown = [], []
-    for name, value in ((str(name).replace("-", "_"), value) for name, value in options.items()):
+    words = []
+    for name, value in options.items():
         if isinstance(value, list):
             words += [f"--{name}", *map(str, value)] if value else []
         elif value is not None:
             words.append(f"--{name}={json.dumps(value) if isinstance(value, dict) else value}")
-        if name not in TrainArguments.__dataclass_fields__:
-            unknown.append(name)
-    if unknown:
-        raise ValueError(f"config={path} has the unknown options {', '.join(sorted(unknown))}")
     return words
 
 
@@ -367,6 +364,7 @@ def _read_json(name: str, text: str | None) -> dict[str, Any]:
     return found
 
 
-def to_json(arguments: TrainArguments) -> dict[str, Any]:
+def to_json(arguments: TrainArguments, num_processes: int) -> dict[str, Any]:
     """What config.json holds."""
-    return json.loads(json.dumps(dataclasses.asdict(arguments), default=str))
+    found = dataclasses.asdict(arguments) | {"processes": num_processes}
+    return json.loads(json.dumps(found, default=str))

@@ -22,12 +22,13 @@ from .arguments import ARITHMETIC, TrainArguments, to_json
 from .data import Prompt, fingerprint
 from .rollout import Completion
 
-CHECKSUMS, CONFIG, STATE, TENSORS, ROLLOUT = "checksums.json", "run.json", "state.json", "state.pt", "rollout.jsonl"
+CONFIG = "config.json"  # the options of the run in its output folder; in a checkpoint RUN, beside that of the model
+CHECKSUMS, RUN, STATE, TENSORS, ROLLOUT = "checksums.json", "run.json", "state.json", "state.pt", "rollout.jsonl"
 # What may differ between a checkpoint and the run that goes on from it.
 FREE = {
-    *("output_dir", "resume_from_checkpoint", "overwrite_output_dir", "dry_run", "save_steps", "save_total_limit"),
+    *("output_dir", "resume_from_checkpoint", "dry_run", "save_steps", "save_total_limit", "save_rollouts"),
     *("logging_samples", "report_to", "disable_tqdm", "eval_steps", "eval_num_samples", "eval_max_prompts"),
-    *("dataset_test_split", "eval_dataset_name", "save_rollouts", "vllm_gpu_memory_utilization"),
+    *("dataset_test_split", "eval_dataset_name", "vllm_gpu_memory_utilization"),
 }
 
 
@@ -80,13 +81,13 @@ def _problem(folder: Path) -> str | None:
         return f"{type(error).__name__}: {error}"
     if wrong:
         return f"{', '.join(wrong)} is damaged: its checksum differs"
-    missing = {CONFIG, STATE, TENSORS, ROLLOUT} - sums.keys()
+    missing = {RUN, STATE, TENSORS, ROLLOUT} - sums.keys()
     return f"it lacks {', '.join(sorted(missing))}" if missing else None
 
 
-def check_same_run(path: Path, a: TrainArguments) -> None:
+def check_same_run(path: Path, a: TrainArguments, num_processes: int) -> None:
     """Raise CheckpointError where the options of a run, saved in the file `path`, differ from these."""
-    config = to_json(a)
+    config = to_json(a, num_processes)
     try:
         saved = dict(json.loads(path.read_text()))
     except (ValueError, TypeError) as error:
@@ -102,14 +103,9 @@ def check_same_run(path: Path, a: TrainArguments) -> None:
         raise CheckpointError(f"{path.parent} belongs to a run with other options: {', '.join(changed)}")
 
 
-def check_continuation(checkpoint: Path, a: TrainArguments, num_processes: int, prompts: Sequence[Prompt]) -> None:
-    """Raise CheckpointError where a run with these options cannot go on from the state in a checkpoint."""
+def check_state(checkpoint: Path, a: TrainArguments, prompts: Sequence[Prompt]) -> None:
+    """Raise CheckpointError where a run of the same options cannot go on from the state in a checkpoint."""
     state = json.loads((checkpoint / STATE).read_text())
-    if state["processes"] != num_processes:
-        raise CheckpointError(
-            f"{checkpoint} was written by {state['processes']} processes, this run has {num_processes}; expected as "
-            "many"
-        )
     if state["prompts"] != fingerprint(prompts):
         name = a.dataset_name or ARITHMETIC
         raise CheckpointError(f"{checkpoint} was written with other prompts: dataset_name={name} has changed since")
@@ -157,23 +153,28 @@ def load_rollout(folder: Path, index: int) -> list[Completion]:
     return [replace(c, **unset) for c in from_lines(rollout_path(folder, index))]
 
 
-def check_rollout(rollout: Sequence[Completion], a: TrainArguments, num_processes: int) -> None:
-    """Raise ValueError where a replayed rollout is not what the options take."""
-    rows, where = a.rows_per_rollout(num_processes), f"replay={a.replay}"
+def load_replay(a: TrainArguments, index: int, num_processes: int) -> list[Completion]:
+    """A rollout of --replay. Raises ValueError where it is not what the options take."""
+    rows, path = a.rows_per_rollout(num_processes), rollout_path(Path(a.replay or ""), index)
+    where = f"replay={a.replay}: {path.name}"
+    if not path.is_file():
+        raise ValueError(f"{where} is missing; {a.max_steps} steps take {a.num_rollouts} rollouts")
+    rollout = load_rollout(path.parent, index)
     if len(rollout) != rows:
-        raise ValueError(f"{where}: a rollout has {len(rollout)} completions; the options take {rows}")
+        raise ValueError(f"{where} has {len(rollout)} completions; the options take {rows}")
     sizes = {len(list(group)) for _, group in groupby(rollout, key=lambda c: c.group)}
     if sizes != {a.num_generations}:
-        raise ValueError(f"{where}: groups of {sorted(sizes)} completions; num_generations={a.num_generations}")
+        raise ValueError(f"{where} has groups of {sorted(sizes)} completions; num_generations={a.num_generations}")
     if not all(c.prompt_ids and c.ids for c in rollout):
-        raise ValueError(f"{where}: a prompt or a completion has no tokens; expected at least one")
+        raise ValueError(f"{where} has a prompt or a completion without tokens; expected at least one")
     if a.corrects and any(c.logps is None for c in rollout):
         raise ValueError(
             f"{where} has completions without logps; expected those of the policy that sampled, or "
             "--no-vllm-importance-sampling-correction"
         )
     if a.loss == "eager" and any(c.kept is not None for c in rollout):
-        raise ValueError(f"{where} holds truncated samples; loss='eager' is over all ids")
+        raise ValueError(f"{where} has truncated samples; loss='eager' is over all ids")
+    return rollout
 
 
 # --- files that are whole or absent -----------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 import tempfile
@@ -17,15 +16,11 @@ from accelerate.utils import broadcast_object_list
 
 from ..benchmarks.machine import peak, restart_peak
 from ..engine.memory import chunk_sizes
-from . import evaluate
+from . import evaluate, report
 from .arguments import TrainArguments, parse
 from .checkpoint import CheckpointError
-from .model import Policy, load_model, load_tokenizer
-from .ranks import Ranks, Signals
-from .report import write_report
 from .rewards import SandboxUnavailable
-from .rollout import Sampler, eos_ids
-from .run import Run, load_data, make_rewards, set_up
+from .run import Run
 from .train import Trainer
 
 MIB = 2**20
@@ -39,7 +34,7 @@ def train(argv: Sequence[str]) -> int:
         arguments = parse(argv)
         if arguments.dry_run:
             return dry_run(arguments)
-        made = set_up(arguments)
+        made = Run(arguments)
     except (ValueError, TypeError, ImportError, OSError, SandboxUnavailable) as error:
         print(f"grpo-kernels train: {error}", file=sys.stderr)
         return 2
@@ -53,52 +48,14 @@ def train(argv: Sequence[str]) -> int:
 
 
 def demo(argv: Sequence[str]) -> int:
-    """The default run of `train`, into grpo-demo, in place of an earlier one."""
-    return train(["--output-dir", "grpo-demo", "--overwrite-output-dir", *argv])
-
-
-def report(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="grpo-kernels report", description="Write DIR/report.html, a page on its own."
-    )
-    parser.add_argument("folder", metavar="DIR", type=Path, help="output folder of a run, which may be running")
-    folder = parser.parse_args(argv).folder
-    try:
-        print(write_report(folder))
-    except (ValueError, OSError) as error:
-        print(f"grpo-kernels report: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def load_for_evaluation(target: evaluate.Target) -> evaluate.Loaded:
-    """Model, held-out prompts and rewards: those of the run, as far as the command has none of its own."""
-    known = {name: value for name, value in target.config.items() if name in TrainArguments.__dataclass_fields__}
-    for name in ("dataset_name", "dataset_test_split", "reward_funcs", "max_completion_length", "temperature"):
-        if getattr(target.options, name) is not None:
-            known[name] = getattr(target.options, name)
-    a = TrainArguments(**known)
-    a.use_peft = a.gradient_checkpointing = False  # transformers finds an adapter in the folder, and its base
-    a.eval_max_prompts = target.options.max_prompts
-    tokenizer, lm = load_tokenizer(target.model, a), load_model(target.model, a)
-    lm.to("cuda" if torch.cuda.is_available() and not a.use_cpu else "cpu")
-    held_out = load_data(a, tokenizer, lm, held_out=True)
-    if not held_out:
-        raise ValueError("there are no held-out prompts; expected --dataset-name, with --dataset-test-split")
-    rewards = make_rewards(a, held_out)
-    if rewards is None:
-        raise ValueError("reward_funcs is empty; expected names of built-in rewards, or module:function")
-    ranks = Ranks(use_cpu=a.use_cpu)
-    sampler = Sampler(Policy(lm), tokenizer, a, eos_ids(lm, tokenizer), ranks, Signals(ranks))
-    return evaluate.Loaded(sampler.for_evaluation, held_out, rewards)
+    """The default run of `train`, into grpo-demo; one that was interrupted goes on."""
+    resume = ["--resume-from-checkpoint", "auto"] if Path("grpo-demo").exists() else []
+    return train(["--output-dir", "grpo-demo", *resume, *argv])
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "demo": demo,
-    "train": train,
-    "evaluate": lambda argv: evaluate.run(argv, load_for_evaluation),
-    "report": report,
-}
+    "demo": demo, "train": train, "evaluate": evaluate.run, "report": report.run,
+}  # fmt: skip
 
 
 # --- train --dry-run --------------------------------------------------------------------------------------------------
@@ -109,7 +66,7 @@ def dry_run(arguments: TrainArguments) -> int:
     PartialState(cpu=arguments.use_cpu)
     with tempfile.TemporaryDirectory() as folder:
         (shared,) = broadcast_object_list([folder])  # that of the first process
-        made = set_up(dataclasses.replace(
+        made = Run(dataclasses.replace(
             arguments, output_dir=str(Path(shared) / "run"), resume_from_checkpoint=None, save_rollouts=False,
             disable_tqdm=True,
         ))  # fmt: skip
@@ -131,7 +88,7 @@ def _one_step(made: Run) -> None:
         print(f"memory     {size / MIB:10,.1f} MiB  {name}")
     before = restart_peak(device)
     trainer, begin = Trainer(made), time.perf_counter()
-    made.log.start(0)
+    made.log.start(0, {})
     trainer.collect()
     shown, sampled = trainer.progress.rollout[0], time.perf_counter()
     trainer.update()

@@ -1,4 +1,4 @@
-"""Prompts: from a JSON file, from a data set of `datasets`, or generated; and the order in which a run visits them."""
+"""Prompts: from a JSONL file, from a data set of `datasets`, or generated; and the order in which a run visits them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import random
-import warnings
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Row: TypeAlias = "dict[str, Any]"
-JSON_SUFFIXES = (".jsonl", ".json")
+HELD_OUT = 400  # problems of the arithmetic task
 
 
 class Prompt(NamedTuple):
@@ -34,16 +33,14 @@ def load_prompts(
     tokenizer: PreTrainedTokenizerBase,
     split: str = "train",
     config: str | None = None,
-    max_prompt_length: int | None = None,
     context: float = math.inf,
 ) -> list[Prompt]:
     """The prompts of `source`, in its order.
 
-    source: "arithmetic", the generated task, with the splits "train" and "test"; a file *.jsonl (an
-    object per line) or *.json (a list of objects), which is one split, whatever `split` says; or a name or folder that
-    `datasets.load_dataset` reads, with its `config` and `split`. Rows have the column "prompt", text or messages. A
-    column that some rows of a file lack is None there, as `datasets` has it.
-    max_prompt_length: prompts of more tokens are left out, with a warning that counts them.
+    source: "arithmetic", the generated task, with the splits "train" and "test"; a file *.jsonl, an object per line,
+    which is one split, whatever `split` says; or a name or folder that `datasets.load_dataset` reads, with its `config`
+    and `split`. Rows have the column "prompt", text or messages. A column that some rows of a file lack is None there,
+    as `datasets` has it.
     context: the most tokens that the model leaves to a prompt. A longer one raises a ValueError, as do a source that
     cannot be read, an empty one, a row without a proper prompt, and messages without a chat template.
     """
@@ -56,24 +53,11 @@ def load_prompts(
     prompts = []
     for index, row in enumerate(rows):
         ids = _encode(row["prompt"], tokenizer, f"{where}, row {index}")
-        if max_prompt_length is not None and len(ids) > max_prompt_length:
-            continue
         if len(ids) > context:
             raise ValueError(
-                f"{where}, row {index}: the prompt has {len(ids)} tokens; the model leaves {context} to a prompt "
-                f"(max_prompt_length={context} leaves such rows out)"
+                f"{where}, row {index}: the prompt has {len(ids)} tokens; the model leaves {context} to a prompt"
             )
         prompts.append(Prompt(row["prompt"], ids, {name: x for name, x in row.items() if name != "prompt"}))
-    if not prompts:
-        raise ValueError(
-            f"{where}: each of its {len(rows)} prompts has more than max_prompt_length={max_prompt_length} tokens"
-        )
-    if len(prompts) < len(rows):
-        warnings.warn(
-            f"{where}: {len(rows) - len(prompts)} of {len(rows)} prompts have more than "
-            f"max_prompt_length={max_prompt_length} tokens and are left out",
-            stacklevel=2,
-        )
     return prompts
 
 
@@ -105,16 +89,10 @@ def _permutation(size: int, epoch: int, seed: int) -> Sequence[int]:
 
 
 def _read_rows(source: str, split: str, config: str | None) -> list[Row]:
-    is_file = source.endswith(JSON_SUFFIXES)
-    if config is not None and (is_file or source == "arithmetic"):
-        raise ValueError(f"dataset_config={config!r} with {source!r}; only data sets of `datasets` have one")
-    if source == "arithmetic":
-        splits = dict(zip(("train", "test"), problems(), strict=True))
-        if split not in splits:
-            raise ValueError(f"split={split!r} of the arithmetic task; expected 'train' or 'test'")
-        return splits[split]
-    if is_file:
-        return _read_json(Path(source))
+    if source.endswith(".jsonl") or source == "arithmetic":
+        if config is not None:
+            raise ValueError(f"dataset_config={config!r} with {source!r}; only data sets of `datasets` have one")
+        return _read_jsonl(Path(source)) if source.endswith(".jsonl") else _arithmetic(split)
     from datasets import load_dataset
 
     try:
@@ -122,50 +100,48 @@ def _read_rows(source: str, split: str, config: str | None) -> list[Row]:
     except Exception as error:  # load_dataset documents none of its errors, and they are of many types
         reason = " ".join(str(error).split())
         raise ValueError(
-            f"cannot load data set {source!r}, split {split!r}: {reason}; expected 'arithmetic', a file *.jsonl or "
-            "*.json, or what datasets.load_dataset reads"
+            f"cannot load data set {source!r}, split {split!r}: {reason}; expected 'arithmetic', a file *.jsonl, or "
+            "what datasets.load_dataset reads"
         ) from error
     return found
 
 
-def problems(num_held_out: int = 400) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+def _arithmetic(split: str) -> list[Row]:
+    splits: dict[str, list[Row]] = dict(zip(("train", "test"), problems(), strict=True))
+    if split not in splits:
+        raise ValueError(f"split={split!r} of the arithmetic task; expected 'train' or 'test'")
+    return splits[split]
+
+
+def problems() -> tuple[list[Row], list[Row]]:
     """(training rows, held-out rows) of the arithmetic task: all 10,000 problems in the order of a hash, cut in two.
     Every run holds out the same ones, so that no evaluation, whatever its seed, meets what a model was trained on."""
-    rows = [{"prompt": f"{a:02d}+{b:02d}=", "answer": str(a + b)[::-1]} for a in range(100) for b in range(100)]
-    if not 0 < num_held_out < len(rows):
-        raise ValueError(f"num_held_out={num_held_out}; expected a number in (0, {len(rows)})")
+    rows: list[Row] = [
+        {"prompt": f"{a:02d}+{b:02d}=", "answer": str(a + b)[::-1]} for a in range(100) for b in range(100)
+    ]
     rows.sort(key=lambda row: hashlib.sha256(row["prompt"].encode()).digest())
-    return rows[num_held_out:], rows[:num_held_out]
+    return rows[HELD_OUT:], rows[:HELD_OUT]
 
 
-def _read_json(path: Path) -> list[Row]:
-    """Rows of a list of objects, or of an object per line; blank lines do not count."""
+def _read_jsonl(path: Path) -> list[Row]:
+    """Rows of an object per line; blank lines do not count."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 ({error})"
         raise ValueError(f"cannot read {path}: {reason}") from error
-    if text.lstrip().startswith("["):
-        found = {f"{path}, row {index}": row for index, row in enumerate(_parse(text, f"{path}"))}
-    else:
-        lines = {f"{path}, line {number}": line for number, line in enumerate(text.split("\n"), start=1)}
-        found = {where: _parse(line, where) for where, line in lines.items() if line.strip()}
-    for where, row in found.items():
-        if not isinstance(row, dict):
-            raise ValueError(f'{where} is {row!r:.60}; expected an object with the key "prompt"')
-    rows = list(found.values())
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line) if line.strip() else None
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
+        if line.strip() and not isinstance(row, dict):
+            raise ValueError(f'{path}, line {number} is {row!r:.60}; expected an object with the key "prompt"')
+        if row is not None:
+            rows.append(row)
     names = {name: None for row in rows for name in row}
-    for index, row in enumerate(rows):
-        if "prompt" in names and "prompt" not in row:
-            raise ValueError(f'{path}, row {index} has no "prompt"; found {", ".join(map(repr, row)) or "no keys"}')
     return [{**names, **row} for row in rows]
-
-
-def _parse(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{where} is not JSON: {error}") from error
 
 
 def _encode(prompt: Any, tokenizer: Any, where: str) -> list[int]:

@@ -9,13 +9,18 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import torch
+
+from .arguments import TrainArguments
+from .data import Prompt
+from .model import Policy, load_model, load_tokenizer
+from .ranks import Ranks, Signals
+from .rewards import Rewards
 from .rewards.answers import TAGGED, final_number, reply
-
-if TYPE_CHECKING:
-    from .data import Prompt
-    from .rewards import Rewards
+from .rollout import Sampler, eos_ids
+from .run import load_data, make_rewards
 
 
 class Sample(Protocol):
@@ -163,23 +168,13 @@ class Target(NamedTuple):
     options: argparse.Namespace
 
 
-class Loaded(NamedTuple):
-    """What an evaluation needs of a target."""
-
-    sample: Sample
-    prompts: Sequence[Prompt]
-    rewards: Rewards
-
-
-def run(argv: Sequence[str], load: Callable[[Target], Loaded]) -> int:
+def run(argv: Sequence[str]) -> int:
     """`grpo-kernels evaluate DIR|MODEL`: prints the table, and with --output writes it as JSON. Returns the exit
-    status: 2, after one sentence, for a bad argument. load: opens model, data and rewards; a ValueError or OSError of
-    it is one sentence too."""
+    status: 2, after one sentence, for a bad argument."""
     options = parser().parse_args(list(argv))
     try:
         check_options(options)
-        target = resolve(options)
-        sample, prompts, rewards = load(target)
+        sample, prompts, rewards = load(resolve(options))
     except (ValueError, ImportError, OSError) as error:
         print(f"evaluate: {error}", file=sys.stderr)
         return 2
@@ -191,6 +186,28 @@ def run(argv: Sequence[str], load: Callable[[Target], Loaded]) -> int:
     if options.output:
         options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0
+
+
+def load(target: Target) -> tuple[Sample, list[Prompt], Rewards]:
+    """Model, held-out prompts and rewards: those of the run, as far as the command has none of its own."""
+    known = {name: value for name, value in target.config.items() if name in TrainArguments.__dataclass_fields__}
+    for name in ("dataset_name", "dataset_test_split", "reward_funcs", "max_completion_length", "temperature"):
+        if getattr(target.options, name) is not None:
+            known[name] = getattr(target.options, name)
+    a = TrainArguments(**known)
+    a.use_peft = a.gradient_checkpointing = False  # transformers finds an adapter in the folder, and its base
+    a.eval_max_prompts = target.options.max_prompts
+    tokenizer, lm = load_tokenizer(target.model, a), load_model(target.model, a)
+    lm.to("cuda" if torch.cuda.is_available() and not a.use_cpu else "cpu")
+    held_out = load_data(a, tokenizer, lm, held_out=True)
+    if not held_out:
+        raise ValueError("there are no held-out prompts; expected --dataset-name, with --dataset-test-split")
+    rewards = make_rewards(a, held_out)
+    if rewards is None:
+        raise ValueError("reward_funcs is empty; expected names of built-in rewards, or module:function")
+    ranks = Ranks(use_cpu=a.use_cpu)
+    sampler = Sampler(Policy(lm), tokenizer, a, eos_ids(lm, tokenizer), ranks, Signals(ranks))
+    return sampler.for_evaluation, held_out, rewards
 
 
 def parser() -> argparse.ArgumentParser:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -23,6 +24,8 @@ from .ranks import Ranks
 from .rollout import Completion
 
 LOG, SAMPLES = "log.jsonl", "samples.jsonl"
+SHOWN = ("reward", "kl", "entropy", "grad_norm")  # beside the progress bar
+SILENCE = 60.0  # seconds until a run without a progress bar says where it is
 
 
 class RunLog:
@@ -31,20 +34,31 @@ class RunLog:
     def __init__(self, folder: Path, accelerator: Accelerator, *, steps: int, quiet: bool):
         self.accelerator, self.writes = accelerator, accelerator.is_main_process
         self.paths = {name: folder / name for name in (LOG, SAMPLES)}
-        self.monitor, self.sizes = Monitor(), dict.fromkeys((LOG, SAMPLES), 0)
-        self.bar = tqdm(total=steps, desc="GRPO", disable=quiet or not self.writes, dynamic_ncols=True)
+        self.monitor, self.quiet, self.said = Monitor(), quiet, time.monotonic()
+        hidden = quiet or not self.writes or None  # None: where stderr is no terminal
+        self.bar = tqdm(total=steps, desc="GRPO", disable=hidden, dynamic_ncols=True)
 
-    def start(self, step: int) -> None:
-        """Begin, or go on after the checkpoint of `step`: what was written after it is cut off."""
+    def start(self, step: int, sizes: dict[str, int]) -> None:
+        """Begin, or go on after the checkpoint of `step`: what was written beyond the sizes at that time is cut off."""
         if self.writes:
             for name, path in self.paths.items():
                 path.touch()
-                os.truncate(path, min(self.sizes[name], path.stat().st_size))
+                os.truncate(path, min(sizes.get(name, 0), path.stat().st_size))
+            for line in self.paths[LOG].read_text().splitlines():
+                self.monitor.update(json.loads(line))
         self.bar.n = step
         self.bar.refresh()
 
+    def sizes(self) -> dict[str, int]:
+        return {name: path.stat().st_size for name, path in self.paths.items()} if self.writes else {}
+
+    def phase(self, name: str) -> None:
+        """What takes the time now, beside the progress bar."""
+        self.bar.set_description(f"GRPO, {name}")
+
     def record(self, record: dict[str, Any]) -> None:
         """One optimizer step, or one evaluation."""
+        record = _finite(record)
         alarms = self.monitor.update(record)
         if alarms:
             record["warnings"] = [dataclasses.asdict(alarm) for alarm in alarms]
@@ -58,25 +72,20 @@ class RunLog:
         self.accelerator.log(numbers, step=record["step"])
         if "loss" in record:
             self.bar.update(1)
-            shown = {k: f"{record[k]:.3g}" for k in ("reward", "kl", "entropy", "grad_norm") if k in record}
-            self.bar.set_postfix(shown)
+            self.bar.set_postfix(
+                {k: f"{numbers[k]:.3g}" for k in ("reward", "kl", "entropy", "grad_norm") if k in numbers}
+            )
+            if self.bar.disable and not self.quiet and time.monotonic() > self.said + SILENCE:
+                self.say(f"step {record['step']} of {self.bar.total}: {self.bar.postfix}")
 
     def sample(self, sample: dict[str, Any]) -> None:
-        self._append(SAMPLES, sample)
+        self._append(SAMPLES, _finite(sample))
 
     def say(self, text: str) -> None:
         """A line above the progress bar."""
+        self.said = time.monotonic()
         if self.writes:
             tqdm.write(text, file=sys.stderr)
-
-    def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint: sizes of the files, and what the monitor remembers."""
-        sizes = {name: path.stat().st_size for name, path in self.paths.items()} if self.writes else {}
-        return {"sizes": sizes, "monitor": self.monitor.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.sizes = state["sizes"]
-        self.monitor.load_state_dict(state["monitor"])
 
     def close(self) -> None:
         self.bar.close()
@@ -84,7 +93,7 @@ class RunLog:
     def _append(self, name: str, record: dict[str, Any]) -> None:
         if self.writes:
             with self.paths[name].open("a") as file:
-                file.write(json.dumps(_finite(record), default=str) + "\n")
+                file.write(json.dumps(record, default=str) + "\n")
 
 
 def _finite(value: Any) -> Any:

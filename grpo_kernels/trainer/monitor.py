@@ -6,7 +6,6 @@ of each what it means, where its threshold comes from, and what to do.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -187,7 +186,7 @@ class Monitor:
     """Checks the records of a run in order. An alarm is returned once per episode, and again where a warning becomes
     critical; an episode ends after `WINDOW` steps without the finding.
 
-    `state_dict` is plain JSON; with it, a resumed run gives the alarms that an uninterrupted one gives.
+    Given the records of a log so far, it goes on with the alarms that an uninterrupted run gives.
     """
 
     def __init__(self) -> None:
@@ -211,16 +210,6 @@ class Monitor:
     def active(self) -> dict[str, str]:
         """Severity of each episode that has not ended, by kind."""
         return {kind: severity for kind, (severity, _) in self._episodes.items()}
-
-    def state_dict(self) -> dict[str, Any]:
-        return copy.deepcopy(vars(self._history) | {"episodes": self._episodes})
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state.keys() != (expected := self.state_dict().keys()):
-            raise ValueError(f"state has keys {sorted(state)}; expected {sorted(expected)}")
-        state = copy.deepcopy(state)
-        self._episodes = state.pop("episodes")
-        vars(self._history).update(state)
 
     def _settle(self, kind: str, finding: Finding | None, *, patience: int = WINDOW) -> list[Alarm]:
         episode = self._episodes.get(kind)

@@ -13,7 +13,7 @@ import transformers
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from .arguments import to_json
-from .checkpoint import CONFIG, ROLLOUT, STATE, TENSORS, from_lines, prune, to_lines, write_atomically
+from .checkpoint import ROLLOUT, RUN, STATE, TENSORS, from_lines, prune, to_lines, write_atomically
 from .data import fingerprint
 from .rollout import Completion
 from .run import Run
@@ -25,7 +25,7 @@ class Progress:
     stream of its own, made from the seed and its index.
 
     cursor: position in the order of the prompts. rollout: the one in use, of which `used` optimizer steps are made;
-    rollout_numbers: its part of log.jsonl.
+    rollout_numbers: its part of log.jsonl. log_sizes: of the files of RunLog, bytes, when this was saved.
     """
 
     beta: float
@@ -38,13 +38,14 @@ class Progress:
     evaluated_at: int | None = None
     pass_at_1: dict[str, float] = field(default_factory=dict)
     rollout_numbers: dict[str, Any] = field(default_factory=dict)
+    log_sizes: dict[str, int] = field(default_factory=dict)
     rollout: list[Completion] = field(default_factory=list)
 
 
 def save(made: Run, progress: Progress) -> None:
     """Write checkpoint-STEP; every rank calls it, the first one writes, and all raise where that fails."""
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = made.model_state()
+    weights, progress.log_sizes = made.model_state(), made.log.sizes()
     tensors = {
         # torch makes a step with gradients of 0 where there was none, which AdamW would count.
         "optimizer": get_optimizer_state_dict(made.bare_policy, made.optimizer.optimizer, options=whole)
@@ -55,7 +56,7 @@ def save(made: Run, progress: Progress) -> None:
     }
     state = {
         "progress": {name: value for name, value in vars(progress).items() if name != "rollout"},
-        "log": made.log.state_dict(), "processes": made.ranks.count, "prompts": fingerprint(made.prompts),
+        "prompts": fingerprint(made.prompts),
         **_environment(),
     }  # fmt: skip
 
@@ -63,7 +64,7 @@ def save(made: Run, progress: Progress) -> None:
         made.write_model(folder, weights)
         torch.save(tensors, folder / TENSORS)
         (folder / STATE).write_text(json.dumps(state, indent=1))
-        (folder / CONFIG).write_text(json.dumps(to_json(made.arguments), indent=1))
+        (folder / RUN).write_text(json.dumps(to_json(made.arguments, made.ranks.count), indent=1))
         # Columns and what functions gave to log_extra have done their work: rewards are known.
         (folder / ROLLOUT).write_text(to_lines([replace(c, columns={}, extra={}) for c in progress.rollout]))
 
@@ -91,7 +92,6 @@ def restore(made: Run) -> Progress:
     made.scheduler.load_state_dict(tensors["scheduler"])
     if made.reference is not None:
         made.reference.load_state_dict(tensors["reference"])
-    made.log.load_state_dict(state["log"])
     return Progress(**state["progress"], rollout=from_lines(folder / ROLLOUT))
 
 

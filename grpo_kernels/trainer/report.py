@@ -6,9 +6,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -128,6 +130,21 @@ CHARTS: dict[str, tuple[Chart, ...]] = {
     ),
 }  # fmt: skip
 NOT_PLOTTED = {"step", "rollout", "seconds", "completions/count"}
+
+
+def run(argv: Sequence[str]) -> int:
+    """`grpo-kernels report DIR`; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="grpo-kernels report", description="Write DIR/report.html, a page on its own."
+    )
+    parser.add_argument("folder", metavar="DIR", type=Path, help="output folder of a run, which may be running")
+    folder = parser.parse_args(argv).folder
+    try:
+        print(write_report(folder))
+    except (ValueError, OSError) as error:
+        print(f"grpo-kernels report: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def write_report(folder: str | Path) -> Path:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
-import shutil
 import sys
 import time
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +23,16 @@ from transformers.utils import logging as transformers_logging
 from .arguments import ARITHMETIC, TrainArguments, to_json
 from .checkpoint import (
     CONFIG,
-    check_continuation,
-    check_rollout,
+    RUN,
     check_same_run,
+    check_state,
     checkpoints,
     find_checkpoint,
-    load_rollout,
-    rollout_path,
+    load_replay,
     write_atomically,
     write_text,
 )
 from .data import Prompt, load_prompts
-from .evaluate import is_run
 from .log import LOG, SAMPLES, RunLog
 from .model import Policy, ReferencePolicy, load_model, load_tokenizer
 from .ranks import Ranks, Signals
@@ -43,34 +41,47 @@ from .rollout import Sampler, eos_ids
 from .vllm import VLLM
 
 PROJECT = "grpo-kernels"  # by which trackers call the runs
-EVENTS = "events.out.tfevents."  # how TensorBoard's files begin
-OWN = (LOG, SAMPLES, "config.json", "summary.json", "report.html", "model", "rollouts")
+OWN = (LOG, SAMPLES, CONFIG, "summary.json", "report.html", "model", "rollouts")
 
 
-@dataclass
 class Run:
-    """The parts of a run. policy: as the accelerator prepared it."""
+    """The parts of a run. policy: as the accelerator prepared it; checkpoint: the one to go on from.
 
-    arguments: TrainArguments
-    accelerator: Accelerator
-    ranks: Ranks
-    signals: Signals
-    folder: Path
-    checkpoint: Path | None
-    sampler: Sampler
-    prompts: list[Prompt]
-    held_out: list[Prompt]
-    rewards: Rewards | None
-    policy: torch.nn.Module
-    reference: ReferencePolicy | None
-    optimizer: Any
-    scheduler: Any
-    log: RunLog
+    Making them raises ValueError or TypeError, one sentence, with nothing overwritten.
+    """
 
-    @property
-    def bare_policy(self) -> Policy:
-        found: Policy = self.accelerator.unwrap_model(self.policy)
-        return found
+    def __init__(self, arguments: TrainArguments):
+        self.arguments = a = arguments
+        transformers_logging.disable_progress_bar()  # of loading and saving: one per file
+        self.ranks, self.folder = Ranks(use_cpu=a.use_cpu), Path(a.output_dir)
+        a.check(self.ranks.count)
+        self.accelerator = _make_accelerator(a)
+        with self.ranks.together():
+            for i in range(a.num_rollouts if a.replay else 0):
+                load_replay(a, i, self.ranks.count)
+            self.checkpoint = _claim(self.folder, a, self.ranks.count)
+            if self.accelerator.is_main_process:
+                self.unlock = weakref.finalize(self, os.close, _lock(self.folder))
+            source = a.model_name_or_path or _make_start_model(self.folder, a, self.ranks)
+        tokenizer, lm = load_tokenizer(source, a), load_model(source, a, self.checkpoint)
+        self.prompts, self.held_out = (load_data(a, tokenizer, lm, held_out=wanted) for wanted in (False, True))
+        if self.checkpoint is not None:
+            check_state(self.checkpoint, a, self.prompts)
+        self.rewards = make_rewards(a, [*self.prompts, *self.held_out])
+        policy, ends = Policy(lm, eager=a.loss == "eager"), eos_ids(lm, tokenizer)
+        vllm = VLLM(source, a) if a.use_vllm else None
+        self.policy, self.optimizer = self.accelerator.prepare(policy, _make_optimizer(policy, a))
+        self.bare_policy: Policy = self.accelerator.unwrap_model(self.policy)
+        self.scheduler = _make_scheduler(self.optimizer, a)
+        with self.ranks.together():
+            if not a.dry_run:
+                _init_trackers(self.accelerator, a)
+            if self.accelerator.is_main_process:
+                write_text(self.folder / CONFIG, json.dumps(to_json(a, self.ranks.count), indent=1) + "\n")
+        self.signals = Signals(self.ranks)
+        self.sampler = Sampler(self.policy, tokenizer, a, ends, self.ranks, self.signals, vllm)
+        self.reference = ReferencePolicy(self.bare_policy) if a.beta else None
+        self.log = RunLog(self.folder, self.accelerator, steps=a.max_steps, quiet=a.disable_tqdm)
 
     def model_state(self) -> dict[str, torch.Tensor]:
         """Whole parameters; every rank has to ask."""
@@ -93,49 +104,13 @@ class Run:
         if self.rewards is not None:
             self.rewards.close()
         self.log.close()
+        if self.accelerator.is_main_process:
+            self.unlock()
         # torch 2.13: where a thread of gloo has not yet let go of the last message, taking the process group down waits
         # for that thread, which waits for Python. Without this pause one run in ten of two processes never ends.
         if self.ranks.count > 1:
             time.sleep(0.2)
         self.accelerator.end_training()
-
-
-def set_up(arguments: TrainArguments) -> Run:
-    """Make the parts of a run. Raises ValueError or TypeError, one sentence, with nothing overwritten."""
-    a = arguments
-    transformers_logging.disable_progress_bar()  # of loading and saving: one per file
-    ranks, folder = Ranks(use_cpu=a.use_cpu), Path(a.output_dir)
-    a.check(ranks.count)
-    accelerator = _make_accelerator(a)
-    with ranks.together():
-        _check_replay(a, ranks.count)
-        checkpoint, overwritten = _claim(folder, a)
-        source = a.model_name_or_path or _make_start_model(folder, a, ranks)
-    tokenizer, lm = load_tokenizer(source, a), load_model(source, a, checkpoint)
-    prompts, held_out = (load_data(a, tokenizer, lm, held_out=wanted) for wanted in (False, True))
-    if checkpoint is not None:
-        check_continuation(checkpoint, a, ranks.count, prompts)
-    rewards = make_rewards(a, [*prompts, *held_out])
-    policy: Any = Policy(lm, eager=a.loss == "eager")
-    ends = eos_ids(lm, tokenizer)
-    vllm = VLLM(source, a) if a.use_vllm else None
-    policy, optimizer = accelerator.prepare(policy, _make_optimizer(policy, a))
-    scheduler = _make_scheduler(optimizer, a)
-    with ranks.together():
-        if not a.dry_run:
-            _init_trackers(accelerator, a)
-        if accelerator.is_main_process:
-            for path in overwritten:  # everything is right: it goes now
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-            write_text(folder / "config.json", json.dumps(to_json(a), indent=1) + "\n")
-    signals = Signals(ranks)
-    return Run(
-        arguments=a, accelerator=accelerator, ranks=ranks, signals=signals, folder=folder, checkpoint=checkpoint,
-        sampler=Sampler(policy, tokenizer, a, ends, ranks, signals, vllm), prompts=prompts, held_out=held_out,
-        rewards=rewards, policy=policy, optimizer=optimizer, scheduler=scheduler,
-        reference=ReferencePolicy(accelerator.unwrap_model(policy)) if a.beta else None,
-        log=RunLog(folder, accelerator, steps=a.max_steps, quiet=a.disable_tqdm),
-    )  # fmt: skip
 
 
 def _make_optimizer(policy: Policy, a: TrainArguments) -> Any:
@@ -197,9 +172,9 @@ def _make_accelerator(a: TrainArguments) -> Accelerator:
 
 def _init_trackers(accelerator: Accelerator, a: TrainArguments) -> None:
     options = {"wandb": {"dir": os.environ.get("WANDB_DIR", a.output_dir)}} if "wandb" in a.report_to else {}
-    Path(a.output_dir).mkdir(parents=True, exist_ok=True)
+    settings = {name: str(value) for name, value in to_json(a, accelerator.num_processes).items()}
     try:
-        accelerator.init_trackers(PROJECT, {k: str(v) for k, v in to_json(a).items()}, options)
+        accelerator.init_trackers(PROJECT, settings, options)
     except Exception as error:  # of the trackers, such as an account that is not known
         raise ValueError(f"report_to={', '.join(a.report_to)}: {error}") from error
 
@@ -207,78 +182,58 @@ def _init_trackers(accelerator: Accelerator, a: TrainArguments) -> None:
 # --- the output folder ------------------------------------------------------------------------------------------------
 
 
-def _own(folder: Path) -> list[Path]:
-    """What a run left in its output folder, but for the model that it started from, and runs that wandb may upload."""
-    board = [  # of TensorBoard, and of nobody else: the folder may be something else of that name
-        path for path in (folder / PROJECT).glob("*")
-        if path.name.startswith(EVENTS) or any(path.glob(f"{EVENTS}*")) or (path / "hparams.yml").exists()
-    ]  # fmt: skip
-    return [path for name in OWN if (path := folder / name).exists()] + checkpoints(folder) + board
-
-
-def _claim(folder: Path, a: TrainArguments) -> tuple[Path | None, list[Path]]:
-    """The checkpoint to go on from, if any, and what another run left, to be deleted. Raises where the folder holds a
-    run that these options do not continue."""
+def _claim(folder: Path, a: TrainArguments, num_processes: int) -> Path | None:
+    """The checkpoint to go on from, if any. Raises where the folder holds a run that these options do not continue."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"output_dir={folder} is a file; expected a folder")
-    wanted, own, config = a.resume_from_checkpoint, _own(folder), folder / "config.json"
+    wanted, written, saved = a.resume_from_checkpoint, checkpoints(folder), folder / CONFIG
     checkpoint = find_checkpoint(folder, wanted)
-    continues = wanted is not None and config.exists()
+    continues = wanted is not None and saved.exists()
     if checkpoint is not None:
-        continues, config = checkpoint.resolve().parent == folder.resolve(), checkpoint / CONFIG
-    if own and not continues and not a.overwrite_output_dir:
+        continues, saved = checkpoint.resolve().parent == folder.resolve(), checkpoint / RUN
+    own = sorted(path.name for path in (*(folder / name for name in OWN), *written) if path.exists())
+    if own and not continues:
         raise ValueError(
-            f"output_dir={folder} holds another run ({', '.join(sorted(path.name for path in own)[:3])} ...); expected "
-            "a new folder, --resume-from-checkpoint auto, or --overwrite-output-dir"
-        )
-    if own and not continues and not is_run(folder):
-        raise ValueError(
-            f"output_dir={folder} holds {own[0].name} and no config.json of a run: --overwrite-output-dir would delete "
-            "what is not a run's; expected another folder"
+            f"output_dir={folder} holds another run ({', '.join(own[:3])} ...); expected a new folder, or "
+            "--resume-from-checkpoint auto"
         )
     if checkpoint is not None or continues:
-        check_same_run(config, a)
-    if checkpoint is None and wanted is not None:
+        check_same_run(saved, a, num_processes)
+    if wanted is not None and checkpoint is None:
         print(f"{folder} holds no sound checkpoint: the run begins at step 0", file=sys.stderr)
-    elif (
-        checkpoint is not None
-        and continues
-        and wanted != "auto"
-        and checkpoints(folder)[0].resolve() != checkpoint.resolve()
-    ):
+    if checkpoint is not None and continues and wanted != "auto" and written[0].resolve() != checkpoint.resolve():
         raise ValueError(
-            f"resume_from_checkpoint={checkpoint}: {checkpoints(folder)[0]} is newer; expected 'auto', another "
-            "output_dir, or a folder without newer checkpoints"
+            f"resume_from_checkpoint={checkpoint}: {written[0]} is newer; expected 'auto', another output_dir, or a "
+            "folder without newer checkpoints"
         )
-    overwritten = [] if continues else [path for path in own if path.name != "config.json"]  # which is replaced
-    for name in ("model_name_or_path", "dataset_name", "eval_dataset_name", "replay"):
-        source = Path(getattr(a, name)).resolve() if getattr(a, name) is not None else None
-        if source and any(path.resolve() in (source, *source.parents) for path in overwritten):
-            raise ValueError(f"{name}={getattr(a, name)} would be deleted by --overwrite-output-dir; expected a copy")
-    return checkpoint, overwritten
+    return checkpoint
+
+
+def _lock(folder: Path) -> int:
+    """A handle of the folder, which no second run gets while this one has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise ValueError(f"output_dir={folder} is in use by another run; expected a folder for each run") from None
+    except OSError:  # a file system without locks
+        pass
+    return handle
 
 
 # --- model, data, rewards ---------------------------------------------------------------------------------------------
 
 
 def _make_start_model(folder: Path, a: TrainArguments, ranks: Ranks) -> str:
-    """The small model of the arithmetic task, made once: its name says all that it depends on."""
+    """The small model of the arithmetic task, made once for each seed."""
     from .arithmetic import start_model
 
-    start = folder / f"start-model-{a.seed}-{a.vocab_size}"
+    start = folder / f"start-model-{a.seed}"
     if ranks.index == 0 and not start.exists():
-        start_model(start, seed=a.seed, vocab_size=a.vocab_size, quiet=a.disable_tqdm)
+        start_model(start, seed=a.seed, quiet=a.disable_tqdm)
     return str(start)
-
-
-def _check_replay(a: TrainArguments, num_processes: int) -> None:
-    if a.replay is None:
-        return
-    folder, count = Path(a.replay), -(-a.max_steps // a.steps_per_rollout)
-    for path in (rollout_path(folder, i) for i in range(count)):
-        if not path.exists():
-            raise ValueError(f"replay={folder} has no {path.name}; {a.max_steps} steps take {count} rollouts")
-    check_rollout(load_rollout(folder, 0), a, num_processes)
 
 
 def load_data(a: TrainArguments, tokenizer: Any, lm: Any, *, held_out: bool) -> list[Prompt]:
@@ -298,7 +253,7 @@ def load_data(a: TrainArguments, tokenizer: Any, lm: Any, *, held_out: bool) -> 
         )
     prompts = load_prompts(
         name or ARITHMETIC, split=split, config=a.dataset_config if name == a.dataset_name else None,
-        tokenizer=tokenizer, max_prompt_length=a.max_prompt_length, context=context,
+        tokenizer=tokenizer, context=context,
     )  # fmt: skip
     largest = max(tokenizer.pad_token_id, *(max(prompt.ids) for prompt in prompts))
     if largest >= (rows := lm.get_input_embeddings().weight.shape[0]):

@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from statistics import fmean
 
 from .arguments import to_json
@@ -24,7 +23,7 @@ from .batch import (
     step_ends,
     without_gradient,
 )
-from .checkpoint import check_rollout, load_rollout, save_rollout, write_text
+from .checkpoint import load_replay, save_rollout, write_text
 from .data import Prompt, take
 from .evaluate import evaluate
 from .log import pass_numbers, rollout_record, step_record
@@ -53,7 +52,7 @@ class Trainer:
     def train(self) -> int:
         """All steps that are left; returns the exit status."""
         p, a, made = self.progress, self.arguments, self.made
-        made.log.start(p.step)
+        made.log.start(p.step, p.log_sizes)
         if p.step:
             made.log.say(f"resumed at step {p.step} from {made.checkpoint}")
         with made.signals.noted():
@@ -80,8 +79,9 @@ class Trainer:
         """Sample or load the next rollout, score it, and compute what its updates need."""
         a, p, made = self.arguments, self.progress, self.made
         begin = time.perf_counter()
+        made.log.phase("sampling")
         self.seconds, self.metrics, p.rollout_numbers = {"rewards": 0.0}, {}, {}
-        rollout = self._replayed(Path(a.replay)) if a.replay is not None else self._sampled()
+        rollout = self._replayed() if a.replay else self._sampled()
         if p.rollout_index == 0 and all(c.steps is None for c in rollout):
             for name in ("gamma", "step_delimiter"):
                 if a.is_given(name):
@@ -91,6 +91,7 @@ class Trainer:
             for group in filter(without_gradient, groups_of(rollout, a.num_generations)):
                 for c in group:
                     c.dropped = True
+        made.log.phase("updates")
         self._score_under_policies(rollout)
         p.rollout, p.used = rollout, 0
         if a.save_rollouts and made.accelerator.is_main_process:
@@ -99,9 +100,8 @@ class Trainer:
         p.rollout_numbers |= rollout_record(rollout, a.num_generations)
         self._log_samples()
 
-    def _replayed(self, folder: Path) -> list[Completion]:
-        rollout = load_rollout(folder, self.progress.rollout_index)
-        check_rollout(rollout, self.arguments, self.ranks.count)
+    def _replayed(self) -> list[Completion]:
+        rollout = load_replay(self.arguments, self.progress.rollout_index, self.ranks.count)
         if self.made.rewards is not None:
             own = self.ranks.share(rollout)
             self._score(own)
@@ -109,26 +109,25 @@ class Trainer:
         return rollout
 
     def _sampled(self) -> list[Completion]:
-        """A rollout. To refill it, there are several rounds, and groups of equal rewards come last."""
+        """A rollout, and where it is refilled, of several rounds."""
         a, p, prompts = self.arguments, self.progress, self.made.prompts
         wanted = a.rows_per_rollout(self.ranks.count) // a.num_generations
         cursor = p.cursor  # which stays where it is if sampling is cut short
-        useful: list[list[Completion]] = []
-        equal: list[list[Completion]] = []
-        for index in range(a.dynamic_sampling_max_rounds if a.dynamic_sampling == "refill" else 1):
+        groups: list[list[Completion]] = []
+        for index in range(a.dynamic_sampling_max_rounds):
             chosen = take(len(prompts), cursor, wanted, a.seed, shuffle=a.shuffle_dataset)
             cursor += wanted
             found = self._sample_groups([prompts[i] for i in chosen], index)
-            if a.dynamic_sampling == "refill":
-                assign_advantages(found, self.config, a.num_generations, a.gamma)
-                p.rollout_numbers["refill_rounds"] = index
-            for group in groups_of(found, a.num_generations):
-                (equal if a.dynamic_sampling == "refill" and without_gradient(group) else useful).append(group)
-            if len(useful) >= wanted:
+            groups += groups_of(found, a.num_generations)
+            if a.dynamic_sampling != "refill":
+                break
+            assign_advantages(found, self.config, a.num_generations, a.gamma)
+            p.rollout_numbers["refill_rounds"] = index
+            groups.sort(key=without_gradient)  # stable: those of equal rewards come last
+            if not without_gradient(groups[wanted - 1]):
                 break
         p.cursor = cursor
-        groups = (useful + equal)[:wanted]
-        return [dataclasses.replace(c, group=i) for i, group in enumerate(groups) for c in group]
+        return [dataclasses.replace(c, group=i) for i, group in enumerate(groups[:wanted]) for c in group]
 
     def _sample_groups(self, prompts: Sequence[Prompt], round_index: int) -> list[Completion]:
         """num_generations scored completions of each prompt, from all ranks."""
@@ -147,6 +146,7 @@ class Trainer:
     def _score(self, rows: Sequence[Completion]) -> None:
         """Set the rewards of this rank's completions."""
         begin, rewards = time.perf_counter(), self.made.rewards
+        self.made.log.phase("rewards")
         assert rewards is not None
         with self.ranks.together():
             batch = rewards.score(
@@ -306,6 +306,7 @@ class Trainer:
         due = p.step in (0, a.max_steps) or (a.eval_steps and p.step % a.eval_steps == 0)
         if not due or p.evaluated_at == p.step or not made.held_out or made.rewards is None:
             return
+        made.log.phase("evaluation")
         found = evaluate(
             partial(self.sampler.for_evaluation, step=p.step), made.held_out,
             made.rewards, num_samples=a.eval_num_samples, step=p.step,
@@ -325,7 +326,7 @@ class Trainer:
         summary = {
             "pass_at_1_before": p.pass_at_1.get("before"), "pass_at_1_after": p.pass_at_1.get("after"),
             "steps": p.step, "seconds": time.perf_counter() - self.started, "tokens": p.num_tokens,
-            "options": to_json(self.arguments),
+            "options": to_json(self.arguments, self.ranks.count),
         }  # fmt: skip
         if made.accelerator.is_main_process:
             write_text(made.folder / "summary.json", json.dumps(summary, indent=1) + "\n")
