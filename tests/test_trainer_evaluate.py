@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from grpo_kernels.trainer import RunError
 from grpo_kernels.trainer import evaluate as module
 from grpo_kernels.trainer.evaluate import best_of_n, evaluate, final_answer, majority_at_k, pass_at_k, resolve, run
 
@@ -185,7 +186,7 @@ def test_all_unscored_is_no_number():
 def test_a_reward_that_always_fails_is_named():
     failure = SimpleNamespace(name="exact", message="KeyError: 'gold'", traceback="Traceback: line 3")
     rewards = SimpleNamespace(score=lambda **_: SimpleNamespace(total=torch.full((6,), math.nan), fatal=failure))
-    with pytest.raises(RuntimeError, match=r"reward exact failed for every completion.*KeyError: 'gold'\nTraceback"):
+    with pytest.raises(RunError, match=r"reward exact failed for every completion.*KeyError: 'gold'\nTraceback"):
         evaluate(sampler(), PROMPTS, rewards, num_samples=1)
 
 

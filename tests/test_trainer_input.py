@@ -6,6 +6,7 @@ import json
 import shutil
 
 import pytest
+import torch
 import training
 from accelerate.utils import LoggerType
 from training import run
@@ -22,6 +23,36 @@ def one_short(prompts, completions, **columns):
 
 def always_raises(prompts, completions, **columns):
     raise KeyError("no such key in my reward")
+
+
+def beyond_float(prompts, completions, **columns):
+    return [10**400] * len(prompts)
+
+
+def reads_gold(completions, gold):
+    return gold
+
+
+class Class:
+    def __call__(self, completions, **columns):
+        return [0.0] * len(completions)
+
+
+def harmless(completion_ids, **columns):
+    return [float(len(ids)) + 0.1 * ids[0] for ids in completion_ids]
+
+
+def harmful(prompts, completions, completion_ids, answer, **columns):
+    found = harmless(completion_ids)
+    for ids in completion_ids:
+        ids[:] = [1]
+    prompts.clear(), completions.clear(), answer.clear()
+    torch.set_grad_enabled(False)
+    return found
+
+
+def interrupts(*given, **columns):
+    raise KeyboardInterrupt
 
 
 def refused(output, capfd, status=2):
@@ -280,16 +311,44 @@ def test_a_folder_that_another_run_is_using(model, data, tmp_path, capfd):
     assert run(model, data, output, resume_from_checkpoint="auto", max_steps=1) == 0
 
 
-def test_a_reward_of_the_wrong_length_stops_with_a_sentence(model, data, tmp_path):
-    with pytest.raises(ValueError, match="'one_short' returned 7 values, expected 8"):
-        run(model, data, tmp_path / "run", reward_funcs="test_trainer_input:one_short")
+@pytest.mark.parametrize(("name", "words"), [
+    ("one_short", "'one_short' returned 7 values, expected 8"),
+    ("beyond_float", "'beyond_float' returned 1000"),
+])  # fmt: skip
+def test_a_reward_of_the_wrong_length_or_size_stops_with_a_sentence(name, words, model, data, tmp_path, capfd):
+    assert run(model, data, tmp_path / "run", reward_funcs=f"test_trainer_input:{name}") == 1
+    error = capfd.readouterr().err
+    assert f"grpo-kernels train: reward {words}" in error and "Traceback" not in error
     assert not training.steps(tmp_path / "run")
 
 
-def test_a_reward_that_always_fails_stops_with_its_own_traceback(model, data, tmp_path):
-    with pytest.raises(RuntimeError, match="always_raises failed for every completion of step 1") as caught:
-        run(model, data, tmp_path / "run", reward_funcs="test_trainer_input:always_raises")
-    assert "no such key in my reward" in str(caught.value) and "in always_raises" in str(caught.value)
+def test_an_argument_that_is_no_column(model, data, tmp_path, capfd):
+    for name, words in (("reads_gold", "'reads_gold' reads the column 'gold'; there are: answer"),
+                        ("Class", "has a class, expected a function")):  # fmt: skip
+        assert run(model, data, tmp_path / "run", reward_funcs=f"test_trainer_input:{name}") == 2
+        assert words in refused(tmp_path / "run", capfd)
+
+
+def test_a_reward_that_changes_what_it_gets_changes_no_step(model, data, tmp_path):
+    for name in ("harmless", "harmful"):
+        assert run(model, data, tmp_path / name, reward_funcs=f"test_trainer_input:{name}") == 0
+    assert training.weights(tmp_path / "harmless").keys() == training.weights(tmp_path / "harmful").keys()
+    assert training.same_weights(tmp_path / "harmless", tmp_path / "harmful")
+
+
+@pytest.mark.parametrize("when", ["set-up", "run"])
+def test_an_interrupt_without_a_traceback(when, model, data, tmp_path, monkeypatch, capfd):
+    if when == "set-up":
+        monkeypatch.setattr("grpo_kernels.trainer.run.load_model", interrupts)
+    assert run(model, data, tmp_path / "run", reward_funcs="test_trainer_input:interrupts") == 130
+    assert "grpo-kernels train: interrupted" in capfd.readouterr().err
+
+
+def test_a_reward_that_always_fails_stops_with_its_own_traceback(model, data, tmp_path, capfd):
+    assert run(model, data, tmp_path / "run", reward_funcs="test_trainer_input:always_raises") == 1
+    error = capfd.readouterr().err
+    assert "always_raises failed for every completion of step 1" in error and error.count("Traceback") == 1
+    assert "no such key in my reward" in error and "in always_raises" in error
 
 
 def test_the_wrong_reward_fails_the_dry_run_too(model, data, tmp_path, capfd):
@@ -350,6 +409,8 @@ def test_a_missing_package_is_one_sentence(name, monkeypatch, capsys):
 def test_report_and_evaluate_name_what_is_wrong(tmp_path, capsys):
     assert main(["report", str(tmp_path / "nothing")]) == 2
     assert "nothing" in capsys.readouterr().err
+    assert main(["report", str(tmp_path)]) == 2 and not list(tmp_path.iterdir())
+    assert "holds neither config.json nor log.jsonl" in capsys.readouterr().err
     assert main(["evaluate", str(tmp_path)]) == 2
     assert "--dataset-name" in capsys.readouterr().err
     for option, value, words in (
@@ -372,5 +433,6 @@ def test_evaluate_takes_a_run_a_checkpoint_or_a_model(model, data, tmp_path, cap
         found = json.loads((tmp_path / "found.json").read_text())
         assert found["pass_at_1"] == summary["pass_at_1_after"] and found["problems"] == 12
     argv = [str(model), "--dataset-name", str(data), "--reward-funcs", "exact_answer", "--max-completion-length", "5"]
-    assert main(["evaluate", *argv, "--dataset-test-split", "train", "--num-samples", "2"]) == 0
-    assert "12 problems, 2 samples each" in capsys.readouterr().out
+    assert main(["evaluate", *argv, "--num-samples", "2"]) == 0
+    found = capsys.readouterr()
+    assert "12 problems, 2 samples each" in found.out and "Loading weights" not in found.err

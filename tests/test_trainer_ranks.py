@@ -49,8 +49,8 @@ def test_pitfall_14_an_error_of_one_rank_ends_all_and_other_runs_of_two_processe
     for name in ("DDP", "FSDP2"):
         check_that_it_resumes_with_the_same_bits(name, folder, seen)
     check_metrics_of_both(folder)
-    check_an_error_of_one_ends_both_14(seen)
     output = done.stdout + done.stderr
+    check_an_error_of_one_ends_both_14(seen, output)
     check_a_reward_that_fails_in_one_14(folder, seen, output)
     check_a_signal_to_one_stops_both(folder, seen)
     check_three_held_out_prompts(folder)
@@ -70,11 +70,12 @@ def check_metrics_of_both(folder):
     assert training.steps(folder / "DDP")[0]["metrics/rank"] == 0.5
 
 
-def check_an_error_of_one_ends_both_14(seen):
+def check_an_error_of_one_ends_both_14(seen, output):
     """And not the timeout of the process group, which is longer than this test's."""
-    first, second = seen
-    assert first["short"] == f"RuntimeError: rank 1 failed: {second['short']}"
-    assert "returned 7 values, expected 8" in second["short"]
+    assert [rank["short"] for rank in seen] == [1, 1]
+    sentence = "reward 'short_on_rank_1' returned 7 values, expected 8, one for each completion"
+    assert f"grpo-kernels train: {sentence}" in output
+    assert f"grpo-kernels train: rank 1 failed: RunError: {sentence}" in output
 
 
 def check_a_reward_that_fails_in_one_14(folder, seen, output):

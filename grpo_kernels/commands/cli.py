@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 from collections.abc import Sequence
@@ -55,6 +56,8 @@ def _training(arguments: argparse.Namespace) -> int:
         return 1
     from ..trainer.commands import COMMANDS
 
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # prompts and completions, whatever the locale
     return COMMANDS[arguments.command](arguments.rest)
 
 

@@ -21,6 +21,11 @@ monitor.py     failures in words; report.py: report.html; evaluate.py: pass@1, p
 
 from importlib.util import find_spec
 
+
+class RunError(ValueError):
+    """Ends a run with its message alone: what is wrong is not in this code, or is said in full."""
+
+
 PACKAGES = ("transformers", "accelerate", "datasets", "tqdm", "yaml")
 
 

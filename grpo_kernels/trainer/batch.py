@@ -13,6 +13,7 @@ from ..advantages import group_advantages, process_advantages
 from ..config import GRPOConfig
 from ..offpolicy import rollout_weights
 from ..sampling_mask import SamplingMask
+from . import RunError
 from .arguments import TrainArguments
 from .rollout import Completion, left_padded
 
@@ -57,7 +58,7 @@ def assign_advantages(rollout: Sequence[Completion], config: GRPOConfig, num_gen
         return
     for c in rollout:
         if len(c.steps or ()) != len(c.step_ends or ()):
-            raise ValueError(
+            raise RunError(
                 f"a reward function returned {len(c.steps or ())} rewards for a completion of {len(c.step_ends or ())} "
                 "steps; expected one reward for each step (see step_delimiter)"
             )

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from . import RunError
 from .arguments import ARITHMETIC, TrainArguments, to_json
 from .data import Prompt, fingerprint
 from .rollout import Completion
@@ -30,10 +31,6 @@ FREE = {
     *("logging_samples", "report_to", "disable_tqdm", "eval_steps", "eval_num_samples", "eval_max_prompts"),
     *("dataset_test_split", "eval_dataset_name", "vllm_gpu_memory_utilization"),
 }
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be used, or could not be written."""
 
 
 def checkpoints(output: Path) -> list[Path]:
@@ -56,14 +53,14 @@ def prune(output: Path, limit: int | None, step: int) -> None:
 def find_checkpoint(output: Path, wanted: str | None) -> Path | None:
     """The checkpoint that `resume_from_checkpoint` names. 'auto': the newest sound one, damaged ones passed over aloud.
 
-    Raises CheckpointError for a named one that is not sound.
+    Raises RunError for a named one that is not sound.
     """
     for folder in checkpoints(output) if wanted == "auto" else [Path(wanted)] if wanted is not None else ():
         why = _problem(folder)
         if why is None:
             return folder
         if wanted != "auto":
-            raise CheckpointError(f"resume_from_checkpoint={wanted}: {why}")
+            raise RunError(f"resume_from_checkpoint={wanted}: {why}")
         print(f"{folder} is passed over: {why}", file=sys.stderr)
     return None
 
@@ -86,12 +83,12 @@ def _problem(folder: Path) -> str | None:
 
 
 def check_same_run(path: Path, a: TrainArguments, num_processes: int) -> None:
-    """Raise CheckpointError where the options of a run, saved in the file `path`, differ from these."""
+    """Raise RunError where the options of a run, saved in the file `path`, differ from these."""
     config = to_json(a, num_processes)
     try:
         saved = dict(json.loads(path.read_text()))
     except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{path} holds no options of a run: {error}") from None
+        raise RunError(f"{path} holds no options of a run: {error}") from None
     # A longer run changes no earlier step, unless the learning rate depends on the length.
     free = FREE | ({"max_steps"} if "constant" in config["lr_scheduler_type"] else set())
     changed = [
@@ -100,17 +97,17 @@ def check_same_run(path: Path, a: TrainArguments, num_processes: int) -> None:
         if name not in free and saved.get(name) != config.get(name)
     ]
     if changed:
-        raise CheckpointError(f"{path.parent} belongs to a run with other options: {', '.join(changed)}")
+        raise RunError(f"{path.parent} belongs to a run with other options: {', '.join(changed)}")
 
 
 def check_state(checkpoint: Path, a: TrainArguments, prompts: Sequence[Prompt]) -> None:
-    """Raise CheckpointError where a run of the same options cannot go on from the state in a checkpoint."""
+    """Raise RunError where a run of the same options cannot go on from the state in a checkpoint."""
     state = json.loads((checkpoint / STATE).read_text())
     if state["prompts"] != fingerprint(prompts):
         name = a.dataset_name or ARITHMETIC
-        raise CheckpointError(f"{checkpoint} was written with other prompts: dataset_name={name} has changed since")
+        raise RunError(f"{checkpoint} was written with other prompts: dataset_name={name} has changed since")
     if state["progress"]["step"] > a.max_steps:
-        raise CheckpointError(f"{checkpoint} is beyond max_steps={a.max_steps}")
+        raise RunError(f"{checkpoint} is beyond max_steps={a.max_steps}")
 
 
 # --- saved rollouts ---------------------------------------------------------------------------------------------------
@@ -135,7 +132,7 @@ def from_lines(path: Path) -> list[Completion]:
                     values[name] = torch.tensor(values[name], dtype=torch.float32)
             found.append(Completion(**values))
         except (ValueError, TypeError) as error:
-            raise ValueError(f"{path}, line {number}: {error}") from None
+            raise RunError(f"{path}, line {number}: {error}") from None
     return found
 
 
@@ -154,26 +151,26 @@ def load_rollout(folder: Path, index: int) -> list[Completion]:
 
 
 def load_replay(a: TrainArguments, index: int, num_processes: int) -> list[Completion]:
-    """A rollout of --replay. Raises ValueError where it is not what the options take."""
+    """A rollout of --replay. Raises RunError where it is not what the options take."""
     rows, path = a.rows_per_rollout(num_processes), rollout_path(Path(a.replay or ""), index)
     where = f"replay={a.replay}: {path.name}"
     if not path.is_file():
-        raise ValueError(f"{where} is missing; {a.max_steps} steps take {a.num_rollouts} rollouts")
+        raise RunError(f"{where} is missing; {a.max_steps} steps take {a.num_rollouts} rollouts")
     rollout = load_rollout(path.parent, index)
     if len(rollout) != rows:
-        raise ValueError(f"{where} has {len(rollout)} completions; the options take {rows}")
+        raise RunError(f"{where} has {len(rollout)} completions; the options take {rows}")
     sizes = {len(list(group)) for _, group in groupby(rollout, key=lambda c: c.group)}
     if sizes != {a.num_generations}:
-        raise ValueError(f"{where} has groups of {sorted(sizes)} completions; num_generations={a.num_generations}")
+        raise RunError(f"{where} has groups of {sorted(sizes)} completions; num_generations={a.num_generations}")
     if not all(c.prompt_ids and c.ids for c in rollout):
-        raise ValueError(f"{where} has a prompt or a completion without tokens; expected at least one")
+        raise RunError(f"{where} has a prompt or a completion without tokens; expected at least one")
     if a.corrects and any(c.logps is None for c in rollout):
-        raise ValueError(
+        raise RunError(
             f"{where} has completions without logps; expected those of the policy that sampled, or "
             "--no-vllm-importance-sampling-correction"
         )
     if a.loss == "eager" and any(c.kept is not None for c in rollout):
-        raise ValueError(f"{where} has truncated samples; loss='eager' is over all ids")
+        raise RunError(f"{where} has truncated samples; loss='eager' is over all ids")
     return rollout
 
 
@@ -191,7 +188,7 @@ def write_text(path: Path, text: str) -> None:
 def write_atomically(folder: Path, fill: Callable[[Path], object]) -> None:
     """Make `folder` by filling a temporary one beside it, with checksums, synced to the disk before it is renamed.
 
-    Raises CheckpointError where that fails (a full disk); what was there before stays.
+    Raises RunError where that fails (a full disk); what was there before stays.
     """
     partial, replaced = (folder.with_name(f".{folder.name}.{kind}") for kind in ("partial", "replaced"))
     try:
@@ -216,7 +213,7 @@ def write_atomically(folder: Path, fill: Callable[[Path], object]) -> None:
             words in str(error) for words in ("space left", "unexpected pos")
         )
         why = "the disk is full" if full else str(error)
-        raise CheckpointError(f"{folder} could not be written: {why}; earlier checkpoints are unchanged") from error
+        raise RunError(f"{folder} could not be written: {why}; earlier checkpoints are unchanged") from error
 
 
 def _sha256(path: Path) -> str:

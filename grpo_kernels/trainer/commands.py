@@ -16,9 +16,8 @@ from accelerate.utils import broadcast_object_list
 
 from ..benchmarks.machine import peak, restart_peak
 from ..engine.memory import chunk_sizes
-from . import evaluate, report
+from . import RunError, evaluate, report
 from .arguments import TrainArguments, parse
-from .checkpoint import CheckpointError
 from .rewards import SandboxUnavailable
 from .run import Run
 from .train import Trainer
@@ -28,21 +27,27 @@ EAGER_COPIES = 3  # of the logits: log-softmax, its gradient and that of the log
 
 
 def train(argv: Sequence[str]) -> int:
-    """A run; the exit status is 0, 2 for bad input, 1 for a checkpoint or log that could not be written, 128 + the
-    signal that ended the run."""
+    """A run; the exit status is 0, 2 for bad input, 1 for a run that cannot go on (rewards that fail, a full disk),
+    128 + the signal that ended the run."""
     try:
         arguments = parse(argv)
         if arguments.dry_run:
             return dry_run(arguments)
         made = Run(arguments)
+    except KeyboardInterrupt:
+        print("grpo-kernels train: interrupted before the first step", file=sys.stderr)
+        return 130
     except (ValueError, TypeError, ImportError, OSError, SandboxUnavailable) as error:
         print(f"grpo-kernels train: {error}", file=sys.stderr)
         return 2
     try:
         return Trainer(made).train()
-    except (CheckpointError, OSError) as error:
+    except (RunError, OSError) as error:
         print(f"grpo-kernels train: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:  # a second Ctrl-C
+        print("grpo-kernels train: interrupted; what was saved before is kept", file=sys.stderr)
+        return 130
     finally:
         made.close()
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from . import RunError
 from .arguments import TrainArguments
 from .data import Prompt
 from .model import Policy, load_model, load_tokenizer
@@ -90,7 +91,7 @@ def evaluate(
     Returns means over the problems: pass_at_1, pass_at_k {"1": ...}, majority_at_k (k = num_samples), greedy
     (accuracy), best_of_n (of the highest reward; N = num_samples, None where nothing was scored); mean_length of the
     samples in tokens; the numbers of problems, samples (per problem) and unscored samples. Raises ValueError for a bad
-    argument before any work, RuntimeError where a reward function fails for every completion.
+    argument before any work, RunError where a reward function fails for every completion.
     """
     ks = check_counts(num_samples, ks)
     if not prompts:
@@ -146,7 +147,7 @@ def _score(
     )
     if batch.fatal is not None:
         name, message = batch.fatal.name, batch.fatal.message
-        raise RuntimeError(
+        raise RunError(
             f"reward {name} failed for every completion of the evaluation: {message}\n{batch.fatal.traceback}"
         )
     return batch.total.tolist(), [text for _, text in drawn], [len(ids) for ids, _ in drawn]
@@ -175,13 +176,13 @@ def run(argv: Sequence[str]) -> int:
     try:
         check_options(options)
         sample, prompts, rewards = load(resolve(options))
+        result = evaluate(
+            sample, prompts, rewards, num_samples=options.num_samples, ks=options.ks, seed=options.seed,
+            correct_at=options.correct_at,
+        )  # fmt: skip
     except (ValueError, ImportError, OSError) as error:
-        print(f"evaluate: {error}", file=sys.stderr)
+        print(f"grpo-kernels evaluate: {error}", file=sys.stderr)
         return 2
-    result = evaluate(
-        sample, prompts, rewards, num_samples=options.num_samples, ks=options.ks, seed=options.seed,
-        correct_at=options.correct_at,
-    )  # fmt: skip
     print(table(result))
     if options.output:
         options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -191,9 +192,11 @@ def run(argv: Sequence[str]) -> int:
 def load(target: Target) -> tuple[Sample, list[Prompt], Rewards]:
     """Model, held-out prompts and rewards: those of the run, as far as the command has none of its own."""
     known = {name: value for name, value in target.config.items() if name in TrainArguments.__dataclass_fields__}
-    for name in ("dataset_name", "dataset_test_split", "reward_funcs", "max_completion_length", "temperature"):
+    for name in ("dataset_test_split", "reward_funcs", "max_completion_length", "temperature"):
         if getattr(target.options, name) is not None:
             known[name] = getattr(target.options, name)
+    if target.options.dataset_name is not None:
+        known["eval_dataset_name"] = target.options.dataset_name
     a = TrainArguments(**known)
     a.use_peft = a.gradient_checkpointing = False  # transformers finds an adapter in the folder, and its base
     a.eval_max_prompts = target.options.max_prompts
@@ -201,7 +204,7 @@ def load(target: Target) -> tuple[Sample, list[Prompt], Rewards]:
     lm.to("cuda" if torch.cuda.is_available() and not a.use_cpu else "cpu")
     held_out = load_data(a, tokenizer, lm, held_out=True)
     if not held_out:
-        raise ValueError("there are no held-out prompts; expected --dataset-name, with --dataset-test-split")
+        raise ValueError("there are no held-out prompts; expected --dataset-name")
     rewards = make_rewards(a, held_out)
     if rewards is None:
         raise ValueError("reward_funcs is empty; expected names of built-in rewards, or module:function")
@@ -222,7 +225,7 @@ def parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="of the samples (default: 0)")
     add("--correct-at", type=float, default=1.0, help="total reward from which a completion is correct (default: 1)")
     add("--dataset-name", help="a JSONL file or a name of datasets (default: that of the run)")
-    add("--dataset-test-split", help="split to evaluate on (default: that of the run)")
+    add("--dataset-test-split", help="split to evaluate on (default: that of the run, else test)")
     add("--reward-funcs", nargs="+", help="names of built-in rewards, or module:function (default: those of the run)")
     add("--max-completion-length", type=int, help="tokens (default: that of the run)")
     add("--temperature", type=float, help="of the samples (default: that of the run)")

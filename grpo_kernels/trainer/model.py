@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from ..config import GRPOConfig
 from ..integrations.transformers import fused_forward
@@ -76,7 +77,7 @@ def eager_loss(
 
 
 def load_tokenizer(path: str, arguments: TrainArguments) -> Any:
-    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=arguments.trust_remote_code)
+    tokenizer = _from_pretrained(AutoTokenizer, path, path, trust_remote_code=arguments.trust_remote_code)
     for name in ("pad_token", "eos_token"):
         if getattr(tokenizer, name) is None:
             raise ValueError(
@@ -88,11 +89,10 @@ def load_tokenizer(path: str, arguments: TrainArguments) -> Any:
 def load_model(path: str, arguments: TrainArguments, checkpoint: Path | None = None) -> Any:
     """The model of `path` or, where there is one, of a checkpoint: of `path` with its adapter under --use-peft."""
     source = path if checkpoint is None or arguments.use_peft else checkpoint
-    from_hub = {"trust_remote_code": arguments.trust_remote_code, "dtype": getattr(torch, arguments.dtype)}
-    try:
-        lm: Any = AutoModelForCausalLM.from_pretrained(source, **from_hub)
-    except OSError as error:
-        raise ValueError(f"model_name_or_path={path}: {str(error).splitlines()[0]}") from None
+    lm = _from_pretrained(
+        AutoModelForCausalLM, path, source, trust_remote_code=arguments.trust_remote_code,
+        dtype=getattr(torch, arguments.dtype),
+    )  # fmt: skip
     if arguments.gradient_checkpointing:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if arguments.use_peft:
@@ -103,11 +103,17 @@ def load_model(path: str, arguments: TrainArguments, checkpoint: Path | None = N
     return lm
 
 
-def _with_adapter(lm: Any, arguments: TrainArguments, adapter: Path | None) -> Any:
+def _from_pretrained(kind: Any, path: str, source: str | Path, **options: Any) -> Any:
+    transformers_logging.disable_progress_bar()  # of loading and saving: one per file
     try:
-        from peft import LoraConfig, PeftModel, get_peft_model
-    except ImportError:
-        raise ValueError('use_peft needs peft: pip install "grpo-kernels[train]"') from None
+        return kind.from_pretrained(source, **options)
+    except (OSError, ValueError, KeyError) as error:  # no such model, one that transformers does not have, a bad file
+        raise ValueError(f"model_name_or_path={path}: {' '.join(str(error).split())}") from None
+
+
+def _with_adapter(lm: Any, arguments: TrainArguments, adapter: Path | None) -> Any:
+    from peft import LoraConfig, PeftModel, get_peft_model
+
     if adapter is not None:
         return PeftModel.from_pretrained(lm, adapter, is_trainable=True)
     config = LoraConfig(

@@ -12,6 +12,8 @@ from typing import Any
 from accelerate.state import PartialState
 from accelerate.utils import gather_object
 
+from . import RunError
+
 
 class Ranks:
     """The processes of a run, each of which holds a contiguous share of every list of rows."""
@@ -45,7 +47,7 @@ class Ranks:
             raise error
         failed = [(rank, message) for rank, message in enumerate(messages) if message is not None]
         if failed:
-            raise RuntimeError(f"rank {failed[0][0]} failed: {failed[0][1]}")
+            raise RunError(f"rank {failed[0][0]} failed: {failed[0][1]}")
 
 
 class Interrupted(BaseException):

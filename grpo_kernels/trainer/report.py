@@ -140,6 +140,8 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("folder", metavar="DIR", type=Path, help="output folder of a run, which may be running")
     folder = parser.parse_args(argv).folder
     try:
+        if folder.is_dir() and not any((folder / name).exists() for name in ("config.json", "log.jsonl")):
+            raise ValueError(f"{folder} holds neither config.json nor log.jsonl; expected the output folder of a run")
         print(write_report(folder))
     except (ValueError, OSError) as error:
         print(f"grpo-kernels report: {error}", file=sys.stderr)

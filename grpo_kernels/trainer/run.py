@@ -18,7 +18,6 @@ from accelerate import Accelerator
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from transformers import get_scheduler
-from transformers.utils import logging as transformers_logging
 
 from .arguments import ARITHMETIC, TrainArguments, to_json
 from .checkpoint import (
@@ -52,7 +51,6 @@ class Run:
 
     def __init__(self, arguments: TrainArguments):
         self.arguments = a = arguments
-        transformers_logging.disable_progress_bar()  # of loading and saving: one per file
         self.ranks, self.folder = Ranks(use_cpu=a.use_cpu), Path(a.output_dir)
         a.check(self.ranks.count)
         self.accelerator = _make_accelerator(a)
@@ -269,12 +267,6 @@ def make_rewards(a: TrainArguments, prompts: Sequence[Prompt]) -> Rewards | None
     if not a.reward_funcs:
         return None
     columns: dict[str, list[Any]] = {name: [] for prompt in prompts for name in prompt.columns}
-    if taken := sorted(
-        columns.keys() & {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"}
-    ):
-        raise ValueError(
-            f"the data has the column {taken[0]!r}, which reward functions get from the trainer; rename it"
-        )
     for name, values in columns.items():
         values += [prompt.columns.get(name) for prompt in prompts]
     rewards = Rewards(a.reward_funcs, a.reward_weights, timeout=a.reward_timeout, pattern=a.reward_pattern)

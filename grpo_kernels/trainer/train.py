@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from functools import partial
 from statistics import fmean
 
+import torch
+
+from . import RunError
 from .arguments import to_json
 from .batch import (
     assign_advantages,
@@ -85,7 +88,7 @@ class Trainer:
         if p.rollout_index == 0 and all(c.steps is None for c in rollout):
             for name in ("gamma", "step_delimiter"):
                 if a.is_given(name):
-                    raise ValueError(f"{name}={getattr(a, name)!r} has no effect: no function gave rewards of steps")
+                    raise RunError(f"{name}={getattr(a, name)!r} has no effect: no function gave rewards of steps")
         assign_advantages(rollout, self.config, a.num_generations, a.gamma)
         if a.dynamic_sampling != "off":
             for group in filter(without_gradient, groups_of(rollout, a.num_generations)):
@@ -161,7 +164,7 @@ class Trainer:
         told = self.ranks.gather([(batch.failures, batch.fatal, batch.metrics, batch.seconds)])
         failures, fatal, metrics, seconds = zip(*told, strict=True)
         if fatal[0] is not None and None not in fatal:
-            raise RuntimeError(
+            raise RunError(
                 f"the reward {fatal[0].name} failed for every completion of step {self.progress.step + 1}; its own "
                 f"traceback:\n{fatal[0].traceback}"
             )
@@ -235,7 +238,7 @@ class Trainer:
         record = step_record(self._backward(rows), self.ranks, first=p.used == 0)
         norm = self._clip()
         if not (math.isfinite(record["loss"]) and math.isfinite(norm)):
-            raise RuntimeError(
+            raise RunError(
                 f"step {p.step + 1}: loss {record['loss']}, gradient norm {norm}; the step was not made, and "
                 "checkpoints are those of earlier steps"
             )
@@ -259,6 +262,7 @@ class Trainer:
         self.seconds = {}
         made.log.record(record)
 
+    @torch.enable_grad()  # whatever a reward function has set
     def _backward(self, rows: list[Completion]) -> list[dict[str, float]]:
         """Gradients of one step. Denominators are those of all its rows: the split into passes changes nothing."""
         a, p, made = self.arguments, self.progress, self.made
@@ -291,7 +295,7 @@ class Trainer:
             return
         if kl is not None:  # of a step with scored tokens
             if p.step == 1 and abs(kl) > 1e-3:
-                raise RuntimeError(f"the KL to the reference policy is {kl} before the first step; expected 0")
+                raise RunError(f"the KL to the reference policy is {kl} before the first step; expected 0")
             if a.kl_target is not None:
                 error = min(max(kl / a.kl_target - 1.0, -0.2), 0.2)
                 p.beta *= 1.0 + error * completions / a.kl_horizon

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .. import RunError
 from . import answers
 from .format import format
 from .programs import Code, read_tests
@@ -28,6 +31,8 @@ BUILT_IN: dict[str, Callable[[], Callable[..., Any]]] = {
     "format": lambda: format,
     "code": Code,
 }
+# What functions get beside the columns.
+GIVEN = {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"}
 # The column that each built-in reward reads, and what raises a ValueError for a row that it cannot score.
 ROW_CHECKS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "exact_answer": ("answer", answers.gold_text),
@@ -100,7 +105,19 @@ class Function:
         self.constants = {"pattern": pattern} if self.worker and pattern is not None and spec == "format" else {}
 
     def call(self, given: dict[str, Any]) -> Result:
-        return self.worker.call(dict(given, **self.constants)) if self.worker else call(self.function, given)
+        """What it changes in its arguments is not changed for others: completion_ids are what is trained on."""
+        if self.worker:
+            return self.worker.call(dict(given, **self.constants))
+        return call(self.function, copy.deepcopy(given))
+
+    def reads(self) -> list[str]:
+        """The arguments that it does not go without."""
+        try:
+            parameters = inspect.signature(self.function).parameters.values()
+        except (TypeError, ValueError):  # some written in C have none
+            return []
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        return [p.name for p in named if p.default is p.empty]
 
     def close(self) -> None:
         closable = self.worker or self.function
@@ -154,20 +171,26 @@ class Rewards:
             raise ValueError(f"two reward functions have the same name: {', '.join(self.names)}")
 
     def check(self, columns: dict[str, list[Any]]) -> None:
-        """Tries whether the built-in functions can score each row of a data set, for a dry run.
+        """Tries whether the functions can score each row of a data set.
 
         Raises:
-            ValueError: a missing column, or a row whose answer or tests cannot be read, by its number from 0.
+            ValueError: a missing column, one that the trainer passes itself, or a row whose answer or tests a built-in
+                function cannot read, by its number from 0.
         """
+        if taken := sorted(columns.keys() & GIVEN):
+            raise ValueError(
+                f"the data has the column {taken[0]!r}, which reward functions get from the trainer; rename it"
+            )
+        for function in self.functions:
+            for column in function.reads():
+                if column not in columns.keys() | GIVEN:
+                    raise ValueError(
+                        f"reward {function.name!r} reads the column {column!r}; there are: "
+                        f"{', '.join(columns) or 'none'}"
+                    )
         for spec in self.specs:
-            column, check = ROW_CHECKS.get(spec, (None, None)) if isinstance(spec, str) else (None, None)
-            if column is None or check is None:
-                continue
-            if column not in columns:
-                raise ValueError(
-                    f"reward {spec!r} reads the column {column!r}; there are: {', '.join(columns) or 'none'}"
-                )
-            for row, value in enumerate(columns[column]):
+            column, check = ROW_CHECKS.get(str(spec), ("", str))
+            for row, value in enumerate(columns.get(column, ())):
                 try:
                     check(value)
                 except ValueError as error:
@@ -182,11 +205,11 @@ class Rewards:
         columns: dict[str, list[Any]],
         step: int,
     ) -> RewardBatch:
-        """Raises: ValueError for a result of the wrong length or type, or a column of the wrong length."""
+        """Raises: RunError for a result of the wrong length or type, or a column of the wrong length."""
         given = dict(columns, prompts=prompts, completions=completions, completion_ids=completion_ids)
         for name, values in given.items():
             if len(values) != len(completions):
-                raise ValueError(
+                raise RunError(
                     f"{name} has {len(values)} rows, expected one for each of {len(completions)} completions"
                 )
         batch = RewardBatch(torch.empty(0), {})
@@ -261,7 +284,7 @@ class Rewards:
     def _steps(self, row: Sequence[Value], index: int) -> list[float]:
         lists = [(w, value.steps) for w, value in zip(self.weights, row, strict=True) if value.steps is not None]
         if len({len(steps) for _, steps in lists}) > 1:
-            raise ValueError(f"completion {index}: reward functions gave rewards of {[len(s) for _, s in lists]} steps")
+            raise RunError(f"completion {index}: reward functions gave rewards of {[len(s) for _, s in lists]} steps")
         found = [sum(parts) for parts in zip(*([weight * r for r in steps] for weight, steps in lists), strict=True)]
         for weight, value in zip(self.weights, row, strict=True):
             if found and value.steps is None and not math.isnan(value.value):
@@ -271,9 +294,9 @@ class Rewards:
 
 def checked_list(value: Any, size: int, name: str) -> list[Any]:
     if not isinstance(value, list):
-        raise ValueError(f"reward {name!r} returned {type(value).__name__}, expected a list of {size} numbers")
+        raise RunError(f"reward {name!r} returned {type(value).__name__}, expected a list of {size} numbers")
     if len(value) != size:
-        raise ValueError(f"reward {name!r} returned {len(value)} values, expected {size}, one for each completion")
+        raise RunError(f"reward {name!r} returned {len(value)} values, expected {size}, one for each completion")
     return value
 
 
@@ -287,8 +310,8 @@ def read_value(item: Any, name: str) -> tuple[Value, str | None]:
         if any(isinstance(number, (str, bytes)) for number in numbers):
             raise TypeError
         numbers = [float(number) for number in numbers]
-    except (TypeError, ValueError):
-        raise ValueError(f"reward {name!r} returned {item!r} for a completion, expected a number or None") from None
+    except (TypeError, ValueError, OverflowError):
+        raise RunError(f"reward {name!r} returned {item!r} for a completion, expected a number or None") from None
     if not all(abs(number) <= LARGEST for number in numbers):  # nor NaN
         return Value(NAN), f"reward {name!r} returned {item!r}"
     return Value(sum(numbers), numbers if steps is not None else None), None
@@ -308,4 +331,4 @@ def log(results: list[Result], count: int, batch: RewardBatch) -> None:
         elif values[0] is not None and len(values[0]) == count:
             batch.extra[column] = values[0]
         else:
-            raise ValueError(f"log_extra({column!r}) got {len(values[0] or ())} values, expected {count}")
+            raise RunError(f"log_extra({column!r}) got {len(values[0] or ())} values, expected {count}")

@@ -56,8 +56,9 @@ def find(spec: str) -> Callable[..., Any]:
         hint = " (write the module's name, without .py)" if module_name.endswith(".py") else ""
         raise ValueError(f"reward {spec!r}: module {module_name!r} cannot be imported: {reason}{hint}") from error
     function = getattr(module, name, None)
-    if not callable(function):
-        found = "no such name" if function is None else f"a {type(function).__name__}, expected a function"
+    if not callable(function) or isinstance(function, type):
+        kind = "class" if isinstance(function, type) else type(function).__name__
+        found = "no such name" if function is None else f"a {kind}, expected a function"
         raise ValueError(f"reward {spec!r}: module {module_name!r} has {found}: {name!r}")
     return function
 
