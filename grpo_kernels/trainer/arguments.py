@@ -344,6 +344,9 @@ def _from_yaml(path: str) -> list[str]:
         raise ValueError(f"config={path}: {error}") from None
     if not isinstance(options, dict):
         raise ValueError(f"config={path} holds a {type(options).__name__}; expected options, one 'name: value' a line")
+    unknown = {str(name).replace("-", "_") for name in options} - TrainArguments.__dataclass_fields__.keys()
+    if unknown:
+        raise ValueError(f"config={path} has the unknown options {', '.join(sorted(unknown))}")
     words = []
     for name, value in options.items():
         if isinstance(value, list):

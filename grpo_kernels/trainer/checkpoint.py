@@ -123,16 +123,16 @@ def to_lines(rollout: Sequence[Completion]) -> str:
 
 
 def from_lines(path: Path) -> list[Completion]:
-    found = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        try:
+    found: list[Completion] = []
+    try:
+        for line in path.read_text().splitlines():
             values = dict(json.loads(line))
             for name in ("logps", "advantage", "old_logps", "ref_logps"):
                 if values.get(name) is not None:
                     values[name] = torch.tensor(values[name], dtype=torch.float32)
             found.append(Completion(**values))
-        except (ValueError, TypeError) as error:
-            raise RunError(f"{path}, line {number}: {error}") from None
+    except (ValueError, TypeError) as error:
+        raise RunError(f"{path}, line {len(found) + 1}: {error}") from None
     return found
 
 
@@ -150,27 +150,32 @@ def load_rollout(folder: Path, index: int) -> list[Completion]:
     return [replace(c, **unset) for c in from_lines(rollout_path(folder, index))]
 
 
-def load_replay(a: TrainArguments, index: int, num_processes: int) -> list[Completion]:
-    """A rollout of --replay. Raises RunError where it is not what the options take."""
-    rows, path = a.rows_per_rollout(num_processes), rollout_path(Path(a.replay or ""), index)
-    where = f"replay={a.replay}: {path.name}"
+def load_replay(a: TrainArguments, index: int, num_processes: int, vocab_size: int) -> list[Completion]:
+    """A rollout of --replay. Raises RunError where it is not what options and model take."""
+    path = rollout_path(Path(a.replay or ""), index)
     if not path.is_file():
-        raise RunError(f"{where} is missing; {a.max_steps} steps take {a.num_rollouts} rollouts")
-    rollout = load_rollout(path.parent, index)
-    if len(rollout) != rows:
-        raise RunError(f"{where} has {len(rollout)} completions; the options take {rows}")
-    sizes = {len(list(group)) for _, group in groupby(rollout, key=lambda c: c.group)}
-    if sizes != {a.num_generations}:
-        raise RunError(f"{where} has groups of {sorted(sizes)} completions; num_generations={a.num_generations}")
-    if not all(c.prompt_ids and c.ids for c in rollout):
-        raise RunError(f"{where} has a prompt or a completion without tokens; expected at least one")
-    if a.corrects and any(c.logps is None for c in rollout):
-        raise RunError(
-            f"{where} has completions without logps; expected those of the policy that sampled, or "
-            "--no-vllm-importance-sampling-correction"
-        )
-    if a.loss == "eager" and any(c.kept is not None for c in rollout):
-        raise RunError(f"{where} has truncated samples; loss='eager' is over all ids")
+        raise RunError(f"replay={a.replay}: {path.name} is missing; {a.max_steps} steps take {a.num_rollouts} rollouts")
+    rollout, rows = load_rollout(path.parent, index), a.rows_per_rollout(num_processes)
+    sizes = sorted({len(list(group)) for _, group in groupby(rollout, key=lambda c: c.group)})
+
+    def are_ids(ids: Any) -> bool:
+        return bool(ids) and isinstance(ids, list) and all(type(i) is int and 0 <= i < vocab_size for i in ids)
+
+    for right, sentence in (
+        (len(rollout) == rows, f"{len(rollout)} completions; the options take {rows}"),
+        (sizes == [a.num_generations], f"groups of {sizes} completions; num_generations={a.num_generations}"),
+        (all(are_ids(c.prompt_ids) and are_ids(c.ids) for c in rollout),
+         f"a prompt or a completion that is no list of token ids, 0 to {vocab_size - 1}, at least one"),
+        (all(isinstance(c.reward, (int, float)) for c in rollout), "a reward that is no number"),
+        (all(x is None or len(x) == len(c.ids) for c in rollout for x in (c.logps, c.kept)),
+         "logps or kept ids of another number of tokens than its completion"),
+        (not a.corrects or all(c.logps is not None for c in rollout),
+         "completions without logps; expected those of the policy that sampled, or "
+         "--no-vllm-importance-sampling-correction"),
+        (a.loss != "eager" or all(c.kept is None for c in rollout), "truncated samples; loss='eager' is over all ids"),
+    ):  # fmt: skip
+        if not right:
+            raise RunError(f"replay={a.replay}: {path.name} has {sentence}")
     return rollout
 
 

@@ -55,14 +55,15 @@ class Run:
         a.check(self.ranks.count)
         self.accelerator = _make_accelerator(a)
         with self.ranks.together():
-            for i in range(a.num_rollouts if a.replay else 0):
-                load_replay(a, i, self.ranks.count)
             self.checkpoint = _claim(self.folder, a, self.ranks.count)
             if self.accelerator.is_main_process:
                 self.unlock = weakref.finalize(self, os.close, _lock(self.folder))
             source = a.model_name_or_path or _make_start_model(self.folder, a, self.ranks)
         tokenizer, lm = load_tokenizer(source, a), load_model(source, a, self.checkpoint)
         self.prompts, self.held_out = (load_data(a, tokenizer, lm, held_out=wanted) for wanted in (False, True))
+        self.vocab_size = lm.get_input_embeddings().weight.shape[0]
+        for i in range(a.num_rollouts if a.replay else 0):
+            load_replay(a, i, self.ranks.count, self.vocab_size)
         if self.checkpoint is not None:
             check_state(self.checkpoint, a, self.prompts)
         self.rewards = make_rewards(a, [*self.prompts, *self.held_out])

@@ -104,7 +104,7 @@ class Trainer:
         self._log_samples()
 
     def _replayed(self) -> list[Completion]:
-        rollout = load_replay(self.arguments, self.progress.rollout_index, self.ranks.count)
+        rollout = load_replay(self.arguments, self.progress.rollout_index, self.ranks.count, self.made.vocab_size)
         if self.made.rewards is not None:
             own = self.ranks.share(rollout)
             self._score(own)
