@@ -231,6 +231,15 @@ def test_rollouts_that_do_not_fit(model, data, tmp_path, capfd):
         assert words in refused(output, capfd)
 
 
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json"])
+def test_a_damaged_model(file, model, data, tmp_path, capfd):
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    (folder / file).write_bytes((folder / file).read_bytes()[:1000])
+    assert run(folder, data, tmp_path / "run") == 2
+    assert f"model_name_or_path={folder}: " in refused(tmp_path / "run", capfd)
+
+
 @pytest.mark.parametrize("token", ["pad_token", "eos_token"])
 def test_a_tokenizer_without_padding_or_end(token, model, data, tmp_path, capfd):
     folder = tmp_path / "model"
@@ -334,9 +343,9 @@ def test_an_argument_that_is_no_column(model, data, tmp_path, capfd):
 
 
 def test_a_reward_that_changes_what_it_gets_changes_no_step(model, data, tmp_path):
-    for name in ("harmless", "harmful"):
-        assert run(model, data, tmp_path / name, reward_funcs=f"test_trainer_input:{name}") == 0
-    assert training.weights(tmp_path / "harmless").keys() == training.weights(tmp_path / "harmful").keys()
+    with torch.enable_grad():  # and as it was before afterwards
+        for name in ("harmless", "harmful"):
+            assert run(model, data, tmp_path / name, reward_funcs=f"test_trainer_input:{name}") == 0
     assert training.same_weights(tmp_path / "harmless", tmp_path / "harmful")
 
 
@@ -396,6 +405,7 @@ def test_the_command_line_and_yaml(tmp_path, capsys):
             parse(["--config", str(path)])
     with pytest.raises(SystemExit):
         parse(["--max-step", "1"])
+    assert capsys.readouterr().err.count("\n") == 2  # not a list of all options before what is wrong
     path.write_text("[1, 2]")
     with pytest.raises(ValueError, match="expected options"):
         parse(["--config", str(path)])

@@ -204,6 +204,13 @@ def test_what_a_run_leaves(model, data, tmp_path):
     assert all(torch.equal(p, training.weights(folder)[n]) for n, p in reloaded.named_parameters())
 
 
+def test_a_file_gets_lines_and_no_progress_bar(model, data, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr("grpo_kernels.trainer.log.SILENCE", 0.0)
+    assert run(model, data, tmp_path / "run", disable_tqdm=False) == 0
+    error = capfd.readouterr().err
+    assert "step 2 of 3: reward=" in error and "\r" not in error and "GRPO" not in error
+
+
 @pytest.mark.parametrize("reward", ["length", "digits"])
 def test_the_default_type_changes_nothing(reward, model, data, tmp_path):
     options = {"reward_funcs": f"training:{reward}", "num_iterations": 2, "max_completion_length": 12}

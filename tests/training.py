@@ -37,8 +37,9 @@ def make_data(path: Path, *, rows: int = 12) -> Path:
 
 def arguments(model: Path, data: Path, output: Path, **options: Any) -> list[str]:
     """A command line; None leaves an option out."""
-    given = {"output_dir": output, "model_name_or_path": model, "dataset_name": data, **OPTIONS, **options}
-    words = ["--use-cpu", "--disable-tqdm"]
+    given = {"output_dir": output, "model_name_or_path": model, "dataset_name": data, "disable_tqdm": True, **OPTIONS}
+    given |= options
+    words = ["--use-cpu"]
     for name, value in given.items():
         values = value if isinstance(value, (list, tuple)) else [value]
         words += [] if value is None else [f"--{name}", *map(str, values)]

@@ -323,7 +323,9 @@ class TrainArguments:
 def parse(argv: Sequence[str]) -> TrainArguments:
     """The options from a command line, on top of those of the YAML file that --config names."""
     kind: Any = TrainArguments
-    parser = HfArgumentParser(kind, prog="grpo-kernels train", description=__doc__, allow_abbrev=False)
+    parser = HfArgumentParser(
+        kind, prog="grpo-kernels train", usage="%(prog)s [options]", description=__doc__, allow_abbrev=False
+    )
     parser.add_argument("--config", help="YAML file with options; the command line has the last word")
     parser._negative_number_matcher = re.compile(r"-\.?\d")  # as from Python 3.14 on: -1e-3 is no option
     path = parser.parse_known_args(list(argv))[0].config

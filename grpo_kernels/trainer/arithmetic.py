@@ -6,17 +6,18 @@ made here: no network is needed.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
+from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from .checkpoint import write_atomically
 from .data import problems, take
-
-if TYPE_CHECKING:
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 EOS_ID = 0
 EOS = "<eos>"
@@ -38,9 +39,6 @@ def tokenizer(vocab_size: int = 2048) -> PreTrainedTokenizerFast:
     Padding is the end of sequence, as in many chat models: a completion is masked by position, never by id, and there
     is no padding id that could vanish from the middle of a decoded completion.
     """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     used = [EOS, *CHARACTERS, "?"]
     if vocab_size < len(used):
         raise ValueError(f"vocab_size={vocab_size}; the arithmetic task needs at least {len(used)}")
@@ -72,8 +70,6 @@ def start_model(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"folder={str(folder)!r} exists; expected an absent or an empty folder")
     words = tokenizer(vocab_size)
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     config = LlamaConfig(  # most of the ids never occur, but every softmax runs over them, as over a real vocabulary
         vocab_size=vocab_size, hidden_size=hidden_size, intermediate_size=2 * hidden_size, num_attention_heads=4,
         num_hidden_layers=num_layers, max_position_embeddings=CONTEXT, tie_word_embeddings=False,
@@ -103,12 +99,12 @@ def _warm_up(
     10, and samples hold right and wrong answers, which is what GRPO learns from. Ends when the smoothed loss reaches
     WARMUP_LOSS, since when the model understands the task varies from seed to seed.
     """
-    from tqdm import tqdm
-
     rows = problems()[0]
     optimizer = torch.optim.AdamW(model.parameters(), lr=WARMUP_RATE, betas=(0.9, 0.99), weight_decay=0.0)
     smoothed = None
-    bar = tqdm(range(max_steps), desc="warm-up", disable=quiet)
+    if not quiet:
+        print("making a small model that adds without carrying, to start from", file=sys.stderr)
+    bar = tqdm(range(max_steps), desc="warm-up", disable=quiet or None)  # None: where stderr is no terminal
     for step in bar:
         batch = [rows[i] for i in take(len(rows), step * WARMUP_BATCH, WARMUP_BATCH, seed)]
         ids, labels = _demonstrations(batch, words)

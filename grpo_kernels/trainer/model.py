@@ -107,8 +107,9 @@ def _from_pretrained(kind: Any, path: str, source: str | Path, **options: Any) -
     transformers_logging.disable_progress_bar()  # of loading and saving: one per file
     try:
         return kind.from_pretrained(source, **options)
-    except (OSError, ValueError, KeyError) as error:  # no such model, one that transformers does not have, a bad file
-        raise ValueError(f"model_name_or_path={path}: {' '.join(str(error).split())}") from None
+    except Exception as error:  # of many types: no such model, one of an unknown type, a damaged file, a model's own
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"model_name_or_path={path}: {reason}") from error
 
 
 def _with_adapter(lm: Any, arguments: TrainArguments, adapter: Path | None) -> Any:
