@@ -364,13 +364,25 @@ def test_a_reward_that_always_fails_stops_with_its_own_traceback(model, data, tm
     assert "no such key in my reward" in error and "in always_raises" in error
 
 
-def test_the_wrong_reward_fails_the_dry_run_too(model, data, tmp_path, capfd):
-    rows = [json.loads(line) for line in data.read_text().splitlines()]
+@pytest.mark.parametrize(("name", "where"), [("dataset_name", "train: row 7"),
+                                             ("eval_dataset_name", "train: held-out prompts: row 7")])  # fmt: skip
+def test_the_wrong_reward_fails_the_dry_run_too(name, where, model, data, tmp_path, capfd):
+    rows = [json.loads(line) | {"answer": "#### 1"} for line in data.read_text().splitlines()]
+    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
+    good.write_text("".join(json.dumps(row) + "\n" for row in rows))
     rows[7]["answer"] = "about six"
-    path = tmp_path / "data.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert run(model, path, tmp_path / "run", reward_funcs="gsm8k", dry_run=True) == 2
-    assert "row 7, reward 'gsm8k'" in refused(tmp_path / "run", capfd)
+    bad.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run(model, good, tmp_path / "run", reward_funcs="gsm8k", dry_run=True, **{name: bad}) == 2
+    assert f"{where}, reward 'gsm8k'" in refused(tmp_path / "run", capfd)
+
+
+def test_held_out_prompts_without_a_column(model, data, tmp_path, capfd):
+    path = tmp_path / "held_out.jsonl"
+    path.write_text('{"prompt": "1+1=", "gold": "2"}\n')
+    assert run(model, data, tmp_path / "run", eval_dataset_name=path) == 2
+    assert "held-out prompts: reward 'arithmetic' reads the column 'answer'; there are: gold" in refused(
+        tmp_path / "run", capfd
+    )
 
 
 def test_a_dry_run_says_what_a_run_takes_and_writes_nothing(model, data, tmp_path, capfd):

@@ -65,16 +65,12 @@ class RunLog:
         for alarm in alarms:
             self.say(f"step {record['step']}: {alarm.severity}: {alarm.message}")
         self._append(LOG, record)
-        numbers = {k: v for k, v in record.items() if isinstance(v, (int, float)) and k != "step"}
-        if "evaluation" in record:
-            flat = record["evaluation"]
-            numbers = {f"evaluation/{k}": v for k, v in flat.items() if isinstance(v, (int, float))}
+        flat = {f"evaluation/{k}": v for k, v in record["evaluation"].items()} if "evaluation" in record else record
+        numbers = {k: v for k, v in flat.items() if isinstance(v, (int, float)) and k != "step"}
         self.accelerator.log(numbers, step=record["step"])
         if "loss" in record:
             self.bar.update(1)
-            self.bar.set_postfix(
-                {k: f"{numbers[k]:.3g}" for k in ("reward", "kl", "entropy", "grad_norm") if k in numbers}
-            )
+            self.bar.set_postfix({k: f"{numbers[k]:.3g}" for k in SHOWN if k in numbers})
             if self.bar.disable and not self.quiet and time.monotonic() > self.said + SILENCE:
                 self.say(f"step {record['step']} of {self.bar.total}: {self.bar.postfix}")
 

@@ -66,7 +66,7 @@ class Run:
             load_replay(a, i, self.ranks.count, self.vocab_size)
         if self.checkpoint is not None:
             check_state(self.checkpoint, a, self.prompts)
-        self.rewards = make_rewards(a, [*self.prompts, *self.held_out])
+        self.rewards = make_rewards(a, self.prompts, self.held_out)
         policy, ends = Policy(lm, eager=a.loss == "eager"), eos_ids(lm, tokenizer)
         vllm = VLLM(source, a) if a.use_vllm else None
         self.policy, self.optimizer = self.accelerator.prepare(policy, _make_optimizer(policy, a))
@@ -263,13 +263,16 @@ def load_data(a: TrainArguments, tokenizer: Any, lm: Any, *, held_out: bool) -> 
     return prompts[: a.eval_max_prompts] if held_out else prompts
 
 
-def make_rewards(a: TrainArguments, prompts: Sequence[Prompt]) -> Rewards | None:
+def make_rewards(a: TrainArguments, prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> Rewards | None:
     """The reward functions, which find the columns that they read; None where saved rewards are replayed."""
     if not a.reward_funcs:
         return None
-    columns: dict[str, list[Any]] = {name: [] for prompt in prompts for name in prompt.columns}
-    for name, values in columns.items():
-        values += [prompt.columns.get(name) for prompt in prompts]
     rewards = Rewards(a.reward_funcs, a.reward_weights, timeout=a.reward_timeout, pattern=a.reward_pattern)
-    rewards.check(columns)
+    for where, part in (("", prompts), ("held-out prompts: ", held_out)):
+        names = {name: None for prompt in part for name in prompt.columns}
+        try:
+            if part:
+                rewards.check({name: [prompt.columns.get(name) for prompt in part] for name in names})
+        except ValueError as error:
+            raise ValueError(f"{where}{error}") from None
     return rewards

@@ -108,7 +108,9 @@ class Function:
         """What it changes in its arguments is not changed for others: completion_ids are what is trained on."""
         if self.worker:
             return self.worker.call(dict(given, **self.constants))
-        return call(self.function, copy.deepcopy(given))
+        ids = [list(row) for row in given["completion_ids"]]  # deepcopy takes 0.3 s for a million of them
+        others = copy.deepcopy({name: value for name, value in given.items() if name != "completion_ids"})
+        return call(self.function, {**others, "completion_ids": ids})
 
     def reads(self) -> list[str]:
         """The arguments that it does not go without."""
