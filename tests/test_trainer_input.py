@@ -13,6 +13,7 @@ from training import run
 from transformers import AutoTokenizer
 
 from grpo_kernels.commands.cli import main
+from grpo_kernels.trainer import commands
 from grpo_kernels.trainer.arguments import TrainArguments, parse
 from grpo_kernels.trainer.run import Run
 
@@ -424,6 +425,16 @@ def test_the_command_line_and_yaml(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["train", "--no-such-option", "1"])
     assert "unrecognized arguments: --no-such-option" in capsys.readouterr().err
+
+
+def test_a_second_demo_has_a_folder_of_its_own(monkeypatch, tmp_path):
+    given: list[list[str]] = []
+    monkeypatch.setattr(commands, "train", lambda argv: given.append(argv) or 0)
+    monkeypatch.chdir(tmp_path)
+    for folder, options in (("grpo-demo", []), ("grpo-demo-2", ["--loss", "eager"]), ("grpo-demo-3", [])):
+        assert commands.demo(options) == 0
+        assert given[-1] == ["--output-dir", folder, *options]
+        (tmp_path / folder).mkdir()
 
 
 @pytest.mark.parametrize("name", ["train", "demo", "evaluate", "report"])

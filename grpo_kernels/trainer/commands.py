@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,9 @@ def train(argv: Sequence[str]) -> int:
 
 
 def demo(argv: Sequence[str]) -> int:
-    """The default run of `train`, into grpo-demo; one that was interrupted goes on."""
-    resume = ["--resume-from-checkpoint", "auto"] if Path("grpo-demo").exists() else []
-    return train(["--output-dir", "grpo-demo", *resume, *argv])
+    """The default run of `train`, into grpo-demo, or grpo-demo-2 and so on where there has been one."""
+    names = chain(["grpo-demo"], (f"grpo-demo-{number}" for number in count(2)))
+    return train(["--output-dir", next(name for name in names if not Path(name).exists()), *argv])
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
