@@ -18,6 +18,12 @@ GK_HD double combine(int column, double x, double y) {
 // Surrogates whose ratio is one to the sampling engine: the field kOld holds the rollout where that is known.
 GK_HD bool divides_by_rollout(const Params& p) { return p.surrogate == kDppoTv || p.surrogate == kIpo; }
 
+// What a call returns of a token that is not scored, whose row may have been computed all the same.
+GK_HD void clear_token(const TokenData& tokens, int64_t t) {
+    tokens.value(kTokenLogp, t) = 0.f;
+    tokens.value(kTokenEntropy, t) = 0.f;
+}
+
 // Adds token t to `columns`.
 GK_HD void add_token(const Params& p, const TokenData& tokens, int64_t t, double (&columns)[kReducedCount]) {
     const auto add = [&](int column, double x) { columns[column] = combine(column, columns[column], x); };

@@ -138,6 +138,7 @@ class GRPOConfig:
     static_shapes: bool = False
     # Everything but the tensors, as text: what the custom op receives, and a constant to torch.compile.
     key: str = dataclasses.field(init=False, repr=False, compare=False, default="")
+    has_tensors: bool = dataclasses.field(init=False, repr=False, compare=False, default=False)
 
     def __post_init__(self) -> None:
         # What the engine derives from it, by which inputs a call has: no field, and not pickled.
@@ -168,6 +169,8 @@ class GRPOConfig:
         self._check_numbers()
         self._check_combinations()
         object.__setattr__(self, "key", self._to_key())
+        tensors = self.temperature, self.entropy_coef, self.entropy_threshold
+        object.__setattr__(self, "has_tensors", any(isinstance(x, torch.Tensor) for x in tensors))
 
     @property
     def derived(self) -> dict[Any, Any]:

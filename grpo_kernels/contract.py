@@ -112,30 +112,32 @@ class TokenValues(NamedTuple):
         return TokenValues(torch.where(kept, self.columns, 0.0), torch.where(kept, self.lse, 0.0))
 
 
-def no_values(num_tokens: int, dtype: torch.dtype, device: torch.device) -> TokenValues:
-    """0 everywhere."""
-    columns = torch.zeros((len(VALUE_FIELDS), num_tokens), dtype=dtype, device=device)
-    return TokenValues(columns, torch.zeros(num_tokens, dtype=torch.float64, device=device))
+def no_values(
+    num_tokens: int, dtype: torch.dtype, device: torch.device, columns: int = len(VALUE_FIELDS)
+) -> TokenValues:
+    """0 everywhere. columns: the first two are enough for statistics."""
+    found = torch.zeros((columns, num_tokens), dtype=dtype, device=device)
+    return TokenValues(found, found.new_zeros(num_tokens, dtype=torch.float64))
 
 
-@dataclass  # not frozen, which takes twice as long to make: a call makes several
+@dataclass(init=False)  # not frozen, which takes twice as long to make: a call makes several
 class Rows:
     """A chunk of tokens: `index` (C,) int64 into the batch, or None for the range [start, stop)."""
 
     start: int
     stop: int
-    index: Tensor | None = None
+    index: Tensor | None
+    count: int
 
-    @property
-    def count(self) -> int:
-        return self.stop - self.start
+    def __init__(self, start: int, stop: int, index: Tensor | None = None) -> None:
+        self.start, self.stop, self.index, self.count = start, stop, index, stop - start
 
     def take(self, x: Tensor, dim: int = 0) -> Tensor:
         """The chunk's part of a per-token tensor; a view where the chunk is a range."""
         if self.index is None:
-            if self.stop - self.start == x.shape[dim]:
+            if self.count == x.shape[dim]:
                 return x
-            return x.narrow(dim, self.start, self.stop - self.start)
+            return x.narrow(dim, self.start, self.count)
         return x.index_select(dim, self.index)
 
     def put(self, destination: Tensor, values: Tensor, dim: int = 0) -> None:
@@ -259,6 +261,9 @@ class PlannedTokens(NamedTuple):
     ids: Tensor  # (N,) int64, 0 at padding
     order: Tensor | None  # (N,) int64: active tokens, then those that are scored alone, each ascending, then anything
     counts: Tensor | None  # int64: active, scored alone, and with whole_sequences active tokens per sequence
+    # Whether unmasked ids are in [0, vocab_size), and all numbers finite: advantages, old_logps, ref_logps,
+    # rollout_weights and `padding`. False where that is not known.
+    valid: bool = False
 
 
 # Sums over scored tokens with a sampling mask. The last two: of those that took the dense way (engine/kept.py).
@@ -353,6 +358,7 @@ class Backend(Protocol):
 
     name: str
     adds_transposed: bool  # it is a TransposingBackend
+    checks_values: bool  # its plan looks at values, see PlannedTokens.valid
 
     def why_not(self, device: torch.device) -> str:
         """Why these kernels cannot run on this device, of a type that the registry has for them; or nothing."""
@@ -362,16 +368,22 @@ class Backend(Protocol):
         """Those of strategy.py that serve these inputs, best first; "linear" and "anchored" need the methods below."""
         ...
 
-    def values_are_valid(
-        self, ids: Tensor, vocab_size: int, mask: Tensor | None, numbers: tuple[Tensor | None, ...]
-    ) -> bool:
-        """Whether unmasked ids are in [0, V) and all numbers finite; False where that is not known."""
+    def ids_are_valid(self, ids: Tensor, vocab_size: int, mask: Tensor | None) -> bool:
+        """Whether unmasked ids are in [0, V); False where that is not known."""
         ...
 
     def plan(
-        self, inputs: TokenInputs, ids: Tensor, rules: PlanRules, dtype: torch.dtype, *, ordered: bool
+        self,
+        inputs: TokenInputs,
+        ids: Tensor,
+        rules: PlanRules,
+        dtype: torch.dtype,
+        *,
+        ordered: bool,
+        vocab_size: int = 0,
+        padding: Tensor | None = None,
     ) -> PlannedTokens:
-        """What pytorch/plan.py computes."""
+        """What pytorch/plan.py computes. vocab_size, padding: see PlannedTokens.valid."""
         ...
 
     def single_pass(
@@ -413,7 +425,8 @@ class Backend(Protocol):
         ...
 
     def sums(self, planned: PlannedTokens, params: KernelParams, group_index: Tensor | None, num_groups: int) -> Sums:
-        """Sums of COLUMNS over the scored tokens."""
+        """Sums of COLUMNS over the scored tokens. logp and entropy of the others, which may have been computed, become
+        0."""
         ...
 
     def add_rows(self, target: Tensor, ids: Tensor, scale: Tensor, rows: Tensor) -> None: ...

@@ -14,21 +14,21 @@ from .sampling_mask import SamplingMask
 from .validate import check_scalar, check_tensor, check_token_tensor, num_sequences_of, temperature_per_token
 
 _PER_SEQUENCE = ("advantages", "rollout_weights")  # which may have one value per sequence instead
-_PER_TOKEN = (*_PER_SEQUENCE, "completion_mask", "old_logps", "ref_logps", "rollout_logps")
+_PER_TOKEN = ("advantages", "completion_mask", "old_logps", "ref_logps", "rollout_weights", "rollout_logps")
 
 
 class LossOptions(NamedTuple):
-    """The options that all loss functions take; their meaning is in `fused_grpo_loss`."""
+    """The options that all loss functions take, _PER_TOKEN first; their meaning is in `fused_grpo_loss`."""
 
     advantages: Tensor | None
-    rewards: Tensor | None
-    num_generations: int | None
-    group_ids: Tensor | None
     completion_mask: Tensor | None
     old_logps: Tensor | None
     ref_logps: Tensor | None
     rollout_weights: Tensor | None
     rollout_logps: Tensor | None
+    rewards: Tensor | None
+    num_generations: int | None
+    group_ids: Tensor | None
     cu_seqlens: Tensor | None
     num_items_in_batch: Tensor | float | None
     normalizer: Tensor | float | None
@@ -66,13 +66,20 @@ def resolve(
     num_sequences = num_sequences_of(per_token, options.cu_seqlens, owner)
     _check_tensors(options, shape, num_sequences, like)
     _check_combinations(options, config)
-    temperature = config.temperature if reads_logits and isinstance(config.temperature, Tensor) else None
-    if temperature is not None:
-        temperature = temperature_per_token(temperature, shape, num_sequences, like, options.cu_seqlens)
-    threshold = config.entropy_threshold if isinstance(config.entropy_threshold, Tensor) else None
-    name = "normalizer" if options.num_items_in_batch is None else "num_items_in_batch"
-    normalizer = check_scalar(name, getattr(options, name), like.device, dtype)
-    entropy_coef = config.entropy_coef if isinstance(config.entropy_coef, Tensor) else None
+    temperature = threshold = entropy_coef = normalizer = entropy_normalizer = None
+    if config.has_tensors:
+        if reads_logits and isinstance(config.temperature, Tensor):
+            temperature = temperature_per_token(config.temperature, shape, num_sequences, like, options.cu_seqlens)
+            temperature = temperature.to(like.device)
+        if isinstance(config.entropy_threshold, Tensor):
+            threshold = check_scalar("entropy_threshold", config.entropy_threshold, like.device, dtype)
+        if isinstance(config.entropy_coef, Tensor):
+            entropy_coef = check_scalar("entropy_coef", config.entropy_coef, like.device, dtype)
+    for name in ("normalizer", "num_items_in_batch"):
+        if getattr(options, name) is not None:
+            normalizer = check_scalar(name, getattr(options, name), like.device, dtype)
+    if options.entropy_normalizer is not None:
+        entropy_normalizer = check_scalar("entropy_normalizer", options.entropy_normalizer, like.device, dtype)
 
     groups = None
     if options.num_generations is not None or options.group_ids is not None or options.rewards is not None:
@@ -91,10 +98,10 @@ def resolve(
         rollout_logps=options.rollout_logps,
         cu_seqlens=options.cu_seqlens,
         normalizer=normalizer,
-        temperature=None if temperature is None else temperature.to(like.device),
-        entropy_threshold=check_scalar("entropy_threshold", threshold, like.device, dtype),
-        entropy_coef=check_scalar("entropy_coef", entropy_coef, like.device, dtype),
-        entropy_normalizer=check_scalar("entropy_normalizer", options.entropy_normalizer, like.device, dtype),
+        temperature=temperature,
+        entropy_threshold=threshold,
+        entropy_coef=entropy_coef,
+        entropy_normalizer=entropy_normalizer,
         group_index=None if groups is None else groups.index,
     )
     return LossInputs(tokens, num_sequences, 0 if groups is None else groups.count, statistics)
@@ -111,8 +118,7 @@ def _check_tensors(options: LossOptions, shape: torch.Size, num_sequences: int, 
     if (options.advantages is None) == (options.rewards is None):
         given = "neither" if options.rewards is None else "both"
         raise ValueError(f"give advantages, or rewards with num_generations or group_ids; got {given}")
-    for name in _PER_TOKEN:
-        x = getattr(options, name)
+    for name, x in zip(_PER_TOKEN, options, strict=False):
         if x is not None:
             check_token_tensor(name, x, shape, num_sequences, like, per_sequence=name in _PER_SEQUENCE)
     if options.rewards is not None:

@@ -159,7 +159,7 @@ def fused_grpo_loss(
     if group is not None:
         call = call._replace(vocab_slice=agree(group, hidden, weight, bias, call.wants, call.description))
     loss, logps, entropy, numbers = loss_from_hidden(hidden, weight, bias, call)
-    return GRPOLossOutput(loss, logps, entropy, config, inputs, inputs.sums(numbers))
+    return GRPOLossOutput(loss, logps, entropy, config, inputs, numbers)
 
 
 def grpo_loss_from_logps(
@@ -207,7 +207,7 @@ def grpo_loss_from_logps(
     loss, numbers, *_ = policy_loss(logps, given, list(inputs.tokens), inputs.num_groups, config.key, name)
     shown = _without_padding(logps, completion_mask)
     known = None if entropy is None else _without_padding(entropy, completion_mask)
-    return GRPOLossOutput(loss, shown, known, config, inputs, inputs.sums(numbers))
+    return GRPOLossOutput(loss, shown, known, config, inputs, numbers)
 
 
 def _without_padding(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -268,7 +268,7 @@ def grpo_loss_from_logits(
         raise ValueError("inplace=True would overwrite a leaf that requires a gradient; pass the output of the lm_head")
     call = _LogitsCall(completion_ids, inputs, config, get_backend(name), wanted(logits)[0], inplace)
     loss, logps, entropy, numbers = _LossOverLogits.apply(logits, call)
-    return GRPOLossOutput(loss, logps.detach(), entropy, config, inputs, inputs.sums(numbers))
+    return GRPOLossOutput(loss, logps.detach(), entropy, config, inputs, numbers)
 
 
 class _LogitsCall(NamedTuple):

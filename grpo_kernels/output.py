@@ -38,11 +38,15 @@ class GRPOLossOutput:
     entropy: Tensor | None
     _config: GRPOConfig
     _inputs: LossInputs
-    _sums: Sums
+    _numbers: Tensor  # of Sums
     _named: dict[str, Any] = field(init=False, default_factory=dict)  # functools.cached_property has a lock
 
     def __repr__(self) -> str:
         return f"GRPOLossOutput(loss={self.loss}, logps of {tuple(self.logps.shape)})"
+
+    @property
+    def _sums(self) -> Sums:
+        return self._inputs.sums(self._numbers)
 
     @property
     def advantages(self) -> Tensor:

@@ -17,8 +17,6 @@ _NESTED = "; expected a packed (N, ...) tensor with cu_seqlens: its values() and
 
 def check_plain(name: str, x: object) -> None:
     """x is a torch.Tensor whose memory holds its elements, all of them."""
-    if type(x) in PLAIN and x.layout is torch.strided and not x.is_nested and x.numel():  # type: ignore[attr-defined]
-        return
     if not isinstance(x, Tensor):
         hint = _instead_of_module(name, x) if isinstance(x, torch.nn.Module) else ""
         raise TypeError(f"{name} is a {type(x).__name__}; expected a torch.Tensor{hint}")

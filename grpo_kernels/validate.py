@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .config import GRPOConfig
-from .plain import check_gathered, check_plain, refuse_quantised
+from .plain import PLAIN, check_gathered, check_plain, refuse_quantised
 
 if TYPE_CHECKING:
     from .contract import TokenInputs
@@ -102,30 +102,42 @@ def check_head(
     They have one type, unless the products are computed in `compute_dtype`.
     """
     check_float("hidden", hidden)
-    head = [("lm_head_weight", weight)] if bias is None else [("lm_head_weight", weight), ("lm_head_bias", bias)]
-    for name, x in head:
-        check_tensor(name, x, hidden)
+    check_tensor("lm_head_weight", weight, hidden)
+    if bias is not None:
+        check_tensor("lm_head_bias", bias, hidden)
     check_tensor("completion_ids", ids, hidden)
-    for name, x in head:
-        refuse_quantised(name, x)
-        check_gathered(name, x)
-    if hidden.dim() not in (2, 3):
+    _check_elements("lm_head_weight", weight, hidden)
+    if bias is not None:
+        _check_elements("lm_head_bias", bias, hidden)
+    shape, leading, width = weight.shape, hidden.shape[:-1], hidden.shape[-1]
+    if len(leading) not in (1, 2):
         raise ValueError(f"hidden has shape {tuple(hidden.shape)}; expected (B, T, H) or packed (N, H)")
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
-        raise ValueError(
-            f"lm_head_weight has shape {tuple(weight.shape)}; expected (V, H) with H = {hidden.shape[-1]} as in hidden"
-        )
-    if weight.shape[0] == 0:
+    if len(shape) != 2 or shape[1] != width:
+        raise ValueError(f"lm_head_weight has shape {tuple(shape)}; expected (V, H) with H = {width} as in hidden")
+    if shape[0] == 0:
         raise ValueError("lm_head_weight has no rows; expected (V, H) with V >= 1")
-    for name, x in head:
-        if x.dtype != hidden.dtype and compute_dtype is None:
-            raise TypeError(
-                f"{name} is {x.dtype} and hidden {hidden.dtype}; expected one type, a float32 head of 16-bit hidden "
-                "states, or torch.autocast"
-            )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"lm_head_bias has shape {tuple(bias.shape)}; expected ({weight.shape[0]},)")
-    check_ids(ids, hidden.shape[:-1], "hidden")
+    if compute_dtype is None:
+        _check_one_type("lm_head_weight", weight, hidden)
+        if bias is not None:
+            _check_one_type("lm_head_bias", bias, hidden)
+    if bias is not None and bias.shape != shape[:1]:
+        raise ValueError(f"lm_head_bias has shape {tuple(bias.shape)}; expected ({shape[0]},)")
+    check_ids(ids, leading, "hidden")
+
+
+def _check_elements(name: str, x: Tensor, hidden: Tensor) -> None:
+    """The elements of a weight are there, and are numbers."""
+    if x.dtype is not hidden.dtype or type(x) not in PLAIN:
+        refuse_quantised(name, x)
+    check_gathered(name, x)
+
+
+def _check_one_type(name: str, x: Tensor, hidden: Tensor) -> None:
+    if x.dtype is not hidden.dtype:
+        raise TypeError(
+            f"{name} is {x.dtype} and hidden {hidden.dtype}; expected one type, a float32 head of 16-bit hidden "
+            "states, or torch.autocast"
+        )
 
 
 def check_ids(ids: Tensor, leading: torch.Size, owner: str) -> None:
@@ -164,10 +176,11 @@ def check_accumulate_into(total: Tensor, weight: Tensor) -> None:
         raise ValueError(f"{name} is the memory of lm_head_weight; expected a buffer of its own")
 
 
-def check_tensor(name: str, x: object, like: Tensor | None = None) -> None:
+def check_tensor(name: str, x: Tensor, like: Tensor | None = None) -> None:
     """x is a plain tensor on the device of `like`."""
-    check_plain(name, x)
-    if isinstance(x, Tensor) and like is not None and x.device != like.device:
+    if type(x) not in PLAIN or x.layout is not torch.strided or x.is_nested or not x.numel():
+        check_plain(name, x)
+    if like is not None and x.device != like.device:
         raise ValueError(f"{name} is on {x.device}; expected {like.device} like the other inputs")
 
 
@@ -179,15 +192,13 @@ def check_token_tensor(
         return
     check_tensor(name, x, like)
     if x.shape != shape:
-        allowed = [tuple(shape)]
-        if per_sequence:
-            allowed += [(num_sequences,), (num_sequences, 1)]
-        if tuple(x.shape) not in allowed:
+        allowed = [tuple(shape), (num_sequences,), (num_sequences, 1)][: 3 if per_sequence else 1]
+        if x.shape not in allowed:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {' or '.join(map(str, allowed))}")
     if name == "completion_mask":
         if x.is_complex():
             raise TypeError(f"completion_mask is {x.dtype}; expected bool or numbers, 0 where masked")
-    elif not x.is_floating_point() and not (name in ("advantages", "rewards") and not x.is_complex()):
+    elif not x.dtype.is_floating_point and (name not in ("advantages", "rewards") or x.is_complex()):
         raise TypeError(f"{name} is {x.dtype}; expected a floating-point type")
 
 

@@ -1,6 +1,7 @@
-// What the bindings of the compiled backends share: addresses come as integers, shapes and types are checked in Python
-// (grpo_kernels/backends), and the interpreter lock is released while a kernel runs. The last argument of each function
-// is the number of threads, or the address of a stream.
+// What the bindings of the compiled backends share: tensors come as they are, or as the integers of their addresses,
+// and give nothing but these; shapes and types are checked in Python (grpo_kernels/backends), and the interpreter lock
+// is released while a kernel runs. The last argument of each function is the number of threads, or the address of a
+// stream.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -12,12 +13,36 @@
 namespace binding {
 
 namespace py = pybind11;
-using Address = uintptr_t;
+struct Address {
+    uintptr_t value = 0;
+};
 
 template <class T>
 T* pointer(Address address) {
-    return reinterpret_cast<T*>(address);
+    return reinterpret_cast<T*>(address.value);
 }
+
+}  // namespace binding
+
+// None is 0, an integer itself, a tensor what its data_ptr() returns.
+template <>
+struct pybind11::detail::type_caster<binding::Address> {
+    PYBIND11_TYPE_CASTER(binding::Address, const_name("torch.Tensor | int | None"));
+
+    bool load(handle given, bool) {
+        static PyObject* const method = PyUnicode_InternFromString("data_ptr");
+        value = {};
+        if (given.is_none()) return true;
+        object number = reinterpret_borrow<object>(given);
+        if (!PyLong_Check(given.ptr()))
+            number = reinterpret_steal<object>(PyObject_CallMethodNoArgs(given.ptr(), method));
+        if (number) value.value = PyLong_AsSize_t(number.ptr());
+        if (PyErr_Occurred()) throw error_already_set();
+        return true;
+    }
+};
+
+namespace binding {
 
 template <size_t kCount>
 py::tuple names(const char* const (&list)[kCount]) {
@@ -99,7 +124,7 @@ void stats(Address logits, int dtype, int64_t stride, int64_t rows, int64_t voca
            int64_t start, Address index, Address temperature, int64_t tokens, Address values, Address lse,
            const py::bytes& params, Where where) {
     gk::RowArgs args = logits_of(logits, dtype, stride, rows, vocab, bias, ids, start, index, lse, params);
-    args.tokens = token_data(0, tokens, values);
+    args.tokens = token_data({}, tokens, values);
     args.temperature = pointer<const float>(temperature);
     py::gil_scoped_release unlocked;
     kRun(args, where);
@@ -111,7 +136,7 @@ void gradient(Address logits, int dtype, int64_t stride, int64_t rows, int64_t v
               Address g_logp, Address g_entropy, Address grad, int grad_dtype, int64_t grad_stride,
               Address rounding_error, const py::bytes& params, Where where) {
     gk::RowArgs args = logits_of(logits, dtype, stride, rows, vocab, bias, ids, start, index, lse, params);
-    args.tokens = token_data(0, tokens, values);
+    args.tokens = token_data({}, tokens, values);
     args.temperature = pointer<const float>(temperature);
     args.g_logp = pointer<const float>(g_logp);
     args.g_entropy = pointer<const float>(g_entropy);
@@ -148,9 +173,9 @@ void sequence_objective(int64_t first, int64_t last, Address offsets, Address le
 
 // `workspace`, here and below: the device's scratch memory, 0 where the backend needs none.
 template <class Where, void (*kRun)(const gk::ReduceArgs&, Address workspace, Where)>
-void reduce(int64_t tokens, int64_t sequences, Address offsets, Address scored, Address table, Address values,
-            Address group_index, int64_t groups, Address sequence_sums, Address group_sums, Address totals,
-            Address extrema, const py::bytes& params, Address workspace, Where where) {
+void reduce(int64_t tokens, Address values, int64_t sequences, Address offsets, Address scored, Address table,
+            Address group_index, int64_t groups, Address numbers, const py::bytes& params, Address workspace,
+            Where where) {
     gk::ReduceArgs args = {};
     args.tokens = token_data(table, tokens, values);
     args.scored = pointer<const uint8_t>(scored);
@@ -158,10 +183,10 @@ void reduce(int64_t tokens, int64_t sequences, Address offsets, Address scored, 
     args.sequences = sequences;
     args.group_index = pointer<const int64_t>(group_index);
     args.groups = groups;
-    args.sequence_sums = pointer<float>(sequence_sums);
-    args.group_sums = pointer<float>(group_sums);
-    args.totals = pointer<float>(totals);
-    args.extrema = pointer<float>(extrema);
+    args.sequence_sums = pointer<float>(numbers);  // one after the other, as contract.Sums has them
+    args.group_sums = args.sequence_sums + sequences * gk::kColumnCount;
+    args.totals = args.group_sums + groups * gk::kColumnCount;
+    args.extrema = args.totals + gk::kColumnCount;
     args.params = from_bytes<gk::Params>(params);
     py::gil_scoped_release unlocked;
     kRun(args, workspace, where);
@@ -173,13 +198,15 @@ inline gk::PlanInput plan_input(Address data, int mode) {
     return {pointer<const float>(data), mode};
 }
 
-template <class Where, void (*kRun)(const gk::PlanArgs&, Address workspace, Where)>
-void plan(int64_t tokens, int64_t sequences, int64_t row_length, Address cu_seqlens, Address ids, Address mask,
+// `vocab` and `padding` (of `padding_size` numbers, or 0): what a backend's plan compares values with that it looks at.
+// Returns whether all are as they should be; false where that is not known.
+template <class Where, bool (*kRun)(const gk::PlanArgs&, const gk::PlanChecks&, Address workspace, Where)>
+bool plan(int64_t tokens, int64_t sequences, int64_t row_length, Address cu_seqlens, Address ids, Address mask,
           int mask_bytes, Address advantages, int advantages_mode, Address old, Address ref, Address rollout,
           Address rollout_weights, int rollout_weights_mode, Address temperature, int temperature_mode,
           Address threshold, Address normalizer, const py::bytes& rules, Address table, Address values, Address lse,
           Address offsets, Address lengths, Address scored, Address active, Address clean_ids, Address order,
-          Address counts, Address workspace, Where where) {
+          Address counts, int64_t vocab, Address padding, int64_t padding_size, Address workspace, Where where) {
     gk::PlanArgs args = {};
     args.tokens = tokens;
     args.sequences = sequences;
@@ -212,7 +239,7 @@ void plan(int64_t tokens, int64_t sequences, int64_t row_length, Address cu_seql
     if (args.rules.aggregation < 0 || args.rules.aggregation >= gk::kAggregationCount)
         throw std::invalid_argument("rules: unknown aggregation");
     py::gil_scoped_release unlocked;
-    kRun(args, workspace, where);
+    return kRun(args, {vocab, pointer<const float>(padding), padding_size}, workspace, where);
 }
 
 // The products over kept ids get the fields of KeptArgs or KeptPairs as one tuple, in their order.

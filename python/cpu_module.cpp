@@ -6,18 +6,13 @@ namespace {
 
 using namespace binding;
 
-void run_plan(const gk::PlanArgs& args, Address, int threads) { gk::plan(args, threads); }
+bool run_plan(const gk::PlanArgs& args, const gk::PlanChecks& checks, Address, int threads) {
+    gk::plan(args, threads);
+    return gk::values_are_valid(args, checks);
+}
 
-// `numbers`: (address, count) of float32 each.
-bool values_are_valid(Address ids, int64_t tokens, int64_t vocab, Address mask, int mask_bytes,
-                      const py::sequence& numbers) {
-    if (!gk::ids_are_valid({pointer<const int64_t>(ids), pointer<const void>(mask), tokens, vocab, mask_bytes}))
-        return false;
-    for (const py::handle& item : numbers) {
-        const auto pair = py::reinterpret_borrow<py::tuple>(item);
-        if (!gk::all_finite(pointer<const float>(pair[0].cast<Address>()), pair[1].cast<int64_t>())) return false;
-    }
-    return true;
+bool ids_are_valid(Address ids, int64_t tokens, int64_t vocab, Address mask, int mask_bytes) {
+    return gk::ids_are_valid({pointer<const int64_t>(ids), pointer<const void>(mask), tokens, vocab, mask_bytes});
 }
 
 void run_reduce(const gk::ReduceArgs& args, Address, int threads) { gk::reduce(args, threads); }
@@ -85,7 +80,7 @@ void group_statistics(Address rewards, Address group_index, int64_t count, int64
 
 PYBIND11_MODULE(_cpu, m) {
     export_names(m);
-    m.def("values_are_valid", values_are_valid);
+    m.def("ids_are_valid", ids_are_valid);
     m.def("plan", plan<int, run_plan>);
     m.def("single_pass", single_pass<int, gk::single_pass>);
     m.def("stats", stats<int, gk::stats>);

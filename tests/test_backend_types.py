@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_kernels.backends import get_backend
+from grpo_kernels.backends.checks import KernelBackend
 from grpo_kernels.contract import COLUMNS, FIELD, TABLE_FIELDS, KernelParams
 
 ROWS, VOCAB, GROUPS = 5, 12, 2
@@ -123,3 +124,19 @@ def test_an_id_outside_the_vocabulary_reads_and_writes_nothing_else(name, id_):
     assert (grad[0] == 7).all() and (grad[-1] == 7).all()
     # -p_j everywhere: no column is the sampled one
     torch.testing.assert_close(grad[4], -logits[3].softmax(-1))
+
+
+@pytest.mark.parametrize("checks", [True, False])
+def test_calls_are_checked_where_the_environment_says_so(monkeypatch, checks):
+    monkeypatch.setenv("GRPO_KERNELS_CHECK_CALLS", "1" if checks else "0")
+
+    class Spy(KernelBackend):
+        def scale(self, x, factor):
+            return "called"
+
+    if not checks:
+        assert Spy().scale(torch.ones(2).double(), torch.ones(())) == "called"
+        return
+    with pytest.raises(ValueError, match="float32, bfloat16 or float16"):
+        Spy().scale(torch.ones(2).double(), torch.ones(()))
+    assert Spy().scale(torch.ones(2), torch.ones(())) == "called"

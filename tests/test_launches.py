@@ -5,6 +5,8 @@ Counted on a CPU, where Triton's kernels run in the interpreter. A product is on
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from helpers import make_batch, off_policy
@@ -92,3 +94,23 @@ def test_where_the_counts_of_rows_are_read(monkeypatch, device, tokens, changes,
     inputs = dict.fromkeys(TokenInputs._fields) | {k: x for k, x in changes.items() if k in TokenInputs._fields}
     call = loss_op.LossCall(torch.zeros(tokens), TokenInputs(**inputs), 0, config, "torch", None, [True, True, False])
     assert loss_op._computes_every_row(call, torch.device(device)) == every_row
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("padding", [1e30, math.nan])
+@pytest.mark.parametrize("preset", ["dapo", "vespo"])
+def test_small_calls_on_a_cpu_compute_finite_padding(monkeypatch, preset, padding, dtype):
+    """To the same results as where its rows are left out, whatever padding holds."""
+    batch, ways, found, run = off_policy(make_batch(3, masked=True)), [], [], loss_op.run
+    hidden = torch.where(batch.options["completion_mask"][..., None], batch.hidden, padding)
+    monkeypatch.setattr(loss_op, "run", lambda *a, **named: ways.append(named["static_shapes"]) or run(*a, **named))
+    for limit in (2**18, 0):
+        monkeypatch.setattr(loss_op, "_SMALL_PRODUCT", limit)
+        leaves = [x.to(dtype).requires_grad_() for x in (hidden, batch.weight)]
+        config = gk.GRPOConfig.preset(preset)
+        out = gk.fused_grpo_loss(*leaves, batch.ids, batch.advantages, **batch.options, config=config, backend="cpu")
+        out.loss.backward()
+        found.append((out.loss.detach(), out.logps, out.entropy, *(x.grad for x in leaves)))
+    assert ways == [math.isfinite(padding), False]
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-6)

@@ -26,7 +26,8 @@ struct IdArgs {
     int32_t mask_bytes;
 };
 bool ids_are_valid(const IdArgs& args);  // in [0, vocab) at every unmasked token
-bool all_finite(const float* x, int64_t count);
+// Ids, and whether all numbers are finite: advantages, log-probabilities, rollout weights, checks.padding.
+bool values_are_valid(const PlanArgs& args, const PlanChecks& checks);
 
 // target[ids[t]] += scale[t] * rows[t] for t in [0, count).
 struct AddRowsArgs {

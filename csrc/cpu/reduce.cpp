@@ -1,5 +1,6 @@
 // Loss and metrics: tokens -> sequences -> groups -> one row of totals. Every sum runs in double and in index order, so
-// the number of threads, which share out whole sequences, changes no bit. Tokens that are not scored are never read.
+// the number of threads, which share out whole sequences, changes no bit. Tokens that are not scored are never read,
+// and show 0.
 #include <math.h>
 
 #include <stdexcept>
@@ -41,7 +42,8 @@ void reduce(const ReduceArgs& args, int threads) {
     parallel_for(args.sequences, grain, threads, [&](int64_t first, int64_t last) {
         for (int64_t s = first; s < last; s++)
             for (int64_t t = args.offsets[s]; t < args.offsets[s + 1]; t++)
-                if (args.scored[t]) add_token(args.params, args.tokens, t, sequences[s].sums);
+                args.scored[t] ? add_token(args.params, args.tokens, t, sequences[s].sums)
+                               : clear_token(args.tokens, t);
     });
 
     Columns all;

@@ -14,14 +14,25 @@ bool ids_are_valid(const IdArgs& args) {
     return true;
 }
 
-bool all_finite(const float* x, int64_t count) {
+static bool all_finite(const float* x, int64_t count) {
     bool finite = true;
-    for (int64_t i = 0; i < count; i++) {
+    for (int64_t i = 0; x && i < count; i++) {
         uint32_t bits;
         __builtin_memcpy(&bits, x + i, sizeof bits);
         finite &= (bits & 0x7F800000u) != 0x7F800000u;  // the exponent of infinity and NaN
     }
     return finite;
+}
+
+bool values_are_valid(const PlanArgs& args, const PlanChecks& checks) {
+    const auto finite = [&](const PlanInput& x) {
+        return all_finite(x.data, x.per_what == kPerToken      ? args.tokens
+                                  : x.per_what == kPerSequence ? args.sequences
+                                                               : 1);
+    };
+    return ids_are_valid({args.ids, args.mask, args.tokens, checks.vocab, args.mask_bytes}) &&
+           finite(args.advantages) && all_finite(args.old, args.tokens) && all_finite(args.ref, args.tokens) &&
+           finite(args.rollout_weights) && all_finite(checks.padding, checks.padding_size);
 }
 
 }  // namespace gk

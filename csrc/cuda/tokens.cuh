@@ -2,7 +2,7 @@
 //
 // The sums go tokens -> sequences -> groups and the batch, in double and in an order of their own: no atomics, and two
 // runs give the same bits. A block adds up the tokens of a sequence; then one block per group, and one for the batch,
-// adds up rows of sequence sums. Tokens that are not scored are never read.
+// adds up rows of sequence sums. Tokens that are not scored are never read, and show 0.
 //
 // Per token the objective reads 9 floats and writes 4, the sums read 13 floats and a byte: 16,384 tokens are 1 MB, two
 // launches of a few microseconds on an H200.
@@ -32,7 +32,7 @@ GK_DEVICE void reduce_sequence(const ReduceLaunch& launch) {
     double columns[kReducedCount];
     GK_UNROLL for (int c = 0; c < kReducedCount; c++) columns[c] = empty_column(c);
     for (int64_t t = args.offsets[sequence] + thread; t < args.offsets[sequence + 1]; t += block_threads())
-        if (args.scored[t]) add_token(args.params, args.tokens, t, columns);
+        args.scored[t] ? add_token(args.params, args.tokens, t, columns) : clear_token(args.tokens, t);
 
     auto* const shared = reinterpret_cast<double*>(dynamic_shared());  // (threads, kReducedCount)
     GK_UNROLL for (int c = 0; c < kReducedCount; c++) shared[thread * kReducedCount + c] = columns[c];

@@ -1,11 +1,30 @@
-"""What the backends with kernels of their own check before an address leaves Python: a kernel would read it wrongly."""
+"""What tensors have to be before a kernel gets their addresses: it would read others wrongly.
+
+The public functions have checked what a caller gives, and everything between them and a kernel is the engine's own. So
+these checks can only find a mistake of the engine. They cost 2 us a kernel, as much as a small kernel itself, and are
+made where GRPO_KERNELS_CHECK_CALLS=1 is set when the package is imported: in every test.
+"""
 
 from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..contract import TABLE_FIELDS, KeptIds, KeptPairs, LogitChunk, RowGradients, TokenValues
+from ..contract import (
+    TABLE_FIELDS,
+    KeptIds,
+    KeptPairs,
+    KernelParams,
+    LogitChunk,
+    PlannedTokens,
+    RowGradients,
+    TokenValues,
+)
 
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -163,3 +182,112 @@ def _check_widths(device: torch.device, matrices: dict[str, Tensor]) -> None:
 def contiguous_rows(x: Tensor) -> Tensor:
     """The matrix, or a copy if its rows are not contiguous."""
     return x if x.stride(1) == 1 else x.contiguous()
+
+
+# --- which method checks what -----------------------------------------------------------------------------------------
+
+
+def _single_pass(
+    chunk: LogitChunk, table: Tensor, values: TokenValues, params: KernelParams, gradients: RowGradients | None = None
+) -> None:
+    check_chunk(chunk, gradients)
+    check_tokens(values, ids=chunk.ids, table=table)
+
+
+def _statistics(chunk: LogitChunk, temperature: Tensor, values: TokenValues, params: KernelParams) -> None:
+    check_chunk(chunk)
+    check_tokens(values, ids=chunk.ids, temperature=temperature)
+
+
+def _logits_gradient(
+    chunk: LogitChunk,
+    temperature: Tensor,
+    values: TokenValues,
+    g_logp: Tensor,
+    g_entropy: Tensor,
+    params: KernelParams,
+    gradients: RowGradients,
+) -> None:
+    check_chunk(chunk, gradients)
+    check_tokens(values, ids=chunk.ids, temperature=temperature, g_logp=g_logp, g_entropy=g_entropy)
+
+
+def _planned(planned: PlannedTokens) -> None:
+    check_tokens(planned.values, table=planned.table, scored=planned.scored)
+
+
+def _linear_logp(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    ids: Tensor,
+    temperature: Tensor,
+    params: KernelParams,
+    *,
+    entropy: bool,
+) -> None:
+    check_head(contiguous_rows(hidden), weight, bias)
+    check_vectors(hidden, ids=(ids, torch.int64), temperature=(temperature, torch.float32))
+
+
+def _anchored(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    ids: Tensor,
+    table: Tensor,
+    exponentials: Tensor,
+    params: KernelParams,
+) -> None:
+    check_head(contiguous_rows(hidden), weight, bias)
+    check_table(table, hidden)
+    check_vectors(hidden, ids=(ids, torch.int64))
+
+
+_CHECKS: dict[str, Callable[..., None]] = {
+    "single_pass": _single_pass,
+    "statistics": _statistics,
+    "logits_gradient": _logits_gradient,
+    "token_objective": lambda rows, table, values, params: check_tokens(values, table=table),
+    "sequence_objective": lambda sequences, row_length, planned, params: _planned(planned),
+    "sums": lambda planned, params, group_index, num_groups: _planned(planned),
+    "group_statistics": lambda rewards, group_index, *options: check_rewards(rewards, group_index),
+    "scale": lambda x, factor: check_scaled(x, factor),
+    "kept_logits": lambda hidden, weight, bias, kept, logits: check_kept(
+        kept, logits, hidden=contiguous_rows(hidden), weight=contiguous_rows(weight)
+    ),
+    "kept_dhidden": lambda dlogits, weight, kept, dhidden: check_kept(
+        kept, dlogits, weight=contiguous_rows(weight), dhidden=dhidden
+    ),
+    "kept_dweight": lambda dlogits, hidden, pairs, dweight, *, add: check_pairs(
+        pairs, dlogits, hidden=contiguous_rows(hidden), dweight=dweight
+    ),
+    "linear_logp": _linear_logp,
+    "anchored": _anchored,
+}
+
+
+class KernelBackend:
+    """A backend with kernels of its own. Logits (C, V) are in fp32, bf16 or fp16, at any row stride; everything per
+    token is fp32."""
+
+    adds_transposed = False
+    checks_values = False
+
+    def __init_subclass__(cls) -> None:
+        if os.environ.get("GRPO_KERNELS_CHECK_CALLS") == "1":
+            for name in cls.__dict__.keys() & _CHECKS.keys():
+                setattr(cls, name, _after_check(_CHECKS[name], getattr(cls, name)))
+
+    def ids_are_valid(self, ids: Tensor, vocab_size: int, mask: Tensor | None) -> bool:
+        """Not known."""
+        return False
+
+
+def _after_check(check: Callable[..., None], method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def checked(self: KernelBackend, *given: Any, **named: Any) -> Any:
+        check(*given, **named)
+        return method(self, *given, **named)
+
+    return checked

@@ -7,7 +7,7 @@ grad_output. No factor is ever rounded to 16 bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,13 +32,15 @@ class FinishedGradients:
     tensors: one per input, in `waiting_dtype` of its type, or None where not wanted. dtypes: of the inputs.
     scales: for each tensor the power of two that it holds as a factor, () float32, or None for 1.
     sums: for each tensor the float32 buffer of the caller's that it is added to, instead of being returned, if any.
+    final: the tensors are in these types, without scales and `sums`: with a grad_output of 1 there is nothing to do.
     """
 
     tensors: list[Tensor | None]
-    dtypes: list[torch.dtype]
+    dtypes: Sequence[torch.dtype]
     backend: Backend
     scales: list[Tensor | None]
     sums: list[Tensor | None] = field(default_factory=lambda: [None, None, None])
+    final: bool = False
 
     def without_scales(self) -> list[Tensor | None]:
         """The gradients in the types of the inputs, where no grad_output is left to come (fused_logps)."""
@@ -126,6 +128,8 @@ def scale_saved_gradients(ctx: Any, name: str, factor: Tensor) -> list[Tensor | 
         raise RuntimeError(f"grpo_kernels.{name}: a second backward needs retain_graph=True in the first")
     if not keeps_graph():
         ctx.gradients = None
+        if gradients.final and type(factor) is Tensor and factor.device.type == "cpu" and factor.item() == 1.0:
+            return gradients.tensors
     scaled: list[Tensor | None] = []
     for i, (scale, dtype) in enumerate(zip(gradients.scales, gradients.dtypes, strict=True)):
         waiting = gradients.tensors[i]

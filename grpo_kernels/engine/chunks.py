@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..contract import FIELD, Backend, FoldingBackend, KernelParams, LogitChunk, Rows, RowStats, Sums, TokenValues
-from .chunk import Chunk
+from .chunk import Chunk, visited
 from .given_logits import GivenLogits
 from .kept import DenseMask, KeptLogits, TokenMask, mask_rows
 from .lm_head import LMHead
@@ -200,8 +200,6 @@ def run(
         mask_sums = torch.nn.functional.pad(torch.stack([masked, added]), (0, 2))
         if scorer.mask is not None:
             mask_sums[1:] += scorer.mask.sums(tokens.values)
-    if static_shapes and not plan.all_scored:
-        tokens = tokens._replace(values=tokens.values.only(tokens.scored))
     sums = backend.sums(tokens, plan.params, plan.group_index, plan.num_groups)
     if mask_sums is not None:
         sums = replace(sums, numbers=torch.cat([sums.numbers, mask_sums]))
@@ -321,9 +319,12 @@ def sequence_chunks(
     index: Tensor | None, lengths: list[int], num_tokens: int, size: int
 ) -> Iterator[tuple[Rows, slice]]:
     """Pack whole sequences into chunks: (their tokens, their range of sequences); `lengths`: tokens per sequence."""
-    first = start = stop = 0
-    if index is not None and index.numel() == num_tokens:
-        index = None
+    rows = visited(index, num_tokens)
+    if rows.stop <= size:
+        if rows.stop:
+            yield rows, slice(0, len(lengths))
+        return
+    first, start, stop, index = 0, 0, 0, rows.index
     for i in range(len(lengths) + 1):
         if i == len(lengths) or stop - start + lengths[i] > size:
             if stop > start:

@@ -37,7 +37,7 @@ class WeightGradient:
     def add(self, dlogits: Tensor, h: Tensor) -> None:
         """The share of a chunk: dlogits (P, V), h (P, H)."""
         if dlogits.dtype.itemsize > 2:
-            self._add_wide(dlogits, h.to(dlogits.dtype))
+            self._add_wide(dlogits, h if h.dtype is dlogits.dtype else h.to(dlogits.dtype))
         elif h.device.type != "cpu" or dlogits.dtype != torch.bfloat16:
             self._add_16_bit(dlogits, h)
         elif self._transposes():
@@ -69,7 +69,8 @@ class WeightGradient:
 
     def _add_wide(self, dlogits: Tensor, h: Tensor) -> None:
         if self.total is None:
-            self.total = torch.mm(dlogits.T, h, out=self._empty(dlogits.dtype))
+            out = recycled.large(self.weight.shape, dlogits.dtype, self.weight.device)
+            self.total = torch.mm(dlogits.T, h, out=out)
         else:
             self.total.addmm_(dlogits.T, h)
 

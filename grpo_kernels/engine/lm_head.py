@@ -20,6 +20,9 @@ rounded once, however many chunks there were.
 
 from __future__ import annotations
 
+from functools import cache
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -39,6 +42,21 @@ from .vocab_parallel import VocabSlice
 FORWARD_ROWS = 2048
 
 
+class _Types(NamedTuple):
+    """given, waiting: of the inputs, and of their gradients until the backward. gradient: of dlogits."""
+
+    given: tuple[torch.dtype, ...]
+    waiting: tuple[torch.dtype, ...]
+    gradient: torch.dtype
+    rounds: bool  # dlogits, with a loss that is made up for
+
+
+@cache
+def _types(given: tuple[torch.dtype, ...], gradient: torch.dtype, device_type: str) -> _Types:
+    rounds = device_type == "cpu" and gradient == torch.bfloat16
+    return _Types(given, tuple(waiting_dtype(x) for x in given), gradient, rounds)
+
+
 class LMHead:
     """Products with one lm_head; gradients accumulate here.
 
@@ -48,6 +66,13 @@ class LMHead:
     `gradient_scale`: where gradients of logits are float16, the power of two that dlogits, dweight and dbias hold as a
     factor; dhidden does not. `chunk_rows`: see memory.chunk_sizes.
     """
+
+    folded_bias: Tensor | None = None  # (V,) in float32 or better, for the row kernels to add
+    dhidden: Tensor | None = None
+    dbias: Tensor | None = None
+    gradient_scale: Tensor | None = None
+    vocab_slice: VocabSlice | None = None
+    _gathered: tuple[Rows, Tensor] | None = None  # a chunk's hidden states serve two products
 
     def __init__(
         self,
@@ -61,14 +86,11 @@ class LMHead:
         keep: Tensor | None = None,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
-        self.given_dtypes = [hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype]
-        self.waiting_dtypes = [waiting_dtype(dtype) for dtype in self.given_dtypes]
+        given_dtypes = hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
         if compute_dtype is not None:
             hidden, weight = hidden.to(compute_dtype), weight.to(compute_dtype)
             bias = None if bias is None else bias.to(compute_dtype)
         self.hidden, self.weight, self.bias, self.keep = hidden, weight, bias, keep
-        # (V,) in float32 or better, for the row kernels to add.
-        self.folded_bias: Tensor | None = None
         if bias is not None:
             self.folded_bias = bias.detach().to(torch.promote_types(bias.dtype, torch.float32)).contiguous()
         self.strategy = choose_strategy(backend, hidden, weight)
@@ -78,18 +100,15 @@ class LMHead:
         self.num_tokens = hidden.numel() // hidden.shape[-1]
         # A CPU has no usable float16 product, and none that returns float32 from 16-bit inputs: convert W in pieces.
         self.converts = logits_dtype != dtype and not returns_float32(device, dtype)
-        self.grad_dtype = torch.float32 if dtype == torch.float16 and self.converts else dtype
-        self.rounds = device.type == "cpu" and self.grad_dtype == torch.bfloat16
+        self.types = _types(
+            given_dtypes, torch.float32 if self.converts and dtype == torch.float16 else dtype, device.type
+        )
+        self.waiting_dtypes, self.grad_dtype = self.types.waiting, self.types.gradient
         self.sizes = chunk_sizes(self.num_tokens, vocab_size, logits_dtype, self.grad_dtype, device, chunk_rows)
         self.scratch = Scratch(self.num_tokens, vocab_size, self.sizes, logits_dtype, self.grad_dtype, device)
         self.dweight = WeightGradient(weight, self.grad_dtype, self.waiting_dtypes[1], backend)
         # Whole sequences may be packed into more chunks than this, few of them half empty.
         self.dweight.expected_chunks = -(-self.num_tokens // self.sizes.sequences)
-        self.dhidden: Tensor | None = None
-        self.dbias: Tensor | None = None
-        self.gradient_scale: Tensor | None = None
-        self.vocab_slice: VocabSlice | None = None
-        self._gathered: tuple[Rows, Tensor] | None = None  # a chunk's hidden states serve two products
 
     def join(self, vocab_slice: VocabSlice, chunk_rows: int | None) -> None:
         """The weight is a slice of the vocabulary: all ranks have the same chunks, dhidden is a float32 sum."""
@@ -99,7 +118,8 @@ class LMHead:
         self.sizes = chunk_sizes(self.num_tokens, longest, *dtypes, device, chunk_rows, vocab_slice.budget)
         self.scratch = Scratch(self.num_tokens, self.weight.shape[0], self.sizes, *dtypes, device)
         self.dweight.expected_chunks = -(-self.num_tokens // self.sizes.sequences)
-        self.waiting_dtypes[0] = torch.promote_types(self.waiting_dtypes[0], torch.float32)
+        first, *others = self.waiting_dtypes
+        self.waiting_dtypes = (torch.promote_types(first, torch.float32), *others)
 
     @property
     def vocab_size(self) -> int:
@@ -141,7 +161,7 @@ class LMHead:
         """Where the row kernel writes d loss / d logits of a row chunk: over the logits, if they are all of a chunk."""
         count = chunk.rows.count
         dlogits = self.scratch.over(logits) if chunk.in_place else self.scratch.gradients(count)[chunk.place(rows)]
-        return RowGradients(dlogits, self.scratch.errors(count)[chunk.place(rows)] if self.rounds else None)
+        return RowGradients(dlogits, self.scratch.errors(count)[chunk.place(rows)] if self.types.rounds else None)
 
     def release(self) -> None:
         """Let go of all scratch memory."""
@@ -202,7 +222,7 @@ class LMHead:
         """Add a chunk's share of dhidden, dweight and dbias, once its gradient buffers are full. ids (N,)."""
         rows, scratch = chunk.rows, self.scratch
         dlogits = scratch.over(scratch.logits(rows.count)) if chunk.in_place else scratch.gradients(rows.count)
-        if self.rounds:
+        if self.types.rounds:
             self._accumulate_corrected(rows, dlogits, rows.take(ids), scratch.errors(rows.count))
             return
         if self.wants[0]:
@@ -227,18 +247,17 @@ class LMHead:
         self.release()
         if self.vocab_slice is not None and self.dhidden is not None:
             self.vocab_slice.add_up(self.dhidden)
-        finished = [
-            self._finished(0, self.dhidden, self.hidden),
-            self._finished(1, self.dweight.finish(), self.weight),
-            self._finished(2, self.dbias, self.bias),
-        ]
+        totals = self.dhidden, self.dweight.finish(), self.dbias
+        inputs = self.hidden, self.weight, self.bias
+        finished = [self._finished(i, totals[i], inputs[i]) if self.wants[i] else None for i in range(3)]
         self.dhidden = self.dbias = None
         scales = [None, self.gradient_scale, self.gradient_scale]
-        return FinishedGradients(finished, self.given_dtypes, self.backend, scales)
+        final = self.gradient_scale is None and self.waiting_dtypes == self.types.given
+        return FinishedGradients(finished, [*self.types.given], self.backend, scales, final=final)
 
     def _finished(self, i: int, total: Tensor | None, x: Tensor | None) -> Tensor | None:
-        """The sum of input i as its gradient, if that is wanted."""
-        if not self.wants[i] or x is None:
+        """The sum of input i as its gradient."""
+        if x is None:
             return None
         dtype = self.waiting_dtypes[i]
         if total is None:
@@ -276,10 +295,14 @@ class LMHead:
             for piece in pieces(self.weight, PIECE_ROWS):
                 total.addmm_(dlogits[:, piece], self.weight[piece].to(dlogits.dtype))
             self._put_dhidden(rows, total)
-        elif self._writes_dhidden(rows):
-            self._times_weight(dlogits, out=self.dhidden_for(rows)[rows.start : rows.stop])
-        else:
+        elif not self._writes_dhidden(rows):
             self._put_dhidden(rows, self._times_weight(dlogits))
+        elif self.dhidden is None and rows.count == self.num_tokens:
+            shape = rows.count, self.hidden.shape[-1]
+            out = recycled.large(shape, self.waiting_dtypes[0], self.hidden.device)
+            self.dhidden = self._times_weight(dlogits, out)
+        else:
+            self._times_weight(dlogits, rows.take(self.dhidden_for(rows)))
 
     def _put_dhidden(self, rows: Rows, values: Tensor) -> None:
         if values.dtype is not self.waiting_dtypes[0]:

@@ -39,8 +39,8 @@ def loss_over_logits(
             tokens.kept_ids, tokens.kept_counts, logits.shape[1], is_static=is_capturing(logits.device)
         )
         values, sums = run(head, plan, kernels, gradients=gradients, static_shapes=True, sampling_mask=mask)
-    shape = completion_ids.shape
-    results = sums.loss.clone(), values.logp.view(shape), values.entropy.view(shape), sums.numbers
+        columns = values.columns.view(-1, *completion_ids.shape)
+    results = sums.loss.clone(), columns[0], columns[1], sums.numbers
     if not gradients:
         return results, None
     return results, FinishedGradients([logits], [logits.dtype], kernels, [head.gradient_scale])

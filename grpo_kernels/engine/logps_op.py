@@ -91,15 +91,15 @@ def logps_from_hidden(
             values = _compute(hidden, weight, bias, call)
     else:
         values = _compute(hidden, weight, bias, call)
-    shape = call.completion_ids.shape  # copies, without the other columns
-    return values.logp.clone().view(shape), values.entropy.clone().view(shape) if call.want_entropy else None
+    shape = call.completion_ids.shape
+    return _own(values, 0, shape), _own(values, 1, shape) if call.want_entropy else None
 
 
 def _compute(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: LogpsCall) -> TokenValues:
     """logp, entropy and lse. To be called under no_grad."""
     ids, kernels = call.completion_ids, get_backend(call.backend)
     vocab_size = weight.shape[0] if call.vocab_slice is None else call.vocab_slice.vocab_size
-    if not kernels.values_are_valid(ids, vocab_size, call.mask, ()):
+    if not kernels.ids_are_valid(ids, vocab_size, call.mask):
         check_values(ids, call.mask, vocab_size, None)
     mask, static = token_mask(call.mask), is_capturing(hidden.device)
     if isinstance(call.temperature, Tensor):
@@ -109,7 +109,7 @@ def _compute(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: Logps
             hidden, weight, bias, kernels, compute_dtype=call.compute_dtype, mask=mask if static else None,
             vocab_slice=call.vocab_slice,
         )  # fmt: skip
-        values = no_values(ids.numel(), table_dtype(head.hidden.dtype), hidden.device)
+        values = no_values(ids.numel(), table_dtype(head.hidden.dtype), hidden.device, columns=2)
         params = logit_params(call.logit_scale, call.softcap)
         scorer = make_scorer(head, ids, call.temperature, params, values, mask)
         index = None if static or mask is None else mask.nonzero().squeeze(1)
@@ -124,7 +124,12 @@ def _compute(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: Logps
 
 def _shaped(values: TokenValues, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
     """(logps, entropy, lse) with memory of their own."""
-    return values.logp.clone().view(shape), values.entropy.clone().view(shape), values.lse.view(shape)
+    return _own(values, 0, shape), _own(values, 1, shape), values.lse.view(shape)
+
+
+def _own(values: TokenValues, column: int, shape: torch.Size) -> Tensor:
+    """A column with memory of its own."""
+    return values.columns.narrow_copy(0, column, 1).view(shape)
 
 
 def _split(

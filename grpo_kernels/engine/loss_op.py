@@ -20,11 +20,14 @@ from ..validate import check_token_values, check_values
 from .backward import FinishedGradients, refuse_double_backward, scale_saved_gradients, times, waiting_dtype
 from .chunks import run
 from .kept import make_token_mask
-from .plan import make_plan
+from .plan import Plan, make_plan
 from .products import settled_precision
 from .shared import is_capturing, is_traced, is_weight_bound, make_head, table_dtype
 from .token_ops import empty_sums
 from .vocab_parallel import VocabSlice, describe, refuse_traced_slice
+
+# N H V up to which a CPU needs less time for the products of all rows than to gather some and put them back, 10 us.
+_SMALL_PRODUCT = 2**18
 
 
 class LossCall(NamedTuple):
@@ -67,7 +70,7 @@ def loss_from_hidden(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], cal
         return loss, logps.detach(), entropy, numbers
     if any(call.wants):
         others: list[Tensor] = []
-        loss = _Loss.apply(hidden, weight, bias, call, others)
+        loss = _Loss.apply(hidden, weight, bias, (call, others))
         return loss, *others
     if not torch.is_grad_enabled():
         return _compute(hidden, weight, bias, call)[0]
@@ -82,22 +85,43 @@ def _compute(
     ids, inputs, config = call.completion_ids, call.tokens, call.config
     kernels = get_backend(call.backend)
     vocab_size = weight.shape[0] if call.vocab_slice is None else call.vocab_slice.vocab_size
-    if not _are_valid(ids, inputs, vocab_size, kernels):
-        check_values(ids, inputs.completion_mask, vocab_size, inputs.cu_seqlens)
-        check_token_values(inputs)
     with settled_precision(hidden.device):
-        static = _computes_every_row(call, hidden.device)
-        dtype = table_dtype(call.compute_dtype or hidden.dtype)
-        plan = make_plan(inputs, ids, config, call.num_groups, kernels, static_shapes=static, dtype=dtype)
+        plan, static, keep = _plan(hidden, vocab_size, call, kernels)
         head = make_head(
             hidden, weight, bias, kernels, compute_dtype=call.compute_dtype, wants=tuple(call.wants),
-            logits_dtype=config.logits_dtype, chunk_rows=config.chunk_rows, vocab_slice=call.vocab_slice,
-            mask=plan.tokens.scored if static and inputs.completion_mask is not None else None,
+            logits_dtype=config.logits_dtype, chunk_rows=config.chunk_rows, vocab_slice=call.vocab_slice, mask=keep,
         )  # fmt: skip
         mask = make_token_mask(inputs.kept_ids, inputs.kept_counts, vocab_size, is_static=static)
         values, sums = run(head, plan, kernels, gradients=any(call.wants), static_shapes=static, sampling_mask=mask)
-        both = values.columns[:2].clone().view(2, *ids.shape)  # without the other columns
+        both = values.columns.narrow_copy(0, 0, 2).view(2, *ids.shape)  # without the other columns
         return (sums.loss.clone(), both[0], both[1], sums.numbers), head.gradients()
+
+
+def _plan(hidden: Tensor, vocab_size: int, call: LossCall, kernels: Backend) -> tuple[Plan, bool, Optional[Tensor]]:
+    """(the plan, whether every row is computed, (N,) bool: False where hidden states may hold anything, or None).
+
+    Values are looked at here: by the plan itself where it can, else by the checks, which say what is wrong.
+    """
+    inputs, ids, static = call.tokens, call.completion_ids, _computes_every_row(call, hidden.device)
+    dtype = table_dtype(call.compute_dtype or hidden.dtype)
+    given = inputs, ids, call.config, call.num_groups, kernels
+    plan, small = None, False
+    if kernels.checks_values and _can_be_checked_by_a_plan(inputs):
+        small = inputs.kept_counts is None and ids.numel() * vocab_size * hidden.shape[-1] <= _SMALL_PRODUCT
+        padding = hidden if small else None
+        plan = make_plan(*given, static_shapes=static or small, dtype=dtype, vocab_size=vocab_size, padding=padding)
+    if plan is None or not plan.tokens.valid:
+        small = False
+        check_values(ids, inputs.completion_mask, vocab_size, inputs.cu_seqlens)
+        check_token_values(inputs)
+        plan = make_plan(*given, static_shapes=static, dtype=dtype)
+    unknown = static and not small and inputs.completion_mask is not None
+    return plan, static or small, plan.tokens.scored if unknown else None
+
+
+def _can_be_checked_by_a_plan(x: TokenInputs) -> bool:
+    scalars = x.normalizer is None and x.entropy_coef is None and x.entropy_normalizer is None
+    return scalars and x.temperature is None and x.cu_seqlens is None
 
 
 def _computes_every_row(call: LossCall, device: torch.device) -> bool:
@@ -109,28 +133,21 @@ def _computes_every_row(call: LossCall, device: torch.device) -> bool:
     return is_weight_bound(device, call.completion_ids.numel()) and not reads_anyway
 
 
-def _are_valid(ids: Tensor, inputs: TokenInputs, vocab_size: int, kernels: Backend) -> bool:
-    """Whether one sweep of the backend's shows that nothing is wrong with the values; what is, the checks will say."""
-    others = inputs.temperature, inputs.cu_seqlens, inputs.normalizer, inputs.entropy_coef, inputs.entropy_normalizer
-    if [x for x in others if x is not None]:
-        return False
-    numbers = inputs.advantages, inputs.old_logps, inputs.ref_logps, inputs.rollout_weights
-    return kernels.values_are_valid(ids, vocab_size, inputs.completion_mask, numbers)
-
-
 class _Loss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, call, others):
-        """`others` gets what comes with the loss and has no gradient: autograd has nothing to do with it."""
+    def forward(ctx, hidden, weight, bias, call_and_others):
+        """The others get what comes with the loss and has no gradient: autograd has nothing to do with it."""
+        call, others = call_and_others
         results, ctx.gradients = _compute(hidden, weight, bias, call)
-        ctx.gradients.sums[1] = call.accumulate_into
+        if call.accumulate_into is not None:
+            ctx.gradients.sums[1], ctx.gradients.final = call.accumulate_into, False
         others.extend(results[1:])
         return results[0]
 
     @staticmethod
     def backward(ctx, g_loss):
         refuse_double_backward("fused_grpo_loss")
-        return *scale_saved_gradients(ctx, "fused_grpo_loss", g_loss), None, None
+        return *scale_saved_gradients(ctx, "fused_grpo_loss", g_loss), None
 
 
 @torch.library.custom_op("grpo_kernels::grpo_loss", mutates_args=())

@@ -28,7 +28,6 @@ class Plan(NamedTuple):
     params: KernelParams
     whole_sequences: bool
     entropy_has_gradient: bool
-    all_scored: bool
     group_index: Tensor | None
     num_groups: int
     row_length: int | None  # T of a (B, T) batch, None for a packed one
@@ -47,22 +46,29 @@ def make_plan(
     *,
     static_shapes: bool,
     dtype: torch.dtype,
+    vocab_size: int = 0,
+    padding: Tensor | None = None,
 ) -> Plan:
-    """The plan of a batch of ids (B, T) or packed (N,), with its row table in `dtype` (float32, or float64)."""
+    """The plan of a batch of ids (B, T) or packed (N,), with its row table in `dtype` (float32, or float64).
+
+    vocab_size, padding: see PlannedTokens.valid.
+    """
     constant = _constant_per_sequence(inputs, ids.shape)
-    key = (constant, *[x is not None for x in inputs])
+    key = (
+        constant, inputs.old_logps is None, inputs.ref_logps is None, inputs.rollout_logps is None,
+        inputs.rollout_weights is None, inputs.entropy_threshold is None, inputs.entropy_coef is None,
+    )  # fmt: skip
     found = config.derived.get(key)
     if found is None:
         found = config.derived[key] = _rules(inputs, config, constant)
     params, rules = found
-    tokens = backend.plan(inputs, ids, rules, dtype, ordered=not static_shapes)
+    tokens = backend.plan(inputs, ids, rules, dtype, ordered=not static_shapes, vocab_size=vocab_size, padding=padding)
     if inputs.entropy_coef is not None or inputs.entropy_normalizer is not None:
         _weigh_entropy(tokens.table[FIELD["weight_entropy"]], inputs, config)
     row_length = ids.shape[1] if inputs.cu_seqlens is None else None
     entropy_has_gradient = rules.entropy_coef != 0.0
     whole = rules.whole_sequences
-    all_scored = inputs.completion_mask is None and config.score_inactive
-    return Plan(tokens, params, whole, entropy_has_gradient, all_scored, inputs.group_index, num_groups, row_length)
+    return Plan(tokens, params, whole, entropy_has_gradient, inputs.group_index, num_groups, row_length)
 
 
 def _weigh_entropy(weight: Tensor, inputs: TokenInputs, config: GRPOConfig) -> None:

@@ -102,6 +102,7 @@ def transposed_columns(width: int) -> int:
 
 _lock, _depth, _restore = threading.Lock(), 0, False
 _NOTHING_TO_SETTLE = nullcontext()
+_matmul = torch.backends.cuda.matmul
 
 
 def settled_precision(device: torch.device) -> AbstractContextManager[None]:
@@ -110,7 +111,7 @@ def settled_precision(device: torch.device) -> AbstractContextManager[None]:
     With that switch on, torch raises where a product is to return float32. The last of several threads to leave puts
     it back; until then it is off for the whole process, whose float16 products are more exact meanwhile.
     """
-    if not (_depth or torch.backends.cuda.matmul.allow_fp16_accumulation or torch.is_autocast_enabled(device.type)):
+    if not (_depth or _matmul.allow_fp16_accumulation or torch.is_autocast_enabled(device.type)):
         return _NOTHING_TO_SETTLE
     return _settled(device)
 
@@ -118,11 +119,10 @@ def settled_precision(device: torch.device) -> AbstractContextManager[None]:
 @contextmanager
 def _settled(device: torch.device) -> Iterator[None]:
     global _depth, _restore
-    switch = torch.backends.cuda.matmul
     with _lock:
         _depth += 1
-        if switch.allow_fp16_accumulation:
-            switch.allow_fp16_accumulation, _restore = False, True
+        if _matmul.allow_fp16_accumulation:
+            _matmul.allow_fp16_accumulation, _restore = False, True
     try:
         with torch.autocast(device.type, enabled=False):
             yield
@@ -130,4 +130,4 @@ def _settled(device: torch.device) -> Iterator[None]:
         with _lock:
             _depth -= 1
             if _depth == 0 and _restore:
-                switch.allow_fp16_accumulation, _restore = True, False
+                _matmul.allow_fp16_accumulation, _restore = True, False

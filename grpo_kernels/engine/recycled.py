@@ -30,9 +30,15 @@ _kept: deque[Tensor] = deque(maxlen=_MOST_BLOCKS)
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """torch.empty; a large one on a CPU lies in a block that is kept when the tensor and its views are freed."""
+    found = large(shape, dtype, device)
+    return torch.empty(shape, dtype=dtype, device=device) if found is None else found
+
+
+def large(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """`empty` where that is not torch.empty; else None, for `out=` of an operator, which then allocates by itself."""
     size = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or size < LEAST_BYTES or not hasattr(mmap, "MADV_FREE"):
-        return torch.empty(shape, dtype=dtype, device=device)
+    if size < LEAST_BYTES or device.type != "cpu" or not hasattr(mmap, "MADV_FREE"):
+        return None
     block = _take(size)
     if block is None:
         block = _new(size)

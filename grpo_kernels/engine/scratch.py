@@ -38,8 +38,10 @@ class Scratch:
         """(count, V) of a row chunk."""
         if self._logits is None or self._logits.shape[0] < count:
             self._logits = None  # freed before the next one is made
-            usual = min(self.sizes.logits, self._usual_chunk)
-            rows = usual if count <= usual else max(count, min(self.sizes.sequences, self.num_tokens))
+            rows = count
+            if count != self.num_tokens:
+                usual = min(self.sizes.logits, self._usual_chunk)
+                rows = usual if count <= usual else max(count, min(self.sizes.sequences, self.num_tokens))
             self._logits = allocate_rows(rows, self.vocab_size, self.logits_dtype, self.device)
         return self._logits if self._logits.shape[0] == count else self._logits[:count]
 

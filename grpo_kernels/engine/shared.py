@@ -43,8 +43,9 @@ def is_weight_bound(device: torch.device, num_tokens: int) -> bool:
 
 def wanted(*inputs: Tensor | None) -> tuple[bool, ...]:
     """Which of them need gradients."""
-    enabled = torch.is_grad_enabled()
-    return tuple([enabled and x is not None and x.requires_grad for x in inputs])
+    if not torch.is_grad_enabled():
+        return (False,) * len(inputs)
+    return tuple([x is not None and x.requires_grad for x in inputs])
 
 
 def token_mask(mask: Tensor | None) -> Tensor | None:
@@ -94,7 +95,8 @@ def make_scorer(
         per_token = filled(given, mask, 1.0).to(device=ids.device, dtype=dtype)
     else:
         per_token = torch.full((count,), temperature, dtype=dtype, device=ids.device)
-    return Scorer(head, filled(ids.reshape(-1), mask, 0).long(), per_token, params, head.backend, values)
+    ids = ids.reshape(-1) if mask is None else torch.where(mask, ids.reshape(-1), 0)
+    return Scorer(head, ids.contiguous().long(), per_token, params, head.backend, values)
 
 
 @cache

@@ -1,18 +1,17 @@
-"""The compiled backends (csrc): addresses of checked tensors are handed over to the module of the binding."""
+"""The compiled backends (csrc): tensors are handed over to the module of the binding, which takes their addresses."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable
 from types import ModuleType
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from ...contract import (
     AGGREGATIONS,
-    COLUMNS,
     LEVELS,
     TABLE_FIELDS,
     VALUE_FIELDS,
@@ -29,25 +28,26 @@ from ...contract import (
     TokenValues,
     is_per_sequence,
 )
-from ..checked import CheckedBackend
+from ..checks import KernelBackend, contiguous_rows
 
 Result = TypeVar("Result")
+Argument = Tensor | int | None  # None: a null pointer
 INTERFACE = 7  # of csrc/layout.h
+_MOST_PACKED = 256
 
 _MASK_BYTES = {torch.bool: 1, torch.uint8: 1, torch.int8: 1, torch.int32: 4, torch.int64: 8}
 _SCALAR, _PER_SEQUENCE, _PER_TOKEN = 0, 1, 2
 
 
-class CompiledBackend(CheckedBackend):
-    """What CheckedBackend says, by the functions of a compiled module."""
+class CompiledBackend(KernelBackend):
+    """KernelBackend by the functions of a compiled module."""
 
     name: str
-    device_type: str
 
     def __init__(self, module: ModuleType) -> None:
         self.module = module
         self.dtypes = {getattr(torch, name): code for code, name in enumerate(module.DTYPES)}
-        self._packed: dict[KernelParams | PlanRules, bytes] = {}
+        self._packed: dict[int, tuple[object, bytes]] = {}  # by id: to hash so many fields takes longer than a kernel
 
     def call(self, function: Callable[..., Result], device: torch.device, *arguments: object) -> Result:
         """A compiled function, on the device of its tensors; its last argument, which is added here, says where."""
@@ -64,10 +64,18 @@ class CompiledBackend(CheckedBackend):
     # --- the plan -------------------------------------------------------------------------------------------------
 
     def plan(
-        self, inputs: TokenInputs, ids: Tensor, rules: PlanRules, dtype: torch.dtype, *, ordered: bool
+        self,
+        inputs: TokenInputs,
+        ids: Tensor,
+        rules: PlanRules,
+        dtype: torch.dtype,
+        *,
+        ordered: bool,
+        vocab_size: int = 0,
+        padding: Tensor | None = None,
     ) -> PlannedTokens:
         """What pytorch/plan.py computes."""
-        device, shape, tokens = self._served(ids), ids.shape, ids.numel()
+        device, shape, tokens = ids.device, ids.shape, ids.numel()
         offsets = inputs.cu_seqlens
         if offsets is None and tokens == 0:
             offsets = torch.zeros(shape[0] + 1, dtype=torch.int64, device=device)
@@ -76,60 +84,58 @@ class CompiledBackend(CheckedBackend):
         sequences = shape[0] if offsets is None else offsets.numel() - 1
         row_length = shape[1] if offsets is None else 0
         mask, mask_bytes = kernel_mask(inputs.completion_mask)
-        weights, temperature = inputs.rollout_weights, inputs.temperature
+        given = (
+            *(inputs.advantages, inputs.old_logps, inputs.ref_logps, inputs.rollout_logps, inputs.rollout_weights),
+            *(inputs.temperature, inputs.entropy_threshold, inputs.normalizer, padding),
+        )
+        advantages, old, ref, rollout, weights, temperature, threshold, normalizer, padding = [
+            x if x is None or (x.dtype is torch.float32 and x.is_contiguous()) else x.to(torch.float32).contiguous()
+            for x in given
+        ]
         if temperature is not None and temperature.numel() == 1 and tokens != 1:
             temperature = temperature.reshape(())
-        advantages = float_values(inputs.advantages)
-        optional = (
-            *(inputs.old_logps, inputs.ref_logps, inputs.rollout_logps, weights, temperature),
-            *(inputs.entropy_threshold, inputs.normalizer),
-        )
-        floats = [None if x is None else float_values(x) for x in optional]  # held until the kernel has read them
-        old, ref, rollout, given_weights, given_temperature, threshold, normalizer = map(address, floats)
-        flat = ids.reshape(-1) if ids.dtype is torch.int64 else ids.to(torch.int64).reshape(-1)
+        ids = ids if ids.dtype is torch.int64 and ids.is_contiguous() else ids.to(torch.int64).contiguous()
         # One by one, and by new_empty, which takes half the time of torch.empty or of a view of one block.
-        new = advantages.new_empty
+        new = cast(Tensor, advantages).new_empty
         table, lengths = new((len(TABLE_FIELDS), tokens)), new(sequences)
         values = TokenValues(new((len(VALUE_FIELDS), tokens)), new(tokens, dtype=torch.float64))
         scored, active = new(tokens, dtype=torch.bool), new(tokens, dtype=torch.bool)
-        limits = flat.new_empty(sequences + 1)
-        clean = flat if mask is None else flat.new_empty(tokens)
-        order = flat.new_empty(tokens) if ordered else None
-        counts = flat.new_empty(2 + sequences * rules.whole_sequences) if ordered else None
+        limits = ids.new_empty(sequences + 1)
+        clean = ids.view(-1) if mask is None else ids.new_empty(tokens)
+        order = ids.new_empty(tokens) if ordered else None
+        counts = ids.new_empty(2 + sequences * rules.whole_sequences) if ordered else None
         workspace = self.plan_workspace(tokens, sequences, device)
-        self.call(
-            self.module.plan, device, tokens, sequences, row_length, address(offsets), flat.data_ptr(), address(mask),
-            mask_bytes, advantages.data_ptr(), _mode(advantages, shape, sequences), old, ref, rollout,
-            given_weights, _mode(weights, shape, sequences), given_temperature, _mode(temperature, shape, sequences),
-            threshold, normalizer, self.rules(rules), table.data_ptr(),
-            values.columns.data_ptr(), values.lse.data_ptr(), limits.data_ptr(), lengths.data_ptr(),
-            scored.data_ptr(), active.data_ptr(), 0 if clean is flat else clean.data_ptr(), address(order),
-            address(counts), address(workspace),
+        valid = self.call(
+            self.module.plan, device, tokens, sequences, row_length, offsets, ids, mask, mask_bytes, advantages,
+            _mode(advantages, shape, sequences), old, ref, rollout, weights, _mode(weights, shape, sequences),
+            temperature, _mode(temperature, shape, sequences), threshold, normalizer, self.rules(rules), table, *values,
+            limits, lengths, scored, active, None if mask is None else clean, order, counts, vocab_size, padding,
+            0 if padding is None else padding.numel(), workspace,
         )  # fmt: skip
-        return PlannedTokens(table, values, limits, lengths, scored, active, clean, order, counts)
+        return PlannedTokens(table, values, limits, lengths, scored, active, clean, order, counts, valid)
 
     # --- rows of logits -------------------------------------------------------------------------------------------
 
-    def _single_pass(
+    def single_pass(
         self,
         chunk: LogitChunk,
         table: Tensor,
         values: TokenValues,
         params: KernelParams,
-        gradients: RowGradients | None,
+        gradients: RowGradients | None = None,
     ) -> None:
         self.call(
-            self.module.single_pass, self._served(table), *self._rows(chunk), table.data_ptr(), *_values(values),
+            self.module.single_pass, table.device, *self._rows(chunk), table, *_values(values),
             *self._gradients(gradients), self.params(params),
         )  # fmt: skip
 
-    def _statistics(self, chunk: LogitChunk, temperature: Tensor, values: TokenValues, params: KernelParams) -> None:
+    def statistics(self, chunk: LogitChunk, temperature: Tensor, values: TokenValues, params: KernelParams) -> None:
         self.call(
-            self.module.stats, self._served(temperature), *self._rows(chunk), temperature.data_ptr(), *_values(values),
+            self.module.stats, temperature.device, *self._rows(chunk), temperature, *_values(values),
             self.params(params),
         )  # fmt: skip
 
-    def _logits_gradient(
+    def logits_gradient(
         self,
         chunk: LogitChunk,
         temperature: Tensor,
@@ -140,53 +146,50 @@ class CompiledBackend(CheckedBackend):
         gradients: RowGradients,
     ) -> None:
         self.call(
-            self.module.gradient, self._served(temperature), *self._rows(chunk), temperature.data_ptr(),
-            *_values(values), g_logp.data_ptr(), g_entropy.data_ptr(), *self._gradients(gradients),
+            self.module.gradient, temperature.device, *self._rows(chunk), temperature,
+            *_values(values), g_logp, g_entropy, *self._gradients(gradients),
             self.params(params),
         )  # fmt: skip
 
     # --- tokens and rewards ---------------------------------------------------------------------------------------
 
-    def _token_objective(self, rows: Rows, table: Tensor, values: TokenValues, params: KernelParams) -> None:
+    def token_objective(self, rows: Rows, table: Tensor, values: TokenValues, params: KernelParams) -> None:
         tokens, columns, _ = _values(values)
         self.call(
-            self.module.token_objective, self._served(table), rows.count, rows.start, address(rows.index),
-            table.data_ptr(), tokens, columns, self.params(params),
+            self.module.token_objective, table.device, rows.count, rows.start, rows.index,
+            table, tokens, columns, self.params(params),
         )  # fmt: skip
 
-    def _sequence_objective(self, sequences: slice, planned: PlannedTokens, params: KernelParams) -> None:
+    def sequence_objective(
+        self, sequences: slice, row_length: int | None, planned: PlannedTokens, params: KernelParams
+    ) -> None:
         table = planned.table
         tokens, columns, _ = _values(planned.values)
         self.call(
-            self.module.sequence_objective, self._served(table), sequences.start, sequences.stop,
-            planned.offsets.data_ptr(), planned.lengths.data_ptr(), planned.scored.data_ptr(), table.data_ptr(),
+            self.module.sequence_objective, table.device, sequences.start, sequences.stop,
+            planned.offsets, planned.lengths, planned.scored, table,
             tokens, columns, self.params(params),
         )  # fmt: skip
 
-    def _sums(self, planned: PlannedTokens, params: KernelParams, group_index: Tensor | None, groups: int) -> Sums:
-        device, sequences = self._served(planned.table), planned.lengths.shape[0]
+    def sums(self, planned: PlannedTokens, params: KernelParams, group_index: Tensor | None, num_groups: int) -> Sums:
+        device, sequences = planned.table.device, planned.lengths.shape[0]
+        groups = 0 if group_index is None else num_groups
         numbers = planned.table.new_empty(Sums.size(sequences, groups))
-        start, row = numbers.data_ptr(), len(COLUMNS) * numbers.itemsize
-        of_groups = start + sequences * row
-        of_all = of_groups + groups * row
-        tokens, columns, _ = _values(planned.values)
-        workspace = self.sums_workspace(sequences, device)
         self.call(
-            self.module.reduce, device, tokens, sequences, planned.offsets.data_ptr(), planned.scored.data_ptr(),
-            planned.table.data_ptr(), columns, address(group_index), groups, start, of_groups, of_all, of_all + row,
-            self.params(params), address(workspace),
+            self.module.reduce, device, *_values(planned.values)[:2], sequences, planned.offsets, planned.scored,
+            planned.table, group_index, groups, numbers, self.params(params), self.sums_workspace(sequences, device),
         )  # fmt: skip
         return Sums(numbers, sequences, groups)
 
-    def _group_statistics(
+    def group_statistics(
         self, rewards: Tensor, group_index: Tensor, num_groups: int, scale: str, baseline: str, ddof: int, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        device, groups = self._served(rewards), (num_groups,)
+        device, groups = rewards.device, (num_groups,)
         outputs = output(rewards.shape, device), output(groups, device), output(groups, device)
         self.call(
-            self.module.group_statistics, device, rewards.data_ptr(), group_index.data_ptr(), rewards.numel(),
+            self.module.group_statistics, device, rewards, group_index, rewards.numel(),
             num_groups, self.module.SCALES.index(scale), self.module.BASELINES.index(baseline), ddof, eps,
-            *map(address, outputs),
+            *outputs,
         )  # fmt: skip
         return outputs
 
@@ -194,34 +197,42 @@ class CompiledBackend(CheckedBackend):
 
     # --- kept ids -------------------------------------------------------------------------------------------------
 
-    def _kept_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptIds, logits: Tensor) -> None:
-        given = self._kept(weight, kept, hidden.shape[0], address(hidden), address(bias), hidden.stride(0))
-        self.call(self.module.kept_logits, self._served(weight), given, logits.data_ptr())
+    def kept_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptIds, logits: Tensor) -> None:
+        hidden, weight = contiguous_rows(hidden), contiguous_rows(weight)
+        given = self._kept(weight, kept, hidden.shape[0], hidden, bias, hidden.stride(0))
+        self.call(self.module.kept_logits, weight.device, given, logits)
 
-    def _kept_dhidden(self, dlogits: Tensor, weight: Tensor, kept: KeptIds, dhidden: Tensor) -> None:
+    def kept_dhidden(self, dlogits: Tensor, weight: Tensor, kept: KeptIds, dhidden: Tensor) -> None:
+        weight = contiguous_rows(weight)
         given, (target, dtype, stride) = self._kept(weight, kept, dhidden.shape[0]), self._matrix(dhidden)
-        self.call(self.module.kept_dhidden, self._served(weight), given, dlogits.data_ptr(), target, stride, dtype)
+        self.call(self.module.kept_dhidden, weight.device, given, dlogits, target, stride, dtype)
 
     def _kept(
-        self, weight: Tensor, kept: KeptIds, tokens: int, hidden: int = 0, bias: int = 0, hidden_row_stride: int = 0
-    ) -> tuple[int, ...]:
+        self,
+        weight: Tensor,
+        kept: KeptIds,
+        tokens: int,
+        hidden: Tensor | None = None,
+        bias: Tensor | None = None,
+        hidden_row_stride: int = 0,
+    ) -> tuple[Argument, ...]:
         """gk::KeptArgs."""
         return (
-            hidden, weight.data_ptr(), bias, kept.ids.data_ptr(), 0, address(kept.rows.index), *kept.ids.shape, tokens,
+            hidden, weight, bias, kept.ids, 0, kept.rows.index, *kept.ids.shape, tokens,
             *weight.shape, hidden_row_stride, weight.stride(0), self.dtypes[weight.dtype],
         )  # fmt: skip
 
-    def _pairs(self, dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, vocab_size: int) -> tuple[int, ...]:
+    def _pairs(self, dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, vocab_size: int) -> tuple[Argument, ...]:
         """gk::KeptPairs."""
         return (
-            hidden.data_ptr(), pairs.ids.data_ptr(), pairs.token_of.data_ptr(), dlogits.data_ptr(), dlogits.numel(),
+            hidden, pairs.ids, pairs.token_of, dlogits, dlogits.numel(),
             hidden.shape[0], vocab_size, hidden.shape[1], hidden.stride(0), self.dtypes[hidden.dtype],
         )  # fmt: skip
 
     def params(self, params: KernelParams) -> bytes:
         """gk::Params."""
-        packed = self._packed.get(params)
-        if packed is None:
+        found = self._packed.get(id(params))
+        if found is None:
             if params.logit_scale <= 0 or params.softcap < 0:
                 raise ValueError("logit_scale must be positive, softcap positive or 0")
             codes = {
@@ -230,38 +241,38 @@ class CompiledBackend(CheckedBackend):
                 "level": LEVELS.index(params.level),
             }
             values = params._asdict() | codes
-            packed = self._packed[params] = _pack(values, self.module.PARAMS, self.module.PARAM_INTEGERS)
-        return packed
+            found = self._keep(params, _pack(values, self.module.PARAMS, self.module.PARAM_INTEGERS))
+        return found[1]
 
     def rules(self, rules: PlanRules) -> bytes:
         """gk::PlanRules."""
-        packed = self._packed.get(rules)
-        if packed is None:
+        found = self._packed.get(id(rules))
+        if found is None:
             codes = {"aggregation": AGGREGATIONS.index(rules.aggregation), "level": LEVELS.index(rules.level)}
             values = rules._asdict() | codes
-            packed = self._packed[rules] = _pack(values, self.module.PLAN_RULES, self.module.PLAN_RULE_INTEGERS)
-        return packed
+            found = self._keep(rules, _pack(values, self.module.PLAN_RULES, self.module.PLAN_RULE_INTEGERS))
+        return found[1]
 
-    def _rows(self, chunk: LogitChunk) -> tuple[int, ...]:
+    def _keep(self, given: KernelParams | PlanRules, packed: bytes) -> tuple[object, bytes]:
+        """Both are kept, so that no other object gets the id. A configuration has one or two at a time."""
+        if len(self._packed) >= _MOST_PACKED:
+            self._packed.clear()
+        found = self._packed[id(given)] = given, packed
+        return found
+
+    def _rows(self, chunk: LogitChunk) -> tuple[Argument, ...]:
         """Logits, their shape, bias, ids, and whose rows they are."""
         logits, rows, ids, bias = chunk
-        return *self._matrix(logits), *logits.shape, address(bias), ids.data_ptr(), rows.start, address(rows.index)
+        return *self._matrix(logits), *logits.shape, bias, ids, rows.start, rows.index
 
-    def _gradients(self, gradients: RowGradients | None) -> tuple[int, int, int, int]:
+    def _gradients(self, gradients: RowGradients | None) -> tuple[Argument, ...]:
         if gradients is None:
             return 0, 0, 0, 0
-        return *self._matrix(gradients.dlogits), address(gradients.rounding_error)
+        return *self._matrix(gradients.dlogits), gradients.rounding_error
 
-    def _matrix(self, x: Tensor) -> tuple[int, int, int]:
-        """(address, code of the type, row stride)."""
-        return x.data_ptr(), self.dtypes[x.dtype], x.stride(0)
-
-    def _served(self, x: Tensor) -> torch.device:
-        """The tensor's device, if its memory is what these kernels can read."""
-        device = x.device
-        if device.type != self.device_type:
-            raise ValueError(f"backend {self.name!r} serves tensors on {self.device_type}, got one on {device}")
-        return device
+    def _matrix(self, x: Tensor) -> tuple[Tensor, int, int]:
+        """(x, code of the type, row stride)."""
+        return x, self.dtypes[x.dtype], x.stride(0)
 
 
 def _pack(values: dict[str, float], names: tuple[str, ...], integers: int) -> bytes:
@@ -287,18 +298,9 @@ def kernel_mask(mask: Tensor | None) -> tuple[Tensor | None, int]:
     return mask.contiguous(), _MASK_BYTES[mask.dtype]
 
 
-def float_values(x: Tensor) -> Tensor:
-    """float32, contiguous."""
-    return x if x.dtype is torch.float32 and x.is_contiguous() else x.to(torch.float32).contiguous()
-
-
-def _values(values: TokenValues) -> tuple[int, int, int]:
-    """(tokens, address of the columns, address of lse)."""
-    return values.lse.shape[0], values.columns.data_ptr(), values.lse.data_ptr()
-
-
-def address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
+def _values(values: TokenValues) -> tuple[int, Tensor, Tensor]:
+    """(tokens, columns, lse)."""
+    return values.lse.shape[0], *values
 
 
 def output(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:

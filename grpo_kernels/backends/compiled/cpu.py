@@ -13,15 +13,15 @@ from torch import Tensor
 from ...contract import KeptPairs
 from ..checks import check_vectors, contiguous_rows
 from ..pytorch.backend import scale_in_pieces
-from .base import INTERFACE, CompiledBackend, Result, address, kernel_mask
+from .base import INTERFACE, CompiledBackend, Result, kernel_mask
 
 
 class CpuBackend(CompiledBackend):
     """CompiledBackend on the CPU, in torch's number of threads."""
 
     name = "cpu"
-    device_type = "cpu"
     adds_transposed = True
+    checks_values = True
 
     @property
     def transposes_first(self) -> bool:
@@ -39,22 +39,12 @@ class CpuBackend(CompiledBackend):
     def call(self, function: Callable[..., Result], device: torch.device, *arguments: object) -> Result:
         return function(*arguments, torch.get_num_threads())
 
-    def values_are_valid(
-        self, ids: Tensor, vocab_size: int, mask: Tensor | None, numbers: tuple[Tensor | None, ...]
-    ) -> bool:
-        """Whether unmasked ids are in [0, V) and all numbers finite; False where that is not known."""
+    def ids_are_valid(self, ids: Tensor, vocab_size: int, mask: Tensor | None) -> bool:
+        """Whether unmasked ids are in [0, V); False where that is not known."""
         if ids.dtype is not torch.int64 or not ids.is_contiguous():
             return False
-        parts = []
-        for x in numbers:
-            if x is not None:
-                if x.dtype is not torch.float32 or not x.is_contiguous():
-                    return False
-                parts.append((x.data_ptr(), x.numel()))
         mask, mask_bytes = kernel_mask(mask)
-        return bool(
-            self.module.values_are_valid(ids.data_ptr(), ids.numel(), vocab_size, address(mask), mask_bytes, parts)
-        )
+        return bool(self.module.ids_are_valid(ids, ids.numel(), vocab_size, mask, mask_bytes))
 
     def add_rows(self, target: Tensor, ids: Tensor, scale: Tensor, rows: Tensor) -> None:
         """target[ids] += scale * rows, one sum in float32 per id; target (V, H) bf16 or fp32, rows (C, H) bf16."""
@@ -66,10 +56,7 @@ class CpuBackend(CompiledBackend):
             raise ValueError(f"target: expected a matrix with contiguous rows, got strides {target.stride()}")
         rows = contiguous_rows(rows)
         check_vectors(rows, ids=(ids, torch.int64), scale=(scale, torch.float32))
-        self._served(target)
-        self.module.add_rows(
-            *self._matrix(target), target.shape[0], *self._matrix(rows), *rows.shape, ids.data_ptr(), scale.data_ptr()
-        )
+        self.module.add_rows(*self._matrix(target), target.shape[0], *self._matrix(rows), *rows.shape, ids, scale)
 
     def add_transposed(self, target: Tensor, source: Tensor, *, add: bool) -> None:
         """target = source^T, or += with `add`; target (R, H) bf16 or fp32, source (H, R) bf16, both contiguous rows."""
@@ -79,14 +66,14 @@ class CpuBackend(CompiledBackend):
             if matrix.shape[1] > 1 and matrix.stride(1) != 1:
                 raise ValueError(f"expected matrices with contiguous rows, got strides {matrix.stride()}")
         self.call(
-            self.module.add_transposed, self._served(target), *self._matrix(target), source.data_ptr(),
+            self.module.add_transposed, target.device, *self._matrix(target), source,
             source.stride(0), *target.shape, add,
         )  # fmt: skip
 
-    def _kept_dweight(self, dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Tensor, add: bool) -> None:
+    def kept_dweight(self, dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Tensor, *, add: bool) -> None:
+        hidden = contiguous_rows(hidden)
         given, (target, dtype, stride) = self._pairs(dlogits, hidden, pairs, len(dweight)), self._matrix(dweight)
-        device = self._served(hidden)
-        self.call(self.module.kept_dweight, device, given, target, stride, dtype, add)
+        self.call(self.module.kept_dweight, hidden.device, given, target, stride, dtype, add)
 
     def scale(self, x: Tensor, factor: Tensor) -> None:
         """x *= factor. There is nothing to gain on torch, which has threads and vectors too."""

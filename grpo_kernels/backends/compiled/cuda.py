@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from ...contract import FIELD, KeptPairs, KernelParams, RowStats, chunk_row_stride
-from ..checked import CheckedProducts
+from ..checks import contiguous_rows
 from ..launch import best_first
 from ..pytorch.backend import add_rows
-from .base import INTERFACE, CompiledBackend, Result, address, output
+from .base import INTERFACE, CompiledBackend, Result, output
 
 WHEELS = (13000, 12080, 12060)  # CUDA versions that wheels are built for, newest first, as the driver writes them
 OLDEST_CAPABILITY = 80
 ALIGNED = 256  # an address like those of fresh memory, for asking what would be served there
 
 
-class CudaBackend(CheckedProducts, CompiledBackend):
+class CudaBackend(CompiledBackend):
     """CompiledBackend on an NVIDIA GPU. The tests' emulator is a module of the same names with `device_type` "cpu"."""
 
     name = "cuda"
@@ -56,6 +56,8 @@ class CudaBackend(CheckedProducts, CompiledBackend):
 
     def call(self, function: Callable[..., Result], device: torch.device, *arguments: object) -> Result:
         """Kernels go to the current stream of the thread's current device, which need not be the tensors' own."""
+        if device.type != self.device_type:
+            raise ValueError(f"backend {self.name!r} serves tensors on {self.device_type}, got one on {device}")
         if device.type != "cuda":
             return function(*arguments, 0)
         with torch.cuda.device(device):
@@ -71,17 +73,16 @@ class CudaBackend(CheckedProducts, CompiledBackend):
         """target[ids] += scale * rows. On a CPU alone, where the emulator runs: GPU products need no correction."""
         add_rows(target, ids, scale, rows)
 
-    def _kept_dweight(self, dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Tensor, add: bool) -> None:
+    def kept_dweight(self, dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Tensor, *, add: bool) -> None:
+        hidden = contiguous_rows(hidden)
         given, (target, dtype, stride) = self._pairs(dlogits, hidden, pairs, len(dweight)), self._matrix(dweight)
         starts, order = pairs.by_id(len(dweight))
         self.call(
-            self.module.kept_dweight, self._served(hidden), given, starts.data_ptr(), order.data_ptr(), target, stride,
-            dtype, add,
+            self.module.kept_dweight, hidden.device, given, starts, order, target, stride, dtype, add
         )  # fmt: skip
 
-    def _scale(self, x: Tensor, factor: Tensor) -> None:
-        device = self._served(x)
-        self.call(self.module.scale, device, x.data_ptr(), self.dtypes[x.dtype], x.numel(), factor.data_ptr())
+    def scale(self, x: Tensor, factor: Tensor) -> None:
+        self.call(self.module.scale, x.device, x, self.dtypes[x.dtype], x.numel(), factor)
 
     # --- products with the softmax in their epilogue --------------------------------------------------------------
 
@@ -101,7 +102,7 @@ class CudaBackend(CheckedProducts, CompiledBackend):
                 served.append("anchored")
         return best_first("cuda_strategy", tuple(served), weight)
 
-    def _linear_logp(
+    def linear_logp(
         self,
         hidden: Tensor,
         weight: Tensor,
@@ -112,20 +113,20 @@ class CudaBackend(CheckedProducts, CompiledBackend):
         *,
         entropy: bool,
     ) -> RowStats:
-        device, out, bias = self._served(hidden), row_stats(hidden), _single(bias)
+        hidden = contiguous_rows(hidden)
+        device, out, bias = hidden.device, row_stats(hidden), _single(bias)
         if not entropy:
             out.entropy.zero_()
         with _on(device):
             hidden, head = self._head(hidden, weight, None)
             workspace = self._head_workspace(head, device)
             self.call(
-                self.module.linear_logp, device, *head, address(bias), address(ids), address(temperature),
-                address(out.logp), address(out.lse), address(out.entropy) if entropy else 0, self.params(params),
-                address(workspace),
+                self.module.linear_logp, device, *head, bias, ids, temperature, out.logp, out.lse,
+                out.entropy if entropy else None, self.params(params), workspace,
             )  # fmt: skip
         return out
 
-    def _anchored(
+    def anchored(
         self,
         hidden: Tensor,
         weight: Tensor,
@@ -136,21 +137,20 @@ class CudaBackend(CheckedProducts, CompiledBackend):
         params: KernelParams,
     ) -> tuple[RowStats, Tensor]:
         """The exponentials are bfloat16."""
-        shape = (hidden.shape[0], weight.shape[0])
+        hidden, shape = contiguous_rows(hidden), (hidden.shape[0], weight.shape[0])
         if exponentials.shape != shape or exponentials.dtype != torch.bfloat16 or exponentials.stride(1) != 1:
             raise ValueError(
                 f"exponentials: expected bfloat16 {shape} with contiguous rows, got {exponentials.dtype} "
                 f"{tuple(exponentials.shape)}"
             )
-        device, out, bias = self._served(hidden), row_stats(hidden), _single(bias)
+        device, out, bias = hidden.device, row_stats(hidden), _single(bias)
         scale, temperature = output(shape[:1], device), table[FIELD["temperature"]]
         with _on(device):
             hidden, head = self._head(hidden, weight, exponentials)
             workspace = self._head_workspace(head, device)
             self.call(
-                self.module.anchored, device, *head, address(bias), address(ids), address(temperature),
-                address(table), table.stride(0), address(scale), *map(address, out), self.params(params),
-                address(workspace),
+                self.module.anchored, device, *head, bias, ids, temperature, table, table.stride(0), scale, *out,
+                self.params(params), workspace,
             )  # fmt: skip
         return out, scale
 
@@ -163,7 +163,7 @@ class CudaBackend(CheckedProducts, CompiledBackend):
             return (
                 *(hidden.data_ptr(), hidden.stride(0), weight.data_ptr(), weight.stride(0), self.dtypes[weight.dtype]),
                 *(*hidden.shape, weight.shape[0]),
-                *(address(exponentials), 0 if exponentials is None else exponentials.stride(0)),
+                *((0, 0) if exponentials is None else (exponentials.data_ptr(), exponentials.stride(0))),
             )
 
         found = arguments(hidden)

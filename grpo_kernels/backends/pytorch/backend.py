@@ -36,6 +36,7 @@ SCALED_AT_ONCE = 1 << 22  # numbers that `scale` holds in float32
 class TorchBackend:
     name = "torch"
     adds_transposed = False
+    checks_values = False
 
     def why_not(self, device: torch.device) -> str:
         return ""
@@ -44,14 +45,19 @@ class TorchBackend:
         """Those of strategy.py that serve these inputs."""
         return ("rows",)
 
-    def values_are_valid(
-        self, ids: Tensor, vocab_size: int, mask: Tensor | None, numbers: tuple[Tensor | None, ...]
-    ) -> bool:
-        """Not known."""
+    def ids_are_valid(self, ids: Tensor, vocab_size: int, mask: Tensor | None) -> bool:
         return False
 
     def plan(
-        self, inputs: TokenInputs, ids: Tensor, rules: PlanRules, dtype: torch.dtype, *, ordered: bool
+        self,
+        inputs: TokenInputs,
+        ids: Tensor,
+        rules: PlanRules,
+        dtype: torch.dtype,
+        *,
+        ordered: bool,
+        vocab_size: int = 0,
+        padding: Tensor | None = None,
     ) -> PlannedTokens:
         return plan_tokens(inputs, ids, rules, dtype, ordered=ordered)
 

@@ -14,6 +14,7 @@ def sums(planned: PlannedTokens, params: KernelParams, group_index: Tensor | Non
     field = dict(zip(FIELD, planned.table, strict=True))
     logp, entropy, log_ratio, value, kl, g_logp = planned.values.columns
     scored = planned.scored
+    planned.values.columns[:2] = torch.where(scored, planned.values.columns[:2], 0.0)
     ratio = clamp_log_ratio(log_ratio, params)[0].exp()
     bounded, advantage = ratio.clamp(max=params.delta), field["advantage"]
     old = field["old"] if params.has_old else logp

@@ -24,7 +24,7 @@ from ...contract import (
     TokenInputs,
     TokenValues,
 )
-from ..checked import CheckedBackend, CheckedProducts
+from ..checks import KernelBackend, contiguous_rows
 from ..launch import architecture, best_first, shipped_table
 from ..pytorch.backend import add_rows
 from ..strategy import STRATEGIES
@@ -38,8 +38,8 @@ from .scale import scale
 from .sequences import sequence_objective
 
 
-class TritonBackend(CheckedProducts, CheckedBackend):
-    """What CheckedBackend says, by Triton's kernels."""
+class TritonBackend(KernelBackend):
+    """KernelBackend by Triton's kernels."""
 
     name = "triton"
 
@@ -59,28 +59,36 @@ class TritonBackend(CheckedProducts, CheckedBackend):
         return best_first("strategy", served, weight)
 
     def plan(
-        self, inputs: TokenInputs, ids: Tensor, rules: PlanRules, dtype: torch.dtype, *, ordered: bool
+        self,
+        inputs: TokenInputs,
+        ids: Tensor,
+        rules: PlanRules,
+        dtype: torch.dtype,
+        *,
+        ordered: bool,
+        vocab_size: int = 0,
+        padding: Tensor | None = None,
     ) -> PlannedTokens:
         """What pytorch/plan.py computes, in float32."""
         with _on(ids.device):
             return plan(inputs, ids, rules, ordered=ordered)
 
-    def _single_pass(
+    def single_pass(
         self,
         chunk: LogitChunk,
         table: Tensor,
         values: TokenValues,
         params: KernelParams,
-        gradients: RowGradients | None,
+        gradients: RowGradients | None = None,
     ) -> None:
         with _on(table.device):
             row_kernels.single_pass(chunk, table, values, params, gradients)
 
-    def _statistics(self, chunk: LogitChunk, temperature: Tensor, values: TokenValues, params: KernelParams) -> None:
+    def statistics(self, chunk: LogitChunk, temperature: Tensor, values: TokenValues, params: KernelParams) -> None:
         with _on(temperature.device):
             row_kernels.statistics(chunk, temperature, values, params)
 
-    def _logits_gradient(
+    def logits_gradient(
         self,
         chunk: LogitChunk,
         temperature: Tensor,
@@ -93,19 +101,21 @@ class TritonBackend(CheckedProducts, CheckedBackend):
         with _on(temperature.device):
             row_kernels.logits_gradient(chunk, temperature, values, g_logp, g_entropy, params, gradients)
 
-    def _token_objective(self, rows: Rows, table: Tensor, values: TokenValues, params: KernelParams) -> None:
+    def token_objective(self, rows: Rows, table: Tensor, values: TokenValues, params: KernelParams) -> None:
         with _on(table.device):
             tokens.token_objective(rows, table, values, params)
 
-    def _sequence_objective(self, sequences: slice, planned: PlannedTokens, params: KernelParams) -> None:
+    def sequence_objective(
+        self, sequences: slice, row_length: int | None, planned: PlannedTokens, params: KernelParams
+    ) -> None:
         with _on(planned.table.device):
             sequence_objective(sequences, planned, params)
 
-    def _sums(self, planned: PlannedTokens, params: KernelParams, group_index: Tensor | None, groups: int) -> Sums:
+    def sums(self, planned: PlannedTokens, params: KernelParams, group_index: Tensor | None, num_groups: int) -> Sums:
         with _on(planned.table.device):
-            return tokens.sums(planned, params, group_index, groups)
+            return tokens.sums(planned, params, group_index, 0 if group_index is None else num_groups)
 
-    def _linear_logp(
+    def linear_logp(
         self,
         hidden: Tensor,
         weight: Tensor,
@@ -117,9 +127,9 @@ class TritonBackend(CheckedProducts, CheckedBackend):
         entropy: bool,
     ) -> RowStats:
         with _on(hidden.device):
-            return linear_logp(hidden, weight, bias, ids, temperature, params, entropy=entropy)
+            return linear_logp(contiguous_rows(hidden), weight, bias, ids, temperature, params, entropy=entropy)
 
-    def _anchored(
+    def anchored(
         self,
         hidden: Tensor,
         weight: Tensor,
@@ -130,31 +140,31 @@ class TritonBackend(CheckedProducts, CheckedBackend):
         params: KernelParams,
     ) -> tuple[RowStats, Tensor]:
         with _on(hidden.device):
-            return anchored(hidden, weight, bias, ids, table, exponentials, params)
+            return anchored(contiguous_rows(hidden), weight, bias, ids, table, exponentials, params)
 
     def add_rows(self, target: Tensor, ids: Tensor, scale: Tensor, rows: Tensor) -> None:
         """target[ids] += scale * rows. On a CPU alone, where the interpreter runs: GPU products need no correction."""
         add_rows(target, ids, scale, rows)
 
-    def _group_statistics(
+    def group_statistics(
         self, rewards: Tensor, group_index: Tensor, num_groups: int, scale: str, baseline: str, ddof: int, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         with _on(rewards.device):
             return groups.group_statistics(rewards, group_index, num_groups, scale, baseline, ddof, eps)
 
-    def _kept_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptIds, logits: Tensor) -> None:
+    def kept_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptIds, logits: Tensor) -> None:
         with _on(weight.device):
-            kept_logits(hidden, weight, bias, kept, logits)
+            kept_logits(contiguous_rows(hidden), contiguous_rows(weight), bias, kept, logits)
 
-    def _kept_dhidden(self, dlogits: Tensor, weight: Tensor, kept: KeptIds, dhidden: Tensor) -> None:
+    def kept_dhidden(self, dlogits: Tensor, weight: Tensor, kept: KeptIds, dhidden: Tensor) -> None:
         with _on(weight.device):
-            kept_dhidden(dlogits, weight, kept, dhidden)
+            kept_dhidden(dlogits, contiguous_rows(weight), kept, dhidden)
 
-    def _kept_dweight(self, dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Tensor, add: bool) -> None:
+    def kept_dweight(self, dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Tensor, *, add: bool) -> None:
         with _on(hidden.device):
-            kept_dweight(dlogits, hidden, pairs, dweight, add=add)
+            kept_dweight(dlogits, contiguous_rows(hidden), pairs, dweight, add=add)
 
-    def _scale(self, x: Tensor, factor: Tensor) -> None:
+    def scale(self, x: Tensor, factor: Tensor) -> None:
         with _on(x.device):
             scale(x, factor)
 

@@ -2,7 +2,7 @@
 
 `sums` goes tokens -> sequences -> groups and the batch, in float64 and in index order: no atomics, and two runs give
 the same bits. A program owns a few sequences and walks their tokens in blocks; then one program per group, and one for
-the whole batch, walks the rows of sequence sums. Tokens that are not scored are never read.
+the whole batch, walks the rows of sequence sums. Tokens that are not scored are never read, and show 0.
 
 Per token: token_objective reads 9 floats and writes 4; sums reads 13 floats and one byte. 16,384 tokens are 1 MB: both
 are launches of a few microseconds on an H200, two for sums.
@@ -93,6 +93,9 @@ def sequence_kernel(
         i = start[:, None] + first + tl.arange(0, BLOCK)[None, :]
         on = tl.load(scored + i, mask=i < stop[:, None], other=0) != 0
         token, found = table + i, values + i
+        off = (i < stop[:, None]) & ~on
+        tl.store(found + LOGP * tokens, 0.0, mask=off)
+        tl.store(found + ENTROPY * tokens, 0.0, mask=off)
         log_p = tl.load(found + LOGP * tokens, mask=on, other=0.0)
         h = tl.load(found + ENTROPY * tokens, mask=on, other=0.0)
         A = tl.load(token + ADVANTAGE * tokens, mask=on, other=0.0)
@@ -192,7 +195,7 @@ def token_objective(rows: Rows, table: Tensor, values: TokenValues, params: Kern
 
 
 def sums(planned: PlannedTokens, params: KernelParams, group_index: Tensor | None, groups: int) -> Sums:
-    """Sums of COLUMNS over scored tokens."""
+    """What contract.Backend.sums says."""
     table, scored, offsets = planned.table, planned.scored, planned.offsets
     sequences, device = offsets.numel() - 1, table.device
     numbers = torch.empty(Sums.size(sequences, groups), dtype=torch.float32, device=device)
