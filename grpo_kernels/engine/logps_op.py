@@ -113,7 +113,7 @@ def _compute(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: Logps
         params = logit_params(call.logit_scale, call.softcap)
         scorer = make_scorer(head, ids, call.temperature, params, values, mask)
         index = None if static or mask is None else mask.nonzero().squeeze(1)
-        kept, others = _split(scorer, call, mask, static=static)
+        kept, others = (None, None) if call.kept_ids is None else _split(scorer, call, mask, static=static)
         if kept is not None and others is not None:
             kept.score(None, entropy=call.want_entropy)
             index = (others if mask is None else others & mask).nonzero().squeeze(1)

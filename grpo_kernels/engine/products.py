@@ -103,6 +103,7 @@ def transposed_columns(width: int) -> int:
 _lock, _depth, _restore = threading.Lock(), 0, False
 _NOTHING_TO_SETTLE = nullcontext()
 _matmul = torch.backends.cuda.matmul
+_allows_fp16_accumulation = torch._C._get_cublas_allow_fp16_accumulation  # what its attribute asks, in less time
 
 
 def settled_precision(device: torch.device) -> AbstractContextManager[None]:
@@ -111,7 +112,7 @@ def settled_precision(device: torch.device) -> AbstractContextManager[None]:
     With that switch on, torch raises where a product is to return float32. The last of several threads to leave puts
     it back; until then it is off for the whole process, whose float16 products are more exact meanwhile.
     """
-    if not (_depth or _matmul.allow_fp16_accumulation or torch.is_autocast_enabled(device.type)):
+    if not (_depth or _allows_fp16_accumulation() or torch.is_autocast_enabled(device.type)):
         return _NOTHING_TO_SETTLE
     return _settled(device)
 
