@@ -33,6 +33,7 @@ class LossOptions(NamedTuple):
     num_items_in_batch: Tensor | float | None
     normalizer: Tensor | float | None
     entropy_normalizer: Tensor | float | None
+    sampling_mask: SamplingMask | None = None  # checked
 
 
 class LossInputs(NamedTuple):
@@ -62,7 +63,7 @@ def resolve(
     `owner` is the argument that has that shape, `dtype` the type of the row table. reads_logits=False: the temperature
     is not used.
     """
-    shape, like = per_token.shape, per_token
+    shape, like, mask = per_token.shape, per_token, options.sampling_mask
     num_sequences = num_sequences_of(per_token, options.cu_seqlens, owner)
     _check_tensors(options, shape, num_sequences, like)
     _check_combinations(options, config)
@@ -103,15 +104,10 @@ def resolve(
         entropy_coef=entropy_coef,
         entropy_normalizer=entropy_normalizer,
         group_index=None if groups is None else groups.index,
+        kept_ids=None if mask is None else mask.ids,
+        kept_counts=None if mask is None else mask.counts,
     )
     return LossInputs(tokens, num_sequences, 0 if groups is None else groups.count, statistics)
-
-
-def with_sampling_mask(inputs: LossInputs, mask: SamplingMask | None) -> LossInputs:
-    """The inputs, with the tensors of a checked mask among those of the plan."""
-    if mask is None:
-        return inputs
-    return inputs._replace(tokens=inputs.tokens._replace(kept_ids=mask.ids, kept_counts=mask.counts))
 
 
 def _check_tensors(options: LossOptions, shape: torch.Size, num_sequences: int, like: Tensor) -> None:

@@ -19,7 +19,7 @@ from .engine.loss_op import LossCall, loss_from_hidden
 from .engine.shared import table_dtype, wanted
 from .engine.token_ops import policy_loss
 from .engine.vocab_parallel import agree, announced_errors, check_group
-from .inputs import LossInputs, LossOptions, resolve, with_sampling_mask
+from .inputs import LossInputs, LossOptions, resolve
 from .output import GRPOLossOutput
 from .sampling_mask import SamplingMask, check_sampling_mask
 from .sharded import full_weight
@@ -146,11 +146,10 @@ def fused_grpo_loss(
             advantages=advantages, rewards=rewards, num_generations=num_generations, group_ids=group_ids,
             completion_mask=completion_mask, old_logps=old_logps, ref_logps=ref_logps, rollout_weights=rollout_weights,
             rollout_logps=rollout_logps, cu_seqlens=cu_seqlens, num_items_in_batch=num_items_in_batch,
-            normalizer=normalizer, entropy_normalizer=entropy_normalizer,
+            normalizer=normalizer, entropy_normalizer=entropy_normalizer, sampling_mask=sampling_mask,
         )  # fmt: skip
         check_sampling_mask(sampling_mask, completion_ids.shape, hidden)
         inputs = resolve(options, config, completion_ids, "hidden", name, table_dtype(compute_dtype or hidden.dtype))
-        inputs = with_sampling_mask(inputs, sampling_mask)
         call = LossCall(
             completion_ids=completion_ids, tokens=inputs.tokens, num_groups=inputs.num_groups, config=config,
             backend=name, compute_dtype=compute_dtype, wants=wanted(hidden, weight, bias),
@@ -257,11 +256,10 @@ def grpo_loss_from_logits(
         advantages=advantages, rewards=rewards, num_generations=num_generations, group_ids=group_ids,
         completion_mask=completion_mask, old_logps=old_logps, ref_logps=ref_logps, rollout_weights=rollout_weights,
         rollout_logps=rollout_logps, cu_seqlens=cu_seqlens, num_items_in_batch=num_items_in_batch,
-        normalizer=normalizer, entropy_normalizer=entropy_normalizer,
+        normalizer=normalizer, entropy_normalizer=entropy_normalizer, sampling_mask=sampling_mask,
     )  # fmt: skip
     check_sampling_mask(sampling_mask, completion_ids.shape, logits)
     inputs = resolve(options, config, completion_ids, "logits", name, table_dtype(logits.dtype))
-    inputs = with_sampling_mask(inputs, sampling_mask)
     check_values(completion_ids, completion_mask, logits.shape[-1], cu_seqlens)
     check_token_values(inputs.tokens)
     if inplace and logits.is_leaf and logits.requires_grad:
