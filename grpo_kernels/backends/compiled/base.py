@@ -32,7 +32,7 @@ from ..checks import KernelBackend, contiguous_rows
 
 Result = TypeVar("Result")
 Argument = Tensor | int | None  # None: a null pointer
-INTERFACE = 7  # of csrc/layout.h
+INTERFACE = 8  # of csrc/layout.h
 _MOST_PACKED = 256
 
 _MASK_BYTES = {torch.bool: 1, torch.uint8: 1, torch.int8: 1, torch.int32: 4, torch.int64: 8}
