@@ -74,8 +74,8 @@ def test_the_interpreter_notices_a_wrong_address():
     short = logits[:, :5]  # eight columns are promised below
     with pytest.raises(Exception, match="lie outside the launch"):
         rows.statistics_kernel[(1,)](
-            short, None, ids, 0, None, torch.ones(3), *no_values(3, torch.float32, ids.device),
-            3, 3, 9, 8, rows.scalars(KernelParams()), CAPPED=False, RAGGED=True, ROWS=4, BLOCK=16,
+            rows.Logits(short, None, 9, 8), ids, 0, torch.ones(3), no_values(3, torch.float32, ids.device), 3, 3,
+            rows.scalars(KernelParams()), OPTIONS=rows.RowOptions(False, True, 4, 16),
         )  # fmt: skip
 
 

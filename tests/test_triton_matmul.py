@@ -268,17 +268,20 @@ def test_descriptors_fetch_what_pointers_fetch(kernel):
         stats, exps, scale = exponentials(head)
         return *stats, exps, scale
 
+    def fetches_through_descriptors(head: Head) -> bool:
+        return matmul.prepare(kernel, head.hidden, head.weight, None, KernelParams()).tiles.tma
+
     head = make_head(40, 40, 150)
     launch = matmul_launch(kernel, DEVICE, 40, 150, torch.bfloat16)
     with trial(kernel, launch._replace(tma=False)):
-        assert not matmul.prepare(kernel, head.hidden, head.weight).options["TMA"]
+        assert not fetches_through_descriptors(head)
         expected = run(head)
     with trial(kernel, launch._replace(tma=True)):
-        assert matmul.prepare(kernel, head.hidden, head.weight).options["TMA"]
+        assert fetches_through_descriptors(head)
         assert same_bits(run(head), expected)
         # A descriptor needs 16-byte row strides: these rows begin 90 bytes apart.
         apart = head._replace(hidden=widened(head.hidden))
-        assert not matmul.prepare(kernel, apart.hidden, apart.weight).options["TMA"]
+        assert not fetches_through_descriptors(apart)
         assert same_bits(run(apart), expected)
 
 

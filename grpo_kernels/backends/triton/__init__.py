@@ -10,14 +10,16 @@ tokens.py       the objective of tokens by themselves; sums over sequences, grou
 sequences.py    the objective of tokens that depend on their sequence
 groups.py       advantages from rewards
 layout.py       places of the fields of a token
+arguments.py    what kernels take together, and what may travel in a tuple
 maths.py        functions that Triton lacks on one of its targets
 launch.py       block shapes and warps, from the table launch.json; preferred strategies
 tune.py         measures candidates for that table on a GPU
 
 Triton compiles a kernel again for an integer that is 1 (a constant then) or divisible by 16, and for a pointer that is
 not on 16 bytes. Whatever follows from the number of rows of a call is excluded from that (do_not_specialize): counts,
-parts, the token where a chunk starts, what holds a number per token or per sequence. A captured CUDA graph cannot
-compile, and its warm-up had other rows. What the lm_head determines stays specialised: wide loads need its divisors.
+parts, the token where a chunk starts, views of what holds a number per token or per sequence. A captured CUDA graph
+cannot compile, and its warm-up had other rows. Tensors of that kind in a tuple always begin on 16 bytes instead. What
+the lm_head determines stays specialised: wide loads need its divisors.
 """
 
 from __future__ import annotations

@@ -30,12 +30,15 @@ together 24 to 25 ms, where the vendor's product and rows.py's fused pass take 2
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...contract import FIELD, KernelParams, RowStats
+from .arguments import Matrix
 from .layout import TEMPERATURE
 from .maths import INV_LN2, LN2, expm1, log1p, softcap
 from .matmul import (
@@ -48,10 +51,11 @@ from .matmul import (
     prepare,
     product,
     quarters,
+    rows_of_tile,
     to_logits,
 )
-from .objective import evaluate_token, scalars, variant
-from .rows import add_block, empty_stats, exponent, logit_scales
+from .objective import Variant, evaluate_token, scalars, variant
+from .rows import add_block, empty_stats, exponent, logit_scales, no_sums
 
 HIGHEST_EXPONENT: tl.constexpr = tl.constexpr(100.0)  # of 2; sums over a vocabulary stay below 2^128
 LARGEST_REST: tl.constexpr = tl.constexpr(2.0**80)  # a row beyond it is repaired
@@ -60,197 +64,199 @@ ANCHOR_ROWS, ANCHOR_BLOCK = 8, 512
 REPAIR_COLUMNS, REPAIR_BLOCK, REPAIR_WARPS = 32, 256, 8
 
 
+class Work(NamedTuple):
+    """The tensors that one kernel leaves for the next or for the caller."""
+
+    y_ids: Tensor  # (N,) y of the sampled ids; 0 for an id outside the vocabulary
+    slope_ids: Tensor  # (N,) the softcap's slope there; 1
+    exps: Matrix  # E (N, V)
+    partials: Tensor  # (2, parts, N) float64: sums of 2^t and of 2^t t, without the sampled id
+    stats: RowStats  # (N,)
+    scale: Tensor  # (N,) v
+    overflowed: Tensor  # (N,) whether repair_kernel has to write a row again
+
+
+class ScaleOptions(NamedTuple):
+    """What is compiled into scale_kernel."""
+
+    capped: bool
+    variant: Variant
+
+
+class RepairOptions(NamedTuple):
+    """What is compiled into repair_kernel."""
+
+    capped: bool
+    columns: int
+    block: int
+    variant: Variant
+
+
 @triton.jit(do_not_specialize=["ids", "count"])
 def anchor_kernel(
-    hidden, weight, bias, ids, y_ids, slope_ids, count, vocab, width, hidden_row_stride, weight_row_stride, p,
-    CAPPED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    hidden, weight, head, ids, work, count, CAPPED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """y and the softcap's slope of the sampled ids; 0 and 1 for an id outside the vocabulary."""
+    """y and slope of the sampled ids."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = rows < count
-    id_ = column_of(tl.load(ids + rows, mask=live, other=-1), vocab).to(tl.int64)
+    id_ = column_of(tl.load(ids + rows, mask=live, other=-1), head.vocab).to(tl.int64)
     known = live & (id_ >= 0)
     sums = tl.zeros((ROWS, BLOCK), tl.float32)
-    for first in range(0, width, BLOCK):
+    for first in range(0, head.width, BLOCK):
         inner = first + tl.arange(0, BLOCK)
-        wanted = known[:, None] & (inner < width)[None, :]
-        h = tl.load(hidden + rows[:, None] * hidden_row_stride + inner[None, :], mask=wanted, other=0.0)
-        w = tl.load(weight + id_[:, None] * weight_row_stride + inner[None, :], mask=wanted, other=0.0)
+        wanted = known[:, None] & (inner < head.width)[None, :]
+        h = tl.load(hidden + rows[:, None] * head.hidden_row_stride + inner[None, :], mask=wanted, other=0.0)
+        w = tl.load(weight + id_[:, None] * head.weight_row_stride + inner[None, :], mask=wanted, other=0.0)
         sums += h.to(tl.float32) * w.to(tl.float32)
     u = tl.sum(sums, 1)
-    if bias is not None:
-        u += tl.load(bias + id_, mask=known, other=0.0).to(tl.float32)
-    y, slope = softcap(u, p.logit_scale, p.softcap, CAPPED)
-    tl.store(y_ids + rows, y, mask=live)
-    tl.store(slope_ids + rows, slope, mask=live)
+    if head.bias is not None:
+        u += tl.load(head.bias + id_, mask=known, other=0.0).to(tl.float32)
+    y, slope = softcap(u, head.logit_scale, head.softcap, CAPPED)
+    tl.store(work.y_ids + rows, y, mask=live)
+    tl.store(work.slope_ids + rows, slope, mask=live)
 
 
 @triton.jit
-def store_exponentials(
-    acc, bias, first_column, vocab, ids, y_id, to_exponent, exps_at, live, rest, moment, p,
-    CAPPED: tl.constexpr, EVEN_V: tl.constexpr,
-):  # fmt: skip
+def store_exponentials(acc, first_column, rows, y_id, exps_at, sums, head, TILES: tl.constexpr):
     """The epilogue: stores E of logits (BLOCK_M, columns), extends the sums over all but the sampled id."""
     columns = first_column + tl.arange(0, acc.shape[1])
-    y, slope = to_logits(acc, bias, columns, vocab, p, CAPPED, EVEN_V)
-    t = exponent(y, y_id[:, None], to_exponent[:, None])
+    y, slope = to_logits(acc, columns, head, TILES)
+    t = exponent(y, y_id[:, None], rows.to_exponent[:, None])
     t = tl.where(t > HIGHEST_EXPONENT, HIGHEST_EXPONENT, t)
     e = tl.exp2(t)
     rounded = (e * slope).to(exps_at.dtype.element_ty)
-    e = tl.where(is_id(ids, first_column, acc.shape[1]), 0.0, e)
+    e = tl.where(is_id(rows.ids, first_column, acc.shape[1]), 0.0, e)
+    rest, moment = sums
     rest += tl.sum(e, 1).to(tl.float64)
     moment += tl.sum(e * t, 1).to(tl.float64)
-    tl.store(exps_at[:, None] + columns[None, :], rounded, mask=live[:, None] & (columns < vocab)[None, :])
+    tl.store(exps_at[:, None] + columns[None, :], rounded, mask=rows.live[:, None] & (columns < head.vocab)[None, :])
     return rest, moment
 
 
-@triton.jit(do_not_specialize=["ids", "temperature", "count", "parts", "per_part", "group"])
-def exponential_kernel(
-    hidden, weight, bias, ids, temperature, y_ids, exps, partials,
-    count, vocab, width, hidden_row_stride, weight_row_stride, parts, per_part, group, exps_row_stride, p,
-    CAPPED: tl.constexpr, TMA: tl.constexpr, EVEN_H: tl.constexpr, EVEN_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """E (N, V); sums of 2^t and 2^t t over one part of the vocabulary, without the sampled id, to `partials`."""
-    token_tile, part = place(tl.cdiv(count, BLOCK_M), parts, group)
-    rows = token_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    live = rows < count
-    id_ = column_of(tl.load(ids + rows, mask=live, other=-1), vocab)
-    to_z, _chain = logit_scales(p, tl.load(temperature + rows, mask=live, other=1.0), CAPPED)
-    to_exponent = (to_z * INV_LN2).to(tl.float32)
-    y_id = tl.load(y_ids + rows, mask=live, other=0.0)
-    exps_at = exps + rows.to(tl.int64) * exps_row_stride
-    rest = tl.zeros((BLOCK_M,), tl.float64)
-    moment = tl.zeros((BLOCK_M,), tl.float64)
+@triton.jit(do_not_specialize=["ids", "temperature", "count", "per_part"])
+def exponential_kernel(hidden, weight, head, ids, temperature, work, count, per_part, TILES: tl.constexpr):
+    """E, and the sums over one part of the vocabulary, `per_part` tiles."""
+    BLOCK_M: tl.constexpr = TILES.block_m
+    BLOCK_V: tl.constexpr = TILES.block_v
+    token_tile, part = place(head.group)
+    rows = rows_of_tile(token_tile, ids, temperature, count, head, TILES)
+    y_id = tl.load(work.y_ids + rows.at, mask=rows.live, other=0.0)
+    exps_at = work.exps.data + rows.at.to(tl.int64) * work.exps.row_stride
+    sums = tl.zeros((BLOCK_M,), tl.float64), tl.zeros((BLOCK_M,), tl.float64)
     first_tile = part * per_part
-    last_tile = tl.minimum(first_tile + per_part, tl.cdiv(vocab, BLOCK_V))
+    last_tile = tl.minimum(first_tile + per_part, tl.cdiv(head.vocab, BLOCK_V))
     for tile in tl.range(first_tile, last_tile, flatten=True):
-        acc = product(
-            hidden, weight, token_tile * BLOCK_M, tile * BLOCK_V, count, vocab, width,
-            hidden_row_stride, weight_row_stride, TMA, EVEN_H, BLOCK_M, BLOCK_V, BLOCK_H,
-        )  # fmt: skip
+        acc = product(hidden, weight, token_tile * BLOCK_M, tile * BLOCK_V, count, head, TILES)
         pieces = quarters(acc)
         for i in tl.static_range(4):
-            rest, moment = store_exponentials(
-                pieces[i], bias, tile * BLOCK_V + i * (BLOCK_V // 4), vocab, id_, y_id, to_exponent, exps_at, live,
-                rest, moment, p, CAPPED, EVEN_V,
+            sums = store_exponentials(
+                pieces[i], tile * BLOCK_V + i * (BLOCK_V // 4), rows, y_id, exps_at, sums, head, TILES
             )  # fmt: skip
-    at = partials + part.to(tl.int64) * count + rows
-    tl.store(at, rest, mask=live)
-    tl.store(at + parts.to(tl.int64) * count, moment, mask=live)
+    rest, moment = sums
+    at = work.partials + part.to(tl.int64) * count + rows.at
+    tl.store(at, rest, mask=rows.live)
+    tl.store(at + tl.num_programs(1).to(tl.int64) * count, moment, mask=rows.live)
 
 
-@triton.jit(do_not_specialize=["ids", "table", "count", "parts", "table_row_stride"])
-def scale_kernel(
-    partials, y_ids, slope_ids, ids, table, exps, logp, lse, entropy, scale, overflowed,
-    count, vocab, parts, exps_row_stride, table_row_stride, p,
-    SURROGATE: tl.constexpr, KL: tl.constexpr, HAS_OLD: tl.constexpr, BIAS_CORRECTION: tl.constexpr,
-    CAPPED: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=["ids", "table", "table_row_stride", "count", "parts"])
+def scale_kernel(work, vocab, ids, table, table_row_stride, count, parts, p, OPTIONS: tl.constexpr):
     """Statistics, v and E_id of every row; where the sum overflowed, repair_kernel writes them again."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    VARIANT: tl.constexpr = OPTIONS.variant
+    rows = tl.program_id(0) * COMBINED_ROWS + tl.arange(0, COMBINED_ROWS)
     live = rows < count
     id_ = column_of(tl.load(ids + rows, mask=live, other=-1), vocab)
     known = live & (id_ >= 0)
     token = table + rows
-    to_z, chain = logit_scales(p, tl.load(token + TEMPERATURE * table_row_stride, mask=live, other=1.0), CAPPED)
-    rest = tl.zeros((ROWS,), tl.float64)
-    moment = tl.zeros((ROWS,), tl.float64)
-    for first in range(0, parts, PARTS):
-        at, wanted = part_block(partials, rows, live, count, first, parts, PARTS)
+    to_z, chain = logit_scales(p, tl.load(token + TEMPERATURE * table_row_stride, mask=live, other=1.0), OPTIONS.capped)
+    rest = tl.zeros((COMBINED_ROWS,), tl.float64)
+    moment = tl.zeros((COMBINED_ROWS,), tl.float64)
+    for first in range(0, parts, COMBINED_PARTS):
+        at, wanted = part_block(work.partials, rows, live, count, first, parts)
         rest += tl.sum(tl.load(at, mask=wanted, other=0.0), 0)
         moment += tl.sum(tl.load(at + parts.to(tl.int64) * count, mask=wanted, other=0.0), 0)
 
-    y_id = tl.load(y_ids + rows, mask=live, other=0.0)
+    y_id = tl.load(work.y_ids + rows, mask=live, other=0.0)
     # Where the anchor is NaN, so are the hidden states: there is nothing to repair.
     lost = known & ~(rest <= LARGEST_REST) & (y_id == y_id)
-    tl.store(overflowed + rows, lost.to(tl.int8), mask=live)
+    tl.store(work.overflowed + rows, lost.to(tl.int8), mask=live)
     log_sum = tl.where(known, log1p(rest), float("nan"))  # an id outside the vocabulary has no probability
     log_p = (-log_sum).to(tl.float32)
     h = (log_sum - LN2 * moment / (1.0 + rest)).to(tl.float32)
-    tl.store(logp + rows, log_p, mask=live)
-    tl.store(lse + rows, y_id.to(tl.float64) * to_z + log_sum, mask=live)
-    tl.store(entropy + rows, h, mask=live)
+    tl.store(work.stats.logp + rows, log_p, mask=live)
+    tl.store(work.stats.lse + rows, y_id.to(tl.float64) * to_z + log_sum, mask=live)
+    tl.store(work.stats.entropy + rows, h, mask=live)
 
-    _, _, _, g_logp = evaluate_token(
-        token, table_row_stride, live, log_p, h, p, SURROGATE, KL, HAS_OLD, BIAS_CORRECTION
-    )
+    g_logp = evaluate_token(token, table_row_stride, live, log_p, h, p, VARIANT).g_logp
     v = (-g_logp * chain / (1.0 + rest)).to(tl.float32)
-    tl.store(scale + rows, tl.where(g_logp == 0.0, 0.0, v), mask=live)
-    slope_id = tl.load(slope_ids + rows, mask=live, other=0.0)
-    at_id = exps + rows.to(tl.int64) * exps_row_stride + id_
-    tl.store(at_id, (-rest.to(tl.float32) * slope_id).to(exps.dtype.element_ty), mask=known)
+    tl.store(work.scale + rows, tl.where(g_logp == 0.0, 0.0, v), mask=live)
+    slope_id = tl.load(work.slope_ids + rows, mask=live, other=0.0)
+    at_id = work.exps.data + rows.to(tl.int64) * work.exps.row_stride + id_
+    tl.store(at_id, (-rest.to(tl.float32) * slope_id).to(work.exps.data.dtype.element_ty), mask=known)
 
 
 @triton.jit(do_not_specialize=["ids", "table", "table_row_stride"])
-def repair_kernel(
-    hidden, weight, bias, ids, table, exps, logp, lse, entropy, scale, overflowed,
-    vocab, width, hidden_row_stride, weight_row_stride, exps_row_stride, table_row_stride, p,
-    SURROGATE: tl.constexpr, KL: tl.constexpr, HAS_OLD: tl.constexpr, BIAS_CORRECTION: tl.constexpr,
-    CAPPED: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def repair_kernel(hidden, weight, head, ids, table, table_row_stride, work, p, OPTIONS: tl.constexpr):
     """One row, again, if its sum overflowed: as in rows.py relative to the maximum, from logits computed twice."""
-    if tl.load(overflowed + tl.program_id(0)) == 0:
+    if tl.load(work.overflowed + tl.program_id(0)) == 0:
         return
+    COLUMNS: tl.constexpr = OPTIONS.columns
+    VARIANT: tl.constexpr = OPTIONS.variant
     rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     live = rows >= 0
-    h = hidden + rows * hidden_row_stride
+    h = hidden + rows * head.hidden_row_stride
     id_ = tl.load(ids + rows)
     token = table + rows
-    to_z, chain = logit_scales(p, tl.load(token + TEMPERATURE * table_row_stride), CAPPED)
+    to_z, chain = logit_scales(p, tl.load(token + TEMPERATURE * table_row_stride), OPTIONS.capped)
     to_exponent = (to_z * INV_LN2).to(tl.float32)
 
-    top = tl.full((1,), -float("inf"), tl.float32)
-    total = tl.zeros((1,), tl.float64)
-    moment = tl.zeros((1,), tl.float64)
+    sums = no_sums(1)
     y_id = tl.zeros((1,), tl.float32)
     slope_id = tl.zeros((1,), tl.float32)
-    for first in range(0, vocab, COLUMNS):
+    for first in range(0, head.vocab, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
-        y, slope = row_logits(h, weight, bias, columns, vocab, width, weight_row_stride, p, CAPPED, BLOCK)
-        top, total, moment = add_block(y[None, :], top, total, moment, to_exponent)
+        y, slope = row_logits(h, weight, head, columns, OPTIONS)
+        sums = add_block(y[None, :], sums, to_exponent)
         own = columns == id_
         y_id += tl.sum(tl.where(own, y, 0.0), 0)
         slope_id += tl.sum(tl.where(own, slope, 0.0), 0)
+    top, total, moment = sums
     log_sum = tl.log(total)
     log_p = ((y_id - top).to(tl.float64) * to_z - log_sum).to(tl.float32)
     nats = (log_sum - LN2 * (moment / total)).to(tl.float32)
-    tl.store(logp + rows, log_p)
-    tl.store(lse + rows, top.to(tl.float64) * to_z + log_sum)
-    tl.store(entropy + rows, nats)
-    _, _, _, g_logp = evaluate_token(
-        token, table_row_stride, live, log_p, nats, p, SURROGATE, KL, HAS_OLD, BIAS_CORRECTION
-    )  # fmt: skip
-    tl.store(scale + rows, tl.where(g_logp == 0.0, 0.0, (-g_logp * chain / total).to(tl.float32)))
+    tl.store(work.stats.logp + rows, log_p)
+    tl.store(work.stats.lse + rows, top.to(tl.float64) * to_z + log_sum)
+    tl.store(work.stats.entropy + rows, nats)
+    g_logp = evaluate_token(token, table_row_stride, live, log_p, nats, p, VARIANT).g_logp
+    tl.store(work.scale + rows, tl.where(g_logp == 0.0, 0.0, (-g_logp * chain / total).to(tl.float32)))
 
     # E_id - S' without the cancellation
     e_id = total.to(tl.float32) * expm1(log_p) * slope_id
     reference = tl.where(top == -float("inf"), 0.0, top)
-    for first in range(0, vocab, COLUMNS):
+    for first in range(0, head.vocab, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
-        y, slope = row_logits(h, weight, bias, columns, vocab, width, weight_row_stride, p, CAPPED, BLOCK)
+        y, slope = row_logits(h, weight, head, columns, OPTIONS)
         e = tl.exp2(exponent(y, reference, to_exponent)) * slope
         e = tl.where(columns == id_, e_id, e)
-        tl.store(exps + rows * exps_row_stride + columns, e.to(exps.dtype.element_ty), mask=columns < vocab)
+        at = work.exps.data + rows * work.exps.row_stride + columns
+        tl.store(at, e.to(work.exps.data.dtype.element_ty), mask=columns < head.vocab)
 
 
 @triton.jit
-def row_logits(
-    h, weight, bias, columns, vocab, width, weight_row_stride, p, CAPPED: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def row_logits(h, weight, head, columns, OPTIONS: tl.constexpr):
     """(y, slope of the softcap) of one row of hidden states at these columns; y is -inf past the vocabulary's end."""
-    inside = columns < vocab
-    w = weight + tl.where(inside, columns, 0).to(tl.int64) * weight_row_stride
+    BLOCK: tl.constexpr = OPTIONS.block
+    inside = columns < head.vocab
+    w = weight + tl.where(inside, columns, 0).to(tl.int64) * head.weight_row_stride
     sums = tl.zeros((columns.shape[0], BLOCK), tl.float32)
-    for first in range(0, width, BLOCK):
+    for first in range(0, head.width, BLOCK):
         inner = first + tl.arange(0, BLOCK)
-        left = (inner < width)[None, :]
+        left = (inner < head.width)[None, :]
         h_block = tl.load(h[:, None] + inner[None, :], mask=left, other=0.0).to(tl.float32)
         sums += h_block * tl.load(w[:, None] + inner[None, :], mask=left, other=0.0).to(tl.float32)
     u = tl.sum(sums, 1)
-    if bias is not None:
-        u += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
-    y, slope = softcap(u, p.logit_scale, p.softcap, CAPPED)
+    if head.bias is not None:
+        u += tl.load(head.bias + columns, mask=inside, other=0.0).to(tl.float32)
+    y, slope = softcap(u, head.logit_scale, head.softcap, OPTIONS.capped)
     return tl.where(inside, y, -float("inf")), slope
 
 
@@ -267,35 +273,32 @@ def anchored(
 
     For tokens whose gradient depends on themselves alone and not on their entropy.
     """
-    (count, width), vocab = hidden.shape, weight.shape[0]
-    work = prepare("anchored", hidden, weight)
+    count, vocab = hidden.shape[0], weight.shape[0]
+    launch = prepare("anchored", hidden, weight, bias, params)
+    parts = launch.grid[1]
     temperature = table[FIELD["temperature"]]
-    row_strides = hidden.stride(0), weight.stride(0)
-    out = empty_stats(count, hidden.device)
-    # Three tensors, not three rows of one: each is to begin on 16 bytes, whatever the count.
+    # Tensors of their own, not rows of one: each is to begin on 16 bytes, whatever the count.
     y_ids, slope_ids, scale = (torch.empty(count, dtype=torch.float32, device=hidden.device) for _ in range(3))
-    partials = torch.empty(2, work.parts, count, dtype=torch.float64, device=hidden.device)
-    overflowed = torch.empty(count, dtype=torch.int8, device=hidden.device)
-    p, capped = scalars(params), params.softcap != 0.0
-    compiled_in = dict(CAPPED=capped, **variant(params))
-    results = *out, scale, overflowed
+    work = Work(
+        y_ids, slope_ids, Matrix.of(exps),
+        partials=torch.empty(2, parts, count, dtype=torch.float64, device=hidden.device),
+        stats=empty_stats(count, hidden.device), scale=scale,
+        overflowed=torch.empty(count, dtype=torch.int8, device=hidden.device),
+    )  # fmt: skip
+    p, capped, objective = scalars(params), launch.tiles.capped, variant(params)
 
     anchor_kernel[(triton.cdiv(count, ANCHOR_ROWS),)](
-        hidden, weight, bias, ids, y_ids, slope_ids, count, vocab, width, *row_strides, p,
-        CAPPED=capped, ROWS=ANCHOR_ROWS, BLOCK=ANCHOR_BLOCK,
+        hidden, weight, launch.head, ids, work, count, CAPPED=capped, ROWS=ANCHOR_ROWS, BLOCK=ANCHOR_BLOCK
     )  # fmt: skip
-    exponential_kernel[work.grid](
-        *work.operands, bias, ids, temperature, y_ids, exps, partials, *work.numbers, exps.stride(0), p,
-        CAPPED=capped, **work.options,
+    exponential_kernel[launch.grid](
+        *launch.operands, launch.head, ids, temperature, work, count, launch.per_part,
+        TILES=launch.tiles, **launch.options,
     )  # fmt: skip
-    scale_kernel[(triton.cdiv(count, COMBINED_ROWS),)](
-        partials, y_ids, slope_ids, ids, table, exps, *results,
-        count, vocab, work.parts, exps.stride(0), table.stride(0), p,
-        PARTS=COMBINED_PARTS, ROWS=COMBINED_ROWS, **compiled_in,
+    scale_kernel[(triton.cdiv(count, COMBINED_ROWS.value),)](
+        work, vocab, ids, table, table.stride(0), count, parts, p, OPTIONS=ScaleOptions(capped, objective)
     )  # fmt: skip
     repair_kernel[(count,)](
-        hidden, weight, bias, ids, table, exps, *results,
-        vocab, width, *row_strides, exps.stride(0), table.stride(0), p,
-        COLUMNS=REPAIR_COLUMNS, BLOCK=REPAIR_BLOCK, num_warps=REPAIR_WARPS, **compiled_in,
+        hidden, weight, launch.head, ids, table, table.stride(0), work, p,
+        OPTIONS=RepairOptions(capped, REPAIR_COLUMNS, REPAIR_BLOCK, objective), num_warps=REPAIR_WARPS,
     )  # fmt: skip
-    return out, scale
+    return work.stats, scale

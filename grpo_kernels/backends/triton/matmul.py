@@ -21,7 +21,7 @@ uses a tile masks it.
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,48 +29,101 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ...contract import KernelParams
 from ..launch import MatmulLaunch, matmul_launch
-from .maths import softcap
+from .maths import INV_LN2, softcap
+from .rows import logit_scales
 
 GROUP_BYTES = 16 << 20  # a third to a half of the L2 cache of data-center GPUs
 MAX_PARTS = 256  # bounds the memory of partial results
 PROGRAM_START = 0.05  # filling the pipeline of a program, in tiles
-COMBINED_ROWS, COMBINED_PARTS = 16, 32  # a program that combines parts: its rows, the parts that it loads at once
+# A program that combines parts: its rows, the parts that it loads at once.
+COMBINED_ROWS: tl.constexpr = tl.constexpr(16)
+COMBINED_PARTS: tl.constexpr = tl.constexpr(32)
 SINGLE_BLOCKS = (64, 64, 32)  # block_m, block_v, block_h at most, for float32
 INTERPRETER_PARTS = 3  # so that the interpreter combines parts too
 
 
+class Head(NamedTuple):
+    """What the lm_head determines."""
+
+    group: int  # token tiles whose hidden states stay in the L2 cache
+    bias: Tensor | None
+    vocab: int
+    width: int
+    hidden_row_stride: int
+    weight_row_stride: int
+    logit_scale: float
+    softcap: float
+
+
+class Tiles(NamedTuple):
+    """How a product is compiled."""
+
+    capped: bool  # the logits have a softcap
+    tma: bool  # tiles come through tensor descriptors
+    even_h: bool  # the width is a multiple of block_h
+    even_v: bool
+    block_m: int
+    block_v: int
+    block_h: int
+
+
+class Rows(NamedTuple):
+    """The rows of a tile of tokens, (BLOCK_M,) each."""
+
+    at: Any  # places
+    live: Any
+    ids: Any  # column_of the sampled ids
+    to_z: Any
+    to_exponent: Any
+
+
 @triton.jit
-def place(token_tiles, parts, group):
-    """(token tile, part) of this program: all parts for `group` token tiles, the token tile fastest."""
-    program = tl.program_id(0)
+def rows_of_tile(tile, ids, temperature, count, head, TILES: tl.constexpr):
+    at = tile * TILES.block_m + tl.arange(0, TILES.block_m)
+    live = at < count
+    id_ = column_of(tl.load(ids + at, mask=live, other=-1), head.vocab)
+    to_z, _chain = logit_scales(head, tl.load(temperature + at, mask=live, other=1.0), TILES.capped)
+    return Rows(at, live, id_, to_z, (to_z * INV_LN2).to(tl.float32))
+
+
+@triton.jit
+def place(group):
+    """(token tile, part) of a program of the grid (token tiles, parts), in the order in which they start.
+
+    All parts for `group` token tiles, the token tile fastest.
+    """
+    parts = tl.num_programs(1)
+    program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     first = program // (group * parts) * group
-    tiles = tl.minimum(token_tiles - first, group)
+    tiles = tl.minimum(tl.num_programs(0) - first, group)
     inside = program - first * parts
     return first + inside % tiles, inside // tiles
 
 
 @triton.jit
-def product(
-    hidden, weight, first_row, first_column, count, vocab, width, hidden_row_stride, weight_row_stride,
-    TMA: tl.constexpr, EVEN_H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
+def product(hidden, weight, first_row, first_column, count, head, TILES: tl.constexpr):
     """hidden[first_row :] weight[first_column :]^T, (BLOCK_M, BLOCK_V) float32."""
+    BLOCK_M: tl.constexpr = TILES.block_m
+    BLOCK_V: tl.constexpr = TILES.block_v
+    BLOCK_H: tl.constexpr = TILES.block_h
+    width = head.width
     tl.assume(width > 0)  # or the flattened loop gets a second copy of the epilogue, for tiles without a product
     acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
-    if TMA:
+    if TILES.tma:
         for first in range(0, width, BLOCK_H):
             h = hidden.load([first_row, first])
             w = weight.load([first_column, first])
             acc = tl.dot(h, w.T, acc, input_precision="ieee")
     else:
         rows = tl.minimum(first_row + tl.arange(0, BLOCK_M), count - 1).to(tl.int64)
-        columns = tl.minimum(first_column + tl.arange(0, BLOCK_V), vocab - 1).to(tl.int64)
+        columns = tl.minimum(first_column + tl.arange(0, BLOCK_V), head.vocab - 1).to(tl.int64)
         inner = tl.arange(0, BLOCK_H)
-        h_at = hidden + rows[:, None] * hidden_row_stride + inner[None, :]
-        w_at = weight + columns[None, :] * weight_row_stride + inner[:, None]
+        h_at = hidden + rows[:, None] * head.hidden_row_stride + inner[None, :]
+        w_at = weight + columns[None, :] * head.weight_row_stride + inner[:, None]
         for first in range(0, width, BLOCK_H):
-            if EVEN_H:
+            if TILES.even_h:
                 h = tl.load(h_at + first)
                 w = tl.load(w_at + first)
             else:
@@ -107,28 +160,28 @@ def is_id(ids, first_column, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def to_logits(acc, bias, columns, vocab, p, CAPPED: tl.constexpr, EVEN_V: tl.constexpr):
+def to_logits(acc, columns, head, TILES: tl.constexpr):
     """(y, slope of the softcap) of a tile; y is -inf past the end of the vocabulary."""
-    if bias is not None:
-        acc += tl.load(bias + columns, mask=columns < vocab, other=0.0).to(tl.float32)[None, :]
-    y, slope = softcap(acc, p.logit_scale, p.softcap, CAPPED)
-    if not EVEN_V:
-        y = tl.where((columns < vocab)[None, :], y, -float("inf"))
+    if head.bias is not None:
+        acc += tl.load(head.bias + columns, mask=columns < head.vocab, other=0.0).to(tl.float32)[None, :]
+    y, slope = softcap(acc, head.logit_scale, head.softcap, TILES.capped)
+    if not TILES.even_v:
+        y = tl.where((columns < head.vocab)[None, :], y, -float("inf"))
     return y, slope
 
 
 @triton.jit
-def part_block(partials, rows, live, count, first, parts, PARTS: tl.constexpr):
-    """(pointers, mask) of parts (PARTS, ROWS) from `first` on, of one plane (parts, count) of partial results."""
-    part = first + tl.arange(0, PARTS)
+def part_block(partials, rows, live, count, first, parts):
+    """(pointers, mask) of COMBINED_PARTS parts of rows from `first` on, of one plane (parts, count) of them."""
+    part = first + tl.arange(0, COMBINED_PARTS)
     at = partials + part.to(tl.int64)[:, None] * count + rows[None, :]
     return at, (part < parts)[:, None] & live[None, :]
 
 
 class Split(NamedTuple):
-    """The grid: `programs` of one token tile and up to `per_part` of the vocabulary's tiles each."""
+    """The grid: a program has one token tile and up to `per_part` of the vocabulary's tiles."""
 
-    programs: int
+    token_tiles: int
     parts: int
     per_part: int
     group: int
@@ -144,7 +197,7 @@ def split(launch: MatmulLaunch, device: torch.device, count: int, vocab: int, ro
         slots = _multiprocessors(device) * max(1, 8 // launch.num_warps)
         per_part = _tiles_per_part(token_tiles, tiles, slots)
     parts = triton.cdiv(tiles, per_part)
-    return Split(token_tiles * parts, parts, per_part, max(1, GROUP_BYTES // (launch.block_m * row_bytes)))
+    return Split(token_tiles, parts, per_part, max(1, GROUP_BYTES // (launch.block_m * row_bytes)))
 
 
 @cache
@@ -165,14 +218,15 @@ def _multiprocessors(device: torch.device) -> int:
 class Product(NamedTuple):
     """A product hidden weight^T as its kernels are launched."""
 
-    grid: tuple[int]
+    grid: tuple[int, int]  # token tiles, parts
     operands: tuple[Tensor | TensorDescriptor, Tensor | TensorDescriptor]
-    numbers: tuple[int, ...]  # count, vocab, width, hidden_row_stride, weight_row_stride, parts, per_part, group
-    parts: int
-    options: dict[str, int | bool]
+    head: Head
+    per_part: int
+    tiles: Tiles
+    options: dict[str, int]
 
 
-def prepare(kernel: str, hidden: Tensor, weight: Tensor) -> Product:
+def prepare(kernel: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, params: KernelParams) -> Product:
     """Launch arguments of `kernel`, from its entry in the launch table."""
     (count, width), vocab = hidden.shape, weight.shape[0]
     launch = matmul_launch(kernel, hidden.device, width, vocab, hidden.dtype)
@@ -187,18 +241,16 @@ def prepare(kernel: str, hidden: Tensor, weight: Tensor) -> Product:
             TensorDescriptor.from_tensor(hidden, [launch.block_m, launch.block_h]),
             TensorDescriptor.from_tensor(weight, [launch.block_v, launch.block_h]),
         )
-    options = dict(
-        TMA=tma,
-        EVEN_H=width % launch.block_h == 0,
-        EVEN_V=vocab % launch.block_v == 0,
-        BLOCK_M=launch.block_m,
-        BLOCK_V=launch.block_v,
-        BLOCK_H=launch.block_h,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
-    )
-    numbers = (count, vocab, width, hidden.stride(0), weight.stride(0), work.parts, work.per_part, work.group)
-    return Product((work.programs,), operands, numbers, work.parts, options)
+    tiles = Tiles(
+        params.softcap != 0.0, tma, width % launch.block_h == 0, vocab % launch.block_v == 0,
+        launch.block_m, launch.block_v, launch.block_h,
+    )  # fmt: skip
+    head = Head(
+        work.group, bias, vocab, width, hidden.stride(0), weight.stride(0),
+        float(params.logit_scale), float(params.softcap),
+    )  # fmt: skip
+    options = dict(num_warps=launch.num_warps, num_stages=launch.num_stages)
+    return Product((work.token_tiles, work.parts), operands, head, work.per_part, tiles, options)
 
 
 def _describable(x: Tensor) -> bool:

@@ -8,7 +8,7 @@ derivative with respect to logp is d_ratio * dx/dlogp + d_direct. Where a clamp 
 is 0 selects an exact 0 and is never multiplied with something that may be infinite. NaN logits make the
 multiplier NaN, even where a clip, a threshold or a factor of 0 would have dropped them.
 
-The variant (SURROGATE, KL, HAS_OLD, BIAS_CORRECTION) is compiled in; the numbers (`Scalars`) are run-time float32
+The `Variant` is compiled in; the numbers (`Scalars`) are run-time float32
 values. Of a batch's table and values kernels pass the address of a token's own column, and `tokens`, the number of
 columns, from one field to the next.
 """
@@ -67,11 +67,38 @@ def scalars(params: KernelParams) -> Scalars:
     return Scalars(*(float(getattr(params, name)) for name in Scalars._fields))
 
 
-def variant(params: KernelParams) -> dict[str, Any]:
+class Variant(NamedTuple):
     """What of a token's objective is compiled in."""
-    return dict(
-        SURROGATE=params.surrogate, KL=params.kl, HAS_OLD=params.has_old, BIAS_CORRECTION=params.bias_correction
-    )
+
+    surrogate: str
+    kl: str
+    has_old: bool
+    bias_correction: bool
+
+
+def variant(params: KernelParams) -> Variant:
+    return Variant(params.surrogate, params.kl, params.has_old, params.bias_correction)
+
+
+class Token(NamedTuple):
+    """What the objective reads of tokens."""
+
+    x: Any  # raw log ratio
+    logp: Any
+    entropy: Any
+    A: Any  # advantage
+    ref: Any  # log-probability under the reference policy
+    multiplier: Any
+    threshold: Any  # of the entropy
+
+
+class Objective(NamedTuple):
+    """What tokens that depend on themselves alone contribute."""
+
+    x: Any  # raw log ratio
+    value: Any
+    kl: Any
+    g_logp: Any  # d loss / d logp
 
 
 @triton.jit
@@ -246,25 +273,25 @@ def clamped_log_ratio(p, x):
 
 
 @triton.jit
-def token_objective(
-    p, x, logp, entropy, A, ref, multiplier, threshold,
-    SURROGATE: tl.constexpr, KL: tl.constexpr, BIAS_CORRECTION: tl.constexpr,
-):  # fmt: skip
+def token_objective(p, token, VARIANT: tl.constexpr):
     """(value before its weight, d value / d x, d value / d logp at fixed x, KL without beta)."""
-    multiplier = tl.where(entropy < threshold, 0.0, multiplier)
+    SURROGATE: tl.constexpr = VARIANT.surrogate
+    KL: tl.constexpr = VARIANT.kl
+    x, logp, entropy = token.x, token.logp, token.entropy
+    multiplier = tl.where(entropy < token.threshold, 0.0, token.multiplier)
     multiplier = tl.where((x != x) | (logp != logp) | (entropy != entropy), float("nan"), multiplier)
     exponent = clamped_log_ratio(p, x)
     clamped = exponent != x
     r = tl.exp(exponent)
-    value, d_ratio, d_direct = surrogate(p, clamped, r, x, logp, A, SURROGATE)
+    value, d_ratio, d_direct = surrogate(p, clamped, r, x, logp, token.A, SURROGATE)
     kept = multiplier != 0.0
     value = tl.where(kept, multiplier * value, 0.0)
     d_ratio = tl.where(kept, multiplier * d_ratio, 0.0)
     d_direct = tl.where(kept, multiplier * d_direct, 0.0)
     kl = tl.zeros_like(x)
     if KL != "none":
-        kl, slope = kl_divergence(p, logp, ref, KL)
-        if BIAS_CORRECTION:
+        kl, slope = kl_divergence(p, logp, token.ref, KL)
+        if VARIANT.bias_correction:
             product = kl * r
             kl = clamp(product, -MAX_PRODUCT, MAX_PRODUCT)
             beyond = tl.abs(product) > MAX_PRODUCT
@@ -273,7 +300,7 @@ def token_objective(
         penalised = p.beta != 0.0
         value += tl.where(penalised, p.beta * kl, 0.0)
         d_direct += tl.where(penalised, p.beta * slope, 0.0)
-        if BIAS_CORRECTION:
+        if VARIANT.bias_correction:
             d_ratio += tl.where(penalised & ~clamped, p.beta * kl, 0.0)
     return value, d_ratio, d_direct, kl
 
@@ -293,37 +320,30 @@ def own_log_ratio(column, tokens, live, logp, HAS_OLD: tl.constexpr):
 
 
 @triton.jit
-def objective_at(
-    column, tokens, live, x, logp, entropy, multiplier, p,
-    SURROGATE: tl.constexpr, KL: tl.constexpr, BIAS_CORRECTION: tl.constexpr,
-):  # fmt: skip
-    """token_objective with what the table says."""
+def load_token(column, tokens, live, x, logp, entropy, multiplier):
+    """The rest of a Token from its column of the table."""
     A = tl.load(column + ADVANTAGE * tokens, mask=live, other=0.0)
     ref = tl.load(column + REF * tokens, mask=live, other=0.0)
     threshold = tl.load(column + ENTROPY_THRESHOLD * tokens, mask=live, other=0.0)
-    return token_objective(p, x, logp, entropy, A, ref, multiplier, threshold, SURROGATE, KL, BIAS_CORRECTION)
+    return Token(x, logp, entropy, A, ref, multiplier, threshold)
 
 
 @triton.jit
-def evaluate_token(
-    column, tokens, live, logp, entropy, p,
-    SURROGATE: tl.constexpr, KL: tl.constexpr, HAS_OLD: tl.constexpr, BIAS_CORRECTION: tl.constexpr,
-):  # fmt: skip
-    """(log ratio, value, KL, d loss / d logp) of tokens that depend on themselves alone."""
-    x = own_log_ratio(column, tokens, live, logp, HAS_OLD)
+def evaluate_token(column, tokens, live, logp, entropy, p, VARIANT: tl.constexpr):
+    """The Objective of tokens that depend on themselves alone."""
+    x = own_log_ratio(column, tokens, live, logp, VARIANT.has_old)
     multiplier = tl.load(column + MULTIPLIER * tokens, mask=live, other=0.0)
-    value, d_ratio, d_direct, kl = objective_at(
-        column, tokens, live, x, logp, entropy, multiplier, p, SURROGATE, KL, BIAS_CORRECTION
-    )
+    token = load_token(column, tokens, live, x, logp, entropy, multiplier)
+    value, d_ratio, d_direct, kl = token_objective(p, token, VARIANT)
     g_logp = weighted(tl.load(column + WEIGHT_RATIO * tokens, mask=live, other=0.0), d_ratio)
     g_logp += weighted(tl.load(column + WEIGHT_DIRECT * tokens, mask=live, other=0.0), d_direct)
-    return x, value, kl, g_logp
+    return Objective(x, value, kl, g_logp)
 
 
 @triton.jit
-def store_objective(column, tokens, live, x, value, kl, g_logp):
+def store_objective(column, tokens, live, objective):
     """`column` points to the token's column of the values."""
-    tl.store(column + LOG_RATIO * tokens, x, mask=live)
-    tl.store(column + VALUE * tokens, value, mask=live)
-    tl.store(column + KL_VALUE * tokens, kl, mask=live)
-    tl.store(column + G_LOGP * tokens, g_logp, mask=live)
+    tl.store(column + LOG_RATIO * tokens, objective.x, mask=live)
+    tl.store(column + VALUE * tokens, objective.value, mask=live)
+    tl.store(column + KL_VALUE * tokens, objective.kl, mask=live)
+    tl.store(column + G_LOGP * tokens, objective.g_logp, mask=live)

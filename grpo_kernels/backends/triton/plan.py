@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ...contract import TABLE_FIELDS, VALUE_FIELDS, PlannedTokens, PlanRules, TokenInputs, TokenValues, is_per_sequence
 from ..launch import token_launch
+from .arguments import Batch
 from .layout import (
     ADVANTAGE,
     ENTROPY_THRESHOLD,
@@ -39,7 +40,7 @@ from .layout import (
 )
 
 MASK_BLOCKS = 2  # blocks of tokens that lengths_kernel looks at together: it reads little of each
-ADDED_AT_ONCE = 512  # numbers of sequences or of blocks
+ADDED_AT_ONCE: tl.constexpr = tl.constexpr(512)  # numbers of sequences or of blocks
 
 SCALAR, PER_SEQUENCE, PER_TOKEN = "scalar", "sequence", "token"  # what an input has one value for
 
@@ -82,6 +83,54 @@ def numbers(rules: PlanRules, sequences: int) -> Rules:
     return Rules(*map(float, found))
 
 
+class SurrogateInputs(NamedTuple):
+    """What decides about the surrogate of a token."""
+
+    advantages: Tensor | None
+    old: Tensor | None
+    rollout: Tensor | None
+    rollout_weights: Tensor | None
+
+
+class OtherInputs(NamedTuple):
+    """What else is given of tokens or of the batch."""
+
+    mask: Tensor | None
+    ids: Tensor | None  # where they are not clean
+    ref: Tensor | None
+    temperature: Tensor | None
+    threshold: Tensor | None
+    normalizer: Tensor | None
+
+
+class SequenceCounts(NamedTuple):
+    """What lengths_kernel writes, per sequence."""
+
+    offsets: Tensor  # and the end of the last
+    lengths: Tensor
+    gradient_counts: Tensor | None  # None where each token has a gradient of its own
+
+
+class TableOutputs(NamedTuple):
+    """What table_kernel writes, per token; `block_counts` per block of tokens."""
+
+    batch: Batch
+    scored: Tensor
+    active: Tensor
+    clean_ids: Tensor | None  # None where the ids are clean
+    block_counts: Tensor | None
+
+
+class PlanOptions(NamedTuple):
+    """What is compiled into lengths_kernel and table_kernel."""
+
+    advantages: str  # what they have one value for, as the others
+    weights: str
+    block: int
+    temperatures: str = SCALAR
+    sequences: int = 1
+
+
 @triton.jit
 def is_unmasked(mask, token, inside):
     if mask is not None:
@@ -104,35 +153,28 @@ def given(x, token, sequence, wanted, fill, MODE: tl.constexpr):
 
 
 @triton.jit
-def surrogate_inputs(
-    advantages, old, rollout, rollout_weights, token, sequence, unmasked, rules,
-    ADVANTAGES: tl.constexpr, WEIGHTS: tl.constexpr,
-):  # fmt: skip
+def surrogate_inputs(inputs, token, sequence, unmasked, rules, OPTIONS: tl.constexpr):
     """(advantage, log-probability to divide by, multiplier, rollout weight, whether the surrogate has a gradient)."""
-    advantage = given(advantages, token, sequence, unmasked, 0.0, ADVANTAGES)
-    divisor = given(old, token, sequence, unmasked, 0.0, "token")
-    weight = given(rollout_weights, token, sequence, unmasked, 1.0, WEIGHTS)
+    ADVANTAGES: tl.constexpr = OPTIONS.advantages
+    WEIGHTS: tl.constexpr = OPTIONS.weights
+    advantage = given(inputs.advantages, token, sequence, unmasked, 0.0, ADVANTAGES)
+    divisor = given(inputs.old, token, sequence, unmasked, 0.0, "token")
+    weight = given(inputs.rollout_weights, token, sequence, unmasked, 1.0, WEIGHTS)
     multiplier = tl.where(rules.multiplies_rollout_weight != 0.0, weight, 1.0)
-    if rollout is not None:
-        sampled = given(rollout, token, sequence, unmasked, 0.0, "token")
+    if inputs.rollout is not None:
+        sampled = given(inputs.rollout, token, sequence, unmasked, 0.0, "token")
         divides, known = rules.divides_by_rollout != 0.0, sampled == sampled
         divisor = tl.where(divides & known, sampled, divisor)
-        if old is None:  # nothing to divide by: no surrogate
+        if inputs.old is None:  # nothing to divide by: no surrogate
             multiplier = tl.where(divides & ~known, 0.0, multiplier)
     has_gradient = unmasked & (multiplier != 0.0) & ((advantage != 0.0) | (rules.needs_advantage == 0.0))
     return advantage, divisor, multiplier, weight, has_gradient
 
 
-@triton.jit(do_not_specialize=[
-    "cu_seqlens", "row_length", "mask", "advantages", "old", "rollout", "rollout_weights", "offsets", "lengths",
-    "gradient_counts", "sequences", "tokens",
-])  # fmt: skip
-def lengths_kernel(
-    cu_seqlens, row_length, mask, advantages, old, rollout, rollout_weights, offsets, lengths, gradient_counts,
-    sequences, tokens, rules,
-    ADVANTAGES: tl.constexpr, WEIGHTS: tl.constexpr, SEQUENCES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """`gradient_counts` is absent where each token has a gradient of its own."""
+@triton.jit(do_not_specialize=["cu_seqlens", "row_length", "mask", "sequences", "tokens"])
+def lengths_kernel(cu_seqlens, row_length, mask, surrogate, out, sequences, tokens, rules, OPTIONS: tl.constexpr):
+    SEQUENCES: tl.constexpr = OPTIONS.sequences
+    BLOCK: tl.constexpr = OPTIONS.block
     s = tl.program_id(0).to(tl.int64) * SEQUENCES + tl.arange(0, SEQUENCES)
     live = s < sequences
     if cu_seqlens is None:
@@ -144,65 +186,58 @@ def lengths_kernel(
         stop = tl.load(cu_seqlens + s + 1, mask=live, other=0).to(tl.int64)
         start = tl.minimum(tl.maximum(start, 0), tokens)
         stop = tl.minimum(tl.maximum(stop, 0), tokens)
-    tl.store(offsets + s, start, mask=s <= sequences)
+    tl.store(out.offsets + s, start, mask=s <= sequences)
     length = tl.zeros((SEQUENCES,), tl.int32)
     has_gradient = tl.zeros((SEQUENCES,), tl.int32)
     for first in range(0, tl.max(tl.where(live, stop - start, 0), 0), BLOCK):
         t = start[:, None] + first + tl.arange(0, BLOCK)[None, :]
         unmasked = is_unmasked(mask, t, live[:, None] & (t < stop[:, None]))
         length += tl.sum(unmasked.to(tl.int32), 1)
-        if gradient_counts is not None:
+        if out.gradient_counts is not None:
             _, _, _, _, by_itself = surrogate_inputs(
-                advantages, old, rollout, rollout_weights, t, tl.broadcast_to(s[:, None], t.shape), unmasked, rules,
-                ADVANTAGES, WEIGHTS,
-            )  # fmt: skip
+                surrogate, t, tl.broadcast_to(s[:, None], t.shape), unmasked, rules, OPTIONS
+            )
             has_gradient += tl.sum(by_itself.to(tl.int32), 1)
-    tl.store(lengths + s, length.to(tl.float32), mask=live)
-    if gradient_counts is not None:
-        tl.store(gradient_counts + s, has_gradient, mask=live)
+    tl.store(out.lengths + s, length.to(tl.float32), mask=live)
+    if out.gradient_counts is not None:
+        tl.store(out.gradient_counts + s, has_gradient, mask=live)
 
 
 @triton.jit
-def sequence_of(token, offsets, sequences, steps):
+def sequence_of(token, offsets, sequences):
     """The last sequence that does not begin after the token: of those that begin there, the one that is not empty."""
     low = tl.zeros_like(token)
     high = tl.zeros_like(token) + sequences
-    for _ in range(steps):  # low <= answer < high
+    left = sequences
+    while left > 1:  # low <= answer < high <= low + left
+        left = (left + 1) // 2
         middle = (low + high) // 2
         begun = tl.load(offsets + middle) <= token
         low, high = tl.where(begun, middle, low), tl.where(begun, high, middle)
     return low
 
 
-@triton.jit(do_not_specialize=[
-    "mask", "ids", "advantages", "old", "ref", "rollout", "rollout_weights", "temperature", "threshold", "normalizer",
-    "offsets", "lengths", "gradient_counts", "table", "values", "lse", "scored", "active", "clean_ids", "block_counts",
-    "row_length", "sequences", "tokens", "steps",
-])  # fmt: skip
-def table_kernel(
-    mask, ids, advantages, old, ref, rollout, rollout_weights, temperature, threshold, normalizer,
-    offsets, lengths, gradient_counts, table, values, lse, scored, active, clean_ids, block_counts,
-    row_length, sequences, tokens, steps, rules,
-    ADVANTAGES: tl.constexpr, WEIGHTS: tl.constexpr, TEMPERATURES: tl.constexpr, MANY: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """`row_length` is absent where sequences are packed, `clean_ids` where the ids are clean."""
+@triton.jit(do_not_specialize=["row_length", "sequences", "tokens"])
+def table_kernel(surrogate, others, counts, out, row_length, sequences, tokens, rules, OPTIONS: tl.constexpr):
+    """`row_length` is absent where sequences are packed."""
+    TEMPERATURES: tl.constexpr = OPTIONS.temperatures
+    BLOCK: tl.constexpr = OPTIONS.block
     block = tl.program_id(0)
-    t = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    t = tl.multiple_of(block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK), [1])
     inside = t < tokens
-    unmasked = is_unmasked(mask, t, inside)
+    unmasked = is_unmasked(others.mask, t, inside)
     m = unmasked.to(tl.float32)
     if row_length is None:
-        s = sequence_of(t, offsets, sequences, steps)
+        s = sequence_of(t, counts.offsets, sequences)
     else:
         s = t // row_length
-    length = tl.load(lengths + s, mask=inside, other=0.0)
+    length = tl.load(counts.lengths + s, mask=inside, other=0.0)
     length = tl.where(length > 1.0, length, 1.0)  # a sequence of none has no token to weigh
 
-    total_sum = tl.zeros((MANY,), tl.float64)
-    for first in range(0, sequences, MANY):
-        other = first + tl.arange(0, MANY)
-        total_sum += tl.load(lengths + other, mask=other < sequences, other=0.0).to(tl.float64)
+    total_sum = tl.zeros((ADDED_AT_ONCE,), tl.float64)
+    for first in range(0, sequences, ADDED_AT_ONCE):
+        other = first + tl.arange(0, ADDED_AT_ONCE)
+        total_sum += tl.load(counts.lengths + other, mask=other < sequences, other=0.0).to(tl.float64)
     total = tl.sum(total_sum, 0).to(tl.float32)
     total = tl.where(total > 1.0, total, 1.0)
 
@@ -210,8 +245,8 @@ def table_kernel(
     denominator = tl.where(rules.counts_tokens != 0.0, total, rules.denominator)
     divisor = denominator
     share = tl.full((), 1.0, tl.float32)
-    if normalizer is not None:
-        divisor = tl.load(normalizer).to(tl.float32)
+    if others.normalizer is not None:
+        divisor = tl.load(others.normalizer).to(tl.float32)
         share = tl.div_rn(denominator, divisor)
     numerator = tl.where(rules.divides_by_length != 0.0, tl.div_rn(m, length), m)
     weight = tl.div_rn(numerator, divisor)
@@ -221,52 +256,52 @@ def table_kernel(
     weight_entropy = tl.where(rules.entropy_coef == 0.0, 0.0, per_token)
 
     advantage, divisor, multiplier, rollout_weight, has_gradient = surrogate_inputs(
-        advantages, old, rollout, rollout_weights, t, s, unmasked, rules, ADVANTAGES, WEIGHTS
+        surrogate, t, s, unmasked, rules, OPTIONS
     )
     own_temperature = tl.full(t.shape, 1.0, tl.float32) * rules.temperature
-    if temperature is not None:
-        own_temperature = given(temperature, t, s, unmasked, 1.0, TEMPERATURES)
+    if others.temperature is not None:
+        own_temperature = given(others.temperature, t, s, unmasked, 1.0, TEMPERATURES)
     lowest_entropy = tl.full(t.shape, 1.0, tl.float32) * rules.entropy_threshold
-    if threshold is not None:
-        lowest_entropy = tl.zeros_like(lowest_entropy) + tl.load(threshold).to(tl.float32)
+    if others.threshold is not None:
+        lowest_entropy = tl.zeros_like(lowest_entropy) + tl.load(others.threshold).to(tl.float32)
 
-    column = table + t
+    column = out.batch.table + t
     tl.store(column + ADVANTAGE * tokens, advantage, mask=inside)
     tl.store(column + OLD * tokens, divisor, mask=inside)
-    tl.store(column + REF * tokens, given(ref, t, s, unmasked, 0.0, "token"), mask=inside)
+    tl.store(column + REF * tokens, given(others.ref, t, s, unmasked, 0.0, "token"), mask=inside)
     tl.store(column + MULTIPLIER * tokens, multiplier, mask=inside)
     tl.store(column + WEIGHT_RATIO * tokens, weight_ratio, mask=inside)
     tl.store(column + WEIGHT_DIRECT * tokens, weight, mask=inside)
     tl.store(column + WEIGHT_ENTROPY * tokens, weight_entropy, mask=inside)
     tl.store(column + TEMPERATURE * tokens, own_temperature, mask=inside)
     tl.store(column + ENTROPY_THRESHOLD * tokens, lowest_entropy, mask=inside)
-    tl.store(column + ROLLOUT * tokens, given(rollout, t, s, unmasked, float("nan"), "token"), mask=inside)
+    tl.store(column + ROLLOUT * tokens, given(surrogate.rollout, t, s, unmasked, float("nan"), "token"), mask=inside)
     tl.store(column + ROLLOUT_WEIGHT * tokens, rollout_weight, mask=inside)
     for field in tl.static_range(VALUE_COUNT):
-        tl.store(values + field * tokens + t, tl.zeros(t.shape, tl.float32), mask=inside)
-    tl.store(lse + t, tl.zeros(t.shape, tl.float64), mask=inside)
-    if clean_ids is not None:
-        tl.store(clean_ids + t, tl.load(ids + t, mask=unmasked, other=0).to(tl.int64), mask=inside)
+        tl.store(out.batch.columns + field * tokens + t, tl.zeros(t.shape, tl.float32), mask=inside)
+    tl.store(out.batch.lse + t, tl.zeros(t.shape, tl.float64), mask=inside)
+    if out.clean_ids is not None:
+        tl.store(out.clean_ids + t, tl.load(others.ids + t, mask=unmasked, other=0).to(tl.int64), mask=inside)
 
-    if gradient_counts is not None:
-        has_gradient = tl.load(gradient_counts + s, mask=inside, other=0) != 0
+    if counts.gradient_counts is not None:
+        has_gradient = tl.load(counts.gradient_counts + s, mask=inside, other=0) != 0
     by_value = (weight != 0.0) & (has_gradient | (rules.kl_has_gradient != 0.0))
     is_active = unmasked & (by_value | ((rules.entropy_coef != 0.0) & (weight_entropy != 0.0)))
     is_scored = is_active | (unmasked & (rules.score_inactive != 0.0))
-    tl.store(active + t, is_active.to(tl.uint8), mask=inside)
-    tl.store(scored + t, is_scored.to(tl.uint8), mask=inside)
-    if block_counts is not None:
-        tl.store(block_counts + 2 * block, tl.sum(is_active.to(tl.int32), 0))
-        tl.store(block_counts + 2 * block + 1, tl.sum((is_scored & ~is_active).to(tl.int32), 0))
+    tl.store(out.active + t, is_active.to(tl.uint8), mask=inside)
+    tl.store(out.scored + t, is_scored.to(tl.uint8), mask=inside)
+    if out.block_counts is not None:
+        tl.store(out.block_counts + 2 * block, tl.sum(is_active.to(tl.int32), 0))
+        tl.store(out.block_counts + 2 * block + 1, tl.sum((is_scored & ~is_active).to(tl.int32), 0))
 
 
 @triton.jit
-def sum_counts(block_counts, blocks, end, MANY: tl.constexpr):
+def sum_counts(block_counts, blocks, end):
     """(number of all, number of those before `end`) for one of the two counts of every block."""
-    every = tl.zeros((MANY,), tl.int64)
-    before = tl.zeros((MANY,), tl.int64)
-    for first in range(0, blocks, MANY):
-        other = first + tl.arange(0, MANY)
+    every = tl.zeros((ADDED_AT_ONCE,), tl.int64)
+    before = tl.zeros((ADDED_AT_ONCE,), tl.int64)
+    for first in range(0, blocks, ADDED_AT_ONCE):
+        other = first + tl.arange(0, ADDED_AT_ONCE)
         count = tl.load(block_counts + 2 * other, mask=other < blocks, other=0)
         every += count
         before += tl.where(other < end, count, 0)
@@ -274,9 +309,7 @@ def sum_counts(block_counts, blocks, end, MANY: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["scored", "active", "offsets", "block_counts", "order", "counts", "blocks", "tokens"])
-def order_kernel(
-    scored, active, offsets, block_counts, order, counts, blocks, tokens, MANY: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def order_kernel(scored, active, offsets, block_counts, order, counts, blocks, tokens, BLOCK: tl.constexpr):
     program = tl.program_id(0)
     inner = tl.arange(0, BLOCK).to(tl.int64)
     if program < blocks:
@@ -284,8 +317,8 @@ def order_kernel(
         inside = t < tokens
         first = tl.load(active + t, mask=inside, other=0).to(tl.int32)
         rest = (tl.load(scored + t, mask=inside, other=0) != 0).to(tl.int32) - first
-        all_active, active_before = sum_counts(block_counts, blocks, program, MANY)
-        all_rest, rest_before = sum_counts(block_counts + 1, blocks, program, MANY)
+        all_active, active_before = sum_counts(block_counts, blocks, program)
+        all_rest, rest_before = sum_counts(block_counts + 1, blocks, program)
         tl.store(order + active_before + tl.cumsum(first, 0) - 1, t, mask=first != 0)
         tl.store(order + all_active + rest_before + tl.cumsum(rest, 0) - 1, t, mask=rest != 0)
         if program == 0:
@@ -322,22 +355,22 @@ def plan(inputs: TokenInputs, ids: Tensor, rules: PlanRules, *, ordered: bool) -
     temperature = inputs.temperature
     if temperature is not None and temperature.numel() == 1 and temperature.shape != shape:
         temperature = temperature.reshape(())
-    modes = dict(ADVANTAGES=mode(inputs.advantages), WEIGHTS=mode(inputs.rollout_weights))
+    modes = mode(inputs.advantages), mode(inputs.rollout_weights)
     mask = inputs.completion_mask
     if mask is not None and mask.dtype == torch.bool:
         mask = mask.contiguous().view(torch.uint8)
-    mask, advantages, old, ref, rollout, weights, given_temperature, cu_seqlens = (
-        None if x is None else x.contiguous()
+    mask, advantages, old, ref, rollout, weights, given_temperature, threshold, normalizer = (
+        None if x is None else _aligned(x)
         for x in (
             mask, inputs.advantages, inputs.old_logps, inputs.ref_logps, inputs.rollout_logps, inputs.rollout_weights,
-            temperature, offsets,
+            temperature, inputs.entropy_threshold, inputs.normalizer,
         )
     )  # fmt: skip
+    cu_seqlens = None if offsets is None else offsets.contiguous()
     flat = ids.reshape(-1)
 
     values = TokenValues(empty(len(VALUE_FIELDS), tokens), empty(tokens, dtype=torch.float64))
-    table, lengths = empty(len(TABLE_FIELDS), tokens), empty(sequences)
-    limits = empty(sequences + 1, dtype=torch.int64)
+    table = empty(len(TABLE_FIELDS), tokens)
     scored, active = empty(tokens, dtype=torch.bool), empty(tokens, dtype=torch.bool)
     flags = scored.view(torch.uint8), active.view(torch.uint8)
     clean = mask is None and ids.dtype == torch.int64
@@ -347,20 +380,25 @@ def plan(inputs: TokenInputs, ids: Tensor, rules: PlanRules, *, ordered: bool) -
     block = launch.sequences * launch.block // 2  # 256 on a GPU; with 512 a thread has 4 tokens, and 254 registers
     blocks = triton.cdiv(tokens, block)
     together = rules.whole_sequences or rules.level != "token"
-    gradient_counts = empty(sequences, dtype=torch.int32) if together else None
+    of_sequences = SequenceCounts(
+        offsets=empty(sequences + 1, dtype=torch.int64),
+        lengths=empty(sequences),
+        gradient_counts=empty(sequences, dtype=torch.int32) if together else None,
+    )
     block_counts = empty(2 * blocks, dtype=torch.int32) if ordered else None
 
+    surrogate = SurrogateInputs(advantages, old, rollout, weights)
     lengths_kernel[(triton.cdiv(sequences + 1, launch.sequences),)](
-        cu_seqlens, row_length, mask, advantages, old, rollout, weights, limits, lengths, gradient_counts, sequences,
-        tokens, p,
-        SEQUENCES=launch.sequences, BLOCK=MASK_BLOCKS * launch.block, num_warps=launch.num_warps, **modes,
+        cu_seqlens, row_length, mask, surrogate, of_sequences, sequences, tokens, p,
+        OPTIONS=PlanOptions(*modes, MASK_BLOCKS * launch.block, sequences=launch.sequences),
+        num_warps=launch.num_warps,
     )  # fmt: skip
     if tokens:
+        others = OtherInputs(mask, None if clean else _aligned(flat), ref, given_temperature, threshold, normalizer)
+        out = TableOutputs(Batch.of(table, values), *flags, None if clean else clean_ids, block_counts)
         table_kernel[(blocks,)](
-            mask, flat, advantages, old, ref, rollout, weights, given_temperature, inputs.entropy_threshold,
-            inputs.normalizer, limits, lengths, gradient_counts, table, *values, *flags, None if clean else clean_ids,
-            block_counts, row_length, sequences, tokens, (sequences - 1).bit_length(), p,
-            TEMPERATURES=mode(temperature), MANY=ADDED_AT_ONCE, BLOCK=block, num_warps=launch.num_warps, **modes,
+            surrogate, others, of_sequences, out, row_length, sequences, tokens, p,
+            OPTIONS=PlanOptions(*modes, block, mode(temperature)), num_warps=launch.num_warps,
         )  # fmt: skip
     order = counts = None
     if ordered:
@@ -368,9 +406,16 @@ def plan(inputs: TokenInputs, ids: Tensor, rules: PlanRules, *, ordered: bool) -
         order, counts = empty(tokens, dtype=torch.int64), empty(2 + counted, dtype=torch.int64)
         if tokens:
             order_kernel[(blocks + counted,)](
-                *flags, limits, block_counts, order, counts, blocks, tokens,
-                MANY=ADDED_AT_ONCE, BLOCK=block, num_warps=launch.num_warps,
+                *flags, of_sequences.offsets, block_counts, order, counts, blocks, tokens,
+                BLOCK=block, num_warps=launch.num_warps,
             )  # fmt: skip
         else:
             counts.zero_()
-    return PlannedTokens(table, values, limits, lengths, scored, active, clean_ids, order, counts)
+    offsets, lengths, _ = of_sequences
+    return PlannedTokens(table, values, offsets, lengths, scored, active, clean_ids, order, counts)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Contiguous, and on 16 bytes: see arguments.py."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()

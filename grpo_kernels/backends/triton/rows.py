@@ -37,16 +37,19 @@ per logit more, is the same for all rows and comes from L2.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...contract import KernelParams, LogitChunk, RowGradients, RowStats, TokenValues
-from ..launch import row_launch
+from ...contract import KernelParams, LogitChunk, RowGradients, Rows, RowStats, TokenValues
+from ..launch import RowLaunch, row_launch
+from .arguments import Batch
 from .layout import ENTROPY, G_LOGP, LOGP, TEMPERATURE, WEIGHT_ENTROPY
 from .maths import INV_LN2, LN2, expm1, softcap
-from .objective import evaluate_token, scalars, store_objective, variant
+from .objective import Variant, evaluate_token, scalars, store_objective, variant
 
 GROUP: tl.constexpr = tl.constexpr(16)  # Triton's compiler only keeps track of whether 16 divides an integer
 LOWEST_EXPONENT: tl.constexpr = tl.constexpr(-200.0)  # 2^t is exactly 0 there, and t stays finite: -inf gives 0
@@ -68,231 +71,278 @@ def logit_scales(p, temperature, CAPPED: tl.constexpr):
     return chain, chain
 
 
+class Row(NamedTuple):
+    """The rows of a program, (ROWS,) each unless told."""
+
+    u: Any  # pointers to their first logits
+    bias: Any  # pointer to (V,), or None
+    live: Any
+    ids: Any  # sampled
+    vocab: Any  # number of columns
+
+
+class RowSums(NamedTuple):
+    """What a sweep gathers of a row, relative to its largest y so far: (ROWS,) each."""
+
+    top: Any  # that maximum, float32
+    exps: Any  # sum of 2^t, float64
+    moment: Any  # sum of 2^t t, float64
+
+
+class Statistics(NamedTuple):
+    """(ROWS,) each; z - lse = (y - top) to_z - log_sum."""
+
+    top: Any
+    log_sum: Any
+    logp: Any
+    entropy: Any
+
+
+class Slopes(NamedTuple):
+    """du_j = 2^t (constant + linear t) slope_j for all but the sampled id, which has du_id; (ROWS,) each."""
+
+    top: Any
+    constant: Any
+    linear: Any
+    du_id: Any
+    is_zero: Any  # without a gradient, whatever the row holds
+
+
+class RowOptions(NamedTuple):
+    """What is compiled into a kernel of rows."""
+
+    capped: bool  # the logits have a softcap
+    ragged: bool  # the vocabulary does not end at a multiple of GROUP
+    rows: int
+    block: int
+    overlap: bool = False  # gradients of a narrower type lie over the logits
+    variant: Variant | None = None  # of the objective
+
+
+class Logits(NamedTuple):
+    """(C, V) and its bias."""
+
+    data: Tensor
+    bias: Tensor | None
+    vocab: int
+    row_stride: int
+
+
+class Gradient(NamedTuple):
+    """RowGradients, or nothing. What rounding took, (C,), is asked for on a CPU alone."""
+
+    data: Tensor | None = None
+    row_stride: int | None = None
+    rounding_error: Tensor | None = None
+
+
 @triton.jit
-def add_block(y, top, exps, moment, to_exponent):
-    """Running maximum (float32), sum of 2^t and sum of 2^t t (float64), extended by a block y (ROWS, BLOCK)."""
+def no_sums(ROWS: tl.constexpr):
+    """RowSums of no column."""
+    return RowSums(
+        tl.full((ROWS,), -float("inf"), tl.float32), tl.zeros((ROWS,), tl.float64), tl.zeros((ROWS,), tl.float64)
+    )
+
+
+@triton.jit
+def add_block(y, sums, to_exponent):
+    """RowSums extended by a block y (ROWS, BLOCK)."""
     block_top = tl.max(y, 1)
-    new_top = tl.where(block_top > top, block_top, top)
+    new_top = tl.where(block_top > sums.top, block_top, sums.top)
     # Before the first finite logit any finite reference will do: all terms are 0, or NaN.
     reference = tl.where(new_top == -float("inf"), 0.0, new_top)
     t = exponent(y, reference[:, None], to_exponent[:, None])
     e = tl.exp2(t)
-    fall = tl.where(top == -float("inf"), 0.0, (new_top - top) * to_exponent)  # every earlier t falls by this much
+    # Every earlier t falls by this much.
+    fall = tl.where(sums.top == -float("inf"), 0.0, (new_top - sums.top) * to_exponent)
     factor = tl.exp2(-fall).to(tl.float64)
-    moment = (moment - exps * fall) * factor + tl.sum(e * t, 1).to(tl.float64)
-    exps = exps * factor + tl.sum(e, 1).to(tl.float64)
-    return new_top, exps, moment
+    moment = (sums.moment - sums.exps * fall) * factor + tl.sum(e * t, 1).to(tl.float64)
+    exps = sums.exps * factor + tl.sum(e, 1).to(tl.float64)
+    return RowSums(new_top, exps, moment)
 
 
 @triton.jit
-def load_logits(u, bias, columns, end, wanted):
-    """The float32 logits (ROWS, COLUMNS) of rows that start at pointers `u`, bias included; 0 where none is wanted."""
-    logits = tl.load(u[:, None] + columns[None, :], mask=wanted, other=0.0).to(tl.float32)
-    if bias is not None:
+def load_logits(row, columns, end, wanted):
+    """The float32 logits (ROWS, COLUMNS), bias included; 0 where none is wanted."""
+    logits = tl.load(row.u[:, None] + columns[None, :], mask=wanted, other=0.0).to(tl.float32)
+    if row.bias is not None:
         # A row of its own: the same threads hold a column of it and of the logits.
-        logits += tl.load((bias + columns)[None, :], mask=(columns < end)[None, :], other=0.0)
+        logits += tl.load((row.bias + columns)[None, :], mask=(columns < end)[None, :], other=0.0)
     return logits
 
 
 @triton.jit
-def load_sampled(u, bias, ids, known):
+def load_sampled(row, known):
     """The float32 logit of each row's sampled id, bias included."""
-    logit = tl.load(u + ids, mask=known, other=0.0).to(tl.float32)
-    if bias is not None:
-        logit += tl.load(bias + ids, mask=known, other=0.0)
+    logit = tl.load(row.u + row.ids, mask=known, other=0.0).to(tl.float32)
+    if row.bias is not None:
+        logit += tl.load(row.bias + row.ids, mask=known, other=0.0)
     return logit
 
 
 @triton.jit
-def add_columns(
-    u, bias, live, first, end, top, exps, moment, to_exponent, p, CAPPED: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
+def add_columns(row, first, end, sums, to_exponent, p, OPTIONS: tl.constexpr, COLUMNS: tl.constexpr):
     """add_block with the logits of the columns from `first` to `end`, at most COLUMNS."""
     columns = first + tl.arange(0, COLUMNS)
-    inside = live[:, None] & (columns < end)[None, :]
-    y, _ = softcap(load_logits(u, bias, columns, end, inside), p.logit_scale, p.softcap, CAPPED)
+    inside = row.live[:, None] & (columns < end)[None, :]
+    y, _ = softcap(load_logits(row, columns, end, inside), p.logit_scale, p.softcap, OPTIONS.capped)
     y = tl.where(inside, y, -float("inf"))
-    return add_block(y, top, exps, moment, to_exponent)
+    return add_block(y, sums, to_exponent)
 
 
 @triton.jit
-def row_statistics(
-    u, bias, live, ids, vocab, to_z, p,
-    CAPPED: tl.constexpr, RAGGED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """(top, log_sum, logp, entropy) of rows that start at pointers `u` (ROWS,); z - lse = (y - top) to_z - log_sum."""
+def row_statistics(row, to_z, p, OPTIONS: tl.constexpr):
+    BLOCK: tl.constexpr = OPTIONS.block
     to_exponent = (to_z * INV_LN2).to(tl.float32)
-    top = tl.full((ROWS,), -float("inf"), tl.float32)
-    exps = tl.zeros((ROWS,), tl.float64)
-    moment = tl.zeros((ROWS,), tl.float64)
-    end = vocab
-    if RAGGED:
-        end = vocab // GROUP * GROUP
-        for first in range(end, vocab, BLOCK // 2):
-            top, exps, moment = add_columns(
-                u, bias, live, first, vocab, top, exps, moment, to_exponent, p, CAPPED, BLOCK // 2
-            )
+    sums = no_sums(OPTIONS.rows)
+    end = row.vocab
+    if OPTIONS.ragged:
+        end = row.vocab // GROUP * GROUP
+        for first in range(end, row.vocab, BLOCK // 2):
+            sums = add_columns(row, first, row.vocab, sums, to_exponent, p, OPTIONS, BLOCK // 2)
     blocks = tl.cdiv(end, BLOCK)
     for i in range(blocks):
         first = (blocks - 1 - i) * BLOCK
-        top, exps, moment = add_columns(u, bias, live, first, end, top, exps, moment, to_exponent, p, CAPPED, BLOCK)
-    log_sum = tl.log(exps)
-    entropy = (log_sum - LN2 * (moment / exps)).to(tl.float32)
-    known = live & (ids >= 0) & (ids < vocab)
-    y_id, _ = softcap(load_sampled(u, bias, ids, known), p.logit_scale, p.softcap, CAPPED)
-    logp = ((y_id - top).to(tl.float64) * to_z - log_sum).to(tl.float32)
+        sums = add_columns(row, first, end, sums, to_exponent, p, OPTIONS, BLOCK)
+    log_sum = tl.log(sums.exps)
+    entropy = (log_sum - LN2 * (sums.moment / sums.exps)).to(tl.float32)
+    known = row.live & (row.ids >= 0) & (row.ids < row.vocab)
+    y_id, _ = softcap(load_sampled(row, known), p.logit_scale, p.softcap, OPTIONS.capped)
+    logp = ((y_id - sums.top).to(tl.float64) * to_z - log_sum).to(tl.float32)
     logp = tl.where(known, logp, float("nan"))  # an id outside the vocabulary has no probability
-    return top, log_sum, logp, entropy
+    return Statistics(sums.top, log_sum, logp, entropy)
 
 
 @triton.jit
-def store_columns(
-    u, du, bias, live, zero_gradient, first, end, ids, du_id, top, constant, linear, to_exponent, p,
-    CAPPED: tl.constexpr, OVERLAP: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+def store_columns(row, du, first, end, slopes, to_exponent, p, OPTIONS: tl.constexpr, COLUMNS: tl.constexpr):
     """The gradient of the columns from `first` to `end`, at most COLUMNS."""
     columns = first + tl.arange(0, COLUMNS)
-    wanted = live[:, None] & (columns < end)[None, :]
+    wanted = row.live[:, None] & (columns < end)[None, :]
     # A zero-gradient row is not read: whatever it holds, its gradient is 0.
-    logits = load_logits(u, bias, columns, end, wanted & ~zero_gradient[:, None])
-    y, slope = softcap(logits, p.logit_scale, p.softcap, CAPPED)
-    t = exponent(y, top[:, None], to_exponent[:, None])
-    value = tl.exp2(t) * (constant[:, None] + linear[:, None] * t) * slope
-    value = tl.where(columns[None, :] == ids[:, None], du_id[:, None], value)
-    value = tl.where(zero_gradient[:, None], 0.0, value)
-    if OVERLAP:  # 16-bit values over float32 logits that another thread may not have read yet
+    logits = load_logits(row, columns, end, wanted & ~slopes.is_zero[:, None])
+    y, slope = softcap(logits, p.logit_scale, p.softcap, OPTIONS.capped)
+    t = exponent(y, slopes.top[:, None], to_exponent[:, None])
+    value = tl.exp2(t) * (slopes.constant[:, None] + slopes.linear[:, None] * t) * slope
+    value = tl.where(columns[None, :] == row.ids[:, None], slopes.du_id[:, None], value)
+    value = tl.where(slopes.is_zero[:, None], 0.0, value)
+    if OPTIONS.overlap:  # 16-bit values over float32 logits that another thread may not have read yet
         tl.debug_barrier()
     tl.store(du[:, None] + columns[None, :], value.to(du.dtype.element_ty), mask=wanted)
 
 
 @triton.jit
-def row_gradient(
-    u, du, bias, rounding_error, rows, live, ids, vocab, top, log_sum, entropy, g_logp, g_entropy, to_z, chain, p,
-    CAPPED: tl.constexpr, OVERLAP: tl.constexpr, RAGGED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """du_j = 2^t (constant + linear t) slope_j for all but the sampled id, whose 1 - p comes from expm1."""
+def rows_of(matrix, rows):
+    """Pointers to their first elements."""
+    return matrix.data + rows * matrix.row_stride
+
+
+@triton.jit
+def row_gradient(row, gradient, rows, found, g_logp, g_entropy, scales, p, OPTIONS: tl.constexpr):
+    """Slopes, from the Statistics `found`; 1 - p of the sampled id comes from expm1."""
+    BLOCK: tl.constexpr = OPTIONS.block
+    du = rows_of(gradient, rows)
+    to_z, chain = scales
     to_exponent = (to_z * INV_LN2).to(tl.float32)
-    zero_gradient = (g_logp == 0.0) & (g_entropy == 0.0)
-    factor = -tl.exp(-log_sum) * chain
-    at_log_p_zero = g_logp + tl.where(g_entropy == 0.0, 0.0, g_entropy * (entropy - log_sum))
+    is_zero = (g_logp == 0.0) & (g_entropy == 0.0)
+    factor = -tl.exp(-found.log_sum) * chain
+    at_log_p_zero = g_logp + tl.where(g_entropy == 0.0, 0.0, g_entropy * (found.entropy - found.log_sum))
     constant, linear = (factor * at_log_p_zero).to(tl.float32), (factor * LN2 * g_entropy).to(tl.float32)
 
-    known = live & ~zero_gradient & (ids >= 0) & (ids < vocab)
-    y_id, slope_id = softcap(load_sampled(u, bias, ids, known), p.logit_scale, p.softcap, CAPPED)
-    log_p = (y_id - top).to(tl.float64) * to_z - log_sum
+    known = row.live & ~is_zero & (row.ids >= 0) & (row.ids < row.vocab)
+    y_id, slope_id = softcap(load_sampled(row, known), p.logit_scale, p.softcap, OPTIONS.capped)
+    log_p = (y_id - found.top).to(tl.float64) * to_z - found.log_sum
     pull = -g_logp * expm1(log_p.to(tl.float32))
     bent = (g_entropy != 0.0) & (log_p > -1e30)
-    pull -= tl.where(bent, g_entropy * (tl.exp(log_p) * (log_p + entropy)).to(tl.float32), 0.0)
-    du_id = pull * chain.to(tl.float32) * slope_id
+    pull -= tl.where(bent, g_entropy * (tl.exp(log_p) * (log_p + found.entropy)).to(tl.float32), 0.0)
+    slopes = Slopes(found.top, constant, linear, pull * chain.to(tl.float32) * slope_id, is_zero)
 
     tl.debug_barrier()  # every thread has read the sampled logit before any writes over it
-    end = vocab
-    if RAGGED:
-        end = vocab // GROUP * GROUP
+    end = row.vocab
+    if OPTIONS.ragged:
+        end = row.vocab // GROUP * GROUP
     for first in range(0, end, BLOCK):
-        store_columns(
-            u, du, bias, live, zero_gradient, first, end, ids, du_id, top, constant, linear, to_exponent, p,
-            CAPPED, OVERLAP, BLOCK,
-        )  # fmt: skip
-    if RAGGED:
-        for first in range(end, vocab, BLOCK // 2):
-            store_columns(
-                u, du, bias, live, zero_gradient, first, vocab, ids, du_id, top, constant, linear, to_exponent, p,
-                CAPPED, OVERLAP, BLOCK // 2,
-            )  # fmt: skip
-    if rounding_error is not None:
-        rounded = du_id.to(du.dtype.element_ty).to(tl.float32)
-        tl.store(rounding_error + rows, tl.where(known, du_id - rounded, 0.0), mask=live)
+        store_columns(row, du, first, end, slopes, to_exponent, p, OPTIONS, BLOCK)
+    if OPTIONS.ragged:
+        for first in range(end, row.vocab, BLOCK // 2):
+            store_columns(row, du, first, row.vocab, slopes, to_exponent, p, OPTIONS, BLOCK // 2)
+    if gradient.rounding_error is not None:
+        rounded = slopes.du_id.to(du.dtype.element_ty).to(tl.float32)
+        tl.store(gradient.rounding_error + rows, tl.where(known, slopes.du_id - rounded, 0.0), mask=row.live)
 
 
 @triton.jit
-def tokens_of(rows, start, index, live):
-    """Places of rows in the batch."""
-    if index is not None:
-        return tl.load(index + rows, mask=live, other=0)
-    return rows + start
+def tokens_of(rows, place, live):
+    """Places of rows in the batch. `place`: the token of row 0 where tokens follow it, or a pointer to all places."""
+    if place.dtype.is_ptr():
+        token = tl.load(place + rows, mask=live, other=0)
+    else:
+        token = rows + place
+    return token
 
 
 @triton.jit
-def store_statistics(values, lse, token, tokens, live, logp, total, entropy):
-    tl.store(values + LOGP * tokens + token, logp, mask=live)
-    tl.store(values + ENTROPY * tokens + token, entropy, mask=live)
+def store_statistics(columns, lse, token, tokens, live, found, to_z):
+    total = found.top.to(tl.float64) * to_z + found.log_sum
+    tl.store(columns + LOGP * tokens + token, found.logp, mask=live)
+    tl.store(columns + ENTROPY * tokens + token, found.entropy, mask=live)
     tl.store(lse + token, total, mask=live)
 
 
-@triton.jit(do_not_specialize=["ids", "start", "index", "temperature", "values", "lse", "count", "tokens"])
-def statistics_kernel(
-    logits, bias, ids, start, index, temperature, values, lse, count, tokens, vocab, row_stride, p,
-    CAPPED: tl.constexpr, RAGGED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+@triton.jit(do_not_specialize=["ids", "place", "temperature", "count", "tokens"])
+def statistics_kernel(logits, ids, place, temperature, values, count, tokens, p, OPTIONS: tl.constexpr):
+    rows = tl.program_id(0).to(tl.int64) * OPTIONS.rows + tl.arange(0, OPTIONS.rows)
     live = rows < count
-    token = tokens_of(rows, start, index, live)
+    token = tokens_of(rows, place, live)
     id_ = tl.load(ids + token, mask=live, other=0)
-    to_z, _ = logit_scales(p, tl.load(temperature + token, mask=live, other=1.0), CAPPED)
-    u = logits + rows * row_stride
-    top, log_sum, logp, h = row_statistics(u, bias, live, id_, vocab, to_z, p, CAPPED, RAGGED, ROWS, BLOCK)
-    store_statistics(values, lse, token, tokens, live, logp, top.to(tl.float64) * to_z + log_sum, h)
+    to_z, _ = logit_scales(p, tl.load(temperature + token, mask=live, other=1.0), OPTIONS.capped)
+    row = Row(rows_of(logits, rows), logits.bias, live, id_, logits.vocab)
+    found = row_statistics(row, to_z, p, OPTIONS)
+    store_statistics(values.columns, values.lse, token, tokens, live, found, to_z)
 
 
-@triton.jit(do_not_specialize=[
-    "rounding_error", "ids", "start", "index", "temperature", "values", "lse", "g_logp", "g_entropy", "count", "tokens",
-])  # fmt: skip
+@triton.jit(do_not_specialize=["ids", "place", "temperature", "g_logp", "g_entropy", "count", "tokens"])
 def gradient_kernel(
-    logits, grad, bias, rounding_error, ids, start, index, temperature, values, lse, g_logp, g_entropy,
-    count, tokens, vocab, row_stride, grad_row_stride, p,
-    CAPPED: tl.constexpr, OVERLAP: tl.constexpr, RAGGED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    logits, ids, place, temperature, values, g_logp, g_entropy, count, tokens, gradient, p, OPTIONS: tl.constexpr
+):
+    rows = tl.program_id(0).to(tl.int64) * OPTIONS.rows + tl.arange(0, OPTIONS.rows)
     live = rows < count
-    token = tokens_of(rows, start, index, live)
+    token = tokens_of(rows, place, live)
     id_ = tl.load(ids + token, mask=live, other=0)
-    to_z, chain = logit_scales(p, tl.load(temperature + token, mask=live, other=1.0), CAPPED)
+    scales = logit_scales(p, tl.load(temperature + token, mask=live, other=1.0), OPTIONS.capped)
     # lse in units of y, rounded to float32; what the rounding leaves goes into log_sum.
-    given = tl.load(lse + token, mask=live, other=0.0)
-    top = (given / to_z).to(tl.float32)
-    log_sum = given - top.to(tl.float64) * to_z
-    h = tl.load(values + ENTROPY * tokens + token, mask=live, other=0.0)
+    given = tl.load(values.lse + token, mask=live, other=0.0)
+    top = (given / scales[0]).to(tl.float32)
+    log_sum = given - top.to(tl.float64) * scales[0]
+    h = tl.load(values.columns + ENTROPY * tokens + token, mask=live, other=0.0)
     by_logp = tl.load(g_logp + token, mask=live, other=0.0)
     by_entropy = tl.load(g_entropy + token, mask=live, other=0.0)
-    row_gradient(
-        logits + rows * row_stride, grad + rows * grad_row_stride, bias, rounding_error, rows, live,
-        id_, vocab, top, log_sum, h,
-        by_logp, by_entropy, to_z, chain, p, CAPPED, OVERLAP, RAGGED, BLOCK,
-    )  # fmt: skip
+    row = Row(rows_of(logits, rows), logits.bias, live, id_, logits.vocab)
+    found = Statistics(top, log_sum, None, h)
+    row_gradient(row, gradient, rows, found, by_logp, by_entropy, scales, p, OPTIONS)
 
 
-@triton.jit(do_not_specialize=[
-    "rounding_error", "ids", "start", "index", "table", "values", "lse", "count", "tokens",
-])  # fmt: skip
-def single_pass_kernel(
-    logits, grad, bias, rounding_error, ids, start, index, table, values, lse,
-    count, tokens, vocab, row_stride, grad_row_stride, p,
-    SURROGATE: tl.constexpr, KL: tl.constexpr, HAS_OLD: tl.constexpr, BIAS_CORRECTION: tl.constexpr,
-    CAPPED: tl.constexpr, OVERLAP: tl.constexpr, RAGGED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Statistics and objective, and where there is a `grad` the gradient."""
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+@triton.jit(do_not_specialize=["ids", "place", "count", "tokens"])
+def single_pass_kernel(logits, ids, place, batch, count, tokens, gradient, p, OPTIONS: tl.constexpr):
+    """Statistics and objective, and where there is a `gradient` to write that as well."""
+    rows = tl.program_id(0).to(tl.int64) * OPTIONS.rows + tl.arange(0, OPTIONS.rows)
     live = rows < count
-    token = tokens_of(rows, start, index, live)
+    token = tokens_of(rows, place, live)
     id_ = tl.load(ids + token, mask=live, other=0)
-    column = table + token
-    to_z, chain = logit_scales(p, tl.load(column + TEMPERATURE * tokens, mask=live, other=1.0), CAPPED)
-    u = logits + rows * row_stride
-    top, log_sum, logp, h = row_statistics(u, bias, live, id_, vocab, to_z, p, CAPPED, RAGGED, ROWS, BLOCK)
-    store_statistics(values, lse, token, tokens, live, logp, top.to(tl.float64) * to_z + log_sum, h)
+    column = batch.table + token
+    scales = logit_scales(p, tl.load(column + TEMPERATURE * tokens, mask=live, other=1.0), OPTIONS.capped)
+    row = Row(rows_of(logits, rows), logits.bias, live, id_, logits.vocab)
+    found = row_statistics(row, scales[0], p, OPTIONS)
+    store_statistics(batch.columns, batch.lse, token, tokens, live, found, scales[0])
 
-    x, value, kl, g_logp = evaluate_token(column, tokens, live, logp, h, p, SURROGATE, KL, HAS_OLD, BIAS_CORRECTION)
-    store_objective(values + token, tokens, live, x, value, kl, g_logp)
-    if grad is not None:
+    VARIANT: tl.constexpr = OPTIONS.variant
+    objective = evaluate_token(column, tokens, live, found.logp, found.entropy, p, VARIANT)
+    store_objective(batch.columns + token, tokens, live, objective)
+    if gradient.data is not None:
         # Read back, not kept: 40 registers instead of 46 to 64 (see above), as the objective's end here with it.
         tl.debug_barrier()
-        g_logp = tl.load(values + G_LOGP * tokens + token, mask=live, other=0.0)
+        g_logp = tl.load(batch.columns + G_LOGP * tokens + token, mask=live, other=0.0)
         g_entropy = tl.load(column + WEIGHT_ENTROPY * tokens, mask=live, other=0.0)
-        row_gradient(
-            u, grad + rows * grad_row_stride, bias, rounding_error, rows, live, id_, vocab, top, log_sum, h,
-            g_logp, g_entropy, to_z, chain, p, CAPPED, OVERLAP, RAGGED, BLOCK,
-        )  # fmt: skip
+        row_gradient(row, gradient, rows, found, g_logp, g_entropy, scales, p, OPTIONS)
 
 
 # --- launchers ------------------------------------------------------------------------------------------------------
@@ -300,14 +350,12 @@ def single_pass_kernel(
 
 def statistics(chunk: LogitChunk, temperature: Tensor, values: TokenValues, params: KernelParams) -> None:
     """logp, entropy and lse of logits (C, V)."""
-    logits, rows, ids, bias = chunk
-    count, vocab = logits.shape
-    launch = row_launch("rows", logits.device, vocab, logits.dtype)
+    logits, rows, ids, _ = chunk
+    (count, vocab), launch = logits.shape, _launch(logits)
     statistics_kernel[(triton.cdiv(count, launch.rows),)](
-        logits, bias, ids, rows.start, rows.index, temperature, *values,
-        count, ids.shape[0], vocab, logits.stride(0), scalars(params),
-        CAPPED=params.softcap != 0.0, RAGGED=is_ragged(vocab),
-        ROWS=launch.rows, BLOCK=launch.block, num_warps=launch.num_warps,
+        _logits(chunk), ids, place(rows), temperature, values, count, ids.shape[0], scalars(params),
+        OPTIONS=RowOptions(params.softcap != 0.0, is_ragged(vocab), launch.rows, launch.block),
+        num_warps=launch.num_warps,
     )  # fmt: skip
 
 
@@ -321,15 +369,14 @@ def logits_gradient(
     gradients: RowGradients,
 ) -> None:
     """d loss / d logits (C, V)."""
-    logits, rows, ids, bias = chunk
-    grad, rounding_error = gradients
-    count, vocab = logits.shape
-    launch = row_launch("rows", logits.device, vocab, logits.dtype)
+    logits, rows, ids, _ = chunk
+    (count, vocab), launch = logits.shape, _launch(logits)
+    overlap = overlaps(logits, gradients.dlogits)
     gradient_kernel[(triton.cdiv(count, launch.rows),)](
-        logits, grad, bias, rounding_error, ids, rows.start, rows.index, temperature, *values, g_logp, g_entropy,
-        count, ids.shape[0], vocab, logits.stride(0), grad.stride(0), scalars(params),
-        CAPPED=params.softcap != 0.0, OVERLAP=overlaps(logits, grad), RAGGED=is_ragged(vocab),
-        ROWS=launch.rows, BLOCK=launch.block, num_warps=launch.num_warps,
+        _logits(chunk), ids, place(rows), temperature, values, g_logp, g_entropy, count, ids.shape[0],
+        _gradient(gradients), scalars(params),
+        OPTIONS=RowOptions(params.softcap != 0.0, is_ragged(vocab), launch.rows, launch.block, overlap),
+        num_warps=launch.num_warps,
     )  # fmt: skip
 
 
@@ -337,16 +384,34 @@ def single_pass(
     chunk: LogitChunk, table: Tensor, values: TokenValues, params: KernelParams, gradients: RowGradients | None
 ) -> None:
     """Everything about tokens that depend on themselves alone."""
-    logits, rows, ids, bias = chunk
-    grad, rounding_error = (None, None) if gradients is None else gradients
-    count, vocab = logits.shape
-    launch = row_launch("rows", logits.device, vocab, logits.dtype)
+    logits, rows, ids, _ = chunk
+    (count, vocab), launch = logits.shape, _launch(logits)
+    overlap = gradients is not None and overlaps(logits, gradients.dlogits)
     single_pass_kernel[(triton.cdiv(count, launch.rows),)](
-        logits, grad, bias, rounding_error, ids, rows.start, rows.index, table, *values,
-        count, ids.shape[0], vocab, logits.stride(0), None if grad is None else grad.stride(0), scalars(params),
-        CAPPED=params.softcap != 0.0, OVERLAP=grad is not None and overlaps(logits, grad), RAGGED=is_ragged(vocab),
-        ROWS=launch.rows, BLOCK=launch.block, num_warps=launch.num_warps, **variant(params),
+        _logits(chunk), ids, place(rows), Batch.of(table, values), count, ids.shape[0],
+        Gradient() if gradients is None else _gradient(gradients), scalars(params),
+        OPTIONS=RowOptions(
+            params.softcap != 0.0, is_ragged(vocab), launch.rows, launch.block, overlap, variant(params)
+        ),
+        num_warps=launch.num_warps,
     )  # fmt: skip
+
+
+def place(rows: Rows) -> int | Tensor:
+    """What tokens_of takes for a chunk."""
+    return rows.start if rows.index is None else rows.index
+
+
+def _launch(logits: Tensor) -> RowLaunch:
+    return row_launch("rows", logits.device, logits.shape[1], logits.dtype)
+
+
+def _logits(chunk: LogitChunk) -> Logits:
+    return Logits(chunk.logits, chunk.bias, chunk.logits.shape[1], chunk.logits.stride(0))
+
+
+def _gradient(gradients: RowGradients) -> Gradient:
+    return Gradient(gradients.dlogits, gradients.dlogits.stride(0), gradients.rounding_error)
 
 
 def empty_stats(count: int, device: torch.device) -> RowStats:

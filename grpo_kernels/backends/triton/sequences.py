@@ -14,6 +14,7 @@ written.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -21,8 +22,20 @@ import triton.language as tl
 
 from ...contract import KernelParams, PlannedTokens
 from ..launch import token_launch
+from .arguments import Batch
 from .layout import ADVANTAGE, ENTROPY, G_LOGP, LOGP, MULTIPLIER, ROLLOUT, ROLLOUT_WEIGHT, WEIGHT_DIRECT, WEIGHT_RATIO
-from .objective import clamp, objective_at, own_log_ratio, scalars, store_objective, variant, weighted
+from .objective import (
+    Objective,
+    Variant,
+    clamp,
+    load_token,
+    own_log_ratio,
+    scalars,
+    store_objective,
+    token_objective,
+    variant,
+    weighted,
+)
 
 LOWEST_LOG_WEIGHT: tl.constexpr = tl.constexpr(math.log(1e-8))
 HIGHEST_LOG_WEIGHT: tl.constexpr = tl.constexpr(20.0)
@@ -39,28 +52,38 @@ def counted_log_ratio(column, tokens, on, raw, p, SURROGATE: tl.constexpr):
 
 
 @triton.jit
-def sequence_multiplier(
-    A, log_weight, mean_drift, p, VESPO: tl.constexpr, MASKS_OFF_POLICY: tl.constexpr
-):  # fmt: skip
+def sequence_multiplier(A, log_weight, mean_drift, p, OPTIONS: tl.constexpr):
     """What the sequence contributes to the multiplier of a token with this advantage."""
     positive = A >= 0.0
     multiplier = tl.full(A.shape, 1.0, tl.float32)
-    if VESPO:
+    if OPTIONS.vespo:
         k = tl.where(positive, p.vespo_k_pos, p.vespo_k_neg)
         slope = tl.where(positive, p.vespo_lambda_pos, p.vespo_lambda_neg)
         multiplier = tl.exp(slope + k * log_weight - slope * tl.exp(log_weight))
-    if MASKS_OFF_POLICY:
+    if OPTIONS.masks_off_policy:
         multiplier = tl.where(positive | (mean_drift <= p.off_policy_threshold), multiplier, 0.0)
     return multiplier
 
 
-@triton.jit(do_not_specialize=["first", "last", "offsets", "lengths", "scored", "table", "values", "tokens"])
-def sequence_objective_kernel(
-    first, last, offsets, lengths, scored, table, values, tokens, p,
-    LEVEL: tl.constexpr, VESPO: tl.constexpr, MASKS_OFF_POLICY: tl.constexpr, HAS_ROLLOUT: tl.constexpr,
-    SURROGATE: tl.constexpr, KL: tl.constexpr, HAS_OLD: tl.constexpr, BIAS_CORRECTION: tl.constexpr,
-    SEQUENCES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+class SequenceOptions(NamedTuple):
+    """What is compiled into sequence_objective_kernel."""
+
+    level: str
+    vespo: bool
+    masks_off_policy: bool
+    has_rollout: bool
+    sequences: int
+    block: int
+    variant: Variant
+
+
+@triton.jit(do_not_specialize=["first", "last", "offsets", "lengths", "scored", "tokens"])
+def sequence_objective_kernel(first, last, offsets, lengths, scored, batch, tokens, p, OPTIONS: tl.constexpr):
+    SEQUENCES: tl.constexpr = OPTIONS.sequences
+    BLOCK: tl.constexpr = OPTIONS.block
+    VARIANT: tl.constexpr = OPTIONS.variant
+    SURROGATE: tl.constexpr = VARIANT.surrogate
+    table, values = batch.table, batch.columns
     sequence = first + tl.program_id(0).to(tl.int64) * SEQUENCES + tl.arange(0, SEQUENCES)
     live = sequence < last
     start = tl.load(offsets + sequence, mask=live, other=0)
@@ -73,29 +96,30 @@ def sequence_objective_kernel(
     ratio_sum = tl.zeros((SEQUENCES,), tl.float64)
     weight_sum = tl.zeros((SEQUENCES,), tl.float64)
     drift_sum = tl.zeros((SEQUENCES,), tl.float64)
-    if LEVEL != "token" or VESPO or MASKS_OFF_POLICY:
+    if OPTIONS.level != "token" or OPTIONS.vespo or OPTIONS.masks_off_policy:
         for done in range(0, longest, BLOCK):
             i = start[:, None] + done + block
             on = tl.load(scored + i, mask=i < stop[:, None], other=0) != 0
             column = table + i
             logp = tl.load(values + LOGP * tokens + i, mask=on, other=0.0)
-            raw = own_log_ratio(column, tokens, on, logp, HAS_OLD)
-            if LEVEL != "token":
-                ratio_sum += tl.sum(counted_log_ratio(column, tokens, on, raw, p, SURROGATE).to(tl.float64), 1)
-            if VESPO:
+            raw = own_log_ratio(column, tokens, on, logp, VARIANT.has_old)
+            if OPTIONS.level != "token":
+                counted = counted_log_ratio(column, tokens, on, raw, p, SURROGATE)
+                ratio_sum += tl.sum(counted.to(tl.float64), 1)
+            if OPTIONS.vespo:
                 weight = tl.log(tl.load(column + ROLLOUT_WEIGHT * tokens, mask=on, other=1.0))
                 log_weight = clamp(raw, -20.0, 20.0) + clamp(weight, LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT)
                 weight_sum += tl.sum(log_weight.to(tl.float64), 1)
-            if MASKS_OFF_POLICY:
+            if OPTIONS.masks_off_policy:
                 drift = -raw
-                if HAS_ROLLOUT:  # tokens that the sampling engine could not score carry no evidence
+                if OPTIONS.has_rollout:  # tokens that the sampling engine could not score carry no evidence
                     rollout = tl.load(column + ROLLOUT * tokens, mask=on, other=float("nan"))
                     drift = tl.where(rollout == rollout, rollout - logp, 0.0)
                 drift_sum += tl.sum(drift.to(tl.float64), 1)
     log_weight_of_all = clamp(weight_sum.to(tl.float32), LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT)[:, None]
     mean_drift = (drift_sum / length).to(tl.float32)[:, None]
     divisor = length
-    if LEVEL != "sequence":
+    if OPTIONS.level != "sequence":
         divisor = tl.full((SEQUENCES,), 1.0, tl.float64)
     ratio_of_all = (ratio_sum / divisor).to(tl.float32)[:, None]
 
@@ -107,24 +131,23 @@ def sequence_objective_kernel(
         logp = tl.load(found + LOGP * tokens, mask=on, other=0.0)
         entropy = tl.load(found + ENTROPY * tokens, mask=on, other=0.0)
         A = tl.load(column + ADVANTAGE * tokens, mask=on, other=0.0)
-        of_sequence = sequence_multiplier(A, log_weight_of_all, mean_drift, p, VESPO, MASKS_OFF_POLICY)
+        of_sequence = sequence_multiplier(A, log_weight_of_all, mean_drift, p, OPTIONS)
         multiplier = weighted(tl.load(column + MULTIPLIER * tokens, mask=on, other=0.0), of_sequence)
-        if LEVEL == "token":
-            x = own_log_ratio(column, tokens, on, logp, HAS_OLD)
+        if OPTIONS.level == "token":
+            x = own_log_ratio(column, tokens, on, logp, VARIANT.has_old)
         else:
             x = tl.broadcast_to(ratio_of_all, (SEQUENCES, BLOCK))
-        value, d_ratio, d_direct, kl = objective_at(
-            column, tokens, on, x, logp, entropy, multiplier, p, SURROGATE, KL, BIAS_CORRECTION
-        )
+        token = load_token(column, tokens, on, x, logp, entropy, multiplier)
+        value, d_ratio, d_direct, kl = token_objective(p, token, VARIANT)
         weight_direct = tl.load(column + WEIGHT_DIRECT * tokens, mask=on, other=0.0)
         g_logp = weighted(weight_direct, d_direct)
-        if LEVEL == "token":
+        if OPTIONS.level == "token":
             g_logp += weighted(tl.load(column + WEIGHT_RATIO * tokens, mask=on, other=0.0), d_ratio)
         else:
             through_ratio += tl.sum(tl.where(on, weighted(weight_direct, d_ratio), 0.0).to(tl.float64), 1)
-        store_objective(found, tokens, on, x, value, kl, g_logp)
+        store_objective(found, tokens, on, Objective(x, value, kl, g_logp))
 
-    if LEVEL != "token":
+    if OPTIONS.level != "token":
         tl.debug_barrier()  # g_logp, which other threads may have written
         share = (through_ratio / divisor).to(tl.float32)[:, None]
         for done in range(0, longest, BLOCK):
@@ -132,8 +155,9 @@ def sequence_objective_kernel(
             on = tl.load(scored + i, mask=i < stop[:, None], other=0) != 0
             found = values + i
             logp = tl.load(found + LOGP * tokens, mask=on, other=0.0)
-            raw = own_log_ratio(table + i, tokens, on, logp, HAS_OLD)
-            inside = counted_log_ratio(table + i, tokens, on, raw, p, SURROGATE) == raw  # no slope where GMPO clamps
+            raw = own_log_ratio(table + i, tokens, on, logp, VARIANT.has_old)
+            counted = counted_log_ratio(table + i, tokens, on, raw, p, SURROGATE)
+            inside = counted == raw  # no slope where GMPO clamps
             g_logp = tl.load(found + G_LOGP * tokens, mask=on, other=0.0) + tl.where(inside, share, 0.0)
             tl.store(found + G_LOGP * tokens, g_logp, mask=on)
 
@@ -143,10 +167,13 @@ def sequence_objective(sequences: slice, planned: PlannedTokens, params: KernelP
     table, count = planned.table, sequences.stop - sequences.start
     if count:
         launch = token_launch(table.device)
+        masks_off_policy = params.off_policy_threshold != math.inf
         sequence_objective_kernel[(triton.cdiv(count, launch.sequences),)](
             sequences.start, sequences.stop, planned.offsets, planned.lengths, planned.scored.view(torch.uint8),
-            table, planned.values.columns, table.shape[1], scalars(params),
-            LEVEL=params.level, VESPO=params.vespo, MASKS_OFF_POLICY=params.off_policy_threshold != math.inf,
-            HAS_ROLLOUT=params.has_rollout,
-            SEQUENCES=launch.sequences, BLOCK=launch.block, num_warps=launch.num_warps, **variant(params),
+            Batch.of(table, planned.values), table.shape[1], scalars(params),
+            OPTIONS=SequenceOptions(
+                params.level, params.vespo, masks_off_policy, params.has_rollout, launch.sequences, launch.block,
+                variant(params),
+            ),
+            num_warps=launch.num_warps,
         )  # fmt: skip

@@ -10,6 +10,8 @@ are launches of a few microseconds on an H200, two for sums.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from ...contract import COLUMNS, KernelParams, PlannedTokens, Rows, Sums, TokenValues
 from ..launch import token_launch
+from .arguments import Batch
 from .layout import (
     ADVANTAGE,
     APPROX_KL,
@@ -48,25 +51,36 @@ from .layout import (
     ZERO_GRADIENT,
 )
 from .objective import clamped_log_ratio, evaluate_token, scalars, store_objective, variant
-from .rows import tokens_of
+from .rows import place, tokens_of
 
 
-@triton.jit(do_not_specialize=["start", "index", "table", "values", "count", "tokens"])
-def token_objective_kernel(
-    start, index, table, values, count, tokens, p,
-    SURROGATE: tl.constexpr, KL: tl.constexpr, HAS_OLD: tl.constexpr, BIAS_CORRECTION: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
+class SequenceSums(NamedTuple):
+    """Where the sums of sequences go: a row of COLUMNS each."""
+
+    exact: Tensor  # float64
+    extrema: Tensor  # least and largest ratio, largest mismatch
+    numbers: Tensor  # `exact` in float32, the front of Sums
+
+
+class SumOptions(NamedTuple):
+    """What is compiled into sequence_kernel."""
+
+    has_old: bool
+    divides_by_rollout: bool
+    sequences: int
+    block: int
+
+
+@triton.jit(do_not_specialize=["place", "count", "tokens"])
+def token_objective_kernel(place, batch, count, tokens, p, VARIANT: tl.constexpr, BLOCK: tl.constexpr):
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = rows < count
-    token = tokens_of(rows, start, index, live)
-    found = values + token
+    token = tokens_of(rows, place, live)
+    found = batch.columns + token
     logp = tl.load(found + LOGP * tokens, mask=live, other=0.0)
     entropy = tl.load(found + ENTROPY * tokens, mask=live, other=0.0)
-    x, value, kl, g_logp = evaluate_token(
-        table + token, tokens, live, logp, entropy, p, SURROGATE, KL, HAS_OLD, BIAS_CORRECTION
-    )
-    store_objective(found, tokens, live, x, value, kl, g_logp)
+    objective = evaluate_token(batch.table + token, tokens, live, logp, entropy, p, VARIANT)
+    store_objective(found, tokens, live, objective)
 
 
 @triton.jit
@@ -76,11 +90,10 @@ def add_column(sums, column, values):
     return sums + tl.where(here, tl.sum(values.to(tl.float64), 1)[:, None], 0.0)
 
 
-@triton.jit(do_not_specialize=["scored", "values", "table", "offsets", "count", "tokens"])
-def sequence_kernel(
-    scored, values, table, offsets, exact_out, extrema_out, numbers, count, tokens, p,
-    HAS_OLD: tl.constexpr, DIVIDES_BY_ROLLOUT: tl.constexpr, SEQUENCES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=["scored", "offsets", "count", "tokens"])
+def sequence_kernel(scored, batch, offsets, out, count, tokens, p, OPTIONS: tl.constexpr):
+    SEQUENCES: tl.constexpr = OPTIONS.sequences
+    BLOCK: tl.constexpr = OPTIONS.block
     sequence = tl.program_id(0).to(tl.int64) * SEQUENCES + tl.arange(0, SEQUENCES)
     live = sequence < count
     start = tl.load(offsets + sequence, mask=live, other=0)
@@ -92,7 +105,7 @@ def sequence_kernel(
     for first in range(0, tl.max(stop - start, 0), BLOCK):
         i = start[:, None] + first + tl.arange(0, BLOCK)[None, :]
         on = tl.load(scored + i, mask=i < stop[:, None], other=0) != 0
-        token, found = table + i, values + i
+        token, found = batch.table + i, batch.columns + i
         off = (i < stop[:, None]) & ~on
         tl.store(found + LOGP * tokens, 0.0, mask=off)
         tl.store(found + ENTROPY * tokens, 0.0, mask=off)
@@ -104,13 +117,13 @@ def sequence_kernel(
         rollout = tl.load(token + ROLLOUT * tokens, mask=on, other=float("nan"))
         rollout_weight = tl.load(token + ROLLOUT_WEIGHT * tokens, mask=on, other=0.0)
         old = log_p
-        if HAS_OLD:
+        if OPTIONS.has_old:
             old = tl.load(token + OLD * tokens, mask=on, other=0.0)
         ratio = tl.exp(clamped_log_ratio(p, tl.load(found + LOG_RATIO * tokens, mask=on, other=0.0)))
         bounded = tl.where(ratio < p.delta, ratio, p.delta)
         known = on & (rollout == rollout)
         policy = old
-        if DIVIDES_BY_ROLLOUT:  # then the mismatch is that of the current policy
+        if OPTIONS.divides_by_rollout:  # then the mismatch is that of the current policy
             policy = log_p
         mismatch = tl.where(known, tl.abs(policy - rollout), 0.0)
         by_value = tl.where(weight != 0.0, weight * tl.load(found + VALUE * tokens, mask=on, other=0.0), 0.0)
@@ -141,11 +154,11 @@ def sequence_kernel(
     column = tl.arange(0, COLUMN_WIDTH)
     inside = live[:, None] & (column < COLUMN_COUNT)[None, :]
     at = sequence[:, None] * COLUMN_COUNT + column[None, :]
-    tl.store(exact_out + at, sums, mask=inside)
-    tl.store(numbers + at, sums.to(tl.float32), mask=inside)
-    tl.store(extrema_out + 3 * sequence, ratio_min, mask=live)
-    tl.store(extrema_out + 3 * sequence + 1, ratio_max, mask=live)
-    tl.store(extrema_out + 3 * sequence + 2, mismatch_max, mask=live)
+    tl.store(out.exact + at, sums, mask=inside)
+    tl.store(out.numbers + at, sums.to(tl.float32), mask=inside)
+    tl.store(out.extrema + 3 * sequence, ratio_min, mask=live)
+    tl.store(out.extrema + 3 * sequence + 1, ratio_max, mask=live)
+    tl.store(out.extrema + 3 * sequence + 2, mismatch_max, mask=live)
 
 
 @triton.jit(do_not_specialize=["group_index", "count", "num_groups"])
@@ -189,8 +202,8 @@ def token_objective(rows: Rows, table: Tensor, values: TokenValues, params: Kern
         launch = token_launch(table.device)
         block = launch.sequences * launch.block
         token_objective_kernel[(triton.cdiv(count, block),)](
-            rows.start, rows.index, table, values.columns, count, table.shape[1], scalars(params),
-            BLOCK=block, num_warps=launch.num_warps, **variant(params),
+            place(rows), Batch.of(table, values), count, table.shape[1], scalars(params),
+            VARIANT=variant(params), BLOCK=block, num_warps=launch.num_warps,
         )  # fmt: skip
 
 
@@ -204,11 +217,10 @@ def sums(planned: PlannedTokens, params: KernelParams, group_index: Tensor | Non
     launch = token_launch(device)
     if sequences:
         sequence_kernel[(triton.cdiv(sequences, launch.sequences),)](
-            scored.view(torch.uint8), planned.values.columns, table, offsets, exact, extrema, numbers,
-            sequences, table.shape[1], scalars(params),
-            HAS_OLD=params.has_old,
-            DIVIDES_BY_ROLLOUT=params.divides_by_rollout,
-            SEQUENCES=launch.sequences, BLOCK=launch.block, num_warps=launch.num_warps,
+            scored.view(torch.uint8), Batch.of(table, planned.values), offsets,
+            SequenceSums(exact, extrema, numbers), sequences, table.shape[1], scalars(params),
+            OPTIONS=SumOptions(params.has_old, params.divides_by_rollout, launch.sequences, launch.block),
+            num_warps=launch.num_warps,
         )  # fmt: skip
     group_kernel[(groups + 1,)](
         exact, extrema, group_index, numbers, sequences, groups, BLOCK=64, num_warps=4
