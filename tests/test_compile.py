@@ -179,13 +179,14 @@ def samples(dtype: torch.dtype) -> dict[str, tuple]:
     logps, entropy = (torch.randn(4, 6, dtype=wide).requires_grad_() for _ in range(2))
     one = torch.ones((), dtype=wide)
     stats = [torch.randn(4, 6, dtype=t) for t in (wide, torch.float64)]
-    grads = (torch.randn(4, 6, dtype=wide), torch.zeros(4, 6, dtype=wide))
+    grads = [torch.randn(4, 6, dtype=wide), torch.zeros(4, 6, dtype=wide)]
+    of_tokens = [batch.ids, mask, one, *kept]
     wants = [True, True, True]
     plain = [x.detach() for x in (hidden, weight, bias)]
     return {
-        "grpo_loss": (hidden, weight, bias, batch.ids, tokens, 2, key, name, None, wants),
-        "logps": (hidden, weight, bias, batch.ids, mask, one, 1.0, 0.0, True, name, None, *kept),
-        "logps_backward": (*grads, *plain, batch.ids, mask, one, *stats, 1.0, 0.0, name, None, wants, *kept),
+        "grpo_loss": (hidden, weight, bias, [batch.ids, *tokens], 2, key, name, None, wants),
+        "logps": (hidden, weight, bias, of_tokens, 1.0, 0.0, True, name, None),
+        "logps_backward": (grads, plain, of_tokens, stats, 1.0, 0.0, name, None, wants),
         "policy_loss": (logps, entropy, [*tokens[:-2], None, None], 2, key, name),
         "group_statistics": (torch.rand(4, dtype=wide), index, 2, "group", "mean", 1, 1e-4, True, name),
     }
@@ -206,11 +207,11 @@ def test_opcheck(name, dtype):
 
 
 def test_opcheck_without_gradients_and_options():
-    hidden, weight, _, ids, tokens, _, key, name, *_ = samples(torch.float32)["grpo_loss"]
-    bare = list(TokenInputs(tokens[0]))
+    hidden, weight, _, (ids, advantages, *_), _, key, name, *_ = samples(torch.float32)["grpo_loss"]
+    bare = [ids, *TokenInputs(advantages)]
     torch.library.opcheck(
         loss_op.grpo_loss,
-        (hidden.detach(), weight.detach(), None, ids, bare, 0, key, name, None, [False, False, False]),
+        (hidden.detach(), weight.detach(), None, bare, 0, key, name, None, [False, False, False]),
     )
 
 

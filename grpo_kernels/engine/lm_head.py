@@ -67,6 +67,7 @@ class LMHead:
     factor; dhidden does not. `chunk_rows`: see memory.chunk_sizes.
     """
 
+    keep: Tensor | None = None
     folded_bias: Tensor | None = None  # (V,) in float32 or better, for the row kernels to add
     dhidden: Tensor | None = None
     dbias: Tensor | None = None
@@ -83,14 +84,13 @@ class LMHead:
         chunk_rows: int | None,
         backend: Backend,
         wants: tuple[bool, ...] = (False, False, False),
-        keep: Tensor | None = None,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         given_dtypes = hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
         if compute_dtype is not None:
             hidden, weight = hidden.to(compute_dtype), weight.to(compute_dtype)
             bias = None if bias is None else bias.to(compute_dtype)
-        self.hidden, self.weight, self.bias, self.keep = hidden, weight, bias, keep
+        self.hidden, self.weight, self.bias = hidden, weight, bias
         if bias is not None:
             self.folded_bias = bias.detach().to(torch.promote_types(bias.dtype, torch.float32)).contiguous()
         self.strategy = choose_strategy(backend, hidden, weight)

@@ -26,11 +26,22 @@ from .shared import (
     logit_params,
     make_head,
     make_scorer,
+    no_gradients,
     table_dtype,
     token_mask,
     wanted,
 )
 from .vocab_parallel import VocabSlice, describe, refuse_traced_slice
+
+
+class LogpsInputs(NamedTuple):
+    """What the custom operators take of tokens: LogpsCall has the same."""
+
+    completion_ids: Tensor
+    mask: Optional[Tensor]
+    temperature: Optional[Tensor]
+    kept_ids: Optional[Tensor]
+    kept_counts: Optional[Tensor]
 
 
 class LogpsCall(NamedTuple):
@@ -72,16 +83,12 @@ def logps_from_hidden(
             hidden,
             weight,
             bias,
-            completion_ids=call.completion_ids,
-            mask=call.mask,
-            temperature=temperature,
+            tokens=list(LogpsInputs(call.completion_ids, call.mask, temperature, call.kept_ids, call.kept_counts)),
             logit_scale=call.logit_scale,
             softcap=call.softcap,
             want_entropy=call.want_entropy,
             backend=call.backend,
             compute_dtype=call.compute_dtype,
-            kept_ids=call.kept_ids,
-            kept_counts=call.kept_counts,
         )
         return results[:2]
     if any(wanted(hidden, weight, bias)):
@@ -106,9 +113,9 @@ def _compute(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: Logps
         check_temperature(call.temperature, None if mask is None else mask.view(ids.shape))
     with settled_precision(hidden.device):
         head = make_head(
-            hidden, weight, bias, kernels, compute_dtype=call.compute_dtype, mask=mask if static else None,
-            vocab_slice=call.vocab_slice,
+            hidden, weight, bias, kernels, compute_dtype=call.compute_dtype, vocab_slice=call.vocab_slice
         )  # fmt: skip
+        head.keep = mask if static else None
         values = no_values(ids.numel(), table_dtype(head.hidden.dtype), hidden.device, columns=2)
         params = logit_params(call.logit_scale, call.softcap)
         scorer = make_scorer(head, ids, call.temperature, params, values, mask)
@@ -166,8 +173,9 @@ def _compute_gradients(
         mask, static = token_mask(call.mask), is_capturing(device)
         head = make_head(
             *inputs, get_backend(call.backend), compute_dtype=call.compute_dtype, wants=tuple(wants),
-            mask=mask if static else None, vocab_slice=call.vocab_slice,
+            vocab_slice=call.vocab_slice,
         )  # fmt: skip
+        head.keep = mask if static else None
         values = no_values(entropy.numel(), entropy.dtype, device)
         values.entropy.copy_(entropy.reshape(-1))
         values = TokenValues(values.columns, lse.reshape(-1).contiguous())
@@ -210,88 +218,79 @@ def logps(
     hidden: Tensor,
     weight: Tensor,
     bias: Optional[Tensor],
-    completion_ids: Tensor,
-    mask: Optional[Tensor],
-    temperature: Tensor,
+    tokens: Sequence[Optional[Tensor]],
     logit_scale: float,
     softcap: float,
     want_entropy: bool,
     backend: str,
     compute_dtype: Optional[torch.dtype],
-    kept_ids: Optional[Tensor],
-    kept_counts: Optional[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(logps, entropy, lse), each of the shape of completion_ids; 0 at masked positions."""
+    """(logps, entropy, lse), each of the shape of completion_ids; 0 at masked positions. `tokens`: LogpsInputs."""
     call = LogpsCall(
-        completion_ids=completion_ids, mask=mask, temperature=temperature, logit_scale=logit_scale, softcap=softcap,
-        want_entropy=want_entropy, backend=backend, compute_dtype=compute_dtype, kept_ids=kept_ids,
-        kept_counts=kept_counts,
+        **LogpsInputs(*tokens)._asdict(),  # type: ignore[arg-type]
+        logit_scale=logit_scale, softcap=softcap, want_entropy=want_entropy, backend=backend,
+        compute_dtype=compute_dtype,
     )  # fmt: skip
     with torch.no_grad():
-        return _shaped(_compute(hidden, weight, bias, call), completion_ids.shape)
+        return _shaped(_compute(hidden, weight, bias, call), call.completion_ids.shape)
 
 
 @logps.register_fake
-def _(
-    hidden, weight, bias, completion_ids, mask, temperature, logit_scale, softcap, want_entropy, backend, compute_dtype,
-    kept_ids, kept_counts,
-):  # fmt: skip
+def _(hidden, weight, bias, tokens, logit_scale, softcap, want_entropy, backend, compute_dtype):
     dtype = table_dtype(compute_dtype or hidden.dtype)
-    return tuple(hidden.new_empty(completion_ids.shape, dtype=t) for t in (dtype, dtype, torch.float64))
+    return tuple(hidden.new_empty(tokens[0].shape, dtype=t) for t in (dtype, dtype, torch.float64))
 
 
 @torch.library.custom_op("grpo_kernels::logps_backward", mutates_args=())
 def logps_backward(
-    g_logps: Tensor,
-    g_entropy: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Optional[Tensor],
-    completion_ids: Tensor,
-    mask: Optional[Tensor],
-    temperature: Tensor,
-    entropy: Tensor,
-    lse: Tensor,
+    outer: Sequence[Tensor],
+    inputs: Sequence[Optional[Tensor]],
+    tokens: Sequence[Optional[Tensor]],
+    results: Sequence[Tensor],
     logit_scale: float,
     softcap: float,
     backend: str,
     compute_dtype: Optional[torch.dtype],
     wants: Sequence[bool],
-    kept_ids: Optional[Tensor],
-    kept_counts: Optional[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dhidden, dweight, dbias); unwanted ones are empty."""
+    """(dhidden, dweight, dbias); unwanted ones are empty.
+
+    `outer`: d loss / d logps, d loss / d entropy. `inputs`: hidden, weight, bias. `tokens`: LogpsInputs. `results`:
+    entropy, lse.
+    """
     call = LogpsCall(
-        completion_ids=completion_ids, mask=mask, temperature=temperature, logit_scale=logit_scale, softcap=softcap,
-        want_entropy=True, backend=backend, compute_dtype=compute_dtype, kept_ids=kept_ids, kept_counts=kept_counts,
+        **LogpsInputs(*tokens)._asdict(),  # type: ignore[arg-type]
+        logit_scale=logit_scale, softcap=softcap, want_entropy=True, backend=backend, compute_dtype=compute_dtype,
     )  # fmt: skip
-    found = _compute_gradients((g_logps, g_entropy), (hidden, weight, bias), call, entropy, lse, wants)
+    hidden, weight, bias = inputs
+    assert hidden is not None and weight is not None
+    entropy, lse = results
+    found = _compute_gradients((outer[0], outer[1]), (hidden, weight, bias), call, entropy, lse, wants)
     dhidden, dweight, dbias = (hidden.new_empty(0) if g is None else g for g in found)
     return dhidden, dweight, dbias
 
 
 @logps_backward.register_fake
-def _(
-    g_logps, g_entropy, hidden, weight, bias, ids, mask, temperature, entropy, lse, scale, cap, backend, dtype, wants,
-    kept_ids, kept_counts,
-):  # fmt: skip
+def _(outer, inputs, tokens, results, logit_scale, softcap, backend, compute_dtype, wants):
+    hidden, weight, bias = inputs
     given = (hidden, weight, weight if bias is None else bias)
     return tuple(x.new_empty(x.shape) if want else hidden.new_empty(0) for x, want in zip(given, wants, strict=True))
 
 
 def _save_logps(ctx, inputs, output):
-    hidden, weight, bias, completion_ids, mask, temperature, scale, softcap, _, backend, compute_dtype, *kept = inputs
+    hidden, weight, bias, tokens, scale, softcap, _, backend, compute_dtype = inputs
     ctx.options = scale, softcap, backend, compute_dtype
     ctx.mark_non_differentiable(output[2])
-    ctx.save_for_backward(hidden, weight, bias, completion_ids, mask, temperature, *output[1:], *kept)
+    ctx.save_for_backward(hidden, weight, bias, *output[1:], *tokens)
 
 
 def _logps_gradients(ctx, g_logps, g_entropy, _):
     refuse_double_backward("fused_logps")
     wants = list(ctx.needs_input_grad[:3])
-    *saved, kept_ids, kept_counts = ctx.saved_tensors
-    gradients = logps_backward(g_logps, g_entropy, *saved, *ctx.options, wants, kept_ids, kept_counts)
-    return (*(g if want else None for g, want in zip(gradients, wants, strict=True)), *[None] * 10)
+    saved = ctx.saved_tensors
+    inputs, results, tokens = list(saved[:3]), list(saved[3:5]), list(saved[5:])
+    gradients = logps_backward([g_logps, g_entropy], inputs, tokens, results, *ctx.options, wants)
+    return (*(g if want else None for g, want in zip(gradients, wants, strict=True)), no_gradients(tokens), *[None] * 5)
 
 
 logps.register_autograd(_logps_gradients, setup_context=_save_logps)

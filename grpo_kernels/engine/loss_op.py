@@ -8,7 +8,7 @@ No `from __future__ import annotations` here, and Optional[X] for X | None: torc
 # ruff: noqa: UP045
 
 from collections.abc import Sequence
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Optional, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from .chunks import run
 from .kept import make_token_mask
 from .plan import Plan, make_plan
 from .products import settled_precision
-from .shared import is_capturing, is_traced, is_weight_bound, make_head, table_dtype
+from .shared import is_capturing, is_traced, is_weight_bound, make_head, no_gradients, table_dtype
 from .token_ops import empty_sums
 from .vocab_parallel import VocabSlice, describe, refuse_traced_slice
 
@@ -59,8 +59,7 @@ def loss_from_hidden(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], cal
             hidden,
             weight,
             bias,
-            completion_ids=call.completion_ids,
-            tokens=list(call.tokens),
+            tokens=[call.completion_ids, *call.tokens],
             num_groups=call.num_groups,
             config_key=call.config.key,
             backend=call.backend,
@@ -89,8 +88,9 @@ def _compute(
         plan, static, keep = _plan(hidden, vocab_size, call, kernels)
         head = make_head(
             hidden, weight, bias, kernels, compute_dtype=call.compute_dtype, wants=tuple(call.wants),
-            logits_dtype=config.logits_dtype, chunk_rows=config.chunk_rows, vocab_slice=call.vocab_slice, mask=keep,
+            logits_dtype=config.logits_dtype, chunk_rows=config.chunk_rows, vocab_slice=call.vocab_slice,
         )  # fmt: skip
+        head.keep = keep
         mask = make_token_mask(inputs.kept_ids, inputs.kept_counts, vocab_size, is_static=static)
         values, sums = run(head, plan, kernels, gradients=any(call.wants), static_shapes=static, sampling_mask=mask)
         both = values.columns.narrow_copy(0, 0, 2).view(2, *ids.shape)  # without the other columns
@@ -155,7 +155,6 @@ def grpo_loss(
     hidden: Tensor,
     weight: Tensor,
     bias: Optional[Tensor],
-    completion_ids: Tensor,
     tokens: Sequence[Optional[Tensor]],
     num_groups: int,
     config_key: str,
@@ -165,10 +164,11 @@ def grpo_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(loss, logps, entropy, numbers of Sums, dhidden, dweight, dbias, scale of the last two).
 
-    Unwanted gradients are empty.
+    `tokens`: completion_ids, then the fields of TokenInputs. Unwanted gradients are empty.
     """
-    inputs, config = TokenInputs(*tokens), config_from_key(config_key)  # type: ignore[arg-type]
-    call = LossCall(completion_ids, inputs, num_groups, config, backend, compute_dtype, wants)
+    completion_ids, *given = tokens
+    inputs, config = TokenInputs(*given), config_from_key(config_key)  # type: ignore[arg-type]
+    call = LossCall(cast(Tensor, completion_ids), inputs, num_groups, config, backend, compute_dtype, wants)
     with torch.no_grad():
         (loss, logps, entropy, numbers), gradients = _compute(hidden, weight, bias, call)
     results = loss, logps.clone(), entropy.clone(), numbers  # the results of an operator share no memory
@@ -178,7 +178,8 @@ def grpo_loss(
 
 
 @grpo_loss.register_fake
-def _(hidden, weight, bias, completion_ids, tokens, num_groups, config_key, backend, compute_dtype, wants):
+def _(hidden, weight, bias, tokens, num_groups, config_key, backend, compute_dtype, wants):
+    completion_ids, *tokens = tokens
     dtype = table_dtype(compute_dtype or hidden.dtype)
     f = hidden.new_empty
     given = (hidden, weight, weight if bias is None else bias)
@@ -198,7 +199,8 @@ def _(hidden, weight, bias, completion_ids, tokens, num_groups, config_key, back
 def _save_gradients(ctx, inputs, output):
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    hidden, weight, bias = inputs[:3]
+    hidden, weight, bias, tokens = inputs[:4]
+    ctx.for_tokens = no_gradients(tokens)
     ctx.wants = inputs[-1]
     ctx.dtypes = hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
     ctx.save_for_backward(*output[-4:])
@@ -214,7 +216,7 @@ def _return_gradients(ctx, g_loss, *_):
             times(x, factor, dtype) if want else None
             for x, factor, dtype, want in zip(saved, factors, ctx.dtypes, ctx.wants, strict=True)
         ]
-    return (*gradients, *[None] * 7)
+    return (*gradients, ctx.for_tokens, *[None] * 5)
 
 
 grpo_loss.register_autograd(_return_gradients, setup_context=_save_gradients)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -48,6 +49,11 @@ def wanted(*inputs: Tensor | None) -> tuple[bool, ...]:
     return tuple([x is not None and x.requires_grad for x in inputs])
 
 
+def no_gradients(tensors: Sequence[Tensor | None]) -> list[None] | None:
+    """What an operator's backward returns for this list: torch has a place for each entry if none of them is None."""
+    return None if any(x is None for x in tensors) else [None] * len(tensors)
+
+
 def token_mask(mask: Tensor | None) -> Tensor | None:
     """(N,) bool, False at padding; None where there is none."""
     return None if mask is None else mask.reshape(-1).bool()
@@ -68,13 +74,12 @@ def make_head(
     wants: tuple[bool, ...] = (False, False, False),
     logits_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
-    mask: Tensor | None = None,
     vocab_slice: VocabSlice | None = None,
 ) -> LMHead:
-    """An lm_head with logits of the default type unless told; `mask` (N,): see LMHead.keep."""
+    """An lm_head with logits of the default type unless told."""
     if logits_dtype is None:
         logits_dtype = default_logits_dtype(compute_dtype or hidden.dtype, hidden.device)
-    head = LMHead(hidden, weight, bias, logits_dtype, chunk_rows, backend, wants, mask, compute_dtype)
+    head = LMHead(hidden, weight, bias, logits_dtype, chunk_rows, backend, wants, compute_dtype)
     if vocab_slice is not None:
         head.join(vocab_slice, chunk_rows)
     return head
