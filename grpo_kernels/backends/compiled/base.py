@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import struct
+from array import array
 from collections.abc import Callable
 from types import ModuleType
 from typing import TypeVar, cast
@@ -278,8 +278,7 @@ class CompiledBackend(KernelBackend):
 def _pack(values: dict[str, float], names: tuple[str, ...], integers: int) -> bytes:
     """int32, then float32, in the order of the struct. A float64 beyond float32 becomes infinite, as in C."""
     first, rest = names[:integers], names[integers:]
-    floats = torch.tensor([values[name] for name in rest], dtype=torch.float64, device="cpu").to(torch.float32).tolist()
-    return struct.pack(f"<{len(first)}i{len(rest)}f", *(int(values[name]) for name in first), *floats)
+    return array("i", [int(values[name]) for name in first]).tobytes() + array("f", [values[x] for x in rest]).tobytes()
 
 
 def _mode(x: Tensor | None, shape: torch.Size, sequences: int) -> int:
