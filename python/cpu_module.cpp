@@ -94,6 +94,7 @@ PYBIND11_MODULE(_cpu, m) {
     m.def("kept_dhidden", kept_dhidden);
     m.def("kept_dweight", kept_dweight);
     m.def("group_statistics", group_statistics);
+    m.def("uses_openmp", gk::uses_openmp);
     m.def("has_amx", gk::has_amx);
     m.def("cpu_isa", gk::cpu_isa);
     m.def("set_cpu_isa", gk::set_cpu_isa);

@@ -183,6 +183,42 @@ def test_threads_change_no_bit(isa):
         assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
 
 
+FORKED = """
+import os, sys
+import torch
+sys.path.insert(0, "tests")
+import kernel_checks as c
+from grpo_kernels.backends import get_backend
+from grpo_kernels.contract import KernelParams
+
+torch.set_num_threads(2)
+backend = get_backend("cpu")
+logits, ids = c.make_logits(37, 4099, torch.float32)
+table = c.make_table(37, weight_entropy=0.1)
+
+gradients = torch.empty(2, *logits.shape)
+
+def compute(i):
+    c.single_pass(backend, logits, gradients[i], ids, table, KernelParams(has_old=False))
+
+compute(0)
+assert backend.module.uses_openmp()
+child = os.fork()
+if child == 0:  # without operators of torch, which would wait for its threads
+    compute(1)
+    first, second = gradients.numpy()
+    os._exit(0 if not backend.module.uses_openmp() and first.tobytes() == second.tobytes() else 1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_threads_are_those_of_torch_but_after_a_fork():
+    """A forked process has none of OpenMP's threads, and would wait for them without end."""
+    root = Path(__file__).parents[1]
+    run = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=120, cwd=root)
+    assert run.returncode == 0, run.stderr
+
+
 @pytest.mark.parametrize("dtype", c.DTYPES[1:])
 def test_sixteen_bit_conversion(isa, dtype):
     c.check_sixteen_bits(backend, dtype)

@@ -55,6 +55,7 @@ void group_statistics(const float* rewards, const int64_t* group_index, int64_t 
 
 const char* cpu_isa();               // the instruction set in use: avx512, avx2 or baseline
 void set_cpu_isa(const char* name);  // throws std::invalid_argument for an unknown or unsupported one
+bool uses_openmp();                  // whether threads are those of torch's OpenMP
 bool has_amx();                      // whether the processor multiplies tiles of bfloat16
 
 }  // namespace gk

@@ -1,5 +1,7 @@
-// Work sharing over threads that live for one call: a few microseconds each, against kernels of milliseconds, and
-// nothing to fork, to shut down or to share with another library's pool.
+// Work sharing: over the threads of torch's OpenMP where there is one, else over threads that live for one call.
+//
+// After each product the threads of GNU OpenMP look for work in a loop for some milliseconds, each on a core of its
+// own. Other threads share the cores with them: of two cores a second thread gained nothing right after a product.
 #pragma once
 #include <stdint.h>
 
@@ -29,6 +31,11 @@ inline void check_sequences(const int64_t* offsets, int64_t first, int64_t last,
 
 // ---- threads --------------------------------------------------------------------------------------------------------
 
+// GOMP_parallel(function, data, threads, 0) of the OpenMP that torch has loaded, which runs function(data) in so many
+// threads. Null where there is none, and in a forked process, which has none of its threads.
+using OpenMPParallel = void (*)(void (*function)(void*), void* data, unsigned threads, unsigned flags);
+OpenMPParallel openmp_parallel();
+
 // body(first, last) over [0, count) in pieces of `grain`, handed out in order to whoever is free. A result must depend
 // on its index alone, never on the thread or the piece: then any number of threads gives the same bits. body must not
 // throw.
@@ -36,15 +43,19 @@ template <class Body>
 void parallel_for(int64_t count, int64_t grain, int threads, const Body& body) {
     const int64_t pieces = (count + grain - 1) / grain;
     std::atomic<int64_t> next{0};
-    const auto work = [&] {
+    auto work = [&] {
         for (int64_t piece; (piece = next.fetch_add(1, std::memory_order_relaxed)) < pieces;)
             body(piece * grain, std::min(count, (piece + 1) * grain));
     };
+    const int64_t wanted = std::min<int64_t>(threads, pieces);
+    if (const auto openmp = wanted > 1 ? openmp_parallel() : nullptr) {
+        openmp([](void* given) { (*static_cast<decltype(work)*>(given))(); }, &work, static_cast<unsigned>(wanted), 0);
+        return;
+    }
     std::vector<std::thread> helpers;
-    const int64_t wanted = std::min<int64_t>(threads, pieces) - 1;
-    if (wanted > 0) helpers.reserve(wanted);
+    if (wanted > 1) helpers.reserve(wanted - 1);
     try {
-        for (int64_t i = 0; i < wanted; i++) helpers.emplace_back(work);
+        for (int64_t i = 1; i < wanted; i++) helpers.emplace_back(work);
     } catch (const std::system_error&) {
         // The system gives no more threads: those that started, and this one, do the work.
     }

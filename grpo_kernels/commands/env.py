@@ -132,6 +132,7 @@ def _cpu() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None,
         "instruction_set": None if kernels is None else kernels.module.cpu_isa(),
+        "openmp": kernels is not None and kernels.module.uses_openmp(),
     }
 
 
@@ -184,5 +185,6 @@ def _describe(device: dict[str, Any]) -> str:
     if "capability" in device:
         parts.append(f"image {device['image'] or 'none'}")
     elif device["instruction_set"]:
-        parts.append(f"kernels for {device['instruction_set']}")
+        threads = "torch's threads" if device["openmp"] else "threads of their own"
+        parts.append(f"kernels for {device['instruction_set']}, {threads}")
     return ", ".join(parts)

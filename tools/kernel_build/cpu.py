@@ -8,7 +8,10 @@ from pathlib import Path
 
 from .host import ROOT, HostModule, NinjaFile, compiles, target_machine
 
-SOURCES = ("dispatch", "groups", "objective", "plan", "reduce", "scatter", "sequences", "transpose", "values")
+SOURCES = (
+    *("dispatch", "groups", "objective", "plan", "reduce", "scatter", "sequences", "threads", "transpose"),
+    "values",
+)
 
 # Instruction set -> flags in order of preference: the first that the compiler accepts.
 X86_FLAGS = {
