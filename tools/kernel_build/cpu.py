@@ -48,6 +48,6 @@ def build(filename: str) -> Path:
     for name, flags in sets.items():
         for source in ("rows", "kept"):
             module.add(sources / f"{source}.cpp", [f"-DGK_ISA={name}", *flags], name=f"{source}_{name}")
-    built = module.link(filename)
+    built = module.link(filename, ["-ldl"])  # dlsym, of a library of its own before glibc 2.34
     ninja_file.run()
     return built
