@@ -106,11 +106,10 @@ def sequence_kernel(scored, batch, offsets, out, count, tokens, p, OPTIONS: tl.c
         i = start[:, None] + first + tl.arange(0, BLOCK)[None, :]
         on = tl.load(scored + i, mask=i < stop[:, None], other=0) != 0
         token, found = batch.table + i, batch.columns + i
-        off = (i < stop[:, None]) & ~on
-        tl.store(found + LOGP * tokens, 0.0, mask=off)
-        tl.store(found + ENTROPY * tokens, 0.0, mask=off)
         log_p = tl.load(found + LOGP * tokens, mask=on, other=0.0)
         h = tl.load(found + ENTROPY * tokens, mask=on, other=0.0)
+        tl.store(found + LOGP * tokens, log_p, mask=i < stop[:, None])  # 0 where not scored
+        tl.store(found + ENTROPY * tokens, h, mask=i < stop[:, None])
         A = tl.load(token + ADVANTAGE * tokens, mask=on, other=0.0)
         weight = tl.load(token + WEIGHT_DIRECT * tokens, mask=on, other=0.0)
         weight_entropy = tl.load(token + WEIGHT_ENTROPY * tokens, mask=on, other=0.0)
