@@ -480,6 +480,6 @@ class FoldingBackend(Backend, Protocol):
 class TransposingBackend(Backend, Protocol):
     """A backend that writes the transpose of a product, for oneDNN, which is slow where it has to transpose."""
 
-    transposes_first: bool  # also the first share of a sum in 16 bits, which a product could write by itself
+    has_amx: bool  # the processor multiplies tiles of bfloat16, and oneDNN then transposes for next to nothing
 
     def add_transposed(self, target: Tensor, source: Tensor, *, add: bool) -> None: ...

@@ -17,6 +17,7 @@ from helpers import (
     relative,
     set_mask_way,
 )
+from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_kernels.backends import get_backend
@@ -181,16 +182,20 @@ def test_nothing_beyond_a_row_of_gradients_reaches_a_product(seed, backend):
 
 
 @pytest.mark.parametrize("chunk_rows", [None, 16, 5])  # one chunk, a few into a 16-bit sum, many into float32
-@pytest.mark.parametrize("transposes_first", [False, True])
-def test_both_ways_to_write_the_first_share_of_dweight(monkeypatch, transposes_first, chunk_rows):
-    """h^T dlogits, transposed, or dlogits^T h: the processor decides, and no machine has both kinds."""
-    calls = []
-    monkeypatch.setattr(CpuBackend, "transposes_first", transposes_first)
+@pytest.mark.parametrize("has_amx", [False, True])
+def test_products_of_bfloat16_with_and_without_amx(monkeypatch, has_amx, chunk_rows):
+    """The first share of dweight is h^T dlogits, transposed, or dlogits^T h; dhidden is computed in pieces, or at once:
+    the processor decides, and no machine has both kinds."""
+    calls, pieces = [], []
+    monkeypatch.setattr(CpuBackend, "has_amx", has_amx)
+    monkeypatch.setattr(lm_head, "DHIDDEN_ROWS", 7)
+    call_counter(monkeypatch, Tensor, "addmm_", pieces, lambda total, rows, weight: len(rows))
     call_counter(monkeypatch, CpuBackend, "add_transposed", calls, lambda *arguments, add: add)
     batch, config = make_batch(3, sequences=8).head_as(BFLOAT), gk.GRPOConfig(chunk_rows=chunk_rows)
     exact, eager = reference(batch, config), reference(batch, config, BFLOAT)
     found = [relative(result.grads["weight"], exact.grads["weight"]) for result in (fused(batch, config, "cpu"), eager)]
     assert found[0] <= found[1]
     in_float32 = chunk_rows == 5
-    assert (False in calls) == (transposes_first or in_float32)
+    assert (False in calls) == (not has_amx or in_float32)
     assert (True in calls) == (chunk_rows is not None)
+    assert (max(pieces) <= 7) == (has_amx or chunk_rows == 5)
