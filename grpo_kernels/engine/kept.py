@@ -113,7 +113,9 @@ def mask_rows(mask: TokenMask, ids: Tensor, index: Tensor, vocab_size: int) -> M
     """
     counts, sampled = mask.counts[index].long(), ids[index]
     row, given = _given(mask, index, counts)
-    outside = _outside(given, row, index.numel(), vocab_size) | (sampled < 0) | (sampled >= vocab_size)
+    outside = None
+    if not checks_values(ids.device):  # else nothing is
+        outside = _outside(given, row, index.numel(), vocab_size) | (sampled < 0) | (sampled >= vocab_size)
     # Memory is read at rows of the weight even then.
     keys = given.clamp(0, vocab_size - 1).long().add_(row, alpha=vocab_size)
     wanted = torch.arange(index.numel(), device=index.device) * vocab_size + sampled.clamp(0, vocab_size - 1)
@@ -124,7 +126,9 @@ def mask_rows(mask: TokenMask, ids: Tensor, index: Tensor, vocab_size: int) -> M
         counts = counts + added
         row = torch.repeat_interleave(counts)
         found = torch.searchsorted(keys, wanted)
-    places = torch.where(outside, -1, found - (counts.cumsum(0) - counts))
+    places = found - (counts.cumsum(0) - counts)
+    if outside is not None:
+        places = torch.where(outside, -1, places)
     return MaskRows(index, keys.sub_(row, alpha=vocab_size).to(torch.int32), counts, counts, places, added)
 
 
