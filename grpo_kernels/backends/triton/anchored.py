@@ -38,7 +38,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ...contract import FIELD, KernelParams, RowStats
-from .arguments import Matrix
 from .layout import TEMPERATURE
 from .maths import INV_LN2, LN2, expm1, log1p, softcap
 from .matmul import (
@@ -69,7 +68,8 @@ class Work(NamedTuple):
 
     y_ids: Tensor  # (N,) y of the sampled ids; 0 for an id outside the vocabulary
     slope_ids: Tensor  # (N,) the softcap's slope there; 1
-    exps: Matrix  # E (N, V)
+    exps: Tensor  # E (N, V)
+    exps_row_stride: int  # not as a Matrix: Triton 3.6 loses a number in a tuple inside a tuple if it is 1
     partials: Tensor  # (2, parts, N) float64: sums of 2^t and of 2^t t, without the sampled id
     stats: RowStats  # (N,)
     scale: Tensor  # (N,) v
@@ -141,7 +141,7 @@ def exponential_kernel(hidden, weight, head, ids, temperature, work, count, per_
     token_tile, part = place(head.group)
     rows = rows_of_tile(token_tile, ids, temperature, count, head, TILES)
     y_id = tl.load(work.y_ids + rows.at, mask=rows.live, other=0.0)
-    exps_at = work.exps.data + rows.at.to(tl.int64) * work.exps.row_stride
+    exps_at = work.exps + rows.at.to(tl.int64) * work.exps_row_stride
     sums = tl.zeros((BLOCK_M,), tl.float64), tl.zeros((BLOCK_M,), tl.float64)
     first_tile = part * per_part
     last_tile = tl.minimum(first_tile + per_part, tl.cdiv(head.vocab, BLOCK_V))
@@ -190,8 +190,8 @@ def scale_kernel(work, vocab, ids, table, table_row_stride, count, parts, p, OPT
     v = (-g_logp * chain / (1.0 + rest)).to(tl.float32)
     tl.store(work.scale + rows, tl.where(g_logp == 0.0, 0.0, v), mask=live)
     slope_id = tl.load(work.slope_ids + rows, mask=live, other=0.0)
-    at_id = work.exps.data + rows.to(tl.int64) * work.exps.row_stride + id_
-    tl.store(at_id, (-rest.to(tl.float32) * slope_id).to(work.exps.data.dtype.element_ty), mask=known)
+    at_id = work.exps + rows.to(tl.int64) * work.exps_row_stride + id_
+    tl.store(at_id, (-rest.to(tl.float32) * slope_id).to(work.exps.dtype.element_ty), mask=known)
 
 
 @triton.jit(do_not_specialize=["ids", "table", "table_row_stride"])
@@ -237,8 +237,8 @@ def repair_kernel(hidden, weight, head, ids, table, table_row_stride, work, p, O
         y, slope = row_logits(h, weight, head, columns, OPTIONS)
         e = tl.exp2(exponent(y, reference, to_exponent)) * slope
         e = tl.where(columns == id_, e_id, e)
-        at = work.exps.data + rows * work.exps.row_stride + columns
-        tl.store(at, e.to(work.exps.data.dtype.element_ty), mask=columns < head.vocab)
+        at = work.exps + rows * work.exps_row_stride + columns
+        tl.store(at, e.to(work.exps.dtype.element_ty), mask=columns < head.vocab)
 
 
 @triton.jit
@@ -280,7 +280,7 @@ def anchored(
     # Tensors of their own, not rows of one: each is to begin on 16 bytes, whatever the count.
     y_ids, slope_ids, scale = (torch.empty(count, dtype=torch.float32, device=hidden.device) for _ in range(3))
     work = Work(
-        y_ids, slope_ids, Matrix.of(exps),
+        y_ids, slope_ids, exps, exps.stride(0),
         partials=torch.empty(2, parts, count, dtype=torch.float64, device=hidden.device),
         stats=empty_stats(count, hidden.device), scale=scale,
         overflowed=torch.empty(count, dtype=torch.int8, device=hidden.device),
