@@ -1,4 +1,4 @@
-"""The compile gate can fail: planted numbers, nothing is compiled here. Kernels do not depend on the number of rows."""
+"""The compile gate can fail: planted numbers. Kernels are launched as they were compiled, for any number of rows."""
 
 from __future__ import annotations
 
@@ -6,11 +6,19 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import compile_gate
 import pytest
+import triton
 from compile_cases import CASES
 from compile_gate import Found, complaints, leftovers, new_budget, uncalled, uncovered
+
+TESTS = Path(__file__).resolve().parent
+sys.path.insert(0, str(TESTS.parent / "tools"))
+
+from kernel_build.host import find_compiler  # noqa: E402
 
 ROWS, MATMUL = ("rows.single_pass_kernel: fp32", "sm_90"), ("linear.product_kernel: bf16", "sm_90")
 GOOD = {
@@ -109,13 +117,30 @@ def test_the_interpreter_is_refused():
     assert done.returncode == 2 and "TRITON_INTERPRET" in done.stderr
 
 
+def without_interpreter(script: str, *arguments: str, **variables: str) -> Any:
+    """What a script of this folder prints, from JSON."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
+    environment["PYTHONPATH"] = os.pathsep.join([str(compile_gate.ROOT), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, str(TESTS / script), *arguments]
+    return json.loads(subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout)
+
+
+def test_tritons_launcher_hands_over_what_each_kernel_takes(tmp_path):
+    """Down to cuLaunchKernelEx, in a libcuda that runs nothing: named tuples are taken apart as they were compiled."""
+    include = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
+    library = tmp_path / "libcuda.so.1"
+    command = [*find_compiler(), "-shared", "-fPIC", f"-I{include}", TESTS / "driver/triton_libcuda.cpp", "-o", library]
+    subprocess.run(command, check=True)
+    folder = str(tmp_path)
+    launched = without_interpreter("triton_launches.py", folder, LD_LIBRARY_PATH=folder, TRITON_CACHE_DIR=folder)
+    assert {name for name, numbers in launched.items() if not numbers} == set()
+    assert {name: pair for name, numbers in launched.items() for pair in numbers if pair[0] != pair[1]} == {}
+    assert "rows.single_pass_kernel" in launched
+
+
 def test_another_number_of_rows_compiles_nothing_anew():
     """One key per kernel for 1, 16, 17 and 4,096 rows, wherever a chunk begins: no graph can compile."""
-    script = compile_gate.ROOT / "tests" / "launch_keys.py"
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(compile_gate.ROOT), environment.get("PYTHONPATH", "")])
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=True)
-    keys = json.loads(done.stdout)
+    keys = without_interpreter("launch_keys.py")
     assert set(keys) == set(CASES)
     assert {f"{kernel} in {case}": n for case, found in keys.items() for kernel, n in found.items() if n != 1} == {}
     assert {kernel for found in keys.values() for kernel in found} >= {"rows.single_pass_kernel", "plan.order_kernel"}
