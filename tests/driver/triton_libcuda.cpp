@@ -23,6 +23,10 @@ CUresult cuCtxGetCurrent(CUcontext* context) {
     *context = CUcontext(1);
     return CUDA_SUCCESS;
 }
+CUresult cuCtxGetDevice(CUdevice* device) {
+    *device = 0;
+    return CUDA_SUCCESS;
+}
 CUresult cuCtxSetCurrent(CUcontext) { return CUDA_SUCCESS; }
 CUresult cuCtxGetLimit(size_t*, CUlimit) { return CUDA_SUCCESS; }
 CUresult cuCtxSetLimit(CUlimit, size_t) { return CUDA_SUCCESS; }
@@ -36,6 +40,11 @@ CUresult cuModuleLoadData(CUmodule* module, const void*) {
 }
 CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char*) {
     *function = CUfunction(1);
+    return CUDA_SUCCESS;
+}
+CUresult cuModuleUnload(CUmodule) { return CUDA_SUCCESS; }
+CUresult cuStreamIsCapturing(CUstream, CUstreamCaptureStatus* status) {
+    *status = CU_STREAM_CAPTURE_STATUS_NONE;
     return CUDA_SUCCESS;
 }
 CUresult cuFuncGetAttribute(int* value, CUfunction_attribute name, CUfunction) {
