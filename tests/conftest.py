@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def _rows_are_left_out_of_small_calls_too(monkeypatch):
     """On a CPU calls as small as those of tests would compute padding: test_launches.py compares the two."""
-    monkeypatch.setattr("grpo_kernels.engine.loss_op._SMALL_PRODUCT", 0)
+    monkeypatch.setattr("grpo_kernels.engine.shared._SMALL_PRODUCT", 0)
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from triton.runtime import interpreter
 
 import grpo_kernels as gk
 from grpo_kernels.contract import TokenInputs
-from grpo_kernels.engine import loss_op
+from grpo_kernels.engine import logps_op, loss_op, shared
 
 KERNEL = "a Triton kernel"
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_")
@@ -105,7 +105,7 @@ def test_small_calls_on_a_cpu_compute_finite_padding(monkeypatch, preset, paddin
     hidden = torch.where(batch.options["completion_mask"][..., None], batch.hidden, padding)
     monkeypatch.setattr(loss_op, "run", lambda *a, **named: ways.append(named["static_shapes"]) or run(*a, **named))
     for limit in (2**18, 0):
-        monkeypatch.setattr(loss_op, "_SMALL_PRODUCT", limit)
+        monkeypatch.setattr(shared, "_SMALL_PRODUCT", limit)
         leaves = [x.to(dtype).requires_grad_() for x in (hidden, batch.weight)]
         config = gk.GRPOConfig.preset(preset)
         out = gk.fused_grpo_loss(*leaves, batch.ids, batch.advantages, **batch.options, config=config, backend="cpu")
@@ -114,3 +114,30 @@ def test_small_calls_on_a_cpu_compute_finite_padding(monkeypatch, preset, paddin
     assert ways == [math.isfinite(padding), False]
     for x, y in zip(*found, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch", "triton"])
+@pytest.mark.parametrize(
+    "options",
+    [{"entropy": True}, {"temperature": 0.7, "logit_softcap": 5.0}, {"sequences": 1, "vocab": 2500}],
+    ids=["plain", "transformed", "a product in pieces"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_small_calls_on_a_cpu_are_scored_at_once(monkeypatch, dtype, options, backend):
+    """With the same bits as by a head and a scorer, which serve all other calls."""
+    sizes = {name: options[name] for name in ("vocab", "sequences") if name in options}
+    batch, calls = make_batch(3, width=4, **sizes).head_as(dtype), []
+    options = {name: x for name, x in options.items() if name not in sizes}
+    at_once = logps_op._score_at_once
+    monkeypatch.setattr(logps_op, "_score_at_once", lambda *given: calls.append(1) or at_once(*given))
+
+    def score(limit: int, **more) -> list[torch.Tensor]:
+        monkeypatch.setattr(shared, "_SMALL_PRODUCT", limit)
+        found = gk.fused_logps(batch.hidden, batch.weight, batch.ids, backend=backend, **options, **more)
+        return [x for x in found if x is not None]
+
+    with torch.no_grad():
+        assert all(torch.equal(x, y) for x, y in zip(score(2**18), score(0), strict=True))
+        assert len(calls) == (dtype == torch.float32 and not sizes)
+        score(2**18, completion_mask=torch.ones_like(batch.ids))
+    assert len(calls) == (dtype == torch.float32 and not sizes)

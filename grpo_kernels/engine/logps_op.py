@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..backends import get_backend
-from ..contract import TokenValues, no_values
+from ..contract import Backend, LogitChunk, Rows, TokenValues, no_values
 from ..plain import check_gathered
 from ..validate import check_temperature, check_values
 from .backward import refuse_double_backward
@@ -22,6 +22,7 @@ from .products import settled_precision
 from .shared import (
     filled,
     is_capturing,
+    is_small_product,
     is_traced,
     logit_params,
     make_head,
@@ -58,6 +59,12 @@ class LogpsCall(NamedTuple):
     kept_ids: Optional[Tensor] = None  # of a SamplingMask
     kept_counts: Optional[Tensor] = None
     vocab_slice: Optional[VocabSlice] = None  # which rows of the whole weight this rank has; None: all
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is nothing but ids and numbers."""
+        others = self.mask is None and self.kept_ids is None and self.vocab_slice is None
+        return others and self.compute_dtype is None and not isinstance(self.temperature, Tensor)
 
     @property
     def description(self) -> tuple[object, ...]:
@@ -108,10 +115,12 @@ def _compute(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: Logps
     vocab_size = weight.shape[0] if call.vocab_slice is None else call.vocab_slice.vocab_size
     if not kernels.ids_are_valid(ids, vocab_size, call.mask):
         check_values(ids, call.mask, vocab_size, None)
-    mask, static = token_mask(call.mask), is_capturing(hidden.device)
-    if isinstance(call.temperature, Tensor):
-        check_temperature(call.temperature, None if mask is None else mask.view(ids.shape))
     with settled_precision(hidden.device):
+        if bias is None and hidden.dtype.itemsize > 2 and call.is_plain and is_small_product(hidden, weight.shape[0]):
+            return _score_at_once(hidden, weight, call, kernels)
+        mask, static = token_mask(call.mask), is_capturing(hidden.device)
+        if isinstance(call.temperature, Tensor):
+            check_temperature(call.temperature, None if mask is None else mask.view(ids.shape))
         head = make_head(
             hidden, weight, bias, kernels, compute_dtype=call.compute_dtype, vocab_slice=call.vocab_slice
         )  # fmt: skip
@@ -127,6 +136,17 @@ def _compute(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: Logps
         scorer.score(index, entropy=call.want_entropy)
         head.release()
         return values.only(mask) if static and mask is not None else values
+
+
+def _score_at_once(hidden: Tensor, weight: Tensor, call: LogpsCall, kernels: Backend) -> TokenValues:
+    """`_compute` by one product and one row kernel: to make a head and a scorer takes as long as all the rest."""
+    logits = torch.mm(hidden.reshape(-1, hidden.shape[-1]), weight.T)
+    rows, new = Rows(0, logits.shape[0]), logits.new_empty
+    values = TokenValues(new((2, rows.count)), new(rows.count, dtype=torch.float64))
+    chunk = LogitChunk(logits, rows, call.completion_ids.reshape(-1).contiguous().long(), None)
+    temperature = logits.new_full((rows.count,), cast(float, call.temperature))
+    kernels.statistics(chunk, temperature, values, logit_params(call.logit_scale, call.softcap))
+    return values
 
 
 def _shaped(values: TokenValues, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor]:

@@ -22,12 +22,9 @@ from .chunks import run
 from .kept import make_token_mask
 from .plan import Plan, make_plan
 from .products import settled_precision
-from .shared import is_capturing, is_traced, is_weight_bound, make_head, no_gradients, table_dtype
+from .shared import is_capturing, is_small_product, is_traced, is_weight_bound, make_head, no_gradients, table_dtype
 from .token_ops import empty_sums
 from .vocab_parallel import VocabSlice, describe, refuse_traced_slice
-
-# N H V up to which a CPU needs less time for the products of all rows than to gather some and put them back, 10 us.
-_SMALL_PRODUCT = 2**18
 
 
 class LossCall(NamedTuple):
@@ -107,7 +104,7 @@ def _plan(hidden: Tensor, vocab_size: int, call: LossCall, kernels: Backend) -> 
     given = inputs, ids, call.config, call.num_groups, kernels
     plan, small = None, False
     if kernels.checks_values and _can_be_checked_by_a_plan(inputs):
-        small = inputs.kept_counts is None and ids.numel() * vocab_size * hidden.shape[-1] <= _SMALL_PRODUCT
+        small = inputs.kept_counts is None and is_small_product(hidden, vocab_size)
         padding = hidden if small else None
         plan = make_plan(*given, static_shapes=static or small, dtype=dtype, vocab_size=vocab_size, padding=padding)
     if plan is None or not plan.tokens.valid:

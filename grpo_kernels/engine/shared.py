@@ -10,11 +10,12 @@ from torch import Tensor
 
 from ..contract import Backend, KernelParams, TokenValues
 from .chunks import Scorer
-from .lm_head import LMHead
+from .lm_head import FORWARD_ROWS, LMHead
 from .memory import default_logits_dtype
 from .vocab_parallel import VocabSlice
 
 _WEIGHT_BOUND_TOKENS = 256
+_SMALL_PRODUCT = 2**18  # N H V
 
 
 def table_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -40,6 +41,12 @@ def is_weight_bound(device: torch.device, num_tokens: int) -> bool:
     product of N rows does N per byte of W. To read the counts of rows costs a wait for the device.
     """
     return device.type != "cpu" and num_tokens <= _WEIGHT_BOUND_TOKENS
+
+
+def is_small_product(hidden: Tensor, vocab_size: int) -> bool:
+    """Whether a CPU takes less time for a product of all rows than to gather some and put them back, 10 us."""
+    small = vocab_size <= FORWARD_ROWS and 0 < hidden.numel() * vocab_size <= _SMALL_PRODUCT
+    return small and hidden.device.type == "cpu"
 
 
 def wanted(*inputs: Tensor | None) -> tuple[bool, ...]:
