@@ -112,6 +112,8 @@ def check_head(
     shape, leading, width = weight.shape, hidden.shape[:-1], hidden.shape[-1]
     if len(leading) not in (1, 2):
         raise ValueError(f"hidden has shape {tuple(hidden.shape)}; expected (B, T, H) or packed (N, H)")
+    if width == 0:
+        raise ValueError(f"hidden has shape {tuple(hidden.shape)}; expected hidden states of H >= 1 numbers")
     if len(shape) != 2 or shape[1] != width:
         raise ValueError(f"lm_head_weight has shape {tuple(shape)}; expected (V, H) with H = {width} as in hidden")
     if shape[0] == 0:

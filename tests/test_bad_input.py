@@ -67,6 +67,7 @@ CASES = {
     "weight transposed": (lambda: changed(lm_head_weight=torch.rand(24, 67)), ValueError, "lm_head_weight", "(24, 67)", "(V, H)"),
     "weight 1-D": (lambda: changed(lm_head_weight=torch.rand(24)), ValueError, "lm_head_weight", "(24,)", "(V, H)"),
     "weight empty": (lambda: changed(lm_head_weight=torch.rand(0, 24)), ValueError, "lm_head_weight", "no rows", "V >= 1"),
+    "no width": (lambda: changed(hidden=torch.rand(4, 6, 0), lm_head_weight=torch.rand(67, 0)), ValueError, "hidden", "0)", "H >= 1"),
     "bias": (lambda: changed(lm_head_bias=torch.rand(66)), ValueError, "lm_head_bias", "(66,)", "(67,)"),
     "ids": (lambda: changed(completion_ids=torch.zeros(4, 7).long()), ValueError, "completion_ids", "(4, 7)", "(4, 6)"),
     "ids shifted": (lambda: changed(hidden=torch.rand(4, 7, 24)), ValueError, "completion_ids", "(4, 6)", "(4, 7)", "[:, :-1]"),

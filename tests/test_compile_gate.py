@@ -132,7 +132,8 @@ def test_tritons_launcher_hands_over_what_each_kernel_takes(tmp_path):
     command = [*find_compiler(), "-shared", "-fPIC", f"-I{include}", TESTS / "driver/triton_libcuda.cpp", "-o", library]
     subprocess.run(command, check=True)
     folder = str(tmp_path)
-    launched = without_interpreter("triton_launches.py", folder, LD_LIBRARY_PATH=folder, TRITON_CACHE_DIR=folder)
+    libraries = os.pathsep.join(filter(None, [folder, os.environ.get("LD_LIBRARY_PATH")]))
+    launched = without_interpreter("triton_launches.py", folder, LD_LIBRARY_PATH=libraries, TRITON_CACHE_DIR=folder)
     assert {name for name, numbers in launched.items() if not numbers} == set()
     assert {name: pair for name, numbers in launched.items() for pair in numbers if pair[0] != pair[1]} == {}
     assert "rows.single_pass_kernel" in launched

@@ -6,10 +6,11 @@ Counted on a CPU, where Triton's kernels run in the interpreter. A product is on
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
-from helpers import make_batch, off_policy
+from helpers import make_batch, make_sampling_mask, off_policy
 from torch.profiler import ProfilerActivity, profile
 from triton.runtime import interpreter
 
@@ -116,28 +117,44 @@ def test_small_calls_on_a_cpu_compute_finite_padding(monkeypatch, preset, paddin
         torch.testing.assert_close(x, y, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-6)
 
 
+def scored_at_once(monkeypatch, batch, limit: int, **options) -> tuple[list[torch.Tensor], bool]:
+    """(log-probabilities, entropy and gradients of fused_logps, whether by one product and one row kernel)."""
+    calls, at_once = [], logps_op._score_at_once
+    leaves = [x.detach().requires_grad_() for x in (batch.hidden, batch.weight)]
+    with monkeypatch.context() as patch:
+        patch.setattr(logps_op, "_score_at_once", lambda *given: calls.append(given) or at_once(*given))
+        patch.setattr(shared, "_SMALL_PRODUCT", limit)
+        logps, entropy = gk.fused_logps(*leaves, batch.ids, entropy=True, **options)
+        (logps.sum() + entropy.square().sum()).backward()
+    return [logps, entropy, *(x.grad for x in leaves)], len(calls) == 1
+
+
 @pytest.mark.parametrize("backend", ["cpu", "torch", "triton"])
-@pytest.mark.parametrize(
-    "options",
-    [{"entropy": True}, {"temperature": 0.7, "logit_softcap": 5.0}, {"sequences": 1, "vocab": 2500}],
-    ids=["plain", "transformed", "a product in pieces"],
-)
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "logit_scale": 0.5, "logit_softcap": 5.0}], ids=len)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_small_calls_on_a_cpu_are_scored_at_once(monkeypatch, dtype, options, backend):
-    """With the same bits as by a head and a scorer, which serve all other calls."""
-    sizes = {name: options[name] for name in ("vocab", "sequences") if name in options}
-    batch, calls = make_batch(3, width=4, **sizes).head_as(dtype), []
-    options = {name: x for name, x in options.items() if name not in sizes}
-    at_once = logps_op._score_at_once
-    monkeypatch.setattr(logps_op, "_score_at_once", lambda *given: calls.append(1) or at_once(*given))
+    """One product and one row kernel give the same bits as an LMHead and a Scorer, which compute 16-bit products."""
+    batch = make_batch(3).head_as(dtype)
+    batch = replace(batch, hidden=batch.hidden[:, 1:], ids=batch.ids[:, 1:].int())
+    small, at_once = scored_at_once(monkeypatch, batch, 2**18, backend=backend, **options)
+    others, not_at_once = scored_at_once(monkeypatch, batch, 0, backend=backend, **options)
+    assert all(torch.equal(x, y) for x, y in zip(small, others, strict=True))
+    assert at_once == (dtype == torch.float32) and not not_at_once
 
-    def score(limit: int, **more) -> list[torch.Tensor]:
-        monkeypatch.setattr(shared, "_SMALL_PRODUCT", limit)
-        found = gk.fused_logps(batch.hidden, batch.weight, batch.ids, backend=backend, **options, **more)
-        return [x for x in found if x is not None]
 
-    with torch.no_grad():
-        assert all(torch.equal(x, y) for x, y in zip(score(2**18), score(0), strict=True))
-        assert len(calls) == (dtype == torch.float32 and not sizes)
-        score(2**18, completion_mask=torch.ones_like(batch.ids))
-    assert len(calls) == (dtype == torch.float32 and not sizes)
+@pytest.mark.parametrize("what", ["mask", "bias", "sampling mask", "temperatures", "autocast", "more ids", "no tokens"])
+def test_other_small_calls_are_not_scored_at_once(monkeypatch, what):
+    batch = make_batch(3, vocab=2500 if what == "more ids" else 67, sequences=0 if what == "no tokens" else 2, width=4)
+    options = {
+        "mask": {"completion_mask": torch.ones_like(batch.ids)},
+        "bias": {"lm_head_bias": torch.ones(67)},
+        "sampling mask": {"sampling_mask": make_sampling_mask(tuple(batch.ids.shape), 67)},
+        "temperatures": {"temperature": torch.full(batch.ids.shape, 0.5)},
+    }.get(what, {})
+    with torch.autocast("cpu", torch.bfloat16, enabled=what == "autocast"):
+        assert not scored_at_once(monkeypatch, batch, 2**18, **options)[1]
+
+
+def test_a_slice_of_the_vocabulary_is_not_scored_at_once():
+    call = logps_op.LogpsCall(torch.zeros(2), None, 1.0, 1.0, 0.0, False, "cpu", None)
+    assert call.is_plain and not call._replace(vocab_slice=object()).is_plain

@@ -84,9 +84,9 @@ class WeightGradient:
             self.total = torch.mm(dlogits.T, h)
 
     def _transposes(self) -> bool:
-        """Whether the backend does, not oneDNN. The first share of a 16-bit sum a product can write by itself: with AMX
-        a step of (2048, 576, 49152) so takes 1.15 times its products instead of 1.43, of (512, 2048, 128256) 1.06
-        instead of 1.17."""
+        """Whether the backend transposes, instead of oneDNN. The first share of a 16-bit sum a product can write by
+        itself: with AMX a step of (2048, 576, 49152) then takes 1.15 times its products instead of 1.43, of
+        (512, 2048, 128256) 1.06 instead of 1.17."""
         if not self.backend.adds_transposed:
             return False
         adds = self.total is not None or self.sums_in_float32

@@ -114,7 +114,7 @@ def mask_rows(mask: TokenMask, ids: Tensor, index: Tensor, vocab_size: int) -> M
     counts, sampled = mask.counts[index].long(), ids[index]
     row, given = _given(mask, index, counts)
     outside = None
-    if not checks_values(ids.device):  # else nothing is
+    if not checks_values(ids.device):  # where values are checked, such ids were refused
         outside = _outside(given, row, index.numel(), vocab_size) | (sampled < 0) | (sampled >= vocab_size)
     # Memory is read at rows of the weight even then.
     keys = given.clamp(0, vocab_size - 1).long().add_(row, alpha=vocab_size)

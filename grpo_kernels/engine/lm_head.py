@@ -33,16 +33,13 @@ from .backward import FinishedGradients, power_of_two_scale, waiting_dtype
 from .chunk import Chunk, visited
 from .dweight import WeightGradient, pieces
 from .memory import chunk_sizes
-from .products import PIECE_ROWS, SPLIT_SUM_ELEMENTS, product, returns_float32
+from .products import PIECE_ROWS, SPLIT_SUM_ELEMENTS, dhidden_rows, product, returns_float32
 from .scratch import Scratch
 from .vocab_parallel import VocabSlice
 
 # Rows of W in one float32 product of the forward pass on a CPU: 512 hidden rows against 1,024 take up to 9 % less time
 # than against all of W at once (H from 576 to 2048, V from 49,152 to 151,936), against 2,048 another 1 to 4 % less.
 FORWARD_ROWS = 2048
-# Rows of dlogits in one bfloat16 product dlogits W with few columns, by AMX: for 512 to 1,280 rows oneDNN takes 1.4 to
-# 1.6 times as long as for these (H = 576, 768; V from 49,152 to 151,936). From 896 columns on a whole chunk is faster.
-DHIDDEN_ROWS, _FEW_COLUMNS = 352, 768
 
 
 class _Types(NamedTuple):
@@ -338,8 +335,8 @@ class LMHead:
     def _add_times_weight(self, start: Tensor, dlogits: Tensor) -> Tensor:
         """start (C, H), to which dlogits W is added, in bfloat16 on a CPU."""
         count, backend = dlogits.shape[0], self.backend
-        if start.shape[1] <= _FEW_COLUMNS and backend.adds_transposed and cast(TransposingBackend, backend).has_amx:
-            count = -(-count // max(1, -(-count // DHIDDEN_ROWS)))
+        if backend.adds_transposed and cast(TransposingBackend, backend).has_amx:
+            count = dhidden_rows(count, start.shape[1])
         for part, rows in zip(start.split(count), dlogits.split(count), strict=True):
             part.addmm_(rows, self.weight)
         return start

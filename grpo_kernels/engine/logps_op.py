@@ -17,7 +17,7 @@ from ..validate import check_temperature, check_values
 from .backward import refuse_double_backward
 from .chunks import Scorer, add_mask
 from .kept import KeptLogits, make_token_mask
-from .lm_head import LMHead
+from .lm_head import FORWARD_ROWS, LMHead
 from .products import settled_precision
 from .shared import (
     filled,
@@ -116,7 +116,7 @@ def _compute(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: Logps
     if not kernels.ids_are_valid(ids, vocab_size, call.mask):
         check_values(ids, call.mask, vocab_size, None)
     with settled_precision(hidden.device):
-        if bias is None and hidden.dtype.itemsize > 2 and call.is_plain and is_small_product(hidden, weight.shape[0]):
+        if bias is None and call.is_plain and _is_one_small_product(hidden, weight):
             return _score_at_once(hidden, weight, call, kernels)
         mask, static = token_mask(call.mask), is_capturing(hidden.device)
         if isinstance(call.temperature, Tensor):
@@ -136,6 +136,12 @@ def _compute(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: Logps
         scorer.score(index, entropy=call.want_entropy)
         head.release()
         return values.only(mask) if static and mask is not None else values
+
+
+def _is_one_small_product(hidden: Tensor, weight: Tensor) -> bool:
+    """Whether the logits of all these rows are a small product, for an LMHead a single one with the same bits."""
+    single = 0 < hidden.numel() and hidden.dtype.itemsize > 2 and weight.shape[0] <= FORWARD_ROWS
+    return single and is_small_product(hidden, weight.shape[0])
 
 
 def _score_at_once(hidden: Tensor, weight: Tensor, call: LogpsCall, kernels: Backend) -> TokenValues:

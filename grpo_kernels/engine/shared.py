@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..contract import Backend, KernelParams, TokenValues
 from .chunks import Scorer
-from .lm_head import FORWARD_ROWS, LMHead
+from .lm_head import LMHead
 from .memory import default_logits_dtype
 from .vocab_parallel import VocabSlice
 
@@ -44,9 +44,8 @@ def is_weight_bound(device: torch.device, num_tokens: int) -> bool:
 
 
 def is_small_product(hidden: Tensor, vocab_size: int) -> bool:
-    """Whether a CPU takes less time for a product of all rows than to gather some and put them back, 10 us."""
-    small = vocab_size <= FORWARD_ROWS and 0 < hidden.numel() * vocab_size <= _SMALL_PRODUCT
-    return small and hidden.device.type == "cpu"
+    """Whether a CPU takes less time for a product of all rows than to prepare one of some, 10 us."""
+    return hidden.numel() * vocab_size <= _SMALL_PRODUCT and hidden.device.type == "cpu"
 
 
 def wanted(*inputs: Tensor | None) -> tuple[bool, ...]:
