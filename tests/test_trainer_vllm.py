@@ -1,8 +1,9 @@
 """Rollouts from vLLM, against a stand-in: it takes a GPU, and is no part of these tests.
 
-`Engine` and `SamplingParams` hold what the trainer asks of vLLM 0.11 and later, recorded from its documentation: names
-of arguments, weights by the names of a checkpoint, logprobs per token as {id: .logprob}. The stand-in samples with
-transformers, from the weights that it was given and from nothing else: stale or wrong ones show in rollout_mismatch.
+`Engine` and `SamplingParams` hold what the trainer asks of vLLM 0.11 and later, recorded from its documentation and
+found again in the source of 0.33.0: names of arguments, weights by the names of a checkpoint, logprobs per token as
+{id: .logprob}. The stand-in samples with transformers, from the weights that it was given and from nothing else: stale
+or wrong ones show in rollout_mismatch.
 """
 
 from __future__ import annotations
