@@ -58,8 +58,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def _rows_are_left_out_of_small_calls_too(monkeypatch):
-    """On a CPU calls as small as those of tests would compute padding: test_launches.py compares the two."""
+def _small_calls_take_the_way_of_large_ones(monkeypatch):
+    """On a CPU calls as small as those of tests compute padding, or no chunks: test_launches.py compares both ways."""
     monkeypatch.setattr("grpo_kernels.engine.shared._SMALL_PRODUCT", 0)
 
 

@@ -155,6 +155,14 @@ def test_other_small_calls_are_not_scored_at_once(monkeypatch, what):
         assert not scored_at_once(monkeypatch, batch, 2**18, **options)[1]
 
 
+def test_small_calls_refuse_an_unknown_strategy_too(monkeypatch):
+    monkeypatch.setenv("GRPO_KERNELS_STRATEGY", "lines")
+    monkeypatch.setattr(shared, "_SMALL_PRODUCT", 2**18)
+    batch = make_batch(3)
+    with pytest.raises(ValueError, match="GRPO_KERNELS_STRATEGY='lines'"):
+        gk.fused_logps(batch.hidden, batch.weight, batch.ids)
+
+
 def test_a_slice_of_the_vocabulary_is_not_scored_at_once():
     call = logps_op.LogpsCall(torch.zeros(2), None, 1.0, 1.0, 0.0, False, "cpu", None)
     assert call.is_plain and not call._replace(vocab_slice=object()).is_plain

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..backends import get_backend
+from ..backends.strategy import choose_strategy
 from ..contract import Backend, LogitChunk, Rows, TokenValues, no_values
 from ..plain import check_gathered
 from ..validate import check_temperature, check_values
@@ -116,7 +117,7 @@ def _compute(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: Logps
     if not kernels.ids_are_valid(ids, vocab_size, call.mask):
         check_values(ids, call.mask, vocab_size, None)
     with settled_precision(hidden.device):
-        if bias is None and call.is_plain and _is_one_small_product(hidden, weight):
+        if bias is None and call.is_plain and _is_one_small_product(hidden, weight, kernels):
             return _score_at_once(hidden, weight, call, kernels)
         mask, static = token_mask(call.mask), is_capturing(hidden.device)
         if isinstance(call.temperature, Tensor):
@@ -138,10 +139,10 @@ def _compute(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: Logps
         return values.only(mask) if static and mask is not None else values
 
 
-def _is_one_small_product(hidden: Tensor, weight: Tensor) -> bool:
+def _is_one_small_product(hidden: Tensor, weight: Tensor, kernels: Backend) -> bool:
     """Whether the logits of all these rows are a small product, for an LMHead a single one with the same bits."""
     single = 0 < hidden.numel() and hidden.dtype.itemsize > 2 and weight.shape[0] <= FORWARD_ROWS
-    return single and is_small_product(hidden, weight.shape[0])
+    return single and is_small_product(hidden, weight.shape[0]) and choose_strategy(kernels, hidden, weight) == "rows"
 
 
 def _score_at_once(hidden: Tensor, weight: Tensor, call: LogpsCall, kernels: Backend) -> TokenValues:

@@ -103,9 +103,9 @@ def transposed_columns(width: int) -> int:
 def dhidden_rows(count: int, width: int) -> int:
     """Rows in one product dlogits W (count, width) of bfloat16 on a CPU with AMX.
 
-    oneDNN leaves the second of two threads without work in those below: in pieces they take 0.57 to 0.66 of the time
-    (width 576 and 640). Other sizes, and one thread, take 1.1 to 1.2 times as long in pieces; more than two threads
-    were not measured.
+    oneDNN leaves the second of two threads without work where the width is 576 or 640 and the rows are 512 to 1,280:
+    pieces of 352 rows take 0.57 to 0.66 of the time. At other sizes pieces are faster for some numbers of rows and up
+    to 1.4 times as slow for others, with one thread always slower. More than two threads were not measured.
     """
     if torch.get_num_threads() != 2 or not (512 < width <= 640 and 512 <= count <= 1280):
         return count

@@ -9,8 +9,8 @@ from pathlib import Path
 from .host import ROOT, HostModule, NinjaFile, compiles, target_machine
 
 SOURCES = (
-    *("dispatch", "groups", "objective", "plan", "reduce", "scatter", "sequences", "threads", "transpose"),
-    "values",
+    *("dispatch", "groups", "objective", "plan", "reduce"),
+    *("scatter", "sequences", "threads", "transpose", "values"),
 )
 
 # Instruction set -> flags in order of preference: the first that the compiler accepts.
