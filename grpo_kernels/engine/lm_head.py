@@ -262,7 +262,7 @@ class LMHead:
         dtype = self.waiting_dtypes[i]
         if total is None:
             return torch.zeros(x.shape, dtype=dtype, device=x.device)
-        total = total if total.shape == x.shape else total.view(x.shape)
+        total = total if total.shape == x.shape else total.view(*x.shape)
         return total if total.dtype is dtype else recycled.empty(x.shape, dtype, x.device).copy_(total)
 
     def _accumulate_corrected(self, rows: Rows, dlogits: Tensor, ids: Tensor, error: Tensor) -> None:

@@ -5,6 +5,7 @@ No `from __future__ import annotations` here, and Optional[X] for X | None: torc
 # ruff: noqa: UP045
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple, Optional, cast
 
 import torch
@@ -147,23 +148,31 @@ def _is_one_small_product(hidden: Tensor, weight: Tensor, kernels: Backend) -> b
 
 def _score_at_once(hidden: Tensor, weight: Tensor, call: LogpsCall, kernels: Backend) -> TokenValues:
     """`_compute` by one product and one row kernel: to make a head and a scorer takes as long as all the rest."""
-    logits = torch.mm(hidden.reshape(-1, hidden.shape[-1]), weight.T)
+    logits, ids = torch.mm(hidden.reshape(-1, hidden.shape[-1]), weight.T), call.completion_ids
+    if not (ids.dtype is torch.int64 and ids.is_contiguous()):
+        ids = ids.long().contiguous()
     rows, new = Rows(0, logits.shape[0]), logits.new_empty
-    values = TokenValues(new((2, rows.count)), new(rows.count, dtype=torch.float64))
-    chunk = LogitChunk(logits, rows, call.completion_ids.reshape(-1).contiguous().long(), None)
-    temperature = logits.new_full((rows.count,), cast(float, call.temperature))
-    kernels.statistics(chunk, temperature, values, logit_params(call.logit_scale, call.softcap))
+    values = TokenValues(new(2, rows.count), new(rows.count, dtype=torch.float64))
+    temperature = _temperatures(cast(float, call.temperature), rows.count, logits.dtype)
+    params = logit_params(call.logit_scale, call.softcap)
+    kernels.statistics(LogitChunk(logits, rows, ids.view(-1), None), temperature, values, params)
     return values
+
+
+@lru_cache(maxsize=4)  # small calls, such as those of a rollout, are of few sizes
+def _temperatures(temperature: float, count: int, dtype: torch.dtype) -> Tensor:
+    """(count,) of one temperature on the CPU. Nobody writes to it."""
+    return torch.full((count,), temperature, dtype=dtype, device="cpu")
 
 
 def _shaped(values: TokenValues, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
     """(logps, entropy, lse) with memory of their own."""
-    return _own(values, 0, shape), _own(values, 1, shape), values.lse.view(shape)
+    return _own(values, 0, shape), _own(values, 1, shape), values.lse.view(*shape)
 
 
 def _own(values: TokenValues, column: int, shape: torch.Size) -> Tensor:
     """A column with memory of its own."""
-    return values.columns.narrow_copy(0, column, 1).view(shape)
+    return values.columns.narrow_copy(0, column, 1).view(*shape)
 
 
 def _split(

@@ -97,8 +97,8 @@ class CompiledBackend(KernelBackend):
         ids = ids if ids.dtype is torch.int64 and ids.is_contiguous() else ids.to(torch.int64).contiguous()
         # One by one, and by new_empty, which takes half the time of torch.empty or of a view of one block.
         new = cast(Tensor, advantages).new_empty
-        table, lengths = new((len(TABLE_FIELDS), tokens)), new(sequences)
-        values = TokenValues(new((len(VALUE_FIELDS), tokens)), new(tokens, dtype=torch.float64))
+        table, lengths = new(len(TABLE_FIELDS), tokens), new(sequences)
+        values = TokenValues(new(len(VALUE_FIELDS), tokens), new(tokens, dtype=torch.float64))
         scored, active = new(tokens, dtype=torch.bool), new(tokens, dtype=torch.bool)
         limits = ids.new_empty(sequences + 1)
         clean = ids.view(-1) if mask is None else ids.new_empty(tokens)
