@@ -357,7 +357,7 @@ class Backend(Protocol):
     """
 
     name: str
-    adds_transposed: bool  # it is a TransposingBackend
+    has_amx: bool  # it is a TransposingBackend: it runs on a processor that multiplies tiles of bfloat16
     checks_values: bool  # its plan looks at values, see PlannedTokens.valid
 
     def why_not(self, device: torch.device) -> str:
@@ -478,8 +478,6 @@ class FoldingBackend(Backend, Protocol):
 
 
 class TransposingBackend(Backend, Protocol):
-    """A backend that writes the transpose of a product, for oneDNN, which is slow where it has to transpose."""
-
-    has_amx: bool  # the processor multiplies tiles of bfloat16, and oneDNN then transposes for next to nothing
+    """A backend that adds the transpose of a product: with AMX oneDNN takes longer for a product that it adds."""
 
     def add_transposed(self, target: Tensor, source: Tensor, *, add: bool) -> None: ...

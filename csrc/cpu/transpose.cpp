@@ -1,5 +1,5 @@
-// target = source^T, or target += source^T: a piece of the weight's gradient, which the matrix library computes faster
-// as h^T dlogits (H, columns) than as dlogits^T h (columns, H), see products.py.
+// target = source^T, or target += source^T: a piece of the weight's gradient. With AMX the matrix library takes less
+// time for h^T dlogits (H, columns) than to add dlogits^T h (columns, H) to a sum, see dweight.py.
 //
 // In squares of 8 x 8 along eight rows of the target, which are written whole: 64-byte lines of a power-of-two row
 // stride would fall into few sets of a cache.

@@ -271,7 +271,7 @@ class KernelBackend:
     """A backend with kernels of its own. Logits (C, V) are in fp32, bf16 or fp16, at any row stride; everything per
     token is fp32."""
 
-    adds_transposed = False
+    has_amx = False
     checks_values = False
 
     def __init_subclass__(cls) -> None:

@@ -178,7 +178,7 @@ def make_buckets(rows: MaskRows) -> Buckets:
     total = sum(size * (least << k) for k, size in enumerate(sizes))
 
     ids = torch.full((total,), -1, dtype=torch.int32, device=device)
-    ids[_places(begin, rows.counts)[1]] = rows.ids
+    ids.scatter_(0, _places(begin, rows.counts)[1], rows.ids)  # on a CPU in half the time of an assignment by indices
     token_of = rows.index[order].to(torch.int32).repeat_interleave(width, output_size=total)
 
     matrices, first, start = [], 0, 0

@@ -21,13 +21,13 @@ rounded once, however many chunks there were.
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..backends.strategy import choose_strategy
-from ..contract import Backend, RowGradients, Rows, TransposingBackend
+from ..contract import Backend, RowGradients, Rows
 from . import recycled
 from .backward import FinishedGradients, power_of_two_scale, waiting_dtype
 from .chunk import Chunk, visited
@@ -334,8 +334,8 @@ class LMHead:
 
     def _add_times_weight(self, start: Tensor, dlogits: Tensor) -> Tensor:
         """start (C, H), to which dlogits W is added, in bfloat16 on a CPU."""
-        count, backend = dlogits.shape[0], self.backend
-        if backend.adds_transposed and cast(TransposingBackend, backend).has_amx:
+        count = dlogits.shape[0]
+        if self.backend.has_amx:
             count = dhidden_rows(count, start.shape[1])
         for part, rows in zip(start.split(count), dlogits.split(count), strict=True):
             part.addmm_(rows, self.weight)

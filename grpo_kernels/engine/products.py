@@ -93,9 +93,8 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 def transposed_columns(width: int) -> int:
     """Columns of dlogits in one product h^T dlogits (H, columns) of bfloat16 on a CPU.
 
-    Without AMX oneDNN takes 1.6 times as long for dlogits^T h, where it has to transpose dlogits: of h^T there are few
-    rows. The result, about 4 MiB, is still in a cache when it is written to its place (csrc/cpu/transpose.cpp). An odd
-    multiple of 32, since rows a power of two apart would fall into few sets of a cache.
+    The result, about 4 MiB, is still in a cache when it is added in its place (csrc/cpu/transpose.cpp). An odd multiple
+    of 32, since rows a power of two apart would fall into few sets of a cache.
     """
     return max(1, 2**21 // (64 * width)) * 64 + 32
 

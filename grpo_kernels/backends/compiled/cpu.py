@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -20,12 +21,11 @@ class CpuBackend(CompiledBackend):
     """CompiledBackend on the CPU, in torch's number of threads."""
 
     name = "cpu"
-    adds_transposed = True
     checks_values = True
 
-    @property
-    def has_amx(self) -> bool:
-        return self.module.has_amx()
+    def __init__(self, module: ModuleType) -> None:
+        super().__init__(module)
+        self.has_amx = module.has_amx()
 
     def why_not(self, device: torch.device) -> str:
         return ""

@@ -35,7 +35,7 @@ SCALED_AT_ONCE = 1 << 22  # numbers that `scale` holds in float32
 
 class TorchBackend:
     name = "torch"
-    adds_transposed = False
+    has_amx = False
     checks_values = False
 
     def why_not(self, device: torch.device) -> str:
