@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
+import select
 import shutil
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -18,6 +22,7 @@ import training
 from training import run, same_weights, steps
 
 from grpo_kernels.trainer import checkpoint
+from grpo_kernels.trainer.ranks import Ranks, Signals
 from grpo_kernels.trainer.rollout import _Draw
 from grpo_kernels.trainer.train import Trainer
 
@@ -97,7 +102,7 @@ def test_a_run_that_is_killed_ten_times_ends_with_the_same_bits(model, data, tmp
     ]
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 @pytest.mark.parametrize("when", ["update", "sampling"])
 def test_a_signal_saves_and_leaves_with_a_status_of_its_own(number, status, when, model, data, tmp_path, monkeypatch):
     options = HARD | {"max_steps": 6, "save_steps": 0}
@@ -119,6 +124,39 @@ def test_a_signal_saves_and_leaves_with_a_status_of_its_own(number, status, when
     assert len(list((tmp_path / "run").glob("checkpoint-*"))) == 1 and not (tmp_path / "run" / "model").exists()
     assert run(model, data, tmp_path / "run", resume_from_checkpoint="auto", **options) == 0
     assert same_weights(tmp_path / "whole", tmp_path / "run")
+
+
+def test_a_run_whose_terminal_closes_saves(model, data, tmp_path):
+    """To write to that terminal is an error from then on, and a progress bar is written to it all the time."""
+    words = training.arguments(model, data, tmp_path / "run", **HARD | {"max_steps": 10**6, "disable_tqdm": False})
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "grpo_kernels", "train", *words], stdin=theirs, stdout=theirs, stderr=theirs,
+        start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        env={**os.environ, "PYTHONPATH": f"{HERE}:{HERE.parent}", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    os.close(theirs)
+    with process:
+        shown, end = b"", time.monotonic() + 300
+        while b"updates" not in shown and time.monotonic() < end:
+            if select.select([ours], [], [], 1)[0]:
+                shown += os.read(ours, 4096)
+        os.close(ours)
+        assert process.wait(timeout=300) == 129, shown
+    assert len(list((tmp_path / "run").glob("checkpoint-*"))) == 1
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_nohup_is_respected(ignored):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        with (signals := Signals(Ranks())).noted():
+            os.kill(os.getpid(), signal.SIGHUP)
+            time.sleep(0.01)
+        assert signals.received == (0 if ignored else signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 # --- pitfall 19 -------------------------------------------------------------------------------------------------------
@@ -278,8 +316,6 @@ def test_another_number_of_threads_is_said(model, data, whole, tmp_path, capfd):
 
 def test_a_second_interrupt_does_not_wait(model, data, tmp_path):
     """The first Ctrl-C is noted; the second one interrupts at once."""
-    from grpo_kernels.trainer.ranks import Ranks, Signals
-
     before = signal.getsignal(signal.SIGINT)  # ignored where a shell started the tests in the background
     signals = Signals(Ranks())
     with signals.noted():

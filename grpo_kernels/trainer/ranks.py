@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
@@ -55,18 +56,24 @@ class Interrupted(BaseException):
 
 
 class Signals:
-    """SIGTERM and Ctrl-C: the run stops at the next moment at which its state is whole, saves it, and leaves."""
+    """SIGTERM, Ctrl-C and the SIGHUP of a terminal that closes: the run stops at the next moment at which its state is
+    whole, saves it, and leaves."""
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
         self.received = 0  # the first signal
         self._at_once = False
+        self._on_terminal: list[int] = []  # standard output and error, where they are a terminal
 
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Within it the first signal is noted; a second Ctrl-C interrupts at once."""
-        # Other threads get no signals.
-        numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
+        numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # by nohup
+            numbers.pop()
+        if threading.current_thread() is not threading.main_thread():  # other threads get no signals
+            numbers.clear()
+        self._on_terminal = [handle for handle in (1, 2) if os.isatty(handle)]
         before = [(number, signal.signal(number, self._note)) for number in numbers]
         try:
             yield
@@ -89,8 +96,17 @@ class Signals:
         if self.received and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = number
+        if number == signal.SIGHUP:
+            self._leave_terminal()
         if self._at_once:
             raise Interrupted
+
+    def _leave_terminal(self) -> None:
+        """Write to nowhere what a closed terminal would have shown: to write to it is an error."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for handle in self._on_terminal:
+            os.dup2(nowhere, handle)
+        os.close(nowhere)
 
     def check(self) -> None:
         """Raise Interrupted where any rank got a signal; every rank calls it."""

@@ -74,7 +74,7 @@ class Trainer:
             except Interrupted:
                 save(made, p)
                 made.log.say(f"stopped by a signal after step {p.step}; --resume-from-checkpoint auto goes on")
-                return 128 + made.signals.received  # as shells have it: 130 after Ctrl-C, 143 after SIGTERM
+                return 128 + made.signals.received  # as shells have it: 130 after Ctrl-C
 
     # --- rollout ------------------------------------------------------------------------------------------------------
 
