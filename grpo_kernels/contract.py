@@ -478,6 +478,6 @@ class FoldingBackend(Backend, Protocol):
 
 
 class TransposingBackend(Backend, Protocol):
-    """A backend that adds the transpose of a product: with AMX oneDNN takes longer for a product that it adds."""
+    """A backend that adds a transposed product to a sum: with AMX oneDNN takes longer to add one itself."""
 
     def add_transposed(self, target: Tensor, source: Tensor, *, add: bool) -> None: ...

@@ -144,6 +144,7 @@ def test_a_run_whose_terminal_closes_saves(model, data, tmp_path):
                 shown += os.read(ours, 4096)
         os.close(ours)
         assert process.wait(timeout=300) == 129, shown
+    assert b"updates" in shown
     assert len(list((tmp_path / "run").glob("checkpoint-*"))) == 1
 
 
