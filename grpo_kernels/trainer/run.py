@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.state import PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from transformers import get_scheduler
 
+from .accelerator import init_trackers, make_accelerator
 from .arguments import ARITHMETIC, TrainArguments, to_json
 from .checkpoint import (
     CONFIG,
@@ -39,7 +37,6 @@ from .rewards import Rewards
 from .rollout import Sampler, eos_ids
 from .vllm import VLLM
 
-PROJECT = "grpo-kernels"  # by which trackers call the runs
 OWN = (LOG, SAMPLES, CONFIG, "summary.json", "report.html", "model", "rollouts")
 
 
@@ -53,7 +50,7 @@ class Run:
         self.arguments = a = arguments
         self.ranks, self.folder = Ranks(use_cpu=a.use_cpu), Path(a.output_dir)
         a.check(self.ranks.count)
-        self.accelerator = _make_accelerator(a)
+        self.accelerator = make_accelerator(a)
         with self.ranks.together():
             self.checkpoint = _claim(self.folder, a, self.ranks.count)
             if self.accelerator.is_main_process:
@@ -74,7 +71,7 @@ class Run:
         self.scheduler = _make_scheduler(self.optimizer, a)
         with self.ranks.together():
             if not a.dry_run:
-                _init_trackers(self.accelerator, a)
+                init_trackers(self.accelerator, a)
             if self.accelerator.is_main_process:
                 write_text(self.folder / CONFIG, json.dumps(to_json(a, self.ranks.count), indent=1) + "\n")
         self.signals = Signals(self.ranks)
@@ -132,50 +129,6 @@ def _make_scheduler(optimizer: Any, a: TrainArguments) -> Any:
         )  # fmt: skip
     except TypeError as error:
         raise ValueError(f"lr_scheduler_kwargs={a.lr_scheduler_kwargs!r}: {error}") from None
-
-
-def _make_accelerator(a: TrainArguments) -> Accelerator:
-    """The accelerator, of which the launcher's configuration decides how processes share the work, and nothing else."""
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":  # which accelerate ignores on CPUs
-        raise ValueError("accelerate's configuration has distributed_type=DEEPSPEED; expected DDP or FSDP2")
-    shards = a.fsdp or os.environ.get("ACCELERATE_USE_FSDP") == "true"
-    sharding = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
-    accelerator = Accelerator(
-        cpu=a.use_cpu, mixed_precision="bf16" if a.bf16 else "no", log_with=a.report_to or None,
-        project_dir=a.output_dir, fsdp_plugin=sharding if a.fsdp else None,
-    )  # fmt: skip
-    if shards and accelerator.distributed_type is DistributedType.MULTI_CPU:
-        # On CPUs accelerate ignores the plugin and takes DDP, though all else of its FSDP2 works there.
-        PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
-        accelerator.state.fsdp_plugin = sharding if a.fsdp else FullyShardedDataParallelPlugin()
-    kind, settings, layout = accelerator.distributed_type, accelerator.state, accelerator.parallelism_config
-    for name, found, expected, instead in (
-        ("distributed_type", kind.value, ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "FSDP"),
-         "DDP or FSDP2"),
-        ("fsdp_version", settings.fsdp_plugin.fsdp_version if kind is DistributedType.FSDP else 2, (2,), "2"),
-        ("mixed_precision", os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), ("no", accelerator.mixed_precision),
-         "no, or bf16 with --bf16"),
-        ("gradient_accumulation_steps", accelerator.gradient_accumulation_steps, (1,),
-         "1, and --gradient-accumulation-steps"),
-        ("dynamo_backend", os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower(), ("no",), "no"),
-        ("tensor, context or sequence parallelism", bool(layout and layout.non_data_parallel_size > 1), (False,),
-         "data parallelism"),
-    ):  # fmt: skip
-        if found not in expected:
-            raise ValueError(f"accelerate's configuration has {name}={found}; expected {instead}")
-    absent = sorted(set(a.report_to) - set(map(str, accelerator.log_with)))  # accelerate says nothing
-    if absent:
-        raise ValueError(f"report_to={', '.join(absent)}: not installed (pip install {' '.join(absent)})")
-    return accelerator
-
-
-def _init_trackers(accelerator: Accelerator, a: TrainArguments) -> None:
-    options = {"wandb": {"dir": os.environ.get("WANDB_DIR", a.output_dir)}} if "wandb" in a.report_to else {}
-    settings = {name: str(value) for name, value in to_json(a, accelerator.num_processes).items()}
-    try:
-        accelerator.init_trackers(PROJECT, settings, options)
-    except Exception as error:  # of the trackers, such as an account that is not known
-        raise ValueError(f"report_to={', '.join(a.report_to)}: {error}") from error
 
 
 # --- the output folder ------------------------------------------------------------------------------------------------
