@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pytest
@@ -14,6 +15,7 @@ from transformers import AutoTokenizer
 
 from grpo_kernels.commands.cli import main
 from grpo_kernels.trainer import commands
+from grpo_kernels.trainer.accelerator import configure_deepspeed
 from grpo_kernels.trainer.arguments import TrainArguments, parse
 from grpo_kernels.trainer.run import Run
 
@@ -196,13 +198,36 @@ def test_a_tracker_that_refuses(model, data, tmp_path, monkeypatch, capfd):
     ("ACCELERATE_MIXED_PRECISION", "fp16", "mixed_precision=fp16; expected no"),
     ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", "gradient_accumulation_steps=4; expected 1"),
     ("ACCELERATE_DYNAMO_BACKEND", "EAGER", "dynamo_backend=eager; expected no"),
-    ("ACCELERATE_USE_DEEPSPEED", "true", "distributed_type=DEEPSPEED; expected DDP or FSDP2"),
+    ("ACCELERATE_USE_DEEPSPEED", "true", "DeepSpeed needs GPUs and `accelerate launch`; expected DDP or FSDP2"),
 ])  # fmt: skip
 def test_a_configuration_of_accelerate_that_would_change_the_steps(name, value, words, model, data, tmp_path,
                                                                    monkeypatch, capfd):  # fmt: skip
     monkeypatch.setenv(name, value)
     assert run(model, data, tmp_path / "run") == 2
     assert words in refused(tmp_path / "run", capfd)
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"zero_optimization": {"stage": 0}}, "zero_optimization.stage=0; expected 1 or 2"),
+    ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage=3; expected 1 or 2"),
+    ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "offload=nvme; expected none or"),
+    ({"bf16": {"enabled": True}}, "bf16.enabled=True; expected False or auto"),
+    ({"fp16": {"enabled": True}}, "fp16.enabled=True"),
+    ({"optimizer": {"type": "Lion"}}, "optimizer={'type': 'Lion'}; expected None"),
+    ({"scheduler": {"type": "WarmupLR"}}, "scheduler={'type': 'WarmupLR'}"),
+    ({"gradient_clipping": 0.5}, "gradient_clipping=0.5; expected auto or 1.0"),
+    ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2; expected auto or 1"),
+    ({"train_micro_batch_size_per_gpu": 3}, "train_micro_batch_size_per_gpu=3; expected auto or 256"),
+    ({"train_batch_size": 8}, "train_batch_size=8; expected auto or 512"),
+])  # fmt: skip
+def test_a_configuration_of_deepspeed_that_would_change_the_steps(change, words):
+    config = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
+    with pytest.raises(ValueError, match=re.escape(f"DeepSpeed's configuration has {words}")):
+        configure_deepspeed(config | change, parse(["--bf16"]), 2)
+    configure_deepspeed(config, parse(["--bf16"]), 2)
+    assert config["gradient_clipping"] == 1.0 and config["torch_autocast"]["enabled"]
+    with pytest.raises(ValueError, match="dtype=bfloat16 under DeepSpeed; expected float32, and --bf16"):
+        configure_deepspeed(config, parse(["--dtype", "bfloat16"]), 2)
 
 
 def test_rollouts_that_do_not_fit(model, data, tmp_path, capfd):

@@ -235,5 +235,5 @@ def test_the_same_seed_gives_the_same_run(model, data, tmp_path):
 
 def test_a_step_that_is_not_finite_is_not_made(model, data, tmp_path, capfd):
     assert run(model, data, tmp_path / "run", scale_rewards="none", reward_funcs="training:huge") == 1
-    assert re.search(r"step \d: loss .*; the step was not made", capfd.readouterr().err)
+    assert re.search(r"step \d: loss .*; the run ends here", capfd.readouterr().err)
     assert not steps(tmp_path / "run")

@@ -8,6 +8,7 @@ import json
 import math
 import sys
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -228,28 +229,53 @@ PROCESSES: dict[str, dict[str, Any]] = {
 }
 
 
+# How processes share the work: the options, DeepSpeed's stage of ZeRO, and the cases.
+_ZERO = ("dapo", "entropy bonus", "reference that follows", "gradient checkpointing", "LoRA")
+KINDS: dict[str, tuple[dict[str, Any], int, Iterable[str]]] = {
+    "DDP": ({}, 0, PROCESSES),
+    "FSDP2": ({"fsdp": True}, 0, PROCESSES),
+    "ZeRO-1": ({"use_cpu": None}, 1, _ZERO[:2]),
+    "ZeRO-2": ({"use_cpu": None}, 2, _ZERO),
+}
+
+
 def test_two_processes_take_the_steps_of_one(rollouts, tmp_path):
     short = dict(replay=rollouts, max_steps=4, **_TWO_PASSES)  # two rollouts, each used twice
     one = {name: short | options for name, options in PROCESSES.items()}
     sampled = dict(num_generations=8, save_rollouts=True, reward_funcs="trl_parity:reward", **_TWO_PASSES)
     # In the middle of a rollout, with a reference policy that has moved.
-    saved = dict(sampled, save_steps=3, save_total_limit=9, beta=0.1, sync_ref_model=True, ref_model_sync_steps=2)
+    saved = dict(sampled, save_steps=3, save_total_limit=9, beta=0.1, sync_ref_model=True, ref_model_sync_steps=2,
+                 lr_scheduler_type="linear")  # fmt: skip
     jobs = []
-    for kind in ("DDP", "FSDP2"):
+    for kind, (own, stage, compared) in KINDS.items():
         resumed = dict(saved, resume_from_checkpoint=tmp_path / f"{kind}, saved" / "checkpoint-3")
-        for name, options in {**one, "sampled": sampled, "saved": saved, "resumed": resumed}.items():
-            half = {**options, **_HALF, "fsdp": kind == "FSDP2"}
-            jobs.append({"name": f"{kind}, {name}", "argv": command_line(tmp_path / f"{kind}, {name}", **half)})
+        cases = {name: one[name] for name in compared} | {"sampled": sampled, "saved": saved, "resumed": resumed}
+        for name, options in cases.items():
+            argv = command_line(tmp_path / f"{kind}, {name}", **{**options, **_HALF, **own})
+            jobs.append({"name": f"{kind}, {name}", "argv": argv, "zero_stage": stage})
+    zero = dict(_HALF, use_cpu=None)
+    special = {
+        "DDP, bf16": (0, {**one["dapo"], **_HALF, "bf16": True}),
+        "ZeRO-2, bf16": (2, {**one["dapo"], **zero, "bf16": True}),
+        "not finite": (2, {**sampled, **zero, "scale_rewards": "none", "reward_funcs": "training:huge"}),
+        "other stage": (2, {**saved, **zero, "resume_from_checkpoint": tmp_path / "ZeRO-1, saved" / "checkpoint-3"}),
+    }
+    for name, (stage, options) in special.items():
+        jobs.append({"name": name, "argv": command_line(tmp_path / name, **options), "zero_stage": stage})
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
     trl_parity.two_processes(str(Path(__file__).with_name("trainer_ranks.py")), str(tmp_path))
     outcomes = json.loads((tmp_path / "rank-0.json").read_text())
-    assert outcomes == {job["name"]: 0 for job in jobs}
+    assert outcomes == {job["name"]: 0 for job in jobs} | {"not finite": 1, "other stage": 2}
+    assert not steps_of(tmp_path / "not finite")
+    single, autocast = steps_of(tmp_path / "DDP, dapo"), steps_of(tmp_path / "DDP, bf16")
+    assert largest_difference(steps_of(tmp_path / "ZeRO-2, bf16"), autocast, STEPS // 2) < TOLERANCE
+    assert largest_difference(single, autocast, STEPS // 2) > TOLERANCE
     for name, options in one.items():
         expected = train(tmp_path / f"one, {name}", **options)
-        for folder in (tmp_path / f"{kind}, {name}" for kind in ("DDP", "FSDP2")):
+        for folder in (tmp_path / f"{kind}, {name}" for kind, (*_, compared) in KINDS.items() if name in compared):
             check_steps(folder, expected)
             assert weights_differ(folder, tmp_path / f"one, {name}") < TOLERANCE, folder
-    for kind in ("DDP", "FSDP2"):
+    for kind in KINDS:
         check_sampled(tmp_path / f"{kind}, sampled")
         before, after = (steps_of(tmp_path / f"{kind}, {name}") for name in ("saved", "resumed"))
         assert [(x["loss"], x["grad_norm"], x["kl"]) for x in after] == [

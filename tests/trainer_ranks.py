@@ -2,9 +2,9 @@
 
     torchrun --nproc_per_node 2 trainer_ranks.py FOLDER
 
-FOLDER/jobs.json is a list of runs: {"name": ..., "argv": [...]}, and for one that is to be resumed after its second
-step "copy_of": the output folder of a run that has ended. Rank r writes FOLDER/rank-r.json: for each name the exit
-status, or the error with its type.
+FOLDER/jobs.json is a list of runs: {"name": ..., "argv": [...]}, for one that is to be resumed after its second
+step "copy_of": the output folder of a run that has ended, and for one under DeepSpeed "zero_stage". Rank r writes
+FOLDER/rank-r.json: for each name the exit status, or the error with its type.
 """
 
 from __future__ import annotations
@@ -52,10 +52,26 @@ class Trainer(commands.Trainer):
     def __init__(self, made):
         assert made.ranks.count == 2
         assert isinstance(made.policy, FSDPModule) is made.arguments.fsdp
+        stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "0")
+        assert str(made.policy.zero_optimization_stage() if hasattr(made.policy, "allreduce_gradients") else 0) == stage
         super().__init__(made)
 
 
-def run(argv: list[str]) -> int | str:
+def under_deepspeed(stage: int) -> None:
+    """As `accelerate launch --use_deepspeed --zero_stage` has it, which accelerate has for GPUs alone."""
+    os.environ.update(ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_ZERO_STAGE=str(stage), DS_ACCELERATOR="cpu")
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # DeepSpeed calls torch.compile where it is imported, for 2 s
+    PartialState(cpu=True).distributed_type = DistributedType.DEEPSPEED  # with gloo
+    os.environ.pop("ACCELERATE_USE_CPU", None)
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # which it would compile: gloo serves
+    deepspeed.utils.logger.setLevel("ERROR")
+
+
+def run(argv: list[str], zero_stage: int) -> int | str:
+    if zero_stage:
+        under_deepspeed(zero_stage)
     try:
         return commands.train(argv)
     except (ValueError, RuntimeError) as error:
@@ -63,7 +79,8 @@ def run(argv: list[str]) -> int | str:
     finally:
         AcceleratorState._reset_state()
         PartialState().distributed_type = DistributedType.MULTI_CPU  # as it was, before a run that sharded
-        os.environ.pop("ACCELERATE_USE_FSDP", None)
+        for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_DEEPSPEED_ZERO_STAGE"):
+            os.environ.pop(name, None)
 
 
 def halve(run: Path, copy: Path) -> None:
@@ -84,7 +101,7 @@ def main() -> None:
     for job in json.loads((folder / "jobs.json").read_text()):
         if "copy_of" in job:
             halve(folder / job["copy_of"], folder / job["name"])
-        seen[job["name"]] = run(job["argv"])
+        seen[job["name"]] = run(job["argv"], job.get("zero_stage", 0))
     (folder / f"rank-{RANK}.json").write_text(json.dumps(seen))
     torch.distributed.barrier()
     sys.stdout.flush()

@@ -12,7 +12,7 @@ rewards/       reward functions, and the process that runs them; code in a sandb
 batch.py       advantages, masks and padding: from completions to the arguments of the loss
 log.py         the numbers of a step; log.jsonl, samples.jsonl, progress bar, TensorBoard and others
 progress.py    what changes from step to step, saved and restored; checkpoint.py: folders and rollouts on the disk
-accelerator.py how processes share the work, by the launcher's configuration: DDP, FSDP2
+accelerator.py how processes share the work, by the launcher's configuration: DDP, FSDP2, DeepSpeed
 ranks.py       what processes tell each other; signals
 
 arithmetic.py  the generated task of the default run, and the small model that it starts from

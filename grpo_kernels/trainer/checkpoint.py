@@ -100,12 +100,17 @@ def check_same_run(path: Path, a: TrainArguments, num_processes: int) -> None:
         raise RunError(f"{path.parent} belongs to a run with other options: {', '.join(changed)}")
 
 
-def check_state(checkpoint: Path, a: TrainArguments, prompts: Sequence[Prompt]) -> None:
+def check_state(checkpoint: Path, a: TrainArguments, prompts: Sequence[Prompt], zero_stage: int) -> None:
     """Raise RunError where a run of the same options cannot go on from the state in a checkpoint."""
     state = json.loads((checkpoint / STATE).read_text())
     if state["prompts"] != fingerprint(prompts):
         name = a.dataset_name or ARITHMETIC
         raise RunError(f"{checkpoint} was written with other prompts: dataset_name={name} has changed since")
+    written = state.get("zero_stage", 0)
+    if written != zero_stage:
+        raise RunError(
+            f"{checkpoint} was written under ZeRO stage {written} (0: no DeepSpeed); this run has {zero_stage}"
+        )
     if state["progress"]["step"] > a.max_steps:
         raise RunError(f"{checkpoint} is beyond max_steps={a.max_steps}")
 

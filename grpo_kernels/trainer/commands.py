@@ -18,6 +18,7 @@ from accelerate.utils import broadcast_object_list
 from ..benchmarks.machine import peak, restart_peak
 from ..engine.memory import chunk_sizes
 from . import RunError, evaluate, report
+from .accelerator import zero_stage
 from .arguments import TrainArguments, parse
 from .rewards import SandboxUnavailable
 from .run import Run
@@ -118,14 +119,17 @@ def _estimate(made: Run) -> dict[str, int]:
 
     a, head = made.arguments, made.bare_policy.lm.get_output_embeddings().weight
     trained = sum(local(p) for p in made.policy.parameters() if p.requires_grad)
+    stage = zero_stage(made.accelerator)
+    part = trained // made.ranks.count if stage else trained
     tokens = a.per_device_train_batch_size * a.max_completion_length
     rows = chunk_sizes(tokens, head.shape[0], torch.float32, head.dtype, made.accelerator.device, None).products
     logits = {"fused": rows * head.shape[0] * 4, "eager": EAGER_COPIES * tokens * head.shape[0] * 4}
     other = "eager" if a.loss == "fused" else "fused"
     return {
         "parameters": sum(local(p) for p in made.policy.parameters()),
-        "gradients": trained,
-        "AdamW's two averages": 2 * trained,
+        "gradients": part if stage == 2 else trained,
+        "AdamW's two averages": 2 * part,
+        **({"DeepSpeed's own copy of what is trained": part} if stage else {}),
         "reference policy": trained if a.beta else 0,
         f"logits of the {a.loss} loss, at most (--loss {other}: {logits[other] / MIB:,.1f})": logits[a.loss],
     }

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import get_scheduler
 
-from .accelerator import init_trackers, make_accelerator
+from .accelerator import init_trackers, make_accelerator, zero_stage
 from .arguments import ARITHMETIC, TrainArguments, to_json
 from .checkpoint import (
     CONFIG,
@@ -62,7 +62,7 @@ class Run:
         for i in range(a.num_rollouts if a.replay else 0):
             load_replay(a, i, self.ranks.count, self.vocab_size)
         if self.checkpoint is not None:
-            check_state(self.checkpoint, a, self.prompts)
+            check_state(self.checkpoint, a, self.prompts, zero_stage(self.accelerator))
         self.rewards = make_rewards(a, self.prompts, self.held_out)
         policy, ends = Policy(lm, eager=a.loss == "eager"), eos_ids(lm, tokenizer)
         vllm = VLLM(source, a) if a.use_vllm else None

@@ -239,8 +239,8 @@ class Trainer:
         norm = self._clip()
         if not (math.isfinite(record["loss"]) and math.isfinite(norm)):
             raise RunError(
-                f"step {p.step + 1}: loss {record['loss']}, gradient norm {norm}; the step was not made, and "
-                "checkpoints are those of earlier steps"
+                f"step {p.step + 1}: loss {record['loss']}, gradient norm {norm}; the run ends here, and "
+                "its checkpoints are those of earlier steps"
             )
         rate = made.optimizer.param_groups[0]["lr"]
         made.optimizer.step()
@@ -275,8 +275,10 @@ class Trainer:
         for part in passes:
             inputs = model_inputs(part, a, self.pad_id, made.accelerator.device)
             inputs |= loss_inputs(part, a, made.accelerator.device)
-            with contextlib.nullcontext() if part is passes[-1] else made.accelerator.no_sync(self.policy):
-                # DDP and FSDP2 average over the ranks.
+            # In the backward that synchronizes, DeepSpeed's engine clips and steps too.
+            last = made.accelerator.sync_gradients = part is passes[-1]
+            with contextlib.nullcontext() if last else made.accelerator.no_sync(self.policy):
+                # DDP, FSDP2 and DeepSpeed average over the ranks.
                 out = self.policy("loss", **inputs, config=config, normalizer=count / self.ranks.count, **extra)
                 made.accelerator.backward(out.loss)
             numbers.append(pass_numbers(out, inputs))
