@@ -115,7 +115,7 @@ def load_partition_states(optimizer: Any, states: list[dict[str, Any]]) -> None:
     for partition, state in zip(_partitions(optimizer), states, strict=True):
         if state:
             optimizer.optimizer.optimizer.state[partition] = {
-                name: x.to(partition.device) if x.dim() else x for name, x in state.items()
+                name: x.to(partition.device) if isinstance(x, Tensor) and x.dim() else x for name, x in state.items()
             }
 
 
