@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers.utils import logging as transformers_logging
 
 from grpo_kernels.trainer import arithmetic
 
@@ -75,9 +76,11 @@ def small(folder, seed=0, **options):
     return (folder / "model.safetensors").read_bytes()
 
 
-def test_the_same_seed_gives_the_same_bits_whatever_the_global_generator(tmp_path):
+def test_the_same_seed_gives_the_same_bits_whatever_the_global_generator(tmp_path, capfd):
     before = torch.get_rng_state()
+    transformers_logging.enable_progress_bar()
     first = small(tmp_path / "new" / "a")
+    assert capfd.readouterr().err == ""  # no progress bar of a file
     assert torch.equal(torch.get_rng_state(), before)
     torch.rand(7)
     assert small(tmp_path / "b") == first

@@ -15,6 +15,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
 
 from .checkpoint import write_atomically
 from .data import problems, take
@@ -80,6 +81,7 @@ def start_model(
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config).float()
         _warm_up(model, words, seed, max_steps=max_steps, quiet=quiet)
+    transformers_logging.disable_progress_bar()  # one per file that is written
     write_atomically(folder, lambda partial: (model.save_pretrained(partial), words.save_pretrained(partial)))
 
 
