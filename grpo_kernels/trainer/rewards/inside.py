@@ -264,6 +264,7 @@ def run_program(program: str, calls: list[str] | None) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except BaseException:
+        os.chdir("/")  # Python 3.13 asks for the path of the current folder, which may be longer than paths can be
         traceback.print_exc()
         return 1
     return 0
