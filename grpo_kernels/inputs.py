@@ -18,7 +18,7 @@ _PER_TOKEN = ("advantages", "completion_mask", "old_logps", "ref_logps", "rollou
 
 
 class LossOptions(NamedTuple):
-    """The options that all loss functions take, _PER_TOKEN first; their meaning is in `fused_grpo_loss`."""
+    """The options that all loss functions take; their meaning is in `fused_grpo_loss`."""
 
     advantages: Tensor | None
     completion_mask: Tensor | None
@@ -114,7 +114,8 @@ def _check_tensors(options: LossOptions, shape: torch.Size, num_sequences: int, 
     if (options.advantages is None) == (options.rewards is None):
         given = "neither" if options.rewards is None else "both"
         raise ValueError(f"give advantages, or rewards with num_generations or group_ids; got {given}")
-    for name, x in zip(_PER_TOKEN, options, strict=False):
+    for name in _PER_TOKEN:
+        x = getattr(options, name)
         if x is not None:
             check_token_tensor(name, x, shape, num_sequences, like, per_sequence=name in _PER_SEQUENCE)
     if options.rewards is not None:

@@ -12,9 +12,11 @@ def read(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
-def test_ci_runs_ci_run():
+def test_ci_runs_ci_run_and_the_tests_with_the_oldest_torch_and_a_newer_python():
     text = read(".github/workflows/ci.yml")
-    assert re.findall(r"^      - run: (.*)$", text, flags=re.MULTILINE) == [".ci/run"]
+    oldest = re.search(r'^    "torch>=(\d+\.\d+)"', read("pyproject.toml"), flags=re.MULTILINE)[1]
+    runs = [".ci/run", f"make test-torch TORCH={oldest}.0", "make test"]
+    assert re.findall(r"^      - run: (.*)$", text, flags=re.MULTILINE) == runs
 
 
 def test_a_tag_builds_the_wheels_for_every_python():
