@@ -53,7 +53,8 @@ class Trainer(commands.Trainer):
         assert made.ranks.count == 2
         assert isinstance(made.policy, FSDPModule) is made.arguments.fsdp
         stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "0")
-        assert str(made.policy.zero_optimization_stage() if hasattr(made.policy, "allreduce_gradients") else 0) == stage
+        engine = hasattr(made.policy, "zero_optimization_stage")
+        assert str(made.policy.zero_optimization_stage() if engine else 0) == stage
         super().__init__(made)
 
 

@@ -1,4 +1,4 @@
-"""The accelerator, of which the launcher's configuration decides how processes share the work, and nothing else."""
+"""The accelerator. The launcher's configuration decides how processes share the work, and nothing else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make_accelerator(a: TrainArguments) -> Accelerator:
     if zero and (a.use_cpu or PartialState().backend is None):  # accelerate would take each process for a run
         raise ValueError("DeepSpeed needs GPUs and `accelerate launch`; expected DDP or FSDP2 (--fsdp) on CPUs")
     if zero and a.fsdp:
-        raise ValueError("accelerate's configuration has distributed_type=DEEPSPEED; expected no --fsdp with it")
+        raise ValueError("accelerate's configuration has distributed_type=DEEPSPEED; expected no fsdp=True with it")
     shards = a.fsdp or os.environ.get("ACCELERATE_USE_FSDP") == "true"
     sharding = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
     precision = "bf16" if a.bf16 else "no"
@@ -101,7 +101,7 @@ def init_trackers(accelerator: Accelerator, a: TrainArguments) -> None:
 
 
 def zero_stage(accelerator: Accelerator) -> int:
-    """0 without DeepSpeed."""
+    """The stage of DeepSpeed's ZeRO; 0 without DeepSpeed."""
     plugin = accelerator.state.deepspeed_plugin
     return 0 if plugin is None else int(plugin.zero_stage)
 
@@ -112,6 +112,7 @@ def partition_states(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def load_partition_states(optimizer: Any, states: list[dict[str, Any]]) -> None:
+    """Set what `partition_states` returned."""
     for partition, state in zip(_partitions(optimizer), states, strict=True):
         if state:
             optimizer.optimizer.optimizer.state[partition] = {

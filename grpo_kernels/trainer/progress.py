@@ -105,12 +105,12 @@ def restore(made: Run) -> Progress:
     if tensors["optimizer"] is not None:
         options = StateDictOptions(full_state_dict=True, strict=False)  # a parameter without gradients has no state
         set_optimizer_state_dict(made.bare_policy, made.optimizer.optimizer, tensors["optimizer"], options=options)
+    made.scheduler.load_state_dict(tensors["scheduler"])
     if zero_stage(made.accelerator):
         part = folder / f"optimizer-{made.ranks.index}.pt"
         load_partition_states(made.optimizer, torch.load(part, map_location="cpu", weights_only=True))
-    made.scheduler.load_state_dict(tensors["scheduler"])
-    for group, rate in zip(made.optimizer.param_groups, made.scheduler.get_last_lr(), strict=True):
-        group["lr"] = rate
+        for group, rate in zip(made.optimizer.param_groups, made.scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
     if made.reference is not None:
         made.reference.load_state_dict(tensors["reference"])
     return Progress(**state["progress"], rollout=from_lines(folder / ROLLOUT))
