@@ -117,6 +117,17 @@ def test_any_order_and_split(kernels, width, multiprocessors, order):
         assert same_bits((*found[0], *found[1], *found[2:]), (*first[0], *first[1], *first[2:]))
 
 
+@pytest.mark.parametrize("multiprocessors", [2, 5])
+def test_a_row_has_the_same_bits_in_any_batch(kernels, multiprocessors):
+    """Alone, in part of a tile, in tiles of single blocks and of pairs; the vocabulary's six tiles in several parts."""
+    head = make_head(390, 40, 1500)
+    kernels.use(multiprocessors)
+    whole = statistics(kernels, head)
+    for rows in (slice(0, 1), slice(7, 8), slice(100, 150), slice(0, 128), slice(30, 286), slice(5, 390)):
+        part = Head(head.hidden[rows], head.weight, head.bias, head.ids[rows], head.table[:, rows])
+        assert same_bits(statistics(kernels, part), tuple(x[rows] for x in whole))
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_pairs_of_blocks(kernels, order):
     """Two blocks share the weight's tiles, and there are more items than clusters."""

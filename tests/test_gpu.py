@@ -160,6 +160,24 @@ def test_two_calls_give_the_same_bits(level, dtype, backend):
     assert_same_bits(fused(batch, config, backend, DEVICE), fused(batch, config, backend, DEVICE))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_linear_logps_have_the_same_bits_in_any_batch(dtype, monkeypatch, kernels):
+    """Alone, among 37, 1,000 and 8,191 tokens, in sequences of another length, with gradients."""
+    monkeypatch.setenv("GRPO_KERNELS_STRATEGY", "linear")
+    batch = big_batch(8192, 256, VOCAB, dtype)
+    hidden, ids = batch.hidden.reshape(-1, 256), batch.ids.reshape(-1)
+
+    def score(rows: slice, leading: tuple[int, ...] = (-1,), hidden: torch.Tensor = hidden) -> torch.Tensor:
+        shaped = hidden[rows].reshape(*leading, 256), batch.weight, ids[rows].reshape(leading)
+        return torch.stack(gk.fused_logps(*shaped, entropy=True, backend=kernels)).reshape(2, -1)
+
+    whole = score(slice(None))
+    for rows in (slice(0, 1), slice(5000, 5001), slice(17, 54), slice(100, 1100), slice(1, 8192)):
+        assert torch.equal(score(rows), whole[:, rows])
+    assert torch.equal(score(slice(None), (64, 128)), whole)
+    assert torch.equal(score(slice(None), hidden=hidden.detach().clone().requires_grad_()).detach(), whole)
+
+
 def test_memory_is_one_chunk():
     batch = big_batch(8192, 512, VOCAB, torch.bfloat16)
     config = gk.GRPOConfig(chunk_rows=1024)

@@ -10,7 +10,7 @@ import torch
 from helpers import RowKernels
 from torch import Tensor
 
-from grpo_kernels.backends.launch import matmul_launch, trial
+from grpo_kernels.backends.launch import MatmulLaunch, matmul_launch, shipped_table, trial
 from grpo_kernels.backends.pytorch.backend import TorchBackend
 from grpo_kernels.backends.triton import matmul
 from grpo_kernels.backends.triton.anchored import anchored
@@ -123,6 +123,28 @@ def test_linear_logp(variant, bias, dtype):
     assert_statistics(statistics(head, VARIANTS[variant]), exact(head, VARIANTS[variant])[0])
 
 
+def test_a_row_has_the_same_bits_in_any_batch():
+    """In the same place of a tile: numpy's products, which the interpreter takes, differ from row to row of a tile."""
+    head = make_head(101)
+    whole, tile = statistics(head), matmul_launch("linear_logp", DEVICE, 40, 70, torch.bfloat16).block_m
+    for rows in (slice(0, 1), slice(tile, tile + 1), slice(0, 2 * tile), slice(2 * tile, 101)):
+        part = Head(head.hidden[rows], head.weight, head.bias, head.ids[rows], head.table[:, rows])
+        assert same_bits(statistics(part), tuple(x[rows] for x in whole))
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm90", "sm100", "gfx9"])
+@pytest.mark.parametrize("vocab", [32000, 49152, 128256, 151936, 256000])
+def test_parts_depend_on_the_vocabulary_alone_and_fill_the_device(monkeypatch, arch, vocab):
+    monkeypatch.setattr(matmul, "_multiprocessors", lambda device: 132)
+    launch = MatmulLaunch(**shipped_table()[arch]["linear_logp"]["*"])
+    tiles, slots = -(-vocab // launch.block_v), 132 * 8 // launch.num_warps
+    splits = [matmul.split(launch, torch.device("cuda"), count, vocab, 8192) for count in (1, 128, 1000, 16384, 65536)]
+    assert len({(split.parts, split.per_part) for split in splits}) == 1
+    for split in splits:
+        slowest = -(-split.token_tiles * split.parts // slots) * split.per_part  # tiles one after the other
+        assert slowest <= 1.12 * split.token_tiles * tiles / slots + matmul.FEWEST_TILES
+
+
 def test_linear_logp_without_entropy():
     head = make_head()
     with_it, without = statistics(head), statistics(head, entropy=False)
@@ -171,19 +193,6 @@ def test_token_tiles_in_groups(monkeypatch):
     expected, grad = exact(head)
     assert_statistics(statistics(head), expected)
     assert_gradient(*exponentials(head)[1:], grad)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "tiles"), [(1, 1), (1, 501), (32, 501), (128, 501), (64, 1000), (3, 1002), (2000, 7)]
-)
-def test_parts_fill_the_device(tokens, tiles):
-    slots = 132
-    per_part = matmul._tiles_per_part(tokens, tiles, slots)
-    parts = -(-tiles // per_part)
-    assert 1 <= parts <= matmul.MAX_PARTS
-    slowest = -(-tokens * parts // slots) * per_part  # tiles one after the other
-    # No more than one program beyond an even share, and 4 % for waves that are not full.
-    assert slowest <= 1.04 * tokens * tiles / slots + max(2, tiles / matmul.MAX_PARTS)
 
 
 def test_masked_vocabulary():

@@ -16,8 +16,7 @@ namespace {
 
 constexpr int64_t kMaxRows = 1 << 30;      // rows, columns and items are counted in 32 bits
 constexpr int64_t kGroupBytes = 16 << 20;  // of hidden states in the L2 cache: a third to a quarter of it
-constexpr int64_t kMaxParts = 256;         // bounds the workspace
-constexpr double kItemStart = 0.05;        // what an item costs beyond its tiles, in tiles
+constexpr int64_t kFewestTiles = 2;        // of a part: what an item costs beyond its tiles is a twentieth of one
 constexpr int64_t kManyRowTiles = 16;      // from here on an unused one does not matter
 constexpr int kRepairsPerMultiprocessor = 4;
 
@@ -26,26 +25,17 @@ int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // Pairs of blocks share the weight's tiles, unless half of the last pair would be a noticeable part of all.
 uint32_t cluster_size(int64_t row_tiles) { return row_tiles % 2 == 0 || row_tiles >= kManyRowTiles ? 2 : 1; }
 
-// Least waves of items x length of an item.
-int64_t tiles_per_part(int64_t row_blocks, int64_t tiles, int64_t clusters) {
-    int64_t best = tiles;
-    double least = 0;
-    for (int64_t per_part = divide_up(tiles, kMaxParts); per_part <= tiles; per_part++) {
-        const int64_t waves = divide_up(row_blocks * divide_up(tiles, per_part), clusters);
-        const double time = static_cast<double>(waves) * (static_cast<double>(per_part) + kItemStart);
-        if (least == 0 || time < least) {
-            least = time;
-            best = per_part;
-        }
-    }
-    return best;
+// By the vocabulary and the device alone: whatever batch a row stands in, the same tiles are summed together, in the
+// same order, and its statistics have the same bits. One row block fills all multiprocessors; more of them, whole waves
+// but one.
+int64_t tiles_per_part(int64_t tiles) {
+    return std::max<int64_t>(kFewestTiles, divide_up(tiles, current_device().multiprocessors));
 }
 
 Schedule make_schedule(const HeadArgs& args) {
     const int64_t row_tiles = divide_up(args.rows, kTileRows), tiles = divide_up(args.vocab, kTileColumns);
     const int64_t cluster = cluster_size(row_tiles), row_blocks = divide_up(row_tiles, cluster);
-    const int64_t clusters = std::max<int64_t>(1, current_device().multiprocessors / cluster);
-    const int64_t per_part = tiles_per_part(row_blocks, tiles, clusters);
+    const int64_t per_part = tiles_per_part(tiles);
     const int64_t group = std::clamp<int64_t>(kGroupBytes / (cluster * kTileRows * args.width * 2), 1, row_blocks);
     const auto word = [](int64_t x) { return static_cast<uint32_t>(x); };
     return {word(cluster), word(row_blocks), word(tiles), word(per_part), word(divide_up(tiles, per_part)),

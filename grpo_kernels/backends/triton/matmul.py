@@ -35,8 +35,7 @@ from .maths import INV_LN2, softcap
 from .rows import logit_scales
 
 GROUP_BYTES = 16 << 20  # a third to a half of the L2 cache of data-center GPUs
-MAX_PARTS = 256  # bounds the memory of partial results
-PROGRAM_START = 0.05  # filling the pipeline of a program, in tiles
+FEWEST_TILES = 2  # of a part: filling the pipeline of a program takes a twentieth of a tile's time
 # A program that combines parts: its rows, the parts that it loads at once.
 COMBINED_ROWS: tl.constexpr = tl.constexpr(16)
 COMBINED_PARTS: tl.constexpr = tl.constexpr(32)
@@ -188,26 +187,20 @@ class Split(NamedTuple):
 
 
 def split(launch: MatmulLaunch, device: torch.device, count: int, vocab: int, row_bytes: int) -> Split:
-    """Parts that fill whole waves of programs, and the token tiles that share a group."""
+    """Parts by the vocabulary and the device alone, and the token tiles that share a group.
+
+    So whatever batch a row stands in, the same tiles are summed together, in the same order, and its statistics have
+    the same bits. One token tile fills all multiprocessors; more of them, whole waves but one.
+    """
     token_tiles, tiles = triton.cdiv(count, launch.block_m), triton.cdiv(vocab, launch.block_v)
     if device.type == "cpu":
         per_part = triton.cdiv(tiles, INTERPRETER_PARTS)
     else:
         # 128 accumulators per thread leave room for 8 warps on a multiprocessor.
         slots = _multiprocessors(device) * max(1, 8 // launch.num_warps)
-        per_part = _tiles_per_part(token_tiles, tiles, slots)
+        per_part = max(FEWEST_TILES, triton.cdiv(tiles, slots))
     parts = triton.cdiv(tiles, per_part)
     return Split(token_tiles, parts, per_part, max(1, GROUP_BYTES // (launch.block_m * row_bytes)))
-
-
-@cache
-def _tiles_per_part(token_tiles: int, tiles: int, slots: int) -> int:
-    """Least waves x length of a program."""
-
-    def time(per_part: int) -> float:
-        return triton.cdiv(token_tiles * triton.cdiv(tiles, per_part), slots) * (per_part + PROGRAM_START)
-
-    return min(range(triton.cdiv(tiles, MAX_PARTS), tiles + 1), key=time)
 
 
 @cache
