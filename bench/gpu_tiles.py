@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 TILE_ROWS, TILE_COLUMNS, CONSUMER_ROWS = 128, 256, 64
 STAGES, DEPTH = 4, 64  # of the ring, and elements of H in a stage
-MAX_PARTS, MANY_ROW_TILES, ITEM_START = 256, 16, 0.05
+FEWEST_TILES, MANY_ROW_TILES = 2, 16
 GROUP_BYTES = 16 << 20
 MULTIPROCESSORS = 132  # of an H100 (SXM) and an H200
 
@@ -65,11 +65,7 @@ def schedule(rows: int, width: int, vocab: int, multiprocessors: int = MULTIPROC
     row_tiles, tiles = divide_up(rows, TILE_ROWS), divide_up(vocab, TILE_COLUMNS)
     cluster = 2 if row_tiles % 2 == 0 or row_tiles >= MANY_ROW_TILES else 1
     row_blocks, clusters = divide_up(row_tiles, cluster), max(1, multiprocessors // cluster)
-
-    def time(per_part: int) -> float:
-        return divide_up(row_blocks * divide_up(tiles, per_part), clusters) * (per_part + ITEM_START)
-
-    per_part = min(range(divide_up(tiles, MAX_PARTS), tiles + 1), key=time)
+    per_part = max(FEWEST_TILES, divide_up(tiles, multiprocessors))
     group = min(max(GROUP_BYTES // (cluster * TILE_ROWS * width * 2), 1), row_blocks)
     return Schedule(cluster, clusters, row_blocks, tiles, per_part, divide_up(tiles, per_part), group)
 
