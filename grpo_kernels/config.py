@@ -91,8 +91,8 @@ class GRPOConfig:
     Logits
         temperature: a number, or a tensor with one value per token, or per sequence, (S,) or (S, 1). logit_scale,
             logit_softcap: applied before it.
-        logits_dtype: torch.float32 or the input dtype; None takes float32 where a matrix product can return it from
-            16-bit inputs (GPUs) and the input dtype elsewhere.
+        logits_dtype: torch.float32 or the input dtype; None takes the input dtype for bfloat16 on a CPU that has
+            products of it (AVX-512, AMX), and float32 for all other 16-bit inputs.
         chunk_rows: rows of a chunk: so many rows of gradients of logits are in memory at a time, and at most as many
             rows of logits. None derives both from V and a memory budget (512 MiB; on a GPU a sixteenth of its memory,
             at least 4 GiB).

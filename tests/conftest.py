@@ -64,6 +64,13 @@ def _small_calls_take_the_way_of_large_ones(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
+def _this_cpu_multiplies_bfloat16(monkeypatch):
+    """Whether it does decides the way that bfloat16 takes: test_chunks.py has the one of a CPU that does not."""
+    for module in ("memory", "lm_head"):
+        monkeypatch.setattr(f"grpo_kernels.engine.{module}.cpu_multiplies", lambda dtype: dtype == torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
 def _same_random_numbers_every_time():
     torch.manual_seed(0)
 

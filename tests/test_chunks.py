@@ -25,7 +25,7 @@ from grpo_kernels.backends.compiled.cpu import CpuBackend
 from grpo_kernels.contract import chunk_row_stride
 from grpo_kernels.engine import lm_head, memory
 from grpo_kernels.engine.lm_head import LMHead, Rows
-from grpo_kernels.engine.products import dhidden_rows
+from grpo_kernels.engine.products import cpu_multiplies, dhidden_rows
 
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")  # of a GPU, sizes alone
 FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
@@ -213,3 +213,34 @@ def test_products_of_bfloat16_with_and_without_amx(monkeypatch, has_amx, chunk_r
     assert (False in calls) == (has_amx and chunk_rows == 5)
     assert (True in calls) == (has_amx and chunk_rows is not None)
     assert (max(pieces) <= 7) == (has_amx or chunk_rows == 5)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("chunk_rows", [None, 5])
+def test_a_cpu_without_products_of_bfloat16(monkeypatch, way, chunk_rows, backend):
+    """It multiplies in float32, whose logits are as exact as that; gradients have the type of their inputs."""
+    for module in (lm_head, memory):
+        monkeypatch.setattr(module, "cpu_multiplies", lambda dtype: False)
+    batch = off_policy(make_batch(3, sequences=8, bias=True)).head_as(BFLOAT)
+    config = gk.GRPOConfig(importance_sampling_level=WAYS[way], chunk_rows=chunk_rows, beta=0.1)
+    multiplied = []
+    call_counter(monkeypatch, torch, "mm", multiplied, lambda a, b, **_: {a.dtype, b.dtype})
+    call_counter(monkeypatch, Tensor, "addmm_", multiplied, lambda total, a, b: {a.dtype, b.dtype})
+    found = fused(batch, config, backend)
+    logps, _ = gk.fused_logps(batch.hidden, batch.weight, batch.ids, lm_head_bias=batch.bias)
+    assert multiplied and all(types == {FLOAT} for types in multiplied)
+    exact, eager = reference(batch, config), reference(batch, config, BFLOAT)
+    for name, gradient in found.grads.items():
+        assert gradient.dtype == BFLOAT
+        assert relative(gradient, exact.grads[name]) <= relative(eager.grads[name], exact.grads[name]), name
+    for mine in (found.logps, logps):
+        assert relative(mine, exact.logps) < 1e-6
+
+
+def test_what_a_cpu_multiplies(monkeypatch):
+    """As oneDNN says; a torch without it has loops alone. float16 never: torch's products of it are loops, too."""
+    for available, says in ((True, True), (True, False), (False, True)):
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda available=available: available)
+        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda says=says: says)
+        found = [cpu_multiplies.__wrapped__(dtype) for dtype in (BFLOAT, HALF)]
+        assert found == [available and says, False]

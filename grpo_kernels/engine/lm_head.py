@@ -33,7 +33,7 @@ from .backward import FinishedGradients, power_of_two_scale, waiting_dtype
 from .chunk import Chunk, visited
 from .dweight import WeightGradient, pieces
 from .memory import chunk_sizes
-from .products import PIECE_ROWS, SPLIT_SUM_ELEMENTS, dhidden_rows, product, returns_float32
+from .products import PIECE_ROWS, SPLIT_SUM_ELEMENTS, cpu_multiplies, dhidden_rows, product, returns_float32
 from .scratch import Scratch
 from .vocab_parallel import VocabSlice
 
@@ -98,11 +98,10 @@ class LMHead:
         self.logits_dtype, self.backend, self.wants = logits_dtype, backend, wants
         device, dtype, vocab_size = hidden.device, hidden.dtype, weight.shape[0]
         self.num_tokens = hidden.numel() // hidden.shape[-1]
-        # A CPU has no usable float16 product, and none that returns float32 from 16-bit inputs: convert W in pieces.
+        # A CPU has no product that returns float32 from 16-bit inputs: convert W in pieces.
         self.converts = logits_dtype != dtype and not returns_float32(device, dtype)
-        self.types = _types(
-            given_dtypes, torch.float32 if self.converts and dtype == torch.float16 else dtype, device.type
-        )
+        narrow = device.type != "cpu" or not self.converts or cpu_multiplies(dtype)
+        self.types = _types(given_dtypes, dtype if narrow else torch.float32, device.type)
         self.waiting_dtypes, self.grad_dtype = self.types.waiting, self.types.gradient
         self.sizes = chunk_sizes(self.num_tokens, vocab_size, logits_dtype, self.grad_dtype, device, chunk_rows)
         self.scratch = Scratch(self.num_tokens, vocab_size, self.sizes, logits_dtype, self.grad_dtype, device)

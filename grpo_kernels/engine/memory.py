@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..contract import chunk_row_stride
 from . import recycled
+from .products import cpu_multiplies
 
 # 16-bit products on a CPU may add this many chunks to a 16-bit dweight, which rounds once per chunk: what the exact
 # entry of the sampled id saves (see lm_head.py) pays for that. Beyond it, sums are kept in float32.
@@ -87,8 +88,8 @@ def chunk_sizes(
 
 
 def default_logits_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """float32 wherever the matrix product can return it; on a CPU that costs a float32 product and is a choice."""
-    if dtype == torch.bfloat16 and device.type == "cpu":
+    """float32 wherever the matrix product can return it; on a CPU that has products of bfloat16 it is a choice."""
+    if device.type == "cpu" and cpu_multiplies(dtype):
         return dtype
     return torch.float32 if dtype.itemsize == 2 else dtype
 
