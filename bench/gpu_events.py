@@ -34,7 +34,7 @@ from grpo_kernels.contract import (
 )
 
 # Heads, and tokens of a step.
-HEADS = {"llama-3-8b": 16384, "qwen2.5-7b": 16384, "qwen2.5-1.5b": 16384, "gemma-2-2b": 8192}
+HEADS = {"llama-3-8b": 16384, "qwen2.5-7b": 16384, "qwen2.5-1.5b": 16384, "gemma-2-2b": 16384}
 PRODUCT_ROWS = (2816, 3584, 4096, 5632, 8192, 16384)
 CHUNK_ROWS = 4096  # of logits, for the kernels over them
 COPIED = 2**31  # bytes

@@ -196,7 +196,8 @@ def sanitizer(work: Work) -> None:
 def bench(work: Work) -> None:
     """`grpo-kernels bench`, without a GPU the quick set on the CPU; its own JSON lies beside the report."""
     output = work.settings.output.with_suffix(".bench.json")
-    output.unlink(missing_ok=True)
+    if not work.settings.resume:
+        output.unlink(missing_ok=True)
     minutes = max(work.left - 20, 5) / 60  # of grace, for the case that is under way
     on_gpu = not work.environment["no_gpu"]
     command = [
@@ -210,11 +211,16 @@ def bench(work: Work) -> None:
         "--no-figures",
     ]
     command += ["--set", "all", "--device", "cuda"] if on_gpu else ["--quick", "--device", "cpu"]
+    command += ["--resume"] if output.exists() else []
     if excluded := sorted({name for broken in work.unsafe for name in implementations_of(broken)}):
         command += ["--exclude", *excluded]
         work.record["left_out"] = excluded
     with watched_clocks(work):
         ended = work.python(*command, variables=safe_defaults(work))
+        if "was measured otherwise" in ended.output:  # by another machine, or with other versions
+            output.unlink()
+            command.remove("--resume")
+            ended = work.python(*command, variables=safe_defaults(work))
     if output.exists():
         work.report["bench"] = json.loads(output.read_text())
         cases, rest = work.report["bench"]["cases"], work.report["bench"]["not_run"]
@@ -231,6 +237,22 @@ def bench(work: Work) -> None:
     elif ended.ok:
         work.fail("bench wrote nothing")
     work.expect(ended, "bench")
+
+
+def trl_step(work: Work) -> None:
+    """One micro-batch of TRL's trainer, with and without this package; its own JSON lies beside the report."""
+    output = work.settings.output.with_suffix(".trl.json")
+    output.unlink(missing_ok=True)
+    with watched_clocks(work):
+        ended = work.python("bench/trl_step.py", "--device", "cuda", "--settings", "dapo", "--output", output,
+                            variables=safe_defaults(work))  # fmt: skip
+    if output.exists():
+        work.report["trl_step"] = json.loads(output.read_text())
+        for name, found in work.report["trl_step"]["steps"]["dapo"].items():
+            work.say(f"{name}: {found['of_trl']:.2f} of TRL's time, {found['peak_bytes'] / 2**30:.1f} GiB")
+    if "No module named 'trl'" in ended.output:
+        raise work.cannot("no TRL: --wheels FOLDER")
+    work.expect(ended, "trl_step")
 
 
 def judge_backends(work: Work, cases: list[dict[str, Any]]) -> None:
@@ -271,6 +293,7 @@ STAGES = (
     Stage("check", check, weight=2, needs=("smoke",)),
     Stage("tests", tests, weight=6, least=30, needs_gpu=True, needs=("smoke",)),
     Stage("bench", bench, weight=8, least=30, needs=("peers", "smoke")),
+    Stage("trl_step", trl_step, weight=2, least=30, needs_gpu=True, needs=("peers", "smoke")),
     Stage("sanitizer", sanitizer, weight=4, least=60, needs_gpu=True, needs=("smoke",)),
 )
 
@@ -286,16 +309,17 @@ class Run(NamedTuple):
         return f"{self.about} ({self.minutes:g} min)"
 
 
-# Each finds out by itself what is broken, and brings the headline before what takes long.
-EACH = ("build", "smoke", "headline")
+# Each finds out by itself what is broken, and brings what is short before what takes long.
 RUNS = {
     1: Run(
-        8.0, "first contact, times of each kernel, the core of the tests", (*EACH, "events", "core_tests", "profile")
+        8.0,
+        "first contact, the headline, times of each kernel, the core of the tests",
+        ("build", "smoke", "headline", "events", "core_tests", "profile"),
     ),
     2: Run(
         9.0,
-        "after repairs: rows per chunk, sampling masks, the rest of the tests",
-        (*EACH, "sweep", "kept", "check", "tests"),
+        "after repairs: the headline again, rows per chunk, sampling masks, memcheck and racecheck, the other tests",
+        ("build", "smoke", "headline", "sweep", "kept", "check", "tests", "sanitizer"),
     ),
-    3: Run(9.0, "benchmarks against peers, memcheck, racecheck", (*EACH, "peers", "bench", "sanitizer")),
+    3: Run(9.0, "benchmarks against the peers", ("build", "smoke", "peers", "bench", "trl_step")),
 }

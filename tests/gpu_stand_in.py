@@ -77,11 +77,18 @@ elif "--collect-only" in arguments:
     print(*broken["tests"], sep="\\n")
 elif "pytest" in arguments:
     print(*(f"{test} PASSED" for test in arguments if "::" in test), sep="\\n")
+elif "bench" in arguments and "--resume" in arguments and broken["elsewhere"]:
+    sys.exit("bench.json was measured otherwise (device): move it, or do not resume")
 elif "bench" in arguments:
     while not os.path.exists(os.path.join(here, broken["awaits"])):
         time.sleep(0.01)
     with open(arguments[arguments.index("--output") + 1], "w") as output:
         json.dump(broken["bench"], output)
+elif "bench/trl_step.py" in arguments:
+    if not broken["trl"]:
+        sys.exit("ModuleNotFoundError: No module named 'trl'")
+    with open(arguments[arguments.index("--output") + 1], "w") as output:
+        json.dump({"steps": {"dapo": {"FusedGRPOTrainer": {"of_trl": 0.8, "peak_bytes": 2**33}}}}, output)
 elif "tests/sanitize.py" in arguments:
     print("FOUND SOMETHING\\n========= Error: Device not supported. Please refer to the documentation")
     sys.exit(1)
@@ -136,7 +143,7 @@ class Machine:
 
     def breaks(self, *, no_gpu: str = "", hangs: tuple = (), fails: tuple = (), nvcc: str = "", **changes: Any) -> None:
         broken = {"no_gpu": no_gpu, "hangs": hangs, "fails": fails, "nvcc": nvcc, "tests": TESTS, "bench": BENCH}
-        broken["awaits"] = ""
+        broken |= {"awaits": "", "elsewhere": False, "trl": True}
         (self.folder / "broken.json").write_text(json.dumps(broken | changes))
 
     def forget(self) -> None:

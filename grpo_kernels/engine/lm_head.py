@@ -100,7 +100,8 @@ class LMHead:
         self.num_tokens = hidden.numel() // hidden.shape[-1]
         # A CPU has no product that returns float32 from 16-bit inputs: convert W in pieces.
         self.converts = logits_dtype != dtype and not returns_float32(device, dtype)
-        narrow = device.type != "cpu" or not self.converts or cpu_multiplies(dtype)
+        # The exponentials of "anchored", which Triton's interpreter has on a CPU too, are bfloat16.
+        narrow = device.type != "cpu" or not self.converts or cpu_multiplies(dtype) or self.strategy == "anchored"
         self.types = _types(given_dtypes, dtype if narrow else torch.float32, device.type)
         self.waiting_dtypes, self.grad_dtype = self.types.waiting, self.types.gradient
         self.sizes = chunk_sizes(self.num_tokens, vocab_size, logits_dtype, self.grad_dtype, device, chunk_rows)
