@@ -6,7 +6,8 @@
 The images are those of the build (tools/kernel_build), in its folder. Threads, shared memory and clusters are what the
 host code chooses for each device: driver/launches.cpp asks it. Held, per kernel and architecture:
 
-    no spills outside of the products, wgmma and TMA in the products    whatever the budget says
+    no spills outside of the products, wgmma and TMA in the products, no index of a block by way of a float
+                                                                        whatever the budget says
     registers, spills and shared memory at most those of cuda_budget.json, and no fewer warps in flight
     every kernel launched by some call, and every launched kernel compiled
     with -DGK_WATCHDOG, a trap in every product, and none without
@@ -68,7 +69,10 @@ INSTRUCTIONS = {
     "LDG.128": r"\bLDG[.\w]*\.(?:128|256)\b",
     "STG.128": r"\bSTG[.\w]*\.(?:128|256)\b",
     "LDS.128": r"\bLDS[.\w]*\.128\b",
+    "I2FP.F32.U32": r"\bI2FP\.F32\.U32\b",
 }
+# PTX's %clusterid is the number of the block, as a float32, times the inverse of the cluster: wrong beyond 2^24 blocks.
+FLOAT_INDEX = "I2FP.F32.U32"
 WATCHDOG, TRAP = "-DGK_WATCHDOG", r"\bBPT\.TRAP\b"
 
 
@@ -199,6 +203,8 @@ def complaints(found: Mapping[Name, Found], budget: Mapping[str, Any]) -> list[s
             lines.append(f"{where}: a multiprocessor cannot hold one block")
         if product:
             lines += [f"{where}: no {kind}" for kind in PRODUCT_INSTRUCTIONS if not code.instructions.get(kind)]
+        if code.instructions.get(FLOAT_INDEX):
+            lines.append(f"{where}: {FLOAT_INDEX}, as of a block's number, and 2^24 is the last that float32 counts")
         allowed = budget.get(kernel, {}).get(architecture)
         if allowed is None:
             lines.append(f"{where}: not in {BUDGET.name}; --write adds it")

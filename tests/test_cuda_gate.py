@@ -53,6 +53,7 @@ def test_what_was_written_passes():
         (ROWS, {"occupied": 0.4}, "occupancy 0.40, budget 0.5"),
         (PRODUCT, {"registers": 169}, "registers 169, budget 168"),
         (PRODUCT, {"spills": 5}, "spills 5, budget 4"),
+        (ROWS, {"instructions": {"LDG.128": 8, "I2FP.F32.U32": 1}}, "2^24 is the last that float32 counts"),
         (PRODUCT, {"instructions": {"HGMMA": 16, "UTMALDG": 0}}, "no UTMALDG"),
     ],
 )

@@ -51,11 +51,6 @@ GK_DEVICE int cluster_size() {
     asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
     return static_cast<int>(size);
 }
-GK_DEVICE unsigned cluster_index() {  // in the grid
-    unsigned index;
-    asm("mov.u32 %0, %%clusterid.x;" : "=r"(index));
-    return index;
-}
 // A barrier of all threads of the cluster in two halves. What a thread wrote before it arrived, in whatever shared
 // memory of the cluster, is there for every thread that has waited.
 GK_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
@@ -73,7 +68,6 @@ GK_DEVICE void store_remote(T* address, int rank, const T& value) {
 #else
 GK_DEVICE int cluster_rank() { return 0; }
 GK_DEVICE int cluster_size() { return 1; }
-GK_DEVICE unsigned cluster_index() { return block_index(); }
 GK_DEVICE void cluster_arrive() {}
 GK_DEVICE void cluster_arrive_relaxed() {}
 GK_DEVICE void cluster_wait() {}

@@ -51,23 +51,24 @@ unsigned threads_for(int64_t vectors, int most) {
     return static_cast<unsigned>(std::clamp<int64_t>(wanted, 2 * kWarpThreads, most));
 }
 
-// How a cluster of `blocks` blocks would hold a row.
+// How a cluster of 1 << shift blocks would hold a row.
 struct Residence {
-    int64_t shared;        // bytes per block
-    int32_t tile, longer;  // of RowLaunch
-    unsigned threads, blocks;
+    int64_t shared;               // bytes per block
+    int32_t tile, longer, shift;  // of RowLaunch
+    unsigned threads;
+
+    unsigned blocks() const { return 1u << shift; }
 };
 
 // As many threads per multiprocessor in one block as in three: each has four loads on their way at a time.
-Residence reside(const RowArgs& args, const Device& device, int blocks) {
-    const int64_t slice = divide_up(vectors_of(args), blocks), tiles = divide_up(slice, kWarpThreads);
+Residence reside(const RowArgs& args, const Device& device, int32_t shift) {
+    const int64_t slice = divide_up(vectors_of(args), int64_t{1} << shift), tiles = divide_up(slice, kWarpThreads);
     const int64_t held_bytes = kVectorBytes / element_size(args.logits_dtype) * static_cast<int64_t>(sizeof(float));
     const int64_t shared = kExchangeBytes + tiles * kWarpThreads * held_bytes;
     const int64_t fit = device.shared_per_multiprocessor / (shared + kReservedShared);
     const int neighbours = static_cast<int>(std::clamp<int64_t>(fit, 1, kBlocksWanted));
     const unsigned threads = threads_for(slice, kResidentThreads / neighbours), warps = threads / kWarpThreads;
-    return {shared, static_cast<int32_t>(tiles / warps), static_cast<int32_t>(tiles % warps), threads,
-            static_cast<unsigned>(blocks)};
+    return {shared, static_cast<int32_t>(tiles / warps), static_cast<int32_t>(tiles % warps), shift, threads};
 }
 
 // The smallest cluster of which a multiprocessor takes kBlocksWanted blocks; if there is none, the largest that holds
@@ -77,14 +78,14 @@ Residence reside(const RowArgs& args, const Device& device, int blocks) {
 bool find_residence(const RowArgs& args, const Device& device, Residence& found) {
     const int most = device.capability >= 90 ? kMaxCluster : 1;
     bool any = false;
-    for (int blocks = 1; blocks <= most; blocks *= 2) {
-        const Residence candidate = reside(args, device, blocks);
+    for (int32_t shift = 0; 1 << shift <= most; shift++) {
+        const Residence candidate = reside(args, device, shift);
         if (candidate.shared > device.shared_per_block) continue;
         found = candidate;
         any = true;
         if (kBlocksWanted * (candidate.shared + kReservedShared) <= device.shared_per_multiprocessor) break;
     }
-    return any && args.rows * found.blocks <= kMaxBlocks;
+    return any && args.rows * found.blocks() <= kMaxBlocks;
 }
 
 // As many rows at a time as three quarters of the L2 cache hold, but a quarter of the multiprocessors at least: fewer
@@ -106,14 +107,14 @@ bool overlaps(const RowArgs& args) { return args.grad == args.logits && args.gra
 void stats(const RowArgs& args, Stream stream) {
     check(args, false);
     if (args.rows == 0) return;
-    launch(kernel_name("stats", args, false).c_str(), block_per_row(args, stream), RowLaunch{args, 0, 0, 0});
+    launch(kernel_name("stats", args, false).c_str(), block_per_row(args, stream), RowLaunch{args, 0, 0, 0, 0});
 }
 
 void gradient(const RowArgs& args, Stream stream) {
     check(args, true);
     if (args.rows == 0) return;
     launch(kernel_name("gradient", args, true).c_str(), block_per_row(args, stream),
-           RowLaunch{args, 0, 0, overlaps(args)});
+           RowLaunch{args, 0, 0, overlaps(args), 0});
 }
 
 // The table has the temperature.
@@ -126,14 +127,15 @@ void single_pass(const RowArgs& given, Stream stream) {
     const Device& device = current_device();
     Residence home = {};
     if (find_residence(args, device, home)) {
-        const LaunchConfig config = {static_cast<unsigned>(args.rows) * home.blocks, home.threads,
-                                     static_cast<unsigned>(home.shared), home.blocks, stream};
+        const LaunchConfig config = {static_cast<unsigned>(args.rows) * home.blocks(), home.threads,
+                                     static_cast<unsigned>(home.shared), home.blocks(), stream};
         launch(kernel_name("single_pass_resident", args, true).c_str(), config,
-               RowLaunch{args, home.tile, home.longer, 0});
+               RowLaunch{args, home.tile, home.longer, 0, home.shift});
     } else {
         const LaunchConfig config = {streaming_blocks(args, device), threads_for(vectors_of(args), kStreamedThreads),
                                      kExchangeBytes, 1, stream};
-        launch(kernel_name("single_pass_streamed", args, true).c_str(), config, RowLaunch{args, 0, 0, overlaps(args)});
+        launch(kernel_name("single_pass_streamed", args, true).c_str(), config,
+               RowLaunch{args, 0, 0, overlaps(args), 0});
     }
 }
 

@@ -11,6 +11,7 @@ struct RowLaunch {
     int32_t tile;     // 16-byte vectors of logits that a lane holds; resident kernels only
     int32_t longer;   // and in so many warps of a block, its first, one more
     int32_t overlap;  // narrower gradients start where the logits start; streamed kernels and gradient only
+    int32_t shift;    // a row has a cluster of 1 << shift blocks; resident kernels only
 };
 
 constexpr int kMaxCluster = 8;         // blocks; more is not portable

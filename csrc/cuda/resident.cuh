@@ -149,7 +149,7 @@ GK_DEVICE void single_pass_resident(const RowLaunch& launch) {
     const int rank = cluster_rank(), blocks = cluster_size();
     if (blocks > 1) cluster_arrive_relaxed();  // waited for before the first access to another block's shared memory
 
-    const int64_t row = cluster_index(), token = args.token_of[row];
+    const int64_t row = block_index() >> launch.shift, token = args.token_of[row];
     const Source<In> source(static_cast<const char*>(args.logits) + row * args.logits_stride * kSize<In>,
                             static_cast<int>(args.vocab));
     const Target<Out, In> target(static_cast<char*>(args.grad) + row * args.grad_stride * kSize<Out>, source);

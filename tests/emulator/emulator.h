@@ -69,7 +69,6 @@ GK_DEVICE unsigned block_index() { return emulator::block_index(); }
 GK_DEVICE unsigned block_count() { return emulator::block_count(); }
 GK_DEVICE int cluster_rank() { return emulator::cluster_rank(); }
 GK_DEVICE int cluster_size() { return emulator::cluster_size(); }
-GK_DEVICE unsigned cluster_index() { return block_index() / static_cast<unsigned>(cluster_size()); }
 GK_DEVICE char* dynamic_shared() { return emulator::shared_memory(); }
 
 GK_DEVICE void block_sync(GK_HERE) { emulator::block_sync(place); }
