@@ -284,6 +284,9 @@ def test_serves(kernels):
     assert not kernels.serves(x.float(), x.float())
     assert not any(kernels.serves(*pair) for pair in [(odd, x), (x, odd), (shifted, x), (x, shifted), (x[:0], x)])
     assert not kernels.serves(x, x, odd) and not kernels.serves(x, x, shifted)
+    expanded, short = x[:1].expand(4, 24), torch.zeros(64, dtype=torch.bfloat16).as_strided((4, 24), (8, 1))
+    assert not any(kernels.serves(*pair) for pair in [(expanded, x), (x, expanded), (short, x), (x, short)])
+    assert not kernels.serves(x, torch.zeros(24, 24, dtype=torch.bfloat16), short)
     kernels.use(capability=80)
     assert not kernels.serves(x, x)
     with pytest.raises(RuntimeError, match=r"compute capability 9\.0"):

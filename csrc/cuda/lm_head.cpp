@@ -76,8 +76,9 @@ void launch_rows(const char* kernel, const KernelArgs& k, int64_t blocks, Stream
     launch(kernel, {static_cast<unsigned>(blocks), kRowThreads, kRowShared, 1, stream}, k);
 }
 
-bool aligned(const void* base, int64_t row_stride) {
-    return reinterpret_cast<uintptr_t>(base) % 16 == 0 && row_stride % 8 == 0;
+// What TMA asks of a matrix; rows that lie over one another, as those of an expanded tensor do, are not tried.
+bool describable(const void* base, int64_t row_stride, int64_t columns) {
+    return reinterpret_cast<uintptr_t>(base) % 16 == 0 && row_stride % 8 == 0 && row_stride >= columns;
 }
 
 bool countable(int64_t x) { return x > 0 && x <= kMaxRows; }
@@ -93,9 +94,9 @@ void require_served(const HeadArgs& args) {
 
 bool serves_head(const HeadArgs& args) {
     return (args.dtype == kBFloat16 || args.dtype == kFloat16) && countable(args.rows) && countable(args.width) &&
-           countable(args.vocab) && aligned(args.hidden, args.hidden_row_stride) &&
-           aligned(args.weight, args.weight_row_stride) &&
-           (!args.exponentials || aligned(args.exponentials, args.exponentials_row_stride)) &&
+           countable(args.vocab) && describable(args.hidden, args.hidden_row_stride, args.width) &&
+           describable(args.weight, args.weight_row_stride, args.width) &&
+           (!args.exponentials || describable(args.exponentials, args.exponentials_row_stride, args.vocab)) &&
            current_device().capability == 90 && std::strcmp(image_for(90), "sm_90a") == 0;
 }
 

@@ -167,7 +167,7 @@ class CudaBackend(CompiledBackend):
             )
 
         found = arguments(hidden)
-        if not self.module.serves_head(*found):  # a view that begins, or whose rows begin, off the alignment
+        if not self.module.serves_head(*found):  # a view that begins, or whose rows begin, off the alignment; expanded
             hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device).copy_(hidden)
             found = arguments(hidden)
         return hidden, found
