@@ -67,6 +67,22 @@ def test_strided_hidden_states(strategy):
     assert torch.equal(gk.fused_logps(strided, batch.weight, batch.ids, backend="triton")[0], expected)
 
 
+@pytest.mark.parametrize("strategy", ["linear", "anchored"], indirect=True)
+def test_a_strided_bias(strategy):
+    batch, found = make_batch(0, bias=True).head_as(torch.bfloat16), []
+    for strided in (False, True):
+        wide = torch.stack([batch.bias, batch.bias + 1], -1).requires_grad_()
+        bias = wide[:, 0] if strided else wide[:, 0].contiguous()
+        out = gk.fused_grpo_loss(
+            batch.hidden, batch.weight, batch.ids, batch.advantages, lm_head_bias=bias, backend="triton"
+        )
+        out.loss.backward()
+        with torch.no_grad():
+            logps, _ = gk.fused_logps(batch.hidden, batch.weight, batch.ids, lm_head_bias=bias, backend="triton")
+        found.append((out.logps, wide.grad, logps))
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("strategy", ["linear"], indirect=True)
 def test_the_recompute_way_scores_without_logits(monkeypatch, strategy):
     """Sequences longer than a chunk: logits for the gradient alone."""

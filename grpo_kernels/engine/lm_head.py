@@ -92,6 +92,7 @@ class LMHead:
             bias = None if bias is None else bias.to(compute_dtype)
         self.hidden, self.weight, self.bias = hidden, weight, bias
         if bias is not None:
+            self.bias = bias.contiguous()  # for kernels that fold it into the product
             self.folded_bias = bias.detach().to(torch.promote_types(bias.dtype, torch.float32)).contiguous()
         self.strategy = choose_strategy(backend, hidden, weight)
         self.flat_hidden = _flat_view(hidden)
