@@ -14,8 +14,10 @@ GK_HD bool is_unmasked(const PlanArgs& args, int64_t t) {
     return static_cast<const int64_t*>(args.mask)[t] != 0;
 }
 
+// Clamped: a GPU's offsets have not been checked, and from here on they are addresses.
 GK_HD int64_t sequence_begin(const PlanArgs& args, int64_t s) {
-    return args.cu_seqlens ? args.cu_seqlens[s] : s * args.row_length;
+    const int64_t begin = args.cu_seqlens ? args.cu_seqlens[s] : s * args.row_length;
+    return begin < 0 ? 0 : begin < args.tokens ? begin : args.tokens;
 }
 
 struct PlanWeights {

@@ -6,6 +6,7 @@ products of two roundings are compared to a few of them, everything else to the 
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -148,6 +149,20 @@ def test_plan_of_nothing(name, sequences, packed):
     assert found.counts.tolist() == [0] * (2 + sequences) and not found.lengths.any()
     assert found.offsets.tolist() == [0] * (sequences + 1)
     assert found.table.shape == (len(FIELD), 0) and found.order.numel() == 0
+
+
+@pytest.mark.parametrize("name", KERNELS[1:])  # a CPU's are checked
+@pytest.mark.parametrize("given", [[0, 5, 10**12], [-7, 5, 9], [5, -(10**12), 9], [8, 3, 10]])
+def test_offsets_that_were_not_checked_stay_among_the_tokens(name, given):
+    inputs = TokenInputs(torch.ones(9), cu_seqlens=torch.tensor(given))
+    rules = PlanRules(whole_sequences=True, level="sequence")
+    found = get_backend(name).plan(inputs, torch.zeros(9, dtype=torch.int64), rules, torch.float32, ordered=True)
+    expected = [min(max(x, 0), 9) for x in given]
+    assert found.offsets.tolist() == expected
+    assert found.lengths.tolist() == [max(b - a, 0) for a, b in itertools.pairwise(expected)]
+    params = KernelParams(level="sequence")
+    get_backend(name).sequence_objective(slice(0, 2), None, found, params)
+    assert get_backend(name).sums(found, params, None, 0).numbers.shape == (14 * 3 + 3,)
 
 
 @pytest.mark.parametrize("name", KERNELS)

