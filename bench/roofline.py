@@ -23,14 +23,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from grpo_kernels.benchmarks.cases import DTYPES, MODES, Case, make_case
 from grpo_kernels.benchmarks.devices import DEVICES, Device, find_device
 from grpo_kernels.benchmarks.document import Document, read
 from grpo_kernels.benchmarks.gemm import EXPOSED_RANGE
-from grpo_kernels.benchmarks.limits import DESIGNS, PARTS, WAYS, Prediction, predict, way_of, ways
-from grpo_kernels.engine.memory import chunk_sizes, gpu_budget
+from grpo_kernels.benchmarks.limits import DESIGNS, PARTS, WAYS, Prediction, default_design, predict, way_of, ways
 
 DEFAULT = "H200"
 SHAPES = ("llama-3-8b:16384", "qwen2.5-7b:16384", "qwen2.5-1.5b:16384", "gemma-2-2b:8192")
@@ -231,8 +228,7 @@ def step(head: Head, device: Device, tokens: int, gpus: int, layout: str) -> Ste
     in_node, over_nodes = (2 * (n - 1) / n for n in (GPUS_PER_NODE, nodes))
     body = 4 * head.body * of_node / GPUS_PER_NODE / device.flops[case.dtype]
     if split:
-        given = own, vocab, torch.float32, torch.bfloat16, torch.device(device.type)
-        chunks = -(-own // chunk_sizes(*given, budget=gpu_budget(device.memory)).sequences)
+        chunks = -(-own // default_design(case, device, "staged").row_chunk)
         # The row kernel waits for the statistics of its chunk. The sum of dhidden goes on behind the next chunk; with
         # sequence parallelism hidden states are gathered and dhidden scattered instead, as many bytes.
         statistics = chunks * COLLECTIVE + in_node * own * STATISTICS / NVLINK

@@ -94,8 +94,9 @@ class GRPOConfig:
         logits_dtype: torch.float32 or the input dtype; None takes the input dtype for bfloat16 on a CPU that has
             products of it (AVX-512, AMX), and float32 for all other 16-bit inputs.
         chunk_rows: rows of a chunk: so many rows of gradients of logits are in memory at a time, and at most as many
-            rows of logits. None derives both from V and a memory budget (512 MiB; on a GPU a sixteenth of its memory,
-            at least 4 GiB).
+            rows of logits. None derives both from V and a memory budget (512 MiB; on a GPU a twelfth of its memory, at
+            least 4 GiB). On a GPU a batch that fits the budget is one chunk if the weight is trained; others have
+            short chunks, which need less memory.
         static_shapes: compute every row, padding too, so that nothing is read back to the host: for CUDA graphs, whose
             capture switches it on. Off, zero-gradient rows are left out, at the cost of one small read per call.
         score_inactive: also compute logps, entropy and metrics of zero-gradient tokens (one GEMM over their rows).

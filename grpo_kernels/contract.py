@@ -7,7 +7,6 @@ compiled backends; a test holds the two equal.
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -148,14 +147,13 @@ class Rows:
             destination.index_copy_(dim, self.index, values)
 
     def split(self, size: int) -> list[Rows]:
-        """In parts of nearly equal length, at most `size` rows each, the first the longest."""
-        pieces = -(-self.count // size)
-        if pieces <= 1:
-            return [self] if pieces else []
-        ends = [-(-self.count * i // pieces) for i in range(pieces + 1)]
+        """In parts of `size` rows, the last may be shorter."""
+        if self.count <= size:
+            return [self] if self.count else []
         return [
             Rows(self.start + first, self.start + last, None if self.index is None else self.index[first:last])
-            for first, last in itertools.pairwise(ends)
+            for first in range(0, self.count, size)
+            for last in (min(first + size, self.count),)
         ]
 
 

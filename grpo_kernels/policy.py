@@ -15,7 +15,7 @@ from .contract import Backend, Rows, TokenValues, no_values
 from .engine.autocast import products_dtype
 from .engine.backward import FinishedGradients, refuse_double_backward, scale_saved_gradients
 from .engine.chunk import visited
-from .engine.chunks import CoefficientFn, Scorer, add_mask, sequence_chunks
+from .engine.chunks import CoefficientFn, Scorer, add_mask, packed_chunks, sequence_chunks
 from .engine.kept import KeptLogits, TokenMask, make_token_mask
 from .engine.lm_head import LMHead
 from .engine.products import settled_precision
@@ -205,10 +205,10 @@ def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> tu
             scorer.gradient(*both)
     else:
         if call.level == "sequence":
-            pieces = sequence_chunks(index, lengths, num_tokens, head.sequence_rows)
+            pieces = sequence_chunks(index, lengths, num_tokens, head.packed_rows(max(lengths, default=0)))
         else:
-            pieces = ((rows, slice(0)) for rows in visited(index, num_tokens).split(head.sequence_rows))
-        scorer.staged(((head.chunk_of(rows), sequences) for rows, sequences in pieces), coefficients)
+            pieces = ((rows, slice(0)) for rows in visited(index, num_tokens).split(head.packed_rows(0)))
+        scorer.staged(packed_chunks(head, pieces), coefficients)
     return total, head.gradients()
 
 

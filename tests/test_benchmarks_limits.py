@@ -40,6 +40,7 @@ ROOT = Path(__file__).parents[1]
 H200 = DEVICES["H200"]
 CPU = Device("a CPU", "cpu", dict.fromkeys(DTYPES, 1e11), 1e10)
 MIB = 2**20
+SIXTEEN = DESIGNS["product chunks of 16,384"]
 
 
 def products_ms(prediction: Prediction) -> float:
@@ -136,7 +137,8 @@ def test_bytes_and_memory_worked_out_by_hand() -> None:
 def test_a_single_chunk_is_its_own_sum() -> None:
     """Nothing in float32 is written, cast or held, unlike where a second chunk is added."""
     rows, vh, nh = 16384, 128256 * 4096, 16384 * 4096
-    one, two = (predict(make_case(f"llama-3-8b:{n * rows}", "bfloat16", length=1), H200) for n in (1, 2))
+    cases = [make_case(f"llama-3-8b:{n * rows}", "bfloat16", length=1) for n in (1, 2)]
+    one, two = (predict(case, H200, design=SIXTEEN) for case in cases)
     moved = [{part.name: part.bytes for part in p.parts} for p in (one, two)]
     assert moved[0]["dweight"] == 2 * rows * 128256 + 2 * nh + 2 * vh
     assert moved[1]["dweight"] == 2 * (2 * rows * 128256 + 2 * nh) + 3 * 4 * vh
@@ -147,7 +149,9 @@ def test_a_single_chunk_is_its_own_sum() -> None:
 def test_a_chunk_of_weight_gradients_costs_735_over_its_rows_of_a_product() -> None:
     """Sums in float32, read and written once per chunk, against 2 C H V operations on an H200."""
     rows = 20480
-    short, long = (predict(make_case(f"{n * rows}x4096x128256", "bfloat16", length=1), H200) for n in (4, 8))
+    design = dataclasses.replace(SIXTEEN, product_chunk=rows)
+    cases = [make_case(f"{n * rows}x4096x128256", "bfloat16", length=1) for n in (4, 8)]
+    short, long = (predict(case, H200, design=design) for case in cases)
     bytes_ = [next(part.bytes for part in p.parts if part.name == "dweight") for p in (short, long)]
     operands = 4 * rows * (128256 + 4096) * 2  # of the four chunks more: gradients of logits, hidden states
     chunk = (bytes_[1] - bytes_[0] - operands) / 4 / H200.bandwidth
@@ -293,7 +297,7 @@ def test_the_host_is_read_once_and_kernels_have_gaps() -> None:
 def test_the_default_design_is_that_of_memory_py(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case("llama-3-8b:16384", "bfloat16")
     sizes = ChunkSizes(products=3000, logits=1000, sequences=2000)
-    monkeypatch.setattr("grpo_kernels.benchmarks.limits.chunk_sizes", lambda *given, budget: sizes)
+    monkeypatch.setattr("grpo_kernels.benchmarks.limits.chunk_sizes", lambda *given, capacity: sizes)
     found, staged = default_design(case, H200), default_design(case, H200, "staged")
     assert (found.row_chunk, found.product_chunk) == (1000, 3000)
     assert (staged.row_chunk, staged.product_chunk) == (2000, 2000)

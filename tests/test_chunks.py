@@ -31,43 +31,95 @@ CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta"
 FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
 
 
+HEADS = {"llama": (128256, 4096), "qwen": (152064, 3584), "gemma": (256000, 2304), "small": (151936, 896)}
+TRAINED, FROZEN, SCORED = (True, True, False), (True, False, False), (False, False, False)
+H200, H100 = memory.gpu_capacity(150.7e9, 132), memory.gpu_capacity(85.0e9, 132)
+
+
 def held(sizes: memory.ChunkSizes, vocab: int, grad: torch.dtype) -> int:
     """Bytes of the scratches of one chunk with float32 logits, fused or staged, whichever needs more."""
-    own = 0 if sizes.logits == sizes.products else sizes.products * grad.itemsize
-    return vocab * max(sizes.logits * 4 + own, sizes.sequences * 4)
+    return max(sizes.scratch_bytes(vocab, FLOAT, grad), vocab * sizes.sequences * 4)
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
 @pytest.mark.parametrize("grad", [FLOAT, BFLOAT, HALF])
 @pytest.mark.parametrize("vocab", [1000, 32_000, 151_936, 262_144])
-def test_memory_stops_growing_with_n_at_the_budget(device, grad, vocab):
-    budgets = [memory.memory_budget(CPU)] if device == CPU else [memory.gpu_budget(g * 2**30) for g in (24, 80, 141)]
-    assert budgets == sorted(budgets) and budgets[0] == (2**29 if device == CPU else 2**32)
-    for budget in budgets:
+@pytest.mark.parametrize("wants", [TRAINED, FROZEN, SCORED])
+def test_memory_stops_growing_with_n_at_the_budget(device, grad, vocab, wants):
+    sizes_of_gpus = [memory.gpu_capacity(g * 2**30, 132) for g in (24, 80, 141)]
+    capacities = [memory.capacity_of(CPU)] if device == CPU else sizes_of_gpus
+    assert capacities == sorted(capacities) and capacities[0].budget == (2**29 if device == CPU else 2**32)
+    for capacity in capacities:
         counts = [2**i for i in range(24)]
-        sizes = [memory.chunk_sizes(n, vocab, FLOAT, grad, device, budget=budget) for n in counts]
+        shape = vocab, 4096
+        sizes = [memory.chunk_sizes(n, shape, FLOAT, grad, device, wants, capacity=capacity) for n in counts]
         bytes_ = [held(s, vocab, grad) for s in sizes]
-        assert bytes_[-1] == bytes_[-4] == max(bytes_) <= budget
+        assert bytes_[-1] == bytes_[-4] and max(bytes_) <= capacity.budget
         assert all(s.logits <= s.products <= n and s.sequences <= n for n, s in zip(counts, sizes, strict=True))
-        least = min(4096, 2**32 // (vocab * 4)) if device == CUDA else 512  # at least so many, whatever the device
+        least = min(1024, 2**32 // (vocab * 4)) if device == CUDA else 512  # at least so many, whatever the device
         assert sizes[-1].products >= least and sizes[-1].sequences >= least
 
 
 def test_a_vocabulary_beyond_the_budget_gets_short_chunks():
-    sizes = [memory.chunk_sizes(10**6, v, FLOAT, BFLOAT, CUDA, budget=2**32) for v in (10**6, 10**8)]
+    capacity = memory.Capacity(2**32)
+    sizes = [
+        memory.chunk_sizes(10**6, (v, 64), FLOAT, BFLOAT, CUDA, TRAINED, capacity=capacity) for v in (10**6, 10**8)
+    ]
     assert sizes[0].products > 16 and sizes[1] == (16, 16, 16)
 
 
-def test_rows_of_a_large_batch_on_a_gpu():
-    """16,384 tokens and some are one product chunk, with float32 logits of 2,048 rows at a time."""
-    budget = memory.gpu_budget(141e9)
-    expected = {4096: (4096, 4096), 4097: (4097, 2048), 16385: (16385, 2048), 10**6: (20480, 2048)}
-    for tokens, rows in expected.items():
-        assert memory.chunk_sizes(tokens, 128256, FLOAT, BFLOAT, CUDA, budget=budget)[:2] == rows
-    given = memory.chunk_sizes(10**6, 128256, FLOAT, BFLOAT, CUDA, chunk_rows=8192, budget=budget)
-    assert given == (8192, 2048, 8192)
+def gpu_rows(tokens, head, wants, capacity=H200, **options):
+    grad = options.pop("grad", BFLOAT)
+    return memory.chunk_sizes(tokens, HEADS[head], FLOAT, grad, CUDA, wants, capacity=capacity, **options)
+
+
+def test_a_batch_that_fits_is_one_product_chunk_on_a_gpu():
+    """With float32 logits of 2,048 rows at a time; longer ones are cut into chunks with full waves."""
+    for tokens, rows in {4096: (4096, 4096), 4097: (4097, 2048), 20480: (20480, 2048), 20481: (5248, 768)}.items():
+        assert gpu_rows(tokens, "llama", TRAINED)[:2] == rows
+    for head in HEADS:
+        assert gpu_rows(16384, head, TRAINED)[:2] == (16384, 2048)
+    assert gpu_rows(16384, "gemma", TRAINED, H100)[:2] == (5632, 768)
+    assert gpu_rows(10**6, "llama", TRAINED, chunk_rows=8192) == (8192, 2048, 8192)
     # The scale of float16 gradients comes from all rows of a chunk: their logits must still be there.
-    assert len(set(memory.chunk_sizes(10**6, 128256, FLOAT, HALF, CUDA, budget=budget))) == 1
+    assert gpu_rows(10**6, "llama", TRAINED, grad=HALF)[:2] == (5248, 5248)
+
+
+def test_a_frozen_head_and_scoring_alone_take_short_chunks_on_a_gpu():
+    for tokens, rows in {1000: 1000, 1024: 1024, 1025: 1024, 16384: 1024, 10**6: 1024}.items():
+        assert gpu_rows(tokens, "qwen", FROZEN)[:2] == (rows, rows)
+        assert gpu_rows(tokens, "qwen", SCORED)[:2] == (min(tokens, 2048),) * 2
+    assert gpu_rows(10**6, "qwen", FROZEN, chunk_rows=4097)[:2] == (4097, 2048)
+    assert gpu_rows(10**6, "qwen", SCORED, chunk_rows=100)[:2] == (100, 100)
+
+
+@pytest.mark.parametrize("tokens", [65536, 10**6])
+def test_a_long_batch_takes_less_memory_than_a_head_with_float32_sums_of_both_gradients(tokens):
+    """TRL's: 4 (N H + V H) bytes with a trained head, 4 N H with a frozen one. Worked out by hand. N = 65,536 is the
+    bar of this project."""
+    vocab, width = HEADS["qwen"]
+    trained, frozen = (
+        gpu_rows(tokens, "qwen", wants).scratch_bytes(vocab, FLOAT, BFLOAT) for wants in (TRAINED, FROZEN)
+    )
+    sums = vocab * width * 4 - vocab * width * 2  # of dweight in float32, less what is returned
+    assert trained + sums < 4 * (tokens * width + vocab * width)
+    assert frozen < 4 * 65536 * width
+
+
+@pytest.mark.parametrize("multiprocessors", [0, 108, 128, 132, 148])
+@pytest.mark.parametrize("width", [64, 896, 1536, 2304, 3584, 4096, 8192])
+def test_short_chunks_fill_their_waves(width, multiprocessors):
+    rows = memory.short_product_rows(width, multiprocessors)
+    assert rows % 128 == 0 and 2560 <= rows <= 5632
+    if not multiprocessors:
+        assert rows == 5632  # nothing is known of waves
+        return
+
+    def filled(rows):
+        blocks = rows // 128 * -(-width // 256)
+        return blocks / multiprocessors / -(-blocks // multiprocessors)
+
+    assert filled(rows) >= max(filled(2560), filled(5632)) - 0.1
 
 
 @pytest.mark.parametrize("count", [4096, 4097, 20480])
@@ -120,18 +172,43 @@ def test_sums_are_in_float32_where_more_rows_follow_not_where_more_tokens_are_le
         assert head.dweight.total.dtype == expected
 
 
-@pytest.mark.parametrize("count", [1, 7, 23, 24])
+@pytest.mark.parametrize("count", [0, 1, 7, 23, 24])
 @pytest.mark.parametrize("size", [1, 5, 12, 24])
-def test_rows_are_split_evenly_the_longest_first(count, size):
+def test_rows_are_split_into_full_parts_and_a_shorter_last_one(count, size):
     index = torch.arange(100, 100 + count)
     for rows in (Rows(3, 3 + count), Rows(3, 3 + count, index)):
         parts = list(rows.split(size))
         lengths = [part.count for part in parts]
         assert sum(lengths) == count and len(parts) == -(-count // size)
-        assert lengths[0] == max(lengths) <= min(lengths) + 1
-        assert [part.start for part in parts] == [3, *(part.stop for part in parts)][:-1]
-        if rows.index is not None:
+        assert all(length == size for length in lengths[:-1])
+        assert [part.start for part in parts] == [3, *(part.stop for part in parts)][: len(parts)]
+        if rows.index is not None and parts:
             assert torch.equal(torch.cat([part.index for part in parts]), index)
+
+
+def made_rows(x: Tensor) -> int:
+    return x.untyped_storage().nbytes() // (x.stride(0) * x.element_size())
+
+
+@pytest.mark.parametrize(("device", "expected"), [(CPU, [7, 7, 6]), (META, [9, 9, 2])])
+def test_a_cpu_cuts_into_nearly_equal_parts_and_a_gpu_into_full_ones(device, expected):
+    hidden, weight = (torch.empty(n, 24, device=device) for n in (20, 67))
+    head = LMHead(hidden, weight, None, FLOAT, 9, get_backend("torch"), TRAINED)
+    assert [chunk.rows.count for chunk in head.chunks(None)] == expected
+    assert made_rows(head.logits(Rows(0, 2))) == expected[0]  # for the usual chunk at once
+
+
+@pytest.mark.parametrize("longest", [1, 100, 3000])
+def test_whole_sequences_are_packed_into_short_chunks_unless_one_is_longer(longest, monkeypatch):
+    sizes = memory.ChunkSizes(products=400, logits=100, sequences=2000)
+    monkeypatch.setattr(lm_head, "chunk_sizes", lambda *given: sizes)
+    hidden, weight = (torch.empty(n, 24, dtype=BFLOAT, device=META) for n in (4000, 67))
+    head = LMHead(hidden, weight, None, FLOAT, None, get_backend("torch"), TRAINED)
+    assert head.packed_rows(longest) == min(2000, max(longest, 400))
+    chunks = head.chunks_of([Rows(0, 300), Rows(300, 700), Rows(700, 701)])
+    assert all(chunk.in_place and chunk.logits_rows == chunk.rows.count for chunk in chunks)
+    assert head.dweight.sums_in_float32  # of three chunks
+    assert made_rows(head.logits(Rows(0, 300))) == 400  # at once what the longest needs
 
 
 @pytest.fixture

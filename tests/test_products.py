@@ -116,7 +116,7 @@ def test_the_lm_head_without_them(monkeypatch, probed, dtype, missing):
         head = LMHead(hidden, weight, None, torch.float32, 4, get_backend("torch"), (True, True, False))
         ids = torch.zeros(8, dtype=torch.int64, device=META)
         some = Rows(2, 4, torch.zeros(2, dtype=torch.int64, device=META))
-        for chunk in (*head.chunks(None), head.chunk_of(some)):
+        for chunk in (*head.chunks(None), *head.chunks_of([some])):
             logits = head.logits(chunk.rows)
             assert logits.dtype == torch.float32 and logits.shape == (chunk.rows.count, 67)
             head.row_gradients(chunk, chunk.rows, logits)
@@ -140,7 +140,7 @@ def test_few_rows_get_their_hidden_gradient_through_float32(monkeypatch):
         hidden = torch.empty(rows, 4096, dtype=torch.bfloat16, device=META)
         head = LMHead(hidden, weight, None, torch.float32, rows, get_backend("torch"), (True, False, False))
         monkeypatch.setattr(torch, "mm", spy)
-        head.accumulate(head.chunk_of(Rows(0, rows)), torch.zeros(rows, dtype=torch.int64, device=META))
+        head.accumulate(head.chunks_of([Rows(0, rows)])[0], torch.zeros(rows, dtype=torch.int64, device=META))
         monkeypatch.setattr(torch, "mm", mm)
         assert calls == [expected] and head.gradients().tensors[0].dtype == torch.bfloat16
 

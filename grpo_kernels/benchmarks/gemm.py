@@ -21,9 +21,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..engine.memory import TILE_COLUMNS, TILE_ROWS
 from .devices import Device
 
-TILE_ROWS, TILE_COLUMNS = 128, 256
 EXPOSED_RANGE = (0.3, 1.0)
 EXPOSED = sum(EXPOSED_RANGE) / 2
 MAX_SPLITS = 16

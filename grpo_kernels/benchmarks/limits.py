@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..engine.memory import ROUNDED_CHUNKS, chunk_sizes, default_logits_dtype, gpu_budget, memory_budget
+from ..engine.memory import ROUNDED_CHUNKS, capacity_of, chunk_sizes, default_logits_dtype, gpu_capacity
 from .cases import Case
 from .devices import Device, find_device
 from .gemm import EXPOSED, Gemm, idle_seconds
@@ -61,8 +61,8 @@ ROW_RATE = 0.9
 class Design:
     """How the engine cuts a call into chunks, and what the host does for it.
 
-    `row_chunk`, `product_chunk`: rows at most; a call is cut into chunks of nearly equal length. A product chunk longer
-    than a row chunk has a buffer of its own for the gradients of its logits. `launches`: by mode, those of a call
+    `row_chunk`, `product_chunk`: rows at most; the last chunk of a call may be shorter. A product chunk longer than a
+    row chunk has a buffer of its own for the gradients of its logits. `launches`: by mode, those of a call
     beside its chunks, and of these the ones before the first product. `launch_cost`: host time of a launch with the
     Python around it, in units of Device.launch. `row_rate`: the row kernel's share of a copy's bandwidth.
     """
@@ -169,10 +169,20 @@ def default_design(case: Case, device: Device, way: str = "rows") -> Design:
     kind, on_cpu = torch.device(device.type), device.type == "cpu"
     logits_dtype = default_logits_dtype(case.torch_dtype, kind)
     grad_dtype = logits_dtype if on_cpu else case.torch_dtype
-    budget = memory_budget(kind) if on_cpu else gpu_budget(device.memory if math.isfinite(device.memory) else 0)
-    sizes = chunk_sizes(case.tokens, case.vocab_size, logits_dtype, grad_dtype, kind, budget=budget)
-    rows, products = (sizes.sequences, sizes.sequences) if way == "staged" else (sizes.logits, sizes.products)
+    memory = device.memory if math.isfinite(device.memory) else 0
+    capacity = capacity_of(kind) if on_cpu else gpu_capacity(memory, device.multiprocessors)
+    shape, wants = (case.vocab_size, case.hidden_size), (case.mode != "forward", case.mode == "step", False)
+    sizes = chunk_sizes(case.tokens, shape, logits_dtype, grad_dtype, kind, wants, capacity=capacity)
+    packed = min(sizes.sequences, max(case.length, sizes.products))
+    rows, products = (packed, packed) if way == "staged" else (sizes.logits, sizes.products)
+    if on_cpu:  # cut into nearly equal parts
+        products = _even(case.tokens, products)
+        rows = _even(products, rows)
     return replace(_CURRENT, row_chunk=rows, product_chunk=products)
+
+
+def _even(count: int, most: int) -> int:
+    return -(-count // -(-count // most))
 
 
 def predict(
@@ -270,12 +280,9 @@ class _Work:
 
 
 def _cut(tokens: int, rows: int) -> list[tuple[int, int]]:
-    """(how many, length) of the chunks of nearly equal length that `tokens` are cut into, of at most `rows` each."""
-    if not tokens:
-        return []
-    pieces = -(-tokens // rows)
-    longer = tokens % pieces
-    return [(n, m) for n, m in ((longer, tokens // pieces + 1), (pieces - longer, tokens // pieces)) if n]
+    """(how many, length) of the chunks of `rows` each that `tokens` are cut into, and of the shorter last one."""
+    full, last = divmod(tokens, rows)
+    return [(n, m) for n, m in ((full, rows), (1, last)) if n and m]
 
 
 class _Sweep(NamedTuple):

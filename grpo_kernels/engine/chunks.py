@@ -295,9 +295,9 @@ def _run_sequences(
             backend.sequence_objective(sequences, plan.row_length, tokens, plan.params)
             return tokens.values.g_logp, weight_entropy
 
-        head = scorer.head
-        packed = sequence_chunks(visit.active, lengths, head.num_tokens, head.sequence_rows)
-        scorer.staged(((head.chunk_of(rows), sequences) for rows, sequences in packed), coefficients)
+        head = cast(LMHead | GivenLogits, scorer.head)
+        size = head.packed_rows(max(lengths, default=0))
+        scorer.staged(packed_chunks(head, sequence_chunks(visit.active, lengths, head.num_tokens, size)), coefficients)
     else:
         scorer.score(visit.active)
     if visit.rest is not None:
@@ -313,6 +313,12 @@ def _run_sequences(
         g_logp, g_entropy = (g.index_fill(0, index, 0.0) for g in (g_logp, g_entropy))
     if not staged:
         scorer.gradient(g_logp, g_entropy, static_shapes=static_shapes)
+
+
+def packed_chunks(head: LMHead | GivenLogits, packed: Iterable[tuple[Rows, slice]]) -> Iterator[tuple[Chunk, slice]]:
+    """With the rows of each part as a chunk."""
+    parts = list(packed)
+    return zip(head.chunks_of([rows for rows, _ in parts]), (sequences for _, sequences in parts), strict=True)
 
 
 def sequence_chunks(

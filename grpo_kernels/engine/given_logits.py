@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from ..contract import RowGradients, Rows
@@ -31,10 +33,14 @@ class GivenLogits:
     def chunks(self, index: Tensor | None) -> list[Chunk]:
         """All rows: none is left out, `index` is None."""
         assert index is None
-        return [self.chunk_of(Rows(0, self.num_tokens))] if self.num_tokens else []
+        return self.chunks_of([Rows(0, self.num_tokens)]) if self.num_tokens else []
 
-    def chunk_of(self, rows: Rows) -> Chunk:
-        return Chunk(rows, max(rows.count, 1), in_place=True)
+    def chunks_of(self, parts: Sequence[Rows]) -> list[Chunk]:
+        return [Chunk(rows, max(rows.count, 1), in_place=True) for rows in parts]
+
+    def packed_rows(self, longest: int) -> int:
+        """All sequences are one chunk."""
+        return self.sequence_rows
 
     def logits(self, rows: Rows) -> Tensor:
         return rows.take(self.buffer)

@@ -225,10 +225,7 @@ class KeptLogits:
         """All of them: none is left out, `index` is None."""
         assert index is None
         for kept in self.buckets.matrices:
-            yield self.chunk_of(kept.rows)
-
-    def chunk_of(self, rows: Rows) -> Chunk:
-        return Chunk(rows, rows.count, in_place=True)
+            yield Chunk(kept.rows, kept.rows.count, in_place=True)
 
     def logits(self, rows: Rows) -> Tensor:
         kept, logits = self._matrices[id(rows)]

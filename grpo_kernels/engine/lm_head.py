@@ -20,6 +20,7 @@ rounded once, however many chunks there were.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -32,7 +33,7 @@ from . import recycled
 from .backward import FinishedGradients, power_of_two_scale, waiting_dtype
 from .chunk import Chunk, visited
 from .dweight import WeightGradient, pieces
-from .memory import chunk_sizes
+from .memory import Capacity, chunk_sizes
 from .products import PIECE_ROWS, SPLIT_SUM_ELEMENTS, cpu_multiplies, dhidden_rows, product, returns_float32
 from .scratch import Scratch
 from .vocab_parallel import VocabSlice
@@ -97,7 +98,7 @@ class LMHead:
         self.strategy = choose_strategy(backend, hidden, weight)
         self.flat_hidden = _flat_view(hidden)
         self.logits_dtype, self.backend, self.wants = logits_dtype, backend, wants
-        device, dtype, vocab_size = hidden.device, hidden.dtype, weight.shape[0]
+        device, dtype = hidden.device, hidden.dtype
         self.num_tokens = hidden.numel() // hidden.shape[-1]
         # A CPU has no product that returns float32 from 16-bit inputs: convert W in pieces.
         self.converts = logits_dtype != dtype and not returns_float32(device, dtype)
@@ -105,22 +106,23 @@ class LMHead:
         narrow = device.type != "cpu" or not self.converts or cpu_multiplies(dtype) or self.strategy == "anchored"
         self.types = _types(given_dtypes, dtype if narrow else torch.float32, device.type)
         self.waiting_dtypes, self.grad_dtype = self.types.waiting, self.types.gradient
-        self.sizes = chunk_sizes(self.num_tokens, vocab_size, logits_dtype, self.grad_dtype, device, chunk_rows)
-        self.scratch = Scratch(self.num_tokens, vocab_size, self.sizes, logits_dtype, self.grad_dtype, device)
         self.dweight = WeightGradient(weight, self.grad_dtype, self.waiting_dtypes[1], backend)
-        # Whole sequences may be packed into more chunks than this, few of them half empty.
-        self.dweight.expected_chunks = -(-self.num_tokens // self.sizes.sequences)
+        self._size_chunks(weight.shape[0], chunk_rows)
 
     def join(self, vocab_slice: VocabSlice, chunk_rows: int | None) -> None:
         """The weight is a slice of the vocabulary: all ranks have the same chunks, dhidden is a float32 sum."""
         self.vocab_slice, self.strategy = vocab_slice, "rows"
-        device, dtypes = self.hidden.device, (self.logits_dtype, self.grad_dtype)
-        longest = max(vocab_slice.sizes)
-        self.sizes = chunk_sizes(self.num_tokens, longest, *dtypes, device, chunk_rows, vocab_slice.budget)
-        self.scratch = Scratch(self.num_tokens, self.weight.shape[0], self.sizes, *dtypes, device)
-        self.dweight.expected_chunks = -(-self.num_tokens // self.sizes.sequences)
+        self._size_chunks(max(vocab_slice.sizes), chunk_rows, vocab_slice.capacity)
         first, *others = self.waiting_dtypes
         self.waiting_dtypes = (torch.promote_types(first, torch.float32), *others)
+
+    def _size_chunks(self, vocab_size: int, chunk_rows: int | None, capacity: Capacity | None = None) -> None:
+        dtypes, device = (self.logits_dtype, self.grad_dtype), self.hidden.device
+        shape = vocab_size, self.weight.shape[1]
+        self.sizes = chunk_sizes(self.num_tokens, shape, *dtypes, device, self.wants, chunk_rows, capacity)
+        products = self._length(self.num_tokens, self.sizes.products)
+        usual = min(self.sizes.logits, products), products
+        self.scratch = Scratch(self.weight.shape[0], *usual, *dtypes, device)
 
     @property
     def vocab_size(self) -> int:
@@ -134,14 +136,24 @@ class LMHead:
     # --- chunks and their buffers ---------------------------------------------------------------------------------
 
     def chunks(self, index: Tensor | None) -> list[Chunk]:
-        """Product chunks of these tokens (None: of all), as long as memory allows and of nearly equal length."""
-        parts = visited(index, self.num_tokens).split(self.sizes.products)
+        """Product chunks of these tokens (None: of all)."""
+        rows = visited(index, self.num_tokens)
+        parts = rows.split(self._length(rows.count, self.sizes.products))
         self.dweight.expected_chunks = len(parts)
-        return [self._chunk(rows, self.sizes.logits) for rows in parts]
+        return [self._chunk(part, self._length(part.count, self.sizes.logits)) for part in parts]
 
-    def chunk_of(self, rows: Rows) -> Chunk:
-        """These rows, at most `sequence_rows`, as a product chunk that is one row chunk."""
-        return self._chunk(rows, max(rows.count, 1))
+    def chunks_of(self, parts: Sequence[Rows]) -> list[Chunk]:
+        """These rows, at most `sequence_rows` each, as product chunks that are one row chunk each."""
+        self.dweight.expected_chunks = len(parts)
+        self.scratch.logits_rows = max([self.scratch.logits_rows, *(rows.count for rows in parts)])
+        return [self._chunk(rows, max(rows.count, 1)) for rows in parts]
+
+    def _length(self, count: int, most: int) -> int:
+        """Rows of the parts that `count` are cut into: on a CPU nearly equal ones; a GPU computes tiles of many rows,
+        so that only the last part may have one that is not full."""
+        if count <= most or self.hidden.device.type != "cpu":
+            return max(1, min(count, most))
+        return -(-count // -(-count // most))
 
     def _chunk(self, rows: Rows, logits_rows: int) -> Chunk:
         # torch's 16-bit product on a CPU with AMX reads up to 31 columns beyond a matrix with gaps between its rows,
@@ -151,8 +163,12 @@ class LMHead:
 
     @property
     def sequence_rows(self) -> int:
-        """Rows that `chunk_of` may get: what whole sequences have to fit."""
+        """Rows of a chunk of `chunks_of` at most: what whole sequences have to fit."""
         return self.sizes.sequences
+
+    def packed_rows(self, longest: int) -> int:
+        """Rows of the chunks that whole sequences are packed into, of which the longest has so many."""
+        return min(self.sizes.sequences, max(longest, self.sizes.products))
 
     def exponentials(self, chunk: Chunk) -> Tensor:
         """(P, V) uninitialised, in the type of the gradients, for the anchored strategy; valid until the next call."""

@@ -18,9 +18,16 @@ ROUNDED_CHUNKS = 3
 _BYTES_PER_MIB = 2**20
 _CPU_BUDGET = 512 * _BYTES_PER_MIB
 _LEAST_GPU_BUDGET = 4096 * _BYTES_PER_MIB
-_GPU_SHARE = 1 / 16
-_GPU_LOGITS_ROWS = 2048
-_GPU_PRODUCT_ROWS = 20480  # a batch of 16,384 tokens and some is one chunk
+_GPU_SHARE = 1 / 12
+# Rows on a GPU.
+_LOGITS_ROWS = 2048
+_SINGLE_CHUNK_ROWS = 20480  # a batch of 16,384 tokens and some is one product chunk
+_FROZEN_ROWS = 1024
+_SHORT_LOGITS_ROWS = 768
+_SHORT_PRODUCT_TILES = range(20, 45)
+# The result of a product that a thread block computes: what cuBLAS mostly has on Hopper.
+TILE_ROWS, TILE_COLUMNS = 128, 256
+_ACCUMULATED_ROWS = 478  # of dlogits W: what adding to dweight costs beside them on an H200, two thirds of it exposed
 
 
 class ChunkSizes(NamedTuple):
@@ -28,63 +35,109 @@ class ChunkSizes(NamedTuple):
 
     products: in a pair of products, dlogits W and dlogits^T h
     logits: of logits; fewer than `products` only where gradients of logits are narrower, and get a buffer of their own
-    sequences: whose gradients must lie over their logits, because all logits of a sequence come before its gradients
+    sequences: at most; whose gradients must lie over their logits, because all logits of a sequence come before its
+        gradients
     """
 
     products: int
     logits: int
     sequences: int
 
+    def scratch_bytes(self, vocab_size: int, logits_dtype: torch.dtype, grad_dtype: torch.dtype) -> int:
+        """Of logits and their gradients."""
+        apart = self.products if self.logits < self.products else 0
+        return vocab_size * (self.logits * logits_dtype.itemsize + apart * grad_dtype.itemsize)
 
-def memory_budget(device: torch.device) -> int:
-    """Bytes of a chunk, logits and their gradients together: of a GPU's memory a sixteenth, and 4 GiB at least."""
+
+class Capacity(NamedTuple):
+    """What chunks are made for. budget: bytes of a chunk at most, logits and their gradients together.
+
+    multiprocessors: of a GPU; 0: unknown.
+    """
+
+    budget: int
+    multiprocessors: int = 0
+
+
+def capacity_of(device: torch.device) -> Capacity:
     if device.type == "cpu":
-        return _CPU_BUDGET
-    known = device.type == "cuda" and torch.cuda.is_available()
-    return gpu_budget(torch.cuda.get_device_properties(device).total_memory if known else 0)
+        return Capacity(_CPU_BUDGET)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return gpu_capacity(0)
+    found = torch.cuda.get_device_properties(device)
+    return gpu_capacity(found.total_memory, found.multi_processor_count)
 
 
-def gpu_budget(total_memory: float) -> int:
-    """`memory_budget` of a GPU with so many bytes."""
-    return max(_LEAST_GPU_BUDGET, int(total_memory * _GPU_SHARE))
+def gpu_capacity(total_memory: float, multiprocessors: int = 0) -> Capacity:
+    """Of a GPU with so many bytes: a twelfth of them, and 4 GiB at least."""
+    return Capacity(max(_LEAST_GPU_BUDGET, int(total_memory * _GPU_SHARE)), multiprocessors)
 
 
 @cache
 def chunk_sizes(
     num_rows: int,
-    vocab_size: int,
+    head_shape: tuple[int, int],
     logits_dtype: torch.dtype,
     grad_dtype: torch.dtype,
     device: torch.device,
+    wants: tuple[bool, ...],
     chunk_rows: int | None = None,
-    budget: int | None = None,
+    capacity: Capacity | None = None,
 ) -> ChunkSizes:
-    """From N, V and a memory budget; `chunk_rows` of the caller stands for `products` and `sequences`.
+    """From N, (V, H), the gradients that are wanted of (hidden, weight, bias) and the capacity of the device;
+    `chunk_rows` of the caller stands for `products` and `sequences`.
 
-    A product chunk reads W and reads and writes dweight once, so it must be long enough to hide that behind its
-    4 P H V operations. CPU: 512 rows of float32 cost about 2 % of the products; 16-bit rows are worth fewer bytes and
-    round a 16-bit dweight, so a chunk holds more of them. GPU: V H bytes cost what 184 rows of products do (H200), and
-    one chunk alone needs no float32 sum besides.
+    CPU: 512 rows of float32 cost about 2 % of the products; 16-bit rows are worth fewer bytes and round a 16-bit
+    dweight, so a chunk holds more of them.
+
+    GPU: a product chunk that adds to dweight reads and writes V H float32, which costs what 184 rows of products do
+    (H200), and a last pass rounds the sum. A batch that fits the budget is one product chunk and needs neither. Longer
+    ones hold that sum besides, so their chunks are as short as costs little; with a frozen weight there is no sum, and
+    chunks are shorter still, however small the batch.
     """
-    on_cpu = device.type == "cpu"
-    budget = memory_budget(device) if budget is None else budget
+    on_cpu, (vocab_size, _) = device.type == "cpu", head_shape
+    budget, multiprocessors = capacity_of(device) if capacity is None else capacity
     row_bytes, grad_bytes = vocab_size * logits_dtype.itemsize, vocab_size * grad_dtype.itemsize
-    longest = (512 if grad_dtype.itemsize > 2 else 1366) if on_cpu else _GPU_PRODUCT_ROWS
-    few = 512 if on_cpu else _GPU_LOGITS_ROWS
+    # The scale of float16 gradients is found from all rows of a chunk, before the first is written.
+    in_place = grad_bytes == row_bytes or grad_dtype == torch.float16
 
     def bounded(rows: int, wanted: int) -> int:
         return max(1, min(max(min(rows, wanted), 16) if chunk_rows is None else chunk_rows, num_rows))
 
-    # Gradients over the logits.
-    together = bounded(budget // row_bytes, longest if grad_bytes == row_bytes or not on_cpu else few)
-    if grad_bytes == row_bytes or grad_dtype == torch.float16:
-        # The scale of float16 gradients is found from all rows of a chunk, before the first is written.
-        return ChunkSizes(together, together, together)
-    few = max(16, min(few, budget // 2 // row_bytes))
-    products = bounded((budget - few * row_bytes) // grad_bytes, longest)
-    if products <= 2 * few:  # a buffer of their own would take as much
-        return ChunkSizes(products, products, together)
-    return ChunkSizes(products, few, together)
+    def cut(longest: int, few: int) -> ChunkSizes:
+        together = bounded(budget // row_bytes, longest if grad_bytes == row_bytes or not on_cpu else few)
+        if in_place:
+            return ChunkSizes(together, together, together)
+        few = max(16, min(few, budget // 2 // row_bytes))
+        products = bounded((budget - few * row_bytes) // grad_bytes, longest)
+        if products <= 2 * few:  # a buffer of their own would take as much
+            return ChunkSizes(products, products, together)
+        return ChunkSizes(products, few, together)
+
+    if on_cpu:
+        return cut(512 if grad_dtype.itemsize > 2 else 1366, 512)
+    sizes = cut(_SINGLE_CHUNK_ROWS, _LOGITS_ROWS)
+    if not any(wants):
+        rows = min(sizes.logits, chunk_rows or _LOGITS_ROWS)
+        return ChunkSizes(rows, rows, sizes.sequences)
+    if chunk_rows is not None or (wants[1] and sizes.products == num_rows):
+        return sizes
+    longest = short_product_rows(head_shape[1], multiprocessors) if wants[1] else _FROZEN_ROWS
+    return cut(longest, _SHORT_LOGITS_ROWS)._replace(sequences=sizes.sequences)
+
+
+def short_product_rows(hidden_size: int, multiprocessors: int) -> int:
+    """Rows of a chunk whose tiles of dlogits W (P, H) fill their waves over the multiprocessors, against what each
+    chunk costs by adding to dweight."""
+    columns = -(-hidden_size // TILE_COLUMNS)
+
+    def cost(tiles: int) -> float:
+        """Of a row, in units of its product dlogits W with full waves."""
+        blocks = tiles * columns
+        waves = -(-blocks // multiprocessors) * multiprocessors if multiprocessors else blocks
+        return waves / blocks + _ACCUMULATED_ROWS / (tiles * TILE_ROWS)
+
+    return TILE_ROWS * min(_SHORT_PRODUCT_TILES, key=cost)
 
 
 def default_logits_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:

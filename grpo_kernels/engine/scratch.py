@@ -5,43 +5,36 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .memory import ChunkSizes, allocate_rows
+from .memory import allocate_rows
 
 
 class Scratch:
     """Grows to the largest chunk so far; what it returns is valid until the next call of the same method.
 
-    `sizes`: of the chunks, which decide how many rows are made at first.
+    `logits_rows`, `product_rows`: of the row chunk and the product chunk that are expected; of them are made at least
+    so many at once.
     """
 
     def __init__(
         self,
-        num_tokens: int,
         vocab_size: int,
-        sizes: ChunkSizes,
+        logits_rows: int,
+        product_rows: int,
         logits_dtype: torch.dtype,
         grad_dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.num_tokens, self.vocab_size, self.sizes = num_tokens, vocab_size, sizes
+        self.vocab_size, self.logits_rows, self.product_rows = vocab_size, logits_rows, product_rows
         self.logits_dtype, self.grad_dtype, self.device = logits_dtype, grad_dtype, device
         self._logits: Tensor | None = None
         self._gradients: Tensor | None = None
         self._errors: Tensor | None = None
 
-    @property
-    def _usual_chunk(self) -> int:
-        """Rows of a product chunk where no token is left out. Where some are, fewer chunks may be a little longer."""
-        return -(-self.num_tokens // -(-self.num_tokens // self.sizes.products))
-
     def logits(self, count: int) -> Tensor:
         """(count, V) of a row chunk."""
         if self._logits is None or self._logits.shape[0] < count:
             self._logits = None  # freed before the next one is made
-            rows = count
-            if count != self.num_tokens:
-                usual = min(self.sizes.logits, self._usual_chunk)
-                rows = usual if count <= usual else max(count, min(self.sizes.sequences, self.num_tokens))
+            rows = max(count, self.logits_rows)
             self._logits = allocate_rows(rows, self.vocab_size, self.logits_dtype, self.device)
         return self._logits if self._logits.shape[0] == count else self._logits[:count]
 
@@ -49,7 +42,7 @@ class Scratch:
         """(count, V) of a product chunk, where they do not lie over the logits."""
         if self._gradients is None or self._gradients.shape[0] < count:
             self._gradients = None
-            rows = max(count, self._usual_chunk)
+            rows = max(count, self.product_rows)
             self._gradients = allocate_rows(rows, self.vocab_size, self.grad_dtype, self.device)
         return self._gradients[:count]
 
@@ -59,9 +52,8 @@ class Scratch:
 
     def errors(self, count: int) -> Tensor:
         """(count,) float32 of a product chunk."""
-        if self._errors is None:
-            size = max(self.sizes.products, self.sizes.sequences)
-            self._errors = torch.empty(size, dtype=torch.float32, device=self.device)
+        if self._errors is None or len(self._errors) < count:
+            self._errors = torch.empty(max(count, self.product_rows), dtype=torch.float32, device=self.device)
         return self._errors[:count]
 
     def release(self) -> None:

@@ -11,12 +11,11 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate.state import PartialState
 from accelerate.utils import broadcast_object_list
 
 from ..benchmarks.machine import peak, restart_peak
-from ..engine.memory import chunk_sizes
+from ..engine.memory import chunk_sizes, default_logits_dtype
 from . import RunError, evaluate, report
 from .accelerator import zero_stage
 from .arguments import TrainArguments, parse
@@ -122,8 +121,13 @@ def _estimate(made: Run) -> dict[str, int]:
     stage = zero_stage(made.accelerator)
     part = trained // made.ranks.count if stage else trained
     tokens = a.per_device_train_batch_size * a.max_completion_length
-    rows = chunk_sizes(tokens, head.shape[0], torch.float32, head.dtype, made.accelerator.device, None).products
-    logits = {"fused": rows * head.shape[0] * 4, "eager": EAGER_COPIES * tokens * head.shape[0] * 4}
+    device, wants = made.accelerator.device, (True, head.requires_grad, False)
+    dtypes = default_logits_dtype(head.dtype, device), head.dtype
+    chunk = chunk_sizes(tokens, (head.shape[0], head.shape[1]), *dtypes, device, wants)
+    logits = {
+        "fused": chunk.scratch_bytes(head.shape[0], *dtypes),
+        "eager": EAGER_COPIES * tokens * head.shape[0] * 4,
+    }
     other = "eager" if a.loss == "fused" else "fused"
     return {
         "parameters": sum(local(p) for p in made.policy.parameters()),
