@@ -1,18 +1,26 @@
-"""The targets of this project, against results: `python bench/bars.py [bench/results/cpu.json ...]`.
+"""The targets of this project, against results.
+
+    python bench/bars.py [bench/results/cpu.json ...]
+    python bench/bars.py --paper H200           # against what grpo_kernels/benchmarks/limits.py expects
 
 Files from one device are taken together. A ratio is one of medians of the same process, or of peak memory. A bar whose
-case was not measured says so.
+case was not measured says so. On paper peers have a lower bound of their time, so that ours is at most this part of it,
+and no memory.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from grpo_kernels.benchmarks.devices import DEVICES, Device
 from grpo_kernels.benchmarks.document import Document, read
+from grpo_kernels.benchmarks.limits import predict, way_of
 from grpo_kernels.benchmarks.machine import OUT_OF_MEMORY
+from grpo_kernels.benchmarks.sets import jobs
 from grpo_kernels.benchmarks.show import table
 
 RESULTS = Path(__file__).parent / "results"
@@ -167,13 +175,39 @@ def report(document: Document) -> str:
             rows.append([bar.what, "", f"{bar.limit:.3g}", "not measured"])
             continue
         rows.append([bar.what, f"{value:.3g}", f"{bar.limit:.3g}", "met" if value <= bar.limit else "MISSED"])
-    return table(("bar", "measured", "at most", ""), rows)
+    return table(("bar", "found", "at most", ""), rows)
+
+
+def on_paper(device: Device) -> Document:
+    """What the model of limits.py expects of the set "targets", in the form of results."""
+    cases = []
+    for job in jobs("targets", device.type):
+        ways = {name: way_of(name, job.case.kept_ids) for name in job.names()}
+        found = {name: predict(job.case, device, way) for name, way in ways.items() if way is not None}
+        implementations = {
+            name: {
+                "seconds": {"median": one.seconds},
+                "ratio_to_floor": one.seconds / found["floor"].seconds,
+                "ours_to_this": found["ours"].seconds / one.seconds,
+                **({} if ways[name] == "recompute" else {"peak_bytes": one.peak_bytes}),
+            }
+            for name, one in found.items()
+        }
+        cases.append({"case": asdict(job.case), "implementations": implementations})
+    return {"environment": {"device": device.name, "device_memory": device.memory}, "cases": cases}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", nargs="*", type=Path, default=[RESULTS / "cpu.json", RESULTS / "cpu-sweeps.json"])
-    documents = [read(path) for path in parser.parse_args(arguments).results]
+    parser.add_argument("--paper", choices=[name for name, device in DEVICES.items() if device.type == "cuda"])
+    chosen = parser.parse_args(arguments)
+    if chosen.paper:
+        device = DEVICES[chosen.paper]
+        print(f"{device.name} on paper: {device.source}")
+        print(report(on_paper(device)))
+        return
+    documents = [read(path) for path in chosen.results]
     for device in dict.fromkeys(document["environment"]["device"] for document in documents):
         same = [document for document in documents if document["environment"]["device"] == device]
         where = same[0]["environment"]

@@ -8,6 +8,7 @@ import bars
 import pytest
 
 from grpo_kernels.benchmarks.cases import make_case
+from grpo_kernels.benchmarks.devices import DEVICES
 from grpo_kernels.benchmarks.machine import OUT_OF_MEMORY
 from grpo_kernels.benchmarks.sets import jobs
 
@@ -72,3 +73,11 @@ def test_what_runs_out_of_memory_needs_more_than_the_device_has():
     assert line(text, f"{LONG} bfloat16, step: memory to eager").split()[-3:] == ["0.1", "0.125", "met"]
     text = bars.report(document("NVIDIA H200", {"ours": lost, "eager": {"peak_bytes": GIB}}))
     assert line(text, f"{LONG} bfloat16, step: memory to eager").endswith("not measured")
+
+
+def test_on_paper_every_bar_of_a_ratio_is_expected_but_the_memory_of_peers():
+    text = bars.report(bars.on_paper(DEVICES["H200"]))
+    unknown = [line for line in text.splitlines() if line.endswith("not measured")]
+    assert all("memory to trl" in line or "largest error" in line for line in unknown) and len(unknown) == 6
+    assert line(text, "16384x4096x128256 bfloat16: time to floor").split()[-3:] == ["1.06", "1.08", "met"]
+    assert float(line(text, "frozen: memory to eager").split()[-3]) < 0.01
