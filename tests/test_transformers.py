@@ -48,7 +48,7 @@ def gradients(model) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("family", sorted(TINY_MODELS))
 def test_loss_and_gradients_are_those_of_the_models_own_logits(family):
     # In float64 experts do not run, and Gemma 2's attention is NaN at padding on the left.
-    single = family in ("gemma2", "granitemoe", "mixtral", "qwen2_moe")
+    single = family in ("gemma2", "granitemoe", "llama4_text", "mixtral", "qwen2_moe")
     dtype = torch.float32 if single else torch.float64
     model, inputs = tiny_model(family, dtype=dtype), batch()
     config, advantages = GRPOConfig.preset("dapo"), torch.tensor([1.0, -0.5, 2.0, -1.0])
@@ -88,6 +88,18 @@ def test_padding_on_the_left_changes_nothing():
     torch.testing.assert_close(fused_forward(model, **short, loss=fused_logps)[0], logps[1:2])
     given = dict(model_inputs={"position_ids": positions_of(inputs) + 7})
     assert not torch.allclose(fused_forward(model, **inputs, **given, loss=fused_logps)[0], logps)
+
+
+@pytest.mark.parametrize("options", [dict(do_layer_norm_before=False), dict(word_embed_proj_dim=16)])
+def test_opt_as_its_checkpoints_differ(options):
+    """The norms after attention, as in the one of 350M parameters; no projection before the lm_head, as in the rest."""
+    model, inputs = tiny_model("opt", dtype=torch.float64, **options), batch()
+    for given in (inputs, {name: x for name, x in inputs.items() if name != "attention_mask"}):
+        mask = given.get("attention_mask", torch.ones_like(inputs["input_ids"]))
+        logits = model(given["input_ids"], attention_mask=given.get("attention_mask")).logits[:, -LENGTH - 1 : -1]
+        expected = logits.log_softmax(-1).gather(-1, inputs["completion_ids"][..., None]).squeeze(-1)
+        found, _ = fused_forward(model, **given, loss=fused_logps)
+        torch.testing.assert_close(found, expected * mask[:, -LENGTH:])
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -149,6 +161,17 @@ def test_a_model_whose_own_logits_differ_is_refused(monkeypatch):
     fused_forward(model, **inputs, advantages=torch.ones(4))  # not looked at again
     integration._checked.clear()
     with pytest.raises(ValueError, match="model is a OddForCausalLM whose own logits differ by"):
+        fused_forward(model, **inputs, advantages=torch.ones(4))
+
+
+def test_a_model_that_passes_its_base_by_is_refused(monkeypatch):
+    model, inputs = tiny_model("llama"), batch()
+    kind = type("OddForCausalLM", (type(model),), {})
+    other = tiny_model("llama")
+    kind.forward = lambda self, *args, logits_to_keep=0, **kwargs: other(*args, **kwargs)
+    model.__class__ = kind
+    monkeypatch.setattr(integration, "_checked", set())
+    with pytest.raises(ValueError, match="model is a OddForCausalLM whose forward does not call its LlamaModel"):
         fused_forward(model, **inputs, advantages=torch.ones(4))
 
 

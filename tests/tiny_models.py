@@ -26,6 +26,10 @@ TINY_MODELS: dict[str, dict[str, Any]] = {
     "granitemoe": dict(logits_scaling=6.0, num_local_experts=2, num_experts_per_tok=1),
     "hyperclovax": dict(logits_scaling=6.0),
     "llama": {},
+    "llama4_text": dict(
+        num_local_experts=2, num_experts_per_tok=1, intermediate_size_mlp=24, moe_layers=[1],
+        interleave_moe_layer_step=2,
+    ),
     "minicpm3": dict(
         dim_model_base=4, num_key_value_heads=2, q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=4,
         qk_rope_head_dim=4, v_head_dim=8,
@@ -33,6 +37,7 @@ TINY_MODELS: dict[str, dict[str, Any]] = {
     "mistral": {},
     "mixtral": dict(num_local_experts=4, num_experts_per_tok=2, router_aux_loss_coef=0.05),
     "nanochat": dict(final_logit_softcapping=0.5),
+    "opt": dict(ffn_dim=24, word_embed_proj_dim=8),  # its head takes a projection of the hidden states
     "phi": {},  # its head has a bias
     "phi3": {},
     "qwen2": {},

@@ -104,8 +104,8 @@ def take_apart(model: Any) -> CausalLM:
         wrapped = hasattr(model, "module")
         hint = ": pass model.module, inside a forward that DistributedDataParallel wraps" if wrapped else ""
         raise TypeError(f"model is a {type(model).__name__}; expected a causal language model of transformers{hint}")
-    lm_head = model.get_output_embeddings()
-    if lm_head is None or model.base_model is model:
+    lm_head, body = model.get_output_embeddings(), _body_of(model)
+    if lm_head is None or body is model:
         raise TypeError(f"model is a {type(model).__name__}; expected a causal language model, with an lm_head")
     for name, parameter in lm_head.named_parameters():
         if any(kind.__name__ == "DTensor" for kind in type(parameter).__mro__):
@@ -117,7 +117,15 @@ def take_apart(model: Any) -> CausalLM:
         raise ValueError(
             "config.output_router_logits=True; expected False: the auxiliary loss of the experts is not added"
         )
-    return CausalLM(model, model.base_model, lm_head, logit_transform(model.config))
+    return CausalLM(model, body, lm_head, logit_transform(model.config))
+
+
+def _body_of(model: Any) -> Any:
+    """The module that the model's forward calls before its lm_head; the model itself where there is none."""
+    body = model.base_model
+    if body is model:  # Llama 4's text model: base_model_prefix names an attribute that it lacks
+        body = getattr(model, "model", model)
+    return getattr(body, "decoder", body)  # OPT's forward calls the decoder within its base model
 
 
 def forward_inputs(
@@ -229,6 +237,9 @@ def own_logits(parts: CausalLM, inputs: dict[str, Any], keep: int) -> tuple[Tens
             logits = parts.model(**inputs, use_cache=False, **limit).logits
     finally:
         hook.remove()
+    if not found:
+        name = type(parts.model).__name__
+        raise ValueError(f"model is a {name} whose forward does not call its {type(parts.body).__name__}")
     return logits, found[-1].last_hidden_state
 
 
