@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
@@ -11,7 +12,7 @@ import torch
 import training
 from accelerate.utils import LoggerType
 from training import run
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, BertConfig, BertLMHeadModel, LlamaForCausalLM
 
 from grpo_kernels.commands.cli import main
 from grpo_kernels.trainer import commands
@@ -264,6 +265,47 @@ def test_a_damaged_model(file, model, data, tmp_path, capfd):
     (folder / file).write_bytes((folder / file).read_bytes()[:1000])
     assert run(folder, data, tmp_path / "run") == 2
     assert f"model_name_or_path={folder}: " in refused(tmp_path / "run", capfd)
+
+
+def test_a_model_whose_logits_the_loss_does_not_know(model, data, tmp_path, monkeypatch, capfd):
+    """Before a rollout, which takes minutes with a large model."""
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"logits_scaling": 8.0}))
+    monkeypatch.setattr("grpo_kernels.trainer.rollout.Sampler.sample", interrupts)
+    assert run(folder, data, tmp_path / "run") == 2
+    words = f"model_name_or_path={folder}: config.logits_scaling=8.0: the logits of model_type 'llama' do not depend on"
+    assert words in refused(tmp_path / "run", capfd)
+
+
+def test_a_model_of_a_family_without_a_rule(model, data, tmp_path, monkeypatch, capfd):
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("config.json", "model.safetensors"))
+    bert = BertConfig(
+        vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, is_decoder=True
+    )
+    BertLMHeadModel(bert).save_pretrained(folder)
+    monkeypatch.setattr("grpo_kernels.trainer.rollout.Sampler.sample", interrupts)
+    assert run(folder, data, tmp_path / "run") == 2
+    words = f"model_name_or_path={folder}: config.model_type='bert': no rule for the logits of this family"
+    assert words in refused(tmp_path / "run", capfd)
+
+
+def test_a_model_whose_own_logits_differ(model, data, tmp_path, monkeypatch, capfd):
+    forward = LlamaForCausalLM.forward
+
+    def doubled(self, *args, **kwargs):
+        out = forward(self, *args, **kwargs)
+        out.logits = 2 * out.logits
+        return out
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", functools.wraps(forward)(doubled))
+    monkeypatch.setattr("grpo_kernels.integrations.transformers._checked", set())
+    assert run(model, data, tmp_path / "run") == 2
+    assert f"model_name_or_path={model}: model is a LlamaForCausalLM whose own logits" in refused(
+        tmp_path / "run", capfd
+    )
 
 
 @pytest.mark.parametrize("token", ["pad_token", "eos_token"])

@@ -18,6 +18,7 @@ from transformers import get_scheduler
 
 from .accelerator import init_trackers, make_accelerator, zero_stage
 from .arguments import ARITHMETIC, TrainArguments, to_json
+from .batch import model_inputs
 from .checkpoint import (
     CONFIG,
     RUN,
@@ -34,7 +35,7 @@ from .log import LOG, SAMPLES, RunLog
 from .model import Policy, ReferencePolicy, load_model, load_tokenizer
 from .ranks import Ranks, Signals
 from .rewards import Rewards
-from .rollout import Sampler, eos_ids
+from .rollout import Completion, Sampler, eos_ids, infer
 from .vllm import VLLM
 
 OWN = (LOG, SAMPLES, CONFIG, "summary.json", "report.html", "model", "rollouts")
@@ -69,6 +70,7 @@ class Run:
         self.policy, self.optimizer = self.accelerator.prepare(policy, _make_optimizer(policy, a))
         self.bare_policy: Policy = self.accelerator.unwrap_model(self.policy)
         self.scheduler = _make_scheduler(self.optimizer, a)
+        self._score_a_token(tokenizer.pad_token_id, ends[0])
         with self.ranks.together():
             if not a.dry_run:
                 init_trackers(self.accelerator, a)
@@ -78,6 +80,17 @@ class Run:
         self.sampler = Sampler(self.policy, tokenizer, a, ends, self.ranks, self.signals, vllm)
         self.reference = ReferencePolicy(self.bare_policy) if a.beta else None
         self.log = RunLog(self.folder, self.accelerator, steps=a.max_steps, quiet=a.disable_tqdm)
+
+    def _score_a_token(self, pad_id: int, token: int) -> None:
+        """The loss refuses a model whose logits it does not understand: before the first rollout, which may take long,
+        and where the model is prepared, since parameters are whole in its forward alone."""
+        a = self.arguments
+        row = Completion(0, self.prompts[0].prompt, self.prompts[0].ids, {}, [token], ended=True)
+        inputs = model_inputs([row], a, pad_id, self.accelerator.device)
+        try:
+            infer(self.policy, "logps", **inputs, temperature=a.temperature)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"model_name_or_path={a.model_name_or_path}: {error}") from error
 
     def model_state(self) -> dict[str, torch.Tensor]:
         """Whole parameters; every rank has to ask."""
