@@ -177,6 +177,7 @@ def test_messages():
         ({0: 1, 1: 2}, "reward 'f' returned dict, expected a list"),
         ([1.0, "2"], "reward 'f' returned '2' for a completion, expected a number or None"),
         ([1.0, {}], r"reward 'f' returned \{\} for a completion, expected a number or None"),
+        ([1.0, []], r"reward 'f' returned \[\] for a completion, expected a number for each of its steps, at least"),
         ([1.0, ["2"]], r"reward 'f' returned \['2'\] for a completion, expected a number or None"),
     ],
 )
@@ -202,6 +203,7 @@ def test_results_of_the_wrong_length_or_type(values, text):
         (dict(specs=["format"], weights=[1.0, 2.0]), "expected one finite number for each of 1 functions"),
         (dict(specs=["format"], weights=[NAN]), "expected one finite number"),
         (dict(specs=["gsm8k"], pattern="a"), "a pattern has no effect without the reward 'format'"),
+        (dict(specs=["format"], pattern="(a"), "reward_pattern='(a' is no regular expression: missing )"),
         (dict(specs=["format"], timeout=0), "reward timeout is 0, expected seconds above 0"),
         (dict(specs=["format", "format"]), "two reward functions have the same name"),
     ],

@@ -94,6 +94,7 @@ def refused(output, capfd, status=2):
     ({"reward_funcs": "code"}, ["'tests'", "answer"]),
     ({"reward_weights": [1.0, 2.0]}, ["reward_weights"]),
     ({"reward_timeout": -1.0}, ["timeout"]),
+    ({"reward_pattern": "a", "reward_funcs": "arithmetic"}, ["pattern has no effect", "format"]),
     ({"model_name_or_path": "/no/such/model"}, ["/no/such/model"]),
     ({"model_name_or_path": None}, ["model_name_or_path is missing"]),
     ({"dataset_name": None}, ["dataset_name is missing"]),
@@ -164,6 +165,12 @@ def test_data_that_does_not_fit(rows, words, model, tmp_path, capfd):
     assert run(model, path, tmp_path / "run") == 2
     sentence = refused(tmp_path / "run", capfd)
     assert all(word in sentence for word in words), sentence
+
+
+def test_a_broken_pattern_is_refused_before_a_model_is_loaded(model, data, tmp_path, capfd):
+    given = {"reward_funcs": "format", "reward_pattern": "(<think>", "model_name_or_path": "/no/such/model"}
+    assert run(model, data, tmp_path / "run", **given) == 2
+    assert "reward_pattern='(<think>' is no regular expression: missing )" in refused(tmp_path / "run", capfd)
 
 
 @pytest.mark.parametrize("name", ["prompts", "completions", "log_metric"])

@@ -16,6 +16,7 @@ from transformers import HfArgumentParser
 from transformers.trainer_utils import SchedulerType
 
 from ..config import GRPOConfig, available_presets
+from .rewards.format import compiled
 
 ARITHMETIC = "arithmetic"
 # Types of options say what is expected of their values, where the loss does not check it.
@@ -245,6 +246,8 @@ class TrainArguments:
                         if one not in expected:
                             raise ValueError(f"{name}={one!r}; expected one of {', '.join(expected)}")
         self.schedule_options()
+        if self.reward_pattern is not None:
+            compiled(self.reward_pattern)
         for wrong, sentence in self._contradictions(num_processes, self.loss_config()):
             if wrong:
                 raise ValueError(sentence)

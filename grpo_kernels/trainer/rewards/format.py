@@ -22,9 +22,17 @@ def has_form(text: str) -> bool:
     return not (text[: places[0]] + between + after).strip()
 
 
+def compiled(pattern: str) -> re.Pattern[str]:
+    """`pattern` as the reward takes it: "." is any character. Raises ValueError where it is no regular expression."""
+    try:
+        return re.compile(pattern, re.DOTALL)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"reward_pattern={pattern!r} is no regular expression: {error}") from None
+
+
 def format(completions: Sequence[Any], pattern: str | None = None, **_: Any) -> list[float]:
     """1 if the whole completion has the form. `pattern`: a regular expression in place of it; "." is any character."""
     if pattern is None:
         return [float(has_form(text_of(completion))) for completion in completions]
-    compiled = re.compile(pattern, re.DOTALL)
-    return [float(compiled.fullmatch(text_of(completion).strip()) is not None) for completion in completions]
+    expression = compiled(pattern)
+    return [float(expression.fullmatch(text_of(completion).strip()) is not None) for completion in completions]

@@ -16,7 +16,7 @@ import torch
 
 from .. import RunError
 from . import answers
-from .format import format
+from .format import compiled, format
 from .programs import Code, read_tests
 from .worker import Result, Worker, call, find
 
@@ -143,7 +143,8 @@ class Rewards:
         pattern: for "format", a regular expression in place of <think>...</think><answer>...</answer>.
 
     Raises:
-        ValueError: an unknown function, two of the same name, or weights that do not fit.
+        ValueError: an unknown function, two of the same name, weights that do not fit, or a pattern that is no regular
+            expression.
     """
 
     def __init__(
@@ -160,6 +161,8 @@ class Rewards:
             raise ValueError(f"reward timeout is {timeout!r}, expected seconds above 0")
         if pattern is not None and "format" not in specs:
             raise ValueError("a pattern has no effect without the reward 'format'")
+        if pattern is not None:
+            compiled(pattern)
         weights = [1.0] * len(specs) if weights is None else list(weights)
         if len(weights) != len(specs) or not all(math.isfinite(weight) for weight in weights):
             raise ValueError(
@@ -308,6 +311,11 @@ def read_value(item: Any, name: str) -> tuple[Value, str | None]:
         return Value(NAN), None
     steps = item if isinstance(item, (list, tuple)) else None
     numbers = [item] if steps is None else list(steps)
+    if not numbers:
+        raise RunError(
+            f"reward {name!r} returned [] for a completion, expected a number for each of its steps, at least one, or "
+            "None where it does not apply"
+        )
     try:
         if any(isinstance(number, (str, bytes)) for number in numbers):
             raise TypeError
