@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import select
 import signal
 import subprocess
@@ -172,6 +173,7 @@ def test_messages():
     [
         ([1.0], "reward 'f' returned 1 values, expected 2, one for each completion"),
         (1.0, "reward 'f' returned float, expected a list of 2 numbers"),
+        (torch.tensor(1.0), "reward 'f' returned Tensor, expected a list of 2 numbers"),
         (None, "reward 'f' returned NoneType, expected a list"),
         ("ab", "reward 'f' returned str, expected a list"),
         ({0: 1, 1: 2}, "reward 'f' returned dict, expected a list"),
@@ -460,6 +462,10 @@ def test_exact_answer():
     assert exact_answer(completions, ["95"] * 5) == [1.0, 1.0, 0.0, 1.0, 0.0]
     with pytest.raises(ValueError, match="row 0, reward 'exact_answer': answer is empty"):
         Rewards(["exact_answer"]).check({"answer": [" "]})
+    for missing in (None, NAN, ["95"], {}):
+        text = re.escape(f"row 1, reward 'exact_answer': answer is {missing!r}; expected a text or a number")
+        with pytest.raises(ValueError, match=text):
+            Rewards(["exact_answer"]).check({"answer": [95, missing]})
     with pytest.raises(ValueError, match="reads the column 'answer'; there are: prompt"):
         Rewards(["arithmetic"]).check({"prompt": ["1"]})
 

@@ -149,10 +149,12 @@ GOOD = {"prompt": "1+1="}
         ([GOOD, {"prompt": []}], r"row 1: the prompt is \[\]; expected"),
         ([GOOD, {"prompt": ["1"]}], r"row 1: the prompt is \['1'\]; expected"),
         ([{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}], r"row 0: the prompt is .*; expected"),
+        ([GOOD, '{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}"], r"a.jsonl, line 2 is not JSON: .*recursion"),
+        ([GOOD, {"prompt": "1\ud800"}], r"row 1: the tokenizer refuses the prompt '1\\ud800': "),
         ([GOOD, {"prompt": ""}], r"row 1: the prompt '' has no tokens"),
         ([{"prompt": CHAT}], r"row 0: the prompt is a list of messages, and the tokenizer has no chat template"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:80],
 )
 def test_bad_rows_are_one_sentence(rows, message, tmp_path, words):
     with pytest.raises(ValueError, match=message) as raised:

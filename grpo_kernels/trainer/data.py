@@ -134,7 +134,7 @@ def _read_jsonl(path: Path) -> list[Row]:
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line) if line.strip() else None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # the latter of lists within lists, some hundred deep
             raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
         if line.strip() and not isinstance(row, dict):
             raise ValueError(f'{path}, line {number} is {row!r:.60}; expected an object with the key "prompt"')
@@ -147,7 +147,10 @@ def _read_jsonl(path: Path) -> list[Row]:
 def _encode(prompt: Any, tokenizer: Any, where: str) -> list[int]:
     """Token ids of a text, or of messages by the chat template; a beginning-of-sequence id at most once."""
     if isinstance(prompt, str):
-        ids: list[int] = tokenizer(prompt)["input_ids"]
+        try:
+            ids: list[int] = tokenizer(prompt)["input_ids"]
+        except Exception as error:  # half of a surrogate pair, which JSON can hold, is a TypeError of some
+            raise ValueError(f"{where}: the tokenizer refuses the prompt {prompt!r:.80}: {error}") from error
         if ids[:2] == [tokenizer.bos_token_id] * 2:  # the text has one of its own
             ids = ids[1:]
     elif isinstance(prompt, list) and prompt and all(_is_message(m) for m in prompt):

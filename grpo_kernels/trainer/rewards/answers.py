@@ -68,6 +68,8 @@ def gold_number(answer: Any) -> Fraction:
 
 
 def gold_text(answer: Any) -> str:
+    if answer is None or answer != answer or isinstance(answer, (list, dict)):
+        raise ValueError(f"answer is {answer!r:.60}; expected a text or a number")
     if not str(answer).strip():
         raise ValueError("answer is empty")
     return str(answer).strip()

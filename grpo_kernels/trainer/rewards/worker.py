@@ -77,7 +77,8 @@ def call(function: Callable[..., Any], given: dict[str, Any]) -> Result:
         value = function(**given)
         if inspect.isawaitable(value):
             value = asyncio.run(awaited(value))
-        if not isinstance(value, (str, bytes, dict)) and hasattr(value, "__iter__"):
+        # A tensor of one number has __iter__, which raises.
+        if not isinstance(value, (str, bytes, dict)) and hasattr(value, "__iter__") and getattr(value, "ndim", 1) != 0:
             value = [item.tolist() if hasattr(item, "tolist") else item for item in value]  # of numpy or torch
     except (Exception, SystemExit) as error:
         return Result(None, {}, {}, (f"{type(error).__name__}: {error}", traceback.format_exc()))
