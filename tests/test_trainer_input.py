@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 import shutil
 
@@ -85,7 +86,10 @@ def refused(output, capfd, status=2):
     ({"loss_type": "reinforce", "epsilon": 0.2}, ["epsilon_low=0.2", "no effect"]),
     ({"loss_options": "{"}, ["loss_options='{'"]),
     ({"loss_options": '{"nonsense": 1}'}, ["loss_options", "nonsense"]),
+    ({"loss_options": '{"logit_scale": 2.0}'}, ["loss_options", "logit_scale is read from the model"]),
+    ({"loss": "eager", "loss_options": '{"chunk_rows": 5}'}, ["chunk_rows has no effect with loss='eager'"]),
     ({"kl_target": 0.1}, ["kl_target=0.1", "beta=0"]),
+    ({"kl_target": float("inf"), "beta": 0.1}, ["kl_target=inf", "two positive numbers"]),
     ({"sync_ref_model": True}, ["sync_ref_model=True", "without beta"]),
     ({"reward_funcs": None}, ["reward_funcs is empty"]),
     ({"reward_funcs": "no_such_reward"}, ["no_such_reward", "exact_answer"]),
@@ -133,7 +137,12 @@ def refused(output, capfd, status=2):
     ({"lr_scheduler_kwargs": "3"}, ["lr_scheduler_kwargs='3'", "an object of JSON"]),
     ({"lr_scheduler_type": "greedy"}, ["lr_scheduler_type=greedy"]),
     ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": '{"x": 1}'}, ["lr_scheduler_kwargs='{", "'x'"]),
+    ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": '{"num_cycles": "x"}', "warmup_steps": 2},
+     ["lr_scheduler_kwargs='{", "could not convert"]),
+    ({"lr_scheduler_type": "inverse_sqrt", "lr_scheduler_kwargs": '{"timescale": 0}', "warmup_steps": 2},
+     ["lr_scheduler_kwargs='{", "division by zero"]),
     ({"lr_scheduler_kwargs": '{"x": 1}'}, ["lr_scheduler_kwargs", "no effect without a schedule"]),
+    ({"use_peft": True, "lora_target_modules": ["nothing"]}, ["lora_target_modules=['nothing']: ", "not found"]),
     ({"use_peft": True, "lora_alpha": 0}, ["lora_alpha=0", "at least 1"]),
     ({"learning_rate": float("inf")}, ["learning_rate=inf", "at least 0"]),
     ({"adam_beta2": 1.0}, ["adam_beta2=1.0", "[0, 1)"]),
@@ -315,6 +324,36 @@ def test_a_model_whose_own_logits_differ(model, data, tmp_path, monkeypatch, cap
     )
 
 
+def test_a_model_whose_files_lack_weights(model, data, tmp_path, capfd):
+    """transformers makes random ones, here of the lm_head, and says so in a table among others."""
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("model.safetensors"))
+    LlamaForCausalLM.from_pretrained(model).model.save_pretrained(folder)
+    assert run(folder, data, tmp_path / "run") == 2
+    words = f"model_name_or_path={folder}: its files lack 1 tensors of a LlamaForCausalLM, lm_head.weight among them"
+    assert words in refused(tmp_path / "run", capfd)
+
+
+def test_a_model_of_nan(model, data, tmp_path, capfd):
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    lm = LlamaForCausalLM.from_pretrained(model)
+    lm.model.norm.weight.data.fill_(math.nan)
+    lm.save_pretrained(folder)
+    assert run(folder, data, tmp_path / "run") == 2
+    assert f"model_name_or_path={folder}: the log-probabilities of its tokens are NaN" in refused(
+        tmp_path / "run", capfd
+    )
+
+
+def test_a_policy_that_overflows_ends_the_run_with_a_sentence(model, data, tmp_path, capfd):
+    """torch.multinomial has a traceback of its own for it."""
+    given = {"learning_rate": 1e30, "reward_funcs": "training:length"}
+    assert run(model, data, tmp_path / "run", **given) == 1
+    error = capfd.readouterr().err
+    assert "grpo-kernels train: the policy's logits are NaN" in error and "Traceback" not in error
+
+
 @pytest.mark.parametrize("token", ["pad_token", "eos_token"])
 def test_a_tokenizer_without_padding_or_end(token, model, data, tmp_path, capfd):
     folder = tmp_path / "model"
@@ -354,6 +393,8 @@ def test_a_folder_of_another_run_is_left_alone(model, data, tmp_path, capfd):
     file.write_text("")
     assert run(model, data, file) == 2
     assert "is a file" in capfd.readouterr().err
+    assert run(model, data, file / "run") == 2
+    assert f"output_dir={file / 'run'} cannot be made: Not a directory" in capfd.readouterr().err
 
 
 def test_folders_that_are_not_the_trainers_are_left_alone(model, data, tmp_path, capfd):

@@ -222,6 +222,10 @@ class TrainArguments:
         further = _read_json("loss_options", self.loss_options)
         if twice := given.keys() & further.keys():
             raise ValueError(f"loss_options={self.loss_options!r}: {', '.join(sorted(twice))} has an option of its own")
+        if known := further.keys() & {"logit_scale", "logit_softcap"}:
+            raise ValueError(f"loss_options={self.loss_options!r}: {', '.join(sorted(known))} is read from the model")
+        if self.loss == "eager" and "chunk_rows" in further:
+            raise ValueError(f"loss_options={self.loss_options!r}: chunk_rows has no effect with loss='eager'")
         try:
             return GRPOConfig.preset(self.loss_type, **{k: v for k, v in given.items() if v is not None}, **further)
         except TypeError as error:
@@ -276,7 +280,7 @@ class TrainArguments:
              "is the generated arithmetic task"),
             (not a.reward_funcs and a.replay is None,
              "reward_funcs is empty; expected names of built-in rewards, or module:function"),
-            (a.kl_target is not None and not (a.kl_target > 0 and a.beta > 0),
+            (a.kl_target is not None and not (0 < a.kl_target < math.inf and a.beta > 0),
              f"kl_target={a.kl_target} with beta={a.beta}; expected two positive numbers"),
             (a.replay is not None and (a.use_vllm or a.dynamic_sampling == "refill"),
              "replay takes rollouts from a folder: use_vllm and dynamic_sampling='refill' do not apply"),

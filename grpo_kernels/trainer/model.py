@@ -89,10 +89,15 @@ def load_tokenizer(path: str, arguments: TrainArguments) -> Any:
 def load_model(path: str, arguments: TrainArguments, checkpoint: Path | None = None) -> Any:
     """The model of `path` or, where there is one, of a checkpoint: of `path` with its adapter under --use-peft."""
     source = path if checkpoint is None or arguments.use_peft else checkpoint
-    lm = _from_pretrained(
+    lm, found = _from_pretrained(
         AutoModelForCausalLM, path, source, trust_remote_code=arguments.trust_remote_code,
-        dtype=getattr(torch, arguments.dtype),
+        dtype=getattr(torch, arguments.dtype), output_loading_info=True,
     )  # fmt: skip
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(
+            f"model_name_or_path={path}: its files lack {len(missing)} tensors of a {type(lm).__name__}, "
+            f"{missing[0]} among them, which would be random numbers"
+        )
     if arguments.gradient_checkpointing:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if arguments.use_peft:
@@ -122,7 +127,10 @@ def _with_adapter(lm: Any, arguments: TrainArguments, adapter: Path | None) -> A
         target_modules=arguments.lora_target_modules or "all-linear",
     )  # fmt: skip
     torch.manual_seed(arguments.seed)
-    return get_peft_model(lm, config)
+    try:
+        return get_peft_model(lm, config)
+    except ValueError as error:
+        raise ValueError(f"lora_target_modules={arguments.lora_target_modules}: {error}") from error
 
 
 def _without_dropout(lm: nn.Module) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig, LogitsProcessor
 from transformers.generation import logits_process
 
+from . import RunError
 from .arguments import TrainArguments
 from .ranks import Ranks, Signals
 from .rewards.answers import reply
@@ -130,6 +131,9 @@ class _Draw(LogitsProcessor):
         for warper in self.warpers:
             scores = warper(input_ids, scores)
         logps = scores.float().log_softmax(-1)
+        # Of a row all are NaN or none. multinomial would raise an error of its own, and on a GPU end all work there.
+        if bool(logps[:, 0].isnan().any()):
+            raise RunError("the policy's logits are NaN: its weights or activations have overflowed (learning_rate?)")
         drawn = logps.argmax(-1, keepdim=True) if self.greedy else torch.multinomial(logps.exp(), 1)
         self.logps.append(logps.gather(1, drawn).squeeze(1))
         if self.keeps_ids:

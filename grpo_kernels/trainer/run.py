@@ -83,12 +83,14 @@ class Run:
 
     def _score_a_token(self, pad_id: int, token: int) -> None:
         """The loss refuses a model whose logits it does not understand: before the first rollout, which may take long,
-        and where the model is prepared, since parameters are whole in its forward alone."""
+        and where the model is prepared, since parameters are whole in its forward alone. Broken weights show too."""
         a = self.arguments
         row = Completion(0, self.prompts[0].prompt, self.prompts[0].ids, {}, [token], ended=True)
         inputs = model_inputs([row], a, pad_id, self.accelerator.device)
         try:
-            infer(self.policy, "logps", **inputs, temperature=a.temperature)
+            logps = infer(self.policy, "logps", **inputs, temperature=a.temperature)
+            if bool(logps.isnan().any()):
+                raise ValueError("the log-probabilities of its tokens are NaN; expected weights that are finite")
         except (ValueError, TypeError) as error:
             raise ValueError(f"model_name_or_path={a.model_name_or_path}: {error}") from error
 
@@ -136,12 +138,15 @@ def _make_optimizer(policy: Policy, a: TrainArguments) -> Any:
 
 def _make_scheduler(optimizer: Any, a: TrainArguments) -> Any:
     try:
-        return get_scheduler(
+        schedule = get_scheduler(
             a.lr_scheduler_type, optimizer, num_warmup_steps=a.warmup_steps, num_training_steps=a.max_steps,
             scheduler_specific_kwargs=a.schedule_options(),
         )  # fmt: skip
-    except TypeError as error:
+        for rate_at in schedule.lr_lambdas:  # some arguments are first read after the warm-up
+            rate_at(a.warmup_steps), rate_at(a.max_steps)
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise ValueError(f"lr_scheduler_kwargs={a.lr_scheduler_kwargs!r}: {error}") from None
+    return schedule
 
 
 # --- the output folder ------------------------------------------------------------------------------------------------
@@ -176,7 +181,10 @@ def _claim(folder: Path, a: TrainArguments, num_processes: int) -> Path | None:
 
 def _lock(folder: Path) -> int:
     """A handle of the folder, which no second run gets while this one has it."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"output_dir={folder} cannot be made: {error.strerror}") from error
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
