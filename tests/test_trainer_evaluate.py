@@ -255,12 +255,14 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path, monkeypatch, capsy
         ("no model", "holds no final model"),
         ("name", "no-such-folder is not the output folder of a run; a model needs --dataset-name and --reward-funcs"),
         ("samples", "num_samples=0; expected at least 1"),
+        ("folder", "output=. is a folder; expected a file"),
         ("load", "no such data"),
     ],
 )
 def test_bad_input_of_the_command_is_one_sentence(case, message, tmp_path, monkeypatch, capsys):
     folder = run_folder(tmp_path, model=case != "no model")
-    argv = ["no-such-folder" if case == "name" else str(folder), *(["--num-samples", "0"] if case == "samples" else [])]
+    options = {"samples": ["--num-samples", "0"], "folder": ["--output", "."]}
+    argv = ["no-such-folder" if case == "name" else str(folder), *options.get(case, [])]
 
     def load(target):
         raise ValueError("no such data")
@@ -269,3 +271,9 @@ def test_bad_input_of_the_command_is_one_sentence(case, message, tmp_path, monke
     assert run(argv) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_a_split_of_a_file_has_no_effect(model, data, tmp_path, capsys):
+    argv = [str(model), "--dataset-name", str(data), "--reward-funcs", "arithmetic", "--dataset-test-split", "dev"]
+    assert run(argv) == 2
+    assert f"dataset_test_split='dev': the file {data} is one split" in capsys.readouterr().err

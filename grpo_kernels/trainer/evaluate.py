@@ -198,6 +198,8 @@ def load(target: Target) -> tuple[Sample, list[Prompt], Rewards]:
     if target.options.dataset_name is not None:
         known["eval_dataset_name"] = target.options.dataset_name
     a = TrainArguments(**known)
+    if target.options.dataset_test_split is not None and str(a.held_out_name).endswith(".jsonl"):
+        raise ValueError(f"dataset_test_split={a.dataset_test_split!r}: the file {a.held_out_name} is one split")
     a.use_peft = a.gradient_checkpointing = False  # transformers finds an adapter in the folder, and its base
     a.eval_max_prompts = target.options.max_prompts
     tokenizer, lm = load_tokenizer(target.model, a), load_model(target.model, a)
@@ -244,6 +246,8 @@ def check_options(options: argparse.Namespace) -> None:
             raise ValueError(f"{name}={value}; expected {'a number' if least < 0 else f'at least {least}'}")
     if options.output is not None and not options.output.absolute().parent.is_dir():
         raise ValueError(f"output={options.output}: there is no folder {options.output.parent}")
+    if options.output is not None and options.output.is_dir():
+        raise ValueError(f"output={options.output} is a folder; expected a file")
 
 
 def is_run(folder: Path) -> bool:
