@@ -85,6 +85,12 @@ def test_noise_is_none_of_the_usual_mistakes():
         check_alignment(model, inputs, logps[:, :-1])
     with pytest.raises(ValueError, match="batch has no 'completion_ids'; expected the tensors of fused_forward"):
         check_alignment(model, {"input_ids": inputs["input_ids"]})
+    with pytest.raises(TypeError, match="batch is a list; expected a dict of the tensors of fused_forward"):
+        check_alignment(model, [inputs["input_ids"]])
+    with pytest.raises(TypeError, match=r"logps is a list; expected a torch\.Tensor"):
+        check_alignment(model, inputs, logps.tolist())
+    with pytest.raises(ValueError, match="batch has no scored token"):
+        check_alignment(model, {**inputs, "completion_mask": torch.zeros(4, LENGTH)})
 
 
 def test_padding_does_not_count():

@@ -168,6 +168,17 @@ def test_trainable_tokens_and_prompts_are_refused_by_name(peft):
         fused_forward(model, **batch(), advantages=ADVANTAGES)
 
 
+def test_adapters_that_peft_switches_on_in_its_own_forward_are_refused(peft):
+    """The body ran without them: another loss, and no gradient for them."""
+    from grpo_kernels.integrations.transformers import fused_forward
+
+    if "alora_invocation_tokens" not in peft.LoraConfig.__dataclass_fields__:
+        pytest.skip("this release of peft has no aLoRA")
+    model = adapted(peft, target_modules=BODY, alora_invocation_tokens=[5])
+    with pytest.raises(TypeError, match=r"model has the adapter 'default', which acts from its invocation tokens on"):
+        fused_forward(model, **batch(), advantages=ADVANTAGES)
+
+
 def test_merged_adapters_would_get_no_gradient(peft):
     model = adapted(peft, target_modules=["lm_head"])
     layer, x = model.get_base_model().lm_head, torch.randn(2, 16, dtype=torch.float64)

@@ -15,6 +15,7 @@ from grpo_kernels.integrations import transformers as integration
 from grpo_kernels.integrations.transformers import fused_forward
 
 PROMPT, LENGTH = 5, 6
+NONE = torch.zeros(4, PROMPT + LENGTH, dtype=torch.int64)
 
 
 def batch(vocab: int = VOCAB) -> dict[str, torch.Tensor]:
@@ -179,11 +180,18 @@ def test_a_model_that_passes_its_base_by_is_refused(monkeypatch):
     ("change", "error", "message"),
     [
         (dict(model=torch.nn.Linear(2, 2)), TypeError, "model is a Linear; expected a causal language model of transf"),
-        (dict(completion_ids=torch.zeros(4, 6)), ValueError, "completion_ids[0, 0] differs from input_ids"),
-        (dict(completion_ids=torch.zeros(4, 11)), ValueError, "completion_ids has 11 columns and input_ids 11"),
-        (dict(completion_ids=torch.zeros(3, 6)), ValueError, "input_ids has shape (4, 11) and completion_ids (3, 6)"),
+        (dict(completion_ids=NONE[:, :6]), ValueError, "completion_ids[0, 0] differs from input_ids"),
+        (dict(completion_ids=NONE), ValueError, "completion_ids has 11 columns and input_ids 11"),
+        (dict(completion_ids=NONE[:3, :6]), ValueError, "input_ids has shape (4, 11) and completion_ids (3, 6)"),
         (dict(attention_mask=torch.ones(4, 6)), ValueError, "attention_mask has shape (4, 6); expected (4, 11)"),
         (dict(input_ids=None), TypeError, "input_ids is a NoneType; expected a torch.Tensor"),
+        (dict(input_ids=torch.ones(4, 11)), TypeError, "input_ids is torch.float32; expected integers"),
+        (dict(completion_ids=torch.ones(4, 6)), TypeError, "completion_ids is torch.float32; expected integers"),
+        (dict(input_ids=NONE[:0], completion_ids=NONE[:0, 5:]), ValueError, "input_ids has shape (0, 11); expected at"),
+        (dict(model_inputs=[1]), TypeError, "model_inputs is a list; expected a dict of arguments"),
+        (dict(model_inputs={"input_ids": NONE}), ValueError, "model_inputs has 'input_ids', which would replace"),
+        (dict(model_inputs={"labels": NONE}), ValueError, "model_inputs has 'labels', which would replace"),
+        (dict(model_inputs={"adapter_names": ["a"] * 4}), ValueError, "model_inputs has 'adapter_names'"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(change, error, message):

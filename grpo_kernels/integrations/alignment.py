@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..logps import fused_logps
+from ..plain import check_plain
 from .lm_head import HeadInputs, lm_head_inputs
 from .transformers import CausalLM, forward_inputs, fused_forward, head_logits, own_logits, take_apart
 
@@ -44,6 +45,8 @@ def check_alignment(
     adapters. Dropout must be off. Raises what `fused_forward` raises.
     """
     parts = take_apart(model)
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"batch is a {type(batch).__name__}; expected a dict of the tensors of fused_forward")
     others = {name: value for name, value in batch.items() if name not in _MODEL_INPUTS}
     for name in ("input_ids", "completion_ids"):
         if name not in batch:
@@ -54,10 +57,13 @@ def check_alignment(
     if mask is None:
         mask = torch.ones_like(ids) if attention_mask is None else attention_mask[:, -ids.shape[1] :]
     scored = mask.bool()
+    if not bool(scored.any()):
+        raise ValueError("batch has no scored token; expected a completion_mask or attention_mask with some")
     if logps is None:
         with torch.no_grad():
             given = {name: batch[name] for name in _MODEL_INPUTS if name in batch}
             logps, _ = fused_forward(model, **given, model_inputs=others, loss=fused_logps, temperature=temperature)
+    check_plain("logps", logps)
     if logps.shape != ids.shape:
         raise ValueError(f"logps has shape {tuple(logps.shape)}; expected {tuple(ids.shape)} like completion_ids")
 

@@ -48,7 +48,8 @@ def fused_forward(
         attention_mask: (B, L), 0 at padding. The position of a token counts from its row's first token, as in
             `generate`, for text models whose forward takes position_ids.
         completion_mask: (B, T), 0 at tokens that are not scored; None: the last T columns of attention_mask.
-        model_inputs: other arguments of the model's forward, such as position_ids or pixel_values.
+        model_inputs: other arguments of the model's forward, such as position_ids or pixel_values; none that this
+            function or the lm_head has, and no adapter_names.
         loss: `fused_grpo_loss`, or a function that takes (hidden, weight, completion_ids, *, completion_mask,
             lm_head_bias, logit_scale, logit_softcap, **options), as `fused_logps` and `fused_policy_loss` do.
         options: further arguments of `loss`: advantages=, old_logps=, config= ...
@@ -99,6 +100,11 @@ def take_apart(model: Any) -> CausalLM:
         for name, config in model.peft_config.items():
             if getattr(config, "is_prompt_learning", False):
                 raise TypeError(f"model has the adapter {name!r}, which adds a prompt; expected LoRA or no adapter")
+            if getattr(config, "alora_invocation_tokens", None) is not None:
+                raise TypeError(
+                    f"model has the adapter {name!r}, which acts from its invocation tokens on (aLoRA): PEFT's own "
+                    "forward finds them, which does not run here; expected LoRA or no adapter"
+                )
         model = model.get_base_model()
     if not isinstance(model, PreTrainedModel):
         wrapped = hasattr(model, "module")
@@ -128,6 +134,13 @@ def _body_of(model: Any) -> Any:
     return getattr(body, "decoder", body)  # OPT's forward calls the decoder within its base model
 
 
+# Arguments of this function, of the lm_head, and of PEFT's own forward, none of which reaches the body.
+_NOT_INPUTS = {
+    *("input_ids", "attention_mask", "inputs_embeds", "use_cache", "return_dict"),
+    *("labels", "logits_to_keep", "adapter_names"),
+}
+
+
 def forward_inputs(
     parts: CausalLM,
     input_ids: Tensor,
@@ -136,13 +149,23 @@ def forward_inputs(
     others: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """The arguments of the body's forward."""
-    check_plain("input_ids", input_ids)
-    check_plain("completion_ids", completion_ids)
+    for name, ids in (("input_ids", input_ids), ("completion_ids", completion_ids)):
+        check_plain(name, ids)
+        if ids.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name} is {ids.dtype}; expected integers")
+    if others is not None and not isinstance(others, Mapping):
+        raise TypeError(
+            f"model_inputs is a {type(others).__name__}; expected a dict of arguments of the model's forward"
+        )
+    if taken := sorted(_NOT_INPUTS & (others or {}).keys()):
+        raise ValueError(f"model_inputs has {taken[0]!r}, which would replace what this computes or have no effect")
     if input_ids.dim() != 2 or completion_ids.dim() != 2 or len(input_ids) != len(completion_ids):
         raise ValueError(
             f"input_ids has shape {tuple(input_ids.shape)} and completion_ids {tuple(completion_ids.shape)}; expected "
             "(B, L) and (B, T)"
         )
+    if len(input_ids) == 0:
+        raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; expected at least one row")
     if not 0 < completion_ids.shape[1] < input_ids.shape[1]:
         raise ValueError(
             f"completion_ids has {completion_ids.shape[1]} columns and input_ids {input_ids.shape[1]}; expected "
