@@ -126,8 +126,10 @@ def process_advantages(
     normalised = flat.view(batch, steps)  # absent steps: 0
     absent = step_rewards.isnan()
     ends = torch.where(absent, length, step_ends)
-    if checks_values(step_ends.device) and bool(((ends.diff(dim=1) < 0).any()) | (ends[~absent] >= length).any()):
-        raise ValueError(f"step_ends must not decrease and must lie below length={length}")
+    if checks_values(step_ends.device):
+        outside = ((ends < 0) | (ends >= length)) & ~absent
+        if bool(outside.any() | (ends.diff(dim=1) < 0).any()):
+            raise ValueError(f"step_ends must not decrease and must lie in 0 .. {length - 1}, as length={length}")
     following = torch.zeros(batch, steps + 1, dtype=flat.dtype, device=flat.device)
     for k in range(steps - 1, -1, -1):
         following[:, k] = normalised[:, k] + gamma * following[:, k + 1]

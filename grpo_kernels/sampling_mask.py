@@ -61,7 +61,10 @@ class SamplingMask:
         Sequences may differ in length; up to `length`, by default that of the longest, they are padded with count 0.
         The ids of a token are sorted. An empty list stands for the whole vocabulary.
         """
-        nested: list[list[Any]] = [list(entry) for entry in kept]
+        try:
+            nested: list[list[Any]] = [list(entry) for entry in kept]
+        except TypeError:
+            raise TypeError(f"kept is {kept!r:.60}; expected one list of ids for each token") from None
         rows: list[list[Any]]
         flat = [not isinstance(x, Iterable) for entry in nested for x in entry]
         if any(flat) and not all(flat):

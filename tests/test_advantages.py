@@ -196,6 +196,7 @@ def test_process_advantages_refuse_what_does_not_fit():
         (dict(step_ends=ends[:1]), "step_ends"),
         (dict(step_ends=ends.float()), "step_ends"),
         (dict(step_ends=ends.flip(1)), "step_ends must not decrease"),
+        (dict(step_ends=ends - 1), "step_ends must not decrease and must lie in 0 .. 3, as length=4"),
         (dict(length=3), "length=3"),
         (dict(gamma=1.5), "gamma=1.5"),
         (dict(step_rewards=rewards[0]), r"expected \(B, K\)"),

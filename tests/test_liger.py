@@ -161,3 +161,8 @@ def test_a_reference_that_is_missing_or_unused_is_refused():
         LigerFusedLinearGRPOLoss()(**inputs(ref_per_token_logps=None))
     with pytest.raises(ValueError, match="ref_per_token_logps has no effect with use_ref_model=False"):
         LigerFusedLinearGRPOLoss(use_ref_model=False)(**inputs())
+
+
+def test_a_mask_that_is_missing_is_refused():
+    with pytest.raises(TypeError, match=r"attention_mask is a NoneType; expected a torch\.Tensor"):
+        LigerFusedLinearGRPOLoss()(**inputs(attention_mask=None))

@@ -69,6 +69,8 @@ WRONG = {
         r"token \[0, 1\] hold 4 after 4",
     ),
     "too short": (lambda: SamplingMask.from_lists([[[1], [2]]], length=1), ValueError, "length=1; expected at least 2"),
+    "no list": (lambda: SamplingMask.from_lists(None), TypeError, "kept is None; expected one list of ids for each"),
+    "one list": (lambda: SamplingMask.from_lists([3, 1]), TypeError, r"kept is \[3, 1\]; expected one list of ids"),
     "no integers": (lambda: SamplingMask.from_lists([[1.5]]), TypeError, r"kept holds 1\.5; expected integers"),
     "ids beside lists": (lambda: SamplingMask.from_lists([[1, [2]]]), TypeError, "ids beside lists of ids"),
     "ids twice in lists": (lambda: SamplingMask.from_lists([[4, 1, 4]]), ValueError, r"token \[0\] hold 4 after 4"),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..config import PRESETS, SURROGATE_RULES, GRPOConfig
 from ..logps import fused_logps
 from ..loss import fused_grpo_loss
+from ..plain import check_plain
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 
@@ -94,6 +95,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """(loss (), metrics), with gradients to _input (B, T, H), lin_weight (V, H) and bias (V,)."""
         config = self._config()
+        check_plain("attention_mask", attention_mask)
         if ref_per_token_logps is not None and not self.use_ref_model:
             raise ValueError("ref_per_token_logps has no effect with use_ref_model=False; leave one of them out")
         if self.beta != 0.0 and self.use_ref_model and ref_per_token_logps is None:
