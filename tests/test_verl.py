@@ -150,6 +150,11 @@ def test_what_does_not_fit_is_refused_by_name(verl):
         verl.policy_loss(**given, loss_agg_mode="mean", config=Actor())
     with pytest.raises(ValueError, match="config is None; expected verl's ActorConfig"):
         verl.policy_loss(**given)
+    with pytest.raises(TypeError, match=r"response_mask is a NoneType; expected a torch\.Tensor"):
+        verl.policy_loss(**{**given, "response_mask": None}, config=Actor())
+    per_sequence = given["advantages"][:, 0]
+    with pytest.raises(ValueError, match=r"advantages has shape \(.*,\); expected \(.*, .*\) like log_prob"):
+        verl.policy_loss(**{**given, "advantages": per_sequence}, config=Actor())
     for mode, name in (("token-mean", "batch_num_tokens"), ("seq-mean-token-sum", "global_batch_size")):
         with pytest.raises(ValueError, match=f"{name} is None in config.global_batch_info"):
             verl.policy_loss(**given, loss_agg_mode=mode, config=Actor(dp_size=2))

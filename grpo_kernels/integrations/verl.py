@@ -25,6 +25,7 @@ from torch import Tensor
 from ..config import GRPOConfig
 from ..logps import fused_logps
 from ..loss import grpo_loss_from_logps
+from ..plain import check_plain
 
 if importlib.util.find_spec("verl") is None:
     raise ImportError("grpo_kernels.integrations.verl needs verl: pip install verl")
@@ -128,6 +129,13 @@ def policy_loss(
         raise ValueError(f"loss_agg_mode={loss_agg_mode!r}; expected one of {', '.join(_AGGREGATIONS)}")
     if config is None:
         raise ValueError("config is None; expected verl's ActorConfig")
+    for name, x in (
+        ("log_prob", log_prob), ("old_log_prob", old_log_prob), ("advantages", advantages),
+        ("response_mask", response_mask),
+    ):  # fmt: skip
+        check_plain(name, x)
+        if x.shape != log_prob.shape:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {tuple(log_prob.shape)} like log_prob")
     chosen = _vanilla(config) if grpo_config is None else grpo_config
     out = grpo_loss_from_logps(
         log_prob, advantages, completion_mask=response_mask, old_logps=old_log_prob,
