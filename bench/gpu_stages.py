@@ -102,6 +102,8 @@ def peers(work: Work) -> None:
         shutil.unpack_archive(archive, PEERS, filter="data")
     work.record["installed"] = [wheel.name for wheel in found if wheel.name not in refused]
     PEERS.mkdir(parents=True, exist_ok=True)
+    # Python reads .pth files in its own folders alone; a module of this name it imports when it starts.
+    (PEERS / "sitecustomize.py").write_text(f"import site\n\nsite.addsitedir({str(PEERS)!r})\n")
     (PEERS / INSTALLED).write_text(json.dumps([path.name for path in carried(work.settings)]))
     work.record["note"] = f"{len(found) - len(refused)} of {len(found)} wheels" + "".join(f"; not {x}" for x in refused)
     ended = work.python(PROBES, "device", most=120)

@@ -206,14 +206,8 @@ def kill_group(process: Process) -> None:
 
 def child_environment() -> dict[str, str]:
     """This checkout first, what was there, then the peers: all of it comes before what is installed."""
-    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]), str(PEERS), *_also(PEERS)]
+    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]), str(PEERS)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1", "COLUMNS": "300"}
-
-
-def _also(folder: Path) -> list[str]:
-    """What its .pth files name: Python reads them in its own folders alone."""
-    lines = [line.strip() for file in sorted(folder.glob("*.pth")) for line in file.read_text().splitlines()]
-    return [str(folder / line) for line in lines if line and not line.startswith(("#", "import"))]
 
 
 def write(path: Path, report: Report) -> None:

@@ -22,6 +22,7 @@ import gpu_smoke
 import gpu_stages
 import gpu_tests
 import gpu_tiles
+import gpu_wheels
 import gpu_work
 import pytest
 from gpu_stages import Stage
@@ -388,16 +389,19 @@ def test_peers_are_installed_beside_the_machines_own(machine):
     packed = machine.folder / "packed"
     (packed / "inner").mkdir(parents=True)
     (packed / "inner" / "kernel.py").touch()
-    (packed / "dsl.pth").write_text("inner\nimport kernel\n")
+    (packed / "deeper" / "still").mkdir(parents=True)
+    (packed / "deeper" / "__init__.py").touch()
+    (packed / "deeper" / "still" / "runtime.py").touch()
+    (packed / "a.pth").write_text("inner\n")
+    (packed / "b.pth").write_text("import sys, deeper; sys.path.insert(0, deeper.__path__[0] + '/still')\n")
     shutil.make_archive(str(folder / "dsl"), "xztar", packed)
     found = machine.report(only=("peers",), wheels=folder)["stages"]["peers"]
     assert found["status"] == "ok" and found["installed"] == ["peer-1.0-py3-none-any.whl"]
     assert list(found["not_installed"]) == ["other-1.0-cp27-cp27m-win32.whl", "torch-1.0-py3-none-any.whl"]
     assert "1 of 3 wheels; not other-1.0-cp27" in found["note"]
     assert (machine.folder / "peers" / "peer.py").exists() and not (machine.folder / "peers" / "torch.py").exists()
-    path = gpu_work.child_environment()["PYTHONPATH"].split(os.pathsep)
-    assert path[-2:] == [str(machine.folder / "peers"), str(machine.folder / "peers" / "inner")]
-    assert (machine.folder / "peers" / "inner" / "kernel.py").exists()
+    program = "import peer, kernel, runtime"  # the last two as .pth files of the folder say
+    subprocess.run([sys.executable, "-c", program], env=gpu_work.child_environment(), check=True)
 
 
 # --- tests that break their process ---------------------------------------------------------------------------------
@@ -517,3 +521,16 @@ def test_without_a_watched_module_there_is_none_of_an_earlier_build(checkout, ca
     assert gpu_build.main() == 0 and not gpu_smoke.watched()
     said = capfd.readouterr().out
     assert "gpu_build: no module with -DGK_WATCHDOG, exit status 1" in said and "error: no nvcc" in said
+
+
+def test_wheels_of_the_peers_are_pinned_by_the_project_and_a_large_one_is_packed_again(tmp_path):
+    assert "trl==1.16.0" in gpu_wheels.pins() and "quack-kernels==0.6.5" in gpu_wheels.pins()
+    with pytest.raises(SystemExit, match="pins no nobody"):
+        gpu_wheels.pins(("trl", "nobody"))
+    wheel = tmp_path / "peer-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as files:
+        files.writestr("peer/inner.py", "x = 1\n")
+    archive = gpu_wheels.pack(wheel)
+    assert archive.name == "peer-1.0-py3-none-any.tar.xz" and not wheel.exists()
+    shutil.unpack_archive(archive, tmp_path / "peers", filter="data")
+    assert (tmp_path / "peers" / "peer" / "inner.py").read_text() == "x = 1\n"
