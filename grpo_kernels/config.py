@@ -167,6 +167,8 @@ class GRPOConfig:
                     raise ValueError(f"{name}={value} has no effect with surrogate={self.surrogate!r}; leave it out")
             elif value is None and rule.options[name] != math.inf:
                 object.__setattr__(self, name, rule.options[name])
+        for name in ("use_bias_correction_kl", "score_inactive", "static_shapes"):
+            check_flag(name, getattr(self, name))
         self._check_numbers()
         self._check_combinations()
         object.__setattr__(self, "key", self._to_key())
@@ -196,7 +198,8 @@ class GRPOConfig:
         _number("beta", self.beta, low=0.0)
         if not isinstance(self.entropy_coef, torch.Tensor):
             _number("entropy_coef", self.entropy_coef, low=0.0)
-        for name in ("epsilon_low", "epsilon_high", "advantage_eps", "off_policy_mask_threshold"):
+        _number("advantage_eps", self.advantage_eps, low=0.0)
+        for name in ("epsilon_low", "epsilon_high", "off_policy_mask_threshold"):
             if getattr(self, name) is not None:
                 _number(name, getattr(self, name), low=0.0)
         positive = (
@@ -222,7 +225,7 @@ class GRPOConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ValueError(f"{name}={value!r}; expected an integer >= 1 or None")
-        if self.advantage_ddof not in (0, 1):
+        if not isinstance(self.advantage_ddof, int) or self.advantage_ddof not in (0, 1):
             raise ValueError(f"advantage_ddof={self.advantage_ddof!r}; expected 0 or 1")
         if self.logits_dtype not in (None, torch.float64, torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"logits_dtype={self.logits_dtype}; expected torch.float32, a 16-bit float type or None")
@@ -421,6 +424,11 @@ def check_logit_transform(temperature: float | torch.Tensor, logit_scale: float,
         _number("logit_softcap", logit_softcap, above=0.0)
 
 
+def check_flag(name: str, x: object) -> None:
+    if not isinstance(x, bool):
+        raise TypeError(f"{name} is a {type(x).__name__}; expected True or False")
+
+
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return a is b  # == of a tensor is a tensor
@@ -432,7 +440,7 @@ def _or(value: float | None, default: float) -> float:
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name}={value!r}; expected one of {', '.join(allowed)}")
 
 

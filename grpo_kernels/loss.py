@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .backends import choose_backend, get_backend
-from .config import DEFAULT_CONFIG, GRPOConfig
+from .config import DEFAULT_CONFIG, GRPOConfig, check_flag
 from .contract import Backend
 from .engine.autocast import products_dtype
 from .engine.backward import refuse_double_backward, scale_saved_gradients
@@ -26,7 +26,6 @@ from .sharded import full_weight
 from .validate import (
     check_accumulate_into,
     check_config,
-    check_flag,
     check_float,
     check_head,
     check_ids,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .backends import choose_backend, get_backend
-from .config import GRPOConfig, check_logit_transform
+from .config import GRPOConfig, check_flag, check_logit_transform
 from .contract import Backend, Rows, TokenValues, no_values
 from .engine.autocast import products_dtype
 from .engine.backward import FinishedGradients, refuse_double_backward, scale_saved_gradients
@@ -23,7 +23,6 @@ from .engine.shared import make_head, make_scorer, table_dtype, token_mask, want
 from .sampling_mask import SamplingMask, check_sampling_mask
 from .sharded import full_weight
 from .validate import (
-    check_flag,
     check_head,
     check_temperature,
     check_token_tensor,

@@ -70,11 +70,6 @@ def check_number(name: str, x: object, low: float, high: float = math.inf, *, ab
         raise ValueError(f"{name}={x}; expected a finite number {bound}")
 
 
-def check_flag(name: str, x: object) -> None:
-    if not isinstance(x, bool):
-        raise TypeError(f"{name} is a {type(x).__name__}; expected True or False")
-
-
 def check_logits_dtype(logits_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
     """Logits have the type of the inputs, or float32 from 16-bit inputs."""
     if logits_dtype is None:

@@ -451,7 +451,7 @@ NUMBERS = {
     "beta": (-0.1, math.nan, math.inf), "entropy_coef": (-1.0,), "epsilon_low": (-0.1,), "epsilon_high": (-0.1,),
     "delta": (0.0, -1.0), "dual_clip": (1.0, 0.5), "log_ratio_clamp": (0.0,), "kl_clamp": (0.0, (1.0, -1.0), (1.0,)),
     "temperature": (0.0, -1.0, math.nan), "logit_scale": (0.0,), "logit_softcap": (0.0, -3.0),
-    "off_policy_mask_threshold": (-0.1,), "chunk_rows": (0, -1, 2.5, True), "advantage_ddof": (2,),
+    "off_policy_mask_threshold": (-0.1,), "chunk_rows": (0, -1, 2.5, True), "advantage_ddof": (2, None, torch.ones(1)),
     "advantage_eps": (-1e-4,), "logits_dtype": (torch.int64,),
 }  # fmt: skip
 
@@ -462,10 +462,25 @@ def test_config_refuses_numbers_out_of_range(name, value):
         gk.GRPOConfig(**{name: value})
 
 
-@pytest.mark.parametrize("name", ["beta", "epsilon_low", "temperature", "logit_scale", "delta", "entropy_threshold"])
+@pytest.mark.parametrize(
+    "name", ["beta", "epsilon_low", "temperature", "logit_scale", "delta", "entropy_threshold", "advantage_eps"]
+)
 @pytest.mark.parametrize("value", ["0.1", True, [1.0]])
 def test_config_refuses_what_is_no_number(name, value):
     with pytest.raises(TypeError, match=rf"{name} is a {type(value).__name__}; expected a number"):
+        gk.GRPOConfig(**{name: value})
+
+
+def test_config_refuses_no_advantage_eps():
+    with pytest.raises(TypeError, match="advantage_eps is a NoneType; expected a number"):
+        gk.GRPOConfig(advantage_eps=None)
+
+
+@pytest.mark.parametrize("name", ["use_bias_correction_kl", "score_inactive", "static_shapes"])
+@pytest.mark.parametrize("value", ["False", 0, None, torch.tensor(True)])
+def test_config_refuses_what_is_no_flag(name, value):
+    """The text "False" is true to Python."""
+    with pytest.raises(TypeError, match=rf"{name} is a {type(value).__name__}; expected True or False"):
         gk.GRPOConfig(**{name: value})
 
 
