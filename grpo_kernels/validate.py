@@ -29,6 +29,7 @@ _REFERENCES = {
 }
 _THERE = " at every unmasked position"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+NUMBERS = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def check_config(config: object) -> None:
@@ -104,9 +105,9 @@ def check_head(
     _check_elements("lm_head_weight", weight, hidden)
     if bias is not None:
         _check_elements("lm_head_bias", bias, hidden)
-    shape, leading, width = weight.shape, hidden.shape[:-1], hidden.shape[-1]
-    if len(leading) not in (1, 2):
+    if hidden.dim() not in (2, 3):
         raise ValueError(f"hidden has shape {tuple(hidden.shape)}; expected (B, T, H) or packed (N, H)")
+    shape, leading, width = weight.shape, hidden.shape[:-1], hidden.shape[-1]
     if width == 0:
         raise ValueError(f"hidden has shape {tuple(hidden.shape)}; expected hidden states of H >= 1 numbers")
     if len(shape) != 2 or shape[1] != width:
@@ -204,6 +205,7 @@ def temperature_per_token(
 ) -> Tensor:
     """A tensor of temperatures with one element or the shape of the tokens; one per sequence is repeated."""
     if temperature.numel() == 1:
+        check_one_element("temperature", temperature)
         return temperature
     check_token_tensor("temperature", temperature, shape, num_sequences, like, per_sequence=num_sequences >= 0)
     if temperature.shape == shape:
@@ -214,17 +216,26 @@ def temperature_per_token(
     return temperature.reshape(-1).repeat_interleave(cu_seqlens.diff(), output_size=shape[0])
 
 
+def check_one_element(name: str, x: Tensor) -> None:
+    """x holds one real number, on any device that holds values."""
+    check_plain(name, x)
+    if x.numel() != 1:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected a number or a tensor of one element")
+    if x.dtype not in NUMBERS:
+        raise TypeError(f"{name} is {x.dtype}; expected a number, or a tensor of a float or integer type")
+    if x.device.type == "meta":
+        raise ValueError(f"{name} is on the meta device, where tensors have no values")
+
+
 def check_scalar(name: str, x: Tensor | float | int | None, device: torch.device, dtype: torch.dtype) -> Tensor | None:
     """A number or one-element tensor as a tensor () of this type; a number of items counts as at least 1."""
     if x is None:
         return None
     counts_items = name == "num_items_in_batch"  # 0: a batch without any unmasked token
     if isinstance(x, Tensor):
-        check_plain(name, x)
-        if x.numel() != 1:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected a number or a tensor of one element")
+        check_one_element(name, x)
         x = x.detach().reshape(()).to(device=device, dtype=dtype)
-        return x.clamp(min=1) if counts_items else x
+        return torch.where(x < 0, x, x.clamp(min=1)) if counts_items else x  # a negative one is refused with the values
     if isinstance(x, bool) or not isinstance(x, (int, float)):
         raise TypeError(f"{name} is a {type(x).__name__}; expected a number or a tensor of one element")
     if not (x > 0 or (counts_items and x == 0)) or math.isinf(x):
@@ -323,10 +334,13 @@ def check_token_values(inputs: TokenInputs) -> None:
         if x is not None:
             check_numbers(name, x, mask, inputs.cu_seqlens, finite=finite)
     check_temperature(inputs.temperature, mask)
-    for name in ("normalizer", "entropy_normalizer"):
-        x = getattr(inputs, name)
-        if x is not None and not x.item() > 0:
-            raise ValueError(f"{name}={x.item()}; expected a positive number")
+    denominators = (
+        ("num_items_in_batch or normalizer", inputs.normalizer),
+        ("entropy_normalizer", inputs.entropy_normalizer),
+    )
+    for name, x in denominators:
+        if x is not None and not 0 < x.item() < math.inf:
+            raise ValueError(f"{name}={x.item()}; expected a positive finite number")
     if inputs.entropy_coef is not None and not 0 <= inputs.entropy_coef.item() < math.inf:
         raise ValueError(f"entropy_coef={inputs.entropy_coef.item()}; expected a finite number >= 0")
 
@@ -347,12 +361,14 @@ def _refuse_two_meanings(inputs: TokenInputs, cu_seqlens: Tensor) -> None:
 
 
 def check_temperature(temperature: Tensor | None, mask: Tensor | None) -> None:
-    """A tensor of temperatures is positive at unmasked positions."""
+    """A tensor of temperatures is positive and finite at unmasked positions."""
     if temperature is None or not checks_values(temperature.device) or temperature.numel() == 0:
         return
-    if not temperature.amin().item() > 0:
+    least, most = temperature.aminmax()
+    if not 0 < least.item() <= most.item() < math.inf:
         mask = mask if mask is not None and mask.shape == temperature.shape else None
-        _name_first("temperature", temperature, ~(temperature > 0), mask, None, f"a positive number{_THERE}")
+        wrong = ~((temperature > 0) & (temperature < math.inf))
+        _name_first("temperature", temperature, wrong, mask, None, f"a positive finite number{_THERE}")
 
 
 def check_numbers(

@@ -62,6 +62,7 @@ half = torch.bfloat16
 CASES = {
     # shapes
     "hidden 1-D": (lambda: changed(hidden=torch.rand(24)), ValueError, "hidden", "(24,)", "(B, T, H) or packed (N, H)"),
+    "hidden 0-D": (lambda: changed(hidden=torch.tensor(1.0)), ValueError, "hidden", "shape ()", "(B, T, H) or packed (N, H)"),
     "hidden 4-D": (lambda: changed(hidden=torch.rand(1, 4, 6, 24)), ValueError, "hidden", "(1, 4, 6, 24)", "(B, T, H)"),
     "weight width": (lambda: changed(lm_head_weight=torch.rand(67, 23)), ValueError, "lm_head_weight", "(67, 23)", "H = 24"),
     "weight transposed": (lambda: changed(lm_head_weight=torch.rand(24, 67)), ValueError, "lm_head_weight", "(24, 67)", "(V, H)"),
@@ -93,12 +94,17 @@ CASES = {
     "mask complex": (lambda: changed(completion_mask=torch.ones(4, 6).cfloat()), TypeError, "completion_mask", "complex64", "bool"),
     "rewards bool": (lambda: changed(advantages=None, rewards=torch.ones(4).bool(), num_generations=2), TypeError, "rewards", "bool", "real"),
     "normalizer text": (lambda: changed(normalizer="4"), TypeError, "normalizer", "str", "number"),
+    "normalizer complex": (lambda: changed(normalizer=torch.tensor(4j)), TypeError, "normalizer", "complex64", "number"),
+    "normalizer flag": (lambda: changed(normalizer=torch.tensor(True)), TypeError, "normalizer", "torch.bool", "number"),
+    "temperature complex": (lambda: changed(config=gk.GRPOConfig(temperature=torch.tensor(1j))), TypeError, "temperature", "complex64", "number"),
     "config dict": (lambda: changed(config={"beta": 0.1}), TypeError, "config", "dict", "GRPOConfig"),
     # devices
     "weight elsewhere": (lambda: changed(lm_head_weight=torch.rand(67, 24, device=meta)), ValueError, "lm_head_weight", "meta", "cpu"),
     "ids elsewhere": (lambda: changed(completion_ids=torch.zeros(4, 6, device=meta).long()), ValueError, "completion_ids", "meta", "cpu"),
     "old elsewhere": (lambda: changed(old_logps=torch.zeros(4, 6, device=meta)), ValueError, "old_logps", "meta", "cpu"),
     "advantages elsewhere": (lambda: changed(advantages=torch.zeros(4, device=meta)), ValueError, "advantages", "meta", "cpu"),
+    "normalizer elsewhere": (lambda: changed(normalizer=torch.ones((), device=meta)), ValueError, "normalizer", "meta", "no values"),
+    "temperature elsewhere": (lambda: changed(config=gk.GRPOConfig(temperature=torch.ones(1, device=meta))), ValueError, "temperature", "meta", "no values"),
     # values
     "id too large": (lambda: changed(completion_ids=torch.full((4, 6), 67)), ValueError, "completion_ids[0, 0] = 67", "0 <= id < 67"),
     "id negative": (lambda: changed(completion_ids=torch.tensor([[0] * 6] * 3 + [[0] * 5 + [-1]])), ValueError, "completion_ids[3, 5] = -1", "0 <= id < 67"),
@@ -110,10 +116,13 @@ CASES = {
     "rollout weight NaN": (lambda: changed(rollout_weights=spoiled((4, 6), math.nan, 1, 1)), ValueError, "rollout_weights[1, 1] = nan", "a finite number"),
     "rollout weight infinite": (lambda: changed(rollout_weights=spoiled((4,), math.inf, 3)), ValueError, "rollout_weights[3] = inf", "a finite number"),
     "reward infinite": (lambda: changed(advantages=None, rewards=spoiled((4,), math.inf, 1), num_generations=2), ValueError, "rewards[1] = inf", "a finite number; for completions without a verdict"),
-    "temperature of a token": (lambda: changed(config=gk.GRPOConfig(temperature=spoiled((4, 6), 0.0, 1, 3))), ValueError, "temperature[1, 3] = 0.0", "a positive number at every unmasked position"),
-    "temperature NaN": (lambda: changed(config=gk.GRPOConfig(temperature=torch.tensor(math.nan))), ValueError, "temperature = nan", "a positive number"),
+    "temperature of a token": (lambda: changed(config=gk.GRPOConfig(temperature=spoiled((4, 6), 0.0, 1, 3))), ValueError, "temperature[1, 3] = 0.0", "a positive finite number at every unmasked position"),
+    "temperature NaN": (lambda: changed(config=gk.GRPOConfig(temperature=torch.tensor(math.nan))), ValueError, "temperature = nan", "a positive finite number"),
     "normalizer tensor 0": (lambda: changed(normalizer=torch.tensor(0.0)), ValueError, "normalizer=0.0", "positive"),
     "normalizer tensor NaN": (lambda: changed(normalizer=torch.tensor(math.nan)), ValueError, "normalizer=nan", "positive"),
+    "temperature infinite": (lambda: changed(config=gk.GRPOConfig(temperature=spoiled((4, 6), math.inf, 1, 3))), ValueError, "temperature[1, 3] = inf", "a positive finite number"),
+    "normalizer tensor infinite": (lambda: changed(normalizer=torch.tensor(math.inf)), ValueError, "normalizer=inf", "positive", "finite"),
+    "num_items_in_batch tensor -3": (lambda: changed(num_items_in_batch=torch.tensor(-3)), ValueError, "num_items_in_batch", "=-3", "positive"),
     "normalizer infinite": (lambda: changed(normalizer=math.inf), ValueError, "normalizer=inf", "positive", "finite"),
     "num_items_in_batch NaN": (lambda: changed(num_items_in_batch=math.nan), ValueError, "num_items_in_batch=nan", ">= 0"),
     "normalizer 0": (lambda: changed(normalizer=0), ValueError, "normalizer=0", "positive"),
@@ -205,10 +214,10 @@ def test_numbers_of_masked_tokens_and_sequences_are_not_looked_at(value, per_tok
 def test_a_temperature_of_one_element_is_no_temperature_per_sequence():
     for shape in ((), (1,), (1, 1)):
         bad = changed(config=gk.GRPOConfig(temperature=torch.full(shape, -1.0)))
-        refuses(gk.fused_grpo_loss, bad, ValueError, "temperature", "-1.0", "a positive number")
+        refuses(gk.fused_grpo_loss, bad, ValueError, "temperature", "-1.0", "a positive finite number")
         flat = {n: arguments()[n].detach().flatten(0, 1) for n in PER_TOKEN}
         given = flat | dict(lm_head_weight=torch.rand(67, 24), temperature=torch.full(shape, -1.0))
-        refuses(gk.fused_logps, given, ValueError, "temperature", "-1.0", "a positive number")
+        refuses(gk.fused_logps, given, ValueError, "temperature", "-1.0", "a positive finite number")
 
 
 def test_the_advantage_of_one_masked_sequence_is_not_looked_at():
@@ -258,6 +267,8 @@ def test_other_entry_points_refuse_the_same(name):
         (dict(temperature=torch.ones(0)), ValueError, ("temperature", "(0,)", "(4, 6)")),
         (dict(temperature=torch.ones(5)), ValueError, ("temperature", "(5,)", "(4, 6)", "(4, 1)")),
         (dict(temperature=torch.tensor([1.0, 1.0, -1.0, 1.0])), ValueError, ("temperature[2, 0] = -1.0", "positive")),
+        (dict(temperature=torch.tensor(math.inf)), ValueError, ("temperature = inf", "positive finite")),
+        (dict(temperature=torch.tensor([1j])), TypeError, ("temperature", "complex64", "number")),
         (dict(temperature=-1.0), ValueError, ("temperature=-1.0",)),
         (dict(logit_softcap=0.0), ValueError, ("logit_softcap=0.0",)),
         (dict(logit_scale="2"), TypeError, ("logit_scale", "str", "number")),
@@ -287,7 +298,11 @@ def test_temperatures_that_are_not_positive_are_refused(function):
         given["loss_fn"] = lambda chunk: chunk.logps.sum()
     bad = {"temperature": spoiled((4, 6), -1.0, 2, 3)}
     refuses(
-        function, given | bad, ValueError, "temperature[2, 3] = -1.0", "a positive number at every unmasked position"
+        function,
+        given | bad,
+        ValueError,
+        "temperature[2, 3] = -1.0",
+        "a positive finite number at every unmasked position",
     )
     given["completion_mask"] = given["completion_mask"].clone()
     given["completion_mask"][2, 3] = False
