@@ -10,7 +10,7 @@ from torch import Tensor
 from .backends import choose_backend
 from .config import ADVANTAGE_BASELINES, ADVANTAGE_SCALES
 from .engine import token_ops
-from .validate import check_number, check_rewards_finite, check_tensor, checks_values
+from .validate import NUMBERS, check_number, check_rewards_finite, check_tensor, checks_values
 
 
 class Groups(NamedTuple):
@@ -168,5 +168,5 @@ def check_rewards(rewards: Tensor, dims: int = 1) -> None:
     check_tensor(name, rewards)
     if rewards.dim() != dims or rewards.shape[0] == 0:
         raise ValueError(f"{name} has shape {tuple(rewards.shape)}; expected {shape} with B >= 1")
-    if rewards.is_complex() or rewards.dtype == torch.bool:
+    if rewards.dtype not in NUMBERS:
         raise TypeError(f"{name} is {rewards.dtype}; expected real numbers")

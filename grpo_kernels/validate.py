@@ -194,10 +194,10 @@ def check_token_tensor(
         if x.shape not in allowed:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {' or '.join(map(str, allowed))}")
     if name == "completion_mask":
-        if x.is_complex():
+        if x.is_complex() or x.is_quantized:
             raise TypeError(f"completion_mask is {x.dtype}; expected bool or numbers, 0 where masked")
-    elif not x.dtype.is_floating_point and (name not in ("advantages", "rewards") or x.is_complex()):
-        raise TypeError(f"{name} is {x.dtype}; expected a floating-point type")
+    elif x.dtype not in ((*NUMBERS, torch.bool) if name == "advantages" else FLOATS):
+        raise TypeError(f"{name} is {x.dtype}; expected a floating-point type of 16 to 64 bits")
 
 
 def temperature_per_token(
