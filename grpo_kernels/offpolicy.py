@@ -59,12 +59,22 @@ def entropy_quantile(entropy: Tensor, completion_mask: Tensor | None = None, *, 
 
     entropy (B, T) or (N,) of the whole batch, as `fused_logps(..., entropy=True)` returns it under no_grad.
     Data-parallel ranks gather their entropies first, so that all take the same threshold (arXiv:2506.01939, the
-    "80/20 rule").
+    "80/20 rule"). NaN where there is no unmasked token: no entropy is below it.
     """
     check_number("top", top, 0.0, 1.0, above=True)
     check_float("entropy", entropy)
-    values = entropy.detach().reshape(-1)
+    mask = None
     if completion_mask is not None:
         check_token_tensor("completion_mask", completion_mask, entropy.shape, -1, entropy)
-        values = values.masked_fill(~completion_mask.reshape(-1).bool(), torch.nan)
-    return values.float().nanquantile(1 - top)
+        mask = completion_mask.bool()
+    check_numbers("entropy", entropy, mask, finite=False)
+    values = entropy.detach().to(torch.promote_types(entropy.dtype, torch.float32))
+    if mask is not None:
+        values = values.masked_fill(~mask, torch.nan)
+    if values.numel() == 0:
+        return values.new_full((), torch.nan)
+    # torch.nanquantile takes 2^24 elements at most, which a batch with long padding has.
+    ordered = values.reshape(-1).sort().values  # NaN is last
+    place = (1 - top) * (ordered.isnan().logical_not().sum() - 1).clamp(min=0).double()
+    low, high = ordered.gather(0, torch.stack([place.floor(), place.ceil()]).long())
+    return low.lerp(high, place.frac().to(low.dtype))

@@ -261,3 +261,20 @@ def test_entropy_quantile_keeps_the_top_share():
     assert gk.entropy_quantile(entropy, top=1.0) == 0
     with pytest.raises(ValueError, match="top=0"):
         gk.entropy_quantile(entropy, top=0)
+
+
+def test_entropy_quantile_interpolates_as_torch_does():
+    for count in (1, 2, 7, 100):
+        entropy, mask = torch.rand(count, dtype=torch.float64), torch.rand(count) < 0.7
+        mask[0] = True
+        for top in (0.01, 0.2, 0.5, 1.0):
+            expected = entropy[mask].quantile(1 - top)
+            assert gk.entropy_quantile(entropy, mask, top=top).item() == pytest.approx(expected.item(), rel=1e-14)
+
+
+def test_entropy_quantile_of_a_large_batch_and_of_none():
+    """torch.quantile takes 2^24 elements at most; a rank may have no tokens."""
+    entropy, mask = torch.zeros(2**24 + 2, dtype=torch.float16), torch.zeros(2**24 + 2, dtype=torch.int8)
+    entropy[-5:], mask[-5:] = torch.arange(5.0), 1
+    assert gk.entropy_quantile(entropy, mask, top=0.25) == 3
+    assert gk.entropy_quantile(torch.zeros(0)).isnan() and gk.entropy_quantile(entropy[:3], mask[:3]).isnan()

@@ -398,6 +398,7 @@ ALONE = {
     "low": (gk.rollout_weights, dict(old_logps=torch.zeros(1, 2), rollout_logps=torch.zeros(1, 2), low=-0.5), ValueError, "low=-0.5", ">= 0"),
     "top": (gk.entropy_quantile, dict(entropy=torch.ones(2, 3), top=1.5), ValueError, "top=1.5", "in (0, 1]"),
     "top tensor": (gk.entropy_quantile, dict(entropy=torch.ones(2, 3), top=torch.ones(2)), TypeError, "top", "Tensor", "number"),
+    "entropy NaN": (gk.entropy_quantile, dict(entropy=spoiled((2, 3), math.nan, 1, 2)), ValueError, "entropy[1, 2] = nan", "a number"),
     "entropy of one token": (gk.entropy_quantile, dict(entropy=torch.tensor(1.0), completion_mask=torch.ones(2)), ValueError, "completion_mask", "(2,)", "()"),
     "entropy's mask": (gk.entropy_quantile, dict(entropy=torch.ones(2, 3), completion_mask=torch.ones(3)), ValueError, "completion_mask", "(3,)", "(2, 3)"),
 }  # fmt: skip
