@@ -182,6 +182,24 @@ def test_a_fully_masked_batch_has_loss_0_and_zero_gradients(surrogate, backend):
     assert all(x.isfinite().all() or name.endswith(("min", "max")) for name, x in found.metrics.items())
 
 
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0,)])
+def test_a_batch_without_tokens_has_loss_0_and_zero_gradients(shape, backend):
+    """As a rank has it whose share of the completions is empty: every entry point has a graph."""
+    offsets = torch.zeros(2, dtype=torch.int64) if len(shape) == 1 else None
+    hidden, logits, logps = (torch.zeros(*shape, *size, requires_grad=True) for size in ((4,), (7,), ()))
+    weight, ids = torch.ones(7, 4, requires_grad=True), torch.zeros(shape, dtype=torch.int64)
+    given = dict(advantages=torch.zeros(shape), cu_seqlens=offsets, backend=backend)
+    outputs = (
+        gk.fused_grpo_loss(hidden, weight, ids, **given),
+        gk.grpo_loss_from_logits(logits, ids, **given),
+        gk.grpo_loss_from_logps(logps, **given),
+    )
+    for out in outputs:
+        out.loss.backward()
+        assert out.loss == 0 and out.logps.shape == shape and out.metrics["entropy"] == 0
+    assert not weight.grad.any() and all(x.grad.shape == x.shape for x in (hidden, logits, logps))
+
+
 @pytest.mark.parametrize("aggregation", ["seq_mean", "token_mean", "seq_sum", "num_items"])
 def test_a_fully_masked_sequence_adds_nothing(aggregation, backend):
     """The mean over no tokens is 0 / 0."""

@@ -39,7 +39,7 @@ def loss_over_logits(
             tokens.kept_ids, tokens.kept_counts, logits.shape[1], is_static=is_capturing(logits.device)
         )
         values, sums = run(head, plan, kernels, gradients=gradients, static_shapes=True, sampling_mask=mask)
-        columns = values.columns.view(-1, *completion_ids.shape)
+        columns = values.columns.view(len(values.columns), *completion_ids.shape)
     results = sums.loss.clone(), columns[0], columns[1], sums.numbers
     if not gradients:
         return results, None
