@@ -79,7 +79,7 @@ def reference_loss_from_logits(
     logps, entropy = reference_logps(
         logits,
         ids,
-        temperature=config.temperature,
+        temperature=_per_token(config.temperature, ids.shape, cu_seqlens),
         logit_scale=config.logit_scale,
         logit_softcap=config.logit_softcap,
         sampling_mask=sampling_mask,
@@ -87,6 +87,15 @@ def reference_loss_from_logits(
     return reference_loss_from_logps(
         logps, advantages, entropy=entropy, completion_mask=mask, cu_seqlens=cu_seqlens, config=config, **options
     )
+
+
+def _per_token(temperature: float | Tensor, shape: torch.Size, cu_seqlens: Tensor | None) -> float | Tensor:
+    """A tensor of temperatures, of which there is one in all, one per token, or one per sequence (S,) or (S, 1)."""
+    if not isinstance(temperature, Tensor) or temperature.shape == shape:
+        return temperature
+    if temperature.numel() == 1:
+        return temperature.reshape(())
+    return temperature.reshape(-1)[sequence_of_token(shape, cu_seqlens, temperature.device)].view(shape)
 
 
 def reference_logps(
@@ -364,7 +373,7 @@ def token_weights(
     and ranks that pass the global one add up to the loss of one big batch.
     """
     # Counts in the type of the values: two integers would be divided in torch's default type.
-    num_seq, num_tokens = length.numel(), length.sum().clamp(min=1)
+    num_seq, num_tokens = max(length.numel(), 1), length.sum().clamp(min=1)
     denominators: dict[str, Tensor | float] = {
         "seq_mean": num_seq,
         "token_mean": num_tokens,

@@ -8,6 +8,8 @@ from math import exp, log
 
 import pytest
 import torch
+from helpers import assert_close, make_batch, packed
+from helpers import reference as run_reference
 
 import grpo_kernels as gk
 from grpo_kernels import reference
@@ -273,3 +275,20 @@ def test_presets(name):
     assert {key: getattr(config, key) for key in other} == other
     length = 3 if aggregation == "fixed_length" else None
     assert gk.GRPOConfig.preset(name, beta=0.5, max_completion_length=length).beta == 0.5
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 1)])
+@pytest.mark.parametrize("packs", [False, True])
+def test_a_temperature_per_sequence(packs, shape):
+    """Four sequences of four tokens: a tensor (4,) would fit the tokens of each sequence too."""
+    batch = make_batch(0, length=4, masked=packs)
+    lengths = torch.full((4,), 4) if not packs else batch.options["completion_mask"].sum(1)
+    batch = packed(batch) if packs else batch
+    temperature = torch.tensor([0.5, 1.0, 1.7, 0.8])
+    per_token = temperature.repeat_interleave(lengths).view(batch.ids.shape)
+    found, expected = (run_reference(batch, gk.GRPOConfig(temperature=t)) for t in (temperature.view(shape), per_token))
+    assert_close(found, expected, 1e-12)
+
+
+def test_a_batch_without_sequences():
+    assert run_reference(make_batch(0, sequences=0), gk.GRPOConfig(aggregation="seq_mean")).loss == 0
