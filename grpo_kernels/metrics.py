@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .config import GRPOConfig
@@ -72,7 +73,9 @@ def means(sums: Sums, config: GRPOConfig, **given: bool) -> dict[str, Tensor]:
     if given["has_rollout"]:
         found["rollout_mismatch/max"] = sums.extrema[2].clone()
     if given["has_weights"]:  # effective sample size of the importance weights, as a share of the tokens
-        found["rollout_ess"] = found["rollout_weight/mean"] ** 2 / found["rollout_weight/mean_square"]
+        mean_square = found["rollout_weight/mean_square"]
+        # 0, not NaN, where every weight is 0 or there is no token
+        found["rollout_ess"] = found["rollout_weight/mean"] ** 2 / torch.where(mean_square == 0, 1, mean_square)
     return found
 
 

@@ -447,5 +447,5 @@ def _metrics(cfg: GRPOConfig, m: Tensor, tokens: _PerToken) -> dict[str, Tensor]
             out["rollout_mismatch/max"] = gap.max()
     if weight is not None:
         w = weight[m]
-        out["rollout_ess"] = w.sum() ** 2 / (w**2).sum() / count
+        out["rollout_ess"] = w.sum() ** 2 / (w**2).sum() / count if w.any() else w.new_zeros(())
     return out

@@ -8,7 +8,7 @@ from math import exp, log
 
 import pytest
 import torch
-from helpers import assert_close, make_batch, packed
+from helpers import assert_close, fused, make_batch, packed
 from helpers import reference as run_reference
 
 import grpo_kernels as gk
@@ -292,3 +292,9 @@ def test_a_temperature_per_sequence(packs, shape):
 
 def test_a_batch_without_sequences():
     assert run_reference(make_batch(0, sequences=0), gk.GRPOConfig(aggregation="seq_mean")).loss == 0
+
+
+def test_weights_that_drop_every_token_have_no_effective_sample(backend):
+    batch = make_batch(0).with_options(rollout_weights=torch.zeros(4))
+    for found in (run_reference(batch), fused(batch, backend=backend)):
+        assert found.metrics["rollout_ess"] == 0
