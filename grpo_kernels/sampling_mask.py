@@ -61,16 +61,15 @@ class SamplingMask:
         Sequences may differ in length; up to `length`, by default that of the longest, they are padded with count 0.
         The ids of a token are sorted. An empty list stands for the whole vocabulary.
         """
-        try:
-            nested: list[list[Any]] = [list(entry) for entry in kept]
-        except TypeError:
-            raise TypeError(f"kept is {kept!r:.60}; expected one list of ids for each token") from None
+        if length is not None and (isinstance(length, bool) or not isinstance(length, int)):
+            raise TypeError(f"length is a {type(length).__name__}; expected an integer or None")
+        nested = [_elements(entry) for entry in _elements(kept)]
         rows: list[list[Any]]
-        flat = [not isinstance(x, Iterable) for entry in nested for x in entry]
+        flat = [not _is_list(x) for entry in nested for x in entry]
         if any(flat) and not all(flat):
             raise TypeError("kept holds ids beside lists of ids; expected one list of ids for each token")
         if all(flat):
-            rows = [sorted(entry) for entry in nested]
+            rows = nested
             shape: tuple[int, ...] = (len(rows),)
             if length is not None:
                 raise ValueError(
@@ -81,10 +80,14 @@ class SamplingMask:
             if length is not None and length < longest:
                 raise ValueError(f"length={length}; expected at least {longest}, the tokens of the longest sequence")
             shape = (len(nested), longest if length is None else length)
-            rows = [sorted(row) for entry in nested for row in [*entry, *[()] * (shape[1] - len(entry))]]
-        wrong = next((x for row in rows for x in row if not isinstance(x, Integral)), None)
-        if wrong is not None:
-            raise TypeError(f"kept holds {wrong!r}; expected integers, one list of them for each token")
+            rows = [list(row) for entry in nested for row in [*entry, *[()] * (shape[1] - len(entry))]]
+        for x in (x for row in rows for x in row):
+            if type(x) is not int and (isinstance(x, bool) or not isinstance(x, Integral)):
+                raise TypeError(f"kept holds {x!r}; expected integers, one list of them for each token")
+        rows = [sorted(row) for row in rows]
+        for x in (x for row in rows if row for x in (row[0], row[-1])):
+            if not 0 <= x < 2**31:
+                raise ValueError(f"kept holds {x}; expected ids >= 0 and below 2^31")
         counts = torch.tensor([len(row) for row in rows], dtype=torch.int32)
         ids = torch.tensor([x for row in rows for x in row], dtype=torch.int32)
         return cls(ids, counts.view(shape))
@@ -93,6 +96,8 @@ class SamplingMask:
     def from_padded(cls, kept: Tensor, padding: int = -1) -> SamplingMask:
         """From ids (B, T, K) or packed (N, K), with `padding` in the places that are not used. They are sorted."""
         check_plain("kept", kept)
+        if isinstance(padding, bool) or not isinstance(padding, int):
+            raise TypeError(f"padding is a {type(padding).__name__}; expected an integer")
         if kept.dim() not in (2, 3) or kept.dtype not in (torch.int32, torch.int64):
             raise ValueError(
                 f"kept is {kept.dtype} of shape {tuple(kept.shape)}; expected int32 or int64 (B, T, K) or (N, K)"
@@ -123,6 +128,19 @@ class SamplingMask:
         starts, taken = per_row.cumsum(0) - per_row, per_row[wanted]
         begin = torch.repeat_interleave(starts[wanted] - (taken.cumsum(0) - taken), taken)
         return SamplingMask(self.ids[begin + torch.arange(begin.numel(), device=begin.device)], counts)
+
+
+def _is_list(x: object) -> bool:
+    if isinstance(x, Tensor):
+        return x.dim() > 0
+    return isinstance(x, Iterable) and not isinstance(x, (str, bytes))
+
+
+def _elements(x: Any) -> list[Any]:
+    """Of an argument `kept`, or of an entry of it."""
+    if not _is_list(x):
+        raise TypeError(f"kept is or holds {x!r}; expected one list of ids for each token, or for each of a sequence")
+    return list(x)
 
 
 def check_sampling_mask(mask: object, shape: torch.Size, like: Tensor) -> None:
