@@ -34,6 +34,7 @@ from .validate import (
     check_token_tensor,
     check_token_values,
     check_values,
+    num_sequences_of,
     refuse_transforms,
 )
 
@@ -190,6 +191,7 @@ def grpo_loss_from_logps(
     check_config(config)
     refuse_transforms("grpo_loss_from_logps", logps, entropy)
     check_float("logps", logps)
+    num_sequences_of(logps, cu_seqlens, "logps")  # before the others are compared with its shape
     check_token_tensor("entropy", entropy, logps.shape, -1, logps)
     if entropy is None and (config.has_entropy_bonus or config.entropy_threshold is not None):
         raise ValueError("entropy is None; entropy_coef and entropy_threshold need it")

@@ -322,6 +322,7 @@ LOGPS = {
     "cu_seqlens far": (dict(logps=torch.zeros(24), old_logps=None, cu_seqlens=torch.tensor([0, 6, 12, 10**9, 24])), ValueError, "cu_seqlens", "from 0 to 24"),
     "reward infinite": (dict(advantages=None, rewards=spoiled((4,), -math.inf, 3), num_generations=4), ValueError, "rewards[3] = -inf", "for completions without a verdict"),
     "logps int": (dict(logps=torch.zeros(4, 6).long()), TypeError, "logps", "int64", "float32"),
+    "logps 3-D": (dict(logps=torch.zeros(4, 6, 1), entropy=torch.zeros(4, 6)), ValueError, "logps has shape (4, 6, 1)", "(B, T) or packed (N,)"),
     "entropy shape": (dict(entropy=torch.zeros(4)), ValueError, "entropy", "(4,)", "(4, 6)"),
     "no entropy": (dict(config=gk.GRPOConfig(entropy_coef=0.1)), ValueError, "entropy is None", "entropy_coef"),
     "no entropy, threshold": (dict(config=gk.GRPOConfig(entropy_threshold=1.0)), ValueError, "entropy is None", "entropy_threshold"),
