@@ -77,8 +77,7 @@ def group_statistics(
     if rewards.dtype != torch.float64:
         rewards = rewards.float()
     name = choose_backend(backend, rewards.device, rewards.dtype)
-    sizes_known = checks_values(rewards.device)
-    if scale == "group" and ddof == 1 and sizes_known and not torch.compiler.is_compiling():
+    if scale == "group" and ddof == 1 and checks_values(rewards.device):
         smallest = int(torch.bincount(groups.index, minlength=groups.count).min())
         if smallest == 1:
             raise ValueError("a group of one completion has no standard deviation: scale='group' needs groups of >= 2")

@@ -49,8 +49,7 @@ class SamplingMask:
             )
         if self.ids.device != self.counts.device:
             raise ValueError(f"SamplingMask.counts is on {self.counts.device}, ids on {self.ids.device}; expected one")
-        if not torch.compiler.is_compiling():  # a loss looks at them once more
-            check_kept_ids(self.ids, self.counts)
+        check_kept_ids(self.ids, self.counts)
 
     @classmethod
     def from_lists(

@@ -147,6 +147,23 @@ def test_grpo_loss_from_logps(backend):
     assert_equal_runs(step, batch, "aot_eager")
 
 
+def test_functions_beside_the_loss_compile_too():
+    """While a function is compiled there is no data for their checks to look at."""
+    x, mask = torch.rand(4, 5), torch.rand(4, 5) < 0.7
+    packed = dict(cu_seqlens=torch.arange(5) * 5, config=gk.GRPOConfig(temperature=torch.rand(4) + 0.5))
+    hidden, weight, ids = torch.rand(20, 3), torch.rand(7, 3), torch.zeros(20, dtype=torch.int64)
+    functions = (
+        lambda: gk.entropy_quantile(x, mask),
+        lambda: gk.rollout_weights(x, x * 1.1, completion_mask=mask, level="sequence"),
+        lambda: gk.group_advantages(x[:, 0], group_ids=torch.tensor([1, 1, 0, 0])),
+        lambda: gk.process_advantages(x[:, :3], torch.tensor([[0, 1, 4]] * 4), 5, num_generations=2),
+        lambda: gk.fused_grpo_loss(hidden, weight, ids, x[:, 0], **packed).loss,
+    )
+    for function in functions:
+        found = torch.compile(function, fullgraph=True, backend="aot_eager")()
+        assert torch.allclose(found, function(), rtol=1e-5)
+
+
 def test_new_shapes_do_not_recompile_every_time():
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
 
