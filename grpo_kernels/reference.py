@@ -52,6 +52,9 @@ def reference_grpo_loss(
     **options: Tensor | float | None,
 ) -> ReferenceOutput:
     """The loss from hidden states (B, T, H) or (N, H); `options` are those of `reference_loss_from_logits`."""
+    mask = options.get("completion_mask")
+    if isinstance(mask, Tensor):  # padding may hold NaN, which a gradient of 0 would not keep out of the weight's
+        hidden = torch.where(mask.bool()[..., None], hidden, 0.0)
     logits = hidden @ lm_head_weight.mT
     if lm_head_bias is not None:
         logits = logits + lm_head_bias

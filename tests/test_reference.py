@@ -298,3 +298,11 @@ def test_weights_that_drop_every_token_have_no_effective_sample(backend):
     batch = make_batch(0).with_options(rollout_weights=torch.zeros(4))
     for found in (run_reference(batch), fused(batch, backend=backend)):
         assert found.metrics["rollout_ess"] == 0
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf])
+def test_padding_reaches_no_gradient(garbage):
+    batch = make_batch(0, masked=True)
+    expected = run_reference(batch)
+    batch.hidden[~batch.options["completion_mask"]] = garbage
+    assert_close(run_reference(batch), expected, 1e-12)
