@@ -17,12 +17,12 @@ from types import SimpleNamespace
 import gpu_build
 import gpu_items
 import gpu_machine
+import gpu_peers
 import gpu_report
 import gpu_smoke
 import gpu_stages
 import gpu_tests
 import gpu_tiles
-import gpu_wheels
 import gpu_work
 import pytest
 from gpu_stages import Stage
@@ -523,14 +523,15 @@ def test_without_a_watched_module_there_is_none_of_an_earlier_build(checkout, ca
     assert "gpu_build: no module with -DGK_WATCHDOG, exit status 1" in said and "error: no nvcc" in said
 
 
-def test_wheels_of_the_peers_are_pinned_by_the_project_and_a_large_one_is_packed_again(tmp_path):
-    assert "trl==1.16.0" in gpu_wheels.pins() and "quack-kernels==0.6.5" in gpu_wheels.pins()
+def test_peers_are_pinned_by_the_project_and_travel_in_one_archive(tmp_path):
+    assert "trl==1.16.0" in gpu_peers.pins() and "quack-kernels==0.6.5" in gpu_peers.pins()
     with pytest.raises(SystemExit, match="pins no nobody"):
-        gpu_wheels.pins(("trl", "nobody"))
-    wheel = tmp_path / "peer-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w") as files:
-        files.writestr("peer/inner.py", "x = 1\n")
-    archive = gpu_wheels.pack(wheel)
-    assert archive.name == "peer-1.0-py3-none-any.tar.xz" and not wheel.exists()
+        gpu_peers.pins(("trl", "nobody"))
+    (tmp_path / "site" / "peer").mkdir(parents=True)
+    (tmp_path / "site" / "peer" / "inner.py").write_text("x = 1\n")
+    archive = tmp_path / "wheels" / "peers.tar.xz"
+    gpu_peers.pack(tmp_path / "site", archive)
     shutil.unpack_archive(archive, tmp_path / "peers", filter="data")
     assert (tmp_path / "peers" / "peer" / "inner.py").read_text() == "x = 1\n"
+    with pytest.raises(SystemExit):
+        gpu_peers.main(["peers.zip"])
