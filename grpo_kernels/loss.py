@@ -121,7 +121,7 @@ def fused_grpo_loss(
         rollout_weights at unmasked positions, NaN or infinite rewards, infinite advantages, temperatures and
         normalizers that are not positive and finite, offsets out of order. Without that switch a GPU's loss is NaN for
         such numbers and ids (with backend "torch" such an id is a device-side assertion; a NaN reward counts as no
-        verdict), and memory beside the batch is read for such offsets.
+        verdict; a negative normalizer turns the sign), and memory beside the batch is read for such offsets.
         With vocab_parallel_group every rank raises if ranks differ in shapes, types or options, or one has refused
         those. Values are not compared: where they differ, ranks may wait for each other until the group's timeout.
         RuntimeError: a torch.func transform or forward-mode AD; `grpo_kernels.reference` is for those.
