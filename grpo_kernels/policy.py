@@ -14,7 +14,6 @@ from .config import GRPOConfig, check_flag, check_logit_transform
 from .contract import Backend, Rows, TokenValues, no_values
 from .engine.autocast import products_dtype
 from .engine.backward import FinishedGradients, refuse_double_backward, scale_saved_gradients
-from .engine.chunk import visited
 from .engine.chunks import CoefficientFn, Scorer, add_mask, packed_chunks, sequence_chunks
 from .engine.kept import KeptLogits, TokenMask, make_token_mask
 from .engine.lm_head import LMHead
@@ -204,10 +203,11 @@ def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> tu
             scorer.gradient(*both)
     else:
         if call.level == "sequence":
-            pieces = sequence_chunks(index, lengths, num_tokens, head.packed_rows(max(lengths, default=0)))
+            size = head.packed_rows(max(lengths, default=0))
+            chunks = packed_chunks(head, sequence_chunks(index, lengths, num_tokens, size))
         else:
-            pieces = ((rows, slice(0)) for rows in visited(index, num_tokens).split(head.packed_rows(0)))
-        scorer.staged(packed_chunks(head, pieces), coefficients)
+            chunks = ((chunk, slice(0)) for chunk in head.chunks(index))
+        scorer.staged(chunks, coefficients)
     return total, head.gradients()
 
 

@@ -250,6 +250,27 @@ def test_a_product_chunk_of_several_row_chunks(monkeypatch, few_logits, way, lef
     assert_same_bits(found, fused(batch, config, backend))
 
 
+def test_a_loss_of_tokens_has_product_chunks_of_several_row_chunks_too(monkeypatch, backend):
+    """fused_policy_loss: the function gets the tokens of a row chunk, the products those of a product chunk."""
+    monkeypatch.setattr(lm_head, "chunk_sizes", lambda *given: memory.ChunkSizes(products=20, logits=3, sequences=20))
+    batch, calls = make_batch(2, sequences=6), []
+    leaves = [x.detach().requires_grad_() for x in (batch.hidden, batch.weight)]
+
+    def loss_fn(chunk):
+        calls.append(len(chunk.logps))
+        return -(chunk.logps.exp()).sum()
+
+    of_products = []
+    call_counter(monkeypatch, LMHead, "accumulate", of_products, lambda self, chunk, ids: chunk.rows.count)
+    gk.fused_policy_loss(*leaves, batch.ids, loss_fn, backend=backend).backward()
+    assert max(calls) <= 3 < max(of_products) <= 20 and sum(calls) == sum(of_products) == batch.ids.numel()
+    others = [x.detach().requires_grad_() for x in leaves]
+    logps, _ = gk.fused_logps(*others, batch.ids, backend=backend)
+    (-logps.exp()).sum().backward()
+    for mine, other in zip(leaves, others, strict=True):
+        assert relative(mine.grad, other.grad) < 1e-6
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_nothing_beyond_a_row_of_gradients_reaches_a_product(seed, backend):
     """Vocabularies that no tile divides: what is left of float32 logits may be NaN as bfloat16."""

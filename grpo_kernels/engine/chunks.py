@@ -65,15 +65,12 @@ class Scorer:
     def single_pass(self, index: Tensor | None, table: Tensor) -> None:
         """Everything about tokens whose gradient depends on themselves alone."""
         head = self.head
-        if head.grad_dtype == torch.float16:  # a scale, which follows from the coefficients, must come first
+        # The scale of float16, which follows from the coefficients, or the other ranks' statistics have to come first.
+        if head.grad_dtype == torch.float16 or self.vocab_slice is not None:
             self.staged(((chunk, slice(0)) for chunk in head.chunks(index)), self._token_coefficients(table))
             return
         for chunk in head.chunks(index):
             for rows in chunk.row_chunks():
-                if self.vocab_slice is not None:  # the other ranks' statistics come before the objective
-                    read = self._statistics(rows)
-                    self._gradient(chunk, read, *self._token_coefficients(table)(rows, slice(0)))
-                    continue
                 read = self._logits(rows)
                 written = head.row_gradients(chunk, rows, read.logits)
                 self.backend.single_pass(read, table, self.values, self.params, written)
@@ -93,10 +90,11 @@ class Scorer:
             head.accumulate_scaled(chunk, exponentials, scale)
 
     def staged(self, chunks: Iterable[tuple[Chunk, slice]], coefficients: CoefficientFn) -> None:
-        """Statistics of a chunk, then its coefficients, then its gradients from the same logits."""
+        """Statistics of a row chunk, then its coefficients, then its gradients from the same logits."""
         for chunk, sequences in chunks:
-            read = self._statistics(chunk.rows)
-            self._gradient(chunk, read, *coefficients(chunk.rows, sequences))
+            for rows in chunk.row_chunks():
+                read = self._statistics(rows)
+                self._gradient(chunk, read, *coefficients(rows, sequences))
             self.head.accumulate(chunk, self.ids)
 
     def gradient(self, g_logp: Tensor, g_entropy: Tensor, *, static_shapes: bool = False) -> None:
