@@ -295,12 +295,14 @@ def test_the_host_is_read_once_and_kernels_have_gaps() -> None:
 
 
 def test_the_default_design_is_that_of_memory_py(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = make_case("llama-3-8b:16384", "bfloat16")
-    sizes = ChunkSizes(products=3000, logits=1000, sequences=2000)
+    case = make_case("llama-3-8b:16384", "bfloat16", length=1024)
+    sizes = ChunkSizes(products=3000, logits=1000, sequences=5000, packed=2500)
     monkeypatch.setattr("grpo_kernels.benchmarks.limits.chunk_sizes", lambda *given, capacity: sizes)
     found, staged = default_design(case, H200), default_design(case, H200, "staged")
     assert (found.row_chunk, found.product_chunk) == (1000, 3000)
-    assert (staged.row_chunk, staged.product_chunk) == (2000, 2000)
+    assert (staged.row_chunk, staged.product_chunk) == (2048, 2048)  # two whole sequences
+    longer = default_design(dataclasses.replace(case, length=4096), H200, "staged")
+    assert (longer.row_chunk, longer.product_chunk) == (4096, 4096)
     assert predict(case, H200) == predict(case, H200, design=found)
 
 

@@ -65,7 +65,7 @@ def test_a_vocabulary_beyond_the_budget_gets_short_chunks():
     sizes = [
         memory.chunk_sizes(10**6, (v, 64), FLOAT, BFLOAT, CUDA, TRAINED, capacity=capacity) for v in (10**6, 10**8)
     ]
-    assert sizes[0].products > 16 and sizes[1] == (16, 16, 16)
+    assert sizes[0].products > 16 and sizes[1] == (16, 16, 16, 16)
 
 
 def gpu_rows(tokens, head, wants, capacity=H200, **options):
@@ -80,9 +80,19 @@ def test_a_batch_that_fits_is_one_product_chunk_on_a_gpu():
     for head in HEADS:
         assert gpu_rows(16384, head, TRAINED)[:2] == (16384, 2048)
     assert gpu_rows(16384, "gemma", TRAINED, H100)[:2] == (5632, 768)
-    assert gpu_rows(10**6, "llama", TRAINED, chunk_rows=8192) == (8192, 2048, 8192)
+    assert gpu_rows(10**6, "llama", TRAINED, chunk_rows=8192) == (8192, 2048, 8192, 8192)
     # The scale of float16 gradients comes from all rows of a chunk: their logits must still be there.
     assert gpu_rows(10**6, "llama", TRAINED, grad=HALF)[:2] == (5248, 5248)
+
+
+def test_whole_sequences_take_short_chunks_where_one_does_not_hold_them_all():
+    """Their float32 logits may exceed the budget where bfloat16 gradients, and few logits, do not."""
+    fits, too_long, longer = (gpu_rows(n, "qwen", TRAINED, H100) for n in (11645, 11646, 65536))
+    assert fits.products == fits.packed == fits.sequences == 11645
+    assert (too_long.products, too_long.sequences) == (11646, 11645)
+    assert too_long.packed == longer.packed == longer.products == 4736
+    assert [too_long.packed_rows(n) for n in (1, 4736, 4737, 10**6)] == [4736, 4736, 4737, 11645]
+    assert gpu_rows(16384, "qwen", FROZEN).packed == 1024
 
 
 def test_a_frozen_head_and_scoring_alone_take_short_chunks_on_a_gpu():
@@ -200,7 +210,7 @@ def test_a_cpu_cuts_into_nearly_equal_parts_and_a_gpu_into_full_ones(device, exp
 
 @pytest.mark.parametrize("longest", [1, 100, 3000])
 def test_whole_sequences_are_packed_into_short_chunks_unless_one_is_longer(longest, monkeypatch):
-    sizes = memory.ChunkSizes(products=400, logits=100, sequences=2000)
+    sizes = memory.ChunkSizes(products=4000, logits=100, sequences=2000, packed=400)
     monkeypatch.setattr(lm_head, "chunk_sizes", lambda *given: sizes)
     hidden, weight = (torch.empty(n, 24, dtype=BFLOAT, device=META) for n in (4000, 67))
     head = LMHead(hidden, weight, None, FLOAT, None, get_backend("torch"), TRAINED)

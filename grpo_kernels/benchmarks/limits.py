@@ -173,12 +173,18 @@ def default_design(case: Case, device: Device, way: str = "rows") -> Design:
     capacity = capacity_of(kind) if on_cpu else gpu_capacity(memory, device.multiprocessors)
     shape, wants = (case.vocab_size, case.hidden_size), (case.mode != "forward", case.mode == "step", False)
     sizes = chunk_sizes(case.tokens, shape, logits_dtype, grad_dtype, kind, wants, capacity=capacity)
-    packed = min(sizes.sequences, max(case.length, sizes.products))
-    rows, products = (packed, packed) if way == "staged" else (sizes.logits, sizes.products)
-    if on_cpu:  # cut into nearly equal parts
+    rows, products = sizes.logits, sizes.products
+    if way == "staged":
+        rows = products = _packed(case, sizes.packed_rows(case.length))
+    elif on_cpu:  # cut into nearly equal parts
         products = _even(case.tokens, products)
         rows = _even(products, rows)
     return replace(_CURRENT, row_chunk=rows, product_chunk=products)
+
+
+def _packed(case: Case, most: int) -> int:
+    """Rows of the whole sequences that `most` rows have room for. (Longer ones would not be staged.)"""
+    return most if case.tokens <= most or case.length > most else most // case.length * case.length
 
 
 def _even(count: int, most: int) -> int:

@@ -168,7 +168,7 @@ class LMHead:
 
     def packed_rows(self, longest: int) -> int:
         """Rows of the chunks that whole sequences are packed into, of which the longest has so many."""
-        return min(self.sizes.sequences, max(longest, self.sizes.products))
+        return self.sizes.packed_rows(longest)
 
     def exponentials(self, chunk: Chunk) -> Tensor:
         """(P, V) uninitialised, in the type of the gradients, for the anchored strategy; valid until the next call."""

@@ -37,14 +37,20 @@ class ChunkSizes(NamedTuple):
     logits: of logits; fewer than `products` only where gradients of logits are narrower, and get a buffer of their own
     sequences: at most; whose gradients must lie over their logits, because all logits of a sequence come before its
         gradients
+    packed: of whole sequences, none of which is longer
     """
 
     products: int
     logits: int
     sequences: int
+    packed: int
+
+    def packed_rows(self, longest: int) -> int:
+        """Rows of the chunks that whole sequences are packed into, of which the longest has so many."""
+        return min(self.sequences, max(longest, self.packed))
 
     def scratch_bytes(self, vocab_size: int, logits_dtype: torch.dtype, grad_dtype: torch.dtype) -> int:
-        """Of logits and their gradients."""
+        """Of logits and their gradients, where tokens need not wait for the rest of their sequence."""
         apart = self.products if self.logits < self.products else 0
         return vocab_size * (self.logits * logits_dtype.itemsize + apart * grad_dtype.itemsize)
 
@@ -93,7 +99,8 @@ def chunk_sizes(
     GPU: a product chunk that adds to dweight reads and writes V H float32, which costs what 184 rows of products do
     (H200), and a last pass rounds the sum. A batch that fits the budget is one product chunk and needs neither. Longer
     ones hold that sum besides, so their chunks are as short as costs little; with a frozen weight there is no sum, and
-    chunks are shorter still, however small the batch.
+    chunks are shorter still, however small the batch. Whole sequences, whose logits take more than gradients alone, may
+    fit the budget no longer where the rest still does: they are packed into short chunks then.
     """
     on_cpu, (vocab_size, _) = device.type == "cpu", head_shape
     budget, multiprocessors = capacity_of(device) if capacity is None else capacity
@@ -107,23 +114,26 @@ def chunk_sizes(
     def cut(longest: int, few: int) -> ChunkSizes:
         together = bounded(budget // row_bytes, longest if grad_bytes == row_bytes or not on_cpu else few)
         if in_place:
-            return ChunkSizes(together, together, together)
+            return ChunkSizes(together, together, together, together)
         few = max(16, min(few, budget // 2 // row_bytes))
         products = bounded((budget - few * row_bytes) // grad_bytes, longest)
         if products <= 2 * few:  # a buffer of their own would take as much
-            return ChunkSizes(products, products, together)
-        return ChunkSizes(products, few, together)
+            return ChunkSizes(products, products, together, together)
+        return ChunkSizes(products, few, together, together)
 
     if on_cpu:
         return cut(512 if grad_dtype.itemsize > 2 else 1366, 512)
     sizes = cut(_SINGLE_CHUNK_ROWS, _LOGITS_ROWS)
     if not any(wants):
         rows = min(sizes.logits, chunk_rows or _LOGITS_ROWS)
-        return ChunkSizes(rows, rows, sizes.sequences)
-    if chunk_rows is not None or (wants[1] and sizes.products == num_rows):
+        return sizes._replace(products=rows, logits=rows)
+    if chunk_rows is not None or (wants[1] and sizes.sequences == num_rows):
         return sizes
     longest = short_product_rows(head_shape[1], multiprocessors) if wants[1] else _FROZEN_ROWS
-    return cut(longest, _SHORT_LOGITS_ROWS)._replace(sequences=sizes.sequences)
+    short = cut(longest, _SHORT_LOGITS_ROWS)
+    if wants[1] and sizes.products == num_rows:
+        return sizes._replace(packed=short.packed)
+    return short._replace(sequences=sizes.sequences)
 
 
 def short_product_rows(hidden_size: int, multiprocessors: int) -> int:
