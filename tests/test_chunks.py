@@ -208,6 +208,20 @@ def test_a_cpu_cuts_into_nearly_equal_parts_and_a_gpu_into_full_ones(device, exp
     assert made_rows(head.logits(Rows(0, 2))) == expected[0]  # for the usual chunk at once
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_on_a_cpu_the_scratch_does_not_follow_the_number_of_active_tokens(level, monkeypatch):
+    """Memory of the last call serves the next one: a longer scratch would be fresh from the system."""
+    made, allocate = [], memory.allocate_rows
+    monkeypatch.setattr(
+        "grpo_kernels.engine.scratch.allocate_rows", lambda rows, *a: made.append(rows) or allocate(rows, *a)
+    )
+    for active in (16, 18, 20):
+        batch = off_policy(make_batch(sequences=2, length=21))  # 42 rows, 14 at a time
+        batch.options["completion_mask"] = torch.arange(21).expand(2, 21) < active // 2
+        fused(batch, gk.GRPOConfig(chunk_rows=20, importance_sampling_level=level))
+    assert made == [20] * 3
+
+
 @pytest.mark.parametrize("longest", [1, 100, 3000])
 def test_whole_sequences_are_packed_into_short_chunks_unless_one_is_longer(longest, monkeypatch):
     sizes = memory.ChunkSizes(products=4000, logits=100, sequences=2000, packed=400)

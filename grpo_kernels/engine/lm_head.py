@@ -122,7 +122,8 @@ class LMHead:
         self.sizes = chunk_sizes(self.num_tokens, shape, *dtypes, device, self.wants, chunk_rows, capacity)
         products = self._length(self.num_tokens, self.sizes.products)
         usual = min(self.sizes.logits, products), products
-        self.scratch = Scratch(self.weight.shape[0], *usual, *dtypes, device)
+        most = min(self.sizes.sequences, self.num_tokens) if device.type == "cpu" else 0
+        self.scratch = Scratch(self.weight.shape[0], *usual, *dtypes, device, most)
 
     @property
     def vocab_size(self) -> int:
@@ -145,7 +146,8 @@ class LMHead:
     def chunks_of(self, parts: Sequence[Rows]) -> list[Chunk]:
         """These rows, at most `sequence_rows` each, as product chunks that are one row chunk each."""
         self.dweight.expected_chunks = len(parts)
-        self.scratch.logits_rows = max([self.scratch.logits_rows, *(rows.count for rows in parts)])
+        if self.hidden.device.type != "cpu":
+            self.scratch.logits_rows = max([self.scratch.logits_rows, *(rows.count for rows in parts)])
         return [self._chunk(rows, max(rows.count, 1)) for rows in parts]
 
     def _length(self, count: int, most: int) -> int:

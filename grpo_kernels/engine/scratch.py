@@ -12,7 +12,8 @@ class Scratch:
     """Grows to the largest chunk so far; what it returns is valid until the next call of the same method.
 
     `logits_rows`, `product_rows`: of the row chunk and the product chunk that are expected; of them are made at least
-    so many at once.
+    so many at once. `most_logits_rows`: so many at least where those of a row chunk are too few, lest the memory of one
+    call be too short for the next.
     """
 
     def __init__(
@@ -23,8 +24,10 @@ class Scratch:
         logits_dtype: torch.dtype,
         grad_dtype: torch.dtype,
         device: torch.device,
+        most_logits_rows: int = 0,
     ) -> None:
         self.vocab_size, self.logits_rows, self.product_rows = vocab_size, logits_rows, product_rows
+        self.most_logits_rows = most_logits_rows
         self.logits_dtype, self.grad_dtype, self.device = logits_dtype, grad_dtype, device
         self._logits: Tensor | None = None
         self._gradients: Tensor | None = None
@@ -34,7 +37,7 @@ class Scratch:
         """(count, V) of a row chunk."""
         if self._logits is None or self._logits.shape[0] < count:
             self._logits = None  # freed before the next one is made
-            rows = max(count, self.logits_rows)
+            rows = self.logits_rows if count <= self.logits_rows else max(count, self.most_logits_rows)
             self._logits = allocate_rows(rows, self.vocab_size, self.logits_dtype, self.device)
         return self._logits if self._logits.shape[0] == count else self._logits[:count]
 
