@@ -7,6 +7,7 @@ import json
 import math
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from training import run
 from transformers import AutoTokenizer, BertConfig, BertLMHeadModel, LlamaForCausalLM
 
 from grpo_kernels.commands.cli import main
+from grpo_kernels.engine import memory
 from grpo_kernels.trainer import commands
 from grpo_kernels.trainer.accelerator import configure_deepspeed
 from grpo_kernels.trainer.arguments import TrainArguments, parse
@@ -509,6 +511,28 @@ def test_a_dry_run_says_what_a_run_takes_and_writes_nothing(model, data, tmp_pat
                   "reference policy", "logits of the fused loss", "one step", "completion "):  # fmt: skip
         assert words in out, out
     assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "megabytes"),
+    [({}, 3733), ({"importance_sampling_level": "sequence"}, 4978), ({"off_policy_mask_threshold": 0.5}, 4978),
+     ({"loss_options": '{"chunk_rows": 1000}'}, 607)],
+)  # fmt: skip
+def test_a_dry_run_knows_the_logits_of_whole_sequences(options, megabytes, monkeypatch):
+    """On an H200: 2,048 rows of float32 logits beside 8,192 of bfloat16 gradients, or 8,192 of logits."""
+    monkeypatch.setattr(memory, "capacity_of", lambda device: memory.gpu_capacity(150.7e9, 132))
+    monkeypatch.setattr(commands, "zero_stage", lambda accelerator: 0)
+    arguments = TrainArguments(per_device_train_batch_size=8, max_completion_length=1024, **options)
+    head = torch.nn.Linear(896, 151936, bias=False, dtype=torch.bfloat16, device="meta")
+    model = SimpleNamespace(get_output_embeddings=lambda: head)
+    made = SimpleNamespace(
+        arguments=arguments, policy=head, bare_policy=SimpleNamespace(lm=model), ranks=SimpleNamespace(count=1),
+        accelerator=SimpleNamespace(device=torch.device("cuda")),
+    )  # fmt: skip
+    memory.chunk_sizes.cache_clear()  # which knew no capacity
+    found = commands._estimate(made)
+    memory.chunk_sizes.cache_clear()
+    assert [size // 10**6 for name, size in found.items() if name.startswith("logits of the fused")] == [megabytes]
 
 
 def test_the_command_line_and_yaml(tmp_path, capsys):

@@ -123,9 +123,14 @@ def _estimate(made: Run) -> dict[str, int]:
     tokens = a.per_device_train_batch_size * a.max_completion_length
     device, wants = made.accelerator.device, (True, head.requires_grad, False)
     dtypes = default_logits_dtype(head.dtype, device), head.dtype
-    chunk = chunk_sizes(tokens, (head.shape[0], head.shape[1]), *dtypes, device, wants)
+    config = a.loss_config()
+    chunk = chunk_sizes(tokens, (head.shape[0], head.shape[1]), *dtypes, device, wants, config.chunk_rows)
+    fused = chunk.scratch_bytes(head.shape[0], *dtypes)
+    sequences = config.importance_sampling_level != "token" or config.off_policy_mask_threshold is not None
+    if sequences or config.surrogate == "vespo":  # all logits of a sequence before its gradients
+        fused = max(fused, chunk.packed_rows(a.max_completion_length) * head.shape[0] * dtypes[0].itemsize)
     logits = {
-        "fused": chunk.scratch_bytes(head.shape[0], *dtypes),
+        "fused": fused,
         "eager": EAGER_COPIES * tokens * head.shape[0] * 4,
     }
     other = "eager" if a.loss == "fused" else "fused"
