@@ -276,7 +276,9 @@ def test_a_product_chunk_of_several_row_chunks(monkeypatch, few_logits, way, lef
 
 def test_a_loss_of_tokens_has_product_chunks_of_several_row_chunks_too(monkeypatch, backend):
     """fused_policy_loss: the function gets the tokens of a row chunk, the products those of a product chunk."""
-    monkeypatch.setattr(lm_head, "chunk_sizes", lambda *given: memory.ChunkSizes(products=20, logits=3, sequences=20))
+    monkeypatch.setattr(
+        lm_head, "chunk_sizes", lambda *given: memory.ChunkSizes(products=20, logits=3, sequences=20, packed=20)
+    )
     batch, calls = make_batch(2, sequences=6), []
     leaves = [x.detach().requires_grad_() for x in (batch.hidden, batch.weight)]
 

@@ -165,8 +165,11 @@ def way_of(implementation: str, kept_ids: int = 0) -> str | None:
 
 
 def default_design(case: Case, device: Device, way: str = "rows") -> Design:
-    """The design of this version of the library: chunks by memory.py, launches as counted last."""
+    """The design of this version of the library: chunks by memory.py, launches as counted last. Peers, of which a lower
+    bound is wanted, get the longest chunks on a GPU."""
     kind, on_cpu = torch.device(device.type), device.type == "cpu"
+    if way == "recompute" and not on_cpu:
+        return _CURRENT
     logits_dtype = default_logits_dtype(case.torch_dtype, kind)
     grad_dtype = logits_dtype if on_cpu else case.torch_dtype
     memory = device.memory if math.isfinite(device.memory) else 0

@@ -127,8 +127,9 @@ class Scorer:
         self._put(rows, stats)
 
     def _row_chunks(self, index: Tensor | None) -> Iterator[Rows]:
+        """To be scored alone; without logits as many rows at a time as products take."""
         for chunk in self.head.chunks(index):
-            yield from chunk.row_chunks()
+            yield from chunk.row_chunks() if self._computes_logits else [chunk.rows]
 
     def _logits(self, rows: Rows, *, again: bool = False) -> LogitChunk:
         chunk = LogitChunk(self.head.logits(rows), rows, self.ids, self.head.folded_bias)
