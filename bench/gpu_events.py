@@ -35,7 +35,7 @@ from grpo_kernels.contract import (
 
 # Heads, and tokens of a step.
 HEADS = {"llama-3-8b": 16384, "qwen2.5-7b": 16384, "qwen2.5-1.5b": 16384, "gemma-2-2b": 16384}
-PRODUCT_ROWS = (2816, 3584, 4096, 5632, 8192, 16384)
+PRODUCT_ROWS = (768, 1024, 1152, 2816, 3584, 4096, 5632, 8192, 16384)
 CHUNK_ROWS = 4096  # of logits, for the kernels over them
 COPIED = 2**31  # bytes
 CLIP = KernelParams(beta=0.04, kl="k3")
@@ -100,6 +100,7 @@ def bare_products(rows: int, width: int, vocab: int) -> Iterator[tuple[str, Call
     yield "h W^T", lambda: torch.mm(h, weight.T, out=narrow)
     narrow.normal_()
     yield "dlogits W", lambda: torch.mm(narrow, weight)
+    yield "dlogits W, float32", lambda: torch.mm(narrow, weight, out_dtype=single)  # as the engine with few rows
     dweight = torch.zeros(vocab, width, device=gpu_device.PLACE)
     yield (
         "dlogits^T h, added in float32",

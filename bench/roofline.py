@@ -30,7 +30,7 @@ from grpo_kernels.benchmarks.gemm import EXPOSED_RANGE
 from grpo_kernels.benchmarks.limits import DESIGNS, PARTS, WAYS, Prediction, default_design, predict, way_of, ways
 
 DEFAULT = "H200"
-SHAPES = ("llama-3-8b:16384", "qwen2.5-7b:16384", "qwen2.5-1.5b:16384", "gemma-2-2b:8192")
+SHAPES = ("llama-3-8b:16384", "qwen2.5-7b:16384", "qwen2.5-1.5b:16384", "gemma-2-2b:16384")
 
 GPUS_PER_NODE = 8
 NVLINK = 450e9  # bytes/s of a GPU in each direction: NVIDIA's number for NVLink 4
