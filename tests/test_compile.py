@@ -155,7 +155,7 @@ def test_functions_beside_the_loss_compile_too():
     functions = (
         lambda: gk.entropy_quantile(x, mask),
         lambda: gk.rollout_weights(x, x * 1.1, completion_mask=mask, level="sequence"),
-        lambda: gk.group_advantages(x[:, 0], group_ids=torch.tensor([1, 1, 0, 0])),
+        lambda: gk.group_advantages(x[:, 0], num_generations=2),
         lambda: gk.process_advantages(x[:, :3], torch.tensor([[0, 1, 4]] * 4), 5, num_generations=2),
         lambda: gk.fused_grpo_loss(hidden, weight, ids, x[:, 0], **packed).loss,
     )
