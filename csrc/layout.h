@@ -31,7 +31,7 @@ constexpr const char* kDTypeNames[] = {GK_DTYPES(GK_NAME)};
 // ---- what is known of a token: a (kFieldCount, tokens) float32 matrix -----------------------------------------------
 #define GK_TABLE_FIELDS(F)                                                                \
     F(kAdvantage, "advantage")                                                            \
-    F(kOld, "old")                      /* log-probability that the ratio divides by */   \
+    F(kOld, "old")                      /* that the ratio divides by; +inf: by itself */  \
     F(kRef, "ref")                      /* of the reference policy */                     \
     F(kMultiplier, "multiplier")        /* factor of the surrogate alone */               \
     F(kWeightRatio, "weight_ratio")     /* d loss / d value, through the ratio */         \

@@ -74,8 +74,8 @@ GK_HD PlanSurrogate plan_surrogate(const PlanArgs& args, int64_t t, int64_t s, b
         const float rollout = given_to_plan(args.rollout, t, unmasked, 0.f);
         if (rollout == rollout)
             old = rollout;
-        else if (!args.old)  // nothing to divide by: no surrogate
-            multiplier = 0.f;
+        else if (!args.old)  // nothing to divide by: a ratio of 1, and no surrogate
+            old = INFINITY, multiplier = 0.f;
     }
     return {given_to_plan(args.advantages, t, s, unmasked, 0.f), old, multiplier, rollout_weight};
 }

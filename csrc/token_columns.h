@@ -30,7 +30,8 @@ GK_HD void add_token(const Params& p, const TokenData& tokens, int64_t t, double
     const float logp = tokens.value(kTokenLogp, t), entropy = tokens.value(kTokenEntropy, t);
     const float ratio = expf(clamped_log_ratio(p, tokens.value(kTokenLogRatio, t)));
     const float bounded = ratio < p.delta ? ratio : p.delta;
-    const float advantage = tokens.field(kAdvantage, t), old = p.has_old ? tokens.field(kOld, t) : logp;
+    const float advantage = tokens.field(kAdvantage, t);
+    const float old = p.has_old && tokens.field(kOld, t) != INFINITY ? tokens.field(kOld, t) : logp;
     const float weight = tokens.field(kWeightDirect, t), weight_entropy = tokens.field(kWeightEntropy, t);
     const float rollout = tokens.field(kRollout, t);
     const bool has_rollout = rollout == rollout;  // NaN: unknown

@@ -11,7 +11,7 @@ GK_HD float weighted(float weight, float slope) { return weight != 0.f ? weight 
 
 // The raw log ratio of the token alone; NaN where logp is.
 GK_HD float token_log_ratio(const Params& p, const TokenData& tokens, int64_t t, float logp) {
-    if (p.has_old) return logp - tokens.field(kOld, t);
+    if (p.has_old && tokens.field(kOld, t) != INFINITY) return logp - tokens.field(kOld, t);
     return logp != logp ? logp : 0.f;  // 0 for a probability of 0 too
 }
 

@@ -180,11 +180,11 @@ def reference_loss_from_logps(
     length = seq_sum(m.to(logp.dtype))
 
     # DPPO and IPO divide by the sampling engine's probability. Where it is unknown (NaN) they fall back to the old
-    # policy's, and without one the token has no surrogate.
+    # policy's, and without one the token has a ratio of 1 and no surrogate.
     base, known = old, None
     if SURROGATE_RULES[cfg.surrogate].divides_by_rollout and rollout is not None:
         known = ~rollout.isnan() if old is None else None
-        base = torch.where(rollout.isnan(), 0.0 if old is None else old, rollout)
+        base = torch.where(rollout.isnan(), logp.detach() if old is None else old, rollout)
     log_ratio = logp - (logp.detach() if base is None else base)
 
     # Ratio

@@ -35,6 +35,30 @@ def finite(result) -> bool:
 # --- overflow of the ratio, and what padding holds --------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("surrogate", ["dppo_tv", "ipo"])
+def test_a_token_that_the_sampling_engine_did_not_score_has_a_ratio_of_1(surrogate, backend):
+    """Where there is nothing to divide by: no surrogate, and a KL term as on-policy."""
+    options = dict(beta=0.3, use_bias_correction_kl=True)
+    batch = off_policy(make_batch(3, sequences=4, masked=True))
+    del batch.options["old_logps"]
+    unknown = batch.with_options(rollout_logps=torch.full(batch.ids.shape, math.nan))
+    config = gk.GRPOConfig(surrogate=surrogate, **options)
+    found = fused(unknown, config, backend)
+    assert_close(found, reference(unknown, config))
+    batch.advantages.zero_()
+    expected = fused(batch, gk.GRPOConfig(**options), backend)
+    assert torch.allclose(found.loss, expected.loss, rtol=1e-5) and found.loss != 0
+    for name, gradient in expected.grads.items():
+        assert relative(found.grads[name], gradient) < 1e-5, name
+    assert all(found.metrics[f"ratio/{name}"] == 1 for name in ("mean", "min", "max"))
+    assert found.metrics["approx_kl"] == 0
+
+    # One token alone: the others divide by what the engine says.
+    rollout = true_logps(batch, config)[0].float() - 0.2
+    one = batch.with_options(rollout_logps=rollout.index_fill(1, torch.tensor(2), math.nan))
+    assert_close(fused(one, config, backend), reference(one, config))
+
+
 @pytest.mark.parametrize("surrogate", SURROGATE_RULES)
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_a_log_ratio_of_200_gives_a_finite_loss_and_gradient(surrogate, sign, backend):

@@ -48,9 +48,11 @@ def sequence_objective(
 
 def own_log_ratio(logp: Tensor, table: Tensor, params: KernelParams) -> Tensor:
     """(N,) the raw log-ratio of the token alone; NaN where logp is."""
+    itself = torch.where(logp.isnan(), logp, 0.0)  # 0 for a probability of 0 too
     if params.has_old:
-        return logp - table[FIELD["old"]]
-    return torch.where(logp.isnan(), logp, 0.0)  # 0 for a probability of 0 too
+        old = table[FIELD["old"]]
+        return torch.where(old == torch.inf, itself, logp - old)
+    return itself
 
 
 def _weighted(table: Tensor, name: str, slope: Tensor) -> Tensor:

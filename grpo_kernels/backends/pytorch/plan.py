@@ -66,10 +66,10 @@ def plan_tokens(
     if inputs.old_logps is not None:
         put("old", tokens(inputs.old_logps, 0.0))
     if rules.divides_by_rollout and inputs.rollout_logps is not None:
-        # Where the sampling engine's is unknown (NaN): the old policy's, else no surrogate.
+        # Where the sampling engine's is unknown (NaN): the old policy's, else a ratio of 1 and no surrogate.
         rollout = tokens(inputs.rollout_logps, 0.0)
         unknown = rollout.isnan()
-        put("old", torch.where(unknown, table[FIELD["old"]], rollout))
+        put("old", torch.where(unknown, table[FIELD["old"]] if inputs.old_logps is not None else torch.inf, rollout))
         if inputs.old_logps is None:
             put("multiplier", torch.where(unknown, 0.0, table[FIELD["multiplier"]]))
     of_sequence = rules.whole_sequences or rules.level != "token"

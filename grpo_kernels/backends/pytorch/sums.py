@@ -17,7 +17,7 @@ def sums(planned: PlannedTokens, params: KernelParams, group_index: Tensor | Non
     planned.values.columns[:2] = torch.where(scored, planned.values.columns[:2], 0.0)
     ratio = clamp_log_ratio(log_ratio, params)[0].exp()
     bounded, advantage = ratio.clamp(max=params.delta), field["advantage"]
-    old = field["old"] if params.has_old else logp
+    old = torch.where(field["old"] == torch.inf, logp, field["old"]) if params.has_old else logp
     known = ~field["rollout"].isnan()
     # Of the old policy, or where the ratio divides by the rollout of the current one.
     policy = logp if params.divides_by_rollout else old

@@ -314,9 +314,11 @@ def weighted(weight, slope):
 @triton.jit
 def own_log_ratio(column, tokens, live, logp, HAS_OLD: tl.constexpr):
     """The raw log ratio of the token alone; `column` points to its column of the table. NaN where logp is."""
+    itself = tl.where(logp != logp, logp, 0.0)  # 0 for a probability of 0 too
     if HAS_OLD:
-        return logp - tl.load(column + OLD * tokens, mask=live, other=0.0)
-    return tl.where(logp != logp, logp, 0.0)  # 0 for a probability of 0 too
+        old = tl.load(column + OLD * tokens, mask=live, other=0.0)
+        return tl.where(old == float("inf"), itself, logp - old)
+    return itself
 
 
 @triton.jit

@@ -165,7 +165,8 @@ def surrogate_inputs(inputs, token, sequence, unmasked, rules, OPTIONS: tl.const
         sampled = given(inputs.rollout, token, sequence, unmasked, 0.0, "token")
         divides, known = rules.divides_by_rollout != 0.0, sampled == sampled
         divisor = tl.where(divides & known, sampled, divisor)
-        if inputs.old is None:  # nothing to divide by: no surrogate
+        if inputs.old is None:  # nothing to divide by: a ratio of 1, and no surrogate
+            divisor = tl.where(divides & ~known, float("inf"), divisor)
             multiplier = tl.where(divides & ~known, 0.0, multiplier)
     has_gradient = unmasked & (multiplier != 0.0) & ((advantage != 0.0) | (rules.needs_advantage == 0.0))
     return advantage, divisor, multiplier, weight, has_gradient

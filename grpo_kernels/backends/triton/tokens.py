@@ -117,7 +117,8 @@ def sequence_kernel(scored, batch, offsets, out, count, tokens, p, OPTIONS: tl.c
         rollout_weight = tl.load(token + ROLLOUT_WEIGHT * tokens, mask=on, other=0.0)
         old = log_p
         if OPTIONS.has_old:
-            old = tl.load(token + OLD * tokens, mask=on, other=0.0)
+            given = tl.load(token + OLD * tokens, mask=on, other=0.0)
+            old = tl.where(given == float("inf"), log_p, given)
         ratio = tl.exp(clamped_log_ratio(p, tl.load(found + LOG_RATIO * tokens, mask=on, other=0.0)))
         bounded = tl.where(ratio < p.delta, ratio, p.delta)
         known = on & (rollout == rollout)
