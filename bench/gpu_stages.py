@@ -98,14 +98,16 @@ def peers(work: Work) -> None:
         elif not (ended := work.python(*pip, wheel, most=60)).ok:
             refused[wheel.name] = ended.stopped or ended.output.strip()[-300:]
         work.save()
-    for archive in sorted(work.settings.wheels.resolve().glob("*.tar.xz")):  # a wheel's files, packed smaller
+    archives = sorted(work.settings.wheels.resolve().glob("*.tar.xz"))  # of gpu_peers.py, or a wheel packed smaller
+    for archive in archives:
         shutil.unpack_archive(archive, PEERS, filter="data")
-    work.record["installed"] = [wheel.name for wheel in found if wheel.name not in refused]
+    work.record["installed"] = [path.name for path in (*found, *archives) if path.name not in refused]
     PEERS.mkdir(parents=True, exist_ok=True)
     # Python reads .pth files in its own folders alone; a module of this name it imports when it starts.
     (PEERS / "sitecustomize.py").write_text(f"import site\n\nsite.addsitedir({str(PEERS)!r})\n")
     (PEERS / INSTALLED).write_text(json.dumps([path.name for path in carried(work.settings)]))
-    work.record["note"] = f"{len(found) - len(refused)} of {len(found)} wheels" + "".join(f"; not {x}" for x in refused)
+    taken = f"{len(found) - len(refused)} of {len(found)} wheels, {len(archives)} archives"
+    work.record["note"] = taken + "".join(f"; not {x}" for x in refused)
     ended = work.python(PROBES, "device", most=120)
     if work.expect(ended, "versions"):
         work.environment["versions"] = parse(ended.output)["versions"]

@@ -396,9 +396,9 @@ def test_peers_are_installed_beside_the_machines_own(machine):
     (packed / "b.pth").write_text("import sys, deeper; sys.path.insert(0, deeper.__path__[0] + '/still')\n")
     shutil.make_archive(str(folder / "dsl"), "xztar", packed)
     found = machine.report(only=("peers",), wheels=folder)["stages"]["peers"]
-    assert found["status"] == "ok" and found["installed"] == ["peer-1.0-py3-none-any.whl"]
+    assert found["status"] == "ok" and found["installed"] == ["peer-1.0-py3-none-any.whl", "dsl.tar.xz"]
     assert list(found["not_installed"]) == ["other-1.0-cp27-cp27m-win32.whl", "torch-1.0-py3-none-any.whl"]
-    assert "1 of 3 wheels; not other-1.0-cp27" in found["note"]
+    assert "1 of 3 wheels, 1 archives; not other-1.0-cp27" in found["note"]
     assert (machine.folder / "peers" / "peer.py").exists() and not (machine.folder / "peers" / "torch.py").exists()
     program = "import peer, kernel, runtime"  # the last two as .pth files of the folder say
     subprocess.run([sys.executable, "-c", program], env=gpu_work.child_environment(), check=True)

@@ -24,7 +24,7 @@ _LOGITS_ROWS = 2048
 _SINGLE_CHUNK_ROWS = 20480  # a batch of 16,384 tokens and some is one product chunk
 _FROZEN_ROWS = 1024
 _SHORT_LOGITS_ROWS = 768
-_SHORT_PRODUCT_TILES = range(20, 45)
+_SHORT_PRODUCT_TILES = range(20, 45)  # of TILE_ROWS each
 # The result of a product that a thread block computes: what cuBLAS mostly has on Hopper.
 TILE_ROWS, TILE_COLUMNS = 128, 256
 _ACCUMULATED_ROWS = 478  # of dlogits W: what adding to dweight costs beside them on an H200, two thirds of it exposed
