@@ -1,2 +1,3 @@
-// NVRTC has no C library; the functions of math.h are built in.
+// NVRTC has no C library: its functions are built in, its constants are not.
 #pragma once
+#define INFINITY __int_as_float(0x7f800000)
