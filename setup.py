@@ -1,17 +1,18 @@
-"""Builds the compiled kernels with ninja: grpo_kernels/_cpu, and where CUDA is found grpo_kernels/_cuda.
+"""Builds the compiled kernels with ninja: grpo_kernels/_cpu, and where there is a GPU grpo_kernels/_cuda.
 
 Metadata is in pyproject.toml, the builds are in tools/kernel_build. torch is never imported or needed here: the modules
 take plain addresses, so one build serves every torch version. What cannot be built is named in one sentence, and the
 package installs all the same and uses its other backends.
 
     GRPO_KERNELS_NATIVE=0          compile nothing       GRPO_KERNELS_NATIVE=1   no CPU kernels is an error
-    GRPO_KERNELS_CUDA=0            no CUDA kernels       GRPO_KERNELS_CUDA=1     no CUDA kernels is an error
-    CUDA_HOME, CUDA_PATH           the CUDA toolkit, default the one of nvcc on PATH
-    GRPO_KERNELS_NVRTC=folder      no toolkit: NVRTC from pip's packages in that folder
+    GRPO_KERNELS_CUDA=0            no CUDA kernels       GRPO_KERNELS_CUDA=1     no CUDA kernels is an error;
+                                   default: where there is a GPU, or GRPO_KERNELS_CUDA_ARCHS is given
+    GRPO_KERNELS_NVRTC=folder      NVRTC in this toolkit, or in this folder of pip's packages; default that of
+                                   CUDA_HOME, CUDA_PATH, this Python's packages (with torch), /usr/local/cuda
     GRPO_KERNELS_CUDA_ARCHS        "80 90a 120+ptx"; "native": this machine's GPUs; "full": all that this CUDA supports;
                                    default native where there is a GPU, else full, and in an editable build "80 90a"
     GRPO_KERNELS_CXXFLAGS="..."    extra flags for compiling and linking, e.g. -fsanitize=address
-    GRPO_KERNELS_NVCCFLAGS="..."   extra flags for nvcc and NVRTC, e.g. -lineinfo; -DGK_WATCHDOG: a Hopper product that
+    GRPO_KERNELS_NVRTCFLAGS="..."  extra flags for NVRTC, e.g. -lineinfo; -DGK_WATCHDOG: a Hopper product that
                                    waits for 2 s prints for what and ends with an error (for debugging: slower)
     CXX                            the compiler, default c++ or g++ or clang++
     GRPO_KERNELS_LOCAL_VERSION     of a wheel: cpu, cu126, ... (tools/wheels.py)

@@ -2,8 +2,8 @@
 
 The second module is for the products' first contact alone: with -DGK_WATCHDOG a barrier that is waited for in vain ends
 the kernel after two seconds and says which one it is, instead of holding the GPU until the process is killed. It is
-built in a copy of the sources, since one build folder holds one set of flags, and at the same time, since nvcc takes a
-minute.
+built in a copy of the sources, since one build folder holds one set of flags, and at the same time, since the
+compiler takes a minute.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ BUILD = (
 
 def main() -> int:
     copy()
-    flags = f"{os.environ.get('GRPO_KERNELS_NVCCFLAGS', '')} {FLAG}"
+    flags = f"{os.environ.get('GRPO_KERNELS_NVRTCFLAGS', '')} {FLAG}"
     with (WATCHED / "build.log").open("w+") as said:
         watched = subprocess.Popen(
-            [sys.executable, "-c", BUILD], cwd=WATCHED, env={**os.environ, "GRPO_KERNELS_NVCCFLAGS": flags},
+            [sys.executable, "-c", BUILD], cwd=WATCHED, env={**os.environ, "GRPO_KERNELS_NVRTCFLAGS": flags},
             stdout=said, stderr=subprocess.STDOUT,
         )  # fmt: skip
         in_place = subprocess.run([sys.executable, "setup.py", "build_ext", "--inplace"], cwd=ROOT)

@@ -41,7 +41,6 @@ def environment(work: Work) -> None:
         "driver": card.get("driver_version"),
         "clocks": {name: card.get(name) for name in CLOCKS},
         "card": card,
-        "nvcc": line_of(work, "nvcc", "--version"),
         "no_gpu": "no torch was asked",
     }
     ended = work.python(PROBES, "device", most=180)

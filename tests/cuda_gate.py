@@ -1,10 +1,12 @@
-"""Compiles every CUDA kernel for GPUs that are not here, and holds what nvcc made of them to a budget.
+"""Compiles every CUDA kernel for GPUs that are not here, and holds what NVRTC made of them to a budget.
 
     python tests/cuda_gate.py             check, as `make cuda-gate` and CI do
     python tests/cuda_gate.py --write     what was found becomes cuda_budget.json
 
-The images are those of the build (tools/kernel_build), in its folder. Threads, shared memory and clusters are what the
-host code chooses for each device: driver/launches.cpp asks it. Held, per kernel and architecture:
+NVRTC is that of the wheels (tools/wheel_builds.py): the newest is held to the budget, and each other one compiles every
+kernel for one architecture. The images are those of the build (tools/kernel_build), in its folder. Threads, shared
+memory and clusters are what the host code chooses for each device: driver/launches.cpp asks it.
+Held, per kernel and architecture:
 
     no spills outside of the products, wgmma and TMA in the products, no index of a block by way of a float
                                                                         whatever the budget says
@@ -33,6 +35,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 from kernel_build import cuda  # noqa: E402
 from kernel_build.host import BuildError, find_compiler  # noqa: E402
+from wheel_builds import toolchain  # noqa: E402
 
 
 class Gpu(NamedTuple):
@@ -272,7 +275,7 @@ def budget_text(compiler: str, budget: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Check what nvcc makes of the CUDA kernels against a budget.")
+    parser = argparse.ArgumentParser(description="Check what NVRTC makes of the CUDA kernels against a budget.")
     parser.add_argument("--write", action="store_true", help=f"rewrite {BUDGET.name} from what was found")
     arguments = parser.parse_args(argv)
     try:
@@ -284,8 +287,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def gate(write: bool) -> int:
     start = time.perf_counter()
-    compiler, folder, images = cuda.build_images("full")
-    watched = cuda.build_images(SPECIFIC.removeprefix("sm_"), WATCHDOG)
+    *older, newest = (cuda.compiler_in(toolchain(variant)) for variant in cuda.PACKAGES)
+    compiler, specific = str(newest), SPECIFIC.removeprefix("sm_")
+    folder, images = cuda.build_images(newest, "full")
+    watched = cuda.build_images(newest, specific, WATCHDOG)
+    for other in older:
+        cuda.build_images(other, specific)
     compiled: dict[Name, Code] = {}
     for image in images:
         if image.architecture in GPUS:
@@ -304,7 +311,8 @@ def gate(write: bool) -> int:
         launch = launched.get(name, NOT_LAUNCHED)
         found[name] = Found(code, launch, occupancy(code, launch, GPUS[name[1]]))
         print(describe(*name, found[name]))
-    print(f"{len(compiled)} kernels of {compiler} in {time.perf_counter() - start:.0f} s")
+    compilers = ", ".join(map(str, (newest, *older)))
+    print(f"{len(compiled)} kernels of {compilers} in {time.perf_counter() - start:.0f} s")
 
     written = json.loads(BUDGET.read_text()) if BUDGET.exists() else {"compiler": compiler, "kernels": {}}
     budget = written["kernels"]
@@ -315,7 +323,7 @@ def gate(write: bool) -> int:
     elif written["compiler"] != compiler:
         print(f"The budget is that of {written['compiler']}, this is {compiler}", file=sys.stderr)
     problems = complaints(found, budget) + leftovers(found, budget) + mismatches(compiled, launched)
-    problems += unwatched(traps(cubins_of(SPECIFIC, folder, images)), traps(cubins_of(SPECIFIC, *watched[1:])))
+    problems += unwatched(traps(cubins_of(SPECIFIC, folder, images)), traps(cubins_of(SPECIFIC, *watched)))
     for problem in problems:
         print(f"FAILED {problem}", file=sys.stderr)
     return 1 if problems else 0

@@ -1,29 +1,30 @@
-"""What needs a CUDA toolkit: the Hopper products as machine code, the driver's structures. See `make cuda-gate`."""
+"""The Hopper products as machine code of NVRTC, and the driver's structures in CUDA's headers. See `make cuda-gate`."""
 
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
-from importlib.util import find_spec
+import sys
 from pathlib import Path
 
+import cuda_gate
 import pytest
+from kernel_build import cuda
+from kernel_build.host import find_compiler
+from wheel_builds import toolchain
 
 ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "csrc" / "cuda" / "lm_head_sm90.cu"
+COMPILER = cuda.compiler_in(toolchain("cu130"))
 
 
 @pytest.fixture(scope="module")
 def machine_code(tmp_path_factory) -> tuple[str, dict[str, str]]:
     """(what the assembler says, the disassembly of each kernel)"""
-    nvcc, triton = shutil.which("nvcc"), find_spec("triton")
-    assert nvcc is not None and triton is not None, "needs nvcc and the disassembler of triton"
     cubin = tmp_path_factory.mktemp("sm90a") / "lm_head.cubin"
-    source = ROOT / "csrc" / "cuda" / "lm_head_sm90.cu"
-    flags = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Xptxas=-v", "-gencode=arch=compute_90a,code=sm_90a"]
-    said = output_of(nvcc, *flags, "-cubin", "-o", cubin, source)
-    listing = output_of(Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "nvdisasm", "-c", cubin)
-    kernels = re.split(r"^\.text\.(\w+):$", listing, flags=re.MULTILINE)[1:]
+    compile_file = [sys.executable, ROOT / "tools" / "kernel_build" / "nvrtc.py", COMPILER.library]
+    said = output_of(*compile_file, SOURCE, cubin, "sm_90a", *COMPILER.options, "--ptxas-options=-v")
+    kernels = re.split(r"^\.text\.(\w+):$", output_of(cuda_gate.tool("nvdisasm"), "-c", cubin), flags=re.MULTILINE)[1:]
     return said, dict(zip(kernels[::2], kernels[1::2], strict=True))
 
 
@@ -48,7 +49,7 @@ def test_machine_code(machine_code):
         assert not re.search(r"\b(LDL|STL)\b", code)
 
 
-def test_the_toolkit_agrees_on_the_structures(tmp_path):
+def test_cuda_agrees_on_the_structures():
     """Those of the driver's interface that csrc/cuda/libcuda.h declares, against cuda.h."""
-    source = ROOT / "tests" / "driver" / "layout.cu"
-    output_of("nvcc", "-std=c++17", f"-I{ROOT / 'csrc'}", "-cubin", "-o", tmp_path / "layout.cubin", source)
+    flags = ["-std=c++17", "-fsyntax-only", f"-I{ROOT / 'csrc'}", f"-I{COMPILER.include}"]
+    output_of(*find_compiler(), *flags, ROOT / "tests" / "driver" / "layout.cpp")

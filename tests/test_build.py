@@ -31,11 +31,11 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="CU
 
 
 class Cuda126:
-    name, version, capabilities = "nvcc", (12, 6), [50, 60, 70, 75, 80, 86, 87, 89, 90]
+    version, capabilities = (12, 6), [50, 60, 70, 75, 80, 86, 87, 89, 90]
 
 
 class Cuda130:
-    name, version, capabilities = "nvcc", (13, 0), [75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121]
+    version, capabilities = (13, 0), [75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121]
 
 
 def chosen(setting: str, compiler: object = Cuda130, development: bool = False) -> str:
@@ -86,85 +86,82 @@ def test_the_products_are_for_their_device_alone():
         assert {source.stem for source in device_sources(other)} == everywhere
 
 
-def test_one_pass_of_nvcc_per_image(tmp_path):
-    """-arch=sm_90a may also compile for plain 9.0, which does not know the instructions of the products."""
-    commands: dict[Architecture, str] = {}
-    for item in ("80", "90a", "120+ptx"):
-        ninja_file = NinjaFile(tmp_path / item)
-        for architecture in architectures(item, Cuda130, development=False):
-            cuda.NvccCompiler.compile(None, ninja_file, Path("x.cu"), Path("x.cubin"), architecture)
-            commands[architecture] = ninja_file.lines[-1]
-    assert "-cubin -gencode=arch=compute_80,code=sm_80" in commands[Architecture(80)]
-    assert "-cubin -gencode=arch=compute_90a,code=sm_90a" in commands[Architecture(90, specific=True)]
-    assert "-ptx -gencode=arch=compute_120,code=compute_120" in commands[Architecture(120, ptx=True)]
-
-
 # --- what is missing --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def bare(monkeypatch, tmp_path):
-    """Neither toolkit nor settings; a folder for one."""
-    for name in [name for name in os.environ if name.startswith(("GRPO_KERNELS_", "CUDA_", "NVCC_"))]:
+    """Neither settings, a toolkit, packages nor a GPU; a folder for one of them."""
+    for name in [name for name in os.environ if name.startswith(("GRPO_KERNELS_", "CUDA_"))]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(cuda.shutil, "which", lambda name, path=None: None if name == "nvcc" else f"/usr/bin/{name}")
+    found = cuda.compiler_in
+    monkeypatch.setattr(
+        cuda, "compiler_in", lambda folder: found(folder) if tmp_path in (folder, *folder.parents) else None
+    )
+    monkeypatch.setattr(cuda, "Compiler", lambda library, include: (library, include))
+    monkeypatch.setattr(cuda, "present_capabilities", list)
     return tmp_path
 
 
-def fake_nvcc(folder: Path, preprocesses: bool) -> Path:
-    """A toolkit that knows its version, and has a host compiler or not."""
-    script = folder / "bin" / "nvcc"
-    script.parent.mkdir()
-    rest = "exit 0" if preprocesses else "echo 'gcc: No such file or directory' >&2; exit 1"
-    script.write_text(
-        "#!/bin/sh\n"
-        'case "$1" in\n'
-        "--version) echo 'Cuda compilation tools, release 12.8, V12.8.93' ;;\n"
-        "--list-gpu-arch) printf 'compute_80\\ncompute_90\\n' ;;\n"
-        f"*) {rest} ;;\n"
-        "esac\n"
-    )
-    script.chmod(0o755)
-    return folder
+def fake_nvrtc(folder: Path, library: str, headers: str) -> tuple[Path, Path]:
+    for file in (folder / library, folder / headers / "cuda_bf16.h"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    return folder / library, folder / headers
 
 
-def test_no_toolkit(bare):
-    with pytest.raises(BuildError, match="no nvcc found: CUDA_HOME=/path/to/cuda names a CUDA toolkit"):
+@pytest.mark.parametrize(
+    ("library", "headers"),
+    [
+        ("nvidia/cu13/lib/libnvrtc.so.13", "nvidia/cu13/include"),
+        ("nvidia/cuda_nvrtc/lib/libnvrtc.so.12", "nvidia/cuda_runtime/include"),
+        ("lib64/libnvrtc.so.12", "include"),
+    ],
+)
+@pytest.mark.parametrize("place", ["GRPO_KERNELS_NVRTC", "CUDA_HOME", "CUDA_PATH", "sys.path", "purelib"])
+def test_where_nvrtc_is_found(bare, monkeypatch, library, headers, place):
+    expected = fake_nvrtc(bare, library, headers)
+    if place == "sys.path":
+        monkeypatch.syspath_prepend(str(bare))
+    elif place == "purelib":  # pip hides it from sys.path in a build of its own
+        monkeypatch.setattr(cuda.sysconfig, "get_path", lambda name: str(bare))
+    else:
+        monkeypatch.setenv(place, str(bare))
+    assert find_device_compiler() == expected
+
+
+def test_no_nvrtc(bare, monkeypatch):
+    with pytest.raises(
+        BuildError, match="no NVRTC found; every CUDA build of torch has it, and so has pip install nvi"
+    ):
         find_device_compiler()
-
-
-def test_cuda_home_that_points_nowhere(bare, monkeypatch):
-    monkeypatch.setenv("CUDA_HOME", "/nowhere")
-    with pytest.raises(BuildError, match="CUDA_HOME=/nowhere: no bin/nvcc there; name a CUDA toolkit, or unset CUDA_"):
-        find_device_compiler()
-
-
-def test_nvcc_without_a_host_compiler(bare, monkeypatch):
-    monkeypatch.setenv("CUDA_HOME", str(fake_nvcc(bare, preprocesses=False)))
-    with pytest.raises(BuildError, match="has no host compiler that works") as error:
-        find_device_compiler()
-    assert "(gcc: No such file or directory): install a g++ that CUDA 12.8 supports" in str(error.value)
-    assert "NVCC_CCBIN=/path/to/g++" in str(error.value)
-
-
-def test_a_toolkit_by_cuda_path(bare, monkeypatch):
-    monkeypatch.setenv("CUDA_PATH", str(fake_nvcc(bare, preprocesses=True)))
-    compiler = find_device_compiler()
-    assert compiler.version == (12, 8) and compiler.capabilities == [80, 90] and str(compiler) == "nvcc 12.8"
-
-
-def test_a_toolkit_that_does_not_run(bare, monkeypatch):
-    fake_nvcc(bare, preprocesses=True)
-    (bare / "bin" / "nvcc").write_text("not a program")
-    monkeypatch.setenv("CUDA_HOME", str(bare))
-    with pytest.raises(BuildError, match="bin/nvcc does not run"):
-        find_device_compiler()
-
-
-def test_nvrtc_that_is_not_there(bare, monkeypatch):
     monkeypatch.setenv("GRPO_KERNELS_NVRTC", str(bare))
-    with pytest.raises(BuildError, match=r"no libnvrtc\.so\.\* in it; it is a folder into which pip has installed"):
+    with pytest.raises(
+        BuildError, match=r"GRPO_KERNELS_NVRTC=.*: no NVRTC with headers in it; every CUDA build of torch"
+    ):
         find_device_compiler()
+
+
+def test_a_library_that_is_none(tmp_path):
+    with pytest.raises(BuildError, match=r"libnvrtc\.so\.13 cannot be used"):
+        cuda.Compiler(*fake_nvrtc(tmp_path, "lib/libnvrtc.so.13", "include"))
+
+
+def test_a_build_in_isolation_asks_for_nvrtc_where_cuda_kernels_are_wanted(bare, monkeypatch):
+    assert cuda.build_requirements() == []  # no GPU
+    monkeypatch.setattr(cuda, "driver_version", lambda: 13010)
+    monkeypatch.setattr(cuda, "present_capabilities", lambda: [90])
+    assert cuda.build_requirements() == list(cuda.PACKAGES["cu130"])
+    monkeypatch.setattr(cuda, "driver_version", lambda: 12080)
+    assert cuda.build_requirements() == list(cuda.PACKAGES["cu128"])
+    monkeypatch.setenv("GRPO_KERNELS_CUDA", "0")
+    assert cuda.build_requirements() == []
+    monkeypatch.setenv("GRPO_KERNELS_CUDA", "1")
+    monkeypatch.setattr(cuda, "present_capabilities", list)
+    assert cuda.build_requirements() == list(cuda.PACKAGES["cu128"])
+    monkeypatch.setenv("CUDA_HOME", str(bare))
+    fake_nvrtc(bare, "lib64/libnvrtc.so.12", "include")
+    assert cuda.build_requirements() == []
 
 
 def test_ninja_builds_what_changed(tmp_path):
@@ -267,16 +264,17 @@ def test_what_cannot_be_built_is_said_and_removed(tmp_path):
     stale[0].parent.mkdir()
     for file in stale:
         file.write_text("of an earlier build")
-    missing = {"CXX": "no-such-compiler", "CUDA_HOME": "/nowhere"}
-    done = run_setup("build_ext", "--build-lib", str(tmp_path), **missing)
+    missing = {"CXX": "no-such-compiler", "GRPO_KERNELS_NVRTC": "/nowhere"}
+    done = run_setup("build_ext", "--build-lib", str(tmp_path), GRPO_KERNELS_CUDA_ARCHS="80", **missing)
     assert done.returncode == 0 and not any(file.exists() for file in stale)
-    assert done.stderr.splitlines()[-2:] == [
-        "grpo_kernels: no CPU kernels (CXX=no-such-compiler: no such program); the torch backend will be used.",
-        "grpo_kernels: no CUDA kernels (CUDA_HOME=/nowhere: no bin/nvcc there; name a CUDA toolkit, or unset CUDA_HOME)"
-        "; GPUs will use Triton or torch.",
-    ]
+    cpu_line, cuda_line = done.stderr.splitlines()[-2:]
+    assert cpu_line == (
+        "grpo_kernels: no CPU kernels (CXX=no-such-compiler: no such program); the torch backend will be used."
+    )
+    assert cuda_line.startswith("grpo_kernels: no CUDA kernels (GRPO_KERNELS_NVRTC=/nowhere: no NVRTC with headers in ")
+    assert cuda_line.endswith("); GPUs will use Triton or torch.")
     done = run_setup("build_ext", "--build-lib", str(tmp_path), GRPO_KERNELS_CUDA="1", **missing)
-    assert done.returncode == 1 and "GRPO_KERNELS_CUDA=1, but CUDA_HOME=/nowhere: " in done.stderr
+    assert done.returncode == 1 and "GRPO_KERNELS_CUDA=1, but GRPO_KERNELS_NVRTC=/nowhere: " in done.stderr
     done = run_setup("build_ext", "--build-lib", str(tmp_path), GRPO_KERNELS_NATIVE="1", **missing)
     assert done.returncode == 1 and "GRPO_KERNELS_NATIVE=1, but CXX=no-such-compiler" in done.stderr
     done = run_setup("build_ext", "--build-lib", str(tmp_path), GRPO_KERNELS_NATIVE="0")

@@ -132,8 +132,8 @@ def test_the_output_of_the_tools():
 
 
 def test_the_budget_is_written_as_it_is_read():
-    text = cuda_gate.budget_text("nvcc 13.0", BUDGET)
-    assert json.loads(text) == {"compiler": "nvcc 13.0", "kernels": BUDGET}
+    text = cuda_gate.budget_text("NVRTC 13.0", BUDGET)
+    assert json.loads(text) == {"compiler": "NVRTC 13.0", "kernels": BUDGET}
     written = json.loads(cuda_gate.BUDGET.read_text())["kernels"]
     assert {kernel for kernel in written if cuda_gate.PRODUCT.match(kernel)}, "the products have another name"
 

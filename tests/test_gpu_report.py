@@ -471,7 +471,7 @@ BUILDER = """
 import os
 from pathlib import Path
 def build(name, *, development):
-    Path("built").write_text(os.environ.get("GRPO_KERNELS_NVCCFLAGS", "none"))
+    Path("built").write_text(os.environ.get("GRPO_KERNELS_NVRTCFLAGS", "none"))
     return Path("built")
 """
 SETUP = """
@@ -480,7 +480,7 @@ from pathlib import Path
 def replace(target, built):
     target.write_text(built.read_text())
 if __name__ == "__main__":
-    Path("grpo_kernels/_cuda.so").write_text(os.environ.get("GRPO_KERNELS_NVCCFLAGS", "none"))
+    Path("grpo_kernels/_cuda.so").write_text(os.environ.get("GRPO_KERNELS_NVRTCFLAGS", "none"))
     sys.exit(int(os.environ.get("FAIL", "0")))
 """
 
@@ -495,7 +495,7 @@ def checkout(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(gpu_build, "ROOT", tmp_path)
     monkeypatch.setattr(gpu_build, "WATCHED", tmp_path / "watched")
     monkeypatch.setattr(gpu_smoke, "WATCHED", tmp_path / "watched")
-    monkeypatch.delenv("GRPO_KERNELS_NVCCFLAGS", raising=False)
+    monkeypatch.delenv("GRPO_KERNELS_NVRTCFLAGS", raising=False)
     return tmp_path
 
 

@@ -25,18 +25,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from kernel_build.cuda import PACKAGES
+
 ROOT = Path(__file__).resolve().parents[1]
 DIST = ROOT / "dist"
 WORK = ROOT / "build" / "wheels"
 CONSTRAINTS = ROOT / ".ci" / "constraints.txt"
 
-# The compiler of each CUDA version, and its headers.
-TOOLCHAINS = {
-    "cu126": ("nvidia-cuda-nvrtc-cu12==12.6.85", "nvidia-cuda-runtime-cu12==12.6.77"),
-    "cu128": ("nvidia-cuda-nvrtc-cu12==12.8.93", "nvidia-cuda-runtime-cu12==12.8.90"),
-    "cu130": ("nvidia-cuda-nvrtc==13.0.88", "nvidia-cuda-runtime==13.0.96"),
-}
-VARIANTS = ("cpu", *TOOLCHAINS, "pure")
+VARIANTS = ("cpu", *PACKAGES, "pure")
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
 MACHINES = ("x86_64", "aarch64")
@@ -102,11 +98,11 @@ def build_requirements() -> list[str]:
 
 def toolchain(variant: str) -> Path:
     folder = WORK / "toolchains" / variant
-    stamp, wanted = folder / "installed.json", json.dumps(TOOLCHAINS[variant])
+    stamp, wanted = folder / "installed.json", json.dumps(PACKAGES[variant])
     if not stamp.exists() or stamp.read_text() != wanted:
-        print(f"--- {variant}: {' '.join(TOOLCHAINS[variant])}", flush=True)
+        print(f"--- {variant}: {' '.join(PACKAGES[variant])}", flush=True)
         shutil.rmtree(folder, ignore_errors=True)
-        run(sys.executable, "-m", "pip", "install", "--no-deps", "--target", folder, *TOOLCHAINS[variant])
+        run(sys.executable, "-m", "pip", "install", "--no-deps", "--target", folder, *PACKAGES[variant])
         stamp.write_text(wanted)
     return folder
 
@@ -224,7 +220,7 @@ def variant_settings(variant: str) -> dict[str, str]:
     if variant == "pure":
         return {"GRPO_KERNELS_NATIVE": "0"}
     settings = {"GRPO_KERNELS_NATIVE": "1", "GRPO_KERNELS_CUDA": "0", "GRPO_KERNELS_LOCAL_VERSION": variant}
-    if variant in TOOLCHAINS:
+    if variant in PACKAGES:
         settings |= {
             "GRPO_KERNELS_CUDA": "1",
             "GRPO_KERNELS_CUDA_ARCHS": "full",

@@ -77,8 +77,7 @@ GK_DEVICE void store_remote(T* address, int, const T& value) {
 }
 #endif
 
-// ---- 16 or 8 bytes of device memory in one instruction: nvcc splits some of the stores that are written as such
-// -------
+// ---- 16 or 8 bytes of device memory in one instruction: NVRTC splits some of the stores that are written as such ----
 GK_DEVICE void load_words(const void* address, uint32_t (&words)[4]) {
     const uint4 all = *static_cast<const uint4*>(address);
     words[0] = all.x, words[1] = all.y, words[2] = all.z, words[3] = all.w;

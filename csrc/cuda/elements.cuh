@@ -73,7 +73,7 @@ struct Source {
     GK_DEVICE Source(const void* row, int columns) {
         first = static_cast<int>(reinterpret_cast<uintptr_t>(row) & 15) / kSize<Type>;
         end = first + columns;
-        aligned = static_cast<const Element*>(row) - first;  // not by way of an integer: nvcc must see device memory
+        aligned = static_cast<const Element*>(row) - first;  // not by way of an integer: NVRTC must see device memory
     }
     GK_DEVICE int columns() const { return end - first; }
     GK_DEVICE int vectors() const { return (end + kPerVector<Type> - 1) / kPerVector<Type>; }

@@ -1,6 +1,6 @@
 // The kernels of rows, tokens and rewards: their names, and the types that each is compiled for. extern "C" and one
-// struct by value, so that host.cpp launches them by name from whatever image a compiler has made: nvcc's, NVRTC's, or
-// the tests' emulator on the CPU.
+// struct by value, so that host.cpp launches them by name from whatever image NVRTC has made, or the tests' emulator
+// on the CPU.
 #include "groups.cuh"
 #include "kept.cuh"
 #include "plan.cuh"

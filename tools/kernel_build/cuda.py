@@ -1,4 +1,4 @@
-"""grpo_kernels/_cuda: device code compiled by nvcc or NVRTC, embedded in a host module that g++ compiles.
+"""grpo_kernels/_cuda: device code compiled by NVRTC, embedded in a host module that a C++ compiler makes.
 
 The host part is the same for every CUDA version: it loads the embedded images through the driver.
 """
@@ -9,15 +9,14 @@ import ctypes
 import os
 import re
 import shlex
-import shutil
-import subprocess
+import site
 import sys
 import sysconfig
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from .host import ROOT, BuildError, HostModule, NinjaFile, find_compiler, path, shell, write_if_changed
+from .host import ROOT, BuildError, HostModule, NinjaFile, path, shell, write_if_changed
 from .images import Image, table
 from .nvrtc import Nvrtc, NvrtcError
 
@@ -30,7 +29,6 @@ SPECIFIC = (90,)
 # Without a GPU, for development: one architecture of each kind of kernel.
 DEVELOPMENT = "80 90a"
 
-NVCC_FLAGS = ("-std=c++17", "-O3", "--expt-relaxed-constexpr")
 NVRTC_FLAGS = ("--std=c++17", "-default-device")
 
 
@@ -48,80 +46,41 @@ class Architecture(NamedTuple):
         return f"compute_{self.capability}{'a' if self.specific else ''}"
 
 
-# --- compilers of device code -----------------------------------------------------------------------------------------
+# --- the compiler of device code --------------------------------------------------------------------------------------
+
+# Where the library lies below a folder of pip's packages, of CUDA 13 and of CUDA 12, or below a toolkit.
+LIBRARIES = ("nvidia/cu*/lib", "nvidia/cuda_nvrtc/lib", "lib64", "lib", "targets/*/lib")
+# pip's packages for each CUDA version: the compiler, and the headers that kernels include.
+PACKAGES = {
+    "cu126": ("nvidia-cuda-nvrtc-cu12==12.6.85", "nvidia-cuda-runtime-cu12==12.6.77"),
+    "cu128": ("nvidia-cuda-nvrtc-cu12==12.8.93", "nvidia-cuda-runtime-cu12==12.8.90"),
+    "cu130": ("nvidia-cuda-nvrtc==13.0.88", "nvidia-cuda-runtime==13.0.96"),
+}
 
 
-class NvccCompiler:
-    name = "nvcc"
+class Compiler:
+    """NVRTC, which comes with every CUDA build of torch, with toolkits, and from PyPI."""
 
-    def __init__(self, nvcc: Path) -> None:
-        self.nvcc = nvcc
-        said = self.ask("--version")
-        release = re.search(r"release (\d+)\.(\d+)", said.stdout)
-        if said.returncode != 0 or release is None:
-            raise BuildError(f"{nvcc} --version fails: {complaint(said.stderr or said.stdout)}")
-        self.version = int(release[1]), int(release[2])
-        self.capabilities = [int(found) for found in re.findall(r"compute_(\d+)", self.ask("--list-gpu-arch").stdout)]
-        # The compiler of the host code also preprocesses the device code, unless NVCC_CCBIN names another.
-        cxx = find_compiler()
-        self.flags = [*NVCC_FLAGS, *extra_flags()]
-        if "NVCC_CCBIN" not in os.environ and len(cxx) == 1:
-            self.flags += ["-ccbin", cxx[0]]
-        probe = self.ask(*self.flags, "-E", "-x", "cu", os.devnull)
-        if probe.returncode != 0:
-            raise BuildError(
-                f"{nvcc} has no host compiler that works ({complaint(probe.stderr)}): install a g++ that CUDA "
-                f"{dotted(self.version)} supports, or name one: NVCC_CCBIN=/path/to/g++"
-            )
-
-    def __str__(self) -> str:
-        return f"{self.name} {dotted(self.version)}"
-
-    def ask(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def __init__(self, library: Path, include: Path) -> None:
+        self.library, self.include = library, include
+        self.flags = [*NVRTC_FLAGS, *shlex.split(os.environ.get("GRPO_KERNELS_NVRTCFLAGS", ""))]
         try:
-            return subprocess.run([str(self.nvcc), *arguments], capture_output=True, text=True)
-        except OSError as error:
-            raise BuildError(f"{self.nvcc} does not run: {error}") from error
-
-    def rule(self, ninja_file: NinjaFile) -> None:
-        command = f"{shell([str(self.nvcc), *self.flags])} $architecture -MMD -MF $out.d $in -o $out"
-        ninja_file.rule("device", command, "nvcc $in $architecture", depfile=True)
-
-    def compile(self, ninja_file: NinjaFile, source: Path, output: Path, architecture: Architecture) -> None:
-        # Not -arch=sm_90a, which leaves to nvcc which other passes it adds.
-        kind, virtual = "-ptx" if architecture.ptx else "-cubin", architecture.virtual
-        ninja_file.build(output, "device", [source], architecture=f"{kind} -gencode=arch={virtual},code={architecture}")
-
-
-class NvrtcCompiler:
-    name = "nvrtc"
-
-    def __init__(self, folder: Path) -> None:
-        libraries = sorted(folder.glob("**/libnvrtc.so.*"))
-        if not libraries:
-            raise BuildError(
-                f"GRPO_KERNELS_NVRTC={folder}: no libnvrtc.so.* in it; it is a folder into which pip has installed "
-                "nvidia-cuda-nvrtc-cu12 and nvidia-cuda-runtime-cu12 (for CUDA 13: the same without -cu12)"
-            )
-        headers = sorted(folder.glob("**/include/cuda_bf16.h"))
-        if not headers:
-            raise BuildError(f"GRPO_KERNELS_NVRTC={folder}: no include/cuda_bf16.h in it; nvidia-cuda-runtime has it")
-        self.library, self.include = libraries[0], headers[0].parent
-        self.flags = [*NVRTC_FLAGS, *extra_flags()]
-        try:
-            nvrtc = Nvrtc(self.library)
+            nvrtc = Nvrtc(library)
             self.version, self.capabilities = nvrtc.version(), nvrtc.capabilities()
         except (NvrtcError, OSError) as error:
-            raise BuildError(f"{self.library} cannot be used: {error}") from error
+            raise BuildError(f"{library} cannot be used: {error}") from error
 
     def __str__(self) -> str:
-        return f"{self.name} {dotted(self.version)}"
+        return f"NVRTC {dotted(self.version)}"
+
+    @property
+    def options(self) -> list[str]:
+        return [*self.flags, f"-I{FOLDER / 'nvrtc'}", f"-I{self.include}"]
 
     def rule(self, ninja_file: NinjaFile) -> None:
         script = Path(__file__).with_name("nvrtc.py")
-        options = shell([*self.flags, f"-I{FOLDER / 'nvrtc'}", f"-I{self.include}"])
-        command = f'"$$GRPO_KERNELS_PYTHON" {path(script)} {path(self.library)} $in $out $architecture {options}'
-        ninja_file.rule("device", command, "nvrtc $in $architecture")
+        arguments = f"{path(script)} {path(self.library)} $in $out $architecture {shell(self.options)}"
+        ninja_file.rule("device", f'"$$GRPO_KERNELS_PYTHON" {arguments}', "nvrtc $in $architecture")
 
     def compile(self, ninja_file: NinjaFile, source: Path, output: Path, architecture: Architecture) -> None:
         # NVRTC does not say what a file includes, so every header may be.
@@ -129,36 +88,59 @@ class NvrtcCompiler:
         ninja_file.build(output, "device", [source], headers, architecture=str(architecture))
 
 
-Compiler = NvccCompiler | NvrtcCompiler
-
-
-def extra_flags() -> list[str]:
-    return shlex.split(os.environ.get("GRPO_KERNELS_NVCCFLAGS", ""))
-
-
 def find_device_compiler() -> Compiler:
+    """NVRTC of the folder GRPO_KERNELS_NVRTC, else of a toolkit that is named, of this Python's packages, or of the
+    usual toolkit."""
     if folder := os.environ.get("GRPO_KERNELS_NVRTC"):
-        return NvrtcCompiler(Path(folder).resolve())
-    for variable in ("CUDA_HOME", "CUDA_PATH"):
-        if home := os.environ.get(variable):
-            nvcc = Path(home, "bin", "nvcc")
-            if not nvcc.exists():
-                raise BuildError(f"{variable}={home}: no bin/nvcc there; name a CUDA toolkit, or unset {variable}")
-            return NvccCompiler(nvcc)
-    found = shutil.which("nvcc", path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin"]))
-    if found is None:
-        raise BuildError("no nvcc found: CUDA_HOME=/path/to/cuda names a CUDA toolkit")
-    return NvccCompiler(Path(found))
+        found = compiler_in(Path(folder).resolve())
+        if found is None:
+            raise BuildError(f"GRPO_KERNELS_NVRTC={folder}: no NVRTC with headers in it; {how_to_install()}")
+        return found
+    named = (os.environ.get(variable) for variable in ("CUDA_HOME", "CUDA_PATH"))
+    # pip takes site-packages from sys.path while it builds in isolation, with packages of its own there instead.
+    packages = (*sys.path, *(sysconfig.get_path(name) for name in ("purelib", "platlib")), site.getusersitepackages())
+    for place in dict.fromkeys((*named, *packages, "/usr/local/cuda")):
+        if place and (found := compiler_in(Path(place).resolve())):
+            return found
+    raise BuildError(f"no NVRTC found; {how_to_install()}")
+
+
+def compiler_in(folder: Path) -> Compiler | None:
+    libraries = (file for pattern in LIBRARIES for file in sorted(folder.glob(f"{pattern}/libnvrtc.so.*")))
+    for library in libraries:
+        root = library.parents[1]
+        for include in (root / "include", root.parent / "cuda_runtime" / "include"):
+            if (include / "cuda_bf16.h").exists():
+                return Compiler(library, include)
+    return None
+
+
+def how_to_install() -> str:
+    versions = " or ".join(f"pip install {' '.join(PACKAGES[name])}" for name in ("cu130", "cu128"))
+    return f"every CUDA build of torch has it, and so has {versions}"
+
+
+def build_requirements() -> list[str]:
+    """Packages that a build in isolation needs: NVRTC for the driver that is here, where nothing else brings it."""
+    if not is_wanted():
+        return []
+    try:
+        find_device_compiler()
+    except BuildError:
+        return list(PACKAGES["cu130" if driver_version() >= 13000 else "cu128"])
+    return []
+
+
+def is_wanted() -> bool:
+    """Whether a build includes the CUDA kernels: as GRPO_KERNELS_CUDA says, else where there is a GPU."""
+    if not sys.platform.startswith("linux"):
+        return False
+    setting = os.environ.get("GRPO_KERNELS_CUDA") or ("1" if os.environ.get("GRPO_KERNELS_CUDA_ARCHS") else "")
+    return setting == "1" or (setting != "0" and bool(present_capabilities()))
 
 
 def dotted(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
-
-
-def complaint(text: str) -> str:
-    """The line that says most."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return next((line for line in lines if "error" in line), lines[0] if lines else "no message")
 
 
 # --- architectures ----------------------------------------------------------------------------------------------------
@@ -209,6 +191,16 @@ def newest_for(capability: int, known: Sequence[int]) -> Architecture:
     return Architecture(max(older), ptx=True)
 
 
+def driver_version() -> int:
+    """13000 for a driver of CUDA 13.0; 0 without a driver."""
+    version = ctypes.c_int()
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return 0
+    return version.value
+
+
 def present_capabilities() -> list[int]:
     """Of the GPUs that the driver finds; empty without a driver."""
     try:
@@ -241,8 +233,8 @@ def device_sources(architecture: Architecture) -> list[Path]:
 
 
 def folder_of(compiler: Compiler) -> Path:
-    """The images serve every Python and every host; a CUDA version and a compiler have their own."""
-    return ROOT / "build" / f"cuda{dotted(compiler.version)}-{compiler.name}"
+    """The images serve every Python and every host; a CUDA version has its own."""
+    return ROOT / "build" / f"cuda{dotted(compiler.version)}"
 
 
 def add_images(ninja_file: NinjaFile, compiler: Compiler, chosen: Iterable[Architecture]) -> list[Image]:
@@ -257,24 +249,22 @@ def add_images(ninja_file: NinjaFile, compiler: Compiler, chosen: Iterable[Archi
     return images
 
 
-def build_images(setting: str, *flags: str) -> tuple[str, Path, list[Image]]:
-    """The images alone: what compiled them ("nvcc 13.0"), the folder to which their files are relative, and which.
-
-    Those with further flags are in a folder of their own.
-    """
-    compiler = find_device_compiler()
-    compiler.flags += flags
+def build_images(compiler: Compiler, setting: str, *flags: str) -> tuple[Path, list[Image]]:
+    """The images alone, and the folder to which their files are relative; with further flags, one of their own."""
+    compiler.flags = [*compiler.flags, *flags]
     ninja_file = NinjaFile(folder_of(compiler).joinpath(*(flag.strip("-") for flag in flags)), "images")
     images = add_images(ninja_file, compiler, architectures(setting, compiler, development=False))
     ninja_file.run()
-    return str(compiler), ninja_file.folder, images
+    return ninja_file.folder, images
 
 
 def build(filename: str, *, development: bool) -> Path:
     """The built module, whose file is to have this name."""
+    if not is_wanted():
+        raise BuildError("no GPU answers here; GRPO_KERNELS_CUDA=1 builds them for every architecture")
     compiler = find_device_compiler()
     chosen = architectures(os.environ.get("GRPO_KERNELS_CUDA_ARCHS", ""), compiler, development=development)
-    print(f"grpo_kernels: {compiler} for {' '.join(map(str, chosen))}", flush=True)
+    print(f"grpo_kernels: {compiler} ({compiler.library.parent}) for {' '.join(map(str, chosen))}", flush=True)
     folder = folder_of(compiler)
     ninja_file = NinjaFile(folder, f"{sys.implementation.cache_tag}-{sysconfig.get_platform()}")
     images = add_images(ninja_file, compiler, chosen)

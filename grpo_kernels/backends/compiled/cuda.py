@@ -212,7 +212,10 @@ def compiled_module() -> tuple[ModuleType | None, str]:
     """(grpo_kernels._cuda, "") or (None, why it cannot be imported); it imports without a driver and without a GPU."""
     if not installed():
         wheels = ", ".join(map(wheel, WHEELS))
-        return None, f"this installation has no CUDA kernels: install a wheel that has ({wheels}), or build with nvcc"
+        return None, (
+            f"this installation has no CUDA kernels: install a wheel that has ({wheels}), or build with "
+            "GRPO_KERNELS_CUDA=1 pip install ."
+        )
     try:
         from ... import _cuda  # type: ignore[attr-defined]  # compiled; may be absent
     except ImportError as error:
