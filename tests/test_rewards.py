@@ -5,6 +5,8 @@ test_pitfall_NN_...: by the number in the list of what goes wrong in GRPO traine
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 import os
 import re
@@ -21,11 +23,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo_kernels.trainer.rewards import Code, Limits, Rewards, process, scoring
+from grpo_kernels.trainer.rewards import Code, Limits, Rewards, process, programs, scoring
 from grpo_kernels.trainer.rewards import worker as module
 from grpo_kernels.trainer.rewards.answers import exact_answer, final_number, gold_number, gsm8k
 from grpo_kernels.trainer.rewards.format import format
-from grpo_kernels.trainer.rewards.programs import program_in, read_tests, same
+from grpo_kernels.trainer.rewards.inside import encode
+from grpo_kernels.trainer.rewards.programs import matches, program_in, read_tests
 
 NAN = float("nan")
 OWN = """
@@ -557,10 +560,55 @@ def test_tests_that_cannot_be_read(tests, text, code):
     assert_total(score([code], [RIGHT, RIGHT], tests=[CALLS, tests]), [1.0, NAN])
 
 
-def test_values_are_compared_as_plain_values():
-    assert same((1, [2.0, {"a": {3}}]), [1, [2.0000001, {"a": {3}}]]) and same(True, True) and same(None, None)
-    assert not same([1], 1) and not same([1, 2], [1]) and not same({"a": 1}, {"b": 1}) and not same("1", 1)
-    assert not same(1.0, "1") and not same(1, None) and not same(0.5, NAN)
+@pytest.mark.parametrize(
+    ("expected", "equal", "others"),
+    [
+        (1, [1, True, 1.0], [0, "1", None, [1], NAN]),
+        (1.5, [1.5000001], [10**4000, "1.5", NAN, {}]),
+        ((1, [2.0, {"a": {3}}]), [[1, (2.0000001, {"a": {3}})]], [[1, [2.0, {"a": [3]}]], [1], [1, [2.0]]]),
+        ({(1, 2), (3, 4)}, [{(3, 4), (1, 2)}, frozenset({(1, 2), (3, 4)})], [{(1, 2)}, [(1, 2), (3, 4)], {1, 2}]),
+        ({(1, 3): 2, "a": None}, [{"a": None, (1, 3): 2}], [{(1, 3): 2}, {(1, 3): 3, "a": None}, {(1, 3): 2, "b": 0}]),
+        ({1, "a", None, 2.5, b"c"}, [{b"c", 2.5, None, "a", 1}], [{1, "a", None, 2.5, "c"}]),
+        (b"ab", [bytearray(b"ab")], [b"ac", "ab", "6162"]),
+        (1 + 2j, [1.0000001 + 2j], [1 - 2j, 1, (1, 2)]),
+        ({}, [dict()], [set(), [], None]),
+    ],
+)
+def test_values_are_compared_as_plain_values(expected, equal, others):
+    [test] = read_tests([f"assert f() == {expected!r}"]) if expected != {} else read_tests([dict(call="f", output={})])
+    assert [matches(test.output, json.dumps(encode(value))) for value in [expected, *equal]] == [True] * (
+        1 + len(equal)
+    )
+    assert [matches(test.output, json.dumps(encode(value))) for value in others] == [False] * len(others)
+
+
+def test_what_a_program_writes_as_a_value_costs_little(monkeypatch):
+    """It may be anything. What is read is bounded by the value that is expected, and nothing of it is hashed."""
+
+    class Unhashable(int):
+        __hash__ = None
+
+    loads = functools.partial(json.loads, parse_int=Unhashable)
+    monkeypatch.setattr(programs, "json", SimpleNamespace(dumps=json.dumps, loads=loads))
+    numbers = set(range(300))
+    for value in (numbers, dict.fromkeys(numbers, 1), {(number,) for number in numbers}):
+        [test] = read_tests([f"assert f() == {value}"])
+        assert matches(test.output, json.dumps(encode(value)))
+    for line in (
+        "[" * 9000,
+        '["set", ' * 1000,
+        '["number", ' + "9" * 5000 + "]",
+        '["set", [' + "9" * 4000 + "]]",
+        '["list", {"number": 1}]',
+        '["list", "number"]',
+        "[[], []]",
+        '["number", "1"]',
+        "[{}, 1]",
+        "",
+    ):
+        assert not matches(test.output, line)
+    monkeypatch.setattr(programs, "json", SimpleNamespace(dumps=json.dumps, loads=pytest.fail))
+    assert not matches(test.output, "9" * 10**6)
 
 
 def test_the_last_block_is_the_program():

@@ -12,13 +12,15 @@ import sys
 import tempfile
 import textwrap
 import time
+import venv
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from grpo_kernels.trainer.rewards import Limits, Sandbox
+from grpo_kernels.trainer.rewards import Code, Limits, Sandbox
 from grpo_kernels.trainer.rewards import sandbox as module
-from grpo_kernels.trainer.rewards.programs import passes, read_tests
+from grpo_kernels.trainer.rewards.programs import read_tests, verdicts
 
 SECRET = "gold-0123456789"
 REWARDS = Path(module.__file__).parent
@@ -28,8 +30,21 @@ class Patient(Limits):
     wall_seconds = 60  # however busy this machine is
 
 
+class Impatient(Limits):
+    wall_seconds = 2
+
+
 LIMITS = Patient(cpu_seconds=1, memory_mb=512, scratch_mb=16, output_kb=64)
 UNHURRIED = dataclasses.replace(LIMITS, cpu_seconds=60)  # for what has to be stopped by something else
+ASLEEP = Impatient(cpu_seconds=60)
+CLOSED = """
+import os, signal, sys, threading, time
+for descriptor in range(64):
+    try: os.close(descriptor)
+    except OSError: pass
+for number in {*signal.Signals} - {9, 19}:
+    signal.signal(number, signal.SIG_IGN)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +111,10 @@ HOSTILE = {  # name: program, what stops it (a reason, or an error that it gets)
         "import signal\nfor s in {*signal.Signals} - {9, 19}:\n  signal.signal(s, signal.SIG_IGN)\nwhile True: pass",
         "CPU time",
     ),
+    "sleep": ("import time\nprint(1, flush=True)\ntime.sleep(10**6)", "wall clock"),
+    "sleep without descriptors": (CLOSED + "time.sleep(10**6)", "wall clock"),
+    "sleep at its end": (CLOSED + "threading.Thread(target=time.sleep, args=(10**6,)).start()", "wall clock"),
+    "endless loop without descriptors": (CLOSED + "while True: pass", "CPU time"),
     "slow regular expression": ("import re\nre.match('(a+)+$', 'a' * 60 + 'b')", "CPU time"),
     "100 GB": ("x = bytearray(100 << 30)", "MemoryError"),
     "100 GB in parts": ("x = []\nwhile True: x.append(bytearray(1 << 24))", "MemoryError"),
@@ -154,13 +173,15 @@ HOSTILE = {  # name: program, what stops it (a reason, or an error that it gets)
     "changes an attribute": ("import os\nos.setxattr('OUTSIDE/kept', 'user.a', b'1')", "PermissionError"),
     "writes the system": ("open('/etc/passwd', 'a')", "PermissionError"),
     "writes the interpreter": ("import os\nopen(os.__file__, 'a')", "PermissionError"),
+    "locks the interpreter": ("import fcntl, os\nfcntl.flock(open(os.__file__), fcntl.LOCK_EX)", "PermissionError"),
+    "leases the interpreter": ("import fcntl, os\nfcntl.fcntl(open(os.__file__), 1024, 0)", "PermissionError"),
 }
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile(name, sandbox, outside, monkeypatch):
     program, stopped_by = HOSTILE[name]
-    monkeypatch.setattr(sandbox, "limits", LIMITS if stopped_by == "CPU time" else UNHURRIED)
+    monkeypatch.setattr(sandbox, "limits", {"CPU time": LIMITS, "wall clock": ASLEEP}.get(stopped_by, UNHURRIED))
     program = textwrap.dedent(program).replace("OUTSIDE", str(outside)).replace("TRAINER", str(os.getpid()))
     if name == "double fork":
         program += "\nif os.fork() == 0:\n  os.setsid()\n  if os.fork() == 0:\n    while True: pass"
@@ -186,15 +207,50 @@ def with_inside(monkeypatch, tmp_path, old, new):
     monkeypatch.setattr(module, "INSIDE", changed)
 
 
-def test_a_program_that_sleeps(monkeypatch, tmp_path):
-    """The minute that it may take is over when it says that it sleeps."""
-    clock = "select(max(end - time.monotonic(), 0))"
-    with_inside(monkeypatch, tmp_path, clock, clock.replace("end -", "end - 60 * (b'asleep' in texts[0]) -"))
-    sandbox = Sandbox(LIMITS)
-    outcome = sandbox.run("import time\nprint('asleep', flush=True)\ntime.sleep(1000)")
-    assert outcome.reason == "wall clock" and outcome.stdout == "asleep\n"
-    assert sandbox.run("print(1)").stdout == "1\n"
-    sandbox.close()
+SCAN = """
+import ctypes, os, re, sys
+libc = ctypes.CDLL(None)
+libc.sbrk.restype = ctypes.c_void_p
+reader, writer = os.pipe()
+def content(page):
+    return os.read(reader, 4096) if libc.write(writer, ctypes.c_void_p(page), 4096) == 4096 else b""
+top = libc.sbrk(0) & -4096
+pages = set(range(top - (1 << 24), top, 4096))  # malloc's memory, and the megabytes of Python's objects
+for module in list(sys.modules.values()):
+    for value in vars(module).values():
+        pages.update(range(id(value) >> 20 << 20, (id(value) >> 20) + 1 << 20, 4096))
+text = b"".join(map(content, pages))
+print(len(text) > 1 << 21, re.findall(rb"gold-[0-9]+", text))
+"""
+
+
+def test_no_program_finds_another_request(sandbox, monkeypatch):
+    """In the memory that it has of the process which forks it."""
+    monkeypatch.setattr(sandbox, "limits", UNHURRIED)
+    for _ in range(3):
+        text = (SECRET + " ") * 50
+        assert SECRET in sandbox.run(f"x = {text!r}\nprint(x + input())", stdin=text).stdout
+        assert SECRET in sandbox.run("def f(x): return x", calls=[f"f({text!r})"]).values
+    assert sandbox.run(SCAN).stdout == "True []\n"
+
+
+def test_no_program_reads_what_lies_beside_the_interpreter(tmp_path):
+    """The virtual environment of a project whose folder it is."""
+    venv.create(tmp_path, with_pip=False)
+    tmp_path.chmod(0o755)
+    names = ["tests.jsonl", ".env", "lib/tests.jsonl", "bin/tests.jsonl"]
+    for name in names:
+        (tmp_path / name).write_text(SECRET)
+    program = f"""
+    import os, sysconfig
+    assert os.listdir(sysconfig.get_path("purelib")) == []
+    for name in [".", *{names}]:
+        try: print(os.listdir({str(tmp_path)!r}) if name == "." else open({str(tmp_path)!r} + "/" + name).read())
+        except OSError: pass
+    """
+    code = f"print(Sandbox().run({textwrap.dedent(program)!r}))"
+    out, err = start(code, python=tmp_path / "bin" / "python").communicate(timeout=600)
+    assert out.startswith("Outcome(stdout='', stderr='',") and "status=0" in out, out + err
 
 
 def test_seconds_are_those_of_the_cpu(sandbox):
@@ -227,6 +283,32 @@ def test_what_a_program_may_do(sandbox):
         assert sandbox.run("import numpy; print(numpy.eye(3) @ numpy.ones(3))").stdout == "[1. 1. 1.]\n"
 
 
+def test_programs_score_as_plain_python_runs_them(tmp_path):
+    """A corpus: each of them ends with status 0. Those with an assert as the last line are tested by their values."""
+    parts = (Path(__file__).parent / "data" / "programs.txt").read_text("utf-8").split("#### ")[1:]
+    corpus, stdin = dict(part.split("\n", 1) for part in parts), "3 4\nhello ä\n\n1 2 3\n"
+    tests = {}
+    environment = {"PYTHONUTF8": "1", "TMPDIR": str(tmp_path)}
+
+    def plain(program):
+        command = [sys.executable, "-s", "-c", program]
+        found = subprocess.run(command, input=stdin.encode(), capture_output=True, cwd=tmp_path, env=environment)
+        assert found.returncode == 0, found.stderr
+        return found.stdout.decode()
+
+    with ThreadPoolExecutor(2) as pool:
+        outputs = dict(zip(corpus, pool.map(plain, corpus.values()), strict=True))
+    for name, program in corpus.items():
+        *_, last = program.splitlines()
+        call = last.startswith("assert ")
+        tests[name] = [last] if call else [{"input": stdin, "output": outputs[name]}]
+        corpus[name] = program.removesuffix(last + "\n") if call else program
+    code = Code(Patient(cpu_seconds=10), workers=2)
+    scores = dict(zip(corpus, code(list(corpus.values()), list(tests.values())), strict=True))
+    code.close()
+    assert len(corpus) >= 60 and [name for name, score in scores.items() if score != 1.0] == []
+
+
 CHEATS = {
     "leaves": "import sys\nsys.exit(0)",
     "leaves at once": "import os\nos._exit(0)",
@@ -246,14 +328,14 @@ CHEATS = {
         def add(a, b): return Same()""",
     "writes values itself": """
         import os
-        os.write(3, b'[{"value": true}, {"value": true}]')
+        os.write(3, b'["number", true]\n["number", true]\n')
         os._exit(0)""",
     "writes deep values": "import os\nos.write(3, b'[' * 60000)\nos._exit(0)",
-    "writes foreign values": 'import os\nos.write(3, b\'[{"value": ["dict", 1]}, 0]\')\nos._exit(0)',
+    "writes foreign values": 'import os\nos.write(3, b\'["dict", 1]\n{"number": 0}\')\nos._exit(0)',
     "overwrites the harness": """
         import builtins, json, sys
         builtins.eval = lambda *a: True
-        json.dumps = lambda *a: '[{"value": true}, {"value": true}]'
+        json.dumps = lambda *a: '["number", true]'
         main = sys.modules["__main__"]
         main.encode = lambda value: True
         def add(a, b): return a""",
@@ -273,22 +355,21 @@ TESTS = read_tests(["assert add(1, 2) == 3", {"call": "add(987654320, 1)", "outp
 
 @pytest.mark.parametrize("name", CHEATS)
 def test_a_cheat_does_not_pass(name, sandbox):
-    assert not passes(textwrap.dedent(CHEATS[name]), TESTS, sandbox)
-    assert passes("def add(a, b): return a + b", TESTS, sandbox)
+    assert not all(verdicts(textwrap.dedent(CHEATS[name]), TESTS, sandbox))
+    assert all(verdicts("def add(a, b): return a + b", TESTS, sandbox))
 
 
-def test_it_ends_with_the_trainer(outside):
-    """SIGKILL to the process that owns a sandbox, in the middle of a program: its processes and its folder go too."""
-    program = "while True: pass"
+@pytest.mark.parametrize("program", ["while True: pass", CLOSED + "while True: pass", CLOSED + "time.sleep(10**6)"])
+def test_it_ends_with_the_trainer(program):
+    """SIGKILL to the process that owns a sandbox, in the middle of a program: its processes go too."""
     code = f"""
     sandbox = Sandbox(Limits(cpu_seconds=600))
     sandbox.run("print(1)")
-    assert sandbox.missing or len(os.listdir(os.environ["TMPDIR"])) == 3
     print(sandbox._process._process.pid, flush=True)
     input()
     sandbox.run({program!r})
     """
-    owner = start(code, env={"TMPDIR": str(outside)})
+    owner = start(code)
     pid = int(owner.stdout.readline())
     waiting = processes_below(pid)
     print(file=owner.stdin, flush=True)
@@ -297,11 +378,9 @@ def test_it_ends_with_the_trainer(outside):
     owner.kill()
     owner.wait()  # not for the end of its output, which its processes have as well
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in below))
-    assert {path.name for path in outside.iterdir()} == {"kept", "tests.jsonl"}
 
 
-def test_a_killed_sandbox_starts_again(outside, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(outside))
+def test_a_killed_sandbox_starts_again():
     sandbox = Sandbox(LIMITS)
     assert sandbox.run("print(1)").stdout == "1\n"
     sandbox._process._process.kill()
@@ -311,7 +390,7 @@ def test_a_killed_sandbox_starts_again(outside, monkeypatch):
     assert sandbox.run("print(3)").stdout == "3\n"
     pid = sandbox._process._process.pid
     sandbox.close()
-    assert not processes_below(pid) and len(list(outside.iterdir())) == 2
+    assert not processes_below(pid)
 
 
 @pytest.mark.parametrize("field", ["cpu_seconds", "memory_mb", "scratch_mb", "output_kb"])
@@ -388,7 +467,7 @@ print(json.dumps([wrong, loop, right, scratch, [str(w.message) for w in caught],
 
 
 def checked(process):
-    quick = {name: program for name, (program, reason) in HOSTILE.items() if reason != "CPU time"}
+    quick = {name: program for name, (program, reason) in HOSTILE.items() if reason not in ("CPU time", "wall clock")}
     given = json.dumps({name: textwrap.dedent(program) for name, program in quick.items()})
     out, err = process.communicate(given, timeout=600)
     assert process.returncode == 0, err

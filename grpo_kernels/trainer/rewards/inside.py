@@ -1,7 +1,9 @@
-"""What runs inside the sandbox's process: isolates itself, then runs one program after the other, each in a fork.
+"""What runs inside the sandbox's process: isolates itself, then forks a process for each program.
 
 `sandbox.py` starts this text with `python -c`; it imports nothing but the standard library. The process that isolates
-itself and waits (trusted) stays outside of what a program (untrusted) can reach. A program gets:
+itself and waits (trusted) stays outside of what a program (untrusted) can reach, and reads nothing of any program: it
+gets limits and descriptors, which it hands on. So its memory, of which each program has a copy, holds no earlier one. A
+program gets:
 
     namespaces  user, mount, PID, network, IPC: no network; a scratch folder of its own, a tmpfs of limited size
     Landlock    reads the interpreter and system libraries only, writes the scratch folder only, no signals outwards
@@ -14,22 +16,24 @@ Landlock and seccomp are required. Without namespaces a program cannot write fil
 
 from __future__ import annotations
 
+import collections.abc
 import ctypes
 import errno
+import gc
 import importlib
 import json
 import os
 import platform
 import resource
-import selectors
+import select
 import signal
+import socket
 import struct
 import sys
-import tempfile
-import time
-import traceback
-from collections.abc import Iterator
-from typing import Any, NamedTuple, NoReturn
+import sysconfig
+import types
+from fcntl import F_DUPFD, fcntl
+from typing import Any, NamedTuple
 
 # What many programs import: once here, not once in each fork. Not random, whose state would be the same in each.
 for module in ("bisect", "collections", "functools", "heapq", "itertools", "math", "re", "string"):
@@ -37,6 +41,7 @@ for module in ("bisect", "collections", "functools", "heapq", "itertools", "math
 
 NOBODY = 65534
 READY = b"isolated\n"  # first on descriptor 3: what follows is the program's own doing
+REQUEST = struct.Struct("=4Q")  # CPU seconds, wall-clock seconds, MB of memory, MB of the scratch folder
 THREADS = 32
 OPEN_FILES = 64
 libc = ctypes.CDLL(None, use_errno=True)
@@ -56,7 +61,7 @@ read 0 63, write 1 64, readv 19 65, writev 20 66, pread64 17 67, pwrite64 18 68,
 sendfile 40 71, copy_file_range 326 285, openat 257 56, close 3 57, close_range 436 436, lseek 8 62, ioctl 16 29,
 fcntl 72 25, dup 32 23, dup2 33 -, dup3 292 24, pipe 22 -, pipe2 293 59, fstat 5 80, stat 4 -, lstat 6 -,
 newfstatat 262 79, statx 332 291, statfs 137 43, fstatfs 138 44, access 21 -, faccessat 269 48, faccessat2 439 439,
-ftruncate 77 46, fallocate 285 47, flock 73 32, fsync 74 82, fdatasync 75 83, getdents64 217 61, getcwd 79 17,
+ftruncate 77 46, fallocate 285 47, fsync 74 82, fdatasync 75 83, getdents64 217 61, getcwd 79 17,
 chdir 80 49, fchdir 81 50, umask 95 166, mkdir 83 -, mkdirat 258 34, rmdir 84 -, unlink 87 -, unlinkat 263 35,
 rename 82 -, renameat 264 38, renameat2 316 276, link 86 -, linkat 265 37, symlink 88 -, symlinkat 266 36,
 readlink 89 -, readlinkat 267 78, mmap 9 222, mprotect 10 226, munmap 11 215, mremap 25 216, msync 26 227,
@@ -77,7 +82,8 @@ CAPSET = {"x86_64": 126, "aarch64": 91}
 ARGUMENTS = {
     "clone": (0, 0x10000, [0x10000], True),  # CLONE_THREAD: threads, no processes
     "openat": (2, os.O_TRUNC | os.O_ACCMODE, [os.O_TRUNC], False),  # Landlock before Linux 6.2 lets O_RDONLY truncate
-    "fcntl": (1, 0xFFFFFFFF, [8, 10, 15], False),  # F_SETOWN, F_SETSIG, F_SETOWN_EX: signals to other processes
+    # F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY: signals to other processes, and leases on their files
+    "fcntl": (1, 0xFFFFFFFF, [8, 10, 15, 1024, 1026], False),
     "prlimit64": (0, 0xFFFFFFFF, [0], True),  # the program's own limits
 }
 LOAD, AND, EQUAL, AT_LEAST, RETURN = 0x20, 0x54, 0x15, 0x35, 0x06  # BPF instructions
@@ -232,42 +238,51 @@ def enter_namespaces() -> str | None:
 # ---- the program's own process ---------------------------------------------------------------------------------------
 
 
-def encode(value: Any) -> Any:
-    """Plain values as JSON: lists and tuples, sets and dictionaries with a tag."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
+def encode(value: Any) -> list[Any]:
+    """A plain value as [kind, content], for JSON. Lists and tuples are of one kind; a dictionary is a list of pairs."""
+    if value is None:
+        return ["none", 0]
+    if isinstance(value, (bool, int, float)):
+        return ["number", value]
+    if isinstance(value, str):
+        return ["text", value]
+    if isinstance(value, (bytes, bytearray)):
+        return ["bytes", value.hex()]
+    if isinstance(value, complex):
+        return ["complex", [encode(value.real), encode(value.imag)]]
     if isinstance(value, (list, tuple)):
         return ["list", [encode(item) for item in value]]
-    if isinstance(value, (set, frozenset)):
+    if isinstance(value, collections.abc.Set):
         return ["set", [encode(item) for item in value]]
-    if isinstance(value, dict):
-        return ["dict", [["list", [encode(key), encode(item)]] for key, item in value.items()]]
+    if isinstance(value, collections.abc.Mapping):
+        return ["dict", [encode(pair) for pair in value.items()]]
     if hasattr(value, "tolist"):  # numpy
         return encode(value.tolist())
+    if hasattr(value, "__float__"):  # fractions and decimals
+        return ["number", float(value)]
     raise TypeError(f"{type(value).__name__} is no plain value")
 
 
-def run_program(program: str, calls: list[str] | None) -> int:
-    """Returns the exit status. With calls: runs the program and writes the value of each call to descriptor 3. They are
-    compared outside: the program may control this process."""
-    scope = {"__name__": "__main__" if calls is None else "solution", "__builtins__": __builtins__}
+def run_program(program: str, calls: list[str] | None) -> None:
+    """As `python -c` does: what it raises, its exit status and what is left to do at its exit are the interpreter's.
+    With calls: the value of each goes to descriptor 3, in a line. They are compared outside: the program may control
+    this process."""
+    name = "__main__" if calls is None else "solution"
+    module = sys.modules[name] = types.ModuleType(name)
+    del sys.argv[1:]
     try:
-        exec(compile(program, "<completion>", "exec"), scope)
-        values: list[Any] = []
-        for call in calls or ():
-            try:
-                values.append({"value": encode(eval(call, scope))})
-            except Exception as error:
-                values.append({"error": f"{type(error).__name__}: {error}"[:200]})
-        if calls is not None:
-            os.write(3, json.dumps(values).encode())
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except BaseException:
+        exec(compile(program, "<completion>", "exec", dont_inherit=True), module.__dict__)
+    except Exception:
         os.chdir("/")  # Python 3.13 asks for the path of the current folder, which may be longer than paths can be
-        traceback.print_exc()
-        return 1
-    return 0
+        raise
+    for call in calls or ():
+        try:
+            line = json.dumps(encode(eval(call, module.__dict__)))
+        except Exception as error:
+            line = json.dumps(["error", type(error).__name__])
+        data = line.encode() + b"\n"
+        while data:
+            data = data[os.write(3, data) :]
 
 
 class Isolation(NamedTuple):
@@ -282,14 +297,17 @@ def limit(name: int, soft: int, hard: int | None = None) -> None:
     resource.setrlimit(name, (min(soft, hard), hard))
 
 
-def child(request: dict[str, Any], isolation: Isolation, descriptors: list[int]) -> NoReturn:
-    for target, descriptor in enumerate(descriptors):  # these are all above 3
+def isolate(isolation: Isolation, descriptors: list[int], cpu_seconds: int, memory_mb: int, scratch_mb: int) -> None:
+    """Of the process of one program. It keeps `descriptors` as 0, 1, 2, ... and none else."""
+    for target, descriptor in enumerate([fcntl(descriptor, F_DUPFD, OPEN_FILES) for descriptor in descriptors]):
         os.dup2(descriptor, target)
-    os.closerange(4, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    sys.stdout = open(1, "w", errors=sys.stdout.errors, closefd=False)  # noqa: SIM115 -- the old one can seek
+    sys.__stdout__ = sys.stdout  # type: ignore[misc]
+    os.closerange(len(descriptors), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     os.chdir(isolation.scratch or "/")
-    limit(resource.RLIMIT_CPU, request["cpu_seconds"], request["cpu_seconds"] + 1)  # SIGXCPU, then SIGKILL
-    limit(resource.RLIMIT_AS, request["memory_mb"] << 20)
-    limit(resource.RLIMIT_FSIZE, request["scratch_mb"] << 20)
+    limit(resource.RLIMIT_CPU, cpu_seconds, cpu_seconds + 1)  # SIGXCPU, then SIGKILL
+    limit(resource.RLIMIT_AS, memory_mb << 20)
+    limit(resource.RLIMIT_FSIZE, scratch_mb << 20)
     limit(resource.RLIMIT_NOFILE, OPEN_FILES)
     limit(resource.RLIMIT_CORE, 0)
     restrict_files(isolation.readable, isolation.scratch)
@@ -298,119 +316,83 @@ def child(request: dict[str, Any], isolation: Isolation, descriptors: list[int])
     no_capabilities = struct.pack("=II", 0x20080522, 0), bytes(24)
     check(libc.syscall(CAPSET[platform.machine()], *no_capabilities), "capset")
     filter_syscalls(allowed_syscalls(threads=isolation.scratch is not None))
-    os.write(3, READY)
-    sys.stdin = os.fdopen(0, encoding="utf-8", errors="replace")
-    status = run_program(request["program"], request["calls"])
-    for thread in sys.modules["threading"].enumerate()[1:] if "threading" in sys.modules else ():
-        if not thread.daemon:
-            thread.join()
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except Exception:
-            status = status or 1
-    os._exit(status & 255)
 
 
-def collect(pid: int, readers: list[int], request: dict[str, Any]) -> tuple[list[bytes], str]:
-    """What the program writes to each of `readers`, and why it was killed ("" if it was not)."""
-    texts = [b"" for _ in readers]
-    end = time.monotonic() + request["wall_seconds"]
-    with selectors.DefaultSelector() as selector:
-        for index, reader in enumerate(readers):
-            selector.register(reader, selectors.EVENT_READ, index)
-        selector.register(0, selectors.EVENT_READ, None)
-        while len(selector.get_map()) > 1:
-            events = selector.select(max(end - time.monotonic(), 0))
-            reason = "" if events else "wall clock"
-            for key, _ in events:
-                if key.data is None:  # the end of our input
-                    reason = "the trainer has ended"
-                    continue
-                part = os.read(key.fd, 1 << 16)
-                texts[key.data] += part
-                if not part:
-                    selector.unregister(key.fd)
-                if len(texts[key.data]) > request["output_kb"] << 10:
-                    reason = "output limit"
-            if reason:
-                os.kill(pid, signal.SIGKILL)
-                return texts, reason
-    return texts, ""
+# ---- the process that waits ------------------------------------------------------------------------------------------
 
 
-def run(request: dict[str, Any], isolation: Isolation) -> dict[str, Any]:
-    stdin = os.memfd_create("stdin")
-    os.write(stdin, (request["stdin"] or "").encode("utf-8", "surrogatepass"))
-    os.lseek(stdin, 0, os.SEEK_SET)
-    pipes = [os.pipe() for _ in range(3)]  # stdout, stderr, values
-    if isolation.scratch:
-        options = f"size={request['scratch_mb']}m,nr_inodes=4096,mode=700"
-        mount("tmpfs", isolation.scratch, "tmpfs", MS_NOSUID_NODEV, options)
-    pid = os.fork()
-    if pid == 0:
-        try:
-            child(request, isolation, [stdin, *(writer for _, writer in pipes)])
-        except BaseException:  # before the program has begun: the missing READY says so
-            os.write(2, traceback.format_exc().encode())
-        finally:
-            os._exit(1)
-    os.close(stdin)
-    for _, writer in pipes:
-        os.close(writer)
-    (stdout, stderr, values), reason = collect(pid, [reader for reader, _ in pipes], request)
+def end_of(pid: int, control: socket.socket, wall_seconds: int) -> list[Any]:
+    """[exit status, CPU seconds, whether the wall clock ended it] of a process, which is dead then: it is killed when
+    `control` has something to say, which is to stop it, or when the other end of `control` is gone."""
+    waiting, process = select.poll(), os.pidfd_open(pid)
+    for descriptor in (process, control.fileno()):
+        waiting.register(descriptor, select.POLLIN)
+    ready = [descriptor for descriptor, _ in waiting.poll(1000 * wall_seconds)]
+    if process not in ready:
+        os.kill(pid, signal.SIGKILL)
     _, status, usage = os.wait4(pid, 0)
-    for reader, _ in pipes:
-        os.close(reader)
-    if isolation.scratch:
-        check(libc.umount2(isolation.scratch.encode(), MNT_DETACH), "umount")
-    seconds, status = usage.ru_utime + usage.ru_stime, os.waitstatus_to_exitcode(status)
-    if status == -signal.SIGXCPU or (not reason and status == -signal.SIGKILL and seconds > request["cpu_seconds"]):
-        reason = "CPU time"
-    if not values.startswith(READY):
-        return {"failed": stderr.decode("utf-8", "replace")}
-    texts = [text[: request["output_kb"] << 10].decode("utf-8", "replace") for text in (stdout, stderr)]
-    answer = dict(zip(("stdout", "stderr"), texts, strict=True), values=values[len(READY) :].decode("utf-8", "replace"))
-    return dict(answer, status=status, reason=reason, seconds=seconds)
+    os.close(process)
+    return [os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime, not ready]
 
 
-def say(message: dict[str, Any]) -> None:
+def next_program(control: socket.socket, isolation: Isolation) -> list[Any] | None:
+    """Forks for each request, and returns in each process of a program, with [program, calls]. None: here, at the end.
+
+    A request is REQUEST and the descriptors of the program's 0 (input), 1, 2, 3 (values) and of its source.
+    """
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, REQUEST.size, 5)
+        if not message:
+            return None
+        if not descriptors:  # to stop a program that had ended
+            continue
+        cpu_seconds, wall_seconds, memory_mb, scratch_mb = REQUEST.unpack(message)
+        if isolation.scratch:
+            options = f"size={scratch_mb}m,nr_inodes=4096,mode=700"
+            mount("tmpfs", isolation.scratch, "tmpfs", MS_NOSUID_NODEV, options)
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            isolate(isolation, descriptors, cpu_seconds, memory_mb, scratch_mb)
+            with os.fdopen(4, encoding="utf-8") as source:
+                request = json.load(source)
+            os.write(3, READY)
+            return request
+        for descriptor in descriptors:
+            os.close(descriptor)
+        end = end_of(pid, control, wall_seconds)
+        if isolation.scratch:
+            check(libc.umount2(isolation.scratch.encode(), MNT_DETACH), "umount")
+        say(control, end)
+
+
+def say(control: socket.socket, message: Any) -> None:
     data = json.dumps(message).encode()
-    data = struct.pack("=Q", len(data)) + data
-    while data:
-        data = data[os.write(int(sys.argv[1]), data) :]
-
-
-def requests() -> Iterator[dict[str, Any]]:
-    while len(size := sys.stdin.buffer.read(8)) == 8:
-        yield json.loads(sys.stdin.buffer.read(*struct.unpack("=Q", size)))
+    control.send(struct.pack("=Q", len(data)) + data)
 
 
 def main() -> None:
-    folders = sorted({os.path.abspath(folder) for folder in (sys.prefix, sys.base_prefix, sys.exec_prefix)})
+    control = socket.socket(fileno=int(sys.argv[1]))
+    paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    paths += [os.path.join(sys.base_prefix, "lib")]  # libraries of conda's packages are there
+    paths = sorted({os.path.abspath(path) for path in paths if os.path.isdir(path)})
     if platform.machine() not in MACHINES:
-        say({"refused": f"there is no list of system calls for {platform.machine()}"})
-    elif landlock_version() < 1:
-        say({"refused": "this kernel, or the container around, has no Landlock (Linux 5.13, lsm=landlock)"})
-    else:
-        answer_requests(folders)
-
-
-def answer_requests(folders: list[str]) -> None:
-    missing = [text for text in (drop_root(folders), enter_namespaces()) if text]
-    scratch = None if missing else tempfile.mkdtemp(prefix="grpo-kernels-")
-    libraries = ["/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/dev/zero", "/dev/urandom"]
-    isolation = Isolation([*folders, *libraries], scratch)
+        return say(control, {"refused": f"there is no list of system calls for {platform.machine()}"})
+    if landlock_version() < 1:
+        text = "this kernel, or the container around, has no Landlock (Linux 5.13, lsm=landlock)"
+        return say(control, {"refused": text})
+    missing = [text for text in (drop_root(paths), enter_namespaces()) if text]
+    unused = "/dev/shm" if any(path.startswith("/tmp/") for path in paths) else "/tmp"  # a mount hides what is below
+    scratch = None if missing else unused
     os.environ.update(HOME=scratch or "/", TMPDIR=scratch or "/")
-    say({"missing": missing, "scratch": scratch})
-    try:
-        for request in requests():
-            say(run(request, isolation))
-    except BrokenPipeError:  # the trainer has ended
-        pass
-    finally:
-        if scratch:
-            os.rmdir(scratch)
+    say(control, {"missing": missing})
+    libraries = ["/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/lib", "/lib64"]
+    files = ["/etc/ld.so.cache", "/etc/localtime", "/dev/zero", "/dev/urandom"]
+    gc.freeze()  # at the end of a program its interpreter looks at no object of this process: half of the time
+    request = next_program(control, Isolation([*paths, *libraries, *files], scratch))
+    if request is not None:
+        run_program(*request)
+    return None
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -25,52 +26,47 @@ class Ended(Exception):
 class Process:
     """Runs the text of `file` with `python -c`: no folder of this package is on its path, and torch is not imported.
 
-    Messages are bytes after their length (8 bytes), through standard input and descriptor `argv[1]`. The process ends
-    itself when its input does, so that it does not outlive this one. It has a session of its own: Ctrl-C is the
+    Messages are bytes after their length (8 bytes), through a socket, descriptor `argv[1]` there. The process ends
+    itself when the socket does, so that it does not outlive this one. It has a session of its own: Ctrl-C is the
     trainer's, which finishes its step, and a kill reaches what the process has started.
     """
 
-    def __init__(self, file: Path, **options: Any) -> None:
-        self._answers, answers = os.pipe()
-        command = [sys.executable, "-s", "-c", file.read_text(encoding="utf-8"), str(answers)]
-        options.update(stdin=subprocess.PIPE, pass_fds=[answers], start_new_session=True)
-        self._process = subprocess.Popen(command, **options)
-        os.close(answers)
+    def __init__(self, file: Path, kind: int = socket.SOCK_STREAM, **options: Any) -> None:
+        self.socket, other = socket.socketpair(type=kind)
+        with other:
+            command = [sys.executable, "-s", "-c", file.read_text(encoding="utf-8"), str(other.fileno())]
+            options.update(stdin=subprocess.DEVNULL, pass_fds=[other.fileno()], start_new_session=True)
+            self._process = subprocess.Popen(command, **options)
 
-    def ask(self, message: bytes | None, seconds: float) -> bytes:
-        """Sends `message`, if there is one, and returns the answer. Raises: Ended, and then the process is gone."""
-        stdin = self._process.stdin
-        assert stdin is not None
+    def ask(self, message: bytes, seconds: float) -> bytes:
+        """Sends `message` and returns the answer. Raises: Ended, and then the process is gone."""
+        with contextlib.suppress(ConnectionError):  # there is no answer then
+            self.socket.sendall(struct.pack("=Q", len(message)) + message)
+        return self.answer(seconds)
+
+    def answer(self, seconds: float) -> bytes:
+        """Raises: Ended, and then the process is gone."""
         data, end = b"", time.monotonic() + seconds
         waiting = select.poll()  # select.select takes no descriptor above 1023
-        waiting.register(self._answers, select.POLLIN)
-        try:
-            if message is not None:
-                stdin.write(struct.pack("=Q", len(message)) + message)
-                stdin.flush()
-            while len(data) < 8 or len(data) < 8 + struct.unpack("=Q", data[:8])[0]:
-                if not waiting.poll(1000 * max(end - time.monotonic(), 0)):
-                    raise Ended(self.close(), seconds)
-                part = os.read(self._answers, 1 << 20)
-                if not part:
-                    raise BrokenPipeError
-                data += part
-        except BrokenPipeError:
-            raise Ended(self.close(patience=5)) from None
+        waiting.register(self.socket, select.POLLIN)
+        while len(data) < 8 or len(data) < 8 + struct.unpack("=Q", data[:8])[0]:
+            if not waiting.poll(1000 * max(end - time.monotonic(), 0)):
+                raise Ended(self.close(), seconds)
+            try:
+                part = self.socket.recv(1 << 20)
+            except ConnectionError:
+                part = b""
+            if not part:
+                raise Ended(self.close(patience=5))
+            data += part
         return data[8:]
 
     def close(self, patience: float = 0) -> int:
         """Ends the process and returns its status. patience: seconds that it gets to end by itself."""
-        stdin = self._process.stdin
-        assert stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            stdin.close()
+        self.socket.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             if patience:
                 self._process.wait(patience)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        status = self._process.wait()
-        with contextlib.suppress(OSError):
-            os.close(self._answers)
-        return status
+        return self._process.wait()

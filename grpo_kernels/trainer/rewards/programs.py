@@ -1,4 +1,4 @@
-"""Reward for programs that pass tests: 1.0 if all of them are passed, else 0.0.
+"""Reward for programs that pass tests: 1.0 if all of them are passed, else 0.0 (or the share that is passed).
 
 The column `tests` holds a list for each row (or its JSON text). A test is data, so that what it expects stays here and
 is compared here; the sandbox gets inputs only. A program cannot pass by leaving early, by overwriting functions, or by
@@ -20,14 +20,17 @@ import math
 import os
 import queue
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from .answers import text_of
+from .inside import encode
 from .sandbox import Limits, Sandbox
 
 FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+
+SCALARS: dict[str, Any] = {"none": int, "number": (int, float), "text": str, "bytes": str}
 
 
 class Test(NamedTuple):
@@ -35,7 +38,7 @@ class Test(NamedTuple):
 
     stdin: str | None
     call: str | None
-    output: Any
+    output: Any  # of a call: as `canonical` returns it
 
 
 def read_test(test: Any) -> Test:
@@ -45,12 +48,13 @@ def read_test(test: Any) -> Test:
             [statement] = ast.parse(test.strip()).body
             assert isinstance(statement, ast.Assert) and isinstance(statement.test, ast.Compare)
             assert [type(operator) for operator in statement.test.ops] == [ast.Eq]
-            return Test(None, ast.unparse(statement.test.left), ast.literal_eval(statement.test.comparators[0]))
-        except (AssertionError, SyntaxError, ValueError):
+            value = ast.literal_eval(statement.test.comparators[0])
+            return Test(None, ast.unparse(statement.test.left), canonical(encode(value)))
+        except (AssertionError, SyntaxError, ValueError, TypeError):
             raise ValueError(f'test {test[:80]!r} is not "assert EXPRESSION == LITERAL"') from None
     if isinstance(test, dict) and "output" in test and ("input" in test) != ("call" in test):
         if "call" in test:
-            return Test(None, str(test["call"]), test["output"])
+            return Test(None, str(test["call"]), canonical(encode(test["output"])))
         return Test(str(test["input"]), None, str(test["output"]))
     raise ValueError(f"test {str(test)[:80]!r} has not the keys output and either input or call")
 
@@ -72,53 +76,68 @@ def program_in(text: str) -> str:
     return blocks[-1] if blocks else text
 
 
-def decode(data: Any) -> Any:
-    """What `encode` of inside.py wrote. A program may have written anything: at worst this raises."""
-    if not isinstance(data, list):
-        return data
-    kind, items = data
-    return {"list": list, "set": set, "dict": dict}[kind](
-        tuple(map(decode, items)) if kind == "set" else map(decode, items)
-    )
+def canonical(encoded: Any) -> list[Any]:
+    """What `encode` of inside.py made, with sets and dictionaries sorted: a program can choose values of equal hashes.
+
+    Raises:
+        ValueError, TypeError, LookupError, RecursionError: it is something else; a program may have written anything.
+    """
+    kind, content = encoded
+    if kind in ("list", "set", "dict", "complex"):
+        content = [canonical(item) for item in content]
+        return [kind, sorted(content) if kind in ("set", "dict") else content]
+    if not isinstance(content, SCALARS[kind]):
+        raise TypeError(kind)
+    return [kind, content]
 
 
-def same(expected: Any, found: Any) -> bool:
-    """Equality of plain values. `found` has been made of JSON text here, so that it has no methods of its own."""
-    if isinstance(expected, (list, tuple)):
-        alike = isinstance(found, list) and len(found) == len(expected)
-        return alike and all(same(*pair) for pair in zip(expected, found, strict=True))
-    if isinstance(expected, dict):
-        alike = isinstance(found, dict) and found.keys() == expected.keys()
-        return alike and all(same(value, found[key]) for key, value in expected.items())
-    if isinstance(expected, float) and type(found) in (int, float):
-        return math.isclose(expected, found, rel_tol=1e-6, abs_tol=1e-6)
-    return bool(expected == found)
+def same(expected: list[Any], found: list[Any]) -> bool:
+    """Equality of what `canonical` returned."""
+    (kind, value), (other_kind, other) = expected, found
+    if kind != other_kind:
+        return False
+    if isinstance(value, list):
+        return len(value) == len(other) and all(map(same, value, other))
+    if isinstance(value, float):
+        return math.isclose(value, other, rel_tol=1e-6, abs_tol=1e-6)
+    return bool(value == other)
+
+
+def matches(expected: list[Any], line: str) -> bool:
+    """Whether a program's line of JSON is the value. Its length is bounded, and with it the time that this takes: in an
+    equal value no number is more than three times as long."""
+    if len(line) > 3 * len(json.dumps(expected)) + 100:
+        return False
+    try:
+        return same(expected, canonical(json.loads(line)))
+    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
+        return False
 
 
 def lines_of(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
-def passes(program: str, tests: Sequence[Test], sandbox: Sandbox) -> bool:
+def verdicts(program: str, tests: Sequence[Test], sandbox: Sandbox) -> Iterator[bool]:
+    """Whether the program passes each test, calls first. Where a limit stops it, it fails the tests that are left."""
     calls = [test for test in tests if test.call is not None]
+    stopped = ""
     if calls:
         outcome = sandbox.run(program, calls=[str(test.call) for test in calls])
-        try:
-            values = [decode(answer["value"]) for answer in json.loads(outcome.values)]
-            if not all(same(test.output, value) for test, value in zip(calls, values, strict=True)):
-                return False
-        except (ValueError, TypeError, LookupError, RecursionError):
-            return False
+        lines = outcome.values.split("\n", len(calls)) + [""] * len(calls)
+        stopped = outcome.reason
+        yield from (matches(test.output, line) for test, line in zip(calls, lines, strict=False))
     for test in tests:
-        if test.stdin is not None:
+        if test.stdin is not None and not stopped:
             outcome = sandbox.run(program, stdin=test.stdin)
-            if outcome.status or lines_of(outcome.stdout) != lines_of(test.output):
-                return False
-    return True
+            stopped = outcome.reason
+            yield not outcome.status and lines_of(outcome.stdout) == lines_of(test.output)
 
 
 class Code:
     """The reward, with as many sandboxes as it has threads: a share of the cores for each process of this machine.
+
+    partial_credit: the share of the tests that are passed, where the reward else is 1 for all and 0.
 
     Raises:
         SandboxUnavailable: at once, see `Sandbox`.
@@ -126,7 +145,14 @@ class Code:
 
     __name__ = "code"
 
-    def __init__(self, limits: Limits = Limits(), workers: int | None = None) -> None:  # noqa: B008
+    def __init__(
+        self,
+        limits: Limits = Limits(),  # noqa: B008
+        workers: int | None = None,
+        *,
+        partial_credit: bool = False,
+    ) -> None:
+        self.partial_credit = partial_credit
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         workers = workers or max(1, min(16, (os.cpu_count() or 1) // ranks))
         self._threads = ThreadPoolExecutor(workers)
@@ -142,7 +168,10 @@ class Code:
     def _score(self, completion: Any, tests: list[Test]) -> float:
         sandbox = self._free.get()
         try:
-            return float(passes(program_in(text_of(completion)), tests, sandbox))
+            found = verdicts(program_in(text_of(completion)), tests, sandbox)
+            if self.partial_credit:
+                return sum(found) / len(tests)
+            return float(all(found))
         finally:
             self._free.put(sandbox)
 

@@ -1,7 +1,8 @@
 """A sandbox for programs that a model wrote: `Sandbox().run(program, stdin="3\\n")`. What holds it is in inside.py.
 
 A limit of CPU time ends a program before the limit of wall-clock time does, so that the verdict does not depend on how
-busy the machine is; the wall clock is for programs that sleep.
+busy the machine is; the wall clock is for programs that sleep. A program can learn which files exist outside, how large
+they are and where links point to (stat, readlink), and lock files that it can read (fcntl); it cannot read the others.
 """
 
 from __future__ import annotations
@@ -10,11 +11,17 @@ import contextlib
 import dataclasses
 import json
 import os
+import select
+import signal
+import socket
+import subprocess
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .inside import READY, REQUEST
 from .process import Ended, Process
 
 INSIDE = Path(__file__).with_name("inside.py")
@@ -76,7 +83,7 @@ class Outcome:
 
     stdout: str
     stderr: str
-    values: str  # JSON text: for each call {"value": ...} or {"error": ...}; empty if the program did not get there
+    values: str  # a line of JSON for each call: what `encode` of inside.py made, or ["error", ...]; those it got to
     status: int  # exit status, or minus the number of the signal that ended it
     reason: str  # why it was stopped: "CPU time", "wall clock", "output limit"; empty if it was not
     seconds: float  # of CPU time
@@ -97,7 +104,6 @@ class Sandbox:
         self.limits = limits
         self.missing: list[str] = []
         self._process: Process | None = None
-        self._scratch: str | None = None
 
     def run(self, program: str, *, stdin: str = "", calls: list[str] | None = None) -> Outcome:
         """`stdin`: text that the program reads. `calls`: expressions to evaluate after the program has defined its
@@ -108,26 +114,42 @@ class Sandbox:
         """
         if self._process is None:
             self._start()
-        request = dict(dataclasses.asdict(self.limits), wall_seconds=self.limits.wall_seconds)
-        answer = self._ask(dict(request, program=program, stdin=stdin, calls=calls), self.limits.wall_seconds)
-        if "failed" in answer:
-            raise SandboxFailure(f"the sandbox failed: {answer['failed']}")
-        return Outcome(**answer)
+        assert self._process is not None
+        limits = self.limits
+        request = REQUEST.pack(limits.cpu_seconds, limits.wall_seconds, limits.memory_mb, limits.scratch_mb)
+        pipes = [os.pipe() for _ in range(3)]
+        readers, writers = zip(*pipes, strict=True)
+        for writer in writers:
+            os.fchmod(writer, 0o666)  # /dev/stdout opens it anew, for nobody as well
+        given = [memory_file(stdin), *writers, memory_file(json.dumps([program, calls]))]
+        try:
+            with contextlib.suppress(ConnectionError):  # the answer says so
+                socket.send_fds(self._process.socket, [request], given)
+            for descriptor in given:
+                os.close(descriptor)
+            (stdout, stderr, values), full = self._collect(readers)
+        finally:
+            for reader in readers:
+                os.close(reader)
+        status, seconds, late = self._answer(START_SECONDS + limits.wall_seconds)
+        if not values.startswith(READY):
+            raise SandboxFailure(f"the sandbox failed: {stderr.decode('utf-8', 'replace')}")
+        reason = "output limit" if full else "wall clock" if late else ""
+        if status == -signal.SIGXCPU or (not reason and status == -signal.SIGKILL and seconds > limits.cpu_seconds):
+            reason = "CPU time"
+        out, err, found = (text.decode("utf-8", "replace") for text in (stdout, stderr, values[len(READY) :]))
+        return Outcome(out, err, found, status, reason, seconds)
 
     def close(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            process.close(patience=5)  # it removes its folder, and leaves; if it has been killed, it did not
-        if self._scratch is not None:
-            with contextlib.suppress(OSError):
-                os.rmdir(self._scratch)
+            process.close()
 
     def _start(self) -> None:
         if sys.platform != "linux":
             raise SandboxUnavailable(f"programs can be isolated on Linux only, this is {sys.platform}.")
-        environment = dict(ENVIRONMENT, TMPDIR=os.environ.get("TMPDIR", "/tmp"))
-        self._process = Process(INSIDE, env=environment, cwd="/")
-        answer = self._ask(None, 0)
+        self._process = Process(INSIDE, socket.SOCK_SEQPACKET, stdout=subprocess.DEVNULL, env=ENVIRONMENT, cwd="/")
+        answer = self._answer(START_SECONDS)
         problem = answer.get("refused")
         if problem is None:
             try:
@@ -141,18 +163,47 @@ class Sandbox:
         if problem is not None:
             self.close()
             raise SandboxUnavailable(f"programs cannot be isolated here: {problem}.")
-        self.missing, self._scratch = answer["missing"], answer["scratch"]
+        self.missing = answer["missing"]
         lacking = " and ".join(self.missing)
         if lacking and lacking not in warned:
             warned.add(lacking)
             text = f"The sandbox runs without {lacking}: programs cannot write files or start threads in it."
             warnings.warn(text, RuntimeWarning, stacklevel=3)
 
-    def _ask(self, request: dict[str, Any] | None, seconds: float) -> dict[str, Any]:
+    def _collect(self, readers: Sequence[int]) -> tuple[list[bytes], bool]:
+        """What a program writes to each of `readers` until it is dead; whether it was too much, and stopped it."""
+        assert self._process is not None
+        control, most = self._process.socket, self.limits.output_kb << 10
+        texts, full = dict.fromkeys(readers, b""), False
+        waiting = select.poll()
+        for descriptor in (*readers, control.fileno()):
+            waiting.register(descriptor, select.POLLIN)
+        patience = 1000 * (START_SECONDS + self.limits.wall_seconds)
+        while ready := {descriptor for descriptor, _ in waiting.poll(patience)} - {control.fileno()}:
+            for reader in ready:
+                part = os.read(reader, 1 << 16)
+                room = most - len(texts[reader])
+                texts[reader] += part[:room]
+                if not part:
+                    waiting.unregister(reader)
+                elif len(part) > room and not full:
+                    full = True
+                    with contextlib.suppress(ConnectionError):
+                        control.send(b"stop")
+        return list(texts.values()), full
+
+    def _answer(self, seconds: float) -> Any:
         assert self._process is not None
         try:
-            message = None if request is None else json.dumps(request).encode()
-            return json.loads(self._process.ask(message, START_SECONDS + seconds))
+            return json.loads(self._process.answer(seconds))
         except Ended as error:
             self.close()
             raise SandboxFailure(f"the isolated process {error}") from None
+
+
+def memory_file(text: str) -> int:
+    descriptor = os.memfd_create("request")
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(text.encode("utf-8", "surrogatepass"))
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor

@@ -1,6 +1,6 @@
 """Finds and calls reward functions, here or in a process of their own that can be killed.
 
-The process imports the function and gets batches as pickles over a pipe. It imports nothing of this package: `Worker`
+The process imports the function and gets batches as pickles over a socket. It imports nothing of this package: `Worker`
 starts this file's text with `python -c`, which takes 50 ms and not the seconds that torch takes.
 """
 
@@ -94,7 +94,8 @@ async def awaited(value: Any) -> Any:
 
 def serve() -> None:
     """In the process: answers each (columns, CPU seconds). It ends with its input, in the middle of a call as well."""
-    requests, answers = sys.stdin.buffer, os.fdopen(int(sys.argv[1]), "wb")
+    control = int(sys.argv[1])
+    requests, answers = os.fdopen(control, "rb"), os.fdopen(control, "wb", closefd=False)
 
     def send(result: Result) -> None:
         data = pickle.dumps(tuple(result))
@@ -115,7 +116,7 @@ def serve() -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, inside of a regular expression as well
     for given, seconds in received:
         ended = threading.Event()
-        threading.Thread(target=watch, args=(ended,), daemon=True).start()
+        threading.Thread(target=watch, args=(control, ended), daemon=True).start()
         signal.setitimer(signal.ITIMER_PROF, seconds)
         result = call(function, given)
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -124,10 +125,10 @@ def serve() -> None:
     return None
 
 
-def watch(ended: threading.Event) -> None:
+def watch(control: int, ended: threading.Event) -> None:
     """Ends this process when its input does, during a call."""
     waiting = poll()
-    waiting.register(0, 0)
+    waiting.register(control, 0)
     while not ended.is_set():
         if waiting.poll(500):
             os._exit(1)
