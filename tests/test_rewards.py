@@ -527,6 +527,25 @@ def test_code(code):
     assert code(programs[:1], ['[{"input": "1 2", "output": "3"}]']) == [1.0], "the tests' JSON text"
 
 
+def test_code_with_partial_credit():
+    """Each test counts alike; the first one that a limit stops is the last one that is run."""
+    code = Code(Patient(cpu_seconds=1, output_kb=1), workers=2, partial_credit=True)
+    three = [{"call": f"f({n})", "output": n} for n in range(3)]
+    runs = [{"input": str(n), "output": str(n)} for n in range(4)]
+    programs = {
+        "def f(n): return n\nif __name__ == '__main__': print(f(input()))": 7,
+        "def f(n): return 1 if n < 2 else 1 / 0": 1,
+        "def f(n):\n  while n == 1: pass\n  return n": 1,
+        "def f(n): return n\nimport atexit\natexit.register(print, '9' * 2000)": 3,
+        "def f(n): return n\nimport sys\nprint(input())\nprint('e' * 2000, file=sys.stderr)": 0,
+        "def f(n): return n * (n != 2)\nprint(min(int(input()), 2)) if __name__ == '__main__' else None": 5,
+        "": 0,
+    }
+    found = code(list(programs), [three + runs] * len(programs))
+    assert found == [passed / 7 for passed in programs.values()]
+    code.close()
+
+
 def test_code_of_one_run_goes_on_after_hostile_ones(code):
     hostile = [
         "import os\nwhile True: os.fork()",

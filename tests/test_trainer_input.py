@@ -101,6 +101,7 @@ def refused(output, capfd, status=2):
     ({"reward_weights": [1.0, 2.0]}, ["reward_weights"]),
     ({"reward_timeout": -1.0}, ["timeout"]),
     ({"reward_pattern": "a", "reward_funcs": "arithmetic"}, ["pattern has no effect", "format"]),
+    ({"code_partial_credit": True}, ["code_partial_credit=True has no effect without the reward 'code'"]),
     ({"model_name_or_path": "/no/such/model"}, ["/no/such/model"]),
     ({"model_name_or_path": None}, ["model_name_or_path is missing"]),
     ({"dataset_name": None}, ["dataset_name is missing"]),

@@ -88,6 +88,7 @@ class TrainArguments:
     reward_weights: list[float] | None = _option(None, "one per reward; default: 1")
     reward_timeout: float | None = _option(None, "CPU seconds of a reward function for one step")
     reward_pattern: str | None = _option(None, "regular expression of the reward 'format'")
+    code_partial_credit: bool = _option(False, "the reward 'code' gives the share of the tests that are passed")
     soft_overlong_cache: Natural = _option(0, "DAPO's penalty over so many last tokens before max_completion_length")
     step_delimiter: str = _option("\n", "ends a step, where a reward function returns one reward per step")
     gamma: Fraction = _option(1.0, "discount of the rewards of later steps")
@@ -313,6 +314,7 @@ class TrainArguments:
             ("reward_funcs", self.reward_funcs, (
                 "reward_weights", "reward_timeout", "reward_pattern", "soft_overlong_cache", "step_delimiter",
                 "dataset_test_split", "eval_dataset_name")),
+            ("the reward 'code'", "code" in self.reward_funcs, ("code_partial_credit",)),
             ("sampling, and replay is given", self.replay is None or held_out,
              ("top_p", "top_k", "min_p", "per_device_generation_batch_size")),
             ("sampling, and replay is given", self.replay is None, ("shuffle_dataset",)),

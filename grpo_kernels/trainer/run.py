@@ -241,7 +241,13 @@ def make_rewards(a: TrainArguments, prompts: Sequence[Prompt], held_out: Sequenc
     """The reward functions, which find the columns that they read; None where saved rewards are replayed."""
     if not a.reward_funcs:
         return None
-    rewards = Rewards(a.reward_funcs, a.reward_weights, timeout=a.reward_timeout, pattern=a.reward_pattern)
+    rewards = Rewards(
+        a.reward_funcs,
+        a.reward_weights,
+        timeout=a.reward_timeout,
+        pattern=a.reward_pattern,
+        code_partial_credit=a.code_partial_credit,
+    )
     for where, part in (("", prompts), ("held-out prompts: ", held_out)):
         names = {name: None for prompt in part for name in prompt.columns}
         try:

@@ -128,10 +128,11 @@ def verdicts(program: str, tests: Sequence[Test], sandbox: Sandbox) -> Iterator[
         stopped = outcome.reason
         yield from (matches(test.output, line) for test, line in zip(calls, lines, strict=False))
     for test in tests:
-        if test.stdin is not None and not stopped:
-            outcome = sandbox.run(program, stdin=test.stdin)
-            stopped = outcome.reason
-            yield not outcome.status and lines_of(outcome.stdout) == lines_of(test.output)
+        if test.stdin is not None:
+            if not stopped:
+                outcome = sandbox.run(program, stdin=test.stdin)
+                stopped = outcome.reason
+            yield not stopped and not outcome.status and lines_of(outcome.stdout) == lines_of(test.output)
 
 
 class Code:

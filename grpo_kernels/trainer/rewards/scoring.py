@@ -86,13 +86,15 @@ class Value(NamedTuple):
 class Function:
     """A reward function by its name: in this process, or in a worker if it is the user's and there is a time limit."""
 
-    def __init__(self, spec: str | Callable[..., Any], timeout: float | None, pattern: str | None) -> None:
+    def __init__(
+        self, spec: str | Callable[..., Any], timeout: float | None, pattern: str | None, partial_credit: bool
+    ) -> None:
         self.worker: Worker | None = None
         built_in = BUILT_IN.get(spec) if isinstance(spec, str) else None
         if callable(spec):
             self.name, self.function = getattr(spec, "__name__", type(spec).__name__), spec
         elif built_in is not None:
-            self.name, self.function = spec, built_in()
+            self.name, self.function = spec, Code(partial_credit=partial_credit) if built_in is Code else built_in()
         elif ":" in spec or "." in spec:
             self.name, self.function = spec.replace(":", ".").rpartition(".")[2], find(spec)
             self.worker = Worker(spec, timeout) if timeout is not None else None
@@ -141,6 +143,7 @@ class Rewards:
             wall-clock time); it then runs in a process of its own. None: no limit, and in this process. A call that
             exceeds it, or raises, is repeated for each completion alone, to find those that fail.
         pattern: for "format", a regular expression in place of <think>...</think><answer>...</answer>.
+        code_partial_credit: for "code", the share of the tests that are passed, in place of 1 for all of them and 0.
 
     Raises:
         ValueError: an unknown function, two of the same name, weights that do not fit, or a pattern that is no regular
@@ -154,6 +157,7 @@ class Rewards:
         *,
         timeout: float | None = None,
         pattern: str | None = None,
+        code_partial_credit: bool = False,
     ) -> None:
         if isinstance(specs, str) or not specs:
             raise ValueError(f"reward_funcs is {specs!r}, expected a list with at least one function")
@@ -170,7 +174,7 @@ class Rewards:
             )
         self.weights = weights
         self.specs = list(specs)
-        self.functions = [Function(spec, timeout, pattern) for spec in specs]
+        self.functions = [Function(spec, timeout, pattern, code_partial_credit) for spec in specs]
         self.names = [function.name for function in self.functions]
         if len(set(self.names)) < len(self.names):
             raise ValueError(f"two reward functions have the same name: {', '.join(self.names)}")
