@@ -33,14 +33,13 @@ import sys
 import sysconfig
 import types
 from fcntl import F_DUPFD, fcntl
-from typing import Any, NamedTuple
+from typing import Any
 
 # What many programs import: once here, not once in each fork. Not random, whose state would be the same in each.
 for module in ("bisect", "collections", "functools", "heapq", "itertools", "math", "re", "string"):
     importlib.import_module(module)
 
 NOBODY = 65534
-READY = b"isolated\n"  # first on descriptor 3: what follows is the program's own doing
 REQUEST = struct.Struct("=4Q")  # CPU seconds, wall-clock seconds, MB of memory, MB of the scratch folder
 THREADS = 32
 OPEN_FILES = 64
@@ -214,9 +213,8 @@ def unshare_namespaces() -> None:
 
 def enter_namespaces() -> str | None:
     """Goes on as the first process of new namespaces, while the former process waits; returns what prevents it."""
-    trial = (
-        os.fork()
-    )  # half of the way leads nowhere: a user namespace in which nothing can be mounted, on some Ubuntus
+    # Half of the way leads nowhere: a user namespace in which nothing can be mounted, on some Ubuntus.
+    trial = os.fork()
     if trial == 0:
         try:
             unshare_namespaces()
@@ -285,11 +283,6 @@ def run_program(program: str, calls: list[str] | None) -> None:
             data = data[os.write(3, data) :]
 
 
-class Isolation(NamedTuple):
-    readable: list[str]
-    scratch: str | None  # where a tmpfs is mounted for each program; None: no namespaces, and nothing can be written
-
-
 def limit(name: int, soft: int, hard: int | None = None) -> None:
     most = resource.getrlimit(name)[1]
     hard = soft if hard is None else hard
@@ -297,25 +290,19 @@ def limit(name: int, soft: int, hard: int | None = None) -> None:
     resource.setrlimit(name, (min(soft, hard), hard))
 
 
-def isolate(isolation: Isolation, descriptors: list[int], cpu_seconds: int, memory_mb: int, scratch_mb: int) -> None:
-    """Of the process of one program. It keeps `descriptors` as 0, 1, 2, ... and none else."""
-    for target, descriptor in enumerate([fcntl(descriptor, F_DUPFD, OPEN_FILES) for descriptor in descriptors]):
-        os.dup2(descriptor, target)
-    sys.stdout = open(1, "w", errors=sys.stdout.errors, closefd=False)  # noqa: SIM115 -- the old one can seek
-    sys.__stdout__ = sys.stdout  # type: ignore[misc]
-    os.closerange(len(descriptors), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    os.chdir(isolation.scratch or "/")
+def isolate(readable: list[str], scratch: str | None, cpu_seconds: int, memory_mb: int, scratch_mb: int) -> None:
+    os.chdir(scratch or "/")
     limit(resource.RLIMIT_CPU, cpu_seconds, cpu_seconds + 1)  # SIGXCPU, then SIGKILL
     limit(resource.RLIMIT_AS, memory_mb << 20)
     limit(resource.RLIMIT_FSIZE, scratch_mb << 20)
     limit(resource.RLIMIT_NOFILE, OPEN_FILES)
     limit(resource.RLIMIT_CORE, 0)
-    restrict_files(isolation.readable, isolation.scratch)
-    if isolation.scratch:
+    restrict_files(readable, scratch)
+    if scratch:
         limit(resource.RLIMIT_NPROC, THREADS)  # counted within the user namespace
     no_capabilities = struct.pack("=II", 0x20080522, 0), bytes(24)
     check(libc.syscall(CAPSET[platform.machine()], *no_capabilities), "capset")
-    filter_syscalls(allowed_syscalls(threads=isolation.scratch is not None))
+    filter_syscalls(allowed_syscalls(threads=scratch is not None))
 
 
 # ---- the process that waits ------------------------------------------------------------------------------------------
@@ -323,7 +310,7 @@ def isolate(isolation: Isolation, descriptors: list[int], cpu_seconds: int, memo
 
 def end_of(pid: int, control: socket.socket, wall_seconds: int) -> list[Any]:
     """[exit status, CPU seconds, whether the wall clock ended it] of a process, which is dead then: it is killed when
-    `control` has something to say, which is to stop it, or when the other end of `control` is gone."""
+    its time is over, or when the other end of `control` is closed."""
     waiting, process = select.poll(), os.pidfd_open(pid)
     for descriptor in (process, control.fileno()):
         waiting.register(descriptor, select.POLLIN)
@@ -335,34 +322,37 @@ def end_of(pid: int, control: socket.socket, wall_seconds: int) -> list[Any]:
     return [os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime, not ready]
 
 
-def next_program(control: socket.socket, isolation: Isolation) -> list[Any] | None:
+def next_program(control: socket.socket, readable: list[str], scratch: str | None) -> list[Any] | None:
     """Forks for each request, and returns in each process of a program, with [program, calls]. None: here, at the end.
 
-    A request is REQUEST and the descriptors of the program's 0 (input), 1, 2, 3 (values) and of its source.
+    A request is REQUEST and the descriptors of the program's 0 (input), 1, 2, 3 (values) and of its source, which is
+    empty once it is isolated: what follows is the program's own doing. scratch: where a tmpfs is mounted for each
+    program; None: there are no namespaces, and nothing can be written.
     """
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, REQUEST.size, 5)
         if not message:
             return None
-        if not descriptors:  # to stop a program that had ended
-            continue
         cpu_seconds, wall_seconds, memory_mb, scratch_mb = REQUEST.unpack(message)
-        if isolation.scratch:
+        if scratch:
             options = f"size={scratch_mb}m,nr_inodes=4096,mode=700"
-            mount("tmpfs", isolation.scratch, "tmpfs", MS_NOSUID_NODEV, options)
+            mount("tmpfs", scratch, "tmpfs", MS_NOSUID_NODEV, options)
         pid = os.fork()
         if pid == 0:
             control.close()
-            isolate(isolation, descriptors, cpu_seconds, memory_mb, scratch_mb)
-            with os.fdopen(4, encoding="utf-8") as source:
+            for target, descriptor in enumerate([fcntl(d, F_DUPFD, OPEN_FILES) for d in descriptors]):
+                os.dup2(descriptor, target)
+            os.closerange(len(descriptors), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+            with open(4, encoding="utf-8") as source:
                 request = json.load(source)
-            os.write(3, READY)
+                isolate(readable, scratch, cpu_seconds, memory_mb, scratch_mb)
+                os.ftruncate(4, 0)
             return request
         for descriptor in descriptors:
             os.close(descriptor)
         end = end_of(pid, control, wall_seconds)
-        if isolation.scratch:
-            check(libc.umount2(isolation.scratch.encode(), MNT_DETACH), "umount")
+        if scratch:
+            check(libc.umount2(scratch.encode(), MNT_DETACH), "umount")
         say(control, end)
 
 
@@ -389,7 +379,7 @@ def main() -> None:
     libraries = ["/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/lib", "/lib64"]
     files = ["/etc/ld.so.cache", "/etc/localtime", "/dev/zero", "/dev/urandom"]
     gc.freeze()  # at the end of a program its interpreter looks at no object of this process: half of the time
-    request = next_program(control, Isolation([*paths, *libraries, *files], scratch))
+    request = next_program(control, [*paths, *libraries, *files], scratch)
     if request is not None:
         run_program(*request)
     return None

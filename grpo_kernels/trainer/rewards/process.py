@@ -31,8 +31,8 @@ class Process:
     trainer's, which finishes its step, and a kill reaches what the process has started.
     """
 
-    def __init__(self, file: Path, kind: int = socket.SOCK_STREAM, **options: Any) -> None:
-        self.socket, other = socket.socketpair(type=kind)
+    def __init__(self, file: Path, **options: Any) -> None:
+        self.socket, other = socket.socketpair()
         with other:
             command = [sys.executable, "-s", "-c", file.read_text(encoding="utf-8"), str(other.fileno())]
             options.update(stdin=subprocess.DEVNULL, pass_fds=[other.fileno()], start_new_session=True)
