@@ -23,7 +23,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo_kernels.trainer.rewards import Code, Limits, Rewards, process, programs, scoring
+from grpo_kernels.trainer.rewards import Code, Limits, Outcome, Rewards, process, programs, scoring
 from grpo_kernels.trainer.rewards import worker as module
 from grpo_kernels.trainer.rewards.answers import exact_answer, final_number, gold_number, gsm8k
 from grpo_kernels.trainer.rewards.format import format
@@ -544,6 +544,20 @@ def test_code_with_partial_credit():
     found = code(list(programs), [three + runs] * len(programs))
     assert found == [passed / 7 for passed in programs.values()]
     code.close()
+
+
+def test_all_tests_of_a_program_wait_as_long_as_one():
+    """A program that takes 4 s for each of five tests, of which 0.2 s are for its CPU time, passes three of them."""
+    given = []
+
+    def run(program, *, stdin, wall_seconds):
+        given.append(wall_seconds)
+        return Outcome(stdin, "", "", 0, "" if wall_seconds > 4 else "wall clock", 0.04, min(4.0, wall_seconds))
+
+    sandbox = SimpleNamespace(run=run, limits=SimpleNamespace(wall_seconds=12))
+    tests = read_tests([{"input": "1", "output": "1"}] * 5)
+    assert list(programs.verdicts("", tests, sandbox)) == [True, True, True, False, False]
+    assert given == pytest.approx([12, 8.2, 4.4, 0.6])
 
 
 def test_code_of_one_run_goes_on_after_hostile_ones(code):

@@ -31,6 +31,7 @@ import socket
 import struct
 import sys
 import sysconfig
+import time
 import types
 from fcntl import F_DUPFD, fcntl
 from typing import Any
@@ -40,7 +41,7 @@ for module in ("bisect", "collections", "functools", "heapq", "itertools", "math
     importlib.import_module(module)
 
 NOBODY = 65534
-REQUEST = struct.Struct("=4Q")  # CPU seconds, wall-clock seconds, MB of memory, MB of the scratch folder
+REQUEST = struct.Struct("=QdQQ")  # CPU seconds, wall-clock seconds, MB of memory, MB of the scratch folder
 THREADS = 32
 OPEN_FILES = 64
 libc = ctypes.CDLL(None, use_errno=True)
@@ -308,10 +309,10 @@ def isolate(readable: list[str], scratch: str | None, cpu_seconds: int, memory_m
 # ---- the process that waits ------------------------------------------------------------------------------------------
 
 
-def end_of(pid: int, control: socket.socket, wall_seconds: int) -> list[Any]:
-    """[exit status, CPU seconds, whether the wall clock ended it] of a process, which is dead then: it is killed when
-    its time is over, or when the other end of `control` is closed."""
-    waiting, process = select.poll(), os.pidfd_open(pid)
+def end_of(pid: int, control: socket.socket, wall_seconds: float) -> list[Any]:
+    """[exit status, CPU seconds, seconds, whether the wall clock ended it] of a process, which is dead then: it is
+    killed when its time is over, or when the other end of `control` is closed."""
+    start, waiting, process = time.monotonic(), select.poll(), os.pidfd_open(pid)
     for descriptor in (process, control.fileno()):
         waiting.register(descriptor, select.POLLIN)
     ready = [descriptor for descriptor, _ in waiting.poll(1000 * wall_seconds)]
@@ -319,7 +320,8 @@ def end_of(pid: int, control: socket.socket, wall_seconds: int) -> list[Any]:
         os.kill(pid, signal.SIGKILL)
     _, status, usage = os.wait4(pid, 0)
     os.close(process)
-    return [os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime, not ready]
+    cpu_seconds = usage.ru_utime + usage.ru_stime
+    return [os.waitstatus_to_exitcode(status), cpu_seconds, time.monotonic() - start, not ready]
 
 
 def next_program(control: socket.socket, readable: list[str], scratch: str | None) -> list[Any] | None:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from .answers import text_of
 from .inside import encode
-from .sandbox import Limits, Sandbox
+from .sandbox import WALL_PER_CPU, Limits, Outcome, Sandbox
 
 FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
@@ -119,18 +119,27 @@ def lines_of(text: str) -> list[str]:
 
 
 def verdicts(program: str, tests: Sequence[Test], sandbox: Sandbox) -> Iterator[bool]:
-    """Whether the program passes each test, calls first. Where a limit stops it, it fails the tests that are left."""
+    """Whether the program passes each test, calls first. Where a limit stops it, it fails the tests that are left. All
+    tests together may wait as long as one, where a program waits if it takes more time than its CPU time explains."""
     calls = [test for test in tests if test.call is not None]
+    most = left = float(sandbox.limits.wall_seconds)
+
+    def run(**given: Any) -> Outcome:
+        nonlocal left
+        outcome = sandbox.run(program, wall_seconds=left, **given)
+        left = min(most, max(0.0, left - outcome.elapsed + WALL_PER_CPU * outcome.seconds))
+        return outcome
+
     stopped = ""
     if calls:
-        outcome = sandbox.run(program, calls=[str(test.call) for test in calls])
+        outcome = run(calls=[str(test.call) for test in calls])
         lines = outcome.values.split("\n", len(calls)) + [""] * len(calls)
         stopped = outcome.reason
         yield from (matches(test.output, line) for test, line in zip(calls, lines, strict=False))
     for test in tests:
         if test.stdin is not None:
             if not stopped:
-                outcome = sandbox.run(program, stdin=test.stdin)
+                outcome = run(stdin=test.stdin)
                 stopped = outcome.reason
             yield not stopped and not outcome.status and lines_of(outcome.stdout) == lines_of(test.output)
 
