@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -16,6 +17,7 @@ from accelerate.utils import LoggerType
 from training import run
 from transformers import AutoTokenizer, BertConfig, BertLMHeadModel, LlamaForCausalLM
 
+from grpo_kernels import __version__
 from grpo_kernels.commands.cli import main
 from grpo_kernels.engine import memory
 from grpo_kernels.trainer import commands
@@ -135,10 +137,10 @@ def refused(output, capfd, status=2):
     ({"step_delimiter": ""}, ["step_delimiter is empty"]),
     ({"beta": 0.1, "sync_ref_model": True, "ref_model_mixup_alpha": 1.5}, ["ref_model_mixup_alpha=1.5", "(0, 1]"]),
     ({"num_generations": 1}, ["num_generations=1", "no advantage"]),
-    ({"lr_scheduler_type": "reduce_lr_on_plateau"}, ["lr_scheduler_type=reduce_lr_on_plateau"]),
+    ({"lr_scheduler_type": "reduce_lr_on_plateau"}, ["lr_scheduler_type='reduce_lr_on_plateau'", "linear, cosine"]),
     ({"lr_scheduler_type": "cosine_with_min_lr"}, ["lr_scheduler_kwargs"]),
     ({"lr_scheduler_kwargs": "3"}, ["lr_scheduler_kwargs='3'", "an object of JSON"]),
-    ({"lr_scheduler_type": "greedy"}, ["lr_scheduler_type=greedy"]),
+    ({"lr_scheduler_type": "greedy"}, ["lr_scheduler_type='greedy'", "linear, cosine"]),
     ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": '{"x": 1}'}, ["lr_scheduler_kwargs='{", "'x'"]),
     ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": '{"num_cycles": "x"}', "warmup_steps": 2},
      ["lr_scheduler_kwargs='{", "could not convert"]),
@@ -511,6 +513,7 @@ def test_a_dry_run_says_what_a_run_takes_and_writes_nothing(model, data, tmp_pat
     for words in ("12 prompts", "rewards    length", "MiB  parameters", "MiB  gradients", "AdamW's two averages",
                   "reference policy", "logits of the fused loss", "one step", "completion "):  # fmt: skip
         assert words in out, out
+    assert "1 process," in out and "note       0%" not in out
     assert not output.exists()
 
 
@@ -557,8 +560,10 @@ def test_the_command_line_and_yaml(tmp_path, capsys):
         with pytest.raises(ValueError, match=f"unknown options {name}"):
             parse(["--config", str(path)])
     with pytest.raises(SystemExit):
-        parse(["--max-step", "1"])
-    assert capsys.readouterr().err.count("\n") == 2  # not a list of all options before what is wrong
+        parse(["--max-step", "1", "--lr", "1", "--no-such-option"])
+    error = capsys.readouterr().err
+    assert "--max-step (did you mean --max-steps?) 1 --lr (did you mean --learning-rate?) 1 --no-such-option\n" in error
+    assert error.count("\n") == 2  # not a list of all options before what is wrong
     path.write_text("[1, 2]")
     with pytest.raises(ValueError, match="expected options"):
         parse(["--config", str(path)])
@@ -567,9 +572,43 @@ def test_the_command_line_and_yaml(tmp_path, capsys):
     assert "unrecognized arguments: --no-such-option" in capsys.readouterr().err
 
 
+def test_help_has_groups_choices_and_every_option_once(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    for command in ("train", "demo"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        text = capsys.readouterr().out
+        assert text.startswith(f"usage: grpo-kernels {command} [options]\n")
+    groups = re.findall(r"^([\w ]+):$", text, flags=re.MULTILINE)
+    wanted = ["model", "data", "sampling", "rewards", "loss", "optimisation", "evaluation", "saving", "logging", "vLLM"]
+    assert set(wanted) < set(groups)
+    shown = re.findall(r"^  --([a-z][\w-]*)", text, flags=re.MULTILINE)
+    names = [field.name.replace("_", "-") for field in dataclasses.fields(TrainArguments)]
+    assert sorted(shown) == sorted([*names, "config", "version"])
+    for words in ("--loss {fused,eager}", "--dtype {float32,bfloat16}", "--loss-type {", "{linear,cosine,",
+                  "--shuffle-dataset, --no-shuffle-dataset a new order in each epoch (default: on)"):  # fmt: skip
+        assert words in " ".join(text.split()), words
+    assert "SchedulerType" not in text and "default: False" not in text
+
+
+def test_switches():
+    assert parse(["--bf16", "--no_shuffle_dataset"]).bf16 and not parse(["--no-shuffle-dataset"]).shuffle_dataset
+    assert parse(["--shuffle-dataset"]).shuffle_dataset and not parse(["--bf16=False"]).bf16
+    for words in (["--bf16=maybe"], ["--no-shuffle-dataset", "true"]):
+        with pytest.raises(SystemExit):
+            parse(words)
+
+
+def test_versions(capsys):
+    for command in ([], ["train"]):
+        with pytest.raises(SystemExit):
+            main([*command, "--version"])
+        assert capsys.readouterr().out == f"grpo-kernels {__version__}\n"
+
+
 def test_a_second_demo_has_a_folder_of_its_own(monkeypatch, tmp_path):
     given: list[list[str]] = []
-    monkeypatch.setattr(commands, "train", lambda argv: given.append(argv) or 0)
+    monkeypatch.setattr(commands, "train", lambda argv, command: given.append(argv) or 0)
     monkeypatch.chdir(tmp_path)
     for folder, options in (("grpo-demo", []), ("grpo-demo-2", ["--loss", "eager"]), ("grpo-demo-3", [])):
         assert commands.demo(options) == 0

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from .. import __version__
 from ..backends import registered_backends
 from ..backends.launch import TUNABLE, tuned_path
 from ..backends.triton import interpreted, why_unusable
@@ -22,6 +23,7 @@ from ..trainer import missing_packages
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the exit status."""
     parser = argparse.ArgumentParser(prog="grpo-kernels", description="Fused GRPO losses.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
     _add_training(commands)
     _add_bench(commands)

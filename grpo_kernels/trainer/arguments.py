@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import difflib
 import json
 import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Annotated, Any, TypeAlias, get_args, get_origin, get_type_hints
 
 import yaml
-from transformers import HfArgumentParser
 from transformers.trainer_utils import SchedulerType
 
-from ..config import GRPOConfig, available_presets
+from .. import __version__
+from ..config import ADVANTAGE_SCALES, GRPOConfig, available_presets
+from ..contract import KL_ESTIMATORS, LEVELS
 from .rewards.format import compiled
 
 ARITHMETIC = "arithmetic"
@@ -41,12 +45,41 @@ Dtype: TypeAlias = Annotated[str, ("float32", "bfloat16")]
 Dynamic: TypeAlias = Annotated[str, ("off", "drop", "refill")]
 Tracker: TypeAlias = Annotated[str, ("tensorboard", "trackio", "wandb")]
 Correction: TypeAlias = Annotated[str, ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")]
+Level: TypeAlias = Annotated[str, tuple(LEVELS)]
+Scale: TypeAlias = Annotated[str, tuple(ADVANTAGE_SCALES)]
+KL: TypeAlias = Annotated[str, tuple(KL_ESTIMATORS)]
+# Without the schedules that follow the loss, which is no measure of progress in GRPO.
+Schedule: TypeAlias = Annotated[
+    str, tuple(s.value for s in SchedulerType if s not in ("reduce_lr_on_plateau", "greedy"))
+]
 
 # What an arithmetic run without these options takes: 32 prompts, 8 completions, two steps on each rollout.
 ARITHMETIC_RUN: dict[str, Any] = {
     "reward_funcs": [ARITHMETIC], "beta": 0.005, "max_completion_length": 5, "per_device_train_batch_size": 256,
     "num_iterations": 2, "max_steps": 400, "learning_rate": 2e-4, "warmup_steps": 20, "logging_samples": 2,
-    "lr_scheduler_type": SchedulerType.CONSTANT_WITH_WARMUP,
+    "lr_scheduler_type": "constant_with_warmup",
+}  # fmt: skip
+# In --help an option belongs to the group that begins with it or with the nearest option above it.
+GROUPS = {
+    "output_dir": "run", "model_name_or_path": "model", "dataset_name": "data", "reward_funcs": "rewards",
+    "num_generations": "sampling", "use_vllm": "vLLM", "dynamic_sampling": "sampling",
+    "save_rollouts": "saving", "replay": "sampling",
+    "per_device_train_batch_size": "optimisation", "loss": "loss", "learning_rate": "optimisation",
+    "eval_steps": "evaluation", "save_steps": "saving", "logging_samples": "logging", "seed": "run",
+    "disable_tqdm": "logging",
+}  # fmt: skip
+# Names that other trainers have, or people try.
+ALIASES = {
+    "lr": "learning_rate", "model": "model_name_or_path", "model_name": "model_name_or_path", "data": "dataset_name",
+    "dataset": "dataset_name", "train_file": "dataset_name", "eval_dataset": "eval_dataset_name",
+    "eval_file": "eval_dataset_name", "dataset_config_name": "dataset_config", "output": "output_dir",
+    "batch_size": "per_device_train_batch_size", "train_batch_size": "per_device_train_batch_size",
+    "epochs": "max_steps", "num_train_epochs": "max_steps", "steps": "max_steps", "torch_dtype": "dtype",
+    "group_size": "num_generations", "max_new_tokens": "max_completion_length", "kl_coef": "beta",
+    "kl_beta": "beta", "clip_range": "epsilon", "epsilon_low": "epsilon", "warmup_ratio": "warmup_steps",
+    "eval_strategy": "eval_steps", "save_strategy": "save_steps", "grad_clip": "max_grad_norm", "peft": "use_peft",
+    "lora": "use_peft", "lora_rank": "lora_r", "vllm": "use_vllm", "resume": "resume_from_checkpoint",
+    "rewards": "reward_funcs", "cpu": "use_cpu", "no_cuda": "use_cpu",
 }  # fmt: skip
 
 
@@ -67,7 +100,7 @@ class TrainArguments:
     # model
     model_name_or_path: str | None = _option(None, "a model of transformers; without one: a small one for arithmetic")
     trust_remote_code: bool = _option(False, "run the code of the model's repository")
-    dtype: Dtype = _option("float32", "of the weights: float32 or bfloat16")
+    dtype: Dtype = _option("float32", "of the weights")
     bf16: bool = _option(False, "autocast to bfloat16")
     gradient_checkpointing: bool = _option(False, "recompute activations in the backward")
     use_peft: bool = _option(False, "train a LoRA adapter")
@@ -103,11 +136,11 @@ class TrainArguments:
     use_vllm: bool = _option(False, "sample with vLLM, an engine beside each process")
     vllm_gpu_memory_utilization: Share = _option(0.3, "share of GPU memory for vLLM")
     vllm_importance_sampling_correction: bool = _option(True, "weight tokens by old / rollout probabilities")
-    vllm_importance_sampling_mode: Correction = _option(
-        "sequence_mask", "token_truncate, token_mask, sequence_truncate or sequence_mask"
-    )
+    vllm_importance_sampling_mode: Correction = _option("sequence_mask", "how the weights are bounded")
     vllm_importance_sampling_clip_max: Size = _option(3.0, "upper bound of the weights")
-    dynamic_sampling: Dynamic = _option("off", "groups of equal rewards: off (kept), drop, refill (other prompts)")
+    dynamic_sampling: Dynamic = _option(
+        "off", "groups of equal rewards: kept (off), left out, or replaced by those of other prompts"
+    )
     dynamic_sampling_max_rounds: Count = _option(4, "rounds of sampling of one rollout, at most")
     save_rollouts: bool = _option(False, "write each rollout to output_dir/rollouts")
     replay: str | None = _option(None, "train on the rollouts in this folder instead of sampling")
@@ -122,17 +155,17 @@ class TrainArguments:
 
     # loss
     loss: Loss = _option("fused", "fused: this library's; eager: plain PyTorch over all logits")
-    loss_type: Preset = _option("dapo", "a preset: " + ", ".join(available_presets()))
-    importance_sampling_level: str | None = _option(None, "token, sequence or sequence_sum; default: the preset's")
+    loss_type: Preset = _option("dapo", "a preset of the loss")
+    importance_sampling_level: Level | None = _option(None, "of the ratio; default: the preset's")
     epsilon: float | None = _option(None, "lower clip range; default: the preset's")
     epsilon_high: float | None = _option(None, "upper clip range; default: the preset's, or epsilon where it is given")
     delta: float | None = _option(None, "upper bound of the ratio (two-sided clipping)")
-    scale_rewards: str | None = _option(None, "group, batch or none; default: the preset's")
+    scale_rewards: Scale | None = _option(None, "whose standard deviation divides advantages; default: the preset's")
     mask_truncated_completions: bool = _option(False, "leave completions without an end out of the loss")
     off_policy_mask_threshold: float | None = _option(None, "drop sequences with A < 0 and a larger divergence")
     entropy_coef: float = _option(0.0, "weight of the entropy bonus")
     beta: float = _option(0.0, "weight of the KL to the reference policy; 0: no reference policy")
-    kl_estimator: str = _option("k3", "k1, k2, k3, abs, k1+, k3+")
+    kl_estimator: KL = _option("k3", "of the KL to the reference policy")
     use_bias_correction_kl: bool = _option(False, "multiply the KL by the importance ratio (on by default in TRL)")
     kl_target: float | None = _option(None, "KL per token that an adaptive beta aims at")
     kl_horizon: Count = _option(10_000, "completions over which an adaptive beta doubles, about")
@@ -143,7 +176,7 @@ class TrainArguments:
 
     # optimizer
     learning_rate: Size = _option(1e-6, "of AdamW")
-    lr_scheduler_type: SchedulerType = _option(SchedulerType.LINEAR, "schedule of transformers")
+    lr_scheduler_type: Schedule = _option("linear", "schedule of transformers")
     lr_scheduler_kwargs: str | None = _option(None, "further arguments of the schedule, as JSON")
     warmup_steps: Natural = _option(0, "optimizer steps until the full rate")
     adam_beta1: Decay = _option(0.9, "of AdamW")
@@ -159,7 +192,7 @@ class TrainArguments:
     save_steps: Natural = _option(100, "optimizer steps between checkpoints; 0: one at the end")
     save_total_limit: Count | None = _option(2, "checkpoints that are kept")
     logging_samples: Natural = _option(4, "completions per rollout in samples.jsonl")
-    report_to: list[Tracker] = _option([], "tensorboard, trackio, wandb")
+    report_to: list[Tracker] = _option([], "trackers that get the numbers too")
     seed: int = _option(0, "of weights, order of the data and samples")
     disable_tqdm: bool = _option(False, "no progress bars")
 
@@ -246,7 +279,7 @@ class TrainArguments:
                 expected = part.__metadata__[0] if get_origin(part) is Annotated else None
                 if expected in RANGES and value is not None and not RANGES[expected](value):
                     raise ValueError(f"{name}={value}; expected {expected}")
-                if isinstance(expected, tuple):
+                if isinstance(expected, tuple) and value is not None:
                     for one in value if isinstance(value, list) else [value]:
                         if one not in expected:
                             raise ValueError(f"{name}={one!r}; expected one of {', '.join(expected)}")
@@ -289,8 +322,6 @@ class TrainArguments:
              "loss='eager' is over all ids: top_p, top_k and min_p do not go with it"),
             (a.use_vllm and a.truncates,
              "use_vllm with top_p, top_k or min_p: the ids that vLLM keeps are not read; leave one out"),
-            (a.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"),
-             f"lr_scheduler_type={a.lr_scheduler_type} follows the loss, which is no measure of progress in GRPO"),
             *((str(data).endswith(".jsonl") and a.is_given(name),
                f"{name}={getattr(a, name)!r}: the file {data} is one split"
                + ("" if a.eval_dataset_name else "; eval_dataset_name takes another file"))
@@ -318,7 +349,7 @@ class TrainArguments:
             ("sampling, and replay is given", self.replay is None or held_out,
              ("top_p", "top_k", "min_p", "per_device_generation_batch_size")),
             ("sampling, and replay is given", self.replay is None, ("shuffle_dataset",)),
-            ("a schedule with warm-up", arithmetic or self.lr_scheduler_type != SchedulerType.CONSTANT,
+            ("a schedule with warm-up", arithmetic or self.lr_scheduler_type != "constant",
              ("warmup_steps",)),
             ("a schedule that takes arguments", not self.lr_scheduler_type.startswith("constant"),
              ("lr_scheduler_kwargs",)),
@@ -329,22 +360,97 @@ class TrainArguments:
                     raise ValueError(f"{name}={getattr(self, name)!r} has no effect without {needed}; leave it out")
 
 
-def parse(argv: Sequence[str]) -> TrainArguments:
-    """The options from a command line, on top of those of the YAML file that --config names."""
-    kind: Any = TrainArguments
-    parser = HfArgumentParser(
-        kind, prog="grpo-kernels train", usage="%(prog)s [options]", description=__doc__, allow_abbrev=False
-    )
-    parser.add_argument("--config", help="YAML file with options; the command line has the last word")
+# --- the command line -------------------------------------------------------------------------------------------------
+
+DESCRIPTIONS = {
+    "train": "A GRPO run on a model of transformers. Where TRL's GRPOConfig has an option of that meaning, the name is "
+    "the same. Without --model-name-or-path and --dataset-name the run is the generated arithmetic task.",
+    "demo": "A small language model learns two-digit addition, offline: the default run of grpo-kernels train, into "
+    "grpo-demo. Takes the options of train.",
+}
+
+
+class _Help(argparse.HelpFormatter):
+    """Each option once, in the spelling with dashes."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        names = ", ".join(name for name in action.option_strings if "_" not in name)
+        takes_none = action.nargs == 0 or isinstance(action, _Switch)
+        return names if takes_none else f"{names} {self._format_args(action, str(action.metavar))}"
+
+
+class _Switch(argparse.Action):
+    """--name, --name=BOOL (as from YAML) or, where the default is true, --no-name."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        text, negates = str(values).lower(), str(option_string).startswith("--no")
+        if text not in ("true", "false", "1", "0", "yes", "no") or (negates and values is not True):
+            parser.error(f"argument {option_string}: invalid value: {values!r} (expected true or false)")
+        setattr(namespace, self.dest, text in ("true", "1", "yes") and not negates)
+
+
+def make_parser(command: str) -> argparse.ArgumentParser:
+    """The options of `TrainArguments`, in groups. What is not given is not in the namespace."""
+    parser = argparse.ArgumentParser(
+        prog=f"grpo-kernels {command}", usage="%(prog)s [options]", description=DESCRIPTIONS[command],
+        formatter_class=_Help, allow_abbrev=False, argument_default=argparse.SUPPRESS,
+    )  # fmt: skip
     parser._negative_number_matcher = re.compile(r"-\.?\d")  # as from Python 3.14 on: -1e-3 is no option
-    path = parser.parse_known_args(list(argv))[0].config
-    words = [*(() if path is None else _from_yaml(path)), *argv]
-    given = parser.parse_known_args(words)[0]
-    if given.model_name_or_path is None and given.dataset_name is None:
-        parser.set_defaults(**ARITHMETIC_RUN)
-    values = vars(parser.parse_args(words))
-    del values["config"]
-    return TrainArguments(**values)
+    parser.add_argument("--version", action="version", version=f"grpo-kernels {__version__}")
+    parser.add_argument("--config", metavar="FILE", help="YAML file with options; the command line has the last word")
+    hints, groups, title = get_type_hints(TrainArguments, include_extras=True), {}, ""
+    for field in dataclasses.fields(TrainArguments):
+        title = GROUPS.get(field.name, title)
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        _add_option(groups[title], field, hints[field.name])
+    return parser
+
+
+def _add_option(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
+    """The type of the field says how an option is read, and what is shown of its values."""
+    hint = next((part for part in get_args(hint) if NoneType in get_args(hint) and part is not NoneType), hint)
+    several = get_origin(hint) is list
+    hint = get_args(hint)[0] if several else hint
+    kind, choices = get_args(hint) if get_origin(hint) is Annotated else (hint, None)
+    text = field.metadata["help"]
+    names = list(dict.fromkeys([f"--{field.name.replace('_', '-')}", f"--{field.name}"]))
+    if kind is bool:
+        if field.default:
+            names += [f"--no-{field.name.replace('_', '-')}", f"--no_{field.name}"]
+            text += " (default: on)"
+        group.add_argument(*names, dest=field.name, action=_Switch, nargs="?", const=True, help=text)
+        return
+    if field.default not in (None, dataclasses.MISSING):
+        text += f" (default: {field.default!r})" if field.default == "\n" else f" (default: {field.default})"
+    shown = f"{{{','.join(choices)}}}" if isinstance(choices, tuple) else {str: "X", int: "N", float: "R"}[kind]
+    group.add_argument(
+        *names, dest=field.name, type=kind, nargs="+" if several else None, metavar=shown, help=text.replace("%", "%%")
+    )
+
+
+def suggestion(name: str) -> str:
+    """The option that a wrong name most likely means, as the end of a sentence; '' where none is near."""
+    options = TrainArguments.__dataclass_fields__
+    name = name.lstrip("-").split("=")[0].replace("-", "_")
+    near = ALIASES.get(name) or next(iter(difflib.get_close_matches(name, [*options, *ALIASES], cutoff=0.75)), None)
+    return "" if near is None else f" (did you mean --{ALIASES.get(near, near).replace('_', '-')}?)"
+
+
+def parse(argv: Sequence[str], command: str = "train") -> TrainArguments:
+    """The options from a command line, on top of those of the YAML file that --config names. command: whose usage
+    --help and errors show. Ends the process, as argparse does, for an unknown option and a value of another type."""
+    parser = make_parser(command)
+    path = getattr(parser.parse_known_args(list(argv))[0], "config", None)
+    found, rest = parser.parse_known_args([*(() if path is None else _from_yaml(path)), *argv])
+    if rest:
+        parser.error(
+            "unrecognized arguments: "
+            + " ".join(f"{word}{suggestion(word)}" if word.startswith("--") else word for word in rest)
+        )
+    given = {name: value for name, value in vars(found).items() if name != "config"}
+    arithmetic = not {"model_name_or_path", "dataset_name"} & given.keys()
+    return TrainArguments(**(ARITHMETIC_RUN if arithmetic else {}) | given)
 
 
 def _from_yaml(path: str) -> list[str]:
@@ -357,7 +463,8 @@ def _from_yaml(path: str) -> list[str]:
         raise ValueError(f"config={path} holds a {type(options).__name__}; expected options, one 'name: value' a line")
     unknown = {str(name).replace("-", "_") for name in options} - TrainArguments.__dataclass_fields__.keys()
     if unknown:
-        raise ValueError(f"config={path} has the unknown options {', '.join(sorted(unknown))}")
+        names = ", ".join(name + suggestion(name) for name in sorted(unknown))
+        raise ValueError(f"config={path} has the unknown options {names}")
     words = []
     for name, value in options.items():
         if isinstance(value, list):

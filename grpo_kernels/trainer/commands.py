@@ -27,11 +27,11 @@ MIB = 2**20
 EAGER_COPIES = 3  # of the logits: log-softmax, its gradient and that of the logits are held at once
 
 
-def train(argv: Sequence[str]) -> int:
+def train(argv: Sequence[str], command: str = "train") -> int:
     """A run; the exit status is 0, 2 for bad input, 1 for a run that cannot go on (rewards that fail, a full disk),
     128 + the signal that ended the run."""
     try:
-        arguments = parse(argv)
+        arguments = parse(argv, command)
         if arguments.dry_run:
             return dry_run(arguments)
         made = Run(arguments)
@@ -56,7 +56,7 @@ def train(argv: Sequence[str]) -> int:
 def demo(argv: Sequence[str]) -> int:
     """The default run of `train`, into grpo-demo, or grpo-demo-2 and so on where there has been one."""
     names = chain(["grpo-demo"], (f"grpo-demo-{number}" for number in count(2)))
-    return train(["--output-dir", next(name for name in names if not Path(name).exists()), *argv])
+    return train(["--output-dir", next(name for name in names if not Path(name).exists()), *argv], "demo")
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
@@ -85,13 +85,13 @@ def dry_run(arguments: TrainArguments) -> int:
 
 def _one_step(made: Run) -> None:
     a, device, print = made.arguments, made.accelerator.device, made.accelerator.print
-    print(
-        f"model      {a.model_name_or_path or 'made for the arithmetic task'}, {made.ranks.count} processes, {device}"
-    )
+    model, processes = a.model_name_or_path or "made for the arithmetic task", made.ranks.count
+    print(f"model      {model}, {processes} {'process' if processes == 1 else 'processes'}, {device}")
     print(f"data       {len(made.prompts):,} prompts, {len(made.held_out):,} held out")
     print(f"rewards    {', '.join(made.rewards.names) if made.rewards else 'those of the replayed rollouts'}")
+    print("memory     per process, without activations:")
     for name, size in _estimate(made).items():
-        print(f"memory     {size / MIB:10,.1f} MiB  {name}")
+        print(f"           {size / MIB:10,.1f} MiB  {name}")
     before = restart_peak(device)
     trainer, begin = Trainer(made), time.perf_counter()
     made.log.start(0, {})
@@ -100,13 +100,14 @@ def _one_step(made: Run) -> None:
     trainer.update()
     print(f"one step   rollout {sampled - begin:.2f} s, update {time.perf_counter() - sampled:.2f} s")
     if before is not None:
-        print(f"memory     {(peak(device) - before) / MIB:10,.1f} MiB  more than before the step, at its peak")
+        print(f"           {(peak(device) - before) / MIB:10,.1f} MiB  more than before the step, at its peak")
     print(f"prompt     {shown.prompt!r}\ncompletion {made.sampler.text('', shown.ids)!r}, reward {shown.reward}")
     for name, meaning in (
         ("zero_gradient_groups", "of the groups have equal rewards: nothing is learned from them"),
         ("completions/clipped_ratio", "of the completions do not end within max_completion_length"),
     ):
-        print(f"note       {trainer.progress.rollout_numbers[name]:.0%} {meaning}")
+        if share := trainer.progress.rollout_numbers[name]:
+            print(f"note       {share:.0%} {meaning}")
 
 
 def _estimate(made: Run) -> dict[str, int]:
