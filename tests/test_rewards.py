@@ -160,6 +160,23 @@ def test_async_metrics_extra_and_the_step(timeout):
     rewards.close()
 
 
+@pytest.mark.parametrize("timeout", [None, 20.0])
+def test_a_function_of_a_file(timeout, tmp_path, monkeypatch):
+    """Under the name of a module of Python's, which stays what it is; what lies beside the file is found."""
+    folder = tmp_path / "rewards"
+    folder.mkdir()
+    (folder / "beside_it.py").write_text("worth = 2.0")
+    (folder / "random.py").write_text(
+        "from dataclasses import dataclass\nfrom beside_it import worth\n@dataclass\nclass A:\n    x: float\n"
+        "def f(completions, **_):\n    return [A(worth).x for _ in completions]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    rewards = Rewards(["rewards/random.py:f"], timeout=timeout)
+    assert rewards.names == ["f"] and hasattr(__import__("random"), "shuffle")
+    assert_total(score(rewards, ["a"]), [2.0])
+    rewards.close()
+
+
 def test_messages():
     messages = [
         [{"role": "assistant", "content": "7"}],
@@ -201,7 +218,8 @@ def test_results_of_the_wrong_length_or_type(values, text):
         (dict(specs="format"), "expected a list"),
         (dict(specs=["no_such"]), "'no_such' is none of the built-in ones (exact_answer, arithmetic, gsm8k"),
         (dict(specs=["no_module:f"]), "module 'no_module' cannot be imported: ModuleNotFoundError"),
-        (dict(specs=["own_rewards.py:length"]), "without .py"),
+        (dict(specs=["/no/own.py:length"]), "module '/no/own.py' cannot be imported: FileNotFoundError"),
+        (dict(specs=["folder/own.py"]), "'folder/own.py' names no function; expected folder/own.py:function"),
         (dict(specs=["own_rewards:"]), "neither a built-in one nor module:function"),
         (dict(specs=["own_rewards:nothing"]), "has no such name: 'nothing'"),
         (dict(specs=["own_rewards:value"]), "has a int, expected a function: 'value'"),

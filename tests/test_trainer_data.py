@@ -9,7 +9,7 @@ import pytest
 from tokenizers import processors
 
 from grpo_kernels.trainer.arithmetic import tokenizer as arithmetic_tokenizer
-from grpo_kernels.trainer.data import Prompt, load_prompts, take
+from grpo_kernels.trainer.data import Columns, Prompt, check_path, load_prompts, take
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}+{% endfor %}{% if add_generation_prompt %}={% endif %}"
 
@@ -50,6 +50,51 @@ def test_lines_of_objects(tmp_path, words):
     marked = tmp_path / "c.jsonl"
     marked.write_bytes(b"\xef\xbb\xbf" + (tmp_path / "a.jsonl").read_bytes())  # a byte order mark
     assert all(load_prompts(x, tokenizer=words) == expected for x in (lines, str(marked)))
+
+
+@pytest.mark.parametrize(
+    "suffix", [".jsonl", ".json", "lines.json", ".csv", ".parquet", "folder", "saved", "rows", "Dataset"]
+)
+def test_every_kind_of_source_gives_the_same_prompts(suffix, tmp_path, words):
+    """A JSON file may be a list or have an object per line; a folder holds files, or what save_to_disk wrote."""
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed: make test EXTRAS=dev,peers")
+    rows = [{"question": "1+2=", "gold": "3"}, {"question": "2+\n2=", "gold": "4, or 5"}]
+    made, path = datasets.Dataset.from_list(rows), tmp_path / f"a{suffix}"
+    source = {"rows": rows, "Dataset": made}.get(suffix, str(path))
+    if suffix in (".jsonl", "lines.json"):
+        write(path, *rows)
+    elif suffix == ".json":
+        path.write_text(json.dumps(rows, indent=1))
+    elif suffix == "folder":
+        path.mkdir()
+        write(path / "train.jsonl", *rows)
+    elif suffix == "saved":
+        datasets.DatasetDict({"train": made}).save_to_disk(path)
+        made.save_to_disk(path / "alone")
+        assert len(load_prompts(str(path / "alone"), tokenizer=words, columns=Columns("question"))) == 2
+    elif suffix in (".csv", ".parquet"):
+        getattr(made, f"to_{suffix[1:]}")(path)
+    found = load_prompts(source, tokenizer=words, columns=Columns("question", "gold"))
+    assert [(p.prompt, p.columns) for p in found] == [("1+2=", {"answer": "3"}), ("2+\n2=", {"answer": "4, or 5"})]
+
+
+def test_a_system_prompt_is_the_first_message(with_bos):
+    rows = [{"prompt": "2"}, {"prompt": [{"role": "user", "content": "2"}]}]
+    found = load_prompts(rows, tokenizer=with_bos, columns=Columns(system="1"))
+    assert [p.prompt for p in found] == [CHAT, CHAT] and found[0].ids == found[1].ids
+    with pytest.raises(ValueError, match="row 0: the prompt begins with a message of the system; expected no system_p"):
+        load_prompts([{"prompt": CHAT}], tokenizer=with_bos, columns=Columns(system="1"))
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.parquet", "./t", "/t", "~/t", "t/", "a/b/c", "{folder}/t"])
+def test_a_path_that_does_not_exist_asks_no_hub(name, tmp_path, words, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    name = name.format(folder="folder")
+    with pytest.raises(ValueError, match=f"^dataset_name={name}: there is no such file or folder in {tmp_path}$"):
+        load_prompts(name, tokenizer=words)
+    for hub in ("openai/gsm8k", "Qwen/Qwen2.5-0.5B", "gpt2"):
+        check_path("dataset_name", hub)
 
 
 def test_separators_inside_text_do_not_end_a_line(tmp_path, words):
@@ -142,7 +187,7 @@ GOOD = {"prompt": "1+1="}
         ([{}], r"has no column \"prompt\"; found no columns"),
         ([GOOD, {"question": "1"}], r"row 1: the prompt is None; expected"),
         ([GOOD, "", "{'prompt': 1}"], r"a.jsonl, line 3 is not JSON: Expecting property name"),
-        ([GOOD, "[1]"], r"a.jsonl, line 2 is \[1\]; expected an object with the key \"prompt\""),
+        ([GOOD, "[1]"], r"a.jsonl, line 2 is \[1\]; expected an object with the prompt under its name"),
         ([GOOD, "null"], r"a.jsonl, line 2 is None; expected an object"),
         ([GOOD, {"prompt": 7}], r"row 1: the prompt is 7; expected a text or a list of messages"),
         ([GOOD, {"prompt": None}], r"row 1: the prompt is None; expected"),
@@ -170,10 +215,38 @@ def test_what_a_template_raises_is_shown(tmp_path, with_bos):
 
 def test_bad_sources_are_one_sentence(tmp_path, words):
     (tmp_path / "b.jsonl").write_bytes(b"\xff\xfe")
+    for name, text in (
+        ("c.txt", ""),
+        ("d.parquet", "1"),
+        ("e.json", "[1]"),
+        ("f.json", "[1"),
+        ("g.csv", "prompt\n1,2"),
+    ):
+        (tmp_path / name).write_text(text)
     for source, options, message in (
-        (str(tmp_path / "a.jsonl"), {}, r"cannot read .*a.jsonl: No such file or directory"),
         (str(tmp_path / "b.jsonl"), {}, r"cannot read .*b.jsonl: it is not UTF-8"),
-        (str(tmp_path / "a.jsonl"), {"config": "main"}, r"dataset_config='main' with '.*a.jsonl'; only data sets of"),
+        (str(tmp_path / "b.jsonl"), {"config": "main"}, r"dataset_config='main' with '.*b.jsonl'; only data sets of"),
+        (
+            str(tmp_path / "c.txt"),
+            {},
+            r"cannot read .*c.txt; expected 'arithmetic', a file \(.jsonl, .json, .csv, .parq",
+        ),
+        (str(tmp_path / "d.parquet"), {}, r"cannot read .*d.parquet: "),
+        (str(tmp_path / "e.json"), {}, r"e.json, row 0 is 1; expected an object with the prompt under its name"),
+        (str(tmp_path / "f.json"), {}, r"f.json is not JSON: "),
+        (str(tmp_path / "g.csv"), {}, r"g.csv, row 0 has more values than the first line has names"),
+        ([{"question": "1"}], {}, r"the data has no column \"prompt\"; found 'question': prompt_column names it"),
+        (
+            [{"prompt": "1"}],
+            {"columns": Columns("prompt", "gold")},
+            r"no column \"gold\"; found 'prompt': answer_column",
+        ),
+        (
+            [{"prompt": "1", "answer": "2", "gold": "3"}],
+            {"columns": Columns("prompt", "gold")},
+            r"the data has a column 'answer' beside answer_column=gold",
+        ),
+        ([7], {}, r"the data, row 0 is 7; expected an object"),
         ("arithmetic", {"config": "main"}, r"dataset_config='main' with 'arithmetic'"),
         ("arithmetic", {"split": "dev"}, r"split='dev' of the arithmetic task; expected 'train' or 'test'"),
     ):

@@ -105,6 +105,12 @@ def refused(output, capfd, status=2):
     ({"reward_pattern": "a", "reward_funcs": "arithmetic"}, ["pattern has no effect", "format"]),
     ({"code_partial_credit": True}, ["code_partial_credit=True has no effect without the reward 'code'"]),
     ({"model_name_or_path": "/no/such/model"}, ["/no/such/model"]),
+    ({"model_name_or_path": "no/such/model"}, ["model_name_or_path=no/such/model: there is no such file or folder"]),
+    ({"dataset_name": "no.csv"}, ["dataset_name=no.csv: there is no such file or folder"]),
+    ({"eval_dataset_name": "./no"}, ["eval_dataset_name=./no: there is no such file or folder"]),
+    ({"prompt_column": "question"}, ["has no column \"question\"; found 'prompt', 'answer'"]),
+    ({"answer_column": "prompt"}, ["the column 'prompt' is named by prompt_column and answer_column"]),
+    ({"system_prompt": "Be brief."}, ["row 0", "no chat template"]),
     ({"model_name_or_path": None}, ["model_name_or_path is missing"]),
     ({"dataset_name": None}, ["dataset_name is missing"]),
     ({"dataset_name": "/no/such/file.jsonl"}, ["/no/such/file.jsonl"]),
@@ -639,6 +645,33 @@ def test_report_and_evaluate_name_what_is_wrong(tmp_path, capsys):
     ):
         assert main(["evaluate", str(tmp_path), option, value]) == 2
         assert words in capsys.readouterr().err
+
+
+def test_an_adapter_is_evaluated_from_any_folder(model, data, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(model, "base")
+    shutil.copy(data, "data.jsonl")
+    assert run("base", "data.jsonl", "run", use_peft=True, max_steps=1, eval_dataset_name="data.jsonl") == 0
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    assert main(["evaluate", "../run", "--dataset-name", str(data)]) == 0
+    assert main(["evaluate", "../run"]) == 2
+    assert "dataset_name=data.jsonl: there is no such file or folder in" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "base")
+    assert main(["evaluate", "../run", "--dataset-name", str(data)]) == 2
+    words = f"names no base model that can be loaded: base_model_name_or_path={tmp_path / 'base'}: there is no such"
+    assert words in capsys.readouterr().err
+
+
+def test_the_columns_of_gsm8k(model, data, tmp_path):
+    path = tmp_path / "gsm8k.csv"
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    path.write_text("question,answer\n" + "".join(f"{row['prompt']},#### {row['answer']}\n" for row in rows))
+    options = {"prompt_column": "question", "reward_funcs": "gsm8k", "eval_dataset_name": path, "max_steps": 1}
+    assert run(model, path, tmp_path / "run", **options) == 0
+    assert main(["evaluate", str(tmp_path / "run")]) == 0
+    assert main(["evaluate", str(model), "--dataset-name", str(path), "--reward-funcs", "gsm8k", "--prompt-column",
+                 "question", "--max-completion-length", "5"]) == 0  # fmt: skip
 
 
 def test_evaluate_takes_a_run_a_checkpoint_or_a_model(model, data, tmp_path, capsys):

@@ -20,6 +20,7 @@ from transformers.trainer_utils import SchedulerType
 from .. import __version__
 from ..config import ADVANTAGE_SCALES, GRPOConfig, available_presets
 from ..contract import KL_ESTIMATORS, LEVELS
+from .data import FILES, Columns, check_path
 from .rewards.format import compiled
 
 ARITHMETIC = "arithmetic"
@@ -111,13 +112,16 @@ class TrainArguments:
     use_cpu: bool = _option(False, "on the CPU, whatever the machine has")
 
     # data and rewards
-    dataset_name: str | None = _option(None, "a JSONL file or a name of datasets, with a column 'prompt'")
+    dataset_name: str | None = _option(None, "a file (.jsonl, .json, .csv, .parquet), a folder, or a name of datasets")
     dataset_config: str | None = _option(None, "configuration of dataset_name, where datasets asks for one")
     dataset_train_split: str = _option("train", "split to train on")
     dataset_test_split: str | None = _option(None, "split to evaluate on")
     eval_dataset_name: str | None = _option(None, "a data set of its own to evaluate on")
+    prompt_column: str = _option("prompt", "column with the prompt: a text, or messages")
+    answer_column: str | None = _option(None, "column that rewards get as 'answer'")
+    system_prompt: str | None = _option(None, "text of a system message before each prompt")
     shuffle_dataset: bool = _option(True, "a new order in each epoch")
-    reward_funcs: list[str] = _option([], "names of built-in rewards, or module:function")
+    reward_funcs: list[str] = _option([], "names of built-in rewards, module:function, or path/file.py:function")
     reward_weights: list[float] | None = _option(None, "one per reward; default: 1")
     reward_timeout: float | None = _option(None, "CPU seconds of a reward function for one step")
     reward_pattern: str | None = _option(None, "regular expression of the reward 'format'")
@@ -232,6 +236,10 @@ class TrainArguments:
         """The data set that held-out prompts are from."""
         return self.eval_dataset_name or self.dataset_name
 
+    @property
+    def columns(self) -> Columns:
+        return Columns(self.prompt_column, self.answer_column, self.system_prompt)
+
     def is_given(self, name: str) -> bool:
         """Whether an option differs from its default."""
         return bool(getattr(self, name) != getattr(type(self), name))
@@ -286,6 +294,9 @@ class TrainArguments:
         self.schedule_options()
         if self.reward_pattern is not None:
             compiled(self.reward_pattern)
+        for name in ("model_name_or_path", "dataset_name", "eval_dataset_name"):
+            if (path := getattr(self, name)) is not None:
+                check_path(name, path)
         for wrong, sentence in self._contradictions(num_processes, self.loss_config()):
             if wrong:
                 raise ValueError(sentence)
@@ -312,8 +323,10 @@ class TrainArguments:
             ((a.model_name_or_path is None) != (a.dataset_name is None),
              f"{'dataset_name' if a.dataset_name is None else 'model_name_or_path'} is missing; without both, the run "
              "is the generated arithmetic task"),
+            (a.answer_column == a.prompt_column,
+             f"the column {a.answer_column!r} is named by prompt_column and answer_column"),
             (not a.reward_funcs and a.replay is None,
-             "reward_funcs is empty; expected names of built-in rewards, or module:function"),
+             "reward_funcs is empty; expected names of built-in rewards, module:function, or path/file.py:function"),
             (a.kl_target is not None and not (0 < a.kl_target < math.inf and a.beta > 0),
              f"kl_target={a.kl_target} with beta={a.beta}; expected two positive numbers"),
             (a.replay is not None and (a.use_vllm or a.dynamic_sampling == "refill"),
@@ -322,7 +335,7 @@ class TrainArguments:
              "loss='eager' is over all ids: top_p, top_k and min_p do not go with it"),
             (a.use_vllm and a.truncates,
              "use_vllm with top_p, top_k or min_p: the ids that vLLM keeps are not read; leave one out"),
-            *((str(data).endswith(".jsonl") and a.is_given(name),
+            *((str(data).endswith(FILES) and a.is_given(name),
                f"{name}={getattr(a, name)!r}: the file {data} is one split"
                + ("" if a.eval_dataset_name else "; eval_dataset_name takes another file"))
               for name, data in splits),
@@ -349,6 +362,7 @@ class TrainArguments:
             ("sampling, and replay is given", self.replay is None or held_out,
              ("top_p", "top_k", "min_p", "per_device_generation_batch_size")),
             ("sampling, and replay is given", self.replay is None, ("shuffle_dataset",)),
+            ("dataset_name", not arithmetic, ("prompt_column", "answer_column", "system_prompt")),
             ("a schedule with warm-up", arithmetic or self.lr_scheduler_type != "constant",
              ("warmup_steps",)),
             ("a schedule that takes arguments", not self.lr_scheduler_type.startswith("constant"),

@@ -1,12 +1,13 @@
-"""Prompts: from a JSONL file, from a data set of `datasets`, or generated; and the order in which a run visits them."""
+"""Prompts: from a file, a folder, a hub or memory, or generated; and the order in which a run visits them."""
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 Row: TypeAlias = "dict[str, Any]"
 HELD_OUT = 400  # problems of the arithmetic task
+FILES = (".jsonl", ".json", ".csv", ".parquet")  # of rows; such a file is one split
+EXPECTED = f"'arithmetic', a file ({', '.join(FILES)}), a folder, or a name that datasets.load_dataset reads"
 
 
 class Prompt(NamedTuple):
@@ -27,38 +30,66 @@ class Prompt(NamedTuple):
     columns: dict[str, Any]
 
 
+class Columns(NamedTuple):
+    """What a run makes of a row. prompt, answer: the columns with the prompt and with what rewards get as "answer";
+    None: rewards get the columns as they are. system: a text that each prompt begins with, as a message."""
+
+    prompt: str = "prompt"
+    answer: str | None = None
+    system: str | None = None
+
+
+AS_THEY_ARE = Columns()
+
+
 def load_prompts(
-    source: str,
+    source: str | Iterable[Mapping[str, Any]],
     *,
     tokenizer: PreTrainedTokenizerBase,
     split: str = "train",
     config: str | None = None,
     context: float = math.inf,
+    columns: Columns = AS_THEY_ARE,
 ) -> list[Prompt]:
     """The prompts of `source`, in its order.
 
-    source: "arithmetic", the generated task, with the splits "train" and "test"; a file *.jsonl, an object per line,
-    which is one split, whatever `split` says; or a name or folder that `datasets.load_dataset` reads, with its `config`
-    and `split`. Rows have the column "prompt", text or messages. A column that some rows of a file lack is None there,
-    as `datasets` has it.
+    source: "arithmetic", the generated task, with the splits "train" and "test"; a file *.jsonl, *.json (a list of
+    objects, or one a line), *.csv or *.parquet, which is one split, whatever `split` says; a folder of such files or of
+    `datasets`' save_to_disk, or a name on the hub, with its `config` and `split`; or the rows themselves. The prompt of
+    a row is text or messages. A column that some rows of a file lack is None there, as `datasets` has it.
     context: the most tokens that the model leaves to a prompt. A longer one raises a ValueError, as do a source that
     cannot be read, an empty one, a row without a proper prompt, and messages without a chat template.
     """
-    rows = _read_rows(source, split, config)
-    where = f"data set {source!r}"
+    rows = _read_rows(source, split, config) if isinstance(source, str) else _rows_of(source, "the data")
+    where = f"data set {source!r}" if isinstance(source, str) else "the data"
     if not rows:
         raise ValueError(f"{where} (split {split!r}) is empty; expected at least one row")
-    if "prompt" not in rows[0]:
-        raise ValueError(f'{where} has no column "prompt"; found {", ".join(map(repr, rows[0])) or "no columns"}')
+    for option, name in (("prompt_column", columns.prompt), ("answer_column", columns.answer)):
+        if name is not None and name not in rows[0]:
+            found = ", ".join(map(repr, rows[0])) or "no columns"
+            raise ValueError(f'{where} has no column "{name}"; found {found}: {option} names it')
+    if columns.answer not in (None, "answer") and "answer" in rows[0]:
+        raise ValueError(f"{where} has a column 'answer' beside answer_column={columns.answer}; rename or drop one")
     prompts = []
     for index, row in enumerate(rows):
-        ids = _encode(row["prompt"], tokenizer, f"{where}, row {index}")
+        others = {"answer" if name == columns.answer else name: x for name, x in row.items() if name != columns.prompt}
+        prompt = _with_system(row[columns.prompt], columns.system, f"{where}, row {index}")
+        ids = _encode(prompt, tokenizer, f"{where}, row {index}")
         if len(ids) > context:
             raise ValueError(
                 f"{where}, row {index}: the prompt has {len(ids)} tokens; the model leaves {context} to a prompt"
             )
-        prompts.append(Prompt(row["prompt"], ids, {name: x for name, x in row.items() if name != "prompt"}))
+        prompts.append(Prompt(prompt, ids, others))
     return prompts
+
+
+def check_path(option: str, name: str) -> None:
+    """Raise ValueError where `name` can only mean a path and nothing is there: a hub would be asked for it."""
+    path = Path(name)
+    is_path = path.suffix in FILES or name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
+    is_path = is_path or (path.parent.name != "" and path.parent.exists())
+    if is_path and not path.exists():
+        raise ValueError(f"{option}={name}: there is no such file or folder in {Path.cwd()}")
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:
@@ -89,21 +120,74 @@ def _permutation(size: int, epoch: int, seed: int) -> Sequence[int]:
 
 
 def _read_rows(source: str, split: str, config: str | None) -> list[Row]:
-    if source.endswith(".jsonl") or source == "arithmetic":
+    check_path("dataset_name", source)
+    path = Path(source)
+    if source == "arithmetic" or path.is_file():
         if config is not None:
             raise ValueError(f"dataset_config={config!r} with {source!r}; only data sets of `datasets` have one")
-        return _read_jsonl(Path(source)) if source.endswith(".jsonl") else _arithmetic(split)
-    from datasets import load_dataset
+        return _arithmetic(split) if source == "arithmetic" else _read_file(path)
+    import datasets
 
     try:
-        found: list[Row] = load_dataset(source, config, split=split).to_list()
+        if (path / "dataset_dict.json").exists():
+            found = datasets.load_from_disk(source)[split]
+        elif (path / "state.json").exists():
+            found = datasets.load_from_disk(source)
+        else:
+            found = datasets.load_dataset(source, config, split=split)
+        rows: list[Row] = found.to_list()
     except Exception as error:  # load_dataset documents none of its errors, and they are of many types
         reason = " ".join(str(error).split())
-        raise ValueError(
-            f"cannot load data set {source!r}, split {split!r}: {reason}; expected 'arithmetic', a file *.jsonl, or "
-            "what datasets.load_dataset reads"
-        ) from error
-    return found
+        raise ValueError(f"cannot load data set {source!r}, split {split!r}: {reason}; expected {EXPECTED}") from error
+    return rows
+
+
+def _read_file(path: Path) -> list[Row]:
+    if path.suffix not in FILES:
+        raise ValueError(f"cannot read {path}; expected {EXPECTED}")
+    if path.suffix == ".parquet":
+        from pyarrow import ArrowInvalid, parquet
+
+        try:
+            return list(parquet.read_table(path).to_pylist())
+        except (ArrowInvalid, OSError) as error:
+            raise ValueError(f"cannot read {path}: {error}") from error
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 ({error})"
+        raise ValueError(f"cannot read {path}: {reason}") from error
+    if path.suffix == ".csv":
+        return _read_csv(path)
+    if path.suffix == ".json" and text.lstrip()[:1] == "[":
+        try:
+            return _rows_of(json.loads(text), str(path))
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f"{path} is not JSON: {error}") from error
+    return _read_jsonl(path, text)
+
+
+def _rows_of(rows: Iterable[Any], where: str) -> list[Row]:
+    """Rows with the same columns: None where one lacks a column."""
+    found = list(rows)
+    for index, row in enumerate(found):
+        if not isinstance(row, Mapping):
+            raise ValueError(f"{where}, row {index} is {row!r:.60}; expected an object with the prompt under its name")
+    names = {name: None for row in found for name in row}
+    return [{**names, **row} for row in found]
+
+
+def _read_csv(path: Path) -> list[Row]:
+    """The first line has the names; all values are text."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        try:
+            rows = list(csv.DictReader(file, strict=True))
+        except csv.Error as error:
+            raise ValueError(f"{path} is not CSV: {error}") from error
+    for index, row in enumerate(rows):
+        if None in row:
+            raise ValueError(f"{path}, row {index} has more values than the first line has names")
+    return list(rows)
 
 
 def _arithmetic(split: str) -> list[Row]:
@@ -123,25 +207,31 @@ def problems() -> tuple[list[Row], list[Row]]:
     return rows[HELD_OUT:], rows[:HELD_OUT]
 
 
-def _read_jsonl(path: Path) -> list[Row]:
+def _read_jsonl(path: Path, text: str) -> list[Row]:
     """Rows of an object per line; blank lines do not count."""
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 ({error})"
-        raise ValueError(f"cannot read {path}: {reason}") from error
     rows = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         try:
             row = json.loads(line) if line.strip() else None
         except (ValueError, RecursionError) as error:  # the latter of lists within lists, some hundred deep
             raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
         if line.strip() and not isinstance(row, dict):
-            raise ValueError(f'{path}, line {number} is {row!r:.60}; expected an object with the key "prompt"')
+            raise ValueError(f"{path}, line {number} is {row!r:.60}; expected an object with the prompt under its name")
         if row is not None:
             rows.append(row)
-    names = {name: None for row in rows for name in row}
-    return [{**names, **row} for row in rows]
+    return _rows_of(rows, str(path))
+
+
+def _with_system(prompt: Any, system: str | None, where: str) -> Any:
+    """The prompt as messages that begin with the system's."""
+    if system is None:
+        return prompt
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not isinstance(messages, list):
+        return prompt
+    if messages and isinstance(messages[0], dict) and messages[0].get("role") == "system":
+        raise ValueError(f"{where}: the prompt begins with a message of the system; expected no system_prompt with it")
+    return [{"role": "system", "content": system}, *messages]
 
 
 def _encode(prompt: Any, tokenizer: Any, where: str) -> list[int]:

@@ -15,7 +15,7 @@ import torch
 
 from . import RunError
 from .arguments import TrainArguments
-from .data import Prompt
+from .data import FILES, Prompt
 from .model import Policy, load_model, load_tokenizer
 from .ranks import Ranks, Signals
 from .rewards import Rewards
@@ -192,13 +192,14 @@ def run(argv: Sequence[str]) -> int:
 def load(target: Target) -> tuple[Sample, list[Prompt], Rewards]:
     """Model, held-out prompts and rewards: those of the run, as far as the command has none of its own."""
     known = {name: value for name, value in target.config.items() if name in TrainArguments.__dataclass_fields__}
-    for name in ("dataset_test_split", "reward_funcs", "max_completion_length", "temperature"):
+    columns = ("prompt_column", "answer_column", "system_prompt")
+    for name in ("dataset_test_split", "reward_funcs", "max_completion_length", "temperature", *columns):
         if getattr(target.options, name) is not None:
             known[name] = getattr(target.options, name)
     if target.options.dataset_name is not None:
         known["eval_dataset_name"] = target.options.dataset_name
     a = TrainArguments(**known)
-    if target.options.dataset_test_split is not None and str(a.held_out_name).endswith(".jsonl"):
+    if target.options.dataset_test_split is not None and str(a.held_out_name).endswith(FILES):
         raise ValueError(f"dataset_test_split={a.dataset_test_split!r}: the file {a.held_out_name} is one split")
     a.use_peft = a.gradient_checkpointing = False  # transformers finds an adapter in the folder, and its base
     a.eval_max_prompts = target.options.max_prompts
@@ -226,9 +227,12 @@ def parser() -> argparse.ArgumentParser:
     add("--ks", type=int, nargs="+", help="k of pass@k (default: 1, 2, 4, ... up to the samples)")
     add("--seed", type=int, default=0, help="of the samples (default: 0)")
     add("--correct-at", type=float, default=1.0, help="total reward from which a completion is correct (default: 1)")
-    add("--dataset-name", help="a JSONL file or a name of datasets (default: that of the run)")
+    add("--dataset-name", help="a file, a folder or a name of datasets, as for train (default: that of the run)")
     add("--dataset-test-split", help="split to evaluate on (default: that of the run, else test)")
-    add("--reward-funcs", nargs="+", help="names of built-in rewards, or module:function (default: those of the run)")
+    add("--prompt-column", help="column with the prompt (default: that of the run)")
+    add("--answer-column", help="column that rewards get as 'answer' (default: that of the run)")
+    add("--system-prompt", help="text of a system message before each prompt (default: that of the run)")
+    add("--reward-funcs", nargs="+", help="built-in names, module:function, path/file.py:function (default: the run's)")
     add("--max-completion-length", type=int, help="tokens (default: that of the run)")
     add("--temperature", type=float, help="of the samples (default: that of the run)")
     add("--max-prompts", type=int, help="the first so many problems (default: all)")

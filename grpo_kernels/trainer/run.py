@@ -226,7 +226,7 @@ def load_data(a: TrainArguments, tokenizer: Any, lm: Any, *, held_out: bool) -> 
         )
     prompts = load_prompts(
         name or ARITHMETIC, split=split, config=a.dataset_config if name == a.dataset_name else None,
-        tokenizer=tokenizer, context=context,
+        tokenizer=tokenizer, context=context, columns=a.columns,
     )  # fmt: skip
     largest = max(tokenizer.pad_token_id, *(max(prompt.ids) for prompt in prompts))
     if largest >= (rows := lm.get_input_embeddings().weight.shape[0]):

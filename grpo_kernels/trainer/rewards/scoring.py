@@ -100,7 +100,10 @@ class Function:
             self.worker = Worker(spec, timeout) if timeout is not None else None
         else:
             names = ", ".join(BUILT_IN)
-            raise ValueError(f"reward {spec!r} is none of the built-in ones ({names}); your own is module:function")
+            raise ValueError(
+                f"reward {spec!r} is none of the built-in ones ({names}); your own is module:function or "
+                "path/file.py:function"
+            )
         if pattern is not None and spec == "format":  # a user's regular expression may take forever on some text
             self.function = functools.partial(format, pattern=pattern)
             self.worker = Worker("grpo_kernels.trainer.rewards.format:format", timeout) if timeout is not None else None
@@ -133,11 +136,11 @@ class Rewards:
     """Reward functions and their weights.
 
     Args:
-        specs: each a built-in name (exact_answer, gsm8k, format, code), "module:function", "package.module.function",
-            or a callable. Signature as in TRL: function(prompts, completions, completion_ids, trainer_state,
-            log_metric, log_extra, **columns) -> list of float, None, or list of float (rewards of steps); async
-            functions as well. None: the function does not apply to this completion. NaN, infinity or an exception:
-            the completion stays unscored.
+        specs: each a built-in name (exact_answer, gsm8k, format, code), "module:function", "path/file.py:function",
+            "package.module.function", or a callable. Signature as in TRL: function(prompts, completions,
+            completion_ids, trainer_state, log_metric, log_extra, **columns) -> list of float, None, or list of float
+            (rewards of steps); async functions as well. None: the function does not apply to this completion. NaN,
+            infinity or an exception: the completion stays unscored.
         weights: of the functions, 1 by default.
         timeout: seconds of CPU time that one call of a function given by its module may take (5 times as much of
             wall-clock time); it then runs in a process of its own. None: no limit, and in this process. A call that

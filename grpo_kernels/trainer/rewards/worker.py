@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import importlib.util
 import inspect
 import os
 import pickle
@@ -39,28 +40,48 @@ class Result(NamedTuple):
 
 
 def find(spec: str) -> Callable[..., Any]:
-    """The function of "module:function" or of "package.module.function".
+    """The function of "module:function", of "package.module.function" or of "path/file.py:function".
 
     Raises:
-        ValueError: there is no such module or function, or it is none.
+        ValueError: there is no such file, module or function, or it is none.
     """
     module_name, _, name = spec.partition(":") if ":" in spec else spec.rpartition(".")
     if not module_name or not name:
         raise ValueError(f"reward {spec!r} is neither a built-in one nor module:function")
+    if spec.endswith(".py"):
+        raise ValueError(f"reward {spec!r} names no function; expected {spec}:function")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a console script has its own folder there, not the user's
     try:
-        module = importlib.import_module(module_name)
+        module = from_file(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        hint = " (write the module's name, without .py)" if module_name.endswith(".py") else ""
-        raise ValueError(f"reward {spec!r}: module {module_name!r} cannot be imported: {reason}{hint}") from error
+        raise ValueError(f"reward {spec!r}: module {module_name!r} cannot be imported: {reason}") from error
     function = getattr(module, name, None)
     if not callable(function) or isinstance(function, type):
         kind = "class" if isinstance(function, type) else type(function).__name__
         found = "no such name" if function is None else f"a {kind}, expected a function"
         raise ValueError(f"reward {spec!r}: module {module_name!r} has {found}: {name!r}")
     return function
+
+
+def from_file(path: Path) -> Any:
+    """The module of a file, which finds those beside it, and is imported once. Its name is the path: one like random.py
+    hides no module."""
+    name = str(path.resolve())
+    if name in sys.modules:
+        return sys.modules[name]
+    if os.path.dirname(name) not in sys.path:
+        sys.path.append(os.path.dirname(name))
+    found = importlib.util.spec_from_file_location(name, name)
+    assert found is not None and found.loader is not None  # of a name that ends with .py
+    module = sys.modules[name] = importlib.util.module_from_spec(found)
+    try:
+        found.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
 
 
 def call(function: Callable[..., Any], given: dict[str, Any]) -> Result:
