@@ -27,9 +27,9 @@ from grpo_kernels.benchmarks.machine import environment, limit_memory, peak, res
 from grpo_kernels.benchmarks.process import Tell, apart
 from grpo_kernels.trainer.arguments import parse
 from grpo_kernels.trainer.checkpoint import save_rollout
+from grpo_kernels.trainer.loop import Trainer
 from grpo_kernels.trainer.rollout import Completion
 from grpo_kernels.trainer.run import Run
-from grpo_kernels.trainer.train import Trainer
 
 LOSSES = ("fused", "eager")
 ROWS, PROMPT, LENGTH, VOCAB = 8, 32, 128, 49152

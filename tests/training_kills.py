@@ -17,7 +17,7 @@ import time
 import torch
 
 from grpo_kernels.trainer.commands import train
-from grpo_kernels.trainer.train import Trainer
+from grpo_kernels.trainer.loop import Trainer
 
 STEPS = 5
 

@@ -6,7 +6,7 @@ arguments.py   the options, named as TRL names them; the command line and YAML
 run.py         set-up; every mistake in the options is found here
 data.py        prompts, and their order, a function of (seed, position)
 model.py       the policy, whose forward computes the loss or samples; the reference policy
-train.py       the loop
+loop.py        the loop
 rollout.py     completions, sampled by transformers or vLLM (vllm.py)
 rewards/       reward functions, and the process that runs them; code in a sandbox
 batch.py       advantages, masks and padding: from completions to the arguments of the loss
@@ -16,11 +16,14 @@ accelerator.py how processes share the work, by the launcher's configuration: DD
 ranks.py       what processes tell each other; signals
 
 arithmetic.py  the generated task of the default run, and the small model that it starts from
+api.py         `from grpo_kernels.trainer import train, TrainArguments`: a run from Python
 commands.py    the commands train, demo, evaluate and report; train --dry-run
 monitor.py     failures in words; report.py: report.html; evaluate.py: pass@1, pass@k, majority@k
 """
 
+from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 
 class RunError(ValueError):
@@ -33,3 +36,15 @@ PACKAGES = ("transformers", "accelerate", "datasets", "tqdm", "yaml")
 def missing_packages() -> list[str]:
     """Names of packages that the trainer needs and this environment lacks."""
     return [name for name in PACKAGES if find_spec(name) is None]
+
+
+def __getattr__(name: str) -> Any:
+    """`train` and `TrainArguments`, which need the packages of the extra: this module itself does not."""
+    modules = {"train": "api", "TrainArguments": "arguments"}
+    if name not in modules:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if missing := missing_packages():
+        raise ImportError(
+            f'grpo_kernels.trainer.{name} needs {" and ".join(missing)}: pip install "grpo-kernels[train]"'
+        )
+    return getattr(import_module(f".{modules[name]}", __name__), name)

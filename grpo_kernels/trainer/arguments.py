@@ -20,7 +20,7 @@ from transformers.trainer_utils import SchedulerType
 from .. import __version__
 from ..config import ADVANTAGE_SCALES, GRPOConfig, available_presets
 from ..contract import KL_ESTIMATORS, LEVELS
-from .data import FILES, Columns, check_path
+from .data import Columns, check_path, is_one_split
 from .rewards.format import compiled
 
 ARITHMETIC = "arithmetic"
@@ -335,9 +335,9 @@ class TrainArguments:
              "loss='eager' is over all ids: top_p, top_k and min_p do not go with it"),
             (a.use_vllm and a.truncates,
              "use_vllm with top_p, top_k or min_p: the ids that vLLM keeps are not read; leave one out"),
-            *((str(data).endswith(FILES) and a.is_given(name),
-               f"{name}={getattr(a, name)!r}: the file {data} is one split"
-               + ("" if a.eval_dataset_name else "; eval_dataset_name takes another file"))
+            *((is_one_split(data) and a.is_given(name),
+               f"{name}={getattr(a, name)!r}: {data} is one split"
+               + ("" if a.eval_dataset_name else "; eval_dataset_name takes another one"))
               for name, data in splits),
         )  # fmt: skip
 

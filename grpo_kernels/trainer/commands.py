@@ -19,9 +19,9 @@ from ..engine.memory import chunk_sizes, default_logits_dtype
 from . import RunError, evaluate, report
 from .accelerator import zero_stage
 from .arguments import TrainArguments, parse
+from .loop import Trainer
 from .rewards import SandboxUnavailable
 from .run import Run
-from .train import Trainer
 
 MIB = 2**20
 EAGER_COPIES = 3  # of the logits: log-softmax, its gradient and that of the logits are held at once

@@ -40,6 +40,12 @@ class Columns(NamedTuple):
 
 
 AS_THEY_ARE = Columns()
+GIVEN_ROWS = ("the rows of train_dataset", "the rows of eval_dataset")  # as dataset_name and eval_dataset_name
+
+
+def is_one_split(name: str | None) -> bool:
+    """Whether a data set of that name has no splits to choose from: a file, or rows that Python passed."""
+    return name is not None and (name.endswith(FILES) or name in GIVEN_ROWS)
 
 
 def load_prompts(

@@ -15,7 +15,7 @@ import torch
 
 from . import RunError
 from .arguments import TrainArguments
-from .data import FILES, Prompt
+from .data import Prompt, is_one_split
 from .model import Policy, load_model, load_tokenizer
 from .ranks import Ranks, Signals
 from .rewards import Rewards
@@ -199,8 +199,8 @@ def load(target: Target) -> tuple[Sample, list[Prompt], Rewards]:
     if target.options.dataset_name is not None:
         known["eval_dataset_name"] = target.options.dataset_name
     a = TrainArguments(**known)
-    if target.options.dataset_test_split is not None and str(a.held_out_name).endswith(FILES):
-        raise ValueError(f"dataset_test_split={a.dataset_test_split!r}: the file {a.held_out_name} is one split")
+    if target.options.dataset_test_split is not None and is_one_split(a.held_out_name):
+        raise ValueError(f"dataset_test_split={a.dataset_test_split!r}: {a.held_out_name} is one split")
     a.use_peft = a.gradient_checkpointing = False  # transformers finds an adapter in the folder, and its base
     a.eval_max_prompts = target.options.max_prompts
     tokenizer, lm = load_tokenizer(target.model, a), load_model(target.model, a)

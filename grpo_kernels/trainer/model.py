@@ -78,9 +78,16 @@ def eager_loss(
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
-def load_tokenizer(path: str, arguments: TrainArguments) -> Any:
+def load_tokenizer(path: str, arguments: TrainArguments, given: Any = None) -> Any:
+    """The tokenizer of `path`, unless one is given."""
+    if given is None and not path:
+        raise ValueError("processing_class is missing: the model names no place with a tokenizer")
     check_path("model_name_or_path", path)
-    tokenizer = _from_pretrained(AutoTokenizer, path, path, trust_remote_code=arguments.trust_remote_code)
+    tokenizer = (
+        given
+        if given is not None
+        else _from_pretrained(AutoTokenizer, path, path, trust_remote_code=arguments.trust_remote_code)
+    )
     for name in ("pad_token", "eos_token"):
         if getattr(tokenizer, name) is None:
             raise ValueError(
@@ -89,8 +96,23 @@ def load_tokenizer(path: str, arguments: TrainArguments) -> Any:
     return tokenizer
 
 
-def load_model(path: str, arguments: TrainArguments, checkpoint: Path | None = None) -> Any:
-    """The model of `path` or, where there is one, of a checkpoint: of `path` with its adapter under --use-peft."""
+def load_model(path: str, arguments: TrainArguments, checkpoint: Path | None = None, given: Any = None) -> Any:
+    """The given model, that of `path` or, where there is one, of a checkpoint: under --use-peft its adapter alone."""
+    if given is not None and (checkpoint is None or arguments.use_peft):
+        lm = given
+    else:
+        lm = _load_whole(path, arguments, checkpoint)
+    if arguments.gradient_checkpointing:
+        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if arguments.use_peft:
+            lm.enable_input_require_grads()
+    if arguments.use_peft:
+        lm = _with_adapter(lm, arguments, checkpoint)
+    _without_dropout(lm)
+    return lm
+
+
+def _load_whole(path: str, arguments: TrainArguments, checkpoint: Path | None) -> Any:
     source = path if checkpoint is None or arguments.use_peft else checkpoint
     if Path(source).exists():
         source = Path(source).resolve()  # an adapter keeps it as its base, to be found from any directory
@@ -104,13 +126,6 @@ def load_model(path: str, arguments: TrainArguments, checkpoint: Path | None = N
             f"model_name_or_path={path}: its files lack {len(missing)} tensors of a {type(lm).__name__}, "
             f"{missing[0]} among them, which would be random numbers"
         )
-    if arguments.gradient_checkpointing:
-        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if arguments.use_peft:
-            lm.enable_input_require_grads()
-    if arguments.use_peft:
-        lm = _with_adapter(lm, arguments, checkpoint)
-    _without_dropout(lm)
     return lm
 
 

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import get_scheduler
@@ -41,13 +41,25 @@ from .vllm import VLLM
 OWN = (LOG, SAMPLES, CONFIG, "summary.json", "report.html", "model", "rollouts")
 
 
+class Given(NamedTuple):
+    """What `train` has as objects. data: rows by the names that stand for them; rewards: in place of reward_funcs."""
+
+    data: dict[str, Any]
+    rewards: Sequence[Any] | None = None
+    tokenizer: Any = None
+    model: Any = None
+
+
+NOTHING = Given({})
+
+
 class Run:
     """The parts of a run. policy: as the accelerator prepared it; checkpoint: the one to go on from.
 
     Making them raises ValueError or TypeError, one sentence, with nothing overwritten.
     """
 
-    def __init__(self, arguments: TrainArguments):
+    def __init__(self, arguments: TrainArguments, given: Given = NOTHING):
         self.arguments = a = arguments
         self.ranks, self.folder = Ranks(use_cpu=a.use_cpu), Path(a.output_dir)
         a.check(self.ranks.count)
@@ -57,14 +69,15 @@ class Run:
             if self.accelerator.is_main_process:
                 self.unlock = weakref.finalize(self, os.close, _lock(self.folder))
             source = a.model_name_or_path or _make_start_model(self.folder, a, self.ranks)
-        tokenizer, lm = load_tokenizer(source, a), load_model(source, a, self.checkpoint)
-        self.prompts, self.held_out = (load_data(a, tokenizer, lm, held_out=wanted) for wanted in (False, True))
+        tokenizer = load_tokenizer(getattr(given.model, "name_or_path", source), a, given.tokenizer)
+        lm = load_model(source, a, self.checkpoint, given.model)
+        self.prompts, self.held_out = (load_data(a, tokenizer, lm, given, held_out=wanted) for wanted in (False, True))
         self.vocab_size = lm.get_input_embeddings().weight.shape[0]
         for i in range(a.num_rollouts if a.replay else 0):
             load_replay(a, i, self.ranks.count, self.vocab_size)
         if self.checkpoint is not None:
             check_state(self.checkpoint, a, self.prompts, zero_stage(self.accelerator))
-        self.rewards = make_rewards(a, self.prompts, self.held_out)
+        self.rewards = make_rewards(a, self.prompts, self.held_out, given)
         policy, ends = Policy(lm, eager=a.loss == "eager"), eos_ids(lm, tokenizer)
         vllm = VLLM(source, a) if a.use_vllm else None
         self.policy, self.optimizer = self.accelerator.prepare(policy, _make_optimizer(policy, a))
@@ -209,7 +222,7 @@ def _make_start_model(folder: Path, a: TrainArguments, ranks: Ranks) -> str:
     return str(start)
 
 
-def load_data(a: TrainArguments, tokenizer: Any, lm: Any, *, held_out: bool) -> list[Prompt]:
+def load_data(a: TrainArguments, tokenizer: Any, lm: Any, given: Given = NOTHING, *, held_out: bool) -> list[Prompt]:
     """The prompts to train on, or those to evaluate on: none where the options name none."""
     name, split = a.dataset_name, a.dataset_train_split
     if held_out:
@@ -225,8 +238,8 @@ def load_data(a: TrainArguments, tokenizer: Any, lm: Any, *, held_out: bool) -> 
             "completion"
         )
     prompts = load_prompts(
-        name or ARITHMETIC, split=split, config=a.dataset_config if name == a.dataset_name else None,
-        tokenizer=tokenizer, context=context, columns=a.columns,
+        given.data.get(name or "", name or ARITHMETIC), split=split, tokenizer=tokenizer, context=context,
+        config=a.dataset_config if name == a.dataset_name else None, columns=a.columns,
     )  # fmt: skip
     largest = max(tokenizer.pad_token_id, *(max(prompt.ids) for prompt in prompts))
     if largest >= (rows := lm.get_input_embeddings().weight.shape[0]):
@@ -237,12 +250,14 @@ def load_data(a: TrainArguments, tokenizer: Any, lm: Any, *, held_out: bool) -> 
     return prompts[: a.eval_max_prompts] if held_out else prompts
 
 
-def make_rewards(a: TrainArguments, prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> Rewards | None:
+def make_rewards(
+    a: TrainArguments, prompts: Sequence[Prompt], held_out: Sequence[Prompt], given: Given = NOTHING
+) -> Rewards | None:
     """The reward functions, which find the columns that they read; None where saved rewards are replayed."""
     if not a.reward_funcs:
         return None
     rewards = Rewards(
-        a.reward_funcs,
+        given.rewards or a.reward_funcs,
         a.reward_weights,
         timeout=a.reward_timeout,
         pattern=a.reward_pattern,

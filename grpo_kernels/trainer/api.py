@@ -1,0 +1,120 @@
+"""`train`: a run from Python, with objects where the command line has names."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from transformers import PreTrainedModel
+
+from . import RunError
+from .arguments import TrainArguments
+from .data import GIVEN_ROWS
+from .loop import Trainer
+from .rewards.worker import find
+from .run import Given, Run
+
+Reward: TypeAlias = "str | Callable[..., Any]"
+Rows: TypeAlias = "str | Iterable[Mapping[str, Any]]"
+
+
+def train(
+    model: str | PreTrainedModel,
+    reward_funcs: Reward | Sequence[Reward],
+    train_dataset: Rows,
+    args: TrainArguments | None = None,
+    eval_dataset: Rows | None = None,
+    *,
+    processing_class: Any = None,
+) -> dict[str, Any]:
+    """A GRPO run, as `grpo-kernels train` makes it.
+
+    Args:
+        model: a folder or a name of transformers, or a model, which is trained where it is, without dropout.
+        reward_funcs: one or several: names as on the command line, or functions. A function runs in this process,
+            without limits; with `args.reward_timeout` in a process of its own, which has to be able to import it.
+        train_dataset, eval_dataset: rows (a `datasets.Dataset`, a list of dicts), or a name as on the command line.
+        args: everything else; what the other arguments say is left out of it. Default: TrainArguments().
+        processing_class: the tokenizer; default: that of the model.
+
+    Returns:
+        What summary.json in `output_dir` holds, and "output_dir", a Path.
+
+    Raises:
+        ValueError, TypeError: before the first step, for a wrong argument, by its name.
+        RunError: the run cannot go on (rewards that fail, a full disk), or SIGTERM stopped it.
+        KeyboardInterrupt: Ctrl-C. As SIGTERM it leaves a checkpoint, from which the same call with
+            args.resume_from_checkpoint="auto" goes on.
+    """
+    args = TrainArguments() if args is None else args
+    for name, instead in (
+        ("model_name_or_path", "model"), ("dataset_name", "train_dataset"), ("eval_dataset_name", "eval_dataset"),
+        ("reward_funcs", "reward_funcs"),
+    ):  # fmt: skip
+        if getattr(args, name):
+            raise ValueError(f"args.{name}={getattr(args, name)!r}; expected the argument {instead} of train() alone")
+    if args.dry_run:
+        raise ValueError("args.dry_run=True; expected False: only the command grpo-kernels train has a dry run")
+    if not isinstance(model, (str, Path, PreTrainedModel)):
+        raise TypeError(f"model is a {type(model).__name__}; expected a path, a name or a PreTrainedModel")
+    rewards = [reward_funcs] if isinstance(reward_funcs, str) or callable(reward_funcs) else list(reward_funcs)
+    if wrong := [reward for reward in rewards if not (isinstance(reward, str) or callable(reward))]:
+        raise TypeError(f"reward_funcs holds {wrong[0]!r}; expected names and functions")
+    rewards = [reward if isinstance(reward, str) else _with_process(reward, args) for reward in rewards]
+    data: dict[str, Any] = dict(zip(GIVEN_ROWS, (train_dataset, eval_dataset), strict=True))
+    names = [rows if isinstance(rows, (str, type(None))) else name for name, rows in data.items()]
+    args = replace(
+        args, dataset_name=names[0], eval_dataset_name=names[1], reward_funcs=[_name(reward) for reward in rewards]
+    )
+    if isinstance(model, PreTrainedModel):
+        dtype = str(model.dtype).removeprefix("torch.")
+        if args.is_given("dtype") and args.dtype != dtype:
+            raise ValueError(f"args.dtype={args.dtype} with a model of {dtype}; expected model.to(torch.{args.dtype})")
+        if args.use_vllm:
+            raise ValueError("args.use_vllm=True with a model in memory; expected its folder: vLLM reads its own copy")
+        args = replace(args, dtype=dtype, model_name_or_path=f"a {type(model).__name__} given to train()")
+        given = Given(data, rewards, processing_class, model)
+    else:
+        args, given = replace(args, model_name_or_path=str(model)), Given(data, rewards, processing_class)
+    try:
+        made = Run(args, given)
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)  # a notebook keeps it, and with it the half-made run and its lock
+        raise
+    try:
+        status = Trainer(made).train()
+    finally:
+        made.close()
+    if status == 130:
+        raise KeyboardInterrupt
+    if status:
+        raise RunError(f"signal {status - 128} stopped the run; {made.folder} holds a checkpoint")
+    return json.loads((made.folder / "summary.json").read_text()) | {"output_dir": made.folder}
+
+
+def _name(reward: Reward) -> str:
+    """module:function, as which config.json records a function."""
+    if isinstance(reward, str):
+        return reward
+    kind: Any = reward if hasattr(reward, "__qualname__") else type(reward)
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _with_process(reward: Callable[..., Any], args: TrainArguments) -> Reward:
+    """A function, or where it has a time limit the name by which a process of its own imports it."""
+    if args.reward_timeout is None:
+        return reward
+    name = _name(reward)
+    try:
+        importable = not name.startswith("__main__:") and find(name) is reward
+    except ValueError:
+        importable = False
+    if not importable:
+        raise ValueError(
+            f"reward_timeout={args.reward_timeout}: no process can import {name}; expected a function of a module"
+        )
+    return name

@@ -1,0 +1,151 @@
+"""`from grpo_kernels.trainer import train`: a run from Python, with objects in place of names."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import chat_models
+import pytest
+import torch
+import training
+from accelerate.state import AcceleratorState
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_kernels.commands.cli import main
+from grpo_kernels.trainer import RunError, TrainArguments, train
+
+README = Path(training.__file__).parents[1] / "grpo_kernels" / "trainer" / "README.md"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return training.make_model(tmp_path_factory.mktemp("python") / "model")
+
+
+@pytest.fixture
+def data(tmp_path):
+    return training.make_data(tmp_path / "data.jsonl")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    torch.set_num_threads(1)
+
+
+def options(output, **changes):
+    given = {name: x for name, x in training.OPTIONS.items() if name != "reward_funcs"}
+    return TrainArguments(**{**given, "output_dir": str(output), "use_cpu": True, "disable_tqdm": True, **changes})
+
+
+def rows_of(data):
+    return [json.loads(line) for line in data.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_objects_take_the_steps_of_names(lora, model, data, tmp_path):
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed: make test EXTRAS=dev,peers")
+    changes = {"use_peft": lora, "save_steps": 1}
+    named = train(str(model), "training:length", str(data), options(tmp_path / "a", **changes), str(data))
+    lm, made = AutoModelForCausalLM.from_pretrained(model), datasets.Dataset.from_list(rows_of(data))
+    given = train(lm, [training.length], made, options(tmp_path / "b", **changes), rows_of(data))
+    assert given.keys() == named.keys() and given["output_dir"] == tmp_path / "b" and given["steps"] == 3
+    assert given["pass_at_1_after"] == named["pass_at_1_after"]
+    a, b = (tmp_path / x / "model" / ("adapter_model" if lora else "model") for x in "ab")
+    assert a.with_suffix(".safetensors").read_bytes() == b.with_suffix(".safetensors").read_bytes()
+    config = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert config["reward_funcs"] == ["training:length"] and config["dataset_name"] == "the rows of train_dataset"
+    if not lora:  # it is trained where it is
+        assert torch.equal(lm.lm_head.weight, training.weights(tmp_path / "b")["lm_head.weight"])
+    arguments = ["--dataset-name", str(data)]
+    assert main(["evaluate", str(tmp_path / "b"), *arguments]) == 0
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_call_goes_on_where_one_was_stopped(lora, model, data, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+
+    def call(output, reward, **changes):
+        lm = AutoModelForCausalLM.from_pretrained(model)
+        lm.config._name_or_path = lm.name_or_path = ""
+        changes = {"use_peft": lora, "max_steps": 4, **changes}
+        return train(lm, reward, rows_of(data), options(output, **changes), processing_class=tokenizer)
+
+    def length(completion_ids, trainer_state, **columns):
+        if trainer_state.global_step == 2 and (kill := stop.pop("number", None)):
+            signal.raise_signal(kill)
+        return training.length(None, None, completion_ids)
+
+    stop = {}
+    call(tmp_path / "a", length)
+    for number, kind in ((signal.SIGTERM, RunError), (signal.SIGINT, KeyboardInterrupt)):
+        stop["number"], output = number, tmp_path / number.name
+        with pytest.raises(kind):
+            call(output, length)
+        assert call(output, length, resume_from_checkpoint="auto")["steps"] == 4
+        name = f"model/{'adapter_model' if lora else 'model'}.safetensors"
+        assert (output / name).read_bytes() == (tmp_path / "a" / name).read_bytes()
+    with pytest.raises(ValueError, match=r"belongs to a run with other options: reward_funcs=.*training:constant"):
+        call(output, training.constant, resume_from_checkpoint="auto")
+
+
+def test_a_time_limit_needs_a_function_that_a_process_can_import(model, data, tmp_path):
+    def local(completions, **columns):
+        return [0.0] * len(completions)
+
+    with pytest.raises(
+        ValueError, match=r"reward_timeout=9.0: no process can import .*local; expected a function of a"
+    ):
+        train(str(model), local, str(data), options(tmp_path / "run", reward_timeout=9.0))
+    assert train(str(model), training.length, str(data), options(tmp_path / "run", reward_timeout=9.0))["steps"] == 3
+
+
+@pytest.mark.parametrize(("changes", "kind", "words"), [
+    ({"model": 7}, TypeError, "model is a int; expected a path, a name or a PreTrainedModel"),
+    ({"model": "no/such/model"}, ValueError, "model_name_or_path=no/such/model: there is no such file or folder"),
+    ({"reward_funcs": [7]}, TypeError, "reward_funcs holds 7; expected names and functions"),
+    ({"reward_funcs": []}, ValueError, "reward_funcs is empty"),
+    ({"train_dataset": [{"question": "1"}]}, ValueError, "the data has no column \"prompt\"; found 'question'"),
+    ({"train_dataset": []}, ValueError, "is empty"),
+    ({"eval_dataset": [{"prompt": "1+1="}]}, ValueError, "held-out prompts: reward 'exact_answer' reads the column"),
+    ({"args": {"dataset_name": "x"}}, ValueError, "args.dataset_name='x'; expected the argument train_dataset of"),
+    ({"args": {"dry_run": True}}, ValueError, "args.dry_run=True"),
+    ({"args": {"dataset_train_split": "x"}, "train_dataset": [{"prompt": "1"}]}, ValueError, "train_dataset is one"),
+    ({"args": {"num_generations": 3}}, ValueError, "num_generations=3"),
+    ({"args": {"dtype": "bfloat16"}, "model": None}, ValueError, "args.dtype=bfloat16 with a model of float32"),
+    ({"args": {"use_vllm": True}, "model": None}, ValueError, "args.use_vllm=True with a model in memory"),
+])  # fmt: skip
+def test_bad_input_raises(changes, kind, words, model, data, tmp_path):
+    given = {"model": str(model), "reward_funcs": "exact_answer", "train_dataset": str(data), **changes}
+    given["args"] = options(tmp_path / "run", **changes.get("args", {}))
+    given["model"] = given["model"] or AutoModelForCausalLM.from_pretrained(model)
+    with pytest.raises(kind, match=re.escape(words)):
+        train(**given)
+
+
+def test_a_call_that_failed_holds_no_folder(model, data, tmp_path):
+    """In a notebook the error lives on, and with it the frames of the call."""
+    with pytest.raises(ValueError, match="reads the column 'tests'") as caught:
+        train(str(model), "code", str(data), options(tmp_path / "run"))
+    assert train(str(model), "exact_answer", str(data), options(tmp_path / "run"))["steps"] == 3 and caught.value
+
+
+def test_the_block_of_the_readme_runs(tmp_path, monkeypatch):
+    (block,) = (x for x in re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.DOTALL | re.M) if "train(" in x)
+    folder = chat_models.tiny_chat(tmp_path / "model")
+    for shown, small in (("HuggingFaceTB/SmolLM2-135M-Instruct", str(folder)), ("max_steps=200", "max_steps=1")):
+        assert shown in block
+        block = block.replace(shown, small)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+    assert json.loads(Path("runs/python/summary.json").read_text())["steps"] == 1
+
+
+def test_importing_the_package_of_the_trainer_is_light():
+    code = "import sys, grpo_kernels.trainer as t; print(sorted({'transformers', 'accelerate'} & {*sys.modules}))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
