@@ -18,6 +18,7 @@ STEPS = {"max_steps": 4, "save_steps": 1, "num_iterations": 2, "steps_per_genera
 def jobs(model, data, folder):
     def job(name, copy_of=None, **options):
         argv = training.arguments(model, data, folder / name, **STEPS | options)
+        argv.remove("--use-cpu")  # which a machine without a GPU does not need
         return {"name": name, "argv": argv} | ({"copy_of": copy_of} if copy_of else {})
 
     saved = {"save_total_limit": 9}
@@ -40,6 +41,7 @@ def test_pitfall_14_an_error_of_one_rank_ends_all_and_other_runs_of_two_processe
     (folder / "jobs.json").write_text(json.dumps(jobs(model, data, folder)))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     environment = {**os.environ, "PYTHONPATH": f"{HERE}:{HERE.parent}", "OMP_NUM_THREADS": "1"}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(
         [*command, str(HERE / "trainer_ranks.py"), str(folder)], env=environment, capture_output=True, text=True,
         timeout=900,

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from .arguments import TrainArguments, to_json
+from .ranks import on_cpu
 
 PROJECT = "grpo-kernels"  # by which trackers call the runs
 
@@ -19,7 +20,7 @@ PROJECT = "grpo-kernels"  # by which trackers call the runs
 def make_accelerator(a: TrainArguments) -> Accelerator:
     """Raises ValueError where the launcher's configuration has what would change the steps."""
     zero = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
-    if zero and (a.use_cpu or PartialState().backend is None):  # accelerate would take each process for a run
+    if zero and on_cpu(a.use_cpu):  # accelerate would take each process for a run
         raise ValueError("DeepSpeed needs GPUs and `accelerate launch`; expected DDP or FSDP2 (--fsdp) on CPUs")
     if zero and a.fsdp:
         raise ValueError("accelerate's configuration has distributed_type=DEEPSPEED; expected no fsdp=True with it")
@@ -27,7 +28,7 @@ def make_accelerator(a: TrainArguments) -> Accelerator:
     sharding = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
     precision = "bf16" if a.bf16 else "no"
     accelerator = Accelerator(
-        cpu=a.use_cpu, mixed_precision="no" if zero else precision, log_with=a.report_to or None,
+        cpu=on_cpu(a.use_cpu), mixed_precision="no" if zero else precision, log_with=a.report_to or None,
         project_dir=a.output_dir, fsdp_plugin=sharding if a.fsdp else None,
     )  # fmt: skip
     if zero:

@@ -20,6 +20,7 @@ from . import RunError, evaluate, report
 from .accelerator import zero_stage
 from .arguments import TrainArguments, parse
 from .loop import Trainer
+from .ranks import on_cpu
 from .rewards import SandboxUnavailable
 from .run import Run
 
@@ -69,7 +70,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 
 def dry_run(arguments: TrainArguments) -> int:
     """Set up, make one optimizer step, say what it took, and leave nothing behind. Bad input raises ValueError."""
-    PartialState(cpu=arguments.use_cpu)
+    PartialState(cpu=on_cpu(arguments.use_cpu))
     with tempfile.TemporaryDirectory() as folder:
         (shared,) = broadcast_object_list([folder])  # that of the first process
         made = Run(dataclasses.replace(

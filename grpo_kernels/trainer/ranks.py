@@ -10,17 +10,23 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+import torch
 from accelerate.state import PartialState
 from accelerate.utils import gather_object
 
 from . import RunError
 
 
+def on_cpu(use_cpu: bool) -> bool:
+    """Whether a run is on the CPU. accelerate has to be told, or takes each process of torchrun for its own run."""
+    return use_cpu or not torch.accelerator.is_available()
+
+
 class Ranks:
     """The processes of a run, each of which holds a contiguous share of every list of rows."""
 
     def __init__(self, *, use_cpu: bool = False):
-        state = PartialState(cpu=use_cpu)
+        state = PartialState(cpu=on_cpu(use_cpu))
         self.index, self.count = state.process_index, state.num_processes
 
     def share(self, rows: Sequence[Any]) -> list[Any]:
