@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import shutil
 import signal
 import sys
 import time
@@ -148,6 +149,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--resume", action="store_true", help="keep what the JSON has; run the stages that it lacks, or those of --only"
     )
     given = vars(parser.parse_args(argv))
+    if given["run"] and shutil.which("nvidia-smi") is None and not Path("/dev/nvidiactl").exists():
+        print("gpu_report.py needs an NVIDIA GPU: this machine has neither nvidia-smi nor its driver", file=sys.stderr)
+        return 2
     settings = Settings(**{name: value for name, value in defaults(given).items() if value is not None})
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is killed, and the report written
     report = conduct(STAGES, settings)

@@ -22,9 +22,9 @@ import training
 from training import run, same_weights, steps
 
 from grpo_kernels.trainer import checkpoint
+from grpo_kernels.trainer.loop import Trainer
 from grpo_kernels.trainer.ranks import Ranks, Signals
 from grpo_kernels.trainer.rollout import _Draw
-from grpo_kernels.trainer.loop import Trainer
 
 HERE = Path(__file__).parent
 # Rollouts of two steps, used twice, over 10 prompts of which a rollout takes 4: checkpoints fall inside of rollouts,

@@ -20,8 +20,8 @@ from ..benchmarks.command import bench
 from ..trainer import missing_packages
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; returns the exit status."""
+def make_parser() -> argparse.ArgumentParser:
+    """The subcommands. Those of the trainer parse their own options."""
     parser = argparse.ArgumentParser(prog="grpo-kernels", description="Fused GRPO losses.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
@@ -30,6 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_tune(commands)
     _add_env(commands)
     _add_check(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand; returns the exit status."""
+    parser = make_parser()
     arguments, rest = parser.parse_known_args(argv)
     if rest and not hasattr(arguments, "command"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
