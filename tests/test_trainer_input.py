@@ -125,6 +125,7 @@ def refused(output, capfd, status=2):
     ({"lora_r": 4}, ["lora_r=4", "without use_peft"]),
     ({"dynamic_sampling": "drop", "dynamic_sampling_max_rounds": 2}, ["dynamic_sampling_max_rounds=2", "refill"]),
     ({"vllm_gpu_memory_utilization": 0.5}, ["vllm_gpu_memory_utilization=0.5", "without use_vllm"]),
+    ({"vllm_kwargs": "{}"}, ["vllm_kwargs='{}'", "without use_vllm"]),
     ({"vllm_importance_sampling_clip_max": 2.0}, ["clip_max=2.0", "without use_vllm or replay"]),
     ({"eval_steps": 1}, ["eval_steps=1", "eval_dataset_name"]),
     ({"dataset_test_split": "test"}, ["dataset_test_split='test'", "is one split", "eval_dataset_name"]),
@@ -163,7 +164,11 @@ def refused(output, capfd, status=2):
     ({"resume_from_checkpoint": "/no/such/checkpoint"}, ["/no/such/checkpoint", "no such folder"]),
     ({"fsdp": True}, ["fsdp", "torchrun"]),
     ({"use_vllm": True}, ["vLLM", "pip install vllm"]),
-    ({"use_vllm": True, "top_p": 0.9}, ["use_vllm", "top_p"]),
+    ({"use_vllm": True, "top_p": 0.9}, ["use_vllm", "top_p", "needs a top_k"]),
+    ({"use_vllm": True, "vllm_tensor_parallel_size": 2}, ["vllm_tensor_parallel_size=2", "expected 1", "own GPU"]),
+    ({"use_vllm": True, "vllm_max_model_length": 5}, ["vllm_max_model_length has 5 positions"]),
+    ({"use_vllm": True, "vllm_kwargs": "[1]"}, ["vllm_kwargs='[1]'", "object of JSON"]),
+    ({"use_vllm": True, "per_device_generation_batch_size": 4}, ["no effect without sampling by transformers"]),
 ])  # fmt: skip
 def test_one_sentence_and_nothing_written(options, words, model, data, tmp_path, capfd):
     output = tmp_path / "run"

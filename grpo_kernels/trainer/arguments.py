@@ -54,6 +54,9 @@ Schedule: TypeAlias = Annotated[
     str, tuple(s.value for s in SchedulerType if s not in ("reduce_lr_on_plateau", "greedy"))
 ]
 
+# What an engine of vLLM is made with.
+VLLM_OPTIONS = ("vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_enforce_eager", "vllm_kwargs")
+
 # What an arithmetic run without these options takes: 32 prompts, 8 completions, two steps on each rollout.
 ARITHMETIC_RUN: dict[str, Any] = {
     "reward_funcs": [ARITHMETIC], "beta": 0.005, "max_completion_length": 5, "per_device_train_batch_size": 256,
@@ -139,6 +142,10 @@ class TrainArguments:
     min_p: Fraction | None = _option(None, "sample from ids at least so likely, relative to the likeliest")
     use_vllm: bool = _option(False, "sample with vLLM, an engine beside each process")
     vllm_gpu_memory_utilization: Share = _option(0.3, "share of GPU memory for vLLM")
+    vllm_max_model_length: Count | None = _option(None, "tokens of prompt and completion in vLLM; default: the model's")
+    vllm_tensor_parallel_size: Count = _option(1, "GPUs of an engine; 1 is all that there is here")
+    vllm_enforce_eager: bool = _option(False, "vLLM without CUDA graphs and torch.compile")
+    vllm_kwargs: str | None = _option(None, "further arguments of vllm.LLM, as JSON")
     vllm_importance_sampling_correction: bool = _option(True, "weight tokens by old / rollout probabilities")
     vllm_importance_sampling_mode: Correction = _option("sequence_mask", "how the weights are bounded")
     vllm_importance_sampling_clip_max: Size = _option(3.0, "upper bound of the weights")
@@ -277,6 +284,10 @@ class TrainArguments:
         """What lr_scheduler_type takes beside the numbers of steps."""
         return _read_json("lr_scheduler_kwargs", self.lr_scheduler_kwargs)
 
+    def vllm_options(self) -> dict[str, Any]:
+        """What vllm.LLM takes beside the options that have a name here."""
+        return _read_json("vllm_kwargs", self.vllm_kwargs)
+
     def check(self, num_processes: int) -> None:
         """Raise ValueError for options that are out of range, contradict each other or have no effect, by name."""
         for name, hint in get_type_hints(type(self), include_extras=True).items():
@@ -291,7 +302,7 @@ class TrainArguments:
                     for one in value if isinstance(value, list) else [value]:
                         if one not in expected:
                             raise ValueError(f"{name}={one!r}; expected one of {', '.join(expected)}")
-        self.schedule_options()
+        self.schedule_options(), self.vllm_options()
         if self.reward_pattern is not None:
             compiled(self.reward_pattern)
         for name in ("model_name_or_path", "dataset_name", "eval_dataset_name"):
@@ -331,10 +342,13 @@ class TrainArguments:
              f"kl_target={a.kl_target} with beta={a.beta}; expected two positive numbers"),
             (a.replay is not None and (a.use_vllm or a.dynamic_sampling == "refill"),
              "replay takes rollouts from a folder: use_vllm and dynamic_sampling='refill' do not apply"),
+            (a.vllm_tensor_parallel_size > 1,
+             f"vllm_tensor_parallel_size={a.vllm_tensor_parallel_size}; expected 1: each process samples prompts of "
+             "its own with an engine on its own GPU"),
             (a.loss == "eager" and a.truncates,
              "loss='eager' is over all ids: top_p, top_k and min_p do not go with it"),
-            (a.use_vllm and a.truncates,
-             "use_vllm with top_p, top_k or min_p: the ids that vLLM keeps are not read; leave one out"),
+            (a.use_vllm and a.truncates and not a.top_k,
+             "use_vllm with top_p or min_p needs a top_k too: vLLM returns the ids that it keeps with top_k > 0 only"),
             *((is_one_split(data) and a.is_given(name),
                f"{name}={getattr(a, name)!r}: {data} is one split"
                + ("" if a.eval_dataset_name else "; eval_dataset_name takes another one"))
@@ -350,7 +364,8 @@ class TrainArguments:
             ("kl_target", self.kl_target, ("kl_horizon",)),
             ("use_peft", self.use_peft, ("lora_r", "lora_alpha", "lora_target_modules")),
             ("dynamic_sampling=refill", self.dynamic_sampling == "refill", ("dynamic_sampling_max_rounds",)),
-            ("use_vllm", self.use_vllm, ("vllm_gpu_memory_utilization",)),
+            ("use_vllm", self.use_vllm, VLLM_OPTIONS),
+            ("sampling by transformers", not self.use_vllm, ("per_device_generation_batch_size",)),
             ("use_vllm or replay, and vllm_importance_sampling_correction", self.corrects,
              ("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max")),
             ("dataset_test_split or eval_dataset_name", held_out,

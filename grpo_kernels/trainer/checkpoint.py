@@ -29,7 +29,7 @@ CHECKSUMS, RUN, STATE, TENSORS, ROLLOUT = "checksums.json", "run.json", "state.j
 FREE = {
     *("output_dir", "resume_from_checkpoint", "dry_run", "save_steps", "save_total_limit", "save_rollouts"),
     *("logging_samples", "report_to", "disable_tqdm", "eval_steps", "eval_num_samples", "eval_max_prompts"),
-    *("dataset_test_split", "eval_dataset_name", "vllm_gpu_memory_utilization"),
+    *("dataset_test_split", "eval_dataset_name", "vllm_gpu_memory_utilization", "vllm_max_model_length"),
 }
 
 

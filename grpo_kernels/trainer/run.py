@@ -134,6 +134,8 @@ class Run:
         # for that thread, which waits for Python. Without this pause one run in ten of two processes never ends.
         if self.ranks.count > 1:
             time.sleep(0.2)
+        if self.sampler.vllm is not None:
+            self.sampler.vllm.close()
         self.accelerator.end_training()
 
 
@@ -231,10 +233,11 @@ def load_data(a: TrainArguments, tokenizer: Any, lm: Any, given: Given = NOTHING
         if not split:
             return []
     positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    positions, whose = min((positions, "the model"), (a.vllm_max_model_length or math.inf, "vllm_max_model_length"))
     context = positions - a.max_completion_length
     if context < 1:
         raise ValueError(
-            f"max_completion_length={a.max_completion_length}; the model has {positions} positions for prompt and "
+            f"max_completion_length={a.max_completion_length}; {whose} has {positions} positions for prompt and "
             "completion"
         )
     prompts = load_prompts(
