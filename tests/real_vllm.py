@@ -122,7 +122,7 @@ def start(launcher: list[str], words: list[str], **environment: str) -> subproce
 
 
 def ends_well(process: subprocess.Popen[str]) -> None:
-    said = process.communicate(timeout=180)[0]
+    said = process.communicate(timeout=300)[0]
     assert process.returncode == 0, said
     assert "Traceback" not in said and "Error" not in said and "Invalid process group" not in said, said
 

@@ -1,4 +1,4 @@
-"""Completions from vLLM, in the processes and on the GPUs of the training; needs `pip install vllm`."""
+"""Completions from vLLM (0.32 and later), in the processes and on the GPUs of the training."""
 
 from __future__ import annotations
 
