@@ -18,6 +18,7 @@ import torch
 from .contract import AGGREGATIONS, KL_ESTIMATORS, LEVELS, KernelParams
 from .logit_transform import logit_transform
 
+LARGEST = torch.finfo(torch.float32).max  # kernels compute in float32
 ADVANTAGE_SCALES = ("group", "batch", "none")
 ADVANTAGE_BASELINES = ("mean", "leave_one_out", "none")
 
@@ -231,6 +232,17 @@ class GRPOConfig:
             raise ValueError(f"logits_dtype={self.logits_dtype}; expected torch.float32, a 16-bit float type or None")
 
     def _check_combinations(self) -> None:
+        clips_probability = SURROGATE_RULES[self.surrogate].divides_by_rollout
+        # A ratio is positive, a probability at most 1: such a bound never acts. GMPO's bound is one of log-ratios.
+        for name in ("epsilon_low", "epsilon_high") if clips_probability else ("epsilon_low",):
+            value = getattr(self, name)
+            if value is not None and value > 1.0 and self.surrogate != "gmpo":
+                raise ValueError(f"{name}={value} with surrogate={self.surrogate!r}; expected a number in [0, 1]")
+        if self.delta is not None and self.epsilon_high is not None and self.delta < 1.0 + self.epsilon_high:
+            raise ValueError(
+                f"delta={self.delta} is below 1 + epsilon_high = {1.0 + self.epsilon_high}, the bound of the clipped "
+                "ratio, which would never act; expected a larger delta"
+            )
         if self.aggregation != "fixed_length" and self.max_completion_length is not None:
             raise ValueError(f"max_completion_length has no effect with aggregation={self.aggregation!r}; leave it out")
         if self.kl_estimator == "none" and (self.beta != 0.0 or self.use_bias_correction_kl):
@@ -447,9 +459,14 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
 def _number(name: str, value: object, *, low: float = -math.inf, above: float = -math.inf) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} is a {type(value).__name__}; expected a number")
-    if not math.isfinite(value) or value < low or (above != -math.inf and value <= above):
+    if not -LARGEST <= value <= LARGEST or value < low or (above != -math.inf and value <= above):
         bound = f" > {above:g}" if above != -math.inf else f" >= {low:g}" if low != -math.inf else ""
-        raise ValueError(f"{name}={value}; expected a finite number{bound}")
+        raise ValueError(f"{name}={shown(value)}; expected a finite number{bound}")
+
+
+def shown(number: float) -> object:
+    """As an error message has it: an integer of any size is a number in Python."""
+    return number if isinstance(number, float) or abs(number) <= LARGEST else f"an integer of {len(bin(number))} bits"
 
 
 DEFAULT_CONFIG = GRPOConfig()  # what a call without one gets, made once

@@ -11,7 +11,14 @@ from .advantages import Groups, check_rewards, group_statistics, resolve_groups
 from .config import SURROGATE_RULES, GRPOConfig
 from .contract import Sums, TokenInputs
 from .sampling_mask import SamplingMask
-from .validate import check_scalar, check_tensor, check_token_tensor, num_sequences_of, temperature_per_token
+from .validate import (
+    check_scalar,
+    check_tensor,
+    check_token_tensor,
+    checks_values,
+    num_sequences_of,
+    temperature_per_token,
+)
 
 _PER_SEQUENCE = ("advantages", "rollout_weights")  # which may have one value per sequence instead
 _PER_TOKEN = ("advantages", "completion_mask", "old_logps", "ref_logps", "rollout_weights", "rollout_logps")
@@ -79,6 +86,7 @@ def resolve(
     for name in ("normalizer", "num_items_in_batch"):
         if getattr(options, name) is not None:
             normalizer = check_scalar(name, getattr(options, name), like.device, dtype)
+    _check_num_items(options.num_items_in_batch, options.completion_mask, like.device)
     if options.entropy_normalizer is not None:
         entropy_normalizer = check_scalar("entropy_normalizer", options.entropy_normalizer, like.device, dtype)
 
@@ -127,9 +135,19 @@ def _check_tensors(options: LossOptions, shape: torch.Size, num_sequences: int, 
             )
 
 
+def _check_num_items(count: Tensor | float | None, mask: Tensor | None, device: torch.device) -> None:
+    """0 is the count of a batch without an unmasked token, and counts as 1."""
+    if count is None or not checks_values(device) or count != 0:
+        return
+    if mask is None or bool(mask.any()):
+        raise ValueError("num_items_in_batch=0, and completion_mask leaves tokens; expected their global number")
+
+
 def _check_combinations(options: LossOptions, config: GRPOConfig) -> None:
     if config.beta != 0.0 and options.ref_logps is None:
         raise ValueError(f"ref_logps is None and beta={config.beta}; the KL term needs the reference log-probabilities")
+    if config.off_policy_mask_threshold is not None and options.rollout_logps is None and options.old_logps is None:
+        raise ValueError("off_policy_mask_threshold has no effect without rollout_logps or old_logps; leave it out")
     divides_by_rollout = SURROGATE_RULES[config.surrogate].divides_by_rollout
     if divides_by_rollout and options.rollout_logps is None and options.old_logps is None:
         raise ValueError(f"surrogate={config.surrogate!r} divides by rollout_logps (or old_logps); both are None")

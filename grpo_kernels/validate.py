@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .config import GRPOConfig
+from .config import LARGEST, GRPOConfig, shown
 from .plain import PLAIN, check_gathered, check_plain, refuse_quantised
 
 if TYPE_CHECKING:
@@ -30,11 +30,20 @@ _REFERENCES = {
 _THERE = " at every unmasked position"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NUMBERS = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+HIGHEST_LOGP = 1.0  # nats: at most 0, but for the rounding of 16-bit logits (csrc/cpu/values.cpp has it too)
+_RANGES = (
+    ("advantages", -LARGEST, LARGEST),
+    ("old_logps", -math.inf, HIGHEST_LOGP),
+    ("ref_logps", -math.inf, math.inf),
+    ("rollout_weights", 0.0, LARGEST),
+)
 
 
 def check_config(config: object) -> None:
     if not isinstance(config, GRPOConfig):
-        raise TypeError(f"config is a {type(config).__name__}; expected a GRPOConfig")
+        kind = f"{type(config).__module__}.{type(config).__qualname__}"
+        hint = ": GRPOConfig.from_trl(config) makes one" if kind.startswith("trl.") else ""
+        raise TypeError(f"config is a {kind}; expected a grpo_kernels.GRPOConfig{hint}")
 
 
 def refuse_transforms(name: str, *tensors: object) -> None:
@@ -66,9 +75,9 @@ def check_number(name: str, x: object, low: float, high: float = math.inf, *, ab
     """x is a finite number in [low, high], with `above` in (low, high]."""
     if isinstance(x, bool) or not isinstance(x, (int, float)):
         raise TypeError(f"{name} is a {type(x).__name__}; expected a number")
-    if not low <= x <= high or (above and x == low) or math.isinf(x):
+    if not low <= x <= min(high, LARGEST) or (above and x == low):
         bound = f"{'>' if above else '>='} {low:g}" if high == math.inf else f"in {'(['[not above]}{low:g}, {high:g}]"
-        raise ValueError(f"{name}={x}; expected a finite number {bound}")
+        raise ValueError(f"{name}={shown(x)}; expected a finite number {bound}")
 
 
 def check_logits_dtype(logits_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
@@ -195,9 +204,20 @@ def check_token_tensor(
             raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {' or '.join(map(str, allowed))}")
     if name == "completion_mask":
         if x.is_complex() or x.is_quantized:
-            raise TypeError(f"completion_mask is {x.dtype}; expected bool or numbers, 0 where masked")
+            raise TypeError(f"completion_mask is {x.dtype}; expected bool, or the numbers 0 (masked) and 1")
+        check_mask(x)
     elif x.dtype not in ((*NUMBERS, torch.bool) if name == "advantages" else FLOATS):
         raise TypeError(f"{name} is {x.dtype}; expected a floating-point type of 16 to 64 bits")
+
+
+def check_mask(mask: Tensor) -> None:
+    """0 and 1 alone: weights per token, or the additive mask of an attention, would train on the padding."""
+    if mask.dtype is torch.bool or not checks_values(mask.device):
+        return
+    wrong = (mask != 0) & (mask != 1)
+    if bool(wrong.any()):
+        where = wrong.nonzero()[0].tolist()
+        raise ValueError(f"completion_mask{where} = {mask[tuple(where)].item()}; expected 0 (masked) or 1")
 
 
 def temperature_per_token(
@@ -238,8 +258,9 @@ def check_scalar(name: str, x: Tensor | float | int | None, device: torch.device
         return torch.where(x < 0, x, x.clamp(min=1)) if counts_items else x  # a negative one is refused with the values
     if isinstance(x, bool) or not isinstance(x, (int, float)):
         raise TypeError(f"{name} is a {type(x).__name__}; expected a number or a tensor of one element")
-    if not (x > 0 or (counts_items and x == 0)) or math.isinf(x):
-        raise ValueError(f"{name}={x}; expected a {'number >= 0' if counts_items else 'positive number'}, finite")
+    if not (x > 0 or (counts_items and x == 0)) or x > torch.finfo(dtype).max:
+        expected = f"a {'number >= 0' if counts_items else 'positive number'} that is finite in {dtype}"
+        raise ValueError(f"{name}={shown(x)}; expected {expected}")
     return torch.full((), max(float(x), 1.0) if counts_items else float(x), dtype=dtype, device=device)
 
 
@@ -334,10 +355,10 @@ def check_token_values(inputs: TokenInputs) -> None:
     if inputs.cu_seqlens is not None:
         _refuse_two_meanings(inputs, inputs.cu_seqlens)
     mask = None if inputs.completion_mask is None else inputs.completion_mask.bool()
-    for name, finite in (("advantages", True), ("old_logps", False), ("ref_logps", False), ("rollout_weights", True)):
+    for name, low, high in _RANGES:
         x = getattr(inputs, name)
         if x is not None:
-            check_numbers(name, x, mask, inputs.cu_seqlens, finite=finite)
+            check_numbers(name, x, mask, inputs.cu_seqlens, low=low, high=high)
     check_temperature(inputs.temperature, mask)
     denominators = (
         ("num_items_in_batch or normalizer", inputs.normalizer),
@@ -377,13 +398,24 @@ def check_temperature(temperature: Tensor | None, mask: Tensor | None) -> None:
 
 
 def check_numbers(
-    name: str, x: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None, *, finite: bool = True
+    name: str,
+    x: Tensor,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    low: float = -math.inf,
+    high: float = math.inf,
 ) -> None:
-    """No NaN, and with `finite` no infinity, at unmasked positions of x, (S,), (S, 1) or of the mask's shape."""
-    if not checks_values(x.device) or math.isfinite(x.sum().item()):
+    """Numbers in [low, high], and no NaN, at unmasked positions of x, (S,), (S, 1) or of the mask's shape."""
+    if not checks_values(x.device) or x.numel() == 0:
         return
-    wrong = ~x.isfinite() if finite else x.isnan()
-    _name_first(name, x, wrong, mask, cu_seqlens, f"{'a finite' if finite else 'a'} number{_THERE}")
+    least, most = x.aminmax()
+    if low <= least.item() and most.item() <= high:
+        return
+    limit = ", in float32" if low == -LARGEST else f", >= {low:g}" if low == 0.0 else ""
+    limit = ", at most 0 nats" if high == HIGHEST_LOGP else limit
+    wrong = ~((x >= low) & (x <= high))
+    _name_first(name, x, wrong, mask, cu_seqlens, f"{'a finite' if high == LARGEST else 'a'} number{_THERE}{limit}")
 
 
 def _name_first(

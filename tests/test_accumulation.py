@@ -93,7 +93,7 @@ def test_an_entropy_coefficient_may_be_a_tensor(coefficient, backend):
 
 
 SMALL = {  # argument, its value, what it divides by: num_items_in_batch is at least 1, normalizer is taken as it is
-    "num_items_in_batch": ((0, 1), (0.5, 1), (1, 1), (2, 2)),
+    "num_items_in_batch": ((0.5, 1), (1, 1), (2, 2)),
     "normalizer": ((0.25, 0.25), (1, 1), (2, 2)),
 }
 

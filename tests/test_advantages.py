@@ -217,7 +217,7 @@ def test_rollout_weights_against_a_loop(level, mode):
     found = gk.rollout_weights(old, rollout, completion_mask=mask, level=level, mode=mode, cap=1.5, low=0.6)
 
     def limit(w: float) -> float:
-        return min(w, 1.5) if mode == "truncate" else w if 0.6 <= w <= 1.5 else 0.0
+        return min(max(w, 0.6), 1.5) if mode == "truncate" else w if 0.6 <= w <= 1.5 else 0.0
 
     for i in range(3):
         gaps = [
@@ -235,13 +235,13 @@ def test_rollout_weights_of_an_unbounded_gap_are_finite():
     old, rollout = torch.zeros(1, 2), torch.full((1, 2), -1e4)
     assert gk.rollout_weights(old, rollout).tolist() == [[2.0, 2.0]]
     assert gk.rollout_weights(old, rollout, mode="mask").tolist() == [[0.0, 0.0]]
+    assert gk.rollout_weights(rollout, old).tolist() == [[0.0, 0.0]]  # no lower bound unless one is given
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (dict(level="word"), "level='word'; expected one of token, sequence, sequence_sum"),
-        (dict(level="sequence_mean"), "level='sequence'"),  # its name up to 0.1.0
         (dict(mode="clip"), "mode"),
         (dict(low=3.0), "low=3.0"),
         (dict(cap=0.0), "cap=0.0"),

@@ -24,15 +24,25 @@ static bool all_finite(const float* x, int64_t count) {
     return finite;
 }
 
+// kHighestLogp: HIGHEST_LOGP of grpo_kernels/validate.py.
+constexpr float kHighestLogp = 1.f, kLargest = 3.402823466e38f;
+
+static bool all_within(const float* x, int64_t count, float low, float high) {
+    bool within = true;
+    for (int64_t i = 0; x && i < count; i++) within &= low <= x[i] && x[i] <= high;
+    return within;
+}
+
+static int64_t count_of(const PlanArgs& args, const PlanInput& x) {
+    return x.per_what == kPerToken ? args.tokens : x.per_what == kPerSequence ? args.sequences : 1;
+}
+
 bool values_are_valid(const PlanArgs& args, const PlanChecks& checks) {
-    const auto finite = [&](const PlanInput& x) {
-        return all_finite(x.data, x.per_what == kPerToken      ? args.tokens
-                                  : x.per_what == kPerSequence ? args.sequences
-                                                               : 1);
-    };
     return ids_are_valid({args.ids, args.mask, args.tokens, checks.vocab, args.mask_bytes}) &&
-           finite(args.advantages) && all_finite(args.old, args.tokens) && all_finite(args.ref, args.tokens) &&
-           finite(args.rollout_weights) && all_finite(checks.padding, checks.padding_size);
+           all_finite(args.advantages.data, count_of(args, args.advantages)) &&
+           all_within(args.old, args.tokens, -kLargest, kHighestLogp) && all_finite(args.ref, args.tokens) &&
+           all_within(args.rollout_weights.data, count_of(args, args.rollout_weights), 0.f, kLargest) &&
+           all_finite(checks.padding, checks.padding_size);
 }
 
 }  // namespace gk
