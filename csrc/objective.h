@@ -150,12 +150,10 @@ GK_HD Kl kl_divergence(const Params& p, float logp, float ref) {
         case kAbs:
             kl = kl_abs(d);
             break;
-        case kK1Plus:  // straight-through: the value of one estimator, the gradient of k2
-            kl = {kl_k1(d).value, kl_k2(d).d_logp};
-            break;
+        case kK1Plus:  // straight-through: the value of one estimator, the gradient of k2 without a clamp
+            return {clamp(kl_k1(d).value, -p.kl_clamp, p.kl_clamp), kl_k2(raw).d_logp};
         case kK3Plus:
-            kl = {kl_k3(d).value, kl_k2(d).d_logp};
-            break;
+            return {clamp(kl_k3(d).value, -p.kl_clamp, p.kl_clamp), kl_k2(raw).d_logp};
         default:
             return kl;
     }

@@ -8,7 +8,9 @@ from grpo_kernels import GRPOConfig, grpo_loss_from_logps
 class FusedPolicyLossFn:
     """loss, metrics from the log-probabilities (B, S - 1) of the next tokens; `config` is any GRPOConfig.
 
-    aggregation "token_mean" divides by the valid tokens of the global batch, "seq_mean" by its sequences.
+    NeMo-RL multiplies its KL by exp(logp - sg(logp)): where no clamp acts, its default is kl_estimator="k3+" with
+    kl_clamp=(20, 10). aggregation "token_mean" divides by the valid tokens of the global batch, "seq_mean" by its
+    sequences.
     """
 
     input_type = LossInputType.LOGPROB

@@ -12,6 +12,12 @@ from .sampling_mask import SamplingMask
 
 __version__ = "0.1.0"
 
+
+def __dir__() -> list[str]:
+    """The public names, without the modules that hold them."""
+    return [*__all__, "__version__"]
+
+
 __all__ = [
     "GRPOConfig",
     "GRPOLossOutput",

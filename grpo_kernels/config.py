@@ -8,26 +8,30 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import difflib
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
-from .contract import AGGREGATIONS, KL_ESTIMATORS, LEVELS, KernelParams
+from .contract import AGGREGATIONS, KL_ESTIMATORS, LEVELS, Aggregation, KernelParams, KLEstimator, Level
 from .logit_transform import logit_transform
 
 LARGEST = torch.finfo(torch.float32).max  # kernels compute in float32
-ADVANTAGE_SCALES = ("group", "batch", "none")
-ADVANTAGE_BASELINES = ("mean", "leave_one_out", "none")
+Surrogate = Literal["clip", "cispo", "cispo_two_sided", "sapo", "vespo", "reinforce", "gmpo", "dppo_tv", "ipo"]
+AdvantageScale = Literal["group", "batch", "none"]
+ADVANTAGE_SCALES: tuple[AdvantageScale, ...] = get_args(AdvantageScale)
+AdvantageBaseline = Literal["mean", "leave_one_out", "none"]
+ADVANTAGE_BASELINES: tuple[AdvantageBaseline, ...] = get_args(AdvantageBaseline)
 
 
 @dataclass(frozen=True)
 class SurrogateRule:
     """What a surrogate allows: its ratio levels (the first is the default) and the options that it reads."""
 
-    levels: tuple[str, ...]
+    levels: tuple[Level, ...]
     options: dict[str, float]  # option name -> default
     source: str
     pushes_without_advantage: bool = False  # has a gradient where the advantage is 0
@@ -84,7 +88,8 @@ class GRPOConfig:
             `entropy_quantile`).
     KL to the reference policy
         beta: weight. kl_estimator: "k1", "k2", "k3", "abs", "k1+", "k3+" (value of the one, gradient of k2), "none".
-        kl_clamp: bound on |KL|, or a pair (bound on |ref_logp - logp|, bound on |KL|), either may be None.
+        kl_clamp: bound on |KL|, or a pair (bound on |ref_logp - logp|, bound on |KL|), either may be None. The gradient
+            is 0 where one acts, but that of "k1+" and "k3+" is k2's without a bound, as in verl.
         use_bias_correction_kl: KL times the importance ratio (DeepSeek-V3.2, arXiv:2512.02556); the product stops at
             exp(80), gradient 0 beyond.
     Aggregation
@@ -105,10 +110,10 @@ class GRPOConfig:
         advantage_scale, advantage_baseline, advantage_ddof, advantage_eps: see `group_advantages`.
     """
 
-    surrogate: str = "clip"
-    importance_sampling_level: str | None = None
-    kl_estimator: str = "k3"
-    aggregation: str = "num_items"
+    surrogate: Surrogate = "clip"
+    importance_sampling_level: Level | None = None
+    kl_estimator: KLEstimator = "k3"
+    aggregation: Aggregation = "num_items"
     beta: float = 0.0
     epsilon_low: float | None = None
     epsilon_high: float | None = None
@@ -130,8 +135,8 @@ class GRPOConfig:
     vespo_k_neg: float | None = None
     vespo_lambda_pos: float | None = None
     vespo_lambda_neg: float | None = None
-    advantage_scale: str = "group"
-    advantage_baseline: str = "mean"
+    advantage_scale: AdvantageScale = "group"
+    advantage_baseline: AdvantageBaseline = "mean"
     advantage_ddof: int = 1
     advantage_eps: float = 1e-4
     score_inactive: bool = True
@@ -141,6 +146,12 @@ class GRPOConfig:
     # Everything but the tensors, as text: what the custom op receives, and a constant to torch.compile.
     key: str = dataclasses.field(init=False, repr=False, compare=False, default="")
     has_tensors: bool = dataclasses.field(init=False, repr=False, compare=False, default=False)
+
+    def __new__(cls, *_: Any, **options: Any) -> GRPOConfig:
+        for name in options:
+            if name not in _OPTIONS:
+                raise TypeError(_unknown_option(name))
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         # What the engine derives from it, by which inputs a call has: no field, and not pickled.
@@ -317,6 +328,12 @@ class GRPOConfig:
                 f"top_entropy_quantile={args.top_entropy_quantile}: the threshold follows from the entropies of the "
                 "batch; pass entropy_threshold=entropy_quantile(...), or None"
             )
+        coefficient, threshold = ({**found, **overrides}.get(x) for x in ("entropy_coef", "entropy_threshold"))
+        if threshold is not None and (isinstance(coefficient, torch.Tensor) or coefficient):
+            raise ValueError(
+                f"entropy_coef={coefficient} with an entropy_threshold: TRL's bonus is over the tokens that the "
+                "quantile keeps, this loss's over all; pass entropy_coef=0 and add the bonus, as FusedGRPOTrainer does"
+            )
         if model_config is not None:
             found["logit_scale"], found["logit_softcap"] = logit_transform(model_config)
         return cls(**{**found, **overrides})
@@ -464,9 +481,31 @@ def _number(name: str, value: object, *, low: float = -math.inf, above: float = 
         raise ValueError(f"{name}={shown(value)}; expected a finite number{bound}")
 
 
-def shown(number: float) -> object:
+def shown(number: Any) -> object:
     """As an error message has it: an integer of any size is a number in Python."""
     return number if isinstance(number, float) or abs(number) <= LARGEST else f"an integer of {len(bin(number))} bits"
+
+
+# What TRL's GRPOConfig calls otherwise, or sets where this one has no option.
+_NAMES_OF_TRL = {
+    "epsilon": "epsilon_low and epsilon_high",
+    "loss_type": "GRPOConfig.preset(name)",
+    "scale_rewards": "advantage_scale",
+    "num_iterations": "old_logps= of the call, which more than one update per batch needs",
+    "num_generations": "num_generations= of the call",
+    "top_entropy_quantile": "entropy_threshold, from entropy_quantile(...)",
+    "vllm_importance_sampling_cap": "cap= of rollout_weights(...)",
+}
+
+
+_OPTIONS = {f.name: f for f in dataclasses.fields(GRPOConfig) if f.init}
+
+
+def _unknown_option(name: str) -> str:
+    near = difflib.get_close_matches(name, _OPTIONS, n=1)
+    ours = _NAMES_OF_TRL.get(name, near[0] if near else None)
+    hint = f"this package has {ours}" if ours else f"there are {', '.join(_OPTIONS)}"
+    return f"GRPOConfig has no option {name!r}: {hint}; GRPOConfig.from_trl(args) takes TRL's"
 
 
 DEFAULT_CONFIG = GRPOConfig()  # what a call without one gets, made once

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
 
-AGGREGATIONS = ("seq_mean", "token_mean", "fixed_length", "num_items", "seq_sum")
-LEVELS = ("token", "sequence", "sequence_sum")  # of the ratio: the token's, the mean over its sequence, the sum
+Aggregation = Literal["seq_mean", "token_mean", "fixed_length", "num_items", "seq_sum"]
+AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
+Level = Literal["token", "sequence", "sequence_sum"]  # of the ratio: the token's, the mean over its sequence, the sum
+LEVELS: tuple[Level, ...] = get_args(Level)
 
 # One fp32 row per field, one column per token: what a row kernel needs to know of a token besides its logits.
 TABLE_FIELDS = (
@@ -34,7 +36,8 @@ TABLE_FIELDS = (
 FIELD = {name: i for i, name in enumerate(TABLE_FIELDS)}
 
 SURROGATES = ("clip", "cispo", "cispo_two_sided", "sapo", "reinforce", "gmpo", "dppo_tv", "ipo")
-KL_ESTIMATORS = ("none", "k1", "k2", "k3", "abs", "k1+", "k3+")
+KLEstimator = Literal["none", "k1", "k2", "k3", "abs", "k1+", "k3+"]
+KL_ESTIMATORS: tuple[KLEstimator, ...] = get_args(KLEstimator)
 
 # Columns of a backend's `reduce`: sums over the scored tokens of a sequence, a group, the batch.
 COLUMNS = (

@@ -80,7 +80,8 @@ def fused_grpo_loss(
             `grpo_kernels.integrations.lm_head`: its `weight` is the base weight without the adapter. A sharded weight
             or bias (DTensor) is gathered for the call, and its gradient averaged over the ranks, as FSDP2 does for the
             other parameters. Other DTensors and quantised weights are refused, with what to pass instead.
-        completion_ids: (B, T) or (N,) int64. completion_mask: the same shape, 0 at padding, prompt and tool tokens.
+        completion_ids: (B, T) or (N,) int64. completion_mask: the same shape, bool or numbers: 0 at padding,
+            prompt and tool tokens, 1 elsewhere.
         advantages: (B,), (B, 1), (B, T) or (N,), constants. Or instead of them:
         rewards: (S,), with num_generations (adjacent rows) or group_ids (S,): the advantages of `group_advantages`
             under config.advantage_*, in the same call. NaN is refused: where completions have no verdict, pass the
@@ -115,11 +116,26 @@ def fused_grpo_loss(
             float16), as it does without this; what is saved is weight.grad beside the buffer.
         config: GRPOConfig; None: GRPOConfig(). backend: "auto", or a name of `available_backends()`.
 
+    Returns:
+        GRPOLossOutput: loss (), to call backward on; logps and entropy of the tokens, (B, T) or (N,) float32 nats, 0 at
+        padding, without a graph; advantages; metrics, metric_sums, sequences and groups by name.
+
+    Example:
+        >>> hidden, weight = torch.randn(4, 6, 32, requires_grad=True), torch.randn(100, 32, requires_grad=True)
+        >>> ids, rewards = torch.randint(100, (4, 6)), torch.tensor([0.0, 1.0, 1.0, 0.0])
+        >>> config = GRPOConfig.preset("dapo")
+        >>> out = fused_grpo_loss(hidden, weight, ids, rewards=rewards, num_generations=2, config=config)
+        >>> out.loss.backward()
+        >>> weight.grad.shape
+        torch.Size([100, 32])
+
     Raises:
         ValueError, TypeError: an argument that does not fit, by name, before any work. Values are looked at on a CPU,
-        and on a GPU with GRPO_KERNELS_DEBUG=1: ids outside [0, V) and NaN in advantages, old_logps, ref_logps or
-        rollout_weights at unmasked positions, NaN or infinite rewards, infinite advantages, temperatures and
-        normalizers that are not positive and finite, offsets out of order. Without that switch a GPU's loss is NaN for
+        and on a GPU with GRPO_KERNELS_DEBUG=1: ids outside [0, V), a completion_mask of other numbers than 0 and 1,
+        num_items_in_batch=0 where tokens count, and at unmasked positions NaN in old_logps or ref_logps, old_logps
+        above 0 (by more than 1 nat: logits of 16 bits round), advantages and rollout_weights that are not finite in
+        float32 and weights below 0; NaN or infinite rewards, temperatures and normalizers that are not positive and
+        finite, offsets out of order. Without that switch a GPU's loss is NaN for
         such numbers and ids (with backend "torch" such an id is a device-side assertion; a NaN reward counts as no
         verdict; a negative normalizer turns the sign), and memory beside the batch is read for such offsets.
         With vocab_parallel_group every rank raises if ranks differ in shapes, types or options, or one has refused

@@ -345,16 +345,14 @@ def kl_estimate(cfg: GRPOConfig, logp: Tensor, ref: Tensor) -> Tensor:
     def bounded(x: Tensor) -> Tensor:
         return x if kl_bound is None else x.clamp(-kl_bound, kl_bound)
 
-    k2 = d**2 / 2
     if cfg.kl_estimator == "k2":
-        return bounded(k2)
+        return bounded(d**2 / 2)
     if cfg.kl_estimator == "abs":
         return bounded(d.abs())
     exponent = d.clamp(max=EXPONENT_LIMIT)
     value = -d if cfg.kl_estimator.startswith("k1") else exponent.expm1() - exponent
     if cfg.kl_estimator.endswith("+"):
-        acts = (bounded(value) != value) | ((exponent != d) & (cfg.kl_estimator == "k3+"))
-        k2 = torch.where(acts, k2.detach(), k2)
+        k2 = (ref - logp) ** 2 / 2  # verl's has no clamp
         return bounded(value).detach() + k2 - k2.detach()
     return bounded(value)
 

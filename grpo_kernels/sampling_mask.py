@@ -118,9 +118,8 @@ class SamplingMask:
     def __getitem__(self, rows: slice | Tensor | Iterable[int]) -> SamplingMask:
         """Sequences of a (B, T) mask, tokens of a packed one: a slice, indices or a bool tensor. Reads the device."""
         if not isinstance(rows, Tensor):
-            rows = torch.tensor(
-                [*(range(len(self.counts))[rows] if isinstance(rows, slice) else rows)], dtype=torch.int64
-            )
+            chosen = [*(range(len(self.counts))[rows] if isinstance(rows, slice) else rows)]
+            rows = torch.tensor(chosen, dtype=None if chosen else torch.int64)  # bools select, integers index
         wanted = torch.arange(len(self.counts), device=self.counts.device)[rows.to(self.counts.device)]
         counts = self.counts[wanted]
         per_row = self.counts.reshape(len(self.counts), -1).sum(1)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 
 import grpo_kernels as gk
+from grpo_kernels.config import SURROGATE_RULES, Surrogate
+from grpo_kernels.validate import check_config
 
 TENSORS = {
     "temperature": torch.full((4, 6), 0.8),
@@ -37,3 +41,40 @@ def test_a_list_of_clamps_is_hashable():
     config = gk.GRPOConfig(beta=0.1, kl_clamp=[0.6, 0.3])
     assert config == gk.GRPOConfig(beta=0.1, kl_clamp=(0.6, 0.3))
     assert hash(config) == hash(gk.GRPOConfig(beta=0.1, kl_clamp=(0.6, 0.3)))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        (dict(epsilon=0.2), TypeError, "no option 'epsilon': this package has epsilon_low and epsilon_high"),
+        (dict(loss_type="grpo"), TypeError, r"no option 'loss_type': this package has GRPOConfig.preset\(name\)"),
+        (dict(scale_rewards="group"), TypeError, "no option 'scale_rewards': this package has advantage_scale"),
+        (dict(num_iterations=2), TypeError, "no option 'num_iterations': this package has old_logps= of the call"),
+        (dict(entropy_coeff=0.1), TypeError, "no option 'entropy_coeff': this package has entropy_coef"),
+        (dict(epsilon_low=20), ValueError, r"epsilon_low=20 with surrogate='clip'; expected a number in \[0, 1\]"),
+        (dict(surrogate="ipo", epsilon_high=1.5), ValueError, "epsilon_high=1.5 with surrogate='ipo'; expected"),
+        (dict(delta=1.1), ValueError, "delta=1.1 is below 1 \\+ epsilon_high = 1.2"),
+        (dict(beta=10**400), ValueError, "beta=an integer of 1331 bits; expected a finite number >= 0"),
+        (dict(temperature=1e39), ValueError, "temperature=1e\\+39; expected a finite number > 0"),
+    ],
+)
+def test_options_of_another_name_or_without_effect_are_refused(options, error, words):
+    with pytest.raises(error, match=words):
+        gk.GRPOConfig(**options)
+    with pytest.raises(error, match=words):
+        gk.GRPOConfig.preset("ppo", **options)
+
+
+def test_a_configuration_of_trl_is_named_and_its_way_here():
+    foreign = type("GRPOConfig", (), {"__module__": "trl.trainer.grpo_config"})()
+    expected = r"config is a trl.trainer.grpo_config.GRPOConfig; expected a grpo_kernels.*from_trl\(config\)"
+    with pytest.raises(TypeError, match=expected):
+        check_config(foreign)
+
+
+def test_types_of_the_options_are_the_names_that_are_taken():
+    assert get_args(Surrogate) == tuple(SURROGATE_RULES)
+
+
+def test_the_package_lists_its_public_names():
+    assert set(dir(gk)) == {*gk.__all__, "__version__"}

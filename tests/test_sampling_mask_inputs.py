@@ -168,3 +168,10 @@ def test_ids_outside_of_the_vocabulary_where_nobody_looks(function, way, monkeyp
             assert found.isnan().tolist() == [[False, False, True]]
         else:
             assert found.isnan()
+
+
+def test_rows_chosen_by_bools():
+    mask = gk.SamplingMask.from_lists([[[1, 2]], [[3]], [[4, 5]]])
+    for rows in ([True, False, True], torch.tensor([True, False, True]), [0, 2]):
+        assert mask[rows].ids.tolist() == [1, 2, 4, 5] and mask[rows].counts.tolist() == [[2], [2]]
+    assert mask[[]].ids.numel() == 0

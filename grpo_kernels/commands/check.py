@@ -10,14 +10,14 @@ import itertools
 import math
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from ..backends import candidates, why_not
-from ..config import SURROGATE_RULES, GRPOConfig
-from ..contract import AGGREGATIONS, KL_ESTIMATORS
+from ..config import SURROGATE_RULES, GRPOConfig, Surrogate
+from ..contract import AGGREGATIONS, KL_ESTIMATORS, Aggregation, KLEstimator, Level
 from ..loss import fused_grpo_loss
 from ..reference import reference_logps, reference_loss_from_logits, reference_loss_from_logps
 from .env import collect, render
@@ -34,10 +34,10 @@ JITTER = 0.02
 
 
 class Variant(NamedTuple):
-    surrogate: str
-    level: str
-    kl: str
-    aggregation: str
+    surrogate: Surrogate
+    level: Level
+    kl: KLEstimator
+    aggregation: Aggregation
 
     def __str__(self) -> str:
         return "/".join(self)
@@ -104,7 +104,7 @@ def check(backend: str | None = None, *, quick: bool = False) -> bool:
 
 def variants(*, quick: bool = False) -> list[Variant]:
     """Every surrogate at each of its levels with every KL estimator, or with one; aggregations take turns."""
-    points = [(name, level) for name, rule in SURROGATE_RULES.items() for level in rule.levels]
+    points = [(name, level) for name in get_args(Surrogate) for level in SURROGATE_RULES[name].levels]
     if quick:
         chosen = [(*point, KL_ESTIMATORS[i % len(KL_ESTIMATORS)]) for i, point in enumerate(points)]
     else:

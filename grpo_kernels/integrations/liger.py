@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..config import PRESETS, SURROGATE_RULES, GRPOConfig
+from ..contract import Level
 from ..logps import fused_logps
 from ..loss import fused_grpo_loss
 from ..plain import check_plain
@@ -45,7 +46,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         epsilon_high: float = 0.2,
         loss_type: str = "dapo",
         max_completion_length: int | None = None,
-        importance_sampling_level: str = "token",
+        importance_sampling_level: Level = "token",
         sapo_temperature_pos: float = 1.0,
         sapo_temperature_neg: float = 1.05,
         temperature: float = 1.0,
@@ -146,7 +147,7 @@ _OPTIONS = (*SURROGATE_RULES["sapo"].options, *SURROGATE_RULES["vespo"].options)
 
 @lru_cache(maxsize=16)
 def _config(
-    loss_type: str, importance_sampling_level: str, beta: float, use_bias_correction_kl: bool, **options: Any
+    loss_type: str, importance_sampling_level: Level, beta: float, use_bias_correction_kl: bool, **options: Any
 ) -> GRPOConfig:
     """The configuration of Liger's arguments, without those that the loss type does not read."""
     if loss_type not in LOSS_TYPES:

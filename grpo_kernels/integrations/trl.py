@@ -190,6 +190,8 @@ class _LossCall:
             options["ref_logps"] = self.inputs["ref_per_token_logps"]
         if trainer.off_policy_mask_threshold is not None:
             options["rollout_logps"] = self.inputs.get("sampling_per_token_logps")
+            if options["rollout_logps"] is None and options["old_logps"] is None:  # nothing that could differ
+                config = dataclasses.replace(config, off_policy_mask_threshold=None)
         if quantile < 1.0:
             loss = self._loss_of_quantile(hidden, head, coefficient, config, options)
         else:

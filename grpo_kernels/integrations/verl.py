@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..config import GRPOConfig
+from ..contract import Aggregation
 from ..logps import fused_logps
 from ..loss import grpo_loss_from_logps
 from ..plain import check_plain
@@ -32,7 +33,7 @@ if importlib.util.find_spec("verl") is None:
 
 _KERNEL = "verl.utils.kernel.linear_cross_entropy"
 # loss_agg_mode -> aggregation here; both divide by a count, which `_denominator` gives.
-_AGGREGATIONS = {
+_AGGREGATIONS: dict[str, Aggregation] = {
     "token-mean": "token_mean",
     "token-sum": "token_mean",
     "seq-mean-token-sum": "seq_sum",
@@ -167,7 +168,7 @@ def _vanilla_config(low: float, high: float, dual_clip: float) -> GRPOConfig:
 
 
 @lru_cache(maxsize=16)
-def _aggregated(config: GRPOConfig, aggregation: str) -> GRPOConfig:
+def _aggregated(config: GRPOConfig, aggregation: Aggregation) -> GRPOConfig:
     return replace(config, aggregation=aggregation, max_completion_length=None)
 
 

@@ -141,9 +141,9 @@ def kl_divergence(p: KernelParams, logp: Tensor, ref: Tensor) -> tuple[Tensor, T
     value, slope = KL_ESTIMATORS[p.kl.removesuffix("+")](d)
     bounded = value.clamp(-p.kl_clamp, p.kl_clamp)
     inside &= bounded == value
-    if p.kl.endswith("+"):  # straight-through: the value of the estimator, the gradient of k2
-        slope = -d
-    if p.kl.startswith("k3"):
+    if p.kl.endswith("+"):  # straight-through: the value of the estimator, the gradient of k2 without a clamp
+        return bounded, logp - ref
+    if p.kl == "k3":
         inside &= d <= EXPONENT_LIMIT
     return bounded, torch.where(inside, slope, 0.0)
 

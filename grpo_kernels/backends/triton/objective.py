@@ -251,16 +251,17 @@ def kl_divergence(p, logp, ref, KL: tl.constexpr):
         estimate, slope = kl_k3(d)
     elif KL == "abs":
         estimate, slope = kl_abs(d)
-    elif KL == "k1+":  # straight-through: the value of one estimator, the gradient of k2
+    elif KL == "k1+":
         estimate, slope = kl_k1(d)
-        slope = -d
     else:
         tl.static_assert(KL == "k3+", "unknown KL estimator")
         estimate, slope = kl_k3(d)
-        slope = -d
     value = clamp(estimate, -p.kl_clamp, p.kl_clamp)
-    clamped = (raw < -p.kl_delta_clamp) | (raw > upper) | (value != estimate)
-    return value, tl.where(clamped, 0.0, slope)
+    if KL == "k1+" or KL == "k3+":  # straight-through: the value of the one, the gradient of k2 without a clamp
+        slope = -raw
+    else:
+        slope = tl.where((raw < -p.kl_delta_clamp) | (raw > upper) | (value != estimate), 0.0, slope)
+    return value, slope
 
 
 # --- the token ------------------------------------------------------------------------------------------------------
