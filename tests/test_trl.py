@@ -279,7 +279,7 @@ def test_from_trl_reads_what_the_loss_type_uses(tmp_path):
     assert gk.GRPOConfig.from_trl(parity.trl_arguments(str(tmp_path)), granite).logit_scale == 1 / 8
     with pytest.raises(ValueError, match=r"top_entropy_quantile=0.2.*entropy_threshold"):
         config(top_entropy_quantile=0.2)
-    with pytest.raises(ValueError, match="entropy_coef=0.01 with an entropy_threshold: TRL's bonus is"):
+    with pytest.raises(ValueError, match=r"entropy_coef=0.01 with an entropy_threshold: TRL's bonus is"):
         config(top_entropy_quantile=0.2, entropy_coef=0.01, overrides={"entropy_threshold": 1.0})
     with pytest.raises(ValueError, match=r"use_adaptive_entropy=True.*entropy_coef"):
         config(use_adaptive_entropy=True)
