@@ -41,7 +41,7 @@ def load_emulated_cuda():
     from grpo_kernels.backends.compiled.cuda import CudaBackend
 
     path = build_emulated(Path(__file__).parents[1] / "python" / "cuda_module.cpp", "_cuda")
-    spec = spec_from_file_location("grpo_kernels._cuda", path)
+    spec = spec_from_file_location("emulated._cuda", path)  # beside one that is built for a GPU
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return CudaBackend(module, "cpu"), ""
