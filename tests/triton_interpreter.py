@@ -1,7 +1,8 @@
-"""Triton's interpreter made fit for tests without a GPU: bfloat16 repaired, every address checked.
+"""Triton's interpreter made fit for tests without a GPU: bfloat16 and masks repaired, every address checked.
 
-Unrepaired (Triton 3.4 to 3.7) it holds bfloat16 as uint16, truncates float32 to it, and multiplies bit patterns in
-tl.dot. `install` must come before the first launch; it needs TRITON_INTERPRET=1 before the kernels are imported.
+Unrepaired (Triton 3.4 to 3.9) it holds bfloat16 as uint16, truncates float32 to it, and multiplies bit patterns in
+tl.dot; a bool that is broadcast to a block becomes an int32, which no load takes as a mask from Triton 3.9 on.
+`install` must come before the first launch; it needs TRITON_INTERPRET=1 before the kernels are imported.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class OutOfBounds(IndexError):
 
 def install() -> None:
     _repair_bfloat16()
+    _repair_masks()
     _check_addresses()
     _patch_once()
     _remember_types()
@@ -68,6 +70,20 @@ def _repair_bfloat16() -> None:
 
     Builder.cast_impl = Builder.create_fp_to_fp = lambda self, x, target, *_: cast_impl(self, x, target)
     Builder.create_dot, Builder.binary_op = create_dot, binary_op
+
+
+# --- masks ----------------------------------------------------------------------------------------------------------
+
+
+def _repair_masks() -> None:
+    splat = Builder.create_splat
+
+    def create_splat(self, block_type, value):
+        """A comparison's handle keeps the type of what was compared, from which Triton makes the block."""
+        block = splat(self, block_type, value)
+        return Handle(block.data.astype(bool), tl.int1) if block_type.scalar == tl.int1 else block
+
+    Builder.create_splat = create_splat
 
 
 # --- speed ----------------------------------------------------------------------------------------------------------
