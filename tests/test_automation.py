@@ -27,10 +27,11 @@ def read(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
-def test_ci_runs_ci_run_and_the_tests_with_the_oldest_torch_vllm_and_a_newer_python():
+def test_ci_runs_ci_run_and_the_tests_with_other_versions_and_vllm():
     text = read(".github/workflows/ci.yml")
     oldest = re.search(r'^    "torch>=(\d+\.\d+)"', read("pyproject.toml"), flags=re.MULTILINE)[1]
-    runs = [".ci/run", f"make test-torch TORCH={oldest}.0", "make test-vllm", "make test"]
+    runs = [".ci/run", *(f"make test-torch TORCH={torch}" for torch in (f"{oldest}.0", "newest"))]
+    runs += ["make test-vllm", "make test"]
     assert re.findall(r"^      - run: (.*)$", text, flags=re.MULTILINE) == runs
 
 

@@ -1,11 +1,12 @@
 """Runs a telling part of the tests with another torch, and the Triton that it brings: `make test-torch TORCH=2.8.0`.
 
-    python tools/try_torch.py 2.8.0 2.10.0 [--keep] [-- options of pytest]
+    python tools/try_torch.py newest 2.8.0 [--keep] [-- options of pytest]
 
-Each version is installed as pip finds it (PyPI's has CUDA with it: about 3 GB), in a virtual environment of this Python
-in build/torch-<version>, which is removed afterwards unless --keep is given. The tests are those of what torch itself
-takes part in: custom operators, torch.compile, autograd, autocast, with every surrogate, on the backends "cpu" and
-"torch". The compiled modules are those that lie beside the Python files: torch has no part in them.
+Each version is installed as pip finds it (PyPI's has CUDA with it: 3 to 6 GB), in a virtual environment of this Python
+in build/torch-<version>, which is removed afterwards unless --keep is given; "newest" is what pip brings by itself. The
+tests are those of what torch itself takes part in: custom operators, torch.compile, autograd, autocast, with every
+surrogate, on the backends "cpu" and "torch"; with the newest, masks of ids and sums in Triton's interpreter
+too. The compiled modules are those that lie beside the Python files: torch has no part in them.
 """
 
 from __future__ import annotations
@@ -27,9 +28,12 @@ FILES = (
     *("compile", "gradcheck", "transforms", "engine", "backward", "recycled", "float16", "default_type"),
     *("policy_loss", "sampling_mask", "traps", "variants", "env"),
 )
+NEWEST_FILES = ("plan_kernels",)
+NEWEST = "2.15.0"  # the torch that "newest" was last; another is said and tested
 # Of the walk through all variants, one KL estimator and one aggregation with every surrogate and level. What runs in
 # Triton's interpreter takes the Triton that tests/triton_interpreter.py was written for.
 SELECTED = "not triton and not cuda and not strategies_without_logits and (not as_exact or (k3 and num_items))"
+NEWEST_SELECTED = f"({SELECTED}) or (triton and (sums or from_logits))"
 
 
 def constraints(folder: Path) -> Path:
@@ -48,12 +52,20 @@ def try_version(version: str, keep: bool, options: Sequence[str]) -> bool:
     try:
         if not python.exists():
             subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-        install = [python, "-m", "pip", "install", "--quiet", "-c", constraints(folder), f"torch=={version}", *PACKAGES]
+        newest = version == "newest"
+        torch = ["--upgrade", "torch"] if newest else [f"torch=={version}"]
+        install = [python, "-m", "pip", "install", "--quiet", "-c", constraints(folder), *torch, *PACKAGES]
         subprocess.run(install, check=True)
         said = "import torch, triton; print('torch', torch.__version__, 'with Triton', triton.__version__)"
         subprocess.run([python, "-c", said], check=True)
-        files = [f"tests/test_{name}.py" for name in FILES]
-        tests = [python, "-m", "pytest", "-q", "-n", str(min(8, os.cpu_count() or 1)), "-k", SELECTED, *options, *files]
+        if newest:
+            asked = "import importlib.metadata as m; print(m.version('torch').partition('+')[0])"
+            found = subprocess.run([python, "-c", asked], check=True, capture_output=True, text=True).stdout.strip()
+            if found != NEWEST:
+                print(f"NOTICE: pip brings torch {found}, NEWEST in tools/try_torch.py says {NEWEST}", flush=True)
+        files = [f"tests/test_{name}.py" for name in (*FILES, *NEWEST_FILES * newest)]
+        selected = NEWEST_SELECTED if newest else SELECTED
+        tests = [python, "-m", "pytest", "-q", "-n", str(min(8, os.cpu_count() or 1)), "-k", selected, *options, *files]
         return subprocess.run(tests, cwd=ROOT).returncode == 0
     except subprocess.CalledProcessError as error:
         print(f"torch {version}: {error}", file=sys.stderr)
