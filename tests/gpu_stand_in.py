@@ -61,11 +61,11 @@ elif arguments[0] == "bench/gpu_probes.py":
 elif arguments[0] in ("setup.py", "bench/gpu_build.py"):
     print("building", *arguments)
     watched = [os.path.join(here, "watched", "grpo_kernels", "_cuda.so")] * (arguments[0] == "bench/gpu_build.py")
-    for path in modules[:1] if broken["nvcc"] else modules + watched:
+    for path in modules[:1] if broken["cuda"] else modules + watched:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         open(path, "w").close()
-    if broken["nvcc"]:
-        print("lm_head_sm90.cu(7): error: " + broken["nvcc"])
+    if broken["cuda"]:
+        print("lm_head_sm90.cu(7): error: " + broken["cuda"])
         print("grpo_kernels: no CUDA kernels (ninja); GPUs will use Triton.")
         os.path.exists(modules[1]) and os.remove(modules[1])
 elif "env" in arguments:
@@ -141,8 +141,8 @@ class Machine:
         )
         self.breaks()
 
-    def breaks(self, *, no_gpu: str = "", hangs: tuple = (), fails: tuple = (), nvcc: str = "", **changes: Any) -> None:
-        broken = {"no_gpu": no_gpu, "hangs": hangs, "fails": fails, "nvcc": nvcc, "tests": TESTS, "bench": BENCH}
+    def breaks(self, *, no_gpu: str = "", hangs: tuple = (), fails: tuple = (), cuda: str = "", **changes: Any) -> None:
+        broken = {"no_gpu": no_gpu, "hangs": hangs, "fails": fails, "cuda": cuda, "tests": TESTS, "bench": BENCH}
         broken |= {"awaits": "", "elsewhere": False, "trl": True}
         (self.folder / "broken.json").write_text(json.dumps(broken | changes))
 

@@ -149,10 +149,7 @@ def test_a_library_that_is_none(tmp_path):
 
 def test_a_build_in_isolation_asks_for_nvrtc_where_cuda_kernels_are_wanted(bare, monkeypatch):
     assert cuda.build_requirements() == []  # no GPU
-    monkeypatch.setattr(cuda, "driver_version", lambda: 13010)
     monkeypatch.setattr(cuda, "present_capabilities", lambda: [90])
-    assert cuda.build_requirements() == list(cuda.PACKAGES["cu130"])
-    monkeypatch.setattr(cuda, "driver_version", lambda: 12080)
     assert cuda.build_requirements() == list(cuda.PACKAGES["cu128"])
     monkeypatch.setenv("GRPO_KERNELS_CUDA", "0")
     assert cuda.build_requirements() == []

@@ -33,7 +33,7 @@ class Scenario(NamedTuple):
     faults: dict[str, str]
     left_out: tuple[str, ...]
     words: tuple[str, ...]
-    nvcc: str = ""
+    cuda: str = ""
     hangs: int = 0
 
 
@@ -44,7 +44,7 @@ SCENARIOS = {
     "wrong numbers": Scenario({":cuda/linear": "wrong"}, ("cuda/linear",), ("logps alone", "130x16x600")),
     "a lost device": Scenario({":cuda/anchored": "lose"}, ("cuda/anchored",), ("illegal memory access", "3x8x40")),
     "Triton does not compile": Scenario({":triton/linear": "compile"}, ("triton/linear",), ("constexpr has no cast",)),
-    "nvcc fails": Scenario({}, CUDA, ("no CUDA kernels",), nvcc="identifier 'x' is undefined"),
+    "the CUDA build fails": Scenario({}, CUDA, ("no CUDA kernels",), cuda="identifier 'x' is undefined"),
     "an image that does nothing": Scenario({":cuda/scale": "wrong"}, CUDA, ("cuda/load", "scale by 0.5 gave")),
     "half of it is broken": Scenario(
         {":cuda/rows": "wrong", ":triton/anchored": "lose", ":triton/linear": "compile"},
@@ -79,15 +79,15 @@ def timed_names(report: dict) -> list[str]:
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_what_is_broken_is_named_and_left_out_and_the_rest_is_measured(name, machine):
     plan = SCENARIOS[name]
-    machine.breaks(nvcc=plan.nvcc)
+    machine.breaks(cuda=plan.cuda)
     report = rehearse(machine, plan.faults, stages=STAGES)
     assert set(report.get("left_out", {})) == set(plan.left_out)
     reasons = " ".join(report.get("left_out", {}).values())
     assert all(word in reasons for word in plan.words), reasons
 
     failed = {stage for stage, status in statuses(report).items() if status != "ok"}
-    broken = {"build"} if plan.nvcc else {"headline"} if "headline" in reasons else {"smoke"}
-    assert failed == (broken if plan.left_out else set()) | ({"smoke"} if plan.nvcc else set())
+    broken = {"build"} if plan.cuda else {"headline"} if "headline" in reasons else {"smoke"}
+    assert failed == (broken if plan.left_out else set()) | ({"smoke"} if plan.cuda else set())
     assert gpu_report.passed(report) == (not plan.left_out)
     texts = gpu_report.summary(report, machine.settings.output)
     for strategy in plan.left_out:  # what goes with its backend is named by it

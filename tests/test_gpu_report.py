@@ -272,7 +272,7 @@ def test_what_is_left_out_of_the_bench_is_known_there():
 
 
 def test_a_build_without_a_module_is_a_failure(machine):
-    machine.breaks(nvcc="expected a ';'")
+    machine.breaks(cuda="expected a ';'")
     report = machine.report(only=("build",))
     assert statuses(report) == {"environment": "ok", "build": "failed"}
     (failure,) = report["stages"]["build"]["failures"]
@@ -293,7 +293,7 @@ def test_a_fresh_machine_builds_whatever_the_report_has(machine, only):
 
 
 def test_a_bench_without_cuda_kernels_measures_nothing_in_their_name(machine):
-    machine.breaks(nvcc="unknown option")
+    machine.breaks(cuda="unknown option")
     machine.report(only=("bench",))
     (bench,) = machine.calls("bench", "--exclude")
     assert {"ours", "ours-unscored", "ours-cuda*"} <= set(bench.split())
@@ -516,11 +516,11 @@ def test_the_kernels_are_built_once_more_with_the_watchdog(checkout, monkeypatch
 def test_without_a_watched_module_there_is_none_of_an_earlier_build(checkout, capfd):
     assert gpu_build.main() == 0
     (checkout / "tools" / "kernel_build" / "cuda.py").write_text(
-        "def build(*a, **b): raise SystemExit('error: no nvcc')"
+        "def build(*a, **b): raise SystemExit('error: no NVRTC')"
     )
     assert gpu_build.main() == 0 and not gpu_smoke.watched()
     said = capfd.readouterr().out
-    assert "gpu_build: no module with -DGK_WATCHDOG, exit status 1" in said and "error: no nvcc" in said
+    assert "gpu_build: no module with -DGK_WATCHDOG, exit status 1" in said and "error: no NVRTC" in said
 
 
 def test_peers_are_pinned_by_the_project_and_travel_in_one_archive(tmp_path):

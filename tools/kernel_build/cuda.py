@@ -63,7 +63,8 @@ class Compiler:
 
     def __init__(self, library: Path, include: Path) -> None:
         self.library, self.include = library, include
-        self.flags = [*NVRTC_FLAGS, *shlex.split(os.environ.get("GRPO_KERNELS_NVRTCFLAGS", ""))]
+        extra = shlex.split(os.environ.get("GRPO_KERNELS_NVRTCFLAGS", ""))
+        self.options = [*NVRTC_FLAGS, *extra, f"-I{FOLDER / 'nvrtc'}", f"-I{include}"]
         try:
             nvrtc = Nvrtc(library)
             self.version, self.capabilities = nvrtc.version(), nvrtc.capabilities()
@@ -72,20 +73,6 @@ class Compiler:
 
     def __str__(self) -> str:
         return f"NVRTC {dotted(self.version)}"
-
-    @property
-    def options(self) -> list[str]:
-        return [*self.flags, f"-I{FOLDER / 'nvrtc'}", f"-I{self.include}"]
-
-    def rule(self, ninja_file: NinjaFile) -> None:
-        script = Path(__file__).with_name("nvrtc.py")
-        arguments = f"{path(script)} {path(self.library)} $in $out $architecture {shell(self.options)}"
-        ninja_file.rule("device", f'"$$GRPO_KERNELS_PYTHON" {arguments}', "nvrtc $in $architecture")
-
-    def compile(self, ninja_file: NinjaFile, source: Path, output: Path, architecture: Architecture) -> None:
-        # NVRTC does not say what a file includes, so every header may be.
-        headers = sorted((ROOT / "csrc").rglob("*.*h"))
-        ninja_file.build(output, "device", [source], headers, architecture=str(architecture))
 
 
 def find_device_compiler() -> Compiler:
@@ -121,13 +108,13 @@ def how_to_install() -> str:
 
 
 def build_requirements() -> list[str]:
-    """Packages that a build in isolation needs: NVRTC for the driver that is here, where nothing else brings it."""
+    """Packages that a build in isolation needs: NVRTC where nothing else brings it."""
     if not is_wanted():
         return []
     try:
         find_device_compiler()
     except BuildError:
-        return list(PACKAGES["cu130" if driver_version() >= 13000 else "cu128"])
+        return list(PACKAGES["cu128"])  # drivers of CUDA 12 and 13 run what it makes
     return []
 
 
@@ -191,16 +178,6 @@ def newest_for(capability: int, known: Sequence[int]) -> Architecture:
     return Architecture(max(older), ptx=True)
 
 
-def driver_version() -> int:
-    """13000 for a driver of CUDA 13.0; 0 without a driver."""
-    version = ctypes.c_int()
-    try:
-        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
-    except OSError:
-        return 0
-    return version.value
-
-
 def present_capabilities() -> list[int]:
     """Of the GPUs that the driver finds; empty without a driver."""
     try:
@@ -237,23 +214,27 @@ def folder_of(compiler: Compiler) -> Path:
     return ROOT / "build" / f"cuda{dotted(compiler.version)}"
 
 
-def add_images(ninja_file: NinjaFile, compiler: Compiler, chosen: Iterable[Architecture]) -> list[Image]:
-    compiler.rule(ninja_file)
+def add_images(
+    ninja_file: NinjaFile, compiler: Compiler, chosen: Iterable[Architecture], flags: Iterable[str] = ()
+) -> list[Image]:
+    arguments = f"{path(compiler.library)} $in $out $architecture {shell([*compiler.options, *flags])}"
+    command = f'"$$GRPO_KERNELS_PYTHON" {path(Path(__file__).with_name("nvrtc.py"))} {arguments}'
+    ninja_file.rule("device", command, "nvrtc $in $architecture")
+    headers = sorted((ROOT / "csrc").rglob("*.*h"))  # NVRTC does not say which of them a file includes
     images = []
     for architecture in chosen:
         for source in device_sources(architecture):
             file = Path("images", str(architecture), f"{source.stem}.{'ptx' if architecture.ptx else 'cubin'}")
             (ninja_file.folder / file).parent.mkdir(parents=True, exist_ok=True)
-            compiler.compile(ninja_file, source, file, architecture)
+            ninja_file.build(file, "device", [source], headers, architecture=str(architecture))
             images.append(Image(str(architecture), source.stem, file))
     return images
 
 
 def build_images(compiler: Compiler, setting: str, *flags: str) -> tuple[Path, list[Image]]:
     """The images alone, and the folder to which their files are relative; with further flags, one of their own."""
-    compiler.flags = [*compiler.flags, *flags]
     ninja_file = NinjaFile(folder_of(compiler).joinpath(*(flag.strip("-") for flag in flags)), "images")
-    images = add_images(ninja_file, compiler, architectures(setting, compiler, development=False))
+    images = add_images(ninja_file, compiler, architectures(setting, compiler, development=False), flags)
     ninja_file.run()
     return ninja_file.folder, images
 

@@ -1,4 +1,4 @@
-"""Compiles a .cu file with NVRTC, the compiler library of CUDA: without nvcc and without a GPU.
+"""Compiles a .cu file with NVRTC, the compiler library of CUDA, without a GPU.
 
     python nvrtc.py LIBRARY SOURCE OUTPUT ARCHITECTURE [OPTION ...]     sm_90a -> a cubin, compute_90 -> PTX
 
