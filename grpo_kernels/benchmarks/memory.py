@@ -5,7 +5,7 @@ resident memory, one call, and
     peak - resident before the call - bytes of the returned gradients.
 That is what a call needs on top of what any call needs. Eager's peak comes before its gradients exist, so this counts
 them in its favour. The allocator is glibc's as it comes: blocks of 32 MiB and more are mapped one by one and go back
-when freed, except those that the engine keeps for its next tensors (engine/recycled.py), which are counted. Memory that
+when freed, except those that the engine keeps for its next scratch (engine/recycled.py), which are counted. Memory that
 matrix libraries take for packed operands is counted, too.
 
 On a GPU the allocator of torch counts, in the process that measures time: see measure.py.

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..contract import Backend, KeptPairs, TransposingBackend
-from . import recycled
 from .memory import ROUNDED_CHUNKS
 from .products import PIECE_ROWS, add_product, product, transposed_columns
 
@@ -51,7 +50,7 @@ class WeightGradient:
         if self.total is None:
             wide = torch.promote_types(self.weight.dtype, torch.float32)
             dtype = wide if self.waiting_dtype == wide else self.weight.dtype
-            self.total = self._empty(dtype)
+            self.total = torch.empty_like(self.weight, dtype=dtype, memory_format=torch.contiguous_format)
         self.backend.kept_dweight(dlogits, hidden, pairs, self.total, add=not first)
 
     def add_later(self, ids: Tensor, scale: Tensor, h: Tensor) -> None:
@@ -69,8 +68,7 @@ class WeightGradient:
 
     def _add_wide(self, dlogits: Tensor, h: Tensor) -> None:
         if self.total is None:
-            out = recycled.large(self.weight.shape, dlogits.dtype, self.weight.device)
-            self.total = torch.mm(dlogits.T, h, out=out)
+            self.total = torch.mm(dlogits.T, h)
         else:
             self.total.addmm_(dlogits.T, h)
 
@@ -119,11 +117,8 @@ class WeightGradient:
         first = self.total is None
         if self.total is None:
             dtype = torch.float32 if self.sums_in_float32 else self.weight.dtype
-            self.total = self._empty(dtype)
+            self.total = torch.empty_like(self.weight, dtype=dtype, memory_format=torch.contiguous_format)
         return first, self.total
-
-    def _empty(self, dtype: torch.dtype) -> Tensor:
-        return recycled.empty(self.weight.shape, dtype, self.weight.device)
 
 
 def pieces(weight: Tensor, rows: int) -> Iterator[slice]:

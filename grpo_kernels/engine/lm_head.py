@@ -29,7 +29,6 @@ from torch import Tensor
 
 from ..backends.strategy import choose_strategy
 from ..contract import Backend, RowGradients, Rows
-from . import recycled
 from .backward import FinishedGradients, power_of_two_scale, waiting_dtype
 from .chunk import Chunk, visited
 from .dweight import WeightGradient, pieces
@@ -282,7 +281,7 @@ class LMHead:
         if total is None:
             return torch.zeros(x.shape, dtype=dtype, device=x.device)
         total = total if total.shape == x.shape else total.view(*x.shape)
-        return total if total.dtype is dtype else recycled.empty(x.shape, dtype, x.device).copy_(total)
+        return total.to(dtype)
 
     def _accumulate_corrected(self, rows: Rows, dlogits: Tensor, ids: Tensor, error: Tensor) -> None:
         """`accumulate` of rounded dlogits, with the exact entries of the sampled ids (P,)."""
@@ -317,9 +316,7 @@ class LMHead:
         elif not self._writes_dhidden(rows):
             self._put_dhidden(rows, self._times_weight(dlogits))
         elif self.dhidden is None and rows.count == self.num_tokens:
-            shape = rows.count, self.hidden.shape[-1]
-            out = recycled.large(shape, self.waiting_dtypes[0], self.hidden.device)
-            self.dhidden = self._times_weight(dlogits, out)
+            self.dhidden = self._times_weight(dlogits)
         else:
             self._times_weight(dlogits, rows.take(self.dhidden_for(rows)))
 
@@ -332,7 +329,7 @@ class LMHead:
         """dhidden (N, H), for these rows to be written."""
         if self.dhidden is None:
             shape = (self.num_tokens, self.hidden.shape[-1])
-            self.dhidden = recycled.empty(shape, self.waiting_dtypes[0], self.hidden.device)
+            self.dhidden = torch.empty(shape, dtype=self.waiting_dtypes[0], device=self.hidden.device)
             if rows.index is not None:
                 self.dhidden.zero_()  # rows that no chunk visits
         return self.dhidden

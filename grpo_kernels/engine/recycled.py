@@ -1,10 +1,10 @@
-"""Large tensors on a CPU, in memory of earlier ones that were freed.
+"""The scratch of the engine on a CPU: large tensors in memory of earlier ones that were freed.
 
 glibc never keeps a freed block of 32 MiB or more: the next one is fresh from the system, which maps and clears its
-pages one by one when they are first written. Of a gradient of 113 MB that takes 20 to 60 ms, of 1,024 rows of logits of
-49,152 ids as long as the product that fills them. So the last blocks are kept here when their tensors are freed, and
-the system is told that it may take them back: it does when memory is short, and until then using them again costs next
-to nothing.
+pages one by one when they are first written. Of 1,024 rows of logits of 49,152 ids that takes as long as the product
+that fills them. So the last blocks are kept here when their tensors are freed, and the system is told that it may take
+them back: it does when memory is short, and until then using them again costs next to nothing. Tensors that a caller
+gets, gradients, are ordinary ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 LEAST_BYTES = 32 * 2**20  # from here on glibc never keeps a freed block
-_MOST_BLOCKS = 5  # of one call: logits, their gradients, dhidden, the sum of dweight, and dweight in its own type
+_MOST_BLOCKS = 2  # of one call: logits and their gradients
 # Bytes that no tensor uses, the latest last. Only operations that the interpreter does not divide touch it: a tensor
 # may be freed by any thread, in the middle of any function.
 _kept: deque[Tensor] = deque(maxlen=_MOST_BLOCKS)
@@ -30,15 +30,9 @@ _kept: deque[Tensor] = deque(maxlen=_MOST_BLOCKS)
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """torch.empty; a large one on a CPU lies in a block that is kept when the tensor and its views are freed."""
-    found = large(shape, dtype, device)
-    return torch.empty(shape, dtype=dtype, device=device) if found is None else found
-
-
-def large(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """`empty` where that is not torch.empty; else None, for `out=` of an operator, which then allocates by itself."""
     size = math.prod(shape) * dtype.itemsize
     if size < LEAST_BYTES or device.type != "cpu" or not hasattr(mmap, "MADV_FREE"):
-        return None
+        return torch.empty(shape, dtype=dtype, device=device)
     block = _take(size)
     if block is None:
         block = _new(size)
@@ -62,7 +56,7 @@ def _take(size: int) -> Tensor | None:
 
 
 def _all() -> list[Tensor]:
-    """What is kept, which is then kept no longer."""
+    """Remove and return all kept blocks."""
     found: list[Tensor] = []
     with suppress(IndexError):
         while True:
