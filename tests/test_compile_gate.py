@@ -65,8 +65,8 @@ def test_of_another_triton_the_budget_names_spills():
     spilling = {ROWS: GOOD[ROWS]._replace(spills=2)}
     assert complaints(spilling, new_budget(spilling, {}), may_spill=True) == []
     assert complaints(spilling, BUDGET, may_spill=True) == [f"{ROWS[0]} on sm_90: spills 2, budget 0"]
-    assert compile_gate.budget_file("3.6.12") != compile_gate.budget_file(compile_gate.PINNED)
-    assert compile_gate.budget_file("3.6.12").exists() and compile_gate.budget_file(compile_gate.PINNED).exists()
+    assert compile_gate.budget_file("3.9.12") != compile_gate.budget_file(compile_gate.PINNED)
+    assert compile_gate.budget_file("3.9.12").exists() and compile_gate.budget_file(compile_gate.PINNED).exists()
 
 
 def test_what_the_budget_does_not_know():
@@ -107,7 +107,7 @@ def test_a_triton_without_a_budget_is_refused_before_anything_is_compiled(monkey
     monkeypatch.setattr("triton.__version__", "9.9.0")
     monkeypatch.setattr(compile_gate, "compile_all", lambda *_: pytest.fail("compiled"))
     assert compile_gate.gate(["sm_80"], write=False) == 2
-    assert "Triton 9.9.0 has no budget; there are triton-3.6, triton-3.7" in capsys.readouterr().err
+    assert "Triton 9.9.0 has no budget; there are triton-3.7, triton-3.9" in capsys.readouterr().err
 
 
 def test_the_interpreter_is_refused():
