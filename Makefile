@@ -1,5 +1,5 @@
 # `make demo` and `make test` do all their own set-up. Variables, as in `make test PYTHON=python3.12`:
-#   PYTHON       candidates for the interpreter, 3.11 (for TRL 1.16) to 3.14; the first that runs makes the environment
+#   PYTHON       candidates for the interpreter, 3.11 to 3.14; the first that runs makes the environment
 #   VENV         where that lies
 #   CONSTRAINTS  pins for its packages; CONSTRAINTS= takes what pip finds
 #   EXTRAS       of pyproject.toml that are installed; `make test` and `make bench` add the peers

@@ -31,7 +31,7 @@ def environment(work: Work) -> None:
     """Device, driver, clocks, versions, date: the head of the report."""
     card = query_card(work)
     work.report["environment"] = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cores": os.cpu_count(),
         "python": platform.python_version(),

@@ -88,7 +88,7 @@ def why_not(stage: Stage, report: Report) -> str:
 
 
 def perform(stage: Stage, settings: Settings, report: Report, limit: float) -> None:
-    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     record = report["stages"][stage.name] = {"status": "running", "date": now}
     if stage.needs_gpu:  # a report that goes on may have come to another machine
         record |= {name: report["environment"].get(name) for name in ("device", "driver", "sources")}

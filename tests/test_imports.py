@@ -270,7 +270,7 @@ with contextlib.redirect_stderr(io.StringIO()) as text:
 print(status, text.getvalue())
 """
     )
-    assert out.startswith("1 ") and "transformers" in out and "tqdm" in out and "grpo-kernels[train]" in out
+    assert out.startswith("1 ") and "transformers" in out and "tqdm" in out and "pip install transformers" in out
 
 
 def test_importing_is_light():

@@ -631,7 +631,7 @@ def test_a_second_demo_has_a_folder_of_its_own(monkeypatch, tmp_path):
 def test_a_missing_package_is_one_sentence(name, monkeypatch, capsys):
     monkeypatch.setitem(__import__("sys").modules, "accelerate", None)
     assert main([name]) == 1
-    assert capsys.readouterr().err == f'grpo-kernels {name} needs accelerate: pip install "grpo-kernels[train]"\n'
+    assert capsys.readouterr().err == f"grpo-kernels {name} needs accelerate: pip install accelerate\n"
 
 
 def test_report_and_evaluate_name_what_is_wrong(tmp_path, capsys):

@@ -8,19 +8,18 @@ packages and serves both processors.
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import html
 import json
 import os
 import platform
-import re
 import shlex
 import shutil
 import subprocess
 import sys
 import tarfile
 import time
+import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +32,7 @@ WORK = ROOT / "build" / "wheels"
 CONSTRAINTS = ROOT / ".ci" / "constraints.txt"
 
 VARIANTS = ("cpu", *PACKAGES, "pure")
-PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
 MACHINES = ("x86_64", "aarch64")
 HERE = platform.machine()
@@ -91,9 +90,8 @@ def virtual_environment(name: str, python: Path, packages: Iterable[str]) -> Pat
 
 
 def build_requirements() -> list[str]:
-    """Of pyproject.toml; Python 3.10 has no parser for it."""
-    (found,) = re.findall(r"^requires = (\[.*?\])", (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
-    return list(ast.literal_eval(found))
+    found: list[str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    return found
 
 
 def toolchain(variant: str) -> Path:
@@ -249,7 +247,7 @@ def write_index(folder: Path) -> None:
         digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
         name = html.escape(wheel.name)
         link = f"../{name.replace('+', '%2B')}#sha256={digest}"
-        rows.append(f'<a href="{link}" data-requires-python="&gt;=3.10">{name}</a><br>')
+        rows.append(f'<a href="{link}" data-requires-python="&gt;=3.11">{name}</a><br>')
     page = "<!DOCTYPE html>\n<html><head><title>{}</title></head><body>\n{}\n</body></html>\n"
     (folder / "grpo-kernels").mkdir(exist_ok=True)
     (folder / "grpo-kernels" / "index.html").write_text(page.format("grpo-kernels", "\n".join(rows)))

@@ -61,7 +61,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def now() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def clocks(device: torch.device) -> dict[str, Any]:

@@ -59,8 +59,7 @@ def _training(arguments: argparse.Namespace) -> int:
     """The commands of the trainer, which parse their own options: those need transformers."""
     missing = missing_packages()
     if missing:
-        needs = f"grpo-kernels {arguments.command} needs {' and '.join(missing)}"
-        print(f'{needs}: pip install "grpo-kernels[train]"', file=sys.stderr)
+        print(f"grpo-kernels {arguments.command} {missing}", file=sys.stderr)
         return 1
     from ..trainer.commands import COMMANDS
 

@@ -30,12 +30,14 @@ class RunError(ValueError):
     """Ends a run with its message alone: what is wrong is not in this code, or is said in full."""
 
 
-PACKAGES = ("transformers", "accelerate", "datasets", "tqdm", "yaml")
+# Modules, and the packages that they are in.
+PACKAGES = {name: name for name in ("transformers", "accelerate", "datasets", "tqdm")} | {"yaml": "pyyaml"}
 
 
-def missing_packages() -> list[str]:
-    """Names of packages that the trainer needs and this environment lacks."""
-    return [name for name in PACKAGES if find_spec(name) is None]
+def missing_packages() -> str:
+    """What the trainer needs and this environment lacks, as the end of a sentence; empty where nothing is."""
+    missing = [package for module, package in PACKAGES.items() if find_spec(module) is None]
+    return f"needs {' and '.join(missing)}: pip install {' '.join(missing)}" if missing else ""
 
 
 def __getattr__(name: str) -> Any:
@@ -44,7 +46,5 @@ def __getattr__(name: str) -> Any:
     if name not in modules:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if missing := missing_packages():
-        raise ImportError(
-            f'grpo_kernels.trainer.{name} needs {" and ".join(missing)}: pip install "grpo-kernels[train]"'
-        )
+        raise ImportError(f"grpo_kernels.trainer.{name} {missing}")
     return getattr(import_module(f".{modules[name]}", __name__), name)
