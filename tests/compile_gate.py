@@ -9,13 +9,12 @@ A case of compile_cases.py calls a launcher of the package. A stub stands in for
 returns: signature, alignment, constants and options are those of a real call, the launch configuration is the target's
 row of launch.json. Held, per kernel and target:
 
-    no spills in a kernel without a matrix product, tensor cores in one with      whatever the budget says
+    at most one spilled register in a kernel without a matrix product, tensor cores in one with
     registers, spills and shared memory at most those of the budget
     no kind of instruction lost that the budget names
     every kernel of the package launched by some case
 
-Each minor version of Triton has a budget of its own in compile_budget/. The first rule is for the version that
-.ci/constraints.txt pins: with another, small kernels may spill the registers that its budget says.
+Each minor version of Triton has a budget of its own in compile_budget/.
 
 gfx942 is compiled and printed, and may fail.
 """
@@ -41,7 +40,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 BUDGETS = ROOT / "tests" / "compile_budget"
-PINNED = next(x for x in (ROOT / ".ci" / "constraints.txt").read_text().split() if x.startswith("triton=="))[8:]
+MOST_SPILLS = 2  # a store and a load: what ptxas trades for more warps per multiprocessor
 
 
 class Target(NamedTuple):
@@ -221,19 +220,16 @@ def budget_file(version: str) -> Path:
     return BUDGETS / f"triton-{'.'.join(version.split('.')[:2])}.json"
 
 
-def complaints(found: Mapping[Name, Found], budget: Mapping[str, Any], *, may_spill: bool = False) -> list[str]:
-    """What is wrong with kernels on budgeted targets, one line each; budget: {"module.kernel: case": {target: ...}}.
-
-    may_spill: a kernel without a matrix product may have the spills that the budget names.
-    """
+def complaints(found: Mapping[Name, Found], budget: Mapping[str, Any]) -> list[str]:
+    """What is wrong with kernels on budgeted targets, one line each; budget: {"module.kernel: case": {target: ...}}."""
     lines = []
     for (name, target), kernel in found.items():
         where = f"{name} on {target}"
         cores = TARGETS[target].tensor_cores
         if kernel.multiplies and not kernel.instructions.get(cores):
             lines.append(f"{where}: no {cores}, its matrix product does without tensor cores")
-        if not kernel.multiplies and kernel.spills and not may_spill:
-            lines.append(f"{where}: {kernel.spills} spills, and a kernel without a matrix product may have none")
+        if not kernel.multiplies and kernel.spills > MOST_SPILLS:
+            lines.append(f"{where}: {kernel.spills} spills; {MOST_SPILLS} are the most without a matrix product")
         allowed = budget.get(name, {}).get(target)
         if allowed is None:
             lines.append(f"{where}: not in the budget; --write adds it")
@@ -357,11 +353,7 @@ def gate(targets: list[str], write: bool) -> int:
     elif written["triton"] != triton.__version__:
         print(f"The budget is that of Triton {written['triton']}, this is {triton.__version__}", file=sys.stderr)
     held = {name: kernel for name, kernel in found.items() if TARGETS[name[1]].budgeted}
-    problems += (
-        complaints(held, budget, may_spill=file != budget_file(PINNED))
-        + leftovers(held, budget, targets)
-        + uncovered(package_kernels(), found)
-    )
+    problems += complaints(held, budget) + leftovers(held, budget, targets) + uncovered(package_kernels(), found)
     for problem in problems:
         print(f"FAILED {problem}", file=sys.stderr)
     return 1 if problems else 0

@@ -140,7 +140,7 @@ def _jobs(arguments: argparse.Namespace, device: torch.device) -> list[Job]:
 
 def _draw(document: Document, folder: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        print('no pictures without matplotlib: pip install "grpo-kernels[bench]"', file=sys.stderr)
+        print("no pictures without matplotlib: pip install matplotlib", file=sys.stderr)
         return
     from .figures import draw
 

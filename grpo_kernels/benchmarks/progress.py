@@ -22,7 +22,7 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if importlib.util.find_spec("tqdm") is None:
-            print('no progress bar without tqdm: pip install "grpo-kernels[bench]"', file=sys.stderr)
+            print("no progress bar without tqdm: pip install tqdm", file=sys.stderr)
         else:
             from tqdm import tqdm
 
