@@ -151,6 +151,7 @@ def _draw(point: Point, chosen: dict[str, Any], seed: int, vocab: int) -> tuple[
         batch = packed(batch, lengths)
         logits["temperature"] = batch.options.pop("temperature", temperature)
 
+    has_sampler = "given" in (chosen["old"], chosen["rollout_logps"])  # without one the off-policy mask is refused
     threshold = None
     if chosen["entropy_threshold"] != "none":
         threshold = entropy.quantile(0.3).item()
@@ -174,7 +175,7 @@ def _draw(point: Point, chosen: dict[str, Any], seed: int, vocab: int) -> tuple[
         use_bias_correction_kl=chosen["bias_correction"],
         entropy_coef=chosen["entropy_coef"],
         entropy_threshold=threshold,
-        off_policy_mask_threshold=chosen["off_policy_mask"],
+        off_policy_mask_threshold=chosen["off_policy_mask"] if has_sampler else None,
         max_completion_length=9 if point.aggregation == "fixed_length" else None,
         **logits,
         **flat,

@@ -412,7 +412,7 @@ def test_an_interpreter_is_named_by_its_path(tmp_path):
     script = tmp_path / "python3.14"
     script.write_text("#!/bin/sh\nexit 1\n")
     script.chmod(0o755)
-    with pytest.raises(wheel_builds.Failure, match=r"is no CPython 3\.10 to 3\.14 with its headers"):
+    with pytest.raises(wheel_builds.Failure, match=r"is no CPython 3\.11 to 3\.14 with its headers"):
         wheel_builds.find_pythons([str(script)])
 
 

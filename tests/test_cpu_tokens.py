@@ -59,8 +59,9 @@ def test_objective(kernels, surrogate, kl, variant):
 
 @pytest.mark.parametrize("kl", contract.KL_ESTIMATORS[1:])
 def test_bias_corrected_kl_stops_at_the_exponential_of_80(kernels, kl):
-    points = torch.tensor([-90.0, -3.0, 0.0, 3.0, 35.0, 60.0, 79.0, 90.0])
-    x, d = (part.flatten() for part in torch.meshgrid(points, points, indexing="ij"))
+    ratios = torch.tensor([-90.0, -3.0, -0.25, 3.0, 35.0, 60.0, 79.0, 90.0])  # no product is the bound itself
+    distances = torch.tensor([-90.0, -3.0, 0.0, 3.0, 35.0, 60.0, 79.0, 90.0])
+    x, d = (part.flatten() for part in torch.meshgrid(ratios, distances, indexing="ij"))
     logp = -torch.ones_like(x)
     params = KernelParams(surrogate="reinforce", kl=kl, beta=0.5, bias_correction=True)
     table = c.make_table(len(x), advantage=0.0, ref=logp + d)

@@ -239,7 +239,8 @@ def calls_with_tensors() -> list[tuple]:
     """(public function, a good call of it by keywords)."""
     batch = off_policy(make_batch(0, bias=True))
     old, ids, mask = batch.options["old_logps"], batch.ids, torch.ones(4, 6)
-    per_token = {name: old.clone() for name in ("old_logps", "ref_logps", "rollout_logps", "rollout_weights")}
+    per_token = {name: old.clone() for name in ("old_logps", "ref_logps", "rollout_logps")}
+    per_token["rollout_weights"] = old.exp()
     shared = dict(advantages=torch.ones(4), completion_mask=mask, group_ids=torch.tensor([0, 0, 1, 1]), **per_token)
     losses = shared | {"normalizer": torch.tensor([24.0])}
     return [

@@ -40,9 +40,10 @@ def batches(draw, min_length: int = 0):
 
 
 def with_reference(batch, config):
-    if config.beta and "ref_logps" not in batch.options:
-        return batch.with_options(ref_logps=torch.full(batch.ids.shape, -2.0))
-    return batch
+    """With the log-probabilities that the configuration needs."""
+    needed = {"ref_logps": config.beta, "old_logps": config.off_policy_mask_threshold}
+    missing = [name for name, need in needed.items() if need and name not in batch.options]
+    return batch.with_options(**{name: torch.full(batch.ids.shape, -2.0) for name in missing})
 
 
 def assert_small_errors(found, exact):

@@ -276,4 +276,4 @@ def test_bad_input_of_the_command_is_one_sentence(case, message, tmp_path, monke
 def test_a_split_of_a_file_has_no_effect(model, data, tmp_path, capsys):
     argv = [str(model), "--dataset-name", str(data), "--reward-funcs", "arithmetic", "--dataset-test-split", "dev"]
     assert run(argv) == 2
-    assert f"dataset_test_split='dev': the file {data} is one split" in capsys.readouterr().err
+    assert f"dataset_test_split='dev': {data} is one split" in capsys.readouterr().err

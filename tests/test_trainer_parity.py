@@ -141,7 +141,7 @@ CASES: dict[str, dict[str, Any]] = {
     # TRL divides by the tokens of each pass, the trainer by those of the step: the same where a step is one pass.
     "bnpo": dict(loss_type="bnpo", beta=0.1),
     "entropy bonus": dict(entropy_coef=0.05, beta=0.1),
-    "delta": dict(delta=1.12),
+    "delta": dict(delta=1.18),
     "four passes": dict(per_device_train_batch_size=2, gradient_accumulation_steps=4, beta=0.1),
     "one update of a rollout": dict(num_iterations=1),
     "three updates of a rollout": dict(num_iterations=3),
