@@ -20,7 +20,7 @@ PROJECT = "grpo-kernels"  # by which trackers call the runs
 def make_accelerator(a: TrainArguments) -> Accelerator:
     """Raises ValueError where the launcher's configuration has what would change the steps."""
     zero = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
-    if zero and on_cpu(a.use_cpu):  # accelerate would take each process for a run
+    if zero and (a.use_cpu or PartialState().backend is None):  # accelerate would take each process for a run
         raise ValueError("DeepSpeed needs GPUs and `accelerate launch`; expected DDP or FSDP2 (--fsdp) on CPUs")
     if zero and a.fsdp:
         raise ValueError("accelerate's configuration has distributed_type=DEEPSPEED; expected no fsdp=True with it")

@@ -18,8 +18,9 @@ from . import RunError
 
 
 def on_cpu(use_cpu: bool) -> bool:
-    """Whether a run is on the CPU. accelerate has to be told, or takes each process of torchrun for its own run."""
-    return use_cpu or not torch.accelerator.is_available()
+    """Whether a run is on the CPU. accelerate has to be told, or takes each process of torchrun for its own run; under
+    DeepSpeed, which refuses CPUs that it is told of, the launcher says it."""
+    return use_cpu or not (torch.accelerator.is_available() or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true")
 
 
 class Ranks:
