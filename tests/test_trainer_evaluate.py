@@ -129,9 +129,10 @@ def test_what_a_completion_votes_with(text, answer):
 
 def test_means_over_problems():
     answers = ["1", "0", "1!", "?", *["0"] * 20]  # of six problems, the first: two of four are right, one is unscored
-    found = evaluate(sampler(answers=answers), PROMPTS, Rewards(), num_samples=4)
+    found = evaluate(sampler(answers=answers), PROMPTS, Rewards(), num_samples=4, correct_at=1.0)
     assert found == {
-        "pass_at_1": pytest.approx(2 / 4 / 6), "pass_at_k": {
+        "reward": pytest.approx(2.5 / 3 / 6), "reward_error": pytest.approx(2.5 / 3 / 6),  # of (2.5 / 3, 0, 0, 0, 0, 0)
+        "greedy_reward": pytest.approx(1.5 / 5), "pass_at_1": pytest.approx(2 / 4 / 6), "pass_at_k": {
             "1": pytest.approx(2 / 4 / 6), "2": pytest.approx(5 / 6 / 6), "4": pytest.approx(1 / 6),
         },
         "majority_at_k": pytest.approx((2 / 4) / 6),  # "1", "0", "1!", "?": a vote each
@@ -141,9 +142,22 @@ def test_means_over_problems():
     assert json.loads(json.dumps(found, allow_nan=False)) == found
 
 
+def test_accuracy_only_where_rewards_say_what_is_correct():
+    accuracies = {"pass_at_1", "pass_at_k", "majority_at_k", "greedy"}
+    for answers, known in ((["1", "0"], True), (["1", "1!"], False), (["0!"], False), (["?"], False)):
+        found = evaluate(sampler(answers=answers), PROMPTS, Rewards(), num_samples=2)
+        assert (accuracies <= found.keys()) == known == bool(accuracies & found.keys())
+        assert known == ("pass@1" in module.table(found)) == ("no pass@k" not in module.table(found))
+    assert evaluate(sampler(answers=["0!"]), PROMPTS, Rewards(), correct_at=0.5)["pass_at_1"] == 1.0
+
+
 def test_majority_votes_with_the_answers_that_are_asked_for():
     found = evaluate(
-        sampler(answers=["1", "0", "1!", "?"]), PROMPTS[:1], Rewards(), answer_of=lambda text: text.strip("!?") or None
+        sampler(answers=["1", "0", "1!", "?"]),
+        PROMPTS[:1],
+        Rewards(),
+        correct_at=1.0,
+        answer_of=lambda text: text.strip("!?") or None,
     )
     assert found["majority_at_k"] == 1.0
 
@@ -174,13 +188,13 @@ def test_correct_at_and_messages():
     rewards = Rewards()
     evaluate(chat, prompts, rewards, num_samples=1)
     assert rewards.calls[0]["completions"] == [[{"role": "assistant", "content": "0!"}], "0!"]  # as the prompts are
-    assert evaluate(chat, prompts, Rewards(), num_samples=2)["pass_at_1"] == 0.0
+    assert evaluate(chat, prompts, Rewards(), num_samples=2, correct_at=1)["pass_at_1"] == 0.0
     assert evaluate(chat, prompts, Rewards(), num_samples=2, correct_at=0.5)["majority_at_k"] == 1.0
 
 
 def test_all_unscored_is_no_number():
     found = evaluate(sampler(answers=["?"]), PROMPTS, Rewards(), num_samples=2)
-    assert found["best_of_n"] is None and found["unscored"] == 12 and found["pass_at_1"] == 0.0
+    assert found["reward"] is found["greedy_reward"] is found["best_of_n"] is None and found["unscored"] == 12
 
 
 def test_a_reward_that_always_fails_is_named():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -116,14 +117,40 @@ def test_kl_must_be_large_per_token_and_per_sequence_for_three_steps(kl, length,
     ("after", "problems", "severity"),
     [(0.40, 400, "warning"), (0.2, 400, "critical"), (0.7, 400, None), (0.4, 5, None)],
 )
-def test_hacking_compares_the_reward_with_held_out_accuracy(after, problems, severity):
+def test_hacking_compares_the_rewards_of_training_and_held_out_prompts(after, problems, severity):
     records = log(200, every=1000, accuracy=lambda share: 0.4)
-    last = {"step": 200, "evaluation": {"pass_at_1": after, "problems": problems}}
+    last = {"step": 200, "evaluation": {"reward": after, "problems": problems}}
+    last["evaluation"]["reward_error"] = math.sqrt(after * (1 - after) / problems)
     found = alarms([*records, last])
     assert [alarm.severity for _, alarm in found] == ([severity] if severity else [])
 
 
-def test_hacking_ends_when_accuracy_rises_and_is_not_repeated_at_each_evaluation():
+def test_hacking_knows_no_accuracy_and_any_range_of_rewards():
+    """A graded reward that rises on held-out prompts too, though no completion reaches 1; the same of rewards <= 0."""
+
+    def found(low, high, held_out):
+        records = log(200, every=100)
+        for record in records:
+            if "evaluation" in record:
+                at = 0.35 + (held_out - 0.35) * record["step"] / 200
+                record["evaluation"] = {"reward": low + (high - low) * at, "problems": 400, "pass_at_1": 0.0}
+            else:
+                record |= {key: low + (high - low) * record[key] for key in ("reward", "reward_min", "reward_max")}
+                record["reward_std"] *= high - low
+        return [alarm.kind for _, alarm in alarms(records)]
+
+    for low, high in ((0.0, 0.3), (-8.0, -1.0), (0.0, 1.0)):
+        assert found(low, high, 0.7) == [] and found(low, high, 0.35) == ["reward_hacking"]
+
+
+def test_equal_rewards_are_said_to_be_equal():
+    found = [alarm.message for _, alarm in alarms(failing("constant_reward"))]
+    assert [
+        m.startswith("All rewards of the run are equal (0): nothing is learned. Check the reward") for m in found
+    ] == [True]
+
+
+def test_hacking_ends_when_the_held_out_reward_rises_and_is_not_repeated_at_each_evaluation():
     records = log(400, every=50, accuracy=lambda share: 0.4 if share < 0.7 else 0.9)
     episodes, _ = diagnose(records)
     assert [(e.alarm.kind, e.first, e.last) for e in episodes] == [("reward_hacking", 50, 300)]
@@ -142,6 +169,7 @@ def test_solved_groups_are_told_from_dead_ones():
     equal = dict(zero_gradient_groups=1.0, all_min_groups=0.0, all_max_groups=0.0, reward_std=0.0)
     assert [a.severity for a in found(**dead)] == ["warning", "critical"]
     assert [a.severity for a in found(**equal, reward=0.0)] == ["warning", "critical"]
+    assert re.search(r"in 9\d% every completion has the lowest reward", found(**equal, reward=0.0)[1].message)
     assert found(**solved) == found(**equal, reward=1.0) == []  # a task that was learned is no failure
     assert ["too easy" in a.message for a in found(since=0, **solved)] == [True]
 

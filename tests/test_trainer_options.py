@@ -204,11 +204,22 @@ def test_what_a_run_leaves(model, data, tmp_path):
     assert all(torch.equal(p, training.weights(folder)[n]) for n, p in reloaded.named_parameters())
 
 
-def test_a_file_gets_lines_and_no_progress_bar(model, data, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr("grpo_kernels.trainer.log.SILENCE", 0.0)
-    assert run(model, data, tmp_path / "run", disable_tqdm=False) == 0
+@pytest.mark.parametrize("disable_tqdm", [False, True])
+def test_a_file_gets_lines_and_no_progress_bar(disable_tqdm, model, data, tmp_path, capfd):
+    options = {"logging_steps": 2, "max_steps": 5, "eval_dataset_name": data}
+    assert run(model, data, tmp_path / "run", disable_tqdm=disable_tqdm, **options) == 0
     error = capfd.readouterr().err
-    assert "step 2 of 3: reward=" in error and "\r" not in error and "GRPO" not in error
+    name, folder = (re.escape(str(path)) for path in (model, tmp_path / "run"))
+    for line in (
+        rf"{name}, 12 prompts, 12 held out; 5 steps of 8 completions, 1 process, cpu; output in {folder}",
+        r"step 0: held-out reward 0\.\d{3}, pass@1 0\.\d{3}, greedy 0\.\d{3}",
+        r"step 2 of 5: reward \S+, entropy \S+, grad_norm \S+, \d+ s",
+        r"step 4 of 5: .*",
+        r"step 5: held-out reward .*",
+        rf"{folder}: model, summary.json and report.html after 5 steps",
+    ):
+        assert re.search(f"^{line}$", error, re.MULTILINE), (line, error)
+    assert "\r" not in error and "GRPO" not in error and not re.search("step [135] of", error)
 
 
 @pytest.mark.parametrize("reward", ["length", "digits"])

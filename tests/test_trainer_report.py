@@ -57,7 +57,7 @@ def test_every_metric_of_the_log_is_in_a_chart(tmp_path):
     numbers = {key for record in records for key, value in record.items() if isinstance(value, (int, float))}
     assert numbers - shown == report.NOT_PLOTTED - {"advantage_histogram"} and "my/own" in shown
     assert {f"eval/{key}" for key in records[0]["evaluation"]} - shown == {
-        "eval/pass_at_k", "eval/problems", "eval/samples",
+        "eval/pass_at_k", "eval/problems", "eval/reward_error", "eval/samples",
     }  # fmt: skip
     assert len(data["histograms"]) == 30
 

@@ -23,7 +23,7 @@ from training import run, same_weights, steps
 
 from grpo_kernels.trainer import checkpoint
 from grpo_kernels.trainer.loop import Trainer
-from grpo_kernels.trainer.ranks import Ranks, Signals
+from grpo_kernels.trainer.ranks import Interrupted, Ranks, Signals
 from grpo_kernels.trainer.rollout import _Draw
 
 HERE = Path(__file__).parent
@@ -294,6 +294,66 @@ def test_a_longer_run_goes_on_where_the_rate_does_not_depend_on_the_length(model
     assert [r["step"] for r in steps(tmp_path / "run")] == list(range(1, 9))
 
 
+def test_a_run_whose_rate_depends_on_the_length_says_so(model, data, tmp_path, capfd):
+    options = {"lr_scheduler_type": "linear", "max_steps": 2, "resume_from_checkpoint": "auto"}
+    assert run(model, data, tmp_path, **options) == 0
+    assert run(model, data, tmp_path, **options | {"max_steps": 4}) == 2
+    error = capfd.readouterr().err
+    assert "max_steps=4 (was 2); expected the same, max_steps too: lr_scheduler_type=linear depends on it" in error
+    assert "What may differ: correct_at, dataset_test_split, disable_tqdm, eval_dataset_name, " in error
+    assert run(model, data, tmp_path, **options, save_steps=7, logging_steps=1) == 0
+
+
+@pytest.mark.parametrize("name", ["log.jsonl", "samples.jsonl"])
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda text: text[: len(text) // 2], "bytes shorter than at step 6"),
+        (lambda text: text[:-99] + b"\0" * 99, "1 of {count} lines cannot be read"),
+        (lambda text: text[:-1], "1 bytes shorter than at step 6"),
+        (lambda text: b"", "bytes shorter than at step 6"),
+    ],
+    ids=["short", "zeros", "no end of line", "empty"],
+)
+def test_a_damaged_log_does_not_keep_a_run_from_going_on(name, harm, said, model, data, whole, tmp_path, capfd):
+    shutil.copytree(whole, tmp_path / "run")
+    path = tmp_path / "run" / name
+    path.write_bytes(harm(text := path.read_bytes()))
+    given = HARD | {"max_steps": 8, "resume_from_checkpoint": "auto"}
+    assert run(model, data, tmp_path / "run", **given) == 0
+    assert said.format(count=text.count(b"\n")) in capfd.readouterr().err
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert name == "samples.jsonl" or [record["step"] for record in records[-2:]] == [7, 8]
+
+
+def test_leftovers_of_a_killed_process_are_removed(model, data, whole, tmp_path):
+    """Those of the run, that is: other hidden files stay."""
+    shutil.copytree(whole, tmp_path / "run")
+    (tmp_path / "run" / "checkpoint-6").rename(tmp_path / "run" / ".checkpoint-6.replaced")
+    for name in (".checkpoint-7.partial", ".model.partial", ".checkpoint-5.replaced"):
+        (tmp_path / "run" / name).mkdir()
+    for name in (".optimizer-1.partial", ".notes.partial"):
+        (tmp_path / "run" / name).write_text("")
+    checkpoint.remove_leftovers(tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run").glob(".*")] == [".notes.partial"]
+    assert (tmp_path / "run" / "checkpoint-6" / "state.json").exists()
+    (tmp_path / "run" / ".checkpoint-7.partial").mkdir()
+    assert run(model, data, tmp_path / "run", **HARD | {"max_steps": 8, "resume_from_checkpoint": "auto"}) == 0
+    assert not (tmp_path / "run" / ".checkpoint-7.partial").exists()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, Interrupted])
+def test_an_interrupt_while_a_checkpoint_is_written_leaves_nothing_of_it(error, tmp_path):
+    def fill(folder):
+        (folder / "new").write_text("")
+        raise error
+
+    (tmp_path / "checkpoint-1").mkdir()
+    with pytest.raises(error):
+        checkpoint.write_atomically(tmp_path / "checkpoint-1", fill)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+
+
 def test_checkpoints_are_read_without_unpickling(whole):
     """A pickle can run code; what is read is JSON, safetensors, and tensors under weights_only."""
     names = {path.name for path in (whole / "checkpoint-6").iterdir()}
@@ -315,14 +375,15 @@ def test_another_number_of_threads_is_said(model, data, whole, tmp_path, capfd):
     assert "was written with threads=99, now 1: results may differ" in capfd.readouterr().err
 
 
-def test_a_second_interrupt_does_not_wait(model, data, tmp_path):
-    """The first Ctrl-C is noted; the second one interrupts at once."""
+def test_a_second_interrupt_does_not_wait(capfd):
+    """The first Ctrl-C is noted, and answered at once; the second one interrupts at once."""
     before = signal.getsignal(signal.SIGINT)  # ignored where a shell started the tests in the background
     signals = Signals(Ranks())
     with signals.noted():
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.01)
         assert signals.received == signal.SIGINT
+        assert capfd.readouterr().err.strip() == "stopping after this step; Ctrl-C again quits now"
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before

@@ -61,6 +61,7 @@ def evaluation_record(step: int, accuracy: float) -> Record:
     return {
         "step": step,
         "evaluation": {
+            "reward": accuracy, "reward_error": math.sqrt(accuracy * (1 - accuracy) / 400), "greedy_reward": accuracy,
             "pass_at_1": accuracy, "pass_at_k": {"1": accuracy, "2": spread, "4": 1 - (1 - spread) ** 2},
             "majority_at_k": min(1.0, accuracy + 0.03), "best_of_n": 1 - (1 - spread) ** 2, "greedy": accuracy + 0.01,
             "mean_length": 3.4, "problems": 400, "samples": 4,
@@ -116,6 +117,11 @@ def _no_signal(record: Record, share: float) -> None:
     record |= {"zero_gradient_groups": 0.78, "all_min_groups": 0.7, "all_max_groups": 0.08}
 
 
+def _constant(record: Record, share: float) -> None:
+    record |= dict.fromkeys(("reward", "reward_std", "reward_min", "reward_max", "reward_group_std"), 0.0)
+    record |= {"zero_gradient_groups": 1.0, "all_min_groups": 0.0, "all_max_groups": 0.0}
+
+
 def _longer(record: Record, share: float) -> None:
     record |= {"completions/mean_length": 200 * (1 + 2 * share), "reward": 0.35 + 0.01 * math.sin(record["step"])}
 
@@ -138,6 +144,7 @@ FAILURES: dict[str, tuple[Callable[[Record, float], None], str]] = {
     "mode_collapse": (_collapse, "warning"),
     "kl_explosion": (_away, "critical"),
     "gradient_instability": (_unstable, "critical"),
+    "constant_reward": (_constant, "critical"),
     "no_learning_signal": (_no_signal, "warning"),
     "length_bias": (_longer, "warning"),
     "truncation": (_set(completions__clipped_ratio=1.0), "critical"),
@@ -190,6 +197,7 @@ def write_run(
     if finished:
         evaluations = [record["evaluation"] for record in records if "evaluation" in record]
         summary = {
+            "held_out_reward_before": evaluations[0]["reward"], "held_out_reward_after": evaluations[-1]["reward"],
             "pass_at_1_before": evaluations[0]["pass_at_1"], "pass_at_1_after": evaluations[-1]["pass_at_1"],
             "steps": steps, "seconds": 1.02 * steps,
         }  # fmt: skip

@@ -24,6 +24,8 @@ from .data import Columns, check_path, is_one_split
 from .rewards.format import compiled
 
 ARITHMETIC = "arithmetic"
+ARITHMETIC_SUMS = "sums are written ones first: 40+56= goes on with 69"
+ARITHMETIC_MODEL = f"arithmetic model ({ARITHMETIC_SUMS})"
 # Types of options say what is expected of their values, where the loss does not check it.
 RANGES: dict[Any, Callable[[float], bool]] = {
     "at least 0": lambda x: 0 <= x < math.inf,
@@ -32,6 +34,7 @@ RANGES: dict[Any, Callable[[float], bool]] = {
     "a number in (0, 1]": lambda x: 0 < x <= 1,
     "a number in [0, 1]": lambda x: 0 <= x <= 1,
     "a number in [0, 1)": lambda x: 0 <= x < 1,
+    "a finite number": math.isfinite,
 }
 Count: TypeAlias = Annotated[int, "at least 1"]
 Natural: TypeAlias = Annotated[int, "at least 0"]
@@ -39,6 +42,7 @@ Size: TypeAlias = Annotated[float, "at least 0"]
 Positive: TypeAlias = Annotated[float, "a positive number: ratios need probabilities"]
 Share: TypeAlias = Annotated[float, "a number in (0, 1]"]
 Fraction: TypeAlias = Annotated[float, "a number in [0, 1]"]
+Finite: TypeAlias = Annotated[float, "a finite number"]
 Decay: TypeAlias = Annotated[float, "a number in [0, 1)"]
 Loss: TypeAlias = Annotated[str, ("fused", "eager")]
 Preset: TypeAlias = Annotated[str, tuple(available_presets())]
@@ -69,7 +73,7 @@ GROUPS = {
     "num_generations": "sampling", "use_vllm": "vLLM", "dynamic_sampling": "sampling",
     "save_rollouts": "saving", "replay": "sampling",
     "per_device_train_batch_size": "optimisation", "loss": "loss", "learning_rate": "optimisation",
-    "eval_steps": "evaluation", "save_steps": "saving", "logging_samples": "logging", "seed": "run",
+    "eval_steps": "evaluation", "save_steps": "saving", "logging_steps": "logging", "seed": "run",
     "disable_tqdm": "logging",
 }  # fmt: skip
 # Names that other trainers have, or people try.
@@ -200,8 +204,12 @@ class TrainArguments:
     eval_steps: Count | None = _option(None, "optimizer steps between evaluations; default: before and after only")
     eval_num_samples: Count = _option(4, "completions per held-out prompt")
     eval_max_prompts: Count | None = _option(None, "held-out prompts; default: all")
+    correct_at: Finite | None = _option(
+        None, "total reward that is correct, of pass@k; default: 1 where all are 0 or 1"
+    )
     save_steps: Natural = _option(100, "optimizer steps between checkpoints; 0: one at the end")
     save_total_limit: Count | None = _option(2, "checkpoints that are kept")
+    logging_steps: Count = _option(10, "optimizer steps between lines, where there is no progress bar")
     logging_samples: Natural = _option(4, "completions per rollout in samples.jsonl")
     report_to: list[Tracker] = _option([], "trackers that get the numbers too")
     seed: int = _option(0, "of weights, order of the data and samples")
@@ -368,8 +376,10 @@ class TrainArguments:
             ("sampling by transformers", not self.use_vllm, ("per_device_generation_batch_size",)),
             ("use_vllm or replay, and vllm_importance_sampling_correction", self.corrects,
              ("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max")),
+            ("old or rollout log-probabilities (num_iterations, steps_per_generation, replay, use_vllm)",
+             self.steps_per_rollout > 1 or self.corrects, ("off_policy_mask_threshold",)),
             ("dataset_test_split or eval_dataset_name", held_out,
-             ("eval_steps", "eval_num_samples", "eval_max_prompts")),
+             ("eval_steps", "eval_num_samples", "eval_max_prompts", "correct_at")),
             ("reward_funcs", self.reward_funcs, (
                 "reward_weights", "reward_timeout", "reward_pattern", "soft_overlong_cache", "step_delimiter",
                 "dataset_test_split", "eval_dataset_name")),

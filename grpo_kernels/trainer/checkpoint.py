@@ -25,11 +25,20 @@ from .rollout import Completion
 
 CONFIG = "config.json"  # the options of the run in its output folder; in a checkpoint RUN, beside that of the model
 CHECKSUMS, RUN, STATE, TENSORS, ROLLOUT = "checksums.json", "run.json", "state.json", "state.pt", "rollout.jsonl"
+OWN = r"checkpoint-\d+|start-model-\d+|model|optimizer-\d+|config\.json|summary\.json"  # which are written beside
 # What may differ between a checkpoint and the run that goes on from it.
 FREE = {
     *("output_dir", "resume_from_checkpoint", "dry_run", "save_steps", "save_total_limit", "save_rollouts"),
-    *("logging_samples", "report_to", "disable_tqdm", "eval_steps", "eval_num_samples", "eval_max_prompts"),
-    *("dataset_test_split", "eval_dataset_name", "vllm_gpu_memory_utilization", "vllm_max_model_length"),
+    *(
+        "logging_steps",
+        "logging_samples",
+        "report_to",
+        "disable_tqdm",
+        "eval_steps",
+        "eval_num_samples",
+        "eval_max_prompts",
+    ),
+    *("correct_at", "dataset_test_split", "eval_dataset_name", "vllm_gpu_memory_utilization", "vllm_max_model_length"),
 }
 
 
@@ -97,7 +106,12 @@ def check_same_run(path: Path, a: TrainArguments, num_processes: int) -> None:
         if name not in free and saved.get(name) != config.get(name)
     ]
     if changed:
-        raise RunError(f"{path.parent} belongs to a run with other options: {', '.join(changed)}")
+        length = f": lr_scheduler_type={a.lr_scheduler_type} depends on it, a constant schedule does not"
+        raise RunError(
+            f"{path.parent} belongs to a run with other options: {', '.join(changed)}; expected the same"
+            f"{', max_steps too' + length if 'max_steps' not in free else ''}. What may differ: "
+            f"{', '.join(sorted(free - {'dry_run', 'output_dir', 'resume_from_checkpoint'}))}"
+        )
 
 
 def check_state(checkpoint: Path, a: TrainArguments, prompts: Sequence[Prompt], zero_stage: int) -> None:
@@ -112,7 +126,7 @@ def check_state(checkpoint: Path, a: TrainArguments, prompts: Sequence[Prompt], 
             f"{checkpoint} was written under ZeRO stage {written} (0: no DeepSpeed); this run has {zero_stage}"
         )
     if state["progress"]["step"] > a.max_steps:
-        raise RunError(f"{checkpoint} is beyond max_steps={a.max_steps}")
+        raise RunError(f"{checkpoint} is beyond max_steps={a.max_steps}; expected a later step")
 
 
 # --- saved rollouts ---------------------------------------------------------------------------------------------------
@@ -201,29 +215,44 @@ def write_atomically(folder: Path, fill: Callable[[Path], object]) -> None:
     Raises RunError where that fails (a full disk); what was there before stays.
     """
     partial, replaced = (folder.with_name(f".{folder.name}.{kind}") for kind in ("partial", "replaced"))
+    _remove_leftover(folder)
     try:
-        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         fill(partial)
         sums = {path.name: _sha256(path) for path in sorted(partial.iterdir()) if path.is_file()}
         (partial / CHECKSUMS).write_text(json.dumps(sums, indent=1))
         for path in (*partial.iterdir(), partial):
-            _sync(path)
-        shutil.rmtree(replaced, ignore_errors=True)
+            sync(path)
         if folder.exists():
             folder.replace(replaced)
         partial.replace(folder)
-        _sync(folder.parent)
+        sync(folder.parent)
         shutil.rmtree(replaced, ignore_errors=True)
-    except Exception as error:  # safetensors and torch have errors of their own for a full disk
-        shutil.rmtree(partial, ignore_errors=True)
-        if replaced.exists() and not folder.exists():
-            replaced.replace(folder)
+    except BaseException as error:
+        _remove_leftover(folder)
+        if not isinstance(error, Exception):  # a second Ctrl-C
+            raise
+        # safetensors and torch have errors of their own for a full disk
         full = getattr(error, "errno", None) == errno.ENOSPC or any(
             words in str(error) for words in ("space left", "unexpected pos")
         )
         why = "the disk is full" if full else str(error)
         raise RunError(f"{folder} could not be written: {why}; earlier checkpoints are unchanged") from error
+
+
+def remove_leftovers(output: Path) -> None:
+    """Remove what a process that was killed while it wrote has left, and put back what it had set aside."""
+    for path in output.iterdir():
+        if found := re.fullmatch(rf"\.({OWN})\.(partial|replaced)", path.name):
+            path.unlink() if path.is_file() else _remove_leftover(output / found[1])
+
+
+def _remove_leftover(folder: Path) -> None:
+    partial, replaced = (folder.with_name(f".{folder.name}.{kind}") for kind in ("partial", "replaced"))
+    shutil.rmtree(partial, ignore_errors=True)
+    if replaced.exists() and not folder.exists():
+        replaced.replace(folder)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _sha256(path: Path) -> str:
@@ -234,7 +263,8 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Have a file or a folder on the disk, as it is now."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

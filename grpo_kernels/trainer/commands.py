@@ -18,7 +18,7 @@ from ..benchmarks.machine import peak, restart_peak
 from ..engine.memory import chunk_sizes, default_logits_dtype
 from . import RunError, evaluate, report
 from .accelerator import zero_stage
-from .arguments import TrainArguments, parse
+from .arguments import ARITHMETIC_MODEL, TrainArguments, parse
 from .loop import Trainer
 from .ranks import on_cpu
 from .rewards import SandboxUnavailable
@@ -75,7 +75,7 @@ def dry_run(arguments: TrainArguments) -> int:
         (shared,) = broadcast_object_list([folder])  # that of the first process
         made = Run(dataclasses.replace(
             arguments, output_dir=str(Path(shared) / "run"), resume_from_checkpoint=None, save_rollouts=False,
-            disable_tqdm=True,
+            disable_tqdm=True, logging_steps=2,  # no line of the one step
         ))  # fmt: skip
         try:
             _one_step(made)
@@ -86,7 +86,7 @@ def dry_run(arguments: TrainArguments) -> int:
 
 def _one_step(made: Run) -> None:
     a, device, print = made.arguments, made.accelerator.device, made.accelerator.print
-    model, processes = a.model_name_or_path or "made for the arithmetic task", made.ranks.count
+    model, processes = a.model_name_or_path or ARITHMETIC_MODEL, made.ranks.count
     print(f"model      {model}, {processes} {'process' if processes == 1 else 'processes'}, {device}")
     print(f"data       {len(made.prompts):,} prompts, {len(made.held_out):,} held out")
     print(f"rewards    {', '.join(made.rewards.names) if made.rewards else 'those of the replayed rollouts'}")

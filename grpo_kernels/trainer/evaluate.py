@@ -1,4 +1,5 @@
-"""Held-out accuracy: pass@1, pass@k, majority@k and best of N from several samples of each problem."""
+"""The held-out reward, and where a reward says what is correct pass@1, pass@k and majority@k, from several samples of
+each problem."""
 
 from __future__ import annotations
 
@@ -9,9 +10,11 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
+from statistics import stdev
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from tqdm import tqdm
 
 from . import RunError
 from .arguments import TrainArguments
@@ -79,19 +82,21 @@ def evaluate(
     ks: Sequence[int] | None = None,
     seed: int = 0,
     step: int = 0,
-    correct_at: float = 1.0,
+    correct_at: float | None = None,
     answer_of: Callable[[str], Hashable] = final_answer,
 ) -> dict[str, Any]:
     """Sample `num_samples` completions of each prompt and a greedy one, and score them.
 
-    A completion is correct where its total reward is at least `correct_at`; an unscored one is not. ks: of pass@k,
+    A completion is correct where its total reward is at least `correct_at`, by default 1 where all rewards are 0 or 1;
+    an unscored one is not. Other rewards do not say what is correct: the accuracies are left out then. ks: of pass@k,
     default 1, 2, 4, ... up to num_samples. seed: of the samples; the same for each evaluation of a run, so that a
     difference is the policy's. answer_of: what completions vote with in majority@k.
 
-    Returns means over the problems: pass_at_1, pass_at_k {"1": ...}, majority_at_k (k = num_samples), greedy
-    (accuracy), best_of_n (of the highest reward; N = num_samples, None where nothing was scored); mean_length of the
-    samples in tokens; the numbers of problems, samples (per problem) and unscored samples. Raises ValueError for a bad
-    argument before any work, RunError where a reward function fails for every completion.
+    Returns means over the problems: reward (total, of the samples), its standard error reward_error, greedy_reward and
+    best_of_n (the highest reward of a problem; N = num_samples), None where nothing was scored; the accuracies
+    pass_at_1, pass_at_k {"1": ...}, majority_at_k (k = num_samples) and greedy; mean_length of the samples in tokens;
+    the numbers of problems, samples (per problem) and unscored samples. Raises ValueError for a bad argument before any
+    work, RunError where a reward function fails for every completion.
     """
     ks = check_counts(num_samples, ks)
     if not prompts:
@@ -100,18 +105,27 @@ def evaluate(
     totals, texts, lengths = _score(sample, repeated, rewards, greedy=False, seed=seed, step=step)
     greedy, _, _ = _score(sample, prompts, rewards, greedy=True, seed=seed, step=step)
     groups = [slice(start, start + num_samples) for start in range(0, len(repeated), num_samples)]
-    right = [[total >= correct_at for total in totals[group]] for group in groups]
-    at_k = {str(k): _mean([pass_at_k(num_samples, sum(row), k) for row in right]) for k in ks}
-    votes = [
-        majority_at_k([answer_of(text) for text in texts[group]], row) for group, row in zip(groups, right, strict=True)
-    ]
-    best = [highest for highest in (best_of_n(totals[group]) for group in groups) if not math.isnan(highest)]
-    return {
-        "pass_at_1": _mean([sum(row) / num_samples for row in right]),
-        "pass_at_k": at_k,
-        "majority_at_k": _mean(votes),
-        "best_of_n": _mean(best) if best else None,
-        "greedy": _mean([float(total >= correct_at) for total in greedy]),
+    scored = [row for row in ([x for x in totals[group] if not math.isnan(x)] for group in groups) if row]
+    means = [_mean(row) for row in scored]
+    greedy_scored = [total for total in greedy if not math.isnan(total)]
+    found: dict[str, Any] = {
+        "reward": _mean(means) if means else None,
+        "reward_error": stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None,
+        "greedy_reward": _mean(greedy_scored) if greedy_scored else None,
+        "best_of_n": _mean([best_of_n(row) for row in scored]) if scored else None,
+    }
+    if correct_at is None and scored and {*greedy_scored}.union(*scored) <= {0.0, 1.0}:
+        correct_at = 1.0
+    if correct_at is not None:
+        right = [[total >= correct_at for total in totals[group]] for group in groups]
+        answers = [[answer_of(text) for text in texts[group]] for group in groups]
+        found |= {
+            "pass_at_1": _mean([sum(row) / num_samples for row in right]),
+            "pass_at_k": {str(k): _mean([pass_at_k(num_samples, sum(row), k) for row in right]) for k in ks},
+            "majority_at_k": _mean([majority_at_k(*pair) for pair in zip(answers, right, strict=True)]),
+            "greedy": _mean([float(total >= correct_at) for total in greedy]),
+        }
+    return found | {
         "mean_length": _mean(lengths),
         "problems": len(prompts),
         "samples": num_samples,
@@ -175,10 +189,12 @@ def run(argv: Sequence[str]) -> int:
     options = parser().parse_args(list(argv))
     try:
         check_options(options)
-        sample, prompts, rewards = load(resolve(options))
+        target = resolve(options)
+        correct_at = target.config.get("correct_at") if options.correct_at is None else options.correct_at
+        sample, prompts, rewards = load(target)
         result = evaluate(
             sample, prompts, rewards, num_samples=options.num_samples, ks=options.ks, seed=options.seed,
-            correct_at=options.correct_at,
+            correct_at=correct_at,
         )  # fmt: skip
     except (ValueError, ImportError, OSError) as error:
         print(f"grpo-kernels evaluate: {error}", file=sys.stderr)
@@ -212,21 +228,32 @@ def load(target: Target) -> tuple[Sample, list[Prompt], Rewards]:
     if rewards is None:
         raise ValueError("reward_funcs is empty; expected names of built-in rewards, or module:function")
     ranks = Ranks(use_cpu=a.use_cpu)
-    sampler = Sampler(Policy(lm), tokenizer, a, eos_ids(lm, tokenizer), ranks, Signals(ranks))
+    bar = tqdm(desc="evaluation", disable=None, leave=False, dynamic_ncols=True)
+
+    def progress(done: int, total: int) -> None:
+        bar.total, bar.n = total, done
+        bar.refresh()
+
+    sampler = Sampler(Policy(lm), tokenizer, a, eos_ids(lm, tokenizer), ranks, Signals(ranks), progress)
     return sampler.for_evaluation, held_out, rewards
 
 
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="grpo-kernels evaluate",
-        description="Held-out accuracy of a run's model, of its checkpoint, or of a model.",
+        description="Held-out reward and accuracy of a run's model, of its checkpoint, or of a model.",
     )
     add = result.add_argument
     add("target", metavar="DIR|MODEL", help="output folder of a run (its final model), or a model's folder or name")
     add("--num-samples", type=int, default=4, help="completions per problem (default: 4)")
     add("--ks", type=int, nargs="+", help="k of pass@k (default: 1, 2, 4, ... up to the samples)")
     add("--seed", type=int, default=0, help="of the samples (default: 0)")
-    add("--correct-at", type=float, default=1.0, help="total reward from which a completion is correct (default: 1)")
+    add(
+        "--correct-at",
+        type=float,
+        help="total reward from which a completion is correct (default: the run's, else 1 "
+        "where all rewards are 0 or 1)",
+    )
     add("--dataset-name", help="a file, a folder or a name of datasets, as for train (default: that of the run)")
     add("--dataset-test-split", help="split to evaluate on (default: that of the run, else test)")
     add("--prompt-column", help="column with the prompt (default: that of the run)")
@@ -285,11 +312,14 @@ def resolve(options: argparse.Namespace) -> Target:
 def table(result: dict[str, Any]) -> str:
     """The numbers of `evaluate` for a terminal."""
     n = result["samples"]
-    rows = [(f"pass@{k}", value) for k, value in result["pass_at_k"].items()]
-    rows = [*rows, (f"majority@{n}", result["majority_at_k"]), ("greedy", result["greedy"])]
-    lines = [f"{name:>14}  {value:.4f}" for name, value in rows]
-    if result["best_of_n"] is not None:
-        lines.append(f"{f'best of {n}':>14}  {result['best_of_n']:.4f}  (mean of the highest reward)")
+    rows = [("reward", result["reward"]), ("greedy reward", result["greedy_reward"])]
+    rows += [(f"best of {n}", result["best_of_n"])]
+    if "pass_at_k" in result:
+        rows += [(f"pass@{k}", value) for k, value in result["pass_at_k"].items()]
+        rows += [(f"majority@{n}", result["majority_at_k"]), ("greedy", result["greedy"])]
+    lines = [f"{name:>14}  {value:.4f}" for name, value in rows if value is not None]
+    if "pass_at_k" not in result:
+        lines.append("no pass@k: rewards other than 0 and 1 do not say what is correct (--correct-at does)")
     unscored = f", {result['unscored']} unscored" if result["unscored"] else ""
     lines.append(
         f"{result['problems']} problems, {n} samples each{unscored}; {result['mean_length']:.1f} tokens on average"

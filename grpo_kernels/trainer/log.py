@@ -7,7 +7,6 @@ import json
 import math
 import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -18,43 +17,67 @@ from accelerate import Accelerator
 from torch import Tensor
 from tqdm import tqdm
 
+from .arguments import TrainArguments
 from .batch import groups_of, without_gradient
+from .checkpoint import sync, write_text
 from .monitor import Monitor
 from .ranks import Ranks
 from .rollout import Completion
 
 LOG, SAMPLES = "log.jsonl", "samples.jsonl"
-SHOWN = ("reward", "kl", "entropy", "grad_norm")  # beside the progress bar
-SILENCE = 60.0  # seconds until a run without a progress bar says where it is
+SHOWN = ("reward", "kl", "entropy", "grad_norm")  # beside the progress bar, or in the lines that stand for it
 
 
 class RunLog:
     """Records of a run, with the failures that the monitor sees in them; only the first rank writes."""
 
-    def __init__(self, folder: Path, accelerator: Accelerator, *, steps: int, quiet: bool):
-        self.accelerator, self.writes = accelerator, accelerator.is_main_process
+    def __init__(self, folder: Path, accelerator: Accelerator, arguments: TrainArguments):
+        self.accelerator, self.writes, self.arguments = accelerator, accelerator.is_main_process, arguments
         self.paths = {name: folder / name for name in (LOG, SAMPLES)}
-        self.monitor, self.quiet, self.said = Monitor(), quiet, time.monotonic()
-        hidden = quiet or not self.writes or None  # None: where stderr is no terminal
-        self.bar = tqdm(total=steps, desc="GRPO", disable=hidden, dynamic_ncols=True)
+        self.monitor, self.phase_name = Monitor(), ""
+        hidden = arguments.disable_tqdm or not self.writes or None  # None: where stderr is no terminal
+        self.bar = tqdm(total=arguments.max_steps, desc="GRPO", disable=hidden, dynamic_ncols=True)
 
     def start(self, step: int, sizes: dict[str, int]) -> None:
-        """Begin, or go on after the checkpoint of `step`: what was written beyond the sizes at that time is cut off."""
+        """Begin, or go on after the checkpoint of `step`: what was written beyond the sizes at that time is cut off.
+        So is, aloud, what a loss of power has damaged."""
+        for name, path in self.paths.items() if self.writes else ():
+            path.touch()
+            size = sizes.get(name, 0)
+            if (missing := size - path.stat().st_size) > 0:
+                self.say(f"{path} is {missing:,} bytes shorter than at step {step}: records of steps are lost")
+            else:
+                os.truncate(path, size)
+            self._drop_unreadable(path)
         if self.writes:
-            for name, path in self.paths.items():
-                path.touch()
-                os.truncate(path, min(sizes.get(name, 0), path.stat().st_size))
             for line in self.paths[LOG].read_text().splitlines():
                 self.monitor.update(json.loads(line))
         self.bar.n = step
         self.bar.refresh()
 
+    def _drop_unreadable(self, path: Path) -> None:
+        written = path.read_bytes()
+        lines = written.splitlines()
+        whole = [line for line in lines if _is_record(line)]
+        if len(whole) < len(lines):
+            self.say(f"{path}: {len(lines) - len(whole)} of {len(lines):,} lines cannot be read and are left out")
+        if written != (text := b"".join(line + b"\n" for line in whole)):
+            write_text(path, text.decode())
+
     def sizes(self) -> dict[str, int]:
+        """Bytes of the files, which are on the disk then: a checkpoint counts on them."""
+        for path in self.paths.values() if self.writes else ():
+            sync(path)
         return {name: path.stat().st_size for name, path in self.paths.items()} if self.writes else {}
 
     def phase(self, name: str) -> None:
         """What takes the time now, beside the progress bar."""
+        self.phase_name = name
         self.bar.set_description(f"GRPO, {name}")
+
+    def part(self, done: int, total: int) -> None:
+        """How far the phase is."""
+        self.bar.set_description(f"GRPO, {self.phase_name} {done:,}/{total:,}")
 
     def record(self, record: dict[str, Any]) -> None:
         """One optimizer step, or one evaluation."""
@@ -71,15 +94,15 @@ class RunLog:
         if "loss" in record:
             self.bar.update(1)
             self.bar.set_postfix({k: f"{numbers[k]:.3g}" for k in SHOWN if k in numbers})
-            if self.bar.disable and not self.quiet and time.monotonic() > self.said + SILENCE:
-                self.say(f"step {record['step']} of {self.bar.total}: {self.bar.postfix}")
+            if self.bar.disable and record["step"] % self.arguments.logging_steps == 0:
+                shown = ", ".join(f"{k} {numbers[k]:.3g}" for k in SHOWN if k in numbers)
+                self.say(f"step {record['step']} of {self.bar.total}: {shown}, {record['seconds']:.0f} s")
 
     def sample(self, sample: dict[str, Any]) -> None:
         self._append(SAMPLES, _finite(sample))
 
     def say(self, text: str) -> None:
         """A line above the progress bar."""
-        self.said = time.monotonic()
         if self.writes:
             tqdm.write(text, file=sys.stderr)
 
@@ -90,6 +113,13 @@ class RunLog:
         if self.writes:
             with self.paths[name].open("a") as file:
                 file.write(json.dumps(record, default=str) + "\n")
+
+
+def _is_record(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
 
 
 def _finite(value: Any) -> Any:

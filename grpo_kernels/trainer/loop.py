@@ -14,7 +14,7 @@ from statistics import fmean
 import torch
 
 from . import RunError
-from .arguments import to_json
+from .arguments import ARITHMETIC_MODEL, to_json
 from .batch import (
     assign_advantages,
     denominators,
@@ -56,6 +56,12 @@ class Trainer:
         """All steps that are left; returns the exit status."""
         p, a, made = self.progress, self.arguments, self.made
         made.log.start(p.step, p.log_sizes)
+        model, processes = a.model_name_or_path or ARITHMETIC_MODEL, made.ranks.count
+        made.log.say(
+            f"{model}, {len(made.prompts):,} prompts, {len(made.held_out):,} held out; {a.max_steps:,} steps of "
+            f"{self.rows_per_step:,} completions, {processes} {'process' if processes == 1 else 'processes'}, "
+            f"{made.accelerator.device}; output in {made.folder}"
+        )
         if p.step:
             made.log.say(f"resumed at step {p.step} from {made.checkpoint}")
         with made.signals.noted():
@@ -307,7 +313,7 @@ class Trainer:
     # --- log, evaluation, end -----------------------------------------------------------------------------------------
 
     def evaluate(self) -> None:
-        """Accuracy on the held-out prompts before, after, and every eval_steps steps, but not again after a resume."""
+        """Score held-out completions before, after, and every eval_steps steps, but not again after a resume."""
         a, p, made = self.arguments, self.progress, self.made
         due = p.step in (0, a.max_steps) or (a.eval_steps and p.step % a.eval_steps == 0)
         if not due or p.evaluated_at == p.step or not made.held_out or made.rewards is None:
@@ -315,14 +321,19 @@ class Trainer:
         made.log.phase("evaluation")
         found = evaluate(
             partial(self.sampler.for_evaluation, step=p.step), made.held_out,
-            made.rewards, num_samples=a.eval_num_samples, step=p.step,
+            made.rewards, num_samples=a.eval_num_samples, step=p.step, correct_at=a.correct_at,
         )  # fmt: skip
         p.evaluated_at = p.step
-        p.pass_at_1 = {**p.pass_at_1, ("before" if p.step == 0 else "after"): found["pass_at_1"]}
+        shown = {"reward": found["reward"], "pass@1": found.get("pass_at_1"), "greedy": found.get("greedy")}
+        when = "before" if p.step == 0 else "after"
+        p.held_out_reward = {**p.held_out_reward, when: shown["reward"]}
+        # Rewards that were all 0 at first have said nothing, where later ones do not say what is correct.
+        p.pass_at_1 = {} if shown["pass@1"] is None else {**p.pass_at_1, when: shown["pass@1"]}
         made.log.record({"step": p.step, "evaluation": found})
         if made.accelerator.is_main_process:
             write_report(made.folder)
-        made.log.say(f"step {p.step}: held-out pass@1 {found['pass_at_1']:.3f}, greedy {found['greedy']:.3f}")
+        known = ", ".join(f"{name} {value:.3f}" for name, value in shown.items() if value is not None)
+        made.log.say(f"step {p.step}: held-out {known or 'completions were not scored'}")
 
     def finish(self) -> None:
         """The last checkpoint, the model, summary.json and the report."""
@@ -330,7 +341,8 @@ class Trainer:
         save(made, p)
         made.save_model(made.folder / "model")
         summary = {
-            "pass_at_1_before": p.pass_at_1.get("before"), "pass_at_1_after": p.pass_at_1.get("after"),
+            **{f"{name}_{when}": getattr(p, name).get(when) for name in ("held_out_reward", "pass_at_1")
+               for when in ("before", "after")},
             "steps": p.step, "seconds": time.perf_counter() - self.started, "tokens": p.num_tokens,
             "options": to_json(self.arguments, self.ranks.count),
         }  # fmt: skip

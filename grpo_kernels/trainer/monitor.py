@@ -77,6 +77,8 @@ KINDS = {
     "gradient_instability": Kind("Gradient instability", ("grad_norm", "loss"), 1,
         "Lower the learning rate or max_grad_norm; look for extreme advantages and ratios at this step. After a "
         "non-finite value, resume from the checkpoint before it."),
+    "constant_reward": Kind("Constant reward", ("reward",), WINDOW,
+        "Check the reward function on completions of samples.jsonl; if it is right, choose easier or harder prompts."),
     "no_learning_signal": Kind("No learning signal", ("zero_gradient_groups",), WINDOW,
         "Choose easier prompts (harder ones where all are right), raise num_generations, or set dynamic_sampling."),
     "length_bias": Kind("Length bias", ("completions/mean_length",), 2 * SPAN,
@@ -108,7 +110,7 @@ class Finding(NamedTuple):
 
 class History:
     """values: the last `HISTORY` finite values of each metric; start: its first `SPAN`; reward_range: lowest and
-    highest so far; evaluations: of each, accuracy and the rewards of the `SPAN` steps before. All plain JSON."""
+    highest so far; evaluations: of each, its reward and those of the `SPAN` steps before. All plain JSON."""
 
     def __init__(self) -> None:
         self.values: dict[str, list[float]] = {}
@@ -155,13 +157,13 @@ def difference(new: list[float], old: list[float]) -> tuple[float, float]:
     return fmean(new) - fmean(old), math.sqrt(variance(new) / len(new) + variance(old) / len(old))
 
 
-def solved_groups(history: History) -> float:
-    """Mean share of groups in which every completion has the highest reward. Where all rewards of a step are equal,
-    the lowest and the highest of the run say which they are."""
-    keys = ("all_max_groups", "reward_std", "reward")
-    rows = list(zip(*(history.values.get(key, [])[-WINDOW:] for key in keys), strict=False))
+def groups_at(history: History, key: str) -> float:
+    """Mean share of groups in which every completion has the lowest ("all_min_groups") or the highest reward
+    ("all_max_groups"). Where all rewards of a step are equal, the range of the run says which they are."""
+    rows = list(zip(*(history.values.get(k, [])[-WINDOW:] for k in (key, "reward_std", "reward")), strict=False))
     low, high = history.reward_range or (0.0, 0.0)
-    shares = [most if std > 0 else float(reward >= high > low) for most, std, reward in rows]
+    end = low if key == "all_min_groups" else high
+    shares = [share if std > 0 else float(reward == end and low < high) for share, std, reward in rows]
     return fmean(shares) if shares else 0.0
 
 
@@ -228,26 +230,27 @@ class Monitor:
 
 
 def _reward_hacking(history: History, evaluation: dict[str, Any]) -> Finding | None:
-    """Accuracy against the best before it, and the training reward then and now."""
-    accuracy = evaluation.get("pass_at_1", evaluation.get("greedy"))
-    if accuracy is None:
+    """The held-out reward against the best before it, and the training reward then and now."""
+    reward = evaluation.get("reward")
+    if reward is None:
         return None
     problems = int(evaluation.get("problems") or 100)
     rewards = history.values.get("reward", [])[-SPAN:]
     earlier = max(history.evaluations, key=lambda row: row[0], default=None)
-    history.evaluations.append([float(accuracy), *rewards])
+    history.evaluations.append([float(reward), *rewards])
     if earlier is None or not rewards or not history.reward_range:
         return None
     rise, error = difference(rewards, earlier[1:] or history.start["reward"])
-    share = (accuracy * problems + 1) / (problems + 2)  # keeps the standard error of 0 or all right above 0
-    noise = math.sqrt(2 * share * (1 - share) / problems)
-    threshold = max(REWARD_RISE, 2 * noise) * (history.reward_range[1] - history.reward_range[0])
-    change = accuracy - earlier[0]
-    if rise <= max(threshold, 2 * error) or change >= noise or accuracy >= 1 - 2 * noise:
+    low, high = history.reward_range
+    # Of two evaluations; above 0 even where all problems have the same reward.
+    noise = math.sqrt(2) * max(evaluation.get("reward_error") or 0.0, (high - low) / (problems + 2))
+    threshold = max(REWARD_RISE * (high - low), 2 * noise)
+    change = reward - earlier[0]
+    if rise <= max(threshold, 2 * error) or change >= noise or reward >= high - 2 * noise:
         return None
     seen = (
-        f"The training reward rose by {rise:.3g} (threshold {threshold:.3g}) while held-out accuracy went from "
-        f"{earlier[0]:.3f} to {accuracy:.3f} ({problems} problems, standard error {noise:.3f})."
+        f"The training reward rose by {rise:.3g} (threshold {threshold:.3g}) while the held-out reward went from "
+        f"{earlier[0]:.3g} to {reward:.3g} ({problems} problems, standard error {noise:.2g})."
     )
     return Finding("critical" if change < -2 * noise else "warning", seen, rise, threshold)
 
@@ -273,7 +276,7 @@ def _reward_outliers(history: History, record: dict[str, Any]) -> Finding | None
 
 def _mode_collapse(history: History, record: dict[str, Any]) -> Finding | None:
     entropy, start = history.mean("entropy"), history.start_mean("entropy")
-    unique, solved = history.mean("completions/unique_ratio"), solved_groups(history)
+    unique, solved = history.mean("completions/unique_ratio"), groups_at(history, "all_max_groups")
     trend = history.change("reward")
     if entropy is None or start is None or trend is None or (unique is not None and unique >= UNIQUE):
         return None
@@ -336,11 +339,18 @@ def _gradient_instability(history: History, record: dict[str, Any]) -> Finding |
     return Finding("warning", seen, max(high), SIGMA_WARNING)
 
 
+def _constant_reward(history: History, record: dict[str, Any]) -> Finding | None:
+    low, high = history.reward_range or (0.0, 1.0)
+    if low < high or history.mean("reward") is None:
+        return None
+    return Finding("critical", f"All rewards of the run are equal ({low:.4g}): nothing is learned.", low, low)
+
+
 def _no_learning_signal(history: History, record: dict[str, Any]) -> Finding | None:
     zero = history.mean("zero_gradient_groups")
-    if zero is None:
+    if zero is None or _constant_reward(history, record) is not None:
         return None
-    lowest, highest = history.mean("all_min_groups") or 0.0, solved_groups(history)
+    lowest, highest = groups_at(history, "all_min_groups"), groups_at(history, "all_max_groups")
     if highest > EASY and (history.start_mean("all_max_groups") or 0.0) > EASY:
         seen = f"In {highest:.0%} of the groups every completion has the highest reward (threshold {EASY:.0%}), and "
         return Finding("warning", f"{seen}so it was at the start: the prompts are too easy.", highest, EASY)
@@ -451,6 +461,7 @@ CHECKS: dict[str, Check] = {
     "mode_collapse": _mode_collapse,
     "kl_explosion": _kl_explosion,
     "gradient_instability": _gradient_instability,
+    "constant_reward": _constant_reward,
     "no_learning_signal": _no_learning_signal,
     "length_bias": _length_bias,
     "truncation": _truncation,

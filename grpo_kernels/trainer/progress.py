@@ -37,7 +37,8 @@ class Progress:
     num_tokens: int = 0
     seconds: float = 0.0
     evaluated_at: int | None = None
-    pass_at_1: dict[str, float] = field(default_factory=dict)
+    held_out_reward: dict[str, float | None] = field(default_factory=dict)
+    pass_at_1: dict[str, float | None] = field(default_factory=dict)
     rollout_numbers: dict[str, Any] = field(default_factory=dict)
     log_sizes: dict[str, int] = field(default_factory=dict)
     rollout: list[Completion] = field(default_factory=list)

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -107,6 +107,10 @@ class Signals:
             self._leave_terminal()
         if self._at_once:
             raise Interrupted
+        if self.ranks.index == 0:
+            # Not through sys.stderr, in the midst of whose own writing the signal may have come.
+            with suppress(OSError):
+                os.write(2, b"\nstopping after this step; Ctrl-C again quits now\n")
 
     def _leave_terminal(self) -> None:
         """Write to nowhere what a closed terminal would have shown: to write to it is an error."""

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .arguments import ARITHMETIC_MODEL, ARITHMETIC_SUMS
 from .monitor import (
     CLIPPED,
     ENTROPY,
@@ -61,11 +62,12 @@ class Chart(NamedTuple):
 FIRST = "What matters first"
 CHARTS: dict[str, tuple[Chart, ...]] = {
     FIRST: (
-        Chart("Reward", "mean, shaded: ± std", (Line("reward", "reward", ("reward_std",)),),
-              ("reward_hacking", "reward_outliers")),
+        Chart("Reward", "mean, shaded: ± std", (
+            Line("reward", "training", ("reward_std",)), Line("eval/reward", "held out")),
+              ("reward_hacking", "reward_outliers", "constant_reward")),
         Chart("Held-out accuracy", "share of problems", (
             Line("eval/pass_at_1", "pass@1"), Line("eval/pass_at_n", "pass@k"),
-            Line("eval/majority_at_k", "majority"), Line("eval/greedy", "greedy")), ("reward_hacking",)),
+            Line("eval/majority_at_k", "majority"), Line("eval/greedy", "greedy"))),
         Chart("KL to the reference", "nats per token", (Line("kl", "KL"),), ("kl_explosion",),
               ((KL_PER_TOKEN, "limit, with 10 per sequence"),)),
         Chart("Entropy", "nats per token", (Line("entropy", "entropy"),), ("mode_collapse",),
@@ -110,7 +112,8 @@ CHARTS: dict[str, tuple[Chart, ...]] = {
         Chart("Truncated", "share of completions", (Line("completions/clipped_ratio", "no end"),), ("truncation",)),
         Chart("Diversity", "distinct completions of a group, share",
               (Line("completions/unique_ratio", "distinct"),), ("mode_collapse",)),
-        Chart("Best of N, held out", "mean of the highest reward", (Line("eval/best_of_n", "best of N"),)),
+        Chart("Held out", "reward", (
+            Line("eval/best_of_n", "best of N"), Line("eval/reward", "mean"), Line("eval/greedy_reward", "greedy"))),
     ),
     "Rollouts against the model": (
         Chart("Mismatch", "mean |difference of logps|, nats",
@@ -195,6 +198,7 @@ def collect(folder: Path) -> dict[str, Any]:
         "series": series,
         "histograms": histograms_of(records),
         "samples": samples_of(rows, [episode.first for episode in episodes]),
+        "samples_note": "" if config.get("model_name_or_path") or not config else f"Here {ARITHMETIC_SUMS}.",
         "config": [[name, json.dumps(value, ensure_ascii=False)] for name, value in config.items()],
         "notes": notes,
     }
@@ -253,21 +257,25 @@ def state_of(
         text = f"Step {last}{f' of {goal}' if goal else ''}; the log was last written {age} before this report"
     else:
         state, text = "empty", "No step is logged yet"
-    accuracy = [value for record in evaluations if (value := finite(record["evaluation"].get("pass_at_1"))) is not None]
+    accuracy, held_out = (
+        [value for record in evaluations if (value := finite(record["evaluation"].get(key))) is not None]
+        for key in ("pass_at_1", "reward")
+    )
+    judged, known = ("Held-out pass@1", accuracy) if len(accuracy) == len(held_out) else ("Held-out reward", held_out)
     reward = [mean for (mean,) in reversed(ends(records, "reward"))] if len(records) > WINDOW else []
-    name, values = ("Held-out pass@1", accuracy) if len(accuracy) > 1 else ("The reward", reward)
+    name, values = (judged, known) if len(known) > 1 else ("The reward", reward)
     if values:
         verb = "rose" if values[-1] > values[0] else "did not rise:"
         text += f". {name} {verb} from {values[0]:.3f} to {values[-1]:.3f}"
     tiles = [
-        tile("Held-out pass@1", accuracy[-1:], accuracy[:-1][:1], "{:.3f}"),
+        tile(judged, known[-1:], known[:-1][:1], "{:.3f}"),
         tile("Reward", *ends(records, "reward"), "{:.3g}"),
         tile("Truncated", *ends(records, "completions/clipped_ratio"), "{:.0%}"),
         tile("Unscored", [sum(r.get("unscored") or 0 for r in records)] if records else [], [], "{:,.0f}"),
         tile("Tokens per second", ends(records, "tokens_per_second")[0], [], "{:,.0f}"),
         tile("Time", [], [], "") | {"value": "–" if seconds is None else duration(seconds)},
     ]
-    facts = [config.get("model_name_or_path") or ("arithmetic model" if config else None), config.get("loss_type")]
+    facts = [config.get("model_name_or_path") or (ARITHMETIC_MODEL if config else None), config.get("loss_type")]
     facts += [f"{config['num_generations']} completions per prompt" if "num_generations" in config else None]
     done = min(1.0, last / goal) if is_number(goal) and goal else None
     return {
@@ -282,11 +290,12 @@ def tile(label: str, now: Sequence[float], before: Sequence[float], form: str) -
 
 
 def ends(records: list[Record], key: str) -> tuple[list[float], list[float]]:
-    """Mean of the last and of the first `WINDOW` values, each a list of one or none."""
+    """Mean of the last and of the first `WINDOW` values, or of each half of fewer: each a list of one or none."""
     values = [value for record in records if (value := finite(record.get(key))) is not None]
-    if not values:
-        return [], []
-    return [sum(values[-WINDOW:]) / len(values[-WINDOW:])], [sum(values[:WINDOW]) / len(values[:WINDOW])]
+    if len(values) < 2:
+        return values, []
+    size = min(WINDOW, len(values) // 2)
+    return [sum(values[-size:]) / size], [sum(values[:size]) / size]
 
 
 def show_episode(episode: Episode) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -165,7 +165,7 @@ def infer(policy: nn.Module, task: str, **inputs: Any) -> Any:
 class Sampler:
     """Samples from the policy as it is, by vLLM where there is an engine; every rank has prompts of its own.
 
-    ends: ids that end a completion.
+    ends: ids that end a completion; progress: is told the number of completions so far, and of all.
     """
 
     policy: nn.Module
@@ -174,6 +174,7 @@ class Sampler:
     ends: list[int]
     ranks: Ranks
     signals: Signals
+    progress: Callable[[int, int], None]
     vllm: Any = None
 
     def sample(
@@ -188,6 +189,7 @@ class Sampler:
         self.policy.eval()
         size, found = self.arguments.per_device_generation_batch_size or self.arguments.rows_per_rollout(1), []
         for first in range(0, len(prompts), size):
+            self.progress(first, len(prompts))
             with self.signals.at_once():
                 found += infer(
                     self.policy, "sample", prompts=prompts[first : first + size], arguments=self.arguments,

@@ -27,6 +27,7 @@ from .checkpoint import (
     checkpoints,
     find_checkpoint,
     load_replay,
+    remove_leftovers,
     write_atomically,
     write_text,
 )
@@ -68,6 +69,7 @@ class Run:
             self.checkpoint = _claim(self.folder, a, self.ranks.count)
             if self.accelerator.is_main_process:
                 self.unlock = weakref.finalize(self, os.close, _lock(self.folder))
+                remove_leftovers(self.folder)
             source = a.model_name_or_path or _make_start_model(self.folder, a, self.ranks)
         tokenizer = load_tokenizer(getattr(given.model, "name_or_path", source), a, given.tokenizer)
         lm = load_model(source, a, self.checkpoint, given.model)
@@ -90,9 +92,9 @@ class Run:
             if self.accelerator.is_main_process:
                 write_text(self.folder / CONFIG, json.dumps(to_json(a, self.ranks.count), indent=1) + "\n")
         self.signals = Signals(self.ranks)
-        self.sampler = Sampler(self.policy, tokenizer, a, ends, self.ranks, self.signals, vllm)
         self.reference = ReferencePolicy(self.bare_policy) if a.beta else None
-        self.log = RunLog(self.folder, self.accelerator, steps=a.max_steps, quiet=a.disable_tqdm)
+        self.log = RunLog(self.folder, self.accelerator, a)
+        self.sampler = Sampler(self.policy, tokenizer, a, ends, self.ranks, self.signals, self.log.part, vllm)
 
     def _score_a_token(self, pad_id: int, token: int) -> None:
         """The loss refuses a model whose logits it does not understand: before the first rollout, which may take long,
