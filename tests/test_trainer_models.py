@@ -96,7 +96,7 @@ def test_a_run_with_a_local_chat_model(lora, tmp_path):
     model, output = chat_models.tiny_chat(tmp_path / "start"), tmp_path / "run"
     check_run(
         model, output, use_peft=lora, per_device_generation_batch_size=3, eval_dataset_name=WORD_PROBLEMS,
-        eval_max_prompts=3, eval_num_samples=2,
+        eval_max_prompts=3, eval_num_samples=2, correct_at=1.0,  # that of gsm8k: vowels give less
     )  # fmt: skip
     summary = json.loads((output / "summary.json").read_text())
     assert (summary["pass_at_1_before"], summary["pass_at_1_after"]) == (0.0, 0.0)  # its weights are random
