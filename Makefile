@@ -25,7 +25,7 @@ help:
 	@echo "make test          all tests"
 	@echo "make bench         time and memory against eager PyTorch and the peers, within 20 minutes"
 	@echo "make figures       the pictures and tables of the README, from bench/results"
-	@echo "make gpu-report    on a GPU machine without network: ARGS=\"--run 1\" build, tests, times; then --run 2, --run 3"
+	@echo "make gpu-report    on a GPU machine without network: build, check, times; ARGS=\"--resume --stages tests\" ..."
 	@echo "make test-gpu      the tests that need a GPU, with compiled kernels"
 	@echo "make test-torch    a part of the tests with another torch: make test-torch TORCH=2.8.0"
 	@echo "make test-vllm     the trainer with vLLM's engine for CPUs, in an environment of its own in build/vllm"
@@ -50,16 +50,15 @@ bench:
 	@$(MAKE) --no-print-directory VENV=$(VENV)-bench measure
 
 measure: $(VENV)/.peers
-	$(BIN)/python -m pytest bench --minutes 19.5 --results build/bench.json $(ARGS)
+	$(BIN)/grpo-kernels bench --minutes 19.5 --output build/bench.json $(ARGS)
 	$(BIN)/python bench/bars.py build/bench.json
 
 figures: $(VENV)/.installed
-	$(BIN)/python bench/figures.py
-	$(BIN)/python bench/summary.py
+	$(BIN)/python bench/report.py
 
-# With the machine's own Python, which has torch: nothing is downloaded or installed.
+# With the machine's own Python, which has torch: nothing is downloaded, and this checkout alone is installed.
 gpu-report:
-	$(firstword $(PYTHON)) bench/gpu_report.py $(ARGS)
+	$(firstword $(PYTHON)) bench/gpu.py $(ARGS)
 
 test-gpu: $(VENV)/.built
 	$(BIN)/python -m pytest -m gpu $(ARGS)

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from grpo_kernels.benchmarks.document import read, write
-from grpo_kernels.benchmarks.machine import environment
+from grpo_kernels.benchmarks.machine import environment, read, write
 from grpo_kernels.trainer.commands import train
 
 # (loss_type, loss)

@@ -22,9 +22,8 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from grpo_kernels.benchmarks.document import write
-from grpo_kernels.benchmarks.machine import environment, limit_memory, peak, restart_peak
-from grpo_kernels.benchmarks.process import Tell, apart
+from grpo_kernels.benchmarks.machine import environment, limit_memory, peak, restart_peak, write
+from grpo_kernels.benchmarks.process import OnProgress, run_in_subprocess
 from grpo_kernels.trainer.arguments import parse
 from grpo_kernels.trainer.checkpoint import save_rollout
 from grpo_kernels.trainer.loop import Trainer
@@ -70,11 +69,11 @@ def make_trainer(folder: Path, loss: str) -> Trainer:
     return trainer
 
 
-def weigh(folder: Path, loss: str, threads: int, tell: Tell) -> int | None:
+def measure_peak_memory(folder: Path, loss: str, threads: int, on_progress: OnProgress) -> int | None:
     """Bytes."""
     limit_memory()
     torch.set_num_threads(threads)
-    tell(loss)
+    on_progress(loss)
     trainer = make_trainer(folder, loss)
     before = restart_peak(torch.device("cpu"))
     if before is None:
@@ -98,7 +97,7 @@ def measure(folder: Path, repeats: int) -> dict[str, Any]:
             "seconds": times[loss],
             "tokens_per_second": ROWS * LENGTH / statistics.median(times[loss]),
             "of_eager": statistics.median(a / b for a, b in zip(times[loss], times["eager"], strict=True)),
-            "peak_bytes": apart(weigh, folder, loss, threads),
+            "peak_bytes": run_in_subprocess(measure_peak_memory, folder, loss, threads),
         }
         for loss in LOSSES
     }

@@ -25,9 +25,8 @@ from typing import Any
 import torch
 
 from grpo_kernels.benchmarks.cases import DTYPES
-from grpo_kernels.benchmarks.document import write
-from grpo_kernels.benchmarks.machine import environment, limit_memory, peak, restart_peak, synchronize
-from grpo_kernels.benchmarks.process import Tell, apart
+from grpo_kernels.benchmarks.machine import environment, limit_memory, peak, restart_peak, synchronize, write
+from grpo_kernels.benchmarks.process import OnProgress, run_in_subprocess
 
 NAMES = ("TRL", "patch_trl", "FusedGRPOTrainer")
 MODELS: dict[str, dict[str, Any]] = {
@@ -137,7 +136,7 @@ def step(name: str, trainer: Any, batch: dict[str, torch.Tensor]) -> float:
     return time.perf_counter() - start
 
 
-def weigh(name: str, trainer: Any, batch: dict[str, torch.Tensor]) -> int | None:
+def measure_peak_memory(name: str, trainer: Any, batch: dict[str, torch.Tensor]) -> int | None:
     """Bytes of a step that has run before."""
     device = batch["advantages"].device
     before = restart_peak(device)
@@ -147,15 +146,17 @@ def weigh(name: str, trainer: Any, batch: dict[str, torch.Tensor]) -> int | None
     return peak(device) - before
 
 
-def weigh_apart(name: str, options: dict[str, Any], shape: Shape, threads: int, tell: Tell) -> int | None:
+def _measure_peak_memory(
+    name: str, options: dict[str, Any], shape: Shape, threads: int, on_progress: OnProgress
+) -> int | None:
     """Bytes of the first long step of a process: on a CPU what others have freed is still resident."""
     limit_memory()
     torch.set_num_threads(threads)
-    tell(name)
+    on_progress(name)
     trainer, batch = make_trainer(name, options, shape), make_batch(shape)
     small = {key: x[:, :4] if x.dim() == 2 else x for key, x in batch.items()}
     step(name, trainer, small)  # gradients exist from here on, and what libraries load lazily
-    return weigh(name, trainer, batch)
+    return measure_peak_memory(name, trainer, batch)
 
 
 def measure(options: dict[str, Any], shape: Shape, repeats: int) -> dict[str, dict[str, Any]]:
@@ -168,10 +169,13 @@ def measure(options: dict[str, Any], shape: Shape, repeats: int) -> dict[str, di
             if i:
                 times[name].append(seconds)
     if shape.device == "cuda":
-        memory = {name: weigh(name, trainer, batch) for name, trainer in trainers.items()}
+        memory = {name: measure_peak_memory(name, trainer, batch) for name, trainer in trainers.items()}
     else:
         trainers.clear()
-        memory = {name: apart(weigh_apart, name, options, shape, torch.get_num_threads()) for name in NAMES}
+        memory = {
+            name: run_in_subprocess(_measure_peak_memory, name, options, shape, torch.get_num_threads())
+            for name in NAMES
+        }
     return {
         name: {
             "seconds": times[name],

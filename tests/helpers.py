@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
+from grpo_kernels.benchmarks.reference import relative_error as relative
 from grpo_kernels.contract import (
     FIELD,
     Backend,
@@ -179,14 +180,6 @@ def reference(batch: Batch, config: gk.GRPOConfig | None = None, dtype: torch.dt
         **batch.options,
     )
     return _finish(out, leaves)
-
-
-def relative(found: Tensor, expected: Tensor, scale: float = 0.0) -> float:
-    """|found - expected| / max(|expected|, scale) in float64 norms; 0 where both are 0."""
-    found, expected = found.double(), expected.double()
-    assert found.shape == expected.shape
-    difference = (found - expected).norm().item()
-    return 0.0 if difference == 0.0 else difference / max(expected.norm().item(), scale, 1e-30)
 
 
 def tensors(result: Result) -> dict[str, Tensor]:

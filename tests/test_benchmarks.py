@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
-import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import time
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from grpo_kernels.benchmarks import command, machine, measure, memory, process
-from grpo_kernels.benchmarks import run as bench_run
-from grpo_kernels.benchmarks.cases import DTYPES, MODES, Case, heads, make_case, parse_shape
-from grpo_kernels.benchmarks.implementations import Implementation, Result, Unserved, implementations, select
+from grpo_kernels.benchmarks import command, machine, measure, process
+from grpo_kernels.benchmarks.cases import HEADS, MODES, SETS, Case, Job, jobs, make_case, parse_shape
+from grpo_kernels.benchmarks.implementations import Implementation, Result, Unsupported, implementations, select
 from grpo_kernels.benchmarks.inputs import group_advantages, grpo_objective, make_inputs
-from grpo_kernels.benchmarks.reference import errors, off_policy, reference, why_wrong
-from grpo_kernels.benchmarks.sets import SETS, Job, jobs
-from grpo_kernels.benchmarks.show import case_table, table
+from grpo_kernels.benchmarks.reference import errors, off_policy, reference, relative_error, why_wrong
+from grpo_kernels.benchmarks.show import case_table
 from grpo_kernels.commands.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -72,13 +66,12 @@ def test_every_set_is_made_of_valid_jobs(name: str, device: str) -> None:
     cases = [job.case for job in found]
     assert len(set(cases)) == len(cases), "a case is measured once"
     for job in found:
-        assert "ours" in job.names()
-        assert ("floor" in job.names()) == job.timed
+        assert "ours" in select(job.against) and set(select(job.memory)) <= set(select(job.against))
 
 
 def test_the_sets_hold_every_head_and_the_sizes_that_were_asked_for() -> None:
     everything = [*jobs("all", "cuda"), *jobs("all", "cpu")]
-    assert {job.case.head for job in everything} >= set(heads()) - {"tiny"}
+    assert {job.case.head for job in everything} >= set(HEADS) - {"tiny"}
     tokens = {job.case.tokens for job in everything}
     assert min(tokens) == 128
     assert max(tokens) >= 65536
@@ -171,15 +164,15 @@ def test_a_wrong_result_gets_no_time(monkeypatch: pytest.MonkeyPatch, mode: str)
 
 
 def test_what_cannot_run_is_listed_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unserved(inputs: object, mode: str) -> dict:
-        raise Unserved("no such mode")
+    def unsupported(inputs: object, mode: str) -> dict:
+        raise Unsupported("no such mode")
 
     def exhausted(inputs: object, mode: str) -> dict:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     absent = Implementation("absent", "absent", exhausted, lambda device, dtype: "not installed")
     for extra, key, words in (
-        (Implementation("unserved", "unserved", unserved), "missing", "no such mode"),
+        (Implementation("unsupported", "unsupported", unsupported), "missing", "no such mode"),
         (Implementation("exhausted", "exhausted", exhausted), "error", "out of memory"),
         (absent, "missing", "not installed"),
     ):
@@ -228,8 +221,8 @@ def test_a_deadline_leaves_one_round() -> None:
 # --- processes ------------------------------------------------------------------------------------------------------
 
 
-def child(what: str, tell: process.Tell) -> str:
-    tell("before")
+def child(what: str, on_progress: process.OnProgress) -> str:
+    on_progress("before")
     if what == "exit":
         os._exit(3)
     if what == "kill":
@@ -243,7 +236,7 @@ def child(what: str, tell: process.Tell) -> str:
 
 def test_a_process_returns_and_tells() -> None:
     told: list[str] = []
-    assert process.apart(child, "", tell=told.append) == "fine"
+    assert process.run_in_subprocess(child, "", on_progress=told.append) == "fine"
     assert told == ["before"]
 
 
@@ -257,35 +250,28 @@ def test_a_process_returns_and_tells() -> None:
 )
 def test_a_process_that_dies_is_described(what: str, why: str) -> None:
     with pytest.raises(process.Died, match=why) as death:
-        process.apart(child, what)
-    assert death.value.said == "before"
+        process.run_in_subprocess(child, what)
+    assert death.value.last_message == "before"
 
 
-def test_a_process_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its silence is over at once when it has told the last thing, and not before, however slow this machine is."""
-    poll, others = Connection.poll, multiprocessing.active_children()
-    waits: list[float] = []
-    told: list[str] = []
-    started: list[multiprocessing.Process] = []
-
-    def passes(pipe: Connection, seconds: float) -> bool:
-        waits.append(seconds)
-        started[:] = [each for each in multiprocessing.active_children() if each not in others]
-        return poll(pipe, 0.0 if told else None)
-
-    monkeypatch.setattr(Connection, "poll", passes)
-    with pytest.raises(process.Died, match="no answer for 45 s") as death:
-        process.apart(child, "hang", tell=told.append, silence_s=45.0)
-    assert death.value.said == "before"
-    assert waits == [45.0, 45.0]
-    assert [each.exitcode for each in started] == [-signal.SIGKILL]
+def test_a_process_that_hangs_is_killed() -> None:
+    start = time.monotonic()
+    with pytest.raises(process.Died, match="no answer for 20 s") as death:
+        process.run_in_subprocess(child, "hang", silence_s=20.0)
+    assert death.value.last_message == "before" and time.monotonic() - start < 300
 
 
 def measure_with_a_killer(
-    case: Case, names: list[str], device: str, rounds: int, tuned: bool, deadline: float, tell: process.Tell
+    case: Case,
+    names: list[str],
+    device: str,
+    rounds: int,
+    tuned: bool,
+    deadline: float,
+    on_progress: process.OnProgress,
 ) -> dict:
     for name in names:
-        tell(name)
+        on_progress(name)
         if name == "trl":
             os._exit(1)
         if name == "eager":
@@ -316,8 +302,8 @@ def test_a_case_without_a_reference_is_an_error_of_the_case(monkeypatch: pytest.
 
 def test_memory_is_that_of_the_call() -> None:
     case = make_case("512x32x16384", "float32")
-    logits = case.logits_bytes()
-    found = {name: memory.weigh(case, name) for name in ("ours", "eager", "floor")}
+    logits = 512 * 16384 * 4
+    found = {name: measure.measure_peak_memory(case, name) for name in ("ours", "eager", "floor")}
     assert found["floor"] == {}
     assert found["eager"]["peak_bytes"] > 2 * logits
     assert found["ours"]["peak_bytes"] < 1.5 * logits
@@ -381,10 +367,11 @@ def test_a_failure_of_ours_is_an_exit_status(monkeypatch: pytest.MonkeyPatch, tm
         ({"error": "out of memory: x"}, 0),
         ({"missing": "it serves cuda tensors"}, 0),
     ):
-        monkeypatch.setattr(bench_run, "measure", lambda *a, report=report: {"implementations": {"ours": report}})
+        monkeypatch.setattr(command, "measure", lambda *a, report=report: {"implementations": {"ours": report}})
+        monkeypatch.setattr(command, "measure_peak_memory", lambda *a: {})
         options = ["--shapes", "tiny:64", "--against", "ours", "--no-figures", "--output", str(tmp_path / "b.json")]
-        monkeypatch.setattr(bench_run, "weigh", lambda *a: {})
-        assert main(["bench", "--device", "cpu", *options]) == status
+        assert main(["bench", "--device", "cpu", "--exclude", "floor", *options]) == status
+    assert command.failures({"cases": [{"case": {}, "error": "x", "implementations": {}}]})
 
 
 @pytest.mark.parametrize("cut", ["error", "memory_error"])
@@ -396,79 +383,60 @@ def test_a_run_goes_on_where_an_earlier_one_ended(monkeypatch: pytest.MonkeyPatc
         error = {cut: measure.NOT_RUN} if case.mode == "frozen" else {}
         return {"implementations": {"ours": {"title": "ours"} | error}}
 
-    monkeypatch.setattr(bench_run, "measure", fake)
+    monkeypatch.setattr(command, "measure", fake)
     output = tmp_path / "b.json"
-    wanted = [Job(dataclasses.replace(TINY, mode=mode), ("ours",)) for mode in MODES]
     for expected in (["step", "frozen", "forward"], ["frozen"]):  # time cut the second one short
         measured.clear()
-        session = bench_run.Run(CPU, command="", output=output, resume=True)
-        for job in wanted:
-            session.measure(job)
+        run = command.Run(CPU, "", output, resume=True)
+        for mode in MODES:
+            run.measure(Job(dataclasses.replace(TINY, mode=mode), ("ours",)))
         assert measured == expected
     assert {found["case"]["mode"] for found in json.loads(output.read_text())["cases"]} == set(MODES)
     document = json.loads(output.read_text())
     document["environment"]["versions"]["torch"] = "0.1"
     output.write_text(json.dumps(document))
     with pytest.raises(ValueError, match=r"measured otherwise \(versions\)"):
-        bench_run.Run(CPU, command="", output=output, resume=True)
+        command.Run(CPU, "", output, resume=True)
 
 
-def test_what_there_is_no_time_to_weigh_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    session = bench_run.Run(CPU, command="", minutes=1000.0)
+def test_what_there_is_no_time_to_weigh_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run = command.Run(CPU, "", tmp_path / "b.json", minutes=1000.0)
 
-    def weigh(*rest: object) -> dict:
-        session.end = 0.0
+    def first(*rest: object) -> dict:
+        run.end = 0.0
         return {"peak_bytes": 1}
 
-    monkeypatch.setattr(bench_run, "weigh", weigh)
-    found = session.measure(Job(TINY, ("ours", "eager"), timed=False, weighed=("ours", "eager")))
+    monkeypatch.setattr(command, "measure_peak_memory", first)
+    found = run.measure(Job(TINY, ("ours", "eager"), timed=False, memory=("ours", "eager")))
     assert found is not None
     assert found["implementations"]["ours"]["peak_bytes"] == 1
     assert found["implementations"]["eager"]["memory_error"] == measure.NOT_RUN
 
 
-def test_excluded_names_are_left_out() -> None:
-    job = Job(TINY, ("ours*", "eager"), without=("ours-*",))
-    assert job.names() == ["ours", "eager"]
-    assert select(["eager", "ours"]) == ["ours", "eager"], "in the order of the table"
+def test_names_are_left_out_by_patterns() -> None:
+    assert select(("ours*", "eager"), without=("ours-*",)) == ["ours", "eager"]
 
 
-def test_a_remark_does_not_widen_a_table() -> None:
-    lines = table(("", "a", "b"), [["x", "1", "2"], ["long name", "a remark that is long"]]).splitlines()
-    assert lines[1].split() == ["x", "1", "2"]
-    assert len(lines[1]) < 20
+def test_relative_errors() -> None:
+    x = torch.tensor([3.0, 4.0])
+    assert relative_error(x, x) == relative_error(0 * x, 0 * x) == 0.0
+    assert relative_error(1.1 * x, x) == pytest.approx(0.1) and relative_error(x, 0 * x, least=10.0) == 0.5
+    with pytest.raises(ValueError, match=r"expected that of exact, \(2,\)"):
+        relative_error(x[:1], x)
 
 
-def test_dtypes_are_those_of_torch() -> None:
-    assert all(isinstance(getattr(torch, name), torch.dtype) for name in DTYPES)
+# --- pytest-benchmark -------------------------------------------------------------------------------------------------
 
 
-def test_failures_are_listed_by_the_command() -> None:
-    assert command.failures({"cases": [{"case": {}, "error": "x", "implementations": {}}]})
-
-
-# --- pytest-benchmark's view ------------------------------------------------------------------------------------------
-
-
-def test_pytest_asks_for_each_case_once(tmp_path: Path) -> None:
-    """A second measurement of a case would be a second time out of time."""
+def test_pytest_bench_times_steps_and_groups_them_by_case(tmp_path: Path) -> None:
     output = tmp_path / "b.json"
-    options = ["--set", "quick", "--device", "cpu", "--minutes", "0.001", "--results", str(output)]
-    command_line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(ROOT / "bench"), *options]
+    options = ["--set", "host", "--device", "cpu", "-k", "forward", "--benchmark-max-time", "0.01"]
+    command_line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "bench", *options]
+    command_line += [f"--benchmark-json={output}"]
     ended = subprocess.run(command_line, capture_output=True, text=True, cwd=ROOT, check=False)
     assert ended.returncode == 0, ended.stdout
-    wanted = [str(job.case) for job in jobs("quick", "cpu")]
-    assert json.loads(output.read_text())["not_run"] == wanted
-    assert all(f"not run, out of time: {case}" in ended.stdout for case in wanted)
-
-
-def test_a_recorded_clock_goes_through_the_times_that_were_taken() -> None:
-    spec = importlib.util.spec_from_file_location("measurements", ROOT / "bench" / "test_measurements.py")
-    assert spec is not None
-    assert spec.loader is not None
-    measurements = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(measurements)
-    clock = measurements.RecordedClock()
-    clock.load([0.5, 2.0])
-    starts_and_ends = [clock() for _ in range(4)]
-    assert [starts_and_ends[i + 1] - starts_and_ends[i] for i in (0, 2)] == [0.5, 2.0]
+    found = {one["params"]["name"]: one for one in json.loads(output.read_text())["benchmarks"]}
+    assert set(found) == {"ours", "eager"}
+    assert {one["group"] for one in found.values()} == {"custom (64, 16, 64), float32, forward"}
+    assert all(one["stats"]["rounds"] >= 5 and one["stats"]["median"] > 0 for one in found.values())
+    assert found["ours"]["extra_info"]["errors"]["logps_max"] < 1e-5

@@ -23,7 +23,7 @@ from grpo_kernels.benchmarks.cases import MODES, make_case
 from grpo_kernels.benchmarks.implementations import (
     Implementation,
     Result,
-    Unserved,
+    Unsupported,
     cross_entropy,
     implementations,
     liger,
@@ -79,12 +79,12 @@ def is_sentence(reason: object) -> bool:
 @pytest.mark.parametrize("name", implementations())
 def test_each_is_right_or_refused_with_a_sentence(name: str, mode: str) -> None:
     implementation = implementations()[name]
-    reason = implementation.why_not(CPU, torch.float32)
+    reason = implementation.unavailable_reason(CPU, torch.float32)
     if reason is None:
         try:
             check(implementation, inputs_of(mode), mode)
-        except Unserved as unserved:
-            reason = str(unserved)
+        except Unsupported as unsupported:
+            reason = str(unsupported)
     assert reason is None or (is_sentence(reason) and name not in SERVE)
 
 
@@ -139,7 +139,7 @@ assert not sought, "looked for before anybody asked: " + str(sought)
 torch.cuda.get_device_capability = lambda device=None: (9, 0)
 torch.version.cuda = "13.0"
 for implementation in found:
-    print(implementation.name, repr(implementation.why_not(torch.device("cuda"), torch.bfloat16)), sep="\\t")
+    print(implementation.name, repr(implementation.unavailable_reason(torch.device("cuda"), torch.bfloat16)), sep="\\t")
 assert sought
 """
 
@@ -169,23 +169,23 @@ def test_missing_and_broken_packages_are_reasons_and_sought_only_when_asked(erro
 
 @pytest.mark.parametrize("name", GPU_ONLY)
 def test_gpu_only_peers_say_what_they_need(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    why_not, least = implementations()[name].why_not, GPU_ONLY[name]
-    assert why_not(CPU, torch.bfloat16) == "needs an NVIDIA GPU"
+    unavailable_reason, least = implementations()[name].unavailable_reason, GPU_ONLY[name]
+    assert unavailable_reason(CPU, torch.bfloat16) == "needs an NVIDIA GPU"
     monkeypatch.setattr(torch.version, "cuda", None)  # a build for AMD calls its devices "cuda", too
-    assert why_not(GPU, torch.bfloat16) == "needs an NVIDIA GPU"
+    assert unavailable_reason(GPU, torch.bfloat16) == "needs an NVIDIA GPU"
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     if least is not None:
-        assert why_not(GPU, torch.bfloat16) == f"needs compute capability {least}, this is 8.0"
+        assert unavailable_reason(GPU, torch.bfloat16) == f"needs compute capability {least}, this is 8.0"
 
 
 def test_ligers_native_kernels_are_for_hopper_and_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    why_not = implementations()["liger-native"].why_not
+    unavailable_reason = implementations()["liger-native"].unavailable_reason
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    assert why_not(GPU, torch.bfloat16) == "its kernels are for compute capability 9.0 alone"
+    assert unavailable_reason(GPU, torch.bfloat16) == "its kernels are for compute capability 9.0 alone"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert why_not(GPU, torch.float32) == "serves bfloat16 alone"
+    assert unavailable_reason(GPU, torch.float32) == "serves bfloat16 alone"
 
 
 # --- stand-ins --------------------------------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ def test_verls_kernels_get_contiguous_gradients(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_verls_kernels_need_a_multiple_of_their_tile() -> None:
-    with pytest.raises(Unserved, match="hidden size 576 is no multiple of 128"):
+    with pytest.raises(Unsupported, match="hidden size 576 is no multiple of 128"):
         implementations()["verl"].settings(make_inputs(make_case("32x576x64", "float32"), CPU), "step")
 
 

@@ -1,43 +1,32 @@
-"""What one measurement is: a head, a batch, a type and a kind of work."""
+"""The data of the benchmarks: heads of real models, what one measurement is, named sets of them, and their targets."""
 
 from __future__ import annotations
 
-import functools
-import json
+import itertools
 import re
 from dataclasses import dataclass
-from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 LENGTH = 1024  # tokens per completion, where the batch is large enough
 GENERATIONS = 4  # completions per prompt, unless a case says otherwise
-
 MODES = {
     "step": "loss, forward and backward, lm_head trained",
     "frozen": "loss, forward and backward, lm_head frozen",
     "forward": "log-probabilities of the sampled ids under no_grad",
 }
 DTYPES = ("float32", "bfloat16", "float16")
-
-
-@functools.cache
-def _table() -> dict[str, Any]:
-    text = resources.files(__package__).joinpath("shapes.json").read_text()
-    table: dict[str, Any] = json.loads(text)
-    return table
-
-
-def heads() -> dict[str, dict[str, Any]]:
-    """Of shapes.json: name -> {"hidden_size", "vocab_size", "model"}."""
-    found: dict[str, dict[str, Any]] = _table()["heads"]
-    return found
-
-
-def token_counts(most: int) -> list[int]:
-    """Of shapes.json: N from 128 up to `most`."""
-    return [count for count in _table()["tokens"] if count <= most]
+HEADS = {  # (H, V) of the lm_head
+    "smollm2-135m": (576, 49152),
+    "qwen2.5-0.5b": (896, 151936),
+    "llama-3.2-1b": (2048, 128256),
+    "qwen2.5-1.5b": (1536, 151936),
+    "gemma-2-2b": (2304, 256000),
+    "qwen2.5-7b": (3584, 152064),
+    "llama-3-8b": (4096, 128256),
+    "tiny": (64, 2048),  # of no model: to try the benchmarks themselves
+}
 
 
 @dataclass(frozen=True)
@@ -83,10 +72,6 @@ class Case:
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
-    def logits_bytes(self) -> int:
-        """What one copy of all logits takes in the inputs' type."""
-        return self.tokens * self.vocab_size * self.torch_dtype.itemsize
-
     def __str__(self) -> str:
         parts = [f"{self.head} ({self.tokens}, {self.hidden_size}, {self.vocab_size})", self.dtype, self.mode]
         if self.generations != GENERATIONS:
@@ -99,7 +84,7 @@ class Case:
         return ", ".join(parts)
 
 
-def make_case(shape: str, dtype: str, *, length: int | None = None, **options: Any) -> Case:
+def make_case(shape: str, dtype: str = "bfloat16", *, length: int | None = None, **options: Any) -> Case:
     """A case from a shape as `parse_shape` reads it; completions of `length` tokens, or of up to `LENGTH`."""
     head, tokens, hidden_size, vocab_size = parse_shape(shape)
     generations = options.get("generations", GENERATIONS)
@@ -108,13 +93,281 @@ def make_case(shape: str, dtype: str, *, length: int | None = None, **options: A
 
 
 def parse_shape(text: str) -> tuple[str, int, int, int]:
-    """(head, N, H, V) of "qwen2.5-7b:16384", a head of shapes.json, or of "16384x3584x152064"."""
+    """(head, N, H, V) of "qwen2.5-7b:16384", a head of HEADS, or of "16384x3584x152064"."""
     found = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text)
     if found:
         tokens, hidden_size, vocab_size = map(int, found.groups())
-        names = {(h["hidden_size"], h["vocab_size"]): name for name, h in heads().items()}
+        names = {sizes: name for name, sizes in HEADS.items()}
         return names.get((hidden_size, vocab_size), "custom"), tokens, hidden_size, vocab_size
     head, _, tokens_text = text.partition(":")
-    if head not in heads() or not tokens_text.isdigit():
-        raise ValueError(f"{text!r}; expected HEAD:TOKENS with a head of {', '.join(heads())}, or TOKENSxHIDDENxVOCAB")
-    return head, int(tokens_text), heads()[head]["hidden_size"], heads()[head]["vocab_size"]
+    if head not in HEADS or not tokens_text.isdigit():
+        raise ValueError(f"{text!r}; expected HEAD:TOKENS with a head of {', '.join(HEADS)}, or TOKENSxHIDDENxVOCAB")
+    return head, int(tokens_text), *HEADS[head]
+
+
+# --- sets -------------------------------------------------------------------------------------------------------------
+
+PLAIN = ("ours", "eager")
+BARE = (*PLAIN, "floor")
+RIVALS = (*BARE, "compiled", "trl", "liger", "liger-native", "verl*", "cut-cross-entropy", "quack")
+NEAREST = (*BARE, "compiled", "trl", "liger")
+EVERYBODY = ("ours*", *RIVALS)
+PEERS = (*BARE, "trl", "liger", "liger-native", "verl", "quack")
+IDLE = ("ours", "ours-unscored", "floor")
+MASKED = ("ours", "ours-unmasked", "floor")
+LONG = "65536x3584x151936"
+BOTH = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A case, and the implementations measured in it: `select(against, without)` of implementations/.
+
+    `memory`: patterns of those whose memory a CPU measures too, in a process each; a GPU measures that of everybody
+    who is timed. `tuned`: of every implementation the fastest setting; else the one that it documents.
+    """
+
+    case: Case
+    against: tuple[str, ...]
+    timed: bool = True
+    memory: tuple[str, ...] = ()
+    tuned: bool = False
+    rounds: int | None = None
+    without: tuple[str, ...] = ()
+
+
+def jobs(name: str, device_type: str) -> list[Job]:
+    """The jobs of a set for "cpu" or "cuda", most valuable first. A case that comes again is left out."""
+    found: dict[Case, Job] = {}
+    for job in SETS[name][device_type]:
+        found.setdefault(job.case, job)
+    return list(found.values())
+
+
+def _jobs(
+    shapes: str | tuple[str, ...],
+    against: tuple[str, ...],
+    *,
+    timed: bool = True,
+    memory: tuple[str, ...] = (),
+    tuned: bool = False,
+    rounds: int | None = None,
+    **fields: Any,
+) -> list[Job]:
+    """One per shape and, where a field of the case is a tuple, per value."""
+    swept = {name: value if isinstance(value, tuple) else (value,) for name, value in fields.items()}
+    points = [dict(zip(swept, values, strict=True)) for values in itertools.product(*swept.values())]
+    shapes = (shapes,) if isinstance(shapes, str) else shapes
+    return [
+        Job(make_case(shape, **point), against, timed, memory, tuned, rounds) for shape in shapes for point in points
+    ]
+
+
+def _counts(head: str, most: int) -> tuple[str, ...]:
+    """From 128 tokens to `most`."""
+    return tuple(f"{head}:{2**power}" for power in range(7, most.bit_length()))
+
+
+def _scaling(tokens: int, hidden: int, vocab: int, vocabs: tuple[int, ...], hiddens: tuple[int, ...]) -> list[Job]:
+    """One size at a time: vocabulary V, hidden size H, completions per prompt G."""
+    shapes = [f"{tokens}x{hidden}x{v}" for v in vocabs] + [f"{tokens}x{h}x{vocab}" for h in hiddens]
+    groups = _jobs(f"{tokens}x{hidden}x{vocab}", (*BARE, "trl"), generations=(2, 8, 32), length=8)
+    return [*_jobs(tuple(shapes), (*BARE, "trl")), *groups]
+
+
+def _masks(shape: str, widths: tuple[str, ...], **fields: Any) -> list[Job]:
+    """Time against kept ids and against H, half of the tokens masked, scoring alone."""
+    return [
+        *_jobs(shape, MASKED, memory=MASKED[:2], kept_ids=(32, 8, 512), **fields),
+        *_jobs(shape, MASKED, kept_ids=32, masked_share=0.5, **fields),
+        *_jobs(shape, MASKED, kept_ids=32, mode="forward", **fields),
+        *_jobs(shape, MASKED, kept_ids=(128, 16, 64, 256), **fields),
+        *_jobs(widths, MASKED, kept_ids=32, **fields),
+    ]
+
+
+_GPU_HEADS = tuple(f"{head}:16384" for head in ("llama-3-8b", "qwen2.5-7b", "qwen2.5-1.5b", "gemma-2-2b"))
+_SHARES = (0.0, 0.5, 0.25, 0.75)
+_WEIGHED = (*PLAIN, "trl", "liger")
+SETS: dict[str, dict[str, list[Job]]] = {
+    "quick": {
+        "cpu": [
+            *_jobs("smollm2-135m:512", RIVALS, memory=BARE),
+            *_jobs("smollm2-135m:512", (*BARE, "trl"), mode="forward"),
+            *_jobs("smollm2-135m:512", (*BARE, "trl"), dtype="float32"),
+        ],
+        "cuda": [
+            *_jobs("qwen2.5-1.5b:8192", RIVALS, mode=("step", "forward")),
+            *_jobs("llama-3-8b:4096", RIVALS),
+        ],
+    },
+    # The heads of real models: forward and backward, what it takes in memory; on a GPU also the other modes.
+    "heads": {
+        "cpu": [
+            *_jobs("smollm2-135m:2048", RIVALS, dtype=BOTH, memory=(*BARE, "trl"), tuned=True, length=256),
+            *_jobs("qwen2.5-0.5b:1024", NEAREST, dtype=BOTH, memory=BARE, tuned=True, length=256),
+            *_jobs("qwen2.5-0.5b:4096", PLAIN, timed=False, memory=PLAIN, length=256),
+            *_jobs("llama-3.2-1b:512", NEAREST, dtype=BOTH, tuned=True, length=128),
+        ],
+        "cuda": [
+            *_jobs(_GPU_HEADS, EVERYBODY, tuned=True),
+            *_jobs("llama-3-8b:16384", EVERYBODY, tuned=True, mode="forward"),
+            *_jobs("qwen2.5-7b:16384", RIVALS, tuned=True, mode="frozen"),
+            *_jobs(LONG, RIVALS, tuned=True, mode=("step", "frozen")),
+            *_jobs("qwen2.5-1.5b:16384", EVERYBODY, tuned=True, mode="forward"),
+            *_jobs(("qwen2.5-0.5b:16384", "smollm2-135m:16384"), RIVALS, tuned=True),
+            *_jobs("qwen2.5-1.5b:16384", RIVALS, tuned=True, dtype="float16"),
+            *_jobs("smollm2-135m:16384", RIVALS, tuned=True, dtype="float32"),
+        ],
+    },
+    # Every backend and strategy of this library beside the three bare products.
+    "headline": {
+        "cpu": _jobs("smollm2-135m:2048", ("ours", "ours-cpu", "ours-torch", "floor"), dtype=BOTH, length=256),
+        "cuda": _jobs(_GPU_HEADS, ("ours", "ours-cuda*", "ours-triton*", "floor")),
+    },
+    # Time against the share of prompts whose rewards are all equal; without KL they have no gradient.
+    "idle": {
+        "cpu": [
+            *_jobs("smollm2-135m:1024", (*IDLE, "eager", "trl", "liger"), idle_share=_SHARES, beta=0.0, length=64),
+            *_jobs("smollm2-135m:1024", IDLE, dtype="float32", idle_share=(0.0, 0.5), beta=0.0, length=64),
+        ],
+        "cuda": _jobs(
+            "qwen2.5-1.5b:16384", (*IDLE, "eager", "trl", "liger"), idle_share=(*_SHARES, 1.0), beta=0.0, length=512
+        ),
+    },
+    # Few tokens, where launches cost more than products, to many.
+    "tokens": {
+        "cpu": _jobs(_counts("smollm2-135m", 2048), NEAREST),
+        "cuda": _jobs(_counts("qwen2.5-1.5b", 65536), NEAREST),
+    },
+    # What the host takes, where products take next to nothing.
+    "host": {
+        kind: [
+            *_jobs("64x16x64", PLAIN, dtype="float32", length=8, beta=(0.0, 0.04), rounds=200),
+            *_jobs("64x16x64", PLAIN, dtype="float32", length=8, mode="forward", rounds=200),
+        ]
+        for kind in ("cpu", "cuda")
+    },
+    # Peak memory against the length of 8 completions.
+    "memory": {
+        "cpu": [
+            job
+            for length in (128, 256, 512, 1024, 2048)
+            for job in _jobs(f"qwen2.5-0.5b:{8 * length}", _WEIGHED, timed=False, memory=_WEIGHED, length=length)
+        ],
+        "cuda": [
+            job
+            for length in (512, 1024, 2048, 4096, 8192)
+            for job in _jobs(f"qwen2.5-7b:{8 * length}", (*_WEIGHED, "floor", "verl*"), length=length)
+        ],
+    },
+    "scaling": {
+        "cpu": _scaling(512, 576, 49152, (8192, 32768, 131072), (256, 1024, 2048)),
+        "cuda": _scaling(8192, 2048, 131072, (32768, 65536, 262144), (1024, 4096, 8192)),
+    },
+    "masks": {
+        "cpu": _masks("smollm2-135m:2048", tuple(f"1024x{h}x49152" for h in (256, 1024, 2048)), dtype=BOTH, length=256),
+        "cuda": _masks("llama-3-8b:16384", tuple(f"8192x{h}x131072" for h in (1024, 4096, 8192))),
+    },
+}
+for _name, _parts in {
+    "sweeps": ("idle", "tokens", "scaling", "memory"),
+    "targets": ("heads", "idle", "masks"),
+    "all": ("heads", "idle", "tokens", "scaling", "memory", "masks"),
+}.items():
+    SETS[_name] = {kind: [job for part in _parts for job in SETS[part][kind]] for kind in ("cpu", "cuda")}
+# What BARS asks for of a GPU, and no more: it is lent for minutes.
+SETS["targets"]["cuda"] = [
+    *_jobs(_GPU_HEADS[0], RIVALS, tuned=True),
+    *_jobs(_GPU_HEADS[1:], PEERS),
+    *_jobs("llama-3-8b:16384", (*BARE, "ours-*-linear", "trl"), mode="forward"),
+    *_jobs("qwen2.5-7b:16384", (*BARE, "trl"), mode="frozen"),
+    *_jobs(LONG, (*BARE, "trl"), mode=("step", "frozen")),
+    *_jobs("qwen2.5-1.5b:16384", IDLE, idle_share=(0.5, 0.0), beta=0.0, length=512),
+    *_jobs(_counts("qwen2.5-1.5b", 1024), BARE),
+    *_jobs("llama-3-8b:16384", MASKED, kept_ids=32),
+]
+
+
+# --- targets ----------------------------------------------------------------------------------------------------------
+
+
+class Bar(NamedTuple):
+    """A target: `what` of ours, in a case with these fields, is at most `limit`.
+
+    `what`: "time" or "memory" to that of `rival`; "idle", the time of `rival` in this case to ours where every prompt
+    has a gradient, both in units of the floor of their processes; "kept bytes", per kept id beyond inputs and
+    gradients; "logps", the largest error of a log-probability in nats.
+    """
+
+    what: str
+    rival: str
+    limit: float
+    shape: str
+    dtype: str = "bfloat16"
+    fields: dict[str, Any] = {}  # noqa: RUF012  (nobody writes to it)
+
+    def __str__(self) -> str:
+        fields = "".join(f", {name} {value}" for name, value in self.fields.items())
+        return f"{self.shape} {self.dtype}{fields}: {self.what}" + (f" to {self.rival}" if self.rival else "")
+
+
+_WIDE = "512x2048x128256"  # where eager is nearer to the floor
+_CPU_RIVALS = {
+    "float32": {"floor": 1.08, "eager": 0.80, "trl": 0.55, "liger": 0.72, "compiled": 0.98},
+    "bfloat16": {"floor": 1.15, "eager": 0.62, "trl": 0.35, "liger": 0.50, "compiled": 0.98},
+}
+_WIDE_RIVALS = {"float32": {"eager": 0.93, "trl": 0.64}, "bfloat16": {"eager": 0.80}}
+_MASKS = {"float32": {8: 0.03, 32: 0.04, 512: 0.35}, "bfloat16": {8: 0.03, 32: 0.08, 512: 0.35}}
+_FIRST, _IDLE_CASE = "2048x576x49152", {"idle_share": 0.5, "beta": 0.0}
+BARS = {
+    "cpu": [
+        *(
+            Bar("time", rival, limit, shape, dtype)
+            for shape in (_FIRST, "1024x896x151936", _WIDE)
+            for dtype, limits in _CPU_RIVALS.items()
+            for rival, limit in (limits | (_WIDE_RIVALS[dtype] if shape == _WIDE else {})).items()
+        ),
+        *(
+            Bar("memory", "eager", limit, shape, dtype)
+            for shape, limit in ((_FIRST, 0.12), ("1024x896x151936", 0.25))
+            for dtype in BOTH
+        ),
+        Bar("memory", "eager", 0.08, "4096x896x151936"),
+        *(
+            Bar("idle", name, limit, "1024x576x49152", dtype, _IDLE_CASE)
+            for name, limit in (("ours", 0.78), ("ours-unscored", 0.58))
+            for dtype in BOTH
+        ),
+        *(
+            Bar("time", "ours-unmasked", limit, _FIRST, dtype, {"kept_ids": kept})
+            for dtype, limits in _MASKS.items()
+            for kept, limit in limits.items()
+        ),
+        *(
+            Bar("time", "ours-unmasked", limit, _FIRST, dtype, {"kept_ids": 32, **fields})
+            for dtype in BOTH
+            for fields, limit in (({"masked_share": 0.5}, 0.55), ({"mode": "forward"}, 0.03))
+        ),
+        *(Bar("kept bytes", "", 64.0, _FIRST, dtype, {"kept_ids": kept}) for dtype in BOTH for kept in (32, 512)),
+    ],
+    "cuda": [  # for an H200
+        *(
+            Bar("time", rival, limit, "x".join(map(str, parse_shape(head)[1:])))
+            for rival, limits in (("floor", (1.08, 1.08, 1.15, 1.15)), ("trl", (0.8,) * 4), ("liger", (1 / 1.5,) * 4))
+            for head, limit in zip(_GPU_HEADS, limits, strict=True)
+        ),
+        Bar("time", "floor", 0.08, "16384x4096x128256", fields={"kept_ids": 32}),
+        Bar("idle", "ours", 0.72, "16384x1536x151936", fields=_IDLE_CASE),
+        Bar("idle", "ours-unscored", 0.55, "16384x1536x151936", fields=_IDLE_CASE),
+        Bar("time", "floor", 1.08, "16384x4096x128256", fields={"mode": "forward"}),
+        Bar("time", "floor", 1.12, "16384x3584x152064", fields={"mode": "frozen"}),
+        *(
+            Bar("memory", rival, limit, LONG, fields={"mode": mode})
+            for mode in ("step", "frozen")
+            for rival, limit in (("trl", 1.0), ("eager", 0.125))
+        ),
+        *(Bar("time", "eager", 1.0, f"{count}x1536x151936") for count in (128, 256, 512, 1024)),
+        *(Bar("logps", "", 2e-5, "x".join(map(str, parse_shape(head)[1:]))) for head in _GPU_HEADS),
+    ],
+}

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.util
 import shlex
 import sys
+import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
-from .cases import DTYPES, MODES, heads, make_case
-from .document import Document
+from .cases import DTYPES, HEADS, MODES, RIVALS, SETS, Job, jobs, make_case
 from .implementations import implementations, select
-from .machine import environment
-from .progress import Progress
-from .run import ROUNDS, Run
-from .sets import RIVALS, SETS, Job, jobs
+from .limits import predictions
+from .machine import Document, environment, now, read, write
+from .measure import NOT_RUN, measure, measure_peak_memory
+from .process import OnProgress
 from .show import case_table, headline
 
+ROUNDS = {"cpu": 3, "cuda": 15}
 _QUICK_MINUTES = 1.8
+_WORTH_STARTING_S = 10.0  # of the time that is left
+_SAME = ("device", "driver", "cpu", "threads", "versions")  # of the environment, in all cases of a document
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--set", choices=SETS, help="measurements that have a name; heads, if nothing else is said")
     parser.add_argument(
-        "--shapes", nargs="+", metavar="SHAPE", help=f"HEAD:TOKENS, or TOKENSxHIDDENxVOCAB; heads: {', '.join(heads())}"
+        "--shapes", nargs="+", metavar="SHAPE", help=f"HEAD:TOKENS, or TOKENSxHIDDENxVOCAB; heads: {', '.join(HEADS)}"
     )
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, help="with --shapes; bfloat16, if nothing is said")
     parser.add_argument("--modes", nargs="+", choices=MODES, help="with --shapes; step, if nothing is said")
@@ -47,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rounds", type=int, help=f"of interleaved timing; {ROUNDS['cpu']} on a CPU, {ROUNDS['cuda']} on a GPU"
     )
     parser.add_argument("--minutes", type=float, help="stop after these; what is missing then is listed")
+    parser.add_argument("--silence", type=float, help="seconds after which an implementation that says nothing hangs")
     parser.add_argument("--resume", action="store_true", help="keep what the results have, measure the rest")
     parser.add_argument("--output", type=Path, default=Path("bench.json"), help="results; written after every case")
     parser.add_argument("--figures", type=Path, help="folder for pictures; that of the results, if nothing is said")
@@ -57,40 +61,88 @@ def bench(arguments: argparse.Namespace) -> int:
     """Run it; 2 where an argument is wrong, 1 where ours failed or gave a wrong result."""
     try:
         device = _device(arguments.device)
-        wanted = _jobs(arguments, device)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(headline(environment(device)), flush=True)
-    if arguments.device == "auto" and device.type == "cpu":
-        print("no GPU here, hence no GPU figures: this measures the CPU")
-    minutes = arguments.minutes or (_QUICK_MINUTES if arguments.quick else None)
-    command = shlex.join(["grpo-kernels", *sys.argv[1:]])
-    try:
-        session = Run(
+        chosen = _jobs(arguments, device)
+        run = Run(
             device,
-            command=command,
-            output=arguments.output,
+            shlex.join(["grpo-kernels", *sys.argv[1:]]),
+            arguments.output,
             rounds=arguments.rounds,
-            minutes=minutes,
+            minutes=arguments.minutes or (_QUICK_MINUTES if arguments.quick else None),
+            silence_s=arguments.silence,
             resume=arguments.resume,
         )
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    with Progress(wanted, session.rounds) as progress:
-        for job in wanted:
-            found = session.measure(job, progress.tell)
-            progress.next()
-            if found is not None:
-                print(f"\n{case_table(found)}", flush=True)
-    document = session.document
-    for case in document["not_run"]:
+    print(headline(run.document["environment"]), flush=True)
+    if arguments.device == "auto" and device.type == "cpu":
+        print("no GPU here, hence no GPU figures: this measures the CPU")
+    for number, job in enumerate(chosen, 1):
+        found = run.measure(job, _show_progress(f"{number}/{len(chosen)} {job.case}"))
+        if found is not None:
+            print(f"\n{case_table(found)}", flush=True)
+    for case in run.document["not_run"]:
         print(f"not run, out of time: {case}")
     print(f"written: {arguments.output}")
     if not arguments.no_figures:
-        _draw(document, arguments.figures or arguments.output.parent)
-    return 1 if failures(document) else 0
+        _draw(run.document, arguments.figures or arguments.output.parent)
+    return 1 if failures(run.document) else 0
+
+
+class Run:
+    """Jobs measured one by one into one document, until the time is up; it is written after each."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        command: str,
+        output: Path,
+        *,
+        rounds: int | None = None,
+        minutes: float | None = None,
+        silence_s: float | None = None,
+        resume: bool = False,
+    ) -> None:
+        """`resume`: go on with what is at `output`; ValueError where another machine or other versions wrote that."""
+        self.device, self.output, self.rounds, self.silence_s = device, output, rounds, silence_s
+        self.end = time.time() + 60 * minutes if minutes else float("inf")
+        here = environment(device)
+        cases = _complete_cases(output, here) if resume and output.exists() else []
+        self.document: Document = {"environment": here, "command": command, "cases": cases, "not_run": []}
+
+    def measure(self, job: Job, on_progress: OnProgress = lambda text: None) -> Document | None:
+        """What was found of a job, which the document then has too; None where no time is left."""
+        case, found = asdict(job.case), None
+        for there in self.document["cases"]:
+            if there["case"] == case:
+                return there
+        if self.end - time.time() < _WORTH_STARTING_S:
+            self.document["not_run"].append(str(job.case))
+        else:
+            found = self._measure(job, on_progress)
+            self.document["cases"].append(found)
+        write(self.output, self.document)
+        return found
+
+    def _measure(self, job: Job, on_progress: OnProgress) -> Document:
+        names = select(job.against, job.without)
+        found: Document = {"implementations": {name: {"title": implementations()[name].title} for name in names}}
+        if job.timed:
+            rounds = self.rounds or job.rounds or ROUNDS[self.device.type]
+            options = rounds, job.tuned, self.end, on_progress, self.silence_s
+            found = measure(job.case, names, str(self.device), *options)
+        reports = found["implementations"]
+        if self.device.type == "cpu" and job.memory:  # a GPU has measured memory beside time
+            for name in select(job.memory, job.without):
+                if name in names and "error" not in reports[name]:
+                    late = {"memory_error": NOT_RUN} if time.time() > self.end else None
+                    reports[name] |= late or measure_peak_memory(job.case, name, on_progress, self.silence_s)
+        if "peak_bytes" in reports.get("eager", {}):
+            for report in reports.values():
+                if "peak_bytes" in report:
+                    report["memory_ratio_to_eager"] = report["peak_bytes"] / reports["eager"]["peak_bytes"]
+        predicted = predictions(job.case, self.device)
+        return {"case": asdict(job.case), "date": now(), "predicted": predicted} | found
 
 
 def failures(document: Document) -> list[str]:
@@ -102,6 +154,21 @@ def failures(document: Document) -> list[str]:
         for name, report in found["implementations"].items()
         if name.startswith("ours") and not report.get("error", "not run").startswith(excused)
     ] + [f"{found['case']}: {found['error']}" for found in document["cases"] if "error" in found]
+
+
+def _complete_cases(path: Path, here: Document) -> list[Document]:
+    """The cases of an earlier run in which all implementations were measured, time and memory, if in fewer rounds."""
+    document = read(path)
+    differ = [name for name in _SAME if document["environment"].get(name) != here[name]]
+    if differ:
+        raise ValueError(f"{path} was measured otherwise ({', '.join(differ)}): move it, or do not resume")
+    return [
+        found
+        for found in document["cases"]
+        if not any(
+            NOT_RUN in (report.get("error"), report.get("memory_error")) for report in found["implementations"].values()
+        )
+    ]
 
 
 def _device(name: str) -> torch.device:
@@ -123,7 +190,7 @@ def _jobs(arguments: argparse.Namespace, device: torch.device) -> list[Job]:
         if arguments.set:
             raise ValueError("--shapes and --set: expected one of them")
         found = [
-            Job(make_case(shape, dtype, mode=mode), RIVALS, weighed=("*",), tuned=not arguments.quick)
+            Job(make_case(shape, dtype, mode=mode), RIVALS, memory=("*",), tuned=not arguments.quick)
             for shape in arguments.shapes
             for dtype in arguments.dtypes or ("bfloat16",)
             for mode in arguments.modes or ("step",)
@@ -134,8 +201,18 @@ def _jobs(arguments: argparse.Namespace, device: torch.device) -> list[Job]:
         found = jobs(arguments.set or ("quick" if arguments.quick else "heads"), device.type)
     if arguments.against:
         select(arguments.against)  # an unknown name is an error before any work
-        found = [dataclasses.replace(job, against=("ours", "floor", *arguments.against)) for job in found]
-    return [dataclasses.replace(job, without=tuple(arguments.exclude)) for job in found]
+        found = [replace(job, against=("ours", "floor", *arguments.against)) for job in found]
+    return [replace(job, without=tuple(arguments.exclude)) for job in found]
+
+
+def _show_progress(job: str) -> OnProgress:
+    """One line in a terminal, written over and over; nothing elsewhere."""
+
+    def show(text: str) -> None:
+        if sys.stderr.isatty():
+            print(f"\r\033[K{job}: {text}", end="\r", file=sys.stderr, flush=True)
+
+    return show
 
 
 def _draw(document: Document, folder: Path) -> None:

@@ -5,20 +5,46 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from .machine import OUT_OF_MEMORY
-from .panels import BESIDE, STYLE, UNITS, WIDTH, Line, Record, colour_of, plot_lines, save, sheet, weight_of
+from .machine import OUT_OF_MEMORY, Document
 
-Wanted: TypeAlias = Callable[[str], bool]  # names of implementations
-
+WIDTH, DPI = 9.0, 200  # inches: two pixels for each of the 900 that a README shows
+STYLE = {
+    "figure.constrained_layout.use": True,
+    "font.size": 8,
+    "axes.titlesize": 8,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": "#e6e6e6",
+    "lines.linewidth": 1.3,
+    "lines.markersize": 4,
+}
+OURS, GREY = "#d1410c", "#6b6b6b"
+COLOURS = {
+    "ours": OURS,
+    "floor": "#000000",
+    "eager": GREY,
+    "compiled": "#989898",
+    "trl": "#0b6fb3",
+    "liger": "#0a8f6a",
+    "liger-native": "#4fb08e",
+    "verl": "#8e44ad",
+    "verl-torch": "#b583c9",
+    "cut-cross-entropy": "#8c6d31",
+    "quack": "#b89600",
+}
 MODES = {"step": "forward and backward", "frozen": "lm_head frozen", "forward": "log-probabilities alone"}
 SWEPT = {  # field of a case -> its name, and the field that follows from it
     "tokens": ("tokens, N", "length"),
@@ -29,218 +55,262 @@ SWEPT = {  # field of a case -> its name, and the field that follows from it
     "kept_ids": ("kept ids of a token, K", ""),
 }
 ERRORS = {
-    "loss": "loss\nrelative",
-    "logps_max": "log-probabilities\ngreatest, nats",
-    "dhidden": "gradient of hidden\nrelative",
-    "dweight": "gradient of weight\nrelative",
+    "loss": "loss, relative",
+    "logps_max": "log-probabilities, greatest, nats",
+    "dhidden": "gradient of hidden, relative",
+    "dweight": "gradient of weight, relative",
 }
 
 
-def draw(document: Record, folder: Path, prefix: str = "", without: Sequence[str] = ()) -> list[Path]:
+class Line(NamedTuple):
+    """One implementation: values by what varies; infinity where memory ran out."""
+
+    name: str
+    title: str
+    points: dict[float, float]
+
+    @property
+    def finite(self) -> dict[float, float]:
+        return {x: y for x, y in self.points.items() if y < math.inf}
+
+
+class Panel(NamedTuple):
+    """`rows`: a line of text and a dot for each line's median, its points being samples; else curves over `xlabel`."""
+
+    title: str
+    lines: list[Line]
+    unit: str
+    xlabel: str = ""
+    rows: bool = False
+
+
+def draw(document: Document, folder: Path, prefix: str = "", without: Sequence[str] = ()) -> list[Path]:
     """Write a PNG, named after `prefix` and the picture, for every picture that the document has data for."""
     figures = {name: picture(document) for name, picture in PICTURES.items() if name not in without}
     return [save(figure, folder / f"{prefix}{name}.png") for name, figure in figures.items() if figure is not None]
 
 
-# --- time of each implementation over the floor -----------------------------------------------------------------------
+def save(figure: Figure, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=DPI)
+    return path
 
 
-class Ratios(NamedTuple):
-    """Of an implementation's median, fastest and slowest round to the floor's median; zeros where memory ran out."""
-
-    name: str
-    title: str
-    median: float = 0.0
-    low: float = 0.0
-    high: float = 0.0
+def sheet(document: Document, title: str, rows: int, columns: int, row_height: float) -> tuple[Figure, Any]:
+    """A figure and its axes, (rows, columns); below them in small print where the document was measured, and when."""
+    where = document["environment"]
+    machine = f"{where['device']}, driver {where['driver']}"
+    if where["device"] == "cpu":
+        machine = f"{where['cpu']}, {where['threads']} threads, {where['cpu_capability']}"
+    versions = [f"{package} {version}" for package, version in where["versions"].items() if version]
+    figure = Figure(figsize=(WIDTH, rows * row_height + 0.7))  # no pyplot: no display, no global state
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10, weight="bold")
+    small_print = textwrap.fill(", ".join([machine, *versions, where["date"][:10]]), 175)
+    figure.supxlabel(small_print, x=0.01, ha="left", fontsize=6.5, color=GREY)
+    return figure, figure.subplots(rows, columns, squeeze=False)
 
 
 @rc_context(STYLE)
-def time(document: Record, mode: str, wanted: Wanted) -> Figure | None:
-    """Time over that of the bare products: a block per head and type, in two columns; in it the fastest on top."""
-    blocks = [(case["case"], _ratios(case["implementations"], wanted)) for case in _case_per_head(document, mode)]
-    blocks = [(case, ratios) for case, ratios in blocks if any(r.name != "ours" for r in ratios)]
-    if not blocks:
+def plot(document: Document, title: str, panels: Iterable[Panel | None]) -> Figure | None:
+    """The panels in two columns; None where there is none. An empty cell for each None."""
+    found = list(panels)
+    shown = [panel for panel in found if panel is not None]
+    if not shown:
         return None
-    half = (len(blocks) + 1) // 2
-    columns = [column for column in (blocks[:half], blocks[half:]) if column]
-    tallest = max(sum(len(ratios) + 2 for _, ratios in column) for column in columns)
-    title = f"Time over that of the bare matrix products: {MODES[mode]}"
-    figure, axes = sheet(document, title, 1, len(columns), 0.15 * tallest + 0.3)
-    for axis, column in zip(axes[0], columns, strict=True):
-        _blocks(axis, column, 0.95 * WIDTH / len(columns))
-        axis.set_ylim(tallest - 1, -1)
+    columns = min(2, len(found))
+    tallest = max(len(panel.lines) for panel in shown)
+    height = 0.15 * tallest + 0.55 if shown[0].rows else 2.5
+    figure, axes = sheet(document, title, math.ceil(len(found) / columns), columns, height)
+    for axis in axes.flat:
+        axis.set_axis_off()
+    for axis, panel in zip(axes.flat, found, strict=False):
+        if panel is not None:
+            axis.set_axis_on()
+            axis.set(title=panel.title, xlabel=panel.xlabel)
+            (_plot_rows if panel.rows else _plot_curves)(axis, panel, height)
     return figure
 
 
-def _ratios(found: Record, wanted: Wanted) -> list[Ratios]:
-    floor = found.get("floor", {}).get("seconds", {}).get("median")
-    ratios = []
-    for name, entry in found.items() if floor else ():
-        if wanted(name) and (seconds := _seconds(entry)):
-            times = [entry["seconds"][key] / floor for key in ("median", "min", "max")] if seconds < math.inf else []
-            ratios.append(Ratios(name, entry["title"], *times))
-    return sorted(ratios, key=lambda r: r.median or math.inf)
-
-
-def _blocks(axis: Axes, blocks: Sequence[tuple[Record, list[Ratios]]], width: float) -> None:
-    """A line per implementation: a dot with its spread, or a cross; its name and number. The axis is `width` inches."""
-    timed = [r for _, ratios in blocks for r in ratios if r.median]
-    furthest = max((r.high for r in timed), default=2.0)
-    left, right, y = min([1.0, *(r.low for r in timed)]), furthest, 0
-    for case, ratios in blocks:
-        axis.annotate(_describe(case, "mode"), (1.0, y), (4, 0), color="#444444", **BESIDE)
-        for row, r in enumerate(ratios, y + 1):
-            colour, end = colour_of(r.name), r.high or furthest
-            if r.median:
-                text = f"{r.title}  {r.median:.2f}"
-                axis.plot([1.0, r.median], [row, row], color=colour, alpha=0.4, linewidth=0.9)
-                axis.plot([r.low, r.high], [row, row], color=colour, alpha=0.5, linewidth=2.5)
-                axis.plot([r.median], [row], "o", color=colour, label=r.title)
-            else:
-                text = f"{r.title}: {OUT_OF_MEMORY}"
-                axis.plot([end], [row], "x", color=colour, label=text)
-            axis.annotate(text, (end, row), (6, 0), color=colour, weight=weight_of(r.name), **BESIDE)
-            share = (8 + 4.2 * len(text)) / 72 / width  # of the axis, for this text
-            right = max(right, left + (end - left) / (1 - share))
-        y += len(ratios) + 2
-    axis.axvline(1.0, color="black", linewidth=0.8)
-    axis.set_xlim(left - 0.02 * (right - left), right)
-    axis.xaxis.set_major_formatter(UNITS["×"])
+def _plot_rows(axis: Axes, panel: Panel, height: float) -> None:
+    for y, line in enumerate(panel.lines):
+        values = list(line.finite.values())
+        if values:
+            median = statistics.median(values)
+            axis.plot([min(values), max(values)], [y, y], color=_colour(line.name), alpha=0.5, linewidth=2.5)
+            axis.plot([median], [y], "o", color=_colour(line.name), label=line.title)
+        text = _format(panel.unit)(median, None) if values else OUT_OF_MEMORY
+        _annotate(axis, line, f"{line.title}  {text}", y, axis.get_yaxis_transform())
+    if panel.unit == "×":
+        axis.axvline(1.0, color="black", linewidth=0.8)
+    else:
+        axis.set_xscale("log")
+        low, high = (math.log10(x) for x in axis.get_xlim())
+        axis.set_xlim(10 ** math.floor(low), 10 ** math.ceil(high))  # whole decades have labels
+        axis.xaxis.set_minor_locator(NullLocator())
+    axis.set_ylim(len(panel.lines) - 0.4, -0.6)
     axis.yaxis.set_major_locator(NullLocator())
-    axis.spines["left"].set_visible(False)
 
 
-# --- errors of each implementation ------------------------------------------------------------------------------------
+def _plot_curves(axis: Axes, panel: Panel, height: float) -> None:
+    """Curves with their names at the right; crosses at the top where memory ran out."""
+    xs = sorted({x for line in panel.lines for x in line.points})
+    ys = [y for line in panel.lines for y in line.finite.values()] or [1.0]
+    linear = panel.unit == "×" or 0.0 in xs
+    axis.set_xscale("linear" if 0.0 in xs else "log")
+    axis.set_xticks(xs, [f"{x // 1024}k" if x and x % 1024 == 0 else f"{x:,g}" for x in xs])
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.set(yscale="linear" if linear else "log", ylim=(0.0 if linear else 0.8 * min(ys), 1.2 * max(ys)))
+    if panel.unit == "B":
+        axis.yaxis.set_major_locator(LogLocator(base=4))
+        axis.yaxis.set_minor_locator(NullLocator())
+    axis.yaxis.set_major_formatter(FuncFormatter(_format(panel.unit)))
+    ends = []
+    for line in panel.lines:
+        look: dict[str, Any] = {"linewidth": 2.2, "zorder": 3} if line.name == "ours" else {}
+        dash = "o--" if line.name == "floor" else "o-"
+        colour = _colour(line.name)
+        axis.plot([*line.finite], [*line.finite.values()], dash, color=colour, label=line.title, **look)
+        lost = [x for x in line.points if x not in line.finite]
+        axis.plot(lost, [0.97] * len(lost), "x", color=colour, transform=axis.get_xaxis_transform())
+        end = [*line.finite.items()][-1] if line.finite and not lost else (xs[-1], axis.get_ylim()[1])
+        ends.append(((axis.transScale + axis.transLimits).transform(end)[1], line, bool(lost)))
+    gap, lowest = 9.5 / (72 * 0.75 * height), math.inf  # of two lines of text, in parts of the axis
+    for y, line, lost_any in sorted(ends, key=lambda end: -end[0]):
+        lowest = min(y, lowest - gap)
+        text = f"{line.title}: {OUT_OF_MEMORY}" if lost_any else line.title
+        _annotate(axis, line, text, lowest, axis.transAxes)
 
 
-@rc_context(STYLE)
-def errors(document: Record) -> Figure | None:
-    """Errors against float64: a row per type, a column per quantity, a dot per case; the bar is their median."""
-    found: dict[str, dict[str, list[Record]]] = {}  # type -> name -> entry of every case
+def _annotate(axis: Axes, line: Line, text: str, y: float, coordinates: Any) -> None:
+    """To the right of the axis."""
+    weight = "bold" if line.name == "ours" else "normal"
+    axis.annotate(
+        text, (1, y), (4, 0), coordinates, color=_colour(line.name), weight=weight, textcoords="offset points",
+        va="center", fontsize=7.5,
+    )  # fmt: skip
+
+
+def _format(unit: str) -> Callable[[float, Any], str]:
+    return {
+        "B": lambda x, _: f"{x / 2**30:.3g} GiB" if x >= 2**30 else f"{x / 2**20:.3g} MiB",
+        "s": lambda x, _: f"{x:.3g} s" if x >= 1 else f"{1e3 * x:.3g} ms",
+        "×": lambda x, _: f"{x:.2f}×",
+        "": lambda x, _: f"{x:.1e}".replace("e-0", "e-"),
+    }[unit]
+
+
+def _colour(name: str) -> str:
+    return COLOURS.get(name, "#df8440" if name.startswith("ours-") else GREY)
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def time(document: Document, mode: str, wanted: Callable[[str], bool]) -> Figure | None:
+    """Time over that of the bare products: a panel per head and type; in it the fastest on top."""
+    panels = []
+    for case in _case_per_head(document, mode):
+        floor = case["implementations"].get("floor", {}).get("seconds", {}).get("median")
+        lines = []
+        for name, entry in case["implementations"].items() if floor else ():
+            if wanted(name) and (median := _seconds(entry)):
+                times = entry["seconds"] if median < math.inf else {}
+                samples = [times.get(key, math.inf) / floor for key in ("min", "median", "max")]
+                lines.append(Line(name, entry["title"], dict(enumerate(samples))))
+        lines.sort(key=lambda line: line.points[1])
+        if any(line.name != "ours" for line in lines):
+            panels.append(Panel(_describe(case["case"], "mode"), lines, "×", rows=True))
+    return plot(document, f"Time over that of the bare matrix products: {MODES[mode]}", panels)
+
+
+def errors(document: Document) -> Figure | None:
+    """Errors against float64: a panel per type and quantity, a sample per case."""
+    found: dict[str, dict[str, list[Document]]] = {}  # type -> name -> entry of every case
     for case in document["cases"]:
         for name, entry in case["implementations"].items():
             if _is_peer(name) and entry.get("errors") and not case["case"]["idle_share"]:
                 found.setdefault(case["case"]["dtype"], {}).setdefault(name, []).append(entry)
-    if not found:
-        return None
-    row_height = 0.17 * max(map(len, found.values())) + 0.6
-    figure, axes = sheet(document, "Errors against float64", len(found), len(ERRORS), row_height)
-    for row, (dtype, of_type) in zip(axes, found.items(), strict=True):
-        for axis, quantity in zip(row, ERRORS, strict=True):
-            _error_panel(axis, of_type, quantity)
-            axis.tick_params(labelleft=axis is row[0])
-        row[0].set_ylabel(dtype)
-    for axis, title in zip(axes[0], ERRORS.values(), strict=True):
-        axis.set_title(title)
-    return figure
+    panels = []
+    for dtype, of_type in found.items():
+        for quantity, title in ERRORS.items():
+            lines = []
+            for name, entries in of_type.items():
+                samples = [entry["errors"][quantity] for entry in entries if entry["errors"].get(quantity)]
+                lines += [Line(name, entries[0]["title"], dict(enumerate(samples)))] if samples else []
+            panels.append(Panel(f"{dtype}: {title}", lines, "", rows=True))
+    return plot(document, "Errors against float64", [panel for panel in panels if panel.lines])
 
 
-def _error_panel(axis: Axes, of_type: dict[str, list[Record]], quantity: str) -> None:
-    for y, (name, entries) in enumerate(of_type.items()):
-        values, colour = [e["errors"][quantity] for e in entries if e["errors"].get(quantity)], colour_of(name)
-        if values:
-            median = statistics.median(values)
-            axis.plot(values, [y] * len(values), "o", color=colour, alpha=0.4, markersize=3)
-            axis.plot([median], [y], "|", color=colour, markersize=9, markeredgewidth=1.8, label=entries[0]["title"])
-            number = f"{median:.1e}".replace("e-0", "e-")
-            axis.annotate(number, (1, y), (4, 0), axis.get_yaxis_transform(), color=colour, **BESIDE)
-    axis.set(xscale="log", ylim=(len(of_type) - 0.4, -0.6))
-    low, high = (math.log10(x) for x in axis.get_xlim())
-    axis.set_xlim(10 ** math.floor(low), 10 ** math.ceil(high))  # whole decades: at least two have a label
-    axis.xaxis.set_major_locator(LogLocator(numticks=5))
-    axis.xaxis.set_minor_locator(NullLocator())
-    axis.set_yticks(range(len(of_type)), [entries[0]["title"] for entries in of_type.values()])
-
-
-# --- what grows with what ---------------------------------------------------------------------------------------------
-
-
-@rc_context(STYLE)
-def memory(document: Record) -> Figure | None:
+def memory(document: Document) -> Figure | None:
     """Peak memory against the length of completions where their number is fixed, else against tokens."""
     field, sweeps = max(
         ("length", _sweeps(document, "tokens", lambda case: case["tokens"] // case["length"])),
         ("tokens", _sweeps(document, "tokens")),
         key=lambda option: max(map(len, option[1]), default=0),
     )
-    panels = [(sweep[0]["case"], _lines(sweep, field, _peak_bytes, _is_peer)) for sweep in sweeps]
-    panels = [(case, lines) for case, lines in panels if lines]
-    if not panels:
-        return None
-    rows, columns = -(-len(panels) // 2), min(2, len(panels))
-    figure, axes = sheet(document, "Peak memory beyond inputs and gradients", rows, columns, 3.0)
-    for axis, (case, lines) in zip(axes.flat, panels, strict=False):
-        completions = f"tokens per completion, {case['tokens'] // case['length']} completions"
-        axis.set(title=_describe(case, "tokens"), xlabel=completions if field == "length" else SWEPT[field][0])
-        plot_lines(axis, lines, "B", 3.0)
-    for axis in axes.flat[len(panels) :]:
-        axis.set_axis_off()
-    return figure
+    panels = []
+    for sweep in sweeps:
+        case, lines = sweep[0]["case"], _lines(sweep, field, _peak_bytes, _is_peer)
+        label = f"tokens per completion, {case['tokens'] // case['length']} completions"
+        label = label if field == "length" else SWEPT[field][0]
+        panels += [Panel(_describe(case, "tokens"), lines, "B", label)] if lines else []
+    return plot(document, "Peak memory beyond inputs and gradients", panels)
 
 
-@rc_context(STYLE)
-def times(document: Record, field: str, wanted: Wanted) -> Figure | None:
+def times(document: Document, field: str, wanted: Callable[[str], bool]) -> Figure | None:
     """A row per sweep: seconds, and the ratio to the floor, or for prompts without gradient to the time without."""
-    sweeps = [(sweep[0]["case"], _lines(sweep, field, _seconds, wanted)) for sweep in _sweeps(document, field)]
-    sweeps = [(case, lines) for case, lines in sweeps if lines]
-    if not sweeps:
-        return None
-    label, idle = SWEPT[field][0], field == "idle_share"
-    figure, axes = sheet(document, f"Time against {label}", len(sweeps), 2, 2.5)
-    for (left, right), (case, lines) in zip(axes, sweeps, strict=True):
-        floor = next((line.points for line in lines if line.name == "floor"), {})
-        own = [dict.fromkeys(line.points, line.points[0.0]) if 0.0 in line.points else {} for line in lines]
-        relative = [line.over(base if idle else floor) for line, base in zip(lines, own, strict=True)]
-        left.set(title=_describe(case, field), xlabel=label)
-        right.set(title=f"over {'its own time without such prompts' if idle else 'the bare products'}", xlabel=label)
-        plot_lines(left, lines, "s", 2.5)
-        plot_lines(right, [line for line in relative if line.points], "×", 2.5)
-    return figure
+    label, panels = SWEPT[field][0], []
+    for sweep in _sweeps(document, field):
+        lines, case = _lines(sweep, field, _seconds, wanted), sweep[0]["case"]
+        floor = next((line.finite for line in lines if line.name == "floor"), {})
+        relative = []
+        for line in lines:
+            base = dict.fromkeys(line.finite, line.finite.get(0.0, math.nan)) if field == "idle_share" else floor
+            points = {x: y / base[x] for x, y in line.finite.items() if x in base and base[x] == base[x]}
+            relative += [line._replace(points=points)] if points else []
+        over = "its own time without such prompts" if field == "idle_share" else "the bare products"
+        if lines:
+            panels += [Panel(_describe(case, field), lines, "s", label), Panel(f"over {over}", relative, "×", label)]
+    return plot(document, f"Time against {label}", panels)
 
 
-@rc_context(STYLE)
-def kept(document: Record) -> Figure | None:
+def kept(document: Document) -> Figure | None:
     """Sampling masks: time against the kept ids of a token, and against H, beside what memory bandwidth allows."""
-    found = [(field, sweep) for field in ("kept_ids", "hidden_size") for sweep in _sweeps(document, field)]
-    found = [(field, sweep) for field, sweep in found if sweep[0]["case"].get("kept_ids")]
-    rows = list(dict.fromkeys(sweep[0]["case"]["dtype"] for _, sweep in found))
-    if not found:
-        return None
-    figure, axes = sheet(document, "Time with sampling masks", len(rows), 2, 2.5)
-    for axis in axes.flat:
-        axis.set_axis_off()
-    for field, sweep in found:
-        case = sweep[0]["case"]
-        axis = axes[rows.index(case["dtype"]), int(field == "hidden_size")]
-        lines = _lines(sweep, field, _seconds, lambda name: name in ("ours", "ours-unmasked"))
-        bound = {one["case"][field]: one["predicted"]["ways"]["kept"]["seconds"] for one in sweep}
-        kept_ids = "" if field == "kept_ids" else f", {case['kept_ids']} ids kept"
-        axis.set_axis_on()
-        axis.set(title=_describe(case, field) + kept_ids, xlabel=SWEPT[field][0])
-        plot_lines(axis, [*lines, Line("floor", "bandwidth bound", bound, [])], "s", 2.5)
-    return figure
+    found: dict[str, dict[str, Panel]] = {}
+    masked = {"cases": [case for case in document["cases"] if case["case"].get("kept_ids")]}
+    for field in ("kept_ids", "hidden_size"):
+        for sweep in _sweeps(masked, field):
+            case = sweep[0]["case"]
+            lines = _lines(sweep, field, _seconds, lambda name: name in ("ours", "ours-unmasked"))
+            bound = {one["case"][field]: one["predicted"]["ways"]["kept"]["seconds"] for one in sweep}
+            title = _describe(case, field) + ("" if field == "kept_ids" else f", {case['kept_ids']} ids kept")
+            lines.append(Line("floor", "bandwidth bound", bound))
+            found.setdefault(case["dtype"], {})[field] = Panel(title, lines, "s", SWEPT[field][0])
+    panels = [of_type.get(field) for of_type in found.values() for field in ("kept_ids", "hidden_size")]
+    return plot(document, "Time with sampling masks", panels)
 
 
 # --- what a document holds --------------------------------------------------------------------------------------------
 
 
-def _seconds(entry: Record) -> float | None:
+def _seconds(entry: Document) -> float | None:
     """The median; infinity where memory ran out."""
     return entry["seconds"]["median"] if "seconds" in entry else _exhausted(entry, "error")
 
 
-def _peak_bytes(entry: Record) -> float | None:
+def _peak_bytes(entry: Document) -> float | None:
     return entry.get("peak_bytes") or _exhausted(entry, "memory_error") or _exhausted(entry, "error")
 
 
-def _exhausted(entry: Record, key: str) -> float | None:
+def _exhausted(entry: Document, key: str) -> float | None:
     return math.inf if entry.get(key, "").startswith(OUT_OF_MEMORY) else None
 
 
-def _sweeps(document: Record, field: str, fixed: Callable[[Record], object] = lambda case: None) -> list[list[Record]]:
+def _sweeps(
+    document: Document, field: str, fixed: Callable[[Document], object] = lambda case: None
+) -> list[list[Document]]:
     """Groups of three cases or more, ascending, that differ in `field` alone and, where given, agree in `fixed`."""
-    groups: dict[str, dict[float, Record]] = {}
+    groups: dict[str, dict[float, Document]] = {}
     for case in document["cases"]:
         if field in case["case"]:
             same = {key: value for key, value in case["case"].items() if key not in (field, SWEPT[field][1])}
@@ -249,37 +319,34 @@ def _sweeps(document: Record, field: str, fixed: Callable[[Record], object] = la
 
 
 def _lines(
-    sweep: Sequence[Record], field: str, measure: Callable[[Record], float | None], wanted: Wanted
+    sweep: Sequence[Document], field: str, value: Callable[[Document], float | None], wanted: Callable[[str], bool]
 ) -> list[Line]:
     """A line for each implementation with a point; no lines where no implementation has two points."""
     lines = []
     for name in dict.fromkeys(name for case in sweep for name in case["implementations"] if wanted(name)):
         entries = {case["case"][field]: case["implementations"].get(name, {}) for case in sweep}
-        found = {x: y for x, entry in entries.items() if (y := measure(entry)) is not None}
-        points = {x: y for x, y in found.items() if y < math.inf}
-        if points:
-            title = next(entry["title"] for entry in entries.values() if "title" in entry)
-            lines.append(Line(name, title, points, [x for x in found if x not in points]))
-    return lines if any(len(line.points) > 1 for line in lines) else []
+        points = {x: y for x, entry in entries.items() if (y := value(entry)) is not None}
+        line = Line(name, next((e["title"] for e in entries.values() if "title" in e), name), points)
+        lines += [line] if line.finite else []
+    return lines if any(len(line.finite) > 1 for line in lines) else []
 
 
-def _case_per_head(document: Record, mode: str) -> list[Record]:
+def _case_per_head(document: Document, mode: str) -> list[Document]:
     """Of each type and head the case with the most times, then with the most tokens; none that was made for a sweep."""
-    swept = [case for field in ("hidden_size", "vocab_size") for sweep in _sweeps(document, field) for case in sweep]
-    best: dict[object, tuple[object, Record]] = {}
+    best: dict[tuple[Any, ...], tuple[tuple[Any, ...], Document]] = {}
     for case in document["cases"]:
         of, found = case["case"], case["implementations"].values()
-        made_for_a_sweep = of["idle_share"] or of.get("kept_ids") or (of["head"] == "custom" and case in swept)
-        if of["mode"] == mode and not made_for_a_sweep:
-            ranked = (sum("seconds" in entry for entry in found), of["beta"] > 0, of["tokens"]), case
+        if of["mode"] == mode and not (of["idle_share"] or of.get("kept_ids") or of["head"] == "custom"):
+            rank = sum("seconds" in entry for entry in found), of["beta"] > 0, of["tokens"]
             key = tuple(of[field] for field in ("head", "hidden_size", "vocab_size", "dtype"))
-            best[key] = max(best.get(key, ranked), ranked, key=lambda pair: pair[0])
+            if key not in best or rank > best[key][0]:
+                best[key] = rank, case
     cases = [case for _, case in best.values()]
     dtypes = [case["case"]["dtype"] for case in cases]
     return sorted(cases, key=lambda case: dtypes.index(case["case"]["dtype"]))
 
 
-def _describe(case: Record, *without: str) -> str:
+def _describe(case: Document, *without: str) -> str:
     parts = [] if case["head"] == "custom" or {"hidden_size", "vocab_size"} & {*without} else [case["head"]]
     sizes = {"tokens": "N", "hidden_size": "H", "vocab_size": "V"}
     parts += [f"{letter} {case[field]:,}" for field, letter in sizes.items() if field not in without]
@@ -293,12 +360,12 @@ def _is_peer(name: str) -> bool:
     return name != "floor" and not name.startswith("ours-")
 
 
-def _is_timed(name: str) -> bool:
-    return name == "floor" or _is_peer(name)
-
-
 def _is_backend(name: str) -> bool:
     return name.startswith("ours") and name != "ours-unscored"
+
+
+def _is_timed(name: str) -> bool:
+    return name == "floor" or _is_peer(name)
 
 
 def _is_idle(name: str) -> bool:
@@ -306,7 +373,7 @@ def _is_idle(name: str) -> bool:
 
 
 HEADS = ("time", "time-frozen", "time-forward", "backends", "errors")  # a case for each head, as no sweep has
-PICTURES: dict[str, Callable[[Record], Figure | None]] = {
+PICTURES: dict[str, Callable[[Document], Figure | None]] = {
     "time": functools.partial(time, mode="step", wanted=_is_peer),
     "time-frozen": functools.partial(time, mode="frozen", wanted=_is_peer),
     "time-forward": functools.partial(time, mode="forward", wanted=_is_peer),

@@ -1,8 +1,13 @@
-"""Where something was measured: device, driver, clocks, versions, date; and the clocks and the memory of a device."""
+"""Where something was measured: device, driver, clocks, versions, date; a device's memory; and the JSON of a run.
+
+That JSON is {"environment", "command", "cases", "not_run"}. A case is {"case": its fields, "predicted": of limits.py,
+"clocks", "implementations": name -> what was found}.
+"""
 
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import platform
 import re
@@ -17,6 +22,7 @@ import torch
 
 from .. import __version__, available_backends
 
+Document = dict[str, Any]
 OUT_OF_MEMORY = "out of memory"
 PACKAGES = (
     *("torch", "triton", "transformers", "trl", "liger-kernel", "verl", "cut-cross-entropy", "quack-kernels"),
@@ -58,6 +64,19 @@ def environment(device: torch.device) -> dict[str, Any]:
             "driver": clocks(device).get("driver_version"),
         }
     return facts
+
+
+def write(path: Path, document: Document) -> None:
+    """Atomically: an interrupted run keeps what was there before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    draft.write_text(json.dumps(document, indent=1, default=str) + "\n")
+    draft.replace(path)
+
+
+def read(path: Path) -> Document:
+    document: Document = json.loads(path.read_text())
+    return document
 
 
 def now() -> str:

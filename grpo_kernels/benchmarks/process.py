@@ -11,44 +11,47 @@ from typing import Any
 
 from .machine import OUT_OF_MEMORY, describe
 
-Tell = Callable[[str], None]
+OnProgress = Callable[[str], None]
 
 
 class Died(Exception):
-    """The process ended without a result: killed, crashed, or without output for too long. `said`: its last message."""
+    """The process ended without a result: killed, crashed, or silent for too long."""
 
-    def __init__(self, why: str, said: str) -> None:
+    def __init__(self, why: str, last_message: str) -> None:
         super().__init__(why)
-        self.said = said
+        self.last_message = last_message
 
 
-def apart(
-    function: Callable[..., Any], *arguments: object, tell: Tell = lambda text: None, silence_s: float = 600.0
+def run_in_subprocess(
+    function: Callable[..., Any],
+    *arguments: object,
+    on_progress: OnProgress = lambda text: None,
+    silence_s: float = 600.0,
 ) -> Any:
-    """`function(*arguments, tell)` in a process of its own: what it returns.
+    """What `function(*arguments, on_progress)` returns in a process of its own; its messages come to `on_progress`.
 
-    What it tells goes to `tell` here. Raises `Died` if it raises, dies, or says nothing for `silence_s` seconds.
+    Raises `Died` if it raises, dies, or says nothing for `silence_s` seconds.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_serve, args=(theirs, function, arguments), daemon=True)
     process.start()
     theirs.close()
-    said = ""
+    last_message = ""
     try:
         while True:
             if not ours.poll(silence_s):
-                raise Died(f"no answer for {silence_s:.0f} s", said)
+                raise Died(f"no answer for {silence_s:.0f} s", last_message)
             kind, value = ours.recv()
             if kind == "returned":
                 return value
             if kind == "raised":
-                raise Died(value, said)
-            said = value
-            tell(said)
+                raise Died(value, last_message)
+            last_message = value
+            on_progress(value)
     except EOFError:
         process.join(10)
-        raise Died(_why(process.exitcode), said) from None
+        raise Died(_describe_exit(process.exitcode), last_message) from None
     finally:
         _end(process)
         ours.close()
@@ -56,7 +59,7 @@ def apart(
 
 def _serve(pipe: Connection, function: Callable[..., Any], arguments: tuple[object, ...]) -> None:
     try:
-        pipe.send(("returned", function(*arguments, lambda text: pipe.send(("told", text)))))
+        pipe.send(("returned", function(*arguments, lambda text: pipe.send(("progress", text)))))
     except Exception as error:  # the parent decides what an error means
         pipe.send(("raised", describe(error)))
 
@@ -70,7 +73,7 @@ def _end(process: Any) -> None:
         time.sleep(0.1)  # a device's memory comes back a moment after its process
 
 
-def _why(exitcode: int | None) -> str:
+def _describe_exit(exitcode: int | None) -> str:
     if exitcode == -signal.SIGKILL:
         return f"{OUT_OF_MEMORY}: the process was killed"
     if exitcode is not None and exitcode < 0:

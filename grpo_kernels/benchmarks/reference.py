@@ -97,7 +97,7 @@ def errors(right: Reference, result: Result) -> dict[str, float]:
     for name in ("dhidden", "dweight"):
         given, true = getattr(result, name), getattr(right, name)
         if given is not None and true is not None:
-            found[name] = _relative(given.view(true.shape), true)
+            found[name] = relative_error(given.view(true.shape), true)
     return found
 
 
@@ -114,6 +114,21 @@ def why_wrong(right: Reference, result: Result, found: dict[str, float], dtype: 
     return ", ".join(wrong) or None
 
 
+def relative_error(found: Tensor, exact: Tensor, least: float = 0.0) -> float:
+    """|found - exact| / max(|exact|, least) in Euclidean norms and float64; 0 where both are 0.
+
+    Piece by piece: neither tensor is held in float64 whole.
+    """
+    if found.shape != exact.shape:
+        raise ValueError(f"found has shape {tuple(found.shape)}; expected that of exact, {tuple(exact.shape)}")
+    pairs = list(
+        zip(torch.split(found, 4096), torch.split(exact, 4096), strict=True) if exact.dim() else [(found, exact)]
+    )
+    distance = math.sqrt(math.fsum((a.double() - b.double()).square().sum().item() for a, b in pairs))
+    norm = math.sqrt(math.fsum(b.double().square().sum().item() for _, b in pairs))
+    return distance / max(norm, least, 1e-30) if distance else 0.0
+
+
 def _split(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
     return torch.split(x, max(1, _LOGITS // weight.shape[0]))
 
@@ -126,10 +141,3 @@ def _log_p(hidden: Tensor, weight: Tensor, inputs: Inputs, rows: Tensor) -> Tens
 
 def _gather(log_p: Tensor, ids: Tensor) -> Tensor:
     return log_p.gather(-1, ids[:, None]).squeeze(-1)
-
-
-def _relative(x: Tensor, right: Tensor) -> float:
-    """|x - right| / |right|, piece by piece: the difference is never held whole. |x| where all of right is 0."""
-    pairs = zip(torch.split(x, 4096), torch.split(right, 4096), strict=True)
-    distance = math.fsum((a.double() - b).square().sum().item() for a, b in pairs)
-    return math.sqrt(distance) / (float(right.norm()) or 1.0)

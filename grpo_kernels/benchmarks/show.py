@@ -1,4 +1,4 @@
-"""Measurements in a terminal: a table per case."""
+"""Measurements as tables, in a terminal and in Markdown: one form for both."""
 
 from __future__ import annotations
 
@@ -6,29 +6,56 @@ from collections.abc import Sequence
 from typing import Any
 
 from .cases import MODES, Case
-from .document import Document
-from .limits import way_of
+from .machine import Document
 
 _HEADER = (
-    *("", "median ms", "min", "max", "predicted", "to floor", "to eager", "peak MiB", "predicted"),
-    *("gradients", "logp", "setting"),
+    *("", "median ms", "min", "max", "predicted", "to floor", "to eager", "peak MiB", "gradients", "logp"),
+    "setting, or why there is none",
 )
+
+
+WAYS = {
+    "floor": "the matrix products that the mode needs, over all tokens at once",
+    "rows": "this library: logits, a row kernel, two products",
+    "unscored": "rows, without the zero-gradient tokens (score_inactive=False)",
+    "linear": "rows; tokens that are scored alone go through a product with a softmax in its epilogue",
+    "recompute": "logits twice, for zero-gradient tokens too: the lower bound of TRL, Liger and verl",
+    "kept": "a row of the weight and one of the hidden states read per kept id of a sampling mask",
+    "eager": "all logits at once and autograd, each pass reading and writing once",
+}
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Markdown with aligned columns: the first and the last to the left, the last one as wide as it needs."""
+    widths = [max(len(line[i]) for line in (header, *rows)) for i in range(len(header))]
+    widths[-1] = max(3, len(header[-1]))
+    lines = [header, ["-" * max(3, width) for width in widths], *rows]
+    last = len(header) - 1
+    return "\n".join(
+        "| "
+        + " | ".join(
+            cell.rjust(w) if 0 < i < last else cell.ljust(w)
+            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        )
+        + " |"
+        for line in lines
+    )
 
 
 def case_table(found: Document) -> str:
     """Time, its spread and ratios, peak memory, errors against float64; or why there is nothing.
 
-    Beside time and memory stands what limits.py predicts for this device, where it has a model. Errors are those of the
-    gradients, the larger one, relative to its norm; and the largest of a log-probability, nats.
+    Beside the time stands what limits.py predicts for this device, where it has a model.
+    Errors are those of the gradients, the larger one, relative to its norm; and the largest of a log-probability, nats.
     """
     case = Case(**found["case"])
-    lines = [f"{case}: {MODES[case.mode]}"]
-    if "error" in found:
-        lines.append(f"  {found['error']}")
+    lines = [f"{case}: {MODES[case.mode]}", *([found["error"]] if "error" in found else [])]
     ways = found.get("predicted", {}).get("ways", {})
-    modelled = {name: ways.get(way_of(name, case.kept_ids), {}) for name in found["implementations"]}
-    rows = [_row(name, report, modelled[name]) for name, report in found["implementations"].items()]
-    return "\n".join([*lines, table(_HEADER, rows)])
+    rows = [
+        _row(name, report, ways.get(way_of(name, case.kept_ids), {}))
+        for name, report in found["implementations"].items()
+    ]
+    return "\n".join([*lines, *([table(_HEADER, rows)] if rows else [])])
 
 
 def headline(environment: Document) -> str:
@@ -38,42 +65,35 @@ def headline(environment: Document) -> str:
     return f"{where}, {environment['threads']} threads; {versions}; backends {', '.join(environment['backends'])}"
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns, the first to the left; a row that is shorter than the header holds a remark at its end."""
-    lines = [header, *rows]
-    whole = [line for line in lines if len(line) == len(header)]
-    widths = [max(len(line[i]) for line in whole) for i in range(len(header))]
-    widths[0] = max(len(line[0]) for line in lines)
-    padded = (
-        [
-            cell.rjust(width) if i and len(line) == len(header) else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=False))
-        ]
-        for line in lines
-    )
-    return "\n".join(("  " + "  ".join(cells)).rstrip() for cells in padded)
-
-
-def _row(name: str, report: dict[str, Any], predicted: dict[str, Any]) -> list[str]:
-    remark = report.get("missing") or report.get("error")
-    if "seconds" not in report and "peak_bytes" not in report:
-        return [name, remark or report.get("memory_error") or "not measured"]
-    times = report.get("seconds", {})
-    cells = [f"{times[key] * 1e3:.1f}" if times else "" for key in ("median", "min", "max")]
-    cells.append(f"{predicted['seconds'] * 1e3:.1f}" if times and predicted else "")
-    cells += [f"{report[key]:.2f}" if key in report else "" for key in ("ratio_to_floor", "ratio_to_eager")]
-    cells.append(memory_text(report))
-    weighed = "peak_bytes" in report and predicted
-    cells.append(f"{predicted['peak_bytes'] / 2**20:,.0f}" if weighed else "")
-    errors = report.get("errors") or {}
-    for names in (("dhidden", "dweight"), ("logps_max",)):
-        found = [errors[name] for name in names if name in errors]
-        cells.append(f"{max(found):.1e}" if found else "")
-    return [name, *cells, report.get("setting", "")]
-
-
 def memory_text(report: dict[str, Any]) -> str:
     """Peak memory in MiB, or that it was out of memory."""
     if "peak_bytes" in report:
         return f"{report['peak_bytes'] / 2**20:,.0f}"
-    return report.get("memory_error", "").split(":")[0]
+    return str(report.get("memory_error", "").split(":")[0])
+
+
+def way_of(implementation: str, kept_ids: int = 0) -> str | None:
+    """The model of limits.py for an implementation, by its name; None where there is none."""
+    name, _, rest = implementation.partition("-")
+    if name == "ours":
+        last = rest.rpartition("-")[2]
+        if kept_ids and last != "unmasked":
+            return "kept"
+        return last if last in WAYS else "rows"
+    if name in ("trl", "liger", "verl", "cut"):
+        return "recompute"
+    return name if name in ("floor", "eager") else None
+
+
+def _row(name: str, report: dict[str, Any], predicted: dict[str, Any]) -> list[str]:
+    times, errors = report.get("seconds", {}), report.get("errors") or {}
+    cells = [f"{times[key] * 1e3:.1f}" if times else "" for key in ("median", "min", "max")]
+    cells.append(f"{predicted['seconds'] * 1e3:.1f}" if times and predicted else "")
+    cells += [f"{report[key]:.2f}" if key in report else "" for key in ("ratio_to_floor", "ratio_to_eager")]
+    cells.append(memory_text(report))
+    for names in (("dhidden", "dweight"), ("logps_max",)):
+        found = [errors[quantity] for quantity in names if quantity in errors]
+        cells.append(f"{max(found):.1e}" if found else "")
+    nothing = "" if "peak_bytes" in report else report.get("memory_error") or "not measured"
+    why = report.get("missing") or report.get("error") or ("" if times else nothing)
+    return [name, *cells, why or report.get("setting", "")]

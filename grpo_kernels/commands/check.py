@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..backends import candidates, why_not
+from ..benchmarks.reference import relative_error
 from ..config import SURROGATE_RULES, GRPOConfig, Surrogate
 from ..contract import AGGREGATIONS, KL_ESTIMATORS, Aggregation, KLEstimator, Level
 from ..loss import fused_grpo_loss
@@ -286,10 +287,10 @@ def loss_scale(case: Case, exact: dict[str, Tensor]) -> float:
 
 
 def errors(found: dict[str, Tensor], exact: dict[str, Tensor], scale: float) -> dict[str, float]:
-    """|found - exact| / |exact| by name; of the loss to at least `scale`, of a metric to at least 1."""
+    """Relative errors by name; of the loss to at least `scale`, of a metric to at least 1."""
     out = {}
     for name, x in exact.items():
         least = scale if name == "loss" else 1.0 if name.startswith("metric") else 1e-30
-        error = (found[name] - x).norm().item() / max(x.norm().item(), least) if name in found else math.inf
+        error = relative_error(found[name], x, least) if name in found else math.inf
         out[name] = error if math.isfinite(error) else math.inf
     return out

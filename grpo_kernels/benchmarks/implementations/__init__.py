@@ -1,15 +1,15 @@
 """The implementations that are compared: one plug-in of one signature each, and the table of them.
 
-A plug-in is an `Implementation`. To add one: a module beside this one, and a line in `_MODULES`.
+A plug-in is an `Implementation`. To add one: a module beside this one, and its name in `_MODULES`.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from typing import NamedTuple
 
 import torch
@@ -33,7 +33,7 @@ class Result(NamedTuple):
 Step = Callable[[Inputs], Result]
 
 
-class Unserved(Exception):
+class Unsupported(Exception):
     """An implementation has nothing for this mode, type or size; the message says what is lacking."""
 
 
@@ -41,24 +41,23 @@ class Unserved(Exception):
 class Implementation:
     """One way to compute a case.
 
-    `settings(inputs, mode)` gives a step for each setting that is worth trying, the documented default first; where
-    there are several, the fastest correct one is reported. It may raise `Unserved`.
-    `why_not(device, dtype)` says why it cannot run there at all, None where it can; it imports what is needed.
-    `objective` is what its results are checked against: "grpo"; "cross_entropy", mean -logp, a yardstick that does the
-    same matrix products; or "none", which is not checked.
+    `settings(inputs, mode)` gives a step for each setting that is worth trying, the documented default first. It may
+    raise `Unsupported`. `unavailable_reason(device, dtype)` says why it cannot run there at all, None where it can; it
+    imports what is needed. `objective` is what its results are checked against: "grpo"; "cross_entropy", mean -logp, a
+    yardstick that does the same matrix products; or "none", which is not checked.
     """
 
     name: str
     title: str
     settings: Callable[[Inputs, str], dict[str, Step]]
-    why_not: Callable[[torch.device, torch.dtype], str | None] = lambda device, dtype: None
+    unavailable_reason: Callable[[torch.device, torch.dtype], str | None] = lambda device, dtype: None
     objective: str = "grpo"
 
 
 def gradients(loss: Tensor, inputs: Inputs, logps: Tensor | None = None) -> Result:
     """Backward by autograd, to the inputs that require gradients."""
-    wanted = (inputs.hidden,) if inputs.frozen else (inputs.hidden, inputs.weight)
-    dhidden, *rest = torch.autograd.grad(loss, wanted)
+    leaves = (inputs.hidden,) if inputs.frozen else (inputs.hidden, inputs.weight)
+    dhidden, *rest = torch.autograd.grad(loss, leaves)
     return Result(loss.detach(), None if logps is None else logps.detach(), dhidden, rest[0] if rest else None)
 
 
@@ -111,9 +110,16 @@ def implementations() -> dict[str, Implementation]:
     return found
 
 
-def select(patterns: Sequence[str]) -> list[str]:
-    """Names that match any of the patterns, as in `ours*`; ValueError where a pattern matches none."""
+def select(patterns: Sequence[str], without: Sequence[str] = ()) -> list[str]:
+    """Names that match any of the patterns, as in `ours*`, and none of `without`.
+
+    ValueError where one of `patterns` matches no implementation.
+    """
     for pattern in patterns:
-        if not fnmatch.filter(implementations(), pattern):
+        if not any(fnmatch(name, pattern) for name in implementations()):
             raise ValueError(f"{pattern!r} is no implementation; there are {', '.join(implementations())}")
-    return [name for name in implementations() if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
+    return [
+        name
+        for name in implementations()
+        if any(fnmatch(name, pattern) for pattern in patterns) and not any(fnmatch(name, out) for out in without)
+    ]

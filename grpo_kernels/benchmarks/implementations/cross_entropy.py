@@ -33,9 +33,6 @@ def _step(function: Callable[..., Tensor], mode: str, **options: Any) -> Step:
     return forward if mode == "forward" else backward
 
 
-# --- Apple's Cut Cross-Entropy ----------------------------------------------------------------------------------------
-
-
 def _cut() -> ModuleType:
     return importlib.import_module("cut_cross_entropy")
 
@@ -52,13 +49,6 @@ def _cut_settings(inputs: Inputs, mode: str) -> dict[str, Step]:
             kernels["cce, filter_eps=None"] = {"impl": "cce", "filter_eps": None}
         options = kernels | options
     return {name: _step(_cut().linear_cross_entropy, mode, **chosen) for name, chosen in options.items()}
-
-
-def _cut_why_not(device: torch.device, dtype: torch.dtype) -> str | None:
-    return not_importable(_cut, "cut-cross-entropy==25.1.1")
-
-
-# --- QuACK ------------------------------------------------------------------------------------------------------------
 
 
 def _quack() -> ModuleType:
@@ -94,7 +84,7 @@ def _quack_settings(inputs: Inputs, mode: str) -> dict[str, Step]:
     return {f"chunk {size}": _step(chunked, mode, chunk_size=size) for size in chunks} | whole
 
 
-def _quack_why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+def _quack_unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     return no_nvidia_gpu(device, 9, 0) or not_importable(_quack, "'quack-kernels[cu13]==0.6.5'")
 
 
@@ -103,8 +93,10 @@ IMPLEMENTATIONS = (
         "cut-cross-entropy",
         "Cut Cross-Entropy (plain cross-entropy)",
         _cut_settings,
-        _cut_why_not,
+        lambda device, dtype: not_importable(_cut, "cut-cross-entropy==25.1.1"),
         objective="cross_entropy",
     ),
-    Implementation("quack", "QuACK (plain cross-entropy)", _quack_settings, _quack_why_not, objective="cross_entropy"),
+    Implementation(
+        "quack", "QuACK (plain cross-entropy)", _quack_settings, _quack_unavailable_reason, objective="cross_entropy"
+    ),
 )

@@ -17,9 +17,6 @@ _CHUNKS = (1, 4, 16)  # completions; 1 is the default
 _CHUNK_TOKENS = 4096
 
 
-# --- LigerFusedLinearGRPOLoss -----------------------------------------------------------------------------------------
-
-
 def _grpo() -> ModuleType:
     return importlib.import_module("liger_kernel.chunked_loss.grpo_loss")
 
@@ -30,18 +27,12 @@ def _settings(inputs: Inputs, mode: str) -> dict[str, Step]:
         return {"": _forward}
     batch, length = inputs.ids.shape
     sizes = [size for size in _CHUNKS if size == 1 or (size <= batch and size * length <= _CHUNK_TOKENS)]
+    options = dict(beta=inputs.beta, use_ref_model=inputs.beta != 0.0, loss_type="grpo")
+    options |= dict(epsilon_low=EPSILON, epsilon_high=EPSILON)
+    make = _grpo().LigerFusedLinearGRPOLoss
     return {
         f"chunk {size}{'' if compiled else ', not compiled'}": functools.partial(
-            _step,
-            loss=_grpo().LigerFusedLinearGRPOLoss(
-                beta=inputs.beta,
-                compiled=compiled,
-                use_ref_model=inputs.beta != 0.0,
-                chunk_size=size,
-                epsilon_low=EPSILON,
-                epsilon_high=EPSILON,
-                loss_type="grpo",
-            ),
+            _step, loss=make(chunk_size=size, compiled=compiled, **options)
         )
         for size, compiled in (*((size, True) for size in sizes), (sizes[-1], False))
     }
@@ -49,14 +40,9 @@ def _settings(inputs: Inputs, mode: str) -> dict[str, Step]:
 
 def _step(inputs: Inputs, loss: torch.nn.Module) -> Result:
     value, _ = loss(
-        inputs.hidden,
-        inputs.weight,
-        inputs.ids,
-        inputs.mask,
-        inputs.advantages,
-        ref_per_token_logps=inputs.ref_logps if inputs.beta else None,
-        old_per_token_logps=inputs.old_logps,
-    )
+        inputs.hidden, inputs.weight, inputs.ids, inputs.mask, inputs.advantages,
+        ref_per_token_logps=inputs.ref_logps if inputs.beta else None, old_per_token_logps=inputs.old_logps,
+    )  # fmt: skip
     return gradients(value, inputs)
 
 
@@ -66,13 +52,6 @@ def _forward(inputs: Inputs) -> Result:
         return Result(
             logps=_grpo().LigerFusedLinearGRPOFunction.chunk_forward(inputs.hidden, inputs.weight, inputs.ids)
         )
-
-
-def _why_not(device: torch.device, dtype: torch.dtype) -> str | None:
-    return not_importable(_grpo, f"liger-kernel=={_VERSION}")
-
-
-# --- LigerFusedLinearScaledCrossEntropyFunction -----------------------------------------------------------------------
 
 
 def _scaled_cross_entropy() -> ModuleType:
@@ -86,11 +65,7 @@ def _native_logps(inputs: Inputs) -> Tensor:
     return -losses.view(inputs.ids.shape)
 
 
-def _native_settings(inputs: Inputs, mode: str) -> dict[str, Step]:
-    return {"": from_logps(_native_logps, mode)}
-
-
-def _native_why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+def _native_unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     why = no_nvidia_gpu(device, 9, 0)
     if why is None and torch.cuda.get_device_capability(device) != (9, 0):
         why = "its kernels are for compute capability 9.0 alone"
@@ -102,6 +77,13 @@ def _native_why_not(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 IMPLEMENTATIONS = (
-    Implementation("liger", "Liger", _settings, _why_not),
-    Implementation("liger-native", "Liger, CuTe kernels for Hopper", _native_settings, _native_why_not),
+    Implementation(
+        "liger", "Liger", _settings, lambda device, dtype: not_importable(_grpo, f"liger-kernel=={_VERSION}")
+    ),
+    Implementation(
+        "liger-native",
+        "Liger, CuTe kernels for Hopper",
+        lambda inputs, mode: {"": from_logps(_native_logps, mode)},
+        _native_unavailable_reason,
+    ),
 )

@@ -14,7 +14,7 @@ from ... import GRPOConfig, fused_grpo_loss, fused_logps
 from ...backends import get_backend, registered_backends, why_not
 from ...backends.strategy import STRATEGIES, VARIABLE
 from ..inputs import ADVANTAGE_EPS, EPSILON, Inputs
-from . import Implementation, Result, Step, Unserved, gradients
+from . import Implementation, Result, Step, Unsupported, gradients
 
 
 def _step(inputs: Inputs, mode: str, backend: str, config: GRPOConfig) -> Result:
@@ -26,18 +26,10 @@ def _step(inputs: Inputs, mode: str, backend: str, config: GRPOConfig) -> Result
             )  # fmt: skip
         return Result(logps=logps)
     output = fused_grpo_loss(
-        inputs.hidden,
-        inputs.weight,
-        inputs.ids,
-        completion_mask=inputs.mask,
-        old_logps=inputs.old_logps,
-        ref_logps=inputs.ref_logps if inputs.beta else None,
-        sampling_mask=inputs.sampling_mask,
-        rewards=inputs.rewards,
-        num_generations=inputs.generations,
-        config=config,
-        backend=backend,
-    )
+        inputs.hidden, inputs.weight, inputs.ids, completion_mask=inputs.mask, old_logps=inputs.old_logps,
+        ref_logps=inputs.ref_logps if inputs.beta else None, sampling_mask=inputs.sampling_mask,
+        rewards=inputs.rewards, num_generations=inputs.generations, config=config, backend=backend,
+    )  # fmt: skip
     return gradients(output.loss, inputs, output.logps if config.score_inactive else None)
 
 
@@ -50,31 +42,23 @@ def _settings(
     masked: bool = True,
 ) -> dict[str, Step]:
     config = GRPOConfig(
-        aggregation="seq_mean",
-        beta=inputs.beta,
-        epsilon_low=EPSILON,
-        epsilon_high=EPSILON,
-        advantage_eps=ADVANTAGE_EPS,
-        score_inactive=score_inactive,
-    )
+        aggregation="seq_mean", beta=inputs.beta, epsilon_low=EPSILON, epsilon_high=EPSILON,
+        advantage_eps=ADVANTAGE_EPS, score_inactive=score_inactive,
+    )  # fmt: skip
 
     def step(inputs: Inputs) -> Result:
-        with _chosen(strategy):
+        with _environment(strategy):
             return _step(inputs if masked else replace(inputs, sampling_mask=None), mode, backend, config)
 
     if strategy is not None and strategy not in get_backend(backend).strategies(inputs.hidden, inputs.weight):
-        raise Unserved(f"strategy {strategy} does not serve these inputs")
+        raise Unsupported(f"strategy {strategy} does not serve these inputs")
     if not score_inactive and mode == "forward":
-        raise Unserved("log-probabilities are wanted of every token")
+        raise Unsupported("log-probabilities are wanted of every token")
     return {"": step}
 
 
-def _why_not(backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    return why_not(backend, device) or None
-
-
 @contextmanager
-def _chosen(strategy: str | None) -> Iterator[None]:
+def _environment(strategy: str | None) -> Iterator[None]:
     """The strategy by its variable, as users would choose it; without one, the variable stays as it is."""
     before = os.environ.get(VARIABLE)
     if strategy is not None:
@@ -89,28 +73,23 @@ def _chosen(strategy: str | None) -> Iterator[None]:
 
 
 def _of_backend(backend: str, strategy: str | None) -> Implementation:
-    of_strategy = f", {strategy}" if strategy else ""
     return Implementation(
         f"ours-{backend}" + (f"-{strategy}" if strategy else ""),
-        f"ours, backend {backend}{of_strategy}",
+        f"ours, backend {backend}" + (f", {strategy}" if strategy else ""),
         functools.partial(_settings, backend=backend, strategy=strategy),
-        functools.partial(_why_not, backend),
+        lambda device, dtype: why_not(backend, device) or None,
     )
-
-
-def _strategies(backend: str) -> tuple[str | None, ...]:
-    """None where there is nothing to choose."""
-    return STRATEGIES if backend in ("cuda", "triton") else (None,)
 
 
 IMPLEMENTATIONS = (
     Implementation("ours", "ours", _settings),
     Implementation(
-        "ours-unmasked",
-        "ours without the sampling mask",
-        functools.partial(_settings, masked=False),
-        objective="none",
+        "ours-unmasked", "ours without the sampling mask", functools.partial(_settings, masked=False), objective="none"
     ),
     Implementation("ours-unscored", "ours, score_inactive=False", functools.partial(_settings, score_inactive=False)),
-    *(_of_backend(backend, strategy) for backend in registered_backends() for strategy in _strategies(backend)),
+    *(
+        _of_backend(backend, strategy)
+        for backend in registered_backends()
+        for strategy in (STRATEGIES if backend in ("cuda", "triton") else (None,))
+    ),
 )

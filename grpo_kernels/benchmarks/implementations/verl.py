@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..inputs import Inputs
-from . import Implementation, Step, Unserved, from_logps, no_nvidia_gpu, not_importable
+from . import Implementation, Step, Unsupported, from_logps, no_nvidia_gpu, not_importable
 
 _PACKAGE = "--no-deps verl==0.9.1"  # its dependencies pin transformers and bring Ray; what is used here needs none
 _CHUNKS = (512, 4096)  # tokens; 512 is the default
@@ -43,9 +43,6 @@ def _module(name: str) -> ModuleType:
             del sys.modules[package]
 
 
-# --- verl.utils.kernel: Triton ----------------------------------------------------------------------------------------
-
-
 def _function() -> ModuleType:
     return _module("verl.utils.kernel.linear_cross_entropy")
 
@@ -66,18 +63,15 @@ def _settings(inputs: Inputs, mode: str) -> dict[str, Step]:
     """The gradient of the logits in pieces of the vocabulary, the default, and whole."""
     hidden_size = inputs.hidden.shape[-1]
     if hidden_size % _TILE:
-        raise Unserved(f"hidden size {hidden_size} is no multiple of {_TILE}")
+        raise Unsupported(f"hidden size {hidden_size} is no multiple of {_TILE}")
     methods = (
         {"split": "_Split_Dlogits_N", "whole": "_Total_Separate"} if mode != "forward" else {"": "_Split_Dlogits_N"}
     )
     return {name: from_logps(functools.partial(_logps, backward=method), mode) for name, method in methods.items()}
 
 
-def _why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+def _unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     return no_nvidia_gpu(device) or not_importable(lambda: (_function(), _kernels()), _PACKAGE)
-
-
-# --- FusedLinearForPPO: torch -----------------------------------------------------------------------------------------
 
 
 def _torch_functional() -> ModuleType:
@@ -96,11 +90,12 @@ def _torch_settings(inputs: Inputs, mode: str) -> dict[str, Step]:
     return {f"chunk {size}": from_logps(functools.partial(_torch_logps, chunk_size=size), mode) for size in sizes}
 
 
-def _torch_why_not(device: torch.device, dtype: torch.dtype) -> str | None:
-    return not_importable(_torch_functional, _PACKAGE)
-
-
 IMPLEMENTATIONS = (
-    Implementation("verl", "verl, Triton", _settings, _why_not),
-    Implementation("verl-torch", "verl, torch in chunks", _torch_settings, _torch_why_not),
+    Implementation("verl", "verl, Triton", _settings, _unavailable_reason),
+    Implementation(
+        "verl-torch",
+        "verl, torch in chunks",
+        _torch_settings,
+        lambda device, dtype: not_importable(_torch_functional, _PACKAGE),
+    ),
 )
