@@ -1,0 +1,500 @@
+"""All that a GPU machine without network can say about this checkout, in one JSON that is written as results come.
+
+    python bench/gpu.py --minutes 9 --output out/gpu.json                       # build, check, headline, events
+    python bench/gpu.py --minutes 9 --output out/gpu.json --resume --stages build tests sanitizer
+    python bench/gpu.py --minutes 9 --output out/gpu.json --resume --peers peers.tar.xz --stages build benchmark
+    python bench/bars.py out/gpu.json                                           # which targets are met
+
+Every command is a process with a limit of time and of silence. What hangs, crashes or gives wrong results is named and
+left out of all that follows by backend and strategy (`left_out`), and the exit status is 1; all else is still measured.
+--resume keeps stages that came to an end with the same sources. The build is always made; it compiles what changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+PEERS = ROOT / "build" / "gpu" / "site-packages"
+BACKENDS, STRATEGIES = ("cuda", "triton"), ("rows", "linear", "anchored")
+HEADS = ("llama-3-8b:16384", "qwen2.5-7b:16384", "qwen2.5-1.5b:16384", "gemma-2-2b:16384")
+PRODUCT_ROWS = (768, 1024, 2816, 3584, 4096, 5632, 8192, 16384)
+# Of one command, in seconds. Triton compiles in silence; what CUDA's kernels do takes less.
+LIMITS = {"build": 300, "check": 120, "headline": 300, "events": 90, "tests": 500, "sanitizer": 200, "trl_step": 150}
+SILENCE = {"cuda": 45.0, "triton": 150.0}
+FIRST_TESTS = ("half_precision", "more_logits", "same_bits", "cuda_graph", "stream", "compile")  # in their names
+CUDA_ERROR = re.compile(r"CUDA error|CUDA_ERROR_|illegal (memory access|instruction)")  # later calls of a process fail
+
+
+class Ended(NamedTuple):
+    """How a command ended. `stopped` says at which limit; empty where it ended by itself."""
+
+    code: int | None
+    output: str
+    stopped: str
+
+    @property
+    def reason(self) -> str:
+        """Why it failed, in a line."""
+        lines = [line.strip() for line in self.output.splitlines() if line.strip()]
+        return self.stopped or f"exit status {self.code}: {(lines or ['nothing was said'])[-1][:300]}"
+
+
+class Report:
+    """The JSON, the options of this call, and a way to run commands that cannot outlive their time."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.path, self.sources = options, options.output.resolve(), digest_of_sources()
+        self.end = time.monotonic() + 60 * options.minutes
+        self.data: dict[str, Any] = {"environment": {}, "stages": {}, "left_out": {}}
+        self.stage: dict[str, Any] = {}
+        if options.resume and self.path.exists():
+            self.data = json.loads(self.path.read_text())
+            if self.data.get("sources") != self.sources:
+                self.data |= {"stages": {}, "left_out": {}}
+        self.data["sources"] = self.sources
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def left(self) -> float:
+        return self.end - time.monotonic()
+
+    def save(self) -> None:
+        draft = self.path.with_name(f"{self.path.name}.tmp")
+        draft.write_text(json.dumps(self.data, indent=1, default=str) + "\n")
+        draft.replace(self.path)
+
+    def fail(self, text: str) -> None:
+        self.stage.setdefault("failures", []).append(text)
+        print(f"FAILED: {text}", flush=True)
+        self.save()
+
+    def leave_out(self, pair: str, reason: str) -> None:
+        """`pair` as in "cuda/linear"; without its row kernels a backend has nothing left."""
+        backend, _, strategy = pair.partition("/")
+        for name in STRATEGIES if strategy == "rows" else (strategy,):
+            self.data["left_out"].setdefault(f"{backend}/{name}", reason)
+
+    def usable(self) -> list[str]:
+        pairs = [f"{backend}/{strategy}" for backend in BACKENDS for strategy in STRATEGIES]
+        return [pair for pair in pairs if pair not in self.data["left_out"]]
+
+    def excluded(self) -> list[str]:
+        """Names of the benchmarks. "ours" is what a user gets: CUDA's kernels where they load."""
+        names = [f"ours-{pair.replace('/', '-')}" for pair in self.data["left_out"]]
+        unbuilt = self.data["left_out"].get("cuda/rows", "").startswith("not available")
+        broken = "cuda/rows" in self.data["left_out"] and not unbuilt
+        return [*names, *(["ours", "ours-unscored", "ours-unmasked"] if broken else [])]
+
+    def python(self, *arguments: object, limit: float, silence: float = float("inf"), **variables: str) -> Ended:
+        """Run this Python at the root; it and all that it started are killed at a limit."""
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]), str(PEERS)])
+        environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **variables}
+        command = [sys.executable, *map(str, arguments)]
+        log = self.path.with_suffix(".log")
+        with log.open("a") as file:
+            print(f"\n--- {' '.join(command)[:300]}", file=file, flush=True)
+            offset = log.stat().st_size
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+        try:
+            stopped = wait(process, log, min(limit, self.left), silence)
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError, subprocess.TimeoutExpired):
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait(10)  # what a driver holds does not die at once
+        with log.open("rb") as written:
+            written.seek(offset)
+            return Ended(None if stopped else process.wait(), written.read().decode(errors="replace"), stopped)
+
+
+def wait(process: subprocess.Popen[Any], log: Path, limit: float, silence: float) -> str:
+    """Until it has ended, or why it has to be stopped."""
+    start = heard = time.monotonic()
+    size = log.stat().st_size
+    while process.poll() is None:
+        now, grown = time.monotonic(), log.stat().st_size
+        if grown != size:
+            size, heard = grown, now
+        if now - start >= limit:
+            return f"stopped after {limit:.0f} s"
+        if now - heard >= silence:
+            return f"hangs: stopped after {silence:.0f} s of silence"
+        time.sleep(0.05)
+    return ""
+
+
+def digest_of_sources() -> str:
+    digest = hashlib.sha256()
+    for folder in ("setup.py", "csrc", "python", "tools", "grpo_kernels"):
+        for file in sorted([ROOT / folder] if (ROOT / folder).is_file() else (ROOT / folder).rglob("*")):
+            if file.suffix in (".py", ".json", ".h", ".cuh", ".cu", ".cpp"):
+                digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def objects_in(output: str) -> Iterator[dict[str, Any]]:
+    """The lines that are JSON objects, among warnings."""
+    for line in output.splitlines():
+        with contextlib.suppress(ValueError):
+            found = json.loads(line) if line.startswith("{") else None
+            if found is not None:
+                yield found
+
+
+# --- stages -----------------------------------------------------------------------------------------------------------
+
+
+def build(report: Report) -> None:
+    """This checkout, as it is; the peers beside it; what each backend says about itself."""
+    if report.options.peers:
+        shutil.rmtree(PEERS, ignore_errors=True)
+        shutil.unpack_archive(report.options.peers, PEERS, filter="data")
+        # Python reads .pth files in its own folders alone; a module of this name it imports when it starts.
+        (PEERS / "sitecustomize.py").write_text(f"import site\n\nsite.addsitedir({str(PEERS)!r})\n")
+    pip = ("-m", "pip", "install", "-v", "--no-index", "--no-build-isolation", "--no-deps", "-e", ".")
+    ended = report.python(*pip, limit=LIMITS["build"])
+    report.stage["said"] = ended.output[-4000:]
+    if ended.code != 0:
+        report.fail(f"build: {ended.reason}")
+    describe(report)
+    for name in BACKENDS:
+        if reason := report.data["environment"].get("backends", {}).get(name, "unknown"):
+            report.leave_out(f"{name}/rows", f"not available: {reason}")
+            report.fail(f"backend {name}: {reason}")
+
+
+def describe(report: Report) -> None:
+    """Device, driver, clocks, versions, date, and why a backend is not available."""
+    ended = report.python(__file__, "--probe", "environment", "--device", report.options.device, limit=120)
+    found = next(objects_in(ended.output), None)
+    if found is None:
+        report.fail(f"environment: {ended.reason}")
+    report.data["environment"] = found or {}
+
+
+def check(report: Report) -> None:
+    """`grpo-kernels check` for each backend and strategy: what fails there is left out of what follows."""
+    for pair in [*report.usable(), "torch/rows"]:
+        backend, _, strategy = pair.partition("/")
+        if pair in report.data["left_out"]:
+            continue
+        silence = report.options.silence or SILENCE.get(backend, 150.0)
+        command = ("-m", "grpo_kernels", "check", "--quick", "--backend", backend)
+        ended = report.python(*command, limit=LIMITS["check"], silence=silence, GRPO_KERNELS_STRATEGY=strategy)
+        report.stage[pair] = "ok" if ended.code == 0 else ended.output[-2000:]
+        if ended.code != 0:
+            report.fail(f"check {pair}: {ended.reason}")
+            if not ended.stopped or ended.stopped.startswith("hangs"):
+                report.leave_out(pair, f"check: {ended.reason}")
+
+
+def headline(report: Report) -> None:
+    """Steps of every backend and strategy beside the three bare products, interleaved."""
+    shapes = report.options.shapes
+    chosen = ["--shapes", *shapes, "--against", "ours-cuda*", "ours-triton*"] if shapes else ["--set", "headline"]
+    bench(report, "headline", *chosen, "--quick", "--rounds", 5, limit=LIMITS["headline"])
+
+
+def benchmark(report: Report) -> None:
+    """The comparison with all peers: what bars.py asks for."""
+    chosen = ["--shapes", *report.options.shapes] if report.options.shapes else ["--set", "targets"]
+    bench(report, "benchmark", *chosen, limit=report.left)
+    with report.path.with_suffix(".bars.txt").open("w") as table:
+        table.write(report.python("bench/bars.py", report.path, limit=60).output)
+
+
+def bench(report: Report, name: str, *options: object, limit: float) -> None:
+    """`grpo-kernels bench`, which names who hangs, crashes or is wrong; its document is a part of the report."""
+    output = report.path.with_suffix(f".{name}.json")
+    minutes = max(min(limit, report.left) - 20, 20) / 60  # of grace, for the case that is under way
+    command: list[object] = ["-m", "grpo_kernels", "bench", *options, "--device", report.options.device]
+    command += ["--minutes", f"{minutes:.2f}", "--no-figures", "--output", output]
+    command += ["--silence", report.options.silence or 90]
+    command += ["--resume"] if report.options.resume and output.exists() else []
+    command += ["--exclude", *report.excluded()] if report.excluded() else []
+    ended = report.python(*command, limit=limit)
+    if "was measured otherwise" in ended.output:  # on another machine, or with other versions
+        ended = report.python(*[word for word in command if word != "--resume"], limit=limit)
+    if not output.exists():
+        report.fail(f"{name}: {ended.reason}")
+        return
+    document = report.data[name] = json.loads(output.read_text())
+    for case in document["cases"]:
+        shape = f"{case['case']['head']} {case['case']['mode']}"
+        for who, found in case["implementations"].items():
+            _, backend, strategy = [*who.split("-"), "", ""][:3]
+            error = found.get("error", "")
+            ran = sorted({call.partition(".")[0] for call in found.get("ran", ())})
+            if who.startswith("ours-") and backend in BACKENDS and ran not in ([], [backend]):
+                report.fail(f"{name} {shape}: {who} ran backend {' and '.join(ran)}")
+            if error and not error.startswith(("out of memory", "not run")) and who.startswith("ours"):
+                report.fail(f"{name} {shape}: {who}: {error}")
+                if backend in BACKENDS:
+                    report.leave_out(f"{backend}/{strategy}", f"{name}: {error}")
+        ratios = {who: found.get("ratio_to_floor") for who, found in case["implementations"].items()}
+        print(f"{shape}: {', '.join(f'{who} {ratio:.3f}' for who, ratio in ratios.items() if ratio)}", flush=True)
+    if "error" in document or ended.stopped:
+        report.fail(f"{name}: {ended.reason}")
+    report.stage["not_run"] = document["not_run"]
+
+
+def events(report: Report) -> None:
+    """The bare products by rows and a copy; then each kernel of a step, by torch.profiler."""
+    found: list[dict[str, Any]] = []
+    report.data["events"] = found
+    for name in ["products", *report.usable()]:
+        if name in report.data["left_out"]:
+            continue
+        command = [__file__, "--probe", name, "--device", report.options.device]
+        command += ["--shapes", *(report.options.shapes or HEADS)]
+        silence = report.options.silence or SILENCE.get(name.partition("/")[0], 60.0)
+        ended = report.python(*command, limit=LIMITS["events"], silence=silence)
+        found += objects_in(ended.output)
+        if ended.code != 0:
+            report.fail(f"events {name}: {ended.reason}")
+            if name != "products" and (not ended.stopped or ended.stopped.startswith("hangs")):
+                report.leave_out(name, f"events: {ended.reason}")
+        report.save()
+
+
+def tests(report: Report) -> None:
+    """The tests marked gpu. One that hangs, crashes or breaks the device ends its process; the rest get a new one."""
+    collected = report.python("-m", "pytest", "-m", "gpu", "--collect-only", "-q", *report.options.tests, limit=120)
+    names = re.findall(r"^\S+::\S.*$", collected.output, re.MULTILINE)
+    left_out = [pair.split("/") for pair in report.data["left_out"]]
+    rest = [
+        name
+        for name in sorted(names, key=lambda name: not any(word in name for word in FIRST_TESTS))
+        if not any({backend, strategy} <= set(re.split(r"[\[\]-]", name)) for backend, strategy in left_out)
+        and not any(backend in re.split(r"[\[\]-]", name) for backend, strategy in left_out if strategy == "rows")
+    ]
+    outcomes: dict[str, str] = {}
+    deadline = time.monotonic() + LIMITS["tests"]
+    while rest and min(report.left, deadline - time.monotonic()) > 10:
+        limit = deadline - time.monotonic()
+        silence = report.options.silence or SILENCE["triton"]
+        ended = report.python(
+            "-m", "pytest", "-m", "gpu", "-v", "-rfE", "--tb=short", *rest, limit=limit, silence=silence
+        )
+        done = dict(re.findall(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)\b", ended.output, re.MULTILINE))
+        said = dict(re.findall(r"^(?:FAILED|ERROR) (\S+::.+?) - (.*)$", ended.output, re.MULTILINE))
+        lost = next((name for name in done if CUDA_ERROR.search(said.get(name, ""))), None)
+        if lost:  # what came after it in this process says nothing
+            done = {name: done[name] for name in list(done)[: list(done).index(lost) + 1]}
+        current = next((name for name in rest if name not in done), None)
+        if current and not lost and ended.code not in (0, 1) and not ended.stopped.startswith("stopped"):
+            done[current], said[current] = "FAILED", ended.reason  # it hung, or took the process with it
+        for name, outcome in done.items():
+            if outcome in ("FAILED", "ERROR"):
+                report.fail(f"{name}: {said.get(name, '')[:300]}")
+        outcomes |= done
+        if not done:
+            break
+        rest = [name for name in rest if name not in done]
+        report.stage["counts"] = dict(Counter(outcomes.values()))
+        report.save()
+    report.stage["not_run"] = len(rest)
+    if "PASSED" not in outcomes.values():
+        report.fail(f"none of {len(names)} tests passed: {collected.reason}")
+
+
+def sanitizer(report: Report) -> None:
+    """compute-sanitizer's tools, one by one."""
+    strategies = [pair.partition("/")[2] for pair in report.usable() if pair.startswith("cuda/")]
+    for tool in ("memcheck", "racecheck", "initcheck", "synccheck") if strategies else ():
+        command = ("tests/sanitize.py", "--tools", tool, "--strategies", *strategies)
+        ended = report.python(*command, limit=LIMITS["sanitizer"])
+        report.stage[tool] = ended.output[-1000:]
+        if ended.code != 0:
+            report.fail(f"{tool}: {ended.reason}")
+
+
+def trl_step(report: Report) -> None:
+    """A micro-batch of TRL's trainer, with and without this package."""
+    output = report.path.with_suffix(".trl.json")
+    command = ("bench/trl_step.py", "--device", report.options.device, "--settings", "dapo", "--output", output)
+    ended = report.python(*command, limit=LIMITS["trl_step"])
+    if ended.code != 0:
+        report.fail(f"trl_step: {ended.reason}")
+    if output.exists():
+        report.data["trl_step"] = json.loads(output.read_text())
+
+
+STAGES: dict[str, Callable[[Report], None]] = {
+    stage.__name__: stage for stage in (build, check, headline, events, tests, benchmark, trl_step, sanitizer)
+}
+DEFAULT_STAGES = ("build", "check", "headline", "events")
+
+
+# --- what runs on the device, in a process of its own -----------------------------------------------------------------
+
+
+def probe(name: str, device_name: str, shapes: Sequence[str]) -> None:
+    import torch
+
+    from grpo_kernels.backends import registered_backends, why_not
+    from grpo_kernels.benchmarks.machine import clocks, environment
+
+    device = torch.device(device_name)
+    if name == "environment":
+        reasons = {backend: why_not(backend, device) for backend in registered_backends()}
+        print(json.dumps(environment(device) | {"backends": reasons, "clocks": clocks(device)}, default=str))
+    elif name == "products":
+        for shape in shapes:
+            products(device, shape)
+    else:
+        for shape in shapes:
+            kernels(name, device, shape)
+
+
+def products(device: Any, shape: str) -> None:
+    """A copy, and the three products of a step over C rows; what the device has no room for says so."""
+    import torch
+
+    from grpo_kernels.benchmarks.cases import parse_shape
+    from grpo_kernels.benchmarks.limits import median_seconds
+
+    head, _, width, vocab = parse_shape(shape)
+    on_gpu = device.type == "cuda"
+    pair = torch.randn(2, 2**29 if on_gpu else 2**20, device=device)
+    seconds = median_seconds(lambda: pair[0].copy_(pair[1]), device)
+    print(json.dumps({"what": "copy", "gigabytes_per_second": pair.nbytes / seconds / 1e9}), flush=True)
+    pair = None
+    for rows in PRODUCT_ROWS if on_gpu else (64,):
+        for name, call in products_of(rows, width, vocab, device).items():
+            fact: dict[str, Any] = {"what": name, "head": head, "rows": rows}
+            try:
+                fact["milliseconds"] = 1e3 * median_seconds(call, device, budget=0.05)
+                fact["teraflops"] = 2 * rows * width * vocab / fact["milliseconds"] / 1e9
+            except (RuntimeError, TypeError) as error:
+                fact["error"] = str(error).splitlines()[0]
+            print(json.dumps(fact), flush=True)
+
+
+def products_of(rows: int, width: int, vocab: int, device: Any) -> dict[str, Callable[[], object]]:
+    """At the pitch of the engine's scratch, whose 16-bit gradients lie over float32 logits; random, since zeros are
+    faster. dweight with and without accumulation."""
+    import torch
+
+    from grpo_kernels.contract import chunk_row_stride
+
+    single, half = torch.float32, torch.bfloat16
+    pitch = chunk_row_stride(vocab, device)
+    logits = torch.empty(rows, pitch, device=device)[:, :vocab]  # (C, V)
+    narrow = torch.randn(rows, 2 * pitch, device=device, dtype=half)[:, :vocab]  # (C, V)
+    h, weight = (torch.randn(n, width, device=device, dtype=half) for n in (rows, vocab))
+    dweight = torch.zeros(vocab, width, device=device)
+    return {
+        "h W^T, float32": lambda: torch.mm(h, weight.T, out_dtype=single, out=logits),
+        "h W^T": lambda: torch.mm(h, weight.T),
+        "dlogits W": lambda: torch.mm(narrow, weight),
+        "dlogits W, float32": lambda: torch.mm(narrow, weight, out_dtype=single),
+        "dlogits^T h, added in float32": lambda: torch.addmm(dweight, narrow.T, h, out_dtype=single, out=dweight),
+        "dlogits^T h, float32": lambda: torch.mm(narrow.T, h, out_dtype=single, out=dweight),
+        "dlogits^T h": lambda: torch.mm(narrow.T, h),
+    }
+
+
+def kernels(pair: str, device: Any, shape: str) -> None:
+    """One step as the device saw it; of "linear" the log-probabilities alone, for which it is."""
+    import torch
+    from torch.profiler import profile
+
+    from grpo_kernels.benchmarks.cases import make_case
+    from grpo_kernels.benchmarks.implementations import implementations
+    from grpo_kernels.benchmarks.inputs import make_inputs
+
+    mode = "forward" if pair.endswith("linear") else "step"
+    inputs = make_inputs(make_case(shape, mode=mode), device)
+    (step,) = implementations()[f"ours-{pair.replace('/', '-')}"].settings(inputs, mode).values()
+    for number in range(2):
+        step(inputs)
+        print(json.dumps({"what": pair, "head": shape, "warm_up": number}), flush=True)
+    with profile() as profiler:
+        step(inputs)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    spans = sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in profiler.events() or ()
+        if event.device_type != torch.autograd.DeviceType.CPU or device.type == "cpu"
+    )
+    took: defaultdict[str, list[float]] = defaultdict(list)
+    busy_until, idle = spans[0][0] if spans else 0.0, 0.0
+    for start, end, name in spans:
+        idle += max(0.0, start - busy_until)
+        busy_until = max(busy_until, end)
+        took[name[:120]].append((end - start) / 1e3)
+    rows = sorted(((sum(times), len(times), name) for name, times in took.items()), reverse=True)
+    total = (busy_until - spans[0][0]) / 1e3 if spans else None
+    fact = {"what": pair, "head": shape, "mode": mode, "milliseconds": total, "idle_milliseconds": idle / 1e3}
+    print(
+        json.dumps(fact | {"kernels": [dict(milliseconds=ms, calls=n, name=name) for ms, n, name in rows]}), flush=True
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=DEFAULT_STAGES)
+    parser.add_argument("--minutes", type=float, default=9.0, help="for everything; default: %(default)g")
+    parser.add_argument(
+        "--output", type=Path, default=ROOT / "build" / "gpu" / "report.json", help="its log lies beside it"
+    )
+    parser.add_argument("--resume", action="store_true", help="keep what the JSON has; run what it lacks")
+    parser.add_argument("--peers", type=Path, help="the archive of gpu_peers.py")
+    parser.add_argument("--shapes", nargs="+", help="instead of the heads of each stage")
+    parser.add_argument("--tests", nargs="+", default=[], help="files or tests; default: all that are marked gpu")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument(
+        "--silence", type=float, help="seconds after which a command hangs, instead of those by backend"
+    )
+    parser.add_argument("--probe", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.probe:
+        probe(options.probe, options.device, options.shapes or HEADS)
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what runs is killed then, and the report written
+    report = Report(options)
+    for name in options.stages:
+        if name != "build" and report.data["stages"].get(name, {}).get("status") in ("ok", "failed"):
+            continue
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        report.stage = report.data["stages"][name] = {"status": "stopped", "date": now}
+        print(f"{name}: begins, {report.left:.0f} s are left", flush=True)
+        start = time.monotonic()
+        try:
+            if report.left < 10:
+                report.stage["status"] = "no time was left"
+                continue
+            STAGES[name](report)
+            report.stage["status"] = "failed" if "failures" in report.stage else "ok"
+        finally:
+            report.stage["seconds"] = round(time.monotonic() - start, 1)
+            report.save()
+    for name, stage in report.data["stages"].items():
+        print(f"{name:10} {stage['status']:10} {stage['seconds']:6.0f} s  {len(stage.get('failures', ()))} failures")
+    for pair, reason in report.data["left_out"].items():
+        print(f"left out: {pair}: {reason[:200]}")
+    print(f"report: {report.path}")
+    return 0 if all(stage["status"] == "ok" for stage in report.data["stages"].values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""bench/gpu.py without a GPU: backends that hang, crash and give wrong results cost themselves alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import gpu
+
+ROOT = Path(__file__).resolve().parents[1]
+# Python imports this when it starts. The faults of large vocabularies are found by the headline, not by the check.
+BACKENDS = """
+import os, time
+from grpo_kernels import backends
+from grpo_kernels.backends.pytorch.backend import TorchBackend
+
+class Faulty(TorchBackend):
+    def __init__(self, name):
+        self.name = name
+
+    def single_pass(self, chunk, table, values, params, gradients=None):
+        super().single_pass(chunk, table, values, params, gradients)
+        if chunk.logits.shape[1] > 1000 and self.name == "cuda":
+            time.sleep(600)
+        if chunk.logits.shape[1] > 1000 and self.name == "triton":
+            os._exit(7)
+        if gradients is not None and os.environ.get("GRPO_KERNELS_STRATEGY") == "linear":
+            gradients.dlogits[:, ::2] = 0
+
+for name in ("cuda", "triton"):
+    entry = backends._REGISTRY["torch"]
+    backends._REGISTRY[name] = entry._replace(load=lambda name=name: (Faulty(name), ""), devices=("cpu",))
+"""
+TESTS = """
+import os, time, pytest
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("what", ["passes", "crashes", "hangs", "fails", "passes too", "of-triton-linear"])
+def test_of_a_device(what):
+    if what == "crashes": os._exit(3)
+    if what == "hangs": time.sleep(600)
+    assert what != "fails", "CUDA error: an illegal memory access was encountered"
+    assert "linear" not in what
+"""
+
+
+def test_a_hang_a_wrong_result_and_a_crash_are_named_and_left_out_of_what_follows(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(BACKENDS)
+    tests = ROOT / "build" / f"rehearsal-{os.getpid()}" / "test_device.py"  # below pyproject.toml, far from conftest.py
+    tests.parent.mkdir(parents=True)
+    tests.write_text(TESTS)
+    output, built = tmp_path / "gpu.json", {"status": "ok", "seconds": 1.0}
+    left_out = {f"{name}/anchored": "not built" for name in gpu.BACKENDS} | {"cuda/linear": "not built"}
+    resumed = {"environment": {}, "sources": gpu.digest_of_sources(), "left_out": left_out, "stages": {"build": built}}
+    output.write_text(json.dumps(resumed))
+    stages = ["check", "headline", "events", "tests"]
+    command = [sys.executable, str(ROOT / "bench" / "gpu.py"), "--device", "cpu", "--shapes", "tiny:64", "--resume"]
+    command += ["--silence", "20", "--output", str(output), "--tests", str(tests), "--stages", *stages]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(tmp_path)
+    try:
+        ended = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, check=False)
+    finally:
+        tests.unlink()
+        tests.parent.rmdir()
+    found = json.loads(output.read_text())
+    assert ended.returncode == 1, "something failed"
+    assert found["stages"]["build"] == built
+    assert {name: found["stages"][name]["status"] for name in stages} == {
+        "check": "failed", "headline": "failed", "events": "ok", "tests": "failed",
+    }  # fmt: skip
+    reasons = {pair: reason for pair, reason in found["left_out"].items() if pair not in left_out}
+    assert set(reasons) == {"triton/linear", "cuda/rows", "triton/rows"}
+    assert "3 lines failed" in reasons["triton/linear"]
+    assert "no answer for 20 s" in reasons["cuda/rows"] and "ended with 7" in reasons["triton/rows"]
+    (case,) = found["headline"]["cases"]
+    assert {name for name, one in case["implementations"].items() if "seconds" in one} == {"ours", "floor"}
+    assert {"copy", "dlogits W"} <= {fact["what"] for fact in found["events"]}
+    assert found["stages"]["tests"]["counts"] == {"PASSED": 2, "FAILED": 3}
+    failed = " ".join(found["stages"]["tests"]["failures"])
+    assert all(f"[{what}]" in failed for what in ("crashes", "hangs", "fails"))
+    assert "left out: cuda/rows: headline: no answer for 20 s" in ended.stdout
