@@ -15,7 +15,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -37,107 +39,84 @@ PRODUCT_ROWS = (768, 1024, 2816, 3584, 4096, 5632, 8192, 16384)
 LIMITS = {"build": 300, "check": 120, "headline": 300, "events": 90, "tests": 500, "sanitizer": 200, "trl_step": 150}
 SILENCE = {"cuda": 45.0, "triton": 150.0}
 FIRST_TESTS = ("half_precision", "more_logits", "same_bits", "cuda_graph", "stream", "compile")  # in their names
+UNAVAILABLE = "backend "  # begins why one is left out that cannot be loaded
 CUDA_ERROR = re.compile(r"CUDA error|CUDA_ERROR_|illegal (memory access|instruction)")  # later calls of a process fail
 
 
 class Ended(NamedTuple):
-    """How a command ended. `stopped` says at which limit; empty where it ended by itself."""
+    """How a command ended: its output, and why it failed, in a line, or nothing. `limit`: its time was up."""
 
-    code: int | None
     output: str
-    stopped: str
-
-    @property
-    def reason(self) -> str:
-        """Why it failed, in a line."""
-        lines = [line.strip() for line in self.output.splitlines() if line.strip()]
-        return self.stopped or f"exit status {self.code}: {(lines or ['nothing was said'])[-1][:300]}"
+    failure: str = ""
+    limit: bool = False
 
 
 class Report:
     """The JSON, the options of this call, and a way to run commands that cannot outlive their time."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.path, self.sources = options, options.output.resolve(), digest_of_sources()
+        self.options, self.path, sources = options, options.output.resolve(), digest_of_sources()
         self.end = time.monotonic() + 60 * options.minutes
         self.data: dict[str, Any] = {"environment": {}, "stages": {}, "left_out": {}}
         self.stage: dict[str, Any] = {}
         if options.resume and self.path.exists():
-            self.data = json.loads(self.path.read_text())
-            if self.data.get("sources") != self.sources:
-                self.data |= {"stages": {}, "left_out": {}}
-        self.data["sources"] = self.sources
+            found = json.loads(self.path.read_text())
+            self.data |= found if found.get("sources") == sources else {}
+        self.data["sources"] = sources
         self.path.parent.mkdir(parents=True, exist_ok=True)
-
-    @property
-    def left(self) -> float:
-        return self.end - time.monotonic()
 
     def save(self) -> None:
         draft = self.path.with_name(f"{self.path.name}.tmp")
         draft.write_text(json.dumps(self.data, indent=1, default=str) + "\n")
         draft.replace(self.path)
 
-    def fail(self, text: str) -> None:
+    def fail(self, text: str, pair: str = "") -> None:
+        """Record it; `pair`, as in "cuda/linear", is left out. Without its row kernels a backend has nothing left."""
         self.stage.setdefault("failures", []).append(text)
         print(f"FAILED: {text}", flush=True)
+        backend, _, strategy = pair.partition("/")
+        for name in STRATEGIES if strategy == "rows" else (strategy,) if strategy else ():
+            self.data["left_out"].setdefault(f"{backend}/{name}", text)
         self.save()
 
-    def leave_out(self, pair: str, reason: str) -> None:
-        """`pair` as in "cuda/linear"; without its row kernels a backend has nothing left."""
-        backend, _, strategy = pair.partition("/")
-        for name in STRATEGIES if strategy == "rows" else (strategy,):
-            self.data["left_out"].setdefault(f"{backend}/{name}", reason)
+    def usable(self) -> Iterator[str]:
+        """What is not left out when its turn comes."""
+        for pair in itertools.product(BACKENDS, STRATEGIES):
+            if "/".join(pair) not in self.data["left_out"]:
+                yield "/".join(pair)
 
-    def usable(self) -> list[str]:
-        pairs = [f"{backend}/{strategy}" for backend in BACKENDS for strategy in STRATEGIES]
-        return [pair for pair in pairs if pair not in self.data["left_out"]]
-
-    def excluded(self) -> list[str]:
-        """Names of the benchmarks. "ours" is what a user gets: CUDA's kernels where they load."""
-        names = [f"ours-{pair.replace('/', '-')}" for pair in self.data["left_out"]]
-        unbuilt = self.data["left_out"].get("cuda/rows", "").startswith("not available")
-        broken = "cuda/rows" in self.data["left_out"] and not unbuilt
-        return [*names, *(["ours", "ours-unscored", "ours-unmasked"] if broken else [])]
-
-    def python(self, *arguments: object, limit: float, silence: float = float("inf"), **variables: str) -> Ended:
+    def python(self, *arguments: object, limit: float, silence: float = math.inf, **variables: str) -> Ended:
         """Run this Python at the root; it and all that it started are killed at a limit."""
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]), str(PEERS)])
         environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **variables}
-        command = [sys.executable, *map(str, arguments)]
-        log = self.path.with_suffix(".log")
-        with log.open("a") as file:
-            print(f"\n--- {' '.join(command)[:300]}", file=file, flush=True)
-            offset = log.stat().st_size
+        command, log = [sys.executable, *map(str, arguments)], self.path.with_suffix(".log")
+        limit = min(limit, self.end - time.monotonic())
+        with log.open("ab") as file:
+            file.write(f"\n--- {' '.join(command)[:300]}\n".encode())
+            file.flush()
+            begin, start, stopped = file.tell(), time.monotonic(), ""
+            size, heard = begin, start
             process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )  # fmt: skip
         try:
-            stopped = wait(process, log, min(limit, self.left), silence)
+            while process.poll() is None and not stopped:
+                time.sleep(0.05)
+                if log.stat().st_size != size:
+                    size, heard = log.stat().st_size, time.monotonic()
+                if time.monotonic() - start >= limit:
+                    stopped = f"stopped after {limit:.0f} s"
+                elif time.monotonic() - heard >= silence:
+                    stopped = f"hangs: stopped after {silence:.0f} s of silence"
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError, subprocess.TimeoutExpired):
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait(10)  # what a driver holds does not die at once
-        with log.open("rb") as written:
-            written.seek(offset)
-            return Ended(None if stopped else process.wait(), written.read().decode(errors="replace"), stopped)
-
-
-def wait(process: subprocess.Popen[Any], log: Path, limit: float, silence: float) -> str:
-    """Until it has ended, or why it has to be stopped."""
-    start = heard = time.monotonic()
-    size = log.stat().st_size
-    while process.poll() is None:
-        now, grown = time.monotonic(), log.stat().st_size
-        if grown != size:
-            size, heard = grown, now
-        if now - start >= limit:
-            return f"stopped after {limit:.0f} s"
-        if now - heard >= silence:
-            return f"hangs: stopped after {silence:.0f} s of silence"
-        time.sleep(0.05)
-    return ""
+        output = log.read_bytes()[begin:].decode(errors="replace")
+        last = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "nothing was said")
+        failure = stopped or (f"exit status {process.returncode}: {last[:300]}" if process.returncode else "")
+        return Ended(output, failure, stopped.startswith("stopped"))
 
 
 def digest_of_sources() -> str:
@@ -171,38 +150,25 @@ def build(report: Report) -> None:
     pip = ("-m", "pip", "install", "-v", "--no-index", "--no-build-isolation", "--no-deps", "-e", ".")
     ended = report.python(*pip, limit=LIMITS["build"])
     report.stage["said"] = ended.output[-4000:]
-    if ended.code != 0:
-        report.fail(f"build: {ended.reason}")
-    describe(report)
-    for name in BACKENDS:
-        if reason := report.data["environment"].get("backends", {}).get(name, "unknown"):
-            report.leave_out(f"{name}/rows", f"not available: {reason}")
-            report.fail(f"backend {name}: {reason}")
-
-
-def describe(report: Report) -> None:
-    """Device, driver, clocks, versions, date, and why a backend is not available."""
+    if ended.failure:
+        report.fail(f"build: {ended.failure}")
     ended = report.python(__file__, "--probe", "environment", "--device", report.options.device, limit=120)
-    found = next(objects_in(ended.output), None)
-    if found is None:
-        report.fail(f"environment: {ended.reason}")
-    report.data["environment"] = found or {}
+    found = report.data["environment"] = next(objects_in(ended.output), {})
+    for name in BACKENDS:
+        if reason := found.get("backends", {}).get(name, ended.failure):
+            report.fail(f"{UNAVAILABLE}{name}: {reason}", f"{name}/rows")
 
 
 def check(report: Report) -> None:
-    """`grpo-kernels check` for each backend and strategy: what fails there is left out of what follows."""
-    for pair in [*report.usable(), "torch/rows"]:
+    """`grpo-kernels check` for each backend and strategy."""
+    for pair in itertools.chain(report.usable(), ["torch/rows"]):
         backend, _, strategy = pair.partition("/")
-        if pair in report.data["left_out"]:
-            continue
         silence = report.options.silence or SILENCE.get(backend, 150.0)
         command = ("-m", "grpo_kernels", "check", "--quick", "--backend", backend)
         ended = report.python(*command, limit=LIMITS["check"], silence=silence, GRPO_KERNELS_STRATEGY=strategy)
-        report.stage[pair] = "ok" if ended.code == 0 else ended.output[-2000:]
-        if ended.code != 0:
-            report.fail(f"check {pair}: {ended.reason}")
-            if not ended.stopped or ended.stopped.startswith("hangs"):
-                report.leave_out(pair, f"check: {ended.reason}")
+        report.stage[pair] = ended.output[-2000:] if ended.failure else "ok"
+        if ended.failure:
+            report.fail(f"check {pair}: {ended.failure}", "" if ended.limit else pair)
 
 
 def headline(report: Report) -> None:
@@ -214,63 +180,54 @@ def headline(report: Report) -> None:
 
 def benchmark(report: Report) -> None:
     """The comparison with all peers: what bars.py asks for."""
-    chosen = ["--shapes", *report.options.shapes] if report.options.shapes else ["--set", "targets"]
-    bench(report, "benchmark", *chosen, limit=report.left)
-    with report.path.with_suffix(".bars.txt").open("w") as table:
-        table.write(report.python("bench/bars.py", report.path, limit=60).output)
+    shapes = report.options.shapes
+    bench(report, "benchmark", *(["--shapes", *shapes] if shapes else ["--set", "targets"]), limit=math.inf)
 
 
 def bench(report: Report, name: str, *options: object, limit: float) -> None:
     """`grpo-kernels bench`, which names who hangs, crashes or is wrong; its document is a part of the report."""
-    output = report.path.with_suffix(f".{name}.json")
-    minutes = max(min(limit, report.left) - 20, 20) / 60  # of grace, for the case that is under way
+    output, left_out = report.path.with_suffix(f".{name}.json"), report.data["left_out"]
+    minutes = max(min(limit, report.end - time.monotonic()) - 20, 20) / 60  # of grace, for the case under way
     command: list[object] = ["-m", "grpo_kernels", "bench", *options, "--device", report.options.device]
     command += ["--minutes", f"{minutes:.2f}", "--no-figures", "--output", output]
     command += ["--silence", report.options.silence or 90]
-    command += ["--resume"] if report.options.resume and output.exists() else []
-    command += ["--exclude", *report.excluded()] if report.excluded() else []
-    ended = report.python(*command, limit=limit)
+    excluded = [f"ours-{pair.replace('/', '-')}" for pair in left_out]
+    if not left_out.get("cuda/rows", UNAVAILABLE).startswith(UNAVAILABLE):  # what "auto" takes, since it loads
+        excluded += ["ours", "ours-unscored", "ours-unmasked"]
+    command += ["--exclude", *excluded] if excluded else []
+    ended = report.python(*command, *(["--resume"] if report.options.resume else []), limit=limit)
     if "was measured otherwise" in ended.output:  # on another machine, or with other versions
-        ended = report.python(*[word for word in command if word != "--resume"], limit=limit)
-    if not output.exists():
-        report.fail(f"{name}: {ended.reason}")
-        return
-    document = report.data[name] = json.loads(output.read_text())
+        ended = report.python(*command, limit=limit)
+    if ended.failure:
+        report.fail(f"{name}: {ended.failure}")
+    document = report.data[name] = json.loads(output.read_text()) if output.exists() else {"cases": [], "not_run": []}
     for case in document["cases"]:
         shape = f"{case['case']['head']} {case['case']['mode']}"
         for who, found in case["implementations"].items():
             _, backend, strategy = [*who.split("-"), "", ""][:3]
-            error = found.get("error", "")
+            pair = f"{backend}/{strategy}" if backend in BACKENDS else ""
             ran = sorted({call.partition(".")[0] for call in found.get("ran", ())})
-            if who.startswith("ours-") and backend in BACKENDS and ran not in ([], [backend]):
+            if pair and ran not in ([], [backend]):
                 report.fail(f"{name} {shape}: {who} ran backend {' and '.join(ran)}")
-            if error and not error.startswith(("out of memory", "not run")) and who.startswith("ours"):
-                report.fail(f"{name} {shape}: {who}: {error}")
-                if backend in BACKENDS:
-                    report.leave_out(f"{backend}/{strategy}", f"{name}: {error}")
+            error = found.get("error", "not run")
+            if who.startswith("ours") and not error.startswith(("out of memory", "not run")):
+                report.fail(f"{name} {shape}: {who}: {error}", pair)
         ratios = {who: found.get("ratio_to_floor") for who, found in case["implementations"].items()}
         print(f"{shape}: {', '.join(f'{who} {ratio:.3f}' for who, ratio in ratios.items() if ratio)}", flush=True)
-    if "error" in document or ended.stopped:
-        report.fail(f"{name}: {ended.reason}")
     report.stage["not_run"] = document["not_run"]
 
 
 def events(report: Report) -> None:
     """The bare products by rows and a copy; then each kernel of a step, by torch.profiler."""
-    found: list[dict[str, Any]] = []
-    report.data["events"] = found
-    for name in ["products", *report.usable()]:
-        if name in report.data["left_out"]:
-            continue
+    found = report.data["events"] = []
+    for name in itertools.chain(["products"], report.usable()):
         command = [__file__, "--probe", name, "--device", report.options.device]
         command += ["--shapes", *(report.options.shapes or HEADS)]
         silence = report.options.silence or SILENCE.get(name.partition("/")[0], 60.0)
         ended = report.python(*command, limit=LIMITS["events"], silence=silence)
         found += objects_in(ended.output)
-        if ended.code != 0:
-            report.fail(f"events {name}: {ended.reason}")
-            if name != "products" and (not ended.stopped or ended.stopped.startswith("hangs")):
-                report.leave_out(name, f"events: {ended.reason}")
+        if ended.failure:
+            report.fail(f"events {name}: {ended.failure}", "" if ended.limit else name)
         report.save()
 
 
@@ -278,41 +235,34 @@ def tests(report: Report) -> None:
     """The tests marked gpu. One that hangs, crashes or breaks the device ends its process; the rest get a new one."""
     collected = report.python("-m", "pytest", "-m", "gpu", "--collect-only", "-q", *report.options.tests, limit=120)
     names = re.findall(r"^\S+::\S.*$", collected.output, re.MULTILINE)
-    left_out = [pair.split("/") for pair in report.data["left_out"]]
-    rest = [
-        name
-        for name in sorted(names, key=lambda name: not any(word in name for word in FIRST_TESTS))
-        if not any({backend, strategy} <= set(re.split(r"[\[\]-]", name)) for backend, strategy in left_out)
-        and not any(backend in re.split(r"[\[\]-]", name) for backend, strategy in left_out if strategy == "rows")
-    ]
+    left_out = [{*pair.replace("/rows", "").split("/")} for pair in report.data["left_out"]]
+    rest = [name for name in names if not any(parts <= {*re.split(r"[\[\]-]", name)} for parts in left_out)]
+    rest.sort(key=lambda name: not any(word in name for word in FIRST_TESTS))
     outcomes: dict[str, str] = {}
-    deadline = time.monotonic() + LIMITS["tests"]
-    while rest and min(report.left, deadline - time.monotonic()) > 10:
-        limit = deadline - time.monotonic()
-        silence = report.options.silence or SILENCE["triton"]
-        ended = report.python(
-            "-m", "pytest", "-m", "gpu", "-v", "-rfE", "--tb=short", *rest, limit=limit, silence=silence
-        )
+    end = min(report.end, time.monotonic() + LIMITS["tests"])
+    while rest and end - time.monotonic() > 10:
+        silence, limit = report.options.silence or SILENCE["triton"], end - time.monotonic()
+        command = ("-m", "pytest", "-m", "gpu", "-v", "-rfE", "--tb=short", *rest)
+        ended = report.python(*command, limit=limit, silence=silence)
         done = dict(re.findall(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)\b", ended.output, re.MULTILINE))
         said = dict(re.findall(r"^(?:FAILED|ERROR) (\S+::.+?) - (.*)$", ended.output, re.MULTILINE))
-        lost = next((name for name in done if CUDA_ERROR.search(said.get(name, ""))), None)
-        if lost:  # what came after it in this process says nothing
-            done = {name: done[name] for name in list(done)[: list(done).index(lost) + 1]}
-        current = next((name for name in rest if name not in done), None)
-        if current and not lost and ended.code not in (0, 1) and not ended.stopped.startswith("stopped"):
-            done[current], said[current] = "FAILED", ended.reason  # it hung, or took the process with it
-        for name, outcome in done.items():
-            if outcome in ("FAILED", "ERROR"):
+        lost = next((i for i, name in enumerate(done) if CUDA_ERROR.search(said.get(name, ""))), len(done))
+        done = dict([*done.items()][: lost + 1])  # what came after it in this process says nothing
+        current = next((name for name in rest if name not in done), "")
+        if f"\n{current} " in f"\n{ended.output}" and lost == len(done) and not ended.limit:
+            done[current], said[current] = "FAILED", ended.failure  # it hung, or took the process with it
+        if not done:
+            report.fail(f"pytest: {ended.failure}")
+            break
+        for name in done:
+            if done[name] in ("FAILED", "ERROR"):
                 report.fail(f"{name}: {said.get(name, '')[:300]}")
         outcomes |= done
-        if not done:
-            break
         rest = [name for name in rest if name not in done]
-        report.stage["counts"] = dict(Counter(outcomes.values()))
+        report.stage |= {"counts": dict(Counter(outcomes.values())), "not_run": len(rest)}
         report.save()
-    report.stage["not_run"] = len(rest)
     if "PASSED" not in outcomes.values():
-        report.fail(f"none of {len(names)} tests passed: {collected.reason}")
+        report.fail(f"none of {len(names)} tests passed; {collected.failure}")
 
 
 def sanitizer(report: Report) -> None:
@@ -322,8 +272,8 @@ def sanitizer(report: Report) -> None:
         command = ("tests/sanitize.py", "--tools", tool, "--strategies", *strategies)
         ended = report.python(*command, limit=LIMITS["sanitizer"])
         report.stage[tool] = ended.output[-1000:]
-        if ended.code != 0:
-            report.fail(f"{tool}: {ended.reason}")
+        if ended.failure:
+            report.fail(f"{tool}: {ended.failure}")
 
 
 def trl_step(report: Report) -> None:
@@ -331,8 +281,8 @@ def trl_step(report: Report) -> None:
     output = report.path.with_suffix(".trl.json")
     command = ("bench/trl_step.py", "--device", report.options.device, "--settings", "dapo", "--output", output)
     ended = report.python(*command, limit=LIMITS["trl_step"])
-    if ended.code != 0:
-        report.fail(f"trl_step: {ended.reason}")
+    if ended.failure:
+        report.fail(f"trl_step: {ended.failure}")
     if output.exists():
         report.data["trl_step"] = json.loads(output.read_text())
 
@@ -472,28 +422,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what runs is killed then, and the report written
     report = Report(options)
+    stages = report.data["stages"]
     for name in options.stages:
-        if name != "build" and report.data["stages"].get(name, {}).get("status") in ("ok", "failed"):
+        if name != "build" and stages.get(name, {}).get("status") in ("ok", "failed"):
             continue
-        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        report.stage = report.data["stages"][name] = {"status": "stopped", "date": now}
-        print(f"{name}: begins, {report.left:.0f} s are left", flush=True)
-        start = time.monotonic()
+        now, start = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), time.monotonic()
+        report.stage = stages[name] = {"status": "stopped", "date": now}
+        print(f"{name}: begins, {report.end - start:.0f} s are left", flush=True)
         try:
-            if report.left < 10:
-                report.stage["status"] = "no time was left"
-                continue
-            STAGES[name](report)
-            report.stage["status"] = "failed" if "failures" in report.stage else "ok"
+            if report.end - start > 10:
+                STAGES[name](report)
+                report.stage["status"] = "failed" if "failures" in report.stage else "ok"
         finally:
             report.stage["seconds"] = round(time.monotonic() - start, 1)
             report.save()
-    for name, stage in report.data["stages"].items():
-        print(f"{name:10} {stage['status']:10} {stage['seconds']:6.0f} s  {len(stage.get('failures', ()))} failures")
+    for name, stage in stages.items():
+        print(f"{name:10} {stage['status']:8} {stage['seconds']:6.0f} s  {len(stage.get('failures', ()))} failures")
     for pair, reason in report.data["left_out"].items():
         print(f"left out: {pair}: {reason[:200]}")
     print(f"report: {report.path}")
-    return 0 if all(stage["status"] == "ok" for stage in report.data["stages"].values()) else 1
+    return 0 if all(stage["status"] == "ok" for stage in stages.values()) else 1
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The peers in one archive, for `gpu_report.py --run 3 --wheels FOLDER` on a machine without network.
+"""The peers in one archive, for `gpu.py --peers` on a machine without network.
 
-    python bench/gpu_peers.py wheels/peers.tar.xz --python 3.12
+    python bench/gpu_peers.py peers.tar.xz --python 3.12
 
 Pins are those of pyproject.toml. Of what the peers need, only what is seldom installed beside torch and transformers is
 among them. Their wheels take 110 MiB, the archive 57: xz packs libraries of code better than a wheel's deflate.
@@ -31,40 +31,30 @@ PLATFORMS = ("_2_28", "_2_27", "_2_24", "_2_17", "2014", "1")  # of manylinux: p
 FILTERS = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": 256 << 20}]
 
 
-def pins(names: Sequence[str] = PINNED) -> list[str]:
+def pins(text: str) -> list[str]:
     """name==version, from the extras of pyproject.toml."""
-    text = (ROOT / "pyproject.toml").read_text()
-    found = {name: re.search(rf'"{re.escape(name)}(?:\[[^]]*])?(==[^"]+)"', text) for name in names}
+    found = {name: re.search(rf'"{re.escape(name)}(?:\[[^]]*])?(==[^"]+)"', text) for name in PINNED}
     if missing := [name for name, pin in found.items() if pin is None]:
         raise SystemExit(f"gpu_peers: pyproject.toml pins no {', '.join(missing)}")
     return [f"{name}{pin[1]}" for name, pin in found.items() if pin]
 
 
-def install(folder: Path, python: str) -> None:
-    """For x86-64 Linux and this version of Python, whatever runs here."""
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--only-binary=:all:"]
-    target = [f"--python-version={python}", "--implementation=cp", "--target", str(folder)]
-    target += [f"--platform=manylinux{name}_x86_64" for name in PLATFORMS]
-    subprocess.run([*command, *target, *pins(), *OTHERS], check=True)
-
-
-def pack(folder: Path, archive: Path) -> None:
-    archive.parent.mkdir(parents=True, exist_ok=True)
-    with lzma.open(archive, "wb", filters=FILTERS) as file, tarfile.open(fileobj=file, mode="w") as tar:
-        for path in sorted(folder.iterdir()):
-            tar.add(path, path.name)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("archive", type=Path, help="a .tar.xz")
-    parser.add_argument("--python", default="3.12", help="of that machine; default: %(default)s")
+    parser.add_argument("--python", default="3.12", help="of that machine, x86-64 Linux; default: %(default)s")
     chosen = parser.parse_args(argv)
     if not chosen.archive.name.endswith(".tar.xz"):
         parser.error(f"archive is {chosen.archive}; expected a name that ends in .tar.xz")
+    chosen.archive.parent.mkdir(parents=True, exist_ok=True)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--only-binary=:all:"]
+    pip += [f"--python-version={chosen.python}", "--implementation=cp"]
+    pip += [f"--platform=manylinux{name}_x86_64" for name in PLATFORMS]
     with tempfile.TemporaryDirectory() as folder:
-        install(Path(folder), chosen.python)
-        pack(Path(folder), chosen.archive)
+        subprocess.run([*pip, "--target", folder, *pins((ROOT / "pyproject.toml").read_text()), *OTHERS], check=True)
+        with lzma.open(chosen.archive, "wb", filters=FILTERS) as file, tarfile.open(fileobj=file, mode="w") as tar:
+            for path in sorted(Path(folder).iterdir()):
+                tar.add(path, path.name)
     print(f"{chosen.archive}: {chosen.archive.stat().st_size / 2**20:.0f} MiB")
 
 

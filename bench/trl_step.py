@@ -1,44 +1,33 @@
 """Time and peak memory of one micro-batch of TRL's GRPOTrainer, with and without this package: forward, loss, backward.
 
-    python bench/trl_step.py [--device cpu] [--model smollm2-135m] [--layers 4] [--length 128] [--dtype float32] ...
+    python bench/trl_step.py [--device cuda] [--layers 4] [--length 128] [--repeats 7] [--output build/trl-step.json]
 
-A model of real shapes with random weights, and 8 completions: on a CPU few layers of SmolLM2-135M and short completions
-in float32, on a GPU all layers of Qwen2.5-0.5B and completions of 4,096 tokens in bfloat16, with the gradient
-checkpointing that TRL has by default. TRL's own trainer, the same with `patch_trl`, and FusedGRPOTrainer take turns.
-Memory: the peak of a call beyond what is held before it, with gradients that exist; on a CPU resident memory, in a
-process of its own, on a GPU what torch's allocator counts.
+A Llama with random weights and 8 completions: on a CPU four layers of SmolLM2-135M and completions of 128 tokens in
+float32, on a GPU all layers of Qwen2.5-0.5B and 4,096 tokens in bfloat16, with gradient checkpointing, TRL's default.
+TRL's own trainer, the same with `patch_trl`, and FusedGRPOTrainer take turns. Memory: the peak of a call beyond what is
+held before it, with gradients that exist; on a CPU resident memory, in a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import statistics
-import sys
 import tempfile
 import time
 import warnings
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from grpo_kernels.benchmarks.cases import DTYPES
 from grpo_kernels.benchmarks.machine import environment, limit_memory, peak, restart_peak, synchronize, write
 from grpo_kernels.benchmarks.process import OnProgress, run_in_subprocess
+from grpo_kernels.benchmarks.show import table
 
 NAMES = ("TRL", "patch_trl", "FusedGRPOTrainer")
-MODELS: dict[str, dict[str, Any]] = {
-    "smollm2-135m": dict(
-        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-        num_key_value_heads=3,
-    ),
-    "qwen2.5-0.5b": dict(
-        vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
-        num_key_value_heads=2,
-    ),
-}  # fmt: skip
+ROWS = 8
+SMOLLM2 = dict(vocab_size=49152, hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3)
+QWEN2 = dict(vocab_size=151936, hidden_size=896, intermediate_size=4864, num_attention_heads=14, num_key_value_heads=2)
 SETTINGS: dict[str, dict[str, Any]] = {
     "dapo": {"loss_type": "dapo"},
     "dapo, beta 0.04": {"loss_type": "dapo", "beta": 0.04},
@@ -46,81 +35,72 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What every trainer gets: `rows` completions of `length` tokens after prompts of `prompt` tokens."""
+class Shape(NamedTuple):
+    """Completions of `length` tokens after prompts of `prompt`, a model of `layers` layers."""
 
     device: str
-    model: str
     layers: int
-    rows: int
     prompt: int
     length: int
-    dtype: str
-    checkpointing: bool
+
+    @property
+    def model(self) -> dict[str, int]:
+        return QWEN2 if self.device == "cuda" else SMOLLM2
 
 
-DEFAULTS = {
-    "cpu": Shape("cpu", "smollm2-135m", 4, 8, 32, 128, "float32", checkpointing=False),
-    "cuda": Shape("cuda", "qwen2.5-0.5b", 24, 8, 256, 4096, "bfloat16", checkpointing=True),
-}
+DEFAULTS = {"cpu": Shape("cpu", 4, 32, 128), "cuda": Shape("cuda", 24, 256, 4096)}
 
 
 def make_trainer(name: str, options: dict[str, Any], shape: Shape) -> Any:
     from datasets import Dataset
     from tokenizers import Tokenizer, models
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-    from transformers.utils import logging
     from trl import GRPOConfig, GRPOTrainer
 
     from grpo_kernels.integrations.trl import FusedGRPOTrainer
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    on_gpu = shape.device == "cuda"
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
     config = LlamaConfig(
-        **MODELS[shape.model] | {"num_hidden_layers": shape.layers}, tie_word_embeddings=True,
-        max_position_embeddings=shape.prompt + shape.length, pad_token_id=0, eos_token_id=1,
+        **shape.model, num_hidden_layers=shape.layers, tie_word_embeddings=True, pad_token_id=0, eos_token_id=1,
+        max_position_embeddings=shape.prompt + shape.length,
     )  # fmt: skip
     torch.manual_seed(0)
     with torch.device(shape.device):
-        model = LlamaForCausalLM(config).to(getattr(torch, shape.dtype))
+        model = LlamaForCausalLM(config).to(torch.bfloat16 if on_gpu else torch.float32)
     if options.get("beta"):  # TRL reads the reference model from a folder
-        folder = tempfile.mkdtemp()
-        model.save_pretrained(folder)
-        model.config._name_or_path = folder
+        model.config._name_or_path = tempfile.mkdtemp()
+        model.save_pretrained(model.config._name_or_path)
     args = GRPOConfig(
-        output_dir=tempfile.mkdtemp(),
-        per_device_train_batch_size=shape.rows, num_generations=shape.rows, max_completion_length=shape.length,
-        use_cpu=shape.device == "cpu", bf16=False, report_to="none", gradient_checkpointing=shape.checkpointing,
+        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=ROWS, num_generations=ROWS, bf16=False,
+        max_completion_length=shape.length, use_cpu=not on_gpu, report_to="none", gradient_checkpointing=on_gpu,
         **options,
     )  # fmt: skip
-    cls = FusedGRPOTrainer if name == "FusedGRPOTrainer" else GRPOTrainer
-    trainer = cls(
-        model=model, args=args, reward_funcs=lambda **_: [0.0], processing_class=tokenizer,
-        train_dataset=Dataset.from_dict({"prompt": ["x"] * shape.rows}),
+    trainer = (FusedGRPOTrainer if name == "FusedGRPOTrainer" else GRPOTrainer)(
+        model=model, args=args, reward_funcs=lambda **_: [0.0],
+        train_dataset=Dataset.from_dict({"prompt": ["x"] * ROWS}),
+        processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"),
     )  # fmt: skip
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.to(shape.device).train()
-    if shape.checkpointing:  # which train() would do
+    if on_gpu:  # which train() would do
         trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
     return trainer
 
 
 def make_batch(shape: Shape) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(1)
-    rows, length, vocab = shape.rows, shape.length, MODELS[shape.model]["vocab_size"]
+    vocab, size = shape.model["vocab_size"], (ROWS, shape.length)
     near = -torch.tensor(float(vocab)).log()  # what random weights give
     batch = {
-        "prompt_ids": torch.randint(2, vocab, (rows, shape.prompt), generator=g),
-        "prompt_mask": torch.ones(rows, shape.prompt, dtype=torch.long),
-        "completion_ids": torch.randint(2, vocab, (rows, length), generator=g),
-        "completion_mask": torch.ones(rows, length, dtype=torch.long),
-        "advantages": torch.randn(rows, generator=g),
-        "old_per_token_logps": near + 0.1 * torch.randn(rows, length, generator=g),
-        "ref_per_token_logps": near + 0.1 * torch.randn(rows, length, generator=g),
-        "num_items_in_batch": torch.tensor(rows * length),
+        "prompt_ids": torch.randint(2, vocab, (ROWS, shape.prompt), generator=g),
+        "prompt_mask": torch.ones(ROWS, shape.prompt, dtype=torch.long),
+        "completion_ids": torch.randint(2, vocab, size, generator=g),
+        "completion_mask": torch.ones(size, dtype=torch.long),
+        "advantages": torch.randn(ROWS, generator=g),
+        "old_per_token_logps": near + 0.1 * torch.randn(size, generator=g),
+        "ref_per_token_logps": near + 0.1 * torch.randn(size, generator=g),
+        "num_items_in_batch": torch.tensor(ROWS * shape.length),
     }
     return {key: x.to(shape.device) for key, x in batch.items()}
 
@@ -137,18 +117,14 @@ def step(name: str, trainer: Any, batch: dict[str, torch.Tensor]) -> float:
 
 
 def measure_peak_memory(name: str, trainer: Any, batch: dict[str, torch.Tensor]) -> int | None:
-    """Bytes of a step that has run before."""
+    """Bytes of a step that has run before; None where the system does not say."""
     device = batch["advantages"].device
     before = restart_peak(device)
-    if before is None:
-        return None
     step(name, trainer, batch)
-    return peak(device) - before
+    return None if before is None else peak(device) - before
 
 
-def _measure_peak_memory(
-    name: str, options: dict[str, Any], shape: Shape, threads: int, on_progress: OnProgress
-) -> int | None:
+def first_peak(name: str, options: dict[str, Any], shape: Shape, threads: int, on_progress: OnProgress) -> int | None:
     """Bytes of the first long step of a process: on a CPU what others have freed is still resident."""
     limit_memory()
     torch.set_num_threads(threads)
@@ -162,75 +138,51 @@ def _measure_peak_memory(
 def measure(options: dict[str, Any], shape: Shape, repeats: int) -> dict[str, dict[str, Any]]:
     """Trainer to its seconds, in the order of the rounds, its share of TRL's time, and its peak memory."""
     trainers, batch = {name: make_trainer(name, options, shape) for name in NAMES}, make_batch(shape)
-    times: dict[str, list[float]] = {name: [] for name in NAMES}
-    for i in range(repeats + 1):
-        for name, trainer in trainers.items():
-            seconds = step(name, trainer, batch)
-            if i:
-                times[name].append(seconds)
+    rounds = [{name: step(name, trainers[name], batch) for name in NAMES} for _ in range(repeats + 1)][1:]
     if shape.device == "cuda":
-        memory = {name: measure_peak_memory(name, trainer, batch) for name, trainer in trainers.items()}
+        memory = {name: measure_peak_memory(name, trainers[name], batch) for name in NAMES}
     else:
         trainers.clear()
-        memory = {
-            name: run_in_subprocess(_measure_peak_memory, name, options, shape, torch.get_num_threads())
-            for name in NAMES
-        }
+        threads = torch.get_num_threads()
+        memory = {name: run_in_subprocess(first_peak, name, options, shape, threads) for name in NAMES}
     return {
         name: {
-            "seconds": times[name],
-            "of_trl": statistics.median(a / b for a, b in zip(times[name], times["TRL"], strict=True)),
+            "seconds": [times[name] for times in rounds],
+            "of_trl": statistics.median(times[name] / times["TRL"] for times in rounds),
             "peak_bytes": memory[name],
         }
         for name in NAMES
     }
 
 
-def table(found: dict[str, dict[str, Any]]) -> str:
-    lines = ["| trainer | time | of TRL's | memory | of TRL's |", "|---|---|---|---|---|"]
-    for name, numbers in found.items():
-        own, whole = numbers["peak_bytes"], found["TRL"]["peak_bytes"]
-        memory = f"{own / 2**20:.0f} MiB | {own / whole:.2f}" if own and whole else " | "
-        lines.append(f"| {name} | {statistics.median(numbers['seconds']):.2f} s | {numbers['of_trl']:.2f} | {memory} |")
-    return "\n".join(lines)
-
-
-def chosen_shape(chosen: argparse.Namespace) -> Shape:
-    """The device's default, changed by what was given."""
-    default = asdict(DEFAULTS[chosen.device])
-    return Shape(
-        **{name: value if getattr(chosen, name) is None else getattr(chosen, name) for name, value in default.items()}
-    )
+def row(name: str, numbers: dict[str, Any], whole: int | None) -> list[str]:
+    peaks = [f"{numbers['peak_bytes'] / 2**20:.0f} MiB", f"{numbers['peak_bytes'] / whole:.2f}"] if whole else ["", ""]
+    return [name, f"{statistics.median(numbers['seconds']):.2f} s", f"{numbers['of_trl']:.2f}", *peaks]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=DEFAULTS)
-    parser.add_argument("--model", choices=MODELS)
-    for name in ("layers", "rows", "prompt", "length"):
-        parser.add_argument(f"--{name}", type=int)
-    parser.add_argument("--dtype", choices=DTYPES)
-    parser.add_argument("--checkpointing", action=argparse.BooleanOptionalAction)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--length", type=int)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=SETTINGS)
     parser.add_argument("--output", type=Path)
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
-    shape = chosen_shape(chosen)
-    settings = asdict(shape) | {"threads": chosen.threads, "repeats": chosen.repeats, "settings": chosen.settings}
-    document: dict[str, Any] = {
-        "environment": environment(torch.device(shape.device)),
-        "settings": settings,
-        "steps": {},
-    }
-    with contextlib.redirect_stderr(sys.stdout), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for title in chosen.settings:
-            found = document["steps"][title] = measure(SETTINGS[title], shape, chosen.repeats)
-            print(f"\n**{title}**, {shape.layers} layers of {shape.model}, {shape.dtype}\n\n{table(found)}", flush=True)
-            if chosen.output:
-                write(chosen.output, document)
+    warnings.simplefilter("ignore")
+    given = {name: getattr(chosen, name) for name in ("layers", "length") if getattr(chosen, name)}
+    shape = DEFAULTS[chosen.device]._replace(**given)
+    settings = shape._asdict() | {"threads": chosen.threads, "repeats": chosen.repeats}
+    steps: dict[str, Any] = {}
+    for title in chosen.settings:
+        found = steps[title] = measure(SETTINGS[title], shape, chosen.repeats)
+        rows = [row(name, numbers, found["TRL"]["peak_bytes"]) for name, numbers in found.items()]
+        print(f"\n{title}\n\n{table(('trainer', 'time', 'of TRL', 'memory', 'of TRL'), rows)}", flush=True)
+        if chosen.output:
+            here = environment(torch.device(shape.device))
+            write(chosen.output, {"environment": here, "settings": settings, "steps": steps})
 
 
 if __name__ == "__main__":

@@ -192,7 +192,7 @@ def test_rounds_are_interleaved_and_rotate(monkeypatch: pytest.MonkeyPatch) -> N
     steps = {name: lambda name=name: calls.append(name) for name in "abc"}
     found = measure.interleave(steps, 3, CPU, NEVER, lambda text: None)
     assert "".join(calls) == "abcbcacab"
-    assert all(len(report["seconds"]["times"]) == 3 for report in found.values())
+    assert all(len(report["times"]) == 3 for report in found.values())
 
 
 def test_who_takes_seconds_and_far_longer_than_the_fastest_is_left_at_one_round(
@@ -210,12 +210,12 @@ def test_who_takes_seconds_and_far_longer_than_the_fastest_is_left_at_one_round(
         steps = {"fast": lambda fast=fast: takes(fast), "slow": lambda slow=slow: takes(slow)}
         steps["eager"] = steps["slow"]
         found = measure.interleave(steps, 3, CPU, NEVER, lambda text: None)
-        assert [len(found[name]["seconds"]["times"]) for name in steps] == [3, expected, 3]
+        assert [len(found[name]["times"]) for name in steps] == [3, expected, 3]
 
 
 def test_a_deadline_leaves_one_round() -> None:
     found = measure.interleave({"a": lambda: None}, 5, CPU, 0.0, lambda text: None)
-    assert len(found["a"]["seconds"]["times"]) == 1
+    assert len(found["a"]["times"]) == 1
 
 
 # --- processes ------------------------------------------------------------------------------------------------------

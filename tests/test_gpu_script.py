@@ -82,4 +82,4 @@ def test_a_hang_a_wrong_result_and_a_crash_are_named_and_left_out_of_what_follow
     assert found["stages"]["tests"]["counts"] == {"PASSED": 2, "FAILED": 3}
     failed = " ".join(found["stages"]["tests"]["failures"])
     assert all(f"[{what}]" in failed for what in ("crashes", "hangs", "fails"))
-    assert "left out: cuda/rows: headline: no answer for 20 s" in ended.stdout
+    assert "left out: cuda/rows: headline tiny step: ours-cuda-rows: no answer for 20 s" in ended.stdout

@@ -196,10 +196,7 @@ SETS: dict[str, dict[str, list[Job]]] = {
             *_jobs("smollm2-135m:512", (*BARE, "trl"), mode="forward"),
             *_jobs("smollm2-135m:512", (*BARE, "trl"), dtype="float32"),
         ],
-        "cuda": [
-            *_jobs("qwen2.5-1.5b:8192", RIVALS, mode=("step", "forward")),
-            *_jobs("llama-3-8b:4096", RIVALS),
-        ],
+        "cuda": [*_jobs("qwen2.5-1.5b:8192", RIVALS, mode=("step", "forward")), *_jobs("llama-3-8b:4096", RIVALS)],
     },
     # The heads of real models: forward and backward, what it takes in memory; on a GPU also the other modes.
     "heads": {

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 import math
 import statistics
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,33 +19,13 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from .machine import OUT_OF_MEMORY, Document
 
 WIDTH, DPI = 9.0, 200  # inches: two pixels for each of the 900 that a README shows
-STYLE = {
-    "figure.constrained_layout.use": True,
-    "font.size": 8,
-    "axes.titlesize": 8,
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "grid.color": "#e6e6e6",
-    "lines.linewidth": 1.3,
-    "lines.markersize": 4,
-}
+STYLE = {"figure.constrained_layout.use": True, "font.size": 8, "axes.titlesize": 8, "axes.titlelocation": "left"}
+STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True, "axes.grid": True}
+STYLE |= {"grid.color": "#e6e6e6", "lines.linewidth": 1.3, "lines.markersize": 4}
 OURS, GREY = "#d1410c", "#6b6b6b"
-COLOURS = {
-    "ours": OURS,
-    "floor": "#000000",
-    "eager": GREY,
-    "compiled": "#989898",
-    "trl": "#0b6fb3",
-    "liger": "#0a8f6a",
-    "liger-native": "#4fb08e",
-    "verl": "#8e44ad",
-    "verl-torch": "#b583c9",
-    "cut-cross-entropy": "#8c6d31",
-    "quack": "#b89600",
-}
+COLOURS = {"ours": OURS, "floor": "#000000", "eager": GREY, "compiled": "#989898", "trl": "#0b6fb3", "quack": "#b89600"}
+COLOURS |= {"liger": "#0a8f6a", "liger-native": "#4fb08e", "verl": "#8e44ad", "verl-torch": "#b583c9"}
+COLOURS |= {"cut-cross-entropy": "#8c6d31"}
 MODES = {"step": "forward and backward", "frozen": "lm_head frozen", "forward": "log-probabilities alone"}
 SWEPT = {  # field of a case -> its name, and the field that follows from it
     "tokens": ("tokens, N", "length"),
@@ -55,10 +36,10 @@ SWEPT = {  # field of a case -> its name, and the field that follows from it
     "kept_ids": ("kept ids of a token, K", ""),
 }
 ERRORS = {
-    "loss": "loss, relative",
-    "logps_max": "log-probabilities, greatest, nats",
-    "dhidden": "gradient of hidden, relative",
-    "dweight": "gradient of weight, relative",
+    "loss": "loss",
+    "logps_max": "log-probabilities, nats",
+    "dhidden": "gradient of hidden",
+    "dweight": "gradient of weight",
 }
 
 
@@ -75,13 +56,12 @@ class Line(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """`rows`: a line of text and a dot for each line's median, its points being samples; else curves over `xlabel`."""
+    """Curves over `xlabel`; without one, a row for each line with the median and the range of its points."""
 
     title: str
     lines: list[Line]
     unit: str
     xlabel: str = ""
-    rows: bool = False
 
 
 def draw(document: Document, folder: Path, prefix: str = "", without: Sequence[str] = ()) -> list[Path]:
@@ -111,35 +91,37 @@ def sheet(document: Document, title: str, rows: int, columns: int, row_height: f
 
 
 @rc_context(STYLE)
-def plot(document: Document, title: str, panels: Iterable[Panel | None]) -> Figure | None:
-    """The panels in two columns; None where there is none. An empty cell for each None."""
-    found = list(panels)
-    shown = [panel for panel in found if panel is not None]
+def plot(document: Document, title: str, panels: Sequence[Panel | None]) -> Figure | None:
+    """The panels in two columns, an empty cell for each None; None where there is no panel."""
+    shown = [panel for panel in panels if panel is not None]
     if not shown:
         return None
-    columns = min(2, len(found))
-    tallest = max(len(panel.lines) for panel in shown)
-    height = 0.15 * tallest + 0.55 if shown[0].rows else 2.5
-    figure, axes = sheet(document, title, math.ceil(len(found) / columns), columns, height)
-    for axis in axes.flat:
-        axis.set_axis_off()
-    for axis, panel in zip(axes.flat, found, strict=False):
-        if panel is not None:
-            axis.set_axis_on()
-            axis.set(title=panel.title, xlabel=panel.xlabel)
-            (_plot_rows if panel.rows else _plot_curves)(axis, panel, height)
+    columns, height = min(2, len(panels)), 2.5 if shown[0].xlabel else 0.15 * max(len(p.lines) for p in shown) + 0.55
+    figure, axes = sheet(document, title, math.ceil(len(panels) / columns), columns, height)
+    for axis, panel in itertools.zip_longest(axes.flat, panels):
+        if panel is None:
+            axis.set_axis_off()
+            continue
+        axis.set(title=panel.title, xlabel=panel.xlabel)
+        (_plot_curves if panel.xlabel else _plot_rows)(axis, panel)
     return figure
 
 
-def _plot_rows(axis: Axes, panel: Panel, height: float) -> None:
+def _plot_rows(axis: Axes, panel: Panel) -> None:
+    labels = []
     for y, line in enumerate(panel.lines):
-        values = list(line.finite.values())
+        values, colour = list(line.finite.values()), _colour(line.name)
+        labels.append(f"{line.title}: {OUT_OF_MEMORY}")
         if values:
             median = statistics.median(values)
-            axis.plot([min(values), max(values)], [y, y], color=_colour(line.name), alpha=0.5, linewidth=2.5)
-            axis.plot([median], [y], "o", color=_colour(line.name), label=line.title)
-        text = _format(panel.unit)(median, None) if values else OUT_OF_MEMORY
-        _annotate(axis, line, f"{line.title}  {text}", y, axis.get_yaxis_transform())
+            axis.plot([min(values), max(values)], [y, y], color=colour, alpha=0.5, linewidth=2.5)
+            axis.plot([median], [y], "o", color=colour, label=line.title)
+            labels[-1] = f"{line.title}  {_format(panel.unit)(median, None)}"
+    axis.set_yticks(range(len(labels)), labels)
+    for line, label in zip(panel.lines, axis.get_yticklabels(), strict=True):
+        label.set_color(_colour(line.name))
+    axis.yaxis.tick_right()
+    axis.set_ylim(len(panel.lines) - 0.4, -0.6)
     if panel.unit == "×":
         axis.axvline(1.0, color="black", linewidth=0.8)
     else:
@@ -147,47 +129,28 @@ def _plot_rows(axis: Axes, panel: Panel, height: float) -> None:
         low, high = (math.log10(x) for x in axis.get_xlim())
         axis.set_xlim(10 ** math.floor(low), 10 ** math.ceil(high))  # whole decades have labels
         axis.xaxis.set_minor_locator(NullLocator())
-    axis.set_ylim(len(panel.lines) - 0.4, -0.6)
-    axis.yaxis.set_major_locator(NullLocator())
 
 
-def _plot_curves(axis: Axes, panel: Panel, height: float) -> None:
-    """Curves with their names at the right; crosses at the top where memory ran out."""
+def _plot_curves(axis: Axes, panel: Panel) -> None:
+    """With crosses at the top where memory ran out."""
     xs = sorted({x for line in panel.lines for x in line.points})
-    ys = [y for line in panel.lines for y in line.finite.values()] or [1.0]
     linear = panel.unit == "×" or 0.0 in xs
-    axis.set_xscale("linear" if 0.0 in xs else "log")
+    for line in panel.lines:
+        colour, lost = _colour(line.name), [x for x in line.points if x not in line.finite]
+        label = f"{line.title}: {OUT_OF_MEMORY}" if lost else line.title
+        dash, width = "o--" if line.name == "floor" else "o-", 2.2 if line.name == "ours" else 1.3
+        axis.plot([*line.finite], [*line.finite.values()], dash, color=colour, label=label, linewidth=width)
+        axis.plot(lost, [0.97] * len(lost), "x", color=colour, transform=axis.get_xaxis_transform())
+    axis.set(xscale="linear" if 0.0 in xs else "log", yscale="linear" if linear else "log")
     axis.set_xticks(xs, [f"{x // 1024}k" if x and x % 1024 == 0 else f"{x:,g}" for x in xs])
-    axis.xaxis.set_minor_locator(NullLocator())
-    axis.set(yscale="linear" if linear else "log", ylim=(0.0 if linear else 0.8 * min(ys), 1.2 * max(ys)))
-    if panel.unit == "B":
+    if linear:
+        axis.set_ylim(bottom=0.0)
+    elif panel.unit == "B":
         axis.yaxis.set_major_locator(LogLocator(base=4))
         axis.yaxis.set_minor_locator(NullLocator())
+    axis.xaxis.set_minor_locator(NullLocator())
     axis.yaxis.set_major_formatter(FuncFormatter(_format(panel.unit)))
-    ends = []
-    for line in panel.lines:
-        look: dict[str, Any] = {"linewidth": 2.2, "zorder": 3} if line.name == "ours" else {}
-        dash = "o--" if line.name == "floor" else "o-"
-        colour = _colour(line.name)
-        axis.plot([*line.finite], [*line.finite.values()], dash, color=colour, label=line.title, **look)
-        lost = [x for x in line.points if x not in line.finite]
-        axis.plot(lost, [0.97] * len(lost), "x", color=colour, transform=axis.get_xaxis_transform())
-        end = [*line.finite.items()][-1] if line.finite and not lost else (xs[-1], axis.get_ylim()[1])
-        ends.append(((axis.transScale + axis.transLimits).transform(end)[1], line, bool(lost)))
-    gap, lowest = 9.5 / (72 * 0.75 * height), math.inf  # of two lines of text, in parts of the axis
-    for y, line, lost_any in sorted(ends, key=lambda end: -end[0]):
-        lowest = min(y, lowest - gap)
-        text = f"{line.title}: {OUT_OF_MEMORY}" if lost_any else line.title
-        _annotate(axis, line, text, lowest, axis.transAxes)
-
-
-def _annotate(axis: Axes, line: Line, text: str, y: float, coordinates: Any) -> None:
-    """To the right of the axis."""
-    weight = "bold" if line.name == "ours" else "normal"
-    axis.annotate(
-        text, (1, y), (4, 0), coordinates, color=_colour(line.name), weight=weight, textcoords="offset points",
-        va="center", fontsize=7.5,
-    )  # fmt: skip
+    axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=7)
 
 
 def _format(unit: str) -> Callable[[float, Any], str]:
@@ -219,40 +182,34 @@ def time(document: Document, mode: str, wanted: Callable[[str], bool]) -> Figure
                 lines.append(Line(name, entry["title"], dict(enumerate(samples))))
         lines.sort(key=lambda line: line.points[1])
         if any(line.name != "ours" for line in lines):
-            panels.append(Panel(_describe(case["case"], "mode"), lines, "×", rows=True))
+            panels.append(Panel(_describe(case["case"], "mode"), lines, "×"))
     return plot(document, f"Time over that of the bare matrix products: {MODES[mode]}", panels)
 
 
 def errors(document: Document) -> Figure | None:
     """Errors against float64: a panel per type and quantity, a sample per case."""
-    found: dict[str, dict[str, list[Document]]] = {}  # type -> name -> entry of every case
-    for case in document["cases"]:
-        for name, entry in case["implementations"].items():
-            if _is_peer(name) and entry.get("errors") and not case["case"]["idle_share"]:
-                found.setdefault(case["case"]["dtype"], {}).setdefault(name, []).append(entry)
+    cases = [case for case in document["cases"] if not case["case"]["idle_share"]]
     panels = []
-    for dtype, of_type in found.items():
+    for dtype in dict.fromkeys(case["case"]["dtype"] for case in cases):
+        found = [case["implementations"] for case in cases if case["case"]["dtype"] == dtype]
         for quantity, title in ERRORS.items():
-            lines = []
-            for name, entries in of_type.items():
-                samples = [entry["errors"][quantity] for entry in entries if entry["errors"].get(quantity)]
-                lines += [Line(name, entries[0]["title"], dict(enumerate(samples)))] if samples else []
-            panels.append(Panel(f"{dtype}: {title}", lines, "", rows=True))
-    return plot(document, "Errors against float64", [panel for panel in panels if panel.lines])
+            lines: dict[str, Line] = {}
+            for number, (name, entry) in enumerate(pair for one in found for pair in one.items()):
+                if _is_peer(name) and (error := (entry.get("errors") or {}).get(quantity)):
+                    lines.setdefault(name, Line(name, entry["title"], {})).points[number] = error
+            panels += [Panel(f"{dtype}: {title}", [*lines.values()], "")] if lines else []
+    return plot(document, "Errors against float64", panels)
 
 
 def memory(document: Document) -> Figure | None:
     """Peak memory against the length of completions where their number is fixed, else against tokens."""
-    field, sweeps = max(
-        ("length", _sweeps(document, "tokens", lambda case: case["tokens"] // case["length"])),
-        ("tokens", _sweeps(document, "tokens")),
-        key=lambda option: max(map(len, option[1]), default=0),
-    )
+    by_length = _sweeps(document, "tokens", lambda case: case["tokens"] // case["length"])
+    by_tokens = _sweeps(document, "tokens")
+    of_length = max(map(len, by_length), default=0) >= max(map(len, by_tokens), default=0)
     panels = []
-    for sweep in sweeps:
-        case, lines = sweep[0]["case"], _lines(sweep, field, _peak_bytes, _is_peer)
-        label = f"tokens per completion, {case['tokens'] // case['length']} completions"
-        label = label if field == "length" else SWEPT[field][0]
+    for sweep in by_length if of_length else by_tokens:
+        case, lines = sweep[0]["case"], _lines(sweep, "length" if of_length else "tokens", _peak_bytes, _is_peer)
+        label = f"tokens per completion, {case['tokens'] // case['length']} completions" if of_length else "tokens, N"
         panels += [Panel(_describe(case, "tokens"), lines, "B", label)] if lines else []
     return plot(document, "Peak memory beyond inputs and gradients", panels)
 
@@ -265,8 +222,9 @@ def times(document: Document, field: str, wanted: Callable[[str], bool]) -> Figu
         floor = next((line.finite for line in lines if line.name == "floor"), {})
         relative = []
         for line in lines:
-            base = dict.fromkeys(line.finite, line.finite.get(0.0, math.nan)) if field == "idle_share" else floor
-            points = {x: y / base[x] for x, y in line.finite.items() if x in base and base[x] == base[x]}
+            own = dict.fromkeys(line.finite, line.finite[0.0]) if 0.0 in line.finite else {}
+            base = own if field == "idle_share" else floor
+            points = {x: y / base[x] for x, y in line.finite.items() if x in base}
             relative += [line._replace(points=points)] if points else []
         over = "its own time without such prompts" if field == "idle_share" else "the bare products"
         if lines:
@@ -276,7 +234,7 @@ def times(document: Document, field: str, wanted: Callable[[str], bool]) -> Figu
 
 def kept(document: Document) -> Figure | None:
     """Sampling masks: time against the kept ids of a token, and against H, beside what memory bandwidth allows."""
-    found: dict[str, dict[str, Panel]] = {}
+    found: dict[tuple[str, str], Panel] = {}
     masked = {"cases": [case for case in document["cases"] if case["case"].get("kept_ids")]}
     for field in ("kept_ids", "hidden_size"):
         for sweep in _sweeps(masked, field):
@@ -285,8 +243,9 @@ def kept(document: Document) -> Figure | None:
             bound = {one["case"][field]: one["predicted"]["ways"]["kept"]["seconds"] for one in sweep}
             title = _describe(case, field) + ("" if field == "kept_ids" else f", {case['kept_ids']} ids kept")
             lines.append(Line("floor", "bandwidth bound", bound))
-            found.setdefault(case["dtype"], {})[field] = Panel(title, lines, "s", SWEPT[field][0])
-    panels = [of_type.get(field) for of_type in found.values() for field in ("kept_ids", "hidden_size")]
+            found[case["dtype"], field] = Panel(title, lines, "s", SWEPT[field][0])
+    dtypes = dict.fromkeys(dtype for dtype, _ in found)
+    panels = [found.get((dtype, field)) for dtype in dtypes for field in ("kept_ids", "hidden_size")]
     return plot(document, "Time with sampling masks", panels)
 
 
@@ -374,16 +333,16 @@ def _is_idle(name: str) -> bool:
 
 HEADS = ("time", "time-frozen", "time-forward", "backends", "errors")  # a case for each head, as no sweep has
 PICTURES: dict[str, Callable[[Document], Figure | None]] = {
-    "time": functools.partial(time, mode="step", wanted=_is_peer),
-    "time-frozen": functools.partial(time, mode="frozen", wanted=_is_peer),
-    "time-forward": functools.partial(time, mode="forward", wanted=_is_peer),
-    "backends": functools.partial(time, mode="step", wanted=_is_backend),
+    "time": partial(time, mode="step", wanted=_is_peer),
+    "time-frozen": partial(time, mode="frozen", wanted=_is_peer),
+    "time-forward": partial(time, mode="forward", wanted=_is_peer),
+    "backends": partial(time, mode="step", wanted=_is_backend),
     "memory": memory,
     "errors": errors,
-    "idle": functools.partial(times, field="idle_share", wanted=_is_idle),
-    "scaling-tokens": functools.partial(times, field="tokens", wanted=_is_timed),
-    "scaling-vocabulary": functools.partial(times, field="vocab_size", wanted=_is_timed),
-    "scaling-hidden": functools.partial(times, field="hidden_size", wanted=_is_timed),
+    "idle": partial(times, field="idle_share", wanted=_is_idle),
+    "scaling-tokens": partial(times, field="tokens", wanted=_is_timed),
+    "scaling-vocabulary": partial(times, field="vocab_size", wanted=_is_timed),
+    "scaling-hidden": partial(times, field="hidden_size", wanted=_is_timed),
     "kept": kept,
-    "scaling-generations": functools.partial(times, field="generations", wanted=_is_timed),
+    "scaling-generations": partial(times, field="generations", wanted=_is_timed),
 }

@@ -15,7 +15,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,7 +26,6 @@ from .cases import DTYPES, MODES, Case, make_case
 from .machine import synchronize
 from .show import WAYS, table
 
-LAUNCHES = {"floor": 3, "eager": 60, "kept": 110}  # of a call; otherwise those of _chunked
 ROW_RATE = 0.9  # of a copy's bandwidth, which a row kernel reaches on a GPU: assumed
 KEPT_BYTES = 64  # per kept id, which the sorted pairs may hold
 
@@ -122,142 +121,112 @@ class Prediction(NamedTuple):
     peak_bytes: int
 
 
-class Part(NamedTuple):
-    """FLOPs and bytes, and how much longer than at full rate each takes."""
+class _Model:
+    """Adds up the parts of a case: products, passes over memory, launches."""
 
-    flops: int
-    bytes: int
-    waves: float = 1.0
-    rate: float = 1.0
+    def __init__(self, case: Case, device: Device) -> None:
+        self.case, self.device = case, device
+        self.tokens, self.width, self.vocab = case.tokens, case.hidden_size, case.vocab_size
+        self.item, self.weight = case.torch_dtype.itemsize, case.hidden_size * case.vocab_size  # bytes; elements
+        self.seconds, self.flops, self.bytes = 0.0, 0, 0
 
-    def seconds(self, device: Device, dtype: str) -> float:
-        computing = self.waves * self.flops / device.flops[dtype] if self.flops else 0.0
-        return max(computing, self.bytes / (self.rate * device.bandwidth))
+    def product(self, rows: int, columns: int, depth: int, bytes: int, count: float = 1.0) -> None:
+        """(rows, depth) x (depth, columns), `count` times; fewer tiles than multiprocessors split the sum instead."""
+        tiles, processors = math.ceil(rows / TILE_ROWS) * math.ceil(columns / TILE_COLUMNS), self.device.multiprocessors
+        waves = math.ceil(tiles / processors) * processors / tiles if processors and tiles >= processors else 1.0
+        flops = round(2 * count * rows * columns * depth)
+        self.flops, self.bytes = self.flops + flops, self.bytes + bytes
+        computing = waves * flops / self.device.flops[self.case.dtype]
+        self.seconds += max(computing, bytes / self.device.bandwidth)
 
+    def move(self, bytes: int, rate: float = 1.0) -> None:
+        self.bytes += bytes
+        self.seconds += bytes / (rate * self.device.bandwidth)
 
-def supported_ways(case: Case, device: Device) -> tuple[str, ...]:
-    missing = {"linear": device.type == "cpu" or case.dtype == "float32", "kept": not case.kept_ids}
-    missing["unscored"] = case.mode == "forward"
-    return tuple(way for way in WAYS if not missing.get(way))
+    def gradients(self, tokens: int, rows: int, dlogits: int) -> None:
+        """The products of dhidden and, where the head is trained, dweight, `rows` tokens at a time."""
+        chunks, rows = math.ceil(tokens / rows), min(rows, tokens)
+        moved = tokens * (self.vocab * dlogits + self.width * self.item)
+        if tokens and self.case.mode != "forward":
+            weights = chunks * self.weight * self.item
+            self.product(rows, self.width, self.vocab, moved + weights, tokens / rows)
+        if tokens and self.case.mode == "step":
+            added = (2 * chunks - 1) * 4 if chunks > 1 else self.item  # bytes of sums in float32, per element
+            self.product(self.vocab, self.width, rows, moved + self.weight * added, tokens / rows)
+            self.move(self.weight * (4 + self.item) * (chunks > 1))
+
+    def floor(self) -> int:
+        """Returns the peak of memory, as the others do."""
+        logits = self.tokens * self.vocab * self.item
+        operands = (self.tokens * self.width + self.weight) * self.item
+        self.product(self.tokens, self.vocab, self.width, logits + operands)
+        self.gradients(self.tokens, self.tokens, self.item)
+        self.seconds += 3 * self.device.launch
+        return logits
+
+    def eager(self) -> int:
+        """implementations/torch_.py: logits, float32 copy, log_softmax; backward in float32 up to the first product."""
+        logits, cells, cast = self.floor(), self.tokens * self.vocab, self.item + 4 if self.item < 4 else 0
+        moved, held = (cast + 8, max(cast, 8)) if self.case.mode == "forward" else (2 * cast + 24, 12)
+        self.move(moved * cells)
+        self.seconds += 60 * self.device.launch
+        return max(held * cells - self.weight * self.item * (self.case.mode == "step"), logits)
+
+    def kept(self) -> int:
+        """Products over kept ids, bound by memory, where each row is read every time; other tokens as `rows`."""
+        masked = round(self.tokens * self.case.masked_share)
+        pairs, products = masked * self.case.kept_ids, ("step", "frozen", "forward").index(self.case.mode)
+        self.flops += (3 - products) * 2 * pairs * self.width
+        rate = 1.0 if self.device.type == "cpu" else ROW_RATE
+        self.move((3 - products) * (pairs + masked) * self.width * self.item, rate)
+        self.move(self.weight * self.item * (self.case.mode == "step"), rate)
+        self.seconds += 110 * self.device.launch
+        self.tokens -= masked
+        return KEPT_BYTES * pairs + (self.rows() if self.tokens else 0)
+
+    def rows(self) -> int:
+        kind, on_cpu = torch.device(self.device.type), self.device.type == "cpu"
+        active = 0 if self.case.mode == "forward" else self.tokens - idle_tokens(self.case)
+        logits_dtype = default_logits_dtype(self.case.torch_dtype, kind)
+        grad_dtype = logits_dtype if on_cpu else self.case.torch_dtype
+        capacity = capacity_of(kind) if on_cpu else gpu_capacity(self.device.memory, self.device.multiprocessors)
+        wants, shape = (self.case.mode != "forward", self.case.mode == "step", False), (self.vocab, self.width)
+        sizes = chunk_sizes(self.tokens, shape, logits_dtype, grad_dtype, kind, wants, capacity=capacity)
+        for count, written in ((active, grad_dtype.itemsize), (self.tokens - active, 0)):
+            rows = min(sizes.logits, count) or 1
+            chunks, logits = math.ceil(count / rows), count * self.vocab * logits_dtype.itemsize
+            operands = (count * self.width + chunks * self.weight) * self.item
+            self.product(rows, self.vocab, self.width, logits + operands, count / rows)
+            self.move(logits + count * self.vocab * written, 1.0 if on_cpu else ROW_RATE)
+            self.seconds += 2 * chunks * self.device.launch
+        self.gradients(active, sizes.products, grad_dtype.itemsize)
+        self.seconds += (12 + 2 * math.ceil(active / sizes.products)) * self.device.launch
+        peak = sizes.scratch_bytes(self.vocab, logits_dtype, grad_dtype)
+        if wants[1] and sizes.products < active and self.item < 4:  # sums in float32, beside the scratch or the cast
+            peak = max(peak, self.weight * self.item) + self.weight * (4 - self.item)
+        return peak
 
 
 def idle_tokens(case: Case) -> int:
     """Zero-gradient tokens: those of prompts with equal rewards, where there is no KL term."""
-    if case.beta != 0:
-        return 0
-    per_prompt = case.length * case.generations
-    return round(case.tokens // per_prompt * (1.0 if case.generations == 1 else case.idle_share)) * per_prompt
+    per_prompt, share = case.length * case.generations, 1.0 if case.generations == 1 else case.idle_share
+    return 0 if case.beta != 0 else round(case.tokens // per_prompt * share) * per_prompt
 
 
 def predict(case: Case, device: Device, way: str = "rows") -> Prediction:
-    """What `way` should cost at least; ValueError where it does not serve the case."""
-    if way not in supported_ways(case, device):
-        raise ValueError(f"{way!r} does not serve {case} on {device.name}")
-    model = {"floor": _floor, "eager": _eager, "kept": _kept}.get(way)
-    parts, peak, launches = model(case, device) if model else _chunked(case, device, way)
-    time = sum(part.seconds(device, case.dtype) for part in parts) + device.launch * launches
-    return Prediction(time, sum(part.flops for part in parts), sum(part.bytes for part in parts), peak)
+    """What a way of WAYS should cost at least; ValueError where it does not serve the case."""
+    if way not in WAYS or (way == "kept" and not case.kept_ids):
+        raise ValueError(f"way={way!r}; expected one of {', '.join(WAYS)}, kept where a token has kept ids: {case}")
+    model = _Model(case, device)
+    peak = {"floor": model.floor, "eager": model.eager, "kept": model.kept, "rows": model.rows}[way]()
+    return Prediction(model.seconds, model.flops, model.bytes, peak)
 
 
 def predictions(case: Case, device: torch.device) -> dict[str, Any]:
     """For the JSON of a run: {"device", "source", "ways": way -> a Prediction's fields}."""
     rates = find_device(str(device), case)
-    found = {way: predict(case, rates, way)._asdict() for way in supported_ways(case, rates)}
+    found = {way: predict(case, rates, way)._asdict() for way in WAYS if way != "kept" or case.kept_ids}
     return {"device": rates.name, "source": rates.source, "ways": found}
-
-
-def _product(rows: int, columns: int, depth: int, bytes: int, device: Device, count: float = 1.0) -> Part:
-    """(rows, depth) x (depth, columns), `count` times; fewer tiles than multiprocessors split the sum instead."""
-    tiles, processors = math.ceil(rows / TILE_ROWS) * math.ceil(columns / TILE_COLUMNS), device.multiprocessors
-    waves = math.ceil(tiles / processors) * processors / tiles if processors and tiles >= processors else 1.0
-    return Part(round(2 * count * rows * columns * depth), bytes, waves)
-
-
-def _products(case: Case, device: Device, tokens: int, rows: int, dlogits: int, mode: str) -> Iterator[Part]:
-    """Those of the gradients, `rows` at a time: dhidden and, where the head is trained, dweight."""
-    h, v, item = case.hidden_size, case.vocab_size, case.torch_dtype.itemsize
-    chunks = math.ceil(tokens / rows) if tokens else 0
-    rows = min(rows, tokens)
-    if chunks and mode != "forward":
-        yield _product(rows, h, v, tokens * (v * dlogits + h * item) + chunks * v * h * item, device, tokens / rows)
-    if chunks and mode == "step":
-        added = (2 * chunks - 1) * 4 if chunks > 1 else item  # bytes of sums in float32, per element
-        yield _product(v, h, rows, tokens * (v * dlogits + h * item) + v * h * added, device, tokens / rows)
-        if chunks > 1:
-            yield Part(0, v * h * (4 + item))
-
-
-def _floor(case: Case, device: Device) -> tuple[list[Part], int, int]:
-    n, h, v, item = case.tokens, case.hidden_size, case.vocab_size, case.torch_dtype.itemsize
-    logits = _product(n, v, h, (n * v + n * h + v * h) * item, device)
-    return [logits, *_products(case, device, n, n, item, case.mode)], n * v * item, LAUNCHES["floor"]
-
-
-def _eager(case: Case, device: Device) -> tuple[list[Part], int, int]:
-    """implementations/torch_.py: logits, float32 copy, log_softmax; backward in float32 as far as the first product."""
-    parts, logits_bytes, _ = _floor(case, device)
-    cells, item = case.tokens * case.vocab_size, case.torch_dtype.itemsize
-    cast = item + 4 if item < 4 else 0
-    moved, held = (cast + 8, max(cast, 8)) if case.mode == "forward" else (2 * cast + 24, 12)
-    returned = {"step": 1, "frozen": 0}.get(case.mode, 0) * case.vocab_size * case.hidden_size * item
-    return [*parts, Part(0, moved * cells)], max(held * cells - returned, logits_bytes), LAUNCHES["eager"]
-
-
-def _kept(case: Case, device: Device) -> tuple[list[Part], int, int]:
-    """Products over kept ids, bound by memory, where each row is read every time; other tokens as `rows`."""
-    masked = round(case.tokens * case.masked_share)
-    pairs, item = masked * case.kept_ids, case.torch_dtype.itemsize
-    moved = (pairs + masked) * case.hidden_size * item
-    dweight = case.vocab_size * case.hidden_size * item
-    rate = ROW_RATE if device.type == "cuda" else 1.0
-    written = {"step": (0, 0, dweight), "frozen": (0, 0), "forward": (0,)}[case.mode]
-    parts = [Part(2 * pairs * case.hidden_size, moved + more, rate=rate) for more in written]
-    rest, peak, launches = _chunked(case, device, "rows", case.tokens - masked) if masked < case.tokens else ([], 0, 0)
-    return [*parts, *rest], KEPT_BYTES * pairs + peak, LAUNCHES["kept"] + launches
-
-
-def _chunked(case: Case, device: Device, way: str, tokens: int | None = None) -> tuple[list[Part], int, int]:
-    n, h, v, item = tokens or case.tokens, case.hidden_size, case.vocab_size, case.torch_dtype.itemsize
-    kind, on_cpu = torch.device(device.type), device.type == "cpu"
-    idle = 0 if way == "recompute" else idle_tokens(case)
-    active = 0 if case.mode == "forward" else n - idle
-    scored = 0 if way == "unscored" else n - active
-    logits_dtype = default_logits_dtype(case.torch_dtype, kind)
-    grad_dtype = logits_dtype if on_cpu else case.torch_dtype
-    capacity = capacity_of(kind) if on_cpu else gpu_capacity(device.memory, device.multiprocessors)
-    wants = (case.mode != "forward", case.mode == "step", False)
-    sizes = chunk_sizes(n, (v, h), logits_dtype, grad_dtype, kind, wants, capacity=capacity)
-    rate = 1.0 if on_cpu else ROW_RATE
-    parts, launches = [], 12
-    # (tokens, bytes per logit that the product writes, that passes over it move)
-    passes = [(active, logits_dtype.itemsize, logits_dtype.itemsize + grad_dtype.itemsize)]
-    passes.append((scored, 0, 0) if way == "linear" else (scored, logits_dtype.itemsize, logits_dtype.itemsize))
-    if way == "recompute":
-        passes = [(n, logits_dtype.itemsize, logits_dtype.itemsize + (item if active else 0))] * (2 if active else 1)
-    for count, written, moved in passes:
-        if count:
-            rows = min(sizes.logits, count)
-            chunks = math.ceil(count / rows)
-            bytes = count * (v * written + h * item) + chunks * v * h * item
-            parts.append(_product(rows, v, h, bytes, device, count / rows))
-            parts.append(Part(0, count * v * moved, rate=rate))
-            launches += 2 * chunks
-    gradients = list(_products(case, device, active, sizes.products, grad_dtype.itemsize, case.mode))
-    peak = sizes.scratch_bytes(v, logits_dtype, grad_dtype) if active or way != "linear" else 0
-    if wants[1] and sizes.products < active:  # sums in float32, beside the scratch or the cast
-        peak = max(peak, v * h * item) + v * h * (4 - item) if item < 4 else peak
-    return [*parts, *gradients], peak, launches + 2 * math.ceil(active / sizes.products)
-
-
-def report(case: Case, device: Device) -> str:
-    """A table of the ways to compute a case."""
-    found = {way: predict(case, device, way) for way in supported_ways(case, device)}
-    rows = []
-    for way, one in found.items():
-        cells = one.flops / 1e12, one.bytes / 1e9, one.seconds * 1e3, one.seconds / found["floor"].seconds
-        rows.append([way, *(f"{cell:.2f}" for cell in cells), f"{one.peak_bytes / 2**20:,.0f}"])
-    header = ("", "TFLOP", "GB", "ms", "of floor", "memory MiB")
-    return f"{case} on {device.name} ({device.source})\n\n{table(header, rows)}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -270,7 +239,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(argv)
     for shape in chosen.shapes:
         case = make_case(shape, chosen.dtype, mode=chosen.mode, kept_ids=chosen.kept_ids)
-        print(report(case, find_device(chosen.device, case)), end="\n\n")
+        device = find_device(chosen.device, case)
+        found = {way: predict(case, device, way) for way in WAYS if way != "kept" or case.kept_ids}
+        rows = []
+        for way, one in found.items():
+            cells = one.flops / 1e12, one.bytes / 1e9, one.seconds * 1e3, one.seconds / found["floor"].seconds
+            rows.append([way, *(f"{cell:.2f}" for cell in cells), f"{one.peak_bytes / 2**20:,.0f}"])
+        print(f"{case} on {device.name} ({device.source})\n")
+        print(table(("", "TFLOP", "GB", "ms", "of floor", "memory MiB"), rows), end="\n\n")
 
 
 if __name__ == "__main__":

@@ -17,10 +17,7 @@ _HEADER = (
 WAYS = {
     "floor": "the matrix products that the mode needs, over all tokens at once",
     "rows": "this library: logits, a row kernel, two products",
-    "unscored": "rows, without the zero-gradient tokens (score_inactive=False)",
-    "linear": "rows; tokens that are scored alone go through a product with a softmax in its epilogue",
-    "recompute": "logits twice, for zero-gradient tokens too: the lower bound of TRL, Liger and verl",
-    "kept": "a row of the weight and one of the hidden states read per kept id of a sampling mask",
+    "kept": "this library with a sampling mask: a row of the weight and one of the hidden states read per kept id",
     "eager": "all logits at once and autograd, each pass reading and writing once",
 }
 
@@ -72,17 +69,11 @@ def memory_text(report: dict[str, Any]) -> str:
     return str(report.get("memory_error", "").split(":")[0])
 
 
-def way_of(implementation: str, kept_ids: int = 0) -> str | None:
-    """The model of limits.py for an implementation, by its name; None where there is none."""
-    name, _, rest = implementation.partition("-")
-    if name == "ours":
-        last = rest.rpartition("-")[2]
-        if kept_ids and last != "unmasked":
-            return "kept"
-        return last if last in WAYS else "rows"
-    if name in ("trl", "liger", "verl", "cut"):
-        return "recompute"
-    return name if name in ("floor", "eager") else None
+def way_of(implementation: str, kept_ids: int = 0) -> str:
+    """The model of limits.py for an implementation, by its name; "" where there is none."""
+    if implementation.startswith("ours"):
+        return "kept" if kept_ids and implementation != "ours-unmasked" else "rows"
+    return implementation if implementation in WAYS else ""
 
 
 def _row(name: str, report: dict[str, Any], predicted: dict[str, Any]) -> list[str]:
