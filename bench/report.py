@@ -7,12 +7,12 @@ go between the markers of README.md and bench/README.md.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from grpo_kernels.benchmarks.cases import Case
 from grpo_kernels.benchmarks.figures import GREY, HEADS, OURS, STYLE, draw, save, sheet
 from grpo_kernels.benchmarks.machine import Document, read
 from grpo_kernels.benchmarks.show import memory_text, table
@@ -21,7 +21,19 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS, FIGURES = ROOT / "bench" / "results", ROOT / "bench" / "figures"
 PAGES = (ROOT / "README.md", ROOT / "bench" / "README.md")
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
-RIVALS = ("eager", "compiled", "trl", "liger", "liger-native", "verl", "verl-torch", "cut-cross-entropy", "quack")
+RIVALS = (
+    "floor",
+    "eager",
+    "compiled",
+    "trl",
+    "liger",
+    "liger-native",
+    "verl",
+    "verl-torch",
+    "cut-cross-entropy",
+    "quack",
+)
+RIVALS += ("ours-unmasked",)
 CAPTIONS = {
     "time": "Time of a step over that of the three bare products",
     "time-forward": "The same for log-probabilities alone",
@@ -62,7 +74,7 @@ def section(page: Path) -> str:
         where = document["environment"]
         device = f"{where['cpu']}, {where['threads']} threads" if where["device"] == "cpu" else where["device"]
         parts.append(f"**{path.name}.** {device}, {where['date'][:10]}: `{document['command']}`")
-        parts += [_learning(document)] if "runs" in document else _tables(document)
+        parts.append(_learning(document) if "runs" in document else _measurements(document))
         drawn = {"Learning curves": f"{path.stem}.png"}
         drawn |= {caption: f"{path.stem}-{name}.png" for name, caption in CAPTIONS.items()}
         parts += [
@@ -76,96 +88,30 @@ def section(page: Path) -> str:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def _tables(document: Document) -> list[str]:
-    """Of the heads of real models; of the times of a sweep the pictures say more."""
-    cases = [case for case in document["cases"] if not case["case"].get("kept_ids")]
-    masked = [case for case in document["cases"] if case["case"].get("kept_ids") and case["case"]["head"] != "custom"]
-    steps = [case for case in cases if case["case"]["mode"] == "step" and case["case"]["beta"]]
-    timed = [] if any(case["case"]["head"] == "custom" for case in steps) else _with(steps, "seconds")
-    weighed = _with(steps, "peak_bytes")
-    times = _against(timed, lambda found: f"{found['ours_to_this']:.2f}" if "ours_to_this" in found else "")
-    memory = _against(weighed, memory_text)
-    return [text for text in (
-        _titled(
-            "Forward and backward: the median of ours (and its spread), and its ratio to the three bare products and "
-            "to each rival, in its fastest setting",
-            ["head (N, H, V)", "type", "ours, ms", "of the three products", *(f"of {title}" for title, _ in times)],
-            [[*_case(case), _spread(case), f"{case['implementations']['ours']['ratio_to_floor']:.2f}",
-              *(cells[i] for _, cells in times)] for i, case in enumerate(timed)],
-        ),
-        _titled(
-            "Peak memory of a step beyond its inputs and gradients, MiB",
-            ["head (N, H, V)", "type", "ours", *(title for title, _ in memory), "ours of eager"],
-            [[*_case(case), memory_text(case["implementations"]["ours"]), *(cells[i] for _, cells in memory),
-              f"{case['implementations']['ours'].get('memory_ratio_to_eager', float('nan')):.3f}".replace("nan", "")]
-             for i, case in enumerate(weighed)],
-        ),
-        _titled(
-            "Half the prompts with equal rewards, beta 0, of the time without such prompts",
-            ["head (N, H, V)", "type", "every token scored", "`score_inactive=False`"],
-            _idle(document),
-        ),
-        _titled(
-            "Sampling masks, against the same call without; memory is beyond inputs and gradients",
-            ["head (N, H, V)", "type", "call", "kept ids", "ms", "of the call without mask", "bytes per kept id"],
-            [_mask(case) for case in _with(masked, "seconds")],
-        ),
-    ) if text]  # fmt: skip
-
-
-def _titled(what: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return f"{what}:\n\n{table(header, rows)}" if rows else ""
-
-
-def _with(cases: Sequence[Document], what: str) -> list[Document]:
-    return [case for case in cases if what in case["implementations"].get("ours", {})]
-
-
-def _against(cases: Sequence[Document], text: Callable[[Document], str]) -> list[tuple[str, list[str]]]:
-    """(title, a cell per case) of each rival that has one."""
-    found = []
+def _measurements(document: Document) -> str:
+    """A row per case of a real head: ours, its ratio to the bare products and to each rival, its memory."""
+    cases = [case for case in document["cases"] if case["case"]["head"] != "custom"]
+    entries = {name: [case["implementations"].get(name, {}) for case in cases] for name in ("ours", *RIVALS)}
+    columns = {"ours, ms (least to most)": [_times(entry) for entry in entries["ours"]]}
     for name in RIVALS:
-        entries = [case["implementations"].get(name, {}) for case in cases]
-        cells = [text(entry) or entry.get("error", "").split(":")[0] for entry in entries]
-        if any(map(text, entries)):
-            found.append((next(str(entry["title"]) for entry in entries if "title" in entry), cells))
-    return found
+        title = next((str(entry["title"]) for entry in entries[name] if "title" in entry), name)
+        form = ".3f" if name.startswith("ours-") else ".2f"
+        columns[f"of {title}"] = [_number(entry, "ours_to_this", form) for entry in entries[name]]
+    columns["peak MiB"] = [memory_text(entry) for entry in entries["ours"]]
+    columns["of eager's"] = [_number(entry, "memory_ratio_to_eager", ".3f") for entry in entries["ours"]]
+    columns = {title: cells for title, cells in columns.items() if any(cells)}
+    rows = [[str(Case(**case["case"])), *cells] for case, *cells in zip(cases, *columns.values(), strict=True)]
+    what = "Medians of ours, and ratios to the bare products and to each rival; memory is beyond inputs and gradients"
+    return f"{what}:\n\n{table(('case (N, H, V)', *columns), rows)}"
 
 
-def _case(found: Document) -> list[str]:
-    case = found["case"]
-    return [f"{case['head']} ({case['tokens']}, {case['hidden_size']}, {case['vocab_size']})", case["dtype"]]
+def _times(entry: Document) -> str:
+    numbers = [entry["seconds"][key] * 1e3 for key in ("median", "min", "max")] if "seconds" in entry else []
+    return "{:,.0f} ({:,.0f} to {:,.0f})".format(*numbers) if numbers else ""
 
 
-def _spread(found: Document) -> str:
-    median, low, high = (found["implementations"]["ours"]["seconds"][key] * 1e3 for key in ("median", "min", "max"))
-    return f"{median:,.0f} ({low:,.0f} to {high:,.0f})"
-
-
-def _idle(document: Document) -> list[list[str]]:
-    """Half the prompts without a gradient, to none: each in units of the floor of its own process."""
-    found = {
-        (*_case(case), case["case"]["idle_share"]): case["implementations"]
-        for case in _with(document["cases"], "ratio_to_floor")
-        if case["case"]["beta"] == 0.0
-    }
-    rows = []
-    for (shape, dtype, share), half in found.items():
-        if share == 0.5 and (shape, dtype, 0.0) in found:
-            dense = found[shape, dtype, 0.0]["ours"]["ratio_to_floor"]
-            ratios = (half[name]["ratio_to_floor"] / dense for name in ("ours", "ours-unscored"))
-            rows.append([shape, dtype, *(f"{ratio:.2f}" for ratio in ratios)])
-    return rows
-
-
-def _mask(found: Document) -> list[str]:
-    case, ours = found["case"], found["implementations"]["ours"]
-    share = f", of {case['masked_share']:.0%} of the tokens" if case["masked_share"] < 1 else ""
-    pairs = case["tokens"] * case["masked_share"] * case["kept_ids"]
-    call, own = "scoring" if case["mode"] == "forward" else "step", ours["seconds"]["median"]
-    ratio = own / found["implementations"]["ours-unmasked"]["seconds"]["median"]
-    memory = f"{ours['peak_bytes'] / pairs:.0f}" if "peak_bytes" in ours else ""
-    return [*_case(found), call, f"{case['kept_ids']}{share}", f"{own * 1e3:,.0f}", f"{ratio:.3f}", memory]
+def _number(entry: Document, key: str, form: str) -> str:
+    return format(entry[key], form) if key in entry else entry.get("error", "").split(":")[0]
 
 
 # --- learning curves --------------------------------------------------------------------------------------------------
@@ -176,14 +122,10 @@ def _learning(document: Document) -> str:
     for run in document["runs"]:
         ends = f"{run['pass_at_1_before']:.3f} to {run['pass_at_1_after']:.3f}"
         rows.setdefault((run["loss_type"], "ours" if run["loss"] == "fused" else "eager"), []).append(ends)
-    seeds = sorted({run["seed"] for run in document["runs"]})
+    seeds = [f"seed {seed}" for seed in sorted({run["seed"] for run in document["runs"]})]
     what = "`grpo-kernels train` with its defaults, held-out pass@1 before and after"
-    header = ["loss_type", "loss", *(f"seed {seed}" for seed in seeds)]
-    return _titled(
-        f"{what} {len(document['runs'][0]['reward'])} optimizer steps",
-        header,
-        [[*key, *ends] for key, ends in rows.items()],
-    )
+    steps = f"{len(document['runs'][0]['reward'])} optimizer steps"
+    return f"{what} {steps}:\n\n{table(('loss_type', 'loss', *seeds), [[*key, *ends] for key, ends in rows.items()])}"
 
 
 @rc_context(STYLE)

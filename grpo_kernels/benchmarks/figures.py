@@ -27,14 +27,9 @@ COLOURS = {"ours": OURS, "floor": "#000000", "eager": GREY, "compiled": "#989898
 COLOURS |= {"liger": "#0a8f6a", "liger-native": "#4fb08e", "verl": "#8e44ad", "verl-torch": "#b583c9"}
 COLOURS |= {"cut-cross-entropy": "#8c6d31"}
 MODES = {"step": "forward and backward", "frozen": "lm_head frozen", "forward": "log-probabilities alone"}
-SWEPT = {  # field of a case -> its name, and the field that follows from it
-    "tokens": ("tokens, N", "length"),
-    "hidden_size": ("hidden size, H", "head"),
-    "vocab_size": ("vocabulary, V", "head"),
-    "generations": ("completions per prompt, G", "length"),
-    "idle_share": ("share of prompts with equal rewards", ""),
-    "kept_ids": ("kept ids of a token, K", ""),
-}
+SWEPT = {"tokens": "tokens, N", "hidden_size": "hidden size, H", "vocab_size": "vocabulary, V"}
+SWEPT |= {"generations": "completions per prompt, G", "kept_ids": "kept ids of a token, K"}
+SWEPT |= {"idle_share": "share of prompts with equal rewards"}
 ERRORS = {
     "loss": "loss",
     "logps_max": "log-probabilities, nats",
@@ -118,8 +113,6 @@ def _plot_rows(axis: Axes, panel: Panel) -> None:
             axis.plot([median], [y], "o", color=colour, label=line.title)
             labels[-1] = f"{line.title}  {_format(panel.unit)(median, None)}"
     axis.set_yticks(range(len(labels)), labels)
-    for line, label in zip(panel.lines, axis.get_yticklabels(), strict=True):
-        label.set_color(_colour(line.name))
     axis.yaxis.tick_right()
     axis.set_ylim(len(panel.lines) - 0.4, -0.6)
     if panel.unit == "×":
@@ -202,21 +195,18 @@ def errors(document: Document) -> Figure | None:
 
 
 def memory(document: Document) -> Figure | None:
-    """Peak memory against the length of completions where their number is fixed, else against tokens."""
-    by_length = _sweeps(document, "tokens", lambda case: case["tokens"] // case["length"])
-    by_tokens = _sweeps(document, "tokens")
-    of_length = max(map(len, by_length), default=0) >= max(map(len, by_tokens), default=0)
+    """Peak memory against the length of a fixed number of completions."""
     panels = []
-    for sweep in by_length if of_length else by_tokens:
-        case, lines = sweep[0]["case"], _lines(sweep, "length" if of_length else "tokens", _peak_bytes, _is_peer)
-        label = f"tokens per completion, {case['tokens'] // case['length']} completions" if of_length else "tokens, N"
+    for sweep in _sweeps(document, "length"):
+        case, lines = sweep[0]["case"], _lines(sweep, "length", _peak_bytes, _is_peer)
+        label = f"tokens per completion, {case['tokens'] // case['length']} completions"
         panels += [Panel(_describe(case, "tokens"), lines, "B", label)] if lines else []
     return plot(document, "Peak memory beyond inputs and gradients", panels)
 
 
 def times(document: Document, field: str, wanted: Callable[[str], bool]) -> Figure | None:
     """A row per sweep: seconds, and the ratio to the floor, or for prompts without gradient to the time without."""
-    label, panels = SWEPT[field][0], []
+    panels: list[Panel | None] = []
     for sweep in _sweeps(document, field):
         lines, case = _lines(sweep, field, _seconds, wanted), sweep[0]["case"]
         floor = next((line.finite for line in lines if line.name == "floor"), {})
@@ -224,28 +214,24 @@ def times(document: Document, field: str, wanted: Callable[[str], bool]) -> Figu
         for line in lines:
             own = dict.fromkeys(line.finite, line.finite[0.0]) if 0.0 in line.finite else {}
             base = own if field == "idle_share" else floor
-            points = {x: y / base[x] for x, y in line.finite.items() if x in base}
-            relative += [line._replace(points=points)] if points else []
-        over = "its own time without such prompts" if field == "idle_share" else "the bare products"
+            relative.append(line._replace(points={x: y / base[x] for x, y in line.finite.items() if x in base}))
+        over = "over its own time without such prompts" if field == "idle_share" else "over the bare products"
         if lines:
-            panels += [Panel(_describe(case, field), lines, "s", label), Panel(f"over {over}", relative, "×", label)]
-    return plot(document, f"Time against {label}", panels)
+            panels.append(Panel(_describe(case, field), lines, "s", SWEPT[field]))
+            panels.append(Panel(over, [line for line in relative if line.points], "×", SWEPT[field]))
+    return plot(document, f"Time against {SWEPT[field]}", panels)
 
 
 def kept(document: Document) -> Figure | None:
     """Sampling masks: time against the kept ids of a token, and against H, beside what memory bandwidth allows."""
-    found: dict[tuple[str, str], Panel] = {}
     masked = {"cases": [case for case in document["cases"] if case["case"].get("kept_ids")]}
+    panels: list[Panel | None] = []
     for field in ("kept_ids", "hidden_size"):
         for sweep in _sweeps(masked, field):
-            case = sweep[0]["case"]
             lines = _lines(sweep, field, _seconds, lambda name: name in ("ours", "ours-unmasked"))
             bound = {one["case"][field]: one["predicted"]["ways"]["kept"]["seconds"] for one in sweep}
-            title = _describe(case, field) + ("" if field == "kept_ids" else f", {case['kept_ids']} ids kept")
             lines.append(Line("floor", "bandwidth bound", bound))
-            found[case["dtype"], field] = Panel(title, lines, "s", SWEPT[field][0])
-    dtypes = dict.fromkeys(dtype for dtype, _ in found)
-    panels = [found.get((dtype, field)) for dtype in dtypes for field in ("kept_ids", "hidden_size")]
+            panels.append(Panel(_describe(sweep[0]["case"], field), lines, "s", SWEPT[field]))
     return plot(document, "Time with sampling masks", panels)
 
 
@@ -265,15 +251,15 @@ def _exhausted(entry: Document, key: str) -> float | None:
     return math.inf if entry.get(key, "").startswith(OUT_OF_MEMORY) else None
 
 
-def _sweeps(
-    document: Document, field: str, fixed: Callable[[Document], object] = lambda case: None
-) -> list[list[Document]]:
-    """Groups of three cases or more, ascending, that differ in `field` alone and, where given, agree in `fixed`."""
+def _sweeps(document: Document, field: str) -> list[list[Document]]:
+    """Groups of three cases or more, ascending, that differ in `field` alone, and in what follows from it."""
     groups: dict[str, dict[float, Document]] = {}
     for case in document["cases"]:
-        if field in case["case"]:
-            same = {key: value for key, value in case["case"].items() if key not in (field, SWEPT[field][1])}
-            groups.setdefault(f"{same} {fixed(case['case'])}", {}).setdefault(case["case"][field], case)
+        of = case["case"]
+        follows = {"tokens": "length", "generations": "length", "length": "tokens"}.get(field, "head")
+        same = {key: value for key, value in of.items() if key not in (field, follows)}
+        completions = of["tokens"] // of["length"] if field == "length" else None
+        groups.setdefault(f"{same} {completions}", {}).setdefault(of.get(field, 0), case)
     return [[group[value] for value in sorted(group)] for group in groups.values() if len(group) >= 3]
 
 
@@ -310,6 +296,7 @@ def _describe(case: Document, *without: str) -> str:
     sizes = {"tokens": "N", "hidden_size": "H", "vocab_size": "V"}
     parts += [f"{letter} {case[field]:,}" for field, letter in sizes.items() if field not in without]
     parts += [case["dtype"]]
+    parts += [f"{case['kept_ids']} ids kept"] if case.get("kept_ids") and "kept_ids" not in without else []
     parts += [MODES[case["mode"]]] if case["mode"] != "step" and "mode" not in without else []
     return ", ".join(parts if case["beta"] else [*parts, "no KL"])
 
@@ -327,10 +314,6 @@ def _is_timed(name: str) -> bool:
     return name == "floor" or _is_peer(name)
 
 
-def _is_idle(name: str) -> bool:
-    return name in ("ours", "ours-unscored", "floor", "eager", "trl", "liger")
-
-
 HEADS = ("time", "time-frozen", "time-forward", "backends", "errors")  # a case for each head, as no sweep has
 PICTURES: dict[str, Callable[[Document], Figure | None]] = {
     "time": partial(time, mode="step", wanted=_is_peer),
@@ -339,7 +322,7 @@ PICTURES: dict[str, Callable[[Document], Figure | None]] = {
     "backends": partial(time, mode="step", wanted=_is_backend),
     "memory": memory,
     "errors": errors,
-    "idle": partial(times, field="idle_share", wanted=_is_idle),
+    "idle": partial(times, field="idle_share", wanted=lambda name: name == "ours-unscored" or _is_timed(name)),
     "scaling-tokens": partial(times, field="tokens", wanted=_is_timed),
     "scaling-vocabulary": partial(times, field="vocab_size", wanted=_is_timed),
     "scaling-hidden": partial(times, field="hidden_size", wanted=_is_timed),

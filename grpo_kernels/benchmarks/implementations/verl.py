@@ -43,13 +43,9 @@ def _module(name: str) -> ModuleType:
             del sys.modules[package]
 
 
-def _function() -> ModuleType:
-    return _module("verl.utils.kernel.linear_cross_entropy")
-
-
-def _kernels() -> ModuleType:
-    """`linear_cross_entropy` imports them when it is first called, which is too late for `_module`."""
-    return _module("verl.utils.kernel.kernels")
+_function = functools.partial(_module, "verl.utils.kernel.linear_cross_entropy")
+_kernels = functools.partial(_module, "verl.utils.kernel.kernels")  # which its first call imports, too late for _module
+_torch_functional = functools.partial(_module, "verl.utils.experimental.torch_functional")
 
 
 def _logps(inputs: Inputs, backward: str) -> Tensor:
@@ -64,18 +60,13 @@ def _settings(inputs: Inputs, mode: str) -> dict[str, Step]:
     hidden_size = inputs.hidden.shape[-1]
     if hidden_size % _TILE:
         raise Unsupported(f"hidden size {hidden_size} is no multiple of {_TILE}")
-    methods = (
-        {"split": "_Split_Dlogits_N", "whole": "_Total_Separate"} if mode != "forward" else {"": "_Split_Dlogits_N"}
-    )
+    methods = {"split": "_Split_Dlogits_N", "whole": "_Total_Separate"}
+    methods = {"": methods["split"]} if mode == "forward" else methods
     return {name: from_logps(functools.partial(_logps, backward=method), mode) for name, method in methods.items()}
 
 
 def _unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     return no_nvidia_gpu(device) or not_importable(lambda: (_function(), _kernels()), _PACKAGE)
-
-
-def _torch_functional() -> ModuleType:
-    return _module("verl.utils.experimental.torch_functional")
 
 
 def _torch_logps(inputs: Inputs, chunk_size: int) -> Tensor:
@@ -90,12 +81,11 @@ def _torch_settings(inputs: Inputs, mode: str) -> dict[str, Step]:
     return {f"chunk {size}": from_logps(functools.partial(_torch_logps, chunk_size=size), mode) for size in sizes}
 
 
+def _torch_unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
+    return not_importable(_torch_functional, _PACKAGE)
+
+
 IMPLEMENTATIONS = (
     Implementation("verl", "verl, Triton", _settings, _unavailable_reason),
-    Implementation(
-        "verl-torch",
-        "verl, torch in chunks",
-        _torch_settings,
-        lambda device, dtype: not_importable(_torch_functional, _PACKAGE),
-    ),
+    Implementation("verl-torch", "verl, torch in chunks", _torch_settings, _torch_unavailable_reason),
 )
