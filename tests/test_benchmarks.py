@@ -170,7 +170,7 @@ def test_what_cannot_run_is_listed_with_its_reason(monkeypatch: pytest.MonkeyPat
     def exhausted(inputs: object, mode: str) -> dict:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    absent = Implementation("absent", "absent", exhausted, lambda device, dtype: "not installed")
+    absent = Implementation("absent", "absent", exhausted, unavailable=lambda device, dtype: "not installed")
     for extra, key, words in (
         (Implementation("unsupported", "unsupported", unsupported), "missing", "no such mode"),
         (Implementation("exhausted", "exhausted", exhausted), "error", "out of memory"),

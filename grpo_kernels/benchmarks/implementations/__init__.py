@@ -42,16 +42,38 @@ class Implementation:
     """One way to compute a case.
 
     `settings(inputs, mode)` gives a step for each setting that is worth trying, the documented default first. It may
-    raise `Unsupported`. `unavailable_reason(device, dtype)` says why it cannot run there at all, None where it can; it
-    imports what is needed. `objective` is what its results are checked against: "grpo"; "cross_entropy", mean -logp, a
+    raise `Unsupported`. `objective` is what its results are checked against: "grpo"; "cross_entropy", mean -logp, a
     yardstick that does the same matrix products; or "none", which is not checked.
+    `unavailable(device, dtype)` says why it cannot run there, "" where it can; `load` imports what is needed, and
+    `requirement` is what pip installs for that; `capability` is the least of an NVIDIA GPU that it needs, as in (9, 0).
     """
 
     name: str
     title: str
     settings: Callable[[Inputs, str], dict[str, Step]]
-    unavailable_reason: Callable[[torch.device, torch.dtype], str | None] = lambda device, dtype: None
     objective: str = "grpo"
+    load: Callable[[], object] = lambda: None
+    requirement: str = ""
+    capability: tuple[int, ...] | None = None
+    unavailable: Callable[[torch.device, torch.dtype], str] = lambda device, dtype: ""
+
+    def unavailable_reason(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """A sentence, None where it can run. A broken installation, which may raise anything, is no error."""
+        if self.capability is not None:
+            if device.type != "cuda" or torch.version.cuda is None:
+                return "needs an NVIDIA GPU"
+            here = torch.cuda.get_device_capability(device)
+            if here < self.capability:
+                return f"needs compute capability {'.'.join(map(str, self.capability))}, this is {here[0]}.{here[1]}"
+        if reason := self.unavailable(device, dtype):
+            return reason
+        try:
+            self.load()
+        except ModuleNotFoundError as error:
+            return f"not installed ({error}): pip install {self.requirement}"
+        except Exception as error:
+            return f"cannot be imported: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        return None
 
 
 def gradients(loss: Tensor, inputs: Inputs, logps: Tensor | None = None) -> Result:
@@ -59,28 +81,6 @@ def gradients(loss: Tensor, inputs: Inputs, logps: Tensor | None = None) -> Resu
     leaves = (inputs.hidden,) if inputs.frozen else (inputs.hidden, inputs.weight)
     dhidden, *rest = torch.autograd.grad(loss, leaves)
     return Result(loss.detach(), None if logps is None else logps.detach(), dhidden, rest[0] if rest else None)
-
-
-def not_importable(load: Callable[[], object], requirement: str) -> str | None:
-    """A sentence if `load()` raises. It may raise anything: a broken installation is no error of the benchmark."""
-    try:
-        load()
-    except ModuleNotFoundError as error:
-        return f"not installed ({error}): pip install {requirement}"
-    except Exception as error:
-        line = next(iter(str(error).splitlines()), "")
-        return f"cannot be imported: {type(error).__name__}: {line}"
-    return None
-
-
-def no_nvidia_gpu(device: torch.device, *least: int) -> str | None:
-    """A sentence if the device is no NVIDIA GPU of at least this compute capability, as in 9, 0."""
-    if device.type != "cuda" or torch.version.cuda is None:
-        return "needs an NVIDIA GPU"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < least:
-        return f"needs compute capability {'.'.join(map(str, least))}, this is {'.'.join(map(str, capability))}"
-    return None
 
 
 def from_logps(logps: Callable[[Inputs], Tensor], mode: str) -> Step:

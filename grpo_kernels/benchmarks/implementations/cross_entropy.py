@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..inputs import Inputs
-from . import Implementation, Result, Step, gradients, no_nvidia_gpu, not_importable
+from . import Implementation, Result, Step, gradients
 
 _CHUNKS = (4096, 16384)  # tokens; 4096 is QuACK's default
 _ALIGNMENT = 8  # of the sizes, for QuACK's products in chunks
@@ -33,8 +33,8 @@ def _step(function: Callable[..., Tensor], mode: str, **options: Any) -> Step:
     return forward if mode == "forward" else backward
 
 
-def _cut() -> ModuleType:
-    return importlib.import_module("cut_cross_entropy")
+_cut = functools.partial(importlib.import_module, "cut_cross_entropy")
+_quack = functools.partial(importlib.import_module, "quack.linear_cross_entropy")
 
 
 def _cut_settings(inputs: Inputs, mode: str) -> dict[str, Step]:
@@ -49,10 +49,6 @@ def _cut_settings(inputs: Inputs, mode: str) -> dict[str, Step]:
             kernels["cce, filter_eps=None"] = {"impl": "cce", "filter_eps": None}
         options = kernels | options
     return {name: _step(_cut().linear_cross_entropy, mode, **chosen) for name, chosen in options.items()}
-
-
-def _quack() -> ModuleType:
-    return importlib.import_module("quack.linear_cross_entropy")
 
 
 def _quack_whole(hidden: Tensor, weight: Tensor, ids: Tensor, reduction: str) -> Tensor:
@@ -84,19 +80,22 @@ def _quack_settings(inputs: Inputs, mode: str) -> dict[str, Step]:
     return {f"chunk {size}": _step(chunked, mode, chunk_size=size) for size in chunks} | whole
 
 
-def _quack_unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
-    return no_nvidia_gpu(device, 9, 0) or not_importable(_quack, "'quack-kernels[cu13]==0.6.5'")
-
-
 IMPLEMENTATIONS = (
     Implementation(
         "cut-cross-entropy",
         "Cut Cross-Entropy (plain cross-entropy)",
         _cut_settings,
-        lambda device, dtype: not_importable(_cut, "cut-cross-entropy==25.1.1"),
-        objective="cross_entropy",
+        "cross_entropy",
+        load=_cut,
+        requirement="cut-cross-entropy==25.1.1",
     ),
     Implementation(
-        "quack", "QuACK (plain cross-entropy)", _quack_settings, _quack_unavailable_reason, objective="cross_entropy"
+        "quack",
+        "QuACK (plain cross-entropy)",
+        _quack_settings,
+        "cross_entropy",
+        load=_quack,
+        requirement="'quack-kernels[cu13]==0.6.5'",
+        capability=(9, 0),
     ),
 )

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import functools
 import importlib
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from ..inputs import EPSILON, Inputs
-from . import Implementation, Result, Step, from_logps, gradients, no_nvidia_gpu, not_importable
+from . import Implementation, Result, Step, from_logps, gradients
 
 _VERSION = "0.8.5"
 _CHUNKS = (1, 4, 16)  # completions; 1 is the default
 _CHUNK_TOKENS = 4096
 
 
-def _grpo() -> ModuleType:
-    return importlib.import_module("liger_kernel.chunked_loss.grpo_loss")
+_grpo = functools.partial(importlib.import_module, "liger_kernel.chunked_loss.grpo_loss")
+_NATIVE = "liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90"
+_scaled_cross_entropy = functools.partial(importlib.import_module, "liger_kernel.ops.fused_linear_scaled_cross_entropy")
 
 
 def _settings(inputs: Inputs, mode: str) -> dict[str, Step]:
@@ -54,10 +54,6 @@ def _forward(inputs: Inputs) -> Result:
         )
 
 
-def _scaled_cross_entropy() -> ModuleType:
-    return importlib.import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
-
-
 def _native_logps(inputs: Inputs) -> Tensor:
     """Liger takes its Hopper kernels by itself where the device is one; on others it would fall back to torch."""
     function = _scaled_cross_entropy().LigerFusedLinearScaledCrossEntropyFunction
@@ -65,25 +61,21 @@ def _native_logps(inputs: Inputs) -> Tensor:
     return -losses.view(inputs.ids.shape)
 
 
-def _native_unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
-    why = no_nvidia_gpu(device, 9, 0)
-    if why is None and torch.cuda.get_device_capability(device) != (9, 0):
-        why = "its kernels are for compute capability 9.0 alone"
-    if why is None and dtype != torch.bfloat16:
-        why = "serves bfloat16 alone"
-    kernels = "liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90"
-    requirements = f"'liger-kernel[cutedsl]=={_VERSION}' 'nvidia-cutlass-dsl[cu13]'"
-    return why or not_importable(lambda: importlib.import_module(kernels), requirements)
+def _native_unavailable(device: torch.device, dtype: torch.dtype) -> str:
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return "its kernels are for compute capability 9.0 alone"
+    return "" if dtype == torch.bfloat16 else "serves bfloat16 alone"
 
 
 IMPLEMENTATIONS = (
-    Implementation(
-        "liger", "Liger", _settings, lambda device, dtype: not_importable(_grpo, f"liger-kernel=={_VERSION}")
-    ),
+    Implementation("liger", "Liger", _settings, load=_grpo, requirement=f"liger-kernel=={_VERSION}"),
     Implementation(
         "liger-native",
         "Liger, CuTe kernels for Hopper",
         lambda inputs, mode: {"": from_logps(_native_logps, mode)},
-        _native_unavailable_reason,
+        load=functools.partial(importlib.import_module, _NATIVE),
+        requirement=f"'liger-kernel[cutedsl]=={_VERSION}' 'nvidia-cutlass-dsl[cu13]'",
+        capability=(9, 0),
+        unavailable=_native_unavailable,
     ),
 )

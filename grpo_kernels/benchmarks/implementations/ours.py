@@ -77,7 +77,7 @@ def _of_backend(backend: str, strategy: str | None) -> Implementation:
         f"ours-{backend}" + (f"-{strategy}" if strategy else ""),
         f"ours, backend {backend}" + (f", {strategy}" if strategy else ""),
         functools.partial(_settings, backend=backend, strategy=strategy),
-        lambda device, dtype: why_not(backend, device) or None,
+        unavailable=lambda device, dtype: why_not(backend, device),
     )
 
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-from types import ModuleType
 
 from torch import Tensor
 
 from ..inputs import Inputs
-from . import Implementation, Step, from_logps, not_importable
+from . import Implementation, Step, from_logps
 
-
-def _utils() -> ModuleType:
-    return importlib.import_module("trl.trainer.utils")
+_utils = functools.partial(importlib.import_module, "trl.trainer.utils")
 
 
 def _logps(inputs: Inputs, chunk_size: int, outputs: tuple[str, ...]) -> Tensor:
@@ -35,6 +32,4 @@ def _settings(inputs: Inputs, mode: str) -> dict[str, Step]:
     return {f"chunk {size}": from_logps(functools.partial(_logps, chunk_size=size, outputs=outputs), mode)}
 
 
-IMPLEMENTATIONS = (
-    Implementation("trl", "TRL", _settings, lambda device, dtype: not_importable(_utils, "trl==1.16.0")),
-)
+IMPLEMENTATIONS = (Implementation("trl", "TRL", _settings, load=_utils, requirement="trl==1.16.0"),)

@@ -9,11 +9,10 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-import torch
 from torch import Tensor
 
 from ..inputs import Inputs
-from . import Implementation, Step, Unsupported, from_logps, no_nvidia_gpu, not_importable
+from . import Implementation, Step, Unsupported, from_logps
 
 _PACKAGE = "--no-deps verl==0.9.1"  # its dependencies pin transformers and bring Ray; what is used here needs none
 _CHUNKS = (512, 4096)  # tokens; 512 is the default
@@ -65,10 +64,6 @@ def _settings(inputs: Inputs, mode: str) -> dict[str, Step]:
     return {name: from_logps(functools.partial(_logps, backward=method), mode) for name, method in methods.items()}
 
 
-def _unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
-    return no_nvidia_gpu(device) or not_importable(lambda: (_function(), _kernels()), _PACKAGE)
-
-
 def _torch_logps(inputs: Inputs, chunk_size: int) -> Tensor:
     logps: Tensor
     logps, _ = _torch_functional().FusedLinearForPPO(chunk_size)(inputs.hidden, inputs.weight, inputs.ids)
@@ -81,11 +76,16 @@ def _torch_settings(inputs: Inputs, mode: str) -> dict[str, Step]:
     return {f"chunk {size}": from_logps(functools.partial(_torch_logps, chunk_size=size), mode) for size in sizes}
 
 
-def _torch_unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
-    return not_importable(_torch_functional, _PACKAGE)
-
-
 IMPLEMENTATIONS = (
-    Implementation("verl", "verl, Triton", _settings, _unavailable_reason),
-    Implementation("verl-torch", "verl, torch in chunks", _torch_settings, _torch_unavailable_reason),
+    Implementation(
+        "verl",
+        "verl, Triton",
+        _settings,
+        load=lambda: (_function(), _kernels()),
+        requirement=_PACKAGE,
+        capability=(0, 0),
+    ),
+    Implementation(
+        "verl-torch", "verl, torch in chunks", _torch_settings, load=_torch_functional, requirement=_PACKAGE
+    ),
 )
