@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from grpo_kernels.benchmarks.limits import DEVICES, Device, predict
 from grpo_kernels.benchmarks.machine import OUT_OF_MEMORY, Document, read
 from grpo_kernels.benchmarks.show import table, way_of
 
+Found = dict[str, dict[str, Any]]
 RESULTS = Path(__file__).parent / "results"
 # Of one micro-batch of TRL's trainer, FusedGRPOTrainer against GRPOTrainer: bench/trl_step.py.
 TRL_STEP = {"of_trl": 1.0, "memory_of_trl": 1.0}
@@ -30,31 +32,30 @@ TRL_STEP = {"of_trl": 1.0, "memory_of_trl": 1.0}
 def value_of(bar: Bar, document: Document) -> float | None:
     """Of the first case that has it; None where it was not measured."""
     dense = bar._replace(fields=bar.fields | {"idle_share": 0.0})  # of another process: each in units of its own floor
-    for found in find(bar, document):
-        ours = found.get("ours", {})
-        for base in find(dense, document) if bar.what == "idle" else [found]:
-            with contextlib.suppress(KeyError):
-                if bar.what == "time":
-                    return float(found[bar.rival]["ours_to_this"])
-                if bar.what == "memory":
-                    return float(ours["peak_bytes"] / found[bar.rival]["peak_bytes"])
-                if bar.what == "idle":
-                    return float(found[bar.rival]["ratio_to_floor"] / base["ours"]["ratio_to_floor"])
-                if bar.what == "kept bytes":
-                    return float(ours["peak_bytes"] / (int(bar.shape.split("x")[0]) * bar.fields["kept_ids"]))
-                return float(ours["errors"]["logps_max"])
+    values: dict[str, Callable[[Found, Found], float]] = {
+        "time": lambda found, _: found[bar.rival]["ours_to_this"],
+        "memory": lambda found, _: found["ours"]["peak_bytes"] / found[bar.rival]["peak_bytes"],
+        "idle": lambda found, base: found[bar.rival]["ratio_to_floor"] / base["ours"]["ratio_to_floor"],
+        "kept bytes": lambda found, _: found["ours"]["peak_bytes"] / found["ours"]["pairs"],
+        "logps": lambda found, _: found["ours"]["errors"]["logps_max"],
+    }
+    for found, base in itertools.product(find(bar, document), list(find(dense, document)) or [{}]):
+        with contextlib.suppress(KeyError):
+            return float(values[bar.what](found, base))
     return None
 
 
-def find(bar: Bar, document: Document) -> Iterator[dict[str, dict[str, Any]]]:
+def find(bar: Bar, document: Document) -> Iterator[Found]:
     """The cases of a bar, whatever their length. A peer that ran out of memory needs more than the device has."""
     wanted = asdict(make_case(bar.shape, bar.dtype, **bar.fields))
     memory = document["environment"].get("device_memory")
     for case in document["cases"]:
         there = {"kept_ids": 0, "masked_share": 1.0} | case["case"]
         if all(there[name] == value for name, value in wanted.items() if name not in ("head", "length")):
+            lost = {"peak_bytes": memory} if memory else {}
+            pairs = {"pairs": there["tokens"] * there["kept_ids"]}
             yield {
-                name: one | ({"peak_bytes": memory} if memory and OUT_OF_MEMORY in one.get("error", "") else {})
+                name: pairs | one | (lost if OUT_OF_MEMORY in one.get("error", "") else {})
                 for name, one in case["implementations"].items()
                 if name != "ours" or "error" not in one
             }

@@ -42,7 +42,7 @@ def test_every_way_has_a_prediction(way, mode):
     for device in (H200, CPU):
         found = predict(case, device, way)
         assert found.seconds > 0 and found.flops > 0 and found.bytes > 0 and found.peak_bytes > 0
-    with pytest.raises(ValueError, match="way='kept'; expected one of floor"):
+    with pytest.raises(ValueError, match="way='kept'; expected one of floor, rows, eager"):
         predict(make_case("1024x256x4096"), H200, "kept")
 
 

@@ -27,34 +27,25 @@ _SAME = ("device", "driver", "cpu", "threads", "versions")  # of the environment
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="within two minutes, with the documented settings alone; without --shapes, the set quick",
-    )
-    parser.add_argument("--set", choices=SETS, help="measurements that have a name; heads, if nothing else is said")
-    parser.add_argument(
-        "--shapes", nargs="+", metavar="SHAPE", help=f"HEAD:TOKENS, or TOKENSxHIDDENxVOCAB; heads: {', '.join(HEADS)}"
-    )
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, help="with --shapes; bfloat16, if nothing is said")
-    parser.add_argument("--modes", nargs="+", choices=MODES, help="with --shapes; step, if nothing is said")
-    parser.add_argument(
-        "--against",
-        nargs="+",
-        metavar="NAME",
-        help="these, ours and the floor instead of everybody; patterns as in 'ours*'. " + ", ".join(implementations()),
-    )
-    parser.add_argument("--exclude", nargs="+", metavar="NAME", default=[], help="patterns of those to leave out")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
-    parser.add_argument(
-        "--rounds", type=int, help=f"of interleaved timing; {ROUNDS['cpu']} on a CPU, {ROUNDS['cuda']} on a GPU"
-    )
-    parser.add_argument("--minutes", type=float, help="stop after these; what is missing then is listed")
-    parser.add_argument("--silence", type=float, help="seconds after which an implementation that says nothing hangs")
-    parser.add_argument("--resume", action="store_true", help="keep what the results have, measure the rest")
-    parser.add_argument("--output", type=Path, default=Path("bench.json"), help="results; written after every case")
-    parser.add_argument("--figures", type=Path, help="folder for pictures; that of the results, if nothing is said")
-    parser.add_argument("--no-figures", action="store_true", help="no pictures")
+    shape = f"HEAD:TOKENS, or TOKENSxHIDDENxVOCAB; heads: {', '.join(HEADS)}"
+    rivals = "these, ours and the floor instead of everybody; patterns as in 'ours*'. " + ", ".join(implementations())
+    rounds = f"of interleaved timing; {ROUNDS['cpu']} on a CPU, {ROUNDS['cuda']} on a GPU"
+    add = parser.add_argument
+    add("--quick", action="store_true", help="within two minutes, documented settings alone; by default the set quick")
+    add("--set", choices=SETS, help="measurements that have a name; heads, if nothing else is said")
+    add("--shapes", nargs="+", metavar="SHAPE", help=shape)
+    add("--dtypes", nargs="+", choices=DTYPES, help="with --shapes; bfloat16, if nothing is said")
+    add("--modes", nargs="+", choices=MODES, help="with --shapes; step, if nothing is said")
+    add("--against", nargs="+", metavar="NAME", help=rivals)
+    add("--exclude", nargs="+", metavar="NAME", default=[], help="patterns of those to leave out")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
+    add("--rounds", type=int, help=rounds)
+    add("--minutes", type=float, help="stop after these; what is missing then is listed")
+    add("--silence", type=float, help="seconds after which an implementation that says nothing hangs")
+    add("--resume", action="store_true", help="keep what the results have, measure the rest")
+    add("--output", type=Path, default=Path("bench.json"), help="results; written after every case")
+    add("--figures", type=Path, help="folder for pictures; that of the results, if nothing is said")
+    add("--no-figures", action="store_true", help="no pictures")
 
 
 def bench(arguments: argparse.Namespace) -> int:
@@ -62,15 +53,9 @@ def bench(arguments: argparse.Namespace) -> int:
     try:
         device = _device(arguments.device)
         chosen = _jobs(arguments, device)
-        run = Run(
-            device,
-            shlex.join(["grpo-kernels", *sys.argv[1:]]),
-            arguments.output,
-            rounds=arguments.rounds,
-            minutes=arguments.minutes or (_QUICK_MINUTES if arguments.quick else None),
-            silence_s=arguments.silence,
-            resume=arguments.resume,
-        )
+        minutes = arguments.minutes or (_QUICK_MINUTES if arguments.quick else None)
+        options = dict(rounds=arguments.rounds, silence_s=arguments.silence, resume=arguments.resume)
+        run = Run(device, shlex.join(["grpo-kernels", *sys.argv[1:]]), arguments.output, minutes=minutes, **options)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -162,13 +147,11 @@ def _complete_cases(path: Path, here: Document) -> list[Document]:
     differ = [name for name in _SAME if document["environment"].get(name) != here[name]]
     if differ:
         raise ValueError(f"{path} was measured otherwise ({', '.join(differ)}): move it, or do not resume")
-    return [
-        found
-        for found in document["cases"]
-        if not any(
-            NOT_RUN in (report.get("error"), report.get("memory_error")) for report in found["implementations"].values()
-        )
-    ]
+
+    def complete(report: Document) -> bool:
+        return NOT_RUN not in (report.get("error"), report.get("memory_error"))
+
+    return [case for case in document["cases"] if all(map(complete, case["implementations"].values()))]
 
 
 def _device(name: str) -> torch.device:

@@ -14,7 +14,6 @@ import argparse
 import functools
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ import torch
 
 from ..engine.memory import TILE_COLUMNS, TILE_ROWS, capacity_of, chunk_sizes, default_logits_dtype, gpu_capacity
 from .cases import DTYPES, MODES, Case, make_case
-from .machine import synchronize
+from .measure import seconds
 from .show import WAYS, table
 
 ROW_RATE = 0.9  # of a copy's bandwidth, which a row kernel reaches on a GPU: assumed
@@ -64,34 +63,25 @@ def find_device(name: str, case: Case) -> Device:
     """A row of DEVICES, by its key or torch's name for it, or a torch.device that is here: its row, else `measured`."""
     here = torch.device(name) if name.startswith(("cpu", "cuda")) else None
     full_name = torch.cuda.get_device_name(here) if here is not None and here.type == "cuda" else name
-    for key, known in DEVICES.items():
-        if full_name in (key, known.name):
-            return known
-    if here is None:
+    known = next((device for key, device in DEVICES.items() if full_name in (key, device.name)), None)
+    if known is None and here is None:
         raise ValueError(f"device={name!r}; expected cpu, cuda or one of {', '.join(DEVICES)}")
-    return measured(here, case.torch_dtype, case.hidden_size, case.vocab_size)
+    return known or measured(torch.device(name), case.torch_dtype, case.hidden_size, case.vocab_size)
 
 
 @functools.cache
 def measured(device: torch.device, dtype: torch.dtype, hidden_size: int, vocab_size: int) -> Device:
     """In a second: the mean rate of the three products, over H and a slice of V, and that of a copy."""
-    on_cpu = device.type == "cpu"
-    rows, enough = (512, 2e10) if on_cpu else (4096, 3e12)  # FLOP of a call
+    rows, enough = (512, 2e10) if device.type == "cpu" else (4096, 3e12)  # FLOP of a call
     columns = min(vocab_size, max(256, int(enough / (6 * rows * hidden_size))))
-    kind = torch.float32 if on_cpu and dtype == torch.float16 else dtype  # a CPU has no usable float16 product
+    kind = torch.float32 if device.type == "cpu" and dtype == torch.float16 else dtype  # no usable float16 product
     h, w = (torch.randn(n, hidden_size, device=device).to(kind) for n in (rows, columns))
     logits = h @ w.T
-    products: tuple[Callable[[], object], ...] = (
-        lambda: torch.mm(h, w.T, out=logits),
-        lambda: torch.mm(logits, w),
-        lambda: torch.mm(logits.T, h),
-    )
-    took = median_seconds(lambda: [product() for product in products], device)
-    source = torch.ones(2**28, dtype=torch.uint8, device=device)  # more than caches hold
-    target = torch.empty_like(source)
-    bandwidth = 2 * source.nbytes / median_seconds(lambda: target.copy_(source), device)
+    took = median_seconds(lambda: (torch.mm(h, w.T, out=logits), torch.mm(logits, w), torch.mm(logits.T, h)), device)
+    source, target = torch.ones(2, 2**28, dtype=torch.uint8, device=device)  # more than caches hold
     rates = {str(dtype).removeprefix("torch."): 6 * rows * hidden_size * columns / took}
-    if on_cpu:
+    bandwidth = 2 * source.nbytes / median_seconds(lambda: target.copy_(source), device)
+    if device.type == "cpu":
         return Device("cpu", "cpu", rates, bandwidth, source="measured here just now", launch=2e-6)
     properties = torch.cuda.get_device_properties(device)
     size, processors = properties.total_memory, properties.multi_processor_count
@@ -103,11 +93,7 @@ def median_seconds(work: Callable[[], object], device: torch.device, budget: flo
     times: list[float] = []
     work()
     while len(times) < 3 or sum(times) < budget:
-        synchronize(device)
-        start = time.perf_counter()
-        work()
-        synchronize(device)
-        times.append(time.perf_counter() - start)
+        times.append(seconds(work, device))
     return statistics.median(times)
 
 
@@ -213,10 +199,15 @@ def idle_tokens(case: Case) -> int:
     return 0 if case.beta != 0 else round(case.tokens // per_prompt * share) * per_prompt
 
 
+def ways(case: Case) -> list[str]:
+    """Those of WAYS that serve a case."""
+    return [way for way in WAYS if way != "kept" or case.kept_ids]
+
+
 def predict(case: Case, device: Device, way: str = "rows") -> Prediction:
-    """What a way of WAYS should cost at least; ValueError where it does not serve the case."""
-    if way not in WAYS or (way == "kept" and not case.kept_ids):
-        raise ValueError(f"way={way!r}; expected one of {', '.join(WAYS)}, kept where a token has kept ids: {case}")
+    """What a way of `ways` should cost at least."""
+    if way not in ways(case):
+        raise ValueError(f"way={way!r}; expected one of {', '.join(ways(case))}")
     model = _Model(case, device)
     peak = {"floor": model.floor, "eager": model.eager, "kept": model.kept, "rows": model.rows}[way]()
     return Prediction(model.seconds, model.flops, model.bytes, peak)
@@ -225,7 +216,7 @@ def predict(case: Case, device: Device, way: str = "rows") -> Prediction:
 def predictions(case: Case, device: torch.device) -> dict[str, Any]:
     """For the JSON of a run: {"device", "source", "ways": way -> a Prediction's fields}."""
     rates = find_device(str(device), case)
-    found = {way: predict(case, rates, way)._asdict() for way in WAYS if way != "kept" or case.kept_ids}
+    found = {way: predict(case, rates, way)._asdict() for way in ways(case)}
     return {"device": rates.name, "source": rates.source, "ways": found}
 
 
@@ -240,10 +231,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     for shape in chosen.shapes:
         case = make_case(shape, chosen.dtype, mode=chosen.mode, kept_ids=chosen.kept_ids)
         device = find_device(chosen.device, case)
-        found = {way: predict(case, device, way) for way in WAYS if way != "kept" or case.kept_ids}
         rows = []
-        for way, one in found.items():
-            cells = one.flops / 1e12, one.bytes / 1e9, one.seconds * 1e3, one.seconds / found["floor"].seconds
+        for way in ways(case):
+            one, floor = predict(case, device, way), predict(case, device, "floor")
+            cells = one.flops / 1e12, one.bytes / 1e9, one.seconds * 1e3, one.seconds / floor.seconds
             rows.append([way, *(f"{cell:.2f}" for cell in cells), f"{one.peak_bytes / 2**20:,.0f}"])
         print(f"{case} on {device.name} ({device.source})\n")
         print(table(("", "TFLOP", "GB", "ms", "of floor", "memory MiB"), rows), end="\n\n")

@@ -24,24 +24,22 @@ from .. import __version__, available_backends
 
 Document = dict[str, Any]
 OUT_OF_MEMORY = "out of memory"
-PACKAGES = (
-    *("torch", "triton", "transformers", "trl", "liger-kernel", "verl", "cut-cross-entropy", "quack-kernels"),
-    *("nvidia-cutlass-dsl", "numpy"),
-)
+_PEERS = ("trl", "liger-kernel", "verl", "cut-cross-entropy", "quack-kernels", "nvidia-cutlass-dsl")
+PACKAGES = ("triton", "transformers", *_PEERS, "numpy")
 _RESERVE = 2**30  # bytes left to the rest of the machine
-_QUERY = (
-    *("clocks.sm", "clocks.mem", "clocks.max.sm", "temperature.gpu", "power.draw", "power.limit", "driver_version"),
-    *("clocks_event_reasons.active",),
-)
+_QUERY = ("clocks.sm", "clocks.mem", "clocks.max.sm", "temperature.gpu", "power.draw", "power.limit", "driver_version")
 
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Everything a reader needs to judge a number, ready for JSON."""
-    facts: dict[str, Any] = {
+    on_gpu = device.type == "cuda"
+    kept = ("GRPO_KERNELS_", "MALLOC_", "PYTORCH_")
+    return {
         "date": now(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
-        "driver": None,
-        "cpu": _cpu_model(),
+        "device": torch.cuda.get_device_name(device) if on_gpu else str(device),
+        "driver": clocks(device).get("driver_version"),
+        "device_memory": torch.cuda.get_device_properties(device).total_memory if on_gpu else None,
+        "cpu": next(iter(re.findall(r"model name\s*: (.*)", _read("/proc/cpuinfo"))), platform.machine()),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -49,21 +47,12 @@ def environment(device: torch.device) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
-        "versions": {"grpo-kernels": __version__} | {name: _version(name) for name in PACKAGES},
+        # Of torch its own, which names its CUDA; the metadata of PyPI's wheels do not.
+        "versions": {"grpo-kernels": __version__, "torch": str(torch.__version__)}
+        | {name: _version(name) for name in PACKAGES},
         "backends": available_backends(),
-        "variables": {
-            k: v for k, v in sorted(os.environ.items()) if k.startswith(("GRPO_KERNELS_", "MALLOC_", "PYTORCH_"))
-        },
+        "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(kept)},
     }
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        facts |= {
-            "capability": f"{properties.major}.{properties.minor}",
-            "multiprocessors": properties.multi_processor_count,
-            "device_memory": properties.total_memory,
-            "driver": clocks(device).get("driver_version"),
-        }
-    return facts
 
 
 def write(path: Path, document: Document) -> None:
@@ -155,14 +144,7 @@ def _read(path: str) -> str:
 
 
 def _version(package: str) -> str | None:
-    if package == "torch":
-        return str(torch.__version__)  # it names its CUDA; the metadata of PyPI's wheels do not
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _cpu_model() -> str:
-    found = re.search(r"model name\s*: (.*)", _read("/proc/cpuinfo"))
-    return found[1] if found else platform.processor() or platform.machine()
