@@ -102,7 +102,7 @@ def read_results(path: Path) -> Document:
     document = read(path)
     if "cases" in document:
         return document
-    return document.get("benchmark", {"environment": document["environment"], "cases": []}) | {
+    return document.get("targets", {"environment": document["environment"], "cases": []}) | {
         "trl_step": document.get("trl_step", {})
     }
 

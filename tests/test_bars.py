@@ -63,7 +63,7 @@ def test_the_report_of_a_gpu_holds_all_that_the_targets_need(tmp_path, capsys):
     step = {"FusedGRPOTrainer": {"of_trl": 0.9, "peak_bytes": 2}, "TRL": {"of_trl": 1.0, "peak_bytes": 1}}
     case = measured({"ours": {}, "floor": {"ours_to_this": 1.07}}, "llama-3-8b:16384")
     write(tmp_path / "gpu.json", {
-        "environment": {}, "stages": {}, "benchmark": document("NVIDIA H200", case),
+        "environment": {}, "stages": {}, "targets": document("NVIDIA H200", case),
         "trl_step": {"steps": {"dapo": step}},
     })  # fmt: skip
     bars.main([str(tmp_path / "gpu.json")])
