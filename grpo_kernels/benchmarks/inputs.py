@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -56,7 +55,7 @@ class Inputs:
 def make_inputs(case: Case, device: torch.device, *, seed: int = 0) -> Inputs:
     """Random inputs whose logits have standard deviation 2, made in place: no temporary as large as the weight.
 
-    old_logps and ref_logps are near those of a uniform policy; `with_true_ratios` puts them near this policy's.
+    old_logps and ref_logps are near those of a uniform policy; `off_policy` puts them near this policy's.
     """
     batch, length = case.tokens // case.length, case.length
     generator = torch.Generator(device).manual_seed(seed)
@@ -101,15 +100,6 @@ def _sampling_mask(ids: Tensor, case: Case, generator: torch.Generator) -> Sampl
     masked = (rows + 1) * case.masked_share // 1 > rows * case.masked_share // 1
     counts = torch.where(masked[:, None], count, 0).expand(ids.shape)
     return SamplingMask(kept[masked].flatten().to(torch.int32), counts.to(torch.int32).contiguous())
-
-
-def with_true_ratios(inputs: Inputs, logps: Tensor, seed: int = 1) -> Inputs:
-    """The same batch a little off-policy: `logps` (B, T) are its true log-probabilities."""
-    generator = torch.Generator().manual_seed(seed)
-    which = torch.randint(len(LOG_RATIOS), logps.shape, generator=generator)
-    log_ratio = torch.tensor(LOG_RATIOS, dtype=logps.dtype)[which].to(logps.device)
-    drift = torch.randn(logps.shape, generator=generator).to(logps) * 0.1
-    return dataclasses.replace(inputs, old_logps=(logps - log_ratio).float(), ref_logps=(logps + drift).float())
 
 
 def group_advantages(rewards: Tensor, generations: int) -> Tensor:

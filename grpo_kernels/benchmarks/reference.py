@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from .implementations import Result
-from .inputs import Inputs, token_losses, with_true_ratios
+from .inputs import LOG_RATIOS, Inputs, token_losses
 
 _LOGITS = 2**27  # float64 logits at a time: 1 GiB
 # Relative errors beyond these are no rounding. Rounding the logits to bfloat16 alone costs about 1.5e-2.
@@ -32,13 +32,15 @@ class Reference:
     dweight: Tensor | None
 
 
-def off_policy(inputs: Inputs) -> Inputs:
-    """`inputs` with old and reference log-probabilities near the true ones: in float32, since near is enough."""
-    weight = inputs.weight.detach().float()
-    rows = _split(torch.arange(inputs.ids.numel(), device=weight.device), weight)
-    hidden, all_ids = inputs.flat_hidden.detach(), inputs.ids.view(-1)
-    logps = torch.cat([_gather(_log_p(hidden[i].float(), weight, inputs, i), all_ids[i]) for i in rows])
-    return with_true_ratios(inputs, logps.view(inputs.ids.shape))
+def off_policy(inputs: Inputs, seed: int = 1) -> Inputs:
+    """The same batch a little off-policy, its true log-probabilities from float32, since near is enough."""
+    weight, hidden = inputs.weight.detach().float(), inputs.flat_hidden.detach()
+    parts = [_log_p(hidden[rows].float(), weight, inputs, rows)[1] for rows in _chunks(inputs)]
+    logps, generator = torch.cat(parts).view(inputs.ids.shape), torch.Generator().manual_seed(seed)
+    which = torch.randint(len(LOG_RATIOS), logps.shape, generator=generator)
+    log_ratio = torch.tensor(LOG_RATIOS, dtype=logps.dtype)[which].to(logps.device)
+    drift = torch.randn(logps.shape, generator=generator).to(logps) * 0.1
+    return replace(inputs, old_logps=(logps - log_ratio).float(), ref_logps=(logps + drift).float())
 
 
 def reference(inputs: Inputs, mode: str, objective: str) -> Reference:
@@ -46,35 +48,26 @@ def reference(inputs: Inputs, mode: str, objective: str) -> Reference:
 
     `objective`: "grpo", or "cross_entropy", the mean of -logp.
     """
-    weight = inputs.weight.detach().double()
-    per_token = (
-        torch.arange(inputs.ids.numel(), device=weight.device),
-        inputs.flat_hidden.detach(),
-        inputs.ids.reshape(-1),
-        inputs.old_logps.reshape(-1),
-        inputs.ref_logps.reshape(-1),
-        inputs.advantages.repeat_interleave(inputs.ids.shape[1]),
-    )
-    count = inputs.ids.numel()
+    weight, hidden, count = inputs.weight.detach().double(), inputs.flat_hidden.detach(), inputs.ids.numel()
+    old, ref = inputs.old_logps.reshape(-1).double(), inputs.ref_logps.reshape(-1).double()
+    advantages = inputs.advantages.repeat_interleave(inputs.ids.shape[1]).double()
     loss = scale = 0.0
     all_logps, dhidden = [], []
     dweight = torch.zeros_like(weight) if mode == "step" else None
-    for rows, h, ids, old, ref, advantages in zip(*(_split(x, weight) for x in per_token), strict=True):
-        h = h.double()
-        log_p = _log_p(h, weight, inputs, rows)
-        logps = _gather(log_p, ids).requires_grad_()
-        if objective == "grpo":
-            losses = token_losses(logps, old.double(), ref.double(), advantages.double(), inputs.beta)
-        else:
-            losses = -logps
-        (coefficient,) = torch.autograd.grad(losses.sum() / count, logps)
+    for rows in _chunks(inputs):
+        h = hidden[rows].double()
+        log_p, logps = _log_p(h, weight, inputs, rows)
         all_logps.append(logps.detach())
+        logps.requires_grad_()
+        losses = token_losses(logps, old[rows], ref[rows], advantages[rows], inputs.beta)
+        losses = losses if objective == "grpo" else -logps
+        (coefficient,) = torch.autograd.grad(losses.sum() / count, logps)
         loss += losses.sum().item() / count
         scale += losses.abs().sum().item() / count
         if mode == "forward":
             continue
         dlogits = log_p.exp_().mul_(-coefficient[:, None])  # d logp / d logits = onehot - softmax
-        dlogits[torch.arange(ids.numel(), device=ids.device), ids] += coefficient
+        dlogits[torch.arange(len(rows), device=rows.device), inputs.ids.view(-1)[rows]] += coefficient
         dhidden.append(dlogits @ weight)
         if dweight is not None:
             dweight.addmm_(dlogits.T, h)
@@ -129,15 +122,14 @@ def relative_error(found: Tensor, exact: Tensor, least: float = 0.0) -> float:
     return distance / max(norm, least, 1e-30) if distance else 0.0
 
 
-def _split(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-    return torch.split(x, max(1, _LOGITS // weight.shape[0]))
+def _chunks(inputs: Inputs) -> tuple[Tensor, ...]:
+    """Tokens, as many at a time as have _LOGITS logits."""
+    tokens = torch.arange(inputs.ids.numel(), device=inputs.ids.device)
+    return torch.split(tokens, max(1, _LOGITS // len(inputs.weight)))
 
 
-def _log_p(hidden: Tensor, weight: Tensor, inputs: Inputs, rows: Tensor) -> Tensor:
-    """Log-probabilities of all ids, -inf where a sampling mask leaves them out, at tokens `rows`."""
+def _log_p(hidden: Tensor, weight: Tensor, inputs: Inputs, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of all ids, -inf where a sampling mask leaves them out, and of the sampled ids, at `rows`."""
     logits, out = hidden @ weight.T, inputs.masked_out(rows)
-    return (logits if out is None else logits.masked_fill_(out, -math.inf)).log_softmax(-1)
-
-
-def _gather(log_p: Tensor, ids: Tensor) -> Tensor:
-    return log_p.gather(-1, ids[:, None]).squeeze(-1)
+    log_p = (logits if out is None else logits.masked_fill_(out, -math.inf)).log_softmax(-1)
+    return log_p, log_p.gather(-1, inputs.ids.view(-1)[rows, None]).squeeze(-1)
