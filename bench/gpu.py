@@ -242,7 +242,8 @@ def tests(report: Report) -> None:
     left_out = [{*pair.replace("/rows", "").split("/")} for pair in report.data["left_out"]]
     rest = [name for name in names if not any(parts <= {*re.split(r"[\[\]-]", name)} for parts in left_out)]
     rest.sort(key=lambda name: not any(word in name for word in FIRST_TESTS))
-    outcomes: dict[str, str] = {}
+    outcomes: dict[str, str] = report.data.setdefault("tests", {})  # of earlier calls too
+    rest = [name for name in rest if name not in outcomes]
     end = min(report.end, time.monotonic() + LIMITS["tests"])
     while rest and end - time.monotonic() > 10:
         silence, limit = report.options.silence or SILENCE["triton"], end - time.monotonic()
@@ -310,12 +311,9 @@ def probe(name: str, device_name: str, shapes: Sequence[str]) -> None:
     if name == "environment":
         reasons = {backend: why_not(backend, device) for backend in registered_backends()}
         print(json.dumps(environment(device) | {"backends": reasons, "clocks": clocks(device)}, default=str))
-    elif name == "products":
-        for shape in shapes:
-            products(device, shape)
-    else:
-        for shape in shapes:
-            kernels(name, device, shape)
+        return
+    for shape in shapes:
+        products(device, shape) if name == "products" else kernels(name, device, shape)
 
 
 def products(device: Any, shape: str) -> None:
@@ -399,26 +397,20 @@ def kernels(pair: str, device: Any, shape: str) -> None:
     rows = sorted(((sum(times), len(times), name) for name, times in took.items()), reverse=True)
     total = (busy_until - spans[0][0]) / 1e3 if spans else None
     fact = {"what": pair, "head": shape, "mode": mode, "milliseconds": total, "idle_milliseconds": idle / 1e3}
-    print(
-        json.dumps(fact | {"kernels": [dict(milliseconds=ms, calls=n, name=name) for ms, n, name in rows]}), flush=True
-    )
+    print(json.dumps(fact | {"kernels": [dict(milliseconds=ms, calls=n, name=name) for ms, n, name in rows]}))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=DEFAULT_STAGES)
     parser.add_argument("--minutes", type=float, default=9.0, help="for everything; default: %(default)g")
-    parser.add_argument(
-        "--output", type=Path, default=ROOT / "build" / "gpu" / "report.json", help="its log lies beside it"
-    )
+    parser.add_argument("--output", type=Path, default=ROOT / "build/gpu/report.json", help="its log lies beside it")
     parser.add_argument("--resume", action="store_true", help="keep what the JSON has; run what it lacks")
     parser.add_argument("--peers", type=Path, help="the archive of gpu_peers.py")
     parser.add_argument("--shapes", nargs="+", help="instead of the heads of each stage")
     parser.add_argument("--tests", nargs="+", default=[], help="files or tests; default: all that are marked gpu")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument(
-        "--silence", type=float, help="seconds after which a command hangs, instead of those by backend"
-    )
+    parser.add_argument("--silence", type=float, help="seconds until a command hangs, instead of those by backend")
     parser.add_argument("--probe", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.probe:
@@ -428,7 +420,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = Report(options)
     stages = report.data["stages"]
     for name in options.stages:
-        if name != "build" and stages.get(name, {}).get("status") in ("ok", "failed"):
+        before = stages.get(name, {})
+        if name != "build" and before.get("status") in ("ok", "failed") and not before.get("not_run"):
             continue
         now, start = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), time.monotonic()
         report.stage = stages[name] = {"status": "stopped", "date": now}

@@ -78,6 +78,7 @@ def test_a_hang_a_wrong_result_and_a_crash_are_named_and_left_out_of_what_follow
     assert "no answer for 20 s" in reasons["cuda/rows"] and "ended with 7" in reasons["triton/rows"]
     (case,) = found["headline"]["cases"]
     assert {name for name, one in case["implementations"].items() if "seconds" in one} == {"ours", "floor"}
+    assert found["stages"]["headline"]["not_run"] == [] and found["stages"]["tests"]["not_run"] == 0
     assert {"copy", "dlogits W"} <= {fact["what"] for fact in found["events"]}
     assert found["stages"]["tests"]["counts"] == {"PASSED": 2, "FAILED": 3}
     failed = " ".join(found["stages"]["tests"]["failures"])

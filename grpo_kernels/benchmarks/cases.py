@@ -168,6 +168,11 @@ def _counts(head: str, most: int) -> tuple[str, ...]:
     return tuple(f"{head}:{2**power}" for power in range(7, most.bit_length()))
 
 
+def _lengths(head: str, lengths: tuple[int, ...], against: tuple[str, ...], **options: Any) -> list[Job]:
+    """Of 8 completions."""
+    return [job for length in lengths for job in _jobs(f"{head}:{8 * length}", against, length=length, **options)]
+
+
 def _scaling(tokens: int, hidden: int, vocab: int, vocabs: tuple[int, ...], hiddens: tuple[int, ...]) -> list[Job]:
     """One size at a time: vocabulary V, hidden size H, completions per prompt G."""
     shapes = [f"{tokens}x{hidden}x{v}" for v in vocabs] + [f"{tokens}x{h}x{vocab}" for h in hiddens]
@@ -247,16 +252,8 @@ SETS: dict[str, dict[str, list[Job]]] = {
     },
     # Peak memory against the length of 8 completions.
     "memory": {
-        "cpu": [
-            job
-            for length in (128, 256, 512, 1024, 2048)
-            for job in _jobs(f"qwen2.5-0.5b:{8 * length}", _WEIGHED, timed=False, memory=_WEIGHED, length=length)
-        ],
-        "cuda": [
-            job
-            for length in (512, 1024, 2048, 4096, 8192)
-            for job in _jobs(f"qwen2.5-7b:{8 * length}", (*_WEIGHED, "floor", "verl*"), length=length)
-        ],
+        "cpu": _lengths("qwen2.5-0.5b", (128, 256, 512, 1024, 2048), _WEIGHED, timed=False, memory=_WEIGHED),
+        "cuda": _lengths("qwen2.5-7b", (512, 1024, 2048, 4096, 8192), (*_WEIGHED, "floor", "verl*")),
     },
     "scaling": {
         "cpu": _scaling(512, 576, 49152, (8192, 32768, 131072), (256, 1024, 2048)),
@@ -301,70 +298,55 @@ class Bar(NamedTuple):
     rival: str
     limit: float
     shape: str
-    dtype: str = "bfloat16"
-    fields: dict[str, Any] = {}  # noqa: RUF012  (nobody writes to it)
+    dtype: str
+    fields: dict[str, Any]
 
     def __str__(self) -> str:
         fields = "".join(f", {name} {value}" for name, value in self.fields.items())
         return f"{self.shape} {self.dtype}{fields}: {self.what}" + (f" to {self.rival}" if self.rival else "")
 
 
-_WIDE = "512x2048x128256"  # where eager is nearer to the floor
-_CPU_RIVALS = {
-    "float32": {"floor": 1.08, "eager": 0.80, "trl": 0.55, "liger": 0.72, "compiled": 0.98},
-    "bfloat16": {"floor": 1.15, "eager": 0.62, "trl": 0.35, "liger": 0.50, "compiled": 0.98},
-}
-_WIDE_RIVALS = {"float32": {"eager": 0.93, "trl": 0.64}, "bfloat16": {"eager": 0.80}}
-_MASKS = {"float32": {8: 0.03, 32: 0.04, 512: 0.35}, "bfloat16": {8: 0.03, 32: 0.08, 512: 0.35}}
-_FIRST, _IDLE_CASE = "2048x576x49152", {"idle_share": 0.5, "beta": 0.0}
-BARS = {
+def _bars(
+    what: str, limits: dict[str, float], shapes: tuple[str, ...], dtypes: tuple[str, ...] = ("bfloat16",), **fields: Any
+) -> list[Bar]:
+    """One per shape, type and rival of `limits`."""
+    product = itertools.product(shapes, dtypes, limits.items())
+    return [Bar(what, rival, limit, shape, dtype, fields) for shape, dtype, (rival, limit) in product]
+
+
+_FIRST, _SECOND, _WIDE = ("2048x576x49152",), ("1024x896x151936",), ("512x2048x128256",)
+_SINGLE = {"floor": 1.08, "eager": 0.80, "trl": 0.55, "liger": 0.72, "compiled": 0.98}
+_HALF = {"floor": 1.15, "eager": 0.62, "trl": 0.35, "liger": 0.50, "compiled": 0.98}
+_LLAMA, _QWEN, _SMALL, _GEMMA = (f"16384x{h}x{v}" for h, v in (HEADS[head.split(":")[0]] for head in _GPU_HEADS))
+BARS: dict[str, list[Bar]] = {
     "cpu": [
-        *(
-            Bar("time", rival, limit, shape, dtype)
-            for shape in (_FIRST, "1024x896x151936", _WIDE)
-            for dtype, limits in _CPU_RIVALS.items()
-            for rival, limit in (limits | (_WIDE_RIVALS[dtype] if shape == _WIDE else {})).items()
-        ),
-        *(
-            Bar("memory", "eager", limit, shape, dtype)
-            for shape, limit in ((_FIRST, 0.12), ("1024x896x151936", 0.25))
-            for dtype in BOTH
-        ),
-        Bar("memory", "eager", 0.08, "4096x896x151936"),
-        *(
-            Bar("idle", name, limit, "1024x576x49152", dtype, _IDLE_CASE)
-            for name, limit in (("ours", 0.78), ("ours-unscored", 0.58))
-            for dtype in BOTH
-        ),
-        *(
-            Bar("time", "ours-unmasked", limit, _FIRST, dtype, {"kept_ids": kept})
-            for dtype, limits in _MASKS.items()
-            for kept, limit in limits.items()
-        ),
-        *(
-            Bar("time", "ours-unmasked", limit, _FIRST, dtype, {"kept_ids": 32, **fields})
-            for dtype in BOTH
-            for fields, limit in (({"masked_share": 0.5}, 0.55), ({"mode": "forward"}, 0.03))
-        ),
-        *(Bar("kept bytes", "", 64.0, _FIRST, dtype, {"kept_ids": kept}) for dtype in BOTH for kept in (32, 512)),
+        *_bars("time", _SINGLE, (*_FIRST, *_SECOND), ("float32",)),
+        *_bars("time", _HALF, (*_FIRST, *_SECOND)),
+        *_bars("time", _SINGLE | {"eager": 0.93, "trl": 0.64}, _WIDE, ("float32",)),  # where eager is nearer
+        *_bars("time", _HALF | {"eager": 0.80}, _WIDE),
+        *_bars("memory", {"eager": 0.12}, _FIRST, BOTH),
+        *_bars("memory", {"eager": 0.25}, _SECOND, BOTH),
+        *_bars("memory", {"eager": 0.08}, ("4096x896x151936",)),
+        *_bars("idle", {"ours": 0.78, "ours-unscored": 0.58}, ("1024x576x49152",), BOTH, idle_share=0.5, beta=0.0),
+        *_bars("time", {"ours-unmasked": 0.03}, _FIRST, BOTH, kept_ids=8),
+        *_bars("time", {"ours-unmasked": 0.04}, _FIRST, ("float32",), kept_ids=32),
+        *_bars("time", {"ours-unmasked": 0.08}, _FIRST, kept_ids=32),
+        *_bars("time", {"ours-unmasked": 0.35}, _FIRST, BOTH, kept_ids=512),
+        *_bars("time", {"ours-unmasked": 0.55}, _FIRST, BOTH, kept_ids=32, masked_share=0.5),
+        *_bars("time", {"ours-unmasked": 0.03}, _FIRST, BOTH, kept_ids=32, mode="forward"),
+        *_bars("kept bytes", {"": 64.0}, _FIRST, BOTH, kept_ids=32),
+        *_bars("kept bytes", {"": 64.0}, _FIRST, BOTH, kept_ids=512),
     ],
     "cuda": [  # for an H200
-        *(
-            Bar("time", rival, limit, "x".join(map(str, parse_shape(head)[1:])))
-            for rival, limits in (("floor", (1.08, 1.08, 1.15, 1.15)), ("trl", (0.8,) * 4), ("liger", (1 / 1.5,) * 4))
-            for head, limit in zip(_GPU_HEADS, limits, strict=True)
-        ),
-        Bar("time", "floor", 0.08, "16384x4096x128256", fields={"kept_ids": 32}),
-        Bar("idle", "ours", 0.72, "16384x1536x151936", fields=_IDLE_CASE),
-        Bar("idle", "ours-unscored", 0.55, "16384x1536x151936", fields=_IDLE_CASE),
-        Bar("time", "floor", 1.08, "16384x4096x128256", fields={"mode": "forward"}),
-        Bar("time", "floor", 1.12, "16384x3584x152064", fields={"mode": "frozen"}),
-        *(
-            Bar("memory", rival, limit, LONG, fields={"mode": mode})
-            for mode in ("step", "frozen")
-            for rival, limit in (("trl", 1.0), ("eager", 0.125))
-        ),
-        *(Bar("time", "eager", 1.0, f"{count}x1536x151936") for count in (128, 256, 512, 1024)),
-        *(Bar("logps", "", 2e-5, "x".join(map(str, parse_shape(head)[1:]))) for head in _GPU_HEADS),
+        *_bars("time", {"floor": 1.08, "trl": 1 / 1.25, "liger": 1 / 1.5}, (_LLAMA, _QWEN)),
+        *_bars("time", {"floor": 1.15, "trl": 1 / 1.25, "liger": 1 / 1.5}, (_SMALL, _GEMMA)),
+        *_bars("time", {"floor": 0.08}, (_LLAMA,), kept_ids=32),
+        *_bars("time", {"floor": 1.08}, (_LLAMA,), mode="forward"),
+        *_bars("time", {"floor": 1.12}, (_QWEN,), mode="frozen"),
+        *_bars("time", {"eager": 1.0}, tuple(f"{count}x1536x151936" for count in (128, 256, 512, 1024))),
+        *_bars("idle", {"ours": 0.72, "ours-unscored": 0.55}, (_SMALL,), idle_share=0.5, beta=0.0),
+        *_bars("memory", {"trl": 1.0, "eager": 0.125}, (LONG,), mode="step"),
+        *_bars("memory", {"trl": 1.0, "eager": 0.125}, (LONG,), mode="frozen"),
+        *_bars("logps", {"": 2e-5}, (_LLAMA, _QWEN, _SMALL, _GEMMA)),
     ],
 }
