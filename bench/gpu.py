@@ -254,7 +254,7 @@ def tests(report: Report) -> None:
         lost = next((i for i, name in enumerate(done) if CUDA_ERROR.search(said.get(name, ""))), len(done))
         done = dict([*done.items()][: lost + 1])  # what came after it in this process says nothing
         current = next((name for name in rest if name not in done), "")
-        if f"\n{current} " in f"\n{ended.output}" and lost == len(done) and not ended.limit:
+        if current and f"\n{current} " in f"\n{ended.output}" and lost == len(done) and not ended.limit:
             done[current], said[current] = "FAILED", ended.failure  # it hung, or took the process with it
         if not done:
             report.fail(f"pytest: {ended.failure}")
@@ -413,6 +413,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--silence", type=float, help="seconds until a command hangs, instead of those by backend")
     parser.add_argument("--probe", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
+    if options.device.startswith("cuda") and shutil.which("nvidia-smi") is None and not Path("/dev/nvidiactl").exists():
+        print("gpu.py needs an NVIDIA GPU: this machine has neither nvidia-smi nor its driver", file=sys.stderr)
+        return 2
     if options.probe:
         probe(options.probe, options.device, options.shapes or HEADS)
         return 0

@@ -60,7 +60,7 @@ PROGRAMS = ("make", "python", "pip", "grpo-kernels", "torchrun", "accelerate", "
 PLACEHOLDERS = {"H": "64", "V": "100", "X": "2.15.0", "NAME": "sapo", "OUTPUT": "runs/first", "...": "", "N": "4"}
 WITHOUT_GPU = {
     "grpo-kernels tune": (2, "tune measures on a GPU, which is not possible here: "),
-    "gpu_report.py": (2, "gpu_report.py needs an NVIDIA GPU: "),
+    "gpu.py": (2, "gpu.py needs an NVIDIA GPU: "),
 }
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -112,7 +112,8 @@ def test_make_has_every_target_and_every_file_of_its_arguments():
 def test_scripts_have_the_options_that_documents_give_them():
     scripts = set()
     for name, words in all_commands("python"):
-        script = words[3] if words[1:3] == ["-m", "pytest"] else words[1]
+        module = words[2].replace(".", "/") + ".py" if words[1] == "-m" else words[1]
+        script = words[3] if module == "pytest.py" else module
         path = ROOT / script / "conftest.py" if (ROOT / script).is_dir() else ROOT / script
         given = {word for word in words if word.startswith("--")}
         if script == "bench/learning.py":  # it passes further options on
@@ -121,7 +122,7 @@ def test_scripts_have_the_options_that_documents_give_them():
             text = path.read_text(encoding="utf-8")
             assert all(f'"{option}"' in text for option in given), (name, words)
         scripts.add(script)
-    assert {"bench", "bench/gpu_report.py", "bench/learning.py"} < scripts
+    assert {"bench", "bench/gpu.py", "bench/learning.py"} < scripts
 
 
 def test_pip_is_asked_for_extras_that_there_are():
@@ -133,7 +134,7 @@ def test_pip_is_asked_for_extras_that_there_are():
 
 def test_what_needs_a_gpu_says_so_in_one_line():
     for words, (status, sentence) in WITHOUT_GPU.items():
-        script = ["-m", "grpo_kernels", "tune"] if words == "grpo-kernels tune" else [f"bench/{words}", "--run", "1"]
+        script = ["-m", "grpo_kernels", "tune"] if words == "grpo-kernels tune" else [f"bench/{words}"]
         said = run("env", "PATH=", sys.executable, *script, status=status)
         assert said.startswith(sentence) and said.count("\n") == 1, said
 
