@@ -109,13 +109,6 @@ struct PlanArgs {
     int64_t* counts;  // or null: active; scored but not active; with whole_sequences, active of each sequence
 };
 
-// What the values that a caller gave are compared with.
-struct PlanChecks {
-    int64_t vocab;
-    const float* padding;  // (padding_size,) numbers of tokens that count and of those that do not, or null
-    int64_t padding_size;
-};
-
 // Ids that truncated sampling kept: `slots` per row, those below 0 are not used. Row i is token token_of[i].
 struct KeptArgs {
     const void* hidden;  // (tokens, width)

@@ -15,7 +15,7 @@
 namespace gk {
 
 // Raised with every change of the seam, so that Python never calls a module that was built for another version of it.
-constexpr int kInterface = 8;
+constexpr int kInterface = 9;
 
 #define GK_ENUMERATOR(enumerator, name) enumerator,
 #define GK_NAME(enumerator, name) name,

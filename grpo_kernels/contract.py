@@ -262,9 +262,6 @@ class PlannedTokens(NamedTuple):
     ids: Tensor  # (N,) int64, 0 at padding
     order: Tensor | None  # (N,) int64: active tokens, then those that are scored alone, each ascending, then anything
     counts: Tensor | None  # int64: active, scored alone, and with whole_sequences active tokens per sequence
-    # Whether unmasked ids are in [0, vocab_size), and all numbers finite: advantages, old_logps, ref_logps,
-    # rollout_weights and `padding`. False where that is not known.
-    valid: bool = False
 
 
 # Sums over scored tokens with a sampling mask. The last two: of those that took the dense way (engine/kept.py).
@@ -359,7 +356,6 @@ class Backend(Protocol):
 
     name: str
     has_amx: bool  # it is a TransposingBackend: it runs on a processor that multiplies tiles of bfloat16
-    checks_values: bool  # its plan looks at values, see PlannedTokens.valid
 
     def why_not(self, device: torch.device) -> str:
         """Why these kernels cannot run on this device, of a type that the registry has for them; or nothing."""
@@ -367,10 +363,6 @@ class Backend(Protocol):
 
     def strategies(self, hidden: Tensor, weight: Tensor) -> tuple[str, ...]:
         """Those of strategy.py that serve these inputs, best first; "linear" and "anchored" need the methods below."""
-        ...
-
-    def ids_are_valid(self, ids: Tensor, vocab_size: int, mask: Tensor | None) -> bool:
-        """Whether unmasked ids are in [0, V); False where that is not known."""
         ...
 
     def plan(
@@ -381,10 +373,8 @@ class Backend(Protocol):
         dtype: torch.dtype,
         *,
         ordered: bool,
-        vocab_size: int = 0,
-        padding: Tensor | None = None,
     ) -> PlannedTokens:
-        """What pytorch/plan.py computes. vocab_size, padding: see PlannedTokens.valid."""
+        """What pytorch/plan.py computes."""
         ...
 
     def single_pass(

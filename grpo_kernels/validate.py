@@ -298,15 +298,18 @@ def check_values(ids: Tensor, mask: Tensor | None, vocab_size: int, cu_seqlens: 
     """ids in [0, V) at unmasked positions; cu_seqlens runs from 0 to N without a step back."""
     if not checks_values(ids.device):
         return
-    bad = (ids < 0) | (ids >= vocab_size)
-    if mask is not None:
-        bad &= mask.bool()
-    if bool(bad.any()):
-        where = bad.nonzero()[0].tolist()
-        raise ValueError(
-            f"completion_ids{where} = {int(ids[tuple(where)])}; expected 0 <= id < {vocab_size} (the rows of "
-            f"lm_head_weight) at every unmasked position"
-        )
+    if ids.numel():
+        least, most = ids.aminmax()
+        if not 0 <= least.item() <= most.item() < vocab_size:
+            wrong = (ids < 0) | (ids >= vocab_size)
+            _name_first(
+                "completion_ids",
+                ids,
+                wrong,
+                None if mask is None else mask.bool(),
+                None,
+                f"0 <= id < {vocab_size} (the rows of lm_head_weight){_THERE}",
+            )
     check_offsets(cu_seqlens, ids.numel())
 
 

@@ -198,15 +198,13 @@ inline gk::PlanInput plan_input(Address data, int mode) {
     return {pointer<const float>(data), mode};
 }
 
-// `vocab` and `padding` (of `padding_size` numbers, or 0): what a backend's plan compares values with that it looks at.
-// Returns whether all are as they should be; false where that is not known.
-template <class Where, bool (*kRun)(const gk::PlanArgs&, const gk::PlanChecks&, Address workspace, Where)>
-bool plan(int64_t tokens, int64_t sequences, int64_t row_length, Address cu_seqlens, Address ids, Address mask,
+template <class Where, void (*kRun)(const gk::PlanArgs&, Address workspace, Where)>
+void plan(int64_t tokens, int64_t sequences, int64_t row_length, Address cu_seqlens, Address ids, Address mask,
           int mask_bytes, Address advantages, int advantages_mode, Address old, Address ref, Address rollout,
           Address rollout_weights, int rollout_weights_mode, Address temperature, int temperature_mode,
           Address threshold, Address normalizer, const py::bytes& rules, Address table, Address values, Address lse,
           Address offsets, Address lengths, Address scored, Address active, Address clean_ids, Address order,
-          Address counts, int64_t vocab, Address padding, int64_t padding_size, Address workspace, Where where) {
+          Address counts, Address workspace, Where where) {
     gk::PlanArgs args = {};
     args.tokens = tokens;
     args.sequences = sequences;
@@ -239,7 +237,7 @@ bool plan(int64_t tokens, int64_t sequences, int64_t row_length, Address cu_seql
     if (args.rules.aggregation < 0 || args.rules.aggregation >= gk::kAggregationCount)
         throw std::invalid_argument("rules: unknown aggregation");
     py::gil_scoped_release unlocked;
-    return kRun(args, {vocab, pointer<const float>(padding), padding_size}, workspace, where);
+    kRun(args, workspace, where);
 }
 
 // The products over kept ids get the fields of KeptArgs or KeptPairs as one tuple, in their order.

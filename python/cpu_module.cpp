@@ -6,14 +6,7 @@ namespace {
 
 using namespace binding;
 
-bool run_plan(const gk::PlanArgs& args, const gk::PlanChecks& checks, Address, int threads) {
-    gk::plan(args, threads);
-    return gk::values_are_valid(args, checks);
-}
-
-bool ids_are_valid(Address ids, int64_t tokens, int64_t vocab, Address mask, int mask_bytes) {
-    return gk::ids_are_valid({pointer<const int64_t>(ids), pointer<const void>(mask), tokens, vocab, mask_bytes});
-}
+void run_plan(const gk::PlanArgs& args, Address, int threads) { gk::plan(args, threads); }
 
 void run_reduce(const gk::ReduceArgs& args, Address, int threads) { gk::reduce(args, threads); }
 
@@ -80,7 +73,6 @@ void group_statistics(Address rewards, Address group_index, int64_t count, int64
 
 PYBIND11_MODULE(_cpu, m) {
     export_names(m);
-    m.def("ids_are_valid", ids_are_valid);
     m.def("plan", plan<int, run_plan>);
     m.def("single_pass", single_pass<int, gk::single_pass>);
     m.def("stats", stats<int, gk::stats>);

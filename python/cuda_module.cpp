@@ -14,9 +14,8 @@ void on_stream(const Args& args, Address stream) {
     kRun(args, pointer<void>(stream));
 }
 
-bool run_plan(const gk::PlanArgs& args, const gk::PlanChecks&, Address workspace, Address stream) {
+void run_plan(const gk::PlanArgs& args, Address workspace, Address stream) {
     gk::cuda::plan(args, pointer<void>(workspace), pointer<void>(stream));
-    return false;
 }
 
 void run_reduce(const gk::ReduceArgs& args, Address workspace, Address stream) {

@@ -19,16 +19,6 @@ void token_objective(const TokenArgs& args, int threads);
 void sequence_objective(const SequenceArgs& args, int threads);
 void reduce(const ReduceArgs& args, int threads);
 
-struct IdArgs {
-    const int64_t* ids;  // (tokens,)
-    const void* mask;    // (tokens,) of mask_bytes each, or null
-    int64_t tokens, vocab;
-    int32_t mask_bytes;
-};
-bool ids_are_valid(const IdArgs& args);  // in [0, vocab) at every unmasked token
-// Ids, and whether all numbers are finite: advantages, log-probabilities, rollout weights, checks.padding.
-bool values_are_valid(const PlanArgs& args, const PlanChecks& checks);
-
 // target[ids[t]] += scale[t] * rows[t] for t in [0, count).
 struct AddRowsArgs {
     void* target;        // (target_rows, width), bfloat16 or float32

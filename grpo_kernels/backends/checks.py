@@ -272,16 +272,11 @@ class KernelBackend:
     token is fp32."""
 
     has_amx = False
-    checks_values = False
 
     def __init_subclass__(cls) -> None:
         if os.environ.get("GRPO_KERNELS_CHECK_CALLS") == "1":
             for name in cls.__dict__.keys() & _CHECKS.keys():
                 setattr(cls, name, _after_check(_CHECKS[name], getattr(cls, name)))
-
-    def ids_are_valid(self, ids: Tensor, vocab_size: int, mask: Tensor | None) -> bool:
-        """Not known."""
-        return False
 
 
 def _after_check(check: Callable[..., None], method: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,26 +5,23 @@ No `from __future__ import annotations` here, and Optional[X] for X | None: torc
 # ruff: noqa: UP045
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple, Optional, cast
 
 import torch
 from torch import Tensor
 
 from ..backends import get_backend
-from ..backends.strategy import choose_strategy
-from ..contract import Backend, LogitChunk, Rows, TokenValues, no_values
+from ..contract import TokenValues, no_values
 from ..plain import check_gathered
 from ..validate import check_temperature, check_values
 from .backward import refuse_double_backward
 from .chunks import Scorer, add_mask
 from .kept import KeptLogits, make_token_mask
-from .lm_head import FORWARD_ROWS, LMHead
+from .lm_head import LMHead
 from .products import settled_precision
 from .shared import (
     filled,
     is_capturing,
-    is_small_product,
     is_traced,
     logit_params,
     make_head,
@@ -61,12 +58,6 @@ class LogpsCall(NamedTuple):
     kept_ids: Optional[Tensor] = None  # of a SamplingMask
     kept_counts: Optional[Tensor] = None
     vocab_slice: Optional[VocabSlice] = None  # which rows of the whole weight this rank has; None: all
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether there is nothing but ids and numbers."""
-        others = self.mask is None and self.kept_ids is None and self.vocab_slice is None
-        return others and self.compute_dtype is None and not isinstance(self.temperature, Tensor)
 
     @property
     def description(self) -> tuple[object, ...]:
@@ -115,11 +106,8 @@ def _compute(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: Logps
     """logp, entropy and lse. To be called under no_grad."""
     ids, kernels = call.completion_ids, get_backend(call.backend)
     vocab_size = weight.shape[0] if call.vocab_slice is None else call.vocab_slice.vocab_size
-    if not kernels.ids_are_valid(ids, vocab_size, call.mask):
-        check_values(ids, call.mask, vocab_size, None)
+    check_values(ids, call.mask, vocab_size, None)
     with settled_precision(hidden.device):
-        if bias is None and call.is_plain and _is_one_small_product(hidden, weight, kernels):
-            return _score_at_once(hidden, weight, call, kernels)
         mask, static = token_mask(call.mask), is_capturing(hidden.device)
         if isinstance(call.temperature, Tensor):
             check_temperature(call.temperature, None if mask is None else mask.view(ids.shape))
@@ -138,31 +126,6 @@ def _compute(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: Logps
         scorer.score(index, entropy=call.want_entropy)
         head.release()
         return values.only(mask) if static and mask is not None else values
-
-
-def _is_one_small_product(hidden: Tensor, weight: Tensor, kernels: Backend) -> bool:
-    """Whether the logits of all these rows are a small product, for an LMHead a single one with the same bits."""
-    single = 0 < hidden.numel() and hidden.dtype.itemsize > 2 and weight.shape[0] <= FORWARD_ROWS
-    return single and is_small_product(hidden, weight.shape[0]) and choose_strategy(kernels, hidden, weight) == "rows"
-
-
-def _score_at_once(hidden: Tensor, weight: Tensor, call: LogpsCall, kernels: Backend) -> TokenValues:
-    """`_compute` by one product and one row kernel: to make a head and a scorer takes as long as all the rest."""
-    logits, ids = torch.mm(hidden.reshape(-1, hidden.shape[-1]), weight.T), call.completion_ids
-    if not (ids.dtype is torch.int64 and ids.is_contiguous()):
-        ids = ids.long().contiguous()
-    rows, new = Rows(0, logits.shape[0]), logits.new_empty
-    values = TokenValues(new(2, rows.count), new(rows.count, dtype=torch.float64))
-    temperature = _temperatures(cast(float, call.temperature), rows.count, logits.dtype)
-    params = logit_params(call.logit_scale, call.softcap)
-    kernels.statistics(LogitChunk(logits, rows, ids.view(-1), None), temperature, values, params)
-    return values
-
-
-@lru_cache(maxsize=4)  # small calls, such as those of a rollout, are of few sizes
-def _temperatures(temperature: float, count: int, dtype: torch.dtype) -> Tensor:
-    """(count,) of one temperature on the CPU. Nobody writes to it."""
-    return torch.full((count,), temperature, dtype=dtype, device="cpu")
 
 
 def _shaped(values: TokenValues, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor]:

@@ -22,7 +22,7 @@ from .chunks import run
 from .kept import make_token_mask
 from .plan import Plan, make_plan
 from .products import settled_precision
-from .shared import is_capturing, is_small_product, is_traced, is_weight_bound, make_head, no_gradients, table_dtype
+from .shared import is_capturing, is_traced, is_weight_bound, make_head, no_gradients, table_dtype
 from .token_ops import empty_sums
 from .vocab_parallel import VocabSlice, describe, refuse_traced_slice
 
@@ -95,30 +95,13 @@ def _compute(
 
 
 def _plan(hidden: Tensor, vocab_size: int, call: LossCall, kernels: Backend) -> tuple[Plan, bool, Optional[Tensor]]:
-    """(the plan, whether every row is computed, (N,) bool: False where hidden states may hold anything, or None).
-
-    Values are looked at here: by the plan itself where it can, else by the checks, which say what is wrong.
-    """
+    """(the plan, whether every row is computed, (N,) bool: False where hidden states may hold anything, or None)."""
     inputs, ids, static = call.tokens, call.completion_ids, _computes_every_row(call, hidden.device)
+    check_values(ids, inputs.completion_mask, vocab_size, inputs.cu_seqlens)
+    check_token_values(inputs)
     dtype = table_dtype(call.compute_dtype or hidden.dtype)
-    given = inputs, ids, call.config, call.num_groups, kernels
-    plan, small = None, False
-    if kernels.checks_values and _can_be_checked_by_a_plan(inputs):
-        small = inputs.kept_counts is None and is_small_product(hidden, vocab_size)
-        padding = hidden if small else None
-        plan = make_plan(*given, static_shapes=static or small, dtype=dtype, vocab_size=vocab_size, padding=padding)
-    if plan is None or not plan.tokens.valid:
-        small = False
-        check_values(ids, inputs.completion_mask, vocab_size, inputs.cu_seqlens)
-        check_token_values(inputs)
-        plan = make_plan(*given, static_shapes=static, dtype=dtype)
-    unknown = static and not small and inputs.completion_mask is not None
-    return plan, static or small, plan.tokens.scored if unknown else None
-
-
-def _can_be_checked_by_a_plan(x: TokenInputs) -> bool:
-    scalars = x.normalizer is None and x.entropy_coef is None and x.entropy_normalizer is None
-    return scalars and x.temperature is None and x.cu_seqlens is None
+    plan = make_plan(inputs, ids, call.config, call.num_groups, kernels, static_shapes=static, dtype=dtype)
+    return plan, static, plan.tokens.scored if static and inputs.completion_mask is not None else None
 
 
 def _computes_every_row(call: LossCall, device: torch.device) -> bool:

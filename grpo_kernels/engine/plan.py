@@ -46,13 +46,8 @@ def make_plan(
     *,
     static_shapes: bool,
     dtype: torch.dtype,
-    vocab_size: int = 0,
-    padding: Tensor | None = None,
 ) -> Plan:
-    """The plan of a batch of ids (B, T) or packed (N,), with its row table in `dtype` (float32, or float64).
-
-    vocab_size, padding: see PlannedTokens.valid.
-    """
+    """The plan of a batch of ids (B, T) or packed (N,), with its row table in `dtype` (float32, or float64)."""
     constant = _constant_per_sequence(inputs, ids.shape)
     key = (
         constant, inputs.old_logps is None, inputs.ref_logps is None, inputs.rollout_logps is None,
@@ -62,7 +57,7 @@ def make_plan(
     if found is None:
         found = config.derived[key] = _rules(inputs, config, constant)
     params, rules = found
-    tokens = backend.plan(inputs, ids, rules, dtype, ordered=not static_shapes, vocab_size=vocab_size, padding=padding)
+    tokens = backend.plan(inputs, ids, rules, dtype, ordered=not static_shapes)
     if inputs.entropy_coef is not None or inputs.entropy_normalizer is not None:
         _weigh_entropy(tokens.table[FIELD["weight_entropy"]], inputs, config)
     row_length = ids.shape[1] if inputs.cu_seqlens is None else None

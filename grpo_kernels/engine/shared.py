@@ -15,7 +15,6 @@ from .memory import default_logits_dtype
 from .vocab_parallel import VocabSlice
 
 _WEIGHT_BOUND_TOKENS = 256
-_SMALL_PRODUCT = 2**18  # N H V
 
 
 def table_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -41,11 +40,6 @@ def is_weight_bound(device: torch.device, num_tokens: int) -> bool:
     product of N rows does N per byte of W. To read the counts of rows costs a wait for the device.
     """
     return device.type != "cpu" and num_tokens <= _WEIGHT_BOUND_TOKENS
-
-
-def is_small_product(hidden: Tensor, vocab_size: int) -> bool:
-    """Whether a CPU takes less time for a product of all rows than to prepare one of some, 10 us."""
-    return hidden.numel() * vocab_size <= _SMALL_PRODUCT and hidden.device.type == "cpu"
 
 
 def wanted(*inputs: Tensor | None) -> tuple[bool, ...]:

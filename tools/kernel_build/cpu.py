@@ -10,7 +10,7 @@ from .host import ROOT, HostModule, NinjaFile, compiles, target_machine
 
 SOURCES = (
     *("dispatch", "groups", "objective", "plan", "reduce"),
-    *("scatter", "sequences", "threads", "transpose", "values"),
+    *("scatter", "sequences", "threads", "transpose"),
 )
 
 # Instruction set -> flags in order of preference: the first that the compiler accepts.

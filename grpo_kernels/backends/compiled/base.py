@@ -32,7 +32,7 @@ from ..checks import KernelBackend, contiguous_rows
 
 Result = TypeVar("Result")
 Argument = Tensor | int | None  # None: a null pointer
-INTERFACE = 8  # of csrc/layout.h
+INTERFACE = 9  # of csrc/layout.h
 _MOST_PACKED = 256
 
 _MASK_BYTES = {torch.bool: 1, torch.uint8: 1, torch.int8: 1, torch.int32: 4, torch.int64: 8}
@@ -71,8 +71,6 @@ class CompiledBackend(KernelBackend):
         dtype: torch.dtype,
         *,
         ordered: bool,
-        vocab_size: int = 0,
-        padding: Tensor | None = None,
     ) -> PlannedTokens:
         """What pytorch/plan.py computes."""
         device, shape, tokens = ids.device, ids.shape, ids.numel()
@@ -86,9 +84,9 @@ class CompiledBackend(KernelBackend):
         mask, mask_bytes = kernel_mask(inputs.completion_mask)
         given = (
             *(inputs.advantages, inputs.old_logps, inputs.ref_logps, inputs.rollout_logps, inputs.rollout_weights),
-            *(inputs.temperature, inputs.entropy_threshold, inputs.normalizer, padding),
+            *(inputs.temperature, inputs.entropy_threshold, inputs.normalizer),
         )
-        advantages, old, ref, rollout, weights, temperature, threshold, normalizer, padding = [
+        advantages, old, ref, rollout, weights, temperature, threshold, normalizer = [
             x if x is None or (x.dtype is torch.float32 and x.is_contiguous()) else x.to(torch.float32).contiguous()
             for x in given
         ]
@@ -105,14 +103,13 @@ class CompiledBackend(KernelBackend):
         order = ids.new_empty(tokens) if ordered else None
         counts = ids.new_empty(2 + sequences * rules.whole_sequences) if ordered else None
         workspace = self.plan_workspace(tokens, sequences, device)
-        valid = self.call(
+        self.call(
             self.module.plan, device, tokens, sequences, row_length, offsets, ids, mask, mask_bytes, advantages,
             _mode(advantages, shape, sequences), old, ref, rollout, weights, _mode(weights, shape, sequences),
             temperature, _mode(temperature, shape, sequences), threshold, normalizer, self.rules(rules), table, *values,
-            limits, lengths, scored, active, None if mask is None else clean, order, counts, vocab_size, padding,
-            0 if padding is None else padding.numel(), workspace,
+            limits, lengths, scored, active, None if mask is None else clean, order, counts, workspace,
         )  # fmt: skip
-        return PlannedTokens(table, values, limits, lengths, scored, active, clean, order, counts, valid)
+        return PlannedTokens(table, values, limits, lengths, scored, active, clean, order, counts)
 
     # --- rows of logits -------------------------------------------------------------------------------------------
 

@@ -14,14 +14,13 @@ from torch import Tensor
 from ...contract import KeptPairs
 from ..checks import check_vectors, contiguous_rows
 from ..pytorch.backend import scale_in_pieces
-from .base import INTERFACE, CompiledBackend, Result, kernel_mask
+from .base import INTERFACE, CompiledBackend, Result
 
 
 class CpuBackend(CompiledBackend):
     """CompiledBackend on the CPU, in torch's number of threads."""
 
     name = "cpu"
-    checks_values = True
 
     def __init__(self, module: ModuleType) -> None:
         super().__init__(module)
@@ -36,13 +35,6 @@ class CpuBackend(CompiledBackend):
 
     def call(self, function: Callable[..., Result], device: torch.device, *arguments: object) -> Result:
         return function(*arguments, torch.get_num_threads())
-
-    def ids_are_valid(self, ids: Tensor, vocab_size: int, mask: Tensor | None) -> bool:
-        """Whether unmasked ids are in [0, V); False where that is not known."""
-        if ids.dtype is not torch.int64 or not ids.is_contiguous():
-            return False
-        mask, mask_bytes = kernel_mask(mask)
-        return bool(self.module.ids_are_valid(ids, ids.numel(), vocab_size, mask, mask_bytes))
 
     def add_rows(self, target: Tensor, ids: Tensor, scale: Tensor, rows: Tensor) -> None:
         """target[ids] += scale * rows, one sum in float32 per id; target (V, H) bf16 or fp32, rows (C, H) bf16."""

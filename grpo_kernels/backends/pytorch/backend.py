@@ -36,7 +36,6 @@ SCALED_AT_ONCE = 1 << 22  # numbers that `scale` holds in float32
 class TorchBackend:
     name = "torch"
     has_amx = False
-    checks_values = False
 
     def why_not(self, device: torch.device) -> str:
         return ""
@@ -44,9 +43,6 @@ class TorchBackend:
     def strategies(self, hidden: Tensor, weight: Tensor) -> tuple[str, ...]:
         """Those of strategy.py that serve these inputs."""
         return ("rows",)
-
-    def ids_are_valid(self, ids: Tensor, vocab_size: int, mask: Tensor | None) -> bool:
-        return False
 
     def plan(
         self,
@@ -56,8 +52,6 @@ class TorchBackend:
         dtype: torch.dtype,
         *,
         ordered: bool,
-        vocab_size: int = 0,
-        padding: Tensor | None = None,
     ) -> PlannedTokens:
         return plan_tokens(inputs, ids, rules, dtype, ordered=ordered)
 

@@ -66,8 +66,6 @@ class TritonBackend(KernelBackend):
         dtype: torch.dtype,
         *,
         ordered: bool,
-        vocab_size: int = 0,
-        padding: Tensor | None = None,
     ) -> PlannedTokens:
         """What pytorch/plan.py computes, in float32."""
         with _on(ids.device):
