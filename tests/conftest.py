@@ -58,12 +58,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def _small_calls_take_the_way_of_large_ones(monkeypatch):
-    """On a CPU calls as small as those of tests compute padding, or no chunks: test_launches.py compares both ways."""
-    monkeypatch.setattr("grpo_kernels.engine.shared._SMALL_PRODUCT", 0)
-
-
-@pytest.fixture(autouse=True)
 def _this_cpu_multiplies_bfloat16(monkeypatch):
     """Whether it does decides the way that bfloat16 takes: test_chunks.py has the one of a CPU that does not."""
     for module in ("memory", "lm_head"):

@@ -164,7 +164,7 @@ def test_rows_of_the_scratch_with_gaps_on_a_cpu(dtype, backend, masked, monkeypa
     batch, strides = off_policy(batch, config), []
     allocate = memory.allocate_rows
     monkeypatch.setattr(
-        "grpo_kernels.engine.scratch.allocate_rows", lambda *a: strides.append(allocate(*a)) or strides[-1]
+        "grpo_kernels.engine.memory.allocate_rows", lambda *a: strides.append(allocate(*a)) or strides[-1]
     )
     found, exact = fused(batch, config, backend), reference(batch, config)
     assert {x.stride(0) for x in strides} == {2112} and {x.shape[1] for x in strides} == {vocab}
@@ -196,6 +196,11 @@ def test_rows_are_split_into_full_parts_and_a_shorter_last_one(count, size):
             assert torch.equal(torch.cat([part.index for part in parts]), index)
 
 
+@pytest.fixture(autouse=True)
+def nothing_kept():
+    memory._last_on_cpu.clear()
+
+
 def made_rows(x: Tensor) -> int:
     return x.untyped_storage().nbytes() // (x.stride(0) * x.element_size())
 
@@ -213,7 +218,7 @@ def test_on_a_cpu_the_scratch_does_not_follow_the_number_of_active_tokens(level,
     """Memory of the last call serves the next one: a longer scratch would be fresh from the system."""
     made, allocate = [], memory.allocate_rows
     monkeypatch.setattr(
-        "grpo_kernels.engine.scratch.allocate_rows", lambda rows, *a: made.append(rows) or allocate(rows, *a)
+        "grpo_kernels.engine.memory.allocate_rows", lambda rows, *a: made.append(rows) or allocate(rows, *a)
     )
     for active in (16, 18, 20):
         batch = off_policy(make_batch(sequences=2, length=21))  # 42 rows, 14 at a time

@@ -32,9 +32,8 @@ from ..contract import Backend, RowGradients, Rows
 from .backward import FinishedGradients, power_of_two_scale, waiting_dtype
 from .chunk import Chunk, visited
 from .dweight import WeightGradient, pieces
-from .memory import Capacity, chunk_sizes
+from .memory import Capacity, Scratch, chunk_sizes
 from .products import PIECE_ROWS, SPLIT_SUM_ELEMENTS, cpu_multiplies, dhidden_rows, product, returns_float32
-from .scratch import Scratch
 from .vocab_parallel import VocabSlice
 
 # Rows of W in one float32 product of the forward pass on a CPU: 512 hidden rows against 1,024 take up to 9 % less time

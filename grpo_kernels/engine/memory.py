@@ -1,7 +1,8 @@
-"""What the engine allocates: how many rows of logits at a time, and in which type."""
+"""What the engine allocates: how many rows of logits at a time, in which type, and the memory that chunks share."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
 from typing import NamedTuple
 
@@ -9,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..contract import chunk_row_stride
-from . import recycled
 from .products import cpu_multiplies
 
 # 16-bit products on a CPU may add this many chunks to a 16-bit dweight, which rounds once per chunk: what the exact
@@ -157,12 +157,72 @@ def default_logits_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtyp
     return torch.float32 if dtype.itemsize == 2 else dtype
 
 
+class Scratch:
+    """Logits and their gradients, and the errors of rounding these; each grows to the largest chunk so far.
+
+    What a method returns is valid until its next call. `logits_rows`, `product_rows`: rows of the row chunk and the
+    product chunk that are expected, which are allocated at least. `most_logits_rows`: rows that are allocated at least
+    where those of a row chunk are too few, so that later calls can reuse the buffer.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        logits_rows: int,
+        product_rows: int,
+        logits_dtype: torch.dtype,
+        grad_dtype: torch.dtype,
+        device: torch.device,
+        most_logits_rows: int = 0,
+    ) -> None:
+        self.vocab_size, self.logits_rows, self.product_rows = vocab_size, logits_rows, product_rows
+        self.most_logits_rows = most_logits_rows
+        self.logits_dtype, self.grad_dtype, self.device = logits_dtype, grad_dtype, device
+        self._logits: Tensor | None = None
+        self._gradients: Tensor | None = None
+        self._errors: Tensor | None = None
+
+    def logits(self, count: int) -> Tensor:
+        """(count, V) of a row chunk."""
+        if self._logits is None or self._logits.shape[0] < count:
+            self._logits = None  # freed before the next one is made
+            rows = self.logits_rows if count <= self.logits_rows else max(count, self.most_logits_rows)
+            self._logits = allocate_rows(rows, self.vocab_size, self.logits_dtype, self.device)
+        return self._logits if self._logits.shape[0] == count else self._logits[:count]
+
+    def gradients(self, count: int) -> Tensor:
+        """(count, V) of a product chunk, where they do not lie over the logits."""
+        if self._gradients is None or self._gradients.shape[0] < count:
+            self._gradients = None
+            rows = max(count, self.product_rows)
+            self._gradients = allocate_rows(rows, self.vocab_size, self.grad_dtype, self.device)
+        return self._gradients[:count]
+
+    def over(self, logits: Tensor) -> Tensor:
+        """(count, V) gradients over these logits: of a narrower type, over the front half of each row."""
+        return logits if self.grad_dtype == self.logits_dtype else logits.view(self.grad_dtype)[:, : self.vocab_size]
+
+    def errors(self, count: int) -> Tensor:
+        """(count,) float32 of a product chunk."""
+        if self._errors is None or len(self._errors) < count:
+            self._errors = torch.empty(max(count, self.product_rows), dtype=torch.float32, device=self.device)
+        return self._errors[:count]
+
+    def release(self) -> None:
+        """Let go of everything; logits on a CPU stay for the next call."""
+        if self._logits is not None and self.device.type == "cpu":
+            _keep(self._logits.untyped_storage())
+        self._logits = self._gradients = self._errors = None
+
+
 def allocate_rows(rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A scratch (rows, V) of logits or their gradients; out of memory, the error names the setting that helps."""
     row_stride = chunk_row_stride(vocab_size, device)
     try:
-        block = recycled.empty((rows, row_stride), dtype, device)
-        return block if row_stride == vocab_size else block[:, :vocab_size]
+        if device.type == "cpu":
+            block = _cpu_block(rows * row_stride * dtype.itemsize)
+            return torch.empty(0, dtype=dtype, device=device).set_(block, 0, (rows, vocab_size), (row_stride, 1))
+        return torch.empty((rows, row_stride), dtype=dtype, device=device)[:, :vocab_size]
     except RuntimeError as error:  # torch.OutOfMemoryError is one
         if not isinstance(error, torch.OutOfMemoryError) and "memory" not in str(error):
             raise
@@ -171,3 +231,23 @@ def allocate_rows(rows: int, vocab_size: int, dtype: torch.dtype, device: torch.
             f"no memory for one chunk of logits, {rows} x {vocab_size} {dtype} = {size:.0f} MiB: "
             f"set GRPOConfig.chunk_rows below {rows}. ({error})"
         ) from error
+
+
+# The scratch of the last call on a CPU. glibc returns a freed block of 32 MiB or more to the system, whose fresh pages
+# cost as much time as the product that fills them; the allocator of torch for GPUs keeps its blocks itself.
+_last_on_cpu: list[torch.UntypedStorage] = []
+
+
+def _cpu_block(size: int) -> torch.UntypedStorage:
+    """At least `size` bytes: those of the last call where they suffice, which no other thread gets then."""
+    with suppress(IndexError):
+        block = _last_on_cpu.pop()
+        if block.nbytes() >= size:
+            return block
+        del block  # freed before a larger one is made
+    return torch.empty(size, dtype=torch.uint8, device="cpu").untyped_storage()
+
+
+def _keep(block: torch.UntypedStorage) -> None:
+    """For the next call, in place of what another thread has put there."""
+    _last_on_cpu[:] = [block]
