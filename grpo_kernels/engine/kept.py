@@ -31,8 +31,8 @@ from torch import Tensor
 
 from ..contract import KeptIds, KeptPairs, LogitChunk, RowGradients, Rows, TokenValues, no_values
 from ..validate import check_kept_ids, checks_values
-from .chunk import Chunk
 from .lm_head import LMHead
+from .memory import Chunk
 from .vocab_parallel import VocabSlice
 
 DENSE_LOGITS_PER_KEPT_ID = {"cpu": 30, "cuda": 190}

@@ -30,9 +30,8 @@ from torch import Tensor
 from ..backends.strategy import choose_strategy
 from ..contract import Backend, RowGradients, Rows
 from .backward import FinishedGradients, power_of_two_scale, waiting_dtype
-from .chunk import Chunk, visited
 from .dweight import WeightGradient, pieces
-from .memory import Capacity, Scratch, chunk_sizes
+from .memory import Capacity, Chunk, Scratch, chunk_sizes, visited
 from .products import PIECE_ROWS, SPLIT_SUM_ELEMENTS, cpu_multiplies, dhidden_rows, product, returns_float32
 from .vocab_parallel import VocabSlice
 
@@ -66,6 +65,7 @@ class LMHead:
     factor; dhidden does not. `chunk_rows`: see memory.chunk_sizes.
     """
 
+    computes_logits = True
     keep: Tensor | None = None
     folded_bias: Tensor | None = None  # (V,) in float32 or better, for the row kernels to add
     dhidden: Tensor | None = None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..contract import chunk_row_stride
+from ..contract import Rows, chunk_row_stride
 from .products import cpu_multiplies
 
 # 16-bit products on a CPU may add this many chunks to a 16-bit dweight, which rounds once per chunk: what the exact
@@ -28,6 +29,32 @@ _SHORT_PRODUCT_TILES = range(20, 45)  # of TILE_ROWS each
 # The result of a product that a thread block computes: what cuBLAS mostly has on Hopper.
 TILE_ROWS, TILE_COLUMNS = 128, 256
 _ACCUMULATED_ROWS = 478  # of dlogits W: what adding to dweight costs beside them on an H200, two thirds of it exposed
+
+
+def visited(index: Tensor | None, num_tokens: int) -> Rows:
+    """The tokens of `index`, or all."""
+    if index is None or index.numel() == num_tokens:
+        return Rows(0, num_tokens)
+    return Rows(0, index.numel(), index)
+
+
+@dataclass
+class Chunk:
+    """A product chunk: rows whose gradients go through one pair of products, with logits of `logits_rows` at a time.
+
+    in_place: gradients lie over the logits, which are those of all its rows.
+    """
+
+    rows: Rows
+    logits_rows: int
+    in_place: bool
+
+    def row_chunks(self) -> list[Rows]:
+        return self.rows.split(self.logits_rows)
+
+    def place(self, rows: Rows) -> slice:
+        """Of a row chunk among the rows of this one."""
+        return slice(rows.start - self.rows.start, rows.stop - self.rows.start)
 
 
 class ChunkSizes(NamedTuple):
