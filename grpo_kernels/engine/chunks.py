@@ -12,20 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from ..contract import FIELD, Backend, FoldingBackend, KernelParams, LogitChunk, Rows, RowStats, Sums, TokenValues
 from .kept import DenseMask, KeptLogits, TokenMask, mask_rows
-from .lm_head import LMHead
+from .lm_head import GivenLogits, LMHead
 from .memory import Chunk, visited
 from .plan import Plan
 
-if TYPE_CHECKING:
-    from .logits_loss import GivenLogits
-Head: TypeAlias = "LMHead | GivenLogits | KeptLogits"
+Head = LMHead | GivenLogits | KeptLogits
 # (chunk, its range of sequences) -> (d loss / d logp, d loss / d entropy) (N,), of which the chunk's are read
 CoefficientFn = Callable[[Rows, slice], tuple[Tensor, Tensor]]
 
@@ -211,10 +209,10 @@ def add_mask(scorer: Scorer, mask: TokenMask, scored: Tensor) -> tuple[Scorer | 
 
     The others stay with `scorer`, which applies the mask to their logits. scored (N,) bool.
     """
-    head, ids, dtype = cast("LMHead | GivenLogits", scorer.head), scorer.sampled_ids, scorer.values.columns.dtype
+    head, ids, dtype = cast(LMHead | GivenLogits, scorer.head), scorer.sampled_ids, scorer.values.columns.dtype
     gathers = scored & mask.gathers(head.vocab_size)
-    if not head.computes_logits:
-        gathers = torch.zeros_like(scored)
+    if isinstance(head, GivenLogits):
+        gathers = torch.zeros_like(scored)  # the logits are there already
     added = torch.zeros((), dtype=dtype, device=ids.device)
     dense = (scored & (mask.counts > 0) & ~gathers).nonzero().squeeze(1)
     if dense.numel():
@@ -295,7 +293,7 @@ def _run_sequences(
             backend.sequence_objective(sequences, plan.row_length, tokens, plan.params)
             return tokens.values.g_logp, weight_entropy
 
-        head = cast("LMHead | GivenLogits", scorer.head)
+        head = cast(LMHead | GivenLogits, scorer.head)
         size = head.packed_rows(max(lengths, default=0))
         scorer.staged(packed_chunks(head, sequence_chunks(visit.active, lengths, head.num_tokens, size)), coefficients)
     else:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from ..config import GRPOConfig
-from ..contract import Backend, RowGradients, Rows, TokenInputs
-from .backward import FinishedGradients, power_of_two_scale
+from ..contract import Backend, TokenInputs
+from .backward import FinishedGradients
 from .chunks import run
 from .kept import make_token_mask
-from .memory import Chunk
+from .lm_head import GivenLogits
 from .plan import make_plan
 from .shared import is_capturing, table_dtype
-from .vocab_parallel import VocabSlice
 
 
 def loss_over_logits(
@@ -55,50 +52,3 @@ def _clear_rows(x: Tensor, chosen: Tensor) -> None:
         x.masked_fill_(chosen[:, None], 0.0)
     else:
         x.index_fill_(0, chosen.nonzero().squeeze(1), 0.0)
-
-
-class GivenLogits:
-    """Logits behind the interface of `LMHead`: all rows are at hand, and are overwritten with their gradient."""
-
-    computes_logits = False
-
-    def __init__(self, logits: Tensor) -> None:
-        """`logits` (N, V); their gradient may hold the factor `gradient_scale`."""
-        self.buffer = logits
-        self.gradient_scale: Tensor | None = None
-        self.num_tokens = self.sequence_rows = logits.shape[0]
-        self.grad_dtype = logits.dtype
-        self.strategy = "rows"
-        self.folded_bias: Tensor | None = None
-        self.vocab_slice: VocabSlice | None = None
-        self.vocab_size = logits.shape[1]
-
-    def columns(self, ids: Tensor) -> Tensor:
-        """Where the logits of the sampled ids (N,) are in their rows."""
-        return ids
-
-    def chunks(self, index: Tensor | None) -> list[Chunk]:
-        """All rows: none is left out, `index` is None."""
-        assert index is None
-        return self.chunks_of([Rows(0, self.num_tokens)]) if self.num_tokens else []
-
-    def chunks_of(self, parts: Sequence[Rows]) -> list[Chunk]:
-        return [Chunk(rows, max(rows.count, 1), in_place=True) for rows in parts]
-
-    def packed_rows(self, longest: int) -> int:
-        """All sequences are one chunk."""
-        return self.sequence_rows
-
-    def logits(self, rows: Rows) -> Tensor:
-        return rows.take(self.buffer)
-
-    def row_gradients(self, chunk: Chunk, rows: Rows, logits: Tensor) -> RowGradients:
-        return RowGradients(logits)
-
-    def scale_gradients(self, largest: Tensor) -> Tensor:
-        """() the scale of the gradients of all logits, which are one chunk."""
-        self.gradient_scale = power_of_two_scale(largest)
-        return self.gradient_scale
-
-    def accumulate(self, chunk: Chunk, ids: Tensor) -> None:
-        """The gradient is where it belongs already."""
