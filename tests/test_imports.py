@@ -26,7 +26,7 @@ FLOORS = (
     ("logps", "loss", "policy"),
     ("__init__",),
     ("integrations",),
-    ("benchmarks", "demo", "trainer"),
+    ("benchmarks", "trainer"),
     ("commands",),
     ("__main__",),
 )

@@ -83,7 +83,7 @@ def test_links_and_files(name):
     text = (ROOT / name).read_text(encoding="utf-8")
     targets = re.findall(r"\]\(([^)#:]+)\)", text)
     targets += re.findall(r"`((?:grpo_kernels|csrc|tests|python|bench)/[\w./]*)`", text)
-    inside = re.findall(r"`((?:engine|backends|commands|benchmarks|demo)/[\w./]*)`", text)
+    inside = re.findall(r"`((?:engine|backends|commands|benchmarks)/[\w./]*)`", text)
     targets += [f"grpo_kernels/{target}" for target in inside]
     assert targets and not [target for target in targets if not (ROOT / target).exists()]
 

@@ -190,8 +190,6 @@ class CompiledBackend(KernelBackend):
         )  # fmt: skip
         return outputs
 
-    # --- arguments of the compiled functions ----------------------------------------------------------------------
-
     # --- kept ids -------------------------------------------------------------------------------------------------
 
     def kept_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptIds, logits: Tensor) -> None:
