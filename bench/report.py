@@ -34,6 +34,7 @@ RIVALS = (
     "quack",
 )
 RIVALS += ("ours-unmasked",)
+TRAINERS = ("eager", "trl", "liger", "verl-torch")
 CAPTIONS = {
     "time": "Time of a step over that of the three bare products",
     "time-forward": "The same for log-probabilities alone",
@@ -67,7 +68,9 @@ def main() -> None:
 
 
 def section(page: Path) -> str:
-    """Markdown of everything between the markers of a page."""
+    """Markdown of everything between the markers of a page: a summary on the front page, all results on the other."""
+    if page.parent == ROOT:
+        return summary(read(RESULTS / "cpu.json"))
     parts = [] if list(RESULTS.glob("gpu*.json")) else ["No GPU has been measured yet."]
     for path in sorted(RESULTS.glob("*.json"), key=lambda path: path.stem):
         document = read(path)
@@ -83,6 +86,27 @@ def section(page: Path) -> str:
             if (FIGURES / name).exists()
         ]
     return "\n\n".join(parts)
+
+
+def summary(document: Document) -> str:
+    """How much less time and memory a step takes than that of each trainer, over all cases: least to most."""
+    where, rows = document["environment"], []
+    entries = [case["implementations"] for case in document["cases"] if case["case"]["mode"] == "step"]
+    for name in TRAINERS:
+        both = [(case["ours"], case[name]) for case in entries if name in case]
+        times = [1 / theirs["ours_to_this"] for _, theirs in both if "ours_to_this" in theirs]
+        memory = [
+            theirs["memory_ratio_to_eager"] / ours["memory_ratio_to_eager"]
+            for ours, theirs in both
+            if "memory_ratio_to_eager" in ours and "memory_ratio_to_eager" in theirs
+        ]
+        title = next(theirs["title"] for _, theirs in both)
+        rows.append((title, *(f"{min(x):.1f} to {max(x):.1f} x" if x else "" for x in (times, memory))))
+    heads = len({(case["case"]["hidden_size"], case["case"]["vocab_size"]) for case in document["cases"]})
+    what = (
+        f"Steps of {heads} models' heads in float32 and bfloat16 on {where['cpu']}, {where['threads']} threads, no GPU"
+    )
+    return f"{what}:\n\n{table(('beside', 'less time', 'less memory'), rows)}"
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------

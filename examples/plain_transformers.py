@@ -31,4 +31,4 @@ for _ in range(4):
     optimizer.zero_grad()
     out.loss.backward()
     optimizer.step()
-    print(f"loss {out.loss.item():+.4f}, clipped {out.metrics['clip_ratio/region'].item():.3f}")
+    print(f"loss {out.loss.item():+.4f}, clipped {out.metrics['clip_ratio/region'].item():.1%} of the tokens")

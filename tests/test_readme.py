@@ -10,39 +10,51 @@ from typing import Any
 import pytest
 import report
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import grpo_kernels as gk
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+GUIDE = (ROOT / "grpo_kernels" / "README.md").read_text(encoding="utf-8")
 
 
-def example() -> dict[str, Any]:
-    """What the README's code takes as given: a model, two prompts with four completions each, and their rewards."""
-    config = LlamaConfig(
-        vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
-    )  # fmt: skip
-    input_ids = torch.randint(101, (8, 15))
-    given = {"torch": torch, "model": LlamaForCausalLM(config), "input_ids": input_ids, "prompt_length": 5}
-    given |= {"completion_ids": input_ids[:, 5:], "mask": (torch.arange(10) < torch.arange(3, 11)[:, None]).int()}
-    return given | {
-        "old_logps": -log(101) + 0.2 * torch.randn(8, 10), "advantages": torch.randn(8), "rewards": torch.rand(8),
-    }  # fmt: skip
+def python_blocks(text: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
 
 
 def test_python_blocks_run_one_after_another():
-    blocks = re.findall(r"^```python\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
-    assert len(blocks) >= 4
-    names = example()
+    """The first one as it stands, then the eager loss and ours, which agree, then those of the guide."""
+    names: dict[str, Any] = {}
+    first, before, after = python_blocks(README)
     found = []
-    for block in blocks:
-        names["model"].zero_grad()
+    for block in (first, before, after, *python_blocks(GUIDE)):
+        if "model" in names:
+            names |= (
+                {"old_logps": -log(1000) + 0.2 * torch.randn(8, 10), "advantages": torch.randn(8)} if not found else {}
+            )
+            names["model"].zero_grad()
         exec(compile(block, "README.md", "exec"), names)
-        found.append({name: p.grad.clone() for name, p in names["model"].named_parameters() if p.grad is not None})
-    before, after = found[:2]
-    assert before.keys() == after.keys() and "lm_head.weight" in before
-    assert all(torch.allclose(after[name], before[name], atol=1e-6) for name in before)
+        if block in (before, after):
+            found.append({name: p.grad.clone() for name, p in names["model"].named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys() and "lm_head.weight" in found[0]
+    assert all(torch.allclose(found[1][name], found[0][name], atol=1e-6) for name in found[0])
+
+
+def test_the_guide_names_every_metric():
+    inputs = {
+        "old_logps": torch.zeros(2, 3) - 4,
+        "ref_logps": torch.zeros(2, 3) - 4,
+        "rollout_logps": torch.zeros(2, 3) - 4,
+    }
+    inputs |= {"rollout_weights": torch.ones(2), "rewards": torch.tensor([0.0, 1.0]), "num_generations": 2}
+    inputs |= {"sampling_mask": gk.SamplingMask.from_lists([[{1, 2, 3}] * 3] * 2)}
+    shown = set(re.findall(r"`([a-z_]+(?:/[a-z_]+)?)`", GUIDE.split("## Metrics")[1].split("## When")[0]))
+    for surrogate in ("clip", "cispo"):
+        config = gk.GRPOConfig(surrogate=surrogate, epsilon_high=5.0, beta=0.1, entropy_coef=0.1)
+        out = gk.fused_grpo_loss(
+            torch.randn(2, 3, 8), torch.randn(50, 8), torch.ones(2, 3).long(), config=config, **inputs
+        )
+        assert out.metrics.keys() | out.groups.keys() - {"loss"} <= shown
 
 
 def test_opens_with_the_two_commands():
@@ -78,14 +90,17 @@ def test_axes(axis):
     assert not missing
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "ARCHITECTURE.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "grpo_kernels/README.md", "examples/README.md"]
+)
 def test_links_and_files(name):
-    text = (ROOT / name).read_text(encoding="utf-8")
-    targets = re.findall(r"\]\(([^)#:]+)\)", text)
-    targets += re.findall(r"`((?:grpo_kernels|csrc|tests|python|bench)/[\w./]*)`", text)
+    page = ROOT / name
+    text = page.read_text(encoding="utf-8")
+    targets = [page.parent / target for target in re.findall(r"\]\(([^)#:]+)[)#]", text)]
+    targets += [ROOT / target for target in re.findall(r"`((?:grpo_kernels|csrc|tests|python|bench)/[\w./]*)`", text)]
     inside = re.findall(r"`((?:engine|backends|commands|benchmarks)/[\w./]*)`", text)
-    targets += [f"grpo_kernels/{target}" for target in inside]
-    assert targets and not [target for target in targets if not (ROOT / target).exists()]
+    targets += [ROOT / "grpo_kernels" / target for target in inside]
+    assert targets and not [target for target in targets if not target.exists()]
 
 
 def test_map_of_files():
@@ -102,8 +117,8 @@ def test_map_of_files():
     assert set(re.findall(r"\w+\.h\b", section)) <= {path.name for path in (ROOT / "csrc").rglob("*.h")}
 
 
-def test_measurements_come_from_the_committed_results():
-    (page,) = [page for page in report.PAGES if report.BEGIN in page.read_text(encoding="utf-8")]
+@pytest.mark.parametrize("page", report.PAGES, ids=lambda page: page.parent.name)
+def test_measurements_come_from_the_committed_results(page):
     shown = page.read_text(encoding="utf-8").split(report.BEGIN)[1].split(report.END)[0]
     assert shown.strip() == report.section(page).strip(), "run make figures"
 
