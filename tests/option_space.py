@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import random
 from typing import Any, NamedTuple
@@ -75,6 +76,37 @@ def choose(point: Point, variation: int) -> dict[str, Any]:
         chosen["rollout_logps"] = "given"
     if point.aggregation != "num_items" and chosen["normalizer"] == "num_items":
         chosen["normalizer"] = "tensor"
+    return chosen
+
+
+def pairs_of(point: Point, variation: int) -> set[tuple[Any, ...]]:
+    """The pairs of options at a point: (axis, value), (axis, value). Surrogate and level are one axis as well."""
+    chosen = {**point._asdict(), **choose(point, variation)}
+    chosen["surrogate and level"] = point.surrogate, point.level
+    return set(itertools.combinations(sorted(chosen.items(), key=lambda option: option[0]), 2))
+
+
+def covering_array(times: int = 2, variations: int = 3) -> list[tuple[Point, int]]:
+    """Points and variations, greedily chosen, in which each pair of options that is possible occurs so many times: what
+    is wrong for one option, or for two together, fails in one of them."""
+    pool = [(point, variation) for variation in range(variations) for point in POINTS]
+    pairs = [pairs_of(*case) for case in pool]
+    missing = dict.fromkeys(set().union(*pairs), times)
+    heap = [(-len(found), i) for i, found in enumerate(pairs)]
+    chosen = []
+    while missing:
+        _, i = heapq.heappop(heap)
+        gain = len(pairs[i] & missing.keys())
+        if heap and gain < -heap[0][0]:  # it has become worth less
+            heapq.heappush(heap, (-gain, i))
+            continue
+        chosen.append(pool[i])
+        for pair in pairs[i] & missing.keys():
+            missing[pair] -= 1
+            if not missing[pair]:
+                del missing[pair]
+        if not heap:
+            break
     return chosen
 
 
