@@ -379,5 +379,5 @@ def test_the_bias_that_it_removes(monkeypatch):
     monkeypatch.syspath_prepend(str(root / "bench"))
     import sampling_bias
 
-    assert sampling_bias.table(0.8, seed=0) in (root / "README.md").read_text(encoding="utf-8")
+    assert sampling_bias.table(0.8, seed=0) in (root / "grpo_kernels" / "README.md").read_text(encoding="utf-8")
     assert (sampling_bias.ratios(0.8, seed=0)["over the kept ids"] - 1).abs().max() < 1e-3
