@@ -14,7 +14,7 @@ TORCH ?= 2.8.0
 
 BIN = $(VENV)/bin
 VLLM = build/vllm
-SOURCES := setup.py $(shell find csrc python tools/kernel_build -name __pycache__ -prune -o -type f -print)
+SOURCES := setup.py grpo_kernels/names.py $(shell find csrc python tools/kernel_build -name __pycache__ -prune -o -name names.h -prune -o -type f -print)
 CXX_FILES := $(filter %.h %.cpp %.cu %.cuh,$(SOURCES) $(shell find tests -type f))
 INSTALL = $(BIN)/python -m pip install $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 

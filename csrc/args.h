@@ -11,7 +11,7 @@ struct TokenData {
     float* values;       // (kValueFieldCount, count)
     int64_t count;       // tokens of the batch, and with it the row stride of both
 
-    GK_HD float field(TableField f, int64_t token) const { return table[f * count + token]; }
+    GK_HD float field(Field f, int64_t token) const { return table[f * count + token]; }
     GK_HD float& value(ValueField f, int64_t token) const { return values[f * count + token]; }
 };
 

@@ -27,9 +27,6 @@ struct Term {
     float value, d_ratio, d_direct;
 };
 
-constexpr float kMaxExponent = 80.f;  // exp(80) = 5.5e34: still finite after a product with an advantage
-constexpr float kMaxProduct = 5.5406223843935101e34f;  // exp(80) again: of a ratio and a KL, which may both be so large
-
 GK_HD float clamp(float x, float low, float high) { return x < low ? low : (x > high ? high : x); }
 
 // ---- surrogates: r is the clamped ratio, its derivatives ignore the clamp of x (objective() applies it) -------------
@@ -72,7 +69,7 @@ GK_HD float probability_change(float x, float logp) { return expf(logp) - expf(l
 
 GK_HD Term surrogate_trust_region(bool keep, bool clamped, float r, float x, float advantage) {
     const float policy = keep ? -r * advantage : 0.f;
-    return {policy + 1e-3f * x * x, (clamped ? 0.f : policy) + 2e-3f * x, 0.f};
+    return {policy + kTrustRegionQuadratic * x * x, (clamped ? 0.f : policy) + 2.f * kTrustRegionQuadratic * x, 0.f};
 }
 
 GK_HD Term surrogate_dppo_tv(const Params& p, bool clamped, float r, float x, float logp, float advantage) {
@@ -133,26 +130,26 @@ GK_HD Kl kl_abs(float d) { return {fabsf(d), d > 0.f ? -1.f : (d < 0.f ? 1.f : 0
 
 GK_HD Kl kl_divergence(const Params& p, float logp, float ref) {
     const float raw = ref - logp;
-    const bool exponential = p.kl == kK3 || p.kl == kK3Plus;
+    const bool exponential = p.kl == kKlK3 || p.kl == kKlK3Plus;
     const float upper = exponential && p.kl_delta_clamp > kMaxExponent ? kMaxExponent : p.kl_delta_clamp;
     const float d = clamp(raw, -p.kl_delta_clamp, upper);
     Kl kl = {0.f, 0.f};
     switch (p.kl) {
-        case kK1:
+        case kKlK1:
             kl = kl_k1(d);
             break;
-        case kK2:
+        case kKlK2:
             kl = kl_k2(d);
             break;
-        case kK3:
+        case kKlK3:
             kl = kl_k3(d);
             break;
-        case kAbs:
+        case kKlAbs:
             kl = kl_abs(d);
             break;
-        case kK1Plus:  // straight-through: the value of one estimator, the gradient of k2 without a clamp
+        case kKlK1Plus:  // straight-through: the value of one estimator, the gradient of k2 without a clamp
             return {clamp(kl_k1(d).value, -p.kl_clamp, p.kl_clamp), kl_k2(raw).d_logp};
-        case kK3Plus:
+        case kKlK3Plus:
             return {clamp(kl_k3(d).value, -p.kl_clamp, p.kl_clamp), kl_k2(raw).d_logp};
         default:
             return kl;

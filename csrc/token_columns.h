@@ -15,9 +15,6 @@ GK_HD double combine(int column, double x, double y) {
     return x + y;
 }
 
-// Surrogates whose ratio is one to the sampling engine: the field kOld holds the rollout where that is known.
-GK_HD bool divides_by_rollout(const Params& p) { return p.surrogate == kDppoTv || p.surrogate == kIpo; }
-
 // What a call returns of a token that is not scored, whose row may have been computed all the same.
 GK_HD void clear_token(const TokenData& tokens, int64_t t) {
     tokens.value(kTokenLogp, t) = 0.f;
@@ -36,24 +33,24 @@ GK_HD void add_token(const Params& p, const TokenData& tokens, int64_t t, double
     const float rollout = tokens.field(kRollout, t);
     const bool has_rollout = rollout == rollout;  // NaN: unknown
     // Of the old policy, or where the ratio divides by the rollout of the current one.
-    const float mismatch = has_rollout ? fabsf((divides_by_rollout(p) ? logp : old) - rollout) : 0.f;
+    const float mismatch = has_rollout ? fabsf((p.divides_by_rollout ? logp : old) - rollout) : 0.f;
     const double rollout_weight = tokens.field(kRolloutWeight, t);
 
-    if (weight != 0.f) add(kLoss, static_cast<double>(weight) * tokens.value(kTokenValue, t));
-    if (weight_entropy != 0.f) add(kLoss, static_cast<double>(weight_entropy) * entropy);
-    add(kTokens, 1.0);
-    add(kKl, tokens.value(kTokenKl, t));
-    add(kEntropy, entropy);
-    add(kRatio, ratio);
-    add(kClipLow, bounded < 1.f - p.epsilon_low && advantage < 0.f);
-    add(kClipHigh, bounded > 1.f + p.epsilon_high && advantage > 0.f);
-    add(kCispoClip, bounded > p.epsilon_high && advantage > 0.f);
-    if (p.has_old) add(kApproxKl, static_cast<double>(old) - logp);
-    add(kMismatch, mismatch);
-    add(kMismatchCount, has_rollout);
-    add(kRolloutWeightSum, rollout_weight);
-    add(kRolloutWeightSq, rollout_weight * rollout_weight);
-    add(kZeroGradient, tokens.value(kTokenGLogp, t) == 0.f && weight_entropy == 0.f);
+    if (weight != 0.f) add(kSumLoss, static_cast<double>(weight) * tokens.value(kTokenValue, t));
+    if (weight_entropy != 0.f) add(kSumLoss, static_cast<double>(weight_entropy) * entropy);
+    add(kSumTokens, 1.0);
+    add(kSumKl, tokens.value(kTokenKl, t));
+    add(kSumEntropy, entropy);
+    add(kSumRatio, ratio);
+    add(kSumClipLow, bounded < 1.f - p.epsilon_low && advantage < 0.f);
+    add(kSumClipHigh, bounded > 1.f + p.epsilon_high && advantage > 0.f);
+    add(kSumCispoClip, bounded > p.epsilon_high && advantage > 0.f);
+    if (p.has_old) add(kSumApproxKl, static_cast<double>(old) - logp);
+    add(kSumMismatch, mismatch);
+    add(kSumMismatchCount, has_rollout);
+    add(kSumRolloutWeight, rollout_weight);
+    add(kSumRolloutWeightSq, rollout_weight * rollout_weight);
+    add(kSumZeroGradient, tokens.value(kTokenGLogp, t) == 0.f && weight_entropy == 0.f);
     add(kRatioMin, ratio);
     add(kRatioMax, ratio);
     if (has_rollout) add(kMismatchMax, mismatch);

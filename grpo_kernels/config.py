@@ -16,8 +16,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from .contract import AGGREGATIONS, KL_ESTIMATORS, LEVELS, Aggregation, KernelParams, KLEstimator, Level
 from .logit_transform import logit_transform
+from .names import AGGREGATIONS, KL_ESTIMATORS, LEVELS, Aggregation, KernelParams, KLEstimator, Level
 
 LARGEST = torch.finfo(torch.float32).max  # kernels compute in float32
 Surrogate = Literal["clip", "cispo", "cispo_two_sided", "sapo", "vespo", "reinforce", "gmpo", "dppo_tv", "ipo"]

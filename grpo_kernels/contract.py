@@ -1,67 +1,18 @@
-"""The contract between the engine and a backend: its methods, what kernels get and give per token, the parameters.
+"""The contract between the engine and a backend: its methods, and what kernels get and give per token.
 
 N tokens of a batch, S sequences, C rows of a chunk of logits, V vocabulary. Kernels find what belongs to a token by the
-token's place in the batch, so nothing per token is gathered or scattered. `csrc/layout.h` repeats these names for the
-compiled backends; a test holds the two equal.
+token's place in the batch, so nothing per token is gathered or scattered. names.py has the fields and parameters.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, get_args
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-Aggregation = Literal["seq_mean", "token_mean", "fixed_length", "num_items", "seq_sum"]
-AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
-Level = Literal["token", "sequence", "sequence_sum"]  # of the ratio: the token's, the mean over its sequence, the sum
-LEVELS: tuple[Level, ...] = get_args(Level)
-
-# One fp32 row per field, one column per token: what a row kernel needs to know of a token besides its logits.
-TABLE_FIELDS = (
-    "advantage",
-    "old",  # the log-probability that the ratio divides by (old policy, or the rollout engine for DPPO and IPO)
-    "ref",  # log-probability under the reference policy
-    "multiplier",  # rollout weight, off-policy mask, VESPO's phi: everything that scales the surrogate alone
-    "weight_ratio",  # d loss / d (token value), for the part of the gradient that flows through the ratio
-    "weight_direct",  # the same for the part that flows through logp itself; also the weight of the value in the loss
-    "weight_entropy",  # d loss / d entropy
-    "temperature",
-    "entropy_threshold",  # -inf keeps every token
-    "rollout",  # log-probability under the sampling engine, NaN where unknown; for metrics
-    "rollout_weight",  # importance weight as given; for metrics
-)
-FIELD = {name: i for i, name in enumerate(TABLE_FIELDS)}
-
-SURROGATES = ("clip", "cispo", "cispo_two_sided", "sapo", "reinforce", "gmpo", "dppo_tv", "ipo")
-KLEstimator = Literal["none", "k1", "k2", "k3", "abs", "k1+", "k3+"]
-KL_ESTIMATORS: tuple[KLEstimator, ...] = get_args(KLEstimator)
-
-# Columns of a backend's `reduce`: sums over the scored tokens of a sequence, a group, the batch.
-COLUMNS = (
-    "loss",
-    "tokens",
-    "kl",
-    "entropy",
-    "ratio",
-    "clip_low",
-    "clip_high",
-    "cispo_clip",
-    "approx_kl",
-    "mismatch",
-    "mismatch_count",
-    "rollout_weight",
-    "rollout_weight_sq",
-    "zero_gradient",
-)
-COLUMN = {name: i for i, name in enumerate(COLUMNS)}
-
-# exp(88.7) is the largest float32. Exponents of ratios and of k3 stop here, with gradient 0 like every other clamp; and
-# so does the bias-corrected KL, the product of the two, at the same number.
-EXPONENT_LIMIT = 80.0
-PRODUCT_LIMIT = math.exp(EXPONENT_LIMIT)
+from .names import COLUMNS, VALUE_FIELDS, KernelParams, PlanRules
 
 
 def chunk_row_stride(vocab_size: int, device: torch.device) -> int:
@@ -74,17 +25,6 @@ def chunk_row_stride(vocab_size: int, device: torch.device) -> int:
     if device.type != "cpu":
         return -(-vocab_size // 16) * 16
     return vocab_size if vocab_size % 2048 else vocab_size + 64
-
-
-# One fp32 row per field, one column per token: what the kernels find out about a token. 0 where nothing was computed.
-VALUE_FIELDS = (
-    "logp",  # log-probability of the sampled id, nats
-    "entropy",  # nats
-    "log_ratio",  # what the surrogate sees: of the token, or of its sequence
-    "value",  # of the loss, before the token's weight
-    "kl",  # estimate of the KL to the reference, before its weight
-    "g_logp",  # d loss / d logp
-)
 
 
 class TokenValues(NamedTuple):
@@ -233,23 +173,6 @@ def is_per_sequence(x: Tensor, shape: torch.Size, num_sequences: int) -> bool:
     return x.shape != shape and x.numel() == num_sequences and x.shape[0] == num_sequences
 
 
-class PlanRules(NamedTuple):
-    """Scalars of the plan. Run-time values, never compiled in."""
-
-    aggregation: str = "num_items"
-    level: str = "token"
-    divides_by_rollout: bool = False  # the ratio is one to the sampling engine, where that is known
-    multiplies_rollout_weight: bool = True
-    whole_sequences: bool = False  # a token's gradient depends on the log-probabilities of its sequence
-    needs_advantage: bool = True  # the surrogate has no gradient where the advantage is 0
-    kl_has_gradient: bool = False  # the KL term has a gradient
-    score_inactive: bool = True
-    max_completion_length: float = 0.0
-    entropy_coef: float = 0.0
-    temperature: float = 1.0
-    entropy_threshold: float = -math.inf
-
-
 class PlannedTokens(NamedTuple):
     """What a backend's `plan` writes."""
 
@@ -262,10 +185,6 @@ class PlannedTokens(NamedTuple):
     ids: Tensor  # (N,) int64, 0 at padding
     order: Tensor | None  # (N,) int64: active tokens, then those that are scored alone, each ascending, then anything
     counts: Tensor | None  # int64: active, scored alone, and with whole_sequences active tokens per sequence
-
-
-# Sums over scored tokens with a sampling mask. The last two: of those that took the dense way (engine/kept.py).
-MASK_SUMS = ("tokens", "added", "dense_kept_mass", "dense_tokens")
 
 
 @dataclass  # no NamedTuple, whose properties torch.compile of torch 2.8 cannot follow
@@ -316,36 +235,6 @@ class Sums:
     def size(num_sequences: int, num_groups: int) -> int:
         """How many numbers there are."""
         return (num_sequences + num_groups + 1) * len(COLUMNS) + 3
-
-
-class KernelParams(NamedTuple):
-    """Scalars of the per-token objective; `math.inf` switches a clamp off. Run-time values, never compiled in."""
-
-    surrogate: str = "clip"
-    kl: str = "none"
-    has_old: bool = True
-    bias_correction: bool = False
-    beta: float = 0.0
-    epsilon_low: float = 0.2
-    epsilon_high: float = 0.2
-    delta: float = math.inf
-    dual_clip: float = math.inf
-    log_ratio_clamp: float = math.inf
-    kl_delta_clamp: float = math.inf
-    kl_clamp: float = math.inf
-    sapo_temperature_pos: float = 1.0
-    sapo_temperature_neg: float = 1.05
-    logit_scale: float = 1.0
-    softcap: float = 0.0  # 0: no softcap
-    level: str = "token"
-    has_rollout: bool = False
-    vespo: bool = False
-    divides_by_rollout: bool = False  # from config.SURROGATE_RULES; csrc has a function of the surrogate instead
-    off_policy_threshold: float = math.inf
-    vespo_k_pos: float = 2.0
-    vespo_k_neg: float = 3.0
-    vespo_lambda_pos: float = 3.0
-    vespo_lambda_neg: float = 2.0
 
 
 class Backend(Protocol):

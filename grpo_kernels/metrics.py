@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from .config import GRPOConfig
-from .contract import COLUMN, COLUMNS, Sums, TokenInputs
+from .contract import Sums, TokenInputs
+from .names import COLUMN, COLUMNS
 
 # metric -> (column of the sum, column of the count). Across ranks: add sums and counts, then divide.
 MEANS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .contract import LEVELS
+from .names import LEVELS
 from .validate import check_float, check_number, check_numbers, check_tensor, check_token_tensor
 
 

@@ -44,33 +44,7 @@ struct pybind11::detail::type_caster<binding::Address> {
 
 namespace binding {
 
-template <size_t kCount>
-py::tuple names(const char* const (&list)[kCount]) {
-    py::tuple result(kCount);
-    for (size_t i = 0; i < kCount; i++) result[i] = py::str(list[i]);
-    return result;
-}
-
-// The lists of layout.h, so that Python looks an index up by its name.
-inline void export_names(py::module_& m) {
-    m.attr("INTERFACE") = gk::kInterface;
-    m.attr("DTYPES") = names(gk::kDTypeNames);
-    m.attr("TABLE_FIELDS") = names(gk::kFieldNames);
-    m.attr("VALUE_FIELDS") = names(gk::kValueFieldNames);
-    m.attr("COLUMNS") = names(gk::kColumnNames);
-    m.attr("SURROGATES") = names(gk::kSurrogateNames);
-    m.attr("KL_ESTIMATORS") = names(gk::kKlEstimatorNames);
-    m.attr("LEVELS") = names(gk::kLevelNames);
-    m.attr("AGGREGATIONS") = names(gk::kAggregationNames);
-    m.attr("PARAMS") = names(gk::kParamNames);
-    m.attr("PARAM_INTEGERS") = gk::kParamIntegers;
-    m.attr("PLAN_RULES") = names(gk::kPlanRuleNames);
-    m.attr("PLAN_RULE_INTEGERS") = gk::kPlanRuleIntegers;
-    m.attr("SCALES") = names(gk::kScaleNames);
-    m.attr("BASELINES") = names(gk::kBaselineNames);
-}
-
-// gk::Params or gk::PlanRules: the values in the order of PARAMS or PLAN_RULES, int32 and then float32.
+// gk::Params or gk::PlanRules: the values in the order of names.h, int32 and then float32.
 template <class T>
 T from_bytes(const py::bytes& bytes) {
     T values;

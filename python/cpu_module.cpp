@@ -72,7 +72,7 @@ void group_statistics(Address rewards, Address group_index, int64_t count, int64
 }  // namespace
 
 PYBIND11_MODULE(_cpu, m) {
-    export_names(m);
+    m.attr("INTERFACE") = gk::kInterface;
     m.def("plan", plan<int, run_plan>);
     m.def("single_pass", single_pass<int, gk::single_pass>);
     m.def("stats", stats<int, gk::stats>);

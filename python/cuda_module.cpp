@@ -140,7 +140,7 @@ py::dict device() {
 }  // namespace
 
 PYBIND11_MODULE(_cuda, m) {
-    export_names(m);
+    m.attr("INTERFACE") = gk::kInterface;
     m.def("plan_workspace", gk::cuda::plan_workspace);
     m.def("plan", plan<Address, run_plan>);
     m.def("single_pass", single_pass<Address, on_stream<gk::RowArgs, gk::cuda::single_pass>>);

@@ -18,12 +18,9 @@ from grpo_kernels.backends.triton.anchored import anchored
 from grpo_kernels.backends.triton.backend import TritonBackend
 from grpo_kernels.backends.triton.linear_logp import linear_logp
 from grpo_kernels.contract import (
-    TABLE_FIELDS,
     KeptIds,
     KeptPairs,
-    KernelParams,
     LogitChunk,
-    PlanRules,
     RowGradients,
     Rows,
     TokenInputs,
@@ -31,6 +28,7 @@ from grpo_kernels.contract import (
     chunk_row_stride,
     no_values,
 )
+from grpo_kernels.names import TABLE_FIELDS, KernelParams, PlanRules
 
 ROWS, WIDTH, VOCAB, ODD_VOCAB = 64, 4096, 128256, 50257
 SMALL = {"vocab": 97, "width": 32}  # of `grpo-kernels check`: one part of the vocabulary

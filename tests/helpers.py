@@ -14,9 +14,7 @@ from torch import Tensor
 import grpo_kernels as gk
 from grpo_kernels.benchmarks.reference import relative_error as relative
 from grpo_kernels.contract import (
-    FIELD,
     Backend,
-    KernelParams,
     LogitChunk,
     PlannedTokens,
     RowGradients,
@@ -26,6 +24,7 @@ from grpo_kernels.contract import (
     no_values,
 )
 from grpo_kernels.engine import kept
+from grpo_kernels.names import FIELD, KernelParams
 from grpo_kernels.reference import reference_grpo_loss, reference_logps
 
 LEAVES = ("hidden", "weight", "bias")

@@ -20,22 +20,8 @@ from grpo_kernels import reference
 from grpo_kernels.backends.pytorch import coefficients
 from grpo_kernels.backends.pytorch.plan import plan_tokens
 from grpo_kernels.config import SURROGATE_RULES
-from grpo_kernels.contract import (
-    COLUMNS,
-    FIELD,
-    TABLE_FIELDS,
-    VALUE_FIELDS,
-    KeptIds,
-    KeptPairs,
-    KernelParams,
-    LogitChunk,
-    PlanRules,
-    RowGradients,
-    Rows,
-    RowStats,
-    TokenInputs,
-    TokenValues,
-)
+from grpo_kernels.contract import KeptIds, KeptPairs, LogitChunk, RowGradients, Rows, RowStats, TokenInputs, TokenValues
+from grpo_kernels.names import COLUMNS, FIELD, TABLE_FIELDS, VALUE_FIELDS, KernelParams, PlanRules
 
 Kernels = Any
 VOCABS = (1, 2, 15, 16, 63, 64, 65, 1000, 2047, 2048, 2049, 5003)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_kernels.config import AGGREGATIONS, LEVELS, SURROGATE_RULES
-from grpo_kernels.contract import KL_ESTIMATORS
+from grpo_kernels.names import KL_ESTIMATORS
 from grpo_kernels.reference import reference_loss_from_logps
 
 OPTIONS: dict[str, tuple[Any, ...]] = {

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_kernels.advantages import group_statistics, resolve_groups
-from grpo_kernels.contract import LEVELS
+from grpo_kernels.names import LEVELS
 
 CONVENTIONS = {"TRL": (1, 1e-4), "verl": (1, 1e-6), "paper": (0, 1e-8)}
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_kernels.backends import get_backend
 from grpo_kernels.backends.checks import KernelBackend
-from grpo_kernels.contract import COLUMNS, FIELD, TABLE_FIELDS, KernelParams
+from grpo_kernels.names import COLUMNS, FIELD, TABLE_FIELDS, KernelParams
 
 ROWS, VOCAB, GROUPS = 5, 12, 2
 PARAMS = KernelParams(kl="k3", beta=0.1, bias_correction=True)

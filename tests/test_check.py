@@ -14,7 +14,7 @@ from grpo_kernels.backends.pytorch.backend import TorchBackend
 from grpo_kernels.commands import check
 from grpo_kernels.commands.cli import main
 from grpo_kernels.config import AGGREGATIONS, SURROGATE_RULES
-from grpo_kernels.contract import KL_ESTIMATORS
+from grpo_kernels.names import KL_ESTIMATORS
 
 PAIRS = sum(len(rule.levels) for rule in SURROGATE_RULES.values())  # of a surrogate and a level
 EVERYTHING = PAIRS * len(KL_ESTIMATORS)

@@ -8,11 +8,11 @@ import kernel_checks as c
 import pytest
 import torch
 
-from grpo_kernels import contract
+from grpo_kernels import names
 from grpo_kernels.backends import get_backend
 from grpo_kernels.backends.compiled import cpu as cpu_backend
 from grpo_kernels.backends.pytorch.backend import TorchBackend
-from grpo_kernels.contract import FIELD, KernelParams
+from grpo_kernels.names import FIELD, KernelParams
 
 backend, reason = cpu_backend.load()
 assert backend is not None, reason  # the tests need the compiled module: a skip would hide that it is missing
@@ -35,8 +35,8 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.parametrize("surrogate", contract.SURROGATES)
-@pytest.mark.parametrize("kl", contract.KL_ESTIMATORS)
+@pytest.mark.parametrize("surrogate", names.SURROGATES)
+@pytest.mark.parametrize("kl", names.KL_ESTIMATORS)
 @pytest.mark.parametrize("variant", range(len(VARIANTS)))
 def test_objective(kernels, surrogate, kl, variant):
     params = VARIANTS[variant]._replace(surrogate=surrogate, kl=kl)
@@ -57,7 +57,7 @@ def test_objective(kernels, surrogate, kl, variant):
     c.check_objective(kernels, x, logp, entropy, table, params)
 
 
-@pytest.mark.parametrize("kl", contract.KL_ESTIMATORS[1:])
+@pytest.mark.parametrize("kl", names.KL_ESTIMATORS[1:])
 def test_bias_corrected_kl_stops_at_the_exponential_of_80(kernels, kl):
     ratios = torch.tensor([-90.0, -3.0, -0.25, 3.0, 35.0, 60.0, 79.0, 90.0])  # no product is the bound itself
     distances = torch.tensor([-90.0, -3.0, 0.0, 3.0, 35.0, 60.0, 79.0, 90.0])

@@ -14,27 +14,14 @@ from types import ModuleType
 
 import pytest
 import torch
-from emulator.kernels import PARAM_INTEGERS, PLAN_INTEGERS
 from helpers import RowKernels
 
 import grpo_kernels
-from grpo_kernels import backends, contract
+from grpo_kernels import backends
 from grpo_kernels.backends import choose_backend, get_backend
 from grpo_kernels.backends.compiled import cuda as cuda_backend
-from grpo_kernels.backends.compiled.base import INTERFACE
-from grpo_kernels.contract import (
-    FIELD,
-    KL_ESTIMATORS,
-    SURROGATES,
-    TABLE_FIELDS,
-    KernelParams,
-    LogitChunk,
-    PlanRules,
-    RowGradients,
-    Rows,
-    chunk_row_stride,
-    no_values,
-)
+from grpo_kernels.contract import LogitChunk, RowGradients, Rows, chunk_row_stride, no_values
+from grpo_kernels.names import FIELD, INTERFACE, TABLE_FIELDS, KernelParams
 
 NAME = "grpo_kernels._cuda"
 GPU = torch.device("cuda", 0)
@@ -52,7 +39,6 @@ class Machine:
         self.module.__spec__ = importlib.machinery.ModuleSpec(NAME, None)
         self.module.__dict__.update(
             INTERFACE=INTERFACE,
-            DTYPES=("float32", "bfloat16", "float16"),
             built_for_cuda=lambda: 12080,
             built_architectures=lambda: "sm_80 sm_90a sm_120 compute_120",
             driver_cuda=lambda: 12080,
@@ -255,20 +241,8 @@ def make_table(rows: int) -> torch.Tensor:
     return table
 
 
-def test_names_match_python(kernels):
-    module = kernels.module
-    assert module.INTERFACE == INTERFACE and module.DTYPES == ("float32", "bfloat16", "float16")
-    for name in ("TABLE_FIELDS", "VALUE_FIELDS", "COLUMNS", "SURROGATES", "KL_ESTIMATORS", "LEVELS", "AGGREGATIONS"):
-        assert getattr(module, name) == getattr(contract, name), name
-    # As the emulator's own driver packs them: integers first.
-    assert module.PARAMS == in_order(KernelParams, PARAM_INTEGERS) and module.PARAM_INTEGERS == len(PARAM_INTEGERS)
-    assert module.PLAN_RULES == in_order(PlanRules, PLAN_INTEGERS) and module.PLAN_RULE_INTEGERS == len(PLAN_INTEGERS)
-
-
-def in_order(numbers: type[KernelParams | PlanRules], integers: tuple[str, ...]) -> tuple[str, ...]:
-    """Without flags that are no integers of csrc."""
-    defaults = numbers._field_defaults.items()
-    return *integers, *(name for name, x in defaults if name not in integers and not isinstance(x, bool))
+def test_module_was_built_with_the_names_of_python(kernels):
+    assert kernels.module.INTERFACE == INTERFACE
 
 
 WRONG = {
@@ -328,10 +302,6 @@ def addresses(arguments):
 
 class Served:
     """The module of a device that has these products: 16-byte alignment of rows, as on compute capability 9.0."""
-
-    DTYPES = ("float32", "bfloat16", "float16")
-    SURROGATES, KL_ESTIMATORS = SURROGATES, KL_ESTIMATORS
-    PARAMS, PARAM_INTEGERS = in_order(KernelParams, PARAM_INTEGERS), len(PARAM_INTEGERS)
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple]] = []

@@ -16,7 +16,7 @@ from emulator import Kernels, build_kernels
 from emulator.build import ROOT, few_types
 from emulator.kernels import DEVICES
 
-from grpo_kernels.contract import KernelParams, PlanRules
+from grpo_kernels.names import KernelParams, PlanRules
 
 PAIR = (torch.float32, torch.bfloat16)
 

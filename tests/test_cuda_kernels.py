@@ -18,9 +18,10 @@ from emulator.kernels import DEVICES
 from helpers import planned_tokens
 from kernel_checks import some_values
 
-from grpo_kernels import contract
+from grpo_kernels import names
 from grpo_kernels.backends.pytorch.coefficients import token_objective
-from grpo_kernels.contract import KernelParams, PlanRules, RowGradients, Rows, TokenInputs, TokenValues
+from grpo_kernels.contract import RowGradients, Rows, TokenInputs, TokenValues
+from grpo_kernels.names import KernelParams, PlanRules
 
 ORDERS = (0, 1, 2, 3)  # the lowest warp first, the highest first, two random ones
 OPTIONS = ({}, {"logit_scale": 0.25}, {"softcap": 5.0, "logit_scale": 1.5})
@@ -170,7 +171,7 @@ def test_refused_before_anything_is_launched(kernels):
 # --- tokens ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("surrogate", contract.SURROGATES)
+@pytest.mark.parametrize("surrogate", names.SURROGATES)
 def test_token_objective(kernels, surrogate):
     """csrc/objective.h at every token of a chunk, past the first block too, and at no other."""
     count = 700
@@ -180,7 +181,7 @@ def test_token_objective(kernels, surrogate):
         count, ref=ref, old=torch.randn(count), multiplier=torch.rand(count), entropy_threshold=-0.5,
         weight_ratio=torch.rand(count), weight_direct=torch.rand(count),
     )  # fmt: skip
-    for i, kl in enumerate(contract.KL_ESTIMATORS):
+    for i, kl in enumerate(names.KL_ESTIMATORS):
         rows = Rows(0, 300, torch.randperm(count)[:300]) if i % 2 else Rows(100, 690)
         params = KernelParams(surrogate=surrogate, kl=kl, beta=0.1, bias_correction=kl == "k3", has_old=kl != "k1")
         found, expected = (TokenValues(values.columns.to(t), values.lse) for t in (torch.float32, torch.float64))

@@ -26,7 +26,8 @@ from test_triton_matmul import (
 )
 from torch import Tensor
 
-from grpo_kernels.contract import FIELD, KernelParams, RowStats
+from grpo_kernels.contract import RowStats
+from grpo_kernels.names import FIELD, KernelParams
 
 HALVES = (torch.bfloat16, torch.float16)
 ORDERS = (0, 1, 2, 3, 5, 8)  # see emulator.h, and sm90.h for what copies and products make of them

@@ -11,7 +11,7 @@ from helpers import Batch, assert_same_bits, fused, make_batch, off_policy, refe
 
 import grpo_kernels as gk
 from grpo_kernels.config import SURROGATE_RULES
-from grpo_kernels.contract import KL_ESTIMATORS
+from grpo_kernels.names import KL_ESTIMATORS
 
 TOKEN = (2, 1)  # where the NaN is: unmasked
 CLAMPED = dict(log_ratio_clamp=0.5, kl_clamp=(1.0, 0.5), beta=0.1)

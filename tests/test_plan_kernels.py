@@ -18,19 +18,8 @@ from grpo_kernels.backends import get_backend
 from grpo_kernels.backends.pytorch import coefficients
 from grpo_kernels.backends.pytorch.plan import plan_tokens
 from grpo_kernels.config import SURROGATE_RULES
-from grpo_kernels.contract import (
-    AGGREGATIONS,
-    FIELD,
-    KL_ESTIMATORS,
-    LEVELS,
-    SURROGATES,
-    KernelParams,
-    PlannedTokens,
-    PlanRules,
-    Rows,
-    TokenInputs,
-    TokenValues,
-)
+from grpo_kernels.contract import PlannedTokens, Rows, TokenInputs, TokenValues
+from grpo_kernels.names import AGGREGATIONS, FIELD, KL_ESTIMATORS, LEVELS, SURROGATES, KernelParams, PlanRules
 
 KERNELS = ("cpu", "triton", "cuda")
 MASKS = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64)

@@ -23,7 +23,7 @@ from helpers import (
 import grpo_kernels as gk
 from grpo_kernels.backends import get_backend
 from grpo_kernels.config import SURROGATE_RULES
-from grpo_kernels.contract import FIELD, TABLE_FIELDS, KernelParams
+from grpo_kernels.names import FIELD, TABLE_FIELDS, KernelParams
 
 GARBAGE = (math.nan, math.inf, -math.inf, 3e38)
 

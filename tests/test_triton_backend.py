@@ -14,7 +14,8 @@ import grpo_kernels as gk
 from grpo_kernels import backends
 from grpo_kernels.backends import choose_backend, get_backend
 from grpo_kernels.backends import triton as kernels
-from grpo_kernels.contract import FIELD, TABLE_FIELDS, KernelParams, no_values
+from grpo_kernels.contract import no_values
+from grpo_kernels.names import FIELD, TABLE_FIELDS, KernelParams
 
 
 def test_what_it_needs_is_said(monkeypatch):

@@ -15,7 +15,8 @@ from grpo_kernels.backends.pytorch.backend import TorchBackend
 from grpo_kernels.backends.triton import matmul
 from grpo_kernels.backends.triton.anchored import anchored
 from grpo_kernels.backends.triton.linear_logp import linear_logp
-from grpo_kernels.contract import FIELD, KL_ESTIMATORS, SURROGATES, TABLE_FIELDS, KernelParams, RowStats
+from grpo_kernels.contract import RowStats
+from grpo_kernels.names import FIELD, KL_ESTIMATORS, SURROGATES, TABLE_FIELDS, KernelParams
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PLAIN = KernelParams(surrogate="reinforce", has_old=False)

@@ -55,8 +55,8 @@ def copy_tree() -> None:
     """Tracked files, compiled modules and the objects of their build."""
     shutil.rmtree(COPY, ignore_errors=True)
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True).stdout
-    modules = [str(path.relative_to(ROOT)) for path in (ROOT / "grpo_kernels").glob("*.so")]
-    for name in [*listed.rstrip("\0").split("\0"), *modules]:
+    built = [str(path.relative_to(ROOT)) for path in (ROOT / "grpo_kernels").glob("*.so")]
+    for name in [*listed.rstrip("\0").split("\0"), *built, "csrc/names.h"]:
         if (ROOT / name).is_file():
             (COPY / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, COPY / name)

@@ -153,7 +153,7 @@ static void store_row(const float* sum, int64_t width, void* to, bool add) {
 
 static void store_row(const float* sum, int64_t width, int32_t dtype, void* to, bool add) {
     (dtype == kFloat32    ? store_row<Float32>
-     : dtype == kBFloat16 ? store_row<BFloat16>
+     : dtype == kBfloat16 ? store_row<BFloat16>
                           : store_row<Float16>)(sum, width, to, add);
 }
 
@@ -286,7 +286,7 @@ static KeptKernels kernels_of() {
 
 KeptKernels kept_kernels(int32_t dtype) {
     return dtype == kFloat32    ? kernels_of<Float32>()
-           : dtype == kBFloat16 ? kernels_of<BFloat16>()
+           : dtype == kBfloat16 ? kernels_of<BFloat16>()
                                 : kernels_of<Float16>();
 }
 

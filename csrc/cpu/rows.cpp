@@ -119,7 +119,7 @@ static const float* load_block(const Row& row, int64_t first, int64_t count, Buf
     const float* stored = stored_y(row);
     if (stored && count % kStep == 0) return stored + first;
     (row.dtype == kFloat32    ? convert<Float32>
-     : row.dtype == kBFloat16 ? convert<BFloat16>
+     : row.dtype == kBfloat16 ? convert<BFloat16>
                               : convert<Float16>)(row, first, count, buffers);
     return buffers.y;
 }
@@ -309,10 +309,10 @@ static void row_gradient(const RowArgs& args, int64_t i, const Row& row, float m
     }
 
     const SweepBlock sweep_any = args.grad_dtype == kFloat32    ? choose_sweep<Float32>(linear, row.capped)
-                                 : args.grad_dtype == kBFloat16 ? choose_sweep<BFloat16>(linear, row.capped)
+                                 : args.grad_dtype == kBfloat16 ? choose_sweep<BFloat16>(linear, row.capped)
                                                                 : choose_sweep<Float16>(linear, row.capped);
     const auto scale_kept = args.grad_dtype == kFloat32    ? scale_block<Float32>
-                            : args.grad_dtype == kBFloat16 ? scale_block<BFloat16>
+                            : args.grad_dtype == kBfloat16 ? scale_block<BFloat16>
                                                            : scale_block<Float16>;
     for (int64_t first = 0; first < row.vocab; first += kBlock) {
         const int64_t count = row.vocab - first < kBlock ? row.vocab - first : kBlock;
@@ -326,7 +326,7 @@ static void row_gradient(const RowArgs& args, int64_t i, const Row& row, float m
     }
     if (!known) return;
     const auto store = args.grad_dtype == kFloat32    ? store_one<Float32>
-                       : args.grad_dtype == kBFloat16 ? store_one<BFloat16>
+                       : args.grad_dtype == kBfloat16 ? store_one<BFloat16>
                                                       : store_one<Float16>;
     const float stored = store(out, id, static_cast<float>(du_id));
     if (args.rounding_error) args.rounding_error[i] = static_cast<float>(du_id - stored);

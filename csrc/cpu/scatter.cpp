@@ -40,9 +40,9 @@ void add_rows(const AddRowsArgs& args) {
         if (args.ids[t] < 0 || args.ids[t] >= args.target_rows)
             throw std::invalid_argument("ids must name target rows");
     const bool known =
-        args.rows_dtype == kBFloat16 && (args.target_dtype == kBFloat16 || args.target_dtype == kFloat32);
+        args.rows_dtype == kBfloat16 && (args.target_dtype == kBfloat16 || args.target_dtype == kFloat32);
     if (!known) throw std::invalid_argument("add_rows takes bfloat16 rows into a bfloat16 or float32 target");
-    args.target_dtype == kBFloat16 ? add<BFloat16, BFloat16>(args) : add<Float32, BFloat16>(args);
+    args.target_dtype == kBfloat16 ? add<BFloat16, BFloat16>(args) : add<Float32, BFloat16>(args);
 }
 
 }  // namespace gk

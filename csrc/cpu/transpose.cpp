@@ -130,7 +130,7 @@ void rows(const AddTransposedArgs& args, int64_t first, int64_t last) {
 }  // namespace
 
 void add_transposed(const AddTransposedArgs& args, int threads) {
-    if (args.target_dtype != kBFloat16 && args.target_dtype != kFloat32)
+    if (args.target_dtype != kBfloat16 && args.target_dtype != kFloat32)
         throw std::invalid_argument("add_transposed takes a bfloat16 or float32 target");
     const auto kernel = args.target_dtype == kFloat32
                             ? (args.add ? rows<Float32Lanes, true> : rows<Float32Lanes, false>)

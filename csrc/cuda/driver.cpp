@@ -211,7 +211,7 @@ void encode_tensor_map(const TensorTiles& tiles, TensorMap* map) {
     const uint64_t size[] = {static_cast<uint64_t>(tiles.columns), static_cast<uint64_t>(tiles.rows)};
     const uint64_t row_stride[] = {static_cast<uint64_t>(tiles.row_stride * kElementBytes)};
     const uint32_t box[] = {kBoxColumns, static_cast<uint32_t>(tiles.box_rows)}, steps[] = {1, 1};
-    const Result error = d.cuTensorMapEncodeTiled(map, tiles.dtype == kBFloat16 ? kMapBFloat16 : kMapFloat16, 2,
+    const Result error = d.cuTensorMapEncodeTiled(map, tiles.dtype == kBfloat16 ? kMapBFloat16 : kMapFloat16, 2,
                                                   const_cast<void*>(tiles.base), size, row_stride, box, steps,
                                                   kNoInterleave, kSwizzle128, kPromote256, kFillZeros);
     check(d, error,

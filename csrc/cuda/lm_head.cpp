@@ -65,7 +65,7 @@ KernelArgs make_kernel_args(const HeadArgs& args, void* workspace) {
 
 // ---- launches -------------------------------------------------------------------------------------------------------
 void launch_product(const char* name, const KernelArgs& k, Stream stream) {
-    const std::string kernel = std::string("gk_") + name + (k.head.dtype == kBFloat16 ? "_bfloat16" : "_float16") +
+    const std::string kernel = std::string("gk_") + name + (k.head.dtype == kBfloat16 ? "_bfloat16" : "_float16") +
                                (k.head.params.softcap != 0.f ? "_softcap" : "");
     const uint32_t clusters = std::max(1, current_device().multiprocessors / static_cast<int>(k.schedule.cluster));
     const uint32_t grid = std::min(clusters, item_count(k.schedule)) * k.schedule.cluster;
@@ -93,7 +93,7 @@ void require_served(const HeadArgs& args) {
 }  // namespace
 
 bool serves_head(const HeadArgs& args) {
-    return (args.dtype == kBFloat16 || args.dtype == kFloat16) && countable(args.rows) && countable(args.width) &&
+    return (args.dtype == kBfloat16 || args.dtype == kFloat16) && countable(args.rows) && countable(args.width) &&
            countable(args.vocab) && describable(args.hidden, args.hidden_row_stride, args.width) &&
            describable(args.weight, args.weight_row_stride, args.width) &&
            (!args.exponentials || describable(args.exponentials, args.exponentials_row_stride, args.vocab)) &&
@@ -115,7 +115,7 @@ void anchored(const HeadArgs& args, void* workspace, Stream stream) {
     require_served(args);
     KernelArgs k = make_kernel_args(args, workspace);
     k.head.temperature = args.table + kTemperature * args.table_row_stride;
-    encode_tensor_map({args.exponentials, kBFloat16, args.rows, args.vocab, args.exponentials_row_stride, kStoredRows},
+    encode_tensor_map({args.exponentials, kBfloat16, args.rows, args.vocab, args.exponentials_row_stride, kStoredRows},
                       &k.exponentials);
     launch_rows("gk_head_sampled_logits", k, divide_up(args.rows, kRowThreads / 32), stream);
     launch_product("exponentials", k, stream);

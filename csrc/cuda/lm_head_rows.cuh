@@ -37,7 +37,7 @@ GK_DEVICE Logit logit_of(const HeadArgs& head, int64_t row, int64_t column) {
     const auto* h = static_cast<const uint16_t*>(head.hidden) + row * head.hidden_row_stride;
     const auto* w = static_cast<const uint16_t*>(head.weight) + column * head.weight_row_stride;
     const int width = static_cast<int>(head.width);
-    float u = head.dtype == kBFloat16 ? dot<BFloat16>(h, w, width) : dot<Float16>(h, w, width);
+    float u = head.dtype == kBfloat16 ? dot<BFloat16>(h, w, width) : dot<Float16>(h, w, width);
     if (head.bias) u += head.bias[column];
     const Scales scales = make_scales(head.params, 1.f);
     return head.params.softcap != 0.f ? to_logit<true>(scales, u) : to_logit<false>(scales, u);

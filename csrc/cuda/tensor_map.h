@@ -15,7 +15,7 @@ struct alignas(64) TensorMap {
 // and not written.
 struct TensorTiles {
     const void* base;
-    int32_t dtype;                      // kBFloat16 or kFloat16
+    int32_t dtype;                      // kBfloat16 or kFloat16
     int64_t rows, columns, row_stride;  // elements
     int32_t box_rows;
 };

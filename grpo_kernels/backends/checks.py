@@ -15,16 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..contract import (
-    TABLE_FIELDS,
-    KeptIds,
-    KeptPairs,
-    KernelParams,
-    LogitChunk,
-    PlannedTokens,
-    RowGradients,
-    TokenValues,
-)
+from ..contract import KeptIds, KeptPairs, LogitChunk, PlannedTokens, RowGradients, TokenValues
+from ..names import TABLE_FIELDS, KernelParams
 
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -111,7 +103,7 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 
 def check_table(table: Tensor, like: Tensor) -> None:
-    """float32, one row per field of contract.TABLE_FIELDS, one column per row of `like`, on its device."""
+    """float32, one row per field of names.TABLE_FIELDS, one column per row of `like`, on its device."""
     shape = (len(TABLE_FIELDS), like.shape[0])
     if table.shape != shape or table.dtype != torch.float32 or (shape[1] > 1 and table.stride(1) != 1):
         raise ValueError(

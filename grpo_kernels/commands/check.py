@@ -18,8 +18,8 @@ from torch import Tensor
 from ..backends import candidates, why_not
 from ..benchmarks.reference import relative_error
 from ..config import SURROGATE_RULES, GRPOConfig, Surrogate
-from ..contract import AGGREGATIONS, KL_ESTIMATORS, Aggregation, KLEstimator, Level
 from ..loss import fused_grpo_loss
+from ..names import AGGREGATIONS, KL_ESTIMATORS, Aggregation, KLEstimator, Level
 from ..reference import reference_logps, reference_loss_from_logits, reference_loss_from_logps
 from .env import collect, render
 

@@ -17,7 +17,8 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ..contract import FIELD, Backend, FoldingBackend, KernelParams, LogitChunk, Rows, RowStats, Sums, TokenValues
+from ..contract import Backend, FoldingBackend, LogitChunk, Rows, RowStats, Sums, TokenValues
+from ..names import FIELD, KernelParams
 from .kept import DenseMask, KeptLogits, TokenMask, mask_rows
 from .lm_head import GivenLogits, LMHead
 from .memory import Chunk, visited

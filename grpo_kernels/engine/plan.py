@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from ..config import SURROGATE_RULES, GRPOConfig
-from ..contract import FIELD, Backend, KernelParams, PlannedTokens, PlanRules, TokenInputs, is_per_sequence
+from ..contract import Backend, PlannedTokens, TokenInputs, is_per_sequence
+from ..names import FIELD, KernelParams, PlanRules
 
 
 class Plan(NamedTuple):

@@ -8,7 +8,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ..contract import Backend, KernelParams, TokenValues
+from ..contract import Backend, TokenValues
+from ..names import KernelParams
 from .chunks import Scorer
 from .lm_head import LMHead
 from .memory import default_logits_dtype

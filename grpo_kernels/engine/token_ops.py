@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..backends import get_backend
 from ..config import config_from_key
-from ..contract import FIELD, MASK_SUMS, Sums, TokenInputs
+from ..contract import Sums, TokenInputs
+from ..names import FIELD, MASK_SUMS
 from ..validate import check_offsets, check_rewards_finite, check_token_values
 from .backward import refuse_double_backward, times
 from .chunks import evaluate

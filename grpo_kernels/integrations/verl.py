@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from ..config import GRPOConfig
-from ..contract import Aggregation
 from ..logps import fused_logps
 from ..loss import grpo_loss_from_logps
+from ..names import Aggregation
 from ..plain import check_plain
 
 if importlib.util.find_spec("verl") is None:

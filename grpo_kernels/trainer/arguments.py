@@ -19,7 +19,7 @@ from transformers.trainer_utils import SchedulerType
 
 from .. import __version__
 from ..config import ADVANTAGE_SCALES, GRPOConfig, available_presets
-from ..contract import KL_ESTIMATORS, LEVELS
+from ..names import KL_ESTIMATORS, LEVELS
 from .data import Columns, check_path, is_one_split
 from .rewards.format import compiled
 

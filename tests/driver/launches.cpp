@@ -23,9 +23,9 @@ constexpr int64_t kRows = 4096, kWidth = 4096;
 
 void rows() {
     constexpr int32_t kPairs[][2] = {{kFloat32, kFloat32},
-                                     {kFloat32, kBFloat16},
+                                     {kFloat32, kBfloat16},
                                      {kFloat32, kFloat16},
-                                     {kBFloat16, kBFloat16},
+                                     {kBfloat16, kBfloat16},
                                      {kFloat16, kFloat16}};
     for (const int64_t vocab : kVocabularies) {
         for (const auto& [logits, grad] : kPairs) {
@@ -61,12 +61,12 @@ void tokens() {
     cuda::reduce(args, nullptr, nullptr);
     cuda::group_statistics(nullptr, nullptr, 64, 16, kScaleGroup, kBaselineMean, 1, 1e-4, nullptr, nullptr, nullptr,
                            nullptr);
-    for (const int32_t dtype : {kFloat32, kBFloat16, kFloat16})
+    for (const int32_t dtype : {kFloat32, kBfloat16, kFloat16})
         cuda::scale(nullptr, dtype, kVocabularies[0] * kWidth, nullptr, nullptr);
 }
 
 void kept() {
-    for (const int32_t dtype : {kFloat32, kBFloat16, kFloat16}) {
+    for (const int32_t dtype : {kFloat32, kBfloat16, kFloat16}) {
         KeptArgs args = {};
         args.rows = args.tokens = kRows;
         args.slots = 32;
@@ -87,7 +87,7 @@ void kept() {
 }
 
 void head() {
-    for (const int32_t dtype : {kBFloat16, kFloat16}) {
+    for (const int32_t dtype : {kBfloat16, kFloat16}) {
         for (const float softcap : {0.f, 30.f}) {
             cuda::HeadArgs args = {};
             args.rows = kRows;

@@ -52,7 +52,7 @@ void print_device() {
 
 void make_map(int64_t row_stride) {
     TensorMap map = {};
-    encode_tensor_map({reinterpret_cast<void*>(4096), gk::kBFloat16, 300, 200, row_stride, 128}, &map);
+    encode_tensor_map({reinterpret_cast<void*>(4096), gk::kBfloat16, 300, 200, row_stride, 128}, &map);
     printf("word %llx\n", static_cast<unsigned long long>(map.words[15]));
 }
 

@@ -11,14 +11,12 @@ import torch
 from kernel_checks import some_values
 from torch import Tensor
 
-from grpo_kernels import contract
+from grpo_kernels.backends.compiled.base import pack
 from grpo_kernels.contract import (
     KeptIds,
     KeptPairs,
-    KernelParams,
     LogitChunk,
     PlannedTokens,
-    PlanRules,
     RowGradients,
     Rows,
     RowStats,
@@ -27,22 +25,9 @@ from grpo_kernels.contract import (
     TokenValues,
     is_per_sequence,
 )
+from grpo_kernels.names import ADVANTAGE_BASELINES, ADVANTAGE_SCALES, TABLE_FIELDS, KernelParams, PlanRules
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SCALES = ("group", "batch", "none")
-BASELINES = ("mean", "leave_one_out", "none")
-# Which of the numbers are integers, csrc/layout.h; some of them are named in Python.
-PARAM_INTEGERS = ("surrogate", "kl", "has_old", "bias_correction", "level", "has_rollout", "vespo")
-PLAN_INTEGERS = (
-    "aggregation", "divides_by_rollout", "multiplies_rollout_weight", "level", "whole_sequences", "needs_advantage",
-    "kl_has_gradient", "score_inactive",
-)  # fmt: skip
-NAMES = {
-    "surrogate": contract.SURROGATES,
-    "kl": contract.KL_ESTIMATORS,
-    "level": contract.LEVELS,
-    "aggregation": contract.AGGREGATIONS,
-}
 
 
 # Shared memory so small that rows of 5,003 logits take clusters of the named size, or none; an L2 cache that makes the
@@ -113,7 +98,7 @@ class Kernels:
                 return flat(x), 0
             return flat(x), 1 if is_per_sequence(x, ids.shape, sequences) else 2
 
-        table, values = torch.full((len(contract.TABLE_FIELDS), tokens), 7.5), some_values(tokens)
+        table, values = torch.full((len(TABLE_FIELDS), tokens), 7.5), some_values(tokens)
         longs = torch.full((2 * tokens + 3 * sequences + 3,), -1)
         clean_ids, order, out_offsets, counts = longs.split([tokens, tokens, sequences + 1, 2 * sequences + 2])
         scored, active = torch.full((2, tokens), 85, dtype=torch.uint8).view(torch.bool)
@@ -130,7 +115,7 @@ class Kernels:
                 *(flat(inputs.entropy_threshold), flat(inputs.normalizer)),
                 *(table, *values, out_offsets, lengths, scored, active, clean_ids, order, counts),
             ],
-            packed(rules, PLAN_INTEGERS),
+            pack(rules),
         )
         return PlannedTokens(table, values, out_offsets, lengths, scored, active, clean_ids, order, counts)
 
@@ -151,7 +136,7 @@ class Kernels:
                 *(error, ids, rows.start, rows.index, given.get("temperature")),
                 *(given.get("table"), len(ids), *values, given.get("g_logp"), given.get("g_entropy")),
             ],
-            packed(params),
+            pack(params),
         )
 
     def statistics(self, chunk, temperature, values, params) -> None:
@@ -168,14 +153,14 @@ class Kernels:
 
     def token_objective(self, rows: Rows, table: Tensor, values: TokenValues, params: KernelParams) -> None:
         arguments = [rows.stop - rows.start, rows.start, rows.index, table, table.shape[1], values.columns]
-        self.call("token_objective", arguments, packed(params))
+        self.call("token_objective", arguments, pack(params))
 
     def sequence_objective(
         self, sequences: slice, row_length: int | None, planned: PlannedTokens, params: KernelParams
     ) -> None:
         per_sequence = [planned.offsets, planned.lengths, planned.scored]
         per_token = [planned.table, planned.table.shape[1], planned.values.columns]
-        self.call("sequence_objective", [sequences.start, sequences.stop, *per_sequence, *per_token], packed(params))
+        self.call("sequence_objective", [sequences.start, sequences.stop, *per_sequence, *per_token], pack(params))
 
     def sums(self, planned: PlannedTokens, params: KernelParams, group_index: Tensor | None, groups: int) -> Sums:
         scored, offsets = planned.scored, planned.offsets
@@ -183,12 +168,12 @@ class Kernels:
         found = Sums(torch.full((Sums.size(sequences, groups),), torch.nan), sequences, groups)
         per_token = [offsets, scored, planned.table, planned.values.columns]
         tokens = [len(scored), sequences, *per_token, group_index, groups]
-        self.call("reduce", [*tokens, found.sequences, found.groups, found.totals, found.extrema], packed(params))
+        self.call("reduce", [*tokens, found.sequences, found.groups, found.totals, found.extrema], pack(params))
         return found
 
     def group_statistics(self, rewards, group_index, groups, scale, baseline, ddof, eps) -> tuple[Tensor, ...]:
         out = [torch.full((n,), torch.nan) for n in (len(rewards), groups, groups)]
-        codes = [SCALES.index(scale), BASELINES.index(baseline), ddof]
+        codes = [ADVANTAGE_SCALES.index(scale), ADVANTAGE_BASELINES.index(baseline), ddof]
         self.call(
             "group_statistics", [rewards, group_index, len(rewards), groups, *codes, *out], struct.pack("<d", eps)
         )
@@ -227,11 +212,3 @@ def kept_arguments(
 
 def empty_stats(rows: int) -> RowStats:
     return RowStats(*(torch.full((rows,), torch.nan, dtype=t) for t in (torch.float32, torch.float64, torch.float32)))
-
-
-def packed(numbers: KernelParams | PlanRules, integers: tuple[str, ...] = PARAM_INTEGERS) -> bytes:
-    """As gk::Params or gk::PlanRules: the integers, then the other numbers as float32."""
-    given = numbers._asdict()
-    words = [NAMES[name].index(given[name]) if name in NAMES else int(given[name]) for name in integers]
-    floats = [float(value) for name, value in given.items() if name not in integers and not isinstance(value, bool)]
-    return struct.pack(f"<{len(words)}i{len(floats)}f", *words, *floats)

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from grpo_kernels.contract import KernelParams, RowStats
+from grpo_kernels.contract import RowStats
+from grpo_kernels.names import KernelParams
 
 from .build import EMULATOR, HERE, ROOT, build
 from .kernels import DTYPES, empty_stats, packed

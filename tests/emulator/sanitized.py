@@ -5,7 +5,7 @@ import sys
 import kernel_checks as c
 import torch
 
-from grpo_kernels.contract import KernelParams, PlanRules
+from grpo_kernels.names import KernelParams, PlanRules
 
 from .kernels import DEVICES, Kernels
 

@@ -11,16 +11,10 @@ import torch
 from torch import Tensor
 
 from ...contract import (
-    AGGREGATIONS,
-    LEVELS,
-    TABLE_FIELDS,
-    VALUE_FIELDS,
     KeptIds,
     KeptPairs,
-    KernelParams,
     LogitChunk,
     PlannedTokens,
-    PlanRules,
     RowGradients,
     Rows,
     Sums,
@@ -28,12 +22,31 @@ from ...contract import (
     TokenValues,
     is_per_sequence,
 )
+from ...names import (
+    ADVANTAGE_BASELINES,
+    ADVANTAGE_SCALES,
+    AGGREGATIONS,
+    DTYPES,
+    KL_ESTIMATORS,
+    LEVELS,
+    SURROGATES,
+    TABLE_FIELDS,
+    VALUE_FIELDS,
+    KernelParams,
+    PlanRules,
+    integers_first,
+)
 from ..checks import KernelBackend, contiguous_rows
 
 Result = TypeVar("Result")
 Argument = Tensor | int | None  # None: a null pointer
-INTERFACE = 9  # of csrc/layout.h
 _MOST_PACKED = 256
+_CODES: dict[str, tuple[str, ...]] = {
+    "surrogate": SURROGATES,
+    "kl": KL_ESTIMATORS,
+    "level": LEVELS,
+    "aggregation": AGGREGATIONS,
+}
 
 _MASK_BYTES = {torch.bool: 1, torch.uint8: 1, torch.int8: 1, torch.int32: 4, torch.int64: 8}
 _SCALAR, _PER_SEQUENCE, _PER_TOKEN = 0, 1, 2
@@ -46,7 +59,7 @@ class CompiledBackend(KernelBackend):
 
     def __init__(self, module: ModuleType) -> None:
         self.module = module
-        self.dtypes = {getattr(torch, name): code for code, name in enumerate(module.DTYPES)}
+        self.dtypes = {getattr(torch, name): code for code, name in enumerate(DTYPES)}
         self._packed: dict[int, tuple[object, bytes]] = {}  # by id: to hash so many fields takes longer than a kernel
 
     def call(self, function: Callable[..., Result], device: torch.device, *arguments: object) -> Result:
@@ -185,7 +198,7 @@ class CompiledBackend(KernelBackend):
         outputs = output(rewards.shape, device), output(groups, device), output(groups, device)
         self.call(
             self.module.group_statistics, device, rewards, group_index, rewards.numel(),
-            num_groups, self.module.SCALES.index(scale), self.module.BASELINES.index(baseline), ddof, eps,
+            num_groups, ADVANTAGE_SCALES.index(scale), ADVANTAGE_BASELINES.index(baseline), ddof, eps,
             *outputs,
         )  # fmt: skip
         return outputs
@@ -230,22 +243,14 @@ class CompiledBackend(KernelBackend):
         if found is None:
             if params.logit_scale <= 0 or params.softcap < 0:
                 raise ValueError("logit_scale must be positive, softcap positive or 0")
-            codes = {
-                "surrogate": self.module.SURROGATES.index(params.surrogate),
-                "kl": self.module.KL_ESTIMATORS.index(params.kl),
-                "level": LEVELS.index(params.level),
-            }
-            values = params._asdict() | codes
-            found = self._keep(params, _pack(values, self.module.PARAMS, self.module.PARAM_INTEGERS))
+            found = self._keep(params, pack(params))
         return found[1]
 
     def rules(self, rules: PlanRules) -> bytes:
         """gk::PlanRules."""
         found = self._packed.get(id(rules))
         if found is None:
-            codes = {"aggregation": AGGREGATIONS.index(rules.aggregation), "level": LEVELS.index(rules.level)}
-            values = rules._asdict() | codes
-            found = self._keep(rules, _pack(values, self.module.PLAN_RULES, self.module.PLAN_RULE_INTEGERS))
+            found = self._keep(rules, pack(rules))
         return found[1]
 
     def _keep(self, given: KernelParams | PlanRules, packed: bytes) -> tuple[object, bytes]:
@@ -270,10 +275,12 @@ class CompiledBackend(KernelBackend):
         return x, self.dtypes[x.dtype], x.stride(0)
 
 
-def _pack(values: dict[str, float], names: tuple[str, ...], integers: int) -> bytes:
+def pack(struct: KernelParams | PlanRules) -> bytes:
     """int32, then float32, in the order of the struct. A float64 beyond float32 becomes infinite, as in C."""
-    first, rest = names[:integers], names[integers:]
-    return array("i", [int(values[name]) for name in first]).tobytes() + array("f", [values[x] for x in rest]).tobytes()
+    integers, floats = integers_first(struct)
+    given = struct._asdict()
+    codes = [_CODES[name].index(given[name]) if name in _CODES else int(given[name]) for name in integers]
+    return array("i", codes).tobytes() + array("f", [given[name] for name in floats]).tobytes()
 
 
 def _mode(x: Tensor | None, shape: torch.Size, sequences: int) -> int:

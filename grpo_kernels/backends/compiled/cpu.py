@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from ...contract import KeptPairs
+from ...names import INTERFACE
 from ..checks import check_vectors, contiguous_rows
 from ..pytorch.backend import scale_in_pieces
-from .base import INTERFACE, CompiledBackend, Result
+from .base import CompiledBackend, Result
 
 
 class CpuBackend(CompiledBackend):

@@ -14,11 +14,12 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ...contract import FIELD, KeptPairs, KernelParams, RowStats, chunk_row_stride
+from ...contract import KeptPairs, RowStats, chunk_row_stride
+from ...names import FIELD, INTERFACE, KernelParams
 from ..checks import contiguous_rows
 from ..launch import best_first
 from ..pytorch.backend import add_rows
-from .base import INTERFACE, CompiledBackend, Result, output
+from .base import CompiledBackend, Result, output
 
 WHEELS = (13000, 12080, 12060)  # CUDA versions that wheels are built for, newest first, as the driver writes them
 OLDEST_CAPABILITY = 80

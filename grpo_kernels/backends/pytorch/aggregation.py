@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...contract import PlanRules
+from ...names import PlanRules
 
 
 class Counts(NamedTuple):

@@ -9,13 +9,10 @@ import torch
 from torch import Tensor
 
 from ...contract import (
-    FIELD,
     KeptIds,
     KeptPairs,
-    KernelParams,
     LogitChunk,
     PlannedTokens,
-    PlanRules,
     RowGradients,
     Rows,
     RowStats,
@@ -23,6 +20,7 @@ from ...contract import (
     TokenInputs,
     TokenValues,
 )
+from ...names import FIELD, KernelParams, PlanRules
 from . import groups
 from .coefficients import sequence_objective, token_objective
 from .kept import kept_dhidden, kept_dweight, kept_logits

@@ -11,7 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from ...contract import FIELD, KernelParams, Rows, TokenValues
+from ...contract import Rows, TokenValues
+from ...names import FIELD, KernelParams
 from .objective import objective
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...contract import EXPONENT_LIMIT, FIELD, PRODUCT_LIMIT, KernelParams
+from ...names import EXPONENT_LIMIT, FIELD, PRODUCT_LIMIT, KernelParams
 
 DPPO_QUADRATIC = 1e-3  # weight of prime-rl's (log ratio)^2 regulariser
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...contract import FIELD, TABLE_FIELDS, PlannedTokens, PlanRules, TokenInputs, is_per_sequence, no_values
+from ...contract import PlannedTokens, TokenInputs, is_per_sequence, no_values
+from ...names import FIELD, TABLE_FIELDS, PlanRules
 from .aggregation import Counts, token_weights
 
 

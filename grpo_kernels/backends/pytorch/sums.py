@@ -1,11 +1,12 @@
-"""Sums of contract.COLUMNS in plain torch: of sequences, of groups, of all. csrc/cpu/reduce.cpp is the compiled one."""
+"""Sums of names.COLUMNS in plain torch: of sequences, of groups, of all. csrc/cpu/reduce.cpp is the compiled one."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ...contract import COLUMN, COLUMNS, FIELD, KernelParams, PlannedTokens, Sums
+from ...contract import PlannedTokens, Sums
+from ...names import COLUMN, COLUMNS, FIELD, KernelParams
 from .objective import clamp_log_ratio
 
 

@@ -37,7 +37,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...contract import FIELD, KernelParams, RowStats
+from ...contract import RowStats
+from ...names import FIELD, KernelParams
 from .layout import TEMPERATURE
 from .maths import INV_LN2, LN2, expm1, log1p, softcap
 from .matmul import (

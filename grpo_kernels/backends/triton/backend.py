@@ -13,10 +13,8 @@ from torch import Tensor
 from ...contract import (
     KeptIds,
     KeptPairs,
-    KernelParams,
     LogitChunk,
     PlannedTokens,
-    PlanRules,
     RowGradients,
     Rows,
     RowStats,
@@ -24,6 +22,7 @@ from ...contract import (
     TokenInputs,
     TokenValues,
 )
+from ...names import KernelParams, PlanRules
 from ..checks import KernelBackend, contiguous_rows
 from ..launch import architecture, best_first, shipped_table
 from ..pytorch.backend import add_rows

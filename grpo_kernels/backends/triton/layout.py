@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...contract import COLUMN, COLUMNS, FIELD, VALUE_FIELDS
+from ...names import COLUMN, COLUMNS, FIELD, VALUE_FIELDS
 
 # Rows of the table.
 ADVANTAGE: tl.constexpr = tl.constexpr(FIELD["advantage"])

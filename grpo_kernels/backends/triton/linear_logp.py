@@ -23,7 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...contract import KernelParams, RowStats
+from ...contract import RowStats
+from ...names import KernelParams
 from .maths import INV_LN2, LN2
 from .matmul import (
     COMBINED_PARTS,

@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...contract import KernelParams
+from ...names import KernelParams
 from ..launch import MatmulLaunch, matmul_launch
 from .maths import INV_LN2, softcap
 from .rows import logit_scales

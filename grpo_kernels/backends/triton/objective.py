@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ...contract import EXPONENT_LIMIT, PRODUCT_LIMIT, KernelParams
+from ...names import EXPONENT_LIMIT, PRODUCT_LIMIT, KernelParams
 from .layout import (
     ADVANTAGE,
     ENTROPY_THRESHOLD,

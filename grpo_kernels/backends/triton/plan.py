@@ -21,7 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...contract import TABLE_FIELDS, VALUE_FIELDS, PlannedTokens, PlanRules, TokenInputs, TokenValues, is_per_sequence
+from ...contract import PlannedTokens, TokenInputs, TokenValues, is_per_sequence
+from ...names import TABLE_FIELDS, VALUE_FIELDS, PlanRules
 from ..launch import token_launch
 from .arguments import Batch
 from .layout import (

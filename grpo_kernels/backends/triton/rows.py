@@ -44,7 +44,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...contract import KernelParams, LogitChunk, RowGradients, Rows, RowStats, TokenValues
+from ...contract import LogitChunk, RowGradients, Rows, RowStats, TokenValues
+from ...names import KernelParams
 from ..launch import RowLaunch, row_launch
 from .arguments import Batch
 from .layout import ENTROPY, G_LOGP, LOGP, TEMPERATURE, WEIGHT_ENTROPY

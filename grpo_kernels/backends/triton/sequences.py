@@ -20,7 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ...contract import KernelParams, PlannedTokens
+from ...contract import PlannedTokens
+from ...names import KernelParams
 from ..launch import token_launch
 from .arguments import Batch
 from .layout import ADVANTAGE, ENTROPY, G_LOGP, LOGP, MULTIPLIER, ROLLOUT, ROLLOUT_WEIGHT, WEIGHT_DIRECT, WEIGHT_RATIO

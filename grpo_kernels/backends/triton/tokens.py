@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...contract import COLUMNS, KernelParams, PlannedTokens, Rows, Sums, TokenValues
+from ...contract import PlannedTokens, Rows, Sums, TokenValues
+from ...names import COLUMNS, KernelParams
 from ..launch import token_launch
 from .arguments import Batch
 from .layout import (

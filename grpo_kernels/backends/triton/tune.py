@@ -25,7 +25,8 @@ from torch import Tensor
 from triton.errors import TritonError
 from triton.runtime.errors import OutOfResources
 
-from ...contract import FIELD, TABLE_FIELDS, KernelParams, LogitChunk, RowGradients, Rows, no_values
+from ...contract import LogitChunk, RowGradients, Rows, no_values
+from ...names import FIELD, TABLE_FIELDS, KernelParams
 from ..launch import (
     TUNABLE,
     MatmulLaunch,

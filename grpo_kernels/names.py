@@ -1,0 +1,165 @@
+"""Names and numbers that Python, C++, CUDA and Triton share. It imports nothing of the package, and no torch.
+
+setup.py writes csrc/names.h from this file (tools/kernel_build/names.py), Triton takes its constants from here. The
+order of every list is the order of the codes that kernels receive.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, NamedTuple, get_args
+
+Aggregation = Literal["seq_mean", "token_mean", "fixed_length", "num_items", "seq_sum"]
+AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
+Level = Literal["token", "sequence", "sequence_sum"]  # of the ratio: the token's, the mean over its sequence, the sum
+LEVELS: tuple[Level, ...] = get_args(Level)
+KLEstimator = Literal["none", "k1", "k2", "k3", "abs", "k1+", "k3+"]
+KL_ESTIMATORS: tuple[KLEstimator, ...] = get_args(KLEstimator)
+SURROGATES = ("clip", "cispo", "cispo_two_sided", "sapo", "reinforce", "gmpo", "dppo_tv", "ipo")
+ADVANTAGE_SCALES = ("group", "batch", "none")
+ADVANTAGE_BASELINES = ("mean", "leave_one_out", "none")
+
+# One fp32 row per field, one column per token: what a row kernel needs to know of a token besides its logits.
+TABLE_FIELDS = (
+    "advantage",
+    "old",  # the log-probability that the ratio divides by (old policy, or the rollout engine for DPPO and IPO);
+    # +inf: the token's own, ratio 1
+    "ref",  # log-probability under the reference policy
+    "multiplier",  # rollout weight, off-policy mask, VESPO's phi: everything that scales the surrogate alone
+    "weight_ratio",  # d loss / d (token value), for the part of the gradient that flows through the ratio
+    "weight_direct",  # the same for the part that flows through logp itself; also the weight of the value in the loss
+    "weight_entropy",  # d loss / d entropy
+    "temperature",
+    "entropy_threshold",  # -inf keeps every token
+    "rollout",  # log-probability under the sampling engine, NaN where unknown; for metrics
+    "rollout_weight",  # importance weight as given, 1 where there is none; for metrics
+)
+FIELD = {name: i for i, name in enumerate(TABLE_FIELDS)}
+
+# One fp32 row per field, one column per token: what the kernels compute for a token. 0 where nothing was computed.
+VALUE_FIELDS = (
+    "logp",  # log-probability of the sampled id, nats
+    "entropy",  # nats
+    "log_ratio",  # what the surrogate sees: of the token, or of its sequence; not clamped
+    "value",  # of the loss, before the token's weight
+    "kl",  # estimate of the KL to the reference, before its weight
+    "g_logp",  # d loss / d logp
+)
+
+# Columns of a backend's `sums`: over the scored tokens of a sequence, a group, the batch.
+COLUMNS = (
+    "loss",
+    "tokens",
+    "kl",
+    "entropy",
+    "ratio",
+    "clip_low",
+    "clip_high",
+    "cispo_clip",
+    "approx_kl",
+    "mismatch",
+    "mismatch_count",
+    "rollout_weight",
+    "rollout_weight_sq",
+    "zero_gradient",
+)
+COLUMN = {name: i for i, name in enumerate(COLUMNS)}
+
+# Sums over scored tokens with a sampling mask. The last two: of those that took the dense way (engine/kept.py).
+MASK_SUMS = ("tokens", "added", "dense_kept_mass", "dense_tokens")
+
+# exp(88.7) is the largest float32. Exponents of ratios and of k3 stop here, with gradient 0 like every other clamp; and
+# so does the bias-corrected KL, the product of the two, at the same number.
+EXPONENT_LIMIT = 80.0
+PRODUCT_LIMIT = math.exp(EXPONENT_LIMIT)
+TRUST_REGION_QUADRATIC = 1e-3  # weight of the squared log-ratio in DPPO and IPO, from prime-rl's loss
+
+
+class KernelParams(NamedTuple):
+    """Scalars of the per-token objective; `math.inf` switches a clamp off. Run-time values, never compiled in."""
+
+    surrogate: str = "clip"
+    kl: str = "none"
+    has_old: bool = True  # False: the ratio is logp / stop_gradient(logp), its logarithm 0
+    bias_correction: bool = False  # the KL is multiplied by the ratio
+    level: str = "token"
+    has_rollout: bool = False  # log-probabilities of the sampling engine were given
+    vespo: bool = False  # the multiplier is VESPO's phi of the sequence; the surrogate is "reinforce"
+    divides_by_rollout: bool = False  # the field "old" holds the rollout where that is known
+    beta: float = 0.0
+    epsilon_low: float = 0.2
+    epsilon_high: float = 0.2
+    delta: float = math.inf
+    dual_clip: float = math.inf
+    log_ratio_clamp: float = math.inf
+    kl_delta_clamp: float = math.inf
+    kl_clamp: float = math.inf
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    logit_scale: float = 1.0
+    softcap: float = 0.0  # 0: no softcap
+    off_policy_threshold: float = math.inf  # of the mean drift from the sampling engine, nats
+    vespo_k_pos: float = 2.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_pos: float = 3.0
+    vespo_lambda_neg: float = 2.0
+
+
+class PlanRules(NamedTuple):
+    """Scalars of the plan. Run-time values, never compiled in."""
+
+    aggregation: str = "num_items"
+    divides_by_rollout: bool = False  # the ratio is one to the sampling engine, where that is known
+    multiplies_rollout_weight: bool = True  # False: VESPO's phi takes its place
+    level: str = "token"
+    whole_sequences: bool = False  # a token's gradient depends on the log-probabilities of its sequence
+    needs_advantage: bool = True  # the surrogate has no gradient where the advantage is 0
+    kl_has_gradient: bool = False  # the KL term has a gradient
+    score_inactive: bool = True
+    max_completion_length: float = 0.0
+    entropy_coef: float = 0.0
+    temperature: float = 1.0
+    entropy_threshold: float = -math.inf
+
+
+DTYPES = ("float32", "bfloat16", "float16")  # of logits and gradients
+
+# C++ enumerations: name of the type, prefix of the enumerators, their names.
+ENUMERATIONS = (
+    ("DType", "k", DTYPES),
+    ("Aggregation", "k", AGGREGATIONS),
+    ("Level", "kLevel", LEVELS),
+    ("KlEstimator", "kKl", KL_ESTIMATORS),
+    ("Surrogate", "k", SURROGATES),
+    ("Scale", "kScale", ADVANTAGE_SCALES),
+    ("Baseline", "kBaseline", ADVANTAGE_BASELINES),
+    ("Field", "k", TABLE_FIELDS),
+    ("ValueField", "kToken", VALUE_FIELDS),
+    ("Column", "kSum", COLUMNS),
+)
+# C++ structs of numbers: int32 members (codes and flags), then float32 members.
+STRUCTS = (("Params", KernelParams), ("PlanRules", PlanRules))
+CONSTANTS = (
+    ("kMaxExponent", EXPONENT_LIMIT),
+    ("kMaxProduct", PRODUCT_LIMIT),
+    ("kTrustRegionQuadratic", TRUST_REGION_QUADRATIC),
+)
+
+
+def integers_first(struct: Any) -> tuple[list[str], list[str]]:
+    """(members that kernels receive as int32: codes and flags, members that are float32)."""
+    floats = [name for name, default in struct._field_defaults.items() if isinstance(default, float)]
+    return [name for name in struct._fields if name not in floats], floats
+
+
+VERSION = 10  # raised with every change of the functions of the compiled modules
+
+# All names in order: a compiled module that was built with others must not be called.
+INTERFACE = ";".join(
+    [
+        str(VERSION),
+        *(f"{name}:{','.join(names)}" for name, _, names in ENUMERATIONS),
+        *(f"{name}:{','.join(struct._fields)}" for name, struct in STRUCTS),
+        *(f"{name}={value!r}" for name, value in CONSTANTS),
+    ]
+)
