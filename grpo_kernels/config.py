@@ -12,19 +12,27 @@ import difflib
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 
 from .logit_transform import logit_transform
-from .names import AGGREGATIONS, KL_ESTIMATORS, LEVELS, Aggregation, KernelParams, KLEstimator, Level
+from .names import (
+    ADVANTAGE_BASELINES,
+    ADVANTAGE_SCALES,
+    AGGREGATIONS,
+    KL_ESTIMATORS,
+    LEVELS,
+    AdvantageBaseline,
+    AdvantageScale,
+    Aggregation,
+    KernelParams,
+    KLEstimator,
+    Level,
+    Surrogate,
+)
 
 LARGEST = torch.finfo(torch.float32).max  # kernels compute in float32
-Surrogate = Literal["clip", "cispo", "cispo_two_sided", "sapo", "vespo", "reinforce", "gmpo", "dppo_tv", "ipo"]
-AdvantageScale = Literal["group", "batch", "none"]
-ADVANTAGE_SCALES: tuple[AdvantageScale, ...] = get_args(AdvantageScale)
-AdvantageBaseline = Literal["mean", "leave_one_out", "none"]
-ADVANTAGE_BASELINES: tuple[AdvantageBaseline, ...] = get_args(AdvantageBaseline)
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,13 @@ Level = Literal["token", "sequence", "sequence_sum"]  # of the ratio: the token'
 LEVELS: tuple[Level, ...] = get_args(Level)
 KLEstimator = Literal["none", "k1", "k2", "k3", "abs", "k1+", "k3+"]
 KL_ESTIMATORS: tuple[KLEstimator, ...] = get_args(KLEstimator)
-SURROGATES = ("clip", "cispo", "cispo_two_sided", "sapo", "reinforce", "gmpo", "dppo_tv", "ipo")
-ADVANTAGE_SCALES = ("group", "batch", "none")
-ADVANTAGE_BASELINES = ("mean", "leave_one_out", "none")
+Surrogate = Literal["clip", "cispo", "cispo_two_sided", "sapo", "vespo", "reinforce", "gmpo", "dppo_tv", "ipo"]
+# Of the kernels: "vespo" is "reinforce" with a multiplier of the whole sequence.
+SURROGATES = tuple(name for name in get_args(Surrogate) if name != "vespo")
+AdvantageScale = Literal["group", "batch", "none"]
+ADVANTAGE_SCALES: tuple[AdvantageScale, ...] = get_args(AdvantageScale)
+AdvantageBaseline = Literal["mean", "leave_one_out", "none"]
+ADVANTAGE_BASELINES: tuple[AdvantageBaseline, ...] = get_args(AdvantageBaseline)
 
 # One fp32 row per field, one column per token: what a row kernel needs to know of a token besides its logits.
 TABLE_FIELDS = (

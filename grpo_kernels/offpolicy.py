@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .names import LEVELS
+from .names import EXPONENT_LIMIT, LEVELS
 from .validate import check_float, check_number, check_numbers, check_tensor, check_token_tensor
 
 
@@ -50,7 +50,7 @@ def rollout_weights(
         log_w = log_w.sum(1)
         if level == "sequence":
             log_w = log_w / mask.sum(1).clamp(min=1)
-    w = log_w.clamp(max=80.0).exp()
+    w = log_w.clamp(max=EXPONENT_LIMIT).exp()
     return w.clamp(low, cap) if mode == "truncate" else torch.where((w >= low) & (w <= cap), w, 0.0)
 
 

@@ -1,8 +1,8 @@
 """The specification: what every backend must compute, in plain PyTorch and by autograd, at any floating precision.
 
 It holds the full (N, V) logits and is slow and large on purpose: one line per formula, `detach()` for stop-gradient.
-Nothing else in the package is imported here but the configuration. Symbols: N tokens (a (B, T) batch flattened, or
-packed), S sequences, V vocabulary; m is the mask, A the advantage, r the importance ratio. Natural logs, nats.
+Of the package it imports the configuration and names.py alone. Symbols: N tokens (a (B, T) batch flattened, or packed),
+S sequences, V vocabulary; m is the mask, A the advantage, r the importance ratio. Natural logs, nats.
 """
 
 from __future__ import annotations
@@ -15,11 +15,7 @@ import torch
 from torch import Tensor
 
 from .config import DEFAULT_CONFIG, SURROGATE_RULES, GRPOConfig
-
-# Exponents stop here (float32 ends at exp(88.7)); like every clamp this one has gradient 0 where it acts. A ratio times
-# a KL, each of which may be that large, stops at the same number.
-EXPONENT_LIMIT = 80.0
-PRODUCT_LIMIT = math.exp(EXPONENT_LIMIT)
+from .names import EXPONENT_LIMIT, PRODUCT_LIMIT, TRUST_REGION_QUADRATIC
 
 
 class ReferenceOutput(NamedTuple):
@@ -288,13 +284,13 @@ def dppo_tv(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor, A: Tens
     """DPPO with the binary total-variation mask (arXiv:2602.04879) and the squared log-ratio of prime-rl's loss."""
     change = _probability_change(log_ratio, logp)
     drop = ((A > 0) & (change > cfg.epsilon_high)) | ((A <= 0) & (change < -cfg.epsilon_low))
-    return -torch.where(drop, 0.0, r * A) + 1e-3 * log_ratio**2
+    return -torch.where(drop, 0.0, r * A) + TRUST_REGION_QUADRATIC * log_ratio**2
 
 
 def ipo(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor, A: Tensor) -> Tensor:
     """The IPO loss (INTELLECT Policy Optimization) of prime-rl: docs.primeintellect.ai/prime-rl/ipo."""
     drop = _probability_change(log_ratio, logp).abs() > cfg.epsilon_high
-    return -torch.where(drop, 0.0, r * A) + 1e-3 * log_ratio**2
+    return -torch.where(drop, 0.0, r * A) + TRUST_REGION_QUADRATIC * log_ratio**2
 
 
 def _choose(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ PACKAGE = ROOT / "grpo_kernels"
 COMPILED = ("_cpu", "_cuda")
 # From the ground up. A room is a folder, or a module beside the folders; it imports from its own floor and those below.
 FLOORS = (
-    ("contract", "plain", "sharded", "logit_transform"),
-    ("config",),
+    ("names", "plain", "sharded", "logit_transform"),
+    ("config", "contract"),
     ("validate", "reference", "sampling_mask"),
     ("backends",),
     ("engine",),
@@ -100,15 +100,15 @@ def test_no_module_imports_itself_in_a_circle():
 
 
 def test_the_reference_stands_alone():
-    assert graph()["reference"] == {"config"}
+    assert graph()["reference"] == {"config", "names"}
     assert [name for name in graph() if "reference" in graph()[name]] == ["commands.check"]
 
 
 def test_backends_know_the_contract_and_each_other():
     for name in graph():
         if room(name) == "backends":
-            assert {room(other) for other in graph()[name]} <= {"backends", "contract", *COMPILED}, name
-    beside = {"contract", "backends.launch", "backends.strategy", "backends.checks"}
+            assert {room(other) for other in graph()[name]} <= {"backends", "contract", "names", *COMPILED}, name
+    beside = {"contract", "names", "backends.launch", "backends.strategy", "backends.checks"}
     for name in graph():
         if name.startswith("backends.triton"):
             others = {other for other in graph()[name] if not other.startswith("backends.triton")}

@@ -42,9 +42,8 @@ struct ReduceLaunch {
     double* workspace;  // (sequences, kReducedCount)
 };
 constexpr int kSequenceThreads = 128;
-constexpr int kGroupSlots = 15;  // that share the sequences of a group
 constexpr int kGroupThreads = 256;
-static_assert(kGroupSlots * kReducedCount <= kGroupThreads, "a thread per slot and column");
+constexpr int kGroupSlots = kGroupThreads / kReducedCount;  // that share the sequences of a group: a thread per column
 
 // ---- rewards --------------------------------------------------------------------------------------------------------
 struct GroupArgs {

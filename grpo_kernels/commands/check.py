@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ..backends import candidates, why_not
 from ..benchmarks.reference import relative_error
-from ..config import SURROGATE_RULES, GRPOConfig, Surrogate
+from ..config import SURROGATE_RULES, GRPOConfig
 from ..loss import fused_grpo_loss
-from ..names import AGGREGATIONS, KL_ESTIMATORS, Aggregation, KLEstimator, Level
+from ..names import AGGREGATIONS, KL_ESTIMATORS, Aggregation, KLEstimator, Level, Surrogate
 from ..reference import reference_logps, reference_loss_from_logits, reference_loss_from_logps
 from .env import collect, render
 

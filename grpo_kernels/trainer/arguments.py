@@ -18,8 +18,8 @@ import yaml
 from transformers.trainer_utils import SchedulerType
 
 from .. import __version__
-from ..config import ADVANTAGE_SCALES, GRPOConfig, available_presets
-from ..names import KL_ESTIMATORS, LEVELS
+from ..config import GRPOConfig, available_presets
+from ..names import ADVANTAGE_SCALES, KL_ESTIMATORS, LEVELS
 from .data import Columns, check_path, is_one_split
 from .rewards.format import compiled
 

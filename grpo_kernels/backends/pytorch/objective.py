@@ -16,9 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...names import EXPONENT_LIMIT, FIELD, PRODUCT_LIMIT, KernelParams
-
-DPPO_QUADRATIC = 1e-3  # weight of prime-rl's (log ratio)^2 regulariser
+from ...names import EXPONENT_LIMIT, FIELD, PRODUCT_LIMIT, TRUST_REGION_QUADRATIC, KernelParams
 
 
 class Objective(NamedTuple):
@@ -126,7 +124,7 @@ def _weighted_logp(weight: Tensor, logp: Tensor, A: Tensor) -> Term:
 def _trust_region(r: Tensor, x: Tensor, A: Tensor, clamp_acts: Tensor, drop: Tensor) -> Term:
     value = torch.where(drop, 0.0, -r * A)
     slope = torch.where(drop | clamp_acts, 0.0, -r * A)
-    return Term(value + DPPO_QUADRATIC * x * x, slope + 2 * DPPO_QUADRATIC * x, torch.zeros_like(A))
+    return Term(value + TRUST_REGION_QUADRATIC * x * x, slope + 2 * TRUST_REGION_QUADRATIC * x, torch.zeros_like(A))
 
 
 # --- KL to the reference policy -----------------------------------------------------------------------------------

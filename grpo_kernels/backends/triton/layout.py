@@ -1,48 +1,23 @@
-"""The places of the contract's fields and columns (contract.py) as constants that kernels read."""
+"""The places of fields and columns (names.py) as constants that kernels read.
+
+A field of the table has its name in capitals, a field of the values TOKEN_ before it, a column of the sums SUM_.
+"""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
 
-from ...names import COLUMN, COLUMNS, FIELD, VALUE_FIELDS
+from ...names import COLUMNS, TABLE_FIELDS, VALUE_FIELDS
 
-# Rows of the table.
-ADVANTAGE: tl.constexpr = tl.constexpr(FIELD["advantage"])
-OLD: tl.constexpr = tl.constexpr(FIELD["old"])
-REF: tl.constexpr = tl.constexpr(FIELD["ref"])
-MULTIPLIER: tl.constexpr = tl.constexpr(FIELD["multiplier"])
-WEIGHT_RATIO: tl.constexpr = tl.constexpr(FIELD["weight_ratio"])
-WEIGHT_DIRECT: tl.constexpr = tl.constexpr(FIELD["weight_direct"])
-WEIGHT_ENTROPY: tl.constexpr = tl.constexpr(FIELD["weight_entropy"])
-TEMPERATURE: tl.constexpr = tl.constexpr(FIELD["temperature"])
-ENTROPY_THRESHOLD: tl.constexpr = tl.constexpr(FIELD["entropy_threshold"])
-ROLLOUT: tl.constexpr = tl.constexpr(FIELD["rollout"])
-ROLLOUT_WEIGHT: tl.constexpr = tl.constexpr(FIELD["rollout_weight"])
-
-# Rows of the values.
-LOGP: tl.constexpr = tl.constexpr(VALUE_FIELDS.index("logp"))
-ENTROPY: tl.constexpr = tl.constexpr(VALUE_FIELDS.index("entropy"))
-LOG_RATIO: tl.constexpr = tl.constexpr(VALUE_FIELDS.index("log_ratio"))
-VALUE: tl.constexpr = tl.constexpr(VALUE_FIELDS.index("value"))
-KL_VALUE: tl.constexpr = tl.constexpr(VALUE_FIELDS.index("kl"))
-G_LOGP: tl.constexpr = tl.constexpr(VALUE_FIELDS.index("g_logp"))
+for _prefix, _names in (("", TABLE_FIELDS), ("TOKEN_", VALUE_FIELDS), ("SUM_", COLUMNS)):
+    globals().update({f"{_prefix}{name.upper()}": tl.constexpr(place) for place, name in enumerate(_names)})
 VALUE_COUNT: tl.constexpr = tl.constexpr(len(VALUE_FIELDS))
-
-# Columns of the sums.
-LOSS_SUM: tl.constexpr = tl.constexpr(COLUMN["loss"])
-TOKENS: tl.constexpr = tl.constexpr(COLUMN["tokens"])
-KL_SUM: tl.constexpr = tl.constexpr(COLUMN["kl"])
-ENTROPY_SUM: tl.constexpr = tl.constexpr(COLUMN["entropy"])
-RATIO: tl.constexpr = tl.constexpr(COLUMN["ratio"])
-CLIP_LOW: tl.constexpr = tl.constexpr(COLUMN["clip_low"])
-CLIP_HIGH: tl.constexpr = tl.constexpr(COLUMN["clip_high"])
-CISPO_CLIP: tl.constexpr = tl.constexpr(COLUMN["cispo_clip"])
-APPROX_KL: tl.constexpr = tl.constexpr(COLUMN["approx_kl"])
-MISMATCH: tl.constexpr = tl.constexpr(COLUMN["mismatch"])
-MISMATCH_COUNT: tl.constexpr = tl.constexpr(COLUMN["mismatch_count"])
-WEIGHT_SUM: tl.constexpr = tl.constexpr(COLUMN["rollout_weight"])
-WEIGHT_SQUARES: tl.constexpr = tl.constexpr(COLUMN["rollout_weight_sq"])
-ZERO_GRADIENT: tl.constexpr = tl.constexpr(COLUMN["zero_gradient"])
 COLUMN_COUNT: tl.constexpr = tl.constexpr(len(COLUMNS))
 COLUMN_WIDTH: tl.constexpr = tl.constexpr(triton.next_power_of_2(len(COLUMNS)))
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any: ...

@@ -20,25 +20,26 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ...names import EXPONENT_LIMIT, PRODUCT_LIMIT, KernelParams
+from ... import names
+from ...names import KernelParams
 from .layout import (
     ADVANTAGE,
     ENTROPY_THRESHOLD,
-    G_LOGP,
-    KL_VALUE,
-    LOG_RATIO,
     MULTIPLIER,
     OLD,
     REF,
-    VALUE,
+    TOKEN_G_LOGP,
+    TOKEN_KL,
+    TOKEN_LOG_RATIO,
+    TOKEN_VALUE,
     WEIGHT_DIRECT,
     WEIGHT_RATIO,
 )
 from .maths import expm1
 
-MAX_EXPONENT: tl.constexpr = tl.constexpr(EXPONENT_LIMIT)
-MAX_PRODUCT: tl.constexpr = tl.constexpr(PRODUCT_LIMIT)
-TRUST_REGION_QUADRATIC: tl.constexpr = tl.constexpr(1e-3)  # weight of prime-rl's (log ratio)^2 regulariser
+MAX_EXPONENT: tl.constexpr = tl.constexpr(names.EXPONENT_LIMIT)
+MAX_PRODUCT: tl.constexpr = tl.constexpr(names.PRODUCT_LIMIT)
+TRUST_REGION_QUADRATIC: tl.constexpr = tl.constexpr(names.TRUST_REGION_QUADRATIC)
 
 
 class Scalars(NamedTuple):
@@ -346,7 +347,7 @@ def evaluate_token(column, tokens, live, logp, entropy, p, VARIANT: tl.constexpr
 @triton.jit
 def store_objective(column, tokens, live, objective):
     """`column` points to the token's column of the values."""
-    tl.store(column + LOG_RATIO * tokens, objective.x, mask=live)
-    tl.store(column + VALUE * tokens, objective.value, mask=live)
-    tl.store(column + KL_VALUE * tokens, objective.kl, mask=live)
-    tl.store(column + G_LOGP * tokens, objective.g_logp, mask=live)
+    tl.store(column + TOKEN_LOG_RATIO * tokens, objective.x, mask=live)
+    tl.store(column + TOKEN_VALUE * tokens, objective.value, mask=live)
+    tl.store(column + TOKEN_KL * tokens, objective.kl, mask=live)
+    tl.store(column + TOKEN_G_LOGP * tokens, objective.g_logp, mask=live)

@@ -48,7 +48,7 @@ from ...contract import LogitChunk, RowGradients, Rows, RowStats, TokenValues
 from ...names import KernelParams
 from ..launch import RowLaunch, row_launch
 from .arguments import Batch
-from .layout import ENTROPY, G_LOGP, LOGP, TEMPERATURE, WEIGHT_ENTROPY
+from .layout import TEMPERATURE, TOKEN_ENTROPY, TOKEN_G_LOGP, TOKEN_LOGP, WEIGHT_ENTROPY
 from .maths import INV_LN2, LN2, expm1, softcap
 from .objective import Variant, evaluate_token, scalars, store_objective, variant
 
@@ -284,8 +284,8 @@ def tokens_of(rows, place, live):
 @triton.jit
 def store_statistics(columns, lse, token, tokens, live, found, to_z):
     total = found.top.to(tl.float64) * to_z + found.log_sum
-    tl.store(columns + LOGP * tokens + token, found.logp, mask=live)
-    tl.store(columns + ENTROPY * tokens + token, found.entropy, mask=live)
+    tl.store(columns + TOKEN_LOGP * tokens + token, found.logp, mask=live)
+    tl.store(columns + TOKEN_ENTROPY * tokens + token, found.entropy, mask=live)
     tl.store(lse + token, total, mask=live)
 
 
@@ -314,7 +314,7 @@ def gradient_kernel(
     given = tl.load(values.lse + token, mask=live, other=0.0)
     top = (given / scales[0]).to(tl.float32)
     log_sum = given - top.to(tl.float64) * scales[0]
-    h = tl.load(values.columns + ENTROPY * tokens + token, mask=live, other=0.0)
+    h = tl.load(values.columns + TOKEN_ENTROPY * tokens + token, mask=live, other=0.0)
     by_logp = tl.load(g_logp + token, mask=live, other=0.0)
     by_entropy = tl.load(g_entropy + token, mask=live, other=0.0)
     row = Row(rows_of(logits, rows), logits.bias, live, id_, logits.vocab)
@@ -341,7 +341,7 @@ def single_pass_kernel(logits, ids, place, batch, count, tokens, gradient, p, OP
     if gradient.data is not None:
         # Read back, not kept: 40 registers instead of 46 to 64 (see above), as the objective's end here with it.
         tl.debug_barrier()
-        g_logp = tl.load(batch.columns + G_LOGP * tokens + token, mask=live, other=0.0)
+        g_logp = tl.load(batch.columns + TOKEN_G_LOGP * tokens + token, mask=live, other=0.0)
         g_entropy = tl.load(column + WEIGHT_ENTROPY * tokens, mask=live, other=0.0)
         row_gradient(row, gradient, rows, found, g_logp, g_entropy, scales, p, OPTIONS)
 

@@ -24,7 +24,17 @@ from ...contract import PlannedTokens
 from ...names import KernelParams
 from ..launch import token_launch
 from .arguments import Batch
-from .layout import ADVANTAGE, ENTROPY, G_LOGP, LOGP, MULTIPLIER, ROLLOUT, ROLLOUT_WEIGHT, WEIGHT_DIRECT, WEIGHT_RATIO
+from .layout import (
+    ADVANTAGE,
+    MULTIPLIER,
+    ROLLOUT,
+    ROLLOUT_WEIGHT,
+    TOKEN_ENTROPY,
+    TOKEN_G_LOGP,
+    TOKEN_LOGP,
+    WEIGHT_DIRECT,
+    WEIGHT_RATIO,
+)
 from .objective import (
     Objective,
     Variant,
@@ -102,7 +112,7 @@ def sequence_objective_kernel(first, last, offsets, lengths, scored, batch, toke
             i = start[:, None] + done + block
             on = tl.load(scored + i, mask=i < stop[:, None], other=0) != 0
             column = table + i
-            logp = tl.load(values + LOGP * tokens + i, mask=on, other=0.0)
+            logp = tl.load(values + TOKEN_LOGP * tokens + i, mask=on, other=0.0)
             raw = own_log_ratio(column, tokens, on, logp, VARIANT.has_old)
             if OPTIONS.level != "token":
                 counted = counted_log_ratio(column, tokens, on, raw, p, SURROGATE)
@@ -129,8 +139,8 @@ def sequence_objective_kernel(first, last, offsets, lengths, scored, batch, toke
         i = start[:, None] + done + block
         on = tl.load(scored + i, mask=i < stop[:, None], other=0) != 0
         column, found = table + i, values + i
-        logp = tl.load(found + LOGP * tokens, mask=on, other=0.0)
-        entropy = tl.load(found + ENTROPY * tokens, mask=on, other=0.0)
+        logp = tl.load(found + TOKEN_LOGP * tokens, mask=on, other=0.0)
+        entropy = tl.load(found + TOKEN_ENTROPY * tokens, mask=on, other=0.0)
         A = tl.load(column + ADVANTAGE * tokens, mask=on, other=0.0)
         of_sequence = sequence_multiplier(A, log_weight_of_all, mean_drift, p, OPTIONS)
         multiplier = weighted(tl.load(column + MULTIPLIER * tokens, mask=on, other=0.0), of_sequence)
@@ -155,12 +165,12 @@ def sequence_objective_kernel(first, last, offsets, lengths, scored, batch, toke
             i = start[:, None] + done + block
             on = tl.load(scored + i, mask=i < stop[:, None], other=0) != 0
             found = values + i
-            logp = tl.load(found + LOGP * tokens, mask=on, other=0.0)
+            logp = tl.load(found + TOKEN_LOGP * tokens, mask=on, other=0.0)
             raw = own_log_ratio(table + i, tokens, on, logp, VARIANT.has_old)
             counted = counted_log_ratio(table + i, tokens, on, raw, p, SURROGATE)
             inside = counted == raw  # no slope where GMPO clamps
-            g_logp = tl.load(found + G_LOGP * tokens, mask=on, other=0.0) + tl.where(inside, share, 0.0)
-            tl.store(found + G_LOGP * tokens, g_logp, mask=on)
+            g_logp = tl.load(found + TOKEN_G_LOGP * tokens, mask=on, other=0.0) + tl.where(inside, share, 0.0)
+            tl.store(found + TOKEN_G_LOGP * tokens, g_logp, mask=on)
 
 
 def sequence_objective(sequences: slice, planned: PlannedTokens, params: KernelParams) -> None:

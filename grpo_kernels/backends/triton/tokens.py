@@ -23,33 +23,33 @@ from ..launch import token_launch
 from .arguments import Batch
 from .layout import (
     ADVANTAGE,
-    APPROX_KL,
-    CISPO_CLIP,
-    CLIP_HIGH,
-    CLIP_LOW,
     COLUMN_COUNT,
     COLUMN_WIDTH,
-    ENTROPY,
-    ENTROPY_SUM,
-    G_LOGP,
-    KL_SUM,
-    KL_VALUE,
-    LOG_RATIO,
-    LOGP,
-    LOSS_SUM,
-    MISMATCH,
-    MISMATCH_COUNT,
     OLD,
-    RATIO,
     ROLLOUT,
     ROLLOUT_WEIGHT,
-    TOKENS,
-    VALUE,
+    SUM_APPROX_KL,
+    SUM_CISPO_CLIP,
+    SUM_CLIP_HIGH,
+    SUM_CLIP_LOW,
+    SUM_ENTROPY,
+    SUM_KL,
+    SUM_LOSS,
+    SUM_MISMATCH,
+    SUM_MISMATCH_COUNT,
+    SUM_RATIO,
+    SUM_ROLLOUT_WEIGHT,
+    SUM_ROLLOUT_WEIGHT_SQ,
+    SUM_TOKENS,
+    SUM_ZERO_GRADIENT,
+    TOKEN_ENTROPY,
+    TOKEN_G_LOGP,
+    TOKEN_KL,
+    TOKEN_LOG_RATIO,
+    TOKEN_LOGP,
+    TOKEN_VALUE,
     WEIGHT_DIRECT,
     WEIGHT_ENTROPY,
-    WEIGHT_SQUARES,
-    WEIGHT_SUM,
-    ZERO_GRADIENT,
 )
 from .objective import clamped_log_ratio, evaluate_token, scalars, store_objective, variant
 from .rows import place, tokens_of
@@ -78,8 +78,8 @@ def token_objective_kernel(place, batch, count, tokens, p, VARIANT: tl.constexpr
     live = rows < count
     token = tokens_of(rows, place, live)
     found = batch.columns + token
-    logp = tl.load(found + LOGP * tokens, mask=live, other=0.0)
-    entropy = tl.load(found + ENTROPY * tokens, mask=live, other=0.0)
+    logp = tl.load(found + TOKEN_LOGP * tokens, mask=live, other=0.0)
+    entropy = tl.load(found + TOKEN_ENTROPY * tokens, mask=live, other=0.0)
     objective = evaluate_token(batch.table + token, tokens, live, logp, entropy, p, VARIANT)
     store_objective(found, tokens, live, objective)
 
@@ -107,10 +107,10 @@ def sequence_kernel(scored, batch, offsets, out, count, tokens, p, OPTIONS: tl.c
         i = start[:, None] + first + tl.arange(0, BLOCK)[None, :]
         on = tl.load(scored + i, mask=i < stop[:, None], other=0) != 0
         token, found = batch.table + i, batch.columns + i
-        log_p = tl.load(found + LOGP * tokens, mask=on, other=0.0)
-        h = tl.load(found + ENTROPY * tokens, mask=on, other=0.0)
-        tl.store(found + LOGP * tokens, log_p, mask=i < stop[:, None])  # 0 where not scored
-        tl.store(found + ENTROPY * tokens, h, mask=i < stop[:, None])
+        log_p = tl.load(found + TOKEN_LOGP * tokens, mask=on, other=0.0)
+        h = tl.load(found + TOKEN_ENTROPY * tokens, mask=on, other=0.0)
+        tl.store(found + TOKEN_LOGP * tokens, log_p, mask=i < stop[:, None])  # 0 where not scored
+        tl.store(found + TOKEN_ENTROPY * tokens, h, mask=i < stop[:, None])
         A = tl.load(token + ADVANTAGE * tokens, mask=on, other=0.0)
         weight = tl.load(token + WEIGHT_DIRECT * tokens, mask=on, other=0.0)
         weight_entropy = tl.load(token + WEIGHT_ENTROPY * tokens, mask=on, other=0.0)
@@ -120,31 +120,33 @@ def sequence_kernel(scored, batch, offsets, out, count, tokens, p, OPTIONS: tl.c
         if OPTIONS.has_old:
             given = tl.load(token + OLD * tokens, mask=on, other=0.0)
             old = tl.where(given == float("inf"), log_p, given)
-        ratio = tl.exp(clamped_log_ratio(p, tl.load(found + LOG_RATIO * tokens, mask=on, other=0.0)))
+        ratio = tl.exp(clamped_log_ratio(p, tl.load(found + TOKEN_LOG_RATIO * tokens, mask=on, other=0.0)))
         bounded = tl.where(ratio < p.delta, ratio, p.delta)
         known = on & (rollout == rollout)
         policy = old
         if OPTIONS.divides_by_rollout:  # then the mismatch is that of the current policy
             policy = log_p
         mismatch = tl.where(known, tl.abs(policy - rollout), 0.0)
-        by_value = tl.where(weight != 0.0, weight * tl.load(found + VALUE * tokens, mask=on, other=0.0), 0.0)
+        by_value = tl.where(weight != 0.0, weight * tl.load(found + TOKEN_VALUE * tokens, mask=on, other=0.0), 0.0)
         by_entropy = tl.where(weight_entropy != 0.0, weight_entropy * h, 0.0)
-        zero_gradient = on & (tl.load(found + G_LOGP * tokens, mask=on, other=0.0) == 0.0) & (weight_entropy == 0.0)
+        zero_gradient = (
+            on & (tl.load(found + TOKEN_G_LOGP * tokens, mask=on, other=0.0) == 0.0) & (weight_entropy == 0.0)
+        )
 
-        sums = add_column(sums, LOSS_SUM, by_value.to(tl.float64) + by_entropy)
-        sums = add_column(sums, TOKENS, on)
-        sums = add_column(sums, KL_SUM, tl.load(found + KL_VALUE * tokens, mask=on, other=0.0))
-        sums = add_column(sums, ENTROPY_SUM, h)
-        sums = add_column(sums, RATIO, tl.where(on, ratio, 0.0))
-        sums = add_column(sums, CLIP_LOW, on & (bounded < 1.0 - p.epsilon_low) & (A < 0.0))
-        sums = add_column(sums, CLIP_HIGH, on & (bounded > 1.0 + p.epsilon_high) & (A > 0.0))
-        sums = add_column(sums, CISPO_CLIP, on & (bounded > p.epsilon_high) & (A > 0.0))
-        sums = add_column(sums, APPROX_KL, old.to(tl.float64) - log_p)
-        sums = add_column(sums, MISMATCH, mismatch)
-        sums = add_column(sums, MISMATCH_COUNT, known)
-        sums = add_column(sums, WEIGHT_SUM, rollout_weight)
-        sums = add_column(sums, WEIGHT_SQUARES, rollout_weight.to(tl.float64) * rollout_weight)
-        sums = add_column(sums, ZERO_GRADIENT, zero_gradient)
+        sums = add_column(sums, SUM_LOSS, by_value.to(tl.float64) + by_entropy)
+        sums = add_column(sums, SUM_TOKENS, on)
+        sums = add_column(sums, SUM_KL, tl.load(found + TOKEN_KL * tokens, mask=on, other=0.0))
+        sums = add_column(sums, SUM_ENTROPY, h)
+        sums = add_column(sums, SUM_RATIO, tl.where(on, ratio, 0.0))
+        sums = add_column(sums, SUM_CLIP_LOW, on & (bounded < 1.0 - p.epsilon_low) & (A < 0.0))
+        sums = add_column(sums, SUM_CLIP_HIGH, on & (bounded > 1.0 + p.epsilon_high) & (A > 0.0))
+        sums = add_column(sums, SUM_CISPO_CLIP, on & (bounded > p.epsilon_high) & (A > 0.0))
+        sums = add_column(sums, SUM_APPROX_KL, old.to(tl.float64) - log_p)
+        sums = add_column(sums, SUM_MISMATCH, mismatch)
+        sums = add_column(sums, SUM_MISMATCH_COUNT, known)
+        sums = add_column(sums, SUM_ROLLOUT_WEIGHT, rollout_weight)
+        sums = add_column(sums, SUM_ROLLOUT_WEIGHT_SQ, rollout_weight.to(tl.float64) * rollout_weight)
+        sums = add_column(sums, SUM_ZERO_GRADIENT, zero_gradient)
 
         low = tl.min(tl.where(on, ratio, float("inf")), 1)
         high = tl.max(tl.where(on, ratio, -float("inf")), 1)
