@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypedDict, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from .advantages import Groups, check_rewards, group_statistics, resolve_groups
-from .config import SURROGATE_RULES, GRPOConfig
+from .config import DEFAULT_CONFIG, SURROGATE_RULES, GRPOConfig
 from .contract import Sums, TokenInputs
 from .sampling_mask import SamplingMask
 from .validate import (
+    check_config,
     check_scalar,
     check_tensor,
     check_token_tensor,
@@ -20,14 +23,12 @@ from .validate import (
     temperature_per_token,
 )
 
-_PER_SEQUENCE = ("advantages", "rollout_weights")  # which may have one value per sequence instead
-_PER_TOKEN = ("advantages", "completion_mask", "old_logps", "ref_logps", "rollout_weights", "rollout_logps")
+_PER_TOKEN = ("completion_mask", "old_logps", "ref_logps", "rollout_weights", "rollout_logps")
 
 
-class LossOptions(NamedTuple):
-    """The options that all loss functions take; their meaning is in `fused_grpo_loss`."""
+class LossOptions(TypedDict, total=False):
+    """The keyword arguments that all loss functions take; their meaning is in `fused_grpo_loss`."""
 
-    advantages: Tensor | None
     completion_mask: Tensor | None
     old_logps: Tensor | None
     ref_logps: Tensor | None
@@ -40,7 +41,44 @@ class LossOptions(NamedTuple):
     num_items_in_batch: Tensor | float | None
     normalizer: Tensor | float | None
     entropy_normalizer: Tensor | float | None
-    sampling_mask: SamplingMask | None = None  # checked
+    config: GRPOConfig | None
+    backend: str
+
+
+_DEFAULTS = {name: "auto" if name == "backend" else None for name in LossOptions.__annotations__}
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def takes_loss_options(function: Function) -> Function:
+    """Gives a function with **options: Unpack[LossOptions] the signature that help() and editors show."""
+    signature = inspect.signature(function)
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    common = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=_annotation(name))
+        for name, default in _DEFAULTS.items()
+    ]
+    function.__signature__ = signature.replace(parameters=[*own, *common])  # type: ignore[attr-defined]
+    return function
+
+
+def _annotation(option: str) -> str:
+    """As it is written: help() shows that of a TypedDict as a ForwardRef."""
+    annotation: Any = LossOptions.__annotations__[option]
+    return str(getattr(annotation, "__forward_arg__", annotation))
+
+
+def check_names(function: str, options: LossOptions) -> None:
+    for name in options:
+        if name not in _DEFAULTS:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+
+
+def config_of(options: LossOptions) -> GRPOConfig:
+    config = options.get("config")
+    if config is None:
+        return DEFAULT_CONFIG
+    check_config(config)
+    return config
 
 
 class LossInputs(NamedTuple):
@@ -56,6 +94,8 @@ class LossInputs(NamedTuple):
 
 
 def resolve(
+    advantages: Tensor | None,
+    sampling_mask: SamplingMask | None,
     options: LossOptions,
     config: GRPOConfig,
     per_token: Tensor,
@@ -67,71 +107,70 @@ def resolve(
 ) -> LossInputs:
     """Check the options against `per_token`, a tensor of the shape (B, T) or (N,), and derive the plan's inputs.
 
-    `owner` is the argument that has that shape, `dtype` the type of the row table. reads_logits=False: the temperature
-    is not used.
+    `sampling_mask` has been checked. `owner` is the argument that has that shape, `dtype` the type of the row table.
+    reads_logits=False: the temperature is not used.
     """
-    shape, like, mask = per_token.shape, per_token, options.sampling_mask
-    num_sequences = num_sequences_of(per_token, options.cu_seqlens, owner)
-    _check_tensors(options, shape, num_sequences, like)
+    rewards, cu_seqlens, device = options.get("rewards"), options.get("cu_seqlens"), per_token.device
+    num_generations, group_ids = options.get("num_generations"), options.get("group_ids")
+    num_sequences = num_sequences_of(per_token, cu_seqlens, owner)
+    _check_tensors(advantages, options, num_sequences, per_token)
     _check_combinations(options, config)
-    temperature = threshold = entropy_coef = normalizer = entropy_normalizer = None
-    if config.has_tensors:
-        if reads_logits and isinstance(config.temperature, Tensor):
-            temperature = temperature_per_token(config.temperature, shape, num_sequences, like, options.cu_seqlens)
-            temperature = temperature.to(like.device)
-        if isinstance(config.entropy_threshold, Tensor):
-            threshold = check_scalar("entropy_threshold", config.entropy_threshold, like.device, dtype)
-        if isinstance(config.entropy_coef, Tensor):
-            entropy_coef = check_scalar("entropy_coef", config.entropy_coef, like.device, dtype)
-    for name in ("normalizer", "num_items_in_batch"):
-        if getattr(options, name) is not None:
-            normalizer = check_scalar(name, getattr(options, name), like.device, dtype)
-    _check_num_items(options.num_items_in_batch, options.completion_mask, like.device)
-    if options.entropy_normalizer is not None:
-        entropy_normalizer = check_scalar("entropy_normalizer", options.entropy_normalizer, like.device, dtype)
+    temperature = None
+    if reads_logits and isinstance(config.temperature, Tensor):
+        temperature = temperature_per_token(config.temperature, per_token.shape, num_sequences, per_token, cu_seqlens)
+        temperature = temperature.to(device)
+    scalars: dict[str, Tensor | float | None] = {
+        "entropy_threshold": config.entropy_threshold if isinstance(config.entropy_threshold, Tensor) else None,
+        "entropy_coef": config.entropy_coef if isinstance(config.entropy_coef, Tensor) else None,
+        "normalizer": options.get("normalizer"),
+        "num_items_in_batch": options.get("num_items_in_batch"),
+        "entropy_normalizer": options.get("entropy_normalizer"),
+    }
+    found = {name: check_scalar(name, x, device, dtype) for name, x in scalars.items()}
+    num_items = found.pop("num_items_in_batch")
+    if found["normalizer"] is None:
+        found["normalizer"] = num_items
+    _check_num_items(options.get("num_items_in_batch"), options.get("completion_mask"), device)
 
-    groups = None
-    if options.num_generations is not None or options.group_ids is not None or options.rewards is not None:
-        groups = resolve_groups(num_sequences, options.num_generations, options.group_ids, like)
-    advantages, statistics = options.advantages, None
-    if options.rewards is not None:
-        advantages, statistics = _advantages(options.rewards, groups, config, backend)
-        if options.cu_seqlens is not None:
-            advantages = advantages.unsqueeze(1)  # not one per token where there are as many of them as sequences
+    groups = statistics = None
+    if num_generations is not None or group_ids is not None or rewards is not None:
+        groups = resolve_groups(num_sequences, num_generations, group_ids, per_token)
+        if rewards is not None:
+            advantages, statistics = _advantages(rewards, groups, config, backend)
+            if cu_seqlens is not None:
+                advantages = advantages.unsqueeze(1)  # not one per token where there are as many of them as sequences
     tokens = TokenInputs(
-        advantages=advantages,
-        completion_mask=options.completion_mask,
-        old_logps=options.old_logps,
-        ref_logps=options.ref_logps,
-        rollout_weights=options.rollout_weights,
-        rollout_logps=options.rollout_logps,
-        cu_seqlens=options.cu_seqlens,
-        normalizer=normalizer,
+        advantages=cast(Tensor, advantages),
+        completion_mask=options.get("completion_mask"),
+        old_logps=options.get("old_logps"),
+        ref_logps=options.get("ref_logps"),
+        rollout_weights=options.get("rollout_weights"),
+        rollout_logps=options.get("rollout_logps"),
+        cu_seqlens=cu_seqlens,
         temperature=temperature,
-        entropy_threshold=threshold,
-        entropy_coef=entropy_coef,
-        entropy_normalizer=entropy_normalizer,
         group_index=None if groups is None else groups.index,
-        kept_ids=None if mask is None else mask.ids,
-        kept_counts=None if mask is None else mask.counts,
+        kept_ids=None if sampling_mask is None else sampling_mask.ids,
+        kept_counts=None if sampling_mask is None else sampling_mask.counts,
+        **found,
     )
     return LossInputs(tokens, num_sequences, 0 if groups is None else groups.count, statistics)
 
 
-def _check_tensors(options: LossOptions, shape: torch.Size, num_sequences: int, like: Tensor) -> None:
-    if (options.advantages is None) == (options.rewards is None):
-        given = "neither" if options.rewards is None else "both"
+def _check_tensors(advantages: Tensor | None, options: LossOptions, num_sequences: int, per_token: Tensor) -> None:
+    rewards, shape = options.get("rewards"), per_token.shape
+    if (advantages is None) == (rewards is None):
+        given = "neither" if rewards is None else "both"
         raise ValueError(f"give advantages, or rewards with num_generations or group_ids; got {given}")
+    check_token_tensor("advantages", advantages, shape, num_sequences, per_token, per_sequence=True)
     for name in _PER_TOKEN:
-        x = getattr(options, name)
-        if x is not None:
-            check_token_tensor(name, x, shape, num_sequences, like, per_sequence=name in _PER_SEQUENCE)
-    if options.rewards is not None:
-        check_rewards(options.rewards)
-        check_tensor("rewards", options.rewards, like)
-        if options.rewards.shape[0] != num_sequences:
+        per_sequence = name == "rollout_weights"
+        check_token_tensor(name, options.get(name), shape, num_sequences, per_token, per_sequence=per_sequence)
+    if rewards is not None:
+        check_rewards(rewards)
+        check_tensor("rewards", rewards, per_token)
+        if rewards.shape[0] != num_sequences:
             raise ValueError(
-                f"rewards has shape {tuple(options.rewards.shape)}; expected ({num_sequences},), one per completion"
+                f"rewards has shape {tuple(rewards.shape)}; expected ({num_sequences},), one per completion"
             )
 
 
@@ -144,21 +183,21 @@ def _check_num_items(count: Tensor | float | None, mask: Tensor | None, device: 
 
 
 def _check_combinations(options: LossOptions, config: GRPOConfig) -> None:
-    if config.beta != 0.0 and options.ref_logps is None:
+    no_ratio = options.get("rollout_logps") is None and options.get("old_logps") is None
+    if config.beta != 0.0 and options.get("ref_logps") is None:
         raise ValueError(f"ref_logps is None and beta={config.beta}; the KL term needs the reference log-probabilities")
-    if config.off_policy_mask_threshold is not None and options.rollout_logps is None and options.old_logps is None:
+    if config.off_policy_mask_threshold is not None and no_ratio:
         raise ValueError("off_policy_mask_threshold has no effect without rollout_logps or old_logps; leave it out")
-    divides_by_rollout = SURROGATE_RULES[config.surrogate].divides_by_rollout
-    if divides_by_rollout and options.rollout_logps is None and options.old_logps is None:
+    if SURROGATE_RULES[config.surrogate].divides_by_rollout and no_ratio:
         raise ValueError(f"surrogate={config.surrogate!r} divides by rollout_logps (or old_logps); both are None")
-    if options.num_items_in_batch is not None:
-        if options.normalizer is not None:
+    if options.get("num_items_in_batch") is not None:
+        if options.get("normalizer") is not None:
             raise ValueError("num_items_in_batch and normalizer are two names of one denominator; give one")
         if config.aggregation != "num_items":
             raise ValueError(
                 f"num_items_in_batch has no effect with aggregation={config.aggregation!r}; use normalizer"
             )
-    if options.entropy_normalizer is not None and not config.has_entropy_bonus:
+    if options.get("entropy_normalizer") is not None and not config.has_entropy_bonus:
         raise ValueError("entropy_normalizer has no effect with entropy_coef=0; leave it out")
     if config.aggregation == "fixed_length" and config.max_completion_length is None:
         raise ValueError("aggregation='fixed_length' divides by config.max_completion_length, which is None")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
 from .backends import choose_backend, get_backend
-from .config import DEFAULT_CONFIG, GRPOConfig, check_flag
+from .config import GRPOConfig, check_flag
 from .contract import Backend
 from .engine.autocast import products_dtype
 from .engine.backward import refuse_double_backward, scale_saved_gradients
@@ -19,13 +19,12 @@ from .engine.loss_op import LossCall, loss_from_hidden
 from .engine.shared import table_dtype, wanted
 from .engine.token_ops import policy_loss
 from .engine.vocab_parallel import agree, announced_errors, check_group
-from .inputs import LossInputs, LossOptions, resolve
+from .inputs import LossInputs, LossOptions, check_names, config_of, resolve, takes_loss_options
 from .output import GRPOLossOutput
 from .sampling_mask import SamplingMask, check_sampling_mask
 from .sharded import full_weight
 from .validate import (
     check_accumulate_into,
-    check_config,
     check_float,
     check_head,
     check_ids,
@@ -42,30 +41,18 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+@takes_loss_options
 def fused_grpo_loss(
     hidden: Tensor,
     lm_head_weight: Tensor,
     completion_ids: Tensor,
     advantages: Tensor | None = None,
     *,
-    completion_mask: Tensor | None = None,
-    old_logps: Tensor | None = None,
-    ref_logps: Tensor | None = None,
-    rollout_weights: Tensor | None = None,
-    rollout_logps: Tensor | None = None,
-    rewards: Tensor | None = None,
-    num_generations: int | None = None,
-    group_ids: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
     sampling_mask: SamplingMask | None = None,
     lm_head_bias: Tensor | None = None,
     vocab_parallel_group: ProcessGroup | None = None,
-    num_items_in_batch: Tensor | float | None = None,
-    normalizer: Tensor | float | None = None,
-    entropy_normalizer: Tensor | float | None = None,
     accumulate_into: Tensor | None = None,
-    config: GRPOConfig | None = None,
-    backend: str = "auto",
+    **options: Unpack[LossOptions],
 ) -> GRPOLossOutput:
     """The GRPO family's loss from hidden states, forward and backward, without (N, V) logits.
 
@@ -142,7 +129,7 @@ def fused_grpo_loss(
         those. Values are not compared: where they differ, ranks may wait for each other until the group's timeout.
         RuntimeError: a torch.func transform or forward-mode AD; `grpo_kernels.reference` is for those.
     """
-    config = DEFAULT_CONFIG if config is None else config
+    check_names("fused_grpo_loss", options)
     group = vocab_parallel_group
     weight, bias = lm_head_weight, lm_head_bias
     if group is None:
@@ -150,22 +137,17 @@ def fused_grpo_loss(
     else:
         check_group(group)
     with nullcontext() if group is None else announced_errors(group, hidden):
-        check_config(config)
+        config = config_of(options)
         refuse_transforms("fused_grpo_loss", hidden, weight, bias)
         compute_dtype = products_dtype(hidden, weight, bias)
         check_head(hidden, weight, bias, completion_ids, compute_dtype)
         check_logits_dtype(config.logits_dtype, compute_dtype or hidden.dtype)
         if accumulate_into is not None:
             check_accumulate_into(accumulate_into, weight)
-        name = choose_backend(backend, hidden.device, compute_dtype or hidden.dtype)
-        options = LossOptions(
-            advantages=advantages, rewards=rewards, num_generations=num_generations, group_ids=group_ids,
-            completion_mask=completion_mask, old_logps=old_logps, ref_logps=ref_logps, rollout_weights=rollout_weights,
-            rollout_logps=rollout_logps, cu_seqlens=cu_seqlens, num_items_in_batch=num_items_in_batch,
-            normalizer=normalizer, entropy_normalizer=entropy_normalizer, sampling_mask=sampling_mask,
-        )  # fmt: skip
+        name = choose_backend(options.get("backend", "auto"), hidden.device, compute_dtype or hidden.dtype)
         check_sampling_mask(sampling_mask, completion_ids.shape, hidden)
-        inputs = resolve(options, config, completion_ids, "hidden", name, table_dtype(compute_dtype or hidden.dtype))
+        dtype = table_dtype(compute_dtype or hidden.dtype)
+        inputs = resolve(advantages, sampling_mask, options, config, completion_ids, "hidden", name, dtype)
         call = LossCall(
             completion_ids=completion_ids, tokens=inputs.tokens, num_groups=inputs.num_groups, config=config,
             backend=name, compute_dtype=compute_dtype, wants=wanted(hidden, weight, bias),
@@ -177,25 +159,13 @@ def fused_grpo_loss(
     return GRPOLossOutput(loss, logps, entropy, config, inputs, numbers)
 
 
+@takes_loss_options
 def grpo_loss_from_logps(
     logps: Tensor,
     advantages: Tensor | None = None,
     *,
     entropy: Tensor | None = None,
-    completion_mask: Tensor | None = None,
-    old_logps: Tensor | None = None,
-    ref_logps: Tensor | None = None,
-    rollout_weights: Tensor | None = None,
-    rollout_logps: Tensor | None = None,
-    rewards: Tensor | None = None,
-    num_generations: int | None = None,
-    group_ids: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    num_items_in_batch: Tensor | float | None = None,
-    normalizer: Tensor | float | None = None,
-    entropy_normalizer: Tensor | float | None = None,
-    config: GRPOConfig | None = None,
-    backend: str = "auto",
+    **options: Unpack[LossOptions],
 ) -> GRPOLossOutput:
     """`fused_grpo_loss` from log-probabilities (B, T) or packed (N,), nats; differentiable in logps and entropy.
 
@@ -203,26 +173,22 @@ def grpo_loss_from_logps(
     the loss NaN. Options of the logits (temperature, ...) and of the engine are not read here. Everything else as in
     `fused_grpo_loss`.
     """
-    config = DEFAULT_CONFIG if config is None else config
-    check_config(config)
+    check_names("grpo_loss_from_logps", options)
+    config = config_of(options)
     refuse_transforms("grpo_loss_from_logps", logps, entropy)
     check_float("logps", logps)
-    num_sequences_of(logps, cu_seqlens, "logps")  # before the others are compared with its shape
+    num_sequences_of(logps, options.get("cu_seqlens"), "logps")  # before the others are compared with its shape
     check_token_tensor("entropy", entropy, logps.shape, -1, logps)
     if entropy is None and (config.has_entropy_bonus or config.entropy_threshold is not None):
         raise ValueError("entropy is None; entropy_coef and entropy_threshold need it")
-    name = choose_backend(backend, logps.device, logps.dtype)
-    options = LossOptions(
-        advantages=advantages, rewards=rewards, num_generations=num_generations, group_ids=group_ids,
-        completion_mask=completion_mask, old_logps=old_logps, ref_logps=ref_logps, rollout_weights=rollout_weights,
-        rollout_logps=rollout_logps, cu_seqlens=cu_seqlens, num_items_in_batch=num_items_in_batch,
-        normalizer=normalizer, entropy_normalizer=entropy_normalizer,
-    )  # fmt: skip
-    inputs = resolve(options, config, logps, "logps", name, table_dtype(logps.dtype), reads_logits=False)
+    name = choose_backend(options.get("backend", "auto"), logps.device, logps.dtype)
+    dtype = table_dtype(logps.dtype)
+    inputs = resolve(advantages, None, options, config, logps, "logps", name, dtype, reads_logits=False)
     given = torch.zeros_like(logps) if entropy is None else entropy
     loss, numbers, *_ = policy_loss(logps, given, list(inputs.tokens), inputs.num_groups, config.key, name)
-    shown = _without_padding(logps, completion_mask)
-    known = None if entropy is None else _without_padding(entropy, completion_mask)
+    mask = options.get("completion_mask")
+    shown = _without_padding(logps, mask)
+    known = None if entropy is None else _without_padding(entropy, mask)
     return GRPOLossOutput(loss, shown, known, config, inputs, numbers)
 
 
@@ -232,35 +198,23 @@ def _without_padding(x: Tensor, mask: Tensor | None) -> Tensor:
     return x if mask is None else torch.where(mask.bool(), x, 0.0)
 
 
+@takes_loss_options
 def grpo_loss_from_logits(
     logits: Tensor,
     completion_ids: Tensor,
     advantages: Tensor | None = None,
     *,
-    completion_mask: Tensor | None = None,
-    old_logps: Tensor | None = None,
-    ref_logps: Tensor | None = None,
-    rollout_weights: Tensor | None = None,
-    rollout_logps: Tensor | None = None,
-    rewards: Tensor | None = None,
-    num_generations: int | None = None,
-    group_ids: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
     sampling_mask: SamplingMask | None = None,
-    num_items_in_batch: Tensor | float | None = None,
-    normalizer: Tensor | float | None = None,
-    entropy_normalizer: Tensor | float | None = None,
     inplace: bool = False,
-    config: GRPOConfig | None = None,
-    backend: str = "auto",
+    **options: Unpack[LossOptions],
 ) -> GRPOLossOutput:
     """`fused_grpo_loss` from raw logits (B, T, V) or (N, V) that the caller holds, any row stride.
 
     One buffer of gradients is made; with inplace=True none: the gradient replaces the logits, which must not be used
     again (autograd notices if something else saved them). Everything else as in `fused_grpo_loss`.
     """
-    config = DEFAULT_CONFIG if config is None else config
-    check_config(config)
+    check_names("grpo_loss_from_logits", options)
+    config = config_of(options)
     refuse_transforms("grpo_loss_from_logits", logits)
     check_flag("inplace", inplace)
     check_float("logits", logits)
@@ -268,16 +222,11 @@ def grpo_loss_from_logits(
     if logits.dim() not in (2, 3) or logits.shape[-1] == 0:
         raise ValueError(f"logits has shape {tuple(logits.shape)}; expected (B, T, V) or packed (N, V), V >= 1")
     check_ids(completion_ids, logits.shape[:-1], "logits")
-    name = choose_backend(backend, logits.device, logits.dtype)
-    options = LossOptions(
-        advantages=advantages, rewards=rewards, num_generations=num_generations, group_ids=group_ids,
-        completion_mask=completion_mask, old_logps=old_logps, ref_logps=ref_logps, rollout_weights=rollout_weights,
-        rollout_logps=rollout_logps, cu_seqlens=cu_seqlens, num_items_in_batch=num_items_in_batch,
-        normalizer=normalizer, entropy_normalizer=entropy_normalizer, sampling_mask=sampling_mask,
-    )  # fmt: skip
+    name = choose_backend(options.get("backend", "auto"), logits.device, logits.dtype)
     check_sampling_mask(sampling_mask, completion_ids.shape, logits)
-    inputs = resolve(options, config, completion_ids, "logits", name, table_dtype(logits.dtype))
-    check_values(completion_ids, completion_mask, logits.shape[-1], cu_seqlens)
+    dtype = table_dtype(logits.dtype)
+    inputs = resolve(advantages, sampling_mask, options, config, completion_ids, "logits", name, dtype)
+    check_values(completion_ids, options.get("completion_mask"), logits.shape[-1], options.get("cu_seqlens"))
     check_token_values(inputs.tokens)
     if inplace and logits.is_leaf and logits.requires_grad:
         raise ValueError("inplace=True would overwrite a leaf that requires a gradient; pass the output of the lm_head")

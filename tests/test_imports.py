@@ -147,9 +147,6 @@ def test_the_core_imports_torch_and_the_standard_library_alone(name):
 PUBLIC = "public: each parameter is a documented option of its own"
 MANY_PARAMETERS = {
     "advantages.process_advantages": PUBLIC,
-    "loss.fused_grpo_loss": PUBLIC,
-    "loss.grpo_loss_from_logits": PUBLIC,
-    "loss.grpo_loss_from_logps": PUBLIC,
     "logps.fused_logps": PUBLIC,
     "policy.fused_policy_loss": PUBLIC,
     "reference.reference_loss_from_logps": PUBLIC,
