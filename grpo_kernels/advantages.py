@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from .backends import choose_backend
+from .checks.arguments import NUMBERS, check_number, check_rewards_finite, check_tensor, checks_values
 from .engine import token_ops
 from .names import ADVANTAGE_BASELINES, ADVANTAGE_SCALES
-from .validate import NUMBERS, check_number, check_rewards_finite, check_tensor, checks_values
 
 
 class Groups(NamedTuple):

@@ -10,10 +10,7 @@ import torch
 from torch import Tensor
 
 from .advantages import Groups, check_rewards, group_statistics, resolve_groups
-from .config import DEFAULT_CONFIG, SURROGATE_RULES, GRPOConfig
-from .contract import Sums, TokenInputs
-from .sampling_mask import SamplingMask
-from .validate import (
+from .checks.arguments import (
     check_config,
     check_scalar,
     check_tensor,
@@ -22,6 +19,9 @@ from .validate import (
     num_sequences_of,
     temperature_per_token,
 )
+from .config import DEFAULT_CONFIG, SURROGATE_RULES, GRPOConfig
+from .contract import Sums, TokenInputs
+from .sampling_mask import SamplingMask
 
 _PER_TOKEN = ("completion_mask", "old_logps", "ref_logps", "rollout_weights", "rollout_logps")
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from .backends import choose_backend
+from .checks.arguments import check_head, check_token_tensor, refuse_transforms, temperature_per_token
+from .checks.sharded import full_weight
 from .config import check_flag, check_logit_transform
 from .engine.autocast import products_dtype
 from .engine.logps_op import LogpsCall, logps_from_hidden
 from .engine.shared import wanted
 from .engine.vocab_parallel import agree, announced_errors, check_group
 from .sampling_mask import SamplingMask, check_sampling_mask
-from .sharded import full_weight
-from .validate import check_head, check_token_tensor, refuse_transforms, temperature_per_token
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

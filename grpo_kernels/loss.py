@@ -10,20 +10,7 @@ import torch
 from torch import Tensor
 
 from .backends import choose_backend, get_backend
-from .config import GRPOConfig, check_flag
-from .contract import Backend
-from .engine.autocast import products_dtype
-from .engine.backward import refuse_double_backward, scale_saved_gradients
-from .engine.logits_loss import loss_over_logits
-from .engine.loss_op import LossCall, loss_from_hidden
-from .engine.shared import table_dtype, wanted
-from .engine.token_ops import policy_loss
-from .engine.vocab_parallel import agree, announced_errors, check_group
-from .inputs import LossInputs, LossOptions, check_names, config_of, resolve, takes_loss_options
-from .output import GRPOLossOutput
-from .sampling_mask import SamplingMask, check_sampling_mask
-from .sharded import full_weight
-from .validate import (
+from .checks.arguments import (
     check_accumulate_into,
     check_float,
     check_head,
@@ -36,6 +23,19 @@ from .validate import (
     num_sequences_of,
     refuse_transforms,
 )
+from .checks.sharded import full_weight
+from .config import GRPOConfig, check_flag
+from .contract import Backend
+from .engine.autocast import products_dtype
+from .engine.backward import refuse_double_backward, scale_saved_gradients
+from .engine.logits_loss import loss_over_logits
+from .engine.loss_op import LossCall, loss_from_hidden
+from .engine.shared import table_dtype, wanted
+from .engine.token_ops import policy_loss
+from .engine.vocab_parallel import agree, announced_errors, check_group
+from .inputs import LossInputs, LossOptions, check_names, config_of, resolve, takes_loss_options
+from .output import GRPOLossOutput
+from .sampling_mask import SamplingMask, check_sampling_mask
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

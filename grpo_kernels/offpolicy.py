@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .checks.arguments import check_float, check_number, check_numbers, check_tensor, check_token_tensor
 from .names import EXPONENT_LIMIT, LEVELS
-from .validate import check_float, check_number, check_numbers, check_tensor, check_token_tensor
 
 
 def rollout_weights(

@@ -10,6 +10,16 @@ import torch
 from torch import Tensor
 
 from .backends import choose_backend, get_backend
+from .checks.arguments import (
+    check_head,
+    check_temperature,
+    check_token_tensor,
+    check_values,
+    num_sequences_of,
+    refuse_transforms,
+    temperature_per_token,
+)
+from .checks.sharded import full_weight
 from .config import GRPOConfig, check_flag, check_logit_transform
 from .contract import Backend, Rows, TokenValues, no_values
 from .engine.autocast import products_dtype
@@ -20,16 +30,6 @@ from .engine.lm_head import LMHead
 from .engine.products import settled_precision
 from .engine.shared import make_head, make_scorer, table_dtype, token_mask, wanted
 from .sampling_mask import SamplingMask, check_sampling_mask
-from .sharded import full_weight
-from .validate import (
-    check_head,
-    check_temperature,
-    check_token_tensor,
-    check_values,
-    num_sequences_of,
-    refuse_transforms,
-    temperature_per_token,
-)
 
 CHUNK_LEVELS = ("token", "sequence")  # what a chunk is made of
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .plain import check_plain
-from .validate import check_kept_ids
+from .checks.arguments import check_kept_ids
+from .checks.plain import check_plain
 
 
 @dataclass(frozen=True, eq=False)

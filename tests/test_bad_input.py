@@ -11,7 +11,7 @@ import torch
 from helpers import make_batch, off_policy
 
 import grpo_kernels as gk
-from grpo_kernels import validate
+from grpo_kernels.checks import arguments as validate
 
 CPU = torch.device("cpu")
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import grpo_kernels as gk
+from grpo_kernels.checks.arguments import check_config
 from grpo_kernels.config import SURROGATE_RULES, Surrogate
-from grpo_kernels.validate import check_config
 
 TENSORS = {
     "temperature": torch.full((4, 6), 0.8),

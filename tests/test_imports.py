@@ -17,9 +17,9 @@ PACKAGE = ROOT / "grpo_kernels"
 COMPILED = ("_cpu", "_cuda")
 # From the ground up. A room is a folder, or a module beside the folders; it imports from its own floor and those below.
 FLOORS = (
-    ("names", "plain", "sharded", "logit_transform"),
+    ("names", "logit_transform"),
     ("config", "contract"),
-    ("validate", "reference", "sampling_mask"),
+    ("checks", "reference", "sampling_mask"),
     ("backends",),
     ("engine",),
     ("advantages", "inputs", "metrics", "offpolicy", "output"),

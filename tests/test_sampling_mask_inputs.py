@@ -10,7 +10,8 @@ from helpers import MASK_WAYS, set_mask_way
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_kernels import SamplingMask, validate
+from grpo_kernels import SamplingMask
+from grpo_kernels.checks import arguments as validate
 from grpo_kernels.engine import kept
 from grpo_kernels.reference import reference_grpo_loss
 

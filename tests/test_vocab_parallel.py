@@ -34,7 +34,7 @@ from option_space import POINTS, build, choose, size_of_loss
 from torch import Tensor, distributed
 
 import grpo_kernels as gk
-from grpo_kernels import validate
+from grpo_kernels.checks import arguments as validate
 from grpo_kernels.config import PRESETS
 from grpo_kernels.engine import kept
 from grpo_kernels.integrations.sequence_parallel import gather_tokens

@@ -29,8 +29,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..checks.arguments import check_kept_ids, checks_values
 from ..contract import KeptIds, KeptPairs, LogitChunk, RowGradients, Rows, TokenValues, no_values
-from ..validate import check_kept_ids, checks_values
 from .lm_head import LMHead
 from .memory import Chunk
 from .vocab_parallel import VocabSlice

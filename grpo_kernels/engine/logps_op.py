@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ..backends import get_backend
+from ..checks.arguments import check_temperature, check_values
+from ..checks.plain import check_gathered
 from ..contract import TokenValues, no_values
-from ..plain import check_gathered
-from ..validate import check_temperature, check_values
 from .backward import refuse_double_backward
 from .chunks import Scorer, add_mask
 from .kept import KeptLogits, make_token_mask

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ..backends import get_backend
+from ..checks.arguments import check_token_values, check_values
 from ..config import GRPOConfig, config_from_key
 from ..contract import Backend, TokenInputs
-from ..validate import check_token_values, check_values
 from .backward import FinishedGradients, refuse_double_backward, scale_saved_gradients, times, waiting_dtype
 from .chunks import run
 from .kept import make_token_mask

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ..backends import get_backend
+from ..checks.arguments import check_offsets, check_rewards_finite, check_token_values
 from ..config import config_from_key
 from ..contract import Sums, TokenInputs
 from ..names import FIELD, MASK_SUMS
-from ..validate import check_offsets, check_rewards_finite, check_token_values
 from .backward import refuse_double_backward, times
 from .chunks import evaluate
 from .plan import make_plan

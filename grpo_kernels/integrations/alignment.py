@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..checks.plain import check_plain
 from ..logps import fused_logps
-from ..plain import check_plain
 from .lm_head import HeadInputs, lm_head_inputs
 from .transformers import CausalLM, forward_inputs, fused_forward, head_logits, own_logits, take_apart
 

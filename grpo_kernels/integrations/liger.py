@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..checks.plain import check_plain
 from ..config import PRESETS, SURROGATE_RULES, GRPOConfig
 from ..logps import fused_logps
 from ..loss import fused_grpo_loss
 from ..names import Level
-from ..plain import check_plain
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from ..plain import check_gathered, is_quantised
+from ..checks.plain import check_gathered, is_quantised
 
 
 class HeadInputs(NamedTuple):

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, distributed
 
+from ..checks.plain import check_plain
 from ..engine.vocab_parallel import check_group, exchange
-from ..plain import check_plain
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..checks.arguments import checks_values
+from ..checks.plain import check_plain
 from ..config import DEFAULT_CONFIG, GRPOConfig
 from ..loss import fused_grpo_loss
-from ..plain import check_plain
-from ..validate import checks_values
 from . import LogitTransform, logit_transform
 from .lm_head import HeadInputs, lm_head_inputs
 

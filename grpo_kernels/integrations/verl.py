@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks.plain import check_plain
 from ..config import GRPOConfig
 from ..logps import fused_logps
 from ..loss import grpo_loss_from_logps
 from ..names import Aggregation
-from ..plain import check_plain
 
 if importlib.util.find_spec("verl") is None:
     raise ImportError("grpo_kernels.integrations.verl needs verl: pip install verl")

@@ -85,7 +85,7 @@ def _refuse_subclass(name: str, x: Tensor) -> None:
 
 
 def _instead_of_dtensor(name: str) -> str:
-    """What to pass for a sharded tensor. Weights come here with vocab_parallel_group alone: see sharded.py."""
+    """What to pass for a sharded tensor. Weights come here with vocab_parallel_group alone: see checks/sharded.py."""
     if name not in WEIGHTS:
         return (
             f"pass {name}.to_local() where each rank computes the loss of its own tokens (sharded along the batch), "

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .config import LARGEST, GRPOConfig, shown
+from ..config import LARGEST, GRPOConfig, shown
 from .plain import PLAIN, check_gathered, check_plain, refuse_quantised
 
 if TYPE_CHECKING:
-    from .contract import TokenInputs
+    from ..contract import TokenInputs
 
 _REFERENCES = {
     "fused_grpo_loss": "reference_grpo_loss",
