@@ -1,13 +1,12 @@
 """Fused GRPO losses from hidden states: exact, in one chunk of logits. See the README, or `help(fused_grpo_loss)`."""
 
-from .advantages import group_advantages, process_advantages
 from .backends import available_backends
 from .config import GRPOConfig, available_presets
 from .logps import fused_logps
 from .loss import fused_grpo_loss, grpo_loss_from_logits, grpo_loss_from_logps
-from .offpolicy import entropy_quantile, rollout_weights
 from .output import GRPOLossOutput
 from .policy import PolicyChunk, fused_policy_loss
+from .rewards import entropy_quantile, group_advantages, process_advantages, rollout_weights
 from .sampling_mask import SamplingMask
 
 __version__ = "0.1.0"

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, TypedDict, TypeVar, cast
 import torch
 from torch import Tensor
 
-from .advantages import Groups, check_rewards, group_statistics, resolve_groups
 from .checks.arguments import (
     check_config,
     check_scalar,
@@ -21,6 +20,7 @@ from .checks.arguments import (
 )
 from .config import DEFAULT_CONFIG, SURROGATE_RULES, GRPOConfig
 from .contract import Sums, TokenInputs
+from .rewards import Groups, check_rewards, group_statistics, resolve_groups
 from .sampling_mask import SamplingMask
 
 _PER_TOKEN = ("completion_mask", "old_logps", "ref_logps", "rollout_weights", "rollout_logps")

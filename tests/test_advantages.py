@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_kernels.advantages import group_statistics, resolve_groups
 from grpo_kernels.names import LEVELS
+from grpo_kernels.rewards import group_statistics, resolve_groups
 
 CONVENTIONS = {"TRL": (1, 1e-4), "verl": (1, 1e-6), "paper": (0, 1e-8)}
 

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..advantages import group_advantages, process_advantages
 from ..config import GRPOConfig
-from ..offpolicy import rollout_weights
+from ..rewards import group_advantages, process_advantages, rollout_weights
 from ..sampling_mask import SamplingMask
 from . import RunError
 from .arguments import TrainArguments
