@@ -22,7 +22,7 @@ FLOORS = (
     ("checks", "reference", "sampling_mask"),
     ("backends",),
     ("engine",),
-    ("inputs", "metrics", "output", "rewards"),
+    ("inputs", "output", "rewards"),
     ("logps", "loss", "policy"),
     ("__init__",),
     ("integrations",),
