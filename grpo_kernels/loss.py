@@ -29,9 +29,8 @@ from .contract import Backend
 from .engine.autocast import products_dtype
 from .engine.backward import refuse_double_backward, scale_saved_gradients
 from .engine.logits_loss import loss_over_logits
-from .engine.loss_op import LossCall, loss_from_hidden
+from .engine.loss_op import LossCall, loss_from_hidden, policy_loss
 from .engine.shared import table_dtype, wanted
-from .engine.token_ops import policy_loss
 from .engine.vocab_parallel import agree, announced_errors, check_group
 from .inputs import LossInputs, LossOptions, check_names, config_of, resolve, takes_loss_options
 from .output import GRPOLossOutput

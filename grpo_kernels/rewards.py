@@ -18,7 +18,7 @@ from .checks.arguments import (
     check_token_tensor,
     checks_values,
 )
-from .engine import token_ops
+from .engine import loss_op
 from .names import ADVANTAGE_BASELINES, ADVANTAGE_SCALES, EXPONENT_LIMIT, LEVELS
 
 
@@ -91,7 +91,7 @@ def group_statistics(
         if smallest == 1:
             raise ValueError("a group of one completion has no standard deviation: scale='group' needs groups of >= 2")
     numbers = scale, baseline, ddof, float(eps), nan_is_no_verdict
-    return GroupStatistics(*token_ops.group_statistics(rewards, groups.index, groups.count, *numbers, name))
+    return GroupStatistics(*loss_op.group_statistics(rewards, groups.index, groups.count, *numbers, name))
 
 
 def process_advantages(

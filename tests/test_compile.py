@@ -9,7 +9,7 @@ from helpers import Batch, make_batch, off_policy
 from torch._library.custom_ops import CustomOpDef
 
 import grpo_kernels as gk
-from grpo_kernels.engine import logps_op, loss_op, token_ops
+from grpo_kernels.engine import logps_op, loss_op
 from grpo_kernels.engine.plan import TokenInputs
 from grpo_kernels.engine.shared import table_dtype
 
@@ -210,10 +210,7 @@ def samples(dtype: torch.dtype) -> dict[str, tuple]:
 
 
 OPERATORS = {
-    name: x
-    for module in (loss_op, logps_op, token_ops)
-    for name, x in vars(module).items()
-    if isinstance(x, CustomOpDef)
+    name: x for module in (loss_op, logps_op) for name, x in vars(module).items() if isinstance(x, CustomOpDef)
 }
 
 
