@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 from torch import Tensor
 
-from .backends import choose_backend, get_backend
+from .backends import choose_backend
 from .checks.arguments import (
     check_accumulate_into,
     check_float,
@@ -24,15 +23,13 @@ from .checks.arguments import (
     refuse_transforms,
 )
 from .checks.sharded import full_weight
-from .config import GRPOConfig, check_flag
-from .contract import Backend
+from .config import check_flag
 from .engine.autocast import products_dtype
-from .engine.backward import refuse_double_backward, scale_saved_gradients
-from .engine.logits_loss import loss_over_logits
+from .engine.logits_loss import LogitsCall, loss_from_logits
 from .engine.loss_op import LossCall, loss_from_hidden, policy_loss
 from .engine.shared import table_dtype, wanted
 from .engine.vocab_parallel import agree, announced_errors, check_group
-from .inputs import LossInputs, LossOptions, check_names, config_of, resolve, takes_loss_options
+from .inputs import LossOptions, check_names, config_of, resolve, takes_loss_options
 from .output import GRPOLossOutput
 from .sampling_mask import SamplingMask, check_sampling_mask
 
@@ -229,45 +226,6 @@ def grpo_loss_from_logits(
     check_token_values(inputs.tokens)
     if inplace and logits.is_leaf and logits.requires_grad:
         raise ValueError("inplace=True would overwrite a leaf that requires a gradient; pass the output of the lm_head")
-    call = _LogitsCall(completion_ids, inputs, config, get_backend(name), wanted(logits)[0], inplace)
-    loss, logps, entropy, numbers = _LossOverLogits.apply(logits, call)
+    call = LogitsCall(completion_ids, inputs.tokens, inputs.num_groups, config, name, wanted(logits)[0], inplace)
+    loss, logps, entropy, numbers = loss_from_logits(logits, call)
     return GRPOLossOutput(loss, logps.detach(), entropy, config, inputs, numbers)
-
-
-class _LogitsCall(NamedTuple):
-    completion_ids: Tensor
-    inputs: LossInputs
-    config: GRPOConfig
-    backend: Backend
-    wants_gradient: bool
-    inplace: bool
-
-
-class _LossOverLogits(torch.autograd.Function):
-    """An autograd.Function, because a custom operator must not return the memory of its input."""
-
-    @staticmethod
-    def forward(ctx, logits, call):
-        flat = logits.detach().reshape(-1, logits.shape[-1])
-        reused = call.inplace and flat.data_ptr() == logits.data_ptr() and flat.stride(-1) == 1
-        reused = reused and (flat.stride(0) >= flat.shape[1] or flat.shape[0] <= 1)  # rows that share memory cannot
-        masked = call.inputs.tokens.kept_ids is not None  # logits of other ids become -inf
-        if ((call.wants_gradient or masked) and not reused) or flat.stride(-1) != 1:
-            flat = flat.clone(memory_format=torch.contiguous_format)
-        results, gradients = loss_over_logits(
-            flat, call.completion_ids, call.inputs.tokens, call.inputs.num_groups, call.config, call.backend,
-            gradients=call.wants_gradient,
-        )  # fmt: skip
-        if gradients is not None:
-            if reused:
-                torch.autograd.graph.increment_version(logits)
-            ctx.gradients = replace(gradients, tensors=[flat.view(logits.shape)])
-        ctx.mark_non_differentiable(*results[1:])
-        ctx.set_materialize_grads(False)
-        return results
-
-    @staticmethod
-    def backward(ctx, g_loss, *_):
-        refuse_double_backward("grpo_loss_from_logits")
-        gradient = None if g_loss is None else scale_saved_gradients(ctx, "grpo_loss_from_logits", g_loss)[0]
-        return gradient, None

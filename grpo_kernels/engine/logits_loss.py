@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from ..backends import get_backend
 from ..config import GRPOConfig
-from ..contract import Backend, TokenInputs
-from .backward import FinishedGradients
+from ..contract import TokenInputs
+from .backward import FinishedGradients, refuse_double_backward, scale_saved_gradients
 from .chunks import run
 from .kept import make_token_mask
 from .lm_head import GivenLogits
@@ -15,23 +19,59 @@ from .plan import make_plan
 from .shared import is_capturing, table_dtype
 
 
-def loss_over_logits(
-    logits: Tensor,
-    completion_ids: Tensor,
-    tokens: TokenInputs,
-    num_groups: int,
-    config: GRPOConfig,
-    kernels: Backend,
-    *,
-    gradients: bool,
-) -> tuple[tuple[Tensor, ...], FinishedGradients | None]:
-    """((loss, logps, entropy, numbers of Sums), gradient); with `gradients` it replaces `logits` (N, V).
+class LogitsCall(NamedTuple):
+    """What a call computes, besides the logits."""
+
+    completion_ids: Tensor
+    tokens: TokenInputs
+    num_groups: int
+    config: GRPOConfig
+    backend: str
+    wants_gradient: bool
+    inplace: bool  # the gradient replaces the logits, if their memory allows it
+
+
+def loss_from_logits(logits: Tensor, call: LogitsCall) -> tuple[Tensor, ...]:
+    """(loss, logps, entropy, numbers of Sums) from logits (B, T, V) or (N, V); the loss is differentiable in them."""
+    return _LossFromLogits.apply(logits, call)
+
+
+class _LossFromLogits(torch.autograd.Function):
+    """An autograd.Function, because a custom operator must not return the memory of its input."""
+
+    @staticmethod
+    def forward(ctx, logits, call):
+        flat = logits.detach().reshape(-1, logits.shape[-1])
+        reused = call.inplace and flat.data_ptr() == logits.data_ptr() and flat.stride(-1) == 1
+        reused = reused and (flat.stride(0) >= flat.shape[1] or flat.shape[0] <= 1)  # rows that share memory cannot
+        masked = call.tokens.kept_ids is not None  # logits of other ids become -inf
+        if ((call.wants_gradient or masked) and not reused) or flat.stride(-1) != 1:
+            flat = flat.clone(memory_format=torch.contiguous_format)
+        results, gradients = _compute(flat, call)
+        if gradients is not None:
+            if reused:
+                torch.autograd.graph.increment_version(logits)
+            ctx.gradients = replace(gradients, tensors=[flat.view(logits.shape)])
+        ctx.mark_non_differentiable(*results[1:])
+        ctx.set_materialize_grads(False)
+        return results
+
+    @staticmethod
+    def backward(ctx, g_loss, *_):
+        refuse_double_backward("grpo_loss_from_logits")
+        gradient = None if g_loss is None else scale_saved_gradients(ctx, "grpo_loss_from_logits", g_loss)[0]
+        return gradient, None
+
+
+def _compute(logits: Tensor, call: LogitsCall) -> tuple[tuple[Tensor, ...], FinishedGradients | None]:
+    """(results, gradient); where one is wanted it replaces `logits` (N, V).
 
     Every row is computed where it lies: rows that cannot have a gradient get zeros, and nothing is copied.
     """
+    tokens, ids, gradients, kernels = call.tokens, call.completion_ids, call.wants_gradient, get_backend(call.backend)
     with torch.no_grad():
         dtype = table_dtype(logits.dtype)
-        plan = make_plan(tokens, completion_ids, config, num_groups, kernels, static_shapes=True, dtype=dtype)
+        plan = make_plan(tokens, ids, call.config, call.num_groups, kernels, static_shapes=True, dtype=dtype)
         if gradients and tokens.completion_mask is not None:
             _clear_rows(logits, ~plan.tokens.scored)  # padding may hold NaN, which no coefficient of 0 would hide
         head = GivenLogits(logits)
@@ -39,7 +79,7 @@ def loss_over_logits(
             tokens.kept_ids, tokens.kept_counts, logits.shape[1], is_static=is_capturing(logits.device)
         )
         values, sums = run(head, plan, kernels, gradients=gradients, static_shapes=True, sampling_mask=mask)
-        columns = values.columns.view(len(values.columns), *completion_ids.shape)
+        columns = values.columns.view(len(values.columns), *ids.shape)
     results = sums.loss.clone(), columns[0], columns[1], sums.numbers
     if not gradients:
         return results, None
