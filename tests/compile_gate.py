@@ -282,12 +282,9 @@ def new_budget(found: Mapping[Name, Found], old: Mapping[str, Mapping[str, Any]]
 
 
 def budget_text(version: str, budget: Mapping[str, Mapping[str, Any]]) -> str:
-    """JSON with a line per kernel and target, for differences that read well."""
-    entries = []
-    for name, targets in budget.items():
-        lines = [f"    {json.dumps(target)}: {json.dumps(numbers)}" for target, numbers in targets.items()]
-        entries.append(f"  {json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n  }")
-    return f'{{"triton": {json.dumps(version)}, "kernels": {{\n' + ",\n".join(entries) + "\n}}\n"
+    """JSON with a line per kernel, for differences that read well."""
+    lines = [f"{json.dumps(name)}: {json.dumps(targets)}" for name, targets in budget.items()]
+    return f'{{"triton": {json.dumps(version)}, "kernels": {{\n' + ",\n".join(lines) + "\n}}\n"
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

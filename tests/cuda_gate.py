@@ -263,12 +263,9 @@ def new_budget(found: Mapping[Name, Found]) -> dict[str, dict[str, Any]]:
 
 
 def budget_text(compiler: str, budget: Mapping[str, Mapping[str, Any]]) -> str:
-    """JSON with a line per kernel and architecture, for differences that read well."""
-    entries = []
-    for name, targets in budget.items():
-        lines = [f"    {json.dumps(target)}: {json.dumps(numbers)}" for target, numbers in targets.items()]
-        entries.append(f"  {json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n  }")
-    return f'{{"compiler": {json.dumps(compiler)}, "kernels": {{\n' + ",\n".join(entries) + "\n}}\n"
+    """JSON with a line per kernel, for differences that read well."""
+    lines = [f"{json.dumps(name)}: {json.dumps(targets)}" for name, targets in budget.items()]
+    return f'{{"compiler": {json.dumps(compiler)}, "kernels": {{\n' + ",\n".join(lines) + "\n}}\n"
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
