@@ -25,7 +25,7 @@ from grpo_kernels.backends.compiled.cpu import CpuBackend
 from grpo_kernels.contract import chunk_row_stride
 from grpo_kernels.engine import lm_head, memory
 from grpo_kernels.engine.lm_head import LMHead, Rows
-from grpo_kernels.engine.products import cpu_multiplies, dhidden_rows
+from grpo_kernels.engine.products import cpu_multiplies
 
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")  # of a GPU, sizes alone
 FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
@@ -311,27 +311,12 @@ def test_nothing_beyond_a_row_of_gradients_reaches_a_product(seed, backend):
     assert all(x.isfinite().all() for x in found.grads.values())
 
 
-def test_dhidden_in_pieces_only_where_two_threads_gain_by_it():
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        assert [dhidden_rows(count, 576) for count in (0, 511, 512, 1024, 1280, 1281)] == [0, 511, 256, 342, 320, 1281]
-        assert [dhidden_rows(1024, width) for width in (512, 640, 641)] == [1024, 342, 1024]
-        torch.set_num_threads(1)
-        assert dhidden_rows(1024, 576) == 1024
-    finally:
-        torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize("chunk_rows", [None, 16, 5])  # one chunk, a few into a 16-bit sum, many into float32
 @pytest.mark.parametrize("has_amx", [False, True])
 def test_products_of_bfloat16_with_and_without_amx(monkeypatch, has_amx, chunk_rows):
-    """What is added to dweight is h^T dlogits, transposed, or dlogits^T h; dhidden is computed in pieces, or at once:
-    the processor decides, and no machine has both kinds."""
-    calls, pieces = [], []
+    """What is added to dweight is h^T dlogits, transposed, or dlogits^T h: the processor decides."""
+    calls = []
     monkeypatch.setattr(get_backend("cpu"), "has_amx", has_amx)
-    monkeypatch.setattr(lm_head, "dhidden_rows", lambda count, width: min(count, 7))
-    call_counter(monkeypatch, Tensor, "addmm_", pieces, lambda total, rows, weight: len(rows))
     call_counter(monkeypatch, CpuBackend, "add_transposed", calls, lambda *arguments, add: add)
     batch, config = make_batch(3, sequences=8).head_as(BFLOAT), gk.GRPOConfig(chunk_rows=chunk_rows)
     exact, eager = reference(batch, config), reference(batch, config, BFLOAT)
@@ -341,7 +326,6 @@ def test_products_of_bfloat16_with_and_without_amx(monkeypatch, has_amx, chunk_r
         assert ours <= eagers, name
     assert (False in calls) == (has_amx and chunk_rows == 5)
     assert (True in calls) == (has_amx and chunk_rows is not None)
-    assert (max(pieces) <= 7) == (has_amx or chunk_rows == 5)
 
 
 @pytest.mark.parametrize("way", WAYS)

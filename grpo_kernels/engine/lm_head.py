@@ -32,7 +32,7 @@ from ..contract import Backend, RowGradients, Rows
 from .backward import FinishedGradients, power_of_two_scale, waiting_dtype
 from .dweight import WeightGradient, pieces
 from .memory import Capacity, Chunk, Scratch, chunk_sizes, visited
-from .products import PIECE_ROWS, SPLIT_SUM_ELEMENTS, cpu_multiplies, dhidden_rows, product, returns_float32
+from .products import PIECE_ROWS, SPLIT_SUM_ELEMENTS, cpu_multiplies, product, returns_float32
 from .vocab_parallel import VocabSlice
 
 # Rows of W in one float32 product of the forward pass on a CPU: 512 hidden rows against 1,024 take up to 9 % less time
@@ -291,7 +291,7 @@ class LMHead:
             start = (error[:, None] * self.weight[ids]).to(dlogits.dtype)
             if len(places) < rows.count:
                 start = start.new_zeros(rows.count, start.shape[1]).index_copy_(0, places, start)
-            self._put_dhidden(rows, self._add_times_weight(start, dlogits))
+            self._put_dhidden(rows, start.addmm_(dlogits, self.weight))
         if self.wants[2]:
             self.add_dbias(dlogits.sum(0, dtype=torch.float32).index_add_(0, ids, error))
         if self.wants[1]:
@@ -345,15 +345,6 @@ class LMHead:
             return dtype
         split = count * self.weight.shape[1] < SPLIT_SUM_ELEMENTS
         return torch.float32 if split or self.waiting_dtypes[0] == torch.float32 else dtype
-
-    def _add_times_weight(self, start: Tensor, dlogits: Tensor) -> Tensor:
-        """start (C, H), to which dlogits W is added, in bfloat16 on a CPU."""
-        count = dlogits.shape[0]
-        if self.backend.has_amx:
-            count = dhidden_rows(count, start.shape[1])
-        for part, rows in zip(start.split(count), dlogits.split(count), strict=True):
-            part.addmm_(rows, self.weight)
-        return start
 
     def _times_weight(self, dlogits: Tensor, out: Tensor | None = None) -> Tensor:
         """dlogits W (C, H)."""

@@ -111,18 +111,6 @@ def transposed_columns(width: int) -> int:
     return max(1, 2**21 // (64 * width)) * 64 + 32
 
 
-def dhidden_rows(count: int, width: int) -> int:
-    """Rows in one product dlogits W (count, width) of bfloat16 on a CPU with AMX.
-
-    oneDNN leaves the second of two threads without work where the width is 576 or 640 and the rows are 512 to 1,280:
-    pieces of 352 rows take 0.57 to 0.66 of the time. At other sizes pieces are faster for some numbers of rows and up
-    to 1.4 times as slow for others, with one thread always slower. More than two threads were not measured.
-    """
-    if torch.get_num_threads() != 2 or not (512 < width <= 640 and 512 <= count <= 1280):
-        return count
-    return -(-count // -(-count // 352))
-
-
 _lock, _depth, _restore = threading.Lock(), 0, False
 _NOTHING_TO_SETTLE = nullcontext()
 _matmul = torch.backends.cuda.matmul
