@@ -179,20 +179,23 @@ def run(
     if sampling_mask is not None:
         kept, added = add_mask(scorer, sampling_mask, tokens.scored)
         visit = _without(visit, kept, plan)
+    if kept is not None:
+        kept.score(None)
+    index = None if kept is None else cast(KeptLogits, kept.head).index  # of tokens with few kept ids
     if plan.whole_sequences:
-        _run_sequences(scorer, plan, visit, gradients=gradients, static_shapes=static_shapes, kept=kept)
-    elif gradients:
-        anchored = head.strategy == "anchored" and not plan.entropy_has_gradient and scorer.mask is None
-        (scorer.anchored if anchored else scorer.single_pass)(visit.active, table)
-        if visit.rest is not None:
-            scorer.evaluate(visit.rest, table)
-        if kept is not None:
-            kept.single_pass(None, table)
+        _run_sequences(scorer, plan, visit, gradients=gradients, static_shapes=static_shapes, kept=index)
     else:
-        scorer.evaluate(visit.active, table)
-        if kept is not None:
-            kept.evaluate(None, table)
+        if gradients:
+            anchored = head.strategy == "anchored" and not plan.entropy_has_gradient and scorer.mask is None
+            (scorer.anchored if anchored else scorer.single_pass)(visit.active, table)
+            if visit.rest is not None:
+                scorer.evaluate(visit.rest, table)
+        else:
+            scorer.evaluate(visit.active, table)
+        if index is not None:
+            backend.token_objective(Rows(0, len(index), index), table, tokens.values, plan.params)
     if kept is not None and gradients:
+        kept.gradient(*_coefficients(plan), static_shapes=True)
         cast(KeptLogits, kept.head).finish()
     if sampling_mask is not None:
         masked = (tokens.scored & (sampling_mask.counts > 0)).sum().to(added.dtype)
@@ -280,11 +283,9 @@ def _everything(plan: Plan) -> _Visit:
 
 
 def _run_sequences(
-    scorer: Scorer, plan: Plan, visit: _Visit, *, gradients: bool, static_shapes: bool, kept: Scorer | None
+    scorer: Scorer, plan: Plan, visit: _Visit, *, gradients: bool, static_shapes: bool, kept: Tensor | None
 ) -> None:
-    """The ways of tokens whose gradient depends on their sequence."""
-    if kept is not None:
-        kept.score(None)
+    """The ways of tokens whose gradient depends on their sequence; those of `kept` (C,) int64 are scored already."""
     tokens, backend, lengths = plan.tokens, scorer.backend, visit.lengths
     staged = gradients and lengths is not None and max(lengths, default=0) <= scorer.head.sequence_rows
     weight_entropy = tokens.table[FIELD["weight_entropy"]]
@@ -303,15 +304,19 @@ def _run_sequences(
         scorer.score(visit.rest)
     if not staged or visit.rest is not None or kept is not None:
         evaluate(plan, backend)
-    if not gradients or (staged and kept is None):
-        return
-    g_logp, g_entropy = (torch.where(tokens.active, g, 0.0) for g in (tokens.values.g_logp, weight_entropy))
-    if kept is not None:
-        kept.gradient(g_logp, g_entropy, static_shapes=True)
-        index = cast(KeptLogits, kept.head).index
-        g_logp, g_entropy = (g.index_fill(0, index, 0.0) for g in (g_logp, g_entropy))
-    if not staged:
+    if gradients and not staged:
+        g_logp, g_entropy = _coefficients(plan)
+        if kept is not None:
+            g_logp, g_entropy = (g.index_fill(0, kept, 0.0) for g in (g_logp, g_entropy))
         scorer.gradient(g_logp, g_entropy, static_shapes=static_shapes)
+
+
+def _coefficients(plan: Plan) -> tuple[Tensor, Tensor]:
+    """(N,) d loss / d logp and d loss / d entropy, 0 at tokens without a gradient."""
+    tokens = plan.tokens
+    both = tokens.values.g_logp, tokens.table[FIELD["weight_entropy"]]
+    g_logp, g_entropy = (torch.where(tokens.active, g, 0.0) for g in both)
+    return g_logp, g_entropy
 
 
 def packed_chunks(head: LMHead | GivenLogits, packed: Iterable[tuple[Rows, slice]]) -> Iterator[tuple[Chunk, slice]]:
