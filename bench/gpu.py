@@ -304,12 +304,12 @@ DEFAULT_STAGES = ("build", "check", "headline", "events")
 def probe(name: str, device_name: str, shapes: Sequence[str]) -> None:
     import torch
 
-    from grpo_kernels.backends import registered_backends, why_not
+    from grpo_kernels.backends import registered_backends, unavailable_reason
     from grpo_kernels.benchmarks.machine import clocks, environment
 
     device = torch.device(device_name)
     if name == "environment":
-        reasons = {backend: why_not(backend, device) for backend in registered_backends()}
+        reasons = {backend: unavailable_reason(backend, device) for backend in registered_backends()}
         print(json.dumps(environment(device) | {"backends": reasons, "clocks": clocks(device)}, default=str))
         return
     for shape in shapes:

@@ -246,7 +246,7 @@ class Backend(Protocol):
     name: str
     has_amx: bool  # it is a TransposingBackend: it runs on a processor that multiplies tiles of bfloat16
 
-    def why_not(self, device: torch.device) -> str:
+    def unavailable_reason(self, device: torch.device) -> str:
         """Why these kernels cannot run on this device, of a type that the registry has for them; or nothing."""
         ...
 

@@ -13,7 +13,7 @@ from .checks.sharded import full_weight
 from .config import check_flag, check_logit_transform
 from .engine.autocast import products_dtype
 from .engine.logps_op import LogpsCall, logps_from_hidden
-from .engine.shared import wanted
+from .engine.shared import requires_grad_flags
 from .engine.vocab_parallel import agree, announced_errors, check_group
 from .sampling_mask import SamplingMask, check_sampling_mask
 
@@ -80,7 +80,7 @@ def fused_logps(
             kept_counts=None if sampling_mask is None else sampling_mask.counts,
         )  # fmt: skip
     if group is not None:
-        wants = wanted(hidden, weight, bias)
+        wants = requires_grad_flags(hidden, weight, bias)
         call = call._replace(vocab_slice=agree(group, hidden, weight, bias, wants, call.description))
     logps, entropies = logps_from_hidden(hidden, weight, bias, call)
     return logps, entropies if entropy else None

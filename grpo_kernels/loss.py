@@ -27,7 +27,7 @@ from .config import check_flag
 from .engine.autocast import products_dtype
 from .engine.logits_loss import LogitsCall, loss_from_logits
 from .engine.loss_op import LossCall, loss_from_hidden, policy_loss
-from .engine.shared import table_dtype, wanted
+from .engine.shared import requires_grad_flags, table_dtype
 from .engine.vocab_parallel import agree, announced_errors, check_group
 from .inputs import LossOptions, check_names, config_of, resolve, takes_loss_options
 from .output import GRPOLossOutput
@@ -146,7 +146,7 @@ def fused_grpo_loss(
         inputs = resolve(advantages, sampling_mask, options, config, completion_ids, "hidden", name, dtype)
         call = LossCall(
             completion_ids=completion_ids, tokens=inputs.tokens, num_groups=inputs.num_groups, config=config,
-            backend=name, compute_dtype=compute_dtype, wants=wanted(hidden, weight, bias),
+            backend=name, compute_dtype=compute_dtype, wants=requires_grad_flags(hidden, weight, bias),
             accumulate_into=accumulate_into,
         )  # fmt: skip
     if group is not None:
@@ -226,6 +226,7 @@ def grpo_loss_from_logits(
     check_token_values(inputs.tokens)
     if inplace and logits.is_leaf and logits.requires_grad:
         raise ValueError("inplace=True would overwrite a leaf that requires a gradient; pass the output of the lm_head")
-    call = LogitsCall(completion_ids, inputs.tokens, inputs.num_groups, config, name, wanted(logits)[0], inplace)
+    (wants,) = requires_grad_flags(logits)
+    call = LogitsCall(completion_ids, inputs.tokens, inputs.num_groups, config, name, wants, inplace)
     loss, logps, entropy, numbers = loss_from_logits(logits, call)
     return GRPOLossOutput(loss, logps.detach(), entropy, config, inputs, numbers)

@@ -27,8 +27,8 @@ from .engine.backward import FinishedGradients, refuse_double_backward, scale_sa
 from .engine.chunks import CoefficientFn, Scorer, add_mask, packed_chunks, sequence_chunks
 from .engine.kept import KeptLogits, TokenMask, make_token_mask
 from .engine.lm_head import LMHead
-from .engine.products import settled_precision
-from .engine.shared import make_head, make_scorer, table_dtype, token_mask, wanted
+from .engine.products import pinned_matmul_precision
+from .engine.shared import make_head, make_scorer, requires_grad_flags, table_dtype, token_mask
 from .sampling_mask import SamplingMask, check_sampling_mask
 
 CHUNK_LEVELS = ("token", "sequence")  # what a chunk is made of
@@ -129,7 +129,7 @@ def fused_policy_loss(
     call = _Call(
         config=config, completion_ids=completion_ids, completion_mask=completion_mask, cu_seqlens=offsets.long(),
         loss_fn=loss_fn, level=level, entropy=entropy, backend=get_backend(name), compute_dtype=compute_dtype,
-        wants=wanted(hidden, lm_head_weight, lm_head_bias), grad_enabled=torch.is_grad_enabled(),
+        wants=requires_grad_flags(hidden, lm_head_weight, lm_head_bias), grad_enabled=torch.is_grad_enabled(),
         sampling_mask=sampling_mask,
     )  # fmt: skip
     return _PolicyLoss.apply(hidden, lm_head_weight, lm_head_bias, call)
@@ -154,7 +154,7 @@ class _Call:
 class _PolicyLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, call):
-        with settled_precision(hidden.device):
+        with pinned_matmul_precision(hidden.device):
             loss, ctx.gradients = _run(hidden, weight, bias, call)
         return loss
 

@@ -88,10 +88,10 @@ void complete(gk::cuda::HeadArgs& args, Address bias, Address ids, Address tempe
 }
 
 // Exponentials at 0: for log-probabilities alone.
-bool serves_head(Address hidden, int64_t hidden_row_stride, Address weight, int64_t weight_row_stride, int dtype,
-                 int64_t rows, int64_t width, int64_t vocab, Address exponentials, int64_t exponentials_row_stride) {
-    return gk::cuda::serves_head(head_of(hidden, hidden_row_stride, weight, weight_row_stride, dtype, rows, width,
-                                         vocab, exponentials, exponentials_row_stride));
+bool supports_head(Address hidden, int64_t hidden_row_stride, Address weight, int64_t weight_row_stride, int dtype,
+                   int64_t rows, int64_t width, int64_t vocab, Address exponentials, int64_t exponentials_row_stride) {
+    return gk::cuda::supports_head(head_of(hidden, hidden_row_stride, weight, weight_row_stride, dtype, rows, width,
+                                           vocab, exponentials, exponentials_row_stride));
 }
 
 size_t head_workspace(Address hidden, int64_t hidden_row_stride, Address weight, int64_t weight_row_stride, int dtype,
@@ -155,7 +155,7 @@ PYBIND11_MODULE(_cuda, m) {
     m.def("kept_logits", kept_logits);
     m.def("kept_dhidden", kept_dhidden);
     m.def("kept_dweight", kept_dweight);
-    m.def("serves_head", serves_head);
+    m.def("supports_head", supports_head);
     m.def("head_workspace", head_workspace);
     m.def("linear_logp", linear_logp);
     m.def("anchored", anchored);

@@ -131,7 +131,7 @@ def test_a_wrong_backend_fails(broken, capsys, fault):
 
 
 def test_a_backend_that_is_not_there(monkeypatch, capsys):
-    monkeypatch.setattr(check, "why_not", lambda name, device: "it is elsewhere")
+    monkeypatch.setattr(check, "unavailable_reason", lambda name, device: "it is elsewhere")
     assert main(["check", "--backend", "cuda"]) == 1
     assert capsys.readouterr().out.endswith("backend 'cuda' is not available: it is elsewhere\n")
 

@@ -74,14 +74,20 @@ class Machine:
         missing, unfit = self.triton
 
         class Stub:
-            def why_not(self, device):
+            def unavailable_reason(self, device):
                 return unfit
 
         return (None, missing) if missing else (Stub(), "")
 
 
 def forget() -> None:
-    for function in (backends._load, backends.why_not, backends.auto_choice, backends._fastest, backends._warn_once):
+    for function in (
+        backends._load,
+        backends.unavailable_reason,
+        backends.auto_choice,
+        backends._fastest,
+        backends._warn_once,
+    ):
         function.cache_clear()
 
 
@@ -179,7 +185,7 @@ def test_a_device_without_an_image_falls_back_with_one_warning(machine, name):
     capability, facts, sentence = UNFIT[name]
     machine.has(capability=capability, **facts)
     kernels, _ = cuda_backend.load()
-    reason = kernels.why_not(GPU)
+    reason = kernels.unavailable_reason(GPU)
     taken, said = auto()
     assert taken == "triton"
     assert said == [f"grpo_kernels: backend 'cuda' is not available ({reason}); using 'triton'"]
@@ -223,7 +229,7 @@ def test_a_gpu_that_no_table_knows_is_no_error_for_triton(monkeypatch):
     monkeypatch.setattr("grpo_kernels.backends.triton.backend.architecture", lambda device: "sm70")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA T")
-    assert "need compute capability 8.0, NVIDIA T has 7.5" in get_backend("triton").why_not(GPU)
+    assert "need compute capability 8.0, NVIDIA T has 7.5" in get_backend("triton").unavailable_reason(GPU)
 
 
 # --- what it refuses, what it hands over ----------------------------------------------------------------------------
@@ -306,7 +312,7 @@ class Served:
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple]] = []
 
-    def serves_head(
+    def supports_head(
         self, hidden, hidden_row_stride, weight, weight_row_stride, dtype, rows, width, vocab, e, e_row_stride
     ):
         aligned = all(x % 16 == 0 for x in (hidden, 2 * hidden_row_stride, weight, 2 * weight_row_stride))
@@ -316,11 +322,11 @@ class Served:
         return 8
 
     def linear_logp(self, *arguments):
-        assert self.serves_head(*arguments[:10])
+        assert self.supports_head(*arguments[:10])
         self.calls.append(("linear_logp", addresses(arguments)))
 
     def anchored(self, *arguments):
-        assert self.serves_head(*arguments[:10])
+        assert self.supports_head(*arguments[:10])
         self.calls.append(("anchored", addresses(arguments)))
 
 
@@ -392,7 +398,7 @@ def test_arguments_of_the_products(served):
 
 def test_the_binding_takes_as_many_arguments(kernels):
     """The number of parameters in pybind11's signatures, against what the tests above saw."""
-    wanted = {"serves_head": 10, "head_workspace": 10, "linear_logp": 19, "anchored": 22, "scale": 5}
+    wanted = {"supports_head": 10, "head_workspace": 10, "linear_logp": 19, "anchored": 22, "scale": 5}
     for name, count in wanted.items():
         assert getattr(kernels.module, name).__doc__.count("arg") == count, name
 

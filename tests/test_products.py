@@ -181,12 +181,12 @@ def test_threads_that_leave_in_another_order_put_the_switch_back(switch):
     entered, leave = threading.Event(), threading.Event()
 
     def other():
-        with products.settled_precision(torch.device("cpu")):
+        with products.pinned_matmul_precision(torch.device("cpu")):
             entered.set()
             leave.wait(60)
 
     thread = threading.Thread(target=other)
-    with products.settled_precision(torch.device("cpu")):
+    with products.pinned_matmul_precision(torch.device("cpu")):
         thread.start()
         assert entered.wait(60)
     assert not switch.allow_fp16_accumulation  # the other thread is still inside
@@ -199,8 +199,8 @@ def test_a_switch_turned_on_inside_is_off_for_who_comes_later(switch):
     """A user's loss function may turn it on between two products."""
     switch.allow_fp16_accumulation = False
     cpu = torch.device("cpu")
-    with products.settled_precision(cpu):
+    with products.pinned_matmul_precision(cpu):
         switch.allow_fp16_accumulation = True
-        with products.settled_precision(cpu):
+        with products.pinned_matmul_precision(cpu):
             assert not switch.allow_fp16_accumulation
     assert switch.allow_fp16_accumulation

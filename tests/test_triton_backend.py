@@ -35,7 +35,7 @@ def test_what_it_needs_is_said(monkeypatch):
 
 def test_auto_prefers_it_on_a_gpu_and_never_interprets(monkeypatch):
     assert choose_backend("auto", torch.device("cpu"), torch.float32) == "cpu"
-    monkeypatch.setattr(backends, "why_not", lambda name, device: "not here" if name == "cuda" else "")
+    monkeypatch.setattr(backends, "unavailable_reason", lambda name, device: "not here" if name == "cuda" else "")
     monkeypatch.delenv("TRITON_INTERPRET")
     assert choose_backend("auto", torch.device("cuda"), torch.bfloat16) == "triton"
     assert choose_backend("auto", torch.device("cuda"), torch.float64) == "torch"

@@ -55,7 +55,7 @@ struct HeadArgs {
     Params params;
 };
 
-bool serves_head(const HeadArgs& args);  // alignment, type and device allow the two functions below
+bool supports_head(const HeadArgs& args);  // alignment, type and device allow the two functions below
 size_t head_workspace(const HeadArgs& args);
 void linear_logp(const HeadArgs& args, void* workspace, Stream stream);
 void anchored(const HeadArgs& args, void* workspace, Stream stream);

@@ -84,7 +84,7 @@ bool describable(const void* base, int64_t row_stride, int64_t columns) {
 bool countable(int64_t x) { return x > 0 && x <= kMaxRows; }
 
 void require_served(const HeadArgs& args) {
-    if (!serves_head(args))
+    if (!supports_head(args))
         throw std::invalid_argument(
             "the fused head needs bfloat16 or float16, rows at multiples of 16 bytes, and a GPU of compute capability "
             "9.0");
@@ -92,7 +92,7 @@ void require_served(const HeadArgs& args) {
 
 }  // namespace
 
-bool serves_head(const HeadArgs& args) {
+bool supports_head(const HeadArgs& args) {
     return (args.dtype == kBfloat16 || args.dtype == kFloat16) && countable(args.rows) && countable(args.width) &&
            countable(args.vocab) && describable(args.hidden, args.hidden_row_stride, args.width) &&
            describable(args.weight, args.weight_row_stride, args.width) &&

@@ -99,13 +99,13 @@ def candidates(device: torch.device) -> tuple[str, ...]:
 
 
 @cache
-def why_not(name: str, device: torch.device | None = None) -> str:
+def unavailable_reason(name: str, device: torch.device | None = None) -> str:
     """The reason why a backend cannot run on this device, or on any here; or nothing."""
     devices = _REGISTRY[name].devices
     if device is not None and devices is not None and device.type not in devices:
         return f"it serves {' and '.join(devices)} tensors"
     backend, reason = _load(name)
-    return reason if backend is None or device is None else backend.why_not(device)
+    return reason if backend is None or device is None else backend.unavailable_reason(device)
 
 
 @cache
@@ -115,7 +115,7 @@ def auto_choice(device: torch.device, dtype: torch.dtype) -> Choice:
     for name in candidates(device):
         if dtype not in _REGISTRY[name].dtypes:
             continue
-        reason = why_not(name, device)
+        reason = unavailable_reason(name, device)
         if not reason:
             return Choice(name, name == _fastest(device), refused)
         refused[name] = reason
@@ -137,7 +137,7 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> str:
             f"backend={name!r} does not serve {dtype} logits on {device.type}; it serves "
             f"{', '.join(str(t) for t in dtypes)} on {'any device' if devices is None else ', '.join(devices)}"
         )
-    reason = why_not(name, device)
+    reason = unavailable_reason(name, device)
     if reason:
         raise ImportError(f"backend={name!r} is not available: {reason}")
     return name

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ..backends import candidates, why_not
+from ..backends import candidates, unavailable_reason
 from ..benchmarks.reference import relative_error
 from ..config import SURROGATE_RULES, GRPOConfig
 from ..loss import fused_grpo_loss
@@ -75,10 +75,10 @@ def check(backend: str | None = None, *, quick: bool = False) -> bool:
     """Print the environment and a line per backend, device and type. Returns whether all passed."""
     devices = [torch.device("cpu"), *([torch.device("cuda", 0)] if torch.cuda.is_available() else [])]
     wanted = [(name, device) for device in devices for name in (candidates(device) if backend is None else (backend,))]
-    pairs = [(name, device) for name, device in wanted if not why_not(name, device)]
+    pairs = [(name, device) for name, device in wanted if not unavailable_reason(name, device)]
     print(render(collect()) + "\n")
     if not pairs:
-        print(f"backend {backend!r} is not available: {why_not(str(backend), devices[-1])}")
+        print(f"backend {backend!r} is not available: {unavailable_reason(str(backend), devices[-1])}")
         return False
     layout = "{:8}{:8}{:10}{:>8}{:>10}{:>9}{:>8}  {:8}{}".format
     print(layout("backend", "device", "type", "variants", "excess", "allowed", "seconds", "verdict", "worst"))

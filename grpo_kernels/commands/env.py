@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..backends import auto_choice, candidates, registered_backends, why_not
+from ..backends import auto_choice, candidates, registered_backends, unavailable_reason
 from ..backends.compiled.cpu import load as load_cpu
 from ..backends.compiled.cuda import compiled_module, version
 from ..backends.launch import tuned_path
@@ -162,8 +162,8 @@ def _choice(device: torch.device) -> dict[str, Any]:
 def _everywhere(name: str) -> str:
     """Why no device here can use this backend, or nothing."""
     devices = torch.device("cpu"), *(torch.device("cuda", index) for index in range(_gpu_count()))
-    reasons = [why_not(name, device) for device in devices]
-    return "" if "" in reasons else why_not(name) or reasons[-1]
+    reasons = [unavailable_reason(name, device) for device in devices]
+    return "" if "" in reasons else unavailable_reason(name) or reasons[-1]
 
 
 def _processor() -> str:

@@ -18,7 +18,7 @@ from .backward import refuse_double_backward
 from .chunks import Scorer, add_mask
 from .kept import KeptLogits, make_token_mask
 from .lm_head import LMHead
-from .products import settled_precision
+from .products import pinned_matmul_precision
 from .shared import (
     filled,
     is_capturing,
@@ -27,9 +27,9 @@ from .shared import (
     make_head,
     make_scorer,
     no_gradients,
+    requires_grad_flags,
     table_dtype,
     token_mask,
-    wanted,
 )
 from .vocab_parallel import VocabSlice, describe, refuse_traced_slice
 
@@ -72,7 +72,7 @@ def logps_from_hidden(
 ) -> tuple[Tensor, Optional[Tensor]]:
     """(logps, entropy), each of the shape of completion_ids; 0 at masked positions. Differentiable.
 
-    Where the entropy is not wanted, what stands in its place means nothing.
+    Where the entropy is not requires_grad_flags, what stands in its place means nothing.
     """
     if is_traced(hidden):
         refuse_traced_slice(call.vocab_slice)
@@ -91,7 +91,7 @@ def logps_from_hidden(
             compute_dtype=call.compute_dtype,
         )
         return results[:2]
-    if any(wanted(hidden, weight, bias)):
+    if any(requires_grad_flags(hidden, weight, bias)):
         return _Logps.apply(hidden, weight, bias, call)
     if torch.is_grad_enabled():
         with torch.no_grad():
@@ -107,7 +107,7 @@ def _compute(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: Logps
     ids, kernels = call.completion_ids, get_backend(call.backend)
     vocab_size = weight.shape[0] if call.vocab_slice is None else call.vocab_slice.vocab_size
     check_values(ids, call.mask, vocab_size, None)
-    with settled_precision(hidden.device):
+    with pinned_matmul_precision(hidden.device):
         mask, static = token_mask(call.mask), is_capturing(hidden.device)
         if isinstance(call.temperature, Tensor):
             check_temperature(call.temperature, None if mask is None else mask.view(ids.shape))
@@ -168,7 +168,7 @@ def _compute_gradients(
     """
     device = entropy.device
     check_gathered("lm_head_weight", inputs[1])  # it may have been released since the forward
-    with torch.no_grad(), settled_precision(device):
+    with torch.no_grad(), pinned_matmul_precision(device):
         mask, static = token_mask(call.mask), is_capturing(device)
         head = make_head(
             *inputs, get_backend(call.backend), compute_dtype=call.compute_dtype, wants=tuple(wants),

@@ -23,7 +23,7 @@ from .backward import FinishedGradients, refuse_double_backward, scale_saved_gra
 from .chunks import evaluate, run
 from .kept import make_token_mask
 from .plan import Plan, make_plan
-from .products import settled_precision
+from .products import pinned_matmul_precision
 from .shared import is_capturing, is_traced, is_weight_bound, make_head, no_gradients, table_dtype
 from .vocab_parallel import VocabSlice, describe, refuse_traced_slice
 
@@ -82,7 +82,7 @@ def _compute(
     ids, inputs, config = call.completion_ids, call.tokens, call.config
     kernels = get_backend(call.backend)
     vocab_size = weight.shape[0] if call.vocab_slice is None else call.vocab_slice.vocab_size
-    with settled_precision(hidden.device):
+    with pinned_matmul_precision(hidden.device):
         plan, static, keep = _plan(hidden, vocab_size, call, kernels)
         head = make_head(
             hidden, weight, bias, kernels, compute_dtype=call.compute_dtype, wants=tuple(call.wants),

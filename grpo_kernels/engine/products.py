@@ -117,7 +117,7 @@ _matmul = torch.backends.cuda.matmul
 _allows_fp16_accumulation = torch._C._get_cublas_allow_fp16_accumulation  # what its attribute asks, in less time
 
 
-def settled_precision(device: torch.device) -> AbstractContextManager[None]:
+def pinned_matmul_precision(device: torch.device) -> AbstractContextManager[None]:
     """Autocast is off inside, and so is the process-wide switch torch.backends.cuda.matmul.allow_fp16_accumulation.
 
     With that switch on, torch raises where a product is to return float32. The last of several threads to leave puts

@@ -43,7 +43,7 @@ def is_weight_bound(device: torch.device, num_tokens: int) -> bool:
     return device.type != "cpu" and num_tokens <= _WEIGHT_BOUND_TOKENS
 
 
-def wanted(*inputs: Tensor | None) -> tuple[bool, ...]:
+def requires_grad_flags(*inputs: Tensor | None) -> tuple[bool, ...]:
     """Which of them need gradients."""
     if not torch.is_grad_enabled():
         return (False,) * len(inputs)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..checks.plain import check_plain
 from ..logps import fused_logps
 from .lm_head import HeadInputs, lm_head_inputs
-from .transformers import CausalLM, forward_inputs, fused_forward, head_logits, own_logits, take_apart
+from .transformers import CausalLM, forward_inputs, fused_forward, head_logits, own_logits, unwrap_causal_lm
 
 _MODEL_INPUTS = ("input_ids", "attention_mask", "completion_ids", "completion_mask")
 
@@ -44,7 +44,7 @@ def check_alignment(
     that is forgotten or inverted, a softcap, temperature or bias that is forgotten, the base weight of an lm_head with
     adapters. Dropout must be off. Raises what `fused_forward` raises.
     """
-    parts = take_apart(model)
+    parts = unwrap_causal_lm(model)
     if not isinstance(batch, Mapping):
         raise TypeError(f"batch is a {type(batch).__name__}; expected a dict of the tensors of fused_forward")
     others = {name: value for name, value in batch.items() if name not in _MODEL_INPUTS}

@@ -67,7 +67,7 @@ def fused_forward(
     `lm_head_inputs`) or differ from its own; a logit_scale or logit_softcap that contradicts the model's; tensors that
     do not fit.
     """
-    parts = take_apart(model)
+    parts = unwrap_causal_lm(model)
     inputs = forward_inputs(parts, input_ids, attention_mask, completion_ids, model_inputs)
     length = completion_ids.shape[1]
     if completion_mask is None and attention_mask is not None:
@@ -95,7 +95,7 @@ class CausalLM(NamedTuple):
     transform: LogitTransform
 
 
-def take_apart(model: Any) -> CausalLM:
+def unwrap_causal_lm(model: Any) -> CausalLM:
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         for name, config in model.peft_config.items():
             if getattr(config, "is_prompt_learning", False):

@@ -157,7 +157,7 @@ class Trainer:
         begin, rewards = time.perf_counter(), self.made.rewards
         self.made.log.phase("rewards")
         assert rewards is not None
-        with self.ranks.together():
+        with self.ranks.raise_on_all():
             batch = rewards.score(
                 prompts=[c.prompt for c in rows],
                 completions=[self.sampler.text(c.prompt, c.ids) for c in rows],

@@ -79,10 +79,10 @@ def save(made: Run, progress: Progress) -> None:
         (folder / ROLLOUT).write_text(to_lines([replace(c, columns={}, extra={}) for c in progress.rollout]))
 
     try:
-        with made.ranks.together():
+        with made.ranks.raise_on_all():
             if stage:
                 torch.save(partition_states(made.optimizer), list(parts)[made.ranks.index])
-        with made.ranks.together():
+        with made.ranks.raise_on_all():
             if made.accelerator.is_main_process:
                 write_atomically(made.folder / f"checkpoint-{progress.step}", fill)
                 prune(made.folder, made.arguments.save_total_limit, progress.step)

@@ -40,7 +40,7 @@ class Ranks:
         return list(gather_object(rows))
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def raise_on_all(self) -> Iterator[None]:
         """An error of one rank within it becomes an error of all: the others would wait for that rank without end.
 
         Holds no collective operation.

@@ -65,7 +65,7 @@ class Run:
         self.ranks, self.folder = Ranks(use_cpu=a.use_cpu), Path(a.output_dir)
         a.check(self.ranks.count)
         self.accelerator = make_accelerator(a)
-        with self.ranks.together():
+        with self.ranks.raise_on_all():
             self.checkpoint = _claim(self.folder, a, self.ranks.count)
             if self.accelerator.is_main_process:
                 self.unlock = weakref.finalize(self, os.close, _lock(self.folder))
@@ -86,7 +86,7 @@ class Run:
         self.bare_policy: Policy = self.accelerator.unwrap_model(self.policy)
         self.scheduler = _make_scheduler(self.optimizer, a)
         self._score_a_token(tokenizer.pad_token_id, ends[0])
-        with self.ranks.together():
+        with self.ranks.raise_on_all():
             if not a.dry_run:
                 init_trackers(self.accelerator, a)
             if self.accelerator.is_main_process:
@@ -122,7 +122,7 @@ class Run:
     def save_model(self, folder: Path) -> None:
         """The model alone, atomically."""
         state = self.model_state()
-        with self.ranks.together():
+        with self.ranks.raise_on_all():
             if self.accelerator.is_main_process:
                 write_atomically(folder, lambda partial: self.write_model(partial, state))
 

@@ -95,7 +95,7 @@ void head() {
             args.vocab = args.exponentials_row_stride = kVocabularies[0];
             args.dtype = dtype;
             args.params.softcap = softcap;
-            if (!cuda::serves_head(args)) return;
+            if (!cuda::supports_head(args)) return;
             cuda::linear_logp(args, nullptr, nullptr);
             cuda::anchored(args, nullptr, nullptr);
         }

@@ -8,11 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from grpo_kernels.backends.compiled.base import pack
 from grpo_kernels.contract import RowStats
 from grpo_kernels.names import KernelParams
 
 from .build import EMULATOR, HERE, ROOT, build
-from .kernels import DTYPES, empty_stats, packed
+from .kernels import DTYPES, empty_stats
 
 POINTERS = (
     "hidden",
@@ -36,7 +37,7 @@ SIZES = (
     "exponentials_row_stride",
     "table_row_stride",
 )
-PARAMS_BYTES = len(packed(KernelParams()))
+PARAMS_BYTES = len(pack(KernelParams()))
 
 
 class HeadArgs(ctypes.Structure):
@@ -141,5 +142,5 @@ def head_args(
         width=hidden.shape[1],
         vocab=weight.shape[0],
         dtype=DTYPES.index(hidden.dtype),
-        params=(ctypes.c_uint8 * PARAMS_BYTES)(*packed(params)),
+        params=(ctypes.c_uint8 * PARAMS_BYTES)(*pack(params)),
     )

@@ -10,7 +10,7 @@ extern "C" {
 
 size_t gk_head_args_size() { return sizeof(gk::cuda::HeadArgs); }
 
-bool gk_serves_head(const gk::cuda::HeadArgs* args) { return gk::cuda::serves_head(*args); }
+bool gk_serves_head(const gk::cuda::HeadArgs* args) { return gk::cuda::supports_head(*args); }
 
 size_t gk_head_workspace(const gk::cuda::HeadArgs* args) { return gk::cuda::head_workspace(*args); }
 

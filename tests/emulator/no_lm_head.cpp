@@ -6,7 +6,7 @@
 
 namespace gk::cuda {
 
-__attribute__((weak)) bool serves_head(const HeadArgs&) { return false; }
+__attribute__((weak)) bool supports_head(const HeadArgs&) { return false; }
 __attribute__((weak)) size_t head_workspace(const HeadArgs&) { return 0; }
 __attribute__((weak)) void linear_logp(const HeadArgs&, void*, Stream) { throw std::runtime_error("not emulated"); }
 __attribute__((weak)) void anchored(const HeadArgs&, void*, Stream) { throw std::runtime_error("not emulated"); }

@@ -27,7 +27,7 @@ class CpuBackend(CompiledBackend):
         super().__init__(module)
         self.has_amx = module.has_amx()
 
-    def why_not(self, device: torch.device) -> str:
+    def unavailable_reason(self, device: torch.device) -> str:
         return ""
 
     def strategies(self, hidden: Tensor, weight: Tensor) -> tuple[str, ...]:

@@ -35,7 +35,7 @@ class CudaBackend(CompiledBackend):
         super().__init__(module)
         self.device_type = device_type
 
-    def why_not(self, device: torch.device) -> str:
+    def unavailable_reason(self, device: torch.device) -> str:
         """Why these kernels cannot run on this device, or nothing."""
         if device.type != "cuda":
             return ""
@@ -96,10 +96,10 @@ class CudaBackend(CompiledBackend):
         head = ALIGNED, width, weight.data_ptr(), weight.stride(0), self.dtypes[weight.dtype], count, width, vocab
         served, row_stride = ["rows"], chunk_row_stride(vocab, weight.device)
         with _on(weight.device):
-            if self.module.serves_head(*head, 0, 0):
+            if self.module.supports_head(*head, 0, 0):
                 served.append("linear")
             # float16 cannot hold e^(z - z_id)
-            if weight.dtype == torch.bfloat16 and self.module.serves_head(*head, ALIGNED, row_stride):
+            if weight.dtype == torch.bfloat16 and self.module.supports_head(*head, ALIGNED, row_stride):
                 served.append("anchored")
         return best_first("cuda_strategy", tuple(served), weight)
 
@@ -168,7 +168,8 @@ class CudaBackend(CompiledBackend):
             )
 
         found = arguments(hidden)
-        if not self.module.serves_head(*found):  # a view that begins, or whose rows begin, off the alignment; expanded
+        # A view that begins, or whose rows begin, off the alignment, or that is expanded.
+        if not self.module.supports_head(*found):
             hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device).copy_(hidden)
             found = arguments(hidden)
         return hidden, found

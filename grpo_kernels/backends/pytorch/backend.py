@@ -35,7 +35,7 @@ class TorchBackend:
     name = "torch"
     has_amx = False
 
-    def why_not(self, device: torch.device) -> str:
+    def unavailable_reason(self, device: torch.device) -> str:
         return ""
 
     def strategies(self, hidden: Tensor, weight: Tensor) -> tuple[str, ...]:

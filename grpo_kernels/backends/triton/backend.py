@@ -42,7 +42,7 @@ class TritonBackend(KernelBackend):
 
     name = "triton"
 
-    def why_not(self, device: torch.device) -> str:
+    def unavailable_reason(self, device: torch.device) -> str:
         """Why these kernels cannot run on this device, or nothing."""
         if architecture(device) in shipped_table():
             return ""

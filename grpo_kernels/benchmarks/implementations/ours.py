@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from ... import GRPOConfig, fused_grpo_loss, fused_logps
-from ...backends import get_backend, registered_backends, why_not
+from ...backends import get_backend, registered_backends, unavailable_reason
 from ...backends.strategy import STRATEGIES, VARIABLE
 from ..inputs import ADVANTAGE_EPS, EPSILON, Inputs
 from . import Implementation, Result, Step, Unsupported, gradients
@@ -77,7 +77,7 @@ def _of_backend(backend: str, strategy: str | None) -> Implementation:
         f"ours-{backend}" + (f"-{strategy}" if strategy else ""),
         f"ours, backend {backend}" + (f", {strategy}" if strategy else ""),
         functools.partial(_settings, backend=backend, strategy=strategy),
-        unavailable=lambda device, dtype: why_not(backend, device),
+        unavailable=lambda device, dtype: unavailable_reason(backend, device),
     )
 
 
