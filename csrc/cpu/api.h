@@ -40,8 +40,7 @@ struct AddTransposedArgs {
 };
 void add_transposed(const AddTransposedArgs& args, int threads);
 
-void group_statistics(const float* rewards, const int64_t* group_index, int64_t count, int64_t groups, int32_t scale,
-                      int32_t baseline, int64_t ddof, double eps, float* advantages, float* mean, float* std);
+void group_statistics(const RewardArgs& args);
 
 const char* cpu_isa();               // the instruction set in use: avx512, avx2 or baseline
 void set_cpu_isa(const char* name);  // throws std::invalid_argument for an unknown or unsupported one

@@ -46,34 +46,32 @@ double centred(double reward, const Moments& group, int32_t baseline) {
 
 }  // namespace
 
-void group_statistics(const float* rewards, const int64_t* group_index, int64_t count, int64_t groups, int32_t scale,
-                      int32_t baseline, int64_t ddof, double eps, float* advantages, float* mean, float* std) {
-    for (int64_t i = 0; i < count; i++)
-        if (group_index[i] < 0 || group_index[i] >= groups)
+void group_statistics(const RewardArgs& args) {
+    for (int64_t i = 0; i < args.count; i++)
+        if (args.group_index[i] < 0 || args.group_index[i] >= args.groups)
             throw std::invalid_argument("group_index must lie in [0, num_groups)");
 
-    std::vector<Moments> by_group(groups);
+    std::vector<Moments> groups(args.groups);
     Moments batch;
-    for (int64_t i = 0; i < count; i++) {
-        if (isnan(rewards[i])) continue;
-        by_group[group_index[i]].add(rewards[i]);
-        batch.add(rewards[i]);
+    const auto each_valid = [&](void (Moments::*add)(float)) {
+        for (int64_t i = 0; i < args.count; i++) {
+            if (isnan(args.rewards[i])) continue;
+            (groups[args.group_index[i]].*add)(args.rewards[i]);
+            (batch.*add)(args.rewards[i]);
+        }
+    };
+    each_valid(&Moments::add);
+    each_valid(&Moments::add_distance);
+    for (int64_t i = 0; i < args.count; i++) {
+        const Moments& group = groups[args.group_index[i]];
+        const double numerator = isnan(args.rewards[i]) ? 0.0 : centred(args.rewards[i], group, args.baseline);
+        const double deviation = args.scale == kScaleBatch ? batch.std(args.ddof) : group.std(args.ddof);
+        const double divisor = args.scale == kScaleNone ? 1.0 : deviation + args.eps;
+        args.advantages[i] = numerator == 0.0 ? 0.f : static_cast<float>(numerator / divisor);
     }
-    for (int64_t i = 0; i < count; i++) {
-        if (isnan(rewards[i])) continue;
-        by_group[group_index[i]].add_distance(rewards[i]);
-        batch.add_distance(rewards[i]);
-    }
-    for (int64_t i = 0; i < count; i++) {
-        const Moments& group = by_group[group_index[i]];
-        const double numerator = isnan(rewards[i]) ? 0.0 : centred(rewards[i], group, baseline);
-        const double deviation = scale == kScaleBatch ? batch.std(ddof) : group.std(ddof);
-        const double divisor = scale == kScaleNone ? 1.0 : deviation + eps;
-        advantages[i] = numerator == 0.0 ? 0.f : static_cast<float>(numerator / divisor);
-    }
-    for (int64_t g = 0; g < groups; g++) {
-        mean[g] = static_cast<float>(by_group[g].mean());
-        std[g] = static_cast<float>(by_group[g].std(ddof));
+    for (int64_t g = 0; g < args.groups; g++) {
+        args.mean[g] = static_cast<float>(groups[g].mean());
+        args.std[g] = static_cast<float>(groups[g].std(args.ddof));
     }
 }
 

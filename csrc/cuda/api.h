@@ -24,9 +24,7 @@ void sequence_objective(const SequenceArgs& args, Stream stream);
 size_t reduce_workspace(int64_t sequences);
 void reduce(const ReduceArgs& args, void* workspace, Stream stream);
 
-void group_statistics(const float* rewards, const int64_t* group_index, int64_t count, int64_t groups, int32_t scale,
-                      int32_t baseline, int64_t ddof, double eps, float* advantages, float* mean, float* std,
-                      Stream stream);
+void group_statistics(const RewardArgs& args, Stream stream);
 
 // x *= factor, which is read on the device: count elements at any address.
 void scale(void* x, int32_t dtype, int64_t count, const float* factor, Stream stream);

@@ -38,12 +38,12 @@ GK_DEVICE double block_max(double mine) {
 
 // body(i, reward) for this thread's rewards of a group, or of the whole batch.
 template <class Body>
-GK_DEVICE void each_reward(const GroupArgs& args, int64_t group, const Body& body) {
+GK_DEVICE void each_reward(const RewardArgs& args, int64_t group, const Body& body) {
     for (int64_t i = thread_index(); i < args.count; i += block_threads())
         if (group == kWholeBatch || args.group_index[i] == group) body(i, static_cast<double>(args.rewards[i]));
 }
 
-GK_DEVICE Moments moments_of(const GroupArgs& args, int64_t group) {
+GK_DEVICE Moments moments_of(const RewardArgs& args, int64_t group) {
     Moments mine = {0.0, 0.0, infinity(), -infinity(), 0.0};
     each_reward(args, group, [&](int64_t, double reward) {
         if (reward != reward) return;
@@ -69,7 +69,7 @@ GK_DEVICE double centred(double reward, const Moments& group, int32_t baseline) 
     return baseline == kBaselineLeaveOneOut ? distance * group.count / (group.count - 1.0) : distance;
 }
 
-GK_DEVICE void reward_group(const GroupArgs& args) {
+GK_DEVICE void reward_group(const RewardArgs& args) {
     const int64_t index = block_index();
     const Moments group = moments_of(args, index);
     double divisor = group.std(args.ddof) + args.eps;

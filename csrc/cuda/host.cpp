@@ -206,14 +206,10 @@ void reduce(const ReduceArgs& args, void* workspace, Stream stream) {
     launch("gk_reduce_groups", groups, both);
 }
 
-void group_statistics(const float* rewards, const int64_t* group_index, int64_t count, int64_t groups, int32_t scale,
-                      int32_t baseline, int64_t ddof, double eps, float* advantages, float* mean, float* std,
-                      Stream stream) {
-    if (scale < 0 || scale >= kScaleCount || baseline < 0 || baseline >= kBaselineCount)
+void group_statistics(const RewardArgs& args, Stream stream) {
+    if (args.scale < 0 || args.scale >= kScaleCount || args.baseline < 0 || args.baseline >= kBaselineCount)
         throw std::invalid_argument("group_statistics: unknown scale or baseline");
-    if (groups == 0) return;
-    launch("gk_group_statistics", combining(groups, kRewardThreads, stream),
-           GroupArgs{rewards, group_index, advantages, mean, std, count, ddof, eps, scale, baseline});
+    if (args.groups > 0) launch("gk_group_statistics", combining(args.groups, kRewardThreads, stream), args);
 }
 
 // ---- kept ids -------------------------------------------------------------------------------------------------------

@@ -65,6 +65,6 @@ GK_KERNEL(gk_token_objective, TokenArgs, kObjectiveThreads, 4) { objective_of_ro
 GK_KERNEL(gk_sequence_objective, SequenceArgs, kSequenceObjectiveThreads, 2) { evaluate_sequence(args); }
 GK_KERNEL(gk_reduce_sequences, ReduceLaunch, kSequenceThreads, 4) { reduce_sequence(args); }
 GK_KERNEL(gk_reduce_groups, ReduceLaunch, kGroupThreads, 4) { reduce_group(args); }
-GK_KERNEL(gk_group_statistics, GroupArgs, kRewardThreads, 4) { reward_group(args); }
+GK_KERNEL(gk_group_statistics, RewardArgs, kRewardThreads, 4) { reward_group(args); }
 
 }  // namespace gk::cuda

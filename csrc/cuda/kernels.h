@@ -46,14 +46,6 @@ constexpr int kGroupThreads = 256;
 constexpr int kGroupSlots = kGroupThreads / kReducedCount;  // that share the sequences of a group: a thread per column
 
 // ---- rewards --------------------------------------------------------------------------------------------------------
-struct GroupArgs {
-    const float* rewards;
-    const int64_t* group_index;
-    float *advantages, *mean, *std;
-    int64_t count, ddof;
-    double eps;
-    int32_t scale, baseline;
-};
 constexpr int kRewardThreads = 256;
 
 // ---- finished gradients ---------------------------------------------------------------------------------------------

@@ -119,8 +119,8 @@ class CompiledBackend(KernelBackend):
         self.call(
             self.module.plan, device, tokens, sequences, row_length, offsets, ids, mask, mask_bytes, advantages,
             _mode(advantages, shape, sequences), old, ref, rollout, weights, _mode(weights, shape, sequences),
-            temperature, _mode(temperature, shape, sequences), threshold, normalizer, self.rules(rules), table, *values,
-            limits, lengths, scored, active, None if mask is None else clean, order, counts, workspace,
+            temperature, _mode(temperature, shape, sequences), threshold, normalizer, self.packed(rules), table,
+            *values, limits, lengths, scored, active, None if mask is None else clean, order, counts, workspace,
         )  # fmt: skip
         return PlannedTokens(table, values, limits, lengths, scored, active, clean, order, counts)
 
@@ -134,16 +134,10 @@ class CompiledBackend(KernelBackend):
         params: KernelParams,
         gradients: RowGradients | None = None,
     ) -> None:
-        self.call(
-            self.module.single_pass, table.device, *self._rows(chunk), table, *_values(values),
-            *self._gradients(gradients), self.params(params),
-        )  # fmt: skip
+        self._run_rows(self.module.single_pass, chunk, values, params, gradients, table=table)
 
     def statistics(self, chunk: LogitChunk, temperature: Tensor, values: TokenValues, params: KernelParams) -> None:
-        self.call(
-            self.module.stats, temperature.device, *self._rows(chunk), temperature, *_values(values),
-            self.params(params),
-        )  # fmt: skip
+        self._run_rows(self.module.stats, chunk, values, params, temperature=temperature)
 
     def logits_gradient(
         self,
@@ -155,30 +149,45 @@ class CompiledBackend(KernelBackend):
         params: KernelParams,
         gradients: RowGradients,
     ) -> None:
+        per_token = {"temperature": temperature, "g_logp": g_logp, "g_entropy": g_entropy}
+        self._run_rows(self.module.gradient, chunk, values, params, gradients, **per_token)
+
+    def _run_rows(
+        self,
+        function: Callable[..., None],
+        chunk: LogitChunk,
+        values: TokenValues,
+        params: KernelParams,
+        gradients: RowGradients | None = None,
+        *,
+        table: Tensor | None = None,
+        temperature: Tensor | None = None,
+        g_logp: Tensor | None = None,
+        g_entropy: Tensor | None = None,
+    ) -> None:
+        logits, rows, ids, bias = chunk
+        dlogits, rounding_error = gradients or (None, None)
+        written = (None, 0, 0) if dlogits is None else self._matrix(dlogits)
         self.call(
-            self.module.gradient, temperature.device, *self._rows(chunk), temperature,
-            *_values(values), g_logp, g_entropy, *self._gradients(gradients),
-            self.params(params),
+            function, logits.device, *self._matrix(logits), *logits.shape, bias, ids, rows.start, rows.index,
+            temperature, *_tokens(table, values), values.lse, g_logp, g_entropy, *written, rounding_error,
+            self.packed(params),
         )  # fmt: skip
 
     # --- tokens and rewards ---------------------------------------------------------------------------------------
 
     def token_objective(self, rows: Rows, table: Tensor, values: TokenValues, params: KernelParams) -> None:
-        tokens, columns, _ = _values(values)
         self.call(
-            self.module.token_objective, table.device, rows.count, rows.start, rows.index,
-            table, tokens, columns, self.params(params),
+            self.module.token_objective, table.device, rows.count, rows.start, rows.index, *_tokens(table, values),
+            self.packed(params),
         )  # fmt: skip
 
     def sequence_objective(
         self, sequences: slice, row_length: int | None, planned: PlannedTokens, params: KernelParams
     ) -> None:
-        table = planned.table
-        tokens, columns, _ = _values(planned.values)
         self.call(
-            self.module.sequence_objective, table.device, sequences.start, sequences.stop,
-            planned.offsets, planned.lengths, planned.scored, table,
-            tokens, columns, self.params(params),
+            self.module.sequence_objective, planned.table.device, sequences.start, sequences.stop, planned.offsets,
+            planned.lengths, planned.scored, *_tokens(planned.table, planned.values), self.packed(params),
         )  # fmt: skip
 
     def sums(self, planned: PlannedTokens, params: KernelParams, group_index: Tensor | None, num_groups: int) -> Sums:
@@ -186,8 +195,8 @@ class CompiledBackend(KernelBackend):
         groups = 0 if group_index is None else num_groups
         numbers = planned.table.new_empty(Sums.size(sequences, groups))
         self.call(
-            self.module.reduce, device, *_values(planned.values)[:2], sequences, planned.offsets, planned.scored,
-            planned.table, group_index, groups, numbers, self.params(params), self.sums_workspace(sequences, device),
+            self.module.reduce, device, *_tokens(planned.table, planned.values), sequences, planned.offsets,
+            planned.scored, group_index, groups, numbers, self.packed(params), self.sums_workspace(sequences, device),
         )  # fmt: skip
         return Sums(numbers, sequences, groups)
 
@@ -207,27 +216,22 @@ class CompiledBackend(KernelBackend):
 
     def kept_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptIds, logits: Tensor) -> None:
         hidden, weight = contiguous_rows(hidden), contiguous_rows(weight)
-        given = self._kept(weight, kept, hidden.shape[0], hidden, bias, hidden.stride(0))
-        self.call(self.module.kept_logits, weight.device, given, logits)
+        self.call(
+            self.module.kept_logits, weight.device, self._kept(hidden, weight, bias, kept, hidden.shape[0]), logits
+        )
 
     def kept_dhidden(self, dlogits: Tensor, weight: Tensor, kept: KeptIds, dhidden: Tensor) -> None:
         weight = contiguous_rows(weight)
-        given, (target, dtype, stride) = self._kept(weight, kept, dhidden.shape[0]), self._matrix(dhidden)
-        self.call(self.module.kept_dhidden, weight.device, given, dlogits, target, stride, dtype)
+        given = self._kept(None, weight, None, kept, dhidden.shape[0])
+        self.call(self.module.kept_dhidden, weight.device, given, dlogits, *self._matrix(dhidden))
 
     def _kept(
-        self,
-        weight: Tensor,
-        kept: KeptIds,
-        tokens: int,
-        hidden: Tensor | None = None,
-        bias: Tensor | None = None,
-        hidden_row_stride: int = 0,
+        self, hidden: Tensor | None, weight: Tensor, bias: Tensor | None, kept: KeptIds, tokens: int
     ) -> tuple[Argument, ...]:
         """gk::KeptArgs."""
         return (
-            hidden, weight, bias, kept.ids, 0, kept.rows.index, *kept.ids.shape, tokens,
-            *weight.shape, hidden_row_stride, weight.stride(0), self.dtypes[weight.dtype],
+            hidden, weight, bias, kept.ids, 0, kept.rows.index, *kept.ids.shape, tokens, *weight.shape,
+            0 if hidden is None else hidden.stride(0), weight.stride(0), self.dtypes[weight.dtype],
         )  # fmt: skip
 
     def _pairs(self, dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, vocab_size: int) -> tuple[Argument, ...]:
@@ -237,38 +241,17 @@ class CompiledBackend(KernelBackend):
             hidden.shape[0], vocab_size, hidden.shape[1], hidden.stride(0), self.dtypes[hidden.dtype],
         )  # fmt: skip
 
-    def params(self, params: KernelParams) -> bytes:
-        """gk::Params."""
-        found = self._packed.get(id(params))
+    # --- arguments ------------------------------------------------------------------------------------------------
+
+    def packed(self, struct: KernelParams | PlanRules) -> bytes:
+        """gk::Params or gk::PlanRules."""
+        found = self._packed.get(id(struct))
         if found is None:
-            if params.logit_scale <= 0 or params.softcap < 0:
-                raise ValueError("logit_scale must be positive, softcap positive or 0")
-            found = self._keep(params, pack(params))
+            if len(self._packed) >= _MOST_PACKED:
+                self._packed.clear()
+            # Kept with the struct, so that no other object gets its id. A configuration has one or two at a time.
+            found = self._packed[id(struct)] = struct, pack(struct)
         return found[1]
-
-    def rules(self, rules: PlanRules) -> bytes:
-        """gk::PlanRules."""
-        found = self._packed.get(id(rules))
-        if found is None:
-            found = self._keep(rules, pack(rules))
-        return found[1]
-
-    def _keep(self, given: KernelParams | PlanRules, packed: bytes) -> tuple[object, bytes]:
-        """Both are kept, so that no other object gets the id. A configuration has one or two at a time."""
-        if len(self._packed) >= _MOST_PACKED:
-            self._packed.clear()
-        found = self._packed[id(given)] = given, packed
-        return found
-
-    def _rows(self, chunk: LogitChunk) -> tuple[Argument, ...]:
-        """Logits, their shape, bias, ids, and whose rows they are."""
-        logits, rows, ids, bias = chunk
-        return *self._matrix(logits), *logits.shape, bias, ids, rows.start, rows.index
-
-    def _gradients(self, gradients: RowGradients | None) -> tuple[Argument, ...]:
-        if gradients is None:
-            return 0, 0, 0, 0
-        return *self._matrix(gradients.dlogits), gradients.rounding_error
 
     def _matrix(self, x: Tensor) -> tuple[Tensor, int, int]:
         """(x, code of the type, row stride)."""
@@ -299,9 +282,9 @@ def kernel_mask(mask: Tensor | None) -> tuple[Tensor | None, int]:
     return mask.contiguous(), _MASK_BYTES[mask.dtype]
 
 
-def _values(values: TokenValues) -> tuple[int, Tensor, Tensor]:
-    """(tokens, columns, lse)."""
-    return values.lse.shape[0], *values
+def _tokens(table: Tensor | None, values: TokenValues) -> tuple[Argument, ...]:
+    """gk::TokenData."""
+    return table, values.lse.shape[0], values.columns
 
 
 def output(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -63,8 +63,8 @@ class CpuBackend(CompiledBackend):
 
     def kept_dweight(self, dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Tensor, *, add: bool) -> None:
         hidden = contiguous_rows(hidden)
-        given, (target, dtype, stride) = self._pairs(dlogits, hidden, pairs, len(dweight)), self._matrix(dweight)
-        self.call(self.module.kept_dweight, hidden.device, given, target, stride, dtype, add)
+        given = self._pairs(dlogits, hidden, pairs, len(dweight))
+        self.call(self.module.kept_dweight, hidden.device, given, *self._matrix(dweight), add)
 
     def scale(self, x: Tensor, factor: Tensor) -> None:
         """x *= factor. There is nothing to gain on torch, which has threads and vectors too."""

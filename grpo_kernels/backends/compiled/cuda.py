@@ -19,7 +19,7 @@ from ...names import FIELD, INTERFACE, KernelParams
 from ..checks import contiguous_rows
 from ..launch import best_first
 from ..pytorch.backend import add_rows
-from .base import CompiledBackend, Result, output
+from .base import Argument, CompiledBackend, Result, output
 
 WHEELS = (13000, 12080, 12060)  # CUDA versions that wheels are built for, newest first, as the driver writes them
 OLDEST_CAPABILITY = 80
@@ -76,11 +76,8 @@ class CudaBackend(CompiledBackend):
 
     def kept_dweight(self, dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Tensor, *, add: bool) -> None:
         hidden = contiguous_rows(hidden)
-        given, (target, dtype, stride) = self._pairs(dlogits, hidden, pairs, len(dweight)), self._matrix(dweight)
-        starts, order = pairs.by_id(len(dweight))
-        self.call(
-            self.module.kept_dweight, hidden.device, given, starts, order, target, stride, dtype, add
-        )  # fmt: skip
+        given, by_id = self._pairs(dlogits, hidden, pairs, len(dweight)), pairs.by_id(len(dweight))
+        self.call(self.module.kept_dweight, hidden.device, given, *by_id, *self._matrix(dweight), add)
 
     def scale(self, x: Tensor, factor: Tensor) -> None:
         self.call(self.module.scale, x.device, x, self.dtypes[x.dtype], x.numel(), factor)
@@ -114,17 +111,13 @@ class CudaBackend(CompiledBackend):
         *,
         entropy: bool,
     ) -> RowStats:
-        hidden = contiguous_rows(hidden)
-        device, out, bias = hidden.device, row_stats(hidden), _single(bias)
+        out = row_stats(hidden)
         if not entropy:
             out.entropy.zero_()
-        with _on(device):
-            hidden, head = self._head(hidden, weight, None)
-            workspace = self._head_workspace(head, device)
-            self.call(
-                self.module.linear_logp, device, *head, bias, ids, temperature, out.logp, out.lse,
-                out.entropy if entropy else None, self.params(params), workspace,
-            )  # fmt: skip
+        self._run_head(
+            self.module.linear_logp, hidden, weight, None, bias, ids, temperature, None, 0, None, out.logp, out.lse,
+            out.entropy if entropy else None, self.packed(params),
+        )  # fmt: skip
         return out
 
     def anchored(
@@ -138,44 +131,45 @@ class CudaBackend(CompiledBackend):
         params: KernelParams,
     ) -> tuple[RowStats, Tensor]:
         """The exponentials are bfloat16."""
-        hidden, shape = contiguous_rows(hidden), (hidden.shape[0], weight.shape[0])
+        shape = hidden.shape[0], weight.shape[0]
         if exponentials.shape != shape or exponentials.dtype != torch.bfloat16 or exponentials.stride(1) != 1:
             raise ValueError(
                 f"exponentials: expected bfloat16 {shape} with contiguous rows, got {exponentials.dtype} "
                 f"{tuple(exponentials.shape)}"
             )
-        device, out, bias = hidden.device, row_stats(hidden), _single(bias)
-        scale, temperature = output(shape[:1], device), table[FIELD["temperature"]]
-        with _on(device):
-            hidden, head = self._head(hidden, weight, exponentials)
-            workspace = self._head_workspace(head, device)
-            self.call(
-                self.module.anchored, device, *head, bias, ids, temperature, table, table.stride(0), scale, *out,
-                self.params(params), workspace,
-            )  # fmt: skip
+        out, scale, temperature = row_stats(hidden), output(shape[:1], hidden.device), table[FIELD["temperature"]]
+        self._run_head(
+            self.module.anchored, hidden, weight, exponentials, bias, ids, temperature, table, table.stride(0), scale,
+            *out, self.packed(params),
+        )  # fmt: skip
         return out, scale
 
-    def _head(
-        self, hidden: Tensor, weight: Tensor, exponentials: Tensor | None
-    ) -> tuple[Tensor, tuple[int | Tensor, ...]]:
-        """(hidden states in memory that the kernels can read, the arguments that describe a product)."""
+    def _run_head(
+        self,
+        function: Callable[..., None],
+        hidden: Tensor,
+        weight: Tensor,
+        exponentials: Tensor | None,
+        bias: Tensor | None,
+        *given: Argument | bytes,
+    ) -> None:
+        """gk::cuda::HeadArgs; `given` is all that follows the bias."""
+        hidden, bias = contiguous_rows(hidden), None if bias is None else bias.float()
+        with _on(hidden.device):
+            head = self._head(hidden, weight, exponentials)
+            # A view that begins, or whose rows begin, off the alignment, or that is expanded.
+            if not self.module.supports_head(*head):
+                hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device).copy_(hidden)
+                head = self._head(hidden, weight, exponentials)
+            workspace = torch.empty(self.module.head_workspace(*head), dtype=torch.uint8, device=hidden.device)
+            self.call(function, hidden.device, *head, bias, *given, workspace)
 
-        def arguments(hidden: Tensor) -> tuple[int, ...]:
-            return (
-                *(hidden.data_ptr(), hidden.stride(0), weight.data_ptr(), weight.stride(0), self.dtypes[weight.dtype]),
-                *(*hidden.shape, weight.shape[0]),
-                *((0, 0) if exponentials is None else (exponentials.data_ptr(), exponentials.stride(0))),
-            )
-
-        found = arguments(hidden)
-        # A view that begins, or whose rows begin, off the alignment, or that is expanded.
-        if not self.module.supports_head(*found):
-            hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device).copy_(hidden)
-            found = arguments(hidden)
-        return hidden, found
-
-    def _head_workspace(self, head: tuple[int | Tensor, ...], device: torch.device) -> Tensor:
-        return torch.empty(self.module.head_workspace(*head), dtype=torch.uint8, device=device)
+    def _head(self, hidden: Tensor, weight: Tensor, exponentials: Tensor | None) -> tuple[Argument, ...]:
+        """What describes a product."""
+        return (
+            hidden, hidden.stride(0), weight, weight.stride(0), self.dtypes[weight.dtype], *hidden.shape,
+            weight.shape[0], exponentials, 0 if exponentials is None else exponentials.stride(0),
+        )  # fmt: skip
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
@@ -187,10 +181,6 @@ def row_stats(like: Tensor) -> RowStats:
     """Uninitialised statistics of the rows of `like`, on its device."""
     shape, device = like.shape[:1], like.device
     return RowStats(output(shape, device), output(shape, device, torch.float64), output(shape, device))
-
-
-def _single(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.float()
 
 
 # --- whether they can be used ---------------------------------------------------------------------------------------
