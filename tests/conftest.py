@@ -7,7 +7,6 @@ the tests that are marked so, and only these; both cannot be had in one process.
 from __future__ import annotations
 
 import os
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -36,15 +35,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def load_emulated_cuda():
     """The CUDA kernels compiled for an emulated GPU, on CPU tensors, when the first test asks for them."""
-    from emulator import build_emulated
+    from emulator import Emulated, build_module
 
-    from grpo_kernels.backends.compiled.cuda import CudaBackend
-
-    path = build_emulated(Path(__file__).parents[1] / "python" / "cuda_module.cpp", "_cuda")
-    spec = spec_from_file_location("emulated._cuda", path)  # beside one that is built for a GPU
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return CudaBackend(module, "cpu"), ""
+    return Emulated(build_module()), ""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

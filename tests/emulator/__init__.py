@@ -1,6 +1,68 @@
 """The CUDA kernels on the CPU: built from csrc/cuda as C++, with an emulated GPU underneath. See emulator.h."""
 
-from .build import build_emulated, build_kernels
-from .kernels import Kernels
+from __future__ import annotations
 
-__all__ = ["Kernels", "build_emulated", "build_kernels"]
+import ctypes
+from collections.abc import Sequence
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import NamedTuple
+
+from grpo_kernels.backends.compiled.cuda import CudaBackend
+
+from .build import ROOT, build_module, build_sanitized, few_types
+
+__all__ = ["DEVICES", "H200", "ROOT", "Emulated", "build_module", "build_sanitized", "few_types"]
+
+# Compute capability, multiprocessors, shared memory per block and per multiprocessor, bytes of the L2 cache.
+H200 = (90, 132, 232448, 233472, 62914560)
+# Shared memory so small that rows of 5,003 logits take clusters of the named size, or none; an L2 cache that makes the
+# streamed kernel's blocks do several rows each. The last two have no clusters.
+DEVICES = {
+    "cluster 1": H200,
+    "cluster 2": (90, 132, 13 << 10, 40 << 10, 62914560),
+    "cluster 4": (90, 132, 7 << 10, 24 << 10, 62914560),
+    "cluster 8": (90, 132, 5 << 10, 16 << 10, 62914560),
+    "streamed": (90, 8, 2 << 10, 6 << 10, 40000),
+    "capability 8.0, resident": (80, 108, 166912, 167936, 41943040),
+    "capability 8.0, streamed": (80, 8, 2 << 10, 6 << 10, 40000),
+}
+
+
+class Launch(NamedTuple):
+    kernel: str
+    grid: int
+    block: int
+    shared: int
+    cluster: int
+
+
+class Emulated(CudaBackend):
+    """The CUDA backend for tensors on the CPU, on a GPU that tests choose and look at."""
+
+    def __init__(self, path: Path) -> None:
+        spec = spec_from_file_location("emulated._cuda", path)  # beside one that is built for a GPU
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        super().__init__(module, "cpu")
+        self._controls = ctypes.CDLL(str(path))
+        self._controls.gk_emulator_last_kernel.restype = ctypes.c_char_p
+        self._controls.gk_items_cover.restype = ctypes.c_bool
+
+    def use(self, device: Sequence[int] = H200, order: int = 0) -> None:
+        """`device`: the first numbers of one in DEVICES, the rest is an H200's; `order`: see emulator.h."""
+        numbers = (*device, *H200[len(device) :])
+        self._controls.gk_emulator_use((ctypes.c_int * 5)(*numbers), order)
+
+    def last_launch(self) -> Launch:
+        numbers = (ctypes.c_uint * 4)()
+        self._controls.gk_emulator_last_launch(numbers)
+        return Launch(self._controls.gk_emulator_last_kernel().decode(), *numbers)
+
+    def launches(self) -> int:
+        """Kernels launched so far."""
+        return self._controls.gk_emulator_launches()
+
+    def items_cover(self, row_blocks: int, tiles: int, per_part: int, group: int) -> bool:
+        """Whether a schedule of the products has every tile of every row block just once."""
+        return self._controls.gk_items_cover(row_blocks, tiles, per_part, group)

@@ -21,27 +21,29 @@ ROOT = HERE.parent.parent
 FOLDER = ROOT / "build" / "emulator"
 # Type punning through pointers is how CUDA reads 16 bytes of floats at once.
 FLAGS = ["-std=c++17", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", "-Wall", "-DGK_EMULATOR"]
-EMULATOR = [HERE / "emulator.cpp", HERE / "numbers.cpp"]
+OPTIMISED = ("-O1",)
+SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 
 
-def build_kernels(csrc: Path = ROOT / "csrc", flags: tuple[str, ...] = ("-O1",)) -> Path:
-    """The library that kernels.Kernels loads."""
-    sources = [csrc / "cuda" / "kernels.cu", csrc / "cuda" / "host.cpp", *EMULATOR, HERE / "calls.cpp"]
-    return build(sources, csrc, [*flags], "kernels.so")
-
-
-def build_emulated(binding: Path, name: str) -> Path:
-    """A Python module from the pybind11 source `binding`, whose PYBIND11_MODULE is called `name`.
-
-    The emulated device is chosen by GK_EMULATOR_DEVICE and GK_EMULATOR_ORDER, see settings.h, when it is imported.
-    """
+def build_module(csrc: Path = ROOT / "csrc", flags: tuple[str, ...] = OPTIMISED) -> Path:
+    """The Python module grpo_kernels._cuda, from this copy of csrc and python/, over the emulated GPU."""
     import pybind11
 
-    csrc = ROOT / "csrc"
-    sources = [binding, csrc / "cuda" / "kernels.cu", csrc / "cuda" / "host.cpp", *EMULATOR, HERE / "no_lm_head.cpp"]
+    binding = ROOT / "python" / "cuda_module.cpp"
     include = [f"-isystem{pybind11.get_include()}", f"-isystem{sysconfig.get_path('include')}", f"-I{binding.parent}"]
-    flags = ["-O1", "-fvisibility=hidden", *include]
-    return build(sources, csrc, flags, name + sysconfig.get_config_var("EXT_SUFFIX"))
+    names = ("kernels.cu", "host.cpp", "lm_head_sm90.cu", "lm_head.cpp")
+    sources = [binding, *(csrc / "cuda" / name for name in names), *sorted(HERE.glob("*.cpp"))]
+    name = "_cuda" + sysconfig.get_config_var("EXT_SUFFIX")
+    return build(sources, csrc, [*flags, "-fvisibility=hidden", *include], name)
+
+
+def build_sanitized(csrc: Path) -> tuple[Path, dict[str, str]]:
+    """(the module with the sanitizers of addresses and undefined behaviour, the environment of a Python that has it)"""
+    # The sanitizer must come first, and finds the C++ library's functions only if that is there at once too.
+    runtime = [run([*compiler(), f"-print-file-name={name}"]).strip() for name in ("libasan.so", "libstdc++.so")]
+    python_path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    environment = {"LD_PRELOAD": " ".join(runtime), "ASAN_OPTIONS": "detect_leaks=0", "PYTHONPATH": python_path}
+    return build_module(csrc, SANITIZED), environment
 
 
 def build(sources: list[Path], csrc: Path, flags: list[str], name: str) -> Path:
