@@ -1,6 +1,10 @@
-// Chooses the instruction set once, at the first call, and runs the row kernels on it.
+// Chooses the instruction set once, at the first call, and runs the row kernels on it; and where the threads of
+// parallel_for come from.
 // GRPO_KERNELS_CPU_ISA = avx512 | avx2 | baseline overrides the choice; setup.py defines GK_HAVE_* for what was built.
 #include "dispatch.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
 
 #include <cstdlib>
 #include <cstring>
@@ -8,8 +12,7 @@
 #include <string>
 
 #include "cpu_features.h"
-#include "kept.h"
-#include "rows.h"
+#include "kernels.h"
 
 namespace gk {
 
@@ -147,5 +150,16 @@ void kept_dweight(const KeptPairs& pairs, const KeptTarget& target, int threads)
     parallel_for(pairs.vocab, kept_grain(pairs.vocab, pairs.count), threads,
                  [&](int64_t first, int64_t last) { kernels.dweight(pairs, by_id, target, first, last); });
 }
+
+// ---- threads --------------------------------------------------------------------------------------------------------
+static std::atomic<bool> is_forked{false};
+static const int registered = pthread_atfork(nullptr, nullptr, [] { is_forked = true; });
+
+OpenMPParallel openmp_parallel() {
+    static const auto found = reinterpret_cast<OpenMPParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+    return is_forked || registered != 0 ? nullptr : found;
+}
+
+bool uses_openmp() { return openmp_parallel() != nullptr; }
 
 }  // namespace gk

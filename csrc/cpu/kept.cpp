@@ -9,10 +9,10 @@
 // loaded once for four, and the four next are fetched meanwhile, beyond the end of a token or an id too: their
 // addresses follow no pattern that hardware sees. Sums are float32, in an order that depends on the ids alone.
 //
-// Compiled once per instruction set, see kept.h. Only internal linkage and plain functions of the C library here.
-#include "kept.h"
-
+// Compiled once per instruction set, see kernels.h. Only internal linkage and plain functions of the C library here.
 #include <stdlib.h>
+
+#include "kernels.h"
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -38,20 +38,6 @@ struct Scratch {
     Scratch& operator=(const Scratch&) = delete;
     ~Scratch() { free(data); }
 };
-
-template <class Type>
-static Float load_tail(const typename Type::Element* x, int64_t count) {
-    typename Type::Element tail[kWidth] = {};
-    __builtin_memcpy(tail, x, count * sizeof *tail);
-    return Type::load(tail);
-}
-
-template <class Type>
-static void store_tail(typename Type::Element* to, Float x, int64_t count) {
-    typename Type::Element tail[kWidth];
-    Type::store(tail, x);
-    __builtin_memcpy(to, tail, count * sizeof *tail);
-}
 
 static float sum_of(Float x) {
     float total = 0.f;
@@ -156,8 +142,6 @@ static void store_row(const float* sum, int64_t width, int32_t dtype, void* to, 
      : dtype == kBfloat16 ? store_row<BFloat16>
                           : store_row<Float16>)(sum, width, to, add);
 }
-
-static int64_t element_size(int32_t dtype) { return dtype == kFloat32 ? 4 : 2; }
 
 static char* row_of(const KeptTarget& target, int64_t row) {
     return static_cast<char*>(target.data) + row * target.row_stride * element_size(target.dtype);

@@ -1,10 +1,12 @@
 // Vectors of 16, 8 or 4 floats (AVX-512, AVX2, SSE2 or NEON) in the vector extensions of GCC and clang: element types,
 // 2^t and tanh. Branch-free; needs no libmvec and no -ffast-math.
 //
-// Only rows.cpp includes this file, once per instruction set, inside a namespace of its own: an inline function with
-// AVX-512 code under a shared name could be picked by the linker for every CPU.
+// Only rows.cpp and kept.cpp include this file, once per instruction set, inside a namespace of its own: an inline
+// function with AVX-512 code under a shared name could be picked by the linker for every CPU.
 #pragma once
 #include <stdint.h>
+
+#include "../layout.h"
 
 namespace gk {
 namespace GK_ISA {
@@ -93,6 +95,23 @@ struct Float16 {
   private:
     GK_INLINE UInt splat_bits(uint32_t x) { return x + UInt{}; }
 };
+
+// The first `count` elements of a vector.
+template <class Type>
+GK_INLINE Float load_tail(const typename Type::Element* x, int64_t count) {
+    typename Type::Element tail[kWidth] = {};
+    __builtin_memcpy(tail, x, count * sizeof *tail);
+    return Type::load(tail);
+}
+
+template <class Type>
+GK_INLINE void store_tail(typename Type::Element* to, Float x, int64_t count) {
+    typename Type::Element tail[kWidth];
+    Type::store(tail, x);
+    __builtin_memcpy(to, tail, count * sizeof *tail);
+}
+
+GK_INLINE int64_t element_size(int32_t dtype) { return dtype == kFloat32 ? 4 : 2; }
 
 // ---- functions ------------------------------------------------------------------------------------------------------
 constexpr float kMinExponent = -127.f;  // 2^t is exactly 0 there, so -inf gives 0

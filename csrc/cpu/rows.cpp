@@ -16,12 +16,11 @@
 // For a 16-bit gradient, `single_pass` keeps the exponentials of its first sweep, each block relative to the maximum so
 // far, and the second sweep only scales them: one exponential per logit.
 //
-// Compiled once per instruction set, see rows.h. Only internal linkage and plain functions of the C library here.
-#include "rows.h"
-
+// Compiled once per instruction set, see kernels.h. Only internal linkage and plain functions of the C library here.
 #include <math.h>
 #include <stdlib.h>
 
+#include "kernels.h"
 #include "math.h"
 
 namespace gk {
@@ -43,8 +42,6 @@ struct Row {
     double to_z;         // z = to_z * y
     double chain;        // dz/du, without 1 - tanh^2
 };
-
-static int64_t element_size(int32_t dtype) { return dtype == kFloat32 ? 4 : 2; }
 
 static Row make_row(const RowArgs& args, int64_t i, float temperature) {
     const double scale = args.params.logit_scale, cap = args.params.softcap;
@@ -245,11 +242,8 @@ static void sweep_block(const Sweep& sweep, const float* y, const float* slope, 
     int64_t i = 0;
     for (; i + kWidth <= count; i += kWidth)
         Out::store(target + i, gradient_vector<Out, kLinear, kCapped>(sweep, y + i, slope + i));
-    if (i < count) {
-        typename Out::Element tail[kWidth];
-        Out::store(tail, gradient_vector<Out, kLinear, kCapped>(sweep, y + i, slope + i));
-        __builtin_memcpy(target + i, tail, (count - i) * sizeof *tail);
-    }
+    if (i < count)
+        store_tail<Out>(target + i, gradient_vector<Out, kLinear, kCapped>(sweep, y + i, slope + i), count - i);
 }
 
 using SweepBlock = void (*)(const Sweep&, const float*, const float*, int64_t, void*, int64_t);
@@ -265,11 +259,7 @@ static void scale_block(const float* exps, float factor, int64_t count, void* ou
     auto* target = static_cast<typename Out::Element*>(out) + first;
     int64_t i = 0;
     for (; i + kWidth <= count; i += kWidth) Out::store(target + i, Float32::load(exps + i) * factor);
-    if (i < count) {
-        typename Out::Element tail[kWidth];
-        Out::store(tail, Float32::load(exps + i) * factor);
-        __builtin_memcpy(target + i, tail, (count - i) * sizeof *tail);
-    }
+    if (i < count) store_tail<Out>(target + i, Float32::load(exps + i) * factor, count - i);
 }
 
 // Returns what is stored, after rounding.
