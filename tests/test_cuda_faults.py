@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import traceback
@@ -41,8 +42,8 @@ def read_faults() -> list[Fault]:
         if line.startswith("["):
             file = line.strip("[]")
         elif line and not line.startswith("#"):
-            name, caught_by, changes = (part.replace("\\n", "\n") for part in line.split(" | ", 2))
-            pairs = [change.split(" => ") for change in changes.split(" AND ")]
+            name, caught_by, changes = re.split(r" \|(?= )", line.replace("\\n", "\n"), maxsplit=2)
+            pairs = [change.split(" => ") for change in changes[1:].split(" AND ")]
             changed = [(before, after.removesuffix("(nothing)")) for before, after in pairs]
             faults.append(Fault(file, name, caught_by.strip(), changed))
     return faults
