@@ -53,25 +53,23 @@ def test_what_was_written_passes():
         (ROWS, {"occupied": 0.4}, "occupancy 0.40, budget 0.5"),
         (PRODUCT, {"registers": 169}, "registers 169, budget 168"),
         (PRODUCT, {"spills": 5}, "spills 5, budget 4"),
+        # whatever the budget says
+        (ROWS, {"spills": 2}, "2 spills"),
+        (ROWS, {"occupied": 0.0}, "a multiprocessor cannot hold one block"),
         (ROWS, {"instructions": {"LDG.128": 8, "I2FP.F32.U32": 1}}, "2^24 is the last that float32 counts"),
         (PRODUCT, {"instructions": {"HGMMA": 16, "UTMALDG": 0}}, "no UTMALDG"),
+        (PRODUCT, {"instructions": {"UTMALDG": 3}}, "no HGMMA"),
     ],
 )
 def test_over_budget(name, changes, said):
     lines = complaints_after(name, **changes)
-    assert lines and all(line.startswith(f"{name[0]} on {name[1]}: ") for line in lines) and said in lines[-1]
+    assert lines and all(line.startswith(f"{name[0]} on {name[1]}: ") for line in lines)
+    assert any(said in line for line in lines)
 
 
-def test_a_budget_excuses_neither_spills_nor_missing_tensor_cores():
-    before = GOOD[ROWS]
-    spilling = {ROWS: before._replace(code=before.code._replace(spills=2))}
-    slow = {PRODUCT: GOOD[PRODUCT]._replace(code=Code(168, 0, 0, {"LDG.128": 4}))}
-    full = {ROWS: before._replace(occupancy=0.0)}
-    assert "2 spills" in complaints(spilling, new_budget(spilling))[0]
-    assert [line.partition(": ")[2] for line in complaints(slow, new_budget(slow))] == ["no HGMMA", "no UTMALDG"]
-    assert complaints(full, new_budget(full)) == [f"{ROWS[0]} on sm_80: a multiprocessor cannot hold one block"]
-    full[ROWS] = full[ROWS]._replace(launch=NOT_LAUNCHED)
-    assert complaints(full, new_budget(full)) == []  # another kernel serves that device
+def test_a_kernel_that_a_device_does_not_launch_may_have_no_room():
+    not_launched = {ROWS: GOOD[ROWS]._replace(occupancy=0.0, launch=NOT_LAUNCHED)}
+    assert complaints(not_launched, new_budget(not_launched)) == []
 
 
 def test_what_the_budget_does_not_know():
@@ -89,17 +87,22 @@ def test_launches_and_kernels_belong_together():
     ]
 
 
-def test_occupancy():
+@pytest.mark.parametrize(
+    ("code", "launch", "gpu", "expected"),
+    [
+        (Code(32, 0, 0, {}), Launch(256, 0, 1), "sm_80", 1),
+        (Code(33, 0, 0, {}), Launch(256, 0, 1), "sm_80", 0.75),  # 40 registers per thread: 6 blocks
+        (Code(64, 0, 0, {}), Launch(1024, 0, 1), "sm_89", 2 / 3),
+        (Code(32, 0, 0, {}), Launch(32, 0, 1), "sm_80", 0.5),  # 32 blocks
+        (Code(32, 0, 0, {}), Launch(256, 100 << 10, 1), "sm_80", 0.125),
+        (Code(168, 0, 1024, {}), Launch(384, 230464, 1), "sm_90a", 12 / 64),
+        (Code(168, 0, 2048, {}), Launch(384, 232448, 1), "sm_90a", 0),
+        (Code(64, 0, 0, {}), NOT_LAUNCHED, "sm_80", 0),
+    ],
+)
+def test_occupancy(code, launch, gpu, expected):
     """Against NVIDIA's calculator."""
-    ampere, hopper = GPUS["sm_80"], GPUS["sm_90a"]
-    assert occupancy(Code(32, 0, 0, {}), Launch(256, 0, 1), ampere) == 1
-    assert occupancy(Code(33, 0, 0, {}), Launch(256, 0, 1), ampere) == 0.75  # 40 registers per thread: 6 blocks
-    assert occupancy(Code(64, 0, 0, {}), Launch(1024, 0, 1), GPUS["sm_89"]) == pytest.approx(2 / 3)
-    assert occupancy(Code(32, 0, 0, {}), Launch(32, 0, 1), ampere) == 0.5  # 32 blocks
-    assert occupancy(Code(32, 0, 0, {}), Launch(256, 100 << 10, 1), ampere) == 0.125
-    assert occupancy(Code(168, 0, 1024, {}), Launch(384, 230464, 1), hopper) == 12 / 64
-    assert occupancy(Code(168, 0, 2048, {}), Launch(384, 232448, 1), hopper) == 0
-    assert occupancy(Code(64, 0, 0, {}), NOT_LAUNCHED, ampere) == 0
+    assert occupancy(code, launch, GPUS[gpu]) == pytest.approx(expected)
 
 
 USAGE = """
@@ -134,8 +137,6 @@ def test_the_output_of_the_tools():
 def test_the_budget_is_written_as_it_is_read():
     text = cuda_gate.budget_text("NVRTC 13.0", BUDGET)
     assert json.loads(text) == {"compiler": "NVRTC 13.0", "kernels": BUDGET}
-    written = json.loads(cuda_gate.BUDGET.read_text())["kernels"]
-    assert {kernel for kernel in written if cuda_gate.PRODUCT.match(kernel)}, "the products have another name"
 
 
 def test_a_watchdog_where_it_is_asked_for_and_nowhere_else():

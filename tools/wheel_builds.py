@@ -20,7 +20,7 @@ import sys
 import tarfile
 import time
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,16 +76,27 @@ def run(*command: object, env: Mapping[str, str] | None = None, cwd: Path | None
     return done.stdout
 
 
-def virtual_environment(name: str, python: Path, packages: Iterable[str]) -> Path:
-    """The interpreter of build/wheels/<name>, made anew where its packages are not these."""
-    folder, packages = WORK / name, list(packages)
-    interpreter, stamp = folder / "bin" / "python", folder / "installed.json"
-    wanted = json.dumps([str(python), packages, CONSTRAINTS.read_text()])
+def make_once(folder: Path, made_of: list[str], make: Callable[[], object]) -> None:
+    """Makes the folder, unless it is there and was made of the same."""
+    stamp, wanted = folder / "installed.json", json.dumps(made_of)
     if not stamp.exists() or stamp.read_text() != wanted:
-        print(f"--- {name}: a virtual environment of {python} with {', '.join(packages)}", flush=True)
-        run(python, "-m", "venv", "--clear", folder)
-        run(interpreter, "-m", "pip", "install", "-c", CONSTRAINTS, *packages)
+        print(f"--- {folder.relative_to(WORK)}: {' '.join(made_of)}", flush=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        make()
         stamp.write_text(wanted)
+
+
+def virtual_environment(name: str, python: Path, packages: Iterable[str]) -> Path:
+    """The interpreter of build/wheels/<name>, with the versions of .ci/constraints.txt."""
+    folder, packages = WORK / name, list(packages)
+    interpreter = folder / "bin" / "python"
+    constraints = hashlib.sha256(CONSTRAINTS.read_bytes()).hexdigest()[:8]
+
+    def make() -> None:
+        run(python, "-m", "venv", folder)
+        run(interpreter, "-m", "pip", "install", "-c", CONSTRAINTS, *packages)
+
+    make_once(folder, [str(python), *packages, f"constraints-{constraints}"], make)
     return interpreter
 
 
@@ -95,13 +106,10 @@ def build_requirements() -> list[str]:
 
 
 def toolchain(variant: str) -> Path:
-    folder = WORK / "toolchains" / variant
-    stamp, wanted = folder / "installed.json", json.dumps(PACKAGES[variant])
-    if not stamp.exists() or stamp.read_text() != wanted:
-        print(f"--- {variant}: {' '.join(PACKAGES[variant])}", flush=True)
-        shutil.rmtree(folder, ignore_errors=True)
-        run(sys.executable, "-m", "pip", "install", "--no-deps", "--target", folder, *PACKAGES[variant])
-        stamp.write_text(wanted)
+    """A folder with NVRTC and the headers of a CUDA version."""
+    folder, packages = WORK / "toolchains" / variant, list(PACKAGES[variant])
+    install = (sys.executable, "-m", "pip", "install", "--no-deps", "--target", folder, *packages)
+    make_once(folder, packages, lambda: run(*install))
     return folder
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -71,7 +72,8 @@ def build_and_try(variants: Iterable[str], machines: Sequence[str], pythons: Map
     for problem in problems:
         print(f"FAILED {problem}", file=sys.stderr)
     if not problems:
-        print(f"{len(wheels)} wheels in dist/; {how_tried(wheels, builder.first)}")
+        tried = Counter(how_tried(wheel, builder.first) for wheel in wheels)
+        print(f"{len(wheels)} wheels in dist/: {', '.join(f'{count} {how}' for how, count in tried.items())}")
     return 1 if problems else 0
 
 
@@ -92,16 +94,10 @@ def check(wheel: Wheel, builder: Builder, with_torch: Path) -> list[str]:
     return problems
 
 
-def how_tried(wheels: Sequence[Wheel], first: str) -> str:
-    """What was done with them, and what was not."""
-    here = [wheel for wheel in wheels if wheel.runs_here]
-    imported = [wheel for wheel in here if wheel.python != first]
-    text = f"{len(here) - len(imported)} installed and checked under Python {first}"
-    if imported:
-        text += f", {len(imported)} imported under Python {', '.join(sorted({wheel.python for wheel in imported}))}"
-    if others := [wheel for wheel in wheels if not wheel.runs_here]:
-        text += f"; {len(others)} for {', '.join(sorted({w.machine for w in others}))} built, not run on this {HERE}"
-    return text
+def how_tried(wheel: Wheel, first: str) -> str:
+    if not wheel.runs_here:
+        return f"for {wheel.machine} not run on this {HERE}"
+    return f"{'installed and checked' if wheel.python == first else 'imported'} under Python {wheel.python}"
 
 
 if __name__ == "__main__":

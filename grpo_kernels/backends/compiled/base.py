@@ -66,12 +66,8 @@ class CompiledBackend(KernelBackend):
         """A compiled function, on the device of its tensors; its last argument, which is added here, says where."""
         raise NotImplementedError
 
-    def plan_workspace(self, tokens: int, sequences: int, device: torch.device) -> Tensor | None:
-        """Scratch memory of `plan`, if it needs any."""
-        return None
-
-    def sums_workspace(self, sequences: int, device: torch.device) -> Tensor | None:
-        """Scratch memory of `sums`, if it needs any."""
+    def workspace(self, operation: str, device: torch.device, *sizes: Argument) -> Tensor | None:
+        """Scratch memory of an operation of these sizes, if it needs any."""
         return None
 
     # --- the plan -------------------------------------------------------------------------------------------------
@@ -115,7 +111,7 @@ class CompiledBackend(KernelBackend):
         clean = ids.view(-1) if mask is None else ids.new_empty(tokens)
         order = ids.new_empty(tokens) if ordered else None
         counts = ids.new_empty(2 + sequences * rules.whole_sequences) if ordered else None
-        workspace = self.plan_workspace(tokens, sequences, device)
+        workspace = self.workspace("plan", device, tokens, sequences)
         self.call(
             self.module.plan, device, tokens, sequences, row_length, offsets, ids, mask, mask_bytes, advantages,
             _mode(advantages, shape, sequences), old, ref, rollout, weights, _mode(weights, shape, sequences),
@@ -196,7 +192,8 @@ class CompiledBackend(KernelBackend):
         numbers = planned.table.new_empty(Sums.size(sequences, groups))
         self.call(
             self.module.reduce, device, *_tokens(planned.table, planned.values), sequences, planned.offsets,
-            planned.scored, group_index, groups, numbers, self.packed(params), self.sums_workspace(sequences, device),
+            planned.scored, group_index, groups, numbers, self.packed(params),
+            self.workspace("reduce", device, sequences),
         )  # fmt: skip
         return Sums(numbers, sequences, groups)
 

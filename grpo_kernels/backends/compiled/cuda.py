@@ -64,11 +64,9 @@ class CudaBackend(CompiledBackend):
         with torch.cuda.device(device):
             return function(*arguments, torch.cuda.current_stream(device).cuda_stream)
 
-    def plan_workspace(self, tokens: int, sequences: int, device: torch.device) -> Tensor | None:
-        return torch.empty(self.module.plan_workspace(tokens, sequences), dtype=torch.uint8, device=device)
-
-    def sums_workspace(self, sequences: int, device: torch.device) -> Tensor | None:
-        return torch.empty(self.module.reduce_workspace(sequences), dtype=torch.uint8, device=device)
+    def workspace(self, operation: str, device: torch.device, *sizes: Argument) -> Tensor | None:
+        size: int = getattr(self.module, f"{operation}_workspace")(*sizes)
+        return torch.empty(size, dtype=torch.uint8, device=device)
 
     def add_rows(self, target: Tensor, ids: Tensor, scale: Tensor, rows: Tensor) -> None:
         """target[ids] += scale * rows. On a CPU alone, where the emulator runs: GPU products need no correction."""
@@ -161,8 +159,7 @@ class CudaBackend(CompiledBackend):
             if not self.module.supports_head(*head):
                 hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device).copy_(hidden)
                 head = self._head(hidden, weight, exponentials)
-            workspace = torch.empty(self.module.head_workspace(*head), dtype=torch.uint8, device=hidden.device)
-            self.call(function, hidden.device, *head, bias, *given, workspace)
+            self.call(function, hidden.device, *head, bias, *given, self.workspace("head", hidden.device, *head))
 
     def _head(self, hidden: Tensor, weight: Tensor, exponentials: Tensor | None) -> tuple[Argument, ...]:
         """What describes a product."""
