@@ -22,7 +22,7 @@ FOLDER = ROOT / "build" / "emulator"
 # Type punning through pointers is how CUDA reads 16 bytes of floats at once.
 FLAGS = ["-std=c++17", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", "-Wall", "-DGK_EMULATOR"]
 OPTIMISED = ("-O1",)
-SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+SANITIZED = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 
 
 def build_module(csrc: Path = ROOT / "csrc", flags: tuple[str, ...] = OPTIMISED) -> Path:
