@@ -295,7 +295,7 @@ def test_nothing_is_computed_twice(monkeypatch):
     """
     calls = []
     for name in ("statistics", "kept_logits"):
-        call_counter(monkeypatch, type(get_backend("torch")), name, calls, lambda *_, name=name: name)
+        call_counter(monkeypatch, get_backend("torch"), name, calls, lambda *_, name=name: name)
     batch, mask, config = make_batch(), make_mask(least=1, most=8), gk.GRPOConfig.preset("gspo", chunk_rows=3)
     for way, expected in (("dense", ["statistics"] * 2 * (5 + 2)), ("gathers", ["kept_logits", "statistics"])):
         set_mask_way(monkeypatch, way, V)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...contract import KeptPairs
 from ...names import INTERFACE
-from ..checks import check_vectors, contiguous_rows
+from ..checks import INT64, SINGLE, Expected, check_tensors, contiguous_rows
 from ..pytorch.backend import scale_in_pieces
 from .base import CompiledBackend, Result
 
@@ -46,7 +46,7 @@ class CpuBackend(CompiledBackend):
         if target.shape[1] > 1 and target.stride(1) != 1:
             raise ValueError(f"target: expected a matrix with contiguous rows, got strides {target.stride()}")
         rows = contiguous_rows(rows)
-        check_vectors(rows, ids=(ids, torch.int64), scale=(scale, torch.float32))
+        check_tensors({"ids": Expected(ids, INT64, rows.shape[:1]), "scale": Expected(scale, SINGLE, rows.shape[:1])})
         self.module.add_rows(*self._matrix(target), target.shape[0], *self._matrix(rows), *rows.shape, ids, scale)
 
     def add_transposed(self, target: Tensor, source: Tensor, *, add: bool) -> None:

@@ -8,27 +8,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...contract import (
-    KeptIds,
-    KeptPairs,
-    LogitChunk,
-    PlannedTokens,
-    RowGradients,
-    Rows,
-    RowStats,
-    Sums,
-    TokenInputs,
-    TokenValues,
-)
-from ...names import FIELD, KernelParams, PlanRules
-from . import groups
-from .coefficients import sequence_objective, token_objective
-from .kept import kept_dhidden, kept_dweight, kept_logits
+from ...contract import LogitChunk, PlannedTokens, RowGradients, RowStats, TokenValues
+from ...names import FIELD, KernelParams
+from . import coefficients, groups, kept
 from .plan import plan_tokens
-from .sums import sums
+from .sums import column_sums
 
 LOWEST_LOG_P = -1e4  # e^x is 0 long before, in float64 too
 SCALED_AT_ONCE = 1 << 22  # numbers that `scale` holds in float32
+
+
+def add_rows(target: Tensor, ids: Tensor, scale: Tensor, rows: Tensor) -> None:
+    """target[ids] += scale * rows, one sum in float32 per id; target (V, H), ids and scale (C,), rows (C, H)."""
+    found, place = ids.unique(return_inverse=True)
+    sums = target[found].to(scale.dtype).index_add_(0, place, scale[:, None] * rows)
+    target[found] = sums.to(target.dtype)
+
+
+def scale_in_pieces(x: Tensor, factor: Tensor) -> None:
+    """x *= factor, float32 () that the host need not know; x is contiguous, a product rounded once."""
+    if x.dtype.itemsize > 2:
+        x.mul_(factor)
+        return
+    # On a GPU torch rounds a factor to the 16 bits of x before it multiplies: 65,536 becomes infinite.
+    for piece in x.view(-1).split(SCALED_AT_ONCE):
+        piece.copy_(piece.float().mul_(factor))
 
 
 class TorchBackend:
@@ -42,16 +46,15 @@ class TorchBackend:
         """Those of strategy.py that serve these inputs."""
         return ("rows",)
 
-    def plan(
-        self,
-        inputs: TokenInputs,
-        ids: Tensor,
-        rules: PlanRules,
-        dtype: torch.dtype,
-        *,
-        ordered: bool,
-    ) -> PlannedTokens:
-        return plan_tokens(inputs, ids, rules, dtype, ordered=ordered)
+    plan = staticmethod(plan_tokens)
+    token_objective = staticmethod(coefficients.token_objective)
+    sums = staticmethod(column_sums)
+    add_rows = staticmethod(add_rows)
+    scale = staticmethod(scale_in_pieces)
+    group_statistics = staticmethod(groups.group_statistics)
+    kept_logits = staticmethod(kept.kept_logits)
+    kept_dhidden = staticmethod(kept.kept_dhidden)
+    kept_dweight = staticmethod(kept.kept_dweight)
 
     def single_pass(
         self,
@@ -64,7 +67,7 @@ class TorchBackend:
         """Statistics, objective, and with `gradients` d loss / d logits, one after the other."""
         temperature, g_entropy = table[FIELD["temperature"]], table[FIELD["weight_entropy"]]
         self.statistics(chunk, temperature, values, params)
-        token_objective(chunk.rows, table, values, params)
+        coefficients.token_objective(chunk.rows, table, values, params)
         if gradients is not None:
             self.logits_gradient(chunk, temperature, values, values.g_logp, g_entropy, params, gradients)
 
@@ -112,9 +115,6 @@ class TorchBackend:
             exact, rounded = (x.gather(1, sampled).squeeze(1) for x in (dz, dlogits))
             rounding_error.copy_(torch.where(known, exact - rounded, 0.0))
 
-    def token_objective(self, rows: Rows, table: Tensor, values: TokenValues, params: KernelParams) -> None:
-        token_objective(rows, table, values, params)
-
     def sequence_objective(
         self, sequences: slice, row_length: int | None, planned: PlannedTokens, params: KernelParams
     ) -> None:
@@ -127,48 +127,7 @@ class TorchBackend:
             offsets = offsets[sequences.start : sequences.stop + 1] - first
             lengths = lengths[sequences]
         # Where packed sequences begin is not known on the host: all are computed, those of other chunks once more.
-        sequence_objective(table, scored, offsets, lengths, values, params)
-
-    def sums(self, planned: PlannedTokens, params: KernelParams, group_index: Tensor | None, num_groups: int) -> Sums:
-        return sums(planned, params, group_index, 0 if group_index is None else num_groups)
-
-    def add_rows(self, target: Tensor, ids: Tensor, scale: Tensor, rows: Tensor) -> None:
-        add_rows(target, ids, scale, rows)
-
-    def group_statistics(
-        self, rewards: Tensor, group_index: Tensor, num_groups: int, scale: str, baseline: str, ddof: int, eps: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(advantages (B,), mean (num_groups,), std (num_groups,)); NaN rewards are left out and get advantage 0."""
-        return groups.group_statistics(rewards, group_index, num_groups, scale, baseline, ddof, eps)
-
-    def scale(self, x: Tensor, factor: Tensor) -> None:
-        scale_in_pieces(x, factor)
-
-    def kept_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptIds, logits: Tensor) -> None:
-        kept_logits(hidden, weight, bias, kept, logits)
-
-    def kept_dhidden(self, dlogits: Tensor, weight: Tensor, kept: KeptIds, dhidden: Tensor) -> None:
-        kept_dhidden(dlogits, weight, kept, dhidden)
-
-    def kept_dweight(self, dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Tensor, *, add: bool) -> None:
-        kept_dweight(dlogits, hidden, pairs, dweight, add=add)
-
-
-def add_rows(target: Tensor, ids: Tensor, scale: Tensor, rows: Tensor) -> None:
-    """target[ids] += scale * rows, one sum in float32 per id; target (V, H), ids and scale (C,), rows (C, H)."""
-    found, place = ids.unique(return_inverse=True)
-    sums = target[found].to(scale.dtype).index_add_(0, place, scale[:, None] * rows)
-    target[found] = sums.to(target.dtype)
-
-
-def scale_in_pieces(x: Tensor, factor: Tensor) -> None:
-    """x *= factor, float32 () that the host need not know; x is contiguous, a product rounded once."""
-    if x.dtype.itemsize > 2:
-        x.mul_(factor)
-        return
-    # On a GPU torch rounds a factor to the 16 bits of x before it multiplies: 65,536 becomes infinite.
-    for piece in x.view(-1).split(SCALED_AT_ONCE):
-        piece.copy_(piece.float().mul_(factor))
+        coefficients.sequence_objective(table, scored, offsets, lengths, values, params)
 
 
 def _row_statistics(z: Tensor, ids: Tensor) -> RowStats:

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from ...contract import PlannedTokens, Sums
-from ...names import COLUMN, COLUMNS, FIELD, KernelParams
+from ...names import COLUMNS, FIELD, KernelParams
 from .objective import clamp_log_ratio
 
 
-def sums(planned: PlannedTokens, params: KernelParams, group_index: Tensor | None, num_groups: int) -> Sums:
+def column_sums(planned: PlannedTokens, params: KernelParams, group_index: Tensor | None, num_groups: int) -> Sums:
     """Rows to sequences (S, K) to groups (num_groups, K) to totals (K,); extrema (3,). K: COLUMNS."""
     field = dict(zip(FIELD, planned.table, strict=True))
     logp, entropy, log_ratio, value, kl, g_logp = planned.values.columns
@@ -42,7 +42,7 @@ def sums(planned: PlannedTokens, params: KernelParams, group_index: Tensor | Non
     }
     matrix = torch.stack([torch.where(scored, columns[name].to(logp.dtype), 0.0) for name in COLUMNS], dim=1)
     sequences = torch.segment_reduce(matrix, "sum", offsets=planned.offsets, axis=0, unsafe=True)
-    grouped = matrix.new_zeros(num_groups, len(COLUMN))
+    grouped = matrix.new_zeros(0, len(COLUMNS))
     if group_index is not None:
         order = group_index.argsort(stable=True)
         # not bincount, which reads the largest index
@@ -56,4 +56,4 @@ def sums(planned: PlannedTokens, params: KernelParams, group_index: Tensor | Non
         ]
     )
     numbers = torch.cat([x.reshape(-1) for x in (sequences, grouped, sequences.sum(0), extrema)])
-    return Sums(numbers, len(sequences), num_groups)
+    return Sums(numbers, len(sequences), len(grouped))

@@ -39,6 +39,7 @@ from torch import Tensor
 
 from ...contract import RowStats
 from ...names import FIELD, KernelParams
+from ..checks import contiguous_rows
 from .layout import TEMPERATURE
 from .maths import INV_LN2, LN2, expm1, log1p, softcap
 from .matmul import (
@@ -267,21 +268,21 @@ def anchored(
     bias: Tensor | None,
     ids: Tensor,
     table: Tensor,
-    exps: Tensor,
+    exponentials: Tensor,
     params: KernelParams,
 ) -> tuple[RowStats, Tensor]:
-    """Statistics (C,) and v (C,) fp32; `exps` (C, V) bf16 receives E.  d loss / d logits = v[:, None] * exps.
+    """Statistics (C,) and v (C,) fp32; `exponentials` (C, V) bf16 receives E; d loss / d logits = v[:, None] E.
 
     For tokens whose gradient depends on themselves alone and not on their entropy.
     """
-    count, vocab = hidden.shape[0], weight.shape[0]
+    hidden, count, vocab = contiguous_rows(hidden), hidden.shape[0], weight.shape[0]
     launch = prepare("anchored", hidden, weight, bias, params)
     parts = launch.grid[1]
     temperature = table[FIELD["temperature"]]
     # Tensors of their own, not rows of one: each is to begin on 16 bytes, whatever the count.
     y_ids, slope_ids, scale = (torch.empty(count, dtype=torch.float32, device=hidden.device) for _ in range(3))
     work = Work(
-        y_ids, slope_ids, exps, exps.stride(0),
+        y_ids, slope_ids, exponentials, exponentials.stride(0),
         partials=torch.empty(2, parts, count, dtype=torch.float64, device=hidden.device),
         stats=empty_stats(count, hidden.device), scale=scale,
         overflowed=torch.empty(count, dtype=torch.int8, device=hidden.device),

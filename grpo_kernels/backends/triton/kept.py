@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...contract import KeptIds, KeptPairs
+from ..checks import contiguous_rows
 from .arguments import Matrix
 
 # Of a tile in which rows of W are read: whole lines, 16 in flight per program.
@@ -101,8 +102,8 @@ def kept_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptI
     count, slots = kept.ids.shape
     tile = min(SLOTS, slots)
     logits_kernel[(count * (slots // tile),)](
-        Matrix.of(hidden), Matrix.of(weight), bias, kept.rows.index, kept.ids, logits, slots, hidden.shape[1],
-        SLOTS=tile, num_warps=4,
+        Matrix.of(contiguous_rows(hidden)), Matrix.of(contiguous_rows(weight)), bias, kept.rows.index, kept.ids, logits,
+        slots, hidden.shape[1], SLOTS=tile, num_warps=4,
     )  # fmt: skip
 
 
@@ -110,8 +111,8 @@ def kept_dhidden(dlogits: Tensor, weight: Tensor, kept: KeptIds, dhidden: Tensor
     """Into the tokens' rows of dhidden (N, H), from dlogits (C, K) float32."""
     count, slots = kept.ids.shape
     dhidden_kernel[(count, triton.cdiv(weight.shape[1], SUM_WIDTH.value))](
-        dlogits, Matrix.of(weight), kept.rows.index, kept.ids, Matrix.of(dhidden), slots, weight.shape[1],
-        SLOTS=min(SLOTS, slots), num_warps=4,
+        dlogits, Matrix.of(contiguous_rows(weight)), kept.rows.index, kept.ids, Matrix.of(dhidden), slots,
+        weight.shape[1], SLOTS=min(SLOTS, slots), num_warps=4,
     )  # fmt: skip
 
 
@@ -119,6 +120,6 @@ def kept_dweight(dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Ten
     """Into dweight (V, H): added, or written, 0 where no token kept an id."""
     starts, order = pairs.by_id(dweight.shape[0])
     dweight_kernel[(dweight.shape[0], triton.cdiv(hidden.shape[1], SUM_WIDTH.value))](
-        dlogits, Matrix.of(hidden), starts, order, pairs.token_of, Matrix.of(dweight), hidden.shape[1],
+        dlogits, Matrix.of(contiguous_rows(hidden)), starts, order, pairs.token_of, Matrix.of(dweight), hidden.shape[1],
         ADD=add, SLOTS=SLOTS, num_warps=4,
     )  # fmt: skip

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ...contract import RowStats
 from ...names import KernelParams
+from ..checks import contiguous_rows
 from .maths import INV_LN2, LN2
 from .matmul import (
     COMBINED_PARTS,
@@ -148,7 +149,7 @@ def linear_logp(
 ) -> RowStats:
     """Statistics (N,) of softcap(hidden (N, H) weight (V, H)^T + bias (V,)); without `entropy`, zeros in its place."""
     count = hidden.shape[0]
-    work = prepare("linear_logp", hidden, weight, bias, params)
+    work = prepare("linear_logp", contiguous_rows(hidden), weight, bias, params)
     parts = work.grid[1]
     partials = Partials(
         torch.empty(3, parts, count, dtype=torch.float64, device=hidden.device),

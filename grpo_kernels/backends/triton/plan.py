@@ -339,8 +339,8 @@ def order_kernel(scored, active, offsets, block_counts, order, counts, blocks, t
 # --- launcher -------------------------------------------------------------------------------------------------------
 
 
-def plan(inputs: TokenInputs, ids: Tensor, rules: PlanRules, *, ordered: bool) -> PlannedTokens:
-    """What pytorch/plan.py computes, in two launches, and a third for the order."""
+def plan(inputs: TokenInputs, ids: Tensor, rules: PlanRules, dtype: torch.dtype, *, ordered: bool) -> PlannedTokens:
+    """What pytorch/plan.py computes, in float32: two launches, and a third for the order."""
     shape, device, tokens = ids.shape, ids.device, ids.numel()
     offsets = inputs.cu_seqlens
     sequences = shape[0] if offsets is None else offsets.numel() - 1

@@ -382,7 +382,11 @@ def logits_gradient(
 
 
 def single_pass(
-    chunk: LogitChunk, table: Tensor, values: TokenValues, params: KernelParams, gradients: RowGradients | None
+    chunk: LogitChunk,
+    table: Tensor,
+    values: TokenValues,
+    params: KernelParams,
+    gradients: RowGradients | None = None,
 ) -> None:
     """Everything about tokens that depend on themselves alone."""
     logits, rows, ids, _ = chunk

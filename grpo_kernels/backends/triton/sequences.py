@@ -173,7 +173,7 @@ def sequence_objective_kernel(first, last, offsets, lengths, scored, batch, toke
             tl.store(found + TOKEN_G_LOGP * tokens, g_logp, mask=on)
 
 
-def sequence_objective(sequences: slice, planned: PlannedTokens, params: KernelParams) -> None:
+def sequence_objective(sequences: slice, row_length: int | None, planned: PlannedTokens, params: KernelParams) -> None:
     """log_ratio, value, kl and g_logp of the scored tokens of these sequences from their logp and entropy."""
     table, count = planned.table, sequences.stop - sequences.start
     if count:

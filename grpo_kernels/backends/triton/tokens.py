@@ -210,8 +210,9 @@ def token_objective(rows: Rows, table: Tensor, values: TokenValues, params: Kern
         )  # fmt: skip
 
 
-def sums(planned: PlannedTokens, params: KernelParams, group_index: Tensor | None, groups: int) -> Sums:
+def sums(planned: PlannedTokens, params: KernelParams, group_index: Tensor | None, num_groups: int) -> Sums:
     """What contract.Backend.sums says."""
+    groups = 0 if group_index is None else num_groups
     table, scored, offsets = planned.table, planned.scored, planned.offsets
     sequences, device = offsets.numel() - 1, table.device
     numbers = torch.empty(Sums.size(sequences, groups), dtype=torch.float32, device=device)
