@@ -137,6 +137,6 @@ def test_calls_are_checked_where_the_environment_says_so(monkeypatch, checks):
     if not checks:
         assert Spy().scale(torch.ones(2).double(), torch.ones(())) == "called"
         return
-    with pytest.raises(ValueError, match="x: .*float64"):
+    with pytest.raises(ValueError, match=r"x: .*float64"):
         Spy().scale(torch.ones(2).double(), torch.ones(()))
     assert Spy().scale(torch.ones(2), torch.ones(())) == "called"

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ...contract import PlannedTokens, TokenInputs, is_per_sequence, no_values
 from ...names import FIELD, TABLE_FIELDS, PlanRules
-from .aggregation import Counts, token_weights
 
 
 def plan_tokens(
@@ -45,7 +44,7 @@ def plan_tokens(
     mask_value = mask.to(dtype)
     lengths = sequence_sum(mask_value)
     length_of_token = spread(lengths)
-    weight, weight_entropy = token_weights(Counts(mask_value, lengths, length_of_token), rules, inputs.normalizer)
+    weight, weight_entropy = token_weights(mask_value, lengths, length_of_token, rules, inputs.normalizer)
 
     table = torch.zeros((len(TABLE_FIELDS), num_tokens), dtype=dtype, device=device)
 
@@ -101,3 +100,32 @@ def plan_tokens(
     flat = torch.where(mask, ids.reshape(-1), 0).long()
     values = no_values(num_tokens, dtype, device)
     return PlannedTokens(table, values, offsets, lengths, scored, active, flat, order, counts)
+
+
+def token_weights(
+    mask: Tensor, lengths: Tensor, length_of_token: Tensor, rules: PlanRules, normalizer: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(weight of the token's value in the loss, weight of its entropy in the loss), (N,) each.
+
+    mask (N,), its sums of the sequences (S,) and of each token's sequence (N,). Every rule of aggregation is linear, so
+    it is a numerator per token over a denominator, which `normalizer` replaces: with a global one micro-batches and
+    data-parallel ranks add up to the loss of one big batch. Nothing is all-reduced.
+
+    The entropy bonus is -entropy_coef times the mean entropy of this call's tokens, scaled by this call's share of the
+    normaliser (with B sequences of B_total: B / B_total; without a normaliser: 1).
+    """
+    sequences, tokens = lengths.numel(), lengths.sum().clamp(min=1)
+    denominators: dict[str, Tensor | float] = {
+        "seq_mean": sequences,  # GRPO, SAPO, GSPO
+        "token_mean": tokens,  # BNPO, PPO
+        "fixed_length": sequences * rules.max_completion_length,  # Dr. GRPO
+        "num_items": tokens,  # DAPO, CISPO, VESPO; num_items_in_batch comes as a normalizer
+        "seq_sum": sequences,  # LUSPO, prime-rl
+    }
+    denominator = denominators[rules.aggregation]
+    numerator = mask / length_of_token.clamp(min=1) if rules.aggregation == "seq_mean" else mask
+    weight = numerator / (denominator if normalizer is None else normalizer)
+    if rules.entropy_coef == 0.0:
+        return weight, torch.zeros_like(weight)
+    share = 1.0 if normalizer is None else denominator / normalizer
+    return weight, -rules.entropy_coef * share / tokens * mask
