@@ -79,23 +79,19 @@ def architecture(device: torch.device) -> str:
 
 
 def row_launch(kernel: str, device: torch.device, vocab: int, dtype: torch.dtype) -> RowLaunch:
-    return RowLaunch(**_fields(kernel, device, row_shape(vocab, dtype)))
+    return RowLaunch(**_fields(kernel, device, shape_key(vocab, dtype=dtype)))
 
 
 def matmul_launch(kernel: str, device: torch.device, width: int, vocab: int, dtype: torch.dtype) -> MatmulLaunch:
-    return MatmulLaunch(**_fields(kernel, device, matmul_shape(width, vocab, dtype)))
+    return MatmulLaunch(**_fields(kernel, device, shape_key(width, vocab, dtype=dtype)))
 
 
 def token_launch(device: torch.device) -> TokenLaunch:
     return TokenLaunch(**_find(architecture(device), "tokens", "*"))
 
 
-def row_shape(vocab: int, dtype: torch.dtype) -> str:
-    return f"{vocab} {name_of(dtype)}"
-
-
-def matmul_shape(width: int, vocab: int, dtype: torch.dtype) -> str:
-    return f"{width} {vocab} {name_of(dtype)}"
+def shape_key(*sizes: int, dtype: torch.dtype) -> str:
+    return " ".join([*map(str, sizes), str(dtype).removeprefix("torch.")])
 
 
 @contextmanager
@@ -113,7 +109,7 @@ def best_first(entry: str, served: tuple[str, ...], weight: Tensor) -> tuple[str
 
     `entry`: "strategy" of the Triton kernels, "cuda_strategy". What no GPU has measured yet is not preferred.
     """
-    shape = f"{weight.shape[1]} {weight.shape[0]} {name_of(weight.dtype)}"
+    shape = shape_key(weight.shape[1], weight.shape[0], dtype=weight.dtype)
     best: str = _find(architecture(weight.device), entry, shape)["name"]
     return (best, *(name for name in served if name != best)) if best in served else served
 
@@ -125,10 +121,6 @@ def measured_backend(device: torch.device) -> str | None:
         if found is not None:
             return str(found["name"])
     return None
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def shipped_table() -> dict[str, Any]:

@@ -33,8 +33,7 @@ from ..launch import (
     RowLaunch,
     architecture,
     forget_tables,
-    matmul_shape,
-    row_shape,
+    shape_key,
     shipped_table,
     trial,
 )
@@ -71,13 +70,6 @@ class Subject(NamedTuple):
     run: Callable[[], Sequence[Tensor]]
 
 
-class Call(NamedTuple):
-    """A candidate as the timer sees it."""
-
-    prepare: Callable[[], object]
-    run: Callable[[], object]
-
-
 class Choice(NamedTuple):
     """The fastest candidate, and the milliseconds of both."""
 
@@ -86,7 +78,7 @@ class Choice(NamedTuple):
     shipped_milliseconds: float
 
 
-Timer = Callable[[Sequence[Call]], Sequence[float]]  # milliseconds of each call
+Timer = Callable[[Subject, Sequence[Launch]], Sequence[float]]  # milliseconds of each launch
 Say = Callable[[str], object]
 
 
@@ -165,40 +157,24 @@ def _row_subject(head: Head, dtype: torch.dtype) -> Subject:
         return *first, *second, grad
 
     candidates = row_candidates(architecture(head.device))
-    return Subject("rows", row_shape(head.vocab, dtype), candidates, lambda: logits.copy_(source), run)
+    return Subject("rows", shape_key(head.vocab, dtype=dtype), candidates, lambda: logits.copy_(source), run)
 
 
-def linear_logp_subjects(head: Head) -> Iterator[Subject]:
-    hidden, weight, ids = *_matrices(head), _ids(head)
-    temperature = torch.ones(head.rows, dtype=torch.float32, device=head.device)
-
-    def run() -> Sequence[Tensor]:
-        return linear_logp(hidden, weight, None, ids, temperature, PARAMS, entropy=True)
-
-    yield _matmul_subject(head, "linear_logp", run)
-
-
-def anchored_subjects(head: Head) -> Iterator[Subject]:
-    hidden, weight, ids, table = *_matrices(head), _ids(head), _table(head)
-    exps = torch.empty(head.rows, head.vocab, dtype=torch.bfloat16, device=head.device)
+def matmul_subjects(kernel: str, head: Head) -> Iterator[Subject]:
+    """The product of hidden states and weights whose logits are standard normal."""
+    hidden = torch.randn(head.rows, head.width, dtype=head.dtype, device=head.device)
+    weight = torch.randn(head.vocab, head.width, dtype=head.dtype, device=head.device).mul_(head.width**-0.5)
+    ids, table = _ids(head), _table(head)
+    exps = torch.empty(head.rows * (kernel == "anchored"), head.vocab, dtype=torch.bfloat16, device=head.device)
 
     def run() -> Sequence[Tensor]:
+        if kernel == "linear_logp":
+            return linear_logp(hidden, weight, None, ids, table[FIELD["temperature"]], PARAMS, entropy=True)
         stats, scale = anchored(hidden, weight, None, ids, table, exps, PARAMS)
         return (*stats, scale, exps)
 
-    yield _matmul_subject(head, "anchored", run)
-
-
-def _matmul_subject(head: Head, kernel: str, run: Callable[[], Sequence[Tensor]]) -> Subject:
     candidates = matmul_candidates(architecture(head.device), kernel)
-    return Subject(kernel, matmul_shape(head.width, head.vocab, head.dtype), candidates, lambda: None, run)
-
-
-def _matrices(head: Head) -> tuple[Tensor, Tensor]:
-    """Hidden states and weights whose logits are standard normal."""
-    hidden = torch.randn(head.rows, head.width, dtype=head.dtype, device=head.device)
-    weight = torch.randn(head.vocab, head.width, dtype=head.dtype, device=head.device)
-    return hidden, weight.mul_(head.width**-0.5)
+    yield Subject(kernel, shape_key(head.width, head.vocab, dtype=head.dtype), candidates, lambda: None, run)
 
 
 def _ids(head: Head) -> Tensor:
@@ -217,8 +193,8 @@ def _table(head: Head) -> Tensor:
 
 SUBJECTS: dict[str, Callable[[Head], Iterator[Subject]]] = {
     "rows": row_subjects,
-    "linear_logp": linear_logp_subjects,
-    "anchored": anchored_subjects,
+    "linear_logp": partial(matmul_subjects, "linear_logp"),
+    "anchored": partial(matmul_subjects, "anchored"),
 }
 
 
@@ -249,8 +225,7 @@ def choose(subject: Subject, timer: Timer, say: Say) -> Choice:
             say(f"{label}: left out, its results are WRONG")
     if without_resources:
         say(f"  {without_resources} candidates need more registers or shared memory than there are")
-    calls = [Call(subject.prepare, partial(_launch, subject, launch)) for launch in right]
-    times = timer(calls)
+    times = timer(subject, right)
     best = min(range(len(right)), key=lambda i: times[i])
     say(f"  fastest: {describe(right[best])}, {times[best]:.3f} ms; as shipped {times[0]:.3f} ms")
     return Choice(right[best], times[best], times[0])
@@ -277,16 +252,16 @@ def describe(launch: Launch) -> str:
     return " ".join(f"{name}={value}" for name, value in launch._asdict().items())
 
 
-def gpu_milliseconds(calls: Sequence[Call]) -> list[float]:
-    """Medians over rounds in which every call has its turn."""
-    samples: list[list[float]] = [[] for _ in calls]
+def gpu_milliseconds(subject: Subject, launches: Sequence[Launch]) -> list[float]:
+    """Medians over rounds in which every launch has its turn."""
+    samples: list[list[float]] = [[] for _ in launches]
     for number in range(WARM_UP_ROUNDS + ROUNDS):
         events = []
-        for call in calls:
-            call.prepare()
+        for launch in launches:
+            subject.prepare()
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
-            call.run()
+            _launch(subject, launch)
             end.record()
             events.append((start, end))
         torch.cuda.synchronize()
