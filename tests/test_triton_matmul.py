@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import pytest
@@ -85,6 +86,12 @@ def exponentials(head: Head, params: KernelParams = PLAIN) -> tuple[RowStats, Te
     return stats, exps, scale
 
 
+def both(head: Head) -> tuple[Tensor, ...]:
+    """All results of both kernels: statistics of either, E, v."""
+    stats, exps, scale = exponentials(head)
+    return *statistics(head), *stats, exps, scale
+
+
 def exact(head: Head, params: KernelParams = PLAIN) -> tuple[RowStats, Tensor]:
     """Statistics and d loss / d logits in float64."""
     logits = head.logits()
@@ -103,7 +110,16 @@ def assert_gradient(exps: Tensor, scale: Tensor, expected: Tensor, slack: float 
     torch.testing.assert_close(found, expected, rtol=ROUNDING + slack, atol=1e-12)
 
 
-def same_bits(found: RowStats | tuple[Tensor, ...], expected: RowStats | tuple[Tensor, ...]) -> bool:
+def assert_exact(head: Head, params: KernelParams = PLAIN, tolerance: float = 4e-6, slack: float = 1e-5) -> None:
+    """Both kernels: statistics, and the gradient of the second."""
+    expected, grad = exact(head, params)
+    assert_statistics(statistics(head, params), expected, tolerance)
+    stats, exps, scale = exponentials(head, params)
+    assert_statistics(stats, expected, tolerance)
+    assert_gradient(exps, scale, grad, slack)
+
+
+def same_bits(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
     return all(torch.equal(x.nan_to_num(1e30), y.nan_to_num(1e30)) for x, y in zip(found, expected, strict=True))
 
 
@@ -156,9 +172,8 @@ def test_linear_logp_without_entropy():
 @pytest.mark.parametrize(
     ("count", "width", "vocab"), [(1, 1, 2), (32, 32, 96), (33, 33, 31), (3, 48, 150), (40, 16, 33)]
 )
-def test_linear_logp_of_any_shape(count, width, vocab):
-    head = make_head(count, width, vocab)
-    assert_statistics(statistics(head), exact(head)[0])
+def test_any_shape(count, width, vocab):
+    assert_exact(make_head(count, width, vocab, bias=vocab % 2 == 1))
 
 
 def widened(x: Tensor) -> Tensor:
@@ -169,9 +184,7 @@ def widened(x: Tensor) -> Tensor:
 def test_rows_may_lie_apart():
     head = make_head()
     apart = head._replace(hidden=widened(head.hidden), weight=widened(head.weight))
-    assert same_bits(statistics(apart), statistics(head))
-    for found, expected in zip(exponentials(apart), exponentials(head), strict=True):
-        assert same_bits((*found,), (*expected,))
+    assert same_bits(both(apart), both(head))
 
 
 @pytest.mark.parametrize("parts", [1, 2, 5])
@@ -180,20 +193,14 @@ def test_parts_are_combined(parts, monkeypatch):
     head = make_head(40, 16, 150, bias=False)
     head.weight.mul_(6)  # parts differ by many nats
     monkeypatch.setattr(matmul, "INTERPRETER_PARTS", parts)
-    expected, grad = exact(head)
-    assert_statistics(statistics(head), expected, 2e-5)
-    stats, exps, scale = exponentials(head)
-    assert_statistics(stats, expected, 2e-5)
-    assert_gradient(exps, scale, grad, 1e-4)
+    assert_exact(head, tolerance=2e-5, slack=1e-4)
 
 
 def test_token_tiles_in_groups(monkeypatch):
     """Three token tiles in groups of two: the last group is smaller."""
     head = make_head(70)
     monkeypatch.setattr(matmul, "GROUP_BYTES", 2 * 32 * head.weight.shape[1] * 2)
-    expected, grad = exact(head)
-    assert_statistics(statistics(head), expected)
-    assert_gradient(*exponentials(head)[1:], grad)
+    assert_exact(head)
 
 
 def test_masked_vocabulary():
@@ -203,11 +210,7 @@ def test_masked_vocabulary():
     head.bias[64:96] = -math.inf
     head.bias[130:] = -math.inf
     head.ids.clamp_(40, 63)
-    expected, grad = exact(head)
-    assert_statistics(statistics(head), expected)
-    stats, exps, scale = exponentials(head)
-    assert_statistics(stats, expected)
-    assert_gradient(exps, scale, grad)
+    assert_exact(head)
 
 
 @pytest.mark.parametrize("offset", [-1e4, 1e4])
@@ -236,47 +239,31 @@ def test_logits_far_from_zero(offset):
 def test_id_outside_the_vocabulary(id_):
     head = make_head()
     head.hidden[5] *= 200  # without an anchor, exponentials that would overflow
-    expected = statistics(head), *exponentials(head)
+    expected = both(head)
     head.ids[5] = id_
     head.table[FIELD["weight_ratio"], 5] = head.table[FIELD["weight_direct"], 5] = 0.0
     others = torch.arange(len(head.ids), device=DEVICE) != 5
-
-    found = statistics(head)
-    assert found.logp[5].isnan()
-    assert torch.equal(found.lse, expected[0].lse) and torch.equal(found.entropy, expected[0].entropy)
-    assert torch.equal(found.logp[others], expected[0].logp[others])
-
-    stats, exps, scale = exponentials(head)
-    assert stats.logp[5].isnan() and scale[5] == 0.0 and exps[5].isfinite().all()
-    for x, y in zip((*stats, exps, scale), (*expected[1], *expected[2:]), strict=True):
-        assert torch.equal(x[others], y[others])
+    found = both(head)
+    logp, lse, entropy, anchored_logp, _, _, exps, scale = found
+    assert logp[5].isnan() and anchored_logp[5].isnan() and scale[5] == 0.0 and exps[5].isfinite().all()
+    assert torch.equal(lse, expected[1]) and torch.equal(entropy, expected[2])
+    assert same_bits([x[others] for x in found], [y[others] for y in expected])
 
 
 def test_nan_stays_in_its_row():
     head = make_head()
-    expected = statistics(head), *exponentials(head)
+    expected = both(head)
     head.hidden[5, 3] = math.nan
     others = torch.arange(len(head.ids), device=DEVICE) != 5
-    found = statistics(head), *exponentials(head)
-    for x, y in zip((*found[0], *found[1], *found[2:]), (*expected[0], *expected[1], *expected[2:]), strict=True):
-        assert torch.equal(x[others], y[others])
-    assert all(x[5].isnan() for x in (*found[0], *found[1]))
-
-
-def test_the_same_bits_twice():
-    head = make_head()
-    assert same_bits(statistics(head), statistics(head))
-    for found, expected in zip(exponentials(head), exponentials(head), strict=True):
-        assert same_bits((*found,), (*expected,))
+    found = both(head)
+    assert same_bits([x[others] for x in found], [y[others] for y in expected])
+    assert all(x[5].isnan() for x in found[:6])
 
 
 @pytest.mark.parametrize("kernel", ["linear_logp", "anchored"])
 def test_descriptors_fetch_what_pointers_fetch(kernel):
     def run(head: Head) -> tuple[Tensor, ...]:
-        if kernel == "linear_logp":
-            return tuple(statistics(head))
-        stats, exps, scale = exponentials(head)
-        return *stats, exps, scale
+        return tuple(statistics(head)) if kernel == "linear_logp" else both(head)[3:]
 
     def fetches_through_descriptors(head: Head) -> bool:
         return matmul.prepare(kernel, head.hidden, head.weight, None, KernelParams()).tiles.tma
@@ -316,15 +303,6 @@ def test_anchored(surrogate, kl, variant):
     stats, exps, scale = exponentials(head, params)
     assert_statistics(stats, expected)
     assert_gradient(exps, scale, grad, 5e-5)
-
-
-@pytest.mark.parametrize(("count", "width", "vocab"), [(1, 1, 2), (32, 32, 96), (33, 33, 31), (3, 48, 150)])
-def test_anchored_of_any_shape(count, width, vocab):
-    head = make_head(count, width, vocab, bias=False)
-    expected, grad = exact(head)
-    stats, exps, scale = exponentials(head)
-    assert_statistics(stats, expected)
-    assert_gradient(exps, scale, grad)
 
 
 def test_exponentials_stay_in_their_rows():
