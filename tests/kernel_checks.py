@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from helpers import planned_tokens
+from helpers import RowKernels, planned_tokens
 from torch import Tensor
 
 from grpo_kernels import reference
@@ -358,7 +358,7 @@ def check_parts(kernels: Kernels, dtype: torch.dtype, vocab: int, same_bits: boo
     grad, expected = torch.empty_like(logits), torch.empty(rows, vocab)
     kernels.single_pass(chunk_of(logits, ids), table, passed, params, RowGradients(grad))
     (check_equal if same_bits else check_statistics)(stats_of(passed), stats)
-    value, d_ratio, d_direct, kl = objective(kernels, log_ratio, stats.logp, stats.entropy, table, params)
+    value, d_ratio, d_direct, kl = RowKernels(kernels).objective(log_ratio, stats.logp, stats.entropy, table, params)
     g_logp = d_ratio + d_direct
     found = {"value": value, "kl": kl, "g_logp": g_logp}
     for name, part in found.items():
@@ -403,23 +403,6 @@ def check_sixteen_bits(kernels: Kernels, dtype: torch.dtype, every: int = 1) -> 
 # --- the objective --------------------------------------------------------------------------------------------------
 
 
-def objective(
-    kernels: Kernels, log_ratio: Tensor, logp: Tensor, entropy: Tensor, table: Tensor, params: KernelParams
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(value, d_ratio, d_direct, kl), (N,) each, at these log ratios up to a rounding of logp - log_ratio."""
-    table, params = table.clone(), params._replace(has_old=True)
-    table[FIELD["old"]] = logp - log_ratio
-    found = []
-    for ratio, direct in ((1.0, 0.0), (0.0, 1.0)):  # one derivative at a time: g_logp is their weighted sum
-        table[FIELD["weight_ratio"]], table[FIELD["weight_direct"]] = ratio, direct
-        values = some_values(len(logp))
-        values.columns[:2] = torch.stack([logp, entropy])
-        kernels.token_objective(Rows(0, len(logp)), table, values, params)
-        found.append(values)
-    _, _, _, value, kl, _ = found[0].columns
-    return value, found[0].g_logp, found[1].g_logp, kl
-
-
 def expected_objective(log_ratio: Tensor, logp: Tensor, entropy: Tensor, table: Tensor, p: KernelParams) -> Tensor:
     """(4, N) float64: the same by autograd over the reference's formulas, log ratio and logp being separate leaves."""
     p = p._replace(**{name: float(np.float32(x)) for name, x in p._asdict().items() if isinstance(x, float)})
@@ -441,7 +424,7 @@ def expected_objective(log_ratio: Tensor, logp: Tensor, entropy: Tensor, table: 
 def check_objective(
     kernels: Kernels, log_ratio: Tensor, logp: Tensor, entropy: Tensor, table: Tensor, params: KernelParams
 ) -> None:
-    found = torch.stack(objective(kernels, log_ratio, logp, entropy, table, params))
+    found = torch.stack(RowKernels(kernels).objective(log_ratio, logp, entropy, table, params))
     assert found.isfinite().all()
     expected = expected_objective(log_ratio, logp, entropy, table, params)
     torch.testing.assert_close(found.double(), expected, rtol=3e-5, atol=3e-6)

@@ -126,17 +126,25 @@ def test_an_id_outside_the_vocabulary_reads_and_writes_nothing_else(name, id_):
     torch.testing.assert_close(grad[4], -logits[3].softmax(-1))
 
 
-@pytest.mark.parametrize("checks", [True, False])
-def test_calls_are_checked_where_the_environment_says_so(monkeypatch, checks):
-    monkeypatch.setenv("GRPO_KERNELS_CHECK_CALLS", "1" if checks else "0")
+@pytest.mark.parametrize("name", ["cpu", "triton", "cuda"])
+def test_wrong_tensors_are_refused(name):
+    kernels, (logits, ids, table) = RowKernels(get_backend(name)), inputs()
+    grad = torch.zeros_like(logits)
+    for wrong, message in ((ids.int(), r"ids: .*int64"), (ids[:3], r"ids: .*\(3,\)")):
+        with pytest.raises(ValueError, match=message):
+            kernels.fused(logits, grad, wrong, table, PARAMS)
+    assert not grad.any()
 
-    class Spy(KernelBackend):
-        def scale(self, x, factor):
-            return "called"
 
-    if not checks:
-        assert Spy().scale(torch.ones(2).double(), torch.ones(())) == "called"
-        return
+def test_calls_are_checked_where_the_environment_says_so(monkeypatch):
+    def scale(self, x, factor):
+        return "called"
+
+    wrong = torch.ones(2).double(), torch.ones(())
+    monkeypatch.setenv("GRPO_KERNELS_CHECK_CALLS", "0")
+    assert type("Unchecked", (KernelBackend,), {"scale": scale})().scale(*wrong) == "called"
+    monkeypatch.setenv("GRPO_KERNELS_CHECK_CALLS", "1")
+    checked = type("Checked", (KernelBackend,), {"scale": scale})()
+    assert checked.scale(torch.ones(2), torch.ones(())) == "called"
     with pytest.raises(ValueError, match=r"x: .*float64"):
-        Spy().scale(torch.ones(2).double(), torch.ones(()))
-    assert Spy().scale(torch.ones(2), torch.ones(())) == "called"
+        checked.scale(*wrong)

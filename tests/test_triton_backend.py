@@ -47,26 +47,6 @@ def table(rows: int) -> torch.Tensor:
     return t
 
 
-WRONG = {
-    "a column-major matrix": (lambda a: a | {"logits": a["logits"].T.contiguous().T}, "contiguous rows"),
-    "another type of logits": (lambda a: a | {"logits": a["logits"].double()}, "logits.*float64"),
-    "a short gradient": (lambda a: a | {"grad": a["grad"][:2]}, r"dlogits.*\(2, 8\)"),
-    "32-bit ids": (lambda a: a | {"ids": a["ids"].int()}, "ids.*int64"),
-    "a long table": (lambda a: a | {"table": table(4)}, "table"),
-    "a strided rounding_error": (lambda a: a | {"rounding_error": torch.empty(6)[::2]}, "rounding_error.*contiguous"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_tensors_are_refused(name):
-    change, message = WRONG[name]
-    given = {"logits": torch.randn(3, 8), "grad": torch.zeros(3, 8), "ids": torch.zeros(3).long(), "table": table(3)}
-    changed = change(given | {"params": KernelParams()})
-    with pytest.raises(ValueError, match=message):
-        RowKernels(get_backend("triton")).fused(**changed)
-    assert not given["grad"].any()
-
-
 def test_the_interpreter_notices_a_wrong_address():
     """What the tests rely on: a kernel that reads past its tensors is caught."""
     from grpo_kernels.backends.triton import rows
@@ -80,7 +60,7 @@ def test_the_interpreter_notices_a_wrong_address():
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("vocab", [1, 15, 17, 63, 65, 129, 211])
+@pytest.mark.parametrize("vocab", [1, 17, 63, 211])
 def test_a_vocabulary_off_a_multiple_of_16_gives_the_numbers_of_a_padded_one(vocab):
     """Columns of -inf up to the multiple change nothing but the order of the sums; two launches not even that."""
     triton, rows, params = RowKernels(get_backend("triton")), 5, KernelParams(has_old=False)
