@@ -18,7 +18,9 @@ from torch import Tensor
 
 from grpo_kernels import reference
 from grpo_kernels.backends.pytorch import coefficients
+from grpo_kernels.backends.pytorch.groups import group_statistics
 from grpo_kernels.backends.pytorch.plan import plan_tokens
+from grpo_kernels.backends.pytorch.sums import column_sums
 from grpo_kernels.config import SURROGATE_RULES
 from grpo_kernels.contract import KeptIds, KeptPairs, LogitChunk, RowGradients, Rows, RowStats, TokenInputs, TokenValues
 from grpo_kernels.names import COLUMNS, FIELD, TABLE_FIELDS, VALUE_FIELDS, KernelParams, PlanRules
@@ -542,35 +544,10 @@ def check_reduce(kernels: Kernels, surrogate: str, has_old: bool) -> None:
     found = kernels.sums(*inputs)
     assert torch.equal(kernels.sums(*inputs).numbers, found.numbers)
 
-    ratio = x.double().clamp(-1, 1).exp()
-    bounded, t = ratio.clamp(max=1.6), {name: table[i].double() for name, i in FIELD.items()}
-    current = divides_by_rollout or not has_old
-    mismatch = torch.where(t["rollout"].isnan(), 0.0, ((logp if current else t["old"]) - t["rollout"]).abs())
-    columns = {
-        "loss": torch.where(t["weight_direct"] == 0, 0, t["weight_direct"] * value) + t["weight_entropy"] * entropy,
-        "tokens": torch.ones(count),
-        "kl": kl,
-        "entropy": entropy,
-        "ratio": ratio,
-        "clip_low": (bounded < 0.8) & (t["advantage"] < 0),
-        "clip_high": (bounded > 1.2) & (t["advantage"] > 0),
-        "cispo_clip": (bounded > 0.2) & (t["advantage"] > 0),
-        "approx_kl": t["old"] - logp if has_old else 0 * logp,
-        "mismatch": mismatch,
-        "mismatch_count": ~t["rollout"].isnan(),
-        "rollout_weight": t["rollout_weight"],
-        "rollout_weight_sq": t["rollout_weight"] ** 2,
-        "zero_gradient": (g_logp == 0) & (t["weight_entropy"] == 0),
-    }
-    matrix = torch.stack([torch.where(scored, columns[name].double(), 0.0) for name in COLUMNS], 1)
-    owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    expected = torch.zeros(len(lengths), matrix.shape[1], dtype=torch.float64).index_add_(0, owner, matrix)
-    by_group = torch.zeros(3, matrix.shape[1], dtype=torch.float64).index_add_(0, group_index, expected)
-    for sums, truth in ((found.sequences, expected), (found.groups, by_group), (found.totals, expected.sum(0))):
-        torch.testing.assert_close(sums.double(), truth, rtol=1e-6, atol=1e-6)
-    known = scored & ~t["rollout"].isnan()
-    limits = torch.stack([ratio[scored].min(), ratio[scored].max(), mismatch[known].max()])
-    torch.testing.assert_close(found.extrema.double(), limits, rtol=1e-6, atol=0)
+    # In float64, by plain torch, which the walk over variants compares with the reference's metrics.
+    exact = TokenValues(values.columns.double(), values.lse)
+    expected = column_sums(planned_tokens(table.double(), exact, scored, cu_seqlens), params, group_index, 3)
+    torch.testing.assert_close(found.numbers.double(), expected.numbers, rtol=1e-6, atol=1e-6)
 
 
 def check_reduce_of_nothing(kernels: Kernels) -> None:
@@ -596,27 +573,11 @@ def check_groups(kernels: Kernels, scale: str, baseline: str, ddof: int) -> None
     advantages, mean, std = found = kernels.group_statistics(*inputs)
     check_equal(kernels.group_statistics(*inputs), found)
 
-    wide, valid = rewards.double(), ~rewards.isnan()
-    expected = torch.zeros(count, dtype=torch.float64)
-    for group in (0, 1, 3, 4):
-        mine = (index == group) & valid
-        members, n = wide[mine], int(mine.sum())
-        equal = bool((members == members[0]).all())
-        centre = members[0] if equal else members.mean()
-        deviation = 0.0 if equal else members.std(correction=ddof).item()
-        distance = members - centre
-        if baseline == "leave_one_out" and n > 1:
-            distance = distance * n / (n - 1)
-        divisor = {"group": deviation, "batch": wide[valid].std(correction=ddof).item(), "none": 1.0 - eps}[scale]
-        expected[mine] = (members if baseline == "none" else distance) / (divisor + eps)
-        torch.testing.assert_close(mean[group].double(), centre, rtol=1e-6, atol=1e-7)
-        assert abs(std[group].item() - deviation) <= 1e-6 * deviation
-    assert mean[2].isnan()
-    assert std[2].isnan()
-    assert std[1] == 0
+    for mine, truth in zip(found, group_statistics(rewards.double(), *inputs[1:]), strict=True):
+        torch.testing.assert_close(mine.double(), truth, rtol=1e-6, atol=1e-7, equal_nan=True)
+    assert mean[2].isnan() and std[2].isnan() and std[1] == 0 and mean[1] == rewards[1]
     if baseline != "none":
         assert not advantages[index == 1].any()
-    torch.testing.assert_close(advantages.double(), expected, rtol=1e-6, atol=1e-9)
 
 
 def check_scale(kernels: Kernels, dtype: torch.dtype, count: int, shift: int = 0) -> None:

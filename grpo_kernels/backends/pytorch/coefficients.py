@@ -22,7 +22,7 @@ def token_objective(rows: Rows, table: Tensor, values: TokenValues, params: Kern
     logp, entropy = columns[0], columns[1]
     log_ratio = own_log_ratio(logp, table, params)
     value, d_ratio, d_direct, kl = objective(log_ratio, logp, entropy, table, params)
-    g_logp = _weighted(table, "weight_ratio", d_ratio) + _weighted(table, "weight_direct", d_direct)
+    g_logp = weighted(table, "weight_ratio", d_ratio) + weighted(table, "weight_direct", d_direct)
     rows.put(values.columns, torch.stack([logp, entropy, log_ratio, value, kl, g_logp]), dim=1)
 
 
@@ -37,11 +37,11 @@ def sequence_objective(
     table[FIELD["multiplier"]] *= _sequence_multiplier(sequences, own, logp, params)
     log_ratio, slope = _raise_to_level(sequences, own, params)
     value, d_ratio, d_direct, kl = objective(log_ratio, logp, entropy, table, params)
-    g_logp = _weighted(table, "weight_direct", d_direct)
+    g_logp = weighted(table, "weight_direct", d_direct)
     if params.level == "token":
-        g_logp = g_logp + _weighted(table, "weight_ratio", d_ratio)
+        g_logp = g_logp + weighted(table, "weight_ratio", d_ratio)
     else:
-        total = sequences.sum(_weighted(table, "weight_direct", d_ratio))
+        total = sequences.sum(weighted(table, "weight_direct", d_ratio))
         g_logp = g_logp + slope * sequences.spread(total)
     found = torch.stack([log_ratio, value, kl, g_logp])
     values.columns[2:] = torch.where(scored, found, values.columns[2:])
@@ -56,7 +56,7 @@ def own_log_ratio(logp: Tensor, table: Tensor, params: KernelParams) -> Tensor:
     return itself
 
 
-def _weighted(table: Tensor, name: str, slope: Tensor) -> Tensor:
+def weighted(table: Tensor, name: str, slope: Tensor) -> Tensor:
     """slope times a weight of the table; 0 where that is 0, whatever the slope is."""
     weight = table[FIELD[name]]
     return torch.where(weight != 0, weight * slope, 0.0)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ...contract import PlannedTokens, Sums
 from ...names import COLUMNS, FIELD, KernelParams
+from .coefficients import weighted
 from .objective import clamp_log_ratio
 
 
@@ -25,7 +26,7 @@ def column_sums(planned: PlannedTokens, params: KernelParams, group_index: Tenso
     mismatch = torch.where(known, (policy - field["rollout"]).abs(), 0.0)
     one = torch.ones_like(logp)
     columns = {
-        "loss": field["weight_direct"] * value + field["weight_entropy"] * entropy,
+        "loss": weighted(planned.table, "weight_direct", value) + weighted(planned.table, "weight_entropy", entropy),
         "tokens": one,
         "kl": kl,
         "entropy": entropy,

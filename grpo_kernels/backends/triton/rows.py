@@ -46,7 +46,7 @@ from torch import Tensor
 
 from ...contract import LogitChunk, RowGradients, Rows, RowStats, TokenValues
 from ...names import KernelParams
-from ..launch import RowLaunch, row_launch
+from ..launch import row_launch
 from .arguments import Batch
 from .layout import TEMPERATURE, TOKEN_ENTROPY, TOKEN_G_LOGP, TOKEN_LOGP, WEIGHT_ENTROPY
 from .maths import INV_LN2, LN2, expm1, softcap
@@ -351,12 +351,10 @@ def single_pass_kernel(logits, ids, place, batch, count, tokens, gradient, p, OP
 
 def statistics(chunk: LogitChunk, temperature: Tensor, values: TokenValues, params: KernelParams) -> None:
     """logp, entropy and lse of logits (C, V)."""
-    logits, rows, ids, _ = chunk
-    (count, vocab), launch = logits.shape, _launch(logits)
-    statistics_kernel[(triton.cdiv(count, launch.rows),)](
-        _logits(chunk), ids, place(rows), temperature, values, count, ids.shape[0], scalars(params),
-        OPTIONS=RowOptions(params.softcap != 0.0, is_ragged(vocab), launch.rows, launch.block),
-        num_warps=launch.num_warps,
+    grid, options = _launch(chunk, params)
+    statistics_kernel[grid](
+        _logits(chunk), chunk.ids, place(chunk.rows), temperature, values, len(chunk.logits), len(chunk.ids),
+        scalars(params), **options,
     )  # fmt: skip
 
 
@@ -370,14 +368,10 @@ def logits_gradient(
     gradients: RowGradients,
 ) -> None:
     """d loss / d logits (C, V)."""
-    logits, rows, ids, _ = chunk
-    (count, vocab), launch = logits.shape, _launch(logits)
-    overlap = overlaps(logits, gradients.dlogits)
-    gradient_kernel[(triton.cdiv(count, launch.rows),)](
-        _logits(chunk), ids, place(rows), temperature, values, g_logp, g_entropy, count, ids.shape[0],
-        _gradient(gradients), scalars(params),
-        OPTIONS=RowOptions(params.softcap != 0.0, is_ragged(vocab), launch.rows, launch.block, overlap),
-        num_warps=launch.num_warps,
+    grid, options = _launch(chunk, params, gradients)
+    gradient_kernel[grid](
+        _logits(chunk), chunk.ids, place(chunk.rows), temperature, values, g_logp, g_entropy, len(chunk.logits),
+        len(chunk.ids), _gradient(gradients), scalars(params), **options,
     )  # fmt: skip
 
 
@@ -389,16 +383,10 @@ def single_pass(
     gradients: RowGradients | None = None,
 ) -> None:
     """Everything about tokens that depend on themselves alone."""
-    logits, rows, ids, _ = chunk
-    (count, vocab), launch = logits.shape, _launch(logits)
-    overlap = gradients is not None and overlaps(logits, gradients.dlogits)
-    single_pass_kernel[(triton.cdiv(count, launch.rows),)](
-        _logits(chunk), ids, place(rows), Batch.of(table, values), count, ids.shape[0],
-        Gradient() if gradients is None else _gradient(gradients), scalars(params),
-        OPTIONS=RowOptions(
-            params.softcap != 0.0, is_ragged(vocab), launch.rows, launch.block, overlap, variant(params)
-        ),
-        num_warps=launch.num_warps,
+    grid, options = _launch(chunk, params, gradients, variant(params))
+    single_pass_kernel[grid](
+        _logits(chunk), chunk.ids, place(chunk.rows), Batch.of(table, values), len(chunk.logits), len(chunk.ids),
+        _gradient(gradients), scalars(params), **options,
     )  # fmt: skip
 
 
@@ -407,15 +395,27 @@ def place(rows: Rows) -> int | Tensor:
     return rows.start if rows.index is None else rows.index
 
 
-def _launch(logits: Tensor) -> RowLaunch:
-    return row_launch("rows", logits.device, logits.shape[1], logits.dtype)
+def _launch(
+    chunk: LogitChunk, params: KernelParams, gradients: RowGradients | None = None, variant: Variant | None = None
+) -> tuple[tuple[int], dict[str, Any]]:
+    """(grid, what is compiled in)."""
+    logits = chunk.logits
+    count, vocab = logits.shape
+    launch = row_launch("rows", logits.device, vocab, logits.dtype)
+    dlogits = logits if gradients is None else gradients.dlogits
+    overlap = dlogits.data_ptr() == logits.data_ptr() and dlogits.dtype != logits.dtype
+    ragged = vocab % GROUP.value != 0
+    options = RowOptions(params.softcap != 0.0, ragged, launch.rows, launch.block, overlap, variant)
+    return (triton.cdiv(count, launch.rows),), {"OPTIONS": options, "num_warps": launch.num_warps}
 
 
 def _logits(chunk: LogitChunk) -> Logits:
     return Logits(chunk.logits, chunk.bias, chunk.logits.shape[1], chunk.logits.stride(0))
 
 
-def _gradient(gradients: RowGradients) -> Gradient:
+def _gradient(gradients: RowGradients | None) -> Gradient:
+    if gradients is None:
+        return Gradient()
     return Gradient(gradients.dlogits, gradients.dlogits.stride(0), gradients.rounding_error)
 
 
@@ -424,12 +424,3 @@ def empty_stats(count: int, device: torch.device) -> RowStats:
         return torch.empty(count, dtype=dtype, device=device)
 
     return RowStats(empty(torch.float32), empty(torch.float64), empty(torch.float32))
-
-
-def is_ragged(vocab: int) -> bool:
-    return vocab % GROUP.value != 0
-
-
-def overlaps(logits: Tensor, grad: Tensor) -> bool:
-    """Whether gradients of a narrower type lie over the front of the rows that they come from."""
-    return grad.data_ptr() == logits.data_ptr() and grad.dtype != logits.dtype
