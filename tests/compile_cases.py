@@ -121,12 +121,7 @@ def statistics(rows: int, logits: torch.dtype, vocab: int = VOCAB, indexed: bool
 
 
 def gradient(
-    rows: int,
-    logits: torch.dtype,
-    gradient: torch.dtype,
-    vocab: int = VOCAB,
-    indexed: bool = False,
-    bias: bool = False,
+    rows: int, logits: torch.dtype, gradient: torch.dtype, vocab: int = VOCAB, indexed: bool = False, bias: bool = False
 ) -> object:
     (x, over), (part, ids, batch, values) = logits_and_gradient(rows, logits, gradient, vocab), chunk(rows, indexed)
     read = LogitChunk(x, part, ids, bias_of(x, bias))
@@ -193,7 +188,7 @@ def scale(rows: int, dtype: torch.dtype, width: int = WIDTH) -> object:
 
 def kept(
     rows: int, dtype: torch.dtype, gradient: torch.dtype | None = None, bias: bool = False, add: bool = False,
-    width: int = WIDTH,
+    width: int = WIDTH
 ) -> list[object]:  # fmt: skip
     """The three products over 32 kept ids per token, of a vocabulary small enough to sort for."""
     hidden, weight = torch.empty(2 * rows, width, dtype=dtype), torch.empty(128, width, dtype=dtype)

@@ -119,7 +119,7 @@ def statistics(kernels: Kernels, logits: Tensor, ids: Tensor, temperature: Tenso
 
 def gradient(
     kernels: Kernels, logits: Tensor, grad: Tensor, ids: Tensor, temperature: Tensor, stats: RowStats, g_logp: Tensor,
-    g_entropy: Tensor, params: KernelParams, rounding_error: Tensor | None = None,
+    g_entropy: Tensor, params: KernelParams, rounding_error: Tensor | None = None
 ) -> None:  # fmt: skip
     values = some_values(len(ids))
     values.entropy.copy_(stats.entropy)
@@ -169,7 +169,7 @@ def check_values(
 
 def check_rows(
     kernels: Kernels, vocab: int, dtypes: tuple[torch.dtype, torch.dtype], params: KernelParams, shift: int = 0,
-    biased: bool = False, exact_objective: bool = True,
+    biased: bool = False, exact_objective: bool = True
 ) -> None:  # fmt: skip
     """statistics, logits_gradient and single_pass of a few rows, all at a row stride of their own, each called twice:
     for neighbours among the tokens, and for a list of tokens."""

@@ -8,20 +8,21 @@ derivative with respect to logp is d_ratio * dx/dlogp + d_direct. Where a clamp 
 is 0 selects an exact 0 and is never multiplied with something that may be infinite. NaN logits make the
 multiplier NaN, even where a clip, a threshold or a factor of 0 would have dropped them.
 
-The `Variant` is compiled in; the numbers (`Scalars`) are run-time float32
-values. Of a batch's table and values kernels pass the address of a token's own column, and `tokens`, the number of
-columns, from one field to the next.
+The `Variant` is compiled in; the numbers of KernelParams (`Scalars`) are run-time float32 values. Kernels pass the
+address of a token's own column of a batch's table and values, and `tokens`, the number of columns, from one field to
+the next.
 """
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from ... import names
-from ...names import KernelParams
+from ...names import KernelParams, integers_first
 from .layout import (
     ADVANTAGE,
     ENTROPY_THRESHOLD,
@@ -42,30 +43,12 @@ MAX_PRODUCT: tl.constexpr = tl.constexpr(names.PRODUCT_LIMIT)
 TRUST_REGION_QUADRATIC: tl.constexpr = tl.constexpr(names.TRUST_REGION_QUADRATIC)
 
 
-class Scalars(NamedTuple):
-    """The numbers of `KernelParams`."""
-
-    beta: float
-    epsilon_low: float
-    epsilon_high: float
-    delta: float
-    dual_clip: float
-    log_ratio_clamp: float
-    kl_delta_clamp: float
-    kl_clamp: float
-    sapo_temperature_pos: float
-    sapo_temperature_neg: float
-    logit_scale: float
-    softcap: float
-    off_policy_threshold: float
-    vespo_k_pos: float
-    vespo_k_neg: float
-    vespo_lambda_pos: float
-    vespo_lambda_neg: float
+_NUMBERS = integers_first(KernelParams)[1]  # its float32 fields
+Scalars = namedtuple("Scalars", _NUMBERS)  # type: ignore[misc]
 
 
-def scalars(params: KernelParams) -> Scalars:
-    return Scalars(*(float(getattr(params, name)) for name in Scalars._fields))
+def scalars(params: KernelParams) -> Any:
+    return Scalars(*(float(getattr(params, name)) for name in _NUMBERS))
 
 
 class Variant(NamedTuple):

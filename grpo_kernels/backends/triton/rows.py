@@ -376,11 +376,7 @@ def logits_gradient(
 
 
 def single_pass(
-    chunk: LogitChunk,
-    table: Tensor,
-    values: TokenValues,
-    params: KernelParams,
-    gradients: RowGradients | None = None,
+    chunk: LogitChunk, table: Tensor, values: TokenValues, params: KernelParams, gradients: RowGradients | None = None
 ) -> None:
     """Everything about tokens that depend on themselves alone."""
     grid, options = _launch(chunk, params, gradients, variant(params))
