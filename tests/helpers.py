@@ -386,28 +386,6 @@ class RowKernels:
         _, _, _, value, kl, _ = found[0].columns
         return value, found[0].g_logp, found[1].g_logp, kl
 
-    def reduce(
-        self,
-        scored: Tensor,
-        log_ratio: Tensor,
-        logp: Tensor,
-        entropy: Tensor,
-        value: Tensor,
-        kl: Tensor,
-        g_logp: Tensor,
-        table: Tensor,
-        params: KernelParams,
-        cu_seqlens: Tensor,
-        group_index: Tensor | None,
-        num_groups: int,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(sums per sequence, per group, of all, extrema)."""
-        columns = torch.stack([logp, entropy, log_ratio, value, kl, g_logp])
-        values = TokenValues(columns, torch.zeros_like(logp, dtype=torch.float64))
-        planned = planned_tokens(table, values, scored, cu_seqlens)
-        found = self.backend.sums(planned, params, group_index, num_groups)
-        return found.sequences, found.groups, found.totals, found.extrema
-
 
 def _chunk(logits: Tensor, ids: Tensor) -> LogitChunk:
     return LogitChunk(logits, Rows(0, len(logits)), ids)

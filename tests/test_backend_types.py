@@ -6,15 +6,17 @@ import math
 
 import pytest
 import torch
-from helpers import RowKernels
+from helpers import RowKernels, planned_tokens
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_kernels.backends import get_backend
 from grpo_kernels.backends.checks import KernelBackend
+from grpo_kernels.contract import PlannedTokens, TokenValues
 from grpo_kernels.names import COLUMNS, FIELD, TABLE_FIELDS, KernelParams
 
 ROWS, VOCAB, GROUPS = 5, 12, 2
+GROUP_INDEX = torch.tensor([0, 1, 0])
 PARAMS = KernelParams(kl="k3", beta=0.1, bias_correction=True)
 
 
@@ -25,6 +27,12 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
     table[FIELD["weight_entropy"]] = 0.1
     table[FIELD["entropy_threshold"]] = -math.inf
     return torch.randn(ROWS, VOCAB), torch.arange(ROWS), table
+
+
+def planned(table: Tensor, *columns: Tensor) -> PlannedTokens:
+    """All tokens are scored, in three sequences."""
+    values = TokenValues(torch.stack(columns), torch.zeros(ROWS, dtype=torch.float64))
+    return planned_tokens(table, values, torch.ones(ROWS, dtype=torch.bool), torch.tensor([0, 2, 4, ROWS]))
 
 
 def everything(backend: RowKernels, logits: Tensor, ids: Tensor, table: Tensor) -> list[Tensor]:
@@ -40,15 +48,11 @@ def everything(backend: RowKernels, logits: Tensor, ids: Tensor, table: Tensor) 
     )
     objective = backend.objective(logp - table[FIELD["old"]], logp, entropy, table, PARAMS)
     value, d_ratio, _, kl = objective
-    cu_seqlens, group_index = torch.tensor([0, 2, 4, ROWS]), torch.tensor([0, 1, 0])
-    scored = torch.ones_like(ids, dtype=torch.bool)
-    reduced = backend.reduce(
-        scored, logp, logp, entropy, value, kl, d_ratio, table, PARAMS, cu_seqlens, group_index, GROUPS
-    )
-    assert reduced[1].shape == (GROUPS, len(COLUMNS))
+    sums = backend.sums(planned(table, logp, entropy, logp, value, kl, d_ratio), PARAMS, GROUP_INDEX, GROUPS)
+    assert sums.groups.shape == (GROUPS, len(COLUMNS))
     rewards = logits[:3, 0].contiguous()
-    statistics = backend.group_statistics(rewards, group_index, GROUPS, "group", "mean", 1, 1e-4)
-    return [grad, again, rounding_error, *stats, *fused, *objective, *reduced, *statistics]
+    statistics = backend.group_statistics(rewards, GROUP_INDEX, GROUPS, "group", "mean", 1, 1e-4)
+    return [grad, again, rounding_error, *stats, *fused, *objective, sums.numbers, *statistics]
 
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
@@ -79,12 +83,12 @@ class NothingRead(TorchDispatchMode):
 
 def test_torch_reads_nothing_back():
     given = inputs()
-    cu_seqlens, group_index, scored = torch.tensor([0, 2, 4, ROWS]), torch.tensor([0, 1, 0]), torch.ones(ROWS).bool()
     logits, ids, table = given
     kernels, grad, row = RowKernels(get_backend("torch")), torch.empty_like(logits), table[FIELD["old"]]
+    tokens = planned(table, *[row] * 6)
     with NothingRead():
         kernels.fused(logits, grad, ids, table, PARAMS)
-        kernels.reduce(scored, row, row, row, row, row, row, table, PARAMS, cu_seqlens, group_index, GROUPS)
+        kernels.sums(tokens, PARAMS, GROUP_INDEX, GROUPS)
         kernels.scale(grad.bfloat16(), row[0])
 
 

@@ -17,8 +17,9 @@ def group_statistics(
     r = torch.where(valid, rewards, 0.0).double()
     count = _group_sum(valid.double(), group_index, num_groups)
     mean = _group_sum(r, group_index, num_groups) / count  # NaN for a group without a verdict
-    low = r.new_full((num_groups,), torch.inf).scatter_reduce(0, group_index, _masked(r, valid, torch.inf), "amin")
-    high = r.new_full((num_groups,), -torch.inf).scatter_reduce(0, group_index, _masked(r, valid, -torch.inf), "amax")
+    low, high = r.new_full((num_groups,), torch.inf), r.new_full((num_groups,), -torch.inf)
+    low = low.scatter_reduce(0, group_index, torch.where(valid, r, torch.inf), "amin")
+    high = high.scatter_reduce(0, group_index, torch.where(valid, r, -torch.inf), "amax")
     equal = low == high
     mean = torch.where(equal, low, mean)  # the rounded mean of equal rewards need not equal them
     centred = torch.where(valid, r - mean[group_index], 0.0)
@@ -46,7 +47,3 @@ def _group_sum(x: Tensor, group_index: Tensor, num_groups: int) -> Tensor:
     order = group_index.argsort(stable=True)
     sizes = torch.bincount(group_index, minlength=num_groups)
     return torch.segment_reduce(x[order], "sum", lengths=sizes, axis=0, unsafe=True)
-
-
-def _masked(x: Tensor, keep: Tensor, fill: float) -> Tensor:
-    return torch.where(keep, x, fill)
