@@ -29,7 +29,7 @@ def kernels(request):
 
 VARIANTS = [
     KernelParams(),
-    KernelParams(delta=1.5, dual_clip=3.0, log_ratio_clamp=2.0),
+    KernelParams(delta=1.5, dual_clip=1.3, log_ratio_clamp=2.0),
     KernelParams(epsilon_low=0.1, epsilon_high=0.3, delta=4.0),
     KernelParams(beta=0.04, bias_correction=True, log_ratio_clamp=1.0),
     KernelParams(beta=0.04, kl_delta_clamp=1.0, kl_clamp=0.4),
