@@ -60,25 +60,16 @@ def test_logps_without_logits(monkeypatch, strategy, dtype, entropy):
 
 
 @pytest.mark.parametrize("strategy", ["linear", "anchored"], indirect=True)
-def test_strided_hidden_states(strategy):
-    batch = half_batch(torch.bfloat16, gk.GRPOConfig())
-    strided = torch.stack([batch.hidden, batch.hidden], -1)[..., 0]
-    expected = gk.fused_logps(batch.hidden, batch.weight, batch.ids, backend="triton")[0]
-    assert torch.equal(gk.fused_logps(strided, batch.weight, batch.ids, backend="triton")[0], expected)
-
-
-@pytest.mark.parametrize("strategy", ["linear", "anchored"], indirect=True)
-def test_a_strided_bias(strategy):
+def test_strided_hidden_states_and_bias(strategy):
     batch, found = make_batch(0, bias=True).head_as(torch.bfloat16), []
     for strided in (False, True):
+        hidden = torch.stack([batch.hidden, batch.hidden], -1)[..., 0] if strided else batch.hidden
         wide = torch.stack([batch.bias, batch.bias + 1], -1).requires_grad_()
         bias = wide[:, 0] if strided else wide[:, 0].contiguous()
-        out = gk.fused_grpo_loss(
-            batch.hidden, batch.weight, batch.ids, batch.advantages, lm_head_bias=bias, backend="triton"
-        )
+        out = gk.fused_grpo_loss(hidden, batch.weight, batch.ids, batch.advantages, lm_head_bias=bias, backend="triton")
         out.loss.backward()
         with torch.no_grad():
-            logps, _ = gk.fused_logps(batch.hidden, batch.weight, batch.ids, lm_head_bias=bias, backend="triton")
+            logps, _ = gk.fused_logps(hidden, batch.weight, batch.ids, lm_head_bias=bias, backend="triton")
         found.append((out.logps, wide.grad, logps))
     assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
 
