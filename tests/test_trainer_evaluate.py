@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import random
+import shutil
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import torch
 
 from grpo_kernels.trainer import RunError
 from grpo_kernels.trainer import evaluate as module
-from grpo_kernels.trainer.evaluate import best_of_n, evaluate, final_answer, majority_at_k, pass_at_k, resolve, run
+from grpo_kernels.trainer.evaluate import evaluate, final_answer, majority_at_k, pass_at_k, resolve, run
 
 
 class Prompt(NamedTuple):
@@ -67,23 +68,6 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_sample(samples):
             assert pass_at_k(samples, correct, k) == pytest.approx(sum(subsets) / len(subsets), abs=1e-15)
 
 
-def test_pass_at_k_is_unbiased_where_the_plain_formula_is_not():
-    n, p, k = 4, 0.3, 2
-    chance = [math.comb(n, c) * p**c * (1 - p) ** (n - c) for c in range(n + 1)]
-    truth = 1 - (1 - p) ** k
-    assert sum(w * pass_at_k(n, c, k) for c, w in enumerate(chance)) == pytest.approx(truth, abs=1e-12)
-    plain = sum(w * (1 - (1 - c / n) ** k) for c, w in enumerate(chance))
-    assert abs(plain - truth) > 0.01
-
-
-@pytest.mark.parametrize(
-    ("n", "c", "k", "name"), [(4, 5, 1, "correct"), (4, -1, 1, "correct"), (4, 1, 5, "k"), (4, 1, 0, "k")]
-)
-def test_pass_at_k_names_what_is_impossible(n, c, k, name):
-    with pytest.raises(ValueError, match=rf"^{name}="):
-        pass_at_k(n, c, k)
-
-
 @pytest.mark.parametrize(
     ("answers", "correct", "expected"),
     [
@@ -98,15 +82,6 @@ def test_pass_at_k_names_what_is_impossible(n, c, k, name):
 )
 def test_majority(answers, correct, expected):
     assert majority_at_k(list(answers), [bool(mark) for mark in correct]) == expected
-
-
-def test_majority_wants_as_many_marks():
-    with pytest.raises(ValueError, match="3 answers and 2 of correct"):
-        majority_at_k("abc", [True, False])
-
-
-def test_best_of_n():
-    assert best_of_n([0.1, math.nan, 0.7]) == 0.7 and math.isnan(best_of_n([math.nan]))
 
 
 @pytest.mark.parametrize(
@@ -148,18 +123,9 @@ def test_accuracy_only_where_rewards_say_what_is_correct():
         found = evaluate(sampler(answers=answers), PROMPTS, Rewards(), num_samples=2)
         assert (accuracies <= found.keys()) == known == bool(accuracies & found.keys())
         assert known == ("pass@1" in module.table(found)) == ("no pass@k" not in module.table(found))
-    assert evaluate(sampler(answers=["0!"]), PROMPTS, Rewards(), correct_at=0.5)["pass_at_1"] == 1.0
-
-
-def test_majority_votes_with_the_answers_that_are_asked_for():
-    found = evaluate(
-        sampler(answers=["1", "0", "1!", "?"]),
-        PROMPTS[:1],
-        Rewards(),
-        correct_at=1.0,
-        answer_of=lambda text: text.strip("!?") or None,
-    )
-    assert found["majority_at_k"] == 1.0
+    assert found["reward"] is found["greedy_reward"] is found["best_of_n"] is None and found["unscored"] == 12
+    found = evaluate(sampler(answers=["0!"]), PROMPTS, Rewards(), correct_at=0.5)
+    assert found["pass_at_1"] == found["majority_at_k"] == 1.0
 
 
 def test_one_call_for_the_samples_and_one_for_the_greedy_completions():
@@ -172,29 +138,19 @@ def test_one_call_for_the_samples_and_one_for_the_greedy_completions():
     assert first["completion_ids"] == [[7, 8]] * 18
 
 
+def test_completions_are_messages_where_the_prompts_are():
+    prompts = [Prompt([{"role": "user", "content": "?"}], [1], {"answer": "1"}), Prompt("?", [1], {"answer": "1"})]
+    rewards = Rewards()
+    evaluate(sampler(answers=["0!"]), prompts, rewards, num_samples=1)
+    assert rewards.calls[0]["completions"] == [[{"role": "assistant", "content": "0!"}], "0!"]
+
+
 def test_equal_seeds_give_equal_numbers_and_no_global_generator_moves():
     before = torch.get_rng_state(), random.getstate()
     first, again, other = (evaluate(sampler(), PROMPTS * 5, Rewards(), seed=seed) for seed in (1, 1, 2))
     assert first == again != other
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
     assert first["pass_at_1"] == pytest.approx(7 / 12, abs=0.2)
-
-
-def test_correct_at_and_messages():
-    def chat(prompts, *, greedy, seed):
-        return [([1], "0!") for _ in prompts]
-
-    prompts = [Prompt([{"role": "user", "content": "?"}], [1], {"answer": "1"}), Prompt("?", [1], {"answer": "1"})]
-    rewards = Rewards()
-    evaluate(chat, prompts, rewards, num_samples=1)
-    assert rewards.calls[0]["completions"] == [[{"role": "assistant", "content": "0!"}], "0!"]  # as the prompts are
-    assert evaluate(chat, prompts, Rewards(), num_samples=2, correct_at=1)["pass_at_1"] == 0.0
-    assert evaluate(chat, prompts, Rewards(), num_samples=2, correct_at=0.5)["majority_at_k"] == 1.0
-
-
-def test_all_unscored_is_no_number():
-    found = evaluate(sampler(answers=["?"]), PROMPTS, Rewards(), num_samples=2)
-    assert found["reward"] is found["greedy_reward"] is found["best_of_n"] is None and found["unscored"] == 12
 
 
 def test_a_reward_that_always_fails_is_named():
@@ -211,52 +167,42 @@ def test_a_reward_that_always_fails_is_named():
         (dict(num_samples=0), "num_samples=0; expected at least 1"),
         (dict(ks=[1, 8]), r"ks=\[1, 8\]; expected numbers from 1 to num_samples=4"),
         (dict(ks=[]), r"ks=\[\]"),
+        (dict(sample=lambda prompts, **_: []), "sample returned 0 completions; expected 24"),
     ],
 )
-def test_bad_arguments_come_before_any_work(changes, message):
+def test_bad_arguments(changes, message):
     arguments = dict(sample=None, prompts=PROMPTS, rewards=None) | changes
     with pytest.raises(ValueError, match=message):
         evaluate(**arguments)
 
 
-def test_a_sampler_with_too_few_completions():
-    with pytest.raises(ValueError, match="sample returned 1 completions; expected 24"):
-        evaluate(lambda prompts, **_: [([1], "1")], PROMPTS, Rewards())
-
-
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def run_folder(tmp_path, *, model=True):
-    folder = tmp_path / "run"
-    (folder / "checkpoint-20").mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({"output_dir": "x", "reward_funcs": ["arithmetic"]}))
-    (folder / "checkpoint-20" / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    if model:
-        (folder / "model").mkdir()
-        (folder / "model" / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    return folder
+@pytest.fixture
+def folder(tmp_path):
+    for name, config in (
+        ("", {"output_dir": "x", "reward_funcs": ["arithmetic"]}),
+        ("model", {}),
+        ("checkpoint-20", {}),
+    ):
+        (tmp_path / "run" / name).mkdir(exist_ok=True)
+        (tmp_path / "run" / name / "config.json").write_text(json.dumps(config))
+    return tmp_path / "run"
 
 
-def target_of(*argv):
-    return resolve(module.parser().parse_args([str(a) for a in argv]))
+def test_targets(folder):
+    for target, model in ((folder, "model"), (folder / "model", "model"), (folder / "checkpoint-20", "checkpoint-20")):
+        found, config = resolve(module.parser().parse_args([str(target)]))
+        assert found == str(folder / model) and config["reward_funcs"] == ["arithmetic"]
+    argv = ["org/name", "--dataset-name", "d.jsonl", "--reward-funcs", "exact_answer"]
+    assert resolve(module.parser().parse_args(argv)) == ("org/name", {})
 
 
-def test_targets(tmp_path):
-    folder = run_folder(tmp_path)
-    for given, model in [(folder, folder / "model"), (folder / "checkpoint-20", folder / "checkpoint-20")]:
-        target = target_of(given)
-        assert target.model == str(model) and target.config["reward_funcs"] == ["arithmetic"]
-    of_a_model = target_of(folder / "model")
-    assert of_a_model.model == str(folder / "model") and of_a_model.config
-    alone = target_of("org/name", "--dataset-name", "d.jsonl", "--reward-funcs", "exact_answer")
-    assert alone.model == "org/name" and alone.config == {}
-
-
-def test_the_command_prints_a_table_and_writes_json(tmp_path, monkeypatch, capsys):
+def test_the_command_prints_a_table_and_writes_json(folder, tmp_path, monkeypatch, capsys):
     path = tmp_path / "numbers.json"
-    argv = [str(run_folder(tmp_path)), "--num-samples", "2", "--seed", "3", "--output", str(path)]
-    monkeypatch.setattr(module, "load", lambda target: (sampler(), PROMPTS, Rewards()))
+    argv = [str(folder), "--num-samples", "2", "--seed", "3", "--output", str(path)]
+    monkeypatch.setattr(module, "load", lambda *_: (sampler(), PROMPTS, Rewards()))
     assert run(argv) == 0
     shown, numbers = capsys.readouterr().out, json.loads(path.read_text())
     assert f"pass@1  {numbers['pass_at_1']:.4f}" in shown and "majority@2" in shown and "6 problems, 2 samples" in shown
@@ -264,24 +210,26 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path, monkeypatch, capsy
 
 
 @pytest.mark.parametrize(
-    ("case", "message"),
+    ("argv", "message"),
     [
-        ("no model", "holds no final model"),
-        ("name", "no-such-folder is not the output folder of a run; a model needs --dataset-name and --reward-funcs"),
-        ("samples", "num_samples=0; expected at least 1"),
-        ("folder", "output=. is a folder; expected a file"),
-        ("load", "no such data"),
+        (["no model"], "holds no final model"),
+        (
+            ["no-such-folder"],
+            "no-such-folder is not the output folder of a run; a model needs --dataset-name and --rew",
+        ),
+        (["run", "--num-samples", "0"], "num_samples=0; expected at least 1"),
+        (["run", "--output", "."], "output=. is a folder; expected a file"),
+        (["run"], "no such data"),
     ],
 )
-def test_bad_input_of_the_command_is_one_sentence(case, message, tmp_path, monkeypatch, capsys):
-    folder = run_folder(tmp_path, model=case != "no model")
-    options = {"samples": ["--num-samples", "0"], "folder": ["--output", "."]}
-    argv = ["no-such-folder" if case == "name" else str(folder), *options.get(case, [])]
-
-    def load(target):
+def test_bad_input_of_the_command_is_one_sentence(argv, message, folder, monkeypatch, capsys):
+    def load(*_):
         raise ValueError("no such data")
 
     monkeypatch.setattr(module, "load", load)
+    monkeypatch.chdir(folder.parent)
+    (folder.parent / "no model").mkdir()
+    shutil.copy(folder / "config.json", "no model")
     assert run(argv) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1

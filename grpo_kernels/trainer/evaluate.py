@@ -8,10 +8,10 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
-from statistics import stdev
-from typing import Any, NamedTuple, Protocol
+from statistics import fmean, stdev
+from typing import Any, Protocol
 
 import torch
 from tqdm import tqdm
@@ -35,12 +35,8 @@ class Sample(Protocol):
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Probability that one of k completions is correct, estimated without bias from `correct` ones among `samples`:
-    1 - C(samples - correct, k) / C(samples, k) (Chen et al. 2021, arXiv 2107.03374)."""
-    if not 0 <= correct <= samples:
-        raise ValueError(f"correct={correct}; expected 0 to samples={samples}")
-    if not 1 <= k <= samples:
-        raise ValueError(f"k={k}; expected 1 to samples={samples}")
+    """Probability that one of k completions is correct, estimated without bias from `correct` ones among `samples`
+    (Chen et al. 2021, arXiv 2107.03374)."""
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
@@ -48,20 +44,10 @@ def majority_at_k(answers: Sequence[Hashable], correct: Sequence[bool]) -> float
     """Whether the most frequent of the answers to a problem is correct: 0 or 1, or, where several are as frequent, the
     share of them that is. None is no answer and has no vote. Of equal answers, the first says whether they are correct.
     """
-    if len(answers) != len(correct):
-        raise ValueError(f"{len(answers)} answers and {len(correct)} of correct; expected as many")
     votes = Counter(answer for answer in answers if answer is not None)
-    if not votes:
-        return 0.0
-    most = max(votes.values())
-    winners = [answer for answer, count in votes.items() if count == most]
-    return sum(bool(correct[answers.index(winner)]) for winner in winners) / len(winners)
-
-
-def best_of_n(rewards: Sequence[float]) -> float:
-    """The highest reward among the completions of a problem; NaN (unscored) counts as -inf, and all NaN gives NaN."""
-    scored = [reward for reward in rewards if not math.isnan(reward)]
-    return max(scored, default=math.nan)
+    most = max(votes.values(), default=0)
+    winners = [correct[answers.index(answer)] for answer, count in votes.items() if count == most]
+    return sum(winners) / len(winners) if winners else 0.0
 
 
 def final_answer(text: str) -> Hashable:
@@ -83,14 +69,13 @@ def evaluate(
     seed: int = 0,
     step: int = 0,
     correct_at: float | None = None,
-    answer_of: Callable[[str], Hashable] = final_answer,
 ) -> dict[str, Any]:
     """Sample `num_samples` completions of each prompt and a greedy one, and score them.
 
     A completion is correct where its total reward is at least `correct_at`, by default 1 where all rewards are 0 or 1;
     an unscored one is not. Other rewards do not say what is correct: the accuracies are left out then. ks: of pass@k,
     default 1, 2, 4, ... up to num_samples. seed: of the samples; the same for each evaluation of a run, so that a
-    difference is the policy's. answer_of: what completions vote with in majority@k.
+    difference is the policy's.
 
     Returns means over the problems: reward (total, of the samples), its standard error reward_error, greedy_reward and
     best_of_n (the highest reward of a problem; N = num_samples), None where nothing was scored; the accuracies
@@ -105,31 +90,31 @@ def evaluate(
     totals, texts, lengths = _score(sample, repeated, rewards, greedy=False, seed=seed, step=step)
     greedy, _, _ = _score(sample, prompts, rewards, greedy=True, seed=seed, step=step)
     groups = [slice(start, start + num_samples) for start in range(0, len(repeated), num_samples)]
-    scored = [row for row in ([x for x in totals[group] if not math.isnan(x)] for group in groups) if row]
-    means = [_mean(row) for row in scored]
-    greedy_scored = [total for total in greedy if not math.isnan(total)]
+    scored = [row for group in groups if (row := _scored(totals[group]))]
+    means = [fmean(row) for row in scored]
+    greedy_scored = _scored(greedy)
     found: dict[str, Any] = {
-        "reward": _mean(means) if means else None,
+        "reward": fmean(means) if means else None,
         "reward_error": stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None,
-        "greedy_reward": _mean(greedy_scored) if greedy_scored else None,
-        "best_of_n": _mean([best_of_n(row) for row in scored]) if scored else None,
+        "greedy_reward": fmean(greedy_scored) if greedy_scored else None,
+        "best_of_n": fmean(map(max, scored)) if scored else None,
     }
     if correct_at is None and scored and {*greedy_scored}.union(*scored) <= {0.0, 1.0}:
         correct_at = 1.0
     if correct_at is not None:
         right = [[total >= correct_at for total in totals[group]] for group in groups]
-        answers = [[answer_of(text) for text in texts[group]] for group in groups]
+        answers = [list(map(final_answer, texts[group])) for group in groups]
         found |= {
-            "pass_at_1": _mean([sum(row) / num_samples for row in right]),
-            "pass_at_k": {str(k): _mean([pass_at_k(num_samples, sum(row), k) for row in right]) for k in ks},
-            "majority_at_k": _mean([majority_at_k(*pair) for pair in zip(answers, right, strict=True)]),
-            "greedy": _mean([float(total >= correct_at) for total in greedy]),
+            "pass_at_1": fmean(sum(row) / num_samples for row in right),
+            "pass_at_k": {str(k): fmean(pass_at_k(num_samples, sum(row), k) for row in right) for k in ks},
+            "majority_at_k": fmean(map(majority_at_k, answers, right)),
+            "greedy": fmean(total >= correct_at for total in greedy),
         }
     return found | {
-        "mean_length": _mean(lengths),
+        "mean_length": fmean(lengths),
         "problems": len(prompts),
         "samples": num_samples,
-        "unscored": sum(math.isnan(total) for total in totals),
+        "unscored": len(totals) - len(_scored(totals)),
     }
 
 
@@ -142,6 +127,10 @@ def check_counts(num_samples: int, ks: Sequence[int] | None) -> list[int]:
     if not ks or any(not 1 <= k <= num_samples for k in ks):
         raise ValueError(f"ks={list(ks)}; expected numbers from 1 to num_samples={num_samples}")
     return list(ks)
+
+
+def _scored(totals: Sequence[float]) -> list[float]:
+    return [total for total in totals if not math.isnan(total)]
 
 
 def _score(
@@ -167,20 +156,14 @@ def _score(
     return batch.total.tolist(), [text for _, text in drawn], [len(ids) for ids, _ in drawn]
 
 
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
 # --- the command ------------------------------------------------------------------------------------------------------
 
-
-class Target(NamedTuple):
-    """What `grpo-kernels evaluate` is asked for. model: a folder or name for from_pretrained; config: the config.json
-    of the run, {} where there is none; options: the command's own, None where not given."""
-
-    model: str
-    config: dict[str, Any]
-    options: argparse.Namespace
+# Options of `grpo-kernels train` that replace those of the run.
+OPTIONS_OF_RUN: dict[str, dict[str, Any]] = {
+    "dataset_test_split": {}, "prompt_column": {}, "answer_column": {}, "system_prompt": {},
+    "reward_funcs": {"nargs": "+"}, "max_completion_length": {"type": int}, "temperature": {"type": float},
+}  # fmt: skip
+LEAST = {"max_completion_length": 1, "max_prompts": 1, "temperature": 0, "correct_at": -math.inf}
 
 
 def run(argv: Sequence[str]) -> int:
@@ -189,9 +172,9 @@ def run(argv: Sequence[str]) -> int:
     options = parser().parse_args(list(argv))
     try:
         check_options(options)
-        target = resolve(options)
-        correct_at = target.config.get("correct_at") if options.correct_at is None else options.correct_at
-        sample, prompts, rewards = load(target)
+        model, config = resolve(options)
+        correct_at = config.get("correct_at") if options.correct_at is None else options.correct_at
+        sample, prompts, rewards = load(model, config, options)
         result = evaluate(
             sample, prompts, rewards, num_samples=options.num_samples, ks=options.ks, seed=options.seed,
             correct_at=correct_at,
@@ -205,21 +188,18 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def load(target: Target) -> tuple[Sample, list[Prompt], Rewards]:
-    """Model, held-out prompts and rewards: those of the run, as far as the command has none of its own."""
-    known = {name: value for name, value in target.config.items() if name in TrainArguments.__dataclass_fields__}
-    columns = ("prompt_column", "answer_column", "system_prompt")
-    for name in ("dataset_test_split", "reward_funcs", "max_completion_length", "temperature", *columns):
-        if getattr(target.options, name) is not None:
-            known[name] = getattr(target.options, name)
-    if target.options.dataset_name is not None:
-        known["eval_dataset_name"] = target.options.dataset_name
+def load(model: str, config: dict[str, Any], options: argparse.Namespace) -> tuple[Sample, list[Prompt], Rewards]:
+    """Sampler, held-out prompts and rewards: those of the run, as far as the command has none of its own."""
+    known = {name: value for name, value in config.items() if name in TrainArguments.__dataclass_fields__}
+    known |= {name: value for name in OPTIONS_OF_RUN if (value := getattr(options, name)) is not None}
+    if options.dataset_name is not None:
+        known["eval_dataset_name"] = options.dataset_name
     a = TrainArguments(**known)
-    if target.options.dataset_test_split is not None and is_one_split(a.held_out_name):
+    if options.dataset_test_split is not None and is_one_split(a.held_out_name):
         raise ValueError(f"dataset_test_split={a.dataset_test_split!r}: {a.held_out_name} is one split")
     a.use_peft = a.gradient_checkpointing = False  # transformers finds an adapter in the folder, and its base
-    a.eval_max_prompts = target.options.max_prompts
-    tokenizer, lm = load_tokenizer(target.model, a), load_model(target.model, a)
+    a.eval_max_prompts = options.max_prompts
+    tokenizer, lm = load_tokenizer(model, a), load_model(model, a)
     lm.to("cuda" if torch.cuda.is_available() and not a.use_cpu else "cpu")
     held_out = load_data(a, tokenizer, lm, held_out=True)
     if not held_out:
@@ -248,20 +228,12 @@ def parser() -> argparse.ArgumentParser:
     add("--num-samples", type=int, default=4, help="completions per problem (default: 4)")
     add("--ks", type=int, nargs="+", help="k of pass@k (default: 1, 2, 4, ... up to the samples)")
     add("--seed", type=int, default=0, help="of the samples (default: 0)")
-    add(
-        "--correct-at",
-        type=float,
-        help="total reward from which a completion is correct (default: the run's, else 1 "
-        "where all rewards are 0 or 1)",
-    )
-    add("--dataset-name", help="a file, a folder or a name of datasets, as for train (default: that of the run)")
-    add("--dataset-test-split", help="split to evaluate on (default: that of the run, else test)")
-    add("--prompt-column", help="column with the prompt (default: that of the run)")
-    add("--answer-column", help="column that rewards get as 'answer' (default: that of the run)")
-    add("--system-prompt", help="text of a system message before each prompt (default: that of the run)")
-    add("--reward-funcs", nargs="+", help="built-in names, module:function, path/file.py:function (default: the run's)")
-    add("--max-completion-length", type=int, help="tokens (default: that of the run)")
-    add("--temperature", type=float, help="of the samples (default: that of the run)")
+    text = "total reward from which a completion is correct (default: the run's, else 1 where all rewards are 0 or 1)"
+    add("--correct-at", type=float, help=text)
+    add("--dataset-name", help="a file, a folder or a name of datasets, as for train (default: the run's)")
+    for name, how in OPTIONS_OF_RUN.items():
+        text = TrainArguments.__dataclass_fields__[name].metadata["help"]
+        add(f"--{name.replace('_', '-')}", help=f"{text} (default: the run's)", **how)
     add("--max-prompts", type=int, help="the first so many problems (default: all)")
     add("--output", type=Path, help="a file for the numbers as JSON")
     return result
@@ -270,8 +242,7 @@ def parser() -> argparse.ArgumentParser:
 def check_options(options: argparse.Namespace) -> None:
     """Raise ValueError for numbers out of range, and for a file that cannot be written."""
     check_counts(options.num_samples, options.ks)
-    least_of = {"max_completion_length": 1, "max_prompts": 1, "temperature": 0, "correct_at": -math.inf}
-    for name, least in least_of.items():
+    for name, least in LEAST.items():
         value = getattr(options, name)
         if value is not None and not least <= value < math.inf:
             raise ValueError(f"{name}={value}; expected {'a number' if least < 0 else f'at least {least}'}")
@@ -281,32 +252,34 @@ def check_options(options: argparse.Namespace) -> None:
         raise ValueError(f"output={options.output} is a folder; expected a file")
 
 
-def is_run(folder: Path) -> bool:
-    """Whether a folder holds the config.json of a run: that of a model has no output_dir."""
+def config_of_run(folder: Path) -> dict[str, Any]:
+    """The config.json of a run; {} where there is none: that of a model has no output_dir."""
     try:
-        return "output_dir" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return config if "output_dir" in config else {}
     except (OSError, ValueError, TypeError):  # there is none, or it is damaged
-        return False
+        return {}
 
 
-def resolve(options: argparse.Namespace) -> Target:
-    """A folder with config.json and model/ is a run; a folder in one, such as checkpoint-100, takes the run's config;
-    anything else is a model. Raises ValueError for a run without its final model, and for a model without options that
-    a run's config would give."""
+def resolve(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+    """Folder or name of the model, and the configuration of its run, {} without one. A folder with config.json and
+    model/ is a run; a folder in one, such as checkpoint-100, takes the run's configuration; anything else is a model.
+
+    Raises:
+        ValueError: a run without its final model, or a model without the options that a run's configuration gives.
+    """
     folder = Path(options.target)
     for run_folder in (folder, folder.parent) if folder.is_dir() else ():
-        if not is_run(run_folder):
-            continue
-        config = json.loads((run_folder / "config.json").read_text(encoding="utf-8"))
-        model = folder / "model" if run_folder == folder else folder
-        if not model.is_dir():
-            raise ValueError(f"{folder} holds no final model ({model}); evaluate one of its checkpoints instead")
-        return Target(str(model), config, options)
+        if config := config_of_run(run_folder):
+            model = folder / "model" if run_folder == folder else folder
+            if not model.is_dir():
+                raise ValueError(f"{folder} holds no final model ({model}); evaluate one of its checkpoints instead")
+            return str(model), config
     if not options.dataset_name or not options.reward_funcs:
         raise ValueError(
             f"{options.target} is not the output folder of a run; a model needs --dataset-name and --reward-funcs"
         )
-    return Target(options.target, {}, options)
+    return options.target, {}
 
 
 def table(result: dict[str, Any]) -> str:
