@@ -20,28 +20,25 @@ def alarms(records):
     return [(record["step"], alarm) for record in records for alarm in monitor.update(record)]
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("steps", [60, 300, 1000])
+@pytest.mark.parametrize(("steps", "seed"), [(60, 0), (60, 1), (300, 0), (300, 1), (1000, 2)])
 def test_a_run_that_learns_gives_no_alarm(steps, seed):
     assert alarms(log(steps, seed=seed)) == []
 
 
-@pytest.mark.parametrize("kind", FAILURES)
-def test_each_failure_gives_its_alarm(kind):
-    found = alarms(failing(kind))
-    assert {alarm.kind for _, alarm in found} == {kind}
-    alarm = found[-1][1]
-    assert alarm.severity == FAILURES[kind][1] and alarm.message.endswith(KINDS[kind].advice)
+SENTENCES = {
+    "slow_rewards": "; the slowest is arithmetic. Profile",
+    "constant_reward": "All rewards of the run are equal (0): nothing is learned. Check the reward",
+}
 
 
-def test_every_kind_has_a_failing_run():
-    assert FAILURES.keys() == KINDS.keys()
-
-
-@pytest.mark.parametrize("kind", sorted(set(FAILURES) - {"gradient_instability", "mode_collapse", "kl_explosion"}))
-def test_an_alarm_comes_once_for_each_severity(kind):
-    found = [alarm.severity for _, alarm in alarms(failing(kind, 400))]
-    assert found in (["warning"], ["critical"], ["warning", "critical"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_failure_gives_its_alarm_once_for_each_severity(kind):
+    found = [alarm for _, alarm in alarms(failing(kind))]
+    assert {alarm.kind for alarm in found} == {kind}
+    if kind not in ("gradient_instability", "mode_collapse", "kl_explosion"):  # these have several episodes
+        assert [alarm.severity for alarm in found] in (["warning"], ["critical"], ["warning", "critical"])
+    assert found[-1].severity == FAILURES[kind][1] and found[-1].message.endswith(KINDS[kind].advice)
+    assert SENTENCES.get(kind, "") in found[-1].message
 
 
 def test_an_episode_ends_and_may_begin_again():
@@ -143,13 +140,6 @@ def test_hacking_knows_no_accuracy_and_any_range_of_rewards():
         assert found(low, high, 0.7) == [] and found(low, high, 0.35) == ["reward_hacking"]
 
 
-def test_equal_rewards_are_said_to_be_equal():
-    found = [alarm.message for _, alarm in alarms(failing("constant_reward"))]
-    assert [
-        m.startswith("All rewards of the run are equal (0): nothing is learned. Check the reward") for m in found
-    ] == [True]
-
-
 def test_hacking_ends_when_the_held_out_reward_rises_and_is_not_repeated_at_each_evaluation():
     records = log(400, every=50, accuracy=lambda share: 0.4 if share < 0.7 else 0.9)
     episodes, _ = diagnose(records)
@@ -188,37 +178,10 @@ def test_truncation_of_most_completions_is_a_warning():
     assert [s for s, _ in alarms([{**r, "completions/clipped_ratio": 1.0} for r in records])] == [3]
 
 
-def test_the_slow_reward_is_named():
-    (found,) = {alarm.message for _, alarm in alarms(failing("slow_rewards"))}
-    assert "the slowest is arithmetic" in found
-
-
 def test_metrics_that_are_absent_or_none_are_not_checked():
     records = [{"step": step, "loss": 0.1, "grad_norm": None, "kl": None} for step in range(1, 50)]
     assert diagnose(records) == ([], {"gradient_instability"})
     assert diagnose([]) == ([], set())
-
-
-# --- state ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", FAILURES)
-def test_a_resumed_run_gives_the_alarms_of_an_uninterrupted_one(kind):
-    records = failing(kind)
-    whole, found = alarms(records), []
-    monitor = Monitor()
-    for index, record in enumerate(records):
-        if index in (1, 70, 110, 160):
-            monitor = Monitor()
-            for earlier in records[:index]:
-                monitor.update(earlier)
-        found += [(record["step"], alarm) for alarm in monitor.update(record)]
-    assert whole and found == whole
-
-
-def test_bad_input():
-    with pytest.raises(TypeError, match="record is list; expected the dict"):
-        Monitor().update([])
 
 
 def test_the_readme_describes_every_alarm():
