@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from browser import Page, find_browser
-from training_logs import FAILURES, failing, log, samples, write_run
+from training_logs import failing, log, samples, write_run
 
 from grpo_kernels.trainer import report
 from grpo_kernels.trainer.monitor import KINDS, diagnose
@@ -59,19 +59,16 @@ def test_every_metric_of_the_log_is_in_a_chart(tmp_path):
     assert {f"eval/{key}" for key in records[0]["evaluation"]} - shown == {
         "eval/pass_at_k", "eval/problems", "eval/reward_error", "eval/samples",
     }  # fmt: skip
-    assert len(data["histograms"]) == 30
+    assert len(charts(data)["Distribution of advantages"]["columns"]) == 30
 
 
-@pytest.mark.parametrize("kind", FAILURES)
+@pytest.mark.parametrize("kind", ["reward_hacking", "kl_explosion", "truncation", "first_ratio"])
 def test_each_failure_is_said_with_its_threshold_and_what_to_do(kind, tmp_path):
     records = failing(kind)
     data = collect(write_run(tmp_path, records, []))
     shown, (found, _) = data["episodes"], diagnose(records)
     assert [(e["kind"], e["first"], e["last"]) for e in shown] == [(e.alarm.kind, e.first, e.last) for e in found]
-    assert (
-        shown[0]["advice"] == KINDS[kind].advice
-        and f"{shown[0]['seen']} {shown[0]['advice']}" == found[0].alarm.message
-    )
+    assert f"{shown[0]['seen']} {KINDS[kind].advice}" == found[0].alarm.message
     state = {check["title"]: check["state"] for check in data["checks"]}[KINDS[kind].title]
     assert state == ("past" if shown[-1]["last"] is not None else shown[-1]["severity"])
 
@@ -99,7 +96,7 @@ def test_a_run_that_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "time", SimpleNamespace(time=lambda: 1e9 + 3600, strftime=time.strftime))
     data = collect(folder)
     assert data["state"] == "unfinished" and data["progress"] == 0.4
-    assert data["sentence"].startswith("Step 40 of 100; the log was last written 60 min 0 s before this report")
+    assert data["sentence"].startswith("Step 40 of 100; the log was last written 1:00:00 before this report")
 
 
 def test_a_broken_last_line_and_a_step_that_is_there_twice(tmp_path):
@@ -133,25 +130,16 @@ def test_values_that_are_not_finite(tmp_path):
     assert len(data["series"]["kl"]["y"]) == 19 and 5 not in data["series"]["kl"]["x"]
 
 
-def test_what_is_no_folder(tmp_path):
-    with pytest.raises(ValueError, match="none is not a folder; expected the output folder of a run"):
-        write_report(tmp_path / "none")
-
-
 # --- size -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", ["plain", "long completions", "many metrics", "other alphabets"])
-def test_under_two_megabytes_for_a_thousand_steps(case, tmp_path):
+def test_under_two_megabytes_for_a_thousand_steps(tmp_path):
+    """With many metrics, and long completions in an alphabet of three bytes a letter."""
     records, rows = log(1000), samples(1000, per_step=8)
-    for record in records if case == "many metrics" else ():
+    for record in records:
         record.update({f"metric/{i}": i + 0.123456789 * record["step"] for i in range(200)})
-    for row in rows:
-        row["completion"] *= 60 if case == "long completions" else 1
-        row["completion"] = "語" * 3000 if case == "other alphabets" else row["completion"]
-    path = write_report(write_run(tmp_path, records, rows))
+    path = write_report(write_run(tmp_path, records, [{**row, "completion": "語" * 3000} for row in rows]))
     data = page_data(path)
-    print(f"{case}: {path.stat().st_size / 1e6:.2f} MB")
     assert path.stat().st_size < 2e6 and len(data["samples"]["steps"]) == report.SAMPLE_STEPS
     assert data["samples"]["of"] == 1000 and data["series"]["kl"]["y"]
 
@@ -165,20 +153,18 @@ def test_thinning_keeps_extremes_and_gaps():
 
 
 def test_long_texts_keep_both_ends(tmp_path):
-    rows = [
-        {"step": 1, "prompt": "p", "completion": f"start {'x' * 50_000} end {i}", "tokens": 12_345} for i in range(200)
-    ]
-    rows += [{**row, "step": step} for row in rows[:8] for step in range(2, 60)]
-    shown = collect(write_run(tmp_path, log(60), rows))["samples"]["steps"]
-    text = shown[0]["rows"][0]["completion"]
-    assert text.startswith("start") and text.endswith("end 0") and "characters left out" in text
-    assert shown[0]["rows"][0]["tokens"] == 12_345 and len(shown[0]["rows"]) == report.SAMPLES_PER_STEP
+    row = {"prompt": "p", "completion": f"start {'x' * 50_000} end", "tokens": 12_345}
+    rows = [{**row, "step": step} for step in range(1, 60) for _ in range(9)]
+    shown = collect(write_run(tmp_path, log(60), rows))["samples"]["steps"][0]["rows"]
+    assert len(shown) == report.SAMPLES_PER_STEP and shown[0]["tokens"] == 12_345
+    text = shown[0]["completion"]
+    assert text.startswith("start") and text.endswith("end") and "characters left out" in text
 
 
 def test_samples_of_steps_with_an_alarm_are_kept(tmp_path):
-    records = log(1000, every=2000)
-    records[778]["loss"] = float("nan")
-    assert 778 in [entry["step"] for entry in collect(write_run(tmp_path, records, samples(1000)))["samples"]["steps"]]
+    records = log(120, every=2000)
+    records[78]["loss"] = float("nan")
+    assert 78 in [entry["step"] for entry in collect(write_run(tmp_path, records, samples(120)))["samples"]["steps"]]
 
 
 # --- one file, no network ---------------------------------------------------------------------------------------------

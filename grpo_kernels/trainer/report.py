@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,8 +33,7 @@ from .monitor import (
 )
 
 TEMPLATE = Path(__file__).with_name("report.html")
-SHARED_POINTS = 100_000  # values of all series together that are kept as they are; beyond it, series are thinned
-THINNED_POINTS = 60_000
+POINTS = 100_000  # values of all series together; longer series are thinned
 SAMPLE_STEPS, SAMPLES_PER_STEP, SAMPLE_BYTES = 40, 8, 600_000
 HISTOGRAMS = 120
 
@@ -175,14 +175,13 @@ def write_report(folder: str | Path) -> Path:
 def collect(folder: Path) -> dict[str, Any]:
     """Everything that the page shows, as plain JSON."""
     notes: list[str] = []
-    lines = read_lines(folder / "log.jsonl", notes)
-    config, summary = (read_object(folder / name, notes) for name in ("config.json", "summary.json"))
     # After a resume that could not truncate the log, the later record of a step holds.
-    records = list({line["step"]: line for line in lines if "evaluation" not in line}.values())
-    evaluations = list({line["step"]: line for line in lines if "evaluation" in line}.values())
-    records.sort(key=lambda record: record["step"])
-    evaluations.sort(key=lambda record: record["step"])
-    episodes, checked = diagnose(sorted(records + evaluations, key=lambda r: (r["step"], "evaluation" in r)))
+    lines = {(line["step"], "evaluation" in line): line for line in read_lines(folder / "log.jsonl", notes)}
+    log = [lines[key] for key in sorted(lines)]
+    records = [line for line in log if "evaluation" not in line]
+    evaluations = [line for line in log if "evaluation" in line]
+    config, summary = (read_object(folder / name, notes) for name in ("config.json", "summary.json"))
+    episodes, checked = diagnose(log)
     rows = read_lines(folder / "samples.jsonl", notes)
     steps = [record["step"] for record in records]
     series = series_of(records, steps) | series_of([flat(record) for record in evaluations], [])
@@ -193,10 +192,9 @@ def collect(folder: Path) -> dict[str, Any]:
         "episodes": [show_episode(episode) for episode in episodes],
         "checks": checks_of(episodes, checked),
         "first": FIRST,
-        "groups": groups_of(series, evaluations, config),
+        "groups": groups_of(series, histograms_of(records), evaluations, config),
         "steps": steps,
         "series": series,
-        "histograms": histograms_of(records),
         "samples": samples_of(rows, [episode.first for episode in episodes]),
         "samples_note": "" if config.get("model_name_or_path") or not config else f"Here {ARITHMETIC_SUMS}.",
         "config": [[name, json.dumps(value, ensure_ascii=False)] for name, value in config.items()],
@@ -228,16 +226,11 @@ def read_lines(path: Path, notes: list[str]) -> list[Record]:
 
 
 def read_object(path: Path, notes: list[str]) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+    except (ValueError, TypeError):
         notes.append(f"{path.name} could not be read.")
         return {}
-    return found
 
 
 # --- state and diagnosis ----------------------------------------------------------------------------------------------
@@ -250,9 +243,9 @@ def state_of(
     last, goal = records[-1]["step"] if records else 0, config.get("max_steps")
     seconds = finite(summary.get("seconds", records[-1].get("seconds") if records else None))
     if summary:
-        state, text = "finished", f"Finished after {plural(last, 'step')}"
+        state, text = "finished", f"Finished after {last:,} step{'' if last == 1 else 's'}"
     elif records:
-        age = duration(max(0.0, time.time() - (folder / "log.jsonl").stat().st_mtime))
+        age = timedelta(seconds=max(0, round(time.time() - (folder / "log.jsonl").stat().st_mtime)))
         state = "unfinished"
         text = f"Step {last}{f' of {goal}' if goal else ''}; the log was last written {age} before this report"
     else:
@@ -273,7 +266,7 @@ def state_of(
         tile("Truncated", *ends(records, "completions/clipped_ratio"), "{:.0%}"),
         tile("Unscored", [sum(r.get("unscored") or 0 for r in records)] if records else [], [], "{:,.0f}"),
         tile("Tokens per second", ends(records, "tokens_per_second")[0], [], "{:,.0f}"),
-        tile("Time", [], [], "") | {"value": "–" if seconds is None else duration(seconds)},
+        tile("Time", [] if seconds is None else [timedelta(seconds=round(seconds))], [], "{}"),
     ]
     facts = [config.get("model_name_or_path") or (ARITHMETIC_MODEL if config else None), config.get("loss_type")]
     facts += [f"{config['num_generations']} completions per prompt" if "num_generations" in config else None]
@@ -284,9 +277,9 @@ def state_of(
     }  # fmt: skip
 
 
-def tile(label: str, now: Sequence[float], before: Sequence[float], form: str) -> dict[str, str]:
-    show = [form.format(value) for value in (*now, *before) if is_number(value)]
-    return {"label": label, "value": show[0] if show else "–", "before": show[1] if len(show) > 1 else ""}
+def tile(label: str, now: Sequence[Any], before: Sequence[Any], form: str) -> dict[str, str]:
+    value, earlier = ("".join(map(form.format, values)) for values in (now, before))
+    return {"label": label, "value": value or "–", "before": earlier}
 
 
 def ends(records: list[Record], key: str) -> tuple[list[float], list[float]]:
@@ -299,25 +292,18 @@ def ends(records: list[Record], key: str) -> tuple[list[float], list[float]]:
 
 
 def show_episode(episode: Episode) -> dict[str, Any]:
-    alarm = episode.alarm
-    advice = KINDS[alarm.kind].advice
+    alarm, kind = episode.alarm, KINDS[episode.alarm.kind]
     return {
-        "kind": alarm.kind, "title": KINDS[alarm.kind].title, "severity": alarm.severity, "first": episode.first,
-        "last": episode.last, "seen": alarm.message.removesuffix(advice).strip(), "advice": advice,
+        "kind": alarm.kind, "title": kind.title, "severity": alarm.severity, "first": episode.first,
+        "last": episode.last, "seen": alarm.message.removesuffix(kind.advice).strip(), "advice": kind.advice,
     }  # fmt: skip
 
 
 def checks_of(episodes: list[Episode], checked: set[str]) -> list[dict[str, str]]:
     """Every kind: "critical", "warning" (now), "past", "ok", or "unmeasured", where its metrics are not in the log."""
-    active = {episode.alarm.kind: episode.alarm.severity for episode in episodes if episode.last is None}
-    past = {episode.alarm.kind for episode in episodes}
-    return [
-        {
-            "title": entry.title,
-            "state": active.get(kind) or ("past" if kind in past else "ok" if kind in checked else "unmeasured"),
-        }
-        for kind, entry in KINDS.items()
-    ]
+    states = dict.fromkeys(KINDS, "unmeasured") | dict.fromkeys(checked, "ok")
+    states |= {e.alarm.kind: "past" if e.last is not None else e.alarm.severity for e in episodes}
+    return [{"title": KINDS[kind].title, "state": state} for kind, state in states.items()]
 
 
 # --- series -----------------------------------------------------------------------------------------------------------
@@ -344,11 +330,9 @@ def series_of(records: list[Record], steps: list[int]) -> dict[str, dict[str, li
                 x, y = found.setdefault(key, ([], []))
                 x.append(record["step"])
                 y.append(float(f"{value:.5g}") if math.isfinite(value) else None)
-    size = sum(len(x) for x, _ in found.values())
-    limit = len(records) if size <= SHARED_POINTS else max(50, THINNED_POINTS // len(found))
     result = {}
     for key, (x, y) in found.items():
-        keep = thin(y, limit)
+        keep = thin(y, max(50, POINTS // len(found)))
         result[key] = {"y": [y[i] for i in keep]}
         if len(keep) < len(x) or x != steps:
             result[key]["x"] = [x[i] for i in keep]
@@ -368,7 +352,9 @@ def thin(values: Sequence[float | None], limit: int) -> list[int]:
     return sorted(keep)
 
 
-def groups_of(series: dict[str, Any], evaluations: list[Record], config: Record) -> list[dict[str, Any]]:
+def groups_of(
+    series: dict[str, Any], histograms: list[Record], evaluations: list[Record], config: Record
+) -> list[dict[str, Any]]:
     """The charts that have data, in groups; functions of the reward and metrics of the user are added."""
     charts = {group: list(entries) for group, entries in CHARTS.items()}
     names = [key.split("/")[1] for key in series if key.startswith("rewards/") and key.endswith("/mean")]
@@ -376,42 +362,40 @@ def groups_of(series: dict[str, Any], evaluations: list[Record], config: Record)
         Chart(f"Reward {name}", "shaded: ± std", (Line(f"rewards/{name}/mean", "mean", (f"rewards/{name}/std",)),))
         for name in names
     ]
-    shown = {
-        key
-        for entries in charts.values()
-        for chart in entries
-        for line in chart.lines
-        for key in (line.key, *line.band)
-    }
+    lines = [line for entries in charts.values() for chart in entries for line in chart.lines]
+    shown = {key for line in lines for key in (line.key, *line.band)}
     rest = [key for key in series if key not in shown and not key.startswith("eval/")]
     charts["Other metrics"] = [Chart(key, "", (Line(key, key),)) for key in rest]
     result = []
     for group, entries in charts.items():
         found = [show_chart(c, series, evaluations, config) for c in entries if any(x.key in series for x in c.lines)]
+        if group == "Rewards and advantages" and histograms:
+            distribution = Chart("Distribution of advantages", "share of completions, darker: more", ())
+            found.append(show_chart(distribution, series, [], {}) | {"columns": histograms})
         if found or group == FIRST:
             result.append({"title": group, "charts": found})
     return result
 
 
 def show_chart(chart: Chart, series: dict[str, Any], evaluations: list[Record], config: Record) -> dict[str, Any]:
-    thresholds = list(chart.thresholds)
+    thresholds, labels = list(chart.thresholds), {}
     if chart.title == "Gradient norm" and config.get("max_grad_norm"):
         thresholds.append((float(config["max_grad_norm"]), "max_grad_norm"))
-    labels = {"eval/majority_at_k": "majority", "eval/pass_at_n": "pass@k", "eval/best_of_n": "best of N"}
     if evaluations:
-        last = evaluations[0]["evaluation"]
-        at_k, n = last.get("pass_at_k") or {}, last.get("samples")
-        labels |= {"eval/pass_at_n": f"pass@{max(map(int, at_k))}"} if at_k else {}
-        labels |= {"eval/majority_at_k": f"majority@{n}", "eval/best_of_n": f"best of {n}"} if n else {}
-        first = flat(evaluations[0]).get("eval/pass_at_n")
-        if chart.title == "Held-out accuracy" and first is not None:
-            thresholds.append((first, f"{labels['eval/pass_at_n']} at the start"))
-    lines = [line._replace(label=labels.get(line.key, line.label)) for line in chart.lines if line.key in series]
+        first, n = flat(evaluations[0]), evaluations[0]["evaluation"].get("samples", "n")
+        k = max(map(int, first.get("eval/pass_at_k") or [1]))
+        labels = {
+            "eval/pass_at_n": f"pass@{k}",
+            "eval/majority_at_k": f"majority@{n}",
+            "eval/best_of_n": f"best of {n}",
+        }
+        if chart.title == "Held-out accuracy" and "eval/pass_at_n" in first:
+            thresholds.append((first["eval/pass_at_n"], f"pass@{k} at the start"))
     return {
         "title": chart.title, "unit": chart.unit, "kinds": chart.kinds, "log": chart.log,
         "lines": [
-            {"key": line.key, "label": line.label, "band": line.band if all(key in series for key in line.band) else []}
-            for line in lines
+            {"key": key, "label": labels.get(key, label), "band": band if all(edge in series for edge in band) else []}
+            for key, label, band in chart.lines if key in series
         ],
         "thresholds": [{"value": value, "label": label} for value, label in thresholds if math.isfinite(value)],
     }  # fmt: skip
@@ -485,16 +469,3 @@ def finite(value: Any) -> float | None:
     if isinstance(value, int):
         return value
     return float(f"{value:.4g}") if is_number(value) and math.isfinite(value) else None
-
-
-def plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def duration(seconds: float) -> str:
-    seconds = round(seconds)
-    if seconds < 120:
-        return f"{seconds} s"
-    if seconds < 7200:
-        return f"{seconds // 60} min {seconds % 60} s"
-    return f"{seconds // 3600} h {seconds % 3600 // 60} min"
