@@ -2,10 +2,9 @@
 
 from .programs import Code
 from .sandbox import Limits, Outcome, Sandbox, SandboxFailure, SandboxUnavailable
-from .scoring import BUILT_IN, Failure, RewardBatch, Rewards
+from .scoring import Failure, RewardBatch, Rewards
 
 __all__ = [
-    "BUILT_IN",
     "Code",
     "Failure",
     "Limits",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -24,21 +24,24 @@ NAN = float("nan")
 LARGEST = torch.finfo(torch.float32).max  # rewards become float32
 GOLDEN_RATIO = 0.618034
 MOST_LATE = 8
-BUILT_IN: dict[str, Callable[[], Callable[..., Any]]] = {
-    "exact_answer": lambda: answers.exact_answer,
-    "arithmetic": lambda: answers.exact_answer,  # by the name of the generated task
-    "gsm8k": lambda: answers.gsm8k,
-    "format": lambda: format,
-    "code": Code,
-}
 # What functions get beside the columns.
 GIVEN = {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"}
-# The column that each built-in reward reads, and what raises a ValueError for a row that it cannot score.
-ROW_CHECKS: dict[str, tuple[str, Callable[[Any], object]]] = {
-    "exact_answer": ("answer", answers.gold_text),
-    "arithmetic": ("answer", answers.gold_text),
-    "gsm8k": ("answer", answers.gold_number),
-    "code": ("tests", read_tests),
+
+
+class BuiltIn(NamedTuple):
+    """column: what the function reads; check: raises ValueError for a value with which it cannot score a row."""
+
+    function: Callable[..., Any]
+    column: str = ""
+    check: Callable[[Any], object] = str
+
+
+BUILT_IN = {
+    "exact_answer": BuiltIn(answers.exact_answer, "answer", answers.gold_text),
+    "arithmetic": BuiltIn(answers.exact_answer, "answer", answers.gold_text),  # by the name of the generated task
+    "gsm8k": BuiltIn(answers.gsm8k, "answer", answers.gold_number),
+    "format": BuiltIn(format),
+    "code": BuiltIn(Code, "tests", read_tests),
 }
 
 
@@ -77,10 +80,12 @@ class RewardBatch:
 
 
 class Value(NamedTuple):
-    """What a function gave for one completion; NaN: nothing. steps: None, or what `value` is the sum of."""
+    """What a function gave for one completion; NaN: nothing. steps: None, or what `number` is the sum of. error: where
+    it failed, message and traceback."""
 
-    value: float
+    number: float
     steps: list[float] | None = None
+    error: tuple[str, str] | None = None
 
 
 class Function:
@@ -89,30 +94,32 @@ class Function:
     def __init__(
         self, spec: str | Callable[..., Any], timeout: float | None, pattern: str | None, partial_credit: bool
     ) -> None:
-        self.worker: Worker | None = None
-        built_in = BUILT_IN.get(spec) if isinstance(spec, str) else None
+        self.constants: dict[str, Any] = {}
+        self.built_in = built_in = BUILT_IN.get(spec) if isinstance(spec, str) else None
+        in_worker: str | None = None
         if callable(spec):
             self.name, self.function = getattr(spec, "__name__", type(spec).__name__), spec
         elif built_in is not None:
-            self.name, self.function = spec, Code(partial_credit=partial_credit) if built_in is Code else built_in()
+            self.name, self.function = spec, built_in.function
+            if spec == "code":
+                self.function = Code(partial_credit=partial_credit)
+            elif spec == "format" and pattern is not None:  # which may take forever on some text
+                self.constants, in_worker = {"pattern": pattern}, f"{format.__module__}:format"
         elif ":" in spec or "." in spec:
-            self.name, self.function = spec.replace(":", ".").rpartition(".")[2], find(spec)
-            self.worker = Worker(spec, timeout) if timeout is not None else None
+            self.name, self.function, in_worker = spec.replace(":", ".").rpartition(".")[2], find(spec), spec
         else:
             names = ", ".join(BUILT_IN)
             raise ValueError(
                 f"reward {spec!r} is none of the built-in ones ({names}); your own is module:function or "
                 "path/file.py:function"
             )
-        if pattern is not None and spec == "format":  # a user's regular expression may take forever on some text
-            self.function = functools.partial(format, pattern=pattern)
-            self.worker = Worker("grpo_kernels.trainer.rewards.format:format", timeout) if timeout is not None else None
-        self.constants = {"pattern": pattern} if self.worker and pattern is not None and spec == "format" else {}
+        self.worker = Worker(in_worker, timeout) if in_worker and timeout is not None else None
 
     def call(self, given: dict[str, Any]) -> Result:
         """What it changes in its arguments is not changed for others: completion_ids are what is trained on."""
+        given = given | self.constants
         if self.worker:
-            return self.worker.call(dict(given, **self.constants))
+            return self.worker.call(given)
         ids = [list(row) for row in given["completion_ids"]]  # deepcopy takes 0.3 s for a million of them
         others = copy.deepcopy({name: value for name, value in given.items() if name != "completion_ids"})
         return call(self.function, {**others, "completion_ids": ids})
@@ -176,7 +183,6 @@ class Rewards:
                 f"reward_weights is {weights!r}, expected one finite number for each of {len(specs)} functions"
             )
         self.weights = weights
-        self.specs = list(specs)
         self.functions = [Function(spec, timeout, pattern, code_partial_credit) for spec in specs]
         self.names = [function.name for function in self.functions]
         if len(set(self.names)) < len(self.names):
@@ -200,13 +206,12 @@ class Rewards:
                         f"reward {function.name!r} reads the column {column!r}; there are: "
                         f"{', '.join(columns) or 'none'}"
                     )
-        for spec in self.specs:
-            column, check = ROW_CHECKS.get(str(spec), ("", str))
+            column, check = function.built_in[1:] if function.built_in else ("", str)
             for row, value in enumerate(columns.get(column, ())):
                 try:
                     check(value)
                 except ValueError as error:
-                    raise ValueError(f"row {row}, reward {spec!r}: {error}") from None
+                    raise ValueError(f"row {row}, reward {function.name!r}: {error}") from None
 
     def score(
         self,
@@ -225,83 +230,76 @@ class Rewards:
                     f"{name} has {len(values)} rows, expected one for each of {len(completions)} completions"
                 )
         batch = RewardBatch(torch.empty(0), {})
+        state = {"trainer_state": SimpleNamespace(global_step=step)}
         table = []
         for function in self.functions:
             start = time.perf_counter()
-            values, failures = self._values(function, given, step, batch)
+            values = values_of(function, given, state, batch)
             batch.seconds[function.name] = time.perf_counter() - start
-            batch.by_name[function.name] = torch.tensor([value.value for value in values], dtype=torch.float32)
+            batch.by_name[function.name] = torch.tensor([value.number for value in values], dtype=torch.float32)
+            failures = [Failure(function.name, row, *value.error) for row, value in enumerate(values) if value.error]
             batch.failures += failures
             if failures and len(failures) == len(completions):
                 batch.fatal = batch.fatal or failures[0]._replace(row=None)
             table.append(values)
-        self._combine(batch, table)
+        numbers = torch.tensor([[value.number for value in values] for values in table], dtype=torch.float64)
+        weighted = numbers * torch.tensor(self.weights, dtype=torch.float64)[:, None]
+        weighted[:, [failure.row for failure in batch.failures]] = NAN
+        batch.total = weighted.nansum(0).masked_fill(weighted.isnan().all(0), NAN).float()
+        if any(value.steps is not None for values in table for value in values):
+            batch.steps = [self._steps(row, i) for i, row in enumerate(zip(*table, strict=True))]
         if batch.fatal is None and len(completions) and not batch.total.isfinite().any():
-            text = f"no completion of step {step} was scored: {', '.join(self.names)} gave None or failed for each"
-            batch.fatal = Failure(
-                ", ".join(self.names), None, text, batch.failures[0].traceback if batch.failures else text
-            )
+            names = ", ".join(self.names)
+            text = f"no completion of step {step} was scored: {names} gave None or failed for each"
+            batch.fatal = Failure(names, None, text, batch.failures[0].traceback if batch.failures else text)
         return batch
 
     def close(self) -> None:
         for function in self.functions:
             function.close()
 
-    def _values(
-        self, function: Function, given: dict[str, list[Any]], step: int, batch: RewardBatch
-    ) -> tuple[list[Value], list[Failure]]:
-        """Of one function: of all completions at once, or, where that fails, of each alone."""
-        count = len(given["completions"])
-        state = {"trainer_state": SimpleNamespace(global_step=step)}
-        result = function.call({**given, **state})
-        results = [result]
-        if result.error is not None and count > 1:
-            results = self._one_by_one(function, given, state, count)
-        values: list[Value] = []
-        failures: list[Failure] = []
-        for result in results:
-            size = count // len(results)
-            items = [NAN] * size if result.error else checked_list(result.value, size, function.name)
-            for item in items:
-                value, problem = read_value(item, function.name)
-                message, trace = result.error or (problem, problem)
-                if message is not None:
-                    failures.append(Failure(function.name, len(values), str(message), str(trace)))
-                values.append(value)
-        log(results, count, batch)
-        return values, failures
-
-    def _one_by_one(
-        self, function: Function, given: dict[str, list[Any]], state: dict[str, Any], count: int
-    ) -> list[Result]:
-        """In an order that is spread over the batch: where the first MOST_LATE time out, the others would as well (a
-        server that is down), and are not waited for."""
-        found: dict[int, Result] = {}
-        for i in sorted(range(count), key=lambda i: i * GOLDEN_RATIO % 1):
-            if len(found) == MOST_LATE and all(result.late for result in found.values()):
-                return [found.get(i, found[0]) for i in range(count)]
-            part = {name: [values[i]] for name, values in given.items()}
-            found[i] = function.call({**part, **state})
-        return [found[i] for i in range(count)]
-
-    def _combine(self, batch: RewardBatch, table: list[list[Value]]) -> None:
-        failed = {failure.row for failure in batch.failures}
-        rows = [[NAN if i in failed else v.value for i, v in enumerate(values)] for values in table]
-        weighted = torch.tensor(rows, dtype=torch.float64) * torch.tensor(self.weights, dtype=torch.float64)[:, None]
-        total = weighted.nansum(0).masked_fill(weighted.isnan().all(0), NAN)
-        batch.total = total.float()
-        if any(value.steps is not None for values in table for value in values):
-            batch.steps = [[] if i in failed else self._steps(row, i) for i, row in enumerate(zip(*table, strict=True))]
-
     def _steps(self, row: Sequence[Value], index: int) -> list[float]:
-        lists = [(w, value.steps) for w, value in zip(self.weights, row, strict=True) if value.steps is not None]
-        if len({len(steps) for _, steps in lists}) > 1:
-            raise RunError(f"completion {index}: reward functions gave rewards of {[len(s) for _, s in lists]} steps")
-        found = [sum(parts) for parts in zip(*([weight * r for r in steps] for weight, steps in lists), strict=True)]
+        """The weighted rewards of a completion's steps; the last has what functions gave for the whole completion."""
+        lists = [[w * r for r in value.steps] for w, value in zip(self.weights, row, strict=True) if value.steps]
+        if any(value.error for value in row):
+            return []
+        if len({len(steps) for steps in lists}) > 1:
+            raise RunError(f"completion {index}: reward functions gave rewards of {[len(s) for s in lists]} steps")
+        found = [sum(parts) for parts in zip(*lists, strict=True)]
         for weight, value in zip(self.weights, row, strict=True):
-            if found and value.steps is None and not math.isnan(value.value):
-                found[-1] += weight * value.value
+            if found and value.steps is None and not math.isnan(value.number):
+                found[-1] += weight * value.number
         return found
+
+
+def values_of(
+    function: Function, given: dict[str, list[Any]], state: dict[str, Any], batch: RewardBatch
+) -> list[Value]:
+    """Of all completions at once, or, where that fails, of each alone."""
+    count = len(given["completions"])
+    results = [function.call({**given, **state})]
+    if results[0].error is not None and count > 1:
+        results = one_by_one(function, given, state, count)
+    values: list[Value] = []
+    for result in results:
+        size = count // len(results)
+        if result.error:
+            values += [Value(NAN, error=result.error)] * size
+        else:
+            values += [read_value(item, function.name) for item in checked_list(result.value, size, function.name)]
+    log(results, count, batch)
+    return values
+
+
+def one_by_one(function: Function, given: dict[str, list[Any]], state: dict[str, Any], count: int) -> list[Result]:
+    """In an order that is spread over the batch: where the first MOST_LATE time out, the others would as well (a
+    server that is down), and are not waited for."""
+    found: dict[int, Result] = {}
+    for i in sorted(range(count), key=lambda i: i * GOLDEN_RATIO % 1):
+        if len(found) == MOST_LATE and all(result.late for result in found.values()):
+            return [found.get(i, found[0]) for i in range(count)]
+        found[i] = function.call({**{name: [values[i]] for name, values in given.items()}, **state})
+    return [found[i] for i in range(count)]
 
 
 def checked_list(value: Any, size: int, name: str) -> list[Any]:
@@ -312,10 +310,9 @@ def checked_list(value: Any, size: int, name: str) -> list[Any]:
     return value
 
 
-def read_value(item: Any, name: str) -> tuple[Value, str | None]:
-    """A function's value for one completion, and what is wrong with it."""
+def read_value(item: Any, name: str) -> Value:
     if item is None:
-        return Value(NAN), None
+        return Value(NAN)
     steps = item if isinstance(item, (list, tuple)) else None
     numbers = [item] if steps is None else list(steps)
     if not numbers:
@@ -330,17 +327,14 @@ def read_value(item: Any, name: str) -> tuple[Value, str | None]:
     except (TypeError, ValueError, OverflowError):
         raise RunError(f"reward {name!r} returned {item!r} for a completion, expected a number or None") from None
     if not all(abs(number) <= LARGEST for number in numbers):  # nor NaN
-        return Value(NAN), f"reward {name!r} returned {item!r}"
-    return Value(sum(numbers), numbers if steps is not None else None), None
+        return Value(NAN, error=(f"reward {name!r} returned {item!r}",) * 2)
+    return Value(sum(numbers), numbers if steps is not None else None)
 
 
 def log(results: list[Result], count: int, batch: RewardBatch) -> None:
     """What functions gave to log_metric and log_extra, of one call or of one for each completion."""
-    metrics: dict[str, list[float]] = {}
-    for result in results:
-        for name, numbers in result.metrics.items():
-            metrics.setdefault(name, []).extend(numbers)
-    batch.metrics.update({name: sum(numbers) / len(numbers) for name, numbers in metrics.items()})
+    for name in dict.fromkeys(name for result in results for name in result.metrics):
+        batch.metrics[name] = fmean(number for result in results for number in result.metrics.get(name, ()))
     for column in dict.fromkeys(column for result in results for column in result.extra):
         values = [result.extra.get(column) for result in results]
         if len(results) > 1:
