@@ -20,15 +20,15 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from grpo_kernels.trainer.rewards import Code, Limits, Outcome, Rewards, process, programs, scoring
+from grpo_kernels.trainer.rewards import Code, Limits, Outcome, Rewards, process, programs
 from grpo_kernels.trainer.rewards import worker as module
-from grpo_kernels.trainer.rewards.answers import exact_answer, final_number, gold_number, gsm8k
-from grpo_kernels.trainer.rewards.format import format
+from grpo_kernels.trainer.rewards.answers import exact_answer, final_number, format, gold_number, gsm8k
 from grpo_kernels.trainer.rewards.inside import encode
-from grpo_kernels.trainer.rewards.programs import matches, program_in, read_tests
+from grpo_kernels.trainer.rewards.programs import matches, read_tests
 
 NAN = float("nan")
 OWN = """
@@ -123,15 +123,10 @@ def test_weighted_sum_and_names():
     assert_total(batch, [11.5, 0.0])
     assert batch.by_name["length"].tolist() == [2.0, 1.0] and batch.by_name["only_answers"].tolist() == [1.0, 0.0]
     assert set(batch.seconds) == set(rewards.names) and batch.steps is None and batch.fatal is None
-
-
-def test_results_of_numpy_torch_and_bool():
-    import numpy
-
-    batch = score(
-        [returns(numpy.float32(1), True, torch.tensor(0.5)), lambda completions, **_: torch.ones(3)], ["a"] * 3
-    )
-    assert_total(batch, [2.0, 2.0, 1.5])
+    with pytest.raises(ValueError, match="answer has 1 rows, expected one for each of 2 completions"):
+        score(rewards, ["ab", "c"], answer=["ab"])
+    numbers = returns(np.float32(1), True, torch.tensor(0.5))
+    assert_total(score([numbers, lambda completions, **_: torch.ones(3)], ["a"] * 3), [2.0, 2.0, 1.5])
 
 
 def test_none_leaves_a_function_out_of_the_sum():
@@ -177,14 +172,6 @@ def test_a_function_of_a_file(timeout, tmp_path, monkeypatch):
     rewards.close()
 
 
-def test_messages():
-    messages = [
-        [{"role": "assistant", "content": "7"}],
-        [{"role": "assistant", "content": [{"type": "text", "text": "8"}]}],
-    ]
-    assert_total(score(["exact_answer", "gsm8k"], messages, answer=["7", "8"]), [1.0, 1.0])
-
-
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 
@@ -194,11 +181,9 @@ def test_messages():
         ([1.0], "reward 'f' returned 1 values, expected 2, one for each completion"),
         (1.0, "reward 'f' returned float, expected a list of 2 numbers"),
         (torch.tensor(1.0), "reward 'f' returned Tensor, expected a list of 2 numbers"),
-        (None, "reward 'f' returned NoneType, expected a list"),
         ("ab", "reward 'f' returned str, expected a list"),
         ({0: 1, 1: 2}, "reward 'f' returned dict, expected a list"),
         ([1.0, "2"], "reward 'f' returned '2' for a completion, expected a number or None"),
-        ([1.0, {}], r"reward 'f' returned \{\} for a completion, expected a number or None"),
         ([1.0, []], r"reward 'f' returned \[\] for a completion, expected a number for each of its steps, at least"),
         ([1.0, ["2"]], r"reward 'f' returned \['2'\] for a completion, expected a number or None"),
     ],
@@ -235,11 +220,6 @@ def test_bad_arguments(given, text):
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         Rewards(**given)
     assert text in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_columns_of_another_length():
-    with pytest.raises(ValueError, match="answer has 1 rows, expected one for each of 2 completions"):
-        score(["exact_answer"], ["a", "b"], answer=["a"])
 
 
 # ---- pitfalls --------------------------------------------------------------------------------------------------------
@@ -376,28 +356,6 @@ def test_pitfall_12_a_worker_ends_with_the_trainer(own_module, tmp_path):
     wait_until(lambda: state_of(pid) in ("gone", "Z"))
 
 
-def test_pitfall_12_a_slow_function_is_named(monkeypatch):
-    now = 100.0
-    monkeypatch.setattr(scoring, "time", SimpleNamespace(perf_counter=lambda: now))
-
-    def slow(completions, **_):
-        nonlocal now
-        now += 5.0
-        return [0.0] * len(completions)
-
-    assert score([slow, "format"], ["a"]).seconds == {"slow": 5.0, "format": 0.0}
-
-
-def test_pitfall_13_scores_are_the_same_in_another_thread():
-    """Verifiers that set alarms score 0 outside of the main thread."""
-    found = []
-    given = dict(completions=["#### 4", "#### 5"], answer=["#### 4", "4"])
-    thread = threading.Thread(target=lambda: found.append(gsm8k(**given)))
-    thread.start()
-    thread.join()
-    assert found == [[1.0, 0.0]] == [gsm8k(**given)]
-
-
 @pytest.mark.parametrize("gold", ["", "no number", "####", "#### 1 2", "#### x", "3 or 4", "#### 1/0", None])
 def test_pitfall_13_bad_gold_fails_the_dry_run_and_scores_nothing(gold):
     with pytest.raises(ValueError, match=r"row 1, reward 'gsm8k': answer .* has no single number"):
@@ -455,6 +413,8 @@ def test_pitfall_14_a_function_that_fails_for_all_is_returned_with_its_traceback
         ("42", None),
         ("#### 1/0", None),
         ("", None),
+        ("She sold 48+24 = <<48+24=72>>72.\n#### 72", "48/2 = <<48/2=24>>24 clips in May.\n#### 72"),
+        ("#### 1,000", 1000),
         ("#### " + "9" * 5000, None),
         ("####" * 50000, None),
         ("\\boxed{" * 50000, None),
@@ -467,11 +427,6 @@ def test_final_number(text, answer):
     assert time.process_time() - start < 20, "about 0.01; minutes where it is quadratic"
 
 
-def test_gold_of_gsm8k():
-    text = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = <<48+24=72>>72.\n#### 72"
-    assert gold_number(text) == 72 and gold_number(1234) == 1234 and gold_number("#### 1,000") == 1000
-
-
 def test_exact_answer():
     completions = [
         "95",
@@ -480,7 +435,9 @@ def test_exact_answer():
         "<think>1</think><answer> 95 </answer>",
         "<answer>95</answer><answer>1</answer>",
     ]
-    assert exact_answer(completions, ["95"] * 5) == [1.0, 1.0, 0.0, 1.0, 0.0]
+    messages = [[{"role": "assistant", "content": text}] for text in completions]
+    messages += [[{"role": "assistant", "content": [{"type": "text", "text": "95"}]}]]
+    assert exact_answer(completions + messages, ["95"] * 11) == [*[1.0, 1.0, 0.0, 1.0, 0.0] * 2, 1.0]
     with pytest.raises(ValueError, match="row 0, reward 'exact_answer': answer is empty"):
         Rewards(["exact_answer"]).check({"answer": [" "]})
     for missing in (None, NAN, ["95"], {}):
@@ -543,6 +500,7 @@ def test_code(code):
     assert code(programs, [ECHO] * 5) == [1.0, 0.0, 0.0, 0.0, 0.0]
     assert code(["print(3)", "print(3)\nexit(1)", "print(3)\n1 / 0"], [ECHO[:1]] * 3) == [1.0, 0.0, 0.0]
     assert code(programs[:1], ['[{"input": "1 2", "output": "3"}]']) == [1.0], "the tests' JSON text"
+    assert code([f"```py\na\n```\n```python\n{RIGHT}\n```"], [CALLS]) == [1.0], "the last block is the program"
 
 
 def test_code_with_partial_credit():
@@ -576,18 +534,6 @@ def test_all_tests_of_a_program_wait_as_long_as_one():
     tests = read_tests([{"input": "1", "output": "1"}] * 5)
     assert list(programs.verdicts("", tests, sandbox)) == [True, True, True, False, False]
     assert given == pytest.approx([12, 8.2, 4.4, 0.6])
-
-
-def test_code_of_one_run_goes_on_after_hostile_ones(code):
-    hostile = [
-        "import os\nwhile True: os.fork()",
-        "x = bytearray(100 << 30)",
-        "while True: print('x' * 10**6)",
-        "import os\nos.kill(-1, 9)",
-    ]
-    batch = score([code], [*hostile, RIGHT, *hostile], tests=[CALLS] * 9)
-    assert_total(batch, [0.0] * 4 + [1.0] + [0.0] * 4)
-    assert not batch.failures
 
 
 @pytest.mark.parametrize(
@@ -660,8 +606,3 @@ def test_what_a_program_writes_as_a_value_costs_little(monkeypatch):
         assert not matches(test.output, line)
     monkeypatch.setattr(programs, "json", SimpleNamespace(dumps=json.dumps, loads=pytest.fail))
     assert not matches(test.output, "9" * 10**6)
-
-
-def test_the_last_block_is_the_program():
-    assert program_in("```py\na\n```\n```python\nb\n```") == "b\n" and program_in("x = 1") == "x = 1"
-    assert read_tests(["assert f((1, 2)) == (1, {2: 'a'})"])[0].call == "f((1, 2))"

@@ -21,7 +21,7 @@ from .. import __version__
 from ..config import GRPOConfig, available_presets
 from ..names import ADVANTAGE_SCALES, KL_ESTIMATORS, LEVELS
 from .data import Columns, check_path, is_one_split
-from .rewards.format import compiled
+from .rewards.answers import compiled
 
 ARITHMETIC = "arithmetic"
 ARITHMETIC_SUMS = "sums are written ones first: 40+56= goes on with 69"

@@ -1,6 +1,8 @@
-"""Rewards for one right answer: 1.0 or 0.0. A completion has to commit itself: one that names several answers gets 0.
+"""Rewards from the text of a completion, 1.0 or 0.0: one right answer, or the form. A completion has to commit itself:
+one that names several answers gets 0.
 
-Pure functions of texts, without signals or alarms: they give the same scores in any thread. All patterns are linear.
+Pure functions of texts, without signals or alarms: they give the same scores in any thread. All patterns are linear,
+but for a user's own (`format`), for which a worker reads this file without the package.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ NUMBER = re.compile(r"(?<![\w.])([+-]?)\$?(\d{1,30}(?:,\d{3}){0,10})(\.\d{1,30})
 MARKED = [re.compile(r"####[ \t]*([^\n]{0,200})"), re.compile(r"\\boxed\{([^{}\n]{0,200})\}")]
 SENTENCE_END = re.compile(r"[.!?](?:\s|$)|\n")
 TAGGED = re.compile(r"<answer>([^<]*)</answer>")
+TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
 
 
 def text_of(completion: Any) -> str:
@@ -91,3 +94,33 @@ def gsm8k(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[f
     """1 if the completion's final number equals that of the column `answer`, see `final_number` and `gold_number`."""
     pairs = zip(completions, answer, strict=True)
     return [float(final_number(text_of(completion)) == gold_number(right)) for completion, right in pairs]
+
+
+# --- the form ---------------------------------------------------------------------------------------------------------
+
+
+def has_form(text: str) -> bool:
+    """Whether `text` is <think>...</think><answer>...</answer>: each tag once, in order, with blanks alone around the
+    blocks. Without a regular expression, so that no text takes longer than another."""
+    places = [text.find(tag) for tag in TAGS]
+    if any(text.count(tag) != 1 for tag in TAGS) or places != sorted(places):
+        return False
+    between = text[places[1] + len(TAGS[1]) : places[2]]
+    after = text[places[3] + len(TAGS[3]) :]
+    return not (text[: places[0]] + between + after).strip()
+
+
+def compiled(pattern: str) -> re.Pattern[str]:
+    """`pattern` as the reward takes it: "." is any character. Raises ValueError where it is no regular expression."""
+    try:
+        return re.compile(pattern, re.DOTALL)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"reward_pattern={pattern!r} is no regular expression: {error}") from None
+
+
+def format(completions: Sequence[Any], pattern: str | None = None, **_: Any) -> list[float]:
+    """1 if the whole completion has the form. `pattern`: a regular expression in place of it; "." is any character."""
+    if pattern is None:
+        return [float(has_form(text_of(completion))) for completion in completions]
+    expression = compiled(pattern)
+    return [float(expression.fullmatch(text_of(completion).strip()) is not None) for completion in completions]

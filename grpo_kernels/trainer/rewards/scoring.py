@@ -16,7 +16,7 @@ import torch
 
 from .. import RunError
 from . import answers
-from .format import compiled, format
+from .answers import compiled, format
 from .programs import Code, read_tests
 from .worker import Result, Worker, call, find
 
@@ -104,7 +104,7 @@ class Function:
             if spec == "code":
                 self.function = Code(partial_credit=partial_credit)
             elif spec == "format" and pattern is not None:  # which may take forever on some text
-                self.constants, in_worker = {"pattern": pattern}, f"{format.__module__}:format"
+                self.constants, in_worker = {"pattern": pattern}, f"{answers.__file__}:format"
         elif ":" in spec or "." in spec:
             self.name, self.function, in_worker = spec.replace(":", ".").rpartition(".")[2], find(spec), spec
         else:
