@@ -92,67 +92,47 @@ def log(
     return records
 
 
-def _collapse(record: Record, share: float) -> None:
-    record["entropy"] *= math.exp(-6 * share)
-    record["reward"] = 0.35
-    record |= {"completions/unique_ratio": 0.9 - 0.75 * share, "all_max_groups": 0.1, "all_min_groups": 0.3}
-    record["zero_gradient_groups"] = 0.4
+def _from(start: float, **changes: Any) -> Callable[[Record, float], None]:
+    """From this share of the run on, metrics (with "/" written "__") are these numbers, or functions of the old value
+    and the share."""
+
+    def spoil(record: Record, share: float) -> None:
+        for name, change in changes.items() if share > start else ():
+            key = name.replace("__", "/")
+            record[key] = change(record[key], share) if callable(change) else change
+
+    return spoil
 
 
-def _away(record: Record, share: float) -> None:
-    record |= {"kl": 0.01 * math.exp(9 * share), "kl_sequence": math.exp(9 * share)}
-
-
-def _unstable(record: Record, share: float) -> None:
-    if share > 0.7:
-        record["grad_norm"] *= 12
-
-
-def _non_finite(record: Record, share: float) -> None:
-    if share > 0.7:
-        record["loss"] = math.nan
-
-
-def _no_signal(record: Record, share: float) -> None:
-    record |= {"zero_gradient_groups": 0.78, "all_min_groups": 0.7, "all_max_groups": 0.08}
-
-
-def _constant(record: Record, share: float) -> None:
-    record |= dict.fromkeys(("reward", "reward_std", "reward_min", "reward_max", "reward_group_std"), 0.0)
-    record |= {"zero_gradient_groups": 1.0, "all_min_groups": 0.0, "all_max_groups": 0.0}
-
-
-def _longer(record: Record, share: float) -> None:
-    record |= {"completions/mean_length": 200 * (1 + 2 * share), "reward": 0.35 + 0.01 * math.sin(record["step"])}
-
-
-def _outliers(record: Record, share: float) -> None:
-    record |= {"reward_max": 1.0 if share < 0.5 else 5.0, "reward_std": 0.4 if share < 0.5 else 1.2}
-
-
-def _set(**changes: Any) -> Callable[[Record, float], None]:
-    """The given metrics (with "/" written "__") from the middle of the run on."""
-    return lambda record, share: record.update(
-        {k.replace("__", "/"): v for k, v in changes.items()} if share > 0.5 else {}
-    )
-
+NO_REWARD = dict.fromkeys(("reward", "reward_std", "reward_min", "reward_max", "reward_group_std"), 0.0)
 
 # kind of alarm -> (what spoils the run, severity); accuracy of evaluations only for reward hacking
 FAILURES: dict[str, tuple[Callable[[Record, float], None], str]] = {
-    "reward_hacking": (lambda record, share: None, "warning"),
-    "reward_outliers": (_outliers, "warning"),
-    "mode_collapse": (_collapse, "warning"),
-    "kl_explosion": (_away, "critical"),
-    "gradient_instability": (_unstable, "critical"),
-    "constant_reward": (_constant, "critical"),
-    "no_learning_signal": (_no_signal, "warning"),
-    "length_bias": (_longer, "warning"),
-    "truncation": (_set(completions__clipped_ratio=1.0), "critical"),
-    "off_policy": (_set(rollout_ess=0.1), "critical"),
-    "first_ratio": (_set(log_ratio_first_max=0.2), "warning"),
-    "clipping": (_set(clip_ratio__region=0.4, approx_kl=0.05), "warning"),
-    "unscored": (_set(unscored=40), "warning"),
-    "slow_rewards": (_set(seconds__rewards=3.0), "warning"),
+    "reward_hacking": (_from(0), "warning"),
+    "reward_outliers": (
+        _from(0, reward_max=lambda _, share: 1.0 if share < 0.5 else 5.0,
+              reward_std=lambda _, share: 0.4 if share < 0.5 else 1.2), "warning"),
+    "mode_collapse": (
+        _from(0, entropy=lambda value, share: value * math.exp(-6 * share), reward=0.35, all_max_groups=0.1,
+              completions__unique_ratio=lambda _, share: 0.9 - 0.75 * share, all_min_groups=0.3,
+              zero_gradient_groups=0.4), "warning"),
+    "kl_explosion": (
+        _from(0, kl=lambda _, share: 0.01 * math.exp(9 * share), kl_sequence=lambda _, share: math.exp(9 * share)),
+        "critical"),
+    "gradient_instability": (_from(0.7, grad_norm=lambda value, _: 12 * value), "critical"),
+    "constant_reward": (
+        _from(0, **NO_REWARD, zero_gradient_groups=1.0, all_min_groups=0.0, all_max_groups=0.0), "critical"),
+    "no_learning_signal": (
+        _from(0, zero_gradient_groups=0.78, all_min_groups=0.7, all_max_groups=0.08), "warning"),
+    "length_bias": (
+        _from(0, completions__mean_length=lambda _, share: 200 * (1 + 2 * share),
+              reward=lambda _, share: 0.35 + 0.01 * math.sin(200 * share)), "warning"),
+    "truncation": (_from(0.5, completions__clipped_ratio=1.0), "critical"),
+    "off_policy": (_from(0.5, rollout_ess=0.1), "critical"),
+    "first_ratio": (_from(0.5, log_ratio_first_max=0.2), "warning"),
+    "clipping": (_from(0.5, clip_ratio__region=0.4, approx_kl=0.05), "warning"),
+    "unscored": (_from(0.5, unscored=40), "warning"),
+    "slow_rewards": (_from(0.5, seconds__rewards=3.0), "warning"),
 }  # fmt: skip
 
 
