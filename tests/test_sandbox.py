@@ -191,14 +191,6 @@ def test_hostile(name, sandbox, outside, monkeypatch):
     assert sandbox.run("print(input())", stdin="next").stdout == "next\n"
 
 
-def with_inside(monkeypatch, tmp_path, old, new):
-    """What runs inside of sandboxes from here on is changed."""
-    text, changed = module.INSIDE.read_text(), tmp_path / "inside.py"
-    assert text.count(old) == 1
-    changed.write_text(text.replace(old, new))
-    monkeypatch.setattr(module, "INSIDE", changed)
-
-
 SCAN = """
 import ctypes, os, re, sys
 libc = ctypes.CDLL(None)
@@ -503,7 +495,10 @@ def test_without_landlock_it_refuses():
 
 def test_a_protection_that_does_not_hold_is_found(monkeypatch, tmp_path):
     """Whatever the kernel says it has done: a program tries what is forbidden, before the first one is run."""
-    with_inside(monkeypatch, tmp_path, "    filter_syscalls(allowed", "    allowed_syscalls(threads=True) or (allowed")
+    text, changed = module.INSIDE.read_text(), tmp_path / "inside.py"
+    assert text.count("    filter_syscalls(allowed") == 1
+    changed.write_text(text.replace("    filter_syscalls(allowed", "    allowed_syscalls(threads=True) or (allowed"))
+    monkeypatch.setattr(module, "INSIDE", changed)
     with pytest.raises(module.SandboxUnavailable, match="they could start processes"):
         Sandbox().run("print(1)")
 

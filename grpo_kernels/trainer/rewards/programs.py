@@ -77,7 +77,7 @@ def program_in(text: str) -> str:
 
 
 def canonical(encoded: Any) -> list[Any]:
-    """What `encode` of inside.py made, with sets and dictionaries sorted: a program can choose values of equal hashes.
+    """The result of `encode` (inside.py), its sets and dictionaries sorted: a program can choose values of equal hash.
 
     Raises:
         ValueError, TypeError, LookupError, RecursionError: it is something else; a program may have written anything.

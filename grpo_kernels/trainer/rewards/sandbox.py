@@ -59,8 +59,8 @@ class SandboxFailure(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Of one program. The scratch folder's limit holds for each file and for all of them. Each output goes to a file as
-    well, of which output_kb are read."""
+    """Limits of one program. That of the scratch folder holds for each file and for all of them. Each output goes to a
+    file as well, of which output_kb are read."""
 
     cpu_seconds: int = 2
     memory_mb: int = 1024
@@ -83,7 +83,7 @@ class Outcome:
 
     stdout: str
     stderr: str
-    values: str  # a line of JSON for each call: what `encode` of inside.py made, or ["error", ...]; those it got to
+    values: str  # a line of JSON for each call that was evaluated: from `encode` of inside.py, or ["error", ...]
     status: int  # exit status, or minus the number of the signal that ended it
     reason: str  # why it was stopped: "CPU time", "wall clock", "output limit"; empty if it was not
     seconds: float  # of CPU time

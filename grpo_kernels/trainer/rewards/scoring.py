@@ -1,4 +1,4 @@
-"""Calls the reward functions of a batch, finds out which completions they fail for, and adds up what they give."""
+"""Calls the reward functions of a batch, finds the completions that they fail for, and adds up the rewards."""
 
 from __future__ import annotations
 

@@ -30,20 +30,20 @@ WALL_PER_CPU = 5  # of a call: the limit of wall-clock time over the limit of CP
 
 
 class Result(NamedTuple):
-    """Of one call. error: None, or (message, traceback)."""
+    """What a call returned and logged. error: None, or (message, traceback)."""
 
     value: Any
     metrics: dict[str, list[float]]
     extra: dict[str, list[Any]]
     error: tuple[str, str] | None
-    late: bool = False  # it was stopped
+    late: bool = False  # it was stopped at a limit of time
 
 
 def find(spec: str) -> Callable[..., Any]:
     """The function of "module:function", of "package.module.function" or of "path/file.py:function".
 
     Raises:
-        ValueError: there is no such file, module or function, or it is none.
+        ValueError: there is no such file, module or function, or it is no function.
     """
     module_name, _, name = spec.partition(":") if ":" in spec else spec.rpartition(".")
     if not module_name or not name:
@@ -60,8 +60,8 @@ def find(spec: str) -> Callable[..., Any]:
     function = getattr(module, name, None)
     if not callable(function) or isinstance(function, type):
         kind = "class" if isinstance(function, type) else type(function).__name__
-        found = "no such name" if function is None else f"a {kind}, expected a function"
-        raise ValueError(f"reward {spec!r}: module {module_name!r} has {found}: {name!r}")
+        problem = "no such name" if function is None else f"a {kind}, expected a function"
+        raise ValueError(f"reward {spec!r}: module {module_name!r} has {problem}: {name!r}")
     return function
 
 
@@ -73,29 +73,29 @@ def from_file(path: Path) -> Any:
         return sys.modules[name]
     if os.path.dirname(name) not in sys.path:
         sys.path.append(os.path.dirname(name))
-    found = importlib.util.spec_from_file_location(name, name)
-    assert found is not None and found.loader is not None  # of a name that ends with .py
-    module = sys.modules[name] = importlib.util.module_from_spec(found)
+    spec = importlib.util.spec_from_file_location(name, name)
+    assert spec is not None and spec.loader is not None  # of a name that ends with .py
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
-        found.loader.exec_module(module)
+        spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise
     return module
 
 
-def call(function: Callable[..., Any], given: dict[str, Any]) -> Result:
+def call(function: Callable[..., Any], arguments: dict[str, Any]) -> Result:
     """Calls it as TRL does, with `log_metric(name, value)` and `log_extra(column, values)`; awaits it if it is async. A
-    function without **keywords gets those of `given` that it takes."""
+    function without **keywords gets those of `arguments` that it takes."""
     metrics: dict[str, list[float]] = {}
     extra: dict[str, list[Any]] = {}
-    given = dict(given, log_metric=lambda name, value: metrics.setdefault(name, []).append(float(value)))
-    given["log_extra"] = lambda column, values: extra.update({column: list(values)})
+    arguments = dict(arguments, log_metric=lambda name, value: metrics.setdefault(name, []).append(float(value)))
+    arguments["log_extra"] = lambda column, values: extra.update({column: list(values)})
     try:
         parameters = inspect.signature(function).parameters
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            given = {name: value for name, value in given.items() if name in parameters}
-        value = function(**given)
+            arguments = {name: value for name, value in arguments.items() if name in parameters}
+        value = function(**arguments)
         if inspect.isawaitable(value):
             value = asyncio.run(awaited(value))
         # A tensor of one number has __iter__, which raises.
@@ -135,11 +135,11 @@ def serve() -> None:
         return send(Result(None, {}, {}, (str(error), traceback.format_exc())))
     send(Result(None, {}, {}, None))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, inside of a regular expression as well
-    for given, seconds in received:
+    for arguments, seconds in received:
         ended = threading.Event()
         threading.Thread(target=watch, args=(control, ended), daemon=True).start()
         signal.setitimer(signal.ITIMER_PROF, seconds)
-        result = call(function, given)
+        result = call(function, arguments)
         signal.setitimer(signal.ITIMER_PROF, 0)
         ended.set()
         send(result)
@@ -164,7 +164,7 @@ class Worker:
         self.spec, self.seconds = spec, seconds
         self._process: Process | None = None
 
-    def call(self, given: dict[str, Any]) -> Result:
+    def call(self, arguments: dict[str, Any]) -> Result:
         """A call that takes too long, or that ends its process, gives a Result with an error.
 
         Raises:
@@ -176,7 +176,7 @@ class Worker:
             if error:
                 self.close()
                 raise ValueError(f"reward {self.spec!r} cannot be started: {error[0]}\n{error[1]}")
-        return self._ask((given, self.seconds), self.seconds * WALL_PER_CPU)
+        return self._ask((arguments, self.seconds), self.seconds * WALL_PER_CPU)
 
     def close(self) -> None:
         process, self._process = self._process, None
