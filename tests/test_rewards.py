@@ -136,14 +136,28 @@ def test_none_leaves_a_function_out_of_the_sum():
 
 
 def test_rewards_of_steps():
-    batch = score(Rewards([returns([1, 2], [3], None), returns(1, None, 1, name="b")], [2, 1]), ["a", "b", "c"])
-    assert batch.steps == [[2.0, 5.0], [6.0], []]  # the reward of the whole completion is the last step's
-    assert_total(batch, [7.0, 6.0, 1.0])
+    batch = score(Rewards([returns([1, 2], [3], None), returns(1, None, 1, name="b")], [2, 3]), ["a", "b", "c"])
+    assert batch.steps == [[2.0, 7.0], [6.0], []]  # the reward of the whole completion is the last step's
+    assert_total(batch, [9.0, 6.0, 3.0])
     both = score([returns([1, 2]), returns([10, 20], name="b")], ["a"])
     assert both.steps == [[11.0, 22.0]]
     with pytest.raises(ValueError, match=r"completion 0: .* rewards of \[2, 1\] steps"):
         score([returns([1, 2]), returns([1], name="b")], ["a"])
     assert score([returns([1, NAN], [1])], ["a", "b"]).steps == [[], [1.0]]
+    assert score([returns([1], [1]), returns(NAN, 1, name="b")], ["a", "b"]).steps == [[], [2.0]]
+
+
+def test_what_a_function_changes_in_its_arguments_is_not_changed_for_others():
+    def changes(prompts, completions, completion_ids, answer, **_):
+        completion_ids[0].clear()
+        answer[0]["value"] = prompts[0] = 7
+        return [1.0] * len(completions)
+
+    ids, answers, seen = [[1, 2]], [{"value": 1}], []
+    last = lambda completion_ids, answer, **_: seen.append((completion_ids, answer)) or [0.0]  # noqa: E731
+    rewards = Rewards([changes, last])
+    rewards.score(prompts=["p"], completions=["c"], completion_ids=ids, columns={"answer": answers}, step=0)
+    assert seen == [([[1, 2]], [{"value": 1}])] == [(ids, answers)]
 
 
 @pytest.mark.parametrize("timeout", [None, 20.0])
