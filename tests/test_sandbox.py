@@ -368,6 +368,7 @@ def test_it_ends_with_the_trainer(program):
     owner.kill()
     owner.wait()  # not for the end of its output, which its processes have as well
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in below))
+    assert owner.stderr.read() == "", "nothing about a pipe that is closed"
 
 
 def test_a_killed_sandbox_starts_again():

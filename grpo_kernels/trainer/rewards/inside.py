@@ -17,6 +17,7 @@ Landlock and seccomp are required. Without namespaces a program cannot write fil
 from __future__ import annotations
 
 import collections.abc
+import contextlib
 import ctypes
 import errno
 import gc
@@ -360,7 +361,8 @@ def next_program(control: socket.socket, readable: list[str], scratch: str | Non
 
 def say(control: socket.socket, message: Any) -> None:
     data = json.dumps(message).encode()
-    control.send(struct.pack("=Q", len(data)) + data)
+    with contextlib.suppress(BrokenPipeError):  # the trainer is dead
+        control.send(struct.pack("=Q", len(data)) + data)
 
 
 def main() -> None:
