@@ -204,6 +204,17 @@ def test_what_a_run_leaves(model, data, tmp_path):
     assert all(torch.equal(p, training.weights(folder)[n]) for n, p in reloaded.named_parameters())
 
 
+def test_penalties_that_are_gone_are_no_wrong_answers(model, data, tmp_path):
+    """A held-out reward that rose to 0 throughout is no pass@1 of 0."""
+    options = {"eval_dataset_name": data, "eval_max_prompts": 2, "eval_steps": 1, "reward_funcs": "training:penalty"}
+    assert run(model, data, tmp_path / "run", **options) == 0
+    records = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    found = [record["evaluation"] for record in records if "evaluation" in record]
+    assert [e["reward"] for e in found] == [-0.5, -0.5, 0.0, 0.0] and not any("pass_at_1" in e for e in found)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["pass_at_1_after"] is None and summary["held_out_reward_after"] == 0.0
+
+
 @pytest.mark.parametrize("disable_tqdm", [False, True])
 def test_a_file_gets_lines_and_no_progress_bar(disable_tqdm, model, data, tmp_path, capfd):
     options = {"logging_steps": 2, "max_steps": 5, "eval_dataset_name": data}

@@ -26,6 +26,8 @@ from .rewards.answers import TAGGED, final_number, reply
 from .rollout import Sampler, eos_ids
 from .run import load_data, make_rewards
 
+ACCURACIES = ("pass_at_1", "pass_at_k", "majority_at_k", "greedy")  # known where a reward says what is correct
+
 
 class Sample(Protocol):
     """A completion for each prompt: its ids and its text. A function of its arguments: no other random state is read or

@@ -28,7 +28,7 @@ from .batch import (
 )
 from .checkpoint import load_replay, save_rollout, write_text
 from .data import Prompt, take
-from .evaluate import evaluate
+from .evaluate import ACCURACIES, evaluate
 from .log import pass_numbers, rollout_record, step_record
 from .progress import Progress, restore, save
 from .ranks import Interrupted
@@ -324,6 +324,9 @@ class Trainer:
             made.rewards, num_samples=a.eval_num_samples, step=p.step, correct_at=a.correct_at,
         )  # fmt: skip
         p.evaluated_at = p.step
+        if a.correct_at is None and not p.pass_at_1 and any(x is not None for x in p.held_out_reward.values()):
+            for name in ACCURACIES:  # earlier rewards were no verdicts, so that 0 or 1 throughout is none now
+                found.pop(name, None)
         shown = {"reward": found["reward"], "pass@1": found.get("pass_at_1"), "greedy": found.get("greedy")}
         when = "before" if p.step == 0 else "after"
         p.held_out_reward = {**p.held_out_reward, when: shown["reward"]}
