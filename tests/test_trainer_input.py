@@ -590,6 +590,9 @@ def test_help_has_groups_choices_and_every_option_once(capsys, monkeypatch):
             main([command, "--help"])
         text = capsys.readouterr().out
         assert text.startswith(f"usage: grpo-kernels {command} [options]\n")
+        defaults = ("grpo-run", "1e-06", "500") if command == "train" else ("grpo-demo", "0.0002", "400")
+        for name, default in zip(("output-dir X", "learning-rate R", "max-steps N"), defaults, strict=True):
+            assert re.search(rf"--{name} .*\(default: {default}\)", text), (command, name)
     groups = re.findall(r"^([\w ]+):$", text, flags=re.MULTILINE)
     wanted = ["model", "data", "sampling", "rewards", "loss", "optimisation", "evaluation", "saving", "logging", "vLLM"]
     assert set(wanted) < set(groups)

@@ -67,6 +67,7 @@ ARITHMETIC_RUN: dict[str, Any] = {
     "num_iterations": 2, "max_steps": 400, "learning_rate": 2e-4, "warmup_steps": 20, "logging_samples": 2,
     "lr_scheduler_type": "constant_with_warmup",
 }  # fmt: skip
+DEMO = {**ARITHMETIC_RUN, "output_dir": "grpo-demo"}
 # In --help an option belongs to the group that begins with it or with the nearest option above it.
 GROUPS = {
     "output_dir": "run", "model_name_or_path": "model", "dataset_name": "data", "reward_funcs": "rewards",
@@ -442,11 +443,12 @@ def make_parser(command: str) -> argparse.ArgumentParser:
         title = GROUPS.get(field.name, title)
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
-        _add_option(groups[title], field, hints[field.name])
+        default = DEMO.get(field.name, field.default) if command == "demo" else field.default
+        _add_option(groups[title], field, hints[field.name], default)
     return parser
 
 
-def _add_option(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
+def _add_option(group: Any, field: dataclasses.Field[Any], hint: Any, default: Any) -> None:
     """The type of the field says how an option is read, and what is shown of its values."""
     hint = next((part for part in get_args(hint) if NoneType in get_args(hint) and part is not NoneType), hint)
     several = get_origin(hint) is list
@@ -460,8 +462,9 @@ def _add_option(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
             text += " (default: on)"
         group.add_argument(*names, dest=field.name, action=_Switch, nargs="?", const=True, help=text)
         return
-    if field.default not in (None, dataclasses.MISSING):
-        text += f" (default: {field.default!r})" if field.default == "\n" else f" (default: {field.default})"
+    if default not in (None, dataclasses.MISSING):
+        default = " ".join(default) if isinstance(default, list) else default
+        text += f" (default: {default!r})" if default == "\n" else f" (default: {default})"
     shown = f"{{{','.join(choices)}}}" if isinstance(choices, tuple) else {str: "X", int: "N", float: "R"}[kind]
     group.add_argument(
         *names, dest=field.name, type=kind, nargs="+" if several else None, metavar=shown, help=text.replace("%", "%%")
