@@ -108,6 +108,9 @@ def test_a_time_limit_needs_a_function_that_a_process_can_import(model, data, tm
 @pytest.mark.parametrize(("changes", "kind", "words"), [
     ({"model": 7}, TypeError, "model is a int; expected a path, a name or a PreTrainedModel"),
     ({"model": "no/such/model"}, ValueError, "model_name_or_path=no/such/model: there is no such file or folder"),
+    ({"reward_funcs": 7}, TypeError, "reward_funcs is a int; expected names and functions"),
+    ({"train_dataset": 7}, TypeError, "train_dataset is a int; expected rows, a path or a name"),
+    ({"eval_dataset": 7}, TypeError, "eval_dataset is a int; expected rows, a path or a name"),
     ({"reward_funcs": [7]}, TypeError, "reward_funcs holds 7; expected names and functions"),
     ({"reward_funcs": []}, ValueError, "reward_funcs is empty"),
     ({"train_dataset": [{"question": "1"}]}, ValueError, "the data has no column \"prompt\"; found 'question'"),
@@ -132,7 +135,7 @@ def test_a_call_that_failed_holds_no_folder(model, data, tmp_path):
     """In a notebook the error lives on, and with it the frames of the call."""
     with pytest.raises(ValueError, match="reads the column 'tests'") as caught:
         train(str(model), "code", str(data), options(tmp_path / "run"))
-    assert train(str(model), "exact_answer", str(data), options(tmp_path / "run"))["steps"] == 3 and caught.value
+    assert train(model, "exact_answer", data, options(tmp_path / "run"))["steps"] == 3 and caught.value
 
 
 def test_the_block_of_the_readme_runs(tmp_path, monkeypatch):

@@ -19,11 +19,11 @@ from .rewards.worker import find
 from .run import Given, Run
 
 Reward: TypeAlias = "str | Callable[..., Any]"
-Rows: TypeAlias = "str | Iterable[Mapping[str, Any]]"
+Rows: TypeAlias = "str | Path | Iterable[Mapping[str, Any]]"
 
 
 def train(
-    model: str | PreTrainedModel,
+    model: str | Path | PreTrainedModel,
     reward_funcs: Reward | Sequence[Reward],
     train_dataset: Rows,
     args: TrainArguments | None = None,
@@ -61,11 +61,19 @@ def train(
         raise ValueError("args.dry_run=True; expected False: only the command grpo-kernels train has a dry run")
     if not isinstance(model, (str, Path, PreTrainedModel)):
         raise TypeError(f"model is a {type(model).__name__}; expected a path, a name or a PreTrainedModel")
+    if not (callable(reward_funcs) or isinstance(reward_funcs, Iterable)):
+        raise TypeError(f"reward_funcs is a {type(reward_funcs).__name__}; expected names and functions")
+    datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
+    for name, rows in datasets.items():
+        if isinstance(rows, Path):
+            datasets[name] = str(rows)
+        elif rows is not None and not isinstance(rows, Iterable):
+            raise TypeError(f"{name} is a {type(rows).__name__}; expected rows, a path or a name")
     rewards = [reward_funcs] if isinstance(reward_funcs, str) or callable(reward_funcs) else list(reward_funcs)
     if wrong := [reward for reward in rewards if not (isinstance(reward, str) or callable(reward))]:
         raise TypeError(f"reward_funcs holds {wrong[0]!r}; expected names and functions")
     rewards = [reward if isinstance(reward, str) else _with_process(reward, args) for reward in rewards]
-    data: dict[str, Any] = dict(zip(GIVEN_ROWS, (train_dataset, eval_dataset), strict=True))
+    data: dict[str, Any] = dict(zip(GIVEN_ROWS, datasets.values(), strict=True))
     names = [rows if isinstance(rows, (str, type(None))) else name for name, rows in data.items()]
     args = replace(
         args, dataset_name=names[0], eval_dataset_name=names[1], reward_funcs=[_name(reward) for reward in rewards]
