@@ -119,6 +119,7 @@ def test_an_empty_folder(tmp_path):
     data = page_data(write_report(tmp_path))
     assert (data["state"], data["sentence"], data["series"]) == ("empty", "No step is logged yet.", {})
     assert data["notes"] == ["There is no log.jsonl.", "There is no samples.jsonl."]
+    assert data["tiles"][0] == {"label": "Held-out reward", "value": "–", "before": ""}  # not pass@1
     assert os.listdir(tmp_path) == ["report.html"]
 
 

@@ -254,7 +254,8 @@ def state_of(
         [value for record in evaluations if (value := finite(record["evaluation"].get(key))) is not None]
         for key in ("pass_at_1", "reward")
     )
-    judged, known = ("Held-out pass@1", accuracy) if len(accuracy) == len(held_out) else ("Held-out reward", held_out)
+    binary = accuracy and len(accuracy) == len(held_out)
+    judged, known = ("Held-out pass@1", accuracy) if binary else ("Held-out reward", held_out)
     reward = [mean for (mean,) in reversed(ends(records, "reward"))] if len(records) > WINDOW else []
     name, values = (judged, known) if len(known) > 1 else ("The reward", reward)
     if values:
