@@ -115,7 +115,8 @@ class GRPOConfig:
             capture switches it on. Off, zero-gradient rows are left out, at the cost of one small read per call.
         score_inactive: also compute logps, entropy and metrics of zero-gradient tokens (one GEMM over their rows).
     Advantages from rewards
-        advantage_scale, advantage_baseline, advantage_ddof, advantage_eps: see `group_advantages`.
+        advantage_scale, advantage_baseline, advantage_ddof, advantage_eps: see `group_advantages`. They belong to
+            `rewards` of the call; `advantages` that are given in their place are taken as they are.
     """
 
     surrogate: Surrogate = "clip"
