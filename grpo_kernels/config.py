@@ -517,4 +517,10 @@ def _unknown_option(name: str) -> str:
     return f"GRPOConfig has no option {name!r}: {hint}; GRPOConfig.from_trl(args) takes TRL's"
 
 
+def option_hint(name: str) -> str:
+    """Of an unknown keyword of a call: what takes it, as the end of a sentence; '' where nothing does."""
+    ours = f"config=GRPOConfig({name}=...)" if name in _OPTIONS else _NAMES_OF_TRL.get(name)
+    return "" if ours is None else f"; this package has {ours}"
+
+
 DEFAULT_CONFIG = GRPOConfig()  # what a call without one gets, made once

@@ -18,7 +18,7 @@ from .checks.arguments import (
     num_sequences_of,
     temperature_per_token,
 )
-from .config import DEFAULT_CONFIG, SURROGATE_RULES, GRPOConfig
+from .config import DEFAULT_CONFIG, SURROGATE_RULES, GRPOConfig, option_hint
 from .contract import Sums, TokenInputs
 from .rewards import Groups, check_rewards, group_statistics, resolve_groups
 from .sampling_mask import SamplingMask
@@ -70,7 +70,7 @@ def _annotation(option: str) -> str:
 def check_names(function: str, options: LossOptions) -> None:
     for name in options:
         if name not in _DEFAULTS:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{option_hint(name)}")
 
 
 def config_of(options: LossOptions) -> GRPOConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import get_args
 
 import pytest
@@ -78,3 +79,17 @@ def test_types_of_the_options_are_the_names_that_are_taken():
 
 def test_the_package_lists_its_public_names():
     assert set(dir(gk)) == {*gk.__all__, "__version__"}
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("epsilon", "; this package has epsilon_low and epsilon_high"),
+        ("beta", "; this package has config=GRPOConfig(beta=...)"),
+        ("nothing", ""),
+    ],
+)
+def test_an_option_of_the_config_that_is_given_to_the_loss(name, hint):
+    logps = torch.zeros(2, 3)
+    with pytest.raises(TypeError, match=re.escape(f"unexpected keyword argument {name!r}{hint}") + "$"):
+        gk.grpo_loss_from_logps(logps, torch.ones(2), **{name: 0.2})
