@@ -370,12 +370,12 @@ def kernels(pair: str, device: Any, shape: str) -> None:
     from torch.profiler import profile
 
     from grpo_kernels.benchmarks.cases import make_case
-    from grpo_kernels.benchmarks.implementations import implementations
+    from grpo_kernels.benchmarks.implementations import IMPLEMENTATIONS
     from grpo_kernels.benchmarks.inputs import make_inputs
 
     mode = "forward" if pair.endswith("linear") else "step"
     inputs = make_inputs(make_case(shape, mode=mode), device)
-    (step,) = implementations()[f"ours-{pair.replace('/', '-')}"].settings(inputs, mode).values()
+    (step,) = IMPLEMENTATIONS[f"ours-{pair.replace('/', '-')}"].settings(inputs, mode).values()
     for number in range(2):
         step(inputs)
         print(json.dumps({"what": pair, "head": shape, "warm_up": number}), flush=True)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from grpo_kernels.benchmarks.cases import Case
-from grpo_kernels.benchmarks.implementations import Unsupported, implementations
+from grpo_kernels.benchmarks.implementations import IMPLEMENTATIONS, Unsupported
 from grpo_kernels.benchmarks.inputs import Inputs, make_inputs
 from grpo_kernels.benchmarks.machine import synchronize
 from grpo_kernels.benchmarks.reference import Reference, errors, off_policy, reference, why_wrong
@@ -33,7 +33,7 @@ def exact(case: Case, device: torch.device, objective: str) -> Reference:
 
 
 def test_step(case: Case, name: str, device: torch.device, benchmark: Any) -> None:
-    implementation = implementations()[name]
+    implementation = IMPLEMENTATIONS[name]
     if reason := implementation.unavailable_reason(device, case.torch_dtype):
         pytest.skip(f"{name}: {reason}")
     inputs = batch(case, device)

@@ -16,7 +16,7 @@ import torch
 
 from grpo_kernels.benchmarks import command, machine, measure, process
 from grpo_kernels.benchmarks.cases import HEADS, MODES, SETS, Case, Job, jobs, make_case, parse_shape
-from grpo_kernels.benchmarks.implementations import Implementation, Result, Unsupported, implementations, select
+from grpo_kernels.benchmarks.implementations import IMPLEMENTATIONS, Implementation, Result, Unsupported, select
 from grpo_kernels.benchmarks.inputs import group_advantages, grpo_objective, make_inputs
 from grpo_kernels.benchmarks.reference import errors, off_policy, reference, relative_error, why_wrong
 from grpo_kernels.benchmarks.show import case_table
@@ -112,7 +112,7 @@ def test_reference_agrees_with_autograd_in_float64(mode: str) -> None:
 def test_a_wrong_or_missing_result_is_said() -> None:
     inputs = off_policy(make_inputs(TINY, CPU))
     right = reference(inputs, "step", "grpo")
-    result = implementations()["eager"].settings(inputs, "step")[""](inputs)
+    result = IMPLEMENTATIONS["eager"].settings(inputs, "step")[""](inputs)
     assert result.dhidden is not None
     for wrong, words in (
         (result._replace(dweight=None), "gives no dweight"),
@@ -127,7 +127,7 @@ def test_a_wrong_or_missing_result_is_said() -> None:
 
 def _measured(monkeypatch: pytest.MonkeyPatch, case: Case, extra: Implementation, deadline: float = NEVER) -> dict:
     """`_measure` in this process, with one more implementation."""
-    table = {name: implementations()[name] for name in ("ours", "floor", "eager")} | {extra.name: extra}
+    table = {name: IMPLEMENTATIONS[name] for name in ("ours", "floor", "eager")} | {extra.name: extra}
     monkeypatch.setattr(measure, "implementations", lambda: table)
     monkeypatch.setattr(measure, "limit_memory", lambda: None)
     monkeypatch.setattr(measure, "SHORT_S", NEVER)  # or one that this machine holds up has one round
@@ -135,7 +135,7 @@ def _measured(monkeypatch: pytest.MonkeyPatch, case: Case, extra: Implementation
 
 
 def test_a_case_has_times_ratios_and_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = implementations()["eager"].settings
+    settings = IMPLEMENTATIONS["eager"].settings
     slow = Implementation("slow", "two settings", lambda inputs, mode: {k: settings(inputs, mode)[""] for k in "ab"})
     found = _measured(monkeypatch, TINY, slow)
     for name, report in found.items():
@@ -154,7 +154,7 @@ def test_a_case_has_times_ratios_and_errors(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_wrong_result_gets_no_time(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     def settings(inputs: object, mode: str) -> dict:
-        step = implementations()["eager"].settings(inputs, mode)[""]
+        step = IMPLEMENTATIONS["eager"].settings(inputs, mode)[""]
         return {"": lambda inputs: Result(*(x if x is None else x * 1.5 for x in step(inputs)))}
 
     found = _measured(monkeypatch, dataclasses.replace(TINY, mode=mode), Implementation("wrong", "wrong", settings))
@@ -182,7 +182,7 @@ def test_what_cannot_run_is_listed_with_its_reason(monkeypatch: pytest.MonkeyPat
 
 
 def test_after_the_deadline_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = _measured(monkeypatch, TINY, implementations()["eager"], deadline=0.0)
+    found = _measured(monkeypatch, TINY, IMPLEMENTATIONS["eager"], deadline=0.0)
     assert {report["error"] for report in found.values()} == {"not run: out of time"}
 
 

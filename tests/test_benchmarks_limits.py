@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from grpo_kernels.benchmarks import limits
 from grpo_kernels.benchmarks.cases import DTYPES, MODES, make_case
-from grpo_kernels.benchmarks.implementations import implementations
+from grpo_kernels.benchmarks.implementations import IMPLEMENTATIONS
 from grpo_kernels.benchmarks.inputs import make_inputs
 from grpo_kernels.benchmarks.limits import DEVICES, Device, find_device, measured, predict
 from grpo_kernels.benchmarks.show import WAYS, way_of
@@ -51,7 +51,7 @@ def test_every_way_has_a_prediction(way, mode):
 def test_flops_are_those_of_a_call(name, mode):
     case = make_case("64x32x512", "float32", mode=mode)
     inputs = make_inputs(case, torch.device("cpu"))
-    (step,) = implementations()[name].settings(inputs, mode).values()
+    (step,) = IMPLEMENTATIONS[name].settings(inputs, mode).values()
     with FlopCounterMode(display=False) as counter:
         step(inputs)
     assert counter.get_total_flops() == predict(case, CPU, name).flops == predict(case, CPU).flops
@@ -63,7 +63,7 @@ def test_half_of_the_prompts_idle_costs_the_scoring_of_the_other_half():
 
 
 def test_names_have_the_model_of_their_way():
-    found = {name: way_of(name) for name in implementations()}
+    found = {name: way_of(name) for name in IMPLEMENTATIONS}
     assert (found["ours"], found["ours-cuda-rows"], found["eager"], found["floor"]) == (
         "rows",
         "rows",

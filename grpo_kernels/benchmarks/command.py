@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from .cases import DTYPES, HEADS, MODES, RIVALS, SETS, Job, jobs, make_case
-from .implementations import implementations, select
+from .implementations import IMPLEMENTATIONS, select
 from .limits import predictions
 from .machine import Document, environment, now, read, write
 from .measure import NOT_RUN, measure, measure_peak_memory
@@ -28,7 +28,7 @@ _SAME = ("device", "driver", "cpu", "threads", "versions")  # of the environment
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shape = f"HEAD:TOKENS, or TOKENSxHIDDENxVOCAB; heads: {', '.join(HEADS)}"
-    rivals = "these, ours and the floor instead of everybody; patterns as in 'ours*'. " + ", ".join(implementations())
+    rivals = "these, ours and the floor instead of everybody; patterns as in 'ours*'. " + ", ".join(IMPLEMENTATIONS)
     rounds = f"of interleaved timing; {ROUNDS['cpu']} on a CPU, {ROUNDS['cuda']} on a GPU"
     add = parser.add_argument
     add("--quick", action="store_true", help="within two minutes, documented settings alone; by default the set quick")
@@ -111,7 +111,7 @@ class Run:
 
     def _measure(self, job: Job, on_progress: OnProgress) -> Document:
         names = select(job.against, job.without)
-        found: Document = {"implementations": {name: {"title": implementations()[name].title} for name in names}}
+        found: Document = {"implementations": {name: {"title": IMPLEMENTATIONS[name].title} for name in names}}
         if job.timed:
             rounds = self.rounds or job.rounds or ROUNDS[self.device.type]
             options = rounds, job.tuned, self.end, on_progress, self.silence_s

@@ -18,7 +18,7 @@ import torch
 
 from ..backends import available_backends, get_backend
 from .cases import Case, make_case
-from .implementations import Step, Unsupported, implementations
+from .implementations import IMPLEMENTATIONS, Step, Unsupported
 from .inputs import Inputs, make_inputs
 from .machine import OUT_OF_MEMORY, clocks, describe, limit_memory, peak, restart_peak, synchronize
 from .process import Died, OnProgress, run_in_subprocess
@@ -82,7 +82,7 @@ def _measure(
     if device.type == "cpu":
         limit_memory()
     before = clocks(device)
-    found: Found = {name: {"title": implementations()[name].title} for name in names}
+    found: Found = {name: {"title": IMPLEMENTATIONS[name].title} for name in names}
     on_progress("inputs")
     inputs = off_policy(make_inputs(case, device))
     exact: dict[str, Reference] = {}
@@ -91,7 +91,7 @@ def _measure(
         if time.time() > deadline:
             found[name]["error"] = NOT_RUN
             continue
-        objective = implementations()[name].objective
+        objective = IMPLEMENTATIONS[name].objective
         if objective != "none" and objective not in exact:
             on_progress("reference")
             exact[objective] = reference(inputs, case.mode, objective)
@@ -164,11 +164,11 @@ def prepare(
     name: str, inputs: Inputs, case: Case, exact: Reference | None, device: torch.device, tuned: bool
 ) -> tuple[Step | None, dict[str, Any]]:
     """The fastest right setting of an implementation, if any, and what was found."""
-    missing = implementations()[name].unavailable_reason(device, case.torch_dtype)
+    missing = IMPLEMENTATIONS[name].unavailable_reason(device, case.torch_dtype)
     if missing is not None:
         return None, {"missing": missing}
     try:
-        settings = implementations()[name].settings(inputs, case.mode)
+        settings = IMPLEMENTATIONS[name].settings(inputs, case.mode)
     except Unsupported as reason:
         return None, {"missing": str(reason)}
     if not tuned:
@@ -227,7 +227,7 @@ def measure_peak_memory(
     comes before its gradients exist, so this counts them in its favour. {"memory_error"} where it fails, {} where it
     cannot run. On a GPU torch's allocator counts, in the process that measures time.
     """
-    if name in WITHOUT_MEMORY or implementations()[name].unavailable_reason(torch.device("cpu"), case.torch_dtype):
+    if name in WITHOUT_MEMORY or IMPLEMENTATIONS[name].unavailable_reason(torch.device("cpu"), case.torch_dtype):
         return {}
     silence_s = silence_s or SILENCE_S["cpu"]
     try:
@@ -246,7 +246,7 @@ def _measure_peak_memory(case: Case, name: str, on_progress: OnProgress) -> dict
     for one in (tiny, case):
         inputs = make_inputs(one, device)
         try:
-            step = next(iter(implementations()[name].settings(inputs, case.mode).values()))
+            step = next(iter(IMPLEMENTATIONS[name].settings(inputs, case.mode).values()))
         except Unsupported:
             return {}
         if one is tiny:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
+from unittest import mock
 
 import torch
 
@@ -14,7 +13,7 @@ from ... import GRPOConfig, fused_grpo_loss, fused_logps
 from ...backends import get_backend, registered_backends, unavailable_reason
 from ...backends.strategy import STRATEGIES, VARIABLE
 from ..inputs import ADVANTAGE_EPS, EPSILON, Inputs
-from . import Implementation, Result, Step, Unsupported, gradients
+from .base import Result, Step, Unsupported, gradients, implementation
 
 
 def _step(inputs: Inputs, mode: str, backend: str, config: GRPOConfig) -> Result:
@@ -33,63 +32,47 @@ def _step(inputs: Inputs, mode: str, backend: str, config: GRPOConfig) -> Result
     return gradients(output.loss, inputs, output.logps if config.score_inactive else None)
 
 
+@implementation("ours", "ours")
 def _settings(
-    inputs: Inputs,
-    mode: str,
-    backend: str = "auto",
-    strategy: str | None = None,
-    score_inactive: bool = True,
-    masked: bool = True,
+    inputs: Inputs, mode: str, backend: str = "auto", strategy: str | None = None, score_inactive: bool = True
 ) -> dict[str, Step]:
+    if strategy is not None and strategy not in get_backend(backend).strategies(inputs.hidden, inputs.weight):
+        raise Unsupported(f"strategy {strategy} does not serve these inputs")
     config = GRPOConfig(
         aggregation="seq_mean", beta=inputs.beta, epsilon_low=EPSILON, epsilon_high=EPSILON,
         advantage_eps=ADVANTAGE_EPS, score_inactive=score_inactive,
     )  # fmt: skip
+    step = functools.partial(_step, mode=mode, backend=backend, config=config)
 
-    def step(inputs: Inputs) -> Result:
-        with _environment(strategy):
-            return _step(inputs if masked else replace(inputs, sampling_mask=None), mode, backend, config)
+    def with_strategy(inputs: Inputs) -> Result:
+        """The strategy by its variable, as users would choose it."""
+        with mock.patch.dict(os.environ, {VARIABLE: str(strategy)}):
+            return step(inputs)
 
-    if strategy is not None and strategy not in get_backend(backend).strategies(inputs.hidden, inputs.weight):
-        raise Unsupported(f"strategy {strategy} does not serve these inputs")
-    if not score_inactive and mode == "forward":
-        raise Unsupported("log-probabilities are wanted of every token")
-    return {"": step}
+    return {"": step if strategy is None else with_strategy}
 
 
-@contextmanager
-def _environment(strategy: str | None) -> Iterator[None]:
-    """The strategy by its variable, as users would choose it; without one, the variable stays as it is."""
-    before = os.environ.get(VARIABLE)
-    if strategy is not None:
-        os.environ[VARIABLE] = strategy
-    try:
-        yield
-    finally:
-        if before is not None:
-            os.environ[VARIABLE] = before
-        elif strategy is not None:
-            del os.environ[VARIABLE]
+@implementation("ours-unmasked", "ours without the sampling mask", objective="none")
+def _unmasked(inputs: Inputs, mode: str) -> dict[str, Step]:
+    (step,) = _settings(inputs, mode).values()
+    return {"": lambda inputs: step(replace(inputs, sampling_mask=None))}
 
 
-def _of_backend(backend: str, strategy: str | None) -> Implementation:
-    return Implementation(
-        f"ours-{backend}" + (f"-{strategy}" if strategy else ""),
-        f"ours, backend {backend}" + (f", {strategy}" if strategy else ""),
-        functools.partial(_settings, backend=backend, strategy=strategy),
-        unavailable=lambda device, dtype: unavailable_reason(backend, device),
-    )
+@implementation("ours-unscored", "ours, score_inactive=False")
+def _unscored(inputs: Inputs, mode: str) -> dict[str, Step]:
+    if mode == "forward":
+        raise Unsupported("every token needs its log-probability")
+    return _settings(inputs, mode, score_inactive=False)
 
 
-IMPLEMENTATIONS = (
-    Implementation("ours", "ours", _settings),
-    Implementation(
-        "ours-unmasked", "ours without the sampling mask", functools.partial(_settings, masked=False), objective="none"
-    ),
-    Implementation("ours-unscored", "ours, score_inactive=False", functools.partial(_settings, score_inactive=False)),
-    *(
-        _of_backend(backend, strategy)
-        for backend in registered_backends()
-        for strategy in (STRATEGIES if backend in ("cuda", "triton") else (None,))
-    ),
-)
+def _backend_unavailable(device: torch.device, dtype: torch.dtype, backend: str) -> str:
+    return unavailable_reason(backend, device)
+
+
+for _backend in registered_backends():
+    for _strategy in STRATEGIES if _backend in ("cuda", "triton") else (None,):
+        _parts = _backend, *([_strategy] if _strategy else [])
+        _unavailable = functools.partial(_backend_unavailable, backend=_backend)
+        implementation("-".join(["ours", *_parts]), f"ours, backend {', '.join(_parts)}", unavailable=_unavailable)(
+            functools.partial(_settings, backend=_backend, strategy=_strategy)
+        )

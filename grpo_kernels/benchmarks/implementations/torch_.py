@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from ..inputs import Inputs, grpo_objective
-from . import Implementation, Result, Step, from_logps, gradients
+from .base import Result, Step, from_logps, gradients, implementation
 
 
+@implementation("floor", "bare matrix products", objective="none")
 def _floor(inputs: Inputs, mode: str) -> dict[str, Step]:
     """The matrix products that this mode needs, at full N, and nothing else.
 
@@ -33,10 +34,10 @@ def _logps(inputs: Inputs) -> Tensor:
     out = inputs.masked_out(torch.arange(inputs.ids.numel(), device=logits.device))
     if out is not None:
         logits = logits.masked_fill(out.view(logits.shape), -torch.inf)
-    log_p = logits.log_softmax(-1)
-    return log_p.gather(-1, inputs.ids.unsqueeze(-1)).squeeze(-1)
+    return logits.log_softmax(-1).gather(-1, inputs.ids.unsqueeze(-1)).squeeze(-1)
 
 
+@implementation("eager", "eager PyTorch")
 def _eager(inputs: Inputs, mode: str) -> dict[str, Step]:
     return {"": from_logps(_logps, mode)}
 
@@ -46,6 +47,7 @@ def _loss(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return grpo_objective(logps, inputs), logps
 
 
+@implementation("compiled", "compiled eager")
 def _compiled(inputs: Inputs, mode: str) -> dict[str, Step]:
     """The objective in the same graph as the head."""
     if mode == "forward":
@@ -57,10 +59,3 @@ def _compiled(inputs: Inputs, mode: str) -> dict[str, Step]:
         return gradients(loss, inputs, logps)
 
     return {"": step}
-
-
-IMPLEMENTATIONS = (
-    Implementation("floor", "bare matrix products", _floor, objective="none"),
-    Implementation("eager", "eager PyTorch", _eager),
-    Implementation("compiled", "compiled eager", _compiled),
-)
