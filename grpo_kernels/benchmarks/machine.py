@@ -39,7 +39,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if on_gpu else str(device),
         "driver": clocks(device).get("driver_version"),
         "device_memory": torch.cuda.get_device_properties(device).total_memory if on_gpu else None,
-        "cpu": next(iter(re.findall(r"model name\s*: (.*)", _read("/proc/cpuinfo"))), platform.machine()),
+        "cpu": processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -49,7 +49,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         # Of torch its own, which names its CUDA; the metadata of PyPI's wheels do not.
         "versions": {"grpo-kernels": __version__, "torch": str(torch.__version__)}
-        | {name: _version(name) for name in PACKAGES},
+        | {name: package_version(name) for name in PACKAGES},
         "backends": available_backends(),
         "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(kept)},
     }
@@ -75,7 +75,7 @@ def now() -> str:
 def clocks(device: torch.device) -> dict[str, Any]:
     """Clocks at this moment: of a GPU as nvidia-smi reports them, of a CPU the mean over its cores in MHz."""
     if device.type != "cuda":
-        found = re.findall(r"cpu MHz\s*: ([\d.]+)", _read("/proc/cpuinfo"))
+        found = re.findall(r"cpu MHz\s*: ([\d.]+)", read_text("/proc/cpuinfo"))
         return {"cpu_mhz": round(sum(map(float, found)) / len(found)) if found else None}
     if shutil.which("nvidia-smi") is None:
         return {"unknown": "no nvidia-smi"}
@@ -132,18 +132,24 @@ def peak(device: torch.device) -> int:
 
 def _field(path: str, name: str) -> int | None:
     """Bytes of a line such as `VmHWM:   123 kB`."""
-    found = re.search(rf"^{name}:\s*(\d+) kB", _read(path), re.MULTILINE)
+    found = re.search(rf"^{name}:\s*(\d+) kB", read_text(path), re.MULTILINE)
     return int(found[1]) * 1024 if found else None
 
 
-def _read(path: str) -> str:
+def processor() -> str:
+    """The name of the CPU."""
+    names = re.findall(r"model name\s*: (.*)", read_text("/proc/cpuinfo"))
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def read_text(path: str) -> str:
     try:
         return Path(path).read_text()
     except OSError:
         return ""
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

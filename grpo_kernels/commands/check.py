@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -54,21 +53,14 @@ class Case(NamedTuple):
     config: GRPOConfig
 
 
-class Row(NamedTuple):
-    """A line of the table: `excess` is the largest error beyond eager's, at `worst`; `failure`: what was raised."""
+class Comparison(NamedTuple):
+    """A variant's inputs and exact results. `allowed`: eager's errors; `scale`: the least size of the loss."""
 
-    backend: str
-    device: str
-    dtype: torch.dtype
-    variants: int
-    excess: float
-    worst: str
-    seconds: float
-    failure: str
-
-    @property
-    def passed(self) -> bool:
-        return not self.failure and self.excess <= SLACK[self.dtype]
+    variant: Variant
+    case: Case
+    exact: dict[str, Tensor]
+    allowed: dict[str, float]
+    scale: float
 
 
 def check(backend: str | None = None, *, quick: bool = False) -> bool:
@@ -82,25 +74,25 @@ def check(backend: str | None = None, *, quick: bool = False) -> bool:
         return False
     layout = "{:8}{:8}{:10}{:>8}{:>10}{:>9}{:>8}  {:8}{}".format
     print(layout("backend", "device", "type", "variants", "excess", "allowed", "seconds", "verdict", "worst"))
-    failed = []
+    failures = []
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # for sizes this small, synchronising threads costs more than the work
     try:
-        for row in rows(pairs, variants(quick=quick)):
-            name = str(row.dtype).removeprefix("torch.")
-            numbers = f"{row.excess:.1e}", f"{SLACK[row.dtype]:.1e}", f"{row.seconds:.1f}"
-            verdict = "ok" if row.passed else "FAILED"
-            print(layout(row.backend, row.device, name, row.variants, *numbers, verdict, row.worst), flush=True)
-            if not row.passed:
-                failed.append(row)
+        for dtype, slack in SLACK.items():
+            comparisons = [compare_eager(variant, i, dtype) for i, variant in enumerate(variants(quick=quick))]
+            for name, device in pairs:
+                start = time.perf_counter()
+                excess, worst, done, failure = compare(comparisons, name, device)
+                numbers = done, f"{excess:.1e}", f"{slack:.1e}", f"{time.perf_counter() - start:.1f}"
+                verdict = "ok" if excess <= slack else "FAILED"
+                type_name = str(dtype).removeprefix("torch.")
+                print(layout(name, str(device), type_name, *numbers, verdict, worst), flush=True)
+                if verdict == "FAILED":
+                    failures.append(f"{name} on {device}, {dtype}, {failure}" if failure else "")
     finally:
         torch.set_num_threads(threads)
-    print()
-    for row in failed:
-        if row.failure:
-            print(f"{row.backend} on {row.device}, {row.dtype}, {row.failure}")
-    print(f"{len(failed)} lines failed" if failed else "all is well")
-    return not failed
+    print("\n".join(["", *filter(None, failures), f"{len(failures)} lines failed" if failures else "all is well"]))
+    return not failures
 
 
 def variants(*, quick: bool = False) -> list[Variant]:
@@ -113,42 +105,27 @@ def variants(*, quick: bool = False) -> list[Variant]:
     return [Variant(*point, AGGREGATIONS[i % len(AGGREGATIONS)]) for i, point in enumerate(chosen)]
 
 
-def rows(pairs: list[tuple[str, torch.device]], chosen: list[Variant]) -> Iterator[Row]:
-    """A line per type, backend and device, as they are done."""
-    for dtype in SLACK:
-        found = {pair: Row(pair[0], str(pair[1]), dtype, 0, -math.inf, "", 0.0, "") for pair in pairs}
-        for i, variant in enumerate(chosen):
-            case = make_case(variant, i, dtype)
-            exact = eager(case, torch.float64, torch.float64)
-            scale = loss_scale(case, exact)
-            allowed = errors(eager(case, dtype, torch.float32), exact, scale)
-            for pair, row in found.items():
-                if not row.failure:
-                    found[pair] = _extend(row, variant, case, pair[1], exact, allowed, scale)
-        yield from found.values()
+def compare_eager(variant: Variant, index: int, dtype: torch.dtype) -> Comparison:
+    """A case, its exact results, and the errors of eager PyTorch."""
+    case = make_case(variant, index, dtype)
+    exact = eager(case, torch.float64, torch.float64)
+    scale = loss_scale(case, exact)
+    return Comparison(variant, case, exact, errors(eager(case, dtype, torch.float32), exact, scale), scale)
 
 
-def _extend(
-    row: Row,
-    variant: Variant,
-    case: Case,
-    device: torch.device,
-    exact: dict[str, Tensor],
-    allowed: dict[str, float],
-    scale: float,
-) -> Row:
-    """The line with one more variant."""
-    start = time.perf_counter()
-    try:
-        result = fused(case, row.backend, device)
-    except Exception as error:  # any error goes into the report; the other lines continue
-        text = f"{variant}: {type(error).__name__}: {error}"
-        return row._replace(excess=math.inf, worst=str(variant), failure=text)
-    seconds = row.seconds + time.perf_counter() - start
-    excess = {name: error - allowed[name] for name, error in errors(result, exact, scale).items()}
-    name = max(excess, key=lambda name: excess[name])
-    row = row._replace(variants=row.variants + 1, seconds=seconds)
-    return row if excess[name] <= row.excess else row._replace(excess=excess[name], worst=f"{variant}: {name}")
+def compare(comparisons: list[Comparison], backend: str, device: torch.device) -> tuple[float, str, int, str]:
+    """The largest error beyond eager's, where it is, how many variants ran, and what one of them raised, if any."""
+    largest, worst = -math.inf, ""
+    for done, (variant, case, exact, allowed, scale) in enumerate(comparisons):
+        try:
+            found = errors(fused(case, backend, device), exact, scale)
+        except Exception as error:  # any error goes into the report; the other lines continue
+            return math.inf, str(variant), done, f"{variant}: {type(error).__name__}: {error}"
+        excess = {name: error - allowed[name] for name, error in found.items()}
+        name = max(excess, key=lambda name: excess[name])
+        if excess[name] > largest:
+            largest, worst = excess[name], f"{variant}: {name}"
+    return largest, worst, len(comparisons), ""
 
 
 # --- inputs ---------------------------------------------------------------------------------------------------------

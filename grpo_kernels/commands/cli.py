@@ -6,8 +6,9 @@ import argparse
 import io
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,9 +16,15 @@ from .. import __version__
 from ..backends import registered_backends
 from ..backends.launch import TUNABLE, tuned_path
 from ..backends.triton import interpreted, why_unusable
-from ..benchmarks.command import add_arguments as add_bench_arguments
-from ..benchmarks.command import bench
+from ..benchmarks import command as benchmark
 from ..trainer import missing_packages
+
+TRAINING = {
+    "demo": "a small language model learns addition with this loss, offline, in minutes: train's default run",
+    "train": "a GRPO run on a model of transformers (options: grpo-kernels train --help)",
+    "evaluate": "held-out accuracy of a run or of a model",
+    "report": "report.html of a run's folder",
+}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -25,11 +32,31 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="grpo-kernels", description="Fused GRPO losses.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
-    _add_training(commands)
-    _add_bench(commands)
-    _add_tune(commands)
-    _add_env(commands)
-    _add_check(commands)
+
+    def add(name: str, run: Callable[[argparse.Namespace], int], text: str, **options: Any) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, **options)
+        command.set_defaults(run=run)
+        return command
+
+    for name, text in TRAINING.items():
+        add(name, _train, text, add_help=False).set_defaults(command=name)
+    what = "time and memory of this library, eager PyTorch, the peers and the bare products, on this machine"
+    benchmark.add_arguments(add("bench", benchmark.bench, what))
+    what = "measure the launch configurations of the Triton kernels on this GPU, for one lm_head"
+    tune = add("tune", _tune, what, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    tune.add_argument("--width", type=_positive, default=4096, help="size of a hidden state")
+    tune.add_argument("--vocab", type=_positive, default=128256, help="rows of the lm_head")
+    types = ("bfloat16", "float16")
+    tune.add_argument("--dtype", choices=types, default="bfloat16", help="of hidden states and lm_head")
+    tune.add_argument("--rows", type=_positive, default=4096, help="tokens per launch")
+    tune.add_argument("--kernels", type=_tunable, default=",".join(TUNABLE), help="which, between commas")
+    tune.add_argument("--output", type=Path, default=tuned_path(), help="table to extend; launches read the default")
+    env = add("env", _env, "versions, devices, and which backend each device would use and why")
+    env.add_argument("--json", action="store_true", help="the same for programs")
+    what = "every variant on every available backend against float64; for bug reports and after an install"
+    check = add("check", _check, what)
+    check.add_argument("--backend", choices=registered_backends(), help="this one alone")
+    check.add_argument("--quick", action="store_true", help="each surrogate and ratio level with one KL estimator")
     return parser
 
 
@@ -44,18 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _add_training(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    for name, text in (
-        ("demo", "a small language model learns addition with this loss, offline, in minutes: train's default run"),
-        ("train", "a GRPO run on a model of transformers (options: grpo-kernels train --help)"),
-        ("evaluate", "held-out accuracy of a run or of a model"),
-        ("report", "report.html of a run's folder"),
-    ):
-        parser = commands.add_parser(name, help=text, add_help=False)
-        parser.set_defaults(run=_training, command=name)
-
-
-def _training(arguments: argparse.Namespace) -> int:
+def _train(arguments: argparse.Namespace) -> int:
     """The commands of the trainer, which parse their own options: those need transformers."""
     missing = missing_packages()
     if missing:
@@ -66,31 +82,6 @@ def _training(arguments: argparse.Namespace) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # prompts and completions, whatever the locale
     return COMMANDS[arguments.command](arguments.rest)
-
-
-def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "bench", help="time and memory of this library, eager PyTorch, the peers and the bare products, on this machine"
-    )
-    add_bench_arguments(parser)
-    parser.set_defaults(run=bench)
-
-
-def _add_tune(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "tune",
-        help="measure the launch configurations of the Triton kernels on this GPU, for one lm_head",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--width", type=_positive, default=4096, help="size of a hidden state")
-    parser.add_argument("--vocab", type=_positive, default=128256, help="rows of the lm_head")
-    parser.add_argument(
-        "--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="of hidden states and lm_head"
-    )
-    parser.add_argument("--rows", type=_positive, default=4096, help="tokens per launch")
-    parser.add_argument("--kernels", type=_tunable, default=",".join(TUNABLE), help="which, between commas")
-    parser.add_argument("--output", type=Path, default=tuned_path(), help="table to extend; launches read the default")
-    parser.set_defaults(run=_tune)
 
 
 def _tune(arguments: argparse.Namespace) -> int:
@@ -110,27 +101,12 @@ def _tune(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _add_env(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("env", help="versions, devices, and which backend each device would use and why")
-    parser.add_argument("--json", action="store_true", help="the same for programs")
-    parser.set_defaults(run=_env)
-
-
 def _env(arguments: argparse.Namespace) -> int:
     from .env import collect, render
 
     facts = collect()
     print(json.dumps(facts, indent=1) if arguments.json else render(facts))
     return 0
-
-
-def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "check", help="every variant on every available backend against float64; for bug reports and after an install"
-    )
-    parser.add_argument("--backend", choices=registered_backends(), help="this one alone")
-    parser.add_argument("--quick", action="store_true", help="each surrogate and ratio level with one KL estimator")
-    parser.set_defaults(run=_check)
 
 
 def _check(arguments: argparse.Namespace) -> int:

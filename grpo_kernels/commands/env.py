@@ -9,8 +9,6 @@ import os
 import platform
 import re
 import warnings
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from ..backends import auto_choice, candidates, registered_backends, unavailable
 from ..backends.compiled.cpu import load as load_cpu
 from ..backends.compiled.cuda import compiled_module, version
 from ..backends.launch import tuned_path
+from ..benchmarks.machine import package_version, processor, read_text
 
 # Variables that change what runs here, besides our own GRPO_KERNELS_*.
 VARIABLES = (
@@ -33,18 +32,16 @@ def collect() -> dict[str, Any]:
     """Everything that `render` shows, ready for JSON; never raises and warns of nothing, warnings are part of it."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
+        module, _ = compiled_module()
+        variables = {name: os.environ[name] for name in sorted(os.environ)}
         facts = {
-            "versions": _versions(),
+            "versions": _versions(module),
             "platform": f"{platform.system()} {platform.machine()}",
-            "architectures": _architectures(),
-            "devices": [_cpu(), *(_gpu(i) for i in range(_gpu_count()))],
+            "architectures": "" if module is None else str(module.built_architectures()),
+            "devices": [_describe_device(device, module) for device in _devices()],
             "backends": {name: _everywhere(name) for name in registered_backends()},
             "tuned_table": {"path": str(tuned_path()), "exists": tuned_path().exists()},
-            "environment": {
-                name: value
-                for name, value in sorted(os.environ.items())
-                if name in VARIABLES or name.startswith("GRPO_KERNELS_")
-            },
+            "environment": {n: x for n, x in variables.items() if n in VARIABLES or n.startswith("GRPO_KERNELS_")},
         }
     return facts | {"warnings": list(dict.fromkeys(str(warning.message) for warning in said))}
 
@@ -65,7 +62,7 @@ def render(facts: dict[str, Any]) -> str:
     """The same for people."""
     lines = [versions_line(facts), ""]
     for device in facts["devices"]:
-        lines.append(f"{device['device']:8}{_describe(device)}")
+        lines.append(f"{device['device']:8}{_line_of_device(device)}")
         order = ", ".join(device["candidates"])
         why = "measured to be the fastest here" if device["measured"] else f"the first that can run, of {order}"
         lines.append(f"{'':8}uses {device['backend']!r}: {why}")
@@ -85,14 +82,13 @@ def render(facts: dict[str, Any]) -> str:
 # --- facts ----------------------------------------------------------------------------------------------------------
 
 
-def _versions() -> dict[str, str | None]:
-    module, _ = compiled_module()
+def _versions(module: Any) -> dict[str, str | None]:
     built, driver = (0, 0) if module is None else (module.built_for_cuda(), module.driver_cuda())
     return {
-        "grpo_kernels": _version_of("grpo-kernels") or __version__,  # the installed one has the tag of its wheel
+        "grpo_kernels": package_version("grpo-kernels") or __version__,  # the installed one has the tag of its wheel
         "torch": str(torch.__version__),
-        "triton": _version_of("triton"),
-        "transformers": _version_of("transformers"),
+        "triton": package_version("triton"),
+        "transformers": package_version("transformers"),
         "python": platform.python_version(),
         "cuda_of_torch": torch.version.cuda or (torch.version.hip and f"HIP {torch.version.hip}"),
         "cuda_of_kernels": version(built) if built else None,
@@ -101,45 +97,36 @@ def _versions() -> dict[str, str | None]:
     }
 
 
-def _version_of(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _driver_version() -> str | None:
-    try:
-        found = re.search(r"Kernel Module\D*([\d.]+)", Path("/proc/driver/nvidia/version").read_text())
-    except OSError:
-        return None
+    found = re.search(r"Kernel Module\D*([\d.]+)", read_text("/proc/driver/nvidia/version"))
     return found and found[1]
 
 
-def _architectures() -> str:
-    module, _ = compiled_module()
-    return "" if module is None else str(module.built_architectures())
+def _devices() -> list[torch.device]:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [torch.device("cpu"), *(torch.device("cuda", index) for index in range(count))]
 
 
-def _gpu_count() -> int:
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def _cpu() -> dict[str, Any]:
-    kernels, _ = load_cpu()
-    return _choice(torch.device("cpu")) | {
-        "name": _processor(),
-        "threads": torch.get_num_threads(),
-        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None,
-        "instruction_set": None if kernels is None else kernels.module.cpu_isa(),
-        "openmp": kernels is not None and kernels.module.uses_openmp(),
+def _describe_device(device: torch.device, module: Any) -> dict[str, Any]:
+    choice = auto_choice(device, torch.bfloat16)
+    facts = {
+        "device": str(device),
+        "backend": choice.name,
+        "candidates": list(candidates(device)),
+        "measured": choice.measured,
+        "refused": choice.refused,
     }
-
-
-def _gpu(index: int) -> dict[str, Any]:
-    properties = torch.cuda.get_device_properties(index)
-    module, _ = compiled_module()
-    return _choice(torch.device("cuda", index)) | {
+    if device.type == "cpu":
+        kernels, _ = load_cpu()
+        return facts | {
+            "name": processor(),
+            "threads": torch.get_num_threads(),
+            "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None,
+            "instruction_set": None if kernels is None else kernels.module.cpu_isa(),
+            "openmp": kernels is not None and kernels.module.uses_openmp(),
+        }
+    properties = torch.cuda.get_device_properties(device.index)
+    return facts | {
         "name": properties.name,
         "capability": f"{properties.major}.{properties.minor}",
         "memory": properties.total_memory,
@@ -148,43 +135,20 @@ def _gpu(index: int) -> dict[str, Any]:
     }
 
 
-def _choice(device: torch.device) -> dict[str, Any]:
-    found = auto_choice(device, torch.bfloat16)
-    return {
-        "device": str(device),
-        "backend": found.name,
-        "candidates": list(candidates(device)),
-        "measured": found.measured,
-        "refused": found.refused,
-    }
-
-
 def _everywhere(name: str) -> str:
     """Why no device here can use this backend, or nothing."""
-    devices = torch.device("cpu"), *(torch.device("cuda", index) for index in range(_gpu_count()))
-    reasons = [unavailable_reason(name, device) for device in devices]
+    reasons = [unavailable_reason(name, device) for device in _devices()]
     return "" if "" in reasons else unavailable_reason(name) or reasons[-1]
 
 
-def _processor() -> str:
-    try:
-        names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    except OSError:
-        names = []
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def _describe(device: dict[str, Any]) -> str:
-    parts = [device["name"]]
+def _line_of_device(device: dict[str, Any]) -> str:
+    memory = [f"{device['memory'] / 2**30:.1f} GiB"] if device["memory"] else []
     if "capability" in device:
-        parts += [f"compute capability {device['capability']}", f"{device['multiprocessors']} multiprocessors"]
-    else:
-        parts.append(f"{device['threads']} threads")
-    if device["memory"]:
-        parts.append(f"{device['memory'] / 2**30:.1f} GiB")
-    if "capability" in device:
-        parts.append(f"image {device['image'] or 'none'}")
-    elif device["instruction_set"]:
+        parts = [device["name"], f"compute capability {device['capability']}"]
+        parts += [f"{device['multiprocessors']} multiprocessors", *memory, f"image {device['image'] or 'none'}"]
+        return ", ".join(parts)
+    parts = [device["name"], f"{device['threads']} threads", *memory]
+    if device["instruction_set"]:
         threads = "torch's threads" if device["openmp"] else "threads of their own"
         parts.append(f"kernels for {device['instruction_set']}, {threads}")
     return ", ".join(parts)
