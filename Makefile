@@ -5,12 +5,14 @@
 #   EXTRAS       of pyproject.toml that are installed; `make test` and `make bench` add the peers
 #   ARGS         passed on to the demo, to pytest, to a gate, to the benchmarks, or to tools/wheels.py
 #   TORCH        versions of torch for make test-torch
+#   GPU_PYTHON   version of Python on the GPU machine, for make gpu-peers
 # What is compiled, and for which GPUs, are variables of setup.py: GRPO_KERNELS_CUDA=0, GRPO_KERNELS_CUDA_ARCHS="90a" ...
 PYTHON ?= python3 python3.14 python3.13 python3.12 python3.11
 VENV ?= .venv
 CONSTRAINTS ?= .ci/constraints.txt
 EXTRAS ?= dev
 TORCH ?= 2.8.0
+GPU_PYTHON ?= 3.12
 
 BIN = $(VENV)/bin
 VLLM = build/vllm
@@ -18,7 +20,7 @@ SOURCES := setup.py grpo_kernels/names.py $(shell find csrc python tools/kernel_
 CXX_FILES := $(filter %.h %.cpp %.cu %.cuh,$(SOURCES) $(shell find tests -type f))
 INSTALL = $(BIN)/python -m pip install $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 
-.PHONY: help demo test bench measure figures test-gpu test-torch test-vllm gpu-report sanitize compile-gate cuda cuda-gate lint format wheel wheels clean
+.PHONY: help demo test bench measure figures test-gpu test-torch test-vllm gpu-report gpu-peers sanitize compile-gate cuda cuda-gate lint format wheel wheels clean
 
 help:
 	@echo "make demo          a small language model learns arithmetic with fused_grpo_loss"
@@ -26,6 +28,7 @@ help:
 	@echo "make bench         time and memory against eager PyTorch and the peers, within 20 minutes"
 	@echo "make figures       the pictures and tables of the README, from bench/results"
 	@echo "make gpu-report    on a GPU machine without network: build, check, times; ARGS=\"--resume --stages tests\" ..."
+	@echo "make gpu-peers     build/gpu-peers.tar.xz for ARGS=\"--peers ...\" of gpu-report; GPU_PYTHON=3.12"
 	@echo "make test-gpu      the tests that need a GPU, with compiled kernels"
 	@echo "make test-torch    a part of the tests with another torch: make test-torch TORCH=2.8.0"
 	@echo "make test-vllm     the trainer with vLLM's engine for CPUs, in an environment of its own in build/vllm"
@@ -59,6 +62,14 @@ figures: $(VENV)/.installed
 # With the machine's own Python, which has torch: nothing is downloaded, and this checkout alone is installed.
 gpu-report:
 	$(firstword $(PYTHON)) bench/gpu.py $(ARGS)
+
+# For Linux on x86-64. pip takes no older manylinux by itself; xz with its filter for code halves what the wheels take.
+gpu-peers: $(VENV)/.created
+	rm -rf build/gpu-peers
+	$(BIN)/python -m pip install --quiet --no-deps --no-compile --only-binary=:all: --implementation cp \
+	    --python-version $(GPU_PYTHON) $(foreach tag,_2_28 _2_27 _2_24 _2_17 2014 1,--platform manylinux$(tag)_x86_64) \
+	    --target build/gpu-peers -r bench/gpu-peers.txt
+	tar -C build/gpu-peers -cf - . | xz --x86 --lzma2=preset=9,dict=256MiB > build/gpu-peers.tar.xz
 
 test-gpu: $(VENV)/.built
 	$(BIN)/python -m pytest -m gpu $(ARGS)

@@ -1,10 +1,9 @@
 """The targets of this project, against results: the BARS of grpo_kernels/benchmarks/cases.py.
 
     python bench/bars.py [bench/results/cpu.json ...]       # also the report of bench/gpu.py
-    python bench/bars.py --paper H200                       # against what grpo_kernels/benchmarks/limits.py expects
 
 Files from one device are taken together. A ratio is one of medians of the same process, or of peak memory. A bar whose
-case was not measured says so, on paper those to peers.
+case was not measured says so.
 """
 
 from __future__ import annotations
@@ -17,11 +16,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from grpo_kernels.benchmarks.cases import BARS, Bar, jobs, make_case
-from grpo_kernels.benchmarks.implementations import select
-from grpo_kernels.benchmarks.limits import DEVICES, Device, predict
+from grpo_kernels.benchmarks.cases import BARS, Bar, make_case
 from grpo_kernels.benchmarks.machine import OUT_OF_MEMORY, Document, read
-from grpo_kernels.benchmarks.show import table, way_of
+from grpo_kernels.benchmarks.show import table
 
 Found = dict[str, dict[str, Any]]
 RESULTS = Path(__file__).parent / "results"
@@ -63,9 +60,8 @@ def find(bar: Bar, document: Document) -> Iterator[Found]:
 
 def report(document: Document) -> str:
     """A line per bar of the document's kind of device."""
-    rows = []
-    for bar in BARS["cpu" if document["environment"]["device"] == "cpu" else "cuda"]:
-        rows.append(_row(str(bar), value_of(bar, document), bar.limit))
+    bars = BARS["cpu" if document["environment"]["device"] == "cpu" else "cuda"]
+    rows = [_row(str(bar), value_of(bar, document), bar.limit) for bar in bars]
     step = document.get("trl_step", {}).get("steps", {}).get("dapo", {})
     for name, limit in TRL_STEP.items() if step else ():
         ours, trl = step["FusedGRPOTrainer"], step["TRL"]
@@ -77,24 +73,6 @@ def report(document: Document) -> str:
 def _row(what: str, value: float | None, limit: float) -> list[str]:
     verdict = "not measured" if value is None else "met" if value <= limit else "MISSED"
     return [what, "" if value is None else f"{value:.3g}", f"{limit:.3g}", verdict]
-
-
-def on_paper(device: Device) -> Document:
-    """What the model of limits.py expects of the set "targets", in the form of results."""
-    cases = []
-    for job in jobs("targets", device.type):
-        ways = {name: way_of(name, job.case.kept_ids) for name in select(job.against) if name != "ours-unscored"}
-        found = {name: predict(job.case, device, way) for name, way in ways.items() if way}
-        implementations = {
-            name: {
-                "ratio_to_floor": one.seconds / found["floor"].seconds,
-                "ours_to_this": found["ours"].seconds / one.seconds,
-                "peak_bytes": one.peak_bytes,
-            }
-            for name, one in found.items()
-        }
-        cases.append({"case": asdict(job.case), "implementations": implementations})
-    return {"environment": {"device": device.name, "device_memory": device.memory}, "cases": cases}
 
 
 def read_results(path: Path) -> Document:
@@ -112,13 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "results", nargs="*", type=Path, default=sorted(RESULTS.glob("cpu*.json"), key=lambda path: len(path.name))
     )
-    parser.add_argument("--paper", choices=DEVICES)
-    chosen = parser.parse_args(arguments)
-    if chosen.paper:
-        device = DEVICES[chosen.paper]
-        print(f"{device.name} on paper: {device.source}\n{report(on_paper(device))}")
-        return
-    documents = [read_results(path) for path in chosen.results]
+    documents = [read_results(path) for path in parser.parse_args(arguments).results]
     for device_name in dict.fromkeys(document["environment"]["device"] for document in documents):
         same = [document for document in documents if document["environment"]["device"] == device_name]
         where = same[0]["environment"]

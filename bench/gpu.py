@@ -1,9 +1,9 @@
 """All that a GPU machine without network can say about this checkout, in one JSON that is written as results come.
 
-    python bench/gpu.py --minutes 9 --output out/gpu.json                       # build, check, headline, events
-    python bench/gpu.py --minutes 9 --output out/gpu.json --resume --stages build tests sanitizer
-    python bench/gpu.py --minutes 9 --output out/gpu.json --resume --peers peers.tar.xz --stages build benchmark
-    python bench/bars.py out/gpu.json                                           # which targets are met
+    python bench/gpu.py --output out/gpu.json                       # 9 minutes: build, check, headline, events
+    python bench/gpu.py --output out/gpu.json --resume --stages build tests sanitizer
+    python bench/gpu.py --output out/gpu.json --resume --peers build/gpu-peers.tar.xz --stages build benchmark
+    python bench/bars.py out/gpu.json                               # which targets are met
 
 Every command is a process with a limit of time and of silence. What hangs, crashes or gives wrong results is named and
 left out of all that follows by backend and strategy (`left_out`), and the exit status is 1; all else is still measured.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -310,58 +311,60 @@ def probe(name: str, device_name: str, shapes: Sequence[str]) -> None:
     device = torch.device(device_name)
     if name == "environment":
         reasons = {backend: unavailable_reason(backend, device) for backend in registered_backends()}
-        print(json.dumps(environment(device) | {"backends": reasons, "clocks": clocks(device)}, default=str))
+        tell(environment(device) | {"backends": reasons, "clocks": clocks(device)})
         return
     for shape in shapes:
         products(device, shape) if name == "products" else kernels(name, device, shape)
 
 
+def tell(fact: dict[str, Any]) -> None:
+    print(json.dumps(fact, default=str), flush=True)
+
+
 def products(device: Any, shape: str) -> None:
-    """A copy, and the three products of a step over C rows; what the device has no room for says so."""
+    """A copy, and the three products of a step over C rows; what the device has no room for says so.
+
+    At the pitch of the engine's scratch, whose 16-bit gradients lie over float32 logits; random, since zeros are
+    faster. dweight with and without accumulation.
+    """
     import torch
 
     from grpo_kernels.benchmarks.cases import parse_shape
     from grpo_kernels.benchmarks.limits import median_seconds
+    from grpo_kernels.contract import chunk_row_stride
 
     head, _, width, vocab = parse_shape(shape)
-    on_gpu = device.type == "cuda"
-    pair = torch.randn(2, 2**29 if on_gpu else 2**20, device=device)
-    seconds = median_seconds(lambda: pair[0].copy_(pair[1]), device)
-    print(json.dumps({"what": "copy", "gigabytes_per_second": pair.nbytes / seconds / 1e9}), flush=True)
-    pair = None
+    on_gpu, single, half = device.type == "cuda", torch.float32, torch.bfloat16
+    source, target = torch.randn(2, 2**29 if on_gpu else 2**20, device=device)
+    seconds = median_seconds(functools.partial(target.copy_, source), device)
+    tell({"what": "copy", "gigabytes_per_second": 2 * source.nbytes / seconds / 1e9})
+    del source, target
+    pitch, mm = chunk_row_stride(vocab, device), functools.partial(functools.partial, torch.mm)
+    weight = torch.randn(vocab, width, device=device, dtype=half)
+    dweight = torch.zeros(vocab, width, device=device)
     for rows in PRODUCT_ROWS if on_gpu else (64,):
-        for name, call in products_of(rows, width, vocab, device).items():
+        h = torch.randn(rows, width, device=device, dtype=half)
+        logits = torch.empty(rows, pitch, device=device)[:, :vocab]
+        dlogits = torch.randn(rows, 2 * pitch, device=device, dtype=half)[:, :vocab]
+        calls = {
+            "h W^T, float32": mm(h, weight.T, out_dtype=single, out=logits),
+            "h W^T": mm(h, weight.T),
+            "dlogits W": mm(dlogits, weight),
+            "dlogits W, float32": mm(dlogits, weight, out_dtype=single),
+            "dlogits^T h, added in float32": functools.partial(
+                torch.addmm, dweight, dlogits.T, h, out_dtype=single, out=dweight
+            ),
+            "dlogits^T h, float32": mm(dlogits.T, h, out_dtype=single, out=dweight),
+            "dlogits^T h": mm(dlogits.T, h),
+        }
+        for name, call in calls.items():
             fact: dict[str, Any] = {"what": name, "head": head, "rows": rows}
             try:
                 fact["milliseconds"] = 1e3 * median_seconds(call, device, budget=0.05)
                 fact["teraflops"] = 2 * rows * width * vocab / fact["milliseconds"] / 1e9
             except (RuntimeError, TypeError) as error:
                 fact["error"] = str(error).splitlines()[0]
-            print(json.dumps(fact), flush=True)
-
-
-def products_of(rows: int, width: int, vocab: int, device: Any) -> dict[str, Callable[[], object]]:
-    """At the pitch of the engine's scratch, whose 16-bit gradients lie over float32 logits; random, since zeros are
-    faster. dweight with and without accumulation."""
-    import torch
-
-    from grpo_kernels.contract import chunk_row_stride
-
-    single, half = torch.float32, torch.bfloat16
-    pitch = chunk_row_stride(vocab, device)
-    logits = torch.empty(rows, pitch, device=device)[:, :vocab]  # (C, V)
-    narrow = torch.randn(rows, 2 * pitch, device=device, dtype=half)[:, :vocab]  # (C, V)
-    h, weight = (torch.randn(n, width, device=device, dtype=half) for n in (rows, vocab))
-    dweight = torch.zeros(vocab, width, device=device)
-    return {
-        "h W^T, float32": lambda: torch.mm(h, weight.T, out_dtype=single, out=logits),
-        "h W^T": lambda: torch.mm(h, weight.T),
-        "dlogits W": lambda: torch.mm(narrow, weight),
-        "dlogits W, float32": lambda: torch.mm(narrow, weight, out_dtype=single),
-        "dlogits^T h, added in float32": lambda: torch.addmm(dweight, narrow.T, h, out_dtype=single, out=dweight),
-        "dlogits^T h, float32": lambda: torch.mm(narrow.T, h, out_dtype=single, out=dweight),
-        "dlogits^T h": lambda: torch.mm(narrow.T, h),
-    }
+            tell(fact)
 
 
 def kernels(pair: str, device: Any, shape: str) -> None:
@@ -372,32 +375,27 @@ def kernels(pair: str, device: Any, shape: str) -> None:
     from grpo_kernels.benchmarks.cases import make_case
     from grpo_kernels.benchmarks.implementations import IMPLEMENTATIONS
     from grpo_kernels.benchmarks.inputs import make_inputs
+    from grpo_kernels.benchmarks.machine import synchronize
 
     mode = "forward" if pair.endswith("linear") else "step"
     inputs = make_inputs(make_case(shape, mode=mode), device)
     (step,) = IMPLEMENTATIONS[f"ours-{pair.replace('/', '-')}"].settings(inputs, mode).values()
     for number in range(2):
         step(inputs)
-        print(json.dumps({"what": pair, "head": shape, "warm_up": number}), flush=True)
+        tell({"what": pair, "head": shape, "warm_up": number})
     with profile() as profiler:
         step(inputs)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-    spans = sorted(
-        (event.time_range.start, event.time_range.end, event.name)
-        for event in profiler.events() or ()
-        if event.device_type != torch.autograd.DeviceType.CPU or device.type == "cpu"
-    )
+        synchronize(device)
     took: defaultdict[str, list[float]] = defaultdict(list)
-    busy_until, idle = spans[0][0] if spans else 0.0, 0.0
-    for start, end, name in spans:
-        idle += max(0.0, start - busy_until)
-        busy_until = max(busy_until, end)
-        took[name[:120]].append((end - start) / 1e3)
+    begin, end = math.inf, -math.inf
+    for event in profiler.events() or ():
+        if event.device_type != torch.autograd.DeviceType.CPU or device.type == "cpu":
+            begin, end = min(begin, event.time_range.start), max(end, event.time_range.end)
+            took[event.name[:120]].append(event.time_range.elapsed_us() / 1e3)
     rows = sorted(((sum(times), len(times), name) for name, times in took.items()), reverse=True)
-    total = (busy_until - spans[0][0]) / 1e3 if spans else None
-    fact = {"what": pair, "head": shape, "mode": mode, "milliseconds": total, "idle_milliseconds": idle / 1e3}
-    print(json.dumps(fact | {"kernels": [dict(milliseconds=ms, calls=n, name=name) for ms, n, name in rows]}))
+    found = [dict(milliseconds=milliseconds, calls=calls, name=name) for milliseconds, calls, name in rows]
+    total = (end - begin) / 1e3 if took else None  # what kernels do not take is idle
+    tell({"what": pair, "head": shape, "mode": mode, "milliseconds": total, "kernels": found})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -406,7 +404,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=9.0, help="for everything; default: %(default)g")
     parser.add_argument("--output", type=Path, default=ROOT / "build/gpu/report.json", help="its log lies beside it")
     parser.add_argument("--resume", action="store_true", help="keep what the JSON has; run what it lacks")
-    parser.add_argument("--peers", type=Path, help="the archive of gpu_peers.py")
+    parser.add_argument("--peers", type=Path, help="the archive of make gpu-peers")
     parser.add_argument("--shapes", nargs="+", help="instead of the heads of each stage")
     parser.add_argument("--tests", nargs="+", default=[], help="files or tests; default: all that are marked gpu")
     parser.add_argument("--device", default="cuda")

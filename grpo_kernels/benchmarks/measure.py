@@ -11,8 +11,9 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -98,10 +99,11 @@ def _measure(
         on_progress(name)
         try:
             step, report = prepare(name, inputs, case, exact.get(objective), device, tuned)
-            ready |= {name: functools.partial(step, inputs)} if step is not None else {}
         except Exception as error:
-            report = {"error": _survivable(error)}
+            step, report = None, {"error": _survivable(error)}
         found[name] |= report
+        if step is not None:
+            ready[name] = functools.partial(step, inputs)
     exact.clear()
     gc.collect()
     gc.freeze()  # what lives now is not looked at before each call
@@ -273,7 +275,6 @@ def _peak_of_call(step: Step, inputs: Inputs, device: torch.device) -> dict[str,
 def count_kernel_calls() -> Iterator[Counter[str]]:
     """Calls inside, as {"cuda.single_pass": 4}, of every backend that is available here: which one really ran."""
     calls: Counter[str] = Counter()
-    patched: list[tuple[Any, str]] = []
 
     def counted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -283,14 +284,10 @@ def count_kernel_calls() -> Iterator[Counter[str]]:
 
         return call
 
-    try:
+    with ExitStack() as patches:
         for name in available_backends():
             backend = get_backend(name)
-            for method in METHODS:
-                if hasattr(backend, method):
-                    setattr(backend, method, counted(f"{name}.{method}", getattr(backend, method)))
-                    patched.append((backend, method))
+            for method in filter(functools.partial(hasattr, backend), METHODS):
+                wrapped = counted(f"{name}.{method}", getattr(backend, method))
+                patches.enter_context(mock.patch.object(backend, method, wrapped))
         yield calls
-    finally:
-        for backend, method in patched:
-            delattr(backend, method)  # the class has the original
