@@ -42,12 +42,10 @@ class Shape(NamedTuple):
     layers: int
     prompt: int
     length: int
-
-    @property
-    def model(self) -> dict[str, int]:
-        return QWEN2 if self.device == "cuda" else SMOLLM2
+    threads: int = 2
 
 
+MODELS = {"cpu": SMOLLM2, "cuda": QWEN2}
 DEFAULTS = {"cpu": Shape("cpu", 4, 32, 128), "cuda": Shape("cuda", 24, 256, 4096)}
 
 
@@ -62,8 +60,8 @@ def make_trainer(name: str, options: dict[str, Any], shape: Shape) -> Any:
     on_gpu = shape.device == "cuda"
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
     config = LlamaConfig(
-        **shape.model, num_hidden_layers=shape.layers, tie_word_embeddings=True, pad_token_id=0, eos_token_id=1,
-        max_position_embeddings=shape.prompt + shape.length,
+        **MODELS[shape.device], num_hidden_layers=shape.layers, tie_word_embeddings=True, pad_token_id=0,
+        eos_token_id=1, max_position_embeddings=shape.prompt + shape.length,
     )  # fmt: skip
     torch.manual_seed(0)
     with torch.device(shape.device):
@@ -90,7 +88,7 @@ def make_trainer(name: str, options: dict[str, Any], shape: Shape) -> Any:
 
 def make_batch(shape: Shape) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(1)
-    vocab, size = shape.model["vocab_size"], (ROWS, shape.length)
+    vocab, size = MODELS[shape.device]["vocab_size"], (ROWS, shape.length)
     near = -torch.tensor(float(vocab)).log()  # what random weights give
     batch = {
         "prompt_ids": torch.randint(2, vocab, (ROWS, shape.prompt), generator=g),
@@ -124,10 +122,10 @@ def measure_peak_memory(name: str, trainer: Any, batch: dict[str, torch.Tensor])
     return None if before is None else peak(device) - before
 
 
-def first_peak(name: str, options: dict[str, Any], shape: Shape, threads: int, on_progress: OnProgress) -> int | None:
+def measure_first_peak(name: str, options: dict[str, Any], shape: Shape, on_progress: OnProgress) -> int | None:
     """Bytes of the first long step of a process: on a CPU what others have freed is still resident."""
     limit_memory()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(shape.threads)
     on_progress(name)
     trainer, batch = make_trainer(name, options, shape), make_batch(shape)
     small = {key: x[:, :4] if x.dim() == 2 else x for key, x in batch.items()}
@@ -139,48 +137,42 @@ def measure(options: dict[str, Any], shape: Shape, repeats: int) -> dict[str, di
     """Trainer to its seconds, in the order of the rounds, its share of TRL's time, and its peak memory."""
     trainers, batch = {name: make_trainer(name, options, shape) for name in NAMES}, make_batch(shape)
     rounds = [{name: step(name, trainers[name], batch) for name in NAMES} for _ in range(repeats + 1)][1:]
-    if shape.device == "cuda":
-        memory = {name: measure_peak_memory(name, trainers[name], batch) for name in NAMES}
-    else:
+    found: dict[str, dict[str, Any]] = {}
+    for name in NAMES:
+        ratios = [times[name] / times["TRL"] for times in rounds]
+        found[name] = {"seconds": [times[name] for times in rounds], "of_trl": statistics.median(ratios)}
+        if shape.device == "cuda":
+            found[name]["peak_bytes"] = measure_peak_memory(name, trainers[name], batch)
+    if shape.device == "cpu":
         trainers.clear()
-        threads = torch.get_num_threads()
-        memory = {name: run_in_subprocess(first_peak, name, options, shape, threads) for name in NAMES}
-    return {
-        name: {
-            "seconds": [times[name] for times in rounds],
-            "of_trl": statistics.median(times[name] / times["TRL"] for times in rounds),
-            "peak_bytes": memory[name],
-        }
-        for name in NAMES
-    }
-
-
-def row(name: str, numbers: dict[str, Any], whole: int | None) -> list[str]:
-    peaks = [f"{numbers['peak_bytes'] / 2**20:.0f} MiB", f"{numbers['peak_bytes'] / whole:.2f}"] if whole else ["", ""]
-    return [name, f"{statistics.median(numbers['seconds']):.2f} s", f"{numbers['of_trl']:.2f}", *peaks]
+        for name in NAMES:
+            found[name]["peak_bytes"] = run_in_subprocess(measure_first_peak, name, options, shape)
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=DEFAULTS)
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--length", type=int)
-    parser.add_argument("--threads", type=int, default=2)
+    for name in ("--layers", "--length", "--threads"):
+        parser.add_argument(name, type=int)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=SETTINGS)
     parser.add_argument("--output", type=Path)
     chosen = parser.parse_args()
-    torch.set_num_threads(chosen.threads)
-    warnings.simplefilter("ignore")
-    given = {name: getattr(chosen, name) for name in ("layers", "length") if getattr(chosen, name)}
+    given = {name: getattr(chosen, name) for name in ("layers", "length", "threads") if getattr(chosen, name)}
     shape = DEFAULTS[chosen.device]._replace(**given)
-    settings = shape._asdict() | {"threads": chosen.threads, "repeats": chosen.repeats}
+    torch.set_num_threads(shape.threads)
+    warnings.simplefilter("ignore")
     steps: dict[str, Any] = {}
     for title in chosen.settings:
         found = steps[title] = measure(SETTINGS[title], shape, chosen.repeats)
-        rows = [row(name, numbers, found["TRL"]["peak_bytes"]) for name, numbers in found.items()]
+        rows, whole = [], found["TRL"]["peak_bytes"]
+        for name, one in found.items():
+            memory = [f"{one['peak_bytes'] / 2**20:.0f} MiB", f"{one['peak_bytes'] / whole:.2f}"] if whole else ["", ""]
+            rows.append([name, f"{statistics.median(one['seconds']):.2f} s", f"{one['of_trl']:.2f}", *memory])
         print(f"\n{title}\n\n{table(('trainer', 'time', 'of TRL', 'memory', 'of TRL'), rows)}", flush=True)
         if chosen.output:
+            settings = shape._asdict() | {"repeats": chosen.repeats}
             here = environment(torch.device(shape.device))
             write(chosen.output, {"environment": here, "settings": settings, "steps": steps})
 

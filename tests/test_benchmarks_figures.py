@@ -106,7 +106,7 @@ def test_time_is_the_median_over_the_floor_the_fastest_on_top():
 
 def test_memory_is_drawn_against_the_length_with_a_cross_where_it_ran_out():
     cases = [sized(1024, ours=1, eager=None), sized(256, ours=1, eager=2), sized(512, ours=1, eager=4)]
-    (axis,) = figures.memory(document(*cases)).axes
+    (axis,) = figures.PICTURES["memory"](document(*cases)).axes
     assert drawn(axis) == {
         "ours": dict.fromkeys((256, 512, 1024), 2**30),
         "eager PyTorch: out of memory": {256: 2**31, 512: 2**32},

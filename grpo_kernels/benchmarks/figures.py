@@ -29,7 +29,7 @@ COLOURS |= {"cut-cross-entropy": "#8c6d31"}
 MODES = {"step": "forward and backward", "frozen": "lm_head frozen", "forward": "log-probabilities alone"}
 SWEPT = {"tokens": "tokens, N", "hidden_size": "hidden size, H", "vocab_size": "vocabulary, V"}
 SWEPT |= {"generations": "completions per prompt, G", "kept_ids": "kept ids of a token, K"}
-SWEPT |= {"idle_share": "share of prompts with equal rewards"}
+SWEPT |= {"idle_share": "share of prompts with equal rewards", "length": "tokens per completion"}
 ERRORS = {
     "loss": "loss",
     "logps_max": "log-probabilities, nats",
@@ -194,45 +194,39 @@ def errors(document: Document) -> Figure | None:
     return plot(document, "Errors against float64", panels)
 
 
-def memory(document: Document) -> Figure | None:
-    """Peak memory against the length of a fixed number of completions."""
-    panels = []
-    for sweep in _sweeps(document, "length"):
-        case, lines = sweep[0]["case"], _lines(sweep, "length", _peak_bytes, _is_peer)
-        label = f"tokens per completion, {case['tokens'] // case['length']} completions"
-        panels += [Panel(_describe(case, "tokens"), lines, "B", label)] if lines else []
-    return plot(document, "Peak memory beyond inputs and gradients", panels)
+def sweep(document: Document, fields: Sequence[str], wanted: Callable[[str], bool], unit: str = "s") -> Figure | None:
+    """A row per sweep of a field: bytes; or seconds, and beside them the ratio to the bare products.
 
-
-def times(document: Document, field: str, wanted: Callable[[str], bool]) -> Figure | None:
-    """A row per sweep: seconds, and the ratio to the floor, or for prompts without gradient to the time without."""
+    For prompts without gradient it is the ratio to the time without such prompts. Sampling masks have no ratio, but
+    what memory bandwidth allows.
+    """
+    masked = "kept_ids" in fields
+    if masked:
+        document = document | {"cases": [case for case in document["cases"] if case["case"].get("kept_ids")]}
     panels: list[Panel | None] = []
-    for sweep in _sweeps(document, field):
-        lines, case = _lines(sweep, field, _seconds, wanted), sweep[0]["case"]
-        floor = next((line.finite for line in lines if line.name == "floor"), {})
-        relative = []
-        for line in lines:
-            own = dict.fromkeys(line.finite, line.finite[0.0]) if 0.0 in line.finite else {}
-            base = own if field == "idle_share" else floor
-            relative.append(line._replace(points={x: y / base[x] for x, y in line.finite.items() if x in base}))
-        over = "over its own time without such prompts" if field == "idle_share" else "over the bare products"
-        if lines:
-            panels.append(Panel(_describe(case, field), lines, "s", SWEPT[field]))
-            panels.append(Panel(over, [line for line in relative if line.points], "×", SWEPT[field]))
-    return plot(document, f"Time against {SWEPT[field]}", panels)
-
-
-def kept(document: Document) -> Figure | None:
-    """Sampling masks: time against the kept ids of a token, and against H, beside what memory bandwidth allows."""
-    masked = {"cases": [case for case in document["cases"] if case["case"].get("kept_ids")]}
-    panels: list[Panel | None] = []
-    for field in ("kept_ids", "hidden_size"):
-        for sweep in _sweeps(masked, field):
-            lines = _lines(sweep, field, _seconds, lambda name: name in ("ours", "ours-unmasked"))
-            bound = {one["case"][field]: one["predicted"]["ways"]["kept"]["seconds"] for one in sweep}
+    swept = [(field, cases) for field in fields for cases in _sweeps(document, field)]
+    for field, cases in swept:
+        case, label = cases[0]["case"], SWEPT[field]
+        lines = _lines(cases, field, _peak_bytes if unit == "B" else _seconds, wanted)
+        if not lines:
+            continue
+        if field == "length":
+            label += f", {case['tokens'] // case['length']} completions"
+        panels.append(Panel(_describe(case, "tokens" if field == "length" else field), lines, unit, label))
+        if masked:
+            bound = {one["case"][field]: one["predicted"]["ways"]["kept"]["seconds"] for one in cases}
             lines.append(Line("floor", "bandwidth bound", bound))
-            panels.append(Panel(_describe(sweep[0]["case"], field), lines, "s", SWEPT[field]))
-    return plot(document, "Time with sampling masks", panels)
+        elif unit == "s":
+            floor = next((line.finite for line in lines if line.name == "floor"), {})
+            relative = []
+            for line in lines:
+                own = dict.fromkeys(line.finite, line.finite[0.0]) if 0.0 in line.finite else {}
+                base = own if field == "idle_share" else floor
+                relative.append(line._replace(points={x: y / base[x] for x, y in line.finite.items() if x in base}))
+            over = "over its own time without such prompts" if field == "idle_share" else "over the bare products"
+            panels.append(Panel(over, [line for line in relative if line.points], "×", label))
+    time = "Time with sampling masks" if masked else f"Time against {SWEPT[fields[0]]}"
+    return plot(document, "Peak memory beyond inputs and gradients" if unit == "B" else time, panels)
 
 
 # --- what a document holds --------------------------------------------------------------------------------------------
@@ -306,10 +300,6 @@ def _is_peer(name: str) -> bool:
     return name != "floor" and not name.startswith("ours-")
 
 
-def _is_backend(name: str) -> bool:
-    return name.startswith("ours") and name != "ours-unscored"
-
-
 def _is_timed(name: str) -> bool:
     return name == "floor" or _is_peer(name)
 
@@ -319,13 +309,13 @@ PICTURES: dict[str, Callable[[Document], Figure | None]] = {
     "time": partial(time, mode="step", wanted=_is_peer),
     "time-frozen": partial(time, mode="frozen", wanted=_is_peer),
     "time-forward": partial(time, mode="forward", wanted=_is_peer),
-    "backends": partial(time, mode="step", wanted=_is_backend),
-    "memory": memory,
+    "backends": partial(time, mode="step", wanted=lambda name: name.startswith("ours") and name != "ours-unscored"),
+    "memory": partial(sweep, fields=["length"], wanted=_is_peer, unit="B"),
     "errors": errors,
-    "idle": partial(times, field="idle_share", wanted=lambda name: name == "ours-unscored" or _is_timed(name)),
-    "scaling-tokens": partial(times, field="tokens", wanted=_is_timed),
-    "scaling-vocabulary": partial(times, field="vocab_size", wanted=_is_timed),
-    "scaling-hidden": partial(times, field="hidden_size", wanted=_is_timed),
-    "kept": kept,
-    "scaling-generations": partial(times, field="generations", wanted=_is_timed),
+    "idle": partial(sweep, fields=["idle_share"], wanted=lambda name: name == "ours-unscored" or _is_timed(name)),
+    "kept": partial(sweep, fields=["kept_ids", "hidden_size"], wanted=lambda name: name in ("ours", "ours-unmasked")),
+    "scaling-tokens": partial(sweep, fields=["tokens"], wanted=_is_timed),
+    "scaling-vocabulary": partial(sweep, fields=["vocab_size"], wanted=_is_timed),
+    "scaling-hidden": partial(sweep, fields=["hidden_size"], wanted=_is_timed),
+    "scaling-generations": partial(sweep, fields=["generations"], wanted=_is_timed),
 }
