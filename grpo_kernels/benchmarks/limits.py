@@ -2,10 +2,9 @@
 
     python -m grpo_kernels.benchmarks.limits --device H200 --shapes llama-3-8b:16384 --mode step
 
-A product takes the longer of its multiply-adds and its memory traffic; on a GPU its multiply-adds take whole waves of
-tiles over the multiprocessors. A pass over logits is memory traffic. Caches are ideal, each operand moves once per
-chunk, parts follow one another, and exponentials and what is O(N) are left out: a lower limit. Memory is what the
-benchmarks measure: the high-water mark less inputs and returned gradients.
+A product takes the longer of its multiply-adds and its memory traffic. A pass over logits is memory traffic. Caches are
+ideal, each operand moves once per chunk, parts follow one another, and launches, exponentials and what is O(N) are left
+out: a lower limit. Memory is what the benchmarks measure: the high-water mark less inputs and returned gradients.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..engine.memory import TILE_COLUMNS, TILE_ROWS, capacity_of, chunk_sizes, default_logits_dtype, gpu_capacity
+from ..engine.memory import capacity_of, chunk_sizes, default_logits_dtype, gpu_capacity
 from .cases import DTYPES, MODES, Case, make_case
 from .measure import seconds
 from .show import WAYS, table
@@ -39,8 +38,7 @@ class Device:
     bandwidth: float
     memory: float = math.inf
     source: str = ""  # where the rates are from
-    multiprocessors: int = 0  # 0: waves of tiles are not modelled, as on a CPU
-    launch: float = 4e-6  # seconds of the host per operator
+    multiprocessors: int = 0  # of a GPU
 
 
 def _gpu(
@@ -82,7 +80,7 @@ def measured(device: torch.device, dtype: torch.dtype, hidden_size: int, vocab_s
     rates = {str(dtype).removeprefix("torch."): 6 * rows * hidden_size * columns / took}
     bandwidth = 2 * source.nbytes / median_seconds(lambda: target.copy_(source), device)
     if device.type == "cpu":
-        return Device("cpu", "cpu", rates, bandwidth, source="measured here just now", launch=2e-6)
+        return Device("cpu", "cpu", rates, bandwidth, source="measured here just now")
     properties = torch.cuda.get_device_properties(device)
     size, processors = properties.total_memory, properties.multi_processor_count
     return Device(properties.name, "cuda", rates, bandwidth, size, "measured here just now", processors)
@@ -108,7 +106,7 @@ class Prediction(NamedTuple):
 
 
 class _Model:
-    """Adds up the parts of a case: products, passes over memory, launches."""
+    """Adds up the parts of a case: products and passes over memory. Methods of a way return its peak of memory."""
 
     def __init__(self, case: Case, device: Device) -> None:
         self.case, self.device = case, device
@@ -116,14 +114,11 @@ class _Model:
         self.item, self.weight = case.torch_dtype.itemsize, case.hidden_size * case.vocab_size  # bytes; elements
         self.seconds, self.flops, self.bytes = 0.0, 0, 0
 
-    def product(self, rows: int, columns: int, depth: int, bytes: int, count: float = 1.0) -> None:
-        """(rows, depth) x (depth, columns), `count` times; fewer tiles than multiprocessors split the sum instead."""
-        tiles, processors = math.ceil(rows / TILE_ROWS) * math.ceil(columns / TILE_COLUMNS), self.device.multiprocessors
-        waves = math.ceil(tiles / processors) * processors / tiles if processors and tiles >= processors else 1.0
-        flops = round(2 * count * rows * columns * depth)
+    def product(self, tokens: int, bytes: int) -> None:
+        """One of the three matrix products, over the hidden size and the vocabulary."""
+        flops = 2 * tokens * self.weight
         self.flops, self.bytes = self.flops + flops, self.bytes + bytes
-        computing = waves * flops / self.device.flops[self.case.dtype]
-        self.seconds += max(computing, bytes / self.device.bandwidth)
+        self.seconds += max(flops / self.device.flops[self.case.dtype], bytes / self.device.bandwidth)
 
     def move(self, bytes: int, rate: float = 1.0) -> None:
         self.bytes += bytes
@@ -131,23 +126,19 @@ class _Model:
 
     def gradients(self, tokens: int, rows: int, dlogits: int) -> None:
         """The products of dhidden and, where the head is trained, dweight, `rows` tokens at a time."""
-        chunks, rows = math.ceil(tokens / rows), min(rows, tokens)
+        chunks = math.ceil(tokens / rows)
         moved = tokens * (self.vocab * dlogits + self.width * self.item)
         if tokens and self.case.mode != "forward":
-            weights = chunks * self.weight * self.item
-            self.product(rows, self.width, self.vocab, moved + weights, tokens / rows)
+            self.product(tokens, moved + chunks * self.weight * self.item)
         if tokens and self.case.mode == "step":
             added = (2 * chunks - 1) * 4 if chunks > 1 else self.item  # bytes of sums in float32, per element
-            self.product(self.vocab, self.width, rows, moved + self.weight * added, tokens / rows)
+            self.product(tokens, moved + self.weight * added)
             self.move(self.weight * (4 + self.item) * (chunks > 1))
 
     def floor(self) -> int:
-        """Returns the peak of memory, as the others do."""
         logits = self.tokens * self.vocab * self.item
-        operands = (self.tokens * self.width + self.weight) * self.item
-        self.product(self.tokens, self.vocab, self.width, logits + operands)
+        self.product(self.tokens, logits + (self.tokens * self.width + self.weight) * self.item)
         self.gradients(self.tokens, self.tokens, self.item)
-        self.seconds += 3 * self.device.launch
         return logits
 
     def eager(self) -> int:
@@ -155,18 +146,16 @@ class _Model:
         logits, cells, cast = self.floor(), self.tokens * self.vocab, self.item + 4 if self.item < 4 else 0
         moved, held = (cast + 8, max(cast, 8)) if self.case.mode == "forward" else (2 * cast + 24, 12)
         self.move(moved * cells)
-        self.seconds += 60 * self.device.launch
         return max(held * cells - self.weight * self.item * (self.case.mode == "step"), logits)
 
     def kept(self) -> int:
         """Products over kept ids, bound by memory, where each row is read every time; other tokens as `rows`."""
         masked = round(self.tokens * self.case.masked_share)
-        pairs, products = masked * self.case.kept_ids, ("step", "frozen", "forward").index(self.case.mode)
-        self.flops += (3 - products) * 2 * pairs * self.width
+        pairs, products = masked * self.case.kept_ids, {"step": 3, "frozen": 2, "forward": 1}[self.case.mode]
+        self.flops += products * 2 * pairs * self.width
         rate = 1.0 if self.device.type == "cpu" else ROW_RATE
-        self.move((3 - products) * (pairs + masked) * self.width * self.item, rate)
+        self.move(products * (pairs + masked) * self.width * self.item, rate)
         self.move(self.weight * self.item * (self.case.mode == "step"), rate)
-        self.seconds += 110 * self.device.launch
         self.tokens -= masked
         return KEPT_BYTES * pairs + (self.rows() if self.tokens else 0)
 
@@ -179,14 +168,10 @@ class _Model:
         wants, shape = (self.case.mode != "forward", self.case.mode == "step", False), (self.vocab, self.width)
         sizes = chunk_sizes(self.tokens, shape, logits_dtype, grad_dtype, kind, wants, capacity=capacity)
         for count, written in ((active, grad_dtype.itemsize), (self.tokens - active, 0)):
-            rows = min(sizes.logits, count) or 1
-            chunks, logits = math.ceil(count / rows), count * self.vocab * logits_dtype.itemsize
-            operands = (count * self.width + chunks * self.weight) * self.item
-            self.product(rows, self.vocab, self.width, logits + operands, count / rows)
+            chunks, logits = math.ceil(count / sizes.logits), count * self.vocab * logits_dtype.itemsize
+            self.product(count, logits + (count * self.width + chunks * self.weight) * self.item)
             self.move(logits + count * self.vocab * written, 1.0 if on_cpu else ROW_RATE)
-            self.seconds += 2 * chunks * self.device.launch
         self.gradients(active, sizes.products, grad_dtype.itemsize)
-        self.seconds += (12 + 2 * math.ceil(active / sizes.products)) * self.device.launch
         peak = sizes.scratch_bytes(self.vocab, logits_dtype, grad_dtype)
         if wants[1] and sizes.products < active and self.item < 4:  # sums in float32, beside the scratch or the cast
             peak = max(peak, self.weight * self.item) + self.weight * (4 - self.item)
