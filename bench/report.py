@@ -91,8 +91,8 @@ def summary(document: Document) -> str:
         rows.append((both[0][1]["title"], *ranges))
     heads = len({(case["case"]["hidden_size"], case["case"]["vocab_size"]) for case in cases})
     return f"""\
-A step of {heads} models' heads in float32 and bfloat16 on {where["cpu"]}, {where["threads"]} threads, no GPU. "3.0 x
-faster" means that the other takes 3.0 times as long (medians); each range is that over the cases:
+Steps of {heads} models' heads in float32 and bfloat16 on {where["cpu"]}, {where["threads"]} threads, no GPU. A number
+is the other's median time, or peak memory, over that of this package; a range is that over the cases:
 
 {table(("this package against", "faster", "less memory"), rows)}"""
 
