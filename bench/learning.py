@@ -24,7 +24,6 @@ from grpo_kernels.trainer.commands import train
 # (loss_type, loss)
 LOSSES = (("dapo", "eager"), ("dapo", "fused"), ("grpo", "fused"), ("gspo", "fused"), ("cispo", "fused"))
 NUMBERS, CURVES = ("seconds", "pass_at_1_before", "pass_at_1_after"), ("reward", "kl", "entropy")
-SAME_MACHINE = ("device", "cpu", "threads", "versions")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -32,31 +31,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "learning.json")
-    options, others = parser.parse_known_args(arguments)
-    record(options.output, others, options.seeds, shlex.join(["python", "bench/learning.py", *arguments]))
-
-
-def record(path: Path, options: Sequence[str], seeds: Sequence[int], command: str = "") -> None:
-    """Run every seed with every loss, less what the document at `path` has already.
-
-    ValueError where that was measured on another machine, with other versions or with other options.
-    """
-    here = environment(torch.device("cpu"))
-    document: dict[str, Any] = {"environment": here, "command": command, "options": list(options), "runs": []}
-    if path.exists():
-        document = read(path)
-        differ = [key for key in SAME_MACHINE if document["environment"][key] != here[key]]
-        differ += ["options"] if document["options"] != list(options) else []
-        if differ:
-            raise ValueError(f"{path} was measured otherwise ({', '.join(differ)}): move it, or give another --output")
+    chosen, options = parser.parse_known_args(arguments)
+    command = shlex.join(["python", "bench/learning.py", *arguments])
+    document = {"environment": environment(torch.device("cpu")), "command": command, "options": options, "runs": []}
+    if chosen.output.exists():
+        document = read(chosen.output)
+        if document["options"] != options:
+            parser.error(f"{chosen.output} was measured with other options: move it, or give another --output")
     there = {(run["seed"], run["loss_type"], run["loss"]) for run in document["runs"]}
-    for seed in seeds:
-        for loss_type, loss in LOSSES:
-            known = (seed, loss_type, loss) in there
-            print(f"seed {seed}, {loss_type}, {loss}{': already there' if known else ''}", flush=True)
-            if not known:
-                document["runs"].append(one_run(options, seed, loss_type, loss))
-                write(path, document)
+    for key in ((seed, *loss) for seed in chosen.seeds for loss in LOSSES):
+        print(f"seed {', '.join(map(str, key))}{': already there' if key in there else ''}", flush=True)
+        if key not in there:
+            document["runs"].append(one_run(options, *key))
+            write(chosen.output, document)
 
 
 def one_run(options: Sequence[str], seed: int, loss_type: str, loss: str) -> dict[str, Any]:
@@ -68,12 +55,13 @@ def one_run(options: Sequence[str], seed: int, loss_type: str, loss: str) -> dic
             raise ValueError(f"grpo-kernels train {shlex.join([*argv, *options])} ended with status {status}")
         summary = json.loads((output / "summary.json").read_text())
         steps = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
-    found = {name: [summary[name]] for name in NUMBERS}
-    found |= {name: [step[name] for step in steps if "loss" in step] for name in CURVES}
-    short = {name: [float(f"{x:.4g}") for x in values] for name, values in found.items()}  # more than a curve shows
-    return {"seed": seed, "loss_type": loss_type, "loss": loss} | {n: short[n][0] for n in NUMBERS} | {
-        n: short[n] for n in CURVES
-    }  # fmt: skip
+    found = {"seed": seed, "loss_type": loss_type, "loss": loss} | {name: _short(summary[name]) for name in NUMBERS}
+    return found | {name: [_short(step[name]) for step in steps if "loss" in step] for name in CURVES}
+
+
+def _short(number: float) -> float:
+    """Four digits, which is more than a curve shows."""
+    return float(f"{number:.4g}")
 
 
 if __name__ == "__main__":

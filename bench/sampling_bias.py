@@ -33,8 +33,10 @@ def ratios(top_p: float, seed: int) -> dict[str, Tensor]:
 
 
 def table(top_p: float, seed: int) -> str:
-    shares = {name: ((r < 0.9) | (r > 1.1)).float().mean() for name, r in ratios(top_p, seed).items()}
-    rows = [[name, f"{r.mean():.3f}", f"{shares[name]:.1%}"] for name, r in ratios(top_p, seed).items()]
+    rows = [
+        [name, f"{r.mean():.3f}", f"{((r < 0.9) | (r > 1.1)).float().mean():.1%}"]
+        for name, r in ratios(top_p, seed).items()
+    ]
     return markdown((f"log-probabilities, top_p {top_p:g}", "mean ratio", "outside of [0.9, 1.1]"), rows)
 
 

@@ -198,15 +198,12 @@ def test_learning_resumes_and_does_not_mix_options(small, tmp_path, monkeypatch)
         return one_run(options, *key)
 
     monkeypatch.setattr(learning, "one_run", interrupted)
+    arguments = ["--seeds", "5", "--output", str(path)]
     with pytest.raises(KeyboardInterrupt):
-        learning.record(path, small, [5], "the command")
-    learning.record(path, small, [5], "the command")
-    assert calls == [
-        (5, "dapo", "eager"),
-        (5, "dapo", "fused"),
-        (5, "dapo", "fused"),
-    ]  # what was there is not run again
+        learning.main([*arguments, *small])
+    learning.main([*arguments, *small])
+    assert calls == [(5, "dapo", "eager"), (5, "dapo", "fused"), (5, "dapo", "fused")], "what is there is not run again"
     eager, fused = json.loads(path.read_text())["runs"]
     assert fused["entropy"] == pytest.approx(eager["entropy"], rel=1e-3) and len(fused["reward"]) == 1
-    with pytest.raises(ValueError, match=r"measured otherwise \(options\): move it"):
-        learning.record(path, [], [0])
+    with pytest.raises(SystemExit):
+        learning.main(arguments)
