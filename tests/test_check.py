@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 
@@ -20,6 +21,14 @@ PAIRS = sum(len(rule.levels) for rule in SURROGATE_RULES.values())  # of a surro
 EVERYTHING = PAIRS * len(KL_ESTIMATORS)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def cached():
+    """Inputs and exact results, which are the same for every backend, once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check, "compare_eager", functools.cache(check.compare_eager))
+        yield
+
+
 def test_every_variant_has_its_turn():
     everything = check.variants()
     assert len(everything) == EVERYTHING and {v.aggregation for v in everything} == set(AGGREGATIONS)
@@ -29,13 +38,15 @@ def test_every_variant_has_its_turn():
     assert {v[:2] for v in quick} == {v[:2] for v in everything} and {v.kl for v in quick} == set(KL_ESTIMATORS)
 
 
-@pytest.mark.parametrize(("backend", "variants"), [("cpu", EVERYTHING), ("torch", EVERYTHING), ("cuda", PAIRS)])
+@pytest.mark.parametrize(("backend", "variants"), [("cpu", EVERYTHING), ("torch", PAIRS), ("cuda", PAIRS)])
 def test_a_right_backend_passes(capsys, backend, variants):
+    threads = torch.get_num_threads()
     assert main(["check", *(["--quick"] if variants == PAIRS else []), "--backend", backend]) == 0
     text = capsys.readouterr().out
     assert text.startswith("grpo_kernels ") and text.endswith("all is well\n")
     lines = re.findall(rf"^{backend} +cpu +(\w+) +{variants} +\S+ +\S+ +\S+  ok ", text, flags=re.MULTILINE)
     assert lines == ["float32", "bfloat16", "float16"]
+    assert torch.get_num_threads() == threads
 
 
 def test_inputs_keep_their_distance_from_kinks():
@@ -77,9 +88,7 @@ class Broken(TorchBackend):
         if gradients is None:
             return
         grad = gradients.dlogits
-        if self.fault == "wrong sign":
-            grad.neg_()
-        elif self.fault == "scaled gradient":
+        if self.fault == "scaled gradient":
             grad.mul_(1.0 + 1e-5 if grad.dtype == torch.float32 else 1.02)
         elif self.fault == "one row":
             grad[-1] = 0.0
@@ -109,24 +118,33 @@ def broken(monkeypatch):
     forget()
 
 
-def test_the_plain_backend_in_its_place_passes(broken, capsys):
-    broken("nothing")
-    assert main(["check", "--quick", "--backend", "cpu"]) == 0
-    assert "FAILED" not in capsys.readouterr().out
-
-
-FAULTS = ("wrong sign", "scaled gradient", "one row", "nan", "entropy", "beta is lost", "loss", "metric", "exception")
+FAULTS = (
+    "nothing",
+    "wrong sign",
+    "scaled gradient",
+    "one row",
+    "nan",
+    "entropy",
+    "beta is lost",
+    "loss",
+    "metric",
+    "exception",
+)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_backend_fails(broken, capsys, fault):
     broken(fault)
-    assert main(["check", "--quick", "--backend", "cpu"]) == 1
+    status = main(["check", "--quick", "--backend", "cpu"])
+    if fault == "nothing":
+        assert status == 0, "the plain backend in its place is right"
+        return
+    assert status == 1
     text = capsys.readouterr().out
     assert re.search(r"^cpu +cpu +float32 .*FAILED", text, flags=re.MULTILINE) and "lines failed" in text
     if fault == "exception":
         assert "clip/token/none/seq_mean: RuntimeError: kernel 'single_pass' cannot be launched" in text
-    if fault in ("wrong sign", "scaled gradient", "beta is lost"):  # worse than rounding to 16 bits is
+    if fault in ("scaled gradient", "beta is lost"):  # worse than rounding to 16 bits is
         assert text.count("FAILED") >= 2
 
 
@@ -134,9 +152,3 @@ def test_a_backend_that_is_not_there(monkeypatch, capsys):
     monkeypatch.setattr(check, "unavailable_reason", lambda name, device: "it is elsewhere")
     assert main(["check", "--backend", "cuda"]) == 1
     assert capsys.readouterr().out.endswith("backend 'cuda' is not available: it is elsewhere\n")
-
-
-def test_threads_are_left_as_they_were(capsys):
-    threads = torch.get_num_threads()
-    check.check("torch", quick=True)
-    assert torch.get_num_threads() == threads
