@@ -52,6 +52,13 @@ def test_the_hooks_are_the_linters_of_make_lint():
     assert all(re.search(rf"^{hook.split()[0]}==", pins, flags=re.MULTILINE) for hook in hooks)
 
 
+def test_the_peers_for_a_gpu_machine_have_the_pins_of_the_extra():
+    packed, pyproject = set(read("bench/gpu-peers.txt").splitlines()), read("pyproject.toml")
+    extras = pyproject.split("\npeers = [")[1].split("\ndev = [")[0]
+    pins = {name + pin for name, pin in re.findall(r'"([\w-]+)(?:\[\w+\])?(==[^"]+)"', extras) if name != "peft"}
+    assert len(pins) == 4 and pins | {re.search(r"verl==\S+", read("Makefile"))[0]} <= packed
+
+
 # --- the commands of the documents ------------------------------------------------------------------------------------
 
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "grpo_kernels/trainer/README.md", "grpo_kernels/integrations/README.md",

@@ -74,6 +74,14 @@ def test_each_is_right_or_refused_with_a_sentence(name: str, mode: str) -> None:
     assert reason is None or (len(reason.split()) > 2 and "\n" not in reason and name not in SERVE)
 
 
+@pytest.mark.parametrize("name", ["ours", "eager", "trl", "liger", "verl-torch"])
+def test_without_a_kl_term_the_reference_model_is_left_out(name: str) -> None:
+    inputs = inputs_of("step", "64x16x32", length=8, beta=0.0)
+    *_, step = IMPLEMENTATIONS[name].settings(inputs, "step").values()  # of Liger the one that is not compiled
+    result = step(inputs)
+    assert why_wrong(right := reference(inputs, "step", "grpo"), result, errors(right, result), torch.float32) is None
+
+
 def test_names_are_selected_by_patterns_in_the_order_of_the_table() -> None:
     names = list(IMPLEMENTATIONS)
     assert select(["*"]) == names and set(PEERS) <= set(names)
@@ -138,42 +146,6 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
     monkeypatch.setattr(peers, "load", lambda name: SimpleNamespace(**functions))
 
 
-@pytest.mark.parametrize("beta", [0.04, 0.0])
-@pytest.mark.parametrize("mode", MODES)
-def test_ligers_loss_gets_its_arguments(monkeypatch: pytest.MonkeyPatch, mode: str, beta: float) -> None:
-    made = []
-
-    class Loss:
-        def __init__(self, **options: Any) -> None:
-            made.append(options)
-
-        def __call__(self, *tensors: Tensor, ref_per_token_logps: Tensor | None, old_per_token_logps: Tensor) -> Any:
-            hidden, weight, ids, mask, advantages = tensors
-            assert (ref_per_token_logps is None) == (beta == 0.0) and mask.shape == ids.shape
-            logps = -losses_of(hidden.flatten(0, 1), weight, ids.view(-1)).view(ids.shape)
-            ratio, advantage = (logps - old_per_token_logps).exp(), advantages[:, None]
-            low, high = 1 - made[0]["epsilon_low"], 1 + made[0]["epsilon_high"]
-            loss = -torch.min(ratio * advantage, ratio.clamp(low, high) * advantage)
-            if ref_per_token_logps is not None:
-                k3 = (ref_per_token_logps - logps).exp() - (ref_per_token_logps - logps) - 1
-                loss = loss + made[0]["beta"] * k3
-            return loss.mean(), ()
-
-    def chunk_forward(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-        assert not torch.is_grad_enabled()
-        return -losses_of(hidden.flatten(0, 1), weight, ids.view(-1)).view(ids.shape)
-
-    function = SimpleNamespace(chunk_forward=chunk_forward)
-    stand_in(monkeypatch, LigerFusedLinearGRPOLoss=Loss, LigerFusedLinearGRPOFunction=function)
-    settings = check(IMPLEMENTATIONS["liger"], inputs_of(mode, "64x16x32", length=8, beta=beta), mode)
-    if mode == "forward":
-        assert settings == [""] and not made
-        return
-    assert settings == ["chunk 1", "chunk 4", "chunk 4, not compiled"]
-    assert [(o["chunk_size"], o["compiled"]) for o in made] == [(1, True), (4, True), (4, False)]
-    assert {(o["loss_type"], o["use_ref_model"]) for o in made} == {("grpo", beta != 0.0)}
-
-
 def test_ligers_chunks_are_few_and_not_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch, LigerFusedLinearGRPOLoss=lambda **options: None)
     for batch, length, chunks in ((64, 16, (1, 4, 16)), (16, 1024, (1, 4)), (4, 16384, (1,))):
@@ -231,17 +203,6 @@ def test_modules_of_verl_are_imported_without_their_packages(monkeypatch: pytest
         module = base.load("verl.utils.experimental.head")
         assert (module.NAME, Path(module.__file__)) == ("cpu", tmp_path / "verl/utils/experimental/head.py")
         assert "verl" not in sys.modules and "verl.utils" not in sys.modules
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_cut_cross_entropy_gets_its_arguments(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    def linear_cross_entropy(e: Tensor, c: Tensor, targets: Tensor, *, reduction: str, impl: str) -> Tensor:
-        assert impl == "torch_compile"
-        assert e.requires_grad == (mode != "forward") and c.requires_grad == (mode == "step")
-        return reduced(losses_of(e, c, targets), reduction)
-
-    stand_in(monkeypatch, linear_cross_entropy=linear_cross_entropy)
-    assert check(IMPLEMENTATIONS["cut-cross-entropy"], inputs_of(mode), mode) == ["torch_compile"]
 
 
 @pytest.mark.parametrize(

@@ -51,15 +51,6 @@ class Case:
     masked_share: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ValueError(f"mode={self.mode!r}; expected one of {', '.join(MODES)}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype!r}; expected one of {', '.join(DTYPES)}")
-        for name in ("idle_share", "masked_share"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ValueError(f"{name}={getattr(self, name)}; expected a number from 0 to 1")
-        if not 0 <= self.kept_ids <= self.vocab_size:
-            raise ValueError(f"kept_ids={self.kept_ids}; expected 0 to vocab_size = {self.vocab_size}")
         if min(self.tokens, self.hidden_size, self.vocab_size, self.length, self.generations) < 1:
             raise ValueError(f"{self}: sizes have to be positive")
         if self.tokens % (self.generations * self.length):

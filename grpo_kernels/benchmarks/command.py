@@ -16,7 +16,7 @@ from .cases import DTYPES, HEADS, MODES, RIVALS, SETS, Job, jobs, make_case
 from .implementations import IMPLEMENTATIONS, select
 from .limits import predictions
 from .machine import Document, environment, now, read, write
-from .measure import NOT_RUN, measure, measure_peak_memory
+from .measure import NOT_RUN, Options, measure, measure_peak_memory
 from .process import OnProgress
 from .show import case_table, headline
 
@@ -114,8 +114,8 @@ class Run:
         found: Document = {"implementations": {name: {"title": IMPLEMENTATIONS[name].title} for name in names}}
         if job.timed:
             rounds = self.rounds or job.rounds or ROUNDS[self.device.type]
-            options = rounds, job.tuned, self.end, on_progress, self.silence_s
-            found = measure(job.case, names, str(self.device), *options)
+            options = Options(str(self.device), rounds, job.tuned, self.end)
+            found = measure(job.case, names, options, on_progress, self.silence_s)
         reports = found["implementations"]
         if self.device.type == "cpu" and job.memory:  # a GPU has measured memory beside time
             for name in select(job.memory, job.without):

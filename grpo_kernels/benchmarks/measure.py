@@ -1,4 +1,4 @@
-"""One case: every implementation is checked, then timed in interleaved rounds; memory; which kernels ran.
+"""One case: every implementation is checked, then timed in interleaved rounds; memory.
 
 Rounds go A B C, B C A, C A B, ...: a slow minute of the machine hits everybody alike.
 """
@@ -9,15 +9,11 @@ import functools
 import gc
 import statistics
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any
-from unittest import mock
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from ..backends import available_backends, get_backend
 from .cases import Case, make_case
 from .implementations import IMPLEMENTATIONS, Step, Unsupported
 from .inputs import Inputs, make_inputs
@@ -33,34 +29,38 @@ BASES = ("ours", "floor", "eager", "ours-unmasked")  # of ratios
 SILENCE_S = {"cpu": 300.0, "cuda": 120.0}  # a first call may compile for a minute; one that takes longer hangs
 # Not the floor, which has a buffer that no loss needs; not compiled eager, whose peak includes the compiler.
 WITHOUT_MEMORY = ("floor", "compiled")
-# Methods of a backend that do a loss's work on rows of logits, or instead of them.
-METHODS = ("single_pass", "statistics", "logits_gradient", "linear_logp", "anchored", "kept_logits")
+
+
+class Options(NamedTuple):
+    """`tuned`: every setting of an implementation is tried and the fastest timed; else its first, the documented one.
+
+    `deadline` as time.time() counts.
+    """
+
+    device: str
+    rounds: int
+    tuned: bool
+    deadline: float
 
 
 def measure(
     case: Case,
     names: Sequence[str],
-    device: str,
-    rounds: int,
-    tuned: bool,
-    deadline: float,
+    options: Options,
     on_progress: OnProgress = lambda text: None,
     silence_s: float | None = None,
 ) -> dict[str, Any]:
-    """{"implementations": name -> what was found, "clocks": before and after}; `deadline` as time.time() counts.
-
-    `tuned`: every setting of an implementation is tried and the fastest timed; else its first, the documented one.
+    """{"implementations": name -> what was found, "clocks": before and after}.
 
     Runs in a process of its own. One that kills the process, is silent for `silence_s`, or leaves the device in a state
     of error costs itself alone: its end is its result, and the others are measured again without it.
     """
-    silence_s = silence_s or SILENCE_S[torch.device(device).type]
+    silence_s = silence_s or SILENCE_S[torch.device(options.device).type]
     lost: Found = {}
     while True:
         remaining = [name for name in names if name not in lost]
-        arguments = case, remaining, device, rounds, tuned, deadline
         try:
-            found = run_in_subprocess(_measure, *arguments, on_progress=on_progress, silence_s=silence_s)
+            found = run_in_subprocess(_measure, case, remaining, options, on_progress=on_progress, silence_s=silence_s)
         except Died as death:
             if death.last_message not in remaining:
                 return {"error": str(death), "implementations": lost}
@@ -70,16 +70,8 @@ def measure(
         return found | {"implementations": {name: measured[name] for name in names}}
 
 
-def _measure(
-    case: Case,
-    names: Sequence[str],
-    device_name: str,
-    rounds: int,
-    tuned: bool,
-    deadline: float,
-    on_progress: OnProgress,
-) -> dict[str, Any]:
-    device = torch.device(device_name)
+def _measure(case: Case, names: Sequence[str], options: Options, on_progress: OnProgress) -> dict[str, Any]:
+    device = torch.device(options.device)
     if device.type == "cpu":
         limit_memory()
     before = clocks(device)
@@ -89,7 +81,7 @@ def _measure(
     exact: dict[str, Reference] = {}
     ready: dict[str, Callable[[], object]] = {}
     for name in names:
-        if time.time() > deadline:
+        if time.time() > options.deadline:
             found[name]["error"] = NOT_RUN
             continue
         objective = IMPLEMENTATIONS[name].objective
@@ -98,7 +90,7 @@ def _measure(
             exact[objective] = reference(inputs, case.mode, objective)
         on_progress(name)
         try:
-            step, report = prepare(name, inputs, case, exact.get(objective), device, tuned)
+            step, report = prepare(name, inputs, case, exact.get(objective), device, options.tuned)
         except Exception as error:
             step, report = None, {"error": _survivable(error)}
         found[name] |= report
@@ -107,7 +99,7 @@ def _measure(
     exact.clear()
     gc.collect()
     gc.freeze()  # what lives now is not looked at before each call
-    for name, times in interleave(ready, rounds, device, deadline, on_progress).items():
+    for name, times in interleave(ready, options.rounds, device, options.deadline, on_progress).items():
         found[name]["seconds"] = times
     medians = {name: report["seconds"]["median"] for name, report in found.items() if "seconds" in report}
     for name, median in medians.items():
@@ -187,9 +179,7 @@ def _try(step: Step, inputs: Inputs, exact: Reference | None, device: torch.devi
     report: dict[str, Any] = {"errors": None}
     try:
         start = time.perf_counter()
-        with count_kernel_calls() as calls:
-            result = step(inputs)
-        report |= {"ran": dict(calls)} if calls else {}
+        result = step(inputs)
         synchronize(device)
         report["first_call_seconds"] = time.perf_counter() - start
         if exact is not None:
@@ -266,28 +256,3 @@ def _peak_of_call(step: Step, inputs: Inputs, device: torch.device) -> dict[str,
     returned = sum(gradient.nbytes for gradient in (result.dhidden, result.dweight) if gradient is not None)
     synchronize(device)
     return {"peak_bytes": peak(device) - before - returned, "returned_bytes": returned}
-
-
-# --- which kernels ran ------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def count_kernel_calls() -> Iterator[Counter[str]]:
-    """Calls inside, as {"cuda.single_pass": 4}, of every backend that is available here: which one really ran."""
-    calls: Counter[str] = Counter()
-
-    def counted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def call(*arguments: Any, **options: Any) -> Any:
-            calls[name] += 1
-            return method(*arguments, **options)
-
-        return call
-
-    with ExitStack() as patches:
-        for name in available_backends():
-            backend = get_backend(name)
-            for method in filter(functools.partial(hasattr, backend), METHODS):
-                wrapped = counted(f"{name}.{method}", getattr(backend, method))
-                patches.enter_context(mock.patch.object(backend, method, wrapped))
-        yield calls
