@@ -135,23 +135,13 @@ def jobs(name: str, device_type: str) -> list[Job]:
     return list(found.values())
 
 
-def _jobs(
-    shapes: str | tuple[str, ...],
-    against: tuple[str, ...],
-    *,
-    timed: bool = True,
-    memory: tuple[str, ...] = (),
-    tuned: bool = False,
-    rounds: int | None = None,
-    **fields: Any,
-) -> list[Job]:
+def _jobs(shapes: str | tuple[str, ...], against: tuple[str, ...], **fields: Any) -> list[Job]:
     """One per shape and, where a field of the case is a tuple, per value."""
+    of_job = {name: fields.pop(name) for name in ("timed", "memory", "tuned", "rounds") if name in fields}
     swept = {name: value if isinstance(value, tuple) else (value,) for name, value in fields.items()}
     points = [dict(zip(swept, values, strict=True)) for values in itertools.product(*swept.values())]
     shapes = (shapes,) if isinstance(shapes, str) else shapes
-    return [
-        Job(make_case(shape, **point), against, timed, memory, tuned, rounds) for shape in shapes for point in points
-    ]
+    return [Job(make_case(shape, **point), against, **of_job) for shape in shapes for point in points]
 
 
 def _counts(head: str, most: int) -> tuple[str, ...]:
