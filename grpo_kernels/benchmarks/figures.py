@@ -86,12 +86,11 @@ def sheet(document: Document, title: str, rows: int, columns: int, row_height: f
 
 
 @rc_context(STYLE)
-def plot(document: Document, title: str, panels: Sequence[Panel | None]) -> Figure | None:
-    """The panels in two columns, an empty cell for each None; None where there is no panel."""
-    shown = [panel for panel in panels if panel is not None]
-    if not shown:
+def plot(document: Document, title: str, panels: Sequence[Panel]) -> Figure | None:
+    """The panels in two columns; None where there is none."""
+    if not panels:
         return None
-    columns, height = min(2, len(panels)), 2.5 if shown[0].xlabel else 0.15 * max(len(p.lines) for p in shown) + 0.55
+    columns, height = min(2, len(panels)), 2.5 if panels[0].xlabel else 0.15 * max(len(p.lines) for p in panels) + 0.55
     figure, axes = sheet(document, title, math.ceil(len(panels) / columns), columns, height)
     for axis, panel in itertools.zip_longest(axes.flat, panels):
         if panel is None:
@@ -203,7 +202,7 @@ def sweep(document: Document, fields: Sequence[str], wanted: Callable[[str], boo
     masked = "kept_ids" in fields
     if masked:
         document = document | {"cases": [case for case in document["cases"] if case["case"].get("kept_ids")]}
-    panels: list[Panel | None] = []
+    panels = []
     swept = [(field, cases) for field in fields for cases in _sweeps(document, field)]
     for field, cases in swept:
         case, label = cases[0]["case"], SWEPT[field]
