@@ -112,7 +112,7 @@ BOTH = ("float32", "bfloat16")
 
 @dataclass(frozen=True)
 class Job:
-    """A case, and the implementations measured in it: `select(against, without)` of implementations/.
+    """A case, and the implementations measured in it: `select(against)` of implementations/.
 
     `memory`: patterns of those whose memory a CPU measures too, in a process each; a GPU measures that of everybody
     who is timed. `tuned`: of every implementation the fastest setting; else the one that it documents.
@@ -124,7 +124,6 @@ class Job:
     memory: tuple[str, ...] = ()
     tuned: bool = False
     rounds: int | None = None
-    without: tuple[str, ...] = ()
 
 
 def jobs(name: str, device_type: str) -> list[Job]:

@@ -110,7 +110,7 @@ class Run:
         return found
 
     def _measure(self, job: Job, on_progress: OnProgress) -> Document:
-        names = select(job.against, job.without)
+        names = select(job.against)
         found: Document = {"implementations": {name: {"title": IMPLEMENTATIONS[name].title} for name in names}}
         if job.timed:
             rounds = self.rounds or job.rounds or ROUNDS[self.device.type]
@@ -118,7 +118,7 @@ class Run:
             found = measure(job.case, names, options, on_progress, self.silence_s)
         reports = found["implementations"]
         if self.device.type == "cpu" and job.memory:  # a GPU has measured memory beside time
-            for name in select(job.memory, job.without):
+            for name in select(job.memory):
                 if name in names and "error" not in reports[name]:
                     late = {"memory_error": NOT_RUN} if time.time() > self.end else None
                     reports[name] |= late or measure_peak_memory(job.case, name, on_progress, self.silence_s)
@@ -185,7 +185,7 @@ def _jobs(arguments: argparse.Namespace, device: torch.device) -> list[Job]:
     if arguments.against:
         select(arguments.against)  # an unknown name is an error before any work
         found = [replace(job, against=("ours", "floor", *arguments.against)) for job in found]
-    return [replace(job, without=tuple(arguments.exclude)) for job in found]
+    return [replace(job, against=tuple(select(job.against, arguments.exclude))) for job in found]
 
 
 def _show_progress(job: str) -> OnProgress:
