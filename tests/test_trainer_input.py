@@ -21,8 +21,8 @@ from grpo_kernels import __version__
 from grpo_kernels.commands.cli import main
 from grpo_kernels.engine import memory
 from grpo_kernels.trainer import commands
-from grpo_kernels.trainer.accelerator import configure_deepspeed
 from grpo_kernels.trainer.arguments import TrainArguments, parse
+from grpo_kernels.trainer.ranks import configure_deepspeed
 from grpo_kernels.trainer.run import Run
 
 

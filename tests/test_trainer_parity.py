@@ -22,9 +22,9 @@ import trl_parity
 from safetensors.torch import load_file
 
 from grpo_kernels.trainer.arguments import parse
-from grpo_kernels.trainer.checkpoint import load_rollout, save_rollout
 from grpo_kernels.trainer.commands import train as train_command
 from grpo_kernels.trainer.model import load_model
+from grpo_kernels.trainer.rollout import load_rollout, rollout_path, to_lines
 
 TOLERANCE = 1e-5
 STEPS = 8
@@ -187,11 +187,12 @@ def test_steps_of_an_adapter_equal_trls(rollouts, tmp_path):
 def test_steps_with_unscored_completions_equal_trls(rollouts, tmp_path):
     """Some completions of a group without a reward, and in another rollout a whole group."""
     changed = tmp_path / "rollouts"
+    changed.mkdir()
     for index in range(STEPS):
         rows = load_rollout(rollouts, index)
         for i in [(1,), (0, 6, 7), (4, 5, 6, 7)][index % 3]:
             rows[i].reward = math.nan
-        save_rollout(changed, index, rows)
+        rollout_path(changed, index).write_text(to_lines(rows))
     options = dict(loss_type="grpo", num_iterations=1, **_TWO_PASSES)
     expected = train_trl(tmp_path / "trl", changed, **options)
     found = train(tmp_path / "own", replay=changed, **options)

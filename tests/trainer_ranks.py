@@ -49,13 +49,13 @@ def signals_rank_1(prompts, completions, completion_ids, **columns):
 
 
 class Trainer(commands.Trainer):
-    def __init__(self, made):
-        assert made.ranks.count == 2
-        assert isinstance(made.policy, FSDPModule) is made.arguments.fsdp
+    def __init__(self, run):
+        assert run.ranks.count == 2
+        assert isinstance(run.policy, FSDPModule) is run.arguments.fsdp
         stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "0")
-        engine = hasattr(made.policy, "zero_optimization_stage")
-        assert str(made.policy.zero_optimization_stage() if engine else 0) == stage
-        super().__init__(made)
+        engine = hasattr(run.policy, "zero_optimization_stage")
+        assert str(run.policy.zero_optimization_stage() if engine else 0) == stage
+        super().__init__(run)
 
 
 def under_deepspeed(stage: int) -> None:

@@ -89,19 +89,19 @@ def train(
     else:
         args, given = replace(args, model_name_or_path=str(model)), Given(data, rewards, processing_class)
     try:
-        made = Run(args, given)
+        run = Run(args, given)
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # a notebook keeps it, and with it the half-made run and its lock
         raise
     try:
-        status = Trainer(made).train()
+        status = Trainer(run).train()
     finally:
-        made.close()
+        run.close()
     if status == 130:
         raise KeyboardInterrupt
     if status:
-        raise RunError(f"signal {status - 128} stopped the run; {made.folder} holds a checkpoint")
-    return json.loads((made.folder / "summary.json").read_text()) | {"output_dir": made.folder}
+        raise RunError(f"signal {status - 128} stopped the run; {run.folder} holds a checkpoint")
+    return json.loads((run.folder / "summary.json").read_text()) | {"output_dir": run.folder}
 
 
 def _name(reward: Reward) -> str:

@@ -1,9 +1,10 @@
-"""What a run saves and goes on from: rollouts as JSON lines, and checkpoints, which appear whole or not at all, are
-verified before they are read, and are read without unpickling."""
+"""What changes from step to step, in memory and in a checkpoint. Checkpoints appear whole or not at all, are verified
+before they are read, and are read without unpickling."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -11,35 +12,101 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from itertools import groupby
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from . import RunError
 from .arguments import ARITHMETIC, TrainArguments, to_json
 from .data import Prompt, fingerprint
 from .rollout import Completion
 
+LOG, SAMPLES = "log.jsonl", "samples.jsonl"
 CONFIG = "config.json"  # the options of the run in its output folder; in a checkpoint RUN, beside that of the model
 CHECKSUMS, RUN, STATE, TENSORS, ROLLOUT = "checksums.json", "run.json", "state.json", "state.pt", "rollout.jsonl"
-OWN = r"checkpoint-\d+|start-model-\d+|model|optimizer-\d+|config\.json|summary\.json"  # which are written beside
+OF_A_RUN = (LOG, SAMPLES, CONFIG, "summary.json", "report.html", "model", "rollouts")  # in an output folder
+WRITTEN_BESIDE = r"checkpoint-\d+|start-model-\d+|model|optimizer-\d+|config\.json|summary\.json"
 # What may differ between a checkpoint and the run that goes on from it.
 FREE = {
-    *("output_dir", "resume_from_checkpoint", "dry_run", "save_steps", "save_total_limit", "save_rollouts"),
-    *(
-        "logging_steps",
-        "logging_samples",
-        "report_to",
-        "disable_tqdm",
-        "eval_steps",
-        "eval_num_samples",
-        "eval_max_prompts",
-    ),
-    *("correct_at", "dataset_test_split", "eval_dataset_name", "vllm_gpu_memory_utilization", "vllm_max_model_length"),
-}
+    "output_dir", "resume_from_checkpoint", "dry_run", "save_steps", "save_total_limit", "save_rollouts",
+    "logging_steps", "logging_samples", "report_to", "disable_tqdm", "eval_steps", "eval_num_samples",
+    "eval_max_prompts", "correct_at", "dataset_test_split", "eval_dataset_name", "vllm_gpu_memory_utilization",
+    "vllm_max_model_length",
+}  # fmt: skip
+
+
+@dataclass
+class Progress:
+    """What changes from step to step beside weights and optimizer. Random numbers are none of it: each rollout has a
+    stream of its own, made from the seed and its index.
+
+    cursor: position in the order of the prompts. rollout: the one in use, of which `used` optimizer steps are made;
+    rollout_numbers: its part of log.jsonl. log_sizes: of the files of RunLog, bytes, when this was saved.
+    """
+
+    beta: float
+    step: int = 0
+    cursor: int = 0
+    rollout_index: int = 0
+    used: int = 0
+    num_tokens: int = 0
+    seconds: float = 0.0
+    evaluated_at: int | None = None
+    held_out_reward: dict[str, float | None] = field(default_factory=dict)
+    pass_at_1: dict[str, float | None] = field(default_factory=dict)
+    rollout_numbers: dict[str, Any] = field(default_factory=dict)
+    log_sizes: dict[str, int] = field(default_factory=dict)
+    rollout: list[Completion] = field(default_factory=list)
+
+
+# --- the output folder ------------------------------------------------------------------------------------------------
+
+
+def claim_folder(folder: Path, a: TrainArguments, num_processes: int) -> Path | None:
+    """The checkpoint to go on from, if any. Raises where the folder holds a run that these options do not continue."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"output_dir={folder} is a file; expected a folder")
+    wanted, written, saved = a.resume_from_checkpoint, checkpoints(folder), folder / CONFIG
+    checkpoint = find_checkpoint(folder, wanted)
+    continues = wanted is not None and saved.exists()
+    if checkpoint is not None:
+        continues, saved = checkpoint.resolve().parent == folder.resolve(), checkpoint / RUN
+    own = sorted(path.name for path in (*(folder / name for name in OF_A_RUN), *written) if path.exists())
+    if own and not continues:
+        raise ValueError(
+            f"output_dir={folder} holds another run ({', '.join(own[:3])} ...); expected a new folder, or "
+            "--resume-from-checkpoint auto"
+        )
+    if checkpoint is not None or continues:
+        check_same_run(saved, a, num_processes)
+    if wanted is not None and checkpoint is None:
+        print(f"{folder} holds no sound checkpoint: the run begins at step 0", file=sys.stderr)
+    if checkpoint is not None and continues and wanted != "auto" and written[0].resolve() != checkpoint.resolve():
+        raise ValueError(
+            f"resume_from_checkpoint={checkpoint}: {written[0]} is newer; expected 'auto', another output_dir, or a "
+            "folder without newer checkpoints"
+        )
+    return checkpoint
+
+
+def lock_folder(folder: Path) -> int:
+    """A handle of the folder, which no second run gets while this one has it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"output_dir={folder} cannot be made: {error.strerror}") from error
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise ValueError(f"output_dir={folder} is in use by another run; expected a folder for each run") from None
+    except OSError:  # a file system without locks
+        pass
+    return handle
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
 def checkpoints(output: Path) -> list[Path]:
@@ -132,75 +199,6 @@ def check_state(checkpoint: Path, a: TrainArguments, prompts: Sequence[Prompt], 
         raise RunError(f"{checkpoint} is beyond max_steps={a.max_steps}; expected a later step")
 
 
-# --- saved rollouts ---------------------------------------------------------------------------------------------------
-
-
-def to_lines(rollout: Sequence[Completion]) -> str:
-    """A completion a line; float32 numbers exactly as they are. What JSON lacks, such as dates, becomes text."""
-
-    def plain(value: Any) -> Any:
-        return value.tolist() if isinstance(value, torch.Tensor) else str(value)
-
-    return "".join(json.dumps(vars(c), default=plain) + "\n" for c in rollout)
-
-
-def from_lines(path: Path) -> list[Completion]:
-    found: list[Completion] = []
-    try:
-        for line in path.read_text().splitlines():
-            values = dict(json.loads(line))
-            for name in ("logps", "advantage", "old_logps", "ref_logps"):
-                if values.get(name) is not None:
-                    values[name] = torch.tensor(values[name], dtype=torch.float32)
-            found.append(Completion(**values))
-    except (ValueError, TypeError) as error:
-        raise RunError(f"{path}, line {len(found) + 1}: {error}") from None
-    return found
-
-
-def rollout_path(folder: Path, index: int) -> Path:
-    return folder / f"rollout-{index:06d}.jsonl"
-
-
-def save_rollout(folder: Path, index: int, rollout: Sequence[Completion]) -> None:
-    write_text(rollout_path(folder, index), to_lines(rollout))
-
-
-def load_rollout(folder: Path, index: int) -> list[Completion]:
-    """What `save_rollout` wrote; rewards included, advantages and log-probabilities of policies not."""
-    unset: dict[str, Any] = {"advantage": None, "old_logps": None, "ref_logps": None, "dropped": False}
-    return [replace(c, **unset) for c in from_lines(rollout_path(folder, index))]
-
-
-def load_replay(a: TrainArguments, index: int, num_processes: int, vocab_size: int) -> list[Completion]:
-    """A rollout of --replay. Raises RunError where it is not what options and model take."""
-    path = rollout_path(Path(a.replay or ""), index)
-    if not path.is_file():
-        raise RunError(f"replay={a.replay}: {path.name} is missing; {a.max_steps} steps take {a.num_rollouts} rollouts")
-    rollout, rows = load_rollout(path.parent, index), a.rows_per_rollout(num_processes)
-    sizes = sorted({len(list(group)) for _, group in groupby(rollout, key=lambda c: c.group)})
-
-    def are_ids(ids: Any) -> bool:
-        return bool(ids) and isinstance(ids, list) and all(type(i) is int and 0 <= i < vocab_size for i in ids)
-
-    for right, sentence in (
-        (len(rollout) == rows, f"{len(rollout)} completions; the options take {rows}"),
-        (sizes == [a.num_generations], f"groups of {sizes} completions; num_generations={a.num_generations}"),
-        (all(are_ids(c.prompt_ids) and are_ids(c.ids) for c in rollout),
-         f"a prompt or a completion that is no list of token ids, 0 to {vocab_size - 1}, at least one"),
-        (all(isinstance(c.reward, (int, float)) for c in rollout), "a reward that is no number"),
-        (all(x is None or len(x) == len(c.ids) for c in rollout for x in (c.logps, c.kept)),
-         "logps or kept ids of another number of tokens than its completion"),
-        (not a.corrects or all(c.logps is not None for c in rollout),
-         "completions without logps; expected those of the policy that sampled, or "
-         "--no-vllm-importance-sampling-correction"),
-        (a.loss != "eager" or all(c.kept is None for c in rollout), "truncated samples; loss='eager' is over all ids"),
-    ):  # fmt: skip
-        if not right:
-            raise RunError(f"replay={a.replay}: {path.name} has {sentence}")
-    return rollout
-
-
 # --- files that are whole or absent -----------------------------------------------------------------------------------
 
 
@@ -246,7 +244,7 @@ def write_atomically(folder: Path, fill: Callable[[Path], object]) -> None:
 def remove_leftovers(output: Path) -> None:
     """Remove what a process that was killed while it wrote has left, and put back what it had set aside."""
     for path in output.iterdir():
-        if found := re.fullmatch(rf"\.({OWN})\.(partial|replaced)", path.name):
+        if found := re.fullmatch(rf"\.({WRITTEN_BESIDE})\.(partial|replaced)", path.name):
             path.unlink() if path.is_file() else _remove_leftover(output / found[1])
 
 

@@ -17,10 +17,9 @@ from accelerate.utils import broadcast_object_list
 from ..benchmarks.machine import peak, restart_peak
 from ..engine.memory import chunk_sizes, default_logits_dtype
 from . import RunError, evaluate, report
-from .accelerator import zero_stage
 from .arguments import ARITHMETIC_MODEL, TrainArguments, parse
 from .loop import Trainer
-from .ranks import on_cpu
+from .ranks import on_cpu, zero_stage
 from .rewards import SandboxUnavailable
 from .run import Run
 
@@ -35,7 +34,7 @@ def train(argv: Sequence[str], command: str = "train") -> int:
         arguments = parse(argv, command)
         if arguments.dry_run:
             return dry_run(arguments)
-        made = Run(arguments)
+        run = Run(arguments)
     except KeyboardInterrupt:
         print("grpo-kernels train: interrupted before the first step", file=sys.stderr)
         return 130
@@ -43,7 +42,7 @@ def train(argv: Sequence[str], command: str = "train") -> int:
         print(f"grpo-kernels train: {error}", file=sys.stderr)
         return 2
     try:
-        return Trainer(made).train()
+        return Trainer(run).train()
     except (RunError, OSError) as error:
         print(f"grpo-kernels train: {error}", file=sys.stderr)
         return 1
@@ -51,7 +50,7 @@ def train(argv: Sequence[str], command: str = "train") -> int:
         print("grpo-kernels train: interrupted; what was saved before is kept", file=sys.stderr)
         return 130
     finally:
-        made.close()
+        run.close()
 
 
 def demo(argv: Sequence[str]) -> int:
@@ -73,36 +72,36 @@ def dry_run(arguments: TrainArguments) -> int:
     PartialState(cpu=on_cpu(arguments.use_cpu))
     with tempfile.TemporaryDirectory() as folder:
         (shared,) = broadcast_object_list([folder])  # that of the first process
-        made = Run(dataclasses.replace(
+        run = Run(dataclasses.replace(
             arguments, output_dir=str(Path(shared) / "run"), resume_from_checkpoint=None, save_rollouts=False,
             disable_tqdm=True, logging_steps=2,  # no line of the one step
         ))  # fmt: skip
         try:
-            _one_step(made)
+            _one_step(run)
         finally:
-            made.close()
+            run.close()
     return 0
 
 
-def _one_step(made: Run) -> None:
-    a, device, print = made.arguments, made.accelerator.device, made.accelerator.print
-    model, processes = a.model_name_or_path or ARITHMETIC_MODEL, made.ranks.count
+def _one_step(run: Run) -> None:
+    a, device, print = run.arguments, run.accelerator.device, run.accelerator.print
+    model, processes = a.model_name_or_path or ARITHMETIC_MODEL, run.ranks.count
     print(f"model      {model}, {processes} {'process' if processes == 1 else 'processes'}, {device}")
-    print(f"data       {len(made.prompts):,} prompts, {len(made.held_out):,} held out")
-    print(f"rewards    {', '.join(made.rewards.names) if made.rewards else 'those of the replayed rollouts'}")
+    print(f"data       {len(run.prompts):,} prompts, {len(run.held_out):,} held out")
+    print(f"rewards    {', '.join(run.rewards.names) if run.rewards else 'those of the replayed rollouts'}")
     print("memory     per process, without activations:")
-    for name, size in _estimate(made).items():
+    for name, size in _estimate(run).items():
         print(f"           {size / MIB:10,.1f} MiB  {name}")
     before = restart_peak(device)
-    trainer, begin = Trainer(made), time.perf_counter()
-    made.log.start(0, {})
+    trainer, begin = Trainer(run), time.perf_counter()
+    run.log.start(0, {})
     trainer.collect()
     shown, sampled = trainer.progress.rollout[0], time.perf_counter()
     trainer.update()
     print(f"one step   rollout {sampled - begin:.2f} s, update {time.perf_counter() - sampled:.2f} s")
     if before is not None:
         print(f"           {(peak(device) - before) / MIB:10,.1f} MiB  more than before the step, at its peak")
-    print(f"prompt     {shown.prompt!r}\ncompletion {made.sampler.text('', shown.ids)!r}, reward {shown.reward}")
+    print(f"prompt     {shown.prompt!r}\ncompletion {run.sampler.text('', shown.ids)!r}, reward {shown.reward}")
     for name, meaning in (
         ("zero_gradient_groups", "of the groups have equal rewards: nothing is learned from them"),
         ("completions/clipped_ratio", "of the completions do not end within max_completion_length"),
@@ -111,19 +110,19 @@ def _one_step(made: Run) -> None:
             print(f"note       {share:.0%} {meaning}")
 
 
-def _estimate(made: Run) -> dict[str, int]:
+def _estimate(run: Run) -> dict[str, int]:
     """Bytes per component on this rank. Activations, which depend on the model's code, are not among them."""
 
     def local(parameter: Any) -> int:
         found: int = (parameter.to_local() if hasattr(parameter, "to_local") else parameter).nbytes
         return found
 
-    a, head = made.arguments, made.bare_policy.lm.get_output_embeddings().weight
-    trained = sum(local(p) for p in made.policy.parameters() if p.requires_grad)
-    stage = zero_stage(made.accelerator)
-    part = trained // made.ranks.count if stage else trained
+    a, head = run.arguments, run.bare_policy.lm.get_output_embeddings().weight
+    trained = sum(local(p) for p in run.policy.parameters() if p.requires_grad)
+    stage = zero_stage(run.accelerator)
+    part = trained // run.ranks.count if stage else trained
     tokens = a.per_device_train_batch_size * a.max_completion_length
-    device, wants = made.accelerator.device, (True, head.requires_grad, False)
+    device, wants = run.accelerator.device, (True, head.requires_grad, False)
     dtypes = default_logits_dtype(head.dtype, device), head.dtype
     config = a.loss_config()
     chunk = chunk_sizes(tokens, (head.shape[0], head.shape[1]), *dtypes, device, wants, config.chunk_rows)
@@ -137,7 +136,7 @@ def _estimate(made: Run) -> dict[str, int]:
     }
     other = "eager" if a.loss == "fused" else "fused"
     return {
-        "parameters": sum(local(p) for p in made.policy.parameters()),
+        "parameters": sum(local(p) for p in run.policy.parameters()),
         "gradients": part if stage == 2 else trained,
         "AdamW's two averages": 2 * part,
         **({"DeepSpeed's own copy of what is trained": part} if stage else {}),

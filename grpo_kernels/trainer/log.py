@@ -19,12 +19,11 @@ from tqdm import tqdm
 
 from .arguments import TrainArguments
 from .batch import groups_of, without_gradient
-from .checkpoint import sync, write_text
+from .checkpoint import LOG, SAMPLES, sync, write_text
 from .monitor import Monitor
 from .ranks import Ranks
 from .rollout import Completion
 
-LOG, SAMPLES = "log.jsonl", "samples.jsonl"
 SHOWN = ("reward", "kl", "entropy", "grad_norm")  # beside the progress bar, or in the lines that stand for it
 
 

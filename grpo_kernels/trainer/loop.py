@@ -26,26 +26,25 @@ from .batch import (
     step_ends,
     without_gradient,
 )
-from .checkpoint import load_replay, save_rollout, write_text
+from .checkpoint import Progress, write_text
 from .data import Prompt, take
 from .evaluate import ACCURACIES, evaluate
 from .log import pass_numbers, rollout_record, step_record
-from .progress import Progress, restore, save
 from .ranks import Interrupted
 from .report import write_report
 from .rewards import RewardBatch
-from .rollout import Completion, infer
+from .rollout import Completion, infer, load_replay, rollout_path, to_lines
 from .run import Run
 
 
 class Trainer:
-    """Progress through a run; `made` holds everything that does not change."""
+    """Progress through a run; `run` holds everything that does not change."""
 
-    def __init__(self, made: Run):
-        self.made, self.arguments, self.ranks, self.sampler = made, made.arguments, made.ranks, made.sampler
-        self.policy, self.reference = made.policy, made.reference
+    def __init__(self, run: Run):
+        self.run, self.arguments, self.ranks, self.sampler = run, run.arguments, run.ranks, run.sampler
+        self.policy, self.reference = run.policy, run.reference
         self.config = self.arguments.loss_config()
-        self.progress = Progress(beta=self.arguments.beta) if made.checkpoint is None else restore(made)
+        self.progress = Progress(beta=self.arguments.beta) if run.checkpoint is None else run.restore()
         self.pad_id = self.sampler.tokenizer.pad_token_id
         self.rows_per_step = self.arguments.rows_per_step(self.ranks.count)
         self.started = time.perf_counter() - self.progress.seconds
@@ -54,41 +53,41 @@ class Trainer:
 
     def train(self) -> int:
         """All steps that are left; returns the exit status."""
-        p, a, made = self.progress, self.arguments, self.made
-        made.log.start(p.step, p.log_sizes)
-        model, processes = a.model_name_or_path or ARITHMETIC_MODEL, made.ranks.count
-        made.log.say(
-            f"{model}, {len(made.prompts):,} prompts, {len(made.held_out):,} held out; {a.max_steps:,} steps of "
+        p, a, run = self.progress, self.arguments, self.run
+        run.log.start(p.step, p.log_sizes)
+        model, processes = a.model_name_or_path or ARITHMETIC_MODEL, run.ranks.count
+        run.log.say(
+            f"{model}, {len(run.prompts):,} prompts, {len(run.held_out):,} held out; {a.max_steps:,} steps of "
             f"{self.rows_per_step:,} completions, {processes} {'process' if processes == 1 else 'processes'}, "
-            f"{made.accelerator.device}; output in {made.folder}"
+            f"{run.accelerator.device}; output in {run.folder}"
         )
         if p.step:
-            made.log.say(f"resumed at step {p.step} from {made.checkpoint}")
-        with made.signals.noted():
+            run.log.say(f"resumed at step {p.step} from {run.checkpoint}")
+        with run.signals.noted():
             try:
                 self.evaluate()
                 while p.step < a.max_steps:
                     if not p.rollout:
                         self.collect()
                     self.update()
-                    made.signals.check()
+                    run.signals.check()
                     if a.save_steps and p.step % a.save_steps == 0 and p.step < a.max_steps:
-                        save(made, p)
+                        run.save(p)
                     self.evaluate()
                 self.finish()
                 return 0
             except Interrupted:
-                save(made, p)
-                made.log.say(f"stopped by a signal after step {p.step}; --resume-from-checkpoint auto goes on")
-                return 128 + made.signals.received  # as shells have it: 130 after Ctrl-C
+                run.save(p)
+                run.log.say(f"stopped by a signal after step {p.step}; --resume-from-checkpoint auto goes on")
+                return 128 + run.signals.received  # as shells have it: 130 after Ctrl-C
 
     # --- rollout ------------------------------------------------------------------------------------------------------
 
     def collect(self) -> None:
         """Sample or load the next rollout, score it, and compute what its updates need."""
-        a, p, made = self.arguments, self.progress, self.made
+        a, p, run = self.arguments, self.progress, self.run
         begin = time.perf_counter()
-        made.log.phase("sampling")
+        run.log.phase("sampling")
         self.seconds, self.metrics, p.rollout_numbers = {"rewards": 0.0}, {}, {}
         rollout = self._replayed() if a.replay else self._sampled()
         if p.rollout_index == 0 and all(c.steps is None for c in rollout):
@@ -100,18 +99,18 @@ class Trainer:
             for group in filter(without_gradient, groups_of(rollout, a.num_generations)):
                 for c in group:
                     c.dropped = True
-        made.log.phase("updates")
+        run.log.phase("updates")
         self._score_under_policies(rollout)
         p.rollout, p.used = rollout, 0
-        if a.save_rollouts and made.accelerator.is_main_process:
-            save_rollout(made.folder / "rollouts", p.rollout_index, rollout)
+        if a.save_rollouts and run.accelerator.is_main_process:
+            write_text(rollout_path(run.folder / "rollouts", p.rollout_index), to_lines(rollout))
         self.seconds["rollout"] = time.perf_counter() - begin - self.seconds["rewards"]
         p.rollout_numbers |= rollout_record(rollout, a.num_generations)
         self._log_samples()
 
     def _replayed(self) -> list[Completion]:
-        rollout = load_replay(self.arguments, self.progress.rollout_index, self.ranks.count, self.made.vocab_size)
-        if self.made.rewards is not None:
+        rollout = load_replay(self.arguments, self.progress.rollout_index, self.ranks.count, self.run.vocab_size)
+        if self.run.rewards is not None:
             own = self.ranks.share(rollout)
             self._score(own)
             rollout = self.ranks.gather(own)
@@ -119,7 +118,7 @@ class Trainer:
 
     def _sampled(self) -> list[Completion]:
         """A rollout, and where it is refilled, of several rounds."""
-        a, p, prompts = self.arguments, self.progress, self.made.prompts
+        a, p, prompts = self.arguments, self.progress, self.run.prompts
         wanted = a.rows_per_rollout(self.ranks.count) // a.num_generations
         cursor = p.cursor  # which stays where it is if sampling is cut short
         groups: list[list[Completion]] = []
@@ -154,8 +153,8 @@ class Trainer:
 
     def _score(self, rows: Sequence[Completion]) -> None:
         """Set the rewards of this rank's completions."""
-        begin, rewards = time.perf_counter(), self.made.rewards
-        self.made.log.phase("rewards")
+        begin, rewards = time.perf_counter(), self.run.rewards
+        self.run.log.phase("rewards")
         assert rewards is not None
         with self.ranks.raise_on_all():
             batch = rewards.score(
@@ -176,7 +175,7 @@ class Trainer:
             )
         if any(failures):
             first, count = next(filter(None, failures))[0], sum(len({f.row for f in part}) for part in failures)
-            self.made.log.say(f"{count} completions unscored, the first by {first.name}: {first.message}")
+            self.run.log.say(f"{count} completions unscored, the first by {first.name}: {first.message}")
         self.seconds["rewards"] += time.perf_counter() - begin
         for name, value in (found for part in metrics for found in part.items()):
             self.metrics.setdefault(f"metrics/{name}", []).append(value)
@@ -212,7 +211,7 @@ class Trainer:
         for first in range(0, len(rollout), self.rows_per_step):
             rows, found = rollout[first : first + self.rows_per_step], []
             for part in self._passes(rows):
-                inputs = model_inputs(part, self.arguments, self.pad_id, self.made.accelerator.device)
+                inputs = model_inputs(part, self.arguments, self.pad_id, self.run.accelerator.device)
                 logps = infer(self.policy, "logps", **inputs, temperature=self.arguments.temperature).float().cpu()
                 found += [row[: len(c.ids)].clone() for row, c in zip(logps, part, strict=True)]
             for c, values in zip(rows, self.ranks.gather(found), strict=True):
@@ -227,7 +226,7 @@ class Trainer:
         p, count = self.progress, self.arguments.logging_samples
         for c in p.rollout[:: -(-len(p.rollout) // count)] if count else ():
             assert c.advantage is not None
-            self.made.log.sample({
+            self.run.log.sample({
                 "step": p.step + 1, "prompt": c.prompt, "completion": self.sampler.text("", c.ids),
                 "tokens": len(c.ids), "reward": c.reward, "advantage": c.advantage.float().mean().item(),
                 "rewards": c.rewards, **({"extra": c.extra} if c.extra else {}),
@@ -237,7 +236,7 @@ class Trainer:
 
     def update(self) -> None:
         """One optimizer step on a part of the rollout."""
-        a, p, made = self.arguments, self.progress, self.made
+        a, p, run = self.arguments, self.progress, self.run
         begin = time.perf_counter()
         first = p.used * self.rows_per_step % len(p.rollout)
         rows = p.rollout[first : first + self.rows_per_step]
@@ -248,13 +247,13 @@ class Trainer:
                 f"step {p.step + 1}: loss {record['loss']}, gradient norm {norm}; the run ends here, and "
                 "its checkpoints are those of earlier steps"
             )
-        rate = made.optimizer.param_groups[0]["lr"]
-        made.optimizer.step()
-        made.scheduler.step()
+        rate = run.optimizer.param_groups[0]["lr"]
+        run.optimizer.step()
+        run.scheduler.step()
         tokens = sum(len(c.ids) for c in rows if is_scored(c, a))
         p.step, p.used, p.num_tokens = p.step + 1, p.used + 1, p.num_tokens + tokens
         record = {
-            "step": p.step, "rollout": p.rollout_index, "epoch": p.cursor / len(made.prompts),
+            "step": p.step, "rollout": p.rollout_index, "epoch": p.cursor / len(run.prompts),
             "num_tokens": p.num_tokens, "learning_rate": rate, "grad_norm": norm,
             **({"beta": p.beta} if self.reference is not None else {}), **record, **p.rollout_numbers,
         }  # fmt: skip
@@ -266,34 +265,34 @@ class Trainer:
         record |= {f"seconds/{name}": seconds for name, seconds in self.seconds.items()}
         record["seconds"] = p.seconds = time.perf_counter() - self.started
         self.seconds = {}
-        made.log.record(record)
+        run.log.record(record)
 
     @torch.enable_grad()  # whatever a reward function has set
     def _backward(self, rows: list[Completion]) -> list[dict[str, float]]:
         """Gradients of one step. Denominators are those of all its rows: the split into passes changes nothing."""
-        a, p, made = self.arguments, self.progress, self.made
+        a, p, run = self.arguments, self.progress, self.run
         config = self.config if a.kl_target is None else dataclasses.replace(self.config, beta=p.beta)
         count, tokens = denominators(rows, config, a)
         extra = {"entropy_normalizer": tokens / self.ranks.count} if config.has_entropy_bonus else {}
-        made.optimizer.zero_grad()
+        run.optimizer.zero_grad()
         self.policy.train(a.gradient_checkpointing)  # eval() otherwise: no dropout, no router noise
         numbers, passes = [], self._passes(rows)
         for part in passes:
-            inputs = model_inputs(part, a, self.pad_id, made.accelerator.device)
-            inputs |= loss_inputs(part, a, made.accelerator.device)
+            inputs = model_inputs(part, a, self.pad_id, run.accelerator.device)
+            inputs |= loss_inputs(part, a, run.accelerator.device)
             # In the backward that synchronizes, DeepSpeed's engine clips and steps too.
-            last = made.accelerator.sync_gradients = part is passes[-1]
-            with contextlib.nullcontext() if last else made.accelerator.no_sync(self.policy):
+            last = run.accelerator.sync_gradients = part is passes[-1]
+            with contextlib.nullcontext() if last else run.accelerator.no_sync(self.policy):
                 # DDP, FSDP2 and DeepSpeed average over the ranks.
                 out = self.policy("loss", **inputs, config=config, normalizer=count / self.ranks.count, **extra)
-                made.accelerator.backward(out.loss)
+                run.accelerator.backward(out.loss)
             numbers.append(pass_numbers(out, inputs))
         return numbers
 
     def _clip(self) -> float:
         """Scale gradients down to max_grad_norm; the norm before that."""
         trained = [p for p in self.policy.parameters() if p.requires_grad]
-        norm = self.made.accelerator.clip_grad_norm_(trained, self.arguments.max_grad_norm or math.inf)
+        norm = self.run.accelerator.clip_grad_norm_(trained, self.arguments.max_grad_norm or math.inf)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def _move_reference(self, kl: float | None, completions: int) -> None:
@@ -314,14 +313,14 @@ class Trainer:
 
     def evaluate(self) -> None:
         """Score held-out completions before, after, and every eval_steps steps, but not again after a resume."""
-        a, p, made = self.arguments, self.progress, self.made
+        a, p, run = self.arguments, self.progress, self.run
         due = p.step in (0, a.max_steps) or (a.eval_steps and p.step % a.eval_steps == 0)
-        if not due or p.evaluated_at == p.step or not made.held_out or made.rewards is None:
+        if not due or p.evaluated_at == p.step or not run.held_out or run.rewards is None:
             return
-        made.log.phase("evaluation")
+        run.log.phase("evaluation")
         found = evaluate(
-            partial(self.sampler.for_evaluation, step=p.step), made.held_out,
-            made.rewards, num_samples=a.eval_num_samples, step=p.step, correct_at=a.correct_at,
+            partial(self.sampler.for_evaluation, step=p.step), run.held_out,
+            run.rewards, num_samples=a.eval_num_samples, step=p.step, correct_at=a.correct_at,
         )  # fmt: skip
         p.evaluated_at = p.step
         if a.correct_at is None and not p.pass_at_1 and any(x is not None for x in p.held_out_reward.values()):
@@ -332,25 +331,25 @@ class Trainer:
         p.held_out_reward = {**p.held_out_reward, when: shown["reward"]}
         # Rewards that were all 0 at first have said nothing, where later ones do not say what is correct.
         p.pass_at_1 = {} if shown["pass@1"] is None else {**p.pass_at_1, when: shown["pass@1"]}
-        made.log.record({"step": p.step, "evaluation": found})
-        if made.accelerator.is_main_process:
-            write_report(made.folder)
+        run.log.record({"step": p.step, "evaluation": found})
+        if run.accelerator.is_main_process:
+            write_report(run.folder)
         known = ", ".join(f"{name} {value:.3f}" for name, value in shown.items() if value is not None)
-        made.log.say(f"step {p.step}: held-out {known or 'completions were not scored'}")
+        run.log.say(f"step {p.step}: held-out {known or 'completions were not scored'}")
 
     def finish(self) -> None:
         """The last checkpoint, the model, summary.json and the report."""
-        p, made = self.progress, self.made
-        save(made, p)
-        made.save_model(made.folder / "model")
+        p, run = self.progress, self.run
+        run.save(p)
+        run.save_model(run.folder / "model")
         summary = {
             **{f"{name}_{when}": getattr(p, name).get(when) for name in ("held_out_reward", "pass_at_1")
                for when in ("before", "after")},
             "steps": p.step, "seconds": time.perf_counter() - self.started, "tokens": p.num_tokens,
             "options": to_json(self.arguments, self.ranks.count),
         }  # fmt: skip
-        if made.accelerator.is_main_process:
-            write_text(made.folder / "summary.json", json.dumps(summary, indent=1) + "\n")
-            write_report(made.folder)
-        made.accelerator.wait_for_everyone()
-        made.log.say(f"{made.folder}: model, summary.json and report.html after {p.step} steps")
+        if run.accelerator.is_main_process:
+            write_text(run.folder / "summary.json", json.dumps(summary, indent=1) + "\n")
+            write_report(run.folder)
+        run.accelerator.wait_for_everyone()
+        run.log.say(f"{run.folder}: model, summary.json and report.html after {p.step} steps")

@@ -7,10 +7,13 @@ batches, and so the bits, depend on the memory that is free.
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -211,3 +214,69 @@ class Sampler:
         own = self.ranks.share([*prompts, *prompts[:1] * (size - len(prompts))])
         found = self.sample(own, stream=f"evaluation {seed}", greedy=greedy, step=step)
         return [(ids, self.text("", ids)) for ids in self.ranks.gather([s.ids for s in found])[: len(prompts)]]
+
+
+# --- saved rollouts ---------------------------------------------------------------------------------------------------
+
+
+def to_lines(rollout: Sequence[Completion]) -> str:
+    """A completion a line; float32 numbers exactly as they are. What JSON lacks, such as dates, becomes text."""
+
+    def plain(value: Any) -> Any:
+        return value.tolist() if isinstance(value, torch.Tensor) else str(value)
+
+    return "".join(json.dumps(vars(c), default=plain) + "\n" for c in rollout)
+
+
+def from_lines(path: Path) -> list[Completion]:
+    """The completions that `to_lines` wrote into a file."""
+    found: list[Completion] = []
+    try:
+        for line in path.read_text().splitlines():
+            values = dict(json.loads(line))
+            for name in ("logps", "advantage", "old_logps", "ref_logps"):
+                if values.get(name) is not None:
+                    values[name] = torch.tensor(values[name], dtype=torch.float32)
+            found.append(Completion(**values))
+    except (ValueError, TypeError) as error:
+        raise RunError(f"{path}, line {len(found) + 1}: {error}") from None
+    return found
+
+
+def rollout_path(folder: Path, index: int) -> Path:
+    return folder / f"rollout-{index:06d}.jsonl"
+
+
+def load_rollout(folder: Path, index: int) -> list[Completion]:
+    """What --save-rollouts wrote; rewards included, advantages and log-probabilities of policies not."""
+    unset: dict[str, Any] = {"advantage": None, "old_logps": None, "ref_logps": None, "dropped": False}
+    return [replace(c, **unset) for c in from_lines(rollout_path(folder, index))]
+
+
+def load_replay(a: TrainArguments, index: int, num_processes: int, vocab_size: int) -> list[Completion]:
+    """A rollout of --replay. Raises RunError where it is not what options and model take."""
+    path = rollout_path(Path(a.replay or ""), index)
+    if not path.is_file():
+        raise RunError(f"replay={a.replay}: {path.name} is missing; {a.max_steps} steps take {a.num_rollouts} rollouts")
+    rollout, rows = load_rollout(path.parent, index), a.rows_per_rollout(num_processes)
+    sizes = sorted({len(list(group)) for _, group in groupby(rollout, key=lambda c: c.group)})
+
+    def are_ids(ids: Any) -> bool:
+        return bool(ids) and isinstance(ids, list) and all(type(i) is int and 0 <= i < vocab_size for i in ids)
+
+    for right, sentence in (
+        (len(rollout) == rows, f"{len(rollout)} completions; the options take {rows}"),
+        (sizes == [a.num_generations], f"groups of {sizes} completions; num_generations={a.num_generations}"),
+        (all(are_ids(c.prompt_ids) and are_ids(c.ids) for c in rollout),
+         f"a prompt or a completion that is no list of token ids, 0 to {vocab_size - 1}, at least one"),
+        (all(isinstance(c.reward, (int, float)) for c in rollout), "a reward that is no number"),
+        (all(x is None or len(x) == len(c.ids) for c in rollout for x in (c.logps, c.kept)),
+         "logps or kept ids of another number of tokens than its completion"),
+        (not a.corrects or all(c.logps is not None for c in rollout),
+         "completions without logps; expected those of the policy that sampled, or "
+         "--no-vllm-importance-sampling-correction"),
+        (a.loss != "eager" or all(c.kept is None for c in rollout), "truncated samples; loss='eager' is over all ids"),
+    ):  # fmt: skip
+        if not right:
+            raise RunError(f"replay={a.replay}: {path.name} has {sentence}")
+    return rollout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
@@ -10,36 +9,47 @@ import sys
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from transformers import get_scheduler
 
-from .accelerator import init_trackers, make_accelerator, zero_stage
 from .arguments import ARITHMETIC, TrainArguments, to_json
 from .batch import model_inputs
 from .checkpoint import (
     CONFIG,
+    ROLLOUT,
     RUN,
-    check_same_run,
+    STATE,
+    TENSORS,
+    Progress,
     check_state,
-    checkpoints,
-    find_checkpoint,
-    load_replay,
+    claim_folder,
+    lock_folder,
+    prune,
     remove_leftovers,
     write_atomically,
     write_text,
 )
-from .data import Prompt, load_prompts
-from .log import LOG, SAMPLES, RunLog
+from .data import Prompt, fingerprint, load_prompts
+from .log import RunLog
 from .model import Policy, ReferencePolicy, load_model, load_tokenizer
-from .ranks import Ranks, Signals
+from .ranks import (
+    Ranks,
+    Signals,
+    init_trackers,
+    load_partition_states,
+    make_accelerator,
+    partition_states,
+    zero_stage,
+)
 from .rewards import Rewards
-from .rollout import Completion, Sampler, eos_ids, infer
+from .rollout import Completion, Sampler, eos_ids, from_lines, infer, load_replay, to_lines
 from .vllm import VLLM
-
-OWN = (LOG, SAMPLES, CONFIG, "summary.json", "report.html", "model", "rollouts")
 
 
 class Given(NamedTuple):
@@ -66,9 +76,9 @@ class Run:
         a.check(self.ranks.count)
         self.accelerator = make_accelerator(a)
         with self.ranks.raise_on_all():
-            self.checkpoint = _claim(self.folder, a, self.ranks.count)
+            self.checkpoint = claim_folder(self.folder, a, self.ranks.count)
             if self.accelerator.is_main_process:
-                self.unlock = weakref.finalize(self, os.close, _lock(self.folder))
+                self.unlock = weakref.finalize(self, os.close, lock_folder(self.folder))
                 remove_leftovers(self.folder)
             source = a.model_name_or_path or _make_start_model(self.folder, a, self.ranks)
         tokenizer = load_tokenizer(getattr(given.model, "name_or_path", source), a, given.tokenizer)
@@ -126,6 +136,77 @@ class Run:
             if self.accelerator.is_main_process:
                 write_atomically(folder, lambda partial: self.write_model(partial, state))
 
+    def save(self, progress: Progress) -> None:
+        """Write checkpoint-STEP; every rank calls it, the first one writes, and all raise where that fails."""
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights, progress.log_sizes, stage = self.model_state(), self.log.sizes(), zero_stage(self.accelerator)
+        tensors = {
+            # torch makes a step with gradients of 0 where there was none, which AdamW would count.
+            "optimizer": get_optimizer_state_dict(self.bare_policy, self.optimizer.optimizer, options=whole)
+            if progress.step and not stage
+            else None,
+            "scheduler": self.scheduler.state_dict(),
+            "reference": None if self.reference is None else self.reference.state_dict(),
+        }
+        state = {
+            "progress": {name: value for name, value in vars(progress).items() if name != "rollout"},
+            "prompts": fingerprint(self.prompts),
+            "zero_stage": stage,
+            **_environment(),
+        }
+        # DeepSpeed has no whole state of the optimizer: each rank writes its part, and the first puts them together.
+        parts = {
+            self.folder / f".optimizer-{i}.partial": f"optimizer-{i}.pt"
+            for i in range(self.ranks.count if stage else 0)
+        }
+
+        def fill(folder: Path) -> None:
+            self.write_model(folder, weights)
+            for part, name in parts.items():
+                part.replace(folder / name)
+            torch.save(tensors, folder / TENSORS)
+            (folder / STATE).write_text(json.dumps(state, indent=1))
+            (folder / RUN).write_text(json.dumps(to_json(self.arguments, self.ranks.count), indent=1))
+            # Columns and what functions gave to log_extra have done their work: rewards are known.
+            (folder / ROLLOUT).write_text(to_lines([replace(c, columns={}, extra={}) for c in progress.rollout]))
+
+        try:
+            with self.ranks.raise_on_all():
+                if stage:
+                    torch.save(partition_states(self.optimizer), list(parts)[self.ranks.index])
+            with self.ranks.raise_on_all():
+                if self.accelerator.is_main_process:
+                    write_atomically(self.folder / f"checkpoint-{progress.step}", fill)
+                    prune(self.folder, self.arguments.save_total_limit, progress.step)
+        finally:
+            for part in parts:
+                part.unlink(missing_ok=True)
+
+    def restore(self) -> Progress:
+        """The progress of `self.checkpoint`; its optimizer, scheduler and reference policy are loaded.
+
+        The weights were read with the model.
+        """
+        folder = self.checkpoint
+        assert folder is not None
+        state = json.loads((folder / STATE).read_text())
+        for name, now in _environment().items():
+            if state[name] != now:
+                print(f"{folder} was written with {name}={state[name]}, now {now}: results may differ", file=sys.stderr)
+        tensors = torch.load(folder / TENSORS, map_location="cpu", weights_only=True)
+        if tensors["optimizer"] is not None:
+            options = StateDictOptions(full_state_dict=True, strict=False)  # a parameter without gradients has no state
+            set_optimizer_state_dict(self.bare_policy, self.optimizer.optimizer, tensors["optimizer"], options=options)
+        self.scheduler.load_state_dict(tensors["scheduler"])
+        if zero_stage(self.accelerator):
+            part = folder / f"optimizer-{self.ranks.index}.pt"
+            load_partition_states(self.optimizer, torch.load(part, map_location="cpu", weights_only=True))
+            for group, rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
+                group["lr"] = rate
+        if self.reference is not None:
+            self.reference.load_state_dict(tensors["reference"])
+        return Progress(**state["progress"], rollout=from_lines(folder / ROLLOUT))
+
     def close(self) -> None:
         if self.rewards is not None:
             self.rewards.close()
@@ -139,6 +220,11 @@ class Run:
         if self.sampler.vllm is not None:
             self.sampler.vllm.close()
         self.accelerator.end_training()
+
+
+def _environment() -> dict[str, Any]:
+    """What results may depend on beside the options."""
+    return {"torch": torch.__version__, "transformers": transformers.__version__, "threads": torch.get_num_threads()}
 
 
 def _make_optimizer(policy: Policy, a: TrainArguments) -> Any:
@@ -164,53 +250,6 @@ def _make_scheduler(optimizer: Any, a: TrainArguments) -> Any:
     except (TypeError, ValueError, ArithmeticError) as error:
         raise ValueError(f"lr_scheduler_kwargs={a.lr_scheduler_kwargs!r}: {error}") from None
     return schedule
-
-
-# --- the output folder ------------------------------------------------------------------------------------------------
-
-
-def _claim(folder: Path, a: TrainArguments, num_processes: int) -> Path | None:
-    """The checkpoint to go on from, if any. Raises where the folder holds a run that these options do not continue."""
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"output_dir={folder} is a file; expected a folder")
-    wanted, written, saved = a.resume_from_checkpoint, checkpoints(folder), folder / CONFIG
-    checkpoint = find_checkpoint(folder, wanted)
-    continues = wanted is not None and saved.exists()
-    if checkpoint is not None:
-        continues, saved = checkpoint.resolve().parent == folder.resolve(), checkpoint / RUN
-    own = sorted(path.name for path in (*(folder / name for name in OWN), *written) if path.exists())
-    if own and not continues:
-        raise ValueError(
-            f"output_dir={folder} holds another run ({', '.join(own[:3])} ...); expected a new folder, or "
-            "--resume-from-checkpoint auto"
-        )
-    if checkpoint is not None or continues:
-        check_same_run(saved, a, num_processes)
-    if wanted is not None and checkpoint is None:
-        print(f"{folder} holds no sound checkpoint: the run begins at step 0", file=sys.stderr)
-    if checkpoint is not None and continues and wanted != "auto" and written[0].resolve() != checkpoint.resolve():
-        raise ValueError(
-            f"resume_from_checkpoint={checkpoint}: {written[0]} is newer; expected 'auto', another output_dir, or a "
-            "folder without newer checkpoints"
-        )
-    return checkpoint
-
-
-def _lock(folder: Path) -> int:
-    """A handle of the folder, which no second run gets while this one has it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"output_dir={folder} cannot be made: {error.strerror}") from error
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise ValueError(f"output_dir={folder} is in use by another run; expected a folder for each run") from None
-    except OSError:  # a file system without locks
-        pass
-    return handle
 
 
 # --- model, data, rewards ---------------------------------------------------------------------------------------------
