@@ -8,7 +8,7 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
@@ -277,7 +277,7 @@ class TrainArguments:
             "kl_estimator": self.kl_estimator if self.beta else None,
             "use_bias_correction_kl": self.use_bias_correction_kl if self.beta else None,
         }
-        further = _read_json("loss_options", self.loss_options)
+        further = self.from_json("loss_options")
         if twice := given.keys() & further.keys():
             raise ValueError(f"loss_options={self.loss_options!r}: {', '.join(sorted(twice))} has an option of its own")
         if known := further.keys() & {"logit_scale", "logit_softcap"}:
@@ -289,13 +289,16 @@ class TrainArguments:
         except TypeError as error:
             raise ValueError(f"loss_options={self.loss_options!r}: {error}") from None
 
-    def schedule_options(self) -> dict[str, Any]:
-        """What lr_scheduler_type takes beside the numbers of steps."""
-        return _read_json("lr_scheduler_kwargs", self.lr_scheduler_kwargs)
-
-    def vllm_options(self) -> dict[str, Any]:
-        """What vllm.LLM takes beside the options that have a name here."""
-        return _read_json("vllm_kwargs", self.vllm_kwargs)
+    def from_json(self, name: str) -> dict[str, Any]:
+        """The object that an option holds as JSON; empty where it is not given."""
+        text = getattr(self, name)
+        try:
+            found = json.loads(text or "{}")
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{name}={text!r}: {error}") from None
+        if not isinstance(found, dict):
+            raise ValueError(f"{name}={text!r}; expected an object of JSON")
+        return found
 
     def check(self, num_processes: int) -> None:
         """Raise ValueError for options that are out of range, contradict each other or have no effect, by name."""
@@ -311,22 +314,22 @@ class TrainArguments:
                     for one in value if isinstance(value, list) else [value]:
                         if one not in expected:
                             raise ValueError(f"{name}={one!r}; expected one of {', '.join(expected)}")
-        self.schedule_options(), self.vllm_options()
+        for name in ("lr_scheduler_kwargs", "vllm_kwargs"):
+            self.from_json(name)
         if self.reward_pattern is not None:
             compiled(self.reward_pattern)
         for name in ("model_name_or_path", "dataset_name", "eval_dataset_name"):
             if (path := getattr(self, name)) is not None:
                 check_path(name, path)
-        for wrong, sentence in self._contradictions(num_processes, self.loss_config()):
+        for wrong, sentence in self._contradictions(num_processes):
             if wrong:
                 raise ValueError(sentence)
-        self._check_effects(num_processes)
 
-    def _contradictions(self, num_processes: int, config: GRPOConfig) -> tuple[tuple[bool, str], ...]:
+    def _contradictions(self, num_processes: int) -> Iterator[tuple[bool, str]]:
         """(whether it is so, what is wrong) of options that are right one by one."""
-        a, passes, rows = self, self.passes_per_rollout, self.rows_per_rollout(num_processes)
-        splits = (("dataset_train_split", a.dataset_name), ("dataset_test_split", a.held_out_name))
-        return (
+        a, config = self, self.loss_config()
+        passes, rows = a.passes_per_rollout, a.rows_per_rollout(num_processes)
+        yield from (
             (a.soft_overlong_cache > a.max_completion_length,
              f"soft_overlong_cache={a.soft_overlong_cache}; expected at most "
              f"max_completion_length={a.max_completion_length}"),
@@ -358,46 +361,42 @@ class TrainArguments:
              "loss='eager' is over all ids: top_p, top_k and min_p do not go with it"),
             (a.use_vllm and a.truncates and not a.top_k,
              "use_vllm with top_p or min_p needs a top_k too: vLLM returns the ids that it keeps with top_k > 0 only"),
-            *((is_one_split(data) and a.is_given(name),
-               f"{name}={getattr(a, name)!r}: {data} is one split"
-               + ("" if a.eval_dataset_name else "; eval_dataset_name takes another one"))
-              for name, data in splits),
         )  # fmt: skip
-
-    def _check_effects(self, num_processes: int) -> None:
-        arithmetic = self.model_name_or_path is None
-        held_out = arithmetic or self.dataset_test_split or self.eval_dataset_name
+        for name, data in (("dataset_train_split", a.dataset_name), ("dataset_test_split", a.held_out_name)):
+            other = "" if a.eval_dataset_name else "; eval_dataset_name takes another one"
+            yield is_one_split(data) and a.is_given(name), f"{name}={getattr(a, name)!r}: {data} is one split{other}"
+        arithmetic = a.model_name_or_path is None
+        held_out = arithmetic or a.dataset_test_split or a.eval_dataset_name
+        sampling = "sampling, and replay is given"
         for needed, present, names in (
-            ("beta", self.beta, ("kl_estimator", "use_bias_correction_kl", "sync_ref_model")),
-            ("sync_ref_model", self.sync_ref_model, ("ref_model_sync_steps", "ref_model_mixup_alpha")),
-            ("kl_target", self.kl_target, ("kl_horizon",)),
-            ("use_peft", self.use_peft, ("lora_r", "lora_alpha", "lora_target_modules")),
-            ("dynamic_sampling=refill", self.dynamic_sampling == "refill", ("dynamic_sampling_max_rounds",)),
-            ("use_vllm", self.use_vllm, VLLM_OPTIONS),
-            ("sampling by transformers", not self.use_vllm, ("per_device_generation_batch_size",)),
-            ("use_vllm or replay, and vllm_importance_sampling_correction", self.corrects,
+            ("beta", a.beta, ("kl_estimator", "use_bias_correction_kl", "sync_ref_model")),
+            ("sync_ref_model", a.sync_ref_model, ("ref_model_sync_steps", "ref_model_mixup_alpha")),
+            ("kl_target", a.kl_target, ("kl_horizon",)),
+            ("use_peft", a.use_peft, ("lora_r", "lora_alpha", "lora_target_modules")),
+            ("dynamic_sampling=refill", a.dynamic_sampling == "refill", ("dynamic_sampling_max_rounds",)),
+            ("use_vllm", a.use_vllm, VLLM_OPTIONS),
+            ("sampling by transformers", not a.use_vllm, ("per_device_generation_batch_size",)),
+            ("use_vllm or replay, and vllm_importance_sampling_correction", a.corrects,
              ("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max")),
             ("old or rollout log-probabilities (num_iterations, steps_per_generation, replay, use_vllm)",
-             self.steps_per_rollout > 1 or self.corrects, ("off_policy_mask_threshold",)),
+             a.steps_per_rollout > 1 or a.corrects, ("off_policy_mask_threshold",)),
             ("dataset_test_split or eval_dataset_name", held_out,
              ("eval_steps", "eval_num_samples", "eval_max_prompts", "correct_at")),
-            ("reward_funcs", self.reward_funcs, (
-                "reward_weights", "reward_timeout", "reward_pattern", "soft_overlong_cache", "step_delimiter",
-                "dataset_test_split", "eval_dataset_name")),
-            ("the reward 'code'", "code" in self.reward_funcs, ("code_partial_credit",)),
-            ("sampling, and replay is given", self.replay is None or held_out,
-             ("top_p", "top_k", "min_p", "per_device_generation_batch_size")),
-            ("sampling, and replay is given", self.replay is None, ("shuffle_dataset",)),
+            ("reward_funcs", a.reward_funcs,
+             ("reward_weights", "reward_timeout", "reward_pattern", "soft_overlong_cache", "step_delimiter",
+              "dataset_test_split", "eval_dataset_name")),
+            ("the reward 'code'", "code" in a.reward_funcs, ("code_partial_credit",)),
+            (sampling, a.replay is None or held_out, ("top_p", "top_k", "min_p", "per_device_generation_batch_size")),
+            (sampling, a.replay is None, ("shuffle_dataset",)),
             ("dataset_name", not arithmetic, ("prompt_column", "answer_column", "system_prompt")),
-            ("a schedule with warm-up", arithmetic or self.lr_scheduler_type != "constant",
-             ("warmup_steps",)),
-            ("a schedule that takes arguments", not self.lr_scheduler_type.startswith("constant"),
+            ("a schedule with warm-up", arithmetic or a.lr_scheduler_type != "constant", ("warmup_steps",)),
+            ("a schedule that takes arguments", not a.lr_scheduler_type.startswith("constant"),
              ("lr_scheduler_kwargs",)),
             ("several processes (torchrun, accelerate launch)", num_processes > 1, ("fsdp",)),
         ):  # fmt: skip
-            for name in () if present else names:
-                if self.is_given(name):
-                    raise ValueError(f"{name}={getattr(self, name)!r} has no effect without {needed}; leave it out")
+            for name in names:
+                wrong = a.is_given(name) and not present
+                yield wrong, f"{name}={getattr(a, name)!r} has no effect without {needed}; leave it out"
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
@@ -514,17 +513,6 @@ def _from_yaml(path: str) -> list[str]:
         elif value is not None:
             words.append(f"--{name}={json.dumps(value) if isinstance(value, dict) else value}")
     return words
-
-
-def _read_json(name: str, text: str | None) -> dict[str, Any]:
-    """The object that an option holds."""
-    try:
-        found = json.loads(text or "{}")
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{name}={text!r}: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{name}={text!r}; expected an object of JSON")
-    return found
 
 
 def to_json(arguments: TrainArguments, num_processes: int) -> dict[str, Any]:

@@ -243,7 +243,7 @@ def _make_scheduler(optimizer: Any, a: TrainArguments) -> Any:
     try:
         schedule = get_scheduler(
             a.lr_scheduler_type, optimizer, num_warmup_steps=a.warmup_steps, num_training_steps=a.max_steps,
-            scheduler_specific_kwargs=a.schedule_options(),
+            scheduler_specific_kwargs=a.from_json("lr_scheduler_kwargs"),
         )  # fmt: skip
         for rate_at in schedule.lr_lambdas:  # some arguments are first read after the warm-up
             rate_at(a.warmup_steps), rate_at(a.max_steps)

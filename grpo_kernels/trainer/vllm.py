@@ -43,7 +43,7 @@ class VLLM:
             "logprobs_mode": "processed_logprobs",  # after the temperature and over the kept ids, as the loss has them
             **({"return_sampling_mask": True} if a.truncates else {}),
         }  # fmt: skip
-        further = a.vllm_options()
+        further = a.from_json("vllm_kwargs")
         if twice := settings.keys() & further.keys():
             raise ValueError(f"vllm_kwargs={a.vllm_kwargs!r}: the trainer sets {', '.join(sorted(twice))} itself")
         with self._reasons():
