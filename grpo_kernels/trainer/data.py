@@ -166,21 +166,17 @@ def _read_file(path: Path) -> list[Row]:
     if path.suffix == ".csv":
         return _read_csv(path)
     if path.suffix == ".json" and text.lstrip()[:1] == "[":
-        try:
-            return _rows_of(json.loads(text), str(path))
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(f"{path} is not JSON: {error}") from error
-    return _read_jsonl(path, text)
+        return _rows_of(_from_json(text, str(path)), str(path))
+    numbered = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    rows = [_row(_from_json(line, where := f"{path}, line {number}"), where) for number, line in numbered]
+    return _with_all_columns(rows)
 
 
-def _rows_of(rows: Iterable[Any], where: str) -> list[Row]:
-    """Rows with the same columns: None where one lacks a column."""
-    found = list(rows)
-    for index, row in enumerate(found):
-        if not isinstance(row, Mapping):
-            raise ValueError(f"{where}, row {index} is {row!r:.60}; expected an object with the prompt under its name")
-    names = {name: None for row in found for name in row}
-    return [{**names, **row} for row in found]
+def _from_json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # the latter of lists within lists, some hundred deep
+        raise ValueError(f"{where} is not JSON: {error}") from error
 
 
 def _read_csv(path: Path) -> list[Row]:
@@ -196,11 +192,26 @@ def _read_csv(path: Path) -> list[Row]:
     return list(rows)
 
 
+def _rows_of(rows: Iterable[Any], where: str) -> list[Row]:
+    return _with_all_columns([_row(row, f"{where}, row {index}") for index, row in enumerate(rows)])
+
+
+def _row(row: Any, where: str) -> Row:
+    if not isinstance(row, Mapping):
+        raise ValueError(f"{where} is {row!r:.60}; expected an object with the prompt under its name")
+    return dict(row)
+
+
+def _with_all_columns(rows: list[Row]) -> list[Row]:
+    """None where a row lacks a column that others have."""
+    names = {name: None for row in rows for name in row}
+    return [{**names, **row} for row in rows]
+
+
 def _arithmetic(split: str) -> list[Row]:
-    splits: dict[str, list[Row]] = dict(zip(("train", "test"), problems(), strict=True))
-    if split not in splits:
+    if split not in ("train", "test"):
         raise ValueError(f"split={split!r} of the arithmetic task; expected 'train' or 'test'")
-    return splits[split]
+    return problems()[("train", "test").index(split)]
 
 
 def problems() -> tuple[list[Row], list[Row]]:
@@ -211,21 +222,6 @@ def problems() -> tuple[list[Row], list[Row]]:
     ]
     rows.sort(key=lambda row: hashlib.sha256(row["prompt"].encode()).digest())
     return rows[HELD_OUT:], rows[:HELD_OUT]
-
-
-def _read_jsonl(path: Path, text: str) -> list[Row]:
-    """Rows of an object per line; blank lines do not count."""
-    rows = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        try:
-            row = json.loads(line) if line.strip() else None
-        except (ValueError, RecursionError) as error:  # the latter of lists within lists, some hundred deep
-            raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
-        if line.strip() and not isinstance(row, dict):
-            raise ValueError(f"{path}, line {number} is {row!r:.60}; expected an object with the prompt under its name")
-        if row is not None:
-            rows.append(row)
-    return _rows_of(rows, str(path))
 
 
 def _with_system(prompt: Any, system: str | None, where: str) -> Any:
