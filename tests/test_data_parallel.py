@@ -1,19 +1,210 @@
-"""Ranks with their own tokens, under FSDP2 and DDP: the gradients of one process on all tokens.
+"""Ranks with their own rows under DDP, FSDP and DeepSpeed: the gradients and the step of one process on all rows.
 
-One of the ranks has no scored token: it has to take part in every collective nevertheless.
+The ranks have different numbers of scored tokens. One that has none has to take part in every collective nevertheless.
+All runs share two processes, in one test.
 """
 
 from __future__ import annotations
 
+import os
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
 import torch
 from test_vocab_parallel import run_ranks
-from torch import nn
-from torch.distributed.fsdp import fully_shard
+from tiny_models import VOCAB, tiny_model
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-import grpo_kernels as gk
+from grpo_kernels import GRPOConfig, fused_grpo_loss, fused_logps
 
-VOCAB, WIDTH, LENGTH = 50, 16, 6
+pytest.importorskip("transformers")
+from grpo_kernels.integrations.transformers import fused_forward
+
+WIDTH, LENGTH = 16, 6
+RATE = 0.3
+
+
+def loss_of_logps(hidden, weight, ids, *, advantages, num_items_in_batch, **options) -> Tensor:
+    """A loss whose backward needs the weight again."""
+    logps, _ = fused_logps(hidden, weight, ids, **options)
+    return -(logps * advantages.unsqueeze(1)).sum() / num_items_in_batch
+
+
+class Step(nn.Module):
+    """A model whose forward is its loss, or with hidden=True its hidden states."""
+
+    def __init__(self, tied: bool = False, *, frozen_head: bool = False) -> None:
+        super().__init__()
+        self.model = tiny_model("llama", tie_word_embeddings=tied)
+        self.model.lm_head.weight.requires_grad_(not frozen_head)
+
+    def forward(self, loss=fused_grpo_loss, hidden=False, **batch) -> Tensor:
+        if hidden:
+            return self.model.model(batch["input_ids"]).last_hidden_state[:, -LENGTH - 1 : -1]
+        out = fused_forward(self.model, **batch, loss=loss)
+        return out if isinstance(out, Tensor) else out.loss
+
+
+def make_batch() -> dict[str, Tensor]:
+    """Four rows, of which the third has no scored token."""
+    g = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, VOCAB, (4, 5 + LENGTH), generator=g)
+    mask = torch.ones_like(ids)
+    mask[0, :2], mask[1, -2:] = 0, 0
+    scored = mask[:, -LENGTH:].clone()
+    scored[2] = 0
+    return dict(
+        input_ids=ids, attention_mask=mask, completion_ids=ids[:, -LENGTH:], completion_mask=scored,
+        advantages=torch.randn(4, generator=g),
+    )  # fmt: skip
+
+
+def rows_of(batch: dict[str, Tensor], rows: slice, shares: int) -> dict[str, Any]:
+    """Some rows; the sum of a step is the mean over `shares` ranks and micro-batches."""
+    part = {name: x[rows] for name, x in batch.items()}
+    return part | {"num_items_in_batch": batch["completion_mask"].sum() / shares}
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
+
+
+def weights_of_one_process(steps: int, loss=fused_grpo_loss, **options) -> dict[str, Tensor]:
+    one = Step(**options)
+    optimizer = optimizer_of(one)
+    for _ in range(steps):
+        one(**rows_of(make_batch(), slice(None), 1), loss=loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: x.detach() for name, x in one.named_parameters()}
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], case: object) -> None:
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        assert torch.allclose(found[name], x, atol=1e-6), (case, name)
+
+
+# --- torch's own --------------------------------------------------------------------------------------------------
+
+
+def sharded(tied: bool) -> nn.Module:
+    model = Step(tied)
+    for layer in model.model.model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def flat(tied: bool, use_orig_params: bool) -> FullyShardedDataParallel:
+    options: Any = dict(use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+    model = Step(tied)
+    layers = model.model.model.layers
+    for i, layer in enumerate(layers):
+        layers[i] = FullyShardedDataParallel(layer, **options)
+    return FullyShardedDataParallel(model, **options)
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model):
+            found = [(name, x.detach().clone()) for name, x in model.named_parameters()]
+    else:
+        found = [(name, x.full_tensor() if hasattr(x, "full_tensor") else x) for name, x in model.named_parameters()]
+    return {name.replace("_fsdp_wrapped_module.", "").removeprefix("module."): x for name, x in found}
+
+
+def equal_to_one_process(rank: int, group) -> None:
+    mine = rows_of(make_batch(), slice(2 * rank, 2 * rank + 2), 2)
+    for tied in (False, True):
+        expected = weights_of_one_process(2, tied=tied)
+        for model in (sharded(tied), DistributedDataParallel(Step(tied)), flat(tied, True), flat(tied, False)):
+            optimizer = optimizer_of(model)
+            for _ in range(2):  # the first call compares the model's own logits
+                model(**mine).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_equal(weights(model), expected, (type(model), tied))
+
+    alone = fully_shard(Step().model)
+    with pytest.raises(TypeError, match=r"lm_head\.weight is a DTensor; expected fused_forward to run inside"):
+        fused_forward(alone, **mine)
+    weight = flat(False, False).model.lm_head.weight
+    with pytest.raises(TypeError, match=r"lm_head_weight has no memory, as .*; expected .* inside the forward"):
+        fused_logps(torch.randn(2, LENGTH, weight.shape[1]), weight, mine["completion_ids"])
+
+
+# --- DeepSpeed ----------------------------------------------------------------------------------------------------
+
+
+def engine_of(stage: int, **options) -> Any:
+    """An engine with accumulation 2, which shards every parameter, however small, and clips no gradient."""
+    import deepspeed
+
+    model = Step(**options)
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+    }  # fmt: skip
+    return deepspeed.initialize(model=model, optimizer=optimizer_of(model), config=config)[0]
+
+
+def gathered_weights(model: nn.Module) -> dict[str, Tensor]:
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        return {name: x.detach().clone() for name, x in model.named_parameters()}
+
+
+def equal_under_deepspeed(rank: int, group) -> None:
+    os.environ.update(DS_ACCELERATOR="cpu", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # DeepSpeed calls torch.compile where it is imported, for 2 s
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # which it would compile: gloo serves
+    deepspeed.utils.logger.setLevel("ERROR")
+    batch = make_batch()
+    micro_batches = [rows_of(batch, slice(row, row + 1), 4) for row in (2 * rank, 2 * rank + 1)]
+    for stage, loss, options in (
+        (3, fused_grpo_loss, {"tied": False}),
+        (3, fused_grpo_loss, {"tied": True}),
+        (3, loss_of_logps, {"tied": False}),
+        (3, loss_of_logps, {"frozen_head": True}),
+        (2, fused_grpo_loss, {"tied": True}),
+        (1, fused_grpo_loss, {"tied": False}),
+    ):
+        engine = engine_of(stage, **options)
+        with torch.no_grad():
+            engine(**micro_batches[0], loss=loss)
+        for micro_batch in micro_batches * 2:
+            engine.backward(engine(**micro_batch, loss=loss))
+            engine.step()
+        expected = weights_of_one_process(2, loss, **options)
+        assert_equal(gathered_weights(engine.module), expected, (stage, loss, options))
+    refused_outside(micro_batches[0])
+
+
+def refused_outside(batch: dict[str, Any]) -> None:
+    """Beside the engine's forward; gathered for the forward alone, where the backward needs the weight again."""
+    import deepspeed
+
+    engine = engine_of(3)
+    model, ids = engine.module.model, batch["completion_ids"]
+    with pytest.raises(TypeError, match=r"lm_head\.weight is a ZeRO-3 partition; expected .* inside the forward of"):
+        fused_forward(model, **batch)
+    hidden, weight = engine(**batch, hidden=True), model.lm_head.weight
+    with pytest.raises(TypeError, match=r"lm_head_weight is a ZeRO-3 partition; expected .* inside the forward of"):
+        fused_logps(hidden, weight, ids)
+    with deepspeed.zero.GatheredParameters(weight):
+        logps, _ = fused_logps(hidden, weight, ids)
+    with pytest.raises(TypeError, match=r"lm_head_weight is a ZeRO-3 partition; .*or loss and backward inside"):
+        logps.sum().backward()
+
+
+# --- without transformers -------------------------------------------------------------------------------------------
 
 
 class Policy(nn.Module):
@@ -31,7 +222,7 @@ class Policy(nn.Module):
         return hidden if loss is None else loss(hidden, self.lm_head.weight)
 
 
-def batch_of(ranks: int) -> tuple[torch.Tensor, ...]:
+def tokens_of(ranks: int) -> tuple[torch.Tensor, ...]:
     """(prompts, ids, advantages, mask, old_logps) of two sequences per rank; the last rank has no scored token."""
     g = torch.Generator().manual_seed(1)
     shape = (2 * ranks, LENGTH)
@@ -42,10 +233,10 @@ def batch_of(ranks: int) -> tuple[torch.Tensor, ...]:
 
 
 def loss_of(ids, advantages, mask, old, tokens):
-    config = gk.GRPOConfig.preset("dapo")
+    config = GRPOConfig.preset("dapo")
 
     def loss(hidden, weight):
-        return gk.fused_grpo_loss(
+        return fused_grpo_loss(
             hidden, weight, ids, advantages, completion_mask=mask, old_logps=old, num_items_in_batch=tokens,
             config=config,
         ).loss  # fmt: skip
@@ -53,9 +244,9 @@ def loss_of(ids, advantages, mask, old, tokens):
     return loss
 
 
-def equal_to_one_process(rank: int, group) -> None:
+def gradients_of_one_process(rank: int, group) -> None:
     ranks = group.size()
-    prompts, *rest = batch_of(ranks)
+    prompts, *rest = tokens_of(ranks)
     tokens = rest[2].sum()
     one = Policy()
     one(prompts, loss_of(*rest, tokens)).backward()
@@ -80,5 +271,19 @@ def equal_to_one_process(rank: int, group) -> None:
     check(replicated.module)
 
 
-def test_the_gradients_of_one_process(tmp_path):
-    run_ranks(equal_to_one_process, 4, tmp_path)  # two ranks: in test_transformers_parallel.py, which starts them
+WORK = (
+    gradients_of_one_process,
+    equal_to_one_process,
+    *([equal_under_deepspeed] if find_spec("deepspeed") else []),
+)
+
+
+def all_of_it(rank: int, group) -> None:
+    for work in WORK:
+        work(rank, group)
+
+
+def test_the_step_of_one_process(tmp_path):
+    run_ranks(all_of_it, 2, tmp_path)
+    if equal_under_deepspeed not in WORK:
+        pytest.skip("DDP and FSDP are tested; deepspeed is not installed: run make test")

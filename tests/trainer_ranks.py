@@ -2,16 +2,14 @@
 
     torchrun --nproc_per_node 2 trainer_ranks.py FOLDER
 
-FOLDER/jobs.json is a list of runs: {"name": ..., "argv": [...]}, for one that is to be resumed after its second
-step "copy_of": the output folder of a run that has ended, and for one under DeepSpeed "zero_stage". Rank r writes
-FOLDER/rank-r.json: for each name the exit status, or the error with its type.
+FOLDER/jobs.json is a list of runs: {"name": ..., "argv": [...]}, and for one under DeepSpeed "zero_stage". Rank r
+writes FOLDER/rank-r.json: for each name the exit status, or the error with its type.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -84,15 +82,6 @@ def run(argv: list[str], zero_stage: int) -> int | str:
             os.environ.pop(name, None)
 
 
-def halve(run: Path, copy: Path) -> None:
-    """A copy of a run as it was after step 2."""
-    if RANK == 0:
-        shutil.copytree(run, copy)
-        for gone in ("model", "checkpoint-3", "checkpoint-4"):
-            shutil.rmtree(copy / gone)
-    torch.distributed.barrier()
-
-
 def main() -> None:
     torch.set_num_threads(1)
     commands.Trainer = Trainer
@@ -100,8 +89,6 @@ def main() -> None:
     PartialState.destroy_process_group = lambda self, group=None: None  # a run ends with it; here all use one group
     folder, seen = Path(sys.argv[1]), {}
     for job in json.loads((folder / "jobs.json").read_text()):
-        if "copy_of" in job:
-            halve(folder / job["copy_of"], folder / job["name"])
         seen[job["name"]] = run(job["argv"], job.get("zero_stage", 0))
     (folder / f"rank-{RANK}.json").write_text(json.dumps(seen))
     torch.distributed.barrier()

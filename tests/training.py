@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from safetensors.torch import load_file
 from grpo_kernels.trainer.arithmetic import start_model
 from grpo_kernels.trainer.commands import train
 
+HERE = Path(__file__).parent
+# Of processes that import these files.
+ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{HERE}:{HERE.parent}", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 OPTIONS = {
     "reward_funcs": "arithmetic", "num_generations": 4, "max_completion_length": 5, "per_device_train_batch_size": 8,
     "max_steps": 3, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "save_steps": 0, "beta": 0.0,
