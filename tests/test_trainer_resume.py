@@ -24,7 +24,7 @@ import torch
 import training
 from training import run, same_weights, steps
 
-from grpo_kernels.trainer import checkpoint
+from grpo_kernels.trainer import files
 from grpo_kernels.trainer.loop import Trainer
 from grpo_kernels.trainer.ranks import Interrupted, Ranks, Signals
 from grpo_kernels.trainer.rollout import _Draw
@@ -201,7 +201,7 @@ def test_19_a_folder_that_was_left_while_it_was_replaced(tmp_path):
     for name in ("checkpoint-1", ".checkpoint-1.replaced", ".checkpoint-1.partial"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "old").write_text("")
-    checkpoint.write_atomically(tmp_path / "checkpoint-1", lambda folder: (folder / "new").write_text(""))
+    files.write_atomically(tmp_path / "checkpoint-1", lambda folder: (folder / "new").write_text(""))
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
     assert (tmp_path / "checkpoint-1" / "new").exists() and not (tmp_path / "checkpoint-1" / "old").exists()
 
@@ -336,7 +336,7 @@ def test_an_interrupt_while_a_checkpoint_is_written_leaves_nothing_of_it(error, 
 
     (tmp_path / "checkpoint-1").mkdir()
     with pytest.raises(error):
-        checkpoint.write_atomically(tmp_path / "checkpoint-1", fill)
+        files.write_atomically(tmp_path / "checkpoint-1", fill)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
 
 

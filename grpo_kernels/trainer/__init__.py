@@ -11,7 +11,8 @@ rollout.py     completions, sampled by transformers or vLLM (vllm.py), saved and
 rewards/       reward functions, and the process that runs them; code in a sandbox
 batch.py       advantages, masks and padding: from completions to the arguments of the loss
 log.py         the numbers of a step; log.jsonl, samples.jsonl, progress bar, TensorBoard and others
-checkpoint.py  what changes from step to step; the output folder; checkpoints that are whole or absent
+checkpoint.py  what changes from step to step; the output folder and its checkpoints
+files.py       files and folders that are whole or absent
 ranks.py       how processes share the work, by the launcher's configuration: DDP, FSDP2, DeepSpeed; signals
 
 arithmetic.py  the generated task of the default run, and the small model that it starts from

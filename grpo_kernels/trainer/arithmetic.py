@@ -17,8 +17,8 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from .checkpoint import write_atomically
 from .data import problems, take
+from .files import write_atomically
 
 EOS_ID = 0
 EOS = "<eos>"

@@ -1,17 +1,15 @@
-"""What changes from step to step, in memory and in a checkpoint. Checkpoints appear whole or not at all, are verified
-before they are read, and are read without unpickling."""
+"""What changes from step to step; the output folder of a run; its checkpoints, which are verified before they are read,
+and read without unpickling."""
 
 from __future__ import annotations
 
-import errno
 import fcntl
-import hashlib
 import json
 import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,13 +17,13 @@ from typing import Any
 from . import RunError
 from .arguments import ARITHMETIC, TrainArguments, to_json
 from .data import Prompt, fingerprint
+from .files import CHECKSUMS, sha256
 from .rollout import Completion
 
 LOG, SAMPLES = "log.jsonl", "samples.jsonl"
 CONFIG = "config.json"  # the options of the run in its output folder; in a checkpoint RUN, beside that of the model
-CHECKSUMS, RUN, STATE, TENSORS, ROLLOUT = "checksums.json", "run.json", "state.json", "state.pt", "rollout.jsonl"
+RUN, STATE, TENSORS, ROLLOUT = "run.json", "state.json", "state.pt", "rollout.jsonl"
 OF_A_RUN = (LOG, SAMPLES, CONFIG, "summary.json", "report.html", "model", "rollouts")  # in an output folder
-WRITTEN_BESIDE = r"checkpoint-\d+|start-model-\d+|model|optimizer-\d+|config\.json|summary\.json"
 # What may differ between a checkpoint and the run that goes on from it.
 FREE = {
     "output_dir", "resume_from_checkpoint", "dry_run", "save_steps", "save_total_limit", "save_rollouts",
@@ -149,7 +147,7 @@ def _problem(folder: Path) -> str | None:
         return "it holds no checksums.json: it was not written by grpo-kernels train"
     try:
         sums = json.loads((folder / CHECKSUMS).read_text())
-        wrong = [name for name, expected in sums.items() if _sha256(folder / name) != expected]
+        wrong = [name for name, expected in sums.items() if sha256(folder / name) != expected]
     except (OSError, ValueError, AttributeError) as error:
         return f"{type(error).__name__}: {error}"
     if wrong:
@@ -197,77 +195,3 @@ def check_state(checkpoint: Path, a: TrainArguments, prompts: Sequence[Prompt], 
         )
     if state["progress"]["step"] > a.max_steps:
         raise RunError(f"{checkpoint} is beyond max_steps={a.max_steps}; expected a later step")
-
-
-# --- files that are whole or absent -----------------------------------------------------------------------------------
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file that is whole at any moment, and make its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
-    partial.replace(path)
-
-
-def write_atomically(folder: Path, fill: Callable[[Path], object]) -> None:
-    """Make `folder` by filling a temporary one beside it, with checksums, synced to the disk before it is renamed.
-
-    Raises RunError where that fails (a full disk); what was there before stays.
-    """
-    partial, replaced = (folder.with_name(f".{folder.name}.{kind}") for kind in ("partial", "replaced"))
-    _remove_leftover(folder)
-    try:
-        partial.mkdir(parents=True)
-        fill(partial)
-        sums = {path.name: _sha256(path) for path in sorted(partial.iterdir()) if path.is_file()}
-        (partial / CHECKSUMS).write_text(json.dumps(sums, indent=1))
-        for path in (*partial.iterdir(), partial):
-            sync(path)
-        if folder.exists():
-            folder.replace(replaced)
-        partial.replace(folder)
-        sync(folder.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
-    except BaseException as error:
-        _remove_leftover(folder)
-        if not isinstance(error, Exception):  # a second Ctrl-C
-            raise
-        # safetensors and torch have errors of their own for a full disk
-        full = getattr(error, "errno", None) == errno.ENOSPC or any(
-            words in str(error) for words in ("space left", "unexpected pos")
-        )
-        why = "the disk is full" if full else str(error)
-        raise RunError(f"{folder} could not be written: {why}; earlier checkpoints are unchanged") from error
-
-
-def remove_leftovers(output: Path) -> None:
-    """Remove what a process that was killed while it wrote has left, and put back what it had set aside."""
-    for path in output.iterdir():
-        if found := re.fullmatch(rf"\.({WRITTEN_BESIDE})\.(partial|replaced)", path.name):
-            path.unlink() if path.is_file() else _remove_leftover(output / found[1])
-
-
-def _remove_leftover(folder: Path) -> None:
-    partial, replaced = (folder.with_name(f".{folder.name}.{kind}") for kind in ("partial", "replaced"))
-    shutil.rmtree(partial, ignore_errors=True)
-    if replaced.exists() and not folder.exists():
-        replaced.replace(folder)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def sync(path: Path) -> None:
-    """Have a file or a folder on the disk, as it is now."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -19,7 +19,8 @@ from tqdm import tqdm
 
 from .arguments import TrainArguments
 from .batch import groups_of, without_gradient
-from .checkpoint import LOG, SAMPLES, sync, write_text
+from .checkpoint import LOG, SAMPLES
+from .files import sync, write_text
 from .monitor import Monitor
 from .ranks import Ranks
 from .rollout import Completion

@@ -26,9 +26,10 @@ from .batch import (
     step_ends,
     without_gradient,
 )
-from .checkpoint import Progress, write_text
+from .checkpoint import Progress
 from .data import Prompt, take
 from .evaluate import ACCURACIES, evaluate
+from .files import write_text
 from .log import pass_numbers, rollout_record, step_record
 from .ranks import Interrupted
 from .report import write_report

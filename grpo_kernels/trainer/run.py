@@ -31,11 +31,9 @@ from .checkpoint import (
     claim_folder,
     lock_folder,
     prune,
-    remove_leftovers,
-    write_atomically,
-    write_text,
 )
 from .data import Prompt, fingerprint, load_prompts
+from .files import remove_leftovers, write_atomically, write_text
 from .log import RunLog
 from .model import Policy, ReferencePolicy, load_model, load_tokenizer
 from .ranks import (

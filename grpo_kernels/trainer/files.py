@@ -1,0 +1,88 @@
+"""Files and folders that are whole or absent, whenever a process is killed, a disk is full or power is lost."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from . import RunError
+
+CHECKSUMS = "checksums.json"  # of the files of a folder that `write_atomically` made
+WRITTEN_BESIDE = r"checkpoint-\d+|start-model-\d+|model|optimizer-\d+|config\.json|summary\.json"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that is whole at any moment, and make its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def write_atomically(folder: Path, fill: Callable[[Path], object]) -> None:
+    """Make `folder` by filling a temporary one beside it, with checksums, synced to the disk before it is renamed.
+
+    Raises RunError where that fails (a full disk); what was there before stays.
+    """
+    partial, replaced = (folder.with_name(f".{folder.name}.{kind}") for kind in ("partial", "replaced"))
+    _remove_leftover(folder)
+    try:
+        partial.mkdir(parents=True)
+        fill(partial)
+        sums = {path.name: sha256(path) for path in sorted(partial.iterdir()) if path.is_file()}
+        (partial / CHECKSUMS).write_text(json.dumps(sums, indent=1))
+        for path in (*partial.iterdir(), partial):
+            sync(path)
+        if folder.exists():
+            folder.replace(replaced)
+        partial.replace(folder)
+        sync(folder.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+    except BaseException as error:
+        _remove_leftover(folder)
+        if not isinstance(error, Exception):  # a second Ctrl-C
+            raise
+        # safetensors and torch have errors of their own for a full disk
+        full = getattr(error, "errno", None) == errno.ENOSPC or any(
+            words in str(error) for words in ("space left", "unexpected pos")
+        )
+        why = "the disk is full" if full else str(error)
+        raise RunError(f"{folder} could not be written: {why}; earlier checkpoints are unchanged") from error
+
+
+def remove_leftovers(output: Path) -> None:
+    """Remove what a process that was killed while it wrote has left, and put back what it had set aside."""
+    for path in output.iterdir():
+        if found := re.fullmatch(rf"\.({WRITTEN_BESIDE})\.(partial|replaced)", path.name):
+            path.unlink() if path.is_file() else _remove_leftover(output / found[1])
+
+
+def _remove_leftover(folder: Path) -> None:
+    partial, replaced = (folder.with_name(f".{folder.name}.{kind}") for kind in ("partial", "replaced"))
+    shutil.rmtree(partial, ignore_errors=True)
+    if replaced.exists() and not folder.exists():
+        replaced.replace(folder)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Have a file or a folder on the disk, as it is now."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
