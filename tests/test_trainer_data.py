@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 
+import datasets
 import pytest
 from tokenizers import processors
 
@@ -57,7 +58,6 @@ def test_lines_of_objects(tmp_path, words):
 )
 def test_every_kind_of_source_gives_the_same_prompts(suffix, tmp_path, words):
     """A JSON file may be a list or have an object per line; a folder holds files, or what save_to_disk wrote."""
-    datasets = pytest.importorskip("datasets", reason="datasets is not installed: make test EXTRAS=dev,peers")
     rows = [{"question": "1+2=", "gold": "3"}, {"question": "2+\n2=", "gold": "4, or 5"}]
     made, path = datasets.Dataset.from_list(rows), tmp_path / f"a{suffix}"
     source = {"rows": rows, "Dataset": made}.get(suffix, str(path))
@@ -102,16 +102,13 @@ def test_separators_inside_text_do_not_end_a_line(tmp_path, words):
     assert [p.prompt for p in load_prompts(path, tokenizer=words)] == ["1\u2028\x852"]
 
 
-def test_arithmetic_has_two_disjoint_splits(words):
-    train = load_prompts("arithmetic", tokenizer=words)
+def test_arithmetic_has_a_split_to_test_on(words):
     test = load_prompts("arithmetic", tokenizer=words, split="test")
-    assert (len(train), len(test)) == (9600, 400)
-    assert not {p.prompt for p in train} & {p.prompt for p in test}
+    assert len(test) == 400
     assert test[0].columns.keys() == {"answer"} and words.decode(test[0].ids) == test[0].prompt
 
 
 def test_a_folder_is_read_by_datasets(tmp_path, words):
-    pytest.importorskip("datasets", reason="datasets is not installed: make test EXTRAS=dev,peers")
     write(tmp_path / "train.jsonl", {"prompt": "1+2=", "answer": "3"})
     write(tmp_path / "test.jsonl", {"prompt": "2+2=", "answer": "4"}, {"prompt": "2+3=", "answer": "5"})
     found = load_prompts(str(tmp_path), tokenizer=words, split="test")
@@ -122,7 +119,6 @@ def test_a_folder_is_read_by_datasets(tmp_path, words):
 
 
 def test_name_config_and_split_reach_datasets(monkeypatch, words):
-    datasets = pytest.importorskip("datasets", reason="datasets is not installed: make test EXTRAS=dev,peers")
 
     def load_dataset(*names, split):
         return datasets.Dataset.from_dict({"prompt": ["1+2="], "names": [[*names, split]]})
@@ -133,7 +129,6 @@ def test_name_config_and_split_reach_datasets(monkeypatch, words):
 
 
 def test_an_unknown_name_is_one_sentence(monkeypatch, words):
-    datasets = pytest.importorskip("datasets", reason="datasets is not installed: make test EXTRAS=dev,peers")
 
     def load_dataset(name, config, split):
         raise datasets.exceptions.DatasetNotFoundError(f"Dataset '{name}'\ndoesn't exist ({config}, {split})")
@@ -150,28 +145,27 @@ def test_an_unknown_name_is_one_sentence(monkeypatch, words):
 CHAT = [{"role": "system", "content": "1"}, {"role": "user", "content": "2"}]
 
 
-def test_messages_get_the_chat_template_with_one_bos(tmp_path, with_bos):
-    path = write(tmp_path / "a.jsonl", {"prompt": CHAT, "answer": "3"})
-    (found,) = load_prompts(path, tokenizer=with_bos)
+def test_messages_get_the_chat_template_with_one_bos(with_bos):
+    (found,) = load_prompts([{"prompt": CHAT, "answer": "3"}], tokenizer=with_bos)
     assert found == Prompt(CHAT, [with_bos.bos_token_id, 2, 11, 3, 11, 12], {"answer": "3"})
 
 
-def test_a_last_message_of_the_assistant_is_continued(tmp_path, with_bos):
+def test_a_last_message_of_the_assistant_is_continued(with_bos):
     with_bos.chat_template = "{% for m in messages %}{{ m['content'] }}{% if not loop.last %}+{% endif %}{% endfor %}="
-    path = write(tmp_path / "a.jsonl", {"prompt": [CHAT[1], {"role": "assistant", "content": "7"}]})
-    assert load_prompts(path, tokenizer=with_bos)[0].ids == [3, 11, 8]  # neither the end of the turn nor a new one
+    rows = [{"prompt": [CHAT[1], {"role": "assistant", "content": "7"}]}]
+    assert load_prompts(rows, tokenizer=with_bos)[0].ids == [3, 11, 8]  # neither the end of the turn nor a new one
 
 
-def test_text_gets_one_bos_even_if_it_has_one(tmp_path, with_bos):
-    path = write(tmp_path / "a.jsonl", {"prompt": "1+2"}, {"prompt": "<bos>1+2"})
-    assert [p.ids for p in load_prompts(path, tokenizer=with_bos)] == [[with_bos.bos_token_id, 2, 11, 3]] * 2
+def test_text_gets_one_bos_even_if_it_has_one(with_bos):
+    found = load_prompts([{"prompt": "1+2"}, {"prompt": "<bos>1+2"}], tokenizer=with_bos)
+    assert [p.ids for p in found] == [[with_bos.bos_token_id, 2, 11, 3]] * 2
 
 
-def test_long_prompts_are_refused(tmp_path, words):
-    path = write(tmp_path / "a.jsonl", *({"prompt": "1" * n, "n": n} for n in (3, 6, 4, 5)))
-    assert len(load_prompts(path, tokenizer=words, context=6)) == 4
+def test_long_prompts_are_refused(words):
+    rows = [{"prompt": "1" * n} for n in (3, 6, 4, 5)]
+    assert len(load_prompts(rows, tokenizer=words, context=6)) == 4
     with pytest.raises(ValueError, match=r"row 1: the prompt has 6 tokens; the model leaves 5 to a prompt"):
-        load_prompts(path, tokenizer=words, context=5)
+        load_prompts(rows, tokenizer=words, context=5)
 
 
 # ---- bad input ------------------------------------------------------------------------------------------------------
@@ -188,9 +182,7 @@ GOOD = {"prompt": "1+1="}
         ([GOOD, {"question": "1"}], r"row 1: the prompt is None; expected"),
         ([GOOD, "", "{'prompt': 1}"], r"a.jsonl, line 3 is not JSON: Expecting property name"),
         ([GOOD, "[1]"], r"a.jsonl, line 2 is \[1\]; expected an object with the prompt under its name"),
-        ([GOOD, "null"], r"a.jsonl, line 2 is None; expected an object"),
         ([GOOD, {"prompt": 7}], r"row 1: the prompt is 7; expected a text or a list of messages"),
-        ([GOOD, {"prompt": None}], r"row 1: the prompt is None; expected"),
         ([GOOD, {"prompt": []}], r"row 1: the prompt is \[\]; expected"),
         ([GOOD, {"prompt": ["1"]}], r"row 1: the prompt is \['1'\]; expected"),
         ([{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}], r"row 0: the prompt is .*; expected"),
@@ -207,51 +199,42 @@ def test_bad_rows_are_one_sentence(rows, message, tmp_path, words):
     assert "\n" not in str(raised.value)
 
 
-def test_what_a_template_raises_is_shown(tmp_path, with_bos):
+def test_what_a_template_raises_is_shown(with_bos):
     with_bos.chat_template = "{{ raise_exception('System role not supported') }}"
     with pytest.raises(ValueError, match="row 0: the chat template refuses the messages: System role not supported"):
-        load_prompts(write(tmp_path / "a.jsonl", {"prompt": CHAT}), tokenizer=with_bos)
+        load_prompts([{"prompt": CHAT}], tokenizer=with_bos)
 
 
-def test_bad_sources_are_one_sentence(tmp_path, words):
-    (tmp_path / "b.jsonl").write_bytes(b"\xff\xfe")
-    for name, text in (
-        ("c.txt", ""),
-        ("d.parquet", "1"),
-        ("e.json", "[1]"),
-        ("f.json", "[1"),
-        ("g.csv", "prompt\n1,2"),
-    ):
-        (tmp_path / name).write_text(text)
-    for source, options, message in (
-        (str(tmp_path / "b.jsonl"), {}, r"cannot read .*b.jsonl: it is not UTF-8"),
-        (str(tmp_path / "b.jsonl"), {"config": "main"}, r"dataset_config='main' with '.*b.jsonl'; only data sets of"),
-        (
-            str(tmp_path / "c.txt"),
-            {},
-            r"cannot read .*c.txt; expected 'arithmetic', a file \(.jsonl, .json, .csv, .parq",
-        ),
-        (str(tmp_path / "d.parquet"), {}, r"cannot read .*d.parquet: "),
-        (str(tmp_path / "e.json"), {}, r"e.json, row 0 is 1; expected an object with the prompt under its name"),
-        (str(tmp_path / "f.json"), {}, r"f.json is not JSON: "),
-        (str(tmp_path / "g.csv"), {}, r"g.csv, row 0 has more values than the first line has names"),
-        ([{"question": "1"}], {}, r"the data has no column \"prompt\"; found 'question': prompt_column names it"),
-        (
-            [{"prompt": "1"}],
-            {"columns": Columns("prompt", "gold")},
-            r"no column \"gold\"; found 'prompt': answer_column",
-        ),
-        (
-            [{"prompt": "1", "answer": "2", "gold": "3"}],
-            {"columns": Columns("prompt", "gold")},
-            r"the data has a column 'answer' beside answer_column=gold",
-        ),
-        ([7], {}, r"the data, row 0 is 7; expected an object"),
-        ("arithmetic", {"config": "main"}, r"dataset_config='main' with 'arithmetic'"),
-        ("arithmetic", {"split": "dev"}, r"split='dev' of the arithmetic task; expected 'train' or 'test'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            load_prompts(source, tokenizer=words, **options)
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("b.jsonl", b"\xff\xfe", "cannot read .*b.jsonl: it is not UTF-8"),
+    ("c.txt", b"", r"cannot read .*c.txt; expected 'arithmetic', a file \(.jsonl, .json, .csv, .parq"),
+    ("d.parquet", b"1", "cannot read .*d.parquet: "),
+    ("e.json", b"[1]", "e.json, row 0 is 1; expected an object with the prompt under its name"),
+    ("f.json", b"[1", "f.json is not JSON: "),
+    ("g.csv", b"prompt\n1,2", "g.csv, row 0 has more values than the first line has names"),
+])  # fmt: skip
+def test_bad_files_are_one_sentence(name, content, message, tmp_path, words):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load_prompts(str(tmp_path / name), tokenizer=words)
+    with pytest.raises(ValueError, match=r"dataset_config='main' with .*; only data sets of `datasets` have one"):
+        load_prompts(str(tmp_path / name), tokenizer=words, config="main")
+
+
+GOLD = {"columns": Columns("prompt", "gold")}
+
+
+@pytest.mark.parametrize(("source", "options", "message"), [
+    ([{"question": "1"}], {}, "the data has no column \"prompt\"; found 'question': prompt_column names it"),
+    ([{"prompt": "1"}], GOLD, "no column \"gold\"; found 'prompt': answer_column"),
+    ([{"prompt": "1", "answer": "2", "gold": "3"}], GOLD, "the data has a column 'answer' beside answer_column=gold"),
+    ([7], {}, "the data, row 0 is 7; expected an object"),
+    ("arithmetic", {"config": "main"}, "dataset_config='main' with 'arithmetic'"),
+    ("arithmetic", {"split": "dev"}, "split='dev' of the arithmetic task; expected 'train' or 'test'"),
+])  # fmt: skip
+def test_bad_sources_are_one_sentence(source, options, message, words):
+    with pytest.raises(ValueError, match=message):
+        load_prompts(source, tokenizer=words, **options)
 
 
 # ---- the order ------------------------------------------------------------------------------------------------------

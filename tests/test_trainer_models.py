@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import chat_models
@@ -15,17 +14,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_kernels.commands.cli import main
 from grpo_kernels.trainer.data import load_prompts
-
-
-def test_word_problems_are_in_the_format_of_gsm8k_and_right():
-    rows = chat_models.word_problems()
-    assert len({row["prompt"][1]["content"] for row in rows}) == len(rows) == 20
-    for row in rows:
-        solution, gold = row["answer"].split("\n#### ")
-        steps = re.findall(r"<<([-+*/0-9]+)=(-?[0-9]+)>>([0-9]+)", solution)
-        assert steps and all(eval(sum_) == int(shown) == int(text) for sum_, shown, text in steps), solution
-        assert re.fullmatch(r"-?[0-9]{1,3}(,[0-9]{3})*", gold)
-        assert gold.replace(",", "") == steps[-1][1] or "boxes" in solution
 
 
 @pytest.fixture(scope="module", params=["tiny", "smollm2"])
@@ -107,11 +95,6 @@ def test_a_run_with_a_local_chat_model(lora, tmp_path):
         assert not torch.equal(saved.lm_head.weight, start.lm_head.weight)
     evaluate = ["evaluate", str(output), "--num-samples", "2", "--max-prompts", "3"]
     assert main(evaluate) == 0
-
-
-@pytest.mark.slow
-def test_an_adapter_of_smollm2(tmp_path):
-    check_run(chat_models.smollm2(), tmp_path / "run", use_peft=True)
 
 
 def test_a_full_run_with_a_part_of_smollm2(tmp_path):

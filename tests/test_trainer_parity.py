@@ -193,12 +193,6 @@ def test_steps_with_unscored_completions_equal_trls(rollouts, tmp_path):
     assert largest_difference(found, expected) < TOLERANCE
 
 
-def test_the_eager_loss_takes_the_same_steps(rollouts, tmp_path):
-    options = dict(beta=0.1, entropy_coef=0.05, replay=rollouts, **_TWO_PASSES)
-    expected = train(tmp_path / "fused", **options)
-    assert largest_difference(train(tmp_path / "eager", loss="eager", **options), expected) < TOLERANCE
-
-
 def test_differences_are_seen(rollouts, tmp_path):
     expected = train_trl(tmp_path / "trl", rollouts)
     for i, change in enumerate([dict(epsilon=0.101), dict(temperature=0.901), dict(learning_rate=3.01e-3)]):
