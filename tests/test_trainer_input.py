@@ -303,7 +303,7 @@ def change_tokenizer(**tokens):
 
 
 @pytest.mark.parametrize(("change", "words"), [
-    (cut_off("model.safetensors"), "/model: SafetensorError: "), (cut_off("tokenizer.json"), "/model: Exception: "),
+    (cut_off("model.safetensors"), "/model: "), (cut_off("tokenizer.json"), "/model: "),
     (change_config, "config.logits_scaling=8.0: the logits of model_type 'llama' do not depend on"),
     (become_bert, "config.model_type='bert': no rule for the logits of this family"),
     (lose_the_head, "its files lack 1 tensors of a LlamaForCausalLM, lm_head.weight among them"),
@@ -532,8 +532,8 @@ def test_help_has_groups_choices_and_every_option_once(capsys, monkeypatch):
         for name, default in zip(("output-dir X", "learning-rate R", "max-steps N"), defaults, strict=True):
             assert re.search(rf"--{name} .*\(default: {default}\)", text), (command, name)
     groups = re.findall(r"^([\w ]+):$", text, flags=re.MULTILINE)
-    wanted = ["model", "data", "sampling", "rewards", "loss", "optimisation", "evaluation", "saving", "logging", "vLLM"]
-    assert set(wanted) < set(groups)
+    titles = ["model", "data", "sampling", "rewards", "loss", "optimisation", "evaluation", "saving", "logging", "vLLM"]
+    assert set(titles) < set(groups)
     shown = re.findall(r"^  --([a-z][\w-]*)", text, flags=re.MULTILINE)
     names = [field.name.replace("_", "-") for field in dataclasses.fields(TrainArguments)]
     assert sorted(shown) == sorted([*names, "config", "version"])

@@ -180,12 +180,12 @@ def flip_a_bit(path):
     ("model.safetensors", flip_a_bit), ("model.safetensors", Path.unlink), ("checksums.json", Path.unlink),
     ("checksums.json", lambda path: path.write_text("[1")),
 ], ids=["truncated", "one bit", "file gone", "no checksums", "bad checksums"])  # fmt: skip
-def test_pitfall_19_a_damaged_checkpoint_is_passed_over_aloud(file, harm, model, data, whole, output, capfd):
+def test_pitfall_19_a_damaged_checkpoint_is_skipped_with_a_warning(file, harm, model, data, whole, output, capfd):
     newest, earlier = output / "checkpoint-6", output / "checkpoint-5" / "state.json"
     harm(newest / file)
     before = earlier.read_text()
     assert run(model, data, output, **RESUMED) == 0
-    assert f"{newest} is passed over: " in capfd.readouterr().err
+    assert f"{newest} is skipped: " in capfd.readouterr().err
     assert same_weights(whole, output) and earlier.read_text() == before
 
 

@@ -64,9 +64,9 @@ def claim_folder(folder: Path, a: TrainArguments, num_processes: int) -> Path | 
     """The checkpoint to go on from, if any. Raises where the folder holds a run that these options do not continue."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"output_dir={folder} is a file; expected a folder")
-    wanted, written, saved = a.resume_from_checkpoint, checkpoints(folder), folder / CONFIG
-    checkpoint = find_checkpoint(folder, wanted)
-    continues = wanted is not None and saved.exists()
+    requested, written, saved = a.resume_from_checkpoint, checkpoints(folder), folder / CONFIG
+    checkpoint = find_checkpoint(folder, requested)
+    continues = requested is not None and saved.exists()
     if checkpoint is not None:
         continues, saved = checkpoint.resolve().parent == folder.resolve(), checkpoint / RUN
     own = sorted(path.name for path in (*(folder / name for name in OF_A_RUN), *written) if path.exists())
@@ -77,9 +77,9 @@ def claim_folder(folder: Path, a: TrainArguments, num_processes: int) -> Path | 
         )
     if checkpoint is not None or continues:
         check_same_run(saved, a, num_processes)
-    if wanted is not None and checkpoint is None:
+    if requested is not None and checkpoint is None:
         print(f"{folder} holds no sound checkpoint: the run begins at step 0", file=sys.stderr)
-    if checkpoint is not None and continues and wanted != "auto" and written[0].resolve() != checkpoint.resolve():
+    if checkpoint is not None and continues and requested != "auto" and written[0].resolve() != checkpoint.resolve():
         raise ValueError(
             f"resume_from_checkpoint={checkpoint}: {written[0]} is newer; expected 'auto', another output_dir, or a "
             "folder without newer checkpoints"
@@ -124,18 +124,18 @@ def prune(output: Path, limit: int | None, step: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def find_checkpoint(output: Path, wanted: str | None) -> Path | None:
-    """The checkpoint that `resume_from_checkpoint` names. 'auto': the newest sound one, damaged ones passed over aloud.
+def find_checkpoint(output: Path, requested: str | None) -> Path | None:
+    """The checkpoint that `resume_from_checkpoint` names; None where there is none. 'auto': the newest sound one.
 
-    Raises RunError for a named one that is not sound.
+    Damaged ones are skipped with a warning. Raises RunError for a named one that is not sound.
     """
-    for folder in checkpoints(output) if wanted == "auto" else [Path(wanted)] if wanted is not None else ():
+    for folder in checkpoints(output) if requested == "auto" else [Path(requested)] if requested is not None else ():
         why = _problem(folder)
         if why is None:
             return folder
-        if wanted != "auto":
-            raise RunError(f"resume_from_checkpoint={wanted}: {why}")
-        print(f"{folder} is passed over: {why}", file=sys.stderr)
+        if requested != "auto":
+            raise RunError(f"resume_from_checkpoint={requested}: {why}")
+        print(f"{folder} is skipped: {why}", file=sys.stderr)
     return None
 
 

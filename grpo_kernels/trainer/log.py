@@ -33,15 +33,15 @@ class RunLog:
 
     def __init__(self, folder: Path, accelerator: Accelerator, arguments: TrainArguments):
         self.accelerator, self.writes, self.arguments = accelerator, accelerator.is_main_process, arguments
-        self.paths = {name: folder / name for name in (LOG, SAMPLES)}
+        self.paths = {name: folder / name for name in (LOG, SAMPLES)} if self.writes else {}
         self.monitor, self.phase_name = Monitor(), ""
         hidden = arguments.disable_tqdm or not self.writes or None  # None: where stderr is no terminal
         self.bar = tqdm(total=arguments.max_steps, desc="GRPO", disable=hidden, dynamic_ncols=True)
 
     def start(self, step: int, sizes: dict[str, int]) -> None:
         """Begin, or go on after the checkpoint of `step`: what was written beyond the sizes at that time is cut off.
-        So is, aloud, what a loss of power has damaged."""
-        for name, path in self.paths.items() if self.writes else ():
+        What a loss of power has damaged is left out, with a warning."""
+        for name, path in self.paths.items():
             path.touch()
             size = sizes.get(name, 0)
             if (missing := size - path.stat().st_size) > 0:
@@ -66,9 +66,9 @@ class RunLog:
 
     def sizes(self) -> dict[str, int]:
         """Bytes of the files, which are on the disk then: a checkpoint counts on them."""
-        for path in self.paths.values() if self.writes else ():
+        for path in self.paths.values():
             sync(path)
-        return {name: path.stat().st_size for name, path in self.paths.items()} if self.writes else {}
+        return {name: path.stat().st_size for name, path in self.paths.items()}
 
     def phase(self, name: str) -> None:
         """What takes the time now, beside the progress bar."""
@@ -92,11 +92,12 @@ class RunLog:
         numbers = {k: v for k, v in flat.items() if isinstance(v, (int, float)) and k != "step"}
         self.accelerator.log(numbers, step=record["step"])
         if "loss" in record:
+            shown = {k: f"{numbers[k]:.3g}" for k in SHOWN if k in numbers}
             self.bar.update(1)
-            self.bar.set_postfix({k: f"{numbers[k]:.3g}" for k in SHOWN if k in numbers})
+            self.bar.set_postfix(shown)
             if self.bar.disable and record["step"] % self.arguments.logging_steps == 0:
-                shown = ", ".join(f"{k} {numbers[k]:.3g}" for k in SHOWN if k in numbers)
-                self.say(f"step {record['step']} of {self.bar.total}: {shown}, {record['seconds']:.0f} s")
+                words = ", ".join(f"{k} {x}" for k, x in shown.items())
+                self.say(f"step {record['step']} of {self.bar.total}: {words}, {record['seconds']:.0f} s")
 
     def sample(self, sample: dict[str, Any]) -> None:
         self._append(SAMPLES, _finite(sample))

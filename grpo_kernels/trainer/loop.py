@@ -120,12 +120,12 @@ class Trainer:
     def _sampled(self) -> list[Completion]:
         """A rollout, and where it is refilled, of several rounds."""
         a, p, prompts = self.arguments, self.progress, self.run.prompts
-        wanted = a.rows_per_rollout(self.ranks.count) // a.num_generations
+        num_groups = a.rows_per_rollout(self.ranks.count) // a.num_generations
         cursor = p.cursor  # which stays where it is if sampling is cut short
         groups: list[list[Completion]] = []
         for index in range(a.dynamic_sampling_max_rounds):
-            chosen = take(len(prompts), cursor, wanted, a.seed, shuffle=a.shuffle_dataset)
-            cursor += wanted
+            chosen = take(len(prompts), cursor, num_groups, a.seed, shuffle=a.shuffle_dataset)
+            cursor += num_groups
             found = self._sample_groups([prompts[i] for i in chosen], index)
             groups += groups_of(found, a.num_generations)
             if a.dynamic_sampling != "refill":
@@ -133,10 +133,10 @@ class Trainer:
             assign_advantages(found, self.config, a.num_generations, a.gamma)
             p.rollout_numbers["refill_rounds"] = index
             groups.sort(key=without_gradient)  # stable: those of equal rewards come last
-            if not without_gradient(groups[wanted - 1]):
+            if not without_gradient(groups[num_groups - 1]):
                 break
         p.cursor = cursor
-        return [dataclasses.replace(c, group=i) for i, group in enumerate(groups[:wanted]) for c in group]
+        return [dataclasses.replace(c, group=i) for i, group in enumerate(groups[:num_groups]) for c in group]
 
     def _sample_groups(self, prompts: Sequence[Prompt], round_index: int) -> list[Completion]:
         """num_generations scored completions of each prompt, from all ranks."""

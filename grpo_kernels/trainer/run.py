@@ -81,7 +81,7 @@ class Run:
             source = a.model_name_or_path or _make_start_model(self.folder, a, self.ranks)
         tokenizer = load_tokenizer(getattr(given.model, "name_or_path", source), a, given.tokenizer)
         lm = load_model(source, a, self.checkpoint, given.model)
-        self.prompts, self.held_out = (load_data(a, tokenizer, lm, given, held_out=wanted) for wanted in (False, True))
+        self.prompts, self.held_out = (load_data(a, tokenizer, lm, given, held_out=which) for which in (False, True))
         self.vocab_size = lm.get_input_embeddings().weight.shape[0]
         for i in range(a.num_rollouts if a.replay else 0):
             load_replay(a, i, self.ranks.count, self.vocab_size)
