@@ -31,11 +31,12 @@ from grpo_kernels.trainer.rollout import _Draw
 
 HERE = Path(__file__).parent
 # Rollouts of two steps, used twice, over 10 prompts of which a rollout takes 4: checkpoints fall inside of rollouts,
-# between their two uses, and epochs end inside of rollouts. The reference policy moves, beta adapts.
+# between their two uses, and epochs end inside of rollouts. The reference policy moves, beta and the rate change.
 HARD = {
     "gradient_accumulation_steps": 1, "steps_per_generation": 2, "num_iterations": 2, "max_steps": 60, "beta": 0.05,
     "sync_ref_model": True, "ref_model_sync_steps": 3, "kl_target": 0.02, "reward_funcs": "training:length",
     "dynamic_sampling": "refill", "dynamic_sampling_max_rounds": 2, "learning_rate": 1e-3,
+    "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 4,
 }  # fmt: skip
 SIX_STEPS = HARD | {"max_steps": 6, "save_steps": 1, "save_total_limit": 9}
 RESUMED = SIX_STEPS | {"resume_from_checkpoint": "auto"}
