@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypedDict, TypeVar, cast
 import torch
 from torch import Tensor
 
+from .backends import choose_backend
 from .checks.arguments import (
     check_config,
     check_scalar,
@@ -20,8 +21,9 @@ from .checks.arguments import (
 )
 from .config import DEFAULT_CONFIG, SURROGATE_RULES, GRPOConfig, option_hint
 from .contract import Sums, TokenInputs
+from .engine.shared import table_dtype
 from .rewards import Groups, check_rewards, group_statistics, resolve_groups
-from .sampling_mask import SamplingMask
+from .sampling_mask import SamplingMask, check_sampling_mask
 
 _PER_TOKEN = ("completion_mask", "old_logps", "ref_logps", "rollout_weights", "rollout_logps")
 
@@ -67,13 +69,11 @@ def _annotation(option: str) -> str:
     return str(getattr(annotation, "__forward_arg__", annotation))
 
 
-def check_names(function: str, options: LossOptions) -> None:
+def read_config(function: str, options: LossOptions) -> GRPOConfig:
+    """The configuration among the options of this function, whose names are checked."""
     for name in options:
         if name not in _DEFAULTS:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{option_hint(name)}")
-
-
-def config_of(options: LossOptions) -> GRPOConfig:
     config = options.get("config")
     if config is None:
         return DEFAULT_CONFIG
@@ -82,9 +82,11 @@ def config_of(options: LossOptions) -> GRPOConfig:
 
 
 class LossInputs(NamedTuple):
-    """Checked inputs of the plan; groups (0 where none are given); (mean, std) of the rewards per group."""
+    """Checked inputs of a loss; groups (0 where there are none); (mean, std) of the rewards per group."""
 
     tokens: TokenInputs
+    config: GRPOConfig
+    backend: str
     num_sequences: int
     num_groups: int
     reward_statistics: tuple[Tensor, Tensor] | None
@@ -100,16 +102,17 @@ def resolve(
     config: GRPOConfig,
     per_token: Tensor,
     owner: str,
-    backend: str,
     dtype: torch.dtype,
     *,
     reads_logits: bool = True,
 ) -> LossInputs:
     """Check the options against `per_token`, a tensor of the shape (B, T) or (N,), and derive the plan's inputs.
 
-    `sampling_mask` has been checked. `owner` is the argument that has that shape, `dtype` the type of the row table.
+    `owner` is the argument that has that shape, `dtype` the type that products are computed in.
     reads_logits=False: the temperature is not used.
     """
+    backend = choose_backend(options.get("backend", "auto"), per_token.device, dtype)
+    check_sampling_mask(sampling_mask, per_token.shape, per_token)
     rewards, cu_seqlens, device = options.get("rewards"), options.get("cu_seqlens"), per_token.device
     num_generations, group_ids = options.get("num_generations"), options.get("group_ids")
     num_sequences = num_sequences_of(per_token, cu_seqlens, owner)
@@ -126,7 +129,7 @@ def resolve(
         "num_items_in_batch": options.get("num_items_in_batch"),
         "entropy_normalizer": options.get("entropy_normalizer"),
     }
-    found = {name: check_scalar(name, x, device, dtype) for name, x in scalars.items()}
+    found = {name: check_scalar(name, x, device, table_dtype(dtype)) for name, x in scalars.items()}
     num_items = found.pop("num_items_in_batch")
     if found["normalizer"] is None:
         found["normalizer"] = num_items
@@ -153,7 +156,7 @@ def resolve(
         kept_counts=None if sampling_mask is None else sampling_mask.counts,
         **found,
     )
-    return LossInputs(tokens, num_sequences, 0 if groups is None else groups.count, statistics)
+    return LossInputs(tokens, config, backend, num_sequences, 0 if groups is None else groups.count, statistics)
 
 
 def _check_tensors(advantages: Tensor | None, options: LossOptions, num_sequences: int, per_token: Tensor) -> None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Unpack
 import torch
 from torch import Tensor
 
-from .backends import choose_backend
 from .checks.arguments import (
     check_accumulate_into,
     check_float,
@@ -29,9 +28,9 @@ from .engine.logits_loss import LogitsCall, loss_from_logits
 from .engine.loss_op import LossCall, loss_from_hidden, policy_loss
 from .engine.shared import requires_grad_flags, table_dtype
 from .engine.vocab_parallel import agree, announced_errors, check_group
-from .inputs import LossOptions, check_names, config_of, resolve, takes_loss_options
+from .inputs import LossOptions, read_config, resolve, takes_loss_options
 from .output import GRPOLossOutput
-from .sampling_mask import SamplingMask, check_sampling_mask
+from .sampling_mask import SamplingMask
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -125,7 +124,6 @@ def fused_grpo_loss(
         those. Values are not compared: where they differ, ranks may wait for each other until the group's timeout.
         RuntimeError: a torch.func transform or forward-mode AD; `grpo_kernels.reference` is for those.
     """
-    check_names("fused_grpo_loss", options)
     group = vocab_parallel_group
     weight, bias = lm_head_weight, lm_head_bias
     if group is None:
@@ -133,26 +131,24 @@ def fused_grpo_loss(
     else:
         check_group(group)
     with nullcontext() if group is None else announced_errors(group, hidden):
-        config = config_of(options)
+        config = read_config("fused_grpo_loss", options)
         refuse_transforms("fused_grpo_loss", hidden, weight, bias)
         compute_dtype = products_dtype(hidden, weight, bias)
         check_head(hidden, weight, bias, completion_ids, compute_dtype)
-        check_logits_dtype(config.logits_dtype, compute_dtype or hidden.dtype)
+        dtype = compute_dtype or hidden.dtype
+        check_logits_dtype(config.logits_dtype, dtype)
         if accumulate_into is not None:
             check_accumulate_into(accumulate_into, weight)
-        name = choose_backend(options.get("backend", "auto"), hidden.device, compute_dtype or hidden.dtype)
-        check_sampling_mask(sampling_mask, completion_ids.shape, hidden)
-        dtype = table_dtype(compute_dtype or hidden.dtype)
-        inputs = resolve(advantages, sampling_mask, options, config, completion_ids, "hidden", name, dtype)
+        inputs = resolve(advantages, sampling_mask, options, config, completion_ids, "hidden", dtype)
         call = LossCall(
             completion_ids=completion_ids, tokens=inputs.tokens, num_groups=inputs.num_groups, config=config,
-            backend=name, compute_dtype=compute_dtype, wants=requires_grad_flags(hidden, weight, bias),
+            backend=inputs.backend, compute_dtype=compute_dtype, wants=requires_grad_flags(hidden, weight, bias),
             accumulate_into=accumulate_into,
         )  # fmt: skip
     if group is not None:
         call = call._replace(vocab_slice=agree(group, hidden, weight, bias, call.wants, call.description))
     loss, logps, entropy, numbers = loss_from_hidden(hidden, weight, bias, call)
-    return GRPOLossOutput(loss, logps, entropy, config, inputs, numbers)
+    return GRPOLossOutput(loss, logps, entropy, inputs, numbers)
 
 
 @takes_loss_options
@@ -169,23 +165,19 @@ def grpo_loss_from_logps(
     the loss NaN. Options of the logits (temperature, ...) and of the engine are not read here. Everything else as in
     `fused_grpo_loss`.
     """
-    check_names("grpo_loss_from_logps", options)
-    config = config_of(options)
+    config = read_config("grpo_loss_from_logps", options)
     refuse_transforms("grpo_loss_from_logps", logps, entropy)
     check_float("logps", logps)
     num_sequences_of(logps, options.get("cu_seqlens"), "logps")  # before the others are compared with its shape
     check_token_tensor("entropy", entropy, logps.shape, -1, logps)
     if entropy is None and (config.has_entropy_bonus or config.entropy_threshold is not None):
         raise ValueError("entropy is None; entropy_coef and entropy_threshold need it")
-    name = choose_backend(options.get("backend", "auto"), logps.device, logps.dtype)
-    dtype = table_dtype(logps.dtype)
-    inputs = resolve(advantages, None, options, config, logps, "logps", name, dtype, reads_logits=False)
+    inputs = resolve(advantages, None, options, config, logps, "logps", logps.dtype, reads_logits=False)
     given = torch.zeros_like(logps) if entropy is None else entropy
-    loss, numbers, *_ = policy_loss(logps, given, list(inputs.tokens), inputs.num_groups, config.key, name)
+    loss, numbers, *_ = policy_loss(logps, given, list(inputs.tokens), inputs.num_groups, config.key, inputs.backend)
     mask = options.get("completion_mask")
-    shown = _without_padding(logps, mask)
     known = None if entropy is None else _without_padding(entropy, mask)
-    return GRPOLossOutput(loss, shown, known, config, inputs, numbers)
+    return GRPOLossOutput(loss, _without_padding(logps, mask), known, inputs, numbers)
 
 
 def _without_padding(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -209,8 +201,7 @@ def grpo_loss_from_logits(
     One buffer of gradients is made; with inplace=True none: the gradient replaces the logits, which must not be used
     again (autograd notices if something else saved them). Everything else as in `fused_grpo_loss`.
     """
-    check_names("grpo_loss_from_logits", options)
-    config = config_of(options)
+    config = read_config("grpo_loss_from_logits", options)
     refuse_transforms("grpo_loss_from_logits", logits)
     check_flag("inplace", inplace)
     check_float("logits", logits)
@@ -218,15 +209,12 @@ def grpo_loss_from_logits(
     if logits.dim() not in (2, 3) or logits.shape[-1] == 0:
         raise ValueError(f"logits has shape {tuple(logits.shape)}; expected (B, T, V) or packed (N, V), V >= 1")
     check_ids(completion_ids, logits.shape[:-1], "logits")
-    name = choose_backend(options.get("backend", "auto"), logits.device, logits.dtype)
-    check_sampling_mask(sampling_mask, completion_ids.shape, logits)
-    dtype = table_dtype(logits.dtype)
-    inputs = resolve(advantages, sampling_mask, options, config, completion_ids, "logits", name, dtype)
+    inputs = resolve(advantages, sampling_mask, options, config, completion_ids, "logits", logits.dtype)
     check_values(completion_ids, options.get("completion_mask"), logits.shape[-1], options.get("cu_seqlens"))
     check_token_values(inputs.tokens)
     if inplace and logits.is_leaf and logits.requires_grad:
         raise ValueError("inplace=True would overwrite a leaf that requires a gradient; pass the output of the lm_head")
     (wants,) = requires_grad_flags(logits)
-    call = LogitsCall(completion_ids, inputs.tokens, inputs.num_groups, config, name, wants, inplace)
+    call = LogitsCall(completion_ids, inputs.tokens, inputs.num_groups, config, inputs.backend, wants, inplace)
     loss, logps, entropy, numbers = loss_from_logits(logits, call)
-    return GRPOLossOutput(loss, logps.detach(), entropy, config, inputs, numbers)
+    return GRPOLossOutput(loss, logps.detach(), entropy, inputs, numbers)

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .config import GRPOConfig
-from .contract import Sums, TokenInputs
+from .contract import Sums
 from .inputs import LossInputs
 from .names import COLUMN, COLUMNS
 
@@ -36,17 +35,12 @@ class GRPOLossOutput:
     loss: Tensor
     logps: Tensor
     entropy: Tensor | None
-    _config: GRPOConfig
     _inputs: LossInputs
     _numbers: Tensor  # of Sums
-    _named: dict[str, Any] = field(init=False, default_factory=dict)  # functools.cached_property has a lock
+    _computed: dict[str, Any] = field(init=False, default_factory=dict)  # functools.cached_property has a lock
 
     def __repr__(self) -> str:
         return f"GRPOLossOutput(loss={self.loss}, logps of {tuple(self.logps.shape)})"
-
-    @property
-    def _sums(self) -> Sums:
-        return self._inputs.sums(self._numbers)
 
     @property
     def advantages(self) -> Tensor:
@@ -55,158 +49,140 @@ class GRPOLossOutput:
 
     @property
     def metrics(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = self._once("metrics", self._name_metrics)
-        return found
-
-    def _name_metrics(self) -> dict[str, Tensor]:
-        found = means(self._sums, **self._collected)
-        if self._config.has_entropy_bonus:
-            found["policy_loss"] = policy_loss(self._sums, self._config, self._inputs.tokens)
-        if self._inputs.reward_statistics is not None:
-            found["equal_reward_groups"] = self._equal_reward_groups.mean()
-        for name, (total, count) in mask_sums_and_counts(self._sums).items():
-            found[name] = total / count.clamp(min=1)
+        found: dict[str, Tensor] = self._once("metrics", _metrics)
         return found
 
     @property
     def metric_sums(self) -> dict[str, tuple[Tensor, Tensor]]:
-        found: dict[str, tuple[Tensor, Tensor]] = self._once("metric_sums", self._name_metric_sums)
-        return found
-
-    def _name_metric_sums(self) -> dict[str, tuple[Tensor, Tensor]]:
-        found = sums_and_counts(self._sums.totals, **self._collected)
-        found |= mask_sums_and_counts(self._sums)
-        if self._inputs.reward_statistics is not None:
-            equal = self._equal_reward_groups
-            found["equal_reward_groups"] = equal.sum(), equal.new_full((), self._inputs.num_groups)
+        found: dict[str, tuple[Tensor, Tensor]] = self._once("metric_sums", _metric_sums)
         return found
 
     @property
     def sequences(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = self._once("sequences", self._name_sequences)
+        found: dict[str, Tensor] = self._once("sequences", _sequences)
         return found
-
-    def _name_sequences(self) -> dict[str, Tensor]:
-        return sequence_table(self._sums.sequences, **self._collected)
 
     @property
     def groups(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = self._once("groups", self._name_groups)
+        found: dict[str, Tensor] = self._once("groups", _groups)
         return found
 
-    def _name_groups(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        if self._inputs.num_groups:
-            found = group_table(self._config, self._sums.groups, has_kl=self._collected["has_kl"])
-        if self._inputs.reward_statistics is not None:
-            mean, std = self._inputs.reward_statistics
-            found["reward_mean"], found["reward_std"] = mean.clone(), std.clone()
-        return found
-
-    def _once(self, name: str, make: Callable[[], Any]) -> Any:
-        if name not in self._named:
-            with torch.inference_mode(False):  # what is kept outlives the mode of the first caller
-                self._named[name] = make()
-        return self._named[name]
-
-    @property
-    def _collected(self) -> dict[str, Any]:
-        tokens = self._inputs.tokens
-        return {
-            "config": self._config,
-            "has_kl": tokens.ref_logps is not None and self._config.kl_estimator != "none",
-            "has_rollout": tokens.rollout_logps is not None,
-            "has_weights": tokens.rollout_weights is not None,
-        }
-
-    @property
-    def _equal_reward_groups(self) -> Tensor:
-        """(num_groups,) 1 where all rewards are equal, so that the group has no gradient."""
-        if self._inputs.reward_statistics is None:
-            raise AttributeError("no rewards were given")
-        _, std = self._inputs.reward_statistics
-        return (std == 0).to(self._sums.totals.dtype)
+    def _once(self, name: str, compute: Callable[[LossInputs, Sums], Any]) -> Any:
+        if name not in self._computed:
+            with torch.inference_mode(False):  # the results outlive the mode of the first caller
+                self._computed[name] = compute(self._inputs, self._inputs.sums(self._numbers))
+        return self._computed[name]
 
 
-# metric -> (column of the sum, column of the count). Across ranks: add sums and counts, then divide.
-MEANS = {
-    "entropy": ("entropy", "tokens"),
-    "ratio/mean": ("ratio", "tokens"),
-    "approx_kl": ("approx_kl", "tokens"),
-    "zero_gradient": ("zero_gradient", "tokens"),
-}
-KL_MEANS = {"kl": ("kl", "tokens")}
-CLIP_MEANS = {
-    "clip_ratio/low": ("clip_low", "tokens"),
-    "clip_ratio/high": ("clip_high", "tokens"),
-}
-CISPO_MEANS = {"cispo_clip_ratio": ("cispo_clip", "tokens")}
-ROLLOUT_MEANS = {"rollout_mismatch/mean": ("mismatch", "mismatch_count")}
-WEIGHT_MEANS = {
-    "rollout_weight/mean": ("rollout_weight", "tokens"),
-    "rollout_weight/mean_square": ("rollout_weight_sq", "tokens"),
+# metric -> (column of the sum, column of the count, what a call must have). Across ranks: add both, then divide.
+_QUOTIENTS = {
+    "entropy": ("entropy", "tokens", "tokens"),
+    "ratio/mean": ("ratio", "tokens", "tokens"),
+    "approx_kl": ("approx_kl", "tokens", "tokens"),
+    "zero_gradient": ("zero_gradient", "tokens", "tokens"),
+    "kl": ("kl", "tokens", "reference"),
+    "clip_ratio/low": ("clip_low", "tokens", "clipping"),
+    "clip_ratio/high": ("clip_high", "tokens", "clipping"),
+    "cispo_clip_ratio": ("cispo_clip", "tokens", "cap"),
+    "rollout_mismatch/mean": ("mismatch", "mismatch_count", "rollout"),
+    "rollout_weight/mean": ("rollout_weight", "tokens", "weights"),
+    "rollout_weight/mean_square": ("rollout_weight_sq", "tokens", "weights"),
 }
 _CLIPPING_SURROGATES = ("clip", "cispo_two_sided")
 
 
-def _chosen(config: GRPOConfig, *, has_kl: bool, has_rollout: bool, has_weights: bool) -> dict[str, tuple[str, str]]:
+def _present(inputs: LossInputs) -> dict[str, bool]:
+    """What this call has of what metrics need."""
+    config, tokens = inputs.config, inputs.tokens
+    return {
+        "tokens": True,
+        "reference": tokens.ref_logps is not None and config.kl_estimator != "none",
+        "clipping": config.surrogate in _CLIPPING_SURROGATES,
+        "cap": config.surrogate == "cispo",
+        "rollout": tokens.rollout_logps is not None,
+        "weights": tokens.rollout_weights is not None,
+    }
+
+
+def _quotients(inputs: LossInputs) -> dict[str, tuple[str, str]]:
     """metric -> (column of the sum, column of the count), for the metrics that this call has."""
-    chosen = dict(MEANS)
-    if has_kl:
-        chosen |= KL_MEANS
-    if config.surrogate in _CLIPPING_SURROGATES:
-        chosen |= CLIP_MEANS
-    if config.surrogate == "cispo":
-        chosen |= CISPO_MEANS
-    if has_rollout:
-        chosen |= ROLLOUT_MEANS
-    if has_weights:
-        chosen |= WEIGHT_MEANS
-    return chosen
+    present = _present(inputs)
+    return {name: (top, bottom) for name, (top, bottom, need) in _QUOTIENTS.items() if present[need]}
 
 
-def mask_sums_and_counts(sums: Sums) -> dict[str, tuple[Tensor, Tensor]]:
-    """Of tokens with a sampling mask: how often the sampled id had to be added to the kept ones; and, over tokens whose
-    logits were computed over the whole vocabulary, the probability mass of the kept ids (0 where there were none)."""
+def _columns(sums: Tensor) -> dict[str, Tensor]:
+    """The columns of sums (..., K) by name; views."""
+    return dict(zip(COLUMNS, sums.unbind(-1), strict=True))
+
+
+def _means(inputs: LossInputs, sums: Tensor) -> dict[str, Tensor]:
+    """metric -> mean from sums (..., K)."""
+    quotients = _quotients(inputs)
+    count = {bottom: sums[..., COLUMN[bottom]].clamp(min=1) for _, bottom in quotients.values()}
+    mean = {bottom: _columns(sums / n.unsqueeze(-1)) for bottom, n in count.items()}
+    found = {name: mean[bottom][top] for name, (top, bottom) in quotients.items()}
+    if "clip_ratio/low" in found:
+        clipped = sums[..., COLUMN["clip_low"]] + sums[..., COLUMN["clip_high"]]
+        found["clip_ratio/region"] = clipped / count["tokens"]
+    return found
+
+
+def _mask_sums(sums: Sums) -> dict[str, tuple[Tensor, Tensor]]:
+    """How often the sampled id had to be added to the ids of a sampling mask; and, over tokens whose logits were
+    computed over the whole vocabulary, the probability mass of the kept ids (0 where there were none)."""
     if sums.mask is None:
         return {}
     tokens, added, mass, dense = sums.mask.clone().unbind()
     return {"sampling_mask/added": (added, tokens), "sampling_mask/kept_mass": (mass, dense)}
 
 
-def sums_and_counts(totals: Tensor, config: GRPOConfig, **given: bool) -> dict[str, tuple[Tensor, Tensor]]:
-    """metric -> (sum, count) from totals (K,)."""
-    column = dict(zip(COLUMNS, totals.unbind(), strict=True))
-    # Copies, so that a caller may add the sums of other ranks in place.
-    found = {
-        name: (column[top].clone(), column[bottom].clone()) for name, (top, bottom) in _chosen(config, **given).items()
-    }
-    if config.surrogate in _CLIPPING_SURROGATES:
+def _equal_reward_groups(inputs: LossInputs, sums: Sums) -> Tensor | None:
+    """(num_groups,) 1 where all rewards are equal, so that the group has no gradient; None without rewards."""
+    if inputs.reward_statistics is None:
+        return None
+    _, std = inputs.reward_statistics
+    return (std == 0).to(sums.totals.dtype)
+
+
+def _metric_sums(inputs: LossInputs, sums: Sums) -> dict[str, tuple[Tensor, Tensor]]:
+    """metric -> (sum, count): copies, so that a caller may add the sums of other ranks in place."""
+    column = _columns(sums.totals)
+    found = {name: (column[top].clone(), column[bottom].clone()) for name, (top, bottom) in _quotients(inputs).items()}
+    if "clip_ratio/low" in found:
         found["clip_ratio/region"] = column["clip_low"] + column["clip_high"], column["tokens"].clone()
+    found |= _mask_sums(sums)
+    equal = _equal_reward_groups(inputs, sums)
+    if equal is not None:
+        found["equal_reward_groups"] = equal.sum(), equal.new_full((), inputs.num_groups)
     return found
 
 
-def means(sums: Sums, config: GRPOConfig, **given: bool) -> dict[str, Tensor]:
+def _metrics(inputs: LossInputs, sums: Sums) -> dict[str, Tensor]:
     """metric -> scalar."""
-    found = _means(sums.totals, config, **given)
+    found = _means(inputs, sums.totals)
     found["ratio/min"], found["ratio/max"] = sums.extrema[0].clone(), sums.extrema[1].clone()
-    if given["has_rollout"]:
+    if "rollout_mismatch/mean" in found:
         found["rollout_mismatch/max"] = sums.extrema[2].clone()
-    if given["has_weights"]:  # effective sample size of the importance weights, as a share of the tokens
+    if "rollout_weight/mean" in found:  # effective sample size of the importance weights, as a share of the tokens
         mean_square = found["rollout_weight/mean_square"]
         # 0, not NaN, where every weight is 0 or there is no token
         found["rollout_ess"] = found["rollout_weight/mean"] ** 2 / torch.where(mean_square == 0, 1, mean_square)
-    return found
+    if inputs.config.has_entropy_bonus:
+        found["policy_loss"] = _policy_loss(inputs, sums)
+    equal = _equal_reward_groups(inputs, sums)
+    if equal is not None:
+        found["equal_reward_groups"] = equal.mean()
+    return found | {name: total / count.clamp(min=1) for name, (total, count) in _mask_sums(sums).items()}
 
 
-def policy_loss(sums: Sums, config: GRPOConfig, tokens: TokenInputs) -> Tensor:
+def _policy_loss(inputs: LossInputs, sums: Sums) -> Tensor:
     """() the loss without its entropy bonus, whose weight is the same for all tokens."""
-    column = dict(zip(COLUMNS, sums.totals.unbind(), strict=True))
+    config, tokens, column = inputs.config, inputs.tokens, _columns(sums.totals)
     count = column["tokens"].clamp(min=1)
-    coefficient = config.entropy_coef if tokens.entropy_coef is None else tokens.entropy_coef
+    bonus = (config.entropy_coef if tokens.entropy_coef is None else tokens.entropy_coef) * column["entropy"]
     if tokens.entropy_normalizer is not None:
-        return sums.loss + coefficient * column["entropy"] / tokens.entropy_normalizer
-    bonus = coefficient * column["entropy"] / count
+        return sums.loss + bonus / tokens.entropy_normalizer
+    bonus = bonus / count
     if tokens.normalizer is None:
         return sums.loss + bonus
     if config.aggregation not in ("token_mean", "num_items"):
@@ -214,33 +190,24 @@ def policy_loss(sums: Sums, config: GRPOConfig, tokens: TokenInputs) -> Tensor:
     return sums.loss + bonus * count / tokens.normalizer
 
 
-def sequence_table(sums: Tensor, config: GRPOConfig, **given: bool) -> dict[str, Tensor]:
-    """Per sequence (S,): its share of the loss (they add up to it), its tokens, the mean of each metric over them."""
-    own = {name: sums[:, COLUMN[name]].clone() for name in ("loss", "tokens")}
-    return own | _means(sums, config, **given)
+def _sequences(inputs: LossInputs, sums: Sums) -> dict[str, Tensor]:
+    """(S,) each: the sequence's share of the loss, its tokens, the mean of each metric over them."""
+    own = {name: sums.sequences[:, COLUMN[name]].clone() for name in ("loss", "tokens")}
+    return own | _means(inputs, sums.sequences)
 
 
-def _means(sums: Tensor, config: GRPOConfig, **given: bool) -> dict[str, Tensor]:
-    """metric -> mean from sums (..., K)."""
-    chosen = _chosen(config, **given)
-    count = {bottom: sums[..., COLUMN[bottom]].clamp(min=1) for bottom in {bottom for _, bottom in chosen.values()}}
-    mean = {bottom: dict(zip(COLUMNS, (sums / n.unsqueeze(-1)).unbind(-1), strict=True)) for bottom, n in count.items()}
-    found = {name: mean[bottom][top] for name, (top, bottom) in chosen.items()}
-    if config.surrogate in _CLIPPING_SURROGATES:
-        clipped = sums[..., COLUMN["clip_low"]] + sums[..., COLUMN["clip_high"]]
-        found["clip_ratio/region"] = clipped / count["tokens"]
+def _groups(inputs: LossInputs, sums: Sums) -> dict[str, Tensor]:
+    """(num_groups,) each: the group's share of the loss, its tokens, means of kl and clip ratio, of the rewards."""
+    if not inputs.num_groups:
+        return {}
+    present, column = _present(inputs), _columns(sums.groups)
+    count = column["tokens"].clamp(min=1)
+    found = {name: column[name].clone() for name in ("loss", "tokens")}
+    if present["reference"]:
+        found["kl"] = column["kl"] / count
+    clipped = column["cispo_clip"] if present["cap"] else column["clip_low"] + column["clip_high"]
+    found["clip_ratio"] = clipped / count
+    if inputs.reward_statistics is not None:
+        mean, std = inputs.reward_statistics
+        found["reward_mean"], found["reward_std"] = mean.clone(), std.clone()
     return found
-
-
-def group_table(config: GRPOConfig, group_sums: Tensor, *, has_kl: bool) -> dict[str, Tensor]:
-    """Per group (num_groups,): its share of the loss (they add up to it), means of kl and clip ratio, its tokens."""
-    tokens = group_sums[:, COLUMN["tokens"]].clone()
-    count = tokens.clamp(min=1)
-    groups = {"loss": group_sums[:, COLUMN["loss"]].clone(), "tokens": tokens}
-    if has_kl:
-        groups["kl"] = group_sums[:, COLUMN["kl"]] / count
-    clipped = group_sums[:, COLUMN["clip_low"]] + group_sums[:, COLUMN["clip_high"]]
-    if config.surrogate == "cispo":
-        clipped = group_sums[:, COLUMN["cispo_clip"]]
-    groups["clip_ratio"] = clipped / count
-    return groups
