@@ -70,6 +70,17 @@ SURROGATE_RULES = {
 }
 # Options that belong to some surrogates only. Given to another surrogate, such an option has no effect, so it raises.
 _SURROGATE_OPTIONS = tuple(dict.fromkeys(name for rule in SURROGATE_RULES.values() for name in rule.options))
+# What the kernels of another surrogate get for it: a clip that never acts, or a number that they do not read.
+_UNREAD = {name: 1.0 if name.startswith(("sapo", "vespo")) else math.inf for name in _SURROGATE_OPTIONS}
+_TENSORS = ("temperature", "entropy_coef", "entropy_threshold")  # options that may be tensors
+_RANGES: tuple[tuple[dict[str, float], str], ...] = (
+    ({"low": 0.0}, "beta entropy_coef epsilon_low epsilon_high off_policy_mask_threshold advantage_eps"),
+    ({"above": 0.0}, "temperature logit_scale logit_softcap delta log_ratio_clamp"),
+    ({"above": 0.0}, "sapo_temperature_pos sapo_temperature_neg vespo_lambda_pos vespo_lambda_neg"),
+    ({"above": 1.0}, "dual_clip"),
+    ({}, "vespo_k_pos vespo_k_neg entropy_threshold"),
+)
+_RANGE_OF = {name: bound for bound, names in _RANGES for name in names.split()}
 
 
 @dataclass(frozen=True)
@@ -193,8 +204,8 @@ class GRPOConfig:
         self._check_numbers()
         self._check_combinations()
         object.__setattr__(self, "key", self._to_key())
-        tensors = self.temperature, self.entropy_coef, self.entropy_threshold
-        object.__setattr__(self, "has_tensors", any(isinstance(x, torch.Tensor) for x in tensors))
+        has_tensors = any(isinstance(getattr(self, name), torch.Tensor) for name in _TENSORS)
+        object.__setattr__(self, "has_tensors", has_tensors)
 
     @property
     def derived(self) -> dict[Any, Any]:
@@ -216,32 +227,14 @@ class GRPOConfig:
         return tuple(getattr(self, f.name) for f in dataclasses.fields(self) if f.compare)
 
     def _check_numbers(self) -> None:
-        _number("beta", self.beta, low=0.0)
-        if not isinstance(self.entropy_coef, torch.Tensor):
-            _number("entropy_coef", self.entropy_coef, low=0.0)
-        _number("advantage_eps", self.advantage_eps, low=0.0)
-        for name in ("epsilon_low", "epsilon_high", "off_policy_mask_threshold"):
-            if getattr(self, name) is not None:
-                _number(name, getattr(self, name), low=0.0)
-        positive = (
-            *("delta", "log_ratio_clamp", "sapo_temperature_pos", "sapo_temperature_neg"),
-            *("vespo_lambda_pos", "vespo_lambda_neg"),
-        )
-        for name in positive:
-            if getattr(self, name) is not None:
-                _number(name, getattr(self, name), above=0.0)
-        for name in ("vespo_k_pos", "vespo_k_neg"):
-            if getattr(self, name) is not None:
-                _number(name, getattr(self, name))
-        if self.dual_clip is not None:
-            _number("dual_clip", self.dual_clip, above=1.0)
-        for name in ("kl_clamp[0]", "kl_clamp[1]"):
-            value = self.kl_clamps[int(name[-2])]
+        for name, bound in _RANGE_OF.items():
+            value = getattr(self, name)
+            is_given = value is not None or _OPTIONS[name].default is not None
+            if is_given and not (name in _TENSORS and isinstance(value, torch.Tensor)):
+                _number(name, value, **bound)
+        for i, value in enumerate(self.kl_clamps):
             if value is not None:
-                _number(name, value, above=0.0)
-        check_logit_transform(self.temperature, self.logit_scale, self.logit_softcap)
-        if self.entropy_threshold is not None and not isinstance(self.entropy_threshold, torch.Tensor):
-            _number("entropy_threshold", self.entropy_threshold)
+                _number(f"kl_clamp[{i}]", value, above=0.0)
         for name in ("max_completion_length", "chunk_rows"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -356,27 +349,18 @@ class GRPOConfig:
             kl=self.kl_estimator,
             has_old=has_old,
             bias_correction=self.use_bias_correction_kl,
-            beta=self.beta,
-            epsilon_low=_or(self.epsilon_low, math.inf),
-            epsilon_high=_or(self.epsilon_high, math.inf),
-            delta=_or(self.delta, math.inf),
-            dual_clip=_or(self.dual_clip, math.inf),
-            log_ratio_clamp=_or(self.log_ratio_clamp, math.inf),
-            kl_delta_clamp=_or(delta_clamp, math.inf),
-            kl_clamp=_or(kl_clamp, math.inf),
-            sapo_temperature_pos=_or(self.sapo_temperature_pos, 1.0),
-            sapo_temperature_neg=_or(self.sapo_temperature_neg, 1.0),
-            logit_scale=self.logit_scale,
-            softcap=_or(self.logit_softcap, 0.0),
             level=str(self.importance_sampling_level),
             has_rollout=has_rollout,
             vespo=self.surrogate == "vespo",
             divides_by_rollout=SURROGATE_RULES[self.surrogate].divides_by_rollout,
+            beta=self.beta,
+            log_ratio_clamp=_or(self.log_ratio_clamp, math.inf),
+            kl_delta_clamp=_or(delta_clamp, math.inf),
+            kl_clamp=_or(kl_clamp, math.inf),
+            logit_scale=self.logit_scale,
+            softcap=_or(self.logit_softcap, 0.0),
             off_policy_threshold=_or(self.off_policy_mask_threshold, math.inf),
-            vespo_k_pos=_or(self.vespo_k_pos, 0.0),
-            vespo_k_neg=_or(self.vespo_k_neg, 0.0),
-            vespo_lambda_pos=_or(self.vespo_lambda_pos, 0.0),
-            vespo_lambda_neg=_or(self.vespo_lambda_neg, 0.0),
+            **{name: _or(getattr(self, name), _UNREAD[name]) for name in _SURROGATE_OPTIONS},
         )
 
     def _to_key(self) -> str:
@@ -408,49 +392,40 @@ def available_presets() -> tuple[str, ...]:
     return tuple(PRESETS)
 
 
+_RLOO = dict(importance_sampling_level="sequence_sum", advantage_baseline="leave_one_out", advantage_scale="none")
 _SFT = dict(surrogate="reinforce", aggregation="token_mean")
-PRESETS: dict[str, dict[str, Any]] = {
-    "grpo": dict(aggregation="seq_mean", beta=0.04),
-    "bnpo": dict(aggregation="token_mean"),
-    "dr_grpo": dict(aggregation="fixed_length", advantage_scale="none"),
-    "dapo": dict(aggregation="num_items", epsilon_high=0.28),
-    "gspo": dict(importance_sampling_level="sequence", aggregation="seq_mean", epsilon_low=3e-4, epsilon_high=4e-4),
-    "cispo": dict(surrogate="cispo", aggregation="num_items"),
-    "sapo": dict(surrogate="sapo", aggregation="seq_mean"),
-    "luspo": dict(importance_sampling_level="sequence", aggregation="seq_sum"),
-    "vespo": dict(surrogate="vespo", aggregation="num_items"),
-    "rloo": dict(
-        importance_sampling_level="sequence_sum",
-        aggregation="seq_mean",
-        advantage_baseline="leave_one_out",
-        advantage_scale="none",
+_SECTION_5_2 = "DeepSeekMath, arXiv:2402.03300, section 5.2"
+_PRESETS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (source, options)
+    "grpo": ("DeepSeekMath, arXiv:2402.03300", dict(aggregation="seq_mean", beta=0.04)),
+    # TRL's loss_type of that name: the aggregation alone, without the reward scaling of arXiv:2506.02864.
+    "bnpo": ("TRL", dict(aggregation="token_mean")),
+    "dr_grpo": ("Dr. GRPO, arXiv:2503.20783", dict(aggregation="fixed_length", advantage_scale="none")),
+    "dapo": ("DAPO, arXiv:2503.14476", dict(aggregation="num_items", epsilon_high=0.28)),
+    "gspo": (
+        "GSPO, arXiv:2507.18071",
+        dict(importance_sampling_level="sequence", aggregation="seq_mean", epsilon_low=3e-4, epsilon_high=4e-4),
     ),
-    "ppo": dict(aggregation="token_mean"),
-    "reinforce": _SFT,
-    "rft": _SFT,
-    "online_rft": _SFT,
-    "sft": _SFT,
-    "verl": dict(aggregation="num_items", dual_clip=3.0, log_ratio_clamp=20.0),
+    "cispo": (
+        "MiniMax-M1, arXiv:2506.13585; the cap of 5: ScaleRL, arXiv:2510.13786",
+        dict(surrogate="cispo", aggregation="num_items"),
+    ),
+    "sapo": ("SAPO, arXiv:2511.20347", dict(surrogate="sapo", aggregation="seq_mean")),
+    "luspo": ("LUSPO, arXiv:2602.05261", dict(importance_sampling_level="sequence", aggregation="seq_sum")),
+    "vespo": ("VESPO, arXiv:2602.10693", dict(surrogate="vespo", aggregation="num_items")),
+    "rloo": ("RLOO, arXiv:2402.14740", dict(aggregation="seq_mean", **_RLOO)),
+    "ppo": ("PPO, arXiv:1707.06347", dict(aggregation="token_mean")),
+    "reinforce": ("Williams, Machine Learning 8, 1992", _SFT),
+    "rft": (_SECTION_5_2, _SFT),
+    "online_rft": (_SECTION_5_2, _SFT),
+    "sft": (_SECTION_5_2, _SFT),
+    "verl": (
+        "verl, arXiv:2409.19256; dual clip: arXiv:1912.09729",
+        dict(aggregation="num_items", dual_clip=3.0, log_ratio_clamp=20.0),
+    ),
 }
+PRESETS = {name: options for name, (_, options) in _PRESETS.items()}
+PRESET_SOURCES = {name: source for name, (source, _) in _PRESETS.items()}
 TRL_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")  # presets of the same names
-PRESET_SOURCES = {
-    "grpo": "DeepSeekMath, arXiv:2402.03300",
-    "bnpo": "TRL",  # its loss_type of that name: the aggregation alone, without the reward scaling of arXiv:2506.02864
-    "dr_grpo": "Dr. GRPO, arXiv:2503.20783",
-    "dapo": "DAPO, arXiv:2503.14476",
-    "gspo": "GSPO, arXiv:2507.18071",
-    "cispo": "MiniMax-M1, arXiv:2506.13585; the cap of 5: ScaleRL, arXiv:2510.13786",
-    "sapo": "SAPO, arXiv:2511.20347",
-    "luspo": "LUSPO, arXiv:2602.05261",
-    "vespo": "VESPO, arXiv:2602.10693",
-    "rloo": "RLOO, arXiv:2402.14740",
-    "ppo": "PPO, arXiv:1707.06347",
-    "reinforce": "Williams, Machine Learning 8, 1992",
-    "rft": "DeepSeekMath, arXiv:2402.03300, section 5.2",
-    "online_rft": "DeepSeekMath, arXiv:2402.03300, section 5.2",
-    "sft": "DeepSeekMath, arXiv:2402.03300, section 5.2",
-    "verl": "verl, arXiv:2409.19256; dual clip: arXiv:1912.09729",
-}
 
 
 def check_logit_transform(temperature: float | torch.Tensor, logit_scale: float, logit_softcap: float | None) -> None:
