@@ -179,7 +179,7 @@ class GRPOConfig:
         clamp: Any = self.kl_clamp
         if isinstance(clamp, list):  # which has no hash
             object.__setattr__(self, "kl_clamp", tuple(clamp))
-        _one_of("surrogate", self.surrogate, tuple(SURROGATE_RULES))
+        check_one_of("surrogate", self.surrogate, tuple(SURROGATE_RULES))
         rule = SURROGATE_RULES[self.surrogate]
         if self.importance_sampling_level is None:
             object.__setattr__(self, "importance_sampling_level", rule.levels[0])
@@ -188,10 +188,10 @@ class GRPOConfig:
                 f"importance_sampling_level={self.importance_sampling_level!r} does not go with "
                 f"surrogate={self.surrogate!r}; expected one of {rule.levels}"
             )
-        _one_of("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
-        _one_of("aggregation", self.aggregation, AGGREGATIONS)
-        _one_of("advantage_scale", self.advantage_scale, ADVANTAGE_SCALES)
-        _one_of("advantage_baseline", self.advantage_baseline, ADVANTAGE_BASELINES)
+        check_one_of("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+        check_one_of("aggregation", self.aggregation, AGGREGATIONS)
+        check_one_of("advantage_scale", self.advantage_scale, ADVANTAGE_SCALES)
+        check_one_of("advantage_baseline", self.advantage_baseline, ADVANTAGE_BASELINES)
         for name in _SURROGATE_OPTIONS:
             value = getattr(self, name)
             if name not in rule.options:
@@ -231,14 +231,13 @@ class GRPOConfig:
             value = getattr(self, name)
             is_given = value is not None or _OPTIONS[name].default is not None
             if is_given and not (name in _TENSORS and isinstance(value, torch.Tensor)):
-                _number(name, value, **bound)
+                check_number(name, value, **bound)
         for i, value in enumerate(self.kl_clamps):
             if value is not None:
-                _number(f"kl_clamp[{i}]", value, above=0.0)
+                check_number(f"kl_clamp[{i}]", value, above=0.0)
         for name in ("max_completion_length", "chunk_rows"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ValueError(f"{name}={value!r}; expected an integer >= 1 or None")
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
         if not isinstance(self.advantage_ddof, int) or self.advantage_ddof not in (0, 1):
             raise ValueError(f"advantage_ddof={self.advantage_ddof!r}; expected 0 or 1")
         if self.logits_dtype not in (None, torch.float64, torch.float32, torch.bfloat16, torch.float16):
@@ -280,7 +279,7 @@ class GRPOConfig:
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> GRPOConfig:
         """The configuration that papers and trainers call `name` (see `available_presets`), with `overrides` on top."""
-        _one_of("preset", name, available_presets())
+        check_one_of("preset", name, available_presets())
         return cls(**{**PRESETS[name], **overrides})
 
     @classmethod
@@ -299,7 +298,7 @@ class GRPOConfig:
             batch: top_entropy_quantile below 1 without entropy_threshold among the overrides (`entropy_quantile`; None
             for no threshold), use_adaptive_entropy without entropy_coef among them.
         """
-        _one_of("loss_type", args.loss_type, TRL_LOSS_TYPES)
+        check_one_of("loss_type", args.loss_type, TRL_LOSS_TYPES)
         preset = PRESETS[args.loss_type]
         found: dict[str, Any] = {"surrogate": preset.get("surrogate", "clip"), "aggregation": preset["aggregation"]}
         given = {
@@ -431,10 +430,10 @@ TRL_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "
 def check_logit_transform(temperature: float | torch.Tensor, logit_scale: float, logit_softcap: float | None) -> None:
     """Positive numbers, or a tensor of temperatures."""
     if not isinstance(temperature, torch.Tensor):
-        _number("temperature", temperature, above=0.0)
-    _number("logit_scale", logit_scale, above=0.0)
+        check_number("temperature", temperature, above=0.0)
+    check_number("logit_scale", logit_scale, above=0.0)
     if logit_softcap is not None:
-        _number("logit_softcap", logit_softcap, above=0.0)
+        check_number("logit_softcap", logit_softcap, above=0.0)
 
 
 def check_flag(name: str, x: object) -> None:
@@ -452,16 +451,26 @@ def _or(value: float | None, default: float) -> float:
     return default if value is None else float(value)
 
 
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+def check_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name}={value!r}; expected one of {', '.join(allowed)}")
 
 
-def _number(name: str, value: object, *, low: float = -math.inf, above: float = -math.inf) -> None:
+def check_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r}; expected an integer >= 1")
+
+
+def check_number(
+    name: str, value: object, *, low: float = -math.inf, above: float = -math.inf, high: float = math.inf
+) -> None:
+    """A finite number that is >= low, > above and <= high."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} is a {type(value).__name__}; expected a number")
-    if not -LARGEST <= value <= LARGEST or value < low or (above != -math.inf and value <= above):
+    if not max(low, -LARGEST) <= value <= min(high, LARGEST) or value <= above:
         bound = f" > {above:g}" if above != -math.inf else f" >= {low:g}" if low != -math.inf else ""
+        if high != math.inf:
+            bound = f" in {'[' if above == -math.inf else '('}{max(low, above):g}, {high:g}]"
         raise ValueError(f"{name}={shown(value)}; expected a finite number{bound}")
 
 

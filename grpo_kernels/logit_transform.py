@@ -29,49 +29,26 @@ class _Rule(NamedTuple):
     optional: bool = False  # the attributes may be None
 
 
-_PLAIN = _Rule()
-_GEMMA = _Rule(softcap="final_logit_softcapping", optional=True)
-_GRANITE = _Rule(over="logits_scaling")
-_COHERE = _Rule(times="logit_scale")
-_HYPERCLOVA = _Rule(times="logits_scaling")
-_MUSE = _Rule(times="output_multiplier", softcap="final_logit_softcapping")
-_RULES = {
-    "beam": _GEMMA,
-    "cohere": _COHERE,
-    "cohere2": _COHERE,
-    "cohere2_moe": _COHERE,
-    "cohere_compass": _COHERE,
-    "cohere_compass_text": _Rule(times="logit_scale", optional=True),
-    "falcon_h1": _Rule(times="lm_head_multiplier"),
-    "gemma2": _GEMMA,
-    "gemma3_text": _GEMMA,  # "gemma3", with images, does not apply it
-    "gemma3n": _GEMMA,
-    "gemma3n_text": _GEMMA,
-    "gemma4": _GEMMA,
-    "gemma4_text": _GEMMA,
-    "gemma4_unified": _GEMMA,
-    "gemma4_unified_text": _GEMMA,
-    "granite": _GRANITE,
-    "granite4_vision": _GRANITE,
-    "granite_docling": _GRANITE,
-    "granite_swa": _GRANITE,
-    "granitemoe": _GRANITE,
-    "granitemoe_swa": _GRANITE,
-    "granitemoehybrid": _GRANITE,
-    "granitemoeshared": _GRANITE,
-    "hyperclovax": _HYPERCLOVA,
-    "hyperclovax_vision_v2": _HYPERCLOVA,
-    "minicpm": _Rule(times="dim_model_base", over="hidden_size"),
-    "minicpm3": _Rule(over="logits_scaling"),  # a property, hidden_size / dim_model_base
-    "mistral_large4": _Rule(softcap="final_logit_softcapping"),
-    "muse_glimmer": _MUSE,
-    "muse_spark": _MUSE,
-    "nanochat": _GEMMA,
-    "paligemma": _GEMMA,
-    "recurrent_gemma": _Rule(softcap="logits_soft_cap"),
-    "vaultgemma": _GEMMA,
-    "xlstm": _Rule(softcap="output_logit_soft_cap", optional=True),
+_FAMILIES = {
+    _Rule(softcap="final_logit_softcapping", optional=True): (  # "gemma3", with images, does not apply it
+        "beam gemma2 gemma3_text gemma3n gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text nanochat "
+        "paligemma vaultgemma"
+    ),
+    _Rule(softcap="final_logit_softcapping"): "mistral_large4",
+    _Rule(softcap="logits_soft_cap"): "recurrent_gemma",
+    _Rule(softcap="output_logit_soft_cap", optional=True): "xlstm",
+    _Rule(over="logits_scaling"): (  # of minicpm3 a property, hidden_size / dim_model_base
+        "granite granite4_vision granite_docling granite_swa granitemoe granitemoe_swa granitemoehybrid "
+        "granitemoeshared minicpm3"
+    ),
+    _Rule(times="dim_model_base", over="hidden_size"): "minicpm",
+    _Rule(times="logit_scale"): "cohere cohere2 cohere2_moe cohere_compass",
+    _Rule(times="logit_scale", optional=True): "cohere_compass_text",
+    _Rule(times="logits_scaling"): "hyperclovax hyperclovax_vision_v2",
+    _Rule(times="lm_head_multiplier"): "falcon_h1",
+    _Rule(times="output_multiplier", softcap="final_logit_softcapping"): "muse_glimmer muse_spark",
 }
+_RULES = {family: rule for rule, families in _FAMILIES.items() for family in families.split()}
 
 # Families whose logits are lm_head(hidden) and nothing else.
 _PLAIN_NAMES = """
@@ -120,7 +97,7 @@ def logit_transform(config: Any) -> LogitTransform:
             f"config.model_type={family!r}: no rule for the logits of this family; pass logit_scale and logit_softcap "
             "yourself, and compare fused_logps with the model's own logits"
         )
-    rule = _RULES.get(family, _PLAIN)
+    rule = _RULES.get(family, _Rule())
     text = getattr(config, "text_config", None) or config
     _refuse_others(text, family, rule)
     scale = _positive(text, family, rule, rule.times) or 1.0

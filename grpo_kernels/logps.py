@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .backends import choose_backend
 from .checks.arguments import check_head, check_token_tensor, refuse_transforms, temperature_per_token
-from .checks.sharded import full_weight
+from .checks.plain import full_weight
 from .config import check_flag, check_logit_transform
 from .engine.autocast import products_dtype
 from .engine.logps_op import LogpsCall, logps_from_hidden

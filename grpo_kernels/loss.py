@@ -21,7 +21,7 @@ from .checks.arguments import (
     num_sequences_of,
     refuse_transforms,
 )
-from .checks.sharded import full_weight
+from .checks.plain import full_weight
 from .config import check_flag
 from .engine.autocast import products_dtype
 from .engine.logits_loss import LogitsCall, loss_from_logits

@@ -19,8 +19,8 @@ from .checks.arguments import (
     refuse_transforms,
     temperature_per_token,
 )
-from .checks.sharded import full_weight
-from .config import GRPOConfig, check_flag, check_logit_transform
+from .checks.plain import full_weight
+from .config import GRPOConfig, check_flag, check_logit_transform, check_one_of
 from .contract import Backend, Rows, TokenValues, no_values
 from .engine.autocast import products_dtype
 from .engine.backward import FinishedGradients, refuse_double_backward, scale_saved_gradients
@@ -30,8 +30,6 @@ from .engine.lm_head import LMHead
 from .engine.products import pinned_matmul_precision
 from .engine.shared import make_head, make_scorer, requires_grad_flags, table_dtype, token_mask
 from .sampling_mask import SamplingMask, check_sampling_mask
-
-CHUNK_LEVELS = ("token", "sequence")  # what a chunk is made of
 
 
 @dataclass(frozen=True)
@@ -102,8 +100,7 @@ def fused_policy_loss(
     `fused_logps` with autograd where that matters.
     """
     check_logit_transform(temperature, logit_scale, logit_softcap)
-    if level not in CHUNK_LEVELS:
-        raise ValueError(f"level={level!r}; expected one of {', '.join(CHUNK_LEVELS)}")
+    check_one_of("level", level, ("token", "sequence"))
     check_flag("entropy", entropy)
     if not callable(loss_fn):
         raise TypeError(f"loss_fn is a {type(loss_fn).__name__}; expected a function of a PolicyChunk")

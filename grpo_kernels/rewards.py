@@ -11,13 +11,13 @@ from .backends import choose_backend
 from .checks.arguments import (
     NUMBERS,
     check_float,
-    check_number,
     check_numbers,
     check_rewards_finite,
     check_tensor,
     check_token_tensor,
     checks_values,
 )
+from .config import check_count, check_number, check_one_of
 from .engine import loss_op
 from .names import ADVANTAGE_BASELINES, ADVANTAGE_SCALES, EXPONENT_LIMIT, LEVELS
 
@@ -75,11 +75,9 @@ def group_statistics(
     backend: str = "auto",
 ) -> GroupStatistics:
     """`group_advantages` of groups that `resolve_groups` made, with the statistics of each group."""
-    if scale not in ADVANTAGE_SCALES:
-        raise ValueError(f"scale={scale!r}; expected one of {', '.join(ADVANTAGE_SCALES)}")
-    if baseline not in ADVANTAGE_BASELINES:
-        raise ValueError(f"baseline={baseline!r}; expected one of {', '.join(ADVANTAGE_BASELINES)}")
-    check_number("eps", eps, 0.0)
+    check_one_of("scale", scale, ADVANTAGE_SCALES)
+    check_one_of("baseline", baseline, ADVANTAGE_BASELINES)
+    check_number("eps", eps, low=0.0)
     if not isinstance(ddof, int) or ddof not in (0, 1):
         raise ValueError(f"ddof={ddof!r}; expected 0 or 1")
     rewards = rewards.detach()
@@ -122,9 +120,8 @@ def process_advantages(
             f"step_ends is {step_ends.dtype} of shape {tuple(step_ends.shape)}; expected integers of the shape of "
             f"step_rewards, {tuple(step_rewards.shape)}"
         )
-    check_number("gamma", gamma, 0.0, 1.0)
-    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-        raise ValueError(f"length={length!r}; expected an integer >= 1")
+    check_number("gamma", gamma, low=0.0, high=1.0)
+    check_count("length", length)
     batch, steps = step_rewards.shape
     groups = resolve_groups(batch, num_generations, group_ids, step_rewards)
     per_step = Groups(groups.index.repeat_interleave(steps, output_size=batch * steps), groups.count)
@@ -151,8 +148,7 @@ def resolve_groups(num_sequences: int, num_generations: int | None, group_ids: T
         given = "neither" if group_ids is None else "both"
         raise ValueError(f"groups come from num_generations or group_ids: give one of the two, got {given}")
     if num_generations is not None:
-        if isinstance(num_generations, bool) or not isinstance(num_generations, int) or num_generations < 1:
-            raise ValueError(f"num_generations={num_generations!r}; expected an integer >= 1")
+        check_count("num_generations", num_generations)
         if num_sequences % num_generations:
             raise ValueError(
                 f"num_generations={num_generations} does not divide the batch of {num_sequences} completions; "
@@ -204,14 +200,12 @@ def rollout_weights(
     for name, x in (("rollout_logps", rollout_logps), ("completion_mask", completion_mask)):
         check_token_tensor(name, x, old_logps.shape, old_logps.shape[0], old_logps)
     check_tensor("rollout_logps", rollout_logps)
-    if level not in LEVELS:
-        raise ValueError(f"level={level!r}; expected one of {', '.join(LEVELS)}")
-    if mode not in ("truncate", "mask"):
-        raise ValueError(f"mode={mode!r}; expected 'truncate' or 'mask'")
-    check_number("cap", cap, 0.0, above=True)
+    check_one_of("level", level, LEVELS)
+    check_one_of("mode", mode, ("truncate", "mask"))
+    check_number("cap", cap, above=0.0)
     if low is None:
         low = 0.5 if mode == "mask" else 0.0
-    check_number("low", low, 0.0)
+    check_number("low", low, low=0.0)
     if not low < cap:
         raise ValueError(f"low={low}, cap={cap}; expected 0 <= low < cap")
     mask = torch.ones_like(old_logps, dtype=torch.bool) if completion_mask is None else completion_mask.bool()
@@ -232,7 +226,7 @@ def entropy_quantile(entropy: Tensor, completion_mask: Tensor | None = None, *, 
     Data-parallel ranks gather their entropies first, so that all take the same threshold (arXiv:2506.01939, the
     "80/20 rule"). NaN where there is no unmasked token: no entropy is below it.
     """
-    check_number("top", top, 0.0, 1.0, above=True)
+    check_number("top", top, above=0.0, high=1.0)
     check_float("entropy", entropy)
     mask = None
     if completion_mask is not None:

@@ -150,7 +150,6 @@ MANY_PARAMETERS = {
     "logps.fused_logps": PUBLIC,
     "policy.fused_policy_loss": PUBLIC,
     "reference.reference_loss_from_logps": PUBLIC,
-    "integrations.liger.__init__": "the names and order of Liger's class",
     "integrations.liger.forward": "the names and order of Liger's class",
     "backends.triton.rows.gradient_kernel": "views of a batch stay out of tuples, see backends/triton/arguments.py",
 }

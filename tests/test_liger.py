@@ -144,7 +144,7 @@ def test_advantages_per_token():
     [
         (dict(loss_type="no_such"), "loss_type='no_such'; expected one of grpo, bnpo"),
         (dict(loss_type="dr_grpo"), "max_completion_length is None; loss_type='dr_grpo' needs it"),
-        (dict(importance_sampling_level="word"), "importance_sampling_level='word'; expected 'token' or 'sequence'"),
+        (dict(importance_sampling_level="word"), "importance_sampling_level='word'; expected one of token, sequence"),
         (dict(importance_sampling_level="sequence", loss_type="cispo"), "does not go with loss_type='cispo'"),
         (dict(loss_type="sapo", delta=2.0), "delta=2.0 has no effect with surrogate='sapo'"),
         (dict(delta=-1.0), "delta=-1.0"),

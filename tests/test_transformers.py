@@ -140,7 +140,7 @@ def test_a_configuration_that_contradicts_the_model_is_refused():
         fused_forward(model, **inputs, advantages=ones, config=GRPOConfig(logit_scale=0.5))
     with pytest.raises(ValueError, match=r"logit_softcap=3\.0; the GraniteForCausalLM has None"):
         fused_forward(model, **inputs, loss=fused_logps, logit_softcap=3.0)
-    with pytest.raises(TypeError, match="config is a str; expected a GRPOConfig"):
+    with pytest.raises(TypeError, match="config is a builtins.str; expected a grpo_kernels.GRPOConfig"):
         fused_forward(model, **inputs, advantages=ones, config="dapo")
 
 

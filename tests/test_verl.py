@@ -163,7 +163,7 @@ def test_what_does_not_fit_is_refused_by_name(verl):
     for name, value in (("beta", 0.1), ("entropy_coef", 0.1), ("off_policy_mask_threshold", 1.0)):
         with pytest.raises(ValueError, match=f"config.{name}={value}: verl's policy losses"):
             verl.register(config=GRPOConfig(**{name: value}))
-    with pytest.raises(TypeError, match="config is a str; expected a GRPOConfig"):
+    with pytest.raises(TypeError, match="config is a builtins.str; expected a grpo_kernels.GRPOConfig"):
         verl.register(config="dapo")
 
 

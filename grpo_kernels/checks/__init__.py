@@ -1,1 +1,1 @@
-"""Checks of arguments before any work, and what sharded weights become."""
+"""Checks of arguments before any work."""

@@ -71,15 +71,6 @@ def _inside_transform() -> bool:
 _inside_transform._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def check_number(name: str, x: object, low: float, high: float = math.inf, *, above: bool = False) -> None:
-    """x is a finite number in [low, high], with `above` in (low, high]."""
-    if isinstance(x, bool) or not isinstance(x, (int, float)):
-        raise TypeError(f"{name} is a {type(x).__name__}; expected a number")
-    if not low <= x <= min(high, LARGEST) or (above and x == low):
-        bound = f"{'>' if above else '>='} {low:g}" if high == math.inf else f"in {'(['[not above]}{low:g}, {high:g}]"
-        raise ValueError(f"{name}={shown(x)}; expected a finite number {bound}")
-
-
 def check_logits_dtype(logits_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
     """Logits have the type of the inputs, or float32 from 16-bit inputs."""
     if logits_dtype is None:
@@ -107,13 +98,15 @@ def check_head(
     They have one type, unless the products are computed in `compute_dtype`.
     """
     check_float("hidden", hidden)
-    check_tensor("lm_head_weight", weight, hidden)
+    head = {"lm_head_weight": weight}
     if bias is not None:
-        check_tensor("lm_head_bias", bias, hidden)
+        head["lm_head_bias"] = bias
+    for name, x in head.items():
+        check_tensor(name, x, hidden)
+        if x.dtype is not hidden.dtype or type(x) not in PLAIN:
+            refuse_quantised(name, x)
+        check_gathered(name, x)
     check_tensor("completion_ids", ids, hidden)
-    _check_elements("lm_head_weight", weight, hidden)
-    if bias is not None:
-        _check_elements("lm_head_bias", bias, hidden)
     if hidden.dim() not in (2, 3):
         raise ValueError(f"hidden has shape {tuple(hidden.shape)}; expected (B, T, H) or packed (N, H)")
     shape, leading, width = weight.shape, hidden.shape[:-1], hidden.shape[-1]
@@ -123,28 +116,15 @@ def check_head(
         raise ValueError(f"lm_head_weight has shape {tuple(shape)}; expected (V, H) with H = {width} as in hidden")
     if shape[0] == 0:
         raise ValueError("lm_head_weight has no rows; expected (V, H) with V >= 1")
-    if compute_dtype is None:
-        _check_one_type("lm_head_weight", weight, hidden)
-        if bias is not None:
-            _check_one_type("lm_head_bias", bias, hidden)
+    for name, x in head.items():
+        if compute_dtype is None and x.dtype is not hidden.dtype:
+            raise TypeError(
+                f"{name} is {x.dtype} and hidden {hidden.dtype}; expected one type, a float32 head of 16-bit hidden "
+                "states, or torch.autocast"
+            )
     if bias is not None and bias.shape != shape[:1]:
         raise ValueError(f"lm_head_bias has shape {tuple(bias.shape)}; expected ({shape[0]},)")
     check_ids(ids, leading, "hidden")
-
-
-def _check_elements(name: str, x: Tensor, hidden: Tensor) -> None:
-    """The elements of a weight are there, and are numbers."""
-    if x.dtype is not hidden.dtype or type(x) not in PLAIN:
-        refuse_quantised(name, x)
-    check_gathered(name, x)
-
-
-def _check_one_type(name: str, x: Tensor, hidden: Tensor) -> None:
-    if x.dtype is not hidden.dtype:
-        raise TypeError(
-            f"{name} is {x.dtype} and hidden {hidden.dtype}; expected one type, a float32 head of 16-bit hidden "
-            "states, or torch.autocast"
-        )
 
 
 def check_ids(ids: Tensor, leading: torch.Size, owner: str) -> None:
@@ -301,15 +281,9 @@ def check_values(ids: Tensor, mask: Tensor | None, vocab_size: int, cu_seqlens: 
     if ids.numel():
         least, most = ids.aminmax()
         if not 0 <= least.item() <= most.item() < vocab_size:
-            wrong = (ids < 0) | (ids >= vocab_size)
-            _name_first(
-                "completion_ids",
-                ids,
-                wrong,
-                None if mask is None else mask.bool(),
-                None,
-                f"0 <= id < {vocab_size} (the rows of lm_head_weight){_THERE}",
-            )
+            wrong, mask = (ids < 0) | (ids >= vocab_size), None if mask is None else mask.bool()
+            expected = f"0 <= id < {vocab_size} (the rows of lm_head_weight){_THERE}"
+            _name_first("completion_ids", ids, wrong, mask, None, expected)
     check_offsets(cu_seqlens, ids.numel())
 
 
@@ -363,11 +337,11 @@ def check_token_values(inputs: TokenInputs) -> None:
         if x is not None:
             check_numbers(name, x, mask, inputs.cu_seqlens, low=low, high=high)
     check_temperature(inputs.temperature, mask)
-    denominators = (
-        ("num_items_in_batch or normalizer", inputs.normalizer),
-        ("entropy_normalizer", inputs.entropy_normalizer),
-    )
-    for name, x in denominators:
+    denominators = {
+        "num_items_in_batch or normalizer": inputs.normalizer,
+        "entropy_normalizer": inputs.entropy_normalizer,
+    }
+    for name, x in denominators.items():
         if x is not None and not 0 < x.item() < math.inf:
             raise ValueError(f"{name}={x.item()}; expected a positive finite number")
     if inputs.entropy_coef is not None and not 0 <= inputs.entropy_coef.item() < math.inf:

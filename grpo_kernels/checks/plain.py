@@ -1,11 +1,11 @@
-"""Refuses modules and sharded, quantised or wrapped tensors where a plain tensor is expected.
+"""Refuses modules and quantised or wrapped tensors where a plain tensor is expected, and gathers a sharded lm_head.
 
 The error names the argument and says what to pass instead.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -43,6 +43,26 @@ def check_gathered(name: str, x: Tensor) -> None:
         )
 
 
+def is_dtensor(x: Tensor) -> bool:
+    """Whether x is sharded; asks by name, because torch.distributed.tensor takes long to import."""
+    return any(kind.__name__ == "DTensor" for kind in type(x).__mro__)
+
+
+def full_weight(x: Any) -> Any:
+    """A DTensor gathered from all ranks; anything else as it is.
+
+    Its gradient is averaged over the ranks, as FSDP2 averages those of the other parameters: right where each rank
+    computes the loss of its own tokens, and where all compute that of the same tokens (tensor parallelism). One
+    all-gather, and in the backward one reduce-scatter, in which every rank has to take part.
+    """
+    if type(x) in PLAIN or not isinstance(x, Tensor) or not is_dtensor(x):
+        return x
+    from torch.distributed.tensor import DTensor, Partial
+
+    sharded = cast(DTensor, x)
+    return sharded.full_tensor(grad_placements=[Partial("avg")] * sharded.device_mesh.ndim)
+
+
 def is_quantised(x: Tensor) -> bool:
     """Whether the elements are codes that stand for numbers: types of one byte, and what bitsandbytes marks."""
     if x.dtype.itemsize == 1 or x.is_quantized:
@@ -71,7 +91,7 @@ def _dequantised(name: str, x: Tensor) -> str:
 
 def _refuse_subclass(name: str, x: Tensor) -> None:
     """Subclasses of Tensor with a dispatch of their own hold their elements elsewhere; others are plain."""
-    if any(base.__name__ == "DTensor" for base in type(x).__mro__):
+    if is_dtensor(x):
         raise TypeError(f"{name} is a DTensor; expected a plain tensor: {_instead_of_dtensor(name)}")
     if x.is_nested:
         raise TypeError(f"{name} is a nested tensor{_NESTED}")
@@ -85,7 +105,7 @@ def _refuse_subclass(name: str, x: Tensor) -> None:
 
 
 def _instead_of_dtensor(name: str) -> str:
-    """What to pass for a sharded tensor. Weights come here with vocab_parallel_group alone: see checks/sharded.py."""
+    """What to pass for a sharded tensor. Weights come here with vocab_parallel_group alone: see `full_weight`."""
     if name not in WEIGHTS:
         return (
             f"pass {name}.to_local() where each rank computes the loss of its own tokens (sharded along the batch), "

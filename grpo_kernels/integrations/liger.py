@@ -5,6 +5,7 @@ Import LigerFusedLinearGRPOLoss from here in place of liger_kernel.chunked_loss;
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..checks.plain import check_plain
-from ..config import PRESETS, SURROGATE_RULES, GRPOConfig
+from ..config import PRESETS, SURROGATE_RULES, GRPOConfig, check_one_of
 from ..logps import fused_logps
 from ..loss import fused_grpo_loss
 from ..names import Level
@@ -21,6 +22,7 @@ from ..names import Level
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 
 
+@dataclass(eq=False, repr=False)
 class LigerFusedLinearGRPOLoss(nn.Module):
     """loss, metrics = module(hidden, weight, ids, mask, advantages, ...), as Liger's module of this name.
 
@@ -36,47 +38,28 @@ class LigerFusedLinearGRPOLoss(nn.Module):
       log-probabilities with use_ref_model=False.
     """
 
-    def __init__(
-        self,
-        beta: float = 0.04,
-        compiled: bool = True,
-        use_ref_model: bool = True,
-        chunk_size: int = 1,
-        epsilon_low: float = 0.2,
-        epsilon_high: float = 0.2,
-        loss_type: str = "dapo",
-        max_completion_length: int | None = None,
-        importance_sampling_level: Level = "token",
-        sapo_temperature_pos: float = 1.0,
-        sapo_temperature_neg: float = 1.05,
-        temperature: float = 1.0,
-        delta: float | None = None,
-        use_bias_correction_kl: bool = False,
-        vespo_k_pos: float = 2.0,
-        vespo_lambda_pos: float = 3.0,
-        vespo_k_neg: float = 3.0,
-        vespo_lambda_neg: float = 2.0,
-    ) -> None:
-        super().__init__()
-        self.beta = beta
-        self.compiled = compiled
-        self.use_ref_model = use_ref_model
-        self.chunk_size = chunk_size
-        self.epsilon_low = epsilon_low
-        self.epsilon_high = epsilon_high
-        self.loss_type = loss_type
-        self.max_completion_length = max_completion_length
-        self.importance_sampling_level = importance_sampling_level
-        self.sapo_temperature_pos = sapo_temperature_pos
-        self.sapo_temperature_neg = sapo_temperature_neg
-        self.temperature = temperature
-        self.delta = delta
-        self.use_bias_correction_kl = use_bias_correction_kl
-        self.vespo_k_pos = vespo_k_pos
-        self.vespo_lambda_pos = vespo_lambda_pos
-        self.vespo_k_neg = vespo_k_neg
-        self.vespo_lambda_neg = vespo_lambda_neg
-        self._config()  # what is wrong in the arguments raises here
+    beta: float = 0.04
+    compiled: bool = True
+    use_ref_model: bool = True
+    chunk_size: int = 1
+    epsilon_low: float = 0.2
+    epsilon_high: float = 0.2
+    loss_type: str = "dapo"
+    max_completion_length: int | None = None
+    importance_sampling_level: Level = "token"
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    temperature: float = 1.0
+    delta: float | None = None
+    use_bias_correction_kl: bool = False
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+
+    def __post_init__(self) -> None:
+        super().__init__()  # after the fields, which are no tensors: nn.Module allows it
+        self._config()  # an argument that does not fit raises here
 
     def forward(
         self,
@@ -128,21 +111,11 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         return out.loss, tuple(metrics)
 
     def _config(self) -> GRPOConfig:
-        return _config(
-            loss_type=self.loss_type,
-            importance_sampling_level=self.importance_sampling_level,
-            beta=self.beta if self.use_ref_model else 0.0,
-            use_bias_correction_kl=self.use_bias_correction_kl,
-            temperature=self.temperature,
-            max_completion_length=self.max_completion_length,
-            delta=self.delta,
-            epsilon_low=self.epsilon_low,
-            epsilon_high=self.epsilon_high,
-            **{name: getattr(self, name) for name in _OPTIONS},
-        )
+        options = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _OF_LIGER}
+        return _config(**options | {"beta": self.beta if self.use_ref_model else 0.0})
 
 
-_OPTIONS = (*SURROGATE_RULES["sapo"].options, *SURROGATE_RULES["vespo"].options)
+_OF_LIGER = ("compiled", "use_ref_model", "chunk_size")  # fields that GRPOConfig does not have
 
 
 @lru_cache(maxsize=16)
@@ -150,10 +123,8 @@ def _config(
     loss_type: str, importance_sampling_level: Level, beta: float, use_bias_correction_kl: bool, **options: Any
 ) -> GRPOConfig:
     """The configuration of Liger's arguments, without those that the loss type does not read."""
-    if loss_type not in LOSS_TYPES:
-        raise ValueError(f"loss_type={loss_type!r}; expected one of {', '.join(LOSS_TYPES)}")
-    if importance_sampling_level not in ("token", "sequence"):
-        raise ValueError(f"importance_sampling_level={importance_sampling_level!r}; expected 'token' or 'sequence'")
+    check_one_of("loss_type", loss_type, LOSS_TYPES)
+    check_one_of("importance_sampling_level", importance_sampling_level, ("token", "sequence"))
     if importance_sampling_level == "sequence" and loss_type in ("cispo", "sapo", "vespo"):
         raise ValueError(f"importance_sampling_level='sequence' does not go with loss_type={loss_type!r}")
     surrogate = PRESETS[loss_type].get("surrogate", "clip")

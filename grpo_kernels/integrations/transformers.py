@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..checks.arguments import checks_values
-from ..checks.plain import check_plain
+from ..checks.arguments import check_config, checks_values
+from ..checks.plain import check_plain, is_dtensor
 from ..config import DEFAULT_CONFIG, GRPOConfig
 from ..loss import fused_grpo_loss
 from . import LogitTransform, logit_transform
@@ -114,7 +114,7 @@ def unwrap_causal_lm(model: Any) -> CausalLM:
     if lm_head is None or body is model:
         raise TypeError(f"model is a {type(model).__name__}; expected a causal language model, with an lm_head")
     for name, parameter in lm_head.named_parameters():
-        if any(kind.__name__ == "DTensor" for kind in type(parameter).__mro__):
+        if is_dtensor(parameter):
             raise TypeError(
                 f"lm_head.{name} is a DTensor; expected fused_forward to run inside the forward of the module that "
                 "fully_shard was given, where parameters are whole"
@@ -203,8 +203,7 @@ def _takes(module: nn.Module, name: str) -> bool:
 @lru_cache(maxsize=16)
 def _with_transform(config: GRPOConfig | None, transform: LogitTransform) -> GRPOConfig:
     config = DEFAULT_CONFIG if config is None else config
-    if not isinstance(config, GRPOConfig):
-        raise TypeError(f"config is a {type(config).__name__}; expected a GRPOConfig")
+    check_config(config)
     for name, given, right, default in (
         ("logit_scale", config.logit_scale, transform.scale, 1.0),
         ("logit_softcap", config.logit_softcap, transform.softcap, None),

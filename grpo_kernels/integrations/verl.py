@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks.arguments import check_config
 from ..checks.plain import check_plain
-from ..config import GRPOConfig
+from ..config import GRPOConfig, check_one_of
 from ..logps import fused_logps
 from ..loss import grpo_loss_from_logps
 from ..names import Aggregation
@@ -83,8 +84,8 @@ def linear_cross_entropy(
     """
     split = dist_process_group is not None and torch.distributed.get_world_size(dist_process_group) > 1
     reductions: dict[str, Callable[[Tensor], Tensor]] = {"none": lambda x: x, "sum": torch.sum, "mean": torch.mean}
-    if not isinstance(reduction, str) or reduction.lower() not in reductions:
-        raise ValueError(f"reduction={reduction!r}; expected one of {', '.join(reductions)}")
+    reduction = reduction.lower() if isinstance(reduction, str) else reduction
+    check_one_of("reduction", reduction, tuple(reductions))
     flat = hidden.reshape(-1, hidden.shape[-1])
     if isinstance(temperature, Tensor) and temperature.numel() > 1:
         temperature = temperature.expand(hidden.shape[:-1]).reshape(-1)
@@ -95,7 +96,7 @@ def linear_cross_entropy(
         vocab_parallel_group=dist_process_group if split else None,
     )  # fmt: skip
     assert entropy is not None
-    return logps, reductions[reduction.lower()](entropy)
+    return logps, reductions[reduction](entropy)
 
 
 class _Shared(torch.autograd.Function):
@@ -126,8 +127,7 @@ def policy_loss(
 
     The metrics are those of verl's "vanilla" loss: actor/pg_clipfrac, actor/ppo_kl, actor/pg_clipfrac_lower.
     """
-    if loss_agg_mode not in _AGGREGATIONS:
-        raise ValueError(f"loss_agg_mode={loss_agg_mode!r}; expected one of {', '.join(_AGGREGATIONS)}")
+    check_one_of("loss_agg_mode", loss_agg_mode, tuple(_AGGREGATIONS))
     if config is None:
         raise ValueError("config is None; expected verl's ActorConfig")
     for name, x in (
@@ -196,8 +196,7 @@ def _denominator(
 
 
 def _check(config: GRPOConfig) -> None:
-    if not isinstance(config, GRPOConfig):
-        raise TypeError(f"config is a {type(config).__name__}; expected a GRPOConfig")
+    check_config(config)
     for name, neutral in (
         ("beta", 0.0), ("entropy_coef", 0.0), ("entropy_threshold", None), ("off_policy_mask_threshold", None)
     ):  # fmt: skip
