@@ -62,10 +62,7 @@ half = torch.bfloat16
 CASES = {
     # shapes
     "hidden 1-D": (lambda: changed(hidden=torch.rand(24)), ValueError, "hidden", "(24,)", "(B, T, H) or packed (N, H)"),
-    "hidden 0-D": (lambda: changed(hidden=torch.tensor(1.0)), ValueError, "hidden", "shape ()", "(B, T, H) or packed (N, H)"),
-    "hidden 4-D": (lambda: changed(hidden=torch.rand(1, 4, 6, 24)), ValueError, "hidden", "(1, 4, 6, 24)", "(B, T, H)"),
     "weight width": (lambda: changed(lm_head_weight=torch.rand(67, 23)), ValueError, "lm_head_weight", "(67, 23)", "H = 24"),
-    "weight transposed": (lambda: changed(lm_head_weight=torch.rand(24, 67)), ValueError, "lm_head_weight", "(24, 67)", "(V, H)"),
     "weight 1-D": (lambda: changed(lm_head_weight=torch.rand(24)), ValueError, "lm_head_weight", "(24,)", "(V, H)"),
     "weight empty": (lambda: changed(lm_head_weight=torch.rand(0, 24)), ValueError, "lm_head_weight", "no rows", "V >= 1"),
     "no width": (lambda: changed(hidden=torch.rand(4, 6, 0), lm_head_weight=torch.rand(67, 0)), ValueError, "hidden", "0)", "H >= 1"),
@@ -75,8 +72,6 @@ CASES = {
     "advantages": (lambda: changed(advantages=torch.rand(5)), ValueError, "advantages", "(5,)", "(4, 6)", "(4,)", "(4, 1)"),
     "mask": (lambda: changed(completion_mask=torch.ones(4, 5)), ValueError, "completion_mask", "(4, 5)", "(4, 6)"),
     "old": (lambda: changed(old_logps=torch.rand(4)), ValueError, "old_logps", "(4,)", "(4, 6)"),
-    "ref": (lambda: changed(ref_logps=torch.rand(4, 6, 1)), ValueError, "ref_logps", "(4, 6, 1)", "(4, 6)"),
-    "rollout_logps": (lambda: changed(rollout_logps=torch.rand(6, 4)), ValueError, "rollout_logps", "(6, 4)", "(4, 6)"),
     "rollout_weights": (lambda: changed(rollout_weights=torch.rand(6)), ValueError, "rollout_weights", "(6,)", "(4,)"),
     "temperature": (lambda: changed(config=gk.GRPOConfig(temperature=torch.rand(5))), ValueError, "temperature", "(5,)", "(4, 6)", "(4,)", "(4, 1)"),
     "entropy_threshold": (lambda: changed(config=gk.GRPOConfig(entropy_threshold=torch.rand(4))), ValueError, "entropy_threshold", "(4,)", "one element"),
@@ -88,26 +83,17 @@ CASES = {
     "weight dtype": (lambda: changed(lm_head_weight=torch.rand(67, 24).to(half)), TypeError, "lm_head_weight", "bfloat16", "float32"),
     "bias dtype": (lambda: changed(lm_head_bias=torch.rand(67).double()), TypeError, "lm_head_bias", "float64", "float32"),
     "ids float": (lambda: changed(completion_ids=torch.zeros(4, 6)), TypeError, "completion_ids", "float32", "int64"),
-    "advantages list": (lambda: changed(advantages=[0.0] * 4), TypeError, "advantages", "list", "torch.Tensor"),
     "advantages complex": (lambda: changed(advantages=torch.zeros(4).cfloat()), TypeError, "advantages", "complex64"),
     "old int": (lambda: changed(old_logps=torch.zeros(4, 6).long()), TypeError, "old_logps", "int64", "floating-point"),
-    "advantages of 8 bits": (lambda: changed(advantages=torch.zeros(4).to(torch.float8_e4m3fn)), TypeError, "advantages", "float8_e4m3fn", "16 to 64 bits"),
-    "advantages quantised": (lambda: changed(advantages=torch.quantize_per_tensor(torch.zeros(4), 0.1, 0, torch.qint8)), TypeError, "advantages", "qint8", "floating-point"),
     "rollout of 8 bits": (lambda: changed(rollout_logps=torch.zeros(4, 6).to(torch.float8_e5m2)), TypeError, "rollout_logps", "float8_e5m2", "16 to 64 bits"),
-    "mask quantised": (lambda: changed(completion_mask=torch.quantize_per_tensor(torch.ones(4, 6), 1.0, 0, torch.qint8)), TypeError, "completion_mask", "qint8", "bool"),
     "mask complex": (lambda: changed(completion_mask=torch.ones(4, 6).cfloat()), TypeError, "completion_mask", "complex64", "bool"),
     "rewards bool": (lambda: changed(advantages=None, rewards=torch.ones(4).bool(), num_generations=2), TypeError, "rewards", "bool", "real"),
-    "rewards of 8 bits": (lambda: changed(advantages=None, rewards=torch.ones(4).to(torch.float8_e4m3fn), num_generations=2), TypeError, "rewards", "float8_e4m3fn", "real"),
     "normalizer text": (lambda: changed(normalizer="4"), TypeError, "normalizer", "str", "number"),
-    "normalizer complex": (lambda: changed(normalizer=torch.tensor(4j)), TypeError, "normalizer", "complex64", "number"),
     "normalizer flag": (lambda: changed(normalizer=torch.tensor(True)), TypeError, "normalizer", "torch.bool", "number"),
-    "temperature complex": (lambda: changed(config=gk.GRPOConfig(temperature=torch.tensor(1j))), TypeError, "temperature", "complex64", "number"),
     "config dict": (lambda: changed(config={"beta": 0.1}), TypeError, "config", "dict", "GRPOConfig"),
     # devices
     "weight elsewhere": (lambda: changed(lm_head_weight=torch.rand(67, 24, device=meta)), ValueError, "lm_head_weight", "meta", "cpu"),
-    "ids elsewhere": (lambda: changed(completion_ids=torch.zeros(4, 6, device=meta).long()), ValueError, "completion_ids", "meta", "cpu"),
     "old elsewhere": (lambda: changed(old_logps=torch.zeros(4, 6, device=meta)), ValueError, "old_logps", "meta", "cpu"),
-    "advantages elsewhere": (lambda: changed(advantages=torch.zeros(4, device=meta)), ValueError, "advantages", "meta", "cpu"),
     "normalizer elsewhere": (lambda: changed(normalizer=torch.ones((), device=meta)), ValueError, "normalizer", "meta", "no values"),
     "temperature elsewhere": (lambda: changed(config=gk.GRPOConfig(temperature=torch.ones(1, device=meta))), ValueError, "temperature", "meta", "no values"),
     # values
@@ -115,34 +101,24 @@ CASES = {
     "id negative": (lambda: changed(completion_ids=torch.tensor([[0] * 6] * 3 + [[0] * 5 + [-1]])), ValueError, "completion_ids[3, 5] = -1", "0 <= id < 67"),
     "advantage NaN": (lambda: changed(advantages=spoiled((4,), math.nan, 2)), ValueError, "advantages[2] = nan", "a finite number at every unmasked position"),
     "advantage infinite": (lambda: changed(advantages=spoiled((4, 1), -math.inf, 1)), ValueError, "advantages[1, 0] = -inf", "a finite number"),
-    "advantage of a token": (lambda: changed(advantages=spoiled((4, 6), math.nan, 3, 5)), ValueError, "advantages[3, 5] = nan", "a finite number"),
     "old NaN": (lambda: changed(old_logps=spoiled((4, 6), math.nan, 0, 4)), ValueError, "old_logps[0, 4] = nan", "a number at every unmasked position"),
-    "ref NaN": (lambda: changed(ref_logps=spoiled((4, 6), math.nan, 2, 0)), ValueError, "ref_logps[2, 0] = nan", "a number"),
-    "rollout weight NaN": (lambda: changed(rollout_weights=spoiled((4, 6), math.nan, 1, 1)), ValueError, "rollout_weights[1, 1] = nan", "a finite number"),
     "rollout weight infinite": (lambda: changed(rollout_weights=spoiled((4,), math.inf, 3)), ValueError, "rollout_weights[3] = inf", "a finite number"),
     "advantage beyond float32": (lambda: changed(advantages=torch.tensor([0.0, 1e300, 0.0, 0.0], dtype=torch.float64)), ValueError, "advantages", "a finite number at every unmasked position, in float32"),
     "old above 0": (lambda: changed(old_logps=spoiled((4, 6), 5.0, 1, 2) - 2), ValueError, "old_logps[1, 2] = 3.0", "at most 0 nats"),
-    "old infinite": (lambda: changed(old_logps=spoiled((4, 6), math.inf, 1, 2) - 2), ValueError, "old_logps[1, 2] = inf", "at most 0 nats"),
     "rollout weight negative": (lambda: changed(rollout_weights=spoiled((4, 6), -0.5, 1, 1)), ValueError, "rollout_weights[1, 1] = -0.5", "a finite number", ">= 0"),
     "mask weights": (lambda: changed(completion_mask=spoiled((4, 6), 0.5, 1, 3)), ValueError, "completion_mask[1, 3] = 0.5", "0 (masked) or 1"),
-    "mask counts": (lambda: changed(completion_mask=spoiled((4, 6), 2, 1, 3).long()), ValueError, "completion_mask[1, 3] = 2", "0 (masked) or 1"),
-    "mask NaN": (lambda: changed(completion_mask=spoiled((4, 6), math.nan, 0, 1)), ValueError, "completion_mask[0, 1] = nan", "0 (masked) or 1"),
     "mask additive": (lambda: changed(completion_mask=spoiled((4, 6), -math.inf, 0, 1) - 1), ValueError, "completion_mask[0, 1] = -inf", "0 (masked) or 1"),
     "items 0": (lambda: changed(num_items_in_batch=0), ValueError, "num_items_in_batch=0", "global number"),
-    "items 0 tensor": (lambda: changed(num_items_in_batch=torch.tensor(0)), ValueError, "num_items_in_batch=0", "global number"),
     "items beyond float32": (lambda: changed(num_items_in_batch=1e39), ValueError, "num_items_in_batch=1e+39", "finite in torch.float32"),
     "items huge": (lambda: changed(num_items_in_batch=10**400), ValueError, "num_items_in_batch=an integer of", "finite in torch.float32"),
     "threshold without a sampler": (lambda: {n: x for n, x in changed(config=gk.GRPOConfig(off_policy_mask_threshold=0.1)).items() if n != "old_logps"}, ValueError, "off_policy_mask_threshold", "rollout_logps or old_logps"),
     "reward infinite": (lambda: changed(advantages=None, rewards=spoiled((4,), math.inf, 1), num_generations=2), ValueError, "rewards[1] = inf", "a finite number; for completions without a verdict"),
+    "reward NaN": (lambda: changed(advantages=None, rewards=spoiled((4,), math.nan, 1), num_generations=2), ValueError, "rewards[1] = nan", "pass advantages=group_advantages(rewards, ...)"),
     "temperature of a token": (lambda: changed(config=gk.GRPOConfig(temperature=spoiled((4, 6), 0.0, 1, 3))), ValueError, "temperature[1, 3] = 0.0", "a positive finite number at every unmasked position"),
-    "temperature NaN": (lambda: changed(config=gk.GRPOConfig(temperature=torch.tensor(math.nan))), ValueError, "temperature = nan", "a positive finite number"),
     "normalizer tensor 0": (lambda: changed(normalizer=torch.tensor(0.0)), ValueError, "normalizer=0.0", "positive"),
-    "normalizer tensor NaN": (lambda: changed(normalizer=torch.tensor(math.nan)), ValueError, "normalizer=nan", "positive"),
     "temperature infinite": (lambda: changed(config=gk.GRPOConfig(temperature=spoiled((4, 6), math.inf, 1, 3))), ValueError, "temperature[1, 3] = inf", "a positive finite number"),
     "normalizer tensor infinite": (lambda: changed(normalizer=torch.tensor(math.inf)), ValueError, "normalizer=inf", "positive", "finite"),
     "num_items_in_batch tensor -3": (lambda: changed(num_items_in_batch=torch.tensor(-3)), ValueError, "num_items_in_batch", "=-3", "positive"),
-    "normalizer infinite": (lambda: changed(normalizer=math.inf), ValueError, "normalizer=inf", "positive", "finite"),
-    "num_items_in_batch NaN": (lambda: changed(num_items_in_batch=math.nan), ValueError, "num_items_in_batch=nan", ">= 0"),
     "normalizer 0": (lambda: changed(normalizer=0), ValueError, "normalizer=0", "positive"),
     "num_items_in_batch -1": (lambda: changed(num_items_in_batch=-1), ValueError, "num_items_in_batch=-1", ">= 0"),
     # combinations
@@ -151,7 +127,6 @@ CASES = {
     "no groups": (lambda: changed(advantages=None, rewards=torch.rand(4)), ValueError, "num_generations", "group_ids", "neither"),
     "two groupings": (lambda: changed(num_generations=2, group_ids=torch.zeros(4).long()), ValueError, "num_generations", "group_ids", "both"),
     "indivisible": (lambda: changed(advantages=None, rewards=torch.rand(4), num_generations=3), ValueError, "num_generations=3", "4", "group_ids"),
-    "indivisible beside advantages": (lambda: changed(num_generations=3), ValueError, "num_generations=3", "4"),
     "group of one": (lambda: changed(advantages=None, rewards=torch.rand(4), num_generations=1), ValueError, "group of one", "scale='group'", ">= 2"),
     "group ids": (lambda: changed(group_ids=torch.zeros(3).long()), ValueError, "group_ids", "(3,)", "(4,)"),
     "no reference": (lambda: changed(ref_logps=None, config=gk.GRPOConfig(beta=0.1)), ValueError, "ref_logps is None", "beta=0.1"),
@@ -159,7 +134,6 @@ CASES = {
     "two denominators": (lambda: changed(num_items_in_batch=3, normalizer=3), ValueError, "num_items_in_batch", "normalizer", "one"),
     "num_items elsewhere": (lambda: changed(num_items_in_batch=3, config=gk.GRPOConfig(aggregation="seq_mean")), ValueError, "num_items_in_batch", "seq_mean", "normalizer"),
     "fixed_length": (lambda: changed(config=gk.GRPOConfig(aggregation="fixed_length")), ValueError, "fixed_length", "max_completion_length", "None"),
-    "fixed_length beside normalizer": (lambda: changed(normalizer=3, config=gk.GRPOConfig(aggregation="fixed_length", entropy_coef=0.1)), ValueError, "fixed_length", "max_completion_length", "None"),
     "entropy_normalizer alone": (lambda: changed(entropy_normalizer=3), ValueError, "entropy_normalizer", "entropy_coef=0", "leave it out"),
     "entropy_normalizer": (lambda: changed(entropy_normalizer=torch.tensor(0.0), config=gk.GRPOConfig(entropy_coef=0.1)), ValueError, "entropy_normalizer=0.0", "positive"),
     "entropy_coef": (lambda: changed(config=gk.GRPOConfig(entropy_coef=torch.tensor(-1.0))), ValueError, "entropy_coef=-1.0", ">= 0"),
@@ -176,8 +150,6 @@ CASES = {
     "cu_seqlens back": (lambda: packed_arguments(cu_seqlens=torch.tensor([0, 12, 6, 18, 24])), ValueError, "cu_seqlens", "12, 6", "in order"),
     "packed advantage NaN": (lambda: packed_arguments(advantages=spoiled((4,), math.nan, 3)), ValueError, "advantages[3] = nan", "a finite number"),
     "one per token or per sequence": (lambda: packed_arguments(advantages=torch.rand(24), cu_seqlens=torch.tensor([0] * 24 + [24])), ValueError, "advantages", "(24,)", "empty", "(24, 1)"),
-    "packed old NaN": (lambda: packed_arguments(old_logps=spoiled((24,), math.nan, 17)), ValueError, "old_logps[17] = nan", "a number"),
-    "packed advantages": (lambda: packed_arguments(advantages=torch.rand(5)), ValueError, "advantages", "(5,)", "(24,)", "(4,)"),
 }  # fmt: skip
 
 
@@ -277,151 +249,145 @@ def test_other_entry_points_refuse_the_same(name):
     refuses(gk.fused_policy_loss, kept | {"loss_fn": lambda chunk: chunk.logps.sum()}, error, *words)
 
 
+LOGIT_OPTIONS = [
+    (dict(entropy="yes"), TypeError, "entropy is a str", "True or False"),
+    (dict(temperature=torch.ones(0)), ValueError, "temperature", "(0,)", "(4, 6)"),
+    (dict(temperature=torch.ones(5)), ValueError, "temperature", "(5,)", "(4, 6)", "(4, 1)"),
+    (dict(temperature=torch.tensor([1.0, 1.0, -1.0, 1.0])), ValueError, "temperature[2, 0] = -1.0", "positive"),
+    (
+        dict(temperature=spoiled((4, 6), -1.0, 2, 3)),
+        ValueError,
+        "temperature[2, 3] = -1.0",
+        "at every unmasked position",
+    ),
+    (dict(temperature=torch.tensor(math.inf)), ValueError, "temperature = inf", "positive finite"),
+    (dict(temperature=torch.tensor([1j])), TypeError, "temperature", "complex64", "number"),
+    (dict(temperature=-1.0), ValueError, "temperature=-1.0"),
+    (dict(logit_softcap=0.0), ValueError, "logit_softcap=0.0"),
+    (dict(logit_scale="2"), TypeError, "logit_scale", "str", "number"),
+]
+
+
 @pytest.mark.parametrize("function", [gk.fused_logps, gk.fused_policy_loss])
-@pytest.mark.parametrize(
-    ("changes", "error", "words"),
-    [
-        (dict(entropy="yes"), TypeError, ("entropy is a str", "True or False")),
-        (dict(temperature=torch.ones(0)), ValueError, ("temperature", "(0,)", "(4, 6)")),
-        (dict(temperature=torch.ones(5)), ValueError, ("temperature", "(5,)", "(4, 6)", "(4, 1)")),
-        (dict(temperature=torch.tensor([1.0, 1.0, -1.0, 1.0])), ValueError, ("temperature[2, 0] = -1.0", "positive")),
-        (dict(temperature=torch.tensor(math.inf)), ValueError, ("temperature = inf", "positive finite")),
-        (dict(temperature=torch.tensor([1j])), TypeError, ("temperature", "complex64", "number")),
-        (dict(temperature=-1.0), ValueError, ("temperature=-1.0",)),
-        (dict(logit_softcap=0.0), ValueError, ("logit_softcap=0.0",)),
-        (dict(logit_scale="2"), TypeError, ("logit_scale", "str", "number")),
-    ],
-)
-def test_options_of_the_logits_are_refused(function, changes, error, words):
+def test_options_of_the_logits_are_refused(function):
     given = {n: x for n, x in arguments().items() if n not in ("advantages", "old_logps", "ref_logps")}
     if function is gk.fused_policy_loss:
         given["loss_fn"] = lambda chunk: chunk.logps.sum()
-    refuses(function, given | changes, error, *words)
+    for changes, error, *words in LOGIT_OPTIONS:
+        refuses(function, given | changes, error, *words)
+    masked = given["completion_mask"].clone()
+    masked[2, 3] = False
+    function(**given | {"completion_mask": masked, "temperature": spoiled((4, 6), -1.0, 2, 3)})
 
 
 def test_tensors_without_values_are_refused():
     given = {n: x.to("meta") if isinstance(x, torch.Tensor) else x for n, x in arguments().items()}
     refuses(gk.fused_grpo_loss, given, ValueError, "hidden is on the meta device")
-    logps = torch.zeros(4, 6, device=meta)
-    refuses(gk.grpo_loss_from_logps, dict(logps=logps, advantages=logps), ValueError, "logps is on the meta device")
-    refuses(
-        gk.grpo_loss_from_logps, dict(logps=torch.zeros(()), advantages=torch.ones(1)), ValueError, "logps has shape ()"
-    )
 
 
-@pytest.mark.parametrize("function", [gk.fused_logps, gk.fused_policy_loss])
-def test_temperatures_that_are_not_positive_are_refused(function):
-    given = {n: x for n, x in arguments().items() if n not in ("advantages", "old_logps", "ref_logps")}
-    if function is gk.fused_policy_loss:
-        given["loss_fn"] = lambda chunk: chunk.logps.sum()
-    bad = {"temperature": spoiled((4, 6), -1.0, 2, 3)}
-    refuses(
-        function,
-        given | bad,
-        ValueError,
-        "temperature[2, 3] = -1.0",
-        "a positive finite number at every unmasked position",
-    )
-    given["completion_mask"] = given["completion_mask"].clone()
-    given["completion_mask"][2, 3] = False
-    function(**given | bad)
+LOGPS = dict(logps=torch.zeros(4, 6), advantages=torch.ones(4), old_logps=torch.zeros(4, 6))
+PACKED_LOGPS = dict(logps=torch.zeros(24), old_logps=None)
+LOGITS = dict(logits=torch.zeros(4, 6, 7), completion_ids=torch.zeros(4, 6).long(), advantages=torch.ones(4))
+REWARDS = dict(rewards=torch.rand(6), num_generations=2)
+STEPS = dict(step_rewards=torch.rand(2, 3), step_ends=torch.tensor([[0, 2, 4]] * 2), length=5, num_generations=2)
+WEIGHTS = dict(old_logps=torch.zeros(1, 2), rollout_logps=torch.zeros(1, 2))
+ENTROPY = dict(entropy=torch.ones(2, 3))
+OTHERS = [
+    (gk.grpo_loss_from_logps, LOGPS, [
+        (dict(logps=[0.0]), TypeError, "logps", "list", "torch.Tensor"),
+        (dict(advantages=spoiled((4,), math.nan, 1)), ValueError, "advantages[1] = nan", "a finite number"),
+        (PACKED_LOGPS | dict(cu_seqlens=torch.tensor([0, 6, 12, 18, 23])), ValueError, "cu_seqlens", "23", "from 0 to 24"),
+        (PACKED_LOGPS | dict(cu_seqlens=torch.tensor([0, 6, 12, 10**9, 24])), ValueError, "cu_seqlens", "from 0 to 24"),
+        (PACKED_LOGPS, ValueError, "cu_seqlens is None", "logps is packed"),
+        (dict(advantages=None, rewards=spoiled((4,), -math.inf, 3), num_generations=4), ValueError, "rewards[3] = -inf", "for completions without a verdict"),
+        (dict(logps=torch.zeros(4, 6).long()), TypeError, "logps", "int64", "float32"),
+        (dict(logps=torch.zeros(4, 6, 1), entropy=torch.zeros(4, 6)), ValueError, "logps has shape (4, 6, 1)", "(B, T) or packed (N,)"),
+        (dict(logps=torch.zeros(())), ValueError, "logps has shape ()"),
+        (dict(logps=torch.zeros(4, 6, device=meta)), ValueError, "logps is on the meta device"),
+        (dict(entropy=torch.zeros(4)), ValueError, "entropy", "(4,)", "(4, 6)"),
+        (dict(config=gk.GRPOConfig(entropy_coef=0.1)), ValueError, "entropy is None", "entropy_coef"),
+        (dict(config=gk.GRPOConfig(entropy_threshold=1.0)), ValueError, "entropy is None", "entropy_threshold"),
+        (dict(config=gk.GRPOConfig(beta=0.1)), ValueError, "ref_logps is None", "beta=0.1"),
+    ]),
+    (gk.grpo_loss_from_logits, LOGITS, [
+        (dict(logits=torch.zeros(7)), ValueError, "logits", "(7,)", "(B, T, V)"),
+        (dict(logits=torch.zeros(4, 6, 0)), ValueError, "logits", "(4, 6, 0)", "V >= 1"),
+        (dict(completion_ids=torch.zeros(4, 5).long()), ValueError, "completion_ids", "(4, 5)", "(4, 6)"),
+        (dict(completion_ids=torch.full((4, 6), 7)), ValueError, "completion_ids[0, 0] = 7", "0 <= id < 7"),
+        (dict(logits=torch.zeros(4, 6, 7).long()), TypeError, "logits", "int64", "float32"),
+        (dict(ref_logps=spoiled((4, 6), math.nan, 1, 2)), ValueError, "ref_logps[1, 2] = nan", "a number"),
+        (dict(config=gk.GRPOConfig(temperature=spoiled((4, 6), 0.0, 1, 3))), ValueError, "temperature[1, 3] = 0.0", "positive"),
+        (dict(inplace=1), TypeError, "inplace is a int", "True or False"),
+        (dict(logits=torch.zeros(4, 6, 7, requires_grad=True), inplace=True), ValueError, "inplace=True", "leaf"),
+    ]),
+    (gk.group_advantages, REWARDS, [
+        (dict(rewards=spoiled((6,), math.inf, 2)), ValueError, "rewards[2] = inf", "a finite number, or NaN for no verdict"),
+        (dict(rewards=[1.0]), TypeError, "rewards", "list", "torch.Tensor"),
+        (dict(rewards=torch.ones(2, 2)), ValueError, "rewards", "(2, 2)", "(B,)"),
+        (dict(rewards=torch.ones(2).cfloat()), TypeError, "rewards", "complex64", "real"),
+        (dict(num_generations=None, group_ids=[0, 0]), TypeError, "group_ids", "list", "torch.Tensor"),
+        (dict(num_generations=None, group_ids=torch.zeros(5).long()), ValueError, "group_ids", "(5,)", "integers (6,)"),
+        (dict(num_generations=None, group_ids=torch.zeros(6)), ValueError, "group_ids is torch.float32"),
+        (dict(num_generations=None), ValueError, "num_generations or group_ids", "neither"),
+        (dict(group_ids=torch.zeros(6).long()), ValueError, "both"),
+        (dict(num_generations=None, group_ids=torch.tensor([0, 0, 1, 1, 1, 2])), ValueError, "group of one", "scale='group'"),
+        (dict(num_generations=4), ValueError, "num_generations=4 does not divide the batch of 6"),
+        (dict(num_generations=0), ValueError, "num_generations=0", "integer >= 1"),
+        (dict(num_generations=True), ValueError, "num_generations=True"),
+        (dict(scale="std"), ValueError, "scale='std'", "group, batch, none"),
+        (dict(baseline="median"), ValueError, "baseline='median'", "mean, leave_one_out, none"),
+        (dict(eps=-1e-4), ValueError, "eps=-0.0001", ">= 0"),
+        (dict(eps=math.nan), ValueError, "eps=nan", ">= 0"),
+        (dict(eps="0.1"), TypeError, "eps", "str", "number"),
+        (dict(ddof=2), ValueError, "ddof=2", "0 or 1"),
+        (dict(ddof=torch.ones(2)), ValueError, "ddof", "0 or 1"),
+    ]),
+    (gk.process_advantages, STEPS, [
+        (dict(step_rewards=spoiled((2, 3), -math.inf, 1, 2)), ValueError, "step_rewards[1, 2] = -inf", "NaN for no verdict"),
+        (dict(step_rewards=torch.ones(2)), ValueError, "step_rewards has shape (2,)", "(B, K)"),
+        (dict(step_rewards=torch.ones(2, 3).bool()), TypeError, "step_rewards", "bool", "real"),
+        (dict(step_ends=[[0, 2, 4]] * 2), TypeError, "step_ends", "list", "torch.Tensor"),
+        (dict(step_ends=STEPS["step_ends"][:1]), ValueError, "step_ends", "(1, 3)", "(2, 3)"),
+        (dict(step_ends=STEPS["step_ends"].float()), ValueError, "step_ends", "float32", "integers"),
+        (dict(step_ends=STEPS["step_ends"].flip(1)), ValueError, "step_ends must not decrease"),
+        (dict(step_ends=STEPS["step_ends"] - 1), ValueError, "step_ends must not decrease and must lie in 0 .. 4, as length=5"),
+        (dict(length=4), ValueError, "must lie in 0 .. 3, as length=4"),
+        (dict(length=0), ValueError, "length=0", "integer >= 1"),
+        (dict(length=torch.ones(2, 3)), ValueError, "length=tensor", "integer >= 1"),
+        (dict(gamma=1.01), ValueError, "gamma=1.01", "in [0, 1]"),
+        (dict(gamma=torch.ones(2)), TypeError, "gamma", "Tensor", "number"),
+    ]),
+    (gk.rollout_weights, WEIGHTS, [
+        (dict(old_logps=[0.0]), TypeError, "old_logps", "list", "torch.Tensor"),
+        (dict(old_logps=torch.zeros(1, 2).long()), TypeError, "old_logps", "int64", "float32"),
+        (dict(old_logps=torch.zeros(2)), ValueError, "old_logps", "(2,)", "(B, T)"),
+        (dict(old_logps=spoiled((1, 2), math.nan, 0, 1)), ValueError, "old_logps[0, 1] = nan", "a number at every unmasked position"),
+        (dict(rollout_logps=torch.zeros(2)), ValueError, "rollout_logps", "(2,)", "(1, 2)"),
+        (dict(rollout_logps=None), TypeError, "rollout_logps", "NoneType", "torch.Tensor"),
+        (dict(level="word"), ValueError, "level='word'", "token, sequence, sequence_sum"),
+        (dict(mode="clip"), ValueError, "mode='clip'", "truncate, mask"),
+        (dict(cap=0), ValueError, "cap=0", "> 0"),
+        (dict(cap="2"), TypeError, "cap", "str", "number"),
+        (dict(low=-0.5), ValueError, "low=-0.5", ">= 0"),
+        (dict(low=3.0), ValueError, "low=3.0, cap=2.0", "low < cap"),
+    ]),
+    (gk.entropy_quantile, ENTROPY, [
+        (dict(entropy=[1.0]), TypeError, "entropy", "list", "torch.Tensor"),
+        (dict(entropy=torch.ones(2, 3).long()), TypeError, "entropy", "int64", "float32"),
+        (dict(entropy=spoiled((2, 3), math.nan, 1, 2)), ValueError, "entropy[1, 2] = nan", "a number"),
+        (dict(completion_mask=torch.ones(3)), ValueError, "completion_mask", "(3,)", "(2, 3)"),
+        (dict(top=0), ValueError, "top=0", "in (0, 1]"),
+        (dict(top=1.5), ValueError, "top=1.5", "in (0, 1]"),
+        (dict(top=torch.ones(2)), TypeError, "top", "Tensor", "number"),
+    ]),
+]  # fmt: skip
 
 
-LOGPS = {
-    "logps list": (dict(logps=[0.0]), TypeError, "logps", "list", "torch.Tensor"),
-    "advantage NaN": (dict(advantages=spoiled((4,), math.nan, 1)), ValueError, "advantages[1] = nan", "a finite number"),
-    "old NaN": (dict(old_logps=spoiled((4, 6), math.nan, 1, 2)), ValueError, "old_logps[1, 2] = nan", "a number"),
-    "cu_seqlens short": (dict(logps=torch.zeros(24), old_logps=None, cu_seqlens=torch.tensor([0, 6, 12, 18, 23])), ValueError, "cu_seqlens", "23", "from 0 to 24"),
-    "cu_seqlens far": (dict(logps=torch.zeros(24), old_logps=None, cu_seqlens=torch.tensor([0, 6, 12, 10**9, 24])), ValueError, "cu_seqlens", "from 0 to 24"),
-    "reward infinite": (dict(advantages=None, rewards=spoiled((4,), -math.inf, 3), num_generations=4), ValueError, "rewards[3] = -inf", "for completions without a verdict"),
-    "logps int": (dict(logps=torch.zeros(4, 6).long()), TypeError, "logps", "int64", "float32"),
-    "logps 3-D": (dict(logps=torch.zeros(4, 6, 1), entropy=torch.zeros(4, 6)), ValueError, "logps has shape (4, 6, 1)", "(B, T) or packed (N,)"),
-    "entropy shape": (dict(entropy=torch.zeros(4)), ValueError, "entropy", "(4,)", "(4, 6)"),
-    "no entropy": (dict(config=gk.GRPOConfig(entropy_coef=0.1)), ValueError, "entropy is None", "entropy_coef"),
-    "no entropy, threshold": (dict(config=gk.GRPOConfig(entropy_threshold=1.0)), ValueError, "entropy is None", "entropy_threshold"),
-    "packed": (dict(logps=torch.zeros(24), old_logps=None), ValueError, "cu_seqlens is None", "logps is packed"),
-    "old": (dict(old_logps=torch.zeros(4, 5)), ValueError, "old_logps", "(4, 5)", "(4, 6)"),
-    "no reference": (dict(config=gk.GRPOConfig(beta=0.1)), ValueError, "ref_logps is None", "beta=0.1"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", LOGPS)
-def test_grpo_loss_from_logps_refuses(name):
-    changes, error, *words = LOGPS[name]
-    given = dict(logps=torch.zeros(4, 6), advantages=torch.ones(4), old_logps=torch.zeros(4, 6))
-    refuses(gk.grpo_loss_from_logps, given | changes, error, *words)
-
-
-LOGITS = {
-    "logits 1-D": (dict(logits=torch.zeros(7)), ValueError, "logits", "(7,)", "(B, T, V)"),
-    "no vocabulary": (dict(logits=torch.zeros(4, 6, 0)), ValueError, "logits", "(4, 6, 0)", "V >= 1"),
-    "ids": (dict(completion_ids=torch.zeros(4, 5).long()), ValueError, "completion_ids", "(4, 5)", "(4, 6)"),
-    "id": (dict(completion_ids=torch.full((4, 6), 7)), ValueError, "completion_ids[0, 0] = 7", "0 <= id < 7"),
-    "logits int": (dict(logits=torch.zeros(4, 6, 7).long()), TypeError, "logits", "int64", "float32"),
-    "advantage NaN": (dict(advantages=spoiled((4,), math.nan, 1)), ValueError, "advantages[1] = nan", "a finite number"),
-    "ref NaN": (dict(ref_logps=spoiled((4, 6), math.nan, 1, 2)), ValueError, "ref_logps[1, 2] = nan", "a number"),
-    "temperature": (dict(config=gk.GRPOConfig(temperature=spoiled((4, 6), 0.0, 1, 3))), ValueError, "temperature[1, 3] = 0.0", "positive"),
-    "no reference": (dict(config=gk.GRPOConfig(beta=0.1)), ValueError, "ref_logps is None", "beta=0.1"),
-    "normalizer": (dict(normalizer=-3), ValueError, "normalizer=-3", "positive"),
-    "inplace": (dict(inplace=1), TypeError, "inplace is a int", "True or False"),
-    "leaf in place": (dict(logits=torch.zeros(4, 6, 7, requires_grad=True), inplace=True), ValueError, "inplace=True", "leaf"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", LOGITS)
-def test_grpo_loss_from_logits_refuses(name):
-    changes, error, *words = LOGITS[name]
-    given = dict(logits=torch.zeros(4, 6, 7), completion_ids=torch.zeros(4, 6).long(), advantages=torch.ones(4))
-    refuses(gk.grpo_loss_from_logits, given | changes, error, *words)
-    refuses(gk.grpo_loss_from_logits, {"inplace": True} | given | changes, error, *words)
-
-
-def step_rewards(**changes) -> dict:
-    given = dict(step_rewards=torch.rand(2, 3), step_ends=torch.tensor([[0, 2, 4]] * 2), length=5, num_generations=2)
-    return given | changes
-
-
-ALONE = {
-    "rewards": (gk.group_advantages, dict(rewards=spoiled((4,), math.inf, 2), num_generations=2), ValueError, "rewards[2] = inf", "a finite number, or NaN for no verdict"),
-    "rewards list": (gk.group_advantages, dict(rewards=[1.0], num_generations=1), TypeError, "rewards", "list", "torch.Tensor"),
-    "rewards 2-D": (gk.group_advantages, dict(rewards=torch.ones(2, 2), num_generations=2), ValueError, "rewards", "(2, 2)", "(B,)"),
-    "rewards complex": (gk.group_advantages, dict(rewards=torch.ones(2).cfloat(), num_generations=2), TypeError, "rewards", "complex64", "real"),
-    "group_ids list": (gk.group_advantages, dict(rewards=torch.ones(2), group_ids=[0, 0]), TypeError, "group_ids", "list", "torch.Tensor"),
-    "step_rewards": (gk.process_advantages, step_rewards(step_rewards=spoiled((2, 3), -math.inf, 1, 2)), ValueError, "step_rewards[1, 2] = -inf", "NaN for no verdict"),
-    "step_ends list": (gk.process_advantages, step_rewards(step_ends=[[0, 2, 4]] * 2), TypeError, "step_ends", "list", "torch.Tensor"),
-    "old_logps list": (gk.rollout_weights, dict(old_logps=[0.0], rollout_logps=torch.zeros(1, 2)), TypeError, "old_logps", "list", "torch.Tensor"),
-    "old_logps int": (gk.rollout_weights, dict(old_logps=torch.zeros(1, 2).long(), rollout_logps=torch.zeros(1, 2)), TypeError, "old_logps", "int64", "float32"),
-    "old_logps 1-D": (gk.rollout_weights, dict(old_logps=torch.zeros(2), rollout_logps=torch.zeros(2)), ValueError, "old_logps", "(2,)", "(B, T)"),
-    "rollout_logps": (gk.rollout_weights, dict(old_logps=torch.zeros(1, 2), rollout_logps=torch.zeros(2)), ValueError, "rollout_logps", "(2,)", "(1, 2)"),
-    "rollout_logps None": (gk.rollout_weights, dict(old_logps=torch.zeros(1, 2), rollout_logps=None), TypeError, "rollout_logps", "NoneType", "torch.Tensor"),
-    "old_logps NaN": (gk.rollout_weights, dict(old_logps=spoiled((1, 2), math.nan, 0, 1), rollout_logps=torch.zeros(1, 2)), ValueError, "old_logps[0, 1] = nan", "a number at every unmasked position"),
-    "entropy list": (gk.entropy_quantile, dict(entropy=[1.0]), TypeError, "entropy", "list", "torch.Tensor"),
-    "entropy int": (gk.entropy_quantile, dict(entropy=torch.ones(2, 3).long()), TypeError, "entropy", "int64", "float32"),
-    "eps": (gk.group_advantages, dict(rewards=torch.ones(2), num_generations=2, eps=-1e-4), ValueError, "eps=-0.0001", ">= 0"),
-    "eps NaN": (gk.group_advantages, dict(rewards=torch.ones(2), num_generations=2, eps=math.nan), ValueError, "eps=nan", ">= 0"),
-    "eps text": (gk.group_advantages, dict(rewards=torch.ones(2), num_generations=2, eps="0.1"), TypeError, "eps", "str", "number"),
-    "ddof tensor": (gk.group_advantages, dict(rewards=torch.ones(2), num_generations=2, ddof=torch.ones(2)), ValueError, "ddof", "0 or 1"),
-    "step_rewards 1-D": (gk.process_advantages, step_rewards(step_rewards=torch.ones(2)), ValueError, "step_rewards has shape (2,)", "(B, K)"),
-    "step_rewards bool": (gk.process_advantages, step_rewards(step_rewards=torch.ones(2, 3).bool()), TypeError, "step_rewards", "bool", "real"),
-    "length": (gk.process_advantages, step_rewards(length=0), ValueError, "length=0", "integer >= 1"),
-    "length tensor": (gk.process_advantages, step_rewards(length=torch.ones(2, 3)), ValueError, "length=tensor", "integer >= 1"),
-    "gamma": (gk.process_advantages, step_rewards(gamma=1.01), ValueError, "gamma=1.01", "in [0, 1]"),
-    "gamma tensor": (gk.process_advantages, step_rewards(gamma=torch.ones(2)), TypeError, "gamma", "Tensor", "number"),
-    "cap": (gk.rollout_weights, dict(old_logps=torch.zeros(1, 2), rollout_logps=torch.zeros(1, 2), cap=0), ValueError, "cap=0", "> 0"),
-    "cap text": (gk.rollout_weights, dict(old_logps=torch.zeros(1, 2), rollout_logps=torch.zeros(1, 2), cap="2"), TypeError, "cap", "str", "number"),
-    "low": (gk.rollout_weights, dict(old_logps=torch.zeros(1, 2), rollout_logps=torch.zeros(1, 2), low=-0.5), ValueError, "low=-0.5", ">= 0"),
-    "top": (gk.entropy_quantile, dict(entropy=torch.ones(2, 3), top=1.5), ValueError, "top=1.5", "in (0, 1]"),
-    "top tensor": (gk.entropy_quantile, dict(entropy=torch.ones(2, 3), top=torch.ones(2)), TypeError, "top", "Tensor", "number"),
-    "entropy NaN": (gk.entropy_quantile, dict(entropy=spoiled((2, 3), math.nan, 1, 2)), ValueError, "entropy[1, 2] = nan", "a number"),
-    "entropy of one token": (gk.entropy_quantile, dict(entropy=torch.tensor(1.0), completion_mask=torch.ones(2)), ValueError, "completion_mask", "(2,)", "()"),
-    "entropy's mask": (gk.entropy_quantile, dict(entropy=torch.ones(2, 3), completion_mask=torch.ones(3)), ValueError, "completion_mask", "(3,)", "(2, 3)"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ALONE)
-def test_what_needs_no_lm_head_refuses(name):
-    function, given, error, *words = ALONE[name]
-    refuses(function, given, error, *words)
+@pytest.mark.parametrize(("function", "good", "cases"), OTHERS, ids=[f.__name__ for f, *_ in OTHERS])
+def test_functions_without_hidden_states_refuse(function, good, cases):
+    function(**good)
+    for changes, error, *words in cases:
+        refuses(function, good | changes, error, *words)
 
 
 # --- what reads values, on a GPU ---------------------------------------------------------------------------------------
@@ -440,30 +406,24 @@ def test_values_on_a_gpu_are_read_with_the_debug_switch_alone(monkeypatch):
         assert validate.checks_values(torch.device(device)) is expected
 
 
-def with_ids(function, ids: torch.Tensor) -> None:
-    batch = make_batch(0)
-    if function is gk.grpo_loss_from_logits:
-        function(batch.hidden @ batch.weight.T, ids, batch.advantages, backend="torch")
-    elif function is gk.fused_grpo_loss:
-        function(batch.hidden, batch.weight, ids, batch.advantages, backend="torch")
-    elif function is gk.fused_logps:
-        function(batch.hidden, batch.weight, ids, backend="torch")
-    else:
-        function(batch.hidden, batch.weight, ids, lambda chunk: chunk.logps.sum(), backend="torch")
-
-
 @pytest.mark.parametrize(
     "function", [gk.fused_grpo_loss, gk.fused_logps, gk.fused_policy_loss, gk.grpo_loss_from_logits]
 )
 def test_every_function_with_ids_asks_the_debug_switch(monkeypatch, function):
     """With the switch on, the id is named; off, nothing reads it and torch's own gather meets it."""
-    bad = torch.full((4, 6), 10**6)
-    monkeypatch.setattr(validate, "checks_values", lambda device: True)
-    with pytest.raises(ValueError, match=r"completion_ids\[0, 0\] = 1000000; expected 0 <= id < 67"):
-        with_ids(function, bad)
-    monkeypatch.setattr(validate, "checks_values", lambda device: False)
-    with pytest.raises(RuntimeError, match="out of bounds"):
-        with_ids(function, bad)
+    batch = make_batch(0)
+    given = [batch.hidden, batch.weight, torch.full((4, 6), 10**6)]
+    if function is gk.grpo_loss_from_logits:
+        given = [batch.hidden @ batch.weight.T, given[2]]
+    if function is not gk.fused_logps:
+        given.append(batch.advantages if "grpo" in function.__name__ else lambda chunk: chunk.logps.sum())
+    for is_on, error, message in (
+        (True, ValueError, r"completion_ids\[0, 0\] = 1000000; expected 0 <= id < 67"),
+        (False, RuntimeError, "out of bounds"),
+    ):
+        monkeypatch.setattr(validate, "checks_values", lambda device, is_on=is_on: is_on)
+        with pytest.raises(error, match=message):
+            function(*given, backend="torch")
 
 
 def test_without_the_debug_switch_no_number_is_read(monkeypatch):
@@ -477,50 +437,4 @@ def test_without_the_debug_switch_no_number_is_read(monkeypatch):
         "normalizer tensor 0",
     ):
         gk.fused_grpo_loss(**CASES[name][0]())
-    for name in ("rewards", "step_rewards"):
-        function, given, *_ = ALONE[name]
-        assert not function(**given).isfinite().all()
-
-
-NUMBERS = {
-    "beta": (-0.1, math.nan, math.inf), "entropy_coef": (-1.0,), "epsilon_low": (-0.1,), "epsilon_high": (-0.1,),
-    "delta": (0.0, -1.0), "dual_clip": (1.0, 0.5), "log_ratio_clamp": (0.0,), "kl_clamp": (0.0, (1.0, -1.0), (1.0,)),
-    "temperature": (0.0, -1.0, math.nan), "logit_scale": (0.0,), "logit_softcap": (0.0, -3.0),
-    "off_policy_mask_threshold": (-0.1,), "chunk_rows": (0, -1, 2.5, True), "advantage_ddof": (2, None, torch.ones(1)),
-    "advantage_eps": (-1e-4,), "logits_dtype": (torch.int64,),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in NUMBERS.items() for v in values])
-def test_config_refuses_numbers_out_of_range(name, value):
-    with pytest.raises(ValueError, match=rf"{name}(\[\d\])?=.*expected"):
-        gk.GRPOConfig(**{name: value})
-
-
-@pytest.mark.parametrize(
-    "name", ["beta", "epsilon_low", "temperature", "logit_scale", "delta", "entropy_threshold", "advantage_eps"]
-)
-@pytest.mark.parametrize("value", ["0.1", True, [1.0]])
-def test_config_refuses_what_is_no_number(name, value):
-    with pytest.raises(TypeError, match=rf"{name} is a {type(value).__name__}; expected a number"):
-        gk.GRPOConfig(**{name: value})
-
-
-def test_config_refuses_no_advantage_eps():
-    with pytest.raises(TypeError, match="advantage_eps is a NoneType; expected a number"):
-        gk.GRPOConfig(advantage_eps=None)
-
-
-@pytest.mark.parametrize("name", ["use_bias_correction_kl", "score_inactive", "static_shapes"])
-@pytest.mark.parametrize("value", ["False", 0, None, torch.tensor(True)])
-def test_config_refuses_what_is_no_flag(name, value):
-    """The text "False" is true to Python."""
-    with pytest.raises(TypeError, match=rf"{name} is a {type(value).__name__}; expected True or False"):
-        gk.GRPOConfig(**{name: value})
-
-
-def test_config_lists_what_is_allowed():
-    with pytest.raises(ValueError, match=r"preset='ppo2'; expected one of grpo, .*verl"):
-        gk.GRPOConfig.preset("ppo2")
-    with pytest.raises(ValueError, match=r"surrogate='x'; expected one of clip, .*ipo"):
-        gk.GRPOConfig(surrogate="x")
+    assert not gk.group_advantages(spoiled((4,), math.inf, 2), num_generations=2).isfinite().all()

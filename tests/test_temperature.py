@@ -41,41 +41,32 @@ def test_the_loss_and_its_gradients(backend, shape):
 
 
 @pytest.mark.parametrize("shape", [(B,), (B, 1)])
-def test_other_functions(shape):
-    given = inputs()
-    advantages, per_token = given.pop("advantages"), PER_SEQUENCE[:, None].repeat(1, T)
-    own, expected = (fused_logps(**given, temperature=t)[0] for t in (PER_SEQUENCE.view(shape), per_token))
-    assert torch.equal(own, expected)
-    values = [
-        fused_policy_loss(**given, loss_fn=lambda chunk: chunk.logps.sum(), temperature=t)
-        for t in (PER_SEQUENCE.view(shape), per_token)
-    ]
-    assert torch.equal(*values)
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_it_is_that_of_each_token_of_the_sequence(shape, is_packed):
+    given, per_token = inputs(), PER_SEQUENCE[:, None].repeat(1, T)
+    packed = {}
+    if is_packed:
+        lengths = torch.tensor([7, 0, 4, 9])
+        packed["cu_seqlens"] = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        given |= {name: given[name].flatten(0, 1) for name in ("hidden", "completion_ids")}
+        per_token = PER_SEQUENCE.repeat_interleave(lengths)
+    advantages, ids = given.pop("advantages"), given["completion_ids"]
     logits = given["hidden"] @ given["lm_head_weight"].T
-    losses = [
-        grpo_loss_from_logits(logits, given["completion_ids"], advantages, config=GRPOConfig(temperature=t)).loss
-        for t in (PER_SEQUENCE.view(shape), per_token)
-    ]
-    assert torch.equal(*losses)
 
+    def results(t):
+        config = GRPOConfig(temperature=t)
+        out = fused_grpo_loss(**given, advantages=advantages, config=config, **packed)
+        yield from (out.loss, out.logps)
+        yield fused_policy_loss(**given, loss_fn=lambda chunk: chunk.logps.sum(), temperature=t, **packed)
+        yield grpo_loss_from_logits(logits, ids, advantages, config=config, **packed).loss
+        if not is_packed:
+            yield fused_logps(**given, temperature=t)[0]
 
-@pytest.mark.parametrize("shape", [(B,), (B, 1)])
-def test_packed_sequences(shape):
-    given = {n: x.flatten(0, 1) if n in ("hidden", "completion_ids") else x for n, x in inputs().items()}
-    lengths = torch.tensor([7, 0, 4, 9])
-    given["cu_seqlens"] = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    per_token = PER_SEQUENCE.repeat_interleave(lengths)
-    outs = [fused_grpo_loss(**given, config=GRPOConfig(temperature=t)) for t in (PER_SEQUENCE.view(shape), per_token)]
-    assert torch.equal(outs[0].logps, outs[1].logps) and torch.equal(outs[0].loss, outs[1].loss)
-    del given["advantages"]
-    values = [
-        fused_policy_loss(**given, loss_fn=lambda chunk: chunk.logps.sum(), temperature=t)
-        for t in (PER_SEQUENCE.view(shape), per_token)
-    ]
-    assert torch.equal(*values)
-    del given["cu_seqlens"]
-    with pytest.raises(ValueError, match=r"temperature has shape \(4.*\); expected \(20,\)$"):
-        fused_logps(**given, temperature=PER_SEQUENCE.view(shape))
+    pairs = zip(results(PER_SEQUENCE.view(shape)), results(per_token), strict=True)
+    assert all(torch.equal(own, expected) for own, expected in pairs)
+    if is_packed:
+        with pytest.raises(ValueError, match=r"temperature has shape \(4.*\); expected \(20,\)$"):
+            fused_logps(**given, temperature=PER_SEQUENCE.view(shape))
 
 
 def test_inside_a_compiled_function():

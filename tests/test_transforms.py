@@ -40,11 +40,8 @@ FUNCTIONS = {
 }
 TRANSFORMS = {
     "grad": lambda f, x: func.grad(f)(x),
-    "vjp": lambda f, x: func.vjp(f, x),
     "jvp": lambda f, x: func.jvp(f, (x,), (x,)),
     "jacrev": lambda f, x: func.jacrev(f)(x),
-    "jacfwd": lambda f, x: func.jacfwd(f)(x),
-    "hessian": lambda f, x: func.hessian(f)(x),
     "vmap": lambda f, x: func.vmap(f)(torch.stack([x, x])),
 }
 
