@@ -12,20 +12,24 @@ from torch import Tensor
 from .backends import choose_backend
 from .checks.arguments import (
     check_config,
+    check_head,
     check_scalar,
     check_tensor,
     check_token_tensor,
     checks_values,
     num_sequences_of,
+    refuse_transforms,
     temperature_per_token,
 )
 from .config import DEFAULT_CONFIG, SURROGATE_RULES, GRPOConfig, option_hint
 from .contract import Sums, TokenInputs
+from .engine.autocast import products_dtype
 from .engine.shared import table_dtype
 from .rewards import Groups, check_rewards, group_statistics, resolve_groups
 from .sampling_mask import SamplingMask, check_sampling_mask
 
 _PER_TOKEN = ("completion_mask", "old_logps", "ref_logps", "rollout_weights", "rollout_logps")
+_SCALARS = ("normalizer", "num_items_in_batch", "entropy_normalizer")
 
 
 class LossOptions(TypedDict, total=False):
@@ -81,6 +85,16 @@ def read_config(function: str, options: LossOptions) -> GRPOConfig:
     return config
 
 
+def check_lm_head(
+    function: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor
+) -> torch.dtype | None:
+    """Check what the product of the lm_head needs; the type that it is computed in, if that is not the inputs' own."""
+    refuse_transforms(function, hidden, weight, bias)
+    compute_dtype = products_dtype(hidden, weight, bias)
+    check_head(hidden, weight, bias, ids, compute_dtype)
+    return compute_dtype
+
+
 class LossInputs(NamedTuple):
     """Checked inputs of a loss; groups (0 where there are none); (mean, std) of the rewards per group."""
 
@@ -122,17 +136,13 @@ def resolve(
     if reads_logits and isinstance(config.temperature, Tensor):
         temperature = temperature_per_token(config.temperature, per_token.shape, num_sequences, per_token, cu_seqlens)
         temperature = temperature.to(device)
-    scalars: dict[str, Tensor | float | None] = {
-        "entropy_threshold": config.entropy_threshold if isinstance(config.entropy_threshold, Tensor) else None,
-        "entropy_coef": config.entropy_coef if isinstance(config.entropy_coef, Tensor) else None,
-        "normalizer": options.get("normalizer"),
-        "num_items_in_batch": options.get("num_items_in_batch"),
-        "entropy_normalizer": options.get("entropy_normalizer"),
-    }
-    found = {name: check_scalar(name, x, device, table_dtype(dtype)) for name, x in scalars.items()}
-    num_items = found.pop("num_items_in_batch")
-    if found["normalizer"] is None:
-        found["normalizer"] = num_items
+    of_config = {name: getattr(config, name) for name in ("entropy_threshold", "entropy_coef")}
+    scalars: dict[str, Any] = {name: options.get(name) for name in _SCALARS}
+    scalars |= {name: x for name, x in of_config.items() if isinstance(x, Tensor)}
+    scalars = {name: check_scalar(name, x, device, table_dtype(dtype)) for name, x in scalars.items()}
+    num_items = scalars.pop("num_items_in_batch")
+    if scalars["normalizer"] is None:
+        scalars["normalizer"] = num_items
     _check_num_items(options.get("num_items_in_batch"), options.get("completion_mask"), device)
 
     groups = statistics = None
@@ -142,19 +152,16 @@ def resolve(
             advantages, statistics = _advantages(rewards, groups, config, backend)
             if cu_seqlens is not None:
                 advantages = advantages.unsqueeze(1)  # not one per token where there are as many of them as sequences
+    per_token_options: dict[str, Any] = {name: options.get(name) for name in _PER_TOKEN}
     tokens = TokenInputs(
         advantages=cast(Tensor, advantages),
-        completion_mask=options.get("completion_mask"),
-        old_logps=options.get("old_logps"),
-        ref_logps=options.get("ref_logps"),
-        rollout_weights=options.get("rollout_weights"),
-        rollout_logps=options.get("rollout_logps"),
         cu_seqlens=cu_seqlens,
         temperature=temperature,
         group_index=None if groups is None else groups.index,
         kept_ids=None if sampling_mask is None else sampling_mask.ids,
         kept_counts=None if sampling_mask is None else sampling_mask.counts,
-        **found,
+        **per_token_options,
+        **scalars,
     )
     return LossInputs(tokens, config, backend, num_sequences, 0 if groups is None else groups.count, statistics)
 

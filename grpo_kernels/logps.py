@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from .backends import choose_backend
-from .checks.arguments import check_head, check_token_tensor, refuse_transforms, temperature_per_token
+from .checks.arguments import check_token_tensor, temperature_per_token
 from .checks.plain import full_weight
 from .config import check_flag, check_logit_transform
-from .engine.autocast import products_dtype
 from .engine.logps_op import LogpsCall, logps_from_hidden
 from .engine.shared import requires_grad_flags
 from .engine.vocab_parallel import agree, announced_errors, check_group
+from .inputs import check_lm_head
 from .sampling_mask import SamplingMask, check_sampling_mask
 
 if TYPE_CHECKING:
@@ -62,9 +62,7 @@ def fused_logps(
     with nullcontext() if group is None else announced_errors(group, hidden):
         check_logit_transform(temperature, logit_scale, logit_softcap)
         check_flag("entropy", entropy)
-        refuse_transforms("fused_logps", hidden, weight, bias)
-        compute_dtype = products_dtype(hidden, weight, bias)
-        check_head(hidden, weight, bias, completion_ids, compute_dtype)
+        compute_dtype = check_lm_head("fused_logps", hidden, weight, bias, completion_ids)
         check_token_tensor("completion_mask", completion_mask, completion_ids.shape, -1, hidden)
         check_sampling_mask(sampling_mask, completion_ids.shape, hidden)
         if isinstance(temperature, Tensor):

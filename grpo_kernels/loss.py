@@ -11,7 +11,6 @@ from torch import Tensor
 from .checks.arguments import (
     check_accumulate_into,
     check_float,
-    check_head,
     check_ids,
     check_logits_dtype,
     check_tensor,
@@ -23,12 +22,11 @@ from .checks.arguments import (
 )
 from .checks.plain import full_weight
 from .config import check_flag
-from .engine.autocast import products_dtype
 from .engine.logits_loss import LogitsCall, loss_from_logits
 from .engine.loss_op import LossCall, loss_from_hidden, policy_loss
 from .engine.shared import requires_grad_flags, table_dtype
 from .engine.vocab_parallel import agree, announced_errors, check_group
-from .inputs import LossOptions, read_config, resolve, takes_loss_options
+from .inputs import LossOptions, check_lm_head, read_config, resolve, takes_loss_options
 from .output import GRPOLossOutput
 from .sampling_mask import SamplingMask
 
@@ -132,9 +130,7 @@ def fused_grpo_loss(
         check_group(group)
     with nullcontext() if group is None else announced_errors(group, hidden):
         config = read_config("fused_grpo_loss", options)
-        refuse_transforms("fused_grpo_loss", hidden, weight, bias)
-        compute_dtype = products_dtype(hidden, weight, bias)
-        check_head(hidden, weight, bias, completion_ids, compute_dtype)
+        compute_dtype = check_lm_head("fused_grpo_loss", hidden, weight, bias, completion_ids)
         dtype = compute_dtype or hidden.dtype
         check_logits_dtype(config.logits_dtype, dtype)
         if accumulate_into is not None:

@@ -11,24 +11,22 @@ from torch import Tensor
 
 from .backends import choose_backend, get_backend
 from .checks.arguments import (
-    check_head,
     check_temperature,
     check_token_tensor,
     check_values,
     num_sequences_of,
-    refuse_transforms,
     temperature_per_token,
 )
 from .checks.plain import full_weight
 from .config import GRPOConfig, check_flag, check_logit_transform, check_one_of
 from .contract import Backend, Rows, TokenValues, no_values
-from .engine.autocast import products_dtype
 from .engine.backward import FinishedGradients, refuse_double_backward, scale_saved_gradients
 from .engine.chunks import CoefficientFn, Scorer, add_mask, packed_chunks, sequence_chunks
 from .engine.kept import KeptLogits, TokenMask, make_token_mask
 from .engine.lm_head import LMHead
 from .engine.products import pinned_matmul_precision
 from .engine.shared import make_head, make_scorer, requires_grad_flags, table_dtype, token_mask
+from .inputs import check_lm_head
 from .sampling_mask import SamplingMask, check_sampling_mask
 
 
@@ -105,9 +103,7 @@ def fused_policy_loss(
     if not callable(loss_fn):
         raise TypeError(f"loss_fn is a {type(loss_fn).__name__}; expected a function of a PolicyChunk")
     lm_head_weight, lm_head_bias = full_weight(lm_head_weight), full_weight(lm_head_bias)
-    refuse_transforms("fused_policy_loss", hidden, lm_head_weight, lm_head_bias)
-    compute_dtype = products_dtype(hidden, lm_head_weight, lm_head_bias)
-    check_head(hidden, lm_head_weight, lm_head_bias, completion_ids, compute_dtype)
+    compute_dtype = check_lm_head("fused_policy_loss", hidden, lm_head_weight, lm_head_bias, completion_ids)
     num_sequences = num_sequences_of(completion_ids, cu_seqlens)
     check_token_tensor("completion_mask", completion_mask, completion_ids.shape, num_sequences, hidden)
     if isinstance(temperature, Tensor):

@@ -1,4 +1,5 @@
-"""Every integration under a default type of torch, autocast, and float16 with a loss scale: the plain call's loss."""
+"""Integrations with arithmetic of their own, under a default type of torch, autocast, and float16 with a loss scale:
+the loss of a plain call."""
 
 from __future__ import annotations
 
@@ -7,18 +8,15 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import test_examples
-import test_prime_rl
 import test_transformers
 import torch
 import verl_package
 from test_default_type import default
 from tiny_models import tiny_model
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 
 from grpo_kernels import GRPOConfig, fused_logps, grpo_loss_from_logps
 
@@ -102,36 +100,6 @@ def verl(monkeypatch):
     return of_head(loss)
 
 
-def prime_rl(monkeypatch):
-    from grpo_kernels.integrations.prime_rl import FusedOutputLinear, policy_loss
-
-    temperature = torch.full((B, T), 0.8)
-
-    def loss(hidden, weight):
-        layer = FusedOutputLinear(H, V)
-        del layer.weight
-        layer.weight = weight
-        rows = zip(layer(hidden, IDS, temperature)["logprobs"], OLD, [None] * B, EACH, MASK, strict=True)
-        losses = [policy_loss(test_prime_rl.LossInputs(*row), epsilon_high=0.28).loss for row in rows]
-        return torch.stack(losses).mean()
-
-    return of_head(loss)
-
-
-def nemo_rl(monkeypatch):
-    kinds = dict(LossType=SimpleNamespace(TOKEN_LEVEL=0), LossInputType=SimpleNamespace(LOGPROB=0))
-    monkeypatch.setitem(sys.modules, "nemo_rl.algorithms.loss.interfaces", SimpleNamespace(**kinds))
-    config = GRPOConfig(aggregation="token_mean", beta=0.1)
-    function = test_examples.load("nemo_rl_loss").FusedPolicyLossFn(config)
-    data = dict(
-        advantages=EACH, token_mask=MASK.long(), prev_logprobs=OLD, generation_logprobs=OLD,
-        reference_policy_logprobs=OLD - 0.1,
-    )  # fmt: skip
-    data = {name: nn.functional.pad(x, (1, 0)) for name, x in data.items()} | {"sample_mask": torch.ones(B)}
-    tokens = MASK.sum()
-    return of_head(lambda hidden, weight: function(fused_logps(hidden, weight, IDS)[0], data, None, tokens)[0])
-
-
 def sequence_parallel(monkeypatch):
     from grpo_kernels.integrations.sequence_parallel import gather_tokens
 
@@ -152,15 +120,7 @@ def transformers(monkeypatch):
     return of_model(lambda model: fused_forward(model, **inputs, advantages=ADVANTAGES, old_logps=OLD).loss)
 
 
-def openrlhf(monkeypatch):
-    actor_class = type("Actor", (test_examples.Actor,), {})
-    test_examples.load("openrlhf_actor").patch(actor_class)
-    inputs = test_transformers.batch()
-    sequences, mask = inputs["input_ids"], inputs["attention_mask"]
-    return of_model(lambda model: -(actor_class(model)(sequences, mask[:, -T:], mask) * EACH).mean())
-
-
-ENTRIES = (liger, trl, verl, prime_rl, nemo_rl, sequence_parallel, transformers, openrlhf)
+ENTRIES = (liger, trl, verl, sequence_parallel, transformers)
 
 
 @pytest.fixture(scope="module")

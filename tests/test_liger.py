@@ -156,13 +156,11 @@ def test_wrong_arguments_are_refused_by_name(options, message):
         LigerFusedLinearGRPOLoss(**options)
 
 
-def test_a_reference_that_is_missing_or_unused_is_refused():
-    with pytest.raises(ValueError, match=r"beta=0\.04 needs ref_per_token_logps, or ref_input and ref_weight"):
-        LigerFusedLinearGRPOLoss()(**inputs(ref_per_token_logps=None))
-    with pytest.raises(ValueError, match="ref_per_token_logps has no effect with use_ref_model=False"):
-        LigerFusedLinearGRPOLoss(use_ref_model=False)(**inputs())
-
-
-def test_a_mask_that_is_missing_is_refused():
-    with pytest.raises(TypeError, match=r"attention_mask is a NoneType; expected a torch\.Tensor"):
-        LigerFusedLinearGRPOLoss()(**inputs(attention_mask=None))
+def test_inputs_that_are_missing_or_unused_are_refused():
+    for options, changes, error, message in (
+        ({}, dict(ref_per_token_logps=None), ValueError, r"beta=0\.04 needs ref_per_token_logps, or ref_input and ref"),
+        (dict(use_ref_model=False), {}, ValueError, "ref_per_token_logps has no effect with use_ref_model=False"),
+        ({}, dict(attention_mask=None), TypeError, r"attention_mask is a NoneType; expected a torch\.Tensor"),
+    ):
+        with pytest.raises(error, match=message):
+            LigerFusedLinearGRPOLoss(**options)(**inputs(**changes))

@@ -124,14 +124,6 @@ def test_without_an_attention_mask_every_token_is_scored():
     assert (out.logps == 0).sum() == LENGTH - 2
 
 
-def test_the_hidden_states_of_scored_positions_alone_reach_the_loss():
-    model, inputs = tiny_model("llama"), batch()
-    seen = []
-    fused_forward(model, **inputs, loss=lambda hidden, weight, ids, **options: seen.append((hidden.shape, options)))
-    shape, options = seen[0]
-    assert shape == (4, LENGTH, 16) and options["logit_scale"] == 1.0 and options["logit_softcap"] is None
-
-
 def test_a_configuration_that_contradicts_the_model_is_refused():
     model, inputs = tiny_model("granite"), batch()
     ones = torch.ones(4)
@@ -140,7 +132,7 @@ def test_a_configuration_that_contradicts_the_model_is_refused():
         fused_forward(model, **inputs, advantages=ones, config=GRPOConfig(logit_scale=0.5))
     with pytest.raises(ValueError, match=r"logit_softcap=3\.0; the GraniteForCausalLM has None"):
         fused_forward(model, **inputs, loss=fused_logps, logit_softcap=3.0)
-    with pytest.raises(TypeError, match="config is a builtins.str; expected a grpo_kernels.GRPOConfig"):
+    with pytest.raises(TypeError, match=r"config is a builtins\.str; expected a grpo_kernels"):
         fused_forward(model, **inputs, advantages=ones, config="dapo")
 
 
@@ -163,15 +155,8 @@ def test_a_model_whose_own_logits_differ_is_refused(monkeypatch):
     integration._checked.clear()
     with pytest.raises(ValueError, match="model is a OddForCausalLM whose own logits differ by"):
         fused_forward(model, **inputs, advantages=torch.ones(4))
-
-
-def test_a_model_that_passes_its_base_by_is_refused(monkeypatch):
-    model, inputs = tiny_model("llama"), batch()
-    kind = type("OddForCausalLM", (type(model),), {})
     other = tiny_model("llama")
     kind.forward = lambda self, *args, logits_to_keep=0, **kwargs: other(*args, **kwargs)
-    model.__class__ = kind
-    monkeypatch.setattr(integration, "_checked", set())
     with pytest.raises(ValueError, match="model is a OddForCausalLM whose forward does not call its LlamaModel"):
         fused_forward(model, **inputs, advantages=torch.ones(4))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -67,9 +68,9 @@ def check_alignment(
     if logps.shape != ids.shape:
         raise ValueError(f"logps has shape {tuple(logps.shape)}; expected {tuple(ids.shape)} like completion_ids")
 
-    norms = _Norms(parts.body)
-    with norms:
+    with _norm_calls(parts.body) as calls:
         logits, hidden = own_logits(parts, inputs, keep=0)
+    before_norm = next((x for x, normed in reversed(calls) if _is_same_memory(normed, hidden)), None)
     span = slice(-ids.shape[1] - 1, -1)
     right = _logps(logits[:, span], ids, temperature)
 
@@ -79,7 +80,7 @@ def check_alignment(
     error = distance(right)
     found = {
         mistake: distance(_logps(other, ids, divisor))
-        for mistake, other, divisor in _mistakes(parts, hidden, norms.input_of(hidden), logits, span, temperature)
+        for mistake, other, divisor in _mistakes(parts, hidden, before_norm, logits, span, temperature)
     }
     best = min(found, key=found.__getitem__, default="")
     explains = bool(best) and found[best] < 0.25 * error
@@ -129,28 +130,23 @@ def _mistakes(
         yield mistake, head_logits(head, factor, cap), temperature
 
 
-class _Norms:
-    """Keeps the inputs and outputs of the last call of each norm of a model."""
+@contextmanager
+def _norm_calls(body: nn.Module) -> Iterator[list[tuple[Tensor, Any]]]:
+    """(input, output) of the calls of all norms of a model."""
+    calls: list[tuple[Tensor, Any]] = []
 
-    def __init__(self, body: nn.Module) -> None:
-        self._norms = [module for module in body.modules() if "norm" in type(module).__name__.lower()]
-        self._seen: dict[nn.Module, tuple[Tensor, Tensor]] = {}
-        self._hooks: list[Any] = []
+    def note(module: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
+        if args:
+            calls.append((args[0], output))
 
-    def __enter__(self) -> None:
-        self._hooks = [module.register_forward_hook(self._keep) for module in self._norms]
-
-    def __exit__(self, *error: object) -> None:
-        for hook in self._hooks:
+    norms = [module for module in body.modules() if "norm" in type(module).__name__.lower()]
+    hooks = [module.register_forward_hook(note) for module in norms]
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
             hook.remove()
 
-    def _keep(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        if args:
-            self._seen[module] = args[0], output
 
-    def input_of(self, hidden: Tensor) -> Tensor | None:
-        """The input of the norm whose output the hidden states are."""
-        for before, after in self._seen.values():
-            if isinstance(after, Tensor) and after.shape == hidden.shape and after.data_ptr() == hidden.data_ptr():
-                return before
-        return None
+def _is_same_memory(x: Any, y: Tensor) -> bool:
+    return isinstance(x, Tensor) and x.shape == y.shape and x.data_ptr() == y.data_ptr()

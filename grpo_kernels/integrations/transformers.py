@@ -232,14 +232,15 @@ def _check_once(parts: CausalLM, inputs: dict[str, Any]) -> None:
     }
     own, hidden = own_logits(parts, row, keep=8)
     logits = head_logits(lm_head_inputs(parts.lm_head, hidden[:, -own.shape[1] :]), *parts.transform)
-    largest = own.abs().amax().item()
-    error = (logits.float() - own.float()).abs().nan_to_num(0.0).amax().item() if logits.shape == own.shape else None
-    if error is None or error > 8 * torch.finfo(logits.dtype).eps * max(largest, 1.0):
-        found = (
-            f"differ by {error:.3g}, of {largest:.3g}"
-            if error is not None
-            else (f"have shape {tuple(own.shape)} instead of {tuple(logits.shape)}")
-        )
+    found = ""
+    if logits.shape != own.shape:
+        found = f"have shape {tuple(own.shape)} instead of {tuple(logits.shape)}"
+    else:
+        largest = own.abs().amax().item()
+        error = (logits.float() - own.float()).abs().nan_to_num(0.0).amax().item()
+        if error > 8 * torch.finfo(logits.dtype).eps * max(largest, 1.0):
+            found = f"differ by {error:.3g}, of {largest:.3g}"
+    if found:
         raise ValueError(
             f"model is a {type(parts.model).__name__} whose own logits {found}: they are not "
             f"lm_head(last_hidden_state) with logit_scale={parts.transform.scale} and "

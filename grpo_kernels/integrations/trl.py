@@ -392,28 +392,28 @@ class _FusedLogProbs:
         return logps, entropy, *_statistics(hidden, head, targets, outputs)
 
 
-_STATISTICS = ("log_sum_sq_probs", "mean_logits", "is_top1")
+# Of logits (n, V) and targets (n,): what the metrics of DPO, KTO and SFT need beside log-probabilities, (n,) each.
+_STATISTICS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "log_sum_sq_probs": lambda z, target: (2 * z).logsumexp(-1) - 2 * z.logsumexp(-1),
+    "mean_logits": lambda z, target: z.mean(-1),
+    "is_top1": lambda z, target: z.argmax(-1) == target,
+}
 _STATISTICS_ROWS = 256  # whose logits are in memory at a time
 
 
 @torch.no_grad()
 def _statistics(hidden: Tensor, head: _Head, targets: Tensor, outputs: tuple[str, ...]) -> list[Tensor | None]:
-    """What the metrics of DPO, KTO and SFT need beside log-probabilities, at the price of another product."""
+    """Those of _STATISTICS that are in `outputs`, at the price of another product."""
     found: dict[str, list[Tensor]] = {name: [] for name in _STATISTICS if name in outputs}
     softcap = head.options["logit_softcap"]
-    for h, target in zip(hidden.split(_STATISTICS_ROWS), targets.split(_STATISTICS_ROWS), strict=True):
-        if not found:
-            break
+    parts = zip(hidden.split(_STATISTICS_ROWS), targets.split(_STATISTICS_ROWS), strict=True)
+    for h, target in parts if found else ():
         z = torch.nn.functional.linear(h, head.weight, head.bias).float() * head.options["logit_scale"]
         if softcap is not None:
             z = torch.tanh(z / softcap) * softcap
         z /= head.options["temperature"]
-        if "log_sum_sq_probs" in found:
-            found["log_sum_sq_probs"].append((2 * z).logsumexp(-1) - 2 * z.logsumexp(-1))
-        if "mean_logits" in found:
-            found["mean_logits"].append(z.mean(-1))
-        if "is_top1" in found:
-            found["is_top1"].append(z.argmax(-1) == target)
+        for name, values in found.items():
+            values.append(_STATISTICS[name](z, target))
     return [torch.cat(found[name]) if name in found else None for name in _STATISTICS]
 
 
