@@ -239,13 +239,9 @@ def _differentiate(call: _Call, values: TokenValues, index: Tensor, sequence: Te
         value = value.sum()
     if call.grad_enabled:
         _refuse_other_leaves(value, leaves)
-    gradients = [torch.zeros_like(leaves[0])] * 2
-    if value.requires_grad:
-        found = torch.autograd.grad(value, leaves, allow_unused=True)
-        for i, g in enumerate(found):
-            if g is not None:
-                gradients[i] = g
-    return value.detach(), gradients[0], gradients[1]
+    found = torch.autograd.grad(value, leaves, materialize_grads=True) if value.requires_grad else ()
+    g_logp, g_entropy = (*found, *[torch.zeros_like(leaves[0])] * 2)[:2]
+    return value.detach(), g_logp, g_entropy
 
 
 def _refuse_other_leaves(value: Tensor, leaves: list[Tensor]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -29,27 +30,15 @@ def arguments(function) -> dict:
 # --- modules ----------------------------------------------------------------------------------------------------------
 
 
-class LoraLayer(nn.Module):
-    """The attributes of a LoRA layer of PEFT around a Linear: `weight` is the base weight."""
-
-    def __init__(self, base: nn.Linear, rank: int = 2, scaling: float = 1.5, dropout: float = 0.0, **marks) -> None:
-        super().__init__()
-        self.lora_dropout = nn.ModuleDict({"default": nn.Dropout(dropout) if dropout else nn.Identity()})
-        for name, value in marks.items():
-            setattr(self, name, value)
-        self.base_layer, self.scaling = base.requires_grad_(False), {"default": scaling}
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, rank, bias=False)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, base.out_features, bias=False)})
-
-    @property
-    def weight(self) -> Tensor:
-        return self.base_layer.weight
-
-    def get_delta_weight(self, adapter: str) -> Tensor:
-        return self.scaling[adapter] * self.lora_B[adapter].weight @ self.lora_A[adapter].weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base_layer(x) + self.scaling["default"] * self.lora_B["default"](self.lora_A["default"](x))
+def adapted(merge: bool = False, **options) -> nn.Module:
+    """PEFT's LoRA layer around a Linear."""
+    peft = pytest.importorskip("peft", reason="peft is not installed: run make test")
+    model = nn.Sequential(OrderedDict(lm_head=nn.Linear(24, 67)))
+    config = peft.LoraConfig(r=2, lora_alpha=3, target_modules=["lm_head"], init_lora_weights=False, **options)
+    layer = peft.inject_adapter_in_model(config, model).lm_head
+    if merge:
+        layer.merge()
+    return layer
 
 
 class LoraLinear(nn.Linear):
@@ -60,49 +49,49 @@ class LoraLinear(nn.Linear):
         self.lora_A = nn.Linear(24, 2)
 
 
-class Linear8bit(nn.Linear):
-    """The weight of a quantised layer: codes of one byte."""
-
-    def __init__(self) -> None:
-        super().__init__(24, 67)
-        self.weight = nn.Parameter(torch.zeros(67, 24, dtype=torch.int8), requires_grad=False)
+def quantised(layer: nn.Module) -> nn.Module:
+    """Its weight becomes codes of one byte."""
+    getattr(layer, "base_layer", layer).weight = nn.Parameter(torch.zeros(67, 24, dtype=torch.int8), False)
+    return layer
 
 
 LOGITS = r"pass its logits, lm_head\(hidden\), to grpo_loss_from"
 MODULES = {
-    "Linear": (nn.Linear(24, 67, bias=False), r"is a Linear; .*: pass lm_head\.weight$"),
-    "Linear with a bias": (nn.Linear(24, 67), r"pass lm_head\.weight, and lm_head_bias=lm_head\.bias$"),
+    "Linear": (lambda: nn.Linear(24, 67, bias=False), r"is a Linear; .*: pass lm_head\.weight$"),
+    "Linear with a bias": (lambda: nn.Linear(24, 67), r"pass lm_head\.weight, and lm_head_bias=lm_head\.bias$"),
     "PEFT": (
-        LoraLayer(nn.Linear(24, 67)),
-        r"is a LoraLayer; .*pass lm_head\.base_layer\.weight \+ lm_head\.get_delta_weight\(adapter\).*"
+        adapted,
+        r"is a Linear; .*pass lm_head\.base_layer\.weight \+ lm_head\.get_delta_weight\(adapter\).*"
         r"lm_head_bias=lm_head\.base_layer\.bias.*base weight alone",
     ),
-    "PEFT, merged": (LoraLayer(nn.Linear(24, 67), merged=True), r"call lm_head\.unmerge\(\) first.*base weight alone"),
+    "PEFT, merged": (lambda: adapted(merge=True), r"call lm_head\.unmerge\(\) first.*base weight alone"),
     # Their product is not that with base weight + get_delta_weight.
-    "PEFT, DoRA": (LoraLayer(nn.Linear(24, 67), use_dora={"default": True}), LOGITS),
-    "PEFT, another variant": (LoraLayer(nn.Linear(24, 67), lora_variant={"default": object()}), LOGITS),
-    "PEFT, dropout": (LoraLayer(nn.Linear(24, 67), dropout=0.1), LOGITS),
+    "PEFT, DoRA": (lambda: adapted(use_dora=True), LOGITS),
+    "PEFT, dropout": (lambda: adapted(lora_dropout=0.1), LOGITS),
     "PEFT of a quantised layer": (
-        LoraLayer(Linear8bit()),
+        lambda: quantised(adapted()),
         r"lm_head\.base_layer\.weight dequantised \(Parameter of torch\.int8\) \+ lm_head\.get_delta_weight",
     ),
-    "other adapters": (LoraLinear(), r"is a LoraLinear; .*LoRA adapters; pass lm_head\.weight \+ scaling \* B @ A"),
-    "quantised": (Linear8bit(), r"pass lm_head\.weight dequantised \(Parameter of torch\.int8\)"),
-    "no weight": (nn.Sequential(), r"is a Sequential; expected a torch\.Tensor$"),
+    "other adapters": (LoraLinear, r"is a LoraLinear; .*LoRA adapters; pass lm_head\.weight \+ scaling \* B @ A"),
+    "quantised": (
+        lambda: quantised(nn.Linear(24, 67)),
+        r"pass lm_head\.weight dequantised \(Parameter of torch\.int8\)",
+    ),
+    "no weight": (nn.Sequential, r"is a Sequential; expected a torch\.Tensor$"),
 }
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_is_refused_with_what_to_pass(name):
-    module, message = MODULES[name]
+    make, message = MODULES[name]
     with pytest.raises(TypeError, match=f"^lm_head_weight .*{message}"):
-        gk.fused_logps(**arguments(gk.fused_logps) | {"lm_head_weight": module})
+        gk.fused_logps(**arguments(gk.fused_logps) | {"lm_head_weight": make()})
 
 
 def test_the_advice_for_an_adapter_gives_its_gradients():
     """Base weight + get_delta_weight: the value and the gradients of the layer's own forward, lora_A's and lora_B's."""
     torch.manual_seed(0)
-    layer, given = LoraLayer(nn.Linear(24, 67)), arguments(gk.fused_logps)
+    layer, given = adapted(), arguments(gk.fused_logps)
     exact = copy.deepcopy(layer)
     weight = layer.base_layer.weight + layer.get_delta_weight("default")
     logps, _ = gk.fused_logps(**given | {"lm_head_weight": weight, "lm_head_bias": layer.base_layer.bias})
