@@ -89,6 +89,9 @@ def test_two_adapters_and_none(peft):
     frozen = adapted(peft, target_modules=BODY).get_base_model().lm_head
     assert lm_head_inputs(frozen, x).weight is frozen.weight and not frozen.weight.requires_grad
     saved = adapted(peft, target_modules=BODY, modules_to_save=["lm_head"])
+    for wrapped in (layer, saved.get_base_model().lm_head):
+        with pytest.raises(TypeError, match=r"a layer of PEFT; pass what lm_head_inputs\(lm_head, hidden\) of"):
+            fused_logps(HIDDEN.double(), wrapped, torch.zeros(2, 3).long())
     layer = saved.get_base_model().lm_head
     with saved.disable_adapter():
         assert lm_head_inputs(layer, x).weight is layer.original_module.weight

@@ -1,9 +1,6 @@
-"""Sharded tensors, modules, adapters, quantised weights: refused by name, and the advice in the message is right."""
+"""Sharded tensors, modules, quantised weights: refused by name, with what to pass instead."""
 
 from __future__ import annotations
-
-import copy
-from collections import OrderedDict
 
 import pytest
 import torch
@@ -30,17 +27,6 @@ def arguments(function) -> dict:
 # --- modules ----------------------------------------------------------------------------------------------------------
 
 
-def adapted(merge: bool = False, **options) -> nn.Module:
-    """PEFT's LoRA layer around a Linear."""
-    peft = pytest.importorskip("peft", reason="peft is not installed: run make test")
-    model = nn.Sequential(OrderedDict(lm_head=nn.Linear(24, 67)))
-    config = peft.LoraConfig(r=2, lora_alpha=3, target_modules=["lm_head"], init_lora_weights=False, **options)
-    layer = peft.inject_adapter_in_model(config, model).lm_head
-    if merge:
-        layer.merge()
-    return layer
-
-
 class LoraLinear(nn.Linear):
     """A layer with adapters of somebody else's."""
 
@@ -49,34 +35,21 @@ class LoraLinear(nn.Linear):
         self.lora_A = nn.Linear(24, 2)
 
 
-def quantised(layer: nn.Module) -> nn.Module:
-    """Its weight becomes codes of one byte."""
-    getattr(layer, "base_layer", layer).weight = nn.Parameter(torch.zeros(67, 24, dtype=torch.int8), False)
+def quantised() -> nn.Module:
+    """A layer whose weight is codes of one byte."""
+    layer = nn.Linear(24, 67, bias=False)
+    layer.weight = nn.Parameter(torch.zeros(67, 24, dtype=torch.int8), requires_grad=False)
     return layer
 
 
-LOGITS = r"pass its logits, lm_head\(hidden\), to grpo_loss_from"
 MODULES = {
     "Linear": (lambda: nn.Linear(24, 67, bias=False), r"is a Linear; .*: pass lm_head\.weight$"),
     "Linear with a bias": (lambda: nn.Linear(24, 67), r"pass lm_head\.weight, and lm_head_bias=lm_head\.bias$"),
-    "PEFT": (
-        adapted,
-        r"is a Linear; .*pass lm_head\.base_layer\.weight \+ lm_head\.get_delta_weight\(adapter\).*"
-        r"lm_head_bias=lm_head\.base_layer\.bias.*base weight alone",
+    "other adapters": (
+        LoraLinear,
+        r"is a LoraLinear; .*pass lm_head\.weight \+ scaling \* B @ A\. The base",
     ),
-    "PEFT, merged": (lambda: adapted(merge=True), r"call lm_head\.unmerge\(\) first.*base weight alone"),
-    # Their product is not that with base weight + get_delta_weight.
-    "PEFT, DoRA": (lambda: adapted(use_dora=True), LOGITS),
-    "PEFT, dropout": (lambda: adapted(lora_dropout=0.1), LOGITS),
-    "PEFT of a quantised layer": (
-        lambda: quantised(adapted()),
-        r"lm_head\.base_layer\.weight dequantised \(Parameter of torch\.int8\) \+ lm_head\.get_delta_weight",
-    ),
-    "other adapters": (LoraLinear, r"is a LoraLinear; .*LoRA adapters; pass lm_head\.weight \+ scaling \* B @ A"),
-    "quantised": (
-        lambda: quantised(nn.Linear(24, 67)),
-        r"pass lm_head\.weight dequantised \(Parameter of torch\.int8\)",
-    ),
+    "quantised": (quantised, r"pass lm_head\.weight dequantised \(Parameter of torch\.int8\)$"),
     "no weight": (nn.Sequential, r"is a Sequential; expected a torch\.Tensor$"),
 }
 
@@ -86,25 +59,6 @@ def test_a_module_is_refused_with_what_to_pass(name):
     make, message = MODULES[name]
     with pytest.raises(TypeError, match=f"^lm_head_weight .*{message}"):
         gk.fused_logps(**arguments(gk.fused_logps) | {"lm_head_weight": make()})
-
-
-def test_the_advice_for_an_adapter_gives_its_gradients():
-    """Base weight + get_delta_weight: the value and the gradients of the layer's own forward, lora_A's and lora_B's."""
-    torch.manual_seed(0)
-    layer, given = adapted(), arguments(gk.fused_logps)
-    exact = copy.deepcopy(layer)
-    weight = layer.base_layer.weight + layer.get_delta_weight("default")
-    logps, _ = gk.fused_logps(**given | {"lm_head_weight": weight, "lm_head_bias": layer.base_layer.bias})
-    logps.sum().backward()
-    expected = exact(given["hidden"]).log_softmax(-1).gather(-1, given["completion_ids"][..., None])[..., 0]
-    expected.sum().backward()
-    assert torch.allclose(logps, expected, atol=1e-5)
-    for name, parameter in layer.named_parameters():
-        gradient = exact.get_parameter(name).grad
-        if "lora" in name:
-            assert parameter.grad.any() and torch.allclose(parameter.grad, gradient, atol=1e-5), name
-        else:
-            assert parameter.grad is None and gradient is None
 
 
 # --- tensors of other kinds -------------------------------------------------------------------------------------------

@@ -115,40 +115,22 @@ def _instead_of_dtensor(name: str) -> str:
 
 
 def _instead_of_module(name: str, module: torch.nn.Module) -> str:
-    """What to pass for an lm_head, or for a layer of PEFT around one."""
+    """What to pass for an lm_head, with or without adapters."""
     layer = name.removesuffix("_weight")
-    base = getattr(module, "base_layer", module)
-    weight = getattr(base, "weight", None)
+    if hasattr(module, "base_layer") or hasattr(module, "original_module"):
+        return (
+            f": a layer of PEFT; pass what lm_head_inputs({layer}, hidden) of grpo_kernels.integrations.lm_head gives. "
+            f"{layer}.weight is the base weight alone: the adapters would get no gradient"
+        )
+    weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor):
         return ""
-    plain = f"{layer}.weight" if base is module else f"{layer}.base_layer.weight"
-    bias = f", and lm_head_bias={plain.removesuffix('weight')}bias" if getattr(base, "bias", None) is not None else ""
+    advice = f": pass {layer}.weight"
     if is_quantised(weight) or hasattr(type(weight), "__tensor_flatten__"):
-        plain = f"{plain} dequantised ({type(weight).__name__} of {weight.dtype})"
-    if hasattr(module, "base_layer"):
-        advice = f"pass its logits, {layer}(hidden), to grpo_loss_from_logits"
-        if getattr(module, "merged", False):
-            advice = f"call {layer}.unmerge() first"
-        elif _is_plain_lora(module):
-            advice = f"pass {plain} + {layer}.get_delta_weight(adapter) of each active adapter, in hidden's type{bias}"
-        return (
-            f": a layer with adapters of PEFT; {advice}. {layer}.weight is the base weight alone: the adapters would "
-            "get no gradient"
-        )
-    if any("lora" in key.lower() for key, _ in module.named_parameters()):
-        return (
-            f": a layer with LoRA adapters; pass {plain} + scaling * B @ A{bias}. The base weight alone is wrong, and "
-            "the adapters get no gradient from it"
-        )
-    return f": pass {plain}{bias}"
-
-
-def _is_plain_lora(module: torch.nn.Module) -> bool:
-    """Whether a layer of PEFT adds get_delta_weight to its base weight and does nothing else, as DoRA, IA3, OFT do."""
-    if not all(hasattr(module, name) for name in ("lora_A", "lora_B", "get_delta_weight")):
-        return False
-    layer: Any = module
-    variants = any(getattr(layer, "use_dora", {}).values()) or bool(getattr(layer, "lora_variant", None))
-    dropout = any(getattr(part, "p", 0.0) for part in getattr(layer, "lora_dropout", {}).values())
-    biases = any(getattr(part, "bias", None) is not None for part in layer.lora_B.values())
-    return not (variants or dropout or biases)
+        advice += f" dequantised ({type(weight).__name__} of {weight.dtype})"
+    has_lora = any("lora" in key.lower() for key, _ in module.named_parameters())
+    if has_lora:
+        advice += " + scaling * B @ A"
+    if getattr(module, "bias", None) is not None:
+        advice += f", and lm_head_bias={layer}.bias"
+    return f"{advice}. The base weight alone would give its LoRA adapters no gradient" if has_lora else advice
