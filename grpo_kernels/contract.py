@@ -274,7 +274,7 @@ class Backend(Protocol):
         params: KernelParams,
         gradients: RowGradients | None = None,
     ) -> None:
-        """Everything about tokens that depend on themselves alone, and with `gradients` d loss / d logits."""
+        """Computes all values of tokens that depend on themselves alone, and with `gradients` d loss / d logits."""
         ...
 
     def statistics(self, chunk: LogitChunk, temperature: Tensor, values: TokenValues, params: KernelParams) -> None:

@@ -108,7 +108,7 @@ class SamplingMask:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the tokens: (B, T) or (N,)."""
+        """The shape of the tokens: (B, T) or (N,)."""
         return self.counts.shape
 
     def to(self, device: torch.device | str | int) -> SamplingMask:
@@ -135,7 +135,7 @@ def _is_list(x: object) -> bool:
 
 
 def _elements(x: Any) -> list[Any]:
-    """Of an argument `kept`, or of an entry of it."""
+    """The elements of an argument `kept`, or of an entry of it."""
     if not _is_list(x):
         raise TypeError(f"kept is or holds {x!r}; expected one list of ids for each token, or for each of a sequence")
     return list(x)

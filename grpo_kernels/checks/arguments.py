@@ -32,10 +32,10 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NUMBERS = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 HIGHEST_LOGP = 1.0  # nats: at most 0, but for the rounding of 16-bit logits (csrc/cpu/values.cpp has it too)
 _RANGES = (
-    ("advantages", -LARGEST, LARGEST),
-    ("old_logps", -math.inf, HIGHEST_LOGP),
-    ("ref_logps", -math.inf, math.inf),
-    ("rollout_weights", 0.0, LARGEST),
+    ("advantages", -LARGEST, LARGEST, f"a finite number{_THERE}, in float32"),
+    ("old_logps", -math.inf, HIGHEST_LOGP, f"a number{_THERE}, at most 0 nats"),
+    ("ref_logps", -math.inf, math.inf, f"a number{_THERE}"),
+    ("rollout_weights", 0.0, LARGEST, f"a finite number{_THERE}, >= 0"),
 )
 
 
@@ -194,10 +194,7 @@ def check_mask(mask: Tensor) -> None:
     """0 and 1 alone: weights per token, or the additive mask of an attention, would train on the padding."""
     if mask.dtype is torch.bool or not checks_values(mask.device):
         return
-    wrong = (mask != 0) & (mask != 1)
-    if bool(wrong.any()):
-        where = wrong.nonzero()[0].tolist()
-        raise ValueError(f"completion_mask{where} = {mask[tuple(where)].item()}; expected 0 (masked) or 1")
+    _name_first("completion_mask", mask, (mask != 0) & (mask != 1), "0 (masked) or 1")
 
 
 def temperature_per_token(
@@ -283,12 +280,12 @@ def check_values(ids: Tensor, mask: Tensor | None, vocab_size: int, cu_seqlens: 
         if not 0 <= least.item() <= most.item() < vocab_size:
             wrong, mask = (ids < 0) | (ids >= vocab_size), None if mask is None else mask.bool()
             expected = f"0 <= id < {vocab_size} (the rows of lm_head_weight){_THERE}"
-            _name_first("completion_ids", ids, wrong, mask, None, expected)
+            _name_first("completion_ids", ids, wrong, expected, mask)
     check_offsets(cu_seqlens, ids.numel())
 
 
 def check_kept_ids(ids: Tensor, counts: Tensor, vocab_size: int | None = None) -> None:
-    """Of a SamplingMask: counts >= 0 that add up to the ids, which ascend within a token, in [0, vocab_size)."""
+    """The counts of a SamplingMask are >= 0 and add up to its ids, which ascend within a token, in [0, vocab_size)."""
     if not checks_values(ids.device):
         return
     flat = counts.reshape(-1)
@@ -332,10 +329,10 @@ def check_token_values(inputs: TokenInputs) -> None:
     if inputs.cu_seqlens is not None:
         _refuse_two_meanings(inputs, inputs.cu_seqlens)
     mask = None if inputs.completion_mask is None else inputs.completion_mask.bool()
-    for name, low, high in _RANGES:
+    for name, low, high, expected in _RANGES:
         x = getattr(inputs, name)
         if x is not None:
-            check_numbers(name, x, mask, inputs.cu_seqlens, low=low, high=high)
+            check_numbers(name, x, mask, inputs.cu_seqlens, low=low, high=high, expected=expected)
     check_temperature(inputs.temperature, mask)
     denominators = {
         "num_items_in_batch or normalizer": inputs.normalizer,
@@ -371,7 +368,7 @@ def check_temperature(temperature: Tensor | None, mask: Tensor | None) -> None:
     if not 0 < least.item() <= most.item() < math.inf:
         mask = mask if mask is not None and mask.shape == temperature.shape else None
         wrong = ~((temperature > 0) & (temperature < math.inf))
-        _name_first("temperature", temperature, wrong, mask, None, f"a positive finite number{_THERE}")
+        _name_first("temperature", temperature, wrong, f"a positive finite number{_THERE}", mask)
 
 
 def check_numbers(
@@ -382,6 +379,7 @@ def check_numbers(
     *,
     low: float = -math.inf,
     high: float = math.inf,
+    expected: str = f"a number{_THERE}",
 ) -> None:
     """Numbers in [low, high], and no NaN, at unmasked positions of x, (S,), (S, 1) or of the mask's shape."""
     if not checks_values(x.device) or x.numel() == 0:
@@ -389,14 +387,11 @@ def check_numbers(
     least, most = x.aminmax()
     if low <= least.item() and most.item() <= high:
         return
-    limit = ", in float32" if low == -LARGEST else f", >= {low:g}" if low == 0.0 else ""
-    limit = ", at most 0 nats" if high == HIGHEST_LOGP else limit
-    wrong = ~((x >= low) & (x <= high))
-    _name_first(name, x, wrong, mask, cu_seqlens, f"{'a finite' if high == LARGEST else 'a'} number{_THERE}{limit}")
+    _name_first(name, x, ~((x >= low) & (x <= high)), expected, mask, cu_seqlens)
 
 
 def _name_first(
-    name: str, x: Tensor, wrong: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, expected: str
+    name: str, x: Tensor, wrong: Tensor, expected: str, mask: Tensor | None = None, cu_seqlens: Tensor | None = None
 ) -> None:
     """Raise with the first position of `wrong` that the mask leaves, if there is one."""
     if mask is not None and x.shape == mask.shape:
@@ -418,7 +413,7 @@ def check_rewards_finite(name: str, rewards: Tensor, *, nan_is_no_verdict: bool 
     if not checks_values(rewards.device) or math.isfinite(rewards.sum().item()):
         return
     if nan_is_no_verdict:
-        _name_first(name, rewards, rewards.isinf(), None, None, "a finite number, or NaN for no verdict")
+        _name_first(name, rewards, rewards.isinf(), "a finite number, or NaN for no verdict")
         return
     advice = "for completions without a verdict pass advantages=group_advantages(rewards, ...), where NaN means that"
-    _name_first(name, rewards, ~rewards.isfinite(), None, None, f"a finite number; {advice}")
+    _name_first(name, rewards, ~rewards.isfinite(), f"a finite number; {advice}")
