@@ -236,7 +236,7 @@ class _LossCall:
         self.bonus_sums = torch.stack([entropy, count.to(entropy.dtype)])
 
     def _entropy_coefficient(self) -> float:
-        """Constant over an accumulation window; the adaptive one is 0 until an entropy was measured, and above target."""
+        """Constant over an accumulation window; the adaptive one is 0 above its target and before the first entropy."""
         trainer = self.trainer
         if trainer.use_adaptive_entropy and trainer._last_world_entropy > trainer.args.entropy_target:
             return 0.0
