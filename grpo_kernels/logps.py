@@ -11,7 +11,7 @@ from .backends import choose_backend
 from .checks.arguments import check_token_tensor, temperature_per_token
 from .checks.plain import full_weight
 from .config import check_flag, check_logit_transform
-from .engine.logps_op import LogpsCall, logps_from_hidden
+from .engine.logps_op import LogpsCall, LogpsTokens, logps_from_hidden
 from .engine.shared import requires_grad_flags
 from .engine.vocab_parallel import agree, announced_errors, check_group
 from .inputs import check_lm_head
@@ -69,14 +69,15 @@ def fused_logps(
             num_sequences = len(completion_ids) if completion_ids.dim() == 2 else -1
             temperature = temperature_per_token(temperature, completion_ids.shape, num_sequences, hidden)
             temperature = temperature.detach().to(hidden.device)
-        call = LogpsCall(
-            completion_ids=completion_ids, mask=completion_mask, logit_scale=float(logit_scale),
-            temperature=temperature if isinstance(temperature, Tensor) else float(temperature),
-            softcap=0.0 if logit_softcap is None else float(logit_softcap), want_entropy=entropy,
-            backend=choose_backend(backend, hidden.device, compute_dtype or hidden.dtype), compute_dtype=compute_dtype,
-            kept_ids=None if sampling_mask is None else sampling_mask.ids,
-            kept_counts=None if sampling_mask is None else sampling_mask.counts,
+        tokens = LogpsTokens(
+            completion_ids, completion_mask, temperature if isinstance(temperature, Tensor) else None,
+            None if sampling_mask is None else sampling_mask.ids,
+            None if sampling_mask is None else sampling_mask.counts,
         )  # fmt: skip
+        number = 1.0 if isinstance(temperature, Tensor) else float(temperature)
+        numbers = number, float(logit_scale), 0.0 if logit_softcap is None else float(logit_softcap)
+        name = choose_backend(backend, hidden.device, compute_dtype or hidden.dtype)
+        call = LogpsCall(tokens, numbers, entropy, name, compute_dtype)
     if group is not None:
         wants = requires_grad_flags(hidden, weight, bias)
         call = call._replace(vocab_slice=agree(group, hidden, weight, bias, wants, call.description))

@@ -22,7 +22,7 @@ from .checks.arguments import (
 )
 from .checks.plain import full_weight
 from .config import check_flag
-from .engine.logits_loss import LogitsCall, loss_from_logits
+from .engine.logits_loss import loss_from_logits
 from .engine.loss_op import LossCall, loss_from_hidden, policy_loss
 from .engine.shared import requires_grad_flags, table_dtype
 from .engine.vocab_parallel import agree, announced_errors, check_group
@@ -210,7 +210,7 @@ def grpo_loss_from_logits(
     check_token_values(inputs.tokens)
     if inplace and logits.is_leaf and logits.requires_grad:
         raise ValueError("inplace=True would overwrite a leaf that requires a gradient; pass the output of the lm_head")
-    (wants,) = requires_grad_flags(logits)
-    call = LogitsCall(completion_ids, inputs.tokens, inputs.num_groups, config, inputs.backend, wants, inplace)
-    loss, logps, entropy, numbers = loss_from_logits(logits, call)
+    wants = requires_grad_flags(logits)
+    call = LossCall(completion_ids, inputs.tokens, inputs.num_groups, config, inputs.backend, None, wants)
+    loss, logps, entropy, numbers = loss_from_logits(logits, call, inplace=inplace)
     return GRPOLossOutput(loss, logps.detach(), entropy, inputs, numbers)

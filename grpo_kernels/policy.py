@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -21,11 +20,11 @@ from .checks.plain import full_weight
 from .config import GRPOConfig, check_flag, check_logit_transform, check_one_of
 from .contract import Backend, Rows, TokenValues, no_values
 from .engine.backward import FinishedGradients, refuse_double_backward, scale_saved_gradients
-from .engine.chunks import CoefficientFn, Scorer, add_mask, packed_chunks, sequence_chunks
-from .engine.kept import KeptLogits, TokenMask, make_token_mask
+from .engine.chunks import whole_sequences
+from .engine.kept import make_token_mask
 from .engine.lm_head import LMHead
 from .engine.products import pinned_matmul_precision
-from .engine.shared import make_head, make_scorer, requires_grad_flags, table_dtype, token_mask
+from .engine.shared import make_scorer, requires_grad_flags, table_dtype, token_mask
 from .inputs import check_lm_head
 from .sampling_mask import SamplingMask, check_sampling_mask
 
@@ -161,14 +160,17 @@ def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> tu
     config, device, wants = call.config, hidden.device, call.wants
     num_tokens = call.completion_ids.numel()
     mask = token_mask(call.completion_mask)
-    head = make_head(
-        hidden, weight, bias, call.backend, compute_dtype=call.compute_dtype, wants=wants,
+    head = LMHead(
+        (hidden, weight, bias), call.backend, wants=wants, compute_dtype=call.compute_dtype,
         chunk_rows=config.chunk_rows,
     )  # fmt: skip
     dtype = table_dtype(head.hidden.dtype)
     values = no_values(num_tokens, dtype, device)
     params = config.kernel_params(has_old=False)
-    scorer = make_scorer(head, call.completion_ids, config.temperature, params, values, mask)
+    given, sampling_mask = call.sampling_mask, None
+    if given is not None:
+        sampling_mask = make_token_mask(given.ids, given.counts, head.vocab_size, is_static=False)
+    scorer = make_scorer(head, call.completion_ids, config.temperature, params, values, mask, sampling_mask)
 
     span = call.cu_seqlens.diff()
     sequence = torch.arange(len(span), device=device).repeat_interleave(span, output_size=num_tokens)
@@ -184,44 +186,19 @@ def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> tu
         gradients.index_copy_(1, here, torch.stack(found))
         return gradients[0], gradients[1]
 
-    if call.sampling_mask is not None:
-        _run_masked(scorer, call.sampling_mask, index, coefficients, gradients=any(wants))
-        return total, head.gradients()
     lengths: list[int] = torch.bincount(sequence[index], minlength=len(span)).tolist()
     too_long = call.level == "sequence" and max(lengths, default=0) > head.sequence_rows
-    if not any(wants) or too_long:
+    if not any(wants) or too_long or sampling_mask is not None:
+        scorer.score_gathered()
         scorer.score(index)
         both = coefficients(Rows(0, len(index), index), slice(0))
         if any(wants):
             scorer.gradient(*both)
+    elif call.level == "sequence":
+        scorer.staged(whole_sequences(head, index, lengths), coefficients)
     else:
-        if call.level == "sequence":
-            size = head.packed_rows(max(lengths, default=0))
-            chunks = packed_chunks(head, sequence_chunks(index, lengths, num_tokens, size))
-        else:
-            chunks = ((chunk, slice(0)) for chunk in head.chunks(index))
-        scorer.staged(chunks, coefficients)
+        scorer.staged(((chunk, slice(0)) for chunk in head.chunks(index)), coefficients)
     return total, head.gradients()
-
-
-def _run_masked(
-    scorer: Scorer, mask: SamplingMask, index: Tensor, coefficients: CoefficientFn, *, gradients: bool
-) -> None:
-    """With a sampling mask: all tokens are scored, then differentiated together, then their gradients follow."""
-    scored = torch.zeros_like(scorer.ids, dtype=torch.bool).index_fill(0, index, True)
-    token_mask = make_token_mask(mask.ids, mask.counts, cast(LMHead, scorer.head).vocab_size, is_static=False)
-    kept, _ = add_mask(scorer, cast(TokenMask, token_mask), scored)
-    if kept is not None:
-        kept.score(None)
-        scored.index_fill_(0, cast(KeptLogits, kept.head).index, False)
-    scorer.score(scored.nonzero().squeeze(1))
-    g_logp, g_entropy = coefficients(Rows(0, len(index), index), slice(0))
-    if not gradients:
-        return
-    scorer.gradient(*(torch.where(scored, g, 0.0) for g in (g_logp, g_entropy)))
-    if kept is not None:
-        kept.gradient(g_logp, g_entropy, static_shapes=True)
-        cast(KeptLogits, kept.head).finish()
 
 
 def _differentiate(call: _Call, values: TokenValues, index: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor, Tensor]:

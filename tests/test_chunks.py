@@ -136,7 +136,7 @@ def test_short_chunks_fill_their_waves(width, multiprocessors):
 def test_a_token_more_than_a_row_chunk_holds_does_not_halve_the_products(count):
     """Types and shapes alone: one product chunk, and so no float32 sum of dweight beside the bfloat16 one."""
     hidden, weight = (torch.empty(n, 24, dtype=BFLOAT, device=META) for n in (count, 67))
-    head = LMHead(hidden, weight, None, FLOAT, None, get_backend("torch"), (True, True, False))
+    head = LMHead((hidden, weight, None), get_backend("torch"), wants=(True, True, False), logits_dtype=FLOAT)
     (chunk,) = head.chunks(None)
     pieces = list(chunk.row_chunks())
     assert chunk.rows == Rows(0, count) and len(pieces) == (1 if count == 4096 else -(-count // 2048))
@@ -174,7 +174,9 @@ def test_rows_of_the_scratch_with_gaps_on_a_cpu(dtype, backend, masked, monkeypa
 
 def test_sums_are_in_float32_where_more_rows_follow_not_where_more_tokens_are_left_out():
     hidden, weight = (torch.empty(n, 24, dtype=BFLOAT, device=META) for n in (40, 67))
-    head = LMHead(hidden, weight, None, FLOAT, 10, get_backend("torch"), (False, True, False))
+    head = LMHead(
+        (hidden, weight, None), get_backend("torch"), wants=(False, True, False), logits_dtype=FLOAT, chunk_rows=10
+    )
     for rows, expected in ((10, BFLOAT), (11, FLOAT)):
         chunks = list(head.chunks(torch.zeros(rows, dtype=torch.int64, device=META)))
         head.dweight.total = None
@@ -208,7 +210,7 @@ def made_rows(x: Tensor) -> int:
 @pytest.mark.parametrize(("device", "expected"), [(CPU, [7, 7, 6]), (META, [9, 9, 2])])
 def test_a_cpu_cuts_into_nearly_equal_parts_and_a_gpu_into_full_ones(device, expected):
     hidden, weight = (torch.empty(n, 24, device=device) for n in (20, 67))
-    head = LMHead(hidden, weight, None, FLOAT, 9, get_backend("torch"), TRAINED)
+    head = LMHead((hidden, weight, None), get_backend("torch"), wants=TRAINED, logits_dtype=FLOAT, chunk_rows=9)
     assert [chunk.rows.count for chunk in head.chunks(None)] == expected
     assert made_rows(head.logits(Rows(0, 2))) == expected[0]  # for the usual chunk at once
 
@@ -232,7 +234,7 @@ def test_whole_sequences_are_packed_into_short_chunks_unless_one_is_longer(longe
     sizes = memory.ChunkSizes(products=4000, logits=100, sequences=2000, packed=400)
     monkeypatch.setattr(lm_head, "chunk_sizes", lambda *given: sizes)
     hidden, weight = (torch.empty(n, 24, dtype=BFLOAT, device=META) for n in (4000, 67))
-    head = LMHead(hidden, weight, None, FLOAT, None, get_backend("torch"), TRAINED)
+    head = LMHead((hidden, weight, None), get_backend("torch"), wants=TRAINED, logits_dtype=FLOAT)
     assert head.packed_rows(longest) == min(2000, max(longest, 400))
     chunks = head.chunks_of([Rows(0, 300), Rows(300, 700), Rows(700, 701)])
     assert all(chunk.in_place and chunk.logits_rows == chunk.rows.count for chunk in chunks)

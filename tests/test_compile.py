@@ -194,16 +194,15 @@ def samples(dtype: torch.dtype) -> dict[str, tuple]:
     key, name = gk.GRPOConfig(beta=0.1).key, "torch" if dtype == torch.float64 else "cpu"
     wide = table_dtype(dtype)
     logps, entropy = (torch.randn(4, 6, dtype=wide).requires_grad_() for _ in range(2))
-    one = torch.ones((), dtype=wide)
     stats = [torch.randn(4, 6, dtype=t) for t in (wide, torch.float64)]
     grads = [torch.randn(4, 6, dtype=wide), torch.zeros(4, 6, dtype=wide)]
-    of_tokens = [batch.ids, mask, one, *kept]
+    of_tokens, numbers = [batch.ids, mask, None, *kept], [1.0, 1.0, 0.0]
     wants = [True, True, True]
     plain = [x.detach() for x in (hidden, weight, bias)]
     return {
         "grpo_loss": (hidden, weight, bias, [batch.ids, *tokens], 2, key, name, None, wants),
-        "logps": (hidden, weight, bias, of_tokens, 1.0, 0.0, True, name, None),
-        "logps_backward": (grads, plain, of_tokens, stats, 1.0, 0.0, name, None, wants),
+        "logps": (hidden, weight, bias, of_tokens, numbers, True, name, None),
+        "logps_backward": (grads, plain, of_tokens, stats, numbers, name, None, wants),
         "policy_loss": (logps, entropy, [*tokens[:-2], None, None], 2, key, name),
         "group_statistics": (torch.rand(4, dtype=wide), index, 2, "group", "mean", 1, 1e-4, True, name),
     }

@@ -142,7 +142,13 @@ def test_sums_of_a_gpu_are_in_float32_unless_a_chunk_is_alone(dtype, rows, first
         torch.empty(8, WIDTH, dtype=dtype, device="meta"),
         torch.empty(VOCAB, WIDTH, dtype=dtype).to("meta"),
     )
-    head = LMHead(hidden, weight, None, torch.float32, rows, get_backend("torch"), (False, True, False))
+    head = LMHead(
+        (hidden, weight, None),
+        get_backend("torch"),
+        wants=(False, True, False),
+        logits_dtype=torch.float32,
+        chunk_rows=rows,
+    )
     ids = torch.zeros(8, dtype=torch.int64, device="meta")
     for expected in (first, second):
         chunk = head.chunks(None)[0]

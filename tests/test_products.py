@@ -113,7 +113,13 @@ def test_the_lm_head_without_them(monkeypatch, probed, dtype, missing):
     hidden, weight = (torch.empty(size, dtype=dtype, device=META) for size in ((8, 24), (67, 24)))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        head = LMHead(hidden, weight, None, torch.float32, 4, get_backend("torch"), (True, True, False))
+        head = LMHead(
+            (hidden, weight, None),
+            get_backend("torch"),
+            wants=(True, True, False),
+            logits_dtype=torch.float32,
+            chunk_rows=4,
+        )
         ids = torch.zeros(8, dtype=torch.int64, device=META)
         some = Rows(2, 4, torch.zeros(2, dtype=torch.int64, device=META))
         for chunk in (*head.chunks(None), *head.chunks_of([some])):
@@ -123,7 +129,7 @@ def test_the_lm_head_without_them(monkeypatch, probed, dtype, missing):
             head.accumulate(chunk, ids)
         assert head.dweight.total.dtype == torch.float32
         finished = head.gradients()
-    assert [x.shape for x in finished.tensors[:2]] == [(8, 24), (67, 24)] and finished.dtypes[:2] == [dtype] * 2
+    assert [x.shape for x in finished.tensors[:2]] == [(8, 24), (67, 24)] and finished.dtypes[:2] == (dtype, dtype)
     assert len(said) == (0 if missing == "nothing" else 1)
 
 
@@ -138,7 +144,13 @@ def test_few_rows_get_their_hidden_gradient_through_float32(monkeypatch):
             return mm(*args, **({} if out_dtype is None else {"out_dtype": out_dtype}), **kwargs)
 
         hidden = torch.empty(rows, 4096, dtype=torch.bfloat16, device=META)
-        head = LMHead(hidden, weight, None, torch.float32, rows, get_backend("torch"), (True, False, False))
+        head = LMHead(
+            (hidden, weight, None),
+            get_backend("torch"),
+            wants=(True, False, False),
+            logits_dtype=torch.float32,
+            chunk_rows=rows,
+        )
         monkeypatch.setattr(torch, "mm", spy)
         head.accumulate(head.chunks_of([Rows(0, rows)])[0], torch.zeros(rows, dtype=torch.int64, device=META))
         monkeypatch.setattr(torch, "mm", mm)

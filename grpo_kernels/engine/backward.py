@@ -8,7 +8,7 @@ grad_output. No factor is ever rounded to 16 bits.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,23 +31,19 @@ class FinishedGradients:
 
     tensors: one per input, in `waiting_dtype` of its type, or None where not wanted. dtypes: of the inputs.
     scales: for each tensor the power of two that it holds as a factor, () float32, or None for 1.
-    sums: for each tensor the float32 buffer of the caller's that it is added to, instead of being returned, if any.
-    final: the tensors are in these types, without scales and `sums`: with a grad_output of 1 there is nothing to do.
+    accumulate_into: the caller's float32 buffer that the weight's gradient, tensors[1], is added to, if any.
     """
 
     tensors: list[Tensor | None]
     dtypes: Sequence[torch.dtype]
     backend: Backend
     scales: list[Tensor | None]
-    sums: list[Tensor | None] = field(default_factory=lambda: [None, None, None])
-    final: bool = False
+    accumulate_into: Tensor | None = None
 
     def without_scales(self) -> list[Tensor | None]:
         """The gradients in the types of the inputs, where no grad_output is left to come (fused_logps)."""
         waiting = zip(self.tensors, self.scales, self.dtypes, strict=True)
-        return [
-            None if x is None else times(x, None if scale is None else 1 / scale, dtype) for x, scale, dtype in waiting
-        ]
+        return [None if x is None else times(x, None if s is None else 1 / s, dtype) for x, s, dtype in waiting]
 
 
 def waiting_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -128,8 +124,6 @@ def scale_saved_gradients(ctx: Any, name: str, factor: Tensor) -> list[Tensor | 
         raise RuntimeError(f"grpo_kernels.{name}: a second backward needs retain_graph=True in the first")
     if not keeps_graph():
         ctx.gradients = None
-        if gradients.final and type(factor) is Tensor and factor.device.type == "cpu" and factor.item() == 1.0:
-            return gradients.tensors
     scaled: list[Tensor | None] = []
     for i, (scale, dtype) in enumerate(zip(gradients.scales, gradients.dtypes, strict=True)):
         waiting = gradients.tensors[i]
@@ -137,12 +131,11 @@ def scale_saved_gradients(ctx: Any, name: str, factor: Tensor) -> list[Tensor | 
             scaled.append(None)
             continue
         here = factor if scale is None else factor / scale
-        total = gradients.sums[i]
-        if total is None:
-            scaled.append(scale_gradient(waiting, here, gradients.backend, dtype))
-        else:
-            add_scaled(total, waiting, here)
+        if i == 1 and gradients.accumulate_into is not None:
+            add_scaled(gradients.accumulate_into, waiting, here)
             scaled.append(None)
+        else:
+            scaled.append(scale_gradient(waiting, here, gradients.backend, dtype))
         if ctx.gradients is None:
             gradients.tensors[i] = None  # what was converted need not wait for the others
     return scaled

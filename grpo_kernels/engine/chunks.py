@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..contract import Backend, FoldingBackend, LogitChunk, Rows, RowStats, Sums, TokenValues
-from ..names import FIELD, KernelParams
+from ..names import FIELD, MASK_SUMS, KernelParams
 from .kept import DenseMask, KeptLogits, TokenMask, mask_rows
 from .lm_head import GivenLogits, LMHead
 from .memory import Chunk, visited
@@ -30,7 +30,9 @@ CoefficientFn = Callable[[Rows, slice], tuple[Tensor, Tensor]]
 
 
 class Scorer:
-    """Runs row kernels over chunks of one batch; they write what they find to `values`."""
+    """Runs row kernels over chunks of one batch; they write their results to `values`."""
+
+    head: Head
 
     def __init__(
         self, head: Head, ids: Tensor, temperature: Tensor, params: KernelParams, backend: Backend, values: TokenValues
@@ -41,33 +43,58 @@ class Scorer:
         self.ids = head.columns(ids)
         self.values = values
         self.mask: DenseMask | None = None
+        self.gathered: KeptScorer | None = None
+
+    def add_mask(self, mask: TokenMask, scored: Tensor) -> None:
+        """Restrict the tokens `scored` (N,) bool to their kept ids. Those with few get a scorer of their own: they are
+        left out of every index, scored by `score_gathered`, and part of `gradient`."""
+        head, dtype = self.head, self.values.columns.dtype
+        # Given logits are there already: nothing is saved by gathers.
+        gathers = scored & mask.gathers(head.vocab_size) if isinstance(head, LMHead) else torch.zeros_like(scored)
+        dense = (scored & (mask.counts > 0) & ~gathers).nonzero().squeeze(1)
+        if dense.numel():
+            self.mask = DenseMask(mask, dense, self.ids, dtype, head.vocab_slice)
+        index = gathers.nonzero().squeeze(1)
+        if index.numel():
+            lm_head = cast(LMHead, head)
+            rows = mask_rows(mask, self.sampled_ids, index, lm_head.vocab_size)
+            logits = KeptLogits(rows, lm_head, dtype)
+            self.gathered = KeptScorer(
+                logits, self.sampled_ids, self.temperature, self.params, self.backend, self.values
+            )
+
+    def without_gathered(self, index: Tensor | None) -> Tensor | None:
+        """These tokens (None: all) but those of `gathered`."""
+        if self.gathered is None:
+            return index
+        others = torch.ones_like(self.ids, dtype=torch.bool).index_fill(0, self.gathered.head.index, False)
+        return others.nonzero().squeeze(1) if index is None else index[others[index]]
 
     def score(self, index: Tensor | None, *, entropy: bool = True) -> None:
         """logp, entropy and lse of these tokens (None: of all), nothing else."""
-        for rows in self._row_chunks(index):
-            if self._computes_logits:
-                self._statistics(rows)
+        computes_logits = self.head.strategy == "rows" or self.mask is not None
+        for chunk in self.head.chunks(self.without_gathered(index)):
+            if computes_logits:
+                for rows in chunk.row_chunks():
+                    self._statistics(rows)
             else:
-                self._linear_logp(rows, entropy)
+                self._linear_logp(chunk.rows, entropy)
 
-    def evaluate(self, index: Tensor | None, table: Tensor) -> None:
-        """`score`, and the objective of each token by itself."""
-        for rows in self._row_chunks(index):
-            if self.vocab_slice is not None:
-                self._statistics(rows)
-                self.backend.token_objective(rows, table, self.values, self.params)
-            elif self._computes_logits:
-                self.backend.single_pass(self._logits(rows), table, self.values, self.params)
-            else:
-                self._linear_logp(rows, entropy=True)
-                self.backend.token_objective(rows, table, self.values, self.params)
+    def score_gathered(self) -> None:
+        if self.gathered is not None:
+            self.gathered.score(None)
 
     def single_pass(self, index: Tensor | None, table: Tensor) -> None:
-        """Everything about tokens whose gradient depends on themselves alone."""
+        """Statistics, objective and gradient of tokens whose gradient depends on themselves alone."""
         head = self.head
         # The scale of float16, which follows from the coefficients, or the other ranks' statistics have to come first.
         if head.grad_dtype == torch.float16 or self.vocab_slice is not None:
-            self.staged(((chunk, slice(0)) for chunk in head.chunks(index)), self._token_coefficients(table))
+
+            def coefficients(rows: Rows, sequences: slice) -> tuple[Tensor, Tensor]:
+                self.backend.token_objective(rows, table, self.values, self.params)
+                return self.values.g_logp, table[FIELD["weight_entropy"]]
+
+            self.staged(((chunk, slice(0)) for chunk in head.chunks(index)), coefficients)
             return
         for chunk in head.chunks(index):
             for rows in chunk.row_chunks():
@@ -100,23 +127,13 @@ class Scorer:
     def gradient(self, g_logp: Tensor, g_entropy: Tensor, *, static_shapes: bool = False) -> None:
         """Gradients of every token with a non-zero coefficient, from its logits computed again."""
         index = None if static_shapes else ((g_logp != 0) | (g_entropy != 0)).nonzero().squeeze(1)
-        for chunk in self.head.chunks(index):
+        others = self.without_gathered(index)
+        for chunk in self.head.chunks(others):
             for rows in chunk.row_chunks():
                 self._gradient(chunk, self._logits(rows, again=True), g_logp, g_entropy)
             self.head.accumulate(chunk, self.ids)
-
-    @property
-    def _computes_logits(self) -> bool:
-        return self.head.strategy == "rows" or self.mask is not None
-
-    def _token_coefficients(self, table: Tensor) -> CoefficientFn:
-        """What `single_pass` computes between its statistics and its gradient."""
-
-        def coefficients(rows: Rows, sequences: slice) -> tuple[Tensor, Tensor]:
-            self.backend.token_objective(rows, table, self.values, self.params)
-            return self.values.g_logp, table[FIELD["weight_entropy"]]
-
-        return coefficients
+        if self.gathered is not None:
+            self.gathered.gradient(g_logp, g_entropy)
 
     def _linear_logp(self, rows: Rows, entropy: bool) -> None:
         head, backend = cast(LMHead, self.head), cast(FoldingBackend, self.backend)
@@ -125,11 +142,6 @@ class Scorer:
             self.params, entropy=entropy,
         )  # fmt: skip
         self._put(rows, stats)
-
-    def _row_chunks(self, index: Tensor | None) -> Iterator[Rows]:
-        """To be scored alone; without logits as many rows at a time as products take."""
-        for chunk in self.head.chunks(index):
-            yield from chunk.row_chunks() if self._computes_logits else [chunk.rows]
 
     def _logits(self, rows: Rows, *, again: bool = False) -> LogitChunk:
         chunk = LogitChunk(self.head.logits(rows), rows, self.ids, self.head.folded_bias)
@@ -162,8 +174,19 @@ class Scorer:
         rows.put(self.values.lse, stats.lse)
 
 
+class KeptScorer(Scorer):
+    """The tokens that keep few ids, by products over those ids alone."""
+
+    head: KeptLogits
+
+    def gradient(self, g_logp: Tensor, g_entropy: Tensor, *, static_shapes: bool = True) -> None:
+        """After the gradients of all other tokens, to whose dweight these are added."""
+        super().gradient(g_logp, g_entropy, static_shapes=True)
+        self.head.finish()
+
+
 def run(
-    head: Head,
+    head: LMHead | GivenLogits,
     plan: Plan,
     backend: Backend,
     *,
@@ -174,76 +197,35 @@ def run(
     """Score a batch and, with `gradients`, leave the gradients of the loss in `head`."""
     tokens, table = plan.tokens, plan.tokens.table
     scorer = Scorer(head, tokens.ids, table[FIELD["temperature"]], plan.params, backend, tokens.values)
-    visit = _everything(plan) if static_shapes else _visit(plan, gradients)
-    kept, mask_sums = None, None
+    visit = _everything(plan) if static_shapes else _visit(plan)
     if sampling_mask is not None:
-        kept, added = add_mask(scorer, sampling_mask, tokens.scored)
-        visit = _without(visit, kept, plan)
-    if kept is not None:
-        kept.score(None)
-    index = None if kept is None else cast(KeptLogits, kept.head).index  # of tokens with few kept ids
-    if plan.whole_sequences:
-        _run_sequences(scorer, plan, visit, gradients=gradients, static_shapes=static_shapes, kept=index)
-    else:
-        if gradients:
-            anchored = head.strategy == "anchored" and not plan.entropy_has_gradient and scorer.mask is None
-            (scorer.anchored if anchored else scorer.single_pass)(visit.active, table)
-            if visit.rest is not None:
-                scorer.evaluate(visit.rest, table)
-        else:
-            scorer.evaluate(visit.active, table)
-        if index is not None:
-            backend.token_objective(Rows(0, len(index), index), table, tokens.values, plan.params)
-    if kept is not None and gradients:
-        kept.gradient(*_coefficients(plan), static_shapes=True)
-        cast(KeptLogits, kept.head).finish()
-    if sampling_mask is not None:
-        masked = (tokens.scored & (sampling_mask.counts > 0)).sum().to(added.dtype)
-        mask_sums = torch.nn.functional.pad(torch.stack([masked, added]), (0, 2))
-        if scorer.mask is not None:
-            mask_sums[1:] += scorer.mask.sums(tokens.values)
-    sums = backend.sums(tokens, plan.params, plan.group_index, plan.num_groups)
-    if mask_sums is not None:
-        sums = replace(sums, numbers=torch.cat([sums.numbers, mask_sums]))
-    return tokens.values, sums
-
-
-def add_mask(scorer: Scorer, mask: TokenMask, scored: Tensor) -> tuple[Scorer | None, Tensor]:
-    """(a scorer of the tokens that take the way of gathers, if there are any; () how many sampled ids it added).
-
-    The others stay with `scorer`, which applies the mask to their logits. scored (N,) bool.
-    """
-    head, ids, dtype = cast(LMHead | GivenLogits, scorer.head), scorer.sampled_ids, scorer.values.columns.dtype
-    gathers = scored & mask.gathers(head.vocab_size)
-    if isinstance(head, GivenLogits):
-        gathers = torch.zeros_like(scored)  # the logits are there already
-    added = torch.zeros((), dtype=dtype, device=ids.device)
-    dense = (scored & (mask.counts > 0) & ~gathers).nonzero().squeeze(1)
-    if dense.numel():
-        scorer.mask = DenseMask(mask, dense, scorer.ids, dtype, head.vocab_slice)
-    index = gathers.nonzero().squeeze(1)
-    if not index.numel():
-        return None, added
-    rows = mask_rows(mask, ids, index, head.vocab_size)
-    kept = KeptLogits(rows, cast(LMHead, head), dtype)
-    beside = Scorer(kept, ids, scorer.temperature, scorer.params, scorer.backend, scorer.values)
-    return beside, added + rows.added.sum()
-
-
-def _without(visit: _Visit, kept: Scorer | None, plan: Plan) -> _Visit:
-    """`visit` without the tokens that take the way of gathers."""
-    if kept is None:
-        return visit
-    others = torch.ones_like(plan.tokens.scored)
-    others[cast(KeptLogits, kept.head).index] = False
-    every = torch.arange(others.numel(), device=others.device) if visit.active is None else visit.active
-    active = every[others[every]]
-    rest = None if visit.rest is None else visit.rest[others[visit.rest]]
+        scorer.add_mask(sampling_mask, tokens.scored)
+        scorer.score_gathered()  # whose sequences may hold other tokens
+        visit = _without_gathered(visit, scorer, plan)
     lengths = visit.lengths
-    if lengths is not None:
-        before = torch.nn.functional.pad(torch.zeros_like(others).index_fill(0, active, True).cumsum(0), (1, 0))
-        lengths = before[plan.tokens.offsets].diff().tolist()
-    return _Visit(active, rest if rest is not None and rest.numel() else None, lengths)
+    fits = lengths is not None and max(lengths, default=0) <= head.sequence_rows
+    one_pass = gradients and (fits or not plan.whole_sequences)
+    if not one_pass:
+        scorer.score(visit.scored)
+    elif lengths is not None:
+        scorer.staged(whole_sequences(head, visit.active, lengths), _sequence_coefficients(plan, backend))
+    elif head.strategy == "anchored" and not plan.entropy_has_gradient and scorer.mask is None:
+        scorer.anchored(visit.active, table)
+    else:
+        scorer.single_pass(visit.active, table)
+    if one_pass and visit.rest is not None:
+        scorer.score(visit.rest)
+    if not one_pass or visit.rest is not None or scorer.gathered is not None:
+        evaluate(plan, backend)
+    if gradients and not one_pass:
+        scorer.gradient(*_coefficients(plan), static_shapes=static_shapes)
+    elif gradients and scorer.gathered is not None:
+        scorer.gathered.gradient(*_coefficients(plan))
+
+    sums = backend.sums(tokens, plan.params, plan.group_index, plan.num_groups)
+    if sampling_mask is not None:
+        sums = replace(sums, numbers=torch.cat([sums.numbers, _mask_sums(scorer, sampling_mask, tokens.scored)]))
+    return tokens.values, sums
 
 
 def evaluate(plan: Plan, backend: Backend) -> None:
@@ -256,59 +238,48 @@ def evaluate(plan: Plan, backend: Backend) -> None:
 
 
 class _Visit(NamedTuple):
-    """Tokens with a gradient (None: all tokens, and no others), tokens that are scored alone, and the number of active
-    tokens per sequence where that matters and is known on the host."""
+    """Indices of tokens; None: all of them, or in `rest` none."""
 
-    active: Tensor | None
-    rest: Tensor | None
-    lengths: list[int] | None
+    active: Tensor | None  # may have a gradient
+    rest: Tensor | None  # the others that are scored
+    scored: Tensor | None  # both
+    lengths: list[int] | None  # active tokens per sequence, with whole sequences, if known on the host
 
 
-def _visit(plan: Plan, gradients: bool) -> _Visit:
+def _visit(plan: Plan) -> _Visit:
     """One read of the counts on the host."""
     order, counts = plan.tokens.order, plan.tokens.counts
     assert order is not None and counts is not None  # the plan was made with ordered=True
     active, rest, *per_sequence = counts.tolist()
-    if not gradients:
-        active, rest = active + rest, 0
+    first, both = (None if count == order.numel() else order[:count] for count in (active, active + rest))
     lengths = per_sequence if plan.whole_sequences else None
-    if active == order.numel():
-        return _Visit(None, None, lengths)
-    return _Visit(order[:active], order[active : active + rest] if rest else None, lengths)
+    return _Visit(first, order[active : active + rest] if rest else None, both, lengths)
 
 
 def _everything(plan: Plan) -> _Visit:
     """`_visit` of static shapes: all tokens. The lengths of packed sequences are not known on the host."""
-    return _Visit(None, None, None if plan.row_length is None else [plan.row_length] * plan.num_sequences)
+    known = plan.whole_sequences and plan.row_length is not None
+    return _Visit(None, None, None, [cast(int, plan.row_length)] * plan.num_sequences if known else None)
 
 
-def _run_sequences(
-    scorer: Scorer, plan: Plan, visit: _Visit, *, gradients: bool, static_shapes: bool, kept: Tensor | None
-) -> None:
-    """The ways of tokens whose gradient depends on their sequence; those of `kept` (C,) int64 are scored already."""
-    tokens, backend, lengths = plan.tokens, scorer.backend, visit.lengths
-    staged = gradients and lengths is not None and max(lengths, default=0) <= scorer.head.sequence_rows
-    weight_entropy = tokens.table[FIELD["weight_entropy"]]
-    if staged and lengths is not None:
+def _without_gathered(visit: _Visit, scorer: Scorer, plan: Plan) -> _Visit:
+    """Active tokens that take the products of the whole vocabulary, and their number per sequence."""
+    active, lengths = scorer.without_gathered(visit.active), visit.lengths
+    if scorer.gathered is not None and lengths is not None and active is not None:
+        is_active = torch.zeros_like(plan.tokens.active).index_fill(0, active, True)
+        before = torch.nn.functional.pad(is_active.cumsum(0), (1, 0))
+        lengths = before[plan.tokens.offsets].diff().tolist()
+    return visit._replace(active=active, lengths=lengths)
 
-        def coefficients(rows: Rows, sequences: slice) -> tuple[Tensor, Tensor]:
-            backend.sequence_objective(sequences, plan.row_length, tokens, plan.params)
-            return tokens.values.g_logp, weight_entropy
 
-        head = cast(LMHead | GivenLogits, scorer.head)
-        size = head.packed_rows(max(lengths, default=0))
-        scorer.staged(packed_chunks(head, sequence_chunks(visit.active, lengths, head.num_tokens, size)), coefficients)
-    else:
-        scorer.score(visit.active)
-    if visit.rest is not None:
-        scorer.score(visit.rest)
-    if not staged or visit.rest is not None or kept is not None:
-        evaluate(plan, backend)
-    if gradients and not staged:
-        g_logp, g_entropy = _coefficients(plan)
-        if kept is not None:
-            g_logp, g_entropy = (g.index_fill(0, kept, 0.0) for g in (g_logp, g_entropy))
-        scorer.gradient(g_logp, g_entropy, static_shapes=static_shapes)
+def _sequence_coefficients(plan: Plan, backend: Backend) -> CoefficientFn:
+    tokens, weight_entropy = plan.tokens, plan.tokens.table[FIELD["weight_entropy"]]
+
+    def coefficients(rows: Rows, sequences: slice) -> tuple[Tensor, Tensor]:
+        backend.sequence_objective(sequences, plan.row_length, tokens, plan.params)
+        return tokens.values.g_logp, weight_entropy
+
+    return coefficients
 
 
 def _coefficients(plan: Plan) -> tuple[Tensor, Tensor]:
@@ -319,26 +290,31 @@ def _coefficients(plan: Plan) -> tuple[Tensor, Tensor]:
     return g_logp, g_entropy
 
 
-def packed_chunks(head: LMHead | GivenLogits, packed: Iterable[tuple[Rows, slice]]) -> Iterator[tuple[Chunk, slice]]:
-    """With the rows of each part as a chunk."""
-    parts = list(packed)
-    return zip(head.chunks_of([rows for rows, _ in parts]), (sequences for _, sequences in parts), strict=True)
+def _mask_sums(scorer: Scorer, mask: TokenMask, scored: Tensor) -> Tensor:
+    """MASK_SUMS of tokens `scored` (N,) bool."""
+    sums = scorer.values.columns.new_zeros(len(MASK_SUMS))
+    sums[0] = (scored & (mask.counts > 0)).sum()
+    if scorer.gathered is not None:
+        sums[1] = scorer.gathered.head.added.sum()
+    if scorer.mask is not None:
+        sums[1:] += scorer.mask.sums(scorer.values)
+    return sums
 
 
-def sequence_chunks(
-    index: Tensor | None, lengths: list[int], num_tokens: int, size: int
-) -> Iterator[tuple[Rows, slice]]:
-    """Pack whole sequences into chunks: (their tokens, their range of sequences); `lengths`: tokens per sequence."""
-    rows = visited(index, num_tokens)
-    if rows.stop <= size:
-        if rows.stop:
-            yield rows, slice(0, len(lengths))
-        return
-    first, start, stop, index = 0, 0, 0, rows.index
+def whole_sequences(
+    head: LMHead | GivenLogits, index: Tensor | None, lengths: list[int]
+) -> Iterator[tuple[Chunk, slice]]:
+    """Pack the tokens `index`, so many per sequence, into chunks of whole sequences: (chunk, range of sequences)."""
+    rows, size = visited(index, head.num_tokens), head.packed_rows(max(lengths, default=0))
+    parts, first, start, stop = [], 0, 0, 0
+    if 0 < rows.count <= size:
+        parts, lengths = [(rows, slice(0, len(lengths)))], []
     for i in range(len(lengths) + 1):
         if i == len(lengths) or stop - start + lengths[i] > size:
             if stop > start:
-                yield Rows(start, stop, None if index is None else index[start:stop]), slice(first, i)
+                part = Rows(start, stop, None if rows.index is None else rows.index[start:stop])
+                parts.append((part, slice(first, i)))
             first, start = i, stop
         if i < len(lengths):
             stop += lengths[i]
+    return zip(head.chunks_of([part for part, _ in parts]), (sequences for _, sequences in parts), strict=True)

@@ -192,8 +192,8 @@ def make_buckets(rows: MaskRows) -> Buckets:
 
 
 class KeptLogits:
-    """Logits of kept ids, behind the interface of `LMHead`: a matrix of them is a chunk. Computed once, and overwritten
-    with their gradient, which goes into the gradients of `head`."""
+    """Logits of kept ids, behind the interface of `LMHead`: a matrix of them is a chunk. Computed at once, and
+    overwritten with their gradient, which goes into the gradients of `head`."""
 
     strategy = "rows"
     folded_bias: Tensor | None = None
@@ -203,18 +203,19 @@ class KeptLogits:
         if self.vocab_slice is not None:
             rows = rows.of_slice(self.vocab_slice)
         self.head, self.index, self.places, self.grad_dtype = head, rows.index, rows.places, dtype
+        self.added = rows.added
         self.num_tokens = self.sequence_rows = rows.index.numel()
         flat = head.flat_hidden
         self.hidden = head.hidden.reshape(-1, head.hidden.shape[-1]) if flat is None else flat
         self.buckets = make_buckets(rows)
         self.numbers = torch.empty(self.buckets.pairs.ids.numel(), dtype=dtype, device=rows.index.device)
-        self._matrices: dict[int, tuple[KeptIds, Tensor]] = {}
-        self._computed: set[int] = set()
+        self._matrices: dict[int, tuple[KeptIds, Tensor]] = {}  # by their rows
         start = 0
         for kept in self.buckets.matrices:
             stop = start + kept.ids.numel()
-            self._matrices[id(kept.rows)] = kept, self.numbers[start:stop].view(kept.ids.shape)
-            start = stop
+            logits = self.numbers[start:stop].view(kept.ids.shape)
+            head.backend.kept_logits(self.hidden, head.weight, head.folded_bias, kept, logits)
+            self._matrices[id(kept.rows)], start = (kept, logits), stop
 
     def columns(self, ids: Tensor) -> Tensor:
         """Where the logits of the sampled ids (N,) are in the rows of their matrices; -1 where the row has no logit of
@@ -228,11 +229,7 @@ class KeptLogits:
             yield Chunk(kept.rows, kept.rows.count, in_place=True)
 
     def logits(self, rows: Rows) -> Tensor:
-        kept, logits = self._matrices[id(rows)]
-        if id(rows) not in self._computed:
-            self.head.backend.kept_logits(self.hidden, self.head.weight, self.head.folded_bias, kept, logits)
-            self._computed.add(id(rows))
-        return logits
+        return self._matrices[id(rows)][1]
 
     def row_gradients(self, chunk: Chunk, rows: Rows, logits: Tensor) -> RowGradients:
         return RowGradients(logits)

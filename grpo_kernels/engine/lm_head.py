@@ -21,8 +21,6 @@ rounded once, however many chunks there were.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +29,7 @@ from ..backends.strategy import choose_strategy
 from ..contract import Backend, RowGradients, Rows
 from .backward import FinishedGradients, power_of_two_scale, waiting_dtype
 from .dweight import WeightGradient, pieces
-from .memory import Capacity, Chunk, Scratch, chunk_sizes, visited
+from .memory import Chunk, Scratch, chunk_sizes, default_logits_dtype, visited
 from .products import PIECE_ROWS, SPLIT_SUM_ELEMENTS, cpu_multiplies, product, returns_float32
 from .vocab_parallel import VocabSlice
 
@@ -40,29 +38,15 @@ from .vocab_parallel import VocabSlice
 FORWARD_ROWS = 2048
 
 
-class _Types(NamedTuple):
-    """given, waiting: of the inputs, and of their gradients until the backward. gradient: of dlogits."""
-
-    given: tuple[torch.dtype, ...]
-    waiting: tuple[torch.dtype, ...]
-    gradient: torch.dtype
-    rounds: bool  # dlogits, with a loss that is made up for
-
-
-@cache
-def _types(given: tuple[torch.dtype, ...], gradient: torch.dtype, device_type: str) -> _Types:
-    rounds = device_type == "cpu" and gradient == torch.bfloat16
-    return _Types(given, tuple(waiting_dtype(x) for x in given), gradient, rounds)
-
-
 class LMHead:
     """Products with one lm_head; gradients accumulate here.
 
-    `compute_dtype`: the type of the products where that is not the inputs' own (autocast); gradients come back in the
-    types of the inputs. `wants` = (hidden, weight, bias) need gradients. `keep` (N,) bool: padding is computed along
-    with the rest, and its hidden states, which may hold anything, count as 0. `strategy`: see strategy.py.
-    `gradient_scale`: where gradients of logits are float16, the power of two that dlogits, dweight and dbias hold as a
-    factor; dhidden does not. `chunk_rows`: see memory.chunk_sizes.
+    `inputs`: hidden, weight and bias; `wants`: which of them need gradients, which come back in their types.
+    `compute_dtype`: the type of the products where that is not the inputs' own (autocast). `chunk_rows`: see
+    memory.chunk_sizes. `vocab_slice`: the weight is a slice of the vocabulary; all ranks have the same chunks, and
+    dhidden is a float32 sum. `keep` (N,) bool: padding is computed along with the rest, and its hidden states, which
+    may hold anything, count as 0. `strategy`: see strategy.py. `gradient_scale`: where gradients of logits are float16,
+    the power of two that dlogits, dweight and dbias hold as a factor; dhidden does not.
     """
 
     keep: Tensor | None = None
@@ -70,21 +54,21 @@ class LMHead:
     dhidden: Tensor | None = None
     dbias: Tensor | None = None
     gradient_scale: Tensor | None = None
-    vocab_slice: VocabSlice | None = None
     _gathered: tuple[Rows, Tensor] | None = None  # a chunk's hidden states serve two products
 
     def __init__(
         self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        logits_dtype: torch.dtype,
-        chunk_rows: int | None,
+        inputs: tuple[Tensor, Tensor, Tensor | None],
         backend: Backend,
+        *,
         wants: tuple[bool, ...] = (False, False, False),
         compute_dtype: torch.dtype | None = None,
+        logits_dtype: torch.dtype | None = None,
+        chunk_rows: int | None = None,
+        vocab_slice: VocabSlice | None = None,
     ) -> None:
-        given_dtypes = hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
+        hidden, weight, bias = inputs
+        self.given_dtypes = hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
         if compute_dtype is not None:
             hidden, weight = hidden.to(compute_dtype), weight.to(compute_dtype)
             bias = None if bias is None else bias.to(compute_dtype)
@@ -92,35 +76,32 @@ class LMHead:
         if bias is not None:
             self.bias = bias.contiguous()  # for kernels that fold it into the product
             self.folded_bias = bias.detach().to(torch.promote_types(bias.dtype, torch.float32)).contiguous()
-        self.strategy = choose_strategy(backend, hidden, weight)
-        self.flat_hidden = _flat_view(hidden)
-        self.logits_dtype, self.backend, self.wants = logits_dtype, backend, wants
         device, dtype = hidden.device, hidden.dtype
         self.num_tokens = hidden.numel() // hidden.shape[-1]
+        self.flat_hidden = _flat_view(hidden)
+        self.backend, self.wants, self.vocab_slice = backend, wants, vocab_slice
+        self.strategy = choose_strategy(backend, hidden, weight) if vocab_slice is None else "rows"
+        self.logits_dtype = logits_dtype or default_logits_dtype(dtype, device)
         # A CPU has no product that returns float32 from 16-bit inputs: convert W in pieces.
-        self.converts = logits_dtype != dtype and not returns_float32(device, dtype)
+        self.converts = self.logits_dtype != dtype and not returns_float32(device, dtype)
         # The exponentials of "anchored", which Triton's interpreter has on a CPU too, are bfloat16.
         narrow = device.type != "cpu" or not self.converts or cpu_multiplies(dtype) or self.strategy == "anchored"
-        self.types = _types(given_dtypes, dtype if narrow else torch.float32, device.type)
-        self.waiting_dtypes, self.grad_dtype = self.types.waiting, self.types.gradient
-        self.dweight = WeightGradient(weight, self.grad_dtype, self.waiting_dtypes[1], backend)
-        self._size_chunks(weight.shape[0], chunk_rows)
+        self.grad_dtype = dtype if narrow else torch.float32  # of dlogits
+        self.rounds = device.type == "cpu" and self.grad_dtype == torch.bfloat16  # dlogits, with a correction
+        first, second, third = (waiting_dtype(x) for x in self.given_dtypes)
+        if vocab_slice is not None:
+            first = torch.promote_types(first, torch.float32)
+        self.waiting_dtypes = first, second, third
+        self.dweight = WeightGradient(weight, self.grad_dtype, second, backend)
 
-    def join(self, vocab_slice: VocabSlice, chunk_rows: int | None) -> None:
-        """The weight is a slice of the vocabulary: all ranks have the same chunks, dhidden is a float32 sum."""
-        self.vocab_slice, self.strategy = vocab_slice, "rows"
-        self._size_chunks(max(vocab_slice.sizes), chunk_rows, vocab_slice.capacity)
-        first, *others = self.waiting_dtypes
-        self.waiting_dtypes = (torch.promote_types(first, torch.float32), *others)
-
-    def _size_chunks(self, vocab_size: int, chunk_rows: int | None, capacity: Capacity | None = None) -> None:
-        dtypes, device = (self.logits_dtype, self.grad_dtype), self.hidden.device
-        shape = vocab_size, self.weight.shape[1]
-        self.sizes = chunk_sizes(self.num_tokens, shape, *dtypes, device, self.wants, chunk_rows, capacity)
+        rows = len(weight) if vocab_slice is None else max(vocab_slice.sizes)
+        capacity = None if vocab_slice is None else vocab_slice.capacity
+        dtypes = self.logits_dtype, self.grad_dtype
+        self.sizes = chunk_sizes(self.num_tokens, (rows, weight.shape[1]), *dtypes, device, wants, chunk_rows, capacity)
         products = self._length(self.num_tokens, self.sizes.products)
         usual = min(self.sizes.logits, products), products
         most = min(self.sizes.sequences, self.num_tokens) if device.type == "cpu" else 0
-        self.scratch = Scratch(self.weight.shape[0], *usual, *dtypes, device, most)
+        self.scratch = Scratch(len(weight), *usual, *dtypes, device, most)
 
     @property
     def vocab_size(self) -> int:
@@ -166,7 +147,7 @@ class LMHead:
         return self.sizes.sequences
 
     def packed_rows(self, longest: int) -> int:
-        """Rows of the chunks that whole sequences are packed into, of which the longest has so many."""
+        """See ChunkSizes."""
         return self.sizes.packed_rows(longest)
 
     def exponentials(self, chunk: Chunk) -> Tensor:
@@ -177,7 +158,7 @@ class LMHead:
         """Where the row kernel writes d loss / d logits of a row chunk: over the logits, if they are all of a chunk."""
         count = chunk.rows.count
         dlogits = self.scratch.over(logits) if chunk.in_place else self.scratch.gradients(count)[chunk.place(rows)]
-        return RowGradients(dlogits, self.scratch.errors(count)[chunk.place(rows)] if self.types.rounds else None)
+        return RowGradients(dlogits, self.scratch.errors(count)[chunk.place(rows)] if self.rounds else None)
 
     def release(self) -> None:
         """Let go of all scratch memory."""
@@ -238,7 +219,7 @@ class LMHead:
         """Add a chunk's share of dhidden, dweight and dbias, once its gradient buffers are full. ids (N,)."""
         rows, scratch = chunk.rows, self.scratch
         dlogits = scratch.over(scratch.logits(rows.count)) if chunk.in_place else scratch.gradients(rows.count)
-        if self.types.rounds:
+        if self.rounds:
             self._accumulate_corrected(rows, dlogits, rows.take(ids), scratch.errors(rows.count))
             return
         if self.wants[0]:
@@ -265,21 +246,17 @@ class LMHead:
             self.vocab_slice.add_up(self.dhidden)
         totals = self.dhidden, self.dweight.finish(), self.dbias
         inputs = self.hidden, self.weight, self.bias
-        finished = [self._finished(i, totals[i], inputs[i]) if self.wants[i] else None for i in range(3)]
+        finished: list[Tensor | None] = []
+        for want, total, x, dtype in zip(self.wants, totals, inputs, self.waiting_dtypes, strict=True):
+            if not want or x is None:
+                finished.append(None)
+            elif total is None:
+                finished.append(torch.zeros(x.shape, dtype=dtype, device=x.device))
+            else:
+                finished.append(total.view(x.shape).to(dtype))
         self.dhidden = self.dbias = None
         scales = [None, self.gradient_scale, self.gradient_scale]
-        final = self.gradient_scale is None and self.waiting_dtypes == self.types.given
-        return FinishedGradients(finished, [*self.types.given], self.backend, scales, final=final)
-
-    def _finished(self, i: int, total: Tensor | None, x: Tensor | None) -> Tensor | None:
-        """The sum of input i as its gradient."""
-        if x is None:
-            return None
-        dtype = self.waiting_dtypes[i]
-        if total is None:
-            return torch.zeros(x.shape, dtype=dtype, device=x.device)
-        total = total if total.shape == x.shape else total.view(*x.shape)
-        return total.to(dtype)
+        return FinishedGradients(finished, self.given_dtypes, self.backend, scales)
 
     def _accumulate_corrected(self, rows: Rows, dlogits: Tensor, ids: Tensor, error: Tensor) -> None:
         """`accumulate` of rounded dlogits, with the exact entries of the sampled ids (P,)."""

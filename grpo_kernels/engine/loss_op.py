@@ -6,10 +6,10 @@ a custom operator with the same body. The others are custom operators of O(N).
 No `from __future__ import annotations` here, and Optional[X] for X | None: torch infers schemas from the annotations.
 """
 
-# ruff: noqa: UP045
+# ruff: noqa: UP007, UP045
 
 from collections.abc import Sequence
-from typing import NamedTuple, Optional, cast
+from typing import NamedTuple, Optional, Union, cast
 
 import torch
 from torch import Tensor
@@ -17,19 +17,25 @@ from torch import Tensor
 from ..backends import get_backend
 from ..checks.arguments import check_offsets, check_rewards_finite, check_token_values, check_values
 from ..config import GRPOConfig, config_from_key
-from ..contract import Backend, Sums, TokenInputs
+from ..contract import Sums, TokenInputs
 from ..names import FIELD, MASK_SUMS
 from .backward import FinishedGradients, refuse_double_backward, scale_saved_gradients, times, waiting_dtype
 from .chunks import evaluate, run
 from .kept import make_token_mask
+from .lm_head import GivenLogits, LMHead
 from .plan import Plan, make_plan
 from .products import pinned_matmul_precision
-from .shared import is_capturing, is_traced, is_weight_bound, make_head, no_gradients, table_dtype
+from .shared import is_capturing, is_traced, no_gradients, table_dtype
 from .vocab_parallel import VocabSlice, describe, refuse_traced_slice
+
+# On a GPU the products of so few rows take as long as reading the weight: a row left out saves nothing, and reading the
+# counts of rows costs a wait for the device. An H200 does 206 operations of a 16-bit product in the time in which it
+# reads a byte, an H100 295, an A100 156; a product of N rows does N per byte of W.
+_WEIGHT_BOUND_TOKENS = 256
 
 
 class LossCall(NamedTuple):
-    """What a call of the loss computes, besides the three inputs that may need gradients."""
+    """What a call of the loss computes, besides the inputs that may need gradients."""
 
     completion_ids: Tensor
     tokens: TokenInputs
@@ -37,7 +43,7 @@ class LossCall(NamedTuple):
     config: GRPOConfig
     backend: str
     compute_dtype: Optional[torch.dtype]  # of the products, where it is not the inputs' own
-    wants: Sequence[bool]  # which of hidden, weight, bias need gradients
+    wants: Sequence[bool]  # which of hidden, weight, bias need gradients; or the logits
     accumulate_into: Optional[Tensor] = None  # float32, like the weight, whose gradient each backward adds to it
     vocab_slice: Optional[VocabSlice] = None  # which rows of the whole weight this rank has; None: all
 
@@ -69,8 +75,6 @@ def loss_from_hidden(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], cal
         others: list[Tensor] = []
         loss = _Loss.apply(hidden, weight, bias, (call, others))
         return loss, *others
-    if not torch.is_grad_enabled():
-        return _compute(hidden, weight, bias, call)[0]
     with torch.no_grad():
         return _compute(hidden, weight, bias, call)[0]
 
@@ -78,40 +82,41 @@ def loss_from_hidden(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], cal
 def _compute(
     hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: LossCall
 ) -> tuple[tuple[Tensor, ...], FinishedGradients]:
-    """To be called under no_grad."""
-    ids, inputs, config = call.completion_ids, call.tokens, call.config
-    kernels = get_backend(call.backend)
-    vocab_size = weight.shape[0] if call.vocab_slice is None else call.vocab_slice.vocab_size
+    """(results, gradients). To be called under no_grad."""
+    ids, inputs, config, kernels = call.completion_ids, call.tokens, call.config, get_backend(call.backend)
     with pinned_matmul_precision(hidden.device):
-        plan, static, keep = _plan(hidden, vocab_size, call, kernels)
-        head = make_head(
-            hidden, weight, bias, kernels, compute_dtype=call.compute_dtype, wants=tuple(call.wants),
+        head = LMHead(
+            (hidden, weight, bias), kernels, wants=tuple(call.wants), compute_dtype=call.compute_dtype,
             logits_dtype=config.logits_dtype, chunk_rows=config.chunk_rows, vocab_slice=call.vocab_slice,
         )  # fmt: skip
-        head.keep = keep
-        mask = make_token_mask(inputs.kept_ids, inputs.kept_counts, vocab_size, is_static=static)
-        values, sums = run(head, plan, kernels, gradients=any(call.wants), static_shapes=static, sampling_mask=mask)
-        both = values.columns.narrow_copy(0, 0, 2).view(2, *ids.shape)  # without the other columns
-        return (sums.loss.clone(), both[0], both[1], sums.numbers), head.gradients()
+        check_values(ids, inputs.completion_mask, head.vocab_size, inputs.cu_seqlens)
+        check_token_values(inputs)
+        static, dtype = _computes_every_row(call, hidden.device), table_dtype(head.hidden.dtype)
+        plan = make_plan(inputs, ids, config, call.num_groups, kernels, static_shapes=static, dtype=dtype)
+        if static and inputs.completion_mask is not None:
+            head.keep = plan.tokens.scored
+        return loss_of_head(head, plan, call, static_shapes=static), head.gradients()
 
 
-def _plan(hidden: Tensor, vocab_size: int, call: LossCall, kernels: Backend) -> tuple[Plan, bool, Optional[Tensor]]:
-    """(the plan, whether every row is computed, (N,) bool: False where hidden states may hold anything, or None)."""
-    inputs, ids, static = call.tokens, call.completion_ids, _computes_every_row(call, hidden.device)
-    check_values(ids, inputs.completion_mask, vocab_size, inputs.cu_seqlens)
-    check_token_values(inputs)
-    dtype = table_dtype(call.compute_dtype or hidden.dtype)
-    plan = make_plan(inputs, ids, call.config, call.num_groups, kernels, static_shapes=static, dtype=dtype)
-    return plan, static, plan.tokens.scored if static and inputs.completion_mask is not None else None
+def loss_of_head(
+    head: Union[LMHead, GivenLogits], plan: Plan, call: LossCall, *, static_shapes: bool
+) -> tuple[Tensor, ...]:
+    """(loss, logps, entropy, numbers of Sums); the gradients are left in `head`."""
+    kernels, tokens, shape = get_backend(call.backend), call.tokens, call.completion_ids.shape
+    # The rows of given logits are all computed, whatever the mask: they decide no shape.
+    is_static = static_shapes if isinstance(head, LMHead) else is_capturing(call.completion_ids.device)
+    mask = make_token_mask(tokens.kept_ids, tokens.kept_counts, head.vocab_size, is_static=is_static)
+    values, sums = run(head, plan, kernels, gradients=any(call.wants), static_shapes=static_shapes, sampling_mask=mask)
+    both = values.columns.narrow_copy(0, 0, 2).view(2, *shape)  # without the other columns
+    return sums.loss.clone(), both[0], both[1], sums.numbers
 
 
 def _computes_every_row(call: LossCall, device: torch.device) -> bool:
     """Whether nothing is read back to the host, and so no row left out."""
     if call.config.static_shapes or is_capturing(device):
         return True
-    inputs = call.tokens
-    reads_anyway = inputs.kept_counts is not None or inputs.cu_seqlens is not None  # which rows; lengths
-    return is_weight_bound(device, call.completion_ids.numel()) and not reads_anyway
+    reads_anyway = call.tokens.kept_counts is not None or call.tokens.cu_seqlens is not None  # which rows; lengths
+    return device.type != "cpu" and call.completion_ids.numel() <= _WEIGHT_BOUND_TOKENS and not reads_anyway
 
 
 class _Loss(torch.autograd.Function):
@@ -120,8 +125,7 @@ class _Loss(torch.autograd.Function):
         """The others get what comes with the loss and has no gradient: autograd has nothing to do with it."""
         call, others = call_and_others
         results, ctx.gradients = _compute(hidden, weight, bias, call)
-        if call.accumulate_into is not None:
-            ctx.gradients.sums[1], ctx.gradients.final = call.accumulate_into, False
+        ctx.gradients.accumulate_into = call.accumulate_into
         others.extend(results[1:])
         return results[0]
 

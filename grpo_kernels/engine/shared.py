@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from ..contract import Backend, TokenValues
+from ..contract import TokenValues
 from ..names import KernelParams
 from .chunks import Scorer
+from .kept import TokenMask
 from .lm_head import LMHead
-from .memory import default_logits_dtype
-from .vocab_parallel import VocabSlice
-
-_WEIGHT_BOUND_TOKENS = 256
 
 
 def table_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -32,15 +28,6 @@ def is_traced(hidden: Tensor) -> bool:
 def is_capturing(device: torch.device) -> bool:
     """Whether a CUDA graph records these operations: then nothing may be read back to the host."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def is_weight_bound(device: torch.device, num_tokens: int) -> bool:
-    """Whether the products of so few rows take the time of reading the weight: then a row left out saves nothing.
-
-    An H200 does 206 operations of a 16-bit product in the time in which it reads a byte, an H100 295, an A100 156; a
-    product of N rows does N per byte of W. To read the counts of rows costs a wait for the device.
-    """
-    return device.type != "cpu" and num_tokens <= _WEIGHT_BOUND_TOKENS
 
 
 def requires_grad_flags(*inputs: Tensor | None) -> tuple[bool, ...]:
@@ -65,27 +52,6 @@ def filled(x: Tensor, mask: Tensor | None, fill: float) -> Tensor:
     return x.contiguous() if mask is None else torch.where(mask, x, fill)
 
 
-def make_head(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    backend: Backend,
-    *,
-    compute_dtype: torch.dtype | None = None,
-    wants: tuple[bool, ...] = (False, False, False),
-    logits_dtype: torch.dtype | None = None,
-    chunk_rows: int | None = None,
-    vocab_slice: VocabSlice | None = None,
-) -> LMHead:
-    """An lm_head with logits of the default type unless told."""
-    if logits_dtype is None:
-        logits_dtype = default_logits_dtype(compute_dtype or hidden.dtype, hidden.device)
-    head = LMHead(hidden, weight, bias, logits_dtype, chunk_rows, backend, wants, compute_dtype)
-    if vocab_slice is not None:
-        head.join(vocab_slice, chunk_rows)
-    return head
-
-
 def make_scorer(
     head: LMHead,
     ids: Tensor,
@@ -93,19 +59,17 @@ def make_scorer(
     params: KernelParams,
     values: TokenValues,
     mask: Tensor | None,
+    sampling_mask: TokenMask | None,
 ) -> Scorer:
     """A scorer for log-probabilities alone: no objective. temperature: a number, or a tensor of one or of N."""
     count, dtype = ids.numel(), values.columns.dtype
     if isinstance(temperature, Tensor):
-        given = temperature.detach().reshape(-1).expand(count)
-        per_token = filled(given, mask, 1.0).to(device=ids.device, dtype=dtype)
+        expanded = temperature.detach().reshape(-1).expand(count)
+        per_token = filled(expanded, mask, 1.0).to(device=ids.device, dtype=dtype)
     else:
         per_token = torch.full((count,), temperature, dtype=dtype, device=ids.device)
     ids = ids.reshape(-1) if mask is None else torch.where(mask, ids.reshape(-1), 0)
-    return Scorer(head, ids.contiguous().long(), per_token, params, head.backend, values)
-
-
-@cache
-def logit_params(logit_scale: float, softcap: float) -> KernelParams:
-    """Parameters of statistics alone."""
-    return KernelParams(logit_scale=logit_scale, softcap=softcap)
+    scorer = Scorer(head, ids.contiguous().long(), per_token, params, head.backend, values)
+    if sampling_mask is not None:
+        scorer.add_mask(sampling_mask, torch.ones_like(ids, dtype=torch.bool) if mask is None else mask)
+    return scorer
