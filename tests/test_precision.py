@@ -1,6 +1,9 @@
-"""16-bit inputs: no worse than eager with a float32 softmax; float32 logits bring the log-probabilities to 2e-5."""
+"""16-bit inputs: no worse than eager with a float32 softmax; float32 logits bring the log-probabilities to 2e-5; a
+float32 lm_head of 16-bit hidden states."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import pytest
 import torch
@@ -52,15 +55,15 @@ def root_mean_square(rows: list[dict[str, float]]) -> dict[str, float]:
     return {name: (sum(row[name] ** 2 for row in rows) / len(rows)) ** 0.5 for name in rows[0]}
 
 
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("name", CONFIGS)
-def test_half_precision_is_as_exact_as_eager_with_float32_softmax(name, dtype, backend):
+def assert_as_exact_as_eager(
+    config: gk.GRPOConfig, dtype: torch.dtype, backend: str, device: str = "cpu", seeds: int = 8
+) -> None:
     """Over several batches: the rounding of a single one may cancel by luck."""
-    config, ours, eager = CONFIGS[name], [], []
-    for seed in range(8):
+    ours, eager = [], []
+    for seed in range(seeds):
         batch = half_batch(dtype, config, seed)
         exact = run(batch, config, torch.float64, torch.float64)
-        ours.append(errors(fused(batch, config, backend), exact, 1.0))
+        ours.append(errors(fused(batch, config, backend, device), exact, 1.0))
         eager.append(errors(run(batch, config, dtype, torch.float32), exact, 1.0))
     found, allowed = root_mean_square(ours), root_mean_square(eager)
     for key, error in found.items():
@@ -70,30 +73,24 @@ def test_half_precision_is_as_exact_as_eager_with_float32_softmax(name, dtype, b
 
 
 @pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_half_precision_is_as_exact_as_eager_with_float32_softmax(name, dtype, backend):
+    assert_as_exact_as_eager(CONFIGS[name], dtype, backend)
+
+
+@pytest.mark.parametrize("dtype", HALF)
 def test_float32_logits_from_half_inputs(dtype, backend):
     config = gk.GRPOConfig(logits_dtype=torch.float32, beta=0.04, chunk_rows=10)
     batch = half_batch(dtype, config)
+    narrow = fused(batch, gk.GRPOConfig(logits_dtype=dtype, beta=0.04), backend)
     found = fused(batch, config, backend)
     logps, entropy = true_logps(batch, config)
     assert (found.logps - logps).abs().max() <= 2e-5
     assert (found.entropy - entropy).abs().max() <= 2e-5
     assert found.logps.dtype == found.entropy.dtype == found.loss.dtype == torch.float32
-
-
-def test_float32_logits_are_what_makes_them_exact(backend):
-    """With bfloat16 logits the same log-probabilities are off by more than 2e-5: the test above can fail."""
-    batch = half_batch(torch.bfloat16, gk.GRPOConfig())
-    config = gk.GRPOConfig(logits_dtype=torch.bfloat16)
-    assert (fused(batch, config, backend).logps - true_logps(batch, config)[0]).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("dtype", HALF)
-def test_gradients_come_in_the_type_of_their_input(dtype, backend):
-    batch = make_batch(0, bias=True).head_as(dtype)
-    for logits_dtype in (None, torch.float32, dtype):
-        found = fused(batch, gk.GRPOConfig(logits_dtype=logits_dtype), backend)
-        assert {x.dtype for x in found.grads.values()} == {dtype}
-        assert found.logps.dtype == torch.float32
+    assert {x.dtype for x in found.grads.values()} == {x.dtype for x in narrow.grads.values()} == {dtype}
+    if dtype == torch.bfloat16:  # what the float32 logits are for
+        assert (narrow.logps - logps).abs().max() > 1e-3
 
 
 SCALARS = {
@@ -116,12 +113,63 @@ def test_numbers_beside_float64_are_not_rounded(name, kind):
     batch = batch.with_options(**given)
     found, exact = fused(batch, config), reference(batch, config)
     assert_close(found, exact, 1e-13)
+    assert found.loss.dtype == found.logps.dtype == found.grads["weight"].dtype == torch.float64
     from_logps = gk.grpo_loss_from_logps(
         exact.logps, batch.advantages, entropy=exact.entropy, config=config, **batch.options
     )
     assert relative(from_logps.loss, exact.loss) <= 1e-14
 
 
-def test_float64_goes_through_the_torch_backend():
-    found = fused(make_batch(0, dtype=torch.float64))
-    assert found.loss.dtype == found.logps.dtype == found.grads["weight"].dtype == torch.float64
+# --- a float32 lm_head of 16-bit hidden states ------------------------------------------------------------------------
+
+
+def with_hidden_in(batch: Batch, dtype: torch.dtype) -> Batch:
+    return dataclasses.replace(batch, hidden=batch.hidden.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_float32_head_is_the_call_with_converted_hidden_states(backend, dtype, bias):
+    batch = with_hidden_in(make_batch(0, bias=bias), dtype)
+    found, expected = (fused(x, backend=backend) for x in (batch, with_hidden_in(batch, torch.float32)))
+    assert torch.equal(found.loss, expected.loss) and torch.equal(found.logps, expected.logps)
+    for name, x in expected.grads.items():
+        assert torch.equal(found.grads[name], x.to(dtype) if name == "hidden" else x), name
+        assert found.grads[name].dtype == (dtype if name == "hidden" else torch.float32)
+
+
+def test_other_functions_with_a_float32_head():
+    batch = with_hidden_in(make_batch(0), torch.bfloat16)
+    hidden, weight = batch.hidden.requires_grad_(), batch.weight.requires_grad_()
+    logps, _ = gk.fused_logps(hidden, weight, batch.ids)
+    assert torch.equal(logps, gk.fused_logps(hidden.float(), weight, batch.ids)[0])
+    logps.sum().backward()
+    assert hidden.grad.dtype == torch.bfloat16 and weight.grad.dtype == torch.float32
+    value = gk.fused_policy_loss(hidden, weight, batch.ids, lambda chunk: chunk.logps.sum())
+    torch.testing.assert_close(value, logps.detach().sum())
+    with pytest.raises(ValueError, match=r"logits_dtype=torch.bfloat16 with torch.float32 inputs"):
+        fused(batch, gk.GRPOConfig(logits_dtype=torch.bfloat16))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = fused(batch)
+    expected = fused(batch.head_as(torch.bfloat16))
+    assert torch.equal(found.logps, expected.logps) and found.grads["weight"].dtype == torch.float32
+
+
+MIXTURES = {  # hidden, weight, bias
+    "lm_head_weight is torch.bfloat16 and hidden torch.float32": (torch.float32, torch.bfloat16, None),
+    "lm_head_weight is torch.float32 and hidden torch.bfloat16": (torch.bfloat16, torch.float32, torch.bfloat16),
+    "lm_head_bias is torch.float32 and hidden torch.bfloat16": (torch.bfloat16, torch.bfloat16, torch.float32),
+    "lm_head_weight is torch.float64 and hidden torch.bfloat16": (torch.bfloat16, torch.float64, None),
+    "lm_head_weight is torch.bfloat16 and hidden torch.float16": (torch.float16, torch.bfloat16, None),
+}
+
+
+@pytest.mark.parametrize("message", MIXTURES)
+def test_other_mixtures_are_refused_by_name(message):
+    hidden, weight, bias = MIXTURES[message]
+    batch = make_batch(0, bias=bias is not None)
+    batch = dataclasses.replace(
+        batch, hidden=batch.hidden.to(hidden), weight=batch.weight.to(weight), bias=bias and batch.bias.to(bias)
+    )
+    with pytest.raises(TypeError, match=f"{message}; expected one type, a float32 head of 16-bit hidden states, or"):
+        fused(batch)
