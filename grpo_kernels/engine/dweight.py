@@ -14,10 +14,8 @@ from .products import PIECE_ROWS, add_product, product, transposed_columns
 
 
 class WeightGradient:
-    """`total` is the sum, None before the first chunk; `waiting_dtype` is the type that it is wanted in.
-
-    `expected_chunks`: how many are to be added, to be set before the first.
-    """
+    """`total`: the sum, None before the first chunk. `waiting_dtype`: its type at the end. `expected_chunks`: how many
+    will be added, set before the first."""
 
     def __init__(self, weight: Tensor, grad_dtype: torch.dtype, waiting_dtype: torch.dtype, backend: Backend) -> None:
         self.weight, self.grad_dtype, self.waiting_dtype, self.backend = weight, grad_dtype, waiting_dtype, backend
@@ -27,14 +25,14 @@ class WeightGradient:
 
     @property
     def sums_in_float32(self) -> bool:
-        """Few chunks may add to a 16-bit sum, on a GPU one alone: its product rounds once. More are summed in float32,
-        as is a gradient that is wanted in float32."""
+        """Few chunks may add to a 16-bit sum, on a GPU one, whose product rounds once. More are summed in float32,
+        as is a gradient that ends in float32."""
         few = ROUNDED_CHUNKS if self.weight.device.type == "cpu" else 1
         many = self.expected_chunks > few
         return self.grad_dtype.itemsize == 2 and (many or self.waiting_dtype == torch.float32)
 
     def add(self, dlogits: Tensor, h: Tensor) -> None:
-        """The share of a chunk: dlogits (P, V), h (P, H)."""
+        """Add the product of a chunk: dlogits (P, V), h (P, H)."""
         if dlogits.dtype.itemsize > 2:
             self._add_wide(dlogits, h if h.dtype is dlogits.dtype else h.to(dlogits.dtype))
         elif h.device.type != "cpu" or dlogits.dtype != torch.bfloat16:
@@ -45,7 +43,7 @@ class WeightGradient:
             self._add_bfloat16_on_cpu(dlogits, h)
 
     def add_kept(self, dlogits: Tensor, hidden: Tensor, pairs: KeptPairs) -> None:
-        """The share of tokens with a sampling mask: dlogits (M,) of pairs of a token and an id, hidden (N, H)."""
+        """Add the tokens with few kept ids: dlogits (M,) of pairs of a token and an id, hidden (N, H)."""
         first = self.total is None
         if self.total is None:
             wide = torch.promote_types(self.weight.dtype, torch.float32)
@@ -54,11 +52,11 @@ class WeightGradient:
         self.backend.kept_dweight(dlogits, hidden, pairs, self.total, add=not first)
 
     def add_later(self, ids: Tensor, scale: Tensor, h: Tensor) -> None:
-        """The shares of the sampled ids, scale_t h_t (P, H), which `finish` adds in float32."""
+        """Let `finish` add scale_t h_t (P, H) to the rows of the sampled ids, in float32."""
         self._own_shares.append((ids, scale, h))
 
     def finish(self) -> Tensor | None:
-        """The sum of everything; nothing is kept."""
+        """Return the sum and forget it."""
         total, shares = self.total, self._own_shares
         if shares and total is not None:
             ids, scale, h = (x[0] if len(x) == 1 else torch.cat(x) for x in zip(*shares, strict=True))

@@ -6,18 +6,15 @@ log-probability, entropy and gradients are those of a row of K logits.
     gathers    products over kept ids (backends' kept_*): O(K H) per token. Tokens that keep nearly as many ids stand in
                one matrix, whose width is a power of two; places that a token does not use hold the logit -inf.
     dense      the products over the whole vocabulary; logits of other ids become -inf before the row kernel reads them.
-               A row kernel that reads kept ids alone would save little: of a step of 512 tokens of SmolLM2-135M's head
-               with 16,384 ids each, in bfloat16, the row kernels take 7 percent (bench/results/NOTES.md).
 
-Which one a token takes follows from DENSE_LOGITS_PER_KEPT_ID: how many logits of the dense products take as long as the
-gathers of one kept id, forward and backward. On a CPU it was measured (SmolLM2-135M's head, 2,048 tokens, float32 and
-bfloat16, 8 to 512 kept ids: 26 to 36). For GPUs it is predicted: on an H200 a kept id moves 6 H bytes in 16 bits, 1.4
-ps per hidden dimension at 4.3 TB/s; a dense logit takes 6 H operations, 7.5 fs at 800 teraflops.
+DENSE_LOGITS_PER_KEPT_ID decides: how many logits of the dense products take as long as the gathers of one kept id,
+forward and backward. Measured on a CPU (SmolLM2-135M's head, 2,048 tokens, float32 and bfloat16, 8 to 512 kept ids: 26
+to 36); predicted for GPUs: on an H200 a kept id moves 6 H bytes in 16 bits, 1.4 ps per hidden dimension at 4.3 TB/s; a
+dense logit takes 6 H operations, 7.5 fs at 800 teraflops.
 
-Where a rank holds a slice of the vocabulary (vocab_parallel.py), the mask is the same on all ranks, and so are the
-tokens of each way: the number of all kept ids of a token decides. A rank computes the logits of the kept ids whose
-rows of the weight it has. A matrix of the gathers has the same tokens on every rank, and is as wide as the rank with
-the most ids needs. The sampled id is added, where it is missing, by the rank that has it.
+Where a rank holds a slice of the vocabulary (vocab_parallel.py), the mask and the choice are the same on all ranks. A
+rank computes the logits of the kept ids whose rows of the weight it has, in matrices as wide as the rank with the most
+ids needs. The rank that has the sampled id adds it where it is missing.
 """
 
 from __future__ import annotations
@@ -30,8 +27,8 @@ import torch
 from torch import Tensor
 
 from ..checks.arguments import check_kept_ids, checks_values
-from ..contract import KeptIds, KeptPairs, LogitChunk, RowGradients, Rows, TokenValues, no_values
-from .lm_head import LMHead
+from ..contract import KeptIds, KeptPairs, LogitChunk, Rows, TokenValues, no_values
+from .lm_head import HeldLogits, LMHead
 from .memory import Chunk
 from .vocab_parallel import VocabSlice
 
@@ -107,32 +104,32 @@ class MaskRows:
 
 
 def mask_rows(mask: TokenMask, ids: Tensor, index: Tensor, vocab_size: int) -> MaskRows:
-    """Of tokens `index` (C,), each of which keeps an id; ids (N,) are the sampled ones.
+    """The kept ids of tokens `index` (C,), each of which keeps one; ids (N,) are the sampled ones.
 
     The keys row * V + id are in order, so that one binary search per row finds its sampled id.
     """
     counts, sampled = mask.counts[index].long(), ids[index]
-    row, given = _given(mask, index, counts)
+    row, ids = _ids_of(mask, index, counts)
     outside = None
     if not checks_values(ids.device):  # where values are checked, such ids were refused
-        outside = _outside(given, row, index.numel(), vocab_size) | (sampled < 0) | (sampled >= vocab_size)
+        outside = _outside(ids, row, index.numel(), vocab_size) | (sampled < 0) | (sampled >= vocab_size)
     # Memory is read at rows of the weight even then.
-    keys = given.clamp(0, vocab_size - 1).long().add_(row, alpha=vocab_size)
-    wanted = torch.arange(index.numel(), device=index.device) * vocab_size + sampled.clamp(0, vocab_size - 1)
-    found = torch.searchsorted(keys, wanted)
-    added = keys[found.clamp(max=keys.numel() - 1)] != wanted
+    keys = ids.clamp(0, vocab_size - 1).long().add_(row, alpha=vocab_size)
+    sampled_keys = torch.arange(index.numel(), device=index.device) * vocab_size + sampled.clamp(0, vocab_size - 1)
+    slot = torch.searchsorted(keys, sampled_keys)
+    added = keys[slot.clamp(max=keys.numel() - 1)] != sampled_keys
     if bool(added.any()):
-        keys = torch.cat([keys, wanted[added]]).sort().values
+        keys = torch.cat([keys, sampled_keys[added]]).sort().values
         counts = counts + added
         row = torch.repeat_interleave(counts)
-        found = torch.searchsorted(keys, wanted)
-    places = found - (counts.cumsum(0) - counts)
+        slot = torch.searchsorted(keys, sampled_keys)
+    places = slot - (counts.cumsum(0) - counts)
     if outside is not None:
         places = torch.where(outside, -1, places)
     return MaskRows(index, keys.sub_(row, alpha=vocab_size).to(torch.int32), counts, counts, places, added)
 
 
-def _given(mask: TokenMask, index: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+def _ids_of(mask: TokenMask, index: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     """(row of each id, the ids) of tokens `index` (C,) in ascending order, which keep so many."""
     if index.numel() == mask.counts.numel():  # all of them: nothing is copied
         return torch.repeat_interleave(counts), mask.ids
@@ -156,16 +153,9 @@ def _outside(ids: Tensor, row: Tensor, rows: int, vocab_size: int) -> Tensor:
 # --- gathers ------------------------------------------------------------------------------------------------------
 
 
-class Buckets(NamedTuple):
-    """Rows of kept ids in matrices by width. M places in all, used or not: per token at most 2 times its `slots`, or
-    LEAST_WIDTH."""
-
-    matrices: tuple[KeptIds, ...]  # their ids are views of those of `pairs`, one after another
-    pairs: KeptPairs
-
-
-def make_buckets(rows: MaskRows) -> Buckets:
-    """One read of the number of tokens per width."""
+def make_matrices(rows: MaskRows) -> tuple[list[KeptIds], KeptPairs]:
+    """Matrices of the ids by width, whose ids are views of those of the pairs, one after another. A token gets at most
+    2 times its `slots` places, or LEAST_WIDTH. One read of the number of tokens per width."""
     device = rows.index.device
     least = LEAST_WIDTH.get(device.type, LEAST_WIDTH["cuda"])
     widths = least * 2 ** torch.arange(32, device=device)
@@ -188,15 +178,11 @@ def make_buckets(rows: MaskRows) -> Buckets:
             tokens = Rows(0, size, rows.index[order[first : first + size]])
             matrices.append(KeptIds(tokens, ids[start : start + size * slots].view(size, slots)))
             first, start = first + size, start + size * slots
-    return Buckets(tuple(matrices), KeptPairs(ids, token_of))
+    return matrices, KeptPairs(ids, token_of)
 
 
-class KeptLogits:
-    """Logits of kept ids, behind the interface of `LMHead`: a matrix of them is a chunk. Computed at once, and
-    overwritten with their gradient, which goes into the gradients of `head`."""
-
-    strategy = "rows"
-    folded_bias: Tensor | None = None
+class KeptLogits(HeldLogits):
+    """Logits of kept ids, computed at once: a matrix of them is a chunk. Their gradient goes into those of `head`."""
 
     def __init__(self, rows: MaskRows, head: LMHead, dtype: torch.dtype) -> None:
         self.vocab_slice = head.vocab_slice
@@ -207,15 +193,14 @@ class KeptLogits:
         self.num_tokens = self.sequence_rows = rows.index.numel()
         flat = head.flat_hidden
         self.hidden = head.hidden.reshape(-1, head.hidden.shape[-1]) if flat is None else flat
-        self.buckets = make_buckets(rows)
-        self.numbers = torch.empty(self.buckets.pairs.ids.numel(), dtype=dtype, device=rows.index.device)
+        matrices, self.pairs = make_matrices(rows)
+        self.numbers = torch.empty(self.pairs.ids.numel(), dtype=dtype, device=rows.index.device)
         self._matrices: dict[int, tuple[KeptIds, Tensor]] = {}  # by their rows
-        start = 0
-        for kept in self.buckets.matrices:
-            stop = start + kept.ids.numel()
-            logits = self.numbers[start:stop].view(kept.ids.shape)
+        parts = self.numbers.split([kept.ids.numel() for kept in matrices])
+        for kept, part in zip(matrices, parts, strict=True):
+            logits = part.view(kept.ids.shape)
             head.backend.kept_logits(self.hidden, head.weight, head.folded_bias, kept, logits)
-            self._matrices[id(kept.rows)], start = (kept, logits), stop
+            self._matrices[id(kept.rows)] = kept, logits
 
     def columns(self, ids: Tensor) -> Tensor:
         """Where the logits of the sampled ids (N,) are in the rows of their matrices; -1 where the row has no logit of
@@ -225,14 +210,11 @@ class KeptLogits:
     def chunks(self, index: Tensor | None) -> Iterator[Chunk]:
         """All of them: none is left out, `index` is None."""
         assert index is None
-        for kept in self.buckets.matrices:
+        for kept, _ in self._matrices.values():
             yield Chunk(kept.rows, kept.rows.count, in_place=True)
 
     def logits(self, rows: Rows) -> Tensor:
         return self._matrices[id(rows)][1]
-
-    def row_gradients(self, chunk: Chunk, rows: Rows, logits: Tensor) -> RowGradients:
-        return RowGradients(logits)
 
     def scale_gradients(self, largest: Tensor) -> Tensor:
         raise NotImplementedError  # float16 gradients have a scale; these are float32 or float64
@@ -245,7 +227,7 @@ class KeptLogits:
 
     def finish(self) -> None:
         """dweight and dbias of all tokens, once, after the dense products."""
-        head, pairs, scale = self.head, self.buckets.pairs, self.head.gradient_scale
+        head, pairs, scale = self.head, self.pairs, self.head.gradient_scale
         dlogits = self.numbers if scale is None else self.numbers * scale
         if head.wants[1]:
             head.dweight.add_kept(dlogits, self.hidden, pairs)

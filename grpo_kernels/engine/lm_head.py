@@ -240,7 +240,7 @@ class LMHead:
             self.add_dbias(torch.mv(exponentials.T, scale.to(exponentials.dtype)).float())
 
     def gradients(self) -> FinishedGradients:
-        """Of (hidden, weight, bias), in their shapes; zeros where no row contributed."""
+        """Return those of (hidden, weight, bias), in their shapes; zeros where no row contributed."""
         self.release()
         if self.vocab_slice is not None and self.dhidden is not None:
             self.vocab_slice.add_up(self.dhidden)
@@ -315,7 +315,7 @@ class LMHead:
         return rows.index is None and self.gradient_scale is None and same_type
 
     def _times_weight_dtype(self, count: int) -> torch.dtype:
-        """The type in which dlogits W of `count` rows is computed: float32 where it is wanted or where rounding parts
+        """The type in which dlogits W of `count` rows is computed: float32 where dhidden is, or where rounding parts
         of the sum to 16 bits would show."""
         dtype = self.weight.dtype
         if dtype.itemsize > 2 or not returns_float32(self.weight.device, dtype):
@@ -330,22 +330,28 @@ class LMHead:
         return product(dlogits, self.weight, out)
 
 
-class GivenLogits:
-    """Logits behind the interface of `LMHead`: all rows are at hand, and are overwritten with their gradient."""
+class HeldLogits:
+    """Logits in memory of their own, behind the interface of `LMHead`: their gradient overwrites them."""
+
+    strategy = "rows"
+    folded_bias: Tensor | None = None
+    vocab_slice: VocabSlice | None = None
+
+    def row_gradients(self, chunk: Chunk, rows: Rows, logits: Tensor) -> RowGradients:
+        return RowGradients(logits)
+
+
+class GivenLogits(HeldLogits):
+    """Logits (N, V) of the caller; their gradient may hold the factor `gradient_scale`."""
+
+    gradient_scale: Tensor | None = None
 
     def __init__(self, logits: Tensor) -> None:
-        """`logits` (N, V); their gradient may hold the factor `gradient_scale`."""
-        self.buffer = logits
-        self.gradient_scale: Tensor | None = None
-        self.num_tokens = self.sequence_rows = logits.shape[0]
-        self.grad_dtype = logits.dtype
-        self.strategy = "rows"
-        self.folded_bias: Tensor | None = None
-        self.vocab_slice: VocabSlice | None = None
-        self.vocab_size = logits.shape[1]
+        self.buffer, self.grad_dtype = logits, logits.dtype
+        self.num_tokens, self.vocab_size = logits.shape
+        self.sequence_rows = self.num_tokens
 
     def columns(self, ids: Tensor) -> Tensor:
-        """Where the logits of the sampled ids (N,) are in their rows."""
         return ids
 
     def chunks(self, index: Tensor | None) -> list[Chunk]:
@@ -358,13 +364,10 @@ class GivenLogits:
 
     def packed_rows(self, longest: int) -> int:
         """All sequences are one chunk."""
-        return self.sequence_rows
+        return self.num_tokens
 
     def logits(self, rows: Rows) -> Tensor:
         return rows.take(self.buffer)
-
-    def row_gradients(self, chunk: Chunk, rows: Rows, logits: Tensor) -> RowGradients:
-        return RowGradients(logits)
 
     def scale_gradients(self, largest: Tensor) -> Tensor:
         """() the scale of the gradients of all logits, which are one chunk."""

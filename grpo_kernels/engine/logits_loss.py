@@ -43,7 +43,7 @@ class _LossFromLogits(torch.autograd.Function):
         if any(call.wants) and tokens.completion_mask is not None:
             _clear_rows(flat, ~plan.tokens.scored)  # padding may hold NaN, which no coefficient of 0 would hide
         head = GivenLogits(flat)
-        results = loss_of_head(head, plan, call, static_shapes=True)
+        results = loss_of_head(head, plan, kernels, call, static_shapes=True)
         if any(call.wants):
             if reused:
                 torch.autograd.graph.increment_version(logits)

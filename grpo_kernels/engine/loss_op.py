@@ -17,7 +17,7 @@ from torch import Tensor
 from ..backends import get_backend
 from ..checks.arguments import check_offsets, check_rewards_finite, check_token_values, check_values
 from ..config import GRPOConfig, config_from_key
-from ..contract import Sums, TokenInputs
+from ..contract import Backend, Sums, TokenInputs
 from ..names import FIELD, MASK_SUMS
 from .backward import FinishedGradients, refuse_double_backward, scale_saved_gradients, times, waiting_dtype
 from .chunks import evaluate, run
@@ -95,14 +95,14 @@ def _compute(
         plan = make_plan(inputs, ids, config, call.num_groups, kernels, static_shapes=static, dtype=dtype)
         if static and inputs.completion_mask is not None:
             head.keep = plan.tokens.scored
-        return loss_of_head(head, plan, call, static_shapes=static), head.gradients()
+        return loss_of_head(head, plan, kernels, call, static_shapes=static), head.gradients()
 
 
 def loss_of_head(
-    head: Union[LMHead, GivenLogits], plan: Plan, call: LossCall, *, static_shapes: bool
+    head: Union[LMHead, GivenLogits], plan: Plan, kernels: Backend, call: LossCall, *, static_shapes: bool
 ) -> tuple[Tensor, ...]:
     """(loss, logps, entropy, numbers of Sums); the gradients are left in `head`."""
-    kernels, tokens, shape = get_backend(call.backend), call.tokens, call.completion_ids.shape
+    tokens, shape = call.tokens, call.completion_ids.shape
     # The rows of given logits are all computed, whatever the mask: they decide no shape.
     is_static = static_shapes if isinstance(head, LMHead) else is_capturing(call.completion_ids.device)
     mask = make_token_mask(tokens.kept_ids, tokens.kept_counts, head.vocab_size, is_static=is_static)

@@ -40,9 +40,9 @@ def visited(index: Tensor | None, num_tokens: int) -> Rows:
 
 @dataclass
 class Chunk:
-    """A product chunk: rows whose gradients go through one pair of products, with logits of `logits_rows` at a time.
+    """A product chunk: rows whose gradients go through one pair of products.
 
-    in_place: gradients lie over the logits, which are those of all its rows.
+    logits_rows: at a time. in_place: gradients lie over the logits, which are those of all rows.
     """
 
     rows: Rows
@@ -53,43 +53,33 @@ class Chunk:
         return self.rows.split(self.logits_rows)
 
     def place(self, rows: Rows) -> slice:
-        """Of a row chunk among the rows of this one."""
+        """The places of a row chunk among the rows of this one."""
         return slice(rows.start - self.rows.start, rows.stop - self.rows.start)
 
 
 class ChunkSizes(NamedTuple):
-    """Rows at a time.
+    """Rows at a time. Whole sequences have their gradients over their logits, all of which come first."""
 
-    products: in a pair of products, dlogits W and dlogits^T h
-    logits: of logits; fewer than `products` only where gradients of logits are narrower, and get a buffer of their own
-    sequences: at most; whose gradients must lie over their logits, because all logits of a sequence come before its
-        gradients
-    packed: of whole sequences, none of which is longer
-    """
-
-    products: int
-    logits: int
-    sequences: int
-    packed: int
+    products: int  # in a pair of products, dlogits W and dlogits^T h
+    logits: int  # fewer than `products` only where gradients are narrower than logits, in a buffer of their own
+    sequences: int  # of a chunk of whole sequences, at most
+    packed: int  # of a chunk of whole sequences, none of which is longer
 
     def packed_rows(self, longest: int) -> int:
         """Rows of the chunks that whole sequences are packed into, of which the longest has so many."""
         return min(self.sequences, max(longest, self.packed))
 
     def scratch_bytes(self, vocab_size: int, logits_dtype: torch.dtype, grad_dtype: torch.dtype) -> int:
-        """Of logits and their gradients, where tokens need not wait for the rest of their sequence."""
-        apart = self.products if self.logits < self.products else 0
-        return vocab_size * (self.logits * logits_dtype.itemsize + apart * grad_dtype.itemsize)
+        """Memory of logits and their gradients, where tokens need not wait for the rest of their sequence."""
+        gradient_rows = self.products if self.logits < self.products else 0
+        return vocab_size * (self.logits * logits_dtype.itemsize + gradient_rows * grad_dtype.itemsize)
 
 
 class Capacity(NamedTuple):
-    """What chunks are made for. budget: bytes of a chunk at most, logits and their gradients together.
+    """What sizes of chunks follow from."""
 
-    multiprocessors: of a GPU; 0: unknown.
-    """
-
-    budget: int
-    multiprocessors: int = 0
+    budget: int  # bytes of a chunk at most, logits and their gradients together
+    multiprocessors: int = 0  # of a GPU; 0: unknown
 
 
 def capacity_of(device: torch.device) -> Capacity:
@@ -102,7 +92,7 @@ def capacity_of(device: torch.device) -> Capacity:
 
 
 def gpu_capacity(total_memory: float, multiprocessors: int = 0) -> Capacity:
-    """Of a GPU with so many bytes: a twelfth of them, and 4 GiB at least."""
+    """A twelfth of a GPU's bytes, and 4 GiB at least."""
     return Capacity(max(_LEAST_GPU_BUDGET, int(total_memory * _GPU_SHARE)), multiprocessors)
 
 
@@ -117,8 +107,8 @@ def chunk_sizes(
     chunk_rows: int | None = None,
     capacity: Capacity | None = None,
 ) -> ChunkSizes:
-    """From N, (V, H), the gradients that are wanted of (hidden, weight, bias) and the capacity of the device;
-    `chunk_rows` of the caller stands for `products` and `sequences`.
+    """Sizes for N rows and a (V, H) head with gradients for `wants` of (hidden, weight, bias); `chunk_rows` of the
+    caller stands for `products` and `sequences`.
 
     CPU: 512 rows of float32 cost about 2 % of the products; 16-bit rows are worth fewer bytes and round a 16-bit
     dweight, so a chunk holds more of them.
@@ -135,8 +125,8 @@ def chunk_sizes(
     # The scale of float16 gradients is found from all rows of a chunk, before the first is written.
     in_place = grad_bytes == row_bytes or grad_dtype == torch.float16
 
-    def bounded(rows: int, wanted: int) -> int:
-        return max(1, min(max(min(rows, wanted), 16) if chunk_rows is None else chunk_rows, num_rows))
+    def bounded(rows: int, most: int) -> int:
+        return max(1, min(max(min(rows, most), 16) if chunk_rows is None else chunk_rows, num_rows))
 
     def cut(longest: int, few: int) -> ChunkSizes:
         together = bounded(budget // row_bytes, longest if grad_bytes == row_bytes or not on_cpu else few)
@@ -169,7 +159,7 @@ def short_product_rows(hidden_size: int, multiprocessors: int) -> int:
     columns = -(-hidden_size // TILE_COLUMNS)
 
     def cost(tiles: int) -> float:
-        """Of a row, in units of its product dlogits W with full waves."""
+        """Time of a row, in units of its product dlogits W with full waves."""
         blocks = tiles * columns
         waves = -(-blocks // multiprocessors) * multiprocessors if multiprocessors else blocks
         return waves / blocks + _ACCUMULATED_ROWS / (tiles * TILE_ROWS)
@@ -185,11 +175,11 @@ def default_logits_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtyp
 
 
 class Scratch:
-    """Logits and their gradients, and the errors of rounding these; each grows to the largest chunk so far.
+    """Buffers of logits, their gradients, and the rounding errors of these; each grows to the largest chunk so far.
 
-    What a method returns is valid until its next call. `logits_rows`, `product_rows`: rows of the row chunk and the
-    product chunk that are expected, which are allocated at least. `most_logits_rows`: rows that are allocated at least
-    where those of a row chunk are too few, so that later calls can reuse the buffer.
+    What a method returns is valid until its next call. `logits_rows`, `product_rows`: of the usual row chunk and
+    product chunk, allocated at least. `most_logits_rows`: allocated at least where the usual ones are too few, so that
+    later calls can reuse the buffer.
     """
 
     def __init__(

@@ -1,14 +1,14 @@
 """Matrix products on a GPU with float32 results from 16-bit inputs, by whatever the torch at hand offers.
 
 torch.mm and torch.addmm take `out_dtype` on NVIDIA GPUs, the latter not in every release, and not in builds for AMD
-GPUs. What is missing is found out by trying it once per process, said in one warning, and computed in more steps.
+GPUs. Each is tried once per process; what is missing is computed in more steps, with one warning.
 """
 
 from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 
@@ -25,14 +25,36 @@ SPLIT_SUM_ELEMENTS = 160 * 128 * 256
 @cache
 def returns_float32(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether torch.mm returns float32 from inputs of a 16-bit `dtype` on this device. A CPU never does."""
-    if device.type == "cpu":
+    return device.type != "cpu" and _takes_out_dtype("mm", device, dtype, "W is converted to float32")
+
+
+@cache
+def adds_to_float32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch.addmm adds a product of a 16-bit `dtype` to a float32 matrix in place."""
+    instead = "products are added to dweight in a step of their own"
+    return returns_float32(device, dtype) and _takes_out_dtype("addmm", device, dtype, instead)
+
+
+_DEVICE_ERRORS = ("out of memory", "CUDA error", "ALLOC_FAILED", "NOT_INITIALIZED", "CUBLAS_WORKSPACE_CONFIG")
+
+
+def _takes_out_dtype(name: str, device: torch.device, dtype: torch.dtype, instead: str) -> bool:
+    a, total = (torch.zeros(16, 16, dtype=t, device=device) for t in (dtype, torch.float32))
+    factors = (a, a) if name == "mm" else (total, a, a)
+    try:
+        getattr(torch, name)(*factors, out_dtype=torch.float32, out=total)
+    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+        # A full or a broken device says nothing about what torch has: the error goes on, and the next call tries again.
+        if isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in _DEVICE_ERRORS):
+            raise
+        reason = str(error).strip().partition("\n")[0]
+        warnings.warn(
+            f"grpo_kernels: torch {torch.__version__} has no torch.{name} with out_dtype=float32 for {dtype} on "
+            f"{device} ({reason}): {instead}, which takes longer",
+            stacklevel=2,
+        )
         return False
-
-    def attempt() -> None:
-        a = torch.zeros(16, 16, dtype=dtype, device=device)
-        torch.mm(a, a, out_dtype=torch.float32, out=torch.zeros(16, 16, dtype=torch.float32, device=device))
-
-    return _works(attempt, f"torch.mm with out_dtype=float32 for {dtype} on {device}", "W is converted to float32")
+    return True
 
 
 @cache
@@ -45,40 +67,6 @@ def cpu_multiplies(dtype: torch.dtype) -> bool:
     """
     mkldnn: bool = torch.backends.mkldnn.is_available()
     return dtype == torch.bfloat16 and mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-@cache
-def adds_to_float32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch.addmm adds a product of a 16-bit `dtype` to a float32 matrix in place."""
-
-    def attempt() -> None:
-        a = torch.zeros(16, 16, dtype=dtype, device=device)
-        total = torch.zeros(16, 16, dtype=torch.float32, device=device)
-        torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
-
-    if not returns_float32(device, dtype):
-        return False
-    name = f"torch.addmm with out_dtype=float32 for {dtype} on {device}"
-    return _works(attempt, name, "products are added to dweight in a step of their own")
-
-
-_OF_THE_DEVICE = ("out of memory", "CUDA error", "ALLOC_FAILED", "NOT_INITIALIZED", "CUBLAS_WORKSPACE_CONFIG")
-
-
-def _works(attempt: Callable[[], None], name: str, instead: str) -> bool:
-    try:
-        attempt()
-    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
-        # A full or a broken device says nothing about what torch has: the error goes on, and the next call tries again.
-        if isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in _OF_THE_DEVICE):
-            raise
-        reason = str(error).strip().partition("\n")[0]
-        warnings.warn(
-            f"grpo_kernels: torch {torch.__version__} has no {name} ({reason}): {instead}, which takes longer",
-            stacklevel=2,
-        )
-        return False
-    return True
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
@@ -112,7 +100,7 @@ def transposed_columns(width: int) -> int:
 
 
 _lock, _depth, _restore = threading.Lock(), 0, False
-_NOTHING_TO_SETTLE = nullcontext()
+_UNCHANGED = nullcontext()
 _matmul = torch.backends.cuda.matmul
 _allows_fp16_accumulation = torch._C._get_cublas_allow_fp16_accumulation  # what its attribute asks, in less time
 
@@ -124,12 +112,12 @@ def pinned_matmul_precision(device: torch.device) -> AbstractContextManager[None
     it back; until then it is off for the whole process, whose float16 products are more exact meanwhile.
     """
     if not (_depth or _allows_fp16_accumulation() or torch.is_autocast_enabled(device.type)):
-        return _NOTHING_TO_SETTLE
-    return _settled(device)
+        return _UNCHANGED
+    return _pinned(device)
 
 
 @contextmanager
-def _settled(device: torch.device) -> Iterator[None]:
+def _pinned(device: torch.device) -> Iterator[None]:
     global _depth, _restore
     with _lock:
         _depth += 1

@@ -86,10 +86,7 @@ class VocabSlice(NamedTuple):
         rows.put(values.logp, sampled.to(values.logp.dtype))
 
     def gather(self, x: Tensor) -> Tensor:
-        """x of every rank, one after the other: (ranks, ...). x is contiguous."""
-        found = x.new_empty((len(self.sizes), *x.shape))
-        distributed.all_gather(list(found), x, group=self.group)
-        return found
+        return all_gather(self.group, x)
 
     def add_up(self, x: Tensor) -> None:
         """The sum over the ranks, in place."""
@@ -114,15 +111,15 @@ def agree(
         hidden.numel() // hidden.shape[-1], hidden.shape[-1], _DTYPES.index(hidden.dtype), int(bias is not None),
         flags, zlib.crc32(repr(arguments).encode()),
     )  # fmt: skip
-    found = exchange(group, hidden.device, (1, weight.shape[0], *capacity_of(hidden.device), *compared))
-    refused = [rank for rank, (fine, *_) in enumerate(found) if not fine]
+    rows = exchange(group, hidden.device, (1, weight.shape[0], *capacity_of(hidden.device), *compared))
+    refused = [rank for rank, (fine, *_) in enumerate(rows) if not fine]
     if refused:
         raise ValueError(f"vocab_parallel_group: rank {refused[0]} of the group refused its arguments; see its error")
-    for name, numbers in zip(_COMPARED, zip(*(row[4:] for row in found), strict=True), strict=True):
+    for name, numbers in zip(_COMPARED, zip(*(row[4:] for row in rows), strict=True), strict=True):
         if len(set(numbers)) > 1:
             what = list(numbers) if name.startswith("shape") else "different ones"
             raise ValueError(f"vocab_parallel_group: {name} must be the same on all ranks of the group, got {what}")
-    _, sizes, budgets, multiprocessors, *_ = zip(*found, strict=True)
+    _, sizes, budgets, multiprocessors, *_ = zip(*rows, strict=True)
     return VocabSlice(group, sizes, distributed.get_rank(group), Capacity(min(budgets), min(multiprocessors)))
 
 
@@ -133,7 +130,7 @@ def describe(*tensors: Tensor | None) -> list[tuple[object, ...] | None]:
 
 @contextmanager
 def announced_errors(group: ProcessGroup | None, hidden: object) -> Iterator[None]:
-    """Where this rank refuses its arguments, the others, which wait in `agree`, hear of it."""
+    """Tell the other ranks, which wait in `agree`, where this one refuses its arguments."""
     try:
         yield
     except Exception:
@@ -157,9 +154,13 @@ def refuse_traced_slice(vocab_slice: VocabSlice | None) -> None:
         raise ValueError("vocab_parallel_group is given to a call that is traced or compiled; it needs an eager one")
 
 
+def all_gather(group: ProcessGroup, x: Tensor) -> Tensor:
+    """x of every rank, in their order: (ranks, ...). x is contiguous."""
+    gathered = x.new_empty((distributed.get_world_size(group), *x.shape))
+    distributed.all_gather(list(gathered), x, group=group)
+    return gathered
+
+
 def exchange(group: ProcessGroup, device: torch.device, numbers: tuple[int, ...]) -> list[list[int]]:
     """The numbers of all ranks, in their order."""
-    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
-    found = mine.new_empty((distributed.get_world_size(group), len(numbers)))
-    distributed.all_gather(list(found), mine, group=group)
-    return found.tolist()
+    return all_gather(group, torch.tensor(numbers, dtype=torch.int64, device=device)).tolist()
