@@ -6,81 +6,57 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import assert_close, assert_same_bits, fused, make_batch, off_policy, reference
+from helpers import Batch, assert_close, assert_same_bits, fused, make_batch, off_policy, reference
 
 import grpo_kernels as gk
 from grpo_kernels.config import AGGREGATIONS
 
+PARTS = slice(0, 1), slice(1, 4)
 
+
+def part_of(batch: Batch, rows: slice) -> Batch:
+    options = {name: x[rows] for name, x in batch.options.items()}
+    return dataclasses.replace(
+        batch, hidden=batch.hidden[rows], ids=batch.ids[rows], advantages=batch.advantages[rows], options=options
+    )
+
+
+@pytest.mark.parametrize("own_normalizer", [False, True])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_micro_batches_add_up_to_the_big_batch(aggregation, backend):
-    # Mean entropies of micro-batches weigh as their shares of the normaliser do: with token counts that is exact.
+def test_micro_batches_add_up_to_the_big_batch(aggregation, own_normalizer, backend):
+    """With an entropy bonus too: under a normalizer of its own, or where both are counts of tokens."""
     by_tokens = aggregation in ("token_mean", "num_items")
     config = gk.GRPOConfig(
-        aggregation=aggregation, beta=0.1, entropy_coef=0.02 if by_tokens else 0.0,
+        aggregation=aggregation, beta=0.1, entropy_coef=torch.tensor(0.05) if own_normalizer else 0.02 * by_tokens,
         max_completion_length=9 if aggregation == "fixed_length" else None,
     )  # fmt: skip
     batch = off_policy(make_batch(1, masked=True))
     batch.options["completion_mask"][0, 0] = False
     tokens = batch.options["completion_mask"].sum()
-    normalizer = tokens if by_tokens else 36 if aggregation == "fixed_length" else 4
+    normalizers = {"normalizer": tokens if by_tokens else 36 if aggregation == "fixed_length" else 4}
+    if own_normalizer:
+        normalizers["entropy_normalizer"] = tokens
     whole = fused(batch, config, backend)
-    loss, weight = 0.0, 0.0
-    for part in (slice(0, 1), slice(1, 4)):
-        options = {name: x[part] for name, x in batch.options.items()}
-        micro = dataclasses.replace(
-            batch, hidden=batch.hidden[part], ids=batch.ids[part], advantages=batch.advantages[part], options=options
-        )
-        run = fused(micro, config, backend, normalizer=normalizer)
-        loss, weight = loss + run.loss, weight + run.grads["weight"]
-        assert torch.allclose(run.grads["hidden"], whole.grads["hidden"][part], atol=1e-7)
-    assert torch.allclose(loss, whole.loss, atol=1e-6) and torch.allclose(weight, whole.grads["weight"], atol=1e-6)
+    runs = [fused(part_of(batch, rows), config, backend, **normalizers) for rows in PARTS]
+    for run, rows in zip(runs, PARTS, strict=True):
+        assert torch.allclose(run.grads["hidden"], whole.grads["hidden"][rows], atol=1e-7)
+    assert torch.allclose(sum(run.loss for run in runs), whole.loss, atol=1e-6)
+    assert torch.allclose(sum(run.grads["weight"] for run in runs), whole.grads["weight"], atol=1e-6)
+    if own_normalizer:
+        policy = sum(run.metrics["policy_loss"] for run in runs)
+        without = fused(batch, dataclasses.replace(config, entropy_coef=0.0), backend)
+        assert torch.allclose(policy, without.loss, atol=1e-6) and not torch.allclose(policy, whole.loss, atol=1e-2)
+        assert torch.allclose(whole.metrics["policy_loss"], without.loss, atol=1e-6)
+        assert "policy_loss" not in without.metrics
 
 
 @pytest.mark.parametrize("aggregation", ["seq_mean", "seq_sum"])
 def test_entropy_bonus_of_equally_long_micro_batches_adds_up(aggregation, backend):
-    config = gk.GRPOConfig(aggregation=aggregation, entropy_coef=0.05)
-    batch = make_batch(1)
+    config, batch = gk.GRPOConfig(aggregation=aggregation, entropy_coef=0.05), make_batch(1)
     whole = fused(batch, config, backend)
-    parts = [
-        fused(
-            dataclasses.replace(batch, hidden=batch.hidden[p], ids=batch.ids[p], advantages=batch.advantages[p]),
-            config,
-            backend,
-            normalizer=torch.tensor(4),
-        )
-        for p in (slice(0, 2), slice(2, 4))
-    ]
-    assert torch.allclose(parts[0].loss + parts[1].loss, whole.loss, atol=1e-6)
-    total = parts[0].grads["weight"] + parts[1].grads["weight"]
-    assert torch.allclose(total, whole.grads["weight"], atol=1e-6)
-
-
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_entropy_bonus_adds_up_under_a_normalizer_of_its_own(aggregation, backend):
-    config = gk.GRPOConfig(
-        aggregation=aggregation, beta=0.1, entropy_coef=torch.tensor(0.05),
-        max_completion_length=9 if aggregation == "fixed_length" else None,
-    )  # fmt: skip
-    batch = off_policy(make_batch(1, masked=True))
-    batch.options["completion_mask"][0, 0] = False
-    tokens = batch.options["completion_mask"].sum()
-    normalizer = {"seq_mean": 4, "seq_sum": 4, "fixed_length": 36}.get(aggregation, tokens)
-    whole = fused(batch, config, backend)
-    loss, policy, weight = 0.0, 0.0, 0.0
-    for part in (slice(0, 1), slice(1, 4)):
-        options = {name: x[part] for name, x in batch.options.items()}
-        micro = dataclasses.replace(
-            batch, hidden=batch.hidden[part], ids=batch.ids[part], advantages=batch.advantages[part], options=options
-        )
-        run = fused(micro, config, backend, normalizer=normalizer, entropy_normalizer=tokens)
-        loss, weight = loss + run.loss, weight + run.grads["weight"]
-        policy = policy + run.metrics["policy_loss"]
-    assert torch.allclose(loss, whole.loss, atol=1e-6) and torch.allclose(weight, whole.grads["weight"], atol=1e-6)
-    without = fused(batch, dataclasses.replace(config, entropy_coef=0.0), backend)
-    assert torch.allclose(policy, without.loss, atol=1e-6) and not torch.allclose(policy, loss, atol=1e-2)
-    assert torch.allclose(whole.metrics["policy_loss"], without.loss, atol=1e-6)
-    assert "policy_loss" not in without.metrics
+    runs = [fused(part_of(batch, rows), config, backend, normalizer=torch.tensor(4)) for rows in PARTS]
+    assert torch.allclose(sum(run.loss for run in runs), whole.loss, atol=1e-6)
+    assert torch.allclose(sum(run.grads["weight"] for run in runs), whole.grads["weight"], atol=1e-6)
 
 
 @pytest.mark.parametrize("coefficient", [0.0, 0.05])
@@ -161,21 +137,13 @@ def test_groups_add_up_and_follow_their_names(backend):
 
 
 def test_metric_sums_of_micro_batches_add_up(backend):
-    batch = off_policy(make_batch(3))
-    whole = gk.fused_grpo_loss(
-        batch.hidden, batch.weight, batch.ids, batch.advantages, backend=backend, **batch.options
-    )
-    parts = [
-        gk.fused_grpo_loss(
-            batch.hidden[p],
-            batch.weight,
-            batch.ids[p],
-            batch.advantages[p],
-            backend=backend,
-            **{name: x[p] for name, x in batch.options.items()},
+    def run(batch):
+        return gk.fused_grpo_loss(
+            batch.hidden, batch.weight, batch.ids, batch.advantages, backend=backend, **batch.options
         )
-        for p in (slice(0, 1), slice(1, 4))
-    ]
+
+    batch = off_policy(make_batch(3))
+    whole, parts = run(batch), [run(part_of(batch, rows)) for rows in PARTS]
     for name, (total, count) in whole.metric_sums.items():
         assert torch.allclose(sum(p.metric_sums[name][0] for p in parts), total, atol=1e-5), name
         assert sum(p.metric_sums[name][1] for p in parts) == count == 24
@@ -241,43 +209,34 @@ def test_no_matrix_like_the_weight_is_made_in_the_backward():
     assert total.any() and max(event.self_cpu_memory_usage for event in profile.events()) <= 4 * 2**22
 
 
-REFUSED = {
-    "a short one": (torch.zeros(66, 24), ValueError),
-    "a transposed one": (torch.zeros(24, 67).T, ValueError),
-    "16 bits": (torch.zeros(67, 24, dtype=torch.bfloat16), TypeError),
-    "another device": (torch.zeros(67, 24, device="meta"), ValueError),
-    "a leaf with a gradient": (torch.zeros(67, 24, requires_grad=True), ValueError),
-    "no tensor": ([0.0], TypeError),
+WEIGHT = torch.zeros(67, 24, requires_grad=True)
+REFUSED = {  # weight, buffer, error, what it says
+    "a short one": (WEIGHT, torch.zeros(66, 24), ValueError, ""),
+    "a transposed one": (WEIGHT, torch.zeros(24, 67).T, ValueError, ""),
+    "16 bits": (WEIGHT, torch.zeros(67, 24, dtype=torch.bfloat16), TypeError, ""),
+    "another device": (WEIGHT, torch.zeros(67, 24, device="meta"), ValueError, ""),
+    "a leaf with a gradient": (WEIGHT, torch.zeros(67, 24, requires_grad=True), ValueError, ""),
+    "no tensor": (WEIGHT, [0.0], TypeError, ""),
+    "a frozen weight": (WEIGHT.detach(), torch.zeros(67, 24), ValueError, "leaf"),
+    "a weight that is no leaf": (WEIGHT * 1.0, torch.zeros(67, 24), ValueError, "leaf"),
+    "the weight's own memory": (WEIGHT, WEIGHT.detach(), ValueError, "memory"),
+    "float64": (WEIGHT.detach().double().requires_grad_(), torch.zeros(67, 24), TypeError, "float64"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_an_unfit_buffer_is_refused(name):
-    batch, (total, error) = make_batch(0), REFUSED[name]
-    weight = batch.weight.requires_grad_()
-    with pytest.raises(error, match="accumulate_into"):
+def test_an_unfit_buffer_or_weight_is_refused(name):
+    weight, total, error, says = REFUSED[name]
+    batch = make_batch(0, dtype=weight.dtype)
+    with pytest.raises(error, match=f"accumulate_into.*{says}"):
         gk.fused_grpo_loss(batch.hidden, weight, batch.ids, batch.advantages, accumulate_into=total)
-
-
-def test_a_weight_that_gets_no_gradient_of_its_own_is_refused():
-    batch, total = make_batch(0), torch.zeros(67, 24)
-    leaf = batch.weight.clone().requires_grad_()
-    wide = make_batch(0, dtype=torch.float64)
-    for weight in (batch.weight, leaf * 1.0):
-        with pytest.raises(ValueError, match=r"accumulate_into.*leaf"):
-            gk.fused_grpo_loss(batch.hidden, weight, batch.ids, batch.advantages, accumulate_into=total)
-    with pytest.raises(ValueError, match=r"accumulate_into.*memory"):
-        gk.fused_grpo_loss(batch.hidden, leaf, batch.ids, batch.advantages, accumulate_into=leaf.detach())
-    with pytest.raises(TypeError, match=r"accumulate_into.*float64"):
-        gk.fused_grpo_loss(wide.hidden, wide.weight.requires_grad_(), wide.ids, wide.advantages, accumulate_into=total)
 
 
 def test_a_buffer_is_refused_under_a_tracer():
     batch, total = make_batch(0), torch.zeros(67, 24)
-    weight = batch.weight.requires_grad_()
 
     def loss(hidden):
-        return gk.fused_grpo_loss(hidden, weight, batch.ids, batch.advantages, accumulate_into=total).loss
+        return gk.fused_grpo_loss(hidden, WEIGHT, batch.ids, batch.advantages, accumulate_into=total).loss
 
     with pytest.raises(Exception, match="accumulate_into"):
         torch.compile(loss, fullgraph=True, backend="eager")(batch.hidden)

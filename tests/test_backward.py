@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -17,83 +18,57 @@ from grpo_kernels.backends.triton import scale as triton_scale
 from grpo_kernels.engine import backward
 from grpo_kernels.engine.lm_head import LMHead
 
-FACTORS = (0.3, -2.0, 1 + 2.0**-23, 0.0, 65536.0, math.inf, math.nan)
+FACTORS = (-2.0, 1.003, 1 + 2.0**-23, 0.0, 65536.0, math.inf, math.nan)
 
 
-@pytest.fixture(params=["triton", "cuda"])
-def kernels(request, monkeypatch):
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Programs take several turns each."""
     monkeypatch.setattr(triton_scale, "BLOCK_SIZE", 32)
     monkeypatch.setattr(triton_scale, "REST_SIZE", 8)
-    monkeypatch.setattr(triton_scale, "MAX_PROGRAMS", 3)  # which take several turns each
-    return get_backend(request.param)
+    monkeypatch.setattr(triton_scale, "MAX_PROGRAMS", 3)
+    monkeypatch.setattr(torch_backend, "SCALED_AT_ONCE", 7)
 
 
 # --- x *= factor ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", SIGNALLING)
-@pytest.mark.parametrize("shape", [(1,), (5, 19), (1000,), (0, 4)])
-def test_scale_is_a_product_in_float32(kernels, dtype, shape):
-    values = (100 * torch.randn(shape)).to(dtype)
-    special = torch.tensor([math.nan, math.inf, 0.0, -0.0, 6e4, 1e-7]).to(dtype)
-    values.view(-1)[: len(special)] = special[: values.numel()]
-    for factor in FACTORS:
-        buffer = torch.cat([torch.full((3,), 7.0, dtype=dtype), values.reshape(-1), torch.full((3,), 7.0, dtype=dtype)])
-        x = buffer[3:-3].view(shape)  # off the alignment
-        kernels.scale(x, torch.tensor(factor))
-        torch.testing.assert_close(x, (values.float() * factor).to(dtype), rtol=0, atol=0, equal_nan=True)
-        assert (buffer[:3] == 7).all() and (buffer[-3:] == 7).all()
-
-
 class Float32Products(TorchDispatchMode):
+    """On a GPU torch rounds a factor to the type that it multiplies in: on a CPU the types are looked at instead."""
+
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.overloadpacket in (torch.ops.aten.mul, torch.ops.aten.mul_):
             assert args[0].dtype == args[1].dtype == torch.float32
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", ["cpu", "torch"])
 @pytest.mark.parametrize("dtype", SIGNALLING)
-def test_scale_in_torch_rounds_once(name, dtype, monkeypatch):
-    """A factor of 65,536, a usual loss scale, is infinite in float16; 1.003 is 1 in bfloat16.
-
-    On a GPU torch rounds the factor to the type that it multiplies in. On a CPU it does not: the types are looked at.
-    """
-    monkeypatch.setattr(torch_backend, "SCALED_AT_ONCE", 7)
-    values = (1e-3 * torch.randn(3, 8)).to(dtype)
-    for factor in (65536.0, 1.003, math.nan):
-        x = values.clone()
-        with Float32Products():
-            get_backend(name).scale(x, torch.tensor(factor))
+@pytest.mark.parametrize("shape", [(1,), (5, 19), (1000,), (0, 4)])
+def test_scale_is_a_product_in_float32(backend, dtype, shape, small_blocks):
+    """A factor of 65,536, a usual loss scale, is infinite in float16; 1.003 is 1 in bfloat16."""
+    values = (100 * torch.randn(shape)).to(dtype)
+    special = torch.tensor([math.nan, math.inf, 0.0, -0.0, 6e4, 1e-7]).to(dtype)
+    values.view(-1)[: len(special)] = special[: values.numel()]
+    for factor in FACTORS:
+        buffer = torch.cat([torch.full((3,), 7.0, dtype=dtype), values.reshape(-1), torch.full((3,), 7.0, dtype=dtype)])
+        x = buffer[3:-3].view(shape)  # off the alignment
+        with Float32Products() if backend in ("cpu", "torch") else nullcontext():
+            get_backend(backend).scale(x, torch.tensor(factor))
         torch.testing.assert_close(x, (values.float() * factor).to(dtype), rtol=0, atol=0, equal_nan=True)
-    get_backend(name).scale(torch.empty(0, 4, dtype=dtype), torch.tensor(2.0))
+        assert (buffer[:3] == 7).all() and (buffer[-3:] == 7).all()
 
 
+@pytest.mark.parametrize("kernels", ["triton", "cuda"])
 @pytest.mark.parametrize("dtype", SIGNALLING)
-def test_a_factor_of_one_touches_nothing(kernels, dtype):
+def test_a_factor_of_one_touches_nothing(kernels, dtype, small_blocks):
     """Any arithmetic would make a signalling NaN a quiet one."""
     bits = torch.full((100,), SIGNALLING[dtype], dtype=torch.int32 if dtype == torch.float32 else torch.int16)
     before = bits.clone()
-    kernels.scale(bits.view(dtype), torch.tensor(1.0))
+    scale = get_backend(kernels).scale
+    scale(bits.view(dtype), torch.tensor(1.0))
     assert torch.equal(bits, before)
-    kernels.scale(bits.view(dtype), torch.tensor(2.0))
+    scale(bits.view(dtype), torch.tensor(2.0))
     assert not torch.equal(bits, before)
-
-
-WRONG = {
-    "a strided tensor": (torch.zeros(4, 6)[:, :3], torch.tensor(2.0), "x: .*contiguous"),
-    "another type": (torch.zeros(3).double(), torch.tensor(2.0), "x: .*float64"),
-    "a factor in float64": (torch.zeros(3), torch.tensor(2.0).double(), "factor: .*float64"),
-    "a factor per element": (torch.zeros(3), torch.full((3,), 2.0), r"factor: .*\(3,\)"),
-    "a factor elsewhere": (torch.zeros(3), torch.tensor(2.0).to("meta"), "factor: .*meta"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_tensors_are_refused(kernels, name):
-    x, factor, message = WRONG[name]
-    with pytest.raises(ValueError, match=message):
-        kernels.scale(x, factor)
 
 
 # --- who is asked -----------------------------------------------------------------------------------------------------
@@ -127,18 +102,6 @@ def test_gradients_are_handed_out_by_the_backend_of_the_call(scaled, backend):
         for g, copy, e in zip(found, kept, expected, strict=True):
             assert torch.equal(g, 0.5 * e) and torch.equal(copy, g)
         scaled.clear()
-
-
-def test_strided_gradients_are_multiplied_by_torch(scaled, backend):
-    batch, whole = make_batch(0), torch.randn(4, 6, 80)
-
-    def gradient(factor: float) -> torch.Tensor:
-        logits = torch.zeros(4, 6, 67).requires_grad_()
-        view = whole.clone()[..., :67].copy_(logits)  # not the memory that autograd keeps: the view of a larger one
-        loss = gk.grpo_loss_from_logits(view, batch.ids, batch.advantages, inplace=True, backend=backend).loss
-        return torch.autograd.grad(factor * loss, logits)[0]
-
-    assert torch.equal(gradient(0.5), 0.5 * gradient(1.0)) and scaled == []
 
 
 def test_the_host_does_not_look_at_the_factor_of_a_device(monkeypatch):
@@ -215,14 +178,3 @@ def test_strided_logits_in_place_are_multiplied_by_pieces(monkeypatch, dtype):
         found = backward.scale_gradient(x, torch.tensor(0.25), get_backend("torch"), dtype)
     assert found.data_ptr() == x.data_ptr() and torch.equal(x, expected)
     assert max(event.self_cpu_memory_usage for event in profile.events()) <= 2 * 4 * 2**10
-
-
-def test_without_grad_no_gradient_is_computed(monkeypatch, backend):
-    """Parameters require gradients in evaluation too; under no_grad nobody can ask for them."""
-    batch, products = make_batch(0), []
-    call_counter(monkeypatch, LMHead, "accumulate", products, lambda *_: 1)
-    leaves = [x.clone().requires_grad_() for x in (batch.hidden, batch.weight)]
-    with torch.no_grad():
-        for loss in head_losses(batch, leaves, backend).values():
-            assert not loss().requires_grad
-    assert products == []

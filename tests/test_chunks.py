@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from helpers import (
@@ -29,8 +31,6 @@ from grpo_kernels.engine.products import cpu_multiplies
 
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")  # of a GPU, sizes alone
 FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
-
-
 HEADS = {"llama": (128256, 4096), "qwen": (152064, 3584), "gemma": (256000, 2304), "small": (151936, 896)}
 TRAINED, FROZEN, SCORED = (True, True, False), (True, False, False), (False, False, False)
 H200, H100 = memory.gpu_capacity(150.7e9, 132), memory.gpu_capacity(85.0e9, 132)
@@ -60,29 +60,40 @@ def test_memory_stops_growing_with_n_at_the_budget(device, grad, vocab, wants):
         assert sizes[-1].products >= least and sizes[-1].sequences >= least
 
 
-def test_a_vocabulary_beyond_the_budget_gets_short_chunks():
-    capacity = memory.Capacity(2**32)
-    sizes = [
-        memory.chunk_sizes(10**6, (v, 64), FLOAT, BFLOAT, CUDA, TRAINED, capacity=capacity) for v in (10**6, 10**8)
-    ]
-    assert sizes[0].products > 16 and sizes[1] == (16, 16, 16, 16)
-
-
 def gpu_rows(tokens, head, wants, capacity=H200, **options):
     grad = options.pop("grad", BFLOAT)
     return memory.chunk_sizes(tokens, HEADS[head], FLOAT, grad, CUDA, wants, capacity=capacity, **options)
 
 
-def test_a_batch_that_fits_is_one_product_chunk_on_a_gpu():
-    """With float32 logits of 2,048 rows at a time; longer ones are cut into chunks with full waves."""
-    for tokens, rows in {4096: (4096, 4096), 4097: (4097, 2048), 20480: (20480, 2048), 20481: (5248, 768)}.items():
-        assert gpu_rows(tokens, "llama", TRAINED)[:2] == rows
-    for head in HEADS:
-        assert gpu_rows(16384, head, TRAINED)[:2] == (16384, 2048)
-    assert gpu_rows(16384, "gemma", TRAINED, H100)[:2] == (5632, 768)
-    assert gpu_rows(10**6, "llama", TRAINED, chunk_rows=8192) == (8192, 2048, 8192, 8192)
+def meta_head(tokens, dtype=BFLOAT, wants=TRAINED, **options):
+    """Types and shapes alone, as on a GPU."""
+    hidden, weight = (torch.empty(n, 24, dtype=dtype, device=META) for n in (tokens, 67))
+    return LMHead((hidden, weight, None), get_backend("torch"), wants=wants, logits_dtype=FLOAT, **options)
+
+
+GPU_ROWS = [  # tokens, head, wants, options -> rows of products and of logits
+    (4096, "llama", TRAINED, {}, (4096, 4096)),
+    (4097, "llama", TRAINED, {}, (4097, 2048)),
+    (20480, "llama", TRAINED, {}, (20480, 2048)),
+    (20481, "llama", TRAINED, {}, (5248, 768)),  # chunks with full waves
+    *((16384, head, TRAINED, {}, (16384, 2048)) for head in HEADS),
+    (16384, "gemma", TRAINED, {"capacity": H100}, (5632, 768)),
     # The scale of float16 gradients comes from all rows of a chunk: their logits must still be there.
-    assert gpu_rows(10**6, "llama", TRAINED, grad=HALF)[:2] == (5248, 5248)
+    (10**6, "llama", TRAINED, {"grad": HALF}, (5248, 5248)),
+    (10**6, "llama", TRAINED, {"chunk_rows": 8192}, (8192, 2048)),
+    (1024, "qwen", FROZEN, {}, (1024, 1024)),
+    (10**6, "qwen", FROZEN, {}, (1024, 1024)),
+    (10**6, "qwen", FROZEN, {"chunk_rows": 4097}, (4097, 2048)),
+    (1000, "qwen", SCORED, {}, (1000, 1000)),
+    (10**6, "qwen", SCORED, {}, (2048, 2048)),
+    (10**6, "qwen", SCORED, {"chunk_rows": 100}, (100, 100)),
+]
+
+
+def test_rows_of_products_and_logits_on_a_gpu():
+    """A batch that fits is one product chunk; a frozen head, and scoring alone, take short ones."""
+    for tokens, head, wants, options, expected in GPU_ROWS:
+        assert gpu_rows(tokens, head, wants, **options)[:2] == expected, (tokens, head, wants, options)
 
 
 def test_whole_sequences_take_short_chunks_where_one_does_not_hold_them_all():
@@ -92,15 +103,6 @@ def test_whole_sequences_take_short_chunks_where_one_does_not_hold_them_all():
     assert (too_long.products, too_long.sequences) == (11646, 11645)
     assert too_long.packed == longer.packed == longer.products == 4736
     assert [too_long.packed_rows(n) for n in (1, 4736, 4737, 10**6)] == [4736, 4736, 4737, 11645]
-    assert gpu_rows(16384, "qwen", FROZEN).packed == 1024
-
-
-def test_a_frozen_head_and_scoring_alone_take_short_chunks_on_a_gpu():
-    for tokens, rows in {1000: 1000, 1024: 1024, 1025: 1024, 16384: 1024, 10**6: 1024}.items():
-        assert gpu_rows(tokens, "qwen", FROZEN)[:2] == (rows, rows)
-        assert gpu_rows(tokens, "qwen", SCORED)[:2] == (min(tokens, 2048),) * 2
-    assert gpu_rows(10**6, "qwen", FROZEN, chunk_rows=4097)[:2] == (4097, 2048)
-    assert gpu_rows(10**6, "qwen", SCORED, chunk_rows=100)[:2] == (100, 100)
 
 
 @pytest.mark.parametrize("tokens", [65536, 10**6])
@@ -116,27 +118,24 @@ def test_a_long_batch_takes_less_memory_than_a_head_with_float32_sums_of_both_gr
     assert frozen < 4 * 65536 * width
 
 
-@pytest.mark.parametrize("multiprocessors", [0, 108, 128, 132, 148])
-@pytest.mark.parametrize("width", [64, 896, 1536, 2304, 3584, 4096, 8192])
-def test_short_chunks_fill_their_waves(width, multiprocessors):
-    rows = memory.short_product_rows(width, multiprocessors)
-    assert rows % 128 == 0 and 2560 <= rows <= 5632
-    if not multiprocessors:
-        assert rows == 5632  # nothing is known of waves
-        return
+def test_short_chunks_fill_their_waves():
+    for width in (64, 896, 1536, 2304, 3584, 4096, 8192):
+        assert memory.short_product_rows(width, 0) == 5632  # nothing is known of waves
+        for multiprocessors in (108, 128, 132, 148):
 
-    def filled(rows):
-        blocks = rows // 128 * -(-width // 256)
-        return blocks / multiprocessors / -(-blocks // multiprocessors)
+            def filled(rows, width=width, multiprocessors=multiprocessors):
+                blocks = rows // 128 * -(-width // 256)
+                return blocks / multiprocessors / -(-blocks // multiprocessors)
 
-    assert filled(rows) >= max(filled(2560), filled(5632)) - 0.1
+            rows = memory.short_product_rows(width, multiprocessors)
+            assert rows % 128 == 0 and 2560 <= rows <= 5632
+            assert filled(rows) >= max(filled(2560), filled(5632)) - 0.1
 
 
 @pytest.mark.parametrize("count", [4096, 4097, 20480])
 def test_a_token_more_than_a_row_chunk_holds_does_not_halve_the_products(count):
-    """Types and shapes alone: one product chunk, and so no float32 sum of dweight beside the bfloat16 one."""
-    hidden, weight = (torch.empty(n, 24, dtype=BFLOAT, device=META) for n in (count, 67))
-    head = LMHead((hidden, weight, None), get_backend("torch"), wants=(True, True, False), logits_dtype=FLOAT)
+    """One product chunk, and so no float32 sum of dweight beside the bfloat16 one."""
+    head = meta_head(count)
     (chunk,) = head.chunks(None)
     pieces = list(chunk.row_chunks())
     assert chunk.rows == Rows(0, count) and len(pieces) == (1 if count == 4096 else -(-count // 2048))
@@ -147,13 +146,29 @@ def test_a_token_more_than_a_row_chunk_holds_does_not_halve_the_products(count):
     assert head.dweight.total.dtype == BFLOAT and head.gradients().tensors[1].dtype == BFLOAT
 
 
-@pytest.mark.parametrize("dtype", [FLOAT, BFLOAT, HALF, torch.float64])
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("dtype", "index", "first", "second"), [
+    (BFLOAT, None, FLOAT, FLOAT),  # all 40 tokens, 10 rows at a time
+    (BFLOAT, 11, FLOAT, FLOAT),
+    (BFLOAT, 10, BFLOAT, FLOAT),  # a chunk that is alone is rounded once; were more to follow, float32 sums would
+    (HALF, 10, FLOAT, FLOAT),  # the loss scale comes before the rounding
+    (FLOAT, 10, FLOAT, FLOAT),
+])  # fmt: skip
+def test_sums_of_a_gpu_are_in_float32_unless_a_chunk_is_alone(dtype, index, first, second):
+    head = meta_head(40, dtype, (False, True, False), chunk_rows=10)
+    ids = torch.zeros(40, dtype=torch.int64, device=META)
+    for expected in (first, second):
+        head.accumulate(head.chunks(None if index is None else ids[:index])[0], ids)
+        assert head.dweight.total.dtype == expected
+    finished = head.gradients()
+    assert finished.tensors[1].dtype == (FLOAT if dtype == HALF else dtype) and finished.dtypes[1] == dtype
+
+
+@pytest.mark.parametrize(("dtype", "backend", "masked"), [
+    (FLOAT, "cpu", True), (BFLOAT, "cpu", False), (HALF, "cpu", True), (BFLOAT, "torch", True),
+    (torch.float64, "torch", False),
+])  # fmt: skip
 def test_rows_of_the_scratch_with_gaps_on_a_cpu(dtype, backend, masked, monkeypatch):
     """Rows a multiple of 4 KiB apart get a gap, which changes nothing: neither its memory nor the results count it."""
-    if (backend, dtype) == ("cpu", torch.float64):
-        backend = "auto"
     vocab = 2048
     assert [chunk_row_stride(v, CPU) for v in (vocab, vocab + 1)] == [2112, 2049]
     config = gk.GRPOConfig(chunk_rows=5, entropy_coef=0.01, logit_softcap=20.0)
@@ -172,47 +187,13 @@ def test_rows_of_the_scratch_with_gaps_on_a_cpu(dtype, backend, masked, monkeypa
     assert_within(errors(found, exact), errors(fused(batch, config, backend), exact), 1e-6)
 
 
-def test_sums_are_in_float32_where_more_rows_follow_not_where_more_tokens_are_left_out():
-    hidden, weight = (torch.empty(n, 24, dtype=BFLOAT, device=META) for n in (40, 67))
-    head = LMHead(
-        (hidden, weight, None), get_backend("torch"), wants=(False, True, False), logits_dtype=FLOAT, chunk_rows=10
-    )
-    for rows, expected in ((10, BFLOAT), (11, FLOAT)):
-        chunks = list(head.chunks(torch.zeros(rows, dtype=torch.int64, device=META)))
-        head.dweight.total = None
-        head.accumulate(chunks[0], torch.zeros(40, dtype=torch.int64, device=META))
-        assert head.dweight.total.dtype == expected
-
-
-@pytest.mark.parametrize("count", [0, 1, 7, 23, 24])
-@pytest.mark.parametrize("size", [1, 5, 12, 24])
-def test_rows_are_split_into_full_parts_and_a_shorter_last_one(count, size):
-    index = torch.arange(100, 100 + count)
-    for rows in (Rows(3, 3 + count), Rows(3, 3 + count, index)):
-        parts = list(rows.split(size))
-        lengths = [part.count for part in parts]
-        assert sum(lengths) == count and len(parts) == -(-count // size)
-        assert all(length == size for length in lengths[:-1])
-        assert [part.start for part in parts] == [3, *(part.stop for part in parts)][: len(parts)]
-        if rows.index is not None and parts:
-            assert torch.equal(torch.cat([part.index for part in parts]), index)
-
-
-@pytest.fixture(autouse=True)
-def nothing_kept():
-    memory._last_on_cpu.clear()
-
-
-def made_rows(x: Tensor) -> int:
-    return x.untyped_storage().nbytes() // (x.stride(0) * x.element_size())
-
-
 @pytest.mark.parametrize(("device", "expected"), [(CPU, [7, 7, 6]), (META, [9, 9, 2])])
 def test_a_cpu_cuts_into_nearly_equal_parts_and_a_gpu_into_full_ones(device, expected):
     hidden, weight = (torch.empty(n, 24, device=device) for n in (20, 67))
     head = LMHead((hidden, weight, None), get_backend("torch"), wants=TRAINED, logits_dtype=FLOAT, chunk_rows=9)
     assert [chunk.rows.count for chunk in head.chunks(None)] == expected
-    assert made_rows(head.logits(Rows(0, 2))) == expected[0]  # for the usual chunk at once
+    logits = head.logits(Rows(0, 2))
+    assert logits.untyped_storage().nbytes() // (4 * logits.stride(0)) == expected[0]  # for the usual chunk at once
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -227,19 +208,6 @@ def test_on_a_cpu_the_scratch_does_not_follow_the_number_of_active_tokens(level,
         batch.options["completion_mask"] = torch.arange(21).expand(2, 21) < active // 2
         fused(batch, gk.GRPOConfig(chunk_rows=20, importance_sampling_level=level))
     assert made == [20] * 3
-
-
-@pytest.mark.parametrize("longest", [1, 100, 3000])
-def test_whole_sequences_are_packed_into_short_chunks_unless_one_is_longer(longest, monkeypatch):
-    sizes = memory.ChunkSizes(products=4000, logits=100, sequences=2000, packed=400)
-    monkeypatch.setattr(lm_head, "chunk_sizes", lambda *given: sizes)
-    hidden, weight = (torch.empty(n, 24, dtype=BFLOAT, device=META) for n in (4000, 67))
-    head = LMHead((hidden, weight, None), get_backend("torch"), wants=TRAINED, logits_dtype=FLOAT)
-    assert head.packed_rows(longest) == min(2000, max(longest, 400))
-    chunks = head.chunks_of([Rows(0, 300), Rows(300, 700), Rows(700, 701)])
-    assert all(chunk.in_place and chunk.logits_rows == chunk.rows.count for chunk in chunks)
-    assert head.dweight.sums_in_float32  # of three chunks
-    assert made_rows(head.logits(Rows(0, 300))) == 400  # at once what the longest needs
 
 
 @pytest.fixture
@@ -257,8 +225,9 @@ def few_logits(monkeypatch):
 WAYS = {"fused": "token", "staged": "sequence", "recompute": "sequence"}
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("left_out", [False, True])
+@pytest.mark.parametrize(
+    ("way", "left_out"), [("fused", True), ("fused", False), ("staged", True), ("recompute", False)]
+)
 def test_a_product_chunk_of_several_row_chunks(monkeypatch, few_logits, way, left_out, backend):
     """Logits come a few rows at a time, their gradients leave in one pair of products; the values stay."""
     batch = off_policy(make_batch(2, sequences=6)).head_as(BFLOAT)
@@ -293,7 +262,7 @@ def test_a_loss_of_tokens_has_product_chunks_of_several_row_chunks_too(monkeypat
         calls.append(len(chunk.logps))
         return -(chunk.logps.exp()).sum()
 
-    of_products = []
+    of_products: list[int] = []
     call_counter(monkeypatch, LMHead, "accumulate", of_products, lambda self, chunk, ids: chunk.rows.count)
     gk.fused_policy_loss(*leaves, batch.ids, loss_fn, backend=backend).backward()
     assert max(calls) <= 3 < max(of_products) <= 20 and sum(calls) == sum(of_products) == batch.ids.numel()
@@ -304,7 +273,7 @@ def test_a_loss_of_tokens_has_product_chunks_of_several_row_chunks_too(monkeypat
         assert relative(mine.grad, other.grad) < 1e-6
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 5])
 def test_nothing_beyond_a_row_of_gradients_reaches_a_product(seed, backend):
     """Vocabularies that no tile divides: what is left of float32 logits may be NaN as bfloat16."""
     batch = make_batch(seed, sequences=6, vocab=(101, 5003)[seed % 2]).head_as(BFLOAT)
@@ -330,8 +299,7 @@ def test_products_of_bfloat16_with_and_without_amx(monkeypatch, has_amx, chunk_r
     assert (True in calls) == (has_amx and chunk_rows is not None)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("chunk_rows", [None, 5])
+@pytest.mark.parametrize(("way", "chunk_rows"), [("fused", 5), ("staged", None), ("recompute", 5)])
 def test_a_cpu_without_products_of_bfloat16(monkeypatch, way, chunk_rows, backend):
     """It multiplies in float32, whose logits are as exact as that; gradients have the type of their inputs."""
     for module in (lm_head, memory):
@@ -359,3 +327,68 @@ def test_what_a_cpu_multiplies(monkeypatch):
         monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda says=says: says)
         found = [cpu_multiplies.__wrapped__(dtype) for dtype in (BFLOAT, HALF)]
         assert found == [available and says, False]
+
+
+# --- the scratch of the last call on a CPU, which the next one uses again ---------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def no_cached_block():
+    memory._last_on_cpu.clear()
+    yield
+    memory._last_on_cpu.clear()
+
+
+def scratch(vocab_size=64, dtype=FLOAT):
+    return memory.Scratch(vocab_size, 8, 8, dtype, dtype, CPU)
+
+
+def address_of_a_call(**options):
+    used = scratch(**options)
+    address = used.logits(8).data_ptr()
+    used.release()
+    return address
+
+
+def test_the_next_call_uses_the_logits_of_the_last_one_if_they_suffice():
+    first = address_of_a_call()
+    assert address_of_a_call() == first == address_of_a_call(vocab_size=32) == address_of_a_call(dtype=BFLOAT)
+    (block,) = memory._last_on_cpu
+    assert address_of_a_call(vocab_size=6400) and block.nbytes() < memory._last_on_cpu[0].nbytes()
+    one, other = scratch(), scratch()  # two calls at a time share nothing; one that fails keeps nothing
+    assert one.logits(8).data_ptr() != other.logits(8).data_ptr()
+    one.release()
+    del other
+    assert len(memory._last_on_cpu) == 1
+
+
+def test_after_inference_mode_and_from_several_threads():
+    batch, found = make_batch(0), []
+    with torch.inference_mode():
+        expected = gk.fused_logps(batch.hidden, batch.weight, batch.ids)[0].clone()
+
+    def work():
+        for _ in range(5):
+            fused(batch)
+            found.append(gk.fused_logps(batch.hidden, batch.weight, batch.ids)[0])
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 20 and all(torch.equal(x, expected) for x in found)
+
+
+@pytest.mark.parametrize("kept_ids", [0, 3])
+def test_gradients_are_ordinary_tensors(kept_ids):
+    """However large: their storage can be resized, as FSDP does, and the scratch of the next call is not theirs."""
+    vocab, width = 2**18, 32
+    hidden, weight = torch.randn(2, 3, width, requires_grad=True), torch.randn(vocab, width, requires_grad=True)
+    ids, advantages = torch.randint(vocab, (2, 3)), torch.tensor([1.0, -1.0])
+    options = {}
+    if kept_ids:
+        options["sampling_mask"] = gk.SamplingMask.from_lists([[{int(i), 1, 2} for i in row] for row in ids])
+    gk.fused_grpo_loss(hidden, weight, ids, advantages, **options).loss.backward()
+    assert weight.grad.data_ptr() not in {block.data_ptr() for block in memory._last_on_cpu}
+    weight.grad.untyped_storage().resize_(0)

@@ -57,19 +57,15 @@ def eager(batch: Batch, config: gk.GRPOConfig, dtype: torch.dtype, scale: float 
     return gradients(out.loss, leaves, scale)
 
 
-def assert_as_exact_as_eager(batch: Batch, config: gk.GRPOConfig, found: Gradients, factor: float = 2.0, **options):
-    exact, usual = (eager(batch, config, dtype, **options) for dtype in (torch.float64, torch.float16))
-    for name, x in found.items():
-        error, allowed = relative(x, exact[name]), relative(usual[name], exact[name])
-        assert error <= factor * allowed + 1e-6, f"{name}: {error:.2e}, eager {allowed:.2e}"
-
-
-@pytest.mark.parametrize("num_items", [128, 16_384, 262_144])
+@pytest.mark.parametrize("num_items", [128, 262_144])
 @pytest.mark.parametrize("logits", LOGITS)
 def test_small_weights_under_a_loss_scale(num_items, logits, backend):
     batch, config = half_batch(vocab=8192), gk.GRPOConfig(logits_dtype=LOGITS[logits])
-    options = {"num_items_in_batch": num_items}
-    assert_as_exact_as_eager(batch, config, ours(batch, config, backend, **options), **options)
+    given = {"num_items_in_batch": num_items}
+    exact, usual = (eager(batch, config, dtype, **given) for dtype in (torch.float64, torch.float16))
+    for name, x in ours(batch, config, backend, **given).items():
+        error, allowed = relative(x, exact[name]), relative(usual[name], exact[name])
+        assert error <= 2 * allowed + 1e-6, f"{name}: {error:.2e}, eager {allowed:.2e}"
 
 
 WAYS = {
@@ -147,8 +143,9 @@ OUTLIERS = {  # what has no bound: a ratio where A < 0, the slope of k3, the sum
 }
 
 
-@pytest.mark.parametrize("name", OUTLIERS)
-@pytest.mark.parametrize("place", [0, 3])  # first or last sequence: before or after most chunks
+@pytest.mark.parametrize(  # first or last sequence: before or after most chunks
+    ("name", "place"), [("ratio", 0), *((name, 3) for name in OUTLIERS), ("recompute", 0)]
+)
 def test_one_token_far_away(name, place, backend):
     """Its gradient is finite at a loss scale of 1, as in eager PyTorch."""
     config, moved = OUTLIERS[name]
@@ -169,22 +166,6 @@ def test_one_token_far_away(name, place, backend):
         assert relative(x, exact[key]) <= 2 * relative(usual[key], exact[key]) + 1e-6, key
 
 
-def test_a_gradient_scaler_finds_a_scale(backend):
-    """With a ratio of 100,000 in the batch, the first scales overflow; lower ones must not."""
-    batch = half_batch()
-    batch.advantages[1] = -1.0
-    batch.options["old_logps"][1, 2] -= 11.5
-    scale = SCALE
-    while scale >= 1.0:
-        found = ours(
-            batch, gk.GRPOConfig(logits_dtype=torch.float16), backend, scale=scale, num_items_in_batch=16_384.0
-        )
-        if all(x.isfinite().all() for x in found.values()):
-            break
-        scale /= 2
-    assert 512 <= scale < SCALE
-
-
 @pytest.mark.parametrize("logits", LOGITS)
 def test_the_scale_does_not_overflow_sums_over_tokens(logits, backend):
     """2,048 tokens push one entry of dweight the same way: 4 or more per token times 100 of the hidden state."""
@@ -200,21 +181,8 @@ def test_the_scale_does_not_overflow_sums_over_tokens(logits, backend):
     assert torch.allclose(weight.grad.float(), expected, rtol=2e-3)
 
 
-@pytest.mark.parametrize("scale", [1.0, SCALE])
-def test_a_graph_that_is_kept_gives_the_same_gradient(scale, backend):
+def test_a_graph_that_is_kept_or_compiled_gives_the_same_gradient(backend):
     """65,536 is infinite in float16: the factor itself must never be one."""
-    batch = half_batch()
-    leaves = leaves_of(batch)
-    out = gk.fused_grpo_loss(
-        *leaves, batch.ids, batch.advantages, num_items_in_batch=16_384, backend=backend, **batch.options
-    )
-    kept = torch.autograd.grad(scale * out.loss, leaves, retain_graph=True)
-    found = torch.autograd.grad(scale * out.loss, leaves)
-    for x, y in zip(kept, found, strict=True):
-        assert x.isfinite().all() and x.any() and torch.equal(x, y) and x.dtype == torch.float16
-
-
-def test_under_torch_compile(backend):
     batch = half_batch()
 
     def step(hidden, weight):
@@ -222,11 +190,13 @@ def test_under_torch_compile(backend):
             hidden, weight, batch.ids, batch.advantages, num_items_in_batch=16_384.0, backend=backend, **batch.options
         ).loss
 
-    leaves, again = leaves_of(batch), leaves_of(batch)
-    expected = gradients(step(*again), again)
-    found = gradients(torch.compile(step, fullgraph=True, backend="aot_eager")(*leaves), leaves)
-    for name, x in found.items():
-        assert torch.equal(x, expected[name]), name
+    leaves = leaves_of(batch)
+    loss = step(*leaves)
+    kept = torch.autograd.grad(SCALE * loss, leaves, retain_graph=True)
+    found = torch.autograd.grad(SCALE * loss, leaves)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(*leaves)
+    for x, y, z in zip(kept, found, torch.autograd.grad(SCALE * compiled, leaves), strict=True):
+        assert x.isfinite().all() and x.any() and torch.equal(x, y) and torch.equal(x, z) and x.dtype == torch.float16
 
 
 def test_a_factor_keeps_its_float32_value():

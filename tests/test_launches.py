@@ -12,8 +12,6 @@ from torch.profiler import ProfilerActivity, profile
 from triton.runtime import interpreter
 
 import grpo_kernels as gk
-from grpo_kernels.contract import TokenInputs
-from grpo_kernels.engine import loss_op
 
 KERNEL = "a Triton kernel"
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_")
@@ -73,22 +71,3 @@ def test_launches_of_a_step_of_one_chunk(monkeypatch, masked):
     assert before <= 6, seen
     assert len(seen) <= 14, seen
     assert sum(name in PRODUCTS for name in seen) == 3
-
-
-@pytest.mark.parametrize(
-    ("device", "tokens", "changes", "every_row"),
-    [
-        ("cuda", 256, {}, True),
-        ("cuda", 257, {}, False),
-        ("cpu", 8, {}, False),  # its products are bound by arithmetic
-        ("cpu", 8, {"static_shapes": True}, True),
-        ("cuda", 8, {"cu_seqlens": torch.tensor([0, 8])}, False),  # the lengths decide how sequences are packed
-        ("cuda", 8, {"kept_counts": torch.ones(8, dtype=torch.int32)}, False),  # and which tokens have few kept ids
-    ],
-)
-def test_where_the_counts_of_rows_are_read(monkeypatch, device, tokens, changes, every_row):
-    monkeypatch.setattr(loss_op, "is_capturing", lambda device: False)
-    config = gk.GRPOConfig(static_shapes=changes.get("static_shapes", False))
-    inputs = dict.fromkeys(TokenInputs._fields) | {k: x for k, x in changes.items() if k in TokenInputs._fields}
-    call = loss_op.LossCall(torch.zeros(tokens), TokenInputs(**inputs), 0, config, "torch", None, [True, True, False])
-    assert loss_op._computes_every_row(call, torch.device(device)) == every_row

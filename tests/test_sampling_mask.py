@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import MASK_WAYS, call_counter, make_sampling_mask, set_mask_way
+from helpers import (
+    LEAVES,
+    MASK_WAYS,
+    Batch,
+    assert_close,
+    assert_same_bits,
+    call_counter,
+    errors,
+    fused,
+    make_batch,
+    make_sampling_mask,
+    off_policy,
+    packed,
+    reference,
+    relative,
+    set_mask_way,
+    true_logps,
+)
 from test_vocab_parallel import run_ranks
 from torch import Tensor, distributed
 
@@ -14,10 +32,10 @@ import grpo_kernels as gk
 from grpo_kernels import SamplingMask
 from grpo_kernels.backends import get_backend
 from grpo_kernels.engine import kept
-from grpo_kernels.reference import reference_grpo_loss, reference_logps
+from grpo_kernels.reference import kept_ids, reference_loss_from_logits
 
-B, T, H, V = 3, 7, 16, 61
-BACKENDS = ("torch", "cpu", "triton", "cuda")  # the last two interpreted and emulated
+B, T, V = 3, 7, 61
+TOLERANCE = 2e-5
 
 
 @pytest.fixture(params=MASK_WAYS)
@@ -27,35 +45,27 @@ def way(request, monkeypatch):
     return request.param
 
 
-def make_mask(seed: int = 0, **counts: int) -> SamplingMask:
-    """Some tokens without a mask, most without their sampled id."""
-    return make_sampling_mask((B, T), V, seed, **counts)
+def masked_batch(seed: int = 0, *, least: int = 0, most: int = 40, dtype: torch.dtype = torch.float32) -> Batch:
+    """Some tokens without a mask, most without their sampled id; a sequence without an advantage; padding."""
+    batch = make_batch(seed, sequences=B, length=T, width=16, vocab=V, bias=True).head_as(dtype)
+    batch.advantages = torch.tensor([1.1, 0.0, -0.7])
+    padding_mask = torch.arange(T) < torch.tensor([[T], [4], [6]])
+    mask = make_sampling_mask((B, T), V, seed, least=least, most=most)
+    return off_policy(batch.with_options(sampling_mask=mask, completion_mask=padding_mask))
 
 
-def make_batch(dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
-    g = torch.Generator().manual_seed(seed)
-    hidden, weight, bias = (
-        torch.randn(B, T, H, generator=g),
-        torch.randn(V, H, generator=g),
-        torch.randn(V, generator=g),
+def call(batch: Batch, **options) -> gk.GRPOLossOutput:
+    return gk.fused_grpo_loss(
+        batch.hidden, batch.weight, batch.ids, batch.advantages, lm_head_bias=batch.bias, **batch.options, **options
     )
-    ids = torch.randint(0, V, (B, T), generator=g)
-    given = {"completion_ids": ids, "advantages": torch.tensor([1.1, 0.0, -0.7])}
-    given["completion_mask"] = torch.arange(T) < torch.tensor([[T], [4], [6]])
-    for name in ("old_logps", "ref_logps"):
-        given[name] = -2 + 0.3 * torch.randn(B, T, generator=g)
-    leaves = {"hidden": hidden, "lm_head_weight": weight, "lm_head_bias": bias}
-    return given | {name: x.to(dtype).requires_grad_() for name, x in leaves.items()}
 
 
-def gradients_of(loss: Tensor, batch: dict[str, Tensor]) -> list[Tensor]:
-    return list(torch.autograd.grad(loss, [batch[name] for name in ("hidden", "lm_head_weight", "lm_head_bias")]))
+def gradients_of(loss: Tensor, leaves: list[Tensor]) -> dict[str, Tensor]:
+    return dict(zip(LEAVES, torch.autograd.grad(loss, leaves), strict=True))
 
 
-def exact(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        k: x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for k, x in batch.items()
-    }
+def leaves_of(batch: Batch) -> list[Tensor]:
+    return [getattr(batch, name).detach().clone().requires_grad_() for name in LEAVES]
 
 
 CONFIGS = {
@@ -71,169 +81,126 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("preset", CONFIGS)
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_the_loss_and_its_gradients(backend, preset, way):
     name = "dapo" if preset == "gmpo" else preset.split(",")[0]
-    config = gk.GRPOConfig.preset(name, **CONFIGS[preset])
-    batch, mask = make_batch(), make_mask()
-    out = gk.fused_grpo_loss(**batch, config=config, backend=backend, sampling_mask=mask)
-    found = gradients_of(out.loss, batch)
-    wanted = exact(batch)
-    reference = reference_grpo_loss(**wanted, config=config, sampling_mask=mask)
-    torch.testing.assert_close(out.loss.double(), reference.loss, rtol=2e-5, atol=1e-6)
-    unmasked = batch["completion_mask"]
-    if config.score_inactive:
-        torch.testing.assert_close(out.logps[unmasked].double(), reference.logps[unmasked], rtol=2e-5, atol=2e-5)
-        torch.testing.assert_close(out.entropy[unmasked].double(), reference.entropy[unmasked], rtol=2e-5, atol=2e-5)
-    for mine, theirs in zip(found, gradients_of(reference.loss, wanted), strict=True):
-        atol = max(2e-6, 1e-6 * theirs.abs().max().item())  # entries that are sums of larger numbers
-        torch.testing.assert_close(mine.double(), theirs, rtol=2e-4, atol=atol)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_logps(backend, way):
-    batch, mask = make_batch(), make_mask(1)
-    leaves = {name: batch[name] for name in ("hidden", "lm_head_weight", "lm_head_bias")}
-    ids, unmasked = batch["completion_ids"], batch["completion_mask"]
-    given = leaves | {"completion_ids": ids, "completion_mask": unmasked, "sampling_mask": mask, "backend": backend}
-    logps, entropy = gk.fused_logps(**given, entropy=True)
-    with torch.no_grad():
-        assert torch.equal(gk.fused_logps(**given)[0], logps)
-    wanted = exact(batch)
-    logits = wanted["hidden"] @ wanted["lm_head_weight"].mT + wanted["lm_head_bias"]
-    expected = [torch.where(unmasked, x, 0) for x in reference_logps(logits, ids, sampling_mask=mask)]
-    torch.testing.assert_close(logps.double(), expected[0], rtol=2e-5, atol=2e-5)
-    torch.testing.assert_close(entropy.double(), expected[1], rtol=2e-5, atol=2e-5)
-    g = torch.randn(2, B, T, generator=torch.Generator().manual_seed(5))
-    found = gradients_of((logps * g[0] + entropy * g[1]).sum(), batch)
-    theirs = gradients_of((expected[0] * g[0] + expected[1] * g[1]).sum(), wanted)
-    for mine, other in zip(found, theirs, strict=True):
-        torch.testing.assert_close(mine.double(), other, rtol=2e-4, atol=2e-5)
-
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_loss_of_ones_own(backend, level, way):
-    batch, mask = make_batch(), make_mask(2)
-    leaves = {name: batch[name] for name in ("hidden", "lm_head_weight", "lm_head_bias")}
-    given = {name: batch[name] for name in ("completion_ids", "completion_mask")}
-    old = batch["old_logps"]
-
-    def loss_fn(chunk: gk.PolicyChunk) -> Tensor:
-        return ((chunk.logps - chunk.tokens(old)).exp() * chunk.sequences(batch["advantages"])).sum()
-
-    loss = gk.fused_policy_loss(**leaves, **given, loss_fn=loss_fn, level=level, sampling_mask=mask, backend=backend)
-    wanted = exact(batch)
-    logits = wanted["hidden"] @ wanted["lm_head_weight"].mT + wanted["lm_head_bias"]
-    logps, _ = reference_logps(logits, batch["completion_ids"], sampling_mask=mask)
-    ratio = (logps - wanted["old_logps"]).exp() * wanted["advantages"][:, None]
-    expected = torch.where(batch["completion_mask"], ratio, 0).sum()
-    torch.testing.assert_close(loss.double(), expected, rtol=2e-5, atol=2e-5)
-    for mine, other in zip(gradients_of(loss, batch), gradients_of(expected, wanted), strict=True):
-        torch.testing.assert_close(mine.double(), other, rtol=2e-4, atol=2e-5)
-
-
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("preset", ["grpo", "gspo"])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_from_logits(backend, preset, inplace):
-    batch, mask = make_batch(), make_mask(3)
-    config = gk.GRPOConfig.preset(preset)
-    given = {k: x for k, x in batch.items() if k not in ("hidden", "lm_head_weight", "lm_head_bias")}
-    logits = (batch["hidden"] @ batch["lm_head_weight"].mT).detach().requires_grad_()
-    kept_logits = logits.detach().clone()
-    out = gk.grpo_loss_from_logits(
-        logits * 1.0, **given, config=config, sampling_mask=mask, inplace=inplace, backend=backend
-    )
-    (found,) = torch.autograd.grad(out.loss, logits)
-    assert torch.equal(logits.detach(), kept_logits)
-    with torch.no_grad():
-        again = gk.grpo_loss_from_logits(logits, **given, config=config, sampling_mask=mask, backend=backend)
-    assert torch.equal(logits.detach(), kept_logits) and torch.equal(again.loss, out.loss)
-    from grpo_kernels.reference import reference_loss_from_logits
-
-    leaf = kept_logits.double().requires_grad_()
-    wanted = {k: x.double() if x.is_floating_point() else x for k, x in given.items()}
-    reference = reference_loss_from_logits(leaf, **wanted, config=config, sampling_mask=mask)
-    torch.testing.assert_close(out.loss.double(), reference.loss, rtol=2e-5, atol=1e-6)
-    (theirs,) = torch.autograd.grad(reference.loss, leaf)
-    torch.testing.assert_close(found.double(), theirs, rtol=2e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_mask_of_the_sampled_id_alone(backend):
-    """One id with probability 1: log-probability 0, entropy 0, no gradient."""
-    batch = make_batch()
-    mask = SamplingMask.from_padded(batch["completion_ids"][..., None])
-    out = gk.fused_grpo_loss(**batch, sampling_mask=mask, backend=backend)
-    assert not out.logps.any() and not out.entropy.any()
-    assert not any(g.any() for g in gradients_of(out.loss, batch))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_mask_of_everything_and_one_of_nothing_are_no_mask(backend, way):
-    batch = make_batch()
-    plain = gk.fused_grpo_loss(**batch, backend=backend)
-    wanted = gradients_of(plain.loss, batch)
-    everything = SamplingMask.from_padded(torch.arange(V).expand(B, T, V))
-    nothing = SamplingMask(torch.empty(0, dtype=torch.int32), torch.zeros(B, T, dtype=torch.int32))
-    for mask in (everything, nothing):
-        out = gk.fused_grpo_loss(**batch, sampling_mask=mask, backend=backend)
-        torch.testing.assert_close(out.loss, plain.loss, rtol=1e-5, atol=1e-6)
-        for mine, other in zip(gradients_of(out.loss, batch), wanted, strict=True):
-            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    ("dtype", "logits"), [(torch.bfloat16, None), (torch.float16, None), (torch.float16, torch.float16)]
-)
-def test_16_bit_inputs(backend, dtype, logits, way):
-    """Errors no larger than those of eager PyTorch with -inf in 16-bit logits. float16 logits have scaled gradients."""
-    batch, mask = make_batch(dtype), make_mask()
-    wanted = exact(batch)
-    reference = reference_grpo_loss(**wanted, sampling_mask=mask)
-    theirs = gradients_of(reference.loss, wanted)
-    eager = gradients_of(reference_grpo_loss(**batch, sampling_mask=mask).loss, batch)
-    config = gk.GRPOConfig(logits_dtype=logits)
-    out = gk.fused_grpo_loss(**batch, config=config, sampling_mask=mask, backend=backend)
-    for mine, plain, true in zip(gradients_of(out.loss, batch), eager, theirs, strict=True):
-        assert (mine.double() - true).norm() <= 1.5 * (plain.double() - true).norm() + 1e-6
-
-
-def test_metrics(way):
-    batch, mask = make_batch(), make_mask()
-    out = gk.fused_grpo_loss(**batch, sampling_mask=mask)
-    scored = batch["completion_mask"] & (mask.counts > 0)
-    rows = mask.ids.split(mask.counts.reshape(-1).tolist())
-    held = torch.tensor([int(i) in row for i, row in zip(batch["completion_ids"].reshape(-1), rows, strict=True)])
-    missing = (scored & ~held.view(B, T)).sum()
-    total, count = out.metric_sums["sampling_mask/added"]
-    assert (total, count) == (missing, scored.sum())
-    assert out.metrics["sampling_mask/added"] == missing / scored.sum()
-    if way == "dense":
-        logits = batch["hidden"] @ batch["lm_head_weight"].mT + batch["lm_head_bias"]
-        from grpo_kernels.reference import kept_ids
-
-        mass = (logits.softmax(-1) * kept_ids(mask, batch["completion_ids"], V)).sum(-1)[scored].mean()
-        torch.testing.assert_close(out.metrics["sampling_mask/kept_mass"], mass, rtol=1e-4, atol=1e-5)
+    config, batch = gk.GRPOConfig.preset(name, **CONFIGS[preset]), masked_batch()
+    found, exact = fused(batch, config, backend), reference(batch, config)
+    if not config.score_inactive:  # fewer log-probabilities than the reference has, and metrics
+        for x in (found, exact):
+            x.logps, x.entropy, x.metrics = x.logps[:1], x.entropy[:1], {}
+    assert_close(found, exact, TOLERANCE)
 
 
 @pytest.mark.parametrize("preset", ["grpo", "gspo", "vespo"])
 def test_tokens_that_all_have_a_mask(preset, way):
     """Nothing, or no whole sequence, is left for the dense products without a mask; with gradients and without."""
-    config, batch, mask = gk.GRPOConfig.preset(preset), make_batch(), make_mask(least=1)
-    out = gk.fused_grpo_loss(**batch, config=config, sampling_mask=mask)
-    wanted = exact(batch)
-    reference = reference_grpo_loss(**wanted, config=config, sampling_mask=mask)
-    torch.testing.assert_close(out.loss.double(), reference.loss, rtol=2e-5, atol=1e-6)
-    for mine, theirs in zip(gradients_of(out.loss, batch), gradients_of(reference.loss, wanted), strict=True):
-        torch.testing.assert_close(mine.double(), theirs, rtol=2e-4, atol=2e-6)
-    with torch.no_grad():
-        scored = gk.fused_grpo_loss(**batch, config=config, sampling_mask=mask)
-    torch.testing.assert_close(scored.loss, out.loss)
-    for name, x in out.metrics.items():
+    config, batch = gk.GRPOConfig.preset(preset), masked_batch(least=1)
+    found = fused(batch, config)
+    assert_close(found, reference(batch, config), TOLERANCE)
+    scored = call(batch, config=config)
+    torch.testing.assert_close(scored.loss, found.loss)
+    for name, x in found.metrics.items():
         torch.testing.assert_close(scored.metrics[name], x)
+
+
+def test_logps(backend, way):
+    batch = masked_batch(1)
+    leaves, mask = leaves_of(batch), batch.options["completion_mask"]
+    options = dict(completion_mask=mask, sampling_mask=batch.options["sampling_mask"], backend=backend)
+    found = gk.fused_logps(leaves[0], leaves[1], batch.ids, lm_head_bias=leaves[2], entropy=True, **options)
+    with torch.no_grad():
+        again = gk.fused_logps(leaves[0], leaves[1], batch.ids, lm_head_bias=leaves[2], **options)
+    assert torch.equal(again[0], found[0])
+    wide = leaves_of(batch.head_as(torch.float64))
+    exact = true_logps(Batch(wide[0], wide[1], batch.ids, None, wide[2], batch.options), gk.GRPOConfig())
+    exact = [torch.where(mask, x, 0) for x in exact]
+    g = torch.randn(2, B, T, generator=torch.Generator().manual_seed(5))
+    for mine, theirs in zip(found, exact, strict=True):
+        assert relative(mine.detach(), theirs.detach()) <= TOLERANCE
+    mine, theirs = (gradients_of((torch.stack([*x]) * g).sum(), y) for x, y in ((found, leaves), (exact, wide)))
+    assert all(relative(mine[name], theirs[name]) <= TOLERANCE for name in LEAVES)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_loss_of_ones_own(backend, level, way):
+    """The sum of ratios times advantages is minus the REINFORCE-like loss without clipping."""
+    batch, config = masked_batch(2), gk.GRPOConfig(epsilon_low=1.0, epsilon_high=1e6)
+    leaves = leaves_of(batch)
+
+    def loss_fn(chunk: gk.PolicyChunk) -> Tensor:
+        ratio = (chunk.logps - chunk.tokens(batch.options["old_logps"])).exp()
+        return -(ratio * chunk.sequences(batch.advantages)).sum()
+
+    loss = gk.fused_policy_loss(
+        leaves[0], leaves[1], batch.ids, loss_fn, level=level, backend=backend, lm_head_bias=leaves[2],
+        completion_mask=batch.options["completion_mask"], sampling_mask=batch.options["sampling_mask"],
+    )  # fmt: skip
+    exact = reference(batch.with_options(normalizer=1), config)
+    assert relative(loss.detach(), exact.loss) <= TOLERANCE
+    for name, x in gradients_of(loss, leaves).items():
+        assert relative(x, exact.grads[name]) <= TOLERANCE, name
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("preset", ["grpo", "gspo"])
+def test_from_logits(backend, preset, inplace):
+    batch, config = masked_batch(3), gk.GRPOConfig.preset(preset)
+    given = dict(config=config, **batch.options)
+    logits = (batch.hidden @ batch.weight.mT + batch.bias).requires_grad_()
+    before = logits.detach().clone()
+    out = gk.grpo_loss_from_logits(logits * 1.0, batch.ids, batch.advantages, inplace=inplace, backend=backend, **given)
+    (found,) = torch.autograd.grad(out.loss, logits)
+    with torch.no_grad():
+        again = gk.grpo_loss_from_logits(logits, batch.ids, batch.advantages, backend=backend, **given)
+    assert torch.equal(logits.detach(), before) and torch.equal(again.loss, out.loss)
+    leaf = before.double().requires_grad_()
+    exact = reference_loss_from_logits(leaf, batch.ids, batch.advantages.double(), **given)
+    assert relative(out.loss.detach(), exact.loss.detach()) <= TOLERANCE
+    assert relative(found, torch.autograd.grad(exact.loss, leaf)[0]) <= TOLERANCE
+
+
+def test_masks_of_the_sampled_id_of_everything_and_of_nothing(backend, way):
+    """One id with probability 1: no gradient. The whole vocabulary, or count 0: no mask."""
+    batch = masked_batch()
+    batch.options.pop("sampling_mask")
+    plain = fused(batch, backend=backend)
+    alone = fused(batch, backend=backend, sampling_mask=SamplingMask.from_padded(batch.ids[..., None]))
+    assert not alone.logps.any() and not alone.entropy.any() and not any(g.any() for g in alone.grads.values())
+    everything = SamplingMask.from_padded(torch.arange(V).expand(B, T, V))
+    nothing = SamplingMask(torch.empty(0, dtype=torch.int32), torch.zeros(B, T, dtype=torch.int32))
+    for mask in (everything, nothing):
+        assert_close(fused(batch, backend=backend, sampling_mask=mask), plain, TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "logits"), [(torch.bfloat16, None), (torch.float16, None), (torch.float16, torch.float16)]
+)
+def test_16_bit_inputs(backend, dtype, logits, way):
+    """Errors no larger than those of eager PyTorch with -inf in 16-bit logits. float16 logits have scaled gradients."""
+    batch = masked_batch(dtype=dtype)
+    exact = reference(batch)
+    eager, found = reference(batch, dtype=dtype), fused(batch, gk.GRPOConfig(logits_dtype=logits), backend)
+    for name in LEAVES:
+        assert (
+            relative(found.grads[name], exact.grads[name])
+            <= 1.5 * relative(eager.grads[name], exact.grads[name]) + 1e-6
+        ), name
+    assert_same_bits(found, fused(batch, gk.GRPOConfig(logits_dtype=logits), backend))
+
+
+def test_metrics(way):
+    batch = masked_batch()
+    mask, out = batch.options["sampling_mask"], call(batch)
+    scored = batch.options["completion_mask"] & (mask.counts > 0)
+    rows = mask.ids.split(mask.counts.reshape(-1).tolist())
+    held = torch.tensor([int(i) in row for i, row in zip(batch.ids.reshape(-1), rows, strict=True)])
+    missing = (scored & ~held.view(B, T)).sum()
+    assert out.metric_sums["sampling_mask/added"] == (missing, scored.sum())
+    assert out.metrics["sampling_mask/added"] == missing / scored.sum()
+    if way == "dense":
+        logits = batch.hidden @ batch.weight.mT + batch.bias
+        mass = (logits.softmax(-1) * kept_ids(mask, batch.ids, V)).sum(-1)[scored].mean()
+        torch.testing.assert_close(out.metrics["sampling_mask/kept_mass"], mass, rtol=1e-4, atol=1e-5)
 
 
 def test_kept_ids_marked_by_slices_and_by_indices():
@@ -252,21 +219,22 @@ def test_kept_ids_marked_by_slices_and_by_indices():
 
 def part_of_a_batch(rank: int, group) -> None:
     """In each of two processes: the loss, its gradients and sums of metrics, added up, are those of the whole batch."""
-    batch, mask, mine = make_batch(), make_mask(), slice(0, 2) if rank == 0 else slice(2, 3)
-    config, tokens = gk.GRPOConfig.preset("dapo"), batch["completion_mask"].sum()
-    per_token = {name: x[mine] for name, x in batch.items() if x.shape[0] == B}
-    own = per_token["completion_mask"].sum()
-    distributed.all_reduce(own)
-    assert own == tokens
-    whole = gk.fused_grpo_loss(**batch, config=config, sampling_mask=mask)
-    part = gk.fused_grpo_loss(**(batch | per_token), config=config, sampling_mask=mask[mine], num_items_in_batch=own)
-    found = [part.loss.detach(), *gradients_of(part.loss, batch)]
-    found += [torch.stack([*part.metric_sums[name]]) for name in ("sampling_mask/added", "sampling_mask/kept_mass")]
-    expected = [whole.loss.detach(), *gradients_of(whole.loss, batch)]
-    expected += [torch.stack([*whole.metric_sums[name]]) for name in ("sampling_mask/added", "sampling_mask/kept_mass")]
-    for mine_, theirs in zip(found, expected, strict=True):
-        distributed.all_reduce(mine_)
-        torch.testing.assert_close(mine_, theirs)
+    batch, rows = masked_batch(), slice(0, 2) if rank == 0 else slice(2, 3)
+    leaves, config = leaves_of(batch), gk.GRPOConfig.preset("dapo")
+    whole = dataclasses.replace(batch, hidden=leaves[0], weight=leaves[1], bias=leaves[2])
+    part = dataclasses.replace(
+        whole, hidden=leaves[0][rows], ids=batch.ids[rows], advantages=batch.advantages[rows],
+        options={name: x[rows] for name, x in batch.options.items()},
+    )  # fmt: skip
+    tokens = batch.options["completion_mask"].sum()
+    found, expected = (
+        [out.loss.detach(), *gradients_of(out.loss, leaves).values()]
+        + [torch.stack([*out.metric_sums[f"sampling_mask/{name}"]]) for name in ("added", "kept_mass")]
+        for out in (call(part, config=config, num_items_in_batch=tokens), call(whole, config=config))
+    )
+    for share, total in zip(found, expected, strict=True):
+        distributed.all_reduce(share)
+        torch.testing.assert_close(share, total)
 
 
 def test_two_ranks_add_up_to_one_process(tmp_path):
@@ -277,15 +245,10 @@ def test_two_ranks_add_up_to_one_process(tmp_path):
 def test_strategies_without_logits_leave_masks_to_rows(strategy, way, monkeypatch):
     """A mask needs the logits, so that tokens without one take the rows too; gathers need no strategy."""
     monkeypatch.setenv("GRPO_KERNELS_STRATEGY", strategy)
-    batch, mask = make_batch(torch.bfloat16), make_mask()
-    assert strategy in get_backend("triton").strategies(batch["hidden"], batch["lm_head_weight"])
-    out = gk.fused_grpo_loss(**batch, sampling_mask=mask, backend="triton")
-    wanted = exact(batch)
-    reference = reference_grpo_loss(**wanted, sampling_mask=mask)
-    torch.testing.assert_close(out.loss.double(), reference.loss, rtol=1e-2, atol=1e-3)
-    assert (out.logps - reference.logps)[batch["completion_mask"]].abs().max() < 0.1
-    for mine, theirs in zip(gradients_of(out.loss, batch), gradients_of(reference.loss, wanted), strict=True):
-        assert (mine.double() - theirs).norm() <= 0.02 * theirs.norm()
+    batch = masked_batch(dtype=torch.bfloat16)
+    assert strategy in get_backend("triton").strategies(batch.hidden, batch.weight)
+    found = errors(fused(batch, backend="triton"), reference(batch))
+    assert all(found[name] <= 0.02 for name in ("loss", "logps", *(f"grad {name}" for name in LEAVES))), found
 
 
 def test_nothing_is_computed_twice(monkeypatch):
@@ -296,81 +259,46 @@ def test_nothing_is_computed_twice(monkeypatch):
     calls = []
     for name in ("statistics", "kept_logits"):
         call_counter(monkeypatch, get_backend("torch"), name, calls, lambda *_, name=name: name)
-    batch, mask, config = make_batch(), make_mask(least=1, most=8), gk.GRPOConfig.preset("gspo", chunk_rows=3)
+    batch, config = masked_batch(least=1, most=8), gk.GRPOConfig.preset("gspo", chunk_rows=3)
     for way, expected in (("dense", ["statistics"] * 2 * 6), ("gathers", ["kept_logits", "statistics"])):
         set_mask_way(monkeypatch, way, V)
         calls.clear()
-        gk.fused_grpo_loss(**batch, config=config, sampling_mask=mask, backend="torch")
+        fused(batch, config, "torch")
         assert calls == expected
 
 
-def test_a_packed_batch_and_an_lm_head_view():
-    """The same tokens packed, hidden states with strides of their own, as those of a shifted completion."""
-    batch, mask = make_batch(), make_mask()
-    lengths = batch["completion_mask"].sum(1).tolist()
-    out = gk.fused_grpo_loss(**batch, sampling_mask=mask)
-    unmasked = batch["completion_mask"].reshape(-1)
-    rows = mask.ids.split(mask.counts.reshape(-1).tolist())
-    packed = SamplingMask.from_lists([row.tolist() for row, used in zip(rows, unmasked, strict=True) if used])
-    given = {k: batch[k].reshape(-1)[unmasked] for k in ("completion_ids", "old_logps", "ref_logps")}
-    offsets = torch.tensor([0, *lengths]).cumsum(0)
-    same = gk.fused_grpo_loss(
-        batch["hidden"].reshape(-1, H)[unmasked], batch["lm_head_weight"], **given, advantages=batch["advantages"],
-        lm_head_bias=batch["lm_head_bias"], cu_seqlens=offsets, sampling_mask=packed,
-    )  # fmt: skip
-    torch.testing.assert_close(same.loss, out.loss)
-    wide = torch.randn(B, T + 1, H)
-    wide[:, :-1] = batch["hidden"].detach()
-    shifted = gk.fused_grpo_loss(**(batch | {"hidden": wide.requires_grad_()[:, :-1]}), sampling_mask=mask)
-    torch.testing.assert_close(shifted.loss, out.loss)
-
-
-def test_repeats_have_the_same_bits(way):
-    batch, mask = make_batch(), make_mask()
-    found = []
-    for _ in range(2):
-        out = gk.fused_grpo_loss(**batch, sampling_mask=mask)
-        found.append([out.loss, *gradients_of(out.loss, batch)])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+def test_packed_batches_views_and_padding():
+    """The same tokens packed; hidden states of a shifted completion; padding that holds anything."""
+    batch = masked_batch()
+    expected = fused(batch)
+    torch.testing.assert_close(fused(packed(batch)).loss, expected.loss)
+    shifted = torch.randn(B, T + 1, 16)
+    shifted[:, :-1] = batch.hidden
+    torch.testing.assert_close(call(dataclasses.replace(batch, hidden=shifted[:, :-1])).loss, expected.loss)
+    padding = ~batch.options["completion_mask"]
+    dirty = dataclasses.replace(
+        batch, hidden=batch.hidden.masked_fill(padding[..., None], torch.nan), ids=batch.ids.masked_fill(padding, -100)
+    )
+    assert_close(fused(dirty), expected)
 
 
 @pytest.mark.parametrize("most", [4, 40])
 def test_under_torch_compile(most):
-    batch, mask = make_batch(), make_mask(most=most)
-    eager = gk.fused_grpo_loss(**batch, sampling_mask=mask)
+    batch = masked_batch(most=most)
+    leaves, expected = leaves_of(batch), fused(batch)
 
     @torch.compile(fullgraph=True)
-    def step(given: dict[str, Tensor], mask: SamplingMask) -> tuple[Tensor, Tensor]:
-        out = gk.fused_grpo_loss(**given, sampling_mask=mask)
+    def step(hidden: Tensor, weight: Tensor, bias: Tensor, mask: SamplingMask) -> tuple[Tensor, Tensor]:
+        out = gk.fused_grpo_loss(
+            hidden, weight, batch.ids, batch.advantages, lm_head_bias=bias, **batch.options | {"sampling_mask": mask}
+        )
         return out.loss, out.metrics["sampling_mask/added"]
 
-    loss, added = step(batch, mask)
-    torch.testing.assert_close(loss, eager.loss)
-    assert added == eager.metrics["sampling_mask/added"]
-    for mine, other in zip(gradients_of(loss, batch), gradients_of(eager.loss, batch), strict=True):
-        torch.testing.assert_close(mine, other)
-
-
-def test_autocast():
-    batch, mask = make_batch(), make_mask()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = gk.fused_grpo_loss(**batch, sampling_mask=mask)
-    plain = gk.fused_grpo_loss(**batch, sampling_mask=mask)
-    torch.testing.assert_close(out.loss, plain.loss, rtol=0.05, atol=0.02)
-    found = gradients_of(out.loss, batch)
-    assert [g.dtype for g in found] == [torch.float32] * 3
-
-
-def test_padding_may_hold_anything():
-    batch, mask = make_batch(), make_mask()
-    wanted = gradients_of(gk.fused_grpo_loss(**batch, sampling_mask=mask).loss, batch)
-    padding = ~batch["completion_mask"]
-    hidden = batch["hidden"].detach().masked_fill(padding[..., None], torch.nan).requires_grad_()
-    dirty = batch | {"hidden": hidden, "completion_ids": batch["completion_ids"].masked_fill(padding, -100)}
-    for mine, other in zip(
-        gradients_of(gk.fused_grpo_loss(**dirty, sampling_mask=mask).loss, dirty), wanted, strict=True
-    ):
-        torch.testing.assert_close(mine, other)
+    loss, added = step(*leaves, batch.options["sampling_mask"])
+    torch.testing.assert_close(loss, expected.loss)
+    assert added == expected.metrics["sampling_mask/added"]
+    for name, x in gradients_of(loss, leaves).items():
+        torch.testing.assert_close(x, expected.grads[name])
 
 
 def test_the_bias_that_it_removes(monkeypatch):
