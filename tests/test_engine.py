@@ -80,6 +80,15 @@ def test_dropped_rows_leave_the_same_bits(backend):
     assert torch.equal(found.grads["weight"], expected.grads["weight"]) and torch.equal(found.loss, expected.loss)
 
 
+def test_a_single_masked_row_gets_no_product_and_may_hold_anything(products, backend):
+    batch = make_batch(0).with_options(completion_mask=torch.ones(4, 6))
+    batch.options["completion_mask"][0, 5] = 0
+    batch.hidden[0, 5] = torch.nan
+    found = fused(batch, backend=backend)
+    assert products() == {"logits": 23, "dhidden": 23, "dweight": 23}
+    assert all(x.isfinite().all() for x in found.grads.values())
+
+
 def test_longer_sequences_than_a_chunk_cost_one_more_product(products, backend):
     config = gk.GRPOConfig(importance_sampling_level="sequence", chunk_rows=4)
     found = fused(off_policy(half_inactive()), config, backend)
