@@ -1,8 +1,8 @@
 """What compile_gate.py compiles: calls of the package's launchers on tensors that nobody reads or writes.
 
 A new kernel, or a specialisation whose code differs much, is an entry of CASES at the end. The tensors have the types,
-alignment and divisibility of a real batch; that they lie on the CPU changes nothing in the kernel. launch_keys.py asks
-which cases would compile again for another number of rows, or for a chunk that begins elsewhere.
+alignment and divisibility of a real batch; that they lie on the CPU changes nothing in the kernel. triton_launches.py
+asks which cases would compile again for another number of rows, or for a chunk that begins elsewhere.
 """
 
 from __future__ import annotations

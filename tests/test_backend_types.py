@@ -130,16 +130,6 @@ def test_an_id_outside_the_vocabulary_reads_and_writes_nothing_else(name, id_):
     torch.testing.assert_close(grad[4], -logits[3].softmax(-1))
 
 
-@pytest.mark.parametrize("name", ["cpu", "triton", "cuda"])
-def test_wrong_tensors_are_refused(name):
-    kernels, (logits, ids, table) = RowKernels(get_backend(name)), inputs()
-    grad = torch.zeros_like(logits)
-    for wrong, message in ((ids.int(), r"ids: .*int64"), (ids[:3], r"ids: .*\(3,\)")):
-        with pytest.raises(ValueError, match=message):
-            kernels.fused(logits, grad, wrong, table, PARAMS)
-    assert not grad.any()
-
-
 def test_calls_are_checked_where_the_environment_says_so(monkeypatch):
     def scale(self, x, factor):
         return "called"

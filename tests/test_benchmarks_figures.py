@@ -115,13 +115,6 @@ def test_memory_is_drawn_against_the_length_with_a_cross_where_it_ran_out():
     assert axis.get_xlabel() == "tokens per completion, 16 completions"
 
 
-def test_errors_show_the_median_of_the_cases():
-    losses = (1e-6, 5e-6, 2e-6)
-    cases = [case({"ours": entry("ours", errors={"loss": e})}, f"{64 * (i + 1)}x7x11") for i, e in enumerate(losses)]
-    (axis,) = figures.errors(document(*cases, case({"ours": entry("ours")}, idle_share=1.0))).axes
-    assert drawn(axis) == {"ours": {2e-6: 0}} and texts(axis) == ["ours  2.0e-6"]
-
-
 def test_idle_prompts_are_relative_to_ones_own_time_without_and_scaling_to_the_floor():
     idle = [
         case({"ours": entry("ours", 1 - s / 2), "floor": entry("floor")}, idle_share=s, beta=0.0) for s in (0.5, 0, 1)
@@ -131,13 +124,6 @@ def test_idle_prompts_are_relative_to_ones_own_time_without_and_scaling_to_the_f
     left, right = figures.PICTURES["scaling-tokens"](document(*(case(shape=f"{n}x7x11") for n in (64, 128, 256)))).axes
     assert drawn(right)["ours"] == pytest.approx(dict.fromkeys((64, 128, 256), 1.05))
     assert set(drawn(left)) == set(TITLES.values())
-
-
-def test_sampling_masks_stand_beside_their_bound():
-    bounds = {8: 0.01, 32: 0.04, 512: 0.3}
-    (axis,) = figures.PICTURES["kept"](document(*(masked(n, bound) for n, bound in bounds.items()))).axes
-    assert drawn(axis)["bandwidth bound"] == bounds
-    assert drawn(axis)["ours"] == pytest.approx({n: 2.1 * bound for n, bound in bounds.items()})
 
 
 # --- the scripts ------------------------------------------------------------------------------------------------------

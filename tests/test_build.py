@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import os
 import re
 import subprocess
 import sys
-import sysconfig
 import zipfile
 from pathlib import Path
 
 import pytest
-import setuptools
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -265,56 +262,6 @@ def test_what_cannot_be_built_is_said_and_removed(tmp_path):
     assert done.returncode == 0 and "no CUDA kernels (GRPO_KERNELS_NATIVE=0)" in done.stderr
 
 
-@pytest.fixture
-def editable(monkeypatch, tmp_path):
-    """setup.py's build_ext as an editable install runs it, in an empty folder; modules are made by `write`."""
-    spec = importlib.util.spec_from_file_location("setup_script", ROOT / "setup.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    monkeypatch.chdir(tmp_path)
-    for name in [name for name in os.environ if name.startswith("GRPO_KERNELS_")]:
-        monkeypatch.delenv(name)
-    modules = [script.Extension(script.CPU, []), script.Extension(script.CUDA, [])]
-    command = script.NinjaBuild(
-        setuptools.Distribution({"name": "x", "packages": ["grpo_kernels"], "ext_modules": modules})
-    )
-    command.editable_mode = True
-    command.ensure_finalized()
-
-    def write(filename: str, **options: object) -> Path:
-        Path("built").write_text(filename)
-        return Path("built")
-
-    return command, write
-
-
-def refuse(filename: str, **options: object) -> Path:
-    raise BuildError("no compiler")
-
-
-@pytest.mark.filterwarnings("ignore:setup.py install is deprecated")
-def test_an_editable_build_names_the_modules_beside_the_python_files(editable, monkeypatch):
-    """setuptools asks the extensions that it prepared for their outputs, after the build: pip install -e . failed."""
-    command, write = editable
-    monkeypatch.setattr("kernel_build.cpu.build", write)
-    monkeypatch.setattr("kernel_build.cuda.build", write)
-    command.run()
-    suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    beside = {f"grpo_kernels/{name}{suffix}" for name in ("_cpu", "_cuda")}
-    assert set(command.get_output_mapping().values()) == beside and all(Path(name).exists() for name in beside)
-    assert command.get_outputs() == sorted(str(Path(command.build_lib, name)) for name in beside)
-
-
-@pytest.mark.filterwarnings("ignore:setup.py install is deprecated")
-def test_an_editable_build_that_fails_names_nothing(editable, monkeypatch, capsys):
-    command, _ = editable
-    monkeypatch.setattr("kernel_build.cpu.build", refuse)
-    monkeypatch.setattr("kernel_build.cuda.build", refuse)
-    command.run()
-    assert command.get_outputs() == [] and command.get_output_mapping() == {}
-    assert "no CPU kernels (no compiler)" in capsys.readouterr().err
-
-
 # --- wheels -----------------------------------------------------------------------------------------------------------
 
 
@@ -354,45 +301,12 @@ def test_what_a_wheel_holds(tmp_path, variant, name, modules, said):
     assert found == [] if said is None else any(said in line for line in found)
 
 
-@pytest.mark.parametrize(
-    ("glibc", "libraries", "said"),
-    [
-        ("2_27", "libm.so.6 libpthread.so.0 libc.so.6 ld-linux-aarch64.so.1", []),
-        ("2_28", "libc.so.6 libcudart.so.12 libstdc++.so.6", ["is linked with libcudart.so.12 libstdc++.so.6"]),
-        ("2_34", "libc.so.6", ["is no manylinux_2_28_aarch64 for auditwheel: consistent with "]),
-        ("", "libc.so.6", ["is no manylinux_2_28_aarch64 for auditwheel: consistent with "]),
-    ],
-)
-def test_what_the_modules_of_a_wheel_need(monkeypatch, tmp_path, glibc, libraries, said):
-    wheel = Wheel("cpu", "3.11", "aarch64", tmp_path / f"grpo_kernels-0.1.0+cpu-{ARM_TAG}.whl", 0.0)
-    make_wheel(tmp_path, wheel.file.name, ("_cpu",), "aarch64")
-    tag = f'"manylinux_{glibc}_aarch64"' if glibc else '"linux_aarch64"'
-
-    def run(program: Path, *arguments: object) -> str:
-        return f"consistent with the following platform tag: {tag}" if "auditwheel" in arguments else libraries
-
-    monkeypatch.setattr(wheel_checks, "WORK", tmp_path)
-    monkeypatch.setattr(wheel_checks, "run", run)
-    found = wheel_checks.broken_promises(wheel, Path("bin/python"))
-    assert len(found) == len(said) and all(line.startswith(start) for line, start in zip(found, said, strict=True))
-
-
 def test_an_index_page(tmp_path):
     file = make_wheel(tmp_path, f"grpo_kernels-0.1.0+cpu-{TAG}.whl", ("_cpu",))
     wheel_builds.write_index(tmp_path)
     page = (tmp_path / "grpo-kernels" / "index.html").read_text()
     assert f'<a href="../{file.name.replace("+", "%2B")}#sha256=' in page and f">{file.name}</a>" in page
     assert 'href="grpo-kernels/"' in (tmp_path / "index.html").read_text()
-
-
-def test_an_interpreter_is_named_by_its_path(tmp_path):
-    found = wheel_builds.find_pythons([sys.executable])
-    assert list(found) == [wheel_builds.RUNNING] and found[wheel_builds.RUNNING].exists()
-    script = tmp_path / "python3.14"
-    script.write_text("#!/bin/sh\nexit 1\n")
-    script.chmod(0o755)
-    with pytest.raises(wheel_builds.Failure, match=r"is no CPython 3\.11 to 3\.14 with its headers"):
-        wheel_builds.find_pythons([str(script)])
 
 
 # --- other versions of torch ------------------------------------------------------------------------------------------

@@ -246,6 +246,7 @@ WRONG = {
     "a bias of another type": (lambda a: a | {"bias": torch.zeros(8).bfloat16()}, "bias.*float32"),
     "too few rows": (lambda a: a | {"rows": Rows(0, 2)}, r"logits.*\(2, 8\)"),
     "a short gradient": (lambda a: a | {"dlogits": a["dlogits"][:2]}, r"dlogits.*\(2, 8\)"),
+    "too few ids": (lambda a: a | {"ids": a["ids"][:2]}, r"ids: .*\(2,\)"),
     "32-bit ids": (lambda a: a | {"ids": a["ids"].int()}, "ids.*int64"),
     "a long table": (lambda a: a | {"table": make_table(4)}, "table"),
     "a table elsewhere": (lambda a: a | {"table": make_table(3).to("meta")}, "table.*meta"),

@@ -1,7 +1,6 @@
 """What every backend does per token, without logits: the plan, the objective, the sums. Plain torch says what is right.
 
-Random configurations and batches, tiny: the interpreter runs each many times. Numbers of the plan that are sums or
-products of two roundings are compared to a few of them, everything else to the bit.
+Random configurations and batches, tiny: the interpreter runs each many times.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import random
 
 import pytest
 import torch
+from kernel_checks import check_plan
 from torch import Tensor
 
 from grpo_kernels.backends import get_backend
@@ -24,6 +24,7 @@ from grpo_kernels.names import AGGREGATIONS, FIELD, KL_ESTIMATORS, LEVELS, SURRO
 KERNELS = ("cpu", "triton", "cuda")
 MASKS = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64)
 CASES = range(24)  # of each test: every surrogate at every level of the ratio
+EACH = [(name, case) for name in KERNELS for case in CASES if name == "cpu" or case < 12]
 
 
 class Draw:
@@ -99,37 +100,14 @@ def make_rules(draw: Draw) -> PlanRules:
     )
 
 
-def assert_same_plan(found: PlannedTokens, expected: PlannedTokens) -> None:
-    rounded = ("weight_ratio", "weight_direct", "weight_entropy")
-    for name, i in FIELD.items():
-        mine, theirs = found.table[i], expected.table[i]
-        tolerance = 1e-6 if name in rounded else 0.0
-        close = torch.isclose(mine, theirs, rtol=tolerance, atol=0.0, equal_nan=True)
-        assert close.all(), f"{name}: {mine[~close]}, expected {theirs[~close]}"
-    for name in ("offsets", "lengths", "scored", "active", "ids"):
-        mine, theirs = getattr(found, name), getattr(expected, name)
-        assert mine.dtype == theirs.dtype and torch.equal(mine, theirs), name
-    assert found.values.lse.dtype == torch.float64
-    assert all(x.shape == y.shape and not x.any() for x, y in zip(found.values, expected.values, strict=True))
-    assert (found.order is None) == (expected.order is None) and (found.counts is None) == (expected.counts is None)
-    if expected.order is not None:
-        assert torch.equal(found.counts, expected.counts)
-        written = int(expected.counts[:2].sum())
-        assert torch.equal(found.order[:written], expected.order[:written])
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(("name", "case"), EACH)
 def test_plan(name, case):
     draw = Draw(case)
-    (inputs, ids), rules, ordered = make_inputs(draw), make_rules(draw), draw.choices.random() < 0.8
-    found = get_backend(name).plan(inputs, ids, rules, torch.float32, ordered=ordered)
-    assert_same_plan(found, plan_tokens(inputs, ids, rules, torch.float32, ordered=ordered))
+    check_plan(get_backend(name), *make_inputs(draw), make_rules(draw))
 
 
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("sequences", [0, 3])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("sequences", "packed"), [(0, False), (3, False), (3, True)])
 def test_plan_of_nothing(name, sequences, packed):
     ids = torch.zeros((0,) if packed else (sequences, 0), dtype=torch.int64)
     cu_seqlens = torch.zeros(sequences + 1, dtype=torch.int64) if packed else None
@@ -167,10 +145,8 @@ def test_plan_of_more_blocks_than_are_scanned_at_once(name, monkeypatch):
     advantages[::3] = 0.0
     inputs = TokenInputs(advantages, completion_mask=draw.chance(shape))
     ids, rules = torch.zeros(shape, dtype=torch.int64), PlanRules(aggregation="seq_mean", whole_sequences=True)
-    found = get_backend(name).plan(inputs, ids, rules, torch.float32, ordered=True)
-    expected = plan_tokens(inputs, ids, rules, torch.float32, ordered=True)
-    assert expected.counts[:2].all()
-    assert_same_plan(found, expected)
+    assert plan_tokens(inputs, ids, rules, torch.float32, ordered=True).counts[:2].all()
+    check_plan(get_backend(name), inputs, ids, rules)
 
 
 # --- the objective and the sums -------------------------------------------------------------------------------------
@@ -224,7 +200,7 @@ def assert_close(found: TokenValues, expected: TokenValues) -> None:
     assert torch.equal(found.lse, expected.lse)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES[::4])  # test_cpu_tokens.py has every formula
 @pytest.mark.parametrize("name", KERNELS)
 def test_token_objective(name, case):
     """In place: the tokens of a range, and those of an index, which alone are touched."""
@@ -243,8 +219,7 @@ def test_token_objective(name, case):
         assert torch.equal(found.columns[:, others], plan.values.columns[:, others])
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(("name", "case"), EACH)
 def test_sequence_objective(name, case):
     """Of all sequences, and of some: tokens that are not scored, or of others, keep what they hold."""
     draw = Draw(100 + case)
@@ -268,7 +243,7 @@ def test_sequence_objective(name, case):
         assert torch.equal(part.columns[:, outside], plan.values.columns[:, outside])
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES[::2])
 @pytest.mark.parametrize("name", KERNELS)
 def test_sums(name, case):
     draw = Draw(200 + case)
