@@ -346,29 +346,6 @@ def check_absent_and_zero_gradient(kernels: Kernels, dtypes: tuple[torch.dtype, 
             assert all(value.isnan().all() for value in found)
 
 
-def check_parts(kernels: Kernels, dtype: torch.dtype, vocab: int, same_bits: bool = True) -> None:
-    """single_pass is statistics, objective and gradient; `same_bits`: of the statistics."""
-    rows, params = 16, KernelParams(kl="k3", beta=0.1)
-    logits, ids = make_logits(rows, vocab, dtype)
-    table = make_table(rows, temperature=0.8, weight_entropy=torch.arange(rows) % 2 * 0.1)
-    temperature, g_entropy = table[FIELD["temperature"]].clone(), table[FIELD["weight_entropy"]].clone()
-    stats = statistics(kernels, logits, ids, temperature, params)
-    log_ratio = torch.linspace(-0.5, 0.5, rows)
-    table[FIELD["old"]] = stats.logp - log_ratio
-    table[FIELD["ref"]] = stats.logp + torch.linspace(-1, 1, rows)
-    passed = some_values(rows)
-    grad, expected = torch.empty_like(logits), torch.empty(rows, vocab)
-    kernels.single_pass(chunk_of(logits, ids), table, passed, params, RowGradients(grad))
-    (check_equal if same_bits else check_statistics)(stats_of(passed), stats)
-    value, d_ratio, d_direct, kl = RowKernels(kernels).objective(log_ratio, stats.logp, stats.entropy, table, params)
-    g_logp = d_ratio + d_direct
-    found = {"value": value, "kl": kl, "g_logp": g_logp}
-    for name, part in found.items():
-        torch.testing.assert_close(passed.columns[VALUE_FIELDS.index(name)], part, rtol=1e-5, atol=1e-6)
-    gradient(kernels, logits.float(), expected, ids, temperature, stats, g_logp, g_entropy, params)
-    check_gradient(grad, expected.double(), (d_ratio.abs() + d_direct.abs() + g_entropy * 8) / temperature)
-
-
 def check_accuracy(kernels: Kernels) -> None:
     """logp is at least as accurate as torch's."""
     ones, params = torch.ones(64), KernelParams()

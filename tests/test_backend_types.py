@@ -107,7 +107,7 @@ def test_torch_ignores_an_entropy_that_is_not_used():
     assert found.isfinite().all() and torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("id_", [-1, VOCAB, VOCAB + 7, 2**40, -(2**40)])
+@pytest.mark.parametrize("id_", [-1, VOCAB + 7, 2**40])
 @pytest.mark.parametrize("name", ["cpu", "triton", "cuda"])
 def test_an_id_outside_the_vocabulary_reads_and_writes_nothing_else(name, id_):
     """Its log-probability is NaN, and its row alone is lost. The matrices end where their memory does."""

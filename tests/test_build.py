@@ -113,15 +113,16 @@ def fake_nvrtc(folder: Path, library: str, headers: str) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize(
-    ("library", "headers"),
+    ("place", "library", "headers"),
     [
-        ("nvidia/cu13/lib/libnvrtc.so.13", "nvidia/cu13/include"),
-        ("nvidia/cuda_nvrtc/lib/libnvrtc.so.12", "nvidia/cuda_runtime/include"),
-        ("lib64/libnvrtc.so.12", "include"),
+        ("GRPO_KERNELS_NVRTC", "nvidia/cu13/lib/libnvrtc.so.13", "nvidia/cu13/include"),
+        ("CUDA_HOME", "lib64/libnvrtc.so.12", "include"),
+        ("CUDA_PATH", "lib64/libnvrtc.so.13", "include"),
+        ("sys.path", "nvidia/cu13/lib/libnvrtc.so.13", "nvidia/cu13/include"),
+        ("purelib", "nvidia/cuda_nvrtc/lib/libnvrtc.so.12", "nvidia/cuda_runtime/include"),
     ],
 )
-@pytest.mark.parametrize("place", ["GRPO_KERNELS_NVRTC", "CUDA_HOME", "CUDA_PATH", "sys.path", "purelib"])
-def test_where_nvrtc_is_found(bare, monkeypatch, library, headers, place):
+def test_where_nvrtc_is_found(bare, monkeypatch, place, library, headers):
     expected = fake_nvrtc(bare, library, headers)
     if place == "sys.path":
         monkeypatch.syspath_prepend(str(bare))
@@ -133,20 +134,14 @@ def test_where_nvrtc_is_found(bare, monkeypatch, library, headers, place):
 
 
 def test_no_nvrtc(bare, monkeypatch):
-    with pytest.raises(
-        BuildError, match="no NVRTC found; every CUDA build of torch has it, and so has pip install nvi"
-    ):
+    with pytest.raises(BuildError, match="no NVRTC found; every CUDA build of torch has it, and so has pip install"):
         find_device_compiler()
     monkeypatch.setenv("GRPO_KERNELS_NVRTC", str(bare))
-    with pytest.raises(
-        BuildError, match=r"GRPO_KERNELS_NVRTC=.*: no NVRTC with headers in it; every CUDA build of torch"
-    ):
+    with pytest.raises(BuildError, match=r"GRPO_KERNELS_NVRTC=.*: no NVRTC with headers in it"):
         find_device_compiler()
-
-
-def test_a_library_that_is_none(tmp_path):
+    monkeypatch.undo()
     with pytest.raises(BuildError, match=r"libnvrtc\.so\.13 cannot be used"):
-        cuda.Compiler(*fake_nvrtc(tmp_path, "lib/libnvrtc.so.13", "include"))
+        cuda.Compiler(*fake_nvrtc(bare, "lib/libnvrtc.so.13", "include"))
 
 
 def test_a_build_in_isolation_asks_for_nvrtc_where_cuda_kernels_are_wanted(bare, monkeypatch):
@@ -288,7 +283,6 @@ def make_wheel(folder: Path, name: str, modules: tuple[str, ...], machine: str =
         ("cu126", f"grpo_kernels-0.1.0+cu126-{TAG}.whl", ("_cpu",), "holds the modules ['_cpu."),
         ("cu126", f"grpo_kernels-0.1.0+cu130-{TAG}.whl", ("_cpu", "_cuda"), "has the version 0.1.0+cu130"),
         ("cpu", "grpo_kernels-0.1.0+cpu-cp311-cp311-linux_x86_64.whl", ("_cpu",), "has the wrong tag"),
-        ("cpu", "grpo_kernels-0.1.0+cpu-cp311-cp311-manylinux_2_34_x86_64.whl", ("_cpu",), "has the wrong tag"),
         ("cpu", "grpo_kernels-0.1.0+cpu-cp312-cp312-manylinux_2_28_x86_64.whl", ("_cpu",), "has the wrong tag"),
         ("cpu", f"grpo_kernels-0.1.0+cpu-{ARM_TAG}.whl", ("_cpu",), "has the wrong tag"),
         ("pure", f"grpo_kernels-0.1.0-{TAG}.whl", (), "is not for every Python and platform"),

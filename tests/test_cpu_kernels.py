@@ -111,25 +111,15 @@ def test_rows(kernels, dtype, options):
             c.check_rows(kernels, *given, shift=i % 7, biased=i % 2 == 1, exact_objective=False)
 
 
-@pytest.mark.parametrize("dtype", c.DTYPES)
-@pytest.mark.parametrize("vocab", [63, 64, 1000, 5003])
-def test_single_pass_is_statistics_objective_gradient(kernels, dtype, vocab):
-    c.check_parts(kernels, dtype, vocab)
-
-
-@pytest.mark.parametrize("vocab", c.VOCABS)
 @pytest.mark.parametrize("pair", c.PAIRS, ids=str)
-def test_gradient_over_the_logits(kernels, vocab, pair):
-    c.check_in_place(kernels, vocab, pair)
+def test_gradient_over_the_logits(kernels, pair):
+    for vocab in c.VOCABS if kernels is backend else c.VOCABS[c.PAIRS.index(pair) :: 3]:
+        c.check_in_place(kernels, vocab, pair)
 
 
 @pytest.mark.parametrize("pair", c.PAIRS, ids=str)
-def test_extreme_rows(kernels, pair):
+def test_extreme_absent_and_zero_gradient_rows(kernels, pair):
     c.check_extremes(kernels, pair)
-
-
-@pytest.mark.parametrize("pair", c.PAIRS, ids=str)
-def test_masked_absent_zero_gradient_and_nan(kernels, pair):
     c.check_absent_and_zero_gradient(kernels, pair)
 
 
@@ -248,11 +238,10 @@ def test_kept_ids_outside_of_the_weight_are_refused():
 
 
 @pytest.mark.parametrize("dtype", c.DTYPES)
-@pytest.mark.parametrize("piece", [64, 2**24])
-def test_kept_ids_in_torch(monkeypatch, dtype, piece):
+def test_kept_ids_in_torch(monkeypatch, dtype):
     """In pieces of less than a row, and all at once."""
     from grpo_kernels.backends.pytorch import kept
 
-    monkeypatch.setattr(kept, "PIECE_ELEMENTS", piece)
-    for wide in (False, True):
+    for piece, wide in ((64, False), (2**24, True)):
+        monkeypatch.setattr(kept, "PIECE_ELEMENTS", piece)
         c.check_kept(get_backend("torch"), 131, dtype, wide=wide)

@@ -155,12 +155,9 @@ def test_kernels_of_much_shared_memory_prefer_it_to_the_cache(run):
     assert not any(line.startswith("attribute 9 of stats") for line in lines)
 
 
-def test_without_a_context_the_primary_one_of_device_0(run):
+def test_the_current_context_is_left_alone_and_without_one_the_primary_of_device_0_is_taken(run):
     lines = run("launch", "fused", "launch", "fused")
     assert [line for line in lines if line.startswith("retain")] == ["retain 0"]
-
-
-def test_the_current_context_is_left_alone(run):
     lines = run("launch", "fused", "device", current=1)
     assert "on 1: " in lines[-2] and not any(line.startswith("retain") for line in lines)
     assert lines[-1] == "device 90: 131 multiprocessors, 232448 and 233472 bytes shared, L2 52428800"

@@ -68,12 +68,6 @@ def test_a_gpu_that_they_do_not_serve(machine):
     assert "image none\n        uses 'triton'" in text and "        not 'cuda': NVIDIA X has compute capability" in text
 
 
-def test_what_was_measured_is_said(machine):
-    table = {"sm90": {"backend": {"*": {"name": "triton"}}}}
-    machine.patch.setattr("grpo_kernels.backends.launch.shipped_table", lambda: table)
-    assert "uses 'triton': measured to be the fastest here" in env.render(gpu(machine))
-
-
 def test_a_warning_of_torch_becomes_a_line(monkeypatch, recwarn):
     def is_available():
         import warnings
