@@ -41,7 +41,8 @@ class Emulated(CudaBackend):
     """The CUDA backend for tensors on the CPU, on a GPU that tests choose and look at."""
 
     def __init__(self, path: Path) -> None:
-        spec = spec_from_file_location("emulated._cuda", path)  # beside one that is built for a GPU
+        # Of its own for each build: pybind11 gives back the module that a process already has under a name.
+        spec = spec_from_file_location(f"emulated.{path.parent.name}._cuda", path)
         module = module_from_spec(spec)
         spec.loader.exec_module(module)
         super().__init__(module, "cpu")
