@@ -153,10 +153,11 @@ def test_fault_is_found(fault, tmp_path):
 UNDER_SANITIZERS = """
 import os, sys
 os.environ["TRITON_INTERPRET"] = "1"
+from pathlib import Path
 import triton_interpreter
 triton_interpreter.install()
 from test_cuda_faults import PAIRS, Emulated, check_products, check_rows, check_tokens
-kernels = Emulated(sys.argv[1])
+kernels = Emulated(Path(sys.argv[1]))
 check_rows(kernels, PAIRS, (3,))
 check_tokens(kernels, (3,))
 check_products(kernels, (3,))
