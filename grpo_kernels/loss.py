@@ -123,13 +123,13 @@ def fused_grpo_loss(
         RuntimeError: a torch.func transform or forward-mode AD; `grpo_kernels.reference` is for those.
     """
     group = vocab_parallel_group
-    weight, bias = lm_head_weight, lm_head_bias
-    if group is None:
-        weight, bias = full_weight(weight), full_weight(bias)
-    else:
+    if group is not None:
         check_group(group)
     with nullcontext() if group is None else announced_errors(group, hidden):
         config = read_config("fused_grpo_loss", options)
+        weight, bias = lm_head_weight, lm_head_bias
+        if group is None:
+            weight, bias = full_weight(weight), full_weight(bias)
         compute_dtype = check_lm_head("fused_grpo_loss", hidden, weight, bias, completion_ids)
         dtype = compute_dtype or hidden.dtype
         check_logits_dtype(config.logits_dtype, dtype)

@@ -24,44 +24,12 @@ def arguments(function) -> dict:
     return given
 
 
-# --- modules ----------------------------------------------------------------------------------------------------------
-
-
 class LoraLinear(nn.Linear):
     """A layer with adapters of somebody else's."""
 
     def __init__(self) -> None:
         super().__init__(24, 67, bias=False)
         self.lora_A = nn.Linear(24, 2)
-
-
-def quantised() -> nn.Module:
-    """A layer whose weight is codes of one byte."""
-    layer = nn.Linear(24, 67, bias=False)
-    layer.weight = nn.Parameter(torch.zeros(67, 24, dtype=torch.int8), requires_grad=False)
-    return layer
-
-
-MODULES = {
-    "Linear": (lambda: nn.Linear(24, 67, bias=False), r"is a Linear; .*: pass lm_head\.weight$"),
-    "Linear with a bias": (lambda: nn.Linear(24, 67), r"pass lm_head\.weight, and lm_head_bias=lm_head\.bias$"),
-    "other adapters": (
-        LoraLinear,
-        r"is a LoraLinear; .*pass lm_head\.weight \+ scaling \* B @ A\. The base",
-    ),
-    "quantised": (quantised, r"pass lm_head\.weight dequantised \(Parameter of torch\.int8\)$"),
-    "no weight": (nn.Sequential, r"is a Sequential; expected a torch\.Tensor$"),
-}
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_a_module_is_refused_with_what_to_pass(name):
-    make, message = MODULES[name]
-    with pytest.raises(TypeError, match=f"^lm_head_weight .*{message}"):
-        gk.fused_logps(**arguments(gk.fused_logps) | {"lm_head_weight": make()})
-
-
-# --- tensors of other kinds -------------------------------------------------------------------------------------------
 
 
 class Params4bit(nn.Parameter):
@@ -92,28 +60,62 @@ class Wrapped(Tensor):
         raise AssertionError("never called for the caller")
 
 
-WEIGHTS = {
-    "uint8": (torch.zeros(67, 12, dtype=torch.uint8), r"is quantised \(Tensor of torch\.uint8\).*codes times their"),
-    "float8": (torch.zeros(67, 24).to(torch.float8_e4m3fn), r"is quantised \(Tensor of torch\.float8_e4m3fn\)"),
+def zero_3_partition() -> Tensor:
+    partition = nn.Parameter(torch.empty(0))
+    partition.ds_id = 3
+    return partition
+
+
+def released_by_fsdp() -> Tensor:
+    weight = torch.zeros(67, 24)
+    weight.untyped_storage().resize_(0)
+    return weight
+
+
+def frozen(kind: type, *size: int, dtype: torch.dtype) -> nn.Parameter:
+    return kind(torch.zeros(*size, dtype=dtype), requires_grad=False)
+
+
+def layer_of_codes() -> nn.Module:
+    layer = nn.Linear(24, 67, bias=False)
+    layer.weight = frozen(nn.Parameter, 67, 24, dtype=torch.int8)
+    return layer
+
+
+REFUSED = {  # what makes a weight: the message
+    "Linear": (lambda: nn.Linear(24, 67, bias=False), r"is a Linear; .*: pass lm_head\.weight$"),
+    "Linear with a bias": (lambda: nn.Linear(24, 67), r"pass lm_head\.weight, and lm_head_bias=lm_head\.bias$"),
+    "other adapters": (LoraLinear, r"is a LoraLinear; .*pass lm_head\.weight \+ scaling \* B @ A\. The base"),
+    "quantised layer": (
+        layer_of_codes,
+        r"pass lm_head\.weight dequantised \(Parameter of torch\.int8\)$",
+    ),
+    "no weight": (nn.Sequential, r"is a Sequential; expected a torch\.Tensor$"),
+    "float8": (
+        lambda: torch.zeros(67, 24).to(torch.float8_e4m3fn),
+        r"is quantised \(Tensor of torch\.float8_e4m3fn\).*codes times their",
+    ),
     "bitsandbytes, 4 bits": (
-        Params4bit(torch.zeros(804, 1, dtype=torch.bfloat16), requires_grad=False),
+        lambda: frozen(Params4bit, 804, 1, dtype=torch.bfloat16),
         r"is quantised \(Params4bit of torch\.bfloat16\).*bitsandbytes\.functional\.dequantize_4bit\(",
     ),
     "bitsandbytes, 8 bits": (
-        Int8Params(torch.zeros(67, 24, dtype=torch.int8), requires_grad=False),
+        lambda: frozen(Int8Params, 67, 24, dtype=torch.int8),
         r"is quantised \(Int8Params of torch\.int8\).*int8_vectorwise_dequant\(",
     ),
-    "torchao": (Wrapped(torch.zeros(67, 24)), r"is a Wrapped, a subclass.*lm_head_weight\.dequantize\(\)"),
-    "sparse": (torch.zeros(67, 24).to_sparse(), r"is a torch\.sparse_coo tensor.*to_dense\(\)"),
-    "mkldnn": (torch.zeros(67, 24).to_mkldnn(), r"is a torch\._mkldnn tensor.*to_dense\(\)"),
+    "torchao": (lambda: Wrapped(torch.zeros(67, 24)), r"is a Wrapped, a subclass.*lm_head_weight\.dequantize\(\)"),
+    "sparse": (lambda: torch.zeros(67, 24).to_sparse(), r"is a torch\.sparse_coo tensor.*to_dense\(\)"),
+    "ZeRO-3": (zero_3_partition, r"is a ZeRO-3 partition.*GatheredParameters"),
+    "FSDP": (released_by_fsdp, r"has no memory, as .*FullyShardedDataParallel"),
 }
 
 
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_a_weight_without_its_numbers_is_refused(name):
-    weight, message = WEIGHTS[name]
-    with pytest.raises(TypeError, match=f"lm_head_weight {message}"):
-        gk.fused_grpo_loss(**arguments(gk.fused_grpo_loss) | {"lm_head_weight": weight})
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_weight_without_its_numbers_is_refused_with_what_to_pass(name):
+    make, message = REFUSED[name]
+    for function in FROM_HIDDEN:
+        with pytest.raises(TypeError, match=f"^lm_head_weight .*{message}"):
+            function(**arguments(function) | {"lm_head_weight": make()})
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
@@ -130,26 +132,10 @@ def test_harmless_subclasses_are_fine():
 
     given = arguments(gk.fused_grpo_loss)
     expected = gk.fused_grpo_loss(**given).loss
-    for weight in (nn.Parameter(given["lm_head_weight"]), nn.Buffer(given["lm_head_weight"])):
-        assert torch.equal(gk.fused_grpo_loss(**given | {"lm_head_weight": weight}).loss, expected)
-    named = given["lm_head_weight"].as_subclass(Named)
-    assert torch.equal(gk.fused_grpo_loss(**given | {"lm_head_weight": named}).loss.as_subclass(Tensor), expected)
-
-
-def test_a_partition_of_zero_3_is_refused():
-    partition = nn.Parameter(torch.empty(0))
-    partition.ds_id = 3
-    for function in FROM_HIDDEN:
-        with pytest.raises(TypeError, match=r"lm_head_weight is a ZeRO-3 partition.*GatheredParameters"):
-            function(**arguments(function) | {"lm_head_weight": partition})
-
-
-def test_a_parameter_that_fsdp_has_released_is_refused():
-    for function in FROM_HIDDEN:
-        given = arguments(function)
-        given["lm_head_weight"].untyped_storage().resize_(0)
-        with pytest.raises(TypeError, match=r"lm_head_weight has no memory, as .*FullyShardedDataParallel"):
-            function(**given)
+    weight = given["lm_head_weight"]
+    for harmless in (nn.Parameter(weight), nn.Buffer(weight), weight.as_subclass(Named)):
+        found = gk.fused_grpo_loss(**given | {"lm_head_weight": harmless}).loss
+        assert torch.equal(found.as_subclass(Tensor), expected)
 
 
 # --- DTensors ---------------------------------------------------------------------------------------------------------
@@ -183,6 +169,7 @@ def check_dtensors(rank: int, group) -> None:
     """In each of two processes, which hold two of the four sequences each."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.debug import CommDebugMode
 
     mesh = init_device_mesh("cpu", (2,))
 
@@ -210,6 +197,9 @@ def check_dtensors(rank: int, group) -> None:
     for x, exact, factor in zip((hidden, weight, bias), whole, (1, 2, 2), strict=True):
         assert torch.allclose(factor * x.grad.full_tensor(), exact.grad, atol=1e-6)  # averages, as FSDP2's
     weight, bias = (shard(getattr(batch, name)).requires_grad_() for name in names[1:])
+    with CommDebugMode() as communication, pytest.raises(TypeError, match="'epsilon'; this package has epsilon_low"):
+        gk.fused_grpo_loss(batch.hidden, weight, batch.ids, batch.advantages, lm_head_bias=bias, epsilon=0.2)
+    assert communication.get_total_counts() == 0  # an option that does not exist is named before weights are gathered
     loss(batch.hidden, weight, bias).backward()  # every rank computes the loss of all tokens
     for x, exact in zip((weight, bias), whole[1:], strict=True):
         assert torch.allclose(x.grad.full_tensor(), exact.grad, atol=1e-6)
