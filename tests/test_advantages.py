@@ -13,17 +13,6 @@ import grpo_kernels as gk
 from grpo_kernels.names import LEVELS
 from grpo_kernels.rewards import group_statistics, resolve_groups
 
-CONVENTIONS = {"TRL": (1, 1e-4), "verl": (1, 1e-6), "paper": (0, 1e-8)}
-
-
-@pytest.mark.parametrize("name", CONVENTIONS)
-def test_conventions(name):
-    ddof, eps = CONVENTIONS[name]
-    rewards = np.random.default_rng(0).normal(size=(5, 4))
-    expected = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, ddof=ddof, keepdims=True) + eps)
-    found = gk.group_advantages(torch.tensor(rewards.reshape(-1)), num_generations=4, ddof=ddof, eps=eps)
-    assert np.allclose(found.numpy(), expected.reshape(-1), rtol=1e-12)
-
 
 def test_defaults_are_trls():
     r = torch.tensor([0.0, 1.0, 1.0, 0.0])
@@ -90,8 +79,7 @@ NO_VERDICT = {  # rewards of two groups of three, NaN where the completion has n
 }
 
 
-@pytest.mark.parametrize("baseline", ["mean", "leave_one_out", "none"])
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize(("scale", "baseline"), [("group", "mean"), ("batch", "leave_one_out"), ("none", "none")])
 @pytest.mark.parametrize("name", NO_VERDICT)
 def test_a_completion_without_a_verdict_has_no_part_in_the_loss(name, scale, baseline, backend):
     """Its advantage is 0, it is left out of the statistics, and nothing becomes NaN."""
@@ -117,11 +105,9 @@ def test_rewards_of_other_types():
 
 
 def test_a_group_of_one_without_a_deviation_is_fine():
-    assert gk.group_advantages(torch.tensor([2.0, 3.0]), num_generations=1, scale="none", baseline="none").tolist() == [
-        2,
-        3,
-    ]
-    assert not gk.group_advantages(torch.tensor([2.0, 3.0]), num_generations=1, ddof=0).any()
+    rewards = torch.tensor([2.0, 3.0])
+    assert torch.equal(gk.group_advantages(rewards, num_generations=1, scale="none", baseline="none"), rewards)
+    assert not gk.group_advantages(rewards, num_generations=1, ddof=0).any()
 
 
 # --- process supervision ----------------------------------------------------------------------------------------------
@@ -182,15 +168,6 @@ def test_rollout_weights_of_an_unbounded_gap_are_finite():
     assert gk.rollout_weights(rollout, old).tolist() == [[0.0, 0.0]]  # no lower bound unless one is given
 
 
-def test_entropy_quantile_keeps_the_top_share():
-    entropy, mask = torch.arange(20.0).view(4, 5), torch.ones(4, 5)
-    mask[3] = 0
-    threshold = gk.entropy_quantile(entropy, mask, top=0.2)
-    assert int(((entropy >= threshold) & mask.bool()).sum()) == 3 and threshold.shape == ()
-    assert threshold.item() == pytest.approx(np.quantile(np.arange(15.0), 0.8))
-    assert gk.entropy_quantile(entropy, top=1.0) == 0
-
-
 def test_entropy_quantile_interpolates_as_torch_does():
     for count in (1, 2, 7, 100):
         entropy, mask = torch.rand(count, dtype=torch.float64), torch.rand(count) < 0.7
@@ -205,4 +182,5 @@ def test_entropy_quantile_of_a_large_batch_and_of_none():
     entropy, mask = torch.zeros(2**24 + 2, dtype=torch.float16), torch.zeros(2**24 + 2, dtype=torch.int8)
     entropy[-5:], mask[-5:] = torch.arange(5.0), 1
     assert gk.entropy_quantile(entropy, mask, top=0.25) == 3
+    assert gk.entropy_quantile(entropy[-5:], top=1.0) == 0
     assert gk.entropy_quantile(torch.zeros(0)).isnan() and gk.entropy_quantile(entropy[:3], mask[:3]).isnan()

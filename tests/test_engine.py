@@ -16,6 +16,7 @@ from helpers import (
     packed,
     reference,
     relative,
+    tensors,
 )
 
 import grpo_kernels as gk
@@ -254,6 +255,38 @@ def test_as_many_sequences_as_tokens(backend):
         fused(dataclasses.replace(with_empty, advantages=per_sequence), config, backend)
 
 
+@pytest.mark.parametrize("shape", [(4,), (4, 1)])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_temperature_per_sequence_is_that_of_each_of_its_tokens(shape, is_packed, backend):
+    batch, lengths = make_batch(0), torch.full((4,), 6)
+    if is_packed:
+        lengths = torch.tensor([5, 0, 6, 3])
+        batch = packed(batch, lengths)
+    per_sequence = torch.tensor([0.5, 1.0, 1.7, 0.8])
+    per_token = per_sequence.repeat_interleave(lengths).view(batch.ids.shape)
+    logits = batch.hidden @ batch.weight.T
+
+    def results(temperature):
+        config = gk.GRPOConfig(temperature=temperature)
+        given = batch.options | {"backend": backend}
+        yield from tensors(fused(batch, config, backend)).values()
+        yield gk.grpo_loss_from_logits(logits, batch.ids, batch.advantages, config=config, **given).loss
+        options = given | {"temperature": temperature}
+        yield gk.fused_policy_loss(batch.hidden, batch.weight, batch.ids, lambda c: c.logps.sum(), **options)
+        if not is_packed:
+            yield gk.fused_logps(batch.hidden, batch.weight, batch.ids, **options)[0]
+
+    found, expected = results(per_sequence.view(shape)), results(per_token)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    assert_close(
+        fused(batch, gk.GRPOConfig(temperature=per_token), backend),
+        reference(batch, gk.GRPOConfig(temperature=per_token)),
+    )
+    if is_packed:
+        with pytest.raises(ValueError, match=r"temperature has shape \(4.*\); expected \(14,\)$"):
+            gk.fused_logps(batch.hidden, batch.weight, batch.ids, temperature=per_sequence.view(shape))
+
+
 def test_strided_weight_and_packed_view(backend):
     batch = packed(make_batch(0, masked=True))
     expected = fused(batch, backend=backend)
@@ -280,33 +313,6 @@ def test_a_shifted_view_is_not_copied_whole(backend):
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "name", ["fused_grpo_loss", "fused_logps", "grpo_loss_from_logps", "grpo_loss_from_logits", "fused_policy_loss"]
-)
-def test_double_backward_is_refused_by_name(name):
-    batch = make_batch(0)
-    leaf = batch.hidden.clone().requires_grad_()
-    value = {
-        "fused_grpo_loss": lambda: gk.fused_grpo_loss(leaf, batch.weight, batch.ids, batch.advantages).loss,
-        "fused_logps": lambda: gk.fused_logps(leaf, batch.weight, batch.ids)[0].sum(),
-        "grpo_loss_from_logps": lambda: gk.grpo_loss_from_logps(leaf.sum(-1), batch.advantages).loss,
-        "grpo_loss_from_logits": lambda: gk.grpo_loss_from_logits(leaf, batch.ids % 24, batch.advantages).loss,
-        "fused_policy_loss": lambda: gk.fused_policy_loss(leaf, batch.weight, batch.ids, lambda c: c.logps.mean()),
-    }[name]()
-    with pytest.raises(RuntimeError, match=rf"{name}.*double backward"):
-        torch.autograd.grad(value, leaf, create_graph=True)
-
-
-def test_outputs_but_the_loss_are_constants():
-    batch = make_batch(0)
-    out = gk.fused_grpo_loss(
-        batch.hidden.requires_grad_(), batch.weight, batch.ids, batch.advantages, num_generations=2
-    )
-    assert out.loss.requires_grad and out.loss.shape == ()
-    rest = (out.logps, out.entropy, out.advantages, *out.metrics.values(), *out.groups.values())
-    assert not any(x.requires_grad for x in rest) and out.logps.shape == out.entropy.shape == batch.ids.shape
 
 
 @pytest.mark.parametrize(("level", "dtype"), [("token", torch.bfloat16), ("sequence", torch.float32)])

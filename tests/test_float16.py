@@ -14,7 +14,6 @@ from helpers import Batch, make_batch, off_policy, relative
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_kernels.engine import backward
 from grpo_kernels.reference import reference_loss_from_logits
 
 SCALE = 65536.0  # where torch.amp.GradScaler starts
@@ -197,24 +196,3 @@ def test_a_graph_that_is_kept_or_compiled_gives_the_same_gradient(backend):
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(*leaves)
     for x, y, z in zip(kept, found, torch.autograd.grad(SCALE * compiled, leaves), strict=True):
         assert x.isfinite().all() and x.any() and torch.equal(x, y) and torch.equal(x, z) and x.dtype == torch.float16
-
-
-def test_a_factor_keeps_its_float32_value():
-    """bfloat16 has no number between 1 and 1.0078: 100 times 1.0036 is 100.5, and 100 with a factor in bfloat16."""
-    x, factor = torch.full((3,), 100.0).bfloat16(), torch.tensor(1.0036)
-    assert backward.times(x, factor, torch.bfloat16).tolist() == [100.5] * 3
-    for view in (x.clone(), torch.stack([x, x], 1)[:, 0]):
-        assert (
-            backward.scale_gradient(view, factor, gk.backends.get_backend("torch"), torch.bfloat16).tolist()
-            == [100.5] * 3
-        )
-
-
-@pytest.mark.parametrize("largest", [0.0, 1e-25, 3e-5, 0.5, 7.9, 8.0, 1e4, 1e25, float("inf"), float("nan")])
-def test_the_scale_is_a_power_of_two(largest):
-    scale = backward.power_of_two_scale(torch.tensor(largest)).item()
-    assert torch.frexp(torch.tensor(scale)).mantissa == 0.5
-    if 0 < largest < float("inf"):
-        assert 2**2 <= largest * scale < 2**3
-    else:
-        assert scale == (2.0**100 if largest == 0 else 1.0)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from helpers import assert_close, fused, make_batch, off_policy, packed, reference, tensors
+from helpers import fused, make_batch, off_policy, packed, reference, tensors
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import grpo_kernels as gk
 
 repeatable = settings(
-    deadline=None, max_examples=40, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    deadline=None, max_examples=30, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )  # fmt: skip
 sizes = st.integers(1, 5)
 seeds = st.integers(0, 2**16)
@@ -98,25 +98,7 @@ def test_packed_splits_equal_the_reference(batch, data, config):
     assert_small_errors(fused(flat, config), reference(flat, config))
 
 
-@repeatable
-@given(batches(), st.floats(0.3, 3.0), st.one_of(st.none(), st.floats(1.0, 30.0)), backends)
-def test_fused_logps_equals_the_reference(batch, temperature, softcap, backend):
-    config = gk.GRPOConfig(temperature=temperature, logit_softcap=softcap)
-    exact = reference(batch, config)
-    mask = batch.options["completion_mask"]
-    logps, entropy = gk.fused_logps(
-        batch.hidden, batch.weight, batch.ids, completion_mask=mask, lm_head_bias=batch.bias, temperature=temperature,
-        logit_softcap=softcap, entropy=True, backend=backend,
-    )  # fmt: skip
-    scale = max(1.0, exact.logps.abs().max().item())
-    assert (logps - exact.logps * mask).abs().max() <= 3e-6 * scale
-    assert (entropy - exact.entropy * mask).abs().max() <= 3e-6 * scale
-
-
 def test_a_batch_of_one_token_and_one_entry(backend):
     """V = 1: probability 1, entropy 0, and no gradient whatever the advantage."""
     found = fused(make_batch(0, sequences=1, length=1, width=1, vocab=1), backend=backend)
-    assert (
-        found.logps == 0 and found.entropy == 0 and not found.grads["hidden"].any() and not found.grads["weight"].any()
-    )
-    assert_close(found, found)
+    assert found.logps == 0 and found.entropy == 0 and not any(x.any() for x in found.grads.values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from math import exp, log
 
 import pytest
@@ -12,7 +11,6 @@ from helpers import assert_close, fused, make_batch, packed
 from helpers import reference as run_reference
 
 import grpo_kernels as gk
-from grpo_kernels import reference
 from grpo_kernels.config import SURROGATE_RULES
 from grpo_kernels.reference import reference_logps, reference_loss_from_logits, reference_loss_from_logps
 
@@ -244,17 +242,6 @@ PRESETS = {
 }  # fmt: skip
 
 
-def papers(text: str) -> list[str]:
-    return re.findall(r"arXiv:\d{4}\.\d{5}", text)
-
-
-@pytest.mark.parametrize("name", SURROGATE_RULES)
-def test_the_docstring_of_each_surrogate_names_its_source(name):
-    source = SURROGATE_RULES[name].source
-    function = reference.vespo_phi if name == "vespo" else reference.SURROGATES[name]
-    assert all(found in function.__doc__ for found in [source.split(",")[0], *papers(source)])
-
-
 @pytest.mark.parametrize("name", gk.available_presets())
 def test_presets(name):
     surrogate, level, aggregation, other = PRESETS[name]
@@ -265,17 +252,15 @@ def test_presets(name):
     assert gk.GRPOConfig.preset(name, beta=0.5, max_completion_length=length).beta == 0.5
 
 
-@pytest.mark.parametrize("shape", [(4,), (4, 1)])
-@pytest.mark.parametrize("packs", [False, True])
-def test_a_temperature_per_sequence(packs, shape):
+def test_a_temperature_per_sequence():
     """Four sequences of four tokens: a tensor (4,) would fit the tokens of each sequence too."""
-    batch = make_batch(0, length=4, masked=packs)
-    lengths = torch.full((4,), 4) if not packs else batch.options["completion_mask"].sum(1)
-    batch = packed(batch) if packs else batch
-    temperature = torch.tensor([0.5, 1.0, 1.7, 0.8])
-    per_token = temperature.repeat_interleave(lengths).view(batch.ids.shape)
-    found, expected = (run_reference(batch, gk.GRPOConfig(temperature=t)) for t in (temperature.view(shape), per_token))
-    assert_close(found, expected, 1e-12)
+    whole, temperature = make_batch(0, length=4, masked=True), torch.tensor([0.5, 1.0, 1.7, 0.8])
+    for batch, lengths in ((whole, 4), (packed(whole), whole.options["completion_mask"].sum(1))):
+        per_token = gk.GRPOConfig(temperature=temperature.repeat_interleave(lengths).view(batch.ids.shape))
+        expected = run_reference(batch, per_token)
+        for shape in ((4,), (4, 1)):
+            found = run_reference(batch, gk.GRPOConfig(temperature=temperature.view(shape)))
+            assert_close(found, expected, 1e-12)
 
 
 def test_a_batch_without_sequences():
@@ -286,11 +271,3 @@ def test_weights_that_drop_every_token_have_no_effective_sample(backend):
     batch = make_batch(0).with_options(rollout_weights=torch.zeros(4))
     for found in (run_reference(batch), fused(batch, backend=backend)):
         assert found.metrics["rollout_ess"] == 0
-
-
-@pytest.mark.parametrize("garbage", [math.nan, math.inf])
-def test_padding_reaches_no_gradient(garbage):
-    batch = make_batch(0, masked=True)
-    expected = run_reference(batch)
-    batch.hidden[~batch.options["completion_mask"]] = garbage
-    assert_close(run_reference(batch), expected, 1e-12)

@@ -24,15 +24,12 @@ def lists_of(mask: SamplingMask) -> list[list[int]]:
     return [x.tolist() for x in mask.ids.split(mask.counts.reshape(-1).tolist())]
 
 
-def test_from_lists():
+def test_from_lists_and_from_padded():
     mask = SamplingMask.from_lists([[[3, 1], [2]], [[5]]])
     assert mask.shape == (2, 2) and lists_of(mask) == [[1, 3], [2], [5], []]
     assert SamplingMask.from_lists([[[3, 1], [2]], [[5]]], length=3).shape == (2, 3)
     packed = SamplingMask.from_lists([[3, 1], [], [2]])
     assert packed.shape == (3,) and lists_of(packed) == [[1, 3], [], [2]]
-
-
-def test_from_padded():
     padded = torch.tensor([[[3, -1, 1], [-1, -1, -1]], [[4, 5, 6], [0, -1, -1]]])
     mask = SamplingMask.from_padded(padded)
     assert mask.shape == (2, 2) and lists_of(mask) == [[1, 3], [], [4, 5, 6], [0]]
@@ -58,29 +55,22 @@ def test_it_moves():
 MASK, LISTS, PADDED = SamplingMask, SamplingMask.from_lists, SamplingMask.from_padded
 WRONG = [
     (lambda: MASK(torch.ones(2), integers(2)), TypeError, r"SamplingMask\.ids is torch\.float32"),
-    (lambda: MASK([1], integers(1)), TypeError, r"SamplingMask\.ids is a list"),
     (lambda: MASK(integers(1, 2).view(1, 2), integers(2)), ValueError, r"ids has shape \(1, 2\)"),
     (lambda: MASK(integers(1), integers(1).view(1, 1, 1)), ValueError, r"counts has shape \(1, 1, 1\)"),
     (lambda: MASK(integers(1), integers(1, 1)), ValueError, "counts add up to 2; expected 1"),
     (lambda: MASK(integers(1), integers(2, -1)), ValueError, "counts holds -1"),
     (lambda: MASK(integers(-3, 1), integers(2)), ValueError, "ids holds -3"),
-    (lambda: MASK(integers(1, 4, 2), integers(1, 2)), ValueError, r"token \[1\] hold 2 after 4"),
     (lambda: MASK(integers(1, 4, 4), integers(1, 2).view(1, 2)), ValueError, r"token \[0, 1\] hold 4 after 4"),
     (lambda: LISTS([[[1], [2]]], length=1), ValueError, "length=1; expected at least 2"),
     (lambda: LISTS([[[1]]], length=1.5), TypeError, "length is a float; expected"),
     (lambda: LISTS([[1.5]]), TypeError, r"kept holds 1\.5; expected integers"),
-    (lambda: LISTS([[None, 1]]), TypeError, r"kept holds None; expected integers"),
     (lambda: LISTS([[True]]), TypeError, r"kept holds True; expected integers"),
-    (lambda: LISTS([torch.tensor([1])]), TypeError, r"kept holds tensor\(1\)"),
     (lambda: LISTS(None), TypeError, r"kept is or holds None; expected one list of ids"),
-    (lambda: LISTS([1, 2]), TypeError, r"kept is or holds 1; expected one list of ids"),
     (lambda: LISTS(["12"]), TypeError, r"kept is or holds '12'; expected one list of ids"),
     (lambda: LISTS([[1, [2]]]), TypeError, "ids beside lists of ids"),
     (lambda: LISTS([[2**31]]), ValueError, r"kept holds 2147483648; .* below 2\^31"),
     (lambda: LISTS([[-1]]), ValueError, r"kept holds -1; expected ids >= 0"),
-    (lambda: LISTS([[4, 1, 4]]), ValueError, r"token \[0\] hold 4 after 4"),
     (lambda: PADDED(integers(1, 2).view(1, 2), None), TypeError, "padding is a NoneType"),
-    (lambda: PADDED(integers(4, 4, -1).view(1, 3)), ValueError, r"token \[0\] hold 4 after 4"),
     (lambda: PADDED(torch.ones(2, 3)), ValueError, r"kept is torch\.float32"),
 ]
 
@@ -142,11 +132,9 @@ def test_what_a_fused_loss_refuses_besides(function):
     mask.ids[0], mask.counts[0, 0] = 1, 3
     with pytest.raises(ValueError, match=r"SamplingMask\.counts add up to 9; expected 8"):
         masked_call(function, mask)
-
-
-def test_static_shapes_are_refused():
-    with pytest.raises(ValueError, match=r"sampling_mask was given with static_shapes=True"):
-        masked_call("fused_grpo_loss", SamplingMask.from_lists(FITS), config=gk.GRPOConfig(static_shapes=True))
+    if function == "fused_grpo_loss":
+        with pytest.raises(ValueError, match=r"sampling_mask was given with static_shapes=True"):
+            masked_call(function, fits, config=gk.GRPOConfig(static_shapes=True))
 
 
 @pytest.mark.parametrize("way", MASK_WAYS)
