@@ -86,40 +86,23 @@ def pairs_of(point: Point, variation: int) -> set[tuple[Any, ...]]:
     return set(itertools.combinations(sorted(chosen.items(), key=lambda option: option[0]), 2))
 
 
-def covering_array(times: int = 2, variations: int = 3) -> list[tuple[Point, int]]:
-    """Points and variations, greedily chosen, in which each pair of options that is possible occurs so many times: what
-    is wrong for one option, or for two together, fails in one of them."""
+def covering_array(variations: int = 3) -> list[tuple[Point, int]]:
+    """Points and variations, greedily chosen, in which each pair of options that is possible occurs: what is wrong for
+    one option, or for two together, fails in one of them."""
     pool = [(point, variation) for variation in range(variations) for point in POINTS]
     pairs = [pairs_of(*case) for case in pool]
-    missing = dict.fromkeys(set().union(*pairs), times)
+    missing = set().union(*pairs)
     heap = [(-len(found), i) for i, found in enumerate(pairs)]
     chosen = []
     while missing:
         _, i = heapq.heappop(heap)
-        gain = len(pairs[i] & missing.keys())
+        gain = len(pairs[i] & missing)
         if heap and gain < -heap[0][0]:  # it has become worth less
             heapq.heappush(heap, (-gain, i))
             continue
         chosen.append(pool[i])
-        for pair in pairs[i] & missing.keys():
-            missing[pair] -= 1
-            if not missing[pair]:
-                del missing[pair]
-        if not heap:
-            break
+        missing -= pairs[i]
     return chosen
-
-
-def impossible(a: tuple[str, Any], b: tuple[str, Any]) -> bool:
-    """Pairs of options that contradict each other."""
-    pair = dict((a, b))
-    surrogate, kl = pair.get("surrogate"), pair.get("kl")
-    return (
-        (surrogate not in (None, "clip") and (pair.get("delta") or pair.get("dual_clip")) is not None)
-        or (kl == "none" and (pair.get("bias_correction") is True or pair.get("ref") == "beta"))
-        or (pair.get("normalizer") == "num_items" and pair.get("aggregation", "num_items") != "num_items")
-        or (surrogate is not None and "level" in pair and pair["level"] not in SURROGATE_RULES[surrogate].levels)
-    )
 
 
 def build(point: Point, chosen: dict[str, Any], vocab: int = 37) -> tuple[Batch, gk.GRPOConfig]:

@@ -16,10 +16,9 @@ from grpo_kernels.integrations.alignment import check_alignment
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", sorted(TINY_MODELS))
-def test_fused_forward_is_aligned(family, dtype):
-    result = check_alignment(tiny_model(family, dtype=dtype), batch(), temperature=0.7)
+def test_fused_forward_is_aligned(family):
+    result = check_alignment(tiny_model(family, dtype=torch.bfloat16), batch(), temperature=0.7)
     assert result.aligned and result.message.startswith("aligned: the log-probabilities differ by"), result
 
 

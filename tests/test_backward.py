@@ -15,7 +15,6 @@ import grpo_kernels as gk
 from grpo_kernels.backends import get_backend
 from grpo_kernels.backends.pytorch import backend as torch_backend
 from grpo_kernels.backends.triton import scale as triton_scale
-from grpo_kernels.engine import backward
 from grpo_kernels.engine.lm_head import LMHead
 
 FACTORS = (-2.0, 1.003, 1 + 2.0**-23, 0.0, 65536.0, math.inf, math.nan)
@@ -150,16 +149,3 @@ def test_checkpointing_computes_a_loss_that_comes_last_once(monkeypatch, name, b
     assert sum(products) == 24
     for x, y in zip(found, expected, strict=True):
         assert torch.allclose(x, y, rtol=1e-2, atol=1e-4)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_strided_logits_in_place_are_multiplied_by_pieces(monkeypatch, dtype):
-    """A padded vocabulary: the backward makes no second matrix, not even for a batch of one long sequence."""
-    monkeypatch.setattr(backward, "PIECE_ELEMENTS", 2**10)
-    x = torch.randn(1, 256, 520).to(dtype)[..., :512]
-    expected = (0.25 * x.float()).to(dtype)
-    monkeypatch.setattr(backward, "keeps_graph", lambda: False)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        found = backward.scale_gradient(x, torch.tensor(0.25), get_backend("torch"), dtype)
-    assert found.data_ptr() == x.data_ptr() and torch.equal(x, expected)
-    assert max(event.self_cpu_memory_usage for event in profile.events()) <= 2 * 4 * 2**10

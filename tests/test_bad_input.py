@@ -151,7 +151,6 @@ def test_an_id_out_of_range_at_a_masked_position_is_fine():
     assert gk.fused_grpo_loss(**given).loss.isfinite()
 
 
-PER_TOKEN = ("hidden", "completion_ids", "completion_mask")
 UNSCORED = {"advantages": (4,), "old_logps": (4, 6), "ref_logps": (4, 6), "rollout_weights": (4, 6)}
 
 
@@ -179,15 +178,6 @@ def test_numbers_of_masked_tokens_and_sequences_are_not_looked_at(value, per_tok
     assert torch.equal(*seen) and seen[0].isfinite()
 
 
-def test_a_temperature_of_one_element_is_no_temperature_per_sequence():
-    for shape in ((), (1,), (1, 1)):
-        bad = changed(config=gk.GRPOConfig(temperature=torch.full(shape, -1.0)))
-        refuses(gk.fused_grpo_loss, bad, ValueError, "temperature", "-1.0", "a positive finite number")
-        flat = {n: arguments()[n].detach().flatten(0, 1) for n in PER_TOKEN}
-        given = flat | dict(lm_head_weight=torch.rand(67, 24), temperature=torch.full(shape, -1.0))
-        refuses(gk.fused_logps, given, ValueError, "temperature", "-1.0", "a positive finite number")
-
-
 def test_unknown_rollout_logps_and_unscored_completions_are_fine():
     given = arguments() | {"rollout_logps": spoiled((4, 6), math.nan, 1, 2)}
     assert gk.fused_grpo_loss(**given).loss.isfinite()
@@ -200,10 +190,9 @@ def test_unknown_rollout_logps_and_unscored_completions_are_fine():
 def test_values_are_looked_for_inside_a_compiled_function_too():
     torch._dynamo.reset()
     step = torch.compile(lambda **given: gk.fused_grpo_loss(**given).loss, fullgraph=True, backend="aot_eager")
-    for name in ("advantage NaN", "id too large", "cu_seqlens short"):
-        given, error, *words = CASES[name]
-        with pytest.raises(error, match=re.escape(words[0])):
-            step(**given())
+    given, error, *words = CASES["advantage NaN"]
+    with pytest.raises(error, match=re.escape(words[0])):
+        step(**given())
     torch._dynamo.reset()
 
 
@@ -222,6 +211,7 @@ def test_other_entry_points_refuse_the_same(name):
 
 
 LOGIT_OPTIONS = [
+    (dict(temperature=torch.full((1, 1), -1.0)), ValueError, "temperature", "-1.0", "a positive finite number"),
     (dict(entropy="yes"), TypeError, "entropy is a str", "True or False"),
     (dict(temperature=torch.ones(5)), ValueError, "temperature", "(5,)", "(4, 6)", "(4, 1)"),
     (dict(temperature=torch.tensor([1.0, 1.0, -1.0, 1.0])), ValueError, "temperature[2, 0] = -1.0", "positive"),
@@ -341,26 +331,6 @@ def test_values_on_a_gpu_are_read_with_the_debug_switch_alone(monkeypatch):
     for device, switch, expected in (("cpu", "", True), ("cuda", "", False), ("cuda", "0", False), ("cuda", "1", True)):
         monkeypatch.setenv("GRPO_KERNELS_DEBUG", switch)
         assert validate.checks_values(torch.device(device)) is expected
-
-
-@pytest.mark.parametrize(
-    "function", [gk.fused_grpo_loss, gk.fused_logps, gk.fused_policy_loss, gk.grpo_loss_from_logits]
-)
-def test_every_function_with_ids_asks_the_debug_switch(monkeypatch, function):
-    """With the switch on, the id is named; off, nothing reads it and torch's own gather meets it."""
-    batch = make_batch(0)
-    given = [batch.hidden, batch.weight, torch.full((4, 6), 10**6)]
-    if function is gk.grpo_loss_from_logits:
-        given = [batch.hidden @ batch.weight.T, given[2]]
-    if function is not gk.fused_logps:
-        given.append(batch.advantages if "grpo" in function.__name__ else lambda chunk: chunk.logps.sum())
-    for is_on, error, message in (
-        (True, ValueError, r"completion_ids\[0, 0\] = 1000000; expected 0 <= id < 67"),
-        (False, RuntimeError, "out of bounds"),
-    ):
-        monkeypatch.setattr(validate, "checks_values", lambda device, is_on=is_on: is_on)
-        with pytest.raises(error, match=message):
-            function(*given, backend="torch")
 
 
 def test_without_the_debug_switch_no_number_is_read(monkeypatch):

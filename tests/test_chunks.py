@@ -72,40 +72,6 @@ def meta_head(tokens, dtype=BFLOAT, wants=TRAINED, **options):
     return LMHead((hidden, weight, None), get_backend("torch"), wants=wants, logits_dtype=FLOAT, **options)
 
 
-GPU_ROWS = [  # tokens, head, wants, options -> rows of products and of logits
-    (4096, "llama", TRAINED, {}, (4096, 4096)),
-    (4097, "llama", TRAINED, {}, (4097, 2048)),
-    (20480, "llama", TRAINED, {}, (20480, 2048)),
-    (20481, "llama", TRAINED, {}, (5248, 768)),  # chunks with full waves
-    *((16384, head, TRAINED, {}, (16384, 2048)) for head in HEADS),
-    (16384, "gemma", TRAINED, {"capacity": H100}, (5632, 768)),
-    # The scale of float16 gradients comes from all rows of a chunk: their logits must still be there.
-    (10**6, "llama", TRAINED, {"grad": HALF}, (5248, 5248)),
-    (10**6, "llama", TRAINED, {"chunk_rows": 8192}, (8192, 2048)),
-    (1024, "qwen", FROZEN, {}, (1024, 1024)),
-    (10**6, "qwen", FROZEN, {}, (1024, 1024)),
-    (10**6, "qwen", FROZEN, {"chunk_rows": 4097}, (4097, 2048)),
-    (1000, "qwen", SCORED, {}, (1000, 1000)),
-    (10**6, "qwen", SCORED, {}, (2048, 2048)),
-    (10**6, "qwen", SCORED, {"chunk_rows": 100}, (100, 100)),
-]
-
-
-def test_rows_of_products_and_logits_on_a_gpu():
-    """A batch that fits is one product chunk; a frozen head, and scoring alone, take short ones."""
-    for tokens, head, wants, options, expected in GPU_ROWS:
-        assert gpu_rows(tokens, head, wants, **options)[:2] == expected, (tokens, head, wants, options)
-
-
-def test_whole_sequences_take_short_chunks_where_one_does_not_hold_them_all():
-    """Their float32 logits may exceed the budget where bfloat16 gradients, and few logits, do not."""
-    fits, too_long, longer = (gpu_rows(n, "qwen", TRAINED, H100) for n in (11645, 11646, 65536))
-    assert fits.products == fits.packed == fits.sequences == 11645
-    assert (too_long.products, too_long.sequences) == (11646, 11645)
-    assert too_long.packed == longer.packed == longer.products == 4736
-    assert [too_long.packed_rows(n) for n in (1, 4736, 4737, 10**6)] == [4736, 4736, 4737, 11645]
-
-
 @pytest.mark.parametrize("tokens", [65536, 10**6])
 def test_a_long_batch_takes_less_memory_than_a_head_with_float32_sums_of_both_gradients(tokens):
     """TRL's: 4 (N H + V H) bytes with a trained head, 4 N H with a frozen one. Worked out by hand. N = 65,536 is the
@@ -278,29 +244,6 @@ def no_cached_block():
     memory._last_on_cpu.clear()
     yield
     memory._last_on_cpu.clear()
-
-
-def scratch(vocab_size=64, dtype=FLOAT):
-    return memory.Scratch(vocab_size, 8, 8, dtype, dtype, CPU)
-
-
-def address_of_a_call(**options):
-    used = scratch(**options)
-    address = used.logits(8).data_ptr()
-    used.release()
-    return address
-
-
-def test_the_next_call_uses_the_logits_of_the_last_one_if_they_suffice():
-    first = address_of_a_call()
-    assert address_of_a_call() == first == address_of_a_call(vocab_size=32) == address_of_a_call(dtype=BFLOAT)
-    (block,) = memory._last_on_cpu
-    assert address_of_a_call(vocab_size=6400) and block.nbytes() < memory._last_on_cpu[0].nbytes()
-    one, other = scratch(), scratch()  # two calls at a time share nothing; one that fails keeps nothing
-    assert one.logits(8).data_ptr() != other.logits(8).data_ptr()
-    one.release()
-    del other
-    assert len(memory._last_on_cpu) == 1
 
 
 def test_after_inference_mode_and_from_several_threads():

@@ -70,17 +70,6 @@ def test_rows_without_a_gradient_get_no_second_and_third_product(products, level
     assert torch.equal(found.logps != 0, active if not score_inactive else batch.options["completion_mask"].bool())
 
 
-def test_dropped_rows_leave_the_same_bits(backend):
-    """One chunk holds the active rows either way: the products are the same ones."""
-    batch = make_batch(4, sequences=6)
-    batch.advantages[3:] = 0.0
-    found = fused(batch, gk.GRPOConfig(chunk_rows=18, aggregation="seq_sum"), backend)
-    alone = dataclasses.replace(batch, hidden=batch.hidden[:3], ids=batch.ids[:3], advantages=batch.advantages[:3])
-    expected = fused(alone, gk.GRPOConfig(chunk_rows=18, aggregation="seq_sum"), backend, normalizer=6)
-    assert torch.equal(found.grads["hidden"][:3], expected.grads["hidden"])
-    assert torch.equal(found.grads["weight"], expected.grads["weight"]) and torch.equal(found.loss, expected.loss)
-
-
 def test_a_single_masked_row_gets_no_product_and_may_hold_anything(products, backend):
     batch = make_batch(0).with_options(completion_mask=torch.ones(4, 6))
     batch.options["completion_mask"][0, 5] = 0
@@ -285,19 +274,6 @@ def test_a_temperature_per_sequence_is_that_of_each_of_its_tokens(shape, is_pack
     if is_packed:
         with pytest.raises(ValueError, match=r"temperature has shape \(4.*\); expected \(14,\)$"):
             gk.fused_logps(batch.hidden, batch.weight, batch.ids, temperature=per_sequence.view(shape))
-
-
-def test_strided_weight_and_packed_view(backend):
-    batch = packed(make_batch(0, masked=True))
-    expected = fused(batch, backend=backend)
-    wide = torch.cat([batch.weight, batch.weight], 1)
-    strided = dataclasses.replace(batch, hidden=batch.hidden.T.contiguous().T)
-    leaf = wide.requires_grad_()
-    out = gk.fused_grpo_loss(
-        strided.hidden, leaf[:, :WIDTH], batch.ids, batch.advantages, backend=backend, **batch.options
-    )
-    out.loss.backward()
-    assert torch.allclose(leaf.grad[:, :WIDTH], expected.grads["weight"], atol=1e-7) and not leaf.grad[:, WIDTH:].any()
 
 
 def test_a_shifted_view_is_not_copied_whole(backend):

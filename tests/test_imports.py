@@ -107,31 +107,6 @@ def test_backends_know_the_contract_and_each_other():
             )
 
 
-# Functions with ten parameters and more: what belongs together is otherwise one argument, a NamedTuple.
-PUBLIC = "public: each parameter is a documented option of its own"
-MANY_PARAMETERS = {
-    "rewards.process_advantages": PUBLIC,
-    "logps.fused_logps": PUBLIC,
-    "policy.fused_policy_loss": PUBLIC,
-    "reference.reference_loss_from_logps": PUBLIC,
-    "integrations.liger.forward": "the names and order of Liger's class",
-    "backends.triton.rows.gradient_kernel": "views of a batch stay out of tuples, see backends/triton/arguments.py",
-}
-
-
-def test_ten_parameters_need_a_reason():
-    paths = [*PACKAGE.rglob("*.py"), *(ROOT / "bench").glob("*.py"), ROOT / "setup.py"]
-    found = set()
-    for path in paths:
-        name = module_name(path) if path.is_relative_to(PACKAGE) else path.stem
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                parameters = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
-                if len(parameters) >= 10:
-                    found.add(f"{name}.{node.name}")
-    assert found == set(MANY_PARAMETERS)
-
-
 # --- C++ --------------------------------------------------------------------------------------------------------------
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import re
-from functools import lru_cache
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,72 +19,6 @@ as_read = pytest.mark.skipif(
 )
 # Not in transformers: the code that comes with the checkpoints.
 REMOTE = {"minicpm"}
-HEAD = re.compile(r"self\.lm_head\(hidden_states(\.to\((dtype=)?self\.lm_head\.weight\.dtype\))?\)")
-UNSCALED = re.compile(r"hidden_states = (\w+\.last_hidden_state|\w+\[0\]|slice_logits_to_keep\(.*\))(?! [*/])")
-
-
-@lru_cache
-def files() -> dict[str, Path]:
-    """Class name -> the file of transformers that defines it."""
-    folder = Path(transformers.__file__).parent / "models"
-    found = {}
-    for path in folder.rglob("modeling_*.py"):
-        for name in re.findall(r"^class (\w+)\(", path.read_text(encoding="utf-8"), re.MULTILINE):
-            found[name] = path
-    return found
-
-
-def class_of(family: str) -> str:
-    from transformers.models.auto import modeling_auto
-
-    for mapping in ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"):
-        if family in getattr(modeling_auto, mapping):
-            name = getattr(modeling_auto, mapping)[family]
-            return name if isinstance(name, str) else name[0]
-    raise KeyError(family)
-
-
-def head_code(name: str) -> list[str]:
-    """The assignments of hidden_states and logits in a model's forward, and those of its attributes from the config."""
-    tree = ast.parse(files()[name].read_text(encoding="utf-8"))
-    node = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name)
-    methods = {n.name: n for n in node.body if isinstance(n, ast.FunctionDef)}
-    if "forward" not in methods:
-        return head_code(next(base.id for base in node.bases if isinstance(base, ast.Name) and base.id in files()))
-    found = []
-    for n in ast.walk(methods["forward"]):
-        if isinstance(n, (ast.Assign, ast.NamedExpr)):
-            text = ast.unparse(n)
-            targets = [ast.unparse(t) for t in (n.targets if isinstance(n, ast.Assign) else [n.target])]
-            if re.search(r"^(lm_|router_|output_router_)?logits$|^hidden_states$|softcap|^cap$", " ".join(targets)):
-                found.append(text)
-    return [text for text in found if not re.match(r"(output_)?router_logits", text)]
-
-
-@as_read
-@pytest.mark.parametrize("family", sorted(_PLAIN_FAMILIES))
-def test_a_plain_family_computes_its_logits_by_the_head_alone(family):
-    code = head_code(class_of(family))
-    logits = [text for text in code if "logits = " in text]
-    assert len(logits) == 1 and HEAD.search(logits[0]), code
-    assert re.sub(HEAD, "", logits[0]).split("= ")[1] in {"", ".float()", ".contiguous()"}, code
-    assert all(UNSCALED.fullmatch(text) for text in code if text not in logits), code
-
-
-@as_read
-@pytest.mark.parametrize("family", sorted(set(_RULES) - REMOTE))
-def test_a_rule_names_what_the_code_of_its_family_reads(family):
-    rule, name = _RULES[family], class_of(family)
-    code = " ; ".join(head_code(name))
-    if "self.logit_softcap" in code or "self.final_logit_softcapping" in code or "self.logit_scale" in code:
-        code += files()[name].read_text(encoding="utf-8")
-    for attribute in (rule.times, rule.over, rule.softcap):
-        assert attribute in code
-    if rule.times:
-        assert re.search(rf"\* [\w.]*{rule.times}\b", code)
-    if rule.over:
-        assert re.search(rf"/ [\w.]*{rule.over}\b", code)
-    assert bool(rule.softcap) == ("tanh" in code or "soft_cap(" in code)
 
 
 @as_read

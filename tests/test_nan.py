@@ -50,12 +50,11 @@ def test_nan_logits_make_the_loss_nan(backend, point, old):
     threshold = None if old else 1.0
     bounds = dict(delta=1.5, dual_clip=3.0) if surrogate == "clip" else {}
     common = dict(surrogate=surrogate, importance_sampling_level=level, entropy_threshold=threshold, **bounds)
-    for advantage in (1.0, -1.0):
-        batch = make(surrogate, old=old, advantage=advantage)
-        clamped = {**CLAMPED, "beta": 0.0 if old else 0.1}
-        for value in (math.nan, math.inf):
-            assert_nan(with_nan(batch, value), gk.GRPOConfig(**common), backend)
-        assert_nan(with_nan(batch), gk.GRPOConfig(**common, **clamped), backend)
+    clamped = {**CLAMPED, "beta": 0.0 if old else 0.1}
+    for advantage, value in ((1.0, math.nan), (-1.0, math.inf)):
+        batch = with_nan(make(surrogate, old=old, advantage=advantage), value)
+        assert_nan(batch, gk.GRPOConfig(**common), backend)
+    assert_nan(with_nan(batch), gk.GRPOConfig(**common, **clamped), backend)
 
 
 @pytest.mark.parametrize("surrogate", SURROGATE_RULES)
@@ -79,9 +78,7 @@ def test_nan_logits_of_a_token_without_surrogate(backend, surrogate):
 @pytest.mark.parametrize("kl", KL_ESTIMATORS[1:])
 def test_nan_logits_under_every_kl_estimator(backend, kl):
     batch = with_nan(make("clip", old=False, advantage=1.0))
-    for bias_correction in (False, True):
-        options = {**CLAMPED, "use_bias_correction_kl": bias_correction, "kl_estimator": kl}
-        assert_nan(batch, gk.GRPOConfig(**options), backend)
+    assert_nan(batch, gk.GRPOConfig(**CLAMPED, use_bias_correction_kl=True, kl_estimator=kl), backend)
 
 
 @pytest.mark.parametrize("surrogate", SURROGATE_RULES)

@@ -93,17 +93,6 @@ def test_outputs_share_no_memory_with_inputs(source, masked):
     assert torch.allclose(out.advantages, gk.group_advantages(rewards.contiguous(), num_generations=2))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_log_probabilities_come_back_as_from_hidden_states(dtype):
-    mask = make_batch(3, masked=True).options["completion_mask"]
-    logps, entropy = torch.randn(2, *mask.shape, dtype=dtype).masked_fill(~mask, torch.nan)
-    out = gk.grpo_loss_from_logps(logps, torch.ones(4), entropy=entropy, completion_mask=mask.int())
-    for found, x in ((out.logps, logps), (out.entropy, entropy)):
-        wide = torch.promote_types(dtype, torch.float32)
-        assert torch.equal(found, x.nan_to_num(0.0).to(wide)) and found.dtype == wide
-    assert gk.grpo_loss_from_logps(logps.nan_to_num(), torch.ones(4)).entropy is None
-
-
 @pytest.mark.parametrize("called_inside", [False, True])
 def test_metrics_first_read_in_inference_mode_are_plain_tensors(called_inside):
     batch = make_batch(3)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import LEAVES, Batch, call_counter, make_batch, packed
+from helpers import LEAVES, Batch, make_batch, packed
 
 import grpo_kernels as gk
-from grpo_kernels.engine.chunks import Scorer
 from grpo_kernels.policy import PolicyChunk
 
 
@@ -77,19 +76,6 @@ def test_equals_autograd_through_fused_logps(level, entropy, layout, rows, backe
     for name, x in leaves.items():
         assert torch.allclose(x.grad, 3 * wanted[name].grad, rtol=1e-4, atol=1e-6), name
         assert x.grad.any()
-
-
-@pytest.mark.parametrize(
-    ("level", "rows", "ways"),
-    [("token", 3, {"staged"}), ("sequence", 7, {"staged"}), ("sequence", 3, {"score", "gradient"})],
-)
-def test_logits_are_computed_again_for_long_sequences_alone(monkeypatch, level, rows, ways):
-    batch, calls = make_batch(2), []
-    for way in ("staged", "score", "gradient"):
-        call_counter(monkeypatch, Scorer, way, calls, lambda *_, way=way: way)
-    leaf = batch.hidden.requires_grad_()
-    gk.fused_policy_loss(leaf, batch.weight, batch.ids, lambda c: c.logps.mean(), level=level, chunk_rows=rows)
-    assert set(calls) == ways
 
 
 def test_sequence_chunks_hold_whole_sequences():
@@ -176,14 +162,6 @@ def test_a_gradient_that_the_closure_would_lose_is_refused(name, level):
         gk.fused_policy_loss(hidden, batch.weight, batch.ids, loss_fn, **given)
     with torch.no_grad():  # nobody asks for a gradient
         assert gk.fused_policy_loss(hidden, batch.weight, batch.ids, loss_fn, **given).isfinite()
-
-
-def test_hidden_states_in_the_closure_are_refused():
-    batch = make_batch(2)
-    leaf = batch.hidden.requires_grad_()
-    hidden = leaf.tanh()
-    with pytest.raises(ValueError, match=r"loss_fn depends on a tensor of shape \(4, 6, 24\)"):
-        gk.fused_policy_loss(hidden, batch.weight, batch.ids, lambda c: c.logps.sum() + hidden.mean())
 
 
 def test_constants_and_autograd_inside_the_function_are_fine():

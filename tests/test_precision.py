@@ -72,8 +72,7 @@ def assert_as_exact_as_eager(
         assert error <= allowed[key] + slack, f"{key}: {error:.3e}, eager {allowed[key]:.3e}"
 
 
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "dtype"), [*zip(CONFIGS, HALF * 2, strict=True), ("grpo", torch.float16)])
 def test_half_precision_is_as_exact_as_eager_with_float32_softmax(name, dtype, backend):
     assert_as_exact_as_eager(CONFIGS[name], dtype, backend)
 
@@ -127,8 +126,7 @@ def with_hidden_in(batch: Batch, dtype: torch.dtype) -> Batch:
     return dataclasses.replace(batch, hidden=batch.hidden.to(dtype))
 
 
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("dtype", "bias"), [(torch.bfloat16, True), (torch.float16, False)])
 def test_a_float32_head_is_the_call_with_converted_hidden_states(backend, dtype, bias):
     batch = with_hidden_in(make_batch(0, bias=bias), dtype)
     found, expected = (fused(x, backend=backend) for x in (batch, with_hidden_in(batch, torch.float32)))
@@ -159,7 +157,6 @@ MIXTURES = {  # hidden, weight, bias
     "lm_head_weight is torch.bfloat16 and hidden torch.float32": (torch.float32, torch.bfloat16, None),
     "lm_head_weight is torch.float32 and hidden torch.bfloat16": (torch.bfloat16, torch.float32, torch.bfloat16),
     "lm_head_bias is torch.float32 and hidden torch.bfloat16": (torch.bfloat16, torch.bfloat16, torch.float32),
-    "lm_head_weight is torch.float64 and hidden torch.bfloat16": (torch.bfloat16, torch.float64, None),
     "lm_head_weight is torch.bfloat16 and hidden torch.float16": (torch.float16, torch.bfloat16, None),
 }
 

@@ -13,7 +13,6 @@ from helpers import (
     Batch,
     assert_close,
     assert_same_bits,
-    call_counter,
     errors,
     fused,
     make_batch,
@@ -31,7 +30,6 @@ from torch import Tensor, distributed
 import grpo_kernels as gk
 from grpo_kernels import SamplingMask
 from grpo_kernels.backends import get_backend
-from grpo_kernels.engine import kept
 from grpo_kernels.reference import kept_ids, reference_loss_from_logits
 
 B, T, V = 3, 7, 61
@@ -200,20 +198,6 @@ def test_metrics(way):
         torch.testing.assert_close(out.metrics["sampling_mask/kept_mass"], mass, rtol=1e-4, atol=1e-5)
 
 
-def test_kept_ids_marked_by_slices_and_by_indices():
-    """The second is that of a GPU."""
-    mask = make_sampling_mask((9,), V)
-    tokens = kept.TokenMask(mask.ids, mask.counts, mask.counts.cumsum(0) - mask.counts)
-    token, here = torch.tensor([7, 2, 4, 5]), torch.tensor([5, 0, 1, 3])
-    expected = torch.zeros(6, V, dtype=torch.bool)
-    for row, t in zip(here.tolist(), token.tolist(), strict=True):
-        expected[row, mask.ids.split(mask.counts.tolist())[t].long()] = True
-    for mark in (kept.mark_by_slices, kept.mark_by_indices):
-        found = torch.zeros_like(expected)
-        outside = mark(found, here, tokens, token)
-        assert torch.equal(found, expected) and (outside is None or not outside.any())
-
-
 def part_of_a_batch(rank: int, group) -> None:
     """In each of two processes: the loss, its gradients and sums of metrics, added up, are those of the whole batch."""
     batch, rows = masked_batch(), slice(0, 2) if rank == 0 else slice(2, 3)
@@ -246,22 +230,6 @@ def test_strategies_without_logits_leave_masks_to_rows(strategy, way, monkeypatc
     assert strategy in get_backend("triton").strategies(batch.hidden, batch.weight)
     found = errors(fused(batch, backend="triton"), reference(batch))
     assert all(found[name] <= 0.02 for name in ("loss", "logps", *(f"grad {name}" for name in LEAVES))), found
-
-
-def test_nothing_is_computed_twice(monkeypatch):
-    """Statistics over the whole vocabulary not where logits are computed again, logits of kept ids never again.
-
-    17 tokens are scored, 3 at a time.
-    """
-    calls = []
-    for name in ("statistics", "kept_logits"):
-        call_counter(monkeypatch, get_backend("torch"), name, calls, lambda *_, name=name: name)
-    batch, config = masked_batch(least=1, most=8), gk.GRPOConfig.preset("gspo", chunk_rows=3)
-    for way, expected in (("dense", ["statistics"] * 2 * 6), ("gathers", ["kept_logits", "statistics"])):
-        set_mask_way(monkeypatch, way, V)
-        calls.clear()
-        fused(batch, config, "torch")
-        assert calls == expected
 
 
 def test_packed_batches_views_and_padding():

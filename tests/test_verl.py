@@ -89,7 +89,7 @@ def test_linear_cross_entropy_is_replaced_wherever_it_was_imported(verl):
         del sys.modules[other.__name__]
 
 
-@pytest.mark.parametrize("shape", [(1, 12), (3, 4), (12,)])
+@pytest.mark.parametrize("shape", [(1, 12), (3, 4)])
 def test_linear_cross_entropy(verl, shape):
     """The call of verl's forwards: positional, hidden of a packed batch (1, N, H), a temperature, no reduction."""
     verl.register()

@@ -328,10 +328,12 @@ def refusals(rank: int, group) -> None:
     assert call().loss.isfinite()
 
 
-THE_LOSS = (equal_to_one_process, options_of_a_walk, equal_under_a_sampling_mask, equal_in_16_bits)
 WORK = {
     2: (
-        *THE_LOSS,
+        equal_to_one_process,
+        options_of_a_walk,
+        equal_under_a_sampling_mask,
+        equal_in_16_bits,
         slices_of_the_tokens,
         logps_alone,
         kept_ids_outside_of_the_vocabulary,
@@ -339,7 +341,7 @@ WORK = {
         refusals,
         gathered_tokens,
     ),
-    3: (*THE_LOSS, gathered_tokens),
+    3: (options_of_a_walk, equal_under_a_sampling_mask, gathered_tokens),
 }
 
 
