@@ -70,39 +70,6 @@ def test_a_factor_of_one_touches_nothing(kernels, dtype, small_blocks):
     assert not torch.equal(bits, before)
 
 
-# --- who is asked -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def scaled(monkeypatch, backend) -> list[tuple[int, ...]]:
-    """Shapes of what the backend has multiplied."""
-    calls: list[tuple[int, ...]] = []
-    call_counter(monkeypatch, get_backend(backend), "scale", calls, lambda x, factor: tuple(x.shape))
-    return calls
-
-
-def test_gradients_are_handed_out_by_the_backend_of_the_call(scaled, backend):
-    batch = make_batch(0)
-    leaves = [x.clone().requires_grad_() for x in (batch.hidden, batch.weight)]
-    logits = torch.randn(4, 6, 67, requires_grad=True)
-    given = {"backend": backend}
-    losses = {
-        ((4, 6, 24), (67, 24)): lambda: gk.fused_grpo_loss(*leaves, batch.ids, batch.advantages, **given).loss,
-        ((67, 24), (4, 6, 24)): lambda: gk.fused_policy_loss(*leaves, batch.ids, lambda c: c.logps.mean(), **given),
-        ((4, 6, 67),): lambda: gk.grpo_loss_from_logits(logits, batch.ids, batch.advantages, **given).loss,
-    }
-    for shapes, loss in losses.items():
-        inputs = [logits] if len(shapes) == 1 else leaves
-        expected = torch.autograd.grad(loss(), inputs)
-        kept = torch.autograd.grad(0.5 * (value := loss()), inputs, retain_graph=True)
-        assert scaled == []  # a factor of 1 on a CPU; a graph that is kept
-        found = torch.autograd.grad(0.5 * value, inputs)
-        assert sorted(scaled) == sorted(shapes)
-        for g, copy, e in zip(found, kept, expected, strict=True):
-            assert torch.equal(g, 0.5 * e) and torch.equal(copy, g)
-        scaled.clear()
-
-
 # --- what autograd does not see ---------------------------------------------------------------------------------------
 
 
