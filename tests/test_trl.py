@@ -37,8 +37,8 @@ def _one_thread():
 
 PATCHED = ("grpo, token, beta 0.1", "gemma2, token", "phi, sequence", "entropy bonus", "LoRA, reference without it")
 TOGETHER = (  # options that one run can have
-    "delta + epsilon_high + rewards not scaled",
-    "KL without bias correction + reference model that follows",
+    "delta + rewards not scaled",
+    "epsilon_high + KL without bias correction + reference model that follows",
     "off-policy mask",
     "top-entropy quantile, entropy bonus + steps_per_generation 4",
     "adaptive entropy bonus + gradient checkpointing + lm_head in float32",
