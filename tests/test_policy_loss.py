@@ -142,7 +142,7 @@ OTHER_GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize(("name", "level"), zip(OTHER_GRADIENTS, ["token", "sequence"] * 2, strict=True))
+@pytest.mark.parametrize(("name", "level"), [*zip(OTHER_GRADIENTS, ["token", "sequence"] * 2, strict=True)])
 def test_a_gradient_that_the_closure_would_lose_is_refused(name, level):
     loss_fn, batch = OTHER_GRADIENTS[name], make_batch(2)
     hidden = batch.hidden.requires_grad_(level == "token")
