@@ -376,7 +376,7 @@ def kernels(pair: str, device: Any, shape: str) -> None:
 
     mode = "forward" if pair.endswith("linear") else "step"
     inputs = make_inputs(make_case(shape, mode=mode), device)
-    (step,) = IMPLEMENTATIONS[f"ours-{pair.replace('/', '-')}"].settings(inputs, mode).values()
+    step = IMPLEMENTATIONS[f"ours-{pair.replace('/', '-')}"].make_step(inputs, mode)
     for number in range(2):
         step(inputs)
         tell({"what": pair, "head": shape, "warm_up": number})

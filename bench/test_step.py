@@ -38,7 +38,7 @@ def test_step(case: Case, name: str, device: torch.device, benchmark: Any) -> No
         pytest.skip(f"{name}: {reason}")
     inputs = batch(case, device)
     try:
-        step = next(iter(implementation.settings(inputs, case.mode).values()))
+        step = implementation.make_step(inputs, case.mode)
     except Unsupported as unsupported:
         pytest.skip(f"{name}: {unsupported}")
 

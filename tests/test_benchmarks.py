@@ -15,8 +15,8 @@ import torch
 
 from grpo_kernels.benchmarks import command, measure, process
 from grpo_kernels.benchmarks.cases import MODES, SETS, Case, Job, jobs, make_case, parse_shape
-from grpo_kernels.benchmarks.implementations import IMPLEMENTATIONS, Implementation, Result, Unsupported, select
-from grpo_kernels.benchmarks.inputs import grpo_objective, make_inputs
+from grpo_kernels.benchmarks.implementations import IMPLEMENTATIONS, Implementation, Result, Step, Unsupported, select
+from grpo_kernels.benchmarks.inputs import Inputs, grpo_objective, make_inputs
 from grpo_kernels.benchmarks.measure import Options
 from grpo_kernels.benchmarks.reference import errors, off_policy, reference, relative_error, why_wrong
 from grpo_kernels.benchmarks.show import case_table
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
 TINY = make_case("tiny:64", "float32")
 NEVER = float("inf")
-ONCE = Options("cpu", 1, True, NEVER)
+ONCE = Options("cpu", 1, NEVER)
 
 
 # --- cases --------------------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ def test_reference_agrees_with_autograd_in_float64(mode: str) -> None:
 def test_a_wrong_or_missing_result_is_said() -> None:
     inputs = off_policy(make_inputs(TINY, CPU))
     right = reference(inputs, "step", "grpo")
-    result = IMPLEMENTATIONS["eager"].settings(inputs, "step")[""](inputs)
+    result = IMPLEMENTATIONS["eager"].make_step(inputs, "step")(inputs)
     assert result.dhidden is not None
     for wrong, words in (
         (result._replace(dweight=None), "gives no dweight"),
@@ -96,13 +96,11 @@ def _measured(monkeypatch: pytest.MonkeyPatch, case: Case, extra: Implementation
     monkeypatch.setattr(measure, "IMPLEMENTATIONS", table)
     monkeypatch.setattr(measure, "limit_memory", lambda: None)
     monkeypatch.setattr(measure, "SHORT_S", NEVER)  # or one that this machine holds up has one round
-    return measure._measure(case, list(table), Options("cpu", 2, True, deadline), lambda text: None)["implementations"]
+    return measure._measure(case, list(table), Options("cpu", 2, deadline), lambda text: None)["implementations"]
 
 
 def test_a_case_has_times_ratios_and_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = IMPLEMENTATIONS["eager"].settings
-    slow = Implementation("slow", "two settings", lambda inputs, mode: {k: settings(inputs, mode)[""] for k in "ab"})
-    found = _measured(monkeypatch, TINY, slow)
+    found = _measured(monkeypatch, TINY, IMPLEMENTATIONS["eager"])
     for name, report in found.items():
         assert len(report["seconds"]["times"]) == 2, name
         assert report["ratio_to_floor"] == pytest.approx(
@@ -110,26 +108,24 @@ def test_a_case_has_times_ratios_and_errors(monkeypatch: pytest.MonkeyPatch) -> 
         )
     assert found["floor"]["errors"] is None
     assert found["ours"]["errors"]["dweight"] < 1e-5
-    assert set(found["slow"]["tried"]) == {"a", "b"}
-    assert found["slow"]["setting"] in ("a", "b")
 
 
 def test_a_wrong_result_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    def settings(inputs: object, mode: str) -> dict:
-        step = IMPLEMENTATIONS["eager"].settings(inputs, mode)[""]
-        return {"": lambda inputs: Result(*(x if x is None else x * 1.5 for x in step(inputs)))}
+    def make_step(inputs: Inputs, mode: str) -> Step:
+        step = IMPLEMENTATIONS["eager"].make_step(inputs, mode)
+        return lambda inputs: Result(*(x if x is None else x * 1.5 for x in step(inputs)))
 
-    found = _measured(monkeypatch, TINY, Implementation("wrong", "wrong", settings))
+    found = _measured(monkeypatch, TINY, Implementation("wrong", "wrong", make_step))
     assert found["wrong"]["error"].startswith("wrong result")
     assert "seconds" not in found["wrong"]
     assert "seconds" in found["ours"]
 
 
 def test_what_cannot_run_is_listed_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unsupported(inputs: object, mode: str) -> dict:
+    def unsupported(inputs: Inputs, mode: str) -> Step:
         raise Unsupported("no such mode")
 
-    def exhausted(inputs: object, mode: str) -> dict:
+    def exhausted(inputs: Inputs, mode: str) -> Step:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     absent = Implementation("absent", "absent", exhausted, unavailable=lambda device, dtype: "not installed")

@@ -37,21 +37,16 @@ def inputs_of(mode: str, shape: str = "32x128x160", dtype: str = "float32", **op
     return off_policy(make_inputs(make_case(shape, dtype, mode=mode, **options), CPU))
 
 
-def check(implementation: Implementation, inputs: Inputs, mode: str) -> list[str]:
-    """Every setting gives what the mode wants, and right; their names."""
-    settings = implementation.settings(inputs, mode)
-    assert settings
-    right = None if implementation.objective == "none" else reference(inputs, mode, implementation.objective)
-    for name, step in settings.items():
-        result = step(inputs)
-        assert isinstance(result, Result)
-        for given, like in ((result.dhidden, inputs.hidden), (result.dweight, inputs.weight)):
-            assert given is None or (given.numel(), given.dtype) == (like.numel(), like.dtype)
-        assert mode != "frozen" or result.dweight is None
-        if right is not None:
-            wrong = why_wrong(right, result, errors(right, result), inputs.hidden.dtype)
-            assert wrong is None, f"{name}: {wrong}"
-    return list(settings)
+def check(implementation: Implementation, inputs: Inputs, mode: str) -> None:
+    """A step gives what the mode wants, and right."""
+    result = implementation.make_step(inputs, mode)(inputs)
+    assert isinstance(result, Result)
+    for given, like in ((result.dhidden, inputs.hidden), (result.dweight, inputs.weight)):
+        assert given is None or (given.numel(), given.dtype) == (like.numel(), like.dtype)
+    assert mode != "frozen" or result.dweight is None
+    if implementation.objective != "none":
+        right = reference(inputs, mode, implementation.objective)
+        assert why_wrong(right, result, errors(right, result), inputs.hidden.dtype) is None
 
 
 # --- all of them, as they are here ------------------------------------------------------------------------------------
@@ -120,13 +115,11 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
 def test_ligers_native_losses_are_turned_into_log_probabilities(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     function = SimpleNamespace(apply=losses_of)  # further arguments: temperature 1, no entropy
     stand_in(monkeypatch, LigerFusedLinearScaledCrossEntropyFunction=function)
-    assert check(IMPLEMENTATIONS["liger-native"], inputs_of(mode), mode) == [""]
+    check(IMPLEMENTATIONS["liger-native"], inputs_of(mode), mode)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_verls_kernels_get_contiguous_gradients(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    methods: list[int] = []
-
     def linear_cross_entropy(
         hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float = 1.0, reduction: str = "none"
     ) -> tuple[Tensor, Tensor]:
@@ -139,13 +132,10 @@ def test_verls_kernels_get_contiguous_gradients(monkeypatch: pytest.MonkeyPatch,
     def contiguous(gradient: Tensor) -> None:
         assert gradient.is_contiguous()
 
-    methods_of_verl = SimpleNamespace(_Total_Separate=1, _Split_Dlogits_N=2)
-    kernels = dict(BackwardEnum=methods_of_verl, set_backward_method=methods.append)
-    stand_in(monkeypatch, linear_cross_entropy=linear_cross_entropy, **kernels)
-    settings = check(IMPLEMENTATIONS["verl"], inputs_of(mode), mode)
-    assert (settings, methods) == (([""], [2]) if mode == "forward" else (["split", "whole"], [2, 1]))
+    stand_in(monkeypatch, linear_cross_entropy=linear_cross_entropy)
+    check(IMPLEMENTATIONS["verl"], inputs_of(mode), mode)
     with pytest.raises(Unsupported, match="hidden size 576 is no multiple of 128"):
-        IMPLEMENTATIONS["verl"].settings(make_inputs(make_case("32x576x64", "float32"), CPU), mode)
+        IMPLEMENTATIONS["verl"].make_step(make_inputs(make_case("32x576x64", "float32"), CPU), mode)
 
 
 def linear_cross_entropy_func(
@@ -177,11 +167,16 @@ def lse_target_epi(a: Tensor, b: Tensor, *, store_d: bool, target: Tensor, tuned
 def test_quack_fuses_what_it_can(
     monkeypatch: pytest.MonkeyPatch, mode: str, shape: str, dtype: str, fused: bool
 ) -> None:
+    used: list[str] = []
     functions = linear_cross_entropy_func, chunked_linear_cross_entropy, lse_target_epi
-    stand_in(monkeypatch, **{function.__name__: function for function in functions})
-    settings = check(IMPLEMENTATIONS["quack"], inputs_of(mode, shape, dtype), mode)
-    of_fused = ["whole logits", "epilogue"] if mode == "forward" else ["chunk 4096", "whole logits"]
-    assert settings == (of_fused if fused else ["whole logits"])
+
+    def record(function: Any) -> Any:
+        return lambda *arguments, **options: used.append(function.__name__) or function(*arguments, **options)
+
+    stand_in(monkeypatch, **{function.__name__: record(function) for function in functions})
+    check(IMPLEMENTATIONS["quack"], inputs_of(mode, shape, dtype), mode)
+    expected = functions[0] if not fused else functions[2] if mode == "forward" else functions[1]
+    assert used == [expected.__name__]
 
 
 @pytest.mark.parametrize("mode", ["step", "forward"])
@@ -196,7 +191,7 @@ def test_sampling_masks_in_eager_ours_and_the_exact_result(mode: str, share: flo
     right = reference(inputs, mode, "grpo")
 
     def wrong(name: str) -> str | None:
-        result = IMPLEMENTATIONS[name].settings(inputs, mode)[""](inputs)
+        result = IMPLEMENTATIONS[name].make_step(inputs, mode)(inputs)
         return why_wrong(right, result, errors(right, result), torch.float32)
 
     assert wrong("ours") is None and wrong("eager") is None and wrong("ours-unmasked") is not None

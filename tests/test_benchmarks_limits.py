@@ -51,7 +51,7 @@ def test_every_way_has_a_prediction(way, mode):
 def test_flops_are_those_of_a_call(name, mode):
     case = make_case("64x32x512", "float32", mode=mode)
     inputs = make_inputs(case, torch.device("cpu"))
-    (step,) = IMPLEMENTATIONS[name].settings(inputs, mode).values()
+    step = IMPLEMENTATIONS[name].make_step(inputs, mode)
     with FlopCounterMode(display=False) as counter:
         step(inputs)
     assert counter.get_total_flops() == predict(case, CPU, name).flops == predict(case, CPU).flops

@@ -115,14 +115,13 @@ class Job:
     """A case, and the implementations measured in it: `select(against)` of implementations/.
 
     `memory`: patterns of those whose memory a CPU measures too, in a process each; a GPU measures that of everybody
-    who is timed. `tuned`: of every implementation the fastest setting; else the one that it documents.
+    who is timed.
     """
 
     case: Case
     against: tuple[str, ...]
     timed: bool = True
     memory: tuple[str, ...] = ()
-    tuned: bool = False
     rounds: int | None = None
 
 
@@ -136,7 +135,7 @@ def jobs(name: str, device_type: str) -> list[Job]:
 
 def _jobs(shapes: str | tuple[str, ...], against: tuple[str, ...], **fields: Any) -> list[Job]:
     """One per shape and, where a field of the case is a tuple, per value."""
-    of_job = {name: fields.pop(name) for name in ("timed", "memory", "tuned", "rounds") if name in fields}
+    of_job = {name: fields.pop(name) for name in ("timed", "memory", "rounds") if name in fields}
     swept = {name: value if isinstance(value, tuple) else (value,) for name, value in fields.items()}
     points = [dict(zip(swept, values, strict=True)) for values in itertools.product(*swept.values())]
     shapes = (shapes,) if isinstance(shapes, str) else shapes
@@ -151,13 +150,6 @@ def _counts(head: str, most: int) -> tuple[str, ...]:
 def _lengths(head: str, lengths: tuple[int, ...], against: tuple[str, ...], **options: Any) -> list[Job]:
     """Of 8 completions."""
     return [job for length in lengths for job in _jobs(f"{head}:{8 * length}", against, length=length, **options)]
-
-
-def _scaling(tokens: int, hidden: int, vocab: int, vocabs: tuple[int, ...], hiddens: tuple[int, ...]) -> list[Job]:
-    """One size at a time: vocabulary V, hidden size H, completions per prompt G."""
-    shapes = [f"{tokens}x{hidden}x{v}" for v in vocabs] + [f"{tokens}x{h}x{vocab}" for h in hiddens]
-    groups = _jobs(f"{tokens}x{hidden}x{vocab}", (*BARE, "trl"), generations=(2, 8, 32), length=8)
-    return [*_jobs(tuple(shapes), (*BARE, "trl")), *groups]
 
 
 def _masks(shape: str, widths: tuple[str, ...], **fields: Any) -> list[Job]:
@@ -186,20 +178,20 @@ SETS: dict[str, dict[str, list[Job]]] = {
     # The heads of real models: forward and backward, what it takes in memory; on a GPU also the other modes.
     "heads": {
         "cpu": [
-            *_jobs("smollm2-135m:2048", RIVALS, dtype=BOTH, memory=(*BARE, "trl"), tuned=True, length=256),
-            *_jobs("qwen2.5-0.5b:1024", NEAREST, dtype=BOTH, memory=BARE, tuned=True, length=256),
+            *_jobs("smollm2-135m:2048", RIVALS, dtype=BOTH, memory=(*BARE, "trl"), length=256),
+            *_jobs("qwen2.5-0.5b:1024", NEAREST, dtype=BOTH, memory=BARE, length=256),
             *_jobs("qwen2.5-0.5b:4096", PLAIN, timed=False, memory=PLAIN, length=256),
-            *_jobs("llama-3.2-1b:512", NEAREST, dtype=BOTH, tuned=True, length=128),
+            *_jobs("llama-3.2-1b:512", NEAREST, dtype=BOTH, length=128),
         ],
         "cuda": [
-            *_jobs(_GPU_HEADS, EVERYBODY, tuned=True),
-            *_jobs("llama-3-8b:16384", EVERYBODY, tuned=True, mode="forward"),
-            *_jobs("qwen2.5-7b:16384", RIVALS, tuned=True, mode="frozen"),
-            *_jobs(LONG, RIVALS, tuned=True, mode=("step", "frozen")),
-            *_jobs("qwen2.5-1.5b:16384", EVERYBODY, tuned=True, mode="forward"),
-            *_jobs(("qwen2.5-0.5b:16384", "smollm2-135m:16384"), RIVALS, tuned=True),
-            *_jobs("qwen2.5-1.5b:16384", RIVALS, tuned=True, dtype="float16"),
-            *_jobs("smollm2-135m:16384", RIVALS, tuned=True, dtype="float32"),
+            *_jobs(_GPU_HEADS, EVERYBODY),
+            *_jobs("llama-3-8b:16384", EVERYBODY, mode="forward"),
+            *_jobs("qwen2.5-7b:16384", RIVALS, mode="frozen"),
+            *_jobs(LONG, RIVALS, mode=("step", "frozen")),
+            *_jobs("qwen2.5-1.5b:16384", EVERYBODY, mode="forward"),
+            *_jobs(("qwen2.5-0.5b:16384", "smollm2-135m:16384"), RIVALS),
+            *_jobs("qwen2.5-1.5b:16384", RIVALS, dtype="float16"),
+            *_jobs("smollm2-135m:16384", RIVALS, dtype="float32"),
         ],
     },
     # Every backend and strategy of this library beside the three bare products.
@@ -235,24 +227,19 @@ SETS: dict[str, dict[str, list[Job]]] = {
         "cpu": _lengths("qwen2.5-0.5b", (128, 256, 512, 1024, 2048), _WEIGHED, timed=False, memory=_WEIGHED),
         "cuda": _lengths("qwen2.5-7b", (512, 1024, 2048, 4096, 8192), (*_WEIGHED, "floor", "verl*")),
     },
-    "scaling": {
-        "cpu": _scaling(512, 576, 49152, (8192, 32768, 131072), (256, 1024, 2048)),
-        "cuda": _scaling(8192, 2048, 131072, (32768, 65536, 262144), (1024, 4096, 8192)),
-    },
     "masks": {
         "cpu": _masks("smollm2-135m:2048", tuple(f"1024x{h}x49152" for h in (256, 1024, 2048)), dtype=BOTH, length=256),
         "cuda": _masks("llama-3-8b:16384", tuple(f"8192x{h}x131072" for h in (1024, 4096, 8192))),
     },
 }
 for _name, _parts in {
-    "sweeps": ("idle", "tokens", "scaling", "memory"),
+    "sweeps": ("idle", "tokens", "memory"),
     "targets": ("heads", "idle", "masks"),
-    "all": ("heads", "idle", "tokens", "scaling", "memory", "masks"),
 }.items():
     SETS[_name] = {kind: [job for part in _parts for job in SETS[part][kind]] for kind in ("cpu", "cuda")}
 # What BARS asks for of a GPU, and no more: it is lent for minutes.
 SETS["targets"]["cuda"] = [
-    *_jobs(_GPU_HEADS[0], RIVALS, tuned=True),
+    *_jobs(_GPU_HEADS[0], RIVALS),
     *_jobs(_GPU_HEADS[1:], PEERS),
     *_jobs("llama-3-8b:16384", (*BARE, "ours-*-linear", "trl"), mode="forward"),
     *_jobs("qwen2.5-7b:16384", (*BARE, "trl"), mode="frozen"),

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rivals = "these, ours and the floor instead of everybody; patterns as in 'ours*'. " + ", ".join(IMPLEMENTATIONS)
     rounds = f"of interleaved timing; {ROUNDS['cpu']} on a CPU, {ROUNDS['cuda']} on a GPU"
     add = parser.add_argument
-    add("--quick", action="store_true", help="within two minutes, documented settings alone; by default the set quick")
+    add("--quick", action="store_true", help="within two minutes; by default the set quick")
     add("--set", choices=SETS, help="measurements that have a name; heads, if nothing else is said")
     add("--shapes", nargs="+", metavar="SHAPE", help=shape)
     add("--dtypes", nargs="+", choices=DTYPES, help="with --shapes; bfloat16, if nothing is said")
@@ -44,8 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--silence", type=float, help="seconds after which an implementation that says nothing hangs")
     add("--resume", action="store_true", help="keep what the results have, measure the rest")
     add("--output", type=Path, default=Path("bench.json"), help="results; written after every case")
-    add("--figures", type=Path, help="folder for pictures; that of the results, if nothing is said")
-    add("--no-figures", action="store_true", help="no pictures")
+    add("--no-figures", action="store_true", help="no pictures beside the results")
 
 
 def bench(arguments: argparse.Namespace) -> int:
@@ -70,7 +69,7 @@ def bench(arguments: argparse.Namespace) -> int:
         print(f"not run, out of time: {case}")
     print(f"written: {arguments.output}")
     if not arguments.no_figures:
-        _draw(run.document, arguments.figures or arguments.output.parent)
+        _draw(run.document, arguments.output.parent)
     return 1 if failures(run.document) else 0
 
 
@@ -114,7 +113,7 @@ class Run:
         found: Document = {"implementations": {name: {"title": IMPLEMENTATIONS[name].title} for name in names}}
         if job.timed:
             rounds = self.rounds or job.rounds or ROUNDS[self.device.type]
-            options = Options(str(self.device), rounds, job.tuned, self.end)
+            options = Options(str(self.device), rounds, self.end)
             found = measure(job.case, names, options, on_progress, self.silence_s)
         reports = found["implementations"]
         if self.device.type == "cpu" and job.memory:  # a GPU has measured memory beside time
@@ -173,7 +172,7 @@ def _jobs(arguments: argparse.Namespace, device: torch.device) -> list[Job]:
         if arguments.set:
             raise ValueError("--shapes and --set: expected one of them")
         found = [
-            Job(make_case(shape, dtype, mode=mode), RIVALS, memory=("*",), tuned=not arguments.quick)
+            Job(make_case(shape, dtype, mode=mode), RIVALS, memory=("*",))
             for shape in arguments.shapes
             for dtype in arguments.dtypes or ("bfloat16",)
             for mode in arguments.modes or ("step",)

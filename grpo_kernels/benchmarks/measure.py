@@ -32,15 +32,9 @@ WITHOUT_MEMORY = ("floor", "compiled")
 
 
 class Options(NamedTuple):
-    """`tuned`: every setting of an implementation is tried and the fastest timed; else its first, the documented one.
-
-    `deadline` as time.time() counts.
-    """
-
     device: str
     rounds: int
-    tuned: bool
-    deadline: float
+    deadline: float  # as time.time() counts
 
 
 def measure(
@@ -90,8 +84,8 @@ def _measure(case: Case, names: Sequence[str], options: Options, on_progress: On
             exact[objective] = reference(inputs, case.mode, objective)
         on_progress(name)
         try:
-            step, report = prepare(name, inputs, case, exact.get(objective), device, options.tuned)
-        except Exception as error:
+            step, report = prepare(name, inputs, case, exact.get(objective), device)
+        except Exception as error:  # of an implementation: a result
             step, report = None, {"error": _survivable(error)}
         found[name] |= report
         if step is not None:
@@ -155,45 +149,28 @@ def seconds(step: Callable[[], object], device: torch.device) -> float:
 
 
 def prepare(
-    name: str, inputs: Inputs, case: Case, exact: Reference | None, device: torch.device, tuned: bool
+    name: str, inputs: Inputs, case: Case, exact: Reference | None, device: torch.device
 ) -> tuple[Step | None, dict[str, Any]]:
-    """The fastest right setting of an implementation, if any, and what was found."""
+    """The step of an implementation after its first call, None where it is missing or wrong; and what was found."""
     missing = IMPLEMENTATIONS[name].unavailable_reason(device, case.torch_dtype)
     if missing is not None:
         return None, {"missing": missing}
     try:
-        settings = IMPLEMENTATIONS[name].settings(inputs, case.mode)
+        step = IMPLEMENTATIONS[name].make_step(inputs, case.mode)
     except Unsupported as reason:
         return None, {"missing": str(reason)}
-    if not tuned:
-        settings = dict([*settings.items()][:1])
-    tried = {setting: _try(step, inputs, exact, device, len(settings) > 1) for setting, step in settings.items()}
-    usable = [setting for setting, trial in tried.items() if "error" not in trial]
-    best = min(usable or tried, key=lambda setting: tried[setting].get("trial_seconds", 0.0))
-    report = {"setting": best} | tried[best] | ({"tried": tried} if len(settings) > 1 else {})
-    return settings[best] if usable else None, report
-
-
-def _try(step: Step, inputs: Inputs, exact: Reference | None, device: torch.device, trial: bool) -> dict[str, Any]:
-    """Run a step for the first time and compare its results; with `trial`, time a second run."""
-    report: dict[str, Any] = {"errors": None}
-    try:
-        start = time.perf_counter()
-        result = step(inputs)
-        synchronize(device)
-        report["first_call_seconds"] = time.perf_counter() - start
-        if exact is not None:
-            report["errors"] = errors(exact, result)
-            if wrong := why_wrong(exact, result, report["errors"], inputs.hidden.dtype):
-                return report | {"error": f"wrong result: {wrong}"}
-        del result
-        if device.type == "cuda":
-            report |= _peak_of_call(step, inputs, device) or {}
-        if trial:
-            report["trial_seconds"] = seconds(functools.partial(step, inputs), device)
-    except Exception as error:  # a setting that fails is a result
-        return report | {"error": _survivable(error)}
-    return report
+    start = time.perf_counter()
+    result = step(inputs)
+    synchronize(device)
+    report: dict[str, Any] = {"errors": None, "first_call_seconds": time.perf_counter() - start}
+    if exact is not None:
+        report["errors"] = errors(exact, result)
+        if wrong := why_wrong(exact, result, report["errors"], inputs.hidden.dtype):
+            return None, report | {"error": f"wrong result: {wrong}"}
+    del result
+    if device.type == "cuda":
+        report |= _peak_of_call(step, inputs, device) or {}
+    return step, report
 
 
 def _survivable(error: Exception) -> str:
@@ -212,7 +189,7 @@ def _survivable(error: Exception) -> str:
 def measure_peak_memory(
     case: Case, name: str, on_progress: OnProgress = lambda text: None, silence_s: float | None = None
 ) -> dict[str, Any]:
-    """{"peak_bytes", "returned_bytes"} of a call of an implementation's first setting, on a CPU, in a fresh process.
+    """{"peak_bytes", "returned_bytes"} of a call of an implementation, on a CPU, in a fresh process.
 
     There: a tiny call (thread pools, lazily loaded libraries), the inputs, a reset of the kernel's high-water mark of
     resident memory, one call, and its peak less what was resident before and less the returned gradients. Eager's peak
@@ -238,7 +215,7 @@ def _measure_peak_memory(case: Case, name: str, on_progress: OnProgress) -> dict
     for one in (tiny, case):
         inputs = make_inputs(one, device)
         try:
-            step = next(iter(IMPLEMENTATIONS[name].settings(inputs, case.mode).values()))
+            step = IMPLEMENTATIONS[name].make_step(inputs, case.mode)
         except Unsupported:
             return {}
         if one is tiny:

@@ -10,9 +10,8 @@ from .machine import Document
 
 _HEADER = (
     *("", "median ms", "min", "max", "predicted", "to floor", "to eager", "peak MiB", "gradients", "logp"),
-    "setting, or why there is none",
+    "why there is none",
 )
-
 
 WAYS = {
     "floor": "the matrix products that the mode needs, over all tokens at once",
@@ -87,4 +86,4 @@ def _row(name: str, report: dict[str, Any], predicted: dict[str, Any]) -> list[s
         cells.append(f"{max(found):.1e}" if found else "")
     nothing = "" if "peak_bytes" in report else report.get("memory_error") or "not measured"
     why = report.get("missing") or report.get("error") or ("" if times else nothing)
-    return [name, *cells, why or report.get("setting", "")]
+    return [name, *cells, why]

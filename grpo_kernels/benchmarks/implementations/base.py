@@ -31,8 +31,8 @@ class Result(NamedTuple):
 
 
 Step = Callable[[Inputs], Result]
-Settings = Callable[[Inputs, str], dict[str, Step]]
-S = TypeVar("S", bound=Settings)
+MakeStep = Callable[[Inputs, str], Step]
+M = TypeVar("M", bound=MakeStep)
 
 
 class Unsupported(Exception):
@@ -43,16 +43,16 @@ class Unsupported(Exception):
 class Implementation:
     """One way to compute a case.
 
-    `settings(inputs, mode)` gives a step for each setting that is worth trying, the documented default first. It may
-    raise `Unsupported`. `objective` is what its results are checked against: "grpo"; "cross_entropy", mean -logp, a
-    yardstick that does the same matrix products; or "none", which is not checked.
+    `make_step(inputs, mode)` gives the function that is timed, or raises `Unsupported`. `objective` is what its results
+    are checked against: "grpo"; "cross_entropy", mean -logp, a yardstick that does the same matrix products; or "none",
+    which is not checked.
     `unavailable(device, dtype)` says why it cannot run there, "" where it can; `modules` have to be importable, and
     `requirement` is what pip installs for that; `capability` is the least of an NVIDIA GPU that it needs, as in (9, 0).
     """
 
     name: str
     title: str
-    settings: Settings
+    make_step: MakeStep
     objective: str = "grpo"
     modules: tuple[str, ...] = ()
     requirement: str = ""
@@ -82,12 +82,12 @@ class Implementation:
 IMPLEMENTATIONS: dict[str, Implementation] = {}
 
 
-def implementation(name: str, title: str, **fields: Any) -> Callable[[S], S]:
-    """Decorate the `settings` of an Implementation, which then is in the table."""
+def implementation(name: str, title: str, **fields: Any) -> Callable[[M], M]:
+    """Decorate the `make_step` of an Implementation, which then is in the table."""
 
-    def register(settings: S) -> S:
-        IMPLEMENTATIONS[name] = Implementation(name, title, settings, **fields)
-        return settings
+    def register(make_step: M) -> M:
+        IMPLEMENTATIONS[name] = Implementation(name, title, make_step, **fields)
+        return make_step
 
     return register
 

@@ -33,9 +33,9 @@ def _step(inputs: Inputs, mode: str, backend: str, config: GRPOConfig) -> Result
 
 
 @implementation("ours", "ours")
-def _settings(
+def _make_step(
     inputs: Inputs, mode: str, backend: str = "auto", strategy: str | None = None, score_inactive: bool = True
-) -> dict[str, Step]:
+) -> Step:
     if strategy is not None and strategy not in get_backend(backend).strategies(inputs.hidden, inputs.weight):
         raise Unsupported(f"strategy {strategy} does not serve these inputs")
     config = GRPOConfig(
@@ -49,20 +49,20 @@ def _settings(
         with mock.patch.dict(os.environ, {VARIABLE: str(strategy)}):
             return step(inputs)
 
-    return {"": step if strategy is None else with_strategy}
+    return step if strategy is None else with_strategy
 
 
 @implementation("ours-unmasked", "ours without the sampling mask", objective="none")
-def _unmasked(inputs: Inputs, mode: str) -> dict[str, Step]:
-    (step,) = _settings(inputs, mode).values()
-    return {"": lambda inputs: step(replace(inputs, sampling_mask=None))}
+def _unmasked(inputs: Inputs, mode: str) -> Step:
+    step = _make_step(inputs, mode)
+    return lambda inputs: step(replace(inputs, sampling_mask=None))
 
 
 @implementation("ours-unscored", "ours, score_inactive=False")
-def _unscored(inputs: Inputs, mode: str) -> dict[str, Step]:
+def _unscored(inputs: Inputs, mode: str) -> Step:
     if mode == "forward":
         raise Unsupported("every token needs its log-probability")
-    return _settings(inputs, mode, score_inactive=False)
+    return _make_step(inputs, mode, score_inactive=False)
 
 
 def _backend_unavailable(device: torch.device, dtype: torch.dtype, backend: str) -> str:
@@ -74,5 +74,5 @@ for _backend in registered_backends():
         _parts = _backend, *([_strategy] if _strategy else [])
         _unavailable = functools.partial(_backend_unavailable, backend=_backend)
         implementation("-".join(["ours", *_parts]), f"ours, backend {', '.join(_parts)}", unavailable=_unavailable)(
-            functools.partial(_settings, backend=_backend, strategy=_strategy)
+            functools.partial(_make_step, backend=_backend, strategy=_strategy)
         )

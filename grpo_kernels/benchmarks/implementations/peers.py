@@ -5,7 +5,6 @@ GRPO's objective stands on top of those that give log-probabilities. The yardsti
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,7 @@ from .base import Result, Step, Unsupported, from_logps, gradients, implementati
 
 
 @implementation("trl", "TRL", modules=("trl.trainer.utils",), requirement="trl==1.16.0")
-def _trl(inputs: Inputs, mode: str) -> dict[str, Step]:
+def _trl(inputs: Inputs, mode: str) -> Step:
     """The head of its GRPOTrainer, with its own chunk (ids per tile), which no option changes.
 
     Entropies come along in training, as in the trainer; its reference model has log-probabilities alone.
@@ -35,19 +34,19 @@ def _trl(inputs: Inputs, mode: str) -> dict[str, Step]:
         )
         return found.view(inputs.ids.shape)
 
-    return {f"chunk {size}": from_logps(logps, mode)}
+    return from_logps(logps, mode)
 
 
 # --- Liger ------------------------------------------------------------------------------------------------------------
 
 LIGER, LIGER_NATIVE = "liger_kernel.chunked_loss.grpo_loss", "liger_kernel.ops.fused_linear_scaled_cross_entropy"
 LIGER_HOPPER = "liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90"
-_LIGER_CHUNKS, _LIGER_CHUNK_TOKENS = (1, 4, 16), 4096  # completions, of which 1 is the default; tokens at most
+_LIGER_CHUNK_TOKENS = 4096  # at most
 
 
 @implementation("liger", "Liger", modules=(LIGER,), requirement="liger-kernel==0.8.5")
-def _liger(inputs: Inputs, mode: str) -> dict[str, Step]:
-    """Chunks of a few completions, compiled, as is the default; and the longest of them not compiled.
+def _liger(inputs: Inputs, mode: str) -> Step:
+    """Compiled, as is the default, in chunks of up to 4,096 tokens: faster than its default of one completion.
 
     Log-probabilities are those of the part of the loss that computes them for a reference model.
     """
@@ -58,7 +57,7 @@ def _liger(inputs: Inputs, mode: str) -> dict[str, Step]:
             chunk_forward = module.LigerFusedLinearGRPOFunction.chunk_forward
             return Result(logps=chunk_forward(inputs.hidden, inputs.weight, inputs.ids))
 
-    def step(inputs: Inputs, loss: Callable[..., Any]) -> Result:
+    def step(inputs: Inputs) -> Result:
         value, _ = loss(
             inputs.hidden, inputs.weight, inputs.ids, inputs.mask, inputs.advantages,
             ref_per_token_logps=inputs.ref_logps if inputs.beta else None, old_per_token_logps=inputs.old_logps,
@@ -66,17 +65,13 @@ def _liger(inputs: Inputs, mode: str) -> dict[str, Step]:
         return gradients(value, inputs)
 
     if mode == "forward":
-        return {"": forward}
+        return forward
     batch, length = inputs.ids.shape
-    sizes = [n for n in _LIGER_CHUNKS if n == 1 or (n <= batch and n * length <= _LIGER_CHUNK_TOKENS)]
-    options = dict(beta=inputs.beta, use_ref_model=inputs.beta != 0.0, loss_type="grpo")
-    options |= dict(epsilon_low=EPSILON, epsilon_high=EPSILON)
-    return {
-        f"chunk {size}{'' if compiled else ', not compiled'}": functools.partial(
-            step, loss=module.LigerFusedLinearGRPOLoss(chunk_size=size, compiled=compiled, **options)
-        )
-        for size, compiled in (*((size, True) for size in sizes), (sizes[-1], False))
-    }
+    loss = module.LigerFusedLinearGRPOLoss(
+        chunk_size=max(1, min(batch, _LIGER_CHUNK_TOKENS // length)), beta=inputs.beta,
+        use_ref_model=inputs.beta != 0.0, loss_type="grpo", epsilon_low=EPSILON, epsilon_high=EPSILON,
+    )  # fmt: skip
+    return step
 
 
 def _liger_native_unavailable(device: torch.device, dtype: torch.dtype) -> str:
@@ -90,13 +85,13 @@ def _liger_native_unavailable(device: torch.device, dtype: torch.dtype) -> str:
     "liger-native", "Liger, CuTe kernels for Hopper", modules=(LIGER_HOPPER,), capability=(9, 0),
     requirement="'liger-kernel[cutedsl]==0.8.5' 'nvidia-cutlass-dsl[cu13]'", unavailable=_liger_native_unavailable,
 )  # fmt: skip
-def _liger_native(inputs: Inputs, mode: str) -> dict[str, Step]:
+def _liger_native(inputs: Inputs, mode: str) -> Step:
     function = load(LIGER_NATIVE).LigerFusedLinearScaledCrossEntropyFunction
 
     def logps(inputs: Inputs) -> Tensor:
         return -function.apply(inputs.flat_hidden, inputs.weight, inputs.ids.view(-1)).view(inputs.ids.shape)
 
-    return {"": from_logps(logps, mode)}
+    return from_logps(logps, mode)
 
 
 # --- verl -------------------------------------------------------------------------------------------------------------
@@ -104,50 +99,37 @@ def _liger_native(inputs: Inputs, mode: str) -> dict[str, Step]:
 VERL, VERL_TORCH = "verl.utils.kernel.linear_cross_entropy", "verl.utils.experimental.torch_functional"
 VERL_KERNELS = "verl.utils.kernel.kernels"  # which VERL imports at its first call, too late for `load`
 _VERL_PACKAGE = "--no-deps verl==0.9.1"  # its dependencies pin transformers and bring Ray; what is used needs none
-_VERL_CHUNKS = (512, 4096)  # tokens; 512 is the default
 _VERL_TILE = 128  # the Triton kernels assume that it divides the hidden size
 
 
 @implementation("verl", "verl, Triton", modules=(VERL, VERL_KERNELS), requirement=_VERL_PACKAGE, capability=(0, 0))
-def _verl(inputs: Inputs, mode: str) -> dict[str, Step]:
-    """The gradient of the logits in pieces of the vocabulary, the default, and whole."""
+def _verl(inputs: Inputs, mode: str) -> Step:
     hidden_size = inputs.hidden.shape[-1]
     if hidden_size % _VERL_TILE:
         raise Unsupported(f"hidden size {hidden_size} is no multiple of {_VERL_TILE}")
-    function, kernels = load(VERL), load(VERL_KERNELS)
+    function, _ = load(VERL), load(VERL_KERNELS)
 
-    def logps(inputs: Inputs, backward: str) -> Tensor:
-        kernels.set_backward_method(getattr(kernels.BackwardEnum, backward))
+    def logps(inputs: Inputs) -> Tensor:
         found, _ = function.linear_cross_entropy(inputs.hidden, inputs.weight, inputs.ids, 1.0, "none")
         return found.view(inputs.ids.shape)
 
-    methods = {"split": "_Split_Dlogits_N", "whole": "_Total_Separate"}
-    if mode == "forward":
-        methods = {"": methods["split"]}
-    return {name: from_logps(functools.partial(logps, backward=method), mode) for name, method in methods.items()}
+    return from_logps(logps, mode)
 
 
 @implementation("verl-torch", "verl, torch in chunks", modules=(VERL_TORCH,), requirement=_VERL_PACKAGE)
-def _verl_torch(inputs: Inputs, mode: str) -> dict[str, Step]:
-    module = load(VERL_TORCH)
+def _verl_torch(inputs: Inputs, mode: str) -> Step:
+    head = load(VERL_TORCH).FusedLinearForPPO()
 
-    def logps(inputs: Inputs, chunk_size: int) -> Tensor:
-        found, _ = module.FusedLinearForPPO(chunk_size)(inputs.hidden, inputs.weight, inputs.ids)
+    def logps(inputs: Inputs) -> Tensor:
+        found, _ = head(inputs.hidden, inputs.weight, inputs.ids)
         return found
 
-    sizes = _chunks(_VERL_CHUNKS, inputs)
-    return {f"chunk {size}": from_logps(functools.partial(logps, chunk_size=size), mode) for size in sizes}
-
-
-def _chunks(sizes: tuple[int, ...], inputs: Inputs) -> list[int]:
-    """The first, which is the default, and of the others those that a batch fills."""
-    return [size for size in sizes if size == sizes[0] or size <= inputs.ids.numel()]
+    return from_logps(logps, mode)
 
 
 # --- yardsticks -------------------------------------------------------------------------------------------------------
 
 CUT, QUACK = "cut_cross_entropy", "quack.linear_cross_entropy"
-_QUACK_CHUNKS = (4096, 16384)  # tokens; 4096 is the default
 _QUACK_ALIGNMENT = 8  # of the sizes, for its products in chunks
 
 
@@ -171,26 +153,17 @@ def _cross_entropy(function: Callable[..., Tensor], mode: str, **options: Any) -
     "cut-cross-entropy", "Cut Cross-Entropy (plain cross-entropy)", objective="cross_entropy", modules=(CUT,),
     requirement="cut-cross-entropy==25.1.1",
 )  # fmt: skip
-def _cut(inputs: Inputs, mode: str) -> dict[str, Step]:
-    """Its Triton kernels, which by default leave out small gradients, and those without that; and torch.compile.
-
-    The kernels are for GPUs, and their backward is for types of 16 bits.
-    """
-    options: dict[str, dict[str, Any]] = {}
-    if inputs.hidden.is_cuda and (mode == "forward" or inputs.hidden.dtype.itemsize == 2):
-        options["cce"] = {"impl": "cce"}
-        if mode != "forward":
-            options["cce, filter_eps=None"] = {"impl": "cce", "filter_eps": None}
-    options["torch_compile"] = {"impl": "torch_compile"}
-    function = load(CUT).linear_cross_entropy
-    return {name: _cross_entropy(function, mode, **chosen) for name, chosen in options.items()}
+def _cut(inputs: Inputs, mode: str) -> Step:
+    """Its Triton kernels, which leave out small gradients, on a GPU; their backward is for types of 16 bits."""
+    kernels = inputs.hidden.is_cuda and (mode == "forward" or inputs.hidden.dtype.itemsize == 2)
+    return _cross_entropy(load(CUT).linear_cross_entropy, mode, impl="cce" if kernels else "torch_compile")
 
 
 @implementation(
     "quack", "QuACK (plain cross-entropy)", objective="cross_entropy", modules=(QUACK,), capability=(9, 0),
     requirement="'quack-kernels[cu13]==0.6.5'",
 )  # fmt: skip
-def _quack(inputs: Inputs, mode: str) -> dict[str, Step]:
+def _quack(inputs: Inputs, mode: str) -> Step:
     """All logits at once, for any type; for 16 bits chunks, and where nothing is differentiated the product with the
     log-sum-exp in its epilogue, as QuACK itself evaluates a loss without gradients."""
     module = load(QUACK)
@@ -203,13 +176,7 @@ def _quack(inputs: Inputs, mode: str) -> dict[str, Step]:
         found = module.lse_target_epi(hidden, weight.mT, store_d=False, target=ids, tuned=False)
         return found["lse"] - found["target_logit"]
 
-    settings = {"whole logits": _cross_entropy(whole, mode)}
     sizes = inputs.ids.numel(), *inputs.weight.shape
     if inputs.hidden.dtype.itemsize != 2 or any(size % _QUACK_ALIGNMENT for size in sizes):
-        return settings
-    if mode == "forward":
-        return settings | {"epilogue": _cross_entropy(epilogue, mode)}
-    chunked = module.chunked_linear_cross_entropy
-    return {
-        f"chunk {size}": _cross_entropy(chunked, mode, chunk_size=size) for size in _chunks(_QUACK_CHUNKS, inputs)
-    } | settings
+        return _cross_entropy(whole, mode)
+    return _cross_entropy(epilogue if mode == "forward" else module.chunked_linear_cross_entropy, mode)

@@ -10,7 +10,7 @@ from .base import Result, Step, from_logps, gradients, implementation
 
 
 @implementation("floor", "bare matrix products", objective="none")
-def _floor(inputs: Inputs, mode: str) -> dict[str, Step]:
+def _floor(inputs: Inputs, mode: str) -> Step:
     """The matrix products that this mode needs, at full N, and nothing else.
 
     The (N, V) buffer is allocated once, outside the time: a fused loss has no such buffer, and filling fresh pages
@@ -26,7 +26,7 @@ def _floor(inputs: Inputs, mode: str) -> dict[str, Step]:
             return Result()
         return Result(dhidden=torch.mm(logits, weight), dweight=None if inputs.frozen else torch.mm(logits.T, hidden))
 
-    return {"": step}
+    return step
 
 
 def _logps(inputs: Inputs) -> Tensor:
@@ -38,8 +38,8 @@ def _logps(inputs: Inputs) -> Tensor:
 
 
 @implementation("eager", "eager PyTorch")
-def _eager(inputs: Inputs, mode: str) -> dict[str, Step]:
-    return {"": from_logps(_logps, mode)}
+def _eager(inputs: Inputs, mode: str) -> Step:
+    return from_logps(_logps, mode)
 
 
 def _loss(inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -48,14 +48,14 @@ def _loss(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 @implementation("compiled", "compiled eager")
-def _compiled(inputs: Inputs, mode: str) -> dict[str, Step]:
+def _compiled(inputs: Inputs, mode: str) -> Step:
     """The objective in the same graph as the head."""
     if mode == "forward":
-        return {"": from_logps(torch.compile(_logps, fullgraph=True, dynamic=False), mode)}
+        return from_logps(torch.compile(_logps, fullgraph=True, dynamic=False), mode)
     compiled = torch.compile(_loss, fullgraph=True, dynamic=False)
 
     def step(inputs: Inputs) -> Result:
         loss, logps = compiled(inputs)
         return gradients(loss, inputs, logps)
 
-    return {"": step}
+    return step
