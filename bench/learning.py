@@ -2,12 +2,13 @@
 
     python bench/learning.py --seeds 0 1 2 --output bench/results/learning.json
 
-Options that are not listed go to the trainer. Written after every run; a second call runs what is not there yet.
+Options that are not listed go to the trainer. Written after every run.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shlex
 import sys
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from grpo_kernels.benchmarks.machine import environment, read, write
+from grpo_kernels.benchmarks.machine import environment, write
 from grpo_kernels.trainer.commands import train
 
 # (loss_type, loss)
@@ -33,17 +34,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "learning.json")
     chosen, options = parser.parse_known_args(arguments)
     command = shlex.join(["python", "bench/learning.py", *arguments])
-    document = {"environment": environment(torch.device("cpu")), "command": command, "options": options, "runs": []}
-    if chosen.output.exists():
-        document = read(chosen.output)
-        if document["options"] != options:
-            parser.error(f"{chosen.output} was measured with other options: move it, or give another --output")
-    there = {(run["seed"], run["loss_type"], run["loss"]) for run in document["runs"]}
-    for key in ((seed, *loss) for seed in chosen.seeds for loss in LOSSES):
-        print(f"seed {', '.join(map(str, key))}{': already there' if key in there else ''}", flush=True)
-        if key not in there:
-            document["runs"].append(one_run(options, *key))
-            write(chosen.output, document)
+    runs: list[dict[str, Any]] = []
+    document = {"environment": environment(torch.device("cpu")), "command": command, "runs": runs}
+    for seed, (loss_type, loss) in itertools.product(chosen.seeds, LOSSES):
+        print(f"seed {seed}, {loss_type}, {loss}", flush=True)
+        runs.append(one_run(options, seed, loss_type, loss))
+        write(chosen.output, document)
 
 
 def one_run(options: Sequence[str], seed: int, loss_type: str, loss: str) -> dict[str, Any]:
@@ -55,13 +51,8 @@ def one_run(options: Sequence[str], seed: int, loss_type: str, loss: str) -> dic
             raise ValueError(f"grpo-kernels train {shlex.join([*argv, *options])} ended with status {status}")
         summary = json.loads((output / "summary.json").read_text())
         steps = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
-    found = {"seed": seed, "loss_type": loss_type, "loss": loss} | {name: _short(summary[name]) for name in NUMBERS}
-    return found | {name: [_short(step[name]) for step in steps if "loss" in step] for name in CURVES}
-
-
-def _short(number: float) -> float:
-    """Four digits, which is more than a curve shows."""
-    return float(f"{number:.4g}")
+    found = {"seed": seed, "loss_type": loss_type, "loss": loss} | {name: summary[name] for name in NUMBERS}
+    return found | {name: [step[name] for step in steps if "loss" in step] for name in CURVES}
 
 
 if __name__ == "__main__":

@@ -26,11 +26,10 @@ RIVALS = (*(name for name in IMPLEMENTATIONS if not name.startswith("ours")), "o
 TRAINERS = ("eager", "trl", "liger", "verl-torch")
 CAPTIONS = {
     "time": "Time of a step over that of the three bare products",
-    "time-forward": "The same for log-probabilities alone",
     "errors": "Errors against float64",
     "memory": "Peak memory against the length of completions; a cross is out of memory",
     "idle": "Time against the share of prompts whose rewards are all equal",
-    "scaling-tokens": "Time against the number of tokens",
+    "tokens": "Time against the number of tokens",
     "kept": "Time with sampling masks, beside the bandwidth bound",
 }
 # The eager loss is drawn below, wide and pale: what coincides is seen to coincide.

@@ -26,10 +26,13 @@ OURS, GREY = "#d1410c", "#6b6b6b"
 COLOURS = {"ours": OURS, "floor": "#000000", "eager": GREY, "compiled": "#989898", "trl": "#0b6fb3", "quack": "#b89600"}
 COLOURS |= {"liger": "#0a8f6a", "liger-native": "#4fb08e", "verl": "#8e44ad", "verl-torch": "#b583c9"}
 COLOURS |= {"cut-cross-entropy": "#8c6d31"}
-MODES = {"step": "forward and backward", "frozen": "lm_head frozen", "forward": "log-probabilities alone"}
-SWEPT = {"tokens": "tokens, N", "hidden_size": "hidden size, H", "vocab_size": "vocabulary, V"}
-SWEPT |= {"generations": "completions per prompt, G", "kept_ids": "kept ids of a token, K"}
-SWEPT |= {"idle_share": "share of prompts with equal rewards", "length": "tokens per completion"}
+SWEPT = {
+    "tokens": "tokens, N",
+    "hidden_size": "hidden size, H",
+    "kept_ids": "kept ids of a token, K",
+    "idle_share": "share of prompts with equal rewards",
+    "length": "tokens per completion",
+}
 ERRORS = {
     "loss": "loss",
     "logps_max": "log-probabilities, nats",
@@ -161,21 +164,21 @@ def _colour(name: str) -> str:
 # --- pictures ---------------------------------------------------------------------------------------------------------
 
 
-def time(document: Document, mode: str, wanted: Callable[[str], bool]) -> Figure | None:
-    """Time over that of the bare products: a panel per head and type; in it the fastest on top."""
+def time(document: Document) -> Figure | None:
+    """Time of a step over that of the bare products: a panel per head and type; in it the fastest on top."""
     panels = []
-    for case in _case_per_head(document, mode):
+    for case in _case_per_head(document):
         floor = case["implementations"].get("floor", {}).get("seconds", {}).get("median")
         lines = []
         for name, entry in case["implementations"].items() if floor else ():
-            if wanted(name) and (median := _seconds(entry)):
+            if _is_peer(name) and (median := _seconds(entry)):
                 times = entry["seconds"] if median < math.inf else {}
                 samples = [times.get(key, math.inf) / floor for key in ("min", "median", "max")]
                 lines.append(Line(name, entry["title"], dict(enumerate(samples))))
         lines.sort(key=lambda line: line.points[1])
         if any(line.name != "ours" for line in lines):
-            panels.append(Panel(_describe(case["case"], "mode"), lines, "×"))
-    return plot(document, f"Time over that of the bare matrix products: {MODES[mode]}", panels)
+            panels.append(Panel(_describe(case["case"]), lines, "×"))
+    return plot(document, "Time over that of the bare matrix products: forward and backward", panels)
 
 
 def errors(document: Document) -> Figure | None:
@@ -249,7 +252,7 @@ def _sweeps(document: Document, field: str) -> list[list[Document]]:
     groups: dict[str, dict[float, Document]] = {}
     for case in document["cases"]:
         of = case["case"]
-        follows = {"tokens": "length", "generations": "length", "length": "tokens"}.get(field, "head")
+        follows = {"tokens": "length", "length": "tokens"}.get(field, "head")
         same = {key: value for key, value in of.items() if key not in (field, follows)}
         completions = of["tokens"] // of["length"] if field == "length" else None
         groups.setdefault(f"{same} {completions}", {}).setdefault(of.get(field, 0), case)
@@ -269,14 +272,14 @@ def _lines(
     return lines if any(len(line.finite) > 1 for line in lines) else []
 
 
-def _case_per_head(document: Document, mode: str) -> list[Document]:
-    """Of each type and head the case with the most times, then with the most tokens; none that was made for a sweep."""
+def _case_per_head(document: Document) -> list[Document]:
+    """For each type and head the step with the most times, then the most tokens; none that was made for a sweep."""
     best: dict[tuple[Any, ...], tuple[tuple[Any, ...], Document]] = {}
     for case in document["cases"]:
         of, found = case["case"], case["implementations"].values()
-        if of["mode"] == mode and not (of["idle_share"] or of.get("kept_ids") or of["head"] == "custom"):
+        if of["mode"] == "step" and not (of["idle_share"] or of.get("kept_ids") or of["head"] == "custom"):
             rank = sum("seconds" in entry for entry in found), of["beta"] > 0, of["tokens"]
-            key = tuple(of[field] for field in ("head", "hidden_size", "vocab_size", "dtype"))
+            key = of["head"], of["dtype"]
             if key not in best or rank > best[key][0]:
                 best[key] = rank, case
     cases = [case for _, case in best.values()]
@@ -285,12 +288,11 @@ def _case_per_head(document: Document, mode: str) -> list[Document]:
 
 
 def _describe(case: Document, *without: str) -> str:
-    parts = [] if case["head"] == "custom" or {"hidden_size", "vocab_size"} & {*without} else [case["head"]]
+    parts = [] if case["head"] == "custom" or "hidden_size" in without else [case["head"]]
     sizes = {"tokens": "N", "hidden_size": "H", "vocab_size": "V"}
     parts += [f"{letter} {case[field]:,}" for field, letter in sizes.items() if field not in without]
     parts += [case["dtype"]]
     parts += [f"{case['kept_ids']} ids kept"] if case.get("kept_ids") and "kept_ids" not in without else []
-    parts += [MODES[case["mode"]]] if case["mode"] != "step" and "mode" not in without else []
     return ", ".join(parts if case["beta"] else [*parts, "no KL"])
 
 
@@ -299,22 +301,14 @@ def _is_peer(name: str) -> bool:
     return name != "floor" and not name.startswith("ours-")
 
 
-def _is_timed(name: str) -> bool:
-    return name == "floor" or _is_peer(name)
-
-
-HEADS = ("time", "time-frozen", "time-forward", "backends", "errors")  # a case for each head, as no sweep has
+HEADS = ("time", "errors")  # a case for each head, as no sweep has
 PICTURES: dict[str, Callable[[Document], Figure | None]] = {
-    "time": partial(time, mode="step", wanted=_is_peer),
-    "time-frozen": partial(time, mode="frozen", wanted=_is_peer),
-    "time-forward": partial(time, mode="forward", wanted=_is_peer),
-    "backends": partial(time, mode="step", wanted=lambda name: name.startswith("ours") and name != "ours-unscored"),
+    "time": time,
     "memory": partial(sweep, fields=["length"], wanted=_is_peer, unit="B"),
     "errors": errors,
-    "idle": partial(sweep, fields=["idle_share"], wanted=lambda name: name == "ours-unscored" or _is_timed(name)),
+    "idle": partial(
+        sweep, fields=["idle_share"], wanted=lambda name: name in ("floor", "ours-unscored") or _is_peer(name)
+    ),
     "kept": partial(sweep, fields=["kept_ids", "hidden_size"], wanted=lambda name: name in ("ours", "ours-unmasked")),
-    "scaling-tokens": partial(sweep, fields=["tokens"], wanted=_is_timed),
-    "scaling-vocabulary": partial(sweep, fields=["vocab_size"], wanted=_is_timed),
-    "scaling-hidden": partial(sweep, fields=["hidden_size"], wanted=_is_timed),
-    "scaling-generations": partial(sweep, fields=["generations"], wanted=_is_timed),
+    "tokens": partial(sweep, fields=["tokens"], wanted=lambda name: name == "floor" or _is_peer(name)),
 }
