@@ -19,7 +19,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     device = torch.device(metafunc.config.getoption("--device"))
     timed = [job for job in jobs(metafunc.config.getoption("--set"), device.type) if job.timed]
     steps = [(job.case, name, device) for job in timed for name in select(job.against)]
-    ids = [f"{case.head}-{case.dtype}-{case.mode}-{name}" for case, name, _ in steps]
+    ids = [f"{case}, {name}" for case, name, _ in steps]
     metafunc.parametrize(("case", "name", "device"), steps, ids=ids)
 
 

@@ -1,6 +1,6 @@
 """Time and peak memory of one micro-batch of TRL's GRPOTrainer, with and without this package: forward, loss, backward.
 
-    python bench/trl_step.py [--device cuda] [--layers 4] [--length 128] [--repeats 7] [--output build/trl-step.json]
+    python bench/trl_step.py [--device cuda] [--repeats 7] [--output build/trl-step.json]
 
 A Llama with random weights and 8 completions: on a CPU four layers of SmolLM2-135M and completions of 128 tokens in
 float32, on a GPU all layers of Qwen2.5-0.5B and 4,096 tokens in bfloat16, with gradient checkpointing, TRL's default.
@@ -28,11 +28,7 @@ NAMES = ("TRL", "patch_trl", "FusedGRPOTrainer")
 ROWS = 8
 SMOLLM2 = dict(vocab_size=49152, hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3)
 QWEN2 = dict(vocab_size=151936, hidden_size=896, intermediate_size=4864, num_attention_heads=14, num_key_value_heads=2)
-SETTINGS: dict[str, dict[str, Any]] = {
-    "dapo": {"loss_type": "dapo"},
-    "dapo, beta 0.04": {"loss_type": "dapo", "beta": 0.04},
-    "top-entropy quantile 0.2": {"loss_type": "dapo", "top_entropy_quantile": 0.2},
-}
+SETTINGS: dict[str, dict[str, Any]] = {"dapo": {}, "top-entropy quantile 0.2": {"top_entropy_quantile": 0.2}}
 
 
 class Shape(NamedTuple):
@@ -46,7 +42,7 @@ class Shape(NamedTuple):
 
 
 MODELS = {"cpu": SMOLLM2, "cuda": QWEN2}
-DEFAULTS = {"cpu": Shape("cpu", 4, 32, 128), "cuda": Shape("cuda", 24, 256, 4096)}
+SHAPES = {"cpu": Shape("cpu", 4, 32, 128), "cuda": Shape("cuda", 24, 256, 4096)}
 
 
 def make_trainer(name: str, options: dict[str, Any], shape: Shape) -> Any:
@@ -66,13 +62,10 @@ def make_trainer(name: str, options: dict[str, Any], shape: Shape) -> Any:
     torch.manual_seed(0)
     with torch.device(shape.device):
         model = LlamaForCausalLM(config).to(torch.bfloat16 if on_gpu else torch.float32)
-    if options.get("beta"):  # TRL reads the reference model from a folder
-        model.config._name_or_path = tempfile.mkdtemp()
-        model.save_pretrained(model.config._name_or_path)
     args = GRPOConfig(
         output_dir=tempfile.mkdtemp(), per_device_train_batch_size=ROWS, num_generations=ROWS, bf16=False,
         max_completion_length=shape.length, use_cpu=not on_gpu, report_to="none", gradient_checkpointing=on_gpu,
-        **options,
+        loss_type="dapo", **options,
     )  # fmt: skip
     trainer = (FusedGRPOTrainer if name == "FusedGRPOTrainer" else GRPOTrainer)(
         model=model, args=args, reward_funcs=lambda **_: [0.0],
@@ -97,7 +90,6 @@ def make_batch(shape: Shape) -> dict[str, torch.Tensor]:
         "completion_mask": torch.ones(size, dtype=torch.long),
         "advantages": torch.randn(ROWS, generator=g),
         "old_per_token_logps": near + 0.1 * torch.randn(size, generator=g),
-        "ref_per_token_logps": near + 0.1 * torch.randn(size, generator=g),
         "num_items_in_batch": torch.tensor(ROWS * shape.length),
     }
     return {key: x.to(shape.device) for key, x in batch.items()}
@@ -152,15 +144,13 @@ def measure(options: dict[str, Any], shape: Shape, repeats: int) -> dict[str, di
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=DEFAULTS)
-    for name in ("--layers", "--length", "--threads"):
-        parser.add_argument(name, type=int)
+    parser.add_argument("--device", default="cpu", choices=SHAPES)
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=SETTINGS)
     parser.add_argument("--output", type=Path)
     chosen = parser.parse_args()
-    given = {name: getattr(chosen, name) for name in ("layers", "length", "threads") if getattr(chosen, name)}
-    shape = DEFAULTS[chosen.device]._replace(**given)
+    shape = SHAPES[chosen.device]._replace(threads=chosen.threads)
     torch.set_num_threads(shape.threads)
     warnings.simplefilter("ignore")
     steps: dict[str, Any] = {}

@@ -32,7 +32,7 @@ def test_the_row_pass_is_what_a_step_takes_beyond_its_products():
         case = make_case(shape)
         ours, floor = predict(case, H200), predict(case, H200, "floor")
         assert ours.flops == floor.flops and ours.seconds / floor.seconds == pytest.approx(of_floor, abs=5e-3)
-        assert floor.seconds < ours.seconds < predict(case, H200, "eager").seconds
+        assert floor.seconds < ours.seconds
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -42,7 +42,7 @@ def test_every_way_has_a_prediction(way, mode):
     for device in (H200, CPU):
         found = predict(case, device, way)
         assert found.seconds > 0 and found.flops > 0 and found.bytes > 0 and found.peak_bytes > 0
-    with pytest.raises(ValueError, match="way='kept'; expected one of floor, rows, eager"):
+    with pytest.raises(ValueError, match="way='kept'; expected one of floor, rows"):
         predict(make_case("1024x256x4096"), H200, "kept")
 
 
@@ -54,7 +54,7 @@ def test_flops_are_those_of_a_call(name, mode):
     step = IMPLEMENTATIONS[name].make_step(inputs, mode)
     with FlopCounterMode(display=False) as counter:
         step(inputs)
-    assert counter.get_total_flops() == predict(case, CPU, name).flops == predict(case, CPU).flops
+    assert counter.get_total_flops() == predict(case, CPU, "floor").flops == predict(case, CPU).flops
 
 
 def test_half_of_the_prompts_idle_costs_the_scoring_of_the_other_half():

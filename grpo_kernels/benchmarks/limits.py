@@ -141,13 +141,6 @@ class _Model:
         self.gradients(self.tokens, self.tokens, self.item)
         return logits
 
-    def eager(self) -> int:
-        """implementations/torch_.py: logits, float32 copy, log_softmax; backward in float32 up to the first product."""
-        logits, cells, cast = self.floor(), self.tokens * self.vocab, self.item + 4 if self.item < 4 else 0
-        moved, held = (cast + 8, max(cast, 8)) if self.case.mode == "forward" else (2 * cast + 24, 12)
-        self.move(moved * cells)
-        return max(held * cells - self.weight * self.item * (self.case.mode == "step"), logits)
-
     def kept(self) -> int:
         """Products over kept ids, bound by memory, where each row is read every time; other tokens as `rows`."""
         masked = round(self.tokens * self.case.masked_share)
@@ -194,7 +187,7 @@ def predict(case: Case, device: Device, way: str = "rows") -> Prediction:
     if way not in ways(case):
         raise ValueError(f"way={way!r}; expected one of {', '.join(ways(case))}")
     model = _Model(case, device)
-    peak = {"floor": model.floor, "eager": model.eager, "kept": model.kept, "rows": model.rows}[way]()
+    peak = {"floor": model.floor, "kept": model.kept, "rows": model.rows}[way]()
     return Prediction(model.seconds, model.flops, model.bytes, peak)
 
 

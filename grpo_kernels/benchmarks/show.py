@@ -17,7 +17,6 @@ WAYS = {
     "floor": "the matrix products that the mode needs, over all tokens at once",
     "rows": "this library: logits, a row kernel, two products",
     "kept": "this library with a sampling mask: a row of the weight and one of the hidden states read per kept id",
-    "eager": "all logits at once and autograd, each pass reading and writing once",
 }
 
 
