@@ -303,12 +303,12 @@ def probe(name: str, device_name: str, shapes: Sequence[str]) -> None:
     import torch
 
     from grpo_kernels.backends import registered_backends, unavailable_reason
-    from grpo_kernels.benchmarks.machine import clocks, environment
+    from grpo_kernels.benchmarks.machine import environment
 
     device = torch.device(device_name)
     if name == "environment":
         reasons = {backend: unavailable_reason(backend, device) for backend in registered_backends()}
-        tell(environment(device) | {"backends": reasons, "clocks": clocks(device)})
+        tell(environment(device) | {"backends": reasons})
         return
     for shape in shapes:
         products(device, shape) if name == "products" else kernels(name, device, shape)

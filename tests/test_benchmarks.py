@@ -96,7 +96,7 @@ def _measured(monkeypatch: pytest.MonkeyPatch, case: Case, extra: Implementation
     monkeypatch.setattr(measure, "IMPLEMENTATIONS", table)
     monkeypatch.setattr(measure, "limit_memory", lambda: None)
     monkeypatch.setattr(measure, "SHORT_S", NEVER)  # or one that this machine holds up has one round
-    return measure._measure(case, list(table), Options("cpu", 2, deadline), lambda text: None)["implementations"]
+    return measure._measure(case, list(table), Options("cpu", 2, deadline), lambda text: None)
 
 
 def test_a_case_has_times_ratios_and_errors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +178,7 @@ def measure_with_a_killer(case: Case, names: list[str], options: Options, on_pro
             os._exit(1)
         if name == "eager":
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
-    return {"implementations": {name: {"seconds": 1.0} for name in names}, "clocks": {}}
+    return {name: {"seconds": 1.0} for name in names}
 
 
 def test_who_kills_the_process_costs_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ def gpu(machine, **properties):
     known.__dict__.update(properties)
     machine.patch.setattr(torch.cuda, "device_count", lambda: 1)
     machine.patch.setattr(torch.cuda, "get_device_properties", lambda index: known)
-    machine.patch.setattr(env, "_driver_version", lambda: "570.86.10")
+    machine.patch.setattr(env, "driver_version", lambda: "570.86.10")
     machine.has(capability=(known.major, known.minor))
     return env.collect()
 

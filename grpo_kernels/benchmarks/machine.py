@@ -1,7 +1,7 @@
-"""Where something was measured: device, driver, clocks, versions, date; a device's memory; and the JSON of a run.
+"""Where something was measured: device, driver, versions, date; a device's memory; and the JSON of a run.
 
 That JSON is {"environment", "command", "cases", "not_run"}. A case is {"case": its fields, "predicted": of limits.py,
-"clocks", "implementations": name -> what was found}.
+"implementations": name -> what was found}.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import os
 import platform
 import re
 import resource
-import shutil
-import subprocess
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,6 @@ OUT_OF_MEMORY = "out of memory"
 _PEERS = ("trl", "liger-kernel", "verl", "cut-cross-entropy", "quack-kernels", "nvidia-cutlass-dsl")
 PACKAGES = ("triton", "transformers", *_PEERS, "numpy")
 _RESERVE = 2**30  # bytes left to the rest of the machine
-_QUERY = ("clocks.sm", "clocks.mem", "clocks.max.sm", "temperature.gpu", "power.draw", "power.limit", "driver_version")
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -37,16 +34,12 @@ def environment(device: torch.device) -> dict[str, Any]:
     return {
         "date": now(),
         "device": torch.cuda.get_device_name(device) if on_gpu else str(device),
-        "driver": clocks(device).get("driver_version"),
+        "driver": driver_version() if on_gpu else None,
         "device_memory": torch.cuda.get_device_properties(device).total_memory if on_gpu else None,
         "cpu": processor(),
-        "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "load_average": [round(load, 2) for load in os.getloadavg()] if hasattr(os, "getloadavg") else None,
-        "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        "cuda": torch.version.cuda,
         # Of torch its own, which names its CUDA; the metadata of PyPI's wheels do not.
         "versions": {"grpo-kernels": __version__, "torch": str(torch.__version__)}
         | {name: package_version(name) for name in PACKAGES},
@@ -70,23 +63,6 @@ def read(path: Path) -> Document:
 
 def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-
-def clocks(device: torch.device) -> dict[str, Any]:
-    """Clocks at this moment: of a GPU as nvidia-smi reports them, of a CPU the mean over its cores in MHz."""
-    if device.type != "cuda":
-        found = re.findall(r"cpu MHz\s*: ([\d.]+)", read_text("/proc/cpuinfo"))
-        return {"cpu_mhz": round(sum(map(float, found)) / len(found)) if found else None}
-    if shutil.which("nvidia-smi") is None:
-        return {"unknown": "no nvidia-smi"}
-    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)  # CUDA_VISIBLE_DEVICES renumbers
-    command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
-    command += [f"--id=GPU-{uuid}"] if uuid else []
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        return {"unknown": describe(error)}
-    return dict(zip(_QUERY, (value.strip() for value in answer.splitlines()[0].split(",")), strict=False))
 
 
 def synchronize(device: torch.device) -> None:
@@ -140,6 +116,12 @@ def processor() -> str:
     """The name of the CPU."""
     names = re.findall(r"model name\s*: (.*)", read_text("/proc/cpuinfo"))
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def driver_version() -> str | None:
+    """The version of NVIDIA's driver, None without one."""
+    found = re.search(r"Kernel Module\D*([\d.]+)", read_text("/proc/driver/nvidia/version"))
+    return found and found[1]
 
 
 def read_text(path: str) -> str:

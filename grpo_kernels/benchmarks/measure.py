@@ -17,7 +17,7 @@ import torch
 from .cases import Case, make_case
 from .implementations import IMPLEMENTATIONS, Step, Unsupported
 from .inputs import Inputs, make_inputs
-from .machine import OUT_OF_MEMORY, clocks, describe, limit_memory, peak, restart_peak, synchronize
+from .machine import OUT_OF_MEMORY, describe, limit_memory, peak, restart_peak, synchronize
 from .process import Died, OnProgress, run_in_subprocess
 from .reference import Reference, errors, off_policy, reference, why_wrong
 
@@ -44,7 +44,7 @@ def measure(
     on_progress: OnProgress = lambda text: None,
     silence_s: float | None = None,
 ) -> dict[str, Any]:
-    """{"implementations": name -> what was found, "clocks": before and after}.
+    """{"implementations": name -> what was found}, and "error" where the case itself failed.
 
     Runs in a process of its own. One that kills the process, is silent for `silence_s`, or leaves the device in a state
     of error costs itself alone: its end is its result, and the others are measured again without it.
@@ -60,15 +60,14 @@ def measure(
                 return {"error": str(death), "implementations": lost}
             lost[death.last_message] = {"error": str(death)}
             continue
-        measured = found["implementations"] | lost
-        return found | {"implementations": {name: measured[name] for name in names}}
+        found |= lost
+        return {"implementations": {name: found[name] for name in names}}
 
 
-def _measure(case: Case, names: Sequence[str], options: Options, on_progress: OnProgress) -> dict[str, Any]:
+def _measure(case: Case, names: Sequence[str], options: Options, on_progress: OnProgress) -> Found:
     device = torch.device(options.device)
     if device.type == "cpu":
         limit_memory()
-    before = clocks(device)
     found: Found = {name: {"title": IMPLEMENTATIONS[name].title} for name in names}
     on_progress("inputs")
     inputs = off_policy(make_inputs(case, device))
@@ -99,7 +98,7 @@ def _measure(case: Case, names: Sequence[str], options: Options, on_progress: On
     for name, median in medians.items():
         found[name] |= {f"ratio_to_{base}": median / medians[base] for base in ("floor", "eager") if base in medians}
         found[name] |= {"ours_to_this": medians["ours"] / median} if "ours" in medians else {}
-    return {"implementations": found, "clocks": {"before": before, "after": clocks(device)}}
+    return found
 
 
 def interleave(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import warnings
 from typing import Any
 
@@ -18,7 +17,7 @@ from ..backends import auto_choice, candidates, registered_backends, unavailable
 from ..backends.compiled.cpu import load as load_cpu
 from ..backends.compiled.cuda import compiled_module, version
 from ..backends.launch import tuned_path
-from ..benchmarks.machine import package_version, processor, read_text
+from ..benchmarks.machine import driver_version, package_version, processor
 
 # Variables that change what runs here, besides our own GRPO_KERNELS_*.
 VARIABLES = (
@@ -93,13 +92,8 @@ def _versions(module: Any) -> dict[str, str | None]:
         "cuda_of_torch": torch.version.cuda or (torch.version.hip and f"HIP {torch.version.hip}"),
         "cuda_of_kernels": version(built) if built else None,
         "cuda_of_driver": version(driver) if driver else None,
-        "driver": _driver_version(),
+        "driver": driver_version(),
     }
-
-
-def _driver_version() -> str | None:
-    found = re.search(r"Kernel Module\D*([\d.]+)", read_text("/proc/driver/nvidia/version"))
-    return found and found[1]
 
 
 def _devices() -> list[torch.device]:
