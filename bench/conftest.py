@@ -21,9 +21,3 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     steps = [(job.case, name, device) for job in timed for name in select(job.against)]
     ids = [f"{case}, {name}" for case, name, _ in steps]
     metafunc.parametrize(("case", "name", "device"), steps, ids=ids)
-
-
-def pytest_benchmark_update_json(config: pytest.Config, benchmarks: object, output_json: dict[str, object]) -> None:
-    from grpo_kernels.benchmarks.machine import environment
-
-    output_json["environment"] = environment(torch.device(config.getoption("--device")))

@@ -1,7 +1,8 @@
 """`pytest bench`: a step of each implementation, as pytest-benchmark times, groups, stores and compares it.
 
-    python -m pytest bench                                      # the set quick
-    python -m pytest bench --set heads --benchmark-autosave     # then, after a change: --benchmark-compare
+    python -m pytest bench --benchmark-autosave                 # the set quick
+    python -m pytest bench --benchmark-compare                  # after a change: beside what was saved last
+    python -m pytest bench --set heads --benchmark-columns median,min,max,rounds
 
 Each result is compared with float64 first. Rounds of one implementation follow one another here; `grpo-kernels bench`,
 which interleaves them, is behind the README's tables.

@@ -22,7 +22,7 @@ import torch
 from ..engine.memory import capacity_of, chunk_sizes, default_logits_dtype, gpu_capacity
 from .cases import DTYPES, MODES, Case, make_case
 from .measure import seconds
-from .show import WAYS, table
+from .show import table
 
 ROW_RATE = 0.9  # of a copy's bandwidth, which a row kernel reaches on a GPU: assumed
 KEPT_BYTES = 64  # per kept id, which the sorted pairs may hold
@@ -178,14 +178,17 @@ def idle_tokens(case: Case) -> int:
 
 
 def ways(case: Case) -> list[str]:
-    """Those of WAYS that serve a case."""
-    return [way for way in WAYS if way != "kept" or case.kept_ids]
+    """What there is a model of.
+
+    "floor": the matrix products of the mode, over all tokens at once. "rows": this library, logits, a row kernel and
+    two products. "kept": this library with a sampling mask, which reads a row of the weight and one of the hidden
+    states for each kept id.
+    """
+    return ["floor", "rows", *(["kept"] if case.kept_ids else [])]
 
 
 def predict(case: Case, device: Device, way: str = "rows") -> Prediction:
     """What a way of `ways` should cost at least."""
-    if way not in ways(case):
-        raise ValueError(f"way={way!r}; expected one of {', '.join(ways(case))}")
     model = _Model(case, device)
     peak = {"floor": model.floor, "kept": model.kept, "rows": model.rows}[way]()
     return Prediction(model.seconds, model.flops, model.bytes, peak)

@@ -13,12 +13,6 @@ _HEADER = (
     "why there is none",
 )
 
-WAYS = {
-    "floor": "the matrix products that the mode needs, over all tokens at once",
-    "rows": "this library: logits, a row kernel, two products",
-    "kept": "this library with a sampling mask: a row of the weight and one of the hidden states read per kept id",
-}
-
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Markdown with aligned columns: the first and the last to the left, the last one as wide as it needs."""
@@ -68,10 +62,10 @@ def memory_text(report: dict[str, Any]) -> str:
 
 
 def way_of(implementation: str, kept_ids: int = 0) -> str:
-    """The model of limits.py for an implementation, by its name; "" where there is none."""
+    """The model of limits.py for an implementation, if there is one."""
     if implementation.startswith("ours"):
         return "kept" if kept_ids and implementation != "ours-unmasked" else "rows"
-    return implementation if implementation in WAYS else ""
+    return implementation
 
 
 def _row(name: str, report: dict[str, Any], predicted: dict[str, Any]) -> list[str]:
