@@ -66,8 +66,8 @@ class Comparison(NamedTuple):
 def check(backend: str | None = None, *, quick: bool = False) -> bool:
     """Print the environment and a line per backend, device and type. Returns whether all passed."""
     devices = [torch.device("cpu"), *([torch.device("cuda", 0)] if torch.cuda.is_available() else [])]
-    wanted = [(name, device) for device in devices for name in (candidates(device) if backend is None else (backend,))]
-    pairs = [(name, device) for name, device in wanted if not unavailable_reason(name, device)]
+    asked = [(name, device) for device in devices for name in (candidates(device) if backend is None else (backend,))]
+    pairs = [(name, device) for name, device in asked if not unavailable_reason(name, device)]
     print(render(collect()) + "\n")
     if not pairs:
         print(f"backend {backend!r} is not available: {unavailable_reason(str(backend), devices[-1])}")
@@ -155,11 +155,11 @@ def make_case(variant: Variant, index: int, dtype: torch.dtype) -> Case:
     logps, _ = reference_logps(logits, ids, temperature=temperature)
     log_ratio = _log_ratios(variant, mask, g)
     old = logps - log_ratio
-    apart = uniform(0.1, 0.6, *shape) * torch.where(normal(*shape) > 0, 1.0, -1.0)  # |k1| has a corner at 0
+    distance = uniform(0.1, 0.6, *shape) * torch.where(normal(*shape) > 0, 1.0, -1.0)  # |k1| has a corner at 0
     options = {
         "completion_mask": mask,
         "old_logps": old.float(),
-        "ref_logps": (logps + apart).float(),
+        "ref_logps": (logps + distance).float(),
     }
     bounds: dict[str, float] = {}
     if SURROGATE_RULES[variant.surrogate].divides_by_rollout:
