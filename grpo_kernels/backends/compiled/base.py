@@ -155,13 +155,11 @@ class CompiledBackend(KernelBackend):
         values: TokenValues,
         params: KernelParams,
         gradients: RowGradients | None = None,
-        *,
-        table: Tensor | None = None,
-        temperature: Tensor | None = None,
-        g_logp: Tensor | None = None,
-        g_entropy: Tensor | None = None,
+        **per_token: Tensor,
     ) -> None:
         logits, rows, ids, bias = chunk
+        table, temperature = per_token.get("table"), per_token.get("temperature")
+        g_logp, g_entropy = per_token.get("g_logp"), per_token.get("g_entropy")
         dlogits, rounding_error = gradients or (None, None)
         written = (None, 0, 0) if dlogits is None else self._matrix(dlogits)
         self.call(
