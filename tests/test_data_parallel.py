@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from grpo_kernels import GRPOConfig, fused_grpo_loss, fused_logps
+from grpo_kernels import fused_grpo_loss, fused_logps
 
 pytest.importorskip("transformers")
 from grpo_kernels.integrations.transformers import fused_forward
 
-WIDTH, LENGTH = 16, 6
+LENGTH = 6
 RATE = 0.3
 
 
@@ -118,9 +118,13 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 def equal_to_one_process(rank: int, group) -> None:
     mine = rows_of(make_batch(), slice(2 * rank, 2 * rank + 2), 2)
-    for tied in (False, True):
+    for tied, wrappers in {
+        False: (sharded, lambda tied: flat(tied, True)),
+        True: (sharded, lambda tied: DistributedDataParallel(Step(tied)), lambda tied: flat(tied, False)),
+    }.items():
         expected = weights_of_one_process(2, tied=tied)
-        for model in (sharded(tied), DistributedDataParallel(Step(tied)), flat(tied, True), flat(tied, False)):
+        for wrap in wrappers:
+            model = wrap(tied)
             optimizer = optimizer_of(model)
             for _ in range(2):  # the first call compares the model's own logits
                 model(**mine).backward()
@@ -134,6 +138,21 @@ def equal_to_one_process(rank: int, group) -> None:
     weight = flat(False, False).model.lm_head.weight
     with pytest.raises(TypeError, match=r"lm_head_weight has no memory, as .*; expected .* inside the forward"):
         fused_logps(torch.randn(2, LENGTH, weight.shape[1]), weight, mine["completion_ids"])
+
+
+def equal_with_a_loss_beside_the_module(rank: int, group) -> None:
+    """Where the weight of the lm_head is a DTensor."""
+    one, split = Step(), Step()
+    for part in (split.model.model, split.model.lm_head):
+        fully_shard(part)
+    for model, rows, shares in ((one, slice(None), 1), (split, slice(2 * rank, 2 * rank + 2), 2)):
+        batch = rows_of(make_batch(), rows, shares)
+        hidden, names = model(**batch, hidden=True), ("completion_mask", "num_items_in_batch")
+        options = {name: batch[name] for name in names}
+        weight = model.model.lm_head.weight
+        fused_grpo_loss(hidden, weight, batch["completion_ids"], batch["advantages"], **options).loss.backward()
+    found = {name: x.grad.full_tensor() for name, x in split.named_parameters()}
+    assert_equal(found, {name: x.grad for name, x in one.named_parameters()}, "beside the module")
 
 
 # --- DeepSpeed ----------------------------------------------------------------------------------------------------
@@ -169,12 +188,10 @@ def equal_under_deepspeed(rank: int, group) -> None:
     batch = make_batch()
     micro_batches = [rows_of(batch, slice(row, row + 1), 4) for row in (2 * rank, 2 * rank + 1)]
     for stage, loss, options in (
-        (3, fused_grpo_loss, {"tied": False}),
         (3, fused_grpo_loss, {"tied": True}),
         (3, loss_of_logps, {"tied": False}),
         (3, loss_of_logps, {"frozen_head": True}),
         (2, fused_grpo_loss, {"tied": True}),
-        (1, fused_grpo_loss, {"tied": False}),
     ):
         engine = engine_of(stage, **options)
         with torch.no_grad():
@@ -204,86 +221,14 @@ def refused_outside(batch: dict[str, Any]) -> None:
         logps.sum().backward()
 
 
-# --- without transformers -------------------------------------------------------------------------------------------
-
-
-class Policy(nn.Module):
-    """Hidden states of a layer, and where `loss` is given the loss, so that hooks of the module see it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.body = nn.Linear(WIDTH, WIDTH)
-        self.lm_head = nn.Linear(WIDTH, VOCAB, bias=False)
-
-    def forward(self, prompts, loss=None):
-        hidden = self.body(self.embedding(prompts)).tanh()
-        return hidden if loss is None else loss(hidden, self.lm_head.weight)
-
-
-def tokens_of(ranks: int) -> tuple[torch.Tensor, ...]:
-    """(prompts, ids, advantages, mask, old_logps) of two sequences per rank; the last rank has no scored token."""
-    g = torch.Generator().manual_seed(1)
-    shape = (2 * ranks, LENGTH)
-    prompts, ids = (torch.randint(VOCAB, shape, generator=g) for _ in range(2))
-    mask = torch.rand(shape, generator=g) < 0.7
-    mask[-2:] = False
-    return prompts, ids, torch.randn(2 * ranks, generator=g), mask, -4 + 0.3 * torch.randn(shape, generator=g)
-
-
-def loss_of(ids, advantages, mask, old, tokens):
-    config = GRPOConfig.preset("dapo")
-
-    def loss(hidden, weight):
-        return fused_grpo_loss(
-            hidden, weight, ids, advantages, completion_mask=mask, old_logps=old, num_items_in_batch=tokens,
-            config=config,
-        ).loss  # fmt: skip
-
-    return loss
-
-
-def gradients_of_one_process(rank: int, group) -> None:
-    ranks = group.size()
-    prompts, *rest = tokens_of(ranks)
-    tokens = rest[2].sum()
-    one = Policy()
-    one(prompts, loss_of(*rest, tokens)).backward()
-    mine = slice(2 * rank, 2 * rank + 2)
-    own = loss_of(*(x[mine] for x in rest), tokens)
-
-    def check(model: nn.Module) -> None:
-        for (name, x), y in zip(model.named_parameters(), one.parameters(), strict=True):
-            grad = x.grad.full_tensor() if hasattr(x.grad, "full_tensor") else x.grad
-            assert torch.allclose(ranks * grad, y.grad, atol=1e-6), name  # ranks are averaged
-
-    inside = fully_shard(Policy())  # the loss inside the module's forward: its weight is whole there
-    inside(prompts[mine], own).backward()
-    check(inside)
-    outside = Policy()  # beside it: the weight is a DTensor
-    for part in (outside.embedding, outside.body, outside.lm_head):
-        fully_shard(part)
-    own(outside(prompts[mine]), outside.lm_head.weight).backward()
-    check(outside)
-    replicated = DistributedDataParallel(Policy())
-    replicated(prompts[mine], own).backward()
-    check(replicated.module)
-
-
-WORK = (
-    gradients_of_one_process,
-    equal_to_one_process,
-    *([equal_under_deepspeed] if find_spec("deepspeed") else []),
-)
-
-
-def all_of_it(rank: int, group) -> None:
-    for work in WORK:
-        work(rank, group)
-
-
 def test_the_step_of_one_process(tmp_path):
-    run_ranks(all_of_it, 2, tmp_path)
-    if equal_under_deepspeed not in WORK:
+    run_ranks(under_every_wrapper, 2, tmp_path)
+    if not find_spec("deepspeed"):
         pytest.skip("DDP and FSDP are tested; deepspeed is not installed: run make test")
+
+
+def under_every_wrapper(rank: int, group) -> None:
+    equal_to_one_process(rank, group)
+    equal_with_a_loss_beside_the_module(rank, group)
+    if find_spec("deepspeed"):
+        equal_under_deepspeed(rank, group)

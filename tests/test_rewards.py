@@ -5,12 +5,10 @@ test_pitfall_NN_...: by the number in the list of what goes wrong in GRPO traine
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -24,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_kernels.trainer.rewards import Code, Limits, Outcome, Rewards, process, programs
+from grpo_kernels.trainer.rewards import Code, Limits, Outcome, Rewards, programs
 from grpo_kernels.trainer.rewards import worker as module
 from grpo_kernels.trainer.rewards.answers import exact_answer, final_number, format, gold_number, gsm8k
 from grpo_kernels.trainer.rewards.inside import encode
@@ -42,7 +40,7 @@ def slow_expression(completions, **_):
 
 def sleeps(completions, **_):
     if "sleep" in completions:
-        open(os.environ["ASLEEP"], "x").close()
+        open(os.environ["ASLEEP"], "w").close()
         time.sleep(1000)
     return [1.0] * len(completions)
 
@@ -57,9 +55,6 @@ def raises(completions, **_):
     return [1.0] * len(completions)
 
 def raises_always(completions, **_):
-    return deeper()
-
-def deeper():
     raise ZeroDivisionError("of my own")
 
 def only_answers(completions, answer):
@@ -116,7 +111,7 @@ def returns(*values, name="returns"):
 # ---- adding up -------------------------------------------------------------------------------------------------------
 
 
-def test_weighted_sum_and_names():
+def test_the_total_is_a_weighted_sum():
     rewards = Rewards(["own_rewards:length", "own_rewards.only_answers", returns(1, 2)], [1.0, 10.0, -0.5])
     assert rewards.names == ["length", "only_answers", "returns"]
     batch = score(rewards, ["ab", "c"], answer=["ab", "d"], other=[1, 2])
@@ -127,9 +122,7 @@ def test_weighted_sum_and_names():
         score(rewards, ["ab", "c"], answer=["ab"])
     numbers = returns(np.float32(1), True, torch.tensor(0.5))
     assert_total(score([numbers, lambda completions, **_: torch.ones(3)], ["a"] * 3), [2.0, 2.0, 1.5])
-
-
-def test_none_leaves_a_function_out_of_the_sum():
+    # A function that gives None takes no part in the sum of that completion.
     batch = score(Rewards([returns(1, None, None), returns(2, 2, None, name="b")], [1, 3]), ["a", "b", "c"])
     assert_total(batch, [7.0, 6.0, NAN])
     assert batch.by_name["returns"].isnan().tolist() == [False, True, True] and not batch.failures and not batch.fatal
@@ -189,19 +182,14 @@ def test_a_function_of_a_file(timeout, tmp_path, monkeypatch):
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("values", "text"),
-    [
-        ([1.0], "reward 'f' returned 1 values, expected 2, one for each completion"),
-        (1.0, "reward 'f' returned float, expected a list of 2 numbers"),
-        (torch.tensor(1.0), "reward 'f' returned Tensor, expected a list of 2 numbers"),
-        ("ab", "reward 'f' returned str, expected a list"),
-        ({0: 1, 1: 2}, "reward 'f' returned dict, expected a list"),
-        ([1.0, "2"], "reward 'f' returned '2' for a completion, expected a number or None"),
-        ([1.0, []], r"reward 'f' returned \[\] for a completion, expected a number for each of its steps, at least"),
-        ([1.0, ["2"]], r"reward 'f' returned \['2'\] for a completion, expected a number or None"),
-    ],
-)
+@pytest.mark.parametrize(("values", "text"), [
+    ([1.0], "reward 'f' returned 1 values, expected 2, one for each completion"),
+    (torch.tensor(1.0), "reward 'f' returned Tensor, expected a list of 2 numbers"),
+    ("ab", "reward 'f' returned str, expected a list"),
+    ([1.0, "2"], "reward 'f' returned '2' for a completion, expected a number or None"),
+    ([1.0, []], r"reward 'f' returned \[\] for a completion, expected a number for each of its steps, at least"),
+    ([1.0, ["2"]], r"reward 'f' returned \['2'\] for a completion, expected a number or None"),
+])  # fmt: skip
 def test_results_of_the_wrong_length_or_type(values, text):
     def f(completions, **_):
         return values
@@ -210,83 +198,52 @@ def test_results_of_the_wrong_length_or_type(values, text):
         score([f], ["a", "b"])
 
 
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        (dict(specs=[]), "at least one function"),
-        (dict(specs="format"), "expected a list"),
-        (dict(specs=["no_such"]), "'no_such' is none of the built-in ones (exact_answer, arithmetic, gsm8k"),
-        (dict(specs=["no_module:f"]), "module 'no_module' cannot be imported: ModuleNotFoundError"),
-        (dict(specs=["/no/own.py:length"]), "module '/no/own.py' cannot be imported: FileNotFoundError"),
-        (dict(specs=["folder/own.py"]), "'folder/own.py' names no function; expected folder/own.py:function"),
-        (dict(specs=["own_rewards:"]), "neither a built-in one nor module:function"),
-        (dict(specs=["own_rewards:nothing"]), "has no such name: 'nothing'"),
-        (dict(specs=["own_rewards:value"]), "has a int, expected a function: 'value'"),
-        (dict(specs=["format"], weights=[1.0, 2.0]), "expected one finite number for each of 1 functions"),
-        (dict(specs=["format"], weights=[NAN]), "expected one finite number"),
-        (dict(specs=["gsm8k"], pattern="a"), "a pattern has no effect without the reward 'format'"),
-        (dict(specs=["format"], pattern="(a"), "reward_pattern='(a' is no regular expression: missing )"),
-        (dict(specs=["format"], timeout=0), "reward timeout is 0, expected seconds above 0"),
-        (dict(specs=["format", "format"]), "two reward functions have the same name"),
-    ],
-)
+@pytest.mark.parametrize(("given", "text"), [
+    (dict(specs=[]), "at least one function"),
+    (dict(specs="format"), "expected a list"),
+    (dict(specs=["no_such"]), "'no_such' is none of the built-in ones (exact_answer, arithmetic, gsm8k"),
+    (dict(specs=["no_module:f"]), "module 'no_module' cannot be imported: ModuleNotFoundError"),
+    (dict(specs=["folder/own.py"]), "'folder/own.py' names no function; expected folder/own.py:function"),
+    (dict(specs=["own_rewards:"]), "neither a built-in one nor module:function"),
+    (dict(specs=["own_rewards:nothing"]), "has no such name: 'nothing'"),
+    (dict(specs=["own_rewards:value"]), "has a int, expected a function: 'value'"),
+    (dict(specs=["format"], weights=[1.0, 2.0]), "expected one finite number for each of 1 functions"),
+    (dict(specs=["format"], weights=[NAN]), "expected one finite number"),
+    (dict(specs=["gsm8k"], pattern="a"), "a pattern has no effect without the reward 'format'"),
+    (dict(specs=["format"], pattern="(a"), "reward_pattern='(a' is no regular expression: missing )"),
+    (dict(specs=["format"], timeout=0), "reward timeout is 0, expected seconds above 0"),
+    (dict(specs=["format", "format"]), "two reward functions have the same name"),
+])  # fmt: skip
 def test_bad_arguments(given, text):
-    with pytest.raises(ValueError) as caught:  # noqa: PT011
+    with pytest.raises(ValueError, match=re.escape(text)) as caught:
         Rewards(**given)
-    assert text in str(caught.value) and "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 # ---- pitfalls --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bad", [NAN, math.inf, -math.inf])
-def test_pitfall_11_nan_leaves_the_completion_unscored(bad):
-    batch = score([returns(1, bad, 0), returns(1, 1, 1, name="other")], ["a", "b", "c"])
-    assert_total(batch, [2.0, NAN, 1.0])
-    assert [(f.name, f.row) for f in batch.failures] == [("returns", 1)] and batch.fatal is None
-    assert batch.by_name["other"].tolist() == [1.0, 1.0, 1.0]
+def test_pitfall_11_a_completion_without_a_score_is_left_out_and_a_batch_without_one_is_fatal():
+    for bad in (NAN, math.inf):
+        batch = score([returns(1, bad, 0), returns(1, 1, 1, name="other")], ["a", "b", "c"])
+        assert_total(batch, [2.0, NAN, 1.0])
+        assert [(f.name, f.row) for f in batch.failures] == [("returns", 1)] and batch.fatal is None
+        assert batch.by_name["other"].tolist() == [1.0, 1.0, 1.0]
 
-
-def test_pitfall_11_a_call_that_raises_fails_for_those_completions_only():
     batch = score(["own_rewards:raises", "own_rewards:length"], ["a", "raise", "c"])
     assert_total(batch, [2.0, NAN, 2.0])
     [failure] = batch.failures
     assert failure.row == 1 and failure.message == "ZeroDivisionError: of my own" and "in raises" in failure.traceback
 
-
-@pytest.mark.parametrize("function", [returns(NAN, NAN), returns(None, None)])
-def test_pitfall_11_a_batch_without_a_score_is_fatal(function):
-    batch = score([function], ["a", "b"])
-    assert batch.total.isnan().all() and batch.fatal is not None and "returns" in batch.fatal.message
+    for function in (returns(NAN, NAN), returns(None, None)):
+        batch = score([function], ["a", "b"])
+        assert batch.total.isnan().all() and batch.fatal is not None and "returns" in batch.fatal.message
 
 
 @pytest.fixture
 def patient(monkeypatch):
     """However busy this machine is: CPU time alone ends a call."""
     monkeypatch.setattr(module, "WALL_PER_CPU", 1000)
-
-
-@pytest.fixture
-def asleep(tmp_path, monkeypatch):
-    """Of own_rewards.sleeps: the file that it makes before it sleeps. Wall-clock time passes then, and not before."""
-    path = tmp_path / "asleep"
-    monkeypatch.setenv("ASLEEP", str(path))
-
-    class Poll:
-        def __init__(self):
-            self.real = select.poll()
-            self.register = self.real.register
-
-        def poll(self, milliseconds):
-            while not (found := self.real.poll(10)) and not path.exists():
-                pass
-            if not found:
-                assert milliseconds <= 1000, "5 times 0.2 s"
-                path.unlink()
-            return found
-
-    monkeypatch.setattr(process, "select", SimpleNamespace(poll=Poll, POLLIN=select.POLLIN))
-    return path
 
 
 def wait_until(condition):
@@ -304,16 +261,17 @@ def state_of(pid):
 
 
 @pytest.mark.parametrize("name", ["slow_expression", "sleeps", "leaves"])
-def test_pitfall_12_a_reward_that_hangs_is_killed(name, request):
+def test_pitfall_12_a_reward_that_hangs_is_killed(name, tmp_path, monkeypatch):
     """In the middle of the batch; scores are by index, and the next batch is scored as if nothing had been."""
-    request.getfixturevalue("asleep" if name == "sleeps" else "patient")
+    monkeypatch.setattr(module, "WALL_PER_CPU", 10 if name == "sleeps" else 1000)
+    monkeypatch.setenv("ASLEEP", str(tmp_path / "asleep"))
     rewards = Rewards([f"own_rewards:{name}"], timeout=0.2)
     hang = {"slow_expression": "a" * 60 + "b", "sleeps": "sleep", "leaves": "leave"}[name]
     batch = score(rewards, ["a", hang, "aaa"])
     assert_total(batch, [1.0, NAN, 1.0])
     assert_total(score(rewards, ["a", "aa"]), [1.0, 1.0])
     [failure] = batch.failures
-    limit = {"slow_expression": "0.2 s of CPU", "sleeps": "1 s of wall-clock", "leaves": "ended with status 3"}[name]
+    limit = {"slow_expression": "0.2 s of CPU", "sleeps": "2 s of wall-clock", "leaves": "ended with status 3"}[name]
     assert failure.row == 1 and limit in failure.message
     worker = rewards.functions[0].worker
     pid = worker._process._process.pid
@@ -372,7 +330,7 @@ def test_pitfall_12_a_worker_ends_with_the_trainer(own_module, tmp_path):
     wait_until(lambda: state_of(pid) in ("gone", "Z"))
 
 
-@pytest.mark.parametrize("gold", ["", "no number", "####", "#### 1 2", "#### x", "3 or 4", "#### 1/0", None])
+@pytest.mark.parametrize("gold", ["", "####", "#### x", "3 or 4", "#### 1/0", None])
 def test_pitfall_13_bad_gold_fails_the_dry_run_and_scores_nothing(gold):
     with pytest.raises(ValueError, match=r"row 1, reward 'gsm8k': answer .* has no single number"):
         Rewards(["gsm8k"]).check({"answer": ["1", gold]})
@@ -402,41 +360,35 @@ def test_pitfall_14_a_function_that_fails_for_all_is_returned_with_its_traceback
     batch = score(rewards, ["a", "b"])
     assert batch.total.isnan().all() and len(batch.failures) == 2
     assert batch.fatal.name == "raises_always" and batch.fatal.row is None
-    assert batch.fatal.message == "ZeroDivisionError: of my own" and "in deeper" in batch.fatal.traceback
+    assert batch.fatal.message == "ZeroDivisionError: of my own" and "in raises_always" in batch.fatal.traceback
     rewards.close()
 
 
 # ---- built-in rewards ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("6 * 7 = 42\n#### 42", "42"),
-        ("#### $1,234.50", "1234.5"),
-        ("#### 1,234 apples", "1234"),
-        ("#### -3.0", "-3"),
-        ("so \\boxed{42}", "42"),
-        ("\\boxed{\\$7} is right", "7"),
-        ("\\boxed{1/2}", "0.5"),
-        ("The answer is 42.", "42"),
-        ("The answer is: **42**, because 6 is", None),
-        ("The answer is 5. No: the answer is 7 apples. 3 are left.", "7"),
-        ("the answer is 5\n#### 6", "6"),
-        ("#### 42\n#### 42.0", "42"),
-        ("#### 42\n#### 43", None),
-        ("#### forty-two\nThe answer is 42", None),
-        ("42", None),
-        ("#### 1/0", None),
-        ("", None),
-        ("She sold 48+24 = <<48+24=72>>72.\n#### 72", "48/2 = <<48/2=24>>24 clips in May.\n#### 72"),
-        ("#### 1,000", 1000),
-        ("#### " + "9" * 5000, None),
-        ("####" * 50000, None),
-        ("\\boxed{" * 50000, None),
-        ("answer is " * 50000, None),
-    ],
-)
+@pytest.mark.parametrize(("text", "answer"), [
+    ("6 * 7 = 42\n#### 42", "42"),
+    ("#### $1,234.50", "1234.5"),
+    ("#### 1,234 apples", "1234"),
+    ("#### -3.0", "-3"),
+    ("\\boxed{\\$7} is right", "7"),
+    ("\\boxed{1/2}", "0.5"),
+    ("The answer is: **42**, because 6 is", None),
+    ("The answer is 5. No: the answer is 7 apples. 3 are left.", "7"),
+    ("the answer is 5\n#### 6", "6"),
+    ("#### 42\n#### 42.0", "42"),
+    ("#### 42\n#### 43", None),
+    ("#### forty-two\nThe answer is 42", None),
+    ("42", None),
+    ("#### 1/0", None),
+    ("She sold 48+24 = <<48+24=72>>72.\n#### 72", "48/2 = <<48/2=24>>24 clips in May.\n#### 72"),
+    ("#### 1,000", 1000),
+    ("#### " + "9" * 5000, None),
+    ("####" * 50000, None),
+    ("\\boxed{" * 50000, None),
+    ("answer is " * 50000, None),
+], ids=lambda text: str(text)[:40])  # fmt: skip
 def test_final_number(text, answer):
     start = time.process_time()
     assert final_number(text) == (None if answer is None else gold_number(answer))
@@ -444,19 +396,14 @@ def test_final_number(text, answer):
 
 
 def test_exact_answer():
-    completions = [
-        "95",
-        " 95 \n",
-        "95.",
-        "<think>1</think><answer> 95 </answer>",
-        "<answer>95</answer><answer>1</answer>",
-    ]
-    messages = [[{"role": "assistant", "content": text}] for text in completions]
+    think, twice = "<think>1</think><answer> 95 </answer>", "<answer>95</answer><answer>1</answer>"
+    scores = {"95": 1.0, " 95 \n": 1.0, "95.": 0.0, think: 1.0, twice: 0.0}
+    messages = [[{"role": "assistant", "content": text}] for text in scores]
     messages += [[{"role": "assistant", "content": [{"type": "text", "text": "95"}]}]]
-    assert exact_answer(completions + messages, ["95"] * 11) == [*[1.0, 1.0, 0.0, 1.0, 0.0] * 2, 1.0]
+    assert exact_answer([*scores, *messages], ["95"] * 11) == [*scores.values(), *scores.values(), 1.0]
     with pytest.raises(ValueError, match="row 0, reward 'exact_answer': answer is empty"):
         Rewards(["exact_answer"]).check({"answer": [" "]})
-    for missing in (None, NAN, ["95"], {}):
+    for missing in (None, NAN, ["95"]):
         text = re.escape(f"row 1, reward 'exact_answer': answer is {missing!r}; expected a text or a number")
         with pytest.raises(ValueError, match=text):
             Rewards(["exact_answer"]).check({"answer": [95, missing]})
@@ -496,27 +443,22 @@ ECHO = [{"input": "1 2\n", "output": "3"}, {"input": "10 -3\n", "output": "7\n\n
 
 
 def test_code(code):
-    completions = [
-        RIGHT,
-        f"Here it is:\n```python\n{RIGHT}\n```\nIt adds.",
-        "```python\ndef add(a, b): return 3\n```",
-        [{"role": "assistant", "content": f"```\n{RIGHT}\n```"}],
-        "def add(a, b): return (",
-        "while True: pass",
-        "",
-    ]
-    assert code(completions, [CALLS] * 7) == [1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
-    programs = [
-        "print(sum(map(int, input().split())))",
-        "print(3)",
-        "print(7)\nprint(3)",
-        "print(1 / 0)",
-        "import sys\nprint(3)\nsys.exit(1)",
-    ]
-    assert code(programs, [ECHO] * 5) == [1.0, 0.0, 0.0, 0.0, 0.0]
+    calls = {
+        RIGHT: 1.0,
+        f"Here it is:\n```python\n{RIGHT}\n```\nIt adds.": 1.0,
+        f"```py\na\n```\n```python\n{RIGHT}\n```": 1.0,  # the last block is the program
+        "```python\ndef add(a, b): return 3\n```": 0.0,
+        "def add(a, b): return (": 0.0,
+        "while True: pass": 0.0,
+        "": 0.0,
+    }
+    assert code(list(calls), [CALLS] * len(calls)) == list(calls.values())
+    assert code([[{"role": "assistant", "content": f"```\n{RIGHT}\n```"}]], [CALLS]) == [1.0]
+    adds = "print(sum(map(int, input().split())))"
+    runs = {adds: 1.0, "print(3)": 0.0, "print(7)\nprint(3)": 0.0, "print(1 / 0)": 0.0}
+    assert code(list(runs), [ECHO] * len(runs)) == list(runs.values())
     assert code(["print(3)", "print(3)\nexit(1)", "print(3)\n1 / 0"], [ECHO[:1]] * 3) == [1.0, 0.0, 0.0]
-    assert code(programs[:1], ['[{"input": "1 2", "output": "3"}]']) == [1.0], "the tests' JSON text"
-    assert code([f"```py\na\n```\n```python\n{RIGHT}\n```"], [CALLS]) == [1.0], "the last block is the program"
+    assert code([adds], ['[{"input": "1 2", "output": "3"}]']) == [1.0], "the tests' JSON text"
 
 
 def test_code_with_partial_credit():
@@ -552,73 +494,48 @@ def test_all_tests_of_a_program_wait_as_long_as_one():
     assert given == pytest.approx([12, 8.2, 4.4, 0.6])
 
 
-@pytest.mark.parametrize(
-    ("tests", "text"),
-    [
-        ([], "expected a list that is not empty"),
-        ("[", "is no JSON text"),
-        (["assert f(1)"], 'is not "assert EXPRESSION == LITERAL"'),
-        (["assert f(1) == g(2)"], 'is not "assert EXPRESSION == LITERAL"'),
-        (["assert 1 < f(1) == 2"], 'is not "assert'),
-        (["print(1)"], 'is not "assert'),
-        ([{"input": "1"}], "has not the keys output and either input or call"),
-        ([{"input": "1", "call": "f()", "output": 1}], "has not the keys output and either input or call"),
-        ([3], "has not the keys"),
-    ],
-)
+@pytest.mark.parametrize(("tests", "text"), [
+    ([], "expected a list that is not empty"),
+    ("[", "is no JSON text"),
+    (["assert f(1) == g(2)"], 'is not "assert EXPRESSION == LITERAL"'),
+    (["assert 1 < f(1) == 2"], 'is not "assert'),
+    (["print(1)"], 'is not "assert'),
+    ([{"input": "1"}], "has not the keys output and either input or call"),
+    ([{"input": "1", "call": "f()", "output": 1}], "has not the keys output and either input or call"),
+    ([3], "has not the keys"),
+])  # fmt: skip
 def test_tests_that_cannot_be_read(tests, text, code):
-    with pytest.raises(ValueError) as caught:  # noqa: PT011
+    with pytest.raises(ValueError, match=re.escape(text)) as caught:
         Rewards(["code"]).check({"tests": [CALLS, tests]})
-    assert text in str(caught.value) and "row 1" in str(caught.value)
+    assert "row 1" in str(caught.value)
     assert_total(score([code], [RIGHT, RIGHT], tests=[CALLS, tests]), [1.0, NAN])
 
 
-@pytest.mark.parametrize(
-    ("expected", "equal", "others"),
-    [
-        (1, [1, True, 1.0], [0, "1", None, [1], NAN]),
-        (1.5, [1.5000001], [10**4000, "1.5", NAN, {}]),
-        ((1, [2.0, {"a": {3}}]), [[1, (2.0000001, {"a": {3}})]], [[1, [2.0, {"a": [3]}]], [1], [1, [2.0]]]),
-        ({(1, 2), (3, 4)}, [{(3, 4), (1, 2)}, frozenset({(1, 2), (3, 4)})], [{(1, 2)}, [(1, 2), (3, 4)], {1, 2}]),
-        ({(1, 3): 2, "a": None}, [{"a": None, (1, 3): 2}], [{(1, 3): 2}, {(1, 3): 3, "a": None}, {(1, 3): 2, "b": 0}]),
-        ({1, "a", None, 2.5, b"c"}, [{b"c", 2.5, None, "a", 1}], [{1, "a", None, 2.5, "c"}]),
-        (b"ab", [bytearray(b"ab")], [b"ac", "ab", "6162"]),
-        (1 + 2j, [1.0000001 + 2j], [1 - 2j, 1, (1, 2)]),
-        ({}, [dict()], [set(), [], None]),
-    ],
-)
+@pytest.mark.parametrize(("expected", "equal", "others"), [
+    (1, [1, True, 1.0], [0, "1", None, [1], NAN]),
+    (1.5, [1.5000001], [10**4000, "1.5", NAN, {}]),
+    ((1, [2.0, {"a": {3}}]), [[1, (2.0000001, {"a": {3}})]], [[1, [2.0, {"a": [3]}]], [1], [1, [2.0]]]),
+    ({(1, 2), (3, 4)}, [{(3, 4), (1, 2)}, frozenset({(1, 2), (3, 4)})], [{(1, 2)}, [(1, 2), (3, 4)], {1, 2}]),
+    ({(1, 3): 2, "a": None}, [{"a": None, (1, 3): 2}], [{(1, 3): 2}, {(1, 3): 3, "a": None}, {(1, 3): 2, "b": 0}]),
+    ({1, "a", None, 2.5, b"c"}, [{b"c", 2.5, None, "a", 1}], [{1, "a", None, 2.5, "c"}]),
+    (b"ab", [bytearray(b"ab")], [b"ac", "ab", "6162"]),
+    (1 + 2j, [1.0000001 + 2j], [1 - 2j, 1, (1, 2)]),
+    ({}, [dict()], [set(), [], None]),
+])  # fmt: skip
 def test_values_are_compared_as_plain_values(expected, equal, others):
-    [test] = read_tests([f"assert f() == {expected!r}"]) if expected != {} else read_tests([dict(call="f", output={})])
-    assert [matches(test.output, json.dumps(encode(value))) for value in [expected, *equal]] == [True] * (
-        1 + len(equal)
-    )
-    assert [matches(test.output, json.dumps(encode(value))) for value in others] == [False] * len(others)
+    tests = [dict(call="f", output={})] if expected == {} else [f"assert f() == {expected!r}"]
+    [test] = read_tests(tests)
+    assert all(matches(test.output, json.dumps(encode(value))) for value in [expected, *equal])
+    assert not any(matches(test.output, json.dumps(encode(value))) for value in others)
 
 
-def test_what_a_program_writes_as_a_value_costs_little(monkeypatch):
-    """It may be anything. What is read is bounded by the value that is expected, and nothing of it is hashed."""
-
-    class Unhashable(int):
-        __hash__ = None
-
-    loads = functools.partial(json.loads, parse_int=Unhashable)
-    monkeypatch.setattr(programs, "json", SimpleNamespace(dumps=json.dumps, loads=loads))
-    numbers = set(range(300))
-    for value in (numbers, dict.fromkeys(numbers, 1), {(number,) for number in numbers}):
-        [test] = read_tests([f"assert f() == {value}"])
-        assert matches(test.output, json.dumps(encode(value)))
-    for line in (
-        "[" * 9000,
-        '["set", ' * 1000,
-        '["number", ' + "9" * 5000 + "]",
-        '["set", [' + "9" * 4000 + "]]",
-        '["list", {"number": 1}]',
-        '["list", "number"]',
-        "[[], []]",
-        '["number", "1"]',
-        "[{}, 1]",
-        "",
-    ):
-        assert not matches(test.output, line)
-    monkeypatch.setattr(programs, "json", SimpleNamespace(dumps=json.dumps, loads=pytest.fail))
-    assert not matches(test.output, "9" * 10**6)
+def test_what_a_program_writes_as_a_value_costs_little():
+    """It may be anything, numbers whose hashes are all equal too."""
+    [test] = read_tests([f"assert f() == {set(range(300))}"])
+    broken = ("[" * 9000, '["set", ' * 1000, '["number", ' + "9" * 5000 + "]", '["list", {"number": 1}]',
+              '["list", "number"]', "[[], []]", '["number", "1"]', "[{}, 1]", "")  # fmt: skip
+    assert not any(matches(test.output, line) for line in broken)
+    numbers, start = [i * (2**61 - 1) for i in range(20_000)], time.process_time()
+    [test] = read_tests([{"call": "f()", "output": numbers}])
+    assert not matches(test.output, json.dumps(["set", [["number", number] for number in numbers]]))
+    assert time.process_time() - start < 5, "quadratic where they are put into a set"
