@@ -20,7 +20,7 @@ def alarms(records):
     return [(record["step"], alarm) for record in records for alarm in monitor.update(record)]
 
 
-@pytest.mark.parametrize(("steps", "seed"), [(60, 0), (60, 1), (300, 0), (300, 1), (1000, 2)])
+@pytest.mark.parametrize(("steps", "seed"), [(60, 0), (300, 1), (1000, 2)])
 def test_a_run_that_learns_gives_no_alarm(steps, seed):
     assert alarms(log(steps, seed=seed)) == []
 
@@ -41,36 +41,27 @@ def test_each_failure_gives_its_alarm_once_for_each_severity(kind):
     assert SENTENCES.get(kind, "") in found[-1].message
 
 
-def test_an_episode_ends_and_may_begin_again():
-    records = log(200, every=1000)
-    for record in records[1:]:
-        high = record["step"] % 2 == 0 and (40 <= record["step"] < 60 or 120 <= record["step"] < 140)
-        record["log_ratio_first_max"] = 0.2 if high else 0.0
-    episodes, _ = diagnose(records)
-    assert [(e.first, e.last, e.alarm.kind) for e in episodes] == [
-        (40, 68, "first_ratio"),
-        (120, 148, "first_ratio"),
-    ]
-    still = [record for record in records if record["step"] < 60]
-    assert diagnose(still)[0][0].last is None
+def test_an_episode_ends_and_may_begin_again_and_may_become_critical():
+    def found(ratio_at):
+        records = log(200, every=1000)
+        for record in records[1:]:
+            record["log_ratio_first_max"] = ratio_at(record["step"])
+        return records, [(e.first, e.last, e.alarm.kind, e.alarm.severity) for e in diagnose(records)[0]]
 
-
-def test_a_warning_that_becomes_critical_is_one_episode():
-    records = log(200, every=1000)
-    for record in records[1:]:
-        record["log_ratio_first_max"] = 0.0 if record["step"] < 50 else 0.2 if record["step"] < 53 else 3.0
+    _, twice = found(lambda step: 0.2 if step % 2 == 0 and (40 <= step < 60 or 120 <= step < 140) else 0.0)
+    assert twice == [(40, 68, "first_ratio", "warning"), (120, 148, "first_ratio", "warning")]
+    records, rising = found(lambda step: 0.0 if step < 50 else 0.2 if step < 53 else 3.0)
     assert [(step, a.severity) for step, a in alarms(records)] == [(50, "warning"), (53, "critical")]
-    episodes, _ = diagnose(records)
-    assert [(e.first, e.last, e.alarm.severity) for e in episodes] == [(50, None, "critical")]
+    assert rising == [(50, None, "first_ratio", "critical")]
 
 
 # --- single rules -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize(
-    ("key", "kind"), [("loss", "gradient_instability"), ("grad_norm", "gradient_instability"), ("kl", "kl_explosion")]
-)
+@pytest.mark.parametrize(("key", "kind", "value"), [
+    ("loss", "gradient_instability", math.nan), ("grad_norm", "gradient_instability", math.inf),
+    ("kl", "kl_explosion", -math.inf),
+])  # fmt: skip
 def test_a_value_that_is_not_finite_is_critical_at_once(key, kind, value):
     first = step_record(1, 100, random.Random(0))
     (found,) = Monitor().update({**first, key: value})
@@ -136,7 +127,7 @@ def test_hacking_knows_no_accuracy_and_any_range_of_rewards():
                 record["reward_std"] *= high - low
         return [alarm.kind for _, alarm in alarms(records)]
 
-    for low, high in ((0.0, 0.3), (-8.0, -1.0), (0.0, 1.0)):
+    for low, high in ((0.0, 0.3), (-8.0, -1.0)):
         assert found(low, high, 0.7) == [] and found(low, high, 0.35) == ["reward_hacking"]
 
 
@@ -181,7 +172,6 @@ def test_truncation_of_most_completions_is_a_warning():
 def test_metrics_that_are_absent_or_none_are_not_checked():
     records = [{"step": step, "loss": 0.1, "grad_norm": None, "kl": None} for step in range(1, 50)]
     assert diagnose(records) == ([], {"gradient_instability"})
-    assert diagnose([]) == ([], set())
 
 
 def test_the_readme_describes_every_alarm():
