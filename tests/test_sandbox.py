@@ -98,14 +98,12 @@ HOSTILE = {  # name: program, what stops it (a reason, or an error that it gets)
         import ctypes, platform
         calls = [56, 57, 58, 435] if platform.machine() == "x86_64" else [220, 435]  # clone, fork, vfork, clone3
         print([ctypes.CDLL(None).syscall(n, 17, 0, 0, 0, 0) for n in calls])
-        assert False
-        """,
+        assert False""",
         "AssertionError",
     ),
     "double fork": ("import os\nos.setsid()", "PermissionError"),
     "daemon": ("import subprocess\nsubprocess.Popen(['sleep', '1000'], start_new_session=True)", "PermissionError"),
     "exec": ("import os\nos.execv('/bin/sleep', ['sleep', '1000'])", "PermissionError"),
-    "endless loop": ("while True: pass", "CPU time"),
     "endless loop that ignores signals": (
         "import signal\nfor s in {*signal.Signals} - {9, 19}:\n  signal.signal(s, signal.SIG_IGN)\nwhile True: pass",
         "CPU time",
@@ -118,17 +116,13 @@ HOSTILE = {  # name: program, what stops it (a reason, or an error that it gets)
     "100 GB": ("x = bytearray(100 << 30)", "MemoryError"),
     "100 GB in parts": ("x = []\nwhile True: x.append(bytearray(1 << 24))", "MemoryError"),
     "100 GB of memory files": ("import os\nos.memfd_create('x')", "PermissionError"),
-    "100 GB on disk": (
-        "for i in range(10**6):\n  with open(f'{i}', 'wb') as f: f.write(bytes(1 << 22))",
-        "OSError",
-    ),
+    "100 GB on disk": ("for i in range(10**6):\n  with open(f'{i}', 'wb') as f: f.write(bytes(1 << 22))", "OSError"),
     "threads": (
         """
         import threading, time
         threading.stack_size(1 << 15)
         for _ in range(100):
-            threading.Thread(target=time.sleep, args=(9,), daemon=True).start()
-        """,
+            threading.Thread(target=time.sleep, args=(9,), daemon=True).start()""",
         "can't start new thread",
     ),
     "deep folders": ("import os\nwhile True:\n  os.mkdir('d')\n  os.chdir('d')", "OSError"),
@@ -136,16 +130,12 @@ HOSTILE = {  # name: program, what stops it (a reason, or an error that it gets)
     "gigabytes of values": ("import os\nwhile True: os.write(3, b'x' * 10**6)", "output limit"),
     "other descriptors": ("import os\nfor i in range(4, 4096): os.write(i, b'{}')", "OSError"),
     "internet": ("import socket\nsocket.create_connection(('1.1.1.1', 53))", "PermissionError"),
-    "unix socket": ("import socket\nsocket.socket(socket.AF_UNIX)", "PermissionError"),
     "asyncio": ("import asyncio\nasyncio.run(asyncio.sleep(0))", "PermissionError"),
     "kill all": ("import os\nos.kill(-1, 9)", "PermissionError"),
     "kill the parent": ("import os\nos.kill(os.getppid(), 9)", "PermissionError"),
     "kill by fcntl": ("import fcntl, os\nfcntl.fcntl(1, fcntl.F_SETOWN, os.getppid())", "PermissionError"),
     "more for itself": ("import resource\nresource.setrlimit(resource.RLIMIT_CPU, (99, 99))", "not allowed"),
-    "trace": (
-        "import ctypes, os\nassert ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) == 0",
-        "AssertionError",
-    ),
+    "trace": ("import ctypes, os\nassert ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) == 0", "AssertionError"),
     "mount": ("import ctypes\nassert ctypes.CDLL(None).mount(b'x', b'/', b'tmpfs', 0, None) == 0", "AssertionError"),
     "namespaces": ("import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == 0", "AssertionError"),
     "crash": ("import ctypes\nctypes.string_at(0)", "signal"),
@@ -238,14 +228,8 @@ def test_no_program_reads_what_lies_beside_the_interpreter(tmp_path):
 
 
 def test_seconds_are_those_of_the_cpu(sandbox):
-    program = """
-    import time
-    while (t := time.process_time()) < 0.05:
-        pass
-    time.sleep(4 * t)
-    print(t)
-    """
-    outcome = sandbox.run(textwrap.dedent(program))
+    program = "import time\nwhile (t := time.process_time()) < 0.05: pass\ntime.sleep(4 * t)\nprint(t)"
+    outcome = sandbox.run(program)
     assert 1 <= (outcome.seconds + 1e-6) / float(outcome.stdout) < 4, "of which sleeping is no part"
 
 
@@ -295,17 +279,12 @@ def test_programs_score_as_plain_python_runs_them(tmp_path):
 
 CHEATS = {
     "leaves": "import sys\nsys.exit(0)",
-    "leaves at once": "import os\nos._exit(0)",
     "leaves in the call": "import os\ndef add(a, b): os._exit(0)",
     "equals everything": """
         class Same(int):
             __eq__ = lambda self, other: True
             __hash__ = int.__hash__
         def add(a, b): return Same(0)""",
-    "equals everything, no number": """
-        class Same:
-            __eq__ = lambda self, other: True
-        def add(a, b): return Same()""",
     "says it is a list": """
         class Same:
             tolist = lambda self: self
@@ -320,7 +299,6 @@ CHEATS = {
             os.ftruncate(d, 0)
             os.lseek(d, 0, 0)
         os.write(3, b"[]" * 9)""",
-    "writes deep values": "import os\nos.write(3, b'[' * 60000)\nos._exit(0)",
     "writes foreign values": 'import os\nos.write(3, b\'["dict", 1]\n{"number": 0}\')\nos._exit(0)',
     "overwrites the harness": """
         import builtins, json, sys
@@ -349,7 +327,7 @@ def test_a_cheat_does_not_pass(name, sandbox):
     assert all(verdicts("def add(a, b): return a + b", TESTS, sandbox))
 
 
-@pytest.mark.parametrize("program", ["while True: pass", CLOSED + "while True: pass", CLOSED + "time.sleep(10**6)"])
+@pytest.mark.parametrize("program", ["while True: pass", CLOSED + "time.sleep(10**6)"])
 def test_it_ends_with_the_trainer(program):
     """SIGKILL to the process that owns a sandbox, in the middle of a program: its processes go too."""
     code = f"""
@@ -456,8 +434,8 @@ print(json.dumps([wrong, loop, right, scratch, [str(w.message) for w in caught],
 """
 
 
-def checked(process, every=1):
-    """Runs each hostile program that needs little time, or every so many of them."""
+def checked(process, every=5):
+    """Runs every so many of the hostile programs that need little time."""
     quick = [name for name, (_, reason) in HOSTILE.items() if reason not in ("CPU time", "wall clock")]
     given = json.dumps({name: textwrap.dedent(HOSTILE[name][0]) for name in quick[::every]})
     out, err = process.communicate(given, timeout=600)
@@ -470,7 +448,7 @@ def checked(process, every=1):
 @pytest.mark.parametrize("number", [UNSHARE, MOUNT], ids=["unshare", "mount"])
 def test_without_namespaces_it_says_so_once(number):
     """As in a container of Docker's defaults, and under Ubuntu's restriction of user namespaces."""
-    scratch, caught, missing = checked(start(f"forbid([{number}])\n" + TRY_ALL), every=5 if number == UNSHARE else 1)
+    scratch, caught, missing = checked(start(f"forbid([{number}])\n" + TRY_ALL), every=1 if number == MOUNT else 5)
     text = "namespaces (Operation not permitted)"
     assert len(caught) == 1 and text in caught[0] and "cannot write files or start threads" in caught[0]
     assert scratch == 1 and text in missing
@@ -507,7 +485,7 @@ def test_a_protection_that_does_not_hold_is_found(monkeypatch, tmp_path):
 def test_as_an_ordinary_user(tmp_path):
     """Where this is root: as another user, with an interpreter which that one can read."""
     if os.geteuid() != 0:
-        scratch, caught, missing = checked(start(TRY_ALL))
+        scratch, caught, missing = checked(start(TRY_ALL), every=1)
     else:
         reachable = [path for path in (sys.executable, "/usr/bin/python3") if runs_as_another_user(path)]
         if not reachable:
@@ -517,7 +495,7 @@ def test_as_an_ordinary_user(tmp_path):
         try:
             other = dict(user=12345, group=12345, extra_groups=[], cwd="/", env={"TMPDIR": "/tmp"})
             preamble = PREAMBLE.replace(str(REWARDS), str(copy))
-            scratch, caught, missing = checked(start(TRY_ALL, preamble, reachable[0], **other))
+            scratch, caught, missing = checked(start(TRY_ALL, preamble, reachable[0], **other), every=1)
         finally:
             shutil.rmtree(copy)
     assert bool(caught) == bool(missing) == bool(scratch)

@@ -12,18 +12,15 @@ import training
 from training import run, steps
 from transformers import AutoModelForCausalLM
 
-from grpo_kernels import GRPOConfig, available_presets
+from grpo_kernels import available_presets
 from grpo_kernels.trainer.arguments import TrainArguments
-from grpo_kernels.trainer.batch import denominators, soft_overlong, step_ends
-from grpo_kernels.trainer.rollout import Completion
-
-OTHER_SURROGATES = ("gmpo", "dppo_tv", "ipo", "cispo_two_sided")
+from grpo_kernels.trainer.batch import soft_overlong, step_ends
 
 
 @pytest.mark.parametrize("options", [
     *({"loss_type": preset} for preset in available_presets()),
-    *({"loss_type": "bnpo", "loss_options": json.dumps({"surrogate": name})} for name in OTHER_SURROGATES),
-], ids=[*available_presets(), *OTHER_SURROGATES])  # fmt: skip
+    {"loss_type": "bnpo", "loss_options": '{"surrogate": "gmpo"}'},
+], ids=[*available_presets(), "gmpo"])  # fmt: skip
 def test_every_loss_makes_steps(options, model, data, tmp_path):
     options = {"num_iterations": 2, "reward_funcs": "training:length", **options}
     assert run(model, data, tmp_path / "run", **options) == 0
@@ -101,15 +98,6 @@ def test_what_reward_functions_log(model, data, tmp_path):
     assert json.loads(sample)["extra"]["reward"] == "2020-01-01" and isinstance(json.loads(sample)["reward"], float)
 
 
-def test_a_replay_drops_the_groups_of_equal_rewards(model, data, tmp_path):
-    options = {"per_device_train_batch_size": 32, "dynamic_sampling": "drop", "reward_funcs": "training:rare"}
-    assert run(model, data, tmp_path / "a", save_rollouts=True, max_steps=1, **options) == 0
-    again = {"replay": tmp_path / "a" / "rollouts", "vllm_importance_sampling_correction": False}
-    assert run(model, data, tmp_path / "b", max_steps=1, **options, **again) == 0
-    (a,), (b,) = steps(tmp_path / "a"), steps(tmp_path / "b")
-    assert a["dropped_groups"] == b["dropped_groups"] > 0 and a["grad_norm"] == b["grad_norm"]
-
-
 def test_schedules_take_further_arguments(model, data, tmp_path):
     options = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": '{"min_lr_rate": 0.5}'}
     assert run(model, data, tmp_path / "run", max_steps=4, **options) == 0
@@ -140,25 +128,16 @@ def test_soft_overlong_is_dapos_penalty(model, data, tmp_path):
         assert c["reward"] == c["rewards"]["arithmetic"] + c["rewards"]["soft_overlong"]
 
 
-def test_denominators_count_what_is_scored():
-    def row(length, **options):
-        return Completion(0, "", [1], {}, list(range(length)), **options)
-
-    rows = [row(3, ended=True), row(5, ended=False), row(2, ended=True, dropped=True)]
-    masked = TrainArguments(mask_truncated_completions=True)
-    for name, expected in (("dapo", (3, 3)), ("bnpo", (3, 3)), ("grpo", (2, 3)), ("luspo", (2, 3))):
-        assert denominators(rows, GRPOConfig.preset(name), masked) == expected
-    fixed = GRPOConfig.preset("dr_grpo", max_completion_length=7)
-    assert denominators(rows, fixed, TrainArguments()) == (14, 8)
-
-
 def test_a_replay_takes_the_same_steps(model, data, tmp_path):
-    options = {"num_iterations": 2, "max_steps": 5, "reward_funcs": "training:length", "beta": 0.1}
+    """With the groups of equal rewards out of the loss again."""
+    options = {"num_iterations": 2, "max_steps": 5, "reward_funcs": "training:rare", "beta": 0.1,
+               "per_device_train_batch_size": 32, "dynamic_sampling": "drop"}  # fmt: skip
     assert run(model, data, tmp_path / "a", save_rollouts=True, **options) == 0
     again = {"replay": tmp_path / "a" / "rollouts", "vllm_importance_sampling_correction": False}
     assert run(model, data, tmp_path / "b", **options, **again) == 0
     without_rewards = {**options, "reward_funcs": None}
     assert run(model, data, tmp_path / "c", **without_rewards, **again) == 0
+    assert steps(tmp_path / "a")[0]["dropped_groups"] > 0
     for name in "bc":
         assert training.same_weights(tmp_path / "a", tmp_path / name)
 
@@ -211,25 +190,17 @@ def test_a_file_gets_lines_and_no_progress_bar(disable_tqdm, model, data, tmp_pa
     assert "\r" not in error and "GRPO" not in error and not re.search("step [135] of", error)
 
 
-@pytest.mark.parametrize("reward", ["length", "digits"])
-def test_the_default_type_changes_nothing(reward, model, data, tmp_path):
-    options = {"reward_funcs": f"training:{reward}", "num_iterations": 2, "max_completion_length": 12}
-    if reward == "digits":
-        options["step_delimiter"] = "+"
+def test_the_default_type_changes_nothing_and_another_seed_does(model, data, tmp_path):
+    options = {"reward_funcs": "training:digits", "max_completion_length": 12, "step_delimiter": "+"}
     assert run(model, data, tmp_path / "float32", **options) == 0
+    assert run(model, data, tmp_path / "seed", seed=2, **options) == 0
     torch.set_default_dtype(torch.bfloat16)
     try:
         assert run(model, data, tmp_path / "bfloat16", **options) == 0
     finally:
         torch.set_default_dtype(torch.float32)
     assert training.same_weights(tmp_path / "float32", tmp_path / "bfloat16")
-
-
-def test_the_same_seed_gives_the_same_run(model, data, tmp_path):
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        assert run(model, data, tmp_path / name, seed=seed, reward_funcs="training:length") == 0
-    assert training.same_weights(tmp_path / "a", tmp_path / "b")
-    assert not training.same_weights(tmp_path / "a", tmp_path / "c")
+    assert not training.same_weights(tmp_path / "float32", tmp_path / "seed")
 
 
 def test_a_step_that_is_not_finite_is_not_made(model, data, tmp_path, capfd):

@@ -28,7 +28,7 @@ from grpo_kernels.trainer.model import load_model
 from grpo_kernels.trainer.rollout import load_rollout, rollout_path, to_lines
 
 TOLERANCE = 1e-5
-STEPS = 8
+STEPS = 6
 # What both trainers are told. They share the names of their options; where defaults differ, neither is left to its own.
 COMMON: dict[str, Any] = dict(
     per_device_train_batch_size=8, gradient_accumulation_steps=1, num_iterations=2, num_generations=4,
@@ -61,7 +61,7 @@ def command_line(output: Path, *, family: str = "llama", **options: Any) -> list
 
 @pytest.fixture(scope="module")
 def rollouts(tmp_path_factory) -> Path:
-    """A folder of eight rollouts, sampled and scored by the trainer: groups of 4, some completions without an end."""
+    """A folder of rollouts, sampled and scored by the trainer: groups of 4, some completions without an end."""
     output = tmp_path_factory.mktemp("rollouts") / "run"
     train(output, save_rollouts=True, num_iterations=1, reward_funcs="trl_parity:reward")
     rows = [row for i in range(STEPS) for row in load_rollout(output / "rollouts", i)]
@@ -122,7 +122,6 @@ _NO_CLIPPING = dict(epsilon=None, epsilon_high=None)
 _CORRECTED = dict(vllm_importance_sampling_correction=True, vllm_importance_sampling_clip_max=1.05)
 CASES: dict[str, dict[str, Any]] = {
     "dapo": dict(**_TWO_PASSES),
-    "grpo with KL": dict(loss_type="grpo", beta=0.1, **_TWO_PASSES),
     "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon=0.02, beta=0.1, **_TWO_PASSES),
     "dr_grpo": dict(loss_type="dr_grpo", scale_rewards="none", beta=0.1, **_TWO_PASSES),
     "cispo": dict(loss_type="cispo", epsilon=None, epsilon_high=1.1, beta=0.1, **_TWO_PASSES),
@@ -131,29 +130,21 @@ CASES: dict[str, dict[str, Any]] = {
     "luspo": dict(loss_type="luspo", importance_sampling_level="sequence", beta=0.1, **_TWO_PASSES),
     # TRL divides by the tokens of each pass, the trainer by those of the step: the same where a step is one pass.
     "bnpo": dict(loss_type="bnpo", beta=0.1),
-    "entropy bonus": dict(entropy_coef=0.05, beta=0.1),
-    "delta": dict(delta=1.18),
-    "four passes": dict(per_device_train_batch_size=2, gradient_accumulation_steps=4, beta=0.1),
-    "one update of a rollout": dict(num_iterations=1),
-    "scale by the batch": dict(scale_rewards="batch"),
-    "truncated completions masked": dict(mask_truncated_completions=True, beta=0.1),
-    "off-policy mask": dict(off_policy_mask_threshold=0.01),
-    "KL with bias correction": dict(beta=0.1, use_bias_correction_kl=True),
-    "reference that follows": dict(beta=0.1, sync_ref_model=True, ref_model_sync_steps=3, ref_model_mixup_alpha=0.6),
-    "gradient checkpointing": dict(gradient_checkpointing=True, beta=0.1),
-    "schedule, gradient clipping and AdamW": dict(
-        lr_scheduler_type="linear",
-        warmup_steps=3,
-        max_grad_norm=0.3,
-        adam_beta1=0.8,
-        adam_beta2=0.9,
-        adam_epsilon=1e-4,
+    "entropy bonus, reference that follows": dict(
+        entropy_coef=0.05, beta=0.1, sync_ref_model=True, ref_model_sync_steps=3, ref_model_mixup_alpha=0.6
     ),
-    **{
-        f"rollout correction, {mode}": dict(vllm_importance_sampling_mode=mode, **_CORRECTED)
-        for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-    },
-}
+    "delta, scale by the batch": dict(delta=1.18, scale_rewards="batch"),
+    "truncated completions masked, KL with bias correction": dict(
+        mask_truncated_completions=True, beta=0.1, use_bias_correction_kl=True
+    ),
+    "off-policy mask": dict(off_policy_mask_threshold=0.01),
+    "schedule, gradient clipping, checkpointing and AdamW": dict(
+        lr_scheduler_type="linear", warmup_steps=3, max_grad_norm=0.3, adam_beta1=0.8, adam_beta2=0.9,
+        adam_epsilon=1e-4, gradient_checkpointing=True,
+    ),
+    "correction, token_mask": dict(vllm_importance_sampling_mode="token_mask", **_CORRECTED),
+    "correction, sequence_truncate": dict(vllm_importance_sampling_mode="sequence_truncate", **_CORRECTED),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -162,15 +153,15 @@ def test_steps_on_saved_rollouts_equal_trls(case, rollouts, tmp_path):
     found = train(tmp_path / "own", replay=rollouts, **CASES[case])
     assert largest_difference(found, expected) < TOLERANCE
     assert sum(record["grad_norm"] > 0.01 for record in found) >= STEPS / 2
-    if "clip_ratio/region" in found[1] and case != "one update of a rollout":
+    if "clip_ratio/region" in found[1]:
         assert max(record["clip_ratio/region"] for record in found) > 0.05  # ratios leave the clip range
 
 
 @pytest.mark.parametrize("options", [
-    dict(family="gemma2", loss_type="grpo"), dict(family="granite", loss_type="grpo"),  # a softcap; a scale
+    dict(family="gemma2", loss_type="grpo"),  # a softcap
     dict(family="phi", loss_type="grpo"),  # a bias of the logits
     dict(use_peft=True, lora_r=4, learning_rate=1e-2),
-], ids=["gemma2", "granite", "phi", "LoRA"])  # fmt: skip
+], ids=["gemma2", "phi", "LoRA"])  # fmt: skip
 def test_steps_of_other_models_equal_trls(options, rollouts, tmp_path):
     options = dict(beta=0.1, **_TWO_PASSES, **options)
     expected = train_trl(tmp_path / "trl", rollouts, **options)
@@ -205,22 +196,22 @@ def test_differences_are_seen(rollouts, tmp_path):
 _HALF = dict(per_device_train_batch_size=2)
 PROCESSES: dict[str, dict[str, Any]] = {
     "dapo": dict(beta=0.1),
-    "grpo": dict(loss_type="grpo", beta=0.1),
     "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon=0.02),
     "entropy bonus": dict(entropy_coef=0.05, scale_rewards="batch"),
     "truncated completions masked": dict(mask_truncated_completions=True),
-    "reference that follows": dict(beta=0.1, sync_ref_model=True, ref_model_sync_steps=2),
-    "gradient checkpointing": dict(gradient_checkpointing=True, max_grad_norm=0.3),
+    "reference that follows": dict(
+        beta=0.1, sync_ref_model=True, ref_model_sync_steps=2, gradient_checkpointing=True, max_grad_norm=0.3
+    ),
     "LoRA": dict(use_peft=True, beta=0.1, learning_rate=1e-2),
 }
 
 
 # How processes share the work: the options, DeepSpeed's stage of ZeRO, and the cases.
-_SHARDED = ("dapo", "entropy bonus", "reference that follows", "gradient checkpointing", "LoRA")
+_SHARDED = ("dapo", "entropy bonus", "reference that follows", "LoRA")
 KINDS: dict[str, tuple[dict[str, Any], int, Iterable[str]]] = {
     "DDP": ({}, 0, PROCESSES),
     "FSDP2": ({"fsdp": True}, 0, _SHARDED),
-    "ZeRO-1": ({"use_cpu": None}, 1, _SHARDED[:2]),
+    "ZeRO-1": ({"use_cpu": None}, 1, ("dapo",)),
     "ZeRO-2": ({"use_cpu": None}, 2, _SHARDED),
 }
 
@@ -228,14 +219,14 @@ KINDS: dict[str, tuple[dict[str, Any], int, Iterable[str]]] = {
 def test_two_processes_take_the_steps_of_one(rollouts, tmp_path):
     short = dict(replay=rollouts, max_steps=4, **_TWO_PASSES)  # two rollouts, each used twice
     one = {name: short | options for name, options in PROCESSES.items()}
-    sampled = dict(num_generations=8, save_rollouts=True, reward_funcs="trl_parity:reward", **_TWO_PASSES)
-    # In the middle of a rollout, with a reference policy that has moved.
-    saved = dict(sampled, save_steps=3, save_total_limit=9, beta=0.1, sync_ref_model=True, ref_model_sync_steps=2,
-                 lr_scheduler_type="linear")  # fmt: skip
+    # A checkpoint in the middle of a rollout, with a reference policy that has moved.
+    saved = dict(num_generations=8, save_rollouts=True, reward_funcs="trl_parity:reward", save_steps=3,
+                 save_total_limit=9, beta=0.1, sync_ref_model=True, ref_model_sync_steps=2,
+                 lr_scheduler_type="linear", **_TWO_PASSES)  # fmt: skip
     jobs = []
     for kind, (own, stage, compared) in KINDS.items():
         resumed = dict(saved, resume_from_checkpoint=tmp_path / f"{kind}, saved" / "checkpoint-3")
-        cases = {name: one[name] for name in compared} | {"sampled": sampled, "saved": saved, "resumed": resumed}
+        cases = {name: one[name] for name in compared} | {"saved": saved, "resumed": resumed}
         for name, options in cases.items():
             argv = command_line(tmp_path / f"{kind}, {name}", **{**options, **_HALF, **own})
             jobs.append({"name": f"{kind}, {name}", "argv": argv, "zero_stage": stage})
@@ -243,7 +234,7 @@ def test_two_processes_take_the_steps_of_one(rollouts, tmp_path):
     special = {
         "DDP, bf16": (0, {**one["dapo"], **_HALF, "bf16": True}),
         "ZeRO-2, bf16": (2, {**one["dapo"], **zero, "bf16": True}),
-        "not finite": (2, {**sampled, **zero, "scale_rewards": "none", "reward_funcs": "training:huge"}),
+        "not finite": (2, {**saved, **zero, "scale_rewards": "none", "reward_funcs": "training:huge"}),
         "other stage": (2, {**saved, **zero, "resume_from_checkpoint": tmp_path / "ZeRO-1, saved" / "checkpoint-3"}),
     }
     for name, (stage, options) in special.items():
@@ -254,15 +245,15 @@ def test_two_processes_take_the_steps_of_one(rollouts, tmp_path):
     assert outcomes == {job["name"]: 0 for job in jobs} | {"not finite": 1, "other stage": 2}
     assert not training.steps(tmp_path / "not finite")
     single, autocast = training.steps(tmp_path / "DDP, dapo"), training.steps(tmp_path / "DDP, bf16")
-    assert largest_difference(training.steps(tmp_path / "ZeRO-2, bf16"), autocast, STEPS // 2) < TOLERANCE
-    assert largest_difference(single, autocast, STEPS // 2) > TOLERANCE
+    assert largest_difference(training.steps(tmp_path / "ZeRO-2, bf16"), autocast, 4) < TOLERANCE
+    assert largest_difference(single, autocast, 4) > TOLERANCE
     for name, options in one.items():
         expected = train(tmp_path / f"one, {name}", **options)
         for folder in (tmp_path / f"{kind}, {name}" for kind, (*_, compared) in KINDS.items() if name in compared):
             check_steps(folder, expected)
             assert weights_differ(folder, tmp_path / f"one, {name}") < TOLERANCE, folder
     for kind in KINDS:
-        check_sampled(tmp_path / f"{kind}, sampled")
+        check_sampled(tmp_path / f"{kind}, saved")
         before, after = (training.steps(tmp_path / f"{kind}, {name}") for name in ("saved", "resumed"))
         assert [(x["loss"], x["grad_norm"], x["kl"]) for x in after] == [
             (x["loss"], x["grad_norm"], x["kl"]) for x in before[3:]
@@ -272,7 +263,7 @@ def test_two_processes_take_the_steps_of_one(rollouts, tmp_path):
 
 def check_steps(folder: Path, expected: list[dict[str, Any]]) -> None:
     found = training.steps(folder)
-    assert largest_difference(found, expected, STEPS // 2) < TOLERANCE, folder
+    assert largest_difference(found, expected, len(expected)) < TOLERANCE, folder
     for mine, other in zip(found, expected, strict=True):  # each number that is logged, not only these two
         for key, x in other.items():
             if isinstance(x, float) and "second" not in key:

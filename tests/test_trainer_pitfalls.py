@@ -41,22 +41,20 @@ def test_pitfall_04_the_loss_has_the_temperature_of_sampling(model, data, tmp_pa
     assert second["ratio/max"] != 1.0
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo"])
-def test_pitfall_05_gradients_do_not_depend_on_the_split_into_passes(model, data, tmp_path, loss_type):
-    options = {"loss_type": loss_type, "max_steps": 2, "entropy_coef": 0.01, "reward_funcs": "training:length"}
-    assert run(model, data, tmp_path / "source", save_rollouts=True, **options) == 0
-    found = []
-    for size, passes in ((8, 1), (4, 2), (1, 8)):
-        folder = tmp_path / f"{size}"
-        split = {"per_device_train_batch_size": size, "gradient_accumulation_steps": passes}
-        assert run(model, data, folder, replay=tmp_path / "source" / "rollouts", **options, **split) == 0
-        found.append(steps(folder))
-    lengths = {len(c["ids"]) for rollout in training.rollouts(tmp_path / "source") for c in rollout}
-    assert len(lengths) > 1
-    for other in found[1:]:
-        for a, b in zip(found[0], other, strict=True):
-            assert a["loss"] == pytest.approx(b["loss"], rel=1e-4, abs=1e-6)
-            assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+def test_pitfall_05_16_gradients_and_metrics_do_not_depend_on_the_split_into_passes(model, data, tmp_path, loss_type):
+    """Means of the passes' means would differ: the passes have unequal numbers of tokens."""
+    options = {"loss_type": loss_type, "beta": 0.1, "entropy_coef": 0.01, "reward_funcs": "training:length"}
+    assert run(model, data, tmp_path / "whole", save_rollouts=True, **options) == 0
+    split = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "replay": tmp_path / "whole/rollouts",
+             "vllm_importance_sampling_correction": False}  # fmt: skip
+    assert run(model, data, tmp_path / "split", **options, **split) == 0
+    assert len({len(c["ids"]) for rollout in training.rollouts(tmp_path / "whole") for c in rollout}) > 1
+    sums = ("loss", "grad_norm", "kl", "kl_sequence", "entropy", "ratio/max", "clip_ratio/region", "zero_gradient")
+    for a, b in zip(steps(tmp_path / "whole"), steps(tmp_path / "split"), strict=True):
+        for name in sums:
+            assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-6), name
+    assert b["kl"] > 0
 
 
 def test_pitfall_06_masks_go_by_position_and_every_end_ends(model, data, tmp_path):
@@ -190,19 +188,6 @@ def test_pitfall_15_groups_of_equal_rewards_are_out_of_the_loss(model, data, tmp
     assert record["dropped_groups"] == len(groups) - len(useful)
     assert record["num_tokens"] == sum(len(c["ids"]) for g in useful for c in g)
     assert record.get("refill_rounds") == (1 if mode == "refill" else None)
-
-
-def test_pitfall_16_metrics_are_sums_over_counts(model, data, tmp_path):
-    """Means of the passes' means would differ: the passes have unequal numbers of tokens."""
-    options = {"beta": 0.1, "max_steps": 3, "reward_funcs": "training:length"}
-    assert run(model, data, tmp_path / "source", save_rollouts=True, **options) == 0
-    split = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "replay": tmp_path / "source/rollouts",
-             "vllm_importance_sampling_correction": False}  # fmt: skip
-    assert run(model, data, tmp_path / "split", **options, **split) == 0
-    for a, b in zip(steps(tmp_path / "source"), steps(tmp_path / "split"), strict=True):
-        for name in ("kl", "kl_sequence", "entropy", "ratio/max", "clip_ratio/region", "zero_gradient"):
-            assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-7), name
-    assert b["kl"] > 0
 
 
 def test_pitfall_18_the_kl_starts_at_0_and_the_reference_follows(model, data, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import signal
@@ -47,23 +48,19 @@ def rows_of(data):
     return [json.loads(line) for line in data.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("lora", [False, True])
-def test_objects_take_the_steps_of_names(lora, model, data, tmp_path):
+def test_objects_take_the_steps_of_names(model, data, tmp_path):
     datasets = pytest.importorskip("datasets", reason="datasets is not installed: make test EXTRAS=dev,peers")
-    changes = {"use_peft": lora, "save_steps": 1}
-    named = train(str(model), "training:length", str(data), options(tmp_path / "a", **changes), str(data))
-    lm, made = AutoModelForCausalLM.from_pretrained(model), datasets.Dataset.from_list(rows_of(data))
-    given = train(lm, [training.length], made, options(tmp_path / "b", **changes), rows_of(data))
+    named = train(str(model), "training:length", str(data), options(tmp_path / "a"), str(data))
+    lm, prompts = AutoModelForCausalLM.from_pretrained(model), datasets.Dataset.from_list(rows_of(data))
+    given = train(lm, [training.length], prompts, options(tmp_path / "b"), rows_of(data))
     assert given.keys() == named.keys() and given["output_dir"] == tmp_path / "b" and given["steps"] == 3
     assert given["pass_at_1_after"] == named["pass_at_1_after"]
-    a, b = (tmp_path / x / "model" / ("adapter_model" if lora else "model") for x in "ab")
-    assert a.with_suffix(".safetensors").read_bytes() == b.with_suffix(".safetensors").read_bytes()
+    assert training.same_weights(tmp_path / "a", tmp_path / "b")
     config = json.loads((tmp_path / "b" / "config.json").read_text())
     assert config["reward_funcs"] == ["training:length"] and config["dataset_name"] == "the rows of train_dataset"
-    if not lora:  # it is trained where it is
-        assert torch.equal(lm.lm_head.weight, training.weights(tmp_path / "b")["lm_head.weight"])
-    arguments = ["--dataset-name", str(data)]
-    assert main(["evaluate", str(tmp_path / "b"), *arguments]) == 0
+    # The model is trained where it is.
+    assert torch.equal(lm.lm_head.weight, training.weights(tmp_path / "b")["lm_head.weight"])
+    assert main(["evaluate", str(tmp_path / "b"), "--dataset-name", str(data)]) == 0
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -94,15 +91,17 @@ def test_a_call_goes_on_where_one_was_stopped(lora, model, data, tmp_path):
         call(output, training.constant, resume_from_checkpoint="auto")
 
 
-def test_a_time_limit_needs_a_function_that_a_process_can_import(model, data, tmp_path):
+def test_a_time_limit_needs_a_function_that_a_process_can_import(model, data, tmp_path, monkeypatch):
     def local(completions, **columns):
         return [0.0] * len(completions)
 
-    with pytest.raises(
-        ValueError, match=r"reward_timeout=9.0: no process can import .*local; expected a function of a"
-    ):
+    words = r"reward_timeout=9.0: no process can import .*local; expected a function of a"
+    with pytest.raises(ValueError, match=words):
         train(str(model), local, str(data), options(tmp_path / "run", reward_timeout=9.0))
-    assert train(str(model), training.length, str(data), options(tmp_path / "run", reward_timeout=9.0))["steps"] == 3
+    (tmp_path / "light_reward.py").write_text("def zero(completions, **_):\n    return [0.0] * len(completions)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    zero = importlib.import_module("light_reward").zero
+    assert train(str(model), zero, str(data), options(tmp_path / "run", reward_timeout=9.0))["steps"] == 3
 
 
 @pytest.mark.parametrize(("changes", "kind", "words"), [

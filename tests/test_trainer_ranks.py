@@ -14,7 +14,6 @@ import training
 STEPS = {"max_steps": 4, "save_steps": 1, "num_iterations": 2, "steps_per_generation": 2, "beta": 0.1,
          "per_device_train_batch_size": 4, "reward_funcs": "trainer_ranks:length"}  # fmt: skip
 JOBS = {
-    "metrics": {"max_steps": 1},
     "three held out": {"eval_num_samples": 2, "max_steps": 1},
     "short": {"reward_funcs": "trainer_ranks:short_on_rank_1"},
     "raises": {"reward_funcs": "trainer_ranks:raises_on_rank_1", "max_steps": 1},
@@ -41,7 +40,7 @@ def test_pitfall_14_an_error_of_one_rank_ends_all_and_other_runs_of_two_processe
     assert done.returncode == 0, done.stderr
     seen = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
     output = done.stdout + done.stderr
-    assert training.steps(folder / "metrics")[0]["metrics/rank"] == 0.5
+    assert training.steps(folder / "three held out")[0]["metrics/rank"] == 0.5
     check_an_error_of_one_ends_both_14(seen, output)
     check_a_reward_that_fails_in_one_14(folder, seen, output)
     check_a_signal_to_one_stops_both(folder, seen)
