@@ -141,7 +141,7 @@ def test_one_sentence_and_nothing_written(options, words, model, data, tmp_path,
 
 @pytest.mark.parametrize(("changes", "words"), [
     ({"answer": "2", "prompts": 1}, "column 'prompts'"), ({"answer": "2", "log_metric": 1}, "column 'log_metric'"),
-    ({}, "'answer'"), ({"answer": "2", "prompt": [{"role": "user", "content": "1+1="}]}, "no chat template"),
+    ({}, "'answer'"),
 ])  # fmt: skip
 @pytest.mark.parametrize("name", ["dataset_name", "eval_dataset_name"])
 def test_rows_that_do_not_fit(name, changes, words, model, data, tmp_path, capfd):
@@ -323,13 +323,8 @@ def test_folders_that_are_not_the_trainers_are_left_alone(model, data, tmp_path,
     assert run(model, data, output, resume_from_checkpoint="auto") == 2
     assert "holds another run (model" in capfd.readouterr().err
     (output / "model").rename(output / "other")
-    assert run(model, data, output, max_steps=1) == 0
+    assert run(model, data, output, max_steps=1, save_steps=0) == 0
     assert (output / "start" / "weights").read_text() == (output / "other" / "weights").read_text() == "mine"
-    (output / "config.json").write_text("{")
-    for folder in output.glob("checkpoint-*"):
-        shutil.rmtree(folder)
-    assert run(model, data, output, max_steps=1, resume_from_checkpoint="auto") == 2
-    assert "config.json holds no options of a run" in capfd.readouterr().err
 
 
 def test_a_checkpoint_of_another_folder_overwrites_nothing(model, data, tmp_path, capfd):

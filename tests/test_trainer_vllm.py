@@ -146,19 +146,6 @@ def test_an_error_of_the_engine_is_one_sentence(method, status, model, data, tmp
     assert capsys.readouterr().err.splitlines()[-1] == f"grpo-kernels train: {sentence}"
 
 
-def test_what_vllm_returns():
-    def output(ids, *entries):
-        return SimpleNamespace(token_ids=ids, logprobs=list(entries), sampling_mask=None)
-
-    entry = SimpleNamespace(logprob=-0.5)
-    sampled = VLLM._sampled(output([7, 2], {7: entry}, {2: entry, 9: entry}), {2, 5}, False)
-    assert (sampled.ids, sampled.ended, sampled.kept) == ([7, 2], True, None)
-    assert sampled.logps.tolist() == [-0.5, -0.5] and sampled.logps.dtype == torch.float32
-    assert not VLLM._sampled(output([7], {7: entry}), {2}, False).ended
-    unknown = VLLM._sampled(output([7], {8: entry}), {2}, False)
-    assert unknown.logps.isnan().all()  # and left out of the correction
-
-
 def test_under_torchrun_the_engine_takes_the_launchers_ranks(model, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     assert VLLM(str(model), TrainArguments(bf16=True)).engine.backend == "external_launcher"

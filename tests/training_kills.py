@@ -19,7 +19,7 @@ import torch
 from grpo_kernels.trainer.commands import train
 from grpo_kernels.trainer.loop import Trainer
 
-STEPS = 3
+STEPS = 2
 
 
 def attempt(argv: list[str], told: int | None) -> None:
