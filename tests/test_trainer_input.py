@@ -13,7 +13,7 @@ import torch
 import training
 from accelerate.utils import LoggerType
 from training import run
-from transformers import AutoTokenizer, BertConfig, BertLMHeadModel, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from grpo_kernels import __version__
 from grpo_kernels.commands.cli import main
@@ -237,18 +237,6 @@ def cut_off(name):
     return change
 
 
-def change_config(folder):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"logits_scaling": 8.0}))
-
-
-def become_bert(folder):
-    bert = BertConfig(
-        vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, is_decoder=True
-    )
-    BertLMHeadModel(bert).save_pretrained(folder)
-
-
 def lose_the_head(folder):
     """transformers makes a random one, and says so in a table among others."""
     LlamaForCausalLM.from_pretrained(folder).model.save_pretrained(folder)
@@ -272,8 +260,6 @@ def change_tokenizer(**tokens):
 
 @pytest.mark.parametrize(("change", "words"), [
     (cut_off("model.safetensors"), "/model: "), (cut_off("tokenizer.json"), "/model: "),
-    (change_config, "config.logits_scaling=8.0: the logits of model_type 'llama' do not depend on"),
-    (become_bert, "config.model_type='bert': no rule for the logits of this family"),
     (lose_the_head, "its files lack 1 tensors of a LlamaForCausalLM, lm_head.weight among them"),
     (become_nan, "the log-probabilities of its tokens are NaN"),
     (change_tokenizer(pad_token=None), "has no pad_token"), (change_tokenizer(eos_token=None), "has no eos_token"),
@@ -298,21 +284,16 @@ def test_a_policy_that_overflows_ends_the_run_with_a_sentence(model, data, tmp_p
 
 
 def test_a_folder_of_another_run_is_left_alone(model, data, tmp_path, capfd):
-    output = tmp_path / "run"
+    output, file = tmp_path / "run", tmp_path / "file"
     assert run(model, data, output, max_steps=1) == 0
     (output / "notes.txt").write_text("mine")
-    before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
-    capfd.readouterr()
-    assert run(model, data, output, max_steps=1) == 2
-    assert f"output_dir={output} holds another run" in capfd.readouterr().err
-    assert before == {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
-
-    file = tmp_path / "file"
     file.write_text("")
-    assert run(model, data, file) == 2
-    assert "is a file" in capfd.readouterr().err
-    assert run(model, data, file / "run") == 2
-    assert f"output_dir={file / 'run'} cannot be made: Not a directory" in capfd.readouterr().err
+    before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    for folder, words in ((output, f"output_dir={output} holds another run"), (file, "is a file"),
+                          (file / "run", f"output_dir={file / 'run'} cannot be made: Not a directory")):  # fmt: skip
+        assert run(model, data, folder, max_steps=1) == 2
+        assert words in capfd.readouterr().err
+    assert before == {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
 
 
 def test_folders_that_are_not_the_trainers_are_left_alone(model, data, tmp_path, capfd):
