@@ -40,37 +40,27 @@ def test_pitfall_14_an_error_of_one_rank_ends_all_and_other_runs_of_two_processe
     assert done.returncode == 0, done.stderr
     seen = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
     output = done.stdout + done.stderr
-    assert training.steps(folder / "three held out")[0]["metrics/rank"] == 0.5
-    check_an_error_of_one_ends_both_14(seen, output)
-    check_a_reward_that_fails_in_one_14(folder, seen, output)
-    check_a_signal_to_one_stops_both(folder, seen)
-    check_three_held_out_prompts(folder)
-    assert [rank["dry run"] for rank in seen] == [0, 0] and not (folder / "dry run").exists()
-    assert output.count("one step   rollout") == 1
 
-
-def check_an_error_of_one_ends_both_14(seen, output):
-    """And not the timeout of the process group, which is longer than this test's."""
+    # An error of one ends both, and not the timeout of the process group, which is longer than this test's.
     assert [rank["short"] for rank in seen] == [1, 1]
     sentence = "reward 'short_on_rank_1' returned 7 values, expected 8, one for each completion"
     assert f"grpo-kernels train: {sentence}" in output
     assert f"grpo-kernels train: rank 1 failed: RunError: {sentence}" in output
 
-
-def check_a_reward_that_fails_in_one_14(folder, seen, output):
-    """Its completions are unscored, and that is said."""
+    # A reward that fails in one: its completions are unscored, and that is said.
     assert [rank["raises"] for rank in seen] == [0, 0]
     assert training.steps(folder / "raises")[0]["unscored"] == 8
     assert "8 completions unscored, the first by raises_on_rank_1: KeyError: 'only here'" in output
 
-
-def check_a_signal_to_one_stops_both(folder, seen):
-    assert seen[1]["signal"] == 143 and seen[0]["signal"] == 143
+    # A signal to one stops both.
+    assert [rank["signal"] for rank in seen] == [143, 143] and not (folder / "signal" / "model").exists()
     assert [path.name for path in (folder / "signal").glob("checkpoint-*")] == ["checkpoint-1"]
-    assert not (folder / "signal" / "model").exists()
 
-
-def check_three_held_out_prompts(folder):
+    # Three held-out prompts for two ranks, and a metric that is the mean over them.
     records = [json.loads(line) for line in (folder / "three held out" / "log.jsonl").read_text().splitlines()]
     found = [record["evaluation"] for record in records if "evaluation" in record]
     assert [(e["problems"], e["samples"]) for e in found] == [(3, 2), (3, 2)]
+    assert training.steps(folder / "three held out")[0]["metrics/rank"] == 0.5
+
+    assert [rank["dry run"] for rank in seen] == [0, 0] and not (folder / "dry run").exists()
+    assert output.count("one step   rollout") == 1
