@@ -12,9 +12,10 @@ import training
 from training import run, steps
 from transformers import AutoModelForCausalLM
 
-from grpo_kernels import available_presets
+from grpo_kernels import GRPOConfig, available_presets
 from grpo_kernels.trainer.arguments import TrainArguments
-from grpo_kernels.trainer.batch import soft_overlong, step_ends
+from grpo_kernels.trainer.batch import denominators, soft_overlong, step_ends
+from grpo_kernels.trainer.rollout import Completion
 
 
 @pytest.mark.parametrize("options", [
@@ -126,6 +127,18 @@ def test_soft_overlong_is_dapos_penalty(model, data, tmp_path):
             len(c["ids"]), TrainArguments(max_completion_length=5, soft_overlong_cache=2)
         )
         assert c["reward"] == c["rewards"]["arithmetic"] + c["rewards"]["soft_overlong"]
+
+
+def test_denominators_count_what_is_scored():
+    def row(length, **options):
+        return Completion(0, "", [1], {}, list(range(length)), **options)
+
+    rows = [row(3, ended=True), row(5, ended=False), row(2, ended=True, dropped=True)]
+    masked = TrainArguments(mask_truncated_completions=True)
+    for name, expected in (("dapo", (3, 3)), ("bnpo", (3, 3)), ("grpo", (2, 3)), ("luspo", (2, 3))):
+        assert denominators(rows, GRPOConfig.preset(name), masked) == expected
+    fixed = GRPOConfig.preset("dr_grpo", max_completion_length=7)
+    assert denominators(rows, fixed, TrainArguments()) == (14, 8)
 
 
 def test_a_replay_takes_the_same_steps(model, data, tmp_path):
