@@ -30,7 +30,7 @@ _REFERENCES = {
 _THERE = " at every unmasked position"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NUMBERS = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-HIGHEST_LOGP = 1.0  # nats: at most 0, but for the rounding of 16-bit logits (csrc/cpu/values.cpp has it too)
+HIGHEST_LOGP = 1.0  # nats: at most 0, but for the rounding of 16-bit logits
 _RANGES = (
     ("advantages", -LARGEST, LARGEST, f"a finite number{_THERE}, in float32"),
     ("old_logps", -math.inf, HIGHEST_LOGP, f"a number{_THERE}, at most 0 nats"),
