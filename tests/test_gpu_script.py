@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -64,8 +65,7 @@ def test_a_hang_a_wrong_result_and_a_crash_are_named_and_left_out_of_what_follow
     try:
         ended = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, check=False)
     finally:
-        tests.unlink()
-        tests.parent.rmdir()
+        shutil.rmtree(tests.parent)
     found = json.loads(output.read_text())
     assert ended.returncode == 1, "something failed"
     assert found["stages"]["build"] == built
