@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -62,6 +64,8 @@ def _serve(pipe: Connection, function: Callable[..., Any], arguments: tuple[obje
         pipe.send(("returned", function(*arguments, lambda text: pipe.send(("progress", text)))))
     except Exception as error:  # the parent decides what an error means
         pipe.send(("raised", describe(error)))
+    sys.stdout.flush()
+    os._exit(0)  # the interpreter's own end takes time and prints what Triton's bindings did not free
 
 
 def _end(process: Any) -> None:
