@@ -74,16 +74,6 @@ struct ReduceArgs {
     Params params;
 };
 
-// Advantages from the rewards of a batch, whose completions come in groups.
-struct RewardArgs {
-    const float* rewards;            // (count,)
-    const int64_t* group_index;      // (count,)
-    float *advantages, *mean, *std;  // (count,), (groups,), (groups,)
-    int64_t count, groups, ddof;
-    double eps;
-    int32_t scale, baseline;
-};
-
 // An input of the plan: one number, one per sequence or one per token. `data` is null where it was not given.
 enum PerWhat : int32_t { kOneForAll, kPerSequence, kPerToken, kPerWhatCount };
 struct PlanInput {

@@ -27,6 +27,11 @@ def chunk_row_stride(vocab_size: int, device: torch.device) -> int:
     return vocab_size if vocab_size % 2048 else vocab_size + 64
 
 
+def contiguous_rows(x: Tensor) -> Tensor:
+    """The matrix, or a copy if its rows are not contiguous."""
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
 class TokenValues(NamedTuple):
     """What the kernels write: columns (len(VALUE_FIELDS), N) float32, or float64 for float64 inputs; lse (N,) nats.
 
@@ -310,10 +315,6 @@ class Backend(Protocol):
         ...
 
     def add_rows(self, target: Tensor, ids: Tensor, scale: Tensor, rows: Tensor) -> None: ...
-
-    def group_statistics(
-        self, rewards: Tensor, group_index: Tensor, num_groups: int, scale: str, baseline: str, ddof: int, eps: float
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
 
     def scale(self, x: Tensor, factor: Tensor) -> None: ...
 

@@ -149,7 +149,7 @@ def resolve(
     if num_generations is not None or group_ids is not None or rewards is not None:
         groups = resolve_groups(num_sequences, num_generations, group_ids, per_token)
         if rewards is not None:
-            advantages, statistics = _advantages(rewards, groups, config, backend)
+            advantages, statistics = _advantages(rewards, groups, config)
             if cu_seqlens is not None:
                 advantages = advantages.unsqueeze(1)  # not one per token where there are as many of them as sequences
     per_token_options: dict[str, Any] = {name: options.get(name) for name in _PER_TOKEN}
@@ -213,9 +213,7 @@ def _check_combinations(options: LossOptions, config: GRPOConfig) -> None:
         raise ValueError("aggregation='fixed_length' divides by config.max_completion_length, which is None")
 
 
-def _advantages(
-    rewards: Tensor, groups: Groups, config: GRPOConfig, backend: str
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+def _advantages(rewards: Tensor, groups: Groups, config: GRPOConfig) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     statistics = group_statistics(
         rewards,
         groups,
@@ -224,6 +222,5 @@ def _advantages(
         ddof=config.advantage_ddof,
         eps=config.advantage_eps,
         nan_is_no_verdict=False,
-        backend=backend if rewards.dtype != torch.float64 else "auto",
     )
     return statistics.advantages, (statistics.mean, statistics.std)

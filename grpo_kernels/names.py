@@ -135,8 +135,6 @@ ENUMERATIONS = (
     ("Level", "kLevel", LEVELS),
     ("KlEstimator", "kKl", KL_ESTIMATORS),
     ("Surrogate", "k", SURROGATES),
-    ("Scale", "kScale", ADVANTAGE_SCALES),
-    ("Baseline", "kBaseline", ADVANTAGE_BASELINES),
     ("Field", "k", TABLE_FIELDS),
     ("ValueField", "kToken", VALUE_FIELDS),
     ("Column", "kSum", COLUMNS),
@@ -156,7 +154,7 @@ def integers_first(struct: Any) -> tuple[list[str], list[str]]:
     return [name for name in struct._fields if name not in floats], floats
 
 
-VERSION = 10  # raised with every change of the functions of the compiled modules
+VERSION = 11  # raised with every change of the functions of the compiled modules
 
 # All names in order: a compiled module that was built with others must not be called.
 INTERFACE = ";".join(

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .backends import choose_backend
 from .checks.arguments import (
     NUMBERS,
     check_float,
@@ -72,7 +71,6 @@ def group_statistics(
     ddof: int,
     eps: float,
     nan_is_no_verdict: bool = True,
-    backend: str = "auto",
 ) -> GroupStatistics:
     """`group_advantages` of groups that `resolve_groups` made, with the statistics of each group."""
     check_one_of("scale", scale, ADVANTAGE_SCALES)
@@ -83,13 +81,12 @@ def group_statistics(
     rewards = rewards.detach()
     if rewards.dtype != torch.float64:
         rewards = rewards.float()
-    name = choose_backend(backend, rewards.device, rewards.dtype)
     if scale == "group" and ddof == 1 and checks_values(rewards.device):
         smallest = int(torch.bincount(groups.index, minlength=groups.count).min())
         if smallest == 1:
             raise ValueError("a group of one completion has no standard deviation: scale='group' needs groups of >= 2")
     numbers = scale, baseline, ddof, float(eps), nan_is_no_verdict
-    return GroupStatistics(*loss_op.group_statistics(rewards, groups.index, groups.count, *numbers, name))
+    return GroupStatistics(*loss_op.group_statistics(rewards, groups.index, groups.count, *numbers))
 
 
 def process_advantages(

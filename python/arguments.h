@@ -47,7 +47,6 @@ class Arguments {
     }
     void take(int64_t& number) { number = checked(PyLong_AsLongLong(next())); }
     void take(int32_t& number) { number = static_cast<int32_t>(checked(PyLong_AsLong(next()))); }
-    void take(double& number) { number = checked(PyFloat_AsDouble(next())); }
     void take(bool& flag) { flag = checked(PyObject_IsTrue(next())) != 0; }
     void take(gk::Params& params) { take_bytes(params); }
     void take(gk::PlanRules& rules) { take_bytes(rules); }
@@ -150,16 +149,6 @@ void plan(const py::args& given) {
         throw std::invalid_argument("rules: unknown aggregation");
     py::gil_scoped_release unlocked;
     kRun(a, workspace, where);
-}
-
-template <class Where, void (*kRun)(const gk::RewardArgs&, Where)>
-void group_statistics(const py::args& given) {
-    gk::RewardArgs a = {};
-    Where where;
-    Arguments(given).read(a.rewards, a.group_index, a.count, a.groups, a.scale, a.baseline, a.ddof, a.eps, a.advantages,
-                          a.mean, a.std, where);
-    py::gil_scoped_release unlocked;
-    kRun(a, where);
 }
 
 template <class Where, void (*kRun)(const gk::KeptArgs&, float* logits, Where)>

@@ -10,9 +10,6 @@ void run_plan(const gk::PlanArgs& args, void*, int threads) { gk::plan(args, thr
 
 void run_reduce(const gk::ReduceArgs& args, void*, int threads) { gk::reduce(args, threads); }
 
-// One thread is enough for a reward per completion.
-void run_group_statistics(const gk::RewardArgs& args, int) { gk::group_statistics(args); }
-
 void kept_dweight(const py::args& given) {
     gk::KeptPairs pairs = {};
     gk::KeptTarget target = {};
@@ -55,7 +52,6 @@ PYBIND11_MODULE(_cpu, m) {
     m.def("kept_logits", kept_logits<int, gk::kept_logits>);
     m.def("kept_dhidden", kept_dhidden<int, gk::kept_dhidden>);
     m.def("kept_dweight", kept_dweight);
-    m.def("group_statistics", group_statistics<int, run_group_statistics>);
     m.def("uses_openmp", gk::uses_openmp);
     m.def("has_amx", gk::has_amx);
     m.def("cpu_isa", gk::cpu_isa);

@@ -88,7 +88,6 @@ PYBIND11_MODULE(_cuda, m) {
     m.def("sequence_objective", sequence_objective<Stream, gk::cuda::sequence_objective>);
     m.def("reduce_workspace", gk::cuda::reduce_workspace);
     m.def("reduce", reduce<Stream, gk::cuda::reduce>);
-    m.def("group_statistics", group_statistics<Stream, gk::cuda::group_statistics>);
     m.def("scale", scale);
     m.def("kept_logits", kept_logits<Stream, gk::cuda::kept_logits>);
     m.def("kept_dhidden", kept_dhidden<Stream, gk::cuda::kept_dhidden>);

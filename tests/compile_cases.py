@@ -178,10 +178,6 @@ def plan_rows(rows: int) -> object:
     return BACKEND.plan(inputs, ids, PlanRules(), SINGLE, ordered=True)
 
 
-def group_statistics(rows: int, scale: str, baseline: str) -> object:
-    return BACKEND.group_statistics(vector(rows), vector(rows, INDEX), rows, scale, baseline, 1, 1e-4)
-
-
 def scale(rows: int, dtype: torch.dtype, width: int = WIDTH) -> object:
     return BACKEND.scale(torch.empty(rows, width, dtype=dtype), torch.empty(()))
 
@@ -258,8 +254,6 @@ CASES = {
     "sums": Case(sums),
     "plan, packed": Case(plan_packed),
     "plan, rows": Case(plan_rows),
-    "advantages": Case(lambda n: group_statistics(n, "group", "mean")),
-    "advantages, batch std, leave one out": Case(lambda n: group_statistics(n, "batch", "leave_one_out")),
     "scale, fp32": Case(lambda n: scale(n, SINGLE)),
     "scale, bf16": Case(lambda n: scale(n, HALF)),
     "kept ids, bf16": Case(lambda n: kept(n, HALF)),
@@ -277,6 +271,5 @@ CASES = {
     "objective of sequences, one row": Case(lambda n: sequence_objective(n, GSPO), rows=1),
     "sums, one row": Case(sums, rows=1),
     "plan, one row": Case(plan_packed, rows=1),
-    "advantages, one reward": Case(lambda n: group_statistics(n, "group", "mean"), rows=1),
     "scale, one number": Case(lambda n: scale(n, SINGLE, width=1), rows=1),
 }

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-os.environ["GRPO_KERNELS_CHECK_CALLS"] = "1"  # read when a backend's class is made: before anything imports one
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 

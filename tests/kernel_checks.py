@@ -18,7 +18,6 @@ from torch import Tensor
 
 from grpo_kernels import reference
 from grpo_kernels.backends.pytorch import coefficients
-from grpo_kernels.backends.pytorch.groups import group_statistics
 from grpo_kernels.backends.pytorch.plan import plan_tokens
 from grpo_kernels.backends.pytorch.sums import column_sums
 from grpo_kernels.config import SURROGATE_RULES
@@ -538,26 +537,6 @@ def check_reduce_of_nothing(kernels: Kernels) -> None:
         assert found.sequences.shape == (sequences, len(COLUMNS)) and found.groups.shape == (0, len(COLUMNS))
         assert not found.sequences.any() and not found.totals.any()
         assert found.extrema.tolist() == [math.inf, -math.inf, -math.inf]
-
-
-def check_groups(kernels: Kernels, scale: str, baseline: str, ddof: int) -> None:
-    count, groups, eps = 700, 5, 1e-4
-    generator = torch.Generator().manual_seed(0)
-    rewards, index = torch.randn(count, generator=generator), torch.arange(count) % groups
-    rewards[index == 1] = 0.1  # all equal, and so many of them do not average to it exactly
-    rewards[index == 2] = math.nan  # no verdict at all
-    rewards[3], rewards[5] = math.nan, math.nan
-    index[index == 4] = 0
-    index[-1] = 4  # a group of one
-    inputs = (rewards, index, groups, scale, baseline, ddof, eps)
-    advantages, mean, std = found = kernels.group_statistics(*inputs)
-    check_equal(kernels.group_statistics(*inputs), found)
-
-    for mine, truth in zip(found, group_statistics(rewards.double(), *inputs[1:]), strict=True):
-        torch.testing.assert_close(mine.double(), truth, rtol=1e-6, atol=1e-7, equal_nan=True)
-    assert mean[2].isnan() and std[2].isnan() and std[1] == 0 and mean[1] == rewards[1]
-    if baseline != "none":
-        assert not advantages[index == 1].any()
 
 
 def check_scale(kernels: Kernels, dtype: torch.dtype, count: int, shift: int = 0) -> None:

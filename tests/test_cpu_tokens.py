@@ -101,21 +101,6 @@ def test_reduce_of_nothing(kernels):
         backend.sums(planned, KernelParams(), None, 0)
 
 
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-@pytest.mark.parametrize("baseline", ["mean", "leave_one_out", "none"])
-def test_group_statistics(kernels, scale, baseline):
-    c.check_groups(kernels, scale, baseline, ddof=int(baseline != "mean"))
-
-
-def test_group_of_one(kernels):
-    rewards, index = torch.tensor([3.0, 5.0]), torch.tensor([0, 1])
-    for baseline in ("mean", "leave_one_out"):
-        advantages, mean, std = kernels.group_statistics(rewards, index, 2, "group", baseline, 1, 0.0)
-        assert not advantages.any() and not std.any() and torch.equal(mean, rewards)
-    with pytest.raises(ValueError, match="group_index"):
-        backend.group_statistics(rewards, index + 1, 2, "group", "mean", 1, 0.0)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_add_rows_sums_each_id_in_float32_and_rounds_once(dtype):
     generator = torch.Generator().manual_seed(0)
@@ -148,17 +133,6 @@ def test_add_transposed(dtype, shape):
     backend.add_transposed(target[:, 1:-1], source, add=True)
     expected = (before.float() + source.T.float()).to(dtype)
     assert torch.equal(target[:, 1:-1].nan_to_num(7.0), expected.nan_to_num(7.0)) and target[0, 1].isnan()
-
-
-def test_add_transposed_takes_a_transpose_with_contiguous_rows():
-    target, source = torch.empty(8, 5), torch.empty(5, 8, dtype=torch.bfloat16)
-    for wrong in (target.T, target[:7]):
-        with pytest.raises(ValueError, match="transpose"):
-            backend.add_transposed(wrong, source, add=False)
-    with pytest.raises(ValueError, match="contiguous rows"):
-        backend.add_transposed(target, source.T.contiguous().T, add=False)
-    with pytest.raises(ValueError, match="bfloat16 or float32"):
-        backend.add_transposed(target.half(), source, add=False)
 
 
 def test_a_module_of_another_interface_is_not_used(monkeypatch):

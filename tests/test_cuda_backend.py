@@ -6,7 +6,6 @@ What the kernels compute is for the tests of all backends, where they run on an 
 from __future__ import annotations
 
 import importlib.machinery
-import math
 import sys
 import warnings
 from types import ModuleType
@@ -18,8 +17,8 @@ import grpo_kernels
 from grpo_kernels import backends
 from grpo_kernels.backends import choose_backend, get_backend
 from grpo_kernels.backends.compiled import cuda as cuda_backend
-from grpo_kernels.contract import LogitChunk, RowGradients, Rows, chunk_row_stride, no_values
-from grpo_kernels.names import FIELD, INTERFACE, TABLE_FIELDS, KernelParams
+from grpo_kernels.contract import chunk_row_stride
+from grpo_kernels.names import INTERFACE
 
 NAME = "grpo_kernels._cuda"
 GPU = torch.device("cuda", 0)
@@ -231,43 +230,6 @@ def test_a_gpu_that_no_table_knows_is_no_error_for_triton(monkeypatch):
 
 
 # --- what it refuses ------------------------------------------------------------------------------------------------
-
-
-def make_table(rows: int) -> torch.Tensor:
-    table = torch.ones(len(TABLE_FIELDS), rows)
-    table[FIELD["entropy_threshold"]] = -math.inf
-    table[FIELD["weight_entropy"]] = 0.0
-    return table
-
-
-WRONG = {
-    "a column-major matrix": (lambda a: a | {"logits": a["logits"].T.contiguous().T}, "contiguous rows"),
-    "another type of logits": (lambda a: a | {"logits": a["logits"].double()}, "logits.*float64"),
-    "a bias of another type": (lambda a: a | {"bias": torch.zeros(8).bfloat16()}, "bias.*float32"),
-    "too few rows": (lambda a: a | {"rows": Rows(0, 2)}, r"logits.*\(2, 8\)"),
-    "a short gradient": (lambda a: a | {"dlogits": a["dlogits"][:2]}, r"dlogits.*\(2, 8\)"),
-    "too few ids": (lambda a: a | {"ids": a["ids"][:2]}, r"ids: .*\(2,\)"),
-    "32-bit ids": (lambda a: a | {"ids": a["ids"].int()}, "ids.*int64"),
-    "a long table": (lambda a: a | {"table": make_table(4)}, "table"),
-    "a table elsewhere": (lambda a: a | {"table": make_table(3).to("meta")}, "table.*meta"),
-    "a strided rounding error": (lambda a: a | {"rounding_error": torch.empty(6)[::2]}, "rounding_error.*contiguous"),
-}
-
-
-@pytest.mark.parametrize("backend", ["cpu", "cuda"])
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_tensors_are_refused(backend, name):
-    change, message = WRONG[name]
-    logits, grad = torch.randn(3, 8), torch.zeros(3, 8)
-    given = {"logits": logits, "dlogits": grad, "ids": torch.zeros(3).long(), "table": make_table(3)}
-    given |= {"rows": Rows(0, 3), "bias": None, "rounding_error": None, "params": KernelParams()}
-    given = change(given)
-    chunk = LogitChunk(*(given[name] for name in LogitChunk._fields))
-    gradients = RowGradients(*(given[name] for name in RowGradients._fields))
-    values = no_values(3, torch.float32, torch.device("cpu"))
-    with pytest.raises(ValueError, match=message):
-        get_backend(backend).single_pass(chunk, given["table"], values, given["params"], gradients)
-    assert not grad.any()
 
 
 def test_memory_of_the_host_is_no_memory_of_a_gpu():

@@ -40,8 +40,6 @@ struct AddTransposedArgs {
 };
 void add_transposed(const AddTransposedArgs& args, int threads);
 
-void group_statistics(const RewardArgs& args);
-
 const char* cpu_isa();               // the instruction set in use: avx512, avx2 or baseline
 void set_cpu_isa(const char* name);  // throws std::invalid_argument for an unknown or unsupported one
 bool uses_openmp();                  // whether threads are those of torch's OpenMP

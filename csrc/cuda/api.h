@@ -24,8 +24,6 @@ void sequence_objective(const SequenceArgs& args, Stream stream);
 size_t reduce_workspace(int64_t sequences);
 void reduce(const ReduceArgs& args, void* workspace, Stream stream);
 
-void group_statistics(const RewardArgs& args, Stream stream);
-
 // x *= factor, which is read on the device: count elements at any address.
 void scale(void* x, int32_t dtype, int64_t count, const float* factor, Stream stream);
 

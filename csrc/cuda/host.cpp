@@ -139,7 +139,7 @@ void single_pass(const RowArgs& given, Stream stream) {
     }
 }
 
-// ---- tokens and rewards ---------------------------------------------------------------------------------------------
+// ---- tokens --------------------------------------------------------------------------------------------------------
 namespace {
 
 unsigned blocks_for(int64_t wanted) {
@@ -204,12 +204,6 @@ void reduce(const ReduceArgs& args, void* workspace, Stream stream) {
                                  kGroupSlots * kReducedCount * sizeof(double), 1, stream};
     if (args.sequences > 0) launch("gk_reduce_sequences", sequences, both);
     launch("gk_reduce_groups", groups, both);
-}
-
-void group_statistics(const RewardArgs& args, Stream stream) {
-    if (args.scale < 0 || args.scale >= kScaleCount || args.baseline < 0 || args.baseline >= kBaselineCount)
-        throw std::invalid_argument("group_statistics: unknown scale or baseline");
-    if (args.groups > 0) launch("gk_group_statistics", combining(args.groups, kRewardThreads, stream), args);
 }
 
 // ---- kept ids -------------------------------------------------------------------------------------------------------

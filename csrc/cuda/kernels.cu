@@ -1,7 +1,6 @@
-// The kernels of rows, tokens and rewards: their names, and the types that each is compiled for. extern "C" and one
+// The kernels of rows and tokens: their names, and the types that each is compiled for. extern "C" and one
 // struct by value, so that host.cpp launches them by name from whatever image NVRTC has made, or the tests' emulator
 // on the CPU.
-#include "groups.cuh"
 #include "kept.cuh"
 #include "plan.cuh"
 #include "resident.cuh"
@@ -65,6 +64,5 @@ GK_KERNEL(gk_token_objective, TokenArgs, kObjectiveThreads, 4) { objective_of_ro
 GK_KERNEL(gk_sequence_objective, SequenceArgs, kSequenceObjectiveThreads, 2) { evaluate_sequence(args); }
 GK_KERNEL(gk_reduce_sequences, ReduceLaunch, kSequenceThreads, 4) { reduce_sequence(args); }
 GK_KERNEL(gk_reduce_groups, ReduceLaunch, kGroupThreads, 4) { reduce_group(args); }
-GK_KERNEL(gk_group_statistics, RewardArgs, kRewardThreads, 4) { reward_group(args); }
 
 }  // namespace gk::cuda

@@ -45,9 +45,6 @@ constexpr int kSequenceThreads = 128;
 constexpr int kGroupThreads = 256;
 constexpr int kGroupSlots = kGroupThreads / kReducedCount;  // that share the sequences of a group: a thread per column
 
-// ---- rewards --------------------------------------------------------------------------------------------------------
-constexpr int kRewardThreads = 256;
-
 // ---- finished gradients ---------------------------------------------------------------------------------------------
 struct ScaleArgs {
     void* x;

@@ -19,6 +19,7 @@ from ..checks.arguments import check_offsets, check_rewards_finite, check_token_
 from ..config import GRPOConfig, config_from_key
 from ..contract import Backend, Sums, TokenInputs
 from ..names import FIELD, MASK_SUMS
+from . import groups
 from .backward import FinishedGradients, refuse_double_backward, scale_saved_gradients, times, waiting_dtype
 from .chunks import evaluate, run
 from .kept import make_token_mask
@@ -276,14 +277,12 @@ def group_statistics(
     ddof: int,
     eps: float,
     nan_is_no_verdict: bool,
-    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(advantages (B,), mean (num_groups,), std (num_groups,))."""
     check_rewards_finite("rewards", rewards, nan_is_no_verdict=nan_is_no_verdict)
-    rewards, group_index = rewards.contiguous(), group_index.contiguous()
-    return get_backend(backend).group_statistics(rewards, group_index, num_groups, scale, baseline, ddof, eps)
+    return groups.group_statistics(rewards, group_index, num_groups, scale, baseline, ddof, eps)
 
 
 @group_statistics.register_fake
-def _(rewards, group_index, num_groups, scale, baseline, ddof, eps, nan_is_no_verdict, backend):
+def _(rewards, group_index, num_groups, scale, baseline, ddof, eps, nan_is_no_verdict):
     return rewards.new_empty(rewards.shape), rewards.new_empty(num_groups), rewards.new_empty(num_groups)

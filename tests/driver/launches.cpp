@@ -59,9 +59,6 @@ void tokens() {
     ReduceArgs args = {};
     args.sequences = args.groups = batch.sequences;
     cuda::reduce(args, nullptr, nullptr);
-    RewardArgs rewards = {};
-    rewards.groups = batch.sequences;
-    cuda::group_statistics(rewards, nullptr);
     for (const int32_t dtype : {kFloat32, kBfloat16, kFloat16})
         cuda::scale(nullptr, dtype, kVocabularies[0] * kWidth, nullptr, nullptr);
 }

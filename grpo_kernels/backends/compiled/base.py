@@ -20,11 +20,10 @@ from ...contract import (
     Sums,
     TokenInputs,
     TokenValues,
+    contiguous_rows,
     is_per_sequence,
 )
 from ...names import (
-    ADVANTAGE_BASELINES,
-    ADVANTAGE_SCALES,
     AGGREGATIONS,
     DTYPES,
     KL_ESTIMATORS,
@@ -36,7 +35,6 @@ from ...names import (
     PlanRules,
     integers_first,
 )
-from ..checks import KernelBackend, contiguous_rows
 
 Result = TypeVar("Result")
 Argument = Tensor | int | None  # None: a null pointer
@@ -52,10 +50,14 @@ _MASK_BYTES = {torch.bool: 1, torch.uint8: 1, torch.int8: 1, torch.int32: 4, tor
 _SCALAR, _PER_SEQUENCE, _PER_TOKEN = 0, 1, 2
 
 
-class CompiledBackend(KernelBackend):
-    """KernelBackend by the functions of a compiled module."""
+class CompiledBackend:
+    """contract.Backend by the functions of a compiled module.
+
+    Logits (C, V) are in fp32, bf16 or fp16, at any row stride; everything per token is fp32.
+    """
 
     name: str
+    has_amx = False
 
     def __init__(self, module: ModuleType) -> None:
         self.module = module
@@ -168,7 +170,7 @@ class CompiledBackend(KernelBackend):
             self.packed(params),
         )  # fmt: skip
 
-    # --- tokens and rewards ---------------------------------------------------------------------------------------
+    # --- tokens ---------------------------------------------------------------------------------------------------
 
     def token_objective(self, rows: Rows, table: Tensor, values: TokenValues, params: KernelParams) -> None:
         self.call(
@@ -194,18 +196,6 @@ class CompiledBackend(KernelBackend):
             self.workspace("reduce", device, sequences),
         )  # fmt: skip
         return Sums(numbers, sequences, groups)
-
-    def group_statistics(
-        self, rewards: Tensor, group_index: Tensor, num_groups: int, scale: str, baseline: str, ddof: int, eps: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        device, groups = rewards.device, (num_groups,)
-        outputs = output(rewards.shape, device), output(groups, device), output(groups, device)
-        self.call(
-            self.module.group_statistics, device, rewards, group_index, rewards.numel(),
-            num_groups, ADVANTAGE_SCALES.index(scale), ADVANTAGE_BASELINES.index(baseline), ddof, eps,
-            *outputs,
-        )  # fmt: skip
-        return outputs
 
     # --- kept ids -------------------------------------------------------------------------------------------------
 

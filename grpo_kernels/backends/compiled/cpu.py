@@ -11,9 +11,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ...contract import KeptPairs
+from ...contract import KeptPairs, contiguous_rows
 from ...names import INTERFACE
-from ..checks import INT64, SINGLE, Expected, check_tensors, contiguous_rows
 from ..pytorch.backend import scale_in_pieces
 from .base import CompiledBackend, Result
 
@@ -39,23 +38,11 @@ class CpuBackend(CompiledBackend):
 
     def add_rows(self, target: Tensor, ids: Tensor, scale: Tensor, rows: Tensor) -> None:
         """target[ids] += scale * rows, one sum in float32 per id; target (V, H) bf16 or fp32, rows (C, H) bf16."""
-        if target.shape[1:] != rows.shape[1:]:
-            raise ValueError(f"target has shape {tuple(target.shape)}, rows {tuple(rows.shape)}")
-        if rows.dtype != torch.bfloat16 or target.dtype not in (torch.bfloat16, torch.float32):
-            raise ValueError(f"expected bfloat16 rows for bfloat16 or float32, got {rows.dtype} for {target.dtype}")
-        if target.shape[1] > 1 and target.stride(1) != 1:
-            raise ValueError(f"target: expected a matrix with contiguous rows, got strides {target.stride()}")
         rows = contiguous_rows(rows)
-        check_tensors({"ids": Expected(ids, INT64, rows.shape[:1]), "scale": Expected(scale, SINGLE, rows.shape[:1])})
         self.module.add_rows(*self._matrix(target), target.shape[0], *self._matrix(rows), *rows.shape, ids, scale)
 
     def add_transposed(self, target: Tensor, source: Tensor, *, add: bool) -> None:
         """target = source^T, or += with `add`; target (R, H) bf16 or fp32, source (H, R) bf16, both contiguous rows."""
-        if target.shape != source.shape[::-1] or source.dtype != torch.bfloat16:
-            raise ValueError(f"target {tuple(target.shape)} is no transpose of {source.dtype} {tuple(source.shape)}")
-        for matrix in (target, source):
-            if matrix.shape[1] > 1 and matrix.stride(1) != 1:
-                raise ValueError(f"expected matrices with contiguous rows, got strides {matrix.stride()}")
         self.call(
             self.module.add_transposed, target.device, *self._matrix(target), source,
             source.stride(0), *target.shape, add,

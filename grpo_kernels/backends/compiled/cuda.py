@@ -14,9 +14,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ...contract import KeptPairs, RowStats, chunk_row_stride
+from ...contract import KeptPairs, RowStats, chunk_row_stride, contiguous_rows
 from ...names import FIELD, INTERFACE, KernelParams
-from ..checks import contiguous_rows
 from ..launch import best_first
 from ..pytorch.backend import add_rows
 from .base import Argument, CompiledBackend, Result, output
@@ -129,13 +128,7 @@ class CudaBackend(CompiledBackend):
         params: KernelParams,
     ) -> tuple[RowStats, Tensor]:
         """The exponentials are bfloat16."""
-        shape = hidden.shape[0], weight.shape[0]
-        if exponentials.shape != shape or exponentials.dtype != torch.bfloat16 or exponentials.stride(1) != 1:
-            raise ValueError(
-                f"exponentials: expected bfloat16 {shape} with contiguous rows, got {exponentials.dtype} "
-                f"{tuple(exponentials.shape)}"
-            )
-        out, scale, temperature = row_stats(hidden), output(shape[:1], hidden.device), table[FIELD["temperature"]]
+        out, scale, temperature = row_stats(hidden), output(ids.shape, hidden.device), table[FIELD["temperature"]]
         self._run_head(
             self.module.anchored, hidden, weight, exponentials, bias, ids, temperature, table, table.stride(0), scale,
             *out, self.packed(params),

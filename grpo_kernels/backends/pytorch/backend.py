@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...contract import LogitChunk, PlannedTokens, RowGradients, RowStats, TokenValues
 from ...names import FIELD, KernelParams
-from . import coefficients, groups, kept
+from . import coefficients, kept
 from .plan import plan_tokens
 from .sums import column_sums
 
@@ -51,7 +51,6 @@ class TorchBackend:
     sums = staticmethod(column_sums)
     add_rows = staticmethod(add_rows)
     scale = staticmethod(scale_in_pieces)
-    group_statistics = staticmethod(groups.group_statistics)
     kept_logits = staticmethod(kept.kept_logits)
     kept_dhidden = staticmethod(kept.kept_dhidden)
     kept_dweight = staticmethod(kept.kept_dweight)

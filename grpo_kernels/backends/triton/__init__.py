@@ -8,7 +8,6 @@ anchored.py     hidden states to exponentials relative to the sampled token: the
 plan.py         what each token needs: its weights, whether it counts, its place in the order of rows
 tokens.py       the objective of tokens by themselves; sums over sequences, groups, the batch
 sequences.py    the objective of tokens that depend on their sequence
-groups.py       advantages from rewards
 layout.py       places of the fields of a token
 arguments.py    what kernels take together, and what may travel in a tuple
 maths.py        functions that Triton lacks on one of its targets

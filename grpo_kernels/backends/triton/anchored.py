@@ -37,9 +37,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...contract import RowStats
+from ...contract import RowStats, contiguous_rows
 from ...names import FIELD, KernelParams
-from ..checks import contiguous_rows
 from .layout import TEMPERATURE
 from .maths import INV_LN2, LN2, expm1, log1p, softcap
 from .matmul import (

@@ -12,11 +12,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from ..checks import KernelBackend
 from ..launch import architecture, best_first, shipped_table
 from ..pytorch.backend import add_rows
 from ..strategy import STRATEGIES
-from . import groups, kept, rows, sequences, tokens
+from . import kept, rows, sequences, tokens
 from .anchored import anchored
 from .linear_logp import linear_logp
 from .plan import plan
@@ -49,10 +48,11 @@ def _device_of(arguments: Iterable[object]) -> torch.device | None:
     return None
 
 
-class TritonBackend(KernelBackend):
-    """KernelBackend by Triton's kernels."""
+class TritonBackend:
+    """contract.Backend by Triton's kernels."""
 
     name = "triton"
+    has_amx = False
 
     def unavailable_reason(self, device: torch.device) -> str:
         """Why these kernels cannot run on this device, or nothing."""
@@ -76,7 +76,6 @@ class TritonBackend(KernelBackend):
     token_objective = on_device(tokens.token_objective)
     sequence_objective = on_device(sequences.sequence_objective)
     sums = on_device(tokens.sums)
-    group_statistics = on_device(groups.group_statistics)
     linear_logp = on_device(linear_logp)
     anchored = on_device(anchored)
     kept_logits = on_device(kept.kept_logits)

@@ -19,8 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...contract import KeptIds, KeptPairs
-from ..checks import contiguous_rows
+from ...contract import KeptIds, KeptPairs, contiguous_rows
 from .arguments import Matrix
 
 # Of a tile in which rows of W are read: whole lines, 16 in flight per program.

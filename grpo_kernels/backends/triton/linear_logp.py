@@ -23,9 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...contract import RowStats
+from ...contract import RowStats, contiguous_rows
 from ...names import KernelParams
-from ..checks import contiguous_rows
 from .maths import INV_LN2, LN2
 from .matmul import (
     COMBINED_PARTS,
