@@ -82,7 +82,6 @@ def forget() -> None:
         backends._load,
         backends.unavailable_reason,
         backends.auto_choice,
-        backends._fastest,
         backends._warn_once,
     ):
         function.cache_clear()
@@ -207,19 +206,6 @@ def test_a_module_that_cannot_be_imported(machine):
     machine.patch.setattr(cuda_backend, "find_spec", lambda name: name)
     taken, (said,) = auto()
     assert taken == "triton" and "the compiled CUDA kernels cannot be imported" in said
-
-
-def test_what_was_measured_to_be_the_fastest_comes_first(machine):
-    machine.patch.setattr(
-        "grpo_kernels.backends.launch.shipped_table", lambda: {"sm90": {"backend": {"*": {"name": "triton"}}}}
-    )
-    assert auto() == ("triton", [])
-    assert backends.auto_choice(GPU, torch.bfloat16).measured
-    machine.triton = ("it is gone", "")
-    forget()
-    taken, (said,) = auto()
-    assert taken == "cuda" and said.endswith("backend 'triton' is not available (it is gone); using 'cuda'")
-    assert not backends.auto_choice(GPU, torch.bfloat16).measured
 
 
 def test_a_gpu_that_no_table_knows_is_no_error_for_triton(monkeypatch):

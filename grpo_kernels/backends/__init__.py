@@ -60,10 +60,9 @@ _ORDER = {"cpu": ("cpu", "torch"), "cuda": ("cuda", "triton", "torch")}
 
 
 class Choice(NamedTuple):
-    """What "auto" takes, whether because it was measured to be the fastest there, and why not those before it."""
+    """What "auto" takes, and why not the backends before it."""
 
     name: str
-    measured: bool
     refused: dict[str, str]
 
 
@@ -93,9 +92,8 @@ def available_backends() -> tuple[str, ...]:
 
 def candidates(device: torch.device) -> tuple[str, ...]:
     """The backends among which "auto" chooses on this device, the preferred one first."""
-    order, fastest = _ORDER.get(device.type, ("torch",)), _fastest(device)
-    order = tuple(name for name in order if name != "triton" or not interpreted())  # an interpreter is for tests
-    return tuple(sorted(order, key=lambda name: name != fastest))
+    order = _ORDER.get(device.type, ("torch",))
+    return tuple(name for name in order if name != "triton" or not interpreted())  # an interpreter is for tests
 
 
 @cache
@@ -117,7 +115,7 @@ def auto_choice(device: torch.device, dtype: torch.dtype) -> Choice:
             continue
         reason = unavailable_reason(name, device)
         if not reason:
-            return Choice(name, name == _fastest(device), refused)
+            return Choice(name, refused)
         refused[name] = reason
     raise ValueError(f"no backend serves {dtype} on {device.type}")
 
@@ -146,16 +144,6 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> str:
 # torch.compile takes the result as a constant: loading a backend is nothing to trace. This is all that
 # torch.compiler.assume_constant_result does, besides importing the compiler (and triton) into every program.
 choose_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@cache
-def _fastest(device: torch.device) -> str | None:
-    """The backend that was measured to be the fastest on this device, if any was."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return None
-    from .launch import measured_backend
-
-    return measured_backend(device)
 
 
 def _warn_of(choice: Choice) -> None:

@@ -114,15 +114,6 @@ def best_first(entry: str, served: tuple[str, ...], weight: Tensor) -> tuple[str
     return (best, *(name for name in served if name != best)) if best in served else served
 
 
-def measured_backend(device: torch.device) -> str | None:
-    """The backend that was measured to be the fastest on this device, None before anything was."""
-    for table in (_tuned_table(), shipped_table()):
-        found = table.get(architecture(device), {}).get("backend", {}).get("*")
-        if found is not None:
-            return str(found["name"])
-    return None
-
-
 def shipped_table() -> dict[str, Any]:
     table: dict[str, Any] = json.loads(SHIPPED.read_text())
     return table

@@ -63,8 +63,7 @@ def render(facts: dict[str, Any]) -> str:
     for device in facts["devices"]:
         lines.append(f"{device['device']:8}{_line_of_device(device)}")
         order = ", ".join(device["candidates"])
-        why = "measured to be the fastest here" if device["measured"] else f"the first that can run, of {order}"
-        lines.append(f"{'':8}uses {device['backend']!r}: {why}")
+        lines.append(f"{'':8}uses {device['backend']!r}: the first that can run, of {order}")
         lines += [f"{'':8}not {name!r}: {reason}" for name, reason in device["refused"].items()]
     seen = {name for device in facts["devices"] for name in device["candidates"]}
     lines += [f"{'':8}not {name!r}: {why}" for name, why in facts["backends"].items() if why and name not in seen]
@@ -107,7 +106,6 @@ def _describe_device(device: torch.device, module: Any) -> dict[str, Any]:
         "device": str(device),
         "backend": choice.name,
         "candidates": list(candidates(device)),
-        "measured": choice.measured,
         "refused": choice.refused,
     }
     if device.type == "cpu":

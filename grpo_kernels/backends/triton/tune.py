@@ -1,42 +1,27 @@
 """`grpo-kernels tune`: which launch configuration is fastest on this GPU for one lm_head.
 
 Every candidate first has to give the results of the shipped configuration; those that do are timed in turn, round by
-round, so that a clock that drifts hits all of them. The fastest goes into the user's table, which launches read first:
-
-    {architecture: {kernel: {shape: fields}}, "measured": the same keys down to milliseconds, device, versions, date}
+round, so that a clock that drifts hits all of them. The fastest goes into the user's table, which launches read first.
 """
 
 from __future__ import annotations
 
-import datetime
 import itertools
 import json
 import os
 import statistics
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.errors import TritonError
-from triton.runtime.errors import OutOfResources
 
 from ...contract import LogitChunk, RowGradients, Rows, no_values
 from ...names import FIELD, TABLE_FIELDS, KernelParams
-from ..launch import (
-    TUNABLE,
-    MatmulLaunch,
-    RowLaunch,
-    architecture,
-    forget_tables,
-    shape_key,
-    shipped_table,
-    trial,
-)
+from ..launch import TUNABLE, MatmulLaunch, RowLaunch, architecture, forget_tables, shape_key, shipped_table, trial
 from . import rows
 from .anchored import anchored
 from .linear_logp import linear_logp
@@ -70,31 +55,17 @@ class Subject(NamedTuple):
     run: Callable[[], Sequence[Tensor]]
 
 
-class Choice(NamedTuple):
-    """The fastest candidate, and the milliseconds of both."""
-
-    launch: Launch
-    milliseconds: float
-    shipped_milliseconds: float
-
-
-Timer = Callable[[Subject, Sequence[Launch]], Sequence[float]]  # milliseconds of each launch
-Say = Callable[[str], object]
-
-
 class TableError(ValueError):
     """A file that is no table of launches."""
 
 
-def tune(head: Head, kernels: Sequence[str], path: Path, timer: Timer | None = None, say: Say = print) -> None:
+def tune(head: Head, kernels: Sequence[str], path: Path) -> None:
     """Measure, and extend the table at `path`."""
     read_table(path)  # one that cannot be extended is found now, not after minutes
-    arch = architecture(head.device)
     for kernel in kernels:
         for subject in SUBJECTS[kernel](head):
-            choice = choose(subject, timer or gpu_milliseconds, say)
-            write_choice(path, arch, subject, choice, torch.cuda.get_device_name(head.device))
-    say(f"{path} written")
+            write_choice(path, architecture(head.device), subject, choose(subject))
+    print(f"{path} written")
 
 
 # --- candidates -------------------------------------------------------------------------------------------------------
@@ -138,8 +109,7 @@ PARAMS = KernelParams(has_old=False)
 
 def row_subjects(head: Head) -> Iterator[Subject]:
     """Logits in float32, as the engine has them, and in the head's own type, as callers may bring them."""
-    for dtype in dict.fromkeys((torch.float32, head.dtype)):
-        yield _row_subject(head, dtype)
+    return (_row_subject(head, dtype) for dtype in (torch.float32, head.dtype))
 
 
 def _row_subject(head: Head, dtype: torch.dtype) -> Subject:
@@ -201,42 +171,31 @@ SUBJECTS: dict[str, Callable[[Head], Iterator[Subject]]] = {
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-def choose(subject: Subject, timer: Timer, say: Say) -> Choice:
+def choose(subject: Subject) -> Launch:
     """The fastest candidate among those whose results are right."""
     shipped, *others = subject.candidates
-    say(f"{subject.kernel}, {subject.shape}: {len(subject.candidates)} candidates")
-    reference = [result.clone() for result in _run(subject, shipped)]
-    right, without_resources = [shipped], 0
+    print(f"{subject.kernel}, {subject.shape}: {len(subject.candidates)} candidates")
+    reference = [result.clone() for result in run(subject, shipped)]
+    right = [shipped]
     for i, candidate in enumerate(others, start=2):
-        label = f"  [{i}/{len(subject.candidates)}] {describe(candidate)}"
+        said = "its results are right"
         try:
-            results = _run(subject, candidate)
-        except OutOfResources:
-            without_resources += 1
-            continue
+            if all(map(same, run(subject, candidate), reference)):
+                right.append(candidate)
+            else:
+                said = "left out, its results are WRONG"
         except (RuntimeError, TritonError) as error:
             reason = str(error).partition("\n")[0]
-            say(f"{label}: left out, it fails: {type(error).__name__}: {reason}")
-            continue
-        if all(map(same, results, reference)):
-            right.append(candidate)
-            say(f"{label}: compiled, its results are right")
-        else:
-            say(f"{label}: left out, its results are WRONG")
-    if without_resources:
-        say(f"  {without_resources} candidates need more registers or shared memory than there are")
-    times = timer(subject, right)
+            said = f"left out, it fails: {type(error).__name__}: {reason}"
+        print(f"  [{i}/{len(subject.candidates)}] {candidate}: {said}")
+    times = gpu_milliseconds(subject, right)
     best = min(range(len(right)), key=lambda i: times[i])
-    say(f"  fastest: {describe(right[best])}, {times[best]:.3f} ms; as shipped {times[0]:.3f} ms")
-    return Choice(right[best], times[best], times[0])
+    print(f"  fastest: {right[best]}, {times[best]:.3f} ms; as shipped {times[0]:.3f} ms")
+    return right[best]
 
 
-def _run(subject: Subject, launch: Launch) -> Sequence[Tensor]:
+def run(subject: Subject, launch: Launch) -> Sequence[Tensor]:
     subject.prepare()
-    return _launch(subject, launch)
-
-
-def _launch(subject: Subject, launch: Launch) -> Sequence[Tensor]:
     with trial(subject.kernel, launch):
         return subject.run()
 
@@ -248,10 +207,6 @@ def same(result: Tensor, reference: Tensor) -> bool:
     return torch.allclose(result, reference, rtol=1e-4, atol=1e-5 * float(reference.abs().max()))
 
 
-def describe(launch: Launch) -> str:
-    return " ".join(f"{name}={value}" for name, value in launch._asdict().items())
-
-
 def gpu_milliseconds(subject: Subject, launches: Sequence[Launch]) -> list[float]:
     """Medians over rounds in which every launch has its turn."""
     samples: list[list[float]] = [[] for _ in launches]
@@ -261,7 +216,8 @@ def gpu_milliseconds(subject: Subject, launches: Sequence[Launch]) -> list[float
             subject.prepare()
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
-            _launch(subject, launch)
+            with trial(subject.kernel, launch):
+                subject.run()
             end.record()
             events.append((start, end))
         torch.cuda.synchronize()
@@ -280,38 +236,19 @@ def read_table(path: Path) -> dict[str, Any]:
         table = json.loads(path.read_text())
     except FileNotFoundError:
         return {}
-    except ValueError as error:
-        raise TableError(f"{path} is not JSON ({error}); remove it, or write elsewhere with --output") from error
+    except ValueError:
+        table = None
     if not isinstance(table, dict) or not all(isinstance(entries, dict) for entries in table.values()):
         raise TableError(f"{path} is not a table of launches; remove it, or write elsewhere with --output")
     return table
 
 
-def write_choice(path: Path, arch: str, subject: Subject, choice: Choice, device_name: str) -> None:
-    """Add to the table at `path` what was chosen; everything else in it stays."""
+def write_choice(path: Path, arch: str, subject: Subject, launch: Launch) -> None:
+    """Add to the table at `path`; everything else in it stays. Readers see the old file or the new one."""
     table = read_table(path)
-    measured = {
-        "milliseconds": round(choice.milliseconds, 4),
-        "shipped_milliseconds": round(choice.shipped_milliseconds, 4),
-        "device": device_name,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "date": datetime.date.today().isoformat(),
-    }
-    for top, entry in ((table, choice.launch._asdict()), (table.setdefault("measured", {}), measured)):
-        top.setdefault(arch, {}).setdefault(subject.kernel, {})[subject.shape] = entry
-    _write_whole(path, json.dumps(table, indent=2) + "\n")
-    forget_tables()
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Readers see the old file or the new one, never a part."""
+    table.setdefault(arch, {}).setdefault(subject.kernel, {})[subject.shape] = launch._asdict()
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    new = path.with_name(f"{path.name}.{os.getpid()}")
+    new.write_text(json.dumps(table, indent=2) + "\n")
+    os.replace(new, path)
+    forget_tables()
