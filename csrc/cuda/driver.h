@@ -44,7 +44,6 @@ const Device& current_device();  // of the current context; throws as launch() d
 int built_for_cuda();                   // 13000 for CUDA 13.0
 const char* built_architectures();      // "sm_80 sm_90a compute_120"
 int driver_cuda();                      // newest CUDA that the driver supports, 0 without a driver
-int device_count();                     // 0 without a driver
 const char* image_for(int capability);  // the embedded image that such a device would run, "" for none
 
 }  // namespace gk::cuda

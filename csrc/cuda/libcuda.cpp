@@ -48,23 +48,13 @@ const Driver& library() {
     return loaded;
 }
 
-// Machine code runs on every driver of its CUDA major version and on later ones.
-std::string why_too_old(const Driver& d) {
-    const int needed = kBuiltForCuda / 1000 * 1000;
-    if (d.version >= needed && d.missing.empty()) return "";
-    std::string text = "the NVIDIA driver supports CUDA " + dotted(d.version) + ", and these kernels need " +
-                       dotted(d.version >= needed ? kBuiltForCuda : needed) + " or later: update the driver";
-    if (needed > 12000 && d.version >= 12000)
-        text +=
-            ", or install the wheel for CUDA 12: pip install --force-reinstall --no-deps --find-links dist/cu126 "
-            "grpo-kernels";
-    return text;
-}
-
 const Driver& driver() {
     static const Driver& ready = *[] {
         const Driver& d = library();
-        if (const std::string reason = why_too_old(d); !reason.empty()) throw std::runtime_error(reason);
+        // Machine code runs on every driver of its CUDA major version and on later ones.
+        if (d.version < kBuiltForCuda / 1000 * 1000 || !d.missing.empty())
+            throw std::runtime_error("the NVIDIA driver supports CUDA " + dotted(d.version) +
+                                     ", and these kernels need " + dotted(kBuiltForCuda) + ": update the driver");
         check(d, d.cuInit(0), "the NVIDIA driver finds no GPU that it can use, see nvidia-smi");
         return &d;
     }();

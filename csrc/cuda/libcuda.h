@@ -50,7 +50,6 @@ constexpr int kNoInterleave = 0, kSwizzle128 = 3, kPromote256 = 3, kFillZeros = 
     F(cuDriverGetVersion, int*)                                                                               \
     F(cuGetErrorName, Result, const char**)                                                                   \
     F(cuGetErrorString, Result, const char**)                                                                 \
-    F(cuDeviceGetCount, int*)                                                                                 \
     F(cuDeviceGet, int*, int)                                                                                 \
     F(cuDeviceGetAttribute, int*, int, int)                                                                   \
     F(cuDevicePrimaryCtxRetain, Handle*, int)                                                                 \

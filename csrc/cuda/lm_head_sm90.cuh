@@ -47,7 +47,6 @@ struct Memory {
     GK_DEVICE uint32_t full(uint32_t stage) const { return base + kBarriers + stage * 8; }
     GK_DEVICE uint32_t empty(uint32_t stage) const { return base + kBarriers + (kStages + stage) * 8; }
 };
-static_assert(Memory::kBarriers % 1024 == 0, "the watchdog counts them from there: full ones, then empty ones");
 static_assert(Memory::kBytes == kProductShared && kProductShared <= 227 * 1024, "what a block may have");
 static_assert(kProductThreads == kWarpgroup * (1 + kConsumers), "a producer and the consumers");
 

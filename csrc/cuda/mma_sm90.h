@@ -50,45 +50,8 @@ GK_DEVICE void barrier_arrive(uint32_t barrier, uint32_t rank) {
         : "memory");
 }
 
-#ifdef GK_WATCHDOG
-// Watches one wait that should take microseconds. After 2 s a warp prints the barrier; 0.1 s later, when the others
-// have done so too, the kernel ends with an error. Barriers are counted from a multiple of 1,024 bytes. Where a kernel
-// calls a function, here printf, the compiler serialises wgmma (its message C7510): such a build shows which barriers
-// block, and neither the speed of a real build nor its overlap.
-class Watchdog {
-  public:
-    GK_DEVICE Watchdog(uint32_t barrier, uint32_t parity) : barrier_(barrier), parity_(parity), start_(nanoseconds()) {}
-
-    GK_DEVICE void look() {
-        const uint64_t waited = nanoseconds() - start_;
-        if (waited < kPatience) return;
-        if (!said_ && lane_index() == 0)
-            printf("grpo_kernels: block %u, warp %d waits at barrier %u for the end of a phase of parity %u\n",
-                   block_index(), warp_index(), barrier_ % 1024 / 8, parity_);
-        said_ = true;
-        if (waited > kPatience + kGrace) asm volatile("trap;");
-    }
-
-  private:
-    static constexpr uint64_t kPatience = 2000000000, kGrace = 100000000;  // nanoseconds
-
-    GK_DEVICE static uint64_t nanoseconds() {
-        uint64_t now;
-        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-        return now;
-    }
-
-    const uint32_t barrier_, parity_;
-    const uint64_t start_;
-    bool said_ = false;
-};
-#endif
-
 // Until the phase of this parity has ended; the one before the first has parity 1: mbarrier.try_wait
 GK_DEVICE void barrier_wait(uint32_t barrier, uint32_t parity) {
-#ifdef GK_WATCHDOG
-    Watchdog watchdog(barrier, parity);
-#endif
     uint32_t ended;
     do {
         asm volatile(
@@ -100,9 +63,6 @@ GK_DEVICE void barrier_wait(uint32_t barrier, uint32_t parity) {
             : "=r"(ended)
             : "r"(barrier), "r"(parity)
             : "memory");
-#ifdef GK_WATCHDOG
-        if (!ended) watchdog.look();
-#endif
     } while (!ended);
 }
 

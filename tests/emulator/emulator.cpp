@@ -332,7 +332,6 @@ const Device& current_device() { return settings().device; }
 int built_for_cuda() { return 0; }
 const char* built_architectures() { return "emulator"; }
 int driver_cuda() { return 0; }
-int device_count() { return 1; }
 const char* image_for(int capability) { return capability == 90 ? "sm_90a" : "emulator"; }
 
 }  // namespace gk::cuda

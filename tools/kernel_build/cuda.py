@@ -214,10 +214,8 @@ def folder_of(compiler: Compiler) -> Path:
     return ROOT / "build" / f"cuda{dotted(compiler.version)}"
 
 
-def add_images(
-    ninja_file: NinjaFile, compiler: Compiler, chosen: Iterable[Architecture], flags: Iterable[str] = ()
-) -> list[Image]:
-    arguments = f"{path(compiler.library)} $in $out $architecture {shell([*compiler.options, *flags])}"
+def add_images(ninja_file: NinjaFile, compiler: Compiler, chosen: Iterable[Architecture]) -> list[Image]:
+    arguments = f"{path(compiler.library)} $in $out $architecture {shell(compiler.options)}"
     command = f'"$$GRPO_KERNELS_PYTHON" {path(Path(__file__).with_name("nvrtc.py"))} {arguments}'
     ninja_file.rule("device", command, "nvrtc $in $architecture")
     headers = sorted((ROOT / "csrc").rglob("*.*h"))  # NVRTC does not say which of them a file includes
@@ -231,10 +229,10 @@ def add_images(
     return images
 
 
-def build_images(compiler: Compiler, setting: str, *flags: str) -> tuple[Path, list[Image]]:
-    """The images alone, and the folder to which their files are relative; with further flags, one of their own."""
-    ninja_file = NinjaFile(folder_of(compiler).joinpath(*(flag.strip("-") for flag in flags)), "images")
-    images = add_images(ninja_file, compiler, architectures(setting, compiler, development=False), flags)
+def build_images(compiler: Compiler, setting: str) -> tuple[Path, list[Image]]:
+    """The images alone, and the folder to which their files are relative."""
+    ninja_file = NinjaFile(folder_of(compiler), "images")
+    images = add_images(ninja_file, compiler, architectures(setting, compiler, development=False))
     ninja_file.run()
     return ninja_file.folder, images
 

@@ -20,7 +20,6 @@ from ..launch import best_first
 from ..pytorch.backend import add_rows
 from .base import Argument, CompiledBackend, Result, output
 
-WHEELS = (13000, 12080, 12060)  # CUDA versions that wheels are built for, newest first, as the driver writes them
 OLDEST_CAPABILITY = 80
 ALIGNED = 256  # an address like those of fresh memory, for asking what would be served there
 
@@ -45,13 +44,10 @@ class CudaBackend(CompiledBackend):
         found = f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}"
         if capability < OLDEST_CAPABILITY:
             return f"{found}, and the CUDA kernels need {OLDEST_CAPABILITY / 10} or later: use another backend"
-        architectures = self.module.built_architectures()
-        if any(capability >= int(name[8:]) for name in architectures.split() if name.startswith("compute_")):
-            built, driver = version(self.module.built_for_cuda()), version(self.module.driver_cuda())
-            return f"{found}, which a driver of CUDA {built} can compile the kernels for: update this one, of {driver}"
         return (
-            f"{found}, and the CUDA kernels were built for {architectures}: install the wheel of another CUDA version, "
-            f"or in a checkout run GRPO_KERNELS_CUDA_ARCHS={capability} pip install ."
+            f"{found}, and the CUDA kernels were built for {self.module.built_architectures()}: update the driver, "
+            f"install the wheel of another CUDA version, or in a checkout run GRPO_KERNELS_CUDA_ARCHS={capability} "
+            "pip install ."
         )
 
     def call(self, function: Callable[..., Result], device: torch.device, *arguments: object) -> Result:
@@ -193,9 +189,8 @@ def installed() -> bool:
 def compiled_module() -> tuple[ModuleType | None, str]:
     """(grpo_kernels._cuda, "") or (None, why it cannot be imported); it imports without a driver and without a GPU."""
     if not installed():
-        wheels = ", ".join(map(wheel, WHEELS))
         return None, (
-            f"this installation has no CUDA kernels: install a wheel that has ({wheels}), or build with "
+            "this installation has no CUDA kernels: install a wheel that has (+cu130, +cu128, +cu126), or build with "
             "GRPO_KERNELS_CUDA=1 pip install ."
         )
     try:
@@ -215,12 +210,9 @@ def _why_not_here(module: ModuleType) -> str:
     if driver == 0:
         return "no NVIDIA driver was found (libcuda.so.1): install one, nvidia-smi shows whether it works"
     if driver // 1000 < built // 1000:  # within a major version older drivers run newer kernels
-        same = [cuda for cuda in WHEELS if cuda // 1000 == driver // 1000]
-        fitting = next((cuda for cuda in same if cuda <= driver), min(same, default=0))
-        older = f", or install the wheel {wheel(fitting)}" if fitting else ""
         return (
             f"the kernels are built for CUDA {version(built)} and the driver is for CUDA {version(driver)}: "
-            f"update the driver{older}"
+            "update the driver, or install the wheel of an older CUDA"
         )
     if not torch.cuda.is_available():
         kind = "is built without CUDA" if torch.version.cuda is None else f"with CUDA {torch.version.cuda} sees no GPU"
@@ -231,8 +223,3 @@ def _why_not_here(module: ModuleType) -> str:
 def version(cuda: int) -> str:
     """12080 -> "12.8"."""
     return f"{cuda // 1000}.{cuda % 1000 // 10}"
-
-
-def wheel(cuda: int) -> str:
-    """The local tag of the wheels for a CUDA version: 12080 -> "+cu128"."""
-    return f"+cu{version(cuda).replace('.', '')}"
