@@ -75,7 +75,7 @@ struct ReduceArgs {
 };
 
 // An input of the plan: one number, one per sequence or one per token. `data` is null where it was not given.
-enum PerWhat : int32_t { kOneForAll, kPerSequence, kPerToken, kPerWhatCount };
+enum PerWhat : int32_t { kOneForAll, kPerSequence, kPerToken };
 struct PlanInput {
     const float* data;
     int32_t per_what;
@@ -116,7 +116,7 @@ struct KeptArgs {
     const float* bias;   // (vocab,) or null
     const int32_t* ids;  // (rows, slots)
     RowTokens token_of;
-    int64_t rows, slots, tokens, vocab, width, hidden_row_stride, weight_row_stride;
+    int64_t rows, slots, width, hidden_row_stride, weight_row_stride;
     int32_t dtype;
 };
 struct KeptTarget {
@@ -131,7 +131,7 @@ struct KeptPairs {
     const int32_t* ids;       // (count,) below 0: not used
     const int32_t* token_of;  // (count,)
     const float* dlogits;     // (count,)
-    int64_t count, tokens, vocab, width, hidden_row_stride;
+    int64_t count, vocab, width, hidden_row_stride;
     int32_t dtype;
 };
 template <class Index>

@@ -54,12 +54,11 @@ class Arguments {
     // Some fields of a struct come together, as a tuple.
     void take(gk::KeptArgs& kept) {
         nested().read(kept.hidden, kept.weight, kept.bias, kept.ids, kept.token_of.start, kept.token_of.index,
-                      kept.rows, kept.slots, kept.tokens, kept.vocab, kept.width, kept.hidden_row_stride,
-                      kept.weight_row_stride, kept.dtype);
+                      kept.rows, kept.slots, kept.width, kept.hidden_row_stride, kept.weight_row_stride, kept.dtype);
     }
     void take(gk::KeptPairs& pairs) {
-        nested().read(pairs.hidden, pairs.ids, pairs.token_of, pairs.dlogits, pairs.count, pairs.tokens, pairs.vocab,
-                      pairs.width, pairs.hidden_row_stride, pairs.dtype);
+        nested().read(pairs.hidden, pairs.ids, pairs.token_of, pairs.dlogits, pairs.count, pairs.vocab, pairs.width,
+                      pairs.hidden_row_stride, pairs.dtype);
     }
     Arguments nested() { return Arguments(py::reinterpret_borrow<py::object>(next()).cast<py::tuple>()); }
 
@@ -140,13 +139,6 @@ void plan(const py::args& given) {
                           a.rollout_weights.per_what, a.temperature.data, a.temperature.per_what, a.threshold,
                           a.normalizer, a.rules, a.table, a.values, a.lse, a.offsets, a.lengths, a.scored, a.active,
                           a.clean_ids, a.order, a.counts, workspace, where);
-    for (const gk::PlanInput& input : {a.advantages, a.rollout_weights, a.temperature})
-        if (input.per_what < 0 || input.per_what >= gk::kPerWhatCount)
-            throw std::invalid_argument("mode: 0 scalar, 1 per sequence, 2 per token");
-    if (a.mask && a.mask_bytes != 1 && a.mask_bytes != 4 && a.mask_bytes != 8)
-        throw std::invalid_argument("a mask has elements of 1, 4 or 8 bytes");
-    if (a.rules.aggregation < 0 || a.rules.aggregation >= gk::kAggregationCount)
-        throw std::invalid_argument("rules: unknown aggregation");
     py::gil_scoped_release unlocked;
     kRun(a, workspace, where);
 }

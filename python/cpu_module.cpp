@@ -21,8 +21,8 @@ void kept_dweight(const py::args& given) {
 
 void add_rows(const py::args& given) {
     gk::AddRowsArgs a = {};
-    Arguments(given).read(a.target, a.target_dtype, a.target_stride, a.target_rows, a.rows, a.rows_dtype, a.rows_stride,
-                          a.count, a.width, a.ids, a.scale);
+    Arguments(given).read(a.target, a.target_dtype, a.target_stride, a.rows, a.rows_stride, a.count, a.width, a.ids,
+                          a.scale);
     py::gil_scoped_release unlocked;
     gk::add_rows(a);
 }

@@ -221,24 +221,6 @@ def test_a_dweight_larger_than_the_caches(isa, dtype, shift):
     assert (buffer == 7.5).all()
 
 
-def test_kept_ids_outside_of_the_weight_are_refused():
-    hidden, weight, kept = torch.zeros(23, 8), torch.zeros(37, 8), c.make_kept(23, 37)
-    numbers, flat = torch.zeros(kept.ids.shape), torch.zeros(kept.ids.numel())
-    pairs = contract.KeptPairs(kept.ids.view(-1), torch.zeros(flat.numel(), dtype=torch.int32))
-    backend.kept_dweight(flat, hidden, pairs, weight, add=False)
-    pairs.token_of[3] = 23
-    with pytest.raises(ValueError, match="kept ids must belong to tokens of the batch"):
-        backend.kept_dweight(flat, hidden, pairs, weight, add=False)
-    kept.ids[0, 0] = 37
-    for call in (
-        lambda: backend.kept_logits(hidden, weight, None, kept, numbers),
-        lambda: backend.kept_dhidden(numbers, weight, kept, hidden),
-        lambda: backend.kept_dweight(flat, hidden, pairs, weight, add=False),
-    ):
-        with pytest.raises(ValueError, match="kept ids must name rows of the weight"):
-            call()
-
-
 @pytest.mark.parametrize("dtype", c.DTYPES)
 def test_kept_ids_in_torch(monkeypatch, dtype):
     """In pieces of less than a row, and all at once."""

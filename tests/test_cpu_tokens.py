@@ -95,10 +95,6 @@ def test_reduce(kernels, surrogate, has_old):
 
 def test_reduce_of_nothing(kernels):
     c.check_reduce_of_nothing(kernels)
-    values, scored = c.some_values(0), torch.empty(0, dtype=torch.bool)
-    planned = c.planned_tokens(c.make_table(0), values, scored, torch.full((3,), 5))
-    with pytest.raises(ValueError, match="offsets"):  # a GPU would have to be waited for
-        backend.sums(planned, KernelParams(), None, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -115,8 +111,6 @@ def test_add_rows_sums_each_id_in_float32_and_rounds_once(dtype):
         found = target.clone()
         kernels.add_rows(found, ids, scale, rows)
         torch.testing.assert_close(found, expected, rtol=0 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
-    with pytest.raises(ValueError, match="ids"):
-        backend.add_rows(target, ids + 45, scale, rows)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

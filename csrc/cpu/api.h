@@ -1,5 +1,5 @@
 // The seam of the CPU backend: plain pointers in, results written through them. Everything here is callable without
-// Python's lock. Functions throw std::exception subclasses only for wrong arguments, before anything is written.
+// Python's lock. What a caller gives is checked in Python.
 #pragma once
 #include "../args.h"
 
@@ -21,12 +21,12 @@ void reduce(const ReduceArgs& args, int threads);
 
 // target[ids[t]] += scale[t] * rows[t] for t in [0, count).
 struct AddRowsArgs {
-    void* target;        // (target_rows, width), bfloat16 or float32
+    void* target;        // (rows, width), bfloat16 or float32
     const void* rows;    // (count, width), bfloat16
     const int64_t* ids;  // (count,)
     const float* scale;  // (count,)
-    int64_t target_rows, target_stride, count, width, rows_stride;
-    int32_t target_dtype, rows_dtype;
+    int64_t target_stride, count, width, rows_stride;
+    int32_t target_dtype;
 };
 void add_rows(const AddRowsArgs& args);
 

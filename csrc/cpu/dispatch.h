@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <stdexcept>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -15,21 +14,6 @@
 #include "../args.h"
 
 namespace gk {
-
-// ---- checks of what the kernels follow through memory ---------------------------------------------------------------
-inline void check_rows(const RowTokens& token_of, int64_t rows, int64_t tokens) {
-    bool inside = token_of.index || (token_of.start >= 0 && token_of.start + rows <= tokens);
-    for (int64_t i = 0; token_of.index && i < rows; i++) inside &= token_of.index[i] >= 0 && token_of.index[i] < tokens;
-    if (!inside) throw std::invalid_argument("the rows of a chunk must be tokens of the batch");
-}
-
-inline void check_sequences(const int64_t* offsets, int64_t first, int64_t last, int64_t tokens) {
-    for (int64_t s = first; s < last; s++)
-        if (offsets[s] < 0 || offsets[s + 1] < offsets[s] || offsets[s + 1] > tokens)
-            throw std::invalid_argument("offsets of sequences must rise from 0 to the number of tokens");
-}
-
-// ---- threads --------------------------------------------------------------------------------------------------------
 
 // GOMP_parallel(function, data, threads, 0) of the OpenMP that torch has loaded, which runs function(data) in so many
 // threads. Null where there is none, and in a forked process, which has none of its threads.

@@ -2,7 +2,6 @@
 // Threads share out whole sequences, and every number is exact or of its token alone: their number changes no bit.
 #include <algorithm>
 #include <numeric>
-#include <stdexcept>
 #include <vector>
 
 #include "../plan_rules.h"
@@ -14,15 +13,6 @@ namespace gk {
 namespace {
 
 constexpr int64_t kMaskedPerPiece = 16 * kTokensPerPiece;  // to look at the mask alone is little work
-
-void check(const PlanArgs& args) {
-    bool covered = args.sequences * args.row_length == args.tokens;
-    if (args.cu_seqlens) {
-        check_sequences(args.cu_seqlens, 0, args.sequences, args.tokens);
-        covered = args.cu_seqlens[0] == 0 && args.cu_seqlens[args.sequences] == args.tokens;
-    }
-    if (!covered) throw std::invalid_argument("the sequences must cover the tokens");
-}
 
 int64_t unmasked_between(const PlanArgs& args, int64_t begin, int64_t end) {
     if (!args.mask) return end - begin;
@@ -77,7 +67,6 @@ void write_order(const PlanArgs& args, int64_t s, Places next) {
 }  // namespace
 
 void plan(const PlanArgs& args, int threads) {
-    check(args);
     for (int64_t s = 0; s <= args.sequences; s++) args.offsets[s] = sequence_begin(args, s);
 
     const int64_t grain = sequences_per_piece(args.tokens, args.sequences);

@@ -3,7 +3,6 @@
 // and show 0.
 #include <math.h>
 
-#include <stdexcept>
 #include <vector>
 
 #include "../token_columns.h"
@@ -32,11 +31,6 @@ struct Columns {
 }  // namespace
 
 void reduce(const ReduceArgs& args, int threads) {
-    check_sequences(args.offsets, 0, args.sequences, args.tokens.count);
-    for (int64_t s = 0; args.group_index && s < args.sequences; s++)
-        if (args.group_index[s] < 0 || args.group_index[s] >= args.groups)
-            throw std::invalid_argument("group_index must lie in [0, num_groups)");
-
     std::vector<Columns> sequences(args.sequences), groups(args.groups);
     const int64_t grain = sequences_per_piece(args.tokens.count, args.sequences);
     parallel_for(args.sequences, grain, threads, [&](int64_t first, int64_t last) {

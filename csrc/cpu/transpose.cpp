@@ -4,7 +4,6 @@
 // In squares of 8 x 8 along eight rows of the target, which are written whole: 64-byte lines of a power-of-two row
 // stride would fall into few sets of a cache.
 #include <algorithm>
-#include <stdexcept>
 
 #include "api.h"
 #include "dispatch.h"
@@ -130,8 +129,6 @@ void rows(const AddTransposedArgs& args, int64_t first, int64_t last) {
 }  // namespace
 
 void add_transposed(const AddTransposedArgs& args, int threads) {
-    if (args.target_dtype != kBfloat16 && args.target_dtype != kFloat32)
-        throw std::invalid_argument("add_transposed takes a bfloat16 or float32 target");
     const auto kernel = args.target_dtype == kFloat32
                             ? (args.add ? rows<Float32Lanes, true> : rows<Float32Lanes, false>)
                             : (args.add ? rows<BFloat16Lanes, true> : rows<BFloat16Lanes, false>);

@@ -1,6 +1,5 @@
 // api.h without the products: which kernel, how many blocks of which size, how much shared memory.
 #include <algorithm>
-#include <stdexcept>
 #include <string>
 
 #include "api.h"
@@ -24,16 +23,6 @@ int64_t round_up(int64_t x, int64_t to) { return divide_up(x, to) * to; }
 int element_size(int32_t dtype) { return dtype == kFloat32 ? 4 : 2; }
 
 // ---- rows -----------------------------------------------------------------------------------------------------------
-void check(const RowArgs& args, bool gradient) {
-    if (args.logits_dtype < 0 || args.logits_dtype >= kDTypeCount) throw std::invalid_argument("logits: unknown dtype");
-    if (args.rows < 0 || args.rows > kMaxBlocks || args.vocab < 1 || args.vocab > kMaxColumns)
-        throw std::invalid_argument("logits: expected rows from 0 to " + std::to_string(kMaxBlocks) +
-                                    " and vocab from 1 to " + std::to_string(kMaxColumns));
-    const bool known = args.grad_dtype >= 0 && args.grad_dtype < kDTypeCount;
-    if (gradient && (!known || (args.grad_dtype != args.logits_dtype && args.logits_dtype != kFloat32)))
-        throw std::invalid_argument("grad: expected the dtype of the logits, or 16 bits for float32 logits");
-}
-
 std::string kernel_name(const char* what, const RowArgs& args, bool gradient) {
     std::string name = std::string("gk_") + what + "_" + kSuffixes[args.logits_dtype];
     if (gradient) name += std::string("_") + kSuffixes[args.grad_dtype];
@@ -105,13 +94,11 @@ bool overlaps(const RowArgs& args) { return args.grad == args.logits && args.gra
 }  // namespace
 
 void stats(const RowArgs& args, Stream stream) {
-    check(args, false);
     if (args.rows == 0) return;
     launch(kernel_name("stats", args, false).c_str(), block_per_row(args, stream), RowLaunch{args, 0, 0, 0, 0});
 }
 
 void gradient(const RowArgs& args, Stream stream) {
-    check(args, true);
     if (args.rows == 0) return;
     launch(kernel_name("gradient", args, true).c_str(), block_per_row(args, stream),
            RowLaunch{args, 0, 0, overlaps(args), 0});
@@ -122,7 +109,6 @@ void single_pass(const RowArgs& given, Stream stream) {
     RowArgs args = given;
     args.temperature = args.tokens.table + kTemperature * args.tokens.count;
     if (!args.grad) return stats(args, stream);  // with the objective behind them
-    check(args, true);
     if (args.rows == 0) return;
     const Device& device = current_device();
     Residence home = {};
@@ -142,15 +128,10 @@ void single_pass(const RowArgs& given, Stream stream) {
 // ---- tokens --------------------------------------------------------------------------------------------------------
 namespace {
 
-unsigned blocks_for(int64_t wanted) {
-    if (wanted > kMaxBlocks) throw std::invalid_argument("more tokens, sequences or groups than a grid has blocks");
-    return static_cast<unsigned>(wanted);
-}
-
 // With the shared memory of block.cuh.
 LaunchConfig combining(int64_t blocks, int threads, Stream stream) {
     const unsigned block = static_cast<unsigned>(threads);
-    return {blocks_for(blocks), block, block / kWarpThreads * kCombineBytes, 1, stream};
+    return {static_cast<unsigned>(blocks), block, block / kWarpThreads * kCombineBytes, 1, stream};
 }
 
 int64_t plan_tile(int64_t tokens) {
@@ -168,9 +149,6 @@ size_t plan_workspace(int64_t tokens, int64_t sequences) {
 
 // Where sequences of unequal length begin is known on the device alone, which keeps it among the tokens.
 void plan(const PlanArgs& args, void* workspace, Stream stream) {
-    if (!args.cu_seqlens && args.sequences * args.row_length != args.tokens)
-        throw std::invalid_argument("the sequences must cover the tokens");
-    if (args.tokens > kMaxBlocks) throw std::invalid_argument("more tokens than 31 bits count");
     const int64_t tile = plan_tile(args.tokens), tiles = plan_tiles(args.tokens);
     auto* const rows = static_cast<uint64_t*>(workspace);
     const PlanLaunch all = {args, tile, rows, reinterpret_cast<uint8_t*>(rows + tiles)};
@@ -184,12 +162,11 @@ void plan(const PlanArgs& args, void* workspace, Stream stream) {
 
 void token_objective(const TokenArgs& args, Stream stream) {
     if (args.rows == 0) return;
-    launch("gk_token_objective", {blocks_for(divide_up(args.rows, kObjectiveThreads)), kObjectiveThreads, 0, 1, stream},
-           args);
+    launch("gk_token_objective",
+           {static_cast<unsigned>(divide_up(args.rows, kObjectiveThreads)), kObjectiveThreads, 0, 1, stream}, args);
 }
 
 void sequence_objective(const SequenceArgs& args, Stream stream) {
-    if (args.first < 0 || args.last < args.first) throw std::invalid_argument("sequences must be a range");
     if (args.first == args.last) return;
     launch("gk_sequence_objective", combining(args.last - args.first, kSequenceObjectiveThreads, stream), args);
 }
@@ -198,9 +175,9 @@ size_t reduce_workspace(int64_t sequences) { return static_cast<size_t>(sequence
 
 void reduce(const ReduceArgs& args, void* workspace, Stream stream) {
     const ReduceLaunch both = {args, static_cast<double*>(workspace)};
-    const LaunchConfig sequences = {blocks_for(args.sequences), kSequenceThreads,
+    const LaunchConfig sequences = {static_cast<unsigned>(args.sequences), kSequenceThreads,
                                     kSequenceThreads * kReducedCount * sizeof(double), 1, stream};
-    const LaunchConfig groups = {blocks_for(args.groups + 1), kGroupThreads,
+    const LaunchConfig groups = {static_cast<unsigned>(args.groups + 1), kGroupThreads,
                                  kGroupSlots * kReducedCount * sizeof(double), 1, stream};
     if (args.sequences > 0) launch("gk_reduce_sequences", sequences, both);
     launch("gk_reduce_groups", groups, both);
@@ -210,9 +187,6 @@ void reduce(const ReduceArgs& args, void* workspace, Stream stream) {
 namespace {
 
 std::string kept_name(const char* what, int32_t dtype, const KeptTarget* target) {
-    const bool known = dtype >= 0 && dtype < kDTypeCount;
-    if (!known || (target && target->dtype != dtype && target->dtype != kFloat32))
-        throw std::invalid_argument("kept ids: expected gradients in float32 or in the dtype of the weight");
     std::string name = std::string("gk_kept_") + what + "_" + kSuffixes[dtype];
     return target ? name + "_" + kSuffixes[target->dtype] : name;
 }
@@ -220,17 +194,17 @@ std::string kept_name(const char* what, int32_t dtype, const KeptTarget* target)
 // A thread per vector of columns.
 LaunchConfig kept_blocks(int64_t rows, int64_t width, int32_t dtype, Stream stream) {
     const int64_t columns = int64_t{kKeptThreads} * (kVectorBytes / element_size(dtype));
-    return {blocks_for(rows * divide_up(width, columns)), kKeptThreads, 0, 1, stream};
+    return {static_cast<unsigned>(rows * divide_up(width, columns)), kKeptThreads, 0, 1, stream};
 }
 
 }  // namespace
 
 void kept_logits(const KeptArgs& args, float* logits, Stream stream) {
     const std::string name = kept_name("logits", args.dtype, nullptr);
-    if (args.slots % kKeptGroup != 0) throw std::invalid_argument("kept ids: expected a multiple of 4 places per row");
     const int64_t warps = args.rows * (args.slots / kKeptGroup);
     if (warps == 0) return;
-    const LaunchConfig config = {blocks_for(divide_up(warps, kKeptThreads / kWarpThreads)), kKeptThreads, 0, 1, stream};
+    const LaunchConfig config = {static_cast<unsigned>(divide_up(warps, kKeptThreads / kWarpThreads)), kKeptThreads, 0,
+                                 1, stream};
     launch(name.c_str(), config, KeptLaunch{args, logits, nullptr, {}});
 }
 
@@ -249,7 +223,6 @@ void kept_dweight(const KeptPairs& pairs, const PairsById<int64_t>& by_id, const
 
 // ---- finished gradients ---------------------------------------------------------------------------------------------
 void scale(void* x, int32_t dtype, int64_t count, const float* factor, Stream stream) {
-    if (dtype < 0 || dtype >= kDTypeCount) throw std::invalid_argument("scale: unknown dtype");
     if (count == 0) return;
     const int64_t tiles = divide_up(count * element_size(dtype), kScaleTile);
     const int64_t blocks = std::min<int64_t>(tiles, int64_t{kScaleBlocks} * current_device().multiprocessors);

@@ -19,7 +19,6 @@ constexpr int kResidentThreads = 768;  // of a multiprocessor, shared by the blo
 constexpr int kStreamedThreads = 768;  // one block per multiprocessor
 constexpr int kSweepThreads = 512;     // stats and gradient
 constexpr int kExchangeBytes = 512;    // of shared memory, ahead of what a resident block holds
-constexpr int kMaxColumns = 1 << 30;   // columns and vectors of a row are counted in 32 bits
 
 // ---- the plan -------------------------------------------------------------------------------------------------------
 struct PlanLaunch {

@@ -1,7 +1,6 @@
 // Host side of the head kernels of compute capability 9.0: what they serve, their schedule and their launches.
 #include <algorithm>
 #include <cstring>
-#include <stdexcept>
 #include <string>
 
 #include "api.h"
@@ -83,13 +82,6 @@ bool describable(const void* base, int64_t row_stride, int64_t columns) {
 
 bool countable(int64_t x) { return x > 0 && x <= kMaxRows; }
 
-void require_served(const HeadArgs& args) {
-    if (!supports_head(args))
-        throw std::invalid_argument(
-            "the fused head needs bfloat16 or float16, rows at multiples of 16 bytes, and a GPU of compute capability "
-            "9.0");
-}
-
 }  // namespace
 
 bool supports_head(const HeadArgs& args) {
@@ -105,14 +97,12 @@ size_t head_workspace(const HeadArgs& args) {
 }
 
 void linear_logp(const HeadArgs& args, void* workspace, Stream stream) {
-    require_served(args);
     const KernelArgs k = make_kernel_args(args, workspace);
     launch_product("linear_logp", k, stream);
     launch_rows("gk_head_combine_statistics", k, divide_up(args.rows, kRowsPerBlock), stream);
 }
 
 void anchored(const HeadArgs& args, void* workspace, Stream stream) {
-    require_served(args);
     KernelArgs k = make_kernel_args(args, workspace);
     k.head.temperature = args.table + kTemperature * args.table_row_stride;
     encode_tensor_map({args.exponentials, kBfloat16, args.rows, args.vocab, args.exponentials_row_stride, kStoredRows},

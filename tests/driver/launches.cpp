@@ -66,14 +66,13 @@ void tokens() {
 void kept() {
     for (const int32_t dtype : {kFloat32, kBfloat16, kFloat16}) {
         KeptArgs args = {};
-        args.rows = args.tokens = kRows;
+        args.rows = kRows;
         args.slots = 32;
-        args.vocab = kVocabularies[0];
         args.width = args.hidden_row_stride = args.weight_row_stride = kWidth;
         args.dtype = dtype;
         cuda::kept_logits(args, nullptr, nullptr);
         KeptPairs pairs = {};
-        pairs.vocab = args.vocab;
+        pairs.vocab = kVocabularies[0];
         pairs.width = kWidth;
         pairs.dtype = dtype;
         for (const int32_t gradient : {int32_t{kFloat32}, dtype}) {

@@ -201,21 +201,17 @@ class CompiledBackend:
 
     def kept_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptIds, logits: Tensor) -> None:
         hidden, weight = contiguous_rows(hidden), contiguous_rows(weight)
-        self.call(
-            self.module.kept_logits, weight.device, self._kept(hidden, weight, bias, kept, hidden.shape[0]), logits
-        )
+        self.call(self.module.kept_logits, weight.device, self._kept(hidden, weight, bias, kept), logits)
 
     def kept_dhidden(self, dlogits: Tensor, weight: Tensor, kept: KeptIds, dhidden: Tensor) -> None:
         weight = contiguous_rows(weight)
-        given = self._kept(None, weight, None, kept, dhidden.shape[0])
+        given = self._kept(None, weight, None, kept)
         self.call(self.module.kept_dhidden, weight.device, given, dlogits, *self._matrix(dhidden))
 
-    def _kept(
-        self, hidden: Tensor | None, weight: Tensor, bias: Tensor | None, kept: KeptIds, tokens: int
-    ) -> tuple[Argument, ...]:
+    def _kept(self, hidden: Tensor | None, weight: Tensor, bias: Tensor | None, kept: KeptIds) -> tuple[Argument, ...]:
         """gk::KeptArgs."""
         return (
-            hidden, weight, bias, kept.ids, 0, kept.rows.index, *kept.ids.shape, tokens, *weight.shape,
+            hidden, weight, bias, kept.ids, 0, kept.rows.index, *kept.ids.shape, weight.shape[1],
             0 if hidden is None else hidden.stride(0), weight.stride(0), self.dtypes[weight.dtype],
         )  # fmt: skip
 
@@ -223,7 +219,7 @@ class CompiledBackend:
         """gk::KeptPairs."""
         return (
             hidden, pairs.ids, pairs.token_of, dlogits, dlogits.numel(),
-            hidden.shape[0], vocab_size, hidden.shape[1], hidden.stride(0), self.dtypes[hidden.dtype],
+            vocab_size, hidden.shape[1], hidden.stride(0), self.dtypes[hidden.dtype],
         )  # fmt: skip
 
     # --- arguments ------------------------------------------------------------------------------------------------

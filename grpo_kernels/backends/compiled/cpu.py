@@ -39,7 +39,7 @@ class CpuBackend(CompiledBackend):
     def add_rows(self, target: Tensor, ids: Tensor, scale: Tensor, rows: Tensor) -> None:
         """target[ids] += scale * rows, one sum in float32 per id; target (V, H) bf16 or fp32, rows (C, H) bf16."""
         rows = contiguous_rows(rows)
-        self.module.add_rows(*self._matrix(target), target.shape[0], *self._matrix(rows), *rows.shape, ids, scale)
+        self.module.add_rows(*self._matrix(target), rows, rows.stride(0), *rows.shape, ids, scale)
 
     def add_transposed(self, target: Tensor, source: Tensor, *, add: bool) -> None:
         """target = source^T, or += with `add`; target (R, H) bf16 or fp32, source (H, R) bf16, both contiguous rows."""
