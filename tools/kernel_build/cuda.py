@@ -14,7 +14,6 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from .host import ROOT, BuildError, HostModule, NinjaFile, path, shell, write_if_changed
 from .images import Image, table
@@ -30,20 +29,6 @@ SPECIFIC = (90,)
 DEVELOPMENT = "80 90a"
 
 NVRTC_FLAGS = ("--std=c++17", "-default-device")
-
-
-class Architecture(NamedTuple):
-    capability: int  # 90 for 9.0
-    specific: bool = False  # code for just this capability, with instructions that others lack
-    ptx: bool = False
-
-    def __str__(self) -> str:
-        return self.virtual if self.ptx else self.virtual.replace("compute", "sm")
-
-    @property
-    def virtual(self) -> str:
-        """The architecture that the compiler's front end is run for."""
-        return f"compute_{self.capability}{'a' if self.specific else ''}"
 
 
 # --- the compiler of device code --------------------------------------------------------------------------------------
@@ -133,9 +118,9 @@ def dotted(version: tuple[int, int]) -> str:
 # --- architectures ----------------------------------------------------------------------------------------------------
 
 
-def architectures(setting: str, compiler: Compiler, *, development: bool) -> list[Architecture]:
-    """What to compile for: a list as in "80 90a 120+ptx", "native" (the GPUs of this machine), "full", or "" (native
-    where there is a GPU, and else full, or for development less)."""
+def architectures(setting: str, compiler: Compiler, *, development: bool) -> list[str]:
+    """What to compile for, "sm_90a" (machine code) or "compute_120" (PTX): a list as in "80 90a 120+ptx", "native" (the
+    GPUs of this machine), "full", or "" (native where there is a GPU, and else full, or for development less)."""
     known = compiler.capabilities
     if setting in ("", "native"):
         present = present_capabilities()
@@ -146,36 +131,36 @@ def architectures(setting: str, compiler: Compiler, *, development: bool) -> lis
         setting = DEVELOPMENT if development else "full"
     if setting == "full":
         full = [capability for capability in FULL if capability in known]
-        return [*(machine_code(capability) for capability in full), Architecture(full[-1], ptx=True)]
+        return [*map(machine_code, full), f"compute_{full[-1]}"]
     chosen = []
     for item in re.split(r"[\s;,]+", setting.strip()):
         match = re.fullmatch(r"(?:sm_)?(\d+)\.?(\d)(a?)(\+ptx)?", item, flags=re.IGNORECASE)
         if match is None:
             raise BuildError(f"GRPO_KERNELS_CUDA_ARCHS={setting!r}: {item!r} is not like 80, 90a or 120+ptx")
-        capability = int(match[1] + match[2])
-        if capability not in known:
+        capability = match[1] + match[2]
+        if int(capability) not in known:
             raise BuildError(
                 f"GRPO_KERNELS_CUDA_ARCHS={setting!r}: CUDA {dotted(compiler.version)} does not compile for {item}, "
                 f"but for {' '.join(map(str, known))}"
             )
-        chosen.append(Architecture(capability, specific=bool(match[3])))
+        chosen.append(f"sm_{capability}{match[3].lower()}")
         if match[4]:
-            chosen.append(Architecture(capability, ptx=True))
+            chosen.append(f"compute_{capability}")
     return list(dict.fromkeys(chosen))
 
 
-def machine_code(capability: int) -> Architecture:
-    return Architecture(capability, specific=capability in SPECIFIC)
+def machine_code(capability: int) -> str:
+    return f"sm_{capability}a" if capability in SPECIFIC else f"sm_{capability}"
 
 
-def newest_for(capability: int, known: Sequence[int]) -> Architecture:
+def newest_for(capability: int, known: Sequence[int]) -> str:
     """What runs on this device: its own machine code, or for a compiler that is older than it the newest PTX."""
     if capability in known:
         return machine_code(capability)
     older = [other for other in known if other < capability]
     if not older:
         raise BuildError(f"this CUDA does not compile for the GPU here, of compute capability {capability / 10}")
-    return Architecture(max(older), ptx=True)
+    return f"compute_{max(older)}"
 
 
 def present_capabilities() -> list[int]:
@@ -199,14 +184,10 @@ def present_capabilities() -> list[int]:
 # --- the build --------------------------------------------------------------------------------------------------------
 
 
-def device_sources(architecture: Architecture) -> list[Path]:
+def device_sources(architecture: str) -> list[Path]:
     """name_sm90.cu is for sm_90a alone, every other .cu file for all."""
-    chosen = []
-    for source in sorted(FOLDER.glob("*.cu")):
-        only = re.search(r"_sm(\d+)$", source.stem)
-        if only is None or architecture == Architecture(int(only[1]), specific=True):
-            chosen.append(source)
-    return chosen
+    sources = sorted(FOLDER.glob("*.cu"))
+    return [source for source in sources if architecture == "sm_90a" or not source.stem.endswith("_sm90")]
 
 
 def folder_of(compiler: Compiler) -> Path:
@@ -214,7 +195,7 @@ def folder_of(compiler: Compiler) -> Path:
     return ROOT / "build" / f"cuda{dotted(compiler.version)}"
 
 
-def add_images(ninja_file: NinjaFile, compiler: Compiler, chosen: Iterable[Architecture]) -> list[Image]:
+def add_images(ninja_file: NinjaFile, compiler: Compiler, chosen: Iterable[str]) -> list[Image]:
     arguments = f"{path(compiler.library)} $in $out $architecture {shell(compiler.options)}"
     command = f'"$$GRPO_KERNELS_PYTHON" {path(Path(__file__).with_name("nvrtc.py"))} {arguments}'
     ninja_file.rule("device", command, "nvrtc $in $architecture")
@@ -222,10 +203,10 @@ def add_images(ninja_file: NinjaFile, compiler: Compiler, chosen: Iterable[Archi
     images = []
     for architecture in chosen:
         for source in device_sources(architecture):
-            file = Path("images", str(architecture), f"{source.stem}.{'ptx' if architecture.ptx else 'cubin'}")
+            file = Path("images", architecture, f"{source.stem}.{'cubin' if architecture.startswith('sm_') else 'ptx'}")
             (ninja_file.folder / file).parent.mkdir(parents=True, exist_ok=True)
-            ninja_file.build(file, "device", [source], headers, architecture=str(architecture))
-            images.append(Image(str(architecture), source.stem, file))
+            ninja_file.build(file, "device", [source], headers, architecture=architecture)
+            images.append(Image(architecture, source.stem, file))
     return images
 
 
@@ -243,7 +224,7 @@ def build(filename: str, *, development: bool) -> Path:
         raise BuildError("no GPU answers here; GRPO_KERNELS_CUDA=1 builds them for every architecture")
     compiler = find_device_compiler()
     chosen = architectures(os.environ.get("GRPO_KERNELS_CUDA_ARCHS", ""), compiler, development=development)
-    print(f"grpo_kernels: {compiler} ({compiler.library.parent}) for {' '.join(map(str, chosen))}", flush=True)
+    print(f"grpo_kernels: {compiler} ({compiler.library.parent}) for {' '.join(chosen)}", flush=True)
     folder = folder_of(compiler)
     ninja_file = NinjaFile(folder, f"{sys.implementation.cache_tag}-{sysconfig.get_platform()}")
     images = add_images(ninja_file, compiler, chosen)
