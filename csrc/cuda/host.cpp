@@ -61,9 +61,8 @@ Residence reside(const RowArgs& args, const Device& device, int32_t shift) {
 }
 
 // The smallest cluster of which a multiprocessor takes kBlocksWanted blocks; if there is none, the largest that holds
-// the row: predicted to be faster than the streamed kernel (resident.cuh: 6.9 ms at V = 256,000), which keeps as many
-// rows in the L2 cache as there are blocks at work, 37 of an H200's 132, and takes about 14 ms. Nothing is measured.
-// False: no cluster holds the row.
+// the row: it reads each logit once, where the streamed kernel, as one block per multiprocessor, reads it twice.
+// Nothing is measured. False: no cluster holds the row.
 bool find_residence(const RowArgs& args, const Device& device, Residence& found) {
     const int most = device.capability >= 90 ? kMaxCluster : 1;
     bool any = false;

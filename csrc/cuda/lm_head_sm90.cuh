@@ -12,9 +12,7 @@
 //
 // Per 128 x 256 tile with H = 4,096 on one multiprocessor: 65,536 cycles of wgmma, which reads 80 of 128 bytes per
 // cycle of shared memory; 2 x 1,500 to 2,000 cycles of epilogue, of which all but about 1,000 pass beside the other
-// warpgroup's products. Predicted on an H200 (790 TFLOP/s) for N, H, V = 16,384, 4,096, 128,256: product 21.8 ms, with
-// statistics 22.3 ms, with exponentials (4.2 GB written meanwhile, 1.0 ms of bandwidth) 22.6 ms; at H = 1,536 and
-// V = 151,936: 9.7, 10.1 and 10.3 ms.
+// warpgroup's products.
 #pragma once
 #ifdef GK_EMULATOR
 #include "sm90.h"

@@ -11,18 +11,8 @@
 // gradients over logits: all of the row has been read by then.
 //
 // Per logit of a (C, V) float32 chunk with 16-bit gradients: 4 bytes read, 2 written, 16 through shared memory; one
-// exponential and about 10 other operations. Predicted on an H200 (4.3 TB/s) at C x V = 16,384 x 128,256: 2.9 ms, where
-// 0.6 ms of exponentials (16 per cycle and multiprocessor) and 1.1 ms of shared memory (128 bytes) hide behind device
-// memory as long as three blocks of a multiprocessor are in different phases: hence clusters of 8 for such a V, 64 KB
-// per block.
-//
-// At 0.75 us from a load to its data that bandwidth takes 24 KB on their way per multiprocessor, 16 of them read. The
-// 24 warps that a multiprocessor has room for read 48 KB at a time, and nothing in their other phases: 1 us for the
-// exponentials, 1.5 for the exchange, 1 for the gradient and 0.5 between two blocks are assumed. Predicted:
-//            V   blocks x threads   read, KB on their way: at most, over time   for 16,384 rows
-//      128,256            3 x 256                                      48, 21            2.9 ms
-//      151,936            3 x 256                                      48, 22            3.5 ms
-//      256,000            1 x 768                                      48, 14            6.9 ms, of memory 5.9
+// exponential and about 10 other operations. These hide behind device memory as long as three blocks of a
+// multiprocessor are in different phases: hence clusters of 8 for V = 128,256, 64 KB per block. Nothing is measured.
 #pragma once
 #include "kernels.h"
 #include "softmax.cuh"

@@ -18,14 +18,6 @@ is near 1: R is summed without the sampled token. The caller guarantees that no 
 bfloat16 has the range of float32: exponents end at 2^100, far above what an unrepaired row holds, so nothing overflows.
 A program of repair returns at once for any other row: no host decides, none waits. A repaired row reads the whole
 weight twice through one multiprocessor, tens of milliseconds when alone; a row of NaN is not repaired.
-
-Predicted on an H200 in bf16 at N, H, V = 16,384, 4,096, 128,256 (790 TFLOP/s, 4.3 TB/s):
-    anchor        two rows of H: 0.27 GB, 0.06 ms
-    exponential   2 N H V = 17.2 TFLOP: 21.8 ms; reads 8.4 GB, writes 4.2 GB meanwhile: 2.9 ms
-                  epilogue, not overlapped: 1 exponential (0.6 ms) and about 20 instructions per logit, 1.4 ms at best
-    scale         16 bytes per row and part: 19 MB, 0.01 ms
-    repair        0.01 ms
-together 24 to 25 ms, where the vendor's product and rows.py's fused pass take 26 to 28.
 """
 
 from __future__ import annotations

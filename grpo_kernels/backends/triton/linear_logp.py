@@ -5,13 +5,6 @@
 partial_kernel runs over one part of the vocabulary per program (matmul.py) and leaves per row the maximum, the sums
 relative to it and, from the same product as the sums, the sampled id's logit: logp is never above 0. combine_kernel
 puts the parts together in float64, always in the same order. Sums are float32 trees within a quarter of a tile.
-
-Predicted on an H200 in bf16 at N, H, V = 16,384, 4,096, 128,256 (790 TFLOP/s, 4.3 TB/s):
-    partial     2 N H V = 17.2 TFLOP: 21.8 ms; reads 8.4 GB of weights (once per 16 token tiles) meanwhile: 2.0 ms
-                epilogue, not overlapped: 1 exponential (0.6 ms) and about 20 instructions per logit, 1.4 ms at best
-    combine     24 bytes per row and part, 126 parts: 50 MB, written and read: 0.02 ms
-together 24 to 25 ms, 88 to 91 % of the bare product; the vendor's product with float32 logits written (8.4 GB) and read
-again by rows.py takes 24 to 26.
 """
 
 from __future__ import annotations
