@@ -81,8 +81,7 @@ CHARTS: dict[str, tuple[Chart, ...]] = {
         Chart("Spread of rewards", "standard deviation",
               (Line("reward_std", "all"), Line("reward_group_std", "within groups"))),
         Chart("Advantages", "normalised rewards and their range", (
-            Line("advantage_mean", "mean", ("advantage_min", "advantage_max")), Line("advantage_std", "std"),
-            Line("advantage_variance", "variance"))),
+            Line("advantage_mean", "mean", ("advantage_min", "advantage_max")), Line("advantage_std", "std"))),
         Chart("Without gradient", "share of groups, and of tokens", (
             Line("zero_gradient_groups", "equal rewards"), Line("all_min_groups", "all lowest"),
             Line("all_max_groups", "all highest"), Line("zero_gradient", "tokens")), ("no_learning_signal",),
@@ -271,11 +270,7 @@ def state_of(
     ]
     facts = [config.get("model_name_or_path") or (ARITHMETIC_MODEL if config else None), config.get("loss_type")]
     facts += [f"{config['num_generations']} completions per prompt" if "num_generations" in config else None]
-    done = min(1.0, last / goal) if is_number(goal) and goal else None
-    return {
-        "state": state, "sentence": f"{text}.", "tiles": tiles, "progress": 1.0 if summary else done,
-        "facts": [str(fact) for fact in facts if fact],
-    }  # fmt: skip
+    return {"state": state, "sentence": f"{text}.", "tiles": tiles, "facts": [str(fact) for fact in facts if fact]}
 
 
 def tile(label: str, now: Sequence[Any], before: Sequence[Any], form: str) -> dict[str, str]:
@@ -324,8 +319,6 @@ def series_of(records: list[Record], steps: list[int]) -> dict[str, dict[str, li
     None. Of long logs each series keeps the lowest and the highest value of each stretch."""
     found: dict[str, tuple[list[int], list[float | None]]] = {}
     for record in records:
-        if is_number(record.get("advantage_std")):
-            record = {**record, "advantage_variance": record["advantage_std"] ** 2}
         for key, value in record.items():
             if is_number(value) and key not in NOT_PLOTTED:
                 x, y = found.setdefault(key, ([], []))
@@ -404,13 +397,11 @@ def show_chart(chart: Chart, series: dict[str, Any], evaluations: list[Record], 
 
 def histograms_of(records: list[Record]) -> list[dict[str, Any]]:
     """Distributions of advantages at up to `HISTOGRAMS` steps: counts as shares of the largest."""
-    found = [r for r in records if isinstance(r.get("advantage_histogram"), dict)]
     result = []
-    for record in pick(found, HISTOGRAMS):
-        edges, counts = (record["advantage_histogram"].get(key) or [] for key in ("edges", "counts"))
-        if len(edges) == len(counts) + 1 and sum(counts) > 0:
-            shares = [float(f"{count / sum(counts):.3g}") for count in counts]
-            result.append({"step": record["step"], "edges": [float(f"{e:.4g}") for e in edges], "shares": shares})
+    for record in pick([r for r in records if "advantage_histogram" in r], HISTOGRAMS):
+        edges, counts = record["advantage_histogram"]["edges"], record["advantage_histogram"]["counts"]
+        shares = [float(f"{count / sum(counts):.3g}") for count in counts]
+        result.append({"step": record["step"], "edges": [float(f"{e:.4g}") for e in edges], "shares": shares})
     return result
 
 
@@ -444,13 +435,12 @@ def samples_of(rows: list[Record], alarms: Iterable[int]) -> dict[str, Any]:
 
 
 def show_sample(row: Record, limit: int) -> dict[str, Any]:
-    rewards = row.get("rewards")
     return {
         "prompt": shorten(row.get("prompt"), limit),
         "completion": shorten(row.get("completion"), limit),
         "reward": finite(row.get("reward")),
         "advantage": finite(row.get("advantage")),
-        "rewards": {str(k): finite(v) for k, v in rewards.items()} if isinstance(rewards, dict) else {},
+        "rewards": {name: finite(value) for name, value in row.get("rewards", {}).items()},
         "tokens": finite(row.get("tokens")),
     }
 
