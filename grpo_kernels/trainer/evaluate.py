@@ -8,10 +8,10 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from tqdm import tqdm
@@ -21,6 +21,7 @@ from .arguments import TrainArguments
 from .data import Prompt, is_one_split
 from .model import Policy, load_model, load_tokenizer
 from .ranks import Ranks, Signals
+from .report import read_object
 from .rewards import Rewards
 from .rewards.answers import TAGGED, final_number, reply
 from .rollout import Sampler, eos_ids
@@ -29,11 +30,8 @@ from .run import load_data, make_rewards
 ACCURACIES = ("pass_at_1", "pass_at_k", "majority_at_k", "greedy")  # known where a reward says what is correct
 
 
-class Sample(Protocol):
-    """A completion for each prompt: its ids and its text. A function of its arguments: no other random state is read or
-    changed."""
-
-    def __call__(self, prompts: list[list[int]], *, greedy: bool, seed: int) -> Sequence[tuple[list[int], str]]: ...
+# sample(prompts, greedy=, seed=): ids and text of a completion for each prompt, a function of these arguments alone.
+Sample: TypeAlias = "Callable[..., Sequence[tuple[list[int], str]]]"
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
@@ -86,8 +84,6 @@ def evaluate(
     work, RunError where a reward function fails for every completion.
     """
     ks = check_counts(num_samples, ks)
-    if not prompts:
-        raise ValueError("prompts is empty; expected at least one held-out prompt")
     repeated = [prompt for prompt in prompts for _ in range(num_samples)]
     totals, texts, lengths = _score(sample, repeated, rewards, greedy=False, seed=seed, step=step)
     greedy, _, _ = _score(sample, prompts, rewards, greedy=True, seed=seed, step=step)
@@ -140,21 +136,16 @@ def _score(
 ) -> tuple[list[float], list[str], list[int]]:
     """Total rewards, texts and lengths of one completion of each prompt."""
     drawn = sample([prompt.ids for prompt in prompts], greedy=greedy, seed=seed)
-    if len(drawn) != len(prompts):
-        raise ValueError(f"sample returned {len(drawn)} completions; expected {len(prompts)}, one for each prompt")
-    columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in prompts[0].columns}
     batch = rewards.score(
         prompts=[prompt.prompt for prompt in prompts],
         completions=[reply(prompt.prompt, text) for prompt, (_, text) in zip(prompts, drawn, strict=True)],
         completion_ids=[ids for ids, _ in drawn],
-        columns=columns,
+        columns={name: [prompt.columns.get(name) for prompt in prompts] for name in prompts[0].columns},
         step=step,
     )
     if batch.fatal is not None:
-        name, message = batch.fatal.name, batch.fatal.message
-        raise RunError(
-            f"reward {name} failed for every completion of the evaluation: {message}\n{batch.fatal.traceback}"
-        )
+        name, _, message, traceback = batch.fatal
+        raise RunError(f"reward {name} failed for every completion of the evaluation: {message}\n{traceback}")
     return batch.total.tolist(), [text for _, text in drawn], [len(ids) for ids, _ in drawn]
 
 
@@ -213,8 +204,7 @@ def load(model: str, config: dict[str, Any], options: argparse.Namespace) -> tup
     bar = tqdm(desc="evaluation", disable=None, leave=False, dynamic_ncols=True)
 
     def progress(done: int, total: int) -> None:
-        bar.total, bar.n = total, done
-        bar.refresh()
+        bar.set_description(f"evaluation, {done:,}/{total:,}")
 
     sampler = Sampler(Policy(lm), tokenizer, a, eos_ids(lm, tokenizer), ranks, Signals(ranks), progress)
     return sampler.for_evaluation, held_out, rewards
@@ -254,15 +244,6 @@ def check_options(options: argparse.Namespace) -> None:
         raise ValueError(f"output={options.output} is a folder; expected a file")
 
 
-def config_of_run(folder: Path) -> dict[str, Any]:
-    """The config.json of a run; {} where there is none: that of a model has no output_dir."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        return config if "output_dir" in config else {}
-    except (OSError, ValueError, TypeError):  # there is none, or it is damaged
-        return {}
-
-
 def resolve(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     """Folder or name of the model, and the configuration of its run, {} without one. A folder with config.json and
     model/ is a run; a folder in one, such as checkpoint-100, takes the run's configuration; anything else is a model.
@@ -272,7 +253,8 @@ def resolve(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     """
     folder = Path(options.target)
     for run_folder in (folder, folder.parent) if folder.is_dir() else ():
-        if config := config_of_run(run_folder):
+        config = read_object(run_folder / "config.json", [])
+        if "output_dir" in config:  # that of a model has none
             model = folder / "model" if run_folder == folder else folder
             if not model.is_dir():
                 raise ValueError(f"{folder} holds no final model ({model}); evaluate one of its checkpoints instead")
@@ -287,12 +269,10 @@ def resolve(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
 def table(result: dict[str, Any]) -> str:
     """The numbers of `evaluate` for a terminal."""
     n = result["samples"]
-    rows = [("reward", result["reward"]), ("greedy reward", result["greedy_reward"])]
-    rows += [(f"best of {n}", result["best_of_n"])]
-    if "pass_at_k" in result:
-        rows += [(f"pass@{k}", value) for k, value in result["pass_at_k"].items()]
-        rows += [(f"majority@{n}", result["majority_at_k"]), ("greedy", result["greedy"])]
-    lines = [f"{name:>14}  {value:.4f}" for name, value in rows if value is not None]
+    rows = {"reward": result["reward"], "greedy reward": result["greedy_reward"], f"best of {n}": result["best_of_n"]}
+    rows |= {f"pass@{k}": value for k, value in result.get("pass_at_k", {}).items()}
+    rows |= {f"majority@{n}": result.get("majority_at_k"), "greedy": result.get("greedy")}
+    lines = [f"{name:>14}  {value:.4f}" for name, value in rows.items() if value is not None]
     if "pass_at_k" not in result:
         lines.append("no pass@k: rewards other than 0 and 1 do not say what is correct (--correct-at does)")
     unscored = f", {result['unscored']} unscored" if result["unscored"] else ""
