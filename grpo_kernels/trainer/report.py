@@ -60,6 +60,7 @@ class Chart(NamedTuple):
 
 
 FIRST = "What matters first"
+# What is in none of these is plotted by its name below them.
 CHARTS: dict[str, tuple[Chart, ...]] = {
     FIRST: (
         Chart("Reward", "mean, shaded: ± std", (
@@ -86,8 +87,6 @@ CHARTS: dict[str, tuple[Chart, ...]] = {
             Line("zero_gradient_groups", "equal rewards"), Line("all_min_groups", "all lowest"),
             Line("all_max_groups", "all highest"), Line("zero_gradient", "tokens")), ("no_learning_signal",),
               ((ZERO_GRADIENT_WARNING, "limit, less all highest"),)),
-        Chart("Dynamic sampling", "per rollout",
-              (Line("dropped_groups", "dropped groups"), Line("refill_rounds", "refill rounds"))),
         Chart("Unscored completions", "count", (Line("unscored", "unscored"),), ("unscored",)),
     ),
     "Policy": (
@@ -99,10 +98,7 @@ CHARTS: dict[str, tuple[Chart, ...]] = {
         Chart("First log-ratio", "largest, nats", (Line("log_ratio_first_max", "first update"),), ("first_ratio",)),
         Chart("KL per sequence", "nats", (Line("kl_sequence", "KL"),), ("kl_explosion",),
               ((KL_PER_SEQUENCE, "limit"),)),
-        Chart("KL to the old policy", "nats per token", (Line("approx_kl", "KL"),)),
         Chart("Loss", "near 0 by construction", (Line("loss", "loss"),), ("gradient_instability",)),
-        Chart("Learning rate", "", (Line("learning_rate", "rate"),)),
-        Chart("KL coefficient", "beta", (Line("beta", "beta"),)),
     ),
     "Completions": (
         Chart("Length", "tokens, shaded: shortest to longest", (
@@ -117,18 +113,14 @@ CHARTS: dict[str, tuple[Chart, ...]] = {
     "Rollouts against the model": (
         Chart("Mismatch", "mean |difference of logps|, nats",
               (Line("rollout_mismatch/mean", "mean"),), ("off_policy",), ((MISMATCH, "limit"),)),
-        Chart("Largest mismatch", "nats", (Line("rollout_mismatch/max", "max"),)),
         Chart("Importance weights", "mean weight; effective sample size, share",
               (Line("rollout_weight/mean", "weight"), Line("rollout_ess", "sample size")), ("off_policy",)),
-        Chart("Kept probability", "of truncated sampling", (Line("sampling_mask/kept_mass", "kept"),)),
     ),
     "Speed": (
         Chart("Tokens per second", "completion tokens", (Line("tokens_per_second", "tokens/s"),)),
         Chart("Seconds per step", "by part", (
             Line("seconds/rollout", "rollout"), Line("seconds/rewards", "rewards"), Line("seconds/update", "update")),
             ("slow_rewards",)),
-        Chart("Tokens so far", "completion tokens", (Line("num_tokens", "tokens"),)),
-        Chart("Epoch", "passes over the data", (Line("epoch", "epoch"),)),
     ),
 }  # fmt: skip
 NOT_PLOTTED = {"step", "rollout", "seconds", "completions/count"}
