@@ -40,90 +40,87 @@ HISTOGRAMS = 120
 Record = dict[str, Any]
 
 
-class Line(NamedTuple):
-    """A metric in a chart. band: keys of its lower and upper edge, or of its standard deviation alone."""
-
-    key: str
-    label: str
-    band: tuple[str, ...] = ()
-
-
 class Chart(NamedTuple):
-    """kinds: alarms whose episodes are shaded. thresholds: (value, label)."""
+    """lines: labels by metric. kinds: alarms whose episodes are shaded. thresholds: (value or None, label).
+    band: keys of the first line's lower and upper edge, or of its standard deviation alone."""
 
     title: str
     unit: str
-    lines: tuple[Line, ...]
+    lines: dict[str, str]
     kinds: tuple[str, ...] = ()
-    thresholds: tuple[tuple[float, str], ...] = ()
+    thresholds: tuple[tuple[float | None, str], ...] = ()
+    band: tuple[str, ...] = ()
     log: bool = False
 
 
 FIRST = "What matters first"
-# What is in none of these is plotted by its name below them.
-CHARTS: dict[str, tuple[Chart, ...]] = {
-    FIRST: (
-        Chart("Reward", "mean, shaded: ± std", (
-            Line("reward", "training", ("reward_std",)), Line("eval/reward", "held out")),
-              ("reward_hacking", "reward_outliers", "constant_reward")),
-        Chart("Held-out accuracy", "share of problems", (
-            Line("eval/pass_at_1", "pass@1"), Line("eval/pass_at_n", "pass@k"),
-            Line("eval/majority_at_k", "majority"), Line("eval/greedy", "greedy"))),
-        Chart("KL to the reference", "nats per token", (Line("kl", "KL"),), ("kl_explosion",),
-              ((KL_PER_TOKEN, "limit, with 10 per sequence"),)),
-        Chart("Entropy", "nats per token", (Line("entropy", "entropy"),), ("mode_collapse",),
-              ((ENTROPY, "limit, with repeated completions"),)),
-        Chart("Gradient norm", "before clipping, log scale", (Line("grad_norm", "norm"),), ("gradient_instability",),
-              log=True),
-    ),
-    "Rewards and advantages": (
-        Chart("Range of rewards", "shaded: lowest to highest",
-              (Line("reward", "mean", ("reward_min", "reward_max")),), ("reward_outliers",)),
-        Chart("Spread of rewards", "standard deviation",
-              (Line("reward_std", "all"), Line("reward_group_std", "within groups"))),
-        Chart("Advantages", "normalised rewards and their range", (
-            Line("advantage_mean", "mean", ("advantage_min", "advantage_max")), Line("advantage_std", "std"))),
-        Chart("Without gradient", "share of groups, and of tokens", (
-            Line("zero_gradient_groups", "equal rewards"), Line("all_min_groups", "all lowest"),
-            Line("all_max_groups", "all highest"), Line("zero_gradient", "tokens")), ("no_learning_signal",),
-              ((ZERO_GRADIENT_WARNING, "limit, less all highest"),)),
-        Chart("Unscored completions", "count", (Line("unscored", "unscored"),), ("unscored",)),
-    ),
-    "Policy": (
-        Chart("Clipped tokens", "share of tokens", (
-            Line("clip_ratio/region", "all"), Line("clip_ratio/low", "low"), Line("clip_ratio/high", "high"),
-            Line("cispo_clip_ratio", "CISPO")), ("clipping",), ((CLIPPED, "limit"),)),
-        Chart("Importance ratio", "shaded: lowest to highest",
-              (Line("ratio/mean", "mean", ("ratio/min", "ratio/max")),)),
-        Chart("First log-ratio", "largest, nats", (Line("log_ratio_first_max", "first update"),), ("first_ratio",)),
-        Chart("KL per sequence", "nats", (Line("kl_sequence", "KL"),), ("kl_explosion",),
-              ((KL_PER_SEQUENCE, "limit"),)),
-        Chart("Loss", "near 0 by construction", (Line("loss", "loss"),), ("gradient_instability",)),
-    ),
-    "Completions": (
-        Chart("Length", "tokens, shaded: shortest to longest", (
-            Line("completions/mean_length", "mean", ("completions/min_length", "completions/max_length")),
-            Line("eval/mean_length", "held out")), ("length_bias",)),
-        Chart("Truncated", "share of completions", (Line("completions/clipped_ratio", "no end"),), ("truncation",)),
-        Chart("Diversity", "distinct completions of a group, share",
-              (Line("completions/unique_ratio", "distinct"),), ("mode_collapse",)),
-        Chart("Held out", "reward", (
-            Line("eval/best_of_n", "best of N"), Line("eval/reward", "mean"), Line("eval/greedy_reward", "greedy"))),
-    ),
-    "Rollouts against the model": (
-        Chart("Mismatch", "mean |difference of logps|, nats",
-              (Line("rollout_mismatch/mean", "mean"),), ("off_policy",), ((MISMATCH, "limit"),)),
-        Chart("Importance weights", "mean weight; effective sample size, share",
-              (Line("rollout_weight/mean", "weight"), Line("rollout_ess", "sample size")), ("off_policy",)),
-    ),
-    "Speed": (
-        Chart("Tokens per second", "completion tokens", (Line("tokens_per_second", "tokens/s"),)),
-        Chart("Seconds per step", "by part", (
-            Line("seconds/rollout", "rollout"), Line("seconds/rewards", "rewards"), Line("seconds/update", "update")),
-            ("slow_rewards",)),
-    ),
-}  # fmt: skip
 NOT_PLOTTED = {"step", "rollout", "seconds", "completions/count"}
+
+
+def all_charts(evaluation: Record, config: Record) -> dict[str, tuple[Chart, ...]]:
+    """The charts in groups. What is in none of them is plotted by its name. evaluation: the first one."""
+    start, n = flat(evaluation) if evaluation else {}, evaluation.get("evaluation", {}).get("samples", "n")
+    k = max(map(int, start.get("eval/pass_at_k") or [1]))
+    return {
+        FIRST: (
+            Chart("Reward", "mean, shaded: ± std", {"reward": "training", "eval/reward": "held out"},
+                  ("reward_hacking", "reward_outliers", "constant_reward"), band=("reward_std",)),
+            Chart("Held-out accuracy", "share of problems",
+                  {"eval/pass_at_1": "pass@1", "eval/pass_at_n": f"pass@{k}", "eval/majority_at_k": f"majority@{n}",
+                   "eval/greedy": "greedy"}, (), ((start.get("eval/pass_at_n"), f"pass@{k} at the start"),)),
+            Chart("KL to the reference", "nats per token", {"kl": "KL"}, ("kl_explosion",),
+                  ((KL_PER_TOKEN, "limit, with 10 per sequence"),)),
+            Chart("Entropy", "nats per token", {"entropy": "entropy"}, ("mode_collapse",),
+                  ((ENTROPY, "limit, with repeated completions"),)),
+            Chart("Gradient norm", "before clipping, log scale", {"grad_norm": "norm"}, ("gradient_instability",),
+                  ((config.get("max_grad_norm"), "max_grad_norm"),), log=True),
+        ),
+        "Rewards and advantages": (
+            Chart("Range of rewards", "shaded: lowest to highest", {"reward": "mean"}, ("reward_outliers",),
+                  band=("reward_min", "reward_max")),
+            Chart("Spread of rewards", "standard deviation",
+                  {"reward_std": "all", "reward_group_std": "within groups"}),
+            Chart("Advantages", "normalised rewards and their range",
+                  {"advantage_mean": "mean", "advantage_std": "std"}, band=("advantage_min", "advantage_max")),
+            Chart("Without gradient", "share of groups, and of tokens",
+                  {"zero_gradient_groups": "equal rewards", "all_min_groups": "all lowest",
+                   "all_max_groups": "all highest", "zero_gradient": "tokens"}, ("no_learning_signal",),
+                  ((ZERO_GRADIENT_WARNING, "limit, less all highest"),)),
+            Chart("Unscored completions", "count", {"unscored": "unscored"}, ("unscored",)),
+        ),
+        "Policy": (
+            Chart("Clipped tokens", "share of tokens",
+                  {"clip_ratio/region": "all", "clip_ratio/low": "low", "clip_ratio/high": "high",
+                   "cispo_clip_ratio": "CISPO"}, ("clipping",), ((CLIPPED, "limit"),)),
+            Chart("Importance ratio", "shaded: lowest to highest", {"ratio/mean": "mean"},
+                  band=("ratio/min", "ratio/max")),
+            Chart("First log-ratio", "largest, nats", {"log_ratio_first_max": "first update"}, ("first_ratio",)),
+            Chart("KL per sequence", "nats", {"kl_sequence": "KL"}, ("kl_explosion",), ((KL_PER_SEQUENCE, "limit"),)),
+            Chart("Loss", "near 0 by construction", {"loss": "loss"}, ("gradient_instability",)),
+        ),
+        "Completions": (
+            Chart("Length", "tokens, shaded: shortest to longest",
+                  {"completions/mean_length": "mean", "eval/mean_length": "held out"}, ("length_bias",),
+                  band=("completions/min_length", "completions/max_length")),
+            Chart("Truncated", "share of completions", {"completions/clipped_ratio": "no end"}, ("truncation",)),
+            Chart("Diversity", "distinct completions of a group, share", {"completions/unique_ratio": "distinct"},
+                  ("mode_collapse",)),
+            Chart("Held out", "reward",
+                  {"eval/best_of_n": f"best of {n}", "eval/reward": "mean", "eval/greedy_reward": "greedy"}),
+        ),
+        "Rollouts against the model": (
+            Chart("Mismatch", "mean |difference of logps|, nats", {"rollout_mismatch/mean": "mean"}, ("off_policy",),
+                  ((MISMATCH, "limit"),)),
+            Chart("Importance weights", "mean weight; effective sample size, share",
+                  {"rollout_weight/mean": "weight", "rollout_ess": "sample size"}, ("off_policy",)),
+        ),
+        "Speed": (
+            Chart("Tokens per second", "completion tokens", {"tokens_per_second": "tokens/s"}),
+            Chart("Seconds per step", "by part",
+                  {"seconds/rollout": "rollout", "seconds/rewards": "rewards", "seconds/update": "update"},
+                  ("slow_rewards",)),
+        ),
+    }  # fmt: skip
 
 
 def run(argv: Sequence[str]) -> int:
@@ -342,49 +339,39 @@ def groups_of(
     series: dict[str, Any], histograms: list[Record], evaluations: list[Record], config: Record
 ) -> list[dict[str, Any]]:
     """The charts that have data, in groups; functions of the reward and metrics of the user are added."""
-    charts = {group: list(entries) for group, entries in CHARTS.items()}
+    charts = {group: list(entries) for group, entries in all_charts(next(iter(evaluations), {}), config).items()}
     names = [key.split("/")[1] for key in series if key.startswith("rewards/") and key.endswith("/mean")]
     charts["Rewards and advantages"] += [
-        Chart(f"Reward {name}", "shaded: ± std", (Line(f"rewards/{name}/mean", "mean", (f"rewards/{name}/std",)),))
+        Chart(f"Reward {name}", "shaded: ± std", {f"rewards/{name}/mean": "mean"}, band=(f"rewards/{name}/std",))
         for name in names
     ]
-    lines = [line for entries in charts.values() for chart in entries for line in chart.lines]
-    shown = {key for line in lines for key in (line.key, *line.band)}
+    shown = {key for entries in charts.values() for chart in entries for key in (*chart.lines, *chart.band)}
     rest = [key for key in series if key not in shown and not key.startswith("eval/")]
-    charts["Other metrics"] = [Chart(key, "", (Line(key, key),)) for key in rest]
+    charts["Other metrics"] = [Chart(key, "", {key: key}) for key in rest]
     result = []
     for group, entries in charts.items():
-        found = [show_chart(c, series, evaluations, config) for c in entries if any(x.key in series for x in c.lines)]
+        found = [show_chart(chart, series) for chart in entries if series.keys() & chart.lines]
         if group == "Rewards and advantages" and histograms:
-            distribution = Chart("Distribution of advantages", "share of completions, darker: more", ())
-            found.append(show_chart(distribution, series, [], {}) | {"columns": histograms})
+            distribution = Chart("Distribution of advantages", "share of completions, darker: more", {})
+            found.append(show_chart(distribution, series) | {"columns": histograms})
         if found or group == FIRST:
             result.append({"title": group, "charts": found})
     return result
 
 
-def show_chart(chart: Chart, series: dict[str, Any], evaluations: list[Record], config: Record) -> dict[str, Any]:
-    thresholds, labels = list(chart.thresholds), {}
-    if chart.title == "Gradient norm" and config.get("max_grad_norm"):
-        thresholds.append((float(config["max_grad_norm"]), "max_grad_norm"))
-    if evaluations:
-        first, n = flat(evaluations[0]), evaluations[0]["evaluation"].get("samples", "n")
-        k = max(map(int, first.get("eval/pass_at_k") or [1]))
-        labels = {
-            "eval/pass_at_n": f"pass@{k}",
-            "eval/majority_at_k": f"majority@{n}",
-            "eval/best_of_n": f"best of {n}",
-        }
-        if chart.title == "Held-out accuracy" and "eval/pass_at_n" in first:
-            thresholds.append((first["eval/pass_at_n"], f"pass@{k} at the start"))
-    return {
-        "title": chart.title, "unit": chart.unit, "kinds": chart.kinds, "log": chart.log,
+def show_chart(chart: Chart, series: dict[str, Any]) -> dict[str, Any]:
+    """A chart with the lines and thresholds that are known."""
+    band = [key for key in chart.band if key in series]
+    return chart._asdict() | {
         "lines": [
-            {"key": key, "label": labels.get(key, label), "band": band if all(edge in series for edge in band) else []}
-            for key, label, band in chart.lines if key in series
+            {"key": key, "label": label, "band": band if i == 0 else []}
+            for i, (key, label) in enumerate(chart.lines.items())
+            if key in series
         ],
-        "thresholds": [{"value": value, "label": label} for value, label in thresholds if math.isfinite(value)],
-    }  # fmt: skip
+        "thresholds": [
+            {"value": value, "label": label} for value, label in chart.thresholds if value and math.isfinite(value)
+        ],
+    }
 
 
 def histograms_of(records: list[Record]) -> list[dict[str, Any]]:
