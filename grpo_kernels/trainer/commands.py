@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import chain, count
 from pathlib import Path
-from typing import Any
 
 from accelerate.state import PartialState
 from accelerate.utils import broadcast_object_list
@@ -18,7 +17,7 @@ from ..benchmarks.machine import peak, restart_peak
 from . import RunError, evaluate, report
 from .arguments import ARITHMETIC_MODEL, TrainArguments, parse
 from .loop import Trainer
-from .ranks import on_cpu, zero_stage
+from .ranks import on_cpu
 from .rewards import SandboxUnavailable
 from .run import Run
 
@@ -87,9 +86,6 @@ def _one_step(run: Run) -> None:
     print(f"model      {model}, {processes} {'process' if processes == 1 else 'processes'}, {device}")
     print(f"data       {len(run.prompts):,} prompts, {len(run.held_out):,} held out")
     print(f"rewards    {', '.join(run.rewards.names) if run.rewards else 'those of the replayed rollouts'}")
-    print("memory     per process, without activations and logits:")
-    for name, size in _estimate(run).items():
-        print(f"           {size / MIB:10,.1f} MiB  {name}")
     before = restart_peak(device)
     trainer, begin = Trainer(run), time.perf_counter()
     run.log.start(0, {})
@@ -98,7 +94,8 @@ def _one_step(run: Run) -> None:
     trainer.update()
     print(f"one step   rollout {sampled - begin:.2f} s, update {time.perf_counter() - sampled:.2f} s")
     if before is not None:
-        print(f"           {(peak(device) - before) / MIB:10,.1f} MiB  more than before the step, at its peak")
+        more = (peak(device) - before) / MIB
+        print(f"memory     {before / MIB:,.1f} MiB per process before the step, {more:,.1f} MiB more at its peak")
     print(f"prompt     {shown.prompt!r}\ncompletion {run.sampler.text('', shown.ids)!r}, reward {shown.reward}")
     for name, meaning in (
         ("zero_gradient_groups", "of the groups have equal rewards: nothing is learned from them"),
@@ -106,22 +103,3 @@ def _one_step(run: Run) -> None:
     ):
         if share := trainer.progress.rollout_numbers[name]:
             print(f"note       {share:.0%} {meaning}")
-
-
-def _estimate(run: Run) -> dict[str, int]:
-    """Bytes per component on this rank. What the step needs beside them is measured."""
-
-    def local(parameter: Any) -> int:
-        found: int = (parameter.to_local() if hasattr(parameter, "to_local") else parameter).nbytes
-        return found
-
-    trained = sum(local(p) for p in run.policy.parameters() if p.requires_grad)
-    stage = zero_stage(run.accelerator)
-    part = trained // run.ranks.count if stage else trained
-    return {
-        "parameters": sum(local(p) for p in run.policy.parameters()),
-        "gradients": part if stage == 2 else trained,
-        "AdamW's two averages": 2 * part,
-        **({"DeepSpeed's own copy of what is trained": part} if stage else {}),
-        "reference policy": trained if run.reference else 0,
-    }

@@ -75,13 +75,9 @@ def evaluate(
     A completion is correct where its total reward is at least `correct_at`, by default 1 where all rewards are 0 or 1;
     an unscored one is not. Other rewards do not say what is correct: the accuracies are left out then. ks: of pass@k,
     default 1, 2, 4, ... up to num_samples. seed: of the samples; the same for each evaluation of a run, so that a
-    difference is the policy's.
-
-    Returns means over the problems: reward (total, of the samples), its standard error reward_error, greedy_reward and
-    best_of_n (the highest reward of a problem; N = num_samples), None where nothing was scored; the accuracies
-    pass_at_1, pass_at_k {"1": ...}, majority_at_k (k = num_samples) and greedy; mean_length of the samples in tokens;
-    the numbers of problems, samples (per problem) and unscored samples. Raises ValueError for a bad argument before any
-    work, RunError where a reward function fails for every completion.
+    difference is the policy's. Returns means over the problems, None where nothing was scored; the trainer's README
+    says what each is. Raises ValueError for numbers that are not possible, RunError where a reward function fails for
+    every completion.
     """
     ks = check_counts(num_samples, ks)
     repeated = [prompt for prompt in prompts for _ in range(num_samples)]
