@@ -42,7 +42,7 @@ Record = dict[str, Any]
 
 class Chart(NamedTuple):
     """lines: labels by metric. kinds: alarms whose episodes are shaded. thresholds: (value or None, label).
-    band: keys of the first line's lower and upper edge, or of its standard deviation alone."""
+    band: keys of the first line's lower and upper edge."""
 
     title: str
     unit: str
@@ -63,8 +63,8 @@ def all_charts(evaluation: Record, config: Record) -> dict[str, tuple[Chart, ...
     k = max(map(int, start.get("eval/pass_at_k") or [1]))
     return {
         FIRST: (
-            Chart("Reward", "mean, shaded: ± std", {"reward": "training", "eval/reward": "held out"},
-                  ("reward_hacking", "reward_outliers", "constant_reward"), band=("reward_std",)),
+            Chart("Reward", "mean", {"reward": "training", "eval/reward": "held out"},
+                  ("reward_hacking", "reward_outliers", "constant_reward")),
             Chart("Held-out accuracy", "share of problems",
                   {"eval/pass_at_1": "pass@1", "eval/pass_at_n": f"pass@{k}", "eval/majority_at_k": f"majority@{n}",
                    "eval/greedy": "greedy"}, (), ((start.get("eval/pass_at_n"), f"pass@{k} at the start"),)),
@@ -342,8 +342,7 @@ def groups_of(
     charts = {group: list(entries) for group, entries in all_charts(next(iter(evaluations), {}), config).items()}
     names = [key.split("/")[1] for key in series if key.startswith("rewards/") and key.endswith("/mean")]
     charts["Rewards and advantages"] += [
-        Chart(f"Reward {name}", "shaded: ± std", {f"rewards/{name}/mean": "mean"}, band=(f"rewards/{name}/std",))
-        for name in names
+        Chart(f"Reward {name}", "", {f"rewards/{name}/mean": "mean", f"rewards/{name}/std": "std"}) for name in names
     ]
     shown = {key for entries in charts.values() for chart in entries for key in (*chart.lines, *chart.band)}
     rest = [key for key in series if key not in shown and not key.startswith("eval/")]
@@ -361,10 +360,9 @@ def groups_of(
 
 def show_chart(chart: Chart, series: dict[str, Any]) -> dict[str, Any]:
     """A chart with the lines and thresholds that are known."""
-    band = [key for key in chart.band if key in series]
     return chart._asdict() | {
         "lines": [
-            {"key": key, "label": label, "band": band if i == 0 else []}
+            {"key": key, "label": label, "band": chart.band if i == 0 and series.keys() >= {*chart.band} else []}
             for i, (key, label) in enumerate(chart.lines.items())
             if key in series
         ],
