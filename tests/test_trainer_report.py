@@ -115,12 +115,13 @@ def test_a_broken_last_line_and_a_step_that_is_there_twice(tmp_path):
     ]
 
 
-def test_an_empty_folder(tmp_path):
+def test_a_run_without_a_step(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
     data = page_data(write_report(tmp_path))
     assert (data["state"], data["sentence"], data["series"]) == ("empty", "No step is logged yet.", {})
     assert data["notes"] == ["There is no log.jsonl.", "There is no samples.jsonl."]
     assert data["tiles"][0] == {"label": "Held-out reward", "value": "–", "before": ""}  # not pass@1
-    assert os.listdir(tmp_path) == ["report.html"]
+    assert sorted(os.listdir(tmp_path)) == ["config.json", "report.html"]
 
 
 def test_values_that_are_not_finite_and_samples_of_steps_with_an_alarm(tmp_path):

@@ -34,7 +34,7 @@ from .monitor import (
 
 TEMPLATE = Path(__file__).with_name("report.html")
 POINTS = 100_000  # values of all series together; longer series are thinned
-SAMPLE_STEPS, SAMPLES_PER_STEP, SAMPLE_BYTES = 40, 8, 600_000
+SAMPLE_STEPS, SAMPLES_PER_STEP, SAMPLE_LENGTH = 40, 8, 2000
 HISTOGRAMS = 120
 
 Record = dict[str, Any]
@@ -131,8 +131,6 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("folder", metavar="DIR", type=Path, help="output folder of a run, which may be running")
     folder = parser.parse_args(argv).folder
     try:
-        if folder.is_dir() and not any((folder / name).exists() for name in ("config.json", "log.jsonl")):
-            raise ValueError(f"{folder} holds neither config.json nor log.jsonl; expected the output folder of a run")
         print(write_report(folder))
     except (ValueError, OSError) as error:
         print(f"grpo-kernels report: {error}", file=sys.stderr)
@@ -144,11 +142,11 @@ def write_report(folder: str | Path) -> Path:
     """Write `report.html` into the output folder of a run and return its path.
 
     A run that goes on, a broken last line and missing files are no errors: the report says what it found. Raises
-    ValueError where `folder` is not a folder.
+    ValueError where `folder` holds none of a run.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder; expected the output folder of a run")
+    if not any((folder / name).exists() for name in ("config.json", "log.jsonl")):
+        raise ValueError(f"{folder} holds neither config.json nor log.jsonl; expected the output folder of a run")
     # "<" would end the script element, as in "</script>"; a completion may hold anything.
     data = json.dumps(collect(folder), allow_nan=False, separators=(",", ":"), ensure_ascii=False).replace(
         "<", "\\u003c"
@@ -393,28 +391,23 @@ def pick(items: Sequence[Any], count: int) -> list[Any]:
 
 
 def samples_of(rows: list[Record], alarms: Iterable[int]) -> dict[str, Any]:
-    """Completions at up to `SAMPLE_STEPS` steps, those where an alarm began among them; long texts lose their middle,
-    so that all of it fits `SAMPLE_BYTES`."""
+    """Completions at up to `SAMPLE_STEPS` steps, those where an alarm began among them."""
     by_step: dict[int, list[Record]] = {}
     for row in rows:
         by_step.setdefault(row["step"], []).append(row)
     steps = sorted(by_step)
     chosen = {step for step in list(dict.fromkeys(alarms))[: SAMPLE_STEPS // 4] if step in by_step}
     chosen |= set(pick(steps, SAMPLE_STEPS - len(chosen)))
-    for limit in (4000, 2000, 1000, 500, 250, 100):
-        found = [
-            {"step": step, "rows": [show_sample(row, limit) for row in by_step[step][:SAMPLES_PER_STEP]]}
-            for step in sorted(chosen)
-        ]
-        if len(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace")) <= SAMPLE_BYTES:
-            break
+    found = [
+        {"step": step, "rows": list(map(show_sample, by_step[step][:SAMPLES_PER_STEP]))} for step in sorted(chosen)
+    ]
     return {"steps": found, "of": len(steps)}
 
 
-def show_sample(row: Record, limit: int) -> dict[str, Any]:
+def show_sample(row: Record) -> dict[str, Any]:
     return {
-        "prompt": shorten(row.get("prompt"), limit),
-        "completion": shorten(row.get("completion"), limit),
+        "prompt": shorten(row.get("prompt")),
+        "completion": shorten(row.get("completion")),
         "reward": finite(row.get("reward")),
         "advantage": finite(row.get("advantage")),
         "rewards": {name: finite(value) for name, value in row.get("rewards", {}).items()},
@@ -422,15 +415,14 @@ def show_sample(row: Record, limit: int) -> dict[str, Any]:
     }
 
 
-def shorten(text: Any, limit: int) -> str:
-    """Messages become lines "role: content"."""
+def shorten(text: Any) -> str:
+    """Messages become lines "role: content"; long texts lose their middle."""
     if isinstance(text, list):
         text = "\n".join(f"{m.get('role')}: {m.get('content')}" if isinstance(m, dict) else str(m) for m in text)
-    text = "" if text is None else str(text)
-    if len(text) <= limit:
+    text, half = str(text or ""), SAMPLE_LENGTH // 2
+    if len(text) <= SAMPLE_LENGTH:
         return text
-    head = limit * 2 // 3
-    return f"{text[:head]} […{len(text) - limit:,} characters left out…] {text[head - limit :]}"
+    return f"{text[:half]} […{len(text) - SAMPLE_LENGTH:,} characters left out…] {text[-half:]}"
 
 
 def finite(value: Any) -> float | None:
