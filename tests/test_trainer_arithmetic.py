@@ -27,8 +27,6 @@ def test_each_id_decodes_to_a_text_of_its_own(tmp_path):
         texts = [words.decode([4, i, 8], skip_special_tokens=True) for i in range(40)]
         assert len(set(texts)) == 40 and texts[arithmetic.EOS_ID] == "37"  # no other id vanishes
         assert words("3 7x\n")["input_ids"] == [4, 13, 8, 13, 13]  # "?": seen, not dropped
-    with pytest.raises(ValueError, match="vocab_size=13; the arithmetic task needs at least 14"):
-        arithmetic.tokenizer(13)
 
 
 def test_problems_are_all_sums_in_two_disjoint_parts():
@@ -64,17 +62,6 @@ def test_the_same_seed_gives_the_same_bits_whatever_the_global_generator(tmp_pat
     assert small(tmp_path / "b") == first
     assert small(tmp_path / "c", seed=1) != first
     assert [x.name for x in tmp_path.iterdir() if x.name.startswith(".")] == []
-
-
-def test_a_folder_with_something_in_it_stays_as_it_is(tmp_path):
-    (tmp_path / "empty").mkdir()
-    small(tmp_path / "empty")
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "note").write_text("mine")
-    for taken in (tmp_path / "full", tmp_path / "full" / "note"):
-        with pytest.raises(ValueError, match="exists; expected an absent or an empty folder"):
-            arithmetic.start_model(taken, seed=0, quiet=True)
-    assert [x.name for x in (tmp_path / "full").iterdir()] == ["note"]
 
 
 @pytest.mark.slow

@@ -229,9 +229,3 @@ def test_the_order_visits_each_prompt_once_an_epoch_however_it_is_taken():
     # Seed s, epoch e is not seed s + 1, epoch e - 1, as where the seed of an epoch is a sum.
     orders = Counter(tuple(take(20, 20 * epoch, 20, seed)) for seed in range(10) for epoch in range(10))
     assert max(orders.values()) == 1
-
-
-@pytest.mark.parametrize("numbers", [(0, 0, 1), (3, -1, 1)])
-def test_bad_positions_raise(numbers):
-    with pytest.raises(ValueError, match="num_prompts="):
-        take(*numbers, seed=0)

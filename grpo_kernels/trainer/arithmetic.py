@@ -41,8 +41,6 @@ def tokenizer(vocab_size: int = 2048) -> PreTrainedTokenizerFast:
     is no padding id that could vanish from the middle of a decoded completion.
     """
     used = [EOS, *CHARACTERS, "?"]
-    if vocab_size < len(used):
-        raise ValueError(f"vocab_size={vocab_size}; the arithmetic task needs at least {len(used)}")
     tokens = [*used, *(f"<unused{i}>" for i in range(len(used), vocab_size))]
     made = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="?"))
     made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -62,14 +60,11 @@ def start_model(
     max_steps: int = WARMUP_STEPS,
     quiet: bool = False,
 ) -> None:
-    """Make a model and its tokenizer, warm the model up, and save both into `folder`, which must be absent or empty.
+    """Make a model and its tokenizer, warm the model up, and save both into `folder`.
 
     The folder appears when it is complete. The same seed gives the same bits (on one machine, with the same number of
     threads); the global random numbers stay as they are.
     """
-    folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"folder={str(folder)!r} exists; expected an absent or an empty folder")
     words = tokenizer(vocab_size)
     config = LlamaConfig(  # most of the ids never occur, but every softmax runs over them, as over a real vocabulary
         vocab_size=vocab_size, hidden_size=hidden_size, intermediate_size=2 * hidden_size, num_attention_heads=4,
@@ -82,7 +77,7 @@ def start_model(
         model = LlamaForCausalLM(config).float()
         _warm_up(model, words, seed, max_steps=max_steps, quiet=quiet)
     transformers_logging.disable_progress_bar()  # one per file that is written
-    write_atomically(folder, lambda partial: (model.save_pretrained(partial), words.save_pretrained(partial)))
+    write_atomically(Path(folder), lambda partial: (model.save_pretrained(partial), words.save_pretrained(partial)))
 
 
 def careless_answer(prompt: str) -> str:

@@ -9,22 +9,19 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import chain, count
 from pathlib import Path
-from typing import Any
 
 from accelerate.state import PartialState
 from accelerate.utils import broadcast_object_list
 
 from ..benchmarks.machine import peak, restart_peak
-from ..engine.memory import chunk_sizes, default_logits_dtype
 from . import RunError, evaluate, report
 from .arguments import ARITHMETIC_MODEL, TrainArguments, parse
 from .loop import Trainer
-from .ranks import on_cpu, zero_stage
+from .ranks import on_cpu
 from .rewards import SandboxUnavailable
 from .run import Run
 
 MIB = 2**20
-EAGER_COPIES = 3  # of the logits: log-softmax, its gradient and that of the logits are held at once
 
 
 def train(argv: Sequence[str], command: str = "train") -> int:
@@ -89,9 +86,6 @@ def _one_step(run: Run) -> None:
     print(f"model      {model}, {processes} {'process' if processes == 1 else 'processes'}, {device}")
     print(f"data       {len(run.prompts):,} prompts, {len(run.held_out):,} held out")
     print(f"rewards    {', '.join(run.rewards.names) if run.rewards else 'those of the replayed rollouts'}")
-    print("memory     per process, without activations:")
-    for name, size in _estimate(run).items():
-        print(f"           {size / MIB:10,.1f} MiB  {name}")
     before = restart_peak(device)
     trainer, begin = Trainer(run), time.perf_counter()
     run.log.start(0, {})
@@ -100,7 +94,8 @@ def _one_step(run: Run) -> None:
     trainer.update()
     print(f"one step   rollout {sampled - begin:.2f} s, update {time.perf_counter() - sampled:.2f} s")
     if before is not None:
-        print(f"           {(peak(device) - before) / MIB:10,.1f} MiB  more than before the step, at its peak")
+        more = (peak(device) - before) / MIB
+        print(f"memory     {before / MIB:,.1f} MiB per process before the step, {more:,.1f} MiB more at its peak")
     print(f"prompt     {shown.prompt!r}\ncompletion {run.sampler.text('', shown.ids)!r}, reward {shown.reward}")
     for name, meaning in (
         ("zero_gradient_groups", "of the groups have equal rewards: nothing is learned from them"),
@@ -108,38 +103,3 @@ def _one_step(run: Run) -> None:
     ):
         if share := trainer.progress.rollout_numbers[name]:
             print(f"note       {share:.0%} {meaning}")
-
-
-def _estimate(run: Run) -> dict[str, int]:
-    """Bytes per component on this rank. Activations, which depend on the model's code, are not among them."""
-
-    def local(parameter: Any) -> int:
-        found: int = (parameter.to_local() if hasattr(parameter, "to_local") else parameter).nbytes
-        return found
-
-    a, head = run.arguments, run.bare_policy.lm.get_output_embeddings().weight
-    trained = sum(local(p) for p in run.policy.parameters() if p.requires_grad)
-    stage = zero_stage(run.accelerator)
-    part = trained // run.ranks.count if stage else trained
-    tokens = a.per_device_train_batch_size * a.max_completion_length
-    device, wants = run.accelerator.device, (True, head.requires_grad, False)
-    dtypes = default_logits_dtype(head.dtype, device), head.dtype
-    config = a.loss_config()
-    chunk = chunk_sizes(tokens, (head.shape[0], head.shape[1]), *dtypes, device, wants, config.chunk_rows)
-    fused = chunk.scratch_bytes(head.shape[0], *dtypes)
-    sequences = config.importance_sampling_level != "token" or config.off_policy_mask_threshold is not None
-    if sequences or config.surrogate == "vespo":  # all logits of a sequence before its gradients
-        fused = max(fused, chunk.packed_rows(a.max_completion_length) * head.shape[0] * dtypes[0].itemsize)
-    logits = {
-        "fused": fused,
-        "eager": EAGER_COPIES * tokens * head.shape[0] * 4,
-    }
-    other = "eager" if a.loss == "fused" else "fused"
-    return {
-        "parameters": sum(local(p) for p in run.policy.parameters()),
-        "gradients": part if stage == 2 else trained,
-        "AdamW's two averages": 2 * part,
-        **({"DeepSpeed's own copy of what is trained": part} if stage else {}),
-        "reference policy": trained if a.beta else 0,
-        f"logits of the {a.loss} loss, at most (--loss {other}: {logits[other] / MIB:,.1f})": logits[a.loss],
-    }

@@ -109,8 +109,6 @@ def take(num_prompts: int, position: int, count: int, seed: int, *, shuffle: boo
     Each epoch is a permutation of its own, made from (seed, epoch); without `shuffle`, it is 0, ..., num_prompts - 1.
     A function of its arguments alone: a run that resumes needs no more than its position.
     """
-    if num_prompts < 1 or position < 0 or count < 0:
-        raise ValueError(f"num_prompts={num_prompts}, position={position}, count={count}; expected >= 1, >= 0, >= 0")
     epochs = (divmod(i, num_prompts) for i in range(position, position + count))
     return [_permutation(num_prompts, epoch, seed)[i] if shuffle else i for epoch, i in epochs]
 

@@ -8,10 +8,10 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from tqdm import tqdm
@@ -21,6 +21,7 @@ from .arguments import TrainArguments
 from .data import Prompt, is_one_split
 from .model import Policy, load_model, load_tokenizer
 from .ranks import Ranks, Signals
+from .report import read_object
 from .rewards import Rewards
 from .rewards.answers import TAGGED, final_number, reply
 from .rollout import Sampler, eos_ids
@@ -29,11 +30,8 @@ from .run import load_data, make_rewards
 ACCURACIES = ("pass_at_1", "pass_at_k", "majority_at_k", "greedy")  # known where a reward says what is correct
 
 
-class Sample(Protocol):
-    """A completion for each prompt: its ids and its text. A function of its arguments: no other random state is read or
-    changed."""
-
-    def __call__(self, prompts: list[list[int]], *, greedy: bool, seed: int) -> Sequence[tuple[list[int], str]]: ...
+# sample(prompts, greedy=, seed=): ids and text of a completion for each prompt, a function of these arguments alone.
+Sample: TypeAlias = "Callable[..., Sequence[tuple[list[int], str]]]"
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
@@ -77,17 +75,11 @@ def evaluate(
     A completion is correct where its total reward is at least `correct_at`, by default 1 where all rewards are 0 or 1;
     an unscored one is not. Other rewards do not say what is correct: the accuracies are left out then. ks: of pass@k,
     default 1, 2, 4, ... up to num_samples. seed: of the samples; the same for each evaluation of a run, so that a
-    difference is the policy's.
-
-    Returns means over the problems: reward (total, of the samples), its standard error reward_error, greedy_reward and
-    best_of_n (the highest reward of a problem; N = num_samples), None where nothing was scored; the accuracies
-    pass_at_1, pass_at_k {"1": ...}, majority_at_k (k = num_samples) and greedy; mean_length of the samples in tokens;
-    the numbers of problems, samples (per problem) and unscored samples. Raises ValueError for a bad argument before any
-    work, RunError where a reward function fails for every completion.
+    difference is the policy's. Returns means over the problems, None where nothing was scored; the trainer's README
+    says what each is. Raises ValueError for numbers that are not possible, RunError where a reward function fails for
+    every completion.
     """
     ks = check_counts(num_samples, ks)
-    if not prompts:
-        raise ValueError("prompts is empty; expected at least one held-out prompt")
     repeated = [prompt for prompt in prompts for _ in range(num_samples)]
     totals, texts, lengths = _score(sample, repeated, rewards, greedy=False, seed=seed, step=step)
     greedy, _, _ = _score(sample, prompts, rewards, greedy=True, seed=seed, step=step)
@@ -140,30 +132,27 @@ def _score(
 ) -> tuple[list[float], list[str], list[int]]:
     """Total rewards, texts and lengths of one completion of each prompt."""
     drawn = sample([prompt.ids for prompt in prompts], greedy=greedy, seed=seed)
-    if len(drawn) != len(prompts):
-        raise ValueError(f"sample returned {len(drawn)} completions; expected {len(prompts)}, one for each prompt")
-    columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in prompts[0].columns}
     batch = rewards.score(
         prompts=[prompt.prompt for prompt in prompts],
         completions=[reply(prompt.prompt, text) for prompt, (_, text) in zip(prompts, drawn, strict=True)],
         completion_ids=[ids for ids, _ in drawn],
-        columns=columns,
+        columns={name: [prompt.columns.get(name) for prompt in prompts] for name in prompts[0].columns},
         step=step,
     )
     if batch.fatal is not None:
-        name, message = batch.fatal.name, batch.fatal.message
-        raise RunError(
-            f"reward {name} failed for every completion of the evaluation: {message}\n{batch.fatal.traceback}"
-        )
+        name, _, message, traceback = batch.fatal
+        raise RunError(f"reward {name} failed for every completion of the evaluation: {message}\n{traceback}")
     return batch.total.tolist(), [text for _, text in drawn], [len(ids) for ids, _ in drawn]
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
 
-# Options of `grpo-kernels train` that replace those of the run.
-OPTIONS_OF_RUN: dict[str, dict[str, Any]] = {
-    "dataset_test_split": {}, "prompt_column": {}, "answer_column": {}, "system_prompt": {},
-    "reward_funcs": {"nargs": "+"}, "max_completion_length": {"type": int}, "temperature": {"type": float},
+# Options that stand for those of the run: the field of TrainArguments, and how it is read.
+OPTIONS_OF_RUN: dict[str, tuple[str, dict[str, Any]]] = {
+    "dataset_name": ("eval_dataset_name", {}), "correct_at": ("correct_at", {"type": float}),
+    "reward_funcs": ("reward_funcs", {"nargs": "+"}), "temperature": ("temperature", {"type": float}),
+    "max_completion_length": ("max_completion_length", {"type": int}),
+    **{name: (name, {}) for name in ("dataset_test_split", "prompt_column", "answer_column", "system_prompt")},
 }  # fmt: skip
 LEAST = {"max_completion_length": 1, "max_prompts": 1, "temperature": 0, "correct_at": -math.inf}
 
@@ -174,13 +163,9 @@ def run(argv: Sequence[str]) -> int:
     options = parser().parse_args(list(argv))
     try:
         check_options(options)
-        model, config = resolve(options)
-        correct_at = config.get("correct_at") if options.correct_at is None else options.correct_at
-        sample, prompts, rewards = load(model, config, options)
-        result = evaluate(
-            sample, prompts, rewards, num_samples=options.num_samples, ks=options.ks, seed=options.seed,
-            correct_at=correct_at,
-        )  # fmt: skip
+        model, a = resolve(options)
+        numbers = {"num_samples": options.num_samples, "ks": options.ks, "seed": options.seed}
+        result = evaluate(*load(model, a), **numbers, correct_at=a.correct_at)
     except (ValueError, ImportError, OSError) as error:
         print(f"grpo-kernels evaluate: {error}", file=sys.stderr)
         return 2
@@ -188,36 +173,6 @@ def run(argv: Sequence[str]) -> int:
     if options.output:
         options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0
-
-
-def load(model: str, config: dict[str, Any], options: argparse.Namespace) -> tuple[Sample, list[Prompt], Rewards]:
-    """Sampler, held-out prompts and rewards: those of the run, as far as the command has none of its own."""
-    known = {name: value for name, value in config.items() if name in TrainArguments.__dataclass_fields__}
-    known |= {name: value for name in OPTIONS_OF_RUN if (value := getattr(options, name)) is not None}
-    if options.dataset_name is not None:
-        known["eval_dataset_name"] = options.dataset_name
-    a = TrainArguments(**known)
-    if options.dataset_test_split is not None and is_one_split(a.held_out_name):
-        raise ValueError(f"dataset_test_split={a.dataset_test_split!r}: {a.held_out_name} is one split")
-    a.use_peft = a.gradient_checkpointing = False  # transformers finds an adapter in the folder, and its base
-    a.eval_max_prompts = options.max_prompts
-    tokenizer, lm = load_tokenizer(model, a), load_model(model, a)
-    lm.to("cuda" if torch.cuda.is_available() and not a.use_cpu else "cpu")
-    held_out = load_data(a, tokenizer, lm, held_out=True)
-    if not held_out:
-        raise ValueError("there are no held-out prompts; expected --dataset-name")
-    rewards = make_rewards(a, [], held_out)
-    if rewards is None:
-        raise ValueError("reward_funcs is empty; expected names of built-in rewards, or module:function")
-    ranks = Ranks(use_cpu=a.use_cpu)
-    bar = tqdm(desc="evaluation", disable=None, leave=False, dynamic_ncols=True)
-
-    def progress(done: int, total: int) -> None:
-        bar.total, bar.n = total, done
-        bar.refresh()
-
-    sampler = Sampler(Policy(lm), tokenizer, a, eos_ids(lm, tokenizer), ranks, Signals(ranks), progress)
-    return sampler.for_evaluation, held_out, rewards
 
 
 def parser() -> argparse.ArgumentParser:
@@ -230,11 +185,8 @@ def parser() -> argparse.ArgumentParser:
     add("--num-samples", type=int, default=4, help="completions per problem (default: 4)")
     add("--ks", type=int, nargs="+", help="k of pass@k (default: 1, 2, 4, ... up to the samples)")
     add("--seed", type=int, default=0, help="of the samples (default: 0)")
-    text = "total reward from which a completion is correct (default: the run's, else 1 where all rewards are 0 or 1)"
-    add("--correct-at", type=float, help=text)
-    add("--dataset-name", help="a file, a folder or a name of datasets, as for train (default: the run's)")
-    for name, how in OPTIONS_OF_RUN.items():
-        text = TrainArguments.__dataclass_fields__[name].metadata["help"]
+    for name, (field, how) in OPTIONS_OF_RUN.items():
+        text = TrainArguments.__dataclass_fields__[field].metadata["help"]
         add(f"--{name.replace('_', '-')}", help=f"{text} (default: the run's)", **how)
     add("--max-prompts", type=int, help="the first so many problems (default: all)")
     add("--output", type=Path, help="a file for the numbers as JSON")
@@ -248,51 +200,63 @@ def check_options(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and not least <= value < math.inf:
             raise ValueError(f"{name}={value}; expected {'a number' if least < 0 else f'at least {least}'}")
-    if options.output is not None and not options.output.absolute().parent.is_dir():
-        raise ValueError(f"output={options.output}: there is no folder {options.output.parent}")
-    if options.output is not None and options.output.is_dir():
-        raise ValueError(f"output={options.output} is a folder; expected a file")
+    if options.output is not None and (options.output.is_dir() or not options.output.absolute().parent.is_dir()):
+        raise ValueError(f"output={options.output}; expected a file, in a folder that exists")
 
 
-def config_of_run(folder: Path) -> dict[str, Any]:
-    """The config.json of a run; {} where there is none: that of a model has no output_dir."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        return config if "output_dir" in config else {}
-    except (OSError, ValueError, TypeError):  # there is none, or it is damaged
-        return {}
-
-
-def resolve(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    """Folder or name of the model, and the configuration of its run, {} without one. A folder with config.json and
+def resolve(options: argparse.Namespace) -> tuple[str, TrainArguments]:
+    """Folder or name of the model, and the options of its run with those of the command. A folder with config.json and
     model/ is a run; a folder in one, such as checkpoint-100, takes the run's configuration; anything else is a model.
-
-    Raises:
-        ValueError: a run without its final model, or a model without the options that a run's configuration gives.
     """
-    folder = Path(options.target)
-    for run_folder in (folder, folder.parent) if folder.is_dir() else ():
-        if config := config_of_run(run_folder):
+    folder, model, known = Path(options.target), Path(options.target), {}
+    for run_folder in (folder.parent, folder) if folder.is_dir() else ():
+        config = read_object(run_folder / "config.json", [])
+        if "output_dir" in config:  # that of a model has none
+            known = {name: value for name, value in config.items() if name in TrainArguments.__dataclass_fields__}
             model = folder / "model" if run_folder == folder else folder
-            if not model.is_dir():
-                raise ValueError(f"{folder} holds no final model ({model}); evaluate one of its checkpoints instead")
-            return str(model), config
-    if not options.dataset_name or not options.reward_funcs:
+    if known and not model.is_dir():
+        raise ValueError(f"{folder} holds no final model ({model}); evaluate one of its checkpoints instead")
+    if not known and not (options.dataset_name and options.reward_funcs):
         raise ValueError(
             f"{options.target} is not the output folder of a run; a model needs --dataset-name and --reward-funcs"
         )
-    return options.target, {}
+    for name, (field, _) in OPTIONS_OF_RUN.items():
+        if (value := getattr(options, name)) is not None:
+            known[field] = value
+    # transformers finds an adapter in the folder, and its base
+    known |= {"use_peft": False, "gradient_checkpointing": False, "eval_max_prompts": options.max_prompts}
+    a = TrainArguments(**known)
+    if options.dataset_test_split is not None and is_one_split(a.held_out_name):
+        raise ValueError(f"dataset_test_split={a.dataset_test_split!r}: {a.held_out_name} is one split")
+    return str(model) if model.is_dir() else options.target, a
+
+
+def load(model: str, a: TrainArguments) -> tuple[Sample, list[Prompt], Rewards]:
+    """Sampler, held-out prompts and rewards."""
+    tokenizer, lm = load_tokenizer(model, a), load_model(model, a)
+    lm.to("cuda" if torch.cuda.is_available() and not a.use_cpu else "cpu")
+    held_out = load_data(a, tokenizer, lm, held_out=True)
+    if not held_out:
+        raise ValueError("there are no held-out prompts; expected --dataset-name")
+    rewards = make_rewards(a, [], held_out)
+    if rewards is None:
+        raise ValueError("reward_funcs is empty; expected names of built-in rewards, or module:function")
+    bar, ranks = tqdm(desc="evaluation", disable=None, leave=False, dynamic_ncols=True), Ranks(use_cpu=a.use_cpu)
+
+    def progress(done: int, total: int) -> None:
+        bar.set_description(f"evaluation, {done:,}/{total:,}")
+
+    sampler = Sampler(Policy(lm), tokenizer, a, eos_ids(lm, tokenizer), ranks, Signals(ranks), progress)
+    return sampler.for_evaluation, held_out, rewards
 
 
 def table(result: dict[str, Any]) -> str:
     """The numbers of `evaluate` for a terminal."""
     n = result["samples"]
-    rows = [("reward", result["reward"]), ("greedy reward", result["greedy_reward"])]
-    rows += [(f"best of {n}", result["best_of_n"])]
-    if "pass_at_k" in result:
-        rows += [(f"pass@{k}", value) for k, value in result["pass_at_k"].items()]
-        rows += [(f"majority@{n}", result["majority_at_k"]), ("greedy", result["greedy"])]
-    lines = [f"{name:>14}  {value:.4f}" for name, value in rows if value is not None]
+    rows = {"reward": result["reward"], "greedy reward": result["greedy_reward"], f"best of {n}": result["best_of_n"]}
+    rows |= {f"pass@{k}": value for k, value in result.get("pass_at_k", {}).items()}
+    rows |= {f"majority@{n}": result.get("majority_at_k"), "greedy": result.get("greedy")}
+    lines = [f"{name:>14}  {value:.4f}" for name, value in rows.items() if value is not None]
     if "pass_at_k" not in result:
         lines.append("no pass@k: rewards other than 0 and 1 do not say what is correct (--correct-at does)")
     unscored = f", {result['unscored']} unscored" if result["unscored"] else ""

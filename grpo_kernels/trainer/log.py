@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,26 +42,20 @@ class RunLog:
         What a loss of power has damaged is left out, with a warning."""
         for name, path in self.paths.items():
             path.touch()
-            size = sizes.get(name, 0)
-            if (missing := size - path.stat().st_size) > 0:
+            written, size = path.read_bytes(), sizes.get(name, 0)
+            if (missing := size - len(written)) > 0:
                 self.say(f"{path} is {missing:,} bytes shorter than at step {step}: records of steps are lost")
-            else:
-                os.truncate(path, size)
-            self._drop_unreadable(path)
+            lines = written[:size].splitlines()
+            whole = [line for line in lines if _is_record(line)]
+            if len(whole) < len(lines):
+                self.say(f"{path}: {len(lines) - len(whole)} of {len(lines):,} lines cannot be read and are left out")
+            if written != (text := b"".join(line + b"\n" for line in whole)):
+                write_text(path, text.decode())
         if self.writes:
             for line in self.paths[LOG].read_text().splitlines():
                 self.monitor.update(json.loads(line))
         self.bar.n = step
         self.bar.refresh()
-
-    def _drop_unreadable(self, path: Path) -> None:
-        written = path.read_bytes()
-        lines = written.splitlines()
-        whole = [line for line in lines if _is_record(line)]
-        if len(whole) < len(lines):
-            self.say(f"{path}: {len(lines) - len(whole)} of {len(lines):,} lines cannot be read and are left out")
-        if written != (text := b"".join(line + b"\n" for line in whole)):
-            write_text(path, text.decode())
 
     def sizes(self) -> dict[str, int]:
         """Bytes of the files, which are on the disk then: a checkpoint counts on them."""

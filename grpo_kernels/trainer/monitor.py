@@ -37,25 +37,16 @@ CLIPPED, CLIPPED_KL = 0.2, 0.01  # share of tokens; nats per token to the old po
 PER_UPDATE = ("grad_norm", "clip_ratio/region", "cispo_clip_ratio", "approx_kl")
 
 Record = dict[str, Any]
+Finding = tuple[str, str]  # severity; what was seen, a sentence
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """kind: a key of `KINDS`; severity: "warning" or "critical"; message: what was seen, the threshold, what to do;
-    value and threshold: the two numbers (value is NaN or infinite where that is the finding)."""
+    """kind: a key of `KINDS`; severity: "warning" or "critical"; message: what was seen, the threshold, what to do."""
 
     kind: str
     severity: str
     message: str
-    value: float
-    threshold: float
-
-
-class Finding(NamedTuple):
-    severity: str
-    seen: str
-    value: float
-    threshold: float
 
 
 class History:
@@ -143,7 +134,7 @@ def rule(severity: str, value: Value, threshold: float, seen: str, *, below: boo
         found = value(history, record)
         if found is None or (found >= threshold if below else found <= threshold):
             return None
-        return Finding(severity, seen.format_map({**record, "value": found, "threshold": threshold}), found, threshold)
+        return severity, seen.format_map({**record, "value": found, "threshold": threshold})
 
     return check
 
@@ -196,7 +187,7 @@ def reward_hacking(history: History, record: Record) -> Finding | None:
         f"The training reward rose by {rise:.3g} (threshold {threshold:.3g}) while the held-out reward went from "
         f"{earlier[0]:.3g} to {reward:.3g} ({problems} problems, standard error {noise:.2g})."
     )
-    return Finding("critical" if change < -2 * noise else "warning", seen, rise, threshold)
+    return "critical" if change < -2 * noise else "warning", seen
 
 
 def reward_outliers(history: History, record: Record) -> Finding | None:
@@ -214,7 +205,7 @@ def reward_outliers(history: History, record: Record) -> Finding | None:
         f"The variance of the reward is {last / first:.1f} times that of the first {SPAN} steps (threshold "
         f"{VARIANCE_RATIO:g}), and the highest reward, {max(now):.3g}, is above all before it ({max(before):.3g})."
     )
-    return Finding("warning", seen, last / first, VARIANCE_RATIO)
+    return "warning", seen
 
 
 def mode_collapse(history: History, record: Record) -> Finding | None:
@@ -230,12 +221,12 @@ def mode_collapse(history: History, record: Record) -> Finding | None:
         f"Entropy is {entropy:.3f} nats per token, {entropy / start:.0%} of the start (thresholds {ENTROPY:g} nats and "
         f"{ENTROPY_OF_START:.0%}){alike}, and the reward does not rise."
     )
-    return Finding("critical" if trend[0] < -2 * trend[1] else "warning", seen, entropy, ENTROPY)
+    return "critical" if trend[0] < -2 * trend[1] else "warning", seen
 
 
 def kl_explosion(history: History, record: Record) -> Finding | None:
     if not math.isfinite(record["kl"]):
-        return Finding("critical", f"The KL to the reference policy is {record['kl']}.", record["kl"], KL_PER_TOKEN)
+        return "critical", f"The KL to the reference policy is {record['kl']}."
     # Three steps: a single rare token can give the estimator k3 a large value, in both updates of a rollout.
     recent = history.values["kl"][-SOON:]
     length = record.get("completions/mean_length", math.inf)
@@ -251,14 +242,14 @@ def kl_explosion(history: History, record: Record) -> Finding | None:
         f"{KL_PER_TOKEN:g} and {KL_PER_SEQUENCE:g}){jump}."
     )
     critical = sigma > SIGMA_CRITICAL or KL_CRITICAL < sequence < math.inf
-    return Finding("critical" if critical else "warning", seen, kl, KL_PER_TOKEN)
+    return "critical" if critical else "warning", seen
 
 
 def not_finite(history: History, record: Record) -> Finding | None:
     for key in ("loss", "grad_norm"):
         value = record.get(key, 0.0)
         if not math.isfinite(value):
-            return Finding("critical", f"{key} is {value}: an update with it destroys the weights.", value, math.inf)
+            return "critical", f"{key} is {value}: an update with it destroys the weights."
     return None
 
 
@@ -273,7 +264,7 @@ def gradient_norms(history: History, record: Record) -> Finding | None:
             f"The gradient norm is {record['grad_norm']:.3g}: {times:.1f} times the median of the steps before, "
             f"{spike:.1f} standard deviations above them (threshold {SIGMA_CRITICAL:g})."
         )
-        return Finding("critical", seen, spike, SIGMA_CRITICAL)
+        return "critical", seen
     # One such step in 700 is chance: so many within a window are not.
     before, recent = norms[:-WINDOW], norms[-WINDOW:]
     high = [sigma for norm in recent if (sigma := deviation(norm, before)) > SIGMA_WARNING]
@@ -283,14 +274,14 @@ def gradient_norms(history: History, record: Record) -> Finding | None:
         f"{len(high)} of the last {WINDOW} gradient norms are more than {SIGMA_WARNING:g} standard deviations above "
         f"the steps before (threshold {SOON} of them), up to {math.exp(max(recent)):.3g}."
     )
-    return Finding("warning", seen, max(high), SIGMA_WARNING)
+    return "warning", seen
 
 
 def constant_reward(history: History, record: Record) -> Finding | None:
     low, high = history.reward_range or (0.0, 1.0)
     if low < high or history.mean("reward") is None:
         return None
-    return Finding("critical", f"All rewards of the run are equal ({low:.4g}): nothing is learned.", low, low)
+    return "critical", f"All rewards of the run are equal ({low:.4g}): nothing is learned."
 
 
 def no_learning_signal(history: History, record: Record) -> Finding | None:
@@ -300,7 +291,7 @@ def no_learning_signal(history: History, record: Record) -> Finding | None:
     lowest, highest = groups_at(history, "all_min_groups"), groups_at(history, "all_max_groups")
     if highest > EASY and (history.start_mean("all_max_groups") or 0.0) > EASY:
         seen = f"In {highest:.0%} of the groups every completion has the highest reward (threshold {EASY:.0%}), and "
-        return Finding("warning", f"{seen}so it was at the start: the prompts are too easy.", highest, EASY)
+        return "warning", f"{seen}so it was at the start: the prompts are too easy."
     useless = zero - highest
     if useless <= ZERO_GRADIENT_WARNING:
         return None
@@ -310,7 +301,7 @@ def no_learning_signal(history: History, record: Record) -> Finding | None:
         f"{zero:.0%} of the groups of the last {WINDOW} steps have equal rewards and no gradient (threshold "
         f"{threshold:.0%}, all-correct ones not counted); in {lowest:.0%} every completion has the lowest reward."
     )
-    return Finding("critical" if critical else "warning", seen, useless, threshold)
+    return "critical" if critical else "warning", seen
 
 
 def length_bias(history: History, record: Record) -> Finding | None:
@@ -326,7 +317,7 @@ def length_bias(history: History, record: Record) -> Finding | None:
         f"Completions grew to {times:.2f} times their length within {HISTORY} steps, {now:.0f} tokens now (threshold "
         f"{LENGTH_RATIO:g}), while the reward did not rise (change {reward[0]:+.3g})."
     )
-    return Finding("warning", seen, times, LENGTH_RATIO)
+    return "warning", seen
 
 
 def clipping(history: History, record: Record) -> Finding | None:
@@ -338,7 +329,7 @@ def clipping(history: History, record: Record) -> Finding | None:
         return None
     moved = "" if kl is None else f", and the policy moved by {kl:.2g} nats per token (threshold {CLIPPED_KL:g})"
     seen = f"{share:.0%} of the tokens of the last {WINDOW} such updates were clipped (threshold {CLIPPED:.0%}){moved}."
-    return Finding("warning", seen, share, CLIPPED)
+    return "warning", seen
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -459,14 +450,14 @@ class Monitor:
                     episode.last = step
                     del self._active[kind]
             return []
-        message = f"{finding.seen} {KINDS[kind].advice}"
-        alarm = Alarm(kind, finding.severity, message, finding.value, finding.threshold)
+        severity, seen = finding
+        alarm = Alarm(kind, severity, f"{seen} {KINDS[kind].advice}")
         if episode is None:
             self._active[kind] = Episode(step, None, alarm)
             self.episodes.append(self._active[kind])
             return [alarm]
         episode.quiet = 0
-        if episode.alarm.severity == "critical" or finding.severity == "warning":
+        if episode.alarm.severity == "critical" or severity == "warning":
             return []
         episode.alarm = alarm
         return [alarm]

@@ -34,105 +34,93 @@ from .monitor import (
 
 TEMPLATE = Path(__file__).with_name("report.html")
 POINTS = 100_000  # values of all series together; longer series are thinned
-SAMPLE_STEPS, SAMPLES_PER_STEP, SAMPLE_BYTES = 40, 8, 600_000
+SAMPLE_STEPS, SAMPLES_PER_STEP, SAMPLE_LENGTH = 40, 8, 2000
 HISTOGRAMS = 120
 
 Record = dict[str, Any]
 
 
-class Line(NamedTuple):
-    """A metric in a chart. band: keys of its lower and upper edge, or of its standard deviation alone."""
-
-    key: str
-    label: str
-    band: tuple[str, ...] = ()
-
-
 class Chart(NamedTuple):
-    """kinds: alarms whose episodes are shaded. thresholds: (value, label)."""
+    """lines: labels by metric. kinds: alarms whose episodes are shaded. thresholds: (value or None, label).
+    band: keys of the first line's lower and upper edge."""
 
     title: str
     unit: str
-    lines: tuple[Line, ...]
+    lines: dict[str, str]
     kinds: tuple[str, ...] = ()
-    thresholds: tuple[tuple[float, str], ...] = ()
+    thresholds: tuple[tuple[float | None, str], ...] = ()
+    band: tuple[str, ...] = ()
     log: bool = False
 
 
 FIRST = "What matters first"
-CHARTS: dict[str, tuple[Chart, ...]] = {
-    FIRST: (
-        Chart("Reward", "mean, shaded: ± std", (
-            Line("reward", "training", ("reward_std",)), Line("eval/reward", "held out")),
-              ("reward_hacking", "reward_outliers", "constant_reward")),
-        Chart("Held-out accuracy", "share of problems", (
-            Line("eval/pass_at_1", "pass@1"), Line("eval/pass_at_n", "pass@k"),
-            Line("eval/majority_at_k", "majority"), Line("eval/greedy", "greedy"))),
-        Chart("KL to the reference", "nats per token", (Line("kl", "KL"),), ("kl_explosion",),
-              ((KL_PER_TOKEN, "limit, with 10 per sequence"),)),
-        Chart("Entropy", "nats per token", (Line("entropy", "entropy"),), ("mode_collapse",),
-              ((ENTROPY, "limit, with repeated completions"),)),
-        Chart("Gradient norm", "before clipping, log scale", (Line("grad_norm", "norm"),), ("gradient_instability",),
-              log=True),
-    ),
-    "Rewards and advantages": (
-        Chart("Range of rewards", "shaded: lowest to highest",
-              (Line("reward", "mean", ("reward_min", "reward_max")),), ("reward_outliers",)),
-        Chart("Spread of rewards", "standard deviation",
-              (Line("reward_std", "all"), Line("reward_group_std", "within groups"))),
-        Chart("Advantages", "normalised rewards and their range", (
-            Line("advantage_mean", "mean", ("advantage_min", "advantage_max")), Line("advantage_std", "std"),
-            Line("advantage_variance", "variance"))),
-        Chart("Without gradient", "share of groups, and of tokens", (
-            Line("zero_gradient_groups", "equal rewards"), Line("all_min_groups", "all lowest"),
-            Line("all_max_groups", "all highest"), Line("zero_gradient", "tokens")), ("no_learning_signal",),
-              ((ZERO_GRADIENT_WARNING, "limit, less all highest"),)),
-        Chart("Dynamic sampling", "per rollout",
-              (Line("dropped_groups", "dropped groups"), Line("refill_rounds", "refill rounds"))),
-        Chart("Unscored completions", "count", (Line("unscored", "unscored"),), ("unscored",)),
-    ),
-    "Policy": (
-        Chart("Clipped tokens", "share of tokens", (
-            Line("clip_ratio/region", "all"), Line("clip_ratio/low", "low"), Line("clip_ratio/high", "high"),
-            Line("cispo_clip_ratio", "CISPO")), ("clipping",), ((CLIPPED, "limit"),)),
-        Chart("Importance ratio", "shaded: lowest to highest",
-              (Line("ratio/mean", "mean", ("ratio/min", "ratio/max")),)),
-        Chart("First log-ratio", "largest, nats", (Line("log_ratio_first_max", "first update"),), ("first_ratio",)),
-        Chart("KL per sequence", "nats", (Line("kl_sequence", "KL"),), ("kl_explosion",),
-              ((KL_PER_SEQUENCE, "limit"),)),
-        Chart("KL to the old policy", "nats per token", (Line("approx_kl", "KL"),)),
-        Chart("Loss", "near 0 by construction", (Line("loss", "loss"),), ("gradient_instability",)),
-        Chart("Learning rate", "", (Line("learning_rate", "rate"),)),
-        Chart("KL coefficient", "beta", (Line("beta", "beta"),)),
-    ),
-    "Completions": (
-        Chart("Length", "tokens, shaded: shortest to longest", (
-            Line("completions/mean_length", "mean", ("completions/min_length", "completions/max_length")),
-            Line("eval/mean_length", "held out")), ("length_bias",)),
-        Chart("Truncated", "share of completions", (Line("completions/clipped_ratio", "no end"),), ("truncation",)),
-        Chart("Diversity", "distinct completions of a group, share",
-              (Line("completions/unique_ratio", "distinct"),), ("mode_collapse",)),
-        Chart("Held out", "reward", (
-            Line("eval/best_of_n", "best of N"), Line("eval/reward", "mean"), Line("eval/greedy_reward", "greedy"))),
-    ),
-    "Rollouts against the model": (
-        Chart("Mismatch", "mean |difference of logps|, nats",
-              (Line("rollout_mismatch/mean", "mean"),), ("off_policy",), ((MISMATCH, "limit"),)),
-        Chart("Largest mismatch", "nats", (Line("rollout_mismatch/max", "max"),)),
-        Chart("Importance weights", "mean weight; effective sample size, share",
-              (Line("rollout_weight/mean", "weight"), Line("rollout_ess", "sample size")), ("off_policy",)),
-        Chart("Kept probability", "of truncated sampling", (Line("sampling_mask/kept_mass", "kept"),)),
-    ),
-    "Speed": (
-        Chart("Tokens per second", "completion tokens", (Line("tokens_per_second", "tokens/s"),)),
-        Chart("Seconds per step", "by part", (
-            Line("seconds/rollout", "rollout"), Line("seconds/rewards", "rewards"), Line("seconds/update", "update")),
-            ("slow_rewards",)),
-        Chart("Tokens so far", "completion tokens", (Line("num_tokens", "tokens"),)),
-        Chart("Epoch", "passes over the data", (Line("epoch", "epoch"),)),
-    ),
-}  # fmt: skip
 NOT_PLOTTED = {"step", "rollout", "seconds", "completions/count"}
+
+
+def all_charts(evaluation: Record, config: Record) -> dict[str, tuple[Chart, ...]]:
+    """The charts in groups. What is in none of them is plotted by its name. evaluation: the first one."""
+    start, n = flat(evaluation) if evaluation else {}, evaluation.get("evaluation", {}).get("samples", "n")
+    k = max(map(int, start.get("eval/pass_at_k") or [1]))
+    return {
+        FIRST: (
+            Chart("Reward", "mean", {"reward": "training", "eval/reward": "held out"},
+                  ("reward_hacking", "reward_outliers", "constant_reward")),
+            Chart("Held-out accuracy", "share of problems",
+                  {"eval/pass_at_1": "pass@1", "eval/pass_at_n": f"pass@{k}", "eval/majority_at_k": f"majority@{n}",
+                   "eval/greedy": "greedy"}, (), ((start.get("eval/pass_at_n"), f"pass@{k} at the start"),)),
+            Chart("KL to the reference", "nats per token", {"kl": "KL"}, ("kl_explosion",),
+                  ((KL_PER_TOKEN, "limit, with 10 per sequence"),)),
+            Chart("Entropy", "nats per token", {"entropy": "entropy"}, ("mode_collapse",),
+                  ((ENTROPY, "limit, with repeated completions"),)),
+            Chart("Gradient norm", "before clipping, log scale", {"grad_norm": "norm"}, ("gradient_instability",),
+                  ((config.get("max_grad_norm"), "max_grad_norm"),), log=True),
+        ),
+        "Rewards and advantages": (
+            Chart("Range of rewards", "shaded: lowest to highest", {"reward": "mean"}, ("reward_outliers",),
+                  band=("reward_min", "reward_max")),
+            Chart("Spread of rewards", "standard deviation",
+                  {"reward_std": "all", "reward_group_std": "within groups"}),
+            Chart("Advantages", "normalised rewards and their range",
+                  {"advantage_mean": "mean", "advantage_std": "std"}, band=("advantage_min", "advantage_max")),
+            Chart("Without gradient", "share of groups, and of tokens",
+                  {"zero_gradient_groups": "equal rewards", "all_min_groups": "all lowest",
+                   "all_max_groups": "all highest", "zero_gradient": "tokens"}, ("no_learning_signal",),
+                  ((ZERO_GRADIENT_WARNING, "limit, less all highest"),)),
+            Chart("Unscored completions", "count", {"unscored": "unscored"}, ("unscored",)),
+        ),
+        "Policy": (
+            Chart("Clipped tokens", "share of tokens",
+                  {"clip_ratio/region": "all", "clip_ratio/low": "low", "clip_ratio/high": "high",
+                   "cispo_clip_ratio": "CISPO"}, ("clipping",), ((CLIPPED, "limit"),)),
+            Chart("Importance ratio", "shaded: lowest to highest", {"ratio/mean": "mean"},
+                  band=("ratio/min", "ratio/max")),
+            Chart("First log-ratio", "largest, nats", {"log_ratio_first_max": "first update"}, ("first_ratio",)),
+            Chart("KL per sequence", "nats", {"kl_sequence": "KL"}, ("kl_explosion",), ((KL_PER_SEQUENCE, "limit"),)),
+            Chart("Loss", "near 0 by construction", {"loss": "loss"}, ("gradient_instability",)),
+        ),
+        "Completions": (
+            Chart("Length", "tokens, shaded: shortest to longest",
+                  {"completions/mean_length": "mean", "eval/mean_length": "held out"}, ("length_bias",),
+                  band=("completions/min_length", "completions/max_length")),
+            Chart("Truncated", "share of completions", {"completions/clipped_ratio": "no end"}, ("truncation",)),
+            Chart("Diversity", "distinct completions of a group, share", {"completions/unique_ratio": "distinct"},
+                  ("mode_collapse",)),
+            Chart("Held out", "reward",
+                  {"eval/best_of_n": f"best of {n}", "eval/reward": "mean", "eval/greedy_reward": "greedy"}),
+        ),
+        "Rollouts against the model": (
+            Chart("Mismatch", "mean |difference of logps|, nats", {"rollout_mismatch/mean": "mean"}, ("off_policy",),
+                  ((MISMATCH, "limit"),)),
+            Chart("Importance weights", "mean weight; effective sample size, share",
+                  {"rollout_weight/mean": "weight", "rollout_ess": "sample size"}, ("off_policy",)),
+        ),
+        "Speed": (
+            Chart("Tokens per second", "completion tokens", {"tokens_per_second": "tokens/s"}),
+            Chart("Seconds per step", "by part",
+                  {"seconds/rollout": "rollout", "seconds/rewards": "rewards", "seconds/update": "update"},
+                  ("slow_rewards",)),
+        ),
+    }  # fmt: skip
 
 
 def run(argv: Sequence[str]) -> int:
@@ -143,8 +131,6 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("folder", metavar="DIR", type=Path, help="output folder of a run, which may be running")
     folder = parser.parse_args(argv).folder
     try:
-        if folder.is_dir() and not any((folder / name).exists() for name in ("config.json", "log.jsonl")):
-            raise ValueError(f"{folder} holds neither config.json nor log.jsonl; expected the output folder of a run")
         print(write_report(folder))
     except (ValueError, OSError) as error:
         print(f"grpo-kernels report: {error}", file=sys.stderr)
@@ -156,11 +142,11 @@ def write_report(folder: str | Path) -> Path:
     """Write `report.html` into the output folder of a run and return its path.
 
     A run that goes on, a broken last line and missing files are no errors: the report says what it found. Raises
-    ValueError where `folder` is not a folder.
+    ValueError where `folder` holds none of a run.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder; expected the output folder of a run")
+    if not any((folder / name).exists() for name in ("config.json", "log.jsonl")):
+        raise ValueError(f"{folder} holds neither config.json nor log.jsonl; expected the output folder of a run")
     # "<" would end the script element, as in "</script>"; a completion may hold anything.
     data = json.dumps(collect(folder), allow_nan=False, separators=(",", ":"), ensure_ascii=False).replace(
         "<", "\\u003c"
@@ -271,11 +257,7 @@ def state_of(
     ]
     facts = [config.get("model_name_or_path") or (ARITHMETIC_MODEL if config else None), config.get("loss_type")]
     facts += [f"{config['num_generations']} completions per prompt" if "num_generations" in config else None]
-    done = min(1.0, last / goal) if is_number(goal) and goal else None
-    return {
-        "state": state, "sentence": f"{text}.", "tiles": tiles, "progress": 1.0 if summary else done,
-        "facts": [str(fact) for fact in facts if fact],
-    }  # fmt: skip
+    return {"state": state, "sentence": f"{text}.", "tiles": tiles, "facts": [str(fact) for fact in facts if fact]}
 
 
 def tile(label: str, now: Sequence[Any], before: Sequence[Any], form: str) -> dict[str, str]:
@@ -324,8 +306,6 @@ def series_of(records: list[Record], steps: list[int]) -> dict[str, dict[str, li
     None. Of long logs each series keeps the lowest and the highest value of each stretch."""
     found: dict[str, tuple[list[int], list[float | None]]] = {}
     for record in records:
-        if is_number(record.get("advantage_std")):
-            record = {**record, "advantage_variance": record["advantage_std"] ** 2}
         for key, value in record.items():
             if is_number(value) and key not in NOT_PLOTTED:
                 x, y = found.setdefault(key, ([], []))
@@ -357,60 +337,46 @@ def groups_of(
     series: dict[str, Any], histograms: list[Record], evaluations: list[Record], config: Record
 ) -> list[dict[str, Any]]:
     """The charts that have data, in groups; functions of the reward and metrics of the user are added."""
-    charts = {group: list(entries) for group, entries in CHARTS.items()}
+    charts = {group: list(entries) for group, entries in all_charts(next(iter(evaluations), {}), config).items()}
     names = [key.split("/")[1] for key in series if key.startswith("rewards/") and key.endswith("/mean")]
     charts["Rewards and advantages"] += [
-        Chart(f"Reward {name}", "shaded: ± std", (Line(f"rewards/{name}/mean", "mean", (f"rewards/{name}/std",)),))
-        for name in names
+        Chart(f"Reward {name}", "", {f"rewards/{name}/mean": "mean", f"rewards/{name}/std": "std"}) for name in names
     ]
-    lines = [line for entries in charts.values() for chart in entries for line in chart.lines]
-    shown = {key for line in lines for key in (line.key, *line.band)}
+    shown = {key for entries in charts.values() for chart in entries for key in (*chart.lines, *chart.band)}
     rest = [key for key in series if key not in shown and not key.startswith("eval/")]
-    charts["Other metrics"] = [Chart(key, "", (Line(key, key),)) for key in rest]
+    charts["Other metrics"] = [Chart(key, "", {key: key}) for key in rest]
     result = []
     for group, entries in charts.items():
-        found = [show_chart(c, series, evaluations, config) for c in entries if any(x.key in series for x in c.lines)]
+        found = [show_chart(chart, series) for chart in entries if series.keys() & chart.lines]
         if group == "Rewards and advantages" and histograms:
-            distribution = Chart("Distribution of advantages", "share of completions, darker: more", ())
-            found.append(show_chart(distribution, series, [], {}) | {"columns": histograms})
+            distribution = Chart("Distribution of advantages", "share of completions, darker: more", {})
+            found.append(show_chart(distribution, series) | {"columns": histograms})
         if found or group == FIRST:
             result.append({"title": group, "charts": found})
     return result
 
 
-def show_chart(chart: Chart, series: dict[str, Any], evaluations: list[Record], config: Record) -> dict[str, Any]:
-    thresholds, labels = list(chart.thresholds), {}
-    if chart.title == "Gradient norm" and config.get("max_grad_norm"):
-        thresholds.append((float(config["max_grad_norm"]), "max_grad_norm"))
-    if evaluations:
-        first, n = flat(evaluations[0]), evaluations[0]["evaluation"].get("samples", "n")
-        k = max(map(int, first.get("eval/pass_at_k") or [1]))
-        labels = {
-            "eval/pass_at_n": f"pass@{k}",
-            "eval/majority_at_k": f"majority@{n}",
-            "eval/best_of_n": f"best of {n}",
-        }
-        if chart.title == "Held-out accuracy" and "eval/pass_at_n" in first:
-            thresholds.append((first["eval/pass_at_n"], f"pass@{k} at the start"))
-    return {
-        "title": chart.title, "unit": chart.unit, "kinds": chart.kinds, "log": chart.log,
+def show_chart(chart: Chart, series: dict[str, Any]) -> dict[str, Any]:
+    """A chart with the lines and thresholds that are known."""
+    return chart._asdict() | {
         "lines": [
-            {"key": key, "label": labels.get(key, label), "band": band if all(edge in series for edge in band) else []}
-            for key, label, band in chart.lines if key in series
+            {"key": key, "label": label, "band": chart.band if i == 0 and series.keys() >= {*chart.band} else []}
+            for i, (key, label) in enumerate(chart.lines.items())
+            if key in series
         ],
-        "thresholds": [{"value": value, "label": label} for value, label in thresholds if math.isfinite(value)],
-    }  # fmt: skip
+        "thresholds": [
+            {"value": value, "label": label} for value, label in chart.thresholds if value and math.isfinite(value)
+        ],
+    }
 
 
 def histograms_of(records: list[Record]) -> list[dict[str, Any]]:
     """Distributions of advantages at up to `HISTOGRAMS` steps: counts as shares of the largest."""
-    found = [r for r in records if isinstance(r.get("advantage_histogram"), dict)]
     result = []
-    for record in pick(found, HISTOGRAMS):
-        edges, counts = (record["advantage_histogram"].get(key) or [] for key in ("edges", "counts"))
-        if len(edges) == len(counts) + 1 and sum(counts) > 0:
-            shares = [float(f"{count / sum(counts):.3g}") for count in counts]
-            result.append({"step": record["step"], "edges": [float(f"{e:.4g}") for e in edges], "shares": shares})
+    for record in pick([r for r in records if "advantage_histogram" in r], HISTOGRAMS):
+        edges, counts = record["advantage_histogram"]["edges"], record["advantage_histogram"]["counts"]
+        shares = [float(f"{count / sum(counts):.3g}") for count in counts]
+        result.append({"step": record["step"], "edges": [float(f"{e:.4g}") for e in edges], "shares": shares})
     return result
 
 
@@ -425,45 +391,38 @@ def pick(items: Sequence[Any], count: int) -> list[Any]:
 
 
 def samples_of(rows: list[Record], alarms: Iterable[int]) -> dict[str, Any]:
-    """Completions at up to `SAMPLE_STEPS` steps, those where an alarm began among them; long texts lose their middle,
-    so that all of it fits `SAMPLE_BYTES`."""
+    """Completions at up to `SAMPLE_STEPS` steps, those where an alarm began among them."""
     by_step: dict[int, list[Record]] = {}
     for row in rows:
         by_step.setdefault(row["step"], []).append(row)
     steps = sorted(by_step)
     chosen = {step for step in list(dict.fromkeys(alarms))[: SAMPLE_STEPS // 4] if step in by_step}
     chosen |= set(pick(steps, SAMPLE_STEPS - len(chosen)))
-    for limit in (4000, 2000, 1000, 500, 250, 100):
-        found = [
-            {"step": step, "rows": [show_sample(row, limit) for row in by_step[step][:SAMPLES_PER_STEP]]}
-            for step in sorted(chosen)
-        ]
-        if len(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace")) <= SAMPLE_BYTES:
-            break
+    found = [
+        {"step": step, "rows": list(map(show_sample, by_step[step][:SAMPLES_PER_STEP]))} for step in sorted(chosen)
+    ]
     return {"steps": found, "of": len(steps)}
 
 
-def show_sample(row: Record, limit: int) -> dict[str, Any]:
-    rewards = row.get("rewards")
+def show_sample(row: Record) -> dict[str, Any]:
     return {
-        "prompt": shorten(row.get("prompt"), limit),
-        "completion": shorten(row.get("completion"), limit),
+        "prompt": shorten(row.get("prompt")),
+        "completion": shorten(row.get("completion")),
         "reward": finite(row.get("reward")),
         "advantage": finite(row.get("advantage")),
-        "rewards": {str(k): finite(v) for k, v in rewards.items()} if isinstance(rewards, dict) else {},
+        "rewards": {name: finite(value) for name, value in row.get("rewards", {}).items()},
         "tokens": finite(row.get("tokens")),
     }
 
 
-def shorten(text: Any, limit: int) -> str:
-    """Messages become lines "role: content"."""
+def shorten(text: Any) -> str:
+    """Messages become lines "role: content"; long texts lose their middle."""
     if isinstance(text, list):
         text = "\n".join(f"{m.get('role')}: {m.get('content')}" if isinstance(m, dict) else str(m) for m in text)
-    text = "" if text is None else str(text)
-    if len(text) <= limit:
+    text, half = str(text or ""), SAMPLE_LENGTH // 2
+    if len(text) <= SAMPLE_LENGTH:
         return text
-    head = limit * 2 // 3
-    return f"{text[:head]} […{len(text) - limit:,} characters left out…] {text[head - limit :]}"
+    return f"{text[:half]} […{len(text) - SAMPLE_LENGTH:,} characters left out…] {text[-half:]}"
 
 
 def finite(value: Any) -> float | None:

@@ -20,18 +20,7 @@ from transformers import get_scheduler
 
 from .arguments import ARITHMETIC, TrainArguments, to_json
 from .batch import model_inputs
-from .checkpoint import (
-    CONFIG,
-    ROLLOUT,
-    RUN,
-    STATE,
-    TENSORS,
-    Progress,
-    check_state,
-    claim_folder,
-    lock_folder,
-    prune,
-)
+from .checkpoint import CONFIG, ROLLOUT, RUN, STATE, TENSORS, Progress, check_state, claim_folder, lock_folder, prune
 from .data import Prompt, fingerprint, load_prompts
 from .files import remove_leftovers, write_atomically, write_text
 from .log import RunLog

@@ -5,17 +5,7 @@ them; process.py is the process that worker.py and sandbox.py talk to.
 """
 
 from .programs import Code
-from .sandbox import Limits, Outcome, Sandbox, SandboxFailure, SandboxUnavailable
-from .scoring import Failure, RewardBatch, Rewards
+from .sandbox import Limits, Outcome, Sandbox, SandboxUnavailable
+from .scoring import RewardBatch, Rewards
 
-__all__ = [
-    "Code",
-    "Failure",
-    "Limits",
-    "Outcome",
-    "RewardBatch",
-    "Rewards",
-    "Sandbox",
-    "SandboxFailure",
-    "SandboxUnavailable",
-]
+__all__ = ["Code", "Limits", "Outcome", "RewardBatch", "Rewards", "Sandbox", "SandboxUnavailable"]

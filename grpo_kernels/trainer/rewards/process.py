@@ -26,9 +26,9 @@ class Ended(Exception):
 class Process:
     """Runs the text of `file` with `python -c`: no folder of this package is on its path, and torch is not imported.
 
-    Messages are bytes after their length (8 bytes), through a socket, descriptor `argv[1]` there. The process ends
-    itself when the socket does, so that it does not outlive this one. It has a session of its own: Ctrl-C is the
-    trainer's, which finishes its step, and a kill reaches what the process has started.
+    Messages go through a socket, descriptor `argv[1]` there; an answer is bytes after their length (8 bytes). The
+    process ends itself when the socket does, so that it does not outlive this one. It has a session of its own: Ctrl-C
+    is the trainer's, which finishes its step, and a kill reaches what the process has started.
     """
 
     def __init__(self, file: Path, **options: Any) -> None:
@@ -41,7 +41,7 @@ class Process:
     def ask(self, message: bytes, seconds: float) -> bytes:
         """Sends `message` and returns the answer. Raises: Ended, and then the process is gone."""
         with contextlib.suppress(ConnectionError):  # there is no answer then
-            self.socket.sendall(struct.pack("=Q", len(message)) + message)
+            self.socket.sendall(message)
         return self.answer(seconds)
 
     def answer(self, seconds: float) -> bytes:

@@ -67,11 +67,6 @@ class Limits:
     scratch_mb: int = 64
     output_kb: int = 1024
 
-    def __post_init__(self) -> None:
-        for name, value in dataclasses.asdict(self).items():
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name} is {value!r}, expected an integer of at least 1")
-
     @property
     def wall_seconds(self) -> int:
         return WALL_PER_CPU * self.cpu_seconds + 1

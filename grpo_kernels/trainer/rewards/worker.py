@@ -15,11 +15,10 @@ import pickle
 import signal
 import struct
 import sys
-import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from ctypes import CDLL
 from pathlib import Path
-from select import poll
 from typing import Any, NamedTuple
 
 if __name__ != "__main__":
@@ -114,7 +113,9 @@ async def awaited(value: Any) -> Any:
 
 
 def serve() -> None:
-    """In the process: answers each (columns, CPU seconds). It ends with its input, in the middle of a call as well."""
+    """In the process: answers each (arguments, CPU seconds). It ends with its input, and with the trainer."""
+    if sys.platform == "linux":
+        CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # in the middle of a call as well
     control = int(sys.argv[1])
     requests, answers = os.fdopen(control, "rb"), os.fdopen(control, "wb", closefd=False)
 
@@ -123,36 +124,20 @@ def serve() -> None:
         answers.write(struct.pack("=Q", len(data)) + data)
         answers.flush()
 
-    def messages() -> Iterator[Any]:
-        while len(size := requests.read(8)) == 8:
-            yield pickle.loads(requests.read(*struct.unpack("=Q", size)))
-
-    received = messages()
-    spec, sys.path[:] = next(received)
+    spec, sys.path[:] = pickle.load(requests)
     try:
         function = find(spec)
     except Exception as error:
         return send(Result(None, {}, {}, (str(error), traceback.format_exc())))
     send(Result(None, {}, {}, None))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, inside of a regular expression as well
-    for arguments, seconds in received:
-        ended = threading.Event()
-        threading.Thread(target=watch, args=(control, ended), daemon=True).start()
+    while requests.peek(1):
+        arguments, seconds = pickle.load(requests)
         signal.setitimer(signal.ITIMER_PROF, seconds)
         result = call(function, arguments)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        ended.set()
         send(result)
     return None
-
-
-def watch(control: int, ended: threading.Event) -> None:
-    """Ends this process when its input does, during a call."""
-    waiting = poll()
-    waiting.register(control, 0)
-    while not ended.is_set():
-        if waiting.poll(500):
-            os._exit(1)
 
 
 class Worker:
