@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from grpo_kernels.benchmarks.cases import Case
-from grpo_kernels.benchmarks.figures import HEADS, draw
+from grpo_kernels.benchmarks.figures import draw
 from grpo_kernels.benchmarks.implementations import IMPLEMENTATIONS
 from grpo_kernels.benchmarks.machine import Document, read
 from grpo_kernels.benchmarks.show import memory_text, table
@@ -23,7 +23,6 @@ RIVALS = (*(name for name in IMPLEMENTATIONS if not name.startswith("ours")), "o
 TRAINERS = ("eager", "trl", "liger", "verl-torch")
 CAPTIONS = {
     "time": "Time of a step over that of the three bare products",
-    "errors": "Errors against float64",
     "memory": "Peak memory against the length of completions; a cross is out of memory",
     "idle": "Time against the share of prompts whose rewards are all equal",
     "tokens": "Time against the number of tokens",
@@ -34,7 +33,7 @@ CAPTIONS = {
 def main() -> None:
     for path in sorted(RESULTS.glob("*.json")):
         document = read(path)
-        written = draw(document, FIGURES, f"{path.stem}-", HEADS if path.stem.endswith("-sweeps") else ())
+        written = draw(document, FIGURES, f"{path.stem}-", ("time",) if path.stem.endswith("-sweeps") else ())
         print(f"{path.name}: {', '.join(picture.name for picture in written) or 'nothing to draw'}")
     for page in PAGES:
         text = page.read_text()
@@ -85,7 +84,7 @@ is the other's median time, or peak memory, over that of this package; a range i
 
 
 def _measurements(document: Document) -> str:
-    """A row per case of a real head: ours, its ratio to the bare products and to each rival, its memory."""
+    """A row per case of a real head: ours, its ratio to the bare products and to each rival, its memory and errors."""
     cases = [case for case in document["cases"] if case["case"]["head"] != "custom"]
     entries = {name: [case["implementations"].get(name, {}) for case in cases] for name in ("ours", *RIVALS)}
     columns = {"ours, ms (least to most)": [_times(entry) for entry in entries["ours"]]}
@@ -95,15 +94,24 @@ def _measurements(document: Document) -> str:
         columns[f"of {title}"] = [_number(entry, "ours_to_this", form) for entry in entries[name]]
     columns["peak MiB"] = [memory_text(entry) for entry in entries["ours"]]
     columns["of eager's"] = [_number(entry, "memory_ratio_to_eager", ".3f") for entry in entries["ours"]]
+    for title, quantity in (("error of dhidden", "dhidden"), ("of a log-probability", "logps_max")):
+        pairs = zip(entries["ours"], entries["eager"], strict=True)
+        columns[f"{title} (eager's)"] = [_errors(ours, eager, quantity) for ours, eager in pairs]
     columns = {title: cells for title, cells in columns.items() if any(cells)}
     rows = [[str(Case(**case["case"])), *cells] for case, *cells in zip(cases, *columns.values(), strict=True)]
-    what = "Medians of ours, and ratios to the bare products and to each rival; memory is beyond inputs and gradients"
-    return f"{what}:\n\n{table(('case (N, H, V)', *columns), rows)}"
+    what = "Medians of ours, and ratios to the bare products and to each rival; memory beyond inputs and gradients"
+    return f"{what}; errors against float64:\n\n{table(('case (N, H, V)', *columns), rows)}"
 
 
 def _times(entry: Document) -> str:
     numbers = [entry["seconds"][key] * 1e3 for key in ("median", "min", "max")] if "seconds" in entry else []
     return "{:,.0f} ({:,.0f} to {:,.0f})".format(*numbers) if numbers else ""
+
+
+def _errors(ours: Document, eager: Document, quantity: str) -> str:
+    found = [(entry.get("errors") or {}).get(quantity) for entry in (ours, eager)]
+    first, second = (f"{error:.1e}" if error else "" for error in found)
+    return f"{first} ({second})" if second else first
 
 
 def _number(entry: Document, key: str, form: str) -> str:

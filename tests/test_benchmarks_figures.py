@@ -101,22 +101,22 @@ def test_memory_is_drawn_against_the_length_with_a_cross_where_it_ran_out():
     cases = [sized(1024, ours=1, eager=None), sized(256, ours=1, eager=2), sized(512, ours=1, eager=4)]
     (axis,) = figures.PICTURES["memory"](document(*cases)).axes
     assert drawn(axis) == {
-        "ours": dict.fromkeys((256, 512, 1024), 2**30),
-        "eager PyTorch: out of memory": {256: 2**31, 512: 2**32},
+        "ours": dict.fromkeys((256, 512, 1024), 1024),
+        "eager PyTorch: out of memory": {256: 2048, 512: 4096},
     }
     assert [list(line.get_xdata()) for line in axis.get_lines() if line.get_marker() == "x"] == [[], [1024]]
     assert axis.get_xlabel() == "tokens per completion, 16 completions"
 
 
-def test_idle_prompts_are_relative_to_ones_own_time_without_and_scaling_to_the_floor():
-    idle = [
-        case({"ours": entry("ours", 1 - s / 2), "floor": entry("floor")}, idle_share=s, beta=0.0) for s in (0.5, 0, 1)
-    ]
-    _, right = figures.PICTURES["idle"](document(*idle)).axes
-    assert drawn(right)["ours"] == pytest.approx({0.0: 1.0, 0.5: 0.75, 1.0: 0.5})
-    left, right = figures.PICTURES["tokens"](document(*(case(shape=f"{n}x7x11") for n in (64, 128, 256)))).axes
-    assert drawn(right)["ours"] == pytest.approx(dict.fromkeys((64, 128, 256), 1.05))
-    assert set(drawn(left)) == set(TITLES.values())
+def test_sweeps_are_drawn_over_the_bare_products_and_masks_beside_their_bound():
+    idle = [case({"ours": entry("ours", 1 - s / 2)}, idle_share=s, beta=0.0) for s in (0.5, 0, 1)]
+    (axis,) = figures.PICTURES["idle"](document(*idle)).axes
+    assert drawn(axis) == {"ours": pytest.approx({0.0: 1.05, 0.5: 0.7875, 1.0: 0.525})}
+    (axis,) = figures.PICTURES["tokens"](document(*(case(shape=f"{n}x7x11") for n in (64, 128, 256)))).axes
+    assert drawn(axis)["ours"] == pytest.approx(dict.fromkeys((64, 128, 256), 1.05))
+    assert {*drawn(axis), "bare matrix products"} == set(TITLES.values())
+    (axis,) = figures.PICTURES["kept"](document(*(masked(n, 1e-3 * n) for n in (8, 32, 128)))).axes
+    assert drawn(axis)["bandwidth bound"] == pytest.approx({8: 0.004, 32: 0.016, 128: 0.064})
 
 
 # --- the scripts ------------------------------------------------------------------------------------------------------
@@ -136,11 +136,12 @@ def results(tmp_path, monkeypatch):
 
 def test_one_command_draws_every_file_and_rewrites_the_tables(results, capsys):
     report.main()
-    assert {path.name for path in (results / "drawn").iterdir()} == {"cpu-time.png", "cpu-errors.png"}
+    assert {path.name for path in (results / "drawn").iterdir()} == {"cpu-time.png"}
     page = (results / "page.md").read_text()
     assert page.startswith("before\n") and page.endswith("\nafter\n") and "old" not in page
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")]
+    errors = ["3.0e-04 (3.0e-04)", "2.0e-03 (2.0e-03)"]
     step = "qwen2.5-0.5b (4096, 896, 151936), bfloat16, step"
-    assert [step, "2,100 (1,890 to 2,520)", "1.05", "0.70", "0.42", ""] in rows
-    assert [f"{step}, 32 ids kept", "84 (76 to 101)", "1.05", "", "", "0.525"] in rows
+    assert [step, "2,100 (1,890 to 2,520)", "1.05", "0.70", "0.42", "", *errors] in rows
+    assert [f"{step}, 32 ids kept", "84 (76 to 101)", "1.05", "", "", "0.525", "3.0e-04", "2.0e-03"] in rows
     assert "(drawn/cpu-time.png)" in page and "No GPU has been measured yet." in page
