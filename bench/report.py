@@ -26,7 +26,7 @@ CAPTIONS = {
     "memory": "Peak memory against the length of completions; a cross is out of memory",
     "idle": "Time against the share of prompts whose rewards are all equal",
     "tokens": "Time against the number of tokens",
-    "kept": "Time with sampling masks, beside the bandwidth bound",
+    "kept": "Time with sampling masks",
 }
 
 

@@ -22,7 +22,7 @@ STYLE |= {"grid.color": "#e6e6e6", "lines.linewidth": 1.3, "lines.markersize": 4
 GREY = "#6b6b6b"
 COLOURS = {"ours": "#d1410c", "eager": GREY, "compiled": "#989898", "trl": "#0b6fb3", "quack": "#b89600"}
 COLOURS |= {"liger": "#0a8f6a", "liger-native": "#4fb08e", "verl": "#8e44ad", "verl-torch": "#b583c9"}
-COLOURS |= {"cut-cross-entropy": "#8c6d31", "bound": "#000000"}
+COLOURS |= {"cut-cross-entropy": "#8c6d31"}
 SWEPT = {
     "tokens": "tokens, N",
     "hidden_size": "hidden size, H",
@@ -75,8 +75,9 @@ def time(document: Document) -> Figure | None:
     """Time of a step over that of the bare products: a panel per head and type; in it the fastest on top."""
     panels = []
     for case in _case_per_head(document):
-        entries = [(_ratio(case, name), name, entry) for name, entry in case["implementations"].items()]
-        rows = sorted(row for row in entries if row[0] is not None and _is_peer(row[1]))
+        entries = case["implementations"].items()
+        ratios = [(_ratio(case, name), name, entry) for name, entry in entries if _is_peer(name)]
+        rows = sorted((ratio, name, entry) for ratio, name, entry in ratios if ratio is not None)
         if any(name != "ours" for _, name, _ in rows):
             panels.append((case["case"], rows))
     if not panels:
@@ -126,11 +127,11 @@ def sweep(
     for axis, (field, case, lines) in zip(axes, panels, strict=True):
         xs = sorted({x for line in lines for x in line.points})
         for line in lines:
-            finite, look = _finite(line), "o--" if line.name == "bound" else "o-"
+            finite = _finite(line)
             lost = [x for x in line.points if x not in finite]
             label = f"{line.title}: {OUT_OF_MEMORY}" if lost else line.title
             width, colour = 2.2 if line.name == "ours" else 1.3, _colour(line.name)
-            axis.plot([*finite], [*finite.values()], look, color=colour, label=label, linewidth=width)
+            axis.plot([*finite], [*finite.values()], "o-", color=colour, label=label, linewidth=width)
             axis.plot(lost, [0.97] * len(lost), "x", color=colour, transform=axis.get_xaxis_transform())
         completions = f", {case['tokens'] // case['length']} completions" if field == "length" else ""
         axis.set(title=_describe(case, "tokens" if field == "length" else field), xlabel=SWEPT[field] + completions)
@@ -148,11 +149,8 @@ def sweep(
 
 
 def _ratio(case: Document, name: str) -> float | None:
-    """Median time over that of the bare products; infinity where memory ran out. "bound": what limits.py predicts."""
+    """Median time over that of the bare products; infinity where memory ran out."""
     entry = case["implementations"].get(name, {})
-    if name == "bound":
-        floor = case["implementations"].get("floor", {}).get("seconds", {}).get("median")
-        return case["predicted"]["ways"]["kept"]["seconds"] / floor if floor else None
     return entry.get("ratio_to_floor") or _exhausted(entry, "error")
 
 
@@ -189,7 +187,7 @@ def _lines(
     """A line for each implementation with a finite point."""
     titles = {name: entry["title"] for case in cases for name, entry in case["implementations"].items()}
     lines = []
-    for name, title in (titles | {"bound": "bandwidth bound"}).items():
+    for name, title in titles.items():
         if wanted(name):
             values = {case["case"][field]: value(case, name) for case in cases}
             lines.append(Line(name, title, {x: y for x, y in values.items() if y is not None}))
@@ -228,7 +226,7 @@ def _colour(name: str) -> str:
 
 def _is_peer(name: str) -> bool:
     """The implementations that a user chooses among: ours in its default setting, and the others."""
-    return name not in ("floor", "bound") and not name.startswith("ours-")
+    return name != "floor" and not name.startswith("ours-")
 
 
 OVER = "over that of the bare matrix products"
@@ -244,7 +242,7 @@ PICTURES: dict[str, Callable[[Document], Figure | None]] = {
     ),
     "kept": partial(
         sweep, title=f"Time with sampling masks {OVER}", fields=["kept_ids", "hidden_size"], value=_ratio, masked=True,
-        wanted=lambda name: name in ("ours", "ours-unmasked", "bound"),
+        wanted=lambda name: name in ("ours", "ours-unmasked"),
     ),
     "tokens": partial(sweep, title=f"Time {OVER}", fields=["tokens"], wanted=_is_peer, value=_ratio),
 }  # fmt: skip
