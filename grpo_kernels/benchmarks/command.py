@@ -14,7 +14,6 @@ import torch
 
 from .cases import DTYPES, HEADS, MODES, RIVALS, SETS, Job, jobs, make_case
 from .implementations import IMPLEMENTATIONS, select
-from .limits import predictions
 from .machine import Document, environment, now, read, write
 from .measure import NOT_RUN, Options, measure, measure_peak_memory
 from .process import OnProgress
@@ -101,7 +100,7 @@ def measure_job(job: Job, options: Options, on_progress: OnProgress, silence_s: 
         for report in reports.values():
             if "peak_bytes" in report:
                 report["memory_ratio_to_eager"] = report["peak_bytes"] / reports["eager"]["peak_bytes"]
-    return {"case": asdict(job.case), "date": now(), "predicted": predictions(job.case, device)} | found
+    return {"case": asdict(job.case), "date": now()} | found
 
 
 def failures(document: Document) -> list[str]:

@@ -72,14 +72,15 @@ def sheet(document: Document, title: str, panels: int, row_height: float) -> tup
 
 @rc_context(STYLE)
 def time(document: Document) -> Figure | None:
-    """Time of a step over that of the bare products: a panel per head and type; in it the fastest on top."""
+    """Time of a step over that of the bare products: a panel per case of a real head; in it the fastest on top."""
     panels = []
-    for case in _case_per_head(document):
-        entries = case["implementations"].items()
+    for case in document["cases"]:
+        of, entries = case["case"], case["implementations"].items()
+        swept = of["head"] == "custom" or of["idle_share"] or of.get("kept_ids") or not of["beta"]
         ratios = [(_ratio(case, name), name, entry) for name, entry in entries if _is_peer(name)]
         rows = sorted((ratio, name, entry) for ratio, name, entry in ratios if ratio is not None)
-        if any(name != "ours" for _, name, _ in rows):
-            panels.append((case["case"], rows))
+        if of["mode"] == "step" and not swept and any(name != "ours" for _, name, _ in rows):
+            panels.append((of, rows))
     if not panels:
         return None
     height = 0.15 * max(len(rows) for _, rows in panels) + 0.55
@@ -196,19 +197,6 @@ def _lines(
 
 def _finite(line: Line) -> dict[float, float]:
     return {x: y for x, y in line.points.items() if y < math.inf}
-
-
-def _case_per_head(document: Document) -> list[Document]:
-    """For each type and head the timed step with the most tokens; none that was made for a sweep."""
-    best: dict[tuple[str, str], Document] = {}
-    for case in document["cases"]:
-        of = case["case"]
-        swept = of["head"] == "custom" or of["idle_share"] or of.get("kept_ids") or not of["beta"]
-        if of["mode"] == "step" and not swept and _ratio(case, "ours"):
-            key = of["dtype"], of["head"]
-            if of["tokens"] >= best.get(key, case)["case"]["tokens"]:
-                best[key] = case
-    return sorted(best.values(), key=lambda case: case["case"]["dtype"], reverse=True)
 
 
 def _describe(case: Document, *without: str) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -27,7 +27,7 @@ ROW_RATE = 0.9  # of a copy's bandwidth, which a row kernel reaches: assumed
 class Device(NamedTuple):
     """A GPU, with rates of large matrix products and of a copy, which reads and writes."""
 
-    name: str  # as torch gives it
+    name: str
     half_tflops: float
     single_tflops: float
     terabytes_per_second: float
@@ -134,16 +134,6 @@ def idle_tokens(case: Case) -> int:
     """Zero-gradient tokens: those of prompts with equal rewards, where there is no KL term."""
     per_prompt, share = case.length * case.generations, 1.0 if case.generations == 1 else case.idle_share
     return 0 if case.beta != 0 else round(case.tokens // per_prompt * share) * per_prompt
-
-
-def predictions(case: Case, device: torch.device) -> dict[str, Any]:
-    """For the JSON of a run: {"device", "source", "ways": way -> a Prediction's fields}; {} where nothing is known."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    for known in DEVICES.values():
-        if known.name == name:
-            found = {way: predict(case, known, way)._asdict() for way in ways(case)}
-            return {"device": name, "source": known.source, "ways": found}
-    return {}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
