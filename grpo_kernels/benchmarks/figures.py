@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
@@ -30,14 +30,6 @@ SWEPT = {
     "idle_share": "share of prompts with equal rewards",
     "length": "tokens per completion",
 }
-
-
-class Line(NamedTuple):
-    """One implementation: values by what varies; infinity where memory ran out."""
-
-    name: str
-    title: str
-    points: dict[float, float]
 
 
 def draw(document: Document, folder: Path, prefix: str = "", without: Sequence[str] = ()) -> list[Path]:
@@ -116,24 +108,26 @@ def sweep(
     """A panel per sweep of one of `fields`, over cases with or without sampling masks: a curve per implementation, with
     crosses at the top where memory ran out."""
     cases = [case for case in document["cases"] if bool(case["case"].get("kept_ids")) == masked]
+    titles = {name: entry["title"] for case in cases for name, entry in case["implementations"].items()}
     panels = []
     for field in fields:
         for swept in _sweeps(cases, field):
-            lines = _lines(swept, field, wanted, value)
-            if any(len(_finite(line)) > 1 for line in lines):
-                panels.append((field, swept[0]["case"], lines))
+            curves = {name: _points(swept, field, name, value) for name in titles if wanted(name)}
+            if any(sum(y < math.inf for y in points.values()) > 1 for points in curves.values()):
+                panels.append((field, swept[0]["case"], curves))
     if not panels:
         return None
     figure, axes = sheet(document, title, len(panels), 2.5)
-    for axis, (field, case, lines) in zip(axes, panels, strict=True):
-        xs = sorted({x for line in lines for x in line.points})
-        for line in lines:
-            finite = _finite(line)
-            lost = [x for x in line.points if x not in finite]
-            label = f"{line.title}: {OUT_OF_MEMORY}" if lost else line.title
-            width, colour = 2.2 if line.name == "ours" else 1.3, _colour(line.name)
-            axis.plot([*finite], [*finite.values()], "o-", color=colour, label=label, linewidth=width)
-            axis.plot(lost, [0.97] * len(lost), "x", color=colour, transform=axis.get_xaxis_transform())
+    for axis, (field, case, curves) in zip(axes, panels, strict=True):
+        xs = sorted({x for points in curves.values() for x in points})
+        for name, points in curves.items():
+            finite = {x: y for x, y in points.items() if y < math.inf}
+            lost = [x for x in points if x not in finite]
+            if finite:
+                label = f"{titles[name]}: {OUT_OF_MEMORY}" if lost else titles[name]
+                width, colour = 2.2 if name == "ours" else 1.3, _colour(name)
+                axis.plot([*finite], [*finite.values()], "o-", color=colour, label=label, linewidth=width)
+                axis.plot(lost, [0.97] * len(lost), "x", color=colour, transform=axis.get_xaxis_transform())
         completions = f", {case['tokens'] // case['length']} completions" if field == "length" else ""
         axis.set(title=_describe(case, "tokens" if field == "length" else field), xlabel=SWEPT[field] + completions)
         axis.set(xscale="linear" if 0.0 in xs else "log", yscale="log")
@@ -179,24 +173,11 @@ def _sweeps(cases: Sequence[Document], field: str) -> list[list[Document]]:
     return [[group[value] for value in sorted(group)] for group in groups.values() if len(group) >= 3]
 
 
-def _lines(
-    cases: Sequence[Document],
-    field: str,
-    wanted: Callable[[str], bool],
-    value: Callable[[Document, str], float | None],
-) -> list[Line]:
-    """A line for each implementation with a finite point."""
-    titles = {name: entry["title"] for case in cases for name, entry in case["implementations"].items()}
-    lines = []
-    for name, title in titles.items():
-        if wanted(name):
-            values = {case["case"][field]: value(case, name) for case in cases}
-            lines.append(Line(name, title, {x: y for x, y in values.items() if y is not None}))
-    return [line for line in lines if _finite(line)]
-
-
-def _finite(line: Line) -> dict[float, float]:
-    return {x: y for x, y in line.points.items() if y < math.inf}
+def _points(
+    cases: Sequence[Document], field: str, name: str, value: Callable[[Document, str], float | None]
+) -> dict[float, float]:
+    values = {case["case"][field]: value(case, name) for case in cases}
+    return {x: y for x, y in values.items() if y is not None}
 
 
 def _describe(case: Document, *without: str) -> str:
