@@ -22,12 +22,10 @@ from grpo_kernels.benchmarks.show import table
 
 Found = dict[str, dict[str, Any]]
 RESULTS = Path(__file__).parent / "results"
-# Of one micro-batch of TRL's trainer, FusedGRPOTrainer against GRPOTrainer: bench/trl_step.py.
-TRL_STEP = {"of_trl": 1.0, "memory_of_trl": 1.0}
 
 
 def value_of(bar: Bar, document: Document) -> float | None:
-    """Of the first case that has it; None where it was not measured."""
+    """The value in the first case that has it; None where it was not measured."""
     dense = bar._replace(fields=bar.fields | {"idle_share": 0.0})  # of another process: each in units of its own floor
     values: dict[str, Callable[[Found, Found], float]] = {
         "time": lambda found, _: found[bar.rival]["ours_to_this"],
@@ -62,11 +60,10 @@ def report(document: Document) -> str:
     """A line per bar of the document's kind of device."""
     bars = BARS["cpu" if document["environment"]["device"] == "cpu" else "cuda"]
     rows = [_row(str(bar), value_of(bar, document), bar.limit) for bar in bars]
-    step = document.get("trl_step", {}).get("steps", {}).get("dapo", {})
-    for name, limit in TRL_STEP.items() if step else ():
+    if step := document.get("trl_step", {}).get("steps", {}).get("dapo"):  # of bench/trl_step.py
         ours, trl = step["FusedGRPOTrainer"], step["TRL"]
-        value = ours["of_trl"] if name == "of_trl" else ours["peak_bytes"] / trl["peak_bytes"]
-        rows.append(_row(f"TRL's step, {name}", value, limit))
+        rows.append(_row("TRL's step, time", ours["of_trl"], 1.0))
+        rows.append(_row("TRL's step, memory", ours["peak_bytes"] / trl["peak_bytes"], 1.0))
     return table(("bar", "found", "at most", ""), rows)
 
 
@@ -76,7 +73,7 @@ def _row(what: str, value: float | None, limit: float) -> list[str]:
 
 
 def read_results(path: Path) -> Document:
-    """Of `grpo-kernels bench`, or of bench/gpu.py, which holds such a document."""
+    """The document of `grpo-kernels bench`, or of bench/gpu.py, which holds such a document."""
     document = read(path)
     if "cases" in document:
         return document

@@ -327,14 +327,19 @@ def products(device: Any, shape: str) -> None:
     import torch
 
     from grpo_kernels.benchmarks.cases import parse_shape
-    from grpo_kernels.benchmarks.limits import median_seconds
+    from grpo_kernels.benchmarks.measure import interleave
     from grpo_kernels.contract import chunk_row_stride
+
+    def median(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+        found = interleave(calls, 5, device, math.inf, lambda text: None)
+        return {name: times["median"] for name, times in found.items()}
 
     head, _, width, vocab = parse_shape(shape)
     on_gpu, single, half = device.type == "cuda", torch.float32, torch.bfloat16
     source, target = torch.randn(2, 2**29 if on_gpu else 2**20, device=device)
-    seconds = median_seconds(functools.partial(target.copy_, source), device)
-    tell({"what": "copy", "gigabytes_per_second": 2 * source.nbytes / seconds / 1e9})
+    copy = functools.partial(target.copy_, source)
+    copy()
+    tell({"what": "copy", "gigabytes_per_second": 2 * source.nbytes / median({"copy": copy})["copy"] / 1e9})
     del source, target
     pitch, mm = chunk_row_stride(vocab, device), functools.partial(functools.partial, torch.mm)
     weight = torch.randn(vocab, width, device=device, dtype=half)
@@ -343,7 +348,7 @@ def products(device: Any, shape: str) -> None:
         h = torch.randn(rows, width, device=device, dtype=half)
         logits = torch.empty(rows, pitch, device=device)[:, :vocab]
         dlogits = torch.randn(rows, 2 * pitch, device=device, dtype=half)[:, :vocab]
-        calls = {
+        calls: dict[str, Callable[[], object]] = {
             "h W^T, float32": mm(h, weight.T, out_dtype=single, out=logits),
             "h W^T": mm(h, weight.T),
             "dlogits W": mm(dlogits, weight),
@@ -354,14 +359,16 @@ def products(device: Any, shape: str) -> None:
             "dlogits^T h, float32": mm(dlogits.T, h, out_dtype=single, out=dweight),
             "dlogits^T h": mm(dlogits.T, h),
         }
-        for name, call in calls.items():
-            fact: dict[str, Any] = {"what": name, "head": head, "rows": rows}
+        fact = {"head": head, "rows": rows}
+        for name, call in [*calls.items()]:
             try:
-                fact["milliseconds"] = 1e3 * median_seconds(call, device, budget=0.05)
-                fact["teraflops"] = 2 * rows * width * vocab / fact["milliseconds"] / 1e9
+                call()
             except (RuntimeError, TypeError) as error:
-                fact["error"] = str(error).splitlines()[0]
-            tell(fact)
+                del calls[name]
+                tell({"what": name, **fact, "error": str(error).splitlines()[0]})
+        for name, seconds in median(calls).items():
+            rate = 2 * rows * width * vocab / seconds / 1e12
+            tell({"what": name, **fact, "milliseconds": 1e3 * seconds, "teraflops": rate})
 
 
 def kernels(pair: str, device: Any, shape: str) -> None:

@@ -9,11 +9,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from matplotlib import rc_context
-from matplotlib.figure import Figure
-
 from grpo_kernels.benchmarks.cases import Case
-from grpo_kernels.benchmarks.figures import GREY, HEADS, OURS, STYLE, draw, save, sheet
+from grpo_kernels.benchmarks.figures import draw
 from grpo_kernels.benchmarks.implementations import IMPLEMENTATIONS
 from grpo_kernels.benchmarks.machine import Document, read
 from grpo_kernels.benchmarks.show import memory_text, table
@@ -26,27 +23,17 @@ RIVALS = (*(name for name in IMPLEMENTATIONS if not name.startswith("ours")), "o
 TRAINERS = ("eager", "trl", "liger", "verl-torch")
 CAPTIONS = {
     "time": "Time of a step over that of the three bare products",
-    "errors": "Errors against float64",
     "memory": "Peak memory against the length of completions; a cross is out of memory",
     "idle": "Time against the share of prompts whose rewards are all equal",
     "tokens": "Time against the number of tokens",
-    "kept": "Time with sampling masks, beside the bandwidth bound",
+    "kept": "Time with sampling masks",
 }
-# The eager loss is drawn below, wide and pale: what coincides is seen to coincide.
-LOOKS = {
-    "eager": {"color": GREY, "alpha": 0.45, "linewidth": 4, "solid_capstyle": "round"},
-    "fused": {"color": OURS, "linewidth": 1},
-}
-SMOOTHING = 20  # optimizer steps
 
 
 def main() -> None:
     for path in sorted(RESULTS.glob("*.json")):
         document = read(path)
-        if "runs" in document:
-            written = [save(learning(document), FIGURES / f"{path.stem}.png")]
-        else:
-            written = draw(document, FIGURES, f"{path.stem}-", HEADS if path.stem.endswith("-sweeps") else ())
+        written = draw(document, FIGURES, f"{path.stem}-", ("time",) if path.stem.endswith("-sweeps") else ())
         print(f"{path.name}: {', '.join(picture.name for picture in written) or 'nothing to draw'}")
     for page in PAGES:
         text = page.read_text()
@@ -65,14 +52,11 @@ def section(page: Path) -> str:
         where = document["environment"]
         device = f"{where['cpu']}, {where['threads']} threads" if where["device"] == "cpu" else where["device"]
         parts.append(f"**{path.name}.** {device}, {where['date'][:10]}: `{document['command']}`")
-        parts.append(_learning(document) if "runs" in document else _measurements(document))
-        drawn = {"Learning curves": f"{path.stem}.png"}
-        drawn |= {caption: f"{path.stem}-{name}.png" for name, caption in CAPTIONS.items()}
-        parts += [
-            f"![{caption}]({Path(os.path.relpath(FIGURES / name, page.parent)).as_posix()})"
-            for caption, name in drawn.items()
-            if (FIGURES / name).exists()
-        ]
+        parts.append(_measurements(document))
+        for name, caption in CAPTIONS.items():
+            picture = FIGURES / f"{path.stem}-{name}.png"
+            if picture.exists():
+                parts.append(f"![{caption}]({Path(os.path.relpath(picture, page.parent)).as_posix()})")
     return "\n\n".join(parts)
 
 
@@ -100,7 +84,7 @@ is the other's median time, or peak memory, over that of this package; a range i
 
 
 def _measurements(document: Document) -> str:
-    """A row per case of a real head: ours, its ratio to the bare products and to each rival, its memory."""
+    """A row per case of a real head: ours, its ratio to the bare products and to each rival, its memory and errors."""
     cases = [case for case in document["cases"] if case["case"]["head"] != "custom"]
     entries = {name: [case["implementations"].get(name, {}) for case in cases] for name in ("ours", *RIVALS)}
     columns = {"ours, ms (least to most)": [_times(entry) for entry in entries["ours"]]}
@@ -110,10 +94,13 @@ def _measurements(document: Document) -> str:
         columns[f"of {title}"] = [_number(entry, "ours_to_this", form) for entry in entries[name]]
     columns["peak MiB"] = [memory_text(entry) for entry in entries["ours"]]
     columns["of eager's"] = [_number(entry, "memory_ratio_to_eager", ".3f") for entry in entries["ours"]]
+    for title, quantity in (("error of dhidden", "dhidden"), ("of a log-probability", "logps_max")):
+        pairs = zip(entries["ours"], entries["eager"], strict=True)
+        columns[f"{title} (eager's)"] = [_errors(ours, eager, quantity) for ours, eager in pairs]
     columns = {title: cells for title, cells in columns.items() if any(cells)}
     rows = [[str(Case(**case["case"])), *cells] for case, *cells in zip(cases, *columns.values(), strict=True)]
-    what = "Medians of ours, and ratios to the bare products and to each rival; memory is beyond inputs and gradients"
-    return f"{what}:\n\n{table(('case (N, H, V)', *columns), rows)}"
+    what = "Medians of ours, and ratios to the bare products and to each rival; memory beyond inputs and gradients"
+    return f"{what}; errors against float64:\n\n{table(('case (N, H, V)', *columns), rows)}"
 
 
 def _times(entry: Document) -> str:
@@ -121,42 +108,14 @@ def _times(entry: Document) -> str:
     return "{:,.0f} ({:,.0f} to {:,.0f})".format(*numbers) if numbers else ""
 
 
+def _errors(ours: Document, eager: Document, quantity: str) -> str:
+    found = [(entry.get("errors") or {}).get(quantity) for entry in (ours, eager)]
+    first, second = (f"{error:.1e}" if error else "" for error in found)
+    return f"{first} ({second})" if second else first
+
+
 def _number(entry: Document, key: str, form: str) -> str:
     return format(entry[key], form) if key in entry else entry.get("error", "").split(":")[0]
-
-
-# --- learning curves --------------------------------------------------------------------------------------------------
-
-
-def _learning(document: Document) -> str:
-    rows: dict[tuple[str, str], list[str]] = {}
-    for run in document["runs"]:
-        ends = f"{run['pass_at_1_before']:.3f} to {run['pass_at_1_after']:.3f}"
-        rows.setdefault((run["loss_type"], "ours" if run["loss"] == "fused" else "eager"), []).append(ends)
-    seeds = [f"seed {seed}" for seed in sorted({run["seed"] for run in document["runs"]})]
-    what = "`grpo-kernels train` with its defaults, held-out pass@1 before and after"
-    steps = f"{len(document['runs'][0]['reward'])} optimizer steps"
-    return f"{what} {steps}:\n\n{table(('loss_type', 'loss', *seeds), [[*key, *ends] for key, ends in rows.items()])}"
-
-
-@rc_context(STYLE)
-def learning(document: Document) -> Figure:
-    """A panel per kind of loss, a line per seed: the reward of the samples, and held-out pass@1 before and after."""
-    figure, axes = sheet(document, "GRPO on two-digit addition, from three seeds: reward, smoothed", 2, 2, 2.4)
-    kinds = dict.fromkeys(run["loss_type"] for run in document["runs"])
-    for axis, kind in zip(axes.flat, kinds, strict=False):
-        ends = []
-        for loss, look in LOOKS.items():
-            runs = [run for run in document["runs"] if (run["loss_type"], run["loss"]) == (kind, loss)]
-            for run in runs:
-                windows = (run["reward"][max(0, i - SMOOTHING + 1) : i + 1] for i in range(len(run["reward"])))
-                label = (loss if loss == "eager" else "ours") if run is runs[0] else None
-                axis.plot([sum(window) / len(window) for window in windows], **look, label=label)
-                if loss == "fused":
-                    ends.append(f"{run['pass_at_1_before']:.2f} to {run['pass_at_1_after']:.2f}")
-        axis.set(title=f"{kind}: held-out pass@1 {', '.join(ends)}", xlabel="optimizer step", ylim=(0, 1))
-        axis.legend(loc="lower right", frameon=False)
-    return figure
 
 
 if __name__ == "__main__":

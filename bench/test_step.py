@@ -17,10 +17,11 @@ import pytest
 import torch
 
 from grpo_kernels.benchmarks.cases import Case
-from grpo_kernels.benchmarks.implementations import IMPLEMENTATIONS, Unsupported
+from grpo_kernels.benchmarks.implementations import IMPLEMENTATIONS
 from grpo_kernels.benchmarks.inputs import Inputs, make_inputs
 from grpo_kernels.benchmarks.machine import synchronize
-from grpo_kernels.benchmarks.reference import Reference, errors, off_policy, reference, why_wrong
+from grpo_kernels.benchmarks.measure import prepare
+from grpo_kernels.benchmarks.reference import Reference, off_policy, reference
 
 
 @functools.lru_cache(maxsize=1)  # tests of one case follow one another
@@ -34,24 +35,18 @@ def exact(case: Case, device: torch.device, objective: str) -> Reference:
 
 
 def test_step(case: Case, name: str, device: torch.device, benchmark: Any) -> None:
-    implementation = IMPLEMENTATIONS[name]
-    if reason := implementation.unavailable_reason(device, case.torch_dtype):
-        pytest.skip(f"{name}: {reason}")
-    inputs = batch(case, device)
-    try:
-        step = implementation.make_step(inputs, case.mode)
-    except Unsupported as unsupported:
-        pytest.skip(f"{name}: {unsupported}")
+    objective, inputs = IMPLEMENTATIONS[name].objective, batch(case, device)
+    right = None if objective == "none" else exact(case, device, objective)
+    step, report = prepare(name, inputs, case, right, device)
+    if step is None and "missing" in report:
+        pytest.skip(f"{name}: {report['missing']}")
+    assert step is not None, report["error"]
 
     def timed() -> object:
         result = step(inputs)
         synchronize(device)
         return result
 
-    if implementation.objective != "none":
-        right, result = exact(case, device, implementation.objective), step(inputs)
-        found = errors(right, result)
-        assert why_wrong(right, result, found, case.torch_dtype) is None
-        benchmark.extra_info |= {"errors": found}
+    benchmark.extra_info |= report
     benchmark.group = str(case)
     benchmark(timed)

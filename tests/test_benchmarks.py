@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from grpo_kernels.benchmarks import command, measure, process
-from grpo_kernels.benchmarks.cases import MODES, SETS, Case, Job, jobs, make_case, parse_shape
+from grpo_kernels.benchmarks.cases import MODES, SETS, Case, jobs, make_case, parse_shape
 from grpo_kernels.benchmarks.implementations import IMPLEMENTATIONS, Implementation, Result, Step, Unsupported, select
 from grpo_kernels.benchmarks.inputs import Inputs, grpo_objective, make_inputs
 from grpo_kernels.benchmarks.measure import Options
@@ -258,7 +258,9 @@ def test_a_failure_of_ours_is_an_exit_status(monkeypatch: pytest.MonkeyPatch, tm
 
 
 @pytest.mark.parametrize("cut", ["error", "memory_error"])
-def test_a_run_goes_on_where_an_earlier_one_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cut: str) -> None:
+def test_a_run_goes_on_where_an_earlier_one_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cut: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     measured: list[str] = []
 
     def fake(case: Case, *rest: object) -> dict:
@@ -267,19 +269,20 @@ def test_a_run_goes_on_where_an_earlier_one_ended(monkeypatch: pytest.MonkeyPatc
         return {"implementations": {"ours": {"title": "ours"} | error}}
 
     monkeypatch.setattr(command, "measure", fake)
+    monkeypatch.setattr(command, "measure_peak_memory", lambda *a: {})
     output = tmp_path / "b.json"
+    options = ["--shapes", "tiny:64", "--modes", *MODES, "--against", "ours", "--exclude", "floor", "--no-figures"]
+    options += ["--device", "cpu", "--resume", "--output", str(output)]
     for expected in (["step", "frozen", "forward"], ["frozen"]):  # time cut the second one short
         measured.clear()
-        run = command.Run(CPU, "", output, resume=True)
-        for mode in MODES:
-            run.measure(Job(dataclasses.replace(TINY, mode=mode), ("ours",)))
+        assert main(["bench", *options]) == 0
         assert measured == expected
     assert {found["case"]["mode"] for found in json.loads(output.read_text())["cases"]} == set(MODES)
     document = json.loads(output.read_text())
     document["environment"]["versions"]["torch"] = "0.1"
     output.write_text(json.dumps(document))
-    with pytest.raises(ValueError, match=r"measured otherwise \(versions\)"):
-        command.Run(CPU, "", output, resume=True)
+    assert main(["bench", *options]) == 2
+    assert "measured otherwise (versions)" in capfd.readouterr().err
 
 
 def test_relative_errors() -> None:

@@ -1,18 +1,15 @@
-"""The pictures and tables of results: what they show is what the document says. And the learning curves behind one."""
+"""The pictures and tables of results: what they show is what the document says."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
 
-import learning
 import pytest
 import report
-import torch
 
 from grpo_kernels.benchmarks import figures
 from grpo_kernels.benchmarks.cases import make_case
-from grpo_kernels.trainer.arithmetic import start_model
 
 ENVIRONMENT = {
     "date": "2026-01-31T12:00:00+00:00", "device": "cpu", "driver": None, "cpu": "Some CPU", "threads": 7,
@@ -36,9 +33,9 @@ def case(implementations=None, shape="qwen2.5-0.5b:4096", **fields):
     return {"case": asdict(make_case(shape, **fields)), "implementations": found}
 
 
-def masked(kept_ids, bound):
-    found = {name: entry(name, bound if name == "ours" else 1.0) for name in ("ours", "ours-unmasked", "floor")}
-    return case(found, kept_ids=kept_ids) | {"predicted": {"ways": {"kept": {"seconds": bound}}}}
+def masked(kept_ids, scale):
+    found = {name: entry(name, scale if name == "ours" else 1.0) for name in ("ours", "ours-unmasked", "floor")}
+    return case(found, kept_ids=kept_ids)
 
 
 def sized(length, **peaks):
@@ -104,22 +101,22 @@ def test_memory_is_drawn_against_the_length_with_a_cross_where_it_ran_out():
     cases = [sized(1024, ours=1, eager=None), sized(256, ours=1, eager=2), sized(512, ours=1, eager=4)]
     (axis,) = figures.PICTURES["memory"](document(*cases)).axes
     assert drawn(axis) == {
-        "ours": dict.fromkeys((256, 512, 1024), 2**30),
-        "eager PyTorch: out of memory": {256: 2**31, 512: 2**32},
+        "ours": dict.fromkeys((256, 512, 1024), 1024),
+        "eager PyTorch: out of memory": {256: 2048, 512: 4096},
     }
     assert [list(line.get_xdata()) for line in axis.get_lines() if line.get_marker() == "x"] == [[], [1024]]
     assert axis.get_xlabel() == "tokens per completion, 16 completions"
 
 
-def test_idle_prompts_are_relative_to_ones_own_time_without_and_scaling_to_the_floor():
-    idle = [
-        case({"ours": entry("ours", 1 - s / 2), "floor": entry("floor")}, idle_share=s, beta=0.0) for s in (0.5, 0, 1)
-    ]
-    _, right = figures.PICTURES["idle"](document(*idle)).axes
-    assert drawn(right)["ours"] == pytest.approx({0.0: 1.0, 0.5: 0.75, 1.0: 0.5})
-    left, right = figures.PICTURES["tokens"](document(*(case(shape=f"{n}x7x11") for n in (64, 128, 256)))).axes
-    assert drawn(right)["ours"] == pytest.approx(dict.fromkeys((64, 128, 256), 1.05))
-    assert set(drawn(left)) == set(TITLES.values())
+def test_sweeps_are_drawn_over_the_bare_products():
+    idle = [case({"ours": entry("ours", 1 - s / 2)}, idle_share=s, beta=0.0) for s in (0.5, 0, 1)]
+    (axis,) = figures.PICTURES["idle"](document(*idle)).axes
+    assert drawn(axis) == {"ours": pytest.approx({0.0: 1.05, 0.5: 0.7875, 1.0: 0.525})}
+    (axis,) = figures.PICTURES["tokens"](document(*(case(shape=f"{n}x7x11") for n in (64, 128, 256)))).axes
+    assert drawn(axis)["ours"] == pytest.approx(dict.fromkeys((64, 128, 256), 1.05))
+    assert {*drawn(axis), "bare matrix products"} == set(TITLES.values())
+    (axis,) = figures.PICTURES["kept"](document(case(), *(masked(n, 1e-3 * n) for n in (8, 32, 128)))).axes
+    assert drawn(axis)["ours"] == pytest.approx({8: 0.0084, 32: 0.0336, 128: 0.1344})
 
 
 # --- the scripts ------------------------------------------------------------------------------------------------------
@@ -127,10 +124,6 @@ def test_idle_prompts_are_relative_to_ones_own_time_without_and_scaling_to_the_f
 
 @pytest.fixture
 def results(tmp_path, monkeypatch):
-    curves = {"reward": [0.1, 0.5], "pass_at_1_before": 0.25, "pass_at_1_after": 0.75}
-    kinds = (("dapo", "eager"), ("dapo", "fused"), ("gspo", "fused"))
-    runs = [{"seed": s, "loss_type": kind, "loss": loss} | curves for s in (0, 1) for kind, loss in kinds]
-    (tmp_path / "learning.json").write_text(json.dumps({"environment": ENVIRONMENT, "command": "", "runs": runs}))
     idle = [case(idle_share=share, beta=0.0, length=64) for share in (0.0, 0.5)]
     for one in idle:
         one["implementations"]["ours-unscored"] = entry("ours-unscored", 0.25)
@@ -143,35 +136,12 @@ def results(tmp_path, monkeypatch):
 
 def test_one_command_draws_every_file_and_rewrites_the_tables(results, capsys):
     report.main()
-    assert {path.name for path in (results / "drawn").iterdir()} == {"learning.png", "cpu-time.png", "cpu-errors.png"}
+    assert {path.name for path in (results / "drawn").iterdir()} == {"cpu-time.png"}
     page = (results / "page.md").read_text()
     assert page.startswith("before\n") and page.endswith("\nafter\n") and "old" not in page
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")]
+    errors = ["3.0e-04 (3.0e-04)", "2.0e-03 (2.0e-03)"]
     step = "qwen2.5-0.5b (4096, 896, 151936), bfloat16, step"
-    assert [step, "2,100 (1,890 to 2,520)", "1.05", "0.70", "0.42", ""] in rows
-    assert [f"{step}, 32 ids kept", "84 (76 to 101)", "1.05", "", "", "0.525"] in rows
-    assert ["dapo", "ours", "0.250 to 0.750", "0.250 to 0.750"] in rows
+    assert [step, "2,100 (1,890 to 2,520)", "1.05", "0.70", "0.42", "", *errors] in rows
+    assert [f"{step}, 32 ids kept", "84 (76 to 101)", "1.05", "", "", "0.525", "3.0e-04", "2.0e-03"] in rows
     assert "(drawn/cpu-time.png)" in page and "No GPU has been measured yet." in page
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    """Options of one optimizer step of a tiny model."""
-    folder = tmp_path_factory.mktemp("learning") / "model"
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # products this small gain nothing from threads
-    start_model(folder, seed=0, vocab_size=32, hidden_size=32, num_layers=1, max_steps=2, quiet=True)
-    yield [
-        "--model-name-or-path", str(folder), "--dataset-name", "arithmetic", "--reward-funcs", "arithmetic",
-        "--dataset-test-split", "test", "--eval-max-prompts", "4", "--beta", "0.1", "--max-completion-length", "5",
-        "--max-steps", "1",
-    ]  # fmt: skip
-    torch.set_num_threads(before)
-
-
-def test_learning_writes_curves_after_every_run(small, tmp_path, monkeypatch):
-    path = tmp_path / "learning.json"
-    monkeypatch.setattr(learning, "LOSSES", learning.LOSSES[:2])
-    learning.main(["--seeds", "5", "--output", str(path), *small])
-    eager, fused = json.loads(path.read_text())["runs"]
-    assert fused["entropy"] == pytest.approx(eager["entropy"], rel=1e-3) and len(fused["reward"]) == 1

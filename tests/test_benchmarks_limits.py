@@ -7,13 +7,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from grpo_kernels.benchmarks import limits
-from grpo_kernels.benchmarks.cases import DTYPES, MODES, make_case
+from grpo_kernels.benchmarks.cases import MODES, make_case
 from grpo_kernels.benchmarks.implementations import IMPLEMENTATIONS
 from grpo_kernels.benchmarks.inputs import make_inputs
-from grpo_kernels.benchmarks.limits import DEVICES, Device, find_device, measured, predict
+from grpo_kernels.benchmarks.limits import DEVICES, predict
 
 H200 = DEVICES["H200"]
-CPU = Device("a CPU", "cpu", dict.fromkeys(DTYPES, 1e11), 1e10)
 LLAMA = "llama-3-8b:16384"
 
 
@@ -22,7 +21,7 @@ def test_the_floor_is_the_flops_over_the_rate_and_a_copy_more_than_bandwidth_all
     floor = predict(case, H200, "floor")
     assert floor.flops == 6 * 16384 * 4096 * 128256
     assert floor.seconds == pytest.approx(floor.flops / 790e12, rel=0.02)
-    slow = Device("slow", "cuda", H200.flops, 1e9)
+    slow = H200._replace(terabytes_per_second=1e-3)
     assert predict(case, slow, "floor").seconds == pytest.approx(floor.bytes / 1e9, rel=1e-3)
 
 
@@ -35,15 +34,6 @@ def test_the_row_pass_is_what_a_step_takes_beyond_its_products():
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("way", ["floor", "rows", "kept"])
-def test_every_way_has_a_prediction(way, mode):
-    case = make_case("1024x256x4096", mode=mode, kept_ids=8, masked_share=0.5)
-    for device in (H200, CPU):
-        found = predict(case, device, way)
-        assert found.seconds > 0 and found.flops > 0 and found.bytes > 0 and found.peak_bytes > 0
-
-
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["eager", "floor"])
 def test_flops_are_those_of_a_call(name, mode):
     case = make_case("64x32x512", "float32", mode=mode)
@@ -51,25 +41,11 @@ def test_flops_are_those_of_a_call(name, mode):
     step = IMPLEMENTATIONS[name].make_step(inputs, mode)
     with FlopCounterMode(display=False) as counter:
         step(inputs)
-    assert counter.get_total_flops() == predict(case, CPU, "floor").flops == predict(case, CPU).flops
-
-
-def test_half_of_the_prompts_idle_costs_the_scoring_of_the_other_half():
-    dense, half = (predict(make_case(LLAMA, idle_share=share, beta=0.0, length=512), H200) for share in (0.0, 0.5))
-    assert half.flops / dense.flops == pytest.approx(4 / 6) and half.seconds < 0.72 * dense.seconds
-
-
-def test_devices_by_name_and_the_one_that_is_here():
-    case = make_case("tiny:64", "float32")
-    assert find_device("H100", case) is find_device("NVIDIA H100 80GB HBM3", case) is DEVICES["H100"]
-    with pytest.raises(ValueError, match="device='TPU'; expected cpu, cuda or one of H200"):
-        find_device("TPU", case)
-    here = measured(torch.device("cpu"), torch.float32, 64, 2048)
-    assert here.type == "cpu" and 1e8 < here.flops["float32"] < 1e14 and 1e8 < here.bandwidth < 1e13
+    assert counter.get_total_flops() == predict(case, H200, "floor").flops == predict(case, H200).flops
 
 
 def test_the_table_of_a_device(capsys):
     limits.main(["--device", "H200", "--shapes", LLAMA])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("llama-3-8b (16384, 4096, 128256), bfloat16, step on NVIDIA H200")
-    assert next(line for line in lines if line.startswith("| floor")).split(" | ")[-2].strip() == "1.00"
+    assert next(line for line in lines if line.startswith("| floor")).split("|")[-2].strip() == "1.00"

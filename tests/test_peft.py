@@ -133,7 +133,7 @@ def test_sixteen_bit_weights_keep_a_small_adapter(peft):
     [
         ("LoraConfig", dict(use_dora=True), TypeError, "adapter 'default' is a variant of LoRA, such as DoRA"),
         ("LoraConfig", dict(lora_bias=True), TypeError, r"adapter 'default' has a bias \(lora_bias\)"),
-        ("LoraConfig", dict(lora_dropout=0.1), ValueError, "adapter 'default' with dropout 0.1"),
+        ("LoraConfig", dict(lora_dropout=0.1), ValueError, "adapter 'default' has dropout 0.1"),
         ("LoHaConfig", {}, TypeError, "of PEFT's layers only LoRA and modules_to_save are supported"),
     ],
     ids=["DoRA", "bias", "dropout", "LoHa"],

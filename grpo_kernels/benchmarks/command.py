@@ -14,7 +14,6 @@ import torch
 
 from .cases import DTYPES, HEADS, MODES, RIVALS, SETS, Job, jobs, make_case
 from .implementations import IMPLEMENTATIONS, select
-from .limits import predictions
 from .machine import Document, environment, now, read, write
 from .measure import NOT_RUN, Options, measure, measure_peak_memory
 from .process import OnProgress
@@ -49,84 +48,59 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def bench(arguments: argparse.Namespace) -> int:
     """Run it; 2 where an argument is wrong, 1 where ours failed or gave a wrong result."""
+    output: Path = arguments.output
     try:
         device = _device(arguments.device)
         chosen = _jobs(arguments, device)
-        minutes = arguments.minutes or (_QUICK_MINUTES if arguments.quick else None)
-        options = dict(rounds=arguments.rounds, silence_s=arguments.silence, resume=arguments.resume)
-        run = Run(device, shlex.join(["grpo-kernels", *sys.argv[1:]]), arguments.output, minutes=minutes, **options)
+        here = environment(device)
+        cases = _complete_cases(output, here) if arguments.resume and output.exists() else []
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    print(headline(run.document["environment"]), flush=True)
+    minutes = arguments.minutes or (_QUICK_MINUTES if arguments.quick else None)
+    end = time.time() + 60 * minutes if minutes else float("inf")
+    command = shlex.join(["grpo-kernels", *sys.argv[1:]])
+    document: Document = {"environment": here, "command": command, "cases": cases, "not_run": []}
+    print(headline(here), flush=True)
     if arguments.device == "auto" and device.type == "cpu":
         print("no GPU here, hence no GPU figures: this measures the CPU")
     for number, job in enumerate(chosen, 1):
-        found = run.measure(job, _show_progress(f"{number}/{len(chosen)} {job.case}"))
+        found = next((case for case in cases if case["case"] == asdict(job.case)), None)
+        if found is None and end - time.time() < _WORTH_STARTING_S:
+            document["not_run"].append(str(job.case))
+        elif found is None:
+            rounds = arguments.rounds or job.rounds or ROUNDS[device.type]
+            progress = _show_progress(f"{number}/{len(chosen)} {job.case}")
+            found = measure_job(job, Options(str(device), rounds, end), progress, arguments.silence)
+            cases.append(found)
+        write(output, document)
         if found is not None:
             print(f"\n{case_table(found)}", flush=True)
-    for case in run.document["not_run"]:
+    for case in document["not_run"]:
         print(f"not run, out of time: {case}")
-    print(f"written: {arguments.output}")
+    print(f"written: {output}")
     if not arguments.no_figures:
-        _draw(run.document, arguments.output.parent)
-    return 1 if failures(run.document) else 0
+        _draw(document, output.parent)
+    return 1 if failures(document) else 0
 
 
-class Run:
-    """Jobs measured one by one into one document, until the time is up; it is written after each."""
-
-    def __init__(
-        self,
-        device: torch.device,
-        command: str,
-        output: Path,
-        *,
-        rounds: int | None = None,
-        minutes: float | None = None,
-        silence_s: float | None = None,
-        resume: bool = False,
-    ) -> None:
-        """`resume`: go on with what is at `output`; ValueError where another machine or other versions wrote that."""
-        self.device, self.output, self.rounds, self.silence_s = device, output, rounds, silence_s
-        self.end = time.time() + 60 * minutes if minutes else float("inf")
-        here = environment(device)
-        cases = _complete_cases(output, here) if resume and output.exists() else []
-        self.document: Document = {"environment": here, "command": command, "cases": cases, "not_run": []}
-
-    def measure(self, job: Job, on_progress: OnProgress = lambda text: None) -> Document | None:
-        """What was found of a job, which the document then has too; None where no time is left."""
-        case, found = asdict(job.case), None
-        for there in self.document["cases"]:
-            if there["case"] == case:
-                return there
-        if self.end - time.time() < _WORTH_STARTING_S:
-            self.document["not_run"].append(str(job.case))
-        else:
-            found = self._measure(job, on_progress)
-            self.document["cases"].append(found)
-        write(self.output, self.document)
-        return found
-
-    def _measure(self, job: Job, on_progress: OnProgress) -> Document:
-        names = select(job.against)
-        found: Document = {"implementations": {name: {"title": IMPLEMENTATIONS[name].title} for name in names}}
-        if job.timed:
-            rounds = self.rounds or job.rounds or ROUNDS[self.device.type]
-            options = Options(str(self.device), rounds, self.end)
-            found = measure(job.case, names, options, on_progress, self.silence_s)
-        reports = found["implementations"]
-        if self.device.type == "cpu" and job.memory:  # a GPU has measured memory beside time
-            for name in select(job.memory):
-                if name in names and "error" not in reports[name]:
-                    late = {"memory_error": NOT_RUN} if time.time() > self.end else None
-                    reports[name] |= late or measure_peak_memory(job.case, name, on_progress, self.silence_s)
-        if "peak_bytes" in reports.get("eager", {}):
-            for report in reports.values():
-                if "peak_bytes" in report:
-                    report["memory_ratio_to_eager"] = report["peak_bytes"] / reports["eager"]["peak_bytes"]
-        predicted = predictions(job.case, self.device)
-        return {"case": asdict(job.case), "date": now(), "predicted": predicted} | found
+def measure_job(job: Job, options: Options, on_progress: OnProgress, silence_s: float | None) -> Document:
+    """Time and memory of a case, as it stands in the document."""
+    names, device = select(job.against), torch.device(options.device)
+    found: Document = {"implementations": {name: {"title": IMPLEMENTATIONS[name].title} for name in names}}
+    if job.timed:
+        found = measure(job.case, names, options, on_progress, silence_s)
+    reports = found["implementations"]
+    if device.type == "cpu" and job.memory:  # a GPU has measured memory beside time
+        for name in select(job.memory):
+            if name in names and "error" not in reports[name]:
+                late = {"memory_error": NOT_RUN} if time.time() > options.deadline else None
+                reports[name] |= late or measure_peak_memory(job.case, name, on_progress, silence_s)
+    if "peak_bytes" in reports.get("eager", {}):
+        for report in reports.values():
+            if "peak_bytes" in report:
+                report["memory_ratio_to_eager"] = report["peak_bytes"] / reports["eager"]["peak_bytes"]
+    return {"case": asdict(job.case), "date": now()} | found
 
 
 def failures(document: Document) -> list[str]:

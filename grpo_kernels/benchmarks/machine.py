@@ -1,6 +1,6 @@
 """Where something was measured: device, driver, versions, date; a device's memory; and the JSON of a run.
 
-That JSON is {"environment", "command", "cases", "not_run"}. A case is {"case": its fields, "predicted": of limits.py,
+That JSON is {"environment", "command", "cases", "not_run"}. A case is {"case": its fields, "date",
 "implementations": name -> what was found}.
 """
 

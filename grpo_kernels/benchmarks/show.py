@@ -9,7 +9,7 @@ from .cases import MODES, Case
 from .machine import Document
 
 _HEADER = (
-    *("", "median ms", "min", "max", "predicted", "to floor", "to eager", "peak MiB", "gradients", "logp"),
+    *("", "median ms", "min", "max", "to floor", "to eager", "peak MiB", "gradients", "logp"),
     "why there is none",
 )
 
@@ -34,16 +34,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def case_table(found: Document) -> str:
     """Time, its spread and ratios, peak memory, errors against float64; or why there is nothing.
 
-    Beside the time stands what limits.py predicts for this device, where it has a model.
     Errors are those of the gradients, the larger one, relative to its norm; and the largest of a log-probability, nats.
     """
     case = Case(**found["case"])
     lines = [f"{case}: {MODES[case.mode]}", *([found["error"]] if "error" in found else [])]
-    ways = found.get("predicted", {}).get("ways", {})
-    rows = [
-        _row(name, report, ways.get(way_of(name, case.kept_ids), {}))
-        for name, report in found["implementations"].items()
-    ]
+    rows = [_row(name, report) for name, report in found["implementations"].items()]
     return "\n".join([*lines, *([table(_HEADER, rows)] if rows else [])])
 
 
@@ -61,17 +56,9 @@ def memory_text(report: dict[str, Any]) -> str:
     return str(report.get("memory_error", "").split(":")[0])
 
 
-def way_of(implementation: str, kept_ids: int = 0) -> str:
-    """The model of limits.py for an implementation, if there is one."""
-    if implementation.startswith("ours"):
-        return "kept" if kept_ids and implementation != "ours-unmasked" else "rows"
-    return implementation
-
-
-def _row(name: str, report: dict[str, Any], predicted: dict[str, Any]) -> list[str]:
+def _row(name: str, report: dict[str, Any]) -> list[str]:
     times, errors = report.get("seconds", {}), report.get("errors") or {}
     cells = [f"{times[key] * 1e3:.1f}" if times else "" for key in ("median", "min", "max")]
-    cells.append(f"{predicted['seconds'] * 1e3:.1f}" if times and predicted else "")
     cells += [f"{report[key]:.2f}" if key in report else "" for key in ("ratio_to_floor", "ratio_to_eager")]
     cells.append(memory_text(report))
     for names in (("dhidden", "dweight"), ("logps_max",)):

@@ -44,20 +44,16 @@ class Variant(NamedTuple):
 
 
 class Case(NamedTuple):
-    """Inputs of one call. `leaves` in the type that is checked: hidden (B, T, H), weight (V, H), at times bias (V,)."""
+    """A variant's inputs and exact results.
 
-    leaves: dict[str, Tensor]
-    ids: Tensor
-    advantages: Tensor
-    options: dict[str, Tensor]
-    config: GRPOConfig
-
-
-class Comparison(NamedTuple):
-    """A variant's inputs and exact results. `allowed`: eager's errors; `scale`: the least size of the loss."""
+    `leaves` are in the type that is checked: hidden (B, T, H), weight (V, H), at times bias (V,). `arguments` are the
+    other tensors of a call. `allowed`: eager's errors; `scale`: the least size of the loss.
+    """
 
     variant: Variant
-    case: Case
+    leaves: dict[str, Tensor]
+    arguments: dict[str, Tensor]
+    config: GRPOConfig
     exact: dict[str, Tensor]
     allowed: dict[str, float]
     scale: float
@@ -79,10 +75,10 @@ def check(backend: str | None = None, *, quick: bool = False) -> bool:
     torch.set_num_threads(1)  # for sizes this small, synchronising threads costs more than the work
     try:
         for dtype, slack in SLACK.items():
-            comparisons = [compare_eager(variant, i, dtype) for i, variant in enumerate(variants(quick=quick))]
+            cases = [compare_eager(variant, i, dtype) for i, variant in enumerate(variants(quick=quick))]
             for name, device in pairs:
                 start = time.perf_counter()
-                excess, worst, done, failure = compare(comparisons, name, device)
+                excess, worst, done, failure = compare(cases, name, device)
                 numbers = done, f"{excess:.1e}", f"{slack:.1e}", f"{time.perf_counter() - start:.1f}"
                 verdict = "ok" if excess <= slack else "FAILED"
                 type_name = str(dtype).removeprefix("torch.")
@@ -105,34 +101,37 @@ def variants(*, quick: bool = False) -> list[Variant]:
     return [Variant(*point, AGGREGATIONS[i % len(AGGREGATIONS)]) for i, point in enumerate(chosen)]
 
 
-def compare_eager(variant: Variant, index: int, dtype: torch.dtype) -> Comparison:
-    """A case, its exact results, and the errors of eager PyTorch."""
-    case = make_case(variant, index, dtype)
-    exact = eager(case, torch.float64, torch.float64)
-    scale = loss_scale(case, exact)
-    return Comparison(variant, case, exact, errors(eager(case, dtype, torch.float32), exact, scale), scale)
+def compare_eager(variant: Variant, index: int, dtype: torch.dtype) -> Case:
+    """A case: its exact results, and the errors of eager PyTorch."""
+    leaves, arguments, config = make_inputs(variant, index, dtype)
+    exact = eager(leaves, arguments, config, torch.float64, torch.float64)
+    scale = loss_scale(arguments, config, exact)
+    allowed = errors(eager(leaves, arguments, config, dtype, torch.float32), exact, scale)
+    return Case(variant, leaves, arguments, config, exact, allowed, scale)
 
 
-def compare(comparisons: list[Comparison], backend: str, device: torch.device) -> tuple[float, str, int, str]:
+def compare(cases: list[Case], backend: str, device: torch.device) -> tuple[float, str, int, str]:
     """The largest error beyond eager's, where it is, how many variants ran, and what one of them raised, if any."""
     largest, worst = -math.inf, ""
-    for done, (variant, case, exact, allowed, scale) in enumerate(comparisons):
+    for done, case in enumerate(cases):
         try:
-            found = errors(fused(case, backend, device), exact, scale)
+            found = errors(fused(case, backend, device), case.exact, case.scale)
         except Exception as error:  # any error goes into the report; the other lines continue
-            return math.inf, str(variant), done, f"{variant}: {type(error).__name__}: {error}"
-        excess = {name: error - allowed[name] for name, error in found.items()}
-        name = max(excess, key=lambda name: excess[name])
-        if excess[name] > largest:
-            largest, worst = excess[name], f"{variant}: {name}"
-    return largest, worst, len(comparisons), ""
+            return math.inf, str(case.variant), done, f"{case.variant}: {type(error).__name__}: {error}"
+        excess, name = max((error - case.allowed[name], name) for name, error in found.items())
+        if excess > largest:
+            largest, worst = excess, f"{case.variant}: {name}"
+    return largest, worst, len(cases), ""
 
 
 # --- inputs ---------------------------------------------------------------------------------------------------------
 
 
-def make_case(variant: Variant, index: int, dtype: torch.dtype) -> Case:
-    """A batch for a variant; `index` decides the random numbers, and options that take turns."""
+def make_inputs(
+    variant: Variant, index: int, dtype: torch.dtype
+) -> tuple[dict[str, Tensor], dict[str, Tensor], GRPOConfig]:
+    """Leaves and arguments of a call, and its configuration; `index` decides the random numbers, and options that take
+    turns."""
     g = torch.Generator().manual_seed(index)
 
     def normal(*shape: int) -> Tensor:
@@ -156,14 +155,16 @@ def make_case(variant: Variant, index: int, dtype: torch.dtype) -> Case:
     log_ratio = _log_ratios(variant, mask, g)
     old = logps - log_ratio
     distance = uniform(0.1, 0.6, *shape) * torch.where(normal(*shape) > 0, 1.0, -1.0)  # |k1| has a corner at 0
-    options = {
+    arguments = {
+        "completion_ids": ids,
+        "advantages": advantages,
         "completion_mask": mask,
         "old_logps": old.float(),
         "ref_logps": (logps + distance).float(),
     }
     bounds: dict[str, float] = {}
     if SURROGATE_RULES[variant.surrogate].divides_by_rollout:
-        options["rollout_logps"] = options["old_logps"]
+        arguments["rollout_logps"] = arguments["old_logps"]
         bound = _widest_gap((logps.exp() - old.exp()).abs()[mask])
         sides = ("epsilon_high",) if variant.surrogate == "ipo" else ("epsilon_low", "epsilon_high")
         bounds = dict.fromkeys(sides, bound)
@@ -181,7 +182,7 @@ def make_case(variant: Variant, index: int, dtype: torch.dtype) -> Case:
         chunk_rows=(None, 7, 3)[index % 3],  # in one piece; whole sequences; parts of sequences
         **bounds,  # type: ignore[arg-type]
     )
-    return Case(leaves, ids, advantages, options, config)
+    return leaves, arguments, config
 
 
 def _log_ratios(variant: Variant, mask: Tensor, g: torch.Generator) -> Tensor:
@@ -211,31 +212,22 @@ def _widest_gap(x: Tensor) -> float:
 def fused(case: Case, backend: str, device: torch.device) -> dict[str, Tensor]:
     """Values, gradients and metrics by name, from the package."""
     leaves = {name: x.to(device, copy=True).requires_grad_() for name, x in case.leaves.items()}
-    out = fused_grpo_loss(
-        leaves["hidden"],
-        leaves["weight"],
-        case.ids.to(device),
-        case.advantages.to(device),
-        lm_head_bias=leaves.get("bias"),
-        config=case.config,
-        backend=backend,
-        **{name: x.to(device) for name, x in case.options.items()},  # type: ignore[arg-type]  # tensor options alone
-    )
-    return _results(out, leaves)
+    options: dict[str, Any] = {name: x.to(device) for name, x in case.arguments.items()}
+    options |= {"lm_head_bias": leaves.get("bias"), "config": case.config, "backend": backend}
+    return _results(fused_grpo_loss(leaves["hidden"], leaves["weight"], **options), leaves)
 
 
-def eager(case: Case, product: torch.dtype, rest: torch.dtype) -> dict[str, Tensor]:
+def eager(
+    leaves: dict[str, Tensor],
+    arguments: dict[str, Tensor],
+    config: GRPOConfig,
+    product: torch.dtype,
+    rest: torch.dtype,
+) -> dict[str, Tensor]:
     """The same from the reference: logits in `product`, everything after them in `rest`."""
-    leaves = {name: x.to(product, copy=True).requires_grad_() for name, x in case.leaves.items()}
-    options = {name: x.to(rest) if x.is_floating_point() else x for name, x in case.options.items()}
-    out = reference_loss_from_logits(
-        logits_of(leaves).to(rest),
-        case.ids,
-        case.advantages.to(rest),
-        config=case.config,
-        **options,  # type: ignore[arg-type]  # tensor options alone
-    )
-    return _results(out, leaves)
+    leaves = {name: x.to(product, copy=True).requires_grad_() for name, x in leaves.items()}
+    options: dict[str, Any] = {n: x.to(rest) if x.is_floating_point() else x for n, x in arguments.items()}
+    return _results(reference_loss_from_logits(logits_of(leaves).to(rest), config=config, **options), leaves)
 
 
 def logits_of(leaves: dict[str, Tensor]) -> Tensor:
@@ -252,15 +244,12 @@ def _results(out: Any, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: x.detach().cpu().double() for name, x in found.items()}
 
 
-def loss_scale(case: Case, exact: dict[str, Tensor]) -> float:
+def loss_scale(arguments: dict[str, Tensor], config: GRPOConfig, exact: dict[str, Tensor]) -> float:
     """sum of |weight x advantage x logp|: terms of about this size may cancel in the loss."""
-    config = GRPOConfig(
-        surrogate="reinforce",
-        aggregation=case.config.aggregation,
-        max_completion_length=case.config.max_completion_length,
-    )
-    mask, sizes = case.options["completion_mask"], case.advantages.double().abs()
-    return reference_loss_from_logps(exact["logps"], sizes, completion_mask=mask, config=config).loss.item()
+    length = config.max_completion_length
+    sums = GRPOConfig(surrogate="reinforce", aggregation=config.aggregation, max_completion_length=length)
+    mask, sizes = arguments["completion_mask"], arguments["advantages"].double().abs()
+    return reference_loss_from_logps(exact["logps"], sizes, completion_mask=mask, config=sums).loss.item()
 
 
 def errors(found: dict[str, Tensor], exact: dict[str, Tensor], scale: float) -> dict[str, float]:

@@ -96,18 +96,13 @@ def _check_lora(layer: Any) -> None:
     name = f"{type(layer).__module__}.{type(layer).__name__}"
     if not all(hasattr(layer, part) for part in ("lora_A", "lora_B", "scaling", "lora_dropout")):
         raise TypeError(f"lm_head is a {name}; of PEFT's layers only LoRA and modules_to_save are supported")
-    active = [adapter for adapter in layer.active_adapters if adapter in layer.lora_A]
-    variants = [adapter for adapter in active if adapter in getattr(layer, "lora_variant", {})]
-    variants += [adapter for adapter in active if getattr(layer, "use_dora", {}).get(adapter)]
-    if variants:
-        raise TypeError(f"lm_head is a {name} whose adapter {variants[0]!r} is a variant of LoRA, such as DoRA; "
-                        "expected plain LoRA")  # fmt: skip
-    for adapter in active:
+    for adapter in layer.active_adapters:
+        if adapter not in layer.lora_A:
+            continue
+        what, dropout = f"lm_head is a {name} whose adapter {adapter!r}", layer.lora_dropout[adapter]
+        if adapter in getattr(layer, "lora_variant", {}) or getattr(layer, "use_dora", {}).get(adapter):
+            raise TypeError(f"{what} is a variant of LoRA, such as DoRA; expected plain LoRA")
         if layer.lora_B[adapter].bias is not None:
-            raise TypeError(f"lm_head is a {name} whose adapter {adapter!r} has a bias (lora_bias); expected none")
-        dropout = layer.lora_dropout[adapter]
+            raise TypeError(f"{what} has a bias (lora_bias); expected none")
         if dropout.training and getattr(dropout, "p", 0.0):
-            raise ValueError(
-                f"lm_head has an adapter {adapter!r} with dropout {dropout.p}, which acts on the hidden states of the "
-                "adapter alone; expected lora_dropout=0 for lm_head, or eval()"
-            )
+            raise ValueError(f"{what} has dropout {dropout.p}; expected lora_dropout=0 for lm_head, or eval()")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -98,13 +99,10 @@ class CausalLM(NamedTuple):
 def unwrap_causal_lm(model: Any) -> CausalLM:
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         for name, config in model.peft_config.items():
-            if getattr(config, "is_prompt_learning", False):
-                raise TypeError(f"model has the adapter {name!r}, which adds a prompt; expected LoRA or no adapter")
-            if getattr(config, "alora_invocation_tokens", None) is not None:
-                raise TypeError(
-                    f"model has the adapter {name!r}, which acts from its invocation tokens on (aLoRA): PEFT's own "
-                    "forward finds them, which does not run here; expected LoRA or no adapter"
-                )
+            adds_prompt = getattr(config, "is_prompt_learning", False)
+            if adds_prompt or getattr(config, "alora_invocation_tokens", None) is not None:
+                why = "adds a prompt" if adds_prompt else "acts from its invocation tokens on (aLoRA)"
+                raise TypeError(f"model has the adapter {name!r}, which {why}; expected LoRA or no adapter")
         model = model.get_base_model()
     if not isinstance(model, PreTrainedModel):
         wrapped = hasattr(model, "module")
@@ -159,29 +157,20 @@ def forward_inputs(
         )
     if taken := sorted(_NOT_INPUTS & (others or {}).keys()):
         raise ValueError(f"model_inputs has {taken[0]!r}, which would replace what this computes or have no effect")
-    if input_ids.dim() != 2 or completion_ids.dim() != 2 or len(input_ids) != len(completion_ids):
+    whole, part = tuple(input_ids.shape), tuple(completion_ids.shape)
+    if not (len(whole) == len(part) == 2 and whole[0] == part[0] > 0 and 0 < part[1] < whole[1]):
         raise ValueError(
-            f"input_ids has shape {tuple(input_ids.shape)} and completion_ids {tuple(completion_ids.shape)}; expected "
-            "(B, L) and (B, T)"
-        )
-    if len(input_ids) == 0:
-        raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; expected at least one row")
-    if not 0 < completion_ids.shape[1] < input_ids.shape[1]:
-        raise ValueError(
-            f"completion_ids has {completion_ids.shape[1]} columns and input_ids {input_ids.shape[1]}; expected "
-            "prompts followed by completions, 0 < T < L"
+            f"input_ids has shape {whole} and completion_ids {part}; expected (B, L) and (B, T), prompts followed by "
+            "completions, with B > 0 and 0 < T < L"
         )
     if attention_mask is not None:
         check_plain("attention_mask", attention_mask)
         if attention_mask.shape != input_ids.shape:
-            raise ValueError(
-                f"attention_mask has shape {tuple(attention_mask.shape)}; expected {tuple(input_ids.shape)}"
-            )
+            raise ValueError(f"attention_mask has shape {tuple(attention_mask.shape)}; expected {whole}")
     if checks_values(input_ids.device):
-        tail = slice(-completion_ids.shape[1], None)
-        differs = input_ids[:, tail] != completion_ids
+        differs = input_ids[:, -part[1] :] != completion_ids
         if attention_mask is not None:
-            differs &= attention_mask[:, tail].bool()
+            differs &= attention_mask[:, -part[1] :].bool()
         if bool(differs.any()):
             where = differs.nonzero()[0].tolist()
             raise ValueError(f"completion_ids{where} differs from input_ids; expected its last columns")
@@ -232,18 +221,13 @@ def _check_once(parts: CausalLM, inputs: dict[str, Any]) -> None:
     }
     own, hidden = own_logits(parts, row, keep=8)
     logits = head_logits(lm_head_inputs(parts.lm_head, hidden[:, -own.shape[1] :]), *parts.transform)
-    found = ""
-    if logits.shape != own.shape:
-        found = f"have shape {tuple(own.shape)} instead of {tuple(logits.shape)}"
-    else:
-        largest = own.abs().amax().item()
+    largest, error = own.abs().amax().item(), math.inf
+    if logits.shape == own.shape:
         error = (logits.float() - own.float()).abs().nan_to_num(0.0).amax().item()
-        if error > 8 * torch.finfo(logits.dtype).eps * max(largest, 1.0):
-            found = f"differ by {error:.3g}, of {largest:.3g}"
-    if found:
+    if error > 8 * torch.finfo(logits.dtype).eps * max(largest, 1.0):
         raise ValueError(
-            f"model is a {type(parts.model).__name__} whose own logits {found}: they are not "
-            f"lm_head(last_hidden_state) with logit_scale={parts.transform.scale} and "
+            f"model is a {type(parts.model).__name__} whose own logits differ by {error:.3g}, of {largest:.3g}: they "
+            f"are not lm_head(last_hidden_state) with logit_scale={parts.transform.scale} and "
             f"logit_softcap={parts.transform.softcap}"
         )
     _checked.add(key)
