@@ -1,4 +1,4 @@
-"""The CUDA backend: when it can be used, what is said when not, what it refuses.
+"""The backends of GPUs: when they can be used, what is said when not, what they refuse.
 
 What the kernels compute is for the tests of all backends, where they run on an emulated GPU.
 """
@@ -6,7 +6,6 @@ What the kernels compute is for the tests of all backends, where they run on an 
 from __future__ import annotations
 
 import importlib.machinery
-import math
 import sys
 import warnings
 from types import ModuleType
@@ -17,9 +16,10 @@ import torch
 import grpo_kernels
 from grpo_kernels import backends
 from grpo_kernels.backends import choose_backend, get_backend
+from grpo_kernels.backends import triton as kernels
 from grpo_kernels.backends.compiled import cuda as cuda_backend
-from grpo_kernels.contract import LogitChunk, RowGradients, Rows, chunk_row_stride, no_values
-from grpo_kernels.names import FIELD, INTERFACE, TABLE_FIELDS, KernelParams
+from grpo_kernels.contract import no_values
+from grpo_kernels.names import INTERFACE, KernelParams
 
 NAME = "grpo_kernels._cuda"
 GPU = torch.device("cuda", 0)
@@ -223,59 +223,40 @@ def test_what_was_measured_to_be_the_fastest_comes_first(machine):
     assert not backends.auto_choice(GPU, torch.bfloat16).measured
 
 
-def test_a_gpu_that_no_table_knows_is_no_error_for_triton(monkeypatch):
-    monkeypatch.setattr("grpo_kernels.backends.triton.backend.architecture", lambda device: "sm70")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA T")
-    assert "need compute capability 8.0, NVIDIA T has 7.5" in get_backend("triton").unavailable_reason(GPU)
+# --- Triton -----------------------------------------------------------------------------------------------------------
 
 
-# --- what it refuses ------------------------------------------------------------------------------------------------
+def test_what_it_needs_is_said(monkeypatch):
+    import triton
+
+    assert kernels.why_unusable() == ""
+    monkeypatch.setattr(triton, "__version__", "3.3.1+git")
+    assert kernels.why_unusable() == "Triton 3.3.1+git is older than 3.4, which comes with torch 2.8"
+    monkeypatch.setattr(triton, "__version__", "4.0.0")
+    assert kernels.why_unusable() == ""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert kernels.why_unusable() == "Triton needs a GPU, and torch sees none"
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert kernels.why_unusable().startswith("Triton cannot be imported: ")
 
 
-def make_table(rows: int) -> torch.Tensor:
-    table = torch.ones(len(TABLE_FIELDS), rows)
-    table[FIELD["entropy_threshold"]] = -math.inf
-    table[FIELD["weight_entropy"]] = 0.0
-    return table
+def test_auto_prefers_it_on_a_gpu_and_never_interprets(monkeypatch):
+    assert choose_backend("auto", torch.device("cpu"), torch.float32) == "cpu"
+    monkeypatch.setattr(backends, "unavailable_reason", lambda name, device: "not here" if name == "cuda" else "")
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert choose_backend("auto", torch.device("cuda"), torch.bfloat16) == "triton"
+    assert choose_backend("auto", torch.device("cuda"), torch.float64) == "torch"
 
 
-WRONG = {
-    "a column-major matrix": (lambda a: a | {"logits": a["logits"].T.contiguous().T}, "contiguous rows"),
-    "another type of logits": (lambda a: a | {"logits": a["logits"].double()}, "logits.*float64"),
-    "a bias of another type": (lambda a: a | {"bias": torch.zeros(8).bfloat16()}, "bias.*float32"),
-    "too few rows": (lambda a: a | {"rows": Rows(0, 2)}, r"logits.*\(2, 8\)"),
-    "a short gradient": (lambda a: a | {"dlogits": a["dlogits"][:2]}, r"dlogits.*\(2, 8\)"),
-    "too few ids": (lambda a: a | {"ids": a["ids"][:2]}, r"ids: .*\(2,\)"),
-    "32-bit ids": (lambda a: a | {"ids": a["ids"].int()}, "ids.*int64"),
-    "a long table": (lambda a: a | {"table": make_table(4)}, "table"),
-    "a table elsewhere": (lambda a: a | {"table": make_table(3).to("meta")}, "table.*meta"),
-    "a strided rounding error": (lambda a: a | {"rounding_error": torch.empty(6)[::2]}, "rounding_error.*contiguous"),
-}
+def test_the_interpreter_notices_a_wrong_address():
+    """What the tests rely on: a kernel that reads past its tensors is caught."""
+    from grpo_kernels.backends.triton import rows
 
-
-@pytest.mark.parametrize("backend", ["cpu", "cuda"])
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_tensors_are_refused(backend, name):
-    change, message = WRONG[name]
-    logits, grad = torch.randn(3, 8), torch.zeros(3, 8)
-    given = {"logits": logits, "dlogits": grad, "ids": torch.zeros(3).long(), "table": make_table(3)}
-    given |= {"rows": Rows(0, 3), "bias": None, "rounding_error": None, "params": KernelParams()}
-    given = change(given)
-    chunk = LogitChunk(*(given[name] for name in LogitChunk._fields))
-    gradients = RowGradients(*(given[name] for name in RowGradients._fields))
-    values = no_values(3, torch.float32, torch.device("cpu"))
-    with pytest.raises(ValueError, match=message):
-        get_backend(backend).single_pass(chunk, given["table"], values, given["params"], gradients)
-    assert not grad.any()
-
-
-def test_memory_of_the_host_is_no_memory_of_a_gpu():
-    kernels = cuda_backend.CudaBackend(get_backend("cuda").module)
-    with pytest.raises(ValueError, match="backend 'cuda' serves tensors on cuda, got one on cpu"):
-        kernels.scale(torch.ones(3), torch.tensor(2.0))
-
-
-def test_rows_of_the_scratch_are_aligned_on_a_gpu_whatever_the_vocabulary():
-    assert [chunk_row_stride(v, torch.device("cuda")) for v in (1, 16, 50257)] == [16, 16, 50272]
-    assert chunk_row_stride(50257, torch.device("cpu")) == 50257
+    logits, ids = torch.randn(3, 8), torch.zeros(3, dtype=torch.int64)
+    short = logits[:, :5]  # eight columns are promised below
+    with pytest.raises(Exception, match="lie outside the launch"):
+        rows.statistics_kernel[(1,)](
+            rows.Logits(short, None, 9, 8), ids, 0, torch.ones(3), no_values(3, torch.float32, ids.device), 3, 3,
+            rows.scalars(KernelParams()), OPTIONS=rows.RowOptions(False, True, 4, 16),
+        )  # fmt: skip

@@ -51,7 +51,9 @@ def test_a_hang_a_wrong_result_and_a_crash_are_named_and_left_out_of_what_follow
     tests.parent.mkdir(parents=True)
     tests.write_text(TESTS)
     output, built = tmp_path / "gpu.json", {"status": "ok", "seconds": 1.0}
-    left_out = dict.fromkeys([*(f"cuda/{strategy}" for strategy in gpu.STRATEGIES), "triton/anchored"], "backend cuda: not built")
+    left_out = dict.fromkeys(
+        [*(f"cuda/{strategy}" for strategy in gpu.STRATEGIES), "triton/anchored"], "backend cuda: not built"
+    )
     resumed = {"environment": {}, "sources": gpu.digest_of_sources(), "left_out": left_out, "stages": {"build": built}}
     output.write_text(json.dumps(resumed))
     stages = ["check", "headline", "tests"]
