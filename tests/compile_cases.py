@@ -1,7 +1,7 @@
 """What compile_gate.py compiles: calls of the package's launchers on tensors that nobody reads or writes.
 
 A new kernel, or a specialisation whose code differs much, is an entry of CASES at the end. The tensors have the types,
-alignment and divisibility of a real batch; that they lie on the CPU changes nothing in the kernel. triton_launches.py
+alignment and divisibility of a real batch; that they lie on the CPU changes nothing in the kernel. triton_keys.py
 asks which cases would compile again for another number of rows, or for a chunk that begins elsewhere.
 """
 

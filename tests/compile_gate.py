@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import multiprocessing
 import os
 import pkgutil
@@ -35,11 +34,16 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import budget
+from budget import Name
+
 ROOT = Path(__file__).resolve().parents[1]
 BUDGETS = ROOT / "tests" / "compile_budget"
+row = partial(budget.row, 73)
 MOST_SPILLS = 2  # a store and a load: what ptxas trades for more warps per multiprocessor
 
 
@@ -61,18 +65,7 @@ TARGETS = {
     "gfx942": Target("hip", "gfx942", 64, "gfx9", "MFMA", budgeted=False),
 }
 
-# Counted in the machine code: tensor cores by generation, tiles fetched by the TMA unit, asynchronous copies, loads and
-# stores of 128 bits and more.
-INSTRUCTIONS = {
-    "HMMA": r"\bHMMA\b",
-    "HGMMA": r"\bHGMMA\b",
-    "UTCMMA": r"\bUTC[A-Z]*MMA\b",
-    "MFMA": r"\bv_mfma_",
-    "UTMALDG": r"\bUTMALDG\b",
-    "LDGSTS": r"\bLDGSTS\b",
-    "LDG.128": r"\bLDG[.\w]*\.(?:128|256)\b|\bglobal_load_dwordx4\b|\bbuffer_load_dwordx4\b",
-    "STG.128": r"\bSTG[.\w]*\.(?:128|256)\b|\bglobal_store_dwordx4\b|\bbuffer_store_dwordx4\b",
-}
+KINDS = ("HMMA", "HGMMA", "UTCMMA", "MFMA", "UTMALDG", "LDGSTS", "LDG.128", "STG.128")  # of instructions
 
 
 class Found(NamedTuple):
@@ -85,8 +78,8 @@ class Found(NamedTuple):
     multiplies: bool  # it holds a matrix product of 16-bit inputs
     seconds: float = 0.0
 
-
-Name = tuple[str, str]  # "module.kernel: case", target
+    def numbers(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("registers", "spills", "shared", "instructions")}
 
 
 # --- compiling --------------------------------------------------------------------------------------------------------
@@ -152,26 +145,13 @@ def examine(kernel: Any, target: Target) -> Found:
         code = kernel.asm["amdgcn"]
         registers, spills = (int(re.findall(rf"\.vgpr_{what}:\s+(\d+)", code)[0]) for what in ("count", "spill_count"))
     else:
-        code, usage = disassemble(kernel.asm["cubin"])
-        registers = int(re.findall(r"\bREG:(\d+)", usage)[0])
-        spills = len(re.findall(r"\b(?:LDL|STL)\b", code))
-    instructions = {name: len(re.findall(pattern, code)) for name, pattern in INSTRUCTIONS.items()}
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(kernel.asm["cubin"])
+            file.flush()
+            usage, code = budget.disassemble(Path(file.name))
+        registers, spills = int(re.findall(r"\bREG:(\d+)", usage)[0]), budget.spills(code)
     multiplies = re.search(r"tt\.dot .*tensor<\d+x\d+xb?f16", kernel.asm["ttir"]) is not None
-    found = {name: number for name, number in instructions.items() if number}
-    return Found(registers, spills, kernel.metadata.shared, found, multiplies)
-
-
-def disassemble(cubin: bytes) -> tuple[str, str]:
-    """(machine code, use of resources) from the tools that come with Triton."""
-    import triton
-
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        commands = [tools / "nvdisasm", "-ndf", "-c", file.name], [tools / "cuobjdump", "-res-usage", file.name]
-        code, usage = (subprocess.run(c, capture_output=True, text=True, check=True).stdout for c in commands)
-    return code, usage
+    return Found(registers, spills, kernel.metadata.shared, budget.instructions(code, KINDS), multiplies)
 
 
 def compile_all(cases: Iterable[str], targets: list[str]) -> Iterator[tuple[str, str, dict[str, Found] | str]]:
@@ -220,38 +200,16 @@ def budget_file(version: str) -> Path:
     return BUDGETS / f"triton-{'.'.join(version.split('.')[:2])}.json"
 
 
-def complaints(found: Mapping[Name, Found], budget: Mapping[str, Any]) -> list[str]:
-    """What is wrong with kernels on budgeted targets, one line each; budget: {"module.kernel: case": {target: ...}}."""
+def complaints(found: Mapping[Name, Found]) -> list[str]:
+    """What is wrong with kernels on budgeted targets whatever the budget says, one line each."""
     lines = []
     for (name, target), kernel in found.items():
-        where = f"{name} on {target}"
         cores = TARGETS[target].tensor_cores
         if kernel.multiplies and not kernel.instructions.get(cores):
-            lines.append(f"{where}: no {cores}, its matrix product does without tensor cores")
+            lines.append(f"{name} on {target}: no {cores}, its matrix product does without tensor cores")
         if not kernel.multiplies and kernel.spills > MOST_SPILLS:
-            lines.append(f"{where}: {kernel.spills} spills; {MOST_SPILLS} are the most without a matrix product")
-        allowed = budget.get(name, {}).get(target)
-        if allowed is None:
-            lines.append(f"{where}: not in the budget; --write adds it")
-            continue
-        for what in ("registers", "spills", "shared"):
-            if getattr(kernel, what) > allowed[what]:
-                lines.append(f"{where}: {what} {getattr(kernel, what)}, budget {allowed[what]}")
-        for kind in allowed["instructions"]:
-            if not kernel.instructions.get(kind):
-                lines.append(f"{where}: no {kind}, which the budget names")
+            lines.append(f"{name} on {target}: {kernel.spills} spills; {MOST_SPILLS} are the most without a product")
     return lines
-
-
-def leftovers(found: Iterable[Name], budget: Mapping[str, Mapping[str, Any]], targets: Iterable[str]) -> list[str]:
-    """Entries of the budget that no case produces."""
-    known, targets = set(found), set(targets)
-    return [
-        f"the budget has {name} on {target}, which no case launches; --write drops it"
-        for name, entries in budget.items()
-        for target in entries
-        if target in targets and (name, target) not in known
-    ]
 
 
 def uncovered(kernels: Iterable[str], found: Iterable[Name]) -> list[str]:
@@ -259,32 +217,6 @@ def uncovered(kernels: Iterable[str], found: Iterable[Name]) -> list[str]:
     return [
         f"{kernel} is launched by no case: add one to compile_cases.py" for kernel in sorted(set(kernels) - launched)
     ]
-
-
-def new_budget(found: Mapping[Name, Found], old: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The numbers found; those of targets that were not compiled stay as they are."""
-    compiled = {target for _, target in found}
-    budget: dict[str, dict[str, Any]] = {}
-    for name in dict.fromkeys(name for name, _ in found):
-        kept = {target: numbers for target, numbers in old.get(name, {}).items() if target not in compiled}
-        made = {
-            target: {
-                "registers": kernel.registers,
-                "spills": kernel.spills,
-                "shared": kernel.shared,
-                "instructions": sorted(kernel.instructions),
-            }
-            for (other, target), kernel in found.items()
-            if other == name
-        }
-        budget[name] = {target: numbers for target, numbers in (kept | made).items() if TARGETS[target].budgeted}
-    return budget
-
-
-def budget_text(version: str, budget: Mapping[str, Mapping[str, Any]]) -> str:
-    """JSON with a line per kernel, for differences that read well."""
-    lines = [f"{json.dumps(name)}: {json.dumps(targets)}" for name, targets in budget.items()]
-    return f'{{"triton": {json.dumps(version)}, "kernels": {{\n' + ",\n".join(lines) + "\n}}\n"
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -341,29 +273,15 @@ def gate(targets: list[str], write: bool) -> int:
             found[name, target] = kernel
     print(f"{len(found)} kernels in {time.perf_counter() - start:.0f} s")
 
-    written = json.loads(file.read_text()) if file.exists() else {"triton": triton.__version__, "kernels": {}}
-    budget = written["kernels"]
-    if write:
-        budget = new_budget(found, budget)
-        file.write_text(budget_text(triton.__version__, budget))
-        print(f"{file} written")
-    elif written["triton"] != triton.__version__:
-        print(f"The budget is that of Triton {written['triton']}, this is {triton.__version__}", file=sys.stderr)
     held = {name: kernel for name, kernel in found.items() if TARGETS[name[1]].budgeted}
-    problems += complaints(held, budget) + leftovers(held, budget, targets) + uncovered(package_kernels(), found)
-    for problem in problems:
-        print(f"FAILED {problem}", file=sys.stderr)
-    return 1 if problems else 0
+    problems += complaints(held) + uncovered(package_kernels(), found)
+    numbers = {name: kernel.numbers() for name, kernel in held.items()}
+    return budget.verdict(problems + budget.hold(numbers, file, f"Triton {triton.__version__}", targets, write))
 
 
 def describe(name: str, target: str, kernel: Found) -> str:
     instructions = "  ".join(f"{number} {kind}" for kind, number in kernel.instructions.items())
     return row(name, target, kernel.registers, kernel.spills, kernel.shared, f"{kernel.seconds:.1f}", instructions)
-
-
-def row(kernel: object, target: object, *columns: object) -> str:
-    *numbers, last = columns
-    return f"{kernel!s:73}{target!s:7}" + "".join(f"{number!s:>8}" for number in numbers) + f"  {last}"
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ Held, per kernel and architecture:
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 import subprocess
@@ -25,8 +24,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import budget
+from budget import Name
 
 ROOT = Path(__file__).resolve().parents[1]
 BUDGET = ROOT / "tests" / "cuda_budget.json"
@@ -62,17 +65,10 @@ SPECIFIC = "sm_90a"  # the architecture with products
 REGISTERS = 65536  # of a multiprocessor, given to warps in units of 256
 RESERVED = 1024  # bytes of shared memory that a block takes beside its own
 
+row = partial(budget.row, 36)
 PRODUCT = re.compile(r"gk_(linear_logp|exponentials)_")
 PRODUCT_INSTRUCTIONS = ("HGMMA", "UTMALDG")  # of the tensor cores, and of the unit that fetches tiles
-INSTRUCTIONS = {
-    "HGMMA": r"\bHGMMA\b",
-    "UTMALDG": r"\bUTMALDG\b",
-    "UTMASTG": r"\bUTMASTG\b",
-    "LDG.128": r"\bLDG[.\w]*\.(?:128|256)\b",
-    "STG.128": r"\bSTG[.\w]*\.(?:128|256)\b",
-    "LDS.128": r"\bLDS[.\w]*\.128\b",
-    "I2FP.F32.U32": r"\bI2FP\.F32\.U32\b",
-}
+KINDS = ("HGMMA", "UTMALDG", "UTMASTG", "LDG.128", "STG.128", "LDS.128", "I2FP.F32.U32")  # of instructions
 # PTX's %clusterid is the number of the block, as a float32, times the inverse of the cluster: wrong beyond 2^24 blocks.
 FLOAT_INDEX = "I2FP.F32.U32"
 
@@ -100,25 +96,11 @@ class Found(NamedTuple):
     launch: Launch
     occupancy: float  # warps in flight, of those that a multiprocessor can hold
 
-
-Name = tuple[str, str]  # kernel, architecture
+    def numbers(self) -> dict[str, Any]:
+        return self.code._asdict() | {"occupancy": round(self.occupancy, 2)}
 
 
 # --- finding out ------------------------------------------------------------------------------------------------------
-
-
-def tool(name: str) -> str:
-    """cuobjdump or nvdisasm: Triton brings them, a toolkit from pip does not."""
-    import triton
-
-    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
-
-
-def disassemble(cubin: Path) -> tuple[str, str]:
-    """(use of resources, machine code)"""
-    commands = [tool("cuobjdump"), "-res-usage", str(cubin)], [tool("nvdisasm"), "-ndf", "-c", str(cubin)]
-    usage, code = (subprocess.run(c, capture_output=True, text=True, check=True).stdout for c in commands)
-    return usage, code
 
 
 def bodies_of(code: str) -> dict[str, str]:
@@ -132,10 +114,22 @@ def read_code(usage: str, code: str) -> dict[str, Code]:
     found = {}
     for kernel, registers, shared in re.findall(r"Function (\w+):\s+REG:(\d+).*?SHARED:(\d+)", usage):
         body = bodies[kernel]
-        counts = {kind: len(re.findall(pattern, body)) for kind, pattern in INSTRUCTIONS.items()}
-        spills = len(re.findall(r"\b(?:LDL|STL)\b", body))
-        found[kernel] = Code(int(registers), spills, int(shared), {kind: n for kind, n in counts.items() if n})
+        kinds = budget.instructions(body, KINDS)
+        found[kernel] = Code(int(registers), budget.spills(body), int(shared), kinds)
     return found
+
+
+def traps(cubins: Iterable[Path]) -> dict[str, int]:
+    """Kernel -> the places where it can end itself."""
+    return {
+        kernel: len(re.findall(TRAP, body))
+        for cubin in cubins
+        for kernel, body in bodies_of(budget.disassemble(cubin)[1]).items()
+    }
+
+
+def cubins_of(architecture: str, folder: Path, images: Iterable[cuda.Image]) -> list[Path]:
+    return [folder / image.file for image in images if image.architecture == architecture]
 
 
 def make_launches(folder: Path) -> Path:
@@ -179,8 +173,8 @@ def occupancy(code: Code, launch: Launch, gpu: Gpu) -> float:
 # --- checking ---------------------------------------------------------------------------------------------------------
 
 
-def complaints(found: Mapping[Name, Found], budget: Mapping[str, Any]) -> list[str]:
-    """What is wrong, one line each; budget: {kernel: {architecture: ...}}."""
+def complaints(found: Mapping[Name, Found]) -> list[str]:
+    """What is wrong whatever the budget says, one line each."""
     lines = []
     for (kernel, architecture), (code, launch, occupied) in found.items():
         where = f"{kernel} on {architecture}"
@@ -193,18 +187,6 @@ def complaints(found: Mapping[Name, Found], budget: Mapping[str, Any]) -> list[s
             lines += [f"{where}: no {kind}" for kind in PRODUCT_INSTRUCTIONS if not code.instructions.get(kind)]
         if code.instructions.get(FLOAT_INDEX):
             lines.append(f"{where}: {FLOAT_INDEX}, as of a block's number, and 2^24 is the last that float32 counts")
-        allowed = budget.get(kernel, {}).get(architecture)
-        if allowed is None:
-            lines.append(f"{where}: not in {BUDGET.name}; --write adds it")
-            continue
-        for what in ("registers", "spills", "shared"):
-            if getattr(code, what) > allowed[what]:
-                lines.append(f"{where}: {what} {getattr(code, what)}, budget {allowed[what]}")
-        if occupied < allowed["occupancy"] - 0.005:  # which is rounded
-            lines.append(f"{where}: occupancy {occupied:.2f}, budget {allowed['occupancy']}")
-        for kind in allowed["instructions"]:
-            if not code.instructions.get(kind):
-                lines.append(f"{where}: no {kind}, which the budget names")
     return lines
 
 
@@ -217,33 +199,11 @@ def mismatches(compiled: Iterable[Name], launched: Iterable[Name]) -> list[str]:
     return lines
 
 
-def leftovers(found: Iterable[Name], budget: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    known = set(found)
-    return [
-        f"{BUDGET.name} has {kernel} on {architecture}, which is not compiled; --write drops it"
-        for kernel, entries in budget.items()
-        for architecture in entries
-        if (kernel, architecture) not in known
-    ]
-
-
-def new_budget(found: Mapping[Name, Found]) -> dict[str, dict[str, Any]]:
-    budget: dict[str, dict[str, Any]] = {}
-    for (kernel, architecture), (code, _, occupied) in sorted(found.items()):
-        budget.setdefault(kernel, {})[architecture] = {
-            "registers": code.registers,
-            "spills": code.spills,
-            "shared": code.shared,
-            "occupancy": round(occupied, 2),
-            "instructions": sorted(code.instructions),
-        }
-    return budget
-
-
-def budget_text(compiler: str, budget: Mapping[str, Mapping[str, Any]]) -> str:
-    """JSON with a line per kernel, for differences that read well."""
-    lines = [f"{json.dumps(name)}: {json.dumps(targets)}" for name, targets in budget.items()]
-    return f'{{"compiler": {json.dumps(compiler)}, "kernels": {{\n' + ",\n".join(lines) + "\n}}\n"
+def unwatched(plain: Mapping[str, int], watched: Mapping[str, int]) -> list[str]:
+    """Products that wait without a watchdog where it is asked for, and kernels that have one where it is not."""
+    lines = [f"{kernel}: no trap with {WATCHDOG}" for kernel, n in watched.items() if PRODUCT.match(kernel) and not n]
+    lines += [f"{kernel}: {n} traps without {WATCHDOG}" for kernel, n in plain.items() if n]
+    return lines if any(map(PRODUCT.match, watched)) else [f"nothing to watch was compiled with {WATCHDOG}", *lines]
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -270,7 +230,7 @@ def gate(write: bool) -> int:
     compiled: dict[Name, Code] = {}
     for image in images:
         if image.architecture in GPUS:
-            for kernel, code in read_code(*disassemble(folder / image.file)).items():
+            for kernel, code in read_code(*budget.disassemble(folder / image.file)).items():
                 compiled[kernel, image.architecture] = code
     with tempfile.TemporaryDirectory() as scratch:
         program = make_launches(Path(scratch))
@@ -288,18 +248,10 @@ def gate(write: bool) -> int:
     compilers = ", ".join(map(str, (newest, *older)))
     print(f"{len(compiled)} kernels of {compilers} in {time.perf_counter() - start:.0f} s")
 
-    written = json.loads(BUDGET.read_text()) if BUDGET.exists() else {"compiler": compiler, "kernels": {}}
-    budget = written["kernels"]
-    if write:
-        budget = new_budget(found)
-        BUDGET.write_text(budget_text(compiler, budget))
-        print(f"{BUDGET} written")
-    elif written["compiler"] != compiler:
-        print(f"The budget is that of {written['compiler']}, this is {compiler}", file=sys.stderr)
-    problems = complaints(found, budget) + leftovers(found, budget) + mismatches(compiled, launched)
-    for problem in problems:
-        print(f"FAILED {problem}", file=sys.stderr)
-    return 1 if problems else 0
+    problems = complaints(found) + mismatches(compiled, launched)
+    problems += unwatched(traps(cubins_of(SPECIFIC, folder, images)), traps(cubins_of(SPECIFIC, *watched)))
+    numbers = {name: kernel.numbers() for name, kernel in found.items()}
+    return budget.verdict(problems + budget.hold(numbers, BUDGET, compiler, GPUS, write))
 
 
 def describe(kernel: str, architecture: str, found: Found) -> str:
@@ -309,11 +261,6 @@ def describe(kernel: str, architecture: str, found: Found) -> str:
         kernel, architecture, code.registers, code.spills, code.shared, launch.shared, launch.threads, launch.cluster,
         f"{occupied:.0%}", instructions,
     )  # fmt: skip
-
-
-def row(kernel: object, target: object, *columns: object) -> str:
-    *numbers, last = columns
-    return f"{kernel!s:36}{target!s:8}" + "".join(f"{number!s:>9}" for number in numbers) + f"  {last}"
 
 
 if __name__ == "__main__":

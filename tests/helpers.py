@@ -13,18 +13,8 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_kernels.benchmarks.reference import relative_error as relative
-from grpo_kernels.contract import (
-    Backend,
-    LogitChunk,
-    PlannedTokens,
-    RowGradients,
-    Rows,
-    RowStats,
-    TokenValues,
-    no_values,
-)
+from grpo_kernels.contract import PlannedTokens, TokenValues
 from grpo_kernels.engine import kept
-from grpo_kernels.names import FIELD, KernelParams
 from grpo_kernels.reference import reference_grpo_loss, reference_logps
 
 LEAVES = ("hidden", "weight", "bias")
@@ -318,79 +308,6 @@ def call_counter(monkeypatch: Any, owner: Any, name: str, calls: list[Any], desc
     monkeypatch.setattr(owner, name, spy)
 
 
-class RowKernels:
-    """A backend with every chunk the whole batch, so that row r is token r: results are returned, not left in place.
-
-    Whatever has no such form here is the backend's own.
-    """
-
-    def __init__(self, backend: Backend) -> None:
-        self.backend = backend
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.backend, name)
-
-    def fused(
-        self,
-        logits: Tensor,
-        grad: Tensor,
-        ids: Tensor,
-        table: Tensor,
-        params: KernelParams,
-        rounding_error: Tensor | None = None,
-    ) -> RowStats:
-        """Statistics (C,); d loss / d logits goes to `grad` (C, V)."""
-        values = no_values(len(logits), table.dtype, table.device)
-        gradients = RowGradients(grad, rounding_error)
-        self.backend.single_pass(_chunk(logits, ids), table, values, params, gradients)
-        return _stats(values)
-
-    def stats(self, logits: Tensor, ids: Tensor, temperature: Tensor, params: KernelParams) -> RowStats:
-        values = no_values(len(logits), temperature.dtype, temperature.device)
-        self.backend.statistics(_chunk(logits, ids), temperature, values, params)
-        return _stats(values)
-
-    def gradient(
-        self,
-        logits: Tensor,
-        grad: Tensor,
-        ids: Tensor,
-        temperature: Tensor,
-        lse: Tensor,
-        entropy: Tensor,
-        g_logp: Tensor,
-        g_entropy: Tensor,
-        params: KernelParams,
-        rounding_error: Tensor | None = None,
-    ) -> None:
-        values = no_values(len(logits), temperature.dtype, temperature.device)
-        values.lse.copy_(lse)
-        values.entropy.copy_(entropy)
-        gradients = RowGradients(grad, rounding_error)
-        self.backend.logits_gradient(_chunk(logits, ids), temperature, values, g_logp, g_entropy, params, gradients)
-
-    def objective(
-        self, log_ratio: Tensor, logp: Tensor, entropy: Tensor, table: Tensor, params: KernelParams
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(value, d_ratio, d_direct, kl), (N,) each, at these log ratios up to a rounding of logp - log_ratio."""
-        table, params = table.clone(), params._replace(has_old=True)
-        table[FIELD["old"]] = logp - log_ratio
-        found = []
-        for ratio, direct in ((1.0, 0.0), (0.0, 1.0)):  # one derivative at a time: g_logp is their weighted sum
-            table[FIELD["weight_ratio"]], table[FIELD["weight_direct"]] = ratio, direct
-            values = no_values(len(logp), table.dtype, table.device)
-            values.logp.copy_(logp)
-            values.entropy.copy_(entropy)
-            self.backend.token_objective(Rows(0, len(logp)), table, values, params)
-            found.append(values)
-        _, _, _, value, kl, _ = found[0].columns
-        return value, found[0].g_logp, found[1].g_logp, kl
-
-
-def _chunk(logits: Tensor, ids: Tensor) -> LogitChunk:
-    return LogitChunk(logits, Rows(0, len(logits)), ids)
-
-
 def planned_tokens(
     table: Tensor, values: TokenValues, scored: Tensor, offsets: Tensor, lengths: Tensor | None = None
 ) -> PlannedTokens:
@@ -408,7 +325,3 @@ def planned_tokens(
         order=None,
         counts=None,
     )
-
-
-def _stats(values: TokenValues) -> RowStats:
-    return RowStats(values.logp, values.lse, values.entropy)

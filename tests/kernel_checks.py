@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from helpers import RowKernels, planned_tokens
+from helpers import planned_tokens
 from torch import Tensor
 
 from grpo_kernels import reference
@@ -21,7 +21,17 @@ from grpo_kernels.backends.pytorch import coefficients
 from grpo_kernels.backends.pytorch.plan import plan_tokens
 from grpo_kernels.backends.pytorch.sums import column_sums
 from grpo_kernels.config import SURROGATE_RULES
-from grpo_kernels.contract import KeptIds, KeptPairs, LogitChunk, RowGradients, Rows, RowStats, TokenInputs, TokenValues
+from grpo_kernels.contract import (
+    KeptIds,
+    KeptPairs,
+    LogitChunk,
+    RowGradients,
+    Rows,
+    RowStats,
+    TokenInputs,
+    TokenValues,
+    no_values,
+)  # fmt: skip
 from grpo_kernels.names import COLUMNS, FIELD, TABLE_FIELDS, VALUE_FIELDS, KernelParams, PlanRules
 
 Kernels = Any
@@ -32,9 +42,9 @@ UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-1
 SIGNALLING = {torch.float32: 0x7F800001, torch.bfloat16: 0x7F81, torch.float16: 0x7C01}  # a NaN of each type, as bits
 
 
-def some_values(tokens: int) -> TokenValues:
+def some_values(tokens: int, dtype: torch.dtype = torch.float32) -> TokenValues:
     """What a kernel must write over or leave alone."""
-    columns = torch.full((len(VALUE_FIELDS), tokens), 7.5)
+    columns = torch.full((len(VALUE_FIELDS), tokens), 7.5, dtype=dtype)
     return TokenValues(columns, torch.full((tokens,), 7.5, dtype=torch.float64))
 
 
@@ -130,7 +140,8 @@ def gradient(
 def single_pass(
     kernels: Kernels, logits: Tensor, grad: Tensor | None, ids: Tensor, table: Tensor, params: KernelParams
 ) -> RowStats:
-    values = some_values(len(ids))
+    """Statistics; d loss / d logits goes to `grad`."""
+    values = some_values(len(ids), table.dtype)
     gradients = None if grad is None else RowGradients(grad)
     kernels.single_pass(chunk_of(logits, ids), table, values, params, gradients)
     return stats_of(values)
@@ -308,10 +319,10 @@ def check_extremes(kernels: Kernels, dtypes: tuple[torch.dtype, torch.dtype]) ->
 
 def check_absent_and_zero_gradient(kernels: Kernels, dtypes: tuple[torch.dtype, torch.dtype] = PAIRS[0]) -> None:
     vocab = 1100
-    logits, _ = make_logits(3, vocab, dtypes[0])
+    logits, _ = make_logits(4, vocab, dtypes[0])
     logits[0, 5] = -math.inf
-    grad, ids = torch.empty(3, vocab, dtype=dtypes[1]), torch.tensor([5, -1, vocab])
-    table = make_table(3, weight_direct=0.0, weight_ratio=0.0)
+    grad, ids = torch.empty(4, vocab, dtype=dtypes[1]), torch.tensor([5, -1, vocab, 2**40 + 7])
+    table = make_table(4, weight_direct=0.0, weight_ratio=0.0)
     logp, lse, _ = single_pass(kernels, logits, grad, ids, table, KernelParams())
     assert logp[0] == -math.inf
     assert logp[1:].isnan().all()
@@ -320,7 +331,7 @@ def check_absent_and_zero_gradient(kernels: Kernels, dtypes: tuple[torch.dtype, 
     # A zero-gradient row is not read by `gradient`, and a NaN in it does not come through.
     logits[:, ::7] = math.nan
     grad.fill_(math.nan)
-    zeros, rounding_error = torch.zeros(3), torch.full((3,), math.nan)
+    zeros, rounding_error = torch.zeros(4), torch.full((4,), math.nan)
     stats = RowStats(zeros, lse, zeros)
     gradient(kernels, logits, grad, ids, zeros + 1, stats, zeros, zeros, KernelParams(), rounding_error)
     assert not grad.any()
@@ -399,10 +410,28 @@ def expected_objective(log_ratio: Tensor, logp: Tensor, entropy: Tensor, table: 
     return torch.stack([value, *slopes, kl]).detach()
 
 
+def objective(
+    kernels: Kernels, log_ratio: Tensor, logp: Tensor, entropy: Tensor, table: Tensor, params: KernelParams
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(value, d_ratio, d_direct, kl), (N,) each, at these log ratios up to a rounding of logp - log_ratio."""
+    table, params = table.clone(), params._replace(has_old=True)
+    table[FIELD["old"]] = logp - log_ratio
+    found = []
+    for ratio, direct in ((1.0, 0.0), (0.0, 1.0)):  # one derivative at a time: g_logp is their weighted sum
+        table[FIELD["weight_ratio"]], table[FIELD["weight_direct"]] = ratio, direct
+        values = no_values(len(logp), table.dtype, table.device)
+        values.logp.copy_(logp)
+        values.entropy.copy_(entropy)
+        kernels.token_objective(Rows(0, len(logp)), table, values, params)
+        found.append(values)
+    _, _, _, value, kl, _ = found[0].columns
+    return value, found[0].g_logp, found[1].g_logp, kl
+
+
 def check_objective(
     kernels: Kernels, log_ratio: Tensor, logp: Tensor, entropy: Tensor, table: Tensor, params: KernelParams
 ) -> None:
-    found = torch.stack(RowKernels(kernels).objective(log_ratio, logp, entropy, table, params))
+    found = torch.stack(objective(kernels, log_ratio, logp, entropy, table, params))
     assert found.isfinite().all()
     expected = expected_objective(log_ratio, logp, entropy, table, params)
     torch.testing.assert_close(found.double(), expected, rtol=3e-5, atol=3e-6)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import cuda_gate
+import budget
 import pytest
 from kernel_build import cuda
 from kernel_build.host import find_compiler
@@ -24,7 +24,7 @@ def machine_code(tmp_path_factory) -> tuple[str, dict[str, str]]:
     cubin = tmp_path_factory.mktemp("sm90a") / "lm_head.cubin"
     compile_file = [sys.executable, ROOT / "tools" / "kernel_build" / "nvrtc.py", COMPILER.library]
     said = output_of(*compile_file, SOURCE, cubin, "sm_90a", *COMPILER.options, "--ptxas-options=-v")
-    kernels = re.split(r"^\.text\.(\w+):$", output_of(cuda_gate.tool("nvdisasm"), "-c", cubin), flags=re.MULTILINE)[1:]
+    kernels = re.split(r"^\.text\.(\w+):$", output_of(budget.tool("nvdisasm"), "-c", cubin), flags=re.MULTILINE)[1:]
     return said, dict(zip(kernels[::2], kernels[1::2], strict=True))
 
 

@@ -50,14 +50,6 @@ def test_micro_batches_add_up_to_the_big_batch(aggregation, own_normalizer, back
         assert "policy_loss" not in without.metrics
 
 
-def test_entropy_bonus_of_equally_long_micro_batches_adds_up(backend):
-    config, batch = gk.GRPOConfig(aggregation="seq_mean", entropy_coef=0.05), make_batch(1)
-    whole = fused(batch, config, backend)
-    runs = [fused(part_of(batch, rows), config, backend, normalizer=torch.tensor(4)) for rows in PARTS]
-    assert torch.allclose(sum(run.loss for run in runs), whole.loss, atol=1e-6)
-    assert torch.allclose(sum(run.grads["weight"] for run in runs), whole.grads["weight"], atol=1e-6)
-
-
 def test_an_entropy_coefficient_may_be_a_tensor(backend):
     batch = off_policy(make_batch(1, masked=True))
     for coefficient in (0.0, 0.05):
@@ -222,13 +214,3 @@ def test_an_unfit_buffer_or_weight_is_refused(name):
     batch = make_batch(0, dtype=weight.dtype)
     with pytest.raises(error, match=f"accumulate_into.*{says}"):
         gk.fused_grpo_loss(batch.hidden, weight, batch.ids, batch.advantages, accumulate_into=total)
-
-
-def test_a_buffer_is_refused_under_a_tracer():
-    batch, total = make_batch(0), torch.zeros(67, 24)
-
-    def loss(hidden):
-        return gk.fused_grpo_loss(hidden, WEIGHT, batch.ids, batch.advantages, accumulate_into=total).loss
-
-    with pytest.raises(Exception, match="accumulate_into"):
-        torch.compile(loss, fullgraph=True, backend="eager")(batch.hidden)

@@ -1,16 +1,19 @@
-"""grpo_kernels/benchmarks/limits.py: the model against known numbers and against real calls."""
+"""What the hardware would allow, against known numbers and real calls; bench/bars.py, the targets."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
+import bars
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from grpo_kernels.benchmarks import limits
-from grpo_kernels.benchmarks.cases import MODES, make_case
-from grpo_kernels.benchmarks.implementations import IMPLEMENTATIONS
+from grpo_kernels.benchmarks.cases import BARS, DTYPES, MODES, jobs, make_case
+from grpo_kernels.benchmarks.implementations import IMPLEMENTATIONS, select
 from grpo_kernels.benchmarks.inputs import make_inputs
-from grpo_kernels.benchmarks.limits import DEVICES, predict
+from grpo_kernels.benchmarks.limits import DEVICES, Device, find_device, measured, predict
+from grpo_kernels.benchmarks.machine import OUT_OF_MEMORY, write
 
 H200 = DEVICES["H200"]
 LLAMA = "llama-3-8b:16384"
@@ -25,14 +28,6 @@ def test_the_floor_is_the_flops_over_the_rate_and_a_copy_more_than_bandwidth_all
     assert predict(case, slow, "floor").seconds == pytest.approx(floor.bytes / 1e9, rel=1e-3)
 
 
-def test_the_row_pass_is_what_a_step_takes_beyond_its_products():
-    for shape, of_floor in ((LLAMA, 1.053), ("qwen2.5-1.5b:16384", 1.135)):
-        case = make_case(shape)
-        ours, floor = predict(case, H200), predict(case, H200, "floor")
-        assert ours.flops == floor.flops and ours.seconds / floor.seconds == pytest.approx(of_floor, abs=5e-3)
-        assert floor.seconds < ours.seconds
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["eager", "floor"])
 def test_flops_are_those_of_a_call(name, mode):
@@ -41,11 +36,76 @@ def test_flops_are_those_of_a_call(name, mode):
     step = IMPLEMENTATIONS[name].make_step(inputs, mode)
     with FlopCounterMode(display=False) as counter:
         step(inputs)
-    assert counter.get_total_flops() == predict(case, H200, "floor").flops == predict(case, H200).flops
+    assert counter.get_total_flops() == predict(case, CPU, "floor").flops == predict(case, CPU).flops
 
 
-def test_the_table_of_a_device(capsys):
-    limits.main(["--device", "H200", "--shapes", LLAMA])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("llama-3-8b (16384, 4096, 128256), bfloat16, step on NVIDIA H200")
-    assert next(line for line in lines if line.startswith("| floor")).split("|")[-2].strip() == "1.00"
+def test_devices_by_name_and_the_one_that_is_here():
+    case = make_case("tiny:64", "float32")
+    assert find_device("H100", case) is find_device("NVIDIA H100 80GB HBM3", case) is DEVICES["H100"]
+    with pytest.raises(ValueError, match="device='TPU'; expected cpu, cuda or one of H200"):
+        find_device("TPU", case)
+    here = measured(torch.device("cpu"), torch.float32, 64, 2048)
+    assert here.type == "cpu" and 1e8 < here.flops["float32"] < 1e14 and 1e8 < here.bandwidth < 1e13
+
+
+# --- bench/bars.py ----------------------------------------------------------------------------------------------------
+
+
+LONG, GIB = "65536x3584x151936", 2**30
+
+
+def document(device, *cases):
+    environment = {"device": device, "device_memory": 141 * GIB, "cpu": "", "date": "2026-01-31T"}
+    return {"environment": environment, "cases": list(cases)}
+
+
+def case_of(found, shape=LONG, **fields):
+    return {"case": asdict(make_case(shape, **fields)), "implementations": found}
+
+
+def line(text, *words):
+    (found,) = (line for line in text.splitlines() if all(word in line for word in words))
+    return [cell.strip() for cell in found.split("|")[2:5]]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_target_is_measured_by_the_set_of_that_name(device):
+    cases = []
+    for job in jobs("targets", device):
+        names = select(job.against)
+        memory = {"peak_bytes": 1.0}
+        times = {"ours_to_this": 1.0, "ratio_to_floor": 1.0, "errors": {"logps_max": 1.0}}
+        weighed = names if device == "cuda" else select(job.memory) if job.memory else []
+        found = {n: (times if job.timed else {}) | (memory if n in weighed else {}) for n in names}
+        cases.append({"case": asdict(job.case), "implementations": found})
+    for bar in BARS[device]:
+        assert bars.value_of(bar, document(device, *cases)), bar
+
+
+def test_a_target_is_met_missed_or_not_case_of():
+    found = {"ours": {"peak_bytes": 10 * GIB}, "trl": {"peak_bytes": 9 * GIB}, "eager": {"peak_bytes": 100 * GIB}}
+    text = bars.report(document("NVIDIA H200", case_of(found)))
+    assert line(text, f"{LONG} bfloat16, mode step: memory to trl") == ["1.11", "1", "MISSED"]
+    assert line(text, f"{LONG} bfloat16, mode step: memory to eager") == ["0.1", "0.125", "met"]
+    assert line(text, f"{LONG} bfloat16, mode frozen: memory to trl") == ["", "1", "not measured"]
+
+
+def test_what_runs_out_of_memory_needs_more_than_the_device_has():
+    lost = {"error": f"{OUT_OF_MEMORY}: OutOfMemoryError: CUDA out of memory"}
+    text = bars.report(document("NVIDIA H200", case_of({"ours": {"peak_bytes": 141 * GIB // 10}, "eager": lost})))
+    assert line(text, f"{LONG} bfloat16, mode step: memory to eager")[2] == "met"
+    text = bars.report(document("NVIDIA H200", case_of({"ours": lost, "eager": {"peak_bytes": GIB}})))
+    assert line(text, f"{LONG} bfloat16, mode step: memory to eager")[2] == "not measured"
+
+
+def test_the_report_of_a_gpu_holds_all_that_the_targets_need(tmp_path, capsys):
+    step = {"FusedGRPOTrainer": {"of_trl": 0.9, "peak_bytes": 2}, "TRL": {"of_trl": 1.0, "peak_bytes": 1}}
+    case = case_of({"ours": {}, "floor": {"ours_to_this": 1.07}}, "llama-3-8b:16384")
+    write(tmp_path / "gpu.json", {
+        "environment": {}, "stages": {}, "targets": document("NVIDIA H200", case),
+        "trl_step": {"steps": {"dapo": step}},
+    })  # fmt: skip
+    bars.main([str(tmp_path / "gpu.json")])
+    text = capsys.readouterr().out
+    assert line(text, "16384x4096x128256 bfloat16: time to floor") == ["1.07", "1.08", "met"]
+    assert line(text, "TRL's step, of_trl")[2] == "met" and line(text, "TRL's step, memory")[2] == "MISSED"

@@ -27,13 +27,10 @@ from grpo_kernels.backends.compiled.cpu import CpuBackend
 from grpo_kernels.contract import chunk_row_stride
 from grpo_kernels.engine import lm_head, memory
 from grpo_kernels.engine.lm_head import LMHead
-from grpo_kernels.engine.products import cpu_multiplies
 
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")  # of a GPU, sizes alone
 FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
-HEADS = {"llama": (128256, 4096), "qwen": (152064, 3584), "gemma": (256000, 2304), "small": (151936, 896)}
 TRAINED, FROZEN, SCORED = (True, True, False), (True, False, False), (False, False, False)
-H200, H100 = memory.gpu_capacity(150.7e9, 132), memory.gpu_capacity(85.0e9, 132)
 
 
 def held(sizes: memory.ChunkSizes, vocab: int, grad: torch.dtype) -> int:
@@ -61,28 +58,10 @@ def test_memory_stops_growing_with_n_at_the_budget(device, grad, vocab, wants):
         assert sizes[-1].products >= least and sizes[-1].sequences >= least
 
 
-def gpu_rows(tokens, head, wants, capacity=H200, **options):
-    grad = options.pop("grad", BFLOAT)
-    return memory.chunk_sizes(tokens, HEADS[head], FLOAT, grad, CUDA, wants, capacity=capacity, **options)
-
-
 def meta_head(tokens, dtype=BFLOAT, wants=TRAINED, **options):
     """Types and shapes alone, as on a GPU."""
     hidden, weight = (torch.empty(n, 24, dtype=dtype, device=META) for n in (tokens, 67))
     return LMHead((hidden, weight, None), get_backend("torch"), wants=wants, logits_dtype=FLOAT, **options)
-
-
-@pytest.mark.parametrize("tokens", [65536, 10**6])
-def test_a_long_batch_takes_less_memory_than_a_head_with_float32_sums_of_both_gradients(tokens):
-    """TRL's: 4 (N H + V H) bytes with a trained head, 4 N H with a frozen one. Worked out by hand. N = 65,536 is the
-    bar of this project."""
-    vocab, width = HEADS["qwen"]
-    trained, frozen = (
-        gpu_rows(tokens, "qwen", wants).scratch_bytes(vocab, FLOAT, BFLOAT) for wants in (TRAINED, FROZEN)
-    )
-    sums = vocab * width * 4 - vocab * width * 2  # of dweight in float32, less what is returned
-    assert trained + sums < 4 * (tokens * width + vocab * width)
-    assert frozen < 4 * 65536 * width
 
 
 @pytest.mark.parametrize(("dtype", "index", "first", "second"), [
@@ -225,15 +204,6 @@ def test_a_cpu_without_products_of_bfloat16(monkeypatch, way, chunk_rows, backen
         assert relative(gradient, exact.grads[name]) <= relative(eager.grads[name], exact.grads[name]), name
     for mine in (found.logps, logps):
         assert relative(mine, exact.logps) < 1e-6
-
-
-def test_what_a_cpu_multiplies(monkeypatch):
-    """As oneDNN says; a torch without it has loops alone. float16 never: torch's products of it are loops, too."""
-    for available, says in ((True, True), (True, False), (False, True)):
-        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda available=available: available)
-        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda says=says: says)
-        found = [cpu_multiplies.__wrapped__(dtype) for dtype in (BFLOAT, HALF)]
-        assert found == [available and says, False]
 
 
 # --- the scratch of the last call on a CPU, which the next one uses again ---------------------------------------------

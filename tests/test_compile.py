@@ -1,11 +1,13 @@
-"""torch.compile in one graph, the custom operators under torch.library.opcheck, dynamic shapes."""
+"""torch.compile in one graph, the custom operators under torch.library.opcheck, dynamic shapes; what is refused."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 import torch.fx.experimental.proxy_tensor
 from helpers import Batch, make_batch, off_policy
+from torch import func
 from torch._library.custom_ops import CustomOpDef
 
 import grpo_kernels as gk
@@ -111,18 +113,6 @@ def test_other_steps(step, compiler):
     assert_equal_runs(lambda *leaves: step(batch, *leaves), batch, compiler)
 
 
-def test_tracing_through_a_dispatch_mode():
-    """make_fx sees one operator: it cannot look into kernels."""
-    batch = off_policy(make_batch(1))
-
-    def step(hidden, weight):
-        return gk.fused_grpo_loss(hidden, weight, batch.ids, batch.advantages, **batch.options).loss
-
-    graph = torch.fx.experimental.proxy_tensor.make_fx(step)(batch.hidden, batch.weight)
-    assert torch.ops.grpo_kernels.grpo_loss.default in {node.target for node in graph.graph.nodes}
-    assert torch.equal(graph(batch.hidden, batch.weight), step(batch.hidden, batch.weight))
-
-
 def test_functions_beside_the_loss_compile_too():
     """While a function is compiled there is no data for their checks to look at."""
     x, mask = torch.rand(4, 5), torch.rand(4, 5) < 0.7
@@ -193,3 +183,73 @@ OPERATORS = {
 @pytest.mark.parametrize("name", sorted(OPERATORS))
 def test_opcheck(name, dtype):
     torch.library.opcheck(OPERATORS[name], samples(dtype)[name])
+
+
+# --- functorch, forward-mode AD and second derivatives: refused, never a derivative that is silently 0 ----------------
+
+
+BATCH = off_policy(make_batch(1))
+
+
+def fused_grpo_loss(hidden):
+    return gk.fused_grpo_loss(hidden, BATCH.weight, BATCH.ids, BATCH.advantages, **BATCH.options).loss
+
+
+def fused_logps(hidden):
+    return gk.fused_logps(hidden, BATCH.weight, BATCH.ids)[0].sum()
+
+
+def fused_policy_loss(hidden):
+    return gk.fused_policy_loss(hidden, BATCH.weight, BATCH.ids, lambda chunk: chunk.logps.sum())
+
+
+def grpo_loss_from_logps(hidden):
+    return gk.grpo_loss_from_logps(hidden.sum(-1), BATCH.advantages, **BATCH.options).loss
+
+
+def grpo_loss_from_logits(hidden):
+    return gk.grpo_loss_from_logits(hidden @ BATCH.weight.T, BATCH.ids, BATCH.advantages).loss
+
+
+FUNCTIONS = {
+    f.__name__: f
+    for f in (fused_grpo_loss, fused_logps, fused_policy_loss, grpo_loss_from_logps, grpo_loss_from_logits)
+}
+TRANSFORMS = {
+    "grad": lambda f, x: func.grad(f)(x),
+    "jvp": lambda f, x: func.jvp(f, (x,), (x,)),
+    "jacrev": lambda f, x: func.jacrev(f)(x),
+    "vmap": lambda f, x: func.vmap(f)(torch.stack([x, x])),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_transforms_and_second_derivatives_are_refused_by_name(name):
+    function = FUNCTIONS[name]
+    for transform in TRANSFORMS.values():
+        with pytest.raises(RuntimeError, match=rf"grpo_kernels\.{name} .*torch\.func.*grpo_kernels\.reference"):
+            transform(function, BATCH.hidden)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(BATCH.hidden, torch.ones_like(BATCH.hidden))
+        with pytest.raises(RuntimeError, match=rf"grpo_kernels\.{name} .*forward-mode AD.*grpo_kernels\.reference"):
+            function(dual)
+        assert function(BATCH.hidden).isfinite()  # no dual input
+    leaf = BATCH.hidden.clone().requires_grad_()
+    with pytest.raises(RuntimeError, match=rf"grpo_kernels\.{name} has no second derivative"):
+        torch.autograd.grad(function(leaf), leaf, create_graph=True)
+
+
+@pytest.mark.parametrize("argument", ["lm_head_weight", "lm_head_bias"])
+def test_a_dual_weight_or_bias_is_refused(argument):
+    head = {"lm_head_weight": BATCH.weight, "lm_head_bias": torch.zeros(len(BATCH.weight))}
+    with forward_ad.dual_level():
+        head[argument] = forward_ad.make_dual(head[argument], torch.ones_like(head[argument]))
+        with pytest.raises(RuntimeError, match=r"fused_logps .*forward-mode"):
+            gk.fused_logps(BATCH.hidden, completion_ids=BATCH.ids, **head)
+
+
+def test_a_transform_inside_a_compiled_function_is_refused_too():
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match=r"grpo_kernels\.fused_grpo_loss .*torch\.func"):
+        torch.compile(lambda x: func.jvp(fused_grpo_loss, (x,), (x,)), backend="aot_eager")(BATCH.hidden)
+    torch._dynamo.reset()

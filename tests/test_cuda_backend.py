@@ -1,4 +1,4 @@
-"""The CUDA backend: when it can be used, what is said when not, what it refuses.
+"""The backends of GPUs: when they can be used, what is said when not, what they refuse.
 
 What the kernels compute is for the tests of all backends, where they run on an emulated GPU.
 """
@@ -16,9 +16,10 @@ import torch
 import grpo_kernels
 from grpo_kernels import backends
 from grpo_kernels.backends import choose_backend, get_backend
+from grpo_kernels.backends import triton as kernels
 from grpo_kernels.backends.compiled import cuda as cuda_backend
-from grpo_kernels.contract import chunk_row_stride
-from grpo_kernels.names import INTERFACE
+from grpo_kernels.contract import no_values
+from grpo_kernels.names import INTERFACE, KernelParams
 
 NAME = "grpo_kernels._cuda"
 GPU = torch.device("cuda", 0)
@@ -195,22 +196,53 @@ def test_a_module_that_cannot_be_imported(machine):
     assert taken == "triton" and "the compiled CUDA kernels cannot be imported" in said
 
 
-def test_a_gpu_that_no_table_knows_is_no_error_for_triton(monkeypatch):
-    monkeypatch.setattr("grpo_kernels.backends.triton.backend.architecture", lambda device: "sm70")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA T")
-    assert "need compute capability 8.0, NVIDIA T has 7.5" in get_backend("triton").unavailable_reason(GPU)
+def test_what_was_measured_to_be_the_fastest_comes_first(machine):
+    machine.patch.setattr(
+        "grpo_kernels.backends.launch.shipped_table", lambda: {"sm90": {"backend": {"*": {"name": "triton"}}}}
+    )
+    assert auto() == ("triton", [])
+    assert backends.auto_choice(GPU, torch.bfloat16).measured
+    machine.triton = ("it is gone", "")
+    forget()
+    taken, (said,) = auto()
+    assert taken == "cuda" and said.endswith("backend 'triton' is not available (it is gone); using 'cuda'")
+    assert not backends.auto_choice(GPU, torch.bfloat16).measured
 
 
-# --- what it refuses ------------------------------------------------------------------------------------------------
+# --- Triton -----------------------------------------------------------------------------------------------------------
 
 
-def test_memory_of_the_host_is_no_memory_of_a_gpu():
-    kernels = cuda_backend.CudaBackend(get_backend("cuda").module)
-    with pytest.raises(ValueError, match="backend 'cuda' serves tensors on cuda, got one on cpu"):
-        kernels.scale(torch.ones(3), torch.tensor(2.0))
+def test_what_it_needs_is_said(monkeypatch):
+    import triton
+
+    assert kernels.why_unusable() == ""
+    monkeypatch.setattr(triton, "__version__", "3.3.1+git")
+    assert kernels.why_unusable() == "Triton 3.3.1+git is older than 3.4, which comes with torch 2.8"
+    monkeypatch.setattr(triton, "__version__", "4.0.0")
+    assert kernels.why_unusable() == ""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert kernels.why_unusable() == "Triton needs a GPU, and torch sees none"
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert kernels.why_unusable().startswith("Triton cannot be imported: ")
 
 
-def test_rows_of_the_scratch_are_aligned_on_a_gpu_whatever_the_vocabulary():
-    assert [chunk_row_stride(v, torch.device("cuda")) for v in (1, 16, 50257)] == [16, 16, 50272]
-    assert chunk_row_stride(50257, torch.device("cpu")) == 50257
+def test_auto_prefers_it_on_a_gpu_and_never_interprets(monkeypatch):
+    assert choose_backend("auto", torch.device("cpu"), torch.float32) == "cpu"
+    monkeypatch.setattr(backends, "unavailable_reason", lambda name, device: "not here" if name == "cuda" else "")
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert choose_backend("auto", torch.device("cuda"), torch.bfloat16) == "triton"
+    assert choose_backend("auto", torch.device("cuda"), torch.float64) == "torch"
+
+
+def test_the_interpreter_notices_a_wrong_address():
+    """What the tests rely on: a kernel that reads past its tensors is caught."""
+    from grpo_kernels.backends.triton import rows
+
+    logits, ids = torch.randn(3, 8), torch.zeros(3, dtype=torch.int64)
+    short = logits[:, :5]  # eight columns are promised below
+    with pytest.raises(Exception, match="lie outside the launch"):
+        rows.statistics_kernel[(1,)](
+            rows.Logits(short, None, 9, 8), ids, 0, torch.ones(3), no_values(3, torch.float32, ids.device), 3, 3,
+            rows.scalars(KernelParams()), OPTIONS=rows.RowOptions(False, True, 4, 16),
+        )  # fmt: skip

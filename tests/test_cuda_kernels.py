@@ -10,11 +10,8 @@ import kernel_checks as c
 import pytest
 import torch
 from emulator import DEVICES, H200, Emulated
-from helpers import planned_tokens
-from kernel_checks import some_values
 
 from grpo_kernels.backends import get_backend
-from grpo_kernels.contract import RowGradients, Rows
 from grpo_kernels.names import KernelParams, PlanRules
 
 ORDERS = (0, 1, 2, 3)  # the lowest warp first, the highest first, two random ones
@@ -54,20 +51,6 @@ def test_devices_run_the_kernels_that_they_are_named_for(kernels, device):
     else:
         assert launch.kernel == "gk_single_pass_resident_f32_f32"
         assert launch.cluster == (int(device[-1]) if "cluster" in device else 1)
-
-
-def test_an_h200_holds_large_vocabularies(kernels):
-    """As single_pass would launch them there: rows up to V = 262,144 stay in shared memory, 768 threads share an SM."""
-    for vocab, blocks_per_multiprocessor in ((32000, 3), (128256, 3), (152064, 3), (202048, 2), (262144, 1)):
-        logits, ids = c.make_logits(1, vocab, torch.float32)
-        c.single_pass(kernels, logits, logits, ids, c.make_table(1), KernelParams())
-        launch = kernels.last_launch()
-        assert launch.kernel.startswith("gk_single_pass_resident")
-        assert blocks_per_multiprocessor * (launch.shared + 1024) <= 233472
-        assert blocks_per_multiprocessor * launch.block == 768
-    logits, ids = c.make_logits(1, 2**19, torch.bfloat16)
-    c.single_pass(kernels, logits, logits, ids, c.make_table(1), KernelParams())
-    assert kernels.last_launch().kernel.startswith("gk_single_pass_streamed")
 
 
 @pytest.mark.parametrize(("vocab", "threads"), [(17001, 384), (32003, 768)])
@@ -125,22 +108,6 @@ def test_sixteen_bit_conversion(kernels, dtype):
     c.check_sixteen_bits(kernels, dtype, every=37)
 
 
-def test_refused_before_anything_is_launched(kernels):
-    logits, ids = c.make_logits(3, 8, torch.bfloat16)
-    planned = planned_tokens(c.make_table(3), some_values(3), torch.ones(3).bool(), torch.tensor([0, 3]))
-    before = kernels.launches()
-    with pytest.raises(ValueError, match="dtype"):
-        c.single_pass(kernels, logits, torch.empty(3, 8), ids, c.make_table(3), KernelParams())
-    with pytest.raises(ValueError, match="vocab"):
-        c.statistics(kernels, logits[:, :0], ids, torch.ones(3), KernelParams())
-    with pytest.raises(ValueError, match="range"):
-        kernels.sequence_objective(slice(2, 1), None, planned, KernelParams())
-    c.statistics(kernels, logits[:0], ids[:0], torch.ones(0), KernelParams())
-    kernels.token_objective(Rows(2, 2), c.make_table(3), some_values(3), KernelParams())
-    kernels.sequence_objective(slice(1, 1), None, planned, KernelParams())
-    assert kernels.launches() == before
-
-
 # --- tokens, sequences, rewards -------------------------------------------------------------------------------------
 
 SEQUENCES = (
@@ -180,26 +147,6 @@ def test_plan_of_tiles_that_take_several_turns(kernels):
     inputs, ids = c.make_plan_inputs([100_000, 3, 0, 434_000])
     c.check_plan(kernels, inputs, ids, RULES[0])
     assert kernels.last_launch().grid <= 2048 and kernels.last_launch().block == 256
-
-
-def test_launches(kernels):
-    """How many kernels an operation takes."""
-    inputs, ids = c.make_plan_inputs((3, 50))
-    logits, chosen = c.make_logits(4, 100, torch.bfloat16)
-    rows, table, values, params = Rows(0, 4), c.make_table(4), some_values(4), KernelParams()
-    chunk = c.chunk_of(logits, chosen)
-    operations = {
-        lambda: kernels.plan(inputs, ids, PlanRules(), torch.float32, ordered=True): 3,
-        lambda: kernels.plan(inputs, ids, PlanRules(), torch.float32, ordered=False): 2,
-        lambda: kernels.single_pass(chunk, table, values, params, RowGradients(logits.clone())): 1,
-        lambda: kernels.single_pass(chunk, table, values, params): 1,
-        lambda: kernels.token_objective(rows, table, values, params): 1,
-        lambda: c.check_sequences(kernels, KernelParams(level="sequence")): 2,  # two calls
-    }
-    for operation, expected in operations.items():
-        before = kernels.launches()
-        operation()
-        assert kernels.launches() - before == expected
 
 
 # --- finished gradients, kept ids -----------------------------------------------------------------------------------

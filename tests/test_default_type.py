@@ -15,6 +15,7 @@ from helpers import fused, make_batch, off_policy, reference, tensors
 from torch import Tensor
 
 import grpo_kernels as gk
+from grpo_kernels.config import SURROGATE_RULES
 
 KINDS = ("bfloat16", "float64", "device")
 PER_TOKEN = torch.linspace(0.7, 1.3, 24).view(4, 6)
@@ -31,18 +32,12 @@ CONFIGS: dict[str, gk.GRPOConfig] = {
     "single pass, many chunks": gk.GRPOConfig.preset("grpo", chunk_rows=3, logit_scale=0.7, logit_softcap=3.1),
     "staged": gk.GRPOConfig.preset("gspo", epsilon_low=0.1, epsilon_high=0.1, entropy_coef=0.01, chunk_rows=12),
     "recompute": gk.GRPOConfig.preset("luspo", beta=0.1, chunk_rows=4),
-    "static shapes": gk.GRPOConfig.preset("dapo", static_shapes=True),
-    "fixed_length": gk.GRPOConfig.preset("dr_grpo", max_completion_length=7, entropy_coef=0.01),
+    "static shapes": gk.GRPOConfig.preset("dr_grpo", max_completion_length=7, static_shapes=True),
     "clamps": gk.GRPOConfig.preset("verl", beta=0.1, kl_clamp=(0.6, 0.3), use_bias_correction_kl=True, delta=1.4),
     "tensor options": gk.GRPOConfig(temperature=PER_TOKEN, entropy_threshold=torch.tensor(3.3)),
     "off-policy mask": gk.GRPOConfig(off_policy_mask_threshold=0.02, entropy_threshold=3.3),
 }
-SURROGATES = {
-    **{name: gk.GRPOConfig.preset(name) for name in ("cispo", "sapo", "vespo", "rloo", "sft")},
-    **{name: gk.GRPOConfig(surrogate=name) for name in ("cispo_two_sided", "gmpo", "dppo_tv", "ipo")},
-}
-SEQ_MEAN = gk.GRPOConfig(aggregation="seq_mean", entropy_coef=0.01)
-DENOMINATORS = {"seq_mean": {}, "number": {"normalizer": 17}, "integer tensor": {"normalizer": torch.tensor(17)}}
+DENOMINATORS = {"normalizer": 17}, {"normalizer": torch.tensor(17)}, {"num_items_in_batch": 41}
 
 
 @contextmanager
@@ -79,11 +74,10 @@ def loss_calls(run, dtype: torch.dtype) -> dict:
         result = run(batch, config)
         return [*tensors(result).values(), *result.metrics.values()]
 
-    configs = CONFIGS | SURROGATES if dtype == torch.float64 else CONFIGS
-    calls = {name: lambda config=config: call(batch, config) for name, config in configs.items()}
-    for name, options in DENOMINATORS.items():
-        calls[f"normalizer {name}"] = lambda options=options: call(batch.with_options(**options), SEQ_MEAN)
-    calls["num_items_in_batch"] = lambda: call(batch.with_options(num_items_in_batch=41), gk.GRPOConfig())
+    surrogates = {name: gk.GRPOConfig(surrogate=name) for name in SURROGATE_RULES} if dtype == torch.float64 else {}
+    calls = {name: lambda config=config: call(batch, config) for name, config in {**CONFIGS, **surrogates}.items()}
+    for given in DENOMINATORS:
+        calls[str(given)] = lambda given=given: call(batch.with_options(**given), gk.GRPOConfig(entropy_coef=0.01))
     return calls
 
 
@@ -126,19 +120,16 @@ def other_calls(backend: str, dtype: torch.dtype) -> dict:
             x for inplace in (False, True) for x in with_gradients(from_logits(inplace), logits)
         ],
         "group_advantages": lambda: [
-            gk.group_advantages(x, num_generations=2, scale=scale, baseline=baseline)
+            gk.group_advantages(x, num_generations=2, scale=scale)
             for x in (REWARDS, REWARDS.double(), WHOLE_REWARDS)
-            for scale in ("group", "batch", "none")
-            for baseline in ("mean", "leave_one_out", "none")
+            for scale in ("group", "batch")
         ],
         "process_advantages": lambda: [
             gk.process_advantages(x, STEP_ENDS, 5, num_generations=2, gamma=0.9)
             for x in (REWARDS[:, None] * PER_TOKEN[:, :2], WHOLE_REWARDS[:, None] * STEP_ENDS)
         ],
         "rollout_weights": lambda: [
-            gk.rollout_weights(OLD, ROLLOUT, completion_mask=MASK, level=level, mode=mode)
-            for level in ("token", "sequence", "sequence_sum")
-            for mode in ("truncate", "mask")
+            gk.rollout_weights(OLD, ROLLOUT, completion_mask=MASK, level=level) for level in ("token", "sequence")
         ],
         "entropy_quantile": lambda: [gk.entropy_quantile(PER_TOKEN, m, top=0.3) for m in (None, MASK)],
     }

@@ -107,24 +107,22 @@ def test_the_head_is_looked_up_beside_the_other_kernels(run):
     assert [line.partition(" on ")[0] for line in lines if line.startswith("launch")] == [
         "launch stats of kernels for sm_90a", "launch head of lm_head_sm90 for sm_90a"
     ]  # fmt: skip
-    (error,) = run("launch", "head", capability=80)[-1:]
-    assert error == "error: kernel 'head' is not among those for sm_80"
 
 
-def test_specific_code_is_for_its_device_alone(run):
-    assert run("image", 100, architectures=("sm_90a",)) == ["image ''"]
-    assert run("image", 90, architectures=("sm_90", "sm_90a")) == ["image 'sm_90a'"]
-    assert run("image", 90, architectures=("sm_90", "compute_80")) == ["image 'sm_90'"]
-    assert run("image", 75) == ["image ''"]
+SMALL = {"architectures": ("sm_80", "compute_90"), "cuda": (12, 8)}
 
 
-def test_ptx_is_for_drivers_that_are_not_older_than_it(run):
-    small = {"architectures": ("sm_80", "compute_90"), "cuda": (12, 8)}
-    assert loads(run("launch", "fused", capability=100, version=12080, **small)) == ["kernels for compute_90"]
-    assert run("image", 100, version=12060, **small) == ["image ''"]
-    assert loads(run("launch", "fused", capability=86, version=12060, **small)) == ["kernels for sm_80"]
-    (error,) = run("launch", "fused", capability=100, version=12060, **small)[-1:]
-    assert error == "error: no kernels for a device of compute capability 10.0: this build has sm_80 compute_90"
+@pytest.mark.parametrize(("capability", "built", "image"), [
+    (100, {"architectures": ("sm_90a",)}, ""),  # specific code is for its device alone
+    (90, {"architectures": ("sm_90", "sm_90a")}, "sm_90a"),
+    (90, {"architectures": ("sm_90", "compute_80")}, "sm_90"),
+    (75, {}, ""),
+    (100, SMALL | {"version": 12080}, "compute_90"),
+    (100, SMALL | {"version": 12060}, ""),  # PTX is for drivers that are not older than it
+    (86, SMALL | {"version": 12060}, "sm_80"),
+])  # fmt: skip
+def test_the_image_for_a_device(run, capability, built, image):
+    assert run("image", capability, **built) == [f"image '{image}'"]
 
 
 # --- launches ---------------------------------------------------------------------------------------------------------
@@ -201,19 +199,44 @@ def test_no_driver(run):
     assert lines[3] == "image 'sm_80'"
 
 
-def test_a_driver_without_a_gpu(run):
-    lines = run("launch", "fused", "report", init=100)
-    assert lines[0] == (
-        "error: the NVIDIA driver finds no GPU that it can use, see nvidia-smi: CUDA_ERROR_FAKE (number 100)"
-    )
-    assert lines[1].endswith("driver 13000")
+WRONG = {
+    "no GPU": ({"init": 100}, "the NVIDIA driver finds no GPU that it can use, see nvidia-smi: CUDA_ERROR_FAKE"),
+    "an old driver": (
+        {"version": 12080},
+        "the NVIDIA driver supports CUDA 12.8, and these kernels need 13.0 or later: update the driver, or install the "
+        "wheel for CUDA 12: pip install --force-reinstall --no-deps --find-links dist/cu126 grpo-kernels",
+    ),
+    "a very old driver": ({"version": 11040}, "these kernels need 13.0 or later: update the driver"),
+    "an old device": (
+        {"capability": 75},
+        f"no kernels for a device of compute capability 7.5: this build has {' '.join(FULL)}, and the kernels need "
+        "8.0 or later: use another backend",
+    ),
+    "a device that was left out": (
+        {"capability": 100, "architectures": ("sm_80", "sm_90a")},
+        "no kernels for a device of compute capability 10.0: this build has sm_80 sm_90a; in a checkout, "
+        "GRPO_KERNELS_CUDA_ARCHS=100 pip install . builds them, with a CUDA toolkit that supports the device",
+    ),
+    "PTX of a later CUDA": (
+        {"capability": 100, "version": 12060, **SMALL},
+        "this build has sm_80 compute_90, whose PTX needs a driver for CUDA 12.8, and this one supports 12.6",
+    ),
+    "a launch that fails": (
+        {"launch": 1},
+        "kernel 'fused' cannot be launched with 8 blocks of 256 threads and 200000 bytes of shared memory in "
+        "clusters of 4: CUDA_ERROR_FAKE (number 1)",
+    ),
+}  # fmt: skip
 
 
-def test_a_driver_that_is_older_than_the_build(run):
-    lines = run("launch", "fused", "report", version=12080)
-    assert lines[0] == "error: the NVIDIA driver supports CUDA 12.8, and these kernels need 13.0: update the driver"
-    assert lines[1].endswith("driver 12080")
-    # Within a major version older drivers serve, and newer ones always.
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_one_sentence(run, name):
+    given, sentence = WRONG[name]
+    *_, error = run("cluster", "fused", **given)
+    assert error.startswith("error: ") and sentence in error
+
+
+def test_drivers_of_the_same_major_version_and_newer_ones_serve(run):
     for version in (12000, 12080, 13010):
         assert run("launch", "fused", cuda=(12, 8), version=version)[-1].startswith("launch fused")
 
@@ -225,17 +248,4 @@ def test_a_driver_that_lacks_a_function(folder, run):
     (folder / "old.cpp").write_text(text)
     subprocess.run([*compiler(), "old.cpp", "-shared", "-fPIC", "-o", str(old)], cwd=folder, check=True)
     (line,) = run("launch", "fused", library=old)
-    assert "and these kernels need 13.0: update the driver" in line
-
-
-def test_no_image_for_the_device(run):
-    (error,) = run("launch", "fused", capability=75)[-1:]
-    assert error == f"error: no kernels for a device of compute capability 7.5: this build has {' '.join(FULL)}"
-
-
-def test_a_launch_that_fails(run):
-    (error,) = run("cluster", "fused", launch=1)[-1:]
-    assert error == (
-        "error: kernel 'fused' cannot be launched with 8 blocks of 256 threads and 200000 bytes of shared memory in "
-        "clusters of 4: CUDA_ERROR_FAKE (number 1)"
-    )
+    assert "and these kernels need 13.0 or later: update the driver" in line

@@ -1,7 +1,9 @@
-"""`grpo-kernels env`: what it says of this machine, of one with a GPU, and of one that lacks everything."""
+"""`grpo-kernels env`: what it says of this machine, of one with a GPU, and of one that lacks everything. `grpo-kernels
+check`: it passes here, and fails for a backend that is wrong in any way that it promises to see."""
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from types import SimpleNamespace
@@ -12,8 +14,12 @@ from test_cuda_backend import Machine, forget
 from test_imports import BLOCKED, run
 
 import grpo_kernels as gk
-from grpo_kernels.commands import env
+from grpo_kernels import backends
+from grpo_kernels.backends.pytorch.backend import TorchBackend
+from grpo_kernels.commands import check, env
 from grpo_kernels.commands.cli import main
+from grpo_kernels.config import AGGREGATIONS, SURROGATE_RULES
+from grpo_kernels.names import KL_ESTIMATORS
 
 
 @pytest.fixture
@@ -68,19 +74,6 @@ def test_a_gpu_that_they_do_not_serve(machine):
     assert "image none\n        uses 'triton'" in text and "        not 'cuda': NVIDIA X has compute capability" in text
 
 
-def test_a_warning_of_torch_becomes_a_line(monkeypatch, recwarn):
-    def is_available():
-        import warnings
-
-        warnings.warn("the NVIDIA driver on your system is too old", stacklevel=1)
-        return False
-
-    monkeypatch.setattr(torch.cuda, "is_available", is_available)
-    text = env.render(env.collect())
-    assert text.count("warning: the NVIDIA driver on your system is too old") == 1
-    assert not [w for w in recwarn if "too old" in str(w.message)]
-
-
 def test_with_nothing_optional():
     """And CUDA is not initialised by asking."""
     code = "from grpo_kernels.commands.cli import main; main(['env']); main(['env', '--json'])"
@@ -90,3 +83,101 @@ def test_with_nothing_optional():
     assert "not 'cpu': the compiled CPU kernels cannot be used" in text
     devices = json.loads("{" + facts)["devices"]
     assert devices[0]["backend"] == "torch" and devices[0]["instruction_set"] is None
+
+
+# --- grpo-kernels check -----------------------------------------------------------------------------------------------
+
+
+PAIRS = sum(len(rule.levels) for rule in SURROGATE_RULES.values())  # of a surrogate and a level
+EVERYTHING = PAIRS * len(KL_ESTIMATORS)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cached():
+    """Inputs and exact results, which are the same for every backend, once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check, "compare_eager", functools.cache(check.compare_eager))
+        yield
+
+
+def test_every_variant_has_its_turn():
+    everything = check.variants()
+    assert len(everything) == EVERYTHING and {v.aggregation for v in everything} == set(AGGREGATIONS)
+    assert {v[:2] for v in everything} == {(s, level) for s, rule in SURROGATE_RULES.items() for level in rule.levels}
+    assert {v.kl for v in everything} == set(KL_ESTIMATORS)
+    quick = check.variants(quick=True)
+    assert {v[:2] for v in quick} == {v[:2] for v in everything} and {v.kl for v in quick} == set(KL_ESTIMATORS)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+def test_a_right_backend_passes(capsys, backend):
+    threads = torch.get_num_threads()
+    assert main(["check", "--quick", "--backend", backend]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("grpo_kernels ") and text.endswith("all is well\n")
+    lines = re.findall(rf"^{backend} +cpu +(\w+) +{PAIRS} +\S+ +\S+ +\S+  ok ", text, flags=re.MULTILINE)
+    assert lines == ["float32", "bfloat16", "float16"]
+    assert torch.get_num_threads() == threads
+
+
+class Broken(TorchBackend):
+    """The plain backend with one fault."""
+
+    name = "cpu"
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def single_pass(self, chunk, table, values, params, gradients=None):
+        if self.fault == "exception":
+            raise RuntimeError("kernel 'single_pass' cannot be launched")
+        if self.fault == "beta is lost":
+            params = params._replace(beta=0.0)
+        super().single_pass(chunk, table, values, params, gradients)
+        if gradients is None:
+            return
+        if self.fault == "scaled gradient":
+            gradients.dlogits.mul_(1.0 + 1e-5 if gradients.dlogits.dtype == torch.float32 else 1.02)
+
+    def sums(self, *arguments):
+        found = super().sums(*arguments)
+        if self.fault == "metric":
+            found.totals[4] += 0.01
+        return found
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    def install(fault: str) -> None:
+        entry = backends._REGISTRY["cpu"]._replace(load=lambda: (Broken(fault), ""))
+        monkeypatch.setitem(backends._REGISTRY, "cpu", entry)
+        forget()
+
+    yield install
+    monkeypatch.undo()
+    forget()
+
+
+FAULTS = ("nothing", "scaled gradient", "beta is lost", "metric", "exception")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_backend_fails(broken, capsys, fault):
+    broken(fault)
+    status = main(["check", "--quick", "--backend", "cpu"])
+    if fault == "nothing":
+        assert status == 0, "the plain backend in its place is right"
+        return
+    assert status == 1
+    text = capsys.readouterr().out
+    assert re.search(r"^cpu +cpu +float32 .*FAILED", text, flags=re.MULTILINE) and "lines failed" in text
+    if fault == "exception":
+        assert "clip/token/none/seq_mean: RuntimeError: kernel 'single_pass' cannot be launched" in text
+    if fault in ("scaled gradient", "beta is lost"):  # worse than rounding to 16 bits is
+        assert text.count("FAILED") >= 2
+
+
+def test_a_backend_that_is_not_there(monkeypatch, capsys):
+    monkeypatch.setattr(check, "unavailable_reason", lambda name, device: "it is elsewhere")
+    assert main(["check", "--backend", "cuda"]) == 1
+    assert capsys.readouterr().out.endswith("backend 'cuda' is not available: it is elsewhere\n")

@@ -1,4 +1,4 @@
-"""bench/gpu.py without a GPU: backends that hang, crash and give wrong results cost themselves alone."""
+"""bench/gpu.py without a GPU: what crashes, hangs or gives wrong results costs itself alone."""
 
 from __future__ import annotations
 
@@ -12,28 +12,25 @@ from pathlib import Path
 import gpu
 
 ROOT = Path(__file__).resolve().parents[1]
-# Python imports this when it starts. The faults of large vocabularies are found by the headline, not by the check.
-BACKENDS = """
-import os, time
-from grpo_kernels import backends
-from grpo_kernels.backends.pytorch.backend import TorchBackend
+# Python imports this when it starts. The crash at large vocabularies is found by the headline, not by the check.
+BACKEND = """
+import os, sys
+if "pytest" not in sys.orig_argv and "--stages" not in sys.orig_argv:  # these need none, and begin at once
+    from grpo_kernels import backends
+    from grpo_kernels.backends.pytorch.backend import TorchBackend
 
-class Faulty(TorchBackend):
-    def __init__(self, name):
-        self.name = name
+    class Faulty(TorchBackend):
+        name = "triton"
 
-    def single_pass(self, chunk, table, values, params, gradients=None):
-        super().single_pass(chunk, table, values, params, gradients)
-        if chunk.logits.shape[1] > 1000 and self.name == "cuda":
-            time.sleep(600)
-        if chunk.logits.shape[1] > 1000 and self.name == "triton":
-            os._exit(7)
-        if gradients is not None and os.environ.get("GRPO_KERNELS_STRATEGY") == "linear":
-            gradients.dlogits[:, ::2] = 0
+        def single_pass(self, chunk, table, values, params, gradients=None):
+            super().single_pass(chunk, table, values, params, gradients)
+            if chunk.logits.shape[1] > 1000:
+                os._exit(7)
+            if gradients is not None and os.environ.get("GRPO_KERNELS_STRATEGY") == "linear":
+                gradients.dlogits[:, ::2] = 0
 
-for name in ("cuda", "triton"):
     entry = backends._REGISTRY["torch"]
-    backends._REGISTRY[name] = entry._replace(load=lambda name=name: (Faulty(name), ""), devices=("cpu",))
+    backends._REGISTRY["triton"] = entry._replace(load=lambda: (Faulty(), ""), devices=("cpu",))
 """
 TESTS = """
 import os, time, pytest
@@ -49,17 +46,19 @@ def test_of_a_device(what):
 
 
 def test_a_hang_a_wrong_result_and_a_crash_are_named_and_left_out_of_what_follows(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(BACKENDS)
+    (tmp_path / "sitecustomize.py").write_text(BACKEND)
     tests = ROOT / "build" / f"rehearsal-{os.getpid()}" / "test_device.py"  # below pyproject.toml, far from conftest.py
     tests.parent.mkdir(parents=True)
     tests.write_text(TESTS)
     output, built = tmp_path / "gpu.json", {"status": "ok", "seconds": 1.0}
-    left_out = {f"{name}/anchored": "not built" for name in gpu.BACKENDS} | {"cuda/linear": "not built"}
+    left_out = dict.fromkeys(
+        [*(f"cuda/{strategy}" for strategy in gpu.STRATEGIES), "triton/anchored"], "backend cuda: not built"
+    )
     resumed = {"environment": {}, "sources": gpu.digest_of_sources(), "left_out": left_out, "stages": {"build": built}}
     output.write_text(json.dumps(resumed))
-    stages = ["check", "headline", "events", "tests"]
+    stages = ["check", "headline", "tests"]
     command = [sys.executable, str(ROOT / "bench" / "gpu.py"), "--device", "cpu", "--shapes", "tiny:64", "--resume"]
-    command += ["--silence", "30", "--output", str(output), "--tests", str(tests), "--stages", *stages]
+    command += ["--silence", "15", "--output", str(output), "--tests", str(tests), "--stages", *stages]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(tmp_path)
     try:
@@ -67,20 +66,17 @@ def test_a_hang_a_wrong_result_and_a_crash_are_named_and_left_out_of_what_follow
     finally:
         shutil.rmtree(tests.parent)
     found = json.loads(output.read_text())
-    assert ended.returncode == 1, "something failed"
-    assert found["stages"]["build"] == built
-    assert {name: found["stages"][name]["status"] for name in stages} == {
-        "check": "failed", "headline": "failed", "events": "ok", "tests": "failed",
-    }  # fmt: skip
+    assert ended.returncode == 1 and found["stages"]["build"] == built
+    assert {name: found["stages"][name]["status"] for name in stages} == dict.fromkeys(stages, "failed")
+    assert found["stages"]["check"]["triton/rows"] == found["stages"]["check"]["torch/rows"] == "ok"
     reasons = {pair: reason for pair, reason in found["left_out"].items() if pair not in left_out}
-    assert set(reasons) == {"triton/linear", "cuda/rows", "triton/rows"}
-    assert "3 lines failed" in reasons["triton/linear"]
-    assert "no answer for 30 s" in reasons["cuda/rows"] and "ended with 7" in reasons["triton/rows"]
+    assert set(reasons) == {"triton/linear", "triton/rows"}
+    assert "3 lines failed" in reasons["triton/linear"] and "ended with 7" in reasons["triton/rows"]
     (case,) = found["headline"]["cases"]
     assert {name for name, one in case["implementations"].items() if "seconds" in one} == {"ours", "floor"}
     assert found["stages"]["headline"]["not_run"] == [] and found["stages"]["tests"]["not_run"] == 0
-    assert {"copy", "dlogits W"} <= {fact["what"] for fact in found["events"]}
     assert found["stages"]["tests"]["counts"] == {"PASSED": 2, "FAILED": 3}
-    failed = " ".join(found["stages"]["tests"]["failures"])
-    assert all(f"[{what}]" in failed for what in ("crashes", "hangs", "fails"))
-    assert "left out: cuda/rows: headline tiny step: ours-cuda-rows: no answer for 30 s" in ended.stdout
+    failed = found["stages"]["tests"]["failures"]
+    assert all(any(f"[{what}]" in line for line in failed) for what in ("crashes", "hangs", "fails"))
+    assert any("15 s of silence" in line for line in failed)
+    assert "left out: triton/rows: headline tiny step: ours-triton-rows: " in ended.stdout

@@ -166,20 +166,6 @@ except ImportError as error:
     assert error.startswith("ImportError backend='cpu' is not available") and "compiled CPU kernels" in error
 
 
-def test_the_demo_names_what_it_lacks():
-    out = run(
-        BLOCKED
-        + """
-import contextlib, io
-from grpo_kernels.commands.cli import main
-with contextlib.redirect_stderr(io.StringIO()) as text:
-    status = main(["demo", "--max-steps", "1"])
-print(status, text.getvalue())
-"""
-    )
-    assert out.startswith("1 ") and "transformers" in out and "tqdm" in out and "pip install transformers" in out
-
-
 def test_importing_is_light():
     """Neither CUDA nor Triton nor anything of the extras is touched."""
     out = run(

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers import RowKernels
+from kernel_checks import single_pass
 from torch import Tensor
 
 from grpo_kernels.backends import get_backend
-from grpo_kernels.backends.launch import MatmulLaunch, matmul_launch, shipped_table, trial
+from grpo_kernels.backends.launch import matmul_launch, trial
 from grpo_kernels.backends.pytorch.backend import TorchBackend
 from grpo_kernels.backends.triton import matmul
 from grpo_kernels.contract import RowStats
@@ -133,7 +133,7 @@ def exact(head: Head, params: KernelParams = PLAIN) -> tuple[RowStats, Tensor]:
     """Statistics and d loss / d logits in float64."""
     logits = head.logits()
     grad = torch.empty_like(logits)
-    return RowKernels(TorchBackend()).fused(logits, grad, head.ids, head.table.double(), params), grad
+    return single_pass(TorchBackend(), logits, grad, head.ids, head.table.double(), params), grad
 
 
 def assert_statistics(found: RowStats, expected: RowStats, tolerance: float = 4e-6) -> None:
@@ -204,13 +204,6 @@ LARGE_SHAPES = [(128, 64, 256), (129, 65, 257), (3, 320, 511), (300, 24, 1030)] 
 def test_any_shape(kernels, shape):
     if kernels.name == "cuda" or shape in SHAPES:
         assert_exact(kernels, make_head(*shape, bias=shape[2] % 2 == 1))
-
-
-def test_linear_logp_without_entropy(kernels):
-    head = make_head()
-    with_it, without = statistics(kernels, head), statistics(kernels, head, entropy=False)
-    assert same_bits(without[:2], with_it[:2])
-    assert torch.equal(without.entropy, torch.zeros_like(with_it.entropy))
 
 
 # --- numbers that are hard to add up ----------------------------------------------------------------------------------
@@ -372,19 +365,6 @@ def test_a_row_has_the_same_bits_in_any_batch_in_its_place_of_a_tile(kernels):
         assert same_bits(statistics(kernels, rows_of(head, rows)), tuple(x[rows] for x in whole))
 
 
-@pytest.mark.parametrize("arch", ["sm80", "sm90", "sm100", "gfx9"])
-def test_parts_depend_on_the_vocabulary_alone_and_fill_the_device(monkeypatch, arch):
-    monkeypatch.setattr(matmul, "_multiprocessors", lambda device: 132)
-    launch, device = MatmulLaunch(**shipped_table()[arch]["linear_logp"]["*"]), torch.device("cuda")
-    for vocab in (32000, 49152, 128256, 151936, 256000):
-        tiles, slots = -(-vocab // launch.block_v), 132 * 8 // launch.num_warps
-        splits = [matmul.split(launch, device, count, vocab, 8192) for count in (1, 128, 1000, 16384, 65536)]
-        assert len({(split.parts, split.per_part) for split in splits}) == 1
-        for split in splits:
-            slowest = -(-split.token_tiles * split.parts // slots) * split.per_part  # tiles one after the other
-            assert slowest <= 1.12 * split.token_tiles * tiles / slots + matmul.FEWEST_TILES
-
-
 @only_triton
 @pytest.mark.parametrize("parts", [1, 2, 5])
 def test_parts_are_combined(kernels, parts, monkeypatch):
@@ -393,14 +373,6 @@ def test_parts_are_combined(kernels, parts, monkeypatch):
     head.weight.mul_(6)  # parts differ by many nats
     monkeypatch.setattr(matmul, "INTERPRETER_PARTS", parts)
     assert_exact(kernels, head, tolerance=2e-5, slack=1e-4)
-
-
-@only_triton
-def test_token_tiles_in_groups(kernels, monkeypatch):
-    """Three token tiles in groups of two: the last group is smaller."""
-    head = make_head(70)
-    monkeypatch.setattr(matmul, "GROUP_BYTES", 2 * 32 * head.weight.shape[1] * 2)
-    assert_exact(kernels, head)
 
 
 @only_triton
@@ -452,13 +424,6 @@ def test_a_row_has_the_same_bits_in_any_batch(kernels, multiprocessors):
     whole = statistics(kernels, head)
     for rows in (slice(7, 8), slice(100, 150), slice(0, 128), slice(30, 286), slice(5, 390)):
         assert same_bits(statistics(kernels, rows_of(head, rows)), tuple(x[rows] for x in whole))
-
-
-@only_cuda
-def test_pairs_of_blocks(kernels):
-    """Two blocks share the weight's tiles, and there are more items than clusters."""
-    kernels.use((90, 4), ORDERS[2])
-    assert_exact(kernels, make_head(250, 330, 1100))
 
 
 @only_cuda

@@ -1,4 +1,4 @@
-"""What a loss call returns: found by wrappers of modules, safe to change in place, no larger than it looks."""
+"""What a loss call returns: found by wrappers of modules, safe to change in place."""
 
 from __future__ import annotations
 
@@ -54,18 +54,6 @@ def test_sequences_add_up_to_the_whole():
             assert torch.allclose((x * tokens).sum(), out.metric_sums[name][0], atol=1e-5), name
 
 
-def test_results_hold_no_more_memory_than_they_show():
-    batch = make_batch(3)
-    with torch.no_grad():
-        logps, entropy = gk.fused_logps(batch.hidden, batch.weight, batch.ids, entropy=True)
-    for x in (logps, entropy):
-        assert x.untyped_storage().nbytes() == x.nbytes
-    out = output()
-    assert out.logps.untyped_storage().nbytes() <= 2 * out.logps.nbytes
-    logps.mul_(0.0)
-    assert entropy.all()
-
-
 @pytest.mark.parametrize("source", ["hidden", "logits", "logps"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_outputs_share_no_memory_with_inputs(source, masked):
@@ -116,23 +104,6 @@ def test_a_used_configuration_is_still_plain_data():
     for other in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config), dataclasses.replace(config)):
         assert other == config and not other.derived
         assert torch.equal(output(config=other).loss, output(config=config).loss)
-
-
-def test_another_default_device_changes_nothing():
-    """The vocabulary is large enough for a scratch that is kept; test_default_type.py has small ones."""
-    batch = make_batch(5, sequences=10, length=30, vocab=33000)
-    config = gk.GRPOConfig(logit_scale=0.283)  # whose parameters nobody has packed yet
-
-    def loss():
-        hidden = batch.hidden.detach().requires_grad_()
-        found = gk.fused_grpo_loss(hidden, batch.weight, batch.ids, batch.advantages, config=config, backend="cpu")
-        found.loss.backward()
-        return found.loss.detach(), hidden.grad
-
-    with torch.device("meta"):
-        found = [loss() for _ in range(2)]
-    for one in found:
-        assert all(torch.equal(x, y) for x, y in zip(one, loss(), strict=True))
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])

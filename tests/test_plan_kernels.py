@@ -196,25 +196,6 @@ def assert_close(found: TokenValues, expected: TokenValues) -> None:
     assert torch.equal(found.lse, expected.lse)
 
 
-@pytest.mark.parametrize("case", CASES[::4])  # test_cpu_tokens.py has every formula
-@pytest.mark.parametrize("name", KERNELS)
-def test_token_objective(name, case):
-    """In place: the tokens of a range, and those of an index, which alone are touched."""
-    draw = Draw(case)
-    plan, params = scored_batch(draw, case)
-    count = plan.scored.numel()
-    first = draw.choices.randint(0, count)
-    index = torch.randperm(count, generator=draw.generator)[: draw.choices.randint(0, count)].sort().values
-    for rows in (Rows(first, draw.choices.randint(first, count)), Rows(0, len(index), index)):
-        found, expected = copy_of(plan.values), copy_of(plan.values)
-        get_backend(name).token_objective(rows, plan.table, found, params)
-        coefficients.token_objective(rows, plan.table, expected, params)
-        assert_close(found, expected)
-        others = torch.ones(count, dtype=torch.bool)
-        others[torch.arange(count)[rows.start : rows.stop] if rows.index is None else index] = False
-        assert torch.equal(found.columns[:, others], plan.values.columns[:, others])
-
-
 @pytest.mark.parametrize(("name", "case"), EACH)
 def test_sequence_objective(name, case):
     """Of all sequences, and of some: tokens that are not scored, or of others, keep what they hold."""

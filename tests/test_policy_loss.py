@@ -151,18 +151,3 @@ def test_a_gradient_that_the_closure_would_lose_is_refused(name, level):
         gk.fused_policy_loss(hidden, batch.weight, batch.ids, loss_fn, **given)
     with torch.no_grad():  # nobody asks for a gradient
         assert gk.fused_policy_loss(hidden, batch.weight, batch.ids, loss_fn, **given).isfinite()
-
-
-def test_constants_and_autograd_inside_the_function_are_fine():
-    batch = make_batch(2)
-    scale = SCALE.detach()
-
-    def loss_fn(chunk):
-        (slope,) = torch.autograd.grad(chunk.logps.exp().sum(), chunk.logps, create_graph=True)
-        return (slope * scale[1]).sum() + OUTSIDE.detach().sum() + (chunk.logps * OUTSIDE.tolist()[0]).sum()
-
-    expected, wanted = through_autograd(batch, loss_fn, False, "cpu")
-    leaf = batch.hidden.clone().requires_grad_()
-    loss = gk.fused_policy_loss(leaf, batch.weight, batch.ids, loss_fn)
-    loss.backward()
-    assert torch.allclose(loss, expected) and torch.allclose(leaf.grad, wanted["hidden"].grad, atol=1e-6)

@@ -151,22 +151,3 @@ def test_other_functions_with_a_float32_head():
         found = fused(batch)
     expected = fused(batch.head_as(torch.bfloat16))
     assert torch.equal(found.logps, expected.logps) and found.grads["weight"].dtype == torch.float32
-
-
-MIXTURES = {  # hidden, weight, bias
-    "lm_head_weight is torch.bfloat16 and hidden torch.float32": (torch.float32, torch.bfloat16, None),
-    "lm_head_weight is torch.float32 and hidden torch.bfloat16": (torch.bfloat16, torch.float32, torch.bfloat16),
-    "lm_head_bias is torch.float32 and hidden torch.bfloat16": (torch.bfloat16, torch.bfloat16, torch.float32),
-    "lm_head_weight is torch.bfloat16 and hidden torch.float16": (torch.float16, torch.bfloat16, None),
-}
-
-
-@pytest.mark.parametrize("message", MIXTURES)
-def test_other_mixtures_are_refused_by_name(message):
-    hidden, weight, bias = MIXTURES[message]
-    batch = make_batch(0, bias=bias is not None)
-    batch = dataclasses.replace(
-        batch, hidden=batch.hidden.to(hidden), weight=batch.weight.to(weight), bias=bias and batch.bias.to(bias)
-    )
-    with pytest.raises(TypeError, match=f"{message}; expected one type, a float32 head of 16-bit hidden states, or"):
-        fused(batch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 
 import pytest
@@ -153,21 +152,3 @@ def test_float16_accumulation_is_off_inside_and_on_again_after(monkeypatch, swit
         seen.clear()
         loss().backward()
         assert len(seen) >= 2 and not any(seen) and switch.allow_fp16_accumulation
-
-
-def test_threads_that_leave_in_another_order_put_the_switch_back(switch):
-    entered, leave = threading.Event(), threading.Event()
-
-    def other():
-        with products.pinned_matmul_precision(torch.device("cpu")):
-            entered.set()
-            leave.wait(60)
-
-    thread = threading.Thread(target=other)
-    with products.pinned_matmul_precision(torch.device("cpu")):
-        thread.start()
-        assert entered.wait(60)
-    assert not switch.allow_fp16_accumulation  # the other thread is still inside
-    leave.set()
-    thread.join()
-    assert switch.allow_fp16_accumulation

@@ -102,7 +102,6 @@ HOSTILE = {  # name: program, what stops it (a reason, or an error that it gets)
         "AssertionError",
     ),
     "double fork": ("import os\nos.setsid()", "PermissionError"),
-    "daemon": ("import subprocess\nsubprocess.Popen(['sleep', '1000'], start_new_session=True)", "PermissionError"),
     "exec": ("import os\nos.execv('/bin/sleep', ['sleep', '1000'])", "PermissionError"),
     "endless loop that ignores signals": (
         "import signal\nfor s in {*signal.Signals} - {9, 19}:\n  signal.signal(s, signal.SIG_IGN)\nwhile True: pass",
@@ -114,7 +113,6 @@ HOSTILE = {  # name: program, what stops it (a reason, or an error that it gets)
     "endless loop without descriptors": (CLOSED + "while True: pass", "CPU time"),
     "slow regular expression": ("import re\nre.match('(a+)+$', 'a' * 60 + 'b')", "CPU time"),
     "100 GB": ("x = bytearray(100 << 30)", "MemoryError"),
-    "100 GB in parts": ("x = []\nwhile True: x.append(bytearray(1 << 24))", "MemoryError"),
     "100 GB of memory files": ("import os\nos.memfd_create('x')", "PermissionError"),
     "100 GB on disk": ("for i in range(10**6):\n  with open(f'{i}', 'wb') as f: f.write(bytes(1 << 22))", "OSError"),
     "threads": (
@@ -130,7 +128,6 @@ HOSTILE = {  # name: program, what stops it (a reason, or an error that it gets)
     "gigabytes of values": ("import os\nwhile True: os.write(3, b'x' * 10**6)", "output limit"),
     "other descriptors": ("import os\nfor i in range(4, 4096): os.write(i, b'{}')", "OSError"),
     "internet": ("import socket\nsocket.create_connection(('1.1.1.1', 53))", "PermissionError"),
-    "asyncio": ("import asyncio\nasyncio.run(asyncio.sleep(0))", "PermissionError"),
     "kill all": ("import os\nos.kill(-1, 9)", "PermissionError"),
     "kill the parent": ("import os\nos.kill(os.getppid(), 9)", "PermissionError"),
     "kill by fcntl": ("import fcntl, os\nfcntl.fcntl(1, fcntl.F_SETOWN, os.getppid())", "PermissionError"),
@@ -225,12 +222,6 @@ def test_no_program_reads_what_lies_beside_the_interpreter(tmp_path):
     code = f"print(Sandbox().run({textwrap.dedent(program)!r}))"
     out, err = start(code, python=tmp_path / "bin" / "python").communicate(timeout=600)
     assert out.startswith("Outcome(stdout='', stderr='',") and "status=0" in out, out + err
-
-
-def test_seconds_are_those_of_the_cpu(sandbox):
-    program = "import time\nwhile (t := time.process_time()) < 0.05: pass\ntime.sleep(4 * t)\nprint(t)"
-    outcome = sandbox.run(program)
-    assert 1 <= (outcome.seconds + 1e-6) / float(outcome.stdout) < 4, "of which sleeping is no part"
 
 
 def test_what_a_program_may_do(sandbox):

@@ -74,16 +74,6 @@ def test_strided_hidden_states_and_bias(strategy):
     assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("strategy", ["linear"], indirect=True)
-def test_the_recompute_way_scores_without_logits(monkeypatch, strategy):
-    """Sequences longer than a chunk: logits for the gradient alone."""
-    rows = []
-    call_counter(monkeypatch, LMHead, "logits", rows, lambda self, rows: rows.stop - rows.start)
-    config = gk.GRPOConfig(importance_sampling_level="sequence", chunk_rows=4)
-    found = fused(off_policy(make_batch(3)).head_as(torch.bfloat16), config, "triton")
-    assert sum(rows) == int(found.grads["hidden"].any(-1).sum())
-
-
 @pytest.mark.parametrize("strategy", ["anchored"], indirect=True)
 @pytest.mark.parametrize(("options", "way"), [({}, "anchored"), ({"entropy_coef": 0.1}, "single_pass")])
 def test_a_gradient_through_the_entropy_needs_logits(monkeypatch, strategy, options, way):

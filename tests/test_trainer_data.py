@@ -95,12 +95,6 @@ def test_a_path_that_does_not_exist_asks_no_hub(name, tmp_path, words, monkeypat
         check_path("dataset_name", hub)
 
 
-def test_arithmetic_has_a_split_to_test_on(words):
-    test = load_prompts("arithmetic", tokenizer=words, split="test")
-    assert len(test) == 400
-    assert test[0].columns.keys() == {"answer"} and words.decode(test[0].ids) == test[0].prompt
-
-
 def test_a_folder_is_read_by_datasets(tmp_path, words):
     write(tmp_path / "train.jsonl", {"prompt": "1+2=", "answer": "3"})
     write(tmp_path / "test.jsonl", {"prompt": "2+2=", "answer": "4"}, {"prompt": "2+3=", "answer": "5"})
@@ -109,16 +103,6 @@ def test_a_folder_is_read_by_datasets(tmp_path, words):
     with pytest.raises(ValueError, match=r"cannot load data set .*, split 'dev': .*dev") as raised:
         load_prompts(str(tmp_path), tokenizer=words, split="dev")
     assert "\n" not in str(raised.value)
-
-
-def test_name_config_and_split_reach_datasets(monkeypatch, words):
-
-    def load_dataset(*names, split):
-        return datasets.Dataset.from_dict({"prompt": ["1+2="], "names": [[*names, split]]})
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    (found,) = load_prompts("openai/gsm8k", config="main", split="test", tokenizer=words)
-    assert found.columns == {"names": ["openai/gsm8k", "main", "test"]}
 
 
 # ---- tokens ---------------------------------------------------------------------------------------------------------
@@ -135,11 +119,6 @@ def test_a_last_message_of_the_assistant_is_continued(with_bos):
     with_bos.chat_template = "{% for m in messages %}{{ m['content'] }}{% if not loop.last %}+{% endif %}{% endfor %}="
     rows = [{"prompt": [CHAT[1], {"role": "assistant", "content": "7"}]}]
     assert load_prompts(rows, tokenizer=with_bos)[0].ids == [3, 11, 8]  # neither the end of the turn nor a new one
-
-
-def test_text_gets_one_bos_even_if_it_has_one(with_bos):
-    found = load_prompts([{"prompt": "1+2"}, {"prompt": "<bos>1+2"}], tokenizer=with_bos)
-    assert [p.ids for p in found] == [[with_bos.bos_token_id, 2, 11, 3]] * 2
 
 
 def test_long_prompts_are_refused(words):

@@ -16,9 +16,8 @@ import torch
 from training import run as train
 
 from grpo_kernels.commands.cli import main
-from grpo_kernels.trainer import RunError
 from grpo_kernels.trainer import evaluate as module
-from grpo_kernels.trainer.evaluate import evaluate, final_answer, majority_at_k, pass_at_k
+from grpo_kernels.trainer.evaluate import evaluate, majority_at_k, pass_at_k
 
 
 class Prompt(NamedTuple):
@@ -82,17 +81,6 @@ def test_majority(answers, correct, expected):
     assert majority_at_k(list(answers), [bool(mark) for mark in correct]) == expected
 
 
-@pytest.mark.parametrize(("text", "answer"), [
-    ("so it is\n#### 1,042", 1042),
-    (r"\boxed{42} then", 42),
-    ("<think>5</think><answer> 7 </answer>", "7"),
-    ("  ", None),
-    ("#### 1 or 2", "#### 1 or 2"),  # no single number: all of the text
-])  # fmt: skip
-def test_what_a_completion_votes_with(text, answer):
-    assert final_answer(text) == answer
-
-
 # --- evaluate ---------------------------------------------------------------------------------------------------------
 
 
@@ -120,30 +108,6 @@ def test_accuracy_only_where_rewards_say_what_is_correct():
     assert found["reward"] is found["greedy_reward"] is found["best_of_n"] is None and found["unscored"] == 12
     found = evaluate(sampler(answers=["0!"]), PROMPTS, Rewards(), correct_at=0.5)
     assert found["pass_at_1"] == found["majority_at_k"] == 1.0
-
-
-def test_one_call_for_the_samples_and_one_for_the_greedy_completions():
-    calls, rewards = [], Rewards()
-    found = evaluate(sampler(calls), PROMPTS, rewards, num_samples=3, ks=[3], seed=5, step=40)
-    assert calls == [(18, False, 5), (6, True, 5)] and found["greedy"] == 0.5 and set(found["pass_at_k"]) == {"3"}
-    first = rewards.calls[0]
-    assert first["prompts"][:4] == ["0+1=", "0+1=", "0+1=", "1+1="] and first["step"] == 40
-    assert first["columns"] == {"answer": [str(n + 1) for n in range(6) for _ in range(3)]}
-    assert first["completion_ids"] == [[7, 8]] * 18
-
-
-def test_completions_are_messages_where_the_prompts_are():
-    prompts = [Prompt([{"role": "user", "content": "?"}], [1], {"answer": "1"}), Prompt("?", [1], {"answer": "1"})]
-    rewards = Rewards()
-    evaluate(sampler(answers=["0!"]), prompts, rewards, num_samples=1)
-    assert rewards.calls[0]["completions"] == [[{"role": "assistant", "content": "0!"}], "0!"]
-
-
-def test_a_reward_that_always_fails_is_named():
-    failure = ("exact", None, "KeyError: 'gold'", "Traceback: line 3")
-    rewards = SimpleNamespace(score=lambda **_: SimpleNamespace(total=torch.full((6,), math.nan), fatal=failure))
-    with pytest.raises(RunError, match=r"reward exact failed for every completion.*KeyError: 'gold'\nTraceback"):
-        evaluate(sampler(), PROMPTS, rewards, num_samples=1)
 
 
 @pytest.mark.parametrize(("changes", "message"), [

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import shutil
+import sys
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from grpo_kernels import __version__
 from grpo_kernels.commands.cli import main
-from grpo_kernels.trainer import commands
 from grpo_kernels.trainer.arguments import TrainArguments, parse
 from grpo_kernels.trainer.ranks import configure_deepspeed
 from grpo_kernels.trainer.run import Run
@@ -439,19 +439,9 @@ def test_help_has_groups_choices_and_every_option_once(capsys, monkeypatch):
     assert shown("--version") == shown("train", "--version") == f"grpo-kernels {__version__}\n"
 
 
-def test_a_second_demo_has_a_folder_of_its_own(monkeypatch, tmp_path):
-    given: list[list[str]] = []
-    monkeypatch.setattr(commands, "train", lambda argv, command: given.append(argv) or 0)
-    monkeypatch.chdir(tmp_path)
-    for folder, options in (("grpo-demo", []), ("grpo-demo-2", ["--loss", "eager"]), ("grpo-demo-3", [])):
-        assert commands.demo(options) == 0
-        assert given[-1] == ["--output-dir", folder, *options]
-        (tmp_path / folder).mkdir()
-
-
 @pytest.mark.parametrize("name", ["train", "demo", "evaluate", "report"])
 def test_a_missing_package_is_one_sentence(name, monkeypatch, capsys):
-    monkeypatch.setitem(__import__("sys").modules, "accelerate", None)
+    monkeypatch.setitem(sys.modules, "accelerate", None)
     assert main([name]) == 1
     assert capsys.readouterr().err == f"grpo-kernels {name} needs accelerate: pip install accelerate\n"
 

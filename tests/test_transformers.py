@@ -1,17 +1,23 @@
-"""fused_forward against the model's own logits."""
+"""fused_forward, check_alignment and logit_transform against transformers' own models and their logits."""
 
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny_models import TINY_MODELS, VOCAB, tiny_model
 
 from grpo_kernels import GRPOConfig, fused_logps, fused_policy_loss, grpo_loss_from_logps
+from grpo_kernels.integrations import LogitTransform, logit_transform
+from grpo_kernels.logit_transform import _PLAIN_FAMILIES, _RULES
 
 pytest.importorskip("transformers")
+import transformers
+
 from grpo_kernels.integrations import transformers as integration
+from grpo_kernels.integrations.alignment import check_alignment
 from grpo_kernels.integrations.transformers import fused_forward
 
 PROMPT, LENGTH = 5, 6
@@ -195,3 +201,168 @@ def test_a_model_without_a_head_or_of_an_unknown_family_is_refused():
     model.config.model_type = "no_such"
     with pytest.raises(ValueError, match=r"config\.model_type='no_such': no rule"):
         fused_forward(model, **inputs, advantages=torch.ones(4))
+
+
+# --- check_alignment --------------------------------------------------------------------------------------------------
+
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("family", sorted(TINY_MODELS))
+def test_fused_forward_is_aligned(family):
+    result = check_alignment(tiny_model(family, dtype=torch.bfloat16), batch(), temperature=0.7)
+    assert result.aligned and result.message.startswith("aligned: the log-probabilities differ by"), result
+
+
+def own_call(model, inputs, slip: str = "", temperature: float = 1.0) -> torch.Tensor:
+    """What a trainer writes itself, with a mistake of that name."""
+    given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    seen = []
+    norm = next(m for m in reversed(list(model.base_model.modules())) if "Norm" in type(m).__name__)
+    hook = norm.register_forward_hook(lambda module, args, output: seen.append(args[0]))
+    with torch.no_grad():
+        hidden = model.base_model(**given, position_ids=positions_of(inputs)).last_hidden_state
+        hook.remove()
+        if slip == "norm":
+            hidden = seen[0]
+        hidden = {
+            "late": hidden[:, -LENGTH:],
+            "early": hidden[:, -LENGTH - 2 : -2],
+        }.get(slip, hidden[:, -LENGTH - 1 : -1])
+        scale, softcap = logit_transform(model.config)
+        scale = {"scale": 1.0, "inverted": 1 / scale}.get(slip, scale)
+        return fused_logps(
+            hidden,
+            model.lm_head.weight,
+            inputs["completion_ids"],
+            lm_head_bias=None if slip == "bias" else model.lm_head.bias,
+            logit_scale=scale,
+            logit_softcap=None if slip == "softcap" else softcap,
+            temperature=1.0 if slip == "temperature" else temperature,
+        )[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("family", "slip", "named"),
+    [
+        ("llama", "", None),
+        ("llama", "late", "hidden states one position late"),
+        ("llama", "early", "hidden states one position early"),
+        ("llama", "norm", "hidden states before the final norm"),
+        ("llama", "temperature", "a forgotten temperature"),
+        ("granite", "", None),
+        ("granite", "scale", "a forgotten logit_scale of 0.166667"),
+        ("granite", "inverted", "an inverted logit_scale, 6 for 0.166667"),
+        ("gemma3_text", "softcap", "a forgotten logit_softcap of 0.5"),
+        ("gptj", "bias", "a forgotten lm_head_bias"),
+    ],
+)
+def test_a_mistake_is_named(family, slip, named, dtype):
+    model, inputs = tiny_model(family, dtype=dtype), batch()
+    temperature = 0.7 if slip == "temperature" else 1.0
+    result = check_alignment(model, inputs, own_call(model, inputs, slip, temperature), temperature=temperature)
+    assert result.aligned == (named is None), result
+    assert named is None or f"it looks like {named}" in result.message, result
+    assert "\n" not in result.message
+
+
+def test_noise_is_none_of_the_usual_mistakes():
+    model, inputs = tiny_model("llama"), batch()
+    logps = own_call(model, inputs)
+    result = check_alignment(model, inputs, logps + torch.randn_like(logps))
+    assert not result.aligned and result.message.endswith("it looks like none of the usual mistakes")
+    with pytest.raises(ValueError, match=r"logps has shape \(4, 5\); expected \(4, 6\) like completion_ids"):
+        check_alignment(model, inputs, logps[:, :-1])
+    with pytest.raises(ValueError, match="batch has no 'completion_ids'; expected the tensors of fused_forward"):
+        check_alignment(model, {"input_ids": inputs["input_ids"]})
+    with pytest.raises(TypeError, match="batch is a list; expected a dict of the tensors of fused_forward"):
+        check_alignment(model, [inputs["input_ids"]])
+    with pytest.raises(TypeError, match=r"logps is a list; expected a torch\.Tensor"):
+        check_alignment(model, inputs, logps.tolist())
+    with pytest.raises(ValueError, match="batch has no scored token"):
+        check_alignment(model, {**inputs, "completion_mask": torch.zeros(4, LENGTH)})
+
+
+def test_padding_does_not_count():
+    model, inputs = tiny_model("llama"), batch()
+    logps = own_call(model, inputs)
+    logps[inputs["attention_mask"][:, -LENGTH:] == 0] = 100.0
+    assert check_alignment(model, inputs, logps).aligned
+
+
+def test_the_base_weight_of_a_head_with_adapters_is_named():
+    peft = pytest.importorskip("peft", reason="peft is not installed: run make test")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["lm_head"], init_lora_weights=False)
+    model, inputs = peft.get_peft_model(tiny_model("llama"), config), batch()
+    assert check_alignment(model, inputs).aligned
+    result = check_alignment(model, inputs, own_call(model.get_base_model(), inputs))
+    assert "it looks like the base weight of an lm_head with adapters" in result.message
+
+
+# --- logit_transform --------------------------------------------------------------------------------------------------
+
+
+as_read = pytest.mark.skipif(
+    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23),
+    reason="the rules are those of transformers 5.23",
+)
+# Not in transformers: the code that comes with the checkpoints.
+REMOTE = {"minicpm"}
+
+
+@as_read
+@pytest.mark.parametrize("family", sorted((_PLAIN_FAMILIES | set(_RULES)) - REMOTE))
+def test_the_default_configuration_of_a_family_has_a_transform(family):
+    config = transformers.CONFIG_MAPPING[family]()
+    if family == "cohere_compass":  # its class multiplies by a scale that is None
+        config.text_config.logit_scale = 0.5
+    transform = logit_transform(config)
+    if family in _PLAIN_FAMILIES:
+        assert transform == (1.0, None)
+
+
+@pytest.mark.parametrize("family", sorted(TINY_MODELS))
+def test_the_transform_of_a_tiny_model_gives_its_logits(family):
+    model = tiny_model(family)
+    transform = logit_transform(model.config)
+    given = {}
+    hook = model.get_output_embeddings().register_forward_hook(lambda module, args, output: given.update(x=args[0]))
+    with torch.no_grad():
+        logits = model(torch.arange(1, 9)[None]).logits
+        hook.remove()
+        z = model.get_output_embeddings()(given["x"])
+    if family == "minicpm3":  # its hidden states are scaled before the head
+        z = z / transform.scale
+    z = z * transform.scale
+    if transform.softcap is not None:
+        z = transform.softcap * torch.tanh(z / transform.softcap)
+    torch.testing.assert_close(z, logits)
+
+
+def test_remote_code_minicpm():
+    config = SimpleNamespace(model_type="minicpm", hidden_size=2304, dim_model_base=256)
+    assert logit_transform(config) == LogitTransform(256 / 2304, None)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "no_such"}, "config.model_type='no_such': no rule"),
+        ({}, "config is a SimpleNamespace without model_type; expected model.config"),
+        ({"model_type": "llama", "logits_scaling": 8.0}, "config.logits_scaling=8.0: the logits of model_type 'llama'"),
+        ({"model_type": "qwen3", "final_logit_softcapping": 30.0}, "config.final_logit_softcapping=30.0"),
+        ({"model_type": "granite"}, "config.logits_scaling=None of model_type 'granite'; expected a positive number"),
+        ({"model_type": "granite", "logits_scaling": 0}, "config.logits_scaling=0 of model_type 'granite'"),
+        ({"model_type": "cohere", "logit_scale": True}, "config.logit_scale=True"),
+        ({"model_type": "gemma2", "final_logit_softcapping": -1.0}, "config.final_logit_softcapping=-1.0"),
+        (
+            {"model_type": "gemma3", "text_config": SimpleNamespace(final_logit_softcapping=30.0)},
+            "config.final_logit_softcapping=30.0: the logits of model_type 'gemma3' do not depend on it",
+        ),
+    ],
+)
+def test_what_cannot_be_vouched_for_is_refused_by_name(config, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        logit_transform(SimpleNamespace(**config))

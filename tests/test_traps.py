@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import kernel_checks
 import pytest
 import torch
 from helpers import (
-    RowKernels,
+    Batch,
     assert_close,
     assert_same_bits,
     fused,
@@ -23,7 +24,7 @@ from helpers import (
 import grpo_kernels as gk
 from grpo_kernels.backends import get_backend
 from grpo_kernels.config import SURROGATE_RULES
-from grpo_kernels.names import FIELD, TABLE_FIELDS, KernelParams
+from grpo_kernels.names import FIELD, KL_ESTIMATORS, TABLE_FIELDS, KernelParams
 
 GARBAGE = (math.nan, math.inf, -math.inf, 3e38)
 WRONG_IDS = (-1, 67, 2**62, -(2**62))
@@ -251,22 +252,21 @@ def test_offsets_past_2_to_the_31(dtype, backend):
     dense, ids = aligned_copy(logits), torch.tensor([0, 5, 131, 132])
     table = torch.ones(len(TABLE_FIELDS), 4)
     table[FIELD["entropy_threshold"]] = -math.inf
-    ones, kernels, params = torch.ones(4), RowKernels(get_backend(backend)), KernelParams(has_old=False)
+    ones, kernels, params = torch.ones(4), get_backend(backend), KernelParams(has_old=False)
 
-    expected = kernels.stats(dense, ids, ones, params)
-    found = kernels.stats(logits, ids, ones, params)
+    expected = kernel_checks.statistics(kernels, dense, ids, ones, params)
+    found = kernel_checks.statistics(kernels, logits, ids, ones, params)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert torch.allclose(found.logp.double(), dense.double().log_softmax(-1)[torch.arange(4), ids], atol=1e-5)
     gradients = []
     for x in (aligned_copy(dense), logits):
-        kernels.fused(x, x, ids, table, params)
+        kernel_checks.single_pass(kernels, x, x, ids, table, params)
         gradients.append(x.clone())
     assert torch.equal(*gradients) and gradients[0][3].any()
     apart = virtual_rows(4, vocab, row_stride, dtype)
-    statistics = (ones, expected.lse, expected.entropy, ones, 0 * ones)
-    kernels.gradient(dense.clone(), apart, ids, *statistics, params)
     together = torch.empty(4, vocab, dtype=dtype)
-    kernels.gradient(dense.clone(), together, ids, *statistics, params)
+    for grad in (apart, together):
+        kernel_checks.gradient(kernels, dense.clone(), grad, ids, ones, expected, ones, 0 * ones, params)
     assert torch.equal(apart, together) and together[3].any()
 
 
@@ -326,3 +326,90 @@ def test_gradients_are_multiplied_by_grad_output(backend):
     factor = 3 + 2 * second.item()
     for x, g in zip(leaves, plain.values(), strict=True):
         assert torch.allclose(x.grad, factor * g + (1.0 if x is leaves[2] else 0.0), atol=1e-6)
+
+
+# --- NaN logits of unmasked tokens ------------------------------------------------------------------------------------
+
+
+TOKEN = (2, 1)  # where the NaN is: unmasked
+CLAMPED = dict(log_ratio_clamp=0.5, kl_clamp=(1.0, 0.5), beta=0.1)
+POINTS = [(surrogate, level) for surrogate, rule in SURROGATE_RULES.items() for level in rule.levels]
+
+
+def with_nan(batch: Batch, value: float = math.nan) -> Batch:
+    hidden = batch.hidden.clone()
+    hidden[TOKEN][3] = value
+    return Batch(hidden, batch.weight, batch.ids, batch.advantages, batch.bias, batch.options)
+
+
+def make(surrogate: str, *, old: bool, advantage: float) -> Batch:
+    batch = off_policy(make_batch(masked=True))
+    assert batch.options["completion_mask"][TOKEN]
+    batch.advantages[TOKEN[0]] = advantage
+    del batch.options["old_logps" if not old else "ref_logps"]
+    if SURROGATE_RULES[surrogate].divides_by_rollout:
+        batch.options["rollout_logps"] = torch.full(batch.ids.shape, -4.0)
+    return batch
+
+
+def assert_nan(batch: Batch, config: gk.GRPOConfig, backend: str, *, active: bool = True) -> None:
+    """`active`: known to have a gradient before its logits are there; otherwise it is scored alone."""
+    result = fused(batch, config, backend)
+    assert result.loss.isnan()
+    if active:
+        assert any(not grad.isfinite().all() for grad in result.grads.values())
+    assert reference(batch, config).loss.isnan()
+
+
+@pytest.mark.parametrize("old", [True, False], ids=["old", "on-policy, entropy threshold"])
+@pytest.mark.parametrize("point", POINTS, ids="/".join)
+def test_nan_logits_make_the_loss_nan(backend, point, old):
+    surrogate, level = point
+    threshold = None if old else 1.0
+    bounds = dict(delta=1.5, dual_clip=3.0) if surrogate == "clip" else {}
+    common = dict(surrogate=surrogate, importance_sampling_level=level, entropy_threshold=threshold, **bounds)
+    clamped = {**CLAMPED, "beta": 0.0 if old else 0.1}
+    for advantage, value in ((1.0, math.nan), (-1.0, math.inf)):
+        batch = with_nan(make(surrogate, old=old, advantage=advantage), value)
+        assert_nan(batch, gk.GRPOConfig(**common), backend)
+    assert_nan(with_nan(batch), gk.GRPOConfig(**common, **clamped), backend)
+
+
+@pytest.mark.parametrize("surrogate", SURROGATE_RULES)
+def test_nan_logits_of_a_token_without_surrogate(backend, surrogate):
+    """An advantage of 0, a rollout weight of 0, an unknown rollout, a sequence that is dropped, a KL alone."""
+    config = gk.GRPOConfig(surrogate=surrogate)
+    assert_nan(with_nan(make(surrogate, old=True, advantage=0.0)), config, backend, active=False)
+    batch = with_nan(make(surrogate, old=True, advantage=-1.0))
+    weights = torch.ones(batch.ids.shape)
+    weights[TOKEN] = 0.0
+    assert_nan(batch.with_options(rollout_weights=weights), config, backend, active=False)
+    rollout = torch.full(batch.ids.shape, 0.0)
+    dropped = gk.GRPOConfig(surrogate=surrogate, off_policy_mask_threshold=0.1)
+    assert_nan(batch.with_options(rollout_logps=rollout), dropped, backend)
+    if SURROGATE_RULES[surrogate].divides_by_rollout:
+        rollout[TOKEN] = math.nan
+        unknown = with_nan(make(surrogate, old=False, advantage=1.0)).with_options(rollout_logps=rollout)
+        assert_nan(unknown, config, backend, active=False)
+
+
+@pytest.mark.parametrize("kl", KL_ESTIMATORS[1:])
+def test_nan_logits_under_every_kl_estimator(backend, kl):
+    batch = with_nan(make("clip", old=False, advantage=1.0))
+    assert_nan(batch, gk.GRPOConfig(**CLAMPED, use_bias_correction_kl=True, kl_estimator=kl), backend)
+
+
+@pytest.mark.parametrize("surrogate", SURROGATE_RULES)
+def test_nan_log_probabilities(backend, surrogate):
+    config = gk.GRPOConfig(surrogate=surrogate, entropy_threshold=0.5)
+    for old in (True, False):
+        batch = make(surrogate, old=old, advantage=-1.0)
+        options = {name: x for name, x in batch.options.items() if name != "ref_logps"}
+        entropy, logps = torch.rand(batch.ids.shape), torch.full(batch.ids.shape, -2.0)
+        logps[TOKEN] = math.nan
+        entropy[TOKEN] = 0.1
+        for leaves in ((logps, entropy), (logps.nan_to_num(-2.0), torch.where(logps.isnan(), math.nan, entropy))):
+            out = gk.grpo_loss_from_logps(
+                leaves[0], batch.advantages, entropy=leaves[1], config=config, backend=backend, **options
+            )
+            assert out.loss.isnan()

@@ -25,7 +25,7 @@ CONSTRAINTS = ROOT / ".ci" / "constraints.txt"
 # The last three build the emulator of the CUDA kernels, which the backend "cuda" is in the tests.
 PACKAGES = ("numpy", "pytest", "pytest-xdist", "hypothesis", "setuptools>=77", "pybind11>=3,<4", "ninja>=1.11")
 FILES = (
-    *("compile", "transforms", "engine", "backward", "chunks", "float16", "default_type"),
+    *("compile", "engine", "backward", "chunks", "float16", "default_type"),
     *("policy_loss", "sampling_mask", "traps", "variants", "env"),
 )
 NEWEST_FILES = ("plan_kernels",)
