@@ -119,19 +119,6 @@ def read_code(usage: str, code: str) -> dict[str, Code]:
     return found
 
 
-def traps(cubins: Iterable[Path]) -> dict[str, int]:
-    """Kernel -> the places where it can end itself."""
-    return {
-        kernel: len(re.findall(TRAP, body))
-        for cubin in cubins
-        for kernel, body in bodies_of(budget.disassemble(cubin)[1]).items()
-    }
-
-
-def cubins_of(architecture: str, folder: Path, images: Iterable[cuda.Image]) -> list[Path]:
-    return [folder / image.file for image in images if image.architecture == architecture]
-
-
 def make_launches(folder: Path) -> Path:
     """The program driver/launches.cpp with the host code of the backend."""
     program = folder / "launches"
@@ -199,13 +186,6 @@ def mismatches(compiled: Iterable[Name], launched: Iterable[Name]) -> list[str]:
     return lines
 
 
-def unwatched(plain: Mapping[str, int], watched: Mapping[str, int]) -> list[str]:
-    """Products that wait without a watchdog where it is asked for, and kernels that have one where it is not."""
-    lines = [f"{kernel}: no trap with {WATCHDOG}" for kernel, n in watched.items() if PRODUCT.match(kernel) and not n]
-    lines += [f"{kernel}: {n} traps without {WATCHDOG}" for kernel, n in plain.items() if n]
-    return lines if any(map(PRODUCT.match, watched)) else [f"nothing to watch was compiled with {WATCHDOG}", *lines]
-
-
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
@@ -249,7 +229,6 @@ def gate(write: bool) -> int:
     print(f"{len(compiled)} kernels of {compilers} in {time.perf_counter() - start:.0f} s")
 
     problems = complaints(found) + mismatches(compiled, launched)
-    problems += unwatched(traps(cubins_of(SPECIFIC, folder, images)), traps(cubins_of(SPECIFIC, *watched)))
     numbers = {name: kernel.numbers() for name, kernel in found.items()}
     return budget.verdict(problems + budget.hold(numbers, BUDGET, compiler, GPUS, write))
 

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 
-import wheel_builds  # noqa: E402
+import wheels  # noqa: E402
 from kernel_build import cuda  # noqa: E402
 from kernel_build.cuda import architectures, find_device_compiler  # noqa: E402
 from kernel_build.host import BuildError  # noqa: E402

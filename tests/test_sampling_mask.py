@@ -234,14 +234,24 @@ def test_strategies_without_logits_leave_masks_to_rows(strategy, way, monkeypatc
     assert all(found[name] <= 0.02 for name in ("loss", "logps", *(f"grad {name}" for name in LEAVES))), found
 
 
-def test_the_bias_that_it_removes(monkeypatch):
-    """The README's table is what bench/sampling_bias.py prints; and the ratios under the mask are 1."""
-    root = Path(__file__).parents[1]
-    monkeypatch.syspath_prepend(str(root / "bench"))
-    import sampling_bias
-
-    assert sampling_bias.table(0.8, seed=0) in (root / "grpo_kernels" / "README.md").read_text(encoding="utf-8")
-    assert (sampling_bias.ratios(0.8, seed=0)["over the kept ids"] - 1).abs().max() < 1e-3
+def test_the_bias_that_it_removes():
+    """Ratios of a policy to itself under top-p 0.8: 1 over the kept ids alone; the numbers of the library's README."""
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(1, 4096, 64, generator=g), 0.3 * torch.randn(2048, 64, generator=g)
+    logits = (hidden @ weight.T)[0]
+    p, order = logits.softmax(-1).sort(-1, descending=True)
+    kept = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, order, p.cumsum(-1) - p < 0.8)
+    truncated = logits.masked_fill(~kept, -torch.inf)
+    ids = torch.multinomial(truncated.softmax(-1), 1, generator=g).T
+    rollout_logps = truncated.log_softmax(-1).gather(1, ids.T).T
+    mask = SamplingMask(kept.nonzero()[:, 1], kept.sum(1)[None])
+    whole, over_kept = (
+        (gk.fused_logps(hidden, weight, ids, sampling_mask=used)[0] - rollout_logps).exp() for used in (None, mask)
+    )
+    assert (over_kept - 1).abs().max() < 1e-3
+    readme = (Path(__file__).parents[1] / "grpo_kernels" / "README.md").read_text(encoding="utf-8")
+    outside = ((whole < 0.9) | (whole > 1.1)).float().mean()
+    assert f"| over the whole vocabulary    |      {whole.mean():.3f} | {outside:.1%}  " in readme
 
 
 # --- SamplingMask itself: how it is made, sliced and moved, and what it refuses ---------------------------------------

@@ -21,7 +21,6 @@ VOCAB, DTYPE = 1000, torch.bfloat16
 SHAPE = launch.shape_key(VOCAB, dtype=DTYPE)
 SHIPPED, FAST, SLOW = RowLaunch(1, 4096, 8), RowLaunch(1, 8192, 16), RowLaunch(1, 2048, 4)
 MILLISECONDS = {SHIPPED: 2.0, FAST: 1.0, SLOW: 3.0}
-BEST = tune.Choice(FAST, 1.0, 2.0)
 
 
 @pytest.fixture(autouse=True)
@@ -135,6 +134,15 @@ def test_the_tuned_table_is_used():
     assert row_launch("rows", DEVICE, VOCAB + 1, DTYPE) == shipped == row_launch("rows", DEVICE, VOCAB, torch.float32)
 
 
+def test_a_table_is_extended():
+    other = tune.Subject("rows", "77 float32", [], print, list)
+    chosen(SLOW, other)
+    chosen(SLOW)
+    table = chosen()
+    assert table[launch.architecture(DEVICE)]["rows"] == {"77 float32": SLOW._asdict(), SHAPE: FAST._asdict()}
+    assert [path.name for path in launch.tuned_path().parent.iterdir()] == ["launch.json"]
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"sm90": 3}'])
 def test_a_broken_table_stops_before_anything_is_measured(text):
     launch.tuned_path().write_text(text)
@@ -185,3 +193,9 @@ def test_the_command_tunes_what_it_is_told(monkeypatch, tmp_path):
     path.write_text("nothing")
     status, text = command(*options, "--output", str(path))
     assert status == 1 and text.count("\n") == 1 and str(path) in text
+
+
+def test_an_unknown_kernel_is_refused():
+    with pytest.raises(SystemExit), contextlib.redirect_stderr(io.StringIO()) as text:
+        cli.main(["tune", "--kernels", "rows,colums"])
+    assert "colums" in text.getvalue() and "linear_logp" in text.getvalue()
