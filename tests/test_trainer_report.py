@@ -179,7 +179,7 @@ addEventListener("securitypolicyviolation", event => errors.push(event.blockedUR
 FIRST_CHARTS = ["Reward", "Held-out accuracy", "KL to the reference", "Entropy", "Gradient norm"]
 DRAWN = """[...document.querySelectorAll('.charts.first svg')].map(svg => [svg.getAttribute('aria-label'),
     Math.max(...[...svg.querySelectorAll('path')].map(path => path.getTotalLength()))])"""
-STEP = """[document.querySelector('output'), document.querySelector('select').selectedOptions[0],
+STEP = """[document.querySelector('select').selectedOptions[0],
     document.querySelectorAll('.charts.first figure')[2].querySelector('header b')].map(node => node.textContent)"""
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium in PATH and GRPO_KERNELS_BROWSER is not set")
 
@@ -203,25 +203,24 @@ def in_browser(path, *scripts, width=1280, dark=False):
 @pytest.mark.parametrize("dark", [False, True])
 def test_a_browser_draws_it_without_errors_or_requests(dark, tmp_path):
     path = write_report(write_run(tmp_path / "run", failing("kl_explosion"), samples(200), finished=False))
-    theme = "document.documentElement.dataset.theme"
-    before, text, drawn, _, after = in_browser(
-        path, theme, "document.body.innerText", DRAWN, "document.getElementById('theme').click()", theme, dark=dark
-    )
-    assert (before, after) == (("dark", "light") if dark else ("light", "dark"))
+    background = "getComputedStyle(document.body).backgroundColor"
+    color, text, drawn = in_browser(path, background, "document.body.innerText", DRAWN, dark=dark)
+    assert color == ("rgb(15, 18, 24)" if dark else "rgb(246, 247, 249)")
     assert "KL explosion" in text and "thresholds 0.1 and 10" in text and "Lower the learning rate" in text
     assert [label.split(",")[0] for label, _ in drawn] == FIRST_CHARTS and all(length > 100 for _, length in drawn)
     assert "KL: from 0.01" in drawn[2][0] and "highest 81" in drawn[2][0]  # said for those who do not see the plot
 
 
 @needs_browser
-def test_the_step_is_chosen_by_slider_button_and_list(tmp_path):
+def test_the_step_is_chosen_by_list_buttons_and_plot(tmp_path):
     path = write_report(write_run(tmp_path / "run", log(100), samples(100, per_step=2)))
-    slide = "(s => (s.value = 1, s.dispatchEvent(new Event('input'))))(document.querySelector('input[type=range]'))"
+    select = "(s => (s.selectedIndex = 0, s.dispatchEvent(new Event('change'))))(document.querySelector('select'))"
     click = "[...document.querySelectorAll('#pager button')].at(-1).click()"
-    select = "(s => (s.selectedIndex = 39, s.dispatchEvent(new Event('change'))))(document.querySelector('select'))"
-    first, _, slid, _, clicked, _, selected = in_browser(path, STEP, slide, STEP, click, STEP, select, STEP)
-    assert first[:2] == selected[:2] == ["Step 100", "Step 100"] and slid[:2] == ["Step 1", "Step 1"]
-    assert slid[2] != first[2] and clicked[0] == clicked[1] != "Step 1"
+    point = """(s => s.dispatchEvent(new PointerEvent('pointerdown', { clientX: s.getBoundingClientRect().right - 1 })))(
+        document.querySelector('svg'))"""
+    first, _, selected, _, clicked, _, pointed = in_browser(path, STEP, select, STEP, click, STEP, point, STEP)
+    assert first == pointed and first[0] == "Step 100" and selected[0] == "Step 1"
+    assert selected[1] != first[1] and clicked[0] not in ("Step 1", "Step 100")
 
 
 @needs_browser
