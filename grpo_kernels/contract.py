@@ -128,6 +128,12 @@ class RowStats(NamedTuple):
     lse: Tensor
     entropy: Tensor
 
+    @classmethod
+    def empty(cls, count: int, device: torch.device) -> RowStats:
+        """For a kernel to fill, in the types that it writes, whatever torch.set_default_dtype says."""
+        dtypes = torch.float32, torch.float64, torch.float32
+        return cls(*(torch.empty(count, dtype=dtype, device=device) for dtype in dtypes))
+
 
 class KeptIds(NamedTuple):
     """Ids that truncated sampling kept for some tokens, the sampled ones among them."""

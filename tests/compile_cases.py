@@ -23,11 +23,12 @@ from grpo_kernels.contract import (
     LogitChunk,
     RowGradients,
     Rows,
+    TokenInputs,
     TokenValues,
     chunk_row_stride,
     no_values,
 )
-from grpo_kernels.names import TABLE_FIELDS, KernelParams
+from grpo_kernels.names import TABLE_FIELDS, KernelParams, PlanRules
 
 ROWS, WIDTH, VOCAB, ODD_VOCAB = 64, 4096, 128256, 50257
 SMALL = {"vocab": 97, "width": 32}  # of `grpo-kernels check`: one part of the vocabulary
@@ -157,6 +158,26 @@ def sums(rows: int) -> object:
     return BACKEND.sums(planned, PARAMS, ids, 2 * rows)
 
 
+def plan_packed(rows: int) -> object:
+    """Everything given; as many sequences as tokens."""
+    each = [torch.empty(rows) for _ in range(6)]
+    advantages, old, ref, rollout_weights, rollout, temperature = each
+    inputs = TokenInputs(
+        advantages=advantages, completion_mask=torch.empty(rows, dtype=torch.bool), old_logps=old, ref_logps=ref,
+        rollout_weights=rollout_weights, rollout_logps=rollout, cu_seqlens=torch.empty(rows + 1, dtype=torch.int32),
+        normalizer=torch.empty(()), temperature=temperature, entropy_threshold=torch.empty(()),
+    )  # fmt: skip
+    ids, rules = torch.empty(rows, dtype=INDEX), PlanRules(level="sequence", whole_sequences=True)
+    return BACKEND.plan(inputs, ids, rules, SINGLE, ordered=True)
+
+
+def plan_rows(rows: int) -> object:
+    """The least; as many sequences as tokens in each."""
+    ids = torch.empty(rows, 2 * rows, dtype=INDEX)
+    inputs = TokenInputs(torch.empty(rows), completion_mask=torch.empty(rows, 2 * rows, dtype=INDEX))
+    return BACKEND.plan(inputs, ids, PlanRules(), SINGLE, ordered=True)
+
+
 def scale(rows: int, dtype: torch.dtype, width: int = WIDTH) -> object:
     return BACKEND.scale(torch.empty(rows, width, dtype=dtype), torch.empty(()))
 
@@ -231,6 +252,8 @@ CASES = {
         lambda n: sequence_objective(n, KernelParams(surrogate="reinforce", vespo=True))
     ),
     "sums": Case(sums),
+    "plan, packed": Case(plan_packed),
+    "plan, rows": Case(plan_rows),
     "scale, fp32": Case(lambda n: scale(n, SINGLE)),
     "scale, bf16": Case(lambda n: scale(n, HALF)),
     "kept ids, bf16": Case(lambda n: kept(n, HALF)),
@@ -247,5 +270,6 @@ CASES = {
     "objective, one row": Case(objective, rows=1),
     "objective of sequences, one row": Case(lambda n: sequence_objective(n, GSPO), rows=1),
     "sums, one row": Case(sums, rows=1),
+    "plan, one row": Case(plan_packed, rows=1),
     "scale, one number": Case(lambda n: scale(n, SINGLE, width=1), rows=1),
 }

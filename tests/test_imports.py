@@ -83,11 +83,12 @@ def test_backends_know_the_contract_and_each_other():
         if room(name) == "backends":
             assert {room(other) for other in graph()[name]} <= {"backends", "contract", "names", *COMPILED}, name
     beside = {"contract", "names", "backends.launch", "backends.strategy"}
-    from_pytorch = {"backends.pytorch.backend", "backends.pytorch.plan"}
     for name in graph():
         if name.startswith("backends.triton"):
             others = {other for other in graph()[name] if not other.startswith("backends.triton")}
-            assert others <= beside | (from_pytorch if name == "backends.triton.backend" else set()), name
+            assert others <= beside | ({"backends.pytorch.backend"} if name == "backends.triton.backend" else set()), (
+                name
+            )
 
 
 # --- C++ --------------------------------------------------------------------------------------------------------------

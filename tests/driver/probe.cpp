@@ -39,9 +39,7 @@ void call_fake(const char* function, int argument) {
     reinterpret_cast<void (*)(int)>(dlsym(library, function))(argument);
 }
 
-void report() {
-    printf("built for %d: %s; driver %d\n", built_for_cuda(), built_architectures(), driver_cuda());
-}
+void report() { printf("built for %d: %s; driver %d\n", built_for_cuda(), built_architectures(), driver_cuda()); }
 
 void print_device() {
     const Device& d = current_device();

@@ -266,8 +266,3 @@ def kernel_mask(mask: Tensor | None) -> tuple[Tensor | None, int]:
 def _tokens(table: Tensor | None, values: TokenValues) -> tuple[Argument, ...]:
     """gk::TokenData."""
     return table, values.lse.shape[0], values.columns
-
-
-def output(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Memory that a kernel fills, in the type that it writes: what torch.set_default_dtype says is nothing to it."""
-    return torch.empty(shape, dtype=dtype, device=device)

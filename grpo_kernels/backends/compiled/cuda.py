@@ -18,7 +18,7 @@ from ...contract import KeptPairs, RowStats, chunk_row_stride, contiguous_rows
 from ...names import FIELD, INTERFACE, KernelParams
 from ..launch import best_first
 from ..pytorch.backend import add_rows
-from .base import Argument, CompiledBackend, Result, output
+from .base import Argument, CompiledBackend, Result
 
 OLDEST_CAPABILITY = 80
 ALIGNED = 256  # an address like those of fresh memory, for asking what would be served there
@@ -104,7 +104,7 @@ class CudaBackend(CompiledBackend):
         *,
         entropy: bool,
     ) -> RowStats:
-        out = row_stats(hidden)
+        out = RowStats.empty(len(hidden), hidden.device)
         if not entropy:
             out.entropy.zero_()
         self._run_head(
@@ -124,7 +124,8 @@ class CudaBackend(CompiledBackend):
         params: KernelParams,
     ) -> tuple[RowStats, Tensor]:
         """The exponentials are bfloat16."""
-        out, scale, temperature = row_stats(hidden), output(ids.shape, hidden.device), table[FIELD["temperature"]]
+        out, temperature = RowStats.empty(len(hidden), hidden.device), table[FIELD["temperature"]]
+        scale = torch.empty_like(out.logp)
         self._run_head(
             self.module.anchored, hidden, weight, exponentials, bias, ids, temperature, table, table.stride(0), scale,
             *out, self.packed(params),
@@ -161,12 +162,6 @@ class CudaBackend(CompiledBackend):
 def _on(device: torch.device) -> AbstractContextManager[object]:
     """What the module says of a launch is of the thread's current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def row_stats(like: Tensor) -> RowStats:
-    """Uninitialised statistics of the rows of `like`, on its device."""
-    shape, device = like.shape[:1], like.device
-    return RowStats(output(shape, device), output(shape, device, torch.float64), output(shape, device))
 
 
 # --- whether they can be used ---------------------------------------------------------------------------------------

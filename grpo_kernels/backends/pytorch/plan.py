@@ -1,7 +1,4 @@
-"""The plan of a call in plain torch: that of the backends torch and triton, and what the compiled ones must equal.
-
-All O(N), and nothing waits for a device.
-"""
+"""The plan of a call in plain torch: the torch backend's, and what the compiled ones must equal. All O(N)."""
 
 from __future__ import annotations
 
@@ -18,21 +15,19 @@ def plan_tokens(
     """The row table in `dtype`, flags and, with `ordered`, order and counts; ids (B, T) or packed (N,)."""
     shape, device, num_tokens = ids.shape, ids.device, ids.numel()
     offsets = inputs.cu_seqlens
-    packed = offsets is not None
+    row_length = None
     if offsets is None:
-        offsets = torch.arange(shape[0] + 1, device=device) * shape[1]
-    else:  # on a GPU these have not been checked, and kernels take them for addresses
-        offsets = offsets.to(device=device, dtype=torch.int64).clamp(0, num_tokens).cummax(0).values
+        offsets, row_length = torch.arange(shape[0] + 1, device=device) * shape[1], shape[1]
+    offsets = offsets.to(device=device, dtype=torch.int64)
     num_sequences = offsets.numel() - 1
-    if packed:
-        places = torch.arange(num_tokens, device=device)
-        sequence_of = torch.searchsorted(offsets[1:], places, right=True).clamp(max=num_sequences - 1)
     mask = inputs.completion_mask
     mask = torch.ones(num_tokens, dtype=torch.bool, device=device) if mask is None else mask.reshape(-1) != 0
 
     def spread(x: Tensor) -> Tensor:
         """(S,) -> (N,): every token gets the value of its sequence."""
-        return x[sequence_of] if packed else x[:, None].expand(-1, shape[1]).reshape(-1)
+        if row_length is not None:
+            return x[:, None].expand(-1, row_length).reshape(-1)
+        return x.repeat_interleave(offsets.diff(), output_size=num_tokens)
 
     def sequence_sum(x: Tensor) -> Tensor:
         """(N,) -> (S,), in a fixed order on every device."""

@@ -5,6 +5,7 @@ rows.py         rows of logits: statistics, gradient, and both in one launch
 matmul.py       tiles of a product in registers: what the next two share
 linear_logp.py  hidden states to log-probabilities, without logits
 anchored.py     hidden states to exponentials relative to the sampled token: the fused way without a row pass
+plan.py         what each token needs: its weights, whether it counts, its place in the order of rows
 tokens.py       the objective of tokens by themselves; sums over sequences, groups, the batch
 sequences.py    the objective of tokens that depend on their sequence
 layout.py       places of the fields of a token

@@ -47,7 +47,7 @@ from .matmul import (
     to_logits,
 )
 from .objective import Variant, evaluate_token, scalars, variant
-from .rows import add_block, empty_stats, exponent, logit_scales, no_sums
+from .rows import add_block, exponent, logit_scales, no_sums
 
 HIGHEST_EXPONENT: tl.constexpr = tl.constexpr(100.0)  # of 2; sums over a vocabulary stay below 2^128
 LARGEST_REST: tl.constexpr = tl.constexpr(2.0**80)  # a row beyond it is repaired
@@ -275,7 +275,7 @@ def anchored(
     work = Work(
         y_ids, slope_ids, exponentials, exponentials.stride(0),
         partials=torch.empty(2, parts, count, dtype=torch.float64, device=hidden.device),
-        stats=empty_stats(count, hidden.device), scale=scale,
+        stats=RowStats.empty(count, hidden.device), scale=scale,
         overflowed=torch.empty(count, dtype=torch.int8, device=hidden.device),
     )  # fmt: skip
     p, capped, objective = scalars(params), launch.tiles.capped, variant(params)

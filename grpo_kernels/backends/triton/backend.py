@@ -14,11 +14,11 @@ from torch import Tensor
 
 from ..launch import architecture, best_first, shipped_table
 from ..pytorch.backend import add_rows
-from ..pytorch.plan import plan_tokens
 from ..strategy import STRATEGIES
 from . import kept, rows, sequences, tokens
 from .anchored import anchored
 from .linear_logp import linear_logp
+from .plan import plan
 from .scale import scale
 
 P = ParamSpec("P")
@@ -69,7 +69,7 @@ class TritonBackend:
         served = ("linear", "rows") if weight.dtype == torch.float16 else STRATEGIES  # float16 cannot hold e^(z - z_id)
         return best_first("strategy", served, weight)
 
-    plan = staticmethod(plan_tokens)  # O(N): some 40 small launches, microseconds beside the products
+    plan = on_device(plan)
     single_pass = on_device(rows.single_pass)
     statistics = on_device(rows.statistics)
     logits_gradient = on_device(rows.logits_gradient)

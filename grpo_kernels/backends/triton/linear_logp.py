@@ -33,7 +33,7 @@ from .matmul import (
     rows_of_tile,
     to_logits,
 )
-from .rows import RowSums, add_block, empty_stats, logit_scales, no_sums
+from .rows import RowSums, add_block, logit_scales, no_sums
 
 
 class Partials(NamedTuple):
@@ -147,7 +147,7 @@ def linear_logp(
         torch.empty(3, parts, count, dtype=torch.float64, device=hidden.device),
         torch.empty(count, dtype=torch.float32, device=hidden.device),
     )
-    out = empty_stats(count, hidden.device)
+    out = RowStats.empty(count, hidden.device)
     partial_kernel[work.grid](
         *work.operands, work.head, ids, temperature, partials, count, work.per_part,
         OPTIONS=LinearOptions(entropy, work.tiles), **work.options,

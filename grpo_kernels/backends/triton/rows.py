@@ -36,12 +36,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...contract import LogitChunk, RowGradients, Rows, RowStats, TokenValues
+from ...contract import LogitChunk, RowGradients, Rows, TokenValues
 from ...names import KernelParams
 from ..launch import row_launch
 from .arguments import Batch
@@ -410,10 +409,3 @@ def _gradient(gradients: RowGradients | None) -> Gradient:
     if gradients is None:
         return Gradient()
     return Gradient(gradients.dlogits, gradients.dlogits.stride(0), gradients.rounding_error)
-
-
-def empty_stats(count: int, device: torch.device) -> RowStats:
-    def empty(dtype: torch.dtype) -> Tensor:
-        return torch.empty(count, dtype=dtype, device=device)
-
-    return RowStats(empty(torch.float32), empty(torch.float64), empty(torch.float32))
