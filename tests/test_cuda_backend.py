@@ -196,19 +196,6 @@ def test_a_module_that_cannot_be_imported(machine):
     assert taken == "triton" and "the compiled CUDA kernels cannot be imported" in said
 
 
-def test_what_was_measured_to_be_the_fastest_comes_first(machine):
-    machine.patch.setattr(
-        "grpo_kernels.backends.launch.shipped_table", lambda: {"sm90": {"backend": {"*": {"name": "triton"}}}}
-    )
-    assert auto() == ("triton", [])
-    assert backends.auto_choice(GPU, torch.bfloat16).measured
-    machine.triton = ("it is gone", "")
-    forget()
-    taken, (said,) = auto()
-    assert taken == "cuda" and said.endswith("backend 'triton' is not available (it is gone); using 'cuda'")
-    assert not backends.auto_choice(GPU, torch.bfloat16).measured
-
-
 # --- Triton -----------------------------------------------------------------------------------------------------------
 
 

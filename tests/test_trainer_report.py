@@ -216,8 +216,8 @@ def test_the_step_is_chosen_by_list_buttons_and_plot(tmp_path):
     path = write_report(write_run(tmp_path / "run", log(100), samples(100, per_step=2)))
     select = "(s => (s.selectedIndex = 0, s.dispatchEvent(new Event('change'))))(document.querySelector('select'))"
     click = "[...document.querySelectorAll('#pager button')].at(-1).click()"
-    point = """(s => s.dispatchEvent(new PointerEvent('pointerdown', { clientX: s.getBoundingClientRect().right - 1 })))(
-        document.querySelector('svg'))"""
+    point = """(svg => svg.dispatchEvent(new PointerEvent('pointerdown', {
+        clientX: svg.getBoundingClientRect().right - 1 })))(document.querySelector('svg'))"""
     first, _, selected, _, clicked, _, pointed = in_browser(path, STEP, select, STEP, click, STEP, point, STEP)
     assert first == pointed and first[0] == "Step 100" and selected[0] == "Step 1"
     assert selected[1] != first[1] and clicked[0] not in ("Step 1", "Step 100")
