@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from ..checks.plain import check_plain
 from ..logps import fused_logps
-from .lm_head import HeadInputs, lm_head_inputs
+from .lm_head import lm_head_inputs
 from .transformers import CausalLM, forward_inputs, fused_forward, head_logits, own_logits, unwrap_causal_lm
 
 _MODEL_INPUTS = ("input_ids", "attention_mask", "completion_ids", "completion_mask")
@@ -68,9 +68,15 @@ def check_alignment(
     if logps.shape != ids.shape:
         raise ValueError(f"logps has shape {tuple(logps.shape)}; expected {tuple(ids.shape)} like completion_ids")
 
-    with _norm_calls(parts.body) as calls:
+    norms: list[tuple[Tensor, Any]] = []  # (input, output)
+
+    def note(module: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
+        if args and "norm" in type(module).__name__.lower():
+            norms.append((args[0], output))
+
+    with register_module_forward_hook(note):
         logits, hidden = own_logits(parts, inputs, keep=0)
-    before_norm = next((x for x, normed in reversed(calls) if _is_same_memory(normed, hidden)), None)
+    before_norm = next((x for x, normed in reversed(norms) if _is_same_memory(normed, hidden)), None)
     span = slice(-ids.shape[1] - 1, -1)
     right = _logps(logits[:, span], ids, temperature)
 
@@ -109,43 +115,24 @@ def _mistakes(
         yield "a forgotten temperature", logits[:, span], 1.0
 
     right = lm_head_inputs(lm_head, hidden[:, span])
-    others: list[tuple[str, HeadInputs, float, float | None]] = []
     if before_norm is not None:
         head = lm_head_inputs(lm_head, before_norm[:, span])
-        others.append(("hidden states before the final norm of the model", head, scale, softcap))
+        yield "hidden states before the final norm of the model", head_logits(head, scale, softcap), temperature
     if scale != 1.0:
-        others.append((f"a forgotten logit_scale of {scale:.6g}", right, 1.0, softcap))
-        others.append((f"an inverted logit_scale, {1 / scale:.6g} for {scale:.6g}", right, 1 / scale, softcap))
+        yield f"a forgotten logit_scale of {scale:.6g}", head_logits(right, 1.0, softcap), temperature
+        inverted = f"an inverted logit_scale, {1 / scale:.6g} for {scale:.6g}"
+        yield inverted, head_logits(right, 1 / scale, softcap), temperature
     if softcap is not None:
-        others.append((f"a forgotten logit_softcap of {softcap:.6g}", right, scale, None))
+        yield f"a forgotten logit_softcap of {softcap:.6g}", head_logits(right, scale, None), temperature
     if scale != 1.0 and softcap is not None:
-        others.append((f"a forgotten logit_scale of {scale:.6g} and logit_softcap of {softcap:.6g}", right, 1.0, None))
+        both = f"a forgotten logit_scale of {scale:.6g} and logit_softcap of {softcap:.6g}"
+        yield both, head_logits(right, 1.0, None), temperature
     if right.bias is not None:
-        others.append(("a forgotten lm_head_bias", right._replace(bias=None), scale, softcap))
+        yield "a forgotten lm_head_bias", head_logits(right._replace(bias=None), scale, softcap), temperature
     base = getattr(lm_head, "base_layer", getattr(lm_head, "original_module", None))
     if base is not None:
         head = lm_head_inputs(base, hidden[:, span])
-        others.append(("the base weight of an lm_head with adapters", head, scale, softcap))
-    for mistake, head, factor, cap in others:
-        yield mistake, head_logits(head, factor, cap), temperature
-
-
-@contextmanager
-def _norm_calls(body: nn.Module) -> Iterator[list[tuple[Tensor, Any]]]:
-    """(input, output) of the calls of all norms of a model."""
-    calls: list[tuple[Tensor, Any]] = []
-
-    def note(module: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
-        if args:
-            calls.append((args[0], output))
-
-    norms = [module for module in body.modules() if "norm" in type(module).__name__.lower()]
-    hooks = [module.register_forward_hook(note) for module in norms]
-    try:
-        yield calls
-    finally:
-        for hook in hooks:
-            hook.remove()
+        yield "the base weight of an lm_head with adapters", head_logits(head, scale, softcap), temperature
 
 
 def _is_same_memory(x: Any, y: Tensor) -> bool:

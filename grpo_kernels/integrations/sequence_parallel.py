@@ -21,7 +21,7 @@ whose tokens depend on themselves alone, and whose denominator is known, does wi
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, distributed
@@ -55,20 +55,12 @@ def gather_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
         )
     if x.dim() == 0:
         raise ValueError("x has shape (); expected (N_r, ...), one entry per token of this rank")
-    gathered: Tensor = _Gathered.apply(x, group, [size for size, _ in found])
-    return gathered
-
-
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, sizes: list[int]) -> Tensor:
-        ctx.first, ctx.count = sum(sizes[: distributed.get_rank(group)]), len(x)
+    sizes = [size for size, _ in found]
+    with torch.no_grad():
         mine = x.new_zeros((max(sizes), *x.shape[1:]))  # gathers take parts of one size
         mine[: len(x)] = x
-        found = mine.new_empty((len(sizes), *mine.shape))
-        distributed.all_gather(list(found), mine, group=group)
-        return torch.cat([part[:size] for part, size in zip(found, sizes, strict=True)])
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gradient.narrow(0, ctx.first, ctx.count), None, None
+        gathered = mine.new_empty((len(sizes), *mine.shape))
+        distributed.all_gather(list(gathered), mine, group=group)
+    parts = [part[:size] for part, size in zip(gathered, sizes, strict=True)]
+    parts[distributed.get_rank(group)] = x  # the one that gets a gradient
+    return torch.cat(parts)

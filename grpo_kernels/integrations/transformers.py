@@ -237,13 +237,13 @@ def own_logits(parts: CausalLM, inputs: dict[str, Any], keep: int) -> tuple[Tens
     """The model's logits of the last `keep` positions or of all, and its hidden states, of one forward."""
     found: list[Any] = []
     limit = {"logits_to_keep": keep} if _takes(parts.model, "logits_to_keep") else {}
-    hook = parts.body.register_forward_hook(lambda module, args, output: found.append(output))
-    try:
-        devices = [inputs["input_ids"].device] if inputs["input_ids"].is_cuda else []
-        with torch.no_grad(), torch.random.fork_rng(devices=devices):  # dropout draws from it
-            logits = parts.model(**inputs, use_cache=False, **limit).logits
-    finally:
-        hook.remove()
+    devices = [inputs["input_ids"].device] if inputs["input_ids"].is_cuda else []
+    with (
+        parts.body.register_forward_hook(lambda module, args, output: found.append(output)),
+        torch.no_grad(),
+        torch.random.fork_rng(devices=devices),  # dropout draws from it
+    ):
+        logits = parts.model(**inputs, use_cache=False, **limit).logits
     if not found:
         name = type(parts.model).__name__
         raise ValueError(f"model is a {name} whose forward does not call its {type(parts.body).__name__}")

@@ -89,27 +89,16 @@ def linear_cross_entropy(
     flat = hidden.reshape(-1, hidden.shape[-1])
     if isinstance(temperature, Tensor) and temperature.numel() > 1:
         temperature = temperature.expand(hidden.shape[:-1]).reshape(-1)
-    if split:
-        flat = _Shared.apply(flat, torch.distributed.get_world_size(dist_process_group))
+    if split and torch.is_grad_enabled() and flat.requires_grad:  # an equal share of the gradient for each rank
+        ranks = torch.distributed.get_world_size(dist_process_group)
+        flat = flat.view_as(flat)
+        flat.register_hook(lambda gradient: gradient / ranks)
     logps, entropy = fused_logps(
         flat, weight, labels.reshape(-1), temperature=temperature, entropy=True,
         vocab_parallel_group=dist_process_group if split else None,
     )  # fmt: skip
     assert entropy is not None
     return logps, reductions[reduction](entropy)
-
-
-class _Shared(torch.autograd.Function):
-    """Hidden states; of their gradient, which is the same on all ranks, an equal share for each."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, ranks: int) -> Tensor:
-        ctx.ranks = ranks
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient / ctx.ranks, None
 
 
 def policy_loss(
