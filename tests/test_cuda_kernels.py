@@ -142,14 +142,6 @@ def test_plan_with_a_normalizer_that_is_no_number_to_divide_by(kernels, normaliz
         c.check_plan(kernels, inputs._replace(normalizer=torch.tensor(normalizer)), ids, rules)
 
 
-@pytest.mark.slow
-def test_plan_of_tiles_that_take_several_turns(kernels):
-    """More tokens than a block has threads for each tile."""
-    inputs, ids = c.make_plan_inputs([100_000, 3, 0, 434_000])
-    c.check_plan(kernels, inputs, ids, RULES[0])
-    assert kernels.last_launch().grid <= 2048 and kernels.last_launch().block == 256
-
-
 # --- finished gradients, kept ids -----------------------------------------------------------------------------------
 
 
