@@ -53,17 +53,6 @@ def test_devices_run_the_kernels_that_they_are_named_for(kernels, device):
         assert launch.cluster == (int(device[-1]) if "cluster" in device else 1)
 
 
-@pytest.mark.parametrize(("vocab", "threads"), [(17001, 384), (32003, 768)])
-def test_rows_that_leave_room_for_one_block_or_two(kernels, vocab, threads):
-    for order in ORDERS[::2]:
-        kernels.use(DEVICES["capability 8.0, resident"], order)
-        c.check_rows(kernels, vocab, (torch.float32, torch.bfloat16), KernelParams(), shift=order)
-    logits, ids = c.make_logits(1, vocab, torch.float32)
-    c.single_pass(kernels, logits, logits.bfloat16(), ids, c.make_table(1), KernelParams())
-    launch = kernels.last_launch()
-    assert (launch.kernel, launch.block) == ("gk_single_pass_resident_f32_bf16", threads)
-
-
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("pair", c.PAIRS, ids=pair_name)
 def test_rows(kernels, pair, options):

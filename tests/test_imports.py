@@ -78,19 +78,6 @@ def test_the_reference_stands_alone():
     assert [name for name in graph() if "reference" in graph()[name]] == ["commands.check"]
 
 
-def test_backends_know_the_contract_and_each_other():
-    for name in graph():
-        if room(name) == "backends":
-            assert {room(other) for other in graph()[name]} <= {"backends", "contract", "names", *COMPILED}, name
-    beside = {"contract", "names", "backends.launch", "backends.strategy", "backends.checks"}
-    for name in graph():
-        if name.startswith("backends.triton"):
-            others = {other for other in graph()[name] if not other.startswith("backends.triton")}
-            assert others <= beside | ({"backends.pytorch.backend"} if name == "backends.triton.backend" else set()), (
-                name
-            )
-
-
 # --- C++ --------------------------------------------------------------------------------------------------------------
 
 
