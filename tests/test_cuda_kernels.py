@@ -53,17 +53,6 @@ def test_devices_run_the_kernels_that_they_are_named_for(kernels, device):
         assert launch.cluster == (int(device[-1]) if "cluster" in device else 1)
 
 
-@pytest.mark.parametrize(("vocab", "threads"), [(17001, 384), (32003, 768)])
-def test_rows_that_leave_room_for_one_block_or_two(kernels, vocab, threads):
-    for order in ORDERS[::2]:
-        kernels.use(DEVICES["capability 8.0, resident"], order)
-        c.check_rows(kernels, vocab, (torch.float32, torch.bfloat16), KernelParams(), shift=order)
-    logits, ids = c.make_logits(1, vocab, torch.float32)
-    c.single_pass(kernels, logits, logits.bfloat16(), ids, c.make_table(1), KernelParams())
-    launch = kernels.last_launch()
-    assert (launch.kernel, launch.block) == ("gk_single_pass_resident_f32_bf16", threads)
-
-
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("pair", c.PAIRS, ids=pair_name)
 def test_rows(kernels, pair, options):
@@ -139,14 +128,6 @@ def test_plan_with_a_normalizer_that_is_no_number_to_divide_by(kernels, normaliz
     inputs, ids = c.make_plan_inputs((3, 50))
     for rules in (PlanRules(), RULES[1]):
         c.check_plan(kernels, inputs._replace(normalizer=torch.tensor(normalizer)), ids, rules)
-
-
-@pytest.mark.slow
-def test_plan_of_tiles_that_take_several_turns(kernels):
-    """More tokens than a block has threads for each tile."""
-    inputs, ids = c.make_plan_inputs([100_000, 3, 0, 434_000])
-    c.check_plan(kernels, inputs, ids, RULES[0])
-    assert kernels.last_launch().grid <= 2048 and kernels.last_launch().block == 256
 
 
 # --- finished gradients, kept ids -----------------------------------------------------------------------------------

@@ -104,19 +104,14 @@ def test_a_time_limit_needs_a_function_that_a_process_can_import(model, data, tm
 
 @pytest.mark.parametrize(("changes", "kind", "words"), [
     ({"model": 7}, TypeError, "model is a int; expected a path, a name or a PreTrainedModel"),
-    ({"model": "no/such/model"}, ValueError, "model_name_or_path=no/such/model: there is no such file or folder"),
     ({"reward_funcs": 7}, TypeError, "reward_funcs is a int; expected names and functions"),
     ({"train_dataset": 7}, TypeError, "train_dataset is a int; expected rows, a path or a name"),
     ({"eval_dataset": 7}, TypeError, "eval_dataset is a int; expected rows, a path or a name"),
     ({"reward_funcs": [7]}, TypeError, "reward_funcs holds 7; expected names and functions"),
-    ({"reward_funcs": []}, ValueError, "reward_funcs is empty"),
-    ({"train_dataset": [{"question": "1"}]}, ValueError, "the data has no column \"prompt\"; found 'question'"),
-    ({"train_dataset": []}, ValueError, "is empty"),
     ({"eval_dataset": [{"prompt": "1+1="}]}, ValueError, "held-out prompts: reward 'exact_answer' reads the column"),
     ({"args": {"dataset_name": "x"}}, ValueError, "args.dataset_name='x'; expected the argument train_dataset of"),
     ({"args": {"dry_run": True}}, ValueError, "args.dry_run=True"),
     ({"args": {"dataset_train_split": "x"}, "train_dataset": [{"prompt": "1"}]}, ValueError, "train_dataset is one"),
-    ({"args": {"num_generations": 3}}, ValueError, "num_generations=3"),
     ({"args": {"dtype": "bfloat16"}, "model": None}, ValueError, "args.dtype=bfloat16 with a model of float32"),
     ({"args": {"use_vllm": True}, "model": None}, ValueError, "args.use_vllm=True with a model in memory"),
 ])  # fmt: skip
