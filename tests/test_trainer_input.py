@@ -406,8 +406,8 @@ def test_the_command_line_and_yaml(tmp_path, capsys):
         path.write_text(content)
         with pytest.raises(ValueError, match=words):
             parse(["--config", str(path)])
-    wrong = ["--max-step", "1", "--no-such-option"]
-    guesses = "--max-step (did you mean --max-steps?) 1 --no-such-option\n"
+    wrong = ["--max-step", "1", "--lr", "1", "--no-such-option"]
+    guesses = "--max-step (did you mean --max-steps?) 1 --lr (did you mean --learning-rate?) 1 --no-such-option\n"
     for words, message in ((wrong, guesses), (["--bf16=maybe"], "maybe"), (["--no-shuffle-dataset", "true"], "true")):
         with pytest.raises(SystemExit):
             main(["train", *words])

@@ -290,9 +290,12 @@ def test_a_run_whose_rate_depends_on_the_length_says_so(model, data, tmp_path, c
     assert run(model, data, tmp_path, **options) == 0
     assert run(model, data, tmp_path, **options | {"max_steps": 4}) == 2
     error = capfd.readouterr().err
-    assert "max_steps=4 (was 2); expected the same; only a constant lr_scheduler_type lets max_steps differ" in error
+    assert "max_steps=4 (was 2); expected the same, max_steps too: lr_scheduler_type=linear depends on it" in error
+    begin = tmp_path / "checkpoint-2"
+    assert f"a constant schedule does not, and a new run may begin with model_name_or_path={begin}. What" in error
+    assert "What may differ: correct_at, dataset_test_split, disable_tqdm, eval_dataset_name, " in error
     assert run(model, data, tmp_path, **options, save_steps=7, logging_steps=1) == 0
-    assert run(tmp_path / "checkpoint-2", data, tmp_path / "more", lr_scheduler_type="linear") == 0
+    assert run(begin, data, tmp_path / "more", lr_scheduler_type="linear") == 0
 
 
 @pytest.mark.parametrize(("name", "harm", "words"), [

@@ -77,6 +77,19 @@ GROUPS = {
     "eval_steps": "evaluation", "save_steps": "saving", "logging_steps": "logging", "seed": "run",
     "disable_tqdm": "logging",
 }  # fmt: skip
+# Names that other trainers have, or people try.
+ALIASES = {
+    "lr": "learning_rate", "model": "model_name_or_path", "model_name": "model_name_or_path", "data": "dataset_name",
+    "dataset": "dataset_name", "train_file": "dataset_name", "eval_dataset": "eval_dataset_name",
+    "eval_file": "eval_dataset_name", "dataset_config_name": "dataset_config", "output": "output_dir",
+    "batch_size": "per_device_train_batch_size", "train_batch_size": "per_device_train_batch_size",
+    "epochs": "max_steps", "num_train_epochs": "max_steps", "steps": "max_steps", "torch_dtype": "dtype",
+    "group_size": "num_generations", "max_new_tokens": "max_completion_length", "kl_coef": "beta",
+    "kl_beta": "beta", "clip_range": "epsilon", "epsilon_low": "epsilon", "warmup_ratio": "warmup_steps",
+    "eval_strategy": "eval_steps", "save_strategy": "save_steps", "grad_clip": "max_grad_norm", "peft": "use_peft",
+    "lora": "use_peft", "lora_rank": "lora_r", "vllm": "use_vllm", "resume": "resume_from_checkpoint",
+    "rewards": "reward_funcs", "cpu": "use_cpu", "no_cuda": "use_cpu",
+}  # fmt: skip
 
 
 def _option(default: Any, text: str) -> Any:
@@ -461,8 +474,8 @@ def suggestion(name: str) -> str:
     """The option that a wrong name most likely means, as the end of a sentence; '' where none is near."""
     options = TrainArguments.__dataclass_fields__
     name = name.lstrip("-").split("=")[0].replace("-", "_")
-    near = difflib.get_close_matches(name, options, 1, cutoff=0.75)
-    return f" (did you mean --{near[0].replace('_', '-')}?)" if near else ""
+    near = ALIASES.get(name) or next(iter(difflib.get_close_matches(name, [*options, *ALIASES], cutoff=0.75)), None)
+    return "" if near is None else f" (did you mean --{ALIASES.get(near, near).replace('_', '-')}?)"
 
 
 def parse(argv: Sequence[str], command: str = "train") -> TrainArguments:

@@ -171,9 +171,14 @@ def check_same_run(path: Path, a: TrainArguments, num_processes: int) -> None:
         if name not in free and saved.get(name) != config.get(name)
     ]
     if changed:
-        length = "" if "max_steps" in free else "; only a constant lr_scheduler_type lets max_steps differ"
+        length = (
+            f": lr_scheduler_type={a.lr_scheduler_type} depends on it, a constant schedule does not, and a new run may "
+            f"begin with model_name_or_path={path.parent}"
+        )
         raise RunError(
-            f"{path.parent} belongs to a run with other options: {', '.join(changed)}; expected the same{length}"
+            f"{path.parent} belongs to a run with other options: {', '.join(changed)}; expected the same"
+            f"{', max_steps too' + length if 'max_steps' not in free else ''}. What may differ: "
+            f"{', '.join(sorted(free - {'dry_run', 'output_dir', 'resume_from_checkpoint'}))}"
         )
 
 
