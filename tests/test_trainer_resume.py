@@ -85,6 +85,16 @@ def test_pitfall_01_02_resuming_after_any_step_gives_the_same_bits(step, model, 
     assert (whole / "samples.jsonl").read_text() == (output / "samples.jsonl").read_text()
 
 
+def test_a_replay_that_goes_on_inside_of_a_rollout_gives_the_same_bits(model, data, tmp_path):
+    """Its loss needs the log-probabilities of the policy that sampled."""
+    assert run(model, data, tmp_path / "source", max_steps=2, save_rollouts=True) == 0
+    options = {"replay": tmp_path / "source" / "rollouts", "num_iterations": 2, "max_steps": 4, "save_steps": 1}
+    assert run(model, data, tmp_path / "whole", **options, save_total_limit=9) == 0
+    begin = tmp_path / "whole" / "checkpoint-1"
+    assert run(model, data, tmp_path / "resumed", **options, resume_from_checkpoint=begin) == 0
+    assert same_weights(tmp_path / "whole", tmp_path / "resumed")
+
+
 def test_pitfall_02_the_test_of_random_numbers_can_fail(model, data, whole, output, monkeypatch):
     monkeypatch.setattr("grpo_kernels.trainer.rollout.set_seed", lambda seed: None)
     assert resumed_after(4, model, data, output) == 0

@@ -20,7 +20,7 @@ from transformers.trainer_utils import SchedulerType
 from .. import __version__
 from ..config import GRPOConfig, available_presets
 from ..names import ADVANTAGE_SCALES, KL_ESTIMATORS, LEVELS
-from .data import Columns, check_path, is_one_split
+from .data import check_path, is_one_split
 from .rewards.answers import compiled
 
 ARITHMETIC = "arithmetic"
@@ -251,10 +251,6 @@ class TrainArguments:
     def held_out_name(self) -> str | None:
         """The data set that held-out prompts are from."""
         return self.eval_dataset_name or self.dataset_name
-
-    @property
-    def columns(self) -> Columns:
-        return Columns(self.prompt_column, self.answer_column, self.system_prompt)
 
     def is_given(self, name: str) -> bool:
         """Whether an option differs from its default."""

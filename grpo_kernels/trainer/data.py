@@ -129,7 +129,11 @@ def _read_rows(source: str, split: str, config: str | None) -> list[Row]:
     if source == "arithmetic" or path.is_file():
         if config is not None:
             raise ValueError(f"dataset_config={config!r} with {source!r}; only data sets of `datasets` have one")
-        return _arithmetic(split) if source == "arithmetic" else _read_file(path)
+        if source != "arithmetic":
+            return _read_file(path)
+        if split not in ("train", "test"):
+            raise ValueError(f"split={split!r} of the arithmetic task; expected 'train' or 'test'")
+        return problems()[split == "test"]
     import datasets
 
     try:
@@ -206,12 +210,6 @@ def _with_all_columns(rows: list[Row]) -> list[Row]:
     return [{**names, **row} for row in rows]
 
 
-def _arithmetic(split: str) -> list[Row]:
-    if split not in ("train", "test"):
-        raise ValueError(f"split={split!r} of the arithmetic task; expected 'train' or 'test'")
-    return problems()[("train", "test").index(split)]
-
-
 def problems() -> tuple[list[Row], list[Row]]:
     """(training rows, held-out rows) of the arithmetic task: all 10,000 problems in the order of a hash, cut in two.
     Every run holds out the same ones, so that no evaluation, whatever its seed, meets what a model was trained on."""
@@ -243,7 +241,13 @@ def _encode(prompt: Any, tokenizer: Any, where: str) -> list[int]:
             raise ValueError(f"{where}: the tokenizer refuses the prompt {prompt!r:.80}: {error}") from error
         if ids[:2] == [tokenizer.bos_token_id] * 2:  # the text has one of its own
             ids = ids[1:]
-    elif isinstance(prompt, list) and prompt and all(_is_message(m) for m in prompt):
+    elif (
+        isinstance(prompt, list)
+        and prompt
+        and all(
+            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in prompt
+        )
+    ):
         if tokenizer.chat_template is None:
             raise ValueError(f"{where}: the prompt is a list of messages, and the tokenizer has no chat template")
         continued = prompt[-1]["role"] == "assistant"  # a last message of the assistant goes on
@@ -261,9 +265,3 @@ def _encode(prompt: Any, tokenizer: Any, where: str) -> list[int]:
     if not ids:
         raise ValueError(f"{where}: the prompt {prompt!r:.80} has no tokens")
     return ids
-
-
-def _is_message(message: object) -> bool:
-    return (
-        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
-    )

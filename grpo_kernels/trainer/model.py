@@ -97,10 +97,20 @@ def load_tokenizer(path: str, arguments: TrainArguments, given: Any = None) -> A
 
 def load_model(path: str, arguments: TrainArguments, checkpoint: Path | None = None, given: Any = None) -> Any:
     """The given model, that of `path` or, where there is one, of a checkpoint: under --use-peft its adapter alone."""
-    if given is not None and (checkpoint is None or arguments.use_peft):
-        lm = given
-    else:
-        lm = _load_whole(path, arguments, checkpoint)
+    lm = given
+    if given is None or (checkpoint is not None and not arguments.use_peft):
+        source = path if checkpoint is None or arguments.use_peft else checkpoint
+        if Path(source).exists():
+            source = Path(source).resolve()  # an adapter keeps it as its base, to be found from any directory
+        lm, found = _from_pretrained(
+            AutoModelForCausalLM, path, source, trust_remote_code=arguments.trust_remote_code,
+            dtype=getattr(torch, arguments.dtype), output_loading_info=True,
+        )  # fmt: skip
+        if missing := sorted(found["missing_keys"]):
+            raise ValueError(
+                f"model_name_or_path={path}: its files lack {len(missing)} tensors of a {type(lm).__name__}, "
+                f"{missing[0]} among them, which would be random numbers"
+            )
     if arguments.gradient_checkpointing:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if arguments.use_peft:
@@ -108,22 +118,6 @@ def load_model(path: str, arguments: TrainArguments, checkpoint: Path | None = N
     if arguments.use_peft:
         lm = _with_adapter(lm, arguments, checkpoint)
     _without_dropout(lm)
-    return lm
-
-
-def _load_whole(path: str, arguments: TrainArguments, checkpoint: Path | None) -> Any:
-    source = path if checkpoint is None or arguments.use_peft else checkpoint
-    if Path(source).exists():
-        source = Path(source).resolve()  # an adapter keeps it as its base, to be found from any directory
-    lm, found = _from_pretrained(
-        AutoModelForCausalLM, path, source, trust_remote_code=arguments.trust_remote_code,
-        dtype=getattr(torch, arguments.dtype), output_loading_info=True,
-    )  # fmt: skip
-    if missing := sorted(found["missing_keys"]):
-        raise ValueError(
-            f"model_name_or_path={path}: its files lack {len(missing)} tensors of a {type(lm).__name__}, "
-            f"{missing[0]} among them, which would be random numbers"
-        )
     return lm
 
 

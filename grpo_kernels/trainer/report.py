@@ -168,6 +168,9 @@ def collect(folder: Path) -> dict[str, Any]:
     evaluations = [line for line in log if "evaluation" in line]
     config, summary = (read_object(folder / name, notes) for name in ("config.json", "summary.json"))
     episodes, checked = diagnose(log)
+    # Of every kind: "critical" or "warning" now, "past", "ok", or "unmeasured", where its metrics are not in the log.
+    checks = dict.fromkeys(KINDS, "unmeasured") | dict.fromkeys(checked, "ok")
+    checks |= {e.alarm.kind: "past" if e.last is not None else e.alarm.severity for e in episodes}
     rows = read_lines(folder / "samples.jsonl", notes)
     steps = [record["step"] for record in records]
     series = series_of(records, steps) | series_of([flat(record) for record in evaluations], [])
@@ -176,7 +179,7 @@ def collect(folder: Path) -> dict[str, Any]:
         "written": time.strftime("%Y-%m-%d %H:%M:%S"),
         **state_of(folder, records, evaluations, config, summary),
         "episodes": [show_episode(episode) for episode in episodes],
-        "checks": checks_of(episodes, checked),
+        "checks": [{"title": KINDS[kind].title, "state": state} for kind, state in checks.items()],
         "first": FIRST,
         "groups": groups_of(series, histograms_of(records), evaluations, config),
         "steps": steps,
@@ -280,13 +283,6 @@ def show_episode(episode: Episode) -> dict[str, Any]:
         "kind": alarm.kind, "title": kind.title, "severity": alarm.severity, "first": episode.first,
         "last": episode.last, "seen": alarm.message.removesuffix(kind.advice).strip(), "advice": kind.advice,
     }  # fmt: skip
-
-
-def checks_of(episodes: list[Episode], checked: set[str]) -> list[dict[str, str]]:
-    """Every kind: "critical", "warning" (now), "past", "ok", or "unmeasured", where its metrics are not in the log."""
-    states = dict.fromkeys(KINDS, "unmeasured") | dict.fromkeys(checked, "ok")
-    states |= {e.alarm.kind: "past" if e.last is not None else e.alarm.severity for e in episodes}
-    return [{"title": KINDS[kind].title, "state": state} for kind, state in states.items()]
 
 
 # --- series -----------------------------------------------------------------------------------------------------------

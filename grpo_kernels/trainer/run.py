@@ -21,7 +21,7 @@ from transformers import get_scheduler
 from .arguments import ARITHMETIC, TrainArguments, to_json
 from .batch import model_inputs
 from .checkpoint import CONFIG, ROLLOUT, RUN, STATE, TENSORS, Progress, check_state, claim_folder, lock_folder, prune
-from .data import Prompt, fingerprint, load_prompts
+from .data import Columns, Prompt, fingerprint, load_prompts
 from .files import remove_leftovers, write_atomically, write_text
 from .log import RunLog
 from .model import Policy, ReferencePolicy, load_model, load_tokenizer
@@ -67,7 +67,11 @@ class Run:
             if self.accelerator.is_main_process:
                 self.unlock = weakref.finalize(self, os.close, lock_folder(self.folder))
                 remove_leftovers(self.folder)
-            source = a.model_name_or_path or _make_start_model(self.folder, a, self.ranks)
+            source = a.model_name_or_path or str(self.folder / f"start-model-{a.seed}")
+            if a.model_name_or_path is None and self.ranks.index == 0 and not Path(source).exists():
+                from .arithmetic import start_model
+
+                start_model(source, seed=a.seed, quiet=a.disable_tqdm)
         tokenizer = load_tokenizer(getattr(given.model, "name_or_path", source), a, given.tokenizer)
         lm = load_model(source, a, self.checkpoint, given.model)
         self.prompts, self.held_out = (load_data(a, tokenizer, lm, given, held_out=which) for which in (False, True))
@@ -242,16 +246,6 @@ def _make_scheduler(optimizer: Any, a: TrainArguments) -> Any:
 # --- model, data, rewards ---------------------------------------------------------------------------------------------
 
 
-def _make_start_model(folder: Path, a: TrainArguments, ranks: Ranks) -> str:
-    """The small model of the arithmetic task, made once for each seed."""
-    from .arithmetic import start_model
-
-    start = folder / f"start-model-{a.seed}"
-    if ranks.index == 0 and not start.exists():
-        start_model(start, seed=a.seed, quiet=a.disable_tqdm)
-    return str(start)
-
-
 def load_data(a: TrainArguments, tokenizer: Any, lm: Any, given: Given = NOTHING, *, held_out: bool) -> list[Prompt]:
     """The prompts to train on, or those to evaluate on: none where the options name none."""
     name, split = a.dataset_name, a.dataset_train_split
@@ -270,7 +264,8 @@ def load_data(a: TrainArguments, tokenizer: Any, lm: Any, given: Given = NOTHING
         )
     prompts = load_prompts(
         given.data.get(name or "", name or ARITHMETIC), split=split, tokenizer=tokenizer, context=context,
-        config=a.dataset_config if name == a.dataset_name else None, columns=a.columns,
+        config=a.dataset_config if name == a.dataset_name else None,
+        columns=Columns(a.prompt_column, a.answer_column, a.system_prompt),
     )  # fmt: skip
     largest = max(tokenizer.pad_token_id, *(max(prompt.ids) for prompt in prompts))
     if largest >= (rows := lm.get_input_embeddings().weight.shape[0]):

@@ -118,7 +118,8 @@ def _weights(lm: Any) -> Iterator[tuple[str, torch.Tensor]]:
         if name.endswith(".base_layer.weight") and hasattr(layer, "get_delta_weight"):
             for adapter in layer.active_adapters:
                 whole = whole + _whole(layer.get_delta_weight(adapter)).to(whole.dtype)
-        yield _plain_name(name), whole
+        plain = name.removeprefix("base_model.model.").replace(".base_layer", "")  # without PEFT's wrappers
+        yield plain.replace(".modules_to_save.default", ""), whole
 
 
 def _pack_again(model: torch.nn.Module) -> None:
@@ -134,9 +135,3 @@ def _pack_again(model: torch.nn.Module) -> None:
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _plain_name(name: str) -> str:
-    """The name of a parameter without PEFT's wrappers."""
-    name = name.removeprefix("base_model.model.").replace(".base_layer", "")
-    return name.replace(".modules_to_save.default", "")

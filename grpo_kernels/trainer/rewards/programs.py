@@ -70,12 +70,6 @@ def read_tests(tests: Any) -> list[Test]:
     return [read_test(test) for test in tests]
 
 
-def program_in(text: str) -> str:
-    """The last fenced block, or all of the text."""
-    blocks = FENCED.findall(text)
-    return blocks[-1] if blocks else text
-
-
 def canonical(encoded: Any) -> list[Any]:
     """The result of `encode` (inside.py), its sets and dictionaries sorted: a program can choose values of equal hash.
 
@@ -176,9 +170,11 @@ class Code:
         return list(self._threads.map(self._score, completions, map(read_tests, tests)))
 
     def _score(self, completion: Any, tests: list[Test]) -> float:
+        text = text_of(completion)
+        program = [text, *FENCED.findall(text)][-1]  # the last fenced block, or all of the text
         sandbox = self._free.get()
         try:
-            found = verdicts(program_in(text_of(completion)), tests, sandbox)
+            found = verdicts(program, tests, sandbox)
             if self.partial_credit:
                 return sum(found) / len(tests)
             return float(all(found))
