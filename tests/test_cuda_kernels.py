@@ -125,23 +125,17 @@ def test_sixteen_bit_conversion(kernels, dtype):
     c.check_sixteen_bits(kernels, dtype, every=37)
 
 
-def test_refused_before_anything_is_launched(kernels):
+def test_nothing_to_compute_launches_nothing(kernels):
     logits, ids = c.make_logits(3, 8, torch.bfloat16)
     planned = planned_tokens(c.make_table(3), some_values(3), torch.ones(3).bool(), torch.tensor([0, 3]))
     before = kernels.launches()
-    with pytest.raises(ValueError, match="dtype"):
-        c.single_pass(kernels, logits, torch.empty(3, 8), ids, c.make_table(3), KernelParams())
-    with pytest.raises(ValueError, match="vocab"):
-        c.statistics(kernels, logits[:, :0], ids, torch.ones(3), KernelParams())
-    with pytest.raises(ValueError, match="range"):
-        kernels.sequence_objective(slice(2, 1), None, planned, KernelParams())
     c.statistics(kernels, logits[:0], ids[:0], torch.ones(0), KernelParams())
     kernels.token_objective(Rows(2, 2), c.make_table(3), some_values(3), KernelParams())
     kernels.sequence_objective(slice(1, 1), None, planned, KernelParams())
     assert kernels.launches() == before
 
 
-# --- tokens, sequences, rewards -------------------------------------------------------------------------------------
+# --- tokens, sequences ----------------------------------------------------------------------------------------------
 
 SEQUENCES = (
     dict(level="sequence_sum", kl="k3", beta=0.1, bias_correction=True),
