@@ -76,6 +76,13 @@ def test_a_log_ratio_of_200_gives_a_finite_loss_and_gradient(surrogate, sign, ba
         assert not found.grads["weight"].any()
 
 
+def test_vespo_takes_rollout_weights_far_from_1(backend):
+    """Of a sequence they multiply: one of 50 and one of 0.02 leave its weight as it is."""
+    weights = torch.tensor([50.0, 0.02, 1.0, 1.0, 1.0, 1.0]).expand(4, 6)
+    batch, config = off_policy(make_batch(1)).with_options(rollout_weights=weights), gk.GRPOConfig(surrogate="vespo")
+    assert_close(fused(batch, config, backend), reference(batch, config), 1e-4)
+
+
 def poisoned(batch, garbage: float, id_: int):
     """The batch with `garbage` wherever the mask is 0."""
     masked = ~batch.options["completion_mask"]
