@@ -9,11 +9,14 @@ from pathlib import Path
 
 import budget
 import pytest
-from kernel_build import cuda
-from kernel_build.host import find_compiler
-from wheels import toolchain
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+
+from kernel_build import cuda  # noqa: E402
+from kernel_build.host import find_compiler  # noqa: E402
+from wheels import toolchain  # noqa: E402
+
 SOURCE = ROOT / "csrc" / "cuda" / "lm_head_sm90.cu"
 COMPILER = cuda.compiler_in(toolchain("cu130"))
 
