@@ -184,7 +184,7 @@ def _draw(point: Point, chosen: dict[str, Any], seed: int, vocab: int) -> tuple[
         delta=chosen["delta"],
         dual_clip=chosen["dual_clip"],
         epsilon_high={"cispo": 1.3, "ipo": 0.002, "dppo_tv": 0.002}.get(point.surrogate),
-        epsilon_low=0.002 if point.surrogate == "dppo_tv" else None,
+        epsilon_low={"clip": 0.1, "cispo_two_sided": 0.1, "dppo_tv": 0.002}.get(point.surrogate),
         log_ratio_clamp=chosen["log_ratio_clamp"],
         kl_clamp=chosen["kl_clamp"],
         use_bias_correction_kl=chosen["bias_correction"],
