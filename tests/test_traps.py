@@ -164,6 +164,16 @@ def test_padding_reaches_nothing_in_the_other_entry_points(garbage, backend):
 # --- KL, empty masks, equal rewards -----------------------------------------------------------------------------------
 
 
+def test_a_dropped_token_may_have_an_infinite_value(backend):
+    """Its weight is 0, and 0 * inf is NaN."""
+    logps, advantages, weights = torch.full((2, 3), -5.0, requires_grad=True), torch.ones(2, 3), torch.ones(2, 3)
+    advantages[0, 1], weights[0, 1] = 3e38, 0.0
+    config = gk.GRPOConfig(surrogate="reinforce")
+    loss = gk.grpo_loss_from_logps(logps, advantages, rollout_weights=weights, config=config, backend=backend).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(25 / 6) and logps.grad.sum().item() == pytest.approx(-5 / 6)
+
+
 @pytest.mark.parametrize("distance", [89.0, 1e4])
 def test_k3_is_finite_far_from_the_reference_policy(distance, backend):
     """exp(ref - logp) overflows float32 from a distance of 88.7 on."""
