@@ -81,6 +81,7 @@ def test_the_walk_is_complete():
     [
         ({}, True, 3, {"single_pass"}),
         ({"importance_sampling_level": "sequence"}, False, 3, {"single_pass"}),  # on-policy: its ratio is known
+        ({"importance_sampling_level": "sequence", "beta": 0.1, "use_bias_correction_kl": True}, False, 7, {"staged"}),
         ({"importance_sampling_level": "sequence"}, True, 7, {"staged"}),
         ({"importance_sampling_level": "sequence"}, True, None, {"staged"}),
         ({"importance_sampling_level": "sequence"}, True, 3, {"score", "gradient"}),
@@ -92,7 +93,7 @@ def test_the_walk_is_complete():
 )
 def test_each_of_the_three_ways_is_taken(monkeypatch, backend, options, off, rows, expected):
     batch = make_batch(3)
-    batch = off_policy(batch) if off else batch
+    batch = off_policy(batch) if off else batch.with_options(ref_logps=batch.hidden.new_full(batch.ids.shape, -3.0))
     calls = []
     for way in ("single_pass", "staged", "gradient", "score"):
         # An empty score() of inactive rows is no way of its own.
