@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,30 +29,18 @@ EACH = ADVANTAGES[:, None].expand(B, T)
 OLD = -4.2 + 0.4 * torch.randn(B, T, generator=g)
 
 
-@dataclass
-class Call:
-    """loss() is differentiable in leaves."""
-
-    leaves: list[Tensor]
-    loss: Callable[[], Tensor]
+Call = tuple[list[Tensor], Callable[[], Tensor]]  # leaves, and a loss that is differentiable in them
 
 
-def of_head(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[torch.dtype], Call]:
+def of_head(loss: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype) -> Call:
     """A loss of hidden (B, T, H) and weight (V, H)."""
-
-    def make(dtype: torch.dtype) -> Call:
-        leaves = [x.to(dtype, copy=True).requires_grad_() for x in (HIDDEN, WEIGHT)]
-        return Call(leaves, partial(loss, *leaves))
-
-    return make
+    leaves = [x.to(dtype, copy=True).requires_grad_() for x in (HIDDEN, WEIGHT)]
+    return leaves, partial(loss, *leaves)
 
 
-def of_model(loss: Callable[[Any], Tensor]) -> Callable[[torch.dtype], Call]:
-    def make(dtype: torch.dtype) -> Call:
-        model = tiny_model("llama", dtype=dtype)
-        return Call([*model.parameters()], partial(loss, model))
-
-    return make
+def of_model(loss: Callable[[Any], Tensor], dtype: torch.dtype) -> Call:
+    model = tiny_model("llama", dtype=dtype)
+    return [*model.parameters()], partial(loss, model)
 
 
 # Each takes pytest's monkeypatch, imports what it needs, and returns what makes a Call of a dtype.
@@ -63,12 +50,12 @@ def liger(monkeypatch):
     from grpo_kernels.integrations.liger import LigerFusedLinearGRPOLoss
 
     module = LigerFusedLinearGRPOLoss(beta=0.1, temperature=0.8)
-    return of_head(
-        lambda hidden, weight: module(
-            hidden, weight, IDS, MASK.int(), ADVANTAGES, old_per_token_logps=OLD, ref_input=hidden.detach() * 0.9,
-            ref_weight=weight.detach(),
-        )[0]
-    )  # fmt: skip
+
+    def loss(hidden, weight):
+        reference = {"ref_input": hidden.detach() * 0.9, "ref_weight": weight.detach()}
+        return module(hidden, weight, IDS, MASK.int(), ADVANTAGES, old_per_token_logps=OLD, **reference)[0]
+
+    return partial(of_head, loss)
 
 
 def trl(monkeypatch):
@@ -84,7 +71,7 @@ def trl(monkeypatch):
         assert all(x.isfinite().all() for x in statistics)
         return 0.1 * entropy.mean() - (logps.view(B, T) * EACH).mean()
 
-    return of_head(loss)
+    return partial(of_head, loss)
 
 
 def verl(monkeypatch):
@@ -97,7 +84,7 @@ def verl(monkeypatch):
         actor = verl_package.ActorConfig()
         return entropy.mean() + module.policy_loss(OLD, logps.view(B, T), EACH, MASK, config=actor)[0]
 
-    return of_head(loss)
+    return partial(of_head, loss)
 
 
 def sequence_parallel(monkeypatch):
@@ -110,14 +97,14 @@ def sequence_parallel(monkeypatch):
         logps = gather_tokens(logps, distributed.group.WORLD)
         return grpo_loss_from_logps(logps, ADVANTAGES, old_logps=OLD.view(-1), cu_seqlens=ends, config=config).loss
 
-    return of_head(loss)
+    return partial(of_head, loss)
 
 
 def transformers(monkeypatch):
     from grpo_kernels.integrations.transformers import fused_forward
 
     inputs = test_transformers.batch()
-    return of_model(lambda model: fused_forward(model, **inputs, advantages=ADVANTAGES, old_logps=OLD).loss)
+    return partial(of_model, lambda model: fused_forward(model, **inputs, advantages=ADVANTAGES, old_logps=OLD).loss)
 
 
 ENTRIES = (liger, trl, verl, sequence_parallel, transformers)
@@ -133,11 +120,12 @@ def _group(tmp_path_factory):
 
 def step(call: Call, scale: float = 1.0) -> list[Tensor]:
     """[loss, gradients]"""
-    loss = call.loss()
+    leaves, loss_of = call
+    loss = loss_of()
     (scale * loss).backward()
-    assert all(x.grad.dtype == x.dtype and x.grad.isfinite().all() for x in call.leaves)
-    assert any(x.grad.any() for x in call.leaves)
-    return [loss.detach(), *(x.grad / scale for x in call.leaves)]
+    assert all(x.grad.dtype == x.dtype and x.grad.isfinite().all() for x in leaves)
+    assert any(x.grad.any() for x in leaves)
+    return [loss.detach(), *(x.grad / scale for x in leaves)]
 
 
 def assert_near(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
