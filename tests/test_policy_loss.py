@@ -85,10 +85,11 @@ def test_sequence_chunks_hold_whole_sequences():
         seen.append(chunk)
         return chunk.logps.sum()
 
-    leaf = batch.hidden.requires_grad_()
-    gk.fused_policy_loss(leaf, batch.weight, batch.ids, loss_fn, level="sequence", chunk_rows=8, **batch.options)
-    mask = batch.options["completion_mask"]
+    leaf, mask = batch.hidden.requires_grad_(), batch.options["completion_mask"]
+    rows = int(mask[:2].sum())
+    gk.fused_policy_loss(leaf, batch.weight, batch.ids, loss_fn, level="sequence", chunk_rows=rows, **batch.options)
     assert torch.equal(torch.cat([c.index for c in seen]), mask.reshape(-1).nonzero()[:, 0])
+    assert len(seen[0].index) == rows  # two sequences fill it
     for chunk in seen:
         assert torch.equal(chunk.sequence, chunk.index // 6)
         for i in chunk.sequence.unique():
