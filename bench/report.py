@@ -1,7 +1,7 @@
 """The pictures and tables of the committed results: `make figures`.
 
-Pictures go to bench/figures, named after their file of results: cpu.json gives cpu-time.png, cpu-errors.png, ... Tables
-go between the markers of README.md and bench/README.md.
+Pictures go to bench/figures, named after their file of results: cpu.json gives cpu-time.png, ... Tables go between
+the markers of README.md and bench/README.md.
 """
 
 from __future__ import annotations

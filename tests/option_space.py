@@ -12,7 +12,7 @@ from helpers import MASK_WAYS, Batch, make_batch, make_sampling_mask, packed, tr
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_kernels.config import AGGREGATIONS, LEVELS, SURROGATE_RULES
+from grpo_kernels.config import AGGREGATIONS, SURROGATE_RULES
 from grpo_kernels.names import KL_ESTIMATORS
 from grpo_kernels.reference import reference_loss_from_logps
 
@@ -38,12 +38,6 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "off_policy_mask": (None, 0.02),
     "normalizer": ("none", "number", "tensor", "num_items"),
     "sampling_mask": ("none", *MASK_WAYS),
-}
-AXES = {
-    "surrogate": tuple(SURROGATE_RULES),
-    "level": LEVELS,
-    "kl": KL_ESTIMATORS,
-    "aggregation": AGGREGATIONS,
 }
 
 

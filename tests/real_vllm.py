@@ -96,6 +96,20 @@ def test_a_head_and_a_cache_of_earlier_weights_are_noticed(mend, model, data, tm
     assert found[0] < 1e-4 and min(found[1:]) > 0.1, found
 
 
+@pytest.mark.parametrize(("options", "words"), [
+    ({"vllm_max_model_length": 4096}, ["vllm_max_model_length=4096", "max_position_embeddings=64"]),
+    ({"vllm_kwargs": '{"blocks": 16}'}, ["vllm_kwargs='{\"blocks\": 16}'", "unexpected keyword argument 'blocks'"]),
+    ({"vllm_kwargs": '{"seed": 1}'}, ["vllm_kwargs='{\"seed\": 1}': the trainer sets seed itself"]),
+    ({"top_p": 0.9, "top_k": 5}, ["top_p=0.9, top_k=5", "requires Model Runner V2"]),  # that is for GPUs
+], ids=["length", "unknown", "set", "masks"])  # fmt: skip
+def test_what_the_engine_refuses_is_one_sentence(options, words, model, data, tmp_path, capfd):
+    assert training.run(model, data, tmp_path / "run", **OPTIONS | options) == 2
+    error = capfd.readouterr().err
+    sentence = error.splitlines()[-1]
+    assert sentence.startswith("grpo-kernels train: ") and "Traceback" not in error
+    assert all(word in sentence for word in words), sentence
+
+
 # --- processes of their own -------------------------------------------------------------------------------------------
 
 

@@ -35,7 +35,8 @@ TRAINED, FROZEN, SCORED = (True, True, False), (True, False, False), (False, Fal
 
 def held(sizes: memory.ChunkSizes, vocab: int, grad: torch.dtype) -> int:
     """Bytes of the scratches of one chunk with float32 logits, fused or staged, whichever needs more."""
-    return max(sizes.scratch_bytes(vocab, FLOAT, grad), vocab * sizes.sequences * 4)
+    gradient_rows = sizes.products if sizes.logits < sizes.products else 0
+    return vocab * max(sizes.logits * 4 + gradient_rows * grad.itemsize, sizes.sequences * 4)
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])

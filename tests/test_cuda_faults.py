@@ -23,7 +23,7 @@ from test_lm_head_kernels import ORDERS, assert_exact, make_head
 
 from grpo_kernels.names import KernelParams, PlanRules
 
-TOKEN_FILES = ("plan.cuh", "sequences.cuh", "tokens.cuh", "groups.cuh", "kept.cuh", "scale.cuh")
+TOKEN_FILES = ("plan.cuh", "sequences.cuh", "tokens.cuh", "kept.cuh", "scale.cuh")
 PAIR = (torch.float32, torch.bfloat16)
 
 

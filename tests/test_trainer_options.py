@@ -52,8 +52,9 @@ def test_adaptive_beta_follows_its_target(model, data, tmp_path):
     options = {"beta": 0.1, "kl_horizon": 8, "max_steps": 3, "reward_funcs": "training:length"}
     assert run(model, data, tmp_path / "low", kl_target=1e-6, **options) == 0
     assert run(model, data, tmp_path / "high", kl_target=1e6, **options) == 0
-    low, high = ([r["beta"] for r in steps(tmp_path / name)] for name in ("low", "high"))
-    assert low == pytest.approx([0.1, 0.08, 0.096]) and high == pytest.approx([0.1, 0.08, 0.064])
+    low, high = ([(r["beta"], r["loss"]) for r in steps(tmp_path / name)] for name in ("low", "high"))
+    assert [beta for beta, _ in low] == pytest.approx([0.1, 0.08, 0.096]) and low[1] == high[1]
+    assert [beta for beta, _ in high] == pytest.approx([0.1, 0.08, 0.064]) and low[2][1] != high[2][1]
 
 
 def test_rewards_of_steps(model, data, tmp_path):

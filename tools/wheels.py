@@ -285,9 +285,10 @@ def complaints(wheel: Wheel, builder: Builder, with_torch: Path) -> list[str]:
     if wheel.machine not in (platform.machine(), "any"):
         print(f"--- {wheel.file.name}: not run on this {platform.machine()}", flush=True)
         return problems
-    print(f"--- trying {wheel.file.name}", flush=True)
+    checks = wheel.python == builder.first
     try:
-        install_and_check(wheel, with_torch) if wheel.python == builder.first else import_modules(wheel)
+        install_and_check(wheel, with_torch) if checks else import_modules(wheel)
+        print(f"--- {wheel.file.name}: {'installed and checked' if checks else 'imported'}", flush=True)
     except Failure as failure:
         problems.append(str(failure))
     return problems

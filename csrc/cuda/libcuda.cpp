@@ -52,9 +52,10 @@ const Driver& driver() {
     static const Driver& ready = *[] {
         const Driver& d = library();
         // Machine code runs on every driver of its CUDA major version and on later ones.
-        if (d.version < kBuiltForCuda / 1000 * 1000 || !d.missing.empty())
+        const int oldest = d.missing.empty() ? kBuiltForCuda / 1000 * 1000 : kBuiltForCuda;
+        if (d.version < oldest || !d.missing.empty())
             throw std::runtime_error("the NVIDIA driver supports CUDA " + dotted(d.version) +
-                                     ", and these kernels need " + dotted(kBuiltForCuda) + ": update the driver");
+                                     ", and these kernels need " + dotted(oldest) + ": update the driver");
         check(d, d.cuInit(0), "the NVIDIA driver finds no GPU that it can use, see nvidia-smi");
         return &d;
     }();

@@ -69,11 +69,6 @@ class ChunkSizes(NamedTuple):
         """Rows of the chunks that whole sequences are packed into, of which the longest has so many."""
         return min(self.sequences, max(longest, self.packed))
 
-    def scratch_bytes(self, vocab_size: int, logits_dtype: torch.dtype, grad_dtype: torch.dtype) -> int:
-        """Memory of logits and their gradients, where tokens need not wait for the rest of their sequence."""
-        gradient_rows = self.products if self.logits < self.products else 0
-        return vocab_size * (self.logits * logits_dtype.itemsize + gradient_rows * grad_dtype.itemsize)
-
 
 class Capacity(NamedTuple):
     """What sizes of chunks follow from."""

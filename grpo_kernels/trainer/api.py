@@ -51,6 +51,8 @@ def train(
             args.resume_from_checkpoint="auto" goes on.
     """
     args = TrainArguments() if args is None else args
+    if not isinstance(args, TrainArguments):
+        raise TypeError(f"args is a {type(args).__name__}; expected a TrainArguments")
     for name, instead in (
         ("model_name_or_path", "model"), ("dataset_name", "train_dataset"), ("eval_dataset_name", "eval_dataset"),
         ("reward_funcs", "reward_funcs"),

@@ -104,7 +104,7 @@ class TrainArguments:
 
     output_dir: str = _option("grpo-run", "folder for everything that the run writes")
     resume_from_checkpoint: str | None = _option(None, "'auto' (the newest sound one, or a new run), or a folder")
-    dry_run: bool = _option(False, "check model, data, rewards and memory, make one step, and write nothing")
+    dry_run: bool = _option(False, "check model, data and rewards, time and weigh one step, and write nothing")
 
     # model
     model_name_or_path: str | None = _option(None, "a model of transformers; without one: a small one for arithmetic")

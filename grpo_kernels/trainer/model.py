@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -102,6 +103,7 @@ def load_model(path: str, arguments: TrainArguments, checkpoint: Path | None = N
         source = path if checkpoint is None or arguments.use_peft else checkpoint
         if Path(source).exists():
             source = Path(source).resolve()  # an adapter keeps it as its base, to be found from any directory
+        _check_adapter(source)
         lm, found = _from_pretrained(
             AutoModelForCausalLM, path, source, trust_remote_code=arguments.trust_remote_code,
             dtype=getattr(torch, arguments.dtype), output_loading_info=True,
@@ -119,6 +121,17 @@ def load_model(path: str, arguments: TrainArguments, checkpoint: Path | None = N
         lm = _with_adapter(lm, arguments, checkpoint)
     _without_dropout(lm)
     return lm
+
+
+def _check_adapter(folder: Path) -> None:
+    """Raise ValueError where the folder is an adapter whose base model is not there."""
+    try:
+        base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+        check_path("base_model_name_or_path", base)
+    except FileNotFoundError:  # no adapter
+        return
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder / 'adapter_config.json'} names no base model that can be loaded: {error}") from None
 
 
 def _from_pretrained(kind: Any, path: str, source: str | Path, **options: Any) -> Any:

@@ -73,7 +73,7 @@ def all_charts(evaluation: Record, config: Record) -> dict[str, tuple[Chart, ...
             Chart("Entropy", "nats per token", {"entropy": "entropy"}, ("mode_collapse",),
                   ((ENTROPY, "limit, with repeated completions"),)),
             Chart("Gradient norm", "before clipping, log scale", {"grad_norm": "norm"}, ("gradient_instability",),
-                  ((config.get("max_grad_norm"), "max_grad_norm"),), log=True),
+                  ((config.get("max_grad_norm") or None, "max_grad_norm"),), log=True),
         ),
         "Rewards and advantages": (
             Chart("Range of rewards", "shaded: lowest to highest", {"reward": "mean"}, ("reward_outliers",),
@@ -361,7 +361,9 @@ def show_chart(chart: Chart, series: dict[str, Any]) -> dict[str, Any]:
             if key in series
         ],
         "thresholds": [
-            {"value": value, "label": label} for value, label in chart.thresholds if value and math.isfinite(value)
+            {"value": value, "label": label}
+            for value, label in chart.thresholds
+            if value is not None and math.isfinite(value)
         ],
     }
 
@@ -371,7 +373,8 @@ def histograms_of(records: list[Record]) -> list[dict[str, Any]]:
     result = []
     for record in pick([r for r in records if "advantage_histogram" in r], HISTOGRAMS):
         edges, counts = record["advantage_histogram"]["edges"], record["advantage_histogram"]["counts"]
-        shares = [float(f"{count / sum(counts):.3g}") for count in counts]
+        total = sum(counts) or 1
+        shares = [float(f"{count / total:.3g}") for count in counts]
         result.append({"step": record["step"], "edges": [float(f"{e:.4g}") for e in edges], "shares": shares})
     return result
 

@@ -56,10 +56,6 @@ int cuGetErrorString(int error, const char** text) {
     *text = said.c_str();
     return 0;
 }
-int cuDeviceGetCount(int* count) {
-    *count = 2;
-    return 0;
-}
 int cuDeviceGet(int* device, int ordinal) {
     *device = ordinal;
     return 0;

@@ -205,9 +205,10 @@ def _why_not_here(module: ModuleType) -> str:
     if driver == 0:
         return "no NVIDIA driver was found (libcuda.so.1): install one, nvidia-smi shows whether it works"
     if driver // 1000 < built // 1000:  # within a major version older drivers run newer kernels
+        older = ", or install the wheel of an older CUDA" if driver >= 12000 else ""
         return (
             f"the kernels are built for CUDA {version(built)} and the driver is for CUDA {version(driver)}: "
-            "update the driver, or install the wheel of an older CUDA"
+            f"update the driver{older}"
         )
     if not torch.cuda.is_available():
         kind = "is built without CUDA" if torch.version.cuda is None else f"with CUDA {torch.version.cuda} sees no GPU"

@@ -27,8 +27,8 @@ class Process:
     """Runs the text of `file` with `python -c`: no folder of this package is on its path, and torch is not imported.
 
     Messages go through a socket, descriptor `argv[1]` there; an answer is bytes after their length (8 bytes). The
-    process ends itself when the socket does, so that it does not outlive this one. It has a session of its own: Ctrl-C
-    is the trainer's, which finishes its step, and a kill reaches what the process has started.
+    process ends with the thread that started it (on Linux; elsewhere after its call). It has a session of its own:
+    Ctrl-C is the trainer's, which finishes its step, and a kill reaches what the process has started.
     """
 
     def __init__(self, file: Path, **options: Any) -> None:
