@@ -35,7 +35,7 @@ from torch import Tensor, distributed
 
 import grpo_kernels as gk
 from grpo_kernels.checks import arguments as validate
-from grpo_kernels.engine import kept
+from grpo_kernels.engine import kept, vocab_parallel
 from grpo_kernels.integrations.sequence_parallel import gather_tokens
 
 VOCAB = 67
@@ -271,8 +271,10 @@ def accumulated(rank: int, group) -> None:
     """dweight into a buffer of the caller's; a frozen slice has none."""
     batch, config = batches(gk.GRPOConfig()), gk.GRPOConfig()
     mine, exact = sliced(batch, rank, group), reference(batch, config)
-    weight, total = mine.weight.requires_grad_(), torch.zeros_like(mine.weight)
-    hidden = mine.hidden.requires_grad_()
+    weight, hidden, total = mine.weight.requires_grad_(), mine.hidden.requires_grad_(), torch.zeros_like(mine.weight)
+    with pytest.MonkeyPatch.context() as patch:  # the rank with the least memory decides
+        patch.setattr(vocab_parallel, "capacity_of", lambda _: (1000 + rank, rank))
+        assert vocab_parallel.agree(group, hidden, weight, None, (True,) * 3, ()).capacity == (1000, 0)
     gk.fused_grpo_loss(
         hidden, weight, mine.ids, mine.advantages, lm_head_bias=mine.bias, accumulate_into=total, **mine.options
     ).loss.backward()
