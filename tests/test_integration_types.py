@@ -1,5 +1,4 @@
-"""Integrations with arithmetic of their own, under a default type of torch, autocast, and float16 with a loss scale:
-the loss of a plain call."""
+"""Integrations with arithmetic of their own: the same loss under a default type, autocast, and a loss scale."""
 
 from __future__ import annotations
 

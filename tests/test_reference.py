@@ -124,12 +124,12 @@ RATIOS = exp(0.1), exp(-0.05), exp(-0.05)
 TERMS = -RATIOS[0], -RATIOS[1], RATIOS[2]
 
 
-def two(**options):
+def two(advantages=(1.0, -1.0), **options):
     given = {
         name: options.pop(name) for name in tuple(options) if name in ("normalizer", "num_items_in_batch", "entropy")
     }
     return reference_loss_from_logps(
-        *(torch.tensor(x, dtype=torch.float64) for x in (LOGP, [1.0, -1.0])),
+        *(torch.tensor(x, dtype=torch.float64) for x in (LOGP, advantages)),
         old_logps=torch.tensor(OLD, dtype=torch.float64), completion_mask=torch.tensor(MASK),
         config=gk.GRPOConfig(**options), **given,
     )  # fmt: skip
@@ -182,6 +182,7 @@ def test_off_policy_mask_drops_sequences_of_negative_advantage_alone():
     drift = 0.05  # mean(old - logp) of the second sequence; the first has -0.025, and A >= 0
     assert two(off_policy_mask_threshold=drift - 1e-6).loss.item() == pytest.approx((TERMS[0] + TERMS[1]) / 3)
     assert two(off_policy_mask_threshold=drift + 1e-6).loss.item() == pytest.approx(sum(TERMS) / 3)
+    assert two((1.0, 0.5), off_policy_mask_threshold=drift - 1e-6).loss == two((1.0, 0.5)).loss
 
 
 def test_metrics():

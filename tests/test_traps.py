@@ -165,11 +165,11 @@ def test_padding_reaches_nothing_in_the_other_entry_points(garbage, backend):
 
 
 def test_a_dropped_token_may_have_an_infinite_value(backend):
-    """Its weight is 0, and 0 * inf is NaN."""
     logps, advantages, weights = torch.full((2, 3), -5.0, requires_grad=True), torch.ones(2, 3), torch.ones(2, 3)
     advantages[0, 1], weights[0, 1] = 3e38, 0.0
-    config = gk.GRPOConfig(surrogate="reinforce")
-    loss = gk.grpo_loss_from_logps(logps, advantages, rollout_weights=weights, config=config, backend=backend).loss
+    config = gk.GRPOConfig(surrogate="reinforce", entropy_threshold=2.0)  # which drops what is below it
+    given = dict(entropy=torch.full((2, 3), 2.0), rollout_weights=weights, config=config, backend=backend)
+    loss = gk.grpo_loss_from_logps(logps, advantages, **given).loss
     loss.backward()
     assert loss.item() == pytest.approx(25 / 6) and logps.grad.sum().item() == pytest.approx(-5 / 6)
 
