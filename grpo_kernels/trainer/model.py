@@ -123,15 +123,15 @@ def load_model(path: str, arguments: TrainArguments, checkpoint: Path | None = N
     return lm
 
 
-def _check_adapter(folder: Path) -> None:
+def _check_adapter(folder: str | Path) -> None:
     """Raise ValueError where the folder is an adapter whose base model is not there."""
     try:
-        base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+        base = json.loads((Path(folder) / "adapter_config.json").read_text())["base_model_name_or_path"]
         check_path("base_model_name_or_path", base)
     except FileNotFoundError:  # no adapter
         return
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder / 'adapter_config.json'} names no base model that can be loaded: {error}") from None
+        raise ValueError(f"{folder}/adapter_config.json names no base model that can be loaded: {error}") from None
 
 
 def _from_pretrained(kind: Any, path: str, source: str | Path, **options: Any) -> Any:
