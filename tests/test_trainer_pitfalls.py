@@ -120,7 +120,7 @@ def test_pitfall_09_old_log_probabilities_take_the_path_of_the_updates(model, da
     assert run(model, data, tmp_path / "run", max_steps=4, reward_funcs="training:length", **options) == 0
     first, second, third, _ = steps(tmp_path / "run")
     assert first["log_ratio_first_max"] == 0.0  # the same bits, under autocast too
-    assert second["rollout"] == third["rollout"] == 0
+    assert second["rollout"] == third["rollout"] == 0 and second["num_tokens"] == 32 * second["completions/mean_length"]
     assert "log_ratio_first_max" not in second and third["ratio/max"] != 1.0
 
 
