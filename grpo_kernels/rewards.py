@@ -17,15 +17,16 @@ from .checks.arguments import (
     checks_values,
 )
 from .config import check_count, check_number, check_one_of
-from .engine import loss_op
+from .engine import groups as groups_op
 from .names import ADVANTAGE_BASELINES, ADVANTAGE_SCALES, EXPONENT_LIMIT, LEVELS
 
 
 class Groups(NamedTuple):
-    """group_index (S,) int64 in [0, num_groups)."""
+    """group_index (S,) int64 in [0, num_groups); the size of all groups where each is adjacent rows, 0 otherwise."""
 
     index: Tensor  # type: ignore[assignment]  # these names hide two methods of tuple
     count: int  # type: ignore[assignment]
+    size: int = 0
 
 
 class GroupStatistics(NamedTuple):
@@ -81,12 +82,14 @@ def group_statistics(
     rewards = rewards.detach()
     if rewards.dtype != torch.float64:
         rewards = rewards.float()
-    if scale == "group" and ddof == 1 and checks_values(rewards.device):
-        smallest = int(torch.bincount(groups.index, minlength=groups.count).min())
+    if scale == "group" and ddof == 1:
+        smallest = groups.size
+        if not smallest and checks_values(rewards.device):
+            smallest = int(torch.bincount(groups.index, minlength=groups.count).min())
         if smallest == 1:
             raise ValueError("a group of one completion has no standard deviation: scale='group' needs groups of >= 2")
     numbers = scale, baseline, ddof, float(eps), nan_is_no_verdict
-    return GroupStatistics(*loss_op.group_statistics(rewards, groups.index, groups.count, *numbers))
+    return GroupStatistics(*groups_op.group_statistics(rewards, *groups, *numbers))
 
 
 def process_advantages(
@@ -121,7 +124,8 @@ def process_advantages(
     check_count("length", length)
     batch, steps = step_rewards.shape
     groups = resolve_groups(batch, num_generations, group_ids, step_rewards)
-    per_step = Groups(groups.index.repeat_interleave(steps, output_size=batch * steps), groups.count)
+    index = groups.index.repeat_interleave(steps, output_size=batch * steps)
+    per_step = Groups(index, groups.count, groups.size * steps)
     flat = group_statistics(
         step_rewards.reshape(-1), per_step, scale=scale, baseline=baseline, ddof=ddof, eps=eps
     ).advantages
@@ -153,7 +157,7 @@ def resolve_groups(num_sequences: int, num_generations: int | None, group_ids: T
             )
         count = num_sequences // num_generations
         index = torch.arange(num_sequences, device=like.device) // num_generations
-        return Groups(index, count)
+        return Groups(index, count, num_generations)
     check_tensor("group_ids", group_ids, like)
     if group_ids.shape != (num_sequences,) or group_ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(

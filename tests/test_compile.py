@@ -178,7 +178,7 @@ def samples(dtype: torch.dtype) -> dict[str, tuple]:
         "logps": (hidden, weight, bias, of_tokens, numbers, True, name, None),
         "logps_backward": (grads, plain, of_tokens, stats, numbers, name, None, wants),
         "policy_loss": (logps, entropy, [*tokens[:-2], None, None], 2, key, name),
-        "group_statistics": (torch.rand(4, dtype=wide), index, 2, "group", "mean", 1, 1e-4, True),
+        "group_statistics": (torch.rand(4, dtype=wide), index, 2, 0, "group", "mean", 1, 1e-4, True),
     }
 
 

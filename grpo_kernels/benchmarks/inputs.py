@@ -28,9 +28,7 @@ class Inputs:
     mask: Tensor  # (B, T) int64, all ones
     old_logps: Tensor  # (B, T) float32
     ref_logps: Tensor  # (B, T) float32
-    rewards: Tensor  # (B,) float32; `generations` adjacent ones are a group
-    advantages: Tensor  # (B,) float32, of the rewards
-    generations: int
+    advantages: Tensor  # (B,) float32
     beta: float
     sampling_mask: SamplingMask | None = None
 
@@ -78,9 +76,7 @@ def make_inputs(case: Case, device: torch.device, *, seed: int = 0) -> Inputs:
         mask=torch.ones(batch, length, dtype=torch.int64, device=device),
         old_logps=normal(batch, length).mul_(0.1).add_(uniform),
         ref_logps=normal(batch, length).mul_(0.1).add_(uniform),
-        rewards=rewards,
         advantages=group_advantages(rewards, case.generations),
-        generations=case.generations,
         beta=case.beta,
         sampling_mask=mask,
     )

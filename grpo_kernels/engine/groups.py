@@ -5,47 +5,91 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..checks.arguments import check_rewards_finite
+from .shared import is_traced
+
 
 def group_statistics(
-    rewards: Tensor, group_index: Tensor, num_groups: int, scale: str, baseline: str, ddof: int, eps: float
+    rewards: Tensor,
+    group_index: Tensor,
+    num_groups: int,
+    group_size: int,
+    scale: str,
+    baseline: str,
+    ddof: int,
+    eps: float,
+    nan_is_no_verdict: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(advantages (B,), mean (num_groups,), std (num_groups,)) of rewards (B,) in groups group_index (B,).
 
+    group_size: the size of all groups where each is adjacent rows, 0 otherwise.
     NaN rewards are left out of every statistic and get advantage 0. Groups of equal rewards get exactly 0 and std 0.
-    Nothing waits for a device, and no atomics: equal calls give the same bits.
+    No atomics: equal calls give the same bits.
     """
-    valid = ~rewards.isnan()
-    r = torch.where(valid, rewards, 0.0).double()
+    compute = _operator if is_traced(rewards) else _compute
+    return compute(rewards, group_index, num_groups, group_size, scale, baseline, ddof, eps, nan_is_no_verdict)
+
+
+def _compute(
+    rewards: Tensor,
+    group_index: Tensor,
+    num_groups: int,
+    group_size: int,
+    scale: str,
+    baseline: str,
+    ddof: int,
+    eps: float,
+    nan_is_no_verdict: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    check_rewards_finite("rewards", rewards, nan_is_no_verdict=nan_is_no_verdict)
+    if group_size:
+        advantages, mean, std = _statistics_of_rows(rewards.view(num_groups, group_size), scale, baseline, ddof, eps)
+        return advantages.view(-1), mean, std
     order = group_index.argsort(stable=True)
-    # not bincount, which reads the largest index
-    sizes = group_index.new_zeros(num_groups).index_add_(0, group_index, torch.ones_like(group_index))
+    row, sizes = group_index[order], group_index.bincount(minlength=num_groups)
+    column = torch.arange(len(row), device=row.device) - (sizes.cumsum(0) - sizes)[row]
+    table = rewards.new_full((num_groups, int(sizes.max())), torch.nan)
+    table[row, column] = rewards[order]
+    advantages, mean, std = _statistics_of_rows(table, scale, baseline, ddof, eps)
+    return torch.empty_like(rewards).index_put_((order,), advantages[row, column]), mean, std
 
-    def per_group(x: Tensor, reduce: str) -> Tensor:
-        return torch.segment_reduce(x[order], reduce, lengths=sizes, unsafe=True)
 
-    def std_of(squares: Tensor, count: Tensor) -> Tensor:
-        return (squares / (count - ddof).clamp(min=1)).sqrt()
+_operator = torch.library.custom_op("grpo_kernels::group_statistics", _compute, mutates_args=())
 
-    count, total = per_group(valid.double(), "sum"), per_group(r, "sum")
-    low = per_group(torch.where(valid, r, torch.inf), "min")
-    high = per_group(torch.where(valid, r, -torch.inf), "max")
-    # The rounded mean of equal rewards need not equal them. NaN for a group without a verdict.
-    mean = torch.where(low == high, low, total / count)
-    centred = torch.where(valid, r - mean[group_index], 0.0)
-    std = std_of(per_group(centred**2, "sum"), count)
-    std = torch.where(count > ddof, std, torch.where(count > 0, 0.0, torch.nan))
+
+@_operator.register_fake
+def _(rewards, group_index, num_groups, *_):  # type: ignore[no-untyped-def]
+    return rewards.new_empty(rewards.shape), rewards.new_empty(num_groups), rewards.new_empty(num_groups)
+
+
+def _statistics_of_rows(
+    rewards: Tensor, scale: str, baseline: str, ddof: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of rewards (num_groups, size), a group in each row, NaN where a row has fewer."""
+
+    def std_of(centred: Tensor, count: Tensor, dim: tuple[int, ...]) -> Tensor:
+        return (centred.square().nansum(dim, keepdim=True) / (count - ddof).clamp(min=1)).sqrt()
+
+    valid = rewards == rewards  # not NaN
+    r = rewards.double()
+    count = valid.sum(1, keepdim=True, dtype=torch.float64)
+    mean = r.nansum(1, keepdim=True) / count  # NaN for a group without a verdict
+    if rewards.dtype == torch.float64:  # the rounded mean of equal rewards need not equal them; of float32 it does
+        low = torch.where(valid, r, torch.inf).amin(1, keepdim=True)
+        mean = torch.where(((r == low) | ~valid).all(1, keepdim=True), low, mean)
+    centred = r - mean
+    std = torch.where(count > 0, std_of(centred, count, (1,)), torch.nan)
 
     if baseline == "mean":
         advantages = centred
     elif baseline == "leave_one_out":  # r - mean of the others
-        advantages = centred * (count / (count - 1).clamp(min=1))[group_index]
+        advantages = centred * (count / (count - 1).clamp(min=1))
     else:
         advantages = r
     if scale == "group":
-        advantages = advantages / (std + eps)[group_index]
+        advantages = advantages / (std + eps)
     elif scale == "batch":
-        number = valid.sum()
-        distances = torch.where(valid, r - r.sum() / number, 0.0)
-        advantages = advantages / (std_of((distances**2).sum(), number) + eps)
+        number = count.sum()
+        advantages = advantages / (std_of(r - r.nansum() / number, number, (0, 1)) + eps)
     advantages = torch.where(valid, advantages, 0.0)
-    return advantages.to(rewards.dtype), mean.to(rewards.dtype), std.to(rewards.dtype)
+    return advantages.to(rewards.dtype), mean.flatten().to(rewards.dtype), std.flatten().to(rewards.dtype)

@@ -1,4 +1,4 @@
-"""The loss from hidden states and from log-probabilities, as autograd and torch.compile see it; statistics of rewards.
+"""The loss from hidden states and from log-probabilities, as autograd and torch.compile see it.
 
 An eager call of the first goes through an autograd.Function, or nothing where no gradient is wanted; torch.compile gets
 a custom operator with the same body. The others are custom operators of O(N).
@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from ..backends import get_backend
-from ..checks.arguments import check_offsets, check_rewards_finite, check_token_values, check_values
+from ..checks.arguments import check_offsets, check_token_values, check_values
 from ..config import GRPOConfig, config_from_key
 from ..contract import Backend, Sums, TokenInputs
 from ..names import FIELD, MASK_SUMS
-from . import groups
 from .backward import FinishedGradients, refuse_double_backward, scale_saved_gradients, times, waiting_dtype
 from .chunks import evaluate, run
 from .kept import make_token_mask
@@ -265,24 +264,3 @@ def _policy_gradients(ctx, g_loss, *_):
 
 
 policy_loss.register_autograd(_policy_gradients, setup_context=_save_policy)
-
-
-@torch.library.custom_op("grpo_kernels::group_statistics", mutates_args=())
-def group_statistics(
-    rewards: Tensor,
-    group_index: Tensor,
-    num_groups: int,
-    scale: str,
-    baseline: str,
-    ddof: int,
-    eps: float,
-    nan_is_no_verdict: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(advantages (B,), mean (num_groups,), std (num_groups,))."""
-    check_rewards_finite("rewards", rewards, nan_is_no_verdict=nan_is_no_verdict)
-    return groups.group_statistics(rewards, group_index, num_groups, scale, baseline, ddof, eps)
-
-
-@group_statistics.register_fake
-def _(rewards, group_index, num_groups, scale, baseline, ddof, eps, nan_is_no_verdict):
-    return rewards.new_empty(rewards.shape), rewards.new_empty(num_groups), rewards.new_empty(num_groups)

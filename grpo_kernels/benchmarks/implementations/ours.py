@@ -12,7 +12,7 @@ import torch
 from ... import GRPOConfig, fused_grpo_loss, fused_logps
 from ...backends import get_backend, registered_backends, unavailable_reason
 from ...backends.strategy import STRATEGIES, VARIABLE
-from ..inputs import ADVANTAGE_EPS, EPSILON, Inputs
+from ..inputs import EPSILON, Inputs
 from .base import Result, Step, Unsupported, gradients, implementation
 
 
@@ -27,7 +27,7 @@ def _step(inputs: Inputs, mode: str, backend: str, config: GRPOConfig) -> Result
     output = fused_grpo_loss(
         inputs.hidden, inputs.weight, inputs.ids, completion_mask=inputs.mask, old_logps=inputs.old_logps,
         ref_logps=inputs.ref_logps if inputs.beta else None, sampling_mask=inputs.sampling_mask,
-        rewards=inputs.rewards, num_generations=inputs.generations, config=config, backend=backend,
+        advantages=inputs.advantages, config=config, backend=backend,
     )  # fmt: skip
     return gradients(output.loss, inputs, output.logps if config.score_inactive else None)
 
@@ -40,7 +40,7 @@ def _make_step(
         raise Unsupported(f"strategy {strategy} does not serve these inputs")
     config = GRPOConfig(
         aggregation="seq_mean", beta=inputs.beta, epsilon_low=EPSILON, epsilon_high=EPSILON,
-        advantage_eps=ADVANTAGE_EPS, score_inactive=score_inactive,
+        score_inactive=score_inactive,
     )  # fmt: skip
     step = functools.partial(_step, mode=mode, backend=backend, config=config)
 
