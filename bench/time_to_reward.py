@@ -40,7 +40,7 @@ CONTESTANTS = ("TRL", "TRL, FusedGRPOTrainer", "grpo-kernels train")
 SETTINGS = ("full-float32", "full-bfloat16", "lora-float32", "lora-bfloat16")
 GROUP, BATCH, LENGTH = 8, 64, 24  # completions of a prompt, of a step; tokens of a completion
 RATES = {"full": 2e-5, "lora": 5e-4}
-EVALUATE_EVERY, HELD_OUT, SAMPLES = 2, 32, 2
+EVALUATE_EVERY, HELD_OUT, SAMPLES = 2, 32, 1
 PARTS = ("sampling", "rewards", "body", "head", "rest")
 
 

@@ -62,9 +62,9 @@ def load_prompts(
     """The prompts of `source`, in its order.
 
     source: the name of a generated task (tasks.py), with the splits "train" and "test"; a file *.jsonl, *.json (a list
-    of objects, or one a line), *.csv or *.parquet, which is one split, whatever `split` says; a folder of such files or of
-    `datasets`' save_to_disk, or a name on the hub, with its `config` and `split`; or the rows themselves. The prompt of
-    a row is text or messages. A column that some rows of a file lack is None there, as `datasets` has it.
+    of objects, or one a line), *.csv or *.parquet, which is one split, whatever `split` says; a folder of such files or
+    of `datasets`' save_to_disk, or a name on the hub, with its `config` and `split`; or the rows themselves. The prompt
+    of a row is text or messages. A column that some rows of a file lack is None there, as `datasets` has it.
     context: the most tokens that the model leaves to a prompt. A longer one raises a ValueError, as do a source that
     cannot be read, an empty one, a row without a proper prompt, and messages without a chat template.
     """
