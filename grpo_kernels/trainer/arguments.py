@@ -20,6 +20,7 @@ from transformers.trainer_utils import SchedulerType
 from .. import __version__
 from ..config import GRPOConfig, available_presets
 from ..names import ADVANTAGE_SCALES, KL_ESTIMATORS, LEVELS
+from . import demo
 from .data import check_path, is_one_split
 from .rewards.answers import compiled
 
@@ -401,7 +402,7 @@ DESCRIPTIONS = {
     "train": "A GRPO run on a model of transformers. Where TRL's GRPOConfig has an option of that meaning, the name is "
     "the same. Without --model-name-or-path and --dataset-name the run is the generated arithmetic task.",
     "demo": "A small language model learns two-digit addition, offline: the default run of grpo-kernels train, into "
-    "grpo-demo. Takes the options of train.",
+    "grpo-demo. With --model smollm2 a chat model learns to answer questions. Takes the options of train.",
 }
 
 
@@ -433,6 +434,8 @@ def make_parser(command: str) -> argparse.ArgumentParser:
     parser._negative_number_matcher = re.compile(r"-\.?\d")  # as from Python 3.14 on: -1e-3 is no option
     parser.add_argument("--version", action="version", version=f"grpo-kernels {__version__}")
     parser.add_argument("--config", metavar="FILE", help="YAML file with options; the command line has the last word")
+    if command == "demo":
+        demo.add_options(parser.add_argument_group("demo"))
     hints, groups, title = get_type_hints(TrainArguments, include_extras=True), {}, ""
     for field in dataclasses.fields(TrainArguments):
         title = GROUPS.get(field.name, title)
@@ -485,7 +488,7 @@ def parse(argv: Sequence[str], command: str = "train") -> TrainArguments:
             "unrecognized arguments: "
             + " ".join(f"{word}{suggestion(word)}" if word.startswith("--") else word for word in rest)
         )
-    given = {name: value for name, value in vars(found).items() if name != "config"}
+    given = {name: value for name, value in vars(found).items() if name in TrainArguments.__dataclass_fields__}
     arithmetic = not {"model_name_or_path", "dataset_name"} & given.keys()
     return TrainArguments(**(ARITHMETIC_RUN if arithmetic else {}) | given)
 

@@ -17,8 +17,9 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from .data import problems, take
+from .data import take
 from .files import write_atomically
+from .tasks import arithmetic
 
 EOS_ID = 0
 EOS = "<eos>"
@@ -96,7 +97,7 @@ def _warm_up(
     10, and samples hold right and wrong answers, which is what GRPO learns from. Ends when the smoothed loss reaches
     WARMUP_LOSS, since when the model understands the task varies from seed to seed.
     """
-    rows = problems()[0]
+    rows, _ = arithmetic()
     optimizer = torch.optim.AdamW(model.parameters(), lr=WARMUP_RATE, betas=(0.9, 0.99), weight_decay=0.0)
     smoothed = None
     if not quiet:

@@ -7,7 +7,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from itertools import chain, count
 from pathlib import Path
 
 from accelerate.state import PartialState
@@ -15,6 +14,7 @@ from accelerate.utils import broadcast_object_list
 
 from ..benchmarks.machine import peak, restart_peak
 from . import RunError, evaluate, report
+from . import demo as demonstration
 from .arguments import ARITHMETIC_MODEL, TrainArguments, parse
 from .loop import Trainer
 from .ranks import on_cpu
@@ -51,9 +51,22 @@ def train(argv: Sequence[str], command: str = "train") -> int:
 
 
 def demo(argv: Sequence[str]) -> int:
-    """The default run of `train`, into grpo-demo, or grpo-demo-2 and so on where there has been one."""
-    names = chain(["grpo-demo"], (f"grpo-demo-{number}" for number in count(2)))
-    return train(["--output-dir", next(name for name in names if not Path(name).exists()), *argv], "demo")
+    """A run of `train` with options for the arithmetic model or a chat model, into grpo-demo, or grpo-demo-2 and so on
+    where there has been one."""
+    options, words = demonstration.split(argv)
+    if "--help" in words or "-h" in words:
+        return train(words, "demo")
+    try:
+        given = demonstration.words_of_run(options)
+    except (ImportError, OSError) as error:
+        print(f"grpo-kernels demo: {error}", file=sys.stderr)
+        return 2
+    status = train([*given, *words], "demo")
+    if status == 0 and options.model != "arithmetic":
+        arguments = parse([*given, *words], "demo")
+        if not arguments.dry_run:
+            demonstration.show(Path(arguments.output_dir))
+    return status
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {

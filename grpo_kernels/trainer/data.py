@@ -10,15 +10,17 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .tasks import TASKS, Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Row: TypeAlias = "dict[str, Any]"
-HELD_OUT = 400  # problems of the arithmetic task
 FILES = (".jsonl", ".json", ".csv", ".parquet")  # of rows; such a file is one split
-EXPECTED = f"'arithmetic', a file ({', '.join(FILES)}), a folder, or a name that datasets.load_dataset reads"
+EXPECTED = (
+    f"{', '.join(map(repr, TASKS))}, a file ({', '.join(FILES)}), a folder, or a name that datasets.load_dataset reads"
+)
 
 
 class Prompt(NamedTuple):
@@ -59,10 +61,10 @@ def load_prompts(
 ) -> list[Prompt]:
     """The prompts of `source`, in its order.
 
-    source: "arithmetic", the generated task, with the splits "train" and "test"; a file *.jsonl, *.json (a list of
-    objects, or one a line), *.csv or *.parquet, which is one split, whatever `split` says; a folder of such files or of
-    `datasets`' save_to_disk, or a name on the hub, with its `config` and `split`; or the rows themselves. The prompt of
-    a row is text or messages. A column that some rows of a file lack is None there, as `datasets` has it.
+    source: the name of a generated task (tasks.py), with the splits "train" and "test"; a file *.jsonl, *.json (a list
+    of objects, or one a line), *.csv or *.parquet, which is one split, whatever `split` says; a folder of such files or
+    of `datasets`' save_to_disk, or a name on the hub, with its `config` and `split`; or the rows themselves. The prompt
+    of a row is text or messages. A column that some rows of a file lack is None there, as `datasets` has it.
     context: the most tokens that the model leaves to a prompt. A longer one raises a ValueError, as do a source that
     cannot be read, an empty one, a row without a proper prompt, and messages without a chat template.
     """
@@ -126,14 +128,10 @@ def _permutation(size: int, epoch: int, seed: int) -> Sequence[int]:
 def _read_rows(source: str, split: str, config: str | None) -> list[Row]:
     check_path("dataset_name", source)
     path = Path(source)
-    if source == "arithmetic" or path.is_file():
+    if source in TASKS or path.is_file():
         if config is not None:
             raise ValueError(f"dataset_config={config!r} with {source!r}; only data sets of `datasets` have one")
-        if source != "arithmetic":
-            return _read_file(path)
-        if split not in ("train", "test"):
-            raise ValueError(f"split={split!r} of the arithmetic task; expected 'train' or 'test'")
-        return problems()[split == "test"]
+        return _generated(source, split) if source in TASKS else _read_file(path)
     import datasets
 
     try:
@@ -210,14 +208,10 @@ def _with_all_columns(rows: list[Row]) -> list[Row]:
     return [{**names, **row} for row in rows]
 
 
-def problems() -> tuple[list[Row], list[Row]]:
-    """(training rows, held-out rows) of the arithmetic task: all 10,000 problems in the order of a hash, cut in two.
-    Every run holds out the same ones, so that no evaluation, whatever its seed, meets what a model was trained on."""
-    rows: list[Row] = [
-        {"prompt": f"{a:02d}+{b:02d}=", "answer": str(a + b)[::-1]} for a in range(100) for b in range(100)
-    ]
-    rows.sort(key=lambda row: hashlib.sha256(row["prompt"].encode()).digest())
-    return rows[HELD_OUT:], rows[:HELD_OUT]
+def _generated(task: str, split: str) -> list[Row]:
+    if split not in ("train", "test"):
+        raise ValueError(f"split={split!r} of the generated task {task!r}; expected 'train' or 'test'")
+    return TASKS[task]()[("train", "test").index(split)]
 
 
 def _with_system(prompt: Any, system: str | None, where: str) -> Any:

@@ -23,10 +23,11 @@ from .model import Policy, load_model, load_tokenizer
 from .ranks import Ranks, Signals
 from .report import read_object
 from .rewards import Rewards
-from .rewards.answers import TAGGED, final_number, reply
+from .rewards.answers import TAGGED, final_number, reply, text_of
 from .rollout import Sampler, eos_ids
 from .run import load_data, make_rewards
 
+EXAMPLES = 3
 ACCURACIES = ("pass_at_1", "pass_at_k", "majority_at_k", "greedy")  # known where a reward says what is correct
 
 
@@ -75,14 +76,14 @@ def evaluate(
     A completion is correct where its total reward is at least `correct_at`, by default 1 where all rewards are 0 or 1;
     an unscored one is not. Other rewards do not say what is correct: the accuracies are left out then. ks: of pass@k,
     default 1, 2, 4, ... up to num_samples. seed: of the samples; the same for each evaluation of a run, so that a
-    difference is the policy's. Returns means over the problems, None where nothing was scored; the trainer's README
-    says what each is. Raises ValueError for numbers that are not possible, RunError where a reward function fails for
-    every completion.
+    difference is the policy's. Returns means over the problems, None where nothing was scored, and the first problems
+    with their greedy completions as examples; the trainer's README says what each is. Raises ValueError for numbers
+    that are not possible, RunError where a reward function fails for every completion.
     """
     ks = check_counts(num_samples, ks)
     repeated = [prompt for prompt in prompts for _ in range(num_samples)]
     totals, texts, lengths = _score(sample, repeated, rewards, greedy=False, seed=seed, step=step)
-    greedy, _, _ = _score(sample, prompts, rewards, greedy=True, seed=seed, step=step)
+    greedy, greedy_texts, _ = _score(sample, prompts, rewards, greedy=True, seed=seed, step=step)
     groups = [slice(start, start + num_samples) for start in range(0, len(repeated), num_samples)]
     scored = [row for group in groups if (row := _scored(totals[group]))]
     means = [fmean(row) for row in scored]
@@ -109,6 +110,10 @@ def evaluate(
         "problems": len(prompts),
         "samples": num_samples,
         "unscored": len(totals) - len(_scored(totals)),
+        "examples": [
+            {"prompt": text_of(prompt.prompt), "completion": text, "reward": None if math.isnan(total) else total}
+            for prompt, text, total in zip(prompts[:EXAMPLES], greedy_texts, greedy, strict=False)
+        ],
     }
 
 

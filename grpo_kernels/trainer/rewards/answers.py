@@ -1,5 +1,5 @@
 """Rewards from the text of a completion, 1.0 or 0.0: one right answer, or the form. A completion has to commit itself:
-one that names several answers gets 0.
+one that names several answers gets 0, but for `last_number`.
 
 Pure functions of texts, without signals or alarms: they give the same scores in any thread. All patterns are linear,
 but for a user's own (`format`), for which a worker reads this file without the package.
@@ -94,6 +94,13 @@ def gsm8k(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[f
     """1 if the completion's final number equals that of the column `answer`, see `final_number` and `gold_number`."""
     pairs = zip(completions, answer, strict=True)
     return [float(final_number(text_of(completion)) == gold_number(right)) for completion, right in pairs]
+
+
+def last_number(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float]:
+    """1 if the last number of the completion, whatever stands before it, equals that of the column `answer`."""
+    found = [[*NUMBER.finditer(text_of(completion))][-1:] for completion in completions]
+    pairs = zip(found, answer, strict=True)
+    return [float(any(number_in(x.group()) == gold_number(right) for x in last)) for last, right in pairs]
 
 
 # --- the form ---------------------------------------------------------------------------------------------------------

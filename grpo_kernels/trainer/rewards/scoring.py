@@ -40,6 +40,7 @@ BUILT_IN = {
     "exact_answer": BuiltIn(answers.exact_answer, "answer", answers.gold_text),
     "arithmetic": BuiltIn(answers.exact_answer, "answer", answers.gold_text),  # by the name of the generated task
     "gsm8k": BuiltIn(answers.gsm8k, "answer", answers.gold_number),
+    "last_number": BuiltIn(answers.last_number, "answer", answers.gold_number),
     "format": BuiltIn(format),
     "code": BuiltIn(Code, "tests", read_tests),
 }

