@@ -162,7 +162,7 @@ def test_what_a_template_raises_is_shown(with_bos):
 
 @pytest.mark.parametrize(("name", "content", "message"), [
     ("b.jsonl", b"\xff\xfe", "cannot read .*b.jsonl: it is not UTF-8"),
-    ("c.txt", b"", r"cannot read .*c.txt; expected 'arithmetic', a file \(.jsonl, .json, .csv, .parq"),
+    ("c.txt", b"", r"cannot read .*c.txt; expected 'arithmetic', .* a file \(.jsonl, .json, .csv, .parq"),
     ("d.parquet", b"1", "cannot read .*d.parquet: "),
     ("e.json", b"[1]", "e.json, row 0 is 1; expected an object with the prompt under its name"),
     ("f.json", b"[1", "f.json is not JSON: "),
@@ -185,7 +185,7 @@ GOLD = {"columns": Columns("prompt", "gold")}
     ([{"prompt": "1", "answer": "2", "gold": "3"}], GOLD, "the data has a column 'answer' beside answer_column=gold"),
     ([7], {}, "the data, row 0 is 7; expected an object"),
     ("arithmetic", {"config": "main"}, "dataset_config='main' with 'arithmetic'"),
-    ("arithmetic", {"split": "dev"}, "split='dev' of the arithmetic task; expected 'train' or 'test'"),
+    ("arithmetic", {"split": "dev"}, "split='dev' of the generated task 'arithmetic'; expected 'train' or 'test'"),
 ])  # fmt: skip
 def test_bad_sources_are_one_sentence(source, options, message, words):
     with pytest.raises(ValueError, match=message):

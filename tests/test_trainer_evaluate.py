@@ -94,7 +94,10 @@ def test_means_over_problems():
         },
         "majority_at_k": pytest.approx((2 / 4) / 6),  # "1", "0", "1!", "?": a vote each
         "best_of_n": pytest.approx(1.5 / 6), "greedy": pytest.approx(1 / 6), "mean_length": pytest.approx(25 / 24),
-        "problems": 6, "samples": 4, "unscored": 1,
+        "problems": 6, "samples": 4, "unscored": 1, "examples": [
+            {"prompt": f"{i}+1=", "completion": text, "reward": reward}
+            for i, (text, reward) in enumerate([("1", 1.0), ("0", 0.0), ("1!", 0.5)])
+        ],
     }  # fmt: skip
     assert json.loads(json.dumps(found, allow_nan=False)) == found
 
