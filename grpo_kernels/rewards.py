@@ -17,7 +17,9 @@ from .checks.arguments import (
     checks_values,
 )
 from .config import check_count, check_number, check_one_of
-from .engine import groups as groups_op
+from .engine.groups import group_statistics as engine_statistics
+from .engine.groups import traced_group_statistics
+from .engine.shared import is_traced
 from .names import ADVANTAGE_BASELINES, ADVANTAGE_SCALES, EXPONENT_LIMIT, LEVELS
 
 
@@ -89,7 +91,8 @@ def group_statistics(
         if smallest == 1:
             raise ValueError("a group of one completion has no standard deviation: scale='group' needs groups of >= 2")
     numbers = scale, baseline, ddof, float(eps), nan_is_no_verdict
-    return GroupStatistics(*groups_op.group_statistics(rewards, *groups, *numbers))
+    compute = traced_group_statistics if is_traced(rewards) else engine_statistics
+    return GroupStatistics(*compute(rewards, *groups, *numbers))
 
 
 def process_advantages(

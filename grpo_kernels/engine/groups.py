@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from ..checks.arguments import check_rewards_finite
-from .shared import is_traced
 
 
 def group_statistics(
@@ -26,21 +25,6 @@ def group_statistics(
     NaN rewards are left out of every statistic and get advantage 0. Groups of equal rewards get exactly 0 and std 0.
     No atomics: equal calls give the same bits.
     """
-    compute = _operator if is_traced(rewards) else _compute
-    return compute(rewards, group_index, num_groups, group_size, scale, baseline, ddof, eps, nan_is_no_verdict)
-
-
-def _compute(
-    rewards: Tensor,
-    group_index: Tensor,
-    num_groups: int,
-    group_size: int,
-    scale: str,
-    baseline: str,
-    ddof: int,
-    eps: float,
-    nan_is_no_verdict: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
     check_rewards_finite("rewards", rewards, nan_is_no_verdict=nan_is_no_verdict)
     if group_size:
         advantages, mean, std = _statistics_of_rows(rewards.view(num_groups, group_size), scale, baseline, ddof, eps)
@@ -54,10 +38,10 @@ def _compute(
     return torch.empty_like(rewards).index_put_((order,), advantages[row, column]), mean, std
 
 
-_operator = torch.library.custom_op("grpo_kernels::group_statistics", _compute, mutates_args=())
+traced_group_statistics = torch.library.custom_op("grpo_kernels::group_statistics", group_statistics, mutates_args=())
 
 
-@_operator.register_fake
+@traced_group_statistics.register_fake
 def _(rewards, group_index, num_groups, *_):  # type: ignore[no-untyped-def]
     return rewards.new_empty(rewards.shape), rewards.new_empty(num_groups), rewards.new_empty(num_groups)
 
