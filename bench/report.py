@@ -7,10 +7,15 @@ the markers of README.md and bench/README.md.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from matplotlib import rc_context
 
 from grpo_kernels.benchmarks.cases import Case
-from grpo_kernels.benchmarks.figures import draw
+from grpo_kernels.benchmarks.figures import DPI, STYLE, draw, sheet
 from grpo_kernels.benchmarks.implementations import IMPLEMENTATIONS
 from grpo_kernels.benchmarks.machine import Document, read
 from grpo_kernels.benchmarks.show import memory_text, table
@@ -20,6 +25,9 @@ RESULTS, FIGURES = ROOT / "bench" / "results", ROOT / "bench" / "figures"
 PAGES = (ROOT / "README.md", ROOT / "bench" / "README.md")
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 RIVALS = (*(name for name in IMPLEMENTATIONS if not name.startswith("ours")), "ours-unmasked")
+LEARNING = RESULTS / "trainer" / "time-to-reward.json"  # of time_to_reward.py
+GOAL = 0.9  # held-out reward
+LEARNERS = {"TRL": "#0b6fb3", "TRL, FusedGRPOTrainer": "#0a8f6a", "grpo-kernels train": "#d1410c"}
 TRAINERS = ("eager", "trl", "liger", "verl-torch")
 CAPTIONS = {
     "time": "Time of a step over that of the three bare products",
@@ -35,6 +43,8 @@ def main() -> None:
         document = read(path)
         written = draw(document, FIGURES, f"{path.stem}-", ("time",) if path.stem.endswith("-sweeps") else ())
         print(f"{path.name}: {', '.join(picture.name for picture in written) or 'nothing to draw'}")
+    if LEARNING.exists():
+        draw_learning(read(LEARNING), FIGURES / "time-to-reward.png")
     for page in PAGES:
         text = page.read_text()
         if BEGIN in text:
@@ -57,6 +67,8 @@ def section(page: Path) -> str:
             picture = FIGURES / f"{path.stem}-{name}.png"
             if picture.exists():
                 parts.append(f"![{caption}]({Path(os.path.relpath(picture, page.parent)).as_posix()})")
+    if LEARNING.exists():
+        parts.append(_learning(read(LEARNING)))
     return "\n\n".join(parts)
 
 
@@ -78,6 +90,76 @@ Steps of {heads} models' heads in float32 and bfloat16 on {where["cpu"]}, {where
 is the other's median time, or peak memory, over that of this package; a range is that over the cases:
 
 {table(("this package against", "faster", "less memory"), rows)}"""
+
+
+# --- how soon a model learns ------------------------------------------------------------------------------------------
+
+
+def draw_learning(document: Document, path: Path) -> None:
+    """Held-out reward over minutes and over steps, a row per setting: each seed, and their mean."""
+    settings = list(dict.fromkeys(found["setting"] for found in document["rounds"]))
+    with rc_context(STYLE):
+        figure, axes = sheet(document, "Held-out reward of SmolLM2-135M-Instruct, times table", 2 * len(settings), 2.3)
+        for k, setting in enumerate(settings):
+            rounds = _rounds(document, setting)
+            for name, colour in LEARNERS.items():
+                curves = [found[name]["evaluations"] for found in rounds]
+                for axis, unit in ((axes[2 * k], "clock"), (axes[2 * k + 1], "evaluated")):
+                    scale = 60.0 if unit == "clock" else 1.0
+                    rows = [([e[unit] / scale for e in curve], [e["reward"] for e in curve]) for curve in curves]
+                    for x, y in rows:
+                        axis.plot(x, y, color=colour, alpha=0.25, linewidth=0.8)
+                    mean = [list(map(fmean, zip(*values, strict=True))) for values in zip(*rows, strict=True)]
+                    axis.plot(*mean, color=colour, label=name)
+                    axis.set_xlabel("minutes" if unit == "clock" else "optimizer steps")
+                    axis.set_title(setting.replace("-", ", "))
+                    axis.axhline(GOAL, color="#989898", linewidth=0.6, linestyle=":")
+        axes[0].legend(frameon=False)
+        figure.savefig(path, dpi=DPI)
+
+
+def _rounds(document: Document, setting: str) -> list[dict[str, Any]]:
+    """What the contestants told, for each seed."""
+    return [found["contestants"] for found in document["rounds"] if found["setting"] == setting]
+
+
+def _learning(document: Document) -> str:
+    """A row per setting and contestant; medians over seeds, the parts of a step means over all steps."""
+    where, rows = document["environment"], []
+    for setting in dict.fromkeys(found["setting"] for found in document["rounds"]):
+        rounds = _rounds(document, setting)
+        base = [_minutes_to_goal(found["TRL"]) for found in rounds]
+        for name in LEARNERS:
+            own = [found[name] for found in rounds]
+            minutes = [_minutes_to_goal(one) for one in own]
+            steps = [step["seconds"] for one in own for step in one["steps"]]
+            parts = [fmean(step[part] for step in steps) for part in steps[0]]
+            rows.append((
+                setting.replace("-", ", "), name, _spread(minutes, ".1f"),
+                _spread([mine / other for mine, other in zip(minutes, base, strict=True)], ".2f"),
+                *(f"{seconds:.1f}" for seconds in (sum(parts), *parts)), f"{median(o['peak_mib'] for o in own):,.0f}",
+                f"{fmean(one['evaluations'][-1]['reward'] for one in own):.2f}",
+            ))  # fmt: skip
+    names = [f"{part}, s" for part in document["rounds"][0]["contestants"]["TRL"]["steps"][0]["seconds"]]
+    titles = ("setting", "", f"minutes to {GOAL}", "of TRL's", "step, s", *names, "peak MiB", "reward after")
+    cpu = f"{where['cpu']}, {where['threads']} threads, {where['date'][:10]}"
+    seeds = len({found["seed"] for found in document["rounds"]})
+    return f"""\
+**trainer/{LEARNING.name}.** {cpu}: `python bench/time_to_reward.py`, {seeds} seeds, contestants step by step in turns.
+Minutes are median (least to most) of the time that a contestant's steps took until its first evaluation at {GOAL}:
+
+{table(titles, rows)}
+
+![Held-out reward over minutes and steps](figures/time-to-reward.png)"""
+
+
+def _minutes_to_goal(one: dict[str, Any]) -> float:
+    """inf where the reward stayed below."""
+    return min((e["clock"] / 60 for e in one["evaluations"] if e["reward"] >= GOAL), default=float("inf"))
+
+
+def _spread(numbers: Sequence[float], form: str) -> str:
+    return f"{median(numbers):{form}} ({min(numbers):{form}} to {max(numbers):{form}})"
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------

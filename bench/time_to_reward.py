@@ -51,7 +51,8 @@ class Clock:
 
     def __init__(self) -> None:
         self.total, self.parts = 0.0, dict.fromkeys(PARTS, 0.0)
-        self.begin = self.forward = self.backward = 0.0
+        self.begin = self.forward = 0.0
+        self.in_head = False
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -70,7 +71,7 @@ class Clock:
 
     def watch(self, body: torch.nn.Module) -> None:
         """Divide the time of loss and backward: the head begins where hidden states are there, and ends in the backward
-        where their gradient is."""
+        where their gradient is. Shared prompts run through the body before their completions do."""
 
         def before(*_: Any) -> None:
             self.forward = time.perf_counter()
@@ -78,7 +79,7 @@ class Clock:
         def after(_: Any, __: Any, output: Any) -> None:
             hidden = output.last_hidden_state
             if hidden.requires_grad:
-                self.head_begin = time.perf_counter()
+                self.in_head, self.head_begin = True, time.perf_counter()
                 self.parts["body"] += self.head_begin - self.forward
                 hidden.register_hook(self.head_ends)
 
@@ -86,8 +87,9 @@ class Clock:
         body.register_forward_hook(after)
 
     def head_ends(self, gradient: torch.Tensor) -> torch.Tensor:
-        self.body_begin = time.perf_counter()
-        self.parts["head"] += self.body_begin - self.head_begin
+        if self.in_head:
+            self.in_head, self.body_begin = False, time.perf_counter()
+            self.parts["head"] += self.body_begin - self.head_begin
         return gradient
 
     def backward_ends(self) -> None:
@@ -117,7 +119,7 @@ class Contestant:
             "--reward-funcs=last_number", f"--num-generations={GROUP}", f"--per-device-train-batch-size={BATCH}",
             f"--max-completion-length={LENGTH}", f"--max-steps={steps}", f"--learning-rate={RATES[self.kind]}",
             "--lr-scheduler-type=constant", "--beta=0", "--loss-type=dapo", "--save-steps=0", f"--seed={seed}",
-            "--disable-tqdm", "--use-cpu", *(["--bf16"] if self.dtype == "bfloat16" else []),
+            "--disable-tqdm", "--use-cpu", "--share-prompts", *(["--bf16"] if self.dtype == "bfloat16" else []),
             *(["--use-peft"] if self.kind == "lora" else []),
         ])  # fmt: skip
 

@@ -67,6 +67,7 @@ def refused(output, capfd):
 @pytest.mark.parametrize(("options", "words"), [
     ({"num_generations": 3}, ["num_generations=3", "8 completions of a rollout", "per_device_train_batch_size=8"]),
     ({"steps_per_generation": 3, "gradient_accumulation_steps": 2}, ["steps_per_generation=3", "multiple"]),
+    ({"share_prompts": True, "gradient_checkpointing": True}, ["share_prompts keeps", "gradient_checkpointing"]),
     ({"output_dir": ""}, ["output_dir is empty"]),
     ({"config": ""}, ["config=: "]),
     ({"loss_type": "gpro"}, ["loss_type='gpro'", "grpo"]),

@@ -76,6 +76,44 @@ def test_loss_and_gradients_are_those_of_the_models_own_logits(family):
         torch.testing.assert_close(found[name], expected_gradients[name], rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("family", sorted(TINY_MODELS))
+@pytest.mark.parametrize("masked", [True, False])
+def test_shared_prompts_change_neither_loss_nor_gradients(family, masked):
+    """Rows 0 to 2 have a prompt, row 3 another, and row 4 the first again."""
+    model, prompt = tiny_model(family), torch.tensor([[0, 0, 5, 6, 7]] * 3 + [[8] * 5] + [[0, 0, 5, 6, 7]])
+    ids = torch.cat([prompt, torch.randint(3, VOCAB, (5, LENGTH))], dim=1)
+    given = dict(input_ids=ids, completion_ids=ids[:, -LENGTH:], advantages=torch.tensor([1.0, -0.5, 2.0, -1.0, 0.3]))
+    if masked:
+        given["attention_mask"] = torch.ones_like(ids)
+        given["attention_mask"][[0, 1, 2, 4], :2] = given["attention_mask"][1, -3:] = 0
+    tokens = []
+    counter = model.get_input_embeddings().register_forward_hook(lambda *call: tokens.append(call[1][0].numel()))
+    if family == "falcon_h1":  # its states are written in place
+        with pytest.raises(ValueError, match="share_prompts=True: the FalconH1ForCausalLM keeps a cache of Linear"):
+            fused_forward(model, **given, share_prompts=True)
+        return
+    fused_forward(model, **given)  # compares the model's own logits
+    tokens.clear()
+    found = []
+    for shared, counts in ((False, [5 * 11]), (True, [3 * 5, 5 * 5])):
+        out = fused_forward(model, **given, share_prompts=shared)
+        out.loss.backward()
+        assert tokens == counts
+        tokens.clear()
+        found.append((out.logps, gradients(model)))
+    counter.remove()
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-5, atol=2e-5)
+    for name, expected in found[0][1].items():
+        torch.testing.assert_close(found[1][1][name], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_shared_prompts_and_completions_of_one_token():
+    model, inputs = tiny_model("llama"), {"input_ids": torch.tensor([[3, 4, 5], [3, 4, 6]])}
+    inputs["completion_ids"] = inputs["input_ids"][:, -1:]
+    expected, _ = fused_forward(model, **inputs, loss=fused_logps)
+    torch.testing.assert_close(fused_forward(model, **inputs, loss=fused_logps, share_prompts=True)[0], expected)
+
+
 def test_fused_logps_and_a_loss_of_your_own():
     model, inputs = tiny_model("granite", dtype=torch.float64), batch()
     expected = own_logps(model, inputs, positions_of(inputs)) * inputs["attention_mask"][:, -LENGTH:]
@@ -180,6 +218,8 @@ def test_a_model_whose_own_logits_differ_is_refused(monkeypatch):
         (dict(model_inputs=[1]), TypeError, "model_inputs is a list; expected a dict of arguments"),
         (dict(model_inputs={"input_ids": NONE}), ValueError, "model_inputs has 'input_ids', which would replace"),
         (dict(model_inputs={"adapter_names": ["a"] * 4}), ValueError, "model_inputs has 'adapter_names'"),
+        (dict(share_prompts="yes"), TypeError, "share_prompts is a str; expected True or False"),
+        (dict(model_inputs={"token_type_ids": NONE}, share_prompts=True), ValueError, "model_inputs of token_type_ids"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(change, error, message):

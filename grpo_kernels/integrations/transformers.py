@@ -14,15 +14,18 @@ from torch import Tensor, nn
 
 from ..checks.arguments import check_config, checks_values
 from ..checks.plain import check_plain, is_dtensor
-from ..config import DEFAULT_CONFIG, GRPOConfig
+from ..config import DEFAULT_CONFIG, GRPOConfig, check_flag
 from ..loss import fused_grpo_loss
 from . import LogitTransform, logit_transform
 from .lm_head import HeadInputs, lm_head_inputs
 
 try:
     from transformers import PreTrainedModel
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 except ImportError as error:
     raise ImportError("grpo_kernels.integrations.transformers needs transformers: pip install transformers") from error
+
+_PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)  # of a cache: others write into states
 
 
 def fused_forward(
@@ -34,6 +37,7 @@ def fused_forward(
     completion_mask: Tensor | None = None,
     model_inputs: Mapping[str, Any] | None = None,
     loss: Callable[..., Any] = fused_grpo_loss,
+    share_prompts: bool = False,
     **options: Any,
 ) -> Any:
     """The loss of a batch of completions under a causal language model: `loss(...)`, whatever that returns.
@@ -53,6 +57,10 @@ def fused_forward(
             function or the lm_head has, and no adapter_names.
         loss: `fused_grpo_loss`, or a function that takes (hidden, weight, completion_ids, *, completion_mask,
             lm_head_bias, logit_scale, logit_softcap, **options), as `fused_logps` and `fused_policy_loss` do.
+        share_prompts: rows that follow each other with equal prompts run through the model as one row, and only their
+            completions apart, after the keys and values of the prompt: the same log-probabilities and gradients up to
+            rounding, for a part of the time and memory where prompts are long or num_generations is large. For models
+            whose cache is keys and values alone; without gradient checkpointing and model_inputs.
         options: further arguments of `loss`: advantages=, old_logps=, config= ...
 
             out = fused_forward(model, input_ids=ids, attention_mask=mask, completion_ids=ids[:, -T:],
@@ -66,15 +74,21 @@ def fused_forward(
 
     Raises ValueError or TypeError, by name: a model whose logits are not understood (see `logit_transform`,
     `lm_head_inputs`) or differ from its own; a logit_scale or logit_softcap that contradicts the model's; tensors that
-    do not fit.
+    do not fit; share_prompts with what it does not go with.
     """
+    check_flag("share_prompts", share_prompts)
     parts = unwrap_causal_lm(model)
     inputs = forward_inputs(parts, input_ids, attention_mask, completion_ids, model_inputs)
+    if share_prompts and model_inputs:
+        raise ValueError(f"share_prompts=True with model_inputs of {', '.join(model_inputs)}; expected one of the two")
     length = completion_ids.shape[1]
     if completion_mask is None and attention_mask is not None:
         completion_mask = attention_mask[:, -length:]
     _check_once(parts, inputs)
-    hidden = parts.body(**inputs, use_cache=False).last_hidden_state[:, -length - 1 : -1]
+    if share_prompts:
+        hidden = _hidden_after_shared_prompts(parts, inputs, length)
+    else:
+        hidden = parts.body(**inputs, use_cache=False).last_hidden_state[:, -length - 1 : -1]
     head = lm_head_inputs(parts.lm_head, hidden)
     if loss is fused_grpo_loss:
         options["config"] = _with_transform(options.get("config"), parts.transform)
@@ -85,6 +99,35 @@ def fused_forward(
     return loss(
         head.hidden, head.weight, completion_ids, completion_mask=completion_mask, lm_head_bias=head.bias, **options
     )
+
+
+def _hidden_after_shared_prompts(parts: CausalLM, inputs: dict[str, Tensor], length: int) -> Tensor:
+    """Hidden states (B, T, H) of the scored positions; see share_prompts of `fused_forward`.
+
+    The last position of a prompt scores the first token; the other tokens are scored after the prompt's keys and
+    values, which their gradients flow through.
+    """
+    prompt = {name: tensor[:, :-length] for name, tensor in inputs.items()}
+    is_new = torch.ones(len(inputs["input_ids"]), dtype=torch.bool, device=inputs["input_ids"].device)
+    is_new[1:] = torch.stack([(tensor[1:] != tensor[:-1]).any(1) for tensor in prompt.values()]).any(0)
+    rows = is_new.cumsum(0) - 1  # the prompt of each row
+    found = parts.body(**{name: tensor[is_new] for name, tensor in prompt.items()}, use_cache=True)
+    cache = found.past_key_values
+    if cache is None or not all(type(layer) in _PLAIN_LAYERS for layer in cache.layers):
+        why = "keeps no cache" if cache is None else f"keeps a cache of {type(cache.layers[0]).__name__}"
+        raise ValueError(
+            f"share_prompts=True: the {type(parts.model).__name__} {why}; expected one of keys and values alone, "
+            "without gradient checkpointing"
+        )
+    first = found.last_hidden_state[:, -1:].index_select(0, rows)
+    if length == 1:
+        return first
+    cache.reorder_cache(rows)
+    others = {name: tensor[:, -length:-1] for name, tensor in inputs.items()}
+    if "attention_mask" in inputs:
+        others["attention_mask"] = inputs["attention_mask"][:, :-1]
+    rest = parts.body(**others, past_key_values=cache, use_cache=True).last_hidden_state
+    return torch.cat([first, rest], dim=1)
 
 
 class CausalLM(NamedTuple):
@@ -177,14 +220,21 @@ def forward_inputs(
     inputs: dict[str, Any] = {"input_ids": input_ids, **(others or {})}
     if attention_mask is not None:
         inputs["attention_mask"] = attention_mask
-        # Models with images or audio count positions in their own way.
-        text_only = getattr(parts.model.config, "text_config", None) is None
-        if text_only and "position_ids" not in inputs and _takes(parts.body, "position_ids"):
-            inputs["position_ids"] = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+        positions = position_ids(parts, attention_mask)
+        if positions is not None:
+            inputs.setdefault("position_ids", positions)
     return inputs
 
 
-def _takes(module: nn.Module, name: str) -> bool:
+def position_ids(parts: CausalLM, attention_mask: Tensor) -> Tensor | None:
+    """(B, L): positions that count from a row's first token. None where the model does not take them, or has images or
+    audio, whose positions it counts in its own way."""
+    if getattr(parts.model.config, "text_config", None) is not None or not takes(parts.body, "position_ids"):
+        return None
+    return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def takes(module: nn.Module, name: str) -> bool:
     """Whether the forward of a module has an argument of this name."""
     return name in inspect.signature(type(module).forward).parameters
 
@@ -236,7 +286,7 @@ def _check_once(parts: CausalLM, inputs: dict[str, Any]) -> None:
 def own_logits(parts: CausalLM, inputs: dict[str, Any], keep: int) -> tuple[Tensor, Tensor]:
     """The model's logits of the last `keep` positions or of all, and its hidden states, of one forward."""
     found: list[Any] = []
-    limit = {"logits_to_keep": keep} if _takes(parts.model, "logits_to_keep") else {}
+    limit = {"logits_to_keep": keep} if takes(parts.model, "logits_to_keep") else {}
     devices = [inputs["input_ids"].device] if inputs["input_ids"].is_cuda else []
     with (
         parts.body.register_forward_hook(lambda module, args, output: found.append(output)),

@@ -113,6 +113,7 @@ class TrainArguments:
     dtype: Dtype = _option("float32", "of the weights")
     bf16: bool = _option(False, "autocast to bfloat16")
     gradient_checkpointing: bool = _option(False, "recompute activations in the backward")
+    share_prompts: bool = _option(False, "run a prompt through the model once for its completions")
     use_peft: bool = _option(False, "train a LoRA adapter")
     lora_r: Count = _option(16, "rank of the adapter")
     lora_alpha: Count = _option(32, "scale of the adapter, times its rank")
@@ -354,6 +355,8 @@ class TrainArguments:
             (a.vllm_tensor_parallel_size > 1,
              f"vllm_tensor_parallel_size={a.vllm_tensor_parallel_size}; expected 1: each process samples prompts of "
              "its own with an engine on its own GPU"),
+            (a.share_prompts and a.gradient_checkpointing,
+             "share_prompts keeps the keys and values that gradient_checkpointing recomputes: expected one of them"),
             (a.loss == "eager" and a.truncates,
              "loss='eager' is over all ids: top_p, top_k and min_p do not go with it"),
             (a.use_vllm and a.truncates and not a.top_k,

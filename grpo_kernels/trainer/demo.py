@@ -21,7 +21,7 @@ CHAT_RUN = [
     "--reward-funcs=last_number", "--num-generations=8", "--per-device-train-batch-size=64", "--beta=0",
     "--max-completion-length=24", "--learning-rate=2e-5", "--lr-scheduler-type=constant", "--max-steps=20",
     "--dataset-test-split=test", "--eval-steps=5", "--eval-num-samples=2", "--eval-max-prompts=32", "--save-steps=0",
-    "--logging-steps=1",
+    "--logging-steps=1", "--share-prompts",
 ]  # fmt: skip
 WIDTH = 40  # characters of a bar
 

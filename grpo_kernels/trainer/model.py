@@ -32,15 +32,17 @@ class Policy(nn.Module):
     policy("sample", prompts=ids, ...)           -> list[Sampled], see rollout.generate
     """
 
-    def __init__(self, lm: Any, *, eager: bool = False):
+    def __init__(self, lm: Any, *, eager: bool = False, share_prompts: bool = False):
         super().__init__()
         self.lm = lm
         self.eager = eager
+        self.share_prompts = share_prompts
         self._no_split_modules = getattr(lm, "_no_split_modules", None)  # accelerate's units of FSDP2
 
     def forward(self, task: str, **inputs: Any) -> Any:
         if task == "sample":
             return generate(self.lm, **inputs)
+        inputs["share_prompts"] = self.share_prompts
         if task == "loss":
             return fused_forward(self.lm, loss=eager_loss if self.eager else fused_grpo_loss, **inputs)
         return fused_forward(self.lm, loss=eager_logps if self.eager else fused_logps, **inputs)[0]

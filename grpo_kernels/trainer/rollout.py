@@ -20,13 +20,15 @@ import torch
 from accelerate.utils import set_seed
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import GenerationConfig, LogitsProcessor
 from transformers.generation import logits_process
 
+from ..integrations.transformers import position_ids, takes, unwrap_causal_lm
 from . import RunError
 from .arguments import TrainArguments
 from .ranks import Ranks, Signals
 from .rewards.answers import reply
+
+MAX_SHARE_LEFT = 0.75  # of a batch when rows that have ended leave it: each time the cache is copied
 
 
 class Sampled(NamedTuple):
@@ -88,34 +90,103 @@ def generate(
 ) -> list[Sampled]:
     """One completion of each prompt, drawn from torch's global generator, in one padded batch.
 
+    A prompt that stands several times in a row runs through the model once, and completions that have ended leave the
+    batch. synced: every rank calls the model as often as the others, as FSDP2's collectives need.
+    """
+    decode, draw = _Decoder(lm), _Draw(arguments, greedy)
+    distinct = [(prompt, len(list(same))) for prompt, same in groupby(prompts)]
+    rows = torch.arange(len(distinct)).repeat_interleave(torch.tensor([count for _, count in distinct]))
+    logits = decode.start(*left_padded([prompt for prompt, _ in distinct], pad_id, lm.device))
+    logits = decode.select(logits, rows.to(lm.device))
+    sampled: list[_Tokens] = [_Tokens() for _ in prompts]
+    batch = list(range(len(prompts)))  # the completion of each row
+    for length in range(1, arguments.max_completion_length + 1):
+        ids, logps, kept = draw(logits)
+        for k, (i, id, logp) in enumerate(zip(batch, ids.tolist(), logps.tolist(), strict=True)):
+            sampled[i].add(id, logp, kept[k] if kept else [], ends)
+        going = [k for k, i in enumerate(batch) if not sampled[i].ended]
+        if length == arguments.max_completion_length or not _on_any_rank(bool(going), synced, lm.device):
+            break
+        if len(going) <= MAX_SHARE_LEFT * len(batch):
+            going = going or [0]  # for the other ranks' sake
+            batch = [batch[k] for k in going]
+            ids = decode.select(ids, torch.tensor(going, device=lm.device))
+        logits = decode.next(ids)
+    return [
+        Sampled(s.ids, s.ended, torch.tensor(s.logps, dtype=torch.float32), s.kept if draw.keeps_ids else None)
+        for s in sampled
+    ]
+
+
+@dataclass
+class _Tokens:
+    """A completion on its way; tokens after its end are not added."""
+
+    ids: list[int] = field(default_factory=list)
+    logps: list[float] = field(default_factory=list)
+    kept: list[list[int]] = field(default_factory=list)
+    ended: bool = False
+
+    def add(self, id: int, logp: float, kept: list[int], ends: Sequence[int]) -> None:
+        if not self.ended:
+            self.ids.append(id)
+            self.logps.append(logp)
+            self.kept.append(kept)
+            self.ended = id in ends
+
+
+def _on_any_rank(flag: bool, synced: bool, device: Any) -> bool:
+    if not synced:
+        return flag
+    found = torch.tensor(flag, device=device, dtype=torch.int32)
+    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
+    return bool(found)
+
+
+class _Decoder:
+    """Calls a model token by token, for a batch whose rows can be selected: transformers' `generate` keeps them all.
+
+    Positions are those that the loss scores with.
+    """
+
+    def __init__(self, lm: Any) -> None:
+        self.lm, self.parts = lm, unwrap_causal_lm(lm)
+        self.cache: Any = None
+        self.options: dict[str, Any] = {"logits_to_keep": 1} if takes(self.parts.model, "logits_to_keep") else {}
+
+    def start(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Logits (B, V) float32 of the first tokens after prompts (B, P), padded on the left."""
+        self.mask = mask
+        return self._call(ids)
+
+    def next(self, ids: Tensor) -> Tensor:
+        """Logits of the tokens after `ids` (B,)."""
+        self.mask = torch.cat([self.mask, self.mask.new_ones(len(ids), 1)], dim=1)
+        return self._call(ids[:, None])
+
+    def select(self, values: Tensor, rows: Tensor) -> Tensor:
+        """values[rows]; these rows, some of them several times, are the batch from now on."""
+        self.mask = self.mask[rows]
+        self.cache.reorder_cache(rows)
+        return values[rows]
+
+    def _call(self, ids: Tensor) -> Tensor:
+        positions = position_ids(self.parts, self.mask)
+        if positions is not None:
+            self.options["position_ids"] = positions[:, -ids.shape[1] :]
+        found = self.lm(
+            input_ids=ids, attention_mask=self.mask, past_key_values=self.cache, use_cache=True, **self.options
+        )
+        self.cache = found.past_key_values
+        return found.logits[:, -1].float()
+
+
+class _Draw:
+    """Draws a token of each row, and notes where it comes from.
+
     The model's generation_config has no say: its top_k or repetition penalty would sample from another distribution
     than the one that the loss scores.
     """
-    ids, mask = left_padded(prompts, pad_id, lm.device)
-    draw = _Draw(arguments, greedy)
-    config = GenerationConfig(
-        max_new_tokens=arguments.max_completion_length, pad_token_id=pad_id, eos_token_id=list(ends), use_cache=True,
-        do_sample=False,
-    )  # fmt: skip
-    of_model, lm.generation_config = lm.generation_config, config  # generate fills in what `config` does not set
-    try:
-        found = lm.generate(
-            ids, attention_mask=mask, generation_config=config, synced_gpus=synced, logits_processor=[draw]
-        )
-    finally:
-        lm.generation_config = of_model
-    logps = torch.stack(draw.logps, dim=1).cpu()
-    completions = []
-    for i, row in enumerate(found[:, ids.shape[1] :].tolist()):
-        length = next((k + 1 for k, token in enumerate(row) if token in ends), len(row))
-        kept = [draw.kept[k][i] for k in range(length)] if draw.kept else None
-        completions.append(Sampled(row[:length], row[length - 1] in ends, logps[i, :length].clone(), kept))
-    return completions
-
-
-class _Draw(LogitsProcessor):
-    """The last processor draws each token itself, and leaves no other one to choose: so the distribution that a token
-    comes from is known when its log-probability is noted."""
 
     def __init__(self, arguments: TrainArguments, greedy: bool):
         a, self.greedy = arguments, greedy or arguments.temperature == 0
@@ -127,22 +198,31 @@ class _Draw(LogitsProcessor):
         )
         self.warpers = [] if self.greedy else [warper(value) for warper, value, off in options if value != off]
         self.keeps_ids = a.truncates and not self.greedy
-        self.logps: list[Tensor] = []  # (B,) of each token
-        self.kept: list[list[list[int]]] = []  # [token][row]
 
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
+    def __call__(self, scores: Any) -> tuple[Tensor, Tensor, list[list[int]] | None]:
+        """(ids (B,), their log-probabilities (B,) in nats, the ids that truncated sampling kept) of logits (B, V)."""
         for warper in self.warpers:
-            scores = warper(input_ids, scores)
-        logps = scores.float().log_softmax(-1)
+            scores = warper(None, scores)
+        logps = scores.log_softmax(-1)
         # Of a row all are NaN or none. multinomial would raise an error of its own, and on a GPU end all work there.
         if bool(logps[:, 0].isnan().any()):
             raise RunError("the policy's logits are NaN: its weights or activations have overflowed (learning_rate?)")
-        drawn = logps.argmax(-1, keepdim=True) if self.greedy else torch.multinomial(logps.exp(), 1)
-        self.logps.append(logps.gather(1, drawn).squeeze(1))
+        drawn = logps.argmax(-1, keepdim=True) if self.greedy else _drawn(logps.exp())
+        kept = None
         if self.keeps_ids:
             finite = scores > -math.inf
-            self.kept.append([row.tolist() for row in finite.nonzero()[:, 1].split(finite.sum(1).tolist())])
-        return torch.full_like(scores, -math.inf).scatter(1, drawn, 0.0)
+            kept = [row.tolist() for row in finite.nonzero()[:, 1].split(finite.sum(1).tolist())]
+        return drawn.squeeze(1), logps.gather(1, drawn).squeeze(1), kept
+
+
+def _drawn(probabilities: Tensor) -> Tensor:
+    """An id (B, 1) from each row of probabilities (B, V)."""
+    if probabilities.device.type != "cpu":
+        return torch.multinomial(probabilities, 1)
+    # multinomial takes V random numbers for a row, on a CPU for as long as a small model takes for its logits.
+    sums = probabilities.cumsum(-1, dtype=torch.float64)
+    place = torch.rand(len(sums), 1, dtype=torch.float64) * sums[:, -1:]
+    return torch.searchsorted(sums, place, right=True).clamp_(max=sums.shape[1] - 1)
 
 
 def left_padded(rows: Sequence[Sequence[int]], pad_id: int, device: Any) -> tuple[Tensor, Tensor]:

@@ -81,7 +81,8 @@ class Run:
         if self.checkpoint is not None:
             check_state(self.checkpoint, a, self.prompts, zero_stage(self.accelerator))
         self.rewards = make_rewards(a, self.prompts, self.held_out, given)
-        policy, ends = Policy(lm, eager=a.loss == "eager"), eos_ids(lm, tokenizer)
+        policy = Policy(lm, eager=a.loss == "eager", share_prompts=a.share_prompts)
+        ends = eos_ids(lm, tokenizer)
         vllm = VLLM(source, a) if a.use_vllm else None
         self.policy, self.optimizer = self.accelerator.prepare(policy, _make_optimizer(policy, a))
         self.bare_policy: Policy = self.accelerator.unwrap_model(self.policy)
