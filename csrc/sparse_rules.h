@@ -1,5 +1,5 @@
-// Sparse gradients: what systematic sampling along a row of d loss / d logits needs besides the row (contract.SparseRule
-// of Python). CPU and device kernels compile this file.
+// Sparse gradients: what systematic sampling along a row of d loss / d logits needs besides the row
+// (contract.SparseRule of Python). CPU and device kernels compile this file.
 #pragma once
 #include "args.h"
 

@@ -159,11 +159,11 @@ class KeptPairs(NamedTuple):
 class SparseRule(NamedTuple):
     """How a row of d loss / d logits becomes pairs of an id and a number: systematic sampling.
 
-    With s = |dz / d logit| (|d loss / d logp| + |d loss / d entropy|), dz / d logit = logit_scale / temperature, kept as
-    they are: the sampled id, entries of at least theta s, NaN. Of the others |v| / (theta s) is added up in the order of
-    the ids, and an entry becomes sign(v) theta s where the sum passes an integer minus u; else it is 0. u in [0, 1) is a
-    hash of the token's place in the batch, of its log-sum-exp and of `first_id`. The sum is in units of 1 / SPARSE_ONE,
-    each share rounded to one: any order of adding gives the same bits.
+    s = logit_scale / temperature (|d loss / d logp| + |d loss / d entropy|) is the scale of the row. Kept as they are:
+    the sampled id's entry, those of at least theta s, and NaN. The shares |v| / (theta s) of the others are added up in
+    the order of the ids, and an entry becomes sign(v) theta s where the sum passes an integer minus u; else it is 0.
+    u in [0, 1) is a hash of the token's place in the batch, of its log-sum-exp and of `first_id`. Shares are rounded to
+    whole units of 1 / SPARSE_ONE: any order of adding gives the same bits.
     """
 
     theta: float

@@ -94,8 +94,8 @@ def fused_policy_loss(
     Gradients flow to hidden, weight and bias alone: where the value also depends on another tensor that requires a
     gradient, say a learned coefficient in the closure of `loss_fn`, this raises; detach it, or use `fused_logps`.
 
-    Shapes and errors as in `fused_grpo_loss`, sparse_backward as in `GRPOConfig`. It calls back into Python, so torch.compile breaks the graph here; use
-    `fused_logps` with autograd where that matters.
+    Shapes and errors as in `fused_grpo_loss`, sparse_backward as in `GRPOConfig`. It calls back into Python, so
+    torch.compile breaks the graph here; use `fused_logps` with autograd where that matters.
     """
     check_logit_transform(temperature, logit_scale, logit_softcap)
     check_one_of("level", level, ("token", "sequence"))

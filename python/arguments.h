@@ -105,7 +105,8 @@ template <class Where, void (*kRun)(const gk::RowArgs&, const gk::SparseRows&, W
 void sparse_gradient(const py::args& given) {
     gk::SparseRows out = {};
     Where where;
-    const gk::RowArgs a = row_args(given, out.ids, out.values, out.counts, out.capacity, out.theta, out.first_id, where);
+    const gk::RowArgs a =
+        row_args(given, out.ids, out.values, out.counts, out.capacity, out.theta, out.first_id, where);
     py::gil_scoped_release unlocked;
     kRun(a, out, where);
 }

@@ -31,7 +31,8 @@ const std::vector<Isa>& available() {
     static const std::vector<Isa> list = [] {
         std::vector<Isa> found;
 #ifdef GK_HAVE_AVX512
-        found.push_back({"avx512", cpu_features().avx512, avx512::row_kernels(), avx512::sparse_kernel(), avx512::kept_kernels});
+        found.push_back(
+            {"avx512", cpu_features().avx512, avx512::row_kernels(), avx512::sparse_kernel(), avx512::kept_kernels});
 #endif
 #ifdef GK_HAVE_AVX2
         found.push_back({"avx2", cpu_features().avx2, avx2::row_kernels(), avx2::sparse_kernel(), avx2::kept_kernels});

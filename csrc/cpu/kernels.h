@@ -1,5 +1,5 @@
-// The kernels of one instruction set. rows.cpp, sparse.cpp and kept.cpp are compiled once per set, each time into its own
-// namespace.
+// The kernels of one instruction set. rows.cpp, sparse.cpp and kept.cpp are compiled once per set, each time into its
+// own namespace.
 #pragma once
 #include "api.h"
 

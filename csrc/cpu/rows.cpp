@@ -17,9 +17,9 @@
 // far, and the second sweep only scales them: one exponential per logit.
 //
 // Compiled once per instruction set, see kernels.h. Only internal linkage and plain functions of the C library here.
-#include <stdlib.h>
-
 #include "rows.h"
+
+#include <stdlib.h>
 
 namespace gk {
 namespace GK_ISA {
@@ -126,8 +126,7 @@ static void sweep_block(const Sweep& sweep, const float* y, const float* slope, 
     int64_t i = 0;
     for (; i + kWidth <= count; i += kWidth)
         Out::store(target + i, gradient_vector<kLinear, kCapped>(sweep, y + i, slope + i));
-    if (i < count)
-        store_tail<Out>(target + i, gradient_vector<kLinear, kCapped>(sweep, y + i, slope + i), count - i);
+    if (i < count) store_tail<Out>(target + i, gradient_vector<kLinear, kCapped>(sweep, y + i, slope + i), count - i);
 }
 
 using SweepBlock = void (*)(const Sweep&, const float*, const float*, int64_t, void*, int64_t);

@@ -1,8 +1,10 @@
-// The gradient of a row of logits as pairs of an id and a number, by systematic sampling (contract.SparseRule of Python).
+// The gradient of a row of logits as pairs of an id and a number, by systematic sampling (contract.SparseRule of
+// Python).
 //
-// Nearly all entries are far below the level theta s, and leave no pair. So a step of kStep entries adds up their shares
-// of the level, in integers, which any order of adding leaves the same; where the sum stays below the next integer of the
-// running sum, and no entry is large, the step is done. The others are looked at one entry after another.
+// Nearly all entries are far below the level theta s, and leave no pair. So a step of kStep entries adds up their
+// shares of the level, in integers, which any order of adding leaves the same; where the sum stays below the next
+// integer of the running sum, and no entry is large, the step is done. The others are looked at one entry after
+// another.
 //
 // Compiled once per instruction set, see kernels.h. Only internal linkage and plain functions of the C library here.
 #include "../sparse_rules.h"
@@ -75,8 +77,8 @@ static int64_t sparse_row(const RowArgs& args, const SparseRows& out, int64_t i,
     if (g_logp == 0.f && g_entropy == 0.f) return 0;
     const Row row = make_row(args, i, temperature);
     const Shift lse = shift_of(row, args.lse[token]);
-    const RowGradient gradient = make_gradient(args, i, row, lse.shift, lse.rest, args.tokens.value(kTokenEntropy, token),
-                                               g_logp, g_entropy, buffers);
+    const RowGradient gradient = make_gradient(args, i, row, lse.shift, lse.rest,
+                                               args.tokens.value(kTokenEntropy, token), g_logp, g_entropy, buffers);
     const float level =
         out.theta * (args.params.logit_scale / temperature * (__builtin_fabsf(g_logp) + __builtin_fabsf(g_entropy)));
     Sampler sampler = {level,

@@ -121,8 +121,10 @@ def auto_choice(device: torch.device, dtype: torch.dtype) -> Choice:
 
 
 def choose_backend(name: str, device: torch.device, dtype: torch.dtype, *, sparse: bool = False) -> str:
-    """Resolve `backend=` for logits of this type on this device; ValueError where a named one cannot serve them, or with
-    `sparse` the one that is found has no sparse gradients."""
+    """Resolve `backend=` for logits of this type on this device; ValueError where a named one cannot serve them.
+
+    sparse: for config.sparse_backward, which some backends lack.
+    """
     found = _choose(name, device, dtype)
     if sparse and not hasattr(get_backend(found), "sparse_gradient"):
         raise ValueError(f"config.sparse_backward is not served by backend={found!r}; leave it out, or use 'torch'")

@@ -160,9 +160,9 @@ def _outside(ids: Tensor, row: Tensor, rows: int, vocab_size: int) -> Tensor:
 def make_matrices(
     index: Tensor, flat_ids: Tensor, counts: Tensor, slots: Tensor
 ) -> tuple[list[KeptIds], KeptPairs, Tensor]:
-    """Matrices of the ids by width, whose ids are views of those of the pairs, one after another; and the places (M,) of
-    `flat_ids` among the pairs. A token of `index` gets at most 2 times its `slots` places, or LEAST_WIDTH. One read of
-    the number of tokens per width."""
+    """Matrices of the ids by width, whose ids are views of those of the pairs, one after another; and the places of
+    `flat_ids` (M,) among the pairs. A token of `index` gets at most 2 times its `slots` places, or LEAST_WIDTH. One
+    read of the number of tokens per width."""
     device = index.device
     least = LEAST_WIDTH.get(device.type, LEAST_WIDTH["cuda"])
     widths = least * 2 ** torch.arange(32, device=device)

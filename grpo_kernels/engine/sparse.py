@@ -49,8 +49,10 @@ class SparsePairs:
         params: KernelParams,
         exact: Tensor | None,
     ) -> None:
-        """The tokens of a row chunk, of which those in `exact` (N,) bool get no pairs. coefficients: d loss / d logp and
-        d loss / d entropy (N,)."""
+        """The tokens of a row chunk, of which those in `exact` (N,) bool get no pairs.
+
+        coefficients: d loss / d logp and d loss / d entropy (N,).
+        """
         rows, pairs = chunk.rows, self._rows(chunk.rows.count)
         cast(SparseBackend, self.head.backend).sparse_gradient(
             chunk, temperature, values, *coefficients, params, self.rule, pairs

@@ -14,8 +14,10 @@ _WORD = 2**32 - 1
 def write_pairs(
     dlogits: Tensor, sampled: Tensor, scale: Tensor, start: Tensor, rule: SparseRule, pairs: SparseRows
 ) -> None:
-    """From dlogits (C, V), the columns of the sampled ids, -1 where there is none, and the rows' scales (C,); start (C,)
-    int64 is where the running sum begins."""
+    """From dlogits (C, V), the columns of the sampled ids, -1 where there is none, and the scales of the rows (C,).
+
+    start: (C,) int64, where the running sum begins.
+    """
     level = rule.theta * scale
     shares = dlogits.abs() * (SPARSE_ONE / level)[:, None]
     exact = ~(shares < SPARSE_ONE)  # NaN and infinity too
@@ -35,7 +37,7 @@ def write_pairs(
 
 
 def start_of_sum(tokens: Tensor, lse: Tensor, first_id: int) -> Tensor:
-    """u in [0, 1) as int64 in units of 1 / SPARSE_ONE, of tokens (C,) and their lse; csrc/sparse_rules.h has the same."""
+    """u in [0, 1), int64 in units of 1 / SPARSE_ONE, of tokens (C,) and their lse; csrc/sparse_rules.h has the same."""
     bits = lse.to(torch.float32).view(torch.int32).long() & _WORD
     return _mixed(_mixed(_mixed(tokens) + bits) + first_id) >> 1
 
