@@ -23,6 +23,8 @@ from helpers import (
     set_mask_way,
 )
 from option_space import POINTS, build, choose
+from test_peft import ADVANTAGES, adapted
+from test_transformers import batch as model_batch
 from test_vocab_parallel import run_ranks, sliced, whole
 from torch import Tensor
 
@@ -32,6 +34,7 @@ from grpo_kernels.backends.pytorch.backend import TorchBackend
 from grpo_kernels.contract import SparseRule
 from grpo_kernels.engine import kept, sparse
 from grpo_kernels.engine import shared as engine_shared
+from grpo_kernels.integrations.transformers import fused_forward
 
 BACKENDS = ("cpu", "torch")
 TINY = 1e-12  # every entry is kept as it is
@@ -357,21 +360,19 @@ def test_liger_and_the_trainer_pass_it_on():
         TrainArguments(**given | {"sparse_backward": 2.0}).check(1)
 
 
-def test_trl_passes_it_on(monkeypatch):
-    trl = pytest.importorskip("trl", reason="trl is not installed: make test EXTRAS=dev,peers")
-    assert trl
-    from grpo_kernels.integrations import trl as integration
-
-    batch, found = make_batch(0, sequences=1, length=8), []
-    for theta in (None, THETA, None):
-        hidden, weight = batch.hidden[0].clone().requires_grad_(), batch.weight.clone().requires_grad_()
-        integration.patch_trl(theta)
-        integration._FusedLogProbs.apply(hidden, weight, None, batch.ids[0], 1.0, 4)[0].sum().backward()
-        found.append(weight.grad)
-    integration.unpatch_trl()
-    assert torch.equal(found[0], found[2]) and not torch.equal(found[0], found[1])
-    with pytest.raises(ValueError, match=r"sparse_backward=0\.0;"):
-        integration.patch_trl(0.0)
+def test_an_adapter_on_the_head():
+    """Its weight is longer, and only in part trained."""
+    peft = pytest.importorskip("peft", reason="peft is not installed: run make test")
+    found = []
+    for theta in (None, TINY, 0.1):
+        model = adapted(peft, torch.float32, target_modules=["lm_head"])
+        config = gk.GRPOConfig(sparse_backward=theta)
+        fused_forward(model, **model_batch(), advantages=ADVANTAGES, config=config).loss.backward()
+        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    exact, tiny, rounded = found
+    for name, gradient in exact.items():
+        assert torch.allclose(tiny[name], gradient, rtol=1e-4, atol=1e-6)
+        assert not torch.equal(rounded[name], gradient)
 
 
 # --- refused ----------------------------------------------------------------------------------------------------------
