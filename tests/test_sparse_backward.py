@@ -160,14 +160,16 @@ def test_with_room_for_every_entry_or_none_gradients_are_exact(backend, name, mo
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bits(dtype, backend, monkeypatch):
-    """Pairs are float32; of float16 a loss scale reaches them in the backward."""
-    batch = rich_batch().head_as(dtype)
-    exact = reference(batch, gk.GRPOConfig())
-    for theta, logits_per_pair in ((TINY, 1), (THETA, 1000)):
+@pytest.mark.parametrize(
+    ("dtype", "logits_dtype"), [(torch.bfloat16, None), (torch.float16, None), (torch.float16, torch.float16)]
+)
+def test_16_bits(dtype, logits_dtype, backend, monkeypatch):
+    """Pairs are float32, beside float16 gradients that hold a scale; a loss scale reaches them in the backward."""
+    batch, config = rich_batch().head_as(dtype), gk.GRPOConfig(logits_dtype=logits_dtype, chunk_rows=8)
+    exact = reference(batch, config)
+    for theta, logits_per_pair in ((TINY, 1), (TINY, 2), (THETA, 1000)):
         room(monkeypatch, logits_per_pair)
-        found, plain = fused(batch, gk.GRPOConfig(sparse_backward=theta), backend), fused(batch, None, backend)
+        found, plain = fused(batch, with_theta(config, theta), backend), fused(batch, config, backend)
         same_forward(found, plain)
         of_plain = errors(plain, exact)
         for name in ("hidden", "weight", "bias"):
@@ -176,7 +178,7 @@ def test_16_bits(dtype, backend, monkeypatch):
     leaves = [x.clone().requires_grad_() for x in (batch.hidden, batch.weight)]
     out = gk.fused_grpo_loss(
         *leaves, batch.ids, batch.advantages, backend=backend, lm_head_bias=batch.bias,
-        config=gk.GRPOConfig(sparse_backward=TINY), **batch.options,
+        config=with_theta(config, TINY), **batch.options,
     )  # fmt: skip
     (out.loss * 65536).backward()
     assert (leaves[0].grad.double() / 65536 - exact.grads["hidden"]).norm() <= 1e-2 * exact.grads["hidden"].norm()
@@ -217,10 +219,10 @@ def test_frozen_inputs(backend, wants):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_pairs_wait_for_the_buffer(backend, dtype, monkeypatch):
-    batch = rich_batch().head_as(dtype)
+    batch, logits_dtype = rich_batch().head_as(dtype), torch.float16 if dtype == torch.float16 else None
     for logits_per_pair in (1, 67 / 20, 1000):
         room(monkeypatch, logits_per_pair)
-        config = gk.GRPOConfig(sparse_backward=THETA, chunk_rows=8)
+        config = gk.GRPOConfig(sparse_backward=THETA, chunk_rows=8, logits_dtype=logits_dtype)
         plain, total = fused(batch, config, backend), torch.full((67, 24), 0.5)
         hidden, weight = batch.hidden.clone().requires_grad_(), batch.weight.clone().requires_grad_()
         out = gk.fused_grpo_loss(

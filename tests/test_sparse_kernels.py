@@ -243,10 +243,3 @@ def test_numbers_that_are_not_finite_and_levels_that_vanish(kernels):
     given = Given(logits, torch.tensor([0, 7]))
     found = matrix(given.pairs(kernels), 3000)
     assert not found[torch.isneginf(logits)].any() and found.any(1).all()
-
-
-def test_float64():
-    given = random_rows(5, 200, torch.float64)
-    found, dense = given.pairs(TORCH), given.dense()
-    large = dense.abs() >= THETA * given.scale[:, None]
-    assert found.values.dtype == torch.float64 and torch.equal(matrix(found, 200)[large], dense[large])

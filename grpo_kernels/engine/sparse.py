@@ -77,7 +77,7 @@ class SparsePairs:
 
     def finish(self) -> None:
         """The products, after those of the tokens in `dense`; `sums` is what remains."""
-        head = self.head
+        head, self._buffers = self.head, None
         if head.wants[0]:  # all ranks with a slice of the vocabulary add theirs up, those without a pair too
             head.dhidden_for(Rows(0, 0, self.dense()[:0]))
         if self._found:
