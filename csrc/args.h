@@ -42,6 +42,16 @@ struct RowArgs {
     Params params;
 };
 
+// The gradient of the logits of a chunk as pairs of an id and a number, `capacity` places per row.
+struct SparseRows {
+    int32_t* ids;  // (rows, capacity), ascending
+    float* values;
+    int32_t* counts;  // (rows,); capacity + 1 where there are more
+    int64_t capacity;
+    float theta;
+    int64_t first_id;  // of a slice of the vocabulary
+};
+
 // The objective of tokens whose log-probability and entropy are known.
 struct TokenArgs {
     TokenData tokens;

@@ -125,6 +125,10 @@ class GRPOConfig:
         static_shapes: compute every row, padding too, so that nothing is read back to the host: for CUDA graphs, whose
             capture switches it on. Off, zero-gradient rows are left out, at the cost of one small read per call.
         score_inactive: also compute logps, entropy and metrics of zero-gradient tokens (one GEMM over their rows).
+        sparse_backward: theta in (0, 1), such as 2^-12: of the gradient of the logits only entries of at least theta
+            times the row's scale and the sampled id's are kept; smaller ones are rounded to 0 or to theta times the
+            scale, right in expectation, and two of the three products become gathers. Equal calls have equal bits; the
+            loss and its metrics are those of None, which is exact. A token with too many entries takes the products.
     Advantages from rewards
         advantage_scale, advantage_baseline, advantage_ddof, advantage_eps: see `group_advantages`. They belong to
             `rewards` of the call; `advantages` that are given in their place are taken as they are.
@@ -163,6 +167,7 @@ class GRPOConfig:
     logits_dtype: torch.dtype | None = None
     chunk_rows: int | None = None
     static_shapes: bool = False
+    sparse_backward: float | None = None
     # Everything but the tensors, as text: what the custom op receives, and a constant to torch.compile.
     key: str = dataclasses.field(init=False, repr=False, compare=False, default="")
     has_tensors: bool = dataclasses.field(init=False, repr=False, compare=False, default=False)
@@ -201,6 +206,7 @@ class GRPOConfig:
                 object.__setattr__(self, name, rule.options[name])
         for name in ("use_bias_correction_kl", "score_inactive", "static_shapes"):
             check_flag(name, getattr(self, name))
+        check_sparse_backward(self.sparse_backward)
         self._check_numbers()
         self._check_combinations()
         object.__setattr__(self, "key", self._to_key())
@@ -259,6 +265,8 @@ class GRPOConfig:
             raise ValueError(f"max_completion_length has no effect with aggregation={self.aggregation!r}; leave it out")
         if self.kl_estimator == "none" and (self.beta != 0.0 or self.use_bias_correction_kl):
             raise ValueError("kl_estimator='none' contradicts beta != 0 and use_bias_correction_kl")
+        if self.sparse_backward is not None and self.static_shapes:
+            raise ValueError("static_shapes=True contradicts sparse_backward, whose number of entries is read")
 
     @property
     def has_entropy_bonus(self) -> bool:
@@ -434,6 +442,15 @@ def check_logit_transform(temperature: float | torch.Tensor, logit_scale: float,
     check_number("logit_scale", logit_scale, above=0.0)
     if logit_softcap is not None:
         check_number("logit_softcap", logit_softcap, above=0.0)
+
+
+def check_sparse_backward(theta: object) -> None:
+    if theta is None:
+        return
+    if isinstance(theta, bool) or not isinstance(theta, (int, float)):
+        raise TypeError(f"sparse_backward is a {type(theta).__name__}; expected a number in (0, 1), or None")
+    if not 0 < theta < 1:
+        raise ValueError(f"sparse_backward={shown(theta)}; expected a number in (0, 1), or None")
 
 
 def check_flag(name: str, x: object) -> None:

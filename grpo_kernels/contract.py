@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .names import COLUMNS, VALUE_FIELDS, KernelParams, PlanRules
+from .names import COLUMNS, MASK_SUMS, SPARSE_SUMS, VALUE_FIELDS, KernelParams, PlanRules
 
 
 def chunk_row_stride(vocab_size: int, device: torch.device) -> int:
@@ -156,6 +156,28 @@ class KeptPairs(NamedTuple):
         return torch.searchsorted(ids, bounds), order
 
 
+class SparseRule(NamedTuple):
+    """How a row of d loss / d logits becomes pairs of an id and a number: systematic sampling.
+
+    s = logit_scale / temperature (|d loss / d logp| + |d loss / d entropy|) is the scale of the row. Kept as they are:
+    the sampled id's entry, those of at least theta s, and NaN. The shares |v| / (theta s) of the others are added up in
+    the order of the ids, and an entry becomes sign(v) theta s where the sum passes an integer minus u; else it is 0.
+    u in [0, 1) is a hash of the token's place in the batch, of its log-sum-exp and of `first_id`. Shares are rounded to
+    whole units of 1 / SPARSE_ONE: any order of adding gives the same bits.
+    """
+
+    theta: float
+    first_id: int = 0  # of a slice of the vocabulary
+
+
+class SparseRows(NamedTuple):
+    """Where a row kernel writes the pairs. Places beyond a row's count may hold anything."""
+
+    ids: Tensor  # (C, K) int32, ascending
+    values: Tensor  # (C, K) float32, or float64 for float64 inputs
+    counts: Tensor  # (C,) int32; K + 1 where there are more than K, of which none can be used
+
+
 class TokenInputs(NamedTuple):
     """What a caller gives besides hidden states, weight and ids. Shapes: (B, T) or packed (N,); "per sequence" (S,).
 
@@ -234,9 +256,16 @@ class Sums:
 
     @property
     def mask(self) -> Tensor | None:
-        """(len(MASK_SUMS),) where there is a sampling mask: they come last."""
+        """(len(MASK_SUMS),) where there is a sampling mask."""
         size = self.size(self.num_sequences, self.num_groups)
-        return self.numbers[size:] if self.numbers.numel() > size else None
+        has_mask = self.numbers.numel() - size >= len(MASK_SUMS)
+        return self.numbers[size : size + len(MASK_SUMS)] if has_mask else None
+
+    @property
+    def sparse(self) -> Tensor | None:
+        """(len(SPARSE_SUMS),) with sparse_backward: they come last."""
+        others = self.numbers.numel() - self.size(self.num_sequences, self.num_groups)
+        return self.numbers[-len(SPARSE_SUMS) :] if others % len(MASK_SUMS) else None
 
     def _rows(self, first: int, count: int) -> Tensor:
         columns = len(COLUMNS)
@@ -362,6 +391,24 @@ class FoldingBackend(Backend, Protocol):
         exponentials: Tensor,
         params: KernelParams,
     ) -> tuple[RowStats, Tensor]: ...
+
+
+class SparseBackend(Backend, Protocol):
+    """A backend that gives the gradient of the logits as pairs too; those without it refuse sparse_backward."""
+
+    def sparse_gradient(
+        self,
+        chunk: LogitChunk,
+        temperature: Tensor,
+        values: TokenValues,
+        g_logp: Tensor,
+        g_entropy: Tensor,
+        params: KernelParams,
+        rule: SparseRule,
+        pairs: SparseRows,
+    ) -> None:
+        """`logits_gradient` by this rule; the logits stay as they are. No pairs for a token without a gradient."""
+        ...
 
 
 class TransposingBackend(Backend, Protocol):

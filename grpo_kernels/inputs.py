@@ -125,7 +125,8 @@ def resolve(
     `owner` is the argument that has that shape, `dtype` the type that products are computed in.
     reads_logits=False: the temperature is not used.
     """
-    backend = choose_backend(options.get("backend", "auto"), per_token.device, dtype)
+    sparse = config.sparse_backward is not None and reads_logits
+    backend = choose_backend(options.get("backend", "auto"), per_token.device, dtype, sparse=sparse)
     check_sampling_mask(sampling_mask, per_token.shape, per_token)
     rewards, cu_seqlens, device = options.get("rewards"), options.get("cu_seqlens"), per_token.device
     num_generations, group_ids = options.get("num_generations"), options.get("group_ids")

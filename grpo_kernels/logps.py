@@ -10,7 +10,7 @@ from torch import Tensor
 from .backends import choose_backend
 from .checks.arguments import check_token_tensor, temperature_per_token
 from .checks.plain import full_weight
-from .config import check_flag, check_logit_transform
+from .config import check_flag, check_logit_transform, check_sparse_backward
 from .engine.logps_op import LogpsCall, LogpsTokens, logps_from_hidden
 from .engine.shared import requires_grad_flags
 from .engine.vocab_parallel import agree, announced_errors, check_group
@@ -33,6 +33,7 @@ def fused_logps(
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
+    sparse_backward: float | None = None,
     entropy: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
@@ -45,6 +46,7 @@ def fused_logps(
     tensors (float64 from float64) of the shape of completion_ids, in nats, 0 at masked positions.
 
     sampling_mask: over the ids that truncated sampling kept for each token alone, as in `fused_grpo_loss`.
+    sparse_backward: as in `GRPOConfig`, for the backward.
     vocab_parallel_group: of ranks with a slice of the vocabulary each, as in `fused_grpo_loss`; every rank has to run
     the backward. A sharded weight (DTensor) is gathered, as there.
 
@@ -61,6 +63,7 @@ def fused_logps(
         check_group(group)
     with nullcontext() if group is None else announced_errors(group, hidden):
         check_logit_transform(temperature, logit_scale, logit_softcap)
+        check_sparse_backward(sparse_backward)
         check_flag("entropy", entropy)
         compute_dtype = check_lm_head("fused_logps", hidden, weight, bias, completion_ids)
         check_token_tensor("completion_mask", completion_mask, completion_ids.shape, -1, hidden)
@@ -75,8 +78,8 @@ def fused_logps(
             None if sampling_mask is None else sampling_mask.counts,
         )  # fmt: skip
         number = 1.0 if isinstance(temperature, Tensor) else float(temperature)
-        numbers = number, float(logit_scale), 0.0 if logit_softcap is None else float(logit_softcap)
-        name = choose_backend(backend, hidden.device, compute_dtype or hidden.dtype)
+        numbers = number, float(logit_scale), float(logit_softcap or 0.0), float(sparse_backward or 0.0)
+        name = choose_backend(backend, hidden.device, compute_dtype or hidden.dtype, sparse=sparse_backward is not None)
         call = LogpsCall(tokens, numbers, entropy, name, compute_dtype)
     if group is not None:
         wants = requires_grad_flags(hidden, weight, bias)

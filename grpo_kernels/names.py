@@ -71,6 +71,10 @@ COLUMN = {name: i for i, name in enumerate(COLUMNS)}
 
 # Sums over scored tokens with a sampling mask. The last two: of those that took the dense way (engine/kept.py).
 MASK_SUMS = ("tokens", "added", "dense_kept_mass", "dense_tokens")
+# With sparse_backward: pairs of a token and an id, tokens that took products instead, tokens with a gradient.
+SPARSE_SUMS = ("pairs", "dense", "tokens")
+# One in the fixed-point running sum of sparse gradients, which a kernel keeps modulo this.
+SPARSE_ONE = 2**31
 
 # exp(88.7) is the largest float32. Exponents of ratios and of k3 stop here, with gradient 0 like every other clamp; and
 # so does the bias-corrected KL, the product of the two, at the same number.
@@ -145,6 +149,7 @@ CONSTANTS = (
     ("kMaxExponent", EXPONENT_LIMIT),
     ("kMaxProduct", PRODUCT_LIMIT),
     ("kTrustRegionQuadratic", TRUST_REGION_QUADRATIC),
+    ("kSparseOne", float(SPARSE_ONE)),
 )
 
 
@@ -154,7 +159,7 @@ def integers_first(struct: Any) -> tuple[list[str], list[str]]:
     return [name for name in struct._fields if name not in floats], floats
 
 
-VERSION = 11  # raised with every change of the functions of the compiled modules
+VERSION = 12  # raised with every change of the functions of the compiled modules
 
 # All names in order: a compiled module that was built with others must not be called.
 INTERFACE = ";".join(

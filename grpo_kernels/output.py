@@ -136,6 +136,14 @@ def _mask_sums(sums: Sums) -> dict[str, tuple[Tensor, Tensor]]:
     return {"sampling_mask/added": (added, tokens), "sampling_mask/kept_mass": (mass, dense)}
 
 
+def _sparse_sums(sums: Sums) -> dict[str, tuple[Tensor, Tensor]]:
+    """Of tokens with a gradient: entries of d loss / d logits that are left; whether they took products instead."""
+    if sums.sparse is None:
+        return {}
+    pairs, dense, tokens = sums.sparse.clone().unbind()
+    return {"sparse/kept": (pairs, tokens), "sparse/dense": (dense, tokens.clone())}
+
+
 def _equal_reward_groups(inputs: LossInputs, sums: Sums) -> Tensor | None:
     """(num_groups,) 1 where all rewards are equal, so that the group has no gradient; None without rewards."""
     if inputs.reward_statistics is None:
@@ -150,7 +158,7 @@ def _metric_sums(inputs: LossInputs, sums: Sums) -> dict[str, tuple[Tensor, Tens
     found = {name: (column[top].clone(), column[bottom].clone()) for name, (top, bottom) in _quotients(inputs).items()}
     if "clip_ratio/low" in found:
         found["clip_ratio/region"] = column["clip_low"] + column["clip_high"], column["tokens"].clone()
-    found |= _mask_sums(sums)
+    found |= _mask_sums(sums) | _sparse_sums(sums)
     equal = _equal_reward_groups(inputs, sums)
     if equal is not None:
         found["equal_reward_groups"] = equal.sum(), equal.new_full((), inputs.num_groups)
@@ -172,7 +180,8 @@ def _metrics(inputs: LossInputs, sums: Sums) -> dict[str, Tensor]:
     equal = _equal_reward_groups(inputs, sums)
     if equal is not None:
         found["equal_reward_groups"] = equal.mean()
-    return found | {name: total / count.clamp(min=1) for name, (total, count) in _mask_sums(sums).items()}
+    others = _mask_sums(sums) | _sparse_sums(sums)
+    return found | {name: total / count.clamp(min=1) for name, (total, count) in others.items()}
 
 
 def _policy_loss(inputs: LossInputs, sums: Sums) -> Tensor:

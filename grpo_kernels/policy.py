@@ -75,6 +75,7 @@ def fused_policy_loss(
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
+    sparse_backward: float | None = None,
     chunk_rows: int | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -93,8 +94,8 @@ def fused_policy_loss(
     Gradients flow to hidden, weight and bias alone: where the value also depends on another tensor that requires a
     gradient, say a learned coefficient in the closure of `loss_fn`, this raises; detach it, or use `fused_logps`.
 
-    Shapes and errors as in `fused_grpo_loss`. It calls back into Python, so torch.compile breaks the graph here; use
-    `fused_logps` with autograd where that matters.
+    Shapes and errors as in `fused_grpo_loss`, sparse_backward as in `GRPOConfig`. It calls back into Python, so
+    torch.compile breaks the graph here; use `fused_logps` with autograd where that matters.
     """
     check_logit_transform(temperature, logit_scale, logit_softcap)
     check_one_of("level", level, ("token", "sequence"))
@@ -108,13 +109,14 @@ def fused_policy_loss(
     if isinstance(temperature, Tensor):
         temperature = temperature_per_token(temperature, completion_ids.shape, num_sequences, hidden, cu_seqlens)
     config = GRPOConfig(
-        temperature=temperature, logit_scale=logit_scale, logit_softcap=logit_softcap, chunk_rows=chunk_rows
-    )
+        temperature=temperature, logit_scale=logit_scale, logit_softcap=logit_softcap, chunk_rows=chunk_rows,
+        sparse_backward=sparse_backward,
+    )  # fmt: skip
     check_sampling_mask(sampling_mask, completion_ids.shape, hidden)
     check_values(completion_ids, completion_mask, lm_head_weight.shape[0], cu_seqlens)
     if isinstance(temperature, Tensor):
         check_temperature(temperature, None if completion_mask is None else completion_mask.bool())
-    name = choose_backend(backend, hidden.device, compute_dtype or hidden.dtype)
+    name = choose_backend(backend, hidden.device, compute_dtype or hidden.dtype, sparse=sparse_backward is not None)
     offsets = cu_seqlens
     if offsets is None:
         offsets = torch.arange(num_sequences + 1, device=hidden.device) * completion_ids.shape[1]
@@ -170,7 +172,9 @@ def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> tu
     given, sampling_mask = call.sampling_mask, None
     if given is not None:
         sampling_mask = make_token_mask(given.ids, given.counts, head.vocab_size, is_static=False)
-    scorer = make_scorer(head, call.completion_ids, config.temperature, params, values, mask, sampling_mask)
+    scorer = make_scorer(
+        head, call.completion_ids, config.temperature, params, values, mask, sampling_mask, config.sparse_backward
+    )
 
     span = call.cu_seqlens.diff()
     sequence = torch.arange(len(span), device=device).repeat_interleave(span, output_size=num_tokens)

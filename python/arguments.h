@@ -47,6 +47,7 @@ class Arguments {
     }
     void take(int64_t& number) { number = checked(PyLong_AsLongLong(next())); }
     void take(int32_t& number) { number = static_cast<int32_t>(checked(PyLong_AsLong(next()))); }
+    void take(float& number) { number = static_cast<float>(checked(PyFloat_AsDouble(next()))); }
     void take(bool& flag) { flag = checked(PyObject_IsTrue(next())) != 0; }
     void take(gk::Params& params) { take_bytes(params); }
     void take(gk::PlanRules& rules) { take_bytes(rules); }
@@ -81,17 +82,33 @@ class Arguments {
     py::ssize_t next_ = 0;
 };
 
-// stats, gradient and single_pass: each gets null for what another one reads.
-template <class Where, void (*kRun)(const gk::RowArgs&, Where)>
-void rows(const py::args& given) {
+// stats, gradient and single_pass: each gets null for what another one reads. `others` come after them.
+template <class... Others>
+gk::RowArgs row_args(const py::args& given, Others&... others) {
     gk::RowArgs a = {};
-    Where where;
     Arguments(given).read(a.logits, a.logits_dtype, a.logits_stride, a.rows, a.vocab, a.bias, a.ids, a.token_of.start,
                           a.token_of.index, a.temperature, a.tokens.table, a.tokens.count, a.tokens.values, a.lse,
                           a.g_logp, a.g_entropy, a.grad, a.grad_dtype, a.grad_stride, a.rounding_error, a.params,
-                          where);
+                          others...);
+    return a;
+}
+
+template <class Where, void (*kRun)(const gk::RowArgs&, Where)>
+void rows(const py::args& given) {
+    Where where;
+    const gk::RowArgs a = row_args(given, where);
     py::gil_scoped_release unlocked;
     kRun(a, where);
+}
+
+template <class Where, void (*kRun)(const gk::RowArgs&, const gk::SparseRows&, Where)>
+void sparse_gradient(const py::args& given) {
+    gk::SparseRows out = {};
+    Where where;
+    const gk::RowArgs a =
+        row_args(given, out.ids, out.values, out.counts, out.capacity, out.theta, out.first_id, where);
+    py::gil_scoped_release unlocked;
+    kRun(a, out, where);
 }
 
 template <class Where, void (*kRun)(const gk::TokenArgs&, Where)>

@@ -44,6 +44,7 @@ PYBIND11_MODULE(_cpu, m) {
     m.def("single_pass", rows<int, gk::single_pass>);
     m.def("stats", rows<int, gk::stats>);
     m.def("gradient", rows<int, gk::gradient>);
+    m.def("sparse_gradient", sparse_gradient<int, gk::sparse_gradient>);
     m.def("token_objective", token_objective<int, gk::token_objective>);
     m.def("sequence_objective", sequence_objective<int, gk::sequence_objective>);
     m.def("reduce", reduce<int, run_reduce>);

@@ -170,7 +170,7 @@ def samples(dtype: torch.dtype) -> dict[str, tuple]:
     logps, entropy = (torch.randn(4, 6, dtype=wide).requires_grad_() for _ in range(2))
     stats = [torch.randn(4, 6, dtype=t) for t in (wide, torch.float64)]
     grads = [torch.randn(4, 6, dtype=wide), torch.zeros(4, 6, dtype=wide)]
-    of_tokens, numbers = [batch.ids, mask, None, *kept], [1.0, 1.0, 0.0]
+    of_tokens, numbers = [batch.ids, mask, None, *kept], [1.0, 1.0, 0.0, 0.0]
     wants = [True, True, True]
     plain = [x.detach() for x in (hidden, weight, bias)]
     return {

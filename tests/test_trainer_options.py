@@ -39,6 +39,12 @@ def test_the_eager_loss_takes_the_same_steps(model, data, tmp_path):
             assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-6), name
 
 
+def test_sparse_gradients_are_counted(model, data, tmp_path):
+    assert run(model, data, tmp_path / "run", sparse_backward=0.01, reward_funcs="training:length") == 0
+    for record in steps(tmp_path / "run"):
+        assert record["sparse/kept"] >= 0 and 0 <= record["sparse/dense"] <= 1 and math.isfinite(record["grad_norm"])
+
+
 def test_truncated_sampling_scores_the_ids_that_it_kept(model, data, tmp_path):
     options = {"top_p": 0.7, "top_k": 6, "temperature": 0.8, "num_iterations": 2, "max_steps": 2}
     assert run(model, data, tmp_path / "run", save_rollouts=True, reward_funcs="training:length", **options) == 0

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ import trl_parity as parity
 from trl.trainer import utils as trl_utils
 
 import grpo_kernels as gk
+from grpo_kernels.engine import kept
 from grpo_kernels.integrations import trl as integration
 
 CASES = parity.CASES
@@ -189,6 +191,30 @@ def agree(found: Any, expected: Any, tolerance: float) -> None:
     assert list(found[2]) == list(expected[2])
     for name, x in expected[2].items():
         assert len(x) == len(found[2][name]) == 1 and close(found[2][name][0], x[0]), name
+
+
+@pytest.mark.parametrize("quantile", [1.0, 0.4])
+def test_sparse_gradients(quantile, monkeypatch):
+    monkeypatch.setattr(kept, "DENSE_LOGITS_PER_KEPT_ID", {"cpu": 1, "cuda": 1})
+    options = {"loss_type": "grpo", "top_entropy_quantile": quantile, "entropy_coef": 0.1}
+    classes = (partial(integration.FusedGRPOTrainer, sparse_backward=x) for x in (None, 0.1, 1e-12))
+    exact, rounded, tiny = (computed(cls, "plain", options, "train") for cls in classes)
+    agree(tiny, exact, 1e-5)
+    assert torch.equal(rounded[0], exact[0]) and rounded[2] == exact[2]
+    assert not torch.equal(rounded[1]["lm_head.weight"], exact[1]["lm_head.weight"])
+
+
+def test_sparse_gradients_of_the_head_alone(monkeypatch):
+    monkeypatch.setattr(kept, "DENSE_LOGITS_PER_KEPT_ID", {"cpu": 1, "cuda": 1})
+    hidden, ids, found = torch.randn(8, 16), torch.randint(64, (8,)), []
+    for theta in (None, 0.1, None):
+        weight = torch.linspace(-1.0, 1.0, 64 * 16).view(64, 16).requires_grad_()
+        integration.patch_trl(theta)
+        integration._FusedLogProbs.apply(hidden, weight, None, ids, 1.0, 4)[0].sum().backward()
+        found.append(weight.grad)
+    assert torch.equal(found[0], found[2]) and not torch.equal(found[0], found[1])
+    with pytest.raises(ValueError, match=r"sparse_backward=0\.0;"):
+        integration.patch_trl(0.0)
 
 
 def refused(name: str, loss_type: str) -> bool:

@@ -15,6 +15,7 @@ from test_vocab_parallel import on_all_ranks, run_ranks
 from verl_package import ActorConfig as Actor
 
 from grpo_kernels import GRPOConfig
+from grpo_kernels.engine import kept
 
 B, T, H, V = 5, 8, 16, 64
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
@@ -112,6 +113,19 @@ def test_linear_cross_entropy(verl, shape):
     torch.testing.assert_close(total.double(), expected[1].sum().detach(), rtol=1e-5, atol=1e-5)
     per_token = torch.full(shape, 0.7)
     torch.testing.assert_close(function(hidden, weight, labels, per_token)[0], logps.detach())
+
+
+def test_sparse_gradients(verl, monkeypatch):
+    monkeypatch.setattr(kept, "DENSE_LOGITS_PER_KEPT_ID", {"cpu": 1, "cuda": 1})
+    hidden, labels, found = torch.randn(12, H), torch.randint(V, (12,)), []
+    for theta in (None, 0.1, None):
+        verl.register(sparse_backward=theta)
+        weight = torch.linspace(-1.0, 1.0, V * H).view(V, H).requires_grad_()
+        verl.linear_cross_entropy(hidden, weight, labels)[0].sum().backward()
+        found.append(weight.grad)
+    assert torch.equal(found[0], found[2]) and not torch.equal(found[0], found[1])
+    with pytest.raises(ValueError, match=r"sparse_backward has no effect in verl's policy loss; give it to register"):
+        verl.register(config=GRPOConfig(sparse_backward=0.1))
 
 
 def split_weight(rank, group):

@@ -10,6 +10,7 @@ void plan(const PlanArgs& args, int threads);
 void single_pass(const RowArgs& args, int threads);
 void stats(const RowArgs& args, int threads);
 void gradient(const RowArgs& args, int threads);
+void sparse_gradient(const RowArgs& args, const SparseRows& out, int threads);
 
 void kept_logits(const KeptArgs& args, float* logits, int threads);  // (rows, slots), -inf where not used
 void kept_dhidden(const KeptArgs& args, const float* dlogits, const KeptTarget& target, int threads);

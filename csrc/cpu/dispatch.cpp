@@ -22,6 +22,7 @@ struct Isa {
     const char* name;
     bool supported;
     RowKernels kernels;
+    SparseKernel sparse;
     KeptKernels (*kept)(int32_t dtype);
 };
 
@@ -30,12 +31,13 @@ const std::vector<Isa>& available() {
     static const std::vector<Isa> list = [] {
         std::vector<Isa> found;
 #ifdef GK_HAVE_AVX512
-        found.push_back({"avx512", cpu_features().avx512, avx512::row_kernels(), avx512::kept_kernels});
+        found.push_back(
+            {"avx512", cpu_features().avx512, avx512::row_kernels(), avx512::sparse_kernel(), avx512::kept_kernels});
 #endif
 #ifdef GK_HAVE_AVX2
-        found.push_back({"avx2", cpu_features().avx2, avx2::row_kernels(), avx2::kept_kernels});
+        found.push_back({"avx2", cpu_features().avx2, avx2::row_kernels(), avx2::sparse_kernel(), avx2::kept_kernels});
 #endif
-        found.push_back({"baseline", true, baseline::row_kernels(), baseline::kept_kernels});
+        found.push_back({"baseline", true, baseline::row_kernels(), baseline::sparse_kernel(), baseline::kept_kernels});
         return found;
     }();
     return list;
@@ -71,7 +73,8 @@ std::atomic<const Isa*>& chosen() {
 }
 
 // Enough elements in a piece to pay for handing it out; a piece is whole rows.
-void run(RowKernel kernel, const RowArgs& args, int threads) {
+template <class Kernel>
+void run(const Kernel& kernel, const RowArgs& args, int threads) {
     constexpr int64_t kPieceElements = 32768;
     const int64_t grain = std::max<int64_t>(1, kPieceElements / std::max<int64_t>(1, args.vocab));
     parallel_for(args.rows, grain, threads, [&](int64_t first, int64_t last) { kernel(args, first, last); });
@@ -103,6 +106,11 @@ void set_cpu_isa(const char* name) {
 void single_pass(const RowArgs& args, int threads) { run(chosen().load()->kernels.single_pass, args, threads); }
 void stats(const RowArgs& args, int threads) { run(chosen().load()->kernels.stats, args, threads); }
 void gradient(const RowArgs& args, int threads) { run(chosen().load()->kernels.gradient, args, threads); }
+
+void sparse_gradient(const RowArgs& args, const SparseRows& out, int threads) {
+    const SparseKernel kernel = chosen().load()->sparse;
+    run([&](const RowArgs& rows, int64_t first, int64_t last) { kernel(rows, out, first, last); }, args, threads);
+}
 
 void kept_logits(const KeptArgs& args, float* logits, int threads) {
     const KeptKernels kernels = chosen().load()->kept(args.dtype);

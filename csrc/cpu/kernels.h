@@ -1,5 +1,5 @@
-// The kernels of one instruction set. rows.cpp and kept.cpp are compiled once per set, each time into its own
-// namespace.
+// The kernels of one instruction set. rows.cpp, sparse.cpp and kept.cpp are compiled once per set, each time into its
+// own namespace.
 #pragma once
 #include "api.h"
 
@@ -11,6 +11,8 @@ struct RowKernels {
     RowKernel single_pass, stats, gradient;
 };
 
+using SparseKernel = void (*)(const RowArgs& args, const SparseRows& out, int64_t first, int64_t last);
+
 struct KeptKernels {
     void (*logits)(const KeptArgs& args, float* logits, int64_t first, int64_t last);  // rows [first, last)
     void (*dhidden)(const KeptArgs& args, const float* dlogits, const KeptTarget& target, int64_t first, int64_t last);
@@ -21,6 +23,7 @@ struct KeptKernels {
 #define GK_DECLARE_KERNELS(isa)              \
     namespace isa {                          \
     RowKernels row_kernels();                \
+    SparseKernel sparse_kernel();            \
     KeptKernels kept_kernels(int32_t dtype); \
     }
 GK_DECLARE_KERNELS(avx512)

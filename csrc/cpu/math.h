@@ -1,8 +1,8 @@
 // Vectors of 16, 8 or 4 floats (AVX-512, AVX2, SSE2 or NEON) in the vector extensions of GCC and clang: element types,
 // 2^t and tanh. Branch-free; needs no libmvec and no -ffast-math.
 //
-// Only rows.cpp and kept.cpp include this file, once per instruction set, inside a namespace of its own: an inline
-// function with AVX-512 code under a shared name could be picked by the linker for every CPU.
+// Only rows.cpp, sparse.cpp and kept.cpp include this file, once per instruction set, inside a namespace of its own: an
+// inline function with AVX-512 code under a shared name could be picked by the linker for every CPU.
 #pragma once
 #include <stdint.h>
 
@@ -36,6 +36,21 @@ GK_INLINE Float min(Float x, Float y) { return x < y ? x : y; }
 GK_INLINE Float select(Int mask, Float yes, Float no) { return mask ? yes : no; }
 GK_INLINE UInt select(Int mask, UInt yes, UInt no) { return mask ? yes : no; }
 GK_INLINE Float absolute(Float x) { return from_bits(bits(x) & 0x7FFFFFFFu); }
+
+// All lanes together, a quarter of a register at a time.
+typedef uint32_t Quad __attribute__((vector_size(16)));
+GK_INLINE uint32_t sum_of(UInt x) {
+    Quad quads[kWidth / 4];
+    __builtin_memcpy(quads, &x, sizeof x);
+    for (int k = 1; k < kWidth / 4; k++) quads[0] += quads[k];
+    return (quads[0][0] + quads[0][1]) + (quads[0][2] + quads[0][3]);
+}
+GK_INLINE bool any(Int mask) {
+    Quad quads[kWidth / 4];
+    __builtin_memcpy(quads, &mask, sizeof mask);
+    for (int k = 1; k < kWidth / 4; k++) quads[0] |= quads[k];
+    return ((quads[0][0] | quads[0][1]) | (quads[0][2] | quads[0][3])) != 0;
+}
 
 // ---- memory: the pointers may alias and need no alignment beyond their element's -----------------------------------
 struct Float32 {

@@ -120,8 +120,18 @@ def auto_choice(device: torch.device, dtype: torch.dtype) -> Choice:
     raise ValueError(f"no backend serves {dtype} on {device.type}")
 
 
-def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Resolve `backend=` for logits of this type on this device; ValueError where a named one cannot serve them."""
+def choose_backend(name: str, device: torch.device, dtype: torch.dtype, *, sparse: bool = False) -> str:
+    """Resolve `backend=` for logits of this type on this device; ValueError where a named one cannot serve them.
+
+    sparse: for config.sparse_backward, which some backends lack.
+    """
+    found = _choose(name, device, dtype)
+    if sparse and not hasattr(get_backend(found), "sparse_gradient"):
+        raise ValueError(f"config.sparse_backward is not served by backend={found!r}; leave it out, or use 'torch'")
+    return found
+
+
+def _choose(name: str, device: torch.device, dtype: torch.dtype) -> str:
     if name == "auto":
         choice = auto_choice(device, dtype)
         if choice.refused:

@@ -8,18 +8,33 @@ grad_output. No factor is ever rounded to 16 bits.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..contract import Backend
+from ..contract import Backend, KeptPairs
 
 # Gradients of float16 logits are scaled so that the largest d loss / d logit of the call lies in [2^2, 2^3): those
 # down to 2^-17 of it keep all their bits, and no sum over the vocabulary comes near 65,504.
 TARGET_EXPONENT = 3
 PIECE_ELEMENTS = 2**22  # converted at a time, so that no second whole matrix of float32 is made
+
+
+class WaitingPairs(NamedTuple):
+    """A share of the weight's gradient that is no matrix: dlogits (M,) of pairs of a token and an id, hidden (N, H)."""
+
+    dlogits: Tensor
+    hidden: Tensor
+    version: int  # of hidden in the forward
+    pairs: KeptPairs
+
+    def add_to(self, total: Tensor, factor: Tensor, backend: Backend) -> None:
+        """total (V, H) += factor * share, in the rows of the pairs' ids alone."""
+        if self.hidden._version != self.version:
+            raise RuntimeError("grpo_kernels: hidden was changed in place between the forward and the backward")
+        backend.kept_dweight(self.dlogits * factor, self.hidden, self.pairs, total, add=True)
 
 
 @dataclass
@@ -31,7 +46,8 @@ class FinishedGradients:
 
     tensors: one per input, in `waiting_dtype` of its type, or None where not wanted. dtypes: of the inputs.
     scales: for each tensor the power of two that it holds as a factor, () float32, or None for 1.
-    accumulate_into: the caller's float32 buffer that the weight's gradient, tensors[1], is added to, if any.
+    accumulate_into: the caller's float32 buffer that the weight's gradient, tensors[1] and `waiting`, is added to, if
+        any.
     """
 
     tensors: list[Tensor | None]
@@ -39,6 +55,7 @@ class FinishedGradients:
     backend: Backend
     scales: list[Tensor | None]
     accumulate_into: Tensor | None = None
+    waiting: list[WaitingPairs] = field(default_factory=list)
 
     def without_scales(self) -> list[Tensor | None]:
         """The gradients in the types of the inputs, where no grad_output is left to come (fused_logps)."""
@@ -124,6 +141,9 @@ def scale_saved_gradients(ctx: Any, name: str, factor: Tensor) -> list[Tensor | 
         raise RuntimeError(f"grpo_kernels.{name}: a second backward needs retain_graph=True in the first")
     if not keeps_graph():
         ctx.gradients = None
+    for share in gradients.waiting:
+        assert gradients.accumulate_into is not None
+        share.add_to(gradients.accumulate_into, factor, gradients.backend)
     scaled: list[Tensor | None] = []
     for i, (scale, dtype) in enumerate(zip(gradients.scales, gradients.dtypes, strict=True)):
         waiting = gradients.tensors[i]

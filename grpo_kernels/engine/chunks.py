@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from .kept import DenseMask, KeptLogits, TokenMask, mask_rows
 from .lm_head import GivenLogits, LMHead
 from .memory import Chunk, visited
 from .plan import Plan
+from .sparse import SparsePairs
 
 Head = LMHead | GivenLogits | KeptLogits
 # (chunk, its range of sequences) -> (d loss / d logp, d loss / d entropy) (N,), of which the chunk's are read
@@ -89,12 +90,7 @@ class Scorer:
         head = self.head
         # The scale of float16, which follows from the coefficients, or the other ranks' statistics have to come first.
         if head.grad_dtype == torch.float16 or self.vocab_slice is not None:
-
-            def coefficients(rows: Rows, sequences: slice) -> tuple[Tensor, Tensor]:
-                self.backend.token_objective(rows, table, self.values, self.params)
-                return self.values.g_logp, table[FIELD["weight_entropy"]]
-
-            self.staged(((chunk, slice(0)) for chunk in head.chunks(index)), coefficients)
+            self._stage_tokens(index, table)
             return
         for chunk in head.chunks(index):
             for rows in chunk.row_chunks():
@@ -124,16 +120,25 @@ class Scorer:
                 self._gradient(chunk, read, *coefficients(rows, sequences))
             self.head.accumulate(chunk, self.ids)
 
+    def _stage_tokens(self, index: Tensor | None, table: Tensor) -> None:
+        def coefficients(rows: Rows, sequences: slice) -> tuple[Tensor, Tensor]:
+            self.backend.token_objective(rows, table, self.values, self.params)
+            return self.values.g_logp, table[FIELD["weight_entropy"]]
+
+        self.staged(((chunk, slice(0)) for chunk in self.head.chunks(index)), coefficients)
+
     def gradient(self, g_logp: Tensor, g_entropy: Tensor, *, static_shapes: bool = False) -> None:
         """Gradients of every token with a non-zero coefficient, from its logits computed again."""
         index = None if static_shapes else ((g_logp != 0) | (g_entropy != 0)).nonzero().squeeze(1)
-        others = self.without_gathered(index)
-        for chunk in self.head.chunks(others):
+        self._gradient_of(self.without_gathered(index), g_logp, g_entropy)
+        if self.gathered is not None:
+            self.gathered.gradient(g_logp, g_entropy)
+
+    def _gradient_of(self, index: Tensor | None, g_logp: Tensor, g_entropy: Tensor) -> None:
+        for chunk in self.head.chunks(index):
             for rows in chunk.row_chunks():
                 self._gradient(chunk, self._logits(rows, again=True), g_logp, g_entropy)
             self.head.accumulate(chunk, self.ids)
-        if self.gathered is not None:
-            self.gathered.gradient(g_logp, g_entropy)
 
     def _linear_logp(self, rows: Rows, entropy: bool) -> None:
         head, backend = cast(LMHead, self.head), cast(FoldingBackend, self.backend)
@@ -185,6 +190,50 @@ class KeptScorer(Scorer):
         self.head.finish()
 
 
+class SparseScorer(Scorer):
+    """Gradients of the logits as pairs of an id and a number (sparse.py)."""
+
+    head: LMHead
+
+    def __init__(self, theta: float, head: LMHead, *given: Any) -> None:
+        super().__init__(head, *given)
+        self.pairs = SparsePairs(head, theta, self.values.columns.dtype)
+
+    def single_pass(self, index: Tensor | None, table: Tensor) -> None:
+        """The logits are read once for their statistics and once for the pairs."""
+        self._stage_tokens(index, table)
+
+    def staged(self, chunks: Iterable[tuple[Chunk, slice]], coefficients: CoefficientFn) -> None:
+        found: tuple[Tensor, Tensor] | None = None
+        for chunk, sequences in chunks:
+            for rows in chunk.row_chunks():
+                read = self._statistics(rows)
+                found = coefficients(rows, sequences)
+                self._add_pairs(read, found)
+        self._finish(found)
+
+    def _gradient_of(self, index: Tensor | None, g_logp: Tensor, g_entropy: Tensor) -> None:
+        for chunk in self.head.chunks(index):
+            for rows in chunk.row_chunks():
+                self._add_pairs(self._logits(rows, again=True), (g_logp, g_entropy))
+        self._finish((g_logp, g_entropy))
+
+    def _add_pairs(self, read: LogitChunk, coefficients: tuple[Tensor, Tensor]) -> None:
+        exact = None if self.mask is None else self.mask.masked
+        self.pairs.add(read, self.temperature, self.values, coefficients, self.params, exact)
+
+    def _finish(self, coefficients: tuple[Tensor, Tensor] | None) -> None:
+        """coefficients: those of all tokens; None where there are none."""
+        if coefficients is not None:
+            super()._gradient_of(self.pairs.dense(), *coefficients)
+        self.pairs.finish()
+
+
+def new_scorer(theta: float | None, head: Head, *given: Any) -> Scorer:
+    """theta: config.sparse_backward, which GivenLogits refuse."""
+    return Scorer(head, *given) if theta is None else SparseScorer(theta, cast(LMHead, head), *given)
+
+
 def run(
     head: LMHead | GivenLogits,
     plan: Plan,
@@ -193,10 +242,12 @@ def run(
     gradients: bool,
     static_shapes: bool = False,
     sampling_mask: TokenMask | None = None,
+    sparse_backward: float | None = None,
 ) -> tuple[TokenValues, Sums]:
     """Score a batch and, with `gradients`, leave the gradients of the loss in `head`."""
     tokens, table = plan.tokens, plan.tokens.table
-    scorer = Scorer(head, tokens.ids, table[FIELD["temperature"]], plan.params, backend, tokens.values)
+    given = tokens.ids, table[FIELD["temperature"]], plan.params, backend, tokens.values
+    scorer = new_scorer(sparse_backward, head, *given)
     visit = _everything(plan) if static_shapes else _visit(plan)
     if sampling_mask is not None:
         scorer.add_mask(sampling_mask, tokens.scored)
@@ -225,6 +276,8 @@ def run(
     sums = backend.sums(tokens, plan.params, plan.group_index, plan.num_groups)
     if sampling_mask is not None:
         sums = replace(sums, numbers=torch.cat([sums.numbers, _mask_sums(scorer, sampling_mask, tokens.scored)]))
+    if isinstance(scorer, SparseScorer):
+        sums = replace(sums, numbers=torch.cat([sums.numbers, scorer.pairs.sums(sums.numbers.dtype)]))
     return tokens.values, sums
 
 

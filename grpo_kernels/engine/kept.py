@@ -36,6 +36,11 @@ DENSE_LOGITS_PER_KEPT_ID = {"cpu": 30, "cuda": 190}
 LEAST_WIDTH = {"cpu": 8, "cuda": 16}  # on a GPU the rows of one of Triton's tiles
 
 
+def most_kept(vocab_size: int, device: torch.device) -> int:
+    """How many ids of a token take at most as long in gathers as the token does in dense products."""
+    return int(vocab_size // DENSE_LOGITS_PER_KEPT_ID.get(device.type, DENSE_LOGITS_PER_KEPT_ID["cuda"]))
+
+
 class TokenMask(NamedTuple):
     """A SamplingMask, flat; or the part of it that lies in a slice of the vocabulary."""
 
@@ -46,8 +51,7 @@ class TokenMask(NamedTuple):
 
     def gathers(self, vocab_size: int) -> Tensor:
         """(N,) bool: the tokens with a mask for which gathers take less time than the dense products."""
-        ratio = DENSE_LOGITS_PER_KEPT_ID.get(self.counts.device.type, DENSE_LOGITS_PER_KEPT_ID["cuda"])
-        return (self.counts > 0) & (self.counts <= vocab_size // ratio)
+        return (self.counts > 0) & (self.counts <= most_kept(vocab_size, self.counts.device))
 
     def of_slice(self, vocab_slice: VocabSlice) -> TokenMask:
         """The ids in this rank's slice, which are a range of each token's."""
@@ -133,11 +137,11 @@ def _ids_of(mask: TokenMask, index: Tensor, counts: Tensor) -> tuple[Tensor, Ten
     """(row of each id, the ids) of tokens `index` (C,) in ascending order, which keep so many."""
     if index.numel() == mask.counts.numel():  # all of them: nothing is copied
         return torch.repeat_interleave(counts), mask.ids
-    row, place = _places(mask.firsts[index], counts)
+    row, place = places_of(mask.firsts[index], counts)
     return row, mask.ids[place]
 
 
-def _places(firsts: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+def places_of(firsts: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     """(row, place) of each id of rows of so many ids; those of a row stand together from its place in `firsts` on."""
     row = torch.repeat_interleave(counts)
     place = (firsts - (counts.cumsum(0) - counts))[row]
@@ -153,13 +157,16 @@ def _outside(ids: Tensor, row: Tensor, rows: int, vocab_size: int) -> Tensor:
 # --- gathers ------------------------------------------------------------------------------------------------------
 
 
-def make_matrices(rows: MaskRows) -> tuple[list[KeptIds], KeptPairs]:
-    """Matrices of the ids by width, whose ids are views of those of the pairs, one after another. A token gets at most
-    2 times its `slots` places, or LEAST_WIDTH. One read of the number of tokens per width."""
-    device = rows.index.device
+def make_matrices(
+    index: Tensor, flat_ids: Tensor, counts: Tensor, slots: Tensor
+) -> tuple[list[KeptIds], KeptPairs, Tensor]:
+    """Matrices of the ids by width, whose ids are views of those of the pairs, one after another; and the places of
+    `flat_ids` (M,) among the pairs. A token of `index` gets at most 2 times its `slots` places, or LEAST_WIDTH. One
+    read of the number of tokens per width."""
+    device = index.device
     least = LEAST_WIDTH.get(device.type, LEAST_WIDTH["cuda"])
     widths = least * 2 ** torch.arange(32, device=device)
-    kind = torch.searchsorted(widths, rows.slots)
+    kind = torch.searchsorted(widths, slots)
     order = kind.sort(stable=True).indices
     width = widths[kind[order]]
     begin = torch.empty_like(width)
@@ -168,17 +175,18 @@ def make_matrices(rows: MaskRows) -> tuple[list[KeptIds], KeptPairs]:
     total = sum(size * (least << k) for k, size in enumerate(sizes))
 
     ids = torch.full((total,), -1, dtype=torch.int32, device=device)
-    ids.scatter_(0, _places(begin, rows.counts)[1], rows.ids)  # on a CPU in half the time of an assignment by indices
-    token_of = rows.index[order].to(torch.int32).repeat_interleave(width, output_size=total)
+    places = places_of(begin, counts)[1]
+    ids.scatter_(0, places, flat_ids)  # on a CPU in half the time of an assignment by indices
+    token_of = index[order].to(torch.int32).repeat_interleave(width, output_size=total)
 
     matrices, first, start = [], 0, 0
     for k, size in enumerate(sizes):
         if size:
-            slots = least << k
-            tokens = Rows(0, size, rows.index[order[first : first + size]])
-            matrices.append(KeptIds(tokens, ids[start : start + size * slots].view(size, slots)))
-            first, start = first + size, start + size * slots
-    return matrices, KeptPairs(ids, token_of)
+            columns = least << k
+            tokens = Rows(0, size, index[order[first : first + size]])
+            matrices.append(KeptIds(tokens, ids[start : start + size * columns].view(size, columns)))
+            first, start = first + size, start + size * columns
+    return matrices, KeptPairs(ids, token_of), places
 
 
 class KeptLogits(HeldLogits):
@@ -191,15 +199,13 @@ class KeptLogits(HeldLogits):
         self.head, self.index, self.places, self.grad_dtype = head, rows.index, rows.places, dtype
         self.added = rows.added
         self.num_tokens = self.sequence_rows = rows.index.numel()
-        flat = head.flat_hidden
-        self.hidden = head.hidden.reshape(-1, head.hidden.shape[-1]) if flat is None else flat
-        matrices, self.pairs = make_matrices(rows)
+        matrices, self.pairs, _ = make_matrices(rows.index, rows.ids, rows.counts, rows.slots)
         self.numbers = torch.empty(self.pairs.ids.numel(), dtype=dtype, device=rows.index.device)
         self._matrices: dict[int, tuple[KeptIds, Tensor]] = {}  # by their rows
         parts = self.numbers.split([kept.ids.numel() for kept in matrices])
         for kept, part in zip(matrices, parts, strict=True):
             logits = part.view(kept.ids.shape)
-            head.backend.kept_logits(self.hidden, head.weight, head.folded_bias, kept, logits)
+            head.backend.kept_logits(head.hidden_matrix, head.weight, head.folded_bias, kept, logits)
             self._matrices[id(kept.rows)] = kept, logits
 
     def columns(self, ids: Tensor) -> Tensor:
@@ -227,14 +233,7 @@ class KeptLogits(HeldLogits):
 
     def finish(self) -> None:
         """dweight and dbias of all tokens, once, after the dense products."""
-        head, pairs, scale = self.head, self.pairs, self.head.gradient_scale
-        dlogits = self.numbers if scale is None else self.numbers * scale
-        if head.wants[1]:
-            head.dweight.add_kept(dlogits, self.hidden, pairs)
-        if head.wants[2]:
-            starts, order = pairs.by_id(len(head.weight))
-            ordered = dlogits[order[int(starts[0]) :]]
-            head.add_dbias(torch.segment_reduce(ordered, "sum", lengths=starts.diff(), unsafe=True))
+        self.head.add_pairs(self.numbers, self.pairs)
 
 
 # --- dense --------------------------------------------------------------------------------------------------------
@@ -299,7 +298,7 @@ def mark_by_slices(kept: Tensor, here: Tensor, mask: TokenMask, token: Tensor) -
 
 def mark_by_indices(kept: Tensor, here: Tensor, mask: TokenMask, token: Tensor) -> Tensor:
     """The same without a read. (rows,) bool: an id of the token is not in the vocabulary."""
-    row, place = _places(mask.firsts[token], mask.counts[token].long())
+    row, place = places_of(mask.firsts[token], mask.counts[token].long())
     ids, vocab_size = mask.ids[place].long() - mask.first_id, kept.shape[1]
     outside = _outside(ids, row, len(here), vocab_size)
     kept.view(-1).index_fill_(0, here[row] * vocab_size + ids.clamp(0, vocab_size - 1), True)

@@ -21,13 +21,14 @@ rounded once, however many chunks there were.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from ..backends.strategy import choose_strategy
-from ..contract import Backend, RowGradients, Rows
-from .backward import FinishedGradients, power_of_two_scale, waiting_dtype
+from ..contract import Backend, KeptPairs, RowGradients, Rows
+from .backward import FinishedGradients, WaitingPairs, power_of_two_scale, waiting_dtype
 from .dweight import WeightGradient, pieces
 from .memory import Chunk, Scratch, chunk_sizes, default_logits_dtype, visited
 from .products import PIECE_ROWS, SPLIT_SUM_ELEMENTS, cpu_multiplies, product, returns_float32
@@ -54,6 +55,7 @@ class LMHead:
     dhidden: Tensor | None = None
     dbias: Tensor | None = None
     gradient_scale: Tensor | None = None
+    keeps_pairs = False  # the shares of pairs in dweight wait for the backward as they are, in `waiting`
     _gathered: tuple[Rows, Tensor] | None = None  # a chunk's hidden states serve two products
 
     def __init__(
@@ -93,6 +95,7 @@ class LMHead:
             first = torch.promote_types(first, torch.float32)
         self.waiting_dtypes = first, second, third
         self.dweight = WeightGradient(weight, self.grad_dtype, second, backend)
+        self.waiting: list[WaitingPairs] = []
 
         rows = len(weight) if vocab_slice is None else max(vocab_slice.sizes)
         capacity = None if vocab_slice is None else vocab_slice.capacity
@@ -102,6 +105,11 @@ class LMHead:
         usual = min(self.sizes.logits, products), products
         most = min(self.sizes.sequences, self.num_tokens) if device.type == "cpu" else 0
         self.scratch = Scratch(len(weight), *usual, *dtypes, device, most)
+
+    @cached_property
+    def hidden_matrix(self) -> Tensor:
+        """(N, H); a copy where there is no such view."""
+        return self.hidden.reshape(-1, self.hidden.shape[-1]) if self.flat_hidden is None else self.flat_hidden
 
     @property
     def vocab_size(self) -> int:
@@ -239,6 +247,18 @@ class LMHead:
         if self.wants[2]:
             self.add_dbias(torch.mv(exponentials.T, scale.to(exponentials.dtype)).float())
 
+    def add_pairs(self, dlogits: Tensor, pairs: KeptPairs) -> None:
+        """The shares of pairs of a token and an id in dweight and dbias, after all dense products. dlogits (M,)."""
+        scaled = dlogits if self.gradient_scale is None else dlogits * self.gradient_scale
+        if self.wants[1] and self.keeps_pairs:
+            self.waiting.append(WaitingPairs(dlogits, self.hidden_matrix, self.hidden_matrix._version, pairs))
+        elif self.wants[1]:
+            self.dweight.add_kept(scaled, self.hidden_matrix, pairs)
+        if self.wants[2]:
+            starts, order = pairs.by_id(len(self.weight))
+            ordered = scaled[order[int(starts[0]) :]]
+            self.add_dbias(torch.segment_reduce(ordered, "sum", lengths=starts.diff(), unsafe=True))
+
     def gradients(self) -> FinishedGradients:
         """Return those of (hidden, weight, bias), in their shapes; zeros where no row contributed."""
         self.release()
@@ -248,7 +268,7 @@ class LMHead:
         inputs = self.hidden, self.weight, self.bias
         finished: list[Tensor | None] = []
         for want, total, x, dtype in zip(self.wants, totals, inputs, self.waiting_dtypes, strict=True):
-            if not want or x is None:
+            if not want or x is None or (total is None and x is self.weight and self.waiting):
                 finished.append(None)
             elif total is None:
                 finished.append(torch.zeros(x.shape, dtype=dtype, device=x.device))
@@ -256,7 +276,7 @@ class LMHead:
                 finished.append(total.view(x.shape).to(dtype))
         self.dhidden = self.dbias = None
         scales = [None, self.gradient_scale, self.gradient_scale]
-        return FinishedGradients(finished, self.given_dtypes, self.backend, scales)
+        return FinishedGradients(finished, self.given_dtypes, self.backend, scales, waiting=self.waiting)
 
     def _accumulate_corrected(self, rows: Rows, dlogits: Tensor, ids: Tensor, error: Tensor) -> None:
         """`accumulate` of rounded dlogits, with the exact entries of the sampled ids (P,)."""

@@ -26,6 +26,7 @@ from .shared import (
     is_traced,
     make_scorer,
     no_gradients,
+    refuse_capture,
     requires_grad_flags,
     table_dtype,
     token_mask,
@@ -45,7 +46,7 @@ class LogpsCall(NamedTuple):
     """What a call of fused_logps computes, besides the inputs that may need gradients."""
 
     tokens: LogpsTokens
-    numbers: Sequence[float]  # temperature, logit_scale, softcap (0: none)
+    numbers: Sequence[float]  # temperature, logit_scale, softcap (0: none), sparse_backward (0: none)
     want_entropy: bool
     backend: str
     compute_dtype: Optional[torch.dtype]
@@ -98,13 +99,15 @@ def _compute(inputs: Inputs, call: LogpsCall) -> TokenValues:
 def _make_scorer(head: LMHead, call: LogpsCall, values: TokenValues) -> tuple[Scorer, Optional[Tensor], bool]:
     """(the scorer, (N,) bool: tokens that are no padding, whether no shape may depend on values)."""
     ids, padding_mask, per_token, kept_ids, kept_counts = call.tokens
-    number, logit_scale, softcap = call.numbers
+    number, logit_scale, softcap, theta = call.numbers
+    if theta:
+        refuse_capture(ids.device)
     mask, static = token_mask(padding_mask), is_capturing(ids.device)
     head.keep = mask if static else None
     sampling_mask = make_token_mask(kept_ids, kept_counts, head.vocab_size, is_static=static)
     params = KernelParams(logit_scale=logit_scale, softcap=softcap)
     temperature = number if per_token is None else per_token
-    return make_scorer(head, ids, temperature, params, values, mask, sampling_mask), mask, static
+    return make_scorer(head, ids, temperature, params, values, mask, sampling_mask, theta or None), mask, static
 
 
 def _results(values: TokenValues, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,16 +16,16 @@ from torch import Tensor
 
 from ..backends import get_backend
 from ..checks.arguments import check_offsets, check_token_values, check_values
-from ..config import GRPOConfig, config_from_key
+from ..config import DEFAULT_CONFIG, GRPOConfig, config_from_key
 from ..contract import Backend, Sums, TokenInputs
-from ..names import FIELD, MASK_SUMS
+from ..names import FIELD, MASK_SUMS, SPARSE_SUMS
 from .backward import FinishedGradients, refuse_double_backward, scale_saved_gradients, times, waiting_dtype
 from .chunks import evaluate, run
 from .kept import make_token_mask
 from .lm_head import GivenLogits, LMHead
 from .plan import Plan, make_plan
 from .products import pinned_matmul_precision
-from .shared import is_capturing, is_traced, no_gradients, table_dtype
+from .shared import is_capturing, is_traced, no_gradients, refuse_capture, table_dtype
 from .vocab_parallel import VocabSlice, describe, refuse_traced_slice
 
 # On a GPU the products of so few rows take as long as reading the weight: a row left out saves nothing, and reading the
@@ -91,6 +91,7 @@ def _compute(
         )  # fmt: skip
         check_values(ids, inputs.completion_mask, head.vocab_size, inputs.cu_seqlens)
         check_token_values(inputs)
+        head.keeps_pairs = config.sparse_backward is not None and call.accumulate_into is not None
         static, dtype = _computes_every_row(call, hidden.device), table_dtype(head.hidden.dtype)
         plan = make_plan(inputs, ids, config, call.num_groups, kernels, static_shapes=static, dtype=dtype)
         if static and inputs.completion_mask is not None:
@@ -106,16 +107,23 @@ def loss_of_head(
     # The rows of given logits are all computed, whatever the mask: they decide no shape.
     is_static = static_shapes if isinstance(head, LMHead) else is_capturing(call.completion_ids.device)
     mask = make_token_mask(tokens.kept_ids, tokens.kept_counts, head.vocab_size, is_static=is_static)
-    values, sums = run(head, plan, kernels, gradients=any(call.wants), static_shapes=static_shapes, sampling_mask=mask)
+    values, sums = run(
+        head, plan, kernels, gradients=any(call.wants), static_shapes=static_shapes, sampling_mask=mask,
+        sparse_backward=call.config.sparse_backward,
+    )  # fmt: skip
     both = values.columns.narrow_copy(0, 0, 2).view(2, *shape)  # without the other columns
     return sums.loss.clone(), both[0], both[1], sums.numbers
 
 
 def _computes_every_row(call: LossCall, device: torch.device) -> bool:
     """Whether nothing is read back to the host, and so no row left out."""
+    sparse = call.config.sparse_backward is not None
+    if sparse:
+        refuse_capture(device)
     if call.config.static_shapes or is_capturing(device):
         return True
-    reads_anyway = call.tokens.kept_counts is not None or call.tokens.cu_seqlens is not None  # which rows; lengths
+    # Which rows; lengths; how many entries.
+    reads_anyway = call.tokens.kept_counts is not None or call.tokens.cu_seqlens is not None or sparse
     return device.type != "cpu" and call.completion_ids.numel() <= _WEIGHT_BOUND_TOKENS and not reads_anyway
 
 
@@ -172,7 +180,7 @@ def _(hidden, weight, bias, tokens, num_groups, config_key, backend, compute_dty
         f((), dtype=dtype),
         f(completion_ids.shape, dtype=dtype),
         f(completion_ids.shape, dtype=dtype),
-        empty_sums(hidden, completion_ids, tokens, num_groups, dtype),
+        empty_sums(hidden, completion_ids, tokens, num_groups, dtype, config_from_key(config_key)),
         *(
             x.new_empty(x.shape, dtype=waiting_dtype(x.dtype)) if want else f(0)
             for x, want in zip(given, wants, strict=True)
@@ -207,11 +215,12 @@ def _return_gradients(ctx, g_loss, *_):
 grpo_loss.register_autograd(_return_gradients, setup_context=_save_gradients)
 
 
-def empty_sums(like, per_token, tokens, num_groups, dtype):
+def empty_sums(like, per_token, tokens, num_groups, dtype, config=DEFAULT_CONFIG):
     """Numbers of Sums without values, for tokens (B, T), or (N,) with offsets."""
     inputs = TokenInputs(*tokens)
     sequences = per_token.shape[0] if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[0] - 1
     size = Sums.size(sequences, num_groups) + (0 if inputs.kept_ids is None else len(MASK_SUMS))
+    size += 0 if config.sparse_backward is None else len(SPARSE_SUMS)
     return like.new_empty(size, dtype=dtype)
 
 

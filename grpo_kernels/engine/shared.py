@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..contract import TokenValues
 from ..names import KernelParams
-from .chunks import Scorer
+from .chunks import Scorer, new_scorer
 from .kept import TokenMask
 from .lm_head import LMHead
 
@@ -28,6 +28,11 @@ def is_traced(hidden: Tensor) -> bool:
 def is_capturing(device: torch.device) -> bool:
     """Whether a CUDA graph records these operations: then nothing may be read back to the host."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def refuse_capture(device: torch.device) -> None:
+    if is_capturing(device):
+        raise ValueError("sparse_backward was given under capture of a CUDA graph; the number of entries is read")
 
 
 def requires_grad_flags(*inputs: Tensor | None) -> tuple[bool, ...]:
@@ -60,6 +65,7 @@ def make_scorer(
     values: TokenValues,
     mask: Tensor | None,
     sampling_mask: TokenMask | None,
+    sparse_backward: float | None,
 ) -> Scorer:
     """A scorer for log-probabilities alone: no objective. temperature: a number, or a tensor of one or of N."""
     count, dtype = ids.numel(), values.columns.dtype
@@ -69,7 +75,7 @@ def make_scorer(
     else:
         per_token = torch.full((count,), temperature, dtype=dtype, device=ids.device)
     ids = ids.reshape(-1) if mask is None else torch.where(mask, ids.reshape(-1), 0)
-    scorer = Scorer(head, ids.contiguous().long(), per_token, params, head.backend, values)
+    scorer = new_scorer(sparse_backward, head, ids.contiguous().long(), per_token, params, head.backend, values)
     if sampling_mask is not None:
         scorer.add_mask(sampling_mask, torch.ones_like(ids, dtype=torch.bool) if mask is None else mask)
     return scorer

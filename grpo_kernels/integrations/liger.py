@@ -5,7 +5,7 @@ Import LigerFusedLinearGRPOLoss from here in place of liger_kernel.chunked_loss;
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields
 from functools import lru_cache
 from typing import Any
 
@@ -27,7 +27,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     """loss, metrics = module(hidden, weight, ids, mask, advantages, ...), as Liger's module of this name.
 
     metrics are ([mean KL if beta != 0], share of clipped tokens). The arguments are Liger's; `compiled` and
-    `chunk_size` say how Liger computes, and change nothing here. What differs:
+    `chunk_size` say how Liger computes, and change nothing here. sparse_backward, which Liger does not have, is that of
+    `grpo_kernels.GRPOConfig`. What differs:
 
     - "luspo" leaves padding out, and sums the tokens of a sequence where Liger takes their mean times the length. Both
       agree for sequence-level ratios with beta=0 and weights per sequence, which is LUSPO (arXiv:2602.05261).
@@ -56,6 +57,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     vespo_lambda_pos: float = 3.0
     vespo_k_neg: float = 3.0
     vespo_lambda_neg: float = 2.0
+    _: KW_ONLY
+    sparse_backward: float | None = None
 
     def __post_init__(self) -> None:
         super().__init__()  # after the fields, which are no tensors: nn.Module allows it
@@ -128,7 +131,7 @@ def _config(
     if importance_sampling_level == "sequence" and loss_type in ("cispo", "sapo", "vespo"):
         raise ValueError(f"importance_sampling_level='sequence' does not go with loss_type={loss_type!r}")
     surrogate = PRESETS[loss_type].get("surrogate", "clip")
-    read = {"delta", "temperature", *SURROGATE_RULES[surrogate].options} - {"dual_clip"}
+    read = {"delta", "temperature", "sparse_backward", *SURROGATE_RULES[surrogate].options} - {"dual_clip"}
     aggregation = PRESETS[loss_type]["aggregation"]
     if aggregation == "fixed_length":
         read.add("max_completion_length")

@@ -95,4 +95,6 @@ def _config(**options: Any) -> GRPOConfig:
             raise ValueError(f"{name}={options[name]!r}: prime-rl divides the sum over the tokens itself; leave it out")
     if options.get("entropy_coef") or options.get("entropy_threshold") is not None:
         raise ValueError("entropy_coef and entropy_threshold need the entropies, which prime-rl does not pass")
+    if options.get("sparse_backward") is not None:
+        raise ValueError("sparse_backward has no effect on a loss from log-probabilities; leave it out")
     return GRPOConfig(aggregation="token_mean", **options)

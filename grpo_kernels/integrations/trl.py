@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..checks.plain import is_quantised
-from ..config import GRPOConfig
+from ..config import GRPOConfig, check_sparse_backward
 from ..logit_transform import logit_transform
 from ..logps import fused_logps
 from ..loss import fused_grpo_loss, grpo_loss_from_logps
@@ -58,7 +58,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     The same arguments, configuration (`trl.GRPOConfig`) and logged metrics as GRPOTrainer's. Old and reference
     log-probabilities come from `fused_logps`. With top_entropy_quantile below 1 all log-probabilities do, and the
-    backward computes the logits of the kept tokens again.
+    backward computes the logits of the kept tokens again. sparse_backward: as in `grpo_kernels.GRPOConfig`.
 
     Raises:
         ValueError: at construction, by name, what this loss does not do: negative beta, entropy_coef or
@@ -69,11 +69,12 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     entropy_coef: float  # these two are TRL's
     _entropy_window_stats: Tensor | None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, sparse_backward: float | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._loss_config = GRPOConfig.from_trl(
-            self.args, self.model.config, entropy_threshold=None, entropy_coef=max(0.0, self.entropy_coef)
-        )
+            self.args, self.model.config, entropy_threshold=None, entropy_coef=max(0.0, self.entropy_coef),
+            sparse_backward=sparse_backward,
+        )  # fmt: skip
         self._refuse()
         for model in (self.model, self.ref_model):
             if model is not None:
@@ -214,7 +215,7 @@ class _LossCall:
         trainer = self.trainer
         logps, entropy = fused_logps(
             hidden, head.weight, self.inputs["completion_ids"], completion_mask=self.mask, lm_head_bias=head.bias,
-            entropy=True, **head.options,
+            entropy=True, sparse_backward=config.sparse_backward, **head.options,
         )  # fmt: skip
         assert entropy is not None
         known = entropy.detach()
@@ -387,8 +388,8 @@ class _FusedLogProbs:
         options: dict[str, Any] = dict(temperature=temperature, logit_scale=logit_scale, logit_softcap=softcap)
         head = _Head(weight, bias, options)
         logps, entropy = fused_logps(
-            hidden, weight, targets, lm_head_bias=bias, entropy="entropy" in outputs, **options
-        )
+            hidden, weight, targets, lm_head_bias=bias, entropy="entropy" in outputs, **_head_options, **options,
+        )  # fmt: skip
         return logps, entropy, *_statistics(hidden, head, targets, outputs)
 
 
@@ -421,14 +422,17 @@ def _statistics(hidden: Tensor, head: _Head, targets: Tensor, outputs: tuple[str
 # gets the scored positions alone.
 _PATCHES: dict[str, Any] = {"_ChunkedLogProbFunction": _FusedLogProbs, "_use_triton": lambda device: True}
 _originals: dict[str, Any] = {}
+_head_options: dict[str, Any] = {}  # of patch_trl
 
 
-def patch_trl() -> None:
+def patch_trl(sparse_backward: float | None = None) -> None:
     """Let all of TRL's trainers (GRPO, RLOO, DPO, KTO, SFT) compute log-probabilities and entropies by `fused_logps`.
 
     Their losses stay TRL's. On a CPU prompts are no longer scored. The metrics of DPO, KTO and SFT that need more than
-    log-probability and entropy (mean_logits, is_top1) cost a product without gradient. A second call does nothing.
+    log-probability and entropy (mean_logits, is_top1) cost a product without gradient. sparse_backward: as in
+    `grpo_kernels.GRPOConfig`. A second call changes nothing else.
     """
+    check_sparse_backward(sparse_backward)
     missing = [name for name in _PATCHES if not hasattr(trl_utils, name)]
     if missing:
         raise RuntimeError(f"TRL {trl.__version__} has no trl.trainer.utils.{missing[0]}: its head cannot be replaced")
@@ -436,6 +440,7 @@ def patch_trl() -> None:
         _originals.update({name: getattr(trl_utils, name) for name in _PATCHES})
     for name, replacement in _PATCHES.items():
         setattr(trl_utils, name, replacement)
+    _head_options["sparse_backward"] = sparse_backward
 
 
 def unpatch_trl() -> None:

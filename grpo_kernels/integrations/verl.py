@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..checks.arguments import check_config
 from ..checks.plain import check_plain
-from ..config import GRPOConfig, check_one_of
+from ..config import GRPOConfig, check_one_of, check_sparse_backward
 from ..logps import fused_logps
 from ..loss import grpo_loss_from_logps
 from ..names import Aggregation
@@ -43,18 +43,25 @@ _AGGREGATIONS: dict[str, Aggregation] = {
 }
 
 
-def register(name: str = "grpo_kernels", config: GRPOConfig | None = None) -> None:
+_head_options: dict[str, Any] = {}  # of register
+
+
+def register(
+    name: str = "grpo_kernels", config: GRPOConfig | None = None, *, sparse_backward: float | None = None
+) -> None:
     """Add the policy loss `name` to verl, and put `linear_cross_entropy` in the place of verl's.
 
     config: the loss, without its aggregation, which is verl's loss_agg_mode; None: verl's "vanilla" loss with
     actor.clip_ratio, clip_ratio_low, clip_ratio_high and clip_ratio_c. KL to a reference and the entropy bonus stay
-    verl's (actor.use_kl_loss, actor.entropy_coeff).
+    verl's (actor.use_kl_loss, actor.entropy_coeff). sparse_backward: as in `GRPOConfig`, of `linear_cross_entropy`.
 
     Raises ValueError for options of `config` that need what verl does not pass: beta, entropy_coef, entropy_threshold,
     surrogates and masks that read the sampling engine's log-probabilities.
     """
+    check_sparse_backward(sparse_backward)
     if config is not None:
         _check(config)
+    _head_options["sparse_backward"] = sparse_backward
     core = importlib.import_module("verl.trainer.ppo.core_algos")
     core.register_policy_loss(name)(partial(policy_loss, grpo_config=config))
     kernel = importlib.import_module(_KERNEL)
@@ -95,7 +102,7 @@ def linear_cross_entropy(
         flat.register_hook(lambda gradient: gradient / ranks)
     logps, entropy = fused_logps(
         flat, weight, labels.reshape(-1), temperature=temperature, entropy=True,
-        vocab_parallel_group=dist_process_group if split else None,
+        vocab_parallel_group=dist_process_group if split else None, **_head_options,
     )  # fmt: skip
     assert entropy is not None
     return logps, reductions[reduction](entropy)
@@ -186,6 +193,8 @@ def _denominator(
 
 def _check(config: GRPOConfig) -> None:
     check_config(config)
+    if config.sparse_backward is not None:
+        raise ValueError("config.sparse_backward has no effect in verl's policy loss; give it to register()")
     for name, neutral in (
         ("beta", 0.0), ("entropy_coef", 0.0), ("entropy_threshold", None), ("off_policy_mask_threshold", None)
     ):  # fmt: skip

@@ -190,6 +190,7 @@ class TrainArguments:
     sync_ref_model: bool = _option(False, "move the reference policy towards the policy")
     ref_model_sync_steps: Count = _option(512, "optimizer steps between moves")
     ref_model_mixup_alpha: Share = _option(0.6, "share of the policy in a move; 1: a copy")
+    sparse_backward: float | None = _option(None, "round small gradients of logits to 0 or this share; default: exact")
     loss_options: str | None = _option(None, "further fields of GRPOConfig, as JSON")
 
     # optimizer
@@ -274,6 +275,7 @@ class TrainArguments:
             "beta": self.beta,
             "kl_estimator": self.kl_estimator if self.beta else None,
             "use_bias_correction_kl": self.use_bias_correction_kl if self.beta else None,
+            "sparse_backward": self.sparse_backward,
         }
         further = self.from_json("loss_options")
         if twice := given.keys() & further.keys():
@@ -374,6 +376,7 @@ class TrainArguments:
             ("kl_target", a.kl_target, ("kl_horizon",)),
             ("use_peft", a.use_peft, ("lora_r", "lora_alpha", "lora_target_modules")),
             ("dynamic_sampling=refill", a.dynamic_sampling == "refill", ("dynamic_sampling_max_rounds",)),
+            ("loss=fused", a.loss == "fused", ("sparse_backward",)),
             ("use_vllm", a.use_vllm, VLLM_OPTIONS),
             ("sampling by transformers", not a.use_vllm, ("per_device_generation_batch_size",)),
             ("use_vllm or replay, and vllm_importance_sampling_correction", a.corrects,

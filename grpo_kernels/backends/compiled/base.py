@@ -157,6 +157,7 @@ class CompiledBackend:
         values: TokenValues,
         params: KernelParams,
         gradients: RowGradients | None = None,
+        *others: object,
         **per_token: Tensor,
     ) -> None:
         logits, rows, ids, bias = chunk
@@ -167,7 +168,7 @@ class CompiledBackend:
         self.call(
             function, logits.device, *self._matrix(logits), *logits.shape, bias, ids, rows.start, rows.index,
             temperature, *_tokens(table, values), values.lse, g_logp, g_entropy, *written, rounding_error,
-            self.packed(params),
+            self.packed(params), *others,
         )  # fmt: skip
 
     # --- tokens ---------------------------------------------------------------------------------------------------

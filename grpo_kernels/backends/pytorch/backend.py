@@ -8,10 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...contract import LogitChunk, PlannedTokens, RowGradients, RowStats, TokenValues
+from ...contract import LogitChunk, PlannedTokens, RowGradients, RowStats, SparseRows, SparseRule, TokenValues
 from ...names import FIELD, KernelParams
 from . import coefficients, kept
 from .plan import plan_tokens
+from .sparse import start_of_sum, write_pairs
 from .sums import column_sums
 
 LOWEST_LOG_P = -1e4  # e^x is 0 long before, in float64 too
@@ -113,6 +114,27 @@ class TorchBackend:
         if rounding_error is not None:
             exact, rounded = (x.gather(1, sampled).squeeze(1) for x in (dz, dlogits))
             rounding_error.copy_(torch.where(known, exact - rounded, 0.0))
+
+    def sparse_gradient(
+        self,
+        chunk: LogitChunk,
+        temperature: Tensor,
+        values: TokenValues,
+        g_logp: Tensor,
+        g_entropy: Tensor,
+        params: KernelParams,
+        rule: SparseRule,
+        pairs: SparseRows,
+    ) -> None:
+        rows = chunk.rows
+        dlogits = torch.empty_like(chunk.logits, dtype=pairs.values.dtype)
+        coefficients = temperature, values, g_logp, g_entropy, params
+        self.logits_gradient(chunk, *coefficients, RowGradients(dlogits))
+        steepness = params.logit_scale / rows.take(temperature)
+        scale = steepness * (rows.take(g_logp).abs() + rows.take(g_entropy).abs())
+        tokens = torch.arange(rows.start, rows.stop, device=dlogits.device) if rows.index is None else rows.index
+        start = start_of_sum(tokens, rows.take(values.lse), rule.first_id)
+        write_pairs(dlogits, rows.take(chunk.ids), scale, start, rule, pairs)
 
     def sequence_objective(
         self, sequences: slice, row_length: int | None, planned: PlannedTokens, params: KernelParams

@@ -1,0 +1,112 @@
+"""Sparse gradients, config.sparse_backward: products over the few entries of d loss / d logits that are left.
+
+A row kernel writes the entries of a chunk as pairs of an id and a number (contract.SparseRule says which). The pairs of
+all chunks are collected, and then go through the products of kept ids, as those of tokens with a sampling mask do. A
+token whose pairs would take longer there than its share of two dense products gets those, from its logits computed
+again: its gradient is exact. So is that of a token with a sampling mask, however many ids it keeps.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from ..contract import LogitChunk, Rows, SparseBackend, SparseRows, SparseRule, TokenValues
+from ..names import KernelParams
+from .kept import make_matrices, most_kept, places_of
+from .lm_head import LMHead
+
+
+class _Found(NamedTuple):
+    """The pairs of a row chunk."""
+
+    tokens: Tensor  # (R,) int64, those with pairs
+    counts: Tensor  # (R,) int64
+    ids: Tensor  # (M,) int32, one token after another
+    values: Tensor  # (M,)
+
+
+class SparsePairs:
+    """The pairs of a call, and how many tokens they are of."""
+
+    def __init__(self, head: LMHead, theta: float, dtype: torch.dtype) -> None:
+        self.head, self.dtype = head, dtype
+        self.rule = SparseRule(theta, 0 if head.vocab_slice is None else head.vocab_slice.first)
+        self.capacity = most_kept(len(head.weight), head.weight.device)
+        self._buffers: SparseRows | None = None
+        self._found: list[_Found] = []
+        self._dense: list[Tensor] = []
+        self._num_pairs = self._num_tokens = 0
+
+    def add(
+        self,
+        chunk: LogitChunk,
+        temperature: Tensor,
+        values: TokenValues,
+        coefficients: tuple[Tensor, Tensor],
+        params: KernelParams,
+        exact: Tensor | None,
+    ) -> None:
+        """The tokens of a row chunk, of which those in `exact` (N,) bool get no pairs.
+
+        coefficients: d loss / d logp and d loss / d entropy (N,).
+        """
+        rows, pairs = chunk.rows, self._rows(chunk.rows.count)
+        cast(SparseBackend, self.head.backend).sparse_gradient(
+            chunk, temperature, values, *coefficients, params, self.rule, pairs
+        )
+        has_gradient = torch.stack([rows.take(x) != 0 for x in coefficients]).any(0)
+        dense = has_gradient & (pairs.counts > self.capacity)
+        if exact is not None:
+            dense |= has_gradient & rows.take(exact)
+        index = torch.arange(rows.start, rows.stop, device=dense.device) if rows.index is None else rows.index
+        here = ((pairs.counts > 0) & ~dense).nonzero().squeeze(1)
+        counts = pairs.counts[here].long()
+        _, place = places_of(here * self.capacity, counts)
+        found = (x.view(-1)[place] for x in (pairs.ids, pairs.values))
+        self._found.append(_Found(index[here], counts, *found))
+        self._dense.append(index[dense])
+        self._num_pairs += len(place)
+        self._num_tokens += int(has_gradient.sum())
+
+    def dense(self) -> Tensor:
+        """(D,) int64: the tokens that take dense products."""
+        return torch.cat([*self._dense, torch.empty(0, dtype=torch.int64, device=self.head.weight.device)])
+
+    def finish(self) -> None:
+        """The products, after those of the tokens in `dense`; `sums` is what remains."""
+        head, self._buffers = self.head, None
+        if head.wants[0]:  # all ranks with a slice of the vocabulary add theirs up, those without a pair too
+            head.dhidden_for(Rows(0, 0, self.dense()[:0]))
+        if self._found:
+            tokens, counts, ids, values = (torch.cat(x) for x in zip(*self._found, strict=True))
+            self._found = []
+            matrices, pairs, places = make_matrices(tokens, ids, counts, counts)
+            numbers = values.new_zeros(pairs.ids.numel()).scatter_(0, places, values)
+            parts = numbers.split([kept.ids.numel() for kept in matrices])
+            for kept, part in zip(matrices, parts, strict=True):
+                if head.wants[0]:
+                    dlogits = part.view(kept.ids.shape)
+                    head.backend.kept_dhidden(dlogits, head.weight, kept, head.dhidden_for(kept.rows))
+            head.add_pairs(numbers, pairs)
+
+    def sums(self, dtype: torch.dtype) -> Tensor:
+        """SPARSE_SUMS; over ranks with a slice of the vocabulary all pairs, and the mean of the tokens in `dense`."""
+        numbers = self._num_pairs, sum(map(len, self._dense)), self._num_tokens
+        sums = torch.tensor(numbers, dtype=torch.float64, device=self.head.weight.device)
+        if self.head.vocab_slice is not None:
+            self.head.vocab_slice.add_up(sums)
+            sums[1:] /= len(self.head.vocab_slice.sizes)
+        return sums.to(dtype)
+
+    def _rows(self, count: int) -> SparseRows:
+        if self._buffers is None or len(self._buffers.counts) < count:
+            shape, device = (count, self.capacity), self.head.weight.device
+            self._buffers = SparseRows(
+                torch.empty(shape, dtype=torch.int32, device=device),
+                torch.empty(shape, dtype=self.dtype, device=device),
+                torch.empty(count, dtype=torch.int32, device=device),
+            )
+        return SparseRows(*(x[:count] for x in self._buffers))

@@ -1,0 +1,438 @@
+"""sparse_backward through the public functions: right in expectation, exact where it says so, refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from helpers import (
+    Batch,
+    Result,
+    assert_close,
+    errors,
+    fused,
+    make_batch,
+    make_sampling_mask,
+    off_policy,
+    packed,
+    reference,
+    set_mask_way,
+)
+from option_space import POINTS, build, choose
+from test_peft import ADVANTAGES, adapted
+from test_transformers import batch as model_batch
+from test_vocab_parallel import run_ranks, sliced, whole
+from torch import Tensor
+
+import grpo_kernels as gk
+from grpo_kernels.backends import get_backend
+from grpo_kernels.backends.pytorch.backend import TorchBackend
+from grpo_kernels.contract import SparseRule
+from grpo_kernels.engine import kept, sparse
+from grpo_kernels.engine import shared as engine_shared
+from grpo_kernels.integrations.transformers import fused_forward
+
+BACKENDS = ("cpu", "torch")
+TINY = 1e-12  # every entry is kept as it is
+THETA = 2.0**-5
+
+
+def room(monkeypatch: Any, logits_per_pair: float) -> None:
+    """Tokens of V / logits_per_pair entries and more take dense products."""
+    monkeypatch.setattr(kept, "DENSE_LOGITS_PER_KEPT_ID", dict.fromkeys(("cpu", "cuda"), logits_per_pair))
+
+
+@pytest.fixture(autouse=True)
+def _room_for_every_entry(monkeypatch):
+    room(monkeypatch, 1)
+
+
+def with_theta(config: gk.GRPOConfig, theta: float | None) -> gk.GRPOConfig:
+    return dataclasses.replace(config, sparse_backward=theta)
+
+
+def seeds(monkeypatch: Any, count: int):
+    """Other random numbers each time, as other places in the batch would have."""
+    for seed in range(count):
+        monkeypatch.setattr(
+            sparse, "SparseRule", lambda theta, first, seed=seed: SparseRule(theta, first + 1000 * seed)
+        )
+        yield seed
+
+
+# --- in expectation ---------------------------------------------------------------------------------------------------
+
+WALK = [(point, i) for i, point in enumerate(dict.fromkeys(p[:2] for p in POINTS))]
+
+
+@pytest.mark.parametrize(("point", "turn"), WALK, ids=["-".join(p) for p, _ in WALK])
+def test_the_mean_is_the_exact_gradient(point, turn, monkeypatch):
+    """Every surrogate at each level, another KL estimator, aggregation and set of options each time: the error of the
+    mean over 32 calls is that of a call over its square root."""
+    of_point = [p for p in POINTS if p[:2] == point]
+    chosen = choose(of_point[11 * turn % len(of_point)], 0) | {"bias": True, "sampling_mask": "none"}
+    batch, config = build(of_point[11 * turn % len(of_point)], chosen)
+    exact, calls = reference(batch, config).grads, 32
+    config = with_theta(dataclasses.replace(config, chunk_rows=(7, None)[turn % 2]), 0.2)
+    found = [fused(batch, config, BACKENDS[turn // 2 % 2]).grads for _ in seeds(monkeypatch, calls)]
+    for name, gradient in exact.items():
+        errors_ = torch.stack([x[name].double() for x in found]) - gradient
+        assert 1e-3 * gradient.norm() < errors_.square().flatten(1).sum(1).mean().sqrt(), name
+        # The sum over the vocabulary hardly varies, so that a bias shows.
+        for e in (errors_, errors_.sum(1))[: 1 + (name == "bias")]:
+            size = e.reshape(calls, -1).norm(dim=1).square().mean().sqrt()
+            assert e.mean(0).norm() <= (1.5 if e is errors_ else 4) * size / calls**0.5 + 2e-6 * gradient.norm(), name
+
+
+# --- exact ------------------------------------------------------------------------------------------------------------
+
+
+def rich_batch(**options: Any) -> Batch:
+    batch = off_policy(make_batch(2, sequences=6, bias=True, masked=True, **options))
+    batch.advantages[1] = 0.0
+    return batch
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # options of the batch, of the configuration
+    "a clip": ({}, {}),
+    "KL, entropy bonus, in chunks": ({}, dict(beta=0.1, entropy_coef=0.05, chunk_rows=5)),
+    "softcap, scale, temperature": ({}, dict(logit_softcap=3.0, logit_scale=0.7, temperature=1.3, entropy_coef=0.02)),
+    "whole sequences": ({}, dict(importance_sampling_level="sequence", chunk_rows=12)),
+    "sequences beyond a chunk": ({}, dict(importance_sampling_level="sequence", chunk_rows=3)),
+    "a temperature per token": ({}, dict(temperature=torch.linspace(0.5, 2.0, 36).view(6, 6))),
+    "tokens with a gradient alone": ({}, dict(score_inactive=False, chunk_rows=5)),
+    "other strides": ({"strided": True}, dict(chunk_rows=8)),
+    "packed": ({"packed": True}, dict(importance_sampling_level="sequence", chunk_rows=9)),
+    "sampling masks, by gathers": ({"mask": "gathers"}, dict(chunk_rows=8)),
+    "sampling masks, dense and by gathers": ({"mask": "both"}, dict(beta=0.1, chunk_rows=8)),
+    "float64": ({"dtype": torch.float64}, dict(entropy_coef=0.02)),
+}
+
+
+def case(name: str) -> tuple[Batch, gk.GRPOConfig]:
+    options, config = CASES[name]
+    batch = rich_batch()
+    if "mask" in options:
+        batch = batch.with_options(sampling_mask=make_sampling_mask((6, 6), 67))
+    if options.get("strided"):
+        batch.hidden = batch.hidden.transpose(0, 1).contiguous().transpose(0, 1)
+    if options.get("packed"):
+        batch = packed(batch)
+    return batch.cast(options.get("dtype", torch.float32)), gk.GRPOConfig(**config)
+
+
+def same_forward(found: Result, exact: Result) -> None:
+    """Bits of everything but the gradients."""
+    for name in ("loss", "logps", "entropy"):
+        assert torch.equal(getattr(found, name), getattr(exact, name)), name
+    assert found.metrics.keys() - exact.metrics.keys() == {"sparse/kept", "sparse/dense"}
+    for name, x in exact.metrics.items():
+        assert torch.equal(found.metrics[name], x), name
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_with_room_for_every_entry_or_none_gradients_are_exact(backend, name, monkeypatch):
+    batch, config = case(name)
+    backend = "torch" if batch.hidden.dtype == torch.float64 else backend
+    way = CASES[name][0].get("mask", "none")
+    set_mask_way(monkeypatch, way, 67)
+    exact = fused(batch, config, backend)
+    room(monkeypatch, {"none": 1, "gathers": 0.5, "both": 8}[way])
+    found = fused(batch, with_theta(config, TINY), backend)
+    same_forward(found, exact)
+    assert_close(dataclasses.replace(found, metrics=exact.metrics), exact, 5e-6)
+    if way == "none":
+        assert found.metrics["sparse/dense"] == 0 and 60 < found.metrics["sparse/kept"] <= 67
+        room(monkeypatch, 1000)
+        none = fused(batch, with_theta(config, THETA), backend)
+        same_forward(none, exact)
+        assert_close(dataclasses.replace(none, metrics=exact.metrics), exact, 5e-6)
+        assert none.metrics["sparse/dense"] == 1 and none.metrics["sparse/kept"] == 0
+    again = [fused(batch, with_theta(config, THETA), backend) for _ in range(2)]
+    same_forward(again[0], exact)
+    for leaf, gradient in again[0].grads.items():
+        assert torch.equal(gradient, again[1].grads[leaf])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("dtype", "logits_dtype"), [(torch.bfloat16, None), (torch.float16, None), (torch.float16, torch.float16)]
+)
+def test_16_bits(dtype, logits_dtype, backend, monkeypatch):
+    """Pairs are float32, beside float16 gradients that hold a scale; a loss scale reaches them in the backward."""
+    batch, config = rich_batch().head_as(dtype), gk.GRPOConfig(logits_dtype=logits_dtype, chunk_rows=8)
+    exact = reference(batch, config)
+    for theta, logits_per_pair in ((TINY, 1), (TINY, 2), (THETA, 1000)):
+        room(monkeypatch, logits_per_pair)
+        found, plain = fused(batch, with_theta(config, theta), backend), fused(batch, config, backend)
+        same_forward(found, plain)
+        of_plain = errors(plain, exact)
+        for name in ("hidden", "weight", "bias"):
+            error = (found.grads[name].double() - exact.grads[name]).norm() / exact.grads[name].norm()
+            assert error <= 1.5 * of_plain[f"grad {name}"] + 1e-6, name
+    leaves = [x.clone().requires_grad_() for x in (batch.hidden, batch.weight)]
+    out = gk.fused_grpo_loss(
+        *leaves, batch.ids, batch.advantages, backend=backend, lm_head_bias=batch.bias,
+        config=with_theta(config, TINY), **batch.options,
+    )  # fmt: skip
+    (out.loss * 65536).backward()
+    assert (leaves[0].grad.double() / 65536 - exact.grads["hidden"]).norm() <= 1e-2 * exact.grads["hidden"].norm()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_with_many_entries_take_products(backend, monkeypatch):
+    """Their rows of hidden's gradient are exact, those of the others as if there were room."""
+    batch = make_batch(5, sequences=3, length=8)
+    batch.hidden[:2] *= 3.0  # certain tokens
+    config = gk.GRPOConfig(sparse_backward=2.0**-7, chunk_rows=5)
+    exact, roomy = fused(batch, with_theta(config, None), backend), fused(batch, config, backend)
+    room(monkeypatch, 67 / 20)
+    found = fused(batch, config, backend)
+    share = found.metrics["sparse/dense"].item()
+    assert 0.1 < share < 0.9
+    rows = [x.grads["hidden"].view(24, -1) for x in (found, exact, roomy)]
+    of_exact, of_roomy = ((rows[0] - x).norm(dim=1) <= 2e-6 * rows[1].norm(dim=1) for x in rows[1:])
+    assert (of_exact | of_roomy).all() and of_exact.sum() >= round(24 * share)
+    assert not of_exact.all()
+
+
+@pytest.mark.parametrize("wants", [(True, False), (False, True)])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_frozen_inputs(backend, wants):
+    batch, config = rich_batch(), gk.GRPOConfig(sparse_backward=THETA)
+    all_of_them = fused(batch, config, backend)
+    leaves = [x.clone().requires_grad_(want) for x, want in zip((batch.hidden, batch.weight), wants, strict=True)]
+    call = partial(gk.fused_grpo_loss, lm_head_bias=batch.bias, backend=backend, config=config, **batch.options)
+    call(*leaves, batch.ids, batch.advantages).loss.backward()
+    for leaf, name in zip(leaves, ("hidden", "weight"), strict=True):
+        assert leaf.grad is None if not leaf.requires_grad else torch.equal(leaf.grad, all_of_them.grads[name])
+
+
+# --- accumulate_into --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_pairs_wait_for_the_buffer(backend, dtype, monkeypatch):
+    batch, logits_dtype = rich_batch().head_as(dtype), torch.float16 if dtype == torch.float16 else None
+    for logits_per_pair in (1, 67 / 20, 1000):
+        room(monkeypatch, logits_per_pair)
+        config = gk.GRPOConfig(sparse_backward=THETA, chunk_rows=8, logits_dtype=logits_dtype)
+        plain, total = fused(batch, config, backend), torch.full((67, 24), 0.5)
+        hidden, weight = batch.hidden.clone().requires_grad_(), batch.weight.clone().requires_grad_()
+        out = gk.fused_grpo_loss(
+            hidden, weight, batch.ids, batch.advantages, lm_head_bias=batch.bias, config=config, backend=backend,
+            accumulate_into=total, **batch.options,
+        )  # fmt: skip
+        assert (total == 0.5).all()
+        for times in (1, 2):
+            (out.loss * -3.0).backward(retain_graph=True)
+            share = -3.0 * times * plain.grads["weight"].float()
+            rounding = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
+            assert torch.allclose(total - 0.5, share, rtol=rounding, atol=rounding * share.abs().max().item())
+        assert weight.grad is None
+
+
+def test_nothing_of_the_weights_size_is_filled():
+    batch = make_batch(0, vocab=20_000, width=64)
+    total = torch.zeros(20_000, 64)
+    hidden, weight = batch.hidden.requires_grad_(), batch.weight.mul_(10).requires_grad_()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        out = gk.fused_grpo_loss(
+            hidden, weight, batch.ids, batch.advantages, config=gk.GRPOConfig(sparse_backward=2.0**-8),
+            backend="cpu", accumulate_into=total,
+        )  # fmt: skip
+        out.loss.backward()
+    assert out.metrics["sparse/dense"] == 0 and 24 < total.any(1).sum() < 10_000
+    assert total.numel() * 4 not in [event.self_cpu_memory_usage for event in profile.events()]
+
+
+def test_hidden_states_that_were_changed_before_the_backward_are_refused():
+    batch, total = make_batch(0), torch.zeros(67, 24)
+    weight, config = batch.weight.requires_grad_(), gk.GRPOConfig(sparse_backward=THETA)
+    out = gk.fused_grpo_loss(batch.hidden, weight, batch.ids, batch.advantages, config=config, accumulate_into=total)
+    batch.hidden.add_(1.0)
+    with pytest.raises(RuntimeError, match="hidden was changed in place"):
+        out.loss.backward()
+
+
+# --- other functions --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_function_rounds_the_same_entries(backend):
+    """REINFORCE by each of the three."""
+    batch = make_batch(3, bias=True, masked=True)
+    mask = batch.options["completion_mask"]
+    config = gk.GRPOConfig(surrogate="reinforce", sparse_backward=THETA)
+    expected = fused(batch, config, backend).grads
+    count = mask.sum()
+    common = dict(completion_mask=mask, sparse_backward=THETA, backend=backend)
+
+    def by_logps(hidden, weight, bias):
+        logps, _ = gk.fused_logps(hidden, weight, batch.ids, lm_head_bias=bias, **common)
+        return -(logps * batch.advantages[:, None] * mask).sum() / count
+
+    def by_policy(hidden, weight, bias, level="token"):
+        def loss_fn(chunk: gk.PolicyChunk) -> Tensor:
+            return -(chunk.logps * chunk.sequences(batch.advantages)).sum() / count
+
+        return gk.fused_policy_loss(hidden, weight, batch.ids, loss_fn, level=level, lm_head_bias=bias, **common)
+
+    for function in (by_logps, by_policy, partial(by_policy, level="sequence")):
+        leaves = [x.clone().requires_grad_() for x in (batch.hidden, batch.weight, batch.bias)]
+        function(*leaves).backward()
+        for leaf, gradient in zip(leaves, expected.values(), strict=True):
+            assert torch.allclose(leaf.grad, gradient, rtol=1e-5, atol=1e-6 * gradient.abs().max().item())
+
+
+def test_backends_agree(monkeypatch):
+    """Over the same log-sum-exps, which are part of the random numbers."""
+    monkeypatch.setattr(TorchBackend, "statistics", lambda _, *given: get_backend("cpu").statistics(*given))
+    batch, config = make_batch(4, vocab=500, bias=True), gk.GRPOConfig(sparse_backward=0.01, entropy_coef=0.01)
+    found, expected = (fused(batch, config, name) for name in BACKENDS)
+    assert 20 < found.metrics["sparse/kept"] < 200
+    assert_close(found, expected, 2e-5)
+
+
+def test_a_compiled_function_returns_the_same():
+    batch, config = make_batch(1), gk.GRPOConfig(sparse_backward=THETA)
+    leaves = [x.clone().requires_grad_() for x in (batch.hidden, batch.weight)]
+
+    def step(hidden, weight):
+        logps, _ = gk.fused_logps(hidden, weight, batch.ids, sparse_backward=THETA)
+        return gk.fused_grpo_loss(hidden, weight, batch.ids, batch.advantages, config=config).loss + logps.sum()
+
+    expected = torch.autograd.grad(step(*leaves), leaves)
+    found = torch.autograd.grad(torch.compile(step, backend="aot_eager", fullgraph=True)(*leaves), leaves)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+# --- slices of the vocabulary -----------------------------------------------------------------------------------------
+
+
+def slices(rank: int, group) -> None:
+    """With room for every entry the exact gradient; with room on one rank alone; in expectation."""
+    batch, found = rich_batch(), []
+    for backend in BACKENDS:
+        config = gk.GRPOConfig(beta=0.1, entropy_coef=0.02, chunk_rows=8)
+        batch = batch.with_options(ref_logps=batch.options["old_logps"] - 0.1)
+        exact = fused(batch, config, backend)
+        for logits_per_pair, dense in ((1, 0.0), (1000, 1.0), (1 if rank else 1000, 0.5)):
+            kept.DENSE_LOGITS_PER_KEPT_ID = dict.fromkeys(("cpu", "cuda"), logits_per_pair)
+            mine = fused(sliced(batch, rank, group), with_theta(config, TINY), backend)
+            found = whole(mine, group, rank)
+            assert found.metrics["sparse/dense"] == dense and torch.isfinite(found.metrics["sparse/kept"])
+            for name in ("sparse/dense", "sparse/kept"):
+                del found.metrics[name]
+            assert_close(found, exact, 2e-5)
+        kept.DENSE_LOGITS_PER_KEPT_ID = dict.fromkeys(("cpu", "cuda"), 1)
+        total, square, calls = 0.0, 0.0, 32
+        for seed in range(calls):
+            sparse.SparseRule = lambda theta, first, seed=seed: SparseRule(theta, first + 1000 * seed)
+            gradient = fused(sliced(batch, rank, group), with_theta(config, 0.1), backend).grads["hidden"]
+            total, square = total + gradient / calls, square + (gradient - exact.grads["hidden"]).square().sum() / calls
+        assert (total - exact.grads["hidden"]).norm() <= 1.5 * (square / calls).sqrt()
+
+
+def test_ranks_with_slices_of_the_vocabulary(tmp_path):
+    run_ranks(slices, 2, tmp_path)
+
+
+# --- trainers ---------------------------------------------------------------------------------------------------------
+
+
+def test_liger_and_the_trainer_pass_it_on():
+    from grpo_kernels.integrations.liger import LigerFusedLinearGRPOLoss
+    from grpo_kernels.trainer.arguments import TrainArguments
+
+    assert LigerFusedLinearGRPOLoss(sparse_backward=THETA)._config().sparse_backward == THETA
+    assert LigerFusedLinearGRPOLoss()._config().sparse_backward is None
+    given = dict(reward_funcs=["x"], model_name_or_path=None, sparse_backward=THETA)
+    assert TrainArguments(**given).loss_config().sparse_backward == THETA
+    with pytest.raises(ValueError, match=r"sparse_backward=0.03125 has no effect without loss=fused"):
+        TrainArguments(**given, loss="eager").check(1)
+    with pytest.raises(ValueError, match=r"sparse_backward=2.0; expected a number in"):
+        TrainArguments(**given | {"sparse_backward": 2.0}).check(1)
+
+
+def test_an_adapter_on_the_head():
+    """Its weight is longer, and only in part trained."""
+    peft = pytest.importorskip("peft", reason="peft is not installed: run make test")
+    found = []
+    for theta in (None, TINY, 0.1):
+        model = adapted(peft, torch.float32, target_modules=["lm_head"])
+        config = gk.GRPOConfig(sparse_backward=theta)
+        fused_forward(model, **model_batch(), advantages=ADVANTAGES, config=config).loss.backward()
+        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    exact, tiny, rounded = found
+    for name, gradient in exact.items():
+        assert torch.allclose(tiny[name], gradient, rtol=1e-4, atol=1e-6)
+        assert not torch.equal(rounded[name], gradient)
+
+
+# --- refused ----------------------------------------------------------------------------------------------------------
+
+BAD: tuple[tuple[Any, type[Exception], str], ...] = (
+    *(
+        (x, ValueError, r"sparse_backward=.*; expected a number in \(0, 1\)")
+        for x in (0, 0.0, 1, 1.0, -0.1, 2, 10**400)
+    ),
+    *((x, ValueError, "sparse_backward=(nan|inf)") for x in (math.nan, math.inf)),
+    *((x, TypeError, "sparse_backward is a (Tensor|bool|str)") for x in (torch.tensor(0.1), True, False, "0.1")),
+)
+
+
+@pytest.mark.parametrize(("theta", "error", "message"), BAD, ids=[repr(x)[:12] for x, *_ in BAD])
+def test_bad_numbers(theta, error, message):
+    batch = make_batch(0)
+    for call in (
+        lambda: gk.GRPOConfig(sparse_backward=theta),
+        lambda: gk.fused_logps(batch.hidden, batch.weight, batch.ids, sparse_backward=theta),
+        lambda: gk.fused_policy_loss(batch.hidden, batch.weight, batch.ids, lambda c: c.logps.sum(),
+                                     sparse_backward=theta),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            call()
+
+
+def test_what_does_not_go_with_it(monkeypatch):
+    batch = make_batch(0)
+    config = gk.GRPOConfig(sparse_backward=THETA)
+    assert gk.GRPOConfig(sparse_backward=THETA) == config != gk.GRPOConfig()
+    with pytest.raises(ValueError, match="static_shapes=True contradicts sparse_backward"):
+        gk.GRPOConfig(sparse_backward=THETA, static_shapes=True)
+    with pytest.raises(ValueError, match="sparse_backward has no effect in grpo_loss_from_logits"):
+        gk.grpo_loss_from_logits(batch.hidden, batch.ids.clamp(max=23), batch.advantages, config=config)
+    for name in ("triton", "cuda"):
+        calls = (
+            lambda name=name: fused(batch, config, name),
+            lambda name=name: gk.fused_logps(
+                batch.hidden, batch.weight, batch.ids, sparse_backward=THETA, backend=name
+            ),
+        )
+        for call in calls:
+            with pytest.raises(ValueError, match=f"config.sparse_backward is not served by backend='{name}'"):
+                call()
+    monkeypatch.setattr(engine_shared, "is_capturing", lambda device: True)
+    weight = batch.weight.requires_grad_()
+    with pytest.raises(ValueError, match="sparse_backward was given under capture of a CUDA graph"):
+        gk.fused_grpo_loss(batch.hidden, weight, batch.ids, batch.advantages, config=config)
+    with pytest.raises(ValueError, match="sparse_backward was given under capture of a CUDA graph"):
+        gk.fused_logps(batch.hidden, weight, batch.ids, sparse_backward=THETA)
+
+
+def test_without_gradients_nothing_is_counted():
+    batch = make_batch(0)
+    with torch.no_grad():
+        out = gk.fused_grpo_loss(
+            batch.hidden, batch.weight, batch.ids, batch.advantages, config=gk.GRPOConfig(sparse_backward=THETA)
+        )
+    assert out.metrics["sparse/kept"] == out.metrics["sparse/dense"] == 0
+    assert out.metric_sums["sparse/kept"][1] == 0

@@ -1,0 +1,245 @@
+"""Row kernels that write pairs of an id and a number: the rule itself, its mean and variance, C++ beside torch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from test_cpu_kernels import backend as cpu
+from test_cpu_kernels import isa  # noqa: F401, a fixture
+from torch import Tensor
+
+from grpo_kernels.backends import get_backend
+from grpo_kernels.backends.pytorch import backend as torch_backend
+from grpo_kernels.backends.pytorch import sparse
+from grpo_kernels.contract import LogitChunk, RowGradients, Rows, SparseRows, SparseRule, no_values
+from grpo_kernels.names import SPARSE_ONE, KernelParams
+
+TORCH = get_backend("torch")
+VOCABS = (1, 2, 15, 16, 63, 64, 65, 1000, 2047, 2048, 2049, 5003)
+THETA = 2.0**-6
+RULE = SparseRule(THETA)
+PLAIN = KernelParams()
+
+
+class Given:
+    """Rows of logits with their statistics and coefficients; every second one has a gradient through the entropy."""
+
+    def __init__(self, logits: Tensor, ids: Tensor, *, params=PLAIN, bias=None, rows: Rows | None = None) -> None:
+        count, dtype = len(logits), torch.promote_types(logits.dtype, torch.float32)
+        rows = rows or Rows(0, count)
+        self.tokens = count if rows.index is None else int(rows.index.max()) + 1
+        g, at_entropy = torch.linspace(-1.0, 2.0, count, dtype=dtype), torch.arange(count) % 2 * 0.3
+        per_row = torch.linspace(0.7, 1.3, count, dtype=dtype), g, at_entropy.to(dtype), ids
+        self.temperature, self.g_logp, self.g_entropy, sampled = (self._spread(rows, x) for x in per_row)
+        self.chunk = LogitChunk(logits, rows, sampled, bias)
+        self.params = params
+        self.values = no_values(self.tokens, dtype, logits.device)
+        TORCH.statistics(self.chunk, self.temperature, self.values, params)
+
+    def _spread(self, rows: Rows, x: Tensor) -> Tensor:
+        out = torch.zeros(self.tokens, dtype=x.dtype)
+        rows.put(out, x)
+        return out
+
+    def pairs(self, kernels, capacity: int | None = None, rule: SparseRule = RULE) -> SparseRows:
+        count, vocab = self.chunk.logits.shape
+        shape = count, vocab if capacity is None else capacity
+        found = SparseRows(
+            torch.full(shape, -7, dtype=torch.int32), torch.full(shape, 7.5, dtype=self.values.columns.dtype),
+            torch.full((count,), -7, dtype=torch.int32),
+        )  # fmt: skip
+        coefficients = self.g_logp, self.g_entropy
+        kernels.sparse_gradient(self.chunk, self.temperature, self.values, *coefficients, self.params, rule, found)
+        return found
+
+    def dense(self, kernels=TORCH) -> Tensor:
+        out = torch.empty_like(self.chunk.logits, dtype=self.values.columns.dtype)
+        coefficients = self.g_logp, self.g_entropy
+        kernels.logits_gradient(
+            self.chunk, self.temperature, self.values, *coefficients, self.params, RowGradients(out)
+        )
+        return out
+
+    @property
+    def scale(self) -> Tensor:
+        rows = self.chunk.rows
+        size = rows.take(self.g_logp).abs() + rows.take(self.g_entropy).abs()
+        return self.params.logit_scale / rows.take(self.temperature) * size
+
+
+def random_rows(count: int, vocab: int, dtype=torch.float32, **options) -> Given:
+    torch.manual_seed(vocab)
+    logits, ids = (torch.randn(count, vocab) * 3).to(dtype), torch.randint(vocab, (count,))
+    ids[-1] = -1  # in another rank's slice
+    return Given(logits, ids, **options)
+
+
+def matrix(pairs: SparseRows, vocab: int) -> Tensor:
+    """(C, V) with the values at their ids."""
+    used = torch.arange(pairs.ids.shape[1]) < pairs.counts[:, None]
+    assert ((pairs.ids.diff() > 0) | ~used[:, 1:]).all()
+    out = torch.zeros(len(used), vocab, dtype=torch.float64)
+    row, place = used.nonzero().unbind(1)
+    out[row, pairs.ids[row, place].long()] = pairs.values[row, place].double()
+    return out
+
+
+def same_pairs(found: SparseRows, expected: SparseRows, scale: Tensor) -> None:
+    """A share of the running sum that rounds otherwise moves an entry to a neighbour: of 1,000 at most a few."""
+    moved = total = 0
+    for row, (count, other) in enumerate(zip(found.counts.tolist(), expected.counts.tolist(), strict=True)):
+        assert abs(count - other) <= 1
+        both = sorted({*found.ids[row, :count].tolist()} & {*expected.ids[row, :other].tolist()})
+        moved, total = moved + max(count, other) - len(both), total + count
+        numbers = (
+            dict(zip(x.ids[row, :n].tolist(), x.values[row, :n].tolist(), strict=True))
+            for x, n in ((found, count), (expected, other))
+        )
+        a, b = (torch.tensor([of[id] for id in both], dtype=torch.float64) for of in numbers)
+        assert ((a - b).abs() <= 2e-5 * b.abs() + 1e-6 * scale[row]).all()
+    assert moved <= 0.01 * total
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "logit_scale": 1.5}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_cpp_keeps_what_torch_keeps(isa, dtype, options):  # noqa: F811
+    for vocab in VOCABS:
+        bias = torch.randn(vocab) if vocab % 2 else None
+        given = random_rows(7, vocab, dtype, params=KernelParams(**options), bias=bias)
+        before = given.chunk.logits.clone()
+        rule = SparseRule(THETA, vocab)
+        found = given.pairs(cpu, rule=rule)
+        assert torch.equal(given.chunk.logits, before)
+        same_pairs(found, given.pairs(TORCH, rule=rule), given.scale)
+
+
+def test_the_rule_one_entry_after_another():
+    """Integers of Python, over torch's dense rows."""
+    given = random_rows(6, 300)
+    found, dense, rule = given.pairs(TORCH), given.dense(), RULE
+    for row, values in enumerate(dense):
+        level = (given.scale[row] * THETA).item()
+        start = sparse.start_of_sum(torch.tensor([row]), given.values.lse[row : row + 1], rule.first_id).item()
+        total, expected = start, {}
+        for id, v in enumerate(values.tolist()):
+            share = abs(v) / level
+            if id == given.chunk.ids[row] or share >= 1:
+                expected[id] = v
+                continue
+            before, total = total // SPARSE_ONE, total + int(share * SPARSE_ONE + 0.5)
+            if total // SPARSE_ONE > before:
+                expected[id] = math.copysign(level, v)
+        count = int(found.counts[row])
+        ids = found.ids[row, :count].tolist()
+        assert len({*ids} ^ {*expected}) <= 2  # float32 rounds shares otherwise
+        for id, value in zip(ids, found.values[row, :count].tolist(), strict=True):
+            if id in expected:
+                assert value == pytest.approx(expected[id], rel=1e-6)
+
+
+def check_sampling(kernels) -> None:
+    """A row at many places: its mean is the gradient, its squared error that of section 13, no two rows are alike."""
+    places, vocab = 2048, 67
+    torch.manual_seed(1)
+    logits, rule = torch.randn(3, vocab) * 2.5, SparseRule(THETA * 4)
+    for row in range(3):
+        given = Given(logits[row : row + 1].repeat(places, 1), torch.full((places,), 5 * row))
+        given.g_logp.fill_(1.0 - row)
+        given.g_entropy.fill_(0.25 * row)
+        given.temperature.fill_(0.8)
+        TORCH.statistics(given.chunk, given.temperature, given.values, given.params)
+        exact, found = given.dense()[0].double(), matrix(given.pairs(kernels, rule=rule), vocab)
+        level = (rule.theta * given.scale[0]).item()
+        sampled = torch.arange(vocab) == 5 * row
+        small = (exact.abs() < level) & ~sampled
+        assert 20 < small.sum() < vocab - 1
+        torch.testing.assert_close(found[:, ~small], exact[~small].expand(places, -1), rtol=1e-5, atol=1e-7)
+        variance = torch.where(small, exact.abs() * (level - exact.abs()), 0.0)
+        mean_error = found.mean(0) - exact
+        assert (mean_error.abs() <= 5 * (variance / places).sqrt() + 1e-6).all()
+        number_error = found[:, small].abs().sum(1).mean() - exact[small].abs().sum()
+        assert abs(number_error) <= 3 * level / places**0.5
+        # Of a sum over ids, systematic sampling has less than that of independent entries.
+        assert (found - exact)[:, small].sum(1).abs().max() <= 2 * level
+        assert (found - exact).square().sum(1).mean().item() == pytest.approx(variance.sum().item(), rel=0.2)
+        assert len(found.unique(dim=0)) > 20
+
+
+def test_mean_and_variance(isa):  # noqa: F811
+    check_sampling(cpu)
+
+
+def test_mean_and_variance_of_torch():
+    check_sampling(TORCH)
+
+
+FAULTS = ("a level too large", "a level too small", "the sampled id is rounded", "one number for all rows")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_noticed(fault, monkeypatch):
+    def faulty(dlogits, ids, scale, start, rule, pairs):
+        start = start[:1].expand_as(start) if fault == FAULTS[3] else start
+        sparse.write_pairs(dlogits, ids, scale, start, rule, pairs)
+        is_level = pairs.values.abs() == (rule.theta * scale)[:, None]
+        factor = {FAULTS[0]: 1.05, FAULTS[1]: 0.95}.get(fault, 1.0)
+        values = torch.where(is_level, pairs.values * factor, pairs.values)
+        pairs.values.copy_(values.to(torch.bfloat16) if fault == FAULTS[2] else values)
+
+    monkeypatch.setattr(torch_backend, "write_pairs", faulty)
+    with pytest.raises(AssertionError):
+        check_sampling(TORCH)
+
+
+@pytest.mark.parametrize("kernels", [cpu, TORCH], ids=["cpu", "torch"])
+def test_a_place_in_the_batch_and_a_slice_say_which_entries(kernels):
+    """Not the chunk that the row stands in, nor what is in the buffers."""
+    logits, ids = torch.randn(40, 500), torch.randint(500, (40,))
+    whole = Given(logits, ids)
+    expected = matrix(whole.pairs(kernels), 500)
+    assert torch.equal(expected, matrix(whole.pairs(kernels), 500))
+    order = torch.randperm(40)
+    part = Given(logits[order], ids[order], rows=Rows(0, 40, order))
+    for name in ("temperature", "g_logp", "g_entropy"):
+        setattr(part, name, getattr(whole, name))
+    part.values.columns.copy_(whole.values.columns)
+    part.values.lse.copy_(whole.values.lse)
+    assert torch.equal(matrix(part.pairs(kernels), 500), expected[order])
+    other = matrix(whole.pairs(kernels, rule=SparseRule(THETA, 1)), 500)
+    changed = (other != expected).any(1)
+    assert changed.sum() > 35
+    whole.values.lse.mul_(1 + 1e-6)
+    assert (matrix(whole.pairs(kernels), 500) != expected).any(1).sum() > 35
+
+
+@pytest.mark.parametrize("kernels", [cpu, TORCH], ids=["cpu", "torch"])
+def test_more_than_there_is_room_for(kernels):
+    given = random_rows(12, 400)
+    everything = given.pairs(kernels)
+    capacity = int(everything.counts.median())
+    given.g_logp[0], given.g_entropy[0] = 0.0, 0.0
+    found = given.pairs(kernels, capacity)
+    for row, (count, all_of_them) in enumerate(zip(found.counts.tolist(), everything.counts.tolist(), strict=True)):
+        assert count == (0 if row == 0 else min(all_of_them, capacity + 1))
+        if count <= capacity:
+            assert torch.equal(found.ids[row, :count], everything.ids[row, :count])
+            assert torch.equal(found.values[row, :count], everything.values[row, :count])
+    assert given.pairs(kernels, 0).counts.tolist() == [0] + [1] * 11
+
+
+@pytest.mark.parametrize("kernels", [cpu, TORCH], ids=["cpu", "torch"])
+def test_numbers_that_are_not_finite_and_levels_that_vanish(kernels):
+    """They go through the dense products, which have rules for them; excluded ids leave nothing."""
+    given = random_rows(6, 200)
+    given.g_logp[1] = math.nan
+    given.g_logp[2] = math.inf
+    given.g_logp[4], given.g_entropy[4] = 1e-42, 0.0
+    found = given.pairs(kernels, 10)
+    assert (found.counts[[1, 2, 4]] == 11).all()
+    logits = torch.randn(2, 3000)
+    logits[0, 1::2], logits[1, 100:2500] = -math.inf, -math.inf
+    given = Given(logits, torch.tensor([0, 7]))
+    found = matrix(given.pairs(kernels), 3000)
+    assert not found[torch.isneginf(logits)].any() and found.any(1).all()
