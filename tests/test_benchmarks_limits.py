@@ -45,6 +45,16 @@ def test_the_table_of_a_device(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("llama-3-8b (16384, 4096, 128256), bfloat16, step on NVIDIA H200")
     assert next(line for line in lines if line.startswith("| floor")).split("|")[-2].strip() == "1.00"
+    assert any(line.startswith("| sparse, 64 pairs") for line in lines)
+
+
+def test_pairs_cost_a_row_of_an_operand_each():
+    case = make_case(LLAMA)
+    few, many = (predict(case, H200, "sparse", pairs=pairs) for pairs in (32, 256))
+    assert few.flops == many.flops == predict(case, H200, "floor").flops / 3
+    assert many.bytes - few.bytes == 2 * 16384 * (256 - 32) * 4096 * 2
+    frozen = make_case(LLAMA, mode="frozen")
+    assert predict(frozen, H200, "sparse", pairs=32).bytes < few.bytes
 
 
 # --- bench/bars.py ----------------------------------------------------------------------------------------------------

@@ -58,10 +58,11 @@ class _Part(NamedTuple):
     rate: float = 1.0
 
 
-def predict(case: Case, device: Device, way: str = "rows") -> Prediction:
+def predict(case: Case, device: Device, way: str = "rows", *, pairs: int = 64) -> Prediction:
     """What a case should cost at least: "rows", logits in chunks, a row kernel and two products, as this library does;
-    "floor", the bare matrix products over all tokens at once."""
-    parts = _floor(case) if way == "floor" else _rows(case, device)
+    "floor", the bare matrix products over all tokens at once; "sparse", the step with config.sparse_backward where so
+    many `pairs` of a token are left."""
+    parts = _floor(case) if way == "floor" else _rows(case, device, pairs if way == "sparse" else None)
     rate = 1e12 * (device.single_tflops if case.dtype == "float32" else device.half_tflops)
     bandwidth = 1e12 * device.terabytes_per_second
     seconds = sum(max(part.flops / rate, part.bytes / (part.rate * bandwidth)) for part in parts)
@@ -73,12 +74,14 @@ def _floor(case: Case) -> list[_Part]:
     return [_logits(case, 1, size), *_gradients(case, case.tokens, size)]
 
 
-def _rows(case: Case, device: Device) -> list[_Part]:
+def _rows(case: Case, device: Device, pairs: int | None) -> list[_Part]:
     logits_dtype, grad_dtype = default_logits_dtype(case.torch_dtype, CUDA), case.torch_dtype
     capacity = gpu_capacity(1e9 * device.gigabytes, device.multiprocessors)
     wants, shape = (case.mode != "forward", case.mode == "step", False), (case.vocab_size, case.hidden_size)
     sizes = chunk_sizes(case.tokens, shape, logits_dtype, grad_dtype, CUDA, wants, capacity=capacity)
     logits = _logits(case, math.ceil(case.tokens / sizes.logits), logits_dtype.itemsize)
+    if pairs is not None:
+        return [logits, *_pairs(case, logits_dtype.itemsize, pairs)]
     written = 0 if case.mode == "forward" else grad_dtype.itemsize
     row_pass = _Part(0, case.tokens * case.vocab_size * (logits_dtype.itemsize + written), ROW_RATE)
     return [logits, row_pass, *_gradients(case, sizes.products, grad_dtype.itemsize)]
@@ -89,6 +92,15 @@ def _logits(case: Case, chunks: int, logits_bytes: int) -> _Part:
     width, vocab = case.hidden_size, case.vocab_size
     operands = (case.tokens * width + chunks * width * vocab) * case.torch_dtype.itemsize
     return _Part(2 * case.tokens * width * vocab, case.tokens * vocab * logits_bytes + operands)
+
+
+def _pairs(case: Case, logits_bytes: int, pairs: int) -> list[_Part]:
+    """Two reads of the logits, for statistics and for pairs; each product reads a row of an operand per pair."""
+    reads = _Part(0, 2 * case.tokens * case.vocab_size * logits_bytes, ROW_RATE)
+    products = {"forward": 0, "frozen": 1, "step": 2}[case.mode]
+    written = case.tokens + (case.vocab_size if case.mode == "step" else 0)
+    gathered = products * case.tokens * pairs + written
+    return [reads, _Part(0, gathered * case.hidden_size * case.torch_dtype.itemsize)]
 
 
 def _gradients(case: Case, rows: int, dlogits_bytes: int) -> list[_Part]:
@@ -112,15 +124,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--shapes", nargs="+", default=["llama-3-8b:16384", "qwen2.5-1.5b:16384"])
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--mode", choices=MODES, default="step")
+    parser.add_argument("--pairs", type=int, nargs="+", default=[32, 64, 256], help="of a token, with sparse_backward")
     chosen = parser.parse_args(argv)
     device = DEVICES[chosen.device]
     for shape in chosen.shapes:
         case = make_case(shape, chosen.dtype, mode=chosen.mode)
         floor, rows = predict(case, device, "floor"), []
-        for way in ("floor", "rows"):
-            one = predict(case, device, way)
+        ways = [("floor", 0), ("rows", 0), *(("sparse", pairs) for pairs in chosen.pairs)]
+        for way, pairs in ways:
+            one = predict(case, device, way, pairs=pairs)
             cells = one.flops / 1e12, one.bytes / 1e9, one.seconds * 1e3, one.seconds / floor.seconds
-            rows.append([way, *(f"{cell:.2f}" for cell in cells)])
+            rows.append([f"{way}, {pairs} pairs" if pairs else way, *(f"{cell:.2f}" for cell in cells)])
         print(f"{case} on {device.name} ({device.source})\n")
         print(table(("", "TFLOP", "GB", "ms", "of floor"), rows), end="\n\n")
 
