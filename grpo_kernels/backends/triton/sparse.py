@@ -41,11 +41,19 @@ BITS: tl.constexpr = tl.constexpr(SPARSE_ONE.bit_length() - 1)
 FRACTION: tl.constexpr = tl.constexpr(SPARSE_ONE - 1)
 
 
+class Pairs(NamedTuple):
+    """SparseRows by other names: `values` is a field that Triton's own tuples have."""
+
+    ids: Tensor
+    numbers: Tensor
+    counts: Tensor
+
+
 class Sink(NamedTuple):
     """Where the pairs of the rows go, and the levels; (ROWS,) each unless told."""
 
     ids: Any  # pointers to their first pairs
-    values: Any
+    numbers: Any
     capacity: Any  # one number for all
     level: Any  # theta s, what a sampled entry becomes
     to_share: Any  # of |du|, in units of 1 / SPARSE_ONE
@@ -55,7 +63,7 @@ class Progress(NamedTuple):
     """(ROWS,) each."""
 
     sum: Any  # the fraction of the running sum, int64
-    count: Any  # pairs so far, those without room too
+    pairs: Any  # how many so far, those without room too
 
 
 @triton.jit
@@ -87,14 +95,14 @@ def sample_columns(row, first, end, slopes, sink, progress, p, OPTIONS: tl.const
     steps = tl.where(wanted, steps, 0)
     total = progress.sum + tl.sum(steps, 1)
     kept = (total >> BITS).to(tl.int32)
-    if tl.max(tl.where(progress.count <= sink.capacity, kept, 0), 0) > 0:
+    if tl.max(tl.where(progress.pairs <= sink.capacity, kept, 0), 0) > 0:
         after = progress.sum[:, None] + tl.cumsum(steps, 1)
-        at = progress.count[:, None] + (after >> BITS).to(tl.int32) - 1
+        at = progress.pairs[:, None] + (after >> BITS).to(tl.int32) - 1
         stored = ((after >> BITS) != ((after - steps) >> BITS)) & (at < sink.capacity)
         sampled = tl.where(value < 0.0, -sink.level[:, None], sink.level[:, None])
         tl.store(sink.ids[:, None] + at, columns[None, :], mask=stored)
-        tl.store(sink.values[:, None] + at, tl.where(exact, value, sampled), mask=stored)
-    return Progress(total & FRACTION, progress.count + kept)
+        tl.store(sink.numbers[:, None] + at, tl.where(exact, value, sampled), mask=stored)
+    return Progress(total & FRACTION, progress.pairs + kept)
 
 
 @triton.jit(do_not_specialize=["ids", "place", "temperature", "g_logp", "g_entropy", "count", "tokens", "first_id"])
@@ -118,7 +126,7 @@ def sparse_kernel(
 
     level = theta * (scales[1].to(tl.float32) * (tl.abs(by_logp) + tl.abs(by_entropy)))
     level = tl.where(slopes.is_zero, 1.0, level)  # such a row has no entries: any number will do
-    sink = Sink(pairs.ids + rows * capacity, pairs.values + rows * capacity, capacity, level, ONE / level)
+    sink = Sink(pairs.ids + rows * capacity, pairs.numbers + rows * capacity, capacity, level, 1.0 / level * ONE)
     progress = Progress(start_of_sum(token, lse, first_id), tl.zeros((OPTIONS.rows,), tl.int32))
     end = row.vocab
     if OPTIONS.ragged:
@@ -128,7 +136,7 @@ def sparse_kernel(
     if OPTIONS.ragged:
         for first in range(end, row.vocab, BLOCK // 2):
             progress = sample_columns(row, first, row.vocab, slopes, sink, progress, p, OPTIONS, BLOCK // 2)
-    tl.store(pairs.counts + rows, tl.minimum(progress.count, capacity + 1), mask=live)
+    tl.store(pairs.counts + rows, tl.minimum(progress.pairs, capacity + 1), mask=live)
 
 
 def sparse_gradient(
@@ -145,5 +153,5 @@ def sparse_gradient(
     grid, options = row_options(chunk, params)
     sparse_kernel[grid](
         logits_of(chunk), chunk.ids, place(chunk.rows), temperature, values, g_logp, g_entropy, len(chunk.logits),
-        len(chunk.ids), pairs, pairs.ids.shape[1], rule.theta, rule.first_id, scalars(params), **options,
+        len(chunk.ids), Pairs(*pairs), pairs.ids.shape[1], rule.theta, rule.first_id, scalars(params), **options,
     )  # fmt: skip
