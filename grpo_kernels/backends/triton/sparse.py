@@ -110,7 +110,7 @@ def sparse_kernel(
     logits, ids, place, temperature, values, g_logp, g_entropy, count, tokens, pairs, capacity, theta, first_id, p,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    BLOCK: tl.constexpr = OPTIONS.block
+    BLOCK: tl.constexpr = OPTIONS.block // 2  # twice as much would be 128 registers and spill
     rows = tl.program_id(0).to(tl.int64) * OPTIONS.rows + tl.arange(0, OPTIONS.rows)
     live = rows < count
     token = tokens_of(rows, place, live)
