@@ -5,8 +5,10 @@ A program owns rows and walks them in blocks, as in rows.py. Shares of the level
 stands, and leaves the sum's fraction alone. So one sum says everything: the entries up to j that are kept are the whole
 part after j, and j is kept where that grows.
 
-The total of a block tells how many of its entries are kept. Where none is, as in nearly all blocks of a row that is
-almost certain, or the row has more than there is room for, the prefix sum is left out.
+The total of a block tells how many of its entries are kept, and the next block follows where none is. Otherwise, and if
+there is room, the block is read again from the cache in parts of a column per thread, with a prefix sum over each. A
+prefix sum over whole blocks would hold all of them in 64 bits: 128 registers and spills instead of 62 (sm_90), and every
+number would change threads to be stored.
 """
 
 from __future__ import annotations
@@ -84,33 +86,60 @@ def start_of_sum(token, lse, first_id):
 
 
 @triton.jit
-def sample_columns(row, first, end, slopes, sink, progress, p, OPTIONS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Stores pairs of the columns from `first` to `end`, at most COLUMNS."""
-    columns = first + tl.arange(0, COLUMNS)
+def shares_of(row, columns, end, slopes, sink, p, OPTIONS: tl.constexpr):
+    """(gradients, whether they are kept as they are, their shares); 0 is the share of a column beyond `end`."""
     wanted = (row.live & ~slopes.is_zero)[:, None] & (columns < end)[None, :]
     value = gradient_of(row, columns, end, wanted, slopes, p, OPTIONS)
     share = tl.abs(value) * sink.to_share[:, None]
     exact = ~(share < ONE) | (columns[None, :] == row.ids[:, None])  # NaN and infinity too
     steps = (tl.where(exact, ONE, share) + 0.5).to(tl.uint32).to(tl.int64)
-    steps = tl.where(wanted, steps, 0)
+    return value, exact, tl.where(wanted, steps, 0)
+
+
+@triton.jit
+def add_up(progress, steps, sink):
+    """(Progress behind these columns, field by field; whether any row has a pair among them that is to be stored)."""
     total = progress.sum + tl.sum(steps, 1)
     kept = (total >> BITS).to(tl.int32)
-    if tl.max(tl.where(progress.pairs <= sink.capacity, kept, 0), 0) > 0:
+    stores = tl.max(tl.where(progress.pairs <= sink.capacity, kept, 0), 0) > 0
+    return total & FRACTION, progress.pairs + kept, stores
+
+
+@triton.jit
+def store_part(row, first, end, slopes, sink, progress, p, OPTIONS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The pairs of the columns from `first` to `end`, at most COLUMNS; Progress behind them."""
+    columns = first + tl.arange(0, COLUMNS)
+    value, exact, steps = shares_of(row, columns, end, slopes, sink, p, OPTIONS)
+    fraction, pairs, stores = add_up(progress, steps, sink)
+    if stores:
         after = progress.sum[:, None] + tl.cumsum(steps, 1)
         at = progress.pairs[:, None] + (after >> BITS).to(tl.int32) - 1
         stored = ((after >> BITS) != ((after - steps) >> BITS)) & (at < sink.capacity)
         sampled = tl.where(value < 0.0, -sink.level[:, None], sink.level[:, None])
         tl.store(sink.ids[:, None] + at, columns[None, :], mask=stored)
         tl.store(sink.numbers[:, None] + at, tl.where(exact, value, sampled), mask=stored)
-    return Progress(total & FRACTION, progress.pairs + kept)
+    return Progress(fraction, pairs)
+
+
+@triton.jit
+def store_block(row, first, end, slopes, sink, progress, p, OPTIONS: tl.constexpr, PART: tl.constexpr):
+    """store_part of a block, by parts of PART columns where there is something to store."""
+    BLOCK: tl.constexpr = OPTIONS.block
+    _, _, steps = shares_of(row, first + tl.arange(0, BLOCK), end, slopes, sink, p, OPTIONS)
+    fraction, pairs, stores = add_up(progress, steps, sink)
+    if stores:  # what the parts find holds: compiled differently, a share may round differently
+        for part in range(first, tl.minimum(first + BLOCK, end), PART):
+            progress = store_part(row, part, end, slopes, sink, progress, p, OPTIONS, PART)
+    else:
+        progress = Progress(fraction, pairs)
+    return progress
 
 
 @triton.jit(do_not_specialize=["ids", "place", "temperature", "g_logp", "g_entropy", "count", "tokens", "first_id"])
 def sparse_kernel(
     logits, ids, place, temperature, values, g_logp, g_entropy, count, tokens, pairs, capacity, theta, first_id, p,
-    OPTIONS: tl.constexpr,
+    OPTIONS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    BLOCK: tl.constexpr = OPTIONS.block // 2  # twice as much would be 128 registers and spill
     rows = tl.program_id(0).to(tl.int64) * OPTIONS.rows + tl.arange(0, OPTIONS.rows)
     live = rows < count
     token = tokens_of(rows, place, live)
@@ -131,11 +160,11 @@ def sparse_kernel(
     end = row.vocab
     if OPTIONS.ragged:
         end = row.vocab // GROUP * GROUP
-    for first in range(0, end, BLOCK):
-        progress = sample_columns(row, first, end, slopes, sink, progress, p, OPTIONS, BLOCK)
+    for first in range(0, end, OPTIONS.block):
+        progress = store_block(row, first, end, slopes, sink, progress, p, OPTIONS, PART)
     if OPTIONS.ragged:
-        for first in range(end, row.vocab, BLOCK // 2):
-            progress = sample_columns(row, first, row.vocab, slopes, sink, progress, p, OPTIONS, BLOCK // 2)
+        for first in range(end, row.vocab, PART):
+            progress = store_part(row, first, row.vocab, slopes, sink, progress, p, OPTIONS, PART)
     tl.store(pairs.counts + rows, tl.minimum(progress.pairs, capacity + 1), mask=live)
 
 
@@ -151,7 +180,9 @@ def sparse_gradient(
 ) -> None:
     """d loss / d logits (C, V) as pairs."""
     grid, options = row_options(chunk, params)
+    part = min(32 * options["num_warps"], options["OPTIONS"].block)
     sparse_kernel[grid](
         logits_of(chunk), chunk.ids, place(chunk.rows), temperature, values, g_logp, g_entropy, len(chunk.logits),
-        len(chunk.ids), Pairs(*pairs), pairs.ids.shape[1], rule.theta, rule.first_id, scalars(params), **options,
+        len(chunk.ids), Pairs(*pairs), pairs.ids.shape[1], rule.theta, rule.first_id, scalars(params), PART=part,
+        **options,
     )  # fmt: skip
