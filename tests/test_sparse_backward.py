@@ -421,7 +421,7 @@ def test_what_does_not_go_with_it(monkeypatch):
         lambda: fused(batch, config, "cuda"),
         lambda: gk.fused_logps(batch.hidden, batch.weight, batch.ids, sparse_backward=THETA, backend="cuda"),
     ):
-        with pytest.raises(ValueError, match="config.sparse_backward is not served by backend='cuda'"):
+        with pytest.raises(ValueError, match=r"config\.sparse_backward is not served by backend='cuda'"):
             call()
     monkeypatch.setattr(engine_shared, "is_capturing", lambda device: True)
     weight = batch.weight.requires_grad_()

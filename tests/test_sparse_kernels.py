@@ -134,6 +134,15 @@ def test_triton_keeps_what_torch_keeps(dtype, options):
     check_against_torch(get_backend("triton"), (1, 15, 64, 65, 1000), dtype, options)
 
 
+def test_triton_passes_blocks_without_pairs():
+    """Rows one by one: rows of a program take the same branch."""
+    for vocab in range(1000, 1160, 16):
+        given = random_rows(1, vocab)
+        found, expected = (given.pairs(x, rule=SparseRule(0.25)) for x in (get_backend("triton"), TORCH))
+        assert expected.counts.item() < vocab // 64  # blocks
+        same_pairs(found, expected, given.scale)
+
+
 def test_the_rule_one_entry_after_another():
     """Integers of Python, over torch's dense rows."""
     given = random_rows(6, 300)
