@@ -23,11 +23,14 @@ from grpo_kernels.contract import (
     LogitChunk,
     RowGradients,
     Rows,
+    SparseRows,
+    SparseRule,
     TokenInputs,
     TokenValues,
     chunk_row_stride,
     no_values,
 )
+from grpo_kernels.engine.kept import most_kept
 from grpo_kernels.names import TABLE_FIELDS, KernelParams, PlanRules
 
 ROWS, WIDTH, VOCAB, ODD_VOCAB = 64, 4096, 128256, 50257
@@ -126,6 +129,22 @@ def gradient(
     (x, over), (part, ids, batch, values) = logits_and_gradient(rows, logits, gradient, vocab), chunk(rows, indexed)
     read = LogitChunk(x, part, ids, bias_of(x, bias))
     return BACKEND.logits_gradient(read, batch[1], values, values.g_logp, batch[2], PARAMS, RowGradients(over))
+
+
+def sparse_gradient(
+    rows: int,
+    logits: torch.dtype,
+    params: KernelParams = PARAMS,
+    vocab: int = VOCAB,
+    indexed: bool = False,
+    bias: bool = False,
+) -> object:
+    x, (part, ids, batch, values) = scratch(rows, logits, vocab)[:, :vocab], chunk(rows, indexed)
+    room = most_kept(vocab, torch.device("cuda"))
+    numbers = torch.empty(rows, room, dtype=torch.int32), torch.empty(rows, room), torch.empty(rows, dtype=torch.int32)
+    read = LogitChunk(x, part, ids, bias_of(x, bias))
+    rule, pairs = SparseRule(2.0**-12, rows), SparseRows(*numbers)
+    return BACKEND.sparse_gradient(read, batch[1], values, values.g_logp, batch[2], params, rule, pairs)
 
 
 def logps(operands: Head, params: KernelParams = PARAMS, entropy: bool = True) -> object:
@@ -232,6 +251,11 @@ CASES = {
     "gradient, fp32, bf16 over it, odd V": Case(lambda n: gradient(n, SINGLE, HALF, ODD_VOCAB)),
     "gradient, fp32, bf16 over it, index, bias": Case(lambda n: gradient(n, SINGLE, HALF, indexed=True, bias=True)),
     "gradient, bf16 in place": Case(lambda n: gradient(n, HALF, HALF)),
+    "sparse gradient, fp32": Case(lambda n: sparse_gradient(n, SINGLE)),
+    "sparse gradient, fp32, odd V": Case(lambda n: sparse_gradient(n, SINGLE, vocab=ODD_VOCAB)),
+    "sparse gradient, fp32, odd V, softcap": Case(lambda n: sparse_gradient(n, SINGLE, CAPPED, ODD_VOCAB)),
+    "sparse gradient, fp32, index, bias": Case(lambda n: sparse_gradient(n, SINGLE, indexed=True, bias=True)),
+    "sparse gradient, bf16": Case(lambda n: sparse_gradient(n, HALF)),
     "linear_logp, bf16": Case(lambda n: logps(head(n, HALF))),
     "linear_logp, bf16, bias, softcap": Case(lambda n: logps(head(n, HALF, bias=True), CAPPED), "partial_kernel"),
     "linear_logp, bf16, no entropy": Case(lambda n: logps(head(n, HALF), entropy=False), "partial_kernel"),
@@ -265,6 +289,7 @@ CASES = {
     "single pass, one row, V = 1": Case(lambda n: single_pass(n, SINGLE, HALF, vocab=1), rows=1),
     "statistics, one row, V = 1": Case(lambda n: statistics(n, SINGLE, vocab=1), rows=1),
     "gradient, one row, V = 1": Case(lambda n: gradient(n, SINGLE, HALF, vocab=1), rows=1),
+    "sparse gradient, one row, V = 1": Case(lambda n: sparse_gradient(n, SINGLE, vocab=1), rows=1),
     "linear_logp, one row, V = H = 1": Case(lambda n: logps(head(n, HALF, **SMALLEST)), rows=1),
     "anchored, one row, V = H = 1": Case(lambda n: exponentials(head(n, HALF, **SMALLEST)), rows=1),
     "objective, one row": Case(objective, rows=1),

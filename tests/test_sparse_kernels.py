@@ -1,4 +1,5 @@
-"""Row kernels that write pairs of an id and a number: the rule itself, its mean and variance, C++ beside torch."""
+"""Row kernels that write pairs of an id and a number: the rule itself, its mean and variance, C++ and Triton beside
+torch."""
 
 from __future__ import annotations
 
@@ -20,6 +21,8 @@ TORCH = get_backend("torch")
 VOCABS = (1, 2, 15, 16, 63, 64, 65, 1000, 2047, 2048, 2049, 5003)
 THETA = 2.0**-6
 RULE = SparseRule(THETA)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+OPTIONS = ({}, {"softcap": 5.0, "logit_scale": 1.5})
 PLAIN = KernelParams()
 
 
@@ -102,17 +105,42 @@ def same_pairs(found: SparseRows, expected: SparseRows, scale: Tensor) -> None:
     assert moved <= 0.01 * total
 
 
-@pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "logit_scale": 1.5}])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_cpp_keeps_what_torch_keeps(isa, dtype, options):  # noqa: F811
-    for vocab in VOCABS:
+@pytest.fixture(params=["cpu", "torch", "triton"])
+def kernels(request):
+    return get_backend(request.param)
+
+
+def check_against_torch(kernels, vocabs, dtype, options) -> None:
+    for vocab in vocabs:
         bias = torch.randn(vocab) if vocab % 2 else None
         given = random_rows(7, vocab, dtype, params=KernelParams(**options), bias=bias)
         before = given.chunk.logits.clone()
         rule = SparseRule(THETA, vocab)
-        found = given.pairs(cpu, rule=rule)
+        found = given.pairs(kernels, rule=rule)
         assert torch.equal(given.chunk.logits, before)
         same_pairs(found, given.pairs(TORCH, rule=rule), given.scale)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cpp_keeps_what_torch_keeps(isa, dtype, options):  # noqa: F811
+    check_against_torch(cpu, VOCABS, dtype, options)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_triton_keeps_what_torch_keeps(dtype, options):
+    """One block, less, and several with columns left over."""
+    check_against_torch(get_backend("triton"), (1, 15, 64, 65, 1000), dtype, options)
+
+
+def test_triton_passes_blocks_without_pairs():
+    """Rows one by one: rows of a program take the same branch."""
+    for vocab in range(1000, 1160, 16):
+        given = random_rows(1, vocab)
+        found, expected = (given.pairs(x, rule=SparseRule(0.25)) for x in (get_backend("triton"), TORCH))
+        assert expected.counts.item() < vocab // 64  # blocks
+        same_pairs(found, expected, given.scale)
 
 
 def test_the_rule_one_entry_after_another():
@@ -171,8 +199,9 @@ def test_mean_and_variance(isa):  # noqa: F811
     check_sampling(cpu)
 
 
-def test_mean_and_variance_of_torch():
-    check_sampling(TORCH)
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_mean_and_variance_of_another_backend(name):
+    check_sampling(get_backend(name))
 
 
 FAULTS = ("a level too large", "a level too small", "the sampled id is rounded", "one number for all rows")
@@ -193,7 +222,6 @@ def test_faults_are_noticed(fault, monkeypatch):
         check_sampling(TORCH)
 
 
-@pytest.mark.parametrize("kernels", [cpu, TORCH], ids=["cpu", "torch"])
 def test_a_place_in_the_batch_and_a_slice_say_which_entries(kernels):
     """Not the chunk that the row stands in, nor what is in the buffers."""
     logits, ids = torch.randn(40, 500), torch.randint(500, (40,))
@@ -214,7 +242,6 @@ def test_a_place_in_the_batch_and_a_slice_say_which_entries(kernels):
     assert (matrix(whole.pairs(kernels), 500) != expected).any(1).sum() > 35
 
 
-@pytest.mark.parametrize("kernels", [cpu, TORCH], ids=["cpu", "torch"])
 def test_more_than_there_is_room_for(kernels):
     given = random_rows(12, 400)
     everything = given.pairs(kernels)
@@ -229,7 +256,6 @@ def test_more_than_there_is_room_for(kernels):
     assert given.pairs(kernels, 0).counts.tolist() == [0] + [1] * 11
 
 
-@pytest.mark.parametrize("kernels", [cpu, TORCH], ids=["cpu", "torch"])
 def test_numbers_that_are_not_finite_and_levels_that_vanish(kernels):
     """They go through the dense products, which have rules for them; excluded ids leave nothing."""
     given = random_rows(6, 200)

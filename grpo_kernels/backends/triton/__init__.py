@@ -2,6 +2,7 @@
 
 objective.py    the loss of a token and its derivatives: one function per surrogate and per KL estimator
 rows.py         rows of logits: statistics, gradient, and both in one launch
+sparse.py       the gradient of rows of logits as few pairs of an id and a number
 matmul.py       tiles of a product in registers: what the next two share
 linear_logp.py  hidden states to log-probabilities, without logits
 anchored.py     hidden states to exponentials relative to the sampled token: the fused way without a row pass

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..launch import architecture, best_first, shipped_table
 from ..pytorch.backend import add_rows
 from ..strategy import STRATEGIES
-from . import kept, rows, sequences, tokens
+from . import kept, rows, sequences, sparse, tokens
 from .anchored import anchored
 from .linear_logp import linear_logp
 from .plan import plan
@@ -73,6 +73,7 @@ class TritonBackend:
     single_pass = on_device(rows.single_pass)
     statistics = on_device(rows.statistics)
     logits_gradient = on_device(rows.logits_gradient)
+    sparse_gradient = on_device(sparse.sparse_gradient)
     token_objective = on_device(tokens.token_objective)
     sequence_objective = on_device(sequences.sequence_objective)
     sums = on_device(tokens.sums)

@@ -99,9 +99,11 @@ class Slopes(NamedTuple):
     """du_j = 2^t (constant + linear t) slope_j for all but the sampled id, which has du_id; (ROWS,) each."""
 
     top: Any
+    to_exponent: Any
     constant: Any
     linear: Any
     du_id: Any
+    known: Any  # there is a sampled id
     is_zero: Any  # without a gradient, whatever the row holds
 
 
@@ -211,16 +213,21 @@ def row_statistics(row, to_z, p, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def store_columns(row, du, first, end, slopes, to_exponent, p, OPTIONS: tl.constexpr, COLUMNS: tl.constexpr):
+def gradient_of(row, columns, end, wanted, slopes, p, OPTIONS: tl.constexpr):
+    """The gradient (ROWS, COLUMNS) of these columns; anything where none is wanted."""
+    y, slope = softcap(load_logits(row, columns, end, wanted), p.logit_scale, p.softcap, OPTIONS.capped)
+    t = exponent(y, slopes.top[:, None], slopes.to_exponent[:, None])
+    value = tl.exp2(t) * (slopes.constant[:, None] + slopes.linear[:, None] * t) * slope
+    return tl.where(columns[None, :] == row.ids[:, None], slopes.du_id[:, None], value)
+
+
+@triton.jit
+def store_columns(row, du, first, end, slopes, p, OPTIONS: tl.constexpr, COLUMNS: tl.constexpr):
     """The gradient of the columns from `first` to `end`, at most COLUMNS."""
     columns = first + tl.arange(0, COLUMNS)
     wanted = row.live[:, None] & (columns < end)[None, :]
     # A zero-gradient row is not read: whatever it holds, its gradient is 0.
-    logits = load_logits(row, columns, end, wanted & ~slopes.is_zero[:, None])
-    y, slope = softcap(logits, p.logit_scale, p.softcap, OPTIONS.capped)
-    t = exponent(y, slopes.top[:, None], to_exponent[:, None])
-    value = tl.exp2(t) * (slopes.constant[:, None] + slopes.linear[:, None] * t) * slope
-    value = tl.where(columns[None, :] == row.ids[:, None], slopes.du_id[:, None], value)
+    value = gradient_of(row, columns, end, wanted & ~slopes.is_zero[:, None], slopes, p, OPTIONS)
     value = tl.where(slopes.is_zero[:, None], 0.0, value)
     if OPTIONS.overlap:  # 16-bit values over float32 logits that another thread may not have read yet
         tl.debug_barrier()
@@ -234,10 +241,8 @@ def rows_of(matrix, rows):
 
 
 @triton.jit
-def row_gradient(row, gradient, rows, found, g_logp, g_entropy, scales, p, OPTIONS: tl.constexpr):
-    """Slopes, from the Statistics `found`; 1 - p of the sampled id comes from expm1."""
-    BLOCK: tl.constexpr = OPTIONS.block
-    du = rows_of(gradient, rows)
+def row_slopes(row, found, g_logp, g_entropy, scales, p, OPTIONS: tl.constexpr):
+    """From the Statistics `found`; 1 - p of the sampled id comes from expm1."""
     to_z, chain = scales
     to_exponent = (to_z * INV_LN2).to(tl.float32)
     is_zero = (g_logp == 0.0) & (g_entropy == 0.0)
@@ -251,20 +256,28 @@ def row_gradient(row, gradient, rows, found, g_logp, g_entropy, scales, p, OPTIO
     pull = -g_logp * expm1(log_p.to(tl.float32))
     bent = (g_entropy != 0.0) & (log_p > -1e30)
     pull -= tl.where(bent, g_entropy * (tl.exp(log_p) * (log_p + found.entropy)).to(tl.float32), 0.0)
-    slopes = Slopes(found.top, constant, linear, pull * chain.to(tl.float32) * slope_id, is_zero)
+    du_id = pull * chain.to(tl.float32) * slope_id
+    return Slopes(found.top, to_exponent, constant, linear, du_id, known, is_zero)
+
+
+@triton.jit
+def row_gradient(row, gradient, rows, found, g_logp, g_entropy, scales, p, OPTIONS: tl.constexpr):
+    BLOCK: tl.constexpr = OPTIONS.block
+    du = rows_of(gradient, rows)
+    slopes = row_slopes(row, found, g_logp, g_entropy, scales, p, OPTIONS)
 
     tl.debug_barrier()  # every thread has read the sampled logit before any writes over it
     end = row.vocab
     if OPTIONS.ragged:
         end = row.vocab // GROUP * GROUP
     for first in range(0, end, BLOCK):
-        store_columns(row, du, first, end, slopes, to_exponent, p, OPTIONS, BLOCK)
+        store_columns(row, du, first, end, slopes, p, OPTIONS, BLOCK)
     if OPTIONS.ragged:
         for first in range(end, row.vocab, BLOCK // 2):
-            store_columns(row, du, first, row.vocab, slopes, to_exponent, p, OPTIONS, BLOCK // 2)
+            store_columns(row, du, first, row.vocab, slopes, p, OPTIONS, BLOCK // 2)
     if gradient.rounding_error is not None:
         rounded = slopes.du_id.to(du.dtype.element_ty).to(tl.float32)
-        tl.store(gradient.rounding_error + rows, tl.where(known, slopes.du_id - rounded, 0.0), mask=row.live)
+        tl.store(gradient.rounding_error + rows, tl.where(slopes.known, slopes.du_id - rounded, 0.0), mask=row.live)
 
 
 @triton.jit
@@ -275,6 +288,13 @@ def tokens_of(rows, place, live):
     else:
         token = rows + place
     return token
+
+
+@triton.jit
+def split_lse(lse, to_z):
+    """(top, log_sum): lse in units of y, rounded to float32, and what the rounding leaves."""
+    top = (lse / to_z).to(tl.float32)
+    return top, lse - top.to(tl.float64) * to_z
 
 
 @triton.jit
@@ -306,10 +326,7 @@ def gradient_kernel(
     token = tokens_of(rows, place, live)
     id_ = tl.load(ids + token, mask=live, other=0)
     scales = logit_scales(p, tl.load(temperature + token, mask=live, other=1.0), OPTIONS.capped)
-    # lse in units of y, rounded to float32; what the rounding leaves goes into log_sum.
-    given = tl.load(values.lse + token, mask=live, other=0.0)
-    top = (given / scales[0]).to(tl.float32)
-    log_sum = given - top.to(tl.float64) * scales[0]
+    top, log_sum = split_lse(tl.load(values.lse + token, mask=live, other=0.0), scales[0])
     h = tl.load(values.columns + TOKEN_ENTROPY * tokens + token, mask=live, other=0.0)
     by_logp = tl.load(g_logp + token, mask=live, other=0.0)
     by_entropy = tl.load(g_entropy + token, mask=live, other=0.0)
@@ -347,9 +364,9 @@ def single_pass_kernel(logits, ids, place, batch, count, tokens, gradient, p, OP
 
 def statistics(chunk: LogitChunk, temperature: Tensor, values: TokenValues, params: KernelParams) -> None:
     """logp, entropy and lse of logits (C, V)."""
-    grid, options = _launch(chunk, params)
+    grid, options = row_options(chunk, params)
     statistics_kernel[grid](
-        _logits(chunk), chunk.ids, place(chunk.rows), temperature, values, len(chunk.logits), len(chunk.ids),
+        logits_of(chunk), chunk.ids, place(chunk.rows), temperature, values, len(chunk.logits), len(chunk.ids),
         scalars(params), **options,
     )  # fmt: skip
 
@@ -364,9 +381,9 @@ def logits_gradient(
     gradients: RowGradients,
 ) -> None:
     """d loss / d logits (C, V)."""
-    grid, options = _launch(chunk, params, gradients)
+    grid, options = row_options(chunk, params, gradients)
     gradient_kernel[grid](
-        _logits(chunk), chunk.ids, place(chunk.rows), temperature, values, g_logp, g_entropy, len(chunk.logits),
+        logits_of(chunk), chunk.ids, place(chunk.rows), temperature, values, g_logp, g_entropy, len(chunk.logits),
         len(chunk.ids), _gradient(gradients), scalars(params), **options,
     )  # fmt: skip
 
@@ -375,9 +392,9 @@ def single_pass(
     chunk: LogitChunk, table: Tensor, values: TokenValues, params: KernelParams, gradients: RowGradients | None = None
 ) -> None:
     """Everything about tokens that depend on themselves alone."""
-    grid, options = _launch(chunk, params, gradients, variant(params))
+    grid, options = row_options(chunk, params, gradients, variant(params))
     single_pass_kernel[grid](
-        _logits(chunk), chunk.ids, place(chunk.rows), Batch.of(table, values), len(chunk.logits), len(chunk.ids),
+        logits_of(chunk), chunk.ids, place(chunk.rows), Batch.of(table, values), len(chunk.logits), len(chunk.ids),
         _gradient(gradients), scalars(params), **options,
     )  # fmt: skip
 
@@ -387,7 +404,7 @@ def place(rows: Rows) -> int | Tensor:
     return rows.start if rows.index is None else rows.index
 
 
-def _launch(
+def row_options(
     chunk: LogitChunk, params: KernelParams, gradients: RowGradients | None = None, variant: Variant | None = None
 ) -> tuple[tuple[int], dict[str, Any]]:
     """(grid, what is compiled in)."""
@@ -401,7 +418,7 @@ def _launch(
     return (triton.cdiv(count, launch.rows),), {"OPTIONS": options, "num_warps": launch.num_warps}
 
 
-def _logits(chunk: LogitChunk) -> Logits:
+def logits_of(chunk: LogitChunk) -> Logits:
     return Logits(chunk.logits, chunk.bias, chunk.logits.shape[1], chunk.logits.stride(0))
 
 
