@@ -107,13 +107,15 @@ def unavailable_reason(name: str, device: torch.device | None = None) -> str:
 
 
 @cache
-def auto_choice(device: torch.device, dtype: torch.dtype) -> Choice:
-    """What `backend="auto"` takes for logits of this type on this device."""
+def auto_choice(device: torch.device, dtype: torch.dtype, *, sparse: bool = False) -> Choice:
+    """What `backend="auto"` takes for logits of this type on this device; sparse: for config.sparse_backward."""
     refused: dict[str, str] = {}
     for name in candidates(device):
         if dtype not in _REGISTRY[name].dtypes:
             continue
         reason = unavailable_reason(name, device)
+        if not reason and sparse and not _has_sparse_gradients(name):
+            reason = "it has no sparse_backward"
         if not reason:
             return Choice(name, refused)
         refused[name] = reason
@@ -125,15 +127,8 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype, *, spars
 
     sparse: for config.sparse_backward, which some backends lack.
     """
-    found = _choose(name, device, dtype)
-    if sparse and not hasattr(get_backend(found), "sparse_gradient"):
-        raise ValueError(f"config.sparse_backward is not served by backend={found!r}; leave it out, or use 'torch'")
-    return found
-
-
-def _choose(name: str, device: torch.device, dtype: torch.dtype) -> str:
     if name == "auto":
-        choice = auto_choice(device, dtype)
+        choice = auto_choice(device, dtype, sparse=sparse)
         if choice.refused:
             _warn_of(choice)
         return choice.name
@@ -148,7 +143,13 @@ def _choose(name: str, device: torch.device, dtype: torch.dtype) -> str:
     reason = unavailable_reason(name, device)
     if reason:
         raise ImportError(f"backend={name!r} is not available: {reason}")
+    if sparse and not _has_sparse_gradients(name):
+        raise ValueError(f"config.sparse_backward is not served by backend={name!r}; leave it out, or use 'auto'")
     return name
+
+
+def _has_sparse_gradients(name: str) -> bool:
+    return hasattr(get_backend(name), "sparse_gradient")
 
 
 # torch.compile takes the result as a constant: loading a backend is nothing to trace. This is all that

@@ -7,8 +7,8 @@ part after j, and j is kept where that grows.
 
 The total of a block tells how many of its entries are kept, and the next block follows where none is. Otherwise, and if
 there is room, the block is read again from the cache in parts of a column per thread, with a prefix sum over each. One
-over a whole block would hold all of it in 64 bits: 128 registers and spills instead of 62 (sm_90), and each number would
-change threads to be stored.
+over a whole block would hold all of it in 64 bits: 128 registers and spills instead of 62 (sm_90), and each number
+would change threads to be stored.
 """
 
 from __future__ import annotations
