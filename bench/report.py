@@ -13,6 +13,7 @@ from statistics import fmean, median
 from typing import Any
 
 from matplotlib import rc_context
+from sparse import show
 
 from grpo_kernels.benchmarks.cases import Case
 from grpo_kernels.benchmarks.figures import DPI, STYLE, draw, sheet
@@ -25,6 +26,7 @@ RESULTS, FIGURES = ROOT / "bench" / "results", ROOT / "bench" / "figures"
 PAGES = (ROOT / "README.md", ROOT / "bench" / "README.md")
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 RIVALS = (*(name for name in IMPLEMENTATIONS if not name.startswith("ours")), "ours-unmasked")
+SPARSE = RESULTS / "sparse" / "cpu.json"  # of sparse.py
 LEARNING = RESULTS / "trainer" / "time-to-reward.json"  # of time_to_reward.py
 GOAL = 0.9  # held-out reward
 LEARNERS = {"TRL": "#0b6fb3", "TRL, FusedGRPOTrainer": "#0a8f6a", "grpo-kernels train": "#d1410c"}
@@ -43,6 +45,8 @@ def main() -> None:
         document = read(path)
         written = draw(document, FIGURES, f"{path.stem}-", ("time",) if path.stem.endswith("-sweeps") else ())
         print(f"{path.name}: {', '.join(picture.name for picture in written) or 'nothing to draw'}")
+    if SPARSE.exists():
+        draw_sparse(read(SPARSE), FIGURES / "sparse.png")
     if LEARNING.exists():
         draw_learning(read(LEARNING), FIGURES / "time-to-reward.png")
     for page in PAGES:
@@ -67,6 +71,8 @@ def section(page: Path) -> str:
             picture = FIGURES / f"{path.stem}-{name}.png"
             if picture.exists():
                 parts.append(f"![{caption}]({Path(os.path.relpath(picture, page.parent)).as_posix()})")
+    if SPARSE.exists():
+        parts.append(_sparse(read(SPARSE)))
     if LEARNING.exists():
         parts.append(_learning(read(LEARNING)))
     return "\n\n".join(parts)
@@ -90,6 +96,42 @@ Steps of {heads} models' heads in float32 and bfloat16 on {where["cpu"]}, {where
 is the other's median time, or peak memory, over that of this package; a range is that over the cases:
 
 {table(("this package against", "faster", "less memory"), rows)}"""
+
+
+# --- sparse gradients ------------------------------------------------------------------------------------------------
+
+
+def draw_sparse(document: Document, path: Path) -> None:
+    """Time of the exact step and error of dhidden against theta: a line per type and temperature."""
+    with rc_context(STYLE):
+        figure, axes = sheet(document, "Steps with sparse gradients, the head of SmolLM2-135M-Instruct", 2, 2.3)
+        for batch in document["batches"]:
+            for dtype in dict.fromkeys(row["dtype"] for row in batch["times"]):
+                label = f"{dtype.removeprefix('torch.')}, T {batch['temperature']}"
+                for axis, rows, key in ((axes[0], batch["times"], "of_exact"), (axes[1], batch["errors"], "errors")):
+                    given = [row for row in rows if row.get("dtype") == dtype and row["theta"]]
+                    y = [row[key] if key == "of_exact" else row[key]["dhidden"] for row in given]
+                    axis.plot([row["theta"] for row in given], y, "o-", label=label)
+        axes[0].set(title="time of the exact step", ylim=(0.0, None))
+        axes[1].set(title="relative error of dhidden", yscale="log")
+        for axis in axes:
+            axis.set_xscale("log", base=2)
+            axis.set_xlabel("theta")
+        axes[0].legend(frameon=False)
+        figure.savefig(path, dpi=DPI)
+
+
+def _sparse(document: Document) -> str:
+    where = document["environment"]
+    cpu = f"{where['cpu']}, {where['threads']} threads, {where['date'][:10]}"
+    tables = [
+        f"{batch['tokens']:,} tokens sampled at T {batch['temperature']}, {batch['entropy']:.2f} nats:\n\n{show(batch)}"
+        for batch in document["batches"]
+    ]
+    head = f"""\
+**sparse/{SPARSE.name}.** {cpu}: `python bench/sparse.py`, `GRPOConfig(sparse_backward=theta)` on the head of
+SmolLM2-135M-Instruct. Medians of interleaved rounds, relative errors against float64 from the same inputs."""
+    return "\n\n".join([head, *tables, "![Time and error against theta](figures/sparse.png)"])
 
 
 # --- how soon a model learns ------------------------------------------------------------------------------------------
@@ -143,9 +185,9 @@ def _learning(document: Document) -> str:
     names = [f"{part}, s" for part in document["rounds"][0]["contestants"]["TRL"]["steps"][0]["seconds"]]
     titles = ("setting", "", f"minutes to {GOAL}", "of TRL's", "step, s", *names, "peak MiB", "reward after")
     cpu = f"{where['cpu']}, {where['threads']} threads, {where['date'][:10]}"
-    seeds = len({found["seed"] for found in document["rounds"]})
+    seeds = ", ".join(sorted({str(found["seed"]) for found in document["rounds"]}))
     return f"""\
-**trainer/{LEARNING.name}.** {cpu}: `python bench/time_to_reward.py`, {seeds} seeds, contestants step by step in turns.
+**trainer/{LEARNING.name}.** {cpu}: `python bench/time_to_reward.py`, seeds {seeds}, contestants step by step in turns.
 Minutes are median (least to most) of the time that a contestant's steps took until its first evaluation at {GOAL}:
 
 {table(titles, rows)}

@@ -244,8 +244,9 @@ class Child:
     """A contestant's process, as its parent sees it. `found`: what it has told."""
 
     def __init__(self, name: str, words: list[str]) -> None:
-        command = [sys.executable, __file__, "--contestant", name, *words]
-        self.found: dict[str, Any] = {"command": command[1:], "steps": [], "evaluations": []}
+        words = ["--contestant", name, *words]
+        self.found: dict[str, Any] = {"command": ["bench/time_to_reward.py", *words], "steps": [], "evaluations": []}
+        command = [sys.executable, __file__, *words]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.running = self.read()
 
