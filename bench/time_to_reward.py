@@ -304,7 +304,7 @@ def main() -> None:
     add("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     add("--tasks", nargs="+", choices=[name for name in TASKS if name != "arithmetic"], default=["times-table"])
     add("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    add("--steps", type=int, default=20)
+    add("--steps", type=int, default=14)
     add("--output", type=Path, default=Path("build/time-to-reward.json"))
     add("--contestant", choices=CONTESTANTS, help="be this one: for the processes that this script starts")
     chosen = parser.parse_args()
