@@ -26,8 +26,8 @@ RESULTS, FIGURES = ROOT / "bench" / "results", ROOT / "bench" / "figures"
 PAGES = (ROOT / "README.md", ROOT / "bench" / "README.md")
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 RIVALS = (*(name for name in IMPLEMENTATIONS if not name.startswith("ours")), "ours-unmasked")
-SPARSE = RESULTS / "sparse" / "cpu.json"  # of sparse.py
-LEARNING = RESULTS / "trainer" / "time-to-reward.json"  # of time_to_reward.py
+SPARSE = Path("sparse/cpu.json")  # of sparse.py, below RESULTS
+LEARNING = Path("trainer/time-to-reward.json")  # of time_to_reward.py
 GOAL = 0.9  # held-out reward
 LEARNERS = {"TRL": "#0b6fb3", "TRL, FusedGRPOTrainer": "#0a8f6a", "grpo-kernels train": "#d1410c"}
 TRAINERS = ("eager", "trl", "liger", "verl-torch")
@@ -45,10 +45,9 @@ def main() -> None:
         document = read(path)
         written = draw(document, FIGURES, f"{path.stem}-", ("time",) if path.stem.endswith("-sweeps") else ())
         print(f"{path.name}: {', '.join(picture.name for picture in written) or 'nothing to draw'}")
-    if SPARSE.exists():
-        draw_sparse(read(SPARSE), FIGURES / "sparse.png")
-    if LEARNING.exists():
-        draw_learning(read(LEARNING), FIGURES / "time-to-reward.png")
+    for name, picture in ((SPARSE, draw_sparse), (LEARNING, draw_learning)):
+        if (RESULTS / name).exists():
+            picture(read(RESULTS / name), FIGURES)
     for page in PAGES:
         text = page.read_text()
         if BEGIN in text:
@@ -71,10 +70,9 @@ def section(page: Path) -> str:
             picture = FIGURES / f"{path.stem}-{name}.png"
             if picture.exists():
                 parts.append(f"![{caption}]({Path(os.path.relpath(picture, page.parent)).as_posix()})")
-    if SPARSE.exists():
-        parts.append(_sparse(read(SPARSE)))
-    if LEARNING.exists():
-        parts.append(_learning(read(LEARNING)))
+    for name, text in ((SPARSE, _sparse), (LEARNING, _learning)):
+        if (RESULTS / name).exists():
+            parts.append(text(read(RESULTS / name)))
     return "\n\n".join(parts)
 
 
@@ -101,7 +99,7 @@ is the other's median time, or peak memory, over that of this package; a range i
 # --- sparse gradients ------------------------------------------------------------------------------------------------
 
 
-def draw_sparse(document: Document, path: Path) -> None:
+def draw_sparse(document: Document, folder: Path) -> None:
     """Time of the exact step and error of dhidden against theta: a line per type and temperature."""
     with rc_context(STYLE):
         figure, axes = sheet(document, "Steps with sparse gradients, the head of SmolLM2-135M-Instruct", 2, 2.3)
@@ -118,7 +116,7 @@ def draw_sparse(document: Document, path: Path) -> None:
             axis.set_xscale("log", base=2)
             axis.set_xlabel("theta")
         axes[0].legend(frameon=False)
-        figure.savefig(path, dpi=DPI)
+        figure.savefig(folder / "sparse.png", dpi=DPI)
 
 
 def _sparse(document: Document) -> str:
@@ -129,7 +127,7 @@ def _sparse(document: Document) -> str:
         for batch in document["batches"]
     ]
     head = f"""\
-**sparse/{SPARSE.name}.** {cpu}: `python bench/sparse.py`, `GRPOConfig(sparse_backward=theta)` on the head of
+**{SPARSE}.** {cpu}: `python bench/sparse.py`, `GRPOConfig(sparse_backward=theta)` on the head of
 SmolLM2-135M-Instruct. Medians of interleaved rounds, relative errors against float64 from the same inputs."""
     return "\n\n".join([head, *tables, "![Time and error against theta](figures/sparse.png)"])
 
@@ -137,7 +135,7 @@ SmolLM2-135M-Instruct. Medians of interleaved rounds, relative errors against fl
 # --- how soon a model learns ------------------------------------------------------------------------------------------
 
 
-def draw_learning(document: Document, path: Path) -> None:
+def draw_learning(document: Document, folder: Path) -> None:
     """Held-out reward over minutes and over steps, a row per setting: each seed, and their mean."""
     settings = list(dict.fromkeys(found["setting"] for found in document["rounds"]))
     with rc_context(STYLE):
@@ -157,7 +155,7 @@ def draw_learning(document: Document, path: Path) -> None:
                     axis.set_title(setting.replace("-", ", "))
                     axis.axhline(GOAL, color="#989898", linewidth=0.6, linestyle=":")
         axes[0].legend(frameon=False)
-        figure.savefig(path, dpi=DPI)
+        figure.savefig(folder / "time-to-reward.png", dpi=DPI)
 
 
 def _rounds(document: Document, setting: str) -> list[dict[str, Any]]:
@@ -187,7 +185,7 @@ def _learning(document: Document) -> str:
     cpu = f"{where['cpu']}, {where['threads']} threads, {where['date'][:10]}"
     seeds = ", ".join(sorted({str(found["seed"]) for found in document["rounds"]}))
     return f"""\
-**trainer/{LEARNING.name}.** {cpu}: `python bench/time_to_reward.py`, seeds {seeds}, contestants step by step in turns.
+**{LEARNING}.** {cpu}: `python bench/time_to_reward.py`, seeds {seeds}, contestants step by step in turns.
 Minutes are median (least to most) of the time that a contestant's steps took until its first evaluation at {GOAL}:
 
 {table(titles, rows)}

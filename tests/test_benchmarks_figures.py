@@ -76,6 +76,9 @@ def results(tmp_path, monkeypatch):
     for one in idle:
         one["implementations"]["ours-unscored"] = entry("ours-unscored", 0.25)
     (tmp_path / "cpu.json").write_text(json.dumps(document(case(), masked(32, 0.04), *idle)))
+    for name in (report.SPARSE, report.LEARNING):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_bytes((report.RESULTS / name).read_bytes())
     for name, value in (("RESULTS", tmp_path), ("FIGURES", tmp_path / "drawn"), ("PAGES", (tmp_path / "page.md",))):
         monkeypatch.setattr(report, name, value)
     (tmp_path / "page.md").write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
@@ -84,7 +87,8 @@ def results(tmp_path, monkeypatch):
 
 def test_one_command_draws_every_file_and_rewrites_the_tables(results, capsys):
     report.main()
-    assert {path.name for path in (results / "drawn").iterdir()} == {"cpu-time.png"}
+    names = {"cpu-time.png", "sparse.png", "time-to-reward.png"}
+    assert {path.name for path in (results / "drawn").iterdir()} == names
     page = (results / "page.md").read_text()
     assert page.startswith("before\n") and page.endswith("\nafter\n") and "old" not in page
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")]
@@ -92,4 +96,5 @@ def test_one_command_draws_every_file_and_rewrites_the_tables(results, capsys):
     step = "qwen2.5-0.5b (4096, 896, 151936), bfloat16, step"
     assert [step, "2,100 (1,890 to 2,520)", "1.05", "0.70", "0.42", "", *errors] in rows
     assert [f"{step}, 32 ids kept", "84 (76 to 101)", "1.05", "", "", "0.525", "3.0e-04", "2.0e-03"] in rows
+    assert {row[0] for row in rows} >= {"exact", "2^-12", "cut below 2^-12", "full, bfloat16"}
     assert "(drawn/cpu-time.png)" in page and "No GPU has been measured yet." in page
