@@ -101,7 +101,7 @@ def add_up(progress, steps, sink):
     """(Progress behind these columns, field by field; whether any row has a pair among them that is to be stored)."""
     total = progress.sum + tl.sum(steps, 1)
     kept = (total >> BITS).to(tl.int32)
-    stores = tl.max(tl.where(progress.pairs <= sink.capacity, kept, 0), 0) > 0
+    stores = tl.max(tl.where(progress.pairs < sink.capacity, kept, 0), 0) > 0
     return total & FRACTION, progress.pairs + kept, stores
 
 
@@ -140,7 +140,8 @@ def sparse_kernel(
     logits, ids, place, temperature, values, g_logp, g_entropy, count, tokens, pairs, capacity, theta, first_id, p,
     OPTIONS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(0).to(tl.int64) * OPTIONS.rows + tl.arange(0, OPTIONS.rows)
+    ROWS: tl.constexpr = OPTIONS.rows  # Triton 3.4 takes no attribute in a shape
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = rows < count
     token = tokens_of(rows, place, live)
     id_ = tl.load(ids + token, mask=live, other=0)
@@ -156,7 +157,7 @@ def sparse_kernel(
     level = theta * (scales[1].to(tl.float32) * (tl.abs(by_logp) + tl.abs(by_entropy)))
     level = tl.where(slopes.is_zero, 1.0, level)  # such a row has no entries: any number will do
     sink = Sink(pairs.ids + rows * capacity, pairs.numbers + rows * capacity, capacity, level, 1.0 / level * ONE)
-    progress = Progress(start_of_sum(token, lse, first_id), tl.zeros((OPTIONS.rows,), tl.int32))
+    progress = Progress(start_of_sum(token, lse, first_id), tl.zeros((ROWS,), tl.int32))
     end = row.vocab
     if OPTIONS.ragged:
         end = row.vocab // GROUP * GROUP
