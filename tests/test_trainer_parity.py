@@ -22,6 +22,7 @@ import training
 import trl_parity
 from safetensors.torch import load_file
 
+from grpo_kernels.trainer import model as policy
 from grpo_kernels.trainer.arguments import parse
 from grpo_kernels.trainer.commands import train as train_command
 from grpo_kernels.trainer.model import load_model
@@ -151,11 +152,14 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_steps_on_saved_rollouts_equal_trls(case, rollouts, tmp_path):
+def test_steps_on_saved_rollouts_equal_trls(case, rollouts, tmp_path, monkeypatch):
+    shared, forward = set(), policy.fused_forward
+    monkeypatch.setattr(policy, "fused_forward", lambda *a, **b: (shared.add(b["share_prompts"]), forward(*a, **b))[1])
     expected = train_trl(tmp_path / "trl", rollouts, **CASES[case])
     found = train(tmp_path / "own", replay=rollouts, **CASES[case])
     assert largest_difference(found, expected) < TOLERANCE
     assert sum(record["grad_norm"] > 0.01 for record in found) >= STEPS / 2
+    assert shared == {"share_prompts" in CASES[case]}
     if "clip_ratio/region" in found[1]:
         assert max(record["clip_ratio/region"] for record in found) > 0.05  # ratios leave the clip range
 

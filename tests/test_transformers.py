@@ -79,10 +79,12 @@ def test_loss_and_gradients_are_those_of_the_models_own_logits(family):
 @pytest.mark.parametrize("family", sorted(TINY_MODELS))
 @pytest.mark.parametrize("masked", [True, False])
 def test_shared_prompts_change_neither_loss_nor_gradients(family, masked):
-    """Rows 0 to 2 have a prompt, row 3 another, and row 4 the first again."""
-    model, prompt = tiny_model(family), torch.tensor([[0, 0, 5, 6, 7]] * 3 + [[8] * 5] + [[0, 0, 5, 6, 7]])
-    ids = torch.cat([prompt, torch.randint(3, VOCAB, (5, LENGTH))], dim=1)
-    given = dict(input_ids=ids, completion_ids=ids[:, -LENGTH:], advantages=torch.tensor([1.0, -0.5, 2.0, -1.0, 0.3]))
+    """Rows 0 and 1 have a prompt, row 2 one that differs in a token, row 3 another; row 4 has the first again, and under
+    a mask row 5 too, without its padding."""
+    first, near = [0, 0, 5, 6, 7], [0, 0, 5, 9, 7]
+    model, prompt = tiny_model(family), torch.tensor([first, first, near, [8] * 5, first, first])
+    ids = torch.cat([prompt, torch.randint(3, VOCAB, (6, LENGTH))], dim=1)
+    given = dict(input_ids=ids, completion_ids=ids[:, -LENGTH:], advantages=torch.tensor([1.0, -0.5, 2.0, -1.0, 0.3, -0.2]))
     if masked:
         given["attention_mask"] = torch.ones_like(ids)
         given["attention_mask"][[0, 1, 2, 4], :2] = given["attention_mask"][1, -3:] = 0
@@ -95,7 +97,7 @@ def test_shared_prompts_change_neither_loss_nor_gradients(family, masked):
     fused_forward(model, **given)  # compares the model's own logits
     tokens.clear()
     found = []
-    for shared, counts in ((False, [5 * 11]), (True, [3 * 5, 5 * 5])):
+    for shared, counts in ((False, [6 * 11]), (True, [(5 if masked else 4) * 5, 6 * 5])):
         out = fused_forward(model, **given, share_prompts=shared)
         out.loss.backward()
         assert tokens == counts
