@@ -179,7 +179,7 @@ def measure(batch: Batch, dtype: torch.dtype, rounds: int) -> list[dict[str, Any
     given = batch.to(dtype)
     steps: dict[Any, Callable[[], object]] = {"products": products(given), None: lambda: step(given)}
     for theta in THETAS:
-        steps[theta] = lambda theta=theta: step(given, theta)  # type: ignore[misc]
+        steps[theta] = lambda theta=theta: step(given, theta)
     for run in steps.values():
         run()
     times = interleave(steps, rounds, torch.device("cpu"), time.time() + 3600.0, lambda name: None)

@@ -79,12 +79,13 @@ def test_loss_and_gradients_are_those_of_the_models_own_logits(family):
 @pytest.mark.parametrize("family", sorted(TINY_MODELS))
 @pytest.mark.parametrize("masked", [True, False])
 def test_shared_prompts_change_neither_loss_nor_gradients(family, masked):
-    """Rows 0 and 1 have a prompt, row 2 one that differs in a token, row 3 another; row 4 has the first again, and under
-    a mask row 5 too, without its padding."""
+    """Rows 0 and 1 have a prompt, row 2 one that differs in a token, row 3 another. Rows 4 and 5 have the first again,
+    under a mask row 5 without its padding."""
     first, near = [0, 0, 5, 6, 7], [0, 0, 5, 9, 7]
     model, prompt = tiny_model(family), torch.tensor([first, first, near, [8] * 5, first, first])
     ids = torch.cat([prompt, torch.randint(3, VOCAB, (6, LENGTH))], dim=1)
-    given = dict(input_ids=ids, completion_ids=ids[:, -LENGTH:], advantages=torch.tensor([1.0, -0.5, 2.0, -1.0, 0.3, -0.2]))
+    advantages = torch.tensor([1.0, -0.5, 2.0, -1.0, 0.3, -0.2])
+    given = dict(input_ids=ids, completion_ids=ids[:, -LENGTH:], advantages=advantages)
     if masked:
         given["attention_mask"] = torch.ones_like(ids)
         given["attention_mask"][[0, 1, 2, 4], :2] = given["attention_mask"][1, -3:] = 0
