@@ -334,6 +334,20 @@ class Backend(Protocol):
         """d loss / d logits from d loss / d logp and d loss / d entropy (N,) and the statistics."""
         ...
 
+    def sparse_gradient(
+        self,
+        chunk: LogitChunk,
+        temperature: Tensor,
+        values: TokenValues,
+        g_logp: Tensor,
+        g_entropy: Tensor,
+        params: KernelParams,
+        rule: SparseRule,
+        pairs: SparseRows,
+    ) -> None:
+        """`logits_gradient` by this rule; the logits stay as they are. No pairs for a token without a gradient."""
+        ...
+
     def token_objective(self, rows: Rows, table: Tensor, values: TokenValues, params: KernelParams) -> None:
         """log_ratio, value, kl and g_logp of these tokens from their logp and entropy."""
         ...
@@ -391,24 +405,6 @@ class FoldingBackend(Backend, Protocol):
         exponentials: Tensor,
         params: KernelParams,
     ) -> tuple[RowStats, Tensor]: ...
-
-
-class SparseBackend(Backend, Protocol):
-    """A backend that gives the gradient of the logits as pairs too; those without it refuse sparse_backward."""
-
-    def sparse_gradient(
-        self,
-        chunk: LogitChunk,
-        temperature: Tensor,
-        values: TokenValues,
-        g_logp: Tensor,
-        g_entropy: Tensor,
-        params: KernelParams,
-        rule: SparseRule,
-        pairs: SparseRows,
-    ) -> None:
-        """`logits_gradient` by this rule; the logits stay as they are. No pairs for a token without a gradient."""
-        ...
 
 
 class TransposingBackend(Backend, Protocol):

@@ -125,8 +125,7 @@ def resolve(
     `owner` is the argument that has that shape, `dtype` the type that products are computed in.
     reads_logits=False: the temperature is not used.
     """
-    sparse = config.sparse_backward is not None and reads_logits
-    backend = choose_backend(options.get("backend", "auto"), per_token.device, dtype, sparse=sparse)
+    backend = choose_backend(options.get("backend", "auto"), per_token.device, dtype)
     check_sampling_mask(sampling_mask, per_token.shape, per_token)
     rewards, cu_seqlens, device = options.get("rewards"), options.get("cu_seqlens"), per_token.device
     num_generations, group_ids = options.get("num_generations"), options.get("group_ids")

@@ -79,7 +79,7 @@ def fused_logps(
         )  # fmt: skip
         number = 1.0 if isinstance(temperature, Tensor) else float(temperature)
         numbers = number, float(logit_scale), float(logit_softcap or 0.0), float(sparse_backward or 0.0)
-        name = choose_backend(backend, hidden.device, compute_dtype or hidden.dtype, sparse=sparse_backward is not None)
+        name = choose_backend(backend, hidden.device, compute_dtype or hidden.dtype)
         call = LogpsCall(tokens, numbers, entropy, name, compute_dtype)
     if group is not None:
         wants = requires_grad_flags(hidden, weight, bias)

@@ -159,7 +159,7 @@ def integers_first(struct: Any) -> tuple[list[str], list[str]]:
     return [name for name in struct._fields if name not in floats], floats
 
 
-VERSION = 12  # raised with every change of the functions of the compiled modules
+VERSION = 13  # raised with every change of the functions of the compiled modules
 
 # All names in order: a compiled module that was built with others must not be called.
 INTERFACE = ";".join(

@@ -116,7 +116,7 @@ def fused_policy_loss(
     check_values(completion_ids, completion_mask, lm_head_weight.shape[0], cu_seqlens)
     if isinstance(temperature, Tensor):
         check_temperature(temperature, None if completion_mask is None else completion_mask.bool())
-    name = choose_backend(backend, hidden.device, compute_dtype or hidden.dtype, sparse=sparse_backward is not None)
+    name = choose_backend(backend, hidden.device, compute_dtype or hidden.dtype)
     offsets = cu_seqlens
     if offsets is None:
         offsets = torch.arange(num_sequences + 1, device=hidden.device) * completion_ids.shape[1]

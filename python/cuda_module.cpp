@@ -73,6 +73,7 @@ PYBIND11_MODULE(_cuda, m) {
     m.def("single_pass", rows<Stream, gk::cuda::single_pass>);
     m.def("stats", rows<Stream, gk::cuda::stats>);
     m.def("gradient", rows<Stream, gk::cuda::gradient>);
+    m.def("sparse_gradient", sparse_gradient<Stream, gk::cuda::sparse_gradient>);
     m.def("token_objective", token_objective<Stream, gk::cuda::token_objective>);
     m.def("sequence_objective", sequence_objective<Stream, gk::cuda::sequence_objective>);
     m.def("reduce_workspace", gk::cuda::reduce_workspace);

@@ -72,8 +72,6 @@ class Machine:
         missing, unfit = self.triton
 
         class Stub:
-            sparse_gradient = None
-
             def unavailable_reason(self, device):
                 return unfit
 
@@ -96,13 +94,11 @@ def machine(monkeypatch):
     forget()
 
 
-def auto(
-    device: torch.device = GPU, dtype: torch.dtype = torch.bfloat16, sparse: bool = False
-) -> tuple[str, list[str]]:
+def auto(device: torch.device = GPU, dtype: torch.dtype = torch.bfloat16) -> tuple[str, list[str]]:
     """(what "auto" takes in two calls, what is said)."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        first, second = (choose_backend("auto", device, dtype, sparse=sparse) for _ in range(2))
+        first, second = (choose_backend("auto", device, dtype) for _ in range(2))
     assert first == second
     return first, [str(warning.message) for warning in said]
 
@@ -116,9 +112,6 @@ def test_it_is_taken_where_it_can_be_used(machine):
     assert auto() == ("cuda", [])
     assert auto(dtype=torch.float64) == ("torch", [])
     assert auto(torch.device("cpu"), torch.float32) == ("cpu", [])
-    assert auto(torch.device("cpu"), torch.float32, sparse=True) == ("cpu", [])
-    said = "grpo_kernels: backend 'cuda' is not available (it has no sparse_backward); using 'triton'"
-    assert auto(sparse=True) == ("triton", [said])
 
 
 UNUSABLE = {

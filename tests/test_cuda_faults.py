@@ -20,6 +20,7 @@ import pytest
 import torch
 from emulator import DEVICES, ROOT, Emulated, build_module, build_sanitized, few_types
 from test_lm_head_kernels import ORDERS, assert_exact, make_head
+from test_sparse_kernels import check_against_torch, check_capacity
 
 from grpo_kernels.names import KernelParams, PlanRules
 
@@ -38,6 +39,8 @@ class Fault(NamedTuple):
         """Those checks of `check_all` that the file's kernels can fail."""
         if self.file.startswith("lm_head"):
             return check_products
+        if self.file == "sparse.cuh":
+            return check_sparse
         return check_tokens if self.file in TOKEN_FILES else check_all
 
 
@@ -83,6 +86,15 @@ def check_tokens(kernels: Emulated, orders=ORDERS[:4]) -> None:
 def check_all(kernels: Emulated) -> None:
     check_rows(kernels)
     check_tokens(kernels)
+    check_sparse(kernels)
+
+
+def check_sparse(kernels: Emulated, orders=ORDERS[:4]) -> None:
+    """Rows of several turns of a block."""
+    for order in orders:
+        kernels.use(order=order)
+        check_against_torch(kernels, (65, 20011), torch.float32, {"softcap": 5.0 * (order % 2)})
+        check_capacity(kernels)
 
 
 def check_products(kernels: Emulated, orders=ORDERS) -> None:
@@ -154,10 +166,11 @@ os.environ["TRITON_INTERPRET"] = "1"
 from pathlib import Path
 import triton_interpreter
 triton_interpreter.install()
-from test_cuda_faults import Emulated, check_products, check_rows, check_tokens
+from test_cuda_faults import Emulated, check_products, check_rows, check_sparse, check_tokens
 kernels = Emulated(Path(sys.argv[1]))
 check_rows(kernels, orders=(3,))
 check_tokens(kernels, (3,))
+check_sparse(kernels, (3,))
 check_products(kernels, (3,))
 print("all checks passed")
 """

@@ -105,7 +105,7 @@ def same_pairs(found: SparseRows, expected: SparseRows, scale: Tensor) -> None:
     assert moved <= 0.01 * total
 
 
-@pytest.fixture(params=["cpu", "torch", "triton"])
+@pytest.fixture(params=["cpu", "torch", "triton", "cuda"])
 def kernels(request):
     return get_backend(request.param)
 
@@ -132,6 +132,17 @@ def test_cpp_keeps_what_torch_keeps(isa, dtype, options):  # noqa: F811
 def test_triton_keeps_what_torch_keeps(dtype, options):
     """One block, less, and several with columns left over."""
     check_against_torch(get_backend("triton"), (1, 15, 64, 65, 1000), dtype, options)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cuda_keeps_what_torch_keeps(dtype, options):
+    """Rows of some lanes of a warp, of warps and of several turns of a block, in two orders of the threads."""
+    cuda = get_backend("cuda")
+    for order, vocabs in enumerate(((1, 15, 65, 1000), (2049, 20011))):
+        cuda.use(order=order)
+        check_against_torch(cuda, vocabs, dtype, options)
+    cuda.use()
 
 
 def test_triton_passes_blocks_without_pairs():
@@ -199,7 +210,7 @@ def test_mean_and_variance(isa):  # noqa: F811
     check_sampling(cpu)
 
 
-@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("name", ["torch", "triton", "cuda"])
 def test_mean_and_variance_of_another_backend(name):
     check_sampling(get_backend(name))
 
@@ -243,6 +254,10 @@ def test_a_place_in_the_batch_and_a_slice_say_which_entries(kernels):
 
 
 def test_more_than_there_is_room_for(kernels):
+    check_capacity(kernels)
+
+
+def check_capacity(kernels) -> None:
     given = random_rows(12, 400)
     everything = given.pairs(kernels)
     capacity = int(everything.counts.median())

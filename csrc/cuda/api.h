@@ -16,6 +16,7 @@ void plan(const PlanArgs& args, void* workspace, Stream stream);
 void single_pass(const RowArgs& args, Stream stream);
 void stats(const RowArgs& args, Stream stream);
 void gradient(const RowArgs& args, Stream stream);
+void sparse_gradient(const RowArgs& args, const SparseRows& out, Stream stream);
 
 void token_objective(const TokenArgs& args, Stream stream);
 void sequence_objective(const SequenceArgs& args, Stream stream);

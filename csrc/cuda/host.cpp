@@ -103,6 +103,11 @@ void gradient(const RowArgs& args, Stream stream) {
            RowLaunch{args, 0, 0, overlaps(args), 0});
 }
 
+void sparse_gradient(const RowArgs& args, const SparseRows& out, Stream stream) {
+    if (args.rows == 0) return;
+    launch(kernel_name("sparse_gradient", args, false).c_str(), block_per_row(args, stream), SparseLaunch{args, out});
+}
+
 // The table has the temperature.
 void single_pass(const RowArgs& given, Stream stream) {
     RowArgs args = given;

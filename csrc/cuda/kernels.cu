@@ -6,6 +6,7 @@
 #include "resident.cuh"
 #include "scale.cuh"
 #include "sequences.cuh"
+#include "sparse.cuh"
 #include "streamed.cuh"
 #include "tokens.cuh"
 
@@ -17,6 +18,9 @@ using f16 = Float16;
 
 #define GK_STATS(In) \
     GK_KERNEL(gk_stats_##In, RowLaunch, kSweepThreads, 2) { stats<In>(args); }
+
+#define GK_SPARSE(In) \
+    GK_KERNEL(gk_sparse_gradient_##In, SparseLaunch, kSweepThreads, 2) { sparse_gradient<In>(args); }
 
 #define GK_GRADIENT(In, Out)                                                                      \
     GK_KERNEL(gk_gradient_##In##_##Out, RowLaunch, kSweepThreads, 2) { gradient<In, Out>(args); } \
@@ -40,6 +44,9 @@ using f16 = Float16;
 GK_STATS(f32)
 GK_STATS(bf16)
 GK_STATS(f16)
+GK_SPARSE(f32)
+GK_SPARSE(bf16)
+GK_SPARSE(f16)
 GK_GRADIENT(f32, f32)
 GK_GRADIENT(f32, bf16)
 GK_GRADIENT(f32, f16)

@@ -14,10 +14,15 @@ struct RowLaunch {
     int32_t shift;    // a row has a cluster of 1 << shift blocks; resident kernels only
 };
 
+struct SparseLaunch {
+    RowArgs rows;
+    SparseRows out;
+};
+
 constexpr int kMaxCluster = 8;         // blocks; more is not portable
 constexpr int kResidentThreads = 768;  // of a multiprocessor, shared by the blocks that it takes
 constexpr int kStreamedThreads = 768;  // one block per multiprocessor
-constexpr int kSweepThreads = 512;     // stats and gradient
+constexpr int kSweepThreads = 512;     // stats, gradient and sparse_gradient
 constexpr int kExchangeBytes = 512;    // of shared memory, ahead of what a resident block holds
 
 // ---- the plan -------------------------------------------------------------------------------------------------------

@@ -136,19 +136,27 @@ GK_DEVICE void write_zeros(const Source<In>& source, const Target<Out, In>& targ
         target.store(source, vector, zeros);
 }
 
+// Of the entries of a vector, whatever the sampled id.
+template <bool kCapped, bool kBiased, class In>
+GK_DEVICE void vector_gradient(const Source<In>& source, const float* bias, const Scales& scales, const Sweep& sweep,
+                               const Vector& packed, int vector, float (&du)[kPerVector<In>]) {
+    float y[kPerVector<In>], slopes[kPerVector<In>];
+    load_logits<kCapped, kBiased>(source, bias, scales, packed, vector, y, slopes);
+    GK_UNROLL for (int k = 0; k < kPerVector<In>; k++) {
+        const float t = exponent(y[k], sweep.top, scales.to_exponent);
+        du[k] = exp2_fast(t) * fmaf(sweep.linear, t, sweep.constant);
+        if constexpr (kCapped) du[k] *= slopes[k];
+    }
+}
+
 template <bool kCapped, bool kBiased, class In, class Out>
 GK_DEVICE void write_gradient(const Source<In>& source, const float* bias, const Target<Out, In>& target,
                               const Scales& scales, const Sweep& sweep, bool overlap) {
     walk<false>(source, 0, source.vectors(), thread_index(), block_threads(), [&](const auto& group, int vector) {
         if (overlap) block_sync();
         GK_UNROLL for (const Vector& packed : group) {
-            float y[kPerVector<In>], slopes[kPerVector<In>], du[kPerVector<In>];
-            load_logits<kCapped, kBiased>(source, bias, scales, packed, vector, y, slopes);
-            GK_UNROLL for (int k = 0; k < kPerVector<In>; k++) {
-                const float t = exponent(y[k], sweep.top, scales.to_exponent);
-                du[k] = exp2_fast(t) * fmaf(sweep.linear, t, sweep.constant);
-                if constexpr (kCapped) du[k] *= slopes[k];
-            }
+            float du[kPerVector<In>];
+            vector_gradient<kCapped, kBiased>(source, bias, scales, sweep, packed, vector, du);
             target.store(source, vector, du);
             vector += block_threads();
         }

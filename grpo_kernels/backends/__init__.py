@@ -107,28 +107,23 @@ def unavailable_reason(name: str, device: torch.device | None = None) -> str:
 
 
 @cache
-def auto_choice(device: torch.device, dtype: torch.dtype, *, sparse: bool = False) -> Choice:
-    """What `backend="auto"` takes for logits of this type on this device; sparse: for config.sparse_backward."""
+def auto_choice(device: torch.device, dtype: torch.dtype) -> Choice:
+    """What `backend="auto"` takes for logits of this type on this device."""
     refused: dict[str, str] = {}
     for name in candidates(device):
         if dtype not in _REGISTRY[name].dtypes:
             continue
         reason = unavailable_reason(name, device)
-        if not reason and sparse and not _has_sparse_gradients(name):
-            reason = "it has no sparse_backward"
         if not reason:
             return Choice(name, refused)
         refused[name] = reason
     raise ValueError(f"no backend serves {dtype} on {device.type}")
 
 
-def choose_backend(name: str, device: torch.device, dtype: torch.dtype, *, sparse: bool = False) -> str:
-    """Resolve `backend=` for logits of this type on this device; ValueError where a named one cannot serve them.
-
-    sparse: for config.sparse_backward, which some backends lack.
-    """
+def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Resolve `backend=` for logits of this type on this device; ValueError where a named one cannot serve them."""
     if name == "auto":
-        choice = auto_choice(device, dtype, sparse=sparse)
+        choice = auto_choice(device, dtype)
         if choice.refused:
             _warn_of(choice)
         return choice.name
@@ -143,13 +138,7 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype, *, spars
     reason = unavailable_reason(name, device)
     if reason:
         raise ImportError(f"backend={name!r} is not available: {reason}")
-    if sparse and not _has_sparse_gradients(name):
-        raise ValueError(f"config.sparse_backward is not served by backend={name!r}; leave it out, or use 'auto'")
     return name
-
-
-def _has_sparse_gradients(name: str) -> bool:
-    return hasattr(get_backend(name), "sparse_gradient")
 
 
 # torch.compile takes the result as a constant: loading a backend is nothing to trace. This is all that

@@ -8,12 +8,12 @@ again: its gradient is exact. So is that of a token with a sampling mask, howeve
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..contract import LogitChunk, Rows, SparseBackend, SparseRows, SparseRule, TokenValues
+from ..contract import LogitChunk, Rows, SparseRows, SparseRule, TokenValues
 from ..names import KernelParams
 from .kept import make_matrices, most_kept, places_of
 from .lm_head import LMHead
@@ -54,9 +54,7 @@ class SparsePairs:
         coefficients: d loss / d logp and d loss / d entropy (N,).
         """
         rows, pairs = chunk.rows, self._rows(chunk.rows.count)
-        cast(SparseBackend, self.head.backend).sparse_gradient(
-            chunk, temperature, values, *coefficients, params, self.rule, pairs
-        )
+        self.head.backend.sparse_gradient(chunk, temperature, values, *coefficients, params, self.rule, pairs)
         has_gradient = torch.stack([rows.take(x) != 0 for x in coefficients]).any(0)
         dense = has_gradient & (pairs.counts > self.capacity)
         if exact is not None:

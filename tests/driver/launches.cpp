@@ -37,6 +37,7 @@ void rows() {
             args.grad = &device;  // any address: nothing is executed
             cuda::stats(args, nullptr);
             cuda::gradient(args, nullptr);
+            if (grad == logits) cuda::sparse_gradient(args, {}, nullptr);
             cuda::single_pass(args, nullptr);
         }
     }

@@ -80,9 +80,10 @@ def few_types(csrc: Path, copy: Path, *pairs: str) -> None:
     shutil.copytree(csrc, copy, dirs_exist_ok=True)
     kernels = copy / "cuda" / "kernels.cu"
     read = {pair.split(",")[0] for pair in pairs}
-    wanted = {*(f"GK_STATS({t})" for t in read), *(f"GK_GRADIENT({pair})" for pair in pairs)}
+    rows = "GK_STATS(", "GK_SPARSE("
+    wanted = {*(f"{name}{t})" for name in rows for t in read), *(f"GK_GRADIENT({pair})" for pair in pairs)}
     lines = kernels.read_text().splitlines(keepends=True)
-    kept = [x for x in lines if not x.startswith(("GK_STATS(", "GK_GRADIENT(")) or x.strip() in wanted]
+    kept = [x for x in lines if not x.startswith((*rows, "GK_GRADIENT(")) or x.strip() in wanted]
     kernels.write_text("".join(kept))
 
 

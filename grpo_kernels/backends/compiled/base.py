@@ -17,6 +17,8 @@ from ...contract import (
     PlannedTokens,
     RowGradients,
     Rows,
+    SparseRows,
+    SparseRule,
     Sums,
     TokenInputs,
     TokenValues,
@@ -149,6 +151,21 @@ class CompiledBackend:
     ) -> None:
         per_token = {"temperature": temperature, "g_logp": g_logp, "g_entropy": g_entropy}
         self._run_rows(self.module.gradient, chunk, values, params, gradients, **per_token)
+
+    def sparse_gradient(
+        self,
+        chunk: LogitChunk,
+        temperature: Tensor,
+        values: TokenValues,
+        g_logp: Tensor,
+        g_entropy: Tensor,
+        params: KernelParams,
+        rule: SparseRule,
+        pairs: SparseRows,
+    ) -> None:
+        per_token = {"temperature": temperature, "g_logp": g_logp, "g_entropy": g_entropy}
+        others = *pairs, pairs.ids.shape[1], *rule
+        self._run_rows(self.module.sparse_gradient, chunk, values, params, None, *others, **per_token)
 
     def _run_rows(
         self,

@@ -11,8 +11,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ...contract import KeptPairs, LogitChunk, SparseRows, SparseRule, TokenValues, contiguous_rows
-from ...names import INTERFACE, KernelParams
+from ...contract import KeptPairs, contiguous_rows
+from ...names import INTERFACE
 from ..pytorch.backend import scale_in_pieces
 from .base import CompiledBackend, Result
 
@@ -35,21 +35,6 @@ class CpuBackend(CompiledBackend):
 
     def call(self, function: Callable[..., Result], device: torch.device, *arguments: object) -> Result:
         return function(*arguments, torch.get_num_threads())
-
-    def sparse_gradient(
-        self,
-        chunk: LogitChunk,
-        temperature: Tensor,
-        values: TokenValues,
-        g_logp: Tensor,
-        g_entropy: Tensor,
-        params: KernelParams,
-        rule: SparseRule,
-        pairs: SparseRows,
-    ) -> None:
-        per_token = {"temperature": temperature, "g_logp": g_logp, "g_entropy": g_entropy}
-        others = *pairs, pairs.ids.shape[1], *rule
-        self._run_rows(self.module.sparse_gradient, chunk, values, params, None, *others, **per_token)
 
     def add_rows(self, target: Tensor, ids: Tensor, scale: Tensor, rows: Tensor) -> None:
         """target[ids] += scale * rows, one sum in float32 per id; target (V, H) bf16 or fp32, rows (C, H) bf16."""
