@@ -28,8 +28,13 @@ BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 RIVALS = (*(name for name in IMPLEMENTATIONS if not name.startswith("ours")), "ours-unmasked")
 SPARSE = Path("sparse/cpu.json")  # of sparse.py, below RESULTS
 LEARNING = Path("trainer/time-to-reward.json")  # of time_to_reward.py
-GOAL = 0.9  # held-out reward
-LEARNERS = {"TRL": "#0b6fb3", "TRL, FusedGRPOTrainer": "#0a8f6a", "grpo-kernels train": "#d1410c"}
+GOAL = 0.9  # reward of an evaluation
+LEARNERS = {
+    "TRL": "#0b6fb3",
+    "TRL, FusedGRPOTrainer": "#0a8f6a",
+    "grpo-kernels train": "#d1410c",
+    "grpo-kernels train, sparse": "#8a3fb0",
+}
 TRAINERS = ("eager", "trl", "liger", "verl-torch")
 CAPTIONS = {
     "time": "Time of a step over that of the three bare products",
@@ -58,7 +63,8 @@ def main() -> None:
 def section(page: Path) -> str:
     """Markdown of everything between the markers of a page: a summary on the front page, all results on the other."""
     if page.parent == ROOT:
-        return summary(read(RESULTS / "cpu.json"))
+        both = summary(read(RESULTS / "cpu.json")), learning_summary(read(RESULTS / LEARNING))
+        return "\n\n".join([*both, "![Evaluated reward over minutes and steps](bench/figures/time-to-reward.png)"])
     parts = [] if list(RESULTS.glob("gpu*.json")) else ["No GPU has been measured yet."]
     for path in sorted(RESULTS.glob("*.json"), key=lambda path: path.stem):
         document = read(path)
@@ -136,10 +142,10 @@ SmolLM2-135M-Instruct. Medians of interleaved rounds, relative errors against fl
 
 
 def draw_learning(document: Document, folder: Path) -> None:
-    """Held-out reward over minutes and over steps, a row per setting: each seed, and their mean."""
+    """Evaluated reward over minutes and over steps, a row per setting: each seed, and their mean."""
     settings = list(dict.fromkeys(found["setting"] for found in document["rounds"]))
     with rc_context(STYLE):
-        figure, axes = sheet(document, "Held-out reward of SmolLM2-135M-Instruct, times table", 2 * len(settings), 2.3)
+        figure, axes = sheet(document, "Evaluated reward of SmolLM2-135M-Instruct, times table", 2 * len(settings), 2.3)
         for k, setting in enumerate(settings):
             rounds = _rounds(document, setting)
             for name, colour in LEARNERS.items():
@@ -190,7 +196,28 @@ Minutes are median (least to most) of the time that a contestant's steps took un
 
 {table(titles, rows)}
 
-![Held-out reward over minutes and steps](figures/time-to-reward.png)"""
+![Evaluated reward over minutes and steps](figures/time-to-reward.png)"""
+
+
+def learning_summary(document: Document) -> str:
+    """A row per contestant, in bfloat16."""
+    rounds, rows = _rounds(document, "full-bfloat16"), []
+    for name in LEARNERS:
+        own = [found[name] for found in rounds]
+        minutes = [_minutes_to_goal(one) for one in own]
+        of_trl = [mine / _minutes_to_goal(found["TRL"]) for mine, found in zip(minutes, rounds, strict=True)]
+        steps = [step["seconds"] for one in own for step in one["steps"]]
+        step, head = fmean(sum(seconds.values()) for seconds in steps), fmean(seconds["head"] for seconds in steps)
+        memory = median(one["peak_mib"] for one in own) / 1024
+        numbers = f"{median(of_trl):.2f}", f"{step:.1f}", f"{head:.1f}", f"{memory:.1f}"
+        rows.append((name, _spread(minutes, ".1f"), *numbers))
+    return f"""\
+Training SmolLM2-135M-Instruct on the times table, on the same CPU, in bfloat16: minutes until {GOAL:.0%} of the answers
+are right, median of {len(rounds)} seeds (least to most), with the same prompts and options. A step's other seconds are
+sampling and the model below its head; `grpo-kernels train` runs each prompt once for all its completions there
+(`--share-prompts`):
+
+{table(("", "minutes", "of TRL's", "step, s", "its head, s", "peak GiB"), rows)}"""
 
 
 def _minutes_to_goal(one: dict[str, Any]) -> float:

@@ -1,11 +1,13 @@
-"""How soon a chat model learns: TRL's GRPOTrainer, the same with FusedGRPOTrainer, and `grpo-kernels train`.
+"""How soon a chat model learns: TRL's GRPOTrainer, the same with FusedGRPOTrainer, `grpo-kernels train`, and that with
+sparse gradients.
 
     python bench/time_to_reward.py --output bench/results/time-to-reward.json [--settings full-bfloat16] [--seeds 0 1 2]
 
 SmolLM2-135M-Instruct (`make demo-chat` installs it) learns a generated task from the same prompts, with the same
 hyperparameters and seed. The contestants of a round take turns step by step: the one with the least time on its clock
 goes next, so that none has the quiet hour of a shared machine. A clock stands still while the others run and during
-evaluations, which are the same for all. Rounds that the output has are not run again: a stopped call goes on.
+evaluations, which are the same for all. Contestants that a round of the output has are not run again: a stopped call
+goes on.
 """
 
 from __future__ import annotations
@@ -38,10 +40,11 @@ from grpo_kernels.trainer.run import Run
 from grpo_kernels.trainer.smollm2 import smollm2
 from grpo_kernels.trainer.tasks import TASKS
 
-CONTESTANTS = ("TRL", "TRL, FusedGRPOTrainer", "grpo-kernels train")
+CONTESTANTS = ("TRL", "TRL, FusedGRPOTrainer", "grpo-kernels train", "grpo-kernels train, sparse")
 SETTINGS = ("full-float32", "full-bfloat16", "lora-float32", "lora-bfloat16")
 GROUP, BATCH, LENGTH = 8, 64, 24  # completions of a prompt, of a step; tokens of a completion
 RATES = {"full": 2e-5, "lora": 5e-4}
+THETA = 2**-12  # sparse_backward
 EVALUATE_EVERY, HELD_OUT, SAMPLES = 2, 32, 1
 PARTS = ("sampling", "rewards", "body", "head", "rest")
 
@@ -121,6 +124,7 @@ class Contestant:
             "--lr-scheduler-type=constant", "--beta=0", "--loss-type=dapo", "--save-steps=0", f"--seed={seed}",
             "--disable-tqdm", "--use-cpu", "--share-prompts", *(["--bf16"] if self.dtype == "bfloat16" else []),
             *(["--use-peft"] if self.kind == "lora" else []),
+            *([f"--sparse-backward={THETA}"] if name == CONTESTANTS[3] else []),
         ])  # fmt: skip
 
     def tell(self, **record: Any) -> None:
@@ -141,7 +145,7 @@ class Contestant:
         self.tell(step=step, clock=self.clock.total, reward=reward, seconds=dict(parts))
 
     def judge(self, lm: Any, tokenizer: Any, step: int) -> None:
-        """Tell the held-out reward, where one is due."""
+        """Tell the reward of an evaluation, where one is due."""
         if step % EVALUATE_EVERY and step != self.steps:
             return
         prompts = load_prompts(self.task, tokenizer=tokenizer, split="test")[:HELD_OUT]
@@ -160,7 +164,7 @@ class Contestant:
         self.tell(evaluated=step, clock=self.clock.total, reward=found["reward"], greedy=found["greedy_reward"])
 
     def run(self) -> None:
-        (self.run_trainer if self.name == CONTESTANTS[-1] else self.run_trl)()
+        (self.run_trl if self.name in CONTESTANTS[:2] else self.run_trainer)()
         self.tell(peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 
     def run_trainer(self) -> None:
@@ -289,7 +293,7 @@ def run_round(names: list[str], setting: str, task: str, seed: int, steps: int) 
             step, before = child.found["steps"][-1], child.found["evaluations"][-1]
             print(
                 f"{setting}, seed {seed}, {child.found['command'][2]}: step {step['step']}, {step['clock'] / 60:.1f} "
-                f"minutes, reward {step['reward']:.2f}, held out {before['reward']:.2f}", flush=True,
+                f"minutes, reward {step['reward']:.2f}, evaluated {before['reward']:.2f}", flush=True,
             )  # fmt: skip
     finally:
         for child in children.values():
@@ -315,15 +319,15 @@ def main() -> None:
         return
     here = environment(torch.device("cpu"))
     document = read(chosen.output) if chosen.output.exists() else {"environment": here, "rounds": []}
-    known = [(found["task"], found["setting"], found["seed"]) for found in document["rounds"]]
     for seed in chosen.seeds:
         for task in chosen.tasks:
             for setting in chosen.settings:
-                if (task, setting, seed) in known:
-                    continue
-                found = run_round(chosen.contestants, setting, task, seed, chosen.steps)
-                options = {"task": task, "setting": setting, "seed": seed, "date": now()}
-                document["rounds"].append(options | {"contestants": found})
+                options = {"task": task, "setting": setting, "seed": seed}
+                known = [found for found in document["rounds"] if options.items() <= found.items()]
+                found = known[0] if known else options | {"date": now(), "contestants": {}}
+                names = [name for name in chosen.contestants if name not in found["contestants"]]
+                found["contestants"] |= run_round(names, setting, task, seed, chosen.steps)
+                document["rounds"] += [] if known else [found]
                 write(chosen.output, document)
 
 
