@@ -42,6 +42,14 @@ SIX_STEPS = HARD | {"max_steps": 6, "save_steps": 1, "save_total_limit": 9}
 RESUMED = SIX_STEPS | {"resume_from_checkpoint": "auto"}
 
 
+@pytest.fixture(autouse=True)
+def _hangups_are_heard():
+    """Under nohup they are ignored, which a run respects."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     return training.make_data(tmp_path_factory.mktemp("data") / "problems.jsonl", rows=10)
