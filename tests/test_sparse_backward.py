@@ -269,6 +269,29 @@ def test_hidden_states_that_were_changed_before_the_backward_are_refused():
         out.loss.backward()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_pairs_of_much_memory_go_in_portions(dtype, monkeypatch):
+    """Before those tokens that take products, and with the same pairs as all at once."""
+    batch, sizes = rich_batch().head_as(dtype), []
+    room(monkeypatch, 67 / 20)
+    config = gk.GRPOConfig(sparse_backward=THETA, chunk_rows=5)
+    monkeypatch.setattr(sparse, "_PAIR_BYTES", 10**6)  # a portion for each chunk
+    multiply = sparse.SparsePairs._multiply
+    monkeypatch.setattr(sparse.SparsePairs, "_multiply", lambda self: (sizes.append(self._num_waiting), multiply(self)))
+    portions = fused(batch, config, "torch")
+    assert len(sizes) >= 3 and 0 < portions.metrics["sparse/dense"] < 1
+    total = sum(sizes)
+    sizes.clear()
+    monkeypatch.setattr(sparse, "_PAIR_BYTES", 0)
+    at_once = fused(batch, config, "torch")
+    assert sizes == [total]
+    assert torch.equal(portions.logps, at_once.logps) and portions.metrics == at_once.metrics
+    assert torch.equal(portions.grads["hidden"], at_once.grads["hidden"])
+    for name in ("weight", "bias"):
+        error = (portions.grads[name].double() - at_once.grads[name]).norm() / at_once.grads[name].double().norm()
+        assert error <= (1e-6 if dtype == torch.float32 else 3e-3), name
+
+
 # --- other functions --------------------------------------------------------------------------------------------------
 
 

@@ -28,7 +28,8 @@ class WeightGradient:
         """Few chunks may add to a 16-bit sum, on a GPU one, whose product rounds once. More are summed in float32,
         as is a gradient that ends in float32."""
         few = ROUNDED_CHUNKS if self.weight.device.type == "cpu" else 1
-        many = self.expected_chunks > few
+        begun = self.total is not None and self.total.dtype == torch.float32
+        many = self.expected_chunks > few or begun
         return self.grad_dtype.itemsize == 2 and (many or self.waiting_dtype == torch.float32)
 
     def add(self, dlogits: Tensor, h: Tensor) -> None:
@@ -47,7 +48,7 @@ class WeightGradient:
         first = self.total is None
         if self.total is None:
             wide = torch.promote_types(self.weight.dtype, torch.float32)
-            dtype = wide if self.waiting_dtype == wide else self.weight.dtype
+            dtype = wide if self.waiting_dtype == wide or self.sums_in_float32 else self.weight.dtype
             self.total = torch.empty_like(self.weight, dtype=dtype, memory_format=torch.contiguous_format)
         self.backend.kept_dweight(dlogits, hidden, pairs, self.total, add=not first)
 

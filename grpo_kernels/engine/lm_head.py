@@ -101,6 +101,7 @@ class LMHead:
         capacity = None if vocab_slice is None else vocab_slice.capacity
         dtypes = self.logits_dtype, self.grad_dtype
         self.sizes = chunk_sizes(self.num_tokens, (rows, weight.shape[1]), *dtypes, device, wants, chunk_rows, capacity)
+        self.chooses_rows = chunk_rows is None
         products = self._length(self.num_tokens, self.sizes.products)
         usual = min(self.sizes.logits, products), products
         most = min(self.sizes.sequences, self.num_tokens) if device.type == "cpu" else 0
@@ -157,6 +158,14 @@ class LMHead:
     def packed_rows(self, longest: int) -> int:
         """See ChunkSizes."""
         return self.sizes.packed_rows(longest)
+
+    def leave_room(self) -> None:
+        """Take a quarter less for logits on a CPU, unless the caller has chosen. Sequences may be as long as before."""
+        if self.chooses_rows and self.hidden.device.type == "cpu":
+            products = max(1, self._length(self.num_tokens, self.sizes.products) * 3 // 4)
+            logits = min(products, max(1, self.sizes.logits * 3 // 4))
+            self.sizes = self.sizes._replace(products=products, logits=logits, packed=self.sizes.packed * 3 // 4)
+            self.scratch.logits_rows, self.scratch.product_rows = logits, products
 
     def exponentials(self, chunk: Chunk) -> Tensor:
         """(P, V) uninitialised, in the type of the gradients, for the anchored strategy; valid until the next call."""
@@ -248,7 +257,8 @@ class LMHead:
             self.add_dbias(torch.mv(exponentials.T, scale.to(exponentials.dtype)).float())
 
     def add_pairs(self, dlogits: Tensor, pairs: KeptPairs) -> None:
-        """The shares of pairs of a token and an id in dweight and dbias, after all dense products. dlogits (M,)."""
+        """The shares of pairs of a token and an id in dweight and dbias. dlogits (M,). With float16, after all dense
+        products."""
         scaled = dlogits if self.gradient_scale is None else dlogits * self.gradient_scale
         if self.wants[1] and self.keeps_pairs:
             self.waiting.append(WaitingPairs(dlogits, self.hidden_matrix, self.hidden_matrix._version, pairs))

@@ -1,9 +1,10 @@
 """Sparse gradients, config.sparse_backward: products over the few entries of d loss / d logits that are left.
 
-A row kernel writes the entries of a chunk as pairs of an id and a number (contract.SparseRule says which). The pairs of
-all chunks are collected, and then go through the products of kept ids, as those of tokens with a sampling mask do. A
-token whose pairs would take longer there than its share of two dense products gets those, from its logits computed
-again: its gradient is exact. So is that of a token with a sampling mask, however many ids it keeps.
+A row kernel writes the entries of a chunk as pairs of an id and a number (contract.SparseRule says which). Pairs are
+collected, and go through the products of kept ids, as those of tokens with a sampling mask do: all at the end, or
+before that in portions, where they would take more memory than a quarter of a chunk's logits. A token whose pairs would
+take longer there than its share of two dense products gets those, from its logits computed again: its gradient is
+exact. So is that of a token with a sampling mask, however many ids it keeps.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..contract import LogitChunk, Rows, SparseRows, SparseRule, TokenValues
+from ..contract import KeptPairs, LogitChunk, Rows, SparseRows, SparseRule, TokenValues
 from ..names import KernelParams
 from .kept import make_matrices, most_kept, places_of
 from .lm_head import LMHead
+
+_PAIR_BYTES = 48  # in the products: as it is, in matrices, and in the order of the ids
 
 
 class _Found(NamedTuple):
@@ -38,7 +41,9 @@ class SparsePairs:
         self._buffers: SparseRows | None = None
         self._found: list[_Found] = []
         self._dense: list[Tensor] = []
-        self._num_pairs = self._num_tokens = 0
+        self._num_pairs = self._num_tokens = self._num_waiting = 0
+        head.leave_room()
+        self.room = head.scratch.logits_rows * len(head.weight) * head.logits_dtype.itemsize // 3
 
     def add(
         self,
@@ -67,7 +72,11 @@ class SparsePairs:
         self._found.append(_Found(index[here], counts, *found))
         self._dense.append(index[dense])
         self._num_pairs += len(place)
+        self._num_waiting += len(place)
         self._num_tokens += int(has_gradient.sum())
+        # With float16 the scale of the sums is known after the dense products alone.
+        if self._num_waiting * _PAIR_BYTES > self.room and self.head.grad_dtype != torch.float16:
+            self._multiply()
 
     def dense(self) -> Tensor:
         """(D,) int64: the tokens that take dense products."""
@@ -75,20 +84,29 @@ class SparsePairs:
 
     def finish(self) -> None:
         """The products, after those of the tokens in `dense`; `sums` is what remains."""
-        head, self._buffers = self.head, None
-        if head.wants[0]:  # all ranks with a slice of the vocabulary add theirs up, those without a pair too
-            head.dhidden_for(Rows(0, 0, self.dense()[:0]))
+        self._buffers = None
+        if self.head.wants[0]:  # all ranks with a slice of the vocabulary add theirs up, those without a pair too
+            self.head.dhidden_for(Rows(0, 0, self.dense()[:0]))
         if self._found:
-            tokens, counts, ids, values = (torch.cat(x) for x in zip(*self._found, strict=True))
-            self._found = []
-            matrices, pairs, places = make_matrices(tokens, ids, counts, counts)
-            numbers = values.new_zeros(pairs.ids.numel()).scatter_(0, places, values)
-            parts = numbers.split([kept.ids.numel() for kept in matrices])
-            for kept, part in zip(matrices, parts, strict=True):
-                if head.wants[0]:
-                    dlogits = part.view(kept.ids.shape)
-                    head.backend.kept_dhidden(dlogits, head.weight, kept, head.dhidden_for(kept.rows))
-            head.add_pairs(numbers, pairs)
+            self._multiply()
+
+    def _multiply(self) -> None:
+        """The products of the pairs that wait."""
+        head = self.head
+        tokens, counts, ids, values = (torch.cat(x) for x in zip(*self._found, strict=True))
+        self._found, self._num_waiting = [], 0
+        if head.wants[0]:
+            self._add_dhidden(tokens, counts, ids, values)
+        head.add_pairs(values, KeptPairs(ids, tokens.to(torch.int32).repeat_interleave(counts)))
+
+    def _add_dhidden(self, tokens: Tensor, counts: Tensor, ids: Tensor, values: Tensor) -> None:
+        head = self.head
+        matrices, pairs, places = make_matrices(tokens, ids, counts, counts)
+        numbers = values.new_zeros(pairs.ids.numel()).scatter_(0, places, values)
+        parts = numbers.split([kept.ids.numel() for kept in matrices])
+        for kept, part in zip(matrices, parts, strict=True):
+            dlogits = part.view(kept.ids.shape)
+            head.backend.kept_dhidden(dlogits, head.weight, kept, head.dhidden_for(kept.rows))
 
     def sums(self, dtype: torch.dtype) -> Tensor:
         """SPARSE_SUMS; over ranks with a slice of the vocabulary all pairs, and the mean of the tokens in `dense`."""
