@@ -31,6 +31,7 @@ def value_of(bar: Bar, document: Document) -> float | None:
         "time": lambda found, _: found[bar.rival]["ours_to_this"],
         "memory": lambda found, _: found["ours"]["peak_bytes"] / found[bar.rival]["peak_bytes"],
         "idle": lambda found, base: found[bar.rival]["ratio_to_floor"] / base["ours"]["ratio_to_floor"],
+        "floor": lambda found, _: found[bar.rival]["ratio_to_floor"],
         "kept bytes": lambda found, _: found["ours"]["peak_bytes"] / found["ours"]["pairs"],
         "logps": lambda found, _: found["ours"]["errors"]["logps_max"],
     }

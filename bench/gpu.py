@@ -198,7 +198,7 @@ def bench(report: Report, name: str, *options: object, limit: float) -> None:
     command += ["--silence", report.options.silence or 90]
     excluded = [f"ours-{pair.replace('/', '-')}" for pair in left_out]
     if not left_out.get("cuda/rows", UNAVAILABLE).startswith(UNAVAILABLE):  # what "auto" takes, since it loads
-        excluded += ["ours", "ours-unscored", "ours-unmasked"]
+        excluded += ["ours", "ours-unscored", "ours-unmasked", "ours-sparse"]
     command += ["--exclude", *excluded] if excluded else []
     ended = report.python(*command, *(["--resume"] if report.options.resume else []), limit=limit)
     if "was measured otherwise" in ended.output:  # on another machine, or with other versions

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from math import isfinite
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -175,13 +176,14 @@ def _learning(document: Document) -> str:
     for setting in dict.fromkeys(found["setting"] for found in document["rounds"]):
         rounds = _rounds(document, setting)
         base = [_minutes_to_goal(found["TRL"]) for found in rounds]
+        title = f"{setting.replace('-', ', ')}, {len(rounds)} seed{'s' * (len(rounds) > 1)}"
         for name in LEARNERS:
             own = [found[name] for found in rounds]
             minutes = [_minutes_to_goal(one) for one in own]
             steps = [step["seconds"] for one in own for step in one["steps"]]
             parts = [fmean(step[part] for step in steps) for part in steps[0]]
             rows.append((
-                setting.replace("-", ", "), name, _spread(minutes, ".1f"),
+                title, name, _spread(minutes, ".1f"),
                 _spread([mine / other for mine, other in zip(minutes, base, strict=True)], ".2f"),
                 *(f"{seconds:.1f}" for seconds in (sum(parts), *parts)), f"{median(o['peak_mib'] for o in own):,.0f}",
                 f"{fmean(one['evaluations'][-1]['reward'] for one in own):.2f}",
@@ -189,9 +191,8 @@ def _learning(document: Document) -> str:
     names = [f"{part}, s" for part in document["rounds"][0]["contestants"]["TRL"]["steps"][0]["seconds"]]
     titles = ("setting", "", f"minutes to {GOAL}", "of TRL's", "step, s", *names, "peak MiB", "reward after")
     cpu = f"{where['cpu']}, {where['threads']} threads, {where['date'][:10]}"
-    seeds = ", ".join(sorted({str(found["seed"]) for found in document["rounds"]}))
     return f"""\
-**{LEARNING}.** {cpu}: `python bench/time_to_reward.py`, seeds {seeds}, contestants step by step in turns.
+**{LEARNING}.** {cpu}: `python bench/time_to_reward.py`, contestants step by step in turns.
 Minutes are median (least to most) of the time that a contestant's steps took until its first evaluation at {GOAL}:
 
 {table(titles, rows)}
@@ -226,6 +227,8 @@ def _minutes_to_goal(one: dict[str, Any]) -> float:
 
 
 def _spread(numbers: Sequence[float], form: str) -> str:
+    if not all(map(isfinite, numbers)):
+        return f"not reached by {sum(not isfinite(number) for number in numbers)}"
     return f"{median(numbers):{form}} ({min(numbers):{form}} to {max(numbers):{form}})"
 
 

@@ -26,6 +26,7 @@ from test_precision import CONFIGS, assert_as_exact_as_eager, half_batch
 
 import grpo_kernels as gk
 from grpo_kernels.backends import get_backend
+from grpo_kernels.engine import kept
 
 pytestmark = pytest.mark.gpu
 
@@ -168,6 +169,21 @@ def test_linear_logps_have_the_same_bits_in_any_batch(dtype, monkeypatch, kernel
         assert torch.equal(score(rows), whole[:, rows])
     assert torch.equal(score(slice(None), (64, 128)), whole)
     assert torch.equal(score(slice(None), hidden=hidden.detach().clone().requires_grad_()).detach(), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sparse_gradients(dtype, monkeypatch, kernels):
+    """With every entry kept as it is, the exact step; with 64 of a token near it, with the same bits twice."""
+    monkeypatch.setattr(kept, "DENSE_LOGITS_PER_KEPT_ID", {"cuda": 1})  # no token takes products
+    batch = big_batch(512, 256, 32003, dtype)
+    exact, everything, few, again = (
+        loss_step(batch, gk.GRPOConfig(chunk_rows=200, sparse_backward=theta), kernels)(*leaves_of(batch))
+        for theta in (None, 1e-12, 1 / 64, 1 / 64)
+    )
+    for whole, a, b, c in zip(exact, everything, few, again, strict=True):
+        assert relative(a, whole) <= (1e-5 if dtype == torch.float32 else 1e-2)
+        assert torch.equal(b, c) and relative(b, whole) <= 0.3
+    assert all(relative(b, whole) >= 0.01 for whole, b in zip(exact[2:], few[2:], strict=True))
 
 
 def test_memory_is_one_chunk():

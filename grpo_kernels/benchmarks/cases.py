@@ -197,7 +197,7 @@ SETS: dict[str, dict[str, list[Job]]] = {
     # Every backend and strategy of this library beside the three bare products.
     "headline": {
         "cpu": _jobs("smollm2-135m:2048", ("ours", "ours-cpu", "ours-torch", "floor"), dtype=BOTH, length=256),
-        "cuda": _jobs(_GPU_HEADS, ("ours", "ours-cuda*", "ours-triton*", "floor")),
+        "cuda": _jobs(_GPU_HEADS, ("ours", "ours-cuda*", "ours-triton*", "ours-sparse", "floor")),
     },
     # Time against the share of prompts whose rewards are all equal; without KL they have no gradient.
     "idle": {
@@ -239,7 +239,7 @@ for _name, _parts in {
     SETS[_name] = {kind: [job for part in _parts for job in SETS[part][kind]] for kind in ("cpu", "cuda")}
 # What BARS asks for of a GPU, and no more: it is lent for minutes.
 SETS["targets"]["cuda"] = [
-    *_jobs(_GPU_HEADS[0], RIVALS),
+    *_jobs(_GPU_HEADS[0], (*RIVALS, "ours-sparse")),
     *_jobs(_GPU_HEADS[1:], PEERS),
     *_jobs("llama-3-8b:16384", (*BARE, "ours-*-linear", "trl"), mode="forward"),
     *_jobs("qwen2.5-7b:16384", (*BARE, "trl"), mode="frozen"),
@@ -257,8 +257,8 @@ class Bar(NamedTuple):
     """A target: `what` of ours, in a case with these fields, is at most `limit`.
 
     `what`: "time" or "memory" to that of `rival`; "idle", the time of `rival` in this case to ours where every prompt
-    has a gradient, both in units of the floor of their processes; "kept bytes", per kept id beyond inputs and
-    gradients; "logps", the largest error of a log-probability in nats.
+    has a gradient, both in units of the floor of their processes; "floor", the time of `rival` to that; "kept bytes",
+    per kept id beyond inputs and gradients; "logps", the largest error of a log-probability in nats.
     """
 
     what: str
@@ -308,6 +308,7 @@ BARS: dict[str, list[Bar]] = {
         *_bars("time", {"floor": 1.08, "trl": 1 / 1.25, "liger": 1 / 1.5}, (_LLAMA, _QWEN)),
         *_bars("time", {"floor": 1.15, "trl": 1 / 1.25, "liger": 1 / 1.5}, (_SMALL, _GEMMA)),
         *_bars("time", {"floor": 0.08}, (_LLAMA,), kept_ids=32),
+        *_bars("floor", {"ours-sparse": 0.55}, (_LLAMA,)),
         *_bars("time", {"floor": 1.08}, (_LLAMA,), mode="forward"),
         *_bars("time", {"floor": 1.12}, (_QWEN,), mode="frozen"),
         *_bars("time", {"eager": 1.0}, tuple(f"{count}x1536x151936" for count in (128, 256, 512, 1024))),

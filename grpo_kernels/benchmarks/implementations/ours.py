@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -33,14 +34,12 @@ def _step(inputs: Inputs, mode: str, backend: str, config: GRPOConfig) -> Result
 
 
 @implementation("ours", "ours")
-def _make_step(
-    inputs: Inputs, mode: str, backend: str = "auto", strategy: str | None = None, score_inactive: bool = True
-) -> Step:
+def _make_step(inputs: Inputs, mode: str, backend: str = "auto", strategy: str | None = None, **options: Any) -> Step:
+    """`options` of the configuration."""
     if strategy is not None and strategy not in get_backend(backend).strategies(inputs.hidden, inputs.weight):
         raise Unsupported(f"strategy {strategy} does not serve these inputs")
     config = GRPOConfig(
-        aggregation="seq_mean", beta=inputs.beta, epsilon_low=EPSILON, epsilon_high=EPSILON,
-        score_inactive=score_inactive,
+        aggregation="seq_mean", beta=inputs.beta, epsilon_low=EPSILON, epsilon_high=EPSILON, **options
     )  # fmt: skip
     step = functools.partial(_step, mode=mode, backend=backend, config=config)
 
@@ -63,6 +62,15 @@ def _unscored(inputs: Inputs, mode: str) -> Step:
     if mode == "forward":
         raise Unsupported("every token needs its log-probability")
     return _make_step(inputs, mode, score_inactive=False)
+
+
+@implementation("ours-sparse", "ours, sparse_backward=1/64", objective="none")
+def _sparse(inputs: Inputs, mode: str) -> Step:
+    """64 entries of a token: the probabilities of these inputs are all below 1/64. No gradient to compare with a bound
+    for rounding."""
+    if mode == "forward":
+        raise Unsupported("there is no gradient")
+    return _make_step(inputs, mode, sparse_backward=1 / 64)
 
 
 def _backend_unavailable(device: torch.device, dtype: torch.dtype, backend: str) -> str:
