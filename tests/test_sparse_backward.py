@@ -34,6 +34,7 @@ from grpo_kernels.backends.pytorch.backend import TorchBackend
 from grpo_kernels.contract import SparseRule
 from grpo_kernels.engine import kept, sparse
 from grpo_kernels.engine import shared as engine_shared
+from grpo_kernels.engine.lm_head import LMHead
 from grpo_kernels.integrations.transformers import fused_forward
 
 BACKENDS = ("cpu", "torch")
@@ -267,6 +268,21 @@ def test_hidden_states_that_were_changed_before_the_backward_are_refused():
     batch.hidden.add_(1.0)
     with pytest.raises(RuntimeError, match="hidden was changed in place"):
         out.loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("count", "chunk_rows", "share"), [(2048, None, 0.75), (16, None, 1), (1, None, 1), (2048, 300, 1)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_leave_room_for_pairs(dtype, count, chunk_rows, share):
+    """Unless they are small, or their rows were chosen."""
+    given = torch.zeros(1, count, 1, dtype=dtype), torch.zeros(49152, 1, dtype=dtype), None
+    head = LMHead(given, get_backend("torch"), wants=(True, True, False), chunk_rows=chunk_rows)
+    usual = max(chunk.rows.count for chunk in head.chunks(None))
+    head.leave_room()
+    chunks = head.chunks(None)
+    assert sum(chunk.rows.count for chunk in chunks) == count
+    assert usual * share * 0.85 <= max(chunk.rows.count for chunk in chunks) <= usual * share
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
