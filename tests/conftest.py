@@ -22,14 +22,19 @@ def on_device(config: pytest.Config) -> bool:
 
 def pytest_configure(config: pytest.Config) -> None:
     if not on_device(config):
-        os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: before anything imports one
-        import triton_interpreter
+        run_gpu_backends_on_cpu()
 
-        triton_interpreter.install()
-        from grpo_kernels import backends
 
-        entry = backends._REGISTRY["cuda"]
-        backends._REGISTRY["cuda"] = entry._replace(load=load_emulated_cuda, devices=("cpu",))
+def run_gpu_backends_on_cpu() -> None:
+    """Triton in its interpreter, CUDA emulated; in this process."""
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: before anything imports one
+    import triton_interpreter
+
+    triton_interpreter.install()
+    from grpo_kernels import backends
+
+    entry = backends._REGISTRY["cuda"]
+    backends._REGISTRY["cuda"] = entry._replace(load=load_emulated_cuda, devices=("cpu",))
 
 
 def load_emulated_cuda():
