@@ -42,6 +42,18 @@ struct RowArgs {
     Params params;
 };
 
+// The teacher's logits beside those of a chunk, and what its tokens have besides TokenData.
+struct TeacherArgs {
+    const void* logits;   // (rows, vocab)
+    const float* bias;    // (vocab,) or null
+    const float* weight;  // (tokens,) d loss / d divergence
+    float* offset;        // (tokens,) the divergence; with jsd the KL of the policy to the mixture
+    double* lse;          // (tokens,)
+    int64_t logits_stride;
+    int32_t logits_dtype;
+    TeacherParams params;
+};
+
 // The gradient of the logits of a chunk as pairs of an id and a number, `capacity` places per row.
 struct SparseRows {
     int32_t* ids;  // (rows, capacity), ascending

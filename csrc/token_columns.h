@@ -51,6 +51,7 @@ GK_HD void add_token(const Params& p, const TokenData& tokens, int64_t t, double
     add(kSumRolloutWeight, rollout_weight);
     add(kSumRolloutWeightSq, rollout_weight * rollout_weight);
     add(kSumZeroGradient, tokens.value(kTokenGLogp, t) == 0.f && weight_entropy == 0.f);
+    add(kSumDivergence, tokens.value(kTokenDivergence, t));
     add(kRatioMin, ratio);
     add(kRatioMax, ratio);
     if (has_rollout) add(kMismatchMax, mismatch);

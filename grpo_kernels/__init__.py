@@ -2,12 +2,14 @@
 
 from .backends import available_backends
 from .config import GRPOConfig, available_presets
+from .distillation import DistillationOutput, fused_distillation_loss, fused_divergence
 from .logps import fused_logps
 from .loss import fused_grpo_loss, grpo_loss_from_logits, grpo_loss_from_logps
 from .output import GRPOLossOutput
 from .policy import PolicyChunk, fused_policy_loss
 from .rewards import entropy_quantile, group_advantages, process_advantages, rollout_weights
 from .sampling_mask import SamplingMask
+from .teacher import Teacher, TopKTeacher
 
 __version__ = "0.1.0"
 
@@ -18,13 +20,18 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "DistillationOutput",
     "GRPOConfig",
     "GRPOLossOutput",
     "PolicyChunk",
     "SamplingMask",
+    "Teacher",
+    "TopKTeacher",
     "available_backends",
     "available_presets",
     "entropy_quantile",
+    "fused_distillation_loss",
+    "fused_divergence",
     "fused_grpo_loss",
     "fused_logps",
     "fused_policy_loss",

@@ -21,15 +21,18 @@ from .names import (
     ADVANTAGE_BASELINES,
     ADVANTAGE_SCALES,
     AGGREGATIONS,
+    DIVERGENCES,
     KL_ESTIMATORS,
     LEVELS,
     AdvantageBaseline,
     AdvantageScale,
     Aggregation,
+    Divergence,
     KernelParams,
     KLEstimator,
     Level,
     Surrogate,
+    TeacherParams,
 )
 
 LARGEST = torch.finfo(torch.float32).max  # kernels compute in float32
@@ -74,7 +77,7 @@ _SURROGATE_OPTIONS = tuple(dict.fromkeys(name for rule in SURROGATE_RULES.values
 _UNREAD = {name: 1.0 if name.startswith(("sapo", "vespo")) else math.inf for name in _SURROGATE_OPTIONS}
 _TENSORS = ("temperature", "entropy_coef", "entropy_threshold")  # options that may be tensors
 _RANGES: tuple[tuple[dict[str, float], str], ...] = (
-    ({"low": 0.0}, "beta entropy_coef epsilon_low epsilon_high off_policy_mask_threshold advantage_eps"),
+    ({"low": 0.0}, "beta entropy_coef epsilon_low epsilon_high off_policy_mask_threshold advantage_eps distill_coef"),
     ({"above": 0.0}, "temperature logit_scale logit_softcap delta log_ratio_clamp"),
     ({"above": 0.0}, "sapo_temperature_pos sapo_temperature_neg vespo_lambda_pos vespo_lambda_neg"),
     ({"above": 1.0}, "dual_clip"),
@@ -111,6 +114,11 @@ class GRPOConfig:
             is 0 where one acts, but that of "k1+" and "k3+" is k2's without a bound, as in verl.
         use_bias_correction_kl: KL times the importance ratio (DeepSeek-V3.2, arXiv:2512.02556); the product stops at
             exp(80), gradient 0 beyond.
+    Divergence to a teacher's distribution (`teacher` of the call)
+        distill_coef: weight c of the divergence D, which is added to the loss of a token like the KL.
+        divergence: "reverse_kl" (default) sum p log(p/q), the exact KL of the policy p to the teacher q; "forward_kl"
+            sum q log(q/p); "jsd" b KL(q|m) + (1 - b) KL(p|m) with m = (1 - b) p + b q, the generalised Jensen-Shannon
+            divergence of GKD, arXiv:2306.13649. divergence_beta: its b in (0, 1), 0.5 by default.
     Aggregation
         aggregation: "seq_mean", "token_mean", "fixed_length" (needs max_completion_length), "num_items", "seq_sum".
     Logits
@@ -146,6 +154,9 @@ class GRPOConfig:
     log_ratio_clamp: float | None = None
     kl_clamp: float | tuple[float | None, float | None] | None = None
     use_bias_correction_kl: bool = False
+    distill_coef: float = 0.0
+    divergence: Divergence | None = None
+    divergence_beta: float | None = None
     temperature: float | torch.Tensor = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
@@ -208,6 +219,7 @@ class GRPOConfig:
             check_flag(name, getattr(self, name))
         check_sparse_backward(self.sparse_backward)
         self._check_numbers()
+        self._check_divergence()
         self._check_combinations()
         object.__setattr__(self, "key", self._to_key())
         has_tensors = any(isinstance(getattr(self, name), torch.Tensor) for name in _TENSORS)
@@ -248,6 +260,26 @@ class GRPOConfig:
             raise ValueError(f"advantage_ddof={self.advantage_ddof!r}; expected 0 or 1")
         if self.logits_dtype not in (None, torch.float64, torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"logits_dtype={self.logits_dtype}; expected torch.float32, a 16-bit float type or None")
+
+    def _check_divergence(self) -> None:
+        """With a weight the divergence and the options that it reads have values; else they are None."""
+        if self.divergence is not None:
+            check_one_of("divergence", self.divergence, DIVERGENCES)
+        if self.distill_coef == 0.0:
+            for name in ("divergence", "divergence_beta"):
+                if (value := getattr(self, name)) is not None:
+                    raise ValueError(f"{name}={value!r} has no effect with distill_coef=0; leave it out")
+            return
+        object.__setattr__(self, "divergence", self.divergence or "reverse_kl")
+        if self.divergence != "jsd":
+            if self.divergence_beta is not None:
+                raise ValueError(f"divergence_beta={self.divergence_beta!r} has no effect with {self.divergence!r}")
+            return
+        if self.divergence_beta is None:
+            object.__setattr__(self, "divergence_beta", 0.5)
+        check_number("divergence_beta", self.divergence_beta, above=0.0, high=1.0)
+        if self.divergence_beta == 1.0:
+            raise ValueError("divergence_beta=1.0; expected a number in (0, 1): at its ends use a KL divergence")
 
     def _check_combinations(self) -> None:
         clips_probability = SURROGATE_RULES[self.surrogate].divides_by_rollout
@@ -369,6 +401,11 @@ class GRPOConfig:
             off_policy_threshold=_or(self.off_policy_mask_threshold, math.inf),
             **{name: _or(getattr(self, name), _UNREAD[name]) for name in _SURROGATE_OPTIONS},
         )
+
+    def teacher_params(self, teacher: Any) -> TeacherParams:
+        """The scalars of the divergence to this Teacher; None: to one that is known by its probabilities."""
+        scale, softcap = (1.0, 0.0) if teacher is None else (teacher.logit_scale, _or(teacher.logit_softcap, 0.0))
+        return TeacherParams(self.divergence or "reverse_kl", _or(self.divergence_beta, 0.5), float(scale), softcap)
 
     def _to_key(self) -> str:
         # Spelled out with f-strings: torch.compile can follow those, so that a config may be made inside a graph.

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .names import COLUMNS, MASK_SUMS, SPARSE_SUMS, VALUE_FIELDS, KernelParams, PlanRules
+from .names import COLUMN, COLUMNS, MASK_SUMS, SPARSE_SUMS, VALUE_FIELDS, KernelParams, PlanRules, TeacherParams
 
 
 def chunk_row_stride(vocab_size: int, device: torch.device) -> int:
@@ -51,8 +51,16 @@ class TokenValues(NamedTuple):
         return self.columns[1]
 
     @property
+    def value(self) -> Tensor:
+        return self.columns[3]
+
+    @property
     def g_logp(self) -> Tensor:
         return self.columns[5]
+
+    @property
+    def divergence(self) -> Tensor:
+        return self.columns[6]
 
     def only(self, kept: Tensor) -> TokenValues:
         """With 0 at the tokens that kept (N,) bool leaves out."""
@@ -105,6 +113,20 @@ class Rows:
         ]
 
 
+class TeacherLogits(NamedTuple):
+    """The teacher's logits of a chunk's rows, and what row kernels read and write of its tokens beside TokenValues.
+
+    A row kernel that has them computes the divergence too, and adds its gradient to d loss / d logits.
+    """
+
+    logits: Tensor  # (C, V), contiguous rows at any stride
+    bias: Tensor | None  # (V,) in float32 or better
+    params: TeacherParams
+    weight: Tensor  # (N,) d loss / d divergence, in the type of TokenValues.columns like the next one
+    offset: Tensor  # (N,) nats: the divergence, "jsd": KL of the policy to the mixture; "forward_kl": not read
+    lse: Tensor  # (N,) float64 nats, of the teacher
+
+
 class LogitChunk(NamedTuple):
     """What a row kernel reads."""
 
@@ -112,6 +134,7 @@ class LogitChunk(NamedTuple):
     rows: Rows  # whose logits these are
     ids: Tensor  # (N,) int64, the sampled ids of the batch
     bias: Tensor | None = None  # (V,) in float32 or better, added to the logits as they are read
+    teacher: TeacherLogits | None = None
 
 
 class RowGradients(NamedTuple):
@@ -254,18 +277,30 @@ class Sums:
         size = self.size(self.num_sequences, self.num_groups)
         return self.numbers[size - 3 : size]
 
+    def column(self, name: str) -> Tensor:
+        """(S + num_groups + 1,) of COLUMNS; a view."""
+        return self._rows(0, self.num_sequences + self.num_groups + 1)[:, COLUMN[name]]
+
     @property
     def mask(self) -> Tensor | None:
         """(len(MASK_SUMS),) where there is a sampling mask."""
         size = self.size(self.num_sequences, self.num_groups)
-        has_mask = self.numbers.numel() - size >= len(MASK_SUMS)
-        return self.numbers[size : size + len(MASK_SUMS)] if has_mask else None
+        return self.numbers[size : size + len(MASK_SUMS)] if self._others >= len(MASK_SUMS) else None
 
     @property
     def sparse(self) -> Tensor | None:
         """(len(SPARSE_SUMS),) with sparse_backward: they come last."""
-        others = self.numbers.numel() - self.size(self.num_sequences, self.num_groups)
-        return self.numbers[-len(SPARSE_SUMS) :] if others % len(MASK_SUMS) else None
+        has_sparse = self._others % len(MASK_SUMS) == len(SPARSE_SUMS)
+        return self.numbers[-len(SPARSE_SUMS) :] if has_sparse else None
+
+    @property
+    def teacher_mass(self) -> Tensor | None:
+        """() the probability of the ids of a teacher that is known at K of them, which sparse_backward refuses."""
+        return self.numbers[-1] if self._others % len(MASK_SUMS) == 1 else None
+
+    @property
+    def _others(self) -> int:
+        return self.numbers.numel() - self.size(self.num_sequences, self.num_groups)
 
     def _rows(self, first: int, count: int) -> Tensor:
         columns = len(COLUMNS)
@@ -284,6 +319,7 @@ class Backend(Protocol):
     """
 
     name: str
+    takes_teachers: bool
     has_amx: bool  # it is a TransposingBackend: it runs on a processor that multiplies tiles of bfloat16
 
     def unavailable_reason(self, device: torch.device) -> str:

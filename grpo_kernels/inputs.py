@@ -21,12 +21,13 @@ from .checks.arguments import (
     refuse_transforms,
     temperature_per_token,
 )
+from .checks.autocast import products_dtype
 from .config import DEFAULT_CONFIG, SURROGATE_RULES, GRPOConfig, option_hint
 from .contract import Sums, TokenInputs
-from .engine.autocast import products_dtype
 from .engine.shared import table_dtype
 from .rewards import Groups, check_rewards, group_statistics, resolve_groups
 from .sampling_mask import SamplingMask, check_sampling_mask
+from .teacher import Teacher, TopKTeacher
 
 _PER_TOKEN = ("completion_mask", "old_logps", "ref_logps", "rollout_weights", "rollout_logps")
 _SCALARS = ("normalizer", "num_items_in_batch", "entropy_normalizer")
@@ -119,13 +120,18 @@ def resolve(
     dtype: torch.dtype,
     *,
     reads_logits: bool = True,
+    teacher: Teacher | TopKTeacher | None = None,
 ) -> LossInputs:
     """Check the options against `per_token`, a tensor of the shape (B, T) or (N,), and derive the plan's inputs.
 
     `owner` is the argument that has that shape, `dtype` the type that products are computed in.
     reads_logits=False: the temperature is not used.
     """
-    backend = choose_backend(options.get("backend", "auto"), per_token.device, dtype)
+    if config.distill_coef != 0.0 and teacher is None:
+        raise ValueError(f"distill_coef={config.distill_coef} has no effect without a teacher, which is not given here")
+    # The ids of a TopKTeacher that are the mask's stand in rows of their own, as the logits of a Teacher do.
+    has_rows = isinstance(teacher, Teacher) or (teacher is not None and sampling_mask is not None)
+    backend = choose_backend(options.get("backend", "auto"), per_token.device, dtype, has_teacher=has_rows)
     check_sampling_mask(sampling_mask, per_token.shape, per_token)
     rewards, cu_seqlens, device = options.get("rewards"), options.get("cu_seqlens"), per_token.device
     num_generations, group_ids = options.get("num_generations"), options.get("group_ids")

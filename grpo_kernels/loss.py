@@ -29,6 +29,7 @@ from .engine.vocab_parallel import agree, announced_errors, check_group
 from .inputs import LossOptions, check_lm_head, read_config, resolve, takes_loss_options
 from .output import GRPOLossOutput
 from .sampling_mask import SamplingMask
+from .teacher import Teacher, TopKTeacher, check_teacher, refuse_with_teacher
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -45,6 +46,7 @@ def fused_grpo_loss(
     lm_head_bias: Tensor | None = None,
     vocab_parallel_group: ProcessGroup | None = None,
     accumulate_into: Tensor | None = None,
+    teacher: Teacher | TopKTeacher | None = None,
     **options: Unpack[LossOptions],
 ) -> GRPOLossOutput:
     """The GRPO family's loss from hidden states, forward and backward, without (N, V) logits.
@@ -94,11 +96,18 @@ def fused_grpo_loss(
             are left alone. The weight is a leaf that requires a gradient, and no float64; not under torch.compile.
             From forward to backward the gradient waits in a (V, H) of its own in the weight's type (float32 for
             float16), as it does without this; what is saved is weight.grad beside the buffer.
+        teacher: a `Teacher`, whose distribution over the whole vocabulary the loss of a token has a divergence to,
+            config.distill_coef times (config.divergence). The policy term leaves it alone, as it does the KL. With the
+            reference model as the teacher and "reverse_kl" this is GRPO with the exact KL, where k1, k2 and k3 estimate
+            it from the sampled id; leave beta at 0 then. It costs the teacher's product, N H' V, and a second chunk of
+            logits. Not with config.sparse_backward, vocab_parallel_group or torch.compile; with a sampling_mask where
+            it is a TopKTeacher's own.
         config: GRPOConfig; None: GRPOConfig(). backend: "auto", or a name of `available_backends()`.
 
     Returns:
         GRPOLossOutput: loss (), to call backward on; logps and entropy of the tokens, (B, T) or (N,) float32 nats, 0 at
-        padding, without a graph; advantages; metrics, metric_sums, sequences and groups by name.
+        padding, without a graph; divergence likewise, None without a teacher; advantages; metrics, metric_sums,
+        sequences and groups by name.
 
     Example:
         >>> hidden, weight = torch.randn(4, 6, 32, requires_grad=True), torch.randn(100, 32, requires_grad=True)
@@ -135,16 +144,19 @@ def fused_grpo_loss(
         check_logits_dtype(config.logits_dtype, dtype)
         if accumulate_into is not None:
             check_accumulate_into(accumulate_into, weight)
-        inputs = resolve(advantages, sampling_mask, options, config, completion_ids, "hidden", dtype)
+        check_teacher(teacher, config, hidden, weight, dtype, options.get("completion_mask"))
+        if teacher is not None:
+            refuse_with_teacher(teacher, sampling_mask, group, config)
+        inputs = resolve(advantages, sampling_mask, options, config, completion_ids, "hidden", dtype, teacher=teacher)
         call = LossCall(
             completion_ids=completion_ids, tokens=inputs.tokens, num_groups=inputs.num_groups, config=config,
             backend=inputs.backend, compute_dtype=compute_dtype, wants=requires_grad_flags(hidden, weight, bias),
-            accumulate_into=accumulate_into,
+            accumulate_into=accumulate_into, teacher=teacher,
         )  # fmt: skip
     if group is not None:
         call = call._replace(vocab_slice=agree(group, hidden, weight, bias, call.wants, call.description))
-    loss, logps, entropy, numbers = loss_from_hidden(hidden, weight, bias, call)
-    return GRPOLossOutput(loss, logps, entropy, inputs, numbers)
+    loss, logps, entropy, numbers, *divergence = loss_from_hidden(hidden, weight, bias, call)
+    return GRPOLossOutput(loss, logps, entropy, inputs, numbers, *divergence)
 
 
 @takes_loss_options

@@ -18,6 +18,8 @@ KL_ESTIMATORS: tuple[KLEstimator, ...] = get_args(KLEstimator)
 Surrogate = Literal["clip", "cispo", "cispo_two_sided", "sapo", "vespo", "reinforce", "gmpo", "dppo_tv", "ipo"]
 # Of the kernels: "vespo" is "reinforce" with a multiplier of the whole sequence.
 SURROGATES = tuple(name for name in get_args(Surrogate) if name != "vespo")
+Divergence = Literal["reverse_kl", "forward_kl", "jsd"]  # of the policy's distribution and a teacher's
+DIVERGENCES: tuple[Divergence, ...] = get_args(Divergence)
 AdvantageScale = Literal["group", "batch", "none"]
 ADVANTAGE_SCALES: tuple[AdvantageScale, ...] = get_args(AdvantageScale)
 AdvantageBaseline = Literal["mean", "leave_one_out", "none"]
@@ -48,6 +50,7 @@ VALUE_FIELDS = (
     "value",  # of the loss, before the token's weight
     "kl",  # estimate of the KL to the reference, before its weight
     "g_logp",  # d loss / d logp
+    "divergence",  # to the teacher's distribution, nats
 )
 
 # Columns of a backend's `sums`: over the scored tokens of a sequence, a group, the batch.
@@ -66,6 +69,7 @@ COLUMNS = (
     "rollout_weight",
     "rollout_weight_sq",
     "zero_gradient",
+    "divergence",
 )
 COLUMN = {name: i for i, name in enumerate(COLUMNS)}
 
@@ -130,6 +134,15 @@ class PlanRules(NamedTuple):
     entropy_threshold: float = -math.inf
 
 
+class TeacherParams(NamedTuple):
+    """Scalars of the divergence to a teacher's distribution."""
+
+    divergence: str = "reverse_kl"
+    divergence_beta: float = 0.5  # of "jsd": the teacher's share of the mixture
+    logit_scale: float = 1.0
+    softcap: float = 0.0  # 0: no softcap
+
+
 DTYPES = ("float32", "bfloat16", "float16")  # of logits and gradients
 
 # C++ enumerations: name of the type, prefix of the enumerators, their names.
@@ -139,12 +152,13 @@ ENUMERATIONS = (
     ("Level", "kLevel", LEVELS),
     ("KlEstimator", "kKl", KL_ESTIMATORS),
     ("Surrogate", "k", SURROGATES),
+    ("Divergence", "k", DIVERGENCES),
     ("Field", "k", TABLE_FIELDS),
     ("ValueField", "kToken", VALUE_FIELDS),
     ("Column", "kSum", COLUMNS),
 )
 # C++ structs of numbers: int32 members (codes and flags), then float32 members.
-STRUCTS = (("Params", KernelParams), ("PlanRules", PlanRules))
+STRUCTS = (("Params", KernelParams), ("PlanRules", PlanRules), ("TeacherParams", TeacherParams))
 CONSTANTS = (
     ("kMaxExponent", EXPONENT_LIMIT),
     ("kMaxProduct", PRODUCT_LIMIT),
@@ -159,7 +173,7 @@ def integers_first(struct: Any) -> tuple[list[str], list[str]]:
     return [name for name in struct._fields if name not in floats], floats
 
 
-VERSION = 13  # raised with every change of the functions of the compiled modules
+VERSION = 14  # raised with every change of the functions of the compiled modules
 
 # All names in order: a compiled module that was built with others must not be called.
 INTERFACE = ";".join(

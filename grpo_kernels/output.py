@@ -19,7 +19,8 @@ class GRPOLossOutput:
     """What a loss call returns; everything but `loss` is detached.
 
     loss: scalar, differentiable. logps, entropy: shape of completion_ids, float32 (float64 from float64), nats; 0 where
-        masked or not scored. advantages: as used, in the shape that they were given in, (S,) from rewards. None of them
+        masked or not scored. divergence: likewise, to the teacher's distribution; None without a teacher.
+        advantages: as used, in the shape that they were given in, (S,) from rewards. None of them
         shares the memory of an input; `advantages` is copied whenever it is asked for.
 
     These are tensors, computed at first access from the sums that the kernels return:
@@ -37,6 +38,7 @@ class GRPOLossOutput:
     entropy: Tensor | None
     _inputs: LossInputs
     _numbers: Tensor  # of Sums
+    divergence: Tensor | None = None
     _computed: dict[str, Any] = field(init=False, default_factory=dict)  # functools.cached_property has a lock
 
     def __repr__(self) -> str:
@@ -87,6 +89,7 @@ _QUOTIENTS = {
     "rollout_mismatch/mean": ("mismatch", "mismatch_count", "rollout"),
     "rollout_weight/mean": ("rollout_weight", "tokens", "weights"),
     "rollout_weight/mean_square": ("rollout_weight_sq", "tokens", "weights"),
+    "divergence": ("divergence", "tokens", "teacher"),
 }
 _CLIPPING_SURROGATES = ("clip", "cispo_two_sided")
 
@@ -101,6 +104,7 @@ def _present(inputs: LossInputs) -> dict[str, bool]:
         "cap": config.surrogate == "cispo",
         "rollout": tokens.rollout_logps is not None,
         "weights": tokens.rollout_weights is not None,
+        "teacher": config.distill_coef != 0.0,
     }
 
 
@@ -144,6 +148,13 @@ def _sparse_sums(sums: Sums) -> dict[str, tuple[Tensor, Tensor]]:
     return {"sparse/kept": (pairs, tokens), "sparse/dense": (dense, tokens.clone())}
 
 
+def _teacher_sums(sums: Sums) -> dict[str, tuple[Tensor, Tensor]]:
+    """The probability that a teacher of K ids gives them."""
+    if sums.teacher_mass is None:
+        return {}
+    return {"divergence/mass": (sums.teacher_mass.clone(), sums.totals[COLUMN["tokens"]].clone())}
+
+
 def _equal_reward_groups(inputs: LossInputs, sums: Sums) -> Tensor | None:
     """(num_groups,) 1 where all rewards are equal, so that the group has no gradient; None without rewards."""
     if inputs.reward_statistics is None:
@@ -158,7 +169,7 @@ def _metric_sums(inputs: LossInputs, sums: Sums) -> dict[str, tuple[Tensor, Tens
     found = {name: (column[top].clone(), column[bottom].clone()) for name, (top, bottom) in _quotients(inputs).items()}
     if "clip_ratio/low" in found:
         found["clip_ratio/region"] = column["clip_low"] + column["clip_high"], column["tokens"].clone()
-    found |= _mask_sums(sums) | _sparse_sums(sums)
+    found |= _mask_sums(sums) | _sparse_sums(sums) | _teacher_sums(sums)
     equal = _equal_reward_groups(inputs, sums)
     if equal is not None:
         found["equal_reward_groups"] = equal.sum(), equal.new_full((), inputs.num_groups)
@@ -180,7 +191,7 @@ def _metrics(inputs: LossInputs, sums: Sums) -> dict[str, Tensor]:
     equal = _equal_reward_groups(inputs, sums)
     if equal is not None:
         found["equal_reward_groups"] = equal.mean()
-    others = _mask_sums(sums) | _sparse_sums(sums)
+    others = _mask_sums(sums) | _sparse_sums(sums) | _teacher_sums(sums)
     return found | {name: total / count.clamp(min=1) for name, (total, count) in others.items()}
 
 

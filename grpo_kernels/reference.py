@@ -37,6 +37,24 @@ class KeptIds(Protocol):
     def counts(self) -> Tensor: ...
 
 
+class Head(Protocol):
+    """A Teacher: its hidden states (..., H'), weight (V, H'), bias (V,), and what becomes of its logits."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    logit_scale: float
+    logit_softcap: float | None
+
+
+class TopKIds(Protocol):
+    """A TopKTeacher: ids (..., K), -1 where there is none, and their log-probabilities."""
+
+    ids: Tensor
+    logps: Tensor
+    mode: str
+
+
 def reference_grpo_loss(
     hidden: Tensor,
     lm_head_weight: Tensor,
@@ -44,16 +62,31 @@ def reference_grpo_loss(
     advantages: Tensor,
     *,
     lm_head_bias: Tensor | None = None,
+    teacher: Head | TopKIds | None = None,
     config: GRPOConfig | None = None,
     **options: Tensor | float | None,
 ) -> ReferenceOutput:
     """The loss from hidden states (B, T, H) or (N, H); `options` are those of `reference_loss_from_logits`."""
+    config = config or DEFAULT_CONFIG
     mask = options.get("completion_mask")
-    if isinstance(mask, Tensor):  # padding may hold NaN, which a gradient of 0 would not keep out of the weight's
-        hidden = torch.where(mask.bool()[..., None], hidden, 0.0)
-    logits = hidden @ lm_head_weight.mT
-    if lm_head_bias is not None:
-        logits = logits + lm_head_bias
+
+    def product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if isinstance(mask, Tensor):  # padding may hold NaN, which a gradient of 0 would not keep out of the weight's
+            hidden = torch.where(mask.bool()[..., None], hidden, 0.0)
+        return hidden @ weight.mT if bias is None else hidden @ weight.mT + bias
+
+    logits = product(hidden, lm_head_weight, lm_head_bias)
+    if teacher is not None:
+        cu_seqlens = options.get("cu_seqlens")
+        assert cu_seqlens is None or isinstance(cu_seqlens, Tensor)
+        temperature = _per_token(config.temperature, completion_ids.shape, cu_seqlens)
+        log_p = _log_softmax(logits, temperature, config.logit_scale, config.logit_softcap)
+        if hasattr(teacher, "ids"):
+            options["divergence"] = top_k_divergence(config, log_p, teacher.ids, teacher.logps, teacher.mode)
+        else:
+            given = product(teacher.hidden, teacher.weight, teacher.bias).detach().to(logits.dtype)
+            log_q = _log_softmax(given, temperature, teacher.logit_scale, teacher.logit_softcap)
+            options["divergence"] = divergence(config, log_p, log_q)
     return reference_loss_from_logits(logits, completion_ids, advantages, config=config, **options)
 
 
@@ -107,16 +140,62 @@ def reference_logps(
     sampling_mask: KeptIds | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of `ids` and entropy of softmax(z), z = softcap(scale * logits) / temperature, over kept ids."""
+    kept = None if sampling_mask is None else kept_ids(sampling_mask, ids, logits.shape[-1])
+    log_p = _log_softmax(logits, temperature, logit_scale, logit_softcap, kept)
+    entropy = -(log_p.exp() * log_p.masked_fill(log_p == -math.inf, 0.0)).sum(-1)
+    return log_p.gather(-1, ids[..., None]).squeeze(-1), entropy
+
+
+def _log_softmax(
+    logits: Tensor,
+    temperature: float | Tensor,
+    logit_scale: float,
+    logit_softcap: float | None,
+    kept: Tensor | None = None,
+) -> Tensor:
     z = logits * logit_scale
     if logit_softcap is not None:
         # A logit of -inf, an id that is excluded, stays one.
         z = torch.where(z == -math.inf, z, logit_softcap * torch.tanh(z / logit_softcap))
     z = z / (temperature[..., None] if isinstance(temperature, Tensor) else temperature)
-    if sampling_mask is not None:
-        z = z.masked_fill(~kept_ids(sampling_mask, ids, z.shape[-1]), -math.inf)
-    log_p = z.log_softmax(-1)
-    entropy = -(log_p.exp() * log_p.masked_fill(log_p == -math.inf, 0.0)).sum(-1)
-    return log_p.gather(-1, ids[..., None]).squeeze(-1), entropy
+    return (z if kept is None else z.masked_fill(~kept, -math.inf)).log_softmax(-1)
+
+
+def divergence(cfg: GRPOConfig, log_p: Tensor, log_q: Tensor) -> Tensor:
+    """(...,) from log-probabilities (..., V) of the policy and the teacher. "jsd": GKD, arXiv:2306.13649."""
+
+    def kl(log_a: Tensor, log_b: Tensor) -> Tensor:
+        """sum a log(a / b), where 0 log 0 = 0."""
+        ratio = torch.where(log_a == -math.inf, 0.0, log_a - log_b)
+        return (log_a.exp() * ratio).sum(-1)
+
+    if cfg.divergence == "reverse_kl":
+        return kl(log_p, log_q)
+    if cfg.divergence == "forward_kl":
+        return kl(log_q, log_p)
+    b = float(cfg.divergence_beta or 0.5)
+    neither = (log_p == -math.inf) & (log_q == -math.inf)  # logaddexp has a gradient of NaN there
+    mixed = torch.logaddexp(log_p.masked_fill(neither, 0.0) + math.log(1 - b), log_q + math.log(b))
+    log_m = mixed.masked_fill(neither, -math.inf)
+    return b * kl(log_q, log_m) + (1 - b) * kl(log_p, log_m)
+
+
+def top_k_divergence(cfg: GRPOConfig, log_p: Tensor, ids: Tensor, logps: Tensor, mode: str) -> Tensor:
+    """(...,) of log-probabilities (..., V) and a teacher's at `ids` (..., K). "tail": one more outcome with what is
+    left of either mass, the teacher's at least 2^-24, what float32 log-probabilities tell from none."""
+    used, ids = ids >= 0, ids.clamp(min=0).long()
+    log_q = logps.to(log_p.dtype).masked_fill(~used, -math.inf)
+    inside = torch.zeros_like(log_p, dtype=torch.bool).scatter_add_(-1, ids, used)
+    log_p, others = log_p.gather(-1, ids).masked_fill(~used, -math.inf), log_p.masked_fill(inside, -math.inf)
+    if mode == "renormalize":
+        return divergence(cfg, log_p.log_softmax(-1), log_q.log_softmax(-1))
+    if mode == "tail":
+        has_rest = ~inside.all(-1, keepdim=True)
+        rest = torch.where(has_rest, others, 0.0).logsumexp(-1, keepdim=True)
+        mass = (1 - log_q.double().exp().sum(-1, keepdim=True)).clamp(min=2.0**-24).to(log_p.dtype)
+        log_p = torch.cat([log_p, torch.where(has_rest, rest, -math.inf)], -1)
+        log_q = torch.cat([log_q, torch.where(has_rest, mass.log(), -math.inf)], -1)
+    return divergence(cfg, log_p, log_q)
 
 
 def kept_ids(sampling_mask: KeptIds, ids: Tensor, vocab_size: int) -> Tensor:
@@ -148,9 +227,12 @@ def reference_loss_from_logps(
     num_items_in_batch: Tensor | float | None = None,
     normalizer: Tensor | float | None = None,
     entropy_normalizer: Tensor | float | None = None,
+    divergence: Tensor | None = None,
     config: GRPOConfig | None = None,
 ) -> ReferenceOutput:
-    """The loss from log-probabilities (B, T) or packed (N,): ratio, surrogate, KL, aggregation, metrics."""
+    """The loss from log-probabilities (B, T) or packed (N,): ratio, surrogate, KL, aggregation, metrics.
+
+    divergence: to a teacher's distribution, of the same shape."""
     cfg = config or DEFAULT_CONFIG
     shape = logps.shape
     seq = sequence_of_token(shape, cu_seqlens, logps.device)
@@ -223,6 +305,9 @@ def reference_loss_from_logps(
         if cfg.beta != 0.0:
             value = value + cfg.beta * kl
 
+    D = tokens(divergence)
+    if D is not None:
+        value = value + cfg.distill_coef * D
     w, accumulation = token_weights(cfg, m, length, seq, num_items_in_batch, normalizer)
     loss = (w * value).sum()
     if cfg.entropy_coef != 0.0:
@@ -233,6 +318,8 @@ def reference_loss_from_logps(
     metrics = _metrics(
         cfg, m, _PerToken(logp=logp, H=H, r=r, A=A, kl=kl, old=old, base=base, rollout=rollout, weight=weight)
     )
+    if D is not None:
+        metrics["divergence"] = (torch.where(m, D.detach(), 0.0).sum()) / m.sum().clamp(min=1)
     if cfg.entropy_coef != 0.0:
         metrics["policy_loss"] = (w * value).sum().detach()
     zero = torch.zeros((), dtype=logp.dtype, device=logp.device)

@@ -51,11 +51,16 @@ class Arguments {
     void take(bool& flag) { flag = checked(PyObject_IsTrue(next())) != 0; }
     void take(gk::Params& params) { take_bytes(params); }
     void take(gk::PlanRules& rules) { take_bytes(rules); }
+    void take(gk::TeacherParams& params) { take_bytes(params); }
 
     // Some fields of a struct come together, as a tuple.
     void take(gk::KeptArgs& kept) {
         nested().read(kept.hidden, kept.weight, kept.bias, kept.ids, kept.token_of.start, kept.token_of.index,
                       kept.rows, kept.slots, kept.width, kept.hidden_row_stride, kept.weight_row_stride, kept.dtype);
+    }
+    void take(gk::TeacherArgs& teacher) {
+        nested().read(teacher.logits, teacher.logits_dtype, teacher.logits_stride, teacher.bias, teacher.weight,
+                      teacher.offset, teacher.lse, teacher.params);
     }
     void take(gk::KeptPairs& pairs) {
         nested().read(pairs.hidden, pairs.ids, pairs.token_of, pairs.dlogits, pairs.count, pairs.vocab, pairs.width,

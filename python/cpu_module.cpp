@@ -10,6 +10,15 @@ void run_plan(const gk::PlanArgs& args, void*, int threads) { gk::plan(args, thr
 
 void run_reduce(const gk::ReduceArgs& args, void*, int threads) { gk::reduce(args, threads); }
 
+template <void (*kRun)(const gk::RowArgs&, const gk::TeacherArgs&, int threads)>
+void teacher_rows(const py::args& given) {
+    gk::TeacherArgs teacher = {};
+    int threads;
+    const gk::RowArgs a = row_args(given, teacher, threads);
+    py::gil_scoped_release unlocked;
+    kRun(a, teacher, threads);
+}
+
 void kept_dweight(const py::args& given) {
     gk::KeptPairs pairs = {};
     gk::KeptTarget target = {};
@@ -44,6 +53,9 @@ PYBIND11_MODULE(_cpu, m) {
     m.def("single_pass", rows<int, gk::single_pass>);
     m.def("stats", rows<int, gk::stats>);
     m.def("gradient", rows<int, gk::gradient>);
+    m.def("teacher_single_pass", teacher_rows<gk::teacher_single_pass>);
+    m.def("teacher_stats", teacher_rows<gk::teacher_stats>);
+    m.def("teacher_gradient", teacher_rows<gk::teacher_gradient>);
     m.def("sparse_gradient", sparse_gradient<int, gk::sparse_gradient>);
     m.def("token_objective", token_objective<int, gk::token_objective>);
     m.def("sequence_objective", sequence_objective<int, gk::sequence_objective>);

@@ -25,13 +25,14 @@ from grpo_kernels.contract import (
     Rows,
     SparseRows,
     SparseRule,
+    TeacherLogits,
     TokenInputs,
     TokenValues,
     chunk_row_stride,
     no_values,
 )
 from grpo_kernels.engine.kept import most_kept
-from grpo_kernels.names import TABLE_FIELDS, KernelParams, PlanRules
+from grpo_kernels.names import DIVERGENCES, TABLE_FIELDS, KernelParams, PlanRules, TeacherParams
 
 ROWS, WIDTH, VOCAB, ODD_VOCAB = 64, 4096, 128256, 50257
 SMALL = {"vocab": 97, "width": 32}  # of `grpo-kernels check`: one part of the vocabulary
@@ -129,6 +130,21 @@ def gradient(
     (x, over), (part, ids, batch, values) = logits_and_gradient(rows, logits, gradient, vocab), chunk(rows, indexed)
     read = LogitChunk(x, part, ids, bias_of(x, bias))
     return BACKEND.logits_gradient(read, batch[1], values, values.g_logp, batch[2], PARAMS, RowGradients(over))
+
+
+def with_teacher(
+    rows: int, gradient: torch.dtype | None, params: KernelParams, vocab: int, divergence: str, bias: bool = False
+) -> object:
+    """The divergence, or with a type its gradient too, beside a teacher with a softcap where the policy has one."""
+    (x, over), (part, ids, batch, values) = logits_and_gradient(rows, SINGLE, HALF, vocab), chunk(rows)
+    other, (offset, weight) = scratch(rows, SINGLE, vocab)[:, :vocab], torch.empty(2, 2 * rows)
+    teacher_params = TeacherParams(divergence, softcap=params.softcap)
+    lse = torch.empty(2 * rows, dtype=torch.float64)
+    teacher = TeacherLogits(other, bias_of(x, bias), teacher_params, weight, offset, lse)
+    read = LogitChunk(x, part, ids, bias_of(x, bias), teacher)
+    if gradient is None:
+        return BACKEND.statistics(read, batch[1], values, params)
+    return BACKEND.logits_gradient(read, batch[1], values, values.g_logp, batch[2], params, RowGradients(over))
 
 
 def sparse_gradient(
@@ -256,6 +272,20 @@ CASES = {
     "sparse gradient, fp32, odd V, softcap": Case(lambda n: sparse_gradient(n, SINGLE, CAPPED, ODD_VOCAB)),
     "sparse gradient, fp32, index, bias": Case(lambda n: sparse_gradient(n, SINGLE, indexed=True, bias=True)),
     "sparse gradient, bf16": Case(lambda n: sparse_gradient(n, HALF)),
+    **{
+        f"{what}, {divergence}, {title}": Case(
+            lambda n, gradient=gradient, given=given, divergence=divergence: with_teacher(
+                n, gradient, *given, divergence
+            ),
+            kernel,
+        )
+        for divergence in DIVERGENCES
+        for title, given in (("fp32", (PARAMS, VOCAB)), ("fp32, odd V, softcap", (CAPPED, ODD_VOCAB)))
+        for what, gradient, kernel in (
+            ("divergence", None, "divergence_kernel"),
+            ("gradient with a teacher", HALF, "pair_gradient_kernel"),
+        )
+    },
     "linear_logp, bf16": Case(lambda n: logps(head(n, HALF))),
     "linear_logp, bf16, bias, softcap": Case(lambda n: logps(head(n, HALF, bias=True), CAPPED), "partial_kernel"),
     "linear_logp, bf16, no entropy": Case(lambda n: logps(head(n, HALF), entropy=False), "partial_kernel"),
@@ -289,6 +319,12 @@ CASES = {
     "single pass, one row, V = 1": Case(lambda n: single_pass(n, SINGLE, HALF, vocab=1), rows=1),
     "statistics, one row, V = 1": Case(lambda n: statistics(n, SINGLE, vocab=1), rows=1),
     "gradient, one row, V = 1": Case(lambda n: gradient(n, SINGLE, HALF, vocab=1), rows=1),
+    "gradient with a teacher, one row, V = 1": Case(
+        lambda n: with_teacher(n, HALF, PARAMS, 1, "jsd", bias=True), "pair_gradient_kernel", rows=1
+    ),
+    "divergence, one row, V = 1": Case(
+        lambda n: with_teacher(n, None, PARAMS, 1, "jsd", bias=True), "divergence_kernel", rows=1
+    ),
     "sparse gradient, one row, V = 1": Case(lambda n: sparse_gradient(n, SINGLE, vocab=1), rows=1),
     "linear_logp, one row, V = H = 1": Case(lambda n: logps(head(n, HALF, **SMALLEST)), rows=1),
     "anchored, one row, V = H = 1": Case(lambda n: exponentials(head(n, HALF, **SMALLEST)), rows=1),

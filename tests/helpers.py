@@ -35,6 +35,10 @@ class Batch:
         """Every floating-point tensor in `dtype`."""
 
         def to(x: Any) -> Any:
+            if isinstance(x, gk.Teacher):
+                return dataclasses.replace(x, hidden=to(x.hidden), weight=to(x.weight), bias=to(x.bias))
+            if isinstance(x, gk.TopKTeacher):
+                return dataclasses.replace(x, logps=to(x.logps))
             return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
         options = {name: to(x) for name, x in self.options.items()}
@@ -44,7 +48,7 @@ class Batch:
         """Every tensor on `device`."""
 
         def move(x: Any) -> Any:
-            return x.to(device) if isinstance(x, (Tensor, gk.SamplingMask)) else x
+            return x.to(device) if isinstance(x, (Tensor, gk.SamplingMask, gk.Teacher, gk.TopKTeacher)) else x
 
         tensors = (move(x) for x in (self.hidden, self.weight, self.ids, self.advantages, self.bias))
         return Batch(*tensors, {name: move(x) for name, x in self.options.items()})

@@ -424,7 +424,7 @@ def objective(
         values.entropy.copy_(entropy)
         kernels.token_objective(Rows(0, len(logp)), table, values, params)
         found.append(values)
-    _, _, _, value, kl, _ = found[0].columns
+    value, kl = found[0].columns[3:5]
     return value, found[0].g_logp, found[1].g_logp, kl
 
 
@@ -533,7 +533,7 @@ def check_reduce(kernels: Kernels, surrogate: str, has_old: bool) -> None:
     lengths = torch.tensor([5, 0, 17, 1, 400])
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     count, group_index = int(lengths.sum()), torch.tensor([1, 0, 0, 2, 1])
-    x, logp, entropy, value, kl, g_logp, old, rollout = torch.randn(8, count, generator=generator)
+    x, logp, entropy, value, kl, g_logp, old, rollout, divergence = torch.randn(9, count, generator=generator)
     scored = torch.rand(count, generator=generator) < 0.8
     g_logp[::3] = 0
     rollout[::4] = math.nan
@@ -547,7 +547,9 @@ def check_reduce(kernels: Kernels, surrogate: str, has_old: bool) -> None:
     params = KernelParams(
         surrogate, delta=1.6, log_ratio_clamp=1.0, has_old=has_old, divides_by_rollout=divides_by_rollout
     )
-    values = TokenValues(torch.stack([logp, entropy, x, value, kl, g_logp]), torch.full((count,), math.nan).double())
+    values = TokenValues(
+        torch.stack([logp, entropy, x, value, kl, g_logp, divergence]), torch.full((count,), math.nan).double()
+    )
     inputs = (planned_tokens(table, values, scored, cu_seqlens), params, group_index, 3)
     found = kernels.sums(*inputs)
     assert torch.equal(kernels.sums(*inputs).numbers, found.numbers)

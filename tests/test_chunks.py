@@ -98,7 +98,7 @@ def test_rows_of_the_scratch_with_gaps_on_a_cpu(dtype, backend, masked, monkeypa
     batch, strides = off_policy(batch, config), []
     allocate = memory.allocate_rows
     monkeypatch.setattr(
-        "grpo_kernels.engine.memory.allocate_rows", lambda *a: strides.append(allocate(*a)) or strides[-1]
+        "grpo_kernels.engine.memory.allocate_rows", lambda *a: strides.extend(allocate(*a)) or strides[-1:]
     )
     found, exact = fused(batch, config, backend), reference(batch, config)
     assert {x.stride(0) for x in strides} == {2112} and {x.shape[1] for x in strides} == {vocab}

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from helpers import fused, make_batch, off_policy, reference, tensors
+from test_teacher import make_teacher, make_top_k
 from torch import Tensor
 
 import grpo_kernels as gk
@@ -107,11 +108,20 @@ def other_calls(backend: str, dtype: torch.dtype) -> dict:
     def from_logits(inplace):
         return lambda x: gk.grpo_loss_from_logits(x * 1.0, BATCH.ids, **rest, config=config, inplace=inplace)
 
+    # The CUDA kernels know no whole teacher.
+    teacher = make_top_k((4, 6), "tail") if backend == "cuda" else make_teacher((4, 6))
+    distilled = dict(completion_mask=MASK, divergence="jsd", temperature=0.9, backend=backend)
     head = BATCH.hidden, BATCH.weight, BATCH.bias
     levels = (("token", 5), ("sequence", 12), ("sequence", 4))
     logits = BATCH.hidden @ BATCH.weight.T
     return {
         "fused_logps": lambda: with_gradients(logps, *head),
+        "fused_distillation_loss": lambda: with_gradients(
+            lambda x, w, b: vars(gk.fused_distillation_loss(x, w, teacher, lm_head_bias=b, **distilled)), *head
+        ),
+        "fused_divergence": lambda: with_gradients(
+            lambda x, w, b: gk.fused_divergence(x, w, teacher, lm_head_bias=b, **distilled), *head
+        ),
         "fused_policy_loss": lambda: [x for given in levels for x in with_gradients(policy_loss(*given), *head)],
         "grpo_loss_from_logps": lambda: with_gradients(
             lambda x, entropy: gk.grpo_loss_from_logps(x, entropy=entropy, **rest, config=config), OLD, PER_TOKEN

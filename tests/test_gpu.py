@@ -23,10 +23,12 @@ from helpers import (
 from kernel_checks import SIGNALLING
 from option_space import POINTS, build, choose, size_of_loss
 from test_precision import CONFIGS, assert_as_exact_as_eager, half_batch
+from test_teacher import make_teacher, make_top_k
 
 import grpo_kernels as gk
 from grpo_kernels.backends import get_backend
 from grpo_kernels.engine import kept
+from grpo_kernels.names import DIVERGENCES
 
 pytestmark = pytest.mark.gpu
 
@@ -184,6 +186,25 @@ def test_sparse_gradients(dtype, monkeypatch, kernels):
         assert relative(a, whole) <= (1e-5 if dtype == torch.float32 else 1e-2)
         assert torch.equal(b, c) and relative(b, whole) <= 0.3
     assert all(relative(b, whole) >= 0.01 for whole, b in zip(exact[2:], few[2:], strict=True))
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("kind", ["teacher", "tail", "truncate", "renormalize"])
+def test_divergences(divergence, kind, backend):
+    """To a teacher's whole distribution, which "cuda" refuses, and to K ids of it; in 16 bits too."""
+    batch, config = (
+        off_policy(make_batch(2, bias=True, masked=True, vocab=5003)),
+        gk.GRPOConfig(distill_coef=0.7, divergence=divergence, chunk_rows=7),
+    )
+    is_head, shape = kind == "teacher", (4, 6)
+    batch = batch.with_options(teacher=make_teacher(shape, 5003) if is_head else make_top_k(shape, kind, 9, 5003))
+    if is_head and backend == "cuda":
+        with pytest.raises(ValueError, match="backend='cuda' has no kernels for a teacher"):
+            fused(batch, config, backend, DEVICE)
+        return
+    for given, allowed in ((batch, 1e-5), (batch.head_as(torch.bfloat16), 2e-2)):
+        found = errors(fused(given, config, backend, DEVICE), reference(given, config), loss_scale=1.0)
+        assert max(found.values()) <= allowed, found
 
 
 def test_memory_is_one_chunk():

@@ -17,11 +17,11 @@ COMPILED = ("_cpu", "_cuda")
 FLOORS = (
     ("names", "logit_transform"),
     ("config", "contract"),
-    ("checks", "reference", "sampling_mask"),
+    ("checks", "reference", "sampling_mask", "teacher"),
     ("backends",),
     ("engine",),
     ("inputs", "output", "rewards"),
-    ("logps", "loss", "policy"),
+    ("distillation", "logps", "loss", "policy"),
     ("__init__",),
     ("integrations",),
     ("benchmarks", "trainer"),

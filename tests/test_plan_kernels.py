@@ -19,7 +19,7 @@ from grpo_kernels.backends.pytorch import coefficients
 from grpo_kernels.backends.pytorch.plan import plan_tokens
 from grpo_kernels.config import SURROGATE_RULES
 from grpo_kernels.contract import PlannedTokens, Rows, TokenInputs, TokenValues
-from grpo_kernels.names import AGGREGATIONS, FIELD, KL_ESTIMATORS, LEVELS, SURROGATES, KernelParams, PlanRules
+from grpo_kernels.names import AGGREGATIONS, COLUMNS, FIELD, KL_ESTIMATORS, LEVELS, SURROGATES, KernelParams, PlanRules
 
 KERNELS = ("cpu", "triton", "cuda")
 MASKS = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64)
@@ -129,7 +129,7 @@ def test_offsets_that_were_not_checked_stay_among_the_tokens(name, given):
     assert found.lengths.tolist() == [max(b - a, 0) for a, b in itertools.pairwise(expected)]
     params = KernelParams(level="sequence")
     get_backend(name).sequence_objective(slice(0, 2), None, found, params)
-    assert get_backend(name).sums(found, params, None, 0).numbers.shape == (14 * 3 + 3,)
+    assert get_backend(name).sums(found, params, None, 0).numbers.shape == (len(COLUMNS) * 3 + 3,)
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -22,6 +22,7 @@ struct Isa {
     const char* name;
     bool supported;
     RowKernels kernels;
+    TeacherKernels teacher;
     SparseKernel sparse;
     KeptKernels (*kept)(int32_t dtype);
 };
@@ -31,13 +32,15 @@ const std::vector<Isa>& available() {
     static const std::vector<Isa> list = [] {
         std::vector<Isa> found;
 #ifdef GK_HAVE_AVX512
-        found.push_back(
-            {"avx512", cpu_features().avx512, avx512::row_kernels(), avx512::sparse_kernel(), avx512::kept_kernels});
+        found.push_back({"avx512", cpu_features().avx512, avx512::row_kernels(), avx512::teacher_kernels(),
+                         avx512::sparse_kernel(), avx512::kept_kernels});
 #endif
 #ifdef GK_HAVE_AVX2
-        found.push_back({"avx2", cpu_features().avx2, avx2::row_kernels(), avx2::sparse_kernel(), avx2::kept_kernels});
+        found.push_back({"avx2", cpu_features().avx2, avx2::row_kernels(), avx2::teacher_kernels(),
+                         avx2::sparse_kernel(), avx2::kept_kernels});
 #endif
-        found.push_back({"baseline", true, baseline::row_kernels(), baseline::sparse_kernel(), baseline::kept_kernels});
+        found.push_back({"baseline", true, baseline::row_kernels(), baseline::teacher_kernels(),
+                         baseline::sparse_kernel(), baseline::kept_kernels});
         return found;
     }();
     return list;
@@ -106,6 +109,19 @@ void set_cpu_isa(const char* name) {
 void single_pass(const RowArgs& args, int threads) { run(chosen().load()->kernels.single_pass, args, threads); }
 void stats(const RowArgs& args, int threads) { run(chosen().load()->kernels.stats, args, threads); }
 void gradient(const RowArgs& args, int threads) { run(chosen().load()->kernels.gradient, args, threads); }
+
+static void run_teacher(TeacherKernel kernel, const RowArgs& args, const TeacherArgs& teacher, int threads) {
+    run([&](const RowArgs& rows, int64_t first, int64_t last) { kernel(rows, teacher, first, last); }, args, threads);
+}
+void teacher_single_pass(const RowArgs& args, const TeacherArgs& teacher, int threads) {
+    run_teacher(chosen().load()->teacher.single_pass, args, teacher, threads);
+}
+void teacher_stats(const RowArgs& args, const TeacherArgs& teacher, int threads) {
+    run_teacher(chosen().load()->teacher.stats, args, teacher, threads);
+}
+void teacher_gradient(const RowArgs& args, const TeacherArgs& teacher, int threads) {
+    run_teacher(chosen().load()->teacher.gradient, args, teacher, threads);
+}
 
 void sparse_gradient(const RowArgs& args, const SparseRows& out, int threads) {
     const SparseKernel kernel = chosen().load()->sparse;

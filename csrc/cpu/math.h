@@ -1,8 +1,8 @@
 // Vectors of 16, 8 or 4 floats (AVX-512, AVX2, SSE2 or NEON) in the vector extensions of GCC and clang: element types,
-// 2^t and tanh. Branch-free; needs no libmvec and no -ffast-math.
+// 2^t, log and tanh. Branch-free; needs no libmvec and no -ffast-math.
 //
-// Only rows.cpp, sparse.cpp and kept.cpp include this file, once per instruction set, inside a namespace of its own: an
-// inline function with AVX-512 code under a shared name could be picked by the linker for every CPU.
+// Only rows.cpp, teacher.cpp, sparse.cpp and kept.cpp include this file, once per instruction set, inside a namespace
+// of its own: an inline function with AVX-512 code under a shared name could be picked by the linker for every CPU.
 #pragma once
 #include <stdint.h>
 
@@ -146,6 +146,24 @@ GK_INLINE Float exp2_bounded(Float t) {
     y = y * f + 6.931472e-1f;
     y = y * f + 1.f;
     return y * from_bits(bits(shifted) << 23);
+}
+
+// The natural logarithm of a positive normal number, about 1 ulp (Cephes): x = 2^n (1 + f), 1 + f in [0.7, 1.4).
+GK_INLINE Float log_positive(Float x) {
+    const Int n = (Int)(bits(x) - 0x3F3504F3u) >> 23;
+    const Float f = from_bits(bits(x) - ((UInt)n << 23)) - 1.f, z = f * f;
+    const Float exponent = __builtin_convertvector(n, Float);
+    Float y = splat(7.0376836292e-2f);
+    y = y * f - 1.1514610310e-1f;
+    y = y * f + 1.1676998740e-1f;
+    y = y * f - 1.2420140846e-1f;
+    y = y * f + 1.4249322787e-1f;
+    y = y * f - 1.6668057665e-1f;
+    y = y * f + 2.0000714765e-1f;
+    y = y * f - 2.4999993993e-1f;
+    y = y * f + 3.3333331174e-1f;
+    y = y * f * z - 2.12194440e-4f * exponent - 0.5f * z;
+    return f + y + 0.693359375f * exponent;
 }
 
 // tanh(x) and its derivative 1 - tanh(x)^2, both with relative accuracy: the derivative keeps its digits where tanh has

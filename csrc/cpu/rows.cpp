@@ -25,29 +25,6 @@ namespace gk {
 namespace GK_ISA {
 
 // ---- statistics -----------------------------------------------------------------------------------------------------
-struct Statistics {
-    float max;  // of y; z - lse = (y - max) * to_z - log_sum
-    double log_sum;
-    double lse;
-    float logp, entropy;
-};
-
-static float block_max(const float* y, int64_t count) {
-    Float m[4];
-    for (Float& lane : m) lane = splat(-kInfinity);
-    for (int64_t i = 0; i < count; i += kStep)
-        for (int k = 0; k < 4; k++) m[k] = max(Float32::load(y + i + k * kWidth), m[k]);  // skips NaN
-    const Float best = max(max(m[0], m[1]), max(m[2], m[3]));
-    float result = -kInfinity;
-    for (int k = 0; k < kWidth; k++) result = best[k] > result ? best[k] : result;
-    return result;
-}
-
-struct Sums {
-    double exps;    // sum of 2^t
-    double moment;  // sum of 2^t t
-};
-
 template <bool kKeep>
 static Sums block_sums(const float* y, int64_t count, float max_y, float to_exponent, float* kept) {
     Float exps[4] = {}, moment[4] = {};
@@ -68,12 +45,6 @@ static Sums block_sums(const float* y, int64_t count, float max_y, float to_expo
         sums.moment += static_cast<double>(all_moment[k]);
     }
     return sums;
-}
-
-// Moves the sums to a larger maximum: every t falls by the same amount.
-static Sums rebase(const Sums& sums, double fall) {
-    const double factor = exp2(-fall);
-    return {sums.exps * factor, (sums.moment - sums.exps * fall) * factor};
 }
 
 // The exponentials of a row, for the sweep that follows. Without memory for them, or where the gradient needs more than
@@ -105,17 +76,7 @@ static Statistics row_statistics(const Row& row, int64_t id, Buffers& buffers, c
         sums.exps += block.exps;
         sums.moment += block.moment;
     }
-    Statistics result;
-    result.max = max_y;
-    result.log_sum = log(sums.exps);
-    result.lse = max_y * row.to_z + result.log_sum;
-    result.entropy = static_cast<float>(result.log_sum - kLn2 * sums.moment / sums.exps);
-    result.logp = __builtin_nanf("");  // an id outside the vocabulary has no probability
-    if (id >= 0 && id < row.vocab) {
-        const double y_id = load_one(row, id, buffers);
-        result.logp = static_cast<float>((y_id - max_y) * row.to_z - result.log_sum);
-    }
-    return result;
+    return statistics_of(row, id, max_y, sums, buffers);
 }
 
 // ---- gradient -------------------------------------------------------------------------------------------------------
@@ -145,19 +106,10 @@ static void scale_block(const float* exps, float factor, int64_t count, void* ou
     if (i < count) store_tail<Out>(target + i, Float32::load(exps + i) * factor, count - i);
 }
 
-// Returns what is stored, after rounding.
-template <class Out>
-static float store_one(void* row, int64_t index, float value) {
-    typename Out::Element lanes[kWidth];
-    Out::store(lanes, splat(value));
-    static_cast<typename Out::Element*>(row)[index] = lanes[0];
-    return Out::load(lanes)[0];
-}
-
 // z - lse = (y - max_y) * to_z - log_sum, from the row's own statistics or from a given lse.
 static void row_gradient(const RowArgs& args, int64_t i, const Row& row, float max_y, double log_sum, float entropy,
                          float g_logp, float g_entropy, Buffers& buffers, const Kept& kept = {}) {
-    char* out = static_cast<char*>(args.grad) + i * args.grad_stride * element_size(args.grad_dtype);
+    char* out = gradient_row(args, i);
     if (args.rounding_error) args.rounding_error[i] = 0.f;
     if (g_logp == 0.f && g_entropy == 0.f) {
         __builtin_memset(out, 0, row.vocab * element_size(args.grad_dtype));
@@ -183,20 +135,14 @@ static void row_gradient(const RowArgs& args, int64_t i, const Row& row, float m
         }
     }
     if (gradient.id < 0) return;
-    const auto store = args.grad_dtype == kFloat32    ? store_one<Float32>
-                       : args.grad_dtype == kBfloat16 ? store_one<BFloat16>
-                                                      : store_one<Float16>;
-    const float stored = store(out, gradient.id, static_cast<float>(gradient.du_id));
-    if (args.rounding_error) args.rounding_error[i] = static_cast<float>(gradient.du_id - stored);
+    store_sampled(args, i, gradient);
 }
 
 // ---- kernels over rows [first, last) --------------------------------------------------------------------------------
 static Statistics write_statistics(const RowArgs& args, int64_t token, const Row& row, Buffers& buffers,
                                    const Kept& kept = {}) {
     const Statistics found = row_statistics(row, args.ids[token], buffers, kept);
-    args.tokens.value(kTokenLogp, token) = found.logp;
-    args.tokens.value(kTokenEntropy, token) = found.entropy;
-    args.lse[token] = found.lse;
+    store_statistics(args, token, found);
     return found;
 }
 

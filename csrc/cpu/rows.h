@@ -110,6 +110,56 @@ static double load_one(const Row& row, int64_t i, Buffers& buffers) {
     return stored ? stored[i] : *load_block(row, i, 1, buffers);
 }
 
+// ---- statistics -----------------------------------------------------------------------------------------------------
+struct Statistics {
+    float max;  // of y; z - lse = (y - max) * to_z - log_sum
+    double log_sum;
+    double lse;
+    float logp, entropy;
+};
+
+static inline float block_max(const float* y, int64_t count) {
+    Float m[4];
+    for (Float& lane : m) lane = splat(-kInfinity);
+    for (int64_t i = 0; i < count; i += kStep)
+        for (int k = 0; k < 4; k++) m[k] = max(Float32::load(y + i + k * kWidth), m[k]);  // skips NaN
+    const Float best = max(max(m[0], m[1]), max(m[2], m[3]));
+    float result = -kInfinity;
+    for (int k = 0; k < kWidth; k++) result = best[k] > result ? best[k] : result;
+    return result;
+}
+
+struct Sums {
+    double exps;    // sum of 2^t
+    double moment;  // sum of 2^t t
+};
+
+// Moves the sums to a larger maximum: every t falls by the same amount.
+static inline Sums rebase(const Sums& sums, double fall) {
+    const double factor = exp2(-fall);
+    return {sums.exps * factor, (sums.moment - sums.exps * fall) * factor};
+}
+
+static inline Statistics statistics_of(const Row& row, int64_t id, float max_y, const Sums& sums, Buffers& buffers) {
+    Statistics result;
+    result.max = max_y;
+    result.log_sum = log(sums.exps);
+    result.lse = max_y * row.to_z + result.log_sum;
+    result.entropy = static_cast<float>(result.log_sum - kLn2 * sums.moment / sums.exps);
+    result.logp = __builtin_nanf("");  // an id outside the vocabulary has no probability
+    if (id >= 0 && id < row.vocab) {
+        const double y_id = load_one(row, id, buffers);
+        result.logp = static_cast<float>((y_id - max_y) * row.to_z - result.log_sum);
+    }
+    return result;
+}
+
+static inline void store_statistics(const RowArgs& args, int64_t token, const Statistics& found) {
+    args.tokens.value(kTokenLogp, token) = found.logp;
+    args.tokens.value(kTokenEntropy, token) = found.entropy;
+    args.lse[token] = found.lse;
+}
+
 // ---- gradient -------------------------------------------------------------------------------------------------------
 // du_j = 2^t (constant + linear t) * (1 - tanh^2), all but the sampled id's own term.
 struct Sweep {
@@ -158,6 +208,28 @@ static RowGradient make_gradient(const RowArgs& args, int64_t i, const Row& row,
     if (linear && log_p > -1e30) du_id -= g_entropy * exp(log_p) * (log_p + entropy);
     du_id *= row.chain * (row.capped ? buffers.slope[0] : 1.f);
     return {sweep, linear, id, du_id};
+}
+
+static inline char* gradient_row(const RowArgs& args, int64_t i) {
+    return static_cast<char*>(args.grad) + i * args.grad_stride * element_size(args.grad_dtype);
+}
+
+// Returns what is stored, after rounding.
+template <class Out>
+static float store_one(void* row, int64_t index, float value) {
+    typename Out::Element lanes[kWidth];
+    Out::store(lanes, splat(value));
+    static_cast<typename Out::Element*>(row)[index] = lanes[0];
+    return Out::load(lanes)[0];
+}
+
+// The sampled id's entry, behind the sweep, and what rounding took from it.
+static inline void store_sampled(const RowArgs& args, int64_t i, const RowGradient& gradient) {
+    const auto store = args.grad_dtype == kFloat32    ? store_one<Float32>
+                       : args.grad_dtype == kBfloat16 ? store_one<BFloat16>
+                                                      : store_one<Float16>;
+    const float stored = store(gradient_row(args, i), gradient.id, static_cast<float>(gradient.du_id));
+    if (args.rounding_error) args.rounding_error[i] = static_cast<float>(gradient.du_id - stored);
 }
 
 }  // namespace GK_ISA

@@ -59,6 +59,9 @@ _REGISTRY: dict[str, Entry] = {
 _ORDER = {"cpu": ("cpu", "torch"), "cuda": ("cuda", "triton", "torch")}
 
 
+NO_TEACHER = "no kernels for a teacher"
+
+
 class Choice(NamedTuple):
     """What "auto" takes, and why not the backends before it."""
 
@@ -107,23 +110,25 @@ def unavailable_reason(name: str, device: torch.device | None = None) -> str:
 
 
 @cache
-def auto_choice(device: torch.device, dtype: torch.dtype) -> Choice:
+def auto_choice(device: torch.device, dtype: torch.dtype, has_teacher: bool = False) -> Choice:
     """What `backend="auto"` takes for logits of this type on this device."""
     refused: dict[str, str] = {}
     for name in candidates(device):
         if dtype not in _REGISTRY[name].dtypes:
             continue
         reason = unavailable_reason(name, device)
+        if not reason and has_teacher and not get_backend(name).takes_teachers:
+            reason = NO_TEACHER
         if not reason:
             return Choice(name, refused)
         refused[name] = reason
     raise ValueError(f"no backend serves {dtype} on {device.type}")
 
 
-def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> str:
+def choose_backend(name: str, device: torch.device, dtype: torch.dtype, *, has_teacher: bool = False) -> str:
     """Resolve `backend=` for logits of this type on this device; ValueError where a named one cannot serve them."""
     if name == "auto":
-        choice = auto_choice(device, dtype)
+        choice = auto_choice(device, dtype, has_teacher)
         if choice.refused:
             _warn_of(choice)
         return choice.name
@@ -138,6 +143,8 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> str:
     reason = unavailable_reason(name, device)
     if reason:
         raise ImportError(f"backend={name!r} is not available: {reason}")
+    if has_teacher and not get_backend(name).takes_teachers:
+        raise ValueError(f"backend={name!r} has {NO_TEACHER}; expected backend='auto'")
     return name
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..contract import TokenInputs
 
 _REFERENCES = {
+    "fused_divergence": "divergence",
     "fused_grpo_loss": "reference_grpo_loss",
     "fused_logps": "reference_logps",
     "fused_policy_loss": "reference_logps",

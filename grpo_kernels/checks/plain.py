@@ -132,5 +132,5 @@ def _instead_of_module(name: str, module: torch.nn.Module) -> str:
     if has_lora:
         advice += " + scaling * B @ A"
     if getattr(module, "bias", None) is not None:
-        advice += f", and lm_head_bias={layer}.bias"
+        advice += f", and {'' if '.' in name else 'lm_head_'}bias={layer}.bias"
     return f"{advice}. The base weight alone would give its LoRA adapters no gradient" if has_lora else advice

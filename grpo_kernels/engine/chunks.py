@@ -24,6 +24,8 @@ from .lm_head import GivenLogits, LMHead
 from .memory import Chunk, visited
 from .plan import Plan
 from .sparse import SparsePairs
+from .teacher import KeptTeacher, TeacherHead
+from .top_k import TopKHead, write_over
 
 Head = LMHead | GivenLogits | KeptLogits
 # (chunk, its range of sequences) -> (d loss / d logp, d loss / d entropy) (N,), of which the chunk's are read
@@ -44,6 +46,7 @@ class Scorer:
         self.ids = head.columns(ids)
         self.values = values
         self.mask: DenseMask | None = None
+        self.teacher: TeacherHead | TopKHead | None = None
         self.gathered: KeptScorer | None = None
 
     def add_mask(self, mask: TokenMask, scored: Tensor) -> None:
@@ -52,6 +55,8 @@ class Scorer:
         head, dtype = self.head, self.values.columns.dtype
         # Given logits are there already: nothing is saved by gathers.
         gathers = scored & mask.gathers(head.vocab_size) if isinstance(head, LMHead) else torch.zeros_like(scored)
+        if isinstance(self.teacher, TopKHead):  # gathered rows have its ids alone, and those of the mask are the same
+            gathers = gathers & self.teacher.holds(self.sampled_ids)
         dense = (scored & (mask.counts > 0) & ~gathers).nonzero().squeeze(1)
         if dense.numel():
             self.mask = DenseMask(mask, dense, self.ids, dtype, head.vocab_slice)
@@ -73,7 +78,7 @@ class Scorer:
 
     def score(self, index: Tensor | None, *, entropy: bool = True) -> None:
         """logp, entropy and lse of these tokens (None: of all), nothing else."""
-        computes_logits = self.head.strategy == "rows" or self.mask is not None
+        computes_logits = self.head.strategy == "rows" or self.mask is not None or self.teacher is not None
         for chunk in self.head.chunks(self.without_gathered(index)):
             if computes_logits:
                 for rows in chunk.row_chunks():
@@ -89,7 +94,8 @@ class Scorer:
         """Statistics, objective and gradient of tokens whose gradient depends on themselves alone."""
         head = self.head
         # The scale of float16, which follows from the coefficients, or the other ranks' statistics have to come first.
-        if head.grad_dtype == torch.float16 or self.vocab_slice is not None:
+        is_last = isinstance(self.teacher, TopKHead)  # its entries are written over those of the row kernel
+        if head.grad_dtype == torch.float16 or self.vocab_slice is not None or is_last:
             self._stage_tokens(index, table)
             return
         for chunk in head.chunks(index):
@@ -129,7 +135,12 @@ class Scorer:
 
     def gradient(self, g_logp: Tensor, g_entropy: Tensor, *, static_shapes: bool = False) -> None:
         """Gradients of every token with a non-zero coefficient, from its logits computed again."""
-        index = None if static_shapes else ((g_logp != 0) | (g_entropy != 0)).nonzero().squeeze(1)
+        index = None
+        if not static_shapes:
+            has_gradient = (g_logp != 0) | (g_entropy != 0)
+            if self.teacher is not None:
+                has_gradient |= self.teacher.weight != 0
+            index = has_gradient.nonzero().squeeze(1)
         self._gradient_of(self.without_gathered(index), g_logp, g_entropy)
         if self.gathered is not None:
             self.gathered.gradient(g_logp, g_entropy)
@@ -149,7 +160,9 @@ class Scorer:
         self._put(rows, stats)
 
     def _logits(self, rows: Rows, *, again: bool = False) -> LogitChunk:
-        chunk = LogitChunk(self.head.logits(rows), rows, self.ids, self.head.folded_bias)
+        logits = self.head.logits(rows)
+        teacher = self.teacher.beside(self.head, rows) if isinstance(self.teacher, TeacherHead) else None
+        chunk = LogitChunk(logits, rows, self.ids, self.head.folded_bias, teacher)
         if self.mask is not None:
             if not again:
                 self.backend.statistics(chunk, self.temperature, self.mask.full, self.params)
@@ -161,17 +174,31 @@ class Scorer:
         self.backend.statistics(read, self.temperature, self.values, self.params)
         if self.vocab_slice is not None:
             self.vocab_slice.combine(rows, self.sampled_ids, self.values)
+        if isinstance(self.teacher, TopKHead):
+            self.teacher.put_divergence(read, self.temperature, self.values, self.params, self.backend)
         return read
 
     def _gradient(self, chunk: Chunk, read: LogitChunk, g_logp: Tensor, g_entropy: Tensor) -> None:
-        head, rows = self.head, read.rows
+        head, rows, weight = self.head, read.rows, None if self.teacher is None else self.teacher.weight
         written = head.row_gradients(chunk, rows, read.logits)
         if head.grad_dtype == torch.float16 and rows.count:
             steepness = self.params.logit_scale / rows.take(self.temperature)
-            largest = (torch.maximum(rows.take(g_logp).abs(), rows.take(g_entropy).abs()) * steepness).amax()
-            scale = head.scale_gradients(largest)
+            largest = torch.maximum(rows.take(g_logp).abs(), rows.take(g_entropy).abs())
+            if weight is not None:
+                largest = torch.maximum(largest, rows.take(weight).abs())
+            scale = head.scale_gradients((largest * steepness).amax())
             g_logp, g_entropy = g_logp * scale, g_entropy * scale
-        self.backend.logits_gradient(read, self.temperature, self.values, g_logp, g_entropy, self.params, written)
+            weight = None if weight is None else weight * scale
+        if weight is not None and read.teacher is not None:
+            read = read._replace(teacher=read.teacher._replace(weight=weight))
+        values, entries = self.values, None
+        if weight is not None and isinstance(self.teacher, TopKHead):
+            coefficients = g_logp, g_entropy, weight
+            others, entries = self.teacher.entries(read, self.temperature, values, coefficients, self.params)
+            values, g_logp, g_entropy = others
+        self.backend.logits_gradient(read, self.temperature, values, g_logp, g_entropy, self.params, written)
+        if entries is not None:
+            write_over(entries, written)
 
     def _put(self, rows: Rows, stats: RowStats) -> None:
         rows.put(self.values.logp, stats.logp)
@@ -243,14 +270,21 @@ def run(
     static_shapes: bool = False,
     sampling_mask: TokenMask | None = None,
     sparse_backward: float | None = None,
+    teacher: TeacherHead | TopKHead | None = None,
+    distill_coef: float = 0.0,
 ) -> tuple[TokenValues, Sums]:
     """Score a batch and, with `gradients`, leave the gradients of the loss in `head`."""
     tokens, table = plan.tokens, plan.tokens.table
     given = tokens.ids, table[FIELD["temperature"]], plan.params, backend, tokens.values
     scorer = new_scorer(sparse_backward, head, *given)
+    if teacher is not None:
+        weight = distill_coef * table[FIELD["weight_direct"]]
+        teacher.weight, scorer.teacher = torch.where(tokens.scored, weight, 0.0), teacher
     visit = _everything(plan) if static_shapes else _visit(plan)
     if sampling_mask is not None:
         scorer.add_mask(sampling_mask, tokens.scored)
+        if scorer.gathered is not None and isinstance(teacher, TopKHead):  # its ids are those of the mask
+            scorer.gathered.teacher = KeptTeacher(teacher, scorer.gathered.head, table[FIELD["temperature"]])
         scorer.score_gathered()  # whose sequences may hold other tokens
         visit = _without_gathered(visit, scorer, plan)
     lengths = visit.lengths
@@ -260,7 +294,7 @@ def run(
         scorer.score(visit.scored)
     elif lengths is not None:
         scorer.staged(whole_sequences(head, visit.active, lengths), _sequence_coefficients(plan, backend))
-    elif head.strategy == "anchored" and not plan.entropy_has_gradient and scorer.mask is None:
+    elif head.strategy == "anchored" and not plan.entropy_has_gradient and scorer.mask is None and teacher is None:
         scorer.anchored(visit.active, table)
     else:
         scorer.single_pass(visit.active, table)
@@ -273,9 +307,17 @@ def run(
     elif gradients and scorer.gathered is not None:
         scorer.gathered.gradient(*_coefficients(plan))
 
+    if teacher is not None:
+        added = distill_coef * tokens.values.divergence
+        tokens.values.value.add_(torch.where(tokens.scored, added, 0.0))
     sums = backend.sums(tokens, plan.params, plan.group_index, plan.num_groups)
+    if teacher is not None:
+        sums.column("zero_gradient").zero_()  # every scored token has a gradient, that of the divergence
     if sampling_mask is not None:
         sums = replace(sums, numbers=torch.cat([sums.numbers, _mask_sums(scorer, sampling_mask, tokens.scored)]))
+    if isinstance(teacher, TopKHead):
+        mass = torch.where(tokens.scored, teacher.mass, 0.0).sum().to(sums.numbers.dtype)
+        sums = replace(sums, numbers=torch.cat([sums.numbers, mass[None]]))
     if isinstance(scorer, SparseScorer):
         sums = replace(sums, numbers=torch.cat([sums.numbers, scorer.pairs.sums(sums.numbers.dtype)]))
     return tokens.values, sums

@@ -30,7 +30,7 @@ from ..backends.strategy import choose_strategy
 from ..contract import Backend, KeptPairs, RowGradients, Rows
 from .backward import FinishedGradients, WaitingPairs, power_of_two_scale, waiting_dtype
 from .dweight import WeightGradient, pieces
-from .memory import Chunk, Scratch, chunk_sizes, default_logits_dtype, visited
+from .memory import Chunk, Scratch, capacity_of, chunk_sizes, default_logits_dtype, visited
 from .products import PIECE_ROWS, SPLIT_SUM_ELEMENTS, cpu_multiplies, product, returns_float32
 from .vocab_parallel import VocabSlice
 
@@ -46,9 +46,10 @@ class LMHead:
     `inputs`: hidden, weight and bias; `wants`: which of them need gradients, which come back in their types.
     `compute_dtype`: the type of the products where that is not the inputs' own (autocast). `chunk_rows`: see
     memory.chunk_sizes. `vocab_slice`: the weight is a slice of the vocabulary; all ranks have the same chunks, and
-    dhidden is a float32 sum. `keep` (N,) bool: padding is computed along with the rest, and its hidden states, which
-    may hold anything, count as 0. `strategy`: see strategy.py. `gradient_scale`: where gradients of logits are float16,
-    the power of two that dlogits, dweight and dbias hold as a factor; dhidden does not.
+    dhidden is a float32 sum. `teacher_dtype`: of logits of a teacher that stand beside those of each chunk. `keep`
+    (N,) bool: padding is computed along with the rest, and its hidden states, which may hold anything, count as 0.
+    `strategy`: see strategy.py. `gradient_scale`: where gradients of logits are float16, the power of two that
+    dlogits, dweight and dbias hold as a factor; dhidden does not.
     """
 
     keep: Tensor | None = None
@@ -69,6 +70,7 @@ class LMHead:
         logits_dtype: torch.dtype | None = None,
         chunk_rows: int | None = None,
         vocab_slice: VocabSlice | None = None,
+        teacher_dtype: torch.dtype | None = None,
     ) -> None:
         hidden, weight, bias = inputs
         self.given_dtypes = hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
@@ -100,13 +102,15 @@ class LMHead:
 
         rows = len(weight) if vocab_slice is None else max(vocab_slice.sizes)
         capacity = None if vocab_slice is None else vocab_slice.capacity
+        if teacher_dtype is not None:
+            capacity = (capacity or capacity_of(device)).beside(self.logits_dtype, teacher_dtype)
         dtypes = self.logits_dtype, self.grad_dtype
         self.sizes = chunk_sizes(self.num_tokens, (rows, weight.shape[1]), *dtypes, device, wants, chunk_rows, capacity)
         self.chooses_rows = chunk_rows is None
         products = self._length(self.num_tokens, self.sizes.products)
         usual = min(self.sizes.logits, products), products
         most = min(self.sizes.sequences, self.num_tokens) if device.type == "cpu" else 0
-        self.scratch = Scratch(len(weight), *usual, *dtypes, device, most)
+        self.scratch = Scratch(len(weight), *usual, *dtypes, device, most, teacher_dtype)
 
     @cached_property
     def hidden_matrix(self) -> Tensor:
@@ -205,10 +209,11 @@ class LMHead:
         length = self.hidden.shape[1]
         return self.hidden[index // length, index % length]
 
-    def logits(self, rows: Rows) -> Tensor:
-        """(C, V) logits of a chunk, valid until the next call."""
+    def logits(self, rows: Rows, out: Tensor | None = None) -> Tensor:
+        """(C, V) logits of a chunk, in `out` or in the scratch until the next call."""
         h = self.hidden_rows(rows)
-        out = self.scratch.logits(rows.count)
+        if out is None:
+            out = self.scratch.logits(rows.count)
         if self.converts:
             h = h.to(self.logits_dtype)
             for piece in pieces(self.weight, PIECE_ROWS):

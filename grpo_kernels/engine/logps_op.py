@@ -2,10 +2,10 @@
 
 No `from __future__ import annotations` here, and Optional[X] for X | None: torch infers schemas from the annotations.
 """
-# ruff: noqa: UP045
+# ruff: noqa: UP007, UP045
 
 from collections.abc import Sequence
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
@@ -13,8 +13,10 @@ from torch import Tensor
 from ..backends import get_backend
 from ..checks.arguments import check_temperature, check_values
 from ..checks.plain import check_gathered
+from ..config import DEFAULT_CONFIG, GRPOConfig
 from ..contract import TokenValues, no_values
-from ..names import KernelParams
+from ..names import VALUE_FIELDS, KernelParams
+from ..teacher import Teacher, TopKTeacher
 from .backward import refuse_double_backward
 from .chunks import Scorer
 from .kept import make_token_mask
@@ -27,10 +29,13 @@ from .shared import (
     make_scorer,
     no_gradients,
     refuse_capture,
+    refuse_traced_teacher,
     requires_grad_flags,
     table_dtype,
     token_mask,
 )
+from .teacher import TeacherHead, new_teacher
+from .top_k import TopKHead
 from .vocab_parallel import VocabSlice, describe, refuse_traced_slice
 
 
@@ -51,6 +56,8 @@ class LogpsCall(NamedTuple):
     backend: str
     compute_dtype: Optional[torch.dtype]
     vocab_slice: Optional[VocabSlice] = None  # which rows of the whole weight this rank has; None: all
+    teacher: Union[Teacher, TopKTeacher, None] = None  # to whose distribution the divergence is computed
+    divergence: GRPOConfig = DEFAULT_CONFIG  # which one
 
     @property
     def description(self) -> tuple[object, ...]:
@@ -72,7 +79,7 @@ def logps_from_hidden(
     if any(requires_grad_flags(hidden, weight, bias)):
         return _Logps.apply(hidden, weight, bias, call)
     with torch.no_grad():
-        values = _compute((hidden, weight, bias), call)
+        values, _ = _compute((hidden, weight, bias), call)
     shape = call.tokens.completion_ids.shape
     return _column(values, 0, shape), _column(values, 1, shape) if call.want_entropy else None
 
@@ -80,20 +87,39 @@ def logps_from_hidden(
 Inputs = tuple[Tensor, Tensor, Optional[Tensor]]  # hidden, weight, bias
 
 
-def _compute(inputs: Inputs, call: LogpsCall) -> TokenValues:
-    """logp, entropy and lse. To be called under no_grad."""
+def divergence_from_hidden(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: LogpsCall) -> Tensor:
+    """The divergence to the teacher's distribution, of the shape of completion_ids; 0 at masked positions.
+
+    Differentiable."""
+    if is_traced(hidden):
+        refuse_traced_teacher(call.teacher)
+    if any(requires_grad_flags(hidden, weight, bias)):
+        return _Divergence.apply(hidden, weight, bias, call)
+    with torch.no_grad():
+        return _compute((hidden, weight, bias), call)[0].divergence.reshape(call.tokens.completion_ids.shape).clone()
+
+
+def _compute(inputs: Inputs, call: LogpsCall) -> tuple[TokenValues, Union[TeacherHead, TopKHead, None]]:
+    """logp, entropy, lse, and with a teacher the divergence. To be called under no_grad."""
     hidden, (ids, mask, temperature, *_) = inputs[0], call.tokens
+    dtype = table_dtype(call.compute_dtype or hidden.dtype)
     with pinned_matmul_precision(hidden.device):
-        head = LMHead(inputs, get_backend(call.backend), compute_dtype=call.compute_dtype, vocab_slice=call.vocab_slice)
+        teacher = new_teacher(call.teacher, call.divergence, get_backend(call.backend), ids.numel(), dtype)
+        head = LMHead(
+            inputs, get_backend(call.backend), compute_dtype=call.compute_dtype, vocab_slice=call.vocab_slice,
+            teacher_dtype=teacher.logits_dtype if isinstance(teacher, TeacherHead) else None,
+        )  # fmt: skip
         check_values(ids, mask, head.vocab_size, None)
         if temperature is not None:
             check_temperature(temperature, None if mask is None else mask.bool())
-        values = no_values(ids.numel(), table_dtype(head.hidden.dtype), hidden.device, columns=2)
+        columns = 2 if teacher is None else len(VALUE_FIELDS)
+        values = no_values(ids.numel(), dtype, hidden.device, columns=columns)
         scorer, mask, static = _make_scorer(head, call, values)
+        scorer.teacher = teacher
         scorer.score_gathered()
         scorer.score(None if static or mask is None else mask.nonzero().squeeze(1), entropy=call.want_entropy)
         head.release()
-        return values.only(mask) if static and mask is not None else values
+        return values.only(mask) if static and mask is not None else values, teacher
 
 
 def _make_scorer(head: LMHead, call: LogpsCall, values: TokenValues) -> tuple[Scorer, Optional[Tensor], bool]:
@@ -120,24 +146,34 @@ def _column(values: TokenValues, column: int, shape: torch.Size) -> Tensor:
 
 
 def _compute_gradients(
-    outer: Sequence[Tensor], inputs: Inputs, call: LogpsCall, results: Sequence[Tensor], wants: Sequence[bool]
+    outer: Sequence[Tensor],
+    inputs: Inputs,
+    call: LogpsCall,
+    results: Sequence[Tensor],
+    wants: Sequence[bool],
+    teacher: Union[TeacherHead, TopKHead, None] = None,
 ) -> list[Optional[Tensor]]:
     """(dhidden, dweight, dbias) from the logits computed again, over rows with a non-zero coefficient.
 
-    outer: d loss / d logps, d loss / d entropy. results: entropy, lse.
+    outer: d loss / d logps, d loss / d entropy; with a teacher, as the forward left it, d loss / d divergence.
+    results: entropy, lse.
     """
     entropy, lse = results
     check_gathered("lm_head_weight", inputs[1])  # it may have been released since the forward
     with torch.no_grad(), pinned_matmul_precision(entropy.device):
+        if teacher is not None:
+            teacher.weight = filled(outer[2].reshape(-1).to(entropy.dtype), token_mask(call.tokens.mask), 0.0)
         head = LMHead(
             inputs, get_backend(call.backend), wants=tuple(wants), compute_dtype=call.compute_dtype,
             vocab_slice=call.vocab_slice,
+            teacher_dtype=teacher.logits_dtype if isinstance(teacher, TeacherHead) else None,
         )  # fmt: skip
         columns = no_values(entropy.numel(), entropy.dtype, entropy.device).columns
         values = TokenValues(columns, lse.reshape(-1).contiguous())
         values.entropy.copy_(entropy.reshape(-1))
         scorer, mask, static = _make_scorer(head, call, values)
-        g_logp, g_entropy = (filled(g.reshape(-1), mask, 0.0) for g in outer)
+        scorer.teacher = teacher
+        g_logp, g_entropy = (filled(g.reshape(-1), mask, 0.0) for g in outer[:2])
         scorer.gradient(g_logp, g_entropy, static_shapes=static)
         return head.gradients().without_scales()
 
@@ -145,7 +181,7 @@ def _compute_gradients(
 class _Logps(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, call):
-        values = _compute((hidden, weight, bias), call)
+        values, _ = _compute((hidden, weight, bias), call)
         found, entropy, lse = _results(values, call.tokens.completion_ids.shape)
         ctx.call = call._replace(tokens=None)
         # A copy, since the caller may change what it got.
@@ -158,6 +194,28 @@ class _Logps(torch.autograd.Function):
         saved = ctx.saved_tensors
         call = ctx.call._replace(tokens=LogpsTokens(*saved[5:]))
         return *_compute_gradients(outer, saved[:3], call, saved[3:5], ctx.needs_input_grad[:3]), None
+
+
+class _Divergence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, call):
+        values, teacher = _compute((hidden, weight, bias), call)
+        assert teacher is not None
+        _, entropy, lse = _results(values, call.tokens.completion_ids.shape)
+        ctx.call, ctx.teacher = call._replace(tokens=None), teacher
+        # Autograd notices changes, which inference tensors do not count.
+        of_teacher = [x for x in vars(call.teacher).values() if isinstance(x, Tensor) and not x.is_inference()]
+        ctx.save_for_backward(hidden, weight, bias, entropy, lse, *call.tokens, *of_teacher)
+        return values.divergence.reshape(lse.shape).clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        refuse_double_backward("fused_divergence")
+        saved = ctx.saved_tensors
+        call = ctx.call._replace(tokens=LogpsTokens(*saved[5 : 5 + len(LogpsTokens._fields)]))
+        outer = *(torch.zeros_like(saved[3]) for _ in range(2)), g
+        wants = ctx.needs_input_grad[:3]
+        return *_compute_gradients(outer, saved[:3], call, saved[3:5], wants, ctx.teacher), None
 
 
 @torch.library.custom_op("grpo_kernels::logps", mutates_args=())
@@ -174,7 +232,7 @@ def logps(
     """(logps, entropy, lse), each of the shape of completion_ids; 0 at masked positions. `tokens`: LogpsTokens."""
     call = LogpsCall(LogpsTokens(*tokens), numbers, want_entropy, backend, compute_dtype)  # type: ignore[arg-type]
     with torch.no_grad():
-        return _results(_compute((hidden, weight, bias), call), call.tokens.completion_ids.shape)
+        return _results(_compute((hidden, weight, bias), call)[0], call.tokens.completion_ids.shape)
 
 
 @logps.register_fake

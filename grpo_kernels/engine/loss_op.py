@@ -19,13 +19,16 @@ from ..checks.arguments import check_offsets, check_token_values, check_values
 from ..config import DEFAULT_CONFIG, GRPOConfig, config_from_key
 from ..contract import Backend, Sums, TokenInputs
 from ..names import FIELD, MASK_SUMS, SPARSE_SUMS
+from ..teacher import Teacher, TopKTeacher
 from .backward import FinishedGradients, refuse_double_backward, scale_saved_gradients, times, waiting_dtype
 from .chunks import evaluate, run
 from .kept import make_token_mask
 from .lm_head import GivenLogits, LMHead
 from .plan import Plan, make_plan
 from .products import pinned_matmul_precision
-from .shared import is_capturing, is_traced, no_gradients, refuse_capture, table_dtype
+from .shared import is_capturing, is_traced, no_gradients, refuse_capture, refuse_traced_teacher, table_dtype
+from .teacher import TeacherHead, new_teacher
+from .top_k import TopKHead
 from .vocab_parallel import VocabSlice, describe, refuse_traced_slice
 
 # On a GPU the products of so few rows take as long as reading the weight: a row left out saves nothing, and reading the
@@ -46,6 +49,7 @@ class LossCall(NamedTuple):
     wants: Sequence[bool]  # which of hidden, weight, bias need gradients; or the logits
     accumulate_into: Optional[Tensor] = None  # float32, like the weight, whose gradient each backward adds to it
     vocab_slice: Optional[VocabSlice] = None  # which rows of the whole weight this rank has; None: all
+    teacher: Union[Teacher, TopKTeacher, None] = None  # to whose distribution the loss has a divergence
 
     @property
     def description(self) -> tuple[object, ...]:
@@ -54,9 +58,11 @@ class LossCall(NamedTuple):
 
 
 def loss_from_hidden(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: LossCall) -> tuple[Tensor, ...]:
-    """(loss, logps, entropy, numbers of Sums); the loss is differentiable in hidden, weight and bias."""
+    """(loss, logps, entropy, numbers of Sums); the loss is differentiable in hidden, weight and bias. With a teacher
+    the divergence comes last."""
     if is_traced(hidden):
         refuse_traced_slice(call.vocab_slice)
+        refuse_traced_teacher(call.teacher)
         if call.accumulate_into is not None:
             raise ValueError("accumulate_into is given to a call that is traced or compiled; it needs an eager one")
         loss, logps, entropy, numbers, *_ = grpo_loss(
@@ -85,34 +91,49 @@ def _compute(
     """(results, gradients). To be called under no_grad."""
     ids, inputs, config, kernels = call.completion_ids, call.tokens, call.config, get_backend(call.backend)
     with pinned_matmul_precision(hidden.device):
+        dtype = table_dtype(call.compute_dtype or hidden.dtype)
+        teacher = new_teacher(call.teacher, config, kernels, ids.numel(), dtype)
         head = LMHead(
             (hidden, weight, bias), kernels, wants=tuple(call.wants), compute_dtype=call.compute_dtype,
             logits_dtype=config.logits_dtype, chunk_rows=config.chunk_rows, vocab_slice=call.vocab_slice,
+            teacher_dtype=teacher.logits_dtype if isinstance(teacher, TeacherHead) else None,
         )  # fmt: skip
         check_values(ids, inputs.completion_mask, head.vocab_size, inputs.cu_seqlens)
         check_token_values(inputs)
         head.keeps_pairs = config.sparse_backward is not None and call.accumulate_into is not None
-        static, dtype = _computes_every_row(call, hidden.device), table_dtype(head.hidden.dtype)
-        plan = make_plan(inputs, ids, config, call.num_groups, kernels, static_shapes=static, dtype=dtype)
+        static = _computes_every_row(call, hidden.device)
+        plan = make_plan(
+            inputs, ids, config, call.num_groups, kernels, static_shapes=static, dtype=dtype,
+            has_teacher=teacher is not None,
+        )  # fmt: skip
         if static and inputs.completion_mask is not None:
             head.keep = plan.tokens.scored
-        return loss_of_head(head, plan, kernels, call, static_shapes=static), head.gradients()
+        return loss_of_head(head, plan, kernels, call, teacher, static_shapes=static), head.gradients()
 
 
 def loss_of_head(
-    head: Union[LMHead, GivenLogits], plan: Plan, kernels: Backend, call: LossCall, *, static_shapes: bool
+    head: Union[LMHead, GivenLogits],
+    plan: Plan,
+    kernels: Backend,
+    call: LossCall,
+    teacher: Union[TeacherHead, TopKHead, None] = None,
+    *,
+    static_shapes: bool,
 ) -> tuple[Tensor, ...]:
-    """(loss, logps, entropy, numbers of Sums); the gradients are left in `head`."""
+    """(loss, logps, entropy, numbers of Sums), with a teacher the divergence; the gradients are left in `head`."""
     tokens, shape = call.tokens, call.completion_ids.shape
     # The rows of given logits are all computed, whatever the mask: they decide no shape.
     is_static = static_shapes if isinstance(head, LMHead) else is_capturing(call.completion_ids.device)
     mask = make_token_mask(tokens.kept_ids, tokens.kept_counts, head.vocab_size, is_static=is_static)
     values, sums = run(
         head, plan, kernels, gradients=any(call.wants), static_shapes=static_shapes, sampling_mask=mask,
-        sparse_backward=call.config.sparse_backward,
+        sparse_backward=call.config.sparse_backward, teacher=teacher, distill_coef=call.config.distill_coef,
     )  # fmt: skip
     both = values.columns.narrow_copy(0, 0, 2).view(2, *shape)  # without the other columns
-    return sums.loss.clone(), both[0], both[1], sums.numbers
+    results = sums.loss.clone(), both[0], both[1], sums.numbers
+    if teacher is None:
+        return results
+    return *results, torch.where(plan.tokens.scored, values.divergence, 0.0).view(shape)
 
 
 def _computes_every_row(call: LossCall, device: torch.device) -> bool:

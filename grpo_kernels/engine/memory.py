@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -16,9 +17,9 @@ from .products import cpu_multiplies
 # 16-bit products on a CPU may add this many chunks to a 16-bit dweight, which rounds once per chunk: what the exact
 # entry of the sampled id saves (see lm_head.py) pays for that. Beyond it, sums are kept in float32.
 ROUNDED_CHUNKS = 3
-_BYTES_PER_MIB = 2**20
-_CPU_BUDGET = 512 * _BYTES_PER_MIB
-_LEAST_GPU_BUDGET = 4096 * _BYTES_PER_MIB
+_ALIGNMENT = 64  # bytes
+_CPU_BUDGET = 512 * 2**20
+_LEAST_GPU_BUDGET = 4096 * 2**20
 _GPU_SHARE = 1 / 12
 # Rows on a GPU.
 _LOGITS_ROWS = 2048
@@ -75,6 +76,11 @@ class Capacity(NamedTuple):
 
     budget: int  # bytes of a chunk at most, logits and their gradients together
     multiprocessors: int = 0  # of a GPU; 0: unknown
+
+    def beside(self, logits_dtype: torch.dtype, teacher_dtype: torch.dtype) -> Capacity:
+        """What a teacher's logits leave."""
+        share = logits_dtype.itemsize / (logits_dtype.itemsize + teacher_dtype.itemsize)
+        return self._replace(budget=int(self.budget * share))
 
 
 def capacity_of(device: torch.device) -> Capacity:
@@ -174,7 +180,7 @@ class Scratch:
 
     What a method returns is valid until its next call. `logits_rows`, `product_rows`: of the usual row chunk and
     product chunk, allocated at least. `most_logits_rows`: allocated at least where the usual ones are too few, so that
-    later calls can reuse the buffer.
+    later calls can reuse the buffer. `teacher_dtype`: of the logits of a teacher, which come with those of a chunk.
     """
 
     def __init__(
@@ -186,33 +192,39 @@ class Scratch:
         grad_dtype: torch.dtype,
         device: torch.device,
         most_logits_rows: int = 0,
+        teacher_dtype: torch.dtype | None = None,
     ) -> None:
         self.vocab_size, self.logits_rows, self.product_rows = vocab_size, logits_rows, product_rows
         self.most_logits_rows = most_logits_rows
-        self.logits_dtype, self.grad_dtype, self.device = logits_dtype, grad_dtype, device
-        self._logits: Tensor | None = None
+        self.grad_dtype, self.device = grad_dtype, device
+        self.logits_dtypes = (logits_dtype,) if teacher_dtype is None else (logits_dtype, teacher_dtype)
+        self._logits: list[Tensor] = []
         self._gradients: Tensor | None = None
         self._errors: Tensor | None = None
 
     def logits(self, count: int) -> Tensor:
         """(count, V) of a row chunk."""
-        if self._logits is None or self._logits.shape[0] < count:
-            self._logits = None  # freed before the next one is made
+        if not self._logits or self._logits[0].shape[0] < count:
+            self._logits = []  # freed before the next one is made
             rows = self.logits_rows if count <= self.logits_rows else max(count, self.most_logits_rows)
-            self._logits = allocate_rows(rows, self.vocab_size, self.logits_dtype, self.device)
-        return self._logits if self._logits.shape[0] == count else self._logits[:count]
+            self._logits = allocate_rows(rows, self.vocab_size, self.logits_dtypes, self.device)
+        return self._logits[0] if self._logits[0].shape[0] == count else self._logits[0][:count]
+
+    def teacher_logits(self, count: int) -> Tensor:
+        """(count, V) for the rows of the last `logits`."""
+        return self._logits[1][:count]
 
     def gradients(self, count: int) -> Tensor:
         """(count, V) of a product chunk, where they do not lie over the logits."""
         if self._gradients is None or self._gradients.shape[0] < count:
             self._gradients = None
             rows = max(count, self.product_rows)
-            self._gradients = allocate_rows(rows, self.vocab_size, self.grad_dtype, self.device)
+            (self._gradients,) = allocate_rows(rows, self.vocab_size, (self.grad_dtype,), self.device)
         return self._gradients[:count]
 
     def over(self, logits: Tensor) -> Tensor:
         """(count, V) gradients over these logits: of a narrower type, over the front half of each row."""
-        return logits if self.grad_dtype == self.logits_dtype else logits.view(self.grad_dtype)[:, : self.vocab_size]
+        return logits if self.grad_dtype == logits.dtype else logits.view(self.grad_dtype)[:, : self.vocab_size]
 
     def errors(self, count: int) -> Tensor:
         """(count,) float32 of a product chunk."""
@@ -222,25 +234,32 @@ class Scratch:
 
     def release(self) -> None:
         """Let go of everything; logits on a CPU stay for the next call."""
-        if self._logits is not None and self.device.type == "cpu":
-            _keep(self._logits.untyped_storage())
-        self._logits = self._gradients = self._errors = None
+        if self._logits and self.device.type == "cpu":
+            _keep(self._logits[0].untyped_storage())
+        self._logits, self._gradients, self._errors = [], None, None
 
 
-def allocate_rows(rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A scratch (rows, V) of logits or their gradients; out of memory, the error names the setting that helps."""
+def allocate_rows(rows: int, vocab_size: int, dtypes: Sequence[torch.dtype], device: torch.device) -> list[Tensor]:
+    """A scratch (rows, V) in each type, of logits or their gradients; on a CPU in one block. Out of memory, the error
+    names the setting that helps."""
     row_stride = chunk_row_stride(vocab_size, device)
+    shape, strides = (rows, vocab_size), (row_stride, 1)
+    sizes = [-(-rows * row_stride * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for dtype in dtypes]
     try:
-        if device.type == "cpu":
-            block = _cpu_block(rows * row_stride * dtype.itemsize)
-            return torch.empty(0, dtype=dtype, device=device).set_(block, 0, (rows, vocab_size), (row_stride, 1))
-        return torch.empty((rows, row_stride), dtype=dtype, device=device)[:, :vocab_size]
+        if device.type != "cpu":
+            return [torch.empty((rows, row_stride), dtype=dtype, device=device)[:, :vocab_size] for dtype in dtypes]
+        block = _cpu_block(sum(sizes))
+        places = [sum(sizes[:i]) // dtype.itemsize for i, dtype in enumerate(dtypes)]
+        return [
+            torch.empty(0, dtype=dtype, device=device).set_(block, place, shape, strides)
+            for place, dtype in zip(places, dtypes, strict=True)
+        ]
     except RuntimeError as error:  # torch.OutOfMemoryError is one
         if not isinstance(error, torch.OutOfMemoryError) and "memory" not in str(error):
             raise
-        size = rows * vocab_size * dtype.itemsize / _BYTES_PER_MIB
+        named = " and ".join(map(str, dtypes))
         raise type(error)(
-            f"no memory for one chunk of logits, {rows} x {vocab_size} {dtype} = {size:.0f} MiB: "
+            f"no memory for one chunk of logits, {rows} x {vocab_size} {named} = {sum(sizes) / 2**20:.0f} MiB: "
             f"set GRPOConfig.chunk_rows below {rows}. ({error})"
         ) from error
 

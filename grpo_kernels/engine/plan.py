@@ -47,6 +47,7 @@ def make_plan(
     *,
     static_shapes: bool,
     dtype: torch.dtype,
+    has_teacher: bool = False,
 ) -> Plan:
     """The plan of a batch of ids (B, T) or packed (N,), with its row table in `dtype` (float32, or float64)."""
     constant = _constant_per_sequence(inputs, ids.shape)
@@ -58,6 +59,8 @@ def make_plan(
     if found is None:
         found = config.derived[key] = _rules(inputs, config, constant)
     params, rules = found
+    if has_teacher:  # like the KL's: every scored token has a gradient
+        rules = rules._replace(kl_has_gradient=True)
     tokens = backend.plan(inputs, ids, rules, dtype, ordered=not static_shapes)
     if inputs.entropy_coef is not None or inputs.entropy_normalizer is not None:
         _weigh_entropy(tokens.table[FIELD["weight_entropy"]], inputs, config)

@@ -35,6 +35,11 @@ def refuse_capture(device: torch.device) -> None:
         raise ValueError("sparse_backward was given under capture of a CUDA graph; the number of entries is read")
 
 
+def refuse_traced_teacher(teacher: object) -> None:
+    if teacher is not None:
+        raise ValueError("teacher is given to a call that is traced or compiled; it needs an eager one")
+
+
 def requires_grad_flags(*inputs: Tensor | None) -> tuple[bool, ...]:
     """Which of them need gradients."""
     if not torch.is_grad_enabled():

@@ -20,6 +20,7 @@ from ...contract import (
     SparseRows,
     SparseRule,
     Sums,
+    TeacherLogits,
     TokenInputs,
     TokenValues,
     contiguous_rows,
@@ -27,6 +28,7 @@ from ...contract import (
 )
 from ...names import (
     AGGREGATIONS,
+    DIVERGENCES,
     DTYPES,
     KL_ESTIMATORS,
     LEVELS,
@@ -35,6 +37,7 @@ from ...names import (
     VALUE_FIELDS,
     KernelParams,
     PlanRules,
+    TeacherParams,
     integers_first,
 )
 
@@ -46,6 +49,7 @@ _CODES: dict[str, tuple[str, ...]] = {
     "kl": KL_ESTIMATORS,
     "level": LEVELS,
     "aggregation": AGGREGATIONS,
+    "divergence": DIVERGENCES,
 }
 
 _MASK_BYTES = {torch.bool: 1, torch.uint8: 1, torch.int8: 1, torch.int32: 4, torch.int64: 8}
@@ -59,6 +63,7 @@ class CompiledBackend:
     """
 
     name: str
+    takes_teachers = False
     has_amx = False
 
     def __init__(self, module: ModuleType) -> None:
@@ -134,10 +139,10 @@ class CompiledBackend:
         params: KernelParams,
         gradients: RowGradients | None = None,
     ) -> None:
-        self._run_rows(self.module.single_pass, chunk, values, params, gradients, table=table)
+        self._run_rows("single_pass", chunk, values, params, gradients, table=table)
 
     def statistics(self, chunk: LogitChunk, temperature: Tensor, values: TokenValues, params: KernelParams) -> None:
-        self._run_rows(self.module.stats, chunk, values, params, temperature=temperature)
+        self._run_rows("stats", chunk, values, params, temperature=temperature)
 
     def logits_gradient(
         self,
@@ -150,7 +155,7 @@ class CompiledBackend:
         gradients: RowGradients,
     ) -> None:
         per_token = {"temperature": temperature, "g_logp": g_logp, "g_entropy": g_entropy}
-        self._run_rows(self.module.gradient, chunk, values, params, gradients, **per_token)
+        self._run_rows("gradient", chunk, values, params, gradients, **per_token)
 
     def sparse_gradient(
         self,
@@ -165,11 +170,11 @@ class CompiledBackend:
     ) -> None:
         per_token = {"temperature": temperature, "g_logp": g_logp, "g_entropy": g_entropy}
         others = *pairs, pairs.ids.shape[1], *rule
-        self._run_rows(self.module.sparse_gradient, chunk, values, params, None, *others, **per_token)
+        self._run_rows("sparse_gradient", chunk, values, params, None, *others, **per_token)
 
     def _run_rows(
         self,
-        function: Callable[..., None],
+        name: str,
         chunk: LogitChunk,
         values: TokenValues,
         params: KernelParams,
@@ -177,15 +182,24 @@ class CompiledBackend:
         *others: object,
         **per_token: Tensor,
     ) -> None:
-        logits, rows, ids, bias = chunk
+        logits, rows, ids, bias, teacher = chunk
+        if teacher is not None:
+            name, others = f"teacher_{name}", (self._teacher(teacher), *others)
         table, temperature = per_token.get("table"), per_token.get("temperature")
         g_logp, g_entropy = per_token.get("g_logp"), per_token.get("g_entropy")
         dlogits, rounding_error = gradients or (None, None)
         written = (None, 0, 0) if dlogits is None else self._matrix(dlogits)
         self.call(
-            function, logits.device, *self._matrix(logits), *logits.shape, bias, ids, rows.start, rows.index,
-            temperature, *_tokens(table, values), values.lse, g_logp, g_entropy, *written, rounding_error,
-            self.packed(params), *others,
+            getattr(self.module, name), logits.device, *self._matrix(logits), *logits.shape, bias, ids,
+            rows.start, rows.index, temperature, *_tokens(table, values), values.lse, g_logp, g_entropy, *written,
+            rounding_error, self.packed(params), *others,
+        )  # fmt: skip
+
+    def _teacher(self, teacher: TeacherLogits) -> tuple[object, ...]:
+        """gk::TeacherArgs."""
+        return (
+            *self._matrix(teacher.logits), teacher.bias, teacher.weight, teacher.offset, teacher.lse,
+            self.packed(teacher.params),
         )  # fmt: skip
 
     # --- tokens ---------------------------------------------------------------------------------------------------
@@ -242,8 +256,8 @@ class CompiledBackend:
 
     # --- arguments ------------------------------------------------------------------------------------------------
 
-    def packed(self, struct: KernelParams | PlanRules) -> bytes:
-        """gk::Params or gk::PlanRules."""
+    def packed(self, struct: KernelParams | PlanRules | TeacherParams) -> bytes:
+        """gk::Params, gk::PlanRules or gk::TeacherParams."""
         found = self._packed.get(id(struct))
         if found is None:
             if len(self._packed) >= _MOST_PACKED:
@@ -257,7 +271,7 @@ class CompiledBackend:
         return x, self.dtypes[x.dtype], x.stride(0)
 
 
-def pack(struct: KernelParams | PlanRules) -> bytes:
+def pack(struct: KernelParams | PlanRules | TeacherParams) -> bytes:
     """int32, then float32, in the order of the struct. A float64 beyond float32 becomes infinite, as in C."""
     integers, floats = integers_first(struct)
     given = struct._asdict()

@@ -21,6 +21,7 @@ class CpuBackend(CompiledBackend):
     """CompiledBackend on the CPU, in torch's number of threads."""
 
     name = "cpu"
+    takes_teachers = True
 
     def __init__(self, module: ModuleType) -> None:
         super().__init__(module)

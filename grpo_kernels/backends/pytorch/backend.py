@@ -14,6 +14,8 @@ from . import coefficients, kept
 from .plan import plan_tokens
 from .sparse import start_of_sum, write_pairs
 from .sums import column_sums
+from .teacher import divergence_gradient, put_divergence
+from .transform import minus_lse, transformed
 
 LOWEST_LOG_P = -1e4  # e^x is 0 long before, in float64 too
 SCALED_AT_ONCE = 1 << 22  # numbers that `scale` holds in float32
@@ -38,6 +40,7 @@ def scale_in_pieces(x: Tensor, factor: Tensor) -> None:
 
 class TorchBackend:
     name = "torch"
+    takes_teachers = True
     has_amx = False
 
     def unavailable_reason(self, device: torch.device) -> str:
@@ -74,10 +77,14 @@ class TorchBackend:
     def statistics(self, chunk: LogitChunk, temperature: Tensor, values: TokenValues, params: KernelParams) -> None:
         """logp of the sampled ids, log-sum-exp and entropy of every row."""
         rows = chunk.rows
-        z, _ = _transform(chunk, rows.take(temperature), params)
+        z, _ = transformed(chunk.logits, chunk.bias, rows.take(temperature), params)
         found = _row_statistics(z, rows.take(chunk.ids))
         for destination, x in zip((values.logp, values.lse, values.entropy), found, strict=True):
             rows.put(destination, x)
+        if chunk.teacher is not None:
+            temperature = rows.take(temperature)
+            log_p, _ = _log_p(chunk, temperature, found.lse, params)
+            put_divergence(chunk, log_p, temperature, values)
 
     def logits_gradient(
         self,
@@ -92,11 +99,9 @@ class TorchBackend:
         """Write d loss / d logits, maybe over the logits."""
         given = chunk.ids, temperature, values.lse, values.entropy, g_logp, g_entropy
         ids, temperature, lse, entropy, g_logp, g_entropy = (chunk.rows.take(x) for x in given)
-        z, chain = _transform(chunk, temperature, params)
-        # Two subtractions: lse rounded to the type of z, then what the rounding left.
-        rounded = lse.to(z.dtype)
-        log_p = z.sub_(rounded[:, None]).sub_((lse - rounded).to(z.dtype)[:, None])
+        log_p, chain = _log_p(chunk, temperature, lse, params)
         p = log_p.exp()
+        of_teacher = None if chunk.teacher is None else divergence_gradient(chunk, log_p, temperature)
         # Whether any gradient goes through the entropy is stored on the device; to read it would end the capture of a
         # CUDA graph. Where none does, an entropy of NaN must not matter; where p is 0, any finite log p will do.
         entropy = torch.where(g_entropy == 0, 0.0, entropy)
@@ -105,10 +110,13 @@ class TorchBackend:
         known = ids >= 0  # -1: in another rank's slice of the vocabulary
         sampled = ids.clamp(min=0)[:, None]
         dz.scatter_add_(1, sampled, torch.where(known, g_logp, 0.0)[:, None])
+        zero_gradient = (g_logp == 0) & (g_entropy == 0)
+        if chunk.teacher is not None and of_teacher is not None:
+            dz.masked_fill_(zero_gradient[:, None], 0.0).add_(of_teacher)
+            zero_gradient &= chunk.rows.take(chunk.teacher.weight) == 0
         dz.mul_((params.logit_scale / temperature)[:, None])
         if chain is not None:
             dz.mul_(chain)
-        zero_gradient = (g_logp == 0) & (g_entropy == 0)
         dlogits, rounding_error = gradients
         dlogits.copy_(dz.masked_fill_(zero_gradient[:, None], 0.0))
         if rounding_error is not None:
@@ -167,16 +175,7 @@ def _row_statistics(z: Tensor, ids: Tensor) -> RowStats:
     return RowStats(logp.squeeze(1), lse.squeeze(1), entropy.squeeze(1))
 
 
-def _transform(chunk: LogitChunk, temperature: Tensor, params: KernelParams) -> tuple[Tensor, Tensor | None]:
-    """(z = softcap(scale * (logits + bias)) / temperature (C,), the softcap's derivative or None); z is a copy."""
-    logits = chunk.logits
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    z = logits.to(dtype, copy=True) if chunk.bias is None else logits.to(dtype) + chunk.bias
-    z = z.mul_(params.logit_scale)
-    chain = None
-    if params.softcap:
-        excluded = z == -torch.inf  # an id that is excluded stays so; the derivative is 0 there
-        tanh = z.div_(params.softcap).tanh_()
-        chain = 1 - tanh * tanh
-        z = tanh.mul_(params.softcap).masked_fill_(excluded, -torch.inf)
-    return z.div_(temperature[:, None]), chain
+def _log_p(chunk: LogitChunk, temperature: Tensor, lse: Tensor, params: KernelParams) -> tuple[Tensor, Tensor | None]:
+    """(log-probabilities (C, V), the softcap's derivative or None) from the log-sum-exp (C,)."""
+    z, chain = transformed(chunk.logits, chunk.bias, temperature, params)
+    return minus_lse(z, lse), chain

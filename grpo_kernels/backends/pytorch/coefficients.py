@@ -23,7 +23,8 @@ def token_objective(rows: Rows, table: Tensor, values: TokenValues, params: Kern
     log_ratio = own_log_ratio(logp, table, params)
     value, d_ratio, d_direct, kl = objective(log_ratio, logp, entropy, table, params)
     g_logp = weighted(table, "weight_ratio", d_ratio) + weighted(table, "weight_direct", d_direct)
-    rows.put(values.columns, torch.stack([logp, entropy, log_ratio, value, kl, g_logp]), dim=1)
+    found = torch.stack([logp, entropy, log_ratio, value, kl, g_logp])
+    rows.put(values.columns[: len(found)], found, dim=1)
 
 
 def sequence_objective(
@@ -44,7 +45,8 @@ def sequence_objective(
         total = sequences.sum(weighted(table, "weight_direct", d_ratio))
         g_logp = g_logp + slope * sequences.spread(total)
     found = torch.stack([log_ratio, value, kl, g_logp])
-    values.columns[2:] = torch.where(scored, found, values.columns[2:])
+    written = values.columns[2 : 2 + len(found)]
+    written.copy_(torch.where(scored, found, written))
 
 
 def own_log_ratio(logp: Tensor, table: Tensor, params: KernelParams) -> Tensor:

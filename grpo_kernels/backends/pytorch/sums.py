@@ -14,7 +14,7 @@ from .objective import clamp_log_ratio
 def column_sums(planned: PlannedTokens, params: KernelParams, group_index: Tensor | None, num_groups: int) -> Sums:
     """Rows to sequences (S, K) to groups (num_groups, K) to totals (K,); extrema (3,). K: COLUMNS."""
     field = dict(zip(FIELD, planned.table, strict=True))
-    logp, entropy, log_ratio, value, kl, g_logp = planned.values.columns
+    logp, entropy, log_ratio, value, kl, g_logp, divergence = planned.values.columns
     scored = planned.scored
     planned.values.columns[:2] = torch.where(scored, planned.values.columns[:2], 0.0)
     ratio = clamp_log_ratio(log_ratio, params)[0].exp()
@@ -40,6 +40,7 @@ def column_sums(planned: PlannedTokens, params: KernelParams, group_index: Tenso
         "rollout_weight": field["rollout_weight"],
         "rollout_weight_sq": field["rollout_weight"] ** 2,
         "zero_gradient": (g_logp == 0) & (field["weight_entropy"] == 0),
+        "divergence": divergence,
     }
     matrix = torch.stack([torch.where(scored, columns[name].to(logp.dtype), 0.0) for name in COLUMNS], dim=1)
     sequences = torch.segment_reduce(matrix, "sum", offsets=planned.offsets, axis=0, unsafe=True)

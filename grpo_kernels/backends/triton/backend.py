@@ -15,7 +15,7 @@ from torch import Tensor
 from ..launch import architecture, best_first, shipped_table
 from ..pytorch.backend import add_rows
 from ..strategy import STRATEGIES
-from . import kept, rows, sequences, sparse, tokens
+from . import kept, sequences, sparse, teacher, tokens
 from .anchored import anchored
 from .linear_logp import linear_logp
 from .plan import plan
@@ -52,6 +52,7 @@ class TritonBackend:
     """contract.Backend by Triton's kernels."""
 
     name = "triton"
+    takes_teachers = True
     has_amx = False
 
     def unavailable_reason(self, device: torch.device) -> str:
@@ -70,9 +71,9 @@ class TritonBackend:
         return best_first("strategy", served, weight)
 
     plan = on_device(plan)
-    single_pass = on_device(rows.single_pass)
-    statistics = on_device(rows.statistics)
-    logits_gradient = on_device(rows.logits_gradient)
+    single_pass = on_device(teacher.single_pass)
+    statistics = on_device(teacher.statistics)
+    logits_gradient = on_device(teacher.logits_gradient)
     sparse_gradient = on_device(sparse.sparse_gradient)
     token_objective = on_device(tokens.token_objective)
     sequence_objective = on_device(sequences.sequence_objective)

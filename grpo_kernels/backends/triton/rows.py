@@ -190,7 +190,8 @@ def add_columns(row, first, end, sums, to_exponent, p, OPTIONS: tl.constexpr, CO
 
 
 @triton.jit
-def row_statistics(row, to_z, p, OPTIONS: tl.constexpr):
+def row_sums(row, to_z, p, OPTIONS: tl.constexpr):
+    """RowSums of whole rows."""
     BLOCK: tl.constexpr = OPTIONS.block
     to_exponent = (to_z * INV_LN2).to(tl.float32)
     sums = no_sums(OPTIONS.rows)
@@ -203,6 +204,12 @@ def row_statistics(row, to_z, p, OPTIONS: tl.constexpr):
     for i in range(blocks):
         first = (blocks - 1 - i) * BLOCK
         sums = add_columns(row, first, end, sums, to_exponent, p, OPTIONS, BLOCK)
+    return sums
+
+
+@triton.jit
+def row_statistics(row, to_z, p, OPTIONS: tl.constexpr):
+    sums = row_sums(row, to_z, p, OPTIONS)
     log_sum = tl.log(sums.exps)
     entropy = (log_sum - LN2 * (sums.moment / sums.exps)).to(tl.float32)
     known = row.live & (row.ids >= 0) & (row.ids < row.vocab)
@@ -384,7 +391,7 @@ def logits_gradient(
     grid, options = row_options(chunk, params, gradients)
     gradient_kernel[grid](
         logits_of(chunk), chunk.ids, place(chunk.rows), temperature, values, g_logp, g_entropy, len(chunk.logits),
-        len(chunk.ids), _gradient(gradients), scalars(params), **options,
+        len(chunk.ids), gradient_to(gradients), scalars(params), **options,
     )  # fmt: skip
 
 
@@ -395,7 +402,7 @@ def single_pass(
     grid, options = row_options(chunk, params, gradients, variant(params))
     single_pass_kernel[grid](
         logits_of(chunk), chunk.ids, place(chunk.rows), Batch.of(table, values), len(chunk.logits), len(chunk.ids),
-        _gradient(gradients), scalars(params), **options,
+        gradient_to(gradients), scalars(params), **options,
     )  # fmt: skip
 
 
@@ -422,7 +429,7 @@ def logits_of(chunk: LogitChunk) -> Logits:
     return Logits(chunk.logits, chunk.bias, chunk.logits.shape[1], chunk.logits.stride(0))
 
 
-def _gradient(gradients: RowGradients | None) -> Gradient:
+def gradient_to(gradients: RowGradients | None) -> Gradient:
     if gradients is None:
         return Gradient()
     return Gradient(gradients.dlogits, gradients.dlogits.stride(0), gradients.rounding_error)

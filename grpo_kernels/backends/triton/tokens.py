@@ -32,6 +32,7 @@ from .layout import (
     SUM_CISPO_CLIP,
     SUM_CLIP_HIGH,
     SUM_CLIP_LOW,
+    SUM_DIVERGENCE,
     SUM_ENTROPY,
     SUM_KL,
     SUM_LOSS,
@@ -42,6 +43,7 @@ from .layout import (
     SUM_ROLLOUT_WEIGHT_SQ,
     SUM_TOKENS,
     SUM_ZERO_GRADIENT,
+    TOKEN_DIVERGENCE,
     TOKEN_ENTROPY,
     TOKEN_G_LOGP,
     TOKEN_KL,
@@ -147,6 +149,7 @@ def sequence_kernel(scored, batch, offsets, out, count, tokens, p, OPTIONS: tl.c
         sums = add_column(sums, SUM_ROLLOUT_WEIGHT, rollout_weight)
         sums = add_column(sums, SUM_ROLLOUT_WEIGHT_SQ, rollout_weight.to(tl.float64) * rollout_weight)
         sums = add_column(sums, SUM_ZERO_GRADIENT, zero_gradient)
+        sums = add_column(sums, SUM_DIVERGENCE, tl.load(found + TOKEN_DIVERGENCE * tokens, mask=on, other=0.0))
 
         low = tl.min(tl.where(on, ratio, float("inf")), 1)
         high = tl.max(tl.where(on, ratio, -float("inf")), 1)

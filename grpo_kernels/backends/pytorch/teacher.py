@@ -1,0 +1,70 @@
+"""The divergence to a teacher's distribution and its gradient, in plain torch.
+
+reverse_kl  D = sum p (log p - log q)                dD/dz = p (log p - log q - D)
+forward_kl  D = sum q (log q - log p)                dD/dz = p - q
+jsd         D = b KL(q|m) + (1 - b) KL(p|m)          dD/dz = (1 - b) p (log(p / m) - KL(p|m)),  m = (1 - b) p + b q
+"""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ...contract import LogitChunk, TeacherLogits, TokenValues
+from ...names import TeacherParams
+from .transform import minus_lse, transformed
+
+
+def put_divergence(chunk: LogitChunk, log_p: Tensor, temperature: Tensor, values: TokenValues) -> None:
+    """Writes the divergence, its offset and the teacher's log-sum-exp of a chunk's tokens. log_p (C, V)."""
+    teacher, rows = cast(TeacherLogits, chunk.teacher), chunk.rows
+    z, _ = transformed(teacher.logits, teacher.bias, temperature, teacher.params)
+    lse = z.double().logsumexp(-1)
+    log_q = minus_lse(z, lse)
+    params = teacher.params
+    if params.divergence == "reverse_kl":
+        divergence = offset = _kl(log_p, log_q)
+    elif params.divergence == "forward_kl":
+        divergence, offset = _kl(log_q, log_p), torch.zeros_like(lse)
+    else:
+        log_m = _log_mixture(log_p, log_q, params)
+        offset = _kl(log_p, log_m)
+        divergence = params.divergence_beta * _kl(log_q, log_m) + (1 - params.divergence_beta) * offset
+    rows.put(values.divergence, divergence.to(values.columns.dtype))
+    rows.put(teacher.offset, offset.to(teacher.offset.dtype))
+    rows.put(teacher.lse, lse)
+
+
+def divergence_gradient(chunk: LogitChunk, log_p: Tensor, temperature: Tensor) -> Tensor:
+    """(C, V): weight times dD / dz, 0 where the weight is. log_p (C, V)."""
+    teacher, rows = cast(TeacherLogits, chunk.teacher), chunk.rows
+    weight, offset, lse = (rows.take(x)[:, None] for x in (teacher.weight, teacher.offset, teacher.lse))
+    z, _ = transformed(teacher.logits, teacher.bias, temperature, teacher.params)
+    log_q, p, params = minus_lse(z, lse.squeeze(1)), log_p.exp(), teacher.params
+    if params.divergence == "forward_kl":
+        slope = p - log_q.exp()
+    else:
+        is_jsd = params.divergence == "jsd"
+        other = _log_mixture(log_p, log_q, params) if is_jsd else log_q
+        slope = p * (_difference(log_p, other) - offset) * (1 - params.divergence_beta if is_jsd else 1.0)
+        slope.masked_fill_(p == 0, 0.0)
+    return torch.where(weight != 0, weight * slope, 0.0).to(log_p.dtype)
+
+
+def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
+    """(C,) sum a log(a / b)."""
+    a = log_a.exp()
+    return (a * _difference(log_a, log_b)).masked_fill_(a == 0, 0.0).sum(-1)
+
+
+def _difference(log_a: Tensor, log_b: Tensor) -> Tensor:
+    """log a - log b; anything finite where a is 0."""
+    return (log_a - log_b).masked_fill_(log_a == -torch.inf, 0.0)
+
+
+def _log_mixture(log_p: Tensor, log_q: Tensor, params: TeacherParams) -> Tensor:
+    b = params.divergence_beta
+    return torch.logaddexp(log_p + math.log(1 - b), log_q + math.log(b))

@@ -1,0 +1,30 @@
+"""From logits to what the softmax is of, for the policy's and a teacher's."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...names import KernelParams, TeacherParams
+
+
+def transformed(
+    logits: Tensor, bias: Tensor | None, temperature: Tensor, params: KernelParams | TeacherParams
+) -> tuple[Tensor, Tensor | None]:
+    """(z = softcap(scale * (logits + bias)) / temperature (C,), the softcap's derivative or None); z is a copy."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    z = logits.to(dtype, copy=True) if bias is None else logits.to(dtype) + bias
+    z = z.mul_(params.logit_scale)
+    chain = None
+    if params.softcap:
+        excluded = z == -torch.inf  # an id that is excluded stays so; the derivative is 0 there
+        tanh = z.div_(params.softcap).tanh_()
+        chain = 1 - tanh * tanh
+        z = tanh.mul_(params.softcap).masked_fill_(excluded, -torch.inf)
+    return z.div_(temperature[:, None]), chain
+
+
+def minus_lse(z: Tensor, lse: Tensor) -> Tensor:
+    """z (C, V) -= lse (C,) float64: lse rounded to the type of z, then what the rounding left."""
+    rounded = lse.to(z.dtype)
+    return z.sub_(rounded[:, None]).sub_((lse - rounded).to(z.dtype)[:, None])

@@ -1,0 +1,150 @@
+"""The divergence to a teacher's distribution as a loss of its own, without the (N, V) logits of either."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .backends import choose_backend
+from .checks.arguments import check_token_tensor, num_sequences_of, temperature_per_token
+from .checks.plain import check_plain, full_weight
+from .config import GRPOConfig, check_logit_transform
+from .engine.logps_op import LogpsCall, LogpsTokens, divergence_from_hidden
+from .engine.shared import is_capturing
+from .inputs import check_lm_head
+from .loss import fused_grpo_loss
+from .names import Aggregation, Divergence
+from .teacher import Teacher, TopKTeacher, check_teacher
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class DistillationOutput:
+    """loss: scalar, differentiable. divergence, entropy (of the policy; over the K ids of a TopKTeacher with mode
+    "renormalize"): (B, T) or (N,) nats, detached, 0 where masked.
+    metrics: name -> scalar, means over unmasked tokens: "divergence", "entropy", of a TopKTeacher "divergence/mass",
+    the probability of its ids."""
+
+    loss: Tensor
+    divergence: Tensor
+    entropy: Tensor
+    metrics: dict[str, Tensor]
+
+    def __repr__(self) -> str:
+        return f"DistillationOutput(loss={self.loss}, divergence of {tuple(self.divergence.shape)})"
+
+
+def fused_distillation_loss(
+    hidden: Tensor,
+    lm_head_weight: Tensor,
+    teacher: Teacher | TopKTeacher,
+    *,
+    completion_mask: Tensor | None = None,
+    divergence: Divergence = "reverse_kl",
+    divergence_beta: float | None = None,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    lm_head_bias: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    aggregation: Aggregation = "token_mean",
+    normalizer: Tensor | float | None = None,
+    max_completion_length: int | None = None,
+    logits_dtype: torch.dtype | None = None,
+    chunk_rows: int | None = None,
+    accumulate_into: Tensor | None = None,
+    backend: str = "auto",
+) -> DistillationOutput:
+    """The mean divergence of the policy's distribution p and the teacher's q over the whole vocabulary, forward and
+    backward in one pass: 6 NHV + 2 NH'V operations, and a chunk of both logits in memory.
+
+        reverse_kl  sum p log(p / q)        forward_kl  sum q log(q / p)
+        jsd         b KL(q|m) + (1 - b) KL(p|m), m = (1 - b) p + b q, b = divergence_beta: GKD, arXiv:2306.13649
+
+    Shapes, types and the other arguments as in `fused_grpo_loss`; aggregation, max_completion_length, logits_dtype
+    and chunk_rows as in `GRPOConfig`: on a CPU that multiplies bfloat16, logits_dtype=torch.float32 takes the
+    rounding of logits out of the divergence of distributions that are close. With rewards beside it:
+    `fused_grpo_loss(..., teacher=teacher)`. Raises as `fused_grpo_loss` does. A TopKTeacher with mode "renormalize"
+    takes the time and memory of its K ids.
+
+    Example:
+        >>> hidden, weight = torch.randn(4, 6, 32, requires_grad=True), torch.randn(100, 32, requires_grad=True)
+        >>> teacher = Teacher(torch.randn(4, 6, 64), torch.randn(100, 64))
+        >>> out = fused_distillation_loss(hidden, weight, teacher, divergence="forward_kl")
+        >>> out.loss.backward()
+    """
+    # The objective of the GRPO loss without advantages, whose sampled ids do not matter.
+    config = GRPOConfig(
+        surrogate="reinforce", kl_estimator="none", aggregation=aggregation, distill_coef=1.0, divergence=divergence,
+        divergence_beta=divergence_beta, temperature=temperature, logit_scale=logit_scale, logit_softcap=logit_softcap,
+        max_completion_length=max_completion_length, logits_dtype=logits_dtype, chunk_rows=chunk_rows,
+    )  # fmt: skip
+    ids, mask = _some_ids(hidden, teacher), None
+    if isinstance(teacher, TopKTeacher) and teacher.mode == "renormalize" and teacher.ids.device == hidden.device:
+        if is_capturing(hidden.device):
+            raise ValueError(
+                "teacher has mode 'renormalize', and the number of its ids is read; call fused_distillation_loss "
+                "outside of the capture of a CUDA graph"
+            )
+        mask = teacher.sampling_mask  # nothing needs the logits of other ids
+    sequences = num_sequences_of(ids, cu_seqlens)
+    out = fused_grpo_loss(
+        hidden, lm_head_weight, ids, hidden.new_zeros(sequences, 1, dtype=torch.float32), teacher=teacher,
+        completion_mask=completion_mask, lm_head_bias=lm_head_bias, cu_seqlens=cu_seqlens, normalizer=normalizer,
+        accumulate_into=accumulate_into, backend=backend, config=config, sampling_mask=mask,
+    )  # fmt: skip
+    assert out.divergence is not None and out.entropy is not None
+    metrics = {name: x for name, x in out.metrics.items() if name == "entropy" or name.startswith("divergence")}
+    return DistillationOutput(out.loss, out.divergence, out.entropy, metrics)
+
+
+def fused_divergence(
+    hidden: Tensor,
+    lm_head_weight: Tensor,
+    teacher: Teacher | TopKTeacher,
+    *,
+    completion_mask: Tensor | None = None,
+    divergence: Divergence = "reverse_kl",
+    divergence_beta: float | None = None,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    lm_head_bias: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """The divergence of each token, (B, T) or (N,) float32 (float64 from float64) nats, 0 at masked positions: for
+    losses of one's own. Differentiable: the backward computes the logits again, which `fused_distillation_loss` does
+    not. Arguments as there; temperature may be a number, or one value per token or sequence."""
+    check_logit_transform(temperature, logit_scale, logit_softcap)
+    config = GRPOConfig(
+        distill_coef=1.0, divergence=divergence, divergence_beta=divergence_beta, logit_scale=logit_scale,
+        logit_softcap=logit_softcap,
+    )  # fmt: skip
+    ids = _some_ids(hidden, teacher)
+    weight, bias = full_weight(lm_head_weight), full_weight(lm_head_bias)
+    compute_dtype = check_lm_head("fused_divergence", hidden, weight, bias, ids)
+    dtype = compute_dtype or hidden.dtype
+    check_teacher(teacher, config, hidden, weight, dtype, completion_mask)
+    check_token_tensor("completion_mask", completion_mask, ids.shape, -1, ids)
+    per_token: Any = None
+    if isinstance(temperature, Tensor):
+        sequences = ids.shape[0] if ids.dim() == 2 else -1
+        per_token = temperature_per_token(temperature, ids.shape, sequences, ids).to(hidden.device)
+    name = choose_backend(backend, hidden.device, dtype, has_teacher=isinstance(teacher, Teacher))
+    call = LogpsCall(
+        LogpsTokens(ids, completion_mask, per_token),
+        (1.0 if per_token is not None else float(temperature), float(logit_scale), float(logit_softcap or 0.0), 0.0),
+        True, name, compute_dtype, teacher=teacher, divergence=config,
+    )  # fmt: skip
+    return divergence_from_hidden(hidden, weight, bias, call)
+
+
+def _some_ids(hidden: Tensor, teacher: object) -> Tensor:
+    """Ids of the shape of the tokens, for what needs some: the divergence does not depend on them. A TopKTeacher's own,
+    so that they belong to its sampling mask."""
+    check_plain("hidden", hidden)
+    if isinstance(teacher, TopKTeacher) and teacher.ids.shape[:-1] == hidden.shape[:-1]:
+        return teacher.ids.amax(-1).clamp(min=0)
+    return torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)

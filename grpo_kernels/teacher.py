@@ -1,0 +1,262 @@
+"""The teacher of a distillation: a second lm_head over the same vocabulary, whose distribution draws the policy's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from .checks.arguments import check_float, check_tensor, checks_values
+from .checks.autocast import products_dtype
+from .config import GRPOConfig, check_count, check_logit_transform, check_one_of
+from .sampling_mask import SamplingMask, check_sampling_mask
+
+TopKMode = Literal["tail", "truncate", "renormalize"]
+MASS_SLACK = 1e-3  # of log-probabilities in 16 bits
+
+
+@dataclass(frozen=True, eq=False)
+class Teacher:
+    """A teacher's distribution q = softmax(z) at each token, z = softcap(logit_scale * (hidden W^T + b)) / temperature.
+
+    hidden: (B, T, H') or packed (N, H'), row t predicts the same token as the policy's row t; H' is the teacher's own.
+    weight: (V, H') with the policy's V and order of ids. bias: (V,). float32, bfloat16, float16 or float64, of one
+    type, which may differ from the policy's; or a float32 head of 16-bit hidden states. The temperature is the
+    policy's. Nothing requires a gradient: none goes to the teacher. logit_scale and logit_softcap of a model:
+    `grpo_kernels.logit_transform.logit_transform(model.config)`.
+
+    Raises TypeError or ValueError, by name, for tensors that do not fit together.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+
+    def to(self, device: torch.device | str | int) -> Teacher:
+        """The same on another device."""
+        bias = None if self.bias is None else self.bias.to(device)
+        return replace(self, hidden=self.hidden.to(device), weight=self.weight.to(device), bias=bias)
+
+    def __post_init__(self) -> None:
+        given = {"hidden": self.hidden, "weight": self.weight} | ({} if self.bias is None else {"bias": self.bias})
+        for name, x in given.items():
+            check_tensor(f"Teacher.{name}", x, self.hidden)
+            check_float(f"Teacher.{name}", x)
+        hidden, weight = self.hidden, self.weight
+        if hidden.dim() not in (2, 3) or hidden.shape[-1] == 0:
+            raise ValueError(f"Teacher.hidden has shape {tuple(hidden.shape)}; expected (B, T, H') or packed (N, H')")
+        if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+            raise ValueError(
+                f"Teacher.weight has shape {tuple(weight.shape)}; expected (V, H') with H' = {hidden.shape[-1]} as in "
+                "Teacher.hidden"
+            )
+        if self.bias is not None and self.bias.shape != weight.shape[:1]:
+            raise ValueError(f"Teacher.bias has shape {tuple(self.bias.shape)}; expected ({len(weight)},)")
+        check_logit_transform(1.0, self.logit_scale, self.logit_softcap)
+
+
+@dataclass(frozen=True, eq=False)
+class TopKTeacher:
+    """A teacher's distribution that is known at K ids per token.
+
+    ids: (B, T, K) or packed (N, K) int32 or int64, in any order, distinct within a token; -1 in places that a token
+    does not use. logps: the same shape, floating point: the teacher's log-probabilities of these ids, nats, at the
+    temperature of the loss. mode: what the divergence takes for the other ids (docs: grpo_kernels/README.md).
+        "tail"         one more outcome, with what mass is left on either side
+        "truncate"     nothing: the sums run over the K ids alone, and may be below 0
+        "renormalize"  nothing: both distributions are divided by their mass over the K ids
+
+    Raises TypeError or ValueError, by name; on a CPU (on a GPU with GRPO_KERNELS_DEBUG=1) also for ids that repeat,
+    log-probabilities that are NaN or above 0, and mass of a token above 1 by more than 1e-3.
+    """
+
+    ids: Tensor
+    logps: Tensor
+    mode: TopKMode = "tail"
+
+    def __post_init__(self) -> None:
+        for name, x in (("ids", self.ids), ("logps", self.logps)):
+            check_tensor(f"TopKTeacher.{name}", x, self.ids)
+        if self.ids.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"TopKTeacher.ids is {self.ids.dtype}; expected int32 or int64")
+        check_float("TopKTeacher.logps", self.logps)
+        if self.ids.dim() not in (2, 3) or self.ids.shape[-1] == 0:
+            raise ValueError(f"TopKTeacher.ids has shape {tuple(self.ids.shape)}; expected (B, T, K) or (N, K), K >= 1")
+        if self.ids.shape != self.logps.shape:
+            raise ValueError(
+                f"TopKTeacher.logps has shape {tuple(self.logps.shape)}; expected {tuple(self.ids.shape)} like ids"
+            )
+        check_one_of("mode", self.mode, get_args(TopKMode))
+        if checks_values(self.ids.device):
+            self._check_values()
+
+    def _check_values(self) -> None:
+        used = self.ids >= 0
+        ordered = torch.where(used, self.ids, -1).sort(-1).values
+        if bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any()):
+            raise ValueError("TopKTeacher.ids repeats an id of a token; expected distinct ids, -1 where there is none")
+        logps = torch.where(used, self.logps.detach().double(), -math.inf)
+        wrong = logps.isnan() | (logps > MASS_SLACK)
+        if bool(wrong.any()):
+            raise ValueError(f"TopKTeacher.logps holds {logps[wrong][0].item()}; expected numbers of at most 0 nats")
+        mass = logps.exp().sum(-1)
+        if mass.numel() and float(mass.max()) > 1 + MASS_SLACK:
+            raise ValueError(f"TopKTeacher.logps of a token add up to a mass of {float(mass.max()):.4f}; expected <= 1")
+
+    def to(self, device: torch.device | str | int) -> TopKTeacher:
+        """The same on another device."""
+        return replace(self, ids=self.ids.to(device), logps=self.logps.to(device))
+
+    @property
+    def sampling_mask(self) -> SamplingMask:
+        """The same ids as the ids that a token keeps. With mode "renormalize", whose divergence is over them alone, a
+        call with both takes the time of K ids (`fused_distillation_loss` makes it)."""
+        return SamplingMask.from_padded(torch.where(self.ids < 0, -1, self.ids))
+
+    @classmethod
+    def from_lists(
+        cls, entries: Sequence[Sequence[Any]], *, length: int | None = None, mode: TopKMode = "tail"
+    ) -> TopKTeacher:
+        """From what sampling engines return as top log-probabilities: for each sequence a list of tokens, each a
+        mapping of ids to log-probabilities (vLLM's, whose values may be objects with `logprob`), or a list of
+        (log-probability, id, ...) (SGLang's), or None for a token without any. The result is (B, T, K); T is `length`,
+        by default that of the longest sequence."""
+        if length is not None:
+            check_count("length", length)
+        rows = [[_top_pairs(token) for token in sequence] for sequence in entries]
+        longest = max(map(len, rows), default=0)
+        if length is not None and length < longest:
+            raise ValueError(f"length={length}; expected at least {longest}, the tokens of the longest sequence")
+        k = max((len(token) for row in rows for token in row), default=0)
+        if k == 0:
+            raise ValueError("entries holds no log-probability; expected at least one for each token")
+        shape = len(rows), longest if length is None else length, k
+        ids, logps = torch.full(shape, -1, dtype=torch.int64), torch.full(shape, -math.inf)
+        for i, row in enumerate(rows):
+            for t, token in enumerate(row):
+                if token:
+                    found, numbers = zip(*token, strict=True)
+                    ids[i, t, : len(token)] = torch.tensor(found)
+                    logps[i, t, : len(token)] = torch.tensor(numbers, dtype=torch.float32)
+        return cls(ids, logps, mode)
+
+
+def _top_pairs(token: Any) -> list[tuple[int, float]]:
+    """(id, log-probability) of a token's entries."""
+    if token is None:
+        return []
+    pairs: list[tuple[Any, Any]] | None = None
+    if isinstance(token, Mapping):
+        pairs = [(i, x.logprob if hasattr(x, "logprob") else x) for i, x in token.items()]
+    elif isinstance(token, Sequence) and all(isinstance(x, Sequence) and len(x) >= 2 for x in token):
+        pairs = [(x[1], x[0]) for x in token]
+    with suppress(TypeError, ValueError):
+        if pairs is not None:
+            return [(int(i), float(x)) for i, x in pairs]
+    raise TypeError(
+        f"entries holds {token!r}; expected for each token a mapping of ids to log-probabilities, a list of "
+        "(log-probability, id) or None"
+    )
+
+
+def refuse_with_teacher(
+    teacher: Teacher | TopKTeacher, sampling_mask: SamplingMask | None, group: object, config: GRPOConfig
+) -> None:
+    if sampling_mask is not None and isinstance(teacher, TopKTeacher) and teacher.mode == "renormalize":
+        own = teacher.sampling_mask
+        check_sampling_mask(sampling_mask, teacher.ids.shape[:-1], teacher.ids)
+        pairs = (own.ids, sampling_mask.ids), (own.counts, sampling_mask.counts)
+        if not all(a.shape == b.shape and bool((a == b).all()) for a, b in pairs):
+            raise ValueError("sampling_mask holds other ids than the TopKTeacher; expected its own sampling_mask")
+        sampling_mask = None
+    given = {"sampling_mask": sampling_mask, "vocab_parallel_group": group}
+    for name, x in (given | {"config.sparse_backward": config.sparse_backward}).items():
+        if x is not None:
+            raise ValueError(
+                f"{name} is given with a teacher; give one. A TopKTeacher with mode 'renormalize' takes its own "
+                "sampling_mask"
+            )
+
+
+def check_teacher(
+    teacher: object,
+    config: GRPOConfig,
+    hidden: Tensor,
+    weight: Tensor,
+    dtype: torch.dtype,
+    mask: Tensor | None = None,
+) -> None:
+    """The teacher fits the policy's hidden states and weight, whose products are in `dtype`, and this configuration."""
+    if teacher is None:
+        if config.distill_coef != 0.0:
+            raise ValueError(f"teacher is None and distill_coef={config.distill_coef}; the divergence needs a teacher")
+        return
+    if not isinstance(teacher, (Teacher, TopKTeacher)):
+        raise TypeError(f"teacher is a {type(teacher).__name__}; expected a grpo_kernels.Teacher or TopKTeacher")
+    if config.distill_coef == 0.0:
+        raise ValueError("teacher has no effect with config.distill_coef=0; set it, or leave the teacher out")
+    if isinstance(teacher, TopKTeacher):
+        _check_top_k(teacher, hidden, len(weight), mask)
+    else:
+        _check_head(teacher, hidden, weight, dtype)
+
+
+def _check_top_k(teacher: TopKTeacher, hidden: Tensor, vocab_size: int, mask: Tensor | None) -> None:
+    check_tensor("TopKTeacher.ids", teacher.ids, hidden)
+    if teacher.logps.requires_grad:
+        raise ValueError("TopKTeacher.logps requires a gradient, and none goes to a teacher; pass its detach()")
+    if teacher.ids.shape[:-1] != hidden.shape[:-1]:
+        raise ValueError(
+            f"TopKTeacher.ids has shape {tuple(teacher.ids.shape)}; expected a row for each row of hidden, "
+            f"{tuple(hidden.shape[:-1])} before its last dimension"
+        )
+    if not checks_values(hidden.device):
+        return
+    highest = int(teacher.ids.max()) if teacher.ids.numel() else -1
+    if highest >= vocab_size:
+        raise ValueError(f"TopKTeacher.ids holds {highest}; expected ids < {vocab_size}, the rows of lm_head_weight")
+    empty = (teacher.ids < 0).all(-1)
+    excluded = (torch.where(teacher.ids < 0, -math.inf, teacher.logps) == -math.inf).all(-1) & ~empty
+    wrong = empty | excluded if teacher.mode == "renormalize" else empty
+    if isinstance(mask, Tensor) and mask.shape == wrong.shape:
+        wrong = wrong & mask.bool()
+    if bool(wrong.any()):
+        place = wrong.nonzero()[0]
+        what = "no id" if bool(empty[tuple(place)]) else "no mass to renormalize"
+        raise ValueError(f"TopKTeacher.ids{place.tolist()} has {what}; expected some at unmasked positions")
+
+
+def _check_head(teacher: Teacher, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
+    given = {"hidden": teacher.hidden, "weight": teacher.weight, "bias": teacher.bias}
+    for name, x in given.items():
+        if x is None:
+            continue
+        check_tensor(f"Teacher.{name}", x, hidden)
+        if x.requires_grad:
+            raise ValueError(f"Teacher.{name} requires a gradient, and none goes to a teacher; pass its detach()")
+    if teacher.hidden.shape[:-1] != hidden.shape[:-1]:
+        raise ValueError(
+            f"Teacher.hidden has shape {tuple(teacher.hidden.shape)}; expected a row for each row of hidden, "
+            f"{tuple(hidden.shape[:-1])} before its last dimension"
+        )
+    own, other = len(weight), len(teacher.weight)
+    if own != other:
+        longer = "lm_head_weight" if own > other else "Teacher.weight"
+        raise ValueError(
+            f"Teacher.weight has {other} rows and lm_head_weight {own}; expected one vocabulary. Where the further "
+            f"rows are padding, pass {longer}[:{min(own, other)}], and its bias alike"
+        )
+    compute_dtype = products_dtype(teacher.hidden, teacher.weight, teacher.bias)
+    types = {x.dtype for x in given.values() if x is not None}
+    if compute_dtype is None and len(types) > 1:
+        found = ", ".join(f"Teacher.{name} is {x.dtype}" for name, x in given.items() if x is not None)
+        raise TypeError(f"{found}; expected one type, a float32 head of 16-bit hidden states, or torch.autocast")
+    if torch.float64 in types and dtype != torch.float64:
+        raise TypeError(f"Teacher.hidden is float64 and the policy's products are {dtype}; expected float32 or 16 bits")

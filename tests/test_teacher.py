@@ -1,0 +1,605 @@
+"""The divergence to a teacher's distribution: values and gradients against the specification, by itself and beside the
+GRPO loss; what it costs a call; what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers import (
+    Batch,
+    assert_close,
+    errors,
+    fused,
+    make_batch,
+    off_policy,
+    packed,
+    reference,
+    relative,
+    set_mask_way,
+)
+from torch import Tensor
+
+import grpo_kernels as gk
+from grpo_kernels.names import DIVERGENCES
+from grpo_kernels.reference import divergence as exact_divergence
+from grpo_kernels.reference import top_k_divergence
+
+BACKENDS = ("torch", "cpu")
+INTERPRETED = "triton"
+WIDTH, TEACHER_WIDTH, VOCAB = 24, 40, 67
+
+
+def make_teacher(shape: tuple[int, ...], vocab: int = VOCAB, **options: Any) -> gk.Teacher:
+    g = torch.Generator().manual_seed(9)
+    hidden, weight = (
+        torch.randn(*shape, TEACHER_WIDTH, generator=g),
+        torch.randn(vocab, TEACHER_WIDTH, generator=g) * 0.3,
+    )
+    return gk.Teacher(hidden, weight, torch.randn(vocab, generator=g) * 0.5, **options)
+
+
+def batch_of(config: gk.GRPOConfig | None = None, **options: Any) -> Batch:
+    """Off-policy, masked, with a bias, a sequence with an advantage of 0 and a teacher."""
+    batch = off_policy(make_batch(2, sequences=6, bias=True, masked=True), config)
+    batch.advantages[1] = 0.0
+    return batch.with_options(teacher=make_teacher((6, 6), **options))
+
+
+def config_of(divergence: str, **options: Any) -> gk.GRPOConfig:
+    beta = {"divergence_beta": 0.3} if divergence == "jsd" else {}
+    return gk.GRPOConfig(distill_coef=0.7, divergence=divergence, **beta, **options)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "one chunk": {},
+    "KL, entropy bonus, in chunks": dict(beta=0.1, entropy_coef=0.05, chunk_rows=5),
+    "softcap, scale, temperature": dict(logit_softcap=3.0, logit_scale=0.7, temperature=1.3, chunk_rows=16),
+    "whole sequences": dict(importance_sampling_level="sequence", chunk_rows=12, aggregation="seq_mean"),
+    "sequences beyond a chunk": dict(importance_sampling_level="sequence", chunk_rows=3),
+    "a temperature per token": dict(temperature=torch.linspace(0.5, 2.0, 36).view(6, 6)),
+    "every row": dict(static_shapes=True),
+    "an entropy mask": dict(entropy_threshold=3.5),
+    "tokens with a gradient alone": dict(score_inactive=False, chunk_rows=7),
+}
+FEW = ("softcap, scale, temperature", "sequences beyond a chunk")  # for the interpreter
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize(
+    ("backend", "name"), [*((b, name) for b in BACKENDS for name in CASES), *((INTERPRETED, name) for name in FEW)]
+)
+def test_beside_the_objective(backend, name, divergence):
+    config = config_of(divergence, **CASES[name])
+    batch = batch_of(config, logit_scale=0.8, logit_softcap=4.0)
+    assert_close(fused(batch, config, backend), reference(batch, config), 2e-6)
+    if backend == "torch":
+        assert_close(fused(batch.cast(torch.float64), config, backend), reference(batch, config), 1e-12)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("backend", [*BACKENDS, INTERPRETED])
+def test_16_bits(backend, divergence):
+    """At most the error of eager PyTorch in the same type; a loss scale of float16 reaches the gradient."""
+    config = config_of(divergence, chunk_rows=16)
+    for dtype in (torch.bfloat16, torch.float16):
+        batch = batch_of().head_as(dtype)
+        exact = reference(batch, config)
+        plain = errors(fused(batch, config, "torch"), exact)
+        found = fused(batch, config, backend)
+        for key, error in errors(found, exact).items():
+            assert error <= 1.5 * plain[key] + 1e-5, (key, dtype)
+        teacher = dataclasses.replace(batch.options["teacher"], **cast(batch.options["teacher"], dtype))
+        narrow = batch.with_options(teacher=teacher)
+        assert errors(fused(narrow, config, backend), reference(narrow, config))["grad hidden"] < 1e-2
+        leaves = [x.clone().requires_grad_() for x in (batch.hidden, batch.weight)]
+        out = gk.fused_grpo_loss(
+            *leaves, batch.ids, batch.advantages, backend=backend, lm_head_bias=batch.bias, config=config,
+            **batch.options,
+        )  # fmt: skip
+        (out.loss * 4096).backward()
+        assert relative(leaves[0].grad.double() / 4096, exact.grads["hidden"]) < 1e-2
+
+
+def cast(teacher: gk.Teacher, dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: getattr(teacher, name).to(dtype) for name in ("hidden", "weight", "bias")}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_logits_in_float32_from_16_bits(backend):
+    """Of both sides: close distributions have a divergence far below the rounding of their logits."""
+    batch = make_batch(3).head_as(torch.bfloat16)
+    g = torch.Generator().manual_seed(1)
+    near = (batch.weight.float() + 0.01 * torch.randn(batch.weight.shape, generator=g)).bfloat16()
+    teacher, errors_ = gk.Teacher(batch.hidden, near), []
+    exact = gk.fused_distillation_loss(
+        batch.hidden.double(), batch.weight.double(), gk.Teacher(batch.hidden.double(), near.double())
+    ).divergence
+    for dtype in (None, torch.float32):
+        out = gk.fused_distillation_loss(batch.hidden, batch.weight, teacher, logits_dtype=dtype, backend=backend)
+        errors_.append(relative(out.divergence, exact))
+    assert errors_[1] < 1e-3 < errors_[0]
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("backend", [*BACKENDS, INTERPRETED])
+def test_a_teacher_like_the_policy(backend, divergence):
+    batch = make_batch(3, bias=True)
+    leaves = [x.clone().requires_grad_() for x in (batch.hidden, batch.weight, batch.bias)]
+    teacher = gk.Teacher(batch.hidden, batch.weight, batch.bias)
+    out = gk.fused_distillation_loss(
+        *leaves[:2], teacher, lm_head_bias=leaves[2], divergence=divergence, backend=backend
+    )
+    out.loss.backward()
+    assert out.divergence.abs().max() <= 1e-6
+    assert all(x.grad.abs().max() <= 1e-6 for x in leaves)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("backend", [*BACKENDS, INTERPRETED])
+def test_excluded_ids(backend, divergence):
+    """A logit of -inf on both sides, and on the side that weighs: neither NaN nor a share."""
+    config = config_of(divergence)
+    both, alone = torch.tensor([3, 50, 66]), torch.tensor([4, 65])
+    batch = batch_of()
+    teacher = batch.options["teacher"]
+    policy_bias, bias = batch.bias.clone(), teacher.bias.clone()
+    for x in (policy_bias, bias):
+        x[both] = -math.inf
+    if divergence != "forward_kl":
+        policy_bias[alone] = -math.inf
+    if divergence != "reverse_kl":
+        bias[alone if divergence == "forward_kl" else alone + 1] = -math.inf
+    ids = torch.where(torch.isin(batch.ids, torch.cat([both, alone, alone + 1])), 0, batch.ids)
+    batch = dataclasses.replace(batch, bias=policy_bias, ids=ids)
+    batch = batch.with_options(teacher=dataclasses.replace(teacher, bias=bias))
+    found = fused(batch, config, backend)
+    assert all(x.isfinite().all() for x in found.grads.values())
+    assert_close(found, reference(batch, config), 2e-6)
+
+
+def test_an_id_that_the_teacher_excludes_makes_the_reverse_kl_infinite():
+    batch = make_batch(3)
+    teacher = make_teacher((4, 6))
+    teacher.bias[5] = -math.inf
+    for backend in BACKENDS:
+        out = gk.fused_distillation_loss(batch.hidden, batch.weight, teacher, backend=backend)
+        assert out.loss == math.inf
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_id(backend):
+    batch = make_batch(3, vocab=1)
+    out = gk.fused_distillation_loss(batch.hidden, batch.weight, make_teacher((4, 6), 1), backend=backend)
+    assert out.loss == 0 and out.entropy.abs().max() == 0
+
+
+# --- the public functions ---------------------------------------------------------------------------------------------
+
+
+def log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: Any = 1.0) -> Tensor:
+    z = hidden @ weight.T if bias is None else hidden @ weight.T + bias
+    return (z / temperature).log_softmax(-1)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_divergence_alone(backend, divergence):
+    """Padding holds NaN on both sides."""
+    batch = make_batch(4, bias=True, masked=True)
+    mask, temperature = batch.options["completion_mask"], torch.tensor([0.7, 1.0, 1.4, 2.0])
+    teacher = make_teacher((4, 6))
+    for x in (batch.hidden, teacher.hidden):
+        x[~mask] = math.nan
+    options = {"divergence_beta": 0.3} if divergence == "jsd" else {}
+    config = config_of(divergence)
+    leaves = [x.double().requires_grad_() for x in (batch.hidden, batch.weight, batch.bias)]
+    clean = [torch.where(mask[..., None], x, 0.0) for x in (leaves[0], teacher.hidden.double())]
+    log_p = log_softmax(clean[0], *leaves[1:], temperature[:, None, None])
+    log_q = log_softmax(clean[1], teacher.weight.double(), teacher.bias.double(), temperature[:, None, None])
+    exact = torch.where(mask, exact_divergence(config, log_p, log_q), 0.0)
+    own = [x.detach().float().requires_grad_() for x in leaves]
+    given = options | dict(
+        completion_mask=mask, lm_head_bias=own[2], divergence=divergence, temperature=temperature, backend=backend
+    )
+
+    def check(found: Tensor, expected: Tensor) -> None:
+        assert relative(found.detach(), expected.detach()) < 5e-6
+        gradients = zip(
+            torch.autograd.grad(found, own), torch.autograd.grad(expected, leaves, retain_graph=True), strict=True
+        )
+        assert all(relative(x, y) < 2e-6 for x, y in gradients)
+
+    out = gk.fused_distillation_loss(*own[:2], teacher, **given)
+    mean = exact.sum() / mask.sum()
+    check(out.loss, mean)
+    entropy = torch.where(mask, -(log_p.exp() * log_p).sum(-1), 0.0)
+    for x, y in ((out.divergence, exact), (out.entropy, entropy), (out.metrics["divergence"], mean)):
+        assert relative(x, y.detach()) < 2e-6
+    outer = torch.randn(exact.shape, generator=torch.Generator().manual_seed(1))
+    per_token = gk.fused_divergence(*own[:2], teacher, **given)
+    assert relative(per_token.detach(), exact.detach()) < 2e-6
+    check((per_token * outer).sum(), (exact * outer.double()).sum())
+
+
+def test_a_divergence_is_a_tensor_of_its_own():
+    """Of a teacher that was computed in inference mode; the result may be changed in place and keeps no table alive."""
+    batch = make_batch(4)
+    with torch.inference_mode():
+        teacher = make_teacher((4, 6))
+    for x in (batch.hidden.requires_grad_(), batch.hidden.detach()):
+        found = gk.fused_divergence(x, batch.weight, teacher)
+        assert found.untyped_storage().nbytes() == 4 * found.numel()
+        expected = 2 * found.detach()
+        assert torch.equal(found.mul_(2).detach(), expected)
+        assert found.requires_grad == x.requires_grad
+    assert torch.autograd.grad(gk.fused_divergence(batch.hidden, batch.weight, teacher).sum(), batch.hidden)[0].any()
+
+
+def test_packed_sequences_and_aggregations():
+    batch = packed(batch_of())
+    teacher = batch_of().options["teacher"]
+    mask = batch_of().options["completion_mask"]
+    teacher = dataclasses.replace(teacher, hidden=teacher.hidden[mask])
+    for aggregation in ("seq_mean", "token_mean", "seq_sum"):
+        out = gk.fused_distillation_loss(
+            batch.hidden, batch.weight, teacher, lm_head_bias=batch.bias, cu_seqlens=batch.options["cu_seqlens"],
+            aggregation=aggregation,
+        )  # fmt: skip
+        lengths = batch.options["cu_seqlens"].diff()
+        sums = torch.stack([part.sum() for part in out.divergence.split(lengths.tolist())])
+        expected = {"seq_mean": (sums / lengths.clamp(min=1)).mean(), "token_mean": sums.sum() / lengths.sum()}
+        assert relative(out.loss, expected.get(aggregation, sums.mean())) < 1e-6
+
+
+def test_shares_of_the_loss_and_metrics():
+    """The shares of sequences and groups add up; every token has a gradient, those of an advantage of 0 too."""
+    batch, config = batch_of(), config_of("reverse_kl", entropy_coef=0.0)
+    for backend in BACKENDS:
+        out = gk.fused_grpo_loss(
+            batch.hidden, batch.weight, batch.ids, batch.advantages, lm_head_bias=batch.bias, num_generations=2,
+            config=config, backend=backend, **batch.options,
+        )  # fmt: skip
+        for shares in (out.sequences["loss"], out.groups["loss"]):
+            assert relative(shares.sum(), out.loss) < 1e-5
+        assert out.metrics["zero_gradient"] == 0
+        mask = batch.options["completion_mask"]
+        assert relative(out.metrics["divergence"], out.divergence.sum() / mask.sum()) < 1e-6
+        assert (out.divergence[~mask] == 0).all() and (out.divergence[mask] > 0).all()
+        total, count = out.metric_sums["divergence"]
+        assert relative(total / count, out.metrics["divergence"]) < 1e-6
+        plain = gk.fused_grpo_loss(
+            batch.hidden, batch.weight, batch.ids, batch.advantages, lm_head_bias=batch.bias, backend=backend,
+            **{name: x for name, x in batch.options.items() if name != "teacher"},
+        )  # fmt: skip
+        assert plain.divergence is None and "divergence" not in plain.metrics
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_accumulated_frozen_and_without_gradients(backend):
+    batch, config = batch_of(), config_of("forward_kl")
+    exact = reference(batch, config)
+
+    def call(hidden: Tensor, weight: Tensor, **options: Any) -> gk.GRPOLossOutput:
+        return gk.fused_grpo_loss(
+            hidden, weight, batch.ids, batch.advantages, lm_head_bias=batch.bias, config=config, backend=backend,
+            **batch.options, **options,
+        )  # fmt: skip
+
+    hidden, weight = batch.hidden.clone().requires_grad_(), batch.weight.clone().requires_grad_()
+    total = torch.zeros_like(weight)
+    call(hidden, weight, accumulate_into=total).loss.backward()
+    assert weight.grad is None and relative(total, exact.grads["weight"]) < 2e-6
+    hidden.grad = None
+    call(hidden, batch.weight).loss.backward()
+    assert relative(hidden.grad, exact.grads["hidden"]) < 2e-6
+    with torch.no_grad():
+        assert relative(call(hidden, weight).loss, exact.loss) < 2e-6
+    with torch.autocast("cpu", torch.bfloat16):
+        found = call(hidden, weight).loss
+    assert relative(found.float(), exact.loss) < 3e-2
+
+
+def test_memory_of_two_chunks():
+    """The buffer of both rows' logits is one block, which the next call finds."""
+    from grpo_kernels.engine import memory
+
+    batch, config = batch_of().head_as(torch.bfloat16), config_of("reverse_kl", chunk_rows=4)
+    memory._last_on_cpu.clear()
+    fused(batch, config, "cpu")
+    (block,) = memory._last_on_cpu
+    of_policy, of_teacher = (-(-4 * VOCAB * itemsize // 64) * 64 for itemsize in (2, 4))
+    assert block.nbytes() == of_policy + of_teacher
+    fused(batch, config, "cpu")
+    assert memory._last_on_cpu[0].data_ptr() == block.data_ptr()
+
+
+# --- teachers that are known at K ids ---------------------------------------------------------------------------------
+
+MODES = ("tail", "truncate", "renormalize")
+
+
+def make_top_k(shape: tuple[int, ...], mode: str, k: int = 5, vocab: int = VOCAB) -> gk.TopKTeacher:
+    """In any order; all but the first few of a token may be missing."""
+    g = torch.Generator().manual_seed(11)
+    log_q = (torch.randn(*shape, vocab, generator=g) * 2).log_softmax(-1)
+    ids = log_q.topk(k, -1).indices
+    ids = ids.gather(-1, torch.rand(ids.shape, generator=g).argsort(-1))
+    logps = log_q.gather(-1, ids)
+    if k < vocab:
+        missing = torch.rand(ids.shape, generator=g) < 0.3
+        missing[..., k // 2] = False
+        ids, logps = ids.masked_fill(missing, -1), logps.masked_fill(missing, -math.inf)
+    return gk.TopKTeacher(ids, logps, mode)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [*((b, name) for b in BACKENDS for name in CASES), *((b, FEW[0]) for b in (INTERPRETED, "cuda"))],
+)
+def test_top_k_beside_the_objective(backend, name, mode, divergence):
+    config = config_of(divergence, **CASES[name])
+    batch = batch_of(config).with_options(teacher=make_top_k((6, 6), mode))
+    teacher = batch.options["teacher"]  # the sampled id is among those of some tokens, and not of others
+    teacher.ids[:3][teacher.ids[:3] == batch.ids[:3, :, None]] = -1
+    teacher.ids[:3, :, 0], teacher.logps[:3, :, 0] = batch.ids[:3], -8.0
+    exact = reference(batch, config)
+    found = errors(fused(batch, config, backend), exact, loss_scale=1.0)  # the parts of the loss nearly cancel
+    assert max(found.values()) <= 3e-6, found
+    if backend == "torch":
+        assert_close(fused(batch.cast(torch.float64), config, backend), exact, 1e-12)
+
+
+@pytest.mark.parametrize("k", [1, VOCAB])
+@pytest.mark.parametrize("mode", MODES)
+def test_one_id_and_all_of_them(mode, k):
+    for divergence, backend in itertools.product(DIVERGENCES, BACKENDS):
+        config = config_of(divergence, chunk_rows=7)
+        batch = batch_of(config).with_options(teacher=make_top_k((6, 6), mode, k))
+        assert_close(fused(batch, config, backend), reference(batch, config), 3e-6)
+
+
+def test_a_certain_teacher_leaves_the_others_some_mass():
+    """Q = 1 in float32: the divergence stays finite."""
+    for divergence in DIVERGENCES:
+        config = config_of(divergence)
+        batch = batch_of(config)
+        batch = batch.with_options(teacher=gk.TopKTeacher(batch.ids[..., None], torch.zeros(6, 6, 1)))
+        found = fused(batch, config, "cpu")
+        assert found.loss.isfinite()
+        assert_close(found, reference(batch, config), 3e-6)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("backend", [*BACKENDS, INTERPRETED])
+def test_a_rest_of_the_policy_below_float32(backend, divergence):
+    """All but e^-120 of the policy's mass is on the teacher's ids: the other ids still get their gradient, which is as
+    large as what the teacher leaves them."""
+    config = config_of(divergence, entropy_coef=0.1)
+    batch = batch_of(config)
+    bias = torch.full((VOCAB,), -120.0)
+    bias[:4] = 0.0
+    teacher = gk.TopKTeacher(torch.arange(4).expand(6, 6, 4), torch.full((6, 6, 4), math.log(0.2)))
+    weight = batch.weight.clone()
+    weight[4:] *= 1e-3
+    batch = dataclasses.replace(batch, weight=weight, bias=bias, ids=batch.ids % 4).with_options(teacher=teacher)
+    found, exact = errors(fused(batch, config, backend), reference(batch, config)), reference(batch, config)
+    assert max(found.values()) <= 3e-6, found
+    if divergence == "forward_kl":
+        own, other = (x.grads["bias"][4:] for x in (fused(batch, config, backend), exact))
+        assert relative(own, other) <= 3e-6 and other.abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_top_k_in_16_bits(backend, mode):
+    for dtype, divergence in itertools.product((torch.bfloat16, torch.float16), DIVERGENCES):
+        config = config_of(divergence, chunk_rows=16)
+        batch = batch_of().head_as(dtype).with_options(teacher=make_top_k((6, 6), mode))
+        found, exact = fused(batch, config, backend), reference(batch, config)
+        full = batch_of().head_as(dtype)
+        like = errors(fused(full, config, "torch"), reference(full, config))
+        for key in ("grad hidden", "grad weight", "grad bias"):
+            assert errors(found, exact)[key] <= 2 * like[key] + 1e-5, (key, dtype, divergence)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_top_k_alone(mode):
+    """The loss and the divergence of each token, differentiable; the mean mass of the teacher's ids."""
+    batch, config = make_batch(4, masked=True), config_of("jsd")
+    teacher, mask = make_top_k((4, 6), mode), batch.options["completion_mask"]
+    teacher.ids[~mask] = -1  # padding has no ids
+    leaves = [x.double().requires_grad_() for x in (batch.hidden, batch.weight)]
+    exact = top_k_divergence(config, log_softmax(*leaves, None), teacher.ids, teacher.logps, mode)
+    exact = torch.where(mask, exact, 0.0)
+    own = [x.detach().float().requires_grad_() for x in leaves]
+    options = dict(divergence="jsd", divergence_beta=0.3, completion_mask=mask)
+    out = gk.fused_distillation_loss(*own, teacher, **options)
+    per_token = gk.fused_divergence(*own, teacher, **options)
+    for found, expected in ((out.loss, exact.sum() / mask.sum()), (per_token.square().sum(), exact.square().sum())):
+        assert relative(found.detach(), expected.detach()) < 5e-6
+        expected_gradients = torch.autograd.grad(expected, leaves, retain_graph=True)
+        for x, y in zip(torch.autograd.grad(found, own), expected_gradients, strict=True):
+            assert relative(x, y) < 5e-6
+    mass = torch.where(mask[..., None] & (teacher.ids >= 0), teacher.logps.double().exp(), 0.0).sum() / mask.sum()
+    assert relative(out.metrics["divergence/mass"], mass) < 1e-6
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("backend", [*BACKENDS, INTERPRETED])
+@pytest.mark.parametrize("way", ["gathers", "dense", "both"])
+def test_the_kept_ids_of_a_mask_are_the_teachers(way, backend, divergence, monkeypatch):
+    """A teacher that is renormalised over its ids, and the loss under the same mask: products over these ids alone, or
+    over all, with temperatures, scale and softcap."""
+    set_mask_way(monkeypatch, way, VOCAB)
+    config = config_of(divergence, temperature=torch.linspace(0.5, 2.0, 36).view(6, 6), logit_softcap=3.0, chunk_rows=7)
+    batch, teacher = batch_of(config), make_top_k((6, 6), "renormalize", 9)
+    ids = teacher.ids.amax(-1)
+    ids[::2, 1:3] = ((ids + 1) % VOCAB)[::2, 1:3]  # samples that the teacher's list does not have
+    assert not (teacher.ids == ids[..., None]).any(-1).all()
+    batch = dataclasses.replace(batch, ids=ids).with_options(teacher=teacher, sampling_mask=teacher.sampling_mask)
+    exact = reference(batch, config)
+    found = errors(fused(batch, config, backend), exact, loss_scale=1.0)
+    assert max(found.values()) <= 3e-6, found
+
+
+def test_lists_of_sampling_engines():
+    """vLLM's dictionaries, of numbers or of objects, SGLang's triples, ragged, None for a token without any."""
+    entry = SimpleNamespace(logprob=-0.5)
+    lists = [[{3: -0.1, 9: -2.5}, None], [[(-0.2, 7, "text"), (-2.0, 1, None)], {4: entry}, {5: -1.0}]]
+    teacher = gk.TopKTeacher.from_lists(lists, length=4, mode="truncate")
+    assert teacher.ids.tolist() == [
+        [[3, 9], [-1, -1], [-1, -1], [-1, -1]], [[7, 1], [4, -1], [5, -1], [-1, -1]],
+    ]  # fmt: skip
+    assert teacher.logps[1, 1, 0] == -0.5 and teacher.mode == "truncate"
+    wrongs: list[tuple[Any, type[Exception]]] = [([[3]], TypeError), ([[[(None, 3)]]], TypeError)]
+    for wrong, error in (*wrongs, ([[None]], ValueError), ([[{3: -0.1}] * 5], ValueError)):
+        with pytest.raises(error, match=r"entries|length=4"):
+            gk.TopKTeacher.from_lists(wrong, length=4)
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+X = torch.randn(4, 6, TEACHER_WIDTH)
+W = torch.randn(VOCAB, TEACHER_WIDTH)
+IDS = torch.tensor([4, 7]).expand(4, 6, 2)
+LOGPS = torch.full((4, 6, 2), -2.0)
+TEACHERS: dict[str, tuple[Any, type[Exception], str]] = {
+    "a width": (
+        lambda: gk.Teacher(X, W[:, 1:]),
+        ValueError,
+        r"Teacher\.weight has shape \(67, 39\); expected \(V, H'\)",
+    ),
+    "a bias": (lambda: gk.Teacher(X, W, W[:3, 0]), ValueError, r"Teacher\.bias has shape \(3,\); expected \(67,\)"),
+    "dimensions": (lambda: gk.Teacher(X[0, 0], W), ValueError, r"Teacher\.hidden has shape \(40,\)"),
+    "integers": (lambda: gk.Teacher(X.long(), W), TypeError, r"Teacher\.hidden is torch\.int64"),
+    "a scale": (lambda: gk.Teacher(X, W, logit_scale=0.0), ValueError, r"logit_scale=0\.0"),
+    "no memory": (lambda: gk.Teacher(X.to("meta"), W.to("meta")), ValueError, r"Teacher\.hidden is on the meta device"),
+    "no ids": (
+        lambda: gk.TopKTeacher(IDS[..., :0], LOGPS[..., :0]),
+        ValueError,
+        r"shape \(4, 6, 0\); expected .* K >= 1",
+    ),
+    "one shape": (lambda: gk.TopKTeacher(IDS, LOGPS[..., :1]), ValueError, r"TopKTeacher\.logps has shape \(4, 6, 1\)"),
+    "float ids": (lambda: gk.TopKTeacher(LOGPS, LOGPS), TypeError, r"TopKTeacher\.ids is torch\.float32"),
+    "repeated ids": (lambda: gk.TopKTeacher(IDS * 0, LOGPS), ValueError, r"TopKTeacher\.ids repeats an id"),
+    "above 0": (lambda: gk.TopKTeacher(IDS, -LOGPS), ValueError, r"TopKTeacher\.logps holds 2"),
+    "NaN": (lambda: gk.TopKTeacher(IDS, LOGPS * math.nan), ValueError, r"TopKTeacher\.logps holds nan"),
+    "mass": (lambda: gk.TopKTeacher(IDS, LOGPS * 0.1), ValueError, "add up to a mass of 1.6375"),
+    "a mode": (lambda: gk.TopKTeacher(IDS, LOGPS, "rest"), ValueError, "mode='rest'; expected one of tail, truncate"),
+    "a module": (
+        lambda: gk.Teacher(X, torch.nn.Linear(3, 4)),
+        TypeError,
+        r"Teacher\.weight is a Linear.*, and bias=Teacher\.weight\.bias",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "error", "message"), TEACHERS.values(), ids=TEACHERS)
+def test_bad_teachers(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+TEACHER = gk.Teacher(X, W)
+CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = {
+    "no teacher": ({"teacher": None}, {}, ValueError, r"teacher is None and distill_coef=0\.7"),
+    "no coefficient": ({}, {"distill_coef": 0.0}, ValueError, "teacher has no effect with config.distill_coef=0"),
+    "a tensor": ({"teacher": X}, {}, TypeError, "teacher is a Tensor; expected a grpo_kernels.Teacher"),
+    "rows": ({"teacher": gk.Teacher(X[:3], W)}, {}, ValueError, r"shape \(3, 6, 40\); expected a row .*\(4, 6\)"),
+    "more ids": (
+        {"teacher": gk.Teacher(X, torch.randn(70, TEACHER_WIDTH))}, {}, ValueError, r"pass Teacher\.weight\[:67\]",
+    ),
+    "fewer ids": ({"teacher": gk.Teacher(X, W[:60])}, {}, ValueError, r"pass lm_head_weight\[:60\]"),
+    "a gradient": (
+        {"teacher": gk.Teacher(X, W.clone().requires_grad_())}, {}, ValueError, r"Teacher\.weight requires a gradient",
+    ),
+    "two types": ({"teacher": gk.Teacher(X, W.half())}, {}, TypeError, r"Teacher\.weight is torch\.float16"),
+    "a bias of another type": (
+        {"teacher": gk.Teacher(X.half(), W.half(), W[:, 0])}, {}, TypeError, r"Teacher\.bias is torch\.float32",
+    ),
+    "a list": (
+        {"teacher": gk.TopKTeacher(IDS, LOGPS), "completion_mask": [[1] * 6] * 4}, {}, TypeError,
+        "completion_mask is a list",
+    ),
+    "no mass of a token": (
+        {"teacher": gk.TopKTeacher(IDS, LOGPS - math.inf, "renormalize")}, {}, ValueError,
+        r"ids\[0, 0\] has no mass to renormalize",
+    ),
+    "a number for a mask": (
+        {"sampling_mask": 3, "teacher": gk.TopKTeacher(IDS, LOGPS, "renormalize")}, {}, TypeError,
+        "sampling_mask is a int; expected a grpo_kernels.SamplingMask",
+    ),
+    "cuda and rows of few ids": (
+        {"backend": "cuda", "sampling_mask": gk.TopKTeacher(IDS, LOGPS).sampling_mask,
+         "teacher": gk.TopKTeacher(IDS, LOGPS, "renormalize")}, {}, ValueError, "'cuda' has no kernels for a teacher",
+    ),
+    "float64": ({"teacher": gk.Teacher(X.double(), W.double())}, {}, TypeError, "Teacher.hidden is float64"),
+    "ids of others": ({"teacher": gk.TopKTeacher(IDS + 63, LOGPS)}, {}, ValueError, "TopKTeacher.ids holds 70"),
+    "other tokens": ({"teacher": gk.TopKTeacher(IDS[1:], LOGPS[1:])}, {}, ValueError, r"\(3, 6, 2\); expected a row"),
+    "no id of a token": (
+        {"teacher": gk.TopKTeacher(torch.full((4, 6, 2), -1), LOGPS)}, {}, ValueError, r"ids\[0, 0\] has no id",
+    ),
+    "a gradient of its own": (
+        {"teacher": gk.TopKTeacher(IDS, LOGPS.clone().requires_grad_())}, {}, ValueError, "logps requires a gradient",
+    ),
+    "another mask": (
+        {"sampling_mask": gk.SamplingMask.from_lists([[[1]] * 6] * 4),
+         "teacher": gk.TopKTeacher(IDS, LOGPS, "renormalize")}, {}, ValueError, "sampling_mask holds other ids than",
+    ),
+    "a mask": (
+        {"sampling_mask": gk.SamplingMask.from_lists([[[1]] * 6] * 4)}, {}, ValueError, "sampling_mask is given with",
+    ),
+    "sparse": ({}, {"sparse_backward": 0.1}, ValueError, "config.sparse_backward is given with a teacher"),
+    "cuda": ({"backend": "cuda"}, {}, ValueError, "backend='cuda' has no kernels for a teacher"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "config", "error", "message"), CALLS.values(), ids=CALLS)
+def test_bad_calls(options, config, error, message):
+    batch = make_batch(0)
+    given = {"teacher": TEACHER, "config": gk.GRPOConfig(**{"distill_coef": 0.7} | config)} | options
+    with pytest.raises(error, match=message):
+        gk.fused_grpo_loss(batch.hidden, batch.weight, batch.ids, batch.advantages, **given)
+
+
+CONFIGS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no weight": ({"divergence": "jsd"}, ValueError, "divergence='jsd' has no effect with distill_coef=0"),
+    "beta of a KL": ({"distill_coef": 1.0, "divergence_beta": 0.5}, ValueError, "has no effect with 'reverse_kl'"),
+    "beta at an end": (
+        {"distill_coef": 1.0, "divergence": "jsd", "divergence_beta": 1.0}, ValueError, r"divergence_beta=1\.0; exp",
+    ),
+    "beta at the other": (
+        {"distill_coef": 1.0, "divergence": "jsd", "divergence_beta": 0.0}, ValueError, r"divergence_beta=0\.0; exp",
+    ),
+    "a name": ({"distill_coef": 1.0, "divergence": "kl"}, ValueError, "divergence='kl'; expected one of reverse_kl"),
+    "negative": ({"distill_coef": -1.0}, ValueError, r"distill_coef=-1\.0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "error", "message"), CONFIGS.values(), ids=CONFIGS)
+def test_bad_options(options, error, message):
+    with pytest.raises(error, match=message):
+        gk.GRPOConfig(**options)
+
+
+def test_where_no_teacher_can_be_given():
+    batch, config = make_batch(0), gk.GRPOConfig(distill_coef=1.0)
+    with pytest.raises(ValueError, match=r"distill_coef=1\.0 has no effect without a teacher"):
+        gk.grpo_loss_from_logps(batch.hidden[..., 0], batch.advantages, config=config)
+    with pytest.raises(ValueError, match="teacher is given to a call that is traced or compiled"):
+        torch.compile(
+            lambda: (
+                gk.fused_grpo_loss(
+                    batch.hidden, batch.weight, batch.ids, batch.advantages, config=config, teacher=TEACHER
+                ).loss
+            ),
+            backend="eager",
+        )()
