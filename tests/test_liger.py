@@ -145,3 +145,52 @@ def test_what_does_not_fit_is_refused_by_name():
     ):
         with pytest.raises(error, match=message):
             LigerFusedLinearGRPOLoss(**options)(**inputs(**changes))
+
+
+# --- JSD --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(beta=0.5),
+        dict(beta=0.0, weight_hard_loss=0.0, temperature=2.0),
+        dict(beta=1.0, weight_soft_loss=0.8),
+        dict(beta=0.3, temperature=0.7),
+        dict(beta=0.3, weight_soft_loss=0.0),
+        dict(beta=0.5, return_soft_hard_loss=True),
+        dict(beta=0.3, weight_hard_loss=0.0, temperature=2.0, return_soft_hard_loss=True),
+        dict(beta=0.3, weight_soft_loss=0.0, temperature=2.0, return_soft_hard_loss=True),
+    ],
+)
+def test_jsd_equals_ligers(theirs, options):
+    from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss as Theirs
+
+    from grpo_kernels.integrations.liger import LigerFusedLinearJSDLoss
+
+    g = torch.Generator().manual_seed(0)
+    sizes = (18, H), (V, H), (18, 24), (V, 24), (V,), (V,)
+    given = [torch.randn(size, generator=g) * 0.4 for size in sizes]
+    labels = torch.randint(V, (18,), generator=g)
+    labels[::5] = -100
+    results = []
+    for module in (LigerFusedLinearJSDLoss(**options), Theirs(compiled=False, **options)):
+        leaves = [given[i].clone().requires_grad_() for i in (0, 1, 4)]
+        found = module(leaves[0], leaves[1], given[2], given[3], labels, leaves[2], given[5])
+        losses = found if isinstance(found, tuple) else (found,)
+        (losses[0] * 3.0).backward()
+        results.append([*(x.detach() for x in losses), *(x.grad for x in leaves)])
+    assert len(results[0]) == len(results[1])
+    for own, other in zip(*results, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=2e-6)
+
+
+def test_jsd_refuses_what_it_cannot_take():
+    from grpo_kernels.integrations.liger import LigerFusedLinearJSDLoss
+
+    with pytest.raises(ValueError, match=r"beta=1\.5"):
+        LigerFusedLinearJSDLoss(beta=1.5)
+    with pytest.raises(ValueError, match=r"Teacher\.weight has 70 rows and lm_head_weight 64"):
+        LigerFusedLinearJSDLoss()(
+            torch.randn(3, H), torch.randn(V, H), torch.randn(3, H), torch.randn(70, H), torch.ones(3, dtype=torch.long)
+        )

@@ -1,6 +1,7 @@
-"""Liger's GRPO loss under its own name: same constructor, same call, same return as in liger-kernel 0.8.5.
+"""Liger's GRPO and JSD losses under their own names: constructor, call and return of liger-kernel 0.8.5.
 
-Import LigerFusedLinearGRPOLoss from here in place of liger_kernel.chunked_loss; Liger itself is not needed.
+Import LigerFusedLinearGRPOLoss and LigerFusedLinearJSDLoss from here in place of liger_kernel.chunked_loss; Liger
+itself is not needed.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..checks.plain import check_plain
-from ..config import PRESETS, SURROGATE_RULES, GRPOConfig, check_one_of
+from ..config import PRESETS, SURROGATE_RULES, GRPOConfig, check_number, check_one_of
+from ..distillation import fused_divergence
 from ..logps import fused_logps
 from ..loss import fused_grpo_loss
-from ..names import Level
+from ..names import Divergence, Level
+from ..output import GRPOLossOutput
+from ..teacher import Teacher
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 
@@ -157,3 +161,83 @@ def _tokens_per_rank(mask: Tensor, num_items_in_batch: Tensor | float | None) ->
     else:
         total = torch.as_tensor(num_items_in_batch, dtype=torch.float32, device=mask.device)
     return (total / ranks).clamp(min=1.0)
+
+
+@dataclass(eq=False, repr=False)
+class LigerFusedLinearJSDLoss(nn.Module):
+    """loss = module(student_input, student_weight, teacher_input, teacher_weight, labels, ...), as Liger's module of
+    this name: weight_hard_loss times the cross-entropy of the labels and weight_soft_loss times the divergence, means
+    over labels other than ignore_index. beta: 0 is the forward KL, 1 the reverse KL, between them JSD. `compiled` and
+    `chunk_size` change nothing here. A teacher with more ids than the student is refused: slice its weight.
+
+    With return_soft_hard_loss: (loss, soft loss, hard loss), of which the loss alone has a gradient.
+    """
+
+    weight_hard_loss: float = 0.5
+    weight_soft_loss: float = 0.5
+    beta: float = 0.5
+    ignore_index: int = -100
+    temperature: float = 1.0
+    compiled: bool = True
+    chunk_size: int = 1024
+    return_soft_hard_loss: bool = False
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        for name in ("weight_hard_loss", "weight_soft_loss"):
+            check_number(name, getattr(self, name), low=0.0)
+        check_number("beta", self.beta, low=0.0, high=1.0)
+
+    def forward(
+        self,
+        student_input: Tensor,
+        student_weight: Tensor,
+        teacher_input: Tensor,
+        teacher_weight: Tensor,
+        true_labels: Tensor,
+        student_bias: Tensor | None = None,
+        teacher_bias: Tensor | None = None,
+    ) -> Any:
+        """student_input (N, H), teacher_input (N, H'), labels (N,)."""
+        mask, count = true_labels != self.ignore_index, len(true_labels)
+        ends: dict[float, Divergence] = {0.0: "forward_kl", 1.0: "reverse_kl"}
+        divergence = ends.get(float(self.beta), "jsd")
+        bias = None if teacher_bias is None else teacher_bias.detach()
+        teacher = Teacher(teacher_input.detach(), teacher_weight.detach(), bias)
+        # Liger's labels have no temperature: then they take a call of their own, where their loss is asked for.
+        has_hard = self.weight_hard_loss != 0.0 or self.return_soft_hard_loss
+        together = self.temperature == 1.0 or self.weight_soft_loss == 0.0 or not has_hard
+        offsets = torch.tensor([0, count], device=true_labels.device)
+
+        def call(hard: float, soft: float) -> GRPOLossOutput:
+            """Cross-entropy is REINFORCE with advantages of 1."""
+            options: dict[str, Any] = {"distill_coef": soft, "divergence": divergence} if soft else {}
+            if soft and divergence == "jsd":
+                options["divergence_beta"] = float(self.beta)
+            config = GRPOConfig(
+                surrogate="reinforce", kl_estimator="none", aggregation="token_mean",
+                temperature=self.temperature if soft else 1.0, **options,
+            )  # fmt: skip
+            return fused_grpo_loss(
+                student_input, student_weight, torch.where(mask, true_labels, 0),
+                torch.full((count,), hard, device=true_labels.device), completion_mask=mask, lm_head_bias=student_bias,
+                cu_seqlens=offsets, config=config, teacher=teacher if soft else None,
+            )  # fmt: skip
+
+        outputs = [call(self.weight_hard_loss if together else 0.0, self.weight_soft_loss)]
+        if not together:
+            outputs.append(call(self.weight_hard_loss, 0.0))
+        loss = torch.stack([out.loss for out in outputs]).sum()
+        if not self.return_soft_hard_loss:
+            return loss
+        num_labels = mask.sum().clamp(min=1)
+        if self.weight_soft_loss != 0.0:
+            soft = outputs[0].metrics["divergence"]
+        else:
+            with torch.no_grad():
+                soft = fused_divergence(
+                    student_input, student_weight, teacher, completion_mask=mask, divergence=divergence,
+                    divergence_beta=float(self.beta) if divergence == "jsd" else None, temperature=self.temperature,
+                    lm_head_bias=student_bias,
+                ).sum() / num_labels  # fmt: skip
+        return loss, soft, -outputs[-1].logps.sum() / num_labels

@@ -421,30 +421,40 @@ def _statistics(hidden: Tensor, head: _Head, targets: Tensor, outputs: tuple[str
 # Private names of trl.trainer.utils, held by the tests for each release: the head's autograd.Function, and whether it
 # gets the scored positions alone.
 _PATCHES: dict[str, Any] = {"_ChunkedLogProbFunction": _FusedLogProbs, "_use_triton": lambda device: True}
-_originals: dict[str, Any] = {}
+_originals: dict[tuple[types.ModuleType, str], Any] = {}
 _head_options: dict[str, Any] = {}  # of patch_trl
 
 
 def patch_trl(sparse_backward: float | None = None) -> None:
-    """Let all of TRL's trainers (GRPO, RLOO, DPO, KTO, SFT) compute log-probabilities and entropies by `fused_logps`.
+    """Let all of TRL's trainers (GRPO, RLOO, DPO, KTO, SFT) compute log-probabilities and entropies by `fused_logps`,
+    and DistillationTrainer its loss by `fused_distillation_loss`.
 
-    Their losses stay TRL's. On a CPU prompts are no longer scored. The metrics of DPO, KTO and SFT that need more than
-    log-probability and entropy (mean_logits, is_top1) cost a product without gradient. sparse_backward: as in
-    `grpo_kernels.GRPOConfig`. A second call changes nothing else.
+    The other losses stay TRL's. On a CPU prompts are no longer scored. The metrics of DPO, KTO and SFT that need more
+    than log-probability and entropy (mean_logits, is_top1) cost a product without gradient. sparse_backward: as in
+    `grpo_kernels.GRPOConfig`, of log-probabilities. A second call changes nothing else.
     """
     check_sparse_backward(sparse_backward)
-    missing = [name for name in _PATCHES if not hasattr(trl_utils, name)]
-    if missing:
-        raise RuntimeError(f"TRL {trl.__version__} has no trl.trainer.utils.{missing[0]}: its head cannot be replaced")
+    try:
+        import trl.trainer.distillation_trainer as trl_distillation
+
+        from .trl_distillation import LOSS, divergence_loss
+    except ImportError as error:
+        raise RuntimeError(f"TRL {trl.__version__} has no DistillationTrainer, which cannot be replaced") from error
+
+    patches = {(trl_utils, name): replacement for name, replacement in _PATCHES.items()}
+    patches[trl_distillation, LOSS] = divergence_loss
+    for module, name in patches:
+        if not hasattr(module, name):
+            raise RuntimeError(f"TRL {trl.__version__} has no {module.__name__}.{name}, which cannot be replaced")
     if not _originals:
-        _originals.update({name: getattr(trl_utils, name) for name in _PATCHES})
-    for name, replacement in _PATCHES.items():
-        setattr(trl_utils, name, replacement)
+        _originals.update({(module, name): getattr(module, name) for module, name in patches})
+    for (module, name), replacement in patches.items():
+        setattr(module, name, replacement)
     _head_options["sparse_backward"] = sparse_backward
 
 
 def unpatch_trl() -> None:
     """TRL's own head again."""
-    for name, original in _originals.items():
-        setattr(trl_utils, name, original)
+    for (module, name), original in _originals.items():
+        setattr(module, name, original)
     _originals.clear()
