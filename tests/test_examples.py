@@ -30,8 +30,9 @@ def load(name: str) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["plain_transformers", "liger", "dpo"])
-def test_it_runs(name, capsys):
+@pytest.mark.parametrize("name", ["plain_transformers", "liger", "dpo", "vllm_teacher"])
+def test_it_runs(name, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [name])
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     assert "loss " in capsys.readouterr().out
 

@@ -58,6 +58,10 @@ def test_an_episode_ends_and_may_begin_again_and_may_become_critical():
 # --- single rules -----------------------------------------------------------------------------------------------------
 
 
+def test_the_divergence_to_the_model_of_the_start_grows_from_0():
+    assert alarms([{"step": step, "divergence": 1e-4 * step} for step in range(1, 200)]) == []
+
+
 @pytest.mark.parametrize(("key", "kind", "value"), [
     ("loss", "gradient_instability", math.nan), ("grad_norm", "gradient_instability", math.inf),
     ("kl", "kl_explosion", -math.inf),

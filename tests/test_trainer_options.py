@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo_kernels import GRPOConfig, available_presets
 from grpo_kernels.trainer.arguments import TrainArguments
+from grpo_kernels.trainer.arithmetic import start_model
 from grpo_kernels.trainer.batch import denominators, soft_overlong, step_ends
 from grpo_kernels.trainer.rollout import Completion
 
@@ -43,6 +44,52 @@ def test_sparse_gradients_are_counted(model, data, tmp_path):
     assert run(model, data, tmp_path / "run", sparse_backward=0.01, reward_funcs="training:length") == 0
     for record in steps(tmp_path / "run"):
         assert record["sparse/kept"] >= 0 and 0 <= record["sparse/dense"] <= 1 and math.isfinite(record["grad_norm"])
+
+
+# --- a teacher --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """Another model with the ids of `model`, of another width."""
+    folder = tmp_path_factory.mktemp("teacher") / "model"
+    start_model(folder, seed=3, vocab_size=32, hidden_size=48, num_layers=1, max_steps=4, quiet=True)
+    return folder
+
+
+@pytest.mark.parametrize("divergence", ["reverse_kl", "forward_kl", "jsd"])
+def test_a_teacher_alone_draws_the_policy_to_it(divergence, model, data, teacher, tmp_path):
+    """Without rewards: they are neither computed nor logged, and none of their alarms is raised."""
+    options = {"reward_funcs": None, "max_steps": 12, "teacher_model_name_or_path": teacher, "divergence": divergence}
+    assert run(model, data, tmp_path / "run", per_device_train_batch_size=16, **options) == 0
+    records = steps(tmp_path / "run")
+    found = [record["divergence"] for record in records]
+    assert found[-1] < 0.8 * found[0] and records[0]["loss"] == pytest.approx(found[0], rel=1e-4)
+    assert not any("reward" in record for record in records)
+    alarms = [alarm["kind"] for record in records for alarm in record.get("warnings", [])]
+    assert set(alarms) <= {"truncation"}  # which this model earns
+
+
+def test_rewards_beside_a_teacher(model, data, teacher, tmp_path):
+    """The loss is that of the rewards plus the weighted divergence; with distill_only rewards are measured alone."""
+    options = {"reward_funcs": "training:length", "max_steps": 2, "loss_type": "dapo"}
+    with_teacher = {"teacher_model_name_or_path": teacher, "distill_coef": 0.3}
+    names = {"plain": {}, "both": with_teacher, "alone": with_teacher | {"distill_only": True}}
+    for name, given in names.items():
+        assert run(model, data, tmp_path / name, **options, **given) == 0
+    plain, both, alone = (steps(tmp_path / name)[0] for name in names)
+    assert plain["reward"] == both["reward"] == alone["reward"] and "divergence" not in plain
+    assert both["loss"] == pytest.approx(plain["loss"] + 0.3 * both["divergence"], rel=1e-4, abs=1e-6)
+    assert alone["loss"] == pytest.approx(0.3 * alone["divergence"], rel=1e-4)
+    assert "zero_gradient_groups" in both and "zero_gradient_groups" not in alone
+
+
+def test_a_run_with_a_teacher_resumes_to_the_bit(model, data, teacher, tmp_path):
+    options = {"teacher_model_name_or_path": teacher, "reward_funcs": "training:length", "save_steps": 1, "beta": 0.1}
+    assert run(model, data, tmp_path / "whole", max_steps=3, **options) == 0
+    assert run(model, data, tmp_path / "parts", max_steps=1, **options) == 0
+    assert run(model, data, tmp_path / "parts", max_steps=3, resume_from_checkpoint="auto", **options) == 0
+    assert training.same_weights(tmp_path / "whole", tmp_path / "parts")
 
 
 def test_truncated_sampling_scores_the_ids_that_it_kept(model, data, tmp_path):

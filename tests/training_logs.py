@@ -37,7 +37,7 @@ def step_record(step: int, steps: int, noise: random.Random) -> Record:
         "grad_norm": 0.4 * math.exp(0.25 * gauss(0, 1)), "beta": 0.005, "kl": kl, "kl_sequence": 3.5 * kl,
         "entropy": entropy, "ratio/mean": 1 + 0.001 * gauss(0, 1), "ratio/min": 0.6, "ratio/max": 1.5,
         "clip_ratio/low": 0.004, "clip_ratio/high": 0.006, "clip_ratio/region": 0.01 + 0.005 * noise.random(),
-        "approx_kl": 0.003, "zero_gradient": 0.0,
+        "approx_kl": 0.003, "zero_gradient": 0.0, "divergence": 0.5 - 0.3 * solved + 0.02 * gauss(0, 1),
         "rollout_mismatch/mean": 2e-3 * noise.random(), "rollout_mismatch/max": 0.01,
         "rollout_weight/mean": 1.0, "rollout_ess": 0.97, "reward": reward, "reward_std": std, "reward_min": 0.0,
         "reward_max": 1.0, "reward_group_std": 0.8 * std, "rewards/arithmetic/mean": reward,
@@ -119,6 +119,7 @@ FAILURES: dict[str, tuple[Callable[[Record, float], None], str]] = {
     "kl_explosion": (
         _from(0, kl=lambda _, share: 0.01 * math.exp(9 * share), kl_sequence=lambda _, share: math.exp(9 * share)),
         "critical"),
+    "divergence_rises": (_from(0.5, divergence=lambda value, share: value + 2 * share), "warning"),
     "gradient_instability": (_from(0.7, grad_norm=lambda value, _: 12 * value), "critical"),
     "constant_reward": (
         _from(0, **NO_REWARD, zero_gradient_groups=1.0, all_min_groups=0.0, all_max_groups=0.0), "critical"),

@@ -19,7 +19,7 @@ from transformers.trainer_utils import SchedulerType
 
 from .. import __version__
 from ..config import GRPOConfig, available_presets
-from ..names import ADVANTAGE_SCALES, KL_ESTIMATORS, LEVELS
+from ..names import ADVANTAGE_SCALES, DIVERGENCES, KL_ESTIMATORS, LEVELS
 from . import demo
 from .data import check_path, is_one_split
 from .rewards.answers import compiled
@@ -54,6 +54,7 @@ Correction: TypeAlias = Annotated[str, ("token_truncate", "token_mask", "sequenc
 Level: TypeAlias = Annotated[str, tuple(LEVELS)]
 Scale: TypeAlias = Annotated[str, tuple(ADVANTAGE_SCALES)]
 KL: TypeAlias = Annotated[str, tuple(KL_ESTIMATORS)]
+Divergence: TypeAlias = Annotated[str, tuple(DIVERGENCES)]
 # Without the schedules that follow the loss, which is no measure of progress in GRPO.
 Schedule: TypeAlias = Annotated[
     str, tuple(s.value for s in SchedulerType if s not in ("reduce_lr_on_plateau", "greedy"))
@@ -89,7 +90,7 @@ ALIASES = {
     "kl_beta": "beta", "clip_range": "epsilon", "epsilon_low": "epsilon", "warmup_ratio": "warmup_steps",
     "eval_strategy": "eval_steps", "save_strategy": "save_steps", "grad_clip": "max_grad_norm", "peft": "use_peft",
     "lora": "use_peft", "lora_rank": "lora_r", "vllm": "use_vllm", "resume": "resume_from_checkpoint",
-    "rewards": "reward_funcs", "cpu": "use_cpu", "no_cuda": "use_cpu",
+    "rewards": "reward_funcs", "teacher": "teacher_model_name_or_path", "cpu": "use_cpu", "no_cuda": "use_cpu",
 }  # fmt: skip
 
 
@@ -190,6 +191,11 @@ class TrainArguments:
     sync_ref_model: bool = _option(False, "move the reference policy towards the policy")
     ref_model_sync_steps: Count = _option(512, "optimizer steps between moves")
     ref_model_mixup_alpha: Share = _option(0.6, "share of the policy in a move; 1: a copy")
+    teacher_model_name_or_path: str | None = _option(None, "a model of transformers with the same ids, to distil from")
+    distill_coef: Size = _option(1.0, "weight of the divergence to the teacher's distribution")
+    divergence: Divergence = _option("reverse_kl", "of the policy's distribution and the teacher's")
+    divergence_beta: float | None = _option(None, "the teacher's share of the mixture of jsd; default: 0.5")
+    distill_only: bool = _option(False, "rewards are measured and left out of the loss; on without reward_funcs")
     sparse_backward: float | None = _option(None, "round small gradients of logits to 0 or this share; default: exact")
     loss_options: str | None = _option(None, "further fields of GRPOConfig, as JSON")
 
@@ -251,6 +257,13 @@ class TrainArguments:
         return self.vllm_importance_sampling_correction and (self.use_vllm or self.replay is not None)
 
     @property
+    def distills_only(self) -> bool:
+        """Whether the loss is the divergence to the teacher alone."""
+        return self.teacher_model_name_or_path is not None and (
+            self.distill_only or not (self.reward_funcs or self.replay)
+        )
+
+    @property
     def held_out_name(self) -> str | None:
         """The data set that held-out prompts are from."""
         return self.eval_dataset_name or self.dataset_name
@@ -277,6 +290,8 @@ class TrainArguments:
             "use_bias_correction_kl": self.use_bias_correction_kl if self.beta else None,
             "sparse_backward": self.sparse_backward,
         }
+        if self.teacher_model_name_or_path is not None and self.distill_coef:
+            given |= {name: getattr(self, name) for name in ("distill_coef", "divergence", "divergence_beta")}
         further = self.from_json("loss_options")
         if twice := given.keys() & further.keys():
             raise ValueError(f"loss_options={self.loss_options!r}: {', '.join(sorted(twice))} has an option of its own")
@@ -318,7 +333,7 @@ class TrainArguments:
             self.from_json(name)
         if self.reward_pattern is not None:
             compiled(self.reward_pattern)
-        for name in ("model_name_or_path", "dataset_name", "eval_dataset_name"):
+        for name in ("model_name_or_path", "teacher_model_name_or_path", "dataset_name", "eval_dataset_name"):
             if (path := getattr(self, name)) is not None:
                 check_path(name, path)
         for wrong, sentence in self._contradictions(num_processes):
@@ -329,6 +344,7 @@ class TrainArguments:
         """(whether it is so, what is wrong) of options that are right one by one."""
         a, config = self, self.loss_config()
         passes, rows = a.passes_per_rollout, a.rows_per_rollout(num_processes)
+        teaches = a.teacher_model_name_or_path is not None
         yield from (
             (a.soft_overlong_cache > a.max_completion_length,
              f"soft_overlong_cache={a.soft_overlong_cache}; expected at most "
@@ -348,7 +364,7 @@ class TrainArguments:
              "is the generated arithmetic task"),
             (a.answer_column == a.prompt_column,
              f"the column {a.answer_column!r} is named by prompt_column and answer_column"),
-            (not a.reward_funcs and a.replay is None,
+            (not a.reward_funcs and a.replay is None and not teaches,
              "reward_funcs is empty; expected names of built-in rewards, module:function, or path/file.py:function"),
             (a.kl_target is not None and not (0 < a.kl_target < math.inf and a.beta > 0),
              f"kl_target={a.kl_target} with beta={a.beta}; expected two positive numbers"),
@@ -361,6 +377,12 @@ class TrainArguments:
              "share_prompts keeps the keys and values that gradient_checkpointing recomputes: expected one of them"),
             (a.loss == "eager" and a.truncates,
              "loss='eager' is over all ids: top_p, top_k and min_p do not go with it"),
+            (teaches and (a.loss == "eager" or a.truncates or a.sparse_backward is not None),
+             "the divergence to a teacher is over all ids, and exact: loss='eager', top_p, top_k, min_p and "
+             "sparse_backward do not go with teacher_model_name_or_path"),
+            (teaches and a.distill_coef == 0, "distill_coef=0 leaves teacher_model_name_or_path without effect"),
+            (a.distills_only and a.dynamic_sampling != "off",
+             f"dynamic_sampling={a.dynamic_sampling!r} goes by rewards, which distill_only leaves out of the loss"),
             (a.use_vllm and a.truncates and not a.top_k,
              "use_vllm with top_p or min_p needs a top_k too: vLLM returns the ids that it keeps with top_k > 0 only"),
         )  # fmt: skip
@@ -374,6 +396,7 @@ class TrainArguments:
             ("beta", a.beta, ("kl_estimator", "use_bias_correction_kl", "sync_ref_model")),
             ("sync_ref_model", a.sync_ref_model, ("ref_model_sync_steps", "ref_model_mixup_alpha")),
             ("kl_target", a.kl_target, ("kl_horizon",)),
+            ("teacher_model_name_or_path", teaches, ("distill_coef", "divergence", "divergence_beta", "distill_only")),
             ("use_peft", a.use_peft, ("lora_r", "lora_alpha", "lora_target_modules")),
             ("dynamic_sampling=refill", a.dynamic_sampling == "refill", ("dynamic_sampling_max_rounds",)),
             ("loss=fused", a.loss == "fused", ("sparse_backward",)),

@@ -24,7 +24,13 @@ from .monitor import Monitor
 from .ranks import Ranks
 from .rollout import Completion
 
-SHOWN = ("reward", "kl", "entropy", "grad_norm")  # beside the progress bar, or in the lines that stand for it
+SHOWN = (
+    "reward",
+    "kl",
+    "divergence",
+    "entropy",
+    "grad_norm",
+)  # beside the progress bar, or in the lines that stand for it
 
 
 class RunLog:

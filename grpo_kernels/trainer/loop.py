@@ -96,6 +96,9 @@ class Trainer:
                 if a.is_given(name):
                     raise RunError(f"{name}={getattr(a, name)!r} has no effect: no function gave rewards of steps")
         assign_advantages(rollout, self.config, a.num_generations, a.gamma)
+        if a.distills_only:
+            for c in rollout:
+                c.advantage = torch.zeros(())
         if a.dynamic_sampling != "off":
             for group in filter(without_gradient, groups_of(rollout, a.num_generations)):
                 for c in group:
@@ -107,6 +110,9 @@ class Trainer:
             write_text(rollout_path(run.folder / "rollouts", p.rollout_index), to_lines(rollout))
         self.seconds["rollout"] = time.perf_counter() - begin - self.seconds["rewards"]
         p.rollout_numbers |= rollout_record(rollout, a.num_generations)
+        if a.distills_only:  # rewards are no signal
+            for name in ("zero_gradient_groups", *(() if run.rewards else ("unscored",))):
+                p.rollout_numbers.pop(name)
         self._log_samples()
 
     def _replayed(self) -> list[Completion]:
@@ -156,7 +162,10 @@ class Trainer:
         """Set the rewards of this rank's completions."""
         begin, rewards = time.perf_counter(), self.run.rewards
         self.run.log.phase("rewards")
-        assert rewards is not None
+        if rewards is None:  # the loss is the divergence to a teacher
+            for c in rows:
+                c.reward, c.rewards = math.nan, {}
+            return
         with self.ranks.raise_on_all():
             batch = rewards.score(
                 prompts=[c.prompt for c in rows],
@@ -281,6 +290,9 @@ class Trainer:
         for part in passes:
             inputs = model_inputs(part, a, self.pad_id, run.accelerator.device)
             inputs |= loss_inputs(part, a, run.accelerator.device)
+            if run.teacher is not None:
+                with run.accelerator.autocast():
+                    inputs["teacher"] = run.teacher(inputs, run.vocab_size)
             # In the backward that synchronizes, DeepSpeed's engine clips and steps too.
             last = run.accelerator.sync_gradients = part is passes[-1]
             with contextlib.nullcontext() if last else run.accelerator.no_sync(self.policy):

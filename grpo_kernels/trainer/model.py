@@ -19,6 +19,7 @@ from ..integrations.transformers import fused_forward
 from ..logps import fused_logps
 from ..loss import fused_grpo_loss, grpo_loss_from_logps
 from ..output import GRPOLossOutput
+from ..teacher import Teacher
 from .arguments import TrainArguments
 from .data import check_path
 from .rollout import generate
@@ -136,13 +137,15 @@ def _check_adapter(folder: str | Path) -> None:
         raise ValueError(f"{folder}/adapter_config.json names no base model that can be loaded: {error}") from None
 
 
-def _from_pretrained(kind: Any, path: str, source: str | Path, **options: Any) -> Any:
+def _from_pretrained(
+    kind: Any, path: str, source: str | Path, *, name: str = "model_name_or_path", **options: Any
+) -> Any:
     transformers_logging.disable_progress_bar()  # of loading and saving: one per file
     try:
         return kind.from_pretrained(source, **options)
     except Exception as error:  # of many types: no such model, one of an unknown type, a damaged file, a model's own
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"model_name_or_path={path}: {reason}") from error
+        raise ValueError(f"{name}={path}: {reason}") from error
 
 
 def _with_adapter(lm: Any, arguments: TrainArguments, adapter: Path | None) -> Any:
@@ -169,6 +172,44 @@ def _without_dropout(lm: nn.Module) -> None:
                 setattr(module, name, 0.0)
         if isinstance(module, (nn.Dropout, nn.AlphaDropout)):
             module.p = 0.0
+
+
+# --- teacher ----------------------------------------------------------------------------------------------------------
+
+
+class TeacherModel:
+    """A frozen model whose distribution over the vocabulary the policy is drawn to; whole in every process."""
+
+    def __init__(self, path: str, arguments: TrainArguments, tokenizer: Any, device: torch.device) -> None:
+        options = dict(trust_remote_code=arguments.trust_remote_code)
+        name = "teacher_model_name_or_path"
+        self.lm = _from_pretrained(
+            AutoModelForCausalLM, path, path, name=name, dtype=getattr(torch, arguments.dtype), **options
+        )
+        own = _from_pretrained(AutoTokenizer, path, path, name=name, **options).get_vocab()
+        if differing := [word for word, i in tokenizer.get_vocab().items() if own.get(word) != i]:
+            raise ValueError(
+                f"{name}={path}: its tokenizer gives {differing[0]!r} the id {own.get(differing[0])}, the model's "
+                f"{tokenizer.get_vocab()[differing[0]]}; expected a teacher with the same ids"
+            )
+        self.lm.requires_grad_(False).eval().to(device)
+        _without_dropout(self.lm)
+
+    @torch.no_grad()
+    def __call__(self, inputs: dict[str, Any], vocab_size: int) -> Teacher:
+        """For the completions of model_inputs; rows of its weight beyond `vocab_size`, which are padding, are left
+        out."""
+
+        def head(
+            hidden: Tensor, weight: Tensor, ids: Tensor, *, lm_head_bias: Tensor | None, **transform: Any
+        ) -> Teacher:
+            transform.pop("completion_mask")
+            bias = None if lm_head_bias is None else lm_head_bias.detach()[:vocab_size]
+            return Teacher(hidden, weight.detach()[:vocab_size], bias, **transform)
+
+        names = "input_ids", "attention_mask", "completion_ids", "completion_mask"
+        teacher: Teacher = fused_forward(self.lm, loss=head, **{name: inputs[name] for name in names})
+        return teacher
 
 
 # --- reference policy -------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ EASY = 0.5  # share of groups in which every completion has the highest reward, 
 REWARD_RISE = 0.05  # of the range of rewards seen
 VARIANCE_RATIO = 3.0
 LENGTH_RATIO = 1.25
+DIVERGENCE_RATIO = 1.5  # of the start
 ESS = 0.3
 WEIGHT_LOW, WEIGHT_HIGH = 0.5, 2.0
 MISMATCH = 0.036  # nats: mean |difference| of a normal distribution whose KL is 1e-3
@@ -245,6 +246,17 @@ def kl_explosion(history: History, record: Record) -> Finding | None:
     return "critical" if critical else "warning", seen
 
 
+def divergence_rises(history: History, record: Record) -> Finding | None:
+    recent, start = history.mean("divergence", SPAN, 2 * SPAN), history.start_mean("divergence")
+    # From a teacher that is the model of the start, the divergence begins at 0.
+    if recent is None or start is None or recent <= max(DIVERGENCE_RATIO * start, KL_PER_TOKEN):
+        return None
+    return "warning", (
+        f"The divergence to the teacher is {recent:.3g} nats per token in the mean of {SPAN} steps, and was "
+        f"{start:.3g} in the first {SPAN} (thresholds {KL_PER_TOKEN:g} and {DIVERGENCE_RATIO:g} times as much)."
+    )
+
+
 def not_finite(history: History, record: Record) -> Finding | None:
     for key in ("loss", "grad_norm"):
         value = record.get(key, 0.0)
@@ -357,6 +369,8 @@ KINDS = {
         "temperature."),
     "kl_explosion": Kind("KL explosion", ("kl",), SOON, (kl_explosion,),
         "Lower the learning rate, raise beta or set kl_target, and read the completions."),
+    "divergence_rises": Kind("Divergence to the teacher rises", ("divergence",), 2 * SPAN, (divergence_rises,),
+        "Lower the learning rate; beside rewards, raise distill_coef, or take them for what moves the policy away."),
     "gradient_instability": Kind("Gradient instability", ("grad_norm", "loss"), 1, (not_finite, gradient_norms),
         "Lower the learning rate or max_grad_norm; look for extreme advantages and ratios at this step. After a "
         "non-finite value, resume from the checkpoint before it."),

@@ -96,6 +96,7 @@ def all_charts(evaluation: Record, config: Record) -> dict[str, tuple[Chart, ...
                   band=("ratio/min", "ratio/max")),
             Chart("First log-ratio", "largest, nats", {"log_ratio_first_max": "first update"}, ("first_ratio",)),
             Chart("KL per sequence", "nats", {"kl_sequence": "KL"}, ("kl_explosion",), ((KL_PER_SEQUENCE, "limit"),)),
+            Chart("Divergence to the teacher", "nats per token", {"divergence": "mean"}, ("divergence_rises",)),
             Chart("Loss", "near 0 by construction", {"loss": "loss"}, ("gradient_instability",)),
         ),
         "Completions": (
@@ -245,10 +246,16 @@ def state_of(
     )
     binary = accuracy and len(accuracy) == len(held_out)
     judged, known = ("Held-out pass@1", accuracy) if binary else ("Held-out reward", held_out)
-    reward = [mean for (mean,) in reversed(ends(records, "reward"))] if len(records) > WINDOW else []
-    name, values = (judged, known) if len(known) > 1 else ("The reward", reward)
-    if values:
-        verb = "rose" if values[-1] > values[0] else "did not rise:"
+    measured = {
+        name: [*before, *now]
+        for name, key in (("The reward", "reward"), ("The divergence to the teacher", "divergence"))
+        for now, before in [ends(records, key)]
+        if before and len(records) > WINDOW
+    }
+    for name, values in ({judged: known} if len(known) > 1 else measured).items():
+        falls = values is measured.get("The divergence to the teacher")
+        moved = values[-1] < values[0] if falls else values[-1] > values[0]
+        verb = ("fell" if falls else "rose") if moved else f"did not {'fall' if falls else 'rise'}:"
         text += f". {name} {verb} from {values[0]:.3f} to {values[-1]:.3f}"
     tiles = [
         tile(judged, known[-1:], known[:-1][:1], "{:.3f}"),

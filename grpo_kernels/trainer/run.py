@@ -24,7 +24,7 @@ from .checkpoint import CONFIG, ROLLOUT, RUN, STATE, TENSORS, Progress, check_st
 from .data import Columns, Prompt, fingerprint, load_prompts
 from .files import remove_leftovers, write_atomically, write_text
 from .log import RunLog
-from .model import Policy, ReferencePolicy, load_model, load_tokenizer
+from .model import Policy, ReferencePolicy, TeacherModel, load_model, load_tokenizer
 from .ranks import (
     Ranks,
     Signals,
@@ -87,6 +87,9 @@ class Run:
         self.policy, self.optimizer = self.accelerator.prepare(policy, _make_optimizer(policy, a))
         self.bare_policy: Policy = self.accelerator.unwrap_model(self.policy)
         self.scheduler = _make_scheduler(self.optimizer, a)
+        self.teacher, name = None, a.teacher_model_name_or_path
+        if name is not None:
+            self.teacher = TeacherModel(name, a, tokenizer, self.accelerator.device)
         self._score_a_token(tokenizer.pad_token_id, ends[0])
         with self.ranks.raise_on_all():
             if not a.dry_run:
@@ -110,6 +113,13 @@ class Run:
                 raise ValueError("the log-probabilities of its tokens are NaN; expected weights that are finite")
         except (ValueError, TypeError) as error:
             raise ValueError(f"model_name_or_path={a.model_name_or_path}: {error}") from error
+        if self.teacher is not None:
+            try:
+                rows = len(self.teacher(inputs, self.vocab_size).weight)
+                if rows < self.vocab_size:
+                    raise ValueError(f"its lm_head has {rows} rows, the model's {self.vocab_size}; expected as many")
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"teacher_model_name_or_path={a.teacher_model_name_or_path}: {error}") from error
 
     def model_state(self) -> dict[str, torch.Tensor]:
         """Whole parameters; every rank has to ask."""
