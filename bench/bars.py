@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +22,14 @@ from grpo_kernels.benchmarks.machine import OUT_OF_MEMORY, Document, read
 from grpo_kernels.benchmarks.show import table
 
 Found = dict[str, dict[str, Any]]
+# (whether it is JSD, the type) -> the time of the four products, and of TRL's function, at most.
+DISTILLATION = {
+    "cpu": {(jsd, f"torch.{dtype}"): limits for (jsd, dtype), limits in {
+        (False, "float32"): (1.08, 0.48), (True, "float32"): (1.15, 0.48),
+        (False, "bfloat16"): (1.20, 0.14), (True, "bfloat16"): (1.35, 0.14),
+    }.items()},
+    "cuda": {(False, "torch.bfloat16"): (1.12, 0.75)},
+}  # fmt: skip
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -65,6 +74,12 @@ def report(document: Document) -> str:
         ours, trl = step["FusedGRPOTrainer"], step["TRL"]
         rows.append(_row("TRL's step, time", ours["of_trl"], 1.0))
         rows.append(_row("TRL's step, memory", ours["peak_bytes"] / trl["peak_bytes"], 1.0))
+    for case in document.get("distillation", {}).get("cases", []):  # of bench/distillation.py
+        found, what = case["implementations"], f"{case['divergence']} to a teacher, {case['head']}, {case['dtype']}"
+        limits = DISTILLATION["cpu" if document["environment"]["device"] == "cpu" else "cuda"]
+        on_floor, of_trl = limits.get((case["divergence"] == "jsd", case["dtype"]), (math.inf, math.inf))
+        rows.append(_row(f"{what}, of F_t", found["ours"].get("of_products"), on_floor))
+        rows.append(_row(f"{what}, of TRL's", found["TRL"].get("ours_of_this"), of_trl))
     return table(("bar", "found", "at most", ""), rows)
 
 
@@ -79,7 +94,7 @@ def read_results(path: Path) -> Document:
     if "cases" in document:
         return document
     return document.get("targets", {"environment": document["environment"], "cases": []}) | {
-        "trl_step": document.get("trl_step", {})
+        name: document.get(name, {}) for name in ("trl_step", "distillation")
     }
 
 

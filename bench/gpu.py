@@ -37,7 +37,16 @@ BACKENDS, STRATEGIES = ("cuda", "triton"), ("rows", "linear", "anchored")
 HEADS = ("llama-3-8b:16384", "qwen2.5-7b:16384", "qwen2.5-1.5b:16384", "gemma-2-2b:16384")
 PRODUCT_ROWS = (768, 1024, 2816, 3584, 4096, 5632, 8192, 16384)
 # Of one command, in seconds. Triton compiles in silence; what CUDA's kernels do takes less.
-LIMITS = {"build": 300, "check": 120, "headline": 300, "events": 90, "tests": 500, "sanitizer": 200, "trl_step": 150}
+LIMITS = {
+    "build": 300,
+    "check": 120,
+    "headline": 300,
+    "events": 90,
+    "tests": 500,
+    "sanitizer": 200,
+    "trl_step": 150,
+    "distillation": 200,
+}
 SILENCE = {"cuda": 45.0, "triton": 150.0}
 FIRST_TESTS = ("half_precision", "more_logits", "same_bits", "cuda_graph", "stream", "compile")  # in their names
 UNAVAILABLE = "backend "  # begins why one is left out that cannot be loaded
@@ -290,8 +299,20 @@ def trl_step(report: Report) -> None:
         report.data["trl_step"] = json.loads(output.read_text())
 
 
+def distillation(report: Report) -> None:
+    """The divergence to a teacher's distribution, against TRL's function and the bare products."""
+    output = report.path.with_suffix(".distillation.json")
+    command = ("bench/distillation.py", "--device", report.options.device, "--rounds", 3, "--output", output)
+    ended = report.python(*command, limit=LIMITS["distillation"])
+    if ended.failure:
+        report.fail(f"distillation: {ended.failure}")
+    if output.exists():
+        report.data["distillation"] = json.loads(output.read_text())
+
+
 STAGES: dict[str, Callable[[Report], None]] = {
-    stage.__name__: stage for stage in (build, check, headline, events, tests, benchmark, trl_step, sanitizer)
+    stage.__name__: stage
+    for stage in (build, check, headline, events, tests, benchmark, trl_step, distillation, sanitizer)
 }
 DEFAULT_STAGES = ("build", "check", "headline", "events")
 

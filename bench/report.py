@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from distillation import show as show_distillation
+from learning import EXPERIMENTS
 from matplotlib import rc_context
 from sparse import show
 
@@ -28,6 +31,8 @@ PAGES = (ROOT / "README.md", ROOT / "bench" / "README.md")
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 RIVALS = (*(name for name in IMPLEMENTATIONS if not name.startswith("ours")), "ours-unmasked")
 SPARSE = Path("sparse/cpu.json")  # of sparse.py, below RESULTS
+SPARSE_LEARNING, TEACHER = (Path(EXPERIMENTS[name].output) for name in ("sparse", "teacher"))  # of learning.py
+DISTILLATION = Path("distillation/cpu.json")  # of distillation.py
 LEARNING = Path("trainer/time-to-reward.json")  # of time_to_reward.py
 GOAL = 0.9  # reward of an evaluation
 LEARNERS = {
@@ -37,6 +42,7 @@ LEARNERS = {
     "grpo-kernels train, sparse": "#8a3fb0",
 }
 TRAINERS = ("eager", "trl", "liger", "verl-torch")
+ARMS = ("#6b6b6b", "#d1410c", "#0b6fb3")
 CAPTIONS = {
     "time": "Time of a step over that of the three bare products",
     "memory": "Peak memory against the length of completions; a cross is out of memory",
@@ -51,7 +57,7 @@ def main() -> None:
         document = read(path)
         written = draw(document, FIGURES, f"{path.stem}-", ("time",) if path.stem.endswith("-sweeps") else ())
         print(f"{path.name}: {', '.join(picture.name for picture in written) or 'nothing to draw'}")
-    for name, picture in ((SPARSE, draw_sparse), (LEARNING, draw_learning)):
+    for name, picture in PICTURES.items():
         if (RESULTS / name).exists():
             picture(read(RESULTS / name), FIGURES)
     for page in PAGES:
@@ -77,7 +83,7 @@ def section(page: Path) -> str:
             picture = FIGURES / f"{path.stem}-{name}.png"
             if picture.exists():
                 parts.append(f"![{caption}]({Path(os.path.relpath(picture, page.parent)).as_posix()})")
-    for name, text in ((SPARSE, _sparse), (LEARNING, _learning)):
+    for name, text in TEXTS.items():
         if (RESULTS / name).exists():
             parts.append(text(read(RESULTS / name)))
     return "\n\n".join(parts)
@@ -137,6 +143,97 @@ def _sparse(document: Document) -> str:
 **{SPARSE}.** {cpu}: `python bench/sparse.py`, `GRPOConfig(sparse_backward=theta)` on the head of
 SmolLM2-135M-Instruct. Medians of interleaved rounds, relative errors against float64 from the same inputs."""
     return "\n\n".join([head, *tables, "![Time and error against theta](figures/sparse.png)"])
+
+
+def draw_sparse_learning(document: Document, folder: Path) -> None:
+    """Evaluated reward over steps, a panel per setting; of the chat model also what a token keeps, and seconds."""
+    with rc_context(STYLE):
+        figure, axes = _draw_arms(document, "Learning with sparse gradients, by theta", 2)
+        for arm, colour in zip(_arms(document), ARMS, strict=True):
+            for found in _runs(document, "chat", arm):
+                steps = found["steps"]
+                if "sparse/kept" in steps[0]:
+                    axes[-2].plot(*_curve(steps, "sparse/kept"), color=colour, linewidth=0.8)
+                axes[-1].plot(*_curve(steps, "seconds/update"), color=colour, linewidth=0.8)
+        axes[-2].set(title="chat: entries that a token keeps", xlabel="optimizer steps", yscale="log")
+        axes[-1].set(title="chat: seconds of an update", xlabel="optimizer steps", ylim=(0.0, None))
+        figure.savefig(folder / "sparse-learning.png", dpi=DPI)
+
+
+def draw_teacher(document: Document, folder: Path) -> None:
+    """Evaluated reward and divergence over steps."""
+    with rc_context(STYLE):
+        figure, axes = _draw_arms(document, "GRPO, a teacher's distribution, and both", 1)
+        for arm, colour in zip(_arms(document), ARMS, strict=True):
+            for found in _runs(document, "arithmetic, dapo", arm):
+                if "divergence" in found["steps"][0]:
+                    axes[-1].plot(*_curve(found["steps"], "divergence"), color=colour, alpha=0.5, linewidth=0.6)
+        axes[-1].set(title="reverse KL to the teacher, nats per token", xlabel="optimizer steps", yscale="log")
+        figure.savefig(folder / "teacher.png", dpi=DPI)
+
+
+def _draw_arms(document: Document, title: str, others: int) -> tuple[Any, Any]:
+    """(figure, its axes): evaluated reward, each seed and their mean, a panel per setting; `others` are left."""
+    settings = _settings(document)
+    figure, axes = sheet(document, title, len(settings) + others, 2.3)
+    for setting, axis in zip(settings, axes, strict=False):
+        for arm, colour in zip(_arms(document), ARMS, strict=True):
+            curves = [found["evaluations"] for found in _runs(document, setting, arm)]
+            for curve in curves:
+                axis.plot(*_curve(curve, "reward"), color=colour, alpha=0.25, linewidth=0.8)
+            means = [fmean(e["reward"] for e in same) for same in zip(*curves, strict=True)]
+            axis.plot(_curve(curves[0], "reward")[0], means, color=colour, label=arm)
+        axis.set(title=f"evaluated reward: {setting}", xlabel="optimizer steps")
+    axes[0].legend(frameon=False)
+    return figure, axes
+
+
+def _settings(document: Document) -> list[str]:
+    return list(dict.fromkeys(found["setting"] for found in document["runs"]))
+
+
+def _arms(document: Document) -> list[str]:
+    return list(dict.fromkeys(found["arm"] for found in document["runs"]))
+
+
+def _runs(document: Document, setting: str, arm: str) -> list[dict[str, Any]]:
+    return [found for found in document["runs"] if (found["setting"], found["arm"]) == (setting, arm)]
+
+
+def _curve(records: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """A step whose tokens had no gradient has no number of some metrics."""
+    known = [record for record in records if name in record]
+    return [record["step"] for record in known], [record[name] for record in known]
+
+
+def _arms_text(name: Path, picture: str, document: Document) -> str:
+    """A row per setting: the last evaluation of each arm; for sparse gradients also what a token kept."""
+    where, arms, rows = document["environment"], _arms(document), []
+    is_sparse = name == SPARSE_LEARNING
+    for setting in _settings(document):
+        runs = [_runs(document, setting, arm) for arm in arms]
+        ends = [_spread([found["evaluations"][-1]["reward"] for found in group], ".3f") for group in runs]
+        curves = [_curve(found["steps"], "sparse/kept")[1] for found in runs[1]] if is_sparse else []
+        kept = [fmean(curve[k] for curve in curves) for k in (0, -1)] if is_sparse else []
+        rows.append((setting, str(len(runs[0])), *ends, *(f"{number:,.0f}" for number in kept)))
+    last = (f"kept at {arms[1]}: first step", "last step") if is_sparse else ()
+    return f"""\
+**{name}.** {where["cpu"]}, {where["threads"]} threads, {where["date"][:10]}: `python bench/learning.py`. Evaluated
+reward after the last step, median of the seeds (least to most):
+
+{table(("run", "seeds", *arms, *last), rows)}
+
+![Evaluated reward over steps](figures/{picture}.png)"""
+
+
+def _distillation(document: Document) -> str:
+    where = document["environment"]
+    return f"""\
+**{DISTILLATION}.** {where["cpu"]}, {where["threads"]} threads, {where["date"][:10]}: `python bench/distillation.py`.
+The divergence to a teacher of the same shape, forward and backward; medians of interleaved rounds, relative errors
+against float64 from the same inputs:
+
+{show_distillation(document)}"""
 
 
 # --- how soon a model learns ------------------------------------------------------------------------------------------
@@ -269,6 +366,15 @@ def _errors(ours: Document, eager: Document, quantity: str) -> str:
 def _number(entry: Document, key: str, form: str) -> str:
     return format(entry[key], form) if key in entry else entry.get("error", "").split(":")[0]
 
+
+PICTURES = {
+    SPARSE: draw_sparse, SPARSE_LEARNING: draw_sparse_learning, TEACHER: draw_teacher, LEARNING: draw_learning,
+}  # fmt: skip
+TEXTS = {
+    SPARSE: _sparse, SPARSE_LEARNING: partial(_arms_text, SPARSE_LEARNING, "sparse-learning"),
+    DISTILLATION: _distillation,
+    TEACHER: partial(_arms_text, TEACHER, "teacher"), LEARNING: _learning,
+}  # fmt: skip
 
 if __name__ == "__main__":
     main()

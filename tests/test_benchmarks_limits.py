@@ -57,6 +57,15 @@ def test_pairs_cost_a_row_of_an_operand_each():
     assert predict(frozen, H200, "sparse", pairs=32).seconds < few.seconds
 
 
+def test_a_teacher_costs_its_product_and_reads_of_both_rows():
+    case = make_case(LLAMA)
+    product = 2 * 16384 * 4096 * 128256
+    for way in ("floor", "rows"):
+        like, wide = (predict(case, H200, way, teacher=width) for width in (1, 4))
+        assert like.flops - predict(case, H200, way).flops == product and wide.flops - like.flops == 3 * product
+    assert predict(case, H200, teacher=1).bytes - predict(case, H200).bytes > 3 * 16384 * 128256 * 4
+
+
 # --- bench/bars.py ----------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -58,33 +59,44 @@ class _Part(NamedTuple):
     rate: float = 1.0
 
 
-def predict(case: Case, device: Device, way: str = "rows", *, pairs: int = 64) -> Prediction:
+def predict(case: Case, device: Device, way: str = "rows", *, pairs: int = 64, teacher: float = 0.0) -> Prediction:
     """What a case should cost at least: "rows", logits in chunks, a row kernel and two products, as this library does;
     "floor", the bare matrix products over all tokens at once; "sparse", the step with config.sparse_backward where so
-    many `pairs` of a token are left."""
-    parts = _floor(case) if way == "floor" else _rows(case, device, pairs if way == "sparse" else None)
+    many `pairs` of a token are left. teacher: its width over the policy's; 0: there is none."""
+    teachers = replace(case, hidden_size=int(teacher * case.hidden_size)) if teacher else None
+    if way == "floor":
+        parts = _floor(case, teachers)
+    else:
+        parts = _rows(case, device, pairs if way == "sparse" else None, teachers)
     rate = 1e12 * (device.single_tflops if case.dtype == "float32" else device.half_tflops)
     bandwidth = 1e12 * device.terabytes_per_second
     seconds = sum(max(part.flops / rate, part.bytes / (part.rate * bandwidth)) for part in parts)
     return Prediction(seconds, sum(part.flops for part in parts), sum(part.bytes for part in parts))
 
 
-def _floor(case: Case) -> list[_Part]:
+def _floor(case: Case, teachers: Case | None) -> list[_Part]:
     size = case.torch_dtype.itemsize
-    return [_logits(case, 1, size), *_gradients(case, case.tokens, size)]
+    heads = (case,) if teachers is None else (case, teachers)
+    return [*(_logits(head, 1, size) for head in heads), *_gradients(case, case.tokens, size)]
 
 
-def _rows(case: Case, device: Device, pairs: int | None) -> list[_Part]:
+def _rows(case: Case, device: Device, pairs: int | None, teachers: Case | None) -> list[_Part]:
     logits_dtype, grad_dtype = default_logits_dtype(case.torch_dtype, CUDA), case.torch_dtype
     capacity = gpu_capacity(1e9 * device.gigabytes, device.multiprocessors)
+    if teachers is not None:
+        capacity = capacity.beside(logits_dtype, logits_dtype)
     wants, shape = (case.mode != "forward", case.mode == "step", False), (case.vocab_size, case.hidden_size)
     sizes = chunk_sizes(case.tokens, shape, logits_dtype, grad_dtype, CUDA, wants, capacity=capacity)
     logits = _logits(case, math.ceil(case.tokens / sizes.logits), logits_dtype.itemsize)
     if pairs is not None:
         return [logits, *_pairs(case, logits_dtype.itemsize, pairs)]
     written = 0 if case.mode == "forward" else grad_dtype.itemsize
-    row_pass = _Part(0, case.tokens * case.vocab_size * (logits_dtype.itemsize + written), ROW_RATE)
-    return [logits, row_pass, *_gradients(case, sizes.products, grad_dtype.itemsize)]
+    read, heads = logits_dtype.itemsize, [logits]
+    if teachers is not None:  # both rows are read for the divergence, and again for the gradient
+        read *= 2 if case.mode == "forward" else 4
+        heads.append(_logits(teachers, math.ceil(case.tokens / sizes.logits), logits_dtype.itemsize))
+    row_pass = _Part(0, case.tokens * case.vocab_size * (read + written), ROW_RATE)
+    return [*heads, row_pass, *_gradients(case, sizes.products, grad_dtype.itemsize)]
 
 
 def _logits(case: Case, chunks: int, logits_bytes: int) -> _Part:
@@ -125,6 +137,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--mode", choices=MODES, default="step")
     parser.add_argument("--pairs", type=int, nargs="+", default=[32, 64, 256], help="of a token, with sparse_backward")
+    parser.add_argument("--teachers", type=float, nargs="+", default=[1, 4], help="widths, of the policy's")
     chosen = parser.parse_args(argv)
     device = DEVICES[chosen.device]
     for shape in chosen.shapes:
@@ -135,6 +148,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             one = predict(case, device, way, pairs=pairs)
             cells = one.flops / 1e12, one.bytes / 1e9, one.seconds * 1e3, one.seconds / floor.seconds
             rows.append([f"{way}, {pairs} pairs" if pairs else way, *(f"{cell:.2f}" for cell in cells)])
+        for teacher in chosen.teachers:
+            bare = predict(case, device, "floor", teacher=teacher)
+            one = predict(case, device, teacher=teacher)
+            cells = one.flops / 1e12, one.bytes / 1e9, one.seconds * 1e3, one.seconds / bare.seconds
+            name = f"rows, a teacher of {teacher:g} times the width, of its own floor"
+            rows.append([name, *(f"{cell:.2f}" for cell in cells)])
         print(f"{case} on {device.name} ({device.source})\n")
         print(table(("", "TFLOP", "GB", "ms", "of floor"), rows), end="\n\n")
 
