@@ -7,7 +7,7 @@ from .logps import fused_logps
 from .loss import fused_grpo_loss, grpo_loss_from_logits, grpo_loss_from_logps
 from .output import GRPOLossOutput
 from .policy import PolicyChunk, fused_policy_loss
-from .rewards import entropy_quantile, group_advantages, process_advantages, rollout_weights
+from .rewards import combine_advantages, entropy_quantile, group_advantages, process_advantages, rollout_weights
 from .sampling_mask import SamplingMask
 from .teacher import Teacher, TopKTeacher
 
@@ -29,6 +29,7 @@ __all__ = [
     "TopKTeacher",
     "available_backends",
     "available_presets",
+    "combine_advantages",
     "entropy_quantile",
     "fused_distillation_loss",
     "fused_divergence",

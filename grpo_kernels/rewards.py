@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from .config import check_count, check_number, check_one_of
 from .engine.groups import group_statistics as engine_statistics
 from .engine.groups import traced_group_statistics
 from .engine.shared import is_traced
-from .names import ADVANTAGE_BASELINES, ADVANTAGE_SCALES, EXPONENT_LIMIT, LEVELS
+from .names import ADVANTAGE_BASELINES, ADVANTAGE_SCALES, EXPONENT_LIMIT, WEIGHT_LEVELS
 
 
 class Groups(NamedTuple):
@@ -48,21 +49,78 @@ def group_advantages(
     baseline: str = "mean",
     ddof: int = 1,
     eps: float = 1e-4,
+    lengths: Tensor | None = None,
 ) -> Tensor:
     """Group-relative advantages (B,) float32, A = (r - baseline) / (std + eps)   (DeepSeekMath, arXiv:2402.03300).
 
     rewards (B,); NaN = no verdict: left out of the statistics, advantage 0. A group of equal rewards gets exactly 0.
     An infinite reward raises, on a GPU with GRPO_KERNELS_DEBUG=1.
     Groups are `num_generations` adjacent rows, or named by integer `group_ids` (B,), any order, any sizes.
-    scale: divide by the std of the "group", of the whole "batch", or "none" (Dr. GRPO). baseline: "mean",
-    "leave_one_out" (RLOO: the mean of the others) or "none". ddof, eps: 1, 1e-4 as TRL; 1, 1e-6 as verl; 0, 1e-8 as the
-    papers' text.
+    scale: divide by the std of the "group", of the whole "batch", by the group's "mean" (0 where that is not positive:
+    MaxRL), or "none" (Dr. GRPO). baseline: "mean", "leave_one_out" (RLOO: the mean of the others), "length_weighted"
+    (OPO, arXiv:2505.23585: the mean with `lengths` (B,), tokens of the completions, as weights), "pass_at_k"
+    (arXiv:2503.19595: the best of a group gets its distance to the second best, the others 0) or "none". ddof, eps: 1,
+    1e-4 as TRL; 1, 1e-6 as verl; 0, 1e-8 as the papers' text.
 
     Raises ValueError where the groups do not fit the batch, or where a group of one is scaled by its std.
     """
     check_rewards(rewards)
     groups = resolve_groups(rewards.shape[0], num_generations, group_ids, rewards)
-    return group_statistics(rewards, groups, scale=scale, baseline=baseline, ddof=ddof, eps=eps).advantages
+    numbers: Any = {"scale": scale, "baseline": baseline, "ddof": ddof, "eps": eps}
+    return group_statistics(rewards, groups, **numbers, lengths=lengths).advantages
+
+
+def combine_advantages(
+    rewards: Tensor,
+    weights: Tensor | Sequence[float] | None = None,
+    *,
+    num_generations: int | None = None,
+    group_ids: Tensor | None = None,
+    mode: str = "normalize_then_sum",
+    whiten: str = "batch",
+    completion_mask: Tensor | None = None,
+    ddof: int = 1,
+    eps: float = 1e-4,
+) -> Tensor:
+    """Advantages (B,) float32 from several rewards (B, K), with `weights` (K,), 1 by default.
+
+    mode: "normalize_then_sum" (GDPO, arXiv:2601.05242): each reward less its group's mean, over its group's std + eps,
+    then the weighted sum; "sum": the weighted sum alone (REINFORCE++, arXiv:2501.03262), without groups. NaN is a
+    reward that was not given; a completion with none at all has no verdict and gets 0.
+    whiten: less the mean, over the std + eps, of the "batch" of completions, of their "tokens" (each completion counts
+    as often as `completion_mask` (B, T) has tokens of it), or "none".
+    """
+    check_rewards(rewards, dims=2)
+    check_rewards_finite("rewards", rewards)
+    check_one_of("mode", mode, ("normalize_then_sum", "sum"))
+    check_one_of("whiten", whiten, ("batch", "tokens", "none"))
+    count, kinds = rewards.shape
+    weights = torch.as_tensor([1.0] * kinds if weights is None else weights, device=rewards.device)
+    if weights.shape != (kinds,):
+        raise ValueError(f"weights has shape {tuple(weights.shape)}; expected ({kinds},), one for each kind of reward")
+    if (whiten == "tokens") != (completion_mask is not None):
+        raise ValueError(f"whiten={whiten!r} with completion_mask={completion_mask}; expected both for 'tokens' alone")
+    if completion_mask is not None:
+        check_tensor("completion_mask", completion_mask, rewards)
+        if completion_mask.dim() != 2 or len(completion_mask) != count:
+            raise ValueError(f"completion_mask has shape {tuple(completion_mask.shape)}; expected ({count}, T)")
+        check_token_tensor("completion_mask", completion_mask, completion_mask.shape, -1, rewards)
+    rewards = rewards.detach().to(torch.float64)
+    parts, valid = rewards.nan_to_num(nan=0.0), ~rewards.isnan()
+    if mode == "normalize_then_sum":
+        groups = resolve_groups(count, num_generations, group_ids, rewards)
+        numbers: Any = {"scale": "group", "baseline": "mean", "ddof": ddof, "eps": eps}
+        parts = torch.stack([group_statistics(r, groups, **numbers).advantages for r in rewards.unbind(1)], 1)
+    elif num_generations is not None or group_ids is not None:
+        raise ValueError("num_generations and group_ids have no effect with mode='sum'; leave them out")
+    total, known = parts @ weights.to(parts), valid.any(1)
+    if whiten != "none":
+        size = known.double() if completion_mask is None else completion_mask.bool().sum(1).double() * known
+        number = size.sum()
+        centred = total - (size * total).sum() / number.clamp(min=1)
+        deviation = ((size * centred.square()).sum() / (number - ddof).clamp(min=1)).sqrt()
+        total = centred / (deviation + eps)
+    return torch.where(known, total, 0.0).float()
 
 
 def group_statistics(
@@ -74,6 +132,7 @@ def group_statistics(
     ddof: int,
     eps: float,
     nan_is_no_verdict: bool = True,
+    lengths: Tensor | None = None,
 ) -> GroupStatistics:
     """`group_advantages` of groups that `resolve_groups` made, with the statistics of each group."""
     check_one_of("scale", scale, ADVANTAGE_SCALES)
@@ -81,6 +140,14 @@ def group_statistics(
     check_number("eps", eps, low=0.0)
     if not isinstance(ddof, int) or ddof not in (0, 1):
         raise ValueError(f"ddof={ddof!r}; expected 0 or 1")
+    if (baseline == "length_weighted") != (lengths is not None):
+        raise ValueError(f"baseline={baseline!r} with lengths={lengths}; expected both for 'length_weighted' alone")
+    if lengths is not None:
+        check_tensor("lengths", lengths, rewards)
+        if lengths.shape != rewards.shape or lengths.dtype not in NUMBERS:
+            raise ValueError(
+                f"lengths is {lengths.dtype} of shape {tuple(lengths.shape)}; expected numbers {tuple(rewards.shape)}"
+            )
     rewards = rewards.detach()
     if rewards.dtype != torch.float64:
         rewards = rewards.float()
@@ -92,7 +159,7 @@ def group_statistics(
             raise ValueError("a group of one completion has no standard deviation: scale='group' needs groups of >= 2")
     numbers = scale, baseline, ddof, float(eps), nan_is_no_verdict
     compute = traced_group_statistics if is_traced(rewards) else engine_statistics
-    return GroupStatistics(*compute(rewards, *groups, *numbers))
+    return GroupStatistics(*compute(rewards, *groups, *numbers, lengths))
 
 
 def process_advantages(
@@ -189,6 +256,7 @@ def rollout_weights(
     mode: str = "truncate",
     cap: float = 2.0,
     low: float | None = None,
+    veto: float | None = None,
 ) -> Tensor:
     """Weights w = exp(old_logps - rollout_logps), for `fused_grpo_loss(rollout_weights=...)`.
 
@@ -196,7 +264,9 @@ def rollout_weights(
     level, as GRPOConfig.importance_sampling_level: "token" -> (B, T); "sequence" (OpenRLHF, verl) and "sequence_sum"
     (TRL): the exponential of the mean or the sum of the log-ratios over unmasked tokens -> (B,).
     mode: "truncate" clamps w to [low, cap], low by default 0 (truncated importance sampling; TRL's clip_min and
-    clip_max); "mask" keeps w inside [low, cap], low by default 0.5, and is 0 outside (masked importance sampling).
+    clip_max); "mask" keeps w inside [low, cap], low by default 0.5, and is 0 outside (masked importance sampling);
+    "sequence_mask" keeps the tokens' w, without a bound, of sequences whose exp(mean log-ratio) is inside.
+    veto: a sequence with a token whose own ratio is below it gets 0 (1e-4 in verl and slime); None: none does.
     """
     check_float("old_logps", old_logps)
     if old_logps.dim() != 2:
@@ -204,23 +274,34 @@ def rollout_weights(
     for name, x in (("rollout_logps", rollout_logps), ("completion_mask", completion_mask)):
         check_token_tensor(name, x, old_logps.shape, old_logps.shape[0], old_logps)
     check_tensor("rollout_logps", rollout_logps)
-    check_one_of("level", level, LEVELS)
-    check_one_of("mode", mode, ("truncate", "mask"))
+    check_one_of("level", level, WEIGHT_LEVELS)
+    check_one_of("mode", mode, ("truncate", "mask", "sequence_mask"))
+    if mode == "sequence_mask" and level != "token":
+        raise ValueError(f"mode='sequence_mask' with level={level!r}; expected 'token', whose weights it keeps or not")
     check_number("cap", cap, above=0.0)
+    if veto is not None:
+        check_number("veto", veto, low=0.0)
     if low is None:
-        low = 0.5 if mode == "mask" else 0.0
+        low = 0.0 if mode == "truncate" else 0.5
     check_number("low", low, low=0.0)
     if not low < cap:
         raise ValueError(f"low={low}, cap={cap}; expected 0 <= low < cap")
     mask = torch.ones_like(old_logps, dtype=torch.bool) if completion_mask is None else completion_mask.bool()
     check_numbers("old_logps", old_logps, mask)
     log_w = torch.where(mask & ~rollout_logps.isnan(), (old_logps - rollout_logps).detach(), 0.0)
+    own, mean = log_w, log_w.sum(1) / mask.sum(1).clamp(min=1)
     if level != "token":
-        log_w = log_w.sum(1)
-        if level == "sequence":
-            log_w = log_w / mask.sum(1).clamp(min=1)
+        log_w = mean if level == "sequence" else log_w.sum(1)
     w = log_w.clamp(max=EXPONENT_LIMIT).exp()
-    return w.clamp(low, cap) if mode == "truncate" else torch.where((w >= low) & (w <= cap), w, 0.0)
+    if mode == "truncate":
+        w = w.clamp(low, cap)
+    else:
+        judged = w if mode == "mask" else mean.clamp(max=EXPONENT_LIMIT).exp()[:, None]
+        w = torch.where((judged >= low) & (judged <= cap), w, 0.0)
+    if veto is not None:
+        refused = (own.exp() < veto).any(1)
+        w = w.masked_fill(refused if level != "token" else refused[:, None], 0.0)
+    return w
 
 
 def entropy_quantile(entropy: Tensor, completion_mask: Tensor | None = None, *, top: float = 0.2) -> Tensor:

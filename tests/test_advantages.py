@@ -10,13 +10,16 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_kernels.names import LEVELS
+from grpo_kernels.names import ADVANTAGE_BASELINES, ADVANTAGE_SCALES, WEIGHT_LEVELS
 from grpo_kernels.rewards import group_statistics, resolve_groups
 
 
 def test_defaults_are_trls():
     r = torch.tensor([0.0, 1.0, 1.0, 0.0])
     assert torch.allclose(gk.group_advantages(r, num_generations=4), (r - 0.5) / (r.std() + 1e-4))
+
+
+LENGTHS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 
 
 def slow(rewards: Tensor, names: list[int], scale: str, baseline: str, ddof: int, eps: float) -> list[float]:
@@ -27,25 +30,36 @@ def slow(rewards: Tensor, names: list[int], scale: str, baseline: str, ddof: int
         if math.isnan(x):
             out.append(0.0)
             continue
-        centre = {"mean": np.mean(group), "none": 0.0}.get(baseline)
+        centre = {"mean": np.mean(group), "none": 0.0, "pass_at_k": x}.get(baseline)
+        if baseline == "pass_at_k" and len(group) > 1 and x == max(group):
+            centre = sorted(group)[-2]
+        if baseline == "length_weighted":
+            pairs = [
+                (y, n) for y, n, name in zip(rewards.tolist(), LENGTHS, names, strict=True)
+                if name == names[i] and not math.isnan(y)
+            ]  # fmt: skip
+            centre = sum(y * n for y, n in pairs) / sum(n for _, n in pairs)
         if baseline == "leave_one_out":
             centre = (sum(group) - x) / (len(group) - 1) if len(group) > 1 else x
         spread = {"group": group, "batch": everything}.get(scale)
         divisor = 1.0 if spread is None else (np.std(spread, ddof=ddof) if len(spread) > ddof else 0.0) + eps
+        if scale == "mean":
+            divisor = np.mean(group) if np.mean(group) > 0 else math.inf
         out.append((x - centre) / divisor)
     return out
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("ddof", [0, 1])
-@pytest.mark.parametrize("baseline", ["mean", "leave_one_out", "none"])
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("baseline", ADVANTAGE_BASELINES)
+@pytest.mark.parametrize("scale", ADVANTAGE_SCALES)
 def test_groups_of_any_order_and_size(scale, baseline, ddof, dtype):
     names = [5, -2, 5, 9, -2, 5, 9, -2, -2, 9, 5]
     rewards = torch.randn(11, dtype=dtype)
     rewards[4] = rewards[9] = math.nan
+    lengths = torch.tensor(LENGTHS) if baseline == "length_weighted" else None
     found = gk.group_advantages(
-        rewards, group_ids=torch.tensor(names), scale=scale, baseline=baseline, ddof=ddof, eps=1e-4
+        rewards, group_ids=torch.tensor(names), scale=scale, baseline=baseline, ddof=ddof, eps=1e-4, lengths=lengths
     )
     assert found.dtype == dtype
     expected = torch.tensor(slow(rewards, names, scale, baseline, ddof, 1e-4), dtype=torch.float64)
@@ -54,10 +68,11 @@ def test_groups_of_any_order_and_size(scale, baseline, ddof, dtype):
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
-@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+@pytest.mark.parametrize("baseline", [name for name in ADVANTAGE_BASELINES if name != "none"])
 def test_equal_rewards_give_exactly_zero(scale, baseline):
     """The rounded mean of seven equal numbers need not equal them."""
-    options = dict(scale=scale, baseline=baseline, ddof=1, eps=1e-8)
+    lengths = torch.arange(21) if baseline == "length_weighted" else None
+    options = dict(scale=scale, baseline=baseline, ddof=1, eps=1e-8, lengths=lengths)
     for value in (0.1, 1.0, -3.3333, 1e8, 1e-30):
         rewards = torch.full((21,), value)
         rewards[14:] = torch.arange(7.0)
@@ -139,7 +154,7 @@ def test_process_advantages_against_a_loop(gamma):
 
 
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", WEIGHT_LEVELS)
 def test_rollout_weights_against_a_loop(level, mode):
     old, rollout = torch.randn(3, 5), torch.randn(3, 5)
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]])
@@ -159,6 +174,72 @@ def test_rollout_weights_against_a_loop(level, mode):
             total = sum(gaps) / (1 if level == "sequence_sum" else max(int(mask[i].sum()), 1))
             assert found[i].item() == pytest.approx(limit(math.exp(total)), rel=1e-5)
     assert found.shape == ((3, 5) if level == "token" else (3,))
+
+
+def test_masks_and_vetoes_of_whole_sequences():
+    old = torch.log(torch.tensor([[1.2, 0.9, 1.1], [3.0, 0.2, 2.0], [1e-5, 3.0, 3.0], [2.0, 2.0, 9.0]]))
+    mask = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 1], [1, 1, 0]])
+    options = dict(completion_mask=mask, mode="sequence_mask")
+    found = gk.rollout_weights(old, torch.zeros(4, 3), **options)
+    w = torch.where(mask.bool(), old.exp(), 1.0)
+    inside = torch.tensor([True, True, False, True])[:, None]  # means 1.06, 1.06, 0.04, 2.0
+    torch.testing.assert_close(found, torch.where(inside, w, 0.0))
+    found = gk.rollout_weights(old, torch.zeros(4, 3), completion_mask=mask, veto=0.3)
+    assert not found[1:3].any()
+    torch.testing.assert_close(found[[0, 3]], w[[0, 3]].clamp(max=2.0))
+    assert gk.rollout_weights(old, torch.zeros(4, 3), level="sequence", veto=1e-4)[2] == 0
+    with pytest.raises(ValueError, match=r"mode='sequence_mask' with level='sequence'; expected 'token'"):
+        gk.rollout_weights(old, old, level="sequence", **options)
+
+
+def test_the_lengths_of_a_call_are_those_of_its_mask():
+    """Packed or not: the baseline of OPO inside of the call is that of the lengths outside."""
+    rewards, mask = torch.randn(4), torch.arange(5) < torch.tensor([5, 2, 1, 4])[:, None]
+    expected = gk.group_advantages(
+        rewards, num_generations=2, scale="none", baseline="length_weighted", lengths=mask.sum(1)
+    )
+    config = gk.GRPOConfig(advantage_scale="none", advantage_baseline="length_weighted")
+    hidden, weight, ids = torch.randn(4, 5, 8), torch.randn(11, 8), torch.randint(11, (4, 5))
+    given = dict(rewards=rewards, num_generations=2, config=config)
+    found = gk.fused_grpo_loss(hidden, weight, ids, completion_mask=mask, **given).advantages
+    offsets = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0))
+    flat = gk.fused_grpo_loss(hidden[mask], weight, ids[mask], cu_seqlens=offsets, **given).advantages
+    for x in (found, flat):
+        torch.testing.assert_close(x.flatten(), expected)
+
+
+@pytest.mark.parametrize("whiten", ["batch", "tokens", "none"])
+@pytest.mark.parametrize("mode", ["normalize_then_sum", "sum"])
+def test_several_rewards_against_a_loop(mode, whiten):
+    """GDPO and REINFORCE++, with rewards that were not given and a completion without any."""
+    rewards, weights = torch.randn(6, 2, dtype=torch.float64), [0.3, 2.0]
+    rewards[1, 0] = rewards[4, 0] = rewards[4, 1] = math.nan
+    mask = torch.arange(7) < torch.tensor([7, 2, 3, 1, 5, 4])[:, None]
+    groups = {"num_generations": 3} if mode == "normalize_then_sum" else {}
+    found = gk.combine_advantages(
+        rewards, weights, mode=mode, whiten=whiten, completion_mask=mask if whiten == "tokens" else None, **groups
+    )
+    parts = rewards.clone()
+    if groups:
+        for k in range(2):
+            parts[:, k] = torch.tensor(slow(rewards[:, k], [0, 0, 0, 1, 1, 1], "group", "mean", 1, 1e-4))
+    total = parts.nan_to_num(nan=0.0) @ torch.tensor(weights, dtype=torch.float64)
+    known = torch.arange(6) != 4
+    counted = total.repeat_interleave(mask.sum(1) * known if whiten == "tokens" else known.long())
+    expected = total if whiten == "none" else (total - counted.mean()) / (counted.std() + 1e-4)
+    torch.testing.assert_close(found.double(), torch.where(known, expected, 0.0), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (dict(mode="mean"), "mode='mean'; expected one of"),
+    (dict(whiten="tokens"), "whiten='tokens' with completion_mask=None; expected both"),
+    (dict(mode="sum", num_generations=2), "num_generations and group_ids have no effect with mode='sum'"),
+    (dict(weights=[1.0], num_generations=2), r"weights has shape \(1,\); expected \(2,\)"),
+    ({}, "groups come from num_generations or group_ids"),
+])  # fmt: skip
+def test_several_rewards_that_do_not_fit(options, message):
+    with pytest.raises(ValueError, match=message):
+        gk.combine_advantages(torch.zeros(4, 2), **options)
 
 
 def test_rollout_weights_of_an_unbounded_gap_are_finite():

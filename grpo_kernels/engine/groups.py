@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Optional
+
 import torch
 from torch import Tensor
 
@@ -18,23 +20,28 @@ def group_statistics(
     ddof: int,
     eps: float,
     nan_is_no_verdict: bool,
+    lengths: Optional[Tensor] = None,  # noqa: UP045  # torch infers a schema from it
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(advantages (B,), mean (num_groups,), std (num_groups,)) of rewards (B,) in groups group_index (B,).
 
-    group_size: the size of all groups where each is adjacent rows, 0 otherwise.
+    group_size: the size of all groups where each is adjacent rows, 0 otherwise. lengths (B,), of the completions, are
+    weights of the baseline "length_weighted".
     NaN rewards are left out of every statistic and get advantage 0. Groups of equal rewards get exactly 0 and std 0.
     No atomics: equal calls give the same bits.
     """
     check_rewards_finite("rewards", rewards, nan_is_no_verdict=nan_is_no_verdict)
+    weights = torch.ones_like(rewards) if lengths is None else lengths.to(rewards.dtype)
+    numbers = scale, baseline, ddof, eps
     if group_size:
-        advantages, mean, std = _statistics_of_rows(rewards.view(num_groups, group_size), scale, baseline, ddof, eps)
+        rows, weights = rewards.view(num_groups, group_size), weights.reshape(num_groups, group_size)
+        advantages, mean, std = _statistics_of_rows(rows, weights, *numbers)
         return advantages.view(-1), mean, std
     order = group_index.argsort(stable=True)
     row, sizes = group_index[order], group_index.bincount(minlength=num_groups)
     column = torch.arange(len(row), device=row.device) - (sizes.cumsum(0) - sizes)[row]
-    table = rewards.new_full((num_groups, int(sizes.max())), torch.nan)
-    table[row, column] = rewards[order]
-    advantages, mean, std = _statistics_of_rows(table, scale, baseline, ddof, eps)
+    table = rewards.new_full((2, num_groups, int(sizes.max())), torch.nan)
+    table[:, row, column] = torch.stack([rewards, weights])[:, order]
+    advantages, mean, std = _statistics_of_rows(table[0], table[1], *numbers)
     return torch.empty_like(rewards).index_put_((order,), advantages[row, column]), mean, std
 
 
@@ -47,9 +54,9 @@ def _(rewards, group_index, num_groups, *_):  # type: ignore[no-untyped-def]
 
 
 def _statistics_of_rows(
-    rewards: Tensor, scale: str, baseline: str, ddof: int, eps: float
+    rewards: Tensor, weights: Tensor, scale: str, baseline: str, ddof: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of rewards (num_groups, size), a group in each row, NaN where a row has fewer."""
+    """The same of rewards and weights (num_groups, size), a group in each row, NaN where a row has fewer."""
 
     def std_of(centred: Tensor, count: Tensor, dim: tuple[int, ...]) -> Tensor:
         return (centred.square().nansum(dim, keepdim=True) / (count - ddof).clamp(min=1)).sqrt()
@@ -68,10 +75,20 @@ def _statistics_of_rows(
         advantages = centred
     elif baseline == "leave_one_out":  # r - mean of the others
         advantages = centred * (count / (count - 1).clamp(min=1))
+    elif baseline == "length_weighted":  # of deviations from the mean, which are 0 where rewards are equal
+        w = torch.where(valid, weights.double(), 0.0)
+        advantages = centred - (w * centred).nansum(1, keepdim=True) / w.sum(1, keepdim=True).clamp(min=1)
+    elif baseline == "pass_at_k":
+        ordered, place = torch.where(valid, r, -torch.inf).sort(stable=True, dim=1, descending=True)
+        gap = ordered[:, :1] - (ordered[:, 1:2] if r.shape[1] > 1 else ordered[:, :1])
+        gap = torch.where(count > 1, gap, 0.0)
+        advantages = torch.zeros_like(r).scatter_(1, place[:, :1], gap)
     else:
         advantages = r
     if scale == "group":
         advantages = advantages / (std + eps)
+    elif scale == "mean":
+        advantages = torch.where(mean > 0, advantages / mean, 0.0)
     elif scale == "batch":
         number = count.sum()
         advantages = advantages / (std_of(r - r.nansum() / number, number, (0, 1)) + eps)

@@ -52,6 +52,8 @@ def assign_advantages(rollout: Sequence[Completion], config: GRPOConfig, num_gen
     }  # fmt: skip
     if all(c.steps is None for c in rollout):
         rewards = torch.tensor([c.reward for c in rollout], dtype=torch.float32)
+        if config.advantage_baseline == "length_weighted":
+            options["lengths"] = torch.tensor([len(c.ids) for c in rollout])
         for c, advantage in zip(rollout, group_advantages(rewards, **options), strict=True):
             c.advantage = advantage
         return
