@@ -5,6 +5,9 @@
 
 namespace gk {
 
+// Whether all tokens of a sequence have a share in the gradient of its ratio.
+GK_HD bool shares_ratio(int32_t level) { return level == kLevelSequence || level == kLevelSequenceSum; }
+
 // What is known and what is found out of every token of the batch. A pass over rows that needs no table has none.
 struct TokenData {
     const float* table;  // (kFieldCount, count)

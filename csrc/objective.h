@@ -40,18 +40,14 @@ GK_HD Term surrogate_clip(const Params& p, float r, float advantage) {
     return dual ? Term{-p.dual_clip * advantage, 0.f, 0.f} : term;
 }
 
-// The ratio is a constant coefficient here: all gradient goes through logp.
-GK_HD Term surrogate_weighted_logp(float coefficient, float logp) { return {-coefficient * logp, 0.f, -coefficient}; }
-
-GK_HD Term surrogate_cispo(const Params& p, float r, float logp, float advantage) {
-    return surrogate_weighted_logp((r < p.epsilon_high ? r : p.epsilon_high) * advantage, logp);
+// The ratio within bounds is a constant weight here: all gradient goes through logp.
+GK_HD Term surrogate_weighted(const Params& p, float r, float logp, float advantage) {
+    const float low = p.weight_low, high = p.weight_high;
+    const bool outward = advantage > 0.f ? r > high : advantage < 0.f && r < low;
+    const bool drop = p.outside == kOutsideDrop ? !(low < r && r < high) : p.outside == kOutsideDropOutward && outward;
+    const float coefficient = clamp(r, low, high) * advantage;
+    return drop ? Term{0.f, 0.f, 0.f} : Term{-coefficient * logp, 0.f, -coefficient};
 }
-
-GK_HD Term surrogate_cispo_two_sided(const Params& p, float r, float logp, float advantage) {
-    return surrogate_weighted_logp(clamp(r, 1.f - p.epsilon_low, 1.f + p.epsilon_high) * advantage, logp);
-}
-
-GK_HD Term surrogate_reinforce(float logp, float advantage) { return surrogate_weighted_logp(advantage, logp); }
 
 GK_HD Term surrogate_sapo(const Params& p, float r, float advantage) {
     const float tau = advantage > 0.f ? p.sapo_temperature_pos : p.sapo_temperature_neg;
@@ -67,40 +63,40 @@ GK_HD Term surrogate_gmpo(float r, float advantage) { return {-advantage * r, -a
 // p - q is the change of the token's probability since it was sampled. x is raw: the quadratic has no clamp.
 GK_HD float probability_change(float x, float logp) { return expf(logp) - expf(logp - x); }
 
-GK_HD Term surrogate_trust_region(bool keep, bool clamped, float r, float x, float advantage) {
-    const float policy = keep ? -r * advantage : 0.f;
-    return {policy + kTrustRegionQuadratic * x * x, (clamped ? 0.f : policy) + 2.f * kTrustRegionQuadratic * x, 0.f};
-}
-
-GK_HD Term surrogate_dppo_tv(const Params& p, bool clamped, float r, float x, float logp, float advantage) {
+GK_HD bool is_in_trust_region(const Params& p, float x, float logp, float advantage) {
+    if (p.surrogate == kDppoKl) {  // of the sampled id against all others
+        const float now = expf(logp), before = expf(logp - x);
+        const float kl = -before * x + (1.f - before) * logf((1.f - before + 1e-8f) / (1.f - now + 1e-8f));
+        return advantage > 0.f ? !(x > 0.f && kl > p.epsilon_high) : !(x < 0.f && kl > p.epsilon_low);
+    }
     const float change = probability_change(x, logp);
-    const bool drop = advantage > 0.f ? change > p.epsilon_high : change < -p.epsilon_low;
-    return surrogate_trust_region(!drop, clamped, r, x, advantage);
+    if (p.surrogate == kIpo) return fabsf(change) <= p.epsilon_high;
+    return advantage > 0.f ? !(change > p.epsilon_high) : !(change < -p.epsilon_low);
 }
 
-GK_HD Term surrogate_ipo(const Params& p, bool clamped, float r, float x, float logp, float advantage) {
-    const bool keep = fabsf(probability_change(x, logp)) <= p.epsilon_high;
-    return surrogate_trust_region(keep, clamped, r, x, advantage);
+GK_HD Term surrogate_trust_region(const Params& p, bool clamped, float r, float x, float logp, float advantage) {
+    const bool keep = is_in_trust_region(p, x, logp, advantage);
+    const float quadratic = p.dppo_kl_tau * x * x, slope = 2.f * p.dppo_kl_tau * x;
+    if (p.ratio_cap < INFINITY) {
+        const float coefficient = (r < p.ratio_cap ? r : p.ratio_cap) * advantage;
+        return keep ? Term{-coefficient * logp + quadratic, slope, -coefficient} : Term{quadratic, slope, 0.f};
+    }
+    const float policy = keep ? -r * advantage : 0.f;
+    return {policy + quadratic, (clamped ? 0.f : policy) + slope, 0.f};
 }
 
 GK_HD Term surrogate(const Params& p, bool clamped, float r, float x, float logp, float advantage) {
     Term term;
     switch (p.surrogate) {
-        case kDppoTv:  // these two treat the clamp of x themselves
-            return surrogate_dppo_tv(p, clamped, r, x, logp, advantage);
-        case kIpo:
-            return surrogate_ipo(p, clamped, r, x, logp, advantage);
-        case kCispo:
-            term = surrogate_cispo(p, r, logp, advantage);
-            break;
-        case kCispoTwoSided:
-            term = surrogate_cispo_two_sided(p, r, logp, advantage);
+        case kDppoTv:
+        case kDppoKl:
+        case kIpo:  // these treat the clamp of x themselves
+            return surrogate_trust_region(p, clamped, r, x, logp, advantage);
+        case kWeighted:
+            term = surrogate_weighted(p, r, logp, advantage);
             break;
         case kSapo:
             term = surrogate_sapo(p, r, advantage);
-            break;
-        case kReinforce:
-            term = surrogate_reinforce(logp, advantage);
             break;
         case kGmpo:
             term = surrogate_gmpo(r, advantage);
@@ -156,7 +152,7 @@ GK_HD Kl kl_divergence(const Params& p, float logp, float ref) {
     }
     const float value = clamp(kl.value, -p.kl_clamp, p.kl_clamp);
     const bool clamped = raw < -p.kl_delta_clamp || raw > upper || value != kl.value;
-    return {value, clamped ? 0.f : kl.d_logp};
+    return {value, clamped ? 0.f : kl.d_logp + (p.score_term ? value : 0.f)};
 }
 
 // ---- the token ------------------------------------------------------------------------------------------------------

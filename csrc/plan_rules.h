@@ -43,7 +43,7 @@ GK_HD PlanWeights plan_weights(const PlanArgs& args, bool unmasked, float length
     PlanWeights weights = {unmasked ? direct : 0.f / divisor, 0.f, 0.f};
     weights.ratio = weights.direct;
     // Without an old policy the ratio of a sequence is 1, and its chain rule is known before any logit is.
-    if (rules.level != kLevelToken && !rules.whole_sequences)
+    if (shares_ratio(rules.level) && !rules.whole_sequences)
         weights.ratio = (rules.level == kLevelSequenceSum ? m : m / at_least_one) * (length * direct);
     if (rules.entropy_coef != 0.f) weights.entropy = -rules.entropy_coef * share / tokens * m;
     return weights;
@@ -104,7 +104,7 @@ GK_HD bool plan_token(const PlanArgs& args, int64_t t, int64_t s, bool unmasked,
 }
 
 // Whether the surrogate has a gradient at either all unmasked tokens of a sequence or none.
-GK_HD bool gradient_is_shared(const PlanRules& rules) { return rules.whole_sequences || rules.level != kLevelToken; }
+GK_HD bool gradient_is_shared(const PlanRules& rules) { return rules.whole_sequences || shares_ratio(rules.level); }
 
 // `surrogate`: whether it has a gradient at the token, or where all of a sequence have one together at any unmasked
 // token of it. Exact: a token that is left out has a gradient of exactly zero.

@@ -1,7 +1,7 @@
 // The objective of tokens that depend on their whole sequence: its log ratio, VESPO's phi, the off-policy mask. CPU and
 // device kernels compile this file. For a sequence: add_to_sums over its scored tokens, sequence_totals, then
-// evaluate_in_sequence over the tokens, whose results add up to `through_ratio`, then where the level is not the
-// token's add_sequence_gradient over them.
+// evaluate_in_sequence over the tokens, whose results add up to `through_ratio`, then where they share a
+// ratio add_sequence_gradient over them.
 #pragma once
 #include "token_objective.h"
 
@@ -49,7 +49,7 @@ struct SequenceTotals {
 
 GK_HD SequenceTotals sequence_totals(const Params& p, const SequenceSums& sums, float length) {
     const double count = length > 1.f ? length : 1.f;
-    const double divisor = p.level == kLevelSequence ? count : 1.0;
+    const double divisor = p.level == kLevelSequenceSum ? 1.0 : count;
     return {static_cast<float>(sums.log_ratio / divisor),
             clamp(static_cast<float>(sums.log_weight), kLowestLogWeight, kHighestLogWeight),
             static_cast<float>(sums.drift / count), static_cast<float>(1.0 / divisor)};
@@ -69,9 +69,9 @@ GK_HD float sequence_multiplier(const Params& p, const SequenceTotals& totals, f
 // Writes all but logp and entropy; of g_logp, what does not go through the ratio of the sequence. Returns the token's
 // part in what does.
 GK_HD float evaluate_in_sequence(const Params& p, const TokenData& tokens, int64_t t, const SequenceTotals& totals) {
-    const bool own_ratio = p.level == kLevelToken;
+    const bool own_ratio = !shares_ratio(p.level);
     const float logp = tokens.value(kTokenLogp, t), entropy = tokens.value(kTokenEntropy, t);
-    const float x = own_ratio ? token_log_ratio(p, tokens, t, logp) : totals.log_ratio;
+    const float x = p.level == kLevelToken ? token_log_ratio(p, tokens, t, logp) : totals.log_ratio;
     const float of_sequence = sequence_multiplier(p, totals, tokens.field(kAdvantage, t));
     const float multiplier = weighted(tokens.field(kMultiplier, t), of_sequence);
     const TokenObjective found = objective_at(p, tokens, t, x, logp, entropy, multiplier);

@@ -12,7 +12,7 @@ import difflib
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -24,10 +24,12 @@ from .names import (
     DIVERGENCES,
     KL_ESTIMATORS,
     LEVELS,
+    WEIGHT_LEVELS,
     AdvantageBaseline,
     AdvantageScale,
     Aggregation,
     Divergence,
+    EntropyAggregation,
     KernelParams,
     KLEstimator,
     Level,
@@ -45,15 +47,18 @@ class SurrogateRule:
     levels: tuple[Level, ...]
     options: dict[str, float]  # option name -> default
     source: str
-    pushes_without_advantage: bool = False  # has a gradient where the advantage is 0
     divides_by_rollout: bool = False  # its ratio is one to the sampling engine, not to the old policy
+    weight: str | None = None  # of names.OUTSIDE, where the loss is -w(r) A logp: what is beyond its bounds
 
 
 _CLIP_OPTIONS = {"epsilon_low": 0.2, "epsilon_high": 0.2}
+_TRUST_REGION = {"dppo_kl_tau": 1e-3, "ratio_cap": math.inf}
 SURROGATE_RULES = {
     "clip": SurrogateRule(LEVELS, {**_CLIP_OPTIONS, "delta": math.inf, "dual_clip": math.inf}, "PPO, arXiv:1707.06347"),
-    "cispo": SurrogateRule(LEVELS, {"epsilon_high": 5.0}, "MiniMax-M1, arXiv:2506.13585"),
-    "cispo_two_sided": SurrogateRule(LEVELS, _CLIP_OPTIONS, "MiniMax-M1, arXiv:2506.13585"),
+    "cispo": SurrogateRule(WEIGHT_LEVELS, {"epsilon_high": 5.0}, "MiniMax-M1, arXiv:2506.13585", weight="clamp"),
+    "cispo_two_sided": SurrogateRule(WEIGHT_LEVELS, _CLIP_OPTIONS, "MiniMax-M1, arXiv:2506.13585", weight="clamp"),
+    "cispo_mask": SurrogateRule(WEIGHT_LEVELS, _CLIP_OPTIONS, "SkyRL, masked importance sampling", weight="drop"),
+    "cispo_unified": SurrogateRule(WEIGHT_LEVELS, _CLIP_OPTIONS, "ROLL", weight="drop_outward"),
     "sapo": SurrogateRule(
         LEVELS, {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}, "SAPO, arXiv:2511.20347"
     ),
@@ -61,14 +66,18 @@ SURROGATE_RULES = {
         ("token", "sequence"),
         {"vespo_k_pos": 2.0, "vespo_k_neg": 3.0, "vespo_lambda_pos": 3.0, "vespo_lambda_neg": 2.0},
         "VESPO, arXiv:2602.10693",
+        weight="clamp",
     ),
-    "reinforce": SurrogateRule(("token",), {}, "Williams, Machine Learning 8, 1992"),
+    "reinforce": SurrogateRule(("token",), {}, "Williams, Machine Learning 8, 1992", weight="clamp"),
     "gmpo": SurrogateRule(("sequence",), _CLIP_OPTIONS, "GMPO, arXiv:2507.20673"),
     "dppo_tv": SurrogateRule(
-        ("token",), _CLIP_OPTIONS, "DPPO, arXiv:2602.04879", pushes_without_advantage=True, divides_by_rollout=True
+        ("token",), {**_CLIP_OPTIONS, **_TRUST_REGION}, "DPPO, arXiv:2602.04879", divides_by_rollout=True
+    ),
+    "dppo_kl": SurrogateRule(
+        ("token",), {**_CLIP_OPTIONS, **_TRUST_REGION}, "DPPO, arXiv:2602.04879", divides_by_rollout=True
     ),
     "ipo": SurrogateRule(
-        ("token",), {"epsilon_high": 0.1}, "prime-rl, IPO loss", pushes_without_advantage=True, divides_by_rollout=True
+        ("token",), {"epsilon_high": 0.1, **_TRUST_REGION}, "prime-rl, IPO loss", divides_by_rollout=True
     ),
 }
 # Options that belong to some surrogates only. Given to another surrogate, such an option has no effect, so it raises.
@@ -78,7 +87,8 @@ _UNREAD = {name: 1.0 if name.startswith(("sapo", "vespo")) else math.inf for nam
 _TENSORS = ("temperature", "entropy_coef", "entropy_threshold")  # options that may be tensors
 _RANGES: tuple[tuple[dict[str, float], str], ...] = (
     ({"low": 0.0}, "beta entropy_coef epsilon_low epsilon_high off_policy_mask_threshold advantage_eps distill_coef"),
-    ({"above": 0.0}, "temperature logit_scale logit_softcap delta log_ratio_clamp"),
+    ({"low": 0.0}, "dppo_kl_tau"),
+    ({"above": 0.0}, "temperature logit_scale logit_softcap delta log_ratio_clamp ratio_cap"),
     ({"above": 0.0}, "sapo_temperature_pos sapo_temperature_neg vespo_lambda_pos vespo_lambda_neg"),
     ({"above": 1.0}, "dual_clip"),
     ({}, "vespo_k_pos vespo_k_neg entropy_threshold"),
@@ -94,26 +104,35 @@ class GRPOConfig:
     are compared by identity, as they are hashed: comparing their values would read them back from a GPU.
 
     Loss
-        surrogate: "clip" (PPO, GRPO, DAPO, GSPO, ...), "cispo", "cispo_two_sided", "sapo", "vespo", "reinforce",
-            "gmpo", "dppo_tv", "ipo".
-        importance_sampling_level: "token", "sequence" (mean log-ratio) or "sequence_sum" (whole-completion ratio).
+        surrogate: "clip" (PPO, GRPO, DAPO, GSPO, ...), "cispo", "cispo_two_sided", "cispo_mask", "cispo_unified",
+            "sapo", "vespo", "reinforce", "gmpo", "dppo_tv", "dppo_kl", "ipo".
+        importance_sampling_level: "token", "sequence" (mean log-ratio), "sequence_sum" (whole-completion ratio), or
+            "sequence_token": the value of "sequence", with the gradient of each token's own ratio (GSPO-token,
+            arXiv:2507.18071).
         epsilon_low, epsilon_high: clip range [1 - epsilon_low, 1 + epsilon_high]; for "cispo" epsilon_high is the raw
-            cap of the ratio; for "dppo_tv" and "ipo" the bounds on the difference of probabilities.
+            cap of the ratio; for "dppo_tv" and "ipo" the bounds on the difference of probabilities, for "dppo_kl" on
+            the KL of the sampled id against all others.
+        dppo_kl_tau: weight of the squared log-ratio in the three (1e-3; 0: none). ratio_cap: c, with which their
+            surrogate is -min(r, c) A logp, the ratio a constant; by default -r A.
         delta: upper bound of the unclipped ratio (two-sided clipping, arXiv:2505.07291). dual_clip: PPO's dual clip
             c > 1 (arXiv:1912.09729).
         log_ratio_clamp: bound on |log ratio|, gradient 0 where it acts. Off by default; exponents stop at 80 anyway.
         sapo_temperature_pos/_neg, vespo_k_pos/_k_neg/_lambda_pos/_lambda_neg: as in the papers and TRL.
         off_policy_mask_threshold: drop a sequence with A < 0 whose mean(rollout_logp - logp), in nats, exceeds it.
         entropy_coef: weight of the entropy bonus; a number, or a tensor of one element where a controller on the device
-            sets it (see also `entropy_normalizer` of `fused_grpo_loss`). entropy_threshold: tokens whose entropy (nats)
-            is below lose their surrogate; a number, or a tensor when data-parallel ranks share a quantile (see
-            `entropy_quantile`).
+            sets it (see also `entropy_normalizer` of `fused_grpo_loss`). entropy_aggregation: "token_mean" (default),
+            the mean over the tokens, or "loss": with the weights of the aggregation. entropy_kept_only: the bonus is
+            the mean over the tokens that entropy_threshold keeps; costs the logits a second time. entropy_threshold:
+            tokens whose entropy (nats) is below lose their surrogate; a number, or a tensor when data-parallel ranks
+            share a quantile (see `entropy_quantile`).
     KL to the reference policy
         beta: weight. kl_estimator: "k1", "k2", "k3", "abs", "k1+", "k3+" (value of the one, gradient of k2), "none".
         kl_clamp: bound on |KL|, or a pair (bound on |ref_logp - logp|, bound on |KL|), either may be None. The gradient
             is 0 where one acts, but that of "k1+" and "k3+" is k2's without a bound, as in verl.
         use_bias_correction_kl: KL times the importance ratio (DeepSeek-V3.2, arXiv:2512.02556); the product stops at
             exp(80), gradient 0 beyond.
+        kl_score_term: KL times exp(logp - stop_gradient(logp)), which is 1: the gradient gets the term through the
+            sampling probability (arXiv:2506.09477; NeMo-RL). For "k1", "k2", "k3", "abs".
     Divergence to a teacher's distribution (`teacher` of the call)
         distill_coef: weight c of the divergence D, which is added to the loss of a token like the KL.
         divergence: "reverse_kl" (default) sum p log(p/q), the exact KL of the policy p to the teacher q; "forward_kl"
@@ -151,9 +170,12 @@ class GRPOConfig:
     epsilon_high: float | None = None
     delta: float | None = None
     dual_clip: float | None = None
+    dppo_kl_tau: float | None = None
+    ratio_cap: float | None = None
     log_ratio_clamp: float | None = None
     kl_clamp: float | tuple[float | None, float | None] | None = None
     use_bias_correction_kl: bool = False
+    kl_score_term: bool = False
     distill_coef: float = 0.0
     divergence: Divergence | None = None
     divergence_beta: float | None = None
@@ -161,6 +183,8 @@ class GRPOConfig:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     entropy_coef: float | torch.Tensor = 0.0
+    entropy_aggregation: EntropyAggregation | None = None
+    entropy_kept_only: bool = False
     entropy_threshold: float | torch.Tensor | None = None
     off_policy_mask_threshold: float | None = None
     max_completion_length: int | None = None
@@ -215,7 +239,7 @@ class GRPOConfig:
                     raise ValueError(f"{name}={value} has no effect with surrogate={self.surrogate!r}; leave it out")
             elif value is None and rule.options[name] != math.inf:
                 object.__setattr__(self, name, rule.options[name])
-        for name in ("use_bias_correction_kl", "score_inactive", "static_shapes"):
+        for name in ("use_bias_correction_kl", "kl_score_term", "entropy_kept_only", "score_inactive", "static_shapes"):
             check_flag(name, getattr(self, name))
         check_sparse_backward(self.sparse_backward)
         self._check_numbers()
@@ -282,7 +306,7 @@ class GRPOConfig:
             raise ValueError("divergence_beta=1.0; expected a number in (0, 1): at its ends use a KL divergence")
 
     def _check_combinations(self) -> None:
-        clips_probability = SURROGATE_RULES[self.surrogate].divides_by_rollout
+        clips_probability = self.surrogate in ("dppo_tv", "ipo")
         # A ratio is positive, a probability at most 1: such a bound never acts. GMPO's bound is one of log-ratios.
         for name in ("epsilon_low", "epsilon_high") if clips_probability else ("epsilon_low",):
             value = getattr(self, name)
@@ -297,8 +321,30 @@ class GRPOConfig:
             raise ValueError(f"max_completion_length has no effect with aggregation={self.aggregation!r}; leave it out")
         if self.kl_estimator == "none" and (self.beta != 0.0 or self.use_bias_correction_kl):
             raise ValueError("kl_estimator='none' contradicts beta != 0 and use_bias_correction_kl")
+        if self.kl_score_term and (self.kl_estimator not in ("k1", "k2", "k3", "abs") or self.use_bias_correction_kl):
+            raise ValueError(
+                f"kl_score_term=True with kl_estimator={self.kl_estimator!r} and use_bias_correction_kl="
+                f"{self.use_bias_correction_kl}; expected k1, k2, k3 or abs, and no bias correction, whose ratio has "
+                "that gradient already"
+            )
+        if self.entropy_aggregation is not None:
+            check_one_of("entropy_aggregation", self.entropy_aggregation, get_args(EntropyAggregation))
+            if not self.has_entropy_bonus:
+                raise ValueError(
+                    f"entropy_aggregation={self.entropy_aggregation!r} has no effect with entropy_coef=0; leave it out"
+                )
+        if self.entropy_kept_only:
+            if not self.has_entropy_bonus or self.entropy_threshold is None:
+                raise ValueError("entropy_kept_only=True needs an entropy_coef and an entropy_threshold")
+            if self.entropy_aggregation == "loss":
+                raise ValueError("entropy_kept_only=True contradicts entropy_aggregation='loss', its own weights")
         if self.sparse_backward is not None and self.static_shapes:
             raise ValueError("static_shapes=True contradicts sparse_backward, whose number of entries is read")
+
+    @property
+    def pushes_without_advantage(self) -> bool:
+        """Whether the surrogate has a gradient where the advantage is 0: the squared log-ratio of DPPO and IPO."""
+        return bool(self.dppo_kl_tau)
 
     @property
     def has_entropy_bonus(self) -> bool:
@@ -371,10 +417,7 @@ class GRPOConfig:
             )
         coefficient, threshold = ({**found, **overrides}.get(x) for x in ("entropy_coef", "entropy_threshold"))
         if threshold is not None and (isinstance(coefficient, torch.Tensor) or coefficient):
-            raise ValueError(
-                f"entropy_coef={coefficient} with an entropy_threshold: TRL's bonus is over the tokens that the "
-                "quantile keeps, this loss's over all; pass entropy_coef=0 and add the bonus, as FusedGRPOTrainer does"
-            )
+            found["entropy_kept_only"] = True
         if model_config is not None:
             found["logit_scale"], found["logit_softcap"] = logit_transform(model_config)
         return cls(**{**found, **overrides})
@@ -382,16 +425,28 @@ class GRPOConfig:
     def kernel_params(self, *, has_old: bool, has_rollout: bool = False) -> KernelParams:
         """The scalars that the kernels read."""
         delta_clamp, kl_clamp = self.kl_clamps
+        rule = SURROGATE_RULES[self.surrogate]
+        low = 1.0 - self.epsilon_low if self.epsilon_low is not None else -math.inf
+        high = 1.0 + _or(self.epsilon_high, 0.0)
+        if self.surrogate == "cispo":
+            high = _or(self.epsilon_high, math.inf)
+        elif (
+            "epsilon_high" not in rule.options
+        ):  # REINFORCE; VESPO under a sequence weight, a multiplier to the kernels
+            low = 1.0
         return KernelParams(
-            # VESPO is REINFORCE under a sequence weight that the row kernels see as a multiplier.
-            surrogate="reinforce" if self.surrogate == "vespo" else self.surrogate,
+            surrogate="weighted" if rule.weight else self.surrogate,
             kl=self.kl_estimator,
             has_old=has_old,
             bias_correction=self.use_bias_correction_kl,
+            score_term=self.kl_score_term,
+            outside=rule.weight or "clamp",
+            weight_low=low,
+            weight_high=high,
             level=str(self.importance_sampling_level),
             has_rollout=has_rollout,
             vespo=self.surrogate == "vespo",
-            divides_by_rollout=SURROGATE_RULES[self.surrogate].divides_by_rollout,
+            divides_by_rollout=rule.divides_by_rollout,
             beta=self.beta,
             log_ratio_clamp=_or(self.log_ratio_clamp, math.inf),
             kl_delta_clamp=_or(delta_clamp, math.inf),

@@ -204,7 +204,7 @@ class SparseRows(NamedTuple):
 class TokenInputs(NamedTuple):
     """What a caller gives besides hidden states, weight and ids. Shapes: (B, T) or packed (N,); "per sequence" (S,).
 
-    advantages and rollout_weights may also be per sequence; temperature a scalar; a field may be None where optional.
+    advantages and both kinds of weights may also be per sequence; temperature a scalar; what is optional may be None.
     """
 
     advantages: Tensor
@@ -220,6 +220,7 @@ class TokenInputs(NamedTuple):
     entropy_coef: Tensor | None = None  # scalar, instead of config.entropy_coef
     entropy_normalizer: Tensor | None = None  # scalar, replaces the denominator of the entropy bonus
     group_index: Tensor | None = None  # (S,) int64 in [0, num_groups)
+    token_weights: Tensor | None = None  # what scales a token's loss
     kept_ids: Tensor | None = None  # (M,) of a SamplingMask
     kept_counts: Tensor | None = None  # one per token
 
@@ -250,6 +251,7 @@ class Sums:
     numbers: Tensor
     num_sequences: int
     num_groups: int
+    has_bonus: bool = False  # the entropy bonus comes last
 
     @property
     def loss(self) -> Tensor:
@@ -284,23 +286,27 @@ class Sums:
     @property
     def mask(self) -> Tensor | None:
         """(len(MASK_SUMS),) where there is a sampling mask."""
-        size = self.size(self.num_sequences, self.num_groups)
-        return self.numbers[size : size + len(MASK_SUMS)] if self._others >= len(MASK_SUMS) else None
+        return self._others[: len(MASK_SUMS)] if len(self._others) >= len(MASK_SUMS) else None
 
     @property
     def sparse(self) -> Tensor | None:
-        """(len(SPARSE_SUMS),) with sparse_backward: they come last."""
-        has_sparse = self._others % len(MASK_SUMS) == len(SPARSE_SUMS)
-        return self.numbers[-len(SPARSE_SUMS) :] if has_sparse else None
+        """(len(SPARSE_SUMS),) with sparse_backward: they come after those of a mask."""
+        has_sparse = len(self._others) % len(MASK_SUMS) == len(SPARSE_SUMS)
+        return self._others[-len(SPARSE_SUMS) :] if has_sparse else None
 
     @property
     def teacher_mass(self) -> Tensor | None:
         """() the probability of the ids of a teacher that is known at K of them, which sparse_backward refuses."""
-        return self.numbers[-1] if self._others % len(MASK_SUMS) == 1 else None
+        return self._others[-1] if len(self._others) % len(MASK_SUMS) == 1 else None
 
     @property
-    def _others(self) -> int:
-        return self.numbers.numel() - self.size(self.num_sequences, self.num_groups)
+    def bonus(self) -> Tensor:
+        """() the entropy bonus with entropy_kept_only."""
+        return self.numbers[-1]
+
+    @property
+    def _others(self) -> Tensor:
+        return self.numbers[self.size(self.num_sequences, self.num_groups) : self.numbers.numel() - self.has_bonus]
 
     def _rows(self, first: int, count: int) -> Tensor:
         columns = len(COLUMNS)

@@ -29,7 +29,7 @@ from .rewards import Groups, check_rewards, group_statistics, resolve_groups
 from .sampling_mask import SamplingMask, check_sampling_mask
 from .teacher import Teacher, TopKTeacher
 
-_PER_TOKEN = ("completion_mask", "old_logps", "ref_logps", "rollout_weights", "rollout_logps")
+_PER_TOKEN = ("completion_mask", "old_logps", "ref_logps", "rollout_weights", "rollout_logps", "token_weights")
 _SCALARS = ("normalizer", "num_items_in_batch", "entropy_normalizer")
 
 
@@ -41,6 +41,7 @@ class LossOptions(TypedDict, total=False):
     ref_logps: Tensor | None
     rollout_weights: Tensor | None
     rollout_logps: Tensor | None
+    token_weights: Tensor | None
     rewards: Tensor | None
     num_generations: int | None
     group_ids: Tensor | None
@@ -107,7 +108,7 @@ class LossInputs(NamedTuple):
     reward_statistics: tuple[Tensor, Tensor] | None
 
     def sums(self, numbers: Tensor) -> Sums:
-        return Sums(numbers, self.num_sequences, self.num_groups)
+        return Sums(numbers, self.num_sequences, self.num_groups, self.config.entropy_kept_only)
 
 
 def resolve(
@@ -155,7 +156,10 @@ def resolve(
     if num_generations is not None or group_ids is not None or rewards is not None:
         groups = resolve_groups(num_sequences, num_generations, group_ids, per_token)
         if rewards is not None:
-            advantages, statistics = _advantages(rewards, groups, config)
+            lengths = None
+            if config.advantage_baseline == "length_weighted":
+                lengths = _lengths(options.get("completion_mask"), cu_seqlens, per_token)
+            advantages, statistics = _advantages(rewards, groups, config, lengths)
             if cu_seqlens is not None:
                 advantages = advantages.unsqueeze(1)  # not one per token where there are as many of them as sequences
     per_token_options: dict[str, Any] = {name: options.get(name) for name in _PER_TOKEN}
@@ -179,7 +183,7 @@ def _check_tensors(advantages: Tensor | None, options: LossOptions, num_sequence
         raise ValueError(f"give advantages, or rewards with num_generations or group_ids; got {given}")
     check_token_tensor("advantages", advantages, shape, num_sequences, per_token, per_sequence=True)
     for name in _PER_TOKEN:
-        per_sequence = name == "rollout_weights"
+        per_sequence = name.endswith("_weights")
         check_token_tensor(name, options.get(name), shape, num_sequences, per_token, per_sequence=per_sequence)
     if rewards is not None:
         check_rewards(rewards)
@@ -215,11 +219,25 @@ def _check_combinations(options: LossOptions, config: GRPOConfig) -> None:
             )
     if options.get("entropy_normalizer") is not None and not config.has_entropy_bonus:
         raise ValueError("entropy_normalizer has no effect with entropy_coef=0; leave it out")
+    if options.get("entropy_normalizer") is not None and config.entropy_aggregation == "loss":
+        raise ValueError("entropy_normalizer has no effect with entropy_aggregation='loss'; use normalizer")
+    if options.get("entropy_normalizer") is not None and config.entropy_kept_only:
+        raise ValueError("entropy_normalizer has no effect with entropy_kept_only, a mean over the kept tokens")
     if config.aggregation == "fixed_length" and config.max_completion_length is None:
         raise ValueError("aggregation='fixed_length' divides by config.max_completion_length, which is None")
 
 
-def _advantages(rewards: Tensor, groups: Groups, config: GRPOConfig) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+def _lengths(mask: Tensor | None, cu_seqlens: Tensor | None, per_token: Tensor) -> Tensor:
+    """(S,) unmasked tokens of each sequence."""
+    unmasked = torch.ones(per_token.shape, device=per_token.device) if mask is None else mask.bool().float()
+    if cu_seqlens is None:
+        return unmasked.sum(1)
+    return torch.segment_reduce(unmasked, "sum", offsets=cu_seqlens.long(), unsafe=True)
+
+
+def _advantages(
+    rewards: Tensor, groups: Groups, config: GRPOConfig, lengths: Tensor | None
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     statistics = group_statistics(
         rewards,
         groups,
@@ -228,5 +246,6 @@ def _advantages(rewards: Tensor, groups: Groups, config: GRPOConfig) -> tuple[Te
         ddof=config.advantage_ddof,
         eps=config.advantage_eps,
         nan_is_no_verdict=False,
+        lengths=lengths,
     )
     return statistics.advantages, (statistics.mean, statistics.std)

@@ -73,6 +73,8 @@ def fused_grpo_loss(
         rollout_weights: importance weights of the sampling engine, per token or per sequence (see `rollout_weights`).
         rollout_logps: under the sampling engine, NaN where unknown: the ratio of "dppo_tv" and "ipo", the off-policy
             mask, mismatch metrics.
+        token_weights: factors >= 0 of each token's whole loss, KL and divergence included, per token or per sequence;
+            the denominator of the aggregation stays as it is.
         cu_seqlens: (S + 1,) offsets of packed sequences.
         sampling_mask: the ids that truncated sampling (top-p, top-k, min-p) kept for each token: log-probabilities,
             entropy and gradients are those of the distribution over them (DeepSeek-V3.2, arXiv:2512.02556, section
@@ -122,8 +124,8 @@ def fused_grpo_loss(
         ValueError, TypeError: an argument that does not fit, by name, before any work. Values are looked at on a CPU,
         and on a GPU with GRPO_KERNELS_DEBUG=1: ids outside [0, V), a completion_mask of other numbers than 0 and 1,
         num_items_in_batch=0 where tokens count, and at unmasked positions NaN in old_logps or ref_logps, old_logps
-        above 0 (by more than 1 nat: logits of 16 bits round), advantages and rollout_weights that are not finite in
-        float32 and weights below 0; NaN or infinite rewards, temperatures and normalizers that are not positive and
+        above 0 (by more than 1 nat: logits of 16 bits round), advantages and weights that are not finite in float32 and
+        weights below 0; NaN or infinite rewards, temperatures and normalizers that are not positive and
         finite, offsets out of order. Without that switch a GPU's loss is NaN for
         such numbers and ids (with backend "torch" such an id is a device-side assertion; a NaN reward counts as no
         verdict; a negative normalizer turns the sign), and memory beside the batch is read for such offsets.

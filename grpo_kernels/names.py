@@ -11,18 +11,28 @@ from typing import Any, Literal, NamedTuple, get_args
 
 Aggregation = Literal["seq_mean", "token_mean", "fixed_length", "num_items", "seq_sum"]
 AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
-Level = Literal["token", "sequence", "sequence_sum"]  # of the ratio: the token's, the mean over its sequence, the sum
+EntropyAggregation = Literal["token_mean", "loss"]  # of the entropy bonus
+# Of the ratio: the token's, the mean over its sequence, the sum, the mean with the gradient of the token's own.
+Level = Literal["token", "sequence", "sequence_sum", "sequence_token"]
 LEVELS: tuple[Level, ...] = get_args(Level)
+WEIGHT_LEVELS = LEVELS[:3]  # of a ratio that is a constant: the fourth differs in the gradient alone
 KLEstimator = Literal["none", "k1", "k2", "k3", "abs", "k1+", "k3+"]
 KL_ESTIMATORS: tuple[KLEstimator, ...] = get_args(KLEstimator)
-Surrogate = Literal["clip", "cispo", "cispo_two_sided", "sapo", "vespo", "reinforce", "gmpo", "dppo_tv", "ipo"]
-# Of the kernels: "vespo" is "reinforce" with a multiplier of the whole sequence.
-SURROGATES = tuple(name for name in get_args(Surrogate) if name != "vespo")
+Surrogate = Literal[
+    "clip", "cispo", "cispo_two_sided", "cispo_mask", "cispo_unified", "sapo", "vespo", "reinforce", "gmpo", "dppo_tv",
+    "dppo_kl", "ipo",
+]  # fmt: skip
+# Of the kernels: "weighted" is -w(r) A logp, w the ratio within bounds, which is a constant to the gradient: all of
+# CISPO's, REINFORCE, and VESPO with a multiplier of the whole sequence.
+SURROGATES = "clip", "weighted", "sapo", "gmpo", "dppo_tv", "dppo_kl", "ipo"
+# What "weighted" does with a ratio outside of the bounds: take the bound; weigh 0; weigh 0 where the advantage pushes
+# outwards, else take the bound.
+OUTSIDE = "clamp", "drop", "drop_outward"
 Divergence = Literal["reverse_kl", "forward_kl", "jsd"]  # of the policy's distribution and a teacher's
 DIVERGENCES: tuple[Divergence, ...] = get_args(Divergence)
-AdvantageScale = Literal["group", "batch", "none"]
+AdvantageScale = Literal["group", "batch", "mean", "none"]
 ADVANTAGE_SCALES: tuple[AdvantageScale, ...] = get_args(AdvantageScale)
-AdvantageBaseline = Literal["mean", "leave_one_out", "none"]
+AdvantageBaseline = Literal["mean", "leave_one_out", "length_weighted", "pass_at_k", "none"]
 ADVANTAGE_BASELINES: tuple[AdvantageBaseline, ...] = get_args(AdvantageBaseline)
 
 # One fp32 row per field, one column per token: what a row kernel needs to know of a token besides its logits.
@@ -84,7 +94,11 @@ SPARSE_ONE = 2**31
 # so does the bias-corrected KL, the product of the two, at the same number.
 EXPONENT_LIMIT = 80.0
 PRODUCT_LIMIT = math.exp(EXPONENT_LIMIT)
-TRUST_REGION_QUADRATIC = 1e-3  # weight of the squared log-ratio in DPPO and IPO, from prime-rl's loss
+
+
+def shares_ratio(level: str) -> bool:
+    """Whether all tokens of a sequence have a share in the gradient of its ratio."""
+    return level in ("sequence", "sequence_sum")
 
 
 class KernelParams(NamedTuple):
@@ -94,15 +108,21 @@ class KernelParams(NamedTuple):
     kl: str = "none"
     has_old: bool = True  # False: the ratio is logp / stop_gradient(logp), its logarithm 0
     bias_correction: bool = False  # the KL is multiplied by the ratio
+    score_term: bool = False  # and by exp(logp - stop_gradient(logp))
+    outside: str = "clamp"
     level: str = "token"
     has_rollout: bool = False  # log-probabilities of the sampling engine were given
-    vespo: bool = False  # the multiplier is VESPO's phi of the sequence; the surrogate is "reinforce"
+    vespo: bool = False  # the multiplier is VESPO's phi of the sequence; the surrogate is "weighted"
     divides_by_rollout: bool = False  # the field "old" holds the rollout where that is known
     beta: float = 0.0
     epsilon_low: float = 0.2
     epsilon_high: float = 0.2
+    weight_low: float = 1.0  # bounds of "weighted"
+    weight_high: float = 1.0
     delta: float = math.inf
     dual_clip: float = math.inf
+    dppo_kl_tau: float = 1e-3  # weight of the squared log-ratio
+    ratio_cap: float = math.inf  # below it the surrogate of DPPO and IPO is -min(r, cap) A logp
     log_ratio_clamp: float = math.inf
     kl_delta_clamp: float = math.inf
     kl_clamp: float = math.inf
@@ -152,6 +172,7 @@ ENUMERATIONS = (
     ("Level", "kLevel", LEVELS),
     ("KlEstimator", "kKl", KL_ESTIMATORS),
     ("Surrogate", "k", SURROGATES),
+    ("Outside", "kOutside", OUTSIDE),
     ("Divergence", "k", DIVERGENCES),
     ("Field", "k", TABLE_FIELDS),
     ("ValueField", "kToken", VALUE_FIELDS),
@@ -162,7 +183,6 @@ STRUCTS = (("Params", KernelParams), ("PlanRules", PlanRules), ("TeacherParams",
 CONSTANTS = (
     ("kMaxExponent", EXPONENT_LIMIT),
     ("kMaxProduct", PRODUCT_LIMIT),
-    ("kTrustRegionQuadratic", TRUST_REGION_QUADRATIC),
     ("kSparseOne", float(SPARSE_ONE)),
 )
 
@@ -173,7 +193,7 @@ def integers_first(struct: Any) -> tuple[list[str], list[str]]:
     return [name for name in struct._fields if name not in floats], floats
 
 
-VERSION = 14  # raised with every change of the functions of the compiled modules
+VERSION = 15  # raised with every change of the functions of the compiled modules
 
 # All names in order: a compiled module that was built with others must not be called.
 INTERFACE = ";".join(

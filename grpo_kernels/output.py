@@ -91,7 +91,7 @@ _QUOTIENTS = {
     "rollout_weight/mean_square": ("rollout_weight_sq", "tokens", "weights"),
     "divergence": ("divergence", "tokens", "teacher"),
 }
-_CLIPPING_SURROGATES = ("clip", "cispo_two_sided")
+_CLIPPING_SURROGATES = ("clip", "cispo_two_sided", "cispo_mask", "cispo_unified")
 
 
 def _present(inputs: LossInputs) -> dict[str, bool]:
@@ -196,10 +196,15 @@ def _metrics(inputs: LossInputs, sums: Sums) -> dict[str, Tensor]:
 
 
 def _policy_loss(inputs: LossInputs, sums: Sums) -> Tensor:
-    """() the loss without its entropy bonus, whose weight is the same for all tokens."""
+    """() the loss without its entropy bonus."""
     config, tokens, column = inputs.config, inputs.tokens, _columns(sums.totals)
     count = column["tokens"].clamp(min=1)
-    bonus = (config.entropy_coef if tokens.entropy_coef is None else tokens.entropy_coef) * column["entropy"]
+    coefficient = config.entropy_coef if tokens.entropy_coef is None else tokens.entropy_coef
+    if config.entropy_kept_only:
+        return sums.loss + sums.bonus
+    if config.entropy_aggregation == "loss":
+        return sums.loss + coefficient * _aggregated_entropy(inputs, sums)
+    bonus = coefficient * column["entropy"]
     if tokens.entropy_normalizer is not None:
         return sums.loss + bonus / tokens.entropy_normalizer
     bonus = bonus / count
@@ -208,6 +213,20 @@ def _policy_loss(inputs: LossInputs, sums: Sums) -> Tensor:
     if config.aggregation not in ("token_mean", "num_items"):
         count = count.new_full((), sums.num_sequences * (config.max_completion_length or 1))
     return sums.loss + bonus * count / tokens.normalizer
+
+
+def _aggregated_entropy(inputs: LossInputs, sums: Sums) -> Tensor:
+    """() sum of w H, w being the weights of the aggregation."""
+    config, normalizer = inputs.config, inputs.tokens.normalizer
+    sequences, count = _columns(sums.sequences), sums.totals[COLUMN["tokens"]].clamp(min=1)
+    entropy = sequences["entropy"]
+    if config.aggregation == "seq_mean":
+        entropy = entropy / sequences["tokens"].clamp(min=1)
+    if normalizer is not None:
+        return entropy.sum() / normalizer
+    if config.aggregation in ("token_mean", "num_items"):
+        return entropy.sum() / count
+    return entropy.sum() / (sums.num_sequences * (config.max_completion_length or 1))
 
 
 def _sequences(inputs: LossInputs, sums: Sums) -> dict[str, Tensor]:

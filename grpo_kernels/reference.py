@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .config import DEFAULT_CONFIG, SURROGATE_RULES, GRPOConfig
-from .names import EXPONENT_LIMIT, PRODUCT_LIMIT, TRUST_REGION_QUADRATIC
+from .names import EXPONENT_LIMIT, PRODUCT_LIMIT
 
 
 class ReferenceOutput(NamedTuple):
@@ -223,6 +223,7 @@ def reference_loss_from_logps(
     ref_logps: Tensor | None = None,
     rollout_weights: Tensor | None = None,
     rollout_logps: Tensor | None = None,
+    token_weights: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     num_items_in_batch: Tensor | float | None = None,
     normalizer: Tensor | float | None = None,
@@ -274,6 +275,8 @@ def reference_loss_from_logps(
         s = (seq_sum(log_ratio * m) / length.clamp(min=1))[seq]
     elif cfg.importance_sampling_level == "sequence_sum":
         s = seq_sum(log_ratio * m)[seq]
+    elif cfg.importance_sampling_level == "sequence_token":
+        s = (seq_sum(log_ratio * m) / length.clamp(min=1))[seq].detach() + logp - logp.detach()
     else:
         s = log_ratio
     bound = math.inf if cfg.log_ratio_clamp is None else cfg.log_ratio_clamp
@@ -300,6 +303,8 @@ def reference_loss_from_logps(
     kl = None
     if ref is not None and cfg.kl_estimator != "none":
         kl = kl_estimate(cfg, logp, ref)
+        if cfg.kl_score_term:
+            kl = score_term(cfg, kl, logp, ref)
         if cfg.use_bias_correction_kl:
             kl = (kl * r).clamp(-PRODUCT_LIMIT, PRODUCT_LIMIT)
         if cfg.beta != 0.0:
@@ -308,12 +313,19 @@ def reference_loss_from_logps(
     D = tokens(divergence)
     if D is not None:
         value = value + cfg.distill_coef * D
-    w, accumulation = token_weights(cfg, m, length, seq, num_items_in_batch, normalizer)
+    w, accumulation = aggregation_weights(cfg, m, length, seq, num_items_in_batch, normalizer)
+    of_entropy = w
+    if token_weights is not None:
+        scale = tokens(token_weights)
+        w, value = w * scale, torch.where(scale == 0, 0.0, value)
     loss = (w * value).sum()
-    if cfg.entropy_coef != 0.0:
-        bonus = cfg.entropy_coef * (H * m).sum()
+    if cfg.entropy_aggregation == "loss":
+        loss = loss - cfg.entropy_coef * (of_entropy * H).sum()
+    elif cfg.entropy_coef != 0.0:
+        kept = m & ~(H.detach() < cfg.entropy_threshold) if cfg.entropy_kept_only else m
+        bonus = cfg.entropy_coef * (H * kept).sum()
         own = entropy_normalizer is None
-        loss = loss - (bonus / m.sum().clamp(min=1) / accumulation if own else bonus / entropy_normalizer)
+        loss = loss - (bonus / kept.sum().clamp(min=1) / accumulation if own else bonus / entropy_normalizer)
 
     metrics = _metrics(
         cfg, m, _PerToken(logp=logp, H=H, r=r, A=A, kl=kl, old=old, base=base, rollout=rollout, weight=weight)
@@ -351,6 +363,20 @@ def cispo_two_sided(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor,
     return -r.clamp(1 - cfg.epsilon_low, 1 + cfg.epsilon_high).detach() * A * logp
 
 
+def cispo_mask(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor, A: Tensor) -> Tensor:
+    """Masked importance sampling of SkyRL: ratios outside of the range have no weight."""
+    r = r.detach()
+    inside = (1 - cfg.epsilon_low < r) & (r < 1 + cfg.epsilon_high)
+    return torch.where(inside, -r * A * logp, 0.0)
+
+
+def cispo_unified(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor, A: Tensor) -> Tensor:
+    """CISPO of ROLL: clipped ratios, and no weight where the advantage pushes out of the range."""
+    r = r.detach()
+    outward = ((A > 0) & (r > 1 + cfg.epsilon_high)) | ((A < 0) & (r < 1 - cfg.epsilon_low))
+    return torch.where(outward, 0.0, cispo_two_sided(cfg, r, log_ratio, logp, A))
+
+
 def sapo(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor, A: Tensor) -> Tensor:
     """SAPO (arXiv:2511.20347)."""
     tau = _choose(A > 0, cfg.sapo_temperature_pos, cfg.sapo_temperature_neg, r)
@@ -371,13 +397,27 @@ def dppo_tv(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor, A: Tens
     """DPPO with the binary total-variation mask (arXiv:2602.04879) and the squared log-ratio of prime-rl's loss."""
     change = _probability_change(log_ratio, logp)
     drop = ((A > 0) & (change > cfg.epsilon_high)) | ((A <= 0) & (change < -cfg.epsilon_low))
-    return -torch.where(drop, 0.0, r * A) + TRUST_REGION_QUADRATIC * log_ratio**2
+    return _trust_region(cfg, r, log_ratio, logp, A, drop)
+
+
+def dppo_kl(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor, A: Tensor) -> Tensor:
+    """DPPO with the binary KL mask (arXiv:2602.04879): of the sampled id against all others."""
+    p, mu = logp.detach().exp(), (logp - log_ratio).detach().exp()
+    kl = mu * -log_ratio.detach() + (1 - mu) * ((1 - mu + 1e-8) / (1 - p + 1e-8)).log()
+    drop = torch.where(A > 0, (p > mu) & (kl > cfg.epsilon_high), (p < mu) & (kl > cfg.epsilon_low))
+    return _trust_region(cfg, r, log_ratio, logp, A, drop)
 
 
 def ipo(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor, A: Tensor) -> Tensor:
     """The IPO loss (INTELLECT Policy Optimization) of prime-rl: docs.primeintellect.ai/prime-rl/ipo."""
     drop = _probability_change(log_ratio, logp).abs() > cfg.epsilon_high
-    return -torch.where(drop, 0.0, r * A) + TRUST_REGION_QUADRATIC * log_ratio**2
+    return _trust_region(cfg, r, log_ratio, logp, A, drop)
+
+
+def _trust_region(cfg: GRPOConfig, r: Tensor, log_ratio: Tensor, logp: Tensor, A: Tensor, drop: Tensor) -> Tensor:
+    """The cap: section 5.4 of arXiv:2602.04879. The squared log-ratio: prime-rl."""
+    value = r * A if cfg.ratio_cap is None else r.detach().clamp(max=cfg.ratio_cap) * A * logp
+    return -torch.where(drop, 0.0, value) + cfg.dppo_kl_tau * log_ratio**2
 
 
 def _choose(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
@@ -389,7 +429,8 @@ def _probability_change(log_ratio: Tensor, logp: Tensor) -> Tensor:
     return (logp.exp() - (logp - log_ratio).exp()).detach()
 
 
-SURROGATES = {f.__name__: f for f in (clip, cispo, cispo_two_sided, sapo, reinforce, gmpo, dppo_tv, ipo)}
+_NAMED = clip, cispo, cispo_two_sided, cispo_mask, cispo_unified, sapo, reinforce, gmpo, dppo_tv, dppo_kl, ipo
+SURROGATES = {f.__name__: f for f in _NAMED}
 
 
 def vespo_phi(
@@ -440,10 +481,21 @@ def kl_estimate(cfg: GRPOConfig, logp: Tensor, ref: Tensor) -> Tensor:
     return bounded(value)
 
 
+def score_term(cfg: GRPOConfig, kl: Tensor, logp: Tensor, ref: Tensor) -> Tensor:
+    """kl times exp(logp - sg(logp)) (arXiv:2506.09477), the gradient 0 where a clamp acts, as in NeMo-RL."""
+    delta_bound, kl_bound = cfg.kl_clamps
+    d = ref - logp
+    upper = EXPONENT_LIMIT if cfg.kl_estimator == "k3" else math.inf
+    inside = (d.abs() <= (math.inf if delta_bound is None else delta_bound)) & (d <= upper)
+    if kl_bound is not None:
+        inside &= kl.abs() < kl_bound
+    return torch.where(inside, kl * (logp - logp.detach()).exp(), kl)
+
+
 # --- aggregation --------------------------------------------------------------------------------------------------
 
 
-def token_weights(
+def aggregation_weights(
     cfg: GRPOConfig,
     m: Tensor,
     length: Tensor,
@@ -517,7 +569,7 @@ def _metrics(cfg: GRPOConfig, m: Tensor, tokens: _PerToken) -> dict[str, Tensor]
     out["approx_kl"] = mean((logp if base is None else base) - logp)
     if cfg.surrogate == "cispo":
         out["cispo_clip_ratio"] = mean((r > cfg.epsilon_high) & (A > 0))
-    elif cfg.surrogate in ("clip", "cispo_two_sided"):
+    elif cfg.surrogate in ("clip", "cispo_two_sided", "cispo_mask", "cispo_unified"):
         bounded = r if cfg.delta is None else r.clamp(max=cfg.delta)
         low, high = (bounded < 1 - cfg.epsilon_low) & (A < 0), (bounded > 1 + cfg.epsilon_high) & (A > 0)
         out |= {"clip_ratio/low": mean(low), "clip_ratio/high": mean(high), "clip_ratio/region": mean(low | high)}

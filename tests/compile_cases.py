@@ -303,7 +303,7 @@ CASES = {
         lambda n: sequence_objective(n, PARAMS._replace(off_policy_threshold=0.1, has_rollout=True))
     ),
     "objective of sequences, VESPO": Case(
-        lambda n: sequence_objective(n, KernelParams(surrogate="reinforce", vespo=True))
+        lambda n: sequence_objective(n, KernelParams(surrogate="weighted", vespo=True))
     ),
     "sums": Case(sums),
     "plan, packed": Case(plan_packed),

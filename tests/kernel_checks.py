@@ -20,7 +20,6 @@ from grpo_kernels import reference
 from grpo_kernels.backends.pytorch import coefficients
 from grpo_kernels.backends.pytorch.plan import plan_tokens
 from grpo_kernels.backends.pytorch.sums import column_sums
-from grpo_kernels.config import SURROGATE_RULES
 from grpo_kernels.contract import (
     KeptIds,
     KeptPairs,
@@ -194,7 +193,7 @@ def check_rows(
     expected = torch.autograd.grad((g_logp * logp + g_entropy * entropy).sum(), u)[0]
     scale = (g_logp.abs() + g_entropy.abs() * 8) * params.logit_scale / temperature
     own = make_table(count, temperature=temperature, advantage=-g_logp, weight_entropy=g_entropy)
-    reinforce = params._replace(surrogate="reinforce", has_old=False)
+    reinforce = params._replace(surrogate="weighted", has_old=False)
 
     results = []
     for rows in (Rows(3, 8), Rows(0, count, torch.tensor([7, 2, 9, 0, 4]))):
@@ -249,7 +248,7 @@ def check_in_place(kernels: Kernels, vocab: int, dtypes: tuple[torch.dtype, torc
     """Over the logits of the same type, or 16-bit over the front of the fp32 rows that they come from."""
     rows = 4
     values, ids = make_logits(rows, vocab, dtypes[0])
-    table, params = make_table(rows, advantage=-1.0), KernelParams(surrogate="reinforce", has_old=False)
+    table, params = make_table(rows, advantage=-1.0), KernelParams(surrogate="weighted", has_old=False)
     table[FIELD["weight_entropy"], 1] = 0.2
     g = table[FIELD["weight_entropy"]]
     temperature, ones = torch.ones(rows), torch.ones(rows)
@@ -307,7 +306,7 @@ def check_extremes(kernels: Kernels, dtypes: tuple[torch.dtype, torch.dtype]) ->
     expected[rows, ids] += 1
     check_gradient(grad, expected, ones * 2)
     assert (grad[torch.isneginf(logits)] == 0).all()
-    reinforce = KernelParams(surrogate="reinforce", has_old=False)
+    reinforce = KernelParams(surrogate="weighted", has_old=False)
     single_pass(kernels, logits, grad, ids, make_table(10, advantage=-1.0, weight_entropy=0.1), reinforce)
     check_gradient(grad, expected, ones * 2)
     assert (grad[torch.isneginf(logits)] == 0).all()
@@ -396,13 +395,20 @@ def expected_objective(log_ratio: Tensor, logp: Tensor, entropy: Tensor, table: 
     """(4, N) float64: the same by autograd over the reference's formulas, log ratio and logp being separate leaves."""
     p = p._replace(**{name: float(np.float32(x)) for name, x in p._asdict().items() if isinstance(x, float)})
     bounds = [None if x == math.inf else x for x in (p.kl_delta_clamp, p.kl_clamp)]
-    config: Any = SimpleNamespace(**p._asdict(), kl_estimator=p.kl, kl_clamps=bounds)
+    named, surrogate = p._asdict(), p.surrogate
+    named["ratio_cap"] = None if p.ratio_cap == math.inf else p.ratio_cap
+    if surrogate == "weighted":
+        surrogate = {"clamp": "cispo_two_sided", "drop": "cispo_mask", "drop_outward": "cispo_unified"}[p.outside]
+        named |= {"epsilon_low": 1 - p.weight_low, "epsilon_high": p.weight_high - 1}
+    config: Any = SimpleNamespace(**named, kl_estimator=p.kl, kl_clamps=bounds)
     field = {name: table[i].double() for name, i in FIELD.items()}
     x, logp = (t.double().requires_grad_() for t in (log_ratio, logp))
     r = x.clamp(-p.log_ratio_clamp, min(p.log_ratio_clamp, reference.EXPONENT_LIMIT)).exp()
-    value = field["multiplier"] * reference.SURROGATES[p.surrogate](config, r, x, logp, field["advantage"])
+    value = field["multiplier"] * reference.SURROGATES[surrogate](config, r, x, logp, field["advantage"])
     value = torch.where((field["multiplier"] == 0) | (entropy < field["entropy_threshold"]), 0.0, value)
     kl = torch.zeros_like(value) if p.kl == "none" else reference.kl_estimate(config, logp, field["ref"])
+    if p.score_term:
+        kl = reference.score_term(config, kl, logp, field["ref"])
     if p.bias_correction:
         kl = (kl * r).clamp(-reference.PRODUCT_LIMIT, reference.PRODUCT_LIMIT)
     value = value + p.beta * kl
@@ -543,7 +549,7 @@ def check_reduce(kernels: Kernels, surrogate: str, has_old: bool) -> None:
     value[::5] = math.inf  # weight 0: must not count
     for tensor in (x, logp, entropy, kl, value, g_logp, *table):
         tensor[~scored] = math.nan  # padding holds anything
-    divides_by_rollout = SURROGATE_RULES[surrogate].divides_by_rollout
+    divides_by_rollout = surrogate != "clip"
     params = KernelParams(
         surrogate, delta=1.6, log_ratio_clamp=1.0, has_old=has_old, divides_by_rollout=divides_by_rollout
     )

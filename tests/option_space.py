@@ -21,6 +21,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "old": ("given", "none"),
     "ref": ("beta", "metrics", "none"),
     "rollout_weights": ("none", "token", "sequence"),
+    "token_weights": ("none", "token", "sequence"),
     "rollout_logps": ("none", "given"),
     "advantages": ("sequence", "column", "token"),
     "layout": ("batch", "packed"),
@@ -30,10 +31,12 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "logit_scale": (1.0, 0.7),
     "delta": (None, 1.5),
     "dual_clip": (None, 1.7),
+    "dppo_kl_tau": (None, 0.0, 0.01),
+    "ratio_cap": (None, 1.2),
     "log_ratio_clamp": (None, 0.5),
     "kl_clamp": (None, 0.3, (0.6, 0.25)),
-    "bias_correction": (False, True),
-    "entropy_coef": (0.0, 0.02),
+    "kl_factor": (None, "use_bias_correction_kl", "kl_score_term"),
+    "entropy": (None, "token_mean", "loss", "kept only"),
     "entropy_threshold": ("none", "number", "tensor"),
     "off_policy_mask": (None, 0.02),
     "normalizer": ("none", "number", "tensor", "num_items"),
@@ -63,9 +66,13 @@ def choose(point: Point, variation: int) -> dict[str, Any]:
         chosen |= {"old": "given", "ref": "beta"}
     if point.surrogate != "clip":
         chosen |= {"delta": None, "dual_clip": None}
+    if "ratio_cap" not in SURROGATE_RULES[point.surrogate].options:
+        chosen |= {"dppo_kl_tau": None, "ratio_cap": None}
     if point.kl == "none":
-        chosen["bias_correction"] = False
+        chosen["kl_factor"] = None
         chosen["ref"] = chosen["ref"].replace("beta", "metrics")
+    elif point.kl.endswith("+") and chosen["kl_factor"] == "kl_score_term":
+        chosen["kl_factor"] = None
     if SURROGATE_RULES[point.surrogate].divides_by_rollout and chosen["old"] == "none":
         chosen["rollout_logps"] = "given"
     if point.aggregation != "num_items" and chosen["normalizer"] == "num_items":
@@ -142,11 +149,12 @@ def _draw(point: Point, chosen: dict[str, Any], seed: int, vocab: int) -> tuple[
     if chosen["rollout_logps"] == "given":
         unknown = torch.rand(shape, generator=g) < 0.1
         batch.options["rollout_logps"] = (logps + spread * normal(*shape)).float().masked_fill(unknown, torch.nan)
-    if chosen["rollout_weights"] != "none":
-        size = shape if chosen["rollout_weights"] == "token" else shape[:1]
-        weights = torch.rand(size, generator=g) * 1.5 + 0.3
-        weights.view(-1)[1] = 0.0  # a token, or a sequence, that a mask took out
-        batch.options["rollout_weights"] = weights
+    for name in ("rollout_weights", "token_weights"):
+        if chosen[name] != "none":
+            size = shape if chosen[name] == "token" else shape[:1]
+            weights = torch.rand(size, generator=g) * 1.5 + 0.3
+            weights.view(-1)[1] = 0.0  # a token, or a sequence, that a mask took out
+            batch.options[name] = weights
     if chosen["normalizer"] == "num_items":
         batch.options["num_items_in_batch"] = torch.tensor(41)
     elif chosen["normalizer"] != "none":
@@ -162,11 +170,11 @@ def _draw(point: Point, chosen: dict[str, Any], seed: int, vocab: int) -> tuple[
 
     has_sampler = "given" in (chosen["old"], chosen["rollout_logps"])  # without one the off-policy mask is refused
     threshold = None
-    if chosen["entropy_threshold"] != "none":
+    if chosen["entropy_threshold"] != "none" or chosen["entropy"] == "kept only":
         threshold = entropy.quantile(0.3).item()
         if chosen["entropy_threshold"] == "tensor":
             threshold = torch.tensor(threshold)
-    flat = {}
+    kept_only, flat = chosen["entropy"] == "kept only", {}
     if point[:2] == ("vespo", "sequence"):  # a weight that is flat at ratio 1, so that it does not blow errors up
         flat = dict.fromkeys(("vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg"), 1.0)
     config = gk.GRPOConfig(
@@ -177,12 +185,16 @@ def _draw(point: Point, chosen: dict[str, Any], seed: int, vocab: int) -> tuple[
         beta=0.3 if chosen["ref"] == "beta" else 0.0,
         delta=chosen["delta"],
         dual_clip=chosen["dual_clip"],
-        epsilon_high={"cispo": 1.3, "ipo": 0.002, "dppo_tv": 0.002}.get(point.surrogate),
-        epsilon_low={"clip": 0.1, "cispo_two_sided": 0.1, "dppo_tv": 0.002}.get(point.surrogate),
+        dppo_kl_tau=chosen["dppo_kl_tau"],
+        ratio_cap=chosen["ratio_cap"],
+        epsilon_high={"cispo": 1.3, "ipo": 0.002, "dppo_tv": 0.002, "dppo_kl": 5e-4}.get(point.surrogate),
+        epsilon_low={"clip": 0.1, "cispo_two_sided": 0.1, "dppo_tv": 0.002, "dppo_kl": 5e-4}.get(point.surrogate),
         log_ratio_clamp=chosen["log_ratio_clamp"],
         kl_clamp=chosen["kl_clamp"],
-        use_bias_correction_kl=chosen["bias_correction"],
-        entropy_coef=chosen["entropy_coef"],
+        **({chosen["kl_factor"]: True} if chosen["kl_factor"] else {}),
+        entropy_coef=0.02 if chosen["entropy"] else 0.0,
+        entropy_aggregation=None if kept_only else chosen["entropy"],
+        entropy_kept_only=kept_only,
         entropy_threshold=threshold,
         off_policy_mask_threshold=chosen["off_policy_mask"] if has_sampler else None,
         max_completion_length=9 if point.aggregation == "fixed_length" else None,
@@ -195,7 +207,7 @@ def _draw(point: Point, chosen: dict[str, Any], seed: int, vocab: int) -> tuple[
 def size_of_loss(batch: Batch, config: gk.GRPOConfig) -> float:
     """sum_t w_t |A_t|, times |logp_t| where the surrogate is linear in it: the loss before terms cancel."""
     logps, _ = true_logps(batch, config)
-    linear = config.surrogate in ("cispo", "cispo_two_sided", "reinforce", "vespo")
+    linear = SURROGATE_RULES[config.surrogate].weight is not None or config.ratio_cap is not None
     logps = logps.detach() if linear else -torch.ones_like(logps)  # 0 where a token keeps its sampled id alone
     plain = gk.GRPOConfig(
         surrogate="reinforce", aggregation=config.aggregation, max_completion_length=config.max_completion_length

@@ -28,10 +28,10 @@ def kernels(request):
 
 VARIANTS = [
     KernelParams(),
-    KernelParams(delta=1.5, dual_clip=1.3, log_ratio_clamp=2.0),
-    KernelParams(epsilon_low=0.1, epsilon_high=0.3, delta=4.0),
-    KernelParams(beta=0.04, bias_correction=True, log_ratio_clamp=1.0),
-    KernelParams(beta=0.04, kl_delta_clamp=1.0, kl_clamp=0.4),
+    KernelParams(delta=1.5, dual_clip=1.3, log_ratio_clamp=2.0, weight_low=0.8, weight_high=1.2, ratio_cap=1.5),
+    KernelParams(epsilon_low=0.1, epsilon_high=0.3, delta=4.0, outside="drop", weight_low=0.5, weight_high=1.5),
+    KernelParams(beta=0.04, bias_correction=True, log_ratio_clamp=1.0, dppo_kl_tau=0.0, weight_low=-math.inf),
+    KernelParams(beta=0.04, kl_delta_clamp=1.0, kl_clamp=0.4, outside="drop_outward", weight_low=0.8, weight_high=1.2),
 ]
 
 
@@ -41,6 +41,7 @@ def test_objective(kernels, surrogate, variant):
     """Each surrogate and each KL estimator in each variant."""
     kl = names.KL_ESTIMATORS[(names.SURROGATES.index(surrogate) + variant) % len(names.KL_ESTIMATORS)]
     params = VARIANTS[variant]._replace(surrogate=surrogate, kl=kl)
+    params = params._replace(score_term=not params.bias_correction and kl in ("k1", "k2", "k3", "abs"))
     generator = torch.Generator().manual_seed(variant)
     count = 400
     x = torch.randn(count, generator=generator) * 0.7
@@ -64,7 +65,7 @@ def test_bias_corrected_kl_stops_at_the_exponential_of_80(kernels, kl):
     distances = torch.tensor([-90.0, -3.0, 0.0, 3.0, 35.0, 60.0, 79.0, 90.0])
     x, d = (part.flatten() for part in torch.meshgrid(ratios, distances, indexing="ij"))
     logp = -torch.ones_like(x)
-    params = KernelParams(surrogate="reinforce", kl=kl, beta=0.5, bias_correction=True)
+    params = KernelParams(surrogate="weighted", kl=kl, beta=0.5, bias_correction=True)
     table = c.make_table(len(x), advantage=0.0, ref=logp + d)
     c.check_objective(kernels, x, logp, torch.ones_like(x), table, params)
 

@@ -134,6 +134,10 @@ def other_calls(backend: str, dtype: torch.dtype) -> dict:
             for x in (REWARDS, REWARDS.double(), WHOLE_REWARDS)
             for scale in ("group", "batch")
         ],
+        "combine_advantages": lambda: [
+            gk.combine_advantages(x[:, None] * PER_TOKEN[:, :2], [0.3, 2.0], num_generations=2)
+            for x in (REWARDS, REWARDS.double())
+        ],
         "process_advantages": lambda: [
             gk.process_advantages(x, STEP_ENDS, 5, num_generations=2, gamma=0.9)
             for x in (REWARDS[:, None] * PER_TOKEN[:, :2], WHOLE_REWARDS[:, None] * STEP_ENDS)

@@ -24,7 +24,7 @@ from grpo_kernels.names import FIELD, KL_ESTIMATORS, SURROGATES, TABLE_FIELDS, K
 
 Kernels = Any
 HALVES = (torch.bfloat16, torch.float16)
-PLAIN = KernelParams(surrogate="reinforce", has_old=False)
+PLAIN = KernelParams(surrogate="weighted", has_old=False)
 VARIANTS = {
     "plain": PLAIN,
     "scale": PLAIN._replace(logit_scale=0.3),
@@ -185,8 +185,8 @@ OBJECTIVES = [
 @pytest.mark.parametrize(("surrogate", "kl", "variant"), OBJECTIVES)
 def test_anchored(kernels, surrogate, kl, variant):
     params = VARIANTS[variant]._replace(
-        surrogate=surrogate, kl=kl, has_old=surrogate != "reinforce", bias_correction=kl in ("k3", "k1+"),
-        beta=0.1, delta=3.0, dual_clip=2.5, epsilon_high=5.0 if surrogate == "cispo" else 0.28,
+        surrogate=surrogate, kl=kl, has_old=surrogate != "sapo", bias_correction=kl in ("k3", "k1+"),
+        beta=0.1, delta=3.0, dual_clip=2.5, epsilon_high=0.28, weight_low=0.0, weight_high=1.4,
     )  # fmt: skip
     head = make_head(bias=variant != "scale", seed=len(surrogate))
     expected, grad = exact(head, params)

@@ -17,9 +17,18 @@ from torch import Tensor
 from grpo_kernels.backends import get_backend
 from grpo_kernels.backends.pytorch import coefficients
 from grpo_kernels.backends.pytorch.plan import plan_tokens
-from grpo_kernels.config import SURROGATE_RULES
 from grpo_kernels.contract import PlannedTokens, Rows, TokenInputs, TokenValues
-from grpo_kernels.names import AGGREGATIONS, COLUMNS, FIELD, KL_ESTIMATORS, LEVELS, SURROGATES, KernelParams, PlanRules
+from grpo_kernels.names import (
+    AGGREGATIONS,
+    COLUMNS,
+    FIELD,
+    KL_ESTIMATORS,
+    LEVELS,
+    OUTSIDE,
+    SURROGATES,
+    KernelParams,
+    PlanRules,
+)
 
 KERNELS = ("cpu", "triton", "cuda")
 MASKS = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64)
@@ -154,13 +163,19 @@ def test_plan_of_more_blocks_than_are_scanned_at_once(name, monkeypatch):
 
 def make_params(draw: Draw, inputs: TokenInputs, surrogate: str, level: str) -> KernelParams:
     has_rollout = inputs.rollout_logps is not None
-    divides_by_rollout = SURROGATE_RULES[surrogate].divides_by_rollout
+    divides_by_rollout = surrogate in ("dppo_tv", "dppo_kl", "ipo")
     kl = draw.one_of(*KL_ESTIMATORS) if inputs.ref_logps is not None else "none"
     return KernelParams(
         surrogate=surrogate,
         kl=kl,
         has_old=inputs.old_logps is not None or (has_rollout and divides_by_rollout),
         bias_correction=kl != "none" and bool(draw.one_of(True, False)),
+        score_term=kl in ("k1", "k2", "k3", "abs") and bool(draw.one_of(True, False)),
+        outside=draw.one_of(*OUTSIDE),
+        weight_low=draw.one_of(1.0, 0.8),
+        weight_high=draw.one_of(1.0, 1.3),
+        dppo_kl_tau=draw.one_of(0.0, 0.1),
+        ratio_cap=draw.one_of(math.inf, 1.2),
         beta=draw.one_of(0.0, 0.1),
         epsilon_high=draw.one_of(0.2, 2.0),
         delta=draw.one_of(math.inf, 1.5),
@@ -168,7 +183,7 @@ def make_params(draw: Draw, inputs: TokenInputs, surrogate: str, level: str) -> 
         log_ratio_clamp=draw.one_of(math.inf, 1.0),
         level=level,
         has_rollout=has_rollout,
-        vespo=surrogate == "reinforce" and bool(draw.one_of(True, False)),
+        vespo=surrogate == "weighted" and bool(draw.one_of(True, False)),
         divides_by_rollout=divides_by_rollout,
         off_policy_threshold=draw.one_of(math.inf, 0.1),
     )

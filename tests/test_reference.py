@@ -31,6 +31,8 @@ def sigmoid(x: float) -> float:
 
 R = exp(0.3)  # the ratio of logp = -1, old = -1.3
 PAPER = dict(surrogate="vespo")
+# KL of the sampled id against all others, of e^-1.3 to e^-0.2
+BERNOULLI = -1.1 * exp(-1.3) + (1 - exp(-1.3)) * log((1 - exp(-1.3)) / (1 - exp(-0.2)))
 SURROGATES = [
     # name, A, logp, old, options -> value, gradient
     ("inside", 2.0, -1.0, -1.1, {}, -2 * exp(0.1), -2 * exp(0.1)),
@@ -48,6 +50,12 @@ SURROGATES = [
     ("cispo capped", 2.0, -1.0, -4.0, {"surrogate": "cispo"}, 2 * 5.0, -2 * 5.0),
     ("cispo two-sided", 2.0, -1.0, -1.3, {"surrogate": "cispo_two_sided"}, 2 * 1.2, -2 * 1.2),
     ("cispo two-sided low", 2.0, -1.0, -0.1, {"surrogate": "cispo_two_sided"}, 2 * 0.8, -2 * 0.8),
+    ("cispo mask inside", 2.0, -1.0, -1.1, {"surrogate": "cispo_mask"}, 2 * exp(0.1), -2 * exp(0.1)),
+    ("cispo mask outside", -2.0, -1.0, -1.3, {"surrogate": "cispo_mask"}, 0.0, 0.0),
+    ("cispo mask below", 2.0, -1.0, -0.7, {"surrogate": "cispo_mask"}, 0.0, 0.0),
+    ("cispo unified outwards", 2.0, -1.0, -1.3, {"surrogate": "cispo_unified"}, 0.0, 0.0),
+    ("cispo unified inwards", -2.0, -1.0, -1.3, {"surrogate": "cispo_unified"}, -2 * 1.2, 2 * 1.2),
+    ("cispo unified outwards below", -2.0, -1.0, -0.7, {"surrogate": "cispo_unified"}, 0.0, 0.0),
     ("sapo A > 0", 2.0, -1.0, -1.3, {"surrogate": "sapo"}, -4 * sigmoid(R - 1) * 2,
      -4 * sigmoid(R - 1) * (1 - sigmoid(R - 1)) * 2 * R),
     ("sapo A < 0", -2.0, -1.0, -1.3, {"surrogate": "sapo"}, 4 / 1.05 * sigmoid(1.05 * (R - 1)) * 2,
@@ -62,6 +70,17 @@ SURROGATES = [
     ("dppo drops", 2.0, -0.2, -1.3, {"surrogate": "dppo_tv"}, 1e-3 * 1.21, 2e-3 * 1.1),
     ("dppo A <= 0", -2.0, -0.2, -1.3, {"surrogate": "dppo_tv"}, 2 * exp(1.1) + 1e-3 * 1.21, 2 * exp(1.1) + 2e-3 * 1.1),
     ("dppo drops downwards", -2.0, -1.3, -0.2, {"surrogate": "dppo_tv"}, 1e-3 * 1.21, -2e-3 * 1.1),
+    ("dppo without the square", 2.0, -1.0, -1.3, {"surrogate": "dppo_tv", "dppo_kl_tau": 0.0}, -2 * R, -2 * R),
+    ("dppo capped", 2.0, -1.0, -1.3, {"surrogate": "dppo_tv", "ratio_cap": 1.2, "dppo_kl_tau": 0.0}, 2.4, -2.4),
+    ("dppo below its cap", -2.0, -1.0, -1.3, {"surrogate": "dppo_tv", "ratio_cap": 20.0, "dppo_kl_tau": 0.5},
+     -2 * R + 0.5 * 0.09, 2 * R + 0.3),
+    ("dppo_kl keeps", 2.0, -1.0, -1.3, {"surrogate": "dppo_kl", "dppo_kl_tau": 0.0}, -2 * R, -2 * R),
+    ("dppo_kl drops", 2.0, -0.2, -1.3, {"surrogate": "dppo_kl"}, 1e-3 * 1.21, 2e-3 * 1.1),
+    ("dppo_kl above its bound", 2.0, -0.2, -1.3, {"surrogate": "dppo_kl", "epsilon_high": BERNOULLI + 1e-6},
+     -2 * exp(1.1) + 1e-3 * 1.21, -2 * exp(1.1) + 2e-3 * 1.1),
+    ("dppo_kl A <= 0", -2.0, -0.2, -1.3, {"surrogate": "dppo_kl"}, 2 * exp(1.1) + 1e-3 * 1.21,
+     2 * exp(1.1) + 2e-3 * 1.1),
+    ("dppo_kl drops downwards", -2.0, -1.3, -0.2, {"surrogate": "dppo_kl"}, 1e-3 * 1.21, -2e-3 * 1.1),
     ("ipo keeps", 2.0, -1.0, -1.1, {"surrogate": "ipo"}, -2 * exp(0.1) + 1e-3 * 0.01, -2 * exp(0.1) + 2e-4),
     ("ipo drops either way", -2.0, -0.2, -1.3, {"surrogate": "ipo"}, 1e-3 * 1.21, 2e-3 * 1.1),
 ]  # fmt: skip
@@ -90,6 +109,12 @@ KL = [
     ("k1", {"kl_clamp": (0.25, None)}, -0.25, 0.0),
     ("k2", {"kl_clamp": (0.25, 10.0)}, 0.03125, 0.0),
     ("k2", {"kl_clamp": (0.5, 10.0)}, D * D / 2, -D),
+    ("k1", {"kl_score_term": True}, -D, 1 - D),
+    ("k2", {"kl_score_term": True}, D * D / 2, D * D / 2 - D),
+    ("k3", {"kl_score_term": True}, exp(D) - D - 1, -D),
+    ("k3", {"kl_score_term": True, "kl_clamp": 0.05}, 0.05, 0.0),
+    ("k1", {"kl_score_term": True, "kl_clamp": (0.25, None)}, -0.25, 0.0),
+    ("k1", {"kl_score_term": True, "kl_clamp": (0.5, 0.5)}, -D, 1 - D),
 ]
 
 
@@ -165,6 +190,8 @@ def test_levels():
     assert found == pytest.approx((-mean + exp(-0.05)) / 2, rel=1e-12)
     found = two(importance_sampling_level="sequence_sum", aggregation="seq_mean").loss.item()
     assert found == pytest.approx((-total + exp(-0.05)) / 2, rel=1e-12)
+    found = two(importance_sampling_level="sequence_token", aggregation="seq_mean").loss.item()
+    assert found == pytest.approx((-mean + exp(-0.05)) / 2, rel=1e-12)
     found = two(surrogate="gmpo", aggregation="seq_mean", epsilon_high=0.06).loss.item()
     assert found == pytest.approx((-exp((0.06 - 0.05) / 2) + exp(-0.05)) / 2, rel=1e-12)
 

@@ -313,8 +313,8 @@ def test_from_trl_reads_what_the_loss_type_uses(tmp_path):
     assert gk.GRPOConfig.from_trl(parity.trl_arguments(str(tmp_path)), granite).logit_scale == 1 / 8
     with pytest.raises(ValueError, match=r"top_entropy_quantile=0.2.*entropy_threshold"):
         config(top_entropy_quantile=0.2)
-    with pytest.raises(ValueError, match=r"entropy_coef=0.01 with an entropy_threshold: TRL's bonus is"):
-        config(top_entropy_quantile=0.2, entropy_coef=0.01, overrides={"entropy_threshold": 1.0})
+    with_bonus = config(top_entropy_quantile=0.2, entropy_coef=0.01, overrides={"entropy_threshold": 1.0})
+    assert with_bonus.entropy_kept_only and not config(entropy_coef=0.01).entropy_kept_only
     with pytest.raises(ValueError, match=r"use_adaptive_entropy=True.*entropy_coef"):
         config(use_adaptive_entropy=True)
     with pytest.raises(ValueError, match="loss_type='gspo'; expected one of grpo"):

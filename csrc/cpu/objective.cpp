@@ -34,7 +34,7 @@ void evaluate_sequence(const SequenceArgs& args, int64_t s) {
     double through_ratio = 0.0;
     for (int64_t t = begin; t < end; t++)
         if (args.scored[t]) through_ratio += evaluate_in_sequence(p, args.tokens, t, totals);
-    if (p.level == kLevelToken) return;
+    if (!shares_ratio(p.level)) return;
     for (int64_t t = begin; t < end; t++)
         if (args.scored[t]) add_sequence_gradient(p, args.tokens, t, totals, through_ratio);
 }

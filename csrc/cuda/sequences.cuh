@@ -23,7 +23,7 @@ GK_DEVICE void evaluate_sequence(const SequenceArgs& args) {
     const SequenceTotals totals = sequence_totals(p, sums, args.lengths[s]);
     double through_ratio = 0.0;
     each_scored([&](int64_t t) { through_ratio += evaluate_in_sequence(p, args.tokens, t, totals); });
-    if (p.level == kLevelToken) return;
+    if (!shares_ratio(p.level)) return;
     through_ratio = block_sum(through_ratio);
     each_scored([&](int64_t t) { add_sequence_gradient(p, args.tokens, t, totals, through_ratio); });
 }

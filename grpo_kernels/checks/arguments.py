@@ -37,6 +37,7 @@ _RANGES = (
     ("old_logps", -math.inf, HIGHEST_LOGP, f"a number{_THERE}, at most 0 nats"),
     ("ref_logps", -math.inf, math.inf, f"a number{_THERE}"),
     ("rollout_weights", 0.0, LARGEST, f"a finite number{_THERE}, >= 0"),
+    ("token_weights", 0.0, LARGEST, f"a finite number{_THERE}, >= 0"),
 )
 
 
@@ -349,7 +350,7 @@ def check_token_values(inputs: TokenInputs) -> None:
 def _refuse_two_meanings(inputs: TokenInputs, cu_seqlens: Tensor) -> None:
     """(S,) = (N,): one value per sequence is one per token, unless a sequence is empty and another one longer."""
     sequences = cu_seqlens.numel() - 1
-    for name in ("advantages", "rollout_weights"):
+    for name in ("advantages", "rollout_weights", "token_weights"):
         x = getattr(inputs, name)
         if x is None or x.shape != (sequences,) or int(cu_seqlens[-1]) != sequences:
             continue

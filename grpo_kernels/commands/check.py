@@ -165,7 +165,9 @@ def make_inputs(
     bounds: dict[str, float] = {}
     if SURROGATE_RULES[variant.surrogate].divides_by_rollout:
         arguments["rollout_logps"] = arguments["old_logps"]
-        bound = _widest_gap((logps.exp() - old.exp()).abs()[mask])
+        p, q = logps.exp(), old.exp()
+        of_others = (1 - q) * ((1 - q) / (1 - p)).log()
+        bound = _widest_gap((q * -log_ratio + of_others if variant.surrogate == "dppo_kl" else (p - q).abs())[mask])
         sides = ("epsilon_high",) if variant.surrogate == "ipo" else ("epsilon_low", "epsilon_high")
         bounds = dict.fromkeys(sides, bound)
     elif variant.surrogate == "cispo":

@@ -22,7 +22,7 @@ from ..names import FIELD, MASK_SUMS, KernelParams
 from .kept import DenseMask, KeptLogits, TokenMask, mask_rows
 from .lm_head import GivenLogits, LMHead
 from .memory import Chunk, visited
-from .plan import Plan
+from .plan import Plan, keep_entropies
 from .sparse import SparsePairs
 from .teacher import KeptTeacher, TeacherHead
 from .top_k import TopKHead, write_over
@@ -289,7 +289,7 @@ def run(
         visit = _without_gathered(visit, scorer, plan)
     lengths = visit.lengths
     fits = lengths is not None and max(lengths, default=0) <= head.sequence_rows
-    one_pass = gradients and (fits or not plan.whole_sequences)
+    one_pass = gradients and (fits or not plan.whole_sequences) and not plan.entropy_kept_only
     if not one_pass:
         scorer.score(visit.scored)
     elif lengths is not None:
@@ -302,6 +302,7 @@ def run(
         scorer.score(visit.rest)
     if not one_pass or visit.rest is not None or scorer.gathered is not None:
         evaluate(plan, backend)
+    bonus = keep_entropies(tokens) if plan.entropy_kept_only else None
     if gradients and not one_pass:
         scorer.gradient(*_coefficients(plan), static_shapes=static_shapes)
     elif gradients and scorer.gathered is not None:
@@ -320,6 +321,8 @@ def run(
         sums = replace(sums, numbers=torch.cat([sums.numbers, mass[None]]))
     if isinstance(scorer, SparseScorer):
         sums = replace(sums, numbers=torch.cat([sums.numbers, scorer.pairs.sums(sums.numbers.dtype)]))
+    if bonus is not None:
+        sums = replace(sums, numbers=torch.cat([sums.numbers, bonus.to(sums.numbers.dtype)]))
     return tokens.values, sums
 
 

@@ -24,7 +24,7 @@ from .backward import FinishedGradients, refuse_double_backward, scale_saved_gra
 from .chunks import evaluate, run
 from .kept import make_token_mask
 from .lm_head import GivenLogits, LMHead
-from .plan import Plan, make_plan
+from .plan import Plan, keep_entropies, make_plan
 from .products import pinned_matmul_precision
 from .shared import is_capturing, is_traced, no_gradients, refuse_capture, refuse_traced_teacher, table_dtype
 from .teacher import TeacherHead, new_teacher
@@ -242,6 +242,7 @@ def empty_sums(like, per_token, tokens, num_groups, dtype, config=DEFAULT_CONFIG
     sequences = per_token.shape[0] if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[0] - 1
     size = Sums.size(sequences, num_groups) + (0 if inputs.kept_ids is None else len(MASK_SUMS))
     size += 0 if config.sparse_backward is None else len(SPARSE_SUMS)
+    size += config.entropy_kept_only
     return like.new_empty(size, dtype=dtype)
 
 
@@ -265,16 +266,18 @@ def policy_loss(
         for known, given in ((values.logp, logps), (values.entropy, entropy)):
             known.copy_(torch.where(planned.scored, given.reshape(-1), 0.0))
         evaluate(plan, kernels)
+        bonus = [keep_entropies(planned)] if plan.entropy_kept_only else []
         sums = kernels.sums(planned, plan.params, plan.group_index, plan.num_groups)
         weight_entropy = planned.table[FIELD["weight_entropy"]]
         gradients = (torch.where(planned.scored, g, 0.0) for g in (values.g_logp, weight_entropy))
-    return sums.loss.clone(), sums.numbers, *(g.view(logps.shape) for g in gradients)
+    numbers = torch.cat([sums.numbers, *bonus]) if bonus else sums.numbers
+    return sums.loss.clone(), numbers, *(g.view(logps.shape) for g in gradients)
 
 
 @policy_loss.register_fake
 def _(logps, entropy, tokens, num_groups, config_key, backend):
     f, dtype = logps.new_empty, table_dtype(logps.dtype)
-    numbers = empty_sums(logps, logps, tokens, num_groups, dtype)
+    numbers = empty_sums(logps, logps, tokens, num_groups, dtype, config_from_key(config_key))
     return f((), dtype=dtype), numbers, f(logps.shape, dtype=dtype), f(logps.shape, dtype=dtype)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..config import SURROGATE_RULES, GRPOConfig
 from ..contract import Backend, PlannedTokens, TokenInputs, is_per_sequence
-from ..names import FIELD, KernelParams, PlanRules
+from ..names import FIELD, KernelParams, PlanRules, shares_ratio
 
 
 class Plan(NamedTuple):
@@ -29,6 +29,7 @@ class Plan(NamedTuple):
     params: KernelParams
     whole_sequences: bool
     entropy_has_gradient: bool
+    entropy_kept_only: bool  # the weights of the entropies follow from all of them
     group_index: Tensor | None
     num_groups: int
     row_length: int | None  # T of a (B, T) batch, None for a packed one
@@ -54,6 +55,7 @@ def make_plan(
     key = (
         constant, inputs.old_logps is None, inputs.ref_logps is None, inputs.rollout_logps is None,
         inputs.rollout_weights is None, inputs.entropy_threshold is None, inputs.entropy_coef is None,
+        inputs.token_weights is None,
     )  # fmt: skip
     found = config.derived.get(key)
     if found is None:
@@ -62,22 +64,48 @@ def make_plan(
     if has_teacher:  # like the KL's: every scored token has a gradient
         rules = rules._replace(kl_has_gradient=True)
     tokens = backend.plan(inputs, ids, rules, dtype, ordered=not static_shapes)
-    if inputs.entropy_coef is not None or inputs.entropy_normalizer is not None:
-        _weigh_entropy(tokens.table[FIELD["weight_entropy"]], inputs, config)
+    if rules.entropy_coef != 0.0:
+        _weigh_entropy(tokens.table, inputs, config)
+    if inputs.token_weights is not None:
+        _weigh_tokens(tokens, inputs.token_weights, ids.shape)
     row_length = ids.shape[1] if inputs.cu_seqlens is None else None
     entropy_has_gradient = rules.entropy_coef != 0.0
     whole = rules.whole_sequences
-    return Plan(tokens, params, whole, entropy_has_gradient, inputs.group_index, num_groups, row_length)
+    kept_only = config.entropy_kept_only
+    return Plan(tokens, params, whole, entropy_has_gradient, kept_only, inputs.group_index, num_groups, row_length)
 
 
-def _weigh_entropy(weight: Tensor, inputs: TokenInputs, config: GRPOConfig) -> None:
-    """The numbers of the entropy bonus that are tensors, which no plan kernel reads: they scale its weight (N,)."""
-    coefficient, normalizer = inputs.entropy_coef, inputs.entropy_normalizer
-    if normalizer is not None:
+def keep_entropies(tokens: PlannedTokens) -> Tensor:
+    """Give the entropy bonus to the tokens that the threshold keeps, whose entropies are known now. Returns its value
+    (1,)."""
+    weight, entropy = tokens.table[FIELD["weight_entropy"]], tokens.values.entropy
+    counted = weight != 0
+    kept = counted & ~(entropy < tokens.table[FIELD["entropy_threshold"]])
+    weight.copy_(torch.where(kept, weight * (counted.sum() / kept.sum().clamp(min=1)), 0.0))
+    return -torch.where(kept, weight * entropy, 0.0).sum().view(1)
+
+
+def _weigh_entropy(table: Tensor, inputs: TokenInputs, config: GRPOConfig) -> None:
+    """What no plan kernel reads of the entropy bonus: numbers that are tensors, and another aggregation."""
+    weight, coefficient, normalizer = table[FIELD["weight_entropy"]], inputs.entropy_coef, inputs.entropy_normalizer
+    if config.entropy_aggregation == "loss":
+        each = (config.entropy_coef if coefficient is None else coefficient) * table[FIELD["weight_direct"]]
+        weight.copy_(torch.where(weight != 0, -each, 0.0))
+    elif normalizer is not None:
         each = (config.entropy_coef if coefficient is None else coefficient) / normalizer
         weight.copy_(torch.where(weight != 0, -each, 0.0))
     elif coefficient is not None:
         weight.mul_(coefficient)
+
+
+def _weigh_tokens(tokens: PlannedTokens, weights: Tensor, shape: torch.Size) -> None:
+    """They scale what a token's value weighs in the loss. Padding, whatever it holds, weighs nothing anyway."""
+    count = tokens.scored.numel()
+    if is_per_sequence(weights, shape, tokens.lengths.numel()):
+        weights = weights.reshape(-1).repeat_interleave(tokens.offsets.diff(), output_size=count)
+    for name in ("weight_ratio", "weight_direct"):
+        weight = tokens.table[FIELD[name]]
+        weight.copy_(torch.where(weight != 0, weight * weights.reshape(-1).to(weight.dtype), 0.0))
 
 
 def _constant_per_sequence(inputs: TokenInputs, shape: torch.Size) -> bool:
@@ -96,7 +124,7 @@ def _rules(inputs: TokenInputs, config: GRPOConfig, constant: bool) -> tuple[Ker
     has_old = inputs.old_logps is not None or (surrogate.divides_by_rollout and has_rollout)
     params = config.kernel_params(has_old=has_old, has_rollout=has_rollout)
     if inputs.ref_logps is None:
-        params = params._replace(kl="none", bias_correction=False)
+        params = params._replace(kl="none", bias_correction=False, score_term=False)
     temperature, threshold = config.temperature, config.entropy_threshold
     whole = _needs_whole_sequences(inputs, config, params, constant)
     rules = PlanRules(
@@ -105,7 +133,7 @@ def _rules(inputs: TokenInputs, config: GRPOConfig, constant: bool) -> tuple[Ker
         divides_by_rollout=surrogate.divides_by_rollout,
         multiplies_rollout_weight=config.surrogate != "vespo",  # VESPO's phi replaces it
         whole_sequences=whole,
-        needs_advantage=not surrogate.pushes_without_advantage,
+        needs_advantage=not config.pushes_without_advantage,
         kl_has_gradient=config.beta != 0.0 and params.kl != "none",
         score_inactive=config.score_inactive,
         max_completion_length=float(config.max_completion_length or 0),
@@ -121,7 +149,8 @@ def _needs_whole_sequences(inputs: TokenInputs, config: GRPOConfig, params: Kern
         return True
     if config.surrogate == "vespo" and (params.has_old or inputs.rollout_weights is not None):
         return True  # otherwise phi is 1
-    if params.level == "token":
-        return False
+    if not shares_ratio(params.level):
+        return params.level != "token" and params.has_old  # without one the ratio of the sequence is 1
     thresholded = inputs.entropy_threshold is not None or config.entropy_threshold is not None
-    return params.has_old or params.bias_correction or thresholded or not constant
+    weighted = inputs.token_weights is not None
+    return params.has_old or params.bias_correction or thresholded or weighted or not constant

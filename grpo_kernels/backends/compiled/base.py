@@ -32,6 +32,7 @@ from ...names import (
     DTYPES,
     KL_ESTIMATORS,
     LEVELS,
+    OUTSIDE,
     SURROGATES,
     TABLE_FIELDS,
     VALUE_FIELDS,
@@ -48,6 +49,7 @@ _CODES: dict[str, tuple[str, ...]] = {
     "surrogate": SURROGATES,
     "kl": KL_ESTIMATORS,
     "level": LEVELS,
+    "outside": OUTSIDE,
     "aggregation": AGGREGATIONS,
     "divergence": DIVERGENCES,
 }

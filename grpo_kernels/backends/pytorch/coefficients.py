@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...contract import Rows, TokenValues
-from ...names import FIELD, KernelParams
+from ...names import FIELD, KernelParams, shares_ratio
 from .objective import objective
 
 
@@ -39,7 +39,7 @@ def sequence_objective(
     log_ratio, slope = _raise_to_level(sequences, own, params)
     value, d_ratio, d_direct, kl = objective(log_ratio, logp, entropy, table, params)
     g_logp = weighted(table, "weight_direct", d_direct)
-    if params.level == "token":
+    if not shares_ratio(params.level):
         g_logp = g_logp + weighted(table, "weight_ratio", d_ratio)
     else:
         total = sequences.sum(weighted(table, "weight_direct", d_ratio))
@@ -90,7 +90,8 @@ def _raise_to_level(sequences: _Sequences, own: Tensor, params: KernelParams) ->
     slope = sequences.scored.to(own.dtype)
     if params.level == "token":
         return own, slope
-    if params.level == "sequence":
+    is_mean = params.level != "sequence_sum"
+    if is_mean:
         slope = slope / sequences.spread(sequences.lengths.clamp(min=1))
     if params.surrogate == "gmpo":
         # Sign-aware clamp of every token before the mean: it only ever makes the objective smaller.
@@ -98,7 +99,7 @@ def _raise_to_level(sequences: _Sequences, own: Tensor, params: KernelParams) ->
         narrow = torch.where(sequences.field("advantage") > 0, own.minimum(clamped), own.maximum(clamped))
         slope = torch.where(narrow == own, slope, 0.0)
         own = narrow
-    total = sequences.mean(own) if params.level == "sequence" else sequences.sum(own)
+    total = sequences.mean(own) if is_mean else sequences.sum(own)
     return sequences.spread(total), slope
 
 

@@ -11,12 +11,13 @@ make the multiplier NaN, even where a clip, a threshold or a factor of 0 would h
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...names import EXPONENT_LIMIT, FIELD, PRODUCT_LIMIT, TRUST_REGION_QUADRATIC, KernelParams
+from ...names import EXPONENT_LIMIT, FIELD, PRODUCT_LIMIT, KernelParams
 
 
 class Objective(NamedTuple):
@@ -80,12 +81,15 @@ def clip(p: KernelParams, r: Tensor, x: Tensor, logp: Tensor, A: Tensor, clamp_a
     return Term(torch.minimum(loss, bound), torch.where(moving, -A * r, 0.0), torch.zeros_like(A))
 
 
-def cispo(p: KernelParams, r: Tensor, x: Tensor, logp: Tensor, A: Tensor, clamp_acts: Tensor) -> Term:
-    return _weighted_logp(r.clamp(max=p.epsilon_high), logp, A)
-
-
-def cispo_two_sided(p: KernelParams, r: Tensor, x: Tensor, logp: Tensor, A: Tensor, clamp_acts: Tensor) -> Term:
-    return _weighted_logp(r.clamp(1 - p.epsilon_low, 1 + p.epsilon_high), logp, A)
+def weighted(p: KernelParams, r: Tensor, x: Tensor, logp: Tensor, A: Tensor, clamp_acts: Tensor) -> Term:
+    """The ratio within bounds is a constant weight here: all gradient goes through logp."""
+    low, high = p.weight_low, p.weight_high
+    drop = torch.zeros_like(r, dtype=torch.bool)
+    if p.outside == "drop":
+        drop = ~((low < r) & (r < high))
+    elif p.outside == "drop_outward":
+        drop = ((A > 0) & (r > high)) | ((A < 0) & (r < low))
+    return _weighted_logp(r.clamp(low, high), logp, A, drop)
 
 
 def sapo(p: KernelParams, r: Tensor, x: Tensor, logp: Tensor, A: Tensor, clamp_acts: Tensor) -> Term:
@@ -96,10 +100,6 @@ def sapo(p: KernelParams, r: Tensor, x: Tensor, logp: Tensor, A: Tensor, clamp_a
     )
 
 
-def reinforce(p: KernelParams, r: Tensor, x: Tensor, logp: Tensor, A: Tensor, clamp_acts: Tensor) -> Term:
-    return _weighted_logp(torch.ones_like(A), logp, A)
-
-
 def gmpo(p: KernelParams, r: Tensor, x: Tensor, logp: Tensor, A: Tensor, clamp_acts: Tensor) -> Term:
     return Term(-A * r, torch.where(clamp_acts, 0.0, -A * r), torch.zeros_like(A))
 
@@ -107,24 +107,38 @@ def gmpo(p: KernelParams, r: Tensor, x: Tensor, logp: Tensor, A: Tensor, clamp_a
 def dppo_tv(p: KernelParams, r: Tensor, x: Tensor, logp: Tensor, A: Tensor, clamp_acts: Tensor) -> Term:
     change = logp.exp() - (logp - x).exp()
     drop = ((A > 0) & (change > p.epsilon_high)) | ((A <= 0) & (change < -p.epsilon_low))
-    return _trust_region(r, x, A, clamp_acts, drop)
+    return _trust_region(p, r, x, logp, A, clamp_acts, drop)
+
+
+def dppo_kl(p: KernelParams, r: Tensor, x: Tensor, logp: Tensor, A: Tensor, clamp_acts: Tensor) -> Term:
+    now, before = logp.exp(), (logp - x).exp()
+    kl = -before * x + (1 - before) * ((1 - before + 1e-8) / (1 - now + 1e-8)).log()  # of the sampled id or not
+    drop = torch.where(A > 0, (x > 0) & (kl > p.epsilon_high), (x < 0) & (kl > p.epsilon_low))
+    return _trust_region(p, r, x, logp, A, clamp_acts, drop)
 
 
 def ipo(p: KernelParams, r: Tensor, x: Tensor, logp: Tensor, A: Tensor, clamp_acts: Tensor) -> Term:
-    return _trust_region(r, x, A, clamp_acts, (logp.exp() - (logp - x).exp()).abs() > p.epsilon_high)
+    drop = (logp.exp() - (logp - x).exp()).abs() > p.epsilon_high
+    return _trust_region(p, r, x, logp, A, clamp_acts, drop)
 
 
-SURROGATES = {f.__name__: f for f in (clip, cispo, cispo_two_sided, sapo, reinforce, gmpo, dppo_tv, ipo)}
+SURROGATES = {f.__name__: f for f in (clip, weighted, sapo, gmpo, dppo_tv, dppo_kl, ipo)}
 
 
-def _weighted_logp(weight: Tensor, logp: Tensor, A: Tensor) -> Term:
-    return Term(-weight * A * logp, torch.zeros_like(A), -weight * A)
+def _weighted_logp(weight: Tensor, logp: Tensor, A: Tensor, drop: Tensor) -> Term:
+    value, slope = (torch.where(drop, 0.0, x) for x in (-weight * A * logp, -weight * A))
+    return Term(value, torch.zeros_like(A), slope)
 
 
-def _trust_region(r: Tensor, x: Tensor, A: Tensor, clamp_acts: Tensor, drop: Tensor) -> Term:
+def _trust_region(
+    p: KernelParams, r: Tensor, x: Tensor, logp: Tensor, A: Tensor, clamp_acts: Tensor, drop: Tensor
+) -> Term:
+    quadratic, slope = p.dppo_kl_tau * x * x, 2 * p.dppo_kl_tau * x
+    if p.ratio_cap != math.inf:
+        value, _, d_direct = _weighted_logp(r.clamp(max=p.ratio_cap), logp, A, drop)
+        return Term(value + quadratic, slope, d_direct)
     value = torch.where(drop, 0.0, -r * A)
-    slope = torch.where(drop | clamp_acts, 0.0, -r * A)
-    return Term(value + TRUST_REGION_QUADRATIC * x * x, slope + 2 * TRUST_REGION_QUADRATIC * x, torch.zeros_like(A))
+    return Term(value + quadratic, torch.where(clamp_acts, 0.0, value) + slope, torch.zeros_like(A))
 
 
 # --- KL to the reference policy -----------------------------------------------------------------------------------
@@ -143,7 +157,7 @@ def kl_divergence(p: KernelParams, logp: Tensor, ref: Tensor) -> tuple[Tensor, T
         return bounded, logp - ref
     if p.kl == "k3":
         inside &= d <= EXPONENT_LIMIT
-    return bounded, torch.where(inside, slope, 0.0)
+    return bounded, torch.where(inside, slope + bounded if p.score_term else slope, 0.0)
 
 
 def _k1(d: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...contract import PlannedTokens, TokenInputs, is_per_sequence, no_values
-from ...names import FIELD, TABLE_FIELDS, PlanRules
+from ...names import FIELD, TABLE_FIELDS, PlanRules, shares_ratio
 
 
 def plan_tokens(
@@ -72,8 +72,8 @@ def plan_tokens(
         put("old", torch.where(unknown, table[FIELD["old"]] if inputs.old_logps is not None else torch.inf, rollout))
         if inputs.old_logps is None:
             put("multiplier", torch.where(unknown, 0.0, table[FIELD["multiplier"]]))
-    of_sequence = rules.whole_sequences or rules.level != "token"
-    if rules.level != "token" and not rules.whole_sequences:
+    of_sequence = rules.whole_sequences or shares_ratio(rules.level)
+    if shares_ratio(rules.level) and not rules.whole_sequences:
         # On-policy, the ratio of the sequence is 1 and its chain rule is known before any logit is.
         slope = mask_value if rules.level == "sequence_sum" else mask_value / length_of_token.clamp(min=1)
         put("weight_ratio", slope * spread(sequence_sum(weight)))

@@ -15,6 +15,7 @@ the next.
 
 from __future__ import annotations
 
+import math
 from collections import namedtuple
 from typing import Any, NamedTuple
 
@@ -40,7 +41,6 @@ from .maths import expm1
 
 MAX_EXPONENT: tl.constexpr = tl.constexpr(names.EXPONENT_LIMIT)
 MAX_PRODUCT: tl.constexpr = tl.constexpr(names.PRODUCT_LIMIT)
-TRUST_REGION_QUADRATIC: tl.constexpr = tl.constexpr(names.TRUST_REGION_QUADRATIC)
 
 
 _NUMBERS = integers_first(KernelParams)[1]  # its float32 fields
@@ -58,10 +58,15 @@ class Variant(NamedTuple):
     kl: str
     has_old: bool
     bias_correction: bool
+    score_term: bool
+    outside: str
+    caps_ratio: bool
 
 
 def variant(params: KernelParams) -> Variant:
-    return Variant(params.surrogate, params.kl, params.has_old, params.bias_correction)
+    caps = params.ratio_cap != math.inf
+    named = params.surrogate, params.kl, params.has_old, params.bias_correction, params.score_term, params.outside
+    return Variant(*named, caps)
 
 
 class Token(NamedTuple):
@@ -109,24 +114,17 @@ def clip(p, r, A):
 
 
 @triton.jit
-def weighted_logp(coefficient, logp):
-    """The ratio is a constant coefficient here: all gradient goes through logp."""
-    return -coefficient * logp, tl.zeros_like(logp), -coefficient
-
-
-@triton.jit
-def cispo(p, r, logp, A):
-    return weighted_logp(tl.where(r < p.epsilon_high, r, p.epsilon_high) * A, logp)
-
-
-@triton.jit
-def cispo_two_sided(p, r, logp, A):
-    return weighted_logp(clamp(r, 1.0 - p.epsilon_low, 1.0 + p.epsilon_high) * A, logp)
-
-
-@triton.jit
-def reinforce(logp, A):
-    return weighted_logp(A, logp)
+def weighted_logp(p, r, logp, A, OUTSIDE: tl.constexpr):
+    """The ratio within bounds is a constant weight here: all gradient goes through logp."""
+    coefficient = clamp(r, p.weight_low, p.weight_high) * A
+    value = -coefficient * logp
+    if OUTSIDE != "clamp":
+        if OUTSIDE == "drop":
+            drop = ~((p.weight_low < r) & (r < p.weight_high))
+        else:
+            drop = ((A > 0.0) & (r > p.weight_high)) | ((A < 0.0) & (r < p.weight_low))
+        coefficient, value = tl.where(drop, 0.0, coefficient), tl.where(drop, 0.0, value)
+    return value, tl.zeros_like(logp), -coefficient
 
 
 @triton.jit
@@ -151,42 +149,46 @@ def probability_change(x, logp):
 
 
 @triton.jit
-def trust_region(keep, clamped, r, x, A):
-    policy = tl.where(keep, -r * A, 0.0)
-    slope = tl.where(clamped, 0.0, policy) + 2.0 * TRUST_REGION_QUADRATIC * x
-    return policy + TRUST_REGION_QUADRATIC * x * x, slope, tl.zeros_like(A)
-
-
-@triton.jit
-def dppo_tv(p, clamped, r, x, logp, A):
-    change = probability_change(x, logp)
-    drop = tl.where(A > 0.0, change > p.epsilon_high, change < -p.epsilon_low)
-    return trust_region(~drop, clamped, r, x, A)
-
-
-@triton.jit
-def ipo(p, clamped, r, x, logp, A):
-    return trust_region(tl.abs(probability_change(x, logp)) <= p.epsilon_high, clamped, r, x, A)
-
-
-@triton.jit
-def surrogate(p, clamped, r, x, logp, A, SURROGATE: tl.constexpr):
-    """(value, d_ratio, d_direct) of the surrogate of this name."""
-    if SURROGATE == "dppo_tv":  # these two treat the clamp of x themselves
-        value, d_ratio, d_direct = dppo_tv(p, clamped, r, x, logp, A)
+def is_in_trust_region(p, x, logp, A, SURROGATE: tl.constexpr):
+    if SURROGATE == "dppo_kl":  # of the sampled id against all others
+        now, before = tl.exp(logp), tl.exp(logp - x)
+        kl = -before * x + (1.0 - before) * tl.log((1.0 - before + 1e-8) / (1.0 - now + 1e-8))
+        drop = tl.where(A > 0.0, (x > 0.0) & (kl > p.epsilon_high), (x < 0.0) & (kl > p.epsilon_low))
     elif SURROGATE == "ipo":
-        value, d_ratio, d_direct = ipo(p, clamped, r, x, logp, A)
+        drop = ~(tl.abs(probability_change(x, logp)) <= p.epsilon_high)
+    else:
+        change = probability_change(x, logp)
+        drop = tl.where(A > 0.0, change > p.epsilon_high, change < -p.epsilon_low)
+    return ~drop
+
+
+@triton.jit
+def trust_region(p, clamped, r, x, logp, A, VARIANT: tl.constexpr):
+    keep = is_in_trust_region(p, x, logp, A, VARIANT.surrogate)
+    quadratic, slope = p.dppo_kl_tau * x * x, 2.0 * p.dppo_kl_tau * x
+    if VARIANT.caps_ratio:
+        coefficient = tl.where(r < p.ratio_cap, r, p.ratio_cap) * A
+        value, d_ratio = tl.where(keep, -coefficient * logp, 0.0) + quadratic, slope
+        d_direct = tl.where(keep, -coefficient, 0.0)
+    else:
+        policy = tl.where(keep, -r * A, 0.0)
+        value, d_ratio, d_direct = policy + quadratic, tl.where(clamped, 0.0, policy) + slope, tl.zeros_like(A)
+    return value, d_ratio, d_direct
+
+
+@triton.jit
+def surrogate(p, clamped, r, x, logp, A, VARIANT: tl.constexpr):
+    """(value, d_ratio, d_direct) of the surrogate of this name."""
+    SURROGATE: tl.constexpr = VARIANT.surrogate
+    if SURROGATE == "dppo_tv" or SURROGATE == "dppo_kl" or SURROGATE == "ipo":  # these treat the clamp of x themselves
+        value, d_ratio, d_direct = trust_region(p, clamped, r, x, logp, A, VARIANT)
     else:
         if SURROGATE == "clip":
             value, d_ratio, d_direct = clip(p, r, A)
-        elif SURROGATE == "cispo":
-            value, d_ratio, d_direct = cispo(p, r, logp, A)
-        elif SURROGATE == "cispo_two_sided":
-            value, d_ratio, d_direct = cispo_two_sided(p, r, logp, A)
+        elif SURROGATE == "weighted":
+            value, d_ratio, d_direct = weighted_logp(p, r, logp, A, VARIANT.outside)
         elif SURROGATE == "sapo":
             value, d_ratio, d_direct = sapo(p, r, A)
-        elif SURROGATE == "reinforce":
-            value, d_ratio, d_direct = reinforce(logp, A)
         else:
             tl.static_assert(SURROGATE == "gmpo", "unknown surrogate")
             value, d_ratio, d_direct = gmpo(r, A)
@@ -220,8 +222,9 @@ def kl_abs(d):
 
 
 @triton.jit
-def kl_divergence(p, logp, ref, KL: tl.constexpr):
+def kl_divergence(p, logp, ref, VARIANT: tl.constexpr):
     """(estimate, d/dlogp) under both clamps."""
+    KL: tl.constexpr = VARIANT.kl
     raw = ref - logp
     upper = p.kl_delta_clamp
     if KL == "k3" or KL == "k3+":
@@ -244,6 +247,8 @@ def kl_divergence(p, logp, ref, KL: tl.constexpr):
     if KL == "k1+" or KL == "k3+":  # straight-through: the value of the one, the gradient of k2 without a clamp
         slope = -raw
     else:
+        if VARIANT.score_term:
+            slope += value
         slope = tl.where((raw < -p.kl_delta_clamp) | (raw > upper) | (value != estimate), 0.0, slope)
     return value, slope
 
@@ -260,22 +265,20 @@ def clamped_log_ratio(p, x):
 @triton.jit
 def token_objective(p, token, VARIANT: tl.constexpr):
     """(value before its weight, d value / d x, d value / d logp at fixed x, KL without beta)."""
-    SURROGATE: tl.constexpr = VARIANT.surrogate
-    KL: tl.constexpr = VARIANT.kl
     x, logp, entropy = token.x, token.logp, token.entropy
     multiplier = tl.where(entropy < token.threshold, 0.0, token.multiplier)
     multiplier = tl.where((x != x) | (logp != logp) | (entropy != entropy), float("nan"), multiplier)
     exponent = clamped_log_ratio(p, x)
     clamped = exponent != x
     r = tl.exp(exponent)
-    value, d_ratio, d_direct = surrogate(p, clamped, r, x, logp, token.A, SURROGATE)
+    value, d_ratio, d_direct = surrogate(p, clamped, r, x, logp, token.A, VARIANT)
     kept = multiplier != 0.0
     value = tl.where(kept, multiplier * value, 0.0)
     d_ratio = tl.where(kept, multiplier * d_ratio, 0.0)
     d_direct = tl.where(kept, multiplier * d_direct, 0.0)
     kl = tl.zeros_like(x)
-    if KL != "none":
-        kl, slope = kl_divergence(p, logp, token.ref, KL)
+    if VARIANT.kl != "none":
+        kl, slope = kl_divergence(p, logp, token.ref, VARIANT)
         if VARIANT.bias_correction:
             product = kl * r
             kl = clamp(product, -MAX_PRODUCT, MAX_PRODUCT)

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...contract import PlannedTokens, TokenInputs, TokenValues, is_per_sequence
-from ...names import TABLE_FIELDS, VALUE_FIELDS, PlanRules
+from ...names import TABLE_FIELDS, VALUE_FIELDS, PlanRules, shares_ratio
 from ..launch import token_launch
 from .arguments import Batch
 from .layout import (
@@ -65,13 +65,12 @@ class Rules(NamedTuple):
 
 
 def numbers(rules: PlanRules, sequences: int) -> Rules:
-    by_sequence = rules.level != "token"
     found = Rules(
         divides_by_rollout=rules.divides_by_rollout,
         multiplies_rollout_weight=rules.multiplies_rollout_weight,
         divides_by_length=rules.aggregation == "seq_mean",
         counts_tokens=rules.aggregation in ("token_mean", "num_items"),
-        has_slope=by_sequence and not rules.whole_sequences,
+        has_slope=shares_ratio(rules.level) and not rules.whole_sequences,
         slope_is_mean=rules.level == "sequence",
         needs_advantage=rules.needs_advantage,
         kl_has_gradient=rules.kl_has_gradient,
@@ -381,7 +380,7 @@ def plan(inputs: TokenInputs, ids: Tensor, rules: PlanRules, dtype: torch.dtype,
     launch = token_launch(device)
     block = launch.sequences * launch.block // 2  # 256 on a GPU; with 512 a thread has 4 tokens, and 254 registers
     blocks = triton.cdiv(tokens, block)
-    together = rules.whole_sequences or rules.level != "token"
+    together = rules.whole_sequences or shares_ratio(rules.level)
     of_sequences = SequenceCounts(
         offsets=empty(sequences + 1, dtype=torch.int64),
         lengths=empty(sequences),

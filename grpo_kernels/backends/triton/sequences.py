@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from ...contract import PlannedTokens
-from ...names import KernelParams
+from ...names import KernelParams, shares_ratio
 from ..launch import token_launch
 from .arguments import Batch
 from .layout import (
@@ -80,6 +80,7 @@ class SequenceOptions(NamedTuple):
     """What is compiled into sequence_objective_kernel."""
 
     level: str
+    shares_ratio: bool
     vespo: bool
     masks_off_policy: bool
     has_rollout: bool
@@ -94,6 +95,7 @@ def sequence_objective_kernel(first, last, offsets, lengths, scored, batch, toke
     BLOCK: tl.constexpr = OPTIONS.block
     VARIANT: tl.constexpr = OPTIONS.variant
     SURROGATE: tl.constexpr = VARIANT.surrogate
+    SHARES_RATIO: tl.constexpr = OPTIONS.shares_ratio
     table, values = batch.table, batch.columns
     sequence = first + tl.program_id(0).to(tl.int64) * SEQUENCES + tl.arange(0, SEQUENCES)
     live = sequence < last
@@ -130,7 +132,7 @@ def sequence_objective_kernel(first, last, offsets, lengths, scored, batch, toke
     log_weight_of_all = clamp(weight_sum.to(tl.float32), LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT)[:, None]
     mean_drift = (drift_sum / length).to(tl.float32)[:, None]
     divisor = length
-    if OPTIONS.level != "sequence":
+    if OPTIONS.level == "sequence_sum":
         divisor = tl.full((SEQUENCES,), 1.0, tl.float64)
     ratio_of_all = (ratio_sum / divisor).to(tl.float32)[:, None]
 
@@ -152,13 +154,13 @@ def sequence_objective_kernel(first, last, offsets, lengths, scored, batch, toke
         value, d_ratio, d_direct, kl = token_objective(p, token, VARIANT)
         weight_direct = tl.load(column + WEIGHT_DIRECT * tokens, mask=on, other=0.0)
         g_logp = weighted(weight_direct, d_direct)
-        if OPTIONS.level == "token":
+        if not SHARES_RATIO:
             g_logp += weighted(tl.load(column + WEIGHT_RATIO * tokens, mask=on, other=0.0), d_ratio)
         else:
             through_ratio += tl.sum(tl.where(on, weighted(weight_direct, d_ratio), 0.0).to(tl.float64), 1)
         store_objective(found, tokens, on, Objective(x, value, kl, g_logp))
 
-    if OPTIONS.level != "token":
+    if SHARES_RATIO:
         tl.debug_barrier()  # g_logp, which other threads may have written
         share = (through_ratio / divisor).to(tl.float32)[:, None]
         for done in range(0, longest, BLOCK):
@@ -183,8 +185,8 @@ def sequence_objective(sequences: slice, row_length: int | None, planned: Planne
             sequences.start, sequences.stop, planned.offsets, planned.lengths, planned.scored.view(torch.uint8),
             Batch.of(table, planned.values), table.shape[1], scalars(params),
             OPTIONS=SequenceOptions(
-                params.level, params.vespo, masks_off_policy, params.has_rollout, launch.sequences, launch.block,
-                variant(params),
+                params.level, shares_ratio(params.level), params.vespo, masks_off_policy, params.has_rollout,
+                launch.sequences, launch.block, variant(params),
             ),
             num_warps=launch.num_warps,
         )  # fmt: skip
