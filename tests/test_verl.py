@@ -65,12 +65,25 @@ def test_the_loss_is_that_of_vanilla(verl, core, mode):
         assert gradient.abs().max() > 1e-4 and metrics["actor/pg_clipfrac_lower"] > 0
 
 
-@pytest.mark.parametrize("name", ["gspo", "cispo"])
+DPPO = dict(dppo_kl_tau=0.0, ratio_cap=1.5, log_ratio_clamp=20.0)
+OTHERS = {  # verl's name -> options, clip_ratio_low and clip_ratio_high
+    "gspo": (dict(importance_sampling_level="sequence_token"), 0.2, 0.28),
+    "cispo": (dict(surrogate="cispo_two_sided"), 0.2, 0.28),
+    "dppo_tv": (dict(surrogate="dppo_tv", **DPPO), 0.01, 0.02),
+    "dppo_kl": (dict(surrogate="dppo_kl", **DPPO), 0.002, 0.003),
+    "gpg": (dict(surrogate="reinforce"), None, None),
+    "sapo": (dict(surrogate="sapo"), None, None),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
 def test_another_loss_has_verls_aggregation(verl, core, name):
-    kind = dict(importance_sampling_level="sequence") if name == "gspo" else dict(surrogate="cispo_two_sided")
-    verl.register("ours", GRPOConfig(epsilon_low=0.2, epsilon_high=0.28, **kind))
-    given, options = arguments(), dict(loss_agg_mode="seq-mean-token-mean", config=Actor())
-    given["advantages"] = torch.randn(B, 1).expand(B, T)  # verl's gspo is GSPO-token, which is GSPO for these alone
+    kind, low, high = OTHERS[name]
+    verl.register("ours", GRPOConfig(**kind, **({} if low is None else dict(epsilon_low=low, epsilon_high=high))))
+    actor = Actor()
+    actor.clip_ratio_low, actor.clip_ratio_high = low, high
+    actor.tau_pos, actor.tau_neg = 1.0, 1.05
+    given, options = arguments(), dict(loss_agg_mode="seq-mean-token-mean", config=actor)
     loss, gradient, _ = run(core.get_policy_loss_fn(name), given, **options)
     own_loss, own_gradient, _ = run(core.get_policy_loss_fn("ours"), given, **options)
     torch.testing.assert_close(own_loss, loss, rtol=1e-5, atol=1e-6)
