@@ -114,8 +114,9 @@ def clip(p, r, A):
 
 
 @triton.jit
-def weighted_logp(p, r, logp, A, OUTSIDE: tl.constexpr):
+def weighted_logp(p, r, logp, A, VARIANT: tl.constexpr):
     """The ratio within bounds is a constant weight here: all gradient goes through logp."""
+    OUTSIDE: tl.constexpr = VARIANT.outside
     coefficient = clamp(r, p.weight_low, p.weight_high) * A
     value = -coefficient * logp
     if OUTSIDE != "clamp":
@@ -149,7 +150,8 @@ def probability_change(x, logp):
 
 
 @triton.jit
-def is_in_trust_region(p, x, logp, A, SURROGATE: tl.constexpr):
+def is_in_trust_region(p, x, logp, A, VARIANT: tl.constexpr):
+    SURROGATE: tl.constexpr = VARIANT.surrogate
     if SURROGATE == "dppo_kl":  # of the sampled id against all others
         now, before = tl.exp(logp), tl.exp(logp - x)
         kl = -before * x + (1.0 - before) * tl.log((1.0 - before + 1e-8) / (1.0 - now + 1e-8))
@@ -164,7 +166,7 @@ def is_in_trust_region(p, x, logp, A, SURROGATE: tl.constexpr):
 
 @triton.jit
 def trust_region(p, clamped, r, x, logp, A, VARIANT: tl.constexpr):
-    keep = is_in_trust_region(p, x, logp, A, VARIANT.surrogate)
+    keep = is_in_trust_region(p, x, logp, A, VARIANT)
     quadratic, slope = p.dppo_kl_tau * x * x, 2.0 * p.dppo_kl_tau * x
     if VARIANT.caps_ratio:
         coefficient = tl.where(r < p.ratio_cap, r, p.ratio_cap) * A
@@ -186,7 +188,7 @@ def surrogate(p, clamped, r, x, logp, A, VARIANT: tl.constexpr):
         if SURROGATE == "clip":
             value, d_ratio, d_direct = clip(p, r, A)
         elif SURROGATE == "weighted":
-            value, d_ratio, d_direct = weighted_logp(p, r, logp, A, VARIANT.outside)
+            value, d_ratio, d_direct = weighted_logp(p, r, logp, A, VARIANT)
         elif SURROGATE == "sapo":
             value, d_ratio, d_direct = sapo(p, r, A)
         else:

@@ -122,14 +122,6 @@ def add_divergence(row, other, first, end, sums, sides, p, q, OPTIONS: tl.conste
     return total + tl.sum(term, 1).to(tl.float64), of_policy
 
 
-@triton.jit
-def pair_of_rows(logits, teacher, rows, live, id_):
-    return (
-        Row(rows_of(logits, rows), logits.bias, live, id_, logits.vocab),
-        Row(rows_of(teacher, rows), teacher.bias, live, id_, teacher.vocab),
-    )
-
-
 @triton.jit(do_not_specialize=["place", "temperature", "count", "tokens"])
 def divergence_kernel(logits, teacher, place, temperature, values, kept, count, tokens, p, q, OPTIONS: tl.constexpr):
     TEACHER: tl.constexpr = OPTIONS.teacher
@@ -142,7 +134,8 @@ def divergence_kernel(logits, teacher, place, temperature, values, kept, count, 
     T = tl.load(temperature + token, mask=live, other=1.0)
     to_z1, _ = logit_scales(p, T, OPTIONS.policy.capped)
     to_z2, _ = logit_scales(q, T, OPTIONS.teacher.capped)
-    row, other = pair_of_rows(logits, teacher, rows, live, None)
+    row = Row(rows_of(logits, rows), logits.bias, live, None, logits.vocab)
+    other = Row(rows_of(teacher, rows), teacher.bias, live, None, teacher.vocab)
     top, rest = split_lse(tl.load(values.lse + token, mask=live, other=0.0), to_z1)
     found = row_sums(other, to_z2, q, TEACHER)
     log_sum = tl.log(found.exps)
@@ -224,7 +217,8 @@ def pair_gradient_kernel(
     T = tl.load(temperature + token, mask=live, other=1.0)
     scales = logit_scales(p, T, OPTIONS.policy.capped)
     to_z2, _ = logit_scales(q, T, OPTIONS.teacher.capped)
-    row, other = pair_of_rows(logits, teacher, rows, live, id_)
+    row = Row(rows_of(logits, rows), logits.bias, live, id_, logits.vocab)
+    other = Row(rows_of(teacher, rows), teacher.bias, live, id_, teacher.vocab)
     top1, rest1 = split_lse(tl.load(values.lse + token, mask=live, other=0.0), scales[0])
     top2, rest2 = split_lse(tl.load(kept.lse + token, mask=live, other=0.0), to_z2)
     h = tl.load(values.columns + TOKEN_ENTROPY * tokens + token, mask=live, other=0.0)
