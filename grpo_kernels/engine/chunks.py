@@ -289,12 +289,13 @@ def run(
         visit = _without_gathered(visit, scorer, plan)
     lengths = visit.lengths
     fits = lengths is not None and max(lengths, default=0) <= head.sequence_rows
+    reads_logits = scorer.mask is not None or teacher is not None or sparse_backward is not None
     one_pass = gradients and (fits or not plan.whole_sequences) and not plan.entropy_kept_only
     if not one_pass:
         scorer.score(visit.scored)
     elif lengths is not None:
         scorer.staged(whole_sequences(head, visit.active, lengths), _sequence_coefficients(plan, backend))
-    elif head.strategy == "anchored" and not plan.entropy_has_gradient and scorer.mask is None and teacher is None:
+    elif head.strategy == "anchored" and not plan.entropy_has_gradient and not reads_logits:
         scorer.anchored(visit.active, table)
     else:
         scorer.single_pass(visit.active, table)

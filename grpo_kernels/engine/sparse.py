@@ -39,6 +39,7 @@ class SparsePairs:
         self.rule = SparseRule(theta, 0 if head.vocab_slice is None else head.vocab_slice.first)
         self.capacity = most_kept(len(head.weight), head.weight.device)
         self._buffers: SparseRows | None = None
+        self._written: list[Rows] = []  # to the buffers
         self._found: list[_Found] = []
         self._dense: list[Tensor] = []
         self._num_pairs = self._num_tokens = self._num_waiting = 0
@@ -56,15 +57,26 @@ class SparsePairs:
     ) -> None:
         """The tokens of a row chunk, of which those in `exact` (N,) bool get no pairs.
 
-        coefficients: d loss / d logp and d loss / d entropy (N,).
+        coefficients: d loss / d logp and d loss / d entropy (N,), of which those of this chunk are known.
         """
-        rows, pairs = chunk.rows, self._rows(chunk.rows.count)
+        pairs = self._room_for(chunk.rows, len(values.logp))
+        self._coefficients, self._exact = coefficients, exact
         self.head.backend.sparse_gradient(chunk, temperature, values, *coefficients, params, self.rule, pairs)
-        has_gradient = torch.stack([rows.take(x) != 0 for x in coefficients]).any(0)
+
+    def _collect(self) -> None:
+        """Take the pairs out of the buffers."""
+        if self._buffers is None or not self._written:
+            return
+        device = self.head.weight.device
+        index = torch.cat([
+            torch.arange(rows.start, rows.stop, device=device) if rows.index is None else rows.index
+            for rows in self._written
+        ])  # fmt: skip
+        pairs, self._written = _first(self._buffers, len(index)), []
+        has_gradient = torch.stack([x[index] != 0 for x in self._coefficients]).any(0)
         dense = has_gradient & (pairs.counts > self.capacity)
-        if exact is not None:
-            dense |= has_gradient & rows.take(exact)
-        index = torch.arange(rows.start, rows.stop, device=dense.device) if rows.index is None else rows.index
+        if self._exact is not None:
+            dense |= has_gradient & self._exact[index]
         here = ((pairs.counts > 0) & ~dense).nonzero().squeeze(1)
         counts = pairs.counts[here].long()
         _, place = places_of(here * self.capacity, counts)
@@ -80,10 +92,12 @@ class SparsePairs:
 
     def dense(self) -> Tensor:
         """(D,) int64: the tokens that take dense products."""
+        self._collect()
         return torch.cat([*self._dense, torch.empty(0, dtype=torch.int64, device=self.head.weight.device)])
 
     def finish(self) -> None:
         """The products, after those of the tokens in `dense`; `sums` is what remains."""
+        self._collect()
         self._buffers = None
         if self.head.wants[0]:  # all ranks with a slice of the vocabulary add theirs up, those without a pair too
             self.head.dhidden_for(Rows(0, 0, self.dense()[:0]))
@@ -117,12 +131,30 @@ class SparsePairs:
             sums[1:] /= len(self.head.vocab_slice.sizes)
         return sums.to(dtype)
 
-    def _rows(self, count: int) -> SparseRows:
-        if self._buffers is None or len(self._buffers.counts) < count:
-            shape, device = (count, self.capacity), self.head.weight.device
+    def _room_for(self, rows: Rows, num_tokens: int) -> SparseRows:
+        used = sum(written.count for written in self._written)
+        if self._buffers is None or used + rows.count > len(self._buffers.counts):
+            self._collect()
+            used = 0
+        if self._buffers is None or rows.count > len(self._buffers.counts):
+            device = self.head.weight.device
+            fit = (
+                self.room // (8 * self.capacity + 1) if reads_back_late(device) else 0
+            )  # bytes, those of the count too
+            shape = max(rows.count, min(fit, num_tokens)), self.capacity
             self._buffers = SparseRows(
                 torch.empty(shape, dtype=torch.int32, device=device),
                 torch.empty(shape, dtype=self.dtype, device=device),
-                torch.empty(count, dtype=torch.int32, device=device),
+                torch.empty(shape[0], dtype=torch.int32, device=device),
             )
-        return SparseRows(*(x[:count] for x in self._buffers))
+        self._written.append(rows)
+        return SparseRows(*(x[used : used + rows.count] for x in self._buffers))
+
+
+def reads_back_late(device: torch.device) -> bool:
+    """Whether pairs of many row chunks are counted at once: a GPU waits for the host each time."""
+    return device.type != "cpu"
+
+
+def _first(pairs: SparseRows, count: int) -> SparseRows:
+    return SparseRows(*(x[:count] for x in pairs))
