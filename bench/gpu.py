@@ -25,9 +25,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,22 +101,20 @@ class Report:
         """Run this Python at the root; it and all that it started are killed at a limit."""
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]), str(PEERS)])
         environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **variables}
-        command, log = [sys.executable, *map(str, arguments)], self.path.with_suffix(".log")
+        command = [sys.executable, *map(str, arguments)]
         limit = min(limit, self.end - time.monotonic())
-        with log.open("ab") as file:
-            file.write(f"\n--- {' '.join(command)[:300]}\n".encode())
-            file.flush()
-            begin, start, stopped = file.tell(), time.monotonic(), ""
-            size, heard = begin, start
-            process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )  # fmt: skip
+        start, stopped, size = time.monotonic(), "", 0
+        heard = start
+        said = tempfile.NamedTemporaryFile(dir=self.path.parent, prefix=f"{self.path.stem}.")  # noqa: SIM115
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
         try:
             while process.poll() is None and not stopped:
                 time.sleep(0.05)
-                if log.stat().st_size != size:
-                    size, heard = log.stat().st_size, time.monotonic()
+                if os.fstat(said.fileno()).st_size != size:
+                    size, heard = os.fstat(said.fileno()).st_size, time.monotonic()
                 if time.monotonic() - start >= limit:
                     stopped = f"stopped after {limit:.0f} s"
                 elif time.monotonic() - heard >= silence:
@@ -123,7 +123,11 @@ class Report:
             with contextlib.suppress(ProcessLookupError, PermissionError, subprocess.TimeoutExpired):
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait(10)  # what a driver holds does not die at once
-        output = log.read_bytes()[begin:].decode(errors="replace")
+            text = Path(said.name).read_bytes()
+            said.close()
+            with self.path.with_suffix(".log").open("ab") as log:
+                log.write(f"\n--- {' '.join(command)[:300]}\n".encode() + text)
+        output = text.decode(errors="replace")
         last = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "nothing was said")
         failure = stopped or (f"exit status {process.returncode}: {last[:300]}" if process.returncode else "")
         return Ended(output, failure, stopped.startswith("stopped"))
@@ -157,14 +161,8 @@ def build(report: Report) -> None:
         shutil.unpack_archive(report.options.peers, PEERS, filter="data")
         # Python reads .pth files in its own folders alone; a module of this name it imports when it starts.
         (PEERS / "sitecustomize.py").write_text(f"import site\n\nsite.addsitedir({str(PEERS)!r})\n")
-    pip = ("-m", "pip", "install", "-v", "--no-index", "--no-build-isolation", "--no-deps", "-e", ".")
-    for command in (pip, ("setup.py", "build_ext", "--inplace")):  # the second where pip may not write
-        ended = report.python(*command, limit=LIMITS["build"])
-        report.stage["said"] = ended.output[-4000:]
-        if not ended.failure:
-            break
-    else:
-        report.fail(f"build: {ended.failure}")
+    if not report.options.built:
+        compile_kernels(report)
     left_out = report.data["left_out"]
     report.data["left_out"] = {pair: why for pair, why in left_out.items() if not why.startswith(UNAVAILABLE)}
     ended = report.python(__file__, "--probe", "environment", "--device", report.options.device, limit=120)
@@ -174,16 +172,31 @@ def build(report: Report) -> None:
             report.fail(f"{UNAVAILABLE}{name}: {reason}", f"{name}/rows")
 
 
+def compile_kernels(report: Report) -> None:
+    pip = ("-m", "pip", "install", "-v", "--no-index", "--no-build-isolation", "--no-deps", "-e", ".")
+    for command in (pip, ("setup.py", "build_ext", "--inplace")):  # the second where pip may not write
+        ended = report.python(*command, limit=LIMITS["build"])
+        report.stage["said"] = ended.output[-4000:]
+        if not ended.failure:
+            return
+    report.fail(f"build: {ended.failure}")
+
+
 def check(report: Report) -> None:
-    """`grpo-kernels check` for each backend and strategy."""
-    for pair in itertools.chain(report.usable(), ["torch/rows"]):
+    """`grpo-kernels check` for each backend and strategy, side by side: nothing is timed."""
+
+    def checked(pair: str) -> Ended:
         backend, _, strategy = pair.partition("/")
         silence = report.options.silence or SILENCE.get(backend, 150.0)
         command = ("-m", "grpo_kernels", "check", "--quick", "--backend", backend)
-        ended = report.python(*command, limit=LIMITS["check"], silence=silence, GRPO_KERNELS_STRATEGY=strategy)
-        report.stage[pair] = ended.output[-2000:] if ended.failure else "ok"
-        if ended.failure:
-            report.fail(f"check {pair}: {ended.failure}", "" if ended.limit else pair)
+        return report.python(*command, limit=LIMITS["check"], silence=silence, GRPO_KERNELS_STRATEGY=strategy)
+
+    pairs = [*report.usable(), "torch/rows"]
+    with ThreadPoolExecutor(len(pairs)) as pool:
+        for pair, ended in zip(pairs, pool.map(checked, pairs), strict=True):
+            report.stage[pair] = ended.output[-2000:] if ended.failure else "ok"
+            if ended.failure:
+                report.fail(f"check {pair}: {ended.failure}", "" if ended.limit else pair)
 
 
 def headline(report: Report) -> None:
@@ -194,7 +207,7 @@ def headline(report: Report) -> None:
 
 def benchmark(report: Report) -> None:
     """The comparison with all peers: what bars.py asks for."""
-    bench(report, "targets", limit=math.inf)
+    bench(report, "targets", "--rounds", 5, limit=math.inf)
 
 
 def bench(report: Report, name: str, *options: object, limit: float) -> None:
@@ -429,6 +442,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=9.0, help="for everything; default: %(default)g")
     parser.add_argument("--output", type=Path, default=ROOT / "build/gpu/report.json", help="its log lies beside it")
     parser.add_argument("--resume", action="store_true", help="keep what the JSON has; run what it lacks")
+    parser.add_argument("--built", action="store_true", help="the compiled modules were made elsewhere: use them")
     parser.add_argument("--peers", type=Path, help="the archive of make gpu-peers")
     parser.add_argument("--shapes", nargs="+", help="instead of the heads of each stage")
     parser.add_argument("--tests", nargs="+", default=[], help="files or tests; default: all that are marked gpu")

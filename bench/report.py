@@ -34,6 +34,7 @@ SPARSE = Path("sparse/cpu.json")  # of sparse.py, below RESULTS
 SPARSE_LEARNING, TEACHER = (Path(EXPERIMENTS[name].output) for name in ("sparse", "teacher"))  # of learning.py
 DISTILLATION = Path("distillation/cpu.json")  # of distillation.py
 LEARNING = Path("trainer/time-to-reward.json")  # of time_to_reward.py
+GPU = "gpu-h200.json"
 GOAL = 0.9  # reward of an evaluation
 LEARNERS = {
     "TRL": "#0b6fb3",
@@ -41,7 +42,7 @@ LEARNERS = {
     "grpo-kernels train": "#d1410c",
     "grpo-kernels train, sparse": "#8a3fb0",
 }
-TRAINERS = ("eager", "trl", "liger", "verl-torch")
+TRAINERS = ("eager", "trl", "liger", "verl", "verl-torch")
 ARMS = ("#6b6b6b", "#d1410c", "#0b6fb3")
 CAPTIONS = {
     "time": "Time of a step over that of the three bare products",
@@ -70,7 +71,8 @@ def main() -> None:
 def section(page: Path) -> str:
     """Markdown of everything between the markers of a page: a summary on the front page, all results on the other."""
     if page.parent == ROOT:
-        both = summary(read(RESULTS / "cpu.json")), learning_summary(read(RESULTS / LEARNING))
+        measured = [read(path) for path in (RESULTS / "cpu.json", RESULTS / GPU) if path.exists()]
+        both = summary(measured), learning_summary(read(RESULTS / LEARNING))
         return "\n\n".join([*both, "![Evaluated reward over minutes and steps](bench/figures/time-to-reward.png)"])
     parts = [] if list(RESULTS.glob("gpu*.json")) else ["No GPU has been measured yet."]
     for path in sorted(RESULTS.glob("*.json"), key=lambda path: path.stem):
@@ -89,24 +91,37 @@ def section(page: Path) -> str:
     return "\n\n".join(parts)
 
 
-def summary(document: Document) -> str:
+def summary(documents: Sequence[Document]) -> str:
     """How much faster a step is than that of each trainer, and how much less memory it takes, over all cases."""
-    where, cases = document["environment"], document["cases"]
-    entries = [case["implementations"] for case in cases if case["case"]["mode"] == "step"]
-    rows = []
-    for name in TRAINERS:
-        both = [(case["ours"], case[name]) for case in entries if name in case]
-        times = [1 / theirs["ours_to_this"] for _, theirs in both if "ours_to_this" in theirs]
-        key = "memory_ratio_to_eager"
-        memory = [theirs[key] / ours[key] for ours, theirs in both if key in ours and key in theirs]
-        ranges = (f"{min(ratios):.1f} to {max(ratios):.1f} x" if ratios else "" for ratios in (times, memory))
-        rows.append((both[0][1]["title"], *ranges))
-    heads = len({(case["case"]["hidden_size"], case["case"]["vocab_size"]) for case in cases})
+    titles, places, rows = ["this package against"], [], {IMPLEMENTATIONS[name].title: [] for name in TRAINERS}
+    for document in documents:
+        where, cases = document["environment"], [case for case in document["cases"] if case["case"]["mode"] == "step"]
+        device = "CPU" if where["device"] == "cpu" else where["device"]
+        titles += [f"{device}, faster", "less memory"]
+        heads = len({(case["case"]["hidden_size"], case["case"]["vocab_size"]) for case in cases})
+        types = " and ".join(dict.fromkeys(case["case"]["dtype"] for case in cases))
+        named = f"{where['cpu']}, {where['threads']} threads" if device == "CPU" else device
+        places.append(f"{heads} models' heads in {types} on {named}")
+        for name in TRAINERS:
+            entries = [case["implementations"] for case in cases if name in case["implementations"]]
+            pairs = [(entry["ours"], entry[name]) for entry in entries]
+            times = [1 / theirs["ours_to_this"] for _, theirs in pairs if "ours_to_this" in theirs]
+            memory = [
+                theirs["peak_bytes"] / ours["peak_bytes"]
+                for ours, theirs in pairs
+                if ours.get("peak_bytes") and theirs.get("peak_bytes")
+            ]
+            rows[IMPLEMENTATIONS[name].title] += [_range(times), _range(memory)]
     return f"""\
-Steps of {heads} models' heads in float32 and bfloat16 on {where["cpu"]}, {where["threads"]} threads, no GPU. A number
-is the other's median time, or peak memory, over that of this package; a range is that over the cases:
+Steps of {"; of ".join(places)}:
+median time, or peak memory, of the other over ours. `chunk_rows` bounds a GPU's chunk, a twelfth of its memory at most:
 
-{table(("this package against", "faster", "less memory"), rows)}"""
+{table(titles, [(name, *cells) for name, cells in rows.items()])}"""
+
+
+def _range(ratios: Sequence[float]) -> str:
+    ends = [f"{end(ratios):.1f}" for end in (min, max)] if ratios else []
+    return f"{' to '.join(dict.fromkeys(ends))} x" if ends else ""
 
 
 # --- sparse gradients ------------------------------------------------------------------------------------------------
@@ -312,8 +327,7 @@ def learning_summary(document: Document) -> str:
     return f"""\
 Training SmolLM2-135M-Instruct on the times table, on the same CPU, in bfloat16: minutes until {GOAL:.0%} of the answers
 are right, median of {len(rounds)} seeds (least to most), with the same prompts and options. A step's other seconds are
-sampling and the model below its head; `grpo-kernels train` runs each prompt once for all its completions there
-(`--share-prompts`):
+sampling and the model's body; `grpo-kernels train` runs each prompt once for all its completions (`--share-prompts`):
 
 {table(("", "minutes", "of TRL's", "step, s", "its head, s", "peak GiB"), rows)}"""
 

@@ -145,6 +145,9 @@ def fused(
 ) -> Result:
     """One forward and backward through the package on `device`; the result is on the CPU."""
     batch = batch.to(device)
+    if config is not None:
+        moved = {name: x.to(device) for name, x in vars(config).items() if isinstance(x, Tensor)}
+        config = dataclasses.replace(config, **moved)
     leaves = _leaves(batch)
     out = gk.fused_grpo_loss(
         leaves["hidden"],

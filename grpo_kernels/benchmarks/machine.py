@@ -120,7 +120,7 @@ def processor() -> str:
 
 def driver_version() -> str | None:
     """The version of NVIDIA's driver, None without one."""
-    found = re.search(r"Kernel Module\D*([\d.]+)", read_text("/proc/driver/nvidia/version"))
+    found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", read_text("/proc/driver/nvidia/version"))
     return found and found[1]
 
 
