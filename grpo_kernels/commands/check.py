@@ -28,6 +28,8 @@ LENGTHS = (6, 5, 6, 3, 1, 6)  # of the unmasked part of each sequence
 # of one to float16. So small a batch averages little: which of two equally good implementations is closer to the truth
 # is chance, most of all for the ratio of a whole sequence, which multiplies the roundings of its tokens.
 SLACK = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 4e-4}
+# The ratio of a whole sequence multiplies those of its tokens, whose roundings add up as a random walk does.
+ROUNDINGS = {"sequence_sum": math.sqrt(LENGTH)}
 # Log-ratios: inside and outside of the clip range [log 0.8, log 1.2] and of CISPO's cap, 0.06 away from each bound.
 LOG_RATIOS = (-0.45, -0.1, 0.1, 0.45)
 JITTER = 0.02
@@ -119,6 +121,7 @@ def compare(cases: list[Case], backend: str, device: torch.device) -> tuple[floa
         except Exception as error:  # any error goes into the report; the other lines continue
             return math.inf, str(case.variant), done, f"{case.variant}: {type(error).__name__}: {error}"
         excess, name = max((error - case.allowed[name], name) for name, error in found.items())
+        excess /= ROUNDINGS.get(case.variant.level, 1.0)
         if excess > largest:
             largest, worst = excess, f"{case.variant}: {name}"
     return largest, worst, len(cases), ""
