@@ -36,6 +36,7 @@ CONFIGS: dict[str, gk.GRPOConfig] = {
     "static shapes": gk.GRPOConfig.preset("dr_grpo", max_completion_length=7, static_shapes=True),
     "clamps": gk.GRPOConfig.preset("verl", beta=0.1, kl_clamp=(0.6, 0.3), use_bias_correction_kl=True, delta=1.4),
     "tensor options": gk.GRPOConfig(temperature=PER_TOKEN, entropy_threshold=torch.tensor(3.3)),
+    "entropy of the kept tokens": gk.GRPOConfig(entropy_coef=0.1, entropy_threshold=3.3, entropy_kept_only=True),
     "off-policy mask": gk.GRPOConfig(off_policy_mask_threshold=0.02, entropy_threshold=3.3),
 }
 DENOMINATORS = {"normalizer": 17}, {"normalizer": torch.tensor(17)}, {"num_items_in_batch": 41}

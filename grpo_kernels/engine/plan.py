@@ -81,7 +81,8 @@ def keep_entropies(tokens: PlannedTokens) -> Tensor:
     weight, entropy = tokens.table[FIELD["weight_entropy"]], tokens.values.entropy
     counted = weight != 0
     kept = counted & ~(entropy < tokens.table[FIELD["entropy_threshold"]])
-    weight.copy_(torch.where(kept, weight * (counted.sum() / kept.sum().clamp(min=1)), 0.0))
+    share = kept.sum().clamp(min=1) / counted.sum(dtype=weight.dtype)  # of two integers it had torch's default type
+    weight.copy_(torch.where(kept, weight / share, 0.0))
     return -torch.where(kept, weight * entropy, 0.0).sum().view(1)
 
 
