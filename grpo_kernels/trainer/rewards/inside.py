@@ -239,7 +239,7 @@ def enter_namespaces() -> str | None:
 
 
 def encode(value: Any) -> list[Any]:
-    """A plain value as [kind, content], for JSON. Lists and tuples are of one kind; a dictionary is a list of pairs."""
+    """A plain value as [kind, content], for JSON. Lists and tuples are of one kind, sets and dictionaries sorted."""
     if value is None:
         return ["none", 0]
     if isinstance(value, (bool, int, float)):
@@ -253,9 +253,9 @@ def encode(value: Any) -> list[Any]:
     if isinstance(value, (list, tuple)):
         return ["list", [encode(item) for item in value]]
     if isinstance(value, collections.abc.Set):
-        return ["set", [encode(item) for item in value]]
+        return ["set", sorted(map(encode, value))]
     if isinstance(value, collections.abc.Mapping):
-        return ["dict", [encode(pair) for pair in value.items()]]
+        return ["dict", sorted(map(encode, value.items()))]
     if hasattr(value, "tolist"):  # numpy
         return encode(value.tolist())
     if hasattr(value, "__float__"):  # fractions and decimals
