@@ -7,10 +7,9 @@ import argparse
 import json
 import math
 import sys
-from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, multimode, stdev
 from typing import Any, TypeAlias
 
 import torch
@@ -45,9 +44,7 @@ def majority_at_k(answers: Sequence[Hashable], correct: Sequence[bool]) -> float
     """Whether the most frequent of the answers to a problem is correct: 0 or 1, or, where several are as frequent, the
     share of them that is. None is no answer and has no vote. Of equal answers, the first says whether they are correct.
     """
-    votes = Counter(answer for answer in answers if answer is not None)
-    most = max(votes.values(), default=0)
-    winners = [correct[answers.index(answer)] for answer, count in votes.items() if count == most]
+    winners = [correct[answers.index(answer)] for answer in multimode(a for a in answers if a is not None)]
     return sum(winners) / len(winners) if winners else 0.0
 
 

@@ -24,13 +24,8 @@ from .monitor import Monitor
 from .ranks import Ranks
 from .rollout import Completion
 
-SHOWN = (
-    "reward",
-    "kl",
-    "divergence",
-    "entropy",
-    "grad_norm",
-)  # beside the progress bar, or in the lines that stand for it
+# Beside the progress bar, or in the lines that stand for it.
+SHOWN = ("reward", "kl", "divergence", "entropy", "grad_norm")
 
 
 class RunLog:

