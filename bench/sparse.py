@@ -30,7 +30,8 @@ from grpo_kernels.integrations.transformers import fused_forward
 from grpo_kernels.trainer.arguments import TrainArguments
 from grpo_kernels.trainer.batch import model_inputs
 from grpo_kernels.trainer.model import load_model, load_tokenizer
-from grpo_kernels.trainer.rollout import Completion, eos_ids, generate
+from grpo_kernels.trainer.rollout import Completion
+from grpo_kernels.trainer.sampling import eos_ids, generate
 from grpo_kernels.trainer.smollm2 import smollm2
 
 QUESTIONS = (

@@ -35,8 +35,8 @@ from grpo_kernels.trainer.evaluate import evaluate
 from grpo_kernels.trainer.loop import Trainer
 from grpo_kernels.trainer.rewards import Rewards
 from grpo_kernels.trainer.rewards.answers import last_number
-from grpo_kernels.trainer.rollout import eos_ids, generate
 from grpo_kernels.trainer.run import Run
+from grpo_kernels.trainer.sampling import eos_ids, generate
 from grpo_kernels.trainer.smollm2 import smollm2
 from grpo_kernels.trainer.tasks import TASKS
 

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from grpo_kernels.trainer.arguments import TrainArguments
 from grpo_kernels.trainer.batch import model_inputs
 from grpo_kernels.trainer.model import Policy
-from grpo_kernels.trainer.rollout import Completion, eos_ids, generate, infer
+from grpo_kernels.trainer.rollout import Completion, infer
+from grpo_kernels.trainer.sampling import eos_ids, generate
 
 
 def test_pitfall_03_a_generation_config_has_no_say_in_sampling_and_is_saved(model, data, tmp_path):

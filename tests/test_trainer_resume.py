@@ -27,7 +27,7 @@ from training import run, same_weights, steps
 from grpo_kernels.trainer import files
 from grpo_kernels.trainer.loop import Trainer
 from grpo_kernels.trainer.ranks import Interrupted, Ranks, Signals
-from grpo_kernels.trainer.rollout import _Draw
+from grpo_kernels.trainer.sampling import _Draw
 
 HERE = Path(__file__).parent
 # Rollouts of two steps, used twice, over 10 prompts of which a rollout takes 4: checkpoints fall inside of rollouts,

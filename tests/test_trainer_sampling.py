@@ -7,7 +7,7 @@ import torch
 from tiny_models import TINY_MODELS, VOCAB, tiny_model
 
 from grpo_kernels.trainer.arguments import TrainArguments
-from grpo_kernels.trainer.rollout import _drawn, generate
+from grpo_kernels.trainer.sampling import _drawn, generate
 
 PROMPTS = [[5, 6, 7]] * 3 + [[8, 9, 10, 11, 12]] + [[5, 6, 7]] + [[13]] * 2
 LENGTH = 9

@@ -20,7 +20,7 @@ from training import run, steps
 from transformers import AutoModelForCausalLM
 
 from grpo_kernels.trainer.arguments import TrainArguments
-from grpo_kernels.trainer.rollout import generate
+from grpo_kernels.trainer.sampling import generate
 from grpo_kernels.trainer.vllm import VLLM
 
 

@@ -3,9 +3,7 @@ and read without unpickling."""
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import re
 import shutil
 import sys
@@ -85,23 +83,6 @@ def claim_folder(folder: Path, a: TrainArguments, num_processes: int) -> Path | 
             "folder without newer checkpoints"
         )
     return checkpoint
-
-
-def lock_folder(folder: Path) -> int:
-    """A handle of the folder, which no second run gets while this one has it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"output_dir={folder} cannot be made: {error.strerror}") from error
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise ValueError(f"output_dir={folder} is in use by another run; expected a folder for each run") from None
-    except OSError:  # a file system without locks
-        pass
-    return handle
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------

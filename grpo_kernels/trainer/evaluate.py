@@ -23,8 +23,9 @@ from .ranks import Ranks, Signals
 from .report import read_object
 from .rewards import Rewards
 from .rewards.answers import TAGGED, final_number, reply, text_of
-from .rollout import Sampler, eos_ids
+from .rollout import Sampler
 from .run import load_data, make_rewards
+from .sampling import eos_ids
 
 EXAMPLES = 3
 ACCURACIES = ("pass_at_1", "pass_at_k", "majority_at_k", "greedy")  # known where a reward says what is correct

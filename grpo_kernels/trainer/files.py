@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -69,6 +70,23 @@ def _remove_leftover(folder: Path) -> None:
     if replaced.exists() and not folder.exists():
         replaced.replace(folder)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def lock_folder(folder: Path) -> int:
+    """A handle of the folder, which no second run gets while this one has it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"output_dir={folder} cannot be made: {error.strerror}") from error
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise ValueError(f"output_dir={folder} is in use by another run; expected a folder for each run") from None
+    except OSError:  # a file system without locks
+        pass
+    return handle
 
 
 def sha256(path: Path) -> str:

@@ -22,7 +22,7 @@ from ..output import GRPOLossOutput
 from ..teacher import Teacher
 from .arguments import TrainArguments
 from .data import check_path
-from .rollout import generate
+from .sampling import generate
 
 
 class Policy(nn.Module):
@@ -30,7 +30,7 @@ class Policy(nn.Module):
 
     policy("loss", **batch, config=config)       -> GRPOLossOutput
     policy("logps", **batch, temperature=1.0)    -> (B, T) nats
-    policy("sample", prompts=ids, ...)           -> list[Sampled], see rollout.generate
+    policy("sample", prompts=ids, ...)           -> list[Sampled], see sampling.generate
     """
 
     def __init__(self, lm: Any, *, eager: bool = False, share_prompts: bool = False):

@@ -1,9 +1,5 @@
-"""Completions, sampled by transformers or vLLM (vllm.py). Token ids are never re-encoded.
-
-transformers' continuous batching (5.23) is not used: it does not return the ids that truncated sampling kept, it runs
-the model in a thread, where neither an interrupt nor FSDP2's hooks reach it, and unless they are set, the sizes of its
-batches, and so the bits, depend on the memory that is free.
-"""
+"""Completions, sampled by transformers (sampling.py) or vLLM (vllm.py), saved and replayed. Token ids are never
+re-encoded."""
 
 from __future__ import annotations
 
@@ -20,15 +16,11 @@ import torch
 from accelerate.utils import set_seed
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers.generation import logits_process
 
-from ..integrations.transformers import position_ids, takes, unwrap_causal_lm
 from . import RunError
 from .arguments import TrainArguments
 from .ranks import Ranks, Signals
 from .rewards.answers import reply
-
-MAX_SHARE_LEFT = 0.75  # of a batch when rows that have ended leave it: each time the cache is copied
 
 
 class Sampled(NamedTuple):
@@ -68,161 +60,6 @@ class Completion:
     dropped: bool = False
     old_logps: Tensor | None = None
     ref_logps: Tensor | None = None
-
-
-def eos_ids(lm: Any, tokenizer: Any) -> list[int]:
-    """Every id that ends a completion: those of the model's generation_config and the tokenizer's own."""
-    of_model = lm.generation_config.eos_token_id if lm.generation_config is not None else None
-    found = set(of_model if isinstance(of_model, (list, tuple)) else [of_model]) | {tokenizer.eos_token_id}
-    return sorted(found - {None})
-
-
-@torch.no_grad()
-def generate(
-    lm: Any,
-    prompts: Sequence[Sequence[int]],
-    arguments: TrainArguments,
-    *,
-    ends: Sequence[int],
-    pad_id: int,
-    greedy: bool = False,
-    synced: bool = False,
-) -> list[Sampled]:
-    """One completion of each prompt, drawn from torch's global generator, in one padded batch.
-
-    A prompt that stands several times in a row runs through the model once, and completions that have ended leave the
-    batch. synced: every rank calls the model as often as the others, as FSDP2's collectives need.
-    """
-    decode, draw = _Decoder(lm), _Draw(arguments, greedy)
-    distinct = [(prompt, len(list(same))) for prompt, same in groupby(prompts)]
-    rows = torch.arange(len(distinct)).repeat_interleave(torch.tensor([count for _, count in distinct]))
-    logits = decode.start(*left_padded([prompt for prompt, _ in distinct], pad_id, lm.device))
-    logits = decode.select(logits, rows.to(lm.device))
-    sampled: list[_Tokens] = [_Tokens() for _ in prompts]
-    batch = list(range(len(prompts)))  # the completion of each row
-    for length in range(1, arguments.max_completion_length + 1):
-        ids, logps, kept = draw(logits)
-        for k, (i, id, logp) in enumerate(zip(batch, ids.tolist(), logps.tolist(), strict=True)):
-            sampled[i].add(id, logp, kept[k] if kept else [], ends)
-        going = [k for k, i in enumerate(batch) if not sampled[i].ended]
-        if length == arguments.max_completion_length or not _on_any_rank(bool(going), synced, lm.device):
-            break
-        if len(going) <= MAX_SHARE_LEFT * len(batch):
-            going = going or [0]  # for the other ranks' sake
-            batch = [batch[k] for k in going]
-            ids = decode.select(ids, torch.tensor(going, device=lm.device))
-        logits = decode.next(ids)
-    return [
-        Sampled(s.ids, s.ended, torch.tensor(s.logps, dtype=torch.float32), s.kept if draw.keeps_ids else None)
-        for s in sampled
-    ]
-
-
-@dataclass
-class _Tokens:
-    """A completion on its way; tokens after its end are not added."""
-
-    ids: list[int] = field(default_factory=list)
-    logps: list[float] = field(default_factory=list)
-    kept: list[list[int]] = field(default_factory=list)
-    ended: bool = False
-
-    def add(self, id: int, logp: float, kept: list[int], ends: Sequence[int]) -> None:
-        if not self.ended:
-            self.ids.append(id)
-            self.logps.append(logp)
-            self.kept.append(kept)
-            self.ended = id in ends
-
-
-def _on_any_rank(flag: bool, synced: bool, device: Any) -> bool:
-    if not synced:
-        return flag
-    found = torch.tensor(flag, device=device, dtype=torch.int32)
-    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
-    return bool(found)
-
-
-class _Decoder:
-    """Calls a model token by token, for a batch whose rows can be selected: transformers' `generate` keeps them all.
-
-    Positions are those that the loss scores with.
-    """
-
-    def __init__(self, lm: Any) -> None:
-        self.lm, self.parts = lm, unwrap_causal_lm(lm)
-        self.cache: Any = None
-        self.options: dict[str, Any] = {"logits_to_keep": 1} if takes(self.parts.model, "logits_to_keep") else {}
-
-    def start(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Logits (B, V) float32 of the first tokens after prompts (B, P), padded on the left."""
-        self.mask = mask
-        return self._call(ids)
-
-    def next(self, ids: Tensor) -> Tensor:
-        """Logits of the tokens after `ids` (B,)."""
-        self.mask = torch.cat([self.mask, self.mask.new_ones(len(ids), 1)], dim=1)
-        return self._call(ids[:, None])
-
-    def select(self, values: Tensor, rows: Tensor) -> Tensor:
-        """values[rows]; these rows, some of them several times, are the batch from now on."""
-        self.mask = self.mask[rows]
-        self.cache.reorder_cache(rows)
-        return values[rows]
-
-    def _call(self, ids: Tensor) -> Tensor:
-        positions = position_ids(self.parts, self.mask)
-        if positions is not None:
-            self.options["position_ids"] = positions[:, -ids.shape[1] :]
-        found = self.lm(
-            input_ids=ids, attention_mask=self.mask, past_key_values=self.cache, use_cache=True, **self.options
-        )
-        self.cache = found.past_key_values
-        return found.logits[:, -1].float()
-
-
-class _Draw:
-    """Draws a token of each row, and notes where it comes from.
-
-    The model's generation_config has no say: its top_k or repetition penalty would sample from another distribution
-    than the one that the loss scores.
-    """
-
-    def __init__(self, arguments: TrainArguments, greedy: bool):
-        a, self.greedy = arguments, greedy or arguments.temperature == 0
-        options: Any = (
-            (logits_process.TemperatureLogitsWarper, float(a.temperature), 1.0),
-            (logits_process.TopKLogitsWarper, a.top_k, 0),
-            (logits_process.TopPLogitsWarper, a.top_p, 1.0),
-            (logits_process.MinPLogitsWarper, a.min_p or 0.0, 0.0),
-        )
-        self.warpers = [] if self.greedy else [warper(value) for warper, value, off in options if value != off]
-        self.keeps_ids = a.truncates and not self.greedy
-
-    def __call__(self, scores: Any) -> tuple[Tensor, Tensor, list[list[int]] | None]:
-        """(ids (B,), their log-probabilities (B,) in nats, the ids that truncated sampling kept) of logits (B, V)."""
-        for warper in self.warpers:
-            scores = warper(None, scores)
-        logps = scores.log_softmax(-1)
-        # Of a row all are NaN or none. multinomial would raise an error of its own, and on a GPU end all work there.
-        if bool(logps[:, 0].isnan().any()):
-            raise RunError("the policy's logits are NaN: its weights or activations have overflowed (learning_rate?)")
-        drawn = logps.argmax(-1, keepdim=True) if self.greedy else _drawn(logps.exp())
-        kept = None
-        if self.keeps_ids:
-            finite = scores > -math.inf
-            kept = [row.tolist() for row in finite.nonzero()[:, 1].split(finite.sum(1).tolist())]
-        return drawn.squeeze(1), logps.gather(1, drawn).squeeze(1), kept
-
-
-def _drawn(probabilities: Tensor) -> Tensor:
-    """An id (B, 1) from each row of probabilities (B, V)."""
-    if probabilities.device.type != "cpu":
-        return torch.multinomial(probabilities, 1)
-    # multinomial takes V random numbers for a row, on a CPU for as long as a small model takes for its logits.
-    sums = probabilities.cumsum(-1, dtype=torch.float64)
-    place = torch.rand(len(sums), 1, dtype=torch.float64) * sums[:, -1:]
-    return torch.searchsorted(sums, place, right=True).clamp_(max=sums.shape[1] - 1)
 
 
 def left_padded(rows: Sequence[Sequence[int]], pad_id: int, device: Any) -> tuple[Tensor, Tensor]:

@@ -20,9 +20,9 @@ from transformers import get_scheduler
 
 from .arguments import ARITHMETIC, TrainArguments, to_json
 from .batch import model_inputs
-from .checkpoint import CONFIG, ROLLOUT, RUN, STATE, TENSORS, Progress, check_state, claim_folder, lock_folder, prune
+from .checkpoint import CONFIG, ROLLOUT, RUN, STATE, TENSORS, Progress, check_state, claim_folder, prune
 from .data import Columns, Prompt, fingerprint, load_prompts
-from .files import remove_leftovers, write_atomically, write_text
+from .files import lock_folder, remove_leftovers, write_atomically, write_text
 from .log import RunLog
 from .model import Policy, ReferencePolicy, TeacherModel, load_model, load_tokenizer
 from .ranks import (
@@ -35,7 +35,8 @@ from .ranks import (
     zero_stage,
 )
 from .rewards import Rewards
-from .rollout import Completion, Sampler, eos_ids, from_lines, infer, load_replay, to_lines
+from .rollout import Completion, Sampler, from_lines, infer, load_replay, to_lines
+from .sampling import eos_ids
 from .vllm import VLLM
 
 
