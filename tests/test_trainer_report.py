@@ -45,7 +45,7 @@ def test_a_finished_run(tmp_path):
         "Reward", "Held-out accuracy", "KL to the reference", "Entropy", "Gradient norm",
     ]  # fmt: skip
     assert data["series"]["kl"]["y"] == pytest.approx([r["kl"] for r in records if "kl" in r], rel=1e-4)
-    assert [line["label"] for line in charts(data)["Held-out accuracy"]["lines"]] == [
+    assert list(charts(data)["Held-out accuracy"]["lines"].values()) == [
         "pass@1", "pass@4", "majority@4", "greedy",
     ]  # fmt: skip
 
@@ -56,7 +56,7 @@ def test_every_metric_of_the_log_is_in_a_chart(tmp_path):
         if "loss" in record:
             record["my/own"] = 1.5
     data = collect(write_run(tmp_path, records, []))
-    shown = {key for chart in charts(data).values() for x in chart["lines"] for key in (x["key"], *x["band"])}
+    shown = {key for chart in charts(data).values() for key in (*chart["lines"], *chart["band"])}
     numbers = {key for record in records for key, value in record.items() if isinstance(value, (int, float))}
     assert numbers - shown == report.NOT_PLOTTED - {"advantage_histogram"} and "my/own" in shown
     assert {f"eval/{key}" for key in records[0]["evaluation"]} - shown == {

@@ -41,8 +41,8 @@ Record = dict[str, Any]
 
 
 class Chart(NamedTuple):
-    """lines: labels by metric. kinds: alarms whose episodes are shaded. thresholds: (value or None, label).
-    band: keys of the first line's lower and upper edge."""
+    """lines: labels by metric, drawn where it is known. kinds: alarms whose episodes are shaded. thresholds: (value or
+    None, label). band: keys of the first line's lower and upper edge."""
 
     title: str
     unit: str
@@ -67,13 +67,13 @@ def all_charts(evaluation: Record, config: Record) -> dict[str, tuple[Chart, ...
                   ("reward_hacking", "reward_outliers", "constant_reward")),
             Chart("Held-out accuracy", "share of problems",
                   {"eval/pass_at_1": "pass@1", "eval/pass_at_n": f"pass@{k}", "eval/majority_at_k": f"majority@{n}",
-                   "eval/greedy": "greedy"}, (), ((start.get("eval/pass_at_n"), f"pass@{k} at the start"),)),
+                   "eval/greedy": "greedy"}, (), ((finite(start.get("eval/pass_at_n")), f"pass@{k} at the start"),)),
             Chart("KL to the reference", "nats per token", {"kl": "KL"}, ("kl_explosion",),
                   ((KL_PER_TOKEN, "limit, with 10 per sequence"),)),
             Chart("Entropy", "nats per token", {"entropy": "entropy"}, ("mode_collapse",),
                   ((ENTROPY, "limit, with repeated completions"),)),
             Chart("Gradient norm", "before clipping, log scale", {"grad_norm": "norm"}, ("gradient_instability",),
-                  ((config.get("max_grad_norm") or None, "max_grad_norm"),), log=True),
+                  ((finite(config.get("max_grad_norm")) or None, "max_grad_norm"),), log=True),
         ),
         "Rewards and advantages": (
             Chart("Range of rewards", "shaded: lowest to highest", {"reward": "mean"}, ("reward_outliers",),
@@ -350,29 +350,13 @@ def groups_of(
     charts["Other metrics"] = [Chart(key, "", {key: key}) for key in rest]
     result = []
     for group, entries in charts.items():
-        found = [show_chart(chart, series) for chart in entries if series.keys() & chart.lines]
+        found = [chart._asdict() for chart in entries if series.keys() & chart.lines]
         if group == "Rewards and advantages" and histograms:
             distribution = Chart("Distribution of advantages", "share of completions, darker: more", {})
-            found.append(show_chart(distribution, series) | {"columns": histograms})
+            found.append(distribution._asdict() | {"columns": histograms})
         if found or group == FIRST:
             result.append({"title": group, "charts": found})
     return result
-
-
-def show_chart(chart: Chart, series: dict[str, Any]) -> dict[str, Any]:
-    """A chart with the lines and thresholds that are known."""
-    return chart._asdict() | {
-        "lines": [
-            {"key": key, "label": label, "band": chart.band if i == 0 and series.keys() >= {*chart.band} else []}
-            for i, (key, label) in enumerate(chart.lines.items())
-            if key in series
-        ],
-        "thresholds": [
-            {"value": value, "label": label}
-            for value, label in chart.thresholds
-            if value is not None and math.isfinite(value)
-        ],
-    }
 
 
 def histograms_of(records: list[Record]) -> list[dict[str, Any]]:
