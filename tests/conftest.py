@@ -1,4 +1,4 @@
-"""Settings of the whole suite: one thread per xdist worker, the same random numbers every time, the backends.
+"""Settings of the whole suite: one thread per process, the same random numbers every time, the backends.
 
 Triton kernels run in Triton's interpreter, on the CPU. `pytest -m gpu` (make test-gpu) compiles them instead and runs
 the tests that are marked so, and only these; both cannot be had in one process.
@@ -12,9 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)
-
 
 def on_device(config: pytest.Config) -> bool:
     return config.option.markexpr == "gpu"
@@ -22,6 +19,7 @@ def on_device(config: pytest.Config) -> bool:
 
 def pytest_configure(config: pytest.Config) -> None:
     if not on_device(config):
+        torch.set_num_threads(1)  # each xdist worker has a core; products this small gain nothing from threads
         run_gpu_backends_on_cpu()
 
 
@@ -86,3 +84,15 @@ def data(tmp_path_factory) -> Path:
     import training
 
     return training.make_data(tmp_path_factory.mktemp("data") / "problems.jsonl")
+
+
+@pytest.fixture
+def trained(model, data, tmp_path):
+    """Runs the trainer, which has to succeed: trained(folder below tmp_path, **options) is its output folder."""
+    import training
+
+    def run(name: str = "run", **options) -> Path:
+        assert training.run(model, data, tmp_path / name, **options) == 0
+        return tmp_path / name
+
+    return run

@@ -6,6 +6,9 @@ import datetime
 import json
 import math
 import os
+import random
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +60,15 @@ def run(model: Path, data: Path, output: Path, **options: Any) -> int:
     return train(arguments(model, data, output, **options))
 
 
+def records(output: Path, name: str) -> list[dict[str, Any]]:
+    """Records of the log that have this name."""
+    found = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+    return [record for record in found if name in record]
+
+
 def steps(output: Path) -> list[dict[str, Any]]:
     """Records of optimizer steps."""
-    records = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
-    return [record for record in records if "loss" in record]
+    return records(output, "loss")
 
 
 def rollouts(output: Path) -> list[list[dict[str, Any]]]:
@@ -84,14 +92,17 @@ def constant(prompts, completions, **columns):
     return [1.0] * len(prompts)
 
 
-def penalty(completions, trainer_state, **columns):
-    """That is gone after the second step."""
-    return [-0.5 if trainer_state.global_step < 2 else 0.0] * len(completions)
-
-
 def length(prompts, completions, completion_ids, **columns):
     """Differs within nearly every group."""
     return [float(len(ids)) + 0.1 * ids[0] for ids in completion_ids]
+
+
+def length_or_kill(prompts, completions, completion_ids, trainer_state, **columns):
+    """With KILL_AT, a step, in the environment it ends its process at a random moment after these rewards."""
+    if str(trainer_state.global_step) == os.environ.get("KILL_AT"):
+        moment = random.SystemRandom().uniform(0.0, 0.1)
+        threading.Timer(moment, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    return length(prompts, completions, completion_ids)
 
 
 def rare(prompts, completions, completion_ids, **columns):
