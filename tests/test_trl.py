@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import runpy
 import subprocess
 import sys
-import tempfile
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,11 +28,8 @@ CASES = parity.CASES
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _unpatched_afterwards():
     yield
-    torch.set_num_threads(before)
     integration.unpatch_trl()
 
 
@@ -49,8 +45,8 @@ TOGETHER = (  # options that one run can have
 
 
 def some_cases() -> list[str]:
-    """Each loss type at one of the levels, with beta 0 or not; every option; each family of models once."""
-    types = [case.title for i, case in enumerate(parity.TYPES) if i % 4 == i // 4 % 4]
+    """Each second loss type, at one of the levels, with beta 0 or not; every option; each family of models once."""
+    types = [case.title for i, case in enumerate(parity.TYPES) if i % 8 == i // 8]
     families = [case.title for case in (*parity.FAMILIES[::4], *parity.FAMILIES[3::4], parity.FAMILIES[-1])]
     alone = ("adaptive entropy bonus, quantile", "truncated completions masked")
     return list(dict.fromkeys((*types, *TOGETHER, *alone, *families, *PATCHED)))
@@ -78,8 +74,9 @@ def test_a_run_equals_trls(title, monkeypatch):
         assert max(parity.differences(parity.run(name, case), expected)) < parity.TOLERANCE, name
 
 
+@pytest.mark.slow
 def test_runs_of_two_processes_equal_trls():
-    """And in the same processes: gradients under FSDP2, runs under DeepSpeed ZeRO-3."""
+    """And in the same processes: distillation, gradients under FSDP2, runs under DeepSpeed ZeRO-3."""
     cases = [CASES[f"{name}, two processes"] for name in ("dapo", "bnpo", "top-entropy quantile")]
     script = Path(__file__).with_name("trl_sharded.py")
     found = parity.run_processes(("trl", "fused", "patched"), cases, str(script))
@@ -89,12 +86,6 @@ def test_runs_of_two_processes_equal_trls():
             assert max(errors) < parity.TOLERANCE, (case.title, name)
     if find_spec("deepspeed") is None:
         pytest.skip("DDP and FSDP2 are tested; deepspeed is not installed: run make test")
-
-
-def test_differences_are_seen():
-    expected = parity.run("trl", CASES["grpo, token, beta 0.1"])
-    changed = CASES["grpo, token, beta 0.1"]._replace(options={"loss_type": "grpo", "beta": 0.1, "epsilon": 0.1001})
-    assert max(parity.differences(parity.run("fused", changed), expected)) > parity.TOLERANCE
 
 
 # ---- one call of _compute_loss with inputs that a run does not have ------------------------------------------------
@@ -161,8 +152,8 @@ CRAFTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # arguments; what
 }  # fmt: skip
 
 
-def computed(cls: Any, name: str, options: dict[str, Any], mode: str) -> tuple[Any, ...]:
-    """(loss, gradients, logged numbers) of one micro-batch."""
+def computed(cls: Any, name: str, options: dict[str, Any], mode: str) -> dict[str, Any]:
+    """Loss and logged numbers, and gradients in place of the weights, of one micro-batch, as a run has them."""
     own, changes = CRAFTED[name]
     family = "mixtral" if name == "auxiliary loss" else "qwen2"
     trainer = parity.make_trainer(cls, family, {**options, **own})
@@ -173,24 +164,9 @@ def computed(cls: Any, name: str, options: dict[str, Any], mode: str) -> tuple[A
     inputs = {key: x for key, x in inputs.items() if x is not None}
     loss = trainer._compute_loss(trainer.model, inputs)
     loss.backward()
-    return loss.detach(), {n: p.grad for n, p in trainer.model.named_parameters()}, dict(trainer._metrics[mode])
-
-
-def agree(found: Any, expected: Any, tolerance: float) -> None:
-    def close(a: float, b: float) -> bool:
-        return a == pytest.approx(b, rel=tolerance, abs=tolerance, nan_ok=True)
-
-    assert close(found[0].item(), expected[0].item())
-    assert found[1].keys() == expected[1].keys()
-    for name, x in expected[1].items():
-        mine = found[1][name]
-        if x is None or mine is None:
-            assert (x is None or not x.any()) and (mine is None or not mine.any()), name
-        else:
-            assert (mine - x).norm() <= tolerance * x.norm() + 1e-7, name
-    assert list(found[2]) == list(expected[2])
-    for name, x in expected[2].items():
-        assert len(x) == len(found[2][name]) == 1 and close(found[2][name][0], x[0]), name
+    log = {key: x for key, (x,) in trainer._metrics[mode].items()}
+    gradients = {n: torch.zeros(1) if p.grad is None else p.grad for n, p in trainer.model.named_parameters()}
+    return {"log": [{"loss": loss.item(), **log}], "weights": gradients}
 
 
 @pytest.mark.parametrize("quantile", [1.0, 0.4])
@@ -199,9 +175,8 @@ def test_sparse_gradients(quantile, monkeypatch):
     options = {"loss_type": "grpo", "top_entropy_quantile": quantile, "entropy_coef": 0.1}
     classes = (partial(integration.FusedGRPOTrainer, sparse_backward=x) for x in (None, 0.1, 1e-12))
     exact, rounded, tiny = (computed(cls, "plain", options, "train") for cls in classes)
-    agree(tiny, exact, 1e-5)
-    assert torch.equal(rounded[0], exact[0]) and rounded[2] == exact[2]
-    assert not torch.equal(rounded[1]["lm_head.weight"], exact[1]["lm_head.weight"])
+    assert max(parity.differences(tiny, exact)) < 1e-5 and rounded["log"] == exact["log"]
+    assert not torch.equal(rounded["weights"]["lm_head.weight"], exact["weights"]["lm_head.weight"])
 
 
 def test_sparse_gradients_of_the_head_alone(monkeypatch):
@@ -223,70 +198,54 @@ def refused(name: str, loss_type: str) -> bool:
 
 @pytest.mark.parametrize("name", CRAFTED)
 def test_a_call_equals_trls(name):
-    """Of every loss type; the levels, and beta 0 or not, take turns."""
+    """Of every loss type or of each second one; the levels, and beta 0 or not, take turns."""
     modes = ("train", "eval") if name in ("plain", "tools, quantile and bonus") else ("train",)
     for i, loss_type in enumerate(parity.LOSS_TYPES):
         turn = i + list(CRAFTED).index(name)
-        level, beta = parity.LEVELS[turn % 2], 0.1 * (turn // 2 % 2)
-        if refused(name, loss_type):
+        level, beta = parity.LEVELS[turn // 2 % 2], 0.1 * (turn // 4 % 2)
+        if (turn % 2 and name != "plain") or refused(name, loss_type):
             continue
         options = dict(loss_type=loss_type, importance_sampling_level=level, beta=beta)
         for mode in modes:
             calls = [computed(parity.trainer_class(t), name, options, mode) for t in ("fused", "trl")]
-            agree(*calls, 2e-5)
+            assert max(parity.differences(*calls)) < parity.TOLERANCE
 
 
 def test_bf16_autocast_stays_near_trls():
     options = dict(loss_type="grpo", bf16=True, beta=0.1)
     found, expected = (computed(parity.trainer_class(t), "plain", options, "train") for t in ("fused", "trl"))
     # By norm over all weights: a key's bias has a gradient that is rounding alone, which softmax does not see.
-    wholes = [torch.cat([g.flatten() for g in run[1].values()]) for run in (found, expected)]
-    agree(*((loss, {"all": whole}, log) for (loss, _, log), whole in zip((found, expected), wholes, strict=True)), 0.02)
-    assert found[0].dtype == torch.float32
+    for run in (found, expected):
+        run["weights"] = {"all": torch.cat([g.flatten() for g in run["weights"].values()])}
+    assert max(parity.differences(found, expected)) < 0.02
 
 
 # ---- the other trainers ---------------------------------------------------------------------------------------------
 
 
-def other_trainer(name: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    import contextlib
-    import warnings
-
+def other_trainer(name: str, folder: Path) -> dict[str, Any]:
     import trl
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM
 
-    common = dict(
-        output_dir=tempfile.mkdtemp(),
-        max_steps=3, per_device_train_batch_size=4, optim="sgd", learning_rate=0.3, use_cpu=True,
-        bf16=False, report_to="none", save_strategy="no", logging_steps=1, gradient_checkpointing=False,
-        disable_tqdm=True, lr_scheduler_type="constant",
-    )  # fmt: skip
     prompts = parity.prompts()["prompt"]
     answers = [" ".join(reversed(p.split())) + " w7" * (i % 3) for i, p in enumerate(prompts)]
     columns = {
         "SFT": {"text": [f"{p} {a}" for p, a in zip(prompts, answers, strict=True)]},
         "DPO": {"prompt": prompts, "chosen": answers, "rejected": answers[1:] + answers[:1]},
     }
-    folder = parity.saved_model("qwen2")
-    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = getattr(trl, f"{name}Trainer")(
-            model=AutoModelForCausalLM.from_pretrained(folder), args=getattr(trl, f"{name}Config")(**common),
-            train_dataset=Dataset.from_dict(columns[name]), processing_class=parity.tokenizer(),
-        )  # fmt: skip
-        trainer.train()
-    return parity.result_of(trainer)
+    args = getattr(trl, f"{name}Config")(**parity.COMMON | {"output_dir": str(folder), "max_steps": 3})
+    data = Dataset.from_dict(columns[name])
+    return parity.result_of(parity.construct(getattr(trl, f"{name}Trainer"), "qwen2", args=args, train_dataset=data))
 
 
 @pytest.mark.parametrize("name", ["SFT", "DPO"])
-def test_other_trainers_with_the_replaced_head_equal_trls(name, monkeypatch):
-    expected = other_trainer(name)
+def test_other_trainers_with_the_replaced_head_equal_trls(name, tmp_path, monkeypatch):
+    expected = other_trainer(name, tmp_path)
     integration.patch_trl()
     integration.patch_trl()  # a second call does nothing
     calls = []
     monkeypatch.setattr(integration, "fused_logps", lambda *a, **k: calls.append(1) or gk.fused_logps(*a, **k))
-    assert max(parity.differences(other_trainer(name), expected)) < parity.TOLERANCE
+    assert max(parity.differences(other_trainer(name, tmp_path), expected)) < parity.TOLERANCE
     assert calls
     integration.unpatch_trl()
     assert trl_utils._ChunkedLogProbFunction is not integration._FusedLogProbs
@@ -321,41 +280,39 @@ def test_from_trl_reads_what_the_loss_type_uses(tmp_path):
         config(loss_type="gspo")
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"beta": -0.1}, "beta=-0.1"),
-        ({"entropy_coef": -0.1}, "entropy_coef=-0.1"),
-        ({"off_policy_mask_threshold": -0.1}, "off_policy_mask_threshold=-0.1"),
-        ({"torch_compile": True}, "torch_compile=True"),
-        ({"loss_type": "gspo"}, "loss_type='gspo'"),
-        ({"delta": -1.0}, "delta=-1.0"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_honoured_raises_at_construction(options, named):
-    with pytest.raises(ValueError, match=named):
-        parity.make_trainer(integration.FusedGRPOTrainer, "qwen2", options)
+@pytest.mark.parametrize(("name", "value"), [
+    ("beta", -0.1), ("entropy_coef", -0.1), ("off_policy_mask_threshold", -0.1), ("torch_compile", True),
+    ("loss_type", "gspo"), ("delta", -1.0),
+])  # fmt: skip
+def test_what_cannot_be_honoured_raises_at_construction(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value!r}"):
+        parity.make_trainer(integration.FusedGRPOTrainer, "qwen2", {name: value})
 
 
-def test_other_versions_of_trl_and_none_are_refused():
-    code = (
-        "import sys, types; sys.modules['trl'] = {}\n"
-        "try:\n    import grpo_kernels.integrations.trl\nexcept ImportError as error:\n    print(error)"
-    )
-    for module, expected in (
-        ("None", "grpo_kernels.integrations.trl needs TRL: pip install 'trl>=1.16,<1.17'"),
-        ("types.SimpleNamespace(__version__='1.15.2')", "takes trl>=1.16,<1.17; TRL 1.15.2 is installed"),
-    ):
-        done = subprocess.run([sys.executable, "-c", code.format(module)], capture_output=True, text=True, check=True)
-        assert expected in done.stdout and len(done.stdout.splitlines()) == 1
+def test_other_versions_of_trl_and_none_are_refused_and_no_verl():
+    code = """
+import importlib.util, sys, types
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "verl" else find(name, *rest)
+for name, module in (("trl", None), ("trl", types.SimpleNamespace(__version__="1.15.2")), ("verl", None)):
+    sys.modules[name] = module
+    try:
+        importlib.import_module(f"grpo_kernels.integrations.{name}")
+    except ImportError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    none, other, verl = done.stdout.splitlines()
+    assert none == "grpo_kernels.integrations.trl needs TRL: pip install 'trl>=1.16,<1.17'"
+    assert "takes trl>=1.16,<1.17; TRL 1.15.2 is installed" in other
+    assert verl == "grpo_kernels.integrations.verl needs verl: pip install verl"
 
 
-def test_the_example_runs():
+def test_the_example_runs(tmp_path, monkeypatch, capsys):
     script = parity.README.parents[2] / "examples" / "trl_grpo.py"
     assert len(script.read_text(encoding="utf-8").splitlines()) <= 40
-    command = [sys.executable, str(script), parity.saved_model("llama"), "3"]
-    environment = os.environ | {"PYTHONPATH": str(script.parents[1]), "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "reward: " in done.stdout.splitlines()[-1]
+    monkeypatch.setattr(sys, "argv", [str(script), parity.saved_model("llama"), "3"])
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(script), run_name="__main__")
+    assert "reward: " in capsys.readouterr().out.splitlines()[-1]

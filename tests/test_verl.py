@@ -1,17 +1,17 @@
-"""The integration beside verl 0.9.1 itself: its registry, its vanilla loss, its module of kernels."""
+"""The integration beside verl 0.9.1 itself: its registry, its vanilla loss, its module of kernels.
+
+A weight that is split over ranks: test_vocab_parallel.py.
+"""
 
 from __future__ import annotations
 
 import importlib
 import itertools
-import subprocess
 import sys
 
 import pytest
 import torch
 import verl_package
-from helpers import relative
-from test_vocab_parallel import on_all_ranks, run_ranks
 from verl_package import ActorConfig as Actor
 
 from grpo_kernels import GRPOConfig
@@ -141,28 +141,6 @@ def test_sparse_gradients(verl, monkeypatch):
         verl.register(config=GRPOConfig(sparse_backward=0.1))
 
 
-def split_weight(rank, group):
-    """The rows of the weight on two ranks; Megatron adds up the gradients of hidden."""
-    with pytest.MonkeyPatch.context() as patch:
-        verl_package.install(patch)
-        function = importlib.import_module("grpo_kernels.integrations.verl").linear_cross_entropy
-        torch.manual_seed(3)
-        hidden, weight, labels = torch.randn(1, 12, H), 0.5 * torch.randn(V, H), torch.randint(V, (1, 12))
-        rows = slice(0, 24) if rank == 0 else slice(24, V)
-        one, own = ([x.clone().requires_grad_() for x in (hidden, w)] for w in (weight, weight[rows]))
-        expected, found = function(*one, labels, 0.7, "none"), function(*own, labels, 0.7, "none", group)
-        for logps, entropy in (expected, found):
-            (logps.sum() + 0.1 * entropy.sum()).backward()
-        for x, y in zip(found, expected, strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
-        assert relative(sum(on_all_ranks(own[0].grad, group)), one[0].grad) < 2e-5
-        assert relative(own[1].grad, one[1].grad[rows]) < 2e-5
-
-
-def test_linear_cross_entropy_of_a_split_weight(verl, tmp_path):
-    run_ranks(split_weight, 2, tmp_path)
-
-
 def test_what_does_not_fit_is_refused_by_name(verl):
     given = arguments()
     for changes, error, message in (
@@ -181,17 +159,3 @@ def test_what_does_not_fit_is_refused_by_name(verl):
         verl.register(config=GRPOConfig(entropy_coef=0.1))
     with pytest.raises(TypeError, match=r"config is a builtins\.str; expected a grpo_kernels"):
         verl.register(config="dapo")
-
-
-def test_without_verl_the_import_says_so():
-    code = """
-import importlib.util
-find = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *rest: None if name == "verl" else find(name, *rest)
-try:
-    import grpo_kernels.integrations.verl
-except ImportError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "grpo_kernels.integrations.verl needs verl: pip install verl\n"

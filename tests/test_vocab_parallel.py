@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import datetime
 import gc
+import importlib
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+import verl_package
 from helpers import (
     MASK_WAYS,
     Batch,
@@ -154,17 +157,13 @@ def way_of_masks(way: str) -> Iterator[None]:
 
 
 def equal_to_one_process(rank: int, group) -> None:
-    for backend, config in itertools.product(BACKENDS, CASES.values()):
-        assert_equal_to_one_process(batches(config), config, backend, rank, group)
-
-
-def equal_under_a_sampling_mask(rank: int, group) -> None:
-    """Each configuration by another way to the logits."""
-    configs = [config for config in CASES.values() if not config.static_shapes]  # refused with a mask
+    """Without a sampling mask, and with one, each configuration by another way to the logits."""
     ways = itertools.cycle(MASK_WAYS)
-    for backend, (i, config) in itertools.product(BACKENDS, enumerate(configs)):
-        with way_of_masks(next(ways)):
-            assert_equal_to_one_process(batches(config, make_mask(least=i % 2)), config, backend, rank, group)
+    for backend, (i, config) in itertools.product(BACKENDS, enumerate(CASES.values())):
+        assert_equal_to_one_process(batches(config), config, backend, rank, group)
+        if not config.static_shapes:  # refused with a mask
+            with way_of_masks(next(ways)):
+                assert_equal_to_one_process(batches(config, make_mask(least=i % 2)), config, backend, rank, group)
 
 
 def equal_in_16_bits(rank: int, group) -> None:
@@ -222,6 +221,23 @@ def kept_ids_outside_of_the_vocabulary(rank: int, group) -> None:
             assert logps[0].isnan().all() and logps[1:].isfinite().all()
         with pytest.raises(ValueError, match=rf"SamplingMask\.ids holds {wrong}"):
             call(sampling_mask=mask)
+
+
+def linear_cross_entropy_of_verl(rank: int, group) -> None:
+    """Megatron adds up the gradients of hidden."""
+    batch = make_batch(1, vocab=VOCAB)
+    mine, labels = sliced(batch, rank, group), batch.ids
+    with pytest.MonkeyPatch.context() as patch:
+        verl_package.install(patch)
+        function = importlib.import_module("grpo_kernels.integrations.verl").linear_cross_entropy
+        one, own = ([x.requires_grad_() for x in (b.hidden, b.weight)] for b in (batch, mine))
+        expected, found = function(*one, labels, 0.7, "none"), function(*own, labels, 0.7, "none", group)
+    for logps, entropy in (expected, found):
+        (logps.sum() + 0.1 * entropy.sum()).backward()
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+    assert relative(sum(on_all_ranks(own[0].grad, group)), one[0].grad) < 2e-5
+    assert relative(own[1].grad, one[1].grad[rows_of(rank, group.size())]) < 2e-5
 
 
 def slices_of_the_tokens(rank: int, group) -> None:
@@ -334,7 +350,6 @@ WORK = {
     2: (
         equal_to_one_process,
         options_of_a_walk,
-        equal_under_a_sampling_mask,
         equal_in_16_bits,
         slices_of_the_tokens,
         logps_alone,
@@ -342,8 +357,9 @@ WORK = {
         accumulated,
         refusals,
         gathered_tokens,
+        *([linear_cross_entropy_of_verl] if find_spec("verl") else []),
     ),
-    3: (options_of_a_walk, equal_under_a_sampling_mask, gathered_tokens),
+    3: (equal_to_one_process, gathered_tokens),
 }
 
 
@@ -352,6 +368,7 @@ def all_of_it(rank: int, group) -> None:
         work(rank, group)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", WORK)
 def test_slices(tmp_path, ranks):
     run_ranks(all_of_it, ranks, tmp_path)

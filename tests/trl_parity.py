@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -65,53 +66,51 @@ def prompts(count: int = 8) -> Any:
     )
 
 
+COMMON: dict[str, Any] = dict(  # of each of TRL's trainers
+    per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=8, logging_steps=1, optim="sgd",
+    learning_rate=0.3, lr_scheduler_type="constant", report_to="none", save_strategy="no", use_cpu=True, bf16=False,
+    gradient_checkpointing=False, disable_tqdm=True, seed=5,
+)  # fmt: skip
+
+
 def trl_arguments(folder: str, **options: Any) -> Any:
     from trl import GRPOConfig
 
-    common = dict(
-        output_dir=folder, per_device_train_batch_size=4, num_generations=4, gradient_accumulation_steps=2,
-        num_iterations=2, max_completion_length=8, max_steps=8, logging_steps=1, optim="sgd", learning_rate=0.3,
-        lr_scheduler_type="constant", report_to="none", save_strategy="no", use_cpu=True, bf16=False,
-        gradient_checkpointing=False, disable_tqdm=True, temperature=0.9, epsilon=0.1, seed=5,
-    )  # fmt: skip
+    own = dict(num_generations=4, num_iterations=2, max_completion_length=8, temperature=0.9, epsilon=0.1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return GRPOConfig(**{**common, **options})
+        return GRPOConfig(**{"output_dir": folder, **COMMON, **own, **options})
+
+
+def construct(cls: Any, family: str, *, peft: bool | None = None, **given: Any) -> Any:
+    """A trainer of this class of a saved model, or with peft of an adapter to it."""
+    from transformers import AutoModelForCausalLM, logging
+
+    logging.set_verbosity_error()
+    if peft:
+        from peft import LoraConfig
+
+        given["peft_config"] = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    given.setdefault("model", AutoModelForCausalLM.from_pretrained(saved_model(family)))
+    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return cls(processing_class=tokenizer(), **given)
 
 
 def make_trainer(cls: Any, family: str, options: dict[str, Any]) -> Any:
     """A trainer of this class; `options` of its GRPOConfig, of which peft makes it train an adapter."""
-    from transformers import AutoModelForCausalLM, logging
-
-    logging.set_verbosity_error()
-    options = dict(options)
-    folder, adapter = saved_model(family), options.pop("peft", None)
-    extra = {}
-    if adapter:
-        from peft import LoraConfig
-
-        extra["peft_config"] = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-    args = trl_arguments(folder, **options)
-    loaded = AutoModelForCausalLM.from_pretrained(folder)
-    data = prompts()
-    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return cls(
-            model=loaded, args=args, reward_funcs=reward, train_dataset=data, eval_dataset=data.select(range(2)),
-            processing_class=tokenizer(), **extra,
-        )  # fmt: skip
-
-
-def train(cls: Any, family: str, options: dict[str, Any]) -> dict[str, Any]:
-    """{"log": a list of {name: number}, "weights": {name: tensor}} of a whole run."""
-    trainer = make_trainer(cls, family, options)
-    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer.train()
-    return result_of(trainer)
+    options, data = dict(options), prompts()
+    return construct(
+        cls, family, peft=options.pop("peft", None), args=trl_arguments(saved_model(family), **options),
+        reward_funcs=reward, train_dataset=data, eval_dataset=data.select(range(2)),
+    )  # fmt: skip
 
 
 def result_of(trainer: Any) -> dict[str, Any]:
+    """Trains it: {"log": a list of {name: number}, "weights": {name: tensor}} of the whole run."""
+    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.train()
     kept = [
         {name: x for name, x in entry.items() if not any(part in name for part in NOT_COMPARED)}
         for entry in trainer.state.log_history
@@ -196,9 +195,9 @@ def trainer_class(name: str) -> Any:
 
 
 def run(name: str, case: Case) -> dict[str, Any]:
-    """What `train` returns, of this trainer in this process, or in each of those of torchrun."""
+    """What `result_of` returns, of this trainer in this process, or in each of those of torchrun."""
     try:
-        return train(trainer_class(name), case.family, case.options)
+        return result_of(make_trainer(trainer_class(name), case.family, case.options))
     finally:
         if name == "patched":
             from grpo_kernels.integrations.trl import unpatch_trl
@@ -219,18 +218,20 @@ def run_processes(
         return found
 
 
-def two_processes(*script: str, timeout: float = 900) -> None:
-    """A script and its arguments under torchrun, which ends its processes where they take longer (seconds)."""
+def two_processes(*script: str, timeout: float = 900) -> str:
+    """What a script with its arguments says under torchrun, which ends its processes where they take longer (s)."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *script]
     paths = os.pathsep.join(filter(None, sys.path))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "ACCELERATE_USE_CPU": "true"}
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as launcher:
+    pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with subprocess.Popen(command, env=environment, **pipes) as launcher:
         try:
-            errors = launcher.communicate(timeout=timeout)[1]
+            said = launcher.communicate(timeout=timeout)[0]
         except subprocess.TimeoutExpired:
             launcher.terminate()
-            errors = f"no end after {timeout} s: {launcher.communicate()[1]}"
-    assert launcher.returncode == 0, errors[-20000:]
+            said = f"no end after {timeout} s: {launcher.communicate()[0]}"
+    assert launcher.returncode == 0, said[-20000:]
+    return said
 
 
 def worker(folder: str, names: str, titles: str) -> dict[tuple[str, str], dict[str, Any]]:
@@ -244,17 +245,18 @@ def worker(folder: str, names: str, titles: str) -> dict[tuple[str, str], dict[s
 
 def differences(found: dict[str, Any], expected: dict[str, Any]) -> tuple[float, float]:
     """(largest relative difference of a logged number, of a weight tensor); the names must be the same."""
-    number = weight = 0.0
+    numbers, weights = [0.0], []
     assert len(found["log"]) == len(expected["log"])
     for mine, other in zip(found["log"], expected["log"], strict=True):
         assert mine.keys() == other.keys(), mine.keys() ^ other.keys()
         for name, x in other.items():
             if not isinstance(x, (int, float)):
                 assert mine[name] == x, name
-            elif x != mine[name]:
-                number = max(number, abs(mine[name] - x) / max(abs(x), 1e-2))
+            elif x != mine[name] and not (math.isnan(x) and math.isnan(mine[name])):
+                numbers.append(abs(mine[name] - x) / max(abs(x), 1e-2))
     for name, x in expected["weights"].items():
-        weight = max(weight, ((found["weights"][name] - x).norm() / x.norm()).item())
+        weights.append(((found["weights"][name] - x).norm() / x.norm().clamp(min=5e-3)).item())
+    number, weight = (max(math.inf if math.isnan(x) else x for x in errors) for errors in (numbers, weights))
     return number, weight
 
 
