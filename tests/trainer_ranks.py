@@ -1,4 +1,4 @@
-"""Of test_trainer_ranks.py and test_trainer_parity.py, under torchrun: runs of the trainer one after another.
+"""Of test_trainer_parity.py, under torchrun: runs of the trainer one after another.
 
     torchrun --nproc_per_node 2 trainer_ranks.py FOLDER
 
