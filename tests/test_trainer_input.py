@@ -56,12 +56,19 @@ def interrupts(*given, **columns):
     raise KeyboardInterrupt
 
 
-def refused(output, capfd):
-    """The sentence on stderr; nothing was left in the output folder."""
-    error = capfd.readouterr().err.strip().splitlines()
-    assert error[-1].startswith("grpo-kernels train: "), error
-    assert not output.exists() or not any(output.iterdir())
-    return error[-1]
+@pytest.fixture
+def refused(model, data, tmp_path, capfd):
+    """refused(**options) is the sentence with which a run ends, which has left nothing in its folder."""
+
+    def sentence(**options):
+        output = tmp_path / "run"
+        assert run(model, data, output, **options) == 2
+        error = capfd.readouterr().err.strip().splitlines()
+        assert error[-1].startswith("grpo-kernels train: "), error
+        assert not output.exists() or not any(output.iterdir())
+        return error[-1]
+
+    return sentence
 
 
 @pytest.mark.parametrize(("options", "words"), [
@@ -144,9 +151,8 @@ def refused(output, capfd):
      ["reward_pattern='(<think>' is no regular expression: missing )"]),
     ({"reward_funcs": "test_trainer_input:reads_gold"}, ["'reads_gold' reads the column 'gold'; there are: answer"]),
 ])  # fmt: skip
-def test_one_sentence_and_nothing_written(options, words, model, data, tmp_path, capfd):
-    assert run(model, data, tmp_path / "run", **options) == 2
-    sentence = refused(tmp_path / "run", capfd)
+def test_one_sentence_and_nothing_written(options, words, refused):
+    sentence = refused(**options)
     assert all(word in sentence for word in words), sentence
 
 
@@ -155,15 +161,14 @@ def test_one_sentence_and_nothing_written(options, words, model, data, tmp_path,
     ({}, "'answer'"),
 ])  # fmt: skip
 @pytest.mark.parametrize("name", ["dataset_name", "eval_dataset_name"])
-def test_rows_that_do_not_fit(name, changes, words, model, data, tmp_path, capfd):
+def test_rows_that_do_not_fit(name, changes, words, refused, tmp_path):
     """prompts and log_metric: what reward functions get from the trainer."""
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "1+1="} | changes) + "\n")
-    assert run(model, data, tmp_path / "run", **{name: path}) == 2
-    assert words in refused(tmp_path / "run", capfd)
+    assert words in refused(**{name: path})
 
 
-def test_trackers_that_are_not_installed_or_refuse(model, data, tmp_path, monkeypatch, capfd):
+def test_trackers_that_are_not_installed_or_refuse(refused, tmp_path, monkeypatch):
     """accelerate leaves out what is not installed without a word; wandb refuses who has no account."""
 
     def init(self, run_name, **settings):
@@ -171,14 +176,10 @@ def test_trackers_that_are_not_installed_or_refuse(model, data, tmp_path, monkey
 
     monkeypatch.setattr("accelerate.tracking.get_available_trackers", lambda: [LoggerType.WANDB])
     monkeypatch.setattr("accelerate.tracking.WandBTracker.__init__", init)
-    output, missing = tmp_path / "run", "report_to=tensorboard: not installed (pip install tensorboard)"
-    for options, words in (
-        ({"report_to": ["wandb", "tensorboard"]}, missing),
-        ({"report_to": ["wandb", "tensorboard"], "dry_run": True}, missing),
-        ({"report_to": "wandb"}, f"report_to=wandb: No API key configured: {output}"),
-    ):
-        assert run(model, data, output, **options) == 2
-        assert words in refused(output, capfd)
+    missing = "report_to=tensorboard: not installed (pip install tensorboard)"
+    for dry_run in (True, False):
+        assert missing in refused(report_to=["wandb", "tensorboard"], dry_run=dry_run)
+    assert f"report_to=wandb: No API key configured: {tmp_path / 'run'}" in refused(report_to="wandb")
 
 
 @pytest.mark.parametrize(("name", "value", "words"), [
@@ -187,11 +188,9 @@ def test_trackers_that_are_not_installed_or_refuse(model, data, tmp_path, monkey
     ("ACCELERATE_DYNAMO_BACKEND", "EAGER", "dynamo_backend=eager; expected no"),
     ("ACCELERATE_USE_DEEPSPEED", "true", "DeepSpeed needs GPUs and `accelerate launch`; expected DDP or FSDP2"),
 ])  # fmt: skip
-def test_a_configuration_of_accelerate_that_would_change_the_steps(name, value, words, model, data, tmp_path,
-                                                                   monkeypatch, capfd):  # fmt: skip
+def test_a_configuration_of_accelerate_that_would_change_the_steps(name, value, words, refused, monkeypatch):
     monkeypatch.setenv(name, value)
-    assert run(model, data, tmp_path / "run") == 2
-    assert words in refused(tmp_path / "run", capfd)
+    assert words in refused()
 
 
 @pytest.mark.parametrize(("change", "words"), [
@@ -214,9 +213,8 @@ def test_a_configuration_of_deepspeed_that_would_change_the_steps(change, words)
         configure_deepspeed(config, parse(["--dtype", "bfloat16"]), 2)
 
 
-def test_rollouts_that_do_not_fit(model, data, tmp_path, capfd):
-    output = tmp_path / "run"
-    assert run(model, data, tmp_path / "source", max_steps=2, save_rollouts=True, top_k=5) == 0
+def test_rollouts_that_do_not_fit(refused, trained):
+    rollouts = trained("source", max_steps=2, save_rollouts=True, top_k=5) / "rollouts"
     for options, words in (
         ({"num_generations": 8}, "rollout-000000.jsonl has groups of [4] completions; num_generations=8"),
         ({"per_device_train_batch_size": 4}, "has 8 completions; the options take 4"),
@@ -224,11 +222,8 @@ def test_rollouts_that_do_not_fit(model, data, tmp_path, capfd):
         ({"loss": "eager"}, "truncated samples"),
         ({"shuffle_dataset": False}, "shuffle_dataset=False has no effect"),
     ):
-        given = {"max_steps": 2, "replay": tmp_path / "source" / "rollouts", **options}
-        assert run(model, data, output, **given) == 2
-        assert words in refused(output, capfd)
-    source = tmp_path / "source"
-    path = source / "rollouts" / "rollout-000001.jsonl"  # not the first one
+        assert words in refused(**{"max_steps": 2, "replay": rollouts, **options})
+    path = rollouts / "rollout-000001.jsonl"  # not the first one
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     for change, words in (
         ({"logps": None}, "rollout-000001.jsonl has completions without logps"),
@@ -237,8 +232,7 @@ def test_rollouts_that_do_not_fit(model, data, tmp_path, capfd):
         ({"idz": [1]}, "rollout-000001.jsonl, line 1: "),
     ):  # fmt: skip
         path.write_text("".join(json.dumps(row | change) + "\n" for row in rows))
-        assert run(model, data, output, max_steps=2, replay=source / "rollouts") == 2
-        assert words in refused(output, capfd)
+        assert words in refused(max_steps=2, replay=rollouts)
 
 
 def cut_off(name):
@@ -276,35 +270,12 @@ def change_tokenizer(**tokens):
     (change_tokenizer(pad_token=None), "has no pad_token"), (change_tokenizer(eos_token=None), "has no eos_token"),
     (change_tokenizer(pad_token="<pad>"), "gives '<pad>' the id 32, the model has 32 embeddings; expected its own"),
 ])  # fmt: skip
-def test_models_that_do_not_fit(change, words, model, data, tmp_path, monkeypatch, capfd):
+def test_models_that_do_not_fit(change, words, model, refused, tmp_path, monkeypatch):
     """Before a rollout, which takes minutes with a large model."""
-    folder = tmp_path / "model"
-    shutil.copytree(model, folder)
+    folder = shutil.copytree(model, tmp_path / "model")
     change(folder)
     monkeypatch.setattr("grpo_kernels.trainer.rollout.Sampler.sample", interrupts)
-    assert run(folder, data, tmp_path / "run") == 2
-    assert words in refused(tmp_path / "run", capfd)
-
-
-def test_a_policy_that_overflows_ends_the_run_with_a_sentence(model, data, tmp_path, capfd):
-    """torch.multinomial has a traceback of its own for it."""
-    given = {"learning_rate": 1e30, "reward_funcs": "training:length"}
-    assert run(model, data, tmp_path / "run", **given) == 1
-    error = capfd.readouterr().err
-    assert "grpo-kernels train: the policy's logits are NaN" in error and "Traceback" not in error
-
-
-def test_a_folder_of_another_run_is_left_alone(model, data, tmp_path, capfd):
-    output, file = tmp_path / "run", tmp_path / "file"
-    assert run(model, data, output, max_steps=1) == 0
-    (output / "notes.txt").write_text("mine")
-    file.write_text("")
-    before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
-    for folder, words in ((output, f"output_dir={output} holds another run"), (file, "is a file"),
-                          (file / "run", f"output_dir={file / 'run'} cannot be made: Not a directory")):  # fmt: skip
-        assert run(model, data, folder, max_steps=1) == 2
-        assert words in capfd.readouterr().err
-    assert before == {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    assert words in refused(model_name_or_path=folder)
 
 
 def test_folders_that_are_not_the_trainers_are_left_alone(model, data, tmp_path, capfd):
@@ -319,19 +290,25 @@ def test_folders_that_are_not_the_trainers_are_left_alone(model, data, tmp_path,
     assert (output / "start" / "weights").read_text() == (output / "other" / "weights").read_text() == "mine"
 
 
-def test_a_checkpoint_of_another_folder_overwrites_nothing(model, data, tmp_path, capfd):
-    one, two = tmp_path / "one", tmp_path / "two"
-    given = {"max_steps": 2, "save_steps": 1}
+def test_a_folder_of_another_run_is_left_alone(model, data, tmp_path, capfd):
+    one, two, file = (tmp_path / name for name in ("one", "two", "file"))
+    given, begin = {"max_steps": 2, "save_steps": 1}, {"resume_from_checkpoint": one / "checkpoint-1"}
     assert run(model, data, one, **given) == run(model, data, two, **given, temperature=0.5) == 0
+    (two / "notes.txt").write_text("mine")
+    file.write_text("")
     before = {path: path.read_bytes() for path in two.rglob("*") if path.is_file()}
-    assert run(model, data, two, **given, resume_from_checkpoint=one / "checkpoint-1") == 2
-    assert f"output_dir={two} holds another run" in capfd.readouterr().err
+    for output, options, words in (
+        (two, {}, f"output_dir={two} holds another run"),
+        (two, begin, f"output_dir={two} holds another run"),
+        (one, begin, "checkpoint-2 is newer"),
+        (one, {"max_steps": 1, "resume_from_checkpoint": "auto"}, "checkpoint-2 is beyond max_steps=1"),
+        (file, {}, "is a file"),
+        (file / "run", {}, f"output_dir={file / 'run'} cannot be made: Not a directory"),
+    ):
+        assert run(model, data, output, **given | options) == 2
+        assert words in capfd.readouterr().err
     assert before == {path: path.read_bytes() for path in two.rglob("*") if path.is_file()}
-    assert run(model, data, one, **given, resume_from_checkpoint=one / "checkpoint-1") == 2
-    assert "checkpoint-2 is newer" in capfd.readouterr().err
-    assert run(model, data, one, **given | {"max_steps": 1}, resume_from_checkpoint="auto") == 2
-    assert "checkpoint-2 is beyond max_steps=1" in capfd.readouterr().err
-    assert run(model, data, tmp_path / "new", **given, resume_from_checkpoint=one / "checkpoint-1") == 0
+    assert run(model, data, tmp_path / "new", **given, **begin) == 0
     assert training.same_weights(one, tmp_path / "new")
 
 
@@ -345,25 +322,29 @@ def test_a_folder_that_another_run_is_using(model, data, tmp_path, capfd):
     assert run(model, data, output, resume_from_checkpoint="auto", max_steps=1) == 0
 
 
-@pytest.mark.parametrize(("name", "words", "tracebacks"), [
-    ("one_short", ["reward 'one_short' returned 7 values, expected 8"], 0),
-    ("beyond_float", ["reward 'beyond_float' returned 1000"], 0),
-    ("always_raises", ["always_raises failed for every completion of step 1", "no such key in my reward",
-                       "in always_raises"], 1),
+@pytest.mark.parametrize(("options", "words"), [
+    ({"reward_funcs": "test_trainer_input:one_short"}, ["reward 'one_short' returned 7 values, expected 8"]),
+    ({"reward_funcs": "test_trainer_input:beyond_float"}, ["reward 'beyond_float' returned 1000"]),
+    ({"reward_funcs": "test_trainer_input:always_raises"},
+     ["always_raises failed for every completion of step 1", "no such key in my reward", "in always_raises"]),
+    ({"reward_funcs": "training:huge", "scale_rewards": "none"}, ["step 1: loss ", "; the run ends here"]),
+    ({"reward_funcs": "training:length", "learning_rate": 1e30}, ["the policy's logits are NaN"]),
+    ({"gamma": 0.5}, ["has no effect: no function gave rewards of steps"]),
+    ({"step_delimiter": "+"}, ["has no effect: no function gave rewards of steps"]),
 ])  # fmt: skip
-def test_a_reward_that_fails_stops_with_a_sentence_or_its_own_traceback(name, words, tracebacks, model, data, tmp_path,
-                                                                         capfd):  # fmt: skip
-    assert run(model, data, tmp_path / "run", reward_funcs=f"test_trainer_input:{name}") == 1
+def test_a_run_that_fails_ends_with_a_sentence_or_the_rewards_own_traceback(options, words, model, data, tmp_path,
+                                                                            capfd):  # fmt: skip
+    assert run(model, data, tmp_path / "run", **options) == 1
     error = capfd.readouterr().err
     assert "grpo-kernels train: " in error and all(word in error for word in words), error
-    assert error.count("Traceback") == tracebacks and not training.steps(tmp_path / "run")
+    assert error.count("Traceback") == ("in always_raises" in words)
+    assert not training.steps(tmp_path / "run") or "learning_rate" in options
 
 
-def test_a_reward_that_changes_what_it_gets_changes_no_step(model, data, tmp_path):
+def test_a_reward_that_changes_what_it_gets_changes_no_step(trained):
     with torch.enable_grad():  # and as it was before afterwards
-        for name in ("harmless", "harmful"):
-            assert run(model, data, tmp_path / name, reward_funcs=f"test_trainer_input:{name}") == 0
-    assert training.same_weights(tmp_path / "harmless", tmp_path / "harmful")
+        runs = [trained(name, reward_funcs=f"test_trainer_input:{name}") for name in ("harmless", "harmful")]
+    assert training.same_weights(*runs)
 
 
 @pytest.mark.parametrize("when", ["set-up", "run"])
@@ -376,14 +357,14 @@ def test_an_interrupt_without_a_traceback(when, model, data, tmp_path, monkeypat
 
 @pytest.mark.parametrize(("name", "where"), [("dataset_name", "train: row 7"),
                                              ("eval_dataset_name", "train: held-out prompts: row 7")])  # fmt: skip
-def test_the_wrong_reward_fails_the_dry_run_too(name, where, model, data, tmp_path, capfd):
+def test_the_wrong_reward_fails_the_dry_run_too(name, where, data, refused, tmp_path):
     rows = [json.loads(line) | {"answer": "#### 1"} for line in data.read_text().splitlines()]
     good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
     good.write_text("".join(json.dumps(row) + "\n" for row in rows))
     rows[7]["answer"] = "about six"
     bad.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert run(model, good, tmp_path / "run", reward_funcs="gsm8k", dry_run=True, **{name: bad}) == 2
-    assert f"{where}, reward 'gsm8k'" in refused(tmp_path / "run", capfd)
+    sentence = refused(**{"dataset_name": good, "reward_funcs": "gsm8k", "dry_run": True, name: bad})
+    assert f"{where}, reward 'gsm8k'" in sentence
 
 
 def test_a_dry_run_says_what_a_run_takes_and_writes_nothing(model, data, tmp_path, capfd):

@@ -9,40 +9,38 @@ import re
 import pytest
 import torch
 import training
-from training import run, steps
-from transformers import AutoModelForCausalLM
+from chat_models import WORD_PROBLEMS, tiny_chat
+from training import rollouts, run, steps
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_kernels import GRPOConfig, available_presets
+from grpo_kernels.commands.cli import main
 from grpo_kernels.trainer.arguments import TrainArguments
 from grpo_kernels.trainer.arithmetic import start_model
 from grpo_kernels.trainer.batch import denominators, soft_overlong, step_ends
 from grpo_kernels.trainer.rollout import Completion
 
+LOSSES = {preset: {"loss_type": preset} for preset in available_presets()}
+LOSSES["gmpo"] = {"loss_type": "bnpo", "loss_options": '{"surrogate": "gmpo"}'}
 
-@pytest.mark.parametrize("options", [
-    *({"loss_type": preset} for preset in available_presets()),
-    {"loss_type": "bnpo", "loss_options": '{"surrogate": "gmpo"}'},
-], ids=[*available_presets(), "gmpo"])  # fmt: skip
-def test_every_loss_makes_steps(options, model, data, tmp_path):
-    options = {"num_iterations": 2, "reward_funcs": "training:length", **options}
-    assert run(model, data, tmp_path / "run", **options) == 0
-    records = steps(tmp_path / "run")
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_loss_makes_steps(loss, trained):
+    records = steps(trained(num_iterations=2, reward_funcs="training:length", **LOSSES[loss]))
     assert len(records) == 3 and all(math.isfinite(r["loss"]) for r in records)
     assert records[0]["grad_norm"] > 0 and records[2]["grad_norm"] > 0  # in between all may be clipped
 
 
-def test_the_eager_loss_takes_the_same_steps(model, data, tmp_path):
+def test_the_eager_loss_takes_the_same_steps(trained):
     options = {"beta": 0.1, "num_iterations": 2, "entropy_coef": 0.01, "temperature": 0.8}
-    for loss in ("fused", "eager"):
-        assert run(model, data, tmp_path / loss, loss=loss, reward_funcs="training:length", **options) == 0
-    for a, b in zip(*(steps(tmp_path / loss) for loss in ("fused", "eager")), strict=True):
+    found = [steps(trained(loss, loss=loss, reward_funcs="training:length", **options)) for loss in ("fused", "eager")]
+    for a, b in zip(*found, strict=True):
         for name in ("loss", "grad_norm", "kl", "entropy", "reward", "ratio/max"):
             assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-6), name
 
 
-def test_sparse_gradients_are_counted(model, data, tmp_path):
-    assert run(model, data, tmp_path / "run", sparse_backward=0.01, reward_funcs="training:length") == 0
-    for record in steps(tmp_path / "run"):
+def test_sparse_gradients_are_counted(trained):
+    for record in steps(trained(sparse_backward=0.01, reward_funcs="training:length")):
         assert record["sparse/kept"] >= 0 and 0 <= record["sparse/dense"] <= 1 and math.isfinite(record["grad_norm"])
 
 
@@ -57,12 +55,11 @@ def teacher(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("divergence", ["reverse_kl", "forward_kl", "jsd"])
-def test_a_teacher_alone_draws_the_policy_to_it(divergence, model, data, teacher, tmp_path):
+@pytest.mark.parametrize("divergence", ["reverse_kl", "jsd"])
+def test_a_teacher_alone_draws_the_policy_to_it(divergence, teacher, trained):
     """Without rewards: they are neither computed nor logged, and none of their alarms is raised."""
     options = {"reward_funcs": None, "max_steps": 12, "teacher_model_name_or_path": teacher, "divergence": divergence}
-    assert run(model, data, tmp_path / "run", per_device_train_batch_size=16, **options) == 0
-    records = steps(tmp_path / "run")
+    records = steps(trained(per_device_train_batch_size=16, **options))
     found = [record["divergence"] for record in records]
     assert found[-1] < 0.8 * found[0] and records[0]["loss"] == pytest.approx(found[0], rel=1e-4)
     assert not any("reward" in record for record in records)
@@ -70,87 +67,60 @@ def test_a_teacher_alone_draws_the_policy_to_it(divergence, model, data, teacher
     assert set(alarms) <= {"truncation"}  # which this model earns
 
 
-def test_rewards_beside_a_teacher(model, data, teacher, tmp_path):
-    """The loss is that of the rewards plus the weighted divergence; with distill_only rewards are measured alone."""
-    options = {"reward_funcs": "training:length", "max_steps": 2, "loss_type": "dapo"}
+def test_rewards_beside_a_teacher(teacher, trained):
+    """The loss is that of the rewards plus the weighted divergence; with distill_only rewards are measured alone. And
+    such a run resumes to the bit."""
+    options = {"reward_funcs": "training:length", "loss_type": "dapo", "save_steps": 1}
     with_teacher = {"teacher_model_name_or_path": teacher, "distill_coef": 0.3}
-    names = {"plain": {}, "both": with_teacher, "alone": with_teacher | {"distill_only": True}}
-    for name, given in names.items():
-        assert run(model, data, tmp_path / name, **options, **given) == 0
-    plain, both, alone = (steps(tmp_path / name)[0] for name in names)
+    (plain, _), (both, _), (alone, _) = (
+        steps(trained(name, max_steps=2, **options, **given))
+        for name, given in {"plain": {}, "both": with_teacher, "alone": with_teacher | {"distill_only": True}}.items()
+    )
     assert plain["reward"] == both["reward"] == alone["reward"] and "divergence" not in plain
     assert both["loss"] == pytest.approx(plain["loss"] + 0.3 * both["divergence"], rel=1e-4, abs=1e-6)
     assert alone["loss"] == pytest.approx(0.3 * alone["divergence"], rel=1e-4)
     assert "zero_gradient_groups" in both and "zero_gradient_groups" not in alone
+    trained("parts", max_steps=1, **options, **with_teacher)
+    parts = trained("parts", max_steps=2, resume_from_checkpoint="auto", **options, **with_teacher)
+    assert training.same_weights(parts.with_name("both"), parts)
 
 
-def test_a_run_with_a_teacher_resumes_to_the_bit(model, data, teacher, tmp_path):
-    options = {"teacher_model_name_or_path": teacher, "reward_funcs": "training:length", "save_steps": 1, "beta": 0.1}
-    assert run(model, data, tmp_path / "whole", max_steps=3, **options) == 0
-    assert run(model, data, tmp_path / "parts", max_steps=1, **options) == 0
-    assert run(model, data, tmp_path / "parts", max_steps=3, resume_from_checkpoint="auto", **options) == 0
-    assert training.same_weights(tmp_path / "whole", tmp_path / "parts")
-
-
-def test_truncated_sampling_scores_the_ids_that_it_kept(model, data, tmp_path):
-    options = {"top_p": 0.7, "top_k": 6, "temperature": 0.8, "num_iterations": 2, "max_steps": 2}
-    assert run(model, data, tmp_path / "run", save_rollouts=True, reward_funcs="training:length", **options) == 0
-    first, second = steps(tmp_path / "run")
-    assert first["rollout_mismatch/max"] < 1e-4 and second["ratio/max"] != 1.0
-    kept = [ids for c in training.rollouts(tmp_path / "run")[0] for ids in c["kept"]]
-    assert all(1 <= len(ids) <= 6 for ids in kept)
-
-
-def test_adaptive_beta_follows_its_target(model, data, tmp_path):
-    options = {"beta": 0.1, "kl_horizon": 8, "max_steps": 3, "reward_funcs": "training:length"}
-    assert run(model, data, tmp_path / "low", kl_target=1e-6, **options) == 0
-    assert run(model, data, tmp_path / "high", kl_target=1e6, **options) == 0
-    low, high = ([(r["beta"], r["loss"]) for r in steps(tmp_path / name)] for name in ("low", "high"))
+def test_adaptive_beta_follows_its_target(trained):
+    options = {"beta": 0.1, "kl_horizon": 8, "reward_funcs": "training:length"}
+    low, high = (
+        [(r["beta"], r["loss"]) for r in steps(trained(f"{target}", kl_target=target, **options))]
+        for target in (1e-6, 1e6)
+    )
     assert [beta for beta, _ in low] == pytest.approx([0.1, 0.08, 0.096]) and low[1] == high[1]
     assert [beta for beta, _ in high] == pytest.approx([0.1, 0.08, 0.064]) and low[2][1] != high[2][1]
 
 
-def test_rewards_of_steps(model, data, tmp_path):
-    options = {"reward_funcs": "training:digits", "step_delimiter": "+", "gamma": 0.5, "max_completion_length": 12}
-    assert run(model, data, tmp_path / "run", save_rollouts=True, per_device_train_batch_size=32, **options) == 0
-    rollout = training.rollouts(tmp_path / "run")[0]
-    assert any(len(c["steps"]) > 1 for c in rollout)
-    for c in rollout:
-        assert len(c["steps"]) == len(c["step_ends"]) and len(c["advantage"]) == len(c["ids"])
+def test_rewards_of_steps(trained):
+    """A completion without a verdict is out; a reward of the whole completion, and the penalty, are the last step's."""
+    options = {"reward_funcs": ["training:some_digits", "training:constant"], "step_delimiter": "+", "gamma": 0.5,
+               "max_completion_length": 12, "soft_overlong_cache": 2, "per_device_train_batch_size": 32}  # fmt: skip
+    (rollout,) = rollouts(trained(save_rollouts=True, max_steps=1, **options))
+    assert any(len(c["steps"] or []) > 1 for c in rollout)
+    for i, c in enumerate(rollout):
+        assert len(c["advantage"]) == len(c["ids"])
+        if i % 4 == 1:
+            assert math.isnan(c["reward"]) and c["steps"] is None and set(c["advantage"]) == {0.0}
+            continue
         assert c["step_ends"][-1] == len(c["ids"]) - 1
         for first, last in zip([-1, *c["step_ends"]], c["step_ends"], strict=False):
             assert len(set(c["advantage"][first + 1 : last + 1])) <= 1  # constant within a step
-
-
-def test_rewards_of_steps_where_some_are_missing(model, data, tmp_path):
-    """A completion without a verdict is out; a reward of the whole completion, and the penalty, are the last step's."""
-    options = {"reward_funcs": ["training:some_digits", "training:constant"], "step_delimiter": "+",
-               "max_completion_length": 12, "soft_overlong_cache": 2, "per_device_train_batch_size": 32}  # fmt: skip
-    assert run(model, data, tmp_path / "run", save_rollouts=True, max_steps=1, **options) == 0
-    rollout = training.rollouts(tmp_path / "run")[0]
-    for i, c in enumerate(rollout):
-        if i % 4 == 1:
-            assert math.isnan(c["reward"]) and c["steps"] is None and set(c["advantage"]) == {0.0}
-        else:
-            assert sum(c["steps"]) == pytest.approx(c["reward"])
+        assert len(c["steps"]) == len(c["step_ends"]) and sum(c["steps"]) == pytest.approx(c["reward"])
         if i % 4 == 2:  # the function of steps does not apply
             assert c["steps"][:-1] == [0.0] * (len(c["step_ends"]) - 1)
             assert c["steps"][-1] == pytest.approx(1.0 + c["rewards"]["soft_overlong"])
 
 
-@pytest.mark.parametrize("options", [{"gamma": 0.5}, {"step_delimiter": "+"}])
-def test_options_of_steps_without_rewards_of_steps(options, model, data, tmp_path, capfd):
-    assert run(model, data, tmp_path / "run", **options) == 1
-    assert "has no effect: no function gave rewards of steps" in capfd.readouterr().err
-
-
-def test_what_reward_functions_log(model, data, tmp_path):
+def test_what_reward_functions_log(trained):
     """Under names of its own: a function cannot replace the trainer's numbers. A date becomes text."""
-    assert run(model, data, tmp_path / "run", reward_funcs="training:logs", save_rollouts=True, save_steps=1,
-               num_iterations=2) == 0  # fmt: skip
-    record, sample = steps(tmp_path / "run")[1], (tmp_path / "run" / "samples.jsonl").read_text().splitlines()[0]
+    folder = trained(reward_funcs="training:logs", max_steps=2, num_iterations=2)
+    record, sample = steps(folder)[1], json.loads((folder / "samples.jsonl").read_text().splitlines()[0])
     assert record["metrics/loss"] == 7.0 != record["loss"] and record["slowest_reward"] == "logs"
-    assert json.loads(sample)["extra"]["reward"] == "2020-01-01" and isinstance(json.loads(sample)["reward"], float)
+    assert sample["extra"]["reward"] == "2020-01-01" and isinstance(sample["reward"], float)
 
 
 @pytest.mark.parametrize(("pieces", "expected"), [
@@ -165,14 +135,12 @@ def test_step_ends(pieces, expected):
     assert step_ends(range(len(pieces)), Tokenizer(), "\n") == expected
 
 
-def test_soft_overlong_is_dapos_penalty(model, data, tmp_path):
+def test_soft_overlong_is_dapos_penalty(trained):
     arguments = TrainArguments(max_completion_length=10, soft_overlong_cache=4)
     assert [soft_overlong(n, arguments) for n in (1, 6, 7, 8, 10)] == [0.0, 0.0, -0.25, -0.5, -1.0]
-    assert run(model, data, tmp_path / "run", soft_overlong_cache=2, save_rollouts=True) == 0
-    for c in training.rollouts(tmp_path / "run")[0]:
-        assert c["rewards"]["soft_overlong"] == soft_overlong(
-            len(c["ids"]), TrainArguments(max_completion_length=5, soft_overlong_cache=2)
-        )
+    folder = trained(max_completion_length=5, soft_overlong_cache=2, save_rollouts=True)
+    for c in rollouts(folder)[0]:
+        assert c["rewards"]["soft_overlong"] == [0.0, 0.0, 0.0, -0.5, -1.0][len(c["ids"]) - 1]
         assert c["reward"] == c["rewards"]["arithmetic"] + c["rewards"]["soft_overlong"]
 
 
@@ -188,70 +156,92 @@ def test_denominators_count_what_is_scored():
     assert denominators(rows, fixed, TrainArguments()) == (14, 8)
 
 
-def test_a_replay_takes_the_same_steps(model, data, tmp_path):
+def test_a_replay_takes_the_same_steps(trained):
     """With the groups of equal rewards out of the loss again."""
-    options = {"num_iterations": 2, "max_steps": 5, "reward_funcs": "training:rare", "beta": 0.1,
-               "per_device_train_batch_size": 32, "dynamic_sampling": "drop"}  # fmt: skip
-    assert run(model, data, tmp_path / "a", save_rollouts=True, **options) == 0
-    again = {"replay": tmp_path / "a" / "rollouts", "vllm_importance_sampling_correction": False}
-    assert run(model, data, tmp_path / "b", **options, **again) == 0
-    without_rewards = {**options, "reward_funcs": None}
-    assert run(model, data, tmp_path / "c", **without_rewards, **again) == 0
-    assert steps(tmp_path / "a")[0]["dropped_groups"] > 0
-    for name in "bc":
-        assert training.same_weights(tmp_path / "a", tmp_path / name)
+    options = {"num_iterations": 2, "max_steps": 5, "beta": 0.1, "per_device_train_batch_size": 32,
+               "dynamic_sampling": "drop"}  # fmt: skip
+    first = trained("a", save_rollouts=True, reward_funcs="training:rare", **options)
+    assert steps(first)[0]["dropped_groups"] > 0
+    for reward in ("training:rare", None):
+        again = trained(f"{reward}", reward_funcs=reward, replay=first / "rollouts",
+                        vllm_importance_sampling_correction=False, **options)  # fmt: skip
+        assert training.same_weights(first, again)
 
 
-def test_what_a_run_leaves(model, data, tmp_path):
+def test_what_a_run_leaves_and_says(model, data, tmp_path, capfd):
+    """A file gets lines and no progress bar."""
     folder = tmp_path / "new" / "run"
-    options = {"eval_dataset_name": data, "eval_max_prompts": 4, "eval_steps": 2, "save_steps": 1,
-               "save_total_limit": 2, "logging_samples": 3}  # fmt: skip
-    assert run(model, data, folder, max_steps=4, **options) == 0
+    options = {"eval_dataset_name": data, "eval_max_prompts": 4, "eval_steps": 2, "save_steps": 1, "max_steps": 5,
+               "save_total_limit": 2, "logging_samples": 3, "logging_steps": 2, "disable_tqdm": False}  # fmt: skip
+    assert run(model, data, folder, **options) == 0
     summary = json.loads((folder / "summary.json").read_text())
-    assert summary.keys() >= {"pass_at_1_before", "pass_at_1_after", "steps", "seconds"} and summary["steps"] == 4
-    records = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    assert [r["step"] for r in records if "evaluation" in r] == [0, 2, 4]
-    assert {p.name for p in folder.glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-4"}
+    assert summary.keys() >= {"pass_at_1_before", "pass_at_1_after", "steps", "seconds"} and summary["steps"] == 5
+    assert [record["step"] for record in training.records(folder, "evaluation")] == [0, 2, 4, 5]
+    assert {p.name for p in folder.glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-5"}
     samples = (folder / "samples.jsonl").read_text().splitlines()
-    assert len(samples) == 4 * 3
+    assert len(samples) == 5 * 3
     assert json.loads(samples[0]).keys() >= {"prompt", "completion", "reward"}
     assert (folder / "report.html").stat().st_size > 1000
     assert not list(folder.glob(".*"))
     reloaded = AutoModelForCausalLM.from_pretrained(folder / "model")
     assert all(torch.equal(p, training.weights(folder)[n]) for n, p in reloaded.named_parameters())
 
-
-def test_a_file_gets_lines_and_no_progress_bar(model, data, tmp_path, capfd):
-    options = {"logging_steps": 2, "max_steps": 5, "eval_dataset_name": data}
-    assert run(model, data, tmp_path / "run", disable_tqdm=False, **options) == 0
     error = capfd.readouterr().err
-    name, folder = (re.escape(str(path)) for path in (model, tmp_path / "run"))
+    name, output = (re.escape(str(path)) for path in (model, folder))
     for line in (
-        rf"{name}, 12 prompts, 12 held out; 5 steps of 8 completions, 1 process, cpu; output in {folder}",
+        rf"{name}, 12 prompts, 4 held out; 5 steps of 8 completions, 1 process, cpu; output in {output}",
         r"step 0: held-out reward 0\.\d{3}, pass@1 0\.\d{3}, greedy 0\.\d{3}",
         r"step 2 of 5: reward \S+, entropy \S+, grad_norm \S+, \d+ s",
         r"step 4 of 5: .*",
         r"step 5: held-out reward .*",
-        rf"{folder}: model, summary.json and report.html after 5 steps",
+        rf"{output}: model, summary.json and report.html after 5 steps",
     ):
         assert re.search(f"^{line}$", error, re.MULTILINE), (line, error)
     assert "\r" not in error and "GRPO" not in error and not re.search("step [135] of", error)
 
 
-def test_the_default_type_changes_nothing_and_another_seed_does(model, data, tmp_path):
+def test_the_default_type_changes_nothing_and_another_seed_does(trained):
     options = {"reward_funcs": "training:digits", "max_completion_length": 12, "step_delimiter": "+"}
-    assert run(model, data, tmp_path / "float32", **options) == 0
-    assert run(model, data, tmp_path / "seed", seed=2, **options) == 0
+    first, other = trained("float32", **options), trained("seed", seed=2, **options)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        assert run(model, data, tmp_path / "bfloat16", **options) == 0
+        assert training.same_weights(first, trained("bfloat16", **options))
     finally:
         torch.set_default_dtype(torch.float32)
-    assert training.same_weights(tmp_path / "float32", tmp_path / "bfloat16")
-    assert not training.same_weights(tmp_path / "float32", tmp_path / "seed")
+    assert not training.same_weights(first, other)
 
 
-def test_a_step_that_is_not_finite_is_not_made(model, data, tmp_path, capfd):
-    assert run(model, data, tmp_path / "run", scale_rewards="none", reward_funcs="training:huge") == 1
-    assert re.search(r"step \d: loss .*; the run ends here", capfd.readouterr().err)
-    assert not steps(tmp_path / "run")
+# --- a chat model -----------------------------------------------------------------------------------------------------
+
+
+def vowels(completions, **_):
+    """A reward that differs between the completions of a model that solves nothing."""
+    texts = [messages[0]["content"] for messages in completions]
+    return [sum(c in "aeiou" for c in text) / max(len(text), 1) for text in texts]
+
+
+def test_two_steps_on_one_rollout_of_the_word_problems(tmp_path):
+    """The policy that samples is the one that is scored."""
+    model, output = tiny_chat(tmp_path / "start"), tmp_path / "run"
+    given = dict(
+        reward_funcs=["gsm8k", "test_trainer_options:vowels"], reward_weights=[1, 0.5], per_device_train_batch_size=4,
+        num_iterations=2, max_steps=2, max_completion_length=16, temperature=0.9, beta=0.1, learning_rate=1e-3,
+        save_rollouts=True, per_device_generation_batch_size=3, eval_dataset_name=WORD_PROBLEMS,
+        eval_max_prompts=3, eval_num_samples=2, correct_at=1.0,  # that of gsm8k: vowels give less
+    )  # fmt: skip
+    assert run(model, WORD_PROBLEMS, output, **given) == 0
+    first, second = steps(output)
+    assert first["log_ratio_first_max"] == 0.0 and first["rollout_mismatch/max"] < 1e-3
+    assert first["grad_norm"] > 0.0 and first["rewards/vowels/std"] > 0.0 and first["unscored"] == 0
+    assert 0.0 <= first["rewards/gsm8k/mean"] <= 1.0
+    assert first["kl"] == 0.0 and second["kl"] > 0.0  # the step has moved the policy
+    sample = json.loads((output / "samples.jsonl").read_text().splitlines()[0])
+    assert [message["role"] for message in sample["prompt"]] == ["system", "user"]
+    saved, start = (AutoTokenizer.from_pretrained(folder) for folder in (output / "model", model))
+    assert saved.chat_template == start.chat_template and saved.get_vocab() == start.get_vocab()
+    summary = json.loads((output / "summary.json").read_text())
+    assert (summary["pass_at_1_before"], summary["pass_at_1_after"]) == (0.0, 0.0)  # its weights are random
+    saved, start = (AutoModelForCausalLM.from_pretrained(folder) for folder in (output / "model", model))
+    assert saved.generation_config.to_dict() == start.generation_config.to_dict()
+    assert not torch.equal(saved.lm_head.weight, start.lm_head.weight)
+    assert main(["evaluate", str(output), "--num-samples", "2", "--max-prompts", "3"]) == 0

@@ -21,20 +21,9 @@ from grpo_kernels.trainer import RunError, TrainArguments, train
 README = Path(training.__file__).parents[1] / "grpo_kernels" / "trainer" / "README.md"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return training.make_model(tmp_path_factory.mktemp("python") / "model")
-
-
-@pytest.fixture
-def data(tmp_path):
-    return training.make_data(tmp_path / "data.jsonl")
-
-
 @pytest.fixture(autouse=True)
-def one_thread():
+def new_state():
     AcceleratorState._reset_state(reset_partial_state=True)
-    torch.set_num_threads(1)
 
 
 def options(output, **changes):
@@ -61,8 +50,10 @@ def test_objects_take_the_steps_of_names(model, data, tmp_path):
     assert main(["evaluate", str(tmp_path / "b"), "--dataset-name", str(data)]) == 0
 
 
-@pytest.mark.parametrize("lora", [False, True])
-def test_a_call_goes_on_where_one_was_stopped(lora, model, data, tmp_path):
+@pytest.mark.parametrize(("lora", "number", "kind"), [
+    (False, signal.SIGTERM, RunError), (True, signal.SIGINT, KeyboardInterrupt),
+])  # fmt: skip
+def test_a_call_goes_on_where_one_was_stopped(lora, number, kind, model, data, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(model)
 
     def call(output, reward, **changes):
@@ -72,19 +63,18 @@ def test_a_call_goes_on_where_one_was_stopped(lora, model, data, tmp_path):
         return train(lm, reward, rows_of(data), options(output, **changes), processing_class=tokenizer)
 
     def length(completion_ids, trainer_state, **columns):
-        if trainer_state.global_step == 2 and (kill := stop.pop("number", None)):
-            signal.raise_signal(kill)
+        if trainer_state.global_step == 2 and signals:
+            signal.raise_signal(signals.pop())
         return training.length(None, None, completion_ids)
 
-    stop = {}
+    signals, output = [], tmp_path / "stopped"
     call(tmp_path / "a", length)
-    for number, kind in ((signal.SIGTERM, RunError), (signal.SIGINT, KeyboardInterrupt)):
-        stop["number"], output = number, tmp_path / number.name
-        with pytest.raises(kind):
-            call(output, length)
-        assert call(output, length, resume_from_checkpoint="auto")["steps"] == 4
-        name = f"model/{'adapter_model' if lora else 'model'}.safetensors"
-        assert (output / name).read_bytes() == (tmp_path / "a" / name).read_bytes()
+    signals.append(number)
+    with pytest.raises(kind):
+        call(output, length)
+    assert call(output, length, resume_from_checkpoint="auto")["steps"] == 4
+    name = f"model/{'adapter_model' if lora else 'model'}.safetensors"
+    assert (output / name).read_bytes() == (tmp_path / "a" / name).read_bytes()
     with pytest.raises(ValueError, match=r"belongs to a run with other options: reward_funcs=.*training:constant"):
         call(output, training.constant, resume_from_checkpoint="auto")
 

@@ -63,11 +63,3 @@ def test_draws_have_the_probabilities_that_they_are_told():
     deviation = (probabilities * (1 - probabilities) / len(drawn)).sqrt()
     assert ((shares - probabilities).abs() <= 4 * deviation).all()
     assert (_drawn(torch.eye(5)) == torch.arange(5)[:, None]).all()
-
-
-def test_truncated_samples_know_which_ids_were_kept():
-    model, arguments = tiny_model("llama"), TrainArguments(max_completion_length=6, top_k=3, temperature=0.7)
-    torch.manual_seed(0)
-    for s in generate(model, [[5, 6, 7]] * 8, arguments, ends=[3, 4], pad_id=0):
-        assert len(s.kept) == len(s.ids) and all(len(kept) == 3 for kept in s.kept)
-        assert all(id in kept for id, kept in zip(s.ids, s.kept, strict=True)) and (s.logps <= 0).all()

@@ -15,11 +15,6 @@ from grpo_kernels.commands.cli import main
 from grpo_kernels.trainer import arithmetic, demo, smollm2, tasks
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)  # products this small gain nothing from threads
-
-
 def test_each_id_decodes_to_a_text_of_its_own(tmp_path):
     from transformers import AutoTokenizer
 

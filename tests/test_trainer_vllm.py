@@ -115,18 +115,18 @@ def stand_in(monkeypatch):
     {"use_peft": True, "beta": 0.1},
     {"temperature": 0.7, "num_iterations": 2, "top_k": 9, "top_p": 0.8, "min_p": 0.01},
 ])  # fmt: skip
-def test_vllm_samples_from_the_weights_after_each_update(options, model, data, tmp_path):
+def test_vllm_samples_from_the_weights_after_each_update(options, data, trained):
     given = {"use_vllm": True, "reward_funcs": "training:length", "max_steps": 4, "save_rollouts": True,
              "eval_dataset_name": data, "eval_max_prompts": 2, **options}  # fmt: skip
-    assert run(model, data, tmp_path / "run", **given) == 0
-    records, (engine,) = steps(tmp_path / "run"), Engine.made
+    folder = trained(**given)
+    records, (engine,) = steps(folder), Engine.made
     first = [record for record in records if "rollout_mismatch/max" in record]
     assert len(first) == 4 // options.get("num_iterations", 1) == engine.loads - 1  # and one for the last evaluation
     assert all(record["rollout_mismatch/max"] < 1e-4 and record["rollout_ess"] > 0.99 for record in first)
     assert records[0]["grad_norm"] > 0 and engine.backend is None and engine.ends == 1
     assert ("sampling_mask/kept_mass" in records[0]) == engine.masks == ("top_k" in options)
     assert engine.given == ((20, True, 16) if "vllm_kwargs" in options else (None, False, None))
-    rollout = training.rollouts(tmp_path / "run")[0]
+    rollout = training.rollouts(folder)[0]
     assert len({tuple(c["ids"]) for c in rollout[:4]}) > 1  # pitfall 17: each completion has a seed of its own
     between = engine.settings[10:-10]  # the evaluations, each of 2 prompts and 5 completions
     assert len({how.seed for how in between}) == len(between) == 8 * len(first)
