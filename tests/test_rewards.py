@@ -15,13 +15,18 @@ import sys
 import textwrap
 import threading
 import time
+from collections import Counter, namedtuple
+from decimal import Decimal
+from enum import IntEnum
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from test_sandbox import Patient, wait_until
 
-from grpo_kernels.trainer.rewards import Code, Limits, Rewards
+from grpo_kernels.trainer.rewards import Code, Rewards
 from grpo_kernels.trainer.rewards import worker as module
 from grpo_kernels.trainer.rewards.answers import exact_answer, final_number, gold_number, gsm8k, last_number
 from grpo_kernels.trainer.rewards.inside import encode
@@ -52,9 +57,6 @@ def raises(completions, **_):
     if "raise" in completions:
         raise ZeroDivisionError("of my own")
     return [1.0] * len(completions)
-
-def raises_always(completions, **_):
-    raise ZeroDivisionError("of my own")
 
 def only_answers(completions, answer):
     return [float(c == a) for c, a in zip(completions, answer)]
@@ -227,13 +229,6 @@ def patient(monkeypatch):
     monkeypatch.setattr(module, "WALL_PER_CPU", 1000)
 
 
-def wait_until(condition):
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def state_of(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -393,10 +388,6 @@ def test_a_pattern_that_hangs_is_killed():
     rewards.close()
 
 
-class Patient(Limits):
-    wall_seconds = 60  # however busy this machine is
-
-
 @pytest.fixture(scope="module")
 def code():
     code = Code(Patient(cpu_seconds=1, output_kb=64), workers=2)
@@ -465,13 +456,17 @@ def test_tests_that_cannot_be_read(tests, text, code):
 
 
 @pytest.mark.parametrize(("expected", "equal", "others"), [
-    (1, [1, True, 1.0], [0, "1", None, [1], NAN]),
-    (1.5, [1.5000001], [10**4000, "1.5", NAN, {}]),
+    (1, [1, True, 1.0, Fraction(2, 2), IntEnum("Level", "LOW").LOW], [0, "1", None, [1], NAN]),
+    (1.5, [1.5000001, Fraction(3, 2), Decimal("1.5")], [10**4000, "1.5", NAN, {}]),
     ((1, [2.0, {"a": {3}}]), [[1, (2.0000001, {"a": {3}})]], [[1, [2.0, {"a": [3]}]], [1], [1, [2.0]]]),
+    ((1, "x"), [namedtuple("Pair", "a b")(1, "x")], [("x", 1)]),
+    ({"a": 2, "b": 1}, [Counter("aab")], [Counter("ab")]),
+    ({"a", "b"}, [{"a": 1, "b": 2}.keys()], [{"a": 1}.keys()]),
+    ({(1, 2), (1, (2, (3,)))}, [{(1, 2), (1, (2, (3,)))}], [{(1, 2), (1, (2, (4,)))}]),
     ({(1, 2), (3, 4)}, [{(3, 4), (1, 2)}, frozenset({(1, 2), (3, 4)})], [{(1, 2)}, [(1, 2), (3, 4)], {1, 2}]),
     ({(1, 3): 2, "a": None}, [{"a": None, (1, 3): 2}], [{(1, 3): 2}, {(1, 3): 3, "a": None}, {(1, 3): 2, "b": 0}]),
     ({1, "a", None, 2.5, b"c"}, [{b"c", 2.5, None, "a", 1}], [{1, "a", None, 2.5, "c"}]),
-    (b"ab", [bytearray(b"ab")], [b"ac", "ab", "6162"]),
+    (b"a\xff", [bytearray(b"a\xff")], [b"ac", "a\xff", "61ff"]),
     (1 + 2j, [1.0000001 + 2j], [1 - 2j, 1, (1, 2)]),
     ({}, [dict()], [set(), [], None]),
 ])  # fmt: skip
