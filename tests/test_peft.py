@@ -6,13 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_transformers import LENGTH, batch, gradients, own_logps, positions_of
+from test_transformers import ADVANTAGES, batch, check_against_own_logits
 from tiny_models import tiny_model
 
-from grpo_kernels import fused_logps, grpo_loss_from_logps
+from grpo_kernels import fused_logps
 from grpo_kernels.integrations.lm_head import lm_head_inputs
 
-ADVANTAGES = torch.tensor([1.0, -0.5, 2.0, -1.0])
 BODY = ["q_proj", "v_proj"]
 HIDDEN = torch.zeros(2, 3, 16)
 
@@ -39,19 +38,6 @@ def shake(model):
                 parameter.add_(0.1 * torch.randn_like(parameter))
 
 
-def both(model, inputs):
-    """(loss, gradients) from the model's own logits, and from fused_forward."""
-    from grpo_kernels.integrations.transformers import fused_forward
-
-    mask = inputs["attention_mask"][:, -LENGTH:]
-    own = grpo_loss_from_logps(own_logps(model, inputs, positions_of(inputs)), ADVANTAGES, completion_mask=mask)
-    own.loss.backward()
-    expected = own.loss.detach(), gradients(model)
-    out = fused_forward(model, **inputs, advantages=ADVANTAGES)
-    out.loss.backward()
-    return expected, (out.loss.detach(), gradients(model))
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -65,12 +51,8 @@ def both(model, inputs):
 @pytest.mark.parametrize("family", ["llama", "granite", "gemma2"])
 def test_loss_and_gradients_are_those_of_the_models_own_logits(peft, family, options):
     model = adapted(peft, torch.float32 if family == "gemma2" else torch.float64, family, **options)
-    (loss, expected), (found_loss, found) = both(model, batch())
-    torch.testing.assert_close(found_loss, loss, rtol=1e-5, atol=1e-6)
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert set(found) == set(expected) == trainable  # each of them has a gradient, and nothing else
-    for name in found:
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=3e-6)
+    assert set(check_against_own_logits(model)) == trainable  # each of them has a gradient, and nothing else
 
 
 def test_two_adapters_and_none(peft):
@@ -177,30 +159,23 @@ def test_merged_adapters_would_get_no_gradient(peft):
 # --- without PEFT -----------------------------------------------------------------------------------------------------
 
 
-def test_quantised_heads_are_refused_by_name():
+def test_other_layers_are_refused_by_name():
     class Linear4bit(torch.nn.Linear):
         def forward(self, x):
             return x
 
-    layer = Linear4bit(16, 64)
-    layer.weight = torch.nn.Parameter(torch.zeros(64 * 8, 1, dtype=torch.uint8), requires_grad=False)
-    message = r"lm_head is quantised \(Linear4bit, Parameter of torch.uint8\); expected a plain torch\.nn\.Linear"
-    with pytest.raises(TypeError, match=message):
-        lm_head_inputs(layer, HIDDEN)
-    lora = torch.nn.Module()
-    lora.base_layer = layer
-    with pytest.raises(TypeError, match=message):
-        lm_head_inputs(lora, HIDDEN)
-
-
-def test_other_layers_are_refused_by_name():
-    replaced = torch.nn.Linear(16, 64)
+    four_bit, lora, replaced = Linear4bit(16, 64), torch.nn.Module(), torch.nn.Linear(16, 64)
+    four_bit.weight = torch.nn.Parameter(torch.zeros(64 * 8, 1, dtype=torch.uint8), requires_grad=False)
+    lora.base_layer = four_bit
     replaced.forward = lambda x: x
+    quantised = r"quantised \(Linear4bit, Parameter of torch.uint8\); expected a plain torch\.nn\.Linear"
     for layer, message in (
-        (torch.nn.Embedding(64, 16), r"torch\.nn\.modules\.sparse\.Embedding; expected a"),
-        (torch.nn.Sequential(torch.nn.Linear(16, 64)), r"torch\.nn\.modules\.container\.Sequential; expected a"),
-        (SimpleNamespace(), r"SimpleNamespace; expected a torch\.nn\.Module"),
-        (replaced, r"torch\.nn\.modules\.linear\.Linear whose forward was replaced"),
+        (four_bit, quantised),
+        (lora, quantised),
+        (torch.nn.Embedding(64, 16), r"a torch\.nn\.modules\.sparse\.Embedding; expected a"),
+        (torch.nn.Sequential(torch.nn.Linear(16, 64)), r"a torch\.nn\.modules\.container\.Sequential; expected a"),
+        (SimpleNamespace(), r"a SimpleNamespace; expected a torch\.nn\.Module"),
+        (replaced, r"a torch\.nn\.modules\.linear\.Linear whose forward was replaced"),
     ):
-        with pytest.raises(TypeError, match=f"lm_head is a {message}"):
+        with pytest.raises(TypeError, match=f"lm_head is {message}"):
             lm_head_inputs(layer, HIDDEN)
