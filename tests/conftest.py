@@ -43,6 +43,7 @@ def load_emulated_cuda():
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # at the end one worker would wait for another
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not torch.cuda.is_available():
         for item in marked:

@@ -221,6 +221,7 @@ def refused_outside(batch: dict[str, Any]) -> None:
         logps.sum().backward()
 
 
+@pytest.mark.slow
 def test_the_step_of_one_process(tmp_path):
     run_ranks(under_every_wrapper, 2, tmp_path)
     if not find_spec("deepspeed"):
