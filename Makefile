@@ -101,7 +101,6 @@ $(VENV)/.nvrtc: $(VENV)/.installed
 
 cuda-gate: $(VENV)/.installed
 	$(BIN)/python tests/cuda_gate.py $(ARGS)
-	$(BIN)/python -m pytest -q tests/machine_code.py
 
 lint: $(VENV)/.built
 	$(BIN)/ruff check

@@ -4,26 +4,26 @@
     python tests/cuda_gate.py --write     what was found becomes cuda_budget.json
 
 NVRTC is that of the wheels (tools/wheels.py): the newest is held to the budget, and each other one compiles every
-kernel for one architecture. The images are those of the build (tools/kernel_build), in its folder. Threads, shared
-memory and clusters are what the host code chooses for each device: driver/launches.cpp asks it.
+kernel for one architecture. The images are those of the build (tools/kernel_build), in its folder.
 Held, per kernel and architecture:
 
-    no spills outside of the products, wgmma and TMA in the products, no index of a block by way of a float
-                                                                        whatever the budget says
-    registers, spills and shared memory at most those of cuda_budget.json, and no fewer warps in flight
-    every kernel launched by some call, and every launched kernel compiled
+    no spills outside of the products; wgmma of their type, TMA and multicast in the products, none of which the
+    assembler warns of; no index of a block by way of a float             whatever the budget says
+    registers, spills and shared memory at most those of cuda_budget.json
+
+The driver's structures, as csrc/cuda/libcuda.h declares them, are held to cuda.h (driver/layout.cpp). How many blocks
+fit a multiprocessor is part of each kernel (GK_KERNEL), for which the compiler spills rather than take more registers.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,65 +39,26 @@ from kernel_build import cuda  # noqa: E402
 from kernel_build.host import BuildError, find_compiler  # noqa: E402
 from wheels import toolchain  # noqa: E402
 
-
-class Gpu(NamedTuple):
-    """A GPU of an architecture. The first five are what the host code asks the driver for."""
-
-    capability: int
-    multiprocessors: int
-    shared_per_block: int
-    shared_per_multiprocessor: int
-    l2_bytes: int
-    threads: int  # per multiprocessor
-    blocks: int
-
-
-KB, MB = 1 << 10, 1 << 20
-GPUS = {
-    "sm_80": Gpu(80, 108, 163 * KB, 164 * KB, 40 * MB, 2048, 32),
-    "sm_86": Gpu(86, 84, 99 * KB, 100 * KB, 6 * MB, 1536, 16),
-    "sm_89": Gpu(89, 128, 99 * KB, 100 * KB, 72 * MB, 1536, 24),
-    "sm_90a": Gpu(90, 132, 227 * KB, 228 * KB, 50 * MB, 2048, 32),
-    "sm_100": Gpu(100, 148, 227 * KB, 228 * KB, 126 * MB, 2048, 32),
-    "sm_120": Gpu(120, 170, 99 * KB, 100 * KB, 96 * MB, 1536, 24),
-}
+TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 SPECIFIC = "sm_90a"  # the architecture with products
-REGISTERS = 65536  # of a multiprocessor, given to warps in units of 256
-RESERVED = 1024  # bytes of shared memory that a block takes beside its own
+PRODUCTS = ROOT / "csrc" / "cuda" / "lm_head_sm90.cu"
 
 row = partial(budget.row, 36)
 PRODUCT = re.compile(r"gk_(linear_logp|exponentials)_")
-PRODUCT_INSTRUCTIONS = ("HGMMA", "UTMALDG")  # of the tensor cores, and of the unit that fetches tiles
-KINDS = ("HGMMA", "UTMALDG", "UTMASTG", "LDG.128", "STG.128", "LDS.128", "I2FP.F32.U32")  # of instructions
+# Of the tensor cores, of the unit that fetches tiles, and what moves registers from its warps to the others.
+PRODUCT_INSTRUCTIONS = ("HGMMA", "UTMALDG", "MULTICAST", "USETMAXREG")
+KINDS = (*PRODUCT_INSTRUCTIONS, "HGMMA.BF16", "UTMASTG", "LDG.128", "STG.128", "LDS.128", "I2FP.F32.U32")
 # PTX's %clusterid is the number of the block, as a float32, times the inverse of the cluster: wrong beyond 2^24 blocks.
 FLOAT_INDEX = "I2FP.F32.U32"
 
 
-class Launch(NamedTuple):
-    threads: int
-    shared: int  # dynamic, bytes
-    cluster: int
-
-
-NOT_LAUNCHED = Launch(0, 0, 0)  # this device runs another kernel instead
-
-
-class Code(NamedTuple):
+class Found(NamedTuple):
     """What the compiler made of a kernel."""
 
     registers: int
     spills: int  # loads and stores of registers that had to go to local memory
     shared: int  # static, bytes
     instructions: dict[str, int]
-
-
-class Found(NamedTuple):
-    code: Code
-    launch: Launch
-    occupancy: float  # warps in flight, of those that a multiprocessor can hold
-
-    def numbers(self) -> dict[str, Any]:
-        return self.code._asdict() | {"occupancy": round(self.occupancy, 2)}
 
 
 # --- finding out ------------------------------------------------------------------------------------------------------
@@ -108,53 +69,24 @@ def bodies_of(code: str) -> dict[str, str]:
     return dict(re.findall(r"^\.text\.(\w+):\n(.*?)(?=^\s*\.section|\Z)", code, flags=re.MULTILINE | re.DOTALL))
 
 
-def read_code(usage: str, code: str) -> dict[str, Code]:
+def read_code(usage: str, code: str) -> dict[str, Found]:
     """Kernel -> what it takes, from the output of the two tools."""
     bodies = bodies_of(code)
     found = {}
     for kernel, registers, shared in re.findall(r"Function (\w+):\s+REG:(\d+).*?SHARED:(\d+)", usage):
         body = bodies[kernel]
         kinds = budget.instructions(body, KINDS)
-        found[kernel] = Code(int(registers), budget.spills(body), int(shared), kinds)
+        found[kernel] = Found(int(registers), budget.spills(body), int(shared), kinds)
     return found
 
 
-def make_launches(folder: Path) -> Path:
-    """The program driver/launches.cpp with the host code of the backend."""
-    program = folder / "launches"
-    sources = [
-        ROOT / "tests/driver/launches.cpp",
-        *(ROOT / "csrc/cuda" / f"{name}.cpp" for name in ("host", "lm_head")),
-    ]
-    command = [*find_compiler(), "-std=c++17", f"-I{ROOT / 'csrc'}", *map(str, sources), "-o", str(program)]
-    subprocess.run(command, check=True)
-    return program
-
-
-def read_launches(text: str) -> dict[str, Launch]:
-    """Kernel -> its first launch, which is that of most interest."""
-    found: dict[str, Launch] = {}
-    for line in text.splitlines():
-        kernel, *numbers = line.split()
-        found.setdefault(kernel, Launch(*map(int, numbers)))
-    return found
-
-
-def launches_on(program: Path, gpu: Gpu) -> dict[str, Launch]:
-    command = [str(program), *map(str, gpu[:5])]
-    return read_launches(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-
-
-def occupancy(code: Code, launch: Launch, gpu: Gpu) -> float:
-    if launch == NOT_LAUNCHED:
-        return 0.0
-    warps = math.ceil(launch.threads / 32)
-    fed = REGISTERS // (math.ceil(code.registers * 32 / 256) * 256) // 4 * 4  # warps that find registers
-    # From compute capability 9.0 on, the compiler counts what is reserved.
-    shared = max(code.shared, RESERVED) if gpu.capability >= 90 else code.shared + RESERVED
-    shared = math.ceil((shared + launch.shared) / 128) * 128
-    blocks = min(fed // warps, gpu.shared_per_multiprocessor // shared, gpu.threads // (32 * warps), gpu.blocks)
-    return blocks * warps / (gpu.threads // 32)
+def assembler_warnings(compiler: cuda.Compiler) -> list[str]:
+    """Of serialised wgmma, or an ignored setmaxnreg, with which products overlap neither with copies nor each other."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        command = [sys.executable, ROOT / "tools" / "kernel_build" / "nvrtc.py", compiler.library, PRODUCTS, cubin.name]
+        command += [SPECIFIC, *compiler.options, "--ptxas-options=-v"]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True)
+    return re.findall(r"\(C75\d\d\).*|warning.*", done.stdout)
 
 
 # --- checking ---------------------------------------------------------------------------------------------------------
@@ -163,26 +95,16 @@ def occupancy(code: Code, launch: Launch, gpu: Gpu) -> float:
 def complaints(found: Mapping[Name, Found]) -> list[str]:
     """What is wrong whatever the budget says, one line each."""
     lines = []
-    for (kernel, architecture), (code, launch, occupied) in found.items():
+    for (kernel, architecture), code in found.items():
         where = f"{kernel} on {architecture}"
-        product = PRODUCT.match(kernel) is not None
-        if code.spills and not product:
-            lines.append(f"{where}: {code.spills} spills, and only a product may have some")
-        if occupied == 0 and launch != NOT_LAUNCHED:
-            lines.append(f"{where}: a multiprocessor cannot hold one block")
-        if product:
+        if PRODUCT.match(kernel):
             lines += [f"{where}: no {kind}" for kind in PRODUCT_INSTRUCTIONS if not code.instructions.get(kind)]
+            if ("HGMMA.BF16" in code.instructions) != ("bfloat16" in kernel):
+                lines.append(f"{where}: a product of the other 16-bit type")
+        elif code.spills:
+            lines.append(f"{where}: {code.spills} spills, and only a product may have some")
         if code.instructions.get(FLOAT_INDEX):
             lines.append(f"{where}: {FLOAT_INDEX}, as of a block's number, and 2^24 is the last that float32 counts")
-    return lines
-
-
-def mismatches(compiled: Iterable[Name], launched: Iterable[Name]) -> list[str]:
-    """Kernels without a launch are dead code or missing from launches.cpp; launches without a kernel are errors."""
-    compiled, launched = set(compiled), set(launched)
-    never = {kernel for kernel, _ in compiled} - {kernel for kernel, _ in launched}
-    lines = [f"{kernel} is launched by no call in driver/launches.cpp" for kernel in sorted(never)]
-    lines += [f"{kernel} is launched on {where}, and is not there" for kernel, where in sorted(launched - compiled)]
     return lines
 
 
@@ -203,43 +125,30 @@ def main(argv: list[str] | None = None) -> int:
 def gate(write: bool) -> int:
     start = time.perf_counter()
     *older, newest = (cuda.compiler_in(toolchain(variant)) for variant in cuda.PACKAGES)
-    compiler, specific = str(newest), SPECIFIC.removeprefix("sm_")
+    flags = ["-std=c++17", "-fsyntax-only", f"-I{ROOT / 'csrc'}", f"-I{newest.include}"]
+    subprocess.run([*find_compiler(), *flags, ROOT / "tests" / "driver" / "layout.cpp"], check=True)
     folder, images = cuda.build_images(newest, "full")
     for other in older:
-        cuda.build_images(other, specific)
-    compiled: dict[Name, Code] = {}
-    for image in images:
-        if image.architecture in GPUS:
-            for kernel, code in read_code(*budget.disassemble(folder / image.file)).items():
-                compiled[kernel, image.architecture] = code
-    with tempfile.TemporaryDirectory() as scratch:
-        program = make_launches(Path(scratch))
-        launched = {
-            (kernel, architecture): launch
-            for architecture in {image.architecture for image in images} & set(GPUS)
-            for kernel, launch in launches_on(program, GPUS[architecture]).items()
-        }
+        cuda.build_images(other, SPECIFIC.removeprefix("sm_"))
     found: dict[Name, Found] = {}
-    print(row("kernel", "target", "regs", "spills", "static", "dynamic", "threads", "cluster", "occupied", ""))
-    for name, code in sorted(compiled.items()):
-        launch = launched.get(name, NOT_LAUNCHED)
-        found[name] = Found(code, launch, occupancy(code, launch, GPUS[name[1]]))
-        print(describe(*name, found[name]))
+    for image in images:
+        if image.architecture in TARGETS:
+            for kernel, code in read_code(*budget.disassemble(folder / image.file)).items():
+                found[kernel, image.architecture] = code
+    print(row("kernel", "target", "regs", "spills", "static", ""))
+    for name, code in sorted(found.items()):
+        print(describe(*name, code))
     compilers = ", ".join(map(str, (newest, *older)))
-    print(f"{len(compiled)} kernels of {compilers} in {time.perf_counter() - start:.0f} s")
+    print(f"{len(found)} kernels of {compilers} in {time.perf_counter() - start:.0f} s")
 
-    problems = complaints(found) + mismatches(compiled, launched)
-    numbers = {name: kernel.numbers() for name, kernel in found.items()}
-    return budget.verdict(problems + budget.hold(numbers, BUDGET, compiler, GPUS, write))
+    problems = assembler_warnings(newest) + complaints(found)
+    numbers: dict[Name, dict[str, Any]] = {name: code._asdict() for name, code in found.items()}
+    return budget.verdict(problems + budget.hold(numbers, BUDGET, str(newest), TARGETS, write))
 
 
-def describe(kernel: str, architecture: str, found: Found) -> str:
-    code, launch, occupied = found
+def describe(kernel: str, architecture: str, code: Found) -> str:
     instructions = "  ".join(f"{number} {kind}" for kind, number in code.instructions.items())
-    return row(
-        kernel, architecture, code.registers, code.spills, code.shared, launch.shared, launch.threads, launch.cluster,
-        f"{occupied:.0%}", instructions,
-    )  # fmt: skip
+    return row(kernel, architecture, code.registers, code.spills, code.shared, instructions)
 
 
 if __name__ == "__main__":

@@ -13,37 +13,36 @@ import compile_gate
 import cuda_gate
 import pytest
 from compile_cases import CASES
-from cuda_gate import GPUS, NOT_LAUNCHED, Code, Launch, mismatches, occupancy
+from cuda_gate import TARGETS
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS, PRODUCT = "gk_rows_f32", "gk_exponentials_bfloat16"
-NUMBERS = dict(registers=64, spills=0, shared=128, occupancy=0.5, instructions={"LDG.128": 8})
+NUMBERS = dict(registers=64, spills=0, shared=128, instructions={"LDG.128": 8})
 GOOD = {(ROWS, "sm_80"): NUMBERS, (ROWS, "sm_90a"): NUMBERS}
 
 
 @pytest.mark.parametrize(("changes", "said"), [
-    (dict(registers=63, shared=0, occupancy=0.6, instructions={"LDG.128": 1, "HMMA": 1}), None),
+    (dict(registers=63, shared=0, instructions={"LDG.128": 1, "HMMA": 1}), None),
     (dict(registers=65), "registers 65, budget 64"),
     (dict(shared=256), "shared 256, budget 128"),
     (dict(spills=2), "spills 2, budget 0"),
-    (dict(occupancy=0.4), "occupancy 0.40, budget 0.5"),
     (dict(instructions={}), "no LDG.128"),
 ])  # fmt: skip
 def test_numbers_are_held_to_the_budget(changes, said, tmp_path):
-    file, compiled = tmp_path / "budget.json", [*GPUS]
-    assert budget.hold(GOOD, file, "NVRTC 1", compiled, write=True) == []
+    file = tmp_path / "budget.json"
+    assert budget.hold(GOOD, file, "NVRTC 1", TARGETS, write=True) == []
     changed = {**GOOD, (ROWS, "sm_90a"): NUMBERS | changes}
-    lines = budget.hold(changed, file, "NVRTC 1", compiled, write=False)
+    lines = budget.hold(changed, file, "NVRTC 1", TARGETS, write=False)
     assert lines == ([] if said is None else lines[:1]) and all(f"{ROWS} on sm_90a: {said}" in line for line in lines)
 
 
 def test_kernels_and_budget_belong_together(tmp_path):
     file, (only, other) = tmp_path / "budget.json", [{name: numbers} for name, numbers in GOOD.items()]
-    budget.hold(GOOD, file, "NVRTC 1", [*GPUS], write=True)
-    (line,) = budget.hold(only, file, "NVRTC 1", [*GPUS], write=False)
+    budget.hold(GOOD, file, "NVRTC 1", TARGETS, write=True)
+    (line,) = budget.hold(only, file, "NVRTC 1", TARGETS, write=False)
     assert f"has {ROWS} on sm_90a, which is not compiled" in line
     assert budget.hold(only, file, "NVRTC 1", ["sm_80"], write=False) == []  # the others were not asked for
-    (line,) = budget.hold(GOOD | {("gk_new", "sm_80"): NUMBERS}, file, "NVRTC 1", [*GPUS], write=False)
+    (line,) = budget.hold(GOOD | {("gk_new", "sm_80"): NUMBERS}, file, "NVRTC 1", TARGETS, write=False)
     assert "gk_new on sm_80: not in the budget" in line
     assert budget.hold(other, file, "NVRTC 1", ["sm_90a"], write=True) == []
     assert set(json.loads(file.read_text())["kernels"][ROWS]) == {"sm_80", "sm_90a"}
@@ -55,30 +54,16 @@ def test_what_no_budget_allows():
     lines = compile_gate.complaints({("a", "sm_90"): matmul, ("b", "sm_90"): rows})
     assert ["no HGMMA" in lines[0], "3 spills" in lines[1]] == [True, True]
     assert len(compile_gate.uncovered({"rows.kernel", "linear.kernel"}, [("rows.kernel: fp32", "sm_90")])) == 1
-    launch = Launch(256, 0, 1)
+    kinds = dict.fromkeys(cuda_gate.PRODUCT_INSTRUCTIONS, 4)
     found = {
-        (ROWS, "sm_80"): cuda_gate.Found(Code(64, 2, 0, {"I2FP.F32.U32": 1}), launch, 0.0),
-        (ROWS, "sm_90a"): cuda_gate.Found(Code(64, 0, 0, {}), NOT_LAUNCHED, 0.0),
-        (PRODUCT, "sm_90a"): cuda_gate.Found(Code(168, 4, 0, {"HGMMA": 4}), launch, 0.2),
+        (ROWS, "sm_80"): cuda_gate.Found(64, 2, 0, {"I2FP.F32.U32": 1}),
+        (ROWS, "sm_90a"): cuda_gate.Found(64, 0, 0, {}),
+        (PRODUCT, "sm_90a"): cuda_gate.Found(168, 4, 0, kinds | {"UTMALDG": 0, "HGMMA.BF16": 4}),
+        ("gk_exponentials_float16", "sm_90a"): cuda_gate.Found(168, 0, 0, kinds | {"HGMMA.BF16": 4}),
     }
-    lines = cuda_gate.complaints(found)
-    for line, said in zip(lines, ("2 spills", "cannot hold one block", "2^24 is the last", "no UTMALDG"), strict=True):
-        assert said in line
-    assert mismatches(found, found) == []
-    assert mismatches(found, [*found][:2]) == [f"{PRODUCT} is launched by no call in driver/launches.cpp"]
-    assert mismatches([*found][1:], found) == [f"{ROWS} is launched on sm_80, and is not there"]
-
-
-@pytest.mark.parametrize(("code", "launch", "gpu", "expected"), [
-    (Code(33, 0, 0, {}), Launch(256, 0, 1), "sm_80", 0.75),  # 40 registers per thread: 6 blocks
-    (Code(32, 0, 0, {}), Launch(32, 0, 1), "sm_80", 0.5),  # 32 blocks
-    (Code(32, 0, 0, {}), Launch(256, 100 << 10, 1), "sm_80", 0.125),
-    (Code(168, 0, 1024, {}), Launch(384, 230464, 1), "sm_90a", 12 / 64),
-    (Code(168, 0, 2048, {}), Launch(384, 232448, 1), "sm_90a", 0),
-])  # fmt: skip
-def test_occupancy(code, launch, gpu, expected):
-    """Against NVIDIA's calculator."""
-    assert occupancy(code, launch, GPUS[gpu]) == pytest.approx(expected)
+    said = ("2 spills", "2^24 is the last", "no UTMALDG", "the other 16-bit type")
+    for line, words in zip(cuda_gate.complaints(found), said, strict=True):
+        assert words in line
 
 
 def test_another_number_of_rows_compiles_nothing_anew():
