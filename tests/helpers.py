@@ -127,15 +127,22 @@ def off_policy(batch: Batch, config: gk.GRPOConfig | None = None, *, seed: int =
     return batch.with_options(**{name: x.float() for name, x in noisy.items()})
 
 
-def _leaves(batch: Batch) -> dict[str, Tensor | None]:
-    return {
-        name: None if (x := getattr(batch, name)) is None else x.detach().clone().requires_grad_() for name in LEAVES
-    }
+def leaves(batch: Batch, *frozen: str) -> Batch:
+    """The batch with hidden states, weight and bias of its own, which require gradients unless they are `frozen`."""
+    given = {name: x for name in LEAVES if (x := getattr(batch, name)) is not None}
+    own = {name: x.detach().clone().requires_grad_(name not in frozen) for name, x in given.items()}
+    return dataclasses.replace(batch, **own)
 
 
-def _finish(out: Any, leaves: dict[str, Tensor | None]) -> Result:
+def call(batch: Batch, config: gk.GRPOConfig | None = None, backend: str = "auto", **options: Any) -> gk.GRPOLossOutput:
+    """The loss of the tensors of the batch, as they are."""
+    given = {"lm_head_bias": batch.bias, "config": config, "backend": backend, **batch.options, **options}
+    return gk.fused_grpo_loss(batch.hidden, batch.weight, batch.ids, batch.advantages, **given)
+
+
+def _finish(out: Any, batch: Batch) -> Result:
     out.loss.backward()
-    grads = {name: x.grad.cpu() for name, x in leaves.items() if x is not None}
+    grads = {name: x.grad.cpu() for name in LEAVES if (x := getattr(batch, name)) is not None}
     metrics = {name: x.cpu() for name, x in out.metrics.items()}
     return Result(*(x.detach().cpu() for x in (out.loss, out.logps, out.entropy)), metrics, grads)
 
@@ -144,38 +151,21 @@ def fused(
     batch: Batch, config: gk.GRPOConfig | None = None, backend: str = "auto", device: str = "cpu", **options: Any
 ) -> Result:
     """One forward and backward through the package on `device`; the result is on the CPU."""
-    batch = batch.to(device)
+    batch = leaves(batch.to(device))
     if config is not None:
         moved = {name: x.to(device) for name, x in vars(config).items() if isinstance(x, Tensor)}
         config = dataclasses.replace(config, **moved)
-    leaves = _leaves(batch)
-    out = gk.fused_grpo_loss(
-        leaves["hidden"],
-        leaves["weight"],
-        batch.ids,
-        batch.advantages,
-        lm_head_bias=leaves["bias"],
-        config=config,
-        backend=backend,
-        **{**batch.options, **options},
-    )
-    return _finish(out, leaves)
+    return _finish(call(batch, config, backend, **options), batch)
 
 
 def reference(batch: Batch, config: gk.GRPOConfig | None = None, dtype: torch.dtype = torch.float64) -> Result:
     """One forward and backward through the specification, everything in `dtype`."""
-    batch = batch.cast(dtype)
-    leaves = _leaves(batch)
+    batch = leaves(batch.cast(dtype))
     out = reference_grpo_loss(
-        leaves["hidden"],
-        leaves["weight"],
-        batch.ids,
-        batch.advantages,
-        lm_head_bias=leaves["bias"],
-        config=config,
+        batch.hidden, batch.weight, batch.ids, batch.advantages, lm_head_bias=batch.bias, config=config,
         **batch.options,
-    )
-    return _finish(out, leaves)
+    )  # fmt: skip
+    return _finish(out, batch)
 
 
 def tensors(result: Result) -> dict[str, Tensor]:

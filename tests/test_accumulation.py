@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import Batch, assert_close, fused, make_batch, off_policy, reference
+from helpers import Batch, assert_close, call, fused, leaves, make_batch, off_policy, reference
 
 import grpo_kernels as gk
 from grpo_kernels.config import AGGREGATIONS
@@ -91,15 +91,11 @@ def test_a_batch_without_any_token_anywhere_has_loss_0(items, backend):
 def test_groups_add_up_and_follow_their_names(backend):
     config = gk.GRPOConfig(beta=0.1, entropy_coef=0.01, aggregation="seq_mean", importance_sampling_level="sequence")
     batch = off_policy(make_batch(2, sequences=6, masked=True))
-    batch.advantages = None
     rewards, names = torch.tensor([0.0, 1.0, 2.0, 5.0, 5.0, 5.0]), torch.tensor([7, 7, 7, -3, -3, -3])
 
     def run(order):
-        options = {name: x[order] for name, x in batch.options.items()}
-        return gk.fused_grpo_loss(
-            *(batch.hidden[order], batch.weight, batch.ids[order]), rewards=rewards[order], group_ids=names[order],
-            config=config, backend=backend, **options,
-        )  # fmt: skip
+        given = dataclasses.replace(part_of(batch, order), advantages=None)
+        return call(given, config, backend, rewards=rewards[order], group_ids=names[order])
 
     out, shuffled = run(torch.arange(6)), run(torch.tensor([4, 2, 0, 5, 1, 3]))
     assert torch.allclose(out.groups["loss"].sum(), out.loss, atol=1e-6)
@@ -112,21 +108,13 @@ def test_groups_add_up_and_follow_their_names(backend):
     assert out.groups["tokens"].tolist() == [
         int(batch.options["completion_mask"][names == name].sum()) for name in (-3, 7)
     ]
-    adjacent = gk.fused_grpo_loss(
-        batch.hidden, batch.weight, batch.ids, rewards=rewards, num_generations=3, config=config, backend=backend,
-        **batch.options,
-    )  # fmt: skip
+    adjacent = call(dataclasses.replace(batch, advantages=None), config, backend, rewards=rewards, num_generations=3)
     assert torch.equal(adjacent.groups["loss"].flip(0), out.groups["loss"])
 
 
 def test_metric_sums_of_micro_batches_add_up(backend):
-    def run(batch):
-        return gk.fused_grpo_loss(
-            batch.hidden, batch.weight, batch.ids, batch.advantages, backend=backend, **batch.options
-        )
-
     batch = off_policy(make_batch(3))
-    whole, parts = run(batch), [run(part_of(batch, rows)) for rows in PARTS]
+    whole, *parts = (call(part, backend=backend) for part in (batch, *(part_of(batch, rows) for rows in PARTS)))
     for name, (total, count) in whole.metric_sums.items():
         assert torch.allclose(sum(p.metric_sums[name][0] for p in parts), total, atol=1e-5), name
         assert sum(p.metric_sums[name][1] for p in parts) == count == 24
@@ -136,17 +124,6 @@ def test_metric_sums_of_micro_batches_add_up(backend):
 
 
 # --- accumulate_into ------------------------------------------------------------------------------------------------
-
-
-def backward_into(batch, config, backend, total, factor=1.0):
-    """(weight, gradient of hidden) after a backward that adds the weight's gradient to `total`."""
-    hidden, weight = batch.hidden.clone().requires_grad_(), batch.weight.clone().requires_grad_()
-    out = gk.fused_grpo_loss(
-        hidden, weight, batch.ids, batch.advantages, config=config, backend=backend, accumulate_into=total,
-        **batch.options,
-    )  # fmt: skip
-    (out.loss * factor).backward()
-    return weight, hidden.grad
 
 
 @pytest.mark.parametrize(
@@ -159,10 +136,10 @@ def test_the_weights_gradient_is_added_to_a_buffer(dtype, level, backend):
     expected, exact = total.clone(), total.double()
     for seed, factor in ((2, 1.0), (3, -3.0)):
         batch = off_policy(make_batch(seed, sequences=6)).head_as(dtype)
-        weight, dhidden = backward_into(batch, config, backend, total, factor)
-        plain = fused(batch, config, backend)
-        assert weight.grad is None
-        assert torch.allclose(dhidden.float(), factor * plain.grads["hidden"].float(), rtol=1e-2, atol=1e-6)
+        own, plain = leaves(batch), fused(batch, config, backend)
+        (call(own, config, backend, accumulate_into=total).loss * factor).backward()
+        assert own.weight.grad is None
+        assert torch.allclose(own.hidden.grad.float(), factor * plain.grads["hidden"].float(), rtol=1e-2, atol=1e-6)
         expected += factor * plain.grads["weight"].float()
         exact += factor * reference(batch, config).grads["weight"]
     assert torch.allclose(total, expected, rtol=0, atol=1e-3 if dtype == torch.float16 else 1e-6)
@@ -170,24 +147,21 @@ def test_the_weights_gradient_is_added_to_a_buffer(dtype, level, backend):
 
 
 def test_each_backward_adds(backend):
-    batch, total = make_batch(1), torch.zeros(67, 24)
-    hidden, weight = batch.hidden.requires_grad_(), batch.weight.requires_grad_()
-    out = gk.fused_grpo_loss(hidden, weight, batch.ids, batch.advantages, backend=backend, accumulate_into=total)
+    batch, total = leaves(make_batch(1)), torch.zeros(67, 24)
+    out = call(batch, backend=backend, accumulate_into=total)
     assert not total.any()
     out.loss.backward(retain_graph=True)
     once = total.clone()
     out.loss.backward()
-    assert once.any() and torch.equal(total, 2 * once) and weight.grad is None
+    assert once.any() and torch.equal(total, 2 * once) and batch.weight.grad is None
     with torch.no_grad():
-        gk.fused_grpo_loss(hidden, weight, batch.ids, batch.advantages, backend=backend, accumulate_into=total)
+        call(batch, backend=backend, accumulate_into=total)
     assert torch.equal(total, 2 * once)
 
 
 def test_no_matrix_like_the_weight_is_made_in_the_backward():
     batch, total = make_batch(0, sequences=4, width=512, vocab=20_000).head_as(torch.bfloat16), torch.zeros(20_000, 512)
-    hidden, weight = batch.hidden.requires_grad_(), batch.weight.requires_grad_()
-    out = gk.fused_grpo_loss(hidden, weight, batch.ids, batch.advantages, backend="cpu", accumulate_into=total)
-    loss = out.loss * 2.0
+    loss = call(leaves(batch), backend="cpu", accumulate_into=total).loss * 2.0
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         loss.backward()
     assert total.any() and max(event.self_cpu_memory_usage for event in profile.events()) <= 4 * 2**22
@@ -211,6 +185,6 @@ REFUSED = {  # weight, buffer, error, what it says
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_unfit_buffer_or_weight_is_refused(name):
     weight, total, error, says = REFUSED[name]
-    batch = make_batch(0, dtype=weight.dtype)
+    batch = dataclasses.replace(make_batch(0, dtype=weight.dtype), weight=weight)
     with pytest.raises(error, match=f"accumulate_into.*{says}"):
-        gk.fused_grpo_loss(batch.hidden, weight, batch.ids, batch.advantages, accumulate_into=total)
+        call(batch, accumulate_into=total)

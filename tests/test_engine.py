@@ -9,8 +9,10 @@ import torch
 from helpers import (
     assert_close,
     assert_same_bits,
+    call,
     call_counter,
     fused,
+    leaves,
     make_batch,
     off_policy,
     packed,
@@ -88,25 +90,24 @@ def test_longer_sequences_than_a_chunk_cost_one_more_product(products, backend):
 
 @pytest.mark.parametrize(("frozen", "left"), [("weight", "dhidden"), ("hidden", "dweight")])
 def test_a_frozen_input_costs_no_product(products, frozen, left, backend):
-    batch = make_batch(0)
-    leaves = {name: getattr(batch, name).clone().requires_grad_(name != frozen) for name in ("hidden", "weight")}
-    out = gk.fused_grpo_loss(leaves["hidden"], leaves["weight"], batch.ids, batch.advantages, backend=backend)
-    out.loss.backward()
+    batch = leaves(make_batch(0), frozen)
+    call(batch, backend=backend).loss.backward()
     assert products() == {"logits": 24, "dhidden": 0, "dweight": 0} | {left: 24}
-    assert leaves[frozen].grad is None
+    assert getattr(batch, frozen).grad is None
 
 
 @pytest.mark.parametrize("function", ["fused_grpo_loss", "fused_policy_loss"])
 def test_without_gradients_there_are_logps_and_metrics_alone(products, function, backend):
     """Parameters require gradients in evaluation too; under no_grad nobody can ask for them."""
-    batch = make_batch(0)
-    leaf, weight = batch.hidden.clone().requires_grad_(), batch.weight.clone().requires_grad_()
+    batch = leaves(make_batch(0))
     with torch.no_grad():
         if function == "fused_grpo_loss":
-            out = gk.fused_grpo_loss(leaf, weight, batch.ids, batch.advantages, backend=backend)
+            out = call(batch, backend=backend)
             loss = out.loss
         else:
-            loss = gk.fused_policy_loss(leaf, weight, batch.ids, lambda c: c.logps.mean(), backend=backend)
+            loss = gk.fused_policy_loss(
+                batch.hidden, batch.weight, batch.ids, lambda c: c.logps.mean(), backend=backend
+            )
     assert products() == {"logits": 24, "dhidden": 0, "dweight": 0} and not loss.requires_grad
     if function == "fused_grpo_loss":
         expected = fused(batch, backend=backend)
@@ -216,7 +217,7 @@ def test_strided_hidden_states(backend, rows):
         expected = fused(dataclasses.replace(batch, hidden=view.contiguous()), config, backend)
         leaf = view.detach().requires_grad_()
         assert leaf.stride() == view.stride(), name
-        out = gk.fused_grpo_loss(leaf, batch.weight, batch.ids, batch.advantages, config=config, backend=backend)
+        out = call(dataclasses.replace(batch, hidden=leaf), config, backend)
         out.loss.backward()
         assert torch.allclose(leaf.grad, expected.grads["hidden"], atol=1e-7), name
         assert torch.allclose(out.logps, expected.logps, atol=1e-6), name

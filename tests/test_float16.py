@@ -10,7 +10,7 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import Batch, make_batch, off_policy, relative
+from helpers import Batch, call, leaves, make_batch, off_policy, relative
 from torch import Tensor
 
 import grpo_kernels as gk
@@ -26,34 +26,26 @@ def half_batch(vocab: int = 512) -> Batch:
     return off_policy(batch, spread=0.05).head_as(torch.float16)
 
 
-def leaves_of(batch: Batch) -> list[Tensor]:
-    return [x.detach().clone().requires_grad_() for x in (batch.hidden, batch.weight)]
-
-
-def gradients(loss: Tensor, leaves: list[Tensor], scale: float = SCALE) -> Gradients:
+def gradients(loss: Tensor, batch: Batch, scale: float = SCALE) -> Gradients:
     """Of the loss, from what the backward of `scale` times the loss gave."""
     (scale * loss).backward()
-    return {name: leaf.grad.double() / scale for name, leaf in zip(("hidden", "weight"), leaves, strict=True)}
+    return {"hidden": batch.hidden.grad.double() / scale, "weight": batch.weight.grad.double() / scale}
 
 
 def ours(batch: Batch, config: gk.GRPOConfig, backend: str, scale: float = SCALE, **options) -> Gradients:
-    leaves = leaves_of(batch)
-    out = gk.fused_grpo_loss(
-        *leaves, batch.ids, batch.advantages, config=config, backend=backend, **{**batch.options, **options}
-    )
-    return gradients(out.loss, leaves, scale)
+    own = leaves(batch)
+    return gradients(call(own, config, backend, **options).loss, own, scale)
 
 
 def eager(batch: Batch, config: gk.GRPOConfig, dtype: torch.dtype, scale: float = SCALE, **options) -> Gradients:
     """The lm_head in `dtype`, the loss in float32 or better, as a trainer without this package computes it."""
-    leaves = [x.to(dtype) for x in leaves_of(batch)]
-    leaves = [x.detach().requires_grad_() for x in leaves]
-    logits = leaves[0] @ leaves[1].T
+    own = leaves(batch.head_as(dtype))
+    logits = own.hidden @ own.weight.T
     wide = torch.promote_types(dtype, torch.float32)
     given = {name: x.to(wide) if isinstance(x, Tensor) else x for name, x in {**batch.options, **options}.items()}
     config = dataclasses.replace(config, logits_dtype=None)
     out = reference_loss_from_logits(logits.to(wide), batch.ids, batch.advantages.to(wide), config=config, **given)
-    return gradients(out.loss, leaves, scale)
+    return gradients(out.loss, own, scale)
 
 
 @pytest.mark.parametrize("num_items", [128, 262_144])
@@ -91,29 +83,30 @@ def test_every_way_through_the_engine(way, backend):
 
 
 def given_logits(batch: Batch, items: float, backend: str) -> Gradients:
-    leaves = leaves_of(batch)
-    logits = leaves[0] @ leaves[1].T
+    own = leaves(batch)
+    logits = own.hidden @ own.weight.T
     out = gk.grpo_loss_from_logits(
         logits, batch.ids, batch.advantages, num_items_in_batch=items, inplace=True, backend=backend, **batch.options
     )
-    return gradients(out.loss, leaves)
+    return gradients(out.loss, own)
 
 
 def own_loss(batch: Batch, items: float, backend: str) -> Gradients:
-    leaves, advantages = leaves_of(batch), batch.advantages
+    own = leaves(batch)
 
     def loss_fn(chunk):
         ratio = (chunk.logps - chunk.tokens(batch.options["old_logps"])).exp()
-        return -(ratio * chunk.sequences(advantages)).sum() / items
+        return -(ratio * chunk.sequences(batch.advantages)).sum() / items
 
-    return gradients(gk.fused_policy_loss(*leaves, batch.ids, loss_fn, chunk_rows=8, backend=backend), leaves)
+    loss = gk.fused_policy_loss(own.hidden, own.weight, batch.ids, loss_fn, chunk_rows=8, backend=backend)
+    return gradients(loss, own)
 
 
 def from_logps(batch: Batch, items: float, backend: str) -> Gradients:
-    leaves = leaves_of(batch)
-    logps, _ = gk.fused_logps(*leaves, batch.ids, backend=backend)
+    own = leaves(batch)
+    logps, _ = gk.fused_logps(own.hidden, own.weight, batch.ids, backend=backend)
     ratio = (logps - batch.options["old_logps"]).exp()
-    return gradients(-(ratio * batch.advantages[:, None]).sum() / items, leaves)
+    return gradients(-(ratio * batch.advantages[:, None]).sum() / items, own)
 
 
 @pytest.mark.parametrize("function", [given_logits, own_loss, from_logps])
@@ -159,13 +152,9 @@ def test_one_token_far_away(name, place, backend):
 @pytest.mark.parametrize("logits", LOGITS)
 def test_the_scale_does_not_overflow_sums_over_tokens(logits, backend):
     """2,048 tokens push one entry of dweight the same way: 4 or more per token times 100 of the hidden state."""
-    hidden = torch.full((1, 2048, 8), 100.0).half().requires_grad_()
-    weight = torch.zeros(16, 8).half().requires_grad_()
-    out = gk.fused_grpo_loss(
-        hidden, weight, torch.zeros(1, 2048).long(), torch.ones(1), config=gk.GRPOConfig(logits_dtype=LOGITS[logits]),
-        backend=backend,
-    )  # fmt: skip
-    out.loss.backward()
+    hidden, weight = torch.full((1, 2048, 8), 100.0).half(), torch.zeros(16, 8).half()
+    batch = leaves(Batch(hidden, weight, torch.zeros(1, 2048).long(), torch.ones(1)))
+    call(batch, gk.GRPOConfig(logits_dtype=LOGITS[logits]), backend).loss.backward()
     expected = torch.full((16, 8), 100 / 16)
     expected[0] = -100 * 15 / 16
-    assert torch.allclose(weight.grad.float(), expected, rtol=2e-3)
+    assert torch.allclose(batch.weight.grad.float(), expected, rtol=2e-3)

@@ -9,17 +9,16 @@ import pickle
 
 import pytest
 import torch
-from helpers import make_batch, off_policy
+from helpers import call, leaves, make_batch, off_policy
 from torch.nn.parallel.distributed import _find_tensors
 
 import grpo_kernels as gk
 
 
 def output(**options):
-    batch = off_policy(make_batch(3, masked=True))
-    hidden = batch.hidden.requires_grad_()
-    given = {"config": gk.GRPOConfig(), "backend": "cpu"} | batch.options | options
-    return gk.fused_grpo_loss(hidden, batch.weight.requires_grad_(), batch.ids, batch.advantages, **given)
+    return call(
+        leaves(off_policy(make_batch(3, masked=True))), **{"config": gk.GRPOConfig(), "backend": "cpu"} | options
+    )
 
 
 def test_wrappers_of_modules_find_the_loss():
@@ -83,10 +82,10 @@ def test_outputs_share_no_memory_with_inputs(source, masked):
 
 @pytest.mark.parametrize("called_inside", [False, True])
 def test_metrics_first_read_in_inference_mode_are_plain_tensors(called_inside):
-    batch = make_batch(3)
+    batch = dataclasses.replace(make_batch(3), advantages=None)
     options = {"rewards": torch.tensor([0.0, 1.0, 1.0, 3.0]), "num_generations": 2}
     with torch.inference_mode(called_inside):
-        out = gk.fused_grpo_loss(batch.hidden, batch.weight, batch.ids, **options)
+        out = call(batch, **options)
     with torch.inference_mode():
         names = [dict(getattr(out, table)) for table in ("metrics", "sequences", "groups")]
         names.append({name: x for name, (x, _) in out.metric_sums.items()})
@@ -127,13 +126,9 @@ def test_logits_whose_rows_share_memory_are_not_replaced(backend):
 def test_padding_scored_as_an_impossible_id_changes_no_gradient(backend, options):
     """With static shapes padding is computed as id 0, which a bias of -inf excludes."""
     batch = off_policy(make_batch(3, masked=True, bias=True))
-    bias = batch.bias.clone()
-    bias[0] = -torch.inf
-    ids = batch.ids.clamp(min=1)
+    batch.bias[0] = -torch.inf
     ref = batch.options["old_logps"] + 0.1
     rollout = {"rollout_logps": batch.options["old_logps"]} if "surrogate" in options else {"ref_logps": ref}
-    hidden = batch.hidden.requires_grad_()
-    config = gk.GRPOConfig(static_shapes=True, **options)
-    given = batch.options | rollout | {"lm_head_bias": bias, "config": config, "backend": backend}
-    gk.fused_grpo_loss(hidden, batch.weight, ids, batch.advantages, **given).loss.backward()
-    assert hidden.grad.isfinite().all() and hidden.grad.any()
+    own = leaves(dataclasses.replace(batch, ids=batch.ids.clamp(min=1)), "weight", "bias")
+    call(own, gk.GRPOConfig(static_shapes=True, **options), backend, **rollout).loss.backward()
+    assert own.hidden.grad.isfinite().all() and own.hidden.grad.any()

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import LEAVES, Batch, make_batch, packed
+from helpers import LEAVES, Batch, leaves, make_batch, packed
 
 import grpo_kernels as gk
 from grpo_kernels.policy import PolicyChunk
 
 
-def leaves_of(batch: Batch) -> dict[str, torch.Tensor]:
-    return {name: x.clone().requires_grad_() for name in LEAVES if (x := getattr(batch, name)) is not None}
-
-
 def through_autograd(batch: Batch, loss_fn, entropy: bool, backend: str, **logits):
     """The same function over fused_logps, all unmasked tokens in one chunk."""
-    leaves = leaves_of(batch)
+    own = leaves(batch)
     mask = batch.options.get("completion_mask", torch.ones_like(batch.ids)).bool()
     logps, h = gk.fused_logps(
-        leaves["hidden"], leaves["weight"], batch.ids, lm_head_bias=leaves.get("bias"), completion_mask=mask,
+        own.hidden, own.weight, batch.ids, lm_head_bias=own.bias, completion_mask=mask,
         entropy=entropy, backend=backend, **logits,
     )  # fmt: skip
     cu = batch.options.get("cu_seqlens")
@@ -29,7 +25,7 @@ def through_autograd(batch: Batch, loss_fn, entropy: bool, backend: str, **logit
     chunk = PolicyChunk(logps.reshape(-1)[index], h.reshape(-1)[index] if entropy else None, index, sequence[index])
     loss = loss_fn(chunk).sum()
     loss.backward()
-    return loss.detach(), leaves
+    return loss.detach(), own
 
 
 def token_loss(batch: Batch, entropy: bool):
@@ -66,16 +62,16 @@ def test_equals_autograd_through_fused_logps(level, entropy, layout, rows, backe
     loss_fn = (token_loss if level == "token" else sequence_loss)(batch, entropy)
     logits = dict(temperature=0.8, logit_softcap=9.0, logit_scale=1.2)
     expected, wanted = through_autograd(batch, loss_fn, entropy, backend, **logits)
-    leaves = leaves_of(batch)
+    own = leaves(batch)
     loss = gk.fused_policy_loss(
-        leaves["hidden"], leaves["weight"], batch.ids, loss_fn, level=level, entropy=entropy,
-        lm_head_bias=leaves["bias"], chunk_rows=rows, backend=backend, **batch.options, **logits,
+        own.hidden, own.weight, batch.ids, loss_fn, level=level, entropy=entropy, lm_head_bias=own.bias,
+        chunk_rows=rows, backend=backend, **batch.options, **logits,
     )  # fmt: skip
     (3 * loss).backward()
     assert torch.allclose(loss, expected, rtol=1e-5) and loss.shape == ()
-    for name, x in leaves.items():
-        assert torch.allclose(x.grad, 3 * wanted[name].grad, rtol=1e-4, atol=1e-6), name
-        assert x.grad.any()
+    for name in LEAVES:
+        found = getattr(own, name).grad
+        assert torch.allclose(found, 3 * getattr(wanted, name).grad, rtol=1e-4, atol=1e-6) and found.any(), name
 
 
 def test_sequence_chunks_hold_whole_sequences():
@@ -103,19 +99,19 @@ def test_gradients_that_are_expanded_or_0(gives):
     leaf = batch.hidden.clone().requires_grad_()
     gk.fused_policy_loss(leaf, batch.weight, batch.ids, gives).backward()
     _, wanted = through_autograd(batch, lambda c: gives(c) + 0.0 * c.logps.sum(), False, "auto")
-    assert torch.allclose(leaf.grad, wanted["hidden"].grad, atol=1e-6)
+    assert torch.allclose(leaf.grad, wanted.hidden.grad, atol=1e-6)
 
 
 def test_a_wholly_masked_batch_has_loss_0_and_zero_gradients(backend):
     batch = make_batch(2, bias=True)
     for level in ("token", "sequence"):
-        leaves = leaves_of(batch)
+        own = leaves(batch)
         loss = gk.fused_policy_loss(
-            leaves["hidden"], leaves["weight"], batch.ids, lambda c: c.logps.sum(), level=level,
-            lm_head_bias=leaves["bias"], completion_mask=torch.zeros_like(batch.ids), backend=backend,
+            own.hidden, own.weight, batch.ids, lambda c: c.logps.sum(), level=level, lm_head_bias=own.bias,
+            completion_mask=torch.zeros_like(batch.ids), backend=backend,
         )  # fmt: skip
         loss.backward()
-        assert loss == 0 and all(x.grad.shape == x.shape and not x.grad.any() for x in leaves.values())
+        assert loss == 0 and not any(getattr(own, name).grad.any() for name in LEAVES)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,10 @@ from helpers import (
     Batch,
     assert_close,
     assert_same_bits,
+    call,
     errors,
     fused,
+    leaves,
     make_batch,
     make_sampling_mask,
     off_policy,
@@ -24,8 +26,7 @@ from helpers import (
     set_mask_way,
     true_logps,
 )
-from test_vocab_parallel import run_ranks
-from torch import Tensor, distributed
+from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_kernels import SamplingMask
@@ -54,18 +55,8 @@ def masked_batch(seed: int = 0, *, least: int = 0, most: int = 40, dtype: torch.
     return off_policy(batch.with_options(sampling_mask=mask, completion_mask=padding_mask))
 
 
-def call(batch: Batch, **options) -> gk.GRPOLossOutput:
-    return gk.fused_grpo_loss(
-        batch.hidden, batch.weight, batch.ids, batch.advantages, lm_head_bias=batch.bias, **batch.options, **options
-    )
-
-
-def gradients_of(loss: Tensor, leaves: list[Tensor]) -> dict[str, Tensor]:
-    return dict(zip(LEAVES, torch.autograd.grad(loss, leaves), strict=True))
-
-
-def leaves_of(batch: Batch) -> list[Tensor]:
-    return [getattr(batch, name).detach().clone().requires_grad_() for name in LEAVES]
+def gradients_of(loss: Tensor, batch: Batch) -> dict[str, Tensor]:
+    return dict(zip(LEAVES, torch.autograd.grad(loss, [getattr(batch, name) for name in LEAVES]), strict=True))
 
 
 CONFIGS = {
@@ -94,47 +85,45 @@ def test_tokens_that_all_have_a_mask(preset, way):
     config, batch = gk.GRPOConfig.preset(preset), masked_batch(least=1)
     found = fused(batch, config)
     assert_close(found, reference(batch, config), TOLERANCE)
-    scored = call(batch, config=config)
+    scored = call(batch, config)
     torch.testing.assert_close(scored.loss, found.loss)
     for name, x in found.metrics.items():
         torch.testing.assert_close(scored.metrics[name], x)
 
 
 def test_logps(backend, way):
-    batch = masked_batch(1)
-    leaves, mask = leaves_of(batch), batch.options["completion_mask"]
-    options = dict(completion_mask=mask, sampling_mask=batch.options["sampling_mask"], backend=backend)
-    found = gk.fused_logps(leaves[0], leaves[1], batch.ids, lm_head_bias=leaves[2], entropy=True, **options)
+    batch = leaves(masked_batch(1))
+    mask, wide = batch.options["completion_mask"], leaves(batch.head_as(torch.float64))
+    options = dict(batch.options, lm_head_bias=batch.bias, backend=backend)
+    del options["old_logps"], options["ref_logps"]
+    found = gk.fused_logps(batch.hidden, batch.weight, batch.ids, entropy=True, **options)
     with torch.no_grad():
-        again = gk.fused_logps(leaves[0], leaves[1], batch.ids, lm_head_bias=leaves[2], **options)
+        again = gk.fused_logps(batch.hidden, batch.weight, batch.ids, **options)
     assert torch.equal(again[0], found[0])
-    wide = leaves_of(batch.head_as(torch.float64))
-    exact = true_logps(Batch(wide[0], wide[1], batch.ids, None, wide[2], batch.options), gk.GRPOConfig())
-    exact = [torch.where(mask, x, 0) for x in exact]
+    exact = [torch.where(mask, x, 0) for x in true_logps(wide, gk.GRPOConfig())]
     g = torch.randn(2, B, T, generator=torch.Generator().manual_seed(5))
     for mine, theirs in zip(found, exact, strict=True):
         assert relative(mine.detach(), theirs.detach()) <= TOLERANCE
-    mine, theirs = (gradients_of((torch.stack([*x]) * g).sum(), y) for x, y in ((found, leaves), (exact, wide)))
+    mine, theirs = (gradients_of((torch.stack([*x]) * g).sum(), y) for x, y in ((found, batch), (exact, wide)))
     assert all(relative(mine[name], theirs[name]) <= TOLERANCE for name in LEAVES)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_a_loss_of_ones_own(backend, level, way):
     """The sum of ratios times advantages is minus the REINFORCE-like loss without clipping."""
-    batch, config = masked_batch(2), gk.GRPOConfig(epsilon_low=1.0, epsilon_high=1e6)
-    leaves = leaves_of(batch)
+    batch, config = leaves(masked_batch(2)), gk.GRPOConfig(epsilon_low=1.0, epsilon_high=1e6)
 
     def loss_fn(chunk: gk.PolicyChunk) -> Tensor:
         ratio = (chunk.logps - chunk.tokens(batch.options["old_logps"])).exp()
         return -(ratio * chunk.sequences(batch.advantages)).sum()
 
     loss = gk.fused_policy_loss(
-        leaves[0], leaves[1], batch.ids, loss_fn, level=level, backend=backend, lm_head_bias=leaves[2],
+        batch.hidden, batch.weight, batch.ids, loss_fn, level=level, backend=backend, lm_head_bias=batch.bias,
         completion_mask=batch.options["completion_mask"], sampling_mask=batch.options["sampling_mask"],
     )  # fmt: skip
     exact = reference(batch.with_options(normalizer=1), config)
     assert relative(loss.detach(), exact.loss) <= TOLERANCE
-    for name, x in gradients_of(loss, leaves).items():
+    for name, x in gradients_of(loss, batch).items():
         assert relative(x, exact.grads[name]) <= TOLERANCE, name
 
 
@@ -200,28 +189,20 @@ def test_metrics(way):
         torch.testing.assert_close(out.metrics["sampling_mask/kept_mass"], mass, rtol=1e-4, atol=1e-5)
 
 
-def part_of_a_batch(rank: int, group) -> None:
-    """In each of two processes: the loss, its gradients and sums of metrics, added up, are those of the whole batch."""
-    batch, rows = masked_batch(), slice(0, 2) if rank == 0 else slice(2, 3)
-    leaves, config = leaves_of(batch), gk.GRPOConfig.preset("dapo")
-    whole = dataclasses.replace(batch, hidden=leaves[0], weight=leaves[1], bias=leaves[2])
-    part = dataclasses.replace(
-        whole, hidden=leaves[0][rows], ids=batch.ids[rows], advantages=batch.advantages[rows],
-        options={name: x[rows] for name, x in batch.options.items()},
-    )  # fmt: skip
-    tokens = batch.options["completion_mask"].sum()
-    found, expected = (
-        [out.loss.detach(), *gradients_of(out.loss, leaves).values()]
-        + [torch.stack([*out.metric_sums[f"sampling_mask/{name}"]]) for name in ("added", "kept_mass")]
-        for out in (call(part, config=config, num_items_in_batch=tokens), call(whole, config=config))
-    )
-    for share, total in zip(found, expected, strict=True):
-        distributed.all_reduce(share)
-        torch.testing.assert_close(share, total)
-
-
-def test_two_ranks_add_up_to_one_process(tmp_path):
-    run_ranks(part_of_a_batch, 2, tmp_path)
+def test_parts_add_up_to_the_whole():
+    """Of two ranks: the loss, its gradients and the sums of metrics."""
+    batch, config = leaves(masked_batch()), gk.GRPOConfig.preset("dapo")
+    tokens, found = batch.options["completion_mask"].sum(), []
+    for rows in (slice(0, 2), slice(2, 3), slice(0, 3)):
+        part = dataclasses.replace(
+            batch, hidden=batch.hidden[rows], ids=batch.ids[rows], advantages=batch.advantages[rows],
+            options={name: x[rows] for name, x in batch.options.items()},
+        )  # fmt: skip
+        out = call(part, config, num_items_in_batch=tokens)
+        sums = [torch.stack([*out.metric_sums[f"sampling_mask/{name}"]]) for name in ("added", "kept_mass")]
+        found.append([out.loss.detach(), *gradients_of(out.loss, batch).values(), *sums])
+    for first, second, total in zip(*found, strict=True):
+        torch.testing.assert_close(first + second, total)
 
 
 @pytest.mark.parametrize("strategy", ["linear", "anchored"])

@@ -14,8 +14,10 @@ from helpers import (
     Batch,
     Result,
     assert_close,
+    call,
     errors,
     fused,
+    leaves,
     make_batch,
     make_sampling_mask,
     off_policy,
@@ -188,13 +190,9 @@ def test_16_bits(dtype, logits_dtype, backend, monkeypatch):
         for name in ("hidden", "weight", "bias"):
             error = (found.grads[name].double() - exact.grads[name]).norm() / exact.grads[name].norm()
             assert error <= 1.5 * of_plain[f"grad {name}"] + 1e-6, name
-    leaves = [x.clone().requires_grad_() for x in (batch.hidden, batch.weight)]
-    out = gk.fused_grpo_loss(
-        *leaves, batch.ids, batch.advantages, backend=backend, lm_head_bias=batch.bias,
-        config=with_theta(config, TINY), **batch.options,
-    )  # fmt: skip
-    (out.loss * 65536).backward()
-    assert (leaves[0].grad.double() / 65536 - exact.grads["hidden"]).norm() <= 1e-2 * exact.grads["hidden"].norm()
+    scaled, exact = leaves(batch), exact.grads["hidden"]
+    (call(scaled, with_theta(config, TINY), backend).loss * 65536).backward()
+    assert (scaled.hidden.grad.double() / 65536 - exact).norm() <= 1e-2 * exact.norm()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -225,16 +223,14 @@ def test_tokens_with_many_entries_take_products(backend, monkeypatch):
     assert not of_exact.all()
 
 
-@pytest.mark.parametrize("wants", [(True, False), (False, True)])
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_frozen_inputs(backend, wants):
+def test_frozen_inputs(backend, frozen):
     batch, config = rich_batch(), gk.GRPOConfig(sparse_backward=THETA)
-    all_of_them = fused(batch, config, backend)
-    leaves = [x.clone().requires_grad_(want) for x, want in zip((batch.hidden, batch.weight), wants, strict=True)]
-    call = partial(gk.fused_grpo_loss, lm_head_bias=batch.bias, backend=backend, config=config, **batch.options)
-    call(*leaves, batch.ids, batch.advantages).loss.backward()
-    for leaf, name in zip(leaves, ("hidden", "weight"), strict=True):
-        assert leaf.grad is None if not leaf.requires_grad else torch.equal(leaf.grad, all_of_them.grads[name])
+    all_of_them, own = fused(batch, config, backend), leaves(batch, frozen, "bias")
+    call(own, config, backend).loss.backward()
+    for name, leaf in (("hidden", own.hidden), ("weight", own.weight)):
+        assert leaf.grad is None if name == frozen else torch.equal(leaf.grad, all_of_them.grads[name])
 
 
 # --- accumulate_into --------------------------------------------------------------------------------------------------
@@ -248,38 +244,30 @@ def test_pairs_wait_for_the_buffer(backend, dtype, monkeypatch):
         room(monkeypatch, logits_per_pair)
         config = gk.GRPOConfig(sparse_backward=THETA, chunk_rows=8, logits_dtype=logits_dtype)
         plain, total = fused(batch, config, backend), torch.full((67, 24), 0.5)
-        hidden, weight = batch.hidden.clone().requires_grad_(), batch.weight.clone().requires_grad_()
-        out = gk.fused_grpo_loss(
-            hidden, weight, batch.ids, batch.advantages, lm_head_bias=batch.bias, config=config, backend=backend,
-            accumulate_into=total, **batch.options,
-        )  # fmt: skip
+        own = leaves(batch, "bias")
+        out = call(own, config, backend, accumulate_into=total)
         assert (total == 0.5).all()
         for times in (1, 2):
             (out.loss * -3.0).backward(retain_graph=True)
             share = -3.0 * times * plain.grads["weight"].float()
             rounding = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
             assert torch.allclose(total - 0.5, share, rtol=rounding, atol=rounding * share.abs().max().item())
-        assert weight.grad is None
+        assert own.weight.grad is None
 
 
 def test_nothing_of_the_weights_size_is_filled():
-    batch = make_batch(0, vocab=20_000, width=64)
-    total = torch.zeros(20_000, 64)
-    hidden, weight = batch.hidden.requires_grad_(), batch.weight.mul_(10).requires_grad_()
+    batch, total = make_batch(0, vocab=20_000, width=64), torch.zeros(20_000, 64)
+    own = leaves(dataclasses.replace(batch, weight=batch.weight * 10))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        out = gk.fused_grpo_loss(
-            hidden, weight, batch.ids, batch.advantages, config=gk.GRPOConfig(sparse_backward=2.0**-8),
-            backend="cpu", accumulate_into=total,
-        )  # fmt: skip
+        out = call(own, gk.GRPOConfig(sparse_backward=2.0**-8), "cpu", accumulate_into=total)
         out.loss.backward()
     assert out.metrics["sparse/dense"] == 0 and 24 < total.any(1).sum() < 10_000
     assert total.numel() * 4 not in [event.self_cpu_memory_usage for event in profile.events()]
 
 
 def test_hidden_states_that_were_changed_before_the_backward_are_refused():
-    batch, total = make_batch(0), torch.zeros(67, 24)
-    weight, config = batch.weight.requires_grad_(), gk.GRPOConfig(sparse_backward=THETA)
-    out = gk.fused_grpo_loss(batch.hidden, weight, batch.ids, batch.advantages, config=config, accumulate_into=total)
+    batch = leaves(make_batch(0), "hidden")
+    out = call(batch, gk.GRPOConfig(sparse_backward=THETA), accumulate_into=torch.zeros(67, 24))
     batch.hidden.add_(1.0)
     with pytest.raises(RuntimeError, match="hidden was changed in place"):
         out.loss.backward()
@@ -347,10 +335,10 @@ def test_every_function_rounds_the_same_entries(backend):
         return gk.fused_policy_loss(hidden, weight, batch.ids, loss_fn, level=level, lm_head_bias=bias, **common)
 
     for function in (by_logps, by_policy, partial(by_policy, level="sequence")):
-        leaves = [x.clone().requires_grad_() for x in (batch.hidden, batch.weight, batch.bias)]
-        function(*leaves).backward()
-        for leaf, gradient in zip(leaves, expected.values(), strict=True):
-            assert torch.allclose(leaf.grad, gradient, rtol=1e-5, atol=1e-6 * gradient.abs().max().item())
+        own = leaves(batch)
+        function(own.hidden, own.weight, own.bias).backward()
+        for name, gradient in expected.items():
+            assert torch.allclose(getattr(own, name).grad, gradient, rtol=1e-5, atol=1e-6 * gradient.abs().max().item())
 
 
 @pytest.mark.parametrize("backend", ["cpu", "triton"])
@@ -365,14 +353,15 @@ def test_backends_agree(backend, monkeypatch):
 
 def test_a_compiled_function_returns_the_same():
     batch, config = make_batch(1), gk.GRPOConfig(sparse_backward=THETA)
-    leaves = [x.clone().requires_grad_() for x in (batch.hidden, batch.weight)]
+    own = leaves(batch)
 
     def step(hidden, weight):
         logps, _ = gk.fused_logps(hidden, weight, batch.ids, sparse_backward=THETA)
         return gk.fused_grpo_loss(hidden, weight, batch.ids, batch.advantages, config=config).loss + logps.sum()
 
-    expected = torch.autograd.grad(step(*leaves), leaves)
-    found = torch.autograd.grad(torch.compile(step, backend="aot_eager", fullgraph=True)(*leaves), leaves)
+    given = own.hidden, own.weight
+    expected = torch.autograd.grad(step(*given), given)
+    found = torch.autograd.grad(torch.compile(step, backend="aot_eager", fullgraph=True)(*given), given)
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b)
 
@@ -457,14 +446,14 @@ BAD: tuple[tuple[Any, type[Exception], str], ...] = (
 @pytest.mark.parametrize(("theta", "error", "message"), BAD, ids=[repr(x)[:12] for x, *_ in BAD])
 def test_bad_numbers(theta, error, message):
     batch = make_batch(0)
-    for call in (
+    for function in (
         lambda: gk.GRPOConfig(sparse_backward=theta),
         lambda: gk.fused_logps(batch.hidden, batch.weight, batch.ids, sparse_backward=theta),
         lambda: gk.fused_policy_loss(batch.hidden, batch.weight, batch.ids, lambda c: c.logps.sum(),
                                      sparse_backward=theta),
     ):  # fmt: skip
         with pytest.raises(error, match=message):
-            call()
+            function()
 
 
 def test_what_does_not_go_with_it(monkeypatch):
@@ -476,18 +465,15 @@ def test_what_does_not_go_with_it(monkeypatch):
     with pytest.raises(ValueError, match="sparse_backward has no effect in grpo_loss_from_logits"):
         gk.grpo_loss_from_logits(batch.hidden, batch.ids.clamp(max=23), batch.advantages, config=config)
     monkeypatch.setattr(engine_shared, "is_capturing", lambda device: True)
-    weight = batch.weight.requires_grad_()
+    batch = leaves(batch, "hidden")
     with pytest.raises(ValueError, match="sparse_backward was given under capture of a CUDA graph"):
-        gk.fused_grpo_loss(batch.hidden, weight, batch.ids, batch.advantages, config=config)
+        call(batch, config)
     with pytest.raises(ValueError, match="sparse_backward was given under capture of a CUDA graph"):
-        gk.fused_logps(batch.hidden, weight, batch.ids, sparse_backward=THETA)
+        gk.fused_logps(batch.hidden, batch.weight, batch.ids, sparse_backward=THETA)
 
 
 def test_without_gradients_nothing_is_counted():
-    batch = make_batch(0)
     with torch.no_grad():
-        out = gk.fused_grpo_loss(
-            batch.hidden, batch.weight, batch.ids, batch.advantages, config=gk.GRPOConfig(sparse_backward=THETA)
-        )
+        out = call(make_batch(0), gk.GRPOConfig(sparse_backward=THETA))
     assert out.metrics["sparse/kept"] == out.metrics["sparse/dense"] == 0
     assert out.metric_sums["sparse/kept"][1] == 0

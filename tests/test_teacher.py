@@ -14,8 +14,10 @@ import torch
 from helpers import (
     Batch,
     assert_close,
+    call,
     errors,
     fused,
+    leaves,
     make_batch,
     off_policy,
     packed,
@@ -35,13 +37,14 @@ INTERPRETED = "triton"
 WIDTH, TEACHER_WIDTH, VOCAB = 24, 40, 67
 
 
-def make_teacher(shape: tuple[int, ...], vocab: int = VOCAB, **options: Any) -> gk.Teacher:
+def make_teacher(
+    shape: tuple[int, ...], vocab: int = VOCAB, dtype: torch.dtype = torch.float32, **options: Any
+) -> gk.Teacher:
     g = torch.Generator().manual_seed(9)
-    hidden, weight = (
-        torch.randn(*shape, TEACHER_WIDTH, generator=g),
-        torch.randn(vocab, TEACHER_WIDTH, generator=g) * 0.3,
-    )
-    return gk.Teacher(hidden, weight, torch.randn(vocab, generator=g) * 0.5, **options)
+    hidden = torch.randn(*shape, TEACHER_WIDTH, generator=g)
+    weight = torch.randn(vocab, TEACHER_WIDTH, generator=g) * 0.3
+    bias = torch.randn(vocab, generator=g) * 0.5
+    return gk.Teacher(*(x.to(dtype) for x in (hidden, weight, bias)), **options)
 
 
 def batch_of(config: gk.GRPOConfig | None = None, **options: Any) -> Batch:
@@ -94,20 +97,11 @@ def test_16_bits(backend, divergence):
         found = fused(batch, config, backend)
         for key, error in errors(found, exact).items():
             assert error <= 1.5 * plain[key] + 1e-5, (key, dtype)
-        teacher = dataclasses.replace(batch.options["teacher"], **cast(batch.options["teacher"], dtype))
-        narrow = batch.with_options(teacher=teacher)
+        narrow = batch.with_options(teacher=make_teacher((6, 6), dtype=dtype))
         assert errors(fused(narrow, config, backend), reference(narrow, config))["grad hidden"] < 1e-2
-        leaves = [x.clone().requires_grad_() for x in (batch.hidden, batch.weight)]
-        out = gk.fused_grpo_loss(
-            *leaves, batch.ids, batch.advantages, backend=backend, lm_head_bias=batch.bias, config=config,
-            **batch.options,
-        )  # fmt: skip
-        (out.loss * 4096).backward()
-        assert relative(leaves[0].grad.double() / 4096, exact.grads["hidden"]) < 1e-2
-
-
-def cast(teacher: gk.Teacher, dtype: torch.dtype) -> dict[str, Tensor]:
-    return {name: getattr(teacher, name).to(dtype) for name in ("hidden", "weight", "bias")}
+        scaled = leaves(batch)
+        (call(scaled, config, backend).loss * 4096).backward()
+        assert relative(scaled.hidden.grad.double() / 4096, exact.grads["hidden"]) < 1e-2
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -130,14 +124,13 @@ def test_logits_in_float32_from_16_bits(backend):
 @pytest.mark.parametrize("backend", [*BACKENDS, INTERPRETED])
 def test_a_teacher_like_the_policy(backend, divergence):
     batch = make_batch(3, bias=True)
-    leaves = [x.clone().requires_grad_() for x in (batch.hidden, batch.weight, batch.bias)]
-    teacher = gk.Teacher(batch.hidden, batch.weight, batch.bias)
+    teacher, own = gk.Teacher(batch.hidden, batch.weight, batch.bias), leaves(batch)
     out = gk.fused_distillation_loss(
-        *leaves[:2], teacher, lm_head_bias=leaves[2], divergence=divergence, backend=backend
+        own.hidden, own.weight, teacher, lm_head_bias=own.bias, divergence=divergence, backend=backend
     )
     out.loss.backward()
     assert out.divergence.abs().max() <= 1e-6
-    assert all(x.grad.abs().max() <= 1e-6 for x in leaves)
+    assert all(x.grad.abs().max() <= 1e-6 for x in (own.hidden, own.weight, own.bias))
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
@@ -198,12 +191,12 @@ def test_the_divergence_alone(backend, divergence):
         x[~mask] = math.nan
     options = {"divergence_beta": 0.3} if divergence == "jsd" else {}
     config = config_of(divergence)
-    leaves = [x.double().requires_grad_() for x in (batch.hidden, batch.weight, batch.bias)]
-    clean = [torch.where(mask[..., None], x, 0.0) for x in (leaves[0], teacher.hidden.double())]
-    log_p = log_softmax(clean[0], *leaves[1:], temperature[:, None, None])
+    wide = [x.double().requires_grad_() for x in (batch.hidden, batch.weight, batch.bias)]
+    clean = [torch.where(mask[..., None], x, 0.0) for x in (wide[0], teacher.hidden.double())]
+    log_p = log_softmax(clean[0], *wide[1:], temperature[:, None, None])
     log_q = log_softmax(clean[1], teacher.weight.double(), teacher.bias.double(), temperature[:, None, None])
     exact = torch.where(mask, exact_divergence(config, log_p, log_q), 0.0)
-    own = [x.detach().float().requires_grad_() for x in leaves]
+    own = [x.detach().float().requires_grad_() for x in wide]
     given = options | dict(
         completion_mask=mask, lm_head_bias=own[2], divergence=divergence, temperature=temperature, backend=backend
     )
@@ -211,7 +204,7 @@ def test_the_divergence_alone(backend, divergence):
     def check(found: Tensor, expected: Tensor) -> None:
         assert relative(found.detach(), expected.detach()) < 5e-6
         gradients = zip(
-            torch.autograd.grad(found, own), torch.autograd.grad(expected, leaves, retain_graph=True), strict=True
+            torch.autograd.grad(found, own), torch.autograd.grad(expected, wide, retain_graph=True), strict=True
         )
         assert all(relative(x, y) < 2e-6 for x, y in gradients)
 
@@ -261,10 +254,7 @@ def test_shares_of_the_loss_and_metrics():
     """The shares of sequences and groups add up; every token has a gradient, those of an advantage of 0 too."""
     batch, config = batch_of(), config_of("reverse_kl", entropy_coef=0.0)
     for backend in BACKENDS:
-        out = gk.fused_grpo_loss(
-            batch.hidden, batch.weight, batch.ids, batch.advantages, lm_head_bias=batch.bias, num_generations=2,
-            config=config, backend=backend, **batch.options,
-        )  # fmt: skip
+        out = call(batch, config, backend, num_generations=2)
         for shares in (out.sequences["loss"], out.groups["loss"]):
             assert relative(shares.sum(), out.loss) < 1e-5
         assert out.metrics["zero_gradient"] == 0
@@ -273,35 +263,23 @@ def test_shares_of_the_loss_and_metrics():
         assert (out.divergence[~mask] == 0).all() and (out.divergence[mask] > 0).all()
         total, count = out.metric_sums["divergence"]
         assert relative(total / count, out.metrics["divergence"]) < 1e-6
-        plain = gk.fused_grpo_loss(
-            batch.hidden, batch.weight, batch.ids, batch.advantages, lm_head_bias=batch.bias, backend=backend,
-            **{name: x for name, x in batch.options.items() if name != "teacher"},
-        )  # fmt: skip
+        plain = call(batch, backend=backend, teacher=None)
         assert plain.divergence is None and "divergence" not in plain.metrics
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_accumulated_frozen_and_without_gradients(backend):
     batch, config = batch_of(), config_of("forward_kl")
-    exact = reference(batch, config)
-
-    def call(hidden: Tensor, weight: Tensor, **options: Any) -> gk.GRPOLossOutput:
-        return gk.fused_grpo_loss(
-            hidden, weight, batch.ids, batch.advantages, lm_head_bias=batch.bias, config=config, backend=backend,
-            **batch.options, **options,
-        )  # fmt: skip
-
-    hidden, weight = batch.hidden.clone().requires_grad_(), batch.weight.clone().requires_grad_()
-    total = torch.zeros_like(weight)
-    call(hidden, weight, accumulate_into=total).loss.backward()
-    assert weight.grad is None and relative(total, exact.grads["weight"]) < 2e-6
-    hidden.grad = None
-    call(hidden, batch.weight).loss.backward()
-    assert relative(hidden.grad, exact.grads["hidden"]) < 2e-6
+    exact, total, own = reference(batch, config), torch.zeros_like(batch.weight), leaves(batch, "bias")
+    call(own, config, backend, accumulate_into=total).loss.backward()
+    assert own.weight.grad is None and relative(total, exact.grads["weight"]) < 2e-6
+    frozen = leaves(batch, "weight", "bias")
+    call(frozen, config, backend).loss.backward()
+    assert relative(frozen.hidden.grad, exact.grads["hidden"]) < 2e-6
     with torch.no_grad():
-        assert relative(call(hidden, weight).loss, exact.loss) < 2e-6
+        assert relative(call(own, config, backend).loss, exact.loss) < 2e-6
     with torch.autocast("cpu", torch.bfloat16):
-        found = call(hidden, weight).loss
+        found = call(own, config, backend).loss
     assert relative(found.float(), exact.loss) < 3e-2
 
 
@@ -416,16 +394,16 @@ def test_top_k_alone(mode):
     batch, config = make_batch(4, masked=True), config_of("jsd")
     teacher, mask = make_top_k((4, 6), mode), batch.options["completion_mask"]
     teacher.ids[~mask] = -1  # padding has no ids
-    leaves = [x.double().requires_grad_() for x in (batch.hidden, batch.weight)]
-    exact = top_k_divergence(config, log_softmax(*leaves, None), teacher.ids, teacher.logps, mode)
+    wide = [x.double().requires_grad_() for x in (batch.hidden, batch.weight)]
+    exact = top_k_divergence(config, log_softmax(*wide, None), teacher.ids, teacher.logps, mode)
     exact = torch.where(mask, exact, 0.0)
-    own = [x.detach().float().requires_grad_() for x in leaves]
+    own = [x.detach().float().requires_grad_() for x in wide]
     options = dict(divergence="jsd", divergence_beta=0.3, completion_mask=mask)
     out = gk.fused_distillation_loss(*own, teacher, **options)
     per_token = gk.fused_divergence(*own, teacher, **options)
     for found, expected in ((out.loss, exact.sum() / mask.sum()), (per_token.square().sum(), exact.square().sum())):
         assert relative(found.detach(), expected.detach()) < 5e-6
-        expected_gradients = torch.autograd.grad(expected, leaves, retain_graph=True)
+        expected_gradients = torch.autograd.grad(expected, wide, retain_graph=True)
         for x, y in zip(torch.autograd.grad(found, own), expected_gradients, strict=True):
             assert relative(x, y) < 5e-6
     mass = torch.where(mask[..., None] & (teacher.ids >= 0), teacher.logps.double().exp(), 0.0).sum() / mask.sum()
@@ -564,10 +542,9 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = 
 
 @pytest.mark.parametrize(("options", "config", "error", "message"), CALLS.values(), ids=CALLS)
 def test_bad_calls(options, config, error, message):
-    batch = make_batch(0)
     given = {"teacher": TEACHER, "config": gk.GRPOConfig(**{"distill_coef": 0.7} | config)} | options
     with pytest.raises(error, match=message):
-        gk.fused_grpo_loss(batch.hidden, batch.weight, batch.ids, batch.advantages, **given)
+        call(make_batch(0), **given)
 
 
 CONFIGS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -595,11 +572,4 @@ def test_where_no_teacher_can_be_given():
     with pytest.raises(ValueError, match=r"distill_coef=1\.0 has no effect without a teacher"):
         gk.grpo_loss_from_logps(batch.hidden[..., 0], batch.advantages, config=config)
     with pytest.raises(ValueError, match="teacher is given to a call that is traced or compiled"):
-        torch.compile(
-            lambda: (
-                gk.fused_grpo_loss(
-                    batch.hidden, batch.weight, batch.ids, batch.advantages, config=config, teacher=TEACHER
-                ).loss
-            ),
-            backend="eager",
-        )()
+        torch.compile(lambda: call(batch, config, teacher=TEACHER).loss, backend="eager")()

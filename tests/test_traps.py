@@ -9,10 +9,13 @@ import kernel_checks
 import pytest
 import torch
 from helpers import (
+    LEAVES,
     Batch,
     assert_close,
     assert_same_bits,
+    call,
     fused,
+    leaves,
     make_batch,
     off_policy,
     reference,
@@ -245,7 +248,7 @@ def test_equal_rewards_leave_the_gradients_of_kl_and_entropy(backend):
     zero = dataclasses.replace(batch, advantages=torch.zeros(4))
     assert found.grads["weight"].any()
     assert_close(found, reference(zero, config))
-    out = gk.fused_grpo_loss(batch.hidden, batch.weight, batch.ids, **batch.options, **given, config=config)
+    out = call(batch, config, **given)
     assert torch.equal(out.advantages, torch.zeros(4)) and out.metrics["equal_reward_groups"] == 1
     for coefficient in ({"beta": 0.1}, {"entropy_coef": 0.01}):
         assert fused(zero, gk.GRPOConfig(**coefficient), backend).grads["weight"].any()
@@ -326,23 +329,15 @@ def test_a_target_with_probability_e_to_the_minus_95(backend):
 def test_gradients_are_multiplied_by_grad_output(backend):
     """A backward that returns finished gradients must scale them: loss scales, sums of losses, two backwards."""
     batch = make_batch(1, bias=True)
-    plain = fused(batch, backend=backend).grads
-    leaves = [x.clone().requires_grad_() for x in (batch.hidden, batch.weight, batch.bias)]
-
-    def loss():
-        return gk.fused_grpo_loss(
-            *leaves[:2], batch.ids, batch.advantages, lm_head_bias=leaves[2], backend=backend
-        ).loss
-
-    (-2.5 * loss()).backward()
-    assert all(torch.allclose(x.grad, -2.5 * g) for x, g in zip(leaves, plain.values(), strict=True))
-    for x in leaves:
-        x.grad = None
-    first, second = loss(), loss()
-    (first * 3 + second**2 + leaves[2].sum()).backward()
+    plain, own = fused(batch, backend=backend).grads, leaves(batch)
+    (-2.5 * call(own, backend=backend).loss).backward()
+    assert all(torch.allclose(getattr(own, name).grad, -2.5 * g) for name, g in plain.items())
+    own = leaves(batch)
+    first, second = (call(own, backend=backend).loss for _ in range(2))
+    (first * 3 + second**2 + own.bias.sum()).backward()
     factor = 3 + 2 * second.item()
-    for x, g in zip(leaves, plain.values(), strict=True):
-        assert torch.allclose(x.grad, factor * g + (1.0 if x is leaves[2] else 0.0), atol=1e-6)
+    for name, g in plain.items():
+        assert torch.allclose(getattr(own, name).grad, factor * g + (1.0 if name == "bias" else 0.0), atol=1e-6)
 
 
 # --- NaN logits of unmasked tokens ------------------------------------------------------------------------------------
@@ -354,9 +349,9 @@ POINTS = [(surrogate, level) for surrogate, rule in SURROGATE_RULES.items() for 
 
 
 def with_nan(batch: Batch, value: float = math.nan) -> Batch:
-    hidden = batch.hidden.clone()
-    hidden[TOKEN][3] = value
-    return Batch(hidden, batch.weight, batch.ids, batch.advantages, batch.bias, batch.options)
+    batch = leaves(batch, *LEAVES)
+    batch.hidden[TOKEN][3] = value
+    return batch
 
 
 def make(surrogate: str, *, old: bool, advantage: float) -> Batch:
@@ -425,8 +420,8 @@ def test_nan_log_probabilities(backend, surrogate):
         entropy, logps = torch.rand(batch.ids.shape), torch.full(batch.ids.shape, -2.0)
         logps[TOKEN] = math.nan
         entropy[TOKEN] = 0.1
-        for leaves in ((logps, entropy), (logps.nan_to_num(-2.0), torch.where(logps.isnan(), math.nan, entropy))):
+        for given in ((logps, entropy), (logps.nan_to_num(-2.0), torch.where(logps.isnan(), math.nan, entropy))):
             out = gk.grpo_loss_from_logps(
-                leaves[0], batch.advantages, entropy=leaves[1], config=config, backend=backend, **options
+                given[0], batch.advantages, entropy=given[1], config=config, backend=backend, **options
             )
             assert out.loss.isnan()
