@@ -10,9 +10,8 @@ from helpers import make_batch
 from test_chunks import meta_head
 
 import grpo_kernels as gk
-from grpo_kernels.backends import get_backend
 from grpo_kernels.engine import products
-from grpo_kernels.engine.lm_head import LMHead, Rows
+from grpo_kernels.engine.lm_head import Rows
 
 META = torch.device("meta")
 HALF = (torch.bfloat16, torch.float16)
@@ -97,30 +96,6 @@ def test_the_lm_head_without_them(monkeypatch, probed, missing):
     assert finished.dtypes[:2] == (torch.bfloat16, torch.bfloat16)
     assert len(said) == (0 if missing == "nothing" else 1)
     assert all(f"torch {torch.__version__} has no torch." in str(x.message) for x in said)
-
-
-def test_few_rows_get_their_hidden_gradient_through_float32(monkeypatch):
-    """cuBLAS may round parts of a sum over the vocabulary to bfloat16 where the result has few tiles."""
-    weight = torch.empty(67, 4096, dtype=torch.bfloat16, device=META)
-    for rows, expected in ((256, torch.float32), (4096, torch.bfloat16)):
-        calls = []
-
-        def spy(*args, out_dtype=None, calls=calls, **kwargs):
-            calls.append(out_dtype or args[0].dtype)
-            return mm(*args, **({} if out_dtype is None else {"out_dtype": out_dtype}), **kwargs)
-
-        hidden = torch.empty(rows, 4096, dtype=torch.bfloat16, device=META)
-        head = LMHead(
-            (hidden, weight, None),
-            get_backend("torch"),
-            wants=(True, False, False),
-            logits_dtype=torch.float32,
-            chunk_rows=rows,
-        )
-        monkeypatch.setattr(torch, "mm", spy)
-        head.accumulate(head.chunks_of([Rows(0, rows)])[0], torch.zeros(rows, dtype=torch.int64, device=META))
-        monkeypatch.setattr(torch, "mm", mm)
-        assert calls == [expected] and head.gradients().tensors[0].dtype == torch.bfloat16
 
 
 # --- torch's switch for float16 accumulation --------------------------------------------------------------------------

@@ -32,13 +32,10 @@ from test_vocab_parallel import run_ranks, sliced, whole
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_kernels.backends import get_backend
-from grpo_kernels.backends.pytorch.backend import TorchBackend
 from grpo_kernels.backends.strategy import STRATEGIES
 from grpo_kernels.contract import SparseRule
 from grpo_kernels.engine import kept, sparse
 from grpo_kernels.engine import shared as engine_shared
-from grpo_kernels.engine.lm_head import LMHead
 from grpo_kernels.integrations.transformers import fused_forward
 
 BACKENDS = ("cpu", "torch")
@@ -273,21 +270,6 @@ def test_hidden_states_that_were_changed_before_the_backward_are_refused():
         out.loss.backward()
 
 
-@pytest.mark.parametrize(
-    ("count", "chunk_rows", "share"), [(2048, None, 0.75), (16, None, 1), (1, None, 1), (2048, 300, 1)]
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_chunks_leave_room_for_pairs(dtype, count, chunk_rows, share):
-    """Unless they are small, or their rows were chosen."""
-    given = torch.zeros(1, count, 1, dtype=dtype), torch.zeros(49152, 1, dtype=dtype), None
-    head = LMHead(given, get_backend("torch"), wants=(True, True, False), chunk_rows=chunk_rows)
-    usual = max(chunk.rows.count for chunk in head.chunks(None))
-    head.leave_room()
-    chunks = head.chunks(None)
-    assert sum(chunk.rows.count for chunk in chunks) == count
-    assert usual * share * 0.85 <= max(chunk.rows.count for chunk in chunks) <= usual * share
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_pairs_of_much_memory_go_in_portions(dtype, monkeypatch):
     """Before those tokens that take products, and with the same pairs as all at once."""
@@ -339,16 +321,6 @@ def test_every_function_rounds_the_same_entries(backend):
         function(own.hidden, own.weight, own.bias).backward()
         for name, gradient in expected.items():
             assert torch.allclose(getattr(own, name).grad, gradient, rtol=1e-5, atol=1e-6 * gradient.abs().max().item())
-
-
-@pytest.mark.parametrize("backend", ["cpu", "triton"])
-def test_backends_agree(backend, monkeypatch):
-    """With torch, over the same log-sum-exps, which are part of the random numbers."""
-    monkeypatch.setattr(TorchBackend, "statistics", lambda _, *given: get_backend(backend).statistics(*given))
-    batch, config = make_batch(6, vocab=500, bias=True), gk.GRPOConfig(sparse_backward=0.01, entropy_coef=0.01)
-    found, expected = (fused(batch, config, name) for name in (backend, "torch"))
-    assert 20 < found.metrics["sparse/kept"] < 200
-    assert_close(found, expected, 2e-5)
 
 
 def test_a_compiled_function_returns_the_same():

@@ -283,20 +283,6 @@ def test_accumulated_frozen_and_without_gradients(backend):
     assert relative(found.float(), exact.loss) < 3e-2
 
 
-def test_memory_of_two_chunks():
-    """The buffer of both rows' logits is one block, which the next call finds."""
-    from grpo_kernels.engine import memory
-
-    batch, config = batch_of().head_as(torch.bfloat16), config_of("reverse_kl", chunk_rows=4)
-    memory._last_on_cpu.clear()
-    fused(batch, config, "cpu")
-    (block,) = memory._last_on_cpu
-    of_policy, of_teacher = (-(-4 * VOCAB * itemsize // 64) * 64 for itemsize in (2, 4))
-    assert block.nbytes() == of_policy + of_teacher
-    fused(batch, config, "cpu")
-    assert memory._last_on_cpu[0].data_ptr() == block.data_ptr()
-
-
 # --- teachers that are known at K ids ---------------------------------------------------------------------------------
 
 MODES = ("tail", "truncate", "renormalize")
