@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from contextlib import nullcontext
-
+import kernel_checks as c
 import pytest
 import torch
-from helpers import call_counter, make_batch
-from kernel_checks import SIGNALLING
+from helpers import call_counter, leaves, make_batch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo_kernels as gk
@@ -16,8 +13,6 @@ from grpo_kernels.backends import get_backend
 from grpo_kernels.backends.pytorch import backend as torch_backend
 from grpo_kernels.backends.triton import scale as triton_scale
 from grpo_kernels.engine.lm_head import LMHead
-
-FACTORS = (-2.0, 1.003, 1 + 2.0**-23, 0.0, 65536.0, math.inf, math.nan)
 
 
 @pytest.fixture
@@ -41,78 +36,55 @@ class Float32Products(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("dtype", SIGNALLING)
-@pytest.mark.parametrize("shape", [(5, 19), (1000,), (0, 4)])
-def test_scale_is_a_product_in_float32(backend, dtype, shape, small_blocks):
-    """A factor of 65,536, a usual loss scale, is infinite in float16; 1.003 is 1 in bfloat16."""
-    values = (100 * torch.randn(shape)).to(dtype)
-    special = torch.tensor([math.nan, math.inf, 0.0, -0.0, 6e4, 1e-7]).to(dtype)
-    values.view(-1)[: len(special)] = special[: values.numel()]
-    for factor in FACTORS:
-        buffer = torch.cat([torch.full((3,), 7.0, dtype=dtype), values.reshape(-1), torch.full((3,), 7.0, dtype=dtype)])
-        x = buffer[3:-3].view(shape)  # off the alignment
-        with Float32Products() if backend in ("cpu", "torch") else nullcontext():
-            get_backend(backend).scale(x, torch.tensor(factor))
-        torch.testing.assert_close(x, (values.float() * factor).to(dtype), rtol=0, atol=0, equal_nan=True)
-        assert (buffer[:3] == 7).all() and (buffer[-3:] == 7).all()
-
-
-@pytest.mark.parametrize("kernels", ["triton", "cuda"])
-@pytest.mark.parametrize("dtype", SIGNALLING)
-def test_a_factor_of_one_touches_nothing(kernels, dtype, small_blocks):
-    """Any arithmetic would make a signalling NaN a quiet one."""
-    bits = torch.full((100,), SIGNALLING[dtype], dtype=torch.int32 if dtype == torch.float32 else torch.int16)
-    before = bits.clone()
-    scale = get_backend(kernels).scale
-    scale(bits.view(dtype), torch.tensor(1.0))
-    assert torch.equal(bits, before)
-    scale(bits.view(dtype), torch.tensor(2.0))
-    assert not torch.equal(bits, before)
+@pytest.mark.parametrize("dtype", c.DTYPES)
+def test_scale_is_a_product_in_float32(backend, dtype, small_blocks):
+    kernels, of_torch = get_backend(backend), backend in ("cpu", "torch")
+    if of_torch:
+        with Float32Products():
+            kernels.scale(torch.ones(95, dtype=dtype), torch.tensor(0.3))
+    for count in (95, 1000):
+        c.check_scale(kernels, dtype, count, shift=3, keeps_nan=not of_torch)
+    kernels.scale(torch.empty(0, 4, dtype=dtype), torch.tensor(2.0))
 
 
 # --- what autograd does not see ---------------------------------------------------------------------------------------
 
 
-def head_losses(batch, leaves, backend):
-    return {
-        "fused_grpo_loss": lambda: gk.fused_grpo_loss(*leaves, batch.ids, batch.advantages, backend=backend).loss,
-        "fused_policy_loss": lambda: gk.fused_policy_loss(
-            *leaves, batch.ids, lambda chunk: chunk.logps.mean(), backend=backend
-        ),
-    }
+def loss_of(name, batch, hidden, weight, backend):
+    if name == "fused_grpo_loss":
+        return gk.fused_grpo_loss(hidden, weight, batch.ids, batch.advantages, backend=backend).loss
+    return gk.fused_policy_loss(hidden, weight, batch.ids, lambda chunk: chunk.logps.mean(), backend=backend)
 
 
 @pytest.mark.parametrize("name", ["fused_grpo_loss", "fused_policy_loss"])
 def test_hooks_on_saved_tensors_do_not_move_gradients(name, backend):
     """save_on_cpu and its like would copy a (V, H) gradient to the host and back."""
-    batch = make_batch(0)
-    leaves = [x.clone().requires_grad_() for x in (batch.hidden, batch.weight)]
-    moved = []
+    batch, moved = leaves(make_batch(0)), []
 
     def pack(x):
         moved.append(tuple(x.shape))
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        loss = head_losses(batch, leaves, backend)[name]()
+        loss = loss_of(name, batch, batch.hidden, batch.weight, backend)
     loss.backward()
-    assert moved == [] and all(x.grad.any() for x in leaves)
+    assert moved == [] and batch.hidden.grad.any() and batch.weight.grad.any()
 
 
 @pytest.mark.parametrize("name", ["fused_grpo_loss", "fused_policy_loss"])
 def test_checkpointing_computes_a_loss_that_comes_last_once(monkeypatch, name, backend):
     """Recomputation ends where everything saved is there again: nothing of the loss is."""
-    batch, products = make_batch(0), []
+    batch, products = leaves(make_batch(0)), []
     call_counter(monkeypatch, LMHead, "logits", products, lambda self, rows: rows.stop - rows.start)
-    leaves = [x.clone().requires_grad_() for x in (batch.hidden, batch.weight)]
-    expected = torch.autograd.grad(head_losses(batch, leaves, backend)[name](), leaves)
+    given = batch.hidden, batch.weight
+    expected = torch.autograd.grad(loss_of(name, batch, *given, backend), given)
     products.clear()
 
     def step(hidden, weight):
-        return head_losses(batch, (torch.tanh(hidden).atanh(), weight), backend)[name]()
+        return loss_of(name, batch, torch.tanh(hidden).atanh(), weight, backend)
 
-    loss = torch.utils.checkpoint.checkpoint(step, *leaves, use_reentrant=False)
-    found = torch.autograd.grad(loss, leaves)
+    loss = torch.utils.checkpoint.checkpoint(step, *given, use_reentrant=False)
+    found = torch.autograd.grad(loss, given)
     assert sum(products) == 24
     for x, y in zip(found, expected, strict=True):
         assert torch.allclose(x, y, rtol=1e-2, atol=1e-4)

@@ -73,10 +73,12 @@ def check_tokens(kernels: Emulated, orders=ORDERS[:4]) -> None:
     """Tokens, sequences, kept ids, finished gradients."""
     for order in orders:
         kernels.use(order=order)
-        for rules in (PlanRules(), PlanRules(whole_sequences=True, score_inactive=False)):
-            c.check_plan(kernels, *c.make_plan_inputs([7, 300, 0, 64, 1, 1300, *[9] * 20]), rules)
-        c.check_sequences(kernels, KernelParams(level="sequence", off_policy_threshold=0.02, has_rollout=True))
-        c.check_reduce(kernels, "clip", True)
+        lengths = [7, 300, 0, 64, 1, 1300, *[9] * 20]
+        for case, rules in enumerate((PlanRules(), PlanRules(whole_sequences=True, score_inactive=False))):
+            c.check_plan(kernels, *c.make_inputs(c.Draw(case), lengths), rules)
+        for case in (1, 2):
+            c.check_sequences(kernels, case, lengths)
+        c.check_sums(kernels, 0, lengths)
         c.check_kept(kernels, 1031, torch.float32, wide=True, shift=order)
         kernels.use((90, 1), order)
         for dtype, shift in zip(c.DTYPES, (3, 7, 0), strict=True):

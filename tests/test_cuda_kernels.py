@@ -1,4 +1,4 @@
-"""The CUDA kernels of rows, tokens and rewards on an emulated GPU, against float64: every element type, odd shapes and
+"""The CUDA kernels of rows and tokens on an emulated GPU, against float64: every element type, odd shapes and
 addresses, clusters of every size and none, several orders of the threads; each kernel is called twice.
 
 Further tests of every backend run them on an emulated H200.
@@ -97,13 +97,8 @@ def test_sixteen_bit_conversion(kernels, dtype):
     c.check_sixteen_bits(kernels, dtype, every=37)
 
 
-# --- tokens, sequences, rewards -------------------------------------------------------------------------------------
+# --- tokens, sequences ----------------------------------------------------------------------------------------------
 
-SEQUENCES = (
-    dict(level="sequence_sum", kl="k3", beta=0.1, bias_correction=True),
-    dict(level="sequence", surrogate="gmpo", epsilon_low=0.1, epsilon_high=0.1),
-    dict(level="sequence", vespo=True, off_policy_threshold=0.02, has_rollout=True),
-)
 RULES = (
     PlanRules(aggregation="seq_mean", score_inactive=False),
     PlanRules(aggregation="token_mean", entropy_coef=0.01, temperature=0.7),
@@ -117,15 +112,14 @@ def test_plan_sequences_and_sums(kernels, order):
     """Of sequences that many threads share; test_plan_kernels.py has every option."""
     kernels.use(order=order)
     for i, lengths in enumerate(BATCHES):
-        c.check_plan(kernels, *c.make_plan_inputs(lengths), RULES[(i + order) % 3])
-    for options in SEQUENCES:
-        c.check_sequences(kernels, KernelParams(**options))
-    c.check_reduce(kernels, "clip", has_old=order % 2 == 0)
+        c.check_plan(kernels, *c.make_inputs(c.Draw(i), lengths), RULES[(i + order) % 3])
+        c.check_sequences(kernels, 5 * order + i, lengths)
+        c.check_sums(kernels, 5 * order + i, lengths)
 
 
 @pytest.mark.parametrize("normalizer", [0.0, torch.nan, torch.inf])
 def test_plan_with_a_normalizer_that_is_no_number_to_divide_by(kernels, normalizer):
-    inputs, ids = c.make_plan_inputs((3, 50))
+    inputs, ids = c.make_inputs(c.Draw(0), (3, 50))
     for rules in (PlanRules(), RULES[1]):
         c.check_plan(kernels, inputs._replace(normalizer=torch.tensor(normalizer)), ids, rules)
 
