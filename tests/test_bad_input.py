@@ -63,6 +63,18 @@ def spoiled(shape: tuple[int, ...], value: float, *where: int) -> torch.Tensor:
 
 meta = torch.device("meta")
 half = torch.bfloat16
+X, W = torch.randn(4, 6, 40), torch.randn(67, 40)  # of a teacher; one that is known at two ids
+TWO_IDS, TWO_LOGPS = torch.tensor([4, 7]).expand(4, 6, 2), torch.full((4, 6, 2), -2.0)
+
+
+def taught(teacher, **changes) -> dict:
+    return changed(**{"teacher": teacher, "config": gk.GRPOConfig(distill_coef=0.7)} | changes)
+
+
+def top_k(ids=TWO_IDS, logps=TWO_LOGPS, mode="tail") -> gk.TopKTeacher:
+    return gk.TopKTeacher(ids, logps, mode)
+
+
 CASES = {
     # shapes
     "hidden 1-D": (lambda: changed(hidden=torch.rand(24)), ValueError, "hidden", "(24,)", "(B, T, H) or packed (N, H)"),
@@ -134,6 +146,29 @@ CASES = {
     "cu_seqlens short": (lambda: packed_arguments(cu_seqlens=torch.tensor([0, 6, 12, 18, 23])), ValueError, "cu_seqlens", "23", "from 0 to 24"),
     "cu_seqlens back": (lambda: packed_arguments(cu_seqlens=torch.tensor([0, 12, 6, 18, 24])), ValueError, "cu_seqlens", "12, 6", "in order"),
     "one per token or per sequence": (lambda: packed_arguments(advantages=torch.rand(24), cu_seqlens=torch.tensor([0] * 24 + [24])), ValueError, "advantages", "(24,)", "empty", "(24, 1)"),
+    # teachers
+    "no teacher": (lambda: taught(None), ValueError, "teacher is None and distill_coef=0.7"),
+    "no coefficient": (lambda: taught(gk.Teacher(X, W), config=gk.GRPOConfig()), ValueError, "teacher has no effect with config.distill_coef=0"),
+    "teacher tensor": (lambda: taught(X), TypeError, "teacher is a Tensor; expected a grpo_kernels.Teacher"),
+    "teacher rows": (lambda: taught(gk.Teacher(X[:3], W)), ValueError, "shape (3, 6, 40); expected a row", "(4, 6)"),
+    "teacher of more ids": (lambda: taught(gk.Teacher(X, torch.randn(70, 40))), ValueError, "pass Teacher.weight[:67]"),
+    "teacher of fewer ids": (lambda: taught(gk.Teacher(X, W[:60])), ValueError, "pass lm_head_weight[:60]"),
+    "teacher gradient": (lambda: taught(gk.Teacher(X, W.clone().requires_grad_())), ValueError, "Teacher.weight requires a gradient"),
+    "teacher of two types": (lambda: taught(gk.Teacher(X, W.half())), TypeError, "Teacher.weight is torch.float16"),
+    "teacher bias dtype": (lambda: taught(gk.Teacher(X.half(), W.half(), W[:, 0])), TypeError, "Teacher.bias is torch.float32"),
+    "teacher float64": (lambda: taught(gk.Teacher(X.double(), W.double())), TypeError, "Teacher.hidden is float64"),
+    "teacher cuda": (lambda: taught(gk.Teacher(X, W), backend="cuda"), ValueError, "backend='cuda' has no kernels for a teacher"),
+    "teacher and sparse": (lambda: taught(gk.Teacher(X, W), config=gk.GRPOConfig(distill_coef=0.7, sparse_backward=0.1)), ValueError, "config.sparse_backward is given with a teacher"),
+    "teacher and a mask": (lambda: taught(gk.Teacher(X, W), sampling_mask=gk.SamplingMask.from_lists([[[1]] * 6] * 4)), ValueError, "sampling_mask is given with"),
+    "top-k other mask": (lambda: taught(top_k(mode="renormalize"), sampling_mask=gk.SamplingMask.from_lists([[[1]] * 6] * 4)), ValueError, "sampling_mask holds other ids than"),
+    "top-k number for a mask": (lambda: taught(top_k(mode="renormalize"), sampling_mask=3), TypeError, "sampling_mask is a int; expected a grpo_kernels.SamplingMask"),
+    "top-k cuda, its mask": (lambda: taught(top_k(mode="renormalize"), sampling_mask=top_k().sampling_mask, backend="cuda"), ValueError, "'cuda' has no kernels for a teacher"),
+    "top-k mask list": (lambda: taught(top_k(), completion_mask=[[1] * 6] * 4), TypeError, "completion_mask is a list"),
+    "top-k no mass": (lambda: taught(top_k(logps=TWO_LOGPS - math.inf, mode="renormalize")), ValueError, "ids[0, 0] has no mass to renormalize"),
+    "top-k no id": (lambda: taught(top_k(torch.full((4, 6, 2), -1))), ValueError, "ids[0, 0] has no id"),
+    "top-k ids": (lambda: taught(top_k(TWO_IDS + 63)), ValueError, "TopKTeacher.ids holds 70"),
+    "top-k tokens": (lambda: taught(top_k(TWO_IDS[1:], TWO_LOGPS[1:])), ValueError, "(3, 6, 2); expected a row"),
+    "top-k gradient": (lambda: taught(top_k(logps=TWO_LOGPS.clone().requires_grad_())), ValueError, "logps requires a gradient"),
 }  # fmt: skip
 
 
@@ -228,6 +263,8 @@ LOGIT_OPTIONS = [
     (dict(temperature=-1.0), ValueError, "temperature=-1.0"),
     (dict(logit_softcap=0.0), ValueError, "logit_softcap=0.0"),
     (dict(logit_scale="2"), TypeError, "logit_scale", "str", "number"),
+    (dict(sparse_backward=2), ValueError, "sparse_backward=2; expected a number in (0, 1)"),
+    (dict(sparse_backward=True), TypeError, "sparse_backward is a bool"),
 ]
 
 
@@ -318,6 +355,25 @@ OTHERS = [
         (dict(top=1.5), ValueError, "top=1.5", "in (0, 1]"),
         (dict(top=torch.ones(2)), TypeError, "top", "Tensor", "number"),
     ]),
+    (gk.Teacher, dict(hidden=X, weight=W), [
+        (dict(weight=W[:, 1:]), ValueError, "Teacher.weight has shape (67, 39); expected (V, H')"),
+        (dict(bias=W[:3, 0]), ValueError, "Teacher.bias has shape (3,); expected (67,)"),
+        (dict(hidden=X[0, 0]), ValueError, "Teacher.hidden has shape (40,)"),
+        (dict(hidden=X.long()), TypeError, "Teacher.hidden is torch.int64"),
+        (dict(logit_scale=0.0), ValueError, "logit_scale=0.0"),
+        (dict(hidden=X.to(meta), weight=W.to(meta)), ValueError, "Teacher.hidden is on the meta device"),
+        (dict(weight=torch.nn.Linear(3, 4)), TypeError, "Teacher.weight is a Linear", ", and bias=Teacher.weight.bias"),
+    ]),
+    (gk.TopKTeacher, dict(ids=TWO_IDS, logps=TWO_LOGPS), [
+        (dict(ids=TWO_IDS[..., :0], logps=TWO_LOGPS[..., :0]), ValueError, "shape (4, 6, 0); expected", "K >= 1"),
+        (dict(logps=TWO_LOGPS[..., :1]), ValueError, "TopKTeacher.logps has shape (4, 6, 1)"),
+        (dict(ids=TWO_LOGPS), TypeError, "TopKTeacher.ids is torch.float32"),
+        (dict(ids=TWO_IDS * 0), ValueError, "TopKTeacher.ids repeats an id"),
+        (dict(logps=-TWO_LOGPS), ValueError, "TopKTeacher.logps holds 2"),
+        (dict(logps=TWO_LOGPS * math.nan), ValueError, "TopKTeacher.logps holds nan"),
+        (dict(logps=TWO_LOGPS * 0.1), ValueError, "add up to a mass of 1.6375"),
+        (dict(mode="rest"), ValueError, "mode='rest'; expected one of tail, truncate"),
+    ]),
 ]  # fmt: skip
 
 
@@ -385,7 +441,8 @@ RANGES = {
     "delta": (0.0, -1.0), "dual_clip": (1.0, 0.5), "log_ratio_clamp": (0.0,), "kl_clamp": (0.0, (1.0, -1.0), (1.0,)),
     "temperature": (0.0, -1.0, math.nan), "logit_scale": (0.0,), "logit_softcap": (0.0, -3.0),
     "off_policy_mask_threshold": (-0.1,), "chunk_rows": (0, -1, 2.5, True), "advantage_ddof": (2, None, torch.ones(1)),
-    "advantage_eps": (-1e-4,), "logits_dtype": (torch.int64,),
+    "advantage_eps": (-1e-4,), "logits_dtype": (torch.int64,), "distill_coef": (-1.0,),
+    "sparse_backward": (0, 0.0, 1, 1.0, -0.1, 2, 10**400, math.nan, math.inf),
 }  # fmt: skip
 NUMBERS = ("beta", "epsilon_low", "temperature", "logit_scale", "delta", "entropy_threshold", "advantage_eps")
 FLAGS = ("use_bias_correction_kl", "score_inactive", "static_shapes")
@@ -397,6 +454,10 @@ REFUSED = [
         for x in ("0.1", True, [1.0])
     ),
     (dict(advantage_eps=None), TypeError, "advantage_eps is a NoneType; expected a number"),
+    *(
+        (dict(sparse_backward=x), TypeError, "sparse_backward is a (Tensor|bool|str)")
+        for x in (torch.tensor(0.1), True, False, "0.1")
+    ),
     *(  # the text "False" is true to Python
         ({name: x}, TypeError, f"{name} is a {type(x).__name__}; expected True or False")
         for name in FLAGS
@@ -439,6 +500,11 @@ REFUSED = [
     (dict(entropy_aggregation="mean", entropy_coef=0.1), ValueError, "entropy_aggregation='mean'; expected one of"),
     (dict(kl_estimator="k3+", kl_score_term=True), ValueError, r"kl_score_term=True with kl_estimator='k3\+'"),
     (dict(use_bias_correction_kl=True, kl_score_term=True), ValueError, "no bias correction, whose ratio has"),
+    (dict(divergence="jsd"), ValueError, "divergence='jsd' has no effect with distill_coef=0"),
+    (dict(distill_coef=1.0, divergence_beta=0.5), ValueError, "has no effect with 'reverse_kl'"),
+    (dict(distill_coef=1.0, divergence="jsd", divergence_beta=1.0), ValueError, r"divergence_beta=1\.0; exp"),
+    (dict(distill_coef=1.0, divergence="jsd", divergence_beta=0.0), ValueError, r"divergence_beta=0\.0; exp"),
+    (dict(distill_coef=1.0, divergence="kl"), ValueError, "divergence='kl'; expected one of reverse_kl"),
     (dict(max_completion_length=5), ValueError, "max_completion_length has no effect"),
     (dict(kl_estimator="none", beta=0.1), ValueError, "kl_estimator='none' contradicts beta"),
     (dict(kl_estimator="none", use_bias_correction_kl=True), ValueError, "contradicts .*use_bias_correction_kl"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from functools import partial
 from typing import Any
 
@@ -404,28 +403,6 @@ def test_an_adapter_on_the_head():
 
 
 # --- refused ----------------------------------------------------------------------------------------------------------
-
-BAD: tuple[tuple[Any, type[Exception], str], ...] = (
-    *(
-        (x, ValueError, r"sparse_backward=.*; expected a number in \(0, 1\)")
-        for x in (0, 0.0, 1, 1.0, -0.1, 2, 10**400)
-    ),
-    *((x, ValueError, "sparse_backward=(nan|inf)") for x in (math.nan, math.inf)),
-    *((x, TypeError, "sparse_backward is a (Tensor|bool|str)") for x in (torch.tensor(0.1), True, False, "0.1")),
-)
-
-
-@pytest.mark.parametrize(("theta", "error", "message"), BAD, ids=[repr(x)[:12] for x, *_ in BAD])
-def test_bad_numbers(theta, error, message):
-    batch = make_batch(0)
-    for function in (
-        lambda: gk.GRPOConfig(sparse_backward=theta),
-        lambda: gk.fused_logps(batch.hidden, batch.weight, batch.ids, sparse_backward=theta),
-        lambda: gk.fused_policy_loss(batch.hidden, batch.weight, batch.ids, lambda c: c.logps.sum(),
-                                     sparse_backward=theta),
-    ):  # fmt: skip
-        with pytest.raises(error, match=message):
-            function()
 
 
 def test_what_does_not_go_with_it(monkeypatch):
