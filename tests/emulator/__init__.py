@@ -60,10 +60,6 @@ class Emulated(CudaBackend):
         self._controls.gk_emulator_last_launch(numbers)
         return Launch(self._controls.gk_emulator_last_kernel().decode(), *numbers)
 
-    def launches(self) -> int:
-        """Kernels launched so far."""
-        return self._controls.gk_emulator_launches()
-
     def items_cover(self, row_blocks: int, tiles: int, per_part: int, group: int) -> bool:
         """Whether a schedule of the products has every tile of every row block just once."""
         return self._controls.gk_items_cover(row_blocks, tiles, per_part, group)

@@ -13,7 +13,6 @@ GK_EXPORT void gk_emulator_use(const int* device, unsigned order) {
     settings().order = order;
 }
 
-GK_EXPORT int gk_emulator_launches() { return settings().launches; }
 GK_EXPORT const char* gk_emulator_last_kernel() { return settings().last_kernel.c_str(); }
 GK_EXPORT void gk_emulator_last_launch(unsigned* values) {
     const gk::cuda::LaunchConfig& config = settings().last_config;

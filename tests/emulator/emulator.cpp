@@ -322,7 +322,6 @@ void launch(const char* kernel, const LaunchConfig& config, const void* argument
     if (config.cluster == 0 || config.cluster > 8 || config.grid % config.cluster != 0) fail("an impossible cluster");
     if (config.cluster > 1 && device.capability < 90) fail("no clusters on this device");
     if (config.shared > static_cast<unsigned>(device.shared_per_block)) fail("too much shared memory");
-    settings().launches++;
     settings().last_kernel = kernel;
     settings().last_config = config;
     emulator::machine().launch(kernel, found->second, config, argument);

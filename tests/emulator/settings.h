@@ -9,7 +9,6 @@ namespace gk::emulator {
 struct Settings {
     unsigned order = 0;
     cuda::Device device = {90, 132, 232448, 233472, 62914560};  // an H200's
-    int launches = 0;                                           // so far
     std::string last_kernel;
     cuda::LaunchConfig last_config = {};
 };
