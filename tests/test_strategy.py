@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 
 import pytest
 import torch
-from helpers import call_counter, errors, fused, make_batch, off_policy, true_logps
-from test_precision import CONFIGS, half_batch, root_mean_square, run
+from helpers import call, call_counter, fused, make_batch, off_policy, true_logps
+from test_precision import CONFIGS, assert_as_exact_as_eager, half_batch
 
 import grpo_kernels as gk
 from grpo_kernels.backends import get_backend
@@ -28,17 +29,7 @@ def strategy(request, monkeypatch) -> str:
 @pytest.mark.parametrize("strategy", ["anchored"], indirect=True)  # the others are those of test_precision.py
 @pytest.mark.parametrize("name", ["grpo", "cispo"])  # of those, what it serves
 def test_bfloat16_is_as_exact_as_eager_with_float32_softmax(name, strategy):
-    """Gradients over several batches: the rounding of a single one may cancel by luck."""
-    config, ours, eager = CONFIGS[name], [], []
-    for seed in range(4):
-        batch = half_batch(torch.bfloat16, config, seed)
-        exact = run(batch, config, torch.float64, torch.float64)
-        ours.append(errors(fused(batch, config, "triton"), exact, 1.0))
-        eager.append(errors(run(batch, config, torch.bfloat16, torch.float32), exact, 1.0))
-    found, allowed = root_mean_square(ours), root_mean_square(eager)
-    for key, error in found.items():
-        slack = 1e-5 if key.startswith("metric") else 1e-6
-        assert error <= allowed[key] + slack, f"{key}: {error:.3e}, eager {allowed[key]:.3e}"
+    assert_as_exact_as_eager(CONFIGS[name], torch.bfloat16, "triton", seeds=4)
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -66,7 +57,7 @@ def test_strided_hidden_states_and_bias(strategy):
         hidden = torch.stack([batch.hidden, batch.hidden], -1)[..., 0] if strided else batch.hidden
         wide = torch.stack([batch.bias, batch.bias + 1], -1).requires_grad_()
         bias = wide[:, 0] if strided else wide[:, 0].contiguous()
-        out = gk.fused_grpo_loss(hidden, batch.weight, batch.ids, batch.advantages, lm_head_bias=bias, backend="triton")
+        out = call(dataclasses.replace(batch, hidden=hidden, bias=bias), backend="triton")
         out.loss.backward()
         with torch.no_grad():
             logps, _ = gk.fused_logps(hidden, batch.weight, batch.ids, lm_head_bias=bias, backend="triton")

@@ -23,8 +23,10 @@ from helpers import (
     Batch,
     Result,
     assert_close,
+    call,
     errors,
     fused,
+    leaves,
     make_batch,
     make_sampling_mask,
     off_policy,
@@ -185,24 +187,23 @@ def logps_alone(rank: int, group) -> None:
     batch = make_batch(1, bias=True, masked=True, vocab=VOCAB)
     mine, mask = sliced(batch, rank, group), batch.options["completion_mask"]
     for backend, way in itertools.product(BACKENDS, ("none", *MASK_WAYS)):
-        leaves = [x.clone().requires_grad_() for x in (batch.hidden, batch.weight, batch.bias)]
-        own = [x.clone().requires_grad_() for x in (mine.hidden, mine.weight, mine.bias)]
+        alone, own = leaves(batch), leaves(mine)
         options = dict(completion_mask=mask, entropy=True, temperature=1.2, logit_softcap=4.0, backend=backend)
         if way != "none":
             options["sampling_mask"] = make_sampling_mask(tuple(batch.ids.shape), VOCAB)
         with way_of_masks(way):
-            one = gk.fused_logps(*leaves[:2], batch.ids, lm_head_bias=leaves[2], **options)
-            options |= {"lm_head_bias": own[2], "vocab_parallel_group": group}
-            found = gk.fused_logps(*own[:2], batch.ids, **options)
+            one = gk.fused_logps(alone.hidden, alone.weight, batch.ids, lm_head_bias=alone.bias, **options)
+            options |= {"lm_head_bias": own.bias, "vocab_parallel_group": group}
+            found = gk.fused_logps(own.hidden, own.weight, batch.ids, **options)
             for x, y in zip(found, one, strict=True):
                 assert torch.allclose(x, y, atol=2e-6)
             for logps, entropy in (one, found):
                 (logps.sin().sum() + entropy.square().sum()).backward()
             rows = rows_of(rank, group.size())
-            for x, y in zip(own, (leaves[0].grad, leaves[1].grad[rows], leaves[2].grad[rows]), strict=True):
-                assert relative(x.grad, y) < 2e-5
+            for name, part in (("hidden", slice(None)), ("weight", rows), ("bias", rows)):
+                assert relative(getattr(own, name).grad, getattr(alone, name).grad[part]) < 2e-5
             with torch.no_grad():
-                assert torch.equal(gk.fused_logps(*own[:2], batch.ids, **options)[0], found[0])
+                assert torch.equal(gk.fused_logps(own.hidden, own.weight, batch.ids, **options)[0], found[0])
 
 
 def kept_ids_outside_of_the_vocabulary(rank: int, group) -> None:
@@ -286,27 +287,23 @@ def gathered_tokens(rank: int, group) -> None:
 def accumulated(rank: int, group) -> None:
     """dweight into a buffer of the caller's; a frozen slice has none."""
     batch, config = batches(gk.GRPOConfig()), gk.GRPOConfig()
-    mine, exact = sliced(batch, rank, group), reference(batch, config)
-    weight, hidden, total = mine.weight.requires_grad_(), mine.hidden.requires_grad_(), torch.zeros_like(mine.weight)
+    mine, exact = leaves(sliced(batch, rank, group), "bias"), reference(batch, config)
+    total = torch.zeros_like(mine.weight)
     with pytest.MonkeyPatch.context() as patch:  # the rank with the least memory decides
         patch.setattr(vocab_parallel, "capacity_of", lambda _: (1000 + rank, rank))
-        assert vocab_parallel.agree(group, hidden, weight, None, (True,) * 3, ()).capacity == (1000, 0)
-    gk.fused_grpo_loss(
-        hidden, weight, mine.ids, mine.advantages, lm_head_bias=mine.bias, accumulate_into=total, **mine.options
-    ).loss.backward()
-    assert weight.grad is None and relative(total, exact.grads["weight"][rows_of(rank, group.size())]) < 2e-5
-    hidden.grad = None
-    gk.fused_grpo_loss(
-        hidden, weight.detach(), mine.ids, mine.advantages, lm_head_bias=mine.bias, **mine.options
-    ).loss.backward()
-    assert relative(hidden.grad, exact.grads["hidden"]) < 2e-5
+        assert vocab_parallel.agree(group, mine.hidden, mine.weight, None, (True,) * 3, ()).capacity == (1000, 0)
+    call(mine, accumulate_into=total).loss.backward()
+    assert mine.weight.grad is None and relative(total, exact.grads["weight"][rows_of(rank, group.size())]) < 2e-5
+    frozen = leaves(mine, "weight", "bias")
+    call(frozen).loss.backward()
+    assert relative(frozen.hidden.grad, exact.grads["hidden"]) < 2e-5
 
 
 def refusals(rank: int, group) -> None:
     """On every rank, in the same step, and the next call works."""
     batch = batches(gk.GRPOConfig())
 
-    def call(**changes):
+    def loss(**changes):
         mine = sliced(batch, rank, group)
         given = dict(
             hidden=mine.hidden, lm_head_weight=mine.weight, completion_ids=mine.ids, advantages=mine.advantages,
@@ -326,24 +323,24 @@ def refusals(rank: int, group) -> None:
         ({"hidden": batch.hidden.clone().requires_grad_()}, "inputs that require gradients must be the same"),
     ):
         with pytest.raises(ValueError, match=message):
-            call(**(changes if only_here else {}))
+            loss(**(changes if only_here else {}))
     wrong = {"advantages": torch.ones(5)}
     with pytest.raises(ValueError, match="advantages has shape" if only_here else "rank 1 of the group refused"):
-        call(**(wrong if only_here else {}))
+        loss(**(wrong if only_here else {}))
     mine, mask = sliced(batch, rank, group), make_mask()
     with pytest.raises(ValueError, match="config and other arguments must be the same"):
         gk.fused_logps(
             mine.hidden, mine.weight, mine.ids, vocab_parallel_group=group, sampling_mask=mask if only_here else None
         )
     with pytest.raises(ValueError, match="traced or compiled; it needs an eager one"):
-        torch.compile(lambda: call().loss, backend="eager")()
+        torch.compile(lambda: loss().loss, backend="eager")()
     compiled = torch.compile(gather_tokens, backend="eager")
     assert torch.equal(compiled(batch.hidden, group), gather_tokens(batch.hidden, group))
     with pytest.raises(TypeError, match=r"vocab_parallel_group is a str; expected a torch\.distributed\.ProcessGroup"):
-        call(vocab_parallel_group="tp")
+        loss(vocab_parallel_group="tp")
     with pytest.raises(ValueError, match=rf"completion_ids.*{VOCAB}"):
-        call(completion_ids=batch.ids.clone().fill_(VOCAB), completion_mask=None)
-    assert call().loss.isfinite()
+        loss(completion_ids=batch.ids.clone().fill_(VOCAB), completion_mask=None)
+    assert loss().loss.isfinite()
 
 
 WORK = {
