@@ -122,7 +122,7 @@ wheels: $(VENV)/.created
 	$(BIN)/python tools/wheels.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(VENV)-bench build dist *.egg-info grpo_kernels/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(VENV)-bench build dist *.egg-info grpo_kernels/*.so .pytest_cache .mypy_cache .ruff_cache .benchmarks
 
 # The packages that the integrations serve and the benchmarks compare with, beside the package itself, which is installed.
 # Of verl's dependencies, which are many, none is needed for either; they keep it from Python 3.13, which its modules

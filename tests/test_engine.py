@@ -195,6 +195,19 @@ def _gradient_of_logits(batch, config):
     return leaf.grad
 
 
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (1, 5, 3, 2), (5, 1, 1, 70), (3, 4, 20, 1)])
+def test_any_shape(sizes, backend):
+    """Of sequences, tokens, hidden states and vocabulary; where one id is all there is, every gradient is 0."""
+    sequences, length, width, vocab = sizes
+    batch = make_batch(1, sequences=sequences, length=length, width=width, vocab=vocab, bias=True, masked=sequences > 1)
+    batch = off_policy(batch, spread=0.02)
+    for rows in (None, 2):
+        config = gk.GRPOConfig(importance_sampling_level="token" if rows is None else "sequence", chunk_rows=rows)
+        found, exact = tensors(fused(batch, config, backend)), tensors(reference(batch, config))
+        for name, x in exact.items():
+            torch.testing.assert_close(found[name].double(), x.double(), rtol=1e-5, atol=2e-6, msg=name)
+
+
 # --- views ------------------------------------------------------------------------------------------------------------
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CONSTRAINTS = ROOT / ".ci" / "constraints.txt"
 # The last three build the emulator of the CUDA kernels, which the backend "cuda" is in the tests.
-PACKAGES = ("numpy", "pytest", "pytest-xdist", "hypothesis", "setuptools>=77", "pybind11>=3,<4", "ninja>=1.11")
+PACKAGES = ("numpy", "pytest", "pytest-xdist", "setuptools>=77", "pybind11>=3,<4", "ninja>=1.11")
 FILES = (
     *("compile", "engine", "backward", "chunks", "float16", "default_type"),
     *("policy_loss", "sampling_mask", "traps", "variants", "env"),
