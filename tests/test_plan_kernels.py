@@ -61,7 +61,7 @@ def test_plan_of_more_blocks_than_are_scanned_at_once(name, monkeypatch):
 
         monkeypatch.setattr(plan, "ADDED_AT_ONCE", 2)
     draw = c.Draw(0)
-    shape = (17, 50)
+    shape = (17, 12)
     advantages = draw.normal(17)
     advantages[::3] = 0.0
     inputs = TokenInputs(advantages, completion_mask=draw.chance(shape))

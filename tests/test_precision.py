@@ -74,7 +74,7 @@ def assert_as_exact_as_eager(
 
 @pytest.mark.parametrize(("name", "dtype"), [*zip(CONFIGS, HALF * 2, strict=True), ("grpo", torch.float16)])
 def test_half_precision_is_as_exact_as_eager_with_float32_softmax(name, dtype, backend):
-    assert_as_exact_as_eager(CONFIGS[name], dtype, backend)
+    assert_as_exact_as_eager(CONFIGS[name], dtype, backend, seeds=4 if backend == "triton" else 8)  # it takes long
 
 
 @pytest.mark.parametrize("dtype", HALF)
