@@ -1,4 +1,4 @@
-// The scheduler of the emulated GPU, and csrc/cuda/driver.h on top of it. See emulator.h.
+// The scheduler of the emulated GPU, its numbers, and csrc/cuda/driver.h on top of it. See emulator.h.
 #include "emulator.h"
 
 #include <stdlib.h>
@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "cuda/driver.h"
+#include "cuda/lm_head_schedule.h"
 #include "fiber.h"
 #include "settings.h"
 
@@ -302,6 +303,32 @@ void* remote(void* address, int rank, const Place& place) {
     return there.shared.get() + offset;
 }
 
+// ---- the conversions of cvt instructions, in integer arithmetic
+uint16_t float_to_bfloat(float x) {
+    const uint32_t bits = cuda::to_bits(x);
+    if (x != x) return 0x7FFF;
+    return static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+}
+
+uint16_t float_to_half(float x) {
+    const uint16_t sign = static_cast<uint16_t>(cuda::to_bits(x) >> 16 & 0x8000u);
+    if (x != x) return 0x7FFF;
+    const float magnitude = fabsf(x);
+    if (magnitude >= 65520.f) return sign | 0x7C00u;
+    // nearbyint rounds to nearest even; in units of the last place a half has eleven significant bits.
+    int exponent = magnitude == 0.f ? -14 : ilogbf(magnitude);
+    if (exponent < -14) exponent = -14;
+    const auto units = static_cast<uint32_t>(nearbyintf(ldexpf(magnitude, 10 - exponent)));
+    return static_cast<uint16_t>(sign + (static_cast<uint32_t>(exponent + 14) << 10) + units);
+}
+
+float half_to_float(uint16_t half) {
+    const float sign = half & 0x8000u ? -1.f : 1.f;
+    const int exponent = half >> 10 & 31, fraction = half & 1023;
+    if (exponent == 31) return fraction ? NAN : sign * INFINITY;
+    return sign * (exponent == 0 ? ldexpf(fraction, -24) : ldexpf(fraction + 1024, exponent - 25));
+}
+
 }  // namespace gk::emulator
 
 namespace gk::cuda {
@@ -334,3 +361,36 @@ int driver_cuda() { return 0; }
 const char* image_for(int capability) { return capability == 90 ? "sm_90a" : "emulator"; }
 
 }  // namespace gk::cuda
+
+// ---- what tests choose and see, for Python's ctypes: the functions of a module that is imported too
+#define GK_EXPORT extern "C" __attribute__((visibility("default")))
+
+using gk::emulator::settings;
+
+GK_EXPORT void gk_emulator_use(const int* device, unsigned order) {
+    settings().device = {device[0], device[1], device[2], device[3], device[4]};
+    settings().order = order;
+}
+
+GK_EXPORT const char* gk_emulator_last_kernel() { return settings().last_kernel.c_str(); }
+GK_EXPORT void gk_emulator_last_launch(unsigned* values) {
+    const gk::cuda::LaunchConfig& config = settings().last_config;
+    values[0] = config.grid, values[1] = config.block, values[2] = config.shared, values[3] = config.cluster;
+}
+
+// Whether the items are every tile of every row block just once, in parts that start where the last one ends.
+GK_EXPORT bool gk_items_cover(uint32_t row_blocks, uint32_t tiles, uint32_t per_part, uint32_t group) {
+    using namespace gk::cuda::head;
+    const uint32_t parts = (tiles + per_part - 1) / per_part;
+    const Schedule schedule = {1, row_blocks, tiles, per_part, parts, group};
+    std::vector<int> seen(static_cast<size_t>(row_blocks) * tiles);
+    for (uint32_t i = 0; i < item_count(schedule); i++) {
+        const Item item = place(schedule, i);
+        if (item.row_block >= row_blocks || item.first_tile != item.part * per_part || item.last_tile > tiles)
+            return false;
+        for (uint32_t tile = item.first_tile; tile < item.last_tile; tile++) seen[item.row_block * tiles + tile]++;
+    }
+    for (const int count : seen)
+        if (count != 1) return false;
+    return true;
+}

@@ -1,4 +1,4 @@
-// What tests choose of the emulated GPU, and what they look at afterwards (controls.cpp).
+// What tests choose of the emulated GPU, and what they look at afterwards.
 #pragma once
 #include <string>
 
