@@ -1,4 +1,4 @@
-"""The losses of examples/losses against their formulas over whole logits, in float64: values and gradients."""
+"""The losses of examples/losses.py against their formulas over whole logits, in float64: values and gradients."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-FOLDER = Path(__file__).resolve().parents[1] / "examples" / "losses"
-FUNCTIONS: dict[str, Any] = {}
-for path in FOLDER.glob("*.py"):
-    FUNCTIONS |= {
-        name: f for name, f in runpy.run_path(str(path)).items() if name.endswith("_loss") and name[:6] != "fused_"
-    }
+PATH = Path(__file__).resolve().parents[1] / "examples" / "losses.py"
+FUNCTIONS: dict[str, Any] = {name: f for name, f in runpy.run_path(str(PATH)).items() if name.endswith("_loss")}
+del FUNCTIONS["fused_policy_loss"]
 
 G = torch.Generator().manual_seed(3)
 B, T, H, V = 5, 7, 12, 30
@@ -116,9 +113,3 @@ def test_a_loss_is_its_formula(name):
         torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-12)
         for x, y in zip(torch.autograd.grad(loss, own), right, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-8, atol=1e-11)
-
-
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
-def test_it_runs(path, capsys):
-    runpy.run_path(str(path), run_name="__main__")
-    assert "loss " in capsys.readouterr().out

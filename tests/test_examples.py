@@ -30,7 +30,7 @@ def load(name: str) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["plain_transformers", "liger", "dpo", "vllm_teacher"])
+@pytest.mark.parametrize("name", ["plain_transformers", "liger", "dpo", "losses", "vllm_teacher"])
 def test_it_runs(name, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", [name])
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
