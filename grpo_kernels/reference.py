@@ -1,7 +1,7 @@
 """The specification: what every backend must compute, in plain PyTorch and by autograd, at any floating precision.
 
 It holds the full (N, V) logits and is slow and large on purpose: one line per formula, `detach()` for stop-gradient.
-Of the package it imports the configuration and names.py alone. Symbols: N tokens (a (B, T) batch flattened, or packed),
+Of the package it runs the configuration and names.py alone. Symbols: N tokens (a (B, T) batch flattened, or packed),
 S sequences, V vocabulary; m is the mask, A the advantage, r the importance ratio. Natural logs, nats.
 """
 
@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .config import DEFAULT_CONFIG, SURROGATE_RULES, GRPOConfig
 from .names import EXPONENT_LIMIT, PRODUCT_LIMIT
+
+if TYPE_CHECKING:
+    from .sampling_mask import SamplingMask
+    from .teacher import Teacher, TopKTeacher
 
 
 class ReferenceOutput(NamedTuple):
@@ -27,34 +31,6 @@ class ReferenceOutput(NamedTuple):
     metrics: dict[str, Tensor]
 
 
-class KeptIds(Protocol):
-    """A SamplingMask: ids (M,) of all tokens one after another, counts (B, T) or (N,); count 0: all ids."""
-
-    @property
-    def ids(self) -> Tensor: ...
-
-    @property
-    def counts(self) -> Tensor: ...
-
-
-class Head(Protocol):
-    """A Teacher: its hidden states (..., H'), weight (V, H'), bias (V,), and what becomes of its logits."""
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    logit_scale: float
-    logit_softcap: float | None
-
-
-class TopKIds(Protocol):
-    """A TopKTeacher: ids (..., K), -1 where there is none, and their log-probabilities."""
-
-    ids: Tensor
-    logps: Tensor
-    mode: str
-
-
 def reference_grpo_loss(
     hidden: Tensor,
     lm_head_weight: Tensor,
@@ -62,7 +38,7 @@ def reference_grpo_loss(
     advantages: Tensor,
     *,
     lm_head_bias: Tensor | None = None,
-    teacher: Head | TopKIds | None = None,
+    teacher: Teacher | TopKTeacher | None = None,
     config: GRPOConfig | None = None,
     **options: Tensor | float | None,
 ) -> ReferenceOutput:
@@ -97,7 +73,7 @@ def reference_loss_from_logits(
     *,
     completion_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    sampling_mask: KeptIds | None = None,
+    sampling_mask: SamplingMask | None = None,
     config: GRPOConfig | None = None,
     **options: Tensor | float | None,
 ) -> ReferenceOutput:
@@ -137,7 +113,7 @@ def reference_logps(
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
-    sampling_mask: KeptIds | None = None,
+    sampling_mask: SamplingMask | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of `ids` and entropy of softmax(z), z = softcap(scale * logits) / temperature, over kept ids."""
     kept = None if sampling_mask is None else kept_ids(sampling_mask, ids, logits.shape[-1])
@@ -198,7 +174,7 @@ def top_k_divergence(cfg: GRPOConfig, log_p: Tensor, ids: Tensor, logps: Tensor,
     return divergence(cfg, log_p, log_q)
 
 
-def kept_ids(sampling_mask: KeptIds, ids: Tensor, vocab_size: int) -> Tensor:
+def kept_ids(sampling_mask: SamplingMask, ids: Tensor, vocab_size: int) -> Tensor:
     """bool (..., V): what truncated sampling kept, the sampled ids always among it (DeepSeek-V3.2, arXiv:2512.02556,
     section 3.1). A token with count 0 keeps the whole vocabulary."""
     if sampling_mask.counts.shape != ids.shape:
@@ -327,9 +303,7 @@ def reference_loss_from_logps(
         own = entropy_normalizer is None
         loss = loss - (bonus / kept.sum().clamp(min=1) / accumulation if own else bonus / entropy_normalizer)
 
-    metrics = _metrics(
-        cfg, m, _PerToken(logp=logp, H=H, r=r, A=A, kl=kl, old=old, base=base, rollout=rollout, weight=weight)
-    )
+    metrics = _metrics(cfg, m, logp=logp, H=H, r=r, A=A, kl=kl, old=old, base=base, rollout=rollout, weight=weight)
     if D is not None:
         metrics["divergence"] = (torch.where(m, D.detach(), 0.0).sum()) / m.sum().clamp(min=1)
     if cfg.entropy_coef != 0.0:
@@ -537,23 +511,11 @@ def sequence_of_token(shape: torch.Size, cu_seqlens: Tensor | None, device: torc
     return torch.arange(cu_seqlens.numel() - 1, device=device).repeat_interleave(cu_seqlens.diff().to(device))
 
 
-class _PerToken(NamedTuple):
-    """What metrics are means of."""
-
-    logp: Tensor
-    H: Tensor | None
-    r: Tensor
-    A: Tensor
-    kl: Tensor | None
-    old: Tensor | None
-    base: Tensor | None
-    rollout: Tensor | None
-    weight: Tensor | None
-
-
-def _metrics(cfg: GRPOConfig, m: Tensor, tokens: _PerToken) -> dict[str, Tensor]:
+def _metrics(
+    cfg: GRPOConfig, m: Tensor, *, logp: Tensor, H: Tensor | None, r: Tensor, A: Tensor, kl: Tensor | None,
+    old: Tensor | None, base: Tensor | None, rollout: Tensor | None, weight: Tensor | None,
+) -> dict[str, Tensor]:  # fmt: skip
     """Means over unmasked tokens."""
-    logp, H, r, A, kl, old, base, rollout, weight = tokens
     count = m.sum().clamp(min=1)
 
     def mean(x: Tensor) -> Tensor:

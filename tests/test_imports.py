@@ -74,7 +74,10 @@ def test_each_room_imports_its_own_floor_and_those_below():
 
 
 def test_the_reference_stands_alone():
-    assert graph()["reference"] == {"config", "names"}
+    from grpo_kernels import reference
+
+    assert graph()["reference"] == {"config", "names", "sampling_mask", "teacher"}
+    assert not vars(reference).keys() & {"SamplingMask", "Teacher", "TopKTeacher"}  # those two are there for types
     assert [name for name in graph() if "reference" in graph()[name]] == ["commands.check"]
 
 
