@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .contract import Sums
 from .inputs import LossInputs
-from .names import COLUMN, COLUMNS
+from .names import COLUMNS
 
 
 @dataclass(frozen=True, eq=False, repr=False)  # a dataclass, because DDP and FSDP search its fields for the loss
@@ -51,23 +51,19 @@ class GRPOLossOutput:
 
     @property
     def metrics(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = self._once("metrics", _metrics)
-        return found
+        return self._once("metrics", _metrics)
 
     @property
     def metric_sums(self) -> dict[str, tuple[Tensor, Tensor]]:
-        found: dict[str, tuple[Tensor, Tensor]] = self._once("metric_sums", _metric_sums)
-        return found
+        return self._once("metric_sums", _metric_sums)
 
     @property
     def sequences(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = self._once("sequences", _sequences)
-        return found
+        return self._once("sequences", _sequences)
 
     @property
     def groups(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = self._once("groups", _groups)
-        return found
+        return self._once("groups", _groups)
 
     def _once(self, name: str, compute: Callable[[LossInputs, Sums], Any]) -> Any:
         if name not in self._computed:
@@ -108,51 +104,42 @@ def _present(inputs: LossInputs) -> dict[str, bool]:
     }
 
 
-def _quotients(inputs: LossInputs) -> dict[str, tuple[str, str]]:
-    """metric -> (column of the sum, column of the count), for the metrics that this call has."""
-    present = _present(inputs)
-    return {name: (top, bottom) for name, (top, bottom, need) in _QUOTIENTS.items() if present[need]}
-
-
 def _columns(sums: Tensor) -> dict[str, Tensor]:
     """The columns of sums (..., K) by name; views."""
     return dict(zip(COLUMNS, sums.unbind(-1), strict=True))
 
 
-def _means(inputs: LossInputs, sums: Tensor) -> dict[str, Tensor]:
-    """metric -> mean from sums (..., K)."""
-    quotients = _quotients(inputs)
-    count = {bottom: sums[..., COLUMN[bottom]].clamp(min=1) for _, bottom in quotients.values()}
-    mean = {bottom: _columns(sums / n.unsqueeze(-1)) for bottom, n in count.items()}
-    found = {name: mean[bottom][top] for name, (top, bottom) in quotients.items()}
-    if "clip_ratio/low" in found:
-        clipped = sums[..., COLUMN["clip_low"]] + sums[..., COLUMN["clip_high"]]
-        found["clip_ratio/region"] = clipped / count["tokens"]
+def _pairs(inputs: LossInputs, column: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """metric -> (sum, count) of the metrics that this call has, from columns of one shape."""
+    present = _present(inputs)
+    found = {name: (column[top], column[bottom]) for name, (top, bottom, need) in _QUOTIENTS.items() if present[need]}
+    if present["clipping"]:
+        found["clip_ratio/region"] = column["clip_low"] + column["clip_high"], column["tokens"]
     return found
 
 
-def _mask_sums(sums: Sums) -> dict[str, tuple[Tensor, Tensor]]:
-    """How often the sampled id had to be added to the ids of a sampling mask; and, over tokens whose logits were
-    computed over the whole vocabulary, the probability mass of the kept ids (0 where there were none)."""
-    if sums.mask is None:
-        return {}
-    tokens, added, mass, dense = sums.mask.clone().unbind()
-    return {"sampling_mask/added": (added, tokens), "sampling_mask/kept_mass": (mass, dense)}
+def _divide(pairs: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """name -> sum / count, 0 where there is nothing to count."""
+    totals, counts = (torch.stack(x) for x in zip(*pairs.values(), strict=True))
+    return dict(zip(pairs, (totals / counts.clamp(min=1)).unbind(), strict=True))
 
 
-def _sparse_sums(sums: Sums) -> dict[str, tuple[Tensor, Tensor]]:
-    """Of tokens with a gradient: entries of d loss / d logits that are left; whether they took products instead."""
-    if sums.sparse is None:
-        return {}
-    pairs, dense, tokens = sums.sparse.clone().unbind()
-    return {"sparse/kept": (pairs, tokens), "sparse/dense": (dense, tokens.clone())}
-
-
-def _teacher_sums(sums: Sums) -> dict[str, tuple[Tensor, Tensor]]:
-    """The probability that a teacher of K ids gives them."""
-    if sums.teacher_mass is None:
-        return {}
-    return {"divergence/mass": (sums.teacher_mass.clone(), sums.totals[COLUMN["tokens"]].clone())}
+def _all_pairs(inputs: LossInputs, sums: Sums) -> dict[str, tuple[Tensor, Tensor]]:
+    """metric -> (sum, count) of the batch; views."""
+    column = _columns(sums.totals)
+    found = _pairs(inputs, column)
+    if sums.mask is not None:
+        # How often the sampled id had to be added to the ids of a sampling mask; and, over tokens whose logits were
+        # computed over the whole vocabulary, the probability mass of the kept ids (0 where there were none).
+        tokens, added, mass, dense = sums.mask.unbind()
+        found |= {"sampling_mask/added": (added, tokens), "sampling_mask/kept_mass": (mass, dense)}
+    if sums.sparse is not None:
+        # Of tokens with a gradient: entries of d loss / d logits that are left; whether they took products instead.
+        pairs, dense, tokens = sums.sparse.unbind()
+        found |= {"sparse/kept": (pairs, tokens), "sparse/dense": (dense, tokens)}
+    if sums.teacher_mass is not None:  # the probability that a teacher of K ids gives them
+        found["divergence/mass"] = sums.teacher_mass, column["tokens"]
+    return found
 
 
 def _equal_reward_groups(inputs: LossInputs, sums: Sums) -> Tensor | None:
@@ -165,11 +152,7 @@ def _equal_reward_groups(inputs: LossInputs, sums: Sums) -> Tensor | None:
 
 def _metric_sums(inputs: LossInputs, sums: Sums) -> dict[str, tuple[Tensor, Tensor]]:
     """metric -> (sum, count): copies, so that a caller may add the sums of other ranks in place."""
-    column = _columns(sums.totals)
-    found = {name: (column[top].clone(), column[bottom].clone()) for name, (top, bottom) in _quotients(inputs).items()}
-    if "clip_ratio/low" in found:
-        found["clip_ratio/region"] = column["clip_low"] + column["clip_high"], column["tokens"].clone()
-    found |= _mask_sums(sums) | _sparse_sums(sums) | _teacher_sums(sums)
+    found = {name: (total.clone(), count.clone()) for name, (total, count) in _all_pairs(inputs, sums).items()}
     equal = _equal_reward_groups(inputs, sums)
     if equal is not None:
         found["equal_reward_groups"] = equal.sum(), equal.new_full((), inputs.num_groups)
@@ -178,7 +161,7 @@ def _metric_sums(inputs: LossInputs, sums: Sums) -> dict[str, tuple[Tensor, Tens
 
 def _metrics(inputs: LossInputs, sums: Sums) -> dict[str, Tensor]:
     """metric -> scalar."""
-    found = _means(inputs, sums.totals)
+    found = _divide(_all_pairs(inputs, sums))
     found["ratio/min"], found["ratio/max"] = sums.extrema[0].clone(), sums.extrema[1].clone()
     if "rollout_mismatch/mean" in found:
         found["rollout_mismatch/max"] = sums.extrema[2].clone()
@@ -187,52 +170,40 @@ def _metrics(inputs: LossInputs, sums: Sums) -> dict[str, Tensor]:
         # 0, not NaN, where every weight is 0 or there is no token
         found["rollout_ess"] = found["rollout_weight/mean"] ** 2 / torch.where(mean_square == 0, 1, mean_square)
     if inputs.config.has_entropy_bonus:
-        found["policy_loss"] = _policy_loss(inputs, sums)
+        found["policy_loss"] = sums.loss + _entropy_bonus(inputs, sums)
     equal = _equal_reward_groups(inputs, sums)
     if equal is not None:
         found["equal_reward_groups"] = equal.mean()
-    others = _mask_sums(sums) | _sparse_sums(sums) | _teacher_sums(sums)
-    return found | {name: total / count.clamp(min=1) for name, (total, count) in others.items()}
+    return found
 
 
-def _policy_loss(inputs: LossInputs, sums: Sums) -> Tensor:
-    """() the loss without its entropy bonus."""
+def _entropy_bonus(inputs: LossInputs, sums: Sums) -> Tensor:
+    """() what the loss has less for the entropy."""
     config, tokens, column = inputs.config, inputs.tokens, _columns(sums.totals)
-    count = column["tokens"].clamp(min=1)
-    coefficient = config.entropy_coef if tokens.entropy_coef is None else tokens.entropy_coef
     if config.entropy_kept_only:
-        return sums.loss + sums.bonus
-    if config.entropy_aggregation == "loss":
-        return sums.loss + coefficient * _aggregated_entropy(inputs, sums)
+        return sums.bonus
+    coefficient = config.entropy_coef if tokens.entropy_coef is None else tokens.entropy_coef
+    count = column["tokens"].clamp(min=1)
+    own: Any = count  # the denominator of the aggregation, which `normalizer` replaces
+    if config.aggregation not in ("token_mean", "num_items"):
+        own = sums.num_sequences * (config.max_completion_length or 1)
+    if config.entropy_aggregation == "loss":  # the sum of w H, w being the weights of the aggregation
+        sequence = _columns(sums.sequences)
+        entropy = sequence["entropy"]
+        if config.aggregation == "seq_mean":
+            entropy = entropy / sequence["tokens"].clamp(min=1)
+        return coefficient * (entropy.sum() / (own if tokens.normalizer is None else tokens.normalizer))
     bonus = coefficient * column["entropy"]
     if tokens.entropy_normalizer is not None:
-        return sums.loss + bonus / tokens.entropy_normalizer
+        return bonus / tokens.entropy_normalizer
     bonus = bonus / count
-    if tokens.normalizer is None:
-        return sums.loss + bonus
-    if config.aggregation not in ("token_mean", "num_items"):
-        count = count.new_full((), sums.num_sequences * (config.max_completion_length or 1))
-    return sums.loss + bonus * count / tokens.normalizer
-
-
-def _aggregated_entropy(inputs: LossInputs, sums: Sums) -> Tensor:
-    """() sum of w H, w being the weights of the aggregation."""
-    config, normalizer = inputs.config, inputs.tokens.normalizer
-    sequences, count = _columns(sums.sequences), sums.totals[COLUMN["tokens"]].clamp(min=1)
-    entropy = sequences["entropy"]
-    if config.aggregation == "seq_mean":
-        entropy = entropy / sequences["tokens"].clamp(min=1)
-    if normalizer is not None:
-        return entropy.sum() / normalizer
-    if config.aggregation in ("token_mean", "num_items"):
-        return entropy.sum() / count
-    return entropy.sum() / (sums.num_sequences * (config.max_completion_length or 1))
+    return bonus if tokens.normalizer is None else bonus * own / tokens.normalizer
 
 
 def _sequences(inputs: LossInputs, sums: Sums) -> dict[str, Tensor]:
     """(S,) each: the sequence's share of the loss, its tokens, the mean of each metric over them."""
-    own = {name: sums.sequences[:, COLUMN[name]].clone() for name in ("loss", "tokens")}
-    return own | _means(inputs, sums.sequences)
+    column = _columns(sums.sequences)
+    return {name: column[name].clone() for name in ("loss", "tokens")} | _divide(_pairs(inputs, column))
 
 
 def _groups(inputs: LossInputs, sums: Sums) -> dict[str, Tensor]:
