@@ -20,7 +20,7 @@ from .checks.arguments import (
     num_sequences_of,
     refuse_transforms,
 )
-from .checks.plain import full_weight
+from .checks.plain import check_shape, full_weight
 from .config import check_flag
 from .engine.logits_loss import loss_from_logits
 from .engine.loss_op import LossCall, loss_from_hidden, policy_loss
@@ -218,8 +218,8 @@ def grpo_loss_from_logits(
     check_flag("inplace", inplace)
     check_float("logits", logits)
     check_tensor("completion_ids", completion_ids, logits)
-    if logits.dim() not in (2, 3) or logits.shape[-1] == 0:
-        raise ValueError(f"logits has shape {tuple(logits.shape)}; expected (B, T, V) or packed (N, V), V >= 1")
+    fits = logits.dim() in (2, 3) and logits.shape[-1] > 0
+    check_shape("logits", logits, fits, "(B, T, V) or packed (N, V), V >= 1")
     check_ids(completion_ids, logits.shape[:-1], "logits")
     inputs = resolve(advantages, sampling_mask, options, config, completion_ids, "logits", logits.dtype)
     check_values(completion_ids, options.get("completion_mask"), logits.shape[-1], options.get("cu_seqlens"))

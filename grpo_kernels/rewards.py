@@ -17,6 +17,7 @@ from .checks.arguments import (
     check_token_tensor,
     checks_values,
 )
+from .checks.plain import INTEGERS, check_shape
 from .config import check_count, check_number, check_one_of
 from .engine.groups import group_statistics as engine_statistics
 from .engine.groups import traced_group_statistics
@@ -185,7 +186,7 @@ def process_advantages(
     check_rewards(step_rewards, dims=2)
     check_rewards_finite("step_rewards", step_rewards)
     check_tensor("step_ends", step_ends, step_rewards)
-    if step_ends.shape != step_rewards.shape or step_ends.dtype not in (torch.int32, torch.int64):
+    if step_ends.shape != step_rewards.shape or step_ends.dtype not in INTEGERS:
         raise ValueError(
             f"step_ends is {step_ends.dtype} of shape {tuple(step_ends.shape)}; expected integers of the shape of "
             f"step_rewards, {tuple(step_rewards.shape)}"
@@ -229,7 +230,7 @@ def resolve_groups(num_sequences: int, num_generations: int | None, group_ids: T
         index = torch.arange(num_sequences, device=like.device) // num_generations
         return Groups(index, count, num_generations)
     check_tensor("group_ids", group_ids, like)
-    if group_ids.shape != (num_sequences,) or group_ids.dtype not in (torch.int32, torch.int64):
+    if group_ids.shape != (num_sequences,) or group_ids.dtype not in INTEGERS:
         raise ValueError(
             f"group_ids is {group_ids.dtype} of shape {tuple(group_ids.shape)}; expected integers ({num_sequences},)"
         )
@@ -241,8 +242,7 @@ def check_rewards(rewards: Tensor, dims: int = 1) -> None:
     """rewards are real numbers with `dims` dimensions."""
     name, shape = ("rewards", "(B,)") if dims == 1 else ("step_rewards", "(B, K)")
     check_tensor(name, rewards)
-    if rewards.dim() != dims or rewards.shape[0] == 0:
-        raise ValueError(f"{name} has shape {tuple(rewards.shape)}; expected {shape} with B >= 1")
+    check_shape(name, rewards, rewards.dim() == dims and rewards.shape[0] > 0, f"{shape} with B >= 1")
     if rewards.dtype not in NUMBERS:
         raise TypeError(f"{name} is {rewards.dtype}; expected real numbers")
 
@@ -269,8 +269,7 @@ def rollout_weights(
     veto: a sequence with a token whose own ratio is below it gets 0 (1e-4 in verl and slime); None: none does.
     """
     check_float("old_logps", old_logps)
-    if old_logps.dim() != 2:
-        raise ValueError(f"old_logps has shape {tuple(old_logps.shape)}; expected (B, T)")
+    check_shape("old_logps", old_logps, old_logps.dim() == 2, "(B, T)")
     for name, x in (("rollout_logps", rollout_logps), ("completion_mask", completion_mask)):
         check_token_tensor(name, x, old_logps.shape, old_logps.shape[0], old_logps)
     check_tensor("rollout_logps", rollout_logps)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .checks.arguments import check_kept_ids
-from .checks.plain import check_plain
+from .checks.plain import INTEGERS, check_integers, check_plain, check_shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,17 +36,9 @@ class SamplingMask:
 
     def __post_init__(self) -> None:
         for name, x in (("ids", self.ids), ("counts", self.counts)):
-            check_plain(f"SamplingMask.{name}", x)
-            if x.dtype not in (torch.int32, torch.int64):
-                raise TypeError(f"SamplingMask.{name} is {x.dtype}; expected int32 or int64")
-        if self.ids.dim() != 1:
-            raise ValueError(
-                f"SamplingMask.ids has shape {tuple(self.ids.shape)}; expected (M,), one token after another"
-            )
-        if self.counts.dim() not in (1, 2):
-            raise ValueError(
-                f"SamplingMask.counts has shape {tuple(self.counts.shape)}; expected (B, T) or packed (N,)"
-            )
+            check_integers(f"SamplingMask.{name}", x)
+        check_shape("SamplingMask.ids", self.ids, self.ids.dim() == 1, "(M,), one token after another")
+        check_shape("SamplingMask.counts", self.counts, self.counts.dim() in (1, 2), "(B, T) or packed (N,)")
         if self.ids.device != self.counts.device:
             raise ValueError(f"SamplingMask.counts is on {self.counts.device}, ids on {self.ids.device}; expected one")
         check_kept_ids(self.ids, self.counts)
@@ -97,7 +89,7 @@ class SamplingMask:
         check_plain("kept", kept)
         if isinstance(padding, bool) or not isinstance(padding, int):
             raise TypeError(f"padding is a {type(padding).__name__}; expected an integer")
-        if kept.dim() not in (2, 3) or kept.dtype not in (torch.int32, torch.int64):
+        if kept.dim() not in (2, 3) or kept.dtype not in INTEGERS:
             raise ValueError(
                 f"kept is {kept.dtype} of shape {tuple(kept.shape)}; expected int32 or int64 (B, T, K) or (N, K)"
             )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .checks.arguments import check_float, check_tensor, checks_values
 from .checks.autocast import products_dtype
+from .checks.plain import check_integers, check_shape
 from .config import GRPOConfig, check_count, check_logit_transform, check_one_of
 from .sampling_mask import SamplingMask, check_sampling_mask
 
@@ -45,20 +46,16 @@ class Teacher:
         return replace(self, hidden=self.hidden.to(device), weight=self.weight.to(device), bias=bias)
 
     def __post_init__(self) -> None:
-        given = {"hidden": self.hidden, "weight": self.weight} | ({} if self.bias is None else {"bias": self.bias})
-        for name, x in given.items():
-            check_tensor(f"Teacher.{name}", x, self.hidden)
-            check_float(f"Teacher.{name}", x)
-        hidden, weight = self.hidden, self.weight
-        if hidden.dim() not in (2, 3) or hidden.shape[-1] == 0:
-            raise ValueError(f"Teacher.hidden has shape {tuple(hidden.shape)}; expected (B, T, H') or packed (N, H')")
-        if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
-            raise ValueError(
-                f"Teacher.weight has shape {tuple(weight.shape)}; expected (V, H') with H' = {hidden.shape[-1]} as in "
-                "Teacher.hidden"
-            )
-        if self.bias is not None and self.bias.shape != weight.shape[:1]:
-            raise ValueError(f"Teacher.bias has shape {tuple(self.bias.shape)}; expected ({len(weight)},)")
+        hidden, weight, bias = self.hidden, self.weight, self.bias
+        check_float("Teacher.hidden", hidden)
+        check_float("Teacher.weight", weight, hidden)
+        fits = hidden.dim() in (2, 3) and hidden.shape[-1] > 0
+        check_shape("Teacher.hidden", hidden, fits, "(B, T, H') or packed (N, H')")
+        fits = weight.dim() == 2 and weight.shape[1] == hidden.shape[-1]
+        check_shape("Teacher.weight", weight, fits, f"(V, H') with H' = {hidden.shape[-1]} as in Teacher.hidden")
+        if bias is not None:
+            check_float("Teacher.bias", bias, hidden)
+            check_shape("Teacher.bias", bias, bias.shape == weight.shape[:1], tuple(weight.shape[:1]))
         check_logit_transform(1.0, self.logit_scale, self.logit_softcap)
 
 
@@ -82,19 +79,14 @@ class TopKTeacher:
     mode: TopKMode = "tail"
 
     def __post_init__(self) -> None:
-        for name, x in (("ids", self.ids), ("logps", self.logps)):
-            check_tensor(f"TopKTeacher.{name}", x, self.ids)
-        if self.ids.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"TopKTeacher.ids is {self.ids.dtype}; expected int32 or int64")
-        check_float("TopKTeacher.logps", self.logps)
-        if self.ids.dim() not in (2, 3) or self.ids.shape[-1] == 0:
-            raise ValueError(f"TopKTeacher.ids has shape {tuple(self.ids.shape)}; expected (B, T, K) or (N, K), K >= 1")
-        if self.ids.shape != self.logps.shape:
-            raise ValueError(
-                f"TopKTeacher.logps has shape {tuple(self.logps.shape)}; expected {tuple(self.ids.shape)} like ids"
-            )
+        ids, logps = self.ids, self.logps
+        check_integers("TopKTeacher.ids", ids)
+        check_float("TopKTeacher.logps", logps, ids)
+        fits = ids.dim() in (2, 3) and ids.shape[-1] > 0
+        check_shape("TopKTeacher.ids", ids, fits, "(B, T, K) or (N, K), K >= 1")
+        check_shape("TopKTeacher.logps", logps, logps.shape == ids.shape, f"{tuple(ids.shape)} like ids")
         check_one_of("mode", self.mode, get_args(TopKMode))
-        if checks_values(self.ids.device):
+        if checks_values(ids.device):
             self._check_values()
 
     def _check_values(self) -> None:
@@ -202,23 +194,22 @@ def check_teacher(
         raise TypeError(f"teacher is a {type(teacher).__name__}; expected a grpo_kernels.Teacher or TopKTeacher")
     if config.distill_coef == 0.0:
         raise ValueError("teacher has no effect with config.distill_coef=0; set it, or leave the teacher out")
-    if isinstance(teacher, TopKTeacher):
-        _check_top_k(teacher, hidden, len(weight), mask)
-    else:
-        _check_head(teacher, hidden, weight, dtype)
+    tensors = {f"{type(teacher).__name__}.{name}": x for name, x in vars(teacher).items() if isinstance(x, Tensor)}
+    for name, x in tensors.items():
+        check_tensor(name, x, hidden)
+        if x.requires_grad:
+            raise ValueError(f"{name} requires a gradient, and none goes to a teacher; pass its detach()")
+    name, x = next(iter(tensors.items()))  # hidden, or ids
+    leading = tuple(hidden.shape[:-1])
+    fits = x.shape[:-1] == leading
+    check_shape(name, x, fits, f"a row for each row of hidden, {leading} before its last dimension")
+    if isinstance(teacher, Teacher):
+        _check_head(teacher, tensors, weight, dtype)
+    elif checks_values(hidden.device):
+        _check_top_k(teacher, len(weight), mask)
 
 
-def _check_top_k(teacher: TopKTeacher, hidden: Tensor, vocab_size: int, mask: Tensor | None) -> None:
-    check_tensor("TopKTeacher.ids", teacher.ids, hidden)
-    if teacher.logps.requires_grad:
-        raise ValueError("TopKTeacher.logps requires a gradient, and none goes to a teacher; pass its detach()")
-    if teacher.ids.shape[:-1] != hidden.shape[:-1]:
-        raise ValueError(
-            f"TopKTeacher.ids has shape {tuple(teacher.ids.shape)}; expected a row for each row of hidden, "
-            f"{tuple(hidden.shape[:-1])} before its last dimension"
-        )
-    if not checks_values(hidden.device):
-        return
+def _check_top_k(teacher: TopKTeacher, vocab_size: int, mask: Tensor | None) -> None:
     highest = int(teacher.ids.max()) if teacher.ids.numel() else -1
     if highest >= vocab_size:
         raise ValueError(f"TopKTeacher.ids holds {highest}; expected ids < {vocab_size}, the rows of lm_head_weight")
@@ -233,19 +224,7 @@ def _check_top_k(teacher: TopKTeacher, hidden: Tensor, vocab_size: int, mask: Te
         raise ValueError(f"TopKTeacher.ids{place.tolist()} has {what}; expected some at unmasked positions")
 
 
-def _check_head(teacher: Teacher, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
-    given = {"hidden": teacher.hidden, "weight": teacher.weight, "bias": teacher.bias}
-    for name, x in given.items():
-        if x is None:
-            continue
-        check_tensor(f"Teacher.{name}", x, hidden)
-        if x.requires_grad:
-            raise ValueError(f"Teacher.{name} requires a gradient, and none goes to a teacher; pass its detach()")
-    if teacher.hidden.shape[:-1] != hidden.shape[:-1]:
-        raise ValueError(
-            f"Teacher.hidden has shape {tuple(teacher.hidden.shape)}; expected a row for each row of hidden, "
-            f"{tuple(hidden.shape[:-1])} before its last dimension"
-        )
+def _check_head(teacher: Teacher, tensors: dict[str, Tensor], weight: Tensor, dtype: torch.dtype) -> None:
     own, other = len(weight), len(teacher.weight)
     if own != other:
         longer = "lm_head_weight" if own > other else "Teacher.weight"
@@ -254,9 +233,9 @@ def _check_head(teacher: Teacher, hidden: Tensor, weight: Tensor, dtype: torch.d
             f"rows are padding, pass {longer}[:{min(own, other)}], and its bias alike"
         )
     compute_dtype = products_dtype(teacher.hidden, teacher.weight, teacher.bias)
-    types = {x.dtype for x in given.values() if x is not None}
+    types = {x.dtype for x in tensors.values()}
     if compute_dtype is None and len(types) > 1:
-        found = ", ".join(f"Teacher.{name} is {x.dtype}" for name, x in given.items() if x is not None)
+        found = ", ".join(f"{name} is {x.dtype}" for name, x in tensors.items())
         raise TypeError(f"{found}; expected one type, a float32 head of 16-bit hidden states, or torch.autocast")
     if torch.float64 in types and dtype != torch.float64:
         raise TypeError(f"Teacher.hidden is float64 and the policy's products are {dtype}; expected float32 or 16 bits")

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..config import LARGEST, GRPOConfig, shown
-from .plain import PLAIN, check_gathered, check_plain, refuse_quantised
+from .plain import INTEGERS, PLAIN, check_gathered, check_plain, check_shape, refuse_quantised
 
 if TYPE_CHECKING:
     from ..contract import TokenInputs
@@ -83,9 +83,9 @@ def check_logits_dtype(logits_dtype: torch.dtype | None, dtype: torch.dtype) -> 
         raise ValueError(f"logits_dtype={logits_dtype} with {dtype} inputs; expected {names}")
 
 
-def check_float(name: str, x: Tensor) -> None:
-    """x is a plain tensor of a type that the kernels take."""
-    check_tensor(name, x)
+def check_float(name: str, x: Tensor, like: Tensor | None = None) -> None:
+    """x is a plain tensor on the device of `like`, of a type that the kernels take."""
+    check_tensor(name, x, like)
     if x.device.type == "meta":
         raise ValueError(f"{name} is on the meta device, where tensors have no values")
     if x.dtype not in FLOATS:
@@ -109,11 +109,9 @@ def check_head(
             refuse_quantised(name, x)
         check_gathered(name, x)
     check_tensor("completion_ids", ids, hidden)
-    if hidden.dim() not in (2, 3):
-        raise ValueError(f"hidden has shape {tuple(hidden.shape)}; expected (B, T, H) or packed (N, H)")
+    check_shape("hidden", hidden, hidden.dim() in (2, 3), "(B, T, H) or packed (N, H)")
     shape, leading, width = weight.shape, hidden.shape[:-1], hidden.shape[-1]
-    if width == 0:
-        raise ValueError(f"hidden has shape {tuple(hidden.shape)}; expected hidden states of H >= 1 numbers")
+    check_shape("hidden", hidden, width > 0, "hidden states of H >= 1 numbers")
     if len(shape) != 2 or shape[1] != width:
         raise ValueError(f"lm_head_weight has shape {tuple(shape)}; expected (V, H) with H = {width} as in hidden")
     if shape[0] == 0:
@@ -124,13 +122,13 @@ def check_head(
                 f"{name} is {x.dtype} and hidden {hidden.dtype}; expected one type, a float32 head of 16-bit hidden "
                 "states, or torch.autocast"
             )
-    if bias is not None and bias.shape != shape[:1]:
-        raise ValueError(f"lm_head_bias has shape {tuple(bias.shape)}; expected ({shape[0]},)")
+    if bias is not None:
+        check_shape("lm_head_bias", bias, bias.shape == shape[:1], tuple(shape[:1]))
     check_ids(ids, leading, "hidden")
 
 
 def check_ids(ids: Tensor, leading: torch.Size, owner: str) -> None:
-    if ids.dtype not in (torch.int64, torch.int32):
+    if ids.dtype not in INTEGERS:
         raise TypeError(f"completion_ids is {ids.dtype}; expected int64")
     if ids.shape != leading:
         hint = ""
@@ -218,8 +216,7 @@ def temperature_per_token(
 def check_one_element(name: str, x: Tensor) -> None:
     """x holds one real number, on any device that holds values."""
     check_plain(name, x)
-    if x.numel() != 1:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected a number or a tensor of one element")
+    check_shape(name, x, x.numel() == 1, "a number or a tensor of one element")
     if x.dtype not in NUMBERS:
         raise TypeError(f"{name} is {x.dtype}; expected a number, or a tensor of a float or integer type")
     if x.device.type == "meta":
@@ -249,13 +246,11 @@ def num_sequences_of(ids: Tensor, cu_seqlens: Tensor | None, owner: str = "hidde
         if cu_seqlens is not None:
             raise ValueError(f"cu_seqlens belongs to packed (N, ...) inputs; {owner} holds a (B, T) batch: give one")
         return ids.shape[0]
-    if ids.dim() != 1:
-        name = "logps" if owner == "logps" else "completion_ids"
-        raise ValueError(f"{name} has shape {tuple(ids.shape)}; expected (B, T) or packed (N,)")
+    check_shape("logps" if owner == "logps" else "completion_ids", ids, ids.dim() == 1, "(B, T) or packed (N,)")
     if cu_seqlens is None:
         raise ValueError(f"{owner} is packed, {ids.numel()} tokens without a batch dimension, and cu_seqlens is None")
     check_tensor("cu_seqlens", cu_seqlens, ids)
-    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2 or cu_seqlens.dtype not in INTEGERS:
         raise ValueError(
             f"cu_seqlens is {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}; "
             "expected int32 or int64 (S + 1,), S >= 1"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 PLAIN = (Tensor, torch.nn.Parameter)
+INTEGERS = (torch.int32, torch.int64)
 WEIGHTS = ("lm_head_weight", "lm_head_bias")
 _NESTED = "; expected a packed (N, ...) tensor with cu_seqlens: its values() and offsets()"
 
@@ -26,6 +27,19 @@ def check_plain(name: str, x: object) -> None:
         kind = f"nested tensor{_NESTED}" if x.is_nested else f"{x.layout} tensor; expected a dense one: pass to_dense()"
         raise TypeError(f"{name} is a {kind}")
     check_gathered(name, x)
+
+
+def check_integers(name: str, x: Tensor) -> None:
+    """x is a plain tensor of integers."""
+    check_plain(name, x)
+    if x.dtype not in INTEGERS:
+        raise TypeError(f"{name} is {x.dtype}; expected int32 or int64")
+
+
+def check_shape(name: str, x: Tensor, fits: bool, expected: object) -> None:
+    """`expected` is text, or a shape: torch.compile would take the numbers in a text as constants."""
+    if not fits:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {expected}")
 
 
 def check_gathered(name: str, x: Tensor) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from ..checks.plain import check_plain
+from ..checks.plain import check_plain, check_shape
 from ..logps import fused_logps
 from .lm_head import lm_head_inputs
 from .transformers import CausalLM, forward_inputs, fused_forward, head_logits, own_logits, unwrap_causal_lm
@@ -65,8 +65,7 @@ def check_alignment(
             given = {name: batch[name] for name in _MODEL_INPUTS if name in batch}
             logps, _ = fused_forward(model, **given, model_inputs=others, loss=fused_logps, temperature=temperature)
     check_plain("logps", logps)
-    if logps.shape != ids.shape:
-        raise ValueError(f"logps has shape {tuple(logps.shape)}; expected {tuple(ids.shape)} like completion_ids")
+    check_shape("logps", logps, logps.shape == ids.shape, f"{tuple(ids.shape)} like completion_ids")
 
     norms: list[tuple[Tensor, Any]] = []  # (input, output)
 

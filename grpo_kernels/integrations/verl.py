@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..checks.arguments import check_config
-from ..checks.plain import check_plain
+from ..checks.plain import check_plain, check_shape
 from ..config import GRPOConfig, check_one_of, check_sparse_backward
 from ..logps import fused_logps
 from ..loss import grpo_loss_from_logps
@@ -131,8 +131,7 @@ def policy_loss(
         ("response_mask", response_mask),
     ):  # fmt: skip
         check_plain(name, x)
-        if x.shape != log_prob.shape:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {tuple(log_prob.shape)} like log_prob")
+        check_shape(name, x, x.shape == log_prob.shape, f"{tuple(log_prob.shape)} like log_prob")
     chosen = _vanilla(config) if grpo_config is None else grpo_config
     out = grpo_loss_from_logps(
         log_prob, advantages, completion_mask=response_mask, old_logps=old_log_prob,
