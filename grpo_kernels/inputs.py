@@ -18,10 +18,10 @@ from .checks.arguments import (
     check_token_tensor,
     checks_values,
     num_sequences_of,
+    products_dtype,
     refuse_transforms,
     temperature_per_token,
 )
-from .checks.autocast import products_dtype
 from .config import DEFAULT_CONFIG, SURROGATE_RULES, GRPOConfig, option_hint
 from .contract import Sums, TokenInputs
 from .engine.shared import table_dtype

@@ -11,8 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from .checks.arguments import check_float, check_tensor, checks_values
-from .checks.autocast import products_dtype
+from .checks.arguments import check_float, check_tensor, checks_values, products_dtype
 from .checks.plain import check_integers, check_shape
 from .config import GRPOConfig, check_count, check_logit_transform, check_one_of
 from .sampling_mask import SamplingMask, check_sampling_mask

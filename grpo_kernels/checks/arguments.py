@@ -73,6 +73,23 @@ def _inside_transform() -> bool:
 _inside_transform._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def products_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype | None:
+    """The type in which torch.nn.functional.linear would compute with these under autocast. Else float32 for a float32
+    head of 16-bit hidden states, as lm_head(hidden.float()). None where the inputs stay as they are."""
+    device = hidden.device.type if isinstance(hidden, Tensor) else "meta"
+    if device == "meta":
+        return None  # the checks refuse it
+    if torch.is_autocast_enabled(device):
+        given = [x for x in (hidden, weight, bias) if isinstance(x, Tensor)]
+        if all(x.dtype != torch.float64 and x.is_floating_point() for x in given):
+            return torch.get_autocast_dtype(device)
+        return None  # autocast leaves these alone; the checks then say which types do not fit
+    if hidden.dtype in (torch.bfloat16, torch.float16):
+        head = {x.dtype for x in (weight, bias) if isinstance(x, Tensor)}
+        return torch.float32 if head == {torch.float32} else None
+    return None
+
+
 def check_logits_dtype(logits_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
     """Logits have the type of the inputs, or float32 from 16-bit inputs."""
     if logits_dtype is None:
@@ -185,16 +202,11 @@ def check_token_tensor(
     if name == "completion_mask":
         if x.is_complex() or x.is_quantized:
             raise TypeError(f"completion_mask is {x.dtype}; expected bool, or the numbers 0 (masked) and 1")
-        check_mask(x)
+        if x.dtype is not torch.bool and checks_values(x.device):
+            # Weights per token, or the additive mask of an attention, would train on the padding.
+            _name_first(name, x, (x != 0) & (x != 1), "0 (masked) or 1")
     elif x.dtype not in ((*NUMBERS, torch.bool) if name == "advantages" else FLOATS):
         raise TypeError(f"{name} is {x.dtype}; expected a floating-point type of 16 to 64 bits")
-
-
-def check_mask(mask: Tensor) -> None:
-    """0 and 1 alone: weights per token, or the additive mask of an attention, would train on the padding."""
-    if mask.dtype is torch.bool or not checks_values(mask.device):
-        return
-    _name_first("completion_mask", mask, (mask != 0) & (mask != 1), "0 (masked) or 1")
 
 
 def temperature_per_token(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks.autocast import products_dtype
+from ..checks.arguments import products_dtype
 from ..checks.plain import check_gathered
 from ..config import GRPOConfig
 from ..contract import Backend, Rows, TeacherLogits
