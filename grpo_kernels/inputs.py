@@ -25,7 +25,7 @@ from .checks.arguments import (
 from .config import DEFAULT_CONFIG, SURROGATE_RULES, GRPOConfig, option_hint
 from .contract import Sums, TokenInputs
 from .engine.shared import table_dtype
-from .rewards import Groups, check_rewards, group_statistics, resolve_groups
+from .rewards import check_rewards, group_statistics, resolve_groups
 from .sampling_mask import SamplingMask, check_sampling_mask
 from .teacher import Teacher, TopKTeacher
 
@@ -105,7 +105,7 @@ class LossInputs(NamedTuple):
     backend: str
     num_sequences: int
     num_groups: int
-    reward_statistics: tuple[Tensor, Tensor] | None
+    reward_statistics: list[Tensor] | None
 
     def sums(self, numbers: Tensor) -> Sums:
         return Sums(numbers, self.num_sequences, self.num_groups, self.config.entropy_kept_only)
@@ -152,14 +152,17 @@ def resolve(
         scalars["normalizer"] = num_items
     _check_num_items(options.get("num_items_in_batch"), options.get("completion_mask"), device)
 
-    groups = statistics = None
+    groups = moments = None
     if num_generations is not None or group_ids is not None or rewards is not None:
         groups = resolve_groups(num_sequences, num_generations, group_ids, per_token)
         if rewards is not None:
             lengths = None
             if config.advantage_baseline == "length_weighted":
                 lengths = _lengths(options.get("completion_mask"), cu_seqlens, per_token)
-            advantages, statistics = _advantages(rewards, groups, config, lengths)
+            advantages, *moments = group_statistics(
+                rewards, groups, scale=config.advantage_scale, baseline=config.advantage_baseline,
+                ddof=config.advantage_ddof, eps=config.advantage_eps, nan_is_no_verdict=False, lengths=lengths,
+            )  # fmt: skip
             if cu_seqlens is not None:
                 advantages = advantages.unsqueeze(1)  # not one per token where there are as many of them as sequences
     per_token_options: dict[str, Any] = {name: options.get(name) for name in _PER_TOKEN}
@@ -173,7 +176,7 @@ def resolve(
         **per_token_options,
         **scalars,
     )
-    return LossInputs(tokens, config, backend, num_sequences, 0 if groups is None else groups.count, statistics)
+    return LossInputs(tokens, config, backend, num_sequences, 0 if groups is None else groups.count, moments)
 
 
 def _check_tensors(advantages: Tensor | None, options: LossOptions, num_sequences: int, per_token: Tensor) -> None:
@@ -233,19 +236,3 @@ def _lengths(mask: Tensor | None, cu_seqlens: Tensor | None, per_token: Tensor) 
     if cu_seqlens is None:
         return unmasked.sum(1)
     return torch.segment_reduce(unmasked, "sum", offsets=cu_seqlens.long(), unsafe=True)
-
-
-def _advantages(
-    rewards: Tensor, groups: Groups, config: GRPOConfig, lengths: Tensor | None
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    statistics = group_statistics(
-        rewards,
-        groups,
-        scale=config.advantage_scale,
-        baseline=config.advantage_baseline,
-        ddof=config.advantage_ddof,
-        eps=config.advantage_eps,
-        nan_is_no_verdict=False,
-        lengths=lengths,
-    )
-    return statistics.advantages, (statistics.mean, statistics.std)
