@@ -251,8 +251,7 @@ class GRPOConfig:
 
     @property
     def derived(self) -> dict[Any, Any]:
-        found: dict[Any, Any] = self.__dict__["_derived"]
-        return found
+        return self.__dict__["_derived"]
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_derived": {}}
@@ -260,13 +259,14 @@ class GRPOConfig:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, GRPOConfig):
             return NotImplemented
-        return all(_same(a, b) for a, b in zip(self._options(), other._options(), strict=True))
+        return self._options() == other._options()
 
     def __hash__(self) -> int:
         return hash(self._options())
 
     def _options(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, f.name) for f in dataclasses.fields(self) if f.compare)
+        values = (getattr(self, f.name) for f in dataclasses.fields(self) if f.compare)
+        return tuple(id(x) if isinstance(x, torch.Tensor) else x for x in values)  # == of a tensor is a tensor
 
     def _check_numbers(self) -> None:
         for name, bound in _RANGE_OF.items():
@@ -356,7 +356,7 @@ class GRPOConfig:
         """(bound on |ref_logp - logp|, bound on |KL|)."""
         if self.kl_clamp is None:
             return None, None
-        if isinstance(self.kl_clamp, (tuple, list)):
+        if isinstance(self.kl_clamp, tuple):
             if len(self.kl_clamp) != 2:
                 raise ValueError(f"kl_clamp={self.kl_clamp!r}; expected a number or a pair (bound on d, bound on KL)")
             return self.kl_clamp[0], self.kl_clamp[1]
@@ -384,30 +384,14 @@ class GRPOConfig:
             batch: top_entropy_quantile below 1 without entropy_threshold among the overrides (`entropy_quantile`; None
             for no threshold), use_adaptive_entropy without entropy_coef among them.
         """
-        check_one_of("loss_type", args.loss_type, TRL_LOSS_TYPES)
-        preset = PRESETS[args.loss_type]
-        found: dict[str, Any] = {"surrogate": preset.get("surrogate", "clip"), "aggregation": preset["aggregation"]}
-        given = {
-            "epsilon_low": args.epsilon,
-            "epsilon_high": args.epsilon if args.epsilon_high is None else args.epsilon_high,
-            "delta": args.delta,
-        }
-        for name in SURROGATE_RULES[found["surrogate"]].options:
-            if name != "dual_clip":
-                found[name] = given[name] if name in given else getattr(args, name)
+        given = vars(args) | {"epsilon_low": args.epsilon}
+        if args.epsilon_high is None:
+            given["epsilon_high"] = args.epsilon
+        found = options_of_loss_type(args.loss_type, given)
         for name in found.keys() & {"vespo_lambda_pos", "vespo_lambda_neg"}:
             found[name] = max(found[name], 1e-4)  # TRL's bound
-        if found["aggregation"] == "fixed_length":
-            found["max_completion_length"] = args.max_completion_length
-        if args.beta != 0.0:
-            found |= {"beta": args.beta, "use_bias_correction_kl": args.use_bias_correction_kl}
-        found |= {
-            "importance_sampling_level": args.importance_sampling_level,
-            "temperature": args.temperature,
-            "entropy_coef": args.entropy_coef,
-            "off_policy_mask_threshold": args.off_policy_mask_threshold,
-            "advantage_scale": args.scale_rewards,
-        }
+        found |= {name: given[name] for name in ("entropy_coef", "off_policy_mask_threshold")}
+        found["advantage_scale"] = args.scale_rewards
         if args.use_adaptive_entropy and "entropy_coef" not in overrides:
             raise ValueError("use_adaptive_entropy=True: the coefficient follows the entropy; pass entropy_coef=")
         if args.top_entropy_quantile < 1.0 and "entropy_threshold" not in overrides:
@@ -430,9 +414,7 @@ class GRPOConfig:
         high = 1.0 + _or(self.epsilon_high, 0.0)
         if self.surrogate == "cispo":
             high = _or(self.epsilon_high, math.inf)
-        elif (
-            "epsilon_high" not in rule.options
-        ):  # REINFORCE; VESPO under a sequence weight, a multiplier to the kernels
+        elif "epsilon_high" not in rule.options:  # REINFORCE; VESPO, whose weight is a multiplier to the kernels
             low = 1.0
         return KernelParams(
             surrogate="weighted" if rule.weight else self.surrogate,
@@ -527,6 +509,19 @@ PRESET_SOURCES = {name: source for name, (source, _) in _PRESETS.items()}
 TRL_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")  # presets of the same names
 
 
+def options_of_loss_type(loss_type: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The options of this preset that TRL and Liger read for the loss type of its name, with the values of `given`."""
+    check_one_of("loss_type", loss_type, TRL_LOSS_TYPES)
+    preset = PRESETS[loss_type]
+    found: dict[str, Any] = {"surrogate": preset.get("surrogate", "clip"), "aggregation": preset["aggregation"]}
+    names = ["importance_sampling_level", "temperature", *SURROGATE_RULES[found["surrogate"]].options]
+    if found["aggregation"] == "fixed_length":
+        names.append("max_completion_length")
+    if given["beta"] != 0.0:
+        names += ["beta", "use_bias_correction_kl"]
+    return found | {name: given[name] for name in names if name != "dual_clip"}  # which neither has
+
+
 def check_logit_transform(temperature: float | torch.Tensor, logit_scale: float, logit_softcap: float | None) -> None:
     """Positive numbers, or a tensor of temperatures."""
     if not isinstance(temperature, torch.Tensor):
@@ -548,12 +543,6 @@ def check_sparse_backward(theta: object) -> None:
 def check_flag(name: str, x: object) -> None:
     if not isinstance(x, bool):
         raise TypeError(f"{name} is a {type(x).__name__}; expected True or False")
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        return a is b  # == of a tensor is a tensor
-    return bool(a == b)
 
 
 def _or(value: float | None, default: float) -> float:

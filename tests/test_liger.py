@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from grpo_kernels import GRPOConfig
-from grpo_kernels.integrations.liger import LOSS_TYPES, LigerFusedLinearGRPOLoss
+from grpo_kernels.config import TRL_LOSS_TYPES
+from grpo_kernels.integrations.liger import LigerFusedLinearGRPOLoss
 from grpo_kernels.reference import reference_grpo_loss
 
 B, T, H, V = 4, 7, 16, 64
@@ -54,7 +55,7 @@ def compare(theirs, given, **options):
 
 
 def cases():
-    for loss_type in LOSS_TYPES:
+    for loss_type in TRL_LOSS_TYPES:
         for level in ("token", "sequence"):
             for beta in (0.0, 0.1):
                 defined = loss_type not in ("cispo", "sapo", "vespo") if level == "sequence" else loss_type != "luspo"

@@ -15,15 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..checks.plain import check_plain
-from ..config import PRESETS, SURROGATE_RULES, GRPOConfig, check_number, check_one_of
+from ..config import GRPOConfig, check_number, check_one_of, options_of_loss_type
 from ..distillation import fused_divergence
 from ..logps import fused_logps
 from ..loss import fused_grpo_loss
 from ..names import Divergence, Level
 from ..output import GRPOLossOutput
 from ..teacher import Teacher
-
-LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 
 
 @dataclass(eq=False, repr=False)
@@ -126,29 +124,16 @@ _OF_LIGER = ("compiled", "use_ref_model", "chunk_size")  # fields that GRPOConfi
 
 
 @lru_cache(maxsize=16)
-def _config(
-    loss_type: str, importance_sampling_level: Level, beta: float, use_bias_correction_kl: bool, **options: Any
-) -> GRPOConfig:
+def _config(loss_type: str, importance_sampling_level: Level, **options: Any) -> GRPOConfig:
     """The configuration of Liger's arguments, without those that the loss type does not read."""
-    check_one_of("loss_type", loss_type, LOSS_TYPES)
+    options["importance_sampling_level"] = importance_sampling_level
+    found = options_of_loss_type(loss_type, options)
     check_one_of("importance_sampling_level", importance_sampling_level, ("token", "sequence"))
     if importance_sampling_level == "sequence" and loss_type in ("cispo", "sapo", "vespo"):
         raise ValueError(f"importance_sampling_level='sequence' does not go with loss_type={loss_type!r}")
-    surrogate = PRESETS[loss_type].get("surrogate", "clip")
-    read = {"delta", "temperature", "sparse_backward", *SURROGATE_RULES[surrogate].options} - {"dual_clip"}
-    aggregation = PRESETS[loss_type]["aggregation"]
-    if aggregation == "fixed_length":
-        read.add("max_completion_length")
-        if options["max_completion_length"] is None:
-            raise ValueError("max_completion_length is None; loss_type='dr_grpo' needs it")
-    return GRPOConfig(
-        surrogate=surrogate,
-        importance_sampling_level=importance_sampling_level,
-        aggregation=aggregation,
-        beta=beta,
-        use_bias_correction_kl=use_bias_correction_kl and beta != 0.0,
-        **{name: value for name, value in options.items() if name in read},
-    )
+    if found.get("max_completion_length", 0) is None:
+        raise ValueError("max_completion_length is None; loss_type='dr_grpo' needs it")
+    return GRPOConfig(**found | {name: options[name] for name in ("delta", "sparse_backward")})
 
 
 def _tokens_per_rank(mask: Tensor, num_items_in_batch: Tensor | float | None) -> Tensor:
