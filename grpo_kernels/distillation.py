@@ -141,6 +141,12 @@ def fused_divergence(
     return divergence_from_hidden(hidden, weight, bias, call)
 
 
+def divergence_of_beta(beta: float) -> dict[str, Any]:
+    """TRL's and Liger's beta as options of these functions: 0 is the forward KL, 1 the reverse KL, between them JSD."""
+    ends = {0.0: "forward_kl", 1.0: "reverse_kl"}
+    return {"divergence": ends[beta]} if beta in ends else {"divergence": "jsd", "divergence_beta": float(beta)}
+
+
 def _some_ids(hidden: Tensor, teacher: object) -> Tensor:
     """Ids of the shape of the tokens, for what needs some: the divergence does not depend on them. A TopKTeacher's own,
     so that they belong to its sampling mask."""

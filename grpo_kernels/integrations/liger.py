@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from ..checks.plain import check_plain
 from ..config import GRPOConfig, check_number, check_one_of, options_of_loss_type
-from ..distillation import fused_divergence
+from ..distillation import divergence_of_beta, fused_divergence
 from ..logps import fused_logps
 from ..loss import fused_grpo_loss
-from ..names import Divergence, Level
+from ..names import Level
 from ..output import GRPOLossOutput
 from ..teacher import Teacher
 
@@ -185,8 +185,6 @@ class LigerFusedLinearJSDLoss(nn.Module):
     ) -> Any:
         """student_input (N, H), teacher_input (N, H'), labels (N,)."""
         mask, count = true_labels != self.ignore_index, len(true_labels)
-        ends: dict[float, Divergence] = {0.0: "forward_kl", 1.0: "reverse_kl"}
-        divergence = ends.get(float(self.beta), "jsd")
         bias = None if teacher_bias is None else teacher_bias.detach()
         teacher = Teacher(teacher_input.detach(), teacher_weight.detach(), bias)
         # Liger's labels have no temperature: then they take a call of their own, where their loss is asked for.
@@ -196,9 +194,7 @@ class LigerFusedLinearJSDLoss(nn.Module):
 
         def call(hard: float, soft: float) -> GRPOLossOutput:
             """Cross-entropy is REINFORCE with advantages of 1."""
-            options: dict[str, Any] = {"distill_coef": soft, "divergence": divergence} if soft else {}
-            if soft and divergence == "jsd":
-                options["divergence_beta"] = float(self.beta)
+            options = {"distill_coef": soft, **divergence_of_beta(self.beta)} if soft else {}
             config = GRPOConfig(
                 surrogate="reinforce", kl_estimator="none", aggregation="token_mean",
                 temperature=self.temperature if soft else 1.0, **options,
@@ -221,8 +217,7 @@ class LigerFusedLinearJSDLoss(nn.Module):
         else:
             with torch.no_grad():
                 soft = fused_divergence(
-                    student_input, student_weight, teacher, completion_mask=mask, divergence=divergence,
-                    divergence_beta=float(self.beta) if divergence == "jsd" else None, temperature=self.temperature,
-                    lm_head_bias=student_bias,
+                    student_input, student_weight, teacher, completion_mask=mask, temperature=self.temperature,
+                    lm_head_bias=student_bias, **divergence_of_beta(self.beta),
                 ).sum() / num_labels  # fmt: skip
         return loss, soft, -outputs[-1].logps.sum() / num_labels

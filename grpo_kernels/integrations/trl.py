@@ -434,12 +434,9 @@ def patch_trl(sparse_backward: float | None = None) -> None:
     `grpo_kernels.GRPOConfig`, of log-probabilities. A second call changes nothing else.
     """
     check_sparse_backward(sparse_backward)
-    try:
-        import trl.trainer.distillation_trainer as trl_distillation
+    import trl.trainer.distillation_trainer as trl_distillation
 
-        from .trl_distillation import LOSS, divergence_loss
-    except ImportError as error:
-        raise RuntimeError(f"TRL {trl.__version__} has no DistillationTrainer, which cannot be replaced") from error
+    from .trl_distillation import LOSS, divergence_loss
 
     patches = {(trl_utils, name): replacement for name, replacement in _PATCHES.items()}
     patches[trl_distillation, LOSS] = divergence_loss

@@ -14,7 +14,7 @@ from torch import Tensor
 from trl import DistillationTrainer
 
 from ..checks.plain import full_weight
-from ..distillation import fused_distillation_loss
+from ..distillation import divergence_of_beta, fused_distillation_loss
 from ..teacher import Teacher
 
 LOSS = "_chunked_divergence_loss"  # of TRL's module, held by the tests for each release
@@ -40,7 +40,6 @@ def divergence_loss(
 
     beta: 0 is forward_kl, 1 reverse_kl, between them jsd.
     """
-    divergence = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(float(beta), "jsd")
     teacher = Teacher(
         teacher_hidden_states.detach(), _detached(teacher_lm_head_weight), _detached(teacher_lm_head_bias),
         logit_scale=teacher_logit_scale, logit_softcap=teacher_final_logit_softcapping,
@@ -49,9 +48,8 @@ def divergence_loss(
     normalizer: Any = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
     out = fused_distillation_loss(
         student_hidden_states, student_lm_head_weight, teacher, completion_mask=completion_mask,
-        divergence=divergence, divergence_beta=beta if divergence == "jsd" else None,  # type: ignore[arg-type]
         temperature=temperature, logit_scale=student_logit_scale, logit_softcap=student_final_logit_softcapping,
-        lm_head_bias=student_lm_head_bias, normalizer=normalizer,
+        lm_head_bias=student_lm_head_bias, normalizer=normalizer, **divergence_of_beta(beta),
     )  # fmt: skip
     return out.loss, out.entropy.sum(), count
 
