@@ -12,8 +12,6 @@ from torch import Tensor
 
 PLAIN = (Tensor, torch.nn.Parameter)
 INTEGERS = (torch.int32, torch.int64)
-WEIGHTS = ("lm_head_weight", "lm_head_bias")
-_NESTED = "; expected a packed (N, ...) tensor with cu_seqlens: its values() and offsets()"
 
 
 def check_plain(name: str, x: object) -> None:
@@ -21,11 +19,13 @@ def check_plain(name: str, x: object) -> None:
     if not isinstance(x, Tensor):
         hint = _instead_of_module(name, x) if isinstance(x, torch.nn.Module) else ""
         raise TypeError(f"{name} is a {type(x).__name__}; expected a torch.Tensor{hint}")
+    if x.layout != torch.strided or x.is_nested:
+        kind = f"{x.layout} tensor; expected a dense one: pass to_dense()"
+        if x.is_nested:
+            kind = "nested tensor; expected a packed (N, ...) tensor with cu_seqlens: its values() and offsets()"
+        raise TypeError(f"{name} is a {kind}")
     if type(x) not in PLAIN:
         _refuse_subclass(name, x)
-    if x.layout != torch.strided or x.is_nested:
-        kind = f"nested tensor{_NESTED}" if x.is_nested else f"{x.layout} tensor; expected a dense one: pass to_dense()"
-        raise TypeError(f"{name} is a {kind}")
     check_gathered(name, x)
 
 
@@ -106,9 +106,13 @@ def _dequantised(name: str, x: Tensor) -> str:
 def _refuse_subclass(name: str, x: Tensor) -> None:
     """Subclasses of Tensor with a dispatch of their own hold their elements elsewhere; others are plain."""
     if is_dtensor(x):
-        raise TypeError(f"{name} is a DTensor; expected a plain tensor: {_instead_of_dtensor(name)}")
-    if x.is_nested:
-        raise TypeError(f"{name} is a nested tensor{_NESTED}")
+        advice = (
+            f"pass {name}.to_local() where each rank computes the loss of its own tokens (sharded along the batch), "
+            f"{name}.full_tensor() where each computes that of all tokens"
+        )
+        if name in ("lm_head_weight", "lm_head_bias"):  # only with vocab_parallel_group: see full_weight
+            advice = f"with vocab_parallel_group pass {name}.to_local(), the rows of this rank"
+        raise TypeError(f"{name} is a DTensor; expected a plain tensor: {advice}")
     traced = type(x).__name__ in ("FakeTensor", "FunctionalTensor")  # of a tracer: shapes without memory
     if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not traced:
         if hasattr(x, "dequantize") and hasattr(type(x), "__tensor_flatten__"):
@@ -116,16 +120,6 @@ def _refuse_subclass(name: str, x: Tensor) -> None:
         else:
             hint = "its memory does not hold its elements"
         raise TypeError(f"{name} is a {type(x).__name__}, a subclass of torch.Tensor; expected a plain tensor ({hint})")
-
-
-def _instead_of_dtensor(name: str) -> str:
-    """What to pass for a sharded tensor. Weights come here with vocab_parallel_group alone: see `full_weight`."""
-    if name not in WEIGHTS:
-        return (
-            f"pass {name}.to_local() where each rank computes the loss of its own tokens (sharded along the batch), "
-            f"{name}.full_tensor() where each computes that of all tokens"
-        )
-    return f"with vocab_parallel_group pass {name}.to_local(), the rows of this rank"
 
 
 def _instead_of_module(name: str, module: torch.nn.Module) -> str:
