@@ -132,10 +132,11 @@ def policy_loss(
     ):  # fmt: skip
         check_plain(name, x)
         check_shape(name, x, x.shape == log_prob.shape, f"{tuple(log_prob.shape)} like log_prob")
-    chosen = _vanilla(config) if grpo_config is None else grpo_config
+    low, high = (config.clip_ratio if x is None else x for x in (config.clip_ratio_low, config.clip_ratio_high))
+    chosen = _config(grpo_config, _AGGREGATIONS[loss_agg_mode], low, high, config.get("clip_ratio_c", 3.0))
     out = grpo_loss_from_logps(
         log_prob, advantages, completion_mask=response_mask, old_logps=old_log_prob,
-        rollout_weights=rollout_is_weights, config=_aggregated(chosen, _AGGREGATIONS[loss_agg_mode]),
+        rollout_weights=rollout_is_weights, config=chosen,
         normalizer=_denominator(loss_agg_mode, response_mask, **config.global_batch_info),
     )  # fmt: skip
     clipped = out.metrics.get("clip_ratio/region", out.metrics.get("cispo_clip_ratio"))
@@ -148,23 +149,14 @@ def policy_loss(
     return out.loss, {key: value.item() for key, value in metrics.items() if value is not None}
 
 
-def _vanilla(actor: Any) -> GRPOConfig:
-    low, high = actor.clip_ratio_low, actor.clip_ratio_high
-    return _vanilla_config(
-        actor.clip_ratio if low is None else low,
-        actor.clip_ratio if high is None else high,
-        actor.get("clip_ratio_c", 3.0),
-    )
-
-
 @lru_cache(maxsize=16)
-def _vanilla_config(low: float, high: float, dual_clip: float) -> GRPOConfig:
-    return GRPOConfig.preset("verl", epsilon_low=low, epsilon_high=high, dual_clip=dual_clip)
-
-
-@lru_cache(maxsize=16)
-def _aggregated(config: GRPOConfig, aggregation: Aggregation) -> GRPOConfig:
-    return replace(config, aggregation=aggregation, max_completion_length=None)
+def _config(
+    given: GRPOConfig | None, aggregation: Aggregation, low: float, high: float, dual_clip: float
+) -> GRPOConfig:
+    """The loss that `register` was given, or verl's "vanilla" with these numbers of its configuration."""
+    if given is None:
+        given = GRPOConfig.preset("verl", epsilon_low=low, epsilon_high=high, dual_clip=dual_clip)
+    return replace(given, aggregation=aggregation, max_completion_length=None)
 
 
 def _denominator(
