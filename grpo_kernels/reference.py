@@ -8,7 +8,6 @@ S sequences, V vocabulary; m is the mask, A the advantage, r the importance rati
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -260,7 +259,10 @@ def reference_loss_from_logps(
 
     # Surrogate x off-policy mask x entropy mask x rollout weight, then + beta KL
     if cfg.surrogate == "vespo":
-        value = -vespo_phi(cfg, A, log_ratio.detach() * m, weight, m, seq_sum, seq) * A * logp
+        low, log_w = math.log(1e-8), seq_sum((log_ratio.detach() * m).clamp(-20, 20))
+        if weight is not None:
+            log_w = log_w + seq_sum(weight.log().clamp(low, 20) * m)
+        value = -vespo_phi(cfg, A, log_w.clamp(low, 20)[seq]) * A * logp
     else:
         value = SURROGATES[cfg.surrogate](cfg, r, log_ratio, logp, A)
         if weight is not None:
@@ -407,21 +409,8 @@ _NAMED = clip, cispo, cispo_two_sided, cispo_mask, cispo_unified, sapo, reinforc
 SURROGATES = {f.__name__: f for f in _NAMED}
 
 
-def vespo_phi(
-    cfg: GRPOConfig,
-    A: Tensor,
-    log_ratio: Tensor,
-    weight: Tensor | None,
-    m: Tensor,
-    seq_sum: Callable[[Tensor], Tensor],
-    seq: Tensor,
-) -> Tensor:
+def vespo_phi(cfg: GRPOConfig, A: Tensor, log_w: Tensor) -> Tensor:
     """VESPO (arXiv:2602.10693): phi(w) = exp(lambda + k ln w - lambda w) of the sequence weight w, without gradient."""
-    low = math.log(1e-8)
-    log_w = seq_sum(log_ratio.clamp(-20, 20))
-    if weight is not None:
-        log_w = log_w + seq_sum(weight.log().clamp(low, 20) * m)
-    log_w = log_w.clamp(low, 20)[seq]
     k = _choose(A >= 0, cfg.vespo_k_pos, cfg.vespo_k_neg, log_w)
     lam = _choose(A >= 0, cfg.vespo_lambda_pos, cfg.vespo_lambda_neg, log_w)
     return (lam + k * log_w - lam * log_w.exp()).exp().detach()
