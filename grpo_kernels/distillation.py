@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from .backends import choose_backend
-from .checks.arguments import check_token_tensor, num_sequences_of, temperature_per_token
+from .checks.arguments import check_lm_head, check_token_tensor, num_sequences_of, temperature_per_token
 from .checks.plain import check_plain, full_weight
 from .config import GRPOConfig, check_logit_transform
 from .engine.logps_op import LogpsCall, LogpsTokens, divergence_from_hidden
 from .engine.shared import is_capturing
-from .inputs import check_lm_head
 from .loss import fused_grpo_loss
 from .names import Aggregation, Divergence
 from .teacher import Teacher, TopKTeacher, check_teacher

@@ -12,14 +12,11 @@ from torch import Tensor
 from .backends import choose_backend
 from .checks.arguments import (
     check_config,
-    check_head,
     check_scalar,
     check_tensor,
     check_token_tensor,
     checks_values,
     num_sequences_of,
-    products_dtype,
-    refuse_transforms,
     temperature_per_token,
 )
 from .config import DEFAULT_CONFIG, SURROGATE_RULES, GRPOConfig, option_hint
@@ -85,16 +82,6 @@ def read_config(function: str, options: LossOptions) -> GRPOConfig:
         return DEFAULT_CONFIG
     check_config(config)
     return config
-
-
-def check_lm_head(
-    function: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor
-) -> torch.dtype | None:
-    """Check what the product of the lm_head needs; the type that it is computed in, if that is not the inputs' own."""
-    refuse_transforms(function, hidden, weight, bias)
-    compute_dtype = products_dtype(hidden, weight, bias)
-    check_head(hidden, weight, bias, ids, compute_dtype)
-    return compute_dtype
 
 
 class LossInputs(NamedTuple):

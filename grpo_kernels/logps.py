@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from .backends import choose_backend
-from .checks.arguments import check_token_tensor, temperature_per_token
+from .checks.arguments import check_lm_head, check_token_tensor, temperature_per_token
 from .checks.plain import full_weight
 from .config import check_flag, check_logit_transform, check_sparse_backward
 from .engine.logps_op import LogpsCall, LogpsTokens, logps_from_hidden
 from .engine.shared import requires_grad_flags
 from .engine.vocab_parallel import agree, announced_errors, check_group
-from .inputs import check_lm_head
 from .sampling_mask import SamplingMask, check_sampling_mask
 
 if TYPE_CHECKING:

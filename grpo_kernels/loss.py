@@ -12,6 +12,7 @@ from .checks.arguments import (
     check_accumulate_into,
     check_float,
     check_ids,
+    check_lm_head,
     check_logits_dtype,
     check_tensor,
     check_token_tensor,
@@ -26,7 +27,7 @@ from .engine.logits_loss import loss_from_logits
 from .engine.loss_op import LossCall, loss_from_hidden, policy_loss
 from .engine.shared import requires_grad_flags, table_dtype
 from .engine.vocab_parallel import agree, announced_errors, check_group
-from .inputs import LossOptions, check_lm_head, read_config, resolve, takes_loss_options
+from .inputs import LossOptions, read_config, resolve, takes_loss_options
 from .output import GRPOLossOutput
 from .sampling_mask import SamplingMask
 from .teacher import Teacher, TopKTeacher, check_teacher, refuse_with_teacher

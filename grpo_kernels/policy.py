@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .backends import choose_backend, get_backend
 from .checks.arguments import (
+    check_lm_head,
     check_temperature,
     check_token_tensor,
     check_values,
@@ -25,7 +26,6 @@ from .engine.kept import make_token_mask
 from .engine.lm_head import LMHead
 from .engine.products import pinned_matmul_precision
 from .engine.shared import make_scorer, requires_grad_flags, table_dtype, token_mask
-from .inputs import check_lm_head
 from .sampling_mask import SamplingMask, check_sampling_mask
 
 

@@ -109,13 +109,15 @@ def check_float(name: str, x: Tensor, like: Tensor | None = None) -> None:
         raise TypeError(f"{name} is {x.dtype}; expected float32, bfloat16, float16 or float64")
 
 
-def check_head(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, compute_dtype: torch.dtype | None = None
-) -> None:
+def check_lm_head(
+    function: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor
+) -> torch.dtype | None:
     """hidden (B, T, H) or (N, H), weight (V, H), bias (V,) and ids of hidden's leading shape fit together.
 
-    They have one type, unless the products are computed in `compute_dtype`.
+    They have one type, unless the products are computed in another, which is returned.
     """
+    refuse_transforms(function, hidden, weight, bias)
+    compute_dtype = products_dtype(hidden, weight, bias)
     check_float("hidden", hidden)
     head = {"lm_head_weight": weight}
     if bias is not None:
@@ -142,6 +144,7 @@ def check_head(
     if bias is not None:
         check_shape("lm_head_bias", bias, bias.shape == shape[:1], tuple(shape[:1]))
     check_ids(ids, leading, "hidden")
+    return compute_dtype
 
 
 def check_ids(ids: Tensor, leading: torch.Size, owner: str) -> None:
