@@ -2,69 +2,47 @@
 #include "arguments.h"
 #include "cpu/api.h"
 
-namespace {
+namespace binding {
 
-using namespace binding;
-
-void run_plan(const gk::PlanArgs& args, void*, int threads) { gk::plan(args, threads); }
-
-void run_reduce(const gk::ReduceArgs& args, void*, int threads) { gk::reduce(args, threads); }
-
-template <void (*kRun)(const gk::RowArgs&, const gk::TeacherArgs&, int threads)>
-void teacher_rows(const py::args& given) {
-    gk::TeacherArgs teacher = {};
-    int threads;
-    const gk::RowArgs a = row_args(given, teacher, threads);
-    py::gil_scoped_release unlocked;
-    kRun(a, teacher, threads);
+void take(Arguments& given, gk::AddRowsArgs& a) {
+    given.read(a.target, a.target_dtype, a.target_stride, a.rows, a.rows_stride, a.count, a.width, a.ids, a.scale);
 }
 
-void kept_dweight(const py::args& given) {
-    gk::KeptPairs pairs = {};
-    gk::KeptTarget target = {};
-    int threads;
-    Arguments(given).read(pairs, target.data, target.dtype, target.row_stride, target.add, threads);
-    py::gil_scoped_release unlocked;
+void take(Arguments& given, gk::AddTransposedArgs& a) {
+    given.read(a.target, a.target_dtype, a.target_row_stride, a.source, a.source_row_stride, a.rows, a.width, a.add);
+}
+
+// The workspace is the other backend's.
+void plan(const gk::PlanArgs& args, void*, int threads) { gk::plan(args, threads); }
+
+void reduce(const gk::ReduceArgs& args, void*, int threads) { gk::reduce(args, threads); }
+
+void kept_dweight(const gk::KeptPairs& pairs, gk::KeptTarget target, bool add, int threads) {
+    target.add = add;
     gk::kept_dweight(pairs, target, threads);
 }
 
-void add_rows(const py::args& given) {
-    gk::AddRowsArgs a = {};
-    Arguments(given).read(a.target, a.target_dtype, a.target_stride, a.rows, a.rows_stride, a.count, a.width, a.ids,
-                          a.scale);
-    py::gil_scoped_release unlocked;
-    gk::add_rows(a);
-}
-
-void add_transposed(const py::args& given) {
-    gk::AddTransposedArgs a = {};
-    int threads;
-    Arguments(given).read(a.target, a.target_dtype, a.target_row_stride, a.source, a.source_row_stride, a.rows, a.width,
-                          a.add, threads);
-    py::gil_scoped_release unlocked;
-    gk::add_transposed(a, threads);
-}
-
-}  // namespace
+}  // namespace binding
 
 PYBIND11_MODULE(_cpu, m) {
+    using binding::Bound;
     m.attr("INTERFACE") = gk::kInterface;
-    m.def("plan", plan<int, run_plan>);
-    m.def("single_pass", rows<int, gk::single_pass>);
-    m.def("stats", rows<int, gk::stats>);
-    m.def("gradient", rows<int, gk::gradient>);
-    m.def("teacher_single_pass", teacher_rows<gk::teacher_single_pass>);
-    m.def("teacher_stats", teacher_rows<gk::teacher_stats>);
-    m.def("teacher_gradient", teacher_rows<gk::teacher_gradient>);
-    m.def("sparse_gradient", sparse_gradient<int, gk::sparse_gradient>);
-    m.def("token_objective", token_objective<int, gk::token_objective>);
-    m.def("sequence_objective", sequence_objective<int, gk::sequence_objective>);
-    m.def("reduce", reduce<int, run_reduce>);
-    m.def("add_rows", add_rows);
-    m.def("add_transposed", add_transposed);
-    m.def("kept_logits", kept_logits<int, gk::kept_logits>);
-    m.def("kept_dhidden", kept_dhidden<int, gk::kept_dhidden>);
-    m.def("kept_dweight", kept_dweight);
+    m.def("plan", Bound<binding::plan>::call);
+    m.def("single_pass", Bound<gk::single_pass>::call);
+    m.def("stats", Bound<gk::stats>::call);
+    m.def("gradient", Bound<gk::gradient>::call);
+    m.def("teacher_single_pass", Bound<gk::teacher_single_pass>::call);
+    m.def("teacher_stats", Bound<gk::teacher_stats>::call);
+    m.def("teacher_gradient", Bound<gk::teacher_gradient>::call);
+    m.def("sparse_gradient", Bound<gk::sparse_gradient>::call);
+    m.def("token_objective", Bound<gk::token_objective>::call);
+    m.def("sequence_objective", Bound<gk::sequence_objective>::call);
+    m.def("reduce", Bound<binding::reduce>::call);
+    m.def("add_rows", Bound<gk::add_rows>::call);
+    m.def("add_transposed", Bound<gk::add_transposed>::call);
+    m.def("kept_logits", Bound<gk::kept_logits>::call);
+    m.def("kept_dhidden", Bound<gk::kept_dhidden>::call);
+    m.def("kept_dweight", Bound<binding::kept_dweight>::call);
     m.def("uses_openmp", gk::uses_openmp);
     m.def("has_amx", gk::has_amx);
     m.def("cpu_isa", gk::cpu_isa);
