@@ -102,6 +102,10 @@ class Rows:
         else:
             destination.index_copy_(dim, self.index, values)
 
+    def tokens(self, device: torch.device) -> Tensor:
+        """(C,) int64: places in the batch."""
+        return torch.arange(self.start, self.stop, device=device) if self.index is None else self.index
+
     def split(self, size: int) -> list[Rows]:
         """In parts of `size` rows, the last may be shorter."""
         if self.count <= size:
@@ -128,13 +132,27 @@ class TeacherLogits(NamedTuple):
 
 
 class LogitChunk(NamedTuple):
-    """What a row kernel reads."""
+    """Logits of some rows, and what row kernels read and write of their tokens."""
 
     logits: Tensor  # (C, V), contiguous rows at any stride
     rows: Rows  # whose logits these are
     ids: Tensor  # (N,) int64, the sampled ids of the batch
+    temperature: Tensor  # (N,)
+    values: TokenValues  # statistics are written here, and read for the gradient
+    params: KernelParams
     bias: Tensor | None = None  # (V,) in float32 or better, added to the logits as they are read
     teacher: TeacherLogits | None = None
+
+
+class HeadChunk(NamedTuple):
+    """Hidden states of some rows, for a product with the softmax in its epilogue, and what belongs to their tokens."""
+
+    hidden: Tensor  # (C, H)
+    weight: Tensor  # (V, H)
+    bias: Tensor | None  # (V,)
+    ids: Tensor  # (C,) int64
+    temperature: Tensor  # (C,)
+    params: KernelParams
 
 
 class RowGradients(NamedTuple):
@@ -325,67 +343,37 @@ class Backend(Protocol):
     """
 
     name: str
-    takes_teachers: bool
-    has_amx: bool  # it is a TransposingBackend: it runs on a processor that multiplies tiles of bfloat16
+    takes_teachers: bool = True
+    has_amx: bool = False  # it is a TransposingBackend: it runs on a processor that multiplies tiles of bfloat16
 
     def unavailable_reason(self, device: torch.device) -> str:
         """Why these kernels cannot run on this device, of a type that the registry has for them; or nothing."""
-        ...
+        return ""
 
     def strategies(self, hidden: Tensor, weight: Tensor) -> tuple[str, ...]:
-        """Those of strategy.py that serve these inputs, best first; "linear" and "anchored" need the methods below."""
-        ...
+        """Those of strategy.py that serve these inputs, best first; "linear" and "anchored" need a FoldingBackend."""
+        return ("rows",)
 
     def plan(
-        self,
-        inputs: TokenInputs,
-        ids: Tensor,
-        rules: PlanRules,
-        dtype: torch.dtype,
-        *,
-        ordered: bool,
+        self, inputs: TokenInputs, ids: Tensor, rules: PlanRules, dtype: torch.dtype, *, ordered: bool
     ) -> PlannedTokens:
         """What pytorch/plan.py computes."""
         ...
 
-    def single_pass(
-        self,
-        chunk: LogitChunk,
-        table: Tensor,
-        values: TokenValues,
-        params: KernelParams,
-        gradients: RowGradients | None = None,
-    ) -> None:
+    def single_pass(self, chunk: LogitChunk, table: Tensor, gradients: RowGradients | None = None) -> None:
         """Computes all values of tokens that depend on themselves alone, and with `gradients` d loss / d logits."""
         ...
 
-    def statistics(self, chunk: LogitChunk, temperature: Tensor, values: TokenValues, params: KernelParams) -> None:
-        """logp, entropy and lse alone. temperature (N,)."""
+    def statistics(self, chunk: LogitChunk) -> None:
+        """logp, entropy and lse alone."""
         ...
 
-    def logits_gradient(
-        self,
-        chunk: LogitChunk,
-        temperature: Tensor,
-        values: TokenValues,
-        g_logp: Tensor,
-        g_entropy: Tensor,
-        params: KernelParams,
-        gradients: RowGradients,
-    ) -> None:
+    def logits_gradient(self, chunk: LogitChunk, g_logp: Tensor, g_entropy: Tensor, gradients: RowGradients) -> None:
         """d loss / d logits from d loss / d logp and d loss / d entropy (N,) and the statistics."""
         ...
 
     def sparse_gradient(
-        self,
-        chunk: LogitChunk,
-        temperature: Tensor,
-        values: TokenValues,
-        g_logp: Tensor,
-        g_entropy: Tensor,
-        params: KernelParams,
-        rule: SparseRule,
-        pairs: SparseRows,
+        self, chunk: LogitChunk, g_logp: Tensor, g_entropy: Tensor, rule: SparseRule, pairs: SparseRows
     ) -> None:
         """`logits_gradient` by this rule; the logits stay as they are. No pairs for a token without a gradient."""
         ...
@@ -405,9 +393,14 @@ class Backend(Protocol):
         0."""
         ...
 
-    def add_rows(self, target: Tensor, ids: Tensor, scale: Tensor, rows: Tensor) -> None: ...
+    def add_rows(self, target: Tensor, ids: Tensor, scale: Tensor, rows: Tensor) -> None:
+        """target[ids] += scale * rows, one sum in float32 per id; target (V, H), ids and scale (C,), rows (C, H). On a
+        CPU alone: products of a GPU need no correction."""
+        ...
 
-    def scale(self, x: Tensor, factor: Tensor) -> None: ...
+    def scale(self, x: Tensor, factor: Tensor) -> None:
+        """x *= factor, float32 () that the host need not know; x is contiguous, a product rounded once."""
+        ...
 
     def kept_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptIds, logits: Tensor) -> None:
         """Logits (C, K) of kept ids, float32 or float64, -inf in places that are not used. hidden (N, H), bias (V,)."""
@@ -425,31 +418,20 @@ class Backend(Protocol):
 class FoldingBackend(Backend, Protocol):
     """A backend with products that fold the softmax into their epilogue."""
 
-    def linear_logp(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        ids: Tensor,
-        temperature: Tensor,
-        params: KernelParams,
-        *,
-        entropy: bool,
-    ) -> RowStats: ...
+    def linear_logp(self, chunk: HeadChunk, *, entropy: bool) -> RowStats:
+        """Statistics without logits. entropy: whether it is wanted."""
+        ...
 
-    def anchored(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        ids: Tensor,
-        table: Tensor,
-        exponentials: Tensor,
-        params: KernelParams,
-    ) -> tuple[RowStats, Tensor]: ...
+    def anchored(self, chunk: HeadChunk, table: Tensor, exponentials: Tensor) -> tuple[RowStats, Tensor]:
+        """(statistics, scale (C,)): scale * exponentials (C, V), which are written, is d loss / d logits.
+
+        table (fields, C): of these rows alone."""
+        ...
 
 
 class TransposingBackend(Backend, Protocol):
     """A backend that adds a transposed product to a sum: with AMX oneDNN takes longer to add one itself."""
 
-    def add_transposed(self, target: Tensor, source: Tensor, *, add: bool) -> None: ...
+    def add_transposed(self, target: Tensor, source: Tensor, *, add: bool) -> None:
+        """target = source^T, or += with `add`; target (R, H) bf16 or fp32, source (H, R) bf16, both contiguous rows."""
+        ...

@@ -18,6 +18,7 @@ from grpo_kernels.backends.triton.anchored import anchored
 from grpo_kernels.backends.triton.backend import TritonBackend
 from grpo_kernels.backends.triton.linear_logp import linear_logp
 from grpo_kernels.contract import (
+    HeadChunk,
     KeptIds,
     KeptPairs,
     LogitChunk,
@@ -32,7 +33,7 @@ from grpo_kernels.contract import (
     no_values,
 )
 from grpo_kernels.engine.kept import most_kept
-from grpo_kernels.names import DIVERGENCES, TABLE_FIELDS, KernelParams, PlanRules, TeacherParams
+from grpo_kernels.names import DIVERGENCES, FIELD, TABLE_FIELDS, KernelParams, PlanRules, TeacherParams
 
 ROWS, WIDTH, VOCAB, ODD_VOCAB = 64, 4096, 128256, 50257
 SMALL = {"vocab": 97, "width": 32}  # of `grpo-kernels check`: one part of the vocabulary
@@ -93,6 +94,14 @@ def chunk(rows: int, indexed: bool = False) -> Chunk:
     return Chunk(part, torch.empty(tokens, dtype=INDEX), batch, no_values(tokens, SINGLE, batch.device))
 
 
+def chunk_of(
+    logits: Tensor, rows: int, params: KernelParams = PARAMS, indexed: bool = False, bias: bool = False
+) -> tuple[LogitChunk, Tensor]:
+    """(these logits with what belongs to their rows, the table)"""
+    part, ids, batch, values = chunk(rows, indexed)
+    return LogitChunk(logits, part, ids, batch[1], values, params, bias_of(logits, bias)), batch
+
+
 def bias_of(logits: Tensor, bias: bool) -> Tensor | None:
     return torch.empty(logits.shape[1]) if bias else None
 
@@ -107,44 +116,43 @@ def single_pass(
     bias: bool = False,
 ) -> object:
     x, over = logits_and_gradient(rows, logits, gradient or logits, vocab)
-    part, ids, batch, values = chunk(rows, indexed)
-    read, written = LogitChunk(x, part, ids, bias_of(x, bias)), None if gradient is None else RowGradients(over)
-    return BACKEND.single_pass(read, batch, values, params, written)
+    read, batch = chunk_of(x, rows, params, indexed, bias)
+    return BACKEND.single_pass(read, batch, None if gradient is None else RowGradients(over))
 
 
 def single_pass_own(rows: int, vocab: int) -> object:
     """A caller's own logits: where V is odd, most rows begin anywhere."""
     x = torch.empty(rows, vocab)
-    part, ids, batch, values = chunk(rows)
-    return BACKEND.single_pass(LogitChunk(x, part, ids), batch, values, PARAMS, RowGradients(x))
+    read, batch = chunk_of(x, rows)
+    return BACKEND.single_pass(read, batch, RowGradients(x))
 
 
 def statistics(rows: int, logits: torch.dtype, vocab: int = VOCAB, indexed: bool = False, bias: bool = False) -> object:
-    x, (part, ids, batch, values) = scratch(rows, logits, vocab)[:, :vocab], chunk(rows, indexed)
-    return BACKEND.statistics(LogitChunk(x, part, ids, bias_of(x, bias)), batch[1], values, PARAMS)
+    return BACKEND.statistics(chunk_of(scratch(rows, logits, vocab)[:, :vocab], rows, PARAMS, indexed, bias)[0])
 
 
 def gradient(
     rows: int, logits: torch.dtype, gradient: torch.dtype, vocab: int = VOCAB, indexed: bool = False, bias: bool = False
 ) -> object:
-    (x, over), (part, ids, batch, values) = logits_and_gradient(rows, logits, gradient, vocab), chunk(rows, indexed)
-    read = LogitChunk(x, part, ids, bias_of(x, bias))
-    return BACKEND.logits_gradient(read, batch[1], values, values.g_logp, batch[2], PARAMS, RowGradients(over))
+    x, over = logits_and_gradient(rows, logits, gradient, vocab)
+    read, batch = chunk_of(x, rows, PARAMS, indexed, bias)
+    return BACKEND.logits_gradient(read, read.values.g_logp, batch[2], RowGradients(over))
 
 
 def with_teacher(
     rows: int, gradient: torch.dtype | None, params: KernelParams, vocab: int, divergence: str, bias: bool = False
 ) -> object:
     """The divergence, or with a type its gradient too, beside a teacher with a softcap where the policy has one."""
-    (x, over), (part, ids, batch, values) = logits_and_gradient(rows, SINGLE, HALF, vocab), chunk(rows)
+    x, over = logits_and_gradient(rows, SINGLE, HALF, vocab)
+    read, batch = chunk_of(x, rows, params, bias=bias)
     other, (offset, weight) = scratch(rows, SINGLE, vocab)[:, :vocab], torch.empty(2, 2 * rows)
     teacher_params = TeacherParams(divergence, softcap=params.softcap)
     lse = torch.empty(2 * rows, dtype=torch.float64)
     teacher = TeacherLogits(other, bias_of(x, bias), teacher_params, weight, offset, lse)
-    read = LogitChunk(x, part, ids, bias_of(x, bias), teacher)
+    read = read._replace(teacher=teacher)
     if gradient is None:
-        return BACKEND.statistics(read, batch[1], values, params)
-    return BACKEND.logits_gradient(read, batch[1], values, values.g_logp, batch[2], params, RowGradients(over))
+        return BACKEND.statistics(read)
+    return BACKEND.logits_gradient(read, read.values.g_logp, batch[2], RowGradients(over))
 
 
 def sparse_gradient(
@@ -155,23 +163,22 @@ def sparse_gradient(
     indexed: bool = False,
     bias: bool = False,
 ) -> object:
-    x, (part, ids, batch, values) = scratch(rows, logits, vocab)[:, :vocab], chunk(rows, indexed)
+    read, batch = chunk_of(scratch(rows, logits, vocab)[:, :vocab], rows, params, indexed, bias)
     room = most_kept(vocab, torch.device("cuda"))
     numbers = torch.empty(rows, room, dtype=torch.int32), torch.empty(rows, room), torch.empty(rows, dtype=torch.int32)
-    read = LogitChunk(x, part, ids, bias_of(x, bias))
     rule, pairs = SparseRule(2.0**-12, rows), SparseRows(*numbers)
-    return BACKEND.sparse_gradient(read, batch[1], values, values.g_logp, batch[2], params, rule, pairs)
+    return BACKEND.sparse_gradient(read, read.values.g_logp, batch[2], rule, pairs)
 
 
 def logps(operands: Head, params: KernelParams = PARAMS, entropy: bool = True) -> object:
     rows = operands[0].shape[0]
-    return linear_logp(*operands, vector(rows, INDEX), vector(rows), params, entropy=entropy)
+    return linear_logp(HeadChunk(*operands, vector(rows, INDEX), vector(rows), params), entropy=entropy)
 
 
 def exponentials(operands: Head, params: KernelParams = PARAMS) -> object:
     rows = operands[0].shape[0]
-    exps = torch.empty(rows, operands[1].shape[0], dtype=HALF)
-    return anchored(*operands, vector(rows, INDEX), table(rows), exps, params)
+    exps, own = torch.empty(rows, operands[1].shape[0], dtype=HALF), table(rows)
+    return anchored(HeadChunk(*operands, vector(rows, INDEX), own[FIELD["temperature"]], params), own, exps)
 
 
 def objective(rows: int, indexed: bool = False) -> object:

@@ -127,35 +127,33 @@ def check_equal(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None
 # Of a batch whose tokens are the rows, in order.
 
 
-def chunk_of(logits: Tensor, ids: Tensor) -> LogitChunk:
-    return LogitChunk(logits, Rows(0, len(ids)), ids)
+def chunk_of(logits: Tensor, ids: Tensor, temperature: Tensor, params: KernelParams) -> LogitChunk:
+    return LogitChunk(logits, Rows(0, len(ids)), ids, temperature, some_values(len(ids), temperature.dtype), params)
 
 
 def statistics(kernels: Kernels, logits: Tensor, ids: Tensor, temperature: Tensor, params: KernelParams) -> RowStats:
-    values = some_values(len(ids))
-    kernels.statistics(chunk_of(logits, ids), temperature, values, params)
-    return stats_of(values)
+    chunk = chunk_of(logits, ids, temperature, params)
+    kernels.statistics(chunk)
+    return stats_of(chunk.values)
 
 
 def gradient(
     kernels: Kernels, logits: Tensor, grad: Tensor, ids: Tensor, temperature: Tensor, stats: RowStats, g_logp: Tensor,
     g_entropy: Tensor, params: KernelParams, rounding_error: Tensor | None = None
 ) -> None:  # fmt: skip
-    values = some_values(len(ids))
-    values.entropy.copy_(stats.entropy)
-    values.lse.copy_(stats.lse)
-    gradients = RowGradients(grad, rounding_error)
-    kernels.logits_gradient(chunk_of(logits, ids), temperature, values, g_logp, g_entropy, params, gradients)
+    chunk = chunk_of(logits, ids, temperature, params)
+    chunk.values.entropy.copy_(stats.entropy)
+    chunk.values.lse.copy_(stats.lse)
+    kernels.logits_gradient(chunk, g_logp, g_entropy, RowGradients(grad, rounding_error))
 
 
 def single_pass(
     kernels: Kernels, logits: Tensor, grad: Tensor | None, ids: Tensor, table: Tensor, params: KernelParams
 ) -> RowStats:
     """Statistics; d loss / d logits goes to `grad`."""
-    values = some_values(len(ids), table.dtype)
-    gradients = None if grad is None else RowGradients(grad)
-    kernels.single_pass(chunk_of(logits, ids), table, values, params, gradients)
-    return stats_of(values)
+    chunk = chunk_of(logits, ids, table[FIELD["temperature"]], params)
+    kernels.single_pass(chunk, table, None if grad is None else RowGradients(grad))
+    return stats_of(chunk.values)
 
 
 def stats_of(values: TokenValues, rows: Rows | None = None) -> RowStats:
@@ -215,25 +213,26 @@ def check_rows(
         t_ids = spread(rows, tokens, ids, 10**15)
 
         by_stats = some_values(tokens)
-        chunk = LogitChunk(logits, rows, t_ids, bias)
-        kernels.statistics(chunk, t_temperature, by_stats, params)
+        chunk = LogitChunk(logits, rows, t_ids, t_temperature, by_stats, params, bias)
+        kernels.statistics(chunk)
         check_statistics(stats_of(by_stats, rows), (logp, lse, entropy))
         check_values(kernels, rows, by_stats, None, params)
         if biased and dtypes[0] == torch.float32:  # the bits of logits that hold the bias
             added = some_values(tokens)
-            whole = LogitChunk(placed(values + bias, vocab + 3, shift)[0], rows, t_ids)
-            kernels.statistics(whole, t_temperature, added, params)
+            kernels.statistics(
+                chunk._replace(logits=placed(values + bias, vocab + 3, shift)[0], bias=None, values=added)
+            )
             check_equal(stats_of(added), stats_of(by_stats))
 
         by_gradient, around = placed(torch.zeros(count, vocab), vocab + 5, shift + 1, dtypes[1])
         errors = torch.full((2, count), math.nan)
         written = RowGradients(by_gradient, errors[0])
-        kernels.logits_gradient(chunk, t_temperature, by_stats, t_logp, t_entropy, params, written)
+        kernels.logits_gradient(chunk, t_logp, t_entropy, written)
         check_gradient(by_gradient, expected, scale)
 
-        passed = some_values(tokens)
+        passed, chunk = some_values(tokens), chunk._replace(temperature=table[FIELD["temperature"]], params=reinforce)
         by_pass, around_pass = placed(torch.zeros(count, vocab), vocab + 5, shift + 1, dtypes[1])
-        kernels.single_pass(chunk, table, passed, reinforce, RowGradients(by_pass, errors[1]))
+        kernels.single_pass(chunk._replace(values=passed), table, RowGradients(by_pass, errors[1]))
         check_statistics(stats_of(passed, rows), (logp, lse, entropy))
         check_values(kernels, rows, passed, table, reinforce, exact_objective)
         check_gradient(by_pass, expected, scale)
@@ -242,7 +241,7 @@ def check_rows(
             torch.testing.assert_close(grad[sampled].double() + error, expected[sampled], rtol=5e-6, atol=1e-6)
 
         without = some_values(tokens)
-        kernels.single_pass(chunk, table, without, reinforce)
+        kernels.single_pass(chunk._replace(values=without), table)
         check_equal(stats_of(without), stats_of(by_stats))
         check_values(kernels, rows, without, table, reinforce, exact_objective)
 

@@ -128,12 +128,12 @@ class Broken(TorchBackend):
     def __init__(self, fault: str) -> None:
         self.fault = fault
 
-    def single_pass(self, chunk, table, values, params, gradients=None):
+    def single_pass(self, chunk, table, gradients=None):
         if self.fault == "exception":
             raise RuntimeError("kernel 'single_pass' cannot be launched")
         if self.fault == "beta is lost":
-            params = params._replace(beta=0.0)
-        super().single_pass(chunk, table, values, params, gradients)
+            chunk = chunk._replace(params=chunk.params._replace(beta=0.0))
+        super().single_pass(chunk, table, gradients)
         if gradients is None:
             return
         if self.fault == "scaled gradient":

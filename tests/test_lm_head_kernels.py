@@ -19,7 +19,7 @@ from grpo_kernels.backends import get_backend
 from grpo_kernels.backends.launch import matmul_launch, trial
 from grpo_kernels.backends.pytorch.backend import TorchBackend
 from grpo_kernels.backends.triton import matmul
-from grpo_kernels.contract import RowStats
+from grpo_kernels.contract import HeadChunk, RowStats
 from grpo_kernels.names import FIELD, KL_ESTIMATORS, SURROGATES, TABLE_FIELDS, KernelParams
 
 Kernels = Any
@@ -106,18 +106,18 @@ def spaced(x: Tensor, fill: float = math.nan) -> Tensor:
     return wide[:, :columns]
 
 
+def chunk_of(head: Head, hidden: Tensor, params: KernelParams = PLAIN) -> HeadChunk:
+    return HeadChunk(hidden, spaced(head.weight), head.bias, head.ids, head.temperature.contiguous(), params)
+
+
 def statistics(kernels: Kernels, head: Head, params: KernelParams = PLAIN, *, entropy: bool = True) -> RowStats:
-    temperature = head.temperature.contiguous()
-    return kernels.linear_logp(
-        spaced(head.hidden), spaced(head.weight), head.bias, head.ids, temperature, params, entropy=entropy
-    )
+    return kernels.linear_logp(chunk_of(head, spaced(head.hidden), params), entropy=entropy)
 
 
 def exponentials(kernels: Kernels, head: Head, params: KernelParams = PLAIN) -> tuple[RowStats, Tensor, Tensor]:
     """(statistics, E, v); E in a buffer that holds something before, of which nothing else is written."""
     exps = spaced(torch.full((len(head.ids), len(head.weight)), 7.0, dtype=torch.bfloat16), 7.0)
-    hidden, weight = spaced(head.hidden), spaced(head.weight)
-    stats, scale = kernels.anchored(hidden, weight, head.bias, head.ids, head.table, exps, params)
+    stats, scale = kernels.anchored(chunk_of(head, spaced(head.hidden), params), head.table, exps)
     around = exps.as_strided((len(head.ids), exps.stride(0) - len(head.weight)), exps.stride(), len(head.weight))
     assert (around == 7.0).all()
     return stats, exps.clone(), scale
@@ -392,8 +392,7 @@ def test_descriptors_fetch_what_pointers_fetch(kernels, kernel):
         # A descriptor needs 16-byte row strides: these rows begin 90 bytes apart.
         apart = torch.cat([head.hidden, torch.full_like(head.hidden[:, :5], math.nan)], 1)[:, :40]
         assert not fetches_through_descriptors(apart)
-        given = head.weight, head.bias, head.ids, head.temperature.contiguous(), PLAIN
-        assert same_bits(kernels.linear_logp(apart, *given, entropy=True), expected[:3])
+        assert same_bits(kernels.linear_logp(chunk_of(head, apart), entropy=True), expected[:3])
 
 
 # --- CUDA: orders, schedules, what is served --------------------------------------------------------------------------
@@ -455,8 +454,7 @@ def test_strategies(kernels):
 @only_cuda
 def test_hidden_states_off_the_alignment_are_copied(kernels):
     head = make_head()
-    given = head.weight, head.bias, head.ids, head.temperature.contiguous(), PLAIN
     expected = statistics(kernels, head)
     wide = torch.cat([head.hidden[:, :1], head.hidden], 1)
     for hidden in (wide[:, 1:], wide[:, 1:].T.contiguous().T, head.hidden):
-        assert same_bits(kernels.linear_logp(hidden, *given, entropy=True), expected)
+        assert same_bits(kernels.linear_logp(chunk_of(head, hidden), entropy=True), expected)

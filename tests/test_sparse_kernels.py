@@ -34,10 +34,9 @@ class Given:
         g, at_entropy = torch.linspace(-1.0, 2.0, count, dtype=dtype), torch.arange(count) % 2 * 0.3
         per_row = torch.linspace(0.7, 1.3, count, dtype=dtype), g, at_entropy.to(dtype), ids
         self.temperature, self.g_logp, self.g_entropy, sampled = (c.spread(rows, self.tokens, x, 0) for x in per_row)
-        self.chunk = LogitChunk(logits, rows, sampled, bias)
-        self.params = params
         self.values = no_values(self.tokens, dtype, logits.device)
-        TORCH.statistics(self.chunk, self.temperature, self.values, params)
+        self.chunk = LogitChunk(logits, rows, sampled, self.temperature, self.values, params, bias)
+        TORCH.statistics(self.chunk)
 
     def pairs(self, kernels, capacity: int | None = None, rule: SparseRule = RULE) -> SparseRows:
         count, vocab = self.chunk.logits.shape
@@ -46,23 +45,19 @@ class Given:
             torch.full(shape, -7, dtype=torch.int32), torch.full(shape, 7.5, dtype=self.values.columns.dtype),
             torch.full((count,), -7, dtype=torch.int32),
         )  # fmt: skip
-        coefficients = self.g_logp, self.g_entropy
-        kernels.sparse_gradient(self.chunk, self.temperature, self.values, *coefficients, self.params, rule, found)
+        kernels.sparse_gradient(self.chunk, self.g_logp, self.g_entropy, rule, found)
         return found
 
     def dense(self, kernels=TORCH) -> Tensor:
         out = torch.empty_like(self.chunk.logits, dtype=self.values.columns.dtype)
-        coefficients = self.g_logp, self.g_entropy
-        kernels.logits_gradient(
-            self.chunk, self.temperature, self.values, *coefficients, self.params, RowGradients(out)
-        )
+        kernels.logits_gradient(self.chunk, self.g_logp, self.g_entropy, RowGradients(out))
         return out
 
     @property
     def scale(self) -> Tensor:
         rows = self.chunk.rows
         size = rows.take(self.g_logp).abs() + rows.take(self.g_entropy).abs()
-        return self.params.logit_scale / rows.take(self.temperature) * size
+        return self.chunk.params.logit_scale / rows.take(self.temperature) * size
 
 
 def random_rows(count: int, vocab: int, dtype=torch.float32, **options) -> Given:
@@ -174,7 +169,7 @@ def check_sampling(kernels) -> None:
         given.g_logp.fill_(1.0 - row)
         given.g_entropy.fill_(0.25 * row)
         given.temperature.fill_(0.8)
-        TORCH.statistics(given.chunk, given.temperature, given.values, given.params)
+        TORCH.statistics(given.chunk)
         exact, found = given.dense()[0].double(), matrix(given.pairs(kernels, rule=rule), vocab)
         level = (rule.theta * given.scale[0]).item()
         sampled = torch.arange(vocab) == 5 * row
@@ -206,7 +201,7 @@ def test_a_place_in_the_batch_and_a_slice_say_which_entries(kernels):
     order = torch.randperm(40)
     part = Given(logits[order], ids[order], rows=Rows(0, 40, order))
     for name in ("temperature", "g_logp", "g_entropy"):
-        setattr(part, name, getattr(whole, name))
+        getattr(part, name).copy_(getattr(whole, name))
     part.values.columns.copy_(whole.values.columns)
     part.values.lse.copy_(whole.values.lse)
     assert torch.equal(matrix(part.pairs(kernels), 500), expected[order])

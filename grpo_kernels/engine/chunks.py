@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ..contract import Backend, FoldingBackend, LogitChunk, Rows, RowStats, Sums, TokenValues
+from ..contract import Backend, FoldingBackend, HeadChunk, LogitChunk, Rows, RowStats, Sums, TokenValues
 from ..names import FIELD, MASK_SUMS, KernelParams
 from .kept import DenseMask, KeptLogits, TokenMask, mask_rows
 from .lm_head import GivenLogits, LMHead
@@ -84,7 +84,8 @@ class Scorer:
                 for rows in chunk.row_chunks():
                     self._statistics(rows)
             else:
-                self._linear_logp(chunk.rows, entropy)
+                backend = cast(FoldingBackend, self.backend)
+                self._put(chunk.rows, backend.linear_logp(self._head_chunk(chunk.rows), entropy=entropy))
 
     def score_gathered(self) -> None:
         if self.gathered is not None:
@@ -102,7 +103,7 @@ class Scorer:
             for rows in chunk.row_chunks():
                 read = self._logits(rows)
                 written = head.row_gradients(chunk, rows, read.logits)
-                self.backend.single_pass(read, table, self.values, self.params, written)
+                self.backend.single_pass(read, table, written)
             head.accumulate(chunk, self.ids)
 
     def anchored(self, index: Tensor | None, table: Tensor) -> None:
@@ -110,10 +111,7 @@ class Scorer:
         head, backend = cast(LMHead, self.head), cast(FoldingBackend, self.backend)
         for chunk in head.chunks(index):
             rows, exponentials = chunk.rows, head.exponentials(chunk)
-            stats, scale = backend.anchored(
-                head.hidden_rows(rows), head.weight, head.bias, rows.take(self.ids), rows.take(table, 1), exponentials,
-                self.params,
-            )  # fmt: skip
+            stats, scale = backend.anchored(self._head_chunk(rows), rows.take(table, 1), exponentials)
             self._put(rows, stats)
             backend.token_objective(rows, table, self.values, self.params)
             head.accumulate_scaled(chunk, exponentials, scale)
@@ -151,31 +149,28 @@ class Scorer:
                 self._gradient(chunk, self._logits(rows, again=True), g_logp, g_entropy)
             self.head.accumulate(chunk, self.ids)
 
-    def _linear_logp(self, rows: Rows, entropy: bool) -> None:
-        head, backend = cast(LMHead, self.head), cast(FoldingBackend, self.backend)
-        stats = backend.linear_logp(
-            head.hidden_rows(rows), head.weight, head.bias, rows.take(self.ids), rows.take(self.temperature),
-            self.params, entropy=entropy,
-        )  # fmt: skip
-        self._put(rows, stats)
+    def _head_chunk(self, rows: Rows) -> HeadChunk:
+        head, ids, temperature = cast(LMHead, self.head), rows.take(self.ids), rows.take(self.temperature)
+        return HeadChunk(head.hidden_rows(rows), head.weight, head.bias, ids, temperature, self.params)
 
     def _logits(self, rows: Rows, *, again: bool = False) -> LogitChunk:
         logits = self.head.logits(rows)
         teacher = self.teacher.beside(self.head, rows) if isinstance(self.teacher, TeacherHead) else None
-        chunk = LogitChunk(logits, rows, self.ids, self.head.folded_bias, teacher)
+        given = self.temperature, self.values, self.params, self.head.folded_bias
+        chunk = LogitChunk(logits, rows, self.ids, *given, teacher)
         if self.mask is not None:
             if not again:
-                self.backend.statistics(chunk, self.temperature, self.mask.full, self.params)
+                self.backend.statistics(chunk._replace(values=self.mask.full))
             self.mask.apply(chunk)
         return chunk
 
     def _statistics(self, rows: Rows) -> LogitChunk:
         read = self._logits(rows)
-        self.backend.statistics(read, self.temperature, self.values, self.params)
+        self.backend.statistics(read)
         if self.vocab_slice is not None:
             self.vocab_slice.combine(rows, self.sampled_ids, self.values)
         if isinstance(self.teacher, TopKHead):
-            self.teacher.put_divergence(read, self.temperature, self.values, self.params, self.backend)
+            self.teacher.put_divergence(read, self.backend)
         return read
 
     def _gradient(self, chunk: Chunk, read: LogitChunk, g_logp: Tensor, g_entropy: Tensor) -> None:
@@ -191,12 +186,11 @@ class Scorer:
             weight = None if weight is None else weight * scale
         if weight is not None and read.teacher is not None:
             read = read._replace(teacher=read.teacher._replace(weight=weight))
-        values, entries = self.values, None
+        entries = None
         if weight is not None and isinstance(self.teacher, TopKHead):
-            coefficients = g_logp, g_entropy, weight
-            others, entries = self.teacher.entries(read, self.temperature, values, coefficients, self.params)
-            values, g_logp, g_entropy = others
-        self.backend.logits_gradient(read, self.temperature, values, g_logp, g_entropy, self.params, written)
+            (values, g_logp, g_entropy), entries = self.teacher.entries(read, (g_logp, g_entropy, weight))
+            read = read._replace(values=values)
+        self.backend.logits_gradient(read, g_logp, g_entropy, written)
         if entries is not None:
             write_over(entries, written)
 
@@ -247,7 +241,7 @@ class SparseScorer(Scorer):
 
     def _add_pairs(self, read: LogitChunk, coefficients: tuple[Tensor, Tensor]) -> None:
         exact = None if self.mask is None else self.mask.masked
-        self.pairs.add(read, self.temperature, self.values, coefficients, self.params, exact)
+        self.pairs.add(read, coefficients, exact)
 
     def _finish(self, coefficients: tuple[Tensor, Tensor] | None) -> None:
         """coefficients: those of all tokens; None where there are none."""

@@ -203,10 +203,7 @@ class LMHead:
         if self.flat_hidden is not None:
             return rows.take(self.flat_hidden)
         # A strided view (a shifted completion, say) is read chunk by chunk, never copied whole.
-        index = rows.index
-        if index is None:
-            index = torch.arange(rows.start, rows.stop, device=self.hidden.device)
-        length = self.hidden.shape[1]
+        index, length = rows.tokens(self.hidden.device), self.hidden.shape[1]
         return self.hidden[index // length, index % length]
 
     def logits(self, rows: Rows, out: Tensor | None = None) -> Tensor:

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..contract import KeptPairs, LogitChunk, Rows, SparseRows, SparseRule, TokenValues
-from ..names import KernelParams
+from ..contract import KeptPairs, LogitChunk, Rows, SparseRows, SparseRule
 from .kept import make_matrices, most_kept, places_of
 from .lm_head import LMHead
 
@@ -46,32 +45,21 @@ class SparsePairs:
         head.leave_room()
         self.room = head.scratch.logits_rows * len(head.weight) * head.logits_dtype.itemsize // 3
 
-    def add(
-        self,
-        chunk: LogitChunk,
-        temperature: Tensor,
-        values: TokenValues,
-        coefficients: tuple[Tensor, Tensor],
-        params: KernelParams,
-        exact: Tensor | None,
-    ) -> None:
+    def add(self, chunk: LogitChunk, coefficients: tuple[Tensor, Tensor], exact: Tensor | None) -> None:
         """The tokens of a row chunk, of which those in `exact` (N,) bool get no pairs.
 
         coefficients: d loss / d logp and d loss / d entropy (N,), of which those of this chunk are known.
         """
-        pairs = self._room_for(chunk.rows, len(values.logp))
+        pairs = self._room_for(chunk.rows, len(chunk.ids))
         self._coefficients, self._exact = coefficients, exact
-        self.head.backend.sparse_gradient(chunk, temperature, values, *coefficients, params, self.rule, pairs)
+        self.head.backend.sparse_gradient(chunk, *coefficients, self.rule, pairs)
 
     def _collect(self) -> None:
         """Take the pairs out of the buffers."""
         if self._buffers is None or not self._written:
             return
         device = self.head.weight.device
-        index = torch.cat([
-            torch.arange(rows.start, rows.stop, device=device) if rows.index is None else rows.index
-            for rows in self._written
-        ])  # fmt: skip
+        index = torch.cat([rows.tokens(device) for rows in self._written])
         pairs, self._written = _first(self._buffers, len(index)), []
         has_gradient = torch.stack([x[index] != 0 for x in self._coefficients]).any(0)
         dense = has_gradient & (pairs.counts > self.capacity)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..contract import Backend, LogitChunk, RowGradients, Rows, TokenValues, no_values
-from ..names import KernelParams, TeacherParams
+from ..names import TeacherParams
 
 if TYPE_CHECKING:
     from ..teacher import TopKTeacher
@@ -76,36 +76,27 @@ class TopKHead:
         """(N,) bool: the sampled id (N,) is among the K."""
         return ((self.ids == sampled[:, None]) & self.used).any(1)
 
-    def put_divergence(
-        self, chunk: LogitChunk, temperature: Tensor, values: TokenValues, params: KernelParams, backend: Backend
-    ) -> None:
+    def put_divergence(self, chunk: LogitChunk, backend: Backend) -> None:
         """After the statistics of a chunk, whose logits are as before afterwards."""
-        rows = chunk.rows
+        rows, values = chunk.rows, chunk.values
         if self.mode == "tail":
             place = _places(chunk.logits, rows.take(self.ids))
             kept = chunk.logits[place]
             chunk.logits[place] = -torch.inf  # scatter_ would copy all of the logits, whose rows have gaps
-            backend.statistics(chunk, temperature, self.rest, params)
+            backend.statistics(chunk._replace(values=self.rest))
             chunk.logits[place] = kept
-        log_p, _ = _log_p(chunk, rows.take(self.ids), temperature, values, params)
-        found = self._slopes(chunk, log_p, values)
+        log_p, _ = _log_p(chunk, rows.take(self.ids))
+        found = self._slopes(chunk, log_p)
         rows.put(values.divergence, found.divergence.to(values.columns.dtype))
 
-    def entries(
-        self,
-        chunk: LogitChunk,
-        temperature: Tensor,
-        values: TokenValues,
-        coefficients: tuple[Tensor, Tensor, Tensor],
-        params: KernelParams,
-    ) -> tuple[ForOthers, Entries]:
+    def entries(self, chunk: LogitChunk, coefficients: tuple[Tensor, Tensor, Tensor]) -> tuple[ForOthers, Entries]:
         """coefficients (N,): d loss / d logp, d loss / d entropy and d loss / d divergence. To be called before the
         gradient takes the place of the logits."""
-        rows, sampled = chunk.rows, chunk.rows.take(chunk.ids)
+        rows, values, sampled = chunk.rows, chunk.values, chunk.rows.take(chunk.ids)
         g_logp, g_entropy, weight = (rows.take(x).double()[:, None] for x in coefficients)
         columns = torch.cat([rows.take(self.ids), sampled[:, None]], 1)
-        log_p, chain = _log_p(chunk, columns, temperature, values, params)
-        found = self._slopes(chunk, log_p[:, :-1], values)
+        log_p, chain = _log_p(chunk, columns)
+        found = self._slopes(chunk, log_p[:, :-1])
         p = log_p.exp()
         log_rest = self._log_rest(rows, values)
         outside, of_rest = found.outside[:, None], found.of_rest[:, None]
@@ -137,10 +128,10 @@ class TopKHead:
         log_rest = (rows.take(self.rest.lse) - rows.take(values.lse))[:, None]
         return torch.where(log_rest > -torch.inf, log_rest, 0.0)
 
-    def _slopes(self, chunk: LogitChunk, log_p: Tensor, values: TokenValues) -> Slopes:
+    def _slopes(self, chunk: LogitChunk, log_p: Tensor) -> Slopes:
         """log_p (C, K); where a place is not used its entry is that of the id that it repeats."""
         rows, params = chunk.rows, self.params
-        used, log_q, lse = rows.take(self.used), rows.take(self.log_q), rows.take(values.lse)
+        used, log_q, lse = rows.take(self.used), rows.take(self.log_q), rows.take(chunk.values.lse)
         log_p = log_p.masked_fill(~used, -torch.inf)
         if self.mode == "renormalize":
             log_p, log_q = (x - x.logsumexp(1, keepdim=True) for x in (log_p, log_q))
@@ -191,19 +182,18 @@ def write_over(entries: Entries, written: RowGradients) -> None:
         rounding_error.copy_((entries.gradient - rounded.double())[:, -1])
 
 
-def _log_p(
-    chunk: LogitChunk, columns: Tensor, temperature: Tensor, values: TokenValues, params: KernelParams
-) -> tuple[Tensor, Tensor]:
+def _log_p(chunk: LogitChunk, columns: Tensor) -> tuple[Tensor, Tensor]:
     """(log-probabilities, derivative of z by the logits) of these columns (C, K), in float64."""
+    params = chunk.params
     u = chunk.logits[_places(chunk.logits, columns)].double()
     if chunk.bias is not None:
         u = u + chunk.bias.double()[columns]
-    temperature = chunk.rows.take(temperature).double()[:, None]
+    temperature = chunk.rows.take(chunk.temperature).double()[:, None]
     z, chain = u * params.logit_scale, params.logit_scale / temperature
     if params.softcap:
         tanh = (z / params.softcap).tanh()
         z, chain = torch.where(z == -torch.inf, z, tanh * params.softcap), chain * (1 - tanh * tanh)
-    return z / temperature - chunk.rows.take(values.lse)[:, None], chain
+    return z / temperature - chunk.rows.take(chunk.values.lse)[:, None], chain
 
 
 def _ratio(log_a: Tensor, log_b: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...contract import (
+    Backend,
     KeptIds,
     KeptPairs,
     LogitChunk,
@@ -58,15 +59,8 @@ _MASK_BYTES = {torch.bool: 1, torch.uint8: 1, torch.int8: 1, torch.int32: 4, tor
 _SCALAR, _PER_SEQUENCE, _PER_TOKEN = 0, 1, 2
 
 
-class CompiledBackend:
-    """contract.Backend by the functions of a compiled module.
-
-    Logits (C, V) are in fp32, bf16 or fp16, at any row stride; everything per token is fp32.
-    """
-
-    name: str
-    takes_teachers = False
-    has_amx = False
+class CompiledBackend(Backend):
+    """The functions of a compiled module. Logits (C, V) are in fp32, bf16 or fp16; everything per token is fp32."""
 
     def __init__(self, module: ModuleType) -> None:
         self.module = module
@@ -84,15 +78,8 @@ class CompiledBackend:
     # --- the plan -------------------------------------------------------------------------------------------------
 
     def plan(
-        self,
-        inputs: TokenInputs,
-        ids: Tensor,
-        rules: PlanRules,
-        dtype: torch.dtype,
-        *,
-        ordered: bool,
+        self, inputs: TokenInputs, ids: Tensor, rules: PlanRules, dtype: torch.dtype, *, ordered: bool
     ) -> PlannedTokens:
-        """What pytorch/plan.py computes."""
         device, shape, tokens = ids.device, ids.shape, ids.numel()
         offsets = inputs.cu_seqlens
         if offsets is None and tokens == 0:
@@ -133,62 +120,34 @@ class CompiledBackend:
 
     # --- rows of logits -------------------------------------------------------------------------------------------
 
-    def single_pass(
-        self,
-        chunk: LogitChunk,
-        table: Tensor,
-        values: TokenValues,
-        params: KernelParams,
-        gradients: RowGradients | None = None,
-    ) -> None:
-        self._run_rows("single_pass", chunk, values, params, gradients, table=table)
+    def single_pass(self, chunk: LogitChunk, table: Tensor, gradients: RowGradients | None = None) -> None:
+        self._run_rows("single_pass", chunk, gradients, table)
 
-    def statistics(self, chunk: LogitChunk, temperature: Tensor, values: TokenValues, params: KernelParams) -> None:
-        self._run_rows("stats", chunk, values, params, temperature=temperature)
+    def statistics(self, chunk: LogitChunk) -> None:
+        self._run_rows("stats", chunk)
 
-    def logits_gradient(
-        self,
-        chunk: LogitChunk,
-        temperature: Tensor,
-        values: TokenValues,
-        g_logp: Tensor,
-        g_entropy: Tensor,
-        params: KernelParams,
-        gradients: RowGradients,
-    ) -> None:
-        per_token = {"temperature": temperature, "g_logp": g_logp, "g_entropy": g_entropy}
-        self._run_rows("gradient", chunk, values, params, gradients, **per_token)
+    def logits_gradient(self, chunk: LogitChunk, g_logp: Tensor, g_entropy: Tensor, gradients: RowGradients) -> None:
+        self._run_rows("gradient", chunk, gradients, None, g_logp, g_entropy)
 
     def sparse_gradient(
-        self,
-        chunk: LogitChunk,
-        temperature: Tensor,
-        values: TokenValues,
-        g_logp: Tensor,
-        g_entropy: Tensor,
-        params: KernelParams,
-        rule: SparseRule,
-        pairs: SparseRows,
+        self, chunk: LogitChunk, g_logp: Tensor, g_entropy: Tensor, rule: SparseRule, pairs: SparseRows
     ) -> None:
-        per_token = {"temperature": temperature, "g_logp": g_logp, "g_entropy": g_entropy}
-        others = *pairs, pairs.ids.shape[1], *rule
-        self._run_rows("sparse_gradient", chunk, values, params, None, *others, **per_token)
+        self._run_rows("sparse_gradient", chunk, None, None, g_logp, g_entropy, *pairs, pairs.ids.shape[1], *rule)
 
     def _run_rows(
         self,
         name: str,
         chunk: LogitChunk,
-        values: TokenValues,
-        params: KernelParams,
         gradients: RowGradients | None = None,
+        table: Tensor | None = None,
+        g_logp: Tensor | None = None,
+        g_entropy: Tensor | None = None,
         *others: object,
-        **per_token: Tensor,
     ) -> None:
-        logits, rows, ids, bias, teacher = chunk
+        """gk::RowArgs."""
+        logits, rows, ids, temperature, values, params, bias, teacher = chunk
         if teacher is not None:
             name, others = f"teacher_{name}", (self._teacher(teacher), *others)
-        table, temperature = per_token.get("table"), per_token.get("temperature")
-        g_logp, g_entropy = per_token.get("g_logp"), per_token.get("g_entropy")
         dlogits, rounding_error = gradients or (None, None)
         written = (None, 0, 0) if dlogits is None else self._matrix(dlogits)
         self.call(

@@ -21,29 +21,19 @@ class CpuBackend(CompiledBackend):
     """CompiledBackend on the CPU, in torch's number of threads."""
 
     name = "cpu"
-    takes_teachers = True
 
     def __init__(self, module: ModuleType) -> None:
         super().__init__(module)
         self.has_amx = module.has_amx()
 
-    def unavailable_reason(self, device: torch.device) -> str:
-        return ""
-
-    def strategies(self, hidden: Tensor, weight: Tensor) -> tuple[str, ...]:
-        """Those of strategy.py that serve these inputs."""
-        return ("rows",)
-
     def call(self, function: Callable[..., Result], device: torch.device, *arguments: object) -> Result:
         return function(*arguments, torch.get_num_threads())
 
     def add_rows(self, target: Tensor, ids: Tensor, scale: Tensor, rows: Tensor) -> None:
-        """target[ids] += scale * rows, one sum in float32 per id; target (V, H) bf16 or fp32, rows (C, H) bf16."""
         rows = contiguous_rows(rows)
         self.module.add_rows(*self._matrix(target), rows, rows.stride(0), *rows.shape, ids, scale)
 
     def add_transposed(self, target: Tensor, source: Tensor, *, add: bool) -> None:
-        """target = source^T, or += with `add`; target (R, H) bf16 or fp32, source (H, R) bf16, both contiguous rows."""
         self.call(
             self.module.add_transposed, target.device, *self._matrix(target), source,
             source.stride(0), *target.shape, add,
@@ -54,9 +44,7 @@ class CpuBackend(CompiledBackend):
         given = self._pairs(dlogits, hidden, pairs, len(dweight))
         self.call(self.module.kept_dweight, hidden.device, given, *self._matrix(dweight), add)
 
-    def scale(self, x: Tensor, factor: Tensor) -> None:
-        """x *= factor. There is nothing to gain on torch, which has threads and vectors too."""
-        scale_in_pieces(x, factor)
+    scale = staticmethod(scale_in_pieces)  # there is nothing to gain on torch, which has threads and vectors too
 
 
 def load() -> tuple[CpuBackend | None, str]:

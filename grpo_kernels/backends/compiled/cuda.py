@@ -14,8 +14,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ...contract import KeptPairs, RowStats, chunk_row_stride, contiguous_rows
-from ...names import FIELD, INTERFACE, KernelParams
+from ...contract import HeadChunk, KeptPairs, RowStats, chunk_row_stride, contiguous_rows
+from ...names import INTERFACE
 from ..launch import best_first
 from ..pytorch.backend import add_rows
 from .base import Argument, CompiledBackend, Result
@@ -28,13 +28,14 @@ class CudaBackend(CompiledBackend):
     """CompiledBackend on an NVIDIA GPU. The tests' emulator is a module of the same names with `device_type` "cpu"."""
 
     name = "cuda"
+    takes_teachers = False
+    add_rows = staticmethod(add_rows)
 
     def __init__(self, module: ModuleType, device_type: str = "cuda") -> None:
         super().__init__(module)
         self.device_type = device_type
 
     def unavailable_reason(self, device: torch.device) -> str:
-        """Why these kernels cannot run on this device, or nothing."""
         if device.type != "cuda":
             return ""
         major, minor = torch.cuda.get_device_capability(device)
@@ -63,10 +64,6 @@ class CudaBackend(CompiledBackend):
         size: int = getattr(self.module, f"{operation}_workspace")(*sizes)
         return torch.empty(size, dtype=torch.uint8, device=device)
 
-    def add_rows(self, target: Tensor, ids: Tensor, scale: Tensor, rows: Tensor) -> None:
-        """target[ids] += scale * rows. On a CPU alone, where the emulator runs: GPU products need no correction."""
-        add_rows(target, ids, scale, rows)
-
     def kept_dweight(self, dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Tensor, *, add: bool) -> None:
         hidden = contiguous_rows(hidden)
         given, by_id = self._pairs(dlogits, hidden, pairs, len(dweight)), pairs.by_id(len(dweight))
@@ -78,7 +75,6 @@ class CudaBackend(CompiledBackend):
     # --- products with the softmax in their epilogue --------------------------------------------------------------
 
     def strategies(self, hidden: Tensor, weight: Tensor) -> tuple[str, ...]:
-        """Those of strategy.py that serve these inputs, best first."""
         if weight.dtype.itemsize != 2 or hidden.dtype != weight.dtype or weight.stride(-1) != 1:
             return ("rows",)
         count, (vocab, width) = hidden.numel() // hidden.shape[-1], weight.shape
@@ -93,55 +89,26 @@ class CudaBackend(CompiledBackend):
                 served.append("anchored")
         return best_first("cuda_strategy", tuple(served), weight)
 
-    def linear_logp(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        ids: Tensor,
-        temperature: Tensor,
-        params: KernelParams,
-        *,
-        entropy: bool,
-    ) -> RowStats:
-        out = RowStats.empty(len(hidden), hidden.device)
+    def linear_logp(self, chunk: HeadChunk, *, entropy: bool) -> RowStats:
+        out = RowStats.empty(len(chunk.hidden), chunk.hidden.device)
         if not entropy:
             out.entropy.zero_()
-        self._run_head(
-            self.module.linear_logp, hidden, weight, None, bias, ids, temperature, None, 0, None, out.logp, out.lse,
-            out.entropy if entropy else None, self.packed(params),
-        )  # fmt: skip
+        written = out.logp, out.lse, out.entropy if entropy else None
+        self._run_head(self.module.linear_logp, chunk, None, None, 0, None, *written)
         return out
 
-    def anchored(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        ids: Tensor,
-        table: Tensor,
-        exponentials: Tensor,
-        params: KernelParams,
-    ) -> tuple[RowStats, Tensor]:
+    def anchored(self, chunk: HeadChunk, table: Tensor, exponentials: Tensor) -> tuple[RowStats, Tensor]:
         """The exponentials are bfloat16."""
-        out, temperature = RowStats.empty(len(hidden), hidden.device), table[FIELD["temperature"]]
+        out = RowStats.empty(len(chunk.hidden), chunk.hidden.device)
         scale = torch.empty_like(out.logp)
-        self._run_head(
-            self.module.anchored, hidden, weight, exponentials, bias, ids, temperature, table, table.stride(0), scale,
-            *out, self.packed(params),
-        )  # fmt: skip
+        self._run_head(self.module.anchored, chunk, exponentials, table, table.stride(0), scale, *out)
         return out, scale
 
     def _run_head(
-        self,
-        function: Callable[..., None],
-        hidden: Tensor,
-        weight: Tensor,
-        exponentials: Tensor | None,
-        bias: Tensor | None,
-        *given: Argument | bytes,
+        self, function: Callable[..., None], chunk: HeadChunk, exponentials: Tensor | None, *given: Argument
     ) -> None:
-        """gk::cuda::HeadArgs; `given` is all that follows the bias."""
+        """gk::cuda::HeadArgs; `given`: what stands between temperature and params."""
+        hidden, weight, bias, ids, temperature, params = chunk
         hidden, bias = contiguous_rows(hidden), None if bias is None else bias.float()
         with _on(hidden.device):
             head = self._head(hidden, weight, exponentials)
@@ -149,7 +116,10 @@ class CudaBackend(CompiledBackend):
             if not self.module.supports_head(*head):
                 hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device).copy_(hidden)
                 head = self._head(hidden, weight, exponentials)
-            self.call(function, hidden.device, *head, bias, *given, self.workspace("head", hidden.device, *head))
+            self.call(
+                function, hidden.device, *head, bias, ids, temperature, *given, self.packed(params),
+                self.workspace("head", hidden.device, *head),
+            )  # fmt: skip
 
     def _head(self, hidden: Tensor, weight: Tensor, exponentials: Tensor | None) -> tuple[Argument, ...]:
         """What describes a product."""

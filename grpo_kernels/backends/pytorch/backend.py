@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...contract import LogitChunk, PlannedTokens, RowGradients, RowStats, SparseRows, SparseRule, TokenValues
+from ...contract import Backend, LogitChunk, PlannedTokens, RowGradients, RowStats, SparseRows, SparseRule, TokenValues
 from ...names import FIELD, KernelParams
 from . import coefficients, kept
 from .plan import plan_tokens
@@ -22,14 +22,12 @@ SCALED_AT_ONCE = 1 << 22  # numbers that `scale` holds in float32
 
 
 def add_rows(target: Tensor, ids: Tensor, scale: Tensor, rows: Tensor) -> None:
-    """target[ids] += scale * rows, one sum in float32 per id; target (V, H), ids and scale (C,), rows (C, H)."""
     found, place = ids.unique(return_inverse=True)
     sums = target[found].to(scale.dtype).index_add_(0, place, scale[:, None] * rows)
     target[found] = sums.to(target.dtype)
 
 
 def scale_in_pieces(x: Tensor, factor: Tensor) -> None:
-    """x *= factor, float32 () that the host need not know; x is contiguous, a product rounded once."""
     if x.dtype.itemsize > 2:
         x.mul_(factor)
         return
@@ -38,18 +36,8 @@ def scale_in_pieces(x: Tensor, factor: Tensor) -> None:
         piece.copy_(piece.float().mul_(factor))
 
 
-class TorchBackend:
+class TorchBackend(Backend):
     name = "torch"
-    takes_teachers = True
-    has_amx = False
-
-    def unavailable_reason(self, device: torch.device) -> str:
-        return ""
-
-    def strategies(self, hidden: Tensor, weight: Tensor) -> tuple[str, ...]:
-        """Those of strategy.py that serve these inputs."""
-        return ("rows",)
-
     plan = staticmethod(plan_tokens)
     token_objective = staticmethod(coefficients.token_objective)
     sums = staticmethod(column_sums)
@@ -59,49 +47,30 @@ class TorchBackend:
     kept_dhidden = staticmethod(kept.kept_dhidden)
     kept_dweight = staticmethod(kept.kept_dweight)
 
-    def single_pass(
-        self,
-        chunk: LogitChunk,
-        table: Tensor,
-        values: TokenValues,
-        params: KernelParams,
-        gradients: RowGradients | None = None,
-    ) -> None:
-        """Statistics, objective, and with `gradients` d loss / d logits, one after the other."""
-        temperature, g_entropy = table[FIELD["temperature"]], table[FIELD["weight_entropy"]]
-        self.statistics(chunk, temperature, values, params)
-        coefficients.token_objective(chunk.rows, table, values, params)
+    def single_pass(self, chunk: LogitChunk, table: Tensor, gradients: RowGradients | None = None) -> None:
+        self.statistics(chunk)
+        coefficients.token_objective(chunk.rows, table, chunk.values, chunk.params)
         if gradients is not None:
-            self.logits_gradient(chunk, temperature, values, values.g_logp, g_entropy, params, gradients)
+            self.logits_gradient(chunk, chunk.values.g_logp, table[FIELD["weight_entropy"]], gradients)
 
-    def statistics(self, chunk: LogitChunk, temperature: Tensor, values: TokenValues, params: KernelParams) -> None:
-        """logp of the sampled ids, log-sum-exp and entropy of every row."""
-        rows = chunk.rows
-        z, _ = transformed(chunk.logits, chunk.bias, rows.take(temperature), params)
+    def statistics(self, chunk: LogitChunk) -> None:
+        rows, values, temperature = chunk.rows, chunk.values, chunk.rows.take(chunk.temperature)
+        z, _ = transformed(chunk.logits, chunk.bias, temperature, chunk.params)
         found = _row_statistics(z, rows.take(chunk.ids))
         for destination, x in zip((values.logp, values.lse, values.entropy), found, strict=True):
             rows.put(destination, x)
         if chunk.teacher is not None:
-            temperature = rows.take(temperature)
-            log_p, _ = _log_p(chunk, temperature, found.lse, params)
-            put_divergence(chunk, log_p, temperature, values)
+            log_p, _ = _log_p(chunk, temperature, found.lse)
+            put_divergence(chunk, chunk.teacher, log_p, temperature)
 
-    def logits_gradient(
-        self,
-        chunk: LogitChunk,
-        temperature: Tensor,
-        values: TokenValues,
-        g_logp: Tensor,
-        g_entropy: Tensor,
-        params: KernelParams,
-        gradients: RowGradients,
-    ) -> None:
-        """Write d loss / d logits, maybe over the logits."""
-        given = chunk.ids, temperature, values.lse, values.entropy, g_logp, g_entropy
+    def logits_gradient(self, chunk: LogitChunk, g_logp: Tensor, g_entropy: Tensor, gradients: RowGradients) -> None:
+        given = chunk.ids, chunk.temperature, chunk.values.lse, chunk.values.entropy, g_logp, g_entropy
         ids, temperature, lse, entropy, g_logp, g_entropy = (chunk.rows.take(x) for x in given)
-        log_p, chain = _log_p(chunk, temperature, lse, params)
+        log_p, chain = _log_p(chunk, temperature, lse)
         p = log_p.exp()
-        of_teacher = None if chunk.teacher is None else divergence_gradient(chunk, log_p, temperature)
+        of_teacher = None
+        if chunk.teacher is not None:
+            of_teacher = divergence_gradient(chunk.rows, chunk.teacher, log_p, temperature)
         # Whether any gradient goes through the entropy is stored on the device; to read it would end the capture of a
         # CUDA graph. Where none does, an entropy of NaN must not matter; where p is 0, any finite log p will do.
         entropy = torch.where(g_entropy == 0, 0.0, entropy)
@@ -114,7 +83,7 @@ class TorchBackend:
         if chunk.teacher is not None and of_teacher is not None:
             dz.masked_fill_(zero_gradient[:, None], 0.0).add_(of_teacher)
             zero_gradient &= chunk.rows.take(chunk.teacher.weight) == 0
-        dz.mul_((params.logit_scale / temperature)[:, None])
+        dz.mul_((chunk.params.logit_scale / temperature)[:, None])
         if chain is not None:
             dz.mul_(chain)
         dlogits, rounding_error = gradients
@@ -124,24 +93,14 @@ class TorchBackend:
             rounding_error.copy_(torch.where(known, exact - rounded, 0.0))
 
     def sparse_gradient(
-        self,
-        chunk: LogitChunk,
-        temperature: Tensor,
-        values: TokenValues,
-        g_logp: Tensor,
-        g_entropy: Tensor,
-        params: KernelParams,
-        rule: SparseRule,
-        pairs: SparseRows,
+        self, chunk: LogitChunk, g_logp: Tensor, g_entropy: Tensor, rule: SparseRule, pairs: SparseRows
     ) -> None:
         rows = chunk.rows
         dlogits = torch.empty_like(chunk.logits, dtype=pairs.values.dtype)
-        coefficients = temperature, values, g_logp, g_entropy, params
-        self.logits_gradient(chunk, *coefficients, RowGradients(dlogits))
-        steepness = params.logit_scale / rows.take(temperature)
+        self.logits_gradient(chunk, g_logp, g_entropy, RowGradients(dlogits))
+        steepness = chunk.params.logit_scale / rows.take(chunk.temperature)
         scale = steepness * (rows.take(g_logp).abs() + rows.take(g_entropy).abs())
-        tokens = torch.arange(rows.start, rows.stop, device=dlogits.device) if rows.index is None else rows.index
-        start = start_of_sum(tokens, rows.take(values.lse), rule.first_id)
+        start = start_of_sum(rows.tokens(dlogits.device), rows.take(chunk.values.lse), rule.first_id)
         write_pairs(dlogits, rows.take(chunk.ids), scale, start, rule, pairs)
 
     def sequence_objective(
@@ -175,7 +134,7 @@ def _row_statistics(z: Tensor, ids: Tensor) -> RowStats:
     return RowStats(logp.squeeze(1), lse.squeeze(1), entropy.squeeze(1))
 
 
-def _log_p(chunk: LogitChunk, temperature: Tensor, lse: Tensor, params: KernelParams) -> tuple[Tensor, Tensor | None]:
+def _log_p(chunk: LogitChunk, temperature: Tensor, lse: Tensor) -> tuple[Tensor, Tensor | None]:
     """(log-probabilities (C, V), the softcap's derivative or None) from the log-sum-exp (C,)."""
-    z, chain = transformed(chunk.logits, chunk.bias, temperature, params)
+    z, chain = transformed(chunk.logits, chunk.bias, temperature, chunk.params)
     return minus_lse(z, lse), chain

@@ -8,19 +8,18 @@ jsd         D = b KL(q|m) + (1 - b) KL(p|m)          dD/dz = (1 - b) p (log(p / 
 from __future__ import annotations
 
 import math
-from typing import cast
 
 import torch
 from torch import Tensor
 
-from ...contract import LogitChunk, TeacherLogits, TokenValues
+from ...contract import LogitChunk, Rows, TeacherLogits
 from ...names import TeacherParams
 from .transform import minus_lse, transformed
 
 
-def put_divergence(chunk: LogitChunk, log_p: Tensor, temperature: Tensor, values: TokenValues) -> None:
+def put_divergence(chunk: LogitChunk, teacher: TeacherLogits, log_p: Tensor, temperature: Tensor) -> None:
     """Writes the divergence, its offset and the teacher's log-sum-exp of a chunk's tokens. log_p (C, V)."""
-    teacher, rows = cast(TeacherLogits, chunk.teacher), chunk.rows
+    rows, values = chunk.rows, chunk.values
     z, _ = transformed(teacher.logits, teacher.bias, temperature, teacher.params)
     lse = z.double().logsumexp(-1)
     log_q = minus_lse(z, lse)
@@ -38,9 +37,8 @@ def put_divergence(chunk: LogitChunk, log_p: Tensor, temperature: Tensor, values
     rows.put(teacher.lse, lse)
 
 
-def divergence_gradient(chunk: LogitChunk, log_p: Tensor, temperature: Tensor) -> Tensor:
+def divergence_gradient(rows: Rows, teacher: TeacherLogits, log_p: Tensor, temperature: Tensor) -> Tensor:
     """(C, V): weight times dD / dz, 0 where the weight is. log_p (C, V)."""
-    teacher, rows = cast(TeacherLogits, chunk.teacher), chunk.rows
     weight, offset, lse = (rows.take(x)[:, None] for x in (teacher.weight, teacher.offset, teacher.lse))
     z, _ = transformed(teacher.logits, teacher.bias, temperature, teacher.params)
     log_q, p, params = minus_lse(z, lse.squeeze(1)), log_p.exp(), teacher.params

@@ -29,8 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...contract import RowStats, contiguous_rows
-from ...names import FIELD, KernelParams
+from ...contract import HeadChunk, RowStats, contiguous_rows
 from .layout import TEMPERATURE
 from .maths import INV_LN2, LN2, expm1, log1p, softcap
 from .matmul import (
@@ -253,23 +252,15 @@ def row_logits(h, weight, head, columns, OPTIONS: tl.constexpr):
     return tl.where(inside, y, -float("inf")), slope
 
 
-def anchored(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    ids: Tensor,
-    table: Tensor,
-    exponentials: Tensor,
-    params: KernelParams,
-) -> tuple[RowStats, Tensor]:
+def anchored(chunk: HeadChunk, table: Tensor, exponentials: Tensor) -> tuple[RowStats, Tensor]:
     """Statistics (C,) and v (C,) fp32; `exponentials` (C, V) bf16 receives E; d loss / d logits = v[:, None] E.
 
     For tokens whose gradient depends on themselves alone and not on their entropy.
     """
+    hidden, weight, bias, ids, temperature, params = chunk
     hidden, count, vocab = contiguous_rows(hidden), hidden.shape[0], weight.shape[0]
     launch = prepare("anchored", hidden, weight, bias, params)
     parts = launch.grid[1]
-    temperature = table[FIELD["temperature"]]
     # Tensors of their own, not rows of one: each is to begin on 16 bytes, whatever the count.
     y_ids, slope_ids, scale = (torch.empty(count, dtype=torch.float32, device=hidden.device) for _ in range(3))
     work = Work(

@@ -12,6 +12,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from ...contract import Backend
 from ..launch import architecture, best_first, shipped_table
 from ..pytorch.backend import add_rows
 from ..strategy import STRATEGIES
@@ -48,15 +49,10 @@ def _device_of(arguments: Iterable[object]) -> torch.device | None:
     return None
 
 
-class TritonBackend:
-    """contract.Backend by Triton's kernels."""
-
+class TritonBackend(Backend):
     name = "triton"
-    takes_teachers = True
-    has_amx = False
 
     def unavailable_reason(self, device: torch.device) -> str:
-        """Why these kernels cannot run on this device, or nothing."""
         if architecture(device) in shipped_table():
             return ""
         major, minor = torch.cuda.get_device_capability(device)
@@ -64,7 +60,6 @@ class TritonBackend:
         return f"the Triton kernels need compute capability 8.0, {name} has {major}.{minor}"
 
     def strategies(self, hidden: Tensor, weight: Tensor) -> tuple[str, ...]:
-        """Those of strategy.py that serve these inputs, best first: as the table of launch.py says."""
         if weight.dtype.itemsize != 2 or weight.stride(-1) != 1:  # float32 products are the vendor's
             return ("rows",)
         served = ("linear", "rows") if weight.dtype == torch.float16 else STRATEGIES  # float16 cannot hold e^(z - z_id)
@@ -84,4 +79,4 @@ class TritonBackend:
     kept_dhidden = on_device(kept.kept_dhidden)
     kept_dweight = on_device(kept.kept_dweight)
     scale = on_device(scale)
-    add_rows = staticmethod(add_rows)  # on a CPU alone, where the interpreter runs: GPU products need no correction
+    add_rows = staticmethod(add_rows)

@@ -16,8 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...contract import RowStats, contiguous_rows
-from ...names import KernelParams
+from ...contract import HeadChunk, RowStats, contiguous_rows
 from .maths import INV_LN2, LN2
 from .matmul import (
     COMBINED_PARTS,
@@ -129,19 +128,11 @@ def combine_kernel(
     tl.store(out.entropy + rows, h, mask=live)
 
 
-def linear_logp(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    ids: Tensor,
-    temperature: Tensor,
-    params: KernelParams,
-    *,
-    entropy: bool,
-) -> RowStats:
-    """Statistics (N,) of softcap(hidden (N, H) weight (V, H)^T + bias (V,)); without `entropy`, zeros in its place."""
+def linear_logp(chunk: HeadChunk, *, entropy: bool) -> RowStats:
+    """Statistics (C,) of a chunk; without `entropy`, zeros in its place."""
+    hidden, ids, temperature = contiguous_rows(chunk.hidden), chunk.ids, chunk.temperature
     count = hidden.shape[0]
-    work = prepare("linear_logp", contiguous_rows(hidden), weight, bias, params)
+    work = prepare("linear_logp", hidden, chunk.weight, chunk.bias, chunk.params)
     parts = work.grid[1]
     partials = Partials(
         torch.empty(3, parts, count, dtype=torch.float64, device=hidden.device),

@@ -40,8 +40,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...contract import LogitChunk, RowGradients, Rows, TokenValues
-from ...names import KernelParams
+from ...contract import LogitChunk, RowGradients, Rows
 from ..launch import row_launch
 from .arguments import Batch
 from .layout import TEMPERATURE, TOKEN_ENTROPY, TOKEN_G_LOGP, TOKEN_LOGP, WEIGHT_ENTROPY
@@ -369,40 +368,30 @@ def single_pass_kernel(logits, ids, place, batch, count, tokens, gradient, p, OP
 # --- launchers ------------------------------------------------------------------------------------------------------
 
 
-def statistics(chunk: LogitChunk, temperature: Tensor, values: TokenValues, params: KernelParams) -> None:
+def statistics(chunk: LogitChunk) -> None:
     """logp, entropy and lse of logits (C, V)."""
-    grid, options = row_options(chunk, params)
+    grid, options = row_options(chunk)
     statistics_kernel[grid](
-        logits_of(chunk), chunk.ids, place(chunk.rows), temperature, values, len(chunk.logits), len(chunk.ids),
-        scalars(params), **options,
+        logits_of(chunk), chunk.ids, place(chunk.rows), chunk.temperature, chunk.values, len(chunk.logits),
+        len(chunk.ids), scalars(chunk.params), **options,
     )  # fmt: skip
 
 
-def logits_gradient(
-    chunk: LogitChunk,
-    temperature: Tensor,
-    values: TokenValues,
-    g_logp: Tensor,
-    g_entropy: Tensor,
-    params: KernelParams,
-    gradients: RowGradients,
-) -> None:
+def logits_gradient(chunk: LogitChunk, g_logp: Tensor, g_entropy: Tensor, gradients: RowGradients) -> None:
     """d loss / d logits (C, V)."""
-    grid, options = row_options(chunk, params, gradients)
+    grid, options = row_options(chunk, gradients)
     gradient_kernel[grid](
-        logits_of(chunk), chunk.ids, place(chunk.rows), temperature, values, g_logp, g_entropy, len(chunk.logits),
-        len(chunk.ids), gradient_to(gradients), scalars(params), **options,
+        logits_of(chunk), chunk.ids, place(chunk.rows), chunk.temperature, chunk.values, g_logp, g_entropy,
+        len(chunk.logits), len(chunk.ids), gradient_to(gradients), scalars(chunk.params), **options,
     )  # fmt: skip
 
 
-def single_pass(
-    chunk: LogitChunk, table: Tensor, values: TokenValues, params: KernelParams, gradients: RowGradients | None = None
-) -> None:
+def single_pass(chunk: LogitChunk, table: Tensor, gradients: RowGradients | None = None) -> None:
     """Everything about tokens that depend on themselves alone."""
-    grid, options = row_options(chunk, params, gradients, variant(params))
+    grid, options = row_options(chunk, gradients, variant(chunk.params))
     single_pass_kernel[grid](
-        logits_of(chunk), chunk.ids, place(chunk.rows), Batch.of(table, values), len(chunk.logits), len(chunk.ids),
-        gradient_to(gradients), scalars(params), **options,
+        logits_of(chunk), chunk.ids, place(chunk.rows), Batch.of(table, chunk.values), len(chunk.logits),
+        len(chunk.ids), gradient_to(gradients), scalars(chunk.params), **options,
     )  # fmt: skip
 
 
@@ -412,7 +401,7 @@ def place(rows: Rows) -> int | Tensor:
 
 
 def row_options(
-    chunk: LogitChunk, params: KernelParams, gradients: RowGradients | None = None, variant: Variant | None = None
+    chunk: LogitChunk, gradients: RowGradients | None = None, variant: Variant | None = None
 ) -> tuple[tuple[int], dict[str, Any]]:
     """(grid, what is compiled in)."""
     logits = chunk.logits
@@ -421,7 +410,7 @@ def row_options(
     dlogits = logits if gradients is None else gradients.dlogits
     overlap = dlogits.data_ptr() == logits.data_ptr() and dlogits.dtype != logits.dtype
     ragged = vocab % GROUP.value != 0
-    options = RowOptions(params.softcap != 0.0, ragged, launch.rows, launch.block, overlap, variant)
+    options = RowOptions(chunk.params.softcap != 0.0, ragged, launch.rows, launch.block, overlap, variant)
     return (triton.cdiv(count, launch.rows),), {"OPTIONS": options, "num_warps": launch.num_warps}
 
 

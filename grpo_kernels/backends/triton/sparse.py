@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...contract import LogitChunk, SparseRows, SparseRule, TokenValues
-from ...names import SPARSE_ONE, KernelParams
+from ...contract import LogitChunk, SparseRows, SparseRule
+from ...names import SPARSE_ONE
 from .layout import TOKEN_ENTROPY
 from .objective import scalars
 from .rows import (
@@ -169,21 +169,12 @@ def sparse_kernel(
     tl.store(pairs.counts + rows, tl.minimum(progress.pairs, capacity + 1), mask=live)
 
 
-def sparse_gradient(
-    chunk: LogitChunk,
-    temperature: Tensor,
-    values: TokenValues,
-    g_logp: Tensor,
-    g_entropy: Tensor,
-    params: KernelParams,
-    rule: SparseRule,
-    pairs: SparseRows,
-) -> None:
+def sparse_gradient(chunk: LogitChunk, g_logp: Tensor, g_entropy: Tensor, rule: SparseRule, pairs: SparseRows) -> None:
     """d loss / d logits (C, V) as pairs."""
-    grid, options = row_options(chunk, params)
+    grid, options = row_options(chunk)
     part = min(32 * options["num_warps"], options["OPTIONS"].block)
     sparse_kernel[grid](
-        logits_of(chunk), chunk.ids, place(chunk.rows), temperature, values, g_logp, g_entropy, len(chunk.logits),
-        len(chunk.ids), Pairs(*pairs), pairs.ids.shape[1], rule.theta, rule.first_id, scalars(params), PART=part,
-        **options,
+        logits_of(chunk), chunk.ids, place(chunk.rows), chunk.temperature, chunk.values, g_logp, g_entropy,
+        len(chunk.logits), len(chunk.ids), Pairs(*pairs), pairs.ids.shape[1], rule.theta, rule.first_id,
+        scalars(chunk.params), PART=part, **options,
     )  # fmt: skip

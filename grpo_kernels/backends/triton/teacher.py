@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...contract import LogitChunk, RowGradients, TeacherLogits, TokenValues
-from ...names import DIVERGENCES, FIELD, KernelParams, TeacherParams
+from ...contract import LogitChunk, RowGradients, TeacherLogits
+from ...names import DIVERGENCES, FIELD, TeacherParams
 from . import rows
 from .layout import TOKEN_DIVERGENCE, TOKEN_ENTROPY
 from .maths import INV_LN2, softcap
@@ -257,76 +257,55 @@ def pair_gradient_kernel(
 # --- launchers: those of rows.py, for chunks with and without a teacher ----------------------------------------------
 
 
-def statistics(chunk: LogitChunk, temperature: Tensor, values: TokenValues, params: KernelParams) -> None:
-    rows.statistics(chunk, temperature, values, params)
+def statistics(chunk: LogitChunk) -> None:
+    rows.statistics(chunk)
     if chunk.teacher is not None:
-        _divergence(chunk, chunk.teacher, temperature, values, params)
+        _divergence(chunk, chunk.teacher)
 
 
-def logits_gradient(
-    chunk: LogitChunk,
-    temperature: Tensor,
-    values: TokenValues,
-    g_logp: Tensor,
-    g_entropy: Tensor,
-    params: KernelParams,
-    gradients: RowGradients,
-) -> None:
+def logits_gradient(chunk: LogitChunk, g_logp: Tensor, g_entropy: Tensor, gradients: RowGradients) -> None:
     if chunk.teacher is None:
-        rows.logits_gradient(chunk, temperature, values, g_logp, g_entropy, params, gradients)
+        rows.logits_gradient(chunk, g_logp, g_entropy, gradients)
     else:
-        _gradient(chunk, chunk.teacher, temperature, values, g_logp, g_entropy, params, gradients)
+        _gradient(chunk, chunk.teacher, g_logp, g_entropy, gradients)
 
 
-def single_pass(
-    chunk: LogitChunk, table: Tensor, values: TokenValues, params: KernelParams, gradients: RowGradients | None = None
-) -> None:
+def single_pass(chunk: LogitChunk, table: Tensor, gradients: RowGradients | None = None) -> None:
     if chunk.teacher is None:
-        rows.single_pass(chunk, table, values, params, gradients)
+        rows.single_pass(chunk, table, gradients)
         return
-    temperature = table[FIELD["temperature"]]
-    statistics(chunk, temperature, values, params)
-    token_objective(chunk.rows, table, values, params)
+    statistics(chunk)
+    token_objective(chunk.rows, table, chunk.values, chunk.params)
     if gradients is not None:
-        g_entropy = table[FIELD["weight_entropy"]]
-        logits_gradient(chunk, temperature, values, values.g_logp, g_entropy, params, gradients)
+        logits_gradient(chunk, chunk.values.g_logp, table[FIELD["weight_entropy"]], gradients)
 
 
-def _divergence(
-    chunk: LogitChunk, teacher: TeacherLogits, temperature: Tensor, values: TokenValues, params: KernelParams
-) -> None:
+def _divergence(chunk: LogitChunk, teacher: TeacherLogits) -> None:
     """The divergence, its offset and the teacher's log-sum-exp of a chunk's tokens, whose own is known."""
-    grid, options = _options(chunk, teacher, params, None)
+    grid, options = _options(chunk, teacher, None)
     divergence_kernel[grid](
-        logits_of(chunk), _logits(teacher), place(chunk.rows), temperature, values,
-        TeacherValues(teacher.offset, teacher.lse), len(chunk.logits), len(chunk.ids), scalars(params),
+        logits_of(chunk), _logits(teacher), place(chunk.rows), chunk.temperature, chunk.values,
+        TeacherValues(teacher.offset, teacher.lse), len(chunk.logits), len(chunk.ids), scalars(chunk.params),
         _scalars(teacher.params), **options,
     )  # fmt: skip
 
 
 def _gradient(
-    chunk: LogitChunk,
-    teacher: TeacherLogits,
-    temperature: Tensor,
-    values: TokenValues,
-    g_logp: Tensor,
-    g_entropy: Tensor,
-    params: KernelParams,
-    gradients: RowGradients,
+    chunk: LogitChunk, teacher: TeacherLogits, g_logp: Tensor, g_entropy: Tensor, gradients: RowGradients
 ) -> None:
     """d loss / d logits (C, V), the divergence's share included."""
-    grid, options = _options(chunk, teacher, params, gradients)
+    grid, options = _options(chunk, teacher, gradients)
     pair_gradient_kernel[grid](
-        logits_of(chunk), _logits(teacher), chunk.ids, place(chunk.rows), temperature, values,
+        logits_of(chunk), _logits(teacher), chunk.ids, place(chunk.rows), chunk.temperature, chunk.values,
         TeacherValues(teacher.offset, teacher.lse), g_logp, g_entropy, teacher.weight, len(chunk.logits),
-        len(chunk.ids), gradient_to(gradients), scalars(params), _scalars(teacher.params), **options,
+        len(chunk.ids), gradient_to(gradients), scalars(chunk.params), _scalars(teacher.params), **options,
     )  # fmt: skip
 
 
 def _options(
-    chunk: LogitChunk, teacher: TeacherLogits, params: KernelParams, gradients: RowGradients | None
+    chunk: LogitChunk, teacher: TeacherLogits, gradients: RowGradients | None
 ) -> tuple[tuple[int], dict[str, Any]]:
-    grid, options = row_options(chunk, params, gradients)
+    grid, options = row_options(chunk, gradients)
     policy = options["OPTIONS"]
     other = policy._replace(capped=teacher.params.softcap != 0.0, overlap=False)
     pair = PairOptions(policy, other, DIVERGENCES.index(teacher.params.divergence))

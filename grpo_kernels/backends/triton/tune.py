@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from triton.errors import TritonError
 
-from ...contract import LogitChunk, RowGradients, Rows, no_values
+from ...contract import HeadChunk, LogitChunk, RowGradients, Rows, no_values
 from ...names import FIELD, TABLE_FIELDS, KernelParams
 from ..launch import TUNABLE, MatmulLaunch, RowLaunch, architecture, forget_tables, shape_key, shipped_table, trial
 from . import rows
@@ -118,12 +118,12 @@ def _row_subject(head: Head, dtype: torch.dtype) -> Subject:
     logits = torch.empty_like(source)
     grad = logits.view(head.dtype)[:, : head.vocab]
     ids, table = _ids(head), _table(head)
-    chunk, temperature = LogitChunk(logits, Rows(0, head.rows), ids), table[FIELD["temperature"]]
     first, second = (no_values(head.rows, torch.float32, head.device) for _ in range(2))
+    chunk = LogitChunk(logits, Rows(0, head.rows), ids, table[FIELD["temperature"]], first, PARAMS)
 
     def run() -> Sequence[Tensor]:
-        rows.statistics(chunk, temperature, first, PARAMS)
-        rows.single_pass(chunk, table, second, PARAMS, RowGradients(grad))
+        rows.statistics(chunk)
+        rows.single_pass(chunk._replace(values=second), table, RowGradients(grad))
         return *first, *second, grad
 
     candidates = row_candidates(architecture(head.device))
@@ -135,12 +135,13 @@ def matmul_subjects(kernel: str, head: Head) -> Iterator[Subject]:
     hidden = torch.randn(head.rows, head.width, dtype=head.dtype, device=head.device)
     weight = torch.randn(head.vocab, head.width, dtype=head.dtype, device=head.device).mul_(head.width**-0.5)
     ids, table = _ids(head), _table(head)
+    chunk = HeadChunk(hidden, weight, None, ids, table[FIELD["temperature"]], PARAMS)
     exps = torch.empty(head.rows * (kernel == "anchored"), head.vocab, dtype=torch.bfloat16, device=head.device)
 
     def run() -> Sequence[Tensor]:
         if kernel == "linear_logp":
-            return linear_logp(hidden, weight, None, ids, table[FIELD["temperature"]], PARAMS, entropy=True)
-        stats, scale = anchored(hidden, weight, None, ids, table, exps, PARAMS)
+            return linear_logp(chunk, entropy=True)
+        stats, scale = anchored(chunk, table, exps)
         return (*stats, scale, exps)
 
     candidates = matmul_candidates(architecture(head.device), kernel)
