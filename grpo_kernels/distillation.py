@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from .backends import choose_backend
 from .checks.arguments import check_lm_head, check_token_tensor, num_sequences_of, temperature_per_token
 from .checks.plain import check_plain, full_weight
 from .config import GRPOConfig, check_logit_transform
-from .engine.logps_op import LogpsCall, LogpsTokens, divergence_from_hidden
+from .engine.logps_op import LogpsCall, LogpsTokens, logps_from_hidden
 from .engine.shared import is_capturing
 from .loss import fused_grpo_loss
 from .names import Aggregation, Divergence
@@ -137,7 +137,7 @@ def fused_divergence(
         (1.0 if per_token is not None else float(temperature), float(logit_scale), float(logit_softcap or 0.0), 0.0),
         True, name, compute_dtype, teacher=teacher, divergence=config,
     )  # fmt: skip
-    return divergence_from_hidden(hidden, weight, bias, call)
+    return cast(Tensor, logps_from_hidden(hidden, weight, bias, call)[2])
 
 
 def divergence_of_beta(beta: float) -> dict[str, Any]:

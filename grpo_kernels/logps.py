@@ -83,5 +83,5 @@ def fused_logps(
     if group is not None:
         wants = requires_grad_flags(hidden, weight, bias)
         call = call._replace(vocab_slice=agree(group, hidden, weight, bias, wants, call.description))
-    logps, entropies = logps_from_hidden(hidden, weight, bias, call)
+    logps, entropies, _ = logps_from_hidden(hidden, weight, bias, call)
     return logps, entropies if entropy else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from .checks.arguments import (
 from .checks.plain import full_weight
 from .config import GRPOConfig, check_flag, check_logit_transform, check_one_of
 from .contract import Backend, Rows, TokenValues, no_values
-from .engine.backward import FinishedGradients, refuse_double_backward, scale_saved_gradients
+from .engine.backward import FinishedGradients, finish_in_forward
 from .engine.chunks import whole_sequences
 from .engine.kept import make_token_mask
 from .engine.lm_head import LMHead
@@ -126,7 +127,9 @@ def fused_policy_loss(
         wants=requires_grad_flags(hidden, lm_head_weight, lm_head_bias), grad_enabled=torch.is_grad_enabled(),
         sampling_mask=sampling_mask,
     )  # fmt: skip
-    return _PolicyLoss.apply(hidden, lm_head_weight, lm_head_bias, call)
+    with pinned_matmul_precision(hidden.device):
+        run = partial(_run, call=call)
+        return finish_in_forward("fused_policy_loss", run, hidden, lm_head_weight, lm_head_bias)[0]
 
 
 @dataclass(frozen=True)
@@ -145,20 +148,9 @@ class _Call:
     sampling_mask: SamplingMask | None
 
 
-class _PolicyLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, call):
-        with pinned_matmul_precision(hidden.device):
-            loss, ctx.gradients = _run(hidden, weight, bias, call)
-        return loss
-
-    @staticmethod
-    def backward(ctx, g_loss):
-        refuse_double_backward("fused_policy_loss")
-        return *scale_saved_gradients(ctx, "fused_policy_loss", g_loss), None
-
-
-def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> tuple[Tensor, FinishedGradients]:
+def _run(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call
+) -> tuple[tuple[Tensor, ...], FinishedGradients]:
     config, device, wants = call.config, hidden.device, call.wants
     num_tokens = call.completion_ids.numel()
     mask = token_mask(call.completion_mask)
@@ -202,7 +194,7 @@ def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> tu
         scorer.staged(whole_sequences(head, index, lengths), coefficients)
     else:
         scorer.staged(((chunk, slice(0)) for chunk in head.chunks(index)), coefficients)
-    return total, head.gradients()
+    return (total,), head.gradients()
 
 
 def _differentiate(call: _Call, values: TokenValues, index: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor, Tensor]:

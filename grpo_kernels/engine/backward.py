@@ -7,7 +7,7 @@ grad_output. No factor is ever rounded to 16 bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -134,11 +134,38 @@ def scale_gradient(saved: Tensor, factor: Tensor, backend: Backend, dtype: torch
     return saved
 
 
-def scale_saved_gradients(ctx: Any, name: str, factor: Tensor) -> list[Tensor | None]:
-    """`scale_gradient` for `ctx.gradients` of an autograd.Function, which lets go of them unless the graph is kept."""
+class _Finished(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, name, compute, others, *inputs):
+        """The others get what comes with the loss and has no gradient: autograd has nothing to do with it."""
+        results, ctx.gradients = compute(*inputs)
+        ctx.name = name
+        others.extend(results[1:])
+        return results[0]
+
+    @staticmethod
+    def backward(ctx, g_loss):
+        refuse_double_backward(ctx.name)
+        return None, None, None, *_scale_gradients(ctx, g_loss)
+
+
+def finish_in_forward(
+    name: str, compute: Callable[..., tuple[tuple[Tensor, ...], FinishedGradients]], *inputs: Tensor | None
+) -> tuple[Tensor, ...]:
+    """The results of `compute`, called under no_grad; the first, a loss, is differentiable in the inputs.
+
+    name: of the public function, for errors.
+    """
+    others: list[Tensor] = []
+    loss = _Finished.apply(name, compute, others, *inputs)
+    return loss, *others
+
+
+def _scale_gradients(ctx: Any, factor: Tensor) -> list[Tensor | None]:
+    """`scale_gradient` for all of `ctx.gradients`, which it lets go of unless the graph is kept."""
     gradients: FinishedGradients | None = ctx.gradients
     if gradients is None:
-        raise RuntimeError(f"grpo_kernels.{name}: a second backward needs retain_graph=True in the first")
+        raise RuntimeError(f"grpo_kernels.{ctx.name}: a second backward needs retain_graph=True in the first")
     if not keeps_graph():
         ctx.gradients = None
     for share in gradients.waiting:

@@ -29,14 +29,14 @@ from .shared import (
     make_scorer,
     no_gradients,
     refuse_capture,
-    refuse_traced_teacher,
+    refuse_traced,
     requires_grad_flags,
     table_dtype,
     token_mask,
 )
 from .teacher import TeacherHead, new_teacher
 from .top_k import TopKHead
-from .vocab_parallel import VocabSlice, describe, refuse_traced_slice
+from .vocab_parallel import VocabSlice, describe
 
 
 class LogpsTokens(NamedTuple):
@@ -67,36 +67,25 @@ class LogpsCall(NamedTuple):
 
 def logps_from_hidden(
     hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: LogpsCall
-) -> tuple[Tensor, Optional[Tensor]]:
-    """(logps, entropy), each of the shape of completion_ids; 0 at masked positions. Differentiable.
+) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
+    """(logps, entropy, divergence to the teacher), each of the shape of completion_ids; 0 at masked positions.
 
-    The entropy means nothing, or is None, where the call does not want it.
+    Differentiable. The entropy means nothing, or is None, where the call does not want it; the divergence is None
+    without a teacher.
     """
     if is_traced(hidden):
-        refuse_traced_slice(call.vocab_slice)
+        refuse_traced(vocab_parallel_group=call.vocab_slice, teacher=call.teacher)
         options = call.want_entropy, call.backend, call.compute_dtype
-        return logps(hidden, weight, bias, list(call.tokens), list(call.numbers), *options)[:2]
+        return *logps(hidden, weight, bias, list(call.tokens), list(call.numbers), *options)[:2], None
     if any(requires_grad_flags(hidden, weight, bias)):
         return _Logps.apply(hidden, weight, bias, call)
     with torch.no_grad():
         values, _ = _compute((hidden, weight, bias), call)
-    shape = call.tokens.completion_ids.shape
-    return _column(values, 0, shape), _column(values, 1, shape) if call.want_entropy else None
+    entropy = _column(values, 1, call) if call.want_entropy else None
+    return _column(values, 0, call), entropy, _divergence(values, call)
 
 
 Inputs = tuple[Tensor, Tensor, Optional[Tensor]]  # hidden, weight, bias
-
-
-def divergence_from_hidden(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: LogpsCall) -> Tensor:
-    """The divergence to the teacher's distribution, of the shape of completion_ids; 0 at masked positions.
-
-    Differentiable."""
-    if is_traced(hidden):
-        refuse_traced_teacher(call.teacher)
-    if any(requires_grad_flags(hidden, weight, bias)):
-        return _Divergence.apply(hidden, weight, bias, call)
-    with torch.no_grad():
-        return _compute((hidden, weight, bias), call)[0].divergence.reshape(call.tokens.completion_ids.shape).clone()
 
 
 def _compute(inputs: Inputs, call: LogpsCall) -> tuple[TokenValues, Union[TeacherHead, TopKHead, None]]:
@@ -136,13 +125,18 @@ def _make_scorer(head: LMHead, call: LogpsCall, values: TokenValues) -> tuple[Sc
     return make_scorer(head, ids, temperature, params, values, mask, sampling_mask, theta or None), mask, static
 
 
-def _results(values: TokenValues, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
+def _results(values: TokenValues, call: LogpsCall) -> tuple[Tensor, Tensor, Tensor]:
     """(logps, entropy, lse) with memory of their own."""
-    return _column(values, 0, shape), _column(values, 1, shape), values.lse.view(*shape)
+    return _column(values, 0, call), _column(values, 1, call), values.lse.view(*call.tokens.completion_ids.shape)
 
 
-def _column(values: TokenValues, column: int, shape: torch.Size) -> Tensor:
+def _column(values: TokenValues, column: int, call: LogpsCall) -> Tensor:
+    shape = call.tokens.completion_ids.shape
     return values.columns.narrow_copy(0, column, 1).view(*shape)  # for a torch.Size itself torch takes 1.4 us longer
+
+
+def _divergence(values: TokenValues, call: LogpsCall) -> Optional[Tensor]:
+    return None if call.teacher is None else values.divergence.reshape(call.tokens.completion_ids.shape).clone()
 
 
 def _compute_gradients(
@@ -181,39 +175,20 @@ def _compute_gradients(
 class _Logps(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, call):
-        values, _ = _compute((hidden, weight, bias), call)
-        found, entropy, lse = _results(values, call.tokens.completion_ids.shape)
-        ctx.call = call._replace(tokens=None)
+        values, ctx.teacher = _compute((hidden, weight, bias), call)
+        found, entropy, lse = _results(values, call)
+        ctx.call, given = call._replace(tokens=None), [*call.tokens]
+        if call.teacher is not None:  # autograd notices changes, which inference tensors do not count
+            given += [x for x in vars(call.teacher).values() if isinstance(x, Tensor) and not x.is_inference()]
         # A copy, since the caller may change what it got.
-        ctx.save_for_backward(hidden, weight, bias, entropy.clone(), lse, *call.tokens)
-        return found, entropy
+        ctx.save_for_backward(hidden, weight, bias, entropy.clone(), lse, *given)
+        return found, entropy, _divergence(values, call)
 
     @staticmethod
     def backward(ctx, *outer):
-        refuse_double_backward("fused_logps")
-        saved = ctx.saved_tensors
-        call = ctx.call._replace(tokens=LogpsTokens(*saved[5:]))
-        return *_compute_gradients(outer, saved[:3], call, saved[3:5], ctx.needs_input_grad[:3]), None
-
-
-class _Divergence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, call):
-        values, teacher = _compute((hidden, weight, bias), call)
-        assert teacher is not None
-        _, entropy, lse = _results(values, call.tokens.completion_ids.shape)
-        ctx.call, ctx.teacher = call._replace(tokens=None), teacher
-        # Autograd notices changes, which inference tensors do not count.
-        of_teacher = [x for x in vars(call.teacher).values() if isinstance(x, Tensor) and not x.is_inference()]
-        ctx.save_for_backward(hidden, weight, bias, entropy, lse, *call.tokens, *of_teacher)
-        return values.divergence.reshape(lse.shape).clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        refuse_double_backward("fused_divergence")
+        refuse_double_backward("fused_logps" if ctx.teacher is None else "fused_divergence")
         saved = ctx.saved_tensors
         call = ctx.call._replace(tokens=LogpsTokens(*saved[5 : 5 + len(LogpsTokens._fields)]))
-        outer = *(torch.zeros_like(saved[3]) for _ in range(2)), g
         wants = ctx.needs_input_grad[:3]
         return *_compute_gradients(outer, saved[:3], call, saved[3:5], wants, ctx.teacher), None
 
@@ -232,7 +207,7 @@ def logps(
     """(logps, entropy, lse), each of the shape of completion_ids; 0 at masked positions. `tokens`: LogpsTokens."""
     call = LogpsCall(LogpsTokens(*tokens), numbers, want_entropy, backend, compute_dtype)  # type: ignore[arg-type]
     with torch.no_grad():
-        return _results(_compute((hidden, weight, bias), call)[0], call.tokens.completion_ids.shape)
+        return _results(_compute((hidden, weight, bias), call)[0], call)
 
 
 @logps.register_fake

@@ -9,6 +9,7 @@ No `from __future__ import annotations` here, and Optional[X] for X | None: torc
 # ruff: noqa: UP007, UP045
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple, Optional, Union, cast
 
 import torch
@@ -20,16 +21,16 @@ from ..config import DEFAULT_CONFIG, GRPOConfig, config_from_key
 from ..contract import Backend, Sums, TokenInputs
 from ..names import FIELD, MASK_SUMS, SPARSE_SUMS
 from ..teacher import Teacher, TopKTeacher
-from .backward import FinishedGradients, refuse_double_backward, scale_saved_gradients, times, waiting_dtype
+from .backward import FinishedGradients, finish_in_forward, refuse_double_backward, times, waiting_dtype
 from .chunks import evaluate, run
 from .kept import make_token_mask
 from .lm_head import GivenLogits, LMHead
 from .plan import Plan, keep_entropies, make_plan
 from .products import pinned_matmul_precision
-from .shared import is_capturing, is_traced, no_gradients, refuse_capture, refuse_traced_teacher, table_dtype
+from .shared import is_capturing, is_traced, no_gradients, refuse_capture, refuse_traced, table_dtype
 from .teacher import TeacherHead, new_teacher
 from .top_k import TopKHead
-from .vocab_parallel import VocabSlice, describe, refuse_traced_slice
+from .vocab_parallel import VocabSlice, describe
 
 # On a GPU the products of so few rows take as long as reading the weight: a row left out saves nothing, and reading the
 # counts of rows costs a wait for the device. An H200 does 206 operations of a 16-bit product in the time in which it
@@ -61,10 +62,7 @@ def loss_from_hidden(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], cal
     """(loss, logps, entropy, numbers of Sums); the loss is differentiable in hidden, weight and bias. With a teacher
     the divergence comes last."""
     if is_traced(hidden):
-        refuse_traced_slice(call.vocab_slice)
-        refuse_traced_teacher(call.teacher)
-        if call.accumulate_into is not None:
-            raise ValueError("accumulate_into is given to a call that is traced or compiled; it needs an eager one")
+        refuse_traced(vocab_parallel_group=call.vocab_slice, teacher=call.teacher, accumulate_into=call.accumulate_into)
         loss, logps, entropy, numbers, *_ = grpo_loss(
             hidden,
             weight,
@@ -78,9 +76,7 @@ def loss_from_hidden(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], cal
         )
         return loss, logps.detach(), entropy, numbers
     if any(call.wants):
-        others: list[Tensor] = []
-        loss = _Loss.apply(hidden, weight, bias, (call, others))
-        return loss, *others
+        return finish_in_forward("fused_grpo_loss", partial(_compute, call=call), hidden, weight, bias)
     with torch.no_grad():
         return _compute(hidden, weight, bias, call)[0]
 
@@ -108,7 +104,9 @@ def _compute(
         )  # fmt: skip
         if static and inputs.completion_mask is not None:
             head.keep = plan.tokens.scored
-        return loss_of_head(head, plan, kernels, call, teacher, static_shapes=static), head.gradients()
+        results, gradients = loss_of_head(head, plan, kernels, call, teacher, static_shapes=static), head.gradients()
+    gradients.accumulate_into = call.accumulate_into
+    return results, gradients
 
 
 def loss_of_head(
@@ -146,22 +144,6 @@ def _computes_every_row(call: LossCall, device: torch.device) -> bool:
     # Which rows; lengths; how many entries.
     reads_anyway = call.tokens.kept_counts is not None or call.tokens.cu_seqlens is not None or sparse
     return device.type != "cpu" and call.completion_ids.numel() <= _WEIGHT_BOUND_TOKENS and not reads_anyway
-
-
-class _Loss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, call_and_others):
-        """The others get what comes with the loss and has no gradient: autograd has nothing to do with it."""
-        call, others = call_and_others
-        results, ctx.gradients = _compute(hidden, weight, bias, call)
-        ctx.gradients.accumulate_into = call.accumulate_into
-        others.extend(results[1:])
-        return results[0]
-
-    @staticmethod
-    def backward(ctx, g_loss):
-        refuse_double_backward("fused_grpo_loss")
-        return *scale_saved_gradients(ctx, "fused_grpo_loss", g_loss), None
 
 
 @torch.library.custom_op("grpo_kernels::grpo_loss", mutates_args=())

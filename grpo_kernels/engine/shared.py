@@ -35,9 +35,10 @@ def refuse_capture(device: torch.device) -> None:
         raise ValueError("sparse_backward was given under capture of a CUDA graph; the number of entries is read")
 
 
-def refuse_traced_teacher(teacher: object) -> None:
-    if teacher is not None:
-        raise ValueError("teacher is given to a call that is traced or compiled; it needs an eager one")
+def refuse_traced(**given: object) -> None:
+    for name, x in given.items():
+        if x is not None:
+            raise ValueError(f"{name} is given to a call that is traced or compiled; it needs an eager one")
 
 
 def requires_grad_flags(*inputs: Tensor | None) -> tuple[bool, ...]:

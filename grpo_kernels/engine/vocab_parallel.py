@@ -149,11 +149,6 @@ def check_group(group: object, name: str = "vocab_parallel_group") -> None:
         raise ValueError(f"{name} is given under the capture of a CUDA graph; it reads sizes back to the host")
 
 
-def refuse_traced_slice(vocab_slice: VocabSlice | None) -> None:
-    if vocab_slice is not None:
-        raise ValueError("vocab_parallel_group is given to a call that is traced or compiled; it needs an eager one")
-
-
 def all_gather(group: ProcessGroup, x: Tensor) -> Tensor:
     """x of every rank, in their order: (ranks, ...). x is contiguous."""
     gathered = x.new_empty((distributed.get_world_size(group), *x.shape))
