@@ -40,6 +40,7 @@ class Scorer:
     def __init__(
         self, head: Head, ids: Tensor, temperature: Tensor, params: KernelParams, backend: Backend, values: TokenValues
     ) -> None:
+        self.given = ids, temperature, params, backend, values  # what another scorer gets besides its head
         self.head, self.temperature, self.params, self.backend = head, temperature, params, backend
         self.vocab_slice = head.vocab_slice
         self.sampled_ids = ids  # of the whole vocabulary
@@ -65,9 +66,9 @@ class Scorer:
             lm_head = cast(LMHead, head)
             rows = mask_rows(mask, self.sampled_ids, index, lm_head.vocab_size)
             logits = KeptLogits(rows, lm_head, dtype)
-            self.gathered = KeptScorer(
-                logits, self.sampled_ids, self.temperature, self.params, self.backend, self.values
-            )
+            self.gathered = KeptScorer(logits, *self.given)
+            if isinstance(self.teacher, TopKHead):
+                self.gathered.teacher = KeptTeacher(self.teacher, logits, self.temperature)
 
     def without_gathered(self, index: Tensor | None) -> Tensor | None:
         """These tokens (None: all) but those of `gathered`."""
@@ -93,18 +94,12 @@ class Scorer:
 
     def single_pass(self, index: Tensor | None, table: Tensor) -> None:
         """Statistics, objective and gradient of tokens whose gradient depends on themselves alone."""
-        head = self.head
-        # The scale of float16, which follows from the coefficients, or the other ranks' statistics have to come first.
-        is_last = isinstance(self.teacher, TopKHead)  # its entries are written over those of the row kernel
-        if head.grad_dtype == torch.float16 or self.vocab_slice is not None or is_last:
-            self._stage_tokens(index, table)
-            return
-        for chunk in head.chunks(index):
+        for chunk in self.head.chunks(index):
             for rows in chunk.row_chunks():
                 read = self._logits(rows)
-                written = head.row_gradients(chunk, rows, read.logits)
+                written = self.head.row_gradients(chunk, rows, read.logits)
                 self.backend.single_pass(read, table, written)
-            head.accumulate(chunk, self.ids)
+            self._accumulate(chunk)
 
     def anchored(self, index: Tensor | None, table: Tensor) -> None:
         """`single_pass` without logits, for tokens whose gradient does not go through their entropy."""
@@ -122,14 +117,8 @@ class Scorer:
             for rows in chunk.row_chunks():
                 read = self._statistics(rows)
                 self._gradient(chunk, read, *coefficients(rows, sequences))
-            self.head.accumulate(chunk, self.ids)
-
-    def _stage_tokens(self, index: Tensor | None, table: Tensor) -> None:
-        def coefficients(rows: Rows, sequences: slice) -> tuple[Tensor, Tensor]:
-            self.backend.token_objective(rows, table, self.values, self.params)
-            return self.values.g_logp, table[FIELD["weight_entropy"]]
-
-        self.staged(((chunk, slice(0)) for chunk in self.head.chunks(index)), coefficients)
+            self._accumulate(chunk)
+        self._finish()
 
     def gradient(self, g_logp: Tensor, g_entropy: Tensor, *, static_shapes: bool = False) -> None:
         """Gradients of every token with a non-zero coefficient, from its logits computed again."""
@@ -141,13 +130,21 @@ class Scorer:
             index = has_gradient.nonzero().squeeze(1)
         self._gradient_of(self.without_gathered(index), g_logp, g_entropy)
         if self.gathered is not None:
-            self.gathered.gradient(g_logp, g_entropy)
+            self.gathered.gradient(g_logp, g_entropy, static_shapes=True)
 
     def _gradient_of(self, index: Tensor | None, g_logp: Tensor, g_entropy: Tensor) -> None:
         for chunk in self.head.chunks(index):
             for rows in chunk.row_chunks():
                 self._gradient(chunk, self._logits(rows, again=True), g_logp, g_entropy)
-            self.head.accumulate(chunk, self.ids)
+            self._accumulate(chunk)
+        self._finish()
+
+    def _accumulate(self, chunk: Chunk) -> None:
+        """After the gradients of all rows of a chunk."""
+        self.head.accumulate(chunk, self.ids)
+
+    def _finish(self) -> None:
+        """After all chunks with a gradient."""
 
     def _head_chunk(self, rows: Rows) -> HeadChunk:
         head, ids, temperature = cast(LMHead, self.head), rows.take(self.ids), rows.take(self.temperature)
@@ -201,13 +198,14 @@ class Scorer:
 
 
 class KeptScorer(Scorer):
-    """The tokens that keep few ids, by products over those ids alone."""
+    """The tokens that keep few ids, by products over those ids alone.
+
+    Their gradients come after those of all other tokens, to whose dweight they are added.
+    """
 
     head: KeptLogits
 
-    def gradient(self, g_logp: Tensor, g_entropy: Tensor, *, static_shapes: bool = True) -> None:
-        """After the gradients of all other tokens, to whose dweight these are added."""
-        super().gradient(g_logp, g_entropy, static_shapes=True)
+    def _finish(self) -> None:
         self.head.finish()
 
 
@@ -220,33 +218,17 @@ class SparseScorer(Scorer):
         super().__init__(head, *given)
         self.pairs = SparsePairs(head, theta, self.values.columns.dtype)
 
-    def single_pass(self, index: Tensor | None, table: Tensor) -> None:
-        """The logits are read once for their statistics and once for the pairs."""
-        self._stage_tokens(index, table)
+    def _gradient(self, chunk: Chunk, read: LogitChunk, g_logp: Tensor, g_entropy: Tensor) -> None:
+        self.pairs.add(read, (g_logp, g_entropy), None if self.mask is None else self.mask.masked)
 
-    def staged(self, chunks: Iterable[tuple[Chunk, slice]], coefficients: CoefficientFn) -> None:
-        found: tuple[Tensor, Tensor] | None = None
-        for chunk, sequences in chunks:
-            for rows in chunk.row_chunks():
-                read = self._statistics(rows)
-                found = coefficients(rows, sequences)
-                self._add_pairs(read, found)
-        self._finish(found)
+    def _accumulate(self, chunk: Chunk) -> None:
+        """The pairs wait."""
 
-    def _gradient_of(self, index: Tensor | None, g_logp: Tensor, g_entropy: Tensor) -> None:
-        for chunk in self.head.chunks(index):
-            for rows in chunk.row_chunks():
-                self._add_pairs(self._logits(rows, again=True), (g_logp, g_entropy))
-        self._finish((g_logp, g_entropy))
-
-    def _add_pairs(self, read: LogitChunk, coefficients: tuple[Tensor, Tensor]) -> None:
-        exact = None if self.mask is None else self.mask.masked
-        self.pairs.add(read, coefficients, exact)
-
-    def _finish(self, coefficients: tuple[Tensor, Tensor] | None) -> None:
-        """coefficients: those of all tokens; None where there are none."""
-        if coefficients is not None:
-            super()._gradient_of(self.pairs.dense(), *coefficients)
+    def _finish(self) -> None:
+        if self.pairs.coefficients is not None:
+            exact = Scorer(self.head, *self.given)
+            exact.mask = self.mask
+            exact._gradient_of(self.pairs.dense(), *self.pairs.coefficients)
         self.pairs.finish()
 
 
@@ -263,33 +245,35 @@ def run(
     gradients: bool,
     static_shapes: bool = False,
     sampling_mask: TokenMask | None = None,
-    sparse_backward: float | None = None,
     teacher: TeacherHead | TopKHead | None = None,
-    distill_coef: float = 0.0,
 ) -> tuple[TokenValues, Sums]:
     """Score a batch and, with `gradients`, leave the gradients of the loss in `head`."""
-    tokens, table = plan.tokens, plan.tokens.table
+    tokens, table, config, rules = plan.tokens, plan.tokens.table, plan.config, plan.rules
     given = tokens.ids, table[FIELD["temperature"]], plan.params, backend, tokens.values
-    scorer = new_scorer(sparse_backward, head, *given)
+    scorer = new_scorer(config.sparse_backward, head, *given)
     if teacher is not None:
-        weight = distill_coef * table[FIELD["weight_direct"]]
+        weight = config.distill_coef * table[FIELD["weight_direct"]]
         teacher.weight, scorer.teacher = torch.where(tokens.scored, weight, 0.0), teacher
     visit = _everything(plan) if static_shapes else _visit(plan)
     if sampling_mask is not None:
         scorer.add_mask(sampling_mask, tokens.scored)
-        if scorer.gathered is not None and isinstance(teacher, TopKHead):  # its ids are those of the mask
-            scorer.gathered.teacher = KeptTeacher(teacher, scorer.gathered.head, table[FIELD["temperature"]])
         scorer.score_gathered()  # whose sequences may hold other tokens
         visit = _without_gathered(visit, scorer, plan)
     lengths = visit.lengths
     fits = lengths is not None and max(lengths, default=0) <= head.sequence_rows
-    reads_logits = scorer.mask is not None or teacher is not None or sparse_backward is not None
-    one_pass = gradients and (fits or not plan.whole_sequences) and not plan.entropy_kept_only
+    # What comes between statistics and gradient: the scale of float16, which follows from the coefficients; the other
+    # ranks' statistics; entries that are written over. Pairs read the logits a second time.
+    is_staged = head.grad_dtype == torch.float16 or scorer.vocab_slice is not None or isinstance(teacher, TopKHead)
+    is_staged = is_staged or config.sparse_backward is not None
+    reads_logits = scorer.mask is not None or teacher is not None
+    one_pass = gradients and (fits or not rules.whole_sequences) and not config.entropy_kept_only
     if not one_pass:
         scorer.score(visit.scored)
     elif lengths is not None:
-        scorer.staged(whole_sequences(head, visit.active, lengths), _sequence_coefficients(plan, backend))
-    elif head.strategy == "anchored" and not plan.entropy_has_gradient and not reads_logits:
+        scorer.staged(whole_sequences(head, visit.active, lengths), objective_of(plan, backend))
+    elif is_staged:
+        scorer.staged(((chunk, slice(0)) for chunk in head.chunks(visit.active)), objective_of(plan, backend))
+    elif head.strategy == "anchored" and rules.entropy_coef == 0.0 and not reads_logits:
         scorer.anchored(visit.active, table)
     else:
         scorer.single_pass(visit.active, table)
@@ -297,37 +281,49 @@ def run(
         scorer.score(visit.rest)
     if not one_pass or visit.rest is not None or scorer.gathered is not None:
         evaluate(plan, backend)
-    bonus = keep_entropies(tokens) if plan.entropy_kept_only else None
+    bonus = keep_entropies(tokens) if config.entropy_kept_only else None
     if gradients and not one_pass:
         scorer.gradient(*_coefficients(plan), static_shapes=static_shapes)
     elif gradients and scorer.gathered is not None:
-        scorer.gathered.gradient(*_coefficients(plan))
+        scorer.gathered.gradient(*_coefficients(plan), static_shapes=True)
 
     if teacher is not None:
-        added = distill_coef * tokens.values.divergence
+        added = config.distill_coef * tokens.values.divergence
         tokens.values.value.add_(torch.where(tokens.scored, added, 0.0))
     sums = backend.sums(tokens, plan.params, plan.group_index, plan.num_groups)
     if teacher is not None:
         sums.column("zero_gradient").zero_()  # every scored token has a gradient, that of the divergence
+    others = []
     if sampling_mask is not None:
-        sums = replace(sums, numbers=torch.cat([sums.numbers, _mask_sums(scorer, sampling_mask, tokens.scored)]))
+        others.append(_mask_sums(scorer, sampling_mask, tokens.scored))
     if isinstance(teacher, TopKHead):
-        mass = torch.where(tokens.scored, teacher.mass, 0.0).sum().to(sums.numbers.dtype)
-        sums = replace(sums, numbers=torch.cat([sums.numbers, mass[None]]))
+        others.append(torch.where(tokens.scored, teacher.mass, 0.0).sum()[None])
     if isinstance(scorer, SparseScorer):
-        sums = replace(sums, numbers=torch.cat([sums.numbers, scorer.pairs.sums(sums.numbers.dtype)]))
+        others.append(scorer.pairs.sums())
     if bonus is not None:
-        sums = replace(sums, numbers=torch.cat([sums.numbers, bonus.to(sums.numbers.dtype)]))
+        others.append(bonus)
+    if others:
+        sums = replace(sums, numbers=torch.cat([sums.numbers, *(x.to(sums.numbers.dtype) for x in others)]))
     return tokens.values, sums
 
 
+def objective_of(plan: Plan, backend: Backend) -> CoefficientFn:
+    """The objective of tokens, or of the sequences that they are in, whose logp and entropy are known."""
+    tokens, weight_entropy = plan.tokens, plan.tokens.table[FIELD["weight_entropy"]]
+
+    def coefficients(rows: Rows, sequences: slice) -> tuple[Tensor, Tensor]:
+        if plan.rules.whole_sequences:
+            backend.sequence_objective(sequences, plan.row_length, tokens, plan.params)
+        else:
+            backend.token_objective(rows, tokens.table, tokens.values, plan.params)
+        return tokens.values.g_logp, weight_entropy
+
+    return coefficients
+
+
 def evaluate(plan: Plan, backend: Backend) -> None:
-    """The objective of all tokens of the plan, whose logp and entropy are known."""
-    if plan.whole_sequences:
-        backend.sequence_objective(slice(0, plan.num_sequences), plan.row_length, plan.tokens, plan.params)
-    else:
-        num_tokens = plan.tokens.scored.numel()
-        backend.token_objective(Rows(0, num_tokens), plan.tokens.table, plan.tokens.values, plan.params)
+    """The objective of all tokens of the plan."""
+    objective_of(plan, backend)(Rows(0, plan.tokens.scored.numel()), slice(0, plan.num_sequences))
 
 
 class _Visit(NamedTuple):
@@ -345,13 +341,13 @@ def _visit(plan: Plan) -> _Visit:
     assert order is not None and counts is not None  # the plan was made with ordered=True
     active, rest, *per_sequence = counts.tolist()
     first, both = (None if count == order.numel() else order[:count] for count in (active, active + rest))
-    lengths = per_sequence if plan.whole_sequences else None
+    lengths = per_sequence if plan.rules.whole_sequences else None
     return _Visit(first, order[active : active + rest] if rest else None, both, lengths)
 
 
 def _everything(plan: Plan) -> _Visit:
     """`_visit` of static shapes: all tokens. The lengths of packed sequences are not known on the host."""
-    known = plan.whole_sequences and plan.row_length is not None
+    known = plan.rules.whole_sequences and plan.row_length is not None
     return _Visit(None, None, None, [cast(int, plan.row_length)] * plan.num_sequences if known else None)
 
 
@@ -363,16 +359,6 @@ def _without_gathered(visit: _Visit, scorer: Scorer, plan: Plan) -> _Visit:
         before = torch.nn.functional.pad(is_active.cumsum(0), (1, 0))
         lengths = before[plan.tokens.offsets].diff().tolist()
     return visit._replace(active=active, lengths=lengths)
-
-
-def _sequence_coefficients(plan: Plan, backend: Backend) -> CoefficientFn:
-    tokens, weight_entropy = plan.tokens, plan.tokens.table[FIELD["weight_entropy"]]
-
-    def coefficients(rows: Rows, sequences: slice) -> tuple[Tensor, Tensor]:
-        backend.sequence_objective(sequences, plan.row_length, tokens, plan.params)
-        return tokens.values.g_logp, weight_entropy
-
-    return coefficients
 
 
 def _coefficients(plan: Plan) -> tuple[Tensor, Tensor]:

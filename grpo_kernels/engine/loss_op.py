@@ -124,9 +124,8 @@ def loss_of_head(
     is_static = static_shapes if isinstance(head, LMHead) else is_capturing(call.completion_ids.device)
     mask = make_token_mask(tokens.kept_ids, tokens.kept_counts, head.vocab_size, is_static=is_static)
     values, sums = run(
-        head, plan, kernels, gradients=any(call.wants), static_shapes=static_shapes, sampling_mask=mask,
-        sparse_backward=call.config.sparse_backward, teacher=teacher, distill_coef=call.config.distill_coef,
-    )  # fmt: skip
+        head, plan, kernels, gradients=any(call.wants), static_shapes=static_shapes, sampling_mask=mask, teacher=teacher
+    )
     both = values.columns.narrow_copy(0, 0, 2).view(2, *shape)  # without the other columns
     results = sums.loss.clone(), both[0], both[1], sums.numbers
     if teacher is None:
@@ -248,7 +247,7 @@ def policy_loss(
         for known, given in ((values.logp, logps), (values.entropy, entropy)):
             known.copy_(torch.where(planned.scored, given.reshape(-1), 0.0))
         evaluate(plan, kernels)
-        bonus = [keep_entropies(planned)] if plan.entropy_kept_only else []
+        bonus = [keep_entropies(planned)] if config.entropy_kept_only else []
         sums = kernels.sums(planned, plan.params, plan.group_index, plan.num_groups)
         weight_entropy = planned.table[FIELD["weight_entropy"]]
         gradients = (torch.where(planned.scored, g, 0.0) for g in (values.g_logp, weight_entropy))

@@ -1,9 +1,4 @@
-"""The plan of one call: which tokens count, their row table and weights, and the way through the kernels. All O(N).
-
-Ways (the caller never chooses):
-    single pass  the gradient of a token depends on that token alone: one kernel per chunk of logits
-    staged       it depends on the whole sequence and whole sequences fit a chunk: statistics, coefficients, gradient
-    recompute    longer sequences: statistics of everything first, then the logits again for the gradient
+"""The plan of one call: which tokens count, their row table and weights. All O(N).
 
 A backend's `plan` kernel fills the table; backends/pytorch/plan.py says what it computes. This file has the
 rest: which options are there, and what follows from the configuration alone.
@@ -27,9 +22,8 @@ class Plan(NamedTuple):
 
     tokens: PlannedTokens
     params: KernelParams
-    whole_sequences: bool
-    entropy_has_gradient: bool
-    entropy_kept_only: bool  # the weights of the entropies follow from all of them
+    rules: PlanRules
+    config: GRPOConfig
     group_index: Tensor | None
     num_groups: int
     row_length: int | None  # T of a (B, T) batch, None for a packed one
@@ -69,10 +63,7 @@ def make_plan(
     if inputs.token_weights is not None:
         _weigh_tokens(tokens, inputs.token_weights, ids.shape)
     row_length = ids.shape[1] if inputs.cu_seqlens is None else None
-    entropy_has_gradient = rules.entropy_coef != 0.0
-    whole = rules.whole_sequences
-    kept_only = config.entropy_kept_only
-    return Plan(tokens, params, whole, entropy_has_gradient, kept_only, inputs.group_index, num_groups, row_length)
+    return Plan(tokens, params, rules, config, inputs.group_index, num_groups, row_length)
 
 
 def keep_entropies(tokens: PlannedTokens) -> Tensor:

@@ -37,6 +37,7 @@ class SparsePairs:
         self.head, self.dtype = head, dtype
         self.rule = SparseRule(theta, 0 if head.vocab_slice is None else head.vocab_slice.first)
         self.capacity = most_kept(len(head.weight), head.weight.device)
+        self.coefficients: tuple[Tensor, Tensor] | None = None  # of the last chunk that was added
         self._buffers: SparseRows | None = None
         self._written: list[Rows] = []  # to the buffers
         self._found: list[_Found] = []
@@ -51,17 +52,17 @@ class SparsePairs:
         coefficients: d loss / d logp and d loss / d entropy (N,), of which those of this chunk are known.
         """
         pairs = self._room_for(chunk.rows, len(chunk.ids))
-        self._coefficients, self._exact = coefficients, exact
+        self.coefficients, self._exact = coefficients, exact
         self.head.backend.sparse_gradient(chunk, *coefficients, self.rule, pairs)
 
     def _collect(self) -> None:
         """Take the pairs out of the buffers."""
-        if self._buffers is None or not self._written:
+        if self._buffers is None or self.coefficients is None or not self._written:
             return
         device = self.head.weight.device
         index = torch.cat([rows.tokens(device) for rows in self._written])
         pairs, self._written = _first(self._buffers, len(index)), []
-        has_gradient = torch.stack([x[index] != 0 for x in self._coefficients]).any(0)
+        has_gradient = torch.stack([x[index] != 0 for x in self.coefficients]).any(0)
         dense = has_gradient & (pairs.counts > self.capacity)
         if self._exact is not None:
             dense |= has_gradient & self._exact[index]
@@ -110,14 +111,14 @@ class SparsePairs:
             dlogits = part.view(kept.ids.shape)
             head.backend.kept_dhidden(dlogits, head.weight, kept, head.dhidden_for(kept.rows))
 
-    def sums(self, dtype: torch.dtype) -> Tensor:
+    def sums(self) -> Tensor:
         """SPARSE_SUMS; over ranks with a slice of the vocabulary all pairs, and the mean of the tokens in `dense`."""
         numbers = self._num_pairs, sum(map(len, self._dense)), self._num_tokens
         sums = torch.tensor(numbers, dtype=torch.float64, device=self.head.weight.device)
         if self.head.vocab_slice is not None:
             self.head.vocab_slice.add_up(sums)
             sums[1:] /= len(self.head.vocab_slice.sizes)
-        return sums.to(dtype)
+        return sums
 
     def _room_for(self, rows: Rows, num_tokens: int) -> SparseRows:
         used = sum(written.count for written in self._written)
