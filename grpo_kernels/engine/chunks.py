@@ -24,8 +24,7 @@ from .lm_head import GivenLogits, LMHead
 from .memory import Chunk, visited
 from .plan import Plan, keep_entropies
 from .sparse import SparsePairs
-from .teacher import KeptTeacher, TeacherHead
-from .top_k import TopKHead, write_over
+from .teacher import KeptTeacher, TeacherHead, TopKHead, write_over
 
 Head = LMHead | GivenLogits | KeptLogits
 # (chunk, its range of sequences) -> (d loss / d logp, d loss / d entropy) (N,), of which the chunk's are read

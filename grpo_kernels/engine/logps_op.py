@@ -34,8 +34,7 @@ from .shared import (
     table_dtype,
     token_mask,
 )
-from .teacher import TeacherHead, new_teacher
-from .top_k import TopKHead
+from .teacher import TeacherHead, TopKHead, new_teacher
 from .vocab_parallel import VocabSlice, describe
 
 

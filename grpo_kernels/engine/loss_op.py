@@ -1,7 +1,8 @@
-"""The loss from hidden states and from log-probabilities, as autograd and torch.compile see it.
+"""The loss from hidden states, logits and log-probabilities, as autograd and torch.compile see it.
 
 An eager call of the first goes through an autograd.Function, or nothing where no gradient is wanted; torch.compile gets
-a custom operator with the same body. The others are custom operators of O(N).
+a custom operator with the same body. Logits go through an autograd.Function alone: a custom operator must not return
+the memory of its input. Log-probabilities go through a custom operator of O(N).
 
 No `from __future__ import annotations` here, and Optional[X] for X | None: torch infers schemas from the annotations.
 """
@@ -28,8 +29,7 @@ from .lm_head import GivenLogits, LMHead
 from .plan import Plan, keep_entropies, make_plan
 from .products import pinned_matmul_precision
 from .shared import is_capturing, is_traced, no_gradients, refuse_capture, refuse_traced, table_dtype
-from .teacher import TeacherHead, new_teacher
-from .top_k import TopKHead
+from .teacher import TeacherHead, TopKHead, new_teacher
 from .vocab_parallel import VocabSlice, describe
 
 # On a GPU the products of so few rows take as long as reading the weight: a row left out saves nothing, and reading the
@@ -143,6 +143,47 @@ def _computes_every_row(call: LossCall, device: torch.device) -> bool:
     # Which rows; lengths; how many entries.
     reads_anyway = call.tokens.kept_counts is not None or call.tokens.cu_seqlens is not None or sparse
     return device.type != "cpu" and call.completion_ids.numel() <= _WEIGHT_BOUND_TOKENS and not reads_anyway
+
+
+def loss_from_logits(logits: Tensor, call: LossCall, *, inplace: bool) -> tuple[Tensor, ...]:
+    """(loss, logps, entropy, numbers of Sums) from logits (B, T, V) or (N, V); the loss is differentiable in them.
+
+    inplace: the gradient replaces the logits, if their memory allows it.
+    """
+    return finish_in_forward("grpo_loss_from_logits", partial(_compute_from_logits, call=call, inplace=inplace), logits)
+
+
+def _compute_from_logits(
+    logits: Tensor, *, call: LossCall, inplace: bool
+) -> tuple[tuple[Tensor, ...], FinishedGradients]:
+    """Every row is computed where it lies: rows that cannot have a gradient get zeros, and nothing is copied."""
+    tokens, kernels = call.tokens, get_backend(call.backend)
+    flat = logits.detach().reshape(-1, logits.shape[-1])
+    reused = inplace and flat.data_ptr() == logits.data_ptr() and flat.stride(-1) == 1
+    reused = reused and (flat.stride(0) >= flat.shape[1] or flat.shape[0] <= 1)  # rows that share memory cannot
+    writes = any(call.wants) or tokens.kept_ids is not None  # gradients; -inf for ids that were not kept
+    if (writes and not reused) or flat.stride(-1) != 1:
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    dtype = table_dtype(logits.dtype)
+    plan = make_plan(
+        tokens, call.completion_ids, call.config, call.num_groups, kernels, static_shapes=True, dtype=dtype
+    )
+    if any(call.wants) and tokens.completion_mask is not None:
+        _clear_rows(flat, ~plan.tokens.scored)  # padding may hold NaN, which no coefficient of 0 would hide
+    head = GivenLogits(flat)
+    results = loss_of_head(head, plan, kernels, call, static_shapes=True)
+    if any(call.wants) and reused:
+        torch.autograd.graph.increment_version(logits)
+    gradient = flat.view(logits.shape) if any(call.wants) else None
+    return results, FinishedGradients([gradient], [logits.dtype], kernels, [head.gradient_scale])
+
+
+def _clear_rows(x: Tensor, chosen: Tensor) -> None:
+    """Zero these rows (N,) bool of x (N, V). Only they are written, except under capture, where all are."""
+    if is_capturing(x.device):
+        x.masked_fill_(chosen[:, None], 0.0)
+    else:
+        x.index_fill_(0, chosen.nonzero().squeeze(1), 0.0)
 
 
 @torch.library.custom_op("grpo_kernels::grpo_loss", mutates_args=())

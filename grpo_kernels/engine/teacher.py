@@ -1,12 +1,24 @@
-"""The teacher of a call: a second head, whose logits stand beside those of each chunk, and no third copy of the loop.
+"""The teacher of a call: a second head whose logits stand beside those of each chunk, or K ids per token.
 
 A row kernel that finds a teacher's logits in its chunk computes the divergence and adds its gradient to that of the
 objective, which costs the teacher's forward product, 2 NH'V. Every scored token has a gradient then.
+
+Outside of K ids dD/dz_j is p_j times one number of the token, so the row kernel gets that with d loss / d logp. The
+entries of the K ids, and that of the sampled id, are then written over, exact, from their logits: O(NK) in plain torch,
+on every backend. With mode "tail" the row's statistics are taken a second time, without the K ids: the rest of the
+policy's mass comes from its own sum, not from a difference, and the row kernel computes the others' probabilities
+relative to it, which a small rest does not round to 0.
+
+Per ids S of a token, l = log p - log q, m = (1 - b) p + b q; P and Q the masses of S:
+    tail         one more outcome of mass 1 - P and 1 - Q: D as over the vocabulary, dD/dz_j = p_j slope of j's outcome
+    truncate     sums over S alone: reverse_kl p_j ([j in S] (l_j + 1) - D - P), forward_kl Q p_j - [j in S] q_j
+    renormalize  of p / P and q / Q; 0 outside of S
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,11 +26,14 @@ from torch import Tensor
 from ..checks.arguments import products_dtype
 from ..checks.plain import check_gathered
 from ..config import GRPOConfig
-from ..contract import Backend, Rows, TeacherLogits
+from ..contract import Backend, LogitChunk, RowGradients, Rows, TeacherLogits, TokenValues, no_values
+from ..names import TeacherParams
 from ..teacher import Teacher, TopKTeacher
 from .kept import KeptLogits
 from .lm_head import LMHead
-from .top_k import TopKHead
+
+# The least mass of the ids that the teacher leaves out: what float32 log-probabilities tell from none.
+LEAST_REST = 2.0**-24
 
 
 class TeacherHead:
@@ -46,6 +61,134 @@ class TeacherHead:
         return TeacherLogits(logits, self.head.folded_bias, self.params, self.weight, self.offset, self.lse)
 
 
+# --- K ids -----------------------------------------------------------------------------------------------------------
+
+
+class Slopes(NamedTuple):
+    """D (C,), dD/dz of the K ids (C, K); of another id: dD/dz = p_j outside + (share of j in the rest) of_rest (C,)."""
+
+    divergence: Tensor
+    inside: Tensor
+    outside: Tensor
+    of_rest: Tensor
+
+
+class Entries(NamedTuple):
+    """Logits of a chunk that are written over: their columns (C, K + 1), the sampled one last, and their gradient."""
+
+    columns: Tensor
+    gradient: Tensor
+
+
+class ForOthers(NamedTuple):
+    """What the row kernel gets, whose result is right for the other ids."""
+
+    values: TokenValues
+    g_logp: Tensor  # (N,)
+    g_entropy: Tensor
+
+
+class TopKHead:
+    """What belongs to the tokens of a call. `weight` (N,): d loss / d divergence."""
+
+    weight: Tensor
+
+    def __init__(self, teacher: TopKTeacher, params: TeacherParams, dtype: torch.dtype) -> None:
+        k = teacher.ids.shape[-1]
+        ids, logps = teacher.ids.reshape(-1, k).long(), teacher.logps.reshape(-1, k).double()
+        order = torch.where(ids >= 0, ids, torch.iinfo(torch.int64).max).argsort(1)  # as a sampling mask has them
+        ids, logps = ids.gather(1, order), logps.gather(1, order)
+        used = ids >= 0
+        # Places that a token does not use repeat its first id; 0 for a token without any, which is padding.
+        self.ids = torch.where(used, ids, ids[:, :1]).clamp_(min=0)
+        self.used, self.log_q = used, torch.where(used, logps, -torch.inf)
+        self.mass = self.log_q.exp().sum(1)
+        self.params, self.mode = params, teacher.mode
+        self.rest = no_values(len(ids), dtype, ids.device, columns=2)  # statistics without the K ids
+
+    def holds(self, sampled: Tensor) -> Tensor:
+        """(N,) bool: the sampled id (N,) is among the K."""
+        return ((self.ids == sampled[:, None]) & self.used).any(1)
+
+    def put_divergence(self, chunk: LogitChunk, backend: Backend) -> None:
+        """After the statistics of a chunk, whose logits are as before afterwards."""
+        rows, values = chunk.rows, chunk.values
+        if self.mode == "tail":
+            place = _places(chunk.logits, rows.take(self.ids))
+            kept = chunk.logits[place]
+            chunk.logits[place] = -torch.inf  # scatter_ would copy all of the logits, whose rows have gaps
+            backend.statistics(chunk._replace(values=self.rest))
+            chunk.logits[place] = kept
+        log_p, _ = _log_p(chunk, rows.take(self.ids))
+        found = self._slopes(chunk, log_p)
+        rows.put(values.divergence, found.divergence.to(values.columns.dtype))
+
+    def entries(self, chunk: LogitChunk, coefficients: tuple[Tensor, Tensor, Tensor]) -> tuple[ForOthers, Entries]:
+        """coefficients (N,): d loss / d logp, d loss / d entropy and d loss / d divergence. To be called before the
+        gradient takes the place of the logits."""
+        rows, values, sampled = chunk.rows, chunk.values, chunk.rows.take(chunk.ids)
+        g_logp, g_entropy, weight = (rows.take(x).double()[:, None] for x in coefficients)
+        columns = torch.cat([rows.take(self.ids), sampled[:, None]], 1)
+        log_p, chain = _log_p(chunk, columns)
+        found = self._slopes(chunk, log_p[:, :-1])
+        p = log_p.exp()
+        log_rest = self._log_rest(rows, values)
+        outside, of_rest = found.outside[:, None], found.of_rest[:, None]
+        is_inside = (columns[:, :-1] == sampled[:, None]) & rows.take(self.used)
+        inside = torch.where(is_inside, found.inside, 0.0).sum(1, keepdim=True)  # of the sampled id, if it is there
+        share = (log_p[:, -1:] - log_rest).exp()
+        of_sampled = torch.where(is_inside.any(1, keepdim=True), inside, p[:, -1:] * outside + share * of_rest)
+        slope = torch.where(weight != 0, weight * torch.cat([found.inside, of_sampled], 1), 0.0)
+        entropy = torch.where(g_entropy != 0, rows.take(values.entropy).double()[:, None], 0.0)
+        surprise = torch.where(p == 0, 0.0, p * (log_p + entropy))
+        gradient = slope - g_logp * p - g_entropy * surprise + g_logp * (columns == sampled[:, None])
+        # The row kernel computes e^(z_j - lse) (-g_logp - g_entropy (z_j - lse + H)); here lse is that of the rest, so
+        # the coefficients are times its mass, and H moves along.
+        mass = log_rest.exp()
+        g_others = mass * g_logp - torch.where(weight != 0, weight * (mass * outside + of_rest), 0.0)
+        lse, moved = rows.take(values.lse)[:, None] + log_rest, rows.take(values.entropy).double()[:, None] + log_rest
+        others = ForOthers(
+            TokenValues(values.columns.clone(), values.lse.clone()), coefficients[0].clone(), coefficients[1].clone()
+        )
+        changed = (others.values.lse, lse), (others.values.entropy, moved), (others.g_logp, g_others)
+        for kept, x in (*changed, (others.g_entropy, mass * g_entropy)):
+            rows.put(kept, x.squeeze(1).to(kept.dtype))
+        return others, Entries(columns, gradient * chain)
+
+    def _log_rest(self, rows: Rows, values: TokenValues) -> Tensor:
+        """(C, 1) log of the policy's mass outside of the K ids; 0 where it is not needed, or there is no other id."""
+        if self.mode != "tail":
+            return torch.zeros(rows.count, 1, dtype=torch.float64, device=values.lse.device)
+        log_rest = (rows.take(self.rest.lse) - rows.take(values.lse))[:, None]
+        return torch.where(log_rest > -torch.inf, log_rest, 0.0)
+
+    def _slopes(self, chunk: LogitChunk, log_p: Tensor) -> Slopes:
+        """log_p (C, K); where a place is not used its entry is that of the id that it repeats."""
+        rows, params = chunk.rows, self.params
+        used, log_q, lse = rows.take(self.used), rows.take(self.log_q), rows.take(chunk.values.lse)
+        log_p = log_p.masked_fill(~used, -torch.inf)
+        if self.mode == "renormalize":
+            log_p, log_q = (x - x.logsumexp(1, keepdim=True) for x in (log_p, log_q))
+        outcomes = log_p, log_q
+        if self.mode == "tail":
+            log_rest = rows.take(self.rest.lse) - lse
+            others = (1 - rows.take(self.mass)).clamp(min=LEAST_REST).log()
+            has_rest = log_rest > -torch.inf  # else every id is among the K
+            rest = torch.stack([log_rest, torch.where(has_rest, others, -torch.inf)], 1)
+            outcomes = torch.cat([log_p, rest[:, :1]], 1), torch.cat([log_q, rest[:, 1:]], 1)
+        p = outcomes[0].exp()
+        divergence, pull = _divergence(*outcomes, params)
+        if self.mode == "truncate" and params.divergence == "reverse_kl":
+            pull = pull + p  # whose sum over all outcomes is 1 in the other modes
+        mean = pull.sum(1)
+        inside = pull - p * mean[:, None]
+        outside, of_rest = torch.zeros_like(mean) if self.mode == "renormalize" else -mean, torch.zeros_like(mean)
+        if self.mode == "tail":
+            inside, of_rest = inside[:, :-1], pull[:, -1]
+        # A place that is not used has the entry of the id that it repeats.
+        return Slopes(divergence, torch.where(used, inside, inside[:, :1]), outside, of_rest)
+
+
 class KeptTeacher(TeacherHead):
     """The ids of a TopKTeacher where they are a token's sampling mask: its log-probabilities beside the kept logits."""
 
@@ -58,6 +201,52 @@ class KeptTeacher(TeacherHead):
 
     def beside(self, head: Any, rows: Rows) -> TeacherLogits:
         return TeacherLogits(self._logits[id(rows)], None, self.params, self.weight, self.offset, self.lse)
+
+
+def _divergence(log_p: Tensor, log_q: Tensor, params: TeacherParams) -> tuple[Tensor, Tensor]:
+    """(D (C,), p dD/dp (C, outcomes)); "reverse_kl": without the p of its derivative."""
+    p, q, b = log_p.exp(), log_q.exp(), params.divergence_beta
+    if params.divergence == "reverse_kl":
+        pull = p * _ratio(log_p, log_q)
+        return pull.sum(1), pull
+    if params.divergence == "forward_kl":
+        return (q * _ratio(log_q, log_p)).sum(1), -q
+    log_m = torch.logaddexp(log_p + math.log(1 - b), log_q + math.log(b))
+    pull = (1 - b) * p * _ratio(log_p, log_m)
+    return (b * q * _ratio(log_q, log_m)).sum(1) + pull.sum(1), pull
+
+
+def _places(matrix: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices of these columns (C, K) of the rows of a matrix."""
+    return torch.arange(len(matrix), device=matrix.device)[:, None], columns
+
+
+def write_over(entries: Entries, written: RowGradients) -> None:
+    """Behind the row kernel; what rounding takes from the sampled id's entry is that of the new one."""
+    dlogits, rounding_error = written
+    rounded = entries.gradient.to(dlogits.dtype)
+    dlogits[_places(dlogits, entries.columns)] = rounded
+    if rounding_error is not None:
+        rounding_error.copy_((entries.gradient - rounded.double())[:, -1])
+
+
+def _log_p(chunk: LogitChunk, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """(log-probabilities, derivative of z by the logits) of these columns (C, K), in float64."""
+    params = chunk.params
+    u = chunk.logits[_places(chunk.logits, columns)].double()
+    if chunk.bias is not None:
+        u = u + chunk.bias.double()[columns]
+    temperature = chunk.rows.take(chunk.temperature).double()[:, None]
+    z, chain = u * params.logit_scale, params.logit_scale / temperature
+    if params.softcap:
+        tanh = (z / params.softcap).tanh()
+        z, chain = torch.where(z == -torch.inf, z, tanh * params.softcap), chain * (1 - tanh * tanh)
+    return z / temperature - chunk.rows.take(chunk.values.lse)[:, None], chain
+
+
+def _ratio(log_a: Tensor, log_b: Tensor) -> Tensor:
+    """log(a / b), 0 where a is 0."""
+    return torch.where(log_a == -torch.inf, 0.0, log_a - log_b)
 
 
 def new_teacher(
