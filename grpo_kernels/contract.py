@@ -7,7 +7,7 @@ token's place in the batch, so nothing per token is gathered or scattered. names
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -336,7 +336,7 @@ class Sums:
         return (num_sequences + num_groups + 1) * len(COLUMNS) + 3
 
 
-class Backend(Protocol):
+class Backend:
     """What the engine asks of a backend; backends/pytorch/ has the plainest form.
 
     Per-token tensors are those of the whole batch, (N,) or (fields, N); a row of logits finds its token through `rows`.
@@ -344,94 +344,86 @@ class Backend(Protocol):
 
     name: str
     takes_teachers: bool = True
-    has_amx: bool = False  # it is a TransposingBackend: it runs on a processor that multiplies tiles of bfloat16
+    has_amx: bool = False  # it runs on a processor that multiplies tiles of bfloat16
 
     def unavailable_reason(self, device: torch.device) -> str:
         """Why these kernels cannot run on this device, of a type that the registry has for them; or nothing."""
         return ""
 
     def strategies(self, hidden: Tensor, weight: Tensor) -> tuple[str, ...]:
-        """Those of strategy.py that serve these inputs, best first; "linear" and "anchored" need a FoldingBackend."""
+        """Those of strategy.py that serve these inputs, best first."""
         return ("rows",)
 
     def plan(
         self, inputs: TokenInputs, ids: Tensor, rules: PlanRules, dtype: torch.dtype, *, ordered: bool
     ) -> PlannedTokens:
         """What pytorch/plan.py computes."""
-        ...
+        raise NotImplementedError
 
     def single_pass(self, chunk: LogitChunk, table: Tensor, gradients: RowGradients | None = None) -> None:
         """Computes all values of tokens that depend on themselves alone, and with `gradients` d loss / d logits."""
-        ...
+        raise NotImplementedError
 
     def statistics(self, chunk: LogitChunk) -> None:
         """logp, entropy and lse alone."""
-        ...
+        raise NotImplementedError
 
     def logits_gradient(self, chunk: LogitChunk, g_logp: Tensor, g_entropy: Tensor, gradients: RowGradients) -> None:
         """d loss / d logits from d loss / d logp and d loss / d entropy (N,) and the statistics."""
-        ...
+        raise NotImplementedError
 
     def sparse_gradient(
         self, chunk: LogitChunk, g_logp: Tensor, g_entropy: Tensor, rule: SparseRule, pairs: SparseRows
     ) -> None:
         """`logits_gradient` by this rule; the logits stay as they are. No pairs for a token without a gradient."""
-        ...
+        raise NotImplementedError
 
     def token_objective(self, rows: Rows, table: Tensor, values: TokenValues, params: KernelParams) -> None:
         """log_ratio, value, kl and g_logp of these tokens from their logp and entropy."""
-        ...
+        raise NotImplementedError
 
     def sequence_objective(
         self, sequences: slice, row_length: int | None, planned: PlannedTokens, params: KernelParams
     ) -> None:
         """`token_objective` of the scored tokens of whole sequences, which depend on each other."""
-        ...
+        raise NotImplementedError
 
     def sums(self, planned: PlannedTokens, params: KernelParams, group_index: Tensor | None, num_groups: int) -> Sums:
         """Sums of COLUMNS over the scored tokens. logp and entropy of the others, which may have been computed, become
         0."""
-        ...
+        raise NotImplementedError
 
     def add_rows(self, target: Tensor, ids: Tensor, scale: Tensor, rows: Tensor) -> None:
         """target[ids] += scale * rows, one sum in float32 per id; target (V, H), ids and scale (C,), rows (C, H). On a
         CPU alone: products of a GPU need no correction."""
-        ...
+        raise NotImplementedError
 
     def scale(self, x: Tensor, factor: Tensor) -> None:
         """x *= factor, float32 () that the host need not know; x is contiguous, a product rounded once."""
-        ...
+        raise NotImplementedError
 
     def kept_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, kept: KeptIds, logits: Tensor) -> None:
         """Logits (C, K) of kept ids, float32 or float64, -inf in places that are not used. hidden (N, H), bias (V,)."""
-        ...
+        raise NotImplementedError
 
     def kept_dhidden(self, dlogits: Tensor, weight: Tensor, kept: KeptIds, dhidden: Tensor) -> None:
         """The tokens' rows of dhidden (N, H) from dlogits (C, K); rows of other tokens are not written."""
-        ...
+        raise NotImplementedError
 
     def kept_dweight(self, dlogits: Tensor, hidden: Tensor, pairs: KeptPairs, dweight: Tensor, *, add: bool) -> None:
         """dweight (V, H) from dlogits (M,) of all pairs: added, or written, 0 for ids without a pair."""
-        ...
-
-
-class FoldingBackend(Backend, Protocol):
-    """A backend with products that fold the softmax into their epilogue."""
+        raise NotImplementedError
 
     def linear_logp(self, chunk: HeadChunk, *, entropy: bool) -> RowStats:
-        """Statistics without logits. entropy: whether it is wanted."""
-        ...
+        """Of strategy "linear": statistics without logits. entropy: whether it is wanted."""
+        raise NotImplementedError
 
     def anchored(self, chunk: HeadChunk, table: Tensor, exponentials: Tensor) -> tuple[RowStats, Tensor]:
-        """(statistics, scale (C,)): scale * exponentials (C, V), which are written, is d loss / d logits.
-
-        table (fields, C): of these rows alone."""
-        ...
-
-
-class TransposingBackend(Backend, Protocol):
-    """A backend that adds a transposed product to a sum: with AMX oneDNN takes longer to add one itself."""
+        """Of strategy "anchored": (statistics, scale (C,)); scale * exponentials (C, V), which are written, is
+        d loss / d logits. table (fields, C): of these rows alone."""
+        raise NotImplementedError
 
     def add_transposed(self, target: Tensor, source: Tensor, *, add: bool) -> None:
-        """target = source^T, or += with `add`; target (R, H) bf16 or fp32, source (H, R) bf16, both contiguous rows."""
-        ...
+        """With `has_amx`, where oneDNN takes longer to add a transposed product to a sum: target = source^T, or += with
+        `add`; target (R, H) bf16 or fp32, source (H, R) bf16, both contiguous rows."""
+        raise NotImplementedError

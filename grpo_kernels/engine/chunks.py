@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ..contract import Backend, FoldingBackend, HeadChunk, LogitChunk, Rows, RowStats, Sums, TokenValues
+from ..contract import Backend, HeadChunk, LogitChunk, Rows, RowStats, Sums, TokenValues
 from ..names import FIELD, MASK_SUMS, KernelParams
 from .kept import DenseMask, KeptLogits, TokenMask, mask_rows
 from .lm_head import GivenLogits, LMHead
@@ -84,8 +84,7 @@ class Scorer:
                 for rows in chunk.row_chunks():
                     self._statistics(rows)
             else:
-                backend = cast(FoldingBackend, self.backend)
-                self._put(chunk.rows, backend.linear_logp(self._head_chunk(chunk.rows), entropy=entropy))
+                self._put(chunk.rows, self.backend.linear_logp(self._head_chunk(chunk.rows), entropy=entropy))
 
     def score_gathered(self) -> None:
         if self.gathered is not None:
@@ -102,12 +101,12 @@ class Scorer:
 
     def anchored(self, index: Tensor | None, table: Tensor) -> None:
         """`single_pass` without logits, for tokens whose gradient does not go through their entropy."""
-        head, backend = cast(LMHead, self.head), cast(FoldingBackend, self.backend)
+        head = cast(LMHead, self.head)
         for chunk in head.chunks(index):
             rows, exponentials = chunk.rows, head.exponentials(chunk)
-            stats, scale = backend.anchored(self._head_chunk(rows), rows.take(table, 1), exponentials)
+            stats, scale = self.backend.anchored(self._head_chunk(rows), rows.take(table, 1), exponentials)
             self._put(rows, stats)
-            backend.token_objective(rows, table, self.values, self.params)
+            self.backend.token_objective(rows, table, self.values, self.params)
             head.accumulate_scaled(chunk, exponentials, scale)
 
     def staged(self, chunks: Iterable[tuple[Chunk, slice]], coefficients: CoefficientFn) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import cast
 
 import torch
 from torch import Tensor
 
-from ..contract import Backend, KeptPairs, TransposingBackend
+from ..contract import Backend, KeptPairs
 from .memory import ROUNDED_CHUNKS
 from .products import PIECE_ROWS, add_product, product, transposed_columns
 
@@ -91,14 +90,13 @@ class WeightGradient:
 
     def _add_transposed(self, dlogits: Tensor, h: Tensor) -> None:
         """h^T dlogits by pieces, which the backend transposes into their places."""
-        backend, (first, total) = cast(TransposingBackend, self.backend), self._rounded_total()
-        width = h.shape[1]
+        width, (first, total) = h.shape[1], self._rounded_total()
         columns = min(transposed_columns(width), self.weight.shape[0])
         transposed, scratch = h.T.contiguous(), h.new_empty(width * columns)
         for piece in pieces(self.weight, columns):
             part = scratch[: width * (piece.stop - piece.start)].view(width, -1)
             torch.mm(transposed, dlogits[:, piece], out=part)
-            backend.add_transposed(total[piece], part, add=not first)
+            self.backend.add_transposed(total[piece], part, add=not first)
 
     def _add_bfloat16_on_cpu(self, dlogits: Tensor, h: Tensor) -> None:
         first, total = self._rounded_total()
