@@ -241,7 +241,6 @@ def run(
     backend: Backend,
     *,
     gradients: bool,
-    static_shapes: bool = False,
     sampling_mask: TokenMask | None = None,
     teacher: TeacherHead | TopKHead | None = None,
 ) -> tuple[TokenValues, Sums]:
@@ -252,7 +251,7 @@ def run(
     if teacher is not None:
         weight = config.distill_coef * table[FIELD["weight_direct"]]
         teacher.weight, scorer.teacher = torch.where(tokens.scored, weight, 0.0), teacher
-    visit = _everything(plan) if static_shapes else _visit(plan)
+    visit = _visit(plan)
     if sampling_mask is not None:
         scorer.add_mask(sampling_mask, tokens.scored)
         scorer.score_gathered()  # whose sequences may hold other tokens
@@ -281,7 +280,7 @@ def run(
         evaluate(plan, backend)
     bonus = keep_entropies(tokens) if config.entropy_kept_only else None
     if gradients and not one_pass:
-        scorer.gradient(*_coefficients(plan), static_shapes=static_shapes)
+        scorer.gradient(*_coefficients(plan), static_shapes=plan.is_static)
     elif gradients and scorer.gathered is not None:
         scorer.gathered.gradient(*_coefficients(plan), static_shapes=True)
 
@@ -334,19 +333,16 @@ class _Visit(NamedTuple):
 
 
 def _visit(plan: Plan) -> _Visit:
-    """One read of the counts on the host."""
-    order, counts = plan.tokens.order, plan.tokens.counts
-    assert order is not None and counts is not None  # the plan was made with ordered=True
+    """All tokens with static shapes; else by one read of the counts on the host."""
+    order, counts, lengths = plan.tokens.order, plan.tokens.counts, None
+    if order is None or counts is None:
+        if plan.rules.whole_sequences and plan.row_length is not None:  # of packed ones the host does not know lengths
+            lengths = [plan.row_length] * plan.num_sequences
+        return _Visit(None, None, None, lengths)
     active, rest, *per_sequence = counts.tolist()
     first, both = (None if count == order.numel() else order[:count] for count in (active, active + rest))
     lengths = per_sequence if plan.rules.whole_sequences else None
     return _Visit(first, order[active : active + rest] if rest else None, both, lengths)
-
-
-def _everything(plan: Plan) -> _Visit:
-    """`_visit` of static shapes: all tokens. The lengths of packed sequences are not known on the host."""
-    known = plan.rules.whole_sequences and plan.row_length is not None
-    return _Visit(None, None, None, [cast(int, plan.row_length)] * plan.num_sequences if known else None)
 
 
 def _without_gathered(visit: _Visit, scorer: Scorer, plan: Plan) -> _Visit:

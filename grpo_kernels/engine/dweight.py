@@ -44,12 +44,8 @@ class WeightGradient:
 
     def add_kept(self, dlogits: Tensor, hidden: Tensor, pairs: KeptPairs) -> None:
         """Add the tokens with few kept ids: dlogits (M,) of pairs of a token and an id, hidden (N, H)."""
-        first = self.total is None
-        if self.total is None:
-            wide = torch.promote_types(self.weight.dtype, torch.float32)
-            dtype = wide if self.waiting_dtype == wide or self.sums_in_float32 else self.weight.dtype
-            self.total = torch.empty_like(self.weight, dtype=dtype, memory_format=torch.contiguous_format)
-        self.backend.kept_dweight(dlogits, hidden, pairs, self.total, add=not first)
+        first, total = self._total_to_write()
+        self.backend.kept_dweight(dlogits, hidden, pairs, total, add=not first)
 
     def add_later(self, ids: Tensor, scale: Tensor, h: Tensor) -> None:
         """Let `finish` add scale_t h_t (P, H) to the rows of the sampled ids, in float32."""
@@ -90,7 +86,7 @@ class WeightGradient:
 
     def _add_transposed(self, dlogits: Tensor, h: Tensor) -> None:
         """h^T dlogits by pieces, which the backend transposes into their places."""
-        width, (first, total) = h.shape[1], self._rounded_total()
+        width, (first, total) = h.shape[1], self._total_to_write()
         columns = min(transposed_columns(width), self.weight.shape[0])
         transposed, scratch = h.T.contiguous(), h.new_empty(width * columns)
         for piece in pieces(self.weight, columns):
@@ -99,7 +95,7 @@ class WeightGradient:
             self.backend.add_transposed(total[piece], part, add=not first)
 
     def _add_bfloat16_on_cpu(self, dlogits: Tensor, h: Tensor) -> None:
-        first, total = self._rounded_total()
+        first, total = self._total_to_write()
         if self.sums_in_float32:
             for piece in pieces(self.weight, PIECE_ROWS):
                 part = torch.mm(dlogits[:, piece].T, h)
@@ -109,11 +105,12 @@ class WeightGradient:
         else:
             total.addmm_(dlogits.T, h)
 
-    def _rounded_total(self) -> tuple[bool, Tensor]:
-        """(whether nothing was added yet, the sum), for products that a CPU rounds to 16 bits."""
+    def _total_to_write(self) -> tuple[bool, Tensor]:
+        """(whether nothing was added yet, the sum, which holds anything then)."""
         first = self.total is None
         if self.total is None:
-            dtype = torch.float32 if self.sums_in_float32 else self.weight.dtype
+            wide = torch.promote_types(self.weight.dtype, torch.float32)
+            dtype = wide if self.waiting_dtype == wide or self.sums_in_float32 else self.weight.dtype
             self.total = torch.empty_like(self.weight, dtype=dtype, memory_format=torch.contiguous_format)
         return first, self.total
 

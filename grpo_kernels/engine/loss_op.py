@@ -104,28 +104,24 @@ def _compute(
         )  # fmt: skip
         if static and inputs.completion_mask is not None:
             head.keep = plan.tokens.scored
-        results, gradients = loss_of_head(head, plan, kernels, call, teacher, static_shapes=static), head.gradients()
+        results, gradients = _loss_of_head(head, plan, kernels, call, teacher), head.gradients()
     gradients.accumulate_into = call.accumulate_into
     return results, gradients
 
 
-def loss_of_head(
+def _loss_of_head(
     head: Union[LMHead, GivenLogits],
     plan: Plan,
     kernels: Backend,
     call: LossCall,
     teacher: Union[TeacherHead, TopKHead, None] = None,
-    *,
-    static_shapes: bool,
 ) -> tuple[Tensor, ...]:
     """(loss, logps, entropy, numbers of Sums), with a teacher the divergence; the gradients are left in `head`."""
     tokens, shape = call.tokens, call.completion_ids.shape
     # The rows of given logits are all computed, whatever the mask: they decide no shape.
-    is_static = static_shapes if isinstance(head, LMHead) else is_capturing(call.completion_ids.device)
+    is_static = (isinstance(head, LMHead) and plan.is_static) or is_capturing(call.completion_ids.device)
     mask = make_token_mask(tokens.kept_ids, tokens.kept_counts, head.vocab_size, is_static=is_static)
-    values, sums = run(
-        head, plan, kernels, gradients=any(call.wants), static_shapes=static_shapes, sampling_mask=mask, teacher=teacher
-    )
+    values, sums = run(head, plan, kernels, gradients=any(call.wants), sampling_mask=mask, teacher=teacher)
     both = values.columns.narrow_copy(0, 0, 2).view(2, *shape)  # without the other columns
     results = sums.loss.clone(), both[0], both[1], sums.numbers
     if teacher is None:
@@ -171,7 +167,7 @@ def _compute_from_logits(
     if any(call.wants) and tokens.completion_mask is not None:
         _clear_rows(flat, ~plan.tokens.scored)  # padding may hold NaN, which no coefficient of 0 would hide
     head = GivenLogits(flat)
-    results = loss_of_head(head, plan, kernels, call, static_shapes=True)
+    results = _loss_of_head(head, plan, kernels, call)
     if any(call.wants) and reused:
         torch.autograd.graph.increment_version(logits)
     gradient = flat.view(logits.shape) if any(call.wants) else None

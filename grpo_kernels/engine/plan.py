@@ -29,6 +29,11 @@ class Plan(NamedTuple):
     row_length: int | None  # T of a (B, T) batch, None for a packed one
 
     @property
+    def is_static(self) -> bool:
+        """Whether all rows are computed, since nothing is read back to the host."""
+        return self.tokens.order is None
+
+    @property
     def num_sequences(self) -> int:
         return self.tokens.lengths.numel()
 
