@@ -11,7 +11,7 @@ No `from __future__ import annotations` here, and Optional[X] for X | None: torc
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple, Optional, Union, cast
+from typing import Any, NamedTuple, Optional, Union, cast
 
 import torch
 from torch import Tensor
@@ -193,8 +193,8 @@ def grpo_loss(
     backend: str,
     compute_dtype: Optional[torch.dtype],
     wants: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(loss, logps, entropy, numbers of Sums, dhidden, dweight, dbias, scale of the last two).
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(loss, logps, entropy, numbers of Sums, dhidden, dweight, dbias).
 
     `tokens`: completion_ids, then the fields of TokenInputs. Unwanted gradients are empty.
     """
@@ -204,9 +204,10 @@ def grpo_loss(
     with torch.no_grad():
         (loss, logps, entropy, numbers), gradients = _compute(hidden, weight, bias, call)
     results = loss, logps.clone(), entropy.clone(), numbers  # the results of an operator share no memory
-    scale = gradients.scales[1]  # of dweight and dbias
-    scale = hidden.new_ones((), dtype=torch.float32) if scale is None else scale.clone()
-    return *results, *(hidden.new_empty(0) if g is None else g for g in gradients.tensors), scale
+    for g, scale in zip(gradients.tensors, gradients.scales, strict=True):
+        if g is not None and scale is not None:
+            g.div_(scale)
+    return *results, *(hidden.new_empty(0) if g is None else g for g in gradients.tensors)
 
 
 @grpo_loss.register_fake
@@ -224,34 +225,30 @@ def _(hidden, weight, bias, tokens, num_groups, config_key, backend, compute_dty
             x.new_empty(x.shape, dtype=waiting_dtype(x.dtype)) if want else f(0)
             for x, want in zip(given, wants, strict=True)
         ),
-        f((), dtype=torch.float32),
     )
 
 
-def _save_gradients(ctx, inputs, output):
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-    hidden, weight, bias, tokens = inputs[:4]
-    ctx.for_tokens = no_gradients(tokens)
-    ctx.wants = inputs[-1]
-    ctx.dtypes = hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
-    ctx.save_for_backward(*output[-4:])
+def _hand_out_gradients(operator: Any, name: str, count: int) -> None:
+    """Let autograd have the gradients of the first `count` inputs, which are the last results of the operator, whose
+    first is the loss; a list of tensors comes behind these inputs. name: of the public function, for errors."""
+
+    def save(ctx, inputs, output):
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+        ctx.dtypes = [None if x is None else x.dtype for x in inputs[:count]]
+        ctx.others = no_gradients(inputs[count]), *[None] * (len(inputs) - count - 1)
+        ctx.save_for_backward(*output[-count:])
+
+    def hand_out(ctx, g_loss, *_):
+        refuse_double_backward(name)
+        wants = [g_loss is not None and want for want in ctx.needs_input_grad[:count]]
+        gradients = zip(ctx.saved_tensors, ctx.dtypes, wants, strict=True)
+        return *(times(x, g_loss, dtype) if want else None for x, dtype, want in gradients), *ctx.others
+
+    operator.register_autograd(hand_out, setup_context=save)
 
 
-def _return_gradients(ctx, g_loss, *_):
-    refuse_double_backward("fused_grpo_loss")
-    gradients: list[Optional[Tensor]] = [None, None, None]
-    if g_loss is not None:
-        *saved, scale = ctx.saved_tensors
-        factors = g_loss, g_loss / scale, g_loss / scale
-        gradients = [
-            times(x, factor, dtype) if want else None
-            for x, factor, dtype, want in zip(saved, factors, ctx.dtypes, ctx.wants, strict=True)
-        ]
-    return (*gradients, ctx.for_tokens, *[None] * 5)
-
-
-grpo_loss.register_autograd(_return_gradients, setup_context=_save_gradients)
+_hand_out_gradients(grpo_loss, "fused_grpo_loss", 3)
 
 
 def empty_sums(like, per_token, tokens, num_groups, dtype, config=DEFAULT_CONFIG):
@@ -299,19 +296,4 @@ def _(logps, entropy, tokens, num_groups, config_key, backend):
     return f((), dtype=dtype), numbers, f(logps.shape, dtype=dtype), f(logps.shape, dtype=dtype)
 
 
-def _save_policy(ctx, inputs, output):
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-    ctx.dtypes = inputs[0].dtype, inputs[1].dtype
-    ctx.save_for_backward(*output[-2:])
-
-
-def _policy_gradients(ctx, g_loss, *_):
-    refuse_double_backward("grpo_loss_from_logps")
-    gradients: list[Optional[Tensor]] = [None, None]
-    if g_loss is not None:
-        gradients = [times(g, g_loss, dtype) for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
-    return (*gradients, *[None] * 4)
-
-
-policy_loss.register_autograd(_policy_gradients, setup_context=_save_policy)
+_hand_out_gradients(policy_loss, "grpo_loss_from_logps", 2)
