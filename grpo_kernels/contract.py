@@ -218,6 +218,9 @@ class SparseRows(NamedTuple):
     values: Tensor  # (C, K) float32, or float64 for float64 inputs
     counts: Tensor  # (C,) int32; K + 1 where there are more than K, of which none can be used
 
+    def part(self, first: int, last: int) -> SparseRows:
+        return SparseRows(*(x[first:last] for x in self))
+
 
 class TokenInputs(NamedTuple):
     """What a caller gives besides hidden states, weight and ids. Shapes: (B, T) or packed (N,); "per sequence" (S,).

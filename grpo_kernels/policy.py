@@ -183,7 +183,7 @@ def _run(
         return gradients[0], gradients[1]
 
     lengths: list[int] = torch.bincount(sequence[index], minlength=len(span)).tolist()
-    too_long = call.level == "sequence" and max(lengths, default=0) > head.sequence_rows
+    too_long = call.level == "sequence" and max(lengths, default=0) > head.sizes.sequences
     if not any(wants) or too_long or sampling_mask is not None:
         scorer.score_gathered()
         scorer.score(index)

@@ -103,7 +103,7 @@ class Scorer:
         """`single_pass` without logits, for tokens whose gradient does not go through their entropy."""
         head = cast(LMHead, self.head)
         for chunk in head.chunks(index):
-            rows, exponentials = chunk.rows, head.exponentials(chunk)
+            rows, exponentials = chunk.rows, head.scratch.gradients(chunk.rows.count)
             stats, scale = self.backend.anchored(self._head_chunk(rows), rows.take(table, 1), exponentials)
             self._put(rows, stats)
             self.backend.token_objective(rows, table, self.values, self.params)
@@ -257,7 +257,7 @@ def run(
         scorer.score_gathered()  # whose sequences may hold other tokens
         visit = _without_gathered(visit, scorer, plan)
     lengths = visit.lengths
-    fits = lengths is not None and max(lengths, default=0) <= head.sequence_rows
+    fits = lengths is not None and max(lengths, default=0) <= head.sizes.sequences
     # What comes between statistics and gradient: the scale of float16, which follows from the coefficients; the other
     # ranks' statistics; entries that are written over. Pairs read the logits a second time.
     is_staged = head.grad_dtype == torch.float16 or scorer.vocab_slice is not None or isinstance(teacher, TopKHead)
@@ -378,7 +378,7 @@ def whole_sequences(
     head: LMHead | GivenLogits, index: Tensor | None, lengths: list[int]
 ) -> Iterator[tuple[Chunk, slice]]:
     """Pack the tokens `index`, so many per sequence, into chunks of whole sequences: (chunk, range of sequences)."""
-    rows, size = visited(index, head.num_tokens), head.packed_rows(max(lengths, default=0))
+    rows, size = visited(index, head.num_tokens), head.sizes.packed_rows(max(lengths, default=0))
     parts, first, start, stop = [], 0, 0, 0
     if 0 < rows.count <= size:
         parts, lengths = [(rows, slice(0, len(lengths)))], []

@@ -189,6 +189,12 @@ def make_matrices(
     return matrices, KeptPairs(ids, token_of), places
 
 
+def in_matrices(numbers: Tensor, matrices: Iterable[KeptIds]) -> list[Tensor]:
+    """Views of one number per pair, in the shapes of the matrices."""
+    shapes = [kept.ids.shape for kept in matrices]
+    return [part.view(s) for part, s in zip(numbers.split([s.numel() for s in shapes]), shapes, strict=True)]
+
+
 class KeptLogits(HeldLogits):
     """Logits of kept ids, computed at once: a matrix of them is a chunk. Their gradient goes into those of `head`."""
 
@@ -198,24 +204,18 @@ class KeptLogits(HeldLogits):
             rows = rows.of_slice(self.vocab_slice)
         self.head, self.index, self.places, self.grad_dtype = head, rows.index, rows.places, dtype
         self.added = rows.added
-        self.num_tokens = self.sequence_rows = rows.index.numel()
+        self.num_tokens = rows.index.numel()
         matrices, self.pairs, self.pair_places = make_matrices(rows.index, rows.ids, rows.counts, rows.slots)
         self.numbers = torch.empty(self.pairs.ids.numel(), dtype=dtype, device=rows.index.device)
         self._matrices: dict[int, tuple[KeptIds, Tensor]] = {}  # by their rows
-        for kept, logits in zip(matrices, self.in_matrices(self.numbers, matrices), strict=True):
+        for kept, logits in zip(matrices, in_matrices(self.numbers, matrices), strict=True):
             head.backend.kept_logits(head.hidden_matrix, head.weight, head.folded_bias, kept, logits)
             self._matrices[id(kept.rows)] = kept, logits
-
-    @staticmethod
-    def in_matrices(numbers: Tensor, matrices: Iterable[KeptIds]) -> list[Tensor]:
-        """Views of one number per pair, in the shapes of the matrices."""
-        shapes = [kept.ids.shape for kept in matrices]
-        return [part.view(s) for part, s in zip(numbers.split([s.numel() for s in shapes]), shapes, strict=True)]
 
     def matrices_of(self, numbers: Tensor, fill: float) -> dict[int, Tensor]:
         """By the rows of a matrix: one number for each kept id (M,), in the order of the mask, beside its logit."""
         spread = torch.full_like(self.numbers, fill).scatter_(0, self.pair_places, numbers.to(self.numbers.dtype))
-        parts = self.in_matrices(spread, [kept for kept, _ in self._matrices.values()])
+        parts = in_matrices(spread, [kept for kept, _ in self._matrices.values()])
         return dict(zip(self._matrices, parts, strict=True))
 
     def columns(self, ids: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from ..backends.strategy import choose_strategy
 from ..contract import Backend, KeptPairs, RowGradients, Rows
 from .backward import FinishedGradients, WaitingPairs, power_of_two_scale, waiting_dtype
 from .dweight import WeightGradient, pieces
-from .memory import Chunk, Scratch, capacity_of, chunk_sizes, default_logits_dtype, visited
+from .memory import Chunk, ChunkSizes, Scratch, capacity_of, chunk_sizes, default_logits_dtype, visited
 from .products import PIECE_ROWS, SPLIT_SUM_ELEMENTS, cpu_multiplies, product, returns_float32
 from .vocab_parallel import VocabSlice
 
@@ -136,7 +136,7 @@ class LMHead:
         return [self._chunk(part, self._length(part.count, self.sizes.logits)) for part in parts]
 
     def chunks_of(self, parts: Sequence[Rows]) -> list[Chunk]:
-        """These rows, at most `sequence_rows` each, as product chunks that are one row chunk each."""
+        """These rows, at most `sizes.sequences` each, as product chunks that are one row chunk each."""
         self.dweight.expected_chunks = len(parts)
         if self.hidden.device.type != "cpu":
             self.scratch.logits_rows = max([self.scratch.logits_rows, *(rows.count for rows in parts)])
@@ -155,15 +155,6 @@ class LMHead:
         may = self.grad_dtype == self.logits_dtype or self.hidden.device.type != "cpu"
         return Chunk(rows, logits_rows, may and rows.count <= logits_rows)
 
-    @property
-    def sequence_rows(self) -> int:
-        """Rows of a chunk of `chunks_of` at most: what whole sequences have to fit."""
-        return self.sizes.sequences
-
-    def packed_rows(self, longest: int) -> int:
-        """See ChunkSizes."""
-        return self.sizes.packed_rows(longest)
-
     def leave_room(self) -> None:
         """Take a quarter less for logits on a CPU, unless they are few or the caller has chosen their rows. Sequences
         may be as long as before."""
@@ -174,10 +165,6 @@ class LMHead:
             logits = max(1, min(products, self.sizes.logits * 3 // 4))
             self.sizes = self.sizes._replace(products=products, logits=logits, packed=self.sizes.packed * 3 // 4)
             self.scratch.logits_rows, self.scratch.product_rows = logits, products
-
-    def exponentials(self, chunk: Chunk) -> Tensor:
-        """(P, V) uninitialised, in the type of the gradients, for the anchored strategy; valid until the next call."""
-        return self.scratch.gradients(chunk.rows.count)
 
     def row_gradients(self, chunk: Chunk, rows: Rows, logits: Tensor) -> RowGradients:
         """Where the row kernel writes d loss / d logits of a row chunk: over the logits, if they are all of a chunk."""
@@ -385,7 +372,7 @@ class GivenLogits(HeldLogits):
     def __init__(self, logits: Tensor) -> None:
         self.buffer, self.grad_dtype = logits, logits.dtype
         self.num_tokens, self.vocab_size = logits.shape
-        self.sequence_rows = self.num_tokens
+        self.sizes = ChunkSizes(*[self.num_tokens] * 4)  # all sequences are one chunk
 
     def columns(self, ids: Tensor) -> Tensor:
         return ids
@@ -397,10 +384,6 @@ class GivenLogits(HeldLogits):
 
     def chunks_of(self, parts: Sequence[Rows]) -> list[Chunk]:
         return [Chunk(rows, max(rows.count, 1), in_place=True) for rows in parts]
-
-    def packed_rows(self, longest: int) -> int:
-        """All sequences are one chunk."""
-        return self.num_tokens
 
     def logits(self, rows: Rows) -> Tensor:
         return rows.take(self.buffer)

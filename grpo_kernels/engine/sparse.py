@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..contract import KeptPairs, LogitChunk, Rows, SparseRows, SparseRule
-from .kept import make_matrices, most_kept, places_of
+from .kept import in_matrices, make_matrices, most_kept, places_of
 from .lm_head import LMHead
 
 _PAIR_BYTES = 48  # in the products: as it is, in matrices, and in the order of the ids
@@ -61,7 +61,7 @@ class SparsePairs:
             return
         device = self.head.weight.device
         index = torch.cat([rows.tokens(device) for rows in self._written])
-        pairs, self._written = _first(self._buffers, len(index)), []
+        pairs, self._written = self._buffers.part(0, len(index)), []
         has_gradient = torch.stack([x[index] != 0 for x in self.coefficients]).any(0)
         dense = has_gradient & (pairs.counts > self.capacity)
         if self._exact is not None:
@@ -106,9 +106,7 @@ class SparsePairs:
         head = self.head
         matrices, pairs, places = make_matrices(tokens, ids, counts, counts)
         numbers = values.new_zeros(pairs.ids.numel()).scatter_(0, places, values)
-        parts = numbers.split([kept.ids.numel() for kept in matrices])
-        for kept, part in zip(matrices, parts, strict=True):
-            dlogits = part.view(kept.ids.shape)
+        for kept, dlogits in zip(matrices, in_matrices(numbers, matrices), strict=True):
             head.backend.kept_dhidden(dlogits, head.weight, kept, head.dhidden_for(kept.rows))
 
     def sums(self) -> Tensor:
@@ -127,9 +125,8 @@ class SparsePairs:
             used = 0
         if self._buffers is None or rows.count > len(self._buffers.counts):
             device = self.head.weight.device
-            fit = (
-                self.room // (8 * self.capacity + 1) if reads_back_late(device) else 0
-            )  # bytes, those of the count too
+            row_bytes = 8 * self.capacity + 1
+            fit = self.room // row_bytes if reads_back_late(device) else 0
             shape = max(rows.count, min(fit, num_tokens)), self.capacity
             self._buffers = SparseRows(
                 torch.empty(shape, dtype=torch.int32, device=device),
@@ -137,13 +134,9 @@ class SparsePairs:
                 torch.empty(shape[0], dtype=torch.int32, device=device),
             )
         self._written.append(rows)
-        return SparseRows(*(x[used : used + rows.count] for x in self._buffers))
+        return self._buffers.part(used, used + rows.count)
 
 
 def reads_back_late(device: torch.device) -> bool:
     """Whether pairs of many row chunks are counted at once: a GPU waits for the host each time."""
     return device.type != "cpu"
-
-
-def _first(pairs: SparseRows, count: int) -> SparseRows:
-    return SparseRows(*(x[:count] for x in pairs))
