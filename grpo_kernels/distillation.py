@@ -12,8 +12,8 @@ from .backends import choose_backend
 from .checks.arguments import check_lm_head, check_token_tensor, num_sequences_of, temperature_per_token
 from .checks.plain import check_plain, full_weight
 from .config import GRPOConfig, check_logit_transform
-from .engine.logps_op import LogpsCall, LogpsTokens, logps_from_hidden
-from .engine.shared import is_capturing
+from .engine.logps_op import LogpsCall, logps_from_hidden
+from .engine.shared import describe_logps, is_capturing
 from .loss import fused_grpo_loss
 from .names import Aggregation, Divergence
 from .teacher import Teacher, TopKTeacher, check_teacher
@@ -127,16 +127,12 @@ def fused_divergence(
     dtype = compute_dtype or hidden.dtype
     check_teacher(teacher, config, hidden, weight, dtype, completion_mask)
     check_token_tensor("completion_mask", completion_mask, ids.shape, -1, ids)
-    per_token: Any = None
     if isinstance(temperature, Tensor):
         sequences = ids.shape[0] if ids.dim() == 2 else -1
-        per_token = temperature_per_token(temperature, ids.shape, sequences, ids).to(hidden.device)
+        temperature = temperature_per_token(temperature, ids.shape, sequences, ids).to(hidden.device)
     name = choose_backend(backend, hidden.device, dtype, has_teacher=isinstance(teacher, Teacher))
-    call = LogpsCall(
-        LogpsTokens(ids, completion_mask, per_token),
-        (1.0 if per_token is not None else float(temperature), float(logit_scale), float(logit_softcap or 0.0), 0.0),
-        True, name, compute_dtype, teacher=teacher, divergence=config,
-    )  # fmt: skip
+    described = describe_logps(ids, completion_mask, None, temperature, logit_scale, logit_softcap)
+    call = LogpsCall(*described, True, name, compute_dtype, teacher=teacher, divergence=config)
     return cast(Tensor, logps_from_hidden(hidden, weight, bias, call)[2])
 
 

@@ -11,8 +11,8 @@ from .backends import choose_backend
 from .checks.arguments import check_lm_head, check_token_tensor, temperature_per_token
 from .checks.plain import full_weight
 from .config import check_flag, check_logit_transform, check_sparse_backward
-from .engine.logps_op import LogpsCall, LogpsTokens, logps_from_hidden
-from .engine.shared import requires_grad_flags
+from .engine.logps_op import LogpsCall, logps_from_hidden
+from .engine.shared import describe_logps, requires_grad_flags
 from .engine.vocab_parallel import agree, announced_errors, check_group
 from .sampling_mask import SamplingMask, check_sampling_mask
 
@@ -71,15 +71,10 @@ def fused_logps(
             num_sequences = len(completion_ids) if completion_ids.dim() == 2 else -1
             temperature = temperature_per_token(temperature, completion_ids.shape, num_sequences, hidden)
             temperature = temperature.detach().to(hidden.device)
-        tokens = LogpsTokens(
-            completion_ids, completion_mask, temperature if isinstance(temperature, Tensor) else None,
-            None if sampling_mask is None else sampling_mask.ids,
-            None if sampling_mask is None else sampling_mask.counts,
-        )  # fmt: skip
-        number = 1.0 if isinstance(temperature, Tensor) else float(temperature)
-        numbers = number, float(logit_scale), float(logit_softcap or 0.0), float(sparse_backward or 0.0)
+        transform = temperature, logit_scale, logit_softcap, sparse_backward
+        described = describe_logps(completion_ids, completion_mask, sampling_mask, *transform)
         name = choose_backend(backend, hidden.device, compute_dtype or hidden.dtype)
-        call = LogpsCall(tokens, numbers, entropy, name, compute_dtype)
+        call = LogpsCall(*described, entropy, name, compute_dtype)
     if group is not None:
         wants = requires_grad_flags(hidden, weight, bias)
         call = call._replace(vocab_slice=agree(group, hidden, weight, bias, wants, call.description))

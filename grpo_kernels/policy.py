@@ -20,13 +20,13 @@ from .checks.arguments import (
 )
 from .checks.plain import full_weight
 from .config import GRPOConfig, check_flag, check_logit_transform, check_one_of
-from .contract import Backend, Rows, TokenValues, no_values
+from .contract import Rows, TokenValues, no_values
 from .engine.backward import FinishedGradients, finish_in_forward
 from .engine.chunks import whole_sequences
-from .engine.kept import make_token_mask
 from .engine.lm_head import LMHead
+from .engine.logps_op import LogpsCall
 from .engine.products import pinned_matmul_precision
-from .engine.shared import make_scorer, requires_grad_flags, table_dtype, token_mask
+from .engine.shared import describe_logps, make_scorer, requires_grad_flags, table_dtype
 from .sampling_mask import SamplingMask, check_sampling_mask
 
 
@@ -109,7 +109,7 @@ def fused_policy_loss(
     check_token_tensor("completion_mask", completion_mask, completion_ids.shape, num_sequences, hidden)
     if isinstance(temperature, Tensor):
         temperature = temperature_per_token(temperature, completion_ids.shape, num_sequences, hidden, cu_seqlens)
-    config = GRPOConfig(
+    GRPOConfig(  # which checks them
         temperature=temperature, logit_scale=logit_scale, logit_softcap=logit_softcap, chunk_rows=chunk_rows,
         sparse_backward=sparse_backward,
     )  # fmt: skip
@@ -121,11 +121,12 @@ def fused_policy_loss(
     offsets = cu_seqlens
     if offsets is None:
         offsets = torch.arange(num_sequences + 1, device=hidden.device) * completion_ids.shape[1]
+    transform = temperature, logit_scale, logit_softcap, sparse_backward
+    described = describe_logps(completion_ids, completion_mask, sampling_mask, *transform)
     call = _Call(
-        config=config, completion_ids=completion_ids, completion_mask=completion_mask, cu_seqlens=offsets.long(),
-        loss_fn=loss_fn, level=level, entropy=entropy, backend=get_backend(name), compute_dtype=compute_dtype,
-        wants=requires_grad_flags(hidden, lm_head_weight, lm_head_bias), grad_enabled=torch.is_grad_enabled(),
-        sampling_mask=sampling_mask,
+        scores=LogpsCall(*described, entropy, name, compute_dtype), chunk_rows=chunk_rows, cu_seqlens=offsets.long(),
+        loss_fn=loss_fn, level=level, wants=requires_grad_flags(hidden, lm_head_weight, lm_head_bias),
+        grad_enabled=torch.is_grad_enabled(),
     )  # fmt: skip
     with pinned_matmul_precision(hidden.device):
         run = partial(_run, call=call)
@@ -134,39 +135,27 @@ def fused_policy_loss(
 
 @dataclass(frozen=True)
 class _Call:
-    config: GRPOConfig
-    completion_ids: Tensor
-    completion_mask: Tensor | None
+    scores: LogpsCall
+    chunk_rows: int | None
     cu_seqlens: Tensor
     loss_fn: LossFn
     level: str
-    entropy: bool
-    backend: Backend
-    compute_dtype: torch.dtype | None
     wants: tuple[bool, ...]
     grad_enabled: bool  # in the caller's context; inside an autograd.Function it is always off
-    sampling_mask: SamplingMask | None
 
 
 def _run(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call
 ) -> tuple[tuple[Tensor, ...], FinishedGradients]:
-    config, device, wants = call.config, hidden.device, call.wants
-    num_tokens = call.completion_ids.numel()
-    mask = token_mask(call.completion_mask)
+    scores, device, wants = call.scores, hidden.device, call.wants
+    num_tokens = scores.tokens.completion_ids.numel()
     head = LMHead(
-        (hidden, weight, bias), call.backend, wants=wants, compute_dtype=call.compute_dtype,
-        chunk_rows=config.chunk_rows,
+        (hidden, weight, bias), get_backend(scores.backend), wants=wants, compute_dtype=scores.compute_dtype,
+        chunk_rows=call.chunk_rows,
     )  # fmt: skip
     dtype = table_dtype(head.hidden.dtype)
     values = no_values(num_tokens, dtype, device)
-    params = config.kernel_params(has_old=False)
-    given, sampling_mask = call.sampling_mask, None
-    if given is not None:
-        sampling_mask = make_token_mask(given.ids, given.counts, head.vocab_size, is_static=False)
-    scorer = make_scorer(
-        head, call.completion_ids, config.temperature, params, values, mask, sampling_mask, config.sparse_backward
-    )
+    scorer, mask, _ = make_scorer(head, scores.tokens, scores.numbers, values)
 
     span = call.cu_seqlens.diff()
     sequence = torch.arange(len(span), device=device).repeat_interleave(span, output_size=num_tokens)
@@ -184,7 +173,7 @@ def _run(
 
     lengths: list[int] = torch.bincount(sequence[index], minlength=len(span)).tolist()
     too_long = call.level == "sequence" and max(lengths, default=0) > head.sizes.sequences
-    if not any(wants) or too_long or sampling_mask is not None:
+    if not any(wants) or too_long or scores.tokens.kept_ids is not None:
         scorer.score_gathered()
         scorer.score(index)
         both = coefficients(Rows(0, len(index), index), slice(0))
@@ -200,10 +189,10 @@ def _run(
 def _differentiate(call: _Call, values: TokenValues, index: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(value, d value / d logps, d value / d entropy) of the user's function on small tensors."""
     leaves = [values.logp[index].requires_grad_()]
-    if call.entropy:
+    if call.scores.want_entropy:
         leaves.append(values.entropy[index].requires_grad_())
     with torch.enable_grad():
-        value = call.loss_fn(PolicyChunk(leaves[0], leaves[1] if call.entropy else None, index, sequence))
+        value = call.loss_fn(PolicyChunk(leaves[0], leaves[1] if call.scores.want_entropy else None, index, sequence))
         if not isinstance(value, Tensor) or value.numel() not in (1, len(index)):
             came = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(

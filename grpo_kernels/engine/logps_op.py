@@ -15,20 +15,17 @@ from ..checks.arguments import check_temperature, check_values
 from ..checks.plain import check_gathered
 from ..config import DEFAULT_CONFIG, GRPOConfig
 from ..contract import TokenValues, no_values
-from ..names import VALUE_FIELDS, KernelParams
+from ..names import VALUE_FIELDS
 from ..teacher import Teacher, TopKTeacher
 from .backward import refuse_double_backward
-from .chunks import Scorer
-from .kept import make_token_mask
 from .lm_head import LMHead
 from .products import pinned_matmul_precision
 from .shared import (
+    LogpsTokens,
     filled,
-    is_capturing,
     is_traced,
     make_scorer,
     no_gradients,
-    refuse_capture,
     refuse_traced,
     requires_grad_flags,
     table_dtype,
@@ -36,14 +33,6 @@ from .shared import (
 )
 from .teacher import TeacherHead, TopKHead, new_teacher
 from .vocab_parallel import VocabSlice, describe
-
-
-class LogpsTokens(NamedTuple):
-    completion_ids: Tensor
-    mask: Optional[Tensor] = None
-    temperature: Optional[Tensor] = None  # instead of the number
-    kept_ids: Optional[Tensor] = None  # of a SamplingMask
-    kept_counts: Optional[Tensor] = None
 
 
 class LogpsCall(NamedTuple):
@@ -102,26 +91,12 @@ def _compute(inputs: Inputs, call: LogpsCall) -> tuple[TokenValues, Union[Teache
             check_temperature(temperature, None if mask is None else mask.bool())
         columns = 2 if teacher is None else len(VALUE_FIELDS)
         values = no_values(ids.numel(), dtype, hidden.device, columns=columns)
-        scorer, mask, static = _make_scorer(head, call, values)
+        scorer, mask, static = make_scorer(head, call.tokens, call.numbers, values)
         scorer.teacher = teacher
         scorer.score_gathered()
         scorer.score(None if static or mask is None else mask.nonzero().squeeze(1), entropy=call.want_entropy)
         head.release()
         return values.only(mask) if static and mask is not None else values, teacher
-
-
-def _make_scorer(head: LMHead, call: LogpsCall, values: TokenValues) -> tuple[Scorer, Optional[Tensor], bool]:
-    """(the scorer, (N,) bool: tokens that are no padding, whether no shape may depend on values)."""
-    ids, padding_mask, per_token, kept_ids, kept_counts = call.tokens
-    number, logit_scale, softcap, theta = call.numbers
-    if theta:
-        refuse_capture(ids.device)
-    mask, static = token_mask(padding_mask), is_capturing(ids.device)
-    head.keep = mask if static else None
-    sampling_mask = make_token_mask(kept_ids, kept_counts, head.vocab_size, is_static=static)
-    params = KernelParams(logit_scale=logit_scale, softcap=softcap)
-    temperature = number if per_token is None else per_token
-    return make_scorer(head, ids, temperature, params, values, mask, sampling_mask, theta or None), mask, static
 
 
 def _results(values: TokenValues, call: LogpsCall) -> tuple[Tensor, Tensor, Tensor]:
@@ -164,7 +139,7 @@ def _compute_gradients(
         columns = no_values(entropy.numel(), entropy.dtype, entropy.device).columns
         values = TokenValues(columns, lse.reshape(-1).contiguous())
         values.entropy.copy_(entropy.reshape(-1))
-        scorer, mask, static = _make_scorer(head, call, values)
+        scorer, mask, static = make_scorer(head, call.tokens, call.numbers, values)
         scorer.teacher = teacher
         g_logp, g_entropy = (filled(g.reshape(-1), mask, 0.0) for g in outer[:2])
         scorer.gradient(g_logp, g_entropy, static_shapes=static)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,8 +11,30 @@ from torch import Tensor
 from ..contract import TokenValues
 from ..names import KernelParams
 from .chunks import Scorer, new_scorer
-from .kept import TokenMask
+from .kept import make_token_mask
 from .lm_head import LMHead
+
+if TYPE_CHECKING:
+    from ..sampling_mask import SamplingMask
+
+
+class LogpsTokens(NamedTuple):
+    completion_ids: Tensor
+    mask: Tensor | None = None
+    temperature: Tensor | None = None  # instead of the number
+    kept_ids: Tensor | None = None  # of a SamplingMask
+    kept_counts: Tensor | None = None
+
+
+def describe_logps(
+    ids: Tensor, mask: Tensor | None, sampling_mask: SamplingMask | None, temperature: Tensor | float,
+    logit_scale: float, softcap: float | None, sparse_backward: float | None = None
+) -> tuple[LogpsTokens, tuple[float, ...]]:  # fmt: skip
+    """(tokens, numbers) of a LogpsCall, from the arguments of a public function."""
+    per_token, number = (temperature, 1.0) if isinstance(temperature, Tensor) else (None, float(temperature))
+    kept = () if sampling_mask is None else (sampling_mask.ids, sampling_mask.counts)
+    numbers = number, float(logit_scale), float(softcap or 0.0), float(sparse_backward or 0.0)
+    return LogpsTokens(ids, mask, per_token, *kept), numbers
 
 
 def table_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -64,24 +87,23 @@ def filled(x: Tensor, mask: Tensor | None, fill: float) -> Tensor:
 
 
 def make_scorer(
-    head: LMHead,
-    ids: Tensor,
-    temperature: Tensor | float,
-    params: KernelParams,
-    values: TokenValues,
-    mask: Tensor | None,
-    sampling_mask: TokenMask | None,
-    sparse_backward: float | None,
-) -> Scorer:
-    """A scorer for log-probabilities alone: no objective. temperature: a number, or a tensor of one or of N."""
-    count, dtype = ids.numel(), values.columns.dtype
-    if isinstance(temperature, Tensor):
-        expanded = temperature.detach().reshape(-1).expand(count)
-        per_token = filled(expanded, mask, 1.0).to(device=ids.device, dtype=dtype)
+    head: LMHead, tokens: LogpsTokens, numbers: Sequence[float], values: TokenValues
+) -> tuple[Scorer, Tensor | None, bool]:
+    """(A scorer for log-probabilities alone, no objective; token_mask; whether no shape may depend on values)."""
+    ids, (number, logit_scale, softcap, theta) = tokens.completion_ids, numbers
+    if theta:
+        refuse_capture(ids.device)
+    mask, static, count, dtype = token_mask(tokens.mask), is_capturing(ids.device), ids.numel(), values.columns.dtype
+    head.keep = mask if static else None
+    if tokens.temperature is None:
+        temperature = torch.full((count,), number, dtype=dtype, device=ids.device)
     else:
-        per_token = torch.full((count,), temperature, dtype=dtype, device=ids.device)
-    ids = ids.reshape(-1) if mask is None else torch.where(mask, ids.reshape(-1), 0)
-    scorer = new_scorer(sparse_backward, head, ids.contiguous().long(), per_token, params, head.backend, values)
+        expanded = tokens.temperature.detach().reshape(-1).expand(count)
+        temperature = filled(expanded, mask, 1.0).to(device=ids.device, dtype=dtype)
+    sampling_mask = make_token_mask(tokens.kept_ids, tokens.kept_counts, head.vocab_size, is_static=static)
+    sampled = ids.reshape(-1) if mask is None else torch.where(mask, ids.reshape(-1), 0)
+    params = KernelParams(logit_scale=logit_scale, softcap=softcap)
+    scorer = new_scorer(theta or None, head, sampled.contiguous().long(), temperature, params, head.backend, values)
     if sampling_mask is not None:
-        scorer.add_mask(sampling_mask, torch.ones_like(ids, dtype=torch.bool) if mask is None else mask)
-    return scorer
+        scorer.add_mask(sampling_mask, torch.ones_like(sampled, dtype=torch.bool) if mask is None else mask)
+    return scorer, mask, static
