@@ -354,7 +354,7 @@ class Backend:
         return ""
 
     def strategies(self, hidden: Tensor, weight: Tensor) -> tuple[str, ...]:
-        """Those of strategy.py that serve these inputs, best first."""
+        """Those of launch.py that serve these inputs, best first."""
         return ("rows",)
 
     def plan(

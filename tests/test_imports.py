@@ -85,7 +85,7 @@ def test_backends_know_the_contract_and_each_other():
     for name in graph():
         if room(name) == "backends":
             assert {room(other) for other in graph()[name]} <= {"backends", "contract", "names", *COMPILED}, name
-    beside = {"contract", "names", "backends.launch", "backends.strategy"}
+    beside = {"contract", "names", "backends.launch"}
     for name in graph():
         if name.startswith("backends.triton"):
             others = {other for other in graph()[name] if not other.startswith("backends.triton")}

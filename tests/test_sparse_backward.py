@@ -31,7 +31,7 @@ from test_vocab_parallel import run_ranks, sliced, whole
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_kernels.backends.strategy import STRATEGIES
+from grpo_kernels.backends.launch import STRATEGIES
 from grpo_kernels.contract import SparseRule
 from grpo_kernels.engine import kept, sparse
 from grpo_kernels.engine import shared as engine_shared

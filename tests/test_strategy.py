@@ -11,8 +11,7 @@ from helpers import call, call_counter, fused, make_batch, off_policy, true_logp
 from test_precision import CONFIGS, assert_as_exact_as_eager, half_batch
 
 import grpo_kernels as gk
-from grpo_kernels.backends import get_backend
-from grpo_kernels.backends import strategy as strategies
+from grpo_kernels.backends import get_backend, launch
 from grpo_kernels.backends.launch import shipped_table
 from grpo_kernels.engine.chunks import Scorer
 from grpo_kernels.engine.lm_head import LMHead
@@ -20,7 +19,7 @@ from grpo_kernels.engine.lm_head import LMHead
 HALF = (torch.bfloat16, torch.float16)
 
 
-@pytest.fixture(params=strategies.STRATEGIES)
+@pytest.fixture(params=launch.STRATEGIES)
 def strategy(request, monkeypatch) -> str:
     monkeypatch.setenv("GRPO_KERNELS_STRATEGY", request.param)
     return request.param
@@ -91,10 +90,10 @@ def test_padding_may_hold_anything(strategy, static):
 def test_the_safe_one_is_the_default():
     half, single = (torch.zeros(2, 16, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
     kernels = get_backend("triton")
-    assert strategies.choose_strategy(kernels, half, half) == "linear"
-    assert strategies.choose_strategy(kernels, single, single) == "rows"
-    assert strategies.choose_strategy(kernels, half, half.T.contiguous().T) == "rows"
-    assert all(strategies.choose_strategy(get_backend(name), half, half) == "rows" for name in ("cpu", "torch"))
+    assert launch.choose_strategy(kernels, half, half) == "linear"
+    assert launch.choose_strategy(kernels, single, single) == "rows"
+    assert launch.choose_strategy(kernels, half, half.T.contiguous().T) == "rows"
+    assert all(launch.choose_strategy(get_backend(name), half, half) == "rows" for name in ("cpu", "torch"))
 
 
 def test_a_gpu_computes_logits_until_something_else_has_been_measured():
@@ -106,12 +105,12 @@ def test_a_gpu_computes_logits_until_something_else_has_been_measured():
 
 def test_one_that_does_not_serve_is_said_once(monkeypatch):
     monkeypatch.setenv("GRPO_KERNELS_STRATEGY", "anchored")
-    strategies._warn_once.cache_clear()
+    launch._warn_once.cache_clear()
     x = torch.zeros(2, 16)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        assert [strategies.choose_strategy(get_backend("cpu"), x, x) for _ in range(3)] == ["rows"] * 3
+        assert [launch.choose_strategy(get_backend("cpu"), x, x) for _ in range(3)] == ["rows"] * 3
     assert ["GRPO_KERNELS_STRATEGY=anchored does not serve backend 'cpu'" in str(w.message) for w in seen] == [True]
     monkeypatch.setenv("GRPO_KERNELS_STRATEGY", "fastest")
     with pytest.raises(ValueError, match="expected one of rows, linear, anchored"):
-        strategies.choose_strategy(get_backend("cpu"), x, x)
+        launch.choose_strategy(get_backend("cpu"), x, x)

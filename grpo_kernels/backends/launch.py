@@ -3,6 +3,14 @@
 A table that `grpo-kernels tune` wrote for this machine comes first. Nothing is tuned at run time.
 
     {architecture: {kernel: {shape: {field: value}}}}        shape: "H V type" or "V type" as measured, or "*"
+
+Strategies say which kernels compute a chunk: the vendor's product and a row pass over logits, or a product with a
+softmax epilogue. A backend lists what serves its inputs, best first, as the table has it. GRPO_KERNELS_STRATEGY names
+another one, for experiments.
+
+    rows       logits = h W^T into the scratch, then a row kernel
+    linear     statistics alone (no gradient wanted yet) come from one kernel, h and W to log-probabilities; else rows
+    anchored   linear, and the fused way stores e^(z - z_id) from the product's epilogue: no row pass at all
 """
 
 from __future__ import annotations
@@ -19,6 +27,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..contract import Backend
+
+STRATEGIES = ("rows", "linear", "anchored")
+VARIABLE = "GRPO_KERNELS_STRATEGY"
 SHIPPED = Path(__file__).with_suffix(".json")
 
 
@@ -104,8 +116,28 @@ def trial(kernel: str, launch: RowLaunch | MatmulLaunch) -> Iterator[None]:
         del _trials[kernel]
 
 
+def choose_strategy(backend: Backend, hidden: Tensor, weight: Tensor) -> str:
+    """One of STRATEGIES for these hidden states (..., H) and weight (V, H)."""
+    served = backend.strategies(hidden, weight)
+    wanted = os.environ.get(VARIABLE)
+    if not wanted or wanted in served:
+        return wanted or served[0]
+    if wanted not in STRATEGIES:
+        raise ValueError(f"{VARIABLE}={wanted!r}; expected one of {', '.join(STRATEGIES)}")
+    _warn_once(
+        f"grpo_kernels: {VARIABLE}={wanted} does not serve backend {backend.name!r} with {hidden.dtype} on "
+        f"{hidden.device.type}; using {served[0]!r}"
+    )
+    return served[0]
+
+
+@cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=2)
+
+
 def best_first(entry: str, served: tuple[str, ...], weight: Tensor) -> tuple[str, ...]:
-    """The strategies (see strategy.py) that serve this lm_head (V, H), first the one that the table prefers.
+    """The strategies that serve this lm_head (V, H), first the one that the table prefers.
 
     `entry`: "strategy" of the Triton kernels, "cuda_strategy". What no GPU has measured yet is not preferred.
     """

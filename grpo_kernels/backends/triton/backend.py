@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from ...contract import Backend
-from ..launch import architecture, best_first, shipped_table
+from ..launch import STRATEGIES, architecture, best_first, shipped_table
 from ..pytorch.backend import add_rows
-from ..strategy import STRATEGIES
 from . import kept, sequences, sparse, teacher, tokens
 from .anchored import anchored
 from .linear_logp import linear_logp

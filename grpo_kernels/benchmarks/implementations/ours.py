@@ -12,7 +12,7 @@ import torch
 
 from ... import GRPOConfig, fused_grpo_loss, fused_logps
 from ...backends import get_backend, registered_backends, unavailable_reason
-from ...backends.strategy import STRATEGIES, VARIABLE
+from ...backends.launch import STRATEGIES, VARIABLE
 from ..inputs import EPSILON, Inputs
 from .base import Result, Step, Unsupported, gradients, implementation
 
