@@ -233,7 +233,7 @@ class LMHead:
             self._accumulate_corrected(rows, dlogits, rows.take(ids), scratch.errors(rows.count))
             return
         if self.wants[0]:
-            self._add_dhidden(rows, dlogits)
+            self._put_dhidden(rows, self._times_weight(dlogits))
         if self.wants[2]:
             self.add_dbias(dlogits.sum(0, dtype=torch.promote_types(dlogits.dtype, torch.float32)))
         if self.wants[1]:
@@ -304,24 +304,14 @@ class LMHead:
     def add_dbias(self, share: Tensor) -> None:
         self.dbias = share if self.dbias is None else self.dbias.add_(share)
 
-    def _add_dhidden(self, rows: Rows, dlogits: Tensor) -> None:
-        if dlogits.dtype != self.weight.dtype:
-            shape = dlogits.shape[0], self.hidden.shape[-1]
-            total = torch.zeros(shape, dtype=dlogits.dtype, device=dlogits.device)
-            for piece in pieces(self.weight, PIECE_ROWS):
-                total.addmm_(dlogits[:, piece], self.weight[piece].to(dlogits.dtype))
-            self._put_dhidden(rows, total)
-        elif not self._writes_dhidden(rows):
-            self._put_dhidden(rows, self._times_weight(dlogits))
-        elif self.dhidden is None and rows.count == self.num_tokens:
-            self.dhidden = self._times_weight(dlogits)
-        else:
-            self._times_weight(dlogits, rows.take(self.dhidden_for(rows)))
-
     def _put_dhidden(self, rows: Rows, values: Tensor) -> None:
         if values.dtype is not self.waiting_dtypes[0]:
             values = values.to(self.waiting_dtypes[0])
-        rows.put(self.dhidden_for(rows), values if self.gradient_scale is None else values / self.gradient_scale)
+        values = values if self.gradient_scale is None else values / self.gradient_scale
+        if self.dhidden is None and rows.index is None and rows.count == self.num_tokens:
+            self.dhidden = values
+        else:
+            rows.put(self.dhidden_for(rows), values)
 
     def dhidden_for(self, rows: Rows) -> Tensor:
         """dhidden (N, H), for these rows to be written."""
@@ -332,25 +322,18 @@ class LMHead:
                 self.dhidden.zero_()  # rows that no chunk visits
         return self.dhidden
 
-    def _writes_dhidden(self, rows: Rows) -> bool:
-        """Whether a product may have its rows of dhidden as its output."""
-        same_type = self.waiting_dtypes[0] == self._times_weight_dtype(rows.count)
-        return rows.index is None and self.gradient_scale is None and same_type
-
-    def _times_weight_dtype(self, count: int) -> torch.dtype:
-        """The type in which dlogits W of `count` rows is computed: float32 where dhidden is, or where rounding parts
-        of the sum to 16 bits would show."""
-        dtype = self.weight.dtype
-        if dtype.itemsize > 2 or not returns_float32(self.weight.device, dtype):
-            return dtype
-        split = count * self.weight.shape[1] < SPLIT_SUM_ELEMENTS
-        return torch.float32 if split or self.waiting_dtypes[0] == torch.float32 else dtype
-
-    def _times_weight(self, dlogits: Tensor, out: Tensor | None = None) -> Tensor:
-        """dlogits W (C, H)."""
-        if self._times_weight_dtype(dlogits.shape[0]) == self.weight.dtype:
-            return torch.mm(dlogits, self.weight, out=out)
-        return product(dlogits, self.weight, out)
+    def _times_weight(self, dlogits: Tensor) -> Tensor:
+        """dlogits W (C, H), in float32 where dhidden is, or where rounding parts of the sum to 16 bits would show."""
+        weight, dtype = self.weight, self.weight.dtype
+        if dlogits.dtype != dtype:
+            total = torch.zeros(dlogits.shape[0], weight.shape[1], dtype=dlogits.dtype, device=dlogits.device)
+            for piece in pieces(weight, PIECE_ROWS):
+                total.addmm_(dlogits[:, piece], weight[piece].to(dlogits.dtype))
+            return total
+        wide = self.waiting_dtypes[0] == torch.float32 or dlogits.shape[0] * weight.shape[1] < SPLIT_SUM_ELEMENTS
+        if dtype.itemsize == 2 and wide and returns_float32(weight.device, dtype):
+            return product(dlogits, weight)
+        return torch.mm(dlogits, weight)
 
 
 class HeldLogits:

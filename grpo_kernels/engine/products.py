@@ -69,12 +69,11 @@ def cpu_multiplies(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+def product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b (M, N) in float32 from 16-bit a (M, K) and b (K, N), on a GPU."""
     if returns_float32(a.device, a.dtype):
-        return torch.mm(a, b, out_dtype=torch.float32, out=out)
-    if out is None:
-        out = torch.empty(a.shape[0], b.shape[1], dtype=torch.float32, device=a.device)
+        return torch.mm(a, b, out_dtype=torch.float32)
+    out = torch.empty(a.shape[0], b.shape[1], dtype=torch.float32, device=a.device)
     wide = b.float()
     for part, rows in zip(out.split(PIECE_ROWS), a.split(PIECE_ROWS), strict=True):
         torch.mm(rows.float(), wide, out=part)
