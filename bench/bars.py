@@ -11,25 +11,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from grpo_kernels.benchmarks.cases import BARS, Bar, make_case
+from grpo_kernels.benchmarks.cases import BARS, Bar, Case, make_case
 from grpo_kernels.benchmarks.machine import OUT_OF_MEMORY, Document, read
 from grpo_kernels.benchmarks.show import table
 
 Found = dict[str, dict[str, Any]]
-# (whether it is JSD, the type) -> the time of the four products, and of TRL's function, at most.
-DISTILLATION = {
-    "cpu": {(jsd, f"torch.{dtype}"): limits for (jsd, dtype), limits in {
-        (False, "float32"): (1.08, 0.48), (True, "float32"): (1.15, 0.48),
-        (False, "bfloat16"): (1.20, 0.14), (True, "bfloat16"): (1.35, 0.14),
-    }.items()},
-    "cuda": {(False, "torch.bfloat16"): (1.12, 0.75)},
-}  # fmt: skip
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -55,7 +46,7 @@ def find(bar: Bar, document: Document) -> Iterator[Found]:
     wanted = asdict(make_case(bar.shape, bar.dtype, **bar.fields))
     memory = document["environment"].get("device_memory")
     for case in document["cases"]:
-        there = {"kept_ids": 0, "masked_share": 1.0} | case["case"]
+        there = asdict(Case(**case["case"]))
         if all(there[name] == value for name, value in wanted.items() if name not in ("head", "length")):
             lost = {"peak_bytes": memory} if memory else {}
             pairs = {"pairs": there["tokens"] * there["kept_ids"]}
@@ -74,12 +65,6 @@ def report(document: Document) -> str:
         ours, trl = step["FusedGRPOTrainer"], step["TRL"]
         rows.append(_row("TRL's step, time", ours["of_trl"], 1.0))
         rows.append(_row("TRL's step, memory", ours["peak_bytes"] / trl["peak_bytes"], 1.0))
-    for case in document.get("distillation", {}).get("cases", []):  # of bench/distillation.py
-        found, what = case["implementations"], f"{case['divergence']} to a teacher, {case['head']}, {case['dtype']}"
-        limits = DISTILLATION["cpu" if document["environment"]["device"] == "cpu" else "cuda"]
-        on_floor, of_trl = limits.get((case["divergence"] == "jsd", case["dtype"]), (math.inf, math.inf))
-        rows.append(_row(f"{what}, of F_t", found["ours"].get("of_products"), on_floor))
-        rows.append(_row(f"{what}, of TRL's", found["TRL"].get("ours_of_this"), of_trl))
     return table(("bar", "found", "at most", ""), rows)
 
 
@@ -93,16 +78,18 @@ def read_results(path: Path) -> Document:
     document = read(path)
     if "cases" in document:
         return document
-    return document.get("targets", {"environment": document["environment"], "cases": []}) | {
-        name: document.get(name, {}) for name in ("trl_step", "distillation")
+    benches = [document[name] for name in ("targets", "teacher") if name in document]
+    return {
+        "environment": (benches or [document])[0]["environment"],
+        "cases": [case for bench in benches for case in bench["cases"]],
+        "trl_step": document.get("trl_step", {}),
     }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "results", nargs="*", type=Path, default=sorted(RESULTS.glob("cpu*.json"), key=lambda path: len(path.name))
-    )
+    default = [*sorted(RESULTS.glob("cpu*.json"), key=lambda path: len(path.name)), RESULTS / "distillation/cpu.json"]
+    parser.add_argument("results", nargs="*", type=Path, default=default)
     documents = [read_results(path) for path in parser.parse_args(arguments).results]
     for device_name in dict.fromkeys(document["environment"]["device"] for document in documents):
         same = [document for document in documents if document["environment"]["device"] == device_name]

@@ -213,14 +213,15 @@ def benchmark(report: Report) -> None:
 def bench(report: Report, name: str, *options: object, limit: float) -> None:
     """A set of `grpo-kernels bench`, which names who hangs, crashes or is wrong; its document goes into the report."""
     output, left_out = report.path.with_suffix(f".{name}.json"), report.data["left_out"]
-    options = ("--shapes", *report.options.shapes, *options) if report.options.shapes else ("--set", name, *options)
+    shapes = report.options.shapes if name != "teacher" else None  # which is a set of its own cases
+    options = ("--shapes", *shapes, *options) if shapes else ("--set", name, *options)
     minutes = max(min(limit, report.end - time.monotonic()) - 20, 20) / 60  # of grace, for the case under way
     command: list[object] = ["-m", "grpo_kernels", "bench", *options, "--device", report.options.device]
     command += ["--minutes", f"{minutes:.2f}", "--no-figures", "--output", output]
     command += ["--silence", report.options.silence or 90]
     excluded = [f"ours-{pair.replace('/', '-')}" for pair in left_out]
     if not left_out.get("cuda/rows", UNAVAILABLE).startswith(UNAVAILABLE):  # what "auto" takes, since it loads
-        excluded += ["ours", "ours-unscored", "ours-unmasked", "ours-sparse"]
+        excluded += ["ours", *(f"ours-{name}" for name in ("unscored", "unmasked", "sparse", "tail", "renormalize"))]
     command += ["--exclude", *excluded] if excluded else []
     ended = report.python(*command, *(["--resume"] if report.options.resume else []), limit=limit)
     if "was measured otherwise" in ended.output:  # on another machine, or with other versions
@@ -314,13 +315,7 @@ def trl_step(report: Report) -> None:
 
 def distillation(report: Report) -> None:
     """The divergence to a teacher's distribution, against TRL's function and the bare products."""
-    output = report.path.with_suffix(".distillation.json")
-    command = ("bench/distillation.py", "--device", report.options.device, "--rounds", 3, "--output", output)
-    ended = report.python(*command, limit=LIMITS["distillation"])
-    if ended.failure:
-        report.fail(f"distillation: {ended.failure}")
-    if output.exists():
-        report.data["distillation"] = json.loads(output.read_text())
+    bench(report, "teacher", "--rounds", 3, limit=LIMITS["distillation"])
 
 
 STAGES: dict[str, Callable[[Report], None]] = {

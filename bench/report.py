@@ -14,7 +14,6 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from distillation import show as show_distillation
 from learning import EXPERIMENTS
 from matplotlib import rc_context
 from sparse import show
@@ -32,7 +31,7 @@ BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 RIVALS = (*(name for name in IMPLEMENTATIONS if not name.startswith("ours")), "ours-unmasked")
 SPARSE = Path("sparse/cpu.json")  # of sparse.py, below RESULTS
 SPARSE_LEARNING, TEACHER = (Path(EXPERIMENTS[name].output) for name in ("sparse", "teacher"))  # of learning.py
-DISTILLATION = Path("distillation/cpu.json")  # of distillation.py
+DISTILLATION = Path("distillation/cpu.json")  # the set teacher
 LEARNING = Path("trainer/time-to-reward.json")  # of time_to_reward.py
 GPU = "gpu-h200.json"
 GOAL = 0.9  # reward of an evaluation
@@ -242,13 +241,32 @@ reward after the last step, median of the seeds (least to most):
 
 
 def _distillation(document: Document) -> str:
-    where = document["environment"]
+    """A row per case and implementation; of teachers that are known at few ids a row per case."""
+    where, rows, others = document["environment"], [], []
+    for case in document["cases"]:
+        of, entries = case["case"], case["implementations"]
+        if not of["divergence"]:
+            of_step = (1 / entries[name]["ours_to_this"] for name in ("ours-tail", "ours-renormalize"))
+            others.append((f"{of['head']}, {of['dtype']}", *(f"{ratio:.3f}" for ratio in of_step)))
+            continue
+        title = f"{of['head']}, {of['tokens']:,} tokens, {of['dtype']}, {of['divergence']}"
+        for name, entry in entries.items():
+            if name != "floor":
+                errors = entry.get("errors") or {}
+                wrong = (f"{errors[key]:.1e}" if key in errors else "" for key in ("dhidden", "dweight"))
+                ratios = (_number(entry, key, ".2f") for key in ("ratio_to_floor", "ours_to_this"))
+                rows.append((title, entry["title"], *ratios, *wrong, memory_text(entry)))
+    titles = "case", "", "time of F_t", "ours of this", "error of dhidden", "of dweight", "peak MiB"
     return f"""\
-**{DISTILLATION}.** {where["cpu"]}, {where["threads"]} threads, {where["date"][:10]}: `python bench/distillation.py`.
-The divergence to a teacher of the same shape, forward and backward; medians of interleaved rounds, relative errors
-against float64 from the same inputs:
+**{DISTILLATION}.** {where["cpu"]}, {where["threads"]} threads, {where["date"][:10]}:
+`grpo-kernels bench --set teacher`. The divergence to a teacher of the same shape, forward and backward; medians of
+interleaved rounds, relative errors against float64 from the same inputs:
 
-{show_distillation(document)}"""
+{table(titles, rows)}
+
+A teacher of 64 ids, time of the step without a teacher:
+
+{table(("head", "step with tail", "renormalize alone"), others)}"""
 
 
 # --- how soon a model learns ------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from grpo_kernels.benchmarks.cases import MODES, make_case
+from grpo_kernels.benchmarks.cases import DIVERGENCES, MODES, make_case
 from grpo_kernels.benchmarks.implementations import (
     IMPLEMENTATIONS,
     Implementation,
@@ -57,6 +57,20 @@ def test_each_is_right_or_refused_with_a_sentence(name: str, mode: str) -> None:
         except Unsupported as unsupported:
             reason = str(unsupported)
     assert reason is None or (len(reason.split()) > 2 and "\n" not in reason and name not in SERVE)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("name", ["ours", "ours-torch", "eager", "trl"])
+def test_the_divergence_to_a_teacher_is_right(name: str, divergence: str) -> None:
+    for mode in ("step", "frozen"):
+        check(IMPLEMENTATIONS[name], inputs_of(mode, divergence=divergence), mode)
+
+
+def test_who_has_no_divergence_to_a_teacher_says_so() -> None:
+    with pytest.raises(Unsupported, match="no divergence to a teacher"):
+        IMPLEMENTATIONS["verl-torch"].make_step(inputs_of("step", divergence="jsd"), "step")
+    with pytest.raises(ValueError, match="expected a mode with gradients"):
+        make_case("tiny:64", mode="forward", divergence="jsd")
 
 
 def test_names_are_selected_by_patterns_in_the_order_of_the_table() -> None:

@@ -87,9 +87,9 @@ def line(text, *words):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_every_target_is_measured_by_the_set_of_that_name(device):
+def test_every_target_is_measured_by_a_set(device):
     cases = []
-    for job in jobs("targets", device):
+    for job in [*jobs("targets", device), *jobs("teacher", device)]:
         names = select(job.against)
         memory = {"peak_bytes": 1.0}
         times = {"ours_to_this": 1.0, "ratio_to_floor": 1.0, "errors": {"logps_max": 1.0}}
@@ -118,12 +118,15 @@ def test_what_runs_out_of_memory_needs_more_than_the_device_has():
 
 def test_the_report_of_a_gpu_holds_all_that_the_targets_need(tmp_path, capsys):
     step = {"FusedGRPOTrainer": {"of_trl": 0.9, "peak_bytes": 2}, "TRL": {"of_trl": 1.0, "peak_bytes": 1}}
-    case = case_of({"ours": {}, "floor": {"ours_to_this": 1.07}}, "llama-3-8b:16384")
+    found = {"ours": {}, "floor": {"ours_to_this": 1.07}}
+    case = case_of(found, "llama-3-8b:16384")
     write(tmp_path / "gpu.json", {
         "environment": {}, "stages": {}, "targets": document("NVIDIA H200", case),
         "trl_step": {"steps": {"dapo": step}},
+        "teacher": document("NVIDIA H200", case_of(found, "llama-3-8b:16384", divergence="reverse_kl")),
     })  # fmt: skip
     bars.main([str(tmp_path / "gpu.json")])
     text = capsys.readouterr().out
     assert line(text, "16384x4096x128256 bfloat16: time to floor") == ["1.07", "1.08", "met"]
+    assert line(text, "16384x4096x128256 bfloat16, divergence reverse_kl: time to floor") == ["1.07", "1.12", "met"]
     assert line(text, "TRL's step, time")[2] == "met" and line(text, "TRL's step, memory")[2] == "MISSED"

@@ -17,6 +17,7 @@ MODES = {
     "forward": "log-probabilities of the sampled ids under no_grad",
 }
 DTYPES = ("float32", "bfloat16", "float16")
+DIVERGENCES = {"forward_kl": 0.0, "jsd": 0.5, "reverse_kl": 1.0}  # TRL's and Liger's beta
 HEADS = {  # (H, V) of the lm_head
     "smollm2-135m": (576, 49152),
     "qwen2.5-0.5b": (896, 151936),
@@ -34,7 +35,8 @@ class Case:
     """One measurement: N = `tokens` in N / T completions of T = `length`, `generations` adjacent ones to a prompt.
 
     `idle_share` of the prompts have equal rewards, hence advantages of 0; `beta` weighs the k3 term. `masked_share` of
-    the completions have a sampling mask of `kept_ids` ids for each token; with 0 there is none.
+    the completions have a sampling mask of `kept_ids` ids for each token; with 0 there is none. With a
+    `divergence`, one of DIVERGENCES, the loss is that to the distribution of a teacher of the same shape.
     """
 
     head: str
@@ -49,10 +51,13 @@ class Case:
     beta: float = 0.04
     kept_ids: int = 0
     masked_share: float = 1.0
+    divergence: str = ""
 
     def __post_init__(self) -> None:
         if min(self.tokens, self.hidden_size, self.vocab_size, self.length, self.generations) < 1:
             raise ValueError(f"{self}: sizes have to be positive")
+        if self.divergence and self.mode == "forward":
+            raise ValueError(f"divergence={self.divergence!r}; expected a mode with gradients")
         if self.tokens % (self.generations * self.length):
             raise ValueError(
                 f"tokens={self.tokens}; expected a multiple of generations * length = {self.generations * self.length}"
@@ -72,6 +77,8 @@ class Case:
         if self.kept_ids:
             share = "" if self.masked_share == 1.0 else f" of {self.masked_share:.0%} of the tokens"
             parts.append(f"{self.kept_ids} ids kept{share}")
+        if self.divergence:
+            parts.append(f"{self.divergence} to a teacher")
         return ", ".join(parts)
 
 
@@ -106,6 +113,7 @@ EVERYBODY = ("ours*", *RIVALS)
 PEERS = (*BARE, "trl", "liger", "liger-native", "verl", "quack")
 IDLE = ("ours", "ours-unscored", "floor")
 MASKED = ("ours", "ours-unmasked", "floor")
+TOP_K = ("ours", "ours-tail", "ours-renormalize")
 LONG = "65536x3584x151936"
 BOTH = ("float32", "bfloat16")
 
@@ -164,6 +172,7 @@ def _masks(shape: str, widths: tuple[str, ...], **fields: Any) -> list[Job]:
 
 
 _GPU_HEADS = tuple(f"{head}:16384" for head in ("llama-3-8b", "qwen2.5-7b", "qwen2.5-1.5b", "gemma-2-2b"))
+_CPU_HEADS = ("smollm2-135m:2048", "qwen2.5-0.5b:1024", "llama-3.2-1b:512")
 _SHARES = (0.0, 0.5, 0.25, 0.75)
 _WEIGHED = (*PLAIN, "trl", "liger")
 SETS: dict[str, dict[str, list[Job]]] = {
@@ -231,6 +240,15 @@ SETS: dict[str, dict[str, list[Job]]] = {
         "cpu": _masks("smollm2-135m:2048", tuple(f"1024x{h}x49152" for h in (256, 1024, 2048)), dtype=BOTH, length=256),
         "cuda": _masks("llama-3-8b:16384", tuple(f"8192x{h}x131072" for h in (1024, 4096, 8192))),
     },
+    # The divergence to a teacher's distribution; a teacher that is known at a few ids beside a step, and alone.
+    "teacher": {
+        "cpu": [
+            *_jobs(_CPU_HEADS, NEAREST, dtype=BOTH, divergence="reverse_kl", memory=NEAREST),
+            *_jobs(_CPU_HEADS[0], NEAREST, dtype=BOTH, divergence=("forward_kl", "jsd")),
+            *_jobs(_CPU_HEADS, TOP_K, dtype=BOTH, beta=0.0),
+        ],
+        "cuda": [*_jobs(_GPU_HEADS[:2], NEAREST, divergence="reverse_kl"), *_jobs(_GPU_HEADS[:2], TOP_K, beta=0.0)],
+    },
 }
 for _name, _parts in {
     "sweeps": ("idle", "tokens", "memory"),
@@ -282,7 +300,8 @@ def _bars(
     return [Bar(what, rival, limit, shape, dtype, fields) for shape, dtype, (rival, limit) in product]
 
 
-_FIRST, _SECOND, _WIDE = ("2048x576x49152",), ("1024x896x151936",), ("512x2048x128256",)
+_ALL = ("2048x576x49152", "1024x896x151936", "512x2048x128256")
+_FIRST, _SECOND, _WIDE = ((shape,) for shape in _ALL)
 _SINGLE = {"floor": 1.08, "eager": 0.80, "trl": 0.55, "liger": 0.72, "compiled": 0.98}
 _HALF = {"floor": 1.15, "eager": 0.62, "trl": 0.35, "liger": 0.50, "compiled": 0.98}
 _LLAMA, _QWEN, _SMALL, _GEMMA = (f"16384x{h}x{v}" for h, v in (HEADS[head.split(":")[0]] for head in _GPU_HEADS))
@@ -304,6 +323,12 @@ BARS: dict[str, list[Bar]] = {
         *_bars("time", {"ours-unmasked": 0.03}, _FIRST, BOTH, kept_ids=32, mode="forward"),
         *_bars("kept bytes", {"": 64.0}, _FIRST, BOTH, kept_ids=32),
         *_bars("kept bytes", {"": 64.0}, _FIRST, BOTH, kept_ids=512),
+        *_bars("time", {"floor": 1.08, "trl": 0.48}, _ALL, ("float32",), divergence="reverse_kl"),
+        *_bars("time", {"floor": 1.08, "trl": 0.48}, _FIRST, ("float32",), divergence="forward_kl"),
+        *_bars("time", {"floor": 1.15, "trl": 0.48}, _FIRST, ("float32",), divergence="jsd"),
+        *_bars("time", {"floor": 1.20, "trl": 0.14}, _ALL, divergence="reverse_kl"),
+        *_bars("time", {"floor": 1.20, "trl": 0.14}, _FIRST, divergence="forward_kl"),
+        *_bars("time", {"floor": 1.35, "trl": 0.14}, _FIRST, divergence="jsd"),
     ],
     "cuda": [  # for an H200
         *_bars("time", {"floor": 1.08, "trl": 1 / 1.25, "liger": 1 / 1.5}, (_LLAMA, _QWEN)),
@@ -316,6 +341,7 @@ BARS: dict[str, list[Bar]] = {
         *_bars("idle", {"ours": 0.72, "ours-unscored": 0.55}, (_SMALL,), idle_share=0.5, beta=0.0),
         *_bars("memory", {"trl": 1.0, "eager": 0.125}, (LONG,), mode="step"),
         *_bars("memory", {"trl": 1.0, "eager": 0.125}, (LONG,), mode="frozen"),
+        *_bars("time", {"floor": 1.12, "trl": 0.75}, (_LLAMA, _QWEN), divergence="reverse_kl"),
         *_bars("logps", {"": 2e-5}, (_LLAMA, _QWEN, _SMALL, _GEMMA)),
     ],
 }

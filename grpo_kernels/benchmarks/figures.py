@@ -68,10 +68,10 @@ def time(document: Document) -> Figure | None:
     panels = []
     for case in document["cases"]:
         of, entries = case["case"], case["implementations"].items()
-        swept = of["head"] == "custom" or of["idle_share"] or of.get("kept_ids") or not of["beta"]
+        special = of["idle_share"], of.get("kept_ids"), of.get("divergence"), not of["beta"], of["head"] == "custom"
         ratios = [(_ratio(case, name), name, entry) for name, entry in entries if _is_peer(name)]
         rows = sorted((ratio, name, entry) for ratio, name, entry in ratios if ratio is not None)
-        if of["mode"] == "step" and not swept and any(name != "ours" for _, name, _ in rows):
+        if of["mode"] == "step" and not any(special) and any(name != "ours" for _, name, _ in rows):
             panels.append((of, rows))
     if not panels:
         return None

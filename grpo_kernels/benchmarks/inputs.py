@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..sampling_mask import SamplingMask
+from ..teacher import Teacher
 from .cases import Case
 
 EPSILON = 0.2
@@ -31,6 +32,8 @@ class Inputs:
     advantages: Tensor  # (B,) float32
     beta: float
     sampling_mask: SamplingMask | None = None
+    divergence: str = ""
+    teacher: Teacher | None = None  # with a divergence: near this policy
 
     @property
     def flat_hidden(self) -> Tensor:
@@ -69,9 +72,11 @@ def make_inputs(case: Case, device: torch.device, *, seed: int = 0) -> Inputs:
     hidden = normal(batch, length, case.hidden_size, dtype=case.torch_dtype)
     ids = torch.randint(case.vocab_size, (batch, length), device=device, generator=generator)
     mask = _sampling_mask(ids, case, generator) if case.kept_ids else None
+    weight.mul_(2 / math.sqrt(case.hidden_size))
+    teacher = Teacher(nearby(hidden, generator), nearby(weight, generator)) if case.divergence else None
     return Inputs(
         hidden=hidden.requires_grad_(),
-        weight=weight.mul_(2 / math.sqrt(case.hidden_size)).requires_grad_(case.mode != "frozen"),
+        weight=weight.requires_grad_(case.mode != "frozen"),
         ids=ids,
         mask=torch.ones(batch, length, dtype=torch.int64, device=device),
         old_logps=normal(batch, length).mul_(0.1).add_(uniform),
@@ -79,7 +84,15 @@ def make_inputs(case: Case, device: torch.device, *, seed: int = 0) -> Inputs:
         advantages=group_advantages(rewards, case.generations),
         beta=case.beta,
         sampling_mask=mask,
+        divergence=case.divergence,
+        teacher=teacher,
     )
+
+
+def nearby(x: Tensor, generator: torch.Generator) -> Tensor:
+    """With noise of 0.3 of its standard deviation."""
+    noise = torch.empty_like(x, requires_grad=False).normal_(generator=generator)
+    return noise.mul_(0.3 * x.detach().std()).add_(x.detach())
 
 
 def _sampling_mask(ids: Tensor, case: Case, generator: torch.Generator) -> SamplingMask:
@@ -113,6 +126,16 @@ def token_losses(logps: Tensor, old_logps: Tensor, ref_logps: Tensor, advantages
     if beta != 0.0:
         loss = loss + beta * (torch.exp(ref_logps - logps) - (ref_logps - logps) - 1)
     return loss
+
+
+def token_divergences(log_p: Tensor, log_q: Tensor, divergence: str) -> Tensor:
+    """Of p, the policy, and q, the teacher, per token, from log-probabilities of all ids."""
+    if divergence == "reverse_kl":
+        return (log_p.exp() * (log_p - log_q)).sum(-1)
+    if divergence == "forward_kl":
+        return (log_q.exp() * (log_q - log_p)).sum(-1)
+    log_m = torch.logaddexp(log_p, log_q) - math.log(2)
+    return 0.5 * (log_q.exp() * (log_q - log_m) + log_p.exp() * (log_p - log_m)).sum(-1)
 
 
 def grpo_objective(logps: Tensor, inputs: Inputs) -> Tensor:

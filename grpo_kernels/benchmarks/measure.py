@@ -211,8 +211,15 @@ def _measure_peak_memory(case: Case, name: str, on_progress: OnProgress) -> dict
     device = torch.device("cpu")
     limit_memory()
     on_progress(name)
-    kept_ids = min(case.kept_ids, 8)  # with a sampling mask other libraries are loaded
-    tiny = make_case("32x64x512", case.dtype, mode=case.mode, beta=case.beta, kept_ids=kept_ids)
+    # With a sampling mask or a teacher other libraries are loaded.
+    tiny = make_case(
+        "32x64x512",
+        case.dtype,
+        mode=case.mode,
+        beta=case.beta,
+        kept_ids=min(case.kept_ids, 8),
+        divergence=case.divergence,
+    )
     for one in (tiny, case):
         inputs = make_inputs(one, device)
         try:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from .implementations import Result
-from .inputs import LOG_RATIOS, Inputs, token_losses
+from .inputs import LOG_RATIOS, Inputs, token_divergences, token_losses
 
-_LOGITS = 2**27  # float64 logits at a time: 1 GiB
+_LOGITS = 2**26  # float64 logits at a time, 0.5 GiB, which autograd holds a few times over
 # Relative errors beyond these are no rounding. Rounding the logits to bfloat16 alone costs about 1.5e-2.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 # Of a log-probability, in nats: logits of standard deviation 2 rounded to bfloat16 are off by up to 2**-6 at 4 to 8.
@@ -35,7 +35,7 @@ class Reference:
 def off_policy(inputs: Inputs, seed: int = 1) -> Inputs:
     """The same batch a little off-policy, its true log-probabilities from float32, since near is enough."""
     weight, hidden = inputs.weight.detach().float(), inputs.flat_hidden.detach()
-    parts = [_log_p(hidden[rows].float(), weight, inputs, rows)[1] for rows in _chunks(inputs)]
+    parts = [_log_p(hidden[rows].float() @ weight.T, inputs, rows)[1] for rows in _chunks(inputs)]
     logps, generator = torch.cat(parts).view(inputs.ids.shape), torch.Generator().manual_seed(seed)
     which = torch.randint(len(LOG_RATIOS), logps.shape, generator=generator)
     log_ratio = torch.tensor(LOG_RATIOS, dtype=logps.dtype)[which].to(logps.device)
@@ -46,7 +46,7 @@ def off_policy(inputs: Inputs, seed: int = 1) -> Inputs:
 def reference(inputs: Inputs, mode: str, objective: str) -> Reference:
     """One pass over chunks of rows: with all masks one, a token's share of the loss depends on that token alone.
 
-    `objective`: "grpo", or "cross_entropy", the mean of -logp.
+    `objective`: "grpo", or "cross_entropy", the mean of -logp; inputs with a teacher have their divergence instead.
     """
     weight, hidden, count = inputs.weight.detach().double(), inputs.flat_hidden.detach(), inputs.ids.numel()
     old, ref = inputs.old_logps.reshape(-1).double(), inputs.ref_logps.reshape(-1).double()
@@ -56,18 +56,21 @@ def reference(inputs: Inputs, mode: str, objective: str) -> Reference:
     dweight = torch.zeros_like(weight) if mode == "step" else None
     for rows in _chunks(inputs):
         h = hidden[rows].double()
-        log_p, logps = _log_p(h, weight, inputs, rows)
+        logits = (h @ weight.T).requires_grad_(mode != "forward")
+        log_p, logps = _log_p(logits, inputs, rows)
         all_logps.append(logps.detach())
-        logps.requires_grad_()
-        losses = token_losses(logps, old[rows], ref[rows], advantages[rows], inputs.beta)
-        losses = losses if objective == "grpo" else -logps
-        (coefficient,) = torch.autograd.grad(losses.sum() / count, logps)
+        if inputs.teacher is not None:
+            teachers = inputs.teacher.hidden.flatten(0, 1)[rows].double() @ inputs.teacher.weight.double().T
+            losses = token_divergences(log_p, teachers.log_softmax(-1), inputs.divergence)
+        elif objective == "grpo":
+            losses = token_losses(logps, old[rows], ref[rows], advantages[rows], inputs.beta)
+        else:
+            losses = -logps
         loss += losses.sum().item() / count
         scale += losses.abs().sum().item() / count
         if mode == "forward":
             continue
-        dlogits = log_p.exp_().mul_(-coefficient[:, None])  # d logp / d logits = onehot - softmax
-        dlogits[torch.arange(len(rows), device=rows.device), inputs.ids.view(-1)[rows]] += coefficient
+        (dlogits,) = torch.autograd.grad(losses.sum() / count, logits)
         dhidden.append(dlogits @ weight)
         if dweight is not None:
             dweight.addmm_(dlogits.T, h)
@@ -128,8 +131,8 @@ def _chunks(inputs: Inputs) -> tuple[Tensor, ...]:
     return torch.split(tokens, max(1, _LOGITS // len(inputs.weight)))
 
 
-def _log_p(hidden: Tensor, weight: Tensor, inputs: Inputs, rows: Tensor) -> tuple[Tensor, Tensor]:
+def _log_p(logits: Tensor, inputs: Inputs, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probabilities of all ids, -inf where a sampling mask leaves them out, and of the sampled ids, at `rows`."""
-    logits, out = hidden @ weight.T, inputs.masked_out(rows)
-    log_p = (logits if out is None else logits.masked_fill_(out, -math.inf)).log_softmax(-1)
+    out = inputs.masked_out(rows)
+    log_p = (logits if out is None else logits.masked_fill(out, -math.inf)).log_softmax(-1)
     return log_p, log_p.gather(-1, inputs.ids.view(-1)[rows, None]).squeeze(-1)

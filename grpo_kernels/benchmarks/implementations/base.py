@@ -82,11 +82,19 @@ class Implementation:
 IMPLEMENTATIONS: dict[str, Implementation] = {}
 
 
-def implementation(name: str, title: str, **fields: Any) -> Callable[[M], M]:
-    """Decorate the `make_step` of an Implementation, which then is in the table."""
+def implementation(name: str, title: str, *, teachers: bool = False, **fields: Any) -> Callable[[M], M]:
+    """Decorate the `make_step` of an Implementation, which then is in the table.
+
+    `teachers`: it serves inputs with one.
+    """
 
     def register(make_step: M) -> M:
-        IMPLEMENTATIONS[name] = Implementation(name, title, make_step, **fields)
+        def checked(inputs: Inputs, mode: str) -> Step:
+            if inputs.teacher is not None and not teachers:
+                raise Unsupported("has no divergence to a teacher's distribution")
+            return make_step(inputs, mode)
+
+        IMPLEMENTATIONS[name] = Implementation(name, title, checked, **fields)
         return make_step
 
     return register

@@ -11,18 +11,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..cases import DIVERGENCES
 from ..inputs import EPSILON, Inputs
 from .base import Result, Step, Unsupported, from_logps, gradients, implementation, load
+
+
+def _from_divergence(divergence: Callable[..., Tensor]) -> Step:
+    """From `divergence(hidden (N, H), weight, the teacher's two, ids (N,))`, a mean over tokens."""
+
+    def step(inputs: Inputs) -> Result:
+        assert inputs.teacher is not None
+        teacher = inputs.teacher.hidden.flatten(0, 1), inputs.teacher.weight
+        return gradients(divergence(inputs.flat_hidden, inputs.weight, *teacher, inputs.ids.view(-1)), inputs)
+
+    return step
+
 
 # --- TRL --------------------------------------------------------------------------------------------------------------
 
 
-@implementation("trl", "TRL", modules=("trl.trainer.utils",), requirement="trl==1.16.0")
+@implementation("trl", "TRL", modules=("trl.trainer.utils",), requirement="trl==1.16.0", teachers=True)
 def _trl(inputs: Inputs, mode: str) -> Step:
     """The head of its GRPOTrainer, with its own chunk (ids per tile), which no option changes.
 
-    Entropies come along in training, as in the trainer; its reference model has log-probabilities alone.
+    Entropies come along in training, as in the trainer; its reference model has log-probabilities alone. With a
+    teacher the function of its DistillationTrainer.
     """
+    if inputs.teacher is not None:
+        function = load("trl.kernels.chunked_divergence").ChunkedDivergenceFunction
+        beta = DIVERGENCES[inputs.divergence]
+
+        def divergence(hidden: Tensor, weight: Tensor, teachers: Tensor, their_weight: Tensor, ids: Tensor) -> Tensor:
+            found: Tensor = function.apply(hidden, weight, None, teachers, their_weight, None, beta)[0]
+            return found.mean()
+
+        return _from_divergence(divergence)
     utils = load("trl.trainer.utils")
     size = utils._CHUNKED_LOGPROB_CHUNK_SIZE
     outputs = ("log_probs",) if mode == "forward" else ("log_probs", "entropy")
@@ -44,12 +67,16 @@ LIGER_HOPPER = "liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90"
 _LIGER_CHUNK_TOKENS = 4096  # at most
 
 
-@implementation("liger", "Liger", modules=(LIGER,), requirement="liger-kernel==0.8.5")
+@implementation("liger", "Liger", modules=(LIGER,), requirement="liger-kernel==0.8.5", teachers=True)
 def _liger(inputs: Inputs, mode: str) -> Step:
     """Compiled, as is the default, in chunks of up to 4,096 tokens: faster than its default of one completion.
 
-    Log-probabilities are those of the part of the loss that computes them for a reference model.
+    Log-probabilities are those of the part of the loss that computes them for a reference model. With a teacher its
+    loss for distillation, as it is by default.
     """
+    if inputs.teacher is not None:
+        jsd = load("liger_kernel.chunked_loss").LigerFusedLinearJSDLoss(0.0, 1.0, DIVERGENCES[inputs.divergence])
+        return _from_divergence(jsd)
     module = load(LIGER)
 
     def forward(inputs: Inputs) -> Result:
