@@ -3,28 +3,34 @@
     OMP_NUM_THREADS=2 python bench/sparse.py [--output bench/results/sparse/cpu.json] [--rounds 7]
 
 SmolLM2-135M-Instruct (`make demo-chat` installs it) completes eight questions at T = 0.7 and T = 1. The step (forward
-and backward of the DAPO loss) with config.sparse_backward = theta takes turns with the exact step and with the three
-bare products. Errors are relative, in the Euclidean norm, against float64 from the same inputs. Beside them stand those
-of a model: gradients with the entries below theta times a row's scale cut away, or with all rounded to bfloat16.
+and backward of the loss, a mean over tokens) with config.sparse_backward = theta takes turns with the exact step and
+with the three bare products. Errors are relative, in the Euclidean norm, against float64 from the same inputs. Beside
+them stand those of a model: gradients with the entries below theta times a row's scale cut away, or with all rounded to
+bfloat16.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_kernels import GRPOConfig, fused_grpo_loss, fused_logps, grpo_loss_from_logps
-from grpo_kernels.benchmarks.machine import environment, peak, restart_peak, write
-from grpo_kernels.benchmarks.measure import interleave
+from grpo_kernels import GRPOConfig, fused_grpo_loss, fused_logps
+from grpo_kernels.benchmarks.implementations import IMPLEMENTATIONS, Step
+from grpo_kernels.benchmarks.implementations.ours import make_step
+from grpo_kernels.benchmarks.inputs import Inputs
+from grpo_kernels.benchmarks.machine import environment, write
+from grpo_kernels.benchmarks.measure import interleave, peak_of_call
 from grpo_kernels.benchmarks.process import OnProgress, run_in_subprocess
-from grpo_kernels.benchmarks.reference import relative_error
+from grpo_kernels.benchmarks.reference import errors, reference, relative_error
 from grpo_kernels.benchmarks.show import table
 from grpo_kernels.integrations.transformers import fused_forward
 from grpo_kernels.trainer.arguments import TrainArguments
@@ -43,23 +49,15 @@ GENERATIONS, LENGTH = 4, 64
 TEMPERATURES = (0.7, 1.0)
 THETAS = (2.0**-8, 2.0**-10, 2.0**-12, 2.0**-14, 2.0**-16)
 DTYPES = (torch.float32, torch.bfloat16)
-PIECE = 256  # rows of logits at a time
+CPU = torch.device("cpu")
+MODELS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of a gradient of logits and the scales of its rows
+    "rounded to bfloat16": lambda v, scale: v.to(torch.bfloat16).double(),
+    **{f"cut below 2^-{k}": lambda v, scale, k=k: v * (v.abs() >= 2.0**-k * scale) for k in (12, 14)},
+}
 
 
-class Batch(NamedTuple):
-    hidden: Tensor  # (B, T, H) float32
-    weight: Tensor  # (V, H)
-    ids: Tensor
-    mask: Tensor
-    advantages: Tensor
-    temperature: float
-
-    def to(self, dtype: torch.dtype) -> Batch:
-        return self._replace(hidden=self.hidden.to(dtype), weight=self.weight.to(dtype))
-
-
-def sample(temperature: float) -> Batch:
-    """Tokens that the model samples, and its hidden states before them."""
+def sample(temperature: float) -> Inputs:
+    """Tokens that the model samples, each as a completion of its own, and its hidden states before them."""
     path, arguments = str(smollm2()), TrainArguments(max_completion_length=LENGTH, temperature=temperature)
     tokenizer, lm = load_tokenizer(path, arguments), load_model(path, arguments).eval()
     prompts = [
@@ -73,121 +71,81 @@ def sample(temperature: float) -> Batch:
     inputs = model_inputs(rows, arguments, tokenizer.pad_token_id, "cpu")
     with torch.no_grad():
         hidden, weight = fused_forward(lm, **inputs, loss=lambda hidden, weight, *_, **__: (hidden, weight))
-    advantages = torch.randn(len(rows), generator=torch.Generator().manual_seed(0))
-    return Batch(
-        hidden.clone(), weight.detach(), inputs["completion_ids"], inputs["completion_mask"], advantages, temperature
-    )
+    mask = inputs["completion_mask"]
+    advantages = torch.randn(len(rows), 1, generator=torch.Generator().manual_seed(0)).expand(mask.shape)
+    return on_policy(hidden[mask], weight / temperature, inputs["completion_ids"][mask], advantages[mask])
 
 
-def loss_config(batch: Batch, theta: float | None = None) -> GRPOConfig:
-    return GRPOConfig.preset("dapo", temperature=batch.temperature, sparse_backward=theta)
+def on_policy(hidden: Tensor, weight: Tensor, ids: Tensor, advantages: Tensor) -> Inputs:
+    """A batch of completions of a token each, without a KL term."""
+    ones, zeros = torch.ones_like(ids)[:, None], torch.zeros_like(advantages)[:, None]
+    leaves = (x.detach().clone().requires_grad_() for x in (hidden[:, None], weight))
+    return Inputs(*leaves, ids[:, None], ones, None, zeros, advantages, beta=0.0)
 
 
-def step(batch: Batch, theta: float | None = None) -> tuple[Tensor, Tensor, Any]:
-    """(dhidden, dweight, metrics)."""
-    hidden, weight = (x.detach().requires_grad_() for x in (batch.hidden, batch.weight))
-    out = fused_grpo_loss(
-        hidden, weight, batch.ids, batch.advantages, completion_mask=batch.mask, config=loss_config(batch, theta)
-    )
-    out.loss.backward()
-    assert hidden.grad is not None and weight.grad is not None
-    return hidden.grad, weight.grad, out.metrics
+def in_dtype(inputs: Inputs, dtype: torch.dtype) -> Inputs:
+    hidden, weight = (x.detach().to(dtype).requires_grad_() for x in (inputs.hidden, inputs.weight))
+    return replace(inputs, hidden=hidden, weight=weight)
 
 
-def products(batch: Batch) -> Callable[[], None]:
-    """The three bare products, in pieces of rows."""
-    hidden = batch.hidden[batch.mask]
-    dweight = torch.zeros_like(batch.weight)
-
-    def run() -> None:
-        for rows in hidden.split(PIECE):
-            logits = rows @ batch.weight.T
-            logits @ batch.weight
-            torch.addmm(dweight, logits.T, rows, out=dweight)
-
-    return run
+def step_of(inputs: Inputs, theta: float | None) -> Step:
+    return make_step(inputs, "step", sparse_backward=theta)
 
 
-def entries(batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Per piece of scored rows, in float64: their hidden states, d loss / d logits, scales (rows,), the largest that an
-    entry's absolute value can be."""
-    exact = batch.to(torch.float64)
-    with torch.no_grad():
-        logps, _ = fused_logps(
-            exact.hidden, exact.weight, batch.ids, completion_mask=batch.mask, temperature=batch.temperature
-        )
-    logps.requires_grad_()
-    grpo_loss_from_logps(logps, batch.advantages, completion_mask=batch.mask, config=loss_config(batch)).loss.backward()
-    assert logps.grad is not None
-    for hidden, ids, g in zip(
-        *(x[batch.mask].split(PIECE) for x in (exact.hidden, batch.ids, logps.grad)), strict=True
-    ):
-        p = (hidden @ exact.weight.T / batch.temperature).softmax(-1)
-        dlogits = -p * (g / batch.temperature)[:, None]
-        dlogits[range(len(ids)), ids] += g / batch.temperature
-        yield hidden, dlogits, (g / batch.temperature).abs()
-
-
-def both_errors(found: Sequence[Any], right: Sequence[Any]) -> dict[str, float]:
-    return {name: relative_error(found[i], right[i]) for i, name in enumerate(("dhidden", "dweight"))}
-
-
-def errors(batch: Batch) -> list[dict[str, Any]]:
-    """Errors of the package with sparse gradients and without, and of the model."""
-    right = step(batch.to(torch.float64))
+def measure_errors(inputs: Inputs) -> list[dict[str, Any]]:
+    """Errors of the package with sparse gradients and without, and of the models."""
     rows: list[dict[str, Any]] = []
     for dtype in DTYPES:
-        given = batch.to(dtype)
-        # Rounding the inputs is no error of the step.
-        own = right if dtype == torch.float32 else step(given.to(torch.float64))
+        given = in_dtype(inputs, dtype)
+        right = reference(given, "step", "grpo")  # rounding the inputs is no error of the step
         for theta in (None, *THETAS):
-            found = step(given, theta)
-            numbers = {name: found[2][f"sparse/{name}"].item() for name in ("kept", "dense")} if theta else {}
-            rows.append({"dtype": str(dtype), "theta": theta, **numbers, "errors": both_errors(found, own)})
-    modelled: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-        "rounded to bfloat16": lambda v, scale: v.to(torch.bfloat16).double(),
-        **{f"cut below 2^-{k}": lambda v, scale, k=k: v * (v.abs() >= 2.0**-k * scale) for k in (12, 14)},
-    }
-    for name, change in modelled.items():
-        dhidden, dweight = torch.zeros_like(right[0]), torch.zeros_like(right[1])
-        parts, kept = [], 0
-        for hidden, v, scale in entries(batch):
-            changed = change(v, scale[:, None])
-            kept += int((changed != 0).sum())
-            parts.append(changed @ batch.weight.double())
-            dweight.addmm_(changed.T, hidden)
-        dhidden[batch.mask] = torch.cat(parts)
-        rows.append(
-            {"model": name, "kept": kept / int(batch.mask.sum()), "errors": both_errors((dhidden, dweight), right)}
-        )
-    return rows
+            config = GRPOConfig(sparse_backward=theta)
+            metrics = fused_grpo_loss(given.hidden, given.weight, given.ids, given.advantages, config=config).metrics
+            numbers = {name: metrics[f"sparse/{name}"].item() for name in ("kept", "dense")} if theta else {}
+            wrong = errors(right, step_of(given, theta)(given))
+            rows.append({"dtype": str(dtype), "theta": theta, **numbers, "errors": wrong})
+    return rows + [model_errors(name, inputs) for name in MODELS]
+
+
+def model_errors(name: str, inputs: Inputs) -> dict[str, Any]:
+    """Of gradients of logits that are changed in float64."""
+    kept, scales = 0, inputs.advantages.abs().double()[:, None] / len(inputs.ids)  # the most that an entry can be
+
+    def change(dlogits: Tensor, rows: Tensor) -> Tensor:
+        nonlocal kept
+        changed = MODELS[name](dlogits, scales[rows])
+        kept += int((changed != 0).sum())
+        return changed
+
+    right, found = (reference(inputs, "step", "grpo", *given) for given in ((), (change,)))
+    wrong = {key: relative_error(getattr(found, key), getattr(right, key)) for key in ("dhidden", "dweight")}
+    return {"model": name, "kept": kept / len(inputs.ids), "errors": wrong}
 
 
 def measure_peak_memory(path: str, dtype: torch.dtype, theta: float | None, on_progress: OnProgress) -> int | None:
-    """Bytes of a step beyond its inputs and gradients."""
-    batch = torch.load(path, weights_only=False).to(dtype)
+    """Bytes of a step beyond its inputs and gradients, after one of a token and 1,024 ids."""
+    inputs = in_dtype(torch.load(path, weights_only=False), dtype)
     on_progress("loaded")
-    tiny = batch._replace(**{name: getattr(batch, name)[:1] for name in ("hidden", "ids", "mask", "advantages")})
-    tiny = tiny._replace(weight=batch.weight[:1024].clone(), ids=tiny.ids.clamp(max=1023))
-    step(tiny, theta)
-    cpu = torch.device("cpu")
-    before = restart_peak(cpu)
-    dhidden, dweight, _ = step(batch, theta)
-    return None if before is None else peak(cpu) - before - dhidden.nbytes - dweight.nbytes
+    tiny = on_policy(
+        inputs.flat_hidden[:1], inputs.weight[:1024], inputs.ids[:1, 0].clamp(max=1023), inputs.advantages[:1]
+    )
+    step_of(tiny, theta)(tiny)
+    found = peak_of_call(step_of(inputs, theta), inputs, CPU)
+    return found and found["peak_bytes"]
 
 
-def measure(batch: Batch, dtype: torch.dtype, rounds: int) -> list[dict[str, Any]]:
-    given = batch.to(dtype)
-    steps: dict[Any, Callable[[], object]] = {"products": products(given), None: lambda: step(given)}
-    for theta in THETAS:
-        steps[theta] = lambda theta=theta: step(given, theta)
-    for run in steps.values():
-        run()
-    times = interleave(steps, rounds, torch.device("cpu"), time.time() + 3600.0, lambda name: None)
+def measure(inputs: Inputs, dtype: torch.dtype, rounds: int) -> list[dict[str, Any]]:
+    given = in_dtype(inputs, dtype)
+    made: dict[Any, Step] = {"products": IMPLEMENTATIONS["floor"].make_step(given, "step")}
+    made |= {theta: step_of(given, theta) for theta in (None, *THETAS)}
+    steps = {name: partial(step, given) for name, step in made.items()}
+    for step in steps.values():
+        step()
+    times = interleave(steps, rounds, CPU, math.inf, lambda name: None)
     rows = []
     with TemporaryDirectory() as folder:
-        path = f"{folder}/batch.pt"
-        torch.save(batch, path)
+        path = f"{folder}/inputs.pt"
+        torch.save(inputs, path)
         for theta in (None, *THETAS):
             median = times[theta]["median"]
             rows.append({
@@ -221,17 +179,15 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("build/sparse.json"))
     parser.add_argument("--rounds", type=int, default=7)
     chosen = parser.parse_args()
-    document: dict[str, Any] = {"environment": environment(torch.device("cpu")), "batches": []}
+    document: dict[str, Any] = {"environment": environment(CPU), "batches": []}
     for temperature in TEMPERATURES:
-        batch = sample(temperature)
+        inputs = sample(temperature)
         with torch.no_grad():
-            _, entropy = fused_logps(
-                batch.hidden, batch.weight, batch.ids, completion_mask=batch.mask, temperature=temperature, entropy=True
-            )
+            _, entropy = fused_logps(inputs.hidden, inputs.weight, inputs.ids, entropy=True)
         found: dict[str, Any] = {
-            "temperature": temperature, "tokens": int(batch.mask.sum()),
-            "entropy": entropy[batch.mask].mean().item(), "errors": errors(batch),
-            "times": [row for dtype in DTYPES for row in measure(batch, dtype, chosen.rounds)],
+            "temperature": temperature, "tokens": len(inputs.ids), "entropy": entropy.mean().item(),
+            "errors": measure_errors(inputs),
+            "times": [row for dtype in DTYPES for row in measure(inputs, dtype, chosen.rounds)],
         }  # fmt: skip
         document["batches"].append(found)
         write(chosen.output, document)

@@ -27,7 +27,7 @@ class Inputs:
     weight: Tensor
     ids: Tensor  # (B, T) int64
     mask: Tensor  # (B, T) int64, all ones
-    old_logps: Tensor  # (B, T) float32
+    old_logps: Tensor | None  # (B, T) float32; None: those of this policy
     ref_logps: Tensor  # (B, T) float32
     advantages: Tensor  # (B,) float32
     beta: float
@@ -118,9 +118,9 @@ def group_advantages(rewards: Tensor, generations: int) -> Tensor:
     return ((groups - groups.mean(1, keepdim=True)) / (deviation + ADVANTAGE_EPS)).view(-1).float()
 
 
-def token_losses(logps: Tensor, old_logps: Tensor, ref_logps: Tensor, advantages: Tensor, beta: float) -> Tensor:
+def token_losses(logps: Tensor, old_logps: Tensor | None, ref_logps: Tensor, advantages: Tensor, beta: float) -> Tensor:
     """GRPO's loss per token, `advantages` broadcast to it: clipped surrogate + beta * k3, as trainers write it."""
-    ratio = torch.exp(logps - old_logps)
+    ratio = torch.exp(logps - (logps.detach() if old_logps is None else old_logps))
     clipped = torch.clamp(ratio, 1 - EPSILON, 1 + EPSILON)
     loss = -torch.min(ratio * advantages, clipped * advantages)
     if beta != 0.0:

@@ -170,7 +170,7 @@ def prepare(
             return None, report | {"error": f"wrong result: {wrong}"}
     del result
     if device.type == "cuda":
-        report |= _peak_of_call(step, inputs, device) or {}
+        report |= peak_of_call(step, inputs, device) or {}
     return step, report
 
 
@@ -228,11 +228,11 @@ def _measure_peak_memory(case: Case, name: str, on_progress: OnProgress) -> dict
             return {}
         if one is tiny:
             step(inputs)
-    found = _peak_of_call(step, inputs, device)
+    found = peak_of_call(step, inputs, device)
     return found or {"memory_error": "this system has no high-water mark of memory that can be reset"}
 
 
-def _peak_of_call(step: Step, inputs: Inputs, device: torch.device) -> dict[str, int] | None:
+def peak_of_call(step: Step, inputs: Inputs, device: torch.device) -> dict[str, int] | None:
     """Bytes beyond the inputs and the returned gradients."""
     before = restart_peak(device)
     if before is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -43,13 +44,17 @@ def off_policy(inputs: Inputs, seed: int = 1) -> Inputs:
     return replace(inputs, old_logps=(logps - log_ratio).float(), ref_logps=(logps + drift).float())
 
 
-def reference(inputs: Inputs, mode: str, objective: str) -> Reference:
+def reference(
+    inputs: Inputs, mode: str, objective: str, change: Callable[[Tensor, Tensor], Tensor] | None = None
+) -> Reference:
     """One pass over chunks of rows: with all masks one, a token's share of the loss depends on that token alone.
 
     `objective`: "grpo", or "cross_entropy", the mean of -logp; inputs with a teacher have their divergence instead.
+    `change(dlogits, rows)`: what the gradients of hidden states and weight are computed from.
     """
     weight, hidden, count = inputs.weight.detach().double(), inputs.flat_hidden.detach(), inputs.ids.numel()
-    old, ref = inputs.old_logps.reshape(-1).double(), inputs.ref_logps.reshape(-1).double()
+    old = None if inputs.old_logps is None else inputs.old_logps.reshape(-1).double()
+    ref = inputs.ref_logps.reshape(-1).double()
     advantages = inputs.advantages.repeat_interleave(inputs.ids.shape[1]).double()
     loss = scale = 0.0
     all_logps, dhidden = [], []
@@ -63,7 +68,7 @@ def reference(inputs: Inputs, mode: str, objective: str) -> Reference:
             teachers = inputs.teacher.hidden.flatten(0, 1)[rows].double() @ inputs.teacher.weight.double().T
             losses = token_divergences(log_p, teachers.log_softmax(-1), inputs.divergence)
         elif objective == "grpo":
-            losses = token_losses(logps, old[rows], ref[rows], advantages[rows], inputs.beta)
+            losses = token_losses(logps, None if old is None else old[rows], ref[rows], advantages[rows], inputs.beta)
         else:
             losses = -logps
         loss += losses.sum().item() / count
@@ -71,6 +76,7 @@ def reference(inputs: Inputs, mode: str, objective: str) -> Reference:
         if mode == "forward":
             continue
         (dlogits,) = torch.autograd.grad(losses.sum() / count, logits)
+        dlogits = dlogits if change is None else change(dlogits, rows)
         dhidden.append(dlogits @ weight)
         if dweight is not None:
             dweight.addmm_(dlogits.T, h)

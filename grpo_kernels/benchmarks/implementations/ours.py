@@ -45,7 +45,7 @@ def _distill(inputs: Inputs, teacher: Teacher | TopKTeacher, **options: Any) -> 
 
 
 @implementation("ours", "ours", teachers=True)
-def _make_step(
+def make_step(
     inputs: Inputs,
     mode: str,
     backend: str = "auto",
@@ -71,7 +71,7 @@ def _make_step(
 
 @implementation("ours-unmasked", "ours without the sampling mask", objective="none")
 def _unmasked(inputs: Inputs, mode: str) -> Step:
-    step = _make_step(inputs, mode)
+    step = make_step(inputs, mode)
     return lambda inputs: step(replace(inputs, sampling_mask=None))
 
 
@@ -79,7 +79,7 @@ def _unmasked(inputs: Inputs, mode: str) -> Step:
 def _unscored(inputs: Inputs, mode: str) -> Step:
     if mode == "forward":
         raise Unsupported("every token needs its log-probability")
-    return _make_step(inputs, mode, score_inactive=False)
+    return make_step(inputs, mode, score_inactive=False)
 
 
 @implementation("ours-sparse", "ours, sparse_backward=1/64", objective="none")
@@ -88,7 +88,7 @@ def _sparse(inputs: Inputs, mode: str) -> Step:
     for rounding."""
     if mode == "forward":
         raise Unsupported("there is no gradient")
-    return _make_step(inputs, mode, sparse_backward=1 / 64)
+    return make_step(inputs, mode, sparse_backward=1 / 64)
 
 
 def _top_k(inputs: Inputs, mode: str, kind: TopKMode) -> TopKTeacher:
@@ -104,7 +104,7 @@ def _top_k(inputs: Inputs, mode: str, kind: TopKMode) -> TopKTeacher:
 
 @implementation("ours-tail", f"ours, a teacher of {TEACHER_IDS} ids beside it", objective="none")
 def _tail(inputs: Inputs, mode: str) -> Step:
-    return _make_step(inputs, mode, teacher=_top_k(inputs, mode, "tail"), distill_coef=0.1)
+    return make_step(inputs, mode, teacher=_top_k(inputs, mode, "tail"), distill_coef=0.1)
 
 
 @implementation("ours-renormalize", f"ours, a teacher of {TEACHER_IDS} ids alone", objective="none")
@@ -122,5 +122,5 @@ for _backend in registered_backends():
         _unavailable = functools.partial(_backend_unavailable, backend=_backend)
         _name, _title = "-".join(["ours", *_parts]), f"ours, backend {', '.join(_parts)}"
         implementation(_name, _title, unavailable=_unavailable, teachers=True)(
-            functools.partial(_make_step, backend=_backend, strategy=_strategy)
+            functools.partial(make_step, backend=_backend, strategy=_strategy)
         )
