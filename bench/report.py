@@ -43,6 +43,17 @@ LEARNERS = {
 }
 TRAINERS = ("eager", "trl", "liger", "verl", "verl-torch")
 ARMS = ("#6b6b6b", "#d1410c", "#0b6fb3")
+ARM_PICTURES: dict[Path, tuple[str, str, list[tuple[str, str, str, dict[str, Any], dict[str, Any]]]]] = {
+    # file -> name of the picture, its title, panels of a metric in a setting: their titles, lines and axes
+    SPARSE_LEARNING: ("sparse-learning", "Learning with sparse gradients, by theta", [
+        ("chat", "sparse/kept", "chat: entries that a token keeps", {"linewidth": 0.8}, {"yscale": "log"}),
+        ("chat", "seconds/update", "chat: seconds of an update", {"linewidth": 0.8}, {"ylim": (0.0, None)}),
+    ]),
+    TEACHER: ("teacher", "GRPO, a teacher's distribution, and both", [(
+        "arithmetic, dapo", "divergence", "reverse KL to the teacher, nats per token",
+        {"alpha": 0.5, "linewidth": 0.6}, {"yscale": "log"},
+    )]),
+}  # fmt: skip
 CAPTIONS = {
     "time": "Time of a step over that of the three bare products",
     "memory": "Peak memory against the length of completions; a cross is out of memory",
@@ -159,47 +170,28 @@ SmolLM2-135M-Instruct. Medians of interleaved rounds, relative errors against fl
     return "\n\n".join([head, *tables, "![Time and error against theta](figures/sparse.png)"])
 
 
-def draw_sparse_learning(document: Document, folder: Path) -> None:
-    """Evaluated reward over steps, a panel per setting; of the chat model also what a token keeps, and seconds."""
+def draw_arms(name: Path, document: Document, folder: Path) -> None:
+    """Evaluated reward over steps, each seed and their mean, a panel per setting; then the panels of ARM_PICTURES."""
+    picture, title, others = ARM_PICTURES[name]
+    settings, arms = _settings(document), list(zip(_arms(document), ARMS, strict=True))
     with rc_context(STYLE):
-        figure, axes = _draw_arms(document, "Learning with sparse gradients, by theta", 2)
-        for arm, colour in zip(_arms(document), ARMS, strict=True):
-            for found in _runs(document, "chat", arm):
-                steps = found["steps"]
-                if "sparse/kept" in steps[0]:
-                    axes[-2].plot(*_curve(steps, "sparse/kept"), color=colour, linewidth=0.8)
-                axes[-1].plot(*_curve(steps, "seconds/update"), color=colour, linewidth=0.8)
-        axes[-2].set(title="chat: entries that a token keeps", xlabel="optimizer steps", yscale="log")
-        axes[-1].set(title="chat: seconds of an update", xlabel="optimizer steps", ylim=(0.0, None))
-        figure.savefig(folder / "sparse-learning.png", dpi=DPI)
-
-
-def draw_teacher(document: Document, folder: Path) -> None:
-    """Evaluated reward and divergence over steps."""
-    with rc_context(STYLE):
-        figure, axes = _draw_arms(document, "GRPO, a teacher's distribution, and both", 1)
-        for arm, colour in zip(_arms(document), ARMS, strict=True):
-            for found in _runs(document, "arithmetic, dapo", arm):
-                if "divergence" in found["steps"][0]:
-                    axes[-1].plot(*_curve(found["steps"], "divergence"), color=colour, alpha=0.5, linewidth=0.6)
-        axes[-1].set(title="reverse KL to the teacher, nats per token", xlabel="optimizer steps", yscale="log")
-        figure.savefig(folder / "teacher.png", dpi=DPI)
-
-
-def _draw_arms(document: Document, title: str, others: int) -> tuple[Any, Any]:
-    """(figure, its axes): evaluated reward, each seed and their mean, a panel per setting; `others` are left."""
-    settings = _settings(document)
-    figure, axes = sheet(document, title, len(settings) + others, 2.3)
-    for setting, axis in zip(settings, axes, strict=False):
-        for arm, colour in zip(_arms(document), ARMS, strict=True):
-            curves = [found["evaluations"] for found in _runs(document, setting, arm)]
-            for curve in curves:
-                axis.plot(*_curve(curve, "reward"), color=colour, alpha=0.25, linewidth=0.8)
-            means = [fmean(e["reward"] for e in same) for same in zip(*curves, strict=True)]
-            axis.plot(_curve(curves[0], "reward")[0], means, color=colour, label=arm)
-        axis.set(title=f"evaluated reward: {setting}", xlabel="optimizer steps")
-    axes[0].legend(frameon=False)
-    return figure, axes
+        figure, axes = sheet(document, title, len(settings) + len(others), 2.3)
+        for setting, axis in zip(settings, axes, strict=False):
+            for arm, colour in arms:
+                curves = [found["evaluations"] for found in _runs(document, setting, arm)]
+                for curve in curves:
+                    axis.plot(*_curve(curve, "reward"), color=colour, alpha=0.25, linewidth=0.8)
+                means = [fmean(e["reward"] for e in same) for same in zip(*curves, strict=True)]
+                axis.plot(_curve(curves[0], "reward")[0], means, color=colour, label=arm)
+            axis.set(title=f"evaluated reward: {setting}", xlabel="optimizer steps")
+        for (setting, metric, title, line, scale), axis in zip(others, axes[len(settings) :], strict=True):
+            for arm, colour in arms:
+                for found in _runs(document, setting, arm):
+                    if metric in found["steps"][0]:
+                        axis.plot(*_curve(found["steps"], metric), color=colour, **line)
+            axis.set(title=title, xlabel="optimizer steps", **scale)
+        axes[0].legend(frameon=False)
+        figure.savefig(folder / f"{picture}.png", dpi=DPI)
 
 
 def _settings(document: Document) -> list[str]:
@@ -220,7 +212,7 @@ def _curve(records: Sequence[dict[str, Any]], name: str) -> tuple[list[int], lis
     return [record["step"] for record in known], [record[name] for record in known]
 
 
-def _arms_text(name: Path, picture: str, document: Document) -> str:
+def _arms_text(name: Path, document: Document) -> str:
     """A row per setting: the last evaluation of each arm; for sparse gradients also what a token kept."""
     where, arms, rows = document["environment"], _arms(document), []
     is_sparse = name == SPARSE_LEARNING
@@ -237,7 +229,7 @@ reward after the last step, median of the seeds (least to most):
 
 {table(("run", "seeds", *arms, *last), rows)}
 
-![Evaluated reward over steps](figures/{picture}.png)"""
+![Evaluated reward over steps](figures/{ARM_PICTURES[name][0]}.png)"""
 
 
 def _distillation(document: Document) -> str:
@@ -399,13 +391,10 @@ def _number(entry: Document, key: str, form: str) -> str:
     return format(entry[key], form) if key in entry else entry.get("error", "").split(":")[0]
 
 
-PICTURES = {
-    SPARSE: draw_sparse, SPARSE_LEARNING: draw_sparse_learning, TEACHER: draw_teacher, LEARNING: draw_learning,
-}  # fmt: skip
+PICTURES = {SPARSE: draw_sparse, LEARNING: draw_learning} | {name: partial(draw_arms, name) for name in ARM_PICTURES}
 TEXTS = {
-    SPARSE: _sparse, SPARSE_LEARNING: partial(_arms_text, SPARSE_LEARNING, "sparse-learning"),
-    DISTILLATION: _distillation,
-    TEACHER: partial(_arms_text, TEACHER, "teacher"), LEARNING: _learning,
+    SPARSE: _sparse, SPARSE_LEARNING: partial(_arms_text, SPARSE_LEARNING), DISTILLATION: _distillation,
+    TEACHER: partial(_arms_text, TEACHER), LEARNING: _learning,
 }  # fmt: skip
 
 if __name__ == "__main__":
