@@ -3,12 +3,9 @@
     python tools/wheels.py [--variant cpu cu126 cu128 cu130 pure] [--machine x86_64 aarch64]
                            [--python 3.11 /path/to/python3.14 ...]
 
-dist/ gets the source archive, and a folder per variant that pip reads with --find-links. Every wheel is built from the
-unpacked archive, for each CPython on PATH with its headers, in an environment that has what pyproject.toml requires of
-a build and nothing else. No compiler of this machine is used: device code is compiled by NVRTC from pip's packages,
-host code by zig, a clang that brings the C library's symbols of a chosen version and its own C++ library. So the wheels
-run where glibc is 2.28 or later (RHEL 8, Debian 10, Ubuntu 20.04), as torch's do, whatever this machine has, and those
-for the other processor come from the same command. What is downloaded and unpacked stays in build/wheels.
+CONTRIBUTING.md says what they are. Every wheel is built from the unpacked archive, for each CPython on PATH with its
+headers, in an environment that has what pyproject.toml requires of a build and nothing else; no compiler of this
+machine is used. What is downloaded and unpacked stays in build/wheels.
 """
 
 from __future__ import annotations
