@@ -360,7 +360,7 @@ def products(device: Any, shape: str) -> None:
     from grpo_kernels.contract import chunk_row_stride
 
     def median(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
-        found = interleave(calls, 5, device, math.inf, lambda text: None)
+        found = interleave(calls, 5, device)
         return {name: times["median"] for name, times in found.items()}
 
     head, _, width, vocab = parse_shape(shape)

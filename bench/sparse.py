@@ -12,7 +12,6 @@ bfloat16.
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -141,7 +140,7 @@ def measure(inputs: Inputs, dtype: torch.dtype, rounds: int) -> list[dict[str, A
     steps = {name: partial(step, given) for name, step in made.items()}
     for step in steps.values():
         step()
-    times = interleave(steps, rounds, CPU, math.inf, lambda name: None)
+    times = interleave(steps, rounds, CPU)
     rows = []
     with TemporaryDirectory() as folder:
         path = f"{folder}/inputs.pt"

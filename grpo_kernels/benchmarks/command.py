@@ -8,6 +8,7 @@ import shlex
 import sys
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,11 +16,12 @@ import torch
 from .cases import DTYPES, HEADS, MODES, RIVALS, SETS, Job, jobs, make_case
 from .implementations import IMPLEMENTATIONS, select
 from .machine import Document, environment, now, read, write
-from .measure import NOT_RUN, Options, measure, measure_peak_memory
-from .process import OnProgress
+from .measure import NOT_RUN, Options, Run, measure, measure_peak_memory
+from .process import OnProgress, run_in_subprocess
 from .show import case_table, headline
 
 ROUNDS = {"cpu": 3, "cuda": 15}
+SILENCE_S = {"cpu": 300.0, "cuda": 120.0}  # a first call may compile for a minute; one that takes longer hangs
 _QUICK_MINUTES = 1.8
 _WORTH_STARTING_S = 10.0  # of the time that is left
 _SAME = ("device", "driver", "cpu", "threads", "versions")  # of the environment, in all cases of a document
@@ -59,6 +61,7 @@ def bench(arguments: argparse.Namespace) -> int:
         return 2
     minutes = arguments.minutes or (_QUICK_MINUTES if arguments.quick else None)
     end = time.time() + 60 * minutes if minutes else float("inf")
+    silence = arguments.silence or SILENCE_S[device.type]
     command = shlex.join(["grpo-kernels", *sys.argv[1:]])
     document: Document = {"environment": here, "command": command, "cases": cases, "not_run": []}
     print(headline(here), flush=True)
@@ -71,7 +74,8 @@ def bench(arguments: argparse.Namespace) -> int:
         elif found is None:
             rounds = arguments.rounds or job.rounds or ROUNDS[device.type]
             progress = _show_progress(f"{number}/{len(chosen)} {job.case}")
-            found = measure_job(job, Options(str(device), rounds, end), progress, arguments.silence)
+            run = partial(run_in_subprocess, on_progress=progress, silence_s=silence)
+            found = measure_job(job, Options(str(device), rounds, end), run)
             cases.append(found)
         write(output, document)
         if found is not None:
@@ -84,18 +88,18 @@ def bench(arguments: argparse.Namespace) -> int:
     return 1 if failures(document) else 0
 
 
-def measure_job(job: Job, options: Options, on_progress: OnProgress, silence_s: float | None) -> Document:
+def measure_job(job: Job, options: Options, run: Run) -> Document:
     """Time and memory of a case, as it stands in the document."""
     names, device = select(job.against), torch.device(options.device)
     found: Document = {"implementations": {name: {"title": IMPLEMENTATIONS[name].title} for name in names}}
     if job.timed:
-        found = measure(job.case, names, options, on_progress, silence_s)
+        found = measure(job.case, names, options, run)
     reports = found["implementations"]
     if device.type == "cpu" and job.memory:  # a GPU has measured memory beside time
         for name in select(job.memory):
             if name in names and "error" not in reports[name]:
                 late = {"memory_error": NOT_RUN} if time.time() > options.deadline else None
-                reports[name] |= late or measure_peak_memory(job.case, name, on_progress, silence_s)
+                reports[name] |= late or measure_peak_memory(job.case, name, run)
     if "peak_bytes" in reports.get("eager", {}):
         for report in reports.values():
             if "peak_bytes" in report:

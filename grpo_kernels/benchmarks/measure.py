@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,11 +23,11 @@ from .process import Died, OnProgress, run_in_subprocess
 from .reference import Reference, errors, off_policy, reference, why_wrong
 
 Found = dict[str, dict[str, Any]]
+Run = Callable[..., Any]  # run_in_subprocess, told about progress and silence
 NOT_RUN = "not run: out of time"
 SHORT_S = 1.0  # of a call: repeated whoever makes it
 FAR = 1.5  # times the fastest
 BASES = ("ours", "floor", "eager", "ours-unmasked")  # of ratios
-SILENCE_S = {"cpu": 300.0, "cuda": 120.0}  # a first call may compile for a minute; one that takes longer hangs
 # Not the floor, which has a buffer that no loss needs; not compiled eager, whose peak includes the compiler.
 WITHOUT_MEMORY = ("floor", "compiled")
 
@@ -37,24 +38,17 @@ class Options(NamedTuple):
     deadline: float  # as time.time() counts
 
 
-def measure(
-    case: Case,
-    names: Sequence[str],
-    options: Options,
-    on_progress: OnProgress = lambda text: None,
-    silence_s: float | None = None,
-) -> dict[str, Any]:
+def measure(case: Case, names: Sequence[str], options: Options, run: Run = run_in_subprocess) -> dict[str, Any]:
     """{"implementations": name -> what was found}, and "error" where the case itself failed.
 
-    Runs in a process of its own. One that kills the process, is silent for `silence_s`, or leaves the device in a state
-    of error costs itself alone: its end is its result, and the others are measured again without it.
+    Runs in a process of its own. One that kills the process, is silent for too long, or leaves the device in a state of
+    error costs itself alone: its end is its result, and the others are measured again without it.
     """
-    silence_s = silence_s or SILENCE_S[torch.device(options.device).type]
     lost: Found = {}
     while True:
         remaining = [name for name in names if name not in lost]
         try:
-            found = run_in_subprocess(_measure, case, remaining, options, on_progress=on_progress, silence_s=silence_s)
+            found = run(_measure, case, remaining, options)
         except Died as death:
             if death.last_message not in remaining:
                 return {"error": str(death), "implementations": lost}
@@ -105,8 +99,8 @@ def interleave(
     steps: Mapping[str, Callable[[], object]],
     rounds: int,
     device: torch.device,
-    deadline: float,
-    on_progress: OnProgress,
+    deadline: float = math.inf,
+    on_progress: OnProgress = lambda text: None,
 ) -> Found:
     """Median, spread and all of `rounds` times of every step, in turn; at least one where the deadline comes first.
 
@@ -187,9 +181,7 @@ def _survivable(error: Exception) -> str:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def measure_peak_memory(
-    case: Case, name: str, on_progress: OnProgress = lambda text: None, silence_s: float | None = None
-) -> dict[str, Any]:
+def measure_peak_memory(case: Case, name: str, run: Run = run_in_subprocess) -> dict[str, Any]:
     """{"peak_bytes", "returned_bytes"} of a call of an implementation, on a CPU, in a fresh process.
 
     There: a tiny call (thread pools, lazily loaded libraries), the inputs, a reset of the kernel's high-water mark of
@@ -199,12 +191,10 @@ def measure_peak_memory(
     """
     if name in WITHOUT_MEMORY or IMPLEMENTATIONS[name].unavailable_reason(torch.device("cpu"), case.torch_dtype):
         return {}
-    silence_s = silence_s or SILENCE_S["cpu"]
     try:
-        found = run_in_subprocess(_measure_peak_memory, case, name, on_progress=on_progress, silence_s=silence_s)
+        return dict(run(_measure_peak_memory, case, name))
     except Died as death:
         return {"memory_error": str(death)}
-    return dict(found)
 
 
 def _measure_peak_memory(case: Case, name: str, on_progress: OnProgress) -> dict[str, Any]:
