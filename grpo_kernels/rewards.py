@@ -183,7 +183,7 @@ def process_advantages(
     normalised rewards of the steps that end at or after it, the k-th of them times gamma**k. Tokens after the last
     step get 0.
     """
-    check_rewards(step_rewards, dims=2)
+    check_rewards(step_rewards, dims=2, name="step_rewards")
     check_rewards_finite("step_rewards", step_rewards)
     check_tensor("step_ends", step_ends, step_rewards)
     if step_ends.shape != step_rewards.shape or step_ends.dtype not in INTEGERS:
@@ -238,9 +238,9 @@ def resolve_groups(num_sequences: int, num_generations: int | None, group_ids: T
     return Groups(index, names.numel())
 
 
-def check_rewards(rewards: Tensor, dims: int = 1) -> None:
+def check_rewards(rewards: Tensor, dims: int = 1, name: str = "rewards") -> None:
     """rewards are real numbers with `dims` dimensions."""
-    name, shape = ("rewards", "(B,)") if dims == 1 else ("step_rewards", "(B, K)")
+    shape = "(B,)" if dims == 1 else "(B, K)"
     check_tensor(name, rewards)
     check_shape(name, rewards, rewards.dim() == dims and rewards.shape[0] > 0, f"{shape} with B >= 1")
     if rewards.dtype not in NUMBERS:

@@ -236,10 +236,11 @@ def test_several_rewards_against_a_loop(mode, whiten):
     (dict(mode="sum", num_generations=2), "num_generations and group_ids have no effect with mode='sum'"),
     (dict(weights=[1.0], num_generations=2), r"weights has shape \(1,\); expected \(2,\)"),
     ({}, "groups come from num_generations or group_ids"),
+    (dict(rewards=torch.zeros(4), mode="sum"), r"^rewards has shape \(4,\); expected \(B, K\)"),
 ])  # fmt: skip
 def test_several_rewards_that_do_not_fit(options, message):
     with pytest.raises(ValueError, match=message):
-        gk.combine_advantages(torch.zeros(4, 2), **options)
+        gk.combine_advantages(**dict(rewards=torch.zeros(4, 2)) | options)
 
 
 def test_rollout_weights_of_an_unbounded_gap_are_finite():
