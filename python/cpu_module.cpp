@@ -17,6 +17,18 @@ void plan(const gk::PlanArgs& args, void*, int threads) { gk::plan(args, threads
 
 void reduce(const gk::ReduceArgs& args, void*, int threads) { gk::reduce(args, threads); }
 
+using RowFunction = void (*)(const gk::RowArgs&, const gk::TeacherArgs*, int threads);
+
+template <RowFunction kRun>
+void rows(const gk::RowArgs& args, int threads) {
+    kRun(args, nullptr, threads);
+}
+
+template <RowFunction kRun>
+void teacher_rows(const gk::RowArgs& args, const gk::TeacherArgs& teacher, int threads) {
+    kRun(args, &teacher, threads);
+}
+
 void kept_dweight(const gk::KeptPairs& pairs, gk::KeptTarget target, bool add, int threads) {
     target.add = add;
     gk::kept_dweight(pairs, target, threads);
@@ -28,12 +40,12 @@ PYBIND11_MODULE(_cpu, m) {
     using binding::Bound;
     m.attr("INTERFACE") = gk::kInterface;
     m.def("plan", Bound<binding::plan>::call);
-    m.def("single_pass", Bound<gk::single_pass>::call);
-    m.def("stats", Bound<gk::stats>::call);
-    m.def("gradient", Bound<gk::gradient>::call);
-    m.def("teacher_single_pass", Bound<gk::teacher_single_pass>::call);
-    m.def("teacher_stats", Bound<gk::teacher_stats>::call);
-    m.def("teacher_gradient", Bound<gk::teacher_gradient>::call);
+    m.def("single_pass", Bound<binding::rows<gk::single_pass>>::call);
+    m.def("stats", Bound<binding::rows<gk::stats>>::call);
+    m.def("gradient", Bound<binding::rows<gk::gradient>>::call);
+    m.def("teacher_single_pass", Bound<binding::teacher_rows<gk::single_pass>>::call);
+    m.def("teacher_stats", Bound<binding::teacher_rows<gk::stats>>::call);
+    m.def("teacher_gradient", Bound<binding::teacher_rows<gk::gradient>>::call);
     m.def("sparse_gradient", Bound<gk::sparse_gradient>::call);
     m.def("token_objective", Bound<gk::token_objective>::call);
     m.def("sequence_objective", Bound<gk::sequence_objective>::call);

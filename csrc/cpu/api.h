@@ -7,13 +7,10 @@ namespace gk {
 
 void plan(const PlanArgs& args, int threads);
 
-void single_pass(const RowArgs& args, int threads);
-void stats(const RowArgs& args, int threads);
-void gradient(const RowArgs& args, int threads);
-// The same with a teacher: the divergence too, and its gradient.
-void teacher_single_pass(const RowArgs& args, const TeacherArgs& teacher, int threads);
-void teacher_stats(const RowArgs& args, const TeacherArgs& teacher, int threads);
-void teacher_gradient(const RowArgs& args, const TeacherArgs& teacher, int threads);
+// With a teacher the divergence too, and its gradient; else `teacher` is null.
+void single_pass(const RowArgs& args, const TeacherArgs* teacher, int threads);
+void stats(const RowArgs& args, const TeacherArgs* teacher, int threads);
+void gradient(const RowArgs& args, const TeacherArgs* teacher, int threads);
 void sparse_gradient(const RowArgs& args, const SparseRows& out, int threads);
 
 void kept_logits(const KeptArgs& args, float* logits, int threads);  // (rows, slots), -inf where not used

@@ -22,7 +22,6 @@ struct Isa {
     const char* name;
     bool supported;
     RowKernels kernels;
-    TeacherKernels teacher;
     SparseKernel sparse;
     KeptKernels (*kept)(int32_t dtype);
 };
@@ -32,15 +31,13 @@ const std::vector<Isa>& available() {
     static const std::vector<Isa> list = [] {
         std::vector<Isa> found;
 #ifdef GK_HAVE_AVX512
-        found.push_back({"avx512", cpu_features().avx512, avx512::row_kernels(), avx512::teacher_kernels(),
-                         avx512::sparse_kernel(), avx512::kept_kernels});
+        found.push_back(
+            {"avx512", cpu_features().avx512, avx512::row_kernels(), avx512::sparse_kernel(), avx512::kept_kernels});
 #endif
 #ifdef GK_HAVE_AVX2
-        found.push_back({"avx2", cpu_features().avx2, avx2::row_kernels(), avx2::teacher_kernels(),
-                         avx2::sparse_kernel(), avx2::kept_kernels});
+        found.push_back({"avx2", cpu_features().avx2, avx2::row_kernels(), avx2::sparse_kernel(), avx2::kept_kernels});
 #endif
-        found.push_back({"baseline", true, baseline::row_kernels(), baseline::teacher_kernels(),
-                         baseline::sparse_kernel(), baseline::kept_kernels});
+        found.push_back({"baseline", true, baseline::row_kernels(), baseline::sparse_kernel(), baseline::kept_kernels});
         return found;
     }();
     return list;
@@ -75,12 +72,12 @@ std::atomic<const Isa*>& chosen() {
     return isa;
 }
 
-// Enough elements in a piece to pay for handing it out; a piece is whole rows.
-template <class Kernel>
-void run(const Kernel& kernel, const RowArgs& args, int threads) {
+// Enough elements in a piece to pay for handing it out; a piece is whole rows. `other`: what the kernel takes beside.
+template <class Kernel, class Other>
+void run(const Kernel& kernel, const RowArgs& args, const Other& other, int threads) {
     constexpr int64_t kPieceElements = 32768;
     const int64_t grain = std::max<int64_t>(1, kPieceElements / std::max<int64_t>(1, args.vocab));
-    parallel_for(args.rows, grain, threads, [&](int64_t first, int64_t last) { kernel(args, first, last); });
+    parallel_for(args.rows, grain, threads, [&](int64_t first, int64_t last) { kernel(args, other, first, last); });
 }
 
 // Enough pairs of a token and an id in a piece to pay for handing it out.
@@ -106,26 +103,20 @@ void set_cpu_isa(const char* name) {
     chosen().store(isa);
 }
 
-void single_pass(const RowArgs& args, int threads) { run(chosen().load()->kernels.single_pass, args, threads); }
-void stats(const RowArgs& args, int threads) { run(chosen().load()->kernels.stats, args, threads); }
-void gradient(const RowArgs& args, int threads) { run(chosen().load()->kernels.gradient, args, threads); }
-
-static void run_teacher(TeacherKernel kernel, const RowArgs& args, const TeacherArgs& teacher, int threads) {
-    run([&](const RowArgs& rows, int64_t first, int64_t last) { kernel(rows, teacher, first, last); }, args, threads);
+// The table has the temperature.
+void single_pass(const RowArgs& given, const TeacherArgs* teacher, int threads) {
+    RowArgs args = given;
+    args.temperature = args.tokens.table + kTemperature * args.tokens.count;
+    run(chosen().load()->kernels.single_pass, args, teacher, threads);
 }
-void teacher_single_pass(const RowArgs& args, const TeacherArgs& teacher, int threads) {
-    run_teacher(chosen().load()->teacher.single_pass, args, teacher, threads);
+void stats(const RowArgs& args, const TeacherArgs* teacher, int threads) {
+    run(chosen().load()->kernels.stats, args, teacher, threads);
 }
-void teacher_stats(const RowArgs& args, const TeacherArgs& teacher, int threads) {
-    run_teacher(chosen().load()->teacher.stats, args, teacher, threads);
+void gradient(const RowArgs& args, const TeacherArgs* teacher, int threads) {
+    run(chosen().load()->kernels.gradient, args, teacher, threads);
 }
-void teacher_gradient(const RowArgs& args, const TeacherArgs& teacher, int threads) {
-    run_teacher(chosen().load()->teacher.gradient, args, teacher, threads);
-}
-
 void sparse_gradient(const RowArgs& args, const SparseRows& out, int threads) {
-    const SparseKernel kernel = chosen().load()->sparse;
-    run([&](const RowArgs& rows, int64_t first, int64_t last) { kernel(rows, out, first, last); }, args, threads);
+    run(chosen().load()->sparse, args, out, threads);
 }
 
 void kept_logits(const KeptArgs& args, float* logits, int threads) {

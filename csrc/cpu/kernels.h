@@ -1,20 +1,15 @@
-// The kernels of one instruction set. rows.cpp, teacher.cpp, sparse.cpp and kept.cpp are compiled once per set, each
-// time into its own namespace.
+// The kernels of one instruction set. rows.cpp, sparse.cpp and kept.cpp are compiled once per set, each time into its
+// own namespace.
 #pragma once
 #include "api.h"
 
 namespace gk {
 
-using RowKernel = void (*)(const RowArgs& args, int64_t first, int64_t last);  // rows [first, last)
+// Rows [first, last); `teacher` may be null.
+using RowKernel = void (*)(const RowArgs& args, const TeacherArgs* teacher, int64_t first, int64_t last);
 
 struct RowKernels {
     RowKernel single_pass, stats, gradient;
-};
-
-using TeacherKernel = void (*)(const RowArgs& args, const TeacherArgs& teacher, int64_t first, int64_t last);
-
-struct TeacherKernels {
-    TeacherKernel single_pass, stats, gradient;
 };
 
 using SparseKernel = void (*)(const RowArgs& args, const SparseRows& out, int64_t first, int64_t last);
@@ -29,7 +24,6 @@ struct KeptKernels {
 #define GK_DECLARE_KERNELS(isa)              \
     namespace isa {                          \
     RowKernels row_kernels();                \
-    TeacherKernels teacher_kernels();        \
     SparseKernel sparse_kernel();            \
     KeptKernels kept_kernels(int32_t dtype); \
     }

@@ -1,4 +1,5 @@
-// The row kernels: statistics of a row of logits, its gradient, and both with the objective in between.
+// The row kernels: statistics of a row of logits, its gradient, and both with the objective in between; with a teacher
+// (teacher.h) the divergence and its gradient too.
 //
 //     u = logit + bias
 //     y = u, or cap * tanh(scale * u / cap)          z = y * to_z          to_z = scale / T, or 1 / T with a softcap
@@ -20,6 +21,8 @@
 #include "rows.h"
 
 #include <stdlib.h>
+
+#include "teacher.h"
 
 namespace gk {
 namespace GK_ISA {
@@ -106,16 +109,9 @@ static void scale_block(const float* exps, float factor, int64_t count, void* ou
     if (i < count) store_tail<Out>(target + i, Float32::load(exps + i) * factor, count - i);
 }
 
-// z - lse = (y - max_y) * to_z - log_sum, from the row's own statistics or from a given lse.
-static void row_gradient(const RowArgs& args, int64_t i, const Row& row, float max_y, double log_sum, float entropy,
-                         float g_logp, float g_entropy, Buffers& buffers, const Kept& kept = {}) {
-    char* out = gradient_row(args, i);
-    if (args.rounding_error) args.rounding_error[i] = 0.f;
-    if (g_logp == 0.f && g_entropy == 0.f) {
-        __builtin_memset(out, 0, row.vocab * element_size(args.grad_dtype));
-        return;
-    }
-    const RowGradient gradient = make_gradient(args, i, row, max_y, log_sum, entropy, g_logp, g_entropy, buffers);
+// All entries but the sampled id's.
+static void own_gradients(const RowArgs& args, const Row& row, const RowGradient& gradient, Buffers& buffers,
+                          const Kept& kept, char* out) {
     const Sweep& sweep = gradient.sweep;
     const bool linear = gradient.linear;
     const SweepBlock sweep_any = args.grad_dtype == kFloat32    ? choose_sweep<Float32>(linear, row.capped)
@@ -128,59 +124,82 @@ static void row_gradient(const RowArgs& args, int64_t i, const Row& row, float m
         const int64_t count = row.vocab - first < kBlock ? row.vocab - first : kBlock;
         if (kept.exps && !linear) {
             // A reference above the maximum is that of a block without a finite logit: exponentials of 0.
-            const double rise = fmin((static_cast<double>(kept.reference[first / kBlock]) - max_y) * row.to_z, 0.0);
+            const double rise = fmin((static_cast<double>(kept.reference[first / kBlock]) - sweep.max) * row.to_z, 0.0);
             scale_kept(kept.exps + first, static_cast<float>(sweep.constant * exp(rise)), count, out, first);
         } else {
             sweep_any(sweep, load_block(row, first, count, buffers), buffers.slope, count, out, first);
         }
     }
-    if (gradient.id < 0) return;
-    store_sampled(args, i, gradient);
+}
+
+// z - lse = (y - of.shift) * to_z - of.rest, from the row's own statistics or from a given lse.
+static void row_gradient(const RowArgs& args, int64_t i, const Row& row, const Shift& of, float entropy, float g_logp,
+                         float g_entropy, Buffers& buffers, const TeacherRow& other, const Kept& kept = {}) {
+    char* out = gradient_row(args, i);
+    const float g_divergence = other.given ? other.given->weight[args.token_of[i]] : 0.f;
+    if (args.rounding_error) args.rounding_error[i] = 0.f;
+    if (g_logp == 0.f && g_entropy == 0.f && g_divergence == 0.f) {
+        __builtin_memset(out, 0, row.vocab * element_size(args.grad_dtype));
+        return;
+    }
+    RowGradient gradient = make_gradient(args, i, row, of.shift, of.rest, entropy, g_logp, g_entropy, buffers);
+    if (other.given)
+        pair_gradients(args, row, buffers, of, other, g_divergence, gradient, out);
+    else
+        own_gradients(args, row, gradient, buffers, kept, out);
+    if (gradient.id >= 0) store_sampled(args, i, gradient);
 }
 
 // ---- kernels over rows [first, last) --------------------------------------------------------------------------------
 static Statistics write_statistics(const RowArgs& args, int64_t token, const Row& row, Buffers& buffers,
-                                   const Kept& kept = {}) {
-    const Statistics found = row_statistics(row, args.ids[token], buffers, kept);
-    store_statistics(args, token, found);
+                                   TeacherRow& other, const Kept& kept = {}) {
+    const Statistics found = other.given ? pair_statistics(args, token, row, buffers, other)
+                                         : row_statistics(row, args.ids[token], buffers, kept);
+    args.tokens.value(kTokenLogp, token) = found.logp;
+    args.tokens.value(kTokenEntropy, token) = found.entropy;
+    args.lse[token] = found.lse;
     return found;
 }
 
-static void stats_rows(const RowArgs& args, int64_t first, int64_t last) {
-    Buffers buffers;
+static void stats_rows(const RowArgs& args, const TeacherArgs* teacher, int64_t first, int64_t last) {
+    Buffers buffers, others;
     for (int64_t i = first; i < last; i++) {
         const int64_t token = args.token_of[i];
-        write_statistics(args, token, make_row(args, i, args.temperature[token]), buffers);
+        TeacherRow other = teacher_row(args, teacher, i, others);
+        write_statistics(args, token, make_row(args, i, args.temperature[token]), buffers, other);
     }
 }
 
-static void single_pass_rows(const RowArgs& args, int64_t first, int64_t last) {
-    Buffers buffers;
+static void single_pass_rows(const RowArgs& args, const TeacherArgs* teacher, int64_t first, int64_t last) {
+    Buffers buffers, others;
     const int64_t blocks = (args.vocab + kBlock - 1) / kBlock;
     // Next to a float32 gradient the extra traffic costs more than an exponential, measured.
-    const bool pays = args.grad && args.params.softcap == 0 && args.grad_dtype != kFloat32;
+    const bool pays = args.grad && !teacher && args.params.softcap == 0 && args.grad_dtype != kFloat32;
     float* memory = pays ? static_cast<float*>(malloc(blocks * (kBlock + 1) * sizeof(float))) : nullptr;
     for (int64_t i = first; i < last; i++) {
         const int64_t token = args.token_of[i];
-        const Row row = make_row(args, i, args.tokens.field(kTemperature, token));
+        const Row row = make_row(args, i, args.temperature[token]);
+        TeacherRow other = teacher_row(args, teacher, i, others);
         const float g_entropy = args.tokens.field(kWeightEntropy, token);
         const Kept kept = memory && g_entropy == 0.f ? Kept{memory, memory + blocks * kBlock} : Kept{};
-        const Statistics found = write_statistics(args, token, row, buffers, kept);
+        const Statistics found = write_statistics(args, token, row, buffers, other, kept);
         const float g_logp = row_objective(args, token, found.logp, found.entropy);
         if (args.grad)
-            row_gradient(args, i, row, found.max, found.log_sum, found.entropy, g_logp, g_entropy, buffers, kept);
+            row_gradient(args, i, row, {found.max, found.log_sum}, found.entropy, g_logp, g_entropy, buffers, other,
+                         kept);
     }
     free(memory);
 }
 
-static void gradient_rows(const RowArgs& args, int64_t first, int64_t last) {
-    Buffers buffers;
+static void gradient_rows(const RowArgs& args, const TeacherArgs* teacher, int64_t first, int64_t last) {
+    Buffers buffers, others;
     for (int64_t i = first; i < last; i++) {
         const int64_t token = args.token_of[i];
         const Row row = make_row(args, i, args.temperature[token]);
-        const Shift lse = shift_of(row, args.lse[token]);
-        row_gradient(args, i, row, lse.shift, lse.rest, args.tokens.value(kTokenEntropy, token), args.g_logp[token],
-                     args.g_entropy[token], buffers);
+        TeacherRow other = teacher_row(args, teacher, i, others);
+        if (teacher) other.divergence = {0.0, teacher->offset[token], shift_of(other.row, teacher->lse[token])};
+        row_gradient(args, i, row, shift_of(row, args.lse[token]), args.tokens.value(kTokenEntropy, token),
+                     args.g_logp[token], args.g_entropy[token], buffers, other);
     }
 }
 

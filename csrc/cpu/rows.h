@@ -154,12 +154,6 @@ static inline Statistics statistics_of(const Row& row, int64_t id, float max_y, 
     return result;
 }
 
-static inline void store_statistics(const RowArgs& args, int64_t token, const Statistics& found) {
-    args.tokens.value(kTokenLogp, token) = found.logp;
-    args.tokens.value(kTokenEntropy, token) = found.entropy;
-    args.lse[token] = found.lse;
-}
-
 // ---- gradient -------------------------------------------------------------------------------------------------------
 // du_j = 2^t (constant + linear t) * (1 - tanh^2), all but the sampled id's own term.
 struct Sweep {

@@ -43,7 +43,7 @@ def build(filename: str) -> Path:
     for name in SOURCES:
         module.add(sources / f"{name}.cpp", have if name == "dispatch" else ())
     for name, flags in sets.items():
-        for source in ("rows", "teacher", "sparse", "kept"):
+        for source in ("rows", "sparse", "kept"):
             module.add(sources / f"{source}.cpp", [f"-DGK_ISA={name}", *flags], name=f"{source}_{name}")
     built = module.link(filename, ["-ldl"])  # dlsym, of a library of its own before glibc 2.34
     ninja_file.run()

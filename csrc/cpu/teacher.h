@@ -1,5 +1,5 @@
-// The row kernels with a teacher: the divergence of the policy's distribution p and the teacher's q, and its gradient
-// beside that of the objective (rows.cpp).
+// Rows of logits beside a teacher's, for rows.cpp: the divergence of the policy's distribution p and the teacher's q,
+// and its gradient beside that of the objective.
 //
 //     l = log p - log q
 //     reverse_kl  D = sum p l                         dD/dz = p (l - D)
@@ -10,7 +10,8 @@
 // mean of d under the one distribution plus a difference of log-sum-exps, and the mean is added up beside the
 // exponentials. Nothing cancels where p and q are close: both parts vanish then. JSD takes a second sweep.
 //
-// Compiled once per instruction set, see kernels.h. Only internal linkage and plain functions of the C library here.
+// Only internal linkage and plain functions of the C library here.
+#pragma once
 #include "rows.h"
 
 namespace gk {
@@ -115,6 +116,23 @@ struct Divergence {
     Shift teacher;
 };
 
+// The teacher's row beside one of the policy, and the divergence once it is known. Without a teacher `given` is null.
+struct TeacherRow {
+    const TeacherArgs* given;
+    Row row;
+    Buffers& buffers;
+    Divergence divergence;
+};
+
+static TeacherRow teacher_row(const RowArgs& args, const TeacherArgs* given, int64_t i, Buffers& buffers) {
+    if (!given) return {nullptr, {}, buffers, {}};
+    RowArgs other = args;
+    other.logits = given->logits, other.logits_dtype = given->logits_dtype, other.logits_stride = given->logits_stride;
+    other.bias = given->bias;
+    other.params.logit_scale = given->params.logit_scale, other.params.softcap = given->params.softcap;
+    return {given, make_row(other, i, args.temperature[args.token_of[i]]), buffers, {}};
+}
+
 static Divergence jsd(const Row& policy, Buffers& buffers1, const Shift& of1, const Row& teacher, Buffers& buffers2,
                       const Shift& of2, float beta) {
     const ToMixture mix = to_mixture(policy, of1, teacher, of2, beta);
@@ -137,8 +155,12 @@ static Divergence jsd(const Row& policy, Buffers& buffers1, const Shift& of1, co
 }
 
 // Statistics of both rows and the divergence, which are stored.
-static Statistics pair_statistics(const RowArgs& args, const TeacherArgs& given, int64_t token, const Row& row1,
-                                  Buffers& buffers1, const Row& row2, Buffers& buffers2, Divergence& divergence) {
+static Statistics pair_statistics(const RowArgs& args, int64_t token, const Row& row1, Buffers& buffers1,
+                                  TeacherRow& other) {
+    const TeacherArgs& given = *other.given;
+    const Row& row2 = other.row;
+    Buffers& buffers2 = other.buffers;
+    Divergence& divergence = other.divergence;
     Side policy, teacher;
     policy.row = row1, teacher.row = row2;
     const int32_t kind = given.params.divergence;
@@ -164,7 +186,6 @@ static Statistics pair_statistics(const RowArgs& args, const TeacherArgs& given,
                                              : -(teacher.cross / teacher.sums.exps + between);
         divergence = {kl, kind == kReverseKl ? kl : 0.0, of2};
     }
-    store_statistics(args, token, found);
     args.tokens.value(kTokenDivergence, token) = static_cast<float>(divergence.value);
     given.offset[token] = static_cast<float>(divergence.offset);
     given.lse[token] = lse2;
@@ -230,20 +251,16 @@ static double slope_of(int32_t divergence, double beta, double log_p, double log
     return (1.0 - beta) * p * (log(p / ((1.0 - beta) * p + beta * q)) - offset);
 }
 
-static void pair_row_gradient(const RowArgs& args, const TeacherArgs& given, int64_t i, const Row& row1,
-                              Buffers& buffers1, const Shift& of1, float entropy, float g_logp, float g_entropy,
-                              const Row& row2, Buffers& buffers2, const Divergence& divergence) {
-    char* out = gradient_row(args, i);
-    const float weight = given.weight[args.token_of[i]];
-    if (args.rounding_error) args.rounding_error[i] = 0.f;
-    if (g_logp == 0.f && g_entropy == 0.f && weight == 0.f) {
-        __builtin_memset(out, 0, row1.vocab * element_size(args.grad_dtype));
-        return;
-    }
+// All entries but the sampled id's, which gets its share of the divergence in `gradient`.
+static void pair_gradients(const RowArgs& args, const Row& row1, Buffers& buffers1, const Shift& of1,
+                           const TeacherRow& other, float weight, RowGradient& gradient, char* out) {
+    const TeacherArgs& given = *other.given;
+    const Row& row2 = other.row;
+    Buffers& buffers2 = other.buffers;
+    const Divergence& divergence = other.divergence;
     const int32_t kind = given.params.divergence;
     const double beta = given.params.divergence_beta, slope = weight * row1.chain;
     const Shift& of2 = divergence.teacher;
-    RowGradient gradient = make_gradient(args, i, row1, of1.shift, of1.rest, entropy, g_logp, g_entropy, buffers1);
     if (gradient.id >= 0) {
         const double tanh_slope = row1.capped ? (load_one(row1, gradient.id, buffers1), buffers1.slope[0]) : 1.0;
         const double log_p = (load_one(row1, gradient.id, buffers1) - of1.shift) * row1.to_z - of1.rest;
@@ -275,58 +292,7 @@ static void pair_row_gradient(const RowArgs& args, const TeacherArgs& given, int
         const float* y2 = load_block(row2, first, count, buffers2);
         sweep(s, load_block(row1, first, count, buffers1), y2, buffers1.slope, count, out, first);
     }
-    if (gradient.id >= 0) store_sampled(args, i, gradient);
 }
-
-// ---- kernels over rows [first, last) --------------------------------------------------------------------------------
-static Row teacher_row(const RowArgs& args, const TeacherArgs& given, int64_t i, float temperature) {
-    RowArgs other = args;
-    other.logits = given.logits, other.logits_dtype = given.logits_dtype, other.logits_stride = given.logits_stride;
-    other.bias = given.bias;
-    other.params.logit_scale = given.params.logit_scale, other.params.softcap = given.params.softcap;
-    return make_row(other, i, temperature);
-}
-
-static void stats_rows(const RowArgs& args, const TeacherArgs& given, int64_t first, int64_t last) {
-    Buffers buffers1, buffers2;
-    for (int64_t i = first; i < last; i++) {
-        const int64_t token = args.token_of[i];
-        const float temperature = args.temperature[token];
-        Divergence divergence;
-        pair_statistics(args, given, token, make_row(args, i, temperature), buffers1,
-                        teacher_row(args, given, i, temperature), buffers2, divergence);
-    }
-}
-
-static void single_pass_rows(const RowArgs& args, const TeacherArgs& given, int64_t first, int64_t last) {
-    Buffers buffers1, buffers2;
-    for (int64_t i = first; i < last; i++) {
-        const int64_t token = args.token_of[i];
-        const float temperature = args.tokens.field(kTemperature, token);
-        const Row row1 = make_row(args, i, temperature), row2 = teacher_row(args, given, i, temperature);
-        Divergence divergence;
-        const Statistics found = pair_statistics(args, given, token, row1, buffers1, row2, buffers2, divergence);
-        const float g_logp = row_objective(args, token, found.logp, found.entropy);
-        if (args.grad)
-            pair_row_gradient(args, given, i, row1, buffers1, {found.max, found.log_sum}, found.entropy, g_logp,
-                              args.tokens.field(kWeightEntropy, token), row2, buffers2, divergence);
-    }
-}
-
-static void gradient_rows(const RowArgs& args, const TeacherArgs& given, int64_t first, int64_t last) {
-    Buffers buffers1, buffers2;
-    for (int64_t i = first; i < last; i++) {
-        const int64_t token = args.token_of[i];
-        const float temperature = args.temperature[token];
-        const Row row1 = make_row(args, i, temperature), row2 = teacher_row(args, given, i, temperature);
-        const Shift lse1 = shift_of(row1, args.lse[token]), lse2 = shift_of(row2, given.lse[token]);
-        const Divergence divergence = {0.0, given.offset[token], lse2};
-        pair_row_gradient(args, given, i, row1, buffers1, lse1, args.tokens.value(kTokenEntropy, token),
-                          args.g_logp[token], args.g_entropy[token], row2, buffers2, divergence);
-    }
-}
-
-TeacherKernels teacher_kernels() { return {single_pass_rows, stats_rows, gradient_rows}; }
 
 }  // namespace GK_ISA
 }  // namespace gk
