@@ -290,7 +290,7 @@ CASES = {
         for title, given in (("fp32", (PARAMS, VOCAB)), ("fp32, odd V, softcap", (CAPPED, ODD_VOCAB)))
         for what, gradient, kernel in (
             ("divergence", None, "divergence_kernel"),
-            ("gradient with a teacher", HALF, "pair_gradient_kernel"),
+            ("gradient with a teacher", HALF, "gradient_kernel"),
         )
     },
     "linear_logp, bf16": Case(lambda n: logps(head(n, HALF))),
@@ -327,7 +327,7 @@ CASES = {
     "statistics, one row, V = 1": Case(lambda n: statistics(n, SINGLE, vocab=1), rows=1),
     "gradient, one row, V = 1": Case(lambda n: gradient(n, SINGLE, HALF, vocab=1), rows=1),
     "gradient with a teacher, one row, V = 1": Case(
-        lambda n: with_teacher(n, HALF, PARAMS, 1, "jsd", bias=True), "pair_gradient_kernel", rows=1
+        lambda n: with_teacher(n, HALF, PARAMS, 1, "jsd", bias=True), "gradient_kernel", rows=1
     ),
     "divergence, one row, V = 1": Case(
         lambda n: with_teacher(n, None, PARAMS, 1, "jsd", bias=True), "divergence_kernel", rows=1

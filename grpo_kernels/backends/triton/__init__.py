@@ -2,6 +2,8 @@
 
 objective.py    the loss of a token and its derivatives: one function per surrogate and per KL estimator
 rows.py         rows of logits: statistics, gradient, and both in one launch
+divergence.py   log-probabilities beside a teacher's, and the slope of their divergence
+teacher.py      rows of logits beside a teacher's: the divergence
 sparse.py       the gradient of rows of logits as few pairs of an id and a number
 matmul.py       tiles of a product in registers: what the next two share
 linear_logp.py  hidden states to log-probabilities, without logits

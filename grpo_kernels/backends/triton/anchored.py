@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ...contract import HeadChunk, RowStats, contiguous_rows
 from .layout import TEMPERATURE
-from .maths import INV_LN2, LN2, expm1, log1p, softcap
+from .maths import INV_LN2, LN2, expm1, exponent, log1p, softcap
 from .matmul import (
     COMBINED_PARTS,
     COMBINED_ROWS,
@@ -46,7 +46,7 @@ from .matmul import (
     to_logits,
 )
 from .objective import Variant, evaluate_token, scalars, variant
-from .rows import add_block, exponent, logit_scales, no_sums
+from .rows import add_block, logit_scales, no_sums
 
 HIGHEST_EXPONENT: tl.constexpr = tl.constexpr(100.0)  # of 2; sums over a vocabulary stay below 2^128
 LARGEST_REST: tl.constexpr = tl.constexpr(2.0**80)  # a row beyond it is repaired

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...contract import Backend
 from ..launch import STRATEGIES, architecture, best_first, shipped_table
 from ..pytorch.backend import add_rows
-from . import kept, sequences, sparse, teacher, tokens
+from . import kept, rows, sequences, sparse, teacher, tokens
 from .anchored import anchored
 from .linear_logp import linear_logp
 from .plan import plan
@@ -67,7 +67,7 @@ class TritonBackend(Backend):
     plan = on_device(plan)
     single_pass = on_device(teacher.single_pass)
     statistics = on_device(teacher.statistics)
-    logits_gradient = on_device(teacher.logits_gradient)
+    logits_gradient = on_device(rows.logits_gradient)
     sparse_gradient = on_device(sparse.sparse_gradient)
     token_objective = on_device(tokens.token_objective)
     sequence_objective = on_device(sequences.sequence_objective)

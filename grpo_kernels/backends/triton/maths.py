@@ -10,6 +10,14 @@ import triton.language as tl
 
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 INV_LN2: tl.constexpr = tl.constexpr(1.4426950408889634)
+LOWEST_EXPONENT: tl.constexpr = tl.constexpr(-200.0)  # 2^t is exactly 0 there, and t stays finite: -inf gives 0
+
+
+@triton.jit
+def exponent(y, reference, to_exponent):
+    """t of 2^t; NaN stays NaN."""
+    t = (y - reference) * to_exponent
+    return tl.where(t < LOWEST_EXPONENT, LOWEST_EXPONENT, t)
 
 
 @triton.jit

@@ -1,5 +1,7 @@
 """Rows of logits: their statistics, their gradient, and both in one launch with the objective in between.
 
+The gradient takes in that of the divergence to a teacher (teacher.py) whose rows are given beside the logits.
+
     u = logit + bias
     y = u, or cap * tanh(scale * u / cap)          z = y * to_z          to_z = scale / T, or 1 / T with a softcap
     S = sum_j e^(z_j - m)    lse = m + log S       logp = (z_id - m) - log S
@@ -43,19 +45,12 @@ from torch import Tensor
 from ...contract import LogitChunk, RowGradients, Rows
 from ..launch import row_launch
 from .arguments import Batch
+from .divergence import Pair, Side, divergence_slope
 from .layout import TEMPERATURE, TOKEN_ENTROPY, TOKEN_G_LOGP, TOKEN_LOGP, WEIGHT_ENTROPY
-from .maths import INV_LN2, LN2, expm1, softcap
+from .maths import INV_LN2, LN2, expm1, exponent, softcap
 from .objective import Variant, evaluate_token, scalars, store_objective, variant
 
 GROUP: tl.constexpr = tl.constexpr(16)  # Triton's compiler only keeps track of whether 16 divides an integer
-LOWEST_EXPONENT: tl.constexpr = tl.constexpr(-200.0)  # 2^t is exactly 0 there, and t stays finite: -inf gives 0
-
-
-@triton.jit
-def exponent(y, reference, to_exponent):
-    """t of 2^t; NaN stays NaN."""
-    t = (y - reference) * to_exponent
-    return tl.where(t < LOWEST_EXPONENT, LOWEST_EXPONENT, t)
 
 
 @triton.jit
@@ -115,6 +110,8 @@ class RowOptions(NamedTuple):
     block: int
     overlap: bool = False  # gradients of a narrower type lie over the logits
     variant: Variant | None = None  # of the objective
+    teacher: RowOptions | None = None  # of the teacher's rows
+    divergence: str | None = None
 
 
 class Logits(NamedTuple):
@@ -124,6 +121,21 @@ class Logits(NamedTuple):
     bias: Tensor | None
     vocab: int
     row_stride: int
+
+
+class TeacherValues(NamedTuple):
+    """Of all tokens; see contract.TeacherLogits."""
+
+    offset: Tensor
+    lse: Tensor
+
+
+class TeacherScalars(NamedTuple):
+    """TeacherParams, but for the divergence."""
+
+    divergence_beta: float
+    logit_scale: float
+    softcap: float
 
 
 class Gradient(NamedTuple):
@@ -219,21 +231,28 @@ def row_statistics(row, to_z, p, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def gradient_of(row, columns, end, wanted, slopes, p, OPTIONS: tl.constexpr):
-    """The gradient (ROWS, COLUMNS) of these columns; anything where none is wanted."""
+def gradient_of(row, columns, end, wanted, slopes, pair, p, OPTIONS: tl.constexpr):
+    """The gradient (ROWS, COLUMNS) of these columns; anything where none is wanted. `pair`: None without a teacher."""
     y, slope = softcap(load_logits(row, columns, end, wanted), p.logit_scale, p.softcap, OPTIONS.capped)
+    if pair is not None:
+        TEACHER: tl.constexpr = OPTIONS.teacher
+        u = load_logits(pair.row, columns, end, wanted)
+        other, _ = softcap(u, pair.q.logit_scale, pair.q.softcap, TEACHER.capped)
     t = exponent(y, slopes.top[:, None], slopes.to_exponent[:, None])
-    value = tl.exp2(t) * (slopes.constant[:, None] + slopes.linear[:, None] * t) * slope
+    value = tl.exp2(t) * (slopes.constant[:, None] + slopes.linear[:, None] * t)
+    if pair is not None:
+        value += divergence_slope(y, other, pair, OPTIONS.divergence)
+    value *= slope
     return tl.where(columns[None, :] == row.ids[:, None], slopes.du_id[:, None], value)
 
 
 @triton.jit
-def store_columns(row, du, first, end, slopes, p, OPTIONS: tl.constexpr, COLUMNS: tl.constexpr):
+def store_columns(row, du, first, end, slopes, pair, p, OPTIONS: tl.constexpr, COLUMNS: tl.constexpr):
     """The gradient of the columns from `first` to `end`, at most COLUMNS."""
     columns = first + tl.arange(0, COLUMNS)
     wanted = row.live[:, None] & (columns < end)[None, :]
     # A zero-gradient row is not read: whatever it holds, its gradient is 0.
-    value = gradient_of(row, columns, end, wanted & ~slopes.is_zero[:, None], slopes, p, OPTIONS)
+    value = gradient_of(row, columns, end, wanted & ~slopes.is_zero[:, None], slopes, pair, p, OPTIONS)
     value = tl.where(slopes.is_zero[:, None], 0.0, value)
     if OPTIONS.overlap:  # 16-bit values over float32 logits that another thread may not have read yet
         tl.debug_barrier()
@@ -267,20 +286,35 @@ def row_slopes(row, found, g_logp, g_entropy, scales, p, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def row_gradient(row, gradient, rows, found, g_logp, g_entropy, scales, p, OPTIONS: tl.constexpr):
+def add_divergence(row, slopes, pair, p, OPTIONS: tl.constexpr):
+    """The Slopes with what the sampled id gets of the divergence; only a row without either gradient is zero."""
+    TEACHER: tl.constexpr = OPTIONS.teacher
+    is_zero = slopes.is_zero & (pair.g_divergence == 0.0)
+    known = row.live & ~is_zero & (row.ids >= 0) & (row.ids < row.vocab)
+    y1, slope = softcap(load_sampled(row, known), p.logit_scale, p.softcap, OPTIONS.capped)
+    y2, _ = softcap(load_sampled(pair.row, known), pair.q.logit_scale, pair.q.softcap, TEACHER.capped)
+    of_id = tl.sum(divergence_slope(y1[:, None], y2[:, None], pair, OPTIONS.divergence), 1) * slope
+    du_id = tl.where(slopes.known, slopes.du_id, 0.0) + tl.where(known, of_id, 0.0)
+    return Slopes(slopes.top, slopes.to_exponent, slopes.constant, slopes.linear, du_id, known, is_zero)
+
+
+@triton.jit
+def row_gradient(row, gradient, rows, found, g_logp, g_entropy, pair, scales, p, OPTIONS: tl.constexpr):
     BLOCK: tl.constexpr = OPTIONS.block
     du = rows_of(gradient, rows)
     slopes = row_slopes(row, found, g_logp, g_entropy, scales, p, OPTIONS)
+    if pair is not None:
+        slopes = add_divergence(row, slopes, pair, p, OPTIONS)
 
     tl.debug_barrier()  # every thread has read the sampled logit before any writes over it
     end = row.vocab
     if OPTIONS.ragged:
         end = row.vocab // GROUP * GROUP
     for first in range(0, end, BLOCK):
-        store_columns(row, du, first, end, slopes, p, OPTIONS, BLOCK)
+        store_columns(row, du, first, end, slopes, pair, p, OPTIONS, BLOCK)
     if OPTIONS.ragged:
         for first in range(end, row.vocab, BLOCK // 2):
-            store_columns(row, du, first, row.vocab, slopes, p, OPTIONS, BLOCK // 2)
+            store_columns(row, du, first, row.vocab, slopes, pair, p, OPTIONS, BLOCK // 2)
     if gradient.rounding_error is not None:
         rounded = slopes.du_id.to(du.dtype.element_ty).to(tl.float32)
         tl.store(gradient.rounding_error + rows, tl.where(slopes.known, slopes.du_id - rounded, 0.0), mask=row.live)
@@ -323,22 +357,35 @@ def statistics_kernel(logits, ids, place, temperature, values, count, tokens, p,
     store_statistics(values.columns, values.lse, token, tokens, live, found, to_z)
 
 
-@triton.jit(do_not_specialize=["ids", "place", "temperature", "g_logp", "g_entropy", "count", "tokens"])
+@triton.jit(do_not_specialize=["ids", "place", "temperature", "g_logp", "g_entropy", "count", "tokens", "weight"])
 def gradient_kernel(
-    logits, ids, place, temperature, values, g_logp, g_entropy, count, tokens, gradient, p, OPTIONS: tl.constexpr
-):
+    logits, ids, place, temperature, values, g_logp, g_entropy, count, tokens, gradient, p, teacher, kept, weight, q,
+    OPTIONS: tl.constexpr,
+):  # fmt: skip
+    """With a `teacher` also the gradient of the divergence, from what its kernel has `kept`."""
     rows = tl.program_id(0).to(tl.int64) * OPTIONS.rows + tl.arange(0, OPTIONS.rows)
     live = rows < count
     token = tokens_of(rows, place, live)
     id_ = tl.load(ids + token, mask=live, other=0)
-    scales = logit_scales(p, tl.load(temperature + token, mask=live, other=1.0), OPTIONS.capped)
+    T = tl.load(temperature + token, mask=live, other=1.0)
+    scales = logit_scales(p, T, OPTIONS.capped)
     top, log_sum = split_lse(tl.load(values.lse + token, mask=live, other=0.0), scales[0])
     h = tl.load(values.columns + TOKEN_ENTROPY * tokens + token, mask=live, other=0.0)
     by_logp = tl.load(g_logp + token, mask=live, other=0.0)
     by_entropy = tl.load(g_entropy + token, mask=live, other=0.0)
     row = Row(rows_of(logits, rows), logits.bias, live, id_, logits.vocab)
     found = Statistics(top, log_sum, None, h)
-    row_gradient(row, gradient, rows, found, by_logp, by_entropy, scales, p, OPTIONS)
+    pair = None
+    if teacher is not None:
+        TEACHER: tl.constexpr = OPTIONS.teacher
+        other = Row(rows_of(teacher, rows), teacher.bias, live, id_, teacher.vocab)
+        to_z, _ = logit_scales(q, T, TEACHER.capped)
+        other_top, other_log_sum = split_lse(tl.load(kept.lse + token, mask=live, other=0.0), to_z)
+        policy, other_side = Side(top, scales[0], log_sum), Side(other_top, to_z, other_log_sum)
+        g_divergence = tl.load(weight + token, mask=live, other=0.0)
+        offset = tl.load(kept.offset + token, mask=live, other=0.0)
+        pair = Pair(other, policy, other_side, g_divergence, g_divergence * scales[1].to(tl.float32), offset, q)
+    row_gradient(row, gradient, rows, found, by_logp, by_entropy, pair, scales, p, OPTIONS)
 
 
 @triton.jit(do_not_specialize=["ids", "place", "count", "tokens"])
@@ -362,7 +409,7 @@ def single_pass_kernel(logits, ids, place, batch, count, tokens, gradient, p, OP
         tl.debug_barrier()
         g_logp = tl.load(batch.columns + TOKEN_G_LOGP * tokens + token, mask=live, other=0.0)
         g_entropy = tl.load(column + WEIGHT_ENTROPY * tokens, mask=live, other=0.0)
-        row_gradient(row, gradient, rows, found, g_logp, g_entropy, scales, p, OPTIONS)
+        row_gradient(row, gradient, rows, found, g_logp, g_entropy, None, scales, p, OPTIONS)
 
 
 # --- launchers ------------------------------------------------------------------------------------------------------
@@ -382,7 +429,7 @@ def logits_gradient(chunk: LogitChunk, g_logp: Tensor, g_entropy: Tensor, gradie
     grid, options = row_options(chunk, gradients)
     gradient_kernel[grid](
         logits_of(chunk), chunk.ids, place(chunk.rows), chunk.temperature, chunk.values, g_logp, g_entropy,
-        len(chunk.logits), len(chunk.ids), gradient_to(gradients), scalars(chunk.params), **options,
+        len(chunk.logits), len(chunk.ids), gradient_to(gradients), scalars(chunk.params), *teacher_of(chunk), **options,
     )  # fmt: skip
 
 
@@ -411,11 +458,25 @@ def row_options(
     overlap = dlogits.data_ptr() == logits.data_ptr() and dlogits.dtype != logits.dtype
     ragged = vocab % GROUP.value != 0
     options = RowOptions(chunk.params.softcap != 0.0, ragged, launch.rows, launch.block, overlap, variant)
+    if chunk.teacher is not None:
+        other = options._replace(capped=chunk.teacher.params.softcap != 0.0)
+        options = options._replace(teacher=other, divergence=chunk.teacher.params.divergence)
     return (triton.cdiv(count, launch.rows),), {"OPTIONS": options, "num_warps": launch.num_warps}
 
 
 def logits_of(chunk: LogitChunk) -> Logits:
     return Logits(chunk.logits, chunk.bias, chunk.logits.shape[1], chunk.logits.stride(0))
+
+
+def teacher_of(chunk: LogitChunk) -> tuple[Logits, TeacherValues, Tensor, TeacherScalars] | tuple[None, ...]:
+    """(its logits, what is kept of all tokens, the weights of their divergence, its numbers), or as many None."""
+    given = chunk.teacher
+    if given is None:
+        return None, None, None, None
+    logits = Logits(given.logits, given.bias, given.logits.shape[1], given.logits.stride(0))
+    params = given.params
+    numbers = TeacherScalars(params.divergence_beta, params.logit_scale, params.softcap)
+    return logits, TeacherValues(given.offset, given.lse), given.weight, numbers
 
 
 def gradient_to(gradients: RowGradients | None) -> Gradient:

@@ -89,7 +89,7 @@ def start_of_sum(token, lse, first_id):
 def shares_of(row, columns, end, slopes, sink, p, OPTIONS: tl.constexpr):
     """(gradients, whether they are kept as they are, their shares); 0 is the share of a column beyond `end`."""
     wanted = (row.live & ~slopes.is_zero)[:, None] & (columns < end)[None, :]
-    value = gradient_of(row, columns, end, wanted, slopes, p, OPTIONS)
+    value = gradient_of(row, columns, end, wanted, slopes, None, p, OPTIONS)
     share = tl.abs(value) * sink.to_share[:, None]
     exact = ~(share < ONE) | (columns[None, :] == row.ids[:, None])  # NaN and infinity too
     steps = (tl.where(exact, ONE, share) + 0.5).to(tl.uint32).to(tl.int64)
