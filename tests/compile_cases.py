@@ -296,13 +296,11 @@ CASES = {
     "linear_logp, bf16": Case(lambda n: logps(head(n, HALF))),
     "linear_logp, bf16, bias, softcap": Case(lambda n: logps(head(n, HALF, bias=True), CAPPED), "partial_kernel"),
     "linear_logp, bf16, no entropy": Case(lambda n: logps(head(n, HALF), entropy=False), "partial_kernel"),
-    "linear_logp, fp32": Case(lambda n: logps(head(n, SINGLE)), "partial_kernel"),
     "anchored, bf16": Case(lambda n: exponentials(head(n, HALF))),
     "anchored, bf16, bias, softcap": Case(
         lambda n: exponentials(head(n, HALF, bias=True), CAPPED), "exponential_kernel"
     ),
     "anchored, bf16, odd V": Case(lambda n: exponentials(head(n, HALF, ODD_VOCAB)), "exponential_kernel"),
-    "anchored, fp32": Case(lambda n: exponentials(head(n, SINGLE)), "exponential_kernel"),
     "objective": Case(objective),
     "objective, index": Case(lambda n: objective(n, indexed=True)),
     "objective of sequences": Case(lambda n: sequence_objective(n, GSPO)),

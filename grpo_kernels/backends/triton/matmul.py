@@ -39,7 +39,6 @@ FEWEST_TILES = 2  # of a part: filling the pipeline of a program takes a twentie
 # A program that combines parts: its rows, the parts that it loads at once.
 COMBINED_ROWS: tl.constexpr = tl.constexpr(16)
 COMBINED_PARTS: tl.constexpr = tl.constexpr(32)
-SINGLE_BLOCKS = (64, 64, 32)  # block_m, block_v, block_h at most, for float32
 INTERPRETER_PARTS = 3  # so that the interpreter combines parts too
 
 
@@ -220,12 +219,9 @@ class Product(NamedTuple):
 
 
 def prepare(kernel: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, params: KernelParams) -> Product:
-    """Launch arguments of `kernel`, from its entry in the launch table."""
+    """Launch arguments of `kernel`, from its entry in the launch table. 16-bit inputs: others have no tensor cores."""
     (count, width), vocab = hidden.shape, weight.shape[0]
     launch = matmul_launch(kernel, hidden.device, width, vocab, hidden.dtype)
-    if hidden.dtype == torch.float32:  # no tensor cores: tiles for plain multiply-adds
-        m, v, h = (min(given, limit) for given, limit in zip(launch[:3], SINGLE_BLOCKS, strict=True))
-        launch = MatmulLaunch(m, v, h, launch.num_warps, num_stages=min(launch.num_stages, 2), tma=False)
     work = split(launch, hidden.device, count, vocab, width * hidden.element_size())
     tma = launch.tma and _describable(hidden) and _describable(weight)
     operands: tuple[Tensor | TensorDescriptor, Tensor | TensorDescriptor] = hidden, weight
