@@ -45,7 +45,7 @@ from .matmul import (
     rows_of_tile,
     to_logits,
 )
-from .objective import Variant, evaluate_token, scalars, variant
+from .objective import evaluate_token, scalars, variant
 from .rows import add_block, logit_scales, no_sums
 
 HIGHEST_EXPONENT: tl.constexpr = tl.constexpr(100.0)  # of 2; sums over a vocabulary stay below 2^128
@@ -66,22 +66,6 @@ class Work(NamedTuple):
     stats: RowStats  # (N,)
     scale: Tensor  # (N,) v
     overflowed: Tensor  # (N,) whether repair_kernel has to write a row again
-
-
-class ScaleOptions(NamedTuple):
-    """What is compiled into scale_kernel."""
-
-    capped: bool
-    variant: Variant
-
-
-class RepairOptions(NamedTuple):
-    """What is compiled into repair_kernel."""
-
-    capped: bool
-    columns: int
-    block: int
-    variant: Variant
 
 
 @triton.jit(do_not_specialize=["ids", "count"])
@@ -151,15 +135,16 @@ def exponential_kernel(hidden, weight, head, ids, temperature, work, count, per_
 
 
 @triton.jit(do_not_specialize=["ids", "table", "table_row_stride", "count", "parts"])
-def scale_kernel(work, vocab, ids, table, table_row_stride, count, parts, p, OPTIONS: tl.constexpr):
+def scale_kernel(
+    work, vocab, ids, table, table_row_stride, count, parts, p, CAPPED: tl.constexpr, VARIANT: tl.constexpr
+):  # fmt: skip
     """Statistics, v and E_id of every row; where the sum overflowed, repair_kernel writes them again."""
-    VARIANT: tl.constexpr = OPTIONS.variant
     rows = tl.program_id(0) * COMBINED_ROWS + tl.arange(0, COMBINED_ROWS)
     live = rows < count
     id_ = column_of(tl.load(ids + rows, mask=live, other=-1), vocab)
     known = live & (id_ >= 0)
     token = table + rows
-    to_z, chain = logit_scales(p, tl.load(token + TEMPERATURE * table_row_stride, mask=live, other=1.0), OPTIONS.capped)
+    to_z, chain = logit_scales(p, tl.load(token + TEMPERATURE * table_row_stride, mask=live, other=1.0), CAPPED)
     rest = tl.zeros((COMBINED_ROWS,), tl.float64)
     moment = tl.zeros((COMBINED_ROWS,), tl.float64)
     for first in range(0, parts, COMBINED_PARTS):
@@ -187,18 +172,19 @@ def scale_kernel(work, vocab, ids, table, table_row_stride, count, parts, p, OPT
 
 
 @triton.jit(do_not_specialize=["ids", "table", "table_row_stride"])
-def repair_kernel(hidden, weight, head, ids, table, table_row_stride, work, p, OPTIONS: tl.constexpr):
+def repair_kernel(
+    hidden, weight, head, ids, table, table_row_stride, work, p, CAPPED: tl.constexpr, VARIANT: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One row, again, if its sum overflowed: as in rows.py relative to the maximum, from logits computed twice."""
     if tl.load(work.overflowed + tl.program_id(0)) == 0:
         return
-    COLUMNS: tl.constexpr = OPTIONS.columns
-    VARIANT: tl.constexpr = OPTIONS.variant
     rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     live = rows >= 0
     h = hidden + rows * head.hidden_row_stride
     id_ = tl.load(ids + rows)
     token = table + rows
-    to_z, chain = logit_scales(p, tl.load(token + TEMPERATURE * table_row_stride), OPTIONS.capped)
+    to_z, chain = logit_scales(p, tl.load(token + TEMPERATURE * table_row_stride), CAPPED)
     to_exponent = (to_z * INV_LN2).to(tl.float32)
 
     sums = no_sums(1)
@@ -206,7 +192,7 @@ def repair_kernel(hidden, weight, head, ids, table, table_row_stride, work, p, O
     slope_id = tl.zeros((1,), tl.float32)
     for first in range(0, head.vocab, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
-        y, slope = row_logits(h, weight, head, columns, OPTIONS)
+        y, slope = row_logits(h, weight, head, columns, CAPPED, BLOCK)
         sums = add_block(y[None, :], sums, to_exponent)
         own = columns == id_
         y_id += tl.sum(tl.where(own, y, 0.0), 0)
@@ -226,7 +212,7 @@ def repair_kernel(hidden, weight, head, ids, table, table_row_stride, work, p, O
     reference = tl.where(top == -float("inf"), 0.0, top)
     for first in range(0, head.vocab, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
-        y, slope = row_logits(h, weight, head, columns, OPTIONS)
+        y, slope = row_logits(h, weight, head, columns, CAPPED, BLOCK)
         e = tl.exp2(exponent(y, reference, to_exponent)) * slope
         e = tl.where(columns == id_, e_id, e)
         at = work.exps + rows * work.exps_row_stride + columns
@@ -234,9 +220,8 @@ def repair_kernel(hidden, weight, head, ids, table, table_row_stride, work, p, O
 
 
 @triton.jit
-def row_logits(h, weight, head, columns, OPTIONS: tl.constexpr):
+def row_logits(h, weight, head, columns, CAPPED: tl.constexpr, BLOCK: tl.constexpr):
     """(y, slope of the softcap) of one row of hidden states at these columns; y is -inf past the vocabulary's end."""
-    BLOCK: tl.constexpr = OPTIONS.block
     inside = columns < head.vocab
     w = weight + tl.where(inside, columns, 0).to(tl.int64) * head.weight_row_stride
     sums = tl.zeros((columns.shape[0], BLOCK), tl.float32)
@@ -248,7 +233,7 @@ def row_logits(h, weight, head, columns, OPTIONS: tl.constexpr):
     u = tl.sum(sums, 1)
     if head.bias is not None:
         u += tl.load(head.bias + columns, mask=inside, other=0.0).to(tl.float32)
-    y, slope = softcap(u, head.logit_scale, head.softcap, OPTIONS.capped)
+    y, slope = softcap(u, head.logit_scale, head.softcap, CAPPED)
     return tl.where(inside, y, -float("inf")), slope
 
 
@@ -279,10 +264,10 @@ def anchored(chunk: HeadChunk, table: Tensor, exponentials: Tensor) -> tuple[Row
         TILES=launch.tiles, **launch.options,
     )  # fmt: skip
     scale_kernel[(triton.cdiv(count, COMBINED_ROWS.value),)](
-        work, vocab, ids, table, table.stride(0), count, parts, p, OPTIONS=ScaleOptions(capped, objective)
+        work, vocab, ids, table, table.stride(0), count, parts, p, CAPPED=capped, VARIANT=objective
     )  # fmt: skip
     repair_kernel[(count,)](
         hidden, weight, launch.head, ids, table, table.stride(0), work, p,
-        OPTIONS=RepairOptions(capped, REPAIR_COLUMNS, REPAIR_BLOCK, objective), num_warps=REPAIR_WARPS,
+        CAPPED=capped, VARIANT=objective, COLUMNS=REPAIR_COLUMNS, BLOCK=REPAIR_BLOCK, num_warps=REPAIR_WARPS,
     )  # fmt: skip
     return work.stats, scale

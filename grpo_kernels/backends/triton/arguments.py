@@ -3,7 +3,7 @@
 A launch gives Triton the fields of a tuple one by one and specialises all of them: do_not_specialize ends at tuples. So
 of what the host passes, a tuple may hold what the lm_head determines and tensors that begin on 16 bytes in every call:
 whole allocations, or a caller's tensors copied to one where they do not. Counts and views of a batch stay arguments of
-their own. Compile-time options are one hashable tuple, a single tl.constexpr.
+their own. Compile-time options that are handed on together are one hashable tuple, a single tl.constexpr.
 """
 
 from __future__ import annotations

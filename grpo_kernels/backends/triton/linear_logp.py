@@ -9,19 +9,15 @@ puts the parts together in float64, always in the same order. Sums are float32 t
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from ...contract import HeadChunk, RowStats, contiguous_rows
 from .maths import INV_LN2, LN2
 from .matmul import (
     COMBINED_PARTS,
     COMBINED_ROWS,
-    Tiles,
     column_of,
     is_id,
     part_block,
@@ -35,38 +31,27 @@ from .matmul import (
 from .rows import RowSums, add_block, logit_scales, no_sums
 
 
-class Partials(NamedTuple):
-    """What partial_kernel leaves."""
-
-    sums: Tensor  # (3, parts, N) float64: maximum, sum of 2^t, sum of 2^t t
-    y_ids: Tensor  # (N,) y of the sampled ids
-
-
-class LinearOptions(NamedTuple):
-    """What is compiled in."""
-
-    entropy: bool
-    tiles: Tiles
-
-
 @triton.jit
-def add_logits(acc, first_column, rows, sums, y_id, head, OPTIONS: tl.constexpr):
+def add_logits(acc, first_column, rows, sums, y_id, head, ENTROPY: tl.constexpr, TILES: tl.constexpr):
     """The epilogue: what the rows have gathered so far, extended by logits (BLOCK_M, columns)."""
-    TILES: tl.constexpr = OPTIONS.tiles
     columns = first_column + tl.arange(0, acc.shape[1])
     y, _ = to_logits(acc, columns, head, TILES)
     extended = add_block(y, sums, rows.to_exponent)
     moment = sums.moment
-    if OPTIONS.entropy:
+    if ENTROPY:
         moment = extended.moment
     y_id += tl.sum(tl.where(is_id(rows.ids, first_column, acc.shape[1]), y, 0.0), 1)
     return RowSums(extended.top, extended.exps, moment), y_id
 
 
 @triton.jit(do_not_specialize=["ids", "temperature", "count", "per_part"])
-def partial_kernel(hidden, weight, head, ids, temperature, out, count, per_part, OPTIONS: tl.constexpr):
-    """Partials of one part of the vocabulary, `per_part` tiles."""
-    TILES: tl.constexpr = OPTIONS.tiles
+def partial_kernel(
+    hidden, weight, head, ids, temperature, partials, y_ids, count, per_part, ENTROPY: tl.constexpr, TILES: tl.constexpr
+):  # fmt: skip
+    """Of one part of the vocabulary, `per_part` tiles, the (3, parts, N) maximum, sum of 2^t and sum of 2^t t.
+
+    And y of the sampled ids, (N,).
+    """
     BLOCK_M: tl.constexpr = TILES.block_m
     BLOCK_V: tl.constexpr = TILES.block_v
     token_tile, part = place(head.group)
@@ -80,20 +65,20 @@ def partial_kernel(hidden, weight, head, ids, temperature, out, count, per_part,
         pieces = quarters(acc)
         for i in tl.static_range(4):
             sums, y_id = add_logits(
-                pieces[i], tile * BLOCK_V + i * (BLOCK_V // 4), rows, sums, y_id, head, OPTIONS
+                pieces[i], tile * BLOCK_V + i * (BLOCK_V // 4), rows, sums, y_id, head, ENTROPY, TILES
             )  # fmt: skip
     plane = tl.num_programs(1).to(tl.int64) * count
-    at = out.sums + part.to(tl.int64) * count + rows.at
+    at = partials + part.to(tl.int64) * count + rows.at
     tl.store(at, sums.top.to(tl.float64), mask=rows.live)
     tl.store(at + plane, sums.exps, mask=rows.live)
     tl.store(at + 2 * plane, sums.moment, mask=rows.live)
     own = (rows.ids >= first_tile * BLOCK_V) & (rows.ids < last_tile * BLOCK_V)
-    tl.store(out.y_ids + rows.at, y_id, mask=rows.live & own)
+    tl.store(y_ids + rows.at, y_id, mask=rows.live & own)
 
 
 @triton.jit(do_not_specialize=["ids", "temperature", "count", "parts"])
 def combine_kernel(
-    partials, head, ids, temperature, out, count, parts, CAPPED: tl.constexpr, ENTROPY: tl.constexpr
+    partials, y_ids, head, ids, temperature, out, count, parts, CAPPED: tl.constexpr, ENTROPY: tl.constexpr
 ):  # fmt: skip
     """The parts of a row relative to the largest maximum; an id outside the vocabulary has no probability."""
     rows = tl.program_id(0) * COMBINED_ROWS + tl.arange(0, COMBINED_ROWS)
@@ -103,12 +88,12 @@ def combine_kernel(
     plane = parts.to(tl.int64) * count
     top = tl.full((COMBINED_ROWS,), -float("inf"), tl.float64)
     for first in range(0, parts, COMBINED_PARTS):
-        at, wanted = part_block(partials.sums, rows, live, count, first, parts)
+        at, wanted = part_block(partials, rows, live, count, first, parts)
         top = tl.maximum(top, tl.max(tl.load(at, mask=wanted, other=-float("inf")), 0))
     exps = tl.zeros((COMBINED_ROWS,), tl.float64)
     moment = tl.zeros((COMBINED_ROWS,), tl.float64)
     for first in range(0, parts, COMBINED_PARTS):
-        at, wanted = part_block(partials.sums, rows, live, count, first, parts)
+        at, wanted = part_block(partials, rows, live, count, first, parts)
         tops = tl.load(at, mask=wanted, other=-float("inf"))
         part_exps = tl.load(at + plane, mask=wanted, other=0.0)
         # The sums of a part without a finite logit are 0, or NaN, relative to anything.
@@ -121,7 +106,7 @@ def combine_kernel(
     h = tl.zeros((COMBINED_ROWS,), tl.float32)
     if ENTROPY:
         h = (log_sum - LN2 * (moment / exps)).to(tl.float32)
-    y_id = tl.load(partials.y_ids + rows, mask=known, other=0.0).to(tl.float64)
+    y_id = tl.load(y_ids + rows, mask=known, other=0.0).to(tl.float64)
     log_p = tl.where(known, (y_id - top) * to_z - log_sum, float("nan"))
     tl.store(out.logp + rows, log_p.to(tl.float32), mask=live)
     tl.store(out.lse + rows, top * to_z + log_sum, mask=live)
@@ -134,16 +119,14 @@ def linear_logp(chunk: HeadChunk, *, entropy: bool) -> RowStats:
     count = hidden.shape[0]
     work = prepare("linear_logp", hidden, chunk.weight, chunk.bias, chunk.params)
     parts = work.grid[1]
-    partials = Partials(
-        torch.empty(3, parts, count, dtype=torch.float64, device=hidden.device),
-        torch.empty(count, dtype=torch.float32, device=hidden.device),
-    )
+    partials = torch.empty(3, parts, count, dtype=torch.float64, device=hidden.device)
+    y_ids = torch.empty(count, dtype=torch.float32, device=hidden.device)
     out = RowStats.empty(count, hidden.device)
     partial_kernel[work.grid](
-        *work.operands, work.head, ids, temperature, partials, count, work.per_part,
-        OPTIONS=LinearOptions(entropy, work.tiles), **work.options,
+        *work.operands, work.head, ids, temperature, partials, y_ids, count, work.per_part,
+        ENTROPY=entropy, TILES=work.tiles, **work.options,
     )  # fmt: skip
     combine_kernel[(triton.cdiv(count, COMBINED_ROWS.value),)](
-        partials, work.head, ids, temperature, out, count, parts, CAPPED=work.tiles.capped, ENTROPY=entropy
+        partials, y_ids, work.head, ids, temperature, out, count, parts, CAPPED=work.tiles.capped, ENTROPY=entropy
     )  # fmt: skip
     return out

@@ -111,26 +111,6 @@ class SequenceCounts(NamedTuple):
     gradient_counts: Tensor | None  # None where each token has a gradient of its own
 
 
-class TableOutputs(NamedTuple):
-    """What table_kernel writes, per token; `block_counts` per block of tokens."""
-
-    batch: Batch
-    scored: Tensor
-    active: Tensor
-    clean_ids: Tensor | None  # None where the ids are clean
-    block_counts: Tensor | None
-
-
-class PlanOptions(NamedTuple):
-    """What is compiled into lengths_kernel and table_kernel."""
-
-    advantages: str  # what they have one value for, as the others
-    weights: str
-    block: int
-    temperatures: str = SCALAR
-    sequences: int = 1
-
-
 @triton.jit
 def is_unmasked(mask, token, inside):
     if mask is not None:
@@ -153,10 +133,8 @@ def given(x, token, sequence, wanted, fill, MODE: tl.constexpr):
 
 
 @triton.jit
-def surrogate_inputs(inputs, token, sequence, unmasked, rules, OPTIONS: tl.constexpr):
+def surrogate_inputs(inputs, token, sequence, unmasked, rules, ADVANTAGES: tl.constexpr, WEIGHTS: tl.constexpr):
     """(advantage, log-probability to divide by, multiplier, rollout weight, whether the surrogate has a gradient)."""
-    ADVANTAGES: tl.constexpr = OPTIONS.advantages
-    WEIGHTS: tl.constexpr = OPTIONS.weights
     advantage = given(inputs.advantages, token, sequence, unmasked, 0.0, ADVANTAGES)
     divisor = given(inputs.old, token, sequence, unmasked, 0.0, "token")
     weight = given(inputs.rollout_weights, token, sequence, unmasked, 1.0, WEIGHTS)
@@ -173,9 +151,10 @@ def surrogate_inputs(inputs, token, sequence, unmasked, rules, OPTIONS: tl.const
 
 
 @triton.jit(do_not_specialize=["cu_seqlens", "row_length", "mask", "sequences", "tokens"])
-def lengths_kernel(cu_seqlens, row_length, mask, surrogate, out, sequences, tokens, rules, OPTIONS: tl.constexpr):
-    SEQUENCES: tl.constexpr = OPTIONS.sequences
-    BLOCK: tl.constexpr = OPTIONS.block
+def lengths_kernel(
+    cu_seqlens, row_length, mask, surrogate, out, sequences, tokens, rules, ADVANTAGES: tl.constexpr,
+    WEIGHTS: tl.constexpr, SEQUENCES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     s = tl.program_id(0).to(tl.int64) * SEQUENCES + tl.arange(0, SEQUENCES)
     live = s < sequences
     if cu_seqlens is None:
@@ -196,7 +175,7 @@ def lengths_kernel(cu_seqlens, row_length, mask, surrogate, out, sequences, toke
         length += tl.sum(unmasked.to(tl.int32), 1)
         if out.gradient_counts is not None:
             _, _, _, _, by_itself = surrogate_inputs(
-                surrogate, t, tl.broadcast_to(s[:, None], t.shape), unmasked, rules, OPTIONS
+                surrogate, t, tl.broadcast_to(s[:, None], t.shape), unmasked, rules, ADVANTAGES, WEIGHTS
             )
             has_gradient += tl.sum(by_itself.to(tl.int32), 1)
     tl.store(out.lengths + s, length.to(tl.float32), mask=live)
@@ -219,10 +198,14 @@ def sequence_of(token, offsets, sequences):
 
 
 @triton.jit(do_not_specialize=["row_length", "sequences", "tokens"])
-def table_kernel(surrogate, others, counts, out, row_length, sequences, tokens, rules, OPTIONS: tl.constexpr):
-    """`row_length` is absent where sequences are packed."""
-    TEMPERATURES: tl.constexpr = OPTIONS.temperatures
-    BLOCK: tl.constexpr = OPTIONS.block
+def table_kernel(
+    surrogate, others, counts, batch, scored, active, clean_ids, block_counts, row_length, sequences, tokens, rules,
+    ADVANTAGES: tl.constexpr, WEIGHTS: tl.constexpr, TEMPERATURES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Per token all but the order, and how many are active, or scored alone, of a block.
+
+    `row_length` is absent where sequences are packed, `clean_ids` where the ids are clean.
+    """
     block = tl.program_id(0)
     t = tl.multiple_of(block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK), [1])
     inside = t < tokens
@@ -257,7 +240,7 @@ def table_kernel(surrogate, others, counts, out, row_length, sequences, tokens, 
     weight_entropy = tl.where(rules.entropy_coef == 0.0, 0.0, per_token)
 
     advantage, divisor, multiplier, rollout_weight, has_gradient = surrogate_inputs(
-        surrogate, t, s, unmasked, rules, OPTIONS
+        surrogate, t, s, unmasked, rules, ADVANTAGES, WEIGHTS
     )
     own_temperature = tl.full(t.shape, 1.0, tl.float32) * rules.temperature
     if others.temperature is not None:
@@ -266,7 +249,7 @@ def table_kernel(surrogate, others, counts, out, row_length, sequences, tokens, 
     if others.threshold is not None:
         lowest_entropy = tl.zeros_like(lowest_entropy) + tl.load(others.threshold).to(tl.float32)
 
-    column = out.batch.table + t
+    column = batch.table + t
     tl.store(column + ADVANTAGE * tokens, advantage, mask=inside)
     tl.store(column + OLD * tokens, divisor, mask=inside)
     tl.store(column + REF * tokens, given(others.ref, t, s, unmasked, 0.0, "token"), mask=inside)
@@ -279,21 +262,21 @@ def table_kernel(surrogate, others, counts, out, row_length, sequences, tokens, 
     tl.store(column + ROLLOUT * tokens, given(surrogate.rollout, t, s, unmasked, float("nan"), "token"), mask=inside)
     tl.store(column + ROLLOUT_WEIGHT * tokens, rollout_weight, mask=inside)
     for field in tl.static_range(VALUE_COUNT):
-        tl.store(out.batch.columns + field * tokens + t, tl.zeros(t.shape, tl.float32), mask=inside)
-    tl.store(out.batch.lse + t, tl.zeros(t.shape, tl.float64), mask=inside)
-    if out.clean_ids is not None:
-        tl.store(out.clean_ids + t, tl.load(others.ids + t, mask=unmasked, other=0).to(tl.int64), mask=inside)
+        tl.store(batch.columns + field * tokens + t, tl.zeros(t.shape, tl.float32), mask=inside)
+    tl.store(batch.lse + t, tl.zeros(t.shape, tl.float64), mask=inside)
+    if clean_ids is not None:
+        tl.store(clean_ids + t, tl.load(others.ids + t, mask=unmasked, other=0).to(tl.int64), mask=inside)
 
     if counts.gradient_counts is not None:
         has_gradient = tl.load(counts.gradient_counts + s, mask=inside, other=0) != 0
     by_value = (weight != 0.0) & (has_gradient | (rules.kl_has_gradient != 0.0))
     is_active = unmasked & (by_value | ((rules.entropy_coef != 0.0) & (weight_entropy != 0.0)))
     is_scored = is_active | (unmasked & (rules.score_inactive != 0.0))
-    tl.store(out.active + t, is_active.to(tl.uint8), mask=inside)
-    tl.store(out.scored + t, is_scored.to(tl.uint8), mask=inside)
-    if out.block_counts is not None:
-        tl.store(out.block_counts + 2 * block, tl.sum(is_active.to(tl.int32), 0))
-        tl.store(out.block_counts + 2 * block + 1, tl.sum((is_scored & ~is_active).to(tl.int32), 0))
+    tl.store(active + t, is_active.to(tl.uint8), mask=inside)
+    tl.store(scored + t, is_scored.to(tl.uint8), mask=inside)
+    if block_counts is not None:
+        tl.store(block_counts + 2 * block, tl.sum(is_active.to(tl.int32), 0))
+        tl.store(block_counts + 2 * block + 1, tl.sum((is_scored & ~is_active).to(tl.int32), 0))
 
 
 @triton.jit
@@ -391,15 +374,15 @@ def plan(inputs: TokenInputs, ids: Tensor, rules: PlanRules, dtype: torch.dtype,
     surrogate = SurrogateInputs(advantages, old, rollout, weights)
     lengths_kernel[(triton.cdiv(sequences + 1, launch.sequences),)](
         cu_seqlens, row_length, mask, surrogate, of_sequences, sequences, tokens, p,
-        OPTIONS=PlanOptions(*modes, MASK_BLOCKS * launch.block, sequences=launch.sequences),
-        num_warps=launch.num_warps,
+        *modes, SEQUENCES=launch.sequences, BLOCK=MASK_BLOCKS * launch.block, num_warps=launch.num_warps,
     )  # fmt: skip
     if tokens:
         others = OtherInputs(mask, None if clean else _aligned(flat), ref, given_temperature, threshold, normalizer)
-        out = TableOutputs(Batch.of(table, values), *flags, None if clean else clean_ids, block_counts)
+        clean_to = None if clean else clean_ids
         table_kernel[(blocks,)](
-            surrogate, others, of_sequences, out, row_length, sequences, tokens, p,
-            OPTIONS=PlanOptions(*modes, block, mode(temperature)), num_warps=launch.num_warps,
+            surrogate, others, of_sequences, Batch.of(table, values), *flags, clean_to, block_counts,
+            row_length, sequences, tokens, p, *modes, TEMPERATURES=mode(temperature), BLOCK=block,
+            num_warps=launch.num_warps,
         )  # fmt: skip
     order = counts = None
     if ordered:

@@ -14,7 +14,6 @@ written.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 import triton
@@ -37,7 +36,6 @@ from .layout import (
 )
 from .objective import (
     Objective,
-    Variant,
     clamp,
     load_token,
     own_log_ratio,
@@ -63,39 +61,26 @@ def counted_log_ratio(column, tokens, on, raw, p, SURROGATE: tl.constexpr):
 
 
 @triton.jit
-def sequence_multiplier(A, log_weight, mean_drift, p, OPTIONS: tl.constexpr):
+def sequence_multiplier(A, log_weight, mean_drift, p, VESPO: tl.constexpr, MASKS_OFF_POLICY: tl.constexpr):
     """What the sequence contributes to the multiplier of a token with this advantage."""
     positive = A >= 0.0
     multiplier = tl.full(A.shape, 1.0, tl.float32)
-    if OPTIONS.vespo:
+    if VESPO:
         k = tl.where(positive, p.vespo_k_pos, p.vespo_k_neg)
         slope = tl.where(positive, p.vespo_lambda_pos, p.vespo_lambda_neg)
         multiplier = tl.exp(slope + k * log_weight - slope * tl.exp(log_weight))
-    if OPTIONS.masks_off_policy:
+    if MASKS_OFF_POLICY:
         multiplier = tl.where(positive | (mean_drift <= p.off_policy_threshold), multiplier, 0.0)
     return multiplier
 
 
-class SequenceOptions(NamedTuple):
-    """What is compiled into sequence_objective_kernel."""
-
-    level: str
-    shares_ratio: bool
-    vespo: bool
-    masks_off_policy: bool
-    has_rollout: bool
-    sequences: int
-    block: int
-    variant: Variant
-
-
 @triton.jit(do_not_specialize=["first", "last", "offsets", "lengths", "scored", "tokens"])
-def sequence_objective_kernel(first, last, offsets, lengths, scored, batch, tokens, p, OPTIONS: tl.constexpr):
-    SEQUENCES: tl.constexpr = OPTIONS.sequences
-    BLOCK: tl.constexpr = OPTIONS.block
-    VARIANT: tl.constexpr = OPTIONS.variant
+def sequence_objective_kernel(
+    first, last, offsets, lengths, scored, batch, tokens, p, LEVEL: tl.constexpr, SHARES_RATIO: tl.constexpr,
+    VESPO: tl.constexpr, MASKS_OFF_POLICY: tl.constexpr, HAS_ROLLOUT: tl.constexpr, VARIANT: tl.constexpr,
+    SEQUENCES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     SURROGATE: tl.constexpr = VARIANT.surrogate
-    SHARES_RATIO: tl.constexpr = OPTIONS.shares_ratio
     table, values = batch.table, batch.columns
     sequence = first + tl.program_id(0).to(tl.int64) * SEQUENCES + tl.arange(0, SEQUENCES)
     live = sequence < last
@@ -109,30 +94,30 @@ def sequence_objective_kernel(first, last, offsets, lengths, scored, batch, toke
     ratio_sum = tl.zeros((SEQUENCES,), tl.float64)
     weight_sum = tl.zeros((SEQUENCES,), tl.float64)
     drift_sum = tl.zeros((SEQUENCES,), tl.float64)
-    if OPTIONS.level != "token" or OPTIONS.vespo or OPTIONS.masks_off_policy:
+    if LEVEL != "token" or VESPO or MASKS_OFF_POLICY:
         for done in range(0, longest, BLOCK):
             i = start[:, None] + done + block
             on = tl.load(scored + i, mask=i < stop[:, None], other=0) != 0
             column = table + i
             logp = tl.load(values + TOKEN_LOGP * tokens + i, mask=on, other=0.0)
             raw = own_log_ratio(column, tokens, on, logp, VARIANT.has_old)
-            if OPTIONS.level != "token":
+            if LEVEL != "token":
                 counted = counted_log_ratio(column, tokens, on, raw, p, SURROGATE)
                 ratio_sum += tl.sum(counted.to(tl.float64), 1)
-            if OPTIONS.vespo:
+            if VESPO:
                 weight = tl.log(tl.load(column + ROLLOUT_WEIGHT * tokens, mask=on, other=1.0))
                 log_weight = clamp(raw, -20.0, 20.0) + clamp(weight, LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT)
                 weight_sum += tl.sum(log_weight.to(tl.float64), 1)
-            if OPTIONS.masks_off_policy:
+            if MASKS_OFF_POLICY:
                 drift = -raw
-                if OPTIONS.has_rollout:  # tokens that the sampling engine could not score carry no evidence
+                if HAS_ROLLOUT:  # tokens that the sampling engine could not score carry no evidence
                     rollout = tl.load(column + ROLLOUT * tokens, mask=on, other=float("nan"))
                     drift = tl.where(rollout == rollout, rollout - logp, 0.0)
                 drift_sum += tl.sum(drift.to(tl.float64), 1)
     log_weight_of_all = clamp(weight_sum.to(tl.float32), LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT)[:, None]
     mean_drift = (drift_sum / length).to(tl.float32)[:, None]
     divisor = length
-    if OPTIONS.level == "sequence_sum":
+    if LEVEL == "sequence_sum":
         divisor = tl.full((SEQUENCES,), 1.0, tl.float64)
     ratio_of_all = (ratio_sum / divisor).to(tl.float32)[:, None]
 
@@ -144,9 +129,9 @@ def sequence_objective_kernel(first, last, offsets, lengths, scored, batch, toke
         logp = tl.load(found + TOKEN_LOGP * tokens, mask=on, other=0.0)
         entropy = tl.load(found + TOKEN_ENTROPY * tokens, mask=on, other=0.0)
         A = tl.load(column + ADVANTAGE * tokens, mask=on, other=0.0)
-        of_sequence = sequence_multiplier(A, log_weight_of_all, mean_drift, p, OPTIONS)
+        of_sequence = sequence_multiplier(A, log_weight_of_all, mean_drift, p, VESPO, MASKS_OFF_POLICY)
         multiplier = weighted(tl.load(column + MULTIPLIER * tokens, mask=on, other=0.0), of_sequence)
-        if OPTIONS.level == "token":
+        if LEVEL == "token":
             x = own_log_ratio(column, tokens, on, logp, VARIANT.has_old)
         else:
             x = tl.broadcast_to(ratio_of_all, (SEQUENCES, BLOCK))
@@ -180,13 +165,10 @@ def sequence_objective(sequences: slice, row_length: int | None, planned: Planne
     table, count = planned.table, sequences.stop - sequences.start
     if count:
         launch = token_launch(table.device)
-        masks_off_policy = params.off_policy_threshold != math.inf
         sequence_objective_kernel[(triton.cdiv(count, launch.sequences),)](
             sequences.start, sequences.stop, planned.offsets, planned.lengths, planned.scored.view(torch.uint8),
-            Batch.of(table, planned.values), table.shape[1], scalars(params),
-            OPTIONS=SequenceOptions(
-                params.level, shares_ratio(params.level), params.vespo, masks_off_policy, params.has_rollout,
-                launch.sequences, launch.block, variant(params),
-            ),
-            num_warps=launch.num_warps,
+            Batch.of(table, planned.values), table.shape[1], scalars(params), LEVEL=params.level,
+            SHARES_RATIO=shares_ratio(params.level), VESPO=params.vespo,
+            MASKS_OFF_POLICY=params.off_policy_threshold != math.inf, HAS_ROLLOUT=params.has_rollout,
+            VARIANT=variant(params), SEQUENCES=launch.sequences, BLOCK=launch.block, num_warps=launch.num_warps,
         )  # fmt: skip

@@ -43,14 +43,6 @@ BITS: tl.constexpr = tl.constexpr(SPARSE_ONE.bit_length() - 1)
 FRACTION: tl.constexpr = tl.constexpr(SPARSE_ONE - 1)
 
 
-class Pairs(NamedTuple):
-    """SparseRows by other names: `values` is a field that Triton's own tuples have."""
-
-    ids: Tensor
-    numbers: Tensor
-    counts: Tensor
-
-
 class Sink(NamedTuple):
     """Where the pairs of the rows go, and the levels; (ROWS,) each unless told."""
 
@@ -137,8 +129,8 @@ def store_block(row, first, end, slopes, sink, progress, p, OPTIONS: tl.constexp
 
 @triton.jit(do_not_specialize=["ids", "place", "temperature", "g_logp", "g_entropy", "count", "tokens", "first_id"])
 def sparse_kernel(
-    logits, ids, place, temperature, values, g_logp, g_entropy, count, tokens, pairs, capacity, theta, first_id, p,
-    OPTIONS: tl.constexpr, PART: tl.constexpr,
+    logits, ids, place, temperature, values, g_logp, g_entropy, count, tokens, pair_ids, numbers, counts, capacity,
+    theta, first_id, p, OPTIONS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = OPTIONS.rows  # Triton 3.4 takes no attribute in a shape
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -156,7 +148,7 @@ def sparse_kernel(
 
     level = theta * (scales[1].to(tl.float32) * (tl.abs(by_logp) + tl.abs(by_entropy)))
     level = tl.where(slopes.is_zero, 1.0, level)  # such a row has no entries: any number will do
-    sink = Sink(pairs.ids + rows * capacity, pairs.numbers + rows * capacity, capacity, level, 1.0 / level * ONE)
+    sink = Sink(pair_ids + rows * capacity, numbers + rows * capacity, capacity, level, 1.0 / level * ONE)
     progress = Progress(start_of_sum(token, lse, first_id), tl.zeros((ROWS,), tl.int32))
     end = row.vocab
     if OPTIONS.ragged:
@@ -166,7 +158,7 @@ def sparse_kernel(
     if OPTIONS.ragged:
         for first in range(end, row.vocab, PART):
             progress = store_part(row, first, row.vocab, slopes, sink, progress, p, OPTIONS, PART)
-    tl.store(pairs.counts + rows, tl.minimum(progress.pairs, capacity + 1), mask=live)
+    tl.store(counts + rows, tl.minimum(progress.pairs, capacity + 1), mask=live)
 
 
 def sparse_gradient(chunk: LogitChunk, g_logp: Tensor, g_entropy: Tensor, rule: SparseRule, pairs: SparseRows) -> None:
@@ -175,6 +167,6 @@ def sparse_gradient(chunk: LogitChunk, g_logp: Tensor, g_entropy: Tensor, rule: 
     part = min(32 * options["num_warps"], options["OPTIONS"].block)
     sparse_kernel[grid](
         logits_of(chunk), chunk.ids, place(chunk.rows), chunk.temperature, chunk.values, g_logp, g_entropy,
-        len(chunk.logits), len(chunk.ids), Pairs(*pairs), pairs.ids.shape[1], rule.theta, rule.first_id,
+        len(chunk.logits), len(chunk.ids), *pairs, pairs.ids.shape[1], rule.theta, rule.first_id,
         scalars(chunk.params), PART=part, **options,
     )  # fmt: skip

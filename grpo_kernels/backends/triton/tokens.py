@@ -10,8 +10,6 @@ are launches of a few microseconds on an H200, two for sums.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -57,23 +55,6 @@ from .objective import clamped_log_ratio, evaluate_token, scalars, store_objecti
 from .rows import place, tokens_of
 
 
-class SequenceSums(NamedTuple):
-    """Where the sums of sequences go: a row of COLUMNS each."""
-
-    exact: Tensor  # float64
-    extrema: Tensor  # least and largest ratio, largest mismatch
-    numbers: Tensor  # `exact` in float32, the front of Sums
-
-
-class SumOptions(NamedTuple):
-    """What is compiled into sequence_kernel."""
-
-    has_old: bool
-    divides_by_rollout: bool
-    sequences: int
-    block: int
-
-
 @triton.jit(do_not_specialize=["place", "count", "tokens"])
 def token_objective_kernel(place, batch, count, tokens, p, VARIANT: tl.constexpr, BLOCK: tl.constexpr):
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -94,9 +75,11 @@ def add_column(sums, column, values):
 
 
 @triton.jit(do_not_specialize=["scored", "offsets", "count", "tokens"])
-def sequence_kernel(scored, batch, offsets, out, count, tokens, p, OPTIONS: tl.constexpr):
-    SEQUENCES: tl.constexpr = OPTIONS.sequences
-    BLOCK: tl.constexpr = OPTIONS.block
+def sequence_kernel(
+    scored, batch, offsets, exact, extrema, numbers, count, tokens, p, HAS_OLD: tl.constexpr,
+    DIVIDES_BY_ROLLOUT: tl.constexpr, SEQUENCES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Per sequence a row of COLUMNS in float64 and in float32; the least and largest ratio, the largest mismatch."""
     sequence = tl.program_id(0).to(tl.int64) * SEQUENCES + tl.arange(0, SEQUENCES)
     live = sequence < count
     start = tl.load(offsets + sequence, mask=live, other=0)
@@ -119,14 +102,14 @@ def sequence_kernel(scored, batch, offsets, out, count, tokens, p, OPTIONS: tl.c
         rollout = tl.load(token + ROLLOUT * tokens, mask=on, other=float("nan"))
         rollout_weight = tl.load(token + ROLLOUT_WEIGHT * tokens, mask=on, other=0.0)
         old = log_p
-        if OPTIONS.has_old:
+        if HAS_OLD:
             given = tl.load(token + OLD * tokens, mask=on, other=0.0)
             old = tl.where(given == float("inf"), log_p, given)
         ratio = tl.exp(clamped_log_ratio(p, tl.load(found + TOKEN_LOG_RATIO * tokens, mask=on, other=0.0)))
         bounded = tl.where(ratio < p.delta, ratio, p.delta)
         known = on & (rollout == rollout)
         policy = old
-        if OPTIONS.divides_by_rollout:  # then the mismatch is that of the current policy
+        if DIVIDES_BY_ROLLOUT:  # then the mismatch is that of the current policy
             policy = log_p
         mismatch = tl.where(known, tl.abs(policy - rollout), 0.0)
         by_value = tl.where(weight != 0.0, weight * tl.load(found + TOKEN_VALUE * tokens, mask=on, other=0.0), 0.0)
@@ -160,11 +143,11 @@ def sequence_kernel(scored, batch, offsets, out, count, tokens, p, OPTIONS: tl.c
     column = tl.arange(0, COLUMN_WIDTH)
     inside = live[:, None] & (column < COLUMN_COUNT)[None, :]
     at = sequence[:, None] * COLUMN_COUNT + column[None, :]
-    tl.store(out.exact + at, sums, mask=inside)
-    tl.store(out.numbers + at, sums.to(tl.float32), mask=inside)
-    tl.store(out.extrema + 3 * sequence, ratio_min, mask=live)
-    tl.store(out.extrema + 3 * sequence + 1, ratio_max, mask=live)
-    tl.store(out.extrema + 3 * sequence + 2, mismatch_max, mask=live)
+    tl.store(exact + at, sums, mask=inside)
+    tl.store(numbers + at, sums.to(tl.float32), mask=inside)
+    tl.store(extrema + 3 * sequence, ratio_min, mask=live)
+    tl.store(extrema + 3 * sequence + 1, ratio_max, mask=live)
+    tl.store(extrema + 3 * sequence + 2, mismatch_max, mask=live)
 
 
 @triton.jit(do_not_specialize=["group_index", "count", "num_groups"])
@@ -224,10 +207,9 @@ def sums(planned: PlannedTokens, params: KernelParams, group_index: Tensor | Non
     launch = token_launch(device)
     if sequences:
         sequence_kernel[(triton.cdiv(sequences, launch.sequences),)](
-            scored.view(torch.uint8), Batch.of(table, planned.values), offsets,
-            SequenceSums(exact, extrema, numbers), sequences, table.shape[1], scalars(params),
-            OPTIONS=SumOptions(params.has_old, params.divides_by_rollout, launch.sequences, launch.block),
-            num_warps=launch.num_warps,
+            scored.view(torch.uint8), Batch.of(table, planned.values), offsets, exact, extrema, numbers, sequences,
+            table.shape[1], scalars(params), HAS_OLD=params.has_old, DIVIDES_BY_ROLLOUT=params.divides_by_rollout,
+            SEQUENCES=launch.sequences, BLOCK=launch.block, num_warps=launch.num_warps,
         )  # fmt: skip
     group_kernel[(groups + 1,)](
         exact, extrema, group_index, numbers, sequences, groups, BLOCK=64, num_warps=4
