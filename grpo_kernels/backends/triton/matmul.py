@@ -176,30 +176,17 @@ def part_block(partials, rows, live, count, first, parts):
     return at, (part < parts)[:, None] & live[None, :]
 
 
-class Split(NamedTuple):
-    """The grid: a program has one token tile and up to `per_part` of the vocabulary's tiles."""
-
-    token_tiles: int
-    parts: int
-    per_part: int
-    group: int
-
-
-def split(launch: MatmulLaunch, device: torch.device, count: int, vocab: int, row_bytes: int) -> Split:
-    """Parts by the vocabulary and the device alone, and the token tiles that share a group.
+def tiles_per_part(launch: MatmulLaunch, device: torch.device, tiles: int) -> int:
+    """How many of the vocabulary's tiles a program has, by the vocabulary and the device alone.
 
     So whatever batch a row stands in, the same tiles are summed together, in the same order, and its statistics have
     the same bits. One token tile fills all multiprocessors; more of them, whole waves but one.
     """
-    token_tiles, tiles = triton.cdiv(count, launch.block_m), triton.cdiv(vocab, launch.block_v)
     if device.type == "cpu":
-        per_part = triton.cdiv(tiles, INTERPRETER_PARTS)
-    else:
-        # 128 accumulators per thread leave room for 8 warps on a multiprocessor.
-        slots = _multiprocessors(device) * max(1, 8 // launch.num_warps)
-        per_part = max(FEWEST_TILES, triton.cdiv(tiles, slots))
-    parts = triton.cdiv(tiles, per_part)
-    return Split(token_tiles, parts, per_part, max(1, GROUP_BYTES // (launch.block_m * row_bytes)))
+        return triton.cdiv(tiles, INTERPRETER_PARTS)
+    # 128 accumulators per thread leave room for 8 warps on a multiprocessor.
+    slots = _multiprocessors(device) * max(1, 8 // launch.num_warps)
+    return max(FEWEST_TILES, triton.cdiv(tiles, slots))
 
 
 @cache
@@ -222,7 +209,9 @@ def prepare(kernel: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, pa
     """Launch arguments of `kernel`, from its entry in the launch table. 16-bit inputs: others have no tensor cores."""
     (count, width), vocab = hidden.shape, weight.shape[0]
     launch = matmul_launch(kernel, hidden.device, width, vocab, hidden.dtype)
-    work = split(launch, hidden.device, count, vocab, width * hidden.element_size())
+    token_tiles, tiles = triton.cdiv(count, launch.block_m), triton.cdiv(vocab, launch.block_v)
+    per_part = tiles_per_part(launch, hidden.device, tiles)
+    group = max(1, GROUP_BYTES // (launch.block_m * width * hidden.element_size()))
     tma = launch.tma and _describable(hidden) and _describable(weight)
     operands: tuple[Tensor | TensorDescriptor, Tensor | TensorDescriptor] = hidden, weight
     if tma:
@@ -230,16 +219,16 @@ def prepare(kernel: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, pa
             TensorDescriptor.from_tensor(hidden, [launch.block_m, launch.block_h]),
             TensorDescriptor.from_tensor(weight, [launch.block_v, launch.block_h]),
         )
-    tiles = Tiles(
+    compiled = Tiles(
         params.softcap != 0.0, tma, width % launch.block_h == 0, vocab % launch.block_v == 0,
         launch.block_m, launch.block_v, launch.block_h,
     )  # fmt: skip
     head = Head(
-        work.group, bias, vocab, width, hidden.stride(0), weight.stride(0),
+        group, bias, vocab, width, hidden.stride(0), weight.stride(0),
         float(params.logit_scale), float(params.softcap),
     )  # fmt: skip
     options = dict(num_warps=launch.num_warps, num_stages=launch.num_stages)
-    return Product((work.token_tiles, work.parts), operands, head, work.per_part, tiles, options)
+    return Product((token_tiles, triton.cdiv(tiles, per_part)), operands, head, per_part, compiled, options)
 
 
 def _describable(x: Tensor) -> bool:
