@@ -14,7 +14,8 @@ launches of a few microseconds on an H200.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import namedtuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -45,42 +46,22 @@ ADDED_AT_ONCE: tl.constexpr = tl.constexpr(512)  # numbers of sequences or of bl
 
 SCALAR, PER_SEQUENCE, PER_TOKEN = "scalar", "sequence", "token"  # what an input has one value for
 
-
-class Rules(NamedTuple):
-    """PlanRules as numbers that are not compiled in. Flags are 0 or 1: Triton specialises integers, but no floats."""
-
-    divides_by_rollout: float
-    multiplies_rollout_weight: float
-    divides_by_length: float  # the numerator of the weight
-    counts_tokens: float  # the denominator is their number; otherwise `denominator`
-    has_slope: float  # the chain rule of a sequence ratio is known: it is 1
-    slope_is_mean: float
-    needs_advantage: float
-    kl_has_gradient: float
-    score_inactive: float
-    denominator: float
-    entropy_coef: float
-    temperature: float
-    entropy_threshold: float
+# PlanRules as numbers that are not compiled in. Flags are 0 or 1: Triton specialises integers, but no floats.
+_TAKEN = [name for name, default in PlanRules._field_defaults.items() if not isinstance(default, str)]
+_FIELDS = (*_TAKEN, "divides_by_length", "counts_tokens", "denominator", "has_slope", "slope_is_mean")
+Rules = namedtuple("Rules", _FIELDS)  # type: ignore[misc]
 
 
-def numbers(rules: PlanRules, sequences: int) -> Rules:
-    found = Rules(
-        divides_by_rollout=rules.divides_by_rollout,
-        multiplies_rollout_weight=rules.multiplies_rollout_weight,
-        divides_by_length=rules.aggregation == "seq_mean",
-        counts_tokens=rules.aggregation in ("token_mean", "num_items"),
+def numbers(rules: PlanRules, sequences: int) -> Any:
+    found = rules._asdict() | dict(
+        divides_by_length=rules.aggregation == "seq_mean",  # the numerator of the weight
+        counts_tokens=rules.aggregation in ("token_mean", "num_items"),  # the denominator is their number; otherwise:
+        denominator=sequences * (rules.max_completion_length if rules.aggregation == "fixed_length" else 1),
+        # The chain rule of a sequence ratio is known where that is 1.
         has_slope=shares_ratio(rules.level) and not rules.whole_sequences,
         slope_is_mean=rules.level == "sequence",
-        needs_advantage=rules.needs_advantage,
-        kl_has_gradient=rules.kl_has_gradient,
-        score_inactive=rules.score_inactive,
-        denominator=sequences * (rules.max_completion_length if rules.aggregation == "fixed_length" else 1),
-        entropy_coef=rules.entropy_coef,
-        temperature=rules.temperature,
-        entropy_threshold=rules.entropy_threshold,
     )
-    return Rules(*map(float, found))
+    return Rules._make(float(found[name]) for name in _FIELDS)
 
 
 class SurrogateInputs(NamedTuple):
