@@ -181,12 +181,13 @@ def log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("vocab", [VOCAB, 5003])  # the second: several blocks of the CPU kernels
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_divergence_alone(backend, divergence):
+def test_the_divergence_alone(backend, vocab, divergence):
     """Padding holds NaN on both sides."""
-    batch = make_batch(4, bias=True, masked=True)
+    batch = make_batch(4, bias=True, masked=True, vocab=vocab)
     mask, temperature = batch.options["completion_mask"], torch.tensor([0.7, 1.0, 1.4, 2.0])
-    teacher = make_teacher((4, 6))
+    teacher = make_teacher((4, 6), vocab)
     for x in (batch.hidden, teacher.hidden):
         x[~mask] = math.nan
     options = {"divergence_beta": 0.3} if divergence == "jsd" else {}
