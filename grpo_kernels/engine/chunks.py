@@ -183,8 +183,7 @@ class Scorer:
             read = read._replace(teacher=read.teacher._replace(weight=weight))
         entries = None
         if weight is not None and isinstance(self.teacher, TopKHead):
-            (values, g_logp, g_entropy), entries = self.teacher.entries(read, (g_logp, g_entropy, weight))
-            read = read._replace(values=values)
+            read, g_logp, g_entropy, entries = self.teacher.entries(read, (g_logp, g_entropy, weight))
         self.backend.logits_gradient(read, g_logp, g_entropy, written)
         if entries is not None:
             write_over(entries, written)

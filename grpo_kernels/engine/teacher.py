@@ -80,14 +80,6 @@ class Entries(NamedTuple):
     gradient: Tensor
 
 
-class ForOthers(NamedTuple):
-    """What the row kernel gets, whose result is right for the other ids."""
-
-    values: TokenValues
-    g_logp: Tensor  # (N,)
-    g_entropy: Tensor
-
-
 class TopKHead:
     """What belongs to the tokens of a call. `weight` (N,): d loss / d divergence."""
 
@@ -123,9 +115,12 @@ class TopKHead:
         found = self._slopes(chunk, log_p)
         rows.put(values.divergence, found.divergence.to(values.columns.dtype))
 
-    def entries(self, chunk: LogitChunk, coefficients: tuple[Tensor, Tensor, Tensor]) -> tuple[ForOthers, Entries]:
-        """coefficients (N,): d loss / d logp, d loss / d entropy and d loss / d divergence. To be called before the
-        gradient takes the place of the logits."""
+    def entries(
+        self, chunk: LogitChunk, coefficients: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[LogitChunk, Tensor, Tensor, Entries]:
+        """(chunk, d loss / d logp and d loss / d entropy for the row kernel, whose result is right for the other ids;
+        entries). coefficients (N,): these two and d loss / d divergence. To be called before the gradient takes the
+        place of the logits."""
         rows, values, sampled = chunk.rows, chunk.values, chunk.rows.take(chunk.ids)
         g_logp, g_entropy, weight = (rows.take(x).double()[:, None] for x in coefficients)
         columns = torch.cat([rows.take(self.ids), sampled[:, None]], 1)
@@ -147,13 +142,12 @@ class TopKHead:
         mass = log_rest.exp()
         g_others = mass * g_logp - torch.where(weight != 0, weight * (mass * outside + of_rest), 0.0)
         lse, moved = rows.take(values.lse)[:, None] + log_rest, rows.take(values.entropy).double()[:, None] + log_rest
-        others = ForOthers(
-            TokenValues(values.columns.clone(), values.lse.clone()), coefficients[0].clone(), coefficients[1].clone()
-        )
-        changed = (others.values.lse, lse), (others.values.entropy, moved), (others.g_logp, g_others)
-        for kept, x in (*changed, (others.g_entropy, mass * g_entropy)):
+        others = TokenValues(values.columns.clone(), values.lse.clone())
+        at_logp, at_entropy = (x.clone() for x in coefficients[:2])
+        changed = (others.lse, lse), (others.entropy, moved), (at_logp, g_others), (at_entropy, mass * g_entropy)
+        for kept, x in changed:
             rows.put(kept, x.squeeze(1).to(kept.dtype))
-        return others, Entries(columns, gradient * chain)
+        return chunk._replace(values=others), at_logp, at_entropy, Entries(columns, gradient * chain)
 
     def _log_rest(self, rows: Rows, values: TokenValues) -> Tensor:
         """(C, 1) log of the policy's mass outside of the K ids; 0 where it is not needed, or there is no other id."""
