@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import make_batch, off_policy
-from test_vocab_parallel import run_ranks
 from torch import Tensor, nn
 
 import grpo_kernels as gk
@@ -166,7 +165,8 @@ def calls_with_tensors() -> list[tuple]:
 
 
 def check_dtensors(rank: int, group) -> None:
-    """In each of two processes, which hold two of the four sequences each."""
+    """Sharded weights are gathered, other DTensors refused: in the two processes of test_vocab_parallel.py, which hold
+    two of the four sequences each, and whose gradients are those of one process."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
     from torch.distributed.tensor.debug import CommDebugMode
@@ -203,8 +203,3 @@ def check_dtensors(rank: int, group) -> None:
     loss(batch.hidden, weight, bias).backward()  # every rank computes the loss of all tokens
     for x, exact in zip((weight, bias), whole[1:], strict=True):
         assert torch.allclose(x.grad.full_tensor(), exact.grad, atol=1e-6)
-
-
-def test_sharded_weights_are_gathered_and_other_dtensors_refused(tmp_path):
-    """The gradients of two ranks are those of one process."""
-    run_ranks(check_dtensors, 2, tmp_path)

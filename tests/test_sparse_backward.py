@@ -1,4 +1,7 @@
-"""sparse_backward through the public functions: right in expectation, exact where it says so, refused by name."""
+"""sparse_backward through the public functions: right in expectation, exact where it says so, refused by name.
+
+test_vocab_parallel.py has it on slices of the vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import run_gpu_backends_on_cpu
 from helpers import (
     Batch,
     Result,
@@ -27,7 +29,6 @@ from helpers import (
 from option_space import POINTS, build, choose
 from test_peft import ADVANTAGES, adapted
 from test_transformers import batch as model_batch
-from test_vocab_parallel import run_ranks, sliced, whole
 from torch import Tensor
 
 import grpo_kernels as gk
@@ -335,39 +336,6 @@ def test_a_compiled_function_returns_the_same():
     found = torch.autograd.grad(torch.compile(step, backend="aot_eager", fullgraph=True)(*given), given)
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b)
-
-
-# --- slices of the vocabulary -----------------------------------------------------------------------------------------
-
-
-def slices(rank: int, group) -> None:
-    """With room for every entry the exact gradient; with room on one rank alone; in expectation."""
-    run_gpu_backends_on_cpu()
-    batch, config = rich_batch(), gk.GRPOConfig(beta=0.1, entropy_coef=0.02, chunk_rows=8)
-    batch = batch.with_options(ref_logps=batch.options["old_logps"] - 0.1)
-    for backend in ALL_BACKENDS:
-        exact = fused(batch, config, backend)
-        for logits_per_pair, dense in ((1, 0.0), (1000, 1.0), (1 if rank else 1000, 0.5)):
-            kept.DENSE_LOGITS_PER_KEPT_ID = dict.fromkeys(("cpu", "cuda"), logits_per_pair)
-            mine = fused(sliced(batch, rank, group), with_theta(config, TINY), backend)
-            found = whole(mine, group, rank)
-            assert found.metrics["sparse/dense"] == dense and torch.isfinite(found.metrics["sparse/kept"])
-            for name in ("sparse/dense", "sparse/kept"):
-                del found.metrics[name]
-            assert_close(found, exact, 2e-5)
-        if backend not in BACKENDS:
-            continue
-        kept.DENSE_LOGITS_PER_KEPT_ID = dict.fromkeys(("cpu", "cuda"), 1)
-        total, square, calls = 0.0, 0.0, 32
-        for seed in range(calls):
-            sparse.SparseRule = lambda theta, first, seed=seed: SparseRule(theta, first + 1000 * seed)
-            gradient = fused(sliced(batch, rank, group), with_theta(config, 0.1), backend).grads["hidden"]
-            total, square = total + gradient / calls, square + (gradient - exact.grads["hidden"]).square().sum() / calls
-        assert (total - exact.grads["hidden"]).norm() <= 1.5 * (square / calls).sqrt()
-
-
-def test_ranks_with_slices_of_the_vocabulary(tmp_path):
-    run_ranks(slices, 2, tmp_path)
 
 
 # --- trainers ---------------------------------------------------------------------------------------------------------

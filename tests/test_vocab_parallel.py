@@ -5,6 +5,7 @@ Ranks are started once for each number of them, and walk all cases, over gloo.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import gc
 import importlib
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 import verl_package
+from conftest import run_gpu_backends_on_cpu
 from helpers import (
     MASK_WAYS,
     Batch,
@@ -36,11 +38,13 @@ from helpers import (
     set_mask_way,
 )
 from option_space import POINTS, build, choose, size_of_loss
+from test_plain_tensors import check_dtensors
 from torch import Tensor, distributed
 
 import grpo_kernels as gk
 from grpo_kernels.checks import arguments as validate
-from grpo_kernels.engine import kept, vocab_parallel
+from grpo_kernels.contract import SparseRule
+from grpo_kernels.engine import kept, sparse, vocab_parallel
 from grpo_kernels.integrations.sequence_parallel import gather_tokens
 
 VOCAB = 67
@@ -284,6 +288,29 @@ def gathered_tokens(rank: int, group) -> None:
         gather_tokens(None, group)
 
 
+def sparse_gradients(rank: int, group) -> None:
+    """With room for every entry the exact gradient; with room on no rank, or on one alone; in expectation."""
+    run_gpu_backends_on_cpu()
+    config = gk.GRPOConfig(beta=0.1, entropy_coef=0.02, chunk_rows=8)
+    tiny, large = (dataclasses.replace(config, sparse_backward=theta) for theta in (1e-12, 0.1))
+    batch = batches(config)
+    mine = sliced(batch, rank, group)
+    with pytest.MonkeyPatch.context() as patch:
+        for backend in (*BACKENDS, "triton", "cuda"):
+            exact = fused(batch, config, backend)
+            for logits_per_pair, dense in ((1000, 1.0), (1 if rank else 1000, 0.5), (1, 0.0)):
+                patch.setattr(kept, "DENSE_LOGITS_PER_KEPT_ID", dict.fromkeys(("cpu", "cuda"), logits_per_pair))
+                found = whole(fused(mine, tiny, backend), group, rank)
+                assert found.metrics.pop("sparse/dense") == dense and found.metrics.pop("sparse/kept").isfinite()
+                assert_close(found, exact, 2e-5)
+        exact, gradients = exact.grads["hidden"], []
+        for seed in range(32):  # other random numbers each time, as other places in the batch would have
+            patch.setattr(sparse, "SparseRule", lambda theta, first, seed=seed: SparseRule(theta, first + 1000 * seed))
+            gradients.append(fused(mine, large, "cpu").grads["hidden"])
+    error = torch.stack(gradients) - exact
+    assert error.mean(0).norm() <= 1.5 * (error.square().sum() / 32**2).sqrt()
+
+
 def accumulated(rank: int, group) -> None:
     """dweight into a buffer of the caller's; a frozen slice has none."""
     batch, config = batches(gk.GRPOConfig()), gk.GRPOConfig()
@@ -351,9 +378,11 @@ WORK = {
         slices_of_the_tokens,
         logps_alone,
         kept_ids_outside_of_the_vocabulary,
+        sparse_gradients,
         accumulated,
         refusals,
         gathered_tokens,
+        check_dtensors,
         *([linear_cross_entropy_of_verl] if find_spec("verl") else []),
     ),
     3: (equal_to_one_process, gathered_tokens),
