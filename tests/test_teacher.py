@@ -372,7 +372,8 @@ def test_top_k_in_16_bits(backend, mode):
         full = batch_of().head_as(dtype)
         like = errors(fused(full, config, "torch"), reference(full, config))
         for key in ("grad hidden", "grad weight", "grad bias"):
-            assert errors(found, exact)[key] <= 2 * like[key] + 1e-5, (key, dtype, divergence)
+            allowed = (1.5 if dtype == torch.bfloat16 else 2.0) * like[key] + 1e-5
+            assert errors(found, exact)[key] <= allowed, (key, dtype, divergence)
 
 
 @pytest.mark.parametrize("mode", MODES)
