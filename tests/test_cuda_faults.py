@@ -18,7 +18,7 @@ from typing import NamedTuple
 import kernel_checks as c
 import pytest
 import torch
-from emulator import DEVICES, ROOT, Emulated, build_module, build_sanitized, few_types
+from emulator import ROOT, Emulated, build_module, build_sanitized, few_types
 from test_lm_head_kernels import ORDERS, assert_exact, make_head
 from test_sparse_kernels import check_against_torch, check_capacity
 
@@ -58,15 +58,12 @@ def read_faults() -> list[Fault]:
 
 
 def check_rows(kernels: Emulated, orders=ORDERS[:4]) -> None:
-    """On clusters, on one block and by the streamed kernels."""
     for order in orders:
-        for device in ("cluster 1", "cluster 4", "cluster 8", "streamed"):
-            kernels.use(DEVICES[device], order)
-            c.check_rows(kernels, 5003, PAIR, KernelParams(), shift=order, biased=order % 2 == 0)
-            c.check_in_place(kernels, 5003, PAIR, shift=order)
-            if order == 0:
-                c.check_extremes(kernels, PAIR)
-                c.check_absent_and_zero_gradient(kernels, PAIR)
+        kernels.use(order=order)
+        c.check_rows(kernels, 5003, PAIR, KernelParams(), shift=order, biased=order % 2 == 0)
+        c.check_in_place(kernels, 5003, PAIR, shift=order)
+    c.check_extremes(kernels, PAIR)
+    c.check_absent_and_zero_gradient(kernels, PAIR)
 
 
 def check_tokens(kernels: Emulated, orders=ORDERS[:4]) -> None:

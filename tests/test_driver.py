@@ -155,7 +155,7 @@ def test_the_current_context_is_left_alone_and_without_one_the_primary_of_device
     assert [line for line in lines if line.startswith("retain")] == ["retain 0"]
     lines = run("launch", "fused", "device", current=1)
     assert "on 1: " in lines[-2] and not any(line.startswith("retain") for line in lines)
-    assert lines[-1] == "device 90: 131 multiprocessors, 232448 and 233472 bytes shared, L2 52428800"
+    assert lines[-1] == "device 90: 131 multiprocessors, 232448 bytes shared"
 
 
 def test_code_is_loaded_once_per_context(run):

@@ -1,4 +1,4 @@
-// What a kernel needs of its device, one function each: indices, barriers, clusters, shuffles, shared memory, and the
+// What a kernel needs of its device, one function each: indices, barriers, shuffles, shared memory, and the
 // few instructions that C++ has no word for. The tests' emulator supplies the same functions on the CPU; everything
 // else that kernels.cu includes is plain C++.
 #pragma once
@@ -38,44 +38,6 @@ GK_DEVICE T shuffle_xor(T value, int mask) {
 }
 // Bit i: whether `condition` holds in lane i. All 32 lanes take part.
 GK_DEVICE uint32_t ballot(bool condition) { return __ballot_sync(0xFFFFFFFFu, condition); }
-
-// ---- clusters: one block before compute capability 9.0 --------------------------------------------------------------
-#if __CUDA_ARCH__ >= 900
-GK_DEVICE int cluster_rank() {
-    uint32_t rank;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return static_cast<int>(rank);
-}
-GK_DEVICE int cluster_size() {
-    uint32_t size;
-    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
-    return static_cast<int>(size);
-}
-// A barrier of all threads of the cluster in two halves. What a thread wrote before it arrived, in whatever shared
-// memory of the cluster, is there for every thread that has waited.
-GK_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
-// The same for a thread that has written nothing: neither it nor the compiler holds memory accesses back.
-GK_DEVICE void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed;"); }
-GK_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-
-// Writes to where `address` lies in the shared memory of another block of the cluster.
-template <class T>
-GK_DEVICE void store_remote(T* address, int rank, const T& value) {
-    uint64_t there;
-    asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(address), "r"(rank));
-    *reinterpret_cast<T*>(there) = value;
-}
-#else
-GK_DEVICE int cluster_rank() { return 0; }
-GK_DEVICE int cluster_size() { return 1; }
-GK_DEVICE void cluster_arrive() {}
-GK_DEVICE void cluster_arrive_relaxed() {}
-GK_DEVICE void cluster_wait() {}
-template <class T>
-GK_DEVICE void store_remote(T* address, int, const T& value) {
-    *address = value;
-}
-#endif
 
 // ---- 16 or 8 bytes of device memory in one instruction: NVRTC splits some of the stores that are written as such ----
 GK_DEVICE void load_words(const void* address, uint32_t (&words)[4]) {

@@ -93,8 +93,7 @@ int attribute(const Driver& d, DeviceAttribute which, int device) {
 
 Device describe(const Driver& d, int device) {
     return {10 * attribute(d, kCapabilityMajor, device) + attribute(d, kCapabilityMinor, device),
-            attribute(d, kMultiprocessors, device), attribute(d, kSharedPerBlockOptin, device),
-            attribute(d, kSharedPerMultiprocessor, device), attribute(d, kL2Bytes, device)};
+            attribute(d, kMultiprocessors, device), attribute(d, kSharedPerBlockOptin, device)};
 }
 
 std::mutex& lock() {

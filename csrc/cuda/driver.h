@@ -35,8 +35,6 @@ struct Device {
     int capability;  // 10 * major + minor
     int multiprocessors;
     int shared_per_block;  // bytes, with the opt-in
-    int shared_per_multiprocessor;
-    int l2_bytes;
 };
 const Device& current_device();  // of the current context; throws as launch() does
 

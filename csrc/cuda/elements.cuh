@@ -125,11 +125,11 @@ GK_DEVICE void add_bias(const Source<Type>& row, const float* bias, int vector, 
 
 // Hands out the vectors [begin, end) of a row, a group to each of `workers` threads at a time: body(group, vector),
 // where group[k] is vector + k * workers. All workers call the body equally often; vectors from `end` on are -inf.
-template <bool kBackwards, class Type, class Body>
+template <class Type, class Body>
 GK_DEVICE void walk(const Source<Type>& row, int begin, int end, int worker, int workers, const Body& body) {
-    const int step = kGroup * workers, steps = (end - begin + step - 1) / step;
-    for (int i = 0; i < steps; i++) {
-        const int first = begin + (kBackwards ? steps - 1 - i : i) * step, last = first + step;
+    const int step = kGroup * workers;
+    for (int first = begin; first < end; first += step) {
+        const int last = first + step;
         if (row.whole(first, last < end ? last : end)) {
             Vector group[kGroup];
             if (last <= end) {

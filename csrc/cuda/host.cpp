@@ -11,11 +11,8 @@ namespace gk::cuda {
 namespace {
 
 constexpr int kWarpThreads = 32, kVectorBytes = 16;
-constexpr int kVectorsPerThread = 8;   // that a thread should have at least: two groups of loads
-constexpr int kBlocksWanted = 3;       // of a multiprocessor, in different phases of a resident row
-constexpr int kPlanLoads = 4;          // tokens that a thread of plan_sequence has at least, of its masks
-constexpr int kReservedShared = 1024;  // bytes that a multiprocessor takes for itself, per block
-constexpr int64_t kMaxBlocks = 0x7FFFFFFF;
+constexpr int kVectorsPerThread = 8;  // that a thread should have at least: two groups of loads
+constexpr int kPlanLoads = 4;         // tokens that a thread of plan_sequence has at least, of its masks
 constexpr const char* kSuffixes[kDTypeCount] = {"f32", "bf16", "f16"};
 
 int64_t divide_up(int64_t x, int64_t by) { return (x + by - 1) / by; }
@@ -29,63 +26,12 @@ std::string kernel_name(const char* what, const RowArgs& args, bool gradient) {
     return name;
 }
 
-// Vectors of a row, wherever it starts between two multiples of 16 bytes.
-int64_t vectors_of(const RowArgs& args) {
-    const int64_t per_vector = kVectorBytes / element_size(args.logits_dtype);
-    return divide_up(args.vocab + per_vector - 1, per_vector);
-}
-
-unsigned threads_for(int64_t vectors, int most) {
-    const int64_t wanted = round_up(divide_up(vectors, kVectorsPerThread), kWarpThreads);
-    return static_cast<unsigned>(std::clamp<int64_t>(wanted, 2 * kWarpThreads, most));
-}
-
-// How a cluster of 1 << shift blocks would hold a row.
-struct Residence {
-    int64_t shared;               // bytes per block
-    int32_t tile, longer, shift;  // of RowLaunch
-    unsigned threads;
-
-    unsigned blocks() const { return 1u << shift; }
-};
-
-// As many threads per multiprocessor in one block as in three: each has four loads on their way at a time.
-Residence reside(const RowArgs& args, const Device& device, int32_t shift) {
-    const int64_t slice = divide_up(vectors_of(args), int64_t{1} << shift), tiles = divide_up(slice, kWarpThreads);
-    const int64_t held_bytes = kVectorBytes / element_size(args.logits_dtype) * static_cast<int64_t>(sizeof(float));
-    const int64_t shared = kExchangeBytes + tiles * kWarpThreads * held_bytes;
-    const int64_t fit = device.shared_per_multiprocessor / (shared + kReservedShared);
-    const int neighbours = static_cast<int>(std::clamp<int64_t>(fit, 1, kBlocksWanted));
-    const unsigned threads = threads_for(slice, kResidentThreads / neighbours), warps = threads / kWarpThreads;
-    return {shared, static_cast<int32_t>(tiles / warps), static_cast<int32_t>(tiles % warps), shift, threads};
-}
-
-// The smallest cluster of which a multiprocessor takes kBlocksWanted blocks; if there is none, the largest that holds
-// the row: it reads each logit once, where the streamed kernel, as one block per multiprocessor, reads it twice.
-// Nothing is measured. False: no cluster holds the row.
-bool find_residence(const RowArgs& args, const Device& device, Residence& found) {
-    const int most = device.capability >= 90 ? kMaxCluster : 1;
-    bool any = false;
-    for (int32_t shift = 0; 1 << shift <= most; shift++) {
-        const Residence candidate = reside(args, device, shift);
-        if (candidate.shared > device.shared_per_block) continue;
-        found = candidate;
-        any = true;
-        if (kBlocksWanted * (candidate.shared + kReservedShared) <= device.shared_per_multiprocessor) break;
-    }
-    return any && args.rows * found.blocks() <= kMaxBlocks;
-}
-
-// As many rows at a time as three quarters of the L2 cache hold, but a quarter of the multiprocessors at least: fewer
-// could not keep the memory busy.
-unsigned streaming_blocks(const RowArgs& args, const Device& device) {
-    const int64_t fit = device.l2_bytes * int64_t{3} / 4 / (args.vocab * element_size(args.logits_dtype));
-    const int64_t blocks = std::clamp<int64_t>(fit, std::max(1, device.multiprocessors / 4), device.multiprocessors);
-    return static_cast<unsigned>(std::min(args.rows, blocks));
-}
-
 LaunchConfig block_per_row(const RowArgs& args, Stream stream) {
-    return {static_cast<unsigned>(args.rows), threads_for(vectors_of(args), kSweepThreads), kExchangeBytes, 1, stream};
+    const int64_t per_vector = kVectorBytes / element_size(args.logits_dtype);
+    const int64_t vectors = divide_up(args.vocab + per_vector - 1, per_vector);  // wherever between two the row starts
+    const int64_t wanted = round_up(divide_up(vectors, kVectorsPerThread), kWarpThreads);
+    const int64_t threads = std::clamp<int64_t>(wanted, 2 * kWarpThreads, kSweepThreads);
+    return {static_cast<unsigned>(args.rows), static_cast<unsigned>(threads), kExchangeBytes, 1, stream};
 }
 
 bool overlaps(const RowArgs& args) { return args.grad == args.logits && args.grad_dtype != args.logits_dtype; }
@@ -94,13 +40,12 @@ bool overlaps(const RowArgs& args) { return args.grad == args.logits && args.gra
 
 void stats(const RowArgs& args, Stream stream) {
     if (args.rows == 0) return;
-    launch(kernel_name("stats", args, false).c_str(), block_per_row(args, stream), RowLaunch{args, 0, 0, 0, 0});
+    launch(kernel_name("stats", args, false).c_str(), block_per_row(args, stream), RowLaunch{args, 0});
 }
 
 void gradient(const RowArgs& args, Stream stream) {
     if (args.rows == 0) return;
-    launch(kernel_name("gradient", args, true).c_str(), block_per_row(args, stream),
-           RowLaunch{args, 0, 0, overlaps(args), 0});
+    launch(kernel_name("gradient", args, true).c_str(), block_per_row(args, stream), RowLaunch{args, overlaps(args)});
 }
 
 void sparse_gradient(const RowArgs& args, const SparseRows& out, Stream stream) {
@@ -108,25 +53,15 @@ void sparse_gradient(const RowArgs& args, const SparseRows& out, Stream stream) 
     launch(kernel_name("sparse_gradient", args, false).c_str(), block_per_row(args, stream), SparseLaunch{args, out});
 }
 
-// The table has the temperature.
+// The table has the temperature and the weight of the entropy.
 void single_pass(const RowArgs& given, Stream stream) {
     RowArgs args = given;
     args.temperature = args.tokens.table + kTemperature * args.tokens.count;
-    if (!args.grad) return stats(args, stream);  // with the objective behind them
-    if (args.rows == 0) return;
-    const Device& device = current_device();
-    Residence home = {};
-    if (find_residence(args, device, home)) {
-        const LaunchConfig config = {static_cast<unsigned>(args.rows) * home.blocks(), home.threads,
-                                     static_cast<unsigned>(home.shared), home.blocks(), stream};
-        launch(kernel_name("single_pass_resident", args, true).c_str(), config,
-               RowLaunch{args, home.tile, home.longer, 0, home.shift});
-    } else {
-        const LaunchConfig config = {streaming_blocks(args, device), threads_for(vectors_of(args), kStreamedThreads),
-                                     kExchangeBytes, 1, stream};
-        launch(kernel_name("single_pass_streamed", args, true).c_str(), config,
-               RowLaunch{args, 0, 0, overlaps(args), 0});
-    }
+    stats(args, stream);  // with the objective behind them
+    if (!args.grad) return;
+    args.g_logp = args.tokens.values + kTokenGLogp * args.tokens.count;
+    args.g_entropy = args.tokens.table + kWeightEntropy * args.tokens.count;
+    gradient(args, stream);
 }
 
 // ---- tokens --------------------------------------------------------------------------------------------------------

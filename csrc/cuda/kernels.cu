@@ -3,11 +3,10 @@
 // on the CPU.
 #include "kept.cuh"
 #include "plan.cuh"
-#include "resident.cuh"
+#include "rows.cuh"
 #include "scale.cuh"
 #include "sequences.cuh"
 #include "sparse.cuh"
-#include "streamed.cuh"
 #include "tokens.cuh"
 
 namespace gk::cuda {
@@ -22,14 +21,8 @@ using f16 = Float16;
 #define GK_SPARSE(In) \
     GK_KERNEL(gk_sparse_gradient_##In, SparseLaunch, kSweepThreads, 2) { sparse_gradient<In>(args); }
 
-#define GK_GRADIENT(In, Out)                                                                      \
-    GK_KERNEL(gk_gradient_##In##_##Out, RowLaunch, kSweepThreads, 2) { gradient<In, Out>(args); } \
-    GK_KERNEL(gk_single_pass_streamed_##In##_##Out, RowLaunch, kStreamedThreads, 1) {             \
-        single_pass_streamed<In, Out>(args);                                                      \
-    }                                                                                             \
-    GK_KERNEL(gk_single_pass_resident_##In##_##Out, RowLaunch, kResidentThreads, 1) {             \
-        single_pass_resident<In, Out>(args);                                                      \
-    }
+#define GK_GRADIENT(In, Out) \
+    GK_KERNEL(gk_gradient_##In##_##Out, RowLaunch, kSweepThreads, 2) { gradient<In, Out>(args); }
 
 #define GK_SCALE(In) \
     GK_KERNEL(gk_scale_##In, ScaleArgs, kScaleThreads, kScaleBlocks) { scale<In>(args); }

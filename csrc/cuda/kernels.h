@@ -8,10 +8,7 @@ namespace gk::cuda {
 // ---- rows -----------------------------------------------------------------------------------------------------------
 struct RowLaunch {
     RowArgs rows;
-    int32_t tile;     // 16-byte vectors of logits that a lane holds; resident kernels only
-    int32_t longer;   // and in so many warps of a block, its first, one more
-    int32_t overlap;  // narrower gradients start where the logits start; streamed kernels and gradient only
-    int32_t shift;    // a row has a cluster of 1 << shift blocks; resident kernels only
+    int32_t overlap;  // narrower gradients start where the logits start
 };
 
 struct SparseLaunch {
@@ -19,11 +16,8 @@ struct SparseLaunch {
     SparseRows out;
 };
 
-constexpr int kMaxCluster = 8;         // blocks; more is not portable
-constexpr int kResidentThreads = 768;  // of a multiprocessor, shared by the blocks that it takes
-constexpr int kStreamedThreads = 768;  // one block per multiprocessor
-constexpr int kSweepThreads = 512;     // stats, gradient and sparse_gradient
-constexpr int kExchangeBytes = 512;    // of shared memory, ahead of what a resident block holds
+constexpr int kSweepThreads = 512;
+constexpr int kExchangeBytes = 512;  // of shared memory
 
 // ---- the plan -------------------------------------------------------------------------------------------------------
 struct PlanLaunch {

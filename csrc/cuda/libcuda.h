@@ -10,14 +10,7 @@ namespace gk::cuda {
 using Result = int;  // 0 is success
 using Handle = void*;
 
-enum DeviceAttribute {
-    kMultiprocessors = 16,
-    kL2Bytes = 38,
-    kCapabilityMajor = 75,
-    kCapabilityMinor = 76,
-    kSharedPerMultiprocessor = 81,
-    kSharedPerBlockOptin = 97
-};
+enum DeviceAttribute { kMultiprocessors = 16, kCapabilityMajor = 75, kCapabilityMinor = 76, kSharedPerBlockOptin = 97 };
 enum FunctionAttribute { kStaticShared = 1, kMaxDynamicShared = 8, kPreferredSharedCarveout = 9 };
 enum CaptureMode { kCaptureRelaxed = 2 };
 

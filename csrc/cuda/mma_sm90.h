@@ -22,6 +22,12 @@ GK_DEVICE void store_shared(uint32_t address, uint32_t value) {  // st.shared
 // threads: fence.proxy.async
 GK_DEVICE void fence_shared_for_tma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// ---- clusters -------------------------------------------------------------------------------------------------------
+// A barrier of all threads of the cluster in two halves. What a thread wrote before it arrived, in whatever shared
+// memory of the cluster, is there for every thread that has waited.
+GK_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+GK_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+
 // ---- barriers in shared memory (mbarrier): a phase takes `count` arrivals and all announced bytes ------------------
 // They order threads of one block (the default scope): what passes between blocks is written by TMA and read by wgmma,
 // which announce their own ends. The scope of the cluster would empty the first-level cache at every wait.

@@ -21,7 +21,7 @@ GK_DEVICE void scale(const ScaleArgs& args) {
         const int64_t from = begin < skipped ? 0 : begin - skipped, to = begin + tile < end ? begin + tile : end;
         const Source<Type> source(x + from, static_cast<int>(to - skipped - from));
         const Target<Type, Type> target(x + from, source);
-        walk<false>(source, 0, source.vectors(), thread_index(), block_threads(), [&](const auto& group, int vector) {
+        walk(source, 0, source.vectors(), thread_index(), block_threads(), [&](const auto& group, int vector) {
             GK_UNROLL for (const Vector& packed : group) {
                 float values[kPerVector<Type>];
                 unpack<Type>(packed, values);

@@ -1,4 +1,4 @@
-// The mathematics of a row, shared by the kernels that hold it in different ways.
+// The mathematics of a row, shared by the kernels of rows and of the head.
 //
 //     u = logit + bias
 //     y = u, or cap * tanh(scale * u / cap)          z = y * to_z          to_z = scale / T, or 1 / T with a softcap
@@ -97,9 +97,8 @@ GK_DEVICE Sums<Real> warp_sums(const Sums<Real>& mine, Real to_exponent) {
     return sums;
 }
 
-// What up to a warp of warps, or of blocks, have left in `parts`. For one warp; every lane gets the result.
-template <class Real>
-GK_DEVICE Sums<double> merge(const Sums<Real>* parts, int count, const ExactScales& scales) {
+// What up to a warp of warps have left in `parts`. For one warp; every lane gets the result.
+GK_DEVICE Sums<double> merge(const Sums<float>* parts, int count, const ExactScales& scales) {
     Sums<double> mine = {-infinity(), 0.0, 0.0};
     const int lane = lane_index();
     if (lane < count) mine = {parts[lane].top, parts[lane].exps, parts[lane].moment};

@@ -13,7 +13,7 @@
 // Per logit of a (C, V) float32 chunk: 4 bytes read, an exponential, and about 15 other operations.
 #pragma once
 #include "../sparse_rules.h"
-#include "streamed.cuh"
+#include "rows.cuh"
 
 namespace gk::cuda {
 

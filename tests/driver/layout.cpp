@@ -18,10 +18,8 @@ static_assert(offsetof(FullLaunchConfig, attribute_count) == offsetof(CUlaunchCo
 
 static_assert(int(kClusterDimension) == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION);
 static_assert(int(kMultiprocessors) == CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
-static_assert(int(kL2Bytes) == CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE);
 static_assert(int(kCapabilityMajor) == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
 static_assert(int(kCapabilityMinor) == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
-static_assert(int(kSharedPerMultiprocessor) == CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR);
 static_assert(int(kSharedPerBlockOptin) == CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN);
 static_assert(int(kStaticShared) == CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES);
 static_assert(int(kMaxDynamicShared) == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES);

@@ -43,8 +43,7 @@ void report() { printf("built for %d: %s; driver %d\n", built_for_cuda(), built_
 
 void print_device() {
     const Device& d = current_device();
-    printf("device %d: %d multiprocessors, %d and %d bytes shared, L2 %d\n", d.capability, d.multiprocessors,
-           d.shared_per_block, d.shared_per_multiprocessor, d.l2_bytes);
+    printf("device %d: %d multiprocessors, %d bytes shared\n", d.capability, d.multiprocessors, d.shared_per_block);
 }
 
 void make_map(int64_t row_stride) {

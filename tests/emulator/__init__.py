@@ -12,21 +12,9 @@ from grpo_kernels.backends.compiled.cuda import CudaBackend
 
 from .build import ROOT, build_module, build_sanitized, few_types
 
-__all__ = ["DEVICES", "H200", "ROOT", "Emulated", "build_module", "build_sanitized", "few_types"]
+__all__ = ["H200", "ROOT", "Emulated", "build_module", "build_sanitized", "few_types"]
 
-# Compute capability, multiprocessors, shared memory per block and per multiprocessor, bytes of the L2 cache.
-H200 = (90, 132, 232448, 233472, 62914560)
-# Shared memory so small that rows of 5,003 logits take clusters of the named size, or none; an L2 cache that makes the
-# streamed kernel's blocks do several rows each. The last two have no clusters.
-DEVICES = {
-    "cluster 1": H200,
-    "cluster 2": (90, 132, 13 << 10, 40 << 10, 62914560),
-    "cluster 4": (90, 132, 7 << 10, 24 << 10, 62914560),
-    "cluster 8": (90, 132, 5 << 10, 16 << 10, 62914560),
-    "streamed": (90, 8, 2 << 10, 6 << 10, 40000),
-    "capability 8.0, resident": (80, 108, 166912, 167936, 41943040),
-    "capability 8.0, streamed": (80, 8, 2 << 10, 6 << 10, 40000),
-}
+H200 = (90, 132, 232448)  # compute capability, multiprocessors, shared memory per block
 
 
 class Launch(NamedTuple):
@@ -51,9 +39,9 @@ class Emulated(CudaBackend):
         self._controls.gk_items_cover.restype = ctypes.c_bool
 
     def use(self, device: Sequence[int] = H200, order: int = 0) -> None:
-        """`device`: the first numbers of one in DEVICES, the rest is an H200's; `order`: see emulator.h."""
+        """`device`: the first of these numbers, the rest is an H200's; `order`: see emulator.h."""
         numbers = (*device, *H200[len(device) :])
-        self._controls.gk_emulator_use((ctypes.c_int * 5)(*numbers), order)
+        self._controls.gk_emulator_use((ctypes.c_int * 3)(*numbers), order)
 
     def last_launch(self) -> Launch:
         numbers = (ctypes.c_uint * 4)()

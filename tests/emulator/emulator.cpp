@@ -368,7 +368,7 @@ const char* image_for(int capability) { return capability == 90 ? "sm_90a" : "em
 using gk::emulator::settings;
 
 GK_EXPORT void gk_emulator_use(const int* device, unsigned order) {
-    settings().device = {device[0], device[1], device[2], device[3], device[4]};
+    settings().device = {device[0], device[1], device[2]};
     settings().order = order;
 }
 

@@ -68,13 +68,11 @@ GK_DEVICE int block_threads() { return emulator::block_threads(); }
 GK_DEVICE unsigned block_index() { return emulator::block_index(); }
 GK_DEVICE unsigned block_count() { return emulator::block_count(); }
 GK_DEVICE int cluster_rank() { return emulator::cluster_rank(); }
-GK_DEVICE int cluster_size() { return emulator::cluster_size(); }
 GK_DEVICE char* dynamic_shared() { return emulator::shared_memory(); }
 
 GK_DEVICE void block_sync(GK_HERE) { emulator::block_sync(place); }
 GK_DEVICE void warp_sync(GK_HERE) { emulator::warp_sync(place); }
 GK_DEVICE void cluster_arrive(GK_HERE) { emulator::cluster_arrive(place); }
-GK_DEVICE void cluster_arrive_relaxed(GK_HERE) { emulator::cluster_arrive(place); }
 GK_DEVICE void cluster_wait(GK_HERE) { emulator::cluster_wait(place); }
 
 template <class T>
@@ -90,10 +88,6 @@ GK_DEVICE uint32_t ballot(bool condition, GK_HERE) {
     uint32_t bits = static_cast<uint32_t>(condition) << emulator::thread_index() % 32;
     for (int mask = 16; mask > 0; mask /= 2) bits |= shuffle_xor(bits, mask, place);
     return bits;
-}
-template <class T>
-GK_DEVICE void store_remote(T* address, int rank, const T& value, GK_HERE) {
-    *static_cast<T*>(emulator::remote(address, rank, place)) = value;
 }
 
 template <int count>

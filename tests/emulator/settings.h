@@ -8,7 +8,7 @@ namespace gk::emulator {
 
 struct Settings {
     unsigned order = 0;
-    cuda::Device device = {90, 132, 232448, 233472, 62914560};  // an H200's
+    cuda::Device device = {90, 132, 232448};  // an H200's
     std::string last_kernel;
     cuda::LaunchConfig last_config = {};
 };
