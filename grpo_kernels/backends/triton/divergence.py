@@ -54,13 +54,13 @@ def log_of_ratio(p, m):
 
 
 @triton.jit
-def divergence_slope(y1, y2, pair, DIVERGENCE: tl.constexpr):
+def divergence_slope(y1, y2, pair, OPTIONS: tl.constexpr):
     """weight dD/dz of (ROWS, COLUMNS)."""
     log_p, prob_p = probabilities(y1, pair.policy)
     log_q, prob_q = probabilities(y2, pair.teacher)
-    if DIVERGENCE == "forward_kl":
+    if OPTIONS.divergence == "forward_kl":
         return pair.weight[:, None] * (prob_p - prob_q)
-    if DIVERGENCE == "reverse_kl":
+    if OPTIONS.divergence == "reverse_kl":
         slope = pair.weight[:, None] * prob_p * (log_p - log_q - pair.offset[:, None])
         return tl.where(prob_p == 0.0, 0.0, slope)
     beta = pair.q.divergence_beta

@@ -234,14 +234,14 @@ def row_statistics(row, to_z, p, OPTIONS: tl.constexpr):
 def gradient_of(row, columns, end, wanted, slopes, pair, p, OPTIONS: tl.constexpr):
     """The gradient (ROWS, COLUMNS) of these columns; anything where none is wanted. `pair`: None without a teacher."""
     y, slope = softcap(load_logits(row, columns, end, wanted), p.logit_scale, p.softcap, OPTIONS.capped)
-    if pair is not None:
+    if OPTIONS.divergence is not None:
         TEACHER: tl.constexpr = OPTIONS.teacher
         u = load_logits(pair.row, columns, end, wanted)
         other, _ = softcap(u, pair.q.logit_scale, pair.q.softcap, TEACHER.capped)
     t = exponent(y, slopes.top[:, None], slopes.to_exponent[:, None])
     value = tl.exp2(t) * (slopes.constant[:, None] + slopes.linear[:, None] * t)
-    if pair is not None:
-        value += divergence_slope(y, other, pair, OPTIONS.divergence)
+    if OPTIONS.divergence is not None:
+        value += divergence_slope(y, other, pair, OPTIONS)
     value *= slope
     return tl.where(columns[None, :] == row.ids[:, None], slopes.du_id[:, None], value)
 
@@ -293,7 +293,7 @@ def add_divergence(row, slopes, pair, p, OPTIONS: tl.constexpr):
     known = row.live & ~is_zero & (row.ids >= 0) & (row.ids < row.vocab)
     y1, slope = softcap(load_sampled(row, known), p.logit_scale, p.softcap, OPTIONS.capped)
     y2, _ = softcap(load_sampled(pair.row, known), pair.q.logit_scale, pair.q.softcap, TEACHER.capped)
-    of_id = tl.sum(divergence_slope(y1[:, None], y2[:, None], pair, OPTIONS.divergence), 1) * slope
+    of_id = tl.sum(divergence_slope(y1[:, None], y2[:, None], pair, OPTIONS), 1) * slope
     du_id = tl.where(slopes.known, slopes.du_id, 0.0) + tl.where(known, of_id, 0.0)
     return Slopes(slopes.top, slopes.to_exponent, slopes.constant, slopes.linear, du_id, known, is_zero)
 
@@ -303,7 +303,7 @@ def row_gradient(row, gradient, rows, found, g_logp, g_entropy, pair, scales, p,
     BLOCK: tl.constexpr = OPTIONS.block
     du = rows_of(gradient, rows)
     slopes = row_slopes(row, found, g_logp, g_entropy, scales, p, OPTIONS)
-    if pair is not None:
+    if OPTIONS.divergence is not None:
         slopes = add_divergence(row, slopes, pair, p, OPTIONS)
 
     tl.debug_barrier()  # every thread has read the sampled logit before any writes over it
@@ -376,7 +376,7 @@ def gradient_kernel(
     row = Row(rows_of(logits, rows), logits.bias, live, id_, logits.vocab)
     found = Statistics(top, log_sum, None, h)
     pair = None
-    if teacher is not None:
+    if OPTIONS.divergence is not None:  # Triton 3.4 cannot compare a tuple that holds None
         TEACHER: tl.constexpr = OPTIONS.teacher
         other = Row(rows_of(teacher, rows), teacher.bias, live, id_, teacher.vocab)
         to_z, _ = logit_scales(q, T, TEACHER.capped)
