@@ -40,6 +40,7 @@ LEARNERS = {
     "TRL, FusedGRPOTrainer": "#0a8f6a",
     "grpo-kernels train": "#d1410c",
     "grpo-kernels train, sparse": "#8a3fb0",
+    "grpo-kernels train, vLLM": "#b08a00",
 }
 TRAINERS = ("eager", "trl", "liger", "verl", "verl-torch")
 ARMS = ("#6b6b6b", "#d1410c", "#0b6fb3")
@@ -265,14 +266,13 @@ A teacher of 64 ids, time of the step without a teacher:
 
 
 def draw_learning(document: Document, folder: Path) -> None:
-    """Evaluated reward over minutes and over steps, a row per setting: each seed, and their mean."""
-    settings = list(dict.fromkeys(found["setting"] for found in document["rounds"]))
+    """Evaluated reward over minutes and over steps, a row per task and setting: each seed, and their mean."""
+    kinds = _rounds(document)
     with rc_context(STYLE):
-        figure, axes = sheet(document, "Evaluated reward of SmolLM2-135M-Instruct, times table", 2 * len(settings), 2.3)
-        for k, setting in enumerate(settings):
-            rounds = _rounds(document, setting)
-            for name, colour in LEARNERS.items():
-                curves = [found[name]["evaluations"] for found in rounds]
+        figure, axes = sheet(document, "Evaluated reward of SmolLM2-135M-Instruct", 2 * len(kinds), 2.3)
+        for k, (kind, rounds) in enumerate(kinds.items()):
+            for name in rounds[0]:
+                curves, colour = [found[name]["evaluations"] for found in rounds], LEARNERS[name]
                 for axis, unit in ((axes[2 * k], "clock"), (axes[2 * k + 1], "evaluated")):
                     scale = 60.0 if unit == "clock" else 1.0
                     rows = [([e[unit] / scale for e in curve], [e["reward"] for e in curve]) for curve in curves]
@@ -281,41 +281,58 @@ def draw_learning(document: Document, folder: Path) -> None:
                     mean = [list(map(fmean, zip(*values, strict=True))) for values in zip(*rows, strict=True)]
                     axis.plot(*mean, color=colour, label=name)
                     axis.set_xlabel("minutes" if unit == "clock" else "optimizer steps")
-                    axis.set_title(setting.replace("-", ", "))
+                    axis.set_title(kind)
                     axis.axhline(GOAL, color="#989898", linewidth=0.6, linestyle=":")
-        axes[0].legend(frameon=False)
+        for axis in axes[::2]:  # not every contestant is in every row
+            axis.legend(frameon=False)
         figure.savefig(folder / "time-to-reward.png", dpi=DPI)
 
 
-def _rounds(document: Document, setting: str) -> list[dict[str, Any]]:
-    """What the contestants told, for each seed."""
-    return [found["contestants"] for found in document["rounds"] if found["setting"] == setting]
+def _rounds(document: Document) -> dict[str, list[dict[str, Any]]]:
+    """What the contestants told, for each seed, by task and setting."""
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for found in document["rounds"]:
+        kind = ", ".join((found["task"].replace("-", " "), *found["setting"].split("-")))
+        kinds.setdefault(kind, []).append(found["contestants"])
+    return kinds
 
 
 def _learning(document: Document) -> str:
     """A row per setting and contestant; medians over seeds, the parts of a step means over all steps."""
     where, rows = document["environment"], []
-    for setting in dict.fromkeys(found["setting"] for found in document["rounds"]):
-        rounds = _rounds(document, setting)
+    for kind, rounds in _rounds(document).items():
         base = [_minutes_to_goal(found["TRL"]) for found in rounds]
-        title = f"{setting.replace('-', ', ')}, {len(rounds)} seed{'s' * (len(rounds) > 1)}"
-        for name in LEARNERS:
+        title = f"{kind}, {len(rounds)} seed{'s' * (len(rounds) > 1)}"
+        for name in rounds[0]:
             own = [found[name] for found in rounds]
             minutes = [_minutes_to_goal(one) for one in own]
             steps = [step["seconds"] for one in own for step in one["steps"]]
-            parts = [fmean(step[part] for step in steps) for part in steps[0]]
+            parts = {part: fmean(step[part] for step in steps) for part in steps[0]}
+            step = sum(parts.values())
             rows.append((
                 title, name, _spread(minutes, ".1f"),
                 _spread([mine / other for mine, other in zip(minutes, base, strict=True)], ".2f"),
-                *(f"{seconds:.1f}" for seconds in (sum(parts), *parts)), f"{median(o['peak_mib'] for o in own):,.0f}",
+                *(f"{seconds:.1f}" for seconds in (step, *parts.values())), f"{1 - parts['head'] / step:.2f}",
+                f"{median(o['peak_mib'] for o in own):,.0f}",
                 f"{fmean(one['evaluations'][-1]['reward'] for one in own):.2f}",
             ))  # fmt: skip
     names = [f"{part}, s" for part in document["rounds"][0]["contestants"]["TRL"]["steps"][0]["seconds"]]
-    titles = ("setting", "", f"minutes to {GOAL}", "of TRL's", "step, s", *names, "peak MiB", "reward after")
+    titles = (
+        "setting",
+        "",
+        f"minutes to {GOAL}",
+        "of TRL's",
+        "step, s",
+        *names,
+        "without head",
+        "peak MiB",
+        "reward after",
+    )
     cpu = f"{where['cpu']}, {where['threads']} threads, {where['date'][:10]}"
     return f"""\
 **{LEARNING}.** {cpu}: `python bench/time_to_reward.py`, contestants step by step in turns.
-Minutes are median (least to most) of the time that a contestant's steps took until its first evaluation at {GOAL}:
+Minutes are median (least to most) of the time that a contestant's steps took until its first evaluation at {GOAL};
+"without head" is the share of a step that would be left if its head took no time, which is sampling and the body:
 
 {table(titles, rows)}
 
@@ -324,8 +341,8 @@ Minutes are median (least to most) of the time that a contestant's steps took un
 
 def learning_summary(document: Document) -> str:
     """A row per contestant, in bfloat16."""
-    rounds, rows = _rounds(document, "full-bfloat16"), []
-    for name in LEARNERS:
+    rounds, rows = _rounds(document)["times table, full, bfloat16"], []
+    for name in rounds[0]:
         own = [found[name] for found in rounds]
         minutes = [_minutes_to_goal(one) for one in own]
         of_trl = [mine / _minutes_to_goal(found["TRL"]) for mine, found in zip(minutes, rounds, strict=True)]
