@@ -1,7 +1,10 @@
-"""How soon a chat model learns: TRL's GRPOTrainer, the same with FusedGRPOTrainer, `grpo-kernels train`, and that with
-sparse gradients.
+"""How soon a chat model learns: TRL's GRPOTrainer, the same with FusedGRPOTrainer, `grpo-kernels train`, that with
+sparse gradients, and that with vLLM's sampling.
 
     python bench/time_to_reward.py --output bench/results/time-to-reward.json [--settings full-bfloat16] [--seeds 0 1 2]
+
+`--vllm-python build/vllm/bin/python` names an environment with vLLM (`make test-vllm` makes that one); the contestant
+with vLLM takes part where one is named.
 
 SmolLM2-135M-Instruct (`make demo-chat` installs it) learns a generated task from the same prompts, with the same
 hyperparameters and seed. The contestants of a round take turns step by step: the one with the least time on its clock
@@ -16,6 +19,7 @@ import argparse
 import ctypes
 import gc
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -40,13 +44,16 @@ from grpo_kernels.trainer.sampling import eos_ids, generate
 from grpo_kernels.trainer.smollm2 import smollm2
 from grpo_kernels.trainer.tasks import TASKS
 
-CONTESTANTS = ("TRL", "TRL, FusedGRPOTrainer", "grpo-kernels train", "grpo-kernels train, sparse")
+SPARSE, VLLM = "grpo-kernels train, sparse", "grpo-kernels train, vLLM"
+CONTESTANTS = ("TRL", "TRL, FusedGRPOTrainer", "grpo-kernels train", SPARSE, VLLM)
 SETTINGS = ("full-float32", "full-bfloat16", "lora-float32", "lora-bfloat16")
 GROUP, BATCH, LENGTH = 8, 64, 24  # completions of a prompt, of a step; tokens of a completion
 RATES = {"full": 2e-5, "lora": 5e-4}
 THETA = 2**-12  # sparse_backward
 EVALUATE_EVERY, HELD_OUT, SAMPLES = 2, 32, 1
 PARTS = ("sampling", "rewards", "body", "head", "rest")
+VLLM_OPTIONS = ["--use-vllm", "--vllm-enforce-eager", "--vllm-max-model-length=256"]
+VLLM_VARIABLES = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # GiB; the threads of torch
 
 
 class Clock:
@@ -112,19 +119,20 @@ class Clock:
 class Contestant:
     """One run in this process. It tells its parent of each step and evaluation, and waits for its turn."""
 
-    def __init__(self, name: str, setting: str, task: str, seed: int, steps: int, folder: Path) -> None:
+    def __init__(self, name: str, model: str, setting: str, task: str, seed: int, steps: int, folder: Path) -> None:
         self.name, self.task, self.steps, self.clock = name, task, steps, Clock()
         self.kind, self.dtype = setting.split("-")
-        self.pipe: TextIO = sys.stdout
-        sys.stdout = sys.stderr  # what libraries print
+        self.pipe: TextIO = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # what libraries print
         self.arguments = parse([
-            f"--output-dir={folder / 'run'}", f"--model-name-or-path={smollm2()}", f"--dataset-name={task}",
+            f"--output-dir={folder / 'run'}", f"--model-name-or-path={model}", f"--dataset-name={task}",
             "--reward-funcs=last_number", f"--num-generations={GROUP}", f"--per-device-train-batch-size={BATCH}",
             f"--max-completion-length={LENGTH}", f"--max-steps={steps}", f"--learning-rate={RATES[self.kind]}",
             "--lr-scheduler-type=constant", "--beta=0", "--loss-type=dapo", "--save-steps=0", f"--seed={seed}",
             "--disable-tqdm", "--use-cpu", "--share-prompts", *(["--bf16"] if self.dtype == "bfloat16" else []),
             *(["--use-peft"] if self.kind == "lora" else []),
-            *([f"--sparse-backward={THETA}"] if name == CONTESTANTS[3] else []),
+            *([f"--sparse-backward={THETA}"] if name == SPARSE else []),
+            *(VLLM_OPTIONS if name == VLLM else []),
         ])  # fmt: skip
 
     def tell(self, **record: Any) -> None:
@@ -247,11 +255,15 @@ class Contestant:
 class Child:
     """A contestant's process, as its parent sees it. `found`: what it has told."""
 
-    def __init__(self, name: str, words: list[str]) -> None:
+    def __init__(self, name: str, python: Path, words: list[str]) -> None:
         words = ["--contestant", name, *words]
         self.found: dict[str, Any] = {"command": ["bench/time_to_reward.py", *words], "steps": [], "evaluations": []}
-        command = [sys.executable, __file__, *words]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        # vLLM's environment does not have this package: it is found beside this file's folder.
+        variables = os.environ | VLLM_VARIABLES | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+        self.process = subprocess.Popen(
+            [python, __file__, *words, "--model", smollm2()], env=variables if name == VLLM else None,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
         self.running = self.read()
 
     @property
@@ -282,10 +294,10 @@ class Child:
         self.running = self.read()
 
 
-def run_round(names: list[str], setting: str, task: str, seed: int, steps: int) -> dict[str, Any]:
-    """What each contestant told, by its name."""
+def run_round(pythons: dict[str, Path], setting: str, task: str, seed: int, steps: int) -> dict[str, Any]:
+    """What each contestant told, by its name. `pythons`: by the same names."""
     words = ["--settings", setting, "--tasks", task, "--seeds", str(seed), "--steps", str(steps)]
-    children = {name: Child(name, words) for name in names}
+    children = {name: Child(name, python, words) for name, python in pythons.items()}
     try:
         while waiting := [child for child in children.values() if child.running]:
             child = min(waiting, key=lambda child: child.clock)
@@ -310,13 +322,19 @@ def main() -> None:
     add("--seeds", nargs="+", type=int, default=[0, 1, 2])
     add("--steps", type=int, default=14)
     add("--output", type=Path, default=Path("build/time-to-reward.json"))
+    add("--vllm-python", type=Path, help=f"Python of an environment with vLLM, for {VLLM!r}")
     add("--contestant", choices=CONTESTANTS, help="be this one: for the processes that this script starts")
+    add("--model", help="the model's folder: for the processes that this script starts")
     chosen = parser.parse_args()
     if chosen.contestant:
-        options = chosen.settings[0], chosen.tasks[0], chosen.seeds[0], chosen.steps
+        options = chosen.model, chosen.settings[0], chosen.tasks[0], chosen.seeds[0], chosen.steps
         with TemporaryDirectory() as folder:
             Contestant(chosen.contestant, *options, Path(folder)).run()
         return
+    pythons = dict.fromkeys(chosen.contestants, Path(sys.executable)) | {VLLM: chosen.vllm_python}
+    if chosen.vllm_python is None:
+        print(f"{VLLM!r} takes no part: --vllm-python names no environment")
+    contestants = [name for name in chosen.contestants if pythons[name] is not None]
     here = environment(torch.device("cpu"))
     document = read(chosen.output) if chosen.output.exists() else {"environment": here, "rounds": []}
     for seed in chosen.seeds:
@@ -325,8 +343,8 @@ def main() -> None:
                 options = {"task": task, "setting": setting, "seed": seed}
                 known = [found for found in document["rounds"] if options.items() <= found.items()]
                 found = known[0] if known else options | {"date": now(), "contestants": {}}
-                names = [name for name in chosen.contestants if name not in found["contestants"]]
-                found["contestants"] |= run_round(names, setting, task, seed, chosen.steps)
+                left = {name: pythons[name] for name in contestants if name not in found["contestants"]}
+                found["contestants"] |= run_round(left, setting, task, seed, chosen.steps)
                 document["rounds"] += [] if known else [found]
                 write(chosen.output, document)
 
