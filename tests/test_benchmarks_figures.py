@@ -96,5 +96,5 @@ def test_one_command_draws_every_file_and_rewrites_the_tables(results, capsys):
     step = "qwen2.5-0.5b (4096, 896, 151936), bfloat16, step"
     assert [step, "2,100 (1,890 to 2,520)", "1.05", "0.70", "0.42", "", *errors] in rows
     assert [f"{step}, 32 ids kept", "84 (76 to 101)", "1.05", "", "", "0.525", "3.0e-04", "2.0e-03"] in rows
-    assert {row[0] for row in rows} >= {"exact", "2^-12", "cut below 2^-12", "full, bfloat16, 3 seeds"}
+    assert {row[0] for row in rows} >= {"exact", "2^-12", "cut below 2^-12", "times table, full, bfloat16, 3 seeds"}
     assert "(drawn/cpu-time.png)" in page and "No GPU has been measured yet." in page
