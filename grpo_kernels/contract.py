@@ -418,15 +418,15 @@ class Backend:
         raise NotImplementedError
 
     def linear_logp(self, chunk: HeadChunk, *, entropy: bool) -> RowStats:
-        """Of strategy "linear": statistics without logits. entropy: whether it is wanted."""
+        """Computes statistics without logits, for the strategy "linear". entropy: whether it is wanted."""
         raise NotImplementedError
 
     def anchored(self, chunk: HeadChunk, table: Tensor, exponentials: Tensor) -> tuple[RowStats, Tensor]:
-        """Of strategy "anchored": (statistics, scale (C,)); scale * exponentials (C, V), which are written, is
-        d loss / d logits. table (fields, C): of these rows alone."""
+        """Writes the exponentials (C, V) and returns (statistics, scale (C,)), for the strategy "anchored": scale times
+        exponentials is d loss / d logits. table (fields, C): of these rows alone."""
         raise NotImplementedError
 
     def add_transposed(self, target: Tensor, source: Tensor, *, add: bool) -> None:
-        """With `has_amx`, where oneDNN takes longer to add a transposed product to a sum: target = source^T, or += with
-        `add`; target (R, H) bf16 or fp32, source (H, R) bf16, both contiguous rows."""
+        """target = source^T, or += with `add`; target (R, H) bf16 or fp32, source (H, R) bf16, both contiguous rows.
+        Called with `has_amx` alone: there oneDNN takes longer to add a transposed product to a sum."""
         raise NotImplementedError

@@ -1,7 +1,7 @@
 """The specification: what every backend must compute, in plain PyTorch and by autograd, at any floating precision.
 
 It holds the full (N, V) logits and is slow and large on purpose: one line per formula, `detach()` for stop-gradient.
-Of the package it runs the configuration and names.py alone. Symbols: N tokens (a (B, T) batch flattened, or packed),
+At run time it imports config.py and names.py alone. Symbols: N tokens (a (B, T) batch flattened, or packed),
 S sequences, V vocabulary; m is the mask, A the advantage, r the importance ratio. Natural logs, nats.
 """
 

@@ -144,7 +144,7 @@ class CompiledBackend(Backend):
         g_entropy: Tensor | None = None,
         *others: object,
     ) -> None:
-        """gk::RowArgs."""
+        """Calls a row function of the module with the fields of gk::RowArgs, and `others` behind them."""
         logits, rows, ids, temperature, values, params, bias, teacher = chunk
         if teacher is not None:
             name, others = f"teacher_{name}", (self._teacher(teacher), *others)

@@ -103,7 +103,7 @@ def divergence_kernel(logits, teacher, place, temperature, values, kept, count, 
 
 
 def statistics(chunk: LogitChunk) -> None:
-    """And with a teacher the divergence, its offset and the teacher's log-sum-exp."""
+    """Statistics of the logits; with a teacher also the divergence, its offset and the teacher's log-sum-exp."""
     rows.statistics(chunk)
     if chunk.teacher is not None:
         grid, options = row_options(chunk)
