@@ -247,3 +247,12 @@ def test_gradients_are_ordinary_tensors(kept_ids):
     gk.fused_grpo_loss(hidden, weight, ids, advantages, **options).loss.backward()
     assert weight.grad.data_ptr() not in {block.data_ptr() for block in memory._last_on_cpu}
     weight.grad.untyped_storage().resize_(0)
+
+
+def test_logits_on_a_cpu_are_kept_for_the_next_call():
+    memory._last_on_cpu.clear()
+    blocks = []
+    for _ in range(2):
+        fused(make_batch(0), backend="cpu")
+        blocks += [block.data_ptr() for block in memory._last_on_cpu]
+    assert len(blocks) == 2 and blocks[0] == blocks[1]

@@ -1,4 +1,4 @@
-"""What every backend does per token, without logits: plan, objective of sequences, sums. Plain torch is right.
+"""What every backend does per token, without logits: plan, objective of sequences, sums. Plain torch is the reference.
 
 Random configurations and batches, tiny: the interpreter runs each many times.
 """
@@ -17,7 +17,7 @@ from grpo_kernels.contract import TokenInputs
 from grpo_kernels.names import COLUMNS, FIELD, KernelParams, PlanRules
 
 KERNELS = ("cpu", "triton", "cuda")
-CASES = range(24)  # of each test: every surrogate at every level of the ratio
+CASES = range(28)  # of each test; on a CPU every surrogate at every level of the ratio
 EACH = [(name, case) for name in KERNELS for case in CASES if name == "cpu" or case < 12]
 
 

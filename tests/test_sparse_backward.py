@@ -32,10 +32,12 @@ from test_transformers import batch as model_batch
 from torch import Tensor
 
 import grpo_kernels as gk
+from grpo_kernels.backends import get_backend
 from grpo_kernels.backends.launch import STRATEGIES
 from grpo_kernels.contract import SparseRule
 from grpo_kernels.engine import kept, sparse
 from grpo_kernels.engine import shared as engine_shared
+from grpo_kernels.engine.lm_head import LMHead
 from grpo_kernels.integrations.transformers import fused_forward
 
 BACKENDS = ("cpu", "torch")
@@ -394,3 +396,13 @@ def test_without_gradients_nothing_is_counted():
         out = call(make_batch(0), gk.GRPOConfig(sparse_backward=THETA))
     assert out.metrics["sparse/kept"] == out.metrics["sparse/dense"] == 0
     assert out.metric_sums["sparse/kept"][1] == 0
+
+
+@pytest.mark.parametrize(("count", "chunk_rows", "share"), [(2048, None, 0.75), (16, None, 1), (2048, 300, 1)])
+def test_chunks_leave_room_for_pairs(count, chunk_rows, share):
+    """Unless they are small, or their rows were chosen."""
+    given = torch.zeros(1, count, 1), torch.zeros(49152, 1), None
+    head = LMHead(given, get_backend("torch"), wants=(True, True, False), chunk_rows=chunk_rows)
+    usual = max(chunk.rows.count for chunk in head.chunks(None))
+    head.leave_room()
+    assert usual * share * 0.85 <= max(chunk.rows.count for chunk in head.chunks(None)) <= usual * share

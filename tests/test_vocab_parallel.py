@@ -398,3 +398,5 @@ def all_of_it(rank: int, group) -> None:
 @pytest.mark.parametrize("ranks", WORK)
 def test_slices(tmp_path, ranks):
     run_ranks(all_of_it, ranks, tmp_path)
+    if ranks == 2 and not find_spec("verl"):
+        pytest.skip("all but verl's function is tested; verl is not installed: run make test")
