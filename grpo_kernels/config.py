@@ -122,7 +122,8 @@ class GRPOConfig:
         entropy_coef: weight of the entropy bonus; a number, or a tensor of one element where a controller on the device
             sets it (see also `entropy_normalizer` of `fused_grpo_loss`). entropy_aggregation: "token_mean" (default),
             the mean over the tokens, or "loss": with the weights of the aggregation. entropy_kept_only: the bonus is
-            the mean over the tokens that entropy_threshold keeps; costs the logits a second time. entropy_threshold:
+            the mean over the tokens that entropy_threshold keeps in this call, which does not add up over ranks or
+            micro-batches to that of one batch; costs the logits a second time. entropy_threshold:
             tokens whose entropy (nats) is below lose their surrogate; a number, or a tensor when data-parallel ranks
             share a quantile (see `entropy_quantile`).
     KL to the reference policy

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from .backends import choose_backend
-from .checks.arguments import check_lm_head, check_token_tensor, num_sequences_of, temperature_per_token
+from .checks.arguments import (
+    check_lm_head,
+    check_token_tensor,
+    num_sequences_of,
+    refuse_transforms,
+    temperature_per_token,
+)
 from .checks.plain import check_plain, full_weight
 from .config import GRPOConfig, check_logit_transform
 from .engine.logps_op import LogpsCall, logps_from_hidden
@@ -80,7 +86,7 @@ def fused_distillation_loss(
         divergence_beta=divergence_beta, temperature=temperature, logit_scale=logit_scale, logit_softcap=logit_softcap,
         max_completion_length=max_completion_length, logits_dtype=logits_dtype, chunk_rows=chunk_rows,
     )  # fmt: skip
-    ids, mask = _some_ids(hidden, teacher), None
+    ids, mask = _some_ids("fused_distillation_loss", hidden, teacher), None
     if isinstance(teacher, TopKTeacher) and teacher.mode == "renormalize" and teacher.ids.device == hidden.device:
         if is_capturing(hidden.device):
             raise ValueError(
@@ -121,7 +127,7 @@ def fused_divergence(
         distill_coef=1.0, divergence=divergence, divergence_beta=divergence_beta, logit_scale=logit_scale,
         logit_softcap=logit_softcap,
     )  # fmt: skip
-    ids = _some_ids(hidden, teacher)
+    ids = _some_ids("fused_divergence", hidden, teacher)
     weight, bias = full_weight(lm_head_weight), full_weight(lm_head_bias)
     compute_dtype = check_lm_head("fused_divergence", hidden, weight, bias, ids)
     dtype = compute_dtype or hidden.dtype
@@ -142,9 +148,10 @@ def divergence_of_beta(beta: float) -> dict[str, Any]:
     return {"divergence": ends[beta]} if beta in ends else {"divergence": "jsd", "divergence_beta": float(beta)}
 
 
-def _some_ids(hidden: Tensor, teacher: object) -> Tensor:
+def _some_ids(function: str, hidden: Tensor, teacher: object) -> Tensor:
     """Ids of the shape of the tokens, for what needs some: the divergence does not depend on them. A TopKTeacher's own,
     so that they belong to its sampling mask."""
+    refuse_transforms(function, hidden)
     check_plain("hidden", hidden)
     if isinstance(teacher, TopKTeacher) and teacher.ids.shape[:-1] == hidden.shape[:-1]:
         return teacher.ids.amax(-1).clamp(min=0)

@@ -186,7 +186,7 @@ def _entropy_bonus(inputs: LossInputs, sums: Sums) -> Tensor:
     count = column["tokens"].clamp(min=1)
     own: Any = count  # the denominator of the aggregation, which `normalizer` replaces
     if config.aggregation not in ("token_mean", "num_items"):
-        own = sums.num_sequences * (config.max_completion_length or 1)
+        own = max(sums.num_sequences, 1) * (config.max_completion_length or 1)
     if config.entropy_aggregation == "loss":  # the sum of w H, w being the weights of the aggregation
         sequence = _columns(sums.sequences)
         entropy = sequence["entropy"]

@@ -88,6 +88,13 @@ def test_a_batch_without_any_token_anywhere_has_loss_0(items, backend):
     assert found.loss == 0 and all(not x.any() for x in found.grads.values())
 
 
+@pytest.mark.parametrize("aggregation", ["seq_mean", "token_mean", "seq_sum"])
+def test_metrics_of_no_sequences_are_numbers(aggregation, backend):
+    config = gk.GRPOConfig(aggregation=aggregation, entropy_coef=0.01, entropy_aggregation="loss")
+    out = call(part_of(make_batch(1), slice(0)), config, backend)
+    assert out.loss == 0 and out.metrics["policy_loss"] == 0
+
+
 def test_groups_add_up_and_follow_their_names(backend):
     config = gk.GRPOConfig(beta=0.1, entropy_coef=0.01, aggregation="seq_mean", importance_sampling_level="sequence")
     batch = off_policy(make_batch(2, sequences=6, masked=True))

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.fx.experimental.proxy_tensor
-from helpers import Batch, make_batch, off_policy
+from helpers import Batch, leaves, make_batch, off_policy
 from torch import func
 from torch._library.custom_ops import CustomOpDef
 
@@ -203,6 +203,7 @@ FUNCTIONS = {
     "fused_grpo_loss": lambda x: gk.fused_grpo_loss(x, BATCH.weight, BATCH.ids, BATCH.advantages).loss,
     "fused_logps": lambda x: gk.fused_logps(x, BATCH.weight, BATCH.ids)[0].sum(),
     "fused_policy_loss": lambda x: gk.fused_policy_loss(x, BATCH.weight, BATCH.ids, lambda chunk: chunk.logps.sum()),
+    "fused_divergence": lambda x: gk.fused_divergence(x, BATCH.weight, gk.Teacher(BATCH.hidden, BATCH.weight)).sum(),
     "grpo_loss_from_logps": lambda x: gk.grpo_loss_from_logps(x.sum(-1), BATCH.advantages, **BATCH.options).loss,
     "grpo_loss_from_logits": lambda x: gk.grpo_loss_from_logits(x @ BATCH.weight.T, BATCH.ids, BATCH.advantages).loss,
 }
@@ -228,6 +229,23 @@ def test_transforms_and_second_derivatives_are_refused_by_name(name):
     leaf = BATCH.hidden.clone().requires_grad_()
     with pytest.raises(RuntimeError, match=rf"grpo_kernels\.{name} has no second derivative"):
         torch.autograd.grad(function(leaf), leaf, create_graph=True)
+
+
+def test_a_transform_of_the_distillation_loss_is_refused_by_name():
+    teacher = gk.Teacher(BATCH.hidden, BATCH.weight)
+    with pytest.raises(RuntimeError, match=r"grpo_kernels\.fused_distillation_loss .*torch\.func"):
+        func.grad(lambda x: gk.fused_distillation_loss(x, BATCH.weight, teacher).loss)(BATCH.hidden)
+
+
+def test_accumulate_into_of_a_compiled_call_is_refused_by_name():
+    batch = leaves(BATCH)
+    total = torch.zeros_like(batch.weight)
+
+    def loss(hidden, weight):
+        return gk.fused_grpo_loss(hidden, weight, batch.ids, batch.advantages, accumulate_into=total).loss
+
+    with pytest.raises(Exception, match="accumulate_into is given to a call that is traced or compiled"):
+        torch.compile(loss, backend="aot_eager", fullgraph=True)(batch.hidden, batch.weight)
 
 
 @pytest.mark.parametrize("argument", ["lm_head_weight", "lm_head_bias"])

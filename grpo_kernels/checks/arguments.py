@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..contract import TokenInputs
 
 _REFERENCES = {
+    "fused_distillation_loss": "reference_grpo_loss",
     "fused_divergence": "divergence",
     "fused_grpo_loss": "reference_grpo_loss",
     "fused_logps": "reference_logps",
@@ -179,7 +180,8 @@ def check_accumulate_into(total: Tensor, weight: Tensor) -> None:
         raise ValueError(
             f"{name} is given, and lm_head_weight is no leaf that requires a gradient: nothing would be added"
         )
-    if total.data_ptr() == weight.data_ptr() and total.numel():
+    # Of a compiled call, which takes none, dynamo has no addresses.
+    if not torch.compiler.is_compiling() and total.data_ptr() == weight.data_ptr() and total.numel():
         raise ValueError(f"{name} is the memory of lm_head_weight; expected a buffer of its own")
 
 
