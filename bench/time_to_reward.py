@@ -6,11 +6,11 @@ sparse gradients, and that with vLLM's sampling.
 `--vllm-python build/vllm/bin/python` names an environment with vLLM (`make test-vllm` makes that one); the contestant
 with vLLM takes part where one is named.
 
-SmolLM2-135M-Instruct (`make demo-chat` installs it) learns a generated task from the same prompts, with the same
-hyperparameters and seed. The contestants of a round take turns step by step: the one with the least time on its clock
-goes next, so that none has the quiet hour of a shared machine. A clock stands still while the others run and during
-evaluations, which are the same for all. Contestants that a round of the output has are not run again: a stopped call
-goes on.
+SmolLM2-135M-Instruct (`make demo-chat` installs it) learns a generated task from the same prompts in the same order,
+with the same hyperparameters and seed. The contestants of a round take turns step by step: the one with the least time
+on its clock goes next, so that none has the quiet hour of a shared machine. A clock stands still while the others run
+and during evaluations, which are the same for all. Contestants that a round of the output has are not run again: a
+stopped call goes on.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import ctypes
 import gc
 import json
 import os
+import random
 import resource
 import subprocess
 import sys
@@ -124,16 +125,27 @@ class Contestant:
         self.kind, self.dtype = setting.split("-")
         self.pipe: TextIO = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # what libraries print
+        self.rows = self.in_order(steps * BATCH // GROUP, seed)
+        prompts = folder / "prompts.jsonl"
+        prompts.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
         self.arguments = parse([
-            f"--output-dir={folder / 'run'}", f"--model-name-or-path={model}", f"--dataset-name={task}",
-            "--reward-funcs=last_number", f"--num-generations={GROUP}", f"--per-device-train-batch-size={BATCH}",
-            f"--max-completion-length={LENGTH}", f"--max-steps={steps}", f"--learning-rate={RATES[self.kind]}",
-            "--lr-scheduler-type=constant", "--beta=0", "--loss-type=dapo", "--save-steps=0", f"--seed={seed}",
-            "--disable-tqdm", "--use-cpu", "--share-prompts", *(["--bf16"] if self.dtype == "bfloat16" else []),
-            *(["--use-peft"] if self.kind == "lora" else []),
+            f"--output-dir={folder / 'run'}", f"--model-name-or-path={model}", f"--dataset-name={prompts}",
+            "--no-shuffle-dataset", "--reward-funcs=last_number", f"--num-generations={GROUP}",
+            f"--per-device-train-batch-size={BATCH}", f"--max-completion-length={LENGTH}", f"--max-steps={steps}",
+            f"--learning-rate={RATES[self.kind]}", "--lr-scheduler-type=constant", "--beta=0", "--loss-type=dapo",
+            "--save-steps=0", f"--seed={seed}", "--disable-tqdm", "--use-cpu", "--share-prompts",
+            *(["--bf16"] if self.dtype == "bfloat16" else []), *(["--use-peft"] if self.kind == "lora" else []),
             *([f"--sparse-backward={THETA}"] if name == SPARSE else []),
             *(VLLM_OPTIONS if name == VLLM else []),
         ])  # fmt: skip
+
+    def in_order(self, count: int, seed: int) -> list[dict[str, Any]]:
+        """The prompts of a run. Each trainer would shuffle them in a way of its own, and an epoch that begins with hard
+        ones costs several steps."""
+        rows, order, found = TASKS[self.task]()[0], random.Random(seed), []
+        while len(found) < count:
+            found += order.sample(rows, len(rows))
+        return found[:count]
 
     def tell(self, **record: Any) -> None:
         self.pipe.write(json.dumps(record) + "\n")
@@ -226,13 +238,13 @@ class Contestant:
         lora = LoraConfig(r=a.lora_r, lora_alpha=a.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM")
         trainer = kind(
             model=a.model_name_or_path, reward_funcs=last_number, processing_class=tokenizer, callbacks=[Turns()],
-            train_dataset=Dataset.from_list(TASKS[self.task]()[0]), peft_config=lora if a.use_peft else None,
+            train_dataset=Dataset.from_list(self.rows), peft_config=lora if a.use_peft else None,
             args=GRPOConfig(
                 output_dir=a.output_dir, per_device_train_batch_size=BATCH, num_generations=GROUP,
                 max_completion_length=LENGTH, max_steps=a.max_steps, learning_rate=a.learning_rate,
                 lr_scheduler_type="constant", beta=0.0, loss_type="dapo", bf16=a.bf16, use_cpu=True, report_to="none",
-                save_strategy="no", seed=a.seed, gradient_checkpointing=False, model_init_kwargs={"dtype": "float32"},
-                logging_steps=1, disable_tqdm=True,
+                save_strategy="no", seed=a.seed, shuffle_dataset=False, gradient_checkpointing=False,
+                model_init_kwargs={"dtype": "float32"}, logging_steps=1, disable_tqdm=True,
             ),
         )  # fmt: skip
         for name, part in (("_generate", "sampling"), ("_calculate_rewards", "rewards")):
