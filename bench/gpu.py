@@ -39,17 +39,10 @@ BACKENDS, STRATEGIES = ("cuda", "triton"), ("rows", "linear", "anchored")
 HEADS = ("llama-3-8b:16384", "qwen2.5-7b:16384", "qwen2.5-1.5b:16384", "gemma-2-2b:16384")
 PRODUCT_ROWS = (768, 1024, 2816, 3584, 4096, 5632, 8192, 16384)
 # Of one command, in seconds. Triton compiles in silence; what CUDA's kernels do takes less.
-LIMITS = {
-    "build": 300,
-    "check": 120,
-    "headline": 300,
-    "events": 90,
-    "tests": 500,
-    "sanitizer": 200,
-    "trl_step": 150,
-    "distillation": 200,
-}
-SILENCE = {"cuda": 45.0, "triton": 150.0}
+LIMITS = dict(build=300, check=120, headline=300, events=90, tests=500, sanitizer=200, trl_step=150, distillation=200)
+SILENCE = {"cuda": 45.0, "triton": 150.0, "torch": 150.0, "products": 60.0}
+# Stages that are a set of `grpo-kernels bench`: its name, and rounds of timing.
+BENCHES = {"headline": ("headline", 5), "benchmark": ("targets", 5), "distillation": ("teacher", 3)}
 FIRST_TESTS = ("half_precision", "more_logits", "same_bits", "cuda_graph", "stream", "compile")  # in their names
 UNAVAILABLE = "backend "  # begins why one is left out that cannot be loaded
 CUDA_ERROR = re.compile(r"CUDA error|CUDA_ERROR_|illegal (memory access|instruction)")  # later calls of a process fail
@@ -91,6 +84,12 @@ class Report:
             self.data["left_out"].setdefault(f"{backend}/{name}", text)
         self.save()
 
+    def judge(self, what: str, ended: Ended, pair: str = "") -> Ended:
+        """Record the failure of a command, if it is one; to be out of time is not the fault of `pair`."""
+        if ended.failure:
+            self.fail(f"{what}: {ended.failure}", "" if ended.limit else pair)
+        return ended
+
     def usable(self) -> Iterator[str]:
         """What is not left out when its turn comes."""
         for pair in itertools.product(BACKENDS, STRATEGIES):
@@ -103,6 +102,7 @@ class Report:
         environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **variables}
         command = [sys.executable, *map(str, arguments)]
         limit = min(limit, self.end - time.monotonic())
+        silence = self.options.silence or silence if silence < math.inf else silence
         start, stopped, size = time.monotonic(), "", 0
         heard = start
         said = tempfile.NamedTemporaryFile(dir=self.path.parent, prefix=f"{self.path.stem}.")  # noqa: SIM115
@@ -146,9 +146,8 @@ def objects_in(output: str) -> Iterator[dict[str, Any]]:
     """The lines that are JSON objects, among warnings."""
     for line in output.splitlines():
         with contextlib.suppress(ValueError):
-            found = json.loads(line) if line.startswith("{") else None
-            if found is not None:
-                yield found
+            if line.startswith("{"):
+                yield json.loads(line)
 
 
 # --- stages -----------------------------------------------------------------------------------------------------------
@@ -187,37 +186,28 @@ def check(report: Report) -> None:
 
     def checked(pair: str) -> Ended:
         backend, _, strategy = pair.partition("/")
-        silence = report.options.silence or SILENCE.get(backend, 150.0)
         command = ("-m", "grpo_kernels", "check", "--quick", "--backend", backend)
-        return report.python(*command, limit=LIMITS["check"], silence=silence, GRPO_KERNELS_STRATEGY=strategy)
+        limit, silence = LIMITS["check"], SILENCE[backend]
+        return report.python(*command, limit=limit, silence=silence, GRPO_KERNELS_STRATEGY=strategy)
 
     pairs = [*report.usable(), "torch/rows"]
     with ThreadPoolExecutor(len(pairs)) as pool:
         for pair, ended in zip(pairs, pool.map(checked, pairs), strict=True):
             report.stage[pair] = ended.output[-2000:] if ended.failure else "ok"
-            if ended.failure:
-                report.fail(f"check {pair}: {ended.failure}", "" if ended.limit else pair)
+            report.judge(f"check {pair}", ended, pair)
 
 
-def headline(report: Report) -> None:
-    """Steps of every backend and strategy beside the three bare products, interleaved."""
-    against = ["--against", "ours-cuda*", "ours-triton*"] if report.options.shapes else []
-    bench(report, "headline", *against, "--quick", "--rounds", 5, limit=LIMITS["headline"])
-
-
-def benchmark(report: Report) -> None:
-    """The comparison with all peers: what bars.py asks for."""
-    bench(report, "targets", "--rounds", 5, limit=math.inf)
-
-
-def bench(report: Report, name: str, *options: object, limit: float) -> None:
+def bench(report: Report, stage: str) -> None:
     """A set of `grpo-kernels bench`, which names who hangs, crashes or is wrong; its document goes into the report."""
+    (name, rounds), limit = BENCHES[stage], LIMITS.get(stage, math.inf)
     output, left_out = report.path.with_suffix(f".{name}.json"), report.data["left_out"]
-    shapes = report.options.shapes if name != "teacher" else None  # which is a set of its own cases
-    options = ("--shapes", *shapes, *options) if shapes else ("--set", name, *options)
+    options = ["--set", name]
+    if report.options.shapes and name != "teacher":  # which is a set of its own cases
+        against = ["--against", "ours-cuda*", "ours-triton*"] if name == "headline" else []
+        options = ["--shapes", *report.options.shapes, *against]
     minutes = max(min(limit, report.end - time.monotonic()) - 20, 20) / 60  # of grace, for the case under way
-    command: list[object] = ["-m", "grpo_kernels", "bench", *options, "--device", report.options.device]
-    command += ["--minutes", f"{minutes:.2f}", "--no-figures", "--output", output]
+    command: list[object] = ["-m", "grpo_kernels", "bench", *options, "--rounds", rounds, "--no-figures"]
+    command += ["--device", report.options.device, "--minutes", f"{minutes:.2f}", "--output", output]
     command += ["--silence", report.options.silence or 90]
     excluded = [f"ours-{pair.replace('/', '-')}" for pair in left_out]
     if not left_out.get("cuda/rows", UNAVAILABLE).startswith(UNAVAILABLE):  # what "auto" takes, since it loads
@@ -226,8 +216,7 @@ def bench(report: Report, name: str, *options: object, limit: float) -> None:
     ended = report.python(*command, *(["--resume"] if report.options.resume else []), limit=limit)
     if "was measured otherwise" in ended.output:  # on another machine, or with other versions
         ended = report.python(*command, limit=limit)
-    if ended.failure:
-        report.fail(f"{name}: {ended.failure}")
+    report.judge(name, ended)
     document = report.data[name] = json.loads(output.read_text()) if output.exists() else {"cases": [], "not_run": []}
     for case in document["cases"]:
         shape = f"{case['case']['head']} {case['case']['mode']}"
@@ -248,11 +237,9 @@ def events(report: Report) -> None:
     for name in itertools.chain(["products"], report.usable()):
         command = [__file__, "--probe", name, "--device", report.options.device]
         command += ["--shapes", *(report.options.shapes or HEADS)]
-        silence = report.options.silence or SILENCE.get(name.partition("/")[0], 60.0)
-        ended = report.python(*command, limit=LIMITS["events"], silence=silence)
+        ended = report.python(*command, limit=LIMITS["events"], silence=SILENCE[name.partition("/")[0]])
         found += objects_in(ended.output)
-        if ended.failure:
-            report.fail(f"events {name}: {ended.failure}", "" if ended.limit else name)
+        report.judge(f"events {name}", ended, name)
         report.save()
 
 
@@ -267,9 +254,8 @@ def tests(report: Report) -> None:
     rest = [name for name in rest if name not in outcomes]
     end = min(report.end, time.monotonic() + LIMITS["tests"])
     while rest and end - time.monotonic() > 10:
-        silence, limit = report.options.silence or SILENCE["triton"], end - time.monotonic()
         command = ("-m", "pytest", "-m", "gpu", "-v", "-rfE", "--tb=short", *rest)
-        ended = report.python(*command, limit=limit, silence=silence)
+        ended = report.python(*command, limit=end - time.monotonic(), silence=SILENCE["triton"])
         done = dict(re.findall(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)\b", ended.output, re.MULTILINE))
         said = dict(re.findall(r"^(?:FAILED|ERROR) (\S+::.+?) - (.*)$", ended.output, re.MULTILINE))
         lost = next((i for i, name in enumerate(done) if CUDA_ERROR.search(said.get(name, ""))), len(done))
@@ -298,30 +284,21 @@ def sanitizer(report: Report) -> None:
         command = ("tests/sanitize.py", "--tools", tool, "--strategies", *strategies)
         ended = report.python(*command, limit=LIMITS["sanitizer"])
         report.stage[tool] = ended.output[-1000:]
-        if ended.failure:
-            report.fail(f"{tool}: {ended.failure}")
+        report.judge(tool, ended)
 
 
 def trl_step(report: Report) -> None:
     """A micro-batch of TRL's trainer, with and without this package."""
     output = report.path.with_suffix(".trl.json")
     command = ("bench/trl_step.py", "--device", report.options.device, "--settings", "dapo", "--output", output)
-    ended = report.python(*command, limit=LIMITS["trl_step"])
-    if ended.failure:
-        report.fail(f"trl_step: {ended.failure}")
+    report.judge("trl_step", report.python(*command, limit=LIMITS["trl_step"]))
     if output.exists():
         report.data["trl_step"] = json.loads(output.read_text())
 
 
-def distillation(report: Report) -> None:
-    """The divergence to a teacher's distribution, against TRL's function and the bare products."""
-    bench(report, "teacher", "--rounds", 3, limit=LIMITS["distillation"])
-
-
 STAGES: dict[str, Callable[[Report], None]] = {
-    stage.__name__: stage
-    for stage in (build, check, headline, events, tests, benchmark, trl_step, distillation, sanitizer)
-}
+    stage.__name__: stage for stage in (build, check, events, tests, trl_step, sanitizer)
+} | {stage: functools.partial(bench, stage=stage) for stage in BENCHES}
 DEFAULT_STAGES = ("build", "check", "headline", "events")
 
 
