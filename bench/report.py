@@ -143,12 +143,12 @@ def draw_sparse(document: Document, folder: Path) -> None:
     with rc_context(STYLE):
         figure, axes = sheet(document, "Steps with sparse gradients, the head of SmolLM2-135M-Instruct", 2, 2.3)
         for batch in document["batches"]:
-            for dtype in dict.fromkeys(row["dtype"] for row in batch["times"]):
-                label = f"{dtype.removeprefix('torch.')}, T {batch['temperature']}"
-                for axis, rows, key in ((axes[0], batch["times"], "of_exact"), (axes[1], batch["errors"], "errors")):
-                    given = [row for row in rows if row.get("dtype") == dtype and row["theta"]]
-                    y = [row[key] if key == "of_exact" else row[key]["dhidden"] for row in given]
-                    axis.plot([row["theta"] for row in given], y, "o-", label=label)
+            for dtype in dict.fromkeys(row["dtype"] for row in batch["rows"] if "dtype" in row):
+                rows = [row for row in batch["rows"] if row.get("dtype") == dtype and row["theta"]]
+                ys = [row["of_exact"] for row in rows], [row["errors"]["dhidden"] for row in rows]
+                for axis, y in zip(axes, ys, strict=True):
+                    label = f"{dtype.removeprefix('torch.')}, T {batch['temperature']}"
+                    axis.plot([row["theta"] for row in rows], y, "o-", label=label)
         axes[0].set(title="time of the exact step", ylim=(0.0, None))
         axes[1].set(title="relative error of dhidden", yscale="log")
         for axis in axes:

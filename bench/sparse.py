@@ -87,25 +87,6 @@ def in_dtype(inputs: Inputs, dtype: torch.dtype) -> Inputs:
     return replace(inputs, hidden=hidden, weight=weight)
 
 
-def step_of(inputs: Inputs, theta: float | None) -> Step:
-    return make_step(inputs, "step", sparse_backward=theta)
-
-
-def measure_errors(inputs: Inputs) -> list[dict[str, Any]]:
-    """Errors of the package with sparse gradients and without, and of the models."""
-    rows: list[dict[str, Any]] = []
-    for dtype in DTYPES:
-        given = in_dtype(inputs, dtype)
-        right = reference(given, "step", "grpo")  # rounding the inputs is no error of the step
-        for theta in (None, *THETAS):
-            config = GRPOConfig(sparse_backward=theta)
-            metrics = fused_grpo_loss(given.hidden, given.weight, given.ids, given.advantages, config=config).metrics
-            numbers = {name: metrics[f"sparse/{name}"].item() for name in ("kept", "dense")} if theta else {}
-            wrong = errors(right, step_of(given, theta)(given))
-            rows.append({"dtype": str(dtype), "theta": theta, **numbers, "errors": wrong})
-    return rows + [model_errors(name, inputs) for name in MODELS]
-
-
 def model_errors(name: str, inputs: Inputs) -> dict[str, Any]:
     """Of gradients of logits that are changed in float64."""
     kept, scales = 0, inputs.advantages.abs().double()[:, None] / len(inputs.ids)  # the most that an entry can be
@@ -128,39 +109,40 @@ def measure_peak_memory(path: str, dtype: torch.dtype, theta: float | None, on_p
     tiny = on_policy(
         inputs.flat_hidden[:1], inputs.weight[:1024], inputs.ids[:1, 0].clamp(max=1023), inputs.advantages[:1]
     )
-    step_of(tiny, theta)(tiny)
-    found = peak_of_call(step_of(inputs, theta), inputs, CPU)
+    make_step(tiny, "step", sparse_backward=theta)(tiny)
+    found = peak_of_call(make_step(inputs, "step", sparse_backward=theta), inputs, CPU)
     return found and found["peak_bytes"]
 
 
-def measure(inputs: Inputs, dtype: torch.dtype, rounds: int) -> list[dict[str, Any]]:
-    given = in_dtype(inputs, dtype)
-    made: dict[Any, Step] = {"products": IMPLEMENTATIONS["floor"].make_step(given, "step")}
-    made |= {theta: step_of(given, theta) for theta in (None, *THETAS)}
-    steps = {name: partial(step, given) for name, step in made.items()}
-    for step in steps.values():
-        step()
-    times = interleave(steps, rounds, CPU)
-    rows = []
-    with TemporaryDirectory() as folder:
-        path = f"{folder}/inputs.pt"
-        torch.save(inputs, path)
-        for theta in (None, *THETAS):
-            median = times[theta]["median"]
+def measure(inputs: Inputs, rounds: int, path: str) -> list[dict[str, Any]]:
+    """A row per type and theta, of which None is the exact step, and one per model. `path`: of the inputs' file."""
+    rows: list[dict[str, Any]] = []
+    for dtype in DTYPES:
+        given = in_dtype(inputs, dtype)
+        made: dict[Any, Step] = {theta: make_step(given, "step", sparse_backward=theta) for theta in (None, *THETAS)}
+        right = reference(given, "step", "grpo")  # rounding the inputs is no error of the step
+        wrong = {theta: errors(right, step(given)) for theta, step in made.items()}
+        made["floor"] = IMPLEMENTATIONS["floor"].make_step(given, "step")
+        made["floor"](given)
+        # "ours" and "floor" are timed in every round, since others are divided by them
+        times = interleave({name or "ours": partial(step, given) for name, step in made.items()}, rounds, CPU)
+        for theta, found in wrong.items():
+            config, seconds = GRPOConfig(sparse_backward=theta), times[theta or "ours"]
+            of_exact, of_products = (seconds["median"] / times[name]["median"] for name in ("ours", "floor"))
+            metrics = fused_grpo_loss(given.hidden, given.weight, given.ids, given.advantages, config=config).metrics
+            kept = {name: metrics[f"sparse/{name}"].item() for name in ("kept", "dense")} if theta else {}
             rows.append({
-                "dtype": str(dtype), "theta": theta, "seconds": times[theta],
-                "of_exact": median / times[None]["median"], "of_products": median / times["products"]["median"],
+                "dtype": str(dtype), "theta": theta, **kept, "errors": found, "seconds": seconds,
+                "of_exact": of_exact, "of_products": of_products,
                 "peak_bytes": run_in_subprocess(measure_peak_memory, path, dtype, theta),
             })  # fmt: skip
-    return rows
+    return rows + [model_errors(name, inputs) for name in MODELS]
 
 
 def show(found: dict[str, Any]) -> str:
     """Markdown: a row per type and theta."""
-    known = {(row.get("dtype"), row.get("theta")): row for row in found["times"]}
     rows = []
-    for row in found["errors"]:
-        one = row | known.get((row.get("dtype"), row.get("theta")), {}) if "dtype" in row else row
+    for one in found["rows"]:
         theta = one.get("model") or ("exact" if one["theta"] is None else f"2^{torch.tensor(one['theta']).log2():.0f}")
         rows.append((
             theta, one.get("dtype", "model in float64").removeprefix("torch."),
@@ -184,10 +166,11 @@ def main() -> None:
         with torch.no_grad():
             _, entropy = fused_logps(inputs.hidden, inputs.weight, inputs.ids, entropy=True)
         found: dict[str, Any] = {
-            "temperature": temperature, "tokens": len(inputs.ids), "entropy": entropy.mean().item(),
-            "errors": measure_errors(inputs),
-            "times": [row for dtype in DTYPES for row in measure(inputs, dtype, chosen.rounds)],
+            "temperature": temperature, "tokens": len(inputs.ids), "entropy": entropy.mean().item()
         }  # fmt: skip
+        with TemporaryDirectory() as folder:
+            torch.save(inputs, f"{folder}/inputs.pt")
+            found["rows"] = measure(inputs, chosen.rounds, f"{folder}/inputs.pt")
         document["batches"].append(found)
         write(chosen.output, document)
         print(
