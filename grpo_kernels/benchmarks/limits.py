@@ -13,7 +13,7 @@ import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -63,40 +63,26 @@ def predict(case: Case, device: Device, way: str = "rows", *, pairs: int = 64, t
     """What a case should cost at least: "rows", logits in chunks, a row kernel and two products, as this library does;
     "floor", the bare matrix products over all tokens at once; "sparse", the step with config.sparse_backward where so
     many `pairs` of a token are left. teacher: its width over the policy's; 0: there is none."""
-    teachers = replace(case, hidden_size=int(teacher * case.hidden_size)) if teacher else None
+    size, wide = case.torch_dtype.itemsize, default_logits_dtype(case.torch_dtype, CUDA)
+    heads = [case, replace(case, hidden_size=int(teacher * case.hidden_size))] if teacher else [case]
     if way == "floor":
-        parts = _floor(case, teachers)
+        parts = [*(_logits(head, 1, size) for head in heads), *_gradients(case, case.tokens, size)]
     else:
-        parts = _rows(case, device, pairs if way == "sparse" else None, teachers)
+        capacity = gpu_capacity(1e9 * device.gigabytes, device.multiprocessors)
+        capacity = capacity.beside(wide, wide) if teacher else capacity
+        wants, shape = (case.mode != "forward", case.mode == "step", False), (case.vocab_size, case.hidden_size)
+        sizes = chunk_sizes(case.tokens, shape, wide, case.torch_dtype, CUDA, wants, capacity=capacity)
+        parts = [_logits(head, math.ceil(case.tokens / sizes.logits), wide.itemsize) for head in heads]
+        if way == "sparse":
+            parts += _pairs(case, wide.itemsize, pairs)
+        else:  # both rows are read for the divergence, and again for the gradient
+            passes, written = (1, 0) if case.mode == "forward" else (2 if teacher else 1, size)
+            moved = case.tokens * case.vocab_size * (passes * len(heads) * wide.itemsize + written)
+            parts += [_Part(0, moved, ROW_RATE), *_gradients(case, sizes.products, size)]
     rate = 1e12 * (device.single_tflops if case.dtype == "float32" else device.half_tflops)
     bandwidth = 1e12 * device.terabytes_per_second
     seconds = sum(max(part.flops / rate, part.bytes / (part.rate * bandwidth)) for part in parts)
     return Prediction(seconds, sum(part.flops for part in parts), sum(part.bytes for part in parts))
-
-
-def _floor(case: Case, teachers: Case | None) -> list[_Part]:
-    size = case.torch_dtype.itemsize
-    heads = (case,) if teachers is None else (case, teachers)
-    return [*(_logits(head, 1, size) for head in heads), *_gradients(case, case.tokens, size)]
-
-
-def _rows(case: Case, device: Device, pairs: int | None, teachers: Case | None) -> list[_Part]:
-    logits_dtype, grad_dtype = default_logits_dtype(case.torch_dtype, CUDA), case.torch_dtype
-    capacity = gpu_capacity(1e9 * device.gigabytes, device.multiprocessors)
-    if teachers is not None:
-        capacity = capacity.beside(logits_dtype, logits_dtype)
-    wants, shape = (case.mode != "forward", case.mode == "step", False), (case.vocab_size, case.hidden_size)
-    sizes = chunk_sizes(case.tokens, shape, logits_dtype, grad_dtype, CUDA, wants, capacity=capacity)
-    logits = _logits(case, math.ceil(case.tokens / sizes.logits), logits_dtype.itemsize)
-    if pairs is not None:
-        return [logits, *_pairs(case, logits_dtype.itemsize, pairs)]
-    written = 0 if case.mode == "forward" else grad_dtype.itemsize
-    read, heads = logits_dtype.itemsize, [logits]
-    if teachers is not None:  # both rows are read for the divergence, and again for the gradient
-        read *= 2 if case.mode == "forward" else 4
-        heads.append(_logits(teachers, math.ceil(case.tokens / sizes.logits), logits_dtype.itemsize))
-    row_pass = _Part(0, case.tokens * case.vocab_size * (read + written), ROW_RATE)
-    return [*heads, row_pass, *_gradients(case, sizes.products, grad_dtype.itemsize)]
 
 
 def _logits(case: Case, chunks: int, logits_bytes: int) -> _Part:
@@ -142,17 +128,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = DEVICES[chosen.device]
     for shape in chosen.shapes:
         case = make_case(shape, chosen.dtype, mode=chosen.mode)
-        floor, rows = predict(case, device, "floor"), []
-        ways = [("floor", 0), ("rows", 0), *(("sparse", pairs) for pairs in chosen.pairs)]
-        for way, pairs in ways:
-            one = predict(case, device, way, pairs=pairs)
-            cells = one.flops / 1e12, one.bytes / 1e9, one.seconds * 1e3, one.seconds / floor.seconds
-            rows.append([f"{way}, {pairs} pairs" if pairs else way, *(f"{cell:.2f}" for cell in cells)])
+        ways: dict[str, dict[str, Any]] = {"floor": {"way": "floor"}, "rows": {}}
+        ways |= {f"sparse, {pairs} pairs": {"way": "sparse", "pairs": pairs} for pairs in chosen.pairs}
         for teacher in chosen.teachers:
-            bare = predict(case, device, "floor", teacher=teacher)
-            one = predict(case, device, teacher=teacher)
-            cells = one.flops / 1e12, one.bytes / 1e9, one.seconds * 1e3, one.seconds / bare.seconds
-            name = f"rows, a teacher of {teacher:g} times the width, of its own floor"
+            ways[f"rows, a teacher of {teacher:g} times the width, of its own floor"] = {"teacher": teacher}
+        rows = []
+        for name, options in ways.items():
+            one = predict(case, device, **options)
+            floor = predict(case, device, **(options | {"way": "floor"}))
+            cells = one.flops / 1e12, one.bytes / 1e9, one.seconds * 1e3, one.seconds / floor.seconds
             rows.append([name, *(f"{cell:.2f}" for cell in cells)])
         print(f"{case} on {device.name} ({device.source})\n")
         print(table(("", "TFLOP", "GB", "ms", "of floor"), rows), end="\n\n")
