@@ -69,7 +69,7 @@ def time(document: Document) -> Figure | None:
     for case in document["cases"]:
         of, entries = case["case"], case["implementations"].items()
         special = of["idle_share"], of.get("kept_ids"), of.get("divergence"), not of["beta"], of["head"] == "custom"
-        ratios = [(_ratio(case, name), name, entry) for name, entry in entries if _is_peer(name)]
+        ratios = [(_value(entry, "ratio_to_floor"), name, entry) for name, entry in entries if _is_peer(name)]
         rows = sorted((ratio, name, entry) for ratio, name, entry in ratios if ratio is not None)
         if of["mode"] == "step" and not any(special) and any(name != "ours" for _, name, _ in rows):
             panels.append((of, rows))
@@ -101,8 +101,7 @@ def sweep(
     title: str,
     fields: Sequence[str],
     wanted: Callable[[str], bool],
-    value: Callable[[Document, str], float | None],
-    unit: str = "×",
+    key: str = "ratio_to_floor",
     masked: bool = False,
 ) -> Figure | None:
     """A panel per sweep of one of `fields`, over cases with or without sampling masks: a curve per implementation, with
@@ -112,12 +111,13 @@ def sweep(
     panels = []
     for field in fields:
         for swept in _sweeps(cases, field):
-            curves = {name: _points(swept, field, name, value) for name in titles if wanted(name)}
+            curves = {name: _points(swept, field, name, key) for name in titles if wanted(name)}
             if any(sum(y < math.inf for y in points.values()) > 1 for points in curves.values()):
                 panels.append((field, swept[0]["case"], curves))
     if not panels:
         return None
     figure, axes = sheet(document, title, len(panels), 2.5)
+    unit = " MiB" if key == "peak_bytes" else "×"
     for axis, (field, case, curves) in zip(axes, panels, strict=True):
         xs = sorted({x for points in curves.values() for x in points})
         for name, points in curves.items():
@@ -143,22 +143,12 @@ def sweep(
 # --- what a document holds --------------------------------------------------------------------------------------------
 
 
-def _ratio(case: Document, name: str) -> float | None:
-    """Median time over that of the bare products; infinity where memory ran out."""
-    entry = case["implementations"].get(name, {})
-    return entry.get("ratio_to_floor") or _exhausted(entry, "error")
-
-
-def _mebibytes(case: Document, name: str) -> float | None:
-    """Peak of memory."""
-    entry = case["implementations"].get(name, {})
-    if "peak_bytes" in entry:
-        return float(entry["peak_bytes"] / 2**20)
-    return _exhausted(entry, "memory_error") or _exhausted(entry, "error")
-
-
-def _exhausted(entry: Document, key: str) -> float | None:
-    return math.inf if entry.get(key, "").startswith(OUT_OF_MEMORY) else None
+def _value(entry: Document, key: str) -> float | None:
+    """A ratio, or a peak of memory in MiB; infinity where memory ran out."""
+    unit, errors = (2**20, ("error", "memory_error")) if key == "peak_bytes" else (1, ("error",))
+    if key in entry:
+        return float(entry[key] / unit)
+    return math.inf if any(entry.get(name, "").startswith(OUT_OF_MEMORY) for name in errors) else None
 
 
 def _sweeps(cases: Sequence[Document], field: str) -> list[list[Document]]:
@@ -173,10 +163,8 @@ def _sweeps(cases: Sequence[Document], field: str) -> list[list[Document]]:
     return [[group[value] for value in sorted(group)] for group in groups.values() if len(group) >= 3]
 
 
-def _points(
-    cases: Sequence[Document], field: str, name: str, value: Callable[[Document, str], float | None]
-) -> dict[float, float]:
-    values = {case["case"][field]: value(case, name) for case in cases}
+def _points(cases: Sequence[Document], field: str, name: str, key: str) -> dict[float, float]:
+    values = {case["case"][field]: _value(case["implementations"].get(name, {}), key) for case in cases}
     return {x: y for x, y in values.items() if y is not None}
 
 
@@ -202,16 +190,15 @@ OVER = "over that of the bare matrix products"
 PICTURES: dict[str, Callable[[Document], Figure | None]] = {
     "time": time,
     "memory": partial(
-        sweep, title="Peak memory beyond inputs and gradients", fields=["length"], wanted=_is_peer, value=_mebibytes,
-        unit=" MiB",
+        sweep, title="Peak memory beyond inputs and gradients", fields=["length"], wanted=_is_peer, key="peak_bytes"
     ),
     "idle": partial(
-        sweep, title=f"Time {OVER}", fields=["idle_share"], value=_ratio,
+        sweep, title=f"Time {OVER}", fields=["idle_share"],
         wanted=lambda name: name == "ours-unscored" or _is_peer(name),
     ),
     "kept": partial(
-        sweep, title=f"Time with sampling masks {OVER}", fields=["kept_ids", "hidden_size"], value=_ratio, masked=True,
+        sweep, title=f"Time with sampling masks {OVER}", fields=["kept_ids", "hidden_size"], masked=True,
         wanted=lambda name: name in ("ours", "ours-unmasked"),
     ),
-    "tokens": partial(sweep, title=f"Time {OVER}", fields=["tokens"], wanted=_is_peer, value=_ratio),
+    "tokens": partial(sweep, title=f"Time {OVER}", fields=["tokens"], wanted=_is_peer),
 }  # fmt: skip
