@@ -8,21 +8,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .backends import choose_backend
-from .checks.arguments import (
-    check_lm_head,
-    check_token_tensor,
-    num_sequences_of,
-    refuse_transforms,
-    temperature_per_token,
-)
+from .checks.arguments import num_sequences_of, refuse_transforms
 from .checks.plain import check_plain, full_weight
-from .config import GRPOConfig, check_logit_transform
-from .engine.logps_op import LogpsCall, logps_from_hidden
-from .engine.shared import describe_logps, is_capturing
+from .config import GRPOConfig
+from .engine.logps_op import logps_from_hidden
+from .engine.shared import is_capturing
+from .inputs import resolve_logps
 from .loss import fused_grpo_loss
 from .names import Aggregation, Divergence
-from .teacher import Teacher, TopKTeacher, check_teacher
+from .teacher import Teacher, TopKTeacher
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -122,23 +116,13 @@ def fused_divergence(
     """The divergence of each token, (B, T) or (N,) float32 (float64 from float64) nats, 0 at masked positions: for
     losses of one's own. Differentiable: the backward computes the logits again, which `fused_distillation_loss` does
     not. Arguments as there; temperature may be a number, or one value per token or sequence."""
-    check_logit_transform(temperature, logit_scale, logit_softcap)
-    config = GRPOConfig(
-        distill_coef=1.0, divergence=divergence, divergence_beta=divergence_beta, logit_scale=logit_scale,
-        logit_softcap=logit_softcap,
-    )  # fmt: skip
+    config = GRPOConfig(distill_coef=1.0, divergence=divergence, divergence_beta=divergence_beta)
     ids = _some_ids("fused_divergence", hidden, teacher)
     weight, bias = full_weight(lm_head_weight), full_weight(lm_head_bias)
-    compute_dtype = check_lm_head("fused_divergence", hidden, weight, bias, ids)
-    dtype = compute_dtype or hidden.dtype
-    check_teacher(teacher, config, hidden, weight, dtype, completion_mask)
-    check_token_tensor("completion_mask", completion_mask, ids.shape, -1, ids)
-    if isinstance(temperature, Tensor):
-        sequences = ids.shape[0] if ids.dim() == 2 else -1
-        temperature = temperature_per_token(temperature, ids.shape, sequences, ids).to(hidden.device)
-    name = choose_backend(backend, hidden.device, dtype, has_teacher=isinstance(teacher, Teacher))
-    described = describe_logps(ids, completion_mask, None, temperature, logit_scale, logit_softcap)
-    call = LogpsCall(*described, True, name, compute_dtype, teacher=teacher, divergence=config)
+    call = resolve_logps(
+        "fused_divergence", (hidden, weight, bias), ids, completion_mask, (temperature, logit_scale, logit_softcap),
+        backend, teacher=teacher, divergence=config,
+    )  # fmt: skip
     return cast(Tensor, logps_from_hidden(hidden, weight, bias, call)[2])
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from .backends import choose_backend
 from .checks.arguments import (
     check_config,
+    check_lm_head,
     check_scalar,
     check_tensor,
     check_token_tensor,
@@ -19,12 +20,21 @@ from .checks.arguments import (
     num_sequences_of,
     temperature_per_token,
 )
-from .config import DEFAULT_CONFIG, SURROGATE_RULES, GRPOConfig, option_hint
+from .config import (
+    DEFAULT_CONFIG,
+    SURROGATE_RULES,
+    GRPOConfig,
+    check_flag,
+    check_logit_transform,
+    check_sparse_backward,
+    option_hint,
+)
 from .contract import Sums, TokenInputs
+from .engine.logps_op import Inputs, LogpsCall, LogpsTokens
 from .engine.shared import table_dtype
 from .rewards import check_rewards, group_statistics, resolve_groups
 from .sampling_mask import SamplingMask, check_sampling_mask
-from .teacher import Teacher, TopKTeacher
+from .teacher import Teacher, TopKTeacher, check_teacher
 
 _PER_TOKEN = ("completion_mask", "old_logps", "ref_logps", "rollout_weights", "rollout_logps", "token_weights")
 _SCALARS = ("normalizer", "num_items_in_batch", "entropy_normalizer")
@@ -223,3 +233,45 @@ def _lengths(mask: Tensor | None, cu_seqlens: Tensor | None, per_token: Tensor) 
     if cu_seqlens is None:
         return unmasked.sum(1)
     return torch.segment_reduce(unmasked, "sum", offsets=cu_seqlens.long(), unsafe=True)
+
+
+def resolve_logps(
+    function: str,
+    inputs: Inputs,
+    ids: Tensor,
+    mask: Tensor | None,
+    transform: tuple[float | Tensor, float, float | None],
+    backend: str,
+    *,
+    entropy: bool = True,
+    sampling_mask: SamplingMask | None = None,
+    sparse_backward: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    teacher: Teacher | TopKTeacher | None = None,
+    divergence: GRPOConfig = DEFAULT_CONFIG,
+) -> LogpsCall:
+    """Check the arguments of a public function of log-probabilities, and describe what it computes.
+
+    transform: temperature, logit scale and softcap."""
+    hidden, weight, bias = inputs
+    temperature, logit_scale, softcap = transform
+    check_logit_transform(*transform)
+    check_sparse_backward(sparse_backward)
+    check_flag("entropy", entropy)
+    compute_dtype = check_lm_head(function, hidden, weight, bias, ids)
+    dtype = compute_dtype or hidden.dtype
+    check_teacher(teacher, divergence, hidden, weight, dtype, mask)
+    check_token_tensor("completion_mask", mask, ids.shape, -1, hidden)
+    check_sampling_mask(sampling_mask, ids.shape, hidden)
+    per_token, number = None, 1.0
+    if isinstance(temperature, Tensor):
+        num_sequences = -1 if cu_seqlens is None and ids.dim() == 1 else num_sequences_of(ids, cu_seqlens)
+        per_token = temperature_per_token(temperature, ids.shape, num_sequences, hidden, cu_seqlens)
+        per_token = per_token.detach().to(hidden.device)
+    else:
+        number = float(temperature)
+    kept = () if sampling_mask is None else (sampling_mask.ids, sampling_mask.counts)
+    numbers = number, float(logit_scale), float(softcap or 0.0), float(sparse_backward or 0.0)
+    name = choose_backend(backend, hidden.device, dtype, has_teacher=isinstance(teacher, Teacher))
+    tokens = LogpsTokens(ids, mask, per_token, *kept)
+    return LogpsCall(tokens, numbers, entropy, name, compute_dtype, teacher=teacher, divergence=divergence)

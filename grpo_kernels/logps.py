@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from .backends import choose_backend
-from .checks.arguments import check_lm_head, check_token_tensor, temperature_per_token
 from .checks.plain import full_weight
-from .config import check_flag, check_logit_transform, check_sparse_backward
-from .engine.logps_op import LogpsCall, logps_from_hidden
-from .engine.shared import describe_logps, requires_grad_flags
+from .engine.logps_op import logps_from_hidden
+from .engine.shared import requires_grad_flags
 from .engine.vocab_parallel import agree, announced_errors, check_group
-from .sampling_mask import SamplingMask, check_sampling_mask
+from .inputs import resolve_logps
+from .sampling_mask import SamplingMask
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -61,20 +59,11 @@ def fused_logps(
     else:
         check_group(group)
     with nullcontext() if group is None else announced_errors(group, hidden):
-        check_logit_transform(temperature, logit_scale, logit_softcap)
-        check_sparse_backward(sparse_backward)
-        check_flag("entropy", entropy)
-        compute_dtype = check_lm_head("fused_logps", hidden, weight, bias, completion_ids)
-        check_token_tensor("completion_mask", completion_mask, completion_ids.shape, -1, hidden)
-        check_sampling_mask(sampling_mask, completion_ids.shape, hidden)
-        if isinstance(temperature, Tensor):
-            num_sequences = len(completion_ids) if completion_ids.dim() == 2 else -1
-            temperature = temperature_per_token(temperature, completion_ids.shape, num_sequences, hidden)
-            temperature = temperature.detach().to(hidden.device)
-        transform = temperature, logit_scale, logit_softcap, sparse_backward
-        described = describe_logps(completion_ids, completion_mask, sampling_mask, *transform)
-        name = choose_backend(backend, hidden.device, compute_dtype or hidden.dtype)
-        call = LogpsCall(*described, entropy, name, compute_dtype)
+        call = resolve_logps(
+            "fused_logps", (hidden, weight, bias), completion_ids, completion_mask,
+            (temperature, logit_scale, logit_softcap), backend, entropy=entropy, sampling_mask=sampling_mask,
+            sparse_backward=sparse_backward,
+        )  # fmt: skip
     if group is not None:
         wants = requires_grad_flags(hidden, weight, bias)
         call = call._replace(vocab_slice=agree(group, hidden, weight, bias, wants, call.description))

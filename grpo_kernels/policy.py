@@ -9,25 +9,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .backends import choose_backend, get_backend
-from .checks.arguments import (
-    check_lm_head,
-    check_temperature,
-    check_token_tensor,
-    check_values,
-    num_sequences_of,
-    temperature_per_token,
-)
+from .checks.arguments import num_sequences_of
 from .checks.plain import full_weight
-from .config import GRPOConfig, check_flag, check_logit_transform, check_one_of
+from .config import check_count, check_one_of
 from .contract import Rows, TokenValues, no_values
 from .engine.backward import FinishedGradients, finish_in_forward
 from .engine.chunks import whole_sequences
-from .engine.lm_head import LMHead
-from .engine.logps_op import LogpsCall
+from .engine.logps_op import LogpsCall, check_call, open_scorer
 from .engine.products import pinned_matmul_precision
-from .engine.shared import describe_logps, make_scorer, requires_grad_flags, table_dtype
-from .sampling_mask import SamplingMask, check_sampling_mask
+from .engine.shared import requires_grad_flags, table_dtype
+from .inputs import resolve_logps
+from .sampling_mask import SamplingMask
 
 
 @dataclass(frozen=True)
@@ -98,34 +90,20 @@ def fused_policy_loss(
     Shapes and errors as in `fused_grpo_loss`, sparse_backward as in `GRPOConfig`. It calls back into Python, so
     torch.compile breaks the graph here; use `fused_logps` with autograd where that matters.
     """
-    check_logit_transform(temperature, logit_scale, logit_softcap)
     check_one_of("level", level, ("token", "sequence"))
-    check_flag("entropy", entropy)
+    if chunk_rows is not None:
+        check_count("chunk_rows", chunk_rows)
     if not callable(loss_fn):
         raise TypeError(f"loss_fn is a {type(loss_fn).__name__}; expected a function of a PolicyChunk")
     lm_head_weight, lm_head_bias = full_weight(lm_head_weight), full_weight(lm_head_bias)
-    compute_dtype = check_lm_head("fused_policy_loss", hidden, lm_head_weight, lm_head_bias, completion_ids)
-    num_sequences = num_sequences_of(completion_ids, cu_seqlens)
-    check_token_tensor("completion_mask", completion_mask, completion_ids.shape, num_sequences, hidden)
-    if isinstance(temperature, Tensor):
-        temperature = temperature_per_token(temperature, completion_ids.shape, num_sequences, hidden, cu_seqlens)
-    GRPOConfig(  # which checks them
-        temperature=temperature, logit_scale=logit_scale, logit_softcap=logit_softcap, chunk_rows=chunk_rows,
-        sparse_backward=sparse_backward,
+    scores = resolve_logps(
+        "fused_policy_loss", (hidden, lm_head_weight, lm_head_bias), completion_ids, completion_mask,
+        (temperature, logit_scale, logit_softcap), backend, entropy=entropy, sampling_mask=sampling_mask,
+        sparse_backward=sparse_backward, cu_seqlens=cu_seqlens,
     )  # fmt: skip
-    check_sampling_mask(sampling_mask, completion_ids.shape, hidden)
-    check_values(completion_ids, completion_mask, lm_head_weight.shape[0], cu_seqlens)
-    if isinstance(temperature, Tensor):
-        check_temperature(temperature, None if completion_mask is None else completion_mask.bool())
-    name = choose_backend(backend, hidden.device, compute_dtype or hidden.dtype)
-    offsets = cu_seqlens
-    if offsets is None:
-        offsets = torch.arange(num_sequences + 1, device=hidden.device) * completion_ids.shape[1]
-    transform = temperature, logit_scale, logit_softcap, sparse_backward
-    described = describe_logps(completion_ids, completion_mask, sampling_mask, *transform)
+    num_sequences_of(completion_ids, cu_seqlens)  # packed tokens have offsets
     call = _Call(
-        scores=LogpsCall(*described, entropy, name, compute_dtype), chunk_rows=chunk_rows, cu_seqlens=offsets.long(),
-        loss_fn=loss_fn, level=level, wants=requires_grad_flags(hidden, lm_head_weight, lm_head_bias),
+        scores, chunk_rows, cu_seqlens, loss_fn, level, wants=requires_grad_flags(hidden, lm_head_weight, lm_head_bias),
         grad_enabled=torch.is_grad_enabled(),
     )  # fmt: skip
     with pinned_matmul_precision(hidden.device):
@@ -137,7 +115,7 @@ def fused_policy_loss(
 class _Call:
     scores: LogpsCall
     chunk_rows: int | None
-    cu_seqlens: Tensor
+    cu_seqlens: Tensor | None  # None: a (B, T) batch
     loss_fn: LossFn
     level: str
     wants: tuple[bool, ...]
@@ -148,16 +126,16 @@ def _run(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call
 ) -> tuple[tuple[Tensor, ...], FinishedGradients]:
     scores, device, wants = call.scores, hidden.device, call.wants
-    num_tokens = scores.tokens.completion_ids.numel()
-    head = LMHead(
-        (hidden, weight, bias), get_backend(scores.backend), wants=wants, compute_dtype=scores.compute_dtype,
-        chunk_rows=call.chunk_rows,
-    )  # fmt: skip
-    dtype = table_dtype(head.hidden.dtype)
+    ids, dtype = scores.tokens.completion_ids, table_dtype(scores.compute_dtype or hidden.dtype)
+    num_tokens = ids.numel()
     values = no_values(num_tokens, dtype, device)
-    scorer, mask, _ = make_scorer(head, scores.tokens, scores.numbers, values)
+    head, scorer, mask, _ = open_scorer((hidden, weight, bias), scores, values, wants=wants, chunk_rows=call.chunk_rows)
+    check_call(scores, head.vocab_size, call.cu_seqlens)
 
-    span = call.cu_seqlens.diff()
+    if call.cu_seqlens is None:
+        span = torch.full((ids.shape[0],), ids.shape[1], device=device)
+    else:
+        span = call.cu_seqlens.long().diff()
     sequence = torch.arange(len(span), device=device).repeat_interleave(span, output_size=num_tokens)
     index = torch.arange(num_tokens, device=device) if mask is None else mask.nonzero().squeeze(1)
     total = torch.zeros((), dtype=dtype, device=device)

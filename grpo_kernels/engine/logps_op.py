@@ -15,24 +15,32 @@ from ..checks.arguments import check_temperature, check_values
 from ..checks.plain import check_gathered
 from ..config import DEFAULT_CONFIG, GRPOConfig
 from ..contract import TokenValues, no_values
-from ..names import VALUE_FIELDS
+from ..names import VALUE_FIELDS, KernelParams
 from ..teacher import Teacher, TopKTeacher
 from .backward import refuse_double_backward
+from .chunks import Scorer, new_scorer
+from .kept import make_token_mask
 from .lm_head import LMHead
 from .products import pinned_matmul_precision
 from .shared import (
-    LogpsTokens,
-    filled,
+    is_capturing,
     is_traced,
-    make_scorer,
     no_gradients,
+    refuse_capture,
     refuse_traced,
     requires_grad_flags,
     table_dtype,
-    token_mask,
 )
 from .teacher import TeacherHead, TopKHead, new_teacher
 from .vocab_parallel import VocabSlice, describe
+
+
+class LogpsTokens(NamedTuple):
+    completion_ids: Tensor
+    mask: Optional[Tensor] = None
+    temperature: Optional[Tensor] = None  # instead of the number
+    kept_ids: Optional[Tensor] = None  # of a SamplingMask
+    kept_counts: Optional[Tensor] = None
 
 
 class LogpsCall(NamedTuple):
@@ -74,25 +82,70 @@ def logps_from_hidden(
 
 
 Inputs = tuple[Tensor, Tensor, Optional[Tensor]]  # hidden, weight, bias
+AnyTeacher = Union[TeacherHead, TopKHead, None]
 
 
-def _compute(inputs: Inputs, call: LogpsCall) -> tuple[TokenValues, Union[TeacherHead, TopKHead, None]]:
+def open_scorer(
+    inputs: Inputs,
+    call: LogpsCall,
+    values: TokenValues,
+    *,
+    wants: Sequence[bool] = (False, False, False),
+    chunk_rows: Optional[int] = None,
+    teacher: AnyTeacher = None,
+) -> tuple[LMHead, Scorer, Optional[Tensor], bool]:
+    """(The head; a scorer for log-probabilities alone, no objective; the mask (N,) bool, None where there is none;
+    whether no shape may depend on values)."""
+    ids, mask, per_token, kept_ids, kept_counts = call.tokens
+    number, logit_scale, softcap, theta = call.numbers
+    count, dtype, device, kernels = ids.numel(), values.columns.dtype, ids.device, get_backend(call.backend)
+    if theta:
+        refuse_capture(device)
+    head = LMHead(
+        inputs, kernels, wants=tuple(wants), compute_dtype=call.compute_dtype, chunk_rows=chunk_rows,
+        vocab_slice=call.vocab_slice,
+        teacher_dtype=teacher.logits_dtype if isinstance(teacher, TeacherHead) else None,
+    )  # fmt: skip
+    mask, static = None if mask is None else mask.reshape(-1).bool(), is_capturing(device)
+    head.keep = mask if static else None
+    if per_token is None:
+        temperature = torch.full((count,), number, dtype=dtype, device=device)
+    else:
+        expanded = per_token.detach().reshape(-1).expand(count)
+        temperature = _filled(expanded, mask, 1.0).to(device=device, dtype=dtype)
+    sampling_mask = make_token_mask(kept_ids, kept_counts, head.vocab_size, is_static=static)
+    sampled = ids.reshape(-1) if mask is None else torch.where(mask, ids.reshape(-1), 0)
+    params = KernelParams(logit_scale=logit_scale, softcap=softcap)
+    scorer = new_scorer(theta or None, head, sampled.contiguous().long(), temperature, params, kernels, values)
+    if sampling_mask is not None:
+        scorer.add_mask(sampling_mask, torch.ones_like(sampled, dtype=torch.bool) if mask is None else mask)
+    scorer.teacher = teacher
+    return head, scorer, mask, static
+
+
+def check_call(call: LogpsCall, vocab_size: int, cu_seqlens: Optional[Tensor] = None) -> None:
+    """What the data of its tokens must be."""
+    ids, mask, temperature, *_ = call.tokens
+    check_values(ids, mask, vocab_size, cu_seqlens)
+    if temperature is not None:
+        check_temperature(temperature, None if mask is None else mask.bool())
+
+
+def _filled(x: Tensor, mask: Optional[Tensor], fill: float) -> Tensor:
+    """x (N,) with `fill` at padding, whatever that holds; contiguous."""
+    return x.contiguous() if mask is None else torch.where(mask, x, fill)
+
+
+def _compute(inputs: Inputs, call: LogpsCall) -> tuple[TokenValues, AnyTeacher]:
     """logp, entropy, lse, and with a teacher the divergence. To be called under no_grad."""
-    hidden, (ids, mask, temperature, *_) = inputs[0], call.tokens
+    hidden, count = inputs[0], call.tokens.completion_ids.numel()
     dtype = table_dtype(call.compute_dtype or hidden.dtype)
     with pinned_matmul_precision(hidden.device):
-        teacher = new_teacher(call.teacher, call.divergence, get_backend(call.backend), ids.numel(), dtype)
-        head = LMHead(
-            inputs, get_backend(call.backend), compute_dtype=call.compute_dtype, vocab_slice=call.vocab_slice,
-            teacher_dtype=teacher.logits_dtype if isinstance(teacher, TeacherHead) else None,
-        )  # fmt: skip
-        check_values(ids, mask, head.vocab_size, None)
-        if temperature is not None:
-            check_temperature(temperature, None if mask is None else mask.bool())
+        teacher = new_teacher(call.teacher, call.divergence, get_backend(call.backend), count, dtype)
         columns = 2 if teacher is None else len(VALUE_FIELDS)
-        values = no_values(ids.numel(), dtype, hidden.device, columns=columns)
-        scorer, mask, static = make_scorer(head, call.tokens, call.numbers, values)
-        scorer.teacher = teacher
+        values = no_values(count, dtype, hidden.device, columns=columns)
+        head, scorer, mask, static = open_scorer(inputs, call, values, teacher=teacher)
+        check_call(call, head.vocab_size)
         scorer.score_gathered()
         scorer.score(None if static or mask is None else mask.nonzero().squeeze(1), entropy=call.want_entropy)
         head.release()
@@ -119,7 +172,7 @@ def _compute_gradients(
     call: LogpsCall,
     results: Sequence[Tensor],
     wants: Sequence[bool],
-    teacher: Union[TeacherHead, TopKHead, None] = None,
+    teacher: AnyTeacher = None,
 ) -> list[Optional[Tensor]]:
     """(dhidden, dweight, dbias) from the logits computed again, over rows with a non-zero coefficient.
 
@@ -129,19 +182,13 @@ def _compute_gradients(
     entropy, lse = results
     check_gathered("lm_head_weight", inputs[1])  # it may have been released since the forward
     with torch.no_grad(), pinned_matmul_precision(entropy.device):
-        if teacher is not None:
-            teacher.weight = filled(outer[2].reshape(-1).to(entropy.dtype), token_mask(call.tokens.mask), 0.0)
-        head = LMHead(
-            inputs, get_backend(call.backend), wants=tuple(wants), compute_dtype=call.compute_dtype,
-            vocab_slice=call.vocab_slice,
-            teacher_dtype=teacher.logits_dtype if isinstance(teacher, TeacherHead) else None,
-        )  # fmt: skip
         columns = no_values(entropy.numel(), entropy.dtype, entropy.device).columns
         values = TokenValues(columns, lse.reshape(-1).contiguous())
         values.entropy.copy_(entropy.reshape(-1))
-        scorer, mask, static = make_scorer(head, call.tokens, call.numbers, values)
-        scorer.teacher = teacher
-        g_logp, g_entropy = (filled(g.reshape(-1), mask, 0.0) for g in outer[:2])
+        head, scorer, mask, static = open_scorer(inputs, call, values, wants=wants, teacher=teacher)
+        if teacher is not None:
+            teacher.weight = _filled(outer[2].reshape(-1).to(entropy.dtype), mask, 0.0)
+        g_logp, g_entropy = (_filled(g.reshape(-1), mask, 0.0) for g in outer[:2])
         scorer.gradient(g_logp, g_entropy, static_shapes=static)
         return head.gradients().without_scales()
 
