@@ -202,7 +202,6 @@ class GRPOConfig:
     sparse_backward: float | None = None
     # Everything but the tensors, as text: what the custom op receives, and a constant to torch.compile.
     key: str = dataclasses.field(init=False, repr=False, compare=False, default="")
-    has_tensors: bool = dataclasses.field(init=False, repr=False, compare=False, default=False)
 
     def __new__(cls, *_: Any, **options: Any) -> GRPOConfig:
         for name in options:
@@ -243,8 +242,6 @@ class GRPOConfig:
         self._check_divergence()
         self._check_combinations()
         object.__setattr__(self, "key", self._to_key())
-        has_tensors = any(isinstance(getattr(self, name), torch.Tensor) for name in _TENSORS)
-        object.__setattr__(self, "has_tensors", has_tensors)
 
     @property
     def derived(self) -> dict[Any, Any]:

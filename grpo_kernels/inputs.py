@@ -20,6 +20,7 @@ from .checks.arguments import (
     num_sequences_of,
     temperature_per_token,
 )
+from .checks.plain import check_shape
 from .config import (
     DEFAULT_CONFIG,
     SURROGATE_RULES,
@@ -188,10 +189,8 @@ def _check_tensors(advantages: Tensor | None, options: LossOptions, num_sequence
     if rewards is not None:
         check_rewards(rewards)
         check_tensor("rewards", rewards, per_token)
-        if rewards.shape[0] != num_sequences:
-            raise ValueError(
-                f"rewards has shape {tuple(rewards.shape)}; expected ({num_sequences},), one per completion"
-            )
+        fits = rewards.shape[0] == num_sequences
+        check_shape("rewards", rewards, fits, f"({num_sequences},), one per completion")
 
 
 def _check_num_items(count: Tensor | float | None, mask: Tensor | None, device: torch.device) -> None:

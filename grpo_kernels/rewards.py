@@ -17,7 +17,7 @@ from .checks.arguments import (
     check_token_tensor,
     checks_values,
 )
-from .checks.plain import INTEGERS, check_shape
+from .checks.plain import check_kind, check_shape
 from .config import check_count, check_number, check_one_of
 from .engine.shared import is_traced
 from .names import ADVANTAGE_BASELINES, ADVANTAGE_SCALES, EXPONENT_LIMIT, WEIGHT_LEVELS
@@ -95,14 +95,13 @@ def combine_advantages(
     check_one_of("whiten", whiten, ("batch", "tokens", "none"))
     count, kinds = rewards.shape
     weights = torch.as_tensor([1.0] * kinds if weights is None else weights, device=rewards.device)
-    if weights.shape != (kinds,):
-        raise ValueError(f"weights has shape {tuple(weights.shape)}; expected ({kinds},), one for each kind of reward")
+    check_shape("weights", weights, weights.shape == (kinds,), f"({kinds},), one for each kind of reward")
     if (whiten == "tokens") != (completion_mask is not None):
         raise ValueError(f"whiten={whiten!r} with completion_mask={completion_mask}; expected both for 'tokens' alone")
     if completion_mask is not None:
         check_tensor("completion_mask", completion_mask, rewards)
-        if completion_mask.dim() != 2 or len(completion_mask) != count:
-            raise ValueError(f"completion_mask has shape {tuple(completion_mask.shape)}; expected ({count}, T)")
+        fits = completion_mask.dim() == 2 and len(completion_mask) == count
+        check_shape("completion_mask", completion_mask, fits, f"({count}, T)")
         check_token_tensor("completion_mask", completion_mask, completion_mask.shape, -1, rewards)
     rewards = rewards.detach().to(torch.float64)
     parts, valid = rewards.nan_to_num(nan=0.0), ~rewards.isnan()
@@ -143,10 +142,7 @@ def group_statistics(
         raise ValueError(f"baseline={baseline!r} with lengths={lengths}; expected both for 'length_weighted' alone")
     if lengths is not None:
         check_tensor("lengths", lengths, rewards)
-        if lengths.shape != rewards.shape or lengths.dtype not in NUMBERS:
-            raise ValueError(
-                f"lengths is {lengths.dtype} of shape {tuple(lengths.shape)}; expected numbers {tuple(rewards.shape)}"
-            )
+        check_kind("lengths", lengths, lengths.shape == rewards.shape, f"numbers {tuple(rewards.shape)}", NUMBERS)
     rewards = rewards.detach()
     if rewards.dtype != torch.float64:
         rewards = rewards.float()
@@ -270,11 +266,8 @@ def process_advantages(
     check_rewards(step_rewards, dims=2, name="step_rewards")
     check_rewards_finite("step_rewards", step_rewards)
     check_tensor("step_ends", step_ends, step_rewards)
-    if step_ends.shape != step_rewards.shape or step_ends.dtype not in INTEGERS:
-        raise ValueError(
-            f"step_ends is {step_ends.dtype} of shape {tuple(step_ends.shape)}; expected integers of the shape of "
-            f"step_rewards, {tuple(step_rewards.shape)}"
-        )
+    expected = f"integers of the shape of step_rewards, {tuple(step_rewards.shape)}"
+    check_kind("step_ends", step_ends, step_ends.shape == step_rewards.shape, expected)
     check_number("gamma", gamma, low=0.0, high=1.0)
     check_count("length", length)
     batch, steps = step_rewards.shape
@@ -314,10 +307,7 @@ def resolve_groups(num_sequences: int, num_generations: int | None, group_ids: T
         index = torch.arange(num_sequences, device=like.device) // num_generations
         return Groups(index, count, num_generations)
     check_tensor("group_ids", group_ids, like)
-    if group_ids.shape != (num_sequences,) or group_ids.dtype not in INTEGERS:
-        raise ValueError(
-            f"group_ids is {group_ids.dtype} of shape {tuple(group_ids.shape)}; expected integers ({num_sequences},)"
-        )
+    check_kind("group_ids", group_ids, group_ids.shape == (num_sequences,), f"integers ({num_sequences},)")
     names, index = torch.unique(group_ids, return_inverse=True)
     return Groups(index, names.numel())
 

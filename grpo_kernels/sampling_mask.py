@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .checks.arguments import check_kept_ids
-from .checks.plain import INTEGERS, check_integers, check_plain, check_shape
+from .checks.plain import check_integers, check_kind, check_plain, check_shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,10 +89,7 @@ class SamplingMask:
         check_plain("kept", kept)
         if isinstance(padding, bool) or not isinstance(padding, int):
             raise TypeError(f"padding is a {type(padding).__name__}; expected an integer")
-        if kept.dim() not in (2, 3) or kept.dtype not in INTEGERS:
-            raise ValueError(
-                f"kept is {kept.dtype} of shape {tuple(kept.shape)}; expected int32 or int64 (B, T, K) or (N, K)"
-            )
+        check_kind("kept", kept, kept.dim() in (2, 3), "int32 or int64 (B, T, K) or (N, K)")
         used = kept != padding
         last = torch.iinfo(kept.dtype).max
         ordered = kept.masked_fill(~used, last).sort(-1).values

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..config import LARGEST, GRPOConfig, shown
-from .plain import INTEGERS, PLAIN, check_gathered, check_plain, check_shape, refuse_quantised
+from .plain import INTEGERS, PLAIN, check_gathered, check_kind, check_plain, check_shape, refuse_quantised
 
 if TYPE_CHECKING:
     from ..contract import TokenInputs
@@ -267,11 +267,8 @@ def num_sequences_of(ids: Tensor, cu_seqlens: Tensor | None, owner: str = "hidde
     if cu_seqlens is None:
         raise ValueError(f"{owner} is packed, {ids.numel()} tokens without a batch dimension, and cu_seqlens is None")
     check_tensor("cu_seqlens", cu_seqlens, ids)
-    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2 or cu_seqlens.dtype not in INTEGERS:
-        raise ValueError(
-            f"cu_seqlens is {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}; "
-            "expected int32 or int64 (S + 1,), S >= 1"
-        )
+    fits = cu_seqlens.dim() == 1 and cu_seqlens.numel() >= 2
+    check_kind("cu_seqlens", cu_seqlens, fits, "int32 or int64 (S + 1,), S >= 1")
     return cu_seqlens.numel() - 1
 
 

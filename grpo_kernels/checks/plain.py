@@ -42,6 +42,12 @@ def check_shape(name: str, x: Tensor, fits: bool, expected: object) -> None:
         raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {expected}")
 
 
+def check_kind(name: str, x: Tensor, fits: bool, expected: str, dtypes: tuple[torch.dtype, ...] = INTEGERS) -> None:
+    """x has the shape that `expected` says, and one of these types."""
+    if not fits or x.dtype not in dtypes:
+        raise ValueError(f"{name} is {x.dtype} of shape {tuple(x.shape)}; expected {expected}")
+
+
 def check_gathered(name: str, x: Tensor) -> None:
     """x is no parameter whose elements DeepSpeed ZeRO-3 or FSDP1 has released until its next forward or backward."""
     if x.numel() == 0:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checks.arguments import check_config, checks_values
-from ..checks.plain import check_plain, is_dtensor
+from ..checks.plain import check_plain, check_shape, is_dtensor
 from ..config import DEFAULT_CONFIG, GRPOConfig, check_flag
 from ..loss import fused_grpo_loss
 from . import LogitTransform, logit_transform
@@ -203,8 +203,7 @@ def forward_inputs(
         )
     if attention_mask is not None:
         check_plain("attention_mask", attention_mask)
-        if attention_mask.shape != input_ids.shape:
-            raise ValueError(f"attention_mask has shape {tuple(attention_mask.shape)}; expected {whole}")
+        check_shape("attention_mask", attention_mask, attention_mask.shape == input_ids.shape, whole)
     if checks_values(input_ids.device):
         differs = input_ids[:, -part[1] :] != completion_ids
         if attention_mask is not None:
