@@ -1,7 +1,7 @@
 """GRPOConfig: five independent axes (surrogate, ratio level, KL estimator, aggregation, advantages) and their numbers.
 
-A `loss_type` of a trainer is a row of `PRESETS`, nothing else. Field names are TRL's where TRL has one. Each surrogate
-and each preset names its source: a paper, or the trainer that defines it.
+A `loss_type` of a trainer is a row of `PRESETS`, nothing else. Field names are TRL's where TRL has one. Sources, papers
+or the trainers that define them: of surrogates in reference.py, of presets in the README's table.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ class SurrogateRule:
 
     levels: tuple[Level, ...]
     options: dict[str, float]  # option name -> default
-    source: str
     divides_by_rollout: bool = False  # its ratio is one to the sampling engine, not to the old policy
     weight: str | None = None  # of names.OUTSIDE, where the loss is -w(r) A logp: what is beyond its bounds
 
@@ -54,31 +53,22 @@ class SurrogateRule:
 _CLIP_OPTIONS = {"epsilon_low": 0.2, "epsilon_high": 0.2}
 _TRUST_REGION = {"dppo_kl_tau": 1e-3, "ratio_cap": math.inf}
 SURROGATE_RULES = {
-    "clip": SurrogateRule(LEVELS, {**_CLIP_OPTIONS, "delta": math.inf, "dual_clip": math.inf}, "PPO, arXiv:1707.06347"),
-    "cispo": SurrogateRule(WEIGHT_LEVELS, {"epsilon_high": 5.0}, "MiniMax-M1, arXiv:2506.13585", weight="clamp"),
-    "cispo_two_sided": SurrogateRule(WEIGHT_LEVELS, _CLIP_OPTIONS, "MiniMax-M1, arXiv:2506.13585", weight="clamp"),
-    "cispo_mask": SurrogateRule(WEIGHT_LEVELS, _CLIP_OPTIONS, "SkyRL, masked importance sampling", weight="drop"),
-    "cispo_unified": SurrogateRule(WEIGHT_LEVELS, _CLIP_OPTIONS, "ROLL", weight="drop_outward"),
-    "sapo": SurrogateRule(
-        LEVELS, {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}, "SAPO, arXiv:2511.20347"
-    ),
+    "clip": SurrogateRule(LEVELS, {**_CLIP_OPTIONS, "delta": math.inf, "dual_clip": math.inf}),
+    "cispo": SurrogateRule(WEIGHT_LEVELS, {"epsilon_high": 5.0}, weight="clamp"),
+    "cispo_two_sided": SurrogateRule(WEIGHT_LEVELS, _CLIP_OPTIONS, weight="clamp"),
+    "cispo_mask": SurrogateRule(WEIGHT_LEVELS, _CLIP_OPTIONS, weight="drop"),
+    "cispo_unified": SurrogateRule(WEIGHT_LEVELS, _CLIP_OPTIONS, weight="drop_outward"),
+    "sapo": SurrogateRule(LEVELS, {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}),
     "vespo": SurrogateRule(  # its weight is that of the sequence at either level, which is that of the KL's ratio
         ("token", "sequence"),
         {"vespo_k_pos": 2.0, "vespo_k_neg": 3.0, "vespo_lambda_pos": 3.0, "vespo_lambda_neg": 2.0},
-        "VESPO, arXiv:2602.10693",
         weight="clamp",
     ),
-    "reinforce": SurrogateRule(("token",), {}, "Williams, Machine Learning 8, 1992", weight="clamp"),
-    "gmpo": SurrogateRule(("sequence",), _CLIP_OPTIONS, "GMPO, arXiv:2507.20673"),
-    "dppo_tv": SurrogateRule(
-        ("token",), {**_CLIP_OPTIONS, **_TRUST_REGION}, "DPPO, arXiv:2602.04879", divides_by_rollout=True
-    ),
-    "dppo_kl": SurrogateRule(
-        ("token",), {**_CLIP_OPTIONS, **_TRUST_REGION}, "DPPO, arXiv:2602.04879", divides_by_rollout=True
-    ),
-    "ipo": SurrogateRule(
-        ("token",), {"epsilon_high": 0.1, **_TRUST_REGION}, "prime-rl, IPO loss", divides_by_rollout=True
-    ),
+    "reinforce": SurrogateRule(("token",), {}, weight="clamp"),
+    "gmpo": SurrogateRule(("sequence",), _CLIP_OPTIONS),
+    "dppo_tv": SurrogateRule(("token",), {**_CLIP_OPTIONS, **_TRUST_REGION}, divides_by_rollout=True),
+    "dppo_kl": SurrogateRule(("token",), {**_CLIP_OPTIONS, **_TRUST_REGION}, divides_by_rollout=True),
+    "ipo": SurrogateRule(("token",), {"epsilon_high": 0.1, **_TRUST_REGION}, divides_by_rollout=True),
 }
 # Options that belong to some surrogates only. Given to another surrogate, such an option has no effect, so it raises.
 _SURROGATE_OPTIONS = tuple(dict.fromkeys(name for rule in SURROGATE_RULES.values() for name in rule.options))
@@ -466,37 +456,25 @@ def available_presets() -> tuple[str, ...]:
 
 _RLOO = dict(importance_sampling_level="sequence_sum", advantage_baseline="leave_one_out", advantage_scale="none")
 _SFT = dict(surrogate="reinforce", aggregation="token_mean")
-_SECTION_5_2 = "DeepSeekMath, arXiv:2402.03300, section 5.2"
-_PRESETS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (source, options)
-    "grpo": ("DeepSeekMath, arXiv:2402.03300", dict(aggregation="seq_mean", beta=0.04)),
+PRESETS: dict[str, dict[str, Any]] = {
+    "grpo": dict(aggregation="seq_mean", beta=0.04),
     # TRL's loss_type of that name: the aggregation alone, without the reward scaling of arXiv:2506.02864.
-    "bnpo": ("TRL", dict(aggregation="token_mean")),
-    "dr_grpo": ("Dr. GRPO, arXiv:2503.20783", dict(aggregation="fixed_length", advantage_scale="none")),
-    "dapo": ("DAPO, arXiv:2503.14476", dict(aggregation="num_items", epsilon_high=0.28)),
-    "gspo": (
-        "GSPO, arXiv:2507.18071",
-        dict(importance_sampling_level="sequence", aggregation="seq_mean", epsilon_low=3e-4, epsilon_high=4e-4),
-    ),
-    "cispo": (
-        "MiniMax-M1, arXiv:2506.13585; the cap of 5: ScaleRL, arXiv:2510.13786",
-        dict(surrogate="cispo", aggregation="num_items"),
-    ),
-    "sapo": ("SAPO, arXiv:2511.20347", dict(surrogate="sapo", aggregation="seq_mean")),
-    "luspo": ("LUSPO, arXiv:2602.05261", dict(importance_sampling_level="sequence", aggregation="seq_sum")),
-    "vespo": ("VESPO, arXiv:2602.10693", dict(surrogate="vespo", aggregation="num_items")),
-    "rloo": ("RLOO, arXiv:2402.14740", dict(aggregation="seq_mean", **_RLOO)),
-    "ppo": ("PPO, arXiv:1707.06347", dict(aggregation="token_mean")),
-    "reinforce": ("Williams, Machine Learning 8, 1992", _SFT),
-    "rft": (_SECTION_5_2, _SFT),
-    "online_rft": (_SECTION_5_2, _SFT),
-    "sft": (_SECTION_5_2, _SFT),
-    "verl": (
-        "verl, arXiv:2409.19256; dual clip: arXiv:1912.09729",
-        dict(aggregation="num_items", dual_clip=3.0, log_ratio_clamp=20.0),
-    ),
+    "bnpo": dict(aggregation="token_mean"),
+    "dr_grpo": dict(aggregation="fixed_length", advantage_scale="none"),
+    "dapo": dict(aggregation="num_items", epsilon_high=0.28),
+    "gspo": dict(importance_sampling_level="sequence", aggregation="seq_mean", epsilon_low=3e-4, epsilon_high=4e-4),
+    "cispo": dict(surrogate="cispo", aggregation="num_items"),
+    "sapo": dict(surrogate="sapo", aggregation="seq_mean"),
+    "luspo": dict(importance_sampling_level="sequence", aggregation="seq_sum"),
+    "vespo": dict(surrogate="vespo", aggregation="num_items"),
+    "rloo": dict(aggregation="seq_mean", **_RLOO),
+    "ppo": dict(aggregation="token_mean"),
+    "reinforce": _SFT,
+    "rft": _SFT,
+    "online_rft": _SFT,
+    "sft": _SFT,
+    "verl": dict(aggregation="num_items", dual_clip=3.0, log_ratio_clamp=20.0),
 }
-PRESETS = {name: options for name, (_, options) in _PRESETS.items()}
-PRESET_SOURCES = {name: source for name, (source, _) in _PRESETS.items()}
 TRL_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")  # presets of the same names
 
 
