@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..backends import get_backend
 from ..checks.arguments import check_offsets, check_token_values, check_values
-from ..config import DEFAULT_CONFIG, GRPOConfig, config_from_key
+from ..config import GRPOConfig, config_from_key
 from ..contract import Backend, Sums, TokenInputs
 from ..names import FIELD, MASK_SUMS, SPARSE_SUMS
 from ..teacher import Teacher, TopKTeacher
@@ -213,14 +213,20 @@ def grpo_loss(
 @grpo_loss.register_fake
 def _(hidden, weight, bias, tokens, num_groups, config_key, backend, compute_dtype, wants):
     completion_ids, *tokens = tokens
-    dtype = table_dtype(compute_dtype or hidden.dtype)
+    inputs, config, dtype = (
+        TokenInputs(*tokens),
+        config_from_key(config_key),
+        table_dtype(compute_dtype or hidden.dtype),
+    )
     f = hidden.new_empty
     given = (hidden, weight, weight if bias is None else bias)
+    others = config.entropy_kept_only + (0 if inputs.kept_ids is None else len(MASK_SUMS))
+    others += 0 if config.sparse_backward is None else len(SPARSE_SUMS)
     return (
         f((), dtype=dtype),
         f(completion_ids.shape, dtype=dtype),
         f(completion_ids.shape, dtype=dtype),
-        empty_sums(hidden, completion_ids, tokens, num_groups, dtype, config_from_key(config_key)),
+        empty_sums(hidden, completion_ids, inputs, num_groups, dtype, others),
         *(
             x.new_empty(x.shape, dtype=waiting_dtype(x.dtype)) if want else f(0)
             for x, want in zip(given, wants, strict=True)
@@ -251,14 +257,10 @@ def _hand_out_gradients(operator: Any, name: str, count: int) -> None:
 _hand_out_gradients(grpo_loss, "fused_grpo_loss", 3)
 
 
-def empty_sums(like, per_token, tokens, num_groups, dtype, config=DEFAULT_CONFIG):
-    """Numbers of Sums without values, for tokens (B, T), or (N,) with offsets."""
-    inputs = TokenInputs(*tokens)
+def empty_sums(like, per_token, inputs, num_groups, dtype, others):
+    """Numbers of Sums without values, for tokens (B, T), or (N,) with offsets, and so many others."""
     sequences = per_token.shape[0] if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[0] - 1
-    size = Sums.size(sequences, num_groups) + (0 if inputs.kept_ids is None else len(MASK_SUMS))
-    size += 0 if config.sparse_backward is None else len(SPARSE_SUMS)
-    size += config.entropy_kept_only
-    return like.new_empty(size, dtype=dtype)
+    return like.new_empty(Sums.size(sequences, num_groups) + others, dtype=dtype)
 
 
 @torch.library.custom_op("grpo_kernels::policy_loss", mutates_args=())
@@ -292,7 +294,8 @@ def policy_loss(
 @policy_loss.register_fake
 def _(logps, entropy, tokens, num_groups, config_key, backend):
     f, dtype = logps.new_empty, table_dtype(logps.dtype)
-    numbers = empty_sums(logps, logps, tokens, num_groups, dtype, config_from_key(config_key))
+    others = config_from_key(config_key).entropy_kept_only
+    numbers = empty_sums(logps, logps, TokenInputs(*tokens), num_groups, dtype, others)
     return f((), dtype=dtype), numbers, f(logps.shape, dtype=dtype), f(logps.shape, dtype=dtype)
 
 
