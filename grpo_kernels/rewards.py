@@ -31,14 +31,6 @@ class Groups(NamedTuple):
     size: int = 0
 
 
-class GroupStatistics(NamedTuple):
-    """advantages (B,); reward mean and standard deviation per group (num_groups,)."""
-
-    advantages: Tensor
-    mean: Tensor
-    std: Tensor
-
-
 def group_advantages(
     rewards: Tensor,
     *,
@@ -66,7 +58,7 @@ def group_advantages(
     check_rewards(rewards)
     groups = resolve_groups(rewards.shape[0], num_generations, group_ids, rewards)
     numbers: Any = {"scale": scale, "baseline": baseline, "ddof": ddof, "eps": eps}
-    return group_statistics(rewards, groups, **numbers, lengths=lengths).advantages
+    return group_statistics(rewards, groups, **numbers, lengths=lengths)[0]
 
 
 def combine_advantages(
@@ -108,7 +100,7 @@ def combine_advantages(
     if mode == "normalize_then_sum":
         groups = resolve_groups(count, num_generations, group_ids, rewards)
         numbers: Any = {"scale": "group", "baseline": "mean", "ddof": ddof, "eps": eps}
-        parts = torch.stack([group_statistics(r, groups, **numbers).advantages for r in rewards.unbind(1)], 1)
+        parts = torch.stack([group_statistics(r, groups, **numbers)[0] for r in rewards.unbind(1)], 1)
     elif num_generations is not None or group_ids is not None:
         raise ValueError("num_generations and group_ids have no effect with mode='sum'; leave them out")
     total, known = parts @ weights.to(parts), valid.any(1)
@@ -131,8 +123,8 @@ def group_statistics(
     eps: float,
     nan_is_no_verdict: bool = True,
     lengths: Tensor | None = None,
-) -> GroupStatistics:
-    """`group_advantages` of groups that `resolve_groups` made, with the statistics of each group."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`group_advantages` (B,) of groups that `resolve_groups` made; mean and std of their rewards (num_groups,)."""
     check_one_of("scale", scale, ADVANTAGE_SCALES)
     check_one_of("baseline", baseline, ADVANTAGE_BASELINES)
     check_number("eps", eps, low=0.0)
@@ -154,7 +146,7 @@ def group_statistics(
             raise ValueError("a group of one completion has no standard deviation: scale='group' needs groups of >= 2")
     numbers = scale, baseline, ddof, float(eps), nan_is_no_verdict
     compute = _traced_statistics if is_traced(rewards) else _statistics_of_groups
-    return GroupStatistics(*compute(rewards, *groups, *numbers, lengths))
+    return compute(rewards, *groups, *numbers, lengths)
 
 
 def _statistics_of_groups(
@@ -274,9 +266,8 @@ def process_advantages(
     groups = resolve_groups(batch, num_generations, group_ids, step_rewards)
     index = groups.index.repeat_interleave(steps, output_size=batch * steps)
     per_step = Groups(index, groups.count, groups.size * steps)
-    flat = group_statistics(
-        step_rewards.reshape(-1), per_step, scale=scale, baseline=baseline, ddof=ddof, eps=eps
-    ).advantages
+    numbers: Any = {"scale": scale, "baseline": baseline, "ddof": ddof, "eps": eps}
+    flat, _, _ = group_statistics(step_rewards.reshape(-1), per_step, **numbers)
     normalised = flat.view(batch, steps)  # absent steps: 0
     absent = step_rewards.isnan()
     ends = torch.where(absent, length, step_ends)

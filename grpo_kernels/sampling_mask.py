@@ -1,9 +1,4 @@
-"""The ids that truncated sampling (top-p, top-k, min-p) kept for each token.
-
-A rollout that was sampled with truncation is distributed over the kept ids alone. A loss that normalises over the whole
-vocabulary has every importance ratio off by the kept mass; with the mask it replays the distribution that was sampled
-(DeepSeek-V3.2, arXiv:2512.02556, section 3.1).
-"""
+"""The ids that truncated sampling (top-p, top-k, min-p) kept for each token (DeepSeek-V3.2, arXiv:2512.02556, 3.1)."""
 
 from __future__ import annotations
 
