@@ -62,10 +62,8 @@ def fused_forward(
             a cache of keys and values alone; without gradient checkpointing and model_inputs.
         options: further arguments of `loss`: advantages=, old_logps=, config= ...
 
-    Under DistributedDataParallel, FSDP and DeepSpeed call it inside the forward of the module that they wrap, and
-    return the loss tensor, so that their hooks run: the parameters are whole there, and their gradients are averaged.
-
-    The first call with a class of models computes the model's own logits of one row and compares them.
+    Under DistributedDataParallel, FSDP and DeepSpeed call it inside the forward of the module that they wrap. The first
+    call with a class of models computes the model's own logits of one row and compares them.
 
     Raises ValueError or TypeError, by name: a model whose logits are not understood (see `logit_transform`,
     `lm_head_inputs`) or differ from its own; a logit_scale or logit_softcap that contradicts the model's; tensors that
