@@ -362,7 +362,7 @@ def next_program(control: socket.socket, readable: list[str], scratch: str | Non
 def say(control: socket.socket, message: Any) -> None:
     data = json.dumps(message).encode()
     with contextlib.suppress(BrokenPipeError):  # the trainer is dead
-        control.send(struct.pack("=Q", len(data)) + data)
+        control.send(struct.pack("!i", len(data)) + data)  # as multiprocessing's Connection reads it
 
 
 def main() -> None:

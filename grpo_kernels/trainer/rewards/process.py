@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
-import socket
-import struct
 import subprocess
 import sys
-import time
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -26,44 +23,30 @@ class Ended(Exception):
 class Process:
     """Runs the text of `file` with `python -c`: no folder of this package is on its path, and torch is not imported.
 
-    Messages go through a socket, descriptor `argv[1]` there; an answer is bytes after their length (8 bytes). The
-    process ends with the thread that started it (on Linux; elsewhere after its call). It has a session of its own:
-    Ctrl-C is the trainer's, which finishes its step, and a kill reaches what the process has started.
+    Messages are bytes through a `Connection` of multiprocessing, descriptor `argv[1]` there. The process ends with the
+    thread that started it (on Linux; elsewhere after its call). It has a session of its own: Ctrl-C is the trainer's,
+    which finishes its step, and a kill reaches what the process has started.
     """
 
     def __init__(self, file: Path, **options: Any) -> None:
-        self.socket, other = socket.socketpair()
+        self.connection, other = Pipe()
         with other:
             command = [sys.executable, "-s", "-c", file.read_text(encoding="utf-8"), str(other.fileno())]
             options.update(stdin=subprocess.DEVNULL, pass_fds=[other.fileno()], start_new_session=True)
             self._process = subprocess.Popen(command, **options)
 
-    def ask(self, message: bytes, seconds: float) -> bytes:
-        """Sends `message` and returns the answer. Raises: Ended, and then the process is gone."""
-        with contextlib.suppress(ConnectionError):  # there is no answer then
-            self.socket.sendall(message)
-        return self.answer(seconds)
-
     def answer(self, seconds: float) -> bytes:
         """Raises: Ended, and then the process is gone."""
-        data, end = b"", time.monotonic() + seconds
-        waiting = select.poll()  # select.select takes no descriptor above 1023
-        waiting.register(self.socket, select.POLLIN)
-        while len(data) < 8 or len(data) < 8 + struct.unpack("=Q", data[:8])[0]:
-            if not waiting.poll(1000 * max(end - time.monotonic(), 0)):
-                raise Ended(self.close(), seconds)
-            try:
-                part = self.socket.recv(1 << 20)
-            except ConnectionError:
-                part = b""
-            if not part:
-                raise Ended(self.close(patience=5))
-            data += part
-        return data[8:]
+        try:
+            if self.connection.poll(seconds):
+                return self.connection.recv_bytes()
+        except (EOFError, OSError):
+            raise Ended(self.close(patience=5)) from None
+        raise Ended(self.close(), seconds)
 
     def close(self, patience: float = 0) -> int:
         """Ends the process and returns its status. patience: seconds that it gets to end by itself."""
-        self.socket.close()
+        self.connection.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             if patience:
                 self._process.wait(patience)

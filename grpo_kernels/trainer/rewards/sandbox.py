@@ -120,8 +120,10 @@ class Sandbox:
         texts = [stdin, "", "", "", json.dumps([program, calls])]  # of stdin, stdout, stderr, the values, the source
         files = [memory_file(text) for text in texts]
         try:
-            with contextlib.suppress(ConnectionError):  # there is no answer then
-                socket.send_fds(self._process.socket, [request], files)
+            # Where the process is gone, there is no answer either.
+            control = socket.socket(fileno=os.dup(self._process.connection.fileno()))
+            with control, contextlib.suppress(ConnectionError):
+                socket.send_fds(control, [request], files)
             status, seconds, elapsed, late = self._answer(START_SECONDS + patience)
             most = limits.output_kb << 10
             written = [os.pread(file, most + 1, 0) for file in files[1:4]]

@@ -7,17 +7,18 @@ starts this file's text with `python -c`, which takes 50 ms and not the seconds 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import importlib.util
 import inspect
 import os
 import pickle
 import signal
-import struct
 import sys
 import traceback
 from collections.abc import Callable
 from ctypes import CDLL
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -116,27 +117,25 @@ def serve() -> None:
     """In the process: answers each (arguments, CPU seconds). It ends with its input, and with the trainer."""
     if sys.platform == "linux":
         CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # in the middle of a call as well
-    control = int(sys.argv[1])
-    requests, answers = os.fdopen(control, "rb"), os.fdopen(control, "wb", closefd=False)
+    trainer = Connection(int(sys.argv[1]))  # its own `send` would share tensors where torch is imported
 
     def send(result: Result) -> None:
-        data = pickle.dumps(tuple(result))
-        answers.write(struct.pack("=Q", len(data)) + data)
-        answers.flush()
+        trainer.send_bytes(pickle.dumps(tuple(result)))
 
-    spec, sys.path[:] = pickle.load(requests)
+    spec, sys.path[:] = trainer.recv()
     try:
         function = find(spec)
     except Exception as error:
         return send(Result(None, {}, {}, (str(error), traceback.format_exc())))
     send(Result(None, {}, {}, None))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, inside of a regular expression as well
-    while requests.peek(1):
-        arguments, seconds = pickle.load(requests)
-        signal.setitimer(signal.ITIMER_PROF, seconds)
-        result = call(function, arguments)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        send(result)
+    with contextlib.suppress(EOFError):
+        while True:
+            arguments, seconds = trainer.recv()
+            signal.setitimer(signal.ITIMER_PROF, seconds)
+            result = call(function, arguments)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            send(result)
     return None
 
 
@@ -171,7 +170,9 @@ class Worker:
     def _ask(self, message: Any, seconds: float) -> Result:
         assert self._process is not None
         try:
-            return Result(*pickle.loads(self._process.ask(pickle.dumps(message), seconds)))
+            with contextlib.suppress(OSError):  # there is no answer then
+                self._process.connection.send_bytes(pickle.dumps(message))
+            return Result(*pickle.loads(self._process.answer(seconds)))
         except Ended as end:
             self._process = None
             text = f"its process {end}"
