@@ -26,63 +26,46 @@ INSTALL = $(BIN)/python -m pip install $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 
 .PHONY: help demo demo-chat test bench measure figures test-gpu test-torch test-vllm gpu-report gpu-peers sanitize compile-gate cuda cuda-gate lint format wheel wheels clean
 
+# The text after ## of each target.
 help:
-	@echo "make demo          a small language model learns arithmetic with fused_grpo_loss"
-	@echo "make demo-chat     a chat model of 135M parameters learns the times table, in minutes on two cores"
-	@echo "make test          all tests"
-	@echo "make bench         time and memory against eager PyTorch and the peers, within 20 minutes"
-	@echo "make figures       the pictures and tables of the README, from bench/results"
-	@echo "make gpu-report    on a GPU machine without network: build, check, times; ARGS=\"--resume --stages tests\" ..."
-	@echo "make gpu-peers     build/gpu-peers.tar.xz for ARGS=\"--peers ...\" of gpu-report; GPU_PYTHON=3.12"
-	@echo "make test-gpu      the tests that need a GPU, with compiled kernels"
-	@echo "make test-torch    a part of the tests with another torch: make test-torch TORCH=2.8.0"
-	@echo "make test-vllm     the trainer with vLLM's engine for CPUs, in an environment of its own in build/vllm"
-	@echo "make sanitize      the CUDA kernels under compute-sanitizer, on a GPU"
-	@echo "make compile-gate  the Triton kernels, compiled for GPUs that need not be here, against a budget"
-	@echo "make cuda          the CUDA kernels for the GPU that is here, or for GRPO_KERNELS_CUDA_ARCHS"
-	@echo "make cuda-gate     the CUDA kernels, compiled for GPUs that need not be here, against a budget"
-	@echo "make lint          ruff, mypy, clang-format: check only"
-	@echo "make format        ruff and clang-format: rewrite"
-	@echo "make wheel         source archive and wheel in dist/"
-	@echo "make wheels        source archive, and wheels for the CPU and each CUDA version, for x86-64 and aarch64, in dist/"
-	@echo "make clean         remove the virtual environment and everything built"
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s%s\n", $$1, $$2}' Makefile
 
-demo: $(VENV)/.built
+demo: $(VENV)/.built ## a small language model learns arithmetic with fused_grpo_loss
 	$(BIN)/grpo-kernels demo $(ARGS)
 
-demo-chat: $(VENV)/.built $(VENV)/.chat-model
+demo-chat: $(VENV)/.built $(VENV)/.chat-model ## a chat model of 135M parameters learns the times table, in minutes on two cores
 	$(BIN)/grpo-kernels demo --model smollm2 $(ARGS)
 
-test: $(VENV)/.peers
+test: $(VENV)/.peers ## all tests
 	$(BIN)/python -m pytest -n auto --maxprocesses 16 $(ARGS)
 
 # In a virtual environment of its own, where nothing but the peers has a say in versions.
-bench:
+bench: ## time and memory against eager PyTorch and the peers, within 20 minutes
 	@$(MAKE) --no-print-directory VENV=$(VENV)-bench measure
 
 measure: $(VENV)/.peers
 	$(BIN)/grpo-kernels bench --minutes 19.5 --output build/bench.json $(ARGS)
 	$(BIN)/python bench/bars.py build/bench.json
 
-figures: $(VENV)/.installed
+figures: $(VENV)/.installed ## the pictures and tables of the README, from bench/results
 	$(BIN)/python bench/report.py
 
 # With the machine's own Python, which has torch: nothing is downloaded, and this checkout alone is installed.
-gpu-report:
+gpu-report: ## on a GPU machine without network: build, check, times; ARGS="--resume --stages tests" ...
 	$(firstword $(PYTHON)) bench/gpu.py $(ARGS)
 
 # For Linux on x86-64. pip takes no older manylinux by itself; xz with its filter for code halves what the wheels take.
-gpu-peers: $(VENV)/.created
+gpu-peers: $(VENV)/.created ## build/gpu-peers.tar.xz for ARGS="--peers ..." of gpu-report; GPU_PYTHON=3.12
 	rm -rf build/gpu-peers
 	$(BIN)/python -m pip install --quiet --no-deps --no-compile --only-binary=:all: --implementation cp \
 	    --python-version $(GPU_PYTHON) $(foreach tag,_2_28 _2_27 _2_24 _2_17 2014 1,--platform manylinux$(tag)_x86_64) \
 	    --target build/gpu-peers -r bench/gpu-peers.txt
 	tar -C build/gpu-peers -cf - . | xz --x86 --lzma2=preset=9,dict=256MiB > build/gpu-peers.tar.xz
 
-test-gpu: $(VENV)/.built
+test-gpu: $(VENV)/.built ## the tests that need a GPU, with compiled kernels
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
-test-torch: $(TORCH:%=test-torch-%)
+test-torch: $(TORCH:%=test-torch-%) ## a part of the tests with another torch: make test-torch TORCH=2.8.0
 
 # An environment of 3 to 6 GB, which goes when the tests have passed. The compiled modules are those of this folder.
 $(TORCH:%=test-torch-%): test-torch-%: $(VENV)/.built build/torch-%/.installed
@@ -91,47 +74,47 @@ $(TORCH:%=test-torch-%): test-torch-%: $(VENV)/.built build/torch-%/.installed
 	    $(patsubst %,tests/test_%.py,$(TORCH_TESTS) $(if $(filter newest,$*),plan_kernels))
 	rm -rf build/torch-$*
 
-test-vllm: $(VENV)/.built $(VLLM)/.installed
+test-vllm: $(VENV)/.built $(VLLM)/.installed ## the trainer with vLLM's engine for CPUs, in an environment of its own in build/vllm
 	VLLM_CPU_CI_ENV=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 \
 	    $(VLLM)/bin/python -m pytest -q --noconftest tests/real_vllm.py $(ARGS)
 
-sanitize: $(VENV)/.built
+sanitize: $(VENV)/.built ## the CUDA kernels under compute-sanitizer, on a GPU
 	$(BIN)/python tests/sanitize.py $(ARGS)
 
-compile-gate: $(VENV)/.built
+compile-gate: $(VENV)/.built ## the Triton kernels, compiled for GPUs that need not be here, against a budget
 	$(BIN)/python tests/compile_gate.py $(ARGS)
 
 # A failed build is an error here; elsewhere it is one line, and the other backends serve.
-cuda: $(VENV)/.nvrtc
+cuda: $(VENV)/.nvrtc ## the CUDA kernels for the GPU that is here, or for GRPO_KERNELS_CUDA_ARCHS
 	GRPO_KERNELS_CUDA=1 $(BIN)/python setup.py --quiet build_ext --inplace
 
 $(VENV)/.nvrtc: $(VENV)/.installed
 	packages=$$(GRPO_KERNELS_CUDA=1 $(BIN)/python tools/build_backend.py) && { test -z "$$packages" || $(INSTALL) $$packages; }
 	@touch $@
 
-cuda-gate: $(VENV)/.installed
+cuda-gate: $(VENV)/.installed ## the CUDA kernels, compiled for GPUs that need not be here, against a budget
 	$(BIN)/python tests/cuda_gate.py $(ARGS)
 
-lint: $(VENV)/.built
+lint: $(VENV)/.built ## ruff, mypy, clang-format: check only
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 
-format: $(VENV)/.installed
+format: $(VENV)/.installed ## ruff and clang-format: rewrite
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 	$(BIN)/clang-format -i $(CXX_FILES)
 
-wheel: $(VENV)/.installed
+wheel: $(VENV)/.installed ## source archive and wheel in dist/
 	rm -f dist/*.whl dist/*.tar.gz
 	$(BIN)/python -m build
 
 # It makes its own virtual environments, in build/wheels.
-wheels: $(VENV)/.created
+wheels: $(VENV)/.created ## source archive, and wheels for the CPU and each CUDA version, for x86-64 and aarch64, in dist/
 	$(BIN)/python tools/wheels.py $(ARGS)
 
-clean:
+clean: ## remove the virtual environment and everything built
 	rm -rf $(VENV) $(VENV)-bench build dist *.egg-info grpo_kernels/*.so .pytest_cache .mypy_cache .ruff_cache .benchmarks
 
 # The packages that the integrations serve and the benchmarks compare with, beside the package itself, which is installed.
