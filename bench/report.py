@@ -7,7 +7,7 @@ the markers of README.md and bench/README.md.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from math import isfinite
 from pathlib import Path
@@ -88,9 +88,7 @@ def section(page: Path) -> str:
     parts = [] if list(RESULTS.glob("gpu*.json")) else ["No GPU has been measured yet."]
     for path in sorted(RESULTS.glob("*.json"), key=lambda path: path.stem):
         document = read(path)
-        where = document["environment"]
-        device = f"{where['cpu']}, {where['threads']} threads" if where["device"] == "cpu" else where["device"]
-        parts.append(f"**{path.name}.** {device}, {where['date'][:10]}: `{document['command']}`")
+        parts.append(f"**{path.name}.** {_place(document)}: `{document['command']}`")
         parts.append(_measurements(document))
         for name, caption in CAPTIONS.items():
             picture = FIGURES / f"{path.stem}-{name}.png"
@@ -100,6 +98,13 @@ def section(page: Path) -> str:
         if (RESULTS / name).exists():
             parts.append(text(read(RESULTS / name)))
     return "\n\n".join(parts)
+
+
+def _place(document: Document) -> str:
+    """On what it was measured, and when."""
+    where = document["environment"]
+    device = f"{where['cpu']}, {where['threads']} threads" if where["device"] == "cpu" else where["device"]
+    return f"{device}, {where['date'][:10]}"
 
 
 def summary(documents: Sequence[Document]) -> str:
@@ -159,14 +164,12 @@ def draw_sparse(document: Document, folder: Path) -> None:
 
 
 def _sparse(document: Document) -> str:
-    where = document["environment"]
-    cpu = f"{where['cpu']}, {where['threads']} threads, {where['date'][:10]}"
     tables = [
         f"{batch['tokens']:,} tokens sampled at T {batch['temperature']}, {batch['entropy']:.2f} nats:\n\n{show(batch)}"
         for batch in document["batches"]
     ]
     head = f"""\
-**{SPARSE}.** {cpu}: `python bench/sparse.py`, `GRPOConfig(sparse_backward=theta)` on the head of
+**{SPARSE}.** {_place(document)}: `python bench/sparse.py`, `GRPOConfig(sparse_backward=theta)` on the head of
 SmolLM2-135M-Instruct. Medians of interleaved rounds, relative errors against float64 from the same inputs."""
     return "\n\n".join([head, *tables, "![Time and error against theta](figures/sparse.png)"])
 
@@ -235,7 +238,7 @@ reward after the last step, median of the seeds (least to most):
 
 def _distillation(document: Document) -> str:
     """A row per case and implementation; of teachers that are known at few ids a row per case."""
-    where, rows, others = document["environment"], [], []
+    rows, others = [], []
     for case in document["cases"]:
         of, entries = case["case"], case["implementations"]
         if not of["divergence"]:
@@ -251,7 +254,7 @@ def _distillation(document: Document) -> str:
                 rows.append((title, entry["title"], *ratios, *wrong, memory_text(entry)))
     titles = "case", "", "time of F_t", "ours of this", "error of dhidden", "of dweight", "peak MiB"
     return f"""\
-**{DISTILLATION}.** {where["cpu"]}, {where["threads"]} threads, {where["date"][:10]}:
+**{DISTILLATION}.** {_place(document)}:
 `grpo-kernels bench --set teacher`. The divergence to a teacher of the same shape, forward and backward; medians of
 interleaved rounds, relative errors against float64 from the same inputs:
 
@@ -297,44 +300,35 @@ def _rounds(document: Document) -> dict[str, list[dict[str, Any]]]:
     return kinds
 
 
+def _learners(rounds: Sequence[dict[str, Any]]) -> Iterator[tuple[Any, ...]]:
+    """Of each contestant its name, minutes to the goal by seed, these of TRL's, mean seconds of a step and its parts,
+    and MiB."""
+    for name in rounds[0]:
+        own = [found[name] for found in rounds]
+        minutes = [_minutes_to_goal(one) for one in own]
+        of_trl = [mine / _minutes_to_goal(found["TRL"]) for mine, found in zip(minutes, rounds, strict=True)]
+        steps = [step["seconds"] for one in own for step in one["steps"]]
+        parts = {part: fmean(step[part] for step in steps) for part in steps[0]}
+        yield name, minutes, of_trl, {"step": sum(parts.values())} | parts, median(one["peak_mib"] for one in own)
+
+
 def _learning(document: Document) -> str:
-    """A row per setting and contestant; medians over seeds, the parts of a step means over all steps."""
-    where, rows = document["environment"], []
+    """A row per setting and contestant."""
+    rows: list[list[str]] = []
     for kind, rounds in _rounds(document).items():
-        base = [_minutes_to_goal(found["TRL"]) for found in rounds]
         title = f"{kind}, {len(rounds)} seed{'s' * (len(rounds) > 1)}"
-        for name in rounds[0]:
-            own = [found[name] for found in rounds]
-            minutes = [_minutes_to_goal(one) for one in own]
-            steps = [step["seconds"] for one in own for step in one["steps"]]
-            parts = {part: fmean(step[part] for step in steps) for part in steps[0]}
-            step = sum(parts.values())
-            rows.append((
-                title, name, _spread(minutes, ".1f"),
-                _spread([mine / other for mine, other in zip(minutes, base, strict=True)], ".2f"),
-                *(f"{seconds:.1f}" for seconds in (step, *parts.values())), f"{1 - parts['head'] / step:.2f}",
-                f"{median(o['peak_mib'] for o in own):,.0f}",
-                f"{fmean(one['evaluations'][-1]['reward'] for one in own):.2f}",
-            ))  # fmt: skip
-    names = [f"{part}, s" for part in document["rounds"][0]["contestants"]["TRL"]["steps"][0]["seconds"]]
-    titles = (
-        "setting",
-        "",
-        f"minutes to {GOAL}",
-        "of TRL's",
-        "step, s",
-        *names,
-        "without head",
-        "peak MiB",
-        "reward after",
-    )
-    cpu = f"{where['cpu']}, {where['threads']} threads, {where['date'][:10]}"
+        for name, minutes, of_trl, seconds, mib in _learners(rounds):
+            rows.append([title, name, _spread(minutes, ".1f"), _spread(of_trl, ".2f")])
+            rows[-1] += [f"{number:.1f}" for number in seconds.values()]
+            reward = fmean(found[name]["evaluations"][-1]["reward"] for found in rounds)
+            rows[-1] += [f"{1 - seconds['head'] / seconds['step']:.2f}", f"{mib:,.0f}", f"{reward:.2f}"]
+    titles = "setting", "", f"minutes to {GOAL}", "of TRL's", *(f"{part}, s" for part in seconds), "without head"
     return f"""\
-**{LEARNING}.** {cpu}: `python bench/time_to_reward.py`, contestants step by step in turns.
+**{LEARNING}.** {_place(document)}: `python bench/time_to_reward.py`, contestants step by step in turns.
 Minutes are median (least to most) of the time that a contestant's steps took until its first evaluation at {GOAL};
 "without head" is the share of a step that would be left if its head took no time, which is sampling and the body:
 
-{table(titles, rows)}
+{table((*titles, "peak MiB", "reward after"), rows)}
 
 ![Evaluated reward over minutes and steps](figures/time-to-reward.png)"""
 
@@ -342,14 +336,8 @@ Minutes are median (least to most) of the time that a contestant's steps took un
 def learning_summary(document: Document) -> str:
     """A row per contestant, in bfloat16."""
     rounds, rows = _rounds(document)["times table, full, bfloat16"], []
-    for name in rounds[0]:
-        own = [found[name] for found in rounds]
-        minutes = [_minutes_to_goal(one) for one in own]
-        of_trl = [mine / _minutes_to_goal(found["TRL"]) for mine, found in zip(minutes, rounds, strict=True)]
-        steps = [step["seconds"] for one in own for step in one["steps"]]
-        step, head = fmean(sum(seconds.values()) for seconds in steps), fmean(seconds["head"] for seconds in steps)
-        memory = median(one["peak_mib"] for one in own) / 1024
-        numbers = f"{median(of_trl):.2f}", f"{step:.1f}", f"{head:.1f}", f"{memory:.1f}"
+    for name, minutes, of_trl, seconds, mib in _learners(rounds):
+        numbers = f"{median(of_trl):.2f}", f"{seconds['step']:.1f}", f"{seconds['head']:.1f}", f"{mib / 1024:.1f}"
         rows.append((name, _spread(minutes, ".1f"), *numbers))
     return f"""\
 Training SmolLM2-135M-Instruct on the times table, on the same CPU, in bfloat16: minutes until {GOAL:.0%} of the answers
