@@ -1,15 +1,13 @@
-"""Evaluation: the estimators against enumeration, means over problems, what is asked of the sampler, the command."""
+"""Evaluation: the estimators against enumeration, means over problems, the command."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import math
-import random
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,45 +15,26 @@ from training import run as train
 
 from grpo_kernels.commands.cli import main
 from grpo_kernels.trainer import evaluate as module
+from grpo_kernels.trainer.data import Prompt
 from grpo_kernels.trainer.evaluate import evaluate, majority_at_k, pass_at_k
-
-
-class Prompt(NamedTuple):
-    prompt: Any
-    ids: list[int]
-    columns: dict[str, Any]
-
 
 PROMPTS = [Prompt(f"{n}+1=", [n], {"answer": str(n + 1)}) for n in range(6)]
 
 
-class Rewards:
+def score(*, completions, columns, **others):
     """1 where the completion is column `answer`, plus 0.5 for every further "!"; NaN for "?"."""
-
-    def __init__(self):
-        self.calls = []
-
-    def score(self, *, prompts, completions, completion_ids, columns, step):
-        given = dict(prompts=prompts, completions=completions, completion_ids=completion_ids)
-        self.calls.append(dict(given, columns=columns, step=step))
-        texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
-        pairs = zip(texts, columns["answer"], strict=True)
-        total = [math.nan if t == "?" else float(t.strip("! ") == a) + 0.5 * t.count("!") for t, a in pairs]
-        return SimpleNamespace(total=torch.tensor(total), fatal=None)
+    pairs = zip(completions, columns["answer"], strict=True)
+    total = [math.nan if t == "?" else float(t.strip("! ") == a) + 0.5 * t.count("!") for t, a in pairs]
+    return SimpleNamespace(total=torch.tensor(total), fatal=None)
 
 
-def sampler(calls=None, answers=None):
-    """Completions of prompt n: n + 1 with probability (n + 1) / 6, else 0; greedy ones are right from n = 3 on."""
+def evaluated(answers, **options):
+    """evaluate() of a sampler that gives these answers in turn."""
 
     def sample(prompts, *, greedy, seed):
-        (calls if calls is not None else []).append((len(prompts), greedy, seed))
-        noise = random.Random(seed)
-        if answers:
-            return [([1] * len(text), text) for text in itertools.islice(itertools.cycle(answers), len(prompts))]
-        right = [n >= 3 if greedy else noise.random() < (n + 1) / 6 for (n,) in prompts]
-        return [([7, 8], str(n + 1) if ok else "0") for (n,), ok in zip(prompts, right, strict=True)]
+        return [([1] * len(text), text) for text in itertools.islice(itertools.cycle(answers), len(prompts))]
 
-    return sample
+    return evaluate(sample, PROMPTS, SimpleNamespace(score=score), **options)
 
 
 # --- estimators -------------------------------------------------------------------------------------------------------
@@ -86,7 +65,7 @@ def test_majority(answers, correct, expected):
 
 def test_means_over_problems():
     answers = ["1", "0", "1!", "?", *["0"] * 20]  # of six problems, the first: two of four are right, one is unscored
-    found = evaluate(sampler(answers=answers), PROMPTS, Rewards(), num_samples=4, correct_at=1.0)
+    found = evaluated(answers, num_samples=4, correct_at=1.0)
     assert found == {
         "reward": pytest.approx(2.5 / 3 / 6), "reward_error": pytest.approx(2.5 / 3 / 6),  # of (2.5 / 3, 0, 0, 0, 0, 0)
         "greedy_reward": pytest.approx(1.5 / 5), "pass_at_1": pytest.approx(2 / 4 / 6), "pass_at_k": {
@@ -105,11 +84,11 @@ def test_means_over_problems():
 def test_accuracy_only_where_rewards_say_what_is_correct():
     accuracies = {"pass_at_1", "pass_at_k", "majority_at_k", "greedy"}
     for answers, known in ((["1", "0"], True), (["1", "1!"], False), (["0!"], False), (["?"], False)):
-        found = evaluate(sampler(answers=answers), PROMPTS, Rewards(), num_samples=2)
+        found = evaluated(answers, num_samples=2)
         assert (accuracies <= found.keys()) == known == bool(accuracies & found.keys())
         assert known == ("pass@1" in module.table(found)) == ("no pass@k" not in module.table(found))
     assert found["reward"] is found["greedy_reward"] is found["best_of_n"] is None and found["unscored"] == 12
-    found = evaluate(sampler(answers=["0!"]), PROMPTS, Rewards(), correct_at=0.5)
+    found = evaluated(["0!"], correct_at=0.5)
     assert found["pass_at_1"] == found["majority_at_k"] == 1.0
 
 
