@@ -72,7 +72,7 @@ def test_verl(monkeypatch):
 def test_prime_rl(tied):
     """The contract is recorded in tests/test_prime_rl.py."""
     model, inputs = tiny_model("granite", tie_word_embeddings=tied), batch()
-    expected = own_logps(model, inputs, positions_of(inputs))
+    expected = own_logps(model, inputs)
     given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
     hidden = model.model(**given, position_ids=positions_of(inputs)).last_hidden_state[:, -LENGTH - 1 : -1]
     load("prime_rl_model").replace_output_layer(model)
