@@ -6,9 +6,7 @@ import importlib
 import json
 import re
 import signal
-from pathlib import Path
 
-import chat_models
 import pytest
 import torch
 import training
@@ -17,8 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_kernels.commands.cli import main
 from grpo_kernels.trainer import RunError, TrainArguments, train
-
-README = Path(training.__file__).parents[1] / "grpo_kernels" / "trainer" / "README.md"
 
 
 @pytest.fixture(autouse=True)
@@ -118,14 +114,3 @@ def test_a_call_that_failed_holds_no_folder(model, data, tmp_path):
     with pytest.raises(ValueError, match="reads the column 'tests'") as caught:
         train(str(model), "code", str(data), options(tmp_path / "run"))
     assert train(model, "exact_answer", data, options(tmp_path / "run"))["steps"] == 3 and caught.value
-
-
-def test_the_block_of_the_readme_runs(tmp_path, monkeypatch):
-    (block,) = (x for x in re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.DOTALL | re.M) if "train(" in x)
-    folder = chat_models.tiny_chat(tmp_path / "model")
-    for shown, small in (("HuggingFaceTB/SmolLM2-135M-Instruct", str(folder)), ("max_steps=200", "max_steps=1")):
-        assert shown in block
-        block = block.replace(shown, small)
-    monkeypatch.chdir(tmp_path)
-    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
-    assert json.loads(Path("runs/python/summary.json").read_text())["steps"] == 1
