@@ -11,11 +11,11 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-import chat_models
 import pytest
 import report
 import torch
 from accelerate.state import AcceleratorState
+from tiny_models import tiny_chat
 
 import grpo_kernels as gk
 from grpo_kernels.commands.cli import main, make_parser
@@ -56,7 +56,7 @@ def test_python_blocks_run_one_after_another():
 
 def test_the_python_block_of_the_trainer_runs(tmp_path, monkeypatch):
     (block,) = (x for x in python_blocks(read("grpo_kernels/trainer/README.md")) if "train(" in x)
-    folder = chat_models.tiny_chat(tmp_path / "model")
+    folder = tiny_chat(tmp_path / "model")
     for shown, small in (("HuggingFaceTB/SmolLM2-135M-Instruct", str(folder)), ("max_steps=200", "max_steps=1")):
         assert shown in block
         block = block.replace(shown, small)
@@ -220,7 +220,7 @@ def test_the_runs_of_the_documents_start_with_the_files_of_the_documents(name, t
     files = re.findall(r"\*\*, `([\w.]+\.\w+)`.*?```\w+\n(.*?)\n *```", read(name), flags=re.DOTALL)
     for file, block in files:
         Path(file).write_text(textwrap.dedent(block) + "\n")
-    model = chat_models.tiny_chat(tmp_path / "model")
+    model = tiny_chat(tmp_path / "model")
     runs = 0
     for words in commands(name):
         if words[0] == "echo":

@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 import training
-from chat_models import WORD_PROBLEMS, tiny_chat
+from tiny_models import WORD_PROBLEMS, tiny_chat
 from training import rollouts, run, steps
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from chat_models import tiny_chat
+from tiny_models import tiny_chat
 from transformers.utils import logging as transformers_logging
 
 from grpo_kernels.commands.cli import main
