@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -74,9 +72,7 @@ def trl(monkeypatch):
 
 
 def verl(monkeypatch):
-    verl_package.install(monkeypatch)
-    monkeypatch.delitem(sys.modules, "grpo_kernels.integrations.verl", raising=False)
-    module = importlib.import_module("grpo_kernels.integrations.verl")
+    module = verl_package.install(monkeypatch)
 
     def loss(hidden, weight):
         logps, entropy = module.linear_cross_entropy(hidden, weight, IDS, 0.8)

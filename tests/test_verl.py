@@ -23,9 +23,7 @@ MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-no
 
 @pytest.fixture
 def verl(monkeypatch):
-    verl_package.install(monkeypatch)
-    monkeypatch.delitem(sys.modules, "grpo_kernels.integrations.verl", raising=False)
-    return importlib.import_module("grpo_kernels.integrations.verl")
+    return verl_package.install(monkeypatch)
 
 
 @pytest.fixture

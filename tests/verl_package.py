@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -30,8 +31,9 @@ def stand_in(name: str, path: Path | None = None, **names: object) -> ModuleType
     return module
 
 
-def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make verl.trainer.ppo.core_algos and verl.utils.kernel importable, without Ray, OmegaConf and TensorDict."""
+def install(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Make verl.trainer.ppo.core_algos and verl.utils.kernel importable, without Ray, OmegaConf and TensorDict; the
+    integration, imported anew."""
     found = importlib.util.find_spec("verl")
     if found is None:
         pytest.skip("verl is not installed: pip install --no-deps verl==0.9.1")
@@ -54,3 +56,5 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in modules:
         monkeypatch.setitem(sys.modules, module.__name__, module)
         module.__spec__ = importlib.util.spec_from_loader(module.__name__, loader=None)
+    monkeypatch.delitem(sys.modules, "grpo_kernels.integrations.verl", raising=False)
+    return importlib.import_module("grpo_kernels.integrations.verl")
