@@ -9,12 +9,14 @@ import runpy
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 import verl_package
 from test_transformers import LENGTH, batch, own_logps, positions_of
 from tiny_models import tiny_model
+from torch import Tensor
 
 from grpo_kernels import GRPOConfig
 from grpo_kernels.reference import reference_loss_from_logps
@@ -35,24 +37,6 @@ def test_it_runs(name, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", [name])
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     assert "loss " in capsys.readouterr().out
-
-
-def test_dpo_is_trls_formula_in_float64():
-    """TRL's "sigmoid" loss: -log sigmoid(beta (pi_logratios - ref_logratios)), of sums over the completions."""
-    pairs, length, width, vocab, beta = 3, 7, 16, 40, 0.3
-    hidden = torch.randn(2 * pairs, length, width, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(vocab, width, dtype=torch.float64, requires_grad=True)
-    ids, ref = torch.randint(vocab, (2 * pairs, length)), torch.randn(2 * pairs, dtype=torch.float64)
-    mask = torch.arange(length) < torch.randint(1, length + 1, (2 * pairs, 1))
-    logps = (hidden @ weight.T).log_softmax(-1).gather(-1, ids[..., None]).squeeze(-1)
-    sums = torch.where(mask, logps, 0.0).sum(-1)
-    pi_logratios, ref_logratios = sums[:pairs] - sums[pairs:], ref[:pairs] - ref[pairs:]
-    expected = -torch.nn.functional.logsigmoid(beta * (pi_logratios - ref_logratios)).mean()
-    right = torch.autograd.grad(expected, (hidden, weight))
-    loss = load("dpo").dpo_loss(hidden, weight, ids, mask, ref, beta=beta)
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
-    for own, other in zip(torch.autograd.grad(loss, (hidden, weight)), right, strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-9, atol=1e-12)
 
 
 def test_verl(monkeypatch):
@@ -151,6 +135,121 @@ def test_openrlhf_by_a_recorded_contract():
     )  # fmt: skip
     actor.packing_samples = True
     assert actor(sequences, action_mask, attention_mask)[0] == "original"
+
+
+# --- examples/losses.py and dpo.py: the formulas over whole logits, in float64 ----------------------------------------
+
+DPO_ROWS = 4  # two pairs
+FUNCTIONS = {name: f for name, f in vars(load("losses")).items() if name.endswith("_loss") and name[:5] != "fused"}
+FUNCTIONS["dpo_loss"] = load("dpo").dpo_loss
+G = torch.Generator().manual_seed(3)
+B, T, H, V = 5, 7, 12, 30
+HIDDEN, WEIGHT = (torch.randn(*size, generator=G, dtype=torch.float64) for size in ((B, T, H), (V, H)))
+WEIGHT *= 0.4
+IDS = torch.randint(V, (B, T), generator=G)
+MASK = (torch.arange(T) < torch.tensor([7, 2, 5, 1, 6])[:, None]).double()
+MASK[0, 2] = 0.0  # a hole, as a tool's answer leaves
+LOGPS = (HIDDEN @ WEIGHT.T).log_softmax(-1).gather(-1, IDS[..., None]).squeeze(-1)
+OLD, REF = (LOGPS + 0.5 * torch.randn(B, T, generator=G, dtype=torch.float64) for _ in range(2))
+OLD[4] -= 1.6  # ratios beyond FIPO's bound of 4
+A = torch.randn(B, generator=G, dtype=torch.float64)
+A[4] = -abs(A[4])
+REWARDS = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0], dtype=torch.float64)
+
+
+def mean(x: Tensor, m: Tensor = MASK) -> Tensor:
+    return (x * m).sum() / m.sum()
+
+
+def ppo(r: Tensor, a: Tensor, low: float = 0.2, high: float = 0.2) -> Tensor:
+    return -torch.minimum(r * a, r.clamp(1 - low, 1 + high) * a)
+
+
+def topr(logp: Tensor) -> Tensor:
+    weight = torch.where(REWARDS[:, None] > 0, 1.0, (logp - OLD).exp().detach().clamp(0, 1))
+    return mean(-weight * A[:, None] * logp)
+
+
+def fipo(logp: Tensor) -> Tensor:
+    x, gamma = ((logp - OLD) * MASK).detach(), 2 ** (-1 / 32)
+    future = torch.zeros_like(x)
+    for t in range(T):
+        future[:, t] = sum(gamma ** (k - t) * x[:, k] for k in range(t, T))
+    r = (logp - OLD).exp()
+    weight = future.exp().clamp(1.0, 1.2)
+    unsafe = (A[:, None] < 0) & (r > 4.0)
+    assert (unsafe & MASK.bool()).any()
+    return mean(torch.where(unsafe, weight.clamp(0.8, 1.0), weight) * ppo(r, A[:, None]))
+
+
+def covariance(logp: Tensor) -> Tensor:
+    return ((A[:, None] - mean(A[:, None].expand(B, T))) * (logp - mean(logp))).detach()
+
+
+def clip_cov(logp: Tensor) -> Tensor:
+    """With a share of 1 all tokens in the range are chosen, whatever the order."""
+    r = (logp - OLD).exp()
+    chosen = (covariance(logp) > 0.2) & (covariance(logp) < 5.0) & (MASK > 0)
+    chosen &= -A[:, None] * r.clamp(0.8, 1.2) <= -A[:, None] * r
+    assert 0 < chosen.sum() < MASK.sum()
+    return mean(ppo(r, A[:, None]) * ~chosen)
+
+
+def kl_cov(logp: Tensor) -> Tensor:
+    largest = covariance(logp).masked_fill(MASK == 0, -torch.inf).flatten().sort(descending=True).indices[:4]
+    chosen = torch.zeros(B * T, dtype=torch.float64).index_fill(0, largest, 1.0).view(B, T)
+    return mean(-(logp - OLD).exp() * A[:, None] + 0.7 * chosen * (logp - OLD).abs())
+
+
+def vapo(logp: Tensor) -> Tensor:
+    right = MASK * REWARDS[:, None]
+    return mean(ppo((logp - OLD).exp(), A[:, None], 0.2, 0.28)) + 0.1 * mean(-logp, right)
+
+
+def ref_kl(logp: Tensor) -> Tensor:
+    x, advantage = logp - OLD, (REF - logp).detach()
+    kept = logp.detach().exp() - OLD.exp() >= -0.02
+    assert 0 < (kept * MASK).sum() < MASK.sum()
+    return mean(-advantage * x.exp() * kept + 1e-3 * x**2)
+
+
+def dpo(logp: Tensor) -> Tensor:
+    """TRL's "sigmoid" loss: -log sigmoid(beta (pi_logratios - ref_logratios)), of sums over the completions."""
+    sums, ref = torch.where(MASK[:DPO_ROWS] > 0, logp, 0.0).sum(-1), REF[:DPO_ROWS, 0]
+    pi_logratios, ref_logratios = sums[:2] - sums[2:], ref[:2] - ref[2:]
+    return -torch.nn.functional.logsigmoid(0.3 * (pi_logratios - ref_logratios)).mean()
+
+
+EACH = A[:, None].expand(B, T)
+CASES: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
+    "topr_loss": (topr, (A, REWARDS, OLD), {}),
+    "fipo_loss": (fipo, (A, OLD), {}),
+    "clip_cov_loss": (clip_cov, (EACH, OLD), dict(share=1.0, low=0.2)),
+    "kl_cov_loss": (kl_cov, (EACH, OLD), dict(share=4 / float(MASK.sum()) + 1e-9, coefficient=0.7)),
+    "vapo_loss": (vapo, (EACH, REWARDS > 0, OLD), {}),
+    "ref_kl_loss": (ref_kl, (REF, OLD), dict(drop=0.02)),
+    "dpo_loss": (dpo, (REF[:DPO_ROWS, 0],), dict(beta=0.3)),
+}
+
+
+def test_each_loss_has_a_formula():
+    assert FUNCTIONS.keys() == CASES.keys()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_loss_is_its_formula(name):
+    formula, given, options = CASES[name]
+    hidden, ids, mask = (x[: DPO_ROWS if name == "dpo_loss" else B] for x in (HIDDEN, IDS, MASK))
+    leaves = [x.clone().requires_grad_() for x in (hidden, WEIGHT)]
+    expected = formula((leaves[0] @ leaves[1].T).log_softmax(-1).gather(-1, ids[..., None]).squeeze(-1))
+    right = torch.autograd.grad(expected, leaves)
+    for rows in (None, 9):
+        own = [x.clone().requires_grad_() for x in (hidden, WEIGHT)]
+        chunks = {} if "cov" in name or name == "dpo_loss" else {"chunk_rows": rows}  # fused_logps has no chunk_rows
+        loss = FUNCTIONS[name](own[0], own[1], ids, mask, *given, **options, **chunks)
+        torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-12)
+        for x, y in zip(torch.autograd.grad(loss, own), right, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-8, atol=1e-11)
 
 
 # --- examples/countdown.py --------------------------------------------------------------------------------------------
