@@ -1,4 +1,4 @@
-"""FusedGRPOTrainer and patch_trl against TRL itself. All runs are in tests/trl_parity.py; here is a part of them."""
+"""The fused trainers and patch_trl against TRL itself. All runs are in tests/trl_parity.py; here is a part of them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import relative
 from tiny_models import VOCAB
 
 pytest.importorskip("trl", reason="trl is not installed: make test EXTRAS=dev,peers")
@@ -76,8 +77,9 @@ def test_a_run_equals_trls(title, monkeypatch):
 
 @pytest.mark.slow
 def test_runs_of_two_processes_equal_trls():
-    """And in the same processes: distillation, gradients under FSDP2, runs under DeepSpeed ZeRO-3."""
+    """And in the same processes: gradients under FSDP2, runs under DeepSpeed ZeRO-3."""
     cases = [CASES[f"{name}, two processes"] for name in ("dapo", "bnpo", "top-entropy quantile")]
+    cases.append(parity.DISTILLATION[-1])
     script = Path(__file__).with_name("trl_sharded.py")
     found = parity.run_processes(("trl", "fused", "patched"), cases, str(script))
     for case in cases:
@@ -223,6 +225,41 @@ def test_bf16_autocast_stays_near_trls():
 
 
 # ---- the other trainers ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", parity.DISTILLATION[:-1], ids=lambda case: case.title)
+def test_a_run_of_distillation_equals_trls(case):
+    expected = parity.run("trl", case)
+    assert any(entry.get("loss", 0.0) > 1e-3 for entry in expected["log"])
+    for name in ("fused", "patched") if case.title == "JSD" else ("fused",):
+        assert max(parity.differences(parity.run(name, case), expected)) < parity.TOLERANCE, name
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("items", [None, 11])
+def test_a_call_of_the_divergence_equals_trls(beta, items):
+    """Values and gradients, with softcap, scale, bias and padding."""
+    from trl.trainer.distillation_trainer import _chunked_divergence_loss
+
+    from grpo_kernels.integrations.trl_distillation import divergence_loss
+
+    g = torch.Generator().manual_seed(0)
+    shapes = (3, 5, 24), (3, 5, 40), (67, 24), (67, 40)
+    given = [torch.randn(shape, generator=g) * 0.5 for shape in shapes]
+    mask = torch.rand(3, 5, generator=g) < 0.7
+    results = []
+    for function in (divergence_loss, _chunked_divergence_loss):
+        leaves = [x.clone().requires_grad_() for x in (given[0], given[2], torch.linspace(-1, 1, 67))]
+        loss, entropy, count = function(
+            leaves[0], given[1], leaves[1], given[3], mask.int(), beta, num_items_in_batch=items,
+            student_lm_head_bias=leaves[2], teacher_lm_head_bias=torch.linspace(1, -1, 67), student_logit_scale=0.7,
+            teacher_logit_scale=1.3, student_final_logit_softcapping=5.0, teacher_final_logit_softcapping=4.0,
+            temperature=0.8,
+        )  # fmt: skip
+        loss.backward()
+        results.append([loss.detach(), entropy.detach(), count, *(x.grad for x in leaves)])
+    for mine, other in zip(*results, strict=True):
+        assert relative(mine, other) < 5e-6
 
 
 def other_trainer(name: str, folder: Path) -> dict[str, Any]:

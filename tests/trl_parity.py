@@ -97,13 +97,20 @@ def construct(cls: Any, family: str, *, peft: bool | None = None, **given: Any) 
         return cls(processing_class=tokenizer(), **given)
 
 
-def make_trainer(cls: Any, family: str, options: dict[str, Any]) -> Any:
-    """A trainer of this class; `options` of its GRPOConfig, of which peft makes it train an adapter."""
+def make_trainer(cls: Any, family: str, options: dict[str, Any], teacher: str | None = None) -> Any:
+    """A trainer of this class; `options` of its configuration, of which peft makes it train an adapter. With a teacher,
+    the family of a model, it is one of distillation."""
     options, data = dict(options), prompts()
-    return construct(
-        cls, family, peft=options.pop("peft", None), args=trl_arguments(saved_model(family), **options),
-        reward_funcs=reward, train_dataset=data, eval_dataset=data.select(range(2)),
-    )  # fmt: skip
+    peft, own = options.pop("peft", None), {}
+    if teacher is None:
+        own = {"args": trl_arguments(saved_model(family), **options), "reward_funcs": reward}
+    else:
+        from transformers import AutoModelForCausalLM
+        from trl import DistillationConfig
+
+        args = DistillationConfig(output_dir=saved_model(family), max_completion_length=8, **COMMON | options)
+        own = {"args": args, "teacher_model": AutoModelForCausalLM.from_pretrained(saved_model(teacher))}
+    return construct(cls, family, peft=peft, train_dataset=data, eval_dataset=data.select(range(2)), **own)
 
 
 def result_of(trainer: Any) -> dict[str, Any]:
@@ -127,11 +134,12 @@ def result_of(trainer: Any) -> dict[str, Any]:
 
 
 class Case(NamedTuple):
-    """A run: what TRL's GRPOConfig has besides the common arguments."""
+    """A run: what TRL's GRPOConfig, or with a teacher its DistillationConfig, has besides the common arguments."""
 
     title: str
     options: dict[str, Any]
     family: str = "qwen2"
+    teacher: str | None = None
 
 
 def _option(title: str, family: str = "qwen2", **options: Any) -> Case:
@@ -177,32 +185,39 @@ PROCESSES = [
     _option("adaptive entropy bonus, two processes", entropy_coef=0.01, **_ADAPTIVE),
     _option("two processes, level sequence", loss_type="grpo", importance_sampling_level="sequence"),
 ]
+DISTILLATION = [  # of a student whose logits have a scale
+    Case("forward KL, evaluation", dict(beta=0.0, **_EVALUATION), "granite", teacher="qwen2"),
+    Case("JSD", dict(beta=0.3, temperature=0.7), "granite", teacher="qwen2"),
+    Case("reverse KL, a softcap", dict(beta=1.0), "granite", teacher="gemma2"),
+    Case("LoRA, a scale", dict(beta=0.5, peft=True), "granite", teacher="cohere"),
+    Case("JSD, two processes", dict(beta=0.5), "granite", teacher="qwen2"),
+]
 CASES = {case.title: case for case in (*TYPES, *OPTIONS, *FAMILIES, *PROCESSES)}
 
 
-def trainer_class(name: str) -> Any:
+def trainer_class(name: str, distils: bool = False) -> Any:
     """The trainer of "trl", "fused", or "patched", which is TRL's own with its head replaced."""
-    from trl import GRPOTrainer
+    import trl
 
-    if name == "trl":
-        return GRPOTrainer
     from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl
+    from grpo_kernels.integrations.trl_distillation import FusedDistillationTrainer
 
     if name == "fused":
-        return FusedGRPOTrainer
-    patch_trl()
-    return GRPOTrainer
+        return FusedDistillationTrainer if distils else FusedGRPOTrainer
+    if name == "patched":
+        patch_trl()
+    return trl.DistillationTrainer if distils else trl.GRPOTrainer
 
 
 def run(name: str, case: Case) -> dict[str, Any]:
     """What `result_of` returns, of this trainer in this process, or in each of those of torchrun."""
-    try:
-        return result_of(make_trainer(trainer_class(name), case.family, case.options))
-    finally:
-        if name == "patched":
-            from grpo_kernels.integrations.trl import unpatch_trl
+    from grpo_kernels.integrations.trl import unpatch_trl
 
-            unpatch_trl()
+    cls = trainer_class(name, case.teacher is not None)
+    try:
+        return result_of(make_trainer(cls, case.family, case.options, case.teacher))
+    finally:
+        unpatch_trl()
 
 
 def run_processes(
@@ -236,8 +251,11 @@ def two_processes(*script: str, timeout: float = 900) -> str:
 
 def worker(folder: str, names: str, titles: str) -> dict[tuple[str, str], dict[str, Any]]:
     """A process of torchrun: its results, which rank 0 saves."""
-    pairs = list(itertools.product(json.loads(names), json.loads(titles)))
-    results = {(name, title): run(name, CASES[title]) for name, title in pairs}
+    cases = [case for case in (*CASES.values(), *DISTILLATION) if case.title in json.loads(titles)]
+    for case in cases:
+        saved_model(case.family)  # in a process group rank 0 alone would write it
+    pairs = itertools.product(json.loads(names), cases)
+    results = {(name, case.title): run(name, case) for name, case in pairs}
     if torch.distributed.get_rank() == 0:
         torch.save(results, Path(folder) / "results.pt")
     return results
