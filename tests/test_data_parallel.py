@@ -140,21 +140,6 @@ def equal_to_one_process(rank: int, group) -> None:
         fused_logps(torch.randn(2, LENGTH, weight.shape[1]), weight, mine["completion_ids"])
 
 
-def equal_with_a_loss_beside_the_module(rank: int, group) -> None:
-    """Where the weight of the lm_head is a DTensor."""
-    one, split = Step(), Step()
-    for part in (split.model.model, split.model.lm_head):
-        fully_shard(part)
-    for model, rows, shares in ((one, slice(None), 1), (split, slice(2 * rank, 2 * rank + 2), 2)):
-        batch = rows_of(make_batch(), rows, shares)
-        hidden, names = model(**batch, hidden=True), ("completion_mask", "num_items_in_batch")
-        options = {name: batch[name] for name in names}
-        weight = model.model.lm_head.weight
-        fused_grpo_loss(hidden, weight, batch["completion_ids"], batch["advantages"], **options).loss.backward()
-    found = {name: x.grad.full_tensor() for name, x in split.named_parameters()}
-    assert_equal(found, {name: x.grad for name, x in one.named_parameters()}, "beside the module")
-
-
 # --- DeepSpeed ----------------------------------------------------------------------------------------------------
 
 
@@ -230,6 +215,5 @@ def test_the_step_of_one_process(tmp_path):
 
 def under_every_wrapper(rank: int, group) -> None:
     equal_to_one_process(rank, group)
-    equal_with_a_loss_beside_the_module(rank, group)
     if find_spec("deepspeed"):
         equal_under_deepspeed(rank, group)
