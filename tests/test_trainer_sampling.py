@@ -1,13 +1,22 @@
-"""Sampling by transformers' models: each completion is what its prompt alone would give."""
+"""Sampling by transformers' models and by vLLM: each completion is what its prompt alone would give."""
 
 from __future__ import annotations
 
+import sys
+from collections import namedtuple
+from types import ModuleType, SimpleNamespace
+from typing import ClassVar
+
 import pytest
 import torch
+import training
 from tiny_models import TINY_MODELS, VOCAB, tiny_model
+from training import run, steps
+from transformers import AutoModelForCausalLM
 
 from grpo_kernels.trainer.arguments import TrainArguments
 from grpo_kernels.trainer.sampling import _drawn, generate
+from grpo_kernels.trainer.vllm import VLLM
 
 PROMPTS = [[5, 6, 7]] * 3 + [[8, 9, 10, 11, 12]] + [[5, 6, 7]] + [[13]] * 2
 LENGTH = 9
@@ -63,3 +72,126 @@ def test_draws_have_the_probabilities_that_they_are_told():
     deviation = (probabilities * (1 - probabilities) / len(drawn)).sqrt()
     assert ((shares - probabilities).abs() <= 4 * deviation).all()
     assert (_drawn(torch.eye(5)) == torch.arange(5)[:, None]).all()
+
+
+# --- vLLM -------------------------------------------------------------------------------------------------------------
+#
+# A stand-in; tests/real_vllm.py has the engine itself. `Engine` and `SamplingParams` hold what the trainer asks of vLLM
+# 0.32: arguments by these names alone, weights by the names of a checkpoint, logprobs per token as {id: .logprob}, and
+# sampling masks, which vLLM's engine for CPUs does not give. It samples with transformers, from the weights that it was
+# given and from nothing else: wrong ones show in rollout_mismatch.
+
+SamplingParams = namedtuple(
+    "SamplingParams",
+    "max_tokens temperature top_p top_k min_p n repetition_penalty stop_token_ids logprobs detokenize seed",
+)
+
+
+class Engine:
+    made: ClassVar[list[Engine]] = []
+
+    def __init__(
+        self, model, *, dtype, seed, gpu_memory_utilization, max_model_len, tensor_parallel_size, enforce_eager,
+        trust_remote_code, distributed_executor_backend, generation_config, logprobs_mode, return_sampling_mask=False,
+        block_size=None,
+    ):  # fmt: skip
+        assert dtype in ("float32", "bfloat16") and generation_config == "vllm"
+        assert logprobs_mode == "processed_logprobs"
+        self.masks, self.backend = return_sampling_mask, distributed_executor_backend
+        self.given = (max_model_len, enforce_eager, block_size)
+        self.lm = AutoModelForCausalLM.from_pretrained(model).eval()
+        for parameter in self.lm.parameters():
+            parameter.data.zero_()  # nothing of what it is asked comes from the folder
+        self.loads = self.packed = self.resets = self.ends = 0
+        self.settings: list[SamplingParams] = []
+        self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=self.shutdown))
+        Engine.made.append(self)
+
+    def collective_rpc(self, method, *, kwargs):
+        assert method == "reload_weights"
+        self.loads += 1
+        found, own = dict(kwargs["weights_iterator"]), dict(self.lm.named_parameters())
+        assert found.keys() == own.keys()
+        for name, parameter in own.items():
+            assert type(found[name]) in (torch.Tensor, torch.nn.Parameter)  # no DTensor
+            parameter.data.copy_(found[name])
+
+    def apply_model(self, function):
+        self.packed += 1
+
+    def reset_prefix_cache(self):
+        self.resets += 1
+        return True
+
+    def shutdown(self):
+        self.ends += 1
+
+    def generate(self, requests, settings, *, use_tqdm):
+        assert len(requests) == len(settings) and not use_tqdm and self.resets == self.packed == self.loads > 0
+        self.settings += settings
+        state = torch.get_rng_state()
+        outputs = []
+        for request, how in zip(requests, settings, strict=True):
+            assert (how.n, how.repetition_penalty, how.logprobs) == (1, 1.0, 0)
+            torch.manual_seed(how.seed)
+            options = {"max_completion_length": how.max_tokens, "temperature": how.temperature, "top_p": how.top_p,
+                       "top_k": how.top_k, "min_p": how.min_p}  # fmt: skip
+            (s,) = generate(self.lm, [request["prompt_token_ids"]], TrainArguments(**options), ends=how.stop_token_ids,
+                            pad_id=0)  # fmt: skip
+            entries = [{token: SimpleNamespace(logprob=x)} for token, x in zip(s.ids, s.logps.tolist(), strict=True)]
+            mask = SimpleNamespace(token_ids=s.kept) if self.masks else None
+            output = SimpleNamespace(token_ids=tuple(s.ids), logprobs=entries, sampling_mask=mask)
+            outputs.append(SimpleNamespace(outputs=[output]))
+        torch.set_rng_state(state)
+        return outputs
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch):
+    module = ModuleType("vllm")
+    module.LLM, module.SamplingParams = Engine, SamplingParams
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    monkeypatch.setattr(Engine, "made", [])
+    monkeypatch.delenv("RANK", raising=False)
+    return module
+
+
+@pytest.mark.parametrize("options", [
+    {"vllm_max_model_length": 20, "vllm_enforce_eager": True, "vllm_kwargs": '{"block_size": 16}'},
+    {"use_peft": True, "beta": 0.1},
+    {"temperature": 0.7, "num_iterations": 2, "top_k": 9, "top_p": 0.8, "min_p": 0.01},
+])  # fmt: skip
+def test_vllm_samples_from_the_weights_after_each_update(options, data, trained):
+    given = {"use_vllm": True, "reward_funcs": "training:length", "max_steps": 4, "save_rollouts": True,
+             "eval_dataset_name": data, "eval_max_prompts": 2, **options}  # fmt: skip
+    folder = trained(**given)
+    records, (engine,) = steps(folder), Engine.made
+    first = [record for record in records if "rollout_mismatch/max" in record]
+    assert len(first) == 4 // options.get("num_iterations", 1) == engine.loads - 1  # and one for the last evaluation
+    assert all(record["rollout_mismatch/max"] < 1e-4 and record["rollout_ess"] > 0.99 for record in first)
+    assert records[0]["grad_norm"] > 0 and engine.backend is None and engine.ends == 1
+    assert ("sampling_mask/kept_mass" in records[0]) == engine.masks == ("top_k" in options)
+    assert engine.given == ((20, True, 16) if "vllm_kwargs" in options else (None, False, None))
+    rollout = training.rollouts(folder)[0]
+    assert len({tuple(c["ids"]) for c in rollout[:4]}) > 1  # pitfall 17: each completion has a seed of its own
+    between = engine.settings[10:-10]  # the evaluations, each of 2 prompts and 5 completions
+    assert len({how.seed for how in between}) == len(between) == 8 * len(first)
+    assert {how.temperature for how in engine.settings} == {options.get("temperature", 1.0)}
+    assert {how.top_k for how in engine.settings} == {1, options.get("top_k", 0)}  # greedy, and not
+
+
+@pytest.mark.parametrize(("method", "status"), [("__init__", 2), ("generate", 1)])
+def test_an_error_of_the_engine_is_one_sentence(method, status, model, data, tmp_path, monkeypatch, capsys):
+    def fail(self, *args, **options):
+        raise AssertionError("no memory\nfor blocks")
+
+    monkeypatch.setattr(Engine, method, fail)
+    given = {"use_vllm": True, "vllm_max_model_length": 20, "reward_funcs": "training:length"}
+    assert run(model, data, tmp_path / "run", **given) == status
+    sentence = "use_vllm with vllm_max_model_length=20: vLLM says AssertionError: no memory for blocks"
+    assert capsys.readouterr().err.splitlines()[-1] == f"grpo-kernels train: {sentence}"
+
+
+def test_under_torchrun_the_engine_takes_the_launchers_ranks(model, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    assert VLLM(str(model), TrainArguments(bf16=True)).engine.backend == "external_launcher"
