@@ -142,23 +142,18 @@ def failing(kind: str, steps: int = 200) -> list[Record]:
     return log(steps, spoil=FAILURES[kind][0], accuracy=flat)
 
 
-WORDS = ("The", "sum", "of", "both", "numbers", "is", "carried", "one", "place", "further,", "so", "we", "write")
-
-
-def samples(steps: int, *, per_step: int = 4, words: int = 12, seed: int = 0) -> list[Record]:
-    noise = random.Random(seed)
+def samples(steps: int, *, per_step: int = 4) -> list[Record]:
+    """Completions, two of each prompt."""
+    noise = random.Random(0)
     rows = []
-    for step in range(1, steps + 1):
-        for prompt in range(per_step // 2 or 1):
-            a, b = noise.randrange(100), noise.randrange(100)
-            for _ in range(min(2, per_step)):
-                right = noise.random() < progress(step, steps)
-                text = " ".join(noise.choice(WORDS) for _ in range(words)) + f" {a + b if right else a + b + 10}"
-                rows.append({
-                    "step": step, "prompt": f"Problem {prompt}: {a:02}+{b:02}=", "completion": text,
-                    "reward": float(right), "advantage": 0.9 if right else -1.1,
-                    "rewards": {"arithmetic": float(right)}, "tokens": words + 2,
-                })  # fmt: skip
+    for i in range(per_step * steps):
+        step, problem = i // per_step + 1, i // 2
+        right = noise.random() < progress(step, steps)
+        rows.append({
+            "step": step, "prompt": f"{problem}+1=", "completion": f"The sum is {problem + (1 if right else 10)}",
+            "reward": float(right), "advantage": 0.9 if right else -1.1, "rewards": {"arithmetic": float(right)},
+            "tokens": 5,
+        })  # fmt: skip
     return rows
 
 
