@@ -121,13 +121,6 @@ def test_a_last_message_of_the_assistant_is_continued(with_bos):
     assert load_prompts(rows, tokenizer=with_bos)[0].ids == [3, 11, 8]  # neither the end of the turn nor a new one
 
 
-def test_long_prompts_are_refused(words):
-    rows = [{"prompt": "1" * n} for n in (3, 6, 4, 5)]
-    assert len(load_prompts(rows, tokenizer=words, context=6)) == 4
-    with pytest.raises(ValueError, match=r"row 1: the prompt has 6 tokens; the model leaves 5 to a prompt"):
-        load_prompts(rows, tokenizer=words, context=5)
-
-
 # ---- bad input ------------------------------------------------------------------------------------------------------
 
 GOOD = {"prompt": "1+1="}

@@ -39,12 +39,8 @@ def reads_gold(completions, gold):
     return gold
 
 
-def harmless(completion_ids, **columns):
-    return [float(len(ids)) + 0.1 * ids[0] for ids in completion_ids]
-
-
 def harmful(prompts, completions, completion_ids, answer, **columns):
-    found = harmless(completion_ids)
+    found = training.length(prompts, completions, completion_ids)
     for ids in completion_ids:
         ids[:] = [1]
     prompts.clear(), completions.clear(), answer.clear()
@@ -343,8 +339,8 @@ def test_a_run_that_fails_ends_with_a_sentence_or_the_rewards_own_traceback(opti
 
 def test_a_reward_that_changes_what_it_gets_changes_no_step(trained):
     with torch.enable_grad():  # and as it was before afterwards
-        runs = [trained(name, reward_funcs=f"test_trainer_input:{name}") for name in ("harmless", "harmful")]
-    assert training.same_weights(*runs)
+        harmful = trained("harmful", reward_funcs="test_trainer_input:harmful")
+    assert training.same_weights(trained("harmless", reward_funcs="training:length"), harmful)
 
 
 @pytest.mark.parametrize("when", ["set-up", "run"])
