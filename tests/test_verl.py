@@ -116,10 +116,8 @@ def test_linear_cross_entropy(verl, shape):
     z = (right[0] @ right[1].T / 0.7).log_softmax(-1)
     expected = z.gather(-1, labels[..., None]).flatten(), -(z.exp() * z).sum(-1).flatten()
     (expected[0].sum() + 0.1 * expected[1].sum()).backward()
-    for own, other in zip((logps, entropy), expected, strict=True):
-        torch.testing.assert_close(own.double(), other, rtol=1e-5, atol=1e-5)
-    for own, other in zip(leaves, right, strict=True):
-        torch.testing.assert_close(own.grad.double(), other.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close((logps.double(), entropy.double()), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close([x.grad.double() for x in leaves], [x.grad for x in right], rtol=1e-4, atol=1e-5)
     _, total = function(hidden, weight, labels, 0.7, "sum")
     torch.testing.assert_close(total.double(), expected[1].sum().detach(), rtol=1e-5, atol=1e-5)
     per_token = torch.full(shape, 0.7)
