@@ -92,11 +92,6 @@ def test_accuracy_only_where_rewards_say_what_is_correct():
     assert found["pass_at_1"] == found["majority_at_k"] == 1.0
 
 
-def test_a_k_beyond_the_samples():
-    with pytest.raises(ValueError, match=r"ks=\[1, 8\]; expected numbers from 1 to num_samples=4"):
-        evaluate(sample=None, prompts=PROMPTS, rewards=None, ks=[1, 8])
-
-
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
@@ -120,6 +115,7 @@ def test_the_command_takes_a_run_a_checkpoint_or_a_model(model, data, tmp_path, 
         (["no model"], "holds no final model"),
         (["no-such"], "no-such is not the output folder of a run; a model needs --dataset-name and --reward-funcs"),
         (["run", "--num-samples", "0"], "num_samples=0; expected at least 1"),
+        (["run", "--ks", "1", "8"], "ks=[1, 8]; expected numbers from 1 to num_samples=4"),
         (["run", "--max-prompts", "-1"], "max_prompts=-1; expected at least 1"),
         (["run", "--max-completion-length", "0"], "max_completion_length=0; expected at least 1"),
         (["run", "--temperature", "-1"], "temperature=-1.0; expected at least 0"),
