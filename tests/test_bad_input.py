@@ -64,7 +64,12 @@ def spoiled(shape: tuple[int, ...], value: float, *where: int) -> torch.Tensor:
 meta = torch.device("meta")
 half = torch.bfloat16
 X, W = torch.randn(4, 6, 40), torch.randn(67, 40)  # of a teacher; one that is known at two ids
+W24 = torch.zeros(67, 24, requires_grad=True)  # of a policy whose gradient goes into a buffer
 TWO_IDS, TWO_LOGPS = torch.tensor([4, 7]).expand(4, 6, 2), torch.full((4, 6, 2), -2.0)
+
+
+def into(total, weight=W24, **changes) -> dict:
+    return changed(accumulate_into=total, lm_head_weight=weight, **changes)
 
 
 def taught(teacher, **changes) -> dict:
@@ -146,6 +151,17 @@ CASES = {
     "cu_seqlens short": (lambda: packed_arguments(cu_seqlens=torch.tensor([0, 6, 12, 18, 23])), ValueError, "cu_seqlens", "23", "from 0 to 24"),
     "cu_seqlens back": (lambda: packed_arguments(cu_seqlens=torch.tensor([0, 12, 6, 18, 24])), ValueError, "cu_seqlens", "12, 6", "in order"),
     "one per token or per sequence": (lambda: packed_arguments(advantages=torch.rand(24), cu_seqlens=torch.tensor([0] * 24 + [24])), ValueError, "advantages", "(24,)", "empty", "(24, 1)"),
+    # accumulate_into
+    "buffer short": (lambda: into(torch.zeros(66, 24)), ValueError, "accumulate_into"),
+    "buffer transposed": (lambda: into(torch.zeros(24, 67).T), ValueError, "accumulate_into"),
+    "buffer of 16 bits": (lambda: into(torch.zeros(67, 24, dtype=half)), TypeError, "accumulate_into"),
+    "buffer elsewhere": (lambda: into(torch.zeros(67, 24, device=meta)), ValueError, "accumulate_into"),
+    "buffer with a gradient": (lambda: into(torch.zeros(67, 24, requires_grad=True)), ValueError, "accumulate_into"),
+    "buffer list": (lambda: into([0.0]), TypeError, "accumulate_into"),
+    "buffer of a frozen weight": (lambda: into(torch.zeros(67, 24), W24.detach()), ValueError, "accumulate_into", "leaf"),
+    "buffer of no leaf": (lambda: into(torch.zeros(67, 24), W24 * 1.0), ValueError, "accumulate_into", "leaf"),
+    "buffer is the weight": (lambda: into(W24.detach()), ValueError, "accumulate_into", "memory"),
+    "buffer float64": (lambda: into(torch.zeros(67, 24), W24.detach().double().requires_grad_(), hidden=torch.rand(4, 6, 24).double(), lm_head_bias=None), TypeError, "accumulate_into", "float64"),
     # teachers
     "no teacher": (lambda: taught(None), ValueError, "teacher is None and distill_coef=0.7"),
     "no coefficient": (lambda: taught(gk.Teacher(X, W), config=gk.GRPOConfig()), ValueError, "teacher has no effect with config.distill_coef=0"),
@@ -183,38 +199,17 @@ def test_the_good_call_is_good():
         gk.fused_grpo_loss(**given).loss.backward()
 
 
-def test_an_id_out_of_range_at_a_masked_position_is_fine():
-    given = arguments()
-    given["completion_ids"] = given["completion_ids"].clone()
-    given["completion_ids"][1, 2], given["completion_mask"][1, 2] = 10**9, False
-    assert gk.fused_grpo_loss(**given).loss.isfinite()
-
-
-UNSCORED = {"advantages": (4,), "old_logps": (4, 6), "ref_logps": (4, 6), "rollout_weights": (4, 6)}
-
-
-@pytest.mark.parametrize(("value", "per_token", "packed"), [(math.nan, False, False), (math.inf, True, True)])
-def test_numbers_of_masked_tokens_and_sequences_are_not_looked_at(value, per_token, packed):
-    """Sequence 2 has no unmasked token, and token 0 of sequence 0 is masked."""
-    given = arguments() | {"rollout_weights": torch.ones(4, 6)}
+@pytest.mark.parametrize(("value", "packed"), [(math.nan, False), (math.inf, True)])
+def test_the_advantage_of_a_sequence_without_tokens_is_not_looked_at(value, packed):
+    """test_traps.py has the other numbers of masked tokens."""
+    given = packed_arguments() if packed else arguments()
     mask = given["completion_mask"].clone()
-    mask[2], mask[0, 0] = False, False
-    if per_token:
-        given["advantages"] = given["advantages"][:, None].expand(4, 6).clone()
-    seen = []
-    for fill in (0.0, value):
-        filled = dict(given, completion_mask=mask)
-        for name in UNSCORED:
-            x = given[name].clone()
-            filled[name] = (
-                x.masked_fill(~mask, fill) if x.shape == mask.shape else x.index_fill(0, torch.tensor(2), fill)
-            )
-        if packed:
-            names = [n for n, x in filled.items() if isinstance(x, torch.Tensor) and x.shape[:2] == mask.shape]
-            filled |= {n: filled[n].detach().flatten(0, 1) for n in names}
-            filled["cu_seqlens"] = torch.tensor([0, 6, 12, 18, 24])
-        seen.append(gk.fused_grpo_loss(**filled).loss)
-    assert torch.equal(*seen) and seen[0].isfinite()
+    mask.view(4, 6)[2] = False
+    losses = [
+        gk.fused_grpo_loss(**given | {"completion_mask": mask, "advantages": spoiled((4,), x, 2)}).loss
+        for x in (0.0, value)
+    ]
+    assert torch.equal(*losses) and losses[0].isfinite()
 
 
 def test_unknown_rollout_logps_and_unscored_completions_are_fine():
@@ -254,18 +249,13 @@ LOGIT_OPTIONS = [
     (dict(entropy="yes"), TypeError, "entropy is a str", "True or False"),
     (dict(temperature=torch.ones(5)), ValueError, "temperature", "(5,)", "(4, 6)", "(4, 1)"),
     (dict(temperature=torch.tensor([1.0, 1.0, -1.0, 1.0])), ValueError, "temperature[2, 0] = -1.0", "positive"),
-    (
-        dict(temperature=spoiled((4, 6), -1.0, 2, 3)),
-        ValueError,
-        "temperature[2, 3] = -1.0",
-        "at every unmasked position",
-    ),
+    (dict(temperature=spoiled((4, 6), -1.0, 2, 3)), ValueError, "temperature[2, 3] = -1.0", "at every unmasked position"),
     (dict(temperature=-1.0), ValueError, "temperature=-1.0"),
     (dict(logit_softcap=0.0), ValueError, "logit_softcap=0.0"),
     (dict(logit_scale="2"), TypeError, "logit_scale", "str", "number"),
     (dict(sparse_backward=2), ValueError, "sparse_backward=2; expected a number in (0, 1)"),
     (dict(sparse_backward=True), TypeError, "sparse_backward is a bool"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("function", [gk.fused_logps, gk.fused_policy_loss])
@@ -337,7 +327,22 @@ OTHERS = [
         (dict(length=0), ValueError, "length=0", "integer >= 1"),
         (dict(gamma=1.01), ValueError, "gamma=1.01", "in [0, 1]"),
     ]),
+    (gk.combine_advantages, dict(rewards=torch.zeros(4, 2), num_generations=2), [
+        (dict(mode="mean"), ValueError, "mode='mean'; expected one of"),
+        (dict(whiten="tokens"), ValueError, "whiten='tokens' with completion_mask=None; expected both"),
+        (dict(mode="sum"), ValueError, "num_generations and group_ids have no effect with mode='sum'"),
+        (dict(weights=[1.0]), ValueError, "weights has shape (1,); expected (2,)"),
+        (dict(num_generations=None), ValueError, "groups come from num_generations or group_ids"),
+        (dict(rewards=torch.zeros(4), mode="sum"), ValueError, "rewards has shape (4,); expected (B, K)"),
+    ]),
+    (gk.fused_policy_loss, dict(hidden=torch.rand(4, 6, 24).requires_grad_(), lm_head_weight=torch.rand(67, 24), completion_ids=torch.zeros(4, 6).long(), loss_fn=lambda c: c.logps.sum()), [
+        (dict(loss_fn="clip"), TypeError, "loss_fn is a str"),
+        (dict(loss_fn=lambda c: 1.0), ValueError, "loss_fn returned float"),
+        (dict(loss_fn=lambda c: c.logps[:2]), ValueError, "loss_fn returned (2,)", "(24,)"),
+        (dict(level="batch"), ValueError, "level='batch'; expected one of token, sequence"),
+    ]),
     (gk.rollout_weights, WEIGHTS, [
+        (dict(mode="sequence_mask", level="sequence"), ValueError, "mode='sequence_mask' with level='sequence'; expected 'token'"),
         (dict(old_logps=[0.0]), TypeError, "old_logps", "list", "torch.Tensor"),
         (dict(old_logps=torch.zeros(2)), ValueError, "old_logps", "(2,)", "(B, T)"),
         (dict(old_logps=spoiled((1, 2), math.nan, 0, 1)), ValueError, "old_logps[0, 1] = nan", "a number at every unmasked position"),
@@ -378,7 +383,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("function", "good", "cases"), OTHERS, ids=[f.__name__ for f, *_ in OTHERS])
-def test_functions_without_hidden_states_refuse(function, good, cases):
+def test_other_functions_refuse(function, good, cases):
     function(**good)
     for changes, error, *words in cases:
         refuses(function, good | changes, error, *words)
