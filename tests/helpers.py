@@ -31,6 +31,10 @@ class Batch:
     bias: Tensor | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
+    def mapped(self, function: Callable[[Any], Any]) -> Batch:
+        tensors = (function(x) for x in (self.hidden, self.weight, self.ids, self.advantages, self.bias))
+        return Batch(*tensors, {name: function(x) for name, x in self.options.items()})
+
     def cast(self, dtype: torch.dtype) -> Batch:
         """Every floating-point tensor in `dtype`."""
 
@@ -41,17 +45,11 @@ class Batch:
                 return dataclasses.replace(x, logps=to(x.logps))
             return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
-        options = {name: to(x) for name, x in self.options.items()}
-        return Batch(*(to(x) for x in (self.hidden, self.weight, self.ids, self.advantages, self.bias)), options)
+        return self.mapped(to)
 
     def to(self, device: str) -> Batch:
         """Every tensor on `device`."""
-
-        def move(x: Any) -> Any:
-            return x.to(device) if isinstance(x, (Tensor, gk.SamplingMask, gk.Teacher, gk.TopKTeacher)) else x
-
-        tensors = (move(x) for x in (self.hidden, self.weight, self.ids, self.advantages, self.bias))
-        return Batch(*tensors, {name: move(x) for name, x in self.options.items()})
+        return self.mapped(lambda x: x.to(device) if hasattr(x, "to") else x)
 
     def head_as(self, dtype: torch.dtype) -> Batch:
         """hidden, weight and bias in `dtype`, the rest as it is."""
@@ -138,6 +136,62 @@ def call(batch: Batch, config: gk.GRPOConfig | None = None, backend: str = "auto
     """The loss of the tensors of the batch, as they are."""
     given = {"lm_head_bias": batch.bias, "config": config, "backend": backend, **batch.options, **options}
     return gk.fused_grpo_loss(batch.hidden, batch.weight, batch.ids, batch.advantages, **given)
+
+
+UNCLIPPED = gk.GRPOConfig(epsilon_low=1.0, epsilon_high=1e6)
+LOSSES = (
+    *("fused_grpo_loss", "fused_logps", "fused_policy_loss", "fused_policy_loss, sequence"),
+    *("grpo_loss_from_logits", "grpo_loss_from_logits, inplace"),
+)
+
+
+def loss_by(
+    function: str,
+    batch: Batch,
+    backend: str = "auto",
+    *,
+    divisor: float = 1.0,
+    entropy_coef: float = 0.0,
+    chunk_rows: int | None = None,
+    **logits: Any,
+) -> Tensor:
+    """-sum (ratio x advantage + entropy_coef x entropy) / divisor by one of LOSSES: what UNCLIPPED computes with these
+    normalizers. `logits`: temperature, sparse_backward and the like."""
+    name, _, way = function.partition(", ")
+    head, options = (batch.hidden, batch.weight, batch.ids), batch.options
+    if name in ("fused_grpo_loss", "grpo_loss_from_logits"):
+        config = dataclasses.replace(UNCLIPPED, entropy_coef=entropy_coef, **logits)
+        given = dict(normalizer=divisor, entropy_normalizer=divisor if entropy_coef else None)
+        if name == "fused_grpo_loss":
+            return call(batch, dataclasses.replace(config, chunk_rows=chunk_rows), backend, **given).loss
+        z = batch.hidden @ batch.weight.T if batch.bias is None else batch.hidden @ batch.weight.T + batch.bias
+        given |= dict(config=config, backend=backend, inplace=bool(way), **options)
+        return gk.grpo_loss_from_logits(z, batch.ids, batch.advantages, **given).loss
+    by_token = batch.advantages.shape == batch.ids.shape
+
+    def loss_fn(chunk: gk.PolicyChunk) -> Tensor:
+        old = chunk.tokens(options["old_logps"]) if "old_logps" in options else chunk.logps.detach()
+        gain = (chunk.logps - old).exp() * (chunk.tokens if by_token else chunk.sequences)(batch.advantages)
+        return -(gain if chunk.entropy is None else gain + entropy_coef * chunk.entropy).sum() / divisor
+
+    logits |= dict(entropy=entropy_coef != 0.0, backend=backend)
+    if name == "fused_logps":
+        return loss_fn(whole_chunk(batch, **logits))
+    given = {name: x for name, x in options.items() if name in ("completion_mask", "sampling_mask", "cu_seqlens")}
+    given |= dict(level=way or "token", lm_head_bias=batch.bias, chunk_rows=chunk_rows, **logits)
+    return gk.fused_policy_loss(*head, loss_fn, **given)
+
+
+def whole_chunk(batch: Batch, **given: Any) -> gk.PolicyChunk:
+    """All unmasked tokens, by fused_logps."""
+    given |= {name: batch.options.get(name) for name in ("completion_mask", "sampling_mask")}
+    found = gk.fused_logps(batch.hidden, batch.weight, batch.ids, lm_head_bias=batch.bias, **given)
+    mask, offsets = given["completion_mask"], batch.options.get("cu_seqlens")
+    lengths = torch.full(batch.ids.shape[:1], batch.ids.shape[-1]) if offsets is None else offsets.diff()
+    sequence = torch.arange(len(lengths)).repeat_interleave(lengths)
+    index = torch.arange(len(sequence)) if mask is None else mask.reshape(-1).nonzero()[:, 0]
+    logps, entropy = (x if x is None else x.reshape(-1)[index] for x in found)
+    return gk.PolicyChunk(logps, entropy, index, sequence[index])
 
 
 def _finish(out: Any, batch: Batch) -> Result:

@@ -12,6 +12,8 @@ from helpers import (
     call_counter,
     errors,
     fused,
+    leaves,
+    loss_by,
     make_batch,
     make_sampling_mask,
     off_policy,
@@ -151,22 +153,15 @@ def test_a_loss_of_tokens_has_product_chunks_of_several_row_chunks_too(monkeypat
     monkeypatch.setattr(
         lm_head, "chunk_sizes", lambda *given: memory.ChunkSizes(products=20, logits=3, sequences=20, packed=20)
     )
-    batch, calls = make_batch(2, sequences=6), []
-    leaves = [x.detach().requires_grad_() for x in (batch.hidden, batch.weight)]
-
-    def loss_fn(chunk):
-        calls.append(len(chunk.logps))
-        return -(chunk.logps.exp()).sum()
-
-    of_products: list[int] = []
+    batch, of_logits, of_products = make_batch(2, sequences=6), [], []
+    own, other = leaves(batch), leaves(batch)
+    call_counter(monkeypatch, LMHead, "logits", of_logits, lambda self, rows: rows.count)
     call_counter(monkeypatch, LMHead, "accumulate", of_products, lambda self, chunk, ids: chunk.rows.count)
-    gk.fused_policy_loss(*leaves, batch.ids, loss_fn, backend=backend).backward()
-    assert max(calls) <= 3 < max(of_products) <= 20 and sum(calls) == sum(of_products) == batch.ids.numel()
-    others = [x.detach().requires_grad_() for x in leaves]
-    logps, _ = gk.fused_logps(*others, batch.ids, backend=backend)
-    (-logps.exp()).sum().backward()
-    for mine, other in zip(leaves, others, strict=True):
-        assert relative(mine.grad, other.grad) < 1e-6
+    loss_by("fused_policy_loss", own, backend).backward()
+    assert max(of_logits) <= 3 < max(of_products) <= 20 and sum(of_logits) == sum(of_products) == batch.ids.numel()
+    loss_by("fused_logps", other, backend).backward()
+    for name in ("hidden", "weight"):
+        assert relative(getattr(own, name).grad, getattr(other, name).grad) < 1e-6
 
 
 @pytest.mark.parametrize("chunk_rows", [None, 16, 5])  # one chunk, a few into a 16-bit sum, many into float32

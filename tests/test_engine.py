@@ -7,18 +7,21 @@ import dataclasses
 import pytest
 import torch
 from helpers import (
+    LOSSES,
     assert_close,
     assert_same_bits,
     call,
     call_counter,
     fused,
     leaves,
+    loss_by,
     make_batch,
     off_policy,
     packed,
     reference,
     relative,
     tensors,
+    whole_chunk,
 )
 
 import grpo_kernels as gk
@@ -96,19 +99,14 @@ def test_a_frozen_input_costs_no_product(products, frozen, left, backend):
     assert getattr(batch, frozen).grad is None
 
 
-@pytest.mark.parametrize("function", ["fused_grpo_loss", "fused_policy_loss"])
+@pytest.mark.parametrize("function", LOSSES[:3])
 def test_without_gradients_there_are_logps_and_metrics_alone(products, function, backend):
     """Parameters require gradients in evaluation too; under no_grad nobody can ask for them."""
     batch = leaves(make_batch(0))
     with torch.no_grad():
-        if function == "fused_grpo_loss":
-            out = call(batch, backend=backend)
-            loss = out.loss
-        else:
-            loss = gk.fused_policy_loss(
-                batch.hidden, batch.weight, batch.ids, lambda c: c.logps.mean(), backend=backend
-            )
-    assert products() == {"logits": 24, "dhidden": 0, "dweight": 0} and not loss.requires_grad
+        assert not loss_by(function, batch, backend).requires_grad
+        assert products() == {"logits": 24, "dhidden": 0, "dweight": 0}
+        out = call(batch, backend=backend)
     if function == "fused_grpo_loss":
         expected = fused(batch, backend=backend)
         # The CUDA kernels sum a row in another order where no gradient follows.
@@ -184,15 +182,9 @@ def test_logits_in_place_are_not_copied(level, want, backend):
     out.loss.backward()
     rows = leaf.grad.any(-1)
     assert rows.any() and not rows[1].any() and not rows[~batch.options["completion_mask"]].any()
-    assert relative(leaf.grad, _gradient_of_logits(batch, config)) < 1e-5
-
-
-def _gradient_of_logits(batch, config):
-    leaf = (batch.hidden @ batch.weight.T).double().requires_grad_()
-    reference_loss_from_logits(
-        leaf, batch.ids, batch.advantages.double(), config=config, **batch.options
-    ).loss.backward()
-    return leaf.grad
+    exact, advantages = leaf.detach().double().requires_grad_(), batch.advantages.double()
+    reference_loss_from_logits(exact, batch.ids, advantages, config=config, **batch.options).loss.backward()
+    assert relative(leaf.grad, exact.grad) < 1e-5
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (1, 5, 3, 2), (5, 1, 1, 70), (3, 4, 20, 1)])
@@ -261,33 +253,25 @@ def test_as_many_sequences_as_tokens(backend):
 @pytest.mark.parametrize("shape", [(4,), (4, 1)])
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_a_temperature_per_sequence_is_that_of_each_of_its_tokens(shape, is_packed, backend):
-    batch, lengths = make_batch(0), torch.full((4,), 6)
+    """Four sequences of four tokens: a tensor (4,) would fit the tokens of each sequence too."""
+    batch, lengths = make_batch(0, length=4), torch.full((4,), 4)
     if is_packed:
-        lengths = torch.tensor([5, 0, 6, 3])
+        lengths = torch.tensor([3, 0, 4, 2])
         batch = packed(batch, lengths)
     per_sequence = torch.tensor([0.5, 1.0, 1.7, 0.8])
-    per_token = per_sequence.repeat_interleave(lengths).view(batch.ids.shape)
-    logits = batch.hidden @ batch.weight.T
-
-    def results(temperature):
-        config = gk.GRPOConfig(temperature=temperature)
-        given = batch.options | {"backend": backend}
-        yield from tensors(fused(batch, config, backend)).values()
-        yield gk.grpo_loss_from_logits(logits, batch.ids, batch.advantages, config=config, **given).loss
-        options = given | {"temperature": temperature}
-        yield gk.fused_policy_loss(batch.hidden, batch.weight, batch.ids, lambda c: c.logps.sum(), **options)
-        if not is_packed:
-            yield gk.fused_logps(batch.hidden, batch.weight, batch.ids, **options)[0]
-
-    found, expected = results(per_sequence.view(shape)), results(per_token)
-    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
-    assert_close(
-        fused(batch, gk.GRPOConfig(temperature=per_token), backend),
-        reference(batch, gk.GRPOConfig(temperature=per_token)),
-    )
-    if is_packed:
-        with pytest.raises(ValueError, match=r"temperature has shape \(4.*\); expected \(14,\)$"):
-            gk.fused_logps(batch.hidden, batch.weight, batch.ids, temperature=per_sequence.view(shape))
+    per_token, per_sequence = per_sequence.repeat_interleave(lengths).view(batch.ids.shape), per_sequence.view(shape)
+    one, other = (gk.GRPOConfig(temperature=temperature) for temperature in (per_sequence, per_token))
+    found, exact = fused(batch, one, backend), reference(batch, one)
+    assert_same_bits(found, fused(batch, other, backend))
+    assert_close(found, exact)
+    assert_close(exact, reference(batch, other), 1e-12)
+    for function in LOSSES[1:5]:
+        if is_packed and function == "fused_logps":  # which does not know the sequences
+            with pytest.raises(ValueError, match=r"temperature has shape \(4.*\); expected \(9,\)$"):
+                loss_by(function, batch, backend, temperature=per_sequence)
+        else:
+            pair = (loss_by(function, batch, backend, temperature=t) for t in (per_sequence, per_token))
+            assert torch.equal(*pair), function
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------------
@@ -301,27 +285,16 @@ def test_two_calls_give_the_same_bits(level, dtype, backend):
 
 
 def test_autocast_takes_inputs_as_if_they_were_cast(backend):
-    batch = make_batch(0, bias=True)
+    """Gradients of float32 weights are what the float32 sums hold, not rounded to bfloat16 and widened again."""
+    batch, config = make_batch(0, bias=True), gk.GRPOConfig(chunk_rows=4)
     half = batch.head_as(torch.bfloat16)
-    expected = fused(half, backend=backend)
-    scored, _ = gk.fused_logps(half.hidden, half.weight, half.ids, lm_head_bias=half.bias, backend=backend)
+    expected, logps = fused(half, config, backend), whole_chunk(half, backend=backend).logps
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = fused(batch, backend=backend)
-        logps, _ = gk.fused_logps(batch.hidden, batch.weight, batch.ids, lm_head_bias=batch.bias, backend=backend)
-    assert torch.equal(found.loss, expected.loss) and torch.equal(logps, scored)
-    assert found.loss.dtype == torch.float32
+        found = fused(batch, config, backend)
+        assert torch.equal(whole_chunk(batch, backend=backend).logps, logps)
+    assert torch.equal(found.loss, expected.loss) and found.loss.dtype == torch.float32
     for name, x in found.grads.items():
         assert x.dtype == torch.float32 and relative(x, expected.grads[name].float()) <= 2**-8, name
-
-
-def test_gradients_of_float32_weights_under_autocast_are_sums_in_float32(backend):
-    """Not rounded to bfloat16 and widened again: the master weight gets what the float32 sum holds."""
-    batch = make_batch(0, bias=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = fused(batch, gk.GRPOConfig(chunk_rows=4), backend)
-    for name in ("weight", "bias"):
-        x = found.grads[name]
-        assert not torch.equal(x, x.bfloat16().float()), name
-    exact = reference(batch.head_as(torch.bfloat16))
-    rounded = relative(exact.grads["weight"].bfloat16(), exact.grads["weight"])
-    assert relative(found.grads["weight"], exact.grads["weight"]) <= 2 * rounded + 2**-8
+        assert name == "hidden" or not torch.equal(x, x.bfloat16().float()), name
+    exact = reference(half).grads["weight"]
+    assert relative(found.grads["weight"], exact) <= 2 * relative(exact.bfloat16(), exact) + 2**-8

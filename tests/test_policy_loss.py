@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import LEAVES, Batch, leaves, make_batch, packed
+from helpers import LEAVES, Batch, leaves, make_batch, packed, whole_chunk
 
 import grpo_kernels as gk
 from grpo_kernels.policy import PolicyChunk
 
 
-def through_autograd(batch: Batch, loss_fn, entropy: bool, backend: str, **logits):
+def through_autograd(batch: Batch, loss_fn, **given):
     """The same function over fused_logps, all unmasked tokens in one chunk."""
     own = leaves(batch)
-    mask = batch.options.get("completion_mask", torch.ones_like(batch.ids)).bool()
-    logps, h = gk.fused_logps(
-        own.hidden, own.weight, batch.ids, lm_head_bias=own.bias, completion_mask=mask,
-        entropy=entropy, backend=backend, **logits,
-    )  # fmt: skip
-    cu = batch.options.get("cu_seqlens")
-    span = cu.diff() if cu is not None else torch.full((len(batch.ids),), batch.ids.shape[1])
-    sequence = torch.arange(len(span)).repeat_interleave(span)
-    index = mask.reshape(-1).nonzero()[:, 0]
-    chunk = PolicyChunk(logps.reshape(-1)[index], h.reshape(-1)[index] if entropy else None, index, sequence[index])
-    loss = loss_fn(chunk).sum()
+    loss = loss_fn(whole_chunk(own, **given)).sum()
     loss.backward()
     return loss.detach(), own
 
@@ -61,7 +51,7 @@ def test_equals_autograd_through_fused_logps(level, entropy, layout, rows, backe
     batch = packed(batch) if layout == "packed" else batch
     loss_fn = (token_loss if level == "token" else sequence_loss)(batch, entropy)
     logits = dict(temperature=0.8, logit_softcap=9.0, logit_scale=1.2)
-    expected, wanted = through_autograd(batch, loss_fn, entropy, backend, **logits)
+    expected, wanted = through_autograd(batch, loss_fn, entropy=entropy, backend=backend, **logits)
     own = leaves(batch)
     loss = gk.fused_policy_loss(
         own.hidden, own.weight, batch.ids, loss_fn, level=level, entropy=entropy, lm_head_bias=own.bias,
@@ -98,35 +88,8 @@ def test_gradients_that_are_expanded_or_0(gives):
     batch = make_batch(2)
     leaf = batch.hidden.clone().requires_grad_()
     gk.fused_policy_loss(leaf, batch.weight, batch.ids, gives).backward()
-    _, wanted = through_autograd(batch, lambda c: gives(c) + 0.0 * c.logps.sum(), False, "auto")
+    _, wanted = through_autograd(batch, lambda c: gives(c) + 0.0 * c.logps.sum())
     assert torch.allclose(leaf.grad, wanted.hidden.grad, atol=1e-6)
-
-
-def test_a_wholly_masked_batch_has_loss_0_and_zero_gradients(backend):
-    batch = make_batch(2, bias=True)
-    for level in ("token", "sequence"):
-        own = leaves(batch)
-        loss = gk.fused_policy_loss(
-            own.hidden, own.weight, batch.ids, lambda c: c.logps.sum(), level=level, lm_head_bias=own.bias,
-            completion_mask=torch.zeros_like(batch.ids), backend=backend,
-        )  # fmt: skip
-        loss.backward()
-        assert loss == 0 and not any(getattr(own, name).grad.any() for name in LEAVES)
-
-
-@pytest.mark.parametrize(
-    ("loss_fn", "level", "error", "message"),
-    [
-        ("clip", "token", TypeError, "loss_fn is a str"),
-        (lambda c: 1.0, "token", ValueError, "loss_fn returned float"),
-        (lambda c: c.logps[:2], "token", ValueError, r"loss_fn returned \(2,\).*\(24,\)"),
-        (lambda c: c.logps.sum(), "batch", ValueError, "level='batch'; expected one of token, sequence"),
-    ],
-)
-def test_errors(loss_fn, level, error, message):
-    batch = make_batch(2)
-    with pytest.raises(error, match=message):
-        gk.fused_policy_loss(batch.hidden.requires_grad_(), batch.weight, batch.ids, loss_fn, level=level)
 
 
 SCALE = torch.nn.Parameter(torch.tensor([0.5, 1.5]))

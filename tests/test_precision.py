@@ -1,5 +1,5 @@
-"""16-bit inputs: no worse than eager with a float32 softmax; float32 logits bring the log-probabilities to 2e-5; a
-float32 lm_head of 16-bit hidden states."""
+"""16-bit inputs: no worse than eager with a float32 softmax, for float16 under a loss scale too, however small the
+weight of a token is; float32 logits bring the log-probabilities to 2e-5; a float32 lm_head of 16-bit hidden states."""
 
 from __future__ import annotations
 
@@ -7,7 +7,23 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import LEAVES, Batch, Result, assert_close, errors, fused, make_batch, reference, relative, true_logps
+from helpers import (
+    LEAVES,
+    LOSSES,
+    Batch,
+    Result,
+    assert_close,
+    call,
+    errors,
+    fused,
+    leaves,
+    loss_by,
+    make_batch,
+    off_policy,
+    reference,
+    relative,
+    true_logps,
+)
 from torch import Tensor
 
 import grpo_kernels as gk
@@ -37,17 +53,20 @@ def half_batch(dtype: torch.dtype, config: gk.GRPOConfig, seed: int = 5) -> Batc
     return batch.with_options(old_logps=(logps - log_ratio).float(), ref_logps=(logps + noise).float())
 
 
-def run(batch: Batch, config: gk.GRPOConfig, dtype: torch.dtype, softmax: torch.dtype) -> Result:
-    """The lm_head in `dtype`, everything after the logits in `softmax`, by autograd."""
-    batch = batch.head_as(dtype)
-    leaves = {name: x.detach().clone().requires_grad_() for name in LEAVES if (x := getattr(batch, name)) is not None}
-    logits = leaves["hidden"] @ leaves["weight"].T
-    options = {name: x.to(softmax) for name, x in batch.options.items()}
-    out = reference_loss_from_logits(
-        logits.to(softmax), batch.ids, batch.advantages.to(softmax), config=config, **options
-    )
-    out.loss.backward()
-    grads: dict[str, Tensor] = {name: x.grad for name, x in leaves.items()}
+def gradients(loss: Tensor, batch: Batch, scale: float) -> dict[str, Tensor]:
+    """Of the loss, from what the backward of `scale` times the loss gives."""
+    (scale * loss).backward()
+    return {"hidden": batch.hidden.grad.double() / scale, "weight": batch.weight.grad.double() / scale}
+
+
+def run(batch: Batch, config: gk.GRPOConfig, dtype: torch.dtype, softmax: torch.dtype, scale: float = 1.0) -> Result:
+    """The lm_head in `dtype`, everything after the logits in `softmax`, by autograd, under a loss scale."""
+    batch = leaves(batch.head_as(dtype))
+    logits = (batch.hidden @ batch.weight.T).to(softmax)
+    options = {name: x.to(softmax) if isinstance(x, Tensor) else x for name, x in batch.options.items()}
+    config = dataclasses.replace(config, logits_dtype=None)
+    out = reference_loss_from_logits(logits, batch.ids, batch.advantages.to(softmax), config=config, **options)
+    grads = gradients(out.loss, batch, scale)
     return Result(out.loss.detach(), out.logps.detach(), out.entropy.detach(), out.metrics, grads)
 
 
@@ -126,28 +145,133 @@ def with_hidden_in(batch: Batch, dtype: torch.dtype) -> Batch:
     return dataclasses.replace(batch, hidden=batch.hidden.to(dtype))
 
 
-@pytest.mark.parametrize(("dtype", "bias"), [(torch.bfloat16, True), (torch.float16, False)])
-def test_a_float32_head_is_the_call_with_converted_hidden_states(backend, dtype, bias):
-    batch = with_hidden_in(make_batch(0, bias=bias), dtype)
-    found, expected = (fused(x, backend=backend) for x in (batch, with_hidden_in(batch, torch.float32)))
-    assert torch.equal(found.loss, expected.loss) and torch.equal(found.logps, expected.logps)
-    for name, x in expected.grads.items():
-        assert torch.equal(found.grads[name], x.to(dtype) if name == "hidden" else x), name
-        assert found.grads[name].dtype == (dtype if name == "hidden" else torch.float32)
+@pytest.mark.parametrize("dtype", HALF)
+def test_a_float32_head_is_the_call_with_converted_hidden_states(backend, dtype):
+    batch = with_hidden_in(off_policy(make_batch(0, bias=True)), dtype)
+    for function in LOSSES[:4] if backend == "cpu" else LOSSES[:1]:
+        found, expected = (leaves(with_hidden_in(batch, t)) for t in (dtype, torch.float32))
+        losses = [loss_by(function, x, backend) for x in (found, expected)]
+        assert torch.equal(*losses)
+        sum(losses).backward()
+        for name in LEAVES:
+            x, y = (getattr(of, name).grad for of in (found, expected))
+            assert x.dtype == (dtype if name == "hidden" else torch.float32) and torch.equal(x, y.to(x.dtype)), name
 
 
-def test_other_functions_with_a_float32_head():
+def test_a_float32_head_and_other_types():
     batch = with_hidden_in(make_batch(0), torch.bfloat16)
-    hidden, weight = batch.hidden.requires_grad_(), batch.weight.requires_grad_()
-    logps, _ = gk.fused_logps(hidden, weight, batch.ids)
-    assert torch.equal(logps, gk.fused_logps(hidden.float(), weight, batch.ids)[0])
-    logps.sum().backward()
-    assert hidden.grad.dtype == torch.bfloat16 and weight.grad.dtype == torch.float32
-    value = gk.fused_policy_loss(hidden, weight, batch.ids, lambda chunk: chunk.logps.sum())
-    torch.testing.assert_close(value, logps.detach().sum())
     with pytest.raises(ValueError, match=r"logits_dtype=torch.bfloat16 with torch.float32 inputs"):
         fused(batch, gk.GRPOConfig(logits_dtype=torch.bfloat16))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = fused(batch)
     expected = fused(batch.head_as(torch.bfloat16))
     assert torch.equal(found.logps, expected.logps) and found.grads["weight"].dtype == torch.float32
+
+
+# --- float16 under a loss scale ---------------------------------------------------------------------------------------
+# A CPU computes float16 inputs in float32, a GPU has float16 gradients of logits. `logits_dtype=torch.float16` takes a
+# CPU through the code of the second: a power of two in the weights, taken out in float32 by the backward.
+
+SCALE = 65536.0  # where torch.amp.GradScaler starts
+LOGITS = {"float32 logits": None, "float16 logits": torch.float16}
+
+
+def float16_batch(vocab: int = 512, **options) -> Batch:
+    batch = make_batch(0, sequences=4, length=8, width=64, vocab=vocab)
+    return off_policy(batch, spread=0.05).head_as(torch.float16).with_options(**options)
+
+
+def ours(batch: Batch, config: gk.GRPOConfig, backend: str, scale: float = SCALE) -> dict[str, Tensor]:
+    own = leaves(batch)
+    return gradients(call(own, config, backend).loss, own, scale)
+
+
+def exact_and_eager(batch: Batch, config: gk.GRPOConfig, scale: float = SCALE) -> tuple[dict[str, Tensor], ...]:
+    """Gradients in float64, and those of a float16 lm_head with the loss in float32."""
+    exact = run(batch, config, torch.float64, torch.float64, scale)
+    return exact.grads, run(batch, config, torch.float16, torch.float32, scale).grads
+
+
+@pytest.mark.parametrize("num_items", [128, 262_144])
+@pytest.mark.parametrize("logits", LOGITS)
+def test_small_weights_under_a_loss_scale(num_items, logits, backend):
+    batch, config = float16_batch(8192, num_items_in_batch=num_items), gk.GRPOConfig(logits_dtype=LOGITS[logits])
+    exact, usual = exact_and_eager(batch, config)
+    for name, x in ours(batch, config, backend).items():
+        error, allowed = relative(x, exact[name]), relative(usual[name], exact[name])
+        assert error <= 2 * allowed + 1e-6, f"{name}: {error:.2e}, eager {allowed:.2e}"
+
+
+WAYS = {
+    "fused": gk.GRPOConfig(chunk_rows=8),
+    "fused, entropy bonus": gk.GRPOConfig(chunk_rows=8, entropy_coef=0.01),
+    "staged": gk.GRPOConfig(importance_sampling_level="sequence"),
+    "recompute": gk.GRPOConfig(importance_sampling_level="sequence", chunk_rows=6),
+    "whole completions": gk.GRPOConfig(importance_sampling_level="sequence_sum"),
+    "KL": gk.GRPOConfig(beta=0.1),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_through_the_engine(way, backend):
+    """The relative error does not depend on the number of items, which a range that is too narrow would make it do."""
+    config, found = dataclasses.replace(WAYS[way], logits_dtype=torch.float16), {}
+    exact, _ = exact_and_eager(float16_batch(num_items_in_batch=1.0), config)
+    for items, scale in ((1.0, 1.0), (262_144.0, SCALE)):
+        grads = ours(float16_batch(num_items_in_batch=items), config, backend, scale)
+        found[items] = {name: relative(items * x, exact[name]) for name, x in grads.items()}
+    for name, error in found[262_144.0].items():
+        assert error <= 1.1 * found[1.0][name] + 1e-5 and error < 0.02, (name, found)
+
+
+@pytest.mark.parametrize("function", LOSSES)
+def test_every_differentiable_function(function, backend):
+    few, many = (
+        gradients(loss_by(function, own, backend, divisor=items, chunk_rows=8), own, SCALE)
+        for own, items in ((leaves(float16_batch()), 64.0), (leaves(float16_batch()), 65_536.0))
+    )
+    for name, x in many.items():
+        assert relative(1024 * x, few[name]) <= 2e-3, name
+
+
+OUTLIERS = {  # what has no bound: a ratio where A < 0, the slope of k3, the sum of a sequence, a cold token
+    "ratio": (gk.GRPOConfig(chunk_rows=8), {"old_logps": 11.5}),
+    "KL": (gk.GRPOConfig(chunk_rows=8, beta=0.04), {"ref_logps": -10.0}),
+    "whole completions": (gk.GRPOConfig(importance_sampling_level="sequence_sum", chunk_rows=16), {"old_logps": 10.0}),
+    "recompute": (gk.GRPOConfig(importance_sampling_level="sequence_sum", chunk_rows=6), {"old_logps": 10.0}),
+    "temperature": (gk.GRPOConfig(chunk_rows=8), {"temperature": 2e-3}),
+}
+
+
+@pytest.mark.parametrize(  # first or last sequence: before or after most chunks
+    ("name", "place"), [("ratio", 0), *((name, 3) for name in OUTLIERS), ("recompute", 0)]
+)
+def test_one_token_far_away(name, place, backend):
+    """Its gradient is finite at a loss scale of 1, as in eager PyTorch."""
+    config, moved = OUTLIERS[name]
+    batch = float16_batch(num_items_in_batch=32.0)
+    batch.advantages[place] = -1.0
+    for option, distance in moved.items():
+        if option == "temperature":
+            temperature = torch.ones(4, 8)
+            temperature[place, 2] = distance
+            config = dataclasses.replace(config, temperature=temperature)
+        else:
+            batch.options[option] = batch.options[option].clone()
+            batch.options[option][place, 2] -= distance
+    config = dataclasses.replace(config, logits_dtype=torch.float16)
+    exact, usual = exact_and_eager(batch, config, scale=1.0)
+    for key, x in ours(batch, config, backend, scale=1.0).items():
+        assert usual[key].isfinite().all() and x.isfinite().all(), key
+        assert relative(x, exact[key]) <= 2 * relative(usual[key], exact[key]) + 1e-6, key
+
+
+@pytest.mark.parametrize("logits", LOGITS)
+def test_the_scale_does_not_overflow_sums_over_tokens(logits, backend):
+    """2,048 tokens push one entry of dweight the same way: 4 or more per token times 100 of the hidden state."""
+    hidden, weight = torch.full((1, 2048, 8), 100.0).half(), torch.zeros(16, 8).half()
+    batch = leaves(Batch(hidden, weight, torch.zeros(1, 2048).long(), torch.ones(1)))
+    call(batch, gk.GRPOConfig(logits_dtype=LOGITS[logits]), backend).loss.backward()
+    expected = torch.full((16, 8), 100 / 16)
+    expected[0] = -100 * 15 / 16
+    assert torch.allclose(batch.weight.grad.float(), expected, rtol=2e-3)

@@ -7,7 +7,7 @@ from math import exp, log
 
 import pytest
 import torch
-from helpers import assert_close, fused, make_batch, packed
+from helpers import fused, make_batch
 from helpers import reference as run_reference
 
 import grpo_kernels as gk
@@ -278,17 +278,6 @@ def test_presets(name):
     assert {key: getattr(config, key) for key in other} == other
     length = 3 if aggregation == "fixed_length" else None
     assert gk.GRPOConfig.preset(name, beta=0.5, max_completion_length=length).beta == 0.5
-
-
-def test_a_temperature_per_sequence():
-    """Four sequences of four tokens: a tensor (4,) would fit the tokens of each sequence too."""
-    whole, temperature = make_batch(0, length=4, masked=True), torch.tensor([0.5, 1.0, 1.7, 0.8])
-    for batch, lengths in ((whole, 4), (packed(whole), whole.options["completion_mask"].sum(1))):
-        per_token = gk.GRPOConfig(temperature=temperature.repeat_interleave(lengths).view(batch.ids.shape))
-        expected = run_reference(batch, per_token)
-        for shape in ((4,), (4, 1)):
-            found = run_reference(batch, gk.GRPOConfig(temperature=temperature.view(shape)))
-            assert_close(found, expected, 1e-12)
 
 
 def test_a_batch_without_sequences():

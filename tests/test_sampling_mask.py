@@ -10,7 +10,9 @@ import pytest
 import torch
 from helpers import (
     LEAVES,
+    LOSSES,
     MASK_WAYS,
+    UNCLIPPED,
     Batch,
     assert_close,
     assert_same_bits,
@@ -18,13 +20,15 @@ from helpers import (
     errors,
     fused,
     leaves,
+    loss_by,
     make_batch,
     make_sampling_mask,
     off_policy,
+    packed,
     reference,
     relative,
     set_mask_way,
-    true_logps,
+    whole_chunk,
 )
 from torch import Tensor
 
@@ -33,7 +37,7 @@ from grpo_kernels import SamplingMask
 from grpo_kernels.backends import get_backend
 from grpo_kernels.checks import arguments as validate
 from grpo_kernels.engine import kept
-from grpo_kernels.reference import kept_ids, reference_grpo_loss, reference_loss_from_logits
+from grpo_kernels.reference import kept_ids
 
 B, T, V = 3, 7, 61
 TOLERANCE = 2e-5
@@ -91,58 +95,22 @@ def test_tokens_that_all_have_a_mask(preset, way):
         torch.testing.assert_close(scored.metrics[name], x)
 
 
-def test_logps(backend, way):
-    batch = leaves(masked_batch(1))
-    mask, wide = batch.options["completion_mask"], leaves(batch.head_as(torch.float64))
-    options = dict(batch.options, lm_head_bias=batch.bias, backend=backend)
-    del options["old_logps"], options["ref_logps"]
-    found = gk.fused_logps(batch.hidden, batch.weight, batch.ids, entropy=True, **options)
+@pytest.mark.parametrize(
+    ("function", "level"), [*((function, "token") for function in LOSSES[1:]), (LOSSES[-1], "sequence")]
+)
+def test_other_functions(function, level, backend, way):
+    """With an entropy term; fused_logps without gradients has the same bits."""
+    batch, given = leaves(masked_batch(2)), dict(entropy_coef=0.1)
+    if level == "sequence":
+        given["importance_sampling_level"] = level
+    loss = loss_by(function, batch, backend, **given)
     with torch.no_grad():
-        again = gk.fused_logps(batch.hidden, batch.weight, batch.ids, **options)
-    assert torch.equal(again[0], found[0])
-    exact = [torch.where(mask, x, 0) for x in true_logps(wide, gk.GRPOConfig())]
-    g = torch.randn(2, B, T, generator=torch.Generator().manual_seed(5))
-    for mine, theirs in zip(found, exact, strict=True):
-        assert relative(mine.detach(), theirs.detach()) <= TOLERANCE
-    mine, theirs = (gradients_of((torch.stack([*x]) * g).sum(), y) for x, y in ((found, batch), (exact, wide)))
-    assert all(relative(mine[name], theirs[name]) <= TOLERANCE for name in LEAVES)
-
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_a_loss_of_ones_own(backend, level, way):
-    """The sum of ratios times advantages is minus the REINFORCE-like loss without clipping."""
-    batch, config = leaves(masked_batch(2)), gk.GRPOConfig(epsilon_low=1.0, epsilon_high=1e6)
-
-    def loss_fn(chunk: gk.PolicyChunk) -> Tensor:
-        ratio = (chunk.logps - chunk.tokens(batch.options["old_logps"])).exp()
-        return -(ratio * chunk.sequences(batch.advantages)).sum()
-
-    loss = gk.fused_policy_loss(
-        batch.hidden, batch.weight, batch.ids, loss_fn, level=level, backend=backend, lm_head_bias=batch.bias,
-        completion_mask=batch.options["completion_mask"], sampling_mask=batch.options["sampling_mask"],
-    )  # fmt: skip
-    exact = reference(batch.with_options(normalizer=1), config)
+        again = loss_by(function, batch, backend, **given)
+    torch.testing.assert_close(again, loss, **(dict(rtol=0, atol=0) if function == "fused_logps" else {}))
+    exact = reference(batch.with_options(normalizer=1, entropy_normalizer=1), dataclasses.replace(UNCLIPPED, **given))
     assert relative(loss.detach(), exact.loss) <= TOLERANCE
     for name, x in gradients_of(loss, batch).items():
         assert relative(x, exact.grads[name]) <= TOLERANCE, name
-
-
-@pytest.mark.parametrize(("preset", "inplace"), [("grpo", False), ("grpo", True), ("gspo", True)])
-def test_from_logits(backend, preset, inplace):
-    batch, config = masked_batch(3), gk.GRPOConfig.preset(preset)
-    given = dict(config=config, **batch.options)
-    logits = (batch.hidden @ batch.weight.mT + batch.bias).requires_grad_()
-    before = logits.detach().clone()
-    out = gk.grpo_loss_from_logits(logits * 1.0, batch.ids, batch.advantages, inplace=inplace, backend=backend, **given)
-    (found,) = torch.autograd.grad(out.loss, logits)
-    with torch.no_grad():
-        again = gk.grpo_loss_from_logits(logits, batch.ids, batch.advantages, backend=backend, **given)
-    assert torch.equal(logits.detach(), before)
-    torch.testing.assert_close(again.loss, out.loss)  # CUDA kernels sum in another order where no gradient follows
-    leaf = before.double().requires_grad_()
-    exact = reference_loss_from_logits(leaf, batch.ids, batch.advantages.double(), **given)
-    assert relative(out.loss.detach(), exact.loss.detach()) <= TOLERANCE
-    assert relative(found, torch.autograd.grad(exact.loss, leaf)[0]) <= TOLERANCE
 
 
 def test_masks_of_the_sampled_id_of_everything_and_of_nothing(backend, way):
@@ -187,22 +155,6 @@ def test_metrics(way):
         logits = batch.hidden @ batch.weight.mT + batch.bias
         mass = (logits.softmax(-1) * kept_ids(mask, batch.ids, V)).sum(-1)[scored].mean()
         torch.testing.assert_close(out.metrics["sampling_mask/kept_mass"], mass, rtol=1e-4, atol=1e-5)
-
-
-def test_parts_add_up_to_the_whole():
-    """Of two ranks: the loss, its gradients and the sums of metrics."""
-    batch, config = leaves(masked_batch()), gk.GRPOConfig.preset("dapo")
-    tokens, found = batch.options["completion_mask"].sum(), []
-    for rows in (slice(0, 2), slice(2, 3), slice(0, 3)):
-        part = dataclasses.replace(
-            batch, hidden=batch.hidden[rows], ids=batch.ids[rows], advantages=batch.advantages[rows],
-            options={name: x[rows] for name, x in batch.options.items()},
-        )  # fmt: skip
-        out = call(part, config, num_items_in_batch=tokens)
-        sums = [torch.stack([*out.metric_sums[f"sampling_mask/{name}"]]) for name in ("added", "kept_mass")]
-        found.append([out.loss.detach(), *gradients_of(out.loss, batch).values(), *sums])
-    for first, second, total in zip(*found, strict=True):
-        torch.testing.assert_close(first + second, total)
 
 
 @pytest.mark.parametrize("strategy", ["linear", "anchored"])
@@ -250,8 +202,8 @@ def test_from_lists_and_from_padded():
     mask = SamplingMask.from_lists([[[3, 1], [2]], [[5]]])
     assert mask.shape == (2, 2) and lists_of(mask) == [[1, 3], [2], [5], []]
     assert SamplingMask.from_lists([[[3, 1], [2]], [[5]]], length=3).shape == (2, 3)
-    packed = SamplingMask.from_lists([[3, 1], [], [2]])
-    assert packed.shape == (3,) and lists_of(packed) == [[1, 3], [], [2]]
+    flat = SamplingMask.from_lists([[3, 1], [], [2]])
+    assert flat.shape == (3,) and lists_of(flat) == [[1, 3], [], [2]]
     padded = torch.tensor([[[3, -1, 1], [-1, -1, -1]], [[4, 5, 6], [0, -1, -1]]])
     mask = SamplingMask.from_padded(padded)
     assert mask.shape == (2, 2) and lists_of(mask) == [[1, 3], [], [4, 5, 6], [0]]
@@ -303,21 +255,12 @@ def test_what_it_refuses():
             make()
 
 
-def masked_call(function: str, mask: object, shape: tuple[int, ...] = (2, 3), **options: object) -> Tensor:
-    """The first result of a public function, of a vocabulary of 11 ids."""
-    hidden, weight, ids = torch.randn(*shape, 4), torch.randn(11, 4), torch.zeros(shape).long()
-    if len(shape) == 1 and function != "fused_logps":
-        options["cu_seqlens"] = torch.tensor([0, shape[0]])
-    options["sampling_mask"], advantages = mask, torch.ones(shape[:1] if len(shape) > 1 else 1)
-    if function == "fused_grpo_loss":
-        return gk.fused_grpo_loss(hidden, weight, ids, advantages, **options).loss
-    if function == "fused_logps":
-        return gk.fused_logps(hidden, weight, ids, **options)[0]
-    if function == "fused_policy_loss":
-        return gk.fused_policy_loss(hidden, weight, ids, lambda chunk: chunk.logps.sum(), **options)
-    if function == "grpo_loss_from_logits":
-        return gk.grpo_loss_from_logits(hidden @ weight.T, ids, advantages, **options).loss
-    return reference_grpo_loss(hidden, weight, ids, advantages, **options).loss
+SMALL = make_batch(sequences=2, length=3, width=4, vocab=11)
+
+
+def masked_call(function: str, mask: object, batch: Batch = SMALL) -> Tensor:
+    batch = batch.with_options(sampling_mask=mask)
+    return reference(batch).loss if function == "reference" else loss_by(function, batch)
 
 
 FUNCTIONS = ("fused_grpo_loss", "fused_logps", "fused_policy_loss", "grpo_loss_from_logits")
@@ -327,14 +270,14 @@ FITS = [[[1], [2], [10]]] * 2
 @pytest.mark.parametrize("function", [*FUNCTIONS, "reference"])
 def test_what_a_loss_refuses(function):
     fits = SamplingMask.from_lists(FITS)
-    assert masked_call(function, fits).isfinite().all()
+    assert masked_call(function, fits).isfinite()
     wrong = [fits[:1], SamplingMask(fits.ids, fits.counts.T), SamplingMask(fits.ids, fits.counts.flatten())]
     for mask in wrong:
         message = f"sampling_mask is of tokens {tuple(mask.shape)}; expected (2, 3)"
         with pytest.raises(ValueError, match=re.escape(message)):
             masked_call(function, mask)
     with pytest.raises(ValueError, match=re.escape("sampling_mask is of tokens (2, 3); expected (6,)")):
-        masked_call(function, fits, shape=(6,))
+        masked_call(function, fits, packed(SMALL))
     with pytest.raises(ValueError, match=r"holds( id)? 11; expected ids < 11"):
         masked_call(function, SamplingMask.from_lists([[[1], [2], [11]]] * 2))
 
@@ -354,9 +297,8 @@ def test_what_a_fused_loss_refuses_besides(function):
     mask.ids[0], mask.counts[0, 0] = 1, 3
     with pytest.raises(ValueError, match=r"SamplingMask\.counts add up to 9; expected 8"):
         masked_call(function, mask)
-    if function == "fused_grpo_loss":
-        with pytest.raises(ValueError, match=r"sampling_mask was given with static_shapes=True"):
-            masked_call(function, fits, config=gk.GRPOConfig(static_shapes=True))
+    with pytest.raises(ValueError, match=r"sampling_mask was given with static_shapes=True"):
+        call(SMALL, gk.GRPOConfig(static_shapes=True), sampling_mask=fits)
 
 
 @pytest.mark.parametrize("way", MASK_WAYS)
@@ -366,10 +308,9 @@ def test_ids_outside_of_the_vocabulary_where_nobody_looks(function, way, monkeyp
     set_mask_way(monkeypatch, way, 11)
     for module in (validate, kept):
         monkeypatch.setattr(module, "checks_values", lambda device: False)
+    batch = make_batch(sequences=1, length=3, width=4, vocab=11)
     for wrong in (11, 10**6, 2**31 - 1, -1, -(2**31)):
         mask = SamplingMask(integers(1, 2, *sorted([3, wrong])), torch.tensor([[1, 1, 2]]))
-        found = masked_call(function, mask, shape=(1, 3))
+        assert masked_call(function, mask, batch).isnan()
         if function == "fused_logps":
-            assert found.isnan().tolist() == [[False, False, True]]
-        else:
-            assert found.isnan()
+            assert whole_chunk(batch.with_options(sampling_mask=mask)).logps.isnan().tolist() == [False, False, True]

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from helpers import (
+    LEAVES,
+    LOSSES,
     Batch,
     Result,
     assert_close,
@@ -19,6 +21,7 @@ from helpers import (
     errors,
     fused,
     leaves,
+    loss_by,
     make_batch,
     make_sampling_mask,
     off_policy,
@@ -29,7 +32,6 @@ from helpers import (
 from option_space import POINTS, build, choose
 from test_peft import ADVANTAGES, adapted
 from test_transformers import batch as model_batch
-from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_kernels.backends import get_backend
@@ -300,29 +302,14 @@ def test_pairs_of_much_memory_go_in_portions(dtype, monkeypatch):
 
 @pytest.mark.parametrize("backend", ALL_BACKENDS)
 def test_every_function_rounds_the_same_entries(backend):
-    """REINFORCE by each of the three."""
-    batch = make_batch(3, bias=True, masked=True)
-    mask = batch.options["completion_mask"]
-    config = gk.GRPOConfig(surrogate="reinforce", sparse_backward=THETA)
-    expected = fused(batch, config, backend).grads
-    count = mask.sum()
-    common = dict(completion_mask=mask, sparse_backward=THETA, backend=backend)
-
-    def by_logps(hidden, weight, bias):
-        logps, _ = gk.fused_logps(hidden, weight, batch.ids, lm_head_bias=bias, **common)
-        return -(logps * batch.advantages[:, None] * mask).sum() / count
-
-    def by_policy(hidden, weight, bias, level="token"):
-        def loss_fn(chunk: gk.PolicyChunk) -> Tensor:
-            return -(chunk.logps * chunk.sequences(batch.advantages)).sum() / count
-
-        return gk.fused_policy_loss(hidden, weight, batch.ids, loss_fn, level=level, lm_head_bias=bias, **common)
-
-    for function in (by_logps, by_policy, partial(by_policy, level="sequence")):
+    batch, expected = make_batch(3, bias=True, masked=True), {}
+    for function in LOSSES[:4]:
         own = leaves(batch)
-        function(own.hidden, own.weight, own.bias).backward()
-        for name, gradient in expected.items():
-            assert torch.allclose(getattr(own, name).grad, gradient, rtol=1e-5, atol=1e-6 * gradient.abs().max().item())
+        loss_by(function, own, backend, divisor=15.0, sparse_backward=THETA).backward()
+        for name in LEAVES:
+            gradient = getattr(own, name).grad
+            exact = expected.setdefault(name, gradient)
+            assert torch.allclose(gradient, exact, rtol=1e-5, atol=1e-6 * exact.abs().max().item())
 
 
 def test_a_compiled_function_returns_the_same():

@@ -36,6 +36,7 @@ from helpers import (
     reference,
     relative,
     set_mask_way,
+    whole_chunk,
 )
 from option_space import POINTS, build, choose, size_of_loss
 from test_plain_tensors import check_dtensors
@@ -188,26 +189,23 @@ def equal_in_16_bits(rank: int, group) -> None:
 
 
 def logps_alone(rank: int, group) -> None:
-    batch = make_batch(1, bias=True, masked=True, vocab=VOCAB)
-    mine, mask = sliced(batch, rank, group), batch.options["completion_mask"]
+    plain = make_batch(1, bias=True, masked=True, vocab=VOCAB)
+    mask = {"sampling_mask": make_sampling_mask(tuple(plain.ids.shape), VOCAB)}
     for backend, way in itertools.product(BACKENDS, ("none", *MASK_WAYS)):
-        alone, own = leaves(batch), leaves(mine)
-        options = dict(completion_mask=mask, entropy=True, temperature=1.2, logit_softcap=4.0, backend=backend)
-        if way != "none":
-            options["sampling_mask"] = make_sampling_mask(tuple(batch.ids.shape), VOCAB)
+        batch = plain if way == "none" else plain.with_options(**mask)
+        alone, own = leaves(batch), leaves(sliced(batch, rank, group))
+        options = dict(entropy=True, temperature=1.2, logit_softcap=4.0, backend=backend)
         with way_of_masks(way):
-            one = gk.fused_logps(alone.hidden, alone.weight, batch.ids, lm_head_bias=alone.bias, **options)
-            options |= {"lm_head_bias": own.bias, "vocab_parallel_group": group}
-            found = gk.fused_logps(own.hidden, own.weight, batch.ids, **options)
-            for x, y in zip(found, one, strict=True):
-                assert torch.allclose(x, y, atol=2e-6)
-            for logps, entropy in (one, found):
-                (logps.sin().sum() + entropy.square().sum()).backward()
-            rows = rows_of(rank, group.size())
-            for name, part in (("hidden", slice(None)), ("weight", rows), ("bias", rows)):
-                assert relative(getattr(own, name).grad, getattr(alone, name).grad[part]) < 2e-5
+            one, found = whole_chunk(alone, **options), whole_chunk(own, vocab_parallel_group=group, **options)
+            for chunk in (one, found):
+                (chunk.logps.sin().sum() + chunk.entropy.square().sum()).backward()
             with torch.no_grad():
-                assert torch.equal(gk.fused_logps(own.hidden, own.weight, batch.ids, **options)[0], found[0])
+                again = whole_chunk(own, vocab_parallel_group=group, **options)
+        assert torch.allclose(found.logps, one.logps, atol=2e-6) and torch.equal(again.logps, found.logps)
+        assert torch.allclose(found.entropy, one.entropy, atol=2e-6)
+        rows = rows_of(rank, group.size())
+        for name, part in (("hidden", slice(None)), ("weight", rows), ("bias", rows)):
+            assert relative(getattr(own, name).grad, getattr(alone, name).grad[part]) < 2e-5
 
 
 def kept_ids_outside_of_the_vocabulary(rank: int, group) -> None:
