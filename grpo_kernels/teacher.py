@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .checks.arguments import check_float, check_tensor, checks_values, products_dtype
-from .checks.plain import check_integers, check_shape
+from .checks.plain import check_integers, check_plain, check_shape
 from .config import GRPOConfig, check_count, check_logit_transform, check_one_of
 from .sampling_mask import SamplingMask, check_sampling_mask
 
@@ -214,6 +214,7 @@ def _check_top_k(teacher: TopKTeacher, vocab_size: int, mask: Tensor | None) -> 
     excluded = (torch.where(teacher.ids < 0, -math.inf, teacher.logps) == -math.inf).all(-1) & ~empty
     wrong = empty | excluded if teacher.mode == "renormalize" else empty
     if isinstance(mask, Tensor) and mask.shape == wrong.shape:
+        check_plain("completion_mask", mask)
         wrong = wrong & mask.bool()
     if bool(wrong.any()):
         place = wrong.nonzero()[0]
