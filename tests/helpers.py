@@ -194,6 +194,42 @@ def whole_chunk(batch: Batch, **given: Any) -> gk.PolicyChunk:
     return gk.PolicyChunk(logps, entropy, index, sequence[index])
 
 
+def good_calls() -> dict[str, dict[str, Any]]:
+    """Arguments for a call of every public function that takes tensors, by its name: four sequences of six tokens, two
+    groups, a teacher that every backend can take."""
+    batch = off_policy(make_batch(3, bias=True, masked=True))
+    per_token, rewards = torch.linspace(0.7, 1.3, 24).view(4, 6), torch.tensor([0.1, 1.0, 0.3, 0.7])
+    mask, old = batch.options["completion_mask"], batch.options["old_logps"]
+    masked, groups = {"completion_mask": mask}, {"group_ids": torch.tensor([0, 0, 1, 1])}
+    head = {"hidden": batch.hidden, "lm_head_weight": batch.weight, "lm_head_bias": batch.bias}
+    of_tokens = head | masked | {"completion_ids": batch.ids}
+    config = gk.GRPOConfig(beta=0.1, entropy_coef=0.01, importance_sampling_level="sequence")
+    options = batch.options | groups | dict(rollout_logps=old + per_token - 1.0, rollout_weights=per_token)
+    options |= dict(advantages=batch.advantages, normalizer=torch.tensor([24.0]), config=config)
+    teacher = gk.TopKTeacher(torch.arange(5).expand(4, 6, 5), -per_token[..., None] * torch.arange(2.0, 7.0))
+    distilled = head | masked | dict(teacher=teacher, divergence="jsd", temperature=0.9)
+
+    def loss_fn(chunk: gk.PolicyChunk) -> Tensor:
+        return (chunk.logps - chunk.tokens(old)).exp().sum() - 0.1 * chunk.entropy.sum()
+
+    return {
+        "fused_grpo_loss": of_tokens | options,
+        "fused_logps": of_tokens | dict(temperature=per_token, entropy=True),
+        "fused_policy_loss": of_tokens | dict(loss_fn=loss_fn, entropy=True, temperature=0.9),
+        "fused_distillation_loss": distilled,
+        "fused_divergence": distilled,
+        "grpo_loss_from_logps": {"logps": old, "entropy": per_token} | options,
+        "grpo_loss_from_logits": {"logits": batch.hidden @ batch.weight.T, "completion_ids": batch.ids} | options,
+        "group_advantages": {"rewards": rewards} | groups,
+        "combine_advantages": dict(rewards=rewards[:, None] * per_token[:, :2], weights=[0.3, 2.0], **groups),
+        "process_advantages": dict(
+            step_rewards=rewards[:, None] * per_token[:, :2], step_ends=torch.tensor([[1, 3]] * 4), length=6, **groups
+        ),
+        "rollout_weights": {"old_logps": old, "rollout_logps": old - per_token} | masked,
+        "entropy_quantile": {"entropy": per_token} | masked,
+    }
+
+
 def _finish(out: Any, batch: Batch) -> Result:
     out.loss.backward()
     grads = {name: x.grad.cpu() for name in LEAVES if (x := getattr(batch, name)) is not None}

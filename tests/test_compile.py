@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.fx.experimental.proxy_tensor
-from helpers import Batch, leaves, make_batch, off_policy
+from helpers import Batch, good_calls, leaves, make_batch, off_policy
 from torch import func
 from torch._library.custom_ops import CustomOpDef
 
@@ -200,14 +200,21 @@ def test_opcheck(name, dtype):
 BATCH = off_policy(make_batch(1))
 
 
-FUNCTIONS = {
-    "fused_grpo_loss": lambda x: gk.fused_grpo_loss(x, BATCH.weight, BATCH.ids, BATCH.advantages).loss,
-    "fused_logps": lambda x: gk.fused_logps(x, BATCH.weight, BATCH.ids)[0].sum(),
-    "fused_policy_loss": lambda x: gk.fused_policy_loss(x, BATCH.weight, BATCH.ids, lambda chunk: chunk.logps.sum()),
-    "fused_divergence": lambda x: gk.fused_divergence(x, BATCH.weight, gk.Teacher(BATCH.hidden, BATCH.weight)).sum(),
-    "grpo_loss_from_logps": lambda x: gk.grpo_loss_from_logps(x.sum(-1), BATCH.advantages, **BATCH.options).loss,
-    "grpo_loss_from_logits": lambda x: gk.grpo_loss_from_logits(x @ BATCH.weight.T, BATCH.ids, BATCH.advantages).loss,
-}
+FUNCTIONS = [name for name in good_calls() if "fused" in name or "loss" in name]
+
+
+def of_first(name: str):
+    """A public function as one from its first argument to a number; that argument."""
+    given = good_calls()[name]
+    first = next(iter(given))
+
+    def function(x):
+        found = getattr(gk, name)(**given | {first: x})
+        return (found[0] if isinstance(found, tuple) else getattr(found, "loss", found)).sum()
+
+    return function, given[first]
+
+
 TRANSFORMS = {
     "grad": lambda f, x: func.grad(f)(x),
     "jvp": lambda f, x: func.jvp(f, (x,), (x,)),
@@ -218,24 +225,19 @@ TRANSFORMS = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_transforms_and_second_derivatives_are_refused_by_name(name):
-    function = FUNCTIONS[name]
+    function, x = of_first(name)
     for transform in TRANSFORMS.values():
         with pytest.raises(RuntimeError, match=rf"grpo_kernels\.{name} .*torch\.func.*grpo_kernels\.reference"):
-            transform(function, BATCH.hidden)
+            transform(function, x)
     with forward_ad.dual_level():
-        dual = forward_ad.make_dual(BATCH.hidden, torch.ones_like(BATCH.hidden))
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
         with pytest.raises(RuntimeError, match=rf"grpo_kernels\.{name} .*forward-mode AD.*grpo_kernels\.reference"):
             function(dual)
-        assert function(BATCH.hidden).isfinite()  # no dual input
-    leaf = BATCH.hidden.clone().requires_grad_()
-    with pytest.raises(RuntimeError, match=rf"grpo_kernels\.{name} has no second derivative"):
+        assert function(x).isfinite()  # no dual input
+    leaf = x.clone().requires_grad_()
+    inner = name.replace("distillation", "grpo")  # which computes it
+    with pytest.raises(RuntimeError, match=rf"grpo_kernels\.{inner} has no second derivative"):
         torch.autograd.grad(function(leaf), leaf, create_graph=True)
-
-
-def test_a_transform_of_the_distillation_loss_is_refused_by_name():
-    teacher = gk.Teacher(BATCH.hidden, BATCH.weight)
-    with pytest.raises(RuntimeError, match=r"grpo_kernels\.fused_distillation_loss .*torch\.func"):
-        func.grad(lambda x: gk.fused_distillation_loss(x, BATCH.weight, teacher).loss)(BATCH.hidden)
 
 
 def test_accumulate_into_of_a_compiled_call_is_refused_by_name():
@@ -259,6 +261,6 @@ def test_a_dual_weight_or_bias_is_refused(argument):
 
 
 def test_a_transform_inside_a_compiled_function_is_refused_too():
-    function = FUNCTIONS["fused_grpo_loss"]
+    function, x = of_first("fused_grpo_loss")
     with pytest.raises(RuntimeError, match=r"grpo_kernels\.fused_grpo_loss .*torch\.func"):
-        torch.compile(lambda x: func.jvp(function, (x,), (x,)), backend="aot_eager")(BATCH.hidden)
+        torch.compile(lambda x: func.jvp(function, (x,), (x,)), backend="aot_eager")(x)

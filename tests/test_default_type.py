@@ -11,17 +11,17 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from helpers import fused, make_batch, off_policy, reference, tensors
-from test_teacher import make_teacher, make_top_k
+from helpers import fused, good_calls, make_batch, off_policy, reference, tensors
+from test_teacher import make_teacher
 from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_kernels.config import SURROGATE_RULES
+from grpo_kernels.distillation import DistillationOutput
 
 KINDS = ("bfloat16", "float64", "device")
 PER_TOKEN = torch.linspace(0.7, 1.3, 24).view(4, 6)
 REWARDS, WHOLE_REWARDS = torch.tensor([0.1, 1.0, 0.3, 0.7]), torch.tensor([0, 1, 1, 3])
-STEP_ENDS = torch.tensor([[1, 3]] * 4)
 BATCH = off_policy(make_batch(3, bias=True, masked=True))
 MASK, OLD = BATCH.options["completion_mask"], BATCH.options["old_logps"]
 ROLLOUT = OLD + torch.linspace(-0.2, 0.2, 24).view(4, 6)
@@ -61,7 +61,7 @@ def flat(x: object) -> list[Tensor]:
     """All tensors of a nested result, in order."""
     if isinstance(x, Tensor):
         return [x]
-    if isinstance(x, gk.GRPOLossOutput):
+    if isinstance(x, (gk.GRPOLossOutput, DistillationOutput)):
         x = tuple(vars(x).values())
     elif isinstance(x, dict):
         x = tuple(x.values())
@@ -83,71 +83,48 @@ def loss_calls(run, dtype: torch.dtype) -> dict:
     return calls
 
 
+DIFFERENTIABLE = ("hidden", "lm_head_weight", "lm_head_bias", "logits", "logps", "entropy")
+STEP_REWARDS = WHOLE_REWARDS[:, None] * torch.tensor([1, 3])
+ADJACENT = dict(num_generations=2, group_ids=None)
+WAYS: dict[str, list[dict]] = {  # through a function: what is changed in the arguments of its call
+    "fused_policy_loss": [
+        dict(level=level, chunk_rows=n) for level, n in (("token", 5), ("sequence", 12), ("sequence", 4))
+    ],
+    "grpo_loss_from_logits": [dict(inplace=inplace) for inplace in (False, True)],
+    "group_advantages": [
+        dict(rewards=x, scale=scale) | ADJACENT
+        for x in (REWARDS, REWARDS.double(), WHOLE_REWARDS)
+        for scale in ("group", "batch")
+    ],
+    "combine_advantages": [{}, ADJACENT | dict(rewards=(REWARDS[:, None] * PER_TOKEN[:, :2]).double())],
+    "process_advantages": [dict(gamma=0.9), ADJACENT | dict(gamma=0.9, step_rewards=STEP_REWARDS)],
+    "rollout_weights": [dict(level=level) for level in ("token", "sequence")],
+    "entropy_quantile": [dict(completion_mask=m, top=0.3) for m in (None, MASK)],
+}
+
+
 def other_calls(backend: str, dtype: torch.dtype) -> dict:
-    """Name of a public function -> a call of it that gives tensors."""
-    rest = {"advantages": BATCH.advantages, **BATCH.options, "backend": backend}
-    config = gk.GRPOConfig(beta=0.1, entropy_coef=0.01, importance_sampling_level="sequence")
+    """Name of a public function -> calls of it, all of which give tensors."""
+    ways = WAYS
+    if backend != "cuda":  # whose kernels know no whole teacher
+        both = [{}, {"teacher": make_teacher((4, 6))}]
+        ways = WAYS | {"fused_distillation_loss": both, "fused_divergence": both}
 
-    def with_gradients(function, *inputs: Tensor) -> list[Tensor]:
-        leaves = [x.to(dtype, copy=True).requires_grad_() for x in inputs]
-        out = function(*leaves)
-        first, *others = flat(out)
-        (1.5 * first.sum() + (others[0].sum() if others and others[0].requires_grad else 0.0)).backward()
-        return [x.detach() for x in flat(out)] + [x.grad for x in leaves]
+    def results(function, given: dict) -> list[Tensor]:
+        leaves, loss = {}, "fused" in function.__name__ or "loss" in function.__name__
+        if loss:
+            tensors = {n: given[n] for n in DIFFERENTIABLE if isinstance(given.get(n), Tensor)}
+            leaves = {n: x.to(dtype, copy=True).requires_grad_() for n, x in tensors.items()}
+            given = given | {n: x * 1.0 for n, x in leaves.items()} | {"backend": backend}
+        out = flat(function(**given))
+        if loss:
+            (1.5 * out[0].sum() + sum(x.sum() for x in out[1:2] if x.requires_grad)).backward()
+        return [x.detach() for x in out] + [x.grad for x in leaves.values()]
 
-    def logps(hidden, weight, bias):
-        options = dict(lm_head_bias=bias, completion_mask=MASK, temperature=0.9, entropy=True, backend=backend)
-        return gk.fused_logps(hidden, weight, BATCH.ids, **options)
+    def call(name: str, given: dict):
+        return lambda: [x for way in ways.get(name, [{}]) for x in results(getattr(gk, name), given | way)]
 
-    def policy_loss(level, rows):
-        return lambda hidden, weight, bias: gk.fused_policy_loss(
-            hidden, weight, BATCH.ids, lambda c: (c.logps - c.tokens(OLD)).exp().sum() - 0.1 * c.entropy.sum(),
-            lm_head_bias=bias, completion_mask=MASK, level=level, entropy=True, temperature=0.9, chunk_rows=rows,
-            backend=backend,
-        )  # fmt: skip
-
-    def from_logits(inplace):
-        return lambda x: gk.grpo_loss_from_logits(x * 1.0, BATCH.ids, **rest, config=config, inplace=inplace)
-
-    # The CUDA kernels know no whole teacher.
-    teacher = make_top_k((4, 6), "tail") if backend == "cuda" else make_teacher((4, 6))
-    distilled = dict(completion_mask=MASK, divergence="jsd", temperature=0.9, backend=backend)
-    head = BATCH.hidden, BATCH.weight, BATCH.bias
-    levels = (("token", 5), ("sequence", 12), ("sequence", 4))
-    logits = BATCH.hidden @ BATCH.weight.T
-    return {
-        "fused_logps": lambda: with_gradients(logps, *head),
-        "fused_distillation_loss": lambda: with_gradients(
-            lambda x, w, b: vars(gk.fused_distillation_loss(x, w, teacher, lm_head_bias=b, **distilled)), *head
-        ),
-        "fused_divergence": lambda: with_gradients(
-            lambda x, w, b: gk.fused_divergence(x, w, teacher, lm_head_bias=b, **distilled), *head
-        ),
-        "fused_policy_loss": lambda: [x for given in levels for x in with_gradients(policy_loss(*given), *head)],
-        "grpo_loss_from_logps": lambda: with_gradients(
-            lambda x, entropy: gk.grpo_loss_from_logps(x, entropy=entropy, **rest, config=config), OLD, PER_TOKEN
-        ),
-        "grpo_loss_from_logits": lambda: [
-            x for inplace in (False, True) for x in with_gradients(from_logits(inplace), logits)
-        ],
-        "group_advantages": lambda: [
-            gk.group_advantages(x, num_generations=2, scale=scale)
-            for x in (REWARDS, REWARDS.double(), WHOLE_REWARDS)
-            for scale in ("group", "batch")
-        ],
-        "combine_advantages": lambda: [
-            gk.combine_advantages(x[:, None] * PER_TOKEN[:, :2], [0.3, 2.0], num_generations=2)
-            for x in (REWARDS, REWARDS.double())
-        ],
-        "process_advantages": lambda: [
-            gk.process_advantages(x, STEP_ENDS, 5, num_generations=2, gamma=0.9)
-            for x in (REWARDS[:, None] * PER_TOKEN[:, :2], WHOLE_REWARDS[:, None] * STEP_ENDS)
-        ],
-        "rollout_weights": lambda: [
-            gk.rollout_weights(OLD, ROLLOUT, completion_mask=MASK, level=level) for level in ("token", "sequence")
-        ],
-        "entropy_quantile": lambda: [gk.entropy_quantile(PER_TOKEN, m, top=0.3) for m in (None, MASK)],
-    }
+    return {name: call(name, given) for name, given in good_calls().items() if name != "fused_grpo_loss"}
 
 
 def assert_same_with_any_default(calls: dict, kinds: tuple[str, ...] = KINDS) -> None:

@@ -9,7 +9,7 @@ import pickle
 
 import pytest
 import torch
-from helpers import call, leaves, make_batch, off_policy
+from helpers import call, good_calls, leaves, make_batch, off_policy
 from torch.nn.parallel.distributed import _find_tensors
 
 import grpo_kernels as gk
@@ -53,27 +53,21 @@ def test_sequences_add_up_to_the_whole():
             assert torch.allclose((x * tokens).sum(), out.metric_sums[name][0], atol=1e-5), name
 
 
-@pytest.mark.parametrize("source", ["hidden", "logits", "logps"])
+@pytest.mark.parametrize("name", ["fused_grpo_loss", "grpo_loss_from_logits", "grpo_loss_from_logps"])
 @pytest.mark.parametrize("masked", [False, True])
-def test_outputs_share_no_memory_with_inputs(source, masked):
-    batch = off_policy(make_batch(3, masked=masked))
-    logits = batch.hidden @ batch.weight.T
-    logps = torch.randn(batch.ids.shape)
-    entropy = torch.rand(batch.ids.shape)
-    given = {"hidden": (batch.hidden, batch.weight, batch.ids), "logits": (logits, batch.ids), "logps": (logps,)}[
-        source
-    ]
-    loss = {"hidden": gk.fused_grpo_loss, "logits": gk.grpo_loss_from_logits, "logps": gk.grpo_loss_from_logps}[source]
-    options = batch.options | ({"entropy": entropy} if source == "logps" else {})
-    inputs = [*given, batch.advantages, *options.values()]
+def test_outputs_share_no_memory_with_inputs(name, masked):
+    given, loss = good_calls()[name], getattr(gk, name)
+    if not masked:
+        del given["completion_mask"]
+    inputs = [x for x in given.values() if isinstance(x, torch.Tensor)]
     before = [x.clone() for x in inputs]
-    out = loss(*given, batch.advantages, **options)
+    out = loss(**given)
     for x in (out.logps, out.entropy, out.advantages):
         x.add_(1)
     assert all(torch.equal(x, y) for x, y in zip(inputs, before, strict=True))
-    assert torch.equal(out.advantages, batch.advantages)  # a copy each time
+    assert torch.equal(out.advantages, given["advantages"])  # a copy each time
     rewards = torch.tensor([[0.0, 1.0, 1.0, 3.0], [7.0] * 4]).T[:, 0]  # strided
-    out = loss(*given, rewards=rewards, num_generations=2, **options)
+    out = loss(**given | dict(advantages=None, rewards=rewards))
     for x in (*out.groups.values(), out.advantages):
         x.add_(1)
     assert out.advantages.shape == (4,) and not torch.equal(out.groups["reward_mean"], torch.tensor([0.5, 2.0]))

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import make_batch, off_policy
+from helpers import good_calls, make_batch
 from torch import Tensor, nn
 
 import grpo_kernels as gk
 
-FROM_HIDDEN = (gk.fused_grpo_loss, gk.fused_logps, gk.fused_policy_loss)
+FROM_HIDDEN = [name for name, given in good_calls().items() if "completion_ids" in given and "hidden" in given]
 
 
-def arguments(function) -> dict:
-    """A good call of a function of hidden states."""
-    batch = make_batch(0, bias=True)
-    given = dict(hidden=batch.hidden, lm_head_weight=batch.weight, completion_ids=batch.ids, lm_head_bias=batch.bias)
-    if function is gk.fused_grpo_loss:
-        given["advantages"] = batch.advantages
-    if function is gk.fused_policy_loss:
-        given["loss_fn"] = lambda chunk: chunk.logps.sum()
-    return given
+def call(function: str, **changes):
+    return getattr(gk, function)(**good_calls()[function] | changes)
 
 
 class LoraLinear(nn.Linear):
@@ -85,10 +78,7 @@ REFUSED = {  # what makes a weight: the message
     "Linear": (lambda: nn.Linear(24, 67, bias=False), r"is a Linear; .*: pass lm_head\.weight$"),
     "Linear with a bias": (lambda: nn.Linear(24, 67), r"pass lm_head\.weight, and lm_head_bias=lm_head\.bias$"),
     "other adapters": (LoraLinear, r"is a LoraLinear; .*pass lm_head\.weight \+ scaling \* B @ A\. The base"),
-    "quantised layer": (
-        layer_of_codes,
-        r"pass lm_head\.weight dequantised \(Parameter of torch\.int8\)$",
-    ),
+    "quantised layer": (layer_of_codes, r"pass lm_head\.weight dequantised \(Parameter of torch\.int8\)$"),
     "no weight": (nn.Sequential, r"is a Sequential; expected a torch\.Tensor$"),
     "float8": (
         lambda: torch.zeros(67, 24).to(torch.float8_e4m3fn),
@@ -114,7 +104,7 @@ def test_a_weight_without_its_numbers_is_refused_with_what_to_pass(name):
     make, message = REFUSED[name]
     for function in FROM_HIDDEN:
         with pytest.raises(TypeError, match=f"^lm_head_weight .*{message}"):
-            function(**arguments(function) | {"lm_head_weight": make()})
+            call(function, lm_head_weight=make())
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
@@ -122,46 +112,20 @@ def test_nested_hidden_states_are_refused(layout):
     hidden = torch.nested.nested_tensor([torch.zeros(3, 24), torch.zeros(6, 24)], layout=layout)
     for function in FROM_HIDDEN:
         with pytest.raises(TypeError, match=r"hidden is a nested tensor; expected a packed .*cu_seqlens.*offsets\(\)"):
-            function(**arguments(function) | {"hidden": hidden})
+            call(function, hidden=hidden)
 
 
 def test_harmless_subclasses_are_fine():
     class Named(Tensor):
         pass
 
-    given = arguments(gk.fused_grpo_loss)
-    expected = gk.fused_grpo_loss(**given).loss
-    weight = given["lm_head_weight"]
+    expected, weight = call("fused_grpo_loss").loss, good_calls()["fused_grpo_loss"]["lm_head_weight"]
     for harmless in (nn.Parameter(weight), nn.Buffer(weight), weight.as_subclass(Named)):
-        found = gk.fused_grpo_loss(**given | {"lm_head_weight": harmless}).loss
+        found = call("fused_grpo_loss", lm_head_weight=harmless).loss
         assert torch.equal(found.as_subclass(Tensor), expected)
 
 
 # --- DTensors ---------------------------------------------------------------------------------------------------------
-
-
-def calls_with_tensors() -> list[tuple]:
-    """(public function, a good call of it by keywords)."""
-    batch = off_policy(make_batch(0, bias=True))
-    old, ids, mask = batch.options["old_logps"], batch.ids, torch.ones(4, 6)
-    per_token = {name: old.clone() for name in ("old_logps", "ref_logps", "rollout_logps")}
-    per_token["rollout_weights"] = old.exp()
-    shared = dict(advantages=torch.ones(4), completion_mask=mask, group_ids=torch.tensor([0, 0, 1, 1]), **per_token)
-    losses = shared | {"normalizer": torch.tensor([24.0])}
-    return [
-        (gk.fused_grpo_loss, arguments(gk.fused_grpo_loss) | losses),
-        (gk.fused_logps, arguments(gk.fused_logps) | {"completion_mask": mask, "temperature": torch.ones(4, 6)}),
-        (gk.fused_policy_loss, arguments(gk.fused_policy_loss) | {"completion_mask": mask}),
-        (gk.grpo_loss_from_logps, {"logps": old, "entropy": old} | losses),
-        (gk.grpo_loss_from_logits, {"logits": torch.zeros(4, 6, 67), "completion_ids": ids} | losses),
-        (gk.group_advantages, {"rewards": torch.ones(4), "group_ids": torch.tensor([0, 0, 1, 1])}),
-        (
-            gk.process_advantages,
-            dict(step_rewards=mask, step_ends=mask.long(), length=6, group_ids=torch.tensor([0, 0, 1, 1])),
-        ),
-        (gk.rollout_weights, {"old_logps": old, "rollout_logps": old, "completion_mask": mask}),
-        (gk.entropy_quantile, {"entropy": old, "completion_mask": mask}),
-    ]
 
 
 def check_dtensors(rank: int, group) -> None:
@@ -176,12 +140,12 @@ def check_dtensors(rank: int, group) -> None:
     def shard(x: Tensor) -> Tensor:
         return distribute_tensor(x.detach(), mesh, [Shard(0)])
 
-    for function, given in calls_with_tensors():
-        function(**given)
+    for function, given in good_calls().items():
+        call(function)
         for name, x in given.items():
             if isinstance(x, Tensor) and "lm_head" not in name:
                 with pytest.raises(TypeError, match=rf"^{name} is a DTensor; .*{name}\.to_local\(\)"):
-                    function(**given | {name: shard(x)})
+                    call(function, **{name: shard(x)})
 
     batch, mine = make_batch(0, bias=True), slice(2 * rank, 2 * rank + 2)
     names = ("hidden", "weight", "bias")
