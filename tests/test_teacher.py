@@ -35,6 +35,8 @@ from grpo_kernels.reference import top_k_divergence
 BACKENDS = ("torch", "cpu")
 INTERPRETED = "triton"
 WIDTH, TEACHER_WIDTH, VOCAB = 24, 40, 67
+MODES = ("tail", "truncate", "renormalize")
+KINDS = ("whole", *MODES)  # of teachers
 
 
 def make_teacher(
@@ -45,6 +47,20 @@ def make_teacher(
     weight = torch.randn(vocab, TEACHER_WIDTH, generator=g) * 0.3
     bias = torch.randn(vocab, generator=g) * 0.5
     return gk.Teacher(*(x.to(dtype) for x in (hidden, weight, bias)), **options)
+
+
+def make_top_k(shape: tuple[int, ...], mode: str, k: int = 5, vocab: int = VOCAB) -> gk.TopKTeacher:
+    """In any order; all but the first few of a token may be missing."""
+    g = torch.Generator().manual_seed(11)
+    log_q = (torch.randn(*shape, vocab, generator=g) * 2).log_softmax(-1)
+    ids = log_q.topk(k, -1).indices
+    ids = ids.gather(-1, torch.rand(ids.shape, generator=g).argsort(-1))
+    logps = log_q.gather(-1, ids)
+    if k < vocab:
+        missing = torch.rand(ids.shape, generator=g) < 0.3
+        missing[..., k // 2] = False
+        ids, logps = ids.masked_fill(missing, -1), logps.masked_fill(missing, -math.inf)
+    return gk.TopKTeacher(ids, logps, mode)
 
 
 def batch_of(config: gk.GRPOConfig | None = None, **options: Any) -> Batch:
@@ -73,16 +89,31 @@ CASES: dict[str, dict[str, Any]] = {
 FEW = ("softcap, scale, temperature", "sequences beyond a chunk")  # for the interpreter
 
 
+PLACES = [
+    *itertools.product(BACKENDS, CASES, KINDS),
+    *((INTERPRETED, FEW[0], kind) for kind in KINDS),
+    (INTERPRETED, FEW[1], "whole"),
+    *(("cuda", FEW[0], mode) for mode in MODES),
+]
+
+
 @pytest.mark.parametrize("divergence", DIVERGENCES)
-@pytest.mark.parametrize(
-    ("backend", "name"), [*((b, name) for b in BACKENDS for name in CASES), *((INTERPRETED, name) for name in FEW)]
-)
-def test_beside_the_objective(backend, name, divergence):
+@pytest.mark.parametrize(("backend", "name", "kind"), PLACES)
+def test_beside_the_objective(backend, name, kind, divergence):
     config = config_of(divergence, **CASES[name])
     batch = batch_of(config, logit_scale=0.8, logit_softcap=4.0)
-    assert_close(fused(batch, config, backend), reference(batch, config), 2e-6)
+    if kind != "whole":
+        teacher = make_top_k((6, 6), kind)
+        batch = batch.with_options(teacher=teacher)
+        teacher.ids[:3][teacher.ids[:3] == batch.ids[:3, :, None]] = -1
+        # The sampled id is among those of some tokens, and not of others.
+        teacher.ids[:3, :, 0], teacher.logps[:3, :, 0] = batch.ids[:3], -8.0
+    exact, whole = reference(batch, config), kind == "whole"
+    # Those that are known at K ids: the parts of the loss nearly cancel.
+    found = errors(fused(batch, config, backend), exact, loss_scale=0.0 if whole else 1.0)
+    assert max(found.values()) <= (2e-6 if whole else 3e-6), found
     if backend == "torch":
-        assert_close(fused(batch.cast(torch.float64), config, backend), reference(batch, config), 1e-12)
+        assert_close(fused(batch.cast(torch.float64), config, backend), exact, 1e-12)
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
@@ -181,23 +212,29 @@ def log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
-@pytest.mark.parametrize("vocab", [VOCAB, 5003])  # the second: several blocks of the CPU kernels
+@pytest.mark.parametrize(  # the first: several blocks of the CPU kernels
+    ("kind", "vocab"), [("whole", 5003), *((kind, VOCAB) for kind in KINDS)]
+)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_divergence_alone(backend, vocab, divergence):
-    """Padding holds NaN on both sides."""
+def test_the_divergence_alone(backend, kind, vocab, divergence):
+    """Padding holds NaN on both sides, or no ids."""
     batch = make_batch(4, bias=True, masked=True, vocab=vocab)
     mask, temperature = batch.options["completion_mask"], torch.tensor([0.7, 1.0, 1.4, 2.0])
-    teacher = make_teacher((4, 6), vocab)
-    for x in (batch.hidden, teacher.hidden):
-        x[~mask] = math.nan
+    teacher = make_teacher((4, 6), vocab) if kind == "whole" else make_top_k((4, 6), kind)
     options = {"divergence_beta": 0.3} if divergence == "jsd" else {}
     config = config_of(divergence)
     wide = [x.double().requires_grad_() for x in (batch.hidden, batch.weight, batch.bias)]
-    clean = [torch.where(mask[..., None], x, 0.0) for x in (wide[0], teacher.hidden.double())]
-    log_p = log_softmax(clean[0], *wide[1:], temperature[:, None, None])
-    log_q = log_softmax(clean[1], teacher.weight.double(), teacher.bias.double(), temperature[:, None, None])
-    exact = torch.where(mask, exact_divergence(config, log_p, log_q), 0.0)
-    own = [x.detach().float().requires_grad_() for x in wide]
+    log_p = log_softmax(*wide, temperature[:, None, None])
+    if isinstance(teacher, gk.Teacher):
+        of_teacher = (x.double() for x in (teacher.hidden, teacher.weight, teacher.bias))
+        exact = exact_divergence(config, log_p, log_softmax(*of_teacher, temperature[:, None, None]))
+        teacher.hidden[~mask] = math.nan
+    else:
+        exact = top_k_divergence(config, log_p, teacher.ids, teacher.logps, kind)
+        teacher.ids[~mask] = -1
+    exact = torch.where(mask, exact, 0.0)
+    batch.hidden[~mask] = math.nan
+    own = [x.requires_grad_() for x in (batch.hidden, batch.weight, batch.bias)]
     given = options | dict(
         completion_mask=mask, lm_head_bias=own[2], divergence=divergence, temperature=temperature, backend=backend
     )
@@ -207,13 +244,18 @@ def test_the_divergence_alone(backend, vocab, divergence):
         gradients = zip(
             torch.autograd.grad(found, own), torch.autograd.grad(expected, wide, retain_graph=True), strict=True
         )
-        assert all(relative(x, y) < 2e-6 for x, y in gradients)
+        assert all(relative(x, y) < (2e-6 if kind == "whole" else 5e-6) for x, y in gradients)
 
     out = gk.fused_distillation_loss(*own[:2], teacher, **given)
     mean = exact.sum() / mask.sum()
     check(out.loss, mean)
-    entropy = torch.where(mask, -(log_p.exp() * log_p).sum(-1), 0.0)
-    for x, y in ((out.divergence, exact), (out.entropy, entropy), (out.metrics["divergence"], mean)):
+    expected = [(out.divergence, exact), (out.metrics["divergence"], mean)]
+    if kind != "renormalize":  # whose entropy is that over the K ids
+        expected.append((out.entropy, torch.where(mask, -(log_p.exp() * log_p).sum(-1), 0.0)))
+    if kind != "whole":
+        masses = torch.where(teacher.ids >= 0, teacher.logps.double().exp(), 0.0)
+        expected.append((out.metrics["divergence/mass"], masses.sum() / mask.sum()))
+    for x, y in expected:
         assert relative(x, y.detach()) < 2e-6
     outer = torch.randn(exact.shape, generator=torch.Generator().manual_seed(1))
     per_token = gk.fused_divergence(*own[:2], teacher, **given)
@@ -286,41 +328,6 @@ def test_accumulated_frozen_and_without_gradients(backend):
 
 # --- teachers that are known at K ids ---------------------------------------------------------------------------------
 
-MODES = ("tail", "truncate", "renormalize")
-
-
-def make_top_k(shape: tuple[int, ...], mode: str, k: int = 5, vocab: int = VOCAB) -> gk.TopKTeacher:
-    """In any order; all but the first few of a token may be missing."""
-    g = torch.Generator().manual_seed(11)
-    log_q = (torch.randn(*shape, vocab, generator=g) * 2).log_softmax(-1)
-    ids = log_q.topk(k, -1).indices
-    ids = ids.gather(-1, torch.rand(ids.shape, generator=g).argsort(-1))
-    logps = log_q.gather(-1, ids)
-    if k < vocab:
-        missing = torch.rand(ids.shape, generator=g) < 0.3
-        missing[..., k // 2] = False
-        ids, logps = ids.masked_fill(missing, -1), logps.masked_fill(missing, -math.inf)
-    return gk.TopKTeacher(ids, logps, mode)
-
-
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    ("backend", "name"),
-    [*((b, name) for b in BACKENDS for name in CASES), *((b, FEW[0]) for b in (INTERPRETED, "cuda"))],
-)
-def test_top_k_beside_the_objective(backend, name, mode, divergence):
-    config = config_of(divergence, **CASES[name])
-    batch = batch_of(config).with_options(teacher=make_top_k((6, 6), mode))
-    teacher = batch.options["teacher"]  # the sampled id is among those of some tokens, and not of others
-    teacher.ids[:3][teacher.ids[:3] == batch.ids[:3, :, None]] = -1
-    teacher.ids[:3, :, 0], teacher.logps[:3, :, 0] = batch.ids[:3], -8.0
-    exact = reference(batch, config)
-    found = errors(fused(batch, config, backend), exact, loss_scale=1.0)  # the parts of the loss nearly cancel
-    assert max(found.values()) <= 3e-6, found
-    if backend == "torch":
-        assert_close(fused(batch.cast(torch.float64), config, backend), exact, 1e-12)
-
 
 @pytest.mark.parametrize("k", [1, VOCAB])
 @pytest.mark.parametrize("mode", MODES)
@@ -374,28 +381,6 @@ def test_top_k_in_16_bits(backend, mode):
         for key in ("grad hidden", "grad weight", "grad bias"):
             allowed = (1.5 if dtype == torch.bfloat16 else 2.0) * like[key] + 1e-5
             assert errors(found, exact)[key] <= allowed, (key, dtype, divergence)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_top_k_alone(mode):
-    """The loss and the divergence of each token, differentiable; the mean mass of the teacher's ids."""
-    batch, config = make_batch(4, masked=True), config_of("jsd")
-    teacher, mask = make_top_k((4, 6), mode), batch.options["completion_mask"]
-    teacher.ids[~mask] = -1  # padding has no ids
-    wide = [x.double().requires_grad_() for x in (batch.hidden, batch.weight)]
-    exact = top_k_divergence(config, log_softmax(*wide, None), teacher.ids, teacher.logps, mode)
-    exact = torch.where(mask, exact, 0.0)
-    own = [x.detach().float().requires_grad_() for x in wide]
-    options = dict(divergence="jsd", divergence_beta=0.3, completion_mask=mask)
-    out = gk.fused_distillation_loss(*own, teacher, **options)
-    per_token = gk.fused_divergence(*own, teacher, **options)
-    for found, expected in ((out.loss, exact.sum() / mask.sum()), (per_token.square().sum(), exact.square().sum())):
-        assert relative(found.detach(), expected.detach()) < 5e-6
-        expected_gradients = torch.autograd.grad(expected, wide, retain_graph=True)
-        for x, y in zip(torch.autograd.grad(found, own), expected_gradients, strict=True):
-            assert relative(x, y) < 5e-6
-    mass = torch.where(mask[..., None] & (teacher.ids >= 0), teacher.logps.double().exp(), 0.0).sum() / mask.sum()
-    assert relative(out.metrics["divergence/mass"], mass) < 1e-6
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
