@@ -275,10 +275,13 @@ def errors(found: Result, exact: Result, loss_scale: float = 0.0) -> dict[str, f
     return out | {f"metric {name}": relative(found.metrics[name], x, 1.0) for name, x in exact.metrics.items()}
 
 
-def assert_within(found: dict[str, float], allowed: dict[str, float], slack: float) -> None:
-    """Each error is at most the allowed one of its name, plus `slack`."""
+def assert_within(
+    found: dict[str, float], allowed: dict[str, float], slack: float, factor: float = 1.0, of: str = ""
+) -> None:
+    """Each error whose name begins with `of` is at most `factor` times the allowed one, plus `slack`."""
     for name, error in found.items():
-        assert error <= allowed[name] + slack, f"{name}: error {error:.2e}, allowed {allowed[name]:.2e} + {slack:.0e}"
+        bound = factor * allowed[name] + slack if name.startswith(of) else error
+        assert error <= bound, f"{name}: error {error:.2e}, allowed {factor} x {allowed[name]:.2e} + {slack:.0e}"
 
 
 def eager_errors(

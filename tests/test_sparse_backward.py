@@ -17,6 +17,7 @@ from helpers import (
     Batch,
     Result,
     assert_close,
+    assert_within,
     call,
     errors,
     fused,
@@ -187,10 +188,7 @@ def test_16_bits(dtype, logits_dtype, backend, monkeypatch):
         found, plain = fused(batch, with_theta(config, theta), backend), fused(batch, config, backend)
         # With cuda the exact step takes products that have the softmax in their epilogue.
         same_forward(found, plain, 1e-5 if backend == "cuda" else 0.0)
-        of_plain = errors(plain, exact)
-        for name in ("hidden", "weight", "bias"):
-            error = (found.grads[name].double() - exact.grads[name]).norm() / exact.grads[name].norm()
-            assert error <= 1.5 * of_plain[f"grad {name}"] + 1e-6, name
+        assert_within(errors(found, exact), errors(plain, exact), 1e-6, 1.5, of="grad")
     scaled, exact = leaves(batch), exact.grads["hidden"]
     (call(scaled, with_theta(config, TINY), backend).loss * 65536).backward()
     assert (scaled.hidden.grad.double() / 65536 - exact).norm() <= 1e-2 * exact.norm()
@@ -292,9 +290,7 @@ def test_pairs_of_much_memory_go_in_portions(dtype, monkeypatch):
     assert sizes == [total]
     assert torch.equal(portions.logps, at_once.logps) and portions.metrics == at_once.metrics
     assert torch.equal(portions.grads["hidden"], at_once.grads["hidden"])
-    for name in ("weight", "bias"):
-        error = (portions.grads[name].double() - at_once.grads[name]).norm() / at_once.grads[name].double().norm()
-        assert error <= (1e-6 if dtype == torch.float32 else 3e-3), name
+    assert_close(portions, at_once, 1e-6 if dtype == torch.float32 else 3e-3)
 
 
 # --- other functions --------------------------------------------------------------------------------------------------
