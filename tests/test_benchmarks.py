@@ -99,18 +99,11 @@ def _measured(monkeypatch: pytest.MonkeyPatch, case: Case, extra: Implementation
     return measure._measure(case, list(table), Options("cpu", 2, deadline), lambda text: None)
 
 
-def test_a_wrong_result_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    def make_step(inputs: Inputs, mode: str) -> Step:
+def test_a_wrong_result_and_what_cannot_run_are_listed_with_their_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(inputs: Inputs, mode: str) -> Step:
         step = IMPLEMENTATIONS["eager"].make_step(inputs, mode)
         return lambda inputs: Result(*(x if x is None else x * 1.5 for x in step(inputs)))
 
-    found = _measured(monkeypatch, TINY, Implementation("wrong", "wrong", make_step))
-    assert found["wrong"]["error"].startswith("wrong result")
-    assert "seconds" not in found["wrong"]
-    assert "seconds" in found["ours"]
-
-
-def test_what_cannot_run_is_listed_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(inputs: Inputs, mode: str) -> Step:
         raise Unsupported("no such mode")
 
@@ -119,12 +112,14 @@ def test_what_cannot_run_is_listed_with_its_reason(monkeypatch: pytest.MonkeyPat
 
     absent = Implementation("absent", "absent", exhausted, unavailable=lambda device, dtype: "not installed")
     for extra, key, words in (
+        (Implementation("wrong", "wrong", wrong), "error", "wrong result"),
         (Implementation("unsupported", "unsupported", unsupported), "missing", "no such mode"),
         (Implementation("exhausted", "exhausted", exhausted), "error", "out of memory"),
         (absent, "missing", "not installed"),
     ):
-        report = _measured(monkeypatch, TINY, extra)[extra.name]
-        assert report[key].startswith(words)
+        found = _measured(monkeypatch, TINY, extra)
+        report = found[extra.name]
+        assert report[key].startswith(words) and "seconds" not in report and "seconds" in found["ours"]
         assert words in case_table({"case": dataclasses.asdict(TINY), "implementations": {extra.name: report}})
 
 
