@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.machinery
 import sys
 import warnings
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -35,34 +35,33 @@ class Machine:
         self.patch = monkeypatch
         self.module = ModuleType(NAME)
         self.module.__spec__ = importlib.machinery.ModuleSpec(NAME, None)
-        self.module.__dict__.update(
-            INTERFACE=INTERFACE,
-            built_for_cuda=lambda: 12080,
-            built_architectures=lambda: "sm_80 sm_90a sm_120 compute_120",
-            driver_cuda=lambda: 12080,
-            image_for=lambda capability: {80: "sm_80", 86: "sm_80", 90: "sm_90a", 120: "sm_120"}.get(capability, ""),
-        )
         monkeypatch.setitem(sys.modules, NAME, self.module)
         monkeypatch.setattr(grpo_kernels, "_cuda", self.module, raising=False)
-        monkeypatch.setattr(torch.version, "cuda", "13.0")
-        monkeypatch.setattr(torch.version, "hip", None)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA X")
-        self.has(capability=(9, 0))
+        images = {80: "sm_80", 86: "sm_80", 90: "sm_90a", 120: "sm_120"}
+        self.module.image_for = lambda capability: images.get(capability, "")
+        self.has(
+            INTERFACE=INTERFACE, built_for_cuda=12080, built_architectures="sm_80 sm_90a sm_120 compute_120",
+            driver_cuda=12080, cuda="13.0", hip=None, is_available=True, get_device_capability=(9, 0),
+        )  # fmt: skip
         # The registry as it is outside of the tests, with a Triton backend that needs no GPU.
-        entry = backends._REGISTRY["cuda"]
-        monkeypatch.setitem(backends._REGISTRY, "cuda", entry._replace(load=backends._load_cuda, devices=("cuda",)))
-        self.triton = ("", "")
-        triton = backends._REGISTRY["triton"]._replace(load=self.load_triton, devices=("cuda",))
-        monkeypatch.setitem(backends._REGISTRY, "triton", triton)
+        for name, load in (("cuda", backends._load_cuda), ("triton", self.load_triton)):
+            entry = backends._REGISTRY[name]._replace(load=load, devices=("cuda",))
+            monkeypatch.setitem(backends._REGISTRY, name, entry)
+        self.triton = ("", "")  # why it is missing, why it does not serve
         monkeypatch.setattr(backends, "interpreted", lambda: False)
         forget()
 
-    def has(self, *, capability=None, **functions) -> None:
-        for name, value in functions.items():
-            setattr(self.module, name, lambda *_, value=value: value)
-        if capability:
-            self.patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    def has(self, **facts) -> None:
+        """Each where it is asked for: of the module, of torch.version or of torch.cuda."""
+        for name, value in facts.items():
+            if name in ("cuda", "hip"):
+                self.patch.setattr(torch.version, name, value)
+            elif name == "INTERFACE":
+                self.module.INTERFACE = value
+            else:
+                owner = torch.cuda if hasattr(torch.cuda, name) else self.module
+                self.patch.setattr(owner, name, lambda *_, value=value: value, raising=False)
 
     def without_kernels(self) -> None:
         self.patch.setitem(sys.modules, NAME, None)
@@ -70,21 +69,11 @@ class Machine:
 
     def load_triton(self):
         missing, unfit = self.triton
-
-        class Stub:
-            def unavailable_reason(self, device):
-                return unfit
-
-        return (None, missing) if missing else (Stub(), "")
+        return (None, missing) if missing else (SimpleNamespace(unavailable_reason=lambda device: unfit), "")
 
 
 def forget() -> None:
-    for function in (
-        backends._load,
-        backends.unavailable_reason,
-        backends.auto_choice,
-        backends._warn_once,
-    ):
+    for function in (backends._load, backends.unavailable_reason, backends.auto_choice, backends._warn_once):
         function.cache_clear()
 
 
@@ -122,23 +111,15 @@ UNUSABLE = {
         dict(driver_cuda=12080, built_for_cuda=13000),
         "built for CUDA 13.0 and the driver is for CUDA 12.8: update the driver, or install",
     ),
-    "torch without CUDA": (dict(cuda=None, available=False), "is built without CUDA: python -m torch"),
-    "torch without GPU": (dict(available=False), "with CUDA 13.0 sees no GPU: python -m torch"),
+    "torch without CUDA": (dict(cuda=None, is_available=False), "is built without CUDA: python -m torch"),
+    "torch without GPU": (dict(is_available=False), "with CUDA 13.0 sees no GPU: python -m torch"),
 }
 
 
 @pytest.mark.parametrize("name", UNUSABLE)
 def test_why_it_cannot_be_used_is_said_in_a_sentence(machine, name):
     facts, sentence = UNUSABLE[name]
-    for key, value in facts.items():
-        if key in ("hip", "cuda"):
-            machine.patch.setattr(torch.version, key, value)
-        elif key == "available":
-            machine.patch.setattr(torch.cuda, "is_available", lambda: False)
-        elif key == "INTERFACE":
-            machine.module.INTERFACE = value
-        else:
-            machine.has(**{key: value})
+    machine.has(**facts)
     kernels, reason = cuda_backend.load()
     assert kernels is None and "\n" not in reason
     with pytest.raises(ImportError, match=sentence):
@@ -153,21 +134,16 @@ def test_a_driver_of_the_same_major_version_will_do(machine, driver):
     assert cuda_backend.load()[1] == "" and auto() == ("cuda", [])
 
 
-UNFIT = {
-    "turing": ((7, 5), {}, "NVIDIA X has compute capability 7.5, and the CUDA kernels need 8.0 or later"),
-    "in between": (
+@pytest.mark.parametrize(("capability", "sentence"), [
+    ((7, 5), "NVIDIA X has compute capability 7.5, and the CUDA kernels need 8.0 or later"),
+    (
         (10, 3),
-        {},
         r"compute capability 10.3, and the CUDA kernels were built for sm_80 sm_90a sm_120 compute_120: update the "
         r"driver, install the wheel of another CUDA version, or in a checkout run GRPO_KERNELS_CUDA_ARCHS=103 pip .*\.",
     ),
-}
-
-
-@pytest.mark.parametrize("name", UNFIT)
-def test_a_device_without_an_image_falls_back_with_one_warning(machine, name):
-    capability, facts, sentence = UNFIT[name]
-    machine.has(capability=capability, **facts)
+])  # fmt: skip
+def test_a_device_without_an_image_falls_back_with_one_warning(machine, capability, sentence):
+    machine.has(get_device_capability=capability)
     kernels, _ = cuda_backend.load()
     reason = kernels.unavailable_reason(GPU)
     taken, said = auto()
