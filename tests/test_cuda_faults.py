@@ -11,7 +11,8 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,7 +33,8 @@ class Fault(NamedTuple):
     file: str
     name: str
     caught_by: str
-    changes: list[tuple[str, str]]
+    before: str
+    after: str
 
     @property
     def check(self) -> Callable[[Emulated], None]:
@@ -50,10 +52,9 @@ def read_faults() -> list[Fault]:
         if line.startswith("["):
             file = line.strip("[]")
         elif line and not line.startswith("#"):
-            name, caught_by, changes = re.split(r" \|(?= )", line.replace("\\n", "\n"), maxsplit=2)
-            pairs = [change.split(" => ") for change in changes[1:].split(" AND ")]
-            changed = [(before, after.removesuffix("(nothing)")) for before, after in pairs]
-            faults.append(Fault(file, name, caught_by.strip(), changed))
+            name, caught_by, change = re.split(r" \|(?= )", line.replace("\\n", "\n"), maxsplit=2)
+            before, after = change[1:].split(" => ")
+            faults.append(Fault(file, name, caught_by.strip(), before, after.removesuffix("(nothing)")))
     return faults
 
 
@@ -112,38 +113,32 @@ def build_with(fault: Fault | None, folder: Path, optimisation: str = "-O0") -> 
     if fault:
         file = folder / "cuda" / fault.file
         text = file.read_text()
-        for before, after in fault.changes:
-            assert text.count(before) == 1, f"{fault.file} holds this {text.count(before)} times: {before}"
-            text = text.replace(before, after)
-        file.write_text(text)
+        assert text.count(fault.before) == 1, (
+            f"{fault.file} holds this {text.count(fault.before)} times: {fault.before}"
+        )
+        file.write_text(text.replace(fault.before, fault.after))
     return build_module(folder, (optimisation,))
 
 
 def complaint(module: Path, check: Callable[[Emulated], None]) -> str:
     """What the checks say of these kernels, "" for nothing. In a process of its own: a fault may well corrupt it."""
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=report, args=(module, check, sender))
-    child.start()
-    sender.close()
-    try:
-        said = receiver.recv()
-    except EOFError:
-        said = "a crash"
-    child.join()
-    return said
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
+        try:
+            return pool.submit(run_check, module, check).result()
+        except BrokenProcessPool:
+            return "a crash"
 
 
-def report(module: Path, check: Callable[[Emulated], None], sender: Connection) -> None:
+def run_check(module: Path, check: Callable[[Emulated], None]) -> str:
     torch.set_num_threads(1)  # the threads of the parent are not here
     torch.use_deterministic_algorithms(True)  # memory that nothing has been written to holds NaN
     try:
         check(Emulated(module))
-        sender.send("")
+        return ""
     except (AssertionError, RuntimeError, ValueError) as error:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == c.__file__]
         where = " > ".join(frame.name for frame in frames)
-        sender.send(f"{where}: {' '.join(str(error).split()) or error!r}")
+        return f"{where}: {' '.join(str(error).split()) or error!r}"
 
 
 def test_without_a_fault_nothing_is_found(tmp_path):
