@@ -1,17 +1,16 @@
 """What compile_gate.py compiles: calls of the package's launchers on tensors that nobody reads or writes.
 
 A new kernel, or a specialisation whose code differs much, is an entry of CASES at the end. The tensors have the types,
-alignment and divisibility of a real batch; that they lie on the CPU changes nothing in the kernel. triton_keys.py
-asks which cases would compile again for another number of rows, or for a chunk that begins elsewhere.
+alignment and divisibility of a real batch; that they lie on the CPU changes nothing in the kernel. With --keys it asks
+which cases would compile again for another number of rows, or for a chunk that begins elsewhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from helpers import planned_tokens
 from torch import Tensor
 
 from grpo_kernels.backends.triton.anchored import anchored
@@ -22,13 +21,13 @@ from grpo_kernels.contract import (
     KeptIds,
     KeptPairs,
     LogitChunk,
+    PlannedTokens,
     RowGradients,
     Rows,
     SparseRows,
     SparseRule,
     TeacherLogits,
     TokenInputs,
-    TokenValues,
     chunk_row_stride,
     no_values,
 )
@@ -50,154 +49,116 @@ def vector(rows: int, dtype: torch.dtype = SINGLE) -> Tensor:
     return torch.empty(rows + rows % 16, dtype=dtype)[rows % 16 :]
 
 
-def table(rows: int) -> Tensor:
-    return torch.empty(len(TABLE_FIELDS), rows + rows % 16)[:, rows % 16 :]
-
-
 def scratch(rows: int, dtype: torch.dtype, vocab: int) -> Tensor:
     """As memory.allocate_chunk gives it on a GPU, with padding; V = 1 without, for a constant row stride."""
     return torch.empty(rows, chunk_row_stride(vocab, torch.device("cuda")) if vocab > 1 else 1, dtype=dtype)
 
 
-def logits_and_gradient(
-    rows: int, logits: torch.dtype, gradient: torch.dtype, vocab: int = VOCAB
-) -> tuple[Tensor, Tensor]:
-    """The gradient lies over the logits, as in LMHead.gradient_buffer."""
-    x = scratch(rows, logits, vocab)
-    return x[:, :vocab], x.view(gradient)[:, :vocab]
+def head(
+    rows: int, params: KernelParams = PARAMS, vocab: int = VOCAB, width: int = WIDTH, bias: bool = False
+) -> HeadChunk:
+    hidden, weight = torch.empty(rows, width, dtype=HALF), torch.empty(vocab, width, dtype=HALF)
+    added = torch.empty(vocab, dtype=HALF) if bias else None
+    return HeadChunk(hidden, weight, added, vector(rows, INDEX), vector(rows), params)
 
 
-Head = tuple[Tensor, Tensor, Tensor | None]
-
-
-def head(rows: int, dtype: torch.dtype, vocab: int = VOCAB, width: int = WIDTH, bias: bool = False) -> Head:
-    """(hidden states, weight, bias)"""
-    hidden, weight = torch.empty(rows, width, dtype=dtype), torch.empty(vocab, width, dtype=dtype)
-    return hidden, weight, torch.empty(vocab, dtype=dtype) if bias else None
-
-
-class Chunk(NamedTuple):
-    """The first rows of a batch twice as large: where each begins, and what is known of all its tokens."""
-
-    rows: Rows
-    ids: Tensor
-    table: Tensor
-    values: TokenValues
-
-
-def chunk(rows: int, indexed: bool = False) -> Chunk:
-    """It starts at a token as even or odd as the number of rows."""
-    tokens = 2 * rows
-    index = vector(rows, INDEX) if indexed else None
-    part = Rows(0, rows, index) if indexed else Rows(rows, tokens)
-    batch = torch.empty(len(TABLE_FIELDS), tokens)
-    return Chunk(part, torch.empty(tokens, dtype=INDEX), batch, no_values(tokens, SINGLE, batch.device))
-
-
-def chunk_of(
-    logits: Tensor, rows: int, params: KernelParams = PARAMS, indexed: bool = False, bias: bool = False
+def chunk(
+    rows: int,
+    logits: Tensor | None = None,
+    params: KernelParams = PARAMS,
+    *,
+    indexed: bool = False,
+    bias: bool = False,
+    divergence: str = "",
 ) -> tuple[LogitChunk, Tensor]:
-    """(these logits with what belongs to their rows, the table)"""
-    part, ids, batch, values = chunk(rows, indexed)
-    return LogitChunk(logits, part, ids, batch[1], values, params, bias_of(logits, bias)), batch
+    """Half the rows of a batch, from a token on that is as even or odd as their number, and the table of the batch. A
+    teacher has a softcap where the policy has one."""
+    tokens = 2 * rows
+    batch = torch.empty(len(TABLE_FIELDS), tokens)
+    logits = torch.empty(0, 0) if logits is None else logits
+    read = LogitChunk(
+        logits,
+        Rows(0, rows, vector(rows, INDEX)) if indexed else Rows(rows, tokens),
+        torch.empty(tokens, dtype=INDEX),
+        batch[1],
+        no_values(tokens, SINGLE, batch.device),
+        params,
+        torch.empty(logits.shape[1]) if bias else None,
+    )
+    if divergence:
+        other, own = scratch(rows, SINGLE, logits.shape[1]), TeacherParams(divergence, softcap=params.softcap)
+        offset, weight = torch.empty(2, tokens)
+        lse = torch.empty(tokens, dtype=torch.float64)
+        read = read._replace(teacher=TeacherLogits(other[:, : logits.shape[1]], read.bias, own, weight, offset, lse))
+    return read, batch
 
 
-def bias_of(logits: Tensor, bias: bool) -> Tensor | None:
-    return torch.empty(logits.shape[1]) if bias else None
+def statistics(rows: int, logits: torch.dtype, vocab: int = VOCAB, **given: Any) -> object:
+    return BACKEND.statistics(chunk(rows, scratch(rows, logits, vocab)[:, :vocab], **given)[0])
 
 
 def single_pass(
-    rows: int,
-    logits: torch.dtype,
-    gradient: torch.dtype | None,
-    params: KernelParams = PARAMS,
-    vocab: int = VOCAB,
-    indexed: bool = False,
-    bias: bool = False,
+    rows: int, logits: torch.dtype, gradient: torch.dtype | None, vocab: int = VOCAB, **given: Any
 ) -> object:
-    x, over = logits_and_gradient(rows, logits, gradient or logits, vocab)
-    read, batch = chunk_of(x, rows, params, indexed, bias)
-    return BACKEND.single_pass(read, batch, None if gradient is None else RowGradients(over))
+    """The gradient lies over the logits, as in LMHead.gradient_buffer."""
+    x = scratch(rows, logits, vocab)
+    over = None if gradient is None else RowGradients(x.view(gradient)[:, :vocab])
+    return BACKEND.single_pass(*chunk(rows, x[:, :vocab], **given), over)
 
 
 def single_pass_own(rows: int, vocab: int) -> object:
     """A caller's own logits: where V is odd, most rows begin anywhere."""
     x = torch.empty(rows, vocab)
-    read, batch = chunk_of(x, rows)
-    return BACKEND.single_pass(read, batch, RowGradients(x))
+    return BACKEND.single_pass(*chunk(rows, x), RowGradients(x))
 
 
-def statistics(rows: int, logits: torch.dtype, vocab: int = VOCAB, indexed: bool = False, bias: bool = False) -> object:
-    return BACKEND.statistics(chunk_of(scratch(rows, logits, vocab)[:, :vocab], rows, PARAMS, indexed, bias)[0])
+def gradient(rows: int, logits: torch.dtype, gradient: torch.dtype, vocab: int = VOCAB, **given: Any) -> object:
+    x = scratch(rows, logits, vocab)
+    read, batch = chunk(rows, x[:, :vocab], **given)
+    over = RowGradients(x.view(gradient)[:, :vocab])
+    return BACKEND.logits_gradient(read, read.values.g_logp, batch[2], over)
 
 
-def gradient(
-    rows: int, logits: torch.dtype, gradient: torch.dtype, vocab: int = VOCAB, indexed: bool = False, bias: bool = False
-) -> object:
-    x, over = logits_and_gradient(rows, logits, gradient, vocab)
-    read, batch = chunk_of(x, rows, PARAMS, indexed, bias)
-    return BACKEND.logits_gradient(read, read.values.g_logp, batch[2], RowGradients(over))
-
-
-def with_teacher(
-    rows: int, gradient: torch.dtype | None, params: KernelParams, vocab: int, divergence: str, bias: bool = False
-) -> object:
-    """The divergence, or with a type its gradient too, beside a teacher with a softcap where the policy has one."""
-    x, over = logits_and_gradient(rows, SINGLE, HALF, vocab)
-    read, batch = chunk_of(x, rows, params, bias=bias)
-    other, (offset, weight) = scratch(rows, SINGLE, vocab)[:, :vocab], torch.empty(2, 2 * rows)
-    teacher_params = TeacherParams(divergence, softcap=params.softcap)
-    lse = torch.empty(2 * rows, dtype=torch.float64)
-    teacher = TeacherLogits(other, bias_of(x, bias), teacher_params, weight, offset, lse)
-    read = read._replace(teacher=teacher)
-    if gradient is None:
-        return BACKEND.statistics(read)
-    return BACKEND.logits_gradient(read, read.values.g_logp, batch[2], RowGradients(over))
-
-
-def sparse_gradient(
-    rows: int,
-    logits: torch.dtype,
-    params: KernelParams = PARAMS,
-    vocab: int = VOCAB,
-    indexed: bool = False,
-    bias: bool = False,
-) -> object:
-    read, batch = chunk_of(scratch(rows, logits, vocab)[:, :vocab], rows, params, indexed, bias)
+def sparse_gradient(rows: int, logits: torch.dtype, vocab: int = VOCAB, **given: Any) -> object:
+    read, batch = chunk(rows, scratch(rows, logits, vocab)[:, :vocab], **given)
     room = most_kept(vocab, torch.device("cuda"))
     numbers = torch.empty(rows, room, dtype=torch.int32), torch.empty(rows, room), torch.empty(rows, dtype=torch.int32)
     rule, pairs = SparseRule(2.0**-12, rows), SparseRows(*numbers)
     return BACKEND.sparse_gradient(read, read.values.g_logp, batch[2], rule, pairs)
 
 
-def logps(operands: Head, params: KernelParams = PARAMS, entropy: bool = True) -> object:
-    rows = operands[0].shape[0]
-    return linear_logp(HeadChunk(*operands, vector(rows, INDEX), vector(rows), params), entropy=entropy)
+def logps(read: HeadChunk, entropy: bool = True) -> object:
+    return linear_logp(read, entropy=entropy)
 
 
-def exponentials(operands: Head, params: KernelParams = PARAMS) -> object:
-    rows = operands[0].shape[0]
-    exps, own = torch.empty(rows, operands[1].shape[0], dtype=HALF), table(rows)
-    return anchored(HeadChunk(*operands, vector(rows, INDEX), own[FIELD["temperature"]], params), own, exps)
+def exponentials(read: HeadChunk) -> object:
+    rows = len(read.hidden)
+    table = torch.empty(len(TABLE_FIELDS), rows + rows % 16)[:, rows % 16 :]
+    exps = torch.empty(rows, len(read.weight), dtype=HALF)
+    return anchored(read._replace(temperature=table[FIELD["temperature"]]), table, exps)
 
 
 def objective(rows: int, indexed: bool = False) -> object:
-    part, _, batch, values = chunk(rows, indexed)
-    return BACKEND.token_objective(part, batch, values, PARAMS)
+    read, batch = chunk(rows, indexed=indexed)
+    return BACKEND.token_objective(read.rows, batch, read.values, PARAMS)
+
+
+def planned(rows: int) -> PlannedTokens:
+    """Of as many sequences as tokens, what their objective and the sums read."""
+    tokens, (read, batch) = 2 * rows, chunk(rows)
+    scored, offsets = vector(tokens, torch.bool), vector(tokens + 1, INDEX)
+    return PlannedTokens(batch, read.values, offsets, vector(tokens), scored, scored, read.ids, None, None)
 
 
 def sequence_objective(rows: int, params: KernelParams) -> object:
-    """Of the second half of as many sequences as tokens."""
-    _, _, batch, values = chunk(rows)
-    planned = planned_tokens(batch, values, vector(2 * rows, torch.bool), vector(2 * rows + 1, INDEX), vector(2 * rows))
-    return BACKEND.sequence_objective(slice(rows, 2 * rows), None, planned, params)
+    """Of the second half of the sequences."""
+    return BACKEND.sequence_objective(slice(rows, 2 * rows), None, planned(rows), params)
 
 
 def sums(rows: int) -> object:
-    """As many sequences and groups as tokens."""
-    _, ids, batch, values = chunk(rows)
-    planned = planned_tokens(batch, values, vector(2 * rows, torch.bool), vector(2 * rows + 1, INDEX), vector(2 * rows))
-    return BACKEND.sums(planned, PARAMS, ids, 2 * rows)
+    """Of as many groups as tokens."""
+    tokens = planned(rows)
+    return BACKEND.sums(tokens, PARAMS, tokens.ids, 2 * rows)
 
 
 def plan_packed(rows: int) -> object:
@@ -252,16 +213,16 @@ class Case(NamedTuple):
 # An integer of 1 reaches a kernel as a constant unless it is excluded: the last cases hold that all kernels compile so.
 CASES = {
     "single pass, fp32, bf16 over it": Case(lambda n: single_pass(n, SINGLE, HALF)),
-    "single pass, fp32, bf16 over it, softcap": Case(lambda n: single_pass(n, SINGLE, HALF, CAPPED)),
+    "single pass, fp32, bf16 over it, softcap": Case(lambda n: single_pass(n, SINGLE, HALF, params=CAPPED)),
     "single pass, fp32, bf16 over it, odd V": Case(lambda n: single_pass(n, SINGLE, HALF, vocab=ODD_VOCAB)),
-    "single pass, fp32, bf16 over it, odd V, softcap": Case(lambda n: single_pass(n, SINGLE, HALF, CAPPED, ODD_VOCAB)),
+    "single pass, fp32, bf16 over it, odd V, softcap": Case(
+        lambda n: single_pass(n, SINGLE, HALF, ODD_VOCAB, params=CAPPED)
+    ),
     "single pass, fp32, bf16 over it, index": Case(lambda n: single_pass(n, SINGLE, HALF, indexed=True)),
     "single pass, fp32, bf16 over it, index, bias": Case(
         lambda n: single_pass(n, SINGLE, HALF, indexed=True, bias=True)
     ),
-    "single pass, fp32, bf16 over it, odd V, bias": Case(
-        lambda n: single_pass(n, SINGLE, HALF, vocab=ODD_VOCAB, bias=True)
-    ),
+    "single pass, fp32, bf16 over it, odd V, bias": Case(lambda n: single_pass(n, SINGLE, HALF, ODD_VOCAB, bias=True)),
     "single pass, a caller's fp32, odd V": Case(lambda n: single_pass_own(n, ODD_VOCAB)),
     "single pass, fp32 in place": Case(lambda n: single_pass(n, SINGLE, SINGLE)),
     "single pass, bf16 in place": Case(lambda n: single_pass(n, HALF, HALF)),
@@ -276,31 +237,15 @@ CASES = {
     "gradient, bf16 in place": Case(lambda n: gradient(n, HALF, HALF)),
     "sparse gradient, fp32": Case(lambda n: sparse_gradient(n, SINGLE)),
     "sparse gradient, fp32, odd V": Case(lambda n: sparse_gradient(n, SINGLE, vocab=ODD_VOCAB)),
-    "sparse gradient, fp32, odd V, softcap": Case(lambda n: sparse_gradient(n, SINGLE, CAPPED, ODD_VOCAB)),
+    "sparse gradient, fp32, odd V, softcap": Case(lambda n: sparse_gradient(n, SINGLE, ODD_VOCAB, params=CAPPED)),
     "sparse gradient, fp32, index, bias": Case(lambda n: sparse_gradient(n, SINGLE, indexed=True, bias=True)),
     "sparse gradient, bf16": Case(lambda n: sparse_gradient(n, HALF)),
-    **{
-        f"{what}, {divergence}, {title}": Case(
-            lambda n, gradient=gradient, given=given, divergence=divergence: with_teacher(
-                n, gradient, *given, divergence
-            ),
-            kernel,
-        )
-        for divergence in DIVERGENCES
-        for title, given in (("fp32", (PARAMS, VOCAB)), ("fp32, odd V, softcap", (CAPPED, ODD_VOCAB)))
-        for what, gradient, kernel in (
-            ("divergence", None, "divergence_kernel"),
-            ("gradient with a teacher", HALF, "gradient_kernel"),
-        )
-    },
-    "linear_logp, bf16": Case(lambda n: logps(head(n, HALF))),
-    "linear_logp, bf16, bias, softcap": Case(lambda n: logps(head(n, HALF, bias=True), CAPPED), "partial_kernel"),
-    "linear_logp, bf16, no entropy": Case(lambda n: logps(head(n, HALF), entropy=False), "partial_kernel"),
-    "anchored, bf16": Case(lambda n: exponentials(head(n, HALF))),
-    "anchored, bf16, bias, softcap": Case(
-        lambda n: exponentials(head(n, HALF, bias=True), CAPPED), "exponential_kernel"
-    ),
-    "anchored, bf16, odd V": Case(lambda n: exponentials(head(n, HALF, ODD_VOCAB)), "exponential_kernel"),
+    "linear_logp, bf16": Case(lambda n: logps(head(n))),
+    "linear_logp, bf16, bias, softcap": Case(lambda n: logps(head(n, CAPPED, bias=True)), "partial_kernel"),
+    "linear_logp, bf16, no entropy": Case(lambda n: logps(head(n), entropy=False), "partial_kernel"),
+    "anchored, bf16": Case(lambda n: exponentials(head(n))),
+    "anchored, bf16, bias, softcap": Case(lambda n: exponentials(head(n, CAPPED, bias=True)), "exponential_kernel"),
+    "anchored, bf16, odd V": Case(lambda n: exponentials(head(n, vocab=ODD_VOCAB)), "exponential_kernel"),
     "objective": Case(objective),
     "objective, index": Case(lambda n: objective(n, indexed=True)),
     "objective of sequences": Case(lambda n: sequence_objective(n, GSPO)),
@@ -319,23 +264,33 @@ CASES = {
     "kept ids, bf16, bias, fp32 gradients, added": Case(lambda n: kept(n, HALF, SINGLE, bias=True, add=True)),
     "kept ids, fp32": Case(lambda n: kept(n, SINGLE)),
     "kept ids, one row, H = 1": Case(lambda n: kept(n, HALF, width=1), rows=1),
-    "linear_logp, bf16, V = 97": Case(lambda n: logps(head(n, HALF, **SMALL))),
-    "anchored, bf16, V = 97": Case(lambda n: exponentials(head(n, HALF, **SMALL))),
+    "linear_logp, bf16, V = 97": Case(lambda n: logps(head(n, **SMALL))),
+    "anchored, bf16, V = 97": Case(lambda n: exponentials(head(n, **SMALL))),
     "single pass, one row, V = 1": Case(lambda n: single_pass(n, SINGLE, HALF, vocab=1), rows=1),
     "statistics, one row, V = 1": Case(lambda n: statistics(n, SINGLE, vocab=1), rows=1),
     "gradient, one row, V = 1": Case(lambda n: gradient(n, SINGLE, HALF, vocab=1), rows=1),
-    "gradient with a teacher, one row, V = 1": Case(
-        lambda n: with_teacher(n, HALF, PARAMS, 1, "jsd", bias=True), "gradient_kernel", rows=1
-    ),
-    "divergence, one row, V = 1": Case(
-        lambda n: with_teacher(n, None, PARAMS, 1, "jsd", bias=True), "divergence_kernel", rows=1
-    ),
     "sparse gradient, one row, V = 1": Case(lambda n: sparse_gradient(n, SINGLE, vocab=1), rows=1),
-    "linear_logp, one row, V = H = 1": Case(lambda n: logps(head(n, HALF, **SMALLEST)), rows=1),
-    "anchored, one row, V = H = 1": Case(lambda n: exponentials(head(n, HALF, **SMALLEST)), rows=1),
+    "linear_logp, one row, V = H = 1": Case(lambda n: logps(head(n, **SMALLEST)), rows=1),
+    "anchored, one row, V = H = 1": Case(lambda n: exponentials(head(n, **SMALLEST)), rows=1),
     "objective, one row": Case(objective, rows=1),
     "objective of sequences, one row": Case(lambda n: sequence_objective(n, GSPO), rows=1),
     "sums, one row": Case(sums, rows=1),
     "plan, one row": Case(plan_packed, rows=1),
     "scale, one number": Case(lambda n: scale(n, SINGLE, width=1), rows=1),
 }
+
+
+def teacher_cases(title: str, rows: int = ROWS, **given: Any) -> dict[str, Case]:
+    """The kernel of the divergence alone, and the one of its gradient."""
+    return {
+        f"divergence, {title}": Case(lambda n: statistics(n, SINGLE, **given), "divergence_kernel", rows),
+        f"gradient with a teacher, {title}": Case(
+            lambda n: gradient(n, SINGLE, HALF, **given), "gradient_kernel", rows
+        ),
+    }
+
+
+for divergence in DIVERGENCES:
+    CASES |= teacher_cases(f"{divergence}, fp32", divergence=divergence)
+    CASES |= teacher_cases(f"{divergence}, fp32, odd V, softcap", divergence=divergence, params=CAPPED, vocab=ODD_VOCAB)
+CASES |= teacher_cases("one row, V = 1", 1, divergence="jsd", vocab=1, bias=True)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_kernels.benchmarks.reference import relative_error as relative
-from grpo_kernels.contract import PlannedTokens, TokenValues
 from grpo_kernels.engine import kept
 from grpo_kernels.reference import reference_grpo_loss, reference_logps
 
@@ -396,22 +395,3 @@ def call_counter(monkeypatch: Any, owner: Any, name: str, calls: list[Any], desc
         return original(*args, **kwargs)
 
     monkeypatch.setattr(owner, name, spy)
-
-
-def planned_tokens(
-    table: Tensor, values: TokenValues, scored: Tensor, offsets: Tensor, lengths: Tensor | None = None
-) -> PlannedTokens:
-    """What `sums` and `sequence_objective` read of a plan."""
-    if lengths is None:
-        lengths = offsets.diff().to(table.dtype)
-    return PlannedTokens(
-        table=table,
-        values=values,
-        offsets=offsets,
-        lengths=lengths,
-        scored=scored,
-        active=scored,
-        ids=torch.zeros_like(scored, dtype=torch.int64),
-        order=None,
-        counts=None,
-    )
