@@ -6,7 +6,6 @@ import ctypes
 from collections.abc import Sequence
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import NamedTuple
 
 from grpo_kernels.backends.compiled.cuda import CudaBackend
 
@@ -15,14 +14,6 @@ from .build import ROOT, build_module, build_sanitized, few_types
 __all__ = ["H200", "ROOT", "Emulated", "build_module", "build_sanitized", "few_types"]
 
 H200 = (90, 132, 232448)  # compute capability, multiprocessors, shared memory per block
-
-
-class Launch(NamedTuple):
-    kernel: str
-    grid: int
-    block: int
-    shared: int
-    cluster: int
 
 
 class Emulated(CudaBackend):
@@ -35,7 +26,7 @@ class Emulated(CudaBackend):
         spec.loader.exec_module(module)
         super().__init__(module, "cpu")
         self._controls = ctypes.CDLL(str(path))
-        self._controls.gk_emulator_last_kernel.restype = ctypes.c_char_p
+        self._controls.gk_emulator_last_grid.restype = ctypes.c_uint
         self._controls.gk_items_cover.restype = ctypes.c_bool
 
     def use(self, device: Sequence[int] = H200, order: int = 0) -> None:
@@ -43,10 +34,9 @@ class Emulated(CudaBackend):
         numbers = (*device, *H200[len(device) :])
         self._controls.gk_emulator_use((ctypes.c_int * 3)(*numbers), order)
 
-    def last_launch(self) -> Launch:
-        numbers = (ctypes.c_uint * 4)()
-        self._controls.gk_emulator_last_launch(numbers)
-        return Launch(self._controls.gk_emulator_last_kernel().decode(), *numbers)
+    def last_grid(self) -> int:
+        """Blocks of the last launch."""
+        return self._controls.gk_emulator_last_grid()
 
     def items_cover(self, row_blocks: int, tiles: int, per_part: int, group: int) -> bool:
         """Whether a schedule of the products has every tile of every row block just once."""

@@ -14,7 +14,6 @@
 #include "cuda/driver.h"
 #include "cuda/lm_head_schedule.h"
 #include "fiber.h"
-#include "settings.h"
 
 namespace gk::emulator {
 
@@ -28,6 +27,17 @@ constexpr char kPoison = '\xFF';
 enum class State { kReady, kAtWarp, kAtBlock, kAtCluster, kAtCondition, kDone };
 constexpr const char* kStateNames[] = {
     "running", "a warp's barrier or shuffle", "a block's barrier", "a cluster's barrier", "a condition", "the end"};
+
+// What tests choose, and what they look at afterwards.
+struct Settings {
+    unsigned order = 0;
+    cuda::Device device = {90, 132, 232448};  // an H200's
+    unsigned last_grid = 0;
+};
+Settings& settings() {
+    static Settings settings;
+    return settings;
+}
 
 struct Block;
 
@@ -245,25 +255,12 @@ void Machine::check_ended(Block& block) {
 
 }  // namespace
 
-Settings& settings() {
-    static Settings settings;
-    return settings;
-}
-
 Registration::Registration(const char* name, int threads, size_t size, void (*run)(const void*)) {
     kernels()[name] = {threads, size, run};
 }
 
-int thread_index() { return machine().current().thread; }
-int block_threads() { return static_cast<int>(machine().config().block); }
-unsigned block_index() { return machine().current().block->index; }
-unsigned block_count() { return machine().config().grid; }
-int cluster_rank() { return machine().current().block->rank; }
+unsigned order() { return settings().order; }
 int cluster_size() { return static_cast<int>(machine().config().cluster); }
-char* shared_memory() { return machine().current().block->shared.get(); }
-
-void block_sync(const Place& place) { machine().wait(State::kAtBlock, place); }
-void warp_sync(const Place& place) { machine().wait(State::kAtWarp, place); }
 
 uint64_t shuffle_xor(uint64_t value, int mask, const Place& place) {
     Fiber& fiber = machine().current();
@@ -272,16 +269,6 @@ uint64_t shuffle_xor(uint64_t value, int mask, const Place& place) {
     fiber.values[turn] = value;
     machine().wait(State::kAtWarp, place);
     return fiber.block->fibers[fiber.thread ^ mask].values[turn];
-}
-
-void cluster_arrive(const Place& place) {
-    Fiber& fiber = machine().current();
-    if (fiber.arrived) machine().fail("a second arrival at the cluster's barrier without a wait", place);
-    fiber.arrived = true;
-}
-void cluster_wait(const Place& place) {
-    if (!machine().current().arrived) machine().fail("a wait for the cluster's barrier without an arrival", place);
-    machine().wait(State::kAtCluster, place);
 }
 
 void wait_until(const std::function<bool()>& condition, const Place& place) {
@@ -295,7 +282,7 @@ void fail(const std::string& what, const Place& place) { machine().fail(what, pl
 void* remote(void* address, int rank, const Place& place) {
     Machine& m = machine();
     if (rank < 0 || rank >= cluster_size()) m.fail("no block " + std::to_string(rank) + " in the cluster", place);
-    const ptrdiff_t offset = static_cast<char*>(address) - shared_memory();
+    const ptrdiff_t offset = static_cast<char*>(address) - cuda::dynamic_shared();
     if (offset < 0 || offset >= static_cast<ptrdiff_t>(m.config().shared)) m.fail("not in shared memory", place);
     Block& there = m.block(rank);
     if (!there.started) m.fail("access to a block of the cluster that has not started", place);
@@ -322,6 +309,31 @@ uint16_t float_to_half(float x) {
     return static_cast<uint16_t>(sign + (static_cast<uint32_t>(exponent + 14) << 10) + units);
 }
 
+}  // namespace gk::emulator
+
+namespace gk::cuda {
+
+using namespace emulator;
+
+int thread_index() { return machine().current().thread; }
+int block_threads() { return static_cast<int>(machine().config().block); }
+unsigned block_index() { return machine().current().block->index; }
+unsigned block_count() { return machine().config().grid; }
+int cluster_rank() { return machine().current().block->rank; }
+char* dynamic_shared() { return machine().current().block->shared.get(); }
+
+void block_sync(const Place& place) { machine().wait(State::kAtBlock, place); }
+void warp_sync(const Place& place) { machine().wait(State::kAtWarp, place); }
+void cluster_arrive(const Place& place) {
+    Fiber& fiber = machine().current();
+    if (fiber.arrived) fail("a second arrival at the cluster's barrier without a wait", place);
+    fiber.arrived = true;
+}
+void cluster_wait(const Place& place) {
+    if (!machine().current().arrived) fail("a wait for the cluster's barrier without an arrival", place);
+    machine().wait(State::kAtCluster, place);
+}
+
 float half_to_float(uint16_t half) {
     const float sign = half & 0x8000u ? -1.f : 1.f;
     const int exponent = half >> 10 & 31, fraction = half & 1023;
@@ -329,18 +341,12 @@ float half_to_float(uint16_t half) {
     return sign * (exponent == 0 ? ldexpf(fraction, -24) : ldexpf(fraction + 1024, exponent - 25));
 }
 
-}  // namespace gk::emulator
-
-namespace gk::cuda {
-
-using emulator::settings;
-
 void launch(const char* kernel, const LaunchConfig& config, const void* argument, size_t size) {
     const auto fail = [&](const std::string& what) {
         throw std::runtime_error(std::string("emulator, ") + kernel + ": " + what);
     };
-    const auto found = emulator::kernels().find(kernel);
-    if (found == emulator::kernels().end()) fail("no such kernel");
+    const auto found = kernels().find(kernel);
+    if (found == kernels().end()) fail("no such kernel");
     const Device& device = current_device();
     if (size != found->second.size) fail("an argument of the wrong size");
     if (config.grid == 0 || config.grid > 0x7FFFFFFFu) fail("an impossible grid");
@@ -349,9 +355,8 @@ void launch(const char* kernel, const LaunchConfig& config, const void* argument
     if (config.cluster == 0 || config.cluster > 8 || config.grid % config.cluster != 0) fail("an impossible cluster");
     if (config.cluster > 1 && device.capability < 90) fail("no clusters on this device");
     if (config.shared > static_cast<unsigned>(device.shared_per_block)) fail("too much shared memory");
-    settings().last_kernel = kernel;
-    settings().last_config = config;
-    emulator::machine().launch(kernel, found->second, config, argument);
+    settings().last_grid = config.grid;
+    machine().launch(kernel, found->second, config, argument);
 }
 
 const Device& current_device() { return settings().device; }
@@ -372,11 +377,7 @@ GK_EXPORT void gk_emulator_use(const int* device, unsigned order) {
     settings().order = order;
 }
 
-GK_EXPORT const char* gk_emulator_last_kernel() { return settings().last_kernel.c_str(); }
-GK_EXPORT void gk_emulator_last_launch(unsigned* values) {
-    const gk::cuda::LaunchConfig& config = settings().last_config;
-    values[0] = config.grid, values[1] = config.block, values[2] = config.shared, values[3] = config.cluster;
-}
+GK_EXPORT unsigned gk_emulator_last_grid() { return settings().last_grid; }
 
 // Whether the items are every tile of every row block just once, in parts that start where the last one ends.
 GK_EXPORT bool gk_items_cover(uint32_t row_blocks, uint32_t tiles, uint32_t per_part, uint32_t group) {

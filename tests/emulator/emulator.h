@@ -35,20 +35,9 @@ struct Registration {
     Registration(const char* name, int threads, size_t size, void (*run)(const void* args));
 };
 
-// Of the thread that is running.
-int thread_index();
-int block_threads();
-unsigned block_index();
-unsigned block_count();
-int cluster_rank();
+unsigned order();  // of threads
 int cluster_size();
-char* shared_memory();
-
-void block_sync(const Place& place);
-void warp_sync(const Place& place);
 uint64_t shuffle_xor(uint64_t value, int mask, const Place& place);
-void cluster_arrive(const Place& place);
-void cluster_wait(const Place& place);
 void* remote(void* address, int rank, const Place& place);
 void wait_until(const std::function<bool()>& condition, const Place& place);
 void when_idle(bool (*act)());  // called when no thread can run; false: it has done nothing
@@ -56,24 +45,24 @@ void when_idle(bool (*act)());  // called when no thread can run; false: it has 
 
 // Rounded to nearest even.
 uint16_t float_to_half(float x);
-float half_to_float(uint16_t half);
 uint16_t float_to_bfloat(float x);
 
 }  // namespace gk::emulator
 
 namespace gk::cuda {
 
-GK_DEVICE int thread_index() { return emulator::thread_index(); }
-GK_DEVICE int block_threads() { return emulator::block_threads(); }
-GK_DEVICE unsigned block_index() { return emulator::block_index(); }
-GK_DEVICE unsigned block_count() { return emulator::block_count(); }
-GK_DEVICE int cluster_rank() { return emulator::cluster_rank(); }
-GK_DEVICE char* dynamic_shared() { return emulator::shared_memory(); }
+// Of the thread that is running.
+int thread_index();
+int block_threads();
+unsigned block_index();
+unsigned block_count();
+int cluster_rank();
+char* dynamic_shared();
 
-GK_DEVICE void block_sync(GK_HERE) { emulator::block_sync(place); }
-GK_DEVICE void warp_sync(GK_HERE) { emulator::warp_sync(place); }
-GK_DEVICE void cluster_arrive(GK_HERE) { emulator::cluster_arrive(place); }
-GK_DEVICE void cluster_wait(GK_HERE) { emulator::cluster_wait(place); }
+void block_sync(GK_HERE);
+void warp_sync(GK_HERE);
+void cluster_arrive(GK_HERE);
+void cluster_wait(GK_HERE);
 
 template <class T>
 GK_DEVICE T shuffle_xor(T value, int mask, GK_HERE) {
@@ -85,7 +74,7 @@ GK_DEVICE T shuffle_xor(T value, int mask, GK_HERE) {
     return value;
 }
 GK_DEVICE uint32_t ballot(bool condition, GK_HERE) {
-    uint32_t bits = static_cast<uint32_t>(condition) << emulator::thread_index() % 32;
+    uint32_t bits = static_cast<uint32_t>(condition) << thread_index() % 32;
     for (int mask = 16; mask > 0; mask /= 2) bits |= shuffle_xor(bits, mask, place);
     return bits;
 }
@@ -123,7 +112,7 @@ GK_DEVICE float exp2_fast(float x) {
 GK_DEVICE float reciprocal_fast(float x) { return 1.f / x; }
 GK_DEVICE float max_or_nan(float x, float y) { return x != x || y != y ? NAN : fmaxf(x, y); }
 
-GK_DEVICE float half_to_float(uint16_t bits) { return emulator::half_to_float(bits); }
+float half_to_float(uint16_t half);
 GK_DEVICE uint32_t to_halves(float low, float high) {
     return emulator::float_to_half(low) | static_cast<uint32_t>(emulator::float_to_half(high)) << 16;
 }

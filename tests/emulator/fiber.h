@@ -6,14 +6,13 @@
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #endif
-#if !defined(__x86_64__) || defined(GK_EMULATOR_UCONTEXT)
-#define GK_FIBER_UCONTEXT
+#if !defined(__x86_64__)
 #include <ucontext.h>
 #endif
 
 namespace gk::emulator {
 
-#if defined(GK_FIBER_UCONTEXT)
+#if !defined(__x86_64__)
 struct Context {
     ucontext_t state;
 };
@@ -65,51 +64,43 @@ inline void make_context(Context& context, char* stack, size_t size, void (*entr
 }
 #endif
 
-// A stack that an earlier fiber has left, perhaps in the middle of a function.
-inline void clear_stack(char* stack, size_t size) {
+// clear_stack: of a stack that an earlier fiber has left, perhaps in the middle of a function.
 #if defined(__SANITIZE_ADDRESS__)
-    __asan_unpoison_memory_region(stack, size);
-#endif
-    (void)stack, (void)size;
+inline void clear_stack(char* stack, size_t size) { __asan_unpoison_memory_region(stack, size); }
+inline void start_switch(void** fake, const void* stack, size_t size) {
+    __sanitizer_start_switch_fiber(fake, stack, size);
 }
+inline void finish_switch(void* fake, const void** stack, size_t* size) {
+    __sanitizer_finish_switch_fiber(fake, stack, size);
+}
+#else
+inline void clear_stack(char*, size_t) {}
+inline void start_switch(void**, const void*, size_t) {}
+inline void finish_switch(void*, const void**, size_t*) {}
+#endif
 
 // From the scheduler's stack to a fiber's, and back.
 class Switcher {
   public:
     void enter(Context& fiber, char* stack, size_t size) {
-#if defined(__SANITIZE_ADDRESS__)
-        void* fake;
-        __sanitizer_start_switch_fiber(&fake, stack, size);
-#endif
+        void* fake = nullptr;
+        start_switch(&fake, stack, size);
         switch_context(scheduler_, fiber);
-#if defined(__SANITIZE_ADDRESS__)
-        __sanitizer_finish_switch_fiber(fake, nullptr, nullptr);
-#endif
-        (void)stack, (void)size;
+        finish_switch(fake, nullptr, nullptr);
     }
-    void entered() {  // the first thing that a fiber does
-#if defined(__SANITIZE_ADDRESS__)
-        __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack_, &scheduler_size_);
-#endif
-    }
+    // The first thing that a fiber does.
+    void entered() { finish_switch(nullptr, &scheduler_stack_, &scheduler_size_); }
     void leave(Context& fiber, bool for_ever) {
-#if defined(__SANITIZE_ADDRESS__)
-        void* fake;
-        __sanitizer_start_switch_fiber(for_ever ? nullptr : &fake, scheduler_stack_, scheduler_size_);
-#endif
-        (void)for_ever;
+        void* fake = nullptr;
+        start_switch(for_ever ? nullptr : &fake, scheduler_stack_, scheduler_size_);
         switch_context(fiber, scheduler_);
-#if defined(__SANITIZE_ADDRESS__)
-        __sanitizer_finish_switch_fiber(fake, &scheduler_stack_, &scheduler_size_);
-#endif
+        finish_switch(fake, &scheduler_stack_, &scheduler_size_);
     }
 
   private:
     Context scheduler_ = {};
-#if defined(__SANITIZE_ADDRESS__)
     const void* scheduler_stack_ = nullptr;
     size_t scheduler_size_ = 0;
-#endif
 };
 
 }  // namespace gk::emulator

@@ -9,14 +9,13 @@
 #include <vector>
 
 #include "cuda/driver.h"
-#include "settings.h"
 
 namespace gk::emulator {
 
 namespace {
 
-using cuda::TensorTiles;
-using cuda::head::Fragment;
+using namespace cuda;
+using head::Fragment;
 
 struct Barrier {
     uint32_t count, pending;
@@ -71,7 +70,7 @@ Model& model() {
 }
 
 enum Late : unsigned { kLateLoads = 1, kLateProducts = 2, kLateStores = 4 };
-bool late(Late what) { return settings().order >= 2 && (settings().order & what) != 0; }
+bool late(Late what) { return order() >= 2 && (order() & what) != 0; }
 
 ThreadKey me() { return {block_index(), thread_index()}; }
 
@@ -81,7 +80,7 @@ void require(bool condition, const char* what, const Place& place) {
     if (!condition) fail(what, place);
 }
 
-TensorTiles decode(const cuda::TensorMap* map, const Place& place) {
+TensorTiles decode(const TensorMap* map, const Place& place) {
     require(reinterpret_cast<uintptr_t>(map) % 64 == 0, "a tensor map that is not at a multiple of 64 bytes", place);
     TensorTiles tiles;
     memcpy(&tiles, map->words, sizeof tiles);
@@ -99,8 +98,8 @@ uint16_t* element(const TensorTiles& tiles, int64_t row, int64_t column) {
 template <class Body>
 void for_box(const TensorTiles& tiles, int column, int row, uint32_t address, const Body& body) {
     for (int r = 0; r < tiles.box_rows; r++)
-        for (int c = 0; c < cuda::kBoxColumns; c++)
-            body(swizzled(address + r * cuda::kBoxBytes + c * 2), element(tiles, row + r, column + c));
+        for (int c = 0; c < kBoxColumns; c++)
+            body(swizzled(address + r * kBoxBytes + c * 2), element(tiles, row + r, column + c));
 }
 
 Barrier& barrier_at(uint32_t barrier, uint32_t rank, const Place& place) {
@@ -127,7 +126,7 @@ void perform(const Load& load) {
             const uint16_t value = source ? *source : 0;
             memcpy(load.targets[i] + address, &value, sizeof value);
         });
-        load.barriers[i]->bytes -= load.tiles.box_rows * cuda::kBoxBytes;
+        load.barriers[i]->bytes -= load.tiles.box_rows * kBoxBytes;
         end_phase(*load.barriers[i]);
     }
 }
@@ -142,8 +141,8 @@ void perform(const Product& p) {
     const auto row_of = [&](uint32_t operand, int row, float (&values)[16]) {
         for (int k = 0; k < 16; k++) {
             uint16_t bits;
-            memcpy(&bits, p.shared + swizzled(operand + row * cuda::kBoxBytes + k * 2), sizeof bits);
-            values[k] = p.bfloat16 ? cuda::from_bits(static_cast<uint32_t>(bits) << 16) : half_to_float(bits);
+            memcpy(&bits, p.shared + swizzled(operand + row * kBoxBytes + k * 2), sizeof bits);
+            values[k] = p.bfloat16 ? from_bits(static_cast<uint32_t>(bits) << 16) : half_to_float(bits);
         }
     };
     float a[2][16], b[16];
@@ -179,9 +178,15 @@ bool perform_some_load() {
 
 }  // namespace
 
+}  // namespace gk::emulator
+
+namespace gk::cuda::head {
+
+using namespace emulator;
+
 void store_shared(uint32_t address, uint32_t value, const Place& place) {
     require(address % 4 == 0, "a store at an odd address", place);
-    memcpy(shared_memory() + address, &value, sizeof value);
+    memcpy(dynamic_shared() + address, &value, sizeof value);
     model().unfenced[me()].push_back(address);
     model().unfenced_words[block_index()].insert(address);
 }
@@ -194,7 +199,7 @@ void fence_shared_for_tma() {
 
 void barrier_init(uint32_t barrier, uint32_t count, const Place& place) {
     require(barrier % 8 == 0, "a barrier that is not at a multiple of 8 bytes", place);
-    remote(shared_memory() + barrier, cluster_rank(), place);
+    remote(dynamic_shared() + barrier, cluster_rank(), place);
     Model& m = model();
     m.barriers[{block_index(), barrier}] = {count, count, 0, 0};
     // Nothing of the last launch is left, which may have ended with an error.
@@ -209,7 +214,7 @@ void barrier_expect(uint32_t barrier, uint32_t bytes, const Place& place) {
 }
 
 void barrier_arrive(uint32_t barrier, uint32_t rank, const Place& place) {
-    remote(shared_memory() + barrier, static_cast<int>(rank), place);  // the block lives
+    remote(dynamic_shared() + barrier, static_cast<int>(rank), place);  // the block lives
     arrive(barrier_at(barrier, rank, place), place);
 }
 
@@ -229,13 +234,13 @@ void named_barrier(int id, int threads, bool wait, const Place& place) {
     if (wait) wait_until([&barrier, generation] { return barrier.generation != generation; }, place);
 }
 
-void tma_load(uint32_t target, const cuda::TensorMap* map, int column, int row, uint32_t barrier, uint32_t blocks,
-              const Place& place) {
+void tma_load_multicast(uint32_t target, const TensorMap* map, int column, int row, uint32_t barrier, uint16_t blocks,
+                        const Place& place) {
     require(target % 1024 == 0, "a swizzled box that is not at a multiple of 1,024 bytes", place);
     Load load = {decode(map, place), column, row, {}, {}, target};
     for (int rank = 0; rank < cluster_size(); rank++) {
         if (!(blocks >> rank & 1)) continue;
-        void* there = remote(shared_memory() + target, rank, place);
+        void* there = remote(dynamic_shared() + target, rank, place);
         load.targets.push_back(static_cast<char*>(there) - target);
         load.barriers.push_back(&barrier_at(barrier, rank, place));
     }
@@ -246,17 +251,17 @@ void tma_load(uint32_t target, const cuda::TensorMap* map, int column, int row, 
         perform(load);
 }
 
-void tma_store(const cuda::TensorMap* map, int column, int row, uint32_t source, const Place& place) {
-    const Store store = {decode(map, place), column, row, shared_memory(), source};
+void tma_store(const TensorMap* map, int column, int row, uint32_t source, uint64_t, const Place& place) {
+    const Store store = {decode(map, place), column, row, dynamic_shared(), source};
     require(source % 1024 == 0, "a swizzled box that is not at a multiple of 1,024 bytes", place);
     for (const uint32_t address : model().unfenced_words[block_index()])
-        require(address < source || address >= source + store.tiles.box_rows * cuda::kBoxBytes,
+        require(address < source || address >= source + store.tiles.box_rows * kBoxBytes,
                 "a store of what no fence has made visible", place);
     model().stores[me()].push_back(store);
     if (!late(kLateStores)) perform(store);
 }
 
-void tma_store_wait(int pending, const Place&) {
+void wait_for_stores(int pending) {
     std::deque<Store>& mine = model().stores[me()];
     while (mine.size() > static_cast<size_t>(pending)) {
         if (late(kLateStores)) perform(mine.front());
@@ -264,10 +269,10 @@ void tma_store_wait(int pending, const Place&) {
     }
 }
 
-void wgmma(float* result, uint64_t a, uint64_t b, bool accumulate, bool bfloat16, const Place& place) {
-    const int thread = thread_index() % cuda::head::kWarpgroup;
+void multiply(float* result, uint64_t a, uint64_t b, bool accumulate, bool bfloat16, const Place& place) {
+    const int thread = thread_index() % kWarpgroup;
     const Product product = {
-        result, shared_memory(), operand_address(a, place), operand_address(b, place), accumulate, bfloat16, thread};
+        result, dynamic_shared(), operand_address(a, place), operand_address(b, place), accumulate, bfloat16, thread};
     if (!late(kLateProducts)) return perform(product);
     auto& groups = model().products[me()];
     if (groups.empty()) groups.emplace_back();
@@ -278,7 +283,7 @@ void wgmma_commit() {
     if (late(kLateProducts)) model().products[me()].emplace_back();
 }
 
-void wgmma_wait(int pending) {
+void wait_for_products(int pending) {
     auto& groups = model().products[me()];
     while (groups.size() > static_cast<size_t>(pending) + 1) {
         for (const Product& product : groups.front()) perform(product);
@@ -286,7 +291,7 @@ void wgmma_wait(int pending) {
     }
 }
 
-}  // namespace gk::emulator
+}  // namespace gk::cuda::head
 
 namespace gk::cuda {
 
