@@ -8,10 +8,9 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 Name = tuple[str, str]  # kernel, target
-Numbers = dict[str, Any]  # registers, spills, shared; instructions: {kind: how many}
 
 # In the machine code: tensor cores by generation, tiles moved by the TMA unit, registers that a warp gives to others,
 # asynchronous copies, accesses of 128 bits and more, and conversions to float32.
@@ -33,13 +32,25 @@ INSTRUCTIONS = {
 }
 
 
+class Found(NamedTuple):
+    """What a compiler made of a kernel for a target."""
+
+    registers: int
+    spills: int  # loads and stores of registers that had to go to local memory
+    shared: int  # bytes
+    instructions: dict[str, int]  # {kind: how many}
+    multiplies: bool = False  # it holds a matrix product of 16-bit inputs
+
+
+Kernels = Mapping[Name, Found]
+
+
 def instructions(code: str, kinds: Iterable[str]) -> dict[str, int]:
     counts = {kind: len(re.findall(INSTRUCTIONS[kind], code)) for kind in kinds}
     return {kind: number for kind, number in counts.items() if number}
 
 
 def spills(code: str) -> int:
-    """Loads and stores of registers that had to go to local memory."""
     return len(re.findall(r"\b(?:LDL|STL)\b", code))
 
 
@@ -57,19 +68,19 @@ def disassemble(cubin: Path) -> tuple[str, str]:
     return usage, code
 
 
-def complaints(found: Mapping[Name, Numbers], budget: Mapping[str, Any], targets: Collection[str]) -> list[str]:
+def complaints(found: Kernels, budget: Mapping[str, Any], targets: Collection[str]) -> list[str]:
     """What is worse than in the budget, {kernel: {target: numbers}}, and what only one of both has; one line each."""
     lines = []
-    for (name, target), numbers in found.items():
+    for (name, target), kernel in found.items():
         where, allowed = f"{name} on {target}", budget.get(name, {}).get(target)
         if allowed is None:
             lines.append(f"{where}: not in the budget; --write adds it")
             continue
         for what in ("registers", "spills", "shared"):
-            if numbers[what] > allowed[what]:
-                lines.append(f"{where}: {what} {numbers[what]}, budget {allowed[what]}")
+            if getattr(kernel, what) > allowed[what]:
+                lines.append(f"{where}: {what} {getattr(kernel, what)}, budget {allowed[what]}")
         for kind in allowed["instructions"]:
-            if not numbers["instructions"].get(kind):
+            if not kernel.instructions.get(kind):
                 lines.append(f"{where}: no {kind}, which the budget names")
     for name, entries in budget.items():
         for target in entries:
@@ -78,17 +89,17 @@ def complaints(found: Mapping[Name, Numbers], budget: Mapping[str, Any], targets
     return lines
 
 
-def new_budget(found: Mapping[Name, Numbers], old: Mapping[str, Any], targets: Collection[str]) -> dict[str, Any]:
+def new_budget(found: Kernels, old: Mapping[str, Any], targets: Collection[str]) -> dict[str, Any]:
     """The numbers found; those of targets that were not compiled stay as they are."""
     budget: dict[str, Any] = {}
-    for (name, target), numbers in found.items():
+    for (name, target), kernel in found.items():
         others = {other: entry for other, entry in old.get(name, {}).items() if other not in targets}
-        entry = numbers | {"instructions": sorted(numbers["instructions"])}
+        entry = dict(zip(kernel._fields[:3], kernel[:3], strict=True), instructions=sorted(kernel.instructions))
         budget.setdefault(name, others)[target] = entry
     return budget
 
 
-def hold(found: Mapping[Name, Numbers], file: Path, compiler: str, targets: Collection[str], write: bool) -> list[str]:
+def hold(found: Kernels, file: Path, compiler: str, targets: Collection[str], write: bool) -> list[str]:
     """The complaints about kernels of these targets; write: what was found becomes the budget."""
     written = json.loads(file.read_text()) if file.exists() else {"compiler": compiler, "kernels": {}}
     budget = written["kernels"]
@@ -111,6 +122,9 @@ def verdict(problems: Iterable[str]) -> int:
     return 1 if problems else 0
 
 
-def row(width: int, kernel: object, target: object, *columns: object) -> str:
-    *numbers, last = columns
-    return f"{kernel!s:{width}}{target!s:8}" + "".join(f"{number!s:>9}" for number in numbers) + f"  {last}"
+def row(target: object, registers: object, spills: object, shared: object, kernel: str, said: str) -> str:
+    return f"{target!s:8}{registers!s:>9}{spills!s:>9}{shared!s:>9}  {kernel}  {said}"
+
+
+def describe(kernel: str, target: str, found: Found) -> str:
+    return row(target, *found[:3], kernel, "  ".join(f"{number} {kind}" for kind, number in found.instructions.items()))

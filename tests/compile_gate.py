@@ -4,6 +4,7 @@
     python tests/compile_gate.py --targets sm_90    one target
     python tests/compile_gate.py --write            what was found becomes the budget
     python tests/compile_gate.py --triton 3.9.0     another Triton than the one that is installed
+    python tests/compile_gate.py --keys             how often kernels would compile as the number of rows changes
 
 A case of compile_cases.py calls a launcher of the package. A stub stands in for the driver, and a launch compiles and
 returns: signature, alignment, constants and options are those of a real call, the launch configuration is the target's
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import multiprocessing
 import os
 import pkgutil
@@ -31,19 +33,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import budget
-from budget import Name
+from budget import Found, Kernels, Name
 
 ROOT = Path(__file__).resolve().parents[1]
 BUDGETS = ROOT / "tests" / "compile_budget"
-row = partial(budget.row, 73)
 MOST_SPILLS = 2  # a store and a load: what ptxas trades for more warps per multiprocessor
 
 
@@ -66,20 +67,6 @@ TARGETS = {
 }
 
 KINDS = ("HMMA", "HGMMA", "UTCMMA", "MFMA", "UTMALDG", "LDGSTS", "LDG.128", "STG.128")  # of instructions
-
-
-class Found(NamedTuple):
-    """What a compiler made of a kernel for a target."""
-
-    registers: int
-    spills: int  # loads and stores of registers that had to go to local memory
-    shared: int  # bytes
-    instructions: dict[str, int]
-    multiplies: bool  # it holds a matrix product of 16-bit inputs
-    seconds: float = 0.0
-
-    def numbers(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("registers", "spills", "shared", "instructions")}
 
 
 # --- compiling --------------------------------------------------------------------------------------------------------
@@ -128,7 +115,6 @@ def compile_case(case: str, target: str) -> dict[str, Found] | str:
     run, architecture = JITFunction.run, launch.architecture
     triton.runtime.driver.set_active(StubDriver(target))
     JITFunction.run, launch.architecture = compile_only, lambda device: TARGETS[target].launch
-    start = time.perf_counter()
     try:
         call(rows)
     except Exception as error:  # compilers fail in many ways, and the others are to be tried too
@@ -136,8 +122,7 @@ def compile_case(case: str, target: str) -> dict[str, Found] | str:
         return f"{type(error).__name__}: {text[-1] if text else ''}"
     finally:
         JITFunction.run, launch.architecture = run, architecture
-    seconds = (time.perf_counter() - start) / max(len(compiled), 1)
-    return {name: examine(kernel, TARGETS[target])._replace(seconds=seconds) for name, kernel in compiled.items()}
+    return {name: examine(kernel, TARGETS[target]) for name, kernel in compiled.items()}
 
 
 def examine(kernel: Any, target: Target) -> Found:
@@ -179,17 +164,42 @@ def package_kernels() -> set[str]:
         for function in vars(importlib.import_module(module.name)).values():
             if isinstance(function, JITFunction) and function.fn.__module__.startswith(kernels.__name__):
                 calls[full_name(function)] = function.fn.__code__.co_names
-    return uncalled(calls)
+    used = {name for uses in calls.values() for name in uses}
+    return {function for function in calls if function.rpartition(".")[2] not in used}
 
 
 def full_name(function: Any) -> str:
     return f"{function.fn.__module__.rpartition('.')[2]}.{function.fn.__name__}"
 
 
-def uncalled(calls: Mapping[str, Iterable[str]]) -> set[str]:
-    """Functions that no other one calls, from the names that each uses."""
-    used = {name for uses in calls.values() for name in uses}
-    return {function for function in calls if function.rpartition(".")[2] not in used}
+# --- specialisation ---------------------------------------------------------------------------------------------------
+
+
+def print_keys(target: str) -> None:
+    """Under how many keys Triton would keep each kernel when the number of rows changes, as JSON by case.
+
+    Nothing is compiled. A second key is a second compilation, and one inside the capture of a CUDA graph fails:
+    arguments that depend on the rows of a call, as counts, row strides of tables and where a chunk begins, must not be
+    specialised.
+    """
+    import triton
+    from compile_cases import CASES
+
+    from grpo_kernels.backends import launch
+
+    found: dict[str, dict[str, set[str]]] = {case: defaultdict(set) for case in CASES}
+
+    def note(*, key: str, fn: Any, **_: Any) -> bool:
+        found[case][f"{fn.module.rpartition('.')[2]}.{fn.name.rpartition('.')[2]}"].add(key)
+        return True  # that is enough: do not compile
+
+    launch.architecture = lambda device: TARGETS[target].launch
+    triton.runtime.driver.set_active(StubDriver(target))
+    triton.knobs.runtime.jit_cache_hook = note
+    for case in CASES:
+        for rows in (1, 16, 17, 4096):
+            CASES[case].launch(rows)
+    print(json.dumps({case: {kernel: len(keys) for kernel, keys in found[case].items()} for case in CASES}))
 
 
 # --- checking ---------------------------------------------------------------------------------------------------------
@@ -200,7 +210,7 @@ def budget_file(version: str) -> Path:
     return BUDGETS / f"triton-{'.'.join(version.split('.')[:2])}.json"
 
 
-def complaints(found: Mapping[Name, Found]) -> list[str]:
+def complaints(found: Kernels) -> list[str]:
     """What is wrong with kernels on budgeted targets whatever the budget says, one line each."""
     lines = []
     for (name, target), kernel in found.items():
@@ -227,10 +237,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help=f"rewrite the file in {BUDGETS.name}/ from what was found")
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS), metavar="TARGET")
     parser.add_argument("--triton", metavar="VERSION", help="install it into a folder of its own for this call")
+    parser.add_argument("--keys", action="store_true", help="only print how often kernels compile as rows change")
     arguments = parser.parse_args(argv)
     if os.environ.get("TRITON_INTERPRET") == "1":
         print("compile_gate: TRITON_INTERPRET=1 is set, under which Triton compiles nothing; unset it", file=sys.stderr)
         return 2
+    if arguments.keys:
+        print_keys("sm_90")
+        return 0
     with tempfile.TemporaryDirectory(prefix="compile-gate-") as folder:
         if arguments.triton is not None:
             return gate_with(arguments.triton, folder, arguments.targets, arguments.write)
@@ -261,15 +275,15 @@ def gate(targets: list[str], write: bool) -> int:
     start = time.perf_counter()
     found: dict[Name, Found] = {}
     problems = []
-    print(row("kernel", "target", "regs", "spills", "shared", "seconds", "instructions"))
+    print(budget.row("target", "regs", "spills", "shared", "kernel", "instructions"))
     for case, target, result in compile_all(CASES, targets):
         if isinstance(result, str):
-            print(row(case, target, "-", "-", "-", "-", result))
+            print(budget.row(target, "-", "-", "-", case, result))
             if TARGETS[target].budgeted:
                 problems.append(f"{case} does not compile for {target}: {result}")
             continue
         for name, kernel in result.items():
-            print(describe(name, target, kernel), flush=True)
+            print(budget.describe(name, target, kernel), flush=True)
             found[name, target] = kernel
     print(f"{len(found)} kernels in {time.perf_counter() - start:.0f} s")
 
@@ -277,14 +291,8 @@ def gate(targets: list[str], write: bool) -> int:
     problems += uncovered(package_kernels(), found)
     if not has_budget:
         return budget.verdict(problems)
-    problems += complaints(held)
-    numbers = {name: kernel.numbers() for name, kernel in held.items()}
-    return budget.verdict(problems + budget.hold(numbers, file, f"Triton {triton.__version__}", targets, write))
-
-
-def describe(name: str, target: str, kernel: Found) -> str:
-    instructions = "  ".join(f"{number} {kind}" for kind, number in kernel.instructions.items())
-    return row(name, target, kernel.registers, kernel.spills, kernel.shared, f"{kernel.seconds:.1f}", instructions)
+    problems += complaints(held) + budget.hold(held, file, f"Triton {triton.__version__}", targets, write)
+    return budget.verdict(problems)
 
 
 if __name__ == "__main__":

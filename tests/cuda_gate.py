@@ -23,13 +23,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import budget
-from budget import Name
+from budget import Found, Kernels
 
 ROOT = Path(__file__).resolve().parents[1]
 BUDGET = ROOT / "tests" / "cuda_budget.json"
@@ -43,7 +40,6 @@ TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 SPECIFIC = "sm_90a"  # the architecture with products
 PRODUCTS = ROOT / "csrc" / "cuda" / "lm_head_sm90.cu"
 
-row = partial(budget.row, 36)
 PRODUCT = re.compile(r"gk_(linear_logp|exponentials)_")
 # Of the tensor cores, of the unit that fetches tiles, and what moves registers from its warps to the others.
 PRODUCT_INSTRUCTIONS = ("HGMMA", "UTMALDG", "MULTICAST", "USETMAXREG")
@@ -52,31 +48,17 @@ KINDS = (*PRODUCT_INSTRUCTIONS, "HGMMA.BF16", "UTMASTG", "LDG.128", "STG.128", "
 FLOAT_INDEX = "I2FP.F32.U32"
 
 
-class Found(NamedTuple):
-    """What the compiler made of a kernel."""
-
-    registers: int
-    spills: int  # loads and stores of registers that had to go to local memory
-    shared: int  # static, bytes
-    instructions: dict[str, int]
-
-
 # --- finding out ------------------------------------------------------------------------------------------------------
-
-
-def bodies_of(code: str) -> dict[str, str]:
-    """Kernel -> its machine code"""
-    return dict(re.findall(r"^\.text\.(\w+):\n(.*?)(?=^\s*\.section|\Z)", code, flags=re.MULTILINE | re.DOTALL))
 
 
 def read_code(usage: str, code: str) -> dict[str, Found]:
     """Kernel -> what it takes, from the output of the two tools."""
-    bodies = bodies_of(code)
+    bodies = dict(re.findall(r"^\.text\.(\w+):\n(.*?)(?=^\s*\.section|\Z)", code, flags=re.MULTILINE | re.DOTALL))
     found = {}
     for kernel, registers, shared in re.findall(r"Function (\w+):\s+REG:(\d+).*?SHARED:(\d+)", usage):
         body = bodies[kernel]
-        kinds = budget.instructions(body, KINDS)
-        found[kernel] = Found(int(registers), budget.spills(body), int(shared), kinds)
+        instructions = budget.instructions(body, KINDS)
+        found[kernel] = Found(int(registers), budget.spills(body), int(shared), instructions)
     return found
 
 
@@ -92,7 +74,7 @@ def assembler_warnings(compiler: cuda.Compiler) -> list[str]:
 # --- checking ---------------------------------------------------------------------------------------------------------
 
 
-def complaints(found: Mapping[Name, Found]) -> list[str]:
+def complaints(found: Kernels) -> list[str]:
     """What is wrong whatever the budget says, one line each."""
     lines = []
     for (kernel, architecture), code in found.items():
@@ -130,25 +112,19 @@ def gate(write: bool) -> int:
     folder, images = cuda.build_images(newest, "full")
     for other in older:
         cuda.build_images(other, SPECIFIC.removeprefix("sm_"))
-    found: dict[Name, Found] = {}
+    found = {}
     for image in images:
         if image.architecture in TARGETS:
             for kernel, code in read_code(*budget.disassemble(folder / image.file)).items():
                 found[kernel, image.architecture] = code
-    print(row("kernel", "target", "regs", "spills", "static", ""))
+    print(budget.row("target", "regs", "spills", "static", "kernel", "instructions"))
     for name, code in sorted(found.items()):
-        print(describe(*name, code))
+        print(budget.describe(*name, code))
     compilers = ", ".join(map(str, (newest, *older)))
     print(f"{len(found)} kernels of {compilers} in {time.perf_counter() - start:.0f} s")
 
     problems = assembler_warnings(newest) + complaints(found)
-    numbers: dict[Name, dict[str, Any]] = {name: code._asdict() for name, code in found.items()}
-    return budget.verdict(problems + budget.hold(numbers, BUDGET, str(newest), TARGETS, write))
-
-
-def describe(kernel: str, architecture: str, code: Found) -> str:
-    instructions = "  ".join(f"{number} {kind}" for kind, number in code.instructions.items())
-    return row(kernel, architecture, code.registers, code.spills, code.shared, instructions)
+    return budget.verdict(problems + budget.hold(found, BUDGET, str(newest), TARGETS, write))
 
 
 if __name__ == "__main__":

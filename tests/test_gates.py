@@ -12,12 +12,13 @@ import budget
 import compile_gate
 import cuda_gate
 import pytest
+from budget import Found
 from compile_cases import CASES
 from cuda_gate import TARGETS
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS, PRODUCT = "gk_rows_f32", "gk_exponentials_bfloat16"
-NUMBERS = dict(registers=64, spills=0, shared=128, instructions={"LDG.128": 8})
+NUMBERS = Found(64, 0, 128, {"LDG.128": 8})
 GOOD = {(ROWS, "sm_80"): NUMBERS, (ROWS, "sm_90a"): NUMBERS}
 
 
@@ -31,7 +32,7 @@ GOOD = {(ROWS, "sm_80"): NUMBERS, (ROWS, "sm_90a"): NUMBERS}
 def test_numbers_are_held_to_the_budget(changes, said, tmp_path):
     file = tmp_path / "budget.json"
     assert budget.hold(GOOD, file, "NVRTC 1", TARGETS, write=True) == []
-    changed = {**GOOD, (ROWS, "sm_90a"): NUMBERS | changes}
+    changed = {**GOOD, (ROWS, "sm_90a"): NUMBERS._replace(**changes)}
     lines = budget.hold(changed, file, "NVRTC 1", TARGETS, write=False)
     assert lines == ([] if said is None else lines[:1]) and all(f"{ROWS} on sm_90a: {said}" in line for line in lines)
 
@@ -49,17 +50,17 @@ def test_kernels_and_budget_belong_together(tmp_path):
 
 
 def test_what_no_budget_allows():
-    matmul = compile_gate.Found(168, 0, 0, {"HGMMA": 0, "HMMA": 64}, multiplies=True)
-    rows = compile_gate.Found(64, 3, 0, {}, multiplies=False)
+    matmul = Found(168, 0, 0, {"HGMMA": 0, "HMMA": 64}, multiplies=True)
+    rows = Found(64, 3, 0, {}, multiplies=False)
     lines = compile_gate.complaints({("a", "sm_90"): matmul, ("b", "sm_90"): rows})
     assert ["no HGMMA" in lines[0], "3 spills" in lines[1]] == [True, True]
     assert len(compile_gate.uncovered({"rows.kernel", "linear.kernel"}, [("rows.kernel: fp32", "sm_90")])) == 1
     kinds = dict.fromkeys(cuda_gate.PRODUCT_INSTRUCTIONS, 4)
     found = {
-        (ROWS, "sm_80"): cuda_gate.Found(64, 2, 0, {"I2FP.F32.U32": 1}),
-        (ROWS, "sm_90a"): cuda_gate.Found(64, 0, 0, {}),
-        (PRODUCT, "sm_90a"): cuda_gate.Found(168, 4, 0, kinds | {"UTMALDG": 0, "HGMMA.BF16": 4}),
-        ("gk_exponentials_float16", "sm_90a"): cuda_gate.Found(168, 0, 0, kinds | {"HGMMA.BF16": 4}),
+        (ROWS, "sm_80"): Found(64, 2, 0, {"I2FP.F32.U32": 1}),
+        (ROWS, "sm_90a"): Found(64, 0, 0, {}),
+        (PRODUCT, "sm_90a"): Found(168, 4, 0, kinds | {"UTMALDG": 0, "HGMMA.BF16": 4}),
+        ("gk_exponentials_float16", "sm_90a"): Found(168, 0, 0, kinds | {"HGMMA.BF16": 4}),
     }
     said = ("2 spills", "2^24 is the last", "no UTMALDG", "the other 16-bit type")
     for line, words in zip(cuda_gate.complaints(found), said, strict=True):
@@ -70,7 +71,7 @@ def test_another_number_of_rows_compiles_nothing_anew():
     """One key per kernel for 1, 16, 17 and 4,096 rows, wherever a chunk begins: no graph can compile."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, str(ROOT / "tests/triton_keys.py")]
+    command = [sys.executable, str(ROOT / "tests/compile_gate.py"), "--keys"]
     keys = json.loads(subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout)
     assert set(keys) == set(CASES)
     assert {f"{kernel} in {case}": n for case, found in keys.items() for kernel, n in found.items() if n != 1} == {}
