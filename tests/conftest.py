@@ -71,6 +71,24 @@ def backend(request) -> str:
     return request.param
 
 
+@pytest.fixture
+def unwritten_is_nan():
+    """Memory that nothing has been written to holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def emulated(unwritten_is_nan):
+    """The CUDA kernels on the emulated GPU, whose settings are as before after the test."""
+    from grpo_kernels.backends import get_backend
+
+    kernels = get_backend("cuda")
+    yield kernels
+    kernels.use()
+
+
 @pytest.fixture(scope="session")
 def model(tmp_path_factory) -> Path:
     """Of the trainer's tests: a tiny model and its tokenizer."""

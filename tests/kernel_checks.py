@@ -168,11 +168,9 @@ def spread(rows: Rows, tokens: int, x: Tensor, elsewhere: float = math.nan) -> T
     return out
 
 
-def check_values(
-    kernels: Kernels, rows: Rows, values: TokenValues, table: Tensor | None, params: KernelParams, exact: bool = True
-) -> None:
+def check_values(kernels: Kernels, rows: Rows, values: TokenValues, table: Tensor | None, params: KernelParams) -> None:
     """Exactly these rows' tokens have been written: their statistics, and with a table the objective at these, of which
-    the same formula compiled twice may differ by roundings unless `exact`."""
+    the same formula compiled twice may differ by roundings."""
     expected = some_values(values.columns.shape[1])
     for name in ("logp", "entropy"):
         field = VALUE_FIELDS.index(name)
@@ -180,16 +178,18 @@ def check_values(
     rows.put(expected.lse, rows.take(values.lse))
     if table is not None:
         kernels.token_objective(rows, table, expected, params)
-    if not exact:
-        torch.testing.assert_close(values.columns, expected.columns, rtol=1e-5, atol=1e-6)
-        values = values._replace(columns=expected.columns)
-    check_equal(values, expected)
+    torch.testing.assert_close(values.columns, expected.columns, rtol=1e-5, atol=1e-6)
+    assert torch.equal(values.lse, expected.lse)
 
 
 def check_rows(
-    kernels: Kernels, vocab: int, dtypes: tuple[torch.dtype, torch.dtype], params: KernelParams, shift: int = 0,
-    biased: bool = False, exact_objective: bool = True
-) -> None:  # fmt: skip
+    kernels: Kernels,
+    vocab: int,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    params: KernelParams,
+    shift: int = 0,
+    biased: bool = False,
+) -> None:
     """statistics, logits_gradient and single_pass of a few rows, all at a row stride of their own, each called twice:
     for neighbours among the tokens, and for a list of tokens."""
     count, tokens = 5, 11
@@ -234,7 +234,7 @@ def check_rows(
         by_pass, around_pass = placed(torch.zeros(count, vocab), vocab + 5, shift + 1, dtypes[1])
         kernels.single_pass(chunk._replace(values=passed), table, RowGradients(by_pass, errors[1]))
         check_statistics(stats_of(passed, rows), (logp, lse, entropy))
-        check_values(kernels, rows, passed, table, reinforce, exact_objective)
+        check_values(kernels, rows, passed, table, reinforce)
         check_gradient(by_pass, expected, scale)
         sampled = torch.arange(count), ids
         for grad, error in zip((by_gradient, by_pass), errors, strict=True):
@@ -243,7 +243,7 @@ def check_rows(
         without = some_values(tokens)
         kernels.single_pass(chunk._replace(values=without), table)
         check_equal(stats_of(without), stats_of(by_stats))
-        check_values(kernels, rows, without, table, reinforce, exact_objective)
+        check_values(kernels, rows, without, table, reinforce)
 
         gradients = by_gradient.clone(), by_pass.clone()
         for grad, buffer in ((by_gradient, around), (by_pass, around_pass)):
@@ -256,34 +256,34 @@ def check_rows(
 
 
 def check_in_place(kernels: Kernels, vocab: int, dtypes: tuple[torch.dtype, torch.dtype], shift: int = 0) -> None:
-    """Over the logits of the same type, or 16-bit over the front of the fp32 rows that they come from."""
+    """Over the logits of the same type, or 16-bit over the front of the fp32 rows that they come from: the bits of a
+    gradient elsewhere."""
     rows = 4
     values, ids = make_logits(rows, vocab, dtypes[0])
     table, params = make_table(rows, advantage=-1.0), KernelParams(surrogate="weighted", has_old=False)
     table[FIELD["weight_entropy"], 1] = 0.2
-    g = table[FIELD["weight_entropy"]]
-    temperature, ones = torch.ones(rows), torch.ones(rows)
-    apart = torch.empty(rows, vocab, dtype=dtypes[1])
+    ones = torch.ones(rows)
     # At the same places between two multiples of 16 bytes: the order of a sum depends on them.
     untouched, _ = placed(values, vocab + 3, shift)
-    expected = single_pass(kernels, untouched, apart, ids, table, params)
-    for way in ("single_pass", "gradient"):
+    stats = statistics(kernels, untouched, ids, ones, params)
+
+    def by_pass(logits: Tensor, grad: Tensor) -> None:
+        check_equal(single_pass(kernels, logits, grad, ids, table, params), stats)
+
+    def by_gradient(logits: Tensor, grad: Tensor) -> None:
+        gradient(kernels, logits, grad, ids, ones, stats, ones, table[FIELD["weight_entropy"]], params)
+
+    for write in (by_pass, by_gradient):
         logits, buffer = placed(values, vocab + 3, shift)
-        over = logits
+        over, apart = logits, torch.empty(rows, vocab, dtype=dtypes[1])
         if dtypes[1] != dtypes[0]:
             # Logits start at a multiple of 4 bytes, so a view in 16 bits exists; its row stride is twice as long.
             start = logits.storage_offset() * 2
             over = buffer.view(dtypes[1])[start:].as_strided((rows, vocab), (2 * (vocab + 3), 1))
         assert over.data_ptr() == logits.data_ptr()
-        if way == "single_pass":
-            check_equal(single_pass(kernels, logits, over, ids, table, params), expected)
-            assert torch.equal(over, apart)
-        else:
-            gradient(kernels, logits, over, ids, temperature, expected, ones, g, params)
-            other = torch.empty_like(apart)
-            gradient(kernels, untouched, other, ids, temperature, expected, ones, g, params)
-            assert torch.equal(over, other)
-            check_gradient(over, apart.double(), 2 * ones + UNIT[dtypes[1]] * 1e6)
+        write(untouched, apart)
+        write(logits, over)
+        assert torch.equal(over, apart)
         width = vocab * dtypes[1].itemsize // dtypes[0].itemsize + 1  # of the logits' elements, the last one in part
         logits[:, :width] = 7.5
         if dtypes[1] == dtypes[0]:
@@ -305,26 +305,21 @@ def check_extremes(kernels: Kernels, dtypes: tuple[torch.dtype, torch.dtype]) ->
     logits[9, 11] = 25.0  # sampled, p = 1 - 4e-8
     ids = torch.tensor([3, 1, 2999, 17, 18, 0, vocab - 1, 0, 6, 11])
     rows, ones = torch.arange(10), torch.ones(10)
-    params = KernelParams()
-    _, logp, lse, entropy = exact(logits, ids, ones, params)
+    params = KernelParams(surrogate="weighted", has_old=False)
+    _, logp, lse, entropy = (x.detach() for x in exact(logits, ids, ones, params))
     found = statistics(kernels, logits, ids, ones, params)
     check_statistics(found, (logp, lse, entropy))
-    grad = torch.empty(10, vocab, dtype=dtypes[1])
-    gradient(kernels, logits, grad, ids, ones, found, ones, 0.1 * ones, params)
-    expected = torch.softmax(logits.double(), -1)
-    log_p = torch.where(expected > 0, logits.double() - lse.detach()[:, None], 0.0)
-    expected = -expected * (1 + 0.1 * (log_p + entropy.detach()[:, None]))
-    expected[rows, ids] += 1
-    check_gradient(grad, expected, ones * 2)
-    assert (grad[torch.isneginf(logits)] == 0).all()
-    reinforce = KernelParams(surrogate="weighted", has_old=False)
-    single_pass(kernels, logits, grad, ids, make_table(10, advantage=-1.0, weight_entropy=0.1), reinforce)
-    check_gradient(grad, expected, ones * 2)
-    assert (grad[torch.isneginf(logits)] == 0).all()
-    single_pass(kernels, logits, grad, ids, make_table(10, advantage=-1.0), reinforce)
-    expected = -torch.softmax(logits.double(), -1)
-    expected[rows, ids] += 1
-    check_gradient(grad, expected, ones * 2)
+    p = torch.softmax(logits.double(), -1)
+    log_p = torch.where(p > 0, logits.double() - lse[:, None], 0.0)
+    by_gradient, by_pass = torch.empty(2, 10, vocab, dtype=dtypes[1])
+    for weight in (0.1, 0.0):  # of the entropy
+        expected = -p * (1 + weight * (log_p + entropy[:, None]))
+        expected[rows, ids] += 1
+        gradient(kernels, logits, by_gradient, ids, ones, found, ones, weight * ones, params)
+        single_pass(kernels, logits, by_pass, ids, make_table(10, advantage=-1.0, weight_entropy=weight), params)
+        for grad in (by_gradient, by_pass):
+            check_gradient(grad, expected, ones * 2)
+            assert (grad[torch.isneginf(logits)] == 0).all()
 
 
 def check_absent_and_zero_gradient(kernels: Kernels, dtypes: tuple[torch.dtype, torch.dtype] = PAIRS[0]) -> None:
@@ -682,8 +677,8 @@ def check_scale(kernels: Kernels, dtype: torch.dtype, count: int, shift: int = 0
 
 # --- kept ids -------------------------------------------------------------------------------------------------------
 
-# Columns beyond a vector, beyond a tile of Triton's (128, 512), and beyond a block of CUDA's (1,024 in float32).
-KEPT_WIDTHS = (1, 7, 131, 515, 1031)
+# Columns beyond a vector, a tile of Triton's (128, 512), and a block of CUDA's (1,024 in float32, 2,048 in 16 bits).
+KEPT_WIDTHS = (1, 7, 131, 515, 1031, 2053)
 KEPT_COUNTS = (0, 1, 3, 4, 5, 15, 16, 17, 31, 32)  # ids of a row: groups of 4, tiles of 16, with and without a rest
 
 

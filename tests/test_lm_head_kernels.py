@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from kernel_checks import single_pass
+from kernel_checks import make_table, single_pass
 from torch import Tensor
 
 from grpo_kernels.backends import get_backend
@@ -20,7 +20,7 @@ from grpo_kernels.backends.launch import matmul_launch, trial
 from grpo_kernels.backends.pytorch.backend import TorchBackend
 from grpo_kernels.backends.triton import matmul
 from grpo_kernels.contract import HeadChunk, RowStats
-from grpo_kernels.names import FIELD, KL_ESTIMATORS, SURROGATES, TABLE_FIELDS, KernelParams
+from grpo_kernels.names import FIELD, KL_ESTIMATORS, SURROGATES, KernelParams
 
 Kernels = Any
 HALVES = (torch.bfloat16, torch.float16)
@@ -37,14 +37,8 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(params=["triton", "cuda"])
-def kernels(request):
-    """What they do not write holds NaN."""
-    kernels = get_backend(request.param)
-    torch.use_deterministic_algorithms(True)
-    yield kernels
-    torch.use_deterministic_algorithms(False)
-    if kernels.name == "cuda":
-        kernels.use()
+def kernels(request, unwritten_is_nan):
+    return request.getfixturevalue("emulated") if request.param == "cuda" else get_backend(request.param)
 
 
 only_triton = pytest.mark.parametrize("kernels", ["triton"], indirect=True)
@@ -85,15 +79,11 @@ def make_head(
         return torch.randn(shape, generator=g)
 
     ids = torch.randint(vocab, (count,), generator=g)
-    table = torch.zeros(len(TABLE_FIELDS), count)
-    table[FIELD["advantage"]] = normal(count)
-    table[FIELD["old"]] = -math.log(vocab) + 0.5 * normal(count)
-    table[FIELD["ref"]] = -math.log(vocab) + 0.5 * normal(count)
+    fields = {"advantage": normal(count)}
+    fields |= {name: -math.log(vocab) + 0.5 * normal(count) for name in ("old", "ref")}
     for name in ("multiplier", "weight_ratio", "weight_direct", "temperature"):
-        table[FIELD[name]] = 0.5 + torch.rand(count, generator=g)
-    if not temperature:
-        table[FIELD["temperature"]] = 1.0
-    table[FIELD["entropy_threshold"]] = -math.inf
+        fields[name] = 0.5 + torch.rand(count, generator=g)
+    table = make_table(count, **(fields if temperature else fields | {"temperature": 1.0}))
     head = normal(count, width), normal(vocab, width) * width**-0.5, normal(vocab) * 0.5 if bias else None
     return Head(*(None if x is None else x.to(dtype) for x in head), ids, table)
 
@@ -147,15 +137,23 @@ def assert_gradient(exps: Tensor, scale: Tensor, expected: Tensor, slack: float 
     torch.testing.assert_close(found, expected, rtol=ROUNDING + slack, atol=1e-12)
 
 
-def assert_exact(
+def assert_anchored(
     kernels: Kernels, head: Head, params: KernelParams = PLAIN, tolerance: float = 4e-6, slack: float = 5e-5
-) -> None:
-    """Both kernels: statistics, and the gradient of the second."""
+) -> tuple[RowStats, Tensor, Tensor]:
+    """Statistics, and the gradient."""
     expected, grad = exact(head, params)
-    assert_statistics(statistics(kernels, head, params), expected, tolerance)
     stats, exps, scale = exponentials(kernels, head, params)
     assert_statistics(stats, expected, tolerance)
     assert_gradient(exps, scale, grad, slack)
+    return stats, exps, scale
+
+
+def assert_exact(
+    kernels: Kernels, head: Head, params: KernelParams = PLAIN, tolerance: float = 4e-6, slack: float = 5e-5
+) -> None:
+    """Both kernels."""
+    assert_statistics(statistics(kernels, head, params), exact(head, params)[0], tolerance)
+    assert_anchored(kernels, head, params, tolerance, slack)
 
 
 def same_bits(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
@@ -189,11 +187,8 @@ def test_anchored(kernels, surrogate, kl, variant):
         beta=0.1, delta=3.0, dual_clip=2.5, epsilon_high=0.28, weight_low=0.0, weight_high=1.4,
     )  # fmt: skip
     head = make_head(bias=variant != "scale", seed=len(surrogate))
-    expected, grad = exact(head, params)
-    assert grad.norm() > 0.1
-    stats, exps, scale = exponentials(kernels, head, params)
-    assert_statistics(stats, expected)
-    assert_gradient(exps, scale, grad)
+    assert exact(head, params)[1].norm() > 0.1
+    assert_anchored(kernels, head, params)
 
 
 SHAPES = [(1, 1, 2), (32, 32, 96), (33, 33, 31), (3, 48, 150), (64, 8, 40)]
@@ -235,11 +230,8 @@ def test_logits_far_from_zero(kernels, offset):
     torch.testing.assert_close(found.lse, expected.lse, rtol=0, atol=4e-7)
 
     head = head._replace(hidden=head.hidden.bfloat16(), weight=head.weight.bfloat16(), bias=head.bias.bfloat16())
-    expected, grad = exact(head)
-    stats, exps, scale = exponentials(kernels, head)
-    assert_statistics(stats, expected, 2e-6)
-    torch.testing.assert_close(stats.lse, expected.lse, rtol=0, atol=4e-7)
-    assert_gradient(exps, scale, grad)
+    stats, _, _ = assert_anchored(kernels, head, tolerance=2e-6)
+    torch.testing.assert_close(stats.lse, exact(head)[0].lse, rtol=0, atol=4e-7)
 
 
 @pytest.mark.parametrize("id_", [-100, 70, 2**32 + 3])
@@ -313,15 +305,12 @@ def test_improbable_targets(kernels, nats, softcap):
     plain = make_head(18, 8, 40)
     plain.temperature[3] = 1.0
     head = lead(plain, -nats, few)
-    expected, grad = exact(head, params)
-    assert expected.logp[3] < -0.8 * nats or softcap
-    stats, exps, scale = exponentials(kernels, head, params)
-    assert_statistics(stats, expected, 1e-4 if softcap else 3e-5)
-    assert_gradient(exps, scale, grad, 4e-4)
-    kept = exponentials(kernels, lead(plain, 0.0), params)
+    stats, *repaired = assert_anchored(kernels, head, params, 1e-4 if softcap else 3e-5, 4e-4)
+    assert stats.logp[3] < -0.8 * nats or softcap
+    kept, *without = exponentials(kernels, lead(plain, 0.0), params)
     others = torch.ones(18, dtype=torch.bool)
     others[few] = False
-    for x, y in zip((*stats, exps, scale), (*kept[0], *kept[1:]), strict=True):
+    for x, y in zip((*stats, *repaired), (*kept, *without), strict=True):
         assert torch.equal(x[others], y[others])
 
 
@@ -342,11 +331,8 @@ def test_a_masked_target(kernels):
     head = make_head()
     head.bias[head.ids[4]] = -math.inf
     masked = head.ids == head.ids[4]
-    expected, grad = exact(head)
-    stats, exps, scale = exponentials(kernels, head)
+    stats, exps, scale = assert_anchored(kernels, head)
     assert (stats.logp[masked] == -math.inf).all() and exps.isfinite().all() and scale.isfinite().all()
-    assert_statistics(stats, expected)
-    assert_gradient(exps, scale, grad)
 
 
 # --- Triton: tiles, parts, descriptors --------------------------------------------------------------------------------

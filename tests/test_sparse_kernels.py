@@ -8,8 +8,7 @@ import math
 import kernel_checks as c
 import pytest
 import torch
-from test_cpu_kernels import backend as cpu
-from test_cpu_kernels import isa  # noqa: F401, a fixture
+from test_row_kernels import ISAS, instruction_set
 from torch import Tensor
 
 from grpo_kernels.backends import get_backend
@@ -93,9 +92,9 @@ def same_pairs(found: SparseRows, expected: SparseRows, scale: Tensor) -> None:
     assert moved <= 0.01 * total
 
 
-@pytest.fixture(params=["cpu", "torch", "triton", "cuda"])
-def kernels(request):
-    return get_backend(request.param)
+@pytest.fixture
+def kernels(backend):
+    return get_backend(backend)
 
 
 def check_against_torch(kernels, vocabs, dtype, options) -> None:
@@ -111,19 +110,16 @@ def check_against_torch(kernels, vocabs, dtype, options) -> None:
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("dtype", c.DTYPES)
-def test_cpp_keeps_what_torch_keeps(isa, dtype, options):  # noqa: F811
-    check_against_torch(cpu, c.VOCABS, dtype, options)
-
-
-# Triton: one block, less, and several with columns left over. CUDA: rows of some lanes of a warp, of warps and of
-# several turns of a block; test_cuda_faults.py has other orders of the threads.
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("dtype", c.DTYPES)
-@pytest.mark.parametrize(
-    ("name", "vocabs"), [("triton", (1, 15, 64, 65, 1000)), ("cuda", (1, 15, 65, 1000, 2049, 20011))]
-)
-def test_gpu_kernels_keep_what_torch_keeps(name, vocabs, dtype, options):
-    check_against_torch(get_backend(name), vocabs, dtype, options)
+@pytest.mark.parametrize("name", [*ISAS, "triton", "cuda"])
+def test_kernels_keep_what_torch_keeps(name, dtype, options):
+    """Triton: one block, less, and several with columns left over. CUDA: rows of some lanes of a warp, of warps and of
+    several turns of a block; test_cuda_faults.py has other orders of the threads."""
+    if name in ISAS:
+        with instruction_set(name) as kernels:
+            check_against_torch(kernels, c.VOCABS, dtype, options)
+    else:
+        vocabs = (1, 15, 64, 65, 1000) if name == "triton" else (1, 15, 65, 1000, 2049, 20011)
+        check_against_torch(get_backend(name), vocabs, dtype, options)
 
 
 def test_triton_passes_blocks_without_pairs():
@@ -159,8 +155,9 @@ def test_the_rule_one_entry_after_another():
                 assert value == pytest.approx(expected[id], rel=1e-6)
 
 
-def check_sampling(kernels) -> None:
-    """A row at many places: its mean is the gradient, its squared error that of section 13, no two rows are alike."""
+def test_mean_and_variance():
+    """Of torch's rule, which the other backends follow pair by pair. A row at many places: its mean is the gradient,
+    its squared error that of section 13, no two rows are alike."""
     places, vocab = 2048, 67
     torch.manual_seed(1)
     logits, rule = torch.randn(3, vocab) * 2.5, SparseRule(THETA * 4)
@@ -170,7 +167,7 @@ def check_sampling(kernels) -> None:
         given.g_entropy.fill_(0.25 * row)
         given.temperature.fill_(0.8)
         TORCH.statistics(given.chunk)
-        exact, found = given.dense()[0].double(), matrix(given.pairs(kernels, rule=rule), vocab)
+        exact, found = given.dense()[0].double(), matrix(given.pairs(TORCH, rule=rule), vocab)
         level = (rule.theta * given.scale[0]).item()
         sampled = torch.arange(vocab) == 5 * row
         small = (exact.abs() < level) & ~sampled
@@ -185,11 +182,6 @@ def check_sampling(kernels) -> None:
         assert (found - exact)[:, small].sum(1).abs().max() <= 2 * level
         assert (found - exact).square().sum(1).mean().item() == pytest.approx(variance.sum().item(), rel=0.2)
         assert len(found.unique(dim=0)) > 20
-
-
-def test_mean_and_variance():
-    """Of torch's rule, which the kernels of the other backends follow pair by pair."""
-    check_sampling(TORCH)
 
 
 def test_a_place_in_the_batch_and_a_slice_say_which_entries(kernels):

@@ -1,0 +1,306 @@
+"""Kernels of rows, called directly, against float64: every element type, odd shapes and addresses. Compiled for each
+instruction set of a CPU, in Triton's interpreter, and on an emulated GPU in several orders of its threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import kernel_checks as c
+import pytest
+import torch
+from emulator import H200
+
+from grpo_kernels import contract
+from grpo_kernels.backends import get_backend
+from grpo_kernels.backends.compiled import cpu as cpu_backend
+from grpo_kernels.backends.pytorch.backend import TorchBackend
+from grpo_kernels.names import KernelParams
+
+CPU, reason = cpu_backend.load()
+assert CPU is not None, reason  # the tests need the compiled module: a skip would hide that it is missing
+OPTIONS = ({}, {"logit_scale": 0.25}, {"softcap": 5.0, "logit_scale": 1.5})
+
+
+@contextlib.contextmanager
+def instruction_set(name: str) -> Iterator[cpu_backend.CpuBackend]:
+    before = CPU.module.cpu_isa()
+    CPU.module.set_cpu_isa(name)
+    try:
+        yield CPU
+    finally:
+        CPU.module.set_cpu_isa(before)
+
+
+def usable_isas() -> list[str]:
+    found = []
+    for name in ("avx512", "avx2", "baseline"):
+        with contextlib.suppress(ValueError), instruction_set(name):
+            found.append(name)
+    return found
+
+
+ISAS = usable_isas()
+of_cpu = pytest.mark.parametrize("kernels", ISAS, indirect=True)
+of_cuda = pytest.mark.parametrize("kernels", ["cuda"], indirect=True)
+
+
+@pytest.fixture(params=[*ISAS, "triton", "cuda"])
+def kernels(request, monkeypatch):
+    """Triton's with about eight blocks per row: the interpreter's time goes by the number of operations."""
+    if request.param in ISAS:
+        with instruction_set(request.param) as kernels:
+            yield kernels
+    elif request.param == "triton":
+        kernels = get_backend("triton")
+        from grpo_kernels.backends.launch import RowLaunch
+        from grpo_kernels.backends.triton import rows
+
+        def blocks(kernel, device, vocab, dtype):
+            return RowLaunch(32, max(64, 1 << (vocab // 8).bit_length()), 1)
+
+        monkeypatch.setattr(rows, "row_launch", blocks)
+        yield kernels
+    else:
+        yield request.getfixturevalue("emulated")
+
+
+def in_turn(kernels, values, turn: int, every: int = 1) -> Iterator[tuple[int, object]]:
+    """(i, value), in another order of threads each; of Triton's, one of `every`."""
+    for i, value in enumerate(values):
+        if kernels.name == "cuda":
+            kernels.use(order=(i + turn) % 4)  # the lowest warp first, the highest first, two random ones
+        if kernels.name != "triton" or i % every == turn % every:
+            yield i, value
+
+
+# --- interface ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="the processor is known from Linux")
+def test_instruction_sets_are_those_of_the_processor():
+    facts = Path("/proc/cpuinfo").read_text()
+    flags = set(re.search(r"^(?:flags|Features)\s*: (.*)$", facts, re.MULTILINE)[1].split())
+    avx2 = {"avx2", "fma", "f16c", "movbe", "bmi1", "bmi2", "abm"}
+    avx512 = avx2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+    needed = {"avx512": avx512, "avx2": avx2, "baseline": set()}
+    assert [name for name, wanted in needed.items() if wanted <= flags] == ISAS
+
+
+ISA_FROM_ENVIRONMENT = """
+import os
+from grpo_kernels.backends.compiled.cpu import load
+
+for os.environ["GRPO_KERNELS_CPU_ISA"] in ("bogus", "baseline"):  # read until it names one
+    backend, reason = load()
+    print(backend and backend.module.cpu_isa(), reason)
+"""
+
+
+def test_isa_from_the_environment():
+    command = [sys.executable, "-c", ISA_FROM_ENVIRONMENT]
+    refused, taken = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert refused.startswith("None") and "GRPO_KERNELS_CPU_ISA" in refused and "bogus" in refused
+    assert taken.split() == ["baseline"]
+    with pytest.raises(ValueError, match="'bogus' is unknown or not available here; usable: "):
+        CPU.module.set_cpu_isa("bogus")
+
+
+def test_a_module_of_another_interface_is_not_used(monkeypatch):
+    monkeypatch.setattr(CPU.module, "INTERFACE", -1)
+    found, reason = cpu_backend.load()
+    assert found is None and "build again" in reason
+
+
+# --- rows -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", c.DTYPES)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_rows(kernels, dtype, options):
+    """With gradients of every type that a backend has, or for Triton each vocabulary once. Every address and order of
+    threads comes up for each type."""
+    turn = 3 * len(options) + c.DTYPES.index(dtype)
+    for i, vocab in in_turn(kernels, c.VOCABS, turn, every=9):
+        gradients = {
+            "cpu": c.DTYPES,
+            "triton": [c.DTYPES[i % 3 - 1]],
+            "cuda": [gradient for logits, gradient in c.PAIRS if logits == dtype],
+        }
+        for gradient in gradients[kernels.name]:
+            given = vocab, (dtype, gradient), KernelParams(**options)
+            c.check_rows(kernels, *given, shift=(i + turn) % 8, biased=i % 2 == 1)
+
+
+@pytest.mark.parametrize("pair", c.PAIRS, ids=str)
+def test_gradient_over_the_logits(kernels, pair):
+    for i, vocab in in_turn(kernels, c.VOCABS, c.PAIRS.index(pair), every=3):
+        c.check_in_place(kernels, vocab, pair, shift=i % 5)
+
+
+@pytest.mark.parametrize("pair", c.PAIRS, ids=str)
+def test_extreme_absent_and_zero_gradient_rows(kernels, pair):
+    c.check_extremes(kernels, pair)
+    c.check_absent_and_zero_gradient(kernels, pair)
+
+
+def test_logp_is_as_accurate_as_torch(kernels):
+    c.check_accuracy(kernels)
+
+
+@of_cpu
+def test_threads_change_no_bit(kernels):
+    logits, ids = c.make_logits(37, 4099, torch.float32)
+    table, params = c.make_table(37, weight_entropy=0.1), KernelParams(has_old=False)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            grad = torch.empty_like(logits)
+            results.append((*c.single_pass(kernels, logits, grad, ids, table, params), grad))
+    finally:
+        torch.set_num_threads(before)
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+
+
+FORKED = """
+import os, sys
+import torch
+sys.path.insert(0, "tests")
+import kernel_checks as c
+from grpo_kernels.backends import get_backend
+from grpo_kernels.names import KernelParams
+
+torch.set_num_threads(2)
+backend = get_backend("cpu")
+logits, ids = c.make_logits(37, 4099, torch.float32)
+table = c.make_table(37, weight_entropy=0.1)
+
+gradients = torch.empty(2, *logits.shape)
+
+def compute(i):
+    c.single_pass(backend, logits, gradients[i], ids, table, KernelParams(has_old=False))
+
+compute(0)
+assert backend.module.uses_openmp()
+child = os.fork()
+if child == 0:  # without operators of torch, which would wait for its threads
+    compute(1)
+    first, second = gradients.numpy()
+    os._exit(0 if not backend.module.uses_openmp() and first.tobytes() == second.tobytes() else 1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_threads_are_those_of_torch_but_after_a_fork():
+    """A forked process has none of OpenMP's threads, and would wait for them without end."""
+    root = Path(__file__).parents[1]
+    run = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=120, cwd=root)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("kernels", [*ISAS, "cuda"], indirect=True)
+@pytest.mark.parametrize("dtype", c.DTYPES[1:])
+def test_sixteen_bit_conversion(kernels, dtype):
+    c.check_sixteen_bits(kernels, dtype, every=37 if kernels.name == "cuda" else 1)
+
+
+# --- rows of hidden states ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_add_rows_sums_each_id_in_float32_and_rounds_once(dtype):
+    generator = torch.Generator().manual_seed(0)
+    target = torch.randn(50, 33, generator=generator).to(dtype)
+    rows = torch.randn(20, 40, generator=generator).bfloat16()[:, 3:36]  # a row stride of its own
+    ids, scale = torch.randint(0, 10, (20,), generator=generator), torch.randn(20, generator=generator)
+    sums = torch.zeros(50, 33)
+    for i, s, row in zip(ids, scale, rows, strict=True):
+        sums[i] += s * row.float()
+    expected = (target.float() + sums).to(dtype)
+    for kernels in (CPU, TorchBackend()):
+        found = target.clone()
+        kernels.add_rows(found, ids, scale, rows)
+        torch.testing.assert_close(found, expected, rtol=0 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(1, 1), (8, 8), (37, 24), (100, 41), (1056, 72)])
+def test_add_transposed(dtype, shape):
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(shape[1], shape[0] + 5, generator=generator).bfloat16()
+    source, before = wide[:, 3 : 3 + shape[0]], torch.randn(shape, generator=generator).to(dtype)
+    before[0, 0] = torch.nan
+    target = torch.full((shape[0], shape[1] + 2), torch.nan, dtype=dtype)
+    CPU.add_transposed(target[:, 1:-1], source, add=False)
+    assert torch.equal(target[:, 1:-1], source.T.to(dtype)) and target[:, [0, -1]].isnan().all()
+    target[:, 1:-1] = before
+    CPU.add_transposed(target[:, 1:-1], source, add=True)
+    expected = (before.float() + source.T.float()).to(dtype)
+    assert torch.equal(target[:, 1:-1].nan_to_num(7.0), expected.nan_to_num(7.0)) and target[0, 1].isnan()
+
+
+@of_cuda
+@pytest.mark.parametrize("dtype", c.DTYPES)
+def test_scale(kernels, dtype):
+    """Of four blocks that take several turns each; test_backward.py has the other backends."""
+    for device, order in ((H200, 1), ((90, 1), 2)):
+        kernels.use(device, order)
+        for count, shift in ((1, 0), (7, 3), (8, 8), (101, 1), (4096, 5), (8193, 7), (60001, 2)):
+            c.check_scale(kernels, dtype, count, shift)
+    assert kernels.last_grid() == 4
+    kernels.use()
+    kernels.scale(torch.empty(2**16), torch.tensor(1.0))
+    assert kernels.last_grid() == 16  # as many as there are tiles
+
+
+# --- kept ids -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", c.DTYPES)
+def test_kept_ids(kernels, dtype):
+    """On a CPU with both types of gradients at every width."""
+    turn = c.DTYPES.index(dtype)
+    for i, width in in_turn(kernels, c.KEPT_WIDTHS, turn, every=3):
+        for wide in (False, True) if kernels is CPU else (i % 2 == turn % 2,):
+            c.check_kept(kernels, width, dtype, wide=wide, shift=width % 5)
+
+
+@of_cpu
+@pytest.mark.parametrize("dtype", c.DTYPES)
+@pytest.mark.parametrize("shift", [0, 1])
+def test_a_dweight_larger_than_the_caches(kernels, dtype, shift):
+    """Written past them where rows are whole lines of memory (shift 0), it has the bits of one added to zeros; the
+    columns between its rows stay as they are."""
+    tokens, vocab, width = 64, 90_000, 96  # 17 MB in 16 bits
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, width, generator=g).to(dtype)
+    ids = torch.randint(vocab, (tokens * 40,), generator=g, dtype=torch.int32)
+    ids[::5], ids[1], ids[2] = -1, 0, vocab - 1
+    pairs = contract.KeptPairs(ids, torch.arange(tokens, dtype=torch.int32).repeat_interleave(40))
+    dlogits = torch.randn(len(ids), generator=g)
+    buffer = torch.full((vocab + 1, width + 32), 7.5, dtype=dtype)
+    dweight = buffer.view(-1)[shift:][: vocab * (width + 32)].view(vocab, width + 32)[:, :width]
+    added = torch.zeros(vocab, width, dtype=dtype)
+    kernels.kept_dweight(dlogits, hidden, pairs, dweight, add=False)
+    kernels.kept_dweight(dlogits, hidden, pairs, added, add=True)
+    assert torch.equal(dweight, added)
+    assert added[ids[ids >= 0].long()].any(1).all()
+    dweight.fill_(7.5)
+    assert (buffer == 7.5).all()
+
+
+@pytest.mark.parametrize("dtype", c.DTYPES)
+def test_kept_ids_in_torch(monkeypatch, dtype):
+    """In pieces of less than a row, and all at once."""
+    from grpo_kernels.backends.pytorch import kept
+
+    for piece, wide in ((64, False), (2**24, True)):
+        monkeypatch.setattr(kept, "PIECE_ELEMENTS", piece)
+        c.check_kept(get_backend("torch"), 131, dtype, wide=wide)
