@@ -24,43 +24,32 @@ MILLISECONDS = {SHIPPED: 2.0, FAST: 1.0, SLOW: 3.0}
 
 
 @pytest.fixture(autouse=True)
-def _cache_of_its_own(tmp_path, monkeypatch):
+def _own_cache_and_made_up_times(tmp_path, monkeypatch):
     monkeypatch.setenv("GRPO_KERNELS_CACHE", str(tmp_path))
+    monkeypatch.setattr(tune, "gpu_milliseconds", lambda _, launches: [MILLISECONDS[launch] for launch in launches])
     launch.forget_tables()
     yield
     launch.forget_tables()
 
 
-class FakeKernel:
+def make_subject(wrong=(), failures=None) -> tune.Subject:
     """Its result is right unless its launch is among the `wrong`, or raises what `failures` has for it."""
+    prepared = []
 
-    def __init__(self, wrong=(), failures=None):
-        self.wrong, self.failures = wrong, failures or {}
-        self.prepared = False
-        self.launch = None
-        self.subject = tune.Subject("rows", SHAPE, [SHIPPED, FAST, SLOW], self.prepare, self.run)
+    def run():
+        prepared.pop()  # once before every run
+        used = row_launch("rows", DEVICE, VOCAB, DTYPE)
+        if failures and used in failures:
+            raise failures[used]
+        return torch.full((3,), 1.5 if used in wrong else 1.0), torch.ones(2, dtype=torch.bfloat16)
 
-    def prepare(self):
-        self.prepared = True
-
-    def run(self):
-        assert self.prepared
-        self.prepared = False
-        self.launch = row_launch("rows", DEVICE, VOCAB, DTYPE)
-        if self.launch in self.failures:
-            raise self.failures[self.launch]
-        return torch.full((3,), 1.5 if self.launch in self.wrong else 1.0), torch.ones(2, dtype=torch.bfloat16)
-
-
-@pytest.fixture(autouse=True)
-def _made_up_times(monkeypatch):
-    monkeypatch.setattr(tune, "gpu_milliseconds", lambda _, launches: [MILLISECONDS[launch] for launch in launches])
+    return tune.Subject("rows", SHAPE, [SHIPPED, FAST, SLOW], lambda: prepared.append(True), run)
 
 
 def chosen(choice=FAST, subject=None):
     """Write a choice; returns the table."""
     path = launch.tuned_path()
-    tune.write_choice(path, launch.architecture(DEVICE), subject or FakeKernel().subject, choice)
+    tune.write_choice(path, launch.architecture(DEVICE), subject or make_subject(), choice)
     return json.loads(path.read_text())
 
 
@@ -68,7 +57,7 @@ def chosen(choice=FAST, subject=None):
 
 
 def test_the_fastest_is_chosen(capsys):
-    assert tune.choose(FakeKernel().subject) == FAST
+    assert tune.choose(make_subject()) == FAST
     assert f"{FAST}, 1.000 ms; as shipped 2.000 ms" in capsys.readouterr().out
 
 
@@ -86,7 +75,7 @@ def test_the_fastest_is_chosen(capsys):
 )
 def test_a_candidate_that_is_wrong_or_fails_is_reported_and_never_chosen(wrong, failures, said, capsys):
     before = row_launch("rows", DEVICE, VOCAB, DTYPE)
-    assert tune.choose(FakeKernel(wrong, failures).subject) == SHIPPED
+    assert tune.choose(make_subject(wrong, failures)) == SHIPPED
     assert len(re.findall(said, capsys.readouterr().out)) == 1
     assert row_launch("rows", DEVICE, VOCAB, DTYPE) == before  # a trial ends
 
@@ -177,7 +166,7 @@ def test_the_command_tunes_what_it_is_told(monkeypatch, tmp_path):
 
     def subjects(head):
         heads.append(head)
-        return [FakeKernel().subject]
+        return [make_subject()]
 
     monkeypatch.setattr(cli, "interpreted", lambda: False)
     monkeypatch.setattr(cli, "why_unusable", lambda: "")
