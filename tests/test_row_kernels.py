@@ -249,7 +249,7 @@ def test_add_transposed(dtype, shape):
 @of_cuda
 @pytest.mark.parametrize("dtype", c.DTYPES)
 def test_scale(kernels, dtype):
-    """Of four blocks that take several turns each; test_backward.py has the other backends."""
+    """Of four blocks that take several turns each; test_accumulation.py has the other backends."""
     for device, order in ((H200, 1), ((90, 1), 2)):
         kernels.use(device, order)
         for count, shift in ((1, 0), (7, 3), (8, 8), (101, 1), (4096, 5), (8193, 7), (60001, 2)):
