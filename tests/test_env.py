@@ -49,7 +49,7 @@ def gpu(machine, **properties):
     machine.patch.setattr(torch.cuda, "device_count", lambda: 1)
     machine.patch.setattr(torch.cuda, "get_device_properties", lambda index: known)
     machine.patch.setattr(env, "driver_version", lambda: "570.86.10")
-    machine.has(capability=(known.major, known.minor))
+    machine.has(get_device_capability=(known.major, known.minor))
     return env.collect()
 
 
