@@ -109,12 +109,13 @@ class GRPOConfig:
         log_ratio_clamp: bound on |log ratio|, gradient 0 where it acts. Off by default; exponents stop at 80 anyway.
         sapo_temperature_pos/_neg, vespo_k_pos/_k_neg/_lambda_pos/_lambda_neg: as in the papers and TRL.
         off_policy_mask_threshold: drop a sequence with A < 0 whose mean(rollout_logp - logp), in nats, exceeds it.
-        entropy_coef: weight of the entropy bonus; a number, or a tensor of one element (see also `entropy_normalizer`
-            of `fused_grpo_loss`). entropy_aggregation: "token_mean" (default), the mean over the tokens, or "loss",
-            with the weights of the aggregation. entropy_threshold: tokens whose entropy (nats) is below lose their
-            surrogate; a number or a tensor, as from `entropy_quantile` of all ranks' entropies. entropy_kept_only:
-            the bonus is the mean over the tokens that it keeps in this call, which does not add up over ranks or
-            micro-batches; costs the logits a second time.
+        entropy_coef: weight of the entropy bonus; a number, or a tensor of one element where a controller on the device
+            sets it (see also `entropy_normalizer` of `fused_grpo_loss`). entropy_aggregation: "token_mean" (default),
+            the mean over the tokens, or "loss": with the weights of the aggregation. entropy_kept_only: the bonus is
+            the mean over the tokens that entropy_threshold keeps in this call, which does not add up over ranks or
+            micro-batches to that of one batch; costs the logits a second time. entropy_threshold:
+            tokens whose entropy (nats) is below lose their surrogate; a number, or a tensor when data-parallel ranks
+            share a quantile (see `entropy_quantile`).
     KL to the reference policy
         beta: weight. kl_estimator: "k1", "k2", "k3", "abs", "k1+", "k3+" (value of the one, gradient of k2), "none".
         kl_clamp: bound on |KL|, or a pair (bound on |ref_logp - logp|, bound on |KL|), either may be None. The gradient
@@ -135,14 +136,17 @@ class GRPOConfig:
             logit_softcap: applied before it.
         logits_dtype: torch.float32 or the input dtype; None takes the input dtype for bfloat16 on a CPU that has
             products of it (AVX-512, AMX), and float32 for all other 16-bit inputs.
-        chunk_rows: rows whose gradients of logits are in memory at a time, and at most as many rows of logits. None
-            derives both from V and a memory budget (512 MiB; on a GPU a twelfth of its memory, at least 4 GiB).
+        chunk_rows: rows of a chunk: so many rows of gradients of logits are in memory at a time, and at most as many
+            rows of logits. None derives both from V and a memory budget (512 MiB; on a GPU a twelfth of its memory, at
+            least 4 GiB). On a GPU a batch that fits the budget is one chunk if the weight is trained; others have
+            short chunks, which need less memory.
         static_shapes: compute every row, padding too, so that nothing is read back to the host: for CUDA graphs, whose
             capture switches it on. Off, zero-gradient rows are left out, at the cost of one small read per call.
         score_inactive: also compute logps, entropy and metrics of zero-gradient tokens (one GEMM over their rows).
-        sparse_backward: theta in (0, 1), such as 2^-12: entries of the gradient of the logits below theta times the
-            row's scale, but for the sampled id's, are rounded at random to 0 or to that, right in expectation, and two
-            of the three products become gathers. The loss and its metrics are those of None, which is exact.
+        sparse_backward: theta in (0, 1), such as 2^-12: of the gradient of the logits only entries of at least theta
+            times the row's scale and the sampled id's are kept; smaller ones are rounded to 0 or to theta times the
+            scale, right in expectation, and two of the three products become gathers. Equal calls have equal bits; the
+            loss and its metrics are those of None, which is exact. A token with too many entries takes the products.
     Advantages from rewards
         advantage_scale, advantage_baseline, advantage_ddof, advantage_eps: see `group_advantages`. They belong to
             `rewards` of the call; `advantages` that are given in their place are taken as they are.
@@ -357,8 +361,11 @@ class GRPOConfig:
         """The loss that TRL's GRPOTrainer computes with `args`, a trl.GRPOConfig of TRL 1.16, with `overrides` on top.
 
         model_config: `model.config`, whose logit scale and softcap are read (`logit_transform`); None: there are none.
-        TRL divides by a count over the accumulated micro-batches, which is `normalizer` of the call, as importance
-        weights of vLLM are its `rollout_weights`.
+
+        Read are loss_type, importance_sampling_level, epsilon, epsilon_high, delta, sapo_*, vespo_*, beta,
+        use_bias_correction_kl, temperature, max_completion_length, entropy_coef, off_policy_mask_threshold and
+        scale_rewards, each where the loss type has it. TRL divides by a count over the accumulated micro-batches; that
+        is `normalizer` of the call. Importance weights of vLLM are `rollout_weights` of the call.
 
         Raises:
             ValueError: what TRL accepts and this loss does not (negative coefficients), by name. What follows from the

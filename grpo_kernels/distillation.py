@@ -59,10 +59,14 @@ def fused_distillation_loss(
     """The mean divergence of the policy's distribution p and the teacher's q over the whole vocabulary, forward and
     backward in one pass: 6 NHV + 2 NH'V operations, and a chunk of both logits in memory.
 
-    divergence, divergence_beta, aggregation, max_completion_length, logits_dtype, chunk_rows as in `GRPOConfig`: on a
-    CPU that multiplies bfloat16, logits_dtype=torch.float32 takes the rounding of logits out of the divergence of
-    distributions that are close. Everything else, errors too, as in `fused_grpo_loss`, which has the divergence beside
-    rewards. A TopKTeacher with mode "renormalize" takes the time and memory of its K ids.
+        reverse_kl  sum p log(p / q)        forward_kl  sum q log(q / p)
+        jsd         b KL(q|m) + (1 - b) KL(p|m), m = (1 - b) p + b q, b = divergence_beta: GKD, arXiv:2306.13649
+
+    Shapes, types and the other arguments as in `fused_grpo_loss`; aggregation, max_completion_length, logits_dtype
+    and chunk_rows as in `GRPOConfig`: on a CPU that multiplies bfloat16, logits_dtype=torch.float32 takes the
+    rounding of logits out of the divergence of distributions that are close. With rewards beside it:
+    `fused_grpo_loss(..., teacher=teacher)`. Raises as `fused_grpo_loss` does. A TopKTeacher with mode "renormalize"
+    takes the time and memory of its K ids.
 
     Example:
         >>> hidden, weight = torch.randn(4, 6, 32, requires_grad=True), torch.randn(100, 32, requires_grad=True)

@@ -51,17 +51,17 @@ def fused_grpo_loss(
 ) -> GRPOLossOutput:
     """The GRPO family's loss from hidden states, forward and backward, without (N, V) logits.
 
-    Shapes: N = B T tokens, S sequences (B, or the packed ones), H hidden size, V vocabulary. grpo_kernels/README.md
-    has models and parallelism, sampling masks, teachers and memory at length.
+    Shapes: N = B T tokens, S sequences (B, or the packed ones), H hidden size, V vocabulary.
 
     Args:
         hidden: (B, T, H), or packed (N, H) with cu_seqlens; row t predicts completion_ids[:, t]. float32, bfloat16,
             float16 or float64; any strides.
-        lm_head_weight: (V, H), lm_head_bias: (V,), in hidden's type; or in float32 with 16-bit hidden states: products
-            in float32, each gradient in its input's type. Under torch.autocast products are in its type. Gradients are
-            computed for those of the three that require them. A weight or bias that is a DTensor is gathered, and its
-            gradient averaged over the ranks. Other DTensors, modules and quantised weights are refused, with what to
-            pass instead; for a layer of PEFT that is in `grpo_kernels.integrations.lm_head`.
+        lm_head_weight: (V, H), lm_head_bias: (V,), in hidden's type; or in float32 with 16-bit hidden states, which are
+            then converted: products in float32, each gradient in its input's type. Under torch.autocast products are in
+            its type. Gradients are computed for those of the three that require them. For a layer of PEFT see
+            `grpo_kernels.integrations.lm_head`: its `weight` is the base weight without the adapter. A sharded weight
+            or bias (DTensor) is gathered for the call, and its gradient averaged over the ranks, as FSDP2 does for the
+            other parameters. Other DTensors and quantised weights are refused, with what to pass instead.
         completion_ids: (B, T) or (N,) int64. completion_mask: the same shape, bool or numbers: 0 at padding,
             prompt and tool tokens, 1 elsewhere.
         advantages: (B,), (B, 1), (B, T) or (N,), constants. Or instead of them:
@@ -76,29 +76,40 @@ def fused_grpo_loss(
         token_weights: factors >= 0 of each token's whole loss, KL and divergence included, per token or per sequence;
             the denominator of the aggregation stays as it is.
         cu_seqlens: (S + 1,) offsets of packed sequences.
-        sampling_mask: the ids that truncated sampling kept for each token: everything is of the distribution over them,
-            and old_logps, ref_logps and rollout_logps must be (DeepSeek-V3.2, arXiv:2512.02556, section 3.1).
+        sampling_mask: the ids that truncated sampling (top-p, top-k, min-p) kept for each token: log-probabilities,
+            entropy and gradients are those of the distribution over them (DeepSeek-V3.2, arXiv:2512.02556, section
+            3.1). old_logps, ref_logps and rollout_logps must be under the same mask. Where a token keeps few ids, its
+            time and memory are those of the kept ids, not of the vocabulary.
         vocab_parallel_group: weight and bias are this rank's slice of the vocabulary, contiguous rows in the order of
-            the group's ranks, of any sizes; all else, ids of the whole vocabulary too, is the same on every rank of it,
-            and so are loss, metrics and hidden's gradient. 16 bytes per token and rank are gathered, with a sampling
-            mask up to 8 more; hidden's gradient is all-reduced once. Not under torch.compile or a CUDA graph.
+            the group's ranks, of any sizes; all else is the same on every rank of it, and the ids of completion_ids and
+            sampling_mask are those of the whole vocabulary. Loss, metrics and hidden's gradient are then the same on
+            all of them, the weight's gradient is that of the slice. For each chunk of rows 16 bytes per token and rank
+            are gathered, with a sampling mask up to 8 more; hidden's gradient is all-reduced once. Not under
+            torch.compile or a CUDA graph.
         num_items_in_batch: denominator of aggregation "num_items"; None: the tokens of this call.
         normalizer: replaces the denominator of any aggregation: the global number of sequences ("seq_mean", "seq_sum"),
             of tokens ("token_mean", "num_items"), of sequences times max_completion_length ("fixed_length").
+            Micro-batches and ranks that pass it add up to the loss of one big batch; nothing is all-reduced here.
         entropy_normalizer: denominator of the entropy bonus, entropy_coef times the sum of the tokens' entropies over
             it: the global number of tokens, say. None: the bonus is the mean over this call's tokens, times the share
             of this call in `normalizer`.
         accumulate_into: (V, H) float32, contiguous, such as Megatron's main_grad of the weight: each backward adds the
             weight's gradient to it, times grad_output, and returns none, so that weight.grad and hooks of the weight
             are left alone. The weight is a leaf that requires a gradient, and no float64; not under torch.compile.
-        teacher: a `Teacher` or `TopKTeacher`, to whose distribution the loss of a token has a divergence,
-            config.distill_coef times (config.divergence), which the masks of the policy term leave alone. Not with
-            config.sparse_backward, vocab_parallel_group or torch.compile; with a sampling_mask where it is a
-            TopKTeacher's own.
+            From forward to backward the gradient waits in a (V, H) of its own in the weight's type (float32 for
+            float16), as it does without this; what is saved is weight.grad beside the buffer.
+        teacher: a `Teacher`, whose distribution over the whole vocabulary the loss of a token has a divergence to,
+            config.distill_coef times (config.divergence). The policy term leaves it alone, as it does the KL. With the
+            reference model as the teacher and "reverse_kl" this is GRPO with the exact KL, where k1, k2 and k3 estimate
+            it from the sampled id; leave beta at 0 then. It costs the teacher's product, N H' V, and a second chunk of
+            logits. Not with config.sparse_backward, vocab_parallel_group or torch.compile; with a sampling_mask where
+            it is a TopKTeacher's own.
         config: GRPOConfig; None: GRPOConfig(). backend: "auto", or a name of `available_backends()`.
 
     Returns:
-        GRPOLossOutput: loss (), to call backward on, and what is detached: logps, entropy, divergence, metrics, ...
+        GRPOLossOutput: loss (), to call backward on; logps and entropy of the tokens, (B, T) or (N,) float32 nats, 0 at
+        padding, without a graph; divergence likewise, None without a teacher; advantages; metrics, metric_sums,
+        sequences and groups by name.
 
     Example:
         >>> hidden, weight = torch.randn(4, 6, 32, requires_grad=True), torch.randn(100, 32, requires_grad=True)
@@ -112,12 +123,14 @@ def fused_grpo_loss(
     Raises:
         ValueError, TypeError: an argument that does not fit, by name, before any work. Values are looked at on a CPU,
         and on a GPU with GRPO_KERNELS_DEBUG=1: ids outside [0, V), a completion_mask of other numbers than 0 and 1,
-        num_items_in_batch=0 where tokens count, offsets out of order, rewards, temperatures, normalizers and, at
-        unmasked positions, log-probabilities, advantages and weights that would make the loss NaN. Without that switch
-        a GPU's loss is NaN for such numbers and ids (with backend "torch" such an id is a device-side assertion; a NaN
-        reward counts as no verdict; a negative normalizer turns the sign), and memory beside the batch is read for such
-        offsets. With vocab_parallel_group every rank raises if ranks differ in shapes, types or options, or one has
-        refused those. Values are not compared: where they differ, ranks may wait for each other until the timeout.
+        num_items_in_batch=0 where tokens count, and at unmasked positions NaN in old_logps or ref_logps, old_logps
+        above 0 (by more than 1 nat: logits of 16 bits round), advantages and weights that are not finite in float32 and
+        weights below 0; NaN or infinite rewards, temperatures and normalizers that are not positive and
+        finite, offsets out of order. Without that switch a GPU's loss is NaN for
+        such numbers and ids (with backend "torch" such an id is a device-side assertion; a NaN reward counts as no
+        verdict; a negative normalizer turns the sign), and memory beside the batch is read for such offsets.
+        With vocab_parallel_group every rank raises if ranks differ in shapes, types or options, or one has refused
+        those. Values are not compared: where they differ, ranks may wait for each other until the group's timeout.
         RuntimeError: a torch.func transform or forward-mode AD; `grpo_kernels.reference` is for those.
     """
     group = vocab_parallel_group

@@ -19,8 +19,9 @@ class GRPOLossOutput:
     """What a loss call returns; everything but `loss` is detached.
 
     loss: scalar, differentiable. logps, entropy: shape of completion_ids, float32 (float64 from float64), nats; 0 where
-        masked or not scored. divergence: likewise, to the teacher's distribution; None without a teacher. advantages:
-        as used, in the shape that they were given in, (S,) from rewards. None of them shares the memory of an input.
+        masked or not scored. divergence: likewise, to the teacher's distribution; None without a teacher.
+        advantages: as used, in the shape that they were given in, (S,) from rewards. None of them
+        shares the memory of an input; `advantages` is copied whenever it is asked for.
 
     These are tensors, computed at first access from the sums that the kernels return:
 

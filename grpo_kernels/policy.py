@@ -75,10 +75,14 @@ def fused_policy_loss(
     """sum over chunks of loss_fn(PolicyChunk) -> scalar (), differentiable in hidden, weight and bias.
 
     `loss_fn` returns a scalar per chunk (or one value per token, which is summed). It is differentiated by autograd on
-    the small (n,) tensors while the chunk's logits are at hand: 6 N H V operations in all. It must be a sum over tokens
-    (level="token": chunks are any runs of tokens) or over sequences (level="sequence": chunks hold all unmasked tokens
-    of each of their sequences; sequences longer than a chunk cost 8 N H V). Normalisers are the caller's. README.md
-    beside this file has an example.
+    the small (n,) tensors while the chunk's logits are at hand, so the whole costs 6 N H V operations. It must be a sum
+    over tokens (level="token": chunks are any runs of tokens) or over sequences (level="sequence": chunks hold all
+    unmasked tokens of each of their sequences; sequences longer than a chunk cost 8 N H V). Normalisers are the
+    caller's:
+
+        def loss_fn(chunk):
+            ratio = (chunk.logps - chunk.tokens(old_logps)).exp()
+            return -(ratio * chunk.sequences(advantages)).sum() / num_tokens
 
     Gradients flow to hidden, weight and bias alone: where the value also depends on another tensor that requires a
     gradient, say a learned coefficient in the closure of `loss_fn`, this raises; detach it, or use `fused_logps`.

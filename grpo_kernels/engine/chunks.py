@@ -1,5 +1,8 @@
-"""The chunk loop: a GEMM, a row kernel, two GEMMs; then one reduction. ARCHITECTURE.md has its three ways.
+"""The chunk loop: a GEMM, a row kernel, two GEMMs; then one reduction. Three ways, chosen by the plan.
 
+    single pass  per chunk: logits -> row kernel (statistics, objective, gradient) -> dhidden, dweight             6 NHV
+    staged       for whole sequences: logits -> statistics -> coefficients -> gradient -> products                 6 NHV
+    recompute    statistics of all rows; coefficients; logits again for rows with a gradient -> products           8 NHV
 Zero-gradient rows get only the forward GEMM, or none if `score_inactive=False`: one read of the counts on the host per
 call. With static shapes, and where there are so few rows that leaving some out saves nothing, every row is computed and
 nothing is read.

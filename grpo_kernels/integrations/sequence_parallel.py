@@ -1,6 +1,7 @@
 """Packed sequences whose tokens are split over the ranks of a group (Ulysses, ring attention).
 
-Each rank runs the lm_head for its own tokens, then every rank computes the same loss of all tokens.
+Ratios, masks and means of whole sequences need the log-probabilities of all their tokens. These are few numbers: each
+rank runs the lm_head for its own tokens, then every rank computes the same loss of all tokens.
 
     logps, entropy = fused_logps(hidden, weight, completion_ids, entropy=True)  # of this rank's tokens
     logps, entropy = (gather_tokens(x, group) for x in (logps, entropy))  # of all tokens
@@ -12,8 +13,9 @@ and its metrics. The gradient of hidden is that of this rank's tokens. The gradi
 shares of a sum over the group: where a reducer averages over its ranks (DDP, FSDP), multiply the loss by the size of
 the group.
 
-A loss whose tokens depend on themselves alone, and whose denominator is known, does without this, in 6 N H V operations
-where this takes 8: pass `normalizer` to `fused_grpo_loss` with this rank's tokens.
+The lm_head takes 8 N H V operations in all, as in `fused_grpo_loss` where sequences are longer than a chunk. A loss
+whose tokens depend on themselves alone, and whose denominator is known, does without this: pass `normalizer` to
+`fused_grpo_loss` with this rank's tokens.
 """
 
 from __future__ import annotations

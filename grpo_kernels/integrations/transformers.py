@@ -58,12 +58,19 @@ def fused_forward(
         loss: `fused_grpo_loss`, or a function that takes (hidden, weight, completion_ids, *, completion_mask,
             lm_head_bias, logit_scale, logit_softcap, **options), as `fused_logps` and `fused_policy_loss` do.
         share_prompts: rows that follow each other with equal prompts run through the model as one row, and only their
-            completions apart, after the keys and values of the prompt: the same results up to rounding. For models with
-            a cache of keys and values alone; without gradient checkpointing and model_inputs.
+            completions apart, after the keys and values of the prompt: the same log-probabilities and gradients up to
+            rounding, for a part of the time and memory where prompts are long or num_generations is large. For models
+            whose cache is keys and values alone; without gradient checkpointing and model_inputs.
         options: further arguments of `loss`: advantages=, old_logps=, config= ...
 
-    Under DistributedDataParallel, FSDP and DeepSpeed call it inside the forward of the module that they wrap. The first
-    call with a class of models computes the model's own logits of one row and compares them.
+            out = fused_forward(model, input_ids=ids, attention_mask=mask, completion_ids=ids[:, -T:],
+                                advantages=advantages, old_logps=old_logps, config=GRPOConfig.preset("dapo"))
+            out.loss.backward()
+
+    Under DistributedDataParallel, FSDP and DeepSpeed call it inside the forward of the module that they wrap, and
+    return the loss tensor, so that their hooks run: the parameters are whole there, and their gradients are averaged.
+
+    The first call with a class of models computes the model's own logits of one row and compares them.
 
     Raises ValueError or TypeError, by name: a model whose logits are not understood (see `logit_transform`,
     `lm_head_inputs`) or differ from its own; a logit_scale or logit_softcap that contradicts the model's; tensors that

@@ -1,4 +1,8 @@
-"""TRL's GRPOTrainer with the fused loss, and the log-probability head of all of TRL's trainers: see README.md."""
+"""TRL's GRPOTrainer with the fused loss, and the log-probability head of all of TRL's trainers.
+
+`FusedGRPOTrainer` computes the whole loss from hidden states. `patch_trl` swaps the head alone, for GRPO, RLOO, DPO,
+KTO and SFT. Both leave TRL's generation, rewards and advantages as they are. README.md has the comparison with TRL.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +56,9 @@ class _Head(NamedTuple):
 class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     """TRL's GRPOTrainer with its loss computed by `fused_grpo_loss`, inside of the model's forward.
 
-    The same arguments, configuration (`trl.GRPOConfig`) and logged metrics as GRPOTrainer's; sparse_backward: as in
-    `grpo_kernels.GRPOConfig`.
+    The same arguments, configuration (`trl.GRPOConfig`) and logged metrics as GRPOTrainer's. Old and reference
+    log-probabilities come from `fused_logps`. With top_entropy_quantile below 1 all log-probabilities do, and the
+    backward computes the logits of the kept tokens again. sparse_backward: as in `grpo_kernels.GRPOConfig`.
 
     Raises:
         ValueError: at construction, by name, what this loss does not do: negative beta, entropy_coef or
@@ -422,9 +427,11 @@ _head_options: dict[str, Any] = {}  # of patch_trl
 
 def patch_trl(sparse_backward: float | None = None) -> None:
     """Let all of TRL's trainers (GRPO, RLOO, DPO, KTO, SFT) compute log-probabilities and entropies by `fused_logps`,
-    and DistillationTrainer its loss by `fused_distillation_loss`. The other losses stay TRL's.
+    and DistillationTrainer its loss by `fused_distillation_loss`.
 
-    sparse_backward: as in `grpo_kernels.GRPOConfig`, of log-probabilities. A second call changes nothing else.
+    The other losses stay TRL's. On a CPU prompts are no longer scored. The metrics of DPO, KTO and SFT that need more
+    than log-probability and entropy (mean_logits, is_top1) cost a product without gradient. sparse_backward: as in
+    `grpo_kernels.GRPOConfig`, of log-probabilities. A second call changes nothing else.
     """
     check_sparse_backward(sparse_backward)
     import trl.trainer.distillation_trainer as trl_distillation
