@@ -327,7 +327,7 @@ def _learning(document: Document) -> str:
 **{LEARNING}.** {_place(document)}: `python bench/time_to_reward.py`, contestants step by step in turns.
 Minutes are median (least to most) of the time that a contestant's steps took until its first evaluation at {GOAL};
 "without head" is the share of a step that would be left if its head took no time, which is sampling and the body. In
-float32 all contestants had one order of prompts; the other rounds are older, and each trainer shuffled in its own way:
+float32 all contestants had one order of prompts; in the rounds of other types each trainer shuffled in its own way:
 
 {table((*titles, "peak MiB", "reward after"), rows)}
 

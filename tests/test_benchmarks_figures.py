@@ -85,7 +85,7 @@ def results(tmp_path, monkeypatch):
         (tmp_path / name).write_bytes((report.RESULTS / name).read_bytes())
     for name, value in (("RESULTS", tmp_path), ("FIGURES", tmp_path / "drawn"), ("PAGES", (tmp_path / "page.md",))):
         monkeypatch.setattr(report, name, value)
-    (tmp_path / "page.md").write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    (tmp_path / "page.md").write_text(f"before\n{report.BEGIN}\nstale text\n{report.END}\nafter\n")
     return tmp_path
 
 
@@ -94,7 +94,7 @@ def test_one_command_draws_every_file_and_rewrites_the_tables(results, capsys):
     names = {"cpu-time.png", "sparse.png", "time-to-reward.png"}
     assert {path.name for path in (results / "drawn").iterdir()} == names
     page = (results / "page.md").read_text()
-    assert page.startswith("before\n") and page.endswith("\nafter\n") and "old" not in page
+    assert page.startswith("before\n") and page.endswith("\nafter\n") and "stale text" not in page
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")]
     errors = ["3.0e-04 (3.0e-04)", "2.0e-03 (2.0e-03)"]
     step = "qwen2.5-0.5b (4096, 896, 151936), bfloat16, step"
