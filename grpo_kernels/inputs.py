@@ -1,4 +1,5 @@
-"""What the loss functions share before any work: checks, groups, advantages from rewards, the tensors of the plan."""
+"""What public functions share before any work. Of losses: checks, groups, advantages from rewards, the tensors of the
+plan. Of log-probabilities, divergences and losses of one's own: checks, and what is computed."""
 
 from __future__ import annotations
 

@@ -129,8 +129,8 @@ def _run(
     ids, dtype = scores.tokens.completion_ids, table_dtype(scores.compute_dtype or hidden.dtype)
     num_tokens = ids.numel()
     values = no_values(num_tokens, dtype, device)
+    check_call(scores, weight.shape[0], call.cu_seqlens)
     head, scorer, mask, _ = open_scorer((hidden, weight, bias), scores, values, wants=wants, chunk_rows=call.chunk_rows)
-    check_call(scores, head.vocab_size, call.cu_seqlens)
 
     if call.cu_seqlens is None:
         span = torch.full((ids.shape[0],), ids.shape[1], device=device)

@@ -278,8 +278,10 @@ def assert_within(
     found: dict[str, float], allowed: dict[str, float], slack: float, factor: float = 1.0, of: str = ""
 ) -> None:
     """Each error whose name begins with `of` is at most `factor` times the allowed one, plus `slack`."""
-    for name, error in found.items():
-        bound = factor * allowed[name] + slack if name.startswith(of) else error
+    bounded = {name: error for name, error in found.items() if name.startswith(of)}
+    assert bounded, f"none of {', '.join(found)} begins with {of!r}"
+    for name, error in bounded.items():
+        bound = factor * allowed[name] + slack
         assert error <= bound, f"{name}: error {error:.2e}, allowed {factor} x {allowed[name]:.2e} + {slack:.0e}"
 
 

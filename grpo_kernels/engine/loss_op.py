@@ -213,11 +213,8 @@ def grpo_loss(
 @grpo_loss.register_fake
 def _(hidden, weight, bias, tokens, num_groups, config_key, backend, compute_dtype, wants):
     completion_ids, *tokens = tokens
-    inputs, config, dtype = (
-        TokenInputs(*tokens),
-        config_from_key(config_key),
-        table_dtype(compute_dtype or hidden.dtype),
-    )
+    inputs, config = TokenInputs(*tokens), config_from_key(config_key)
+    dtype = table_dtype(compute_dtype or hidden.dtype)
     f = hidden.new_empty
     given = (hidden, weight, weight if bias is None else bias)
     others = config.entropy_kept_only + (0 if inputs.kept_ids is None else len(MASK_SUMS))
