@@ -217,7 +217,7 @@ def _(hidden, weight, bias, tokens, num_groups, config_key, backend, compute_dty
     dtype = table_dtype(compute_dtype or hidden.dtype)
     f = hidden.new_empty
     given = (hidden, weight, weight if bias is None else bias)
-    others = config.entropy_kept_only + (0 if inputs.kept_ids is None else len(MASK_SUMS))
+    others = int(config.entropy_kept_only) + (0 if inputs.kept_ids is None else len(MASK_SUMS))
     others += 0 if config.sparse_backward is None else len(SPARSE_SUMS)
     return (
         f((), dtype=dtype),
@@ -291,7 +291,7 @@ def policy_loss(
 @policy_loss.register_fake
 def _(logps, entropy, tokens, num_groups, config_key, backend):
     f, dtype = logps.new_empty, table_dtype(logps.dtype)
-    others = config_from_key(config_key).entropy_kept_only
+    others = int(config_from_key(config_key).entropy_kept_only)
     numbers = empty_sums(logps, logps, TokenInputs(*tokens), num_groups, dtype, others)
     return f((), dtype=dtype), numbers, f(logps.shape, dtype=dtype), f(logps.shape, dtype=dtype)
 
