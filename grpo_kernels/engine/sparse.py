@@ -42,7 +42,8 @@ class SparsePairs:
         self._written: list[Rows] = []  # to the buffers
         self._found: list[_Found] = []
         self._dense: list[Tensor] = []
-        self._num_pairs = self._num_tokens = self._num_waiting = 0
+        self._num_pairs = self._num_waiting = 0
+        self._num_tokens = torch.zeros((), dtype=torch.int64, device=head.weight.device)
         head.leave_room()
         self.room = head.scratch.logits_rows * len(head.weight) * head.logits_dtype.itemsize // 3
 
@@ -74,7 +75,7 @@ class SparsePairs:
         self._dense.append(index[dense])
         self._num_pairs += len(place)
         self._num_waiting += len(place)
-        self._num_tokens += int(has_gradient.sum())
+        self._num_tokens += has_gradient.sum()
         # With float16 the scale of the sums is known after the dense products alone.
         if self._num_waiting * _PAIR_BYTES > self.room and self.head.grad_dtype != torch.float16:
             self._multiply()
@@ -100,7 +101,8 @@ class SparsePairs:
         self._found, self._num_waiting = [], 0
         if head.wants[0]:
             self._add_dhidden(tokens, counts, ids, values)
-        head.add_pairs(values, KeptPairs(ids, tokens.to(torch.int32).repeat_interleave(counts)))
+        token_of = tokens.to(torch.int32).repeat_interleave(counts, output_size=len(ids))
+        head.add_pairs(values, KeptPairs(ids, token_of))
 
     def _add_dhidden(self, tokens: Tensor, counts: Tensor, ids: Tensor, values: Tensor) -> None:
         head = self.head
@@ -111,8 +113,9 @@ class SparsePairs:
 
     def sums(self) -> Tensor:
         """SPARSE_SUMS; over ranks with a slice of the vocabulary all pairs, and the mean of the tokens in `dense`."""
-        numbers = self._num_pairs, sum(map(len, self._dense)), self._num_tokens
+        numbers = self._num_pairs, sum(map(len, self._dense)), 0
         sums = torch.tensor(numbers, dtype=torch.float64, device=self.head.weight.device)
+        sums[2] = self._num_tokens
         if self.head.vocab_slice is not None:
             self.head.vocab_slice.add_up(sums)
             sums[1:] /= len(self.head.vocab_slice.sizes)
