@@ -12,6 +12,7 @@ from functools import partial
 from math import isfinite
 from pathlib import Path
 from statistics import fmean, median
+from textwrap import fill
 from typing import Any
 
 from learning import EXPERIMENTS
@@ -322,12 +323,13 @@ def _learning(document: Document) -> str:
             rows[-1] += [f"{number:.1f}" for number in seconds.values()]
             reward = fmean(found[name]["evaluations"][-1]["reward"] for found in rounds)
             rows[-1] += [f"{1 - seconds['head'] / seconds['step']:.2f}", f"{mib:,.0f}", f"{reward:.2f}"]
+    note = fill(document.get("note", ""), 120)
     titles = "setting", "", f"minutes to {GOAL}", "of TRL's", *(f"{part}, s" for part in seconds), "without head"
     return f"""\
 **{LEARNING}.** {_place(document)}: `python bench/time_to_reward.py`, contestants step by step in turns.
 Minutes are median (least to most) of the time that a contestant's steps took until its first evaluation at {GOAL};
-"without head" is the share of a step that would be left if its head took no time, which is sampling and the body. In
-float32 all contestants had one order of prompts; in the rounds of other types each trainer shuffled in its own way:
+"without head" is the share of a step that would be left if its head took no time, which is sampling and the body.
+{note}
 
 {table((*titles, "peak MiB", "reward after"), rows)}
 
