@@ -136,6 +136,7 @@ def mask_rows(mask: TokenMask, ids: Tensor, index: Tensor, vocab_size: int) -> M
 def _ids_of(mask: TokenMask, index: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     """(row of each id, the ids) of tokens `index` (C,) in ascending order, which keep so many."""
     if index.numel() == mask.counts.numel():  # all of them: nothing is copied
+        # Without output_size: on a GPU the sum of counts is not checked, and a kernel that finds it wrong aborts.
         return torch.repeat_interleave(counts), mask.ids
     row, place = places_of(mask.firsts[index], counts)
     return row, mask.ids[place]

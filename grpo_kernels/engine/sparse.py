@@ -43,6 +43,7 @@ class SparsePairs:
         self._found: list[_Found] = []
         self._dense: list[Tensor] = []
         self._num_pairs = self._num_waiting = 0
+        # A tensor: the host waits for no number that it does not need.
         self._num_tokens = torch.zeros((), dtype=torch.int64, device=head.weight.device)
         head.leave_room()
         self.room = head.scratch.logits_rows * len(head.weight) * head.logits_dtype.itemsize // 3
