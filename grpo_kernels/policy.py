@@ -170,7 +170,8 @@ def _differentiate(call: _Call, values: TokenValues, index: Tensor, sequence: Te
     if call.scores.want_entropy:
         leaves.append(values.entropy[index].requires_grad_())
     with torch.enable_grad():
-        value = call.loss_fn(PolicyChunk(leaves[0], leaves[1] if call.scores.want_entropy else None, index, sequence))
+        logps, *entropy = (x.clone() for x in leaves)  # a leaf could not be changed in place
+        value = call.loss_fn(PolicyChunk(logps, entropy[0] if entropy else None, index, sequence))
         if not isinstance(value, Tensor) or value.numel() not in (1, len(index)):
             came = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(

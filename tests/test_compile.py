@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -40,6 +42,7 @@ def assert_equal_runs(step, batch: Batch, compiler: str, **given):
     assert all(x.any() for x in expected)
 
 
+FUNCTIONS = [name for name in good_calls() if "fused" in name or "loss" in name]
 CONFIGS = {
     "grpo": gk.GRPOConfig(beta=0.1, aggregation="seq_mean"),
     "gspo": gk.GRPOConfig(importance_sampling_level="sequence", chunk_rows=7),
@@ -123,6 +126,33 @@ def test_other_steps(step, compiler):
     assert_equal_runs(lambda *leaves: step(batch, *leaves), batch, compiler)
 
 
+COMPILED = ("fused_grpo_loss", "fused_logps", "grpo_loss_from_logps")  # what is a custom operator there
+
+
+@pytest.mark.parametrize(
+    ("name", "compiler"), [*((name, None) for name in FUNCTIONS), *itertools.product(COMPILED, ("eager", "aot_eager"))]
+)
+def test_results_may_be_changed_in_place(name, compiler):
+    """As those of an eager expression; what the backward kept of them stays as it was."""
+    given = good_calls()[name]
+    first = next(iter(given))
+
+    def function(x):
+        found = getattr(gk, name)(**given | {first: x})
+        return found if isinstance(found, tuple) else (getattr(found, "loss", found),)
+
+    def gradient(results, change):
+        x = given[first].clone().requires_grad_()
+        results = results(x)
+        scales = [torch.linspace(0, 2, max(2, r.numel()))[-r.numel() :].view(r.shape) for r in results]
+        sum(change(r, scale).sum() for r, scale in zip(results, scales, strict=True)).backward()
+        return x.grad
+
+    changed = function if compiler is None else torch.compile(function, backend=compiler)
+    expected = gradient(function, torch.Tensor.mul)
+    assert torch.equal(gradient(changed, torch.Tensor.mul_), expected) and expected.any()
+
+
 def test_functions_beside_the_loss_compile_too():
     """While a function is compiled there is no data for their checks to look at."""
     x, mask = torch.rand(4, 5), torch.rand(4, 5) < 0.7
@@ -171,7 +201,7 @@ def samples(dtype: torch.dtype) -> dict[str, tuple]:
     name = "torch" if dtype == torch.float64 else "cpu"
     wide = table_dtype(dtype)
     logps, entropy = (torch.randn(4, 6, dtype=wide).requires_grad_() for _ in range(2))
-    stats = [torch.randn(4, 6, dtype=t) for t in (wide, torch.float64)]
+    stats = [torch.randn(24, dtype=t) for t in (wide, torch.float64)]
     grads = [torch.randn(4, 6, dtype=wide), torch.zeros(4, 6, dtype=wide)]
     of_tokens, numbers = [batch.ids, mask, None, *kept], [1.0, 1.0, 0.0, 0.0]
     wants = [True, True, True]
@@ -203,9 +233,6 @@ def test_opcheck(name, dtype):
 
 
 BATCH = off_policy(make_batch(1))
-
-
-FUNCTIONS = [name for name in good_calls() if "fused" in name or "loss" in name]
 
 
 def of_first(name: str):

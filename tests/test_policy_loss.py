@@ -83,8 +83,15 @@ def test_sequence_chunks_hold_whole_sequences():
         assert chunk.entropy is None and chunk.logps.requires_grad
 
 
-@pytest.mark.parametrize("gives", [lambda c: c.logps.sum(), lambda c: torch.tensor(1.0)], ids=["a sum", "a constant"])
-def test_gradients_that_are_expanded_or_0(gives):
+GIVES = {
+    "a sum": lambda c: c.logps.sum(),
+    "a constant": lambda c: torch.tensor(1.0),
+    "changed in place": lambda c: c.logps.mul_(c.logps.detach().clone()).sum(),
+}
+
+
+@pytest.mark.parametrize("gives", GIVES.values(), ids=GIVES)
+def test_gradients_that_are_expanded_or_0_or_of_values_changed_in_place(gives):
     batch = make_batch(2)
     leaf = batch.hidden.clone().requires_grad_()
     gk.fused_policy_loss(leaf, batch.weight, batch.ids, gives).backward()

@@ -152,14 +152,9 @@ def _compute(inputs: Inputs, call: LogpsCall) -> tuple[TokenValues, AnyTeacher]:
         return values.only(mask) if static and mask is not None else values, teacher
 
 
-def _results(values: TokenValues, call: LogpsCall) -> tuple[Tensor, Tensor, Tensor]:
-    """(logps, entropy, lse) with memory of their own."""
-    return _column(values, 0, call), _column(values, 1, call), values.lse.view(*call.tokens.completion_ids.shape)
-
-
 def _column(values: TokenValues, column: int, call: LogpsCall) -> Tensor:
-    shape = call.tokens.completion_ids.shape
-    return values.columns.narrow_copy(0, column, 1).view(*shape)  # for a torch.Size itself torch takes 1.4 us longer
+    """A copy that is no view: autograd forbids to change a view that a function returns in place."""
+    return values.columns[column].view(call.tokens.completion_ids.shape).clone()
 
 
 def _divergence(values: TokenValues, call: LogpsCall) -> Optional[Tensor]:
@@ -177,14 +172,14 @@ def _compute_gradients(
     """(dhidden, dweight, dbias) from the logits computed again, over rows with a non-zero coefficient.
 
     outer: d loss / d logps, d loss / d entropy; with a teacher, as the forward left it, d loss / d divergence.
-    results: entropy, lse.
+    results: entropy, lse, (N,) each.
     """
     entropy, lse = results
     check_gathered("lm_head_weight", inputs[1])  # it may have been released since the forward
     with torch.no_grad(), pinned_matmul_precision(entropy.device):
         columns = no_values(entropy.numel(), entropy.dtype, entropy.device).columns
-        values = TokenValues(columns, lse.reshape(-1).contiguous())
-        values.entropy.copy_(entropy.reshape(-1))
+        values = TokenValues(columns, lse)
+        values.entropy.copy_(entropy)
         head, scorer, mask, static = open_scorer(inputs, call, values, wants=wants, teacher=teacher)
         if teacher is not None:
             teacher.weight = _filled(outer[2].reshape(-1).to(entropy.dtype), mask, 0.0)
@@ -197,13 +192,11 @@ class _Logps(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, call):
         values, ctx.teacher = _compute((hidden, weight, bias), call)
-        found, entropy, lse = _results(values, call)
         ctx.call, given = call._replace(tokens=None), [*call.tokens]
         if call.teacher is not None:  # autograd notices changes, which inference tensors do not count
             given += [x for x in vars(call.teacher).values() if isinstance(x, Tensor) and not x.is_inference()]
-        # A copy, since the caller may change what it got.
-        ctx.save_for_backward(hidden, weight, bias, entropy.clone(), lse, *given)
-        return found, entropy, _divergence(values, call)
+        ctx.save_for_backward(hidden, weight, bias, values.entropy, values.lse, *given)
+        return _column(values, 0, call), _column(values, 1, call), _divergence(values, call)
 
     @staticmethod
     def backward(ctx, *outer):
@@ -224,17 +217,20 @@ def logps(
     want_entropy: bool,
     backend: str,
     compute_dtype: Optional[torch.dtype],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(logps, entropy, lse), each of the shape of completion_ids; 0 at masked positions. `tokens`: LogpsTokens."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(logps, entropy), each of the shape of completion_ids, 0 at masked positions; for the backward (entropy, lse),
+    each (N,), since the caller may change what it got. `tokens`: LogpsTokens."""
     call = LogpsCall(LogpsTokens(*tokens), numbers, want_entropy, backend, compute_dtype)  # type: ignore[arg-type]
     with torch.no_grad():
-        return _results(_compute((hidden, weight, bias), call)[0], call)
+        values, _ = _compute((hidden, weight, bias), call)
+    return _column(values, 0, call), _column(values, 1, call), values.entropy.clone(), values.lse
 
 
 @logps.register_fake
 def _(hidden, weight, bias, tokens, numbers, want_entropy, backend, compute_dtype):
-    dtype = table_dtype(compute_dtype or hidden.dtype)
-    return tuple(hidden.new_empty(tokens[0].shape, dtype=t) for t in (dtype, dtype, torch.float64))
+    dtype, shape, count = table_dtype(compute_dtype or hidden.dtype), tokens[0].shape, tokens[0].numel()
+    results = ((shape, dtype), (shape, dtype), (count, dtype), (count, torch.float64))
+    return tuple(hidden.new_empty(size, dtype=kind) for size, kind in results)
 
 
 @torch.library.custom_op("grpo_kernels::logps_backward", mutates_args=())
@@ -267,11 +263,11 @@ def _(outer, inputs, tokens, results, numbers, backend, compute_dtype, wants):
 def _save_logps(ctx, inputs, output):
     hidden, weight, bias, tokens, numbers, _, backend, compute_dtype = inputs
     ctx.options = numbers, backend, compute_dtype
-    ctx.mark_non_differentiable(output[2])
-    ctx.save_for_backward(hidden, weight, bias, *output[1:], *tokens)
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.save_for_backward(hidden, weight, bias, *output[2:], *tokens)
 
 
-def _logps_gradients(ctx, g_logps, g_entropy, _):
+def _logps_gradients(ctx, g_logps, g_entropy, *_):
     refuse_double_backward("fused_logps")
     wants = list(ctx.needs_input_grad[:3])
     saved = list(ctx.saved_tensors)
