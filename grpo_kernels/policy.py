@@ -17,7 +17,7 @@ from .engine.backward import FinishedGradients, finish_in_forward
 from .engine.chunks import whole_sequences
 from .engine.logps_op import LogpsCall, check_call, open_scorer
 from .engine.products import pinned_matmul_precision
-from .engine.shared import requires_grad_flags, table_dtype
+from .engine.shared import requires_grad_flags, table_dtype, unseen_by_modes
 from .inputs import resolve_logps
 from .sampling_mask import SamplingMask
 
@@ -122,6 +122,7 @@ class _Call:
     grad_enabled: bool  # in the caller's context; inside an autograd.Function it is always off
 
 
+@unseen_by_modes
 def _run(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call
 ) -> tuple[tuple[Tensor, ...], FinishedGradients]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ import torch.fx.experimental.proxy_tensor
 from helpers import Batch, good_calls, leaves, make_batch, off_policy
 from torch import func
 from torch._library.custom_ops import CustomOpDef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 import grpo_kernels as gk
 from grpo_kernels import rewards
@@ -151,6 +155,43 @@ def test_results_may_be_changed_in_place(name, compiler):
     changed = function if compiler is None else torch.compile(function, backend=compiler)
     expected = gradient(function, torch.Tensor.mul)
     assert torch.equal(gradient(changed, torch.Tensor.mul_), expected) and expected.any()
+
+
+class Watching(TorchDispatchMode):
+    """A mode of a user's own, which wants to see every operation."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def saving_everything():
+    """Selective checkpointing: results of the forward are kept, and given out in the recomputation."""
+    return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_dispatch_modes_change_nothing(name):
+    """A teacher, which the custom operators do not take, included."""
+    function, x = of_first(name)
+
+    def gradient(step=function, mode=nullcontext):
+        own = x.clone().requires_grad_()
+        with mode():
+            loss = step(own)
+            loss.backward()
+        return loss.detach(), own.grad
+
+    def checkpointed(own):  # exp keeps its result, so that the backward computes everything again
+        return checkpoint(lambda own: function(own).exp(), own, use_reentrant=False, context_fn=saving_everything).log()
+
+    found = [
+        gradient(mode=Watching),
+        gradient(mode=lambda: FlopCounterMode(display=False)),
+        gradient(checkpointed),
+    ]
+    expected = gradient()
+    for loss, grad in found:
+        assert torch.allclose(loss, expected[0]) and torch.allclose(grad, expected[1], rtol=1e-4) and grad.any()
 
 
 def test_functions_beside_the_loss_compile_too():

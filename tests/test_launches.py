@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from triton.runtime import interpreter
 
 import grpo_kernels as gk
+from grpo_kernels.engine import loss_op
 
 PRODUCTS = ("mm", "addmm", "addmm_")
 MEMORY_ALONE = ("empty", "empty_strided", "empty_like", "_unsafe_view", "resize_", "set_")  # they run no kernel
@@ -36,9 +37,8 @@ def test_launches_of_a_step_of_one_chunk(monkeypatch, masked):
     """The loss with its gradients; `backward` hands out what is there."""
     for name in ("check_values", "check_token_values"):  # what a GPU is not asked for
         monkeypatch.setattr(f"grpo_kernels.engine.loss_op.{name}", lambda *given: None)
-    monkeypatch.setattr(
-        "grpo_kernels.engine.loss_op.is_traced", lambda hidden: False
-    )  # as without the mode that counts
+    monkeypatch.setattr(loss_op, "takes_operator", lambda hidden, **given: False)  # as without the mode that counts
+    monkeypatch.setattr(loss_op, "_compute", loss_op._compute.__wrapped__)
     interpret, launches = interpreter.GridExecutor.__call__, Launches()
 
     def launch(self, *arguments, **options):

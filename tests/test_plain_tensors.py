@@ -119,10 +119,13 @@ def test_harmless_subclasses_are_fine():
     class Named(Tensor):
         pass
 
-    expected, weight = call("fused_grpo_loss").loss, good_calls()["fused_grpo_loss"]["lm_head_weight"]
-    for harmless in (nn.Parameter(weight), nn.Buffer(weight), weight.as_subclass(Named)):
-        found = call("fused_grpo_loss", lm_head_weight=harmless).loss
-        assert torch.equal(found.as_subclass(Tensor), expected)
+    for function in ("fused_grpo_loss", "fused_distillation_loss"):
+        given, expected = good_calls()[function], call(function).loss
+        for name in ("hidden", "lm_head_weight"):
+            x = given[name]
+            for harmless in (nn.Parameter(x), nn.Buffer(x), x.as_subclass(Named)):
+                found = call(function, **{name: harmless}).loss
+                assert torch.equal(found.as_subclass(Tensor), expected)
 
 
 # --- DTensors ---------------------------------------------------------------------------------------------------------

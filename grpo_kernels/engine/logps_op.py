@@ -24,12 +24,12 @@ from .lm_head import LMHead
 from .products import pinned_matmul_precision
 from .shared import (
     is_capturing,
-    is_traced,
     no_gradients,
     refuse_capture,
-    refuse_traced,
     requires_grad_flags,
     table_dtype,
+    takes_operator,
+    unseen_by_modes,
 )
 from .teacher import TeacherHead, TopKHead, new_teacher
 from .vocab_parallel import VocabSlice, describe
@@ -69,8 +69,7 @@ def logps_from_hidden(
     Differentiable. The entropy means nothing, or is None, where the call does not want it; the divergence is None
     without a teacher.
     """
-    if is_traced(hidden):
-        refuse_traced(vocab_parallel_group=call.vocab_slice, teacher=call.teacher)
+    if takes_operator(hidden, vocab_parallel_group=call.vocab_slice, teacher=call.teacher):
         options = call.want_entropy, call.backend, call.compute_dtype
         return *logps(hidden, weight, bias, list(call.tokens), list(call.numbers), *options)[:2], None
     if any(requires_grad_flags(hidden, weight, bias)):
@@ -136,6 +135,7 @@ def _filled(x: Tensor, mask: Optional[Tensor], fill: float) -> Tensor:
     return x.contiguous() if mask is None else torch.where(mask, x, fill)
 
 
+@unseen_by_modes
 def _compute(inputs: Inputs, call: LogpsCall) -> tuple[TokenValues, AnyTeacher]:
     """logp, entropy, lse, and with a teacher the divergence. To be called under no_grad."""
     hidden, count = inputs[0], call.tokens.completion_ids.numel()
@@ -161,6 +161,7 @@ def _divergence(values: TokenValues, call: LogpsCall) -> Optional[Tensor]:
     return None if call.teacher is None else values.divergence.reshape(call.tokens.completion_ids.shape).clone()
 
 
+@unseen_by_modes
 def _compute_gradients(
     outer: Sequence[Tensor],
     inputs: Inputs,

@@ -28,7 +28,7 @@ from .kept import make_token_mask
 from .lm_head import GivenLogits, LMHead
 from .plan import Plan, keep_entropies, make_plan
 from .products import pinned_matmul_precision
-from .shared import is_capturing, is_traced, no_gradients, refuse_capture, refuse_traced, table_dtype
+from .shared import is_capturing, no_gradients, refuse_capture, table_dtype, takes_operator, unseen_by_modes
 from .teacher import TeacherHead, TopKHead, new_teacher
 from .vocab_parallel import VocabSlice, describe
 
@@ -61,8 +61,8 @@ class LossCall(NamedTuple):
 def loss_from_hidden(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: LossCall) -> tuple[Tensor, ...]:
     """(loss, logps, entropy, numbers of Sums); the loss is differentiable in hidden, weight and bias. With a teacher
     the divergence comes last."""
-    if is_traced(hidden):
-        refuse_traced(vocab_parallel_group=call.vocab_slice, teacher=call.teacher, accumulate_into=call.accumulate_into)
+    beyond = dict(vocab_parallel_group=call.vocab_slice, teacher=call.teacher, accumulate_into=call.accumulate_into)
+    if takes_operator(hidden, **beyond):
         loss, logps, entropy, numbers, *_ = grpo_loss(
             hidden,
             weight,
@@ -81,6 +81,7 @@ def loss_from_hidden(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], cal
         return _compute(hidden, weight, bias, call)[0]
 
 
+@unseen_by_modes
 def _compute(
     hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: LossCall
 ) -> tuple[tuple[Tensor, ...], FinishedGradients]:
@@ -149,6 +150,7 @@ def loss_from_logits(logits: Tensor, call: LossCall, *, inplace: bool) -> tuple[
     return finish_in_forward("grpo_loss_from_logits", partial(_compute_from_logits, call=call, inplace=inplace), logits)
 
 
+@unseen_by_modes
 def _compute_from_logits(
     logits: Tensor, *, call: LossCall, inplace: bool
 ) -> tuple[tuple[Tensor, ...], FinishedGradients]:

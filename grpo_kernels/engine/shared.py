@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils import _python_dispatch as dispatch
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def table_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -15,8 +20,40 @@ def table_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def is_traced(hidden: Tensor) -> bool:
     """Whether torch.compile or a dispatch mode must see one operator instead of the operations inside it."""
-    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-    return traced or type(hidden) not in (Tensor, torch.nn.Parameter)
+    return _has_tracer(hidden) or torch._C._len_torch_dispatch_stack() > 0
+
+
+def takes_operator(hidden: Tensor, **beyond: object) -> bool:
+    """`is_traced`, for an operator without arguments for `beyond`. Where one of these is given, a tracer, which would
+    record the call without it, raises ValueError, and any other mode sees nothing of the call."""
+    if not is_traced(hidden):
+        return False
+    name = next((name for name, x in beyond.items() if x is not None), None)
+    if name is not None and _has_tracer(hidden):
+        raise ValueError(f"{name} is given to a call that is traced or compiled; it needs an eager one")
+    return name is None
+
+
+def _has_tracer(hidden: Tensor) -> bool:
+    """Whether operations are recorded, to be run later or elsewhere: fake and functional tensors, proxies of them."""
+    if torch.compiler.is_compiling() or type(hidden).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return True
+    modes = dispatch._get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else ()
+    return any(getattr(mode, "_mode_key", None) is not None for mode in modes)  # those that torch knows by a key
+
+
+def unseen_by_modes(function: Function) -> Function:
+    """Let no dispatch mode see what `function` does: kernels write through addresses, and over what they have read, so
+    that a mode which keeps results (selective checkpointing) or wraps them would have the wrong ones."""
+
+    @functools.wraps(function)
+    def unseen(*args: Any, **kwargs: Any) -> Any:
+        if torch._C._len_torch_dispatch_stack() == 0:
+            return function(*args, **kwargs)
+        with dispatch._disable_current_modes():
+            return function(*args, **kwargs)
+
+    return unseen  # type: ignore[return-value]
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -27,12 +64,6 @@ def is_capturing(device: torch.device) -> bool:
 def refuse_capture(device: torch.device) -> None:
     if is_capturing(device):
         raise ValueError("sparse_backward was given under capture of a CUDA graph; the number of entries is read")
-
-
-def refuse_traced(**given: object) -> None:
-    for name, x in given.items():
-        if x is not None:
-            raise ValueError(f"{name} is given to a call that is traced or compiled; it needs an eager one")
 
 
 def requires_grad_flags(*inputs: Tensor | None) -> tuple[bool, ...]:
