@@ -153,6 +153,32 @@ def test_without_an_attention_mask_every_token_is_scored(family):
     assert (out.logps == 0).sum() == LENGTH - 2
 
 
+def test_inputs_whose_first_dimension_is_not_the_batch(monkeypatch):
+    """Three rows with an image each: pixel_values has a row for each patch, position_ids are (3, B, L)."""
+    image, start = 60, 58
+    size = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4)
+    rope = dict(rope_type="default", mrope_section=[1, 1, 2])
+    vision = dict(depth=1, hidden_size=16, intermediate_size=24, num_heads=2, out_hidden_size=32, patch_size=4)
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=dict(size, num_key_value_heads=2, rope_scaling=rope, initializer_range=0.2), vision_config=vision,
+        image_token_id=image, video_token_id=61, vision_start_token_id=start, vision_end_token_id=59,
+    )  # fmt: skip
+    model = transformers.Qwen2_5_VLForConditionalGeneration(config).eval()
+    ids = torch.tensor([[1, start, *[image] * 4, 59, 2, 3, 4, 5]] * 3)
+    ids[:, -LENGTH + 2 :] = torch.randint(3, 50, (3, LENGTH - 2))
+    given = dict(
+        pixel_values=torch.randn(3 * 16, 3 * 2 * 4 * 4), image_grid_thw=torch.tensor([[1, 4, 4]] * 3),
+        mm_token_type_ids=(ids == image).int(), position_ids=torch.arange(ids.shape[1]).expand(3, *ids.shape),
+    )  # fmt: skip
+    monkeypatch.setattr(integration, "_checked", set())
+    scored = dict(input_ids=ids, completion_ids=ids[:, -LENGTH:])
+    logps, _ = fused_forward(model, **scored, model_inputs=given, loss=fused_logps)
+    logits = model(ids, **given).logits[:, -LENGTH - 1 : -1]
+    expected = logits.log_softmax(-1).gather(-1, ids[:, -LENGTH:, None]).squeeze(-1)
+    torch.testing.assert_close(logps, expected, rtol=1e-5, atol=1e-5)
+    assert len(integration._checked) == 1 and check_alignment(model, scored | given, logps).aligned
+
+
 def test_a_configuration_may_repeat_the_models_scale():
     fused_forward(tiny_model("granite"), **batch(), advantages=ADVANTAGES, config=GRPOConfig(logit_scale=1 / 6.0))
 

@@ -70,7 +70,8 @@ def fused_forward(
     Under DistributedDataParallel, FSDP and DeepSpeed call it inside the forward of the module that they wrap, and
     return the loss tensor, so that their hooks run: the parameters are whole there, and their gradients are averaged.
 
-    The first call with a class of models computes the model's own logits of one row and compares them.
+    The first call with a class of models also runs the model itself, on one row or, with model_inputs, on the batch,
+    and compares its logits.
 
     Raises ValueError or TypeError, by name: a model whose logits are not understood (see `logit_transform`,
     `lm_head_inputs`) or differ from its own; a logit_scale or logit_softcap that contradicts the model's; tensors that
@@ -84,7 +85,8 @@ def fused_forward(
     length = completion_ids.shape[1]
     if completion_mask is None and attention_mask is not None:
         completion_mask = attention_mask[:, -length:]
-    _check_once(parts, inputs)
+    # What of a caller's own inputs belongs to a row is not known: patches of images, positions (3, B, L).
+    _check_once(parts, inputs if model_inputs else {name: tensor[:1] for name, tensor in inputs.items()})
     if share_prompts:
         hidden = _hidden_after_shared_prompts(parts, inputs, length)
     else:
@@ -259,16 +261,11 @@ _checked: set[tuple[Any, ...]] = set()
 
 
 def _check_once(parts: CausalLM, inputs: dict[str, Any]) -> None:
-    """Compare with the model's own logits of a row, once per class of models, of lm_heads, and transform."""
+    """Compare with the model's own logits of a few positions, once per class of models, of lm_heads, and transform."""
     key = (type(parts.model), type(parts.lm_head), parts.transform)
     if key in _checked or torch.compiler.is_compiling():
         return
-    batch = len(inputs["input_ids"])
-    row = {
-        name: value[:1] if isinstance(value, Tensor) and value.dim() and len(value) == batch else value
-        for name, value in inputs.items()
-    }
-    own, hidden = own_logits(parts, row, keep=8)
+    own, hidden = own_logits(parts, inputs, keep=-(-8 // len(inputs["input_ids"])))
     logits = head_logits(lm_head_inputs(parts.lm_head, hidden[:, -own.shape[1] :]), *parts.transform)
     largest, error = own.abs().amax().item(), math.inf
     if logits.shape == own.shape:
