@@ -21,9 +21,9 @@ def peft():
     return pytest.importorskip("peft", reason="peft is not installed: run make test")
 
 
-def adapted(peft, dtype=torch.float64, family="llama", kind="LoraConfig", **options):
+def adapted(peft, dtype=torch.float64, family="llama", kind="LoraConfig", tied=False, **options):
     """A tiny model with an adapter whose weights are not at their start, where LoRA's product is 0."""
-    model = tiny_model(family, dtype=dtype)
+    model = tiny_model(family, dtype=dtype, tie_word_embeddings=tied)
     defaults = dict(r=4, lora_alpha=6) if kind == "LoraConfig" else {}
     model = peft.get_peft_model(model, getattr(peft, kind)(task_type="CAUSAL_LM", **defaults, **options))
     shake(model)
@@ -45,8 +45,10 @@ def shake(model):
         dict(target_modules=[*BODY, "lm_head"]),
         dict(target_modules=["lm_head"], use_rslora=True),
         dict(target_modules=BODY, modules_to_save=["lm_head"]),
+        dict(target_modules=BODY, trainable_token_indices={"lm_head": [1, 7]}),
+        dict(target_modules=BODY, trainable_token_indices=[1, 7], tied=True),
     ],
-    ids=["body", "body and head", "head", "modules_to_save"],
+    ids=["body", "body and head", "head", "modules_to_save", "tokens", "tokens of tied embeddings"],
 )
 @pytest.mark.parametrize("family", ["llama", "granite", "gemma2"])
 def test_loss_and_gradients_are_those_of_the_models_own_logits(peft, family, options):
@@ -80,6 +82,21 @@ def test_two_adapters_and_none(peft):
     assert lm_head_inputs(layer, x).weight is layer.modules_to_save["default"].weight
 
 
+def test_trainable_tokens(peft):
+    """Their rows are those of the model; without the adapter the base weight is; as a target of their own, too."""
+    x = torch.randn(5, 16, dtype=torch.float64)
+    wrapped = adapted(peft, target_modules=BODY, trainable_token_indices={"lm_head": [1, 7]})
+    direct = adapted(peft, kind="TrainableTokensConfig", target_modules=["lm_head"], token_indices=[1, 7])
+    for model in (wrapped, direct):
+        layer = model.get_base_model().lm_head
+        base = getattr(layer, "token_adapter", layer).base_layer
+        head = lm_head_inputs(layer, x)
+        torch.testing.assert_close(x @ head.weight.T, layer(x))
+        assert (head.weight != base.weight).any(1).nonzero().flatten().tolist() == [1, 7]
+        with model.disable_adapter():
+            assert lm_head_inputs(layer, x).weight is base.weight
+
+
 def test_sixteen_bit_weights_keep_a_small_adapter(peft):
     """W + s B A in bfloat16 would round it away; the longer product does not."""
     model = adapted(peft, torch.bfloat16, target_modules=["lm_head"])
@@ -104,7 +121,7 @@ def test_sixteen_bit_weights_keep_a_small_adapter(peft):
         ("LoraConfig", dict(use_dora=True), TypeError, "adapter 'default' is a variant of LoRA, such as DoRA"),
         ("LoraConfig", dict(lora_bias=True), TypeError, r"adapter 'default' has a bias \(lora_bias\)"),
         ("LoraConfig", dict(lora_dropout=0.1), ValueError, "adapter 'default' has dropout 0.1"),
-        ("LoHaConfig", {}, TypeError, "of PEFT's layers only LoRA and modules_to_save are supported"),
+        ("LoHaConfig", {}, TypeError, "of PEFT's layers only LoRA, modules_to_save and trainable tokens are supported"),
     ],
     ids=["DoRA", "bias", "dropout", "LoHa"],
 )
@@ -119,9 +136,6 @@ def test_what_is_not_a_product_with_one_weight_is_refused_by_name(peft, kind, op
 def test_adapters_that_act_elsewhere_are_refused_by_name(peft):
     from grpo_kernels.integrations.transformers import fused_forward
 
-    model = adapted(peft, target_modules=BODY, trainable_token_indices={"lm_head": [1]})
-    with pytest.raises(TypeError, match=r"lm_head is a peft\.utils\.other\.TrainableTokensWrapper"):
-        lm_head_inputs(model.get_base_model().lm_head, HIDDEN.double())
     model = adapted(peft, kind="PromptTuningConfig", num_virtual_tokens=2)
     with pytest.raises(TypeError, match="model has the adapter 'default', which adds a prompt"):
         fused_forward(model, **batch(), advantages=ADVANTAGES)
@@ -133,8 +147,10 @@ def test_adapters_that_act_elsewhere_are_refused_by_name(peft):
         fused_forward(model, **batch(), advantages=ADVANTAGES)
 
 
-def test_merged_adapters_would_get_no_gradient(peft):
-    model = adapted(peft, target_modules=["lm_head"])
+@pytest.mark.parametrize("kind", ["LoraConfig", "TrainableTokensConfig"])
+def test_merged_adapters_would_get_no_gradient(peft, kind):
+    options = {"token_indices": [3]} if kind == "TrainableTokensConfig" else {}
+    model = adapted(peft, kind=kind, target_modules=["lm_head"], **options)
     layer, x = model.get_base_model().lm_head, torch.randn(2, 16, dtype=torch.float64)
     expected = layer(x)
     layer.merge()

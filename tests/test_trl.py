@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import relative
-from tiny_models import VOCAB
+from tiny_models import VOCAB, tiny_model
 
 pytest.importorskip("trl", reason="trl is not installed: make test EXTRAS=dev,peers")
 
@@ -213,6 +213,30 @@ def test_a_call_equals_trls(name):
         for mode in modes:
             calls = [computed(parity.trainer_class(t), name, options, mode) for t in ("fused", "trl")]
             assert max(parity.differences(*calls)) < parity.TOLERANCE
+
+
+TOKENS = [11, 20]
+HEADS = {
+    "modules_to_save": (False, {"modules_to_save": ["lm_head"]}),
+    "trainable tokens": (False, {"trainable_token_indices": {"lm_head": TOKENS}}),
+    "trainable tokens of tied embeddings": (True, {"trainable_token_indices": TOKENS}),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_that_peft_wraps(name, monkeypatch):
+    """With a reference model, which is the base model."""
+    tied, options = HEADS[name]
+    found = []
+    for cls in (parity.trainer_class("fused"), parity.trainer_class("trl")):
+        args = parity.trl_arguments(parity.saved_model("qwen2"), beta=0.1, loss_type="dapo", max_steps=2)
+        own = {"model": tiny_model("qwen2", tie_word_embeddings=tied), "peft": options}
+        given = {"args": args, "reward_funcs": parity.reward, "train_dataset": parity.prompts()}
+        found.append(parity.result_of(parity.construct(cls, "qwen2", **own, **given)))
+        # TRL asks PEFT's wrapper for a bias, which it does not have.
+        monkeypatch.setattr("peft.utils.other.TrainableTokensWrapper.bias", None, raising=False)
+    assert max(parity.differences(*found)) < parity.TOLERANCE
+    assert any("modules_to_save" in name or "trainable_tokens_delta" in name for name in found[0]["weights"])
 
 
 def test_bf16_autocast_stays_near_trls():

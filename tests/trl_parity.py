@@ -82,15 +82,16 @@ def trl_arguments(folder: str, **options: Any) -> Any:
         return GRPOConfig(**{"output_dir": folder, **COMMON, **own, **options})
 
 
-def construct(cls: Any, family: str, *, peft: bool | None = None, **given: Any) -> Any:
-    """A trainer of this class of a saved model, or with peft of an adapter to it."""
+def construct(cls: Any, family: str, *, peft: bool | dict[str, Any] | None = None, **given: Any) -> Any:
+    """A trainer of this class of a saved model, or with peft of an adapter to it: True, or options of LoraConfig."""
     from transformers import AutoModelForCausalLM, logging
 
     logging.set_verbosity_error()
     if peft:
         from peft import LoraConfig
 
-        given["peft_config"] = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+        options = {} if peft is True else peft
+        given["peft_config"] = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", **options)
     given.setdefault("model", AutoModelForCausalLM.from_pretrained(saved_model(family)))
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")

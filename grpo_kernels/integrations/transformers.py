@@ -46,8 +46,8 @@ def fused_forward(
     the model. It runs without its lm_head.
 
     Args:
-        model: a causal language model of transformers, or PEFT's model around one (adapters in the body and LoRA or
-            modules_to_save of the lm_head: see `lm_head_inputs`).
+        model: a causal language model of transformers, or PEFT's model around one (adapters in the body, and those of
+            the lm_head that `lm_head_inputs` takes).
         input_ids: (B, L) int64, prompts followed by completions; the prompts may be padded on the left, the completions
             on the right. completion_ids: (B, T) with T < L, the last T columns of input_ids.
         attention_mask: (B, L), 0 at padding. The position of a token counts from its row's first token, as in

@@ -22,6 +22,7 @@ from ..logit_transform import logit_transform
 from ..logps import fused_logps
 from ..loss import fused_grpo_loss, grpo_loss_from_logps
 from ..output import GRPOLossOutput
+from .lm_head import lm_head_inputs
 
 RANGE = ((1, 16), (1, 17))  # from the first, before the second. TRL 1.15 has no head for CPUs, where the tests run
 
@@ -327,11 +328,15 @@ def _add_head(model: Any, temperature: float, *, in_float32: bool) -> None:
         hidden = backbone.last_hidden_state
         autocast: Any = contextlib.nullcontext()
         lm_head = self.get_output_embeddings()
-        hidden = hidden.to(lm_head.weight.device)
+        hidden = hidden.to(next(lm_head.parameters()).device)
         if in_float32:
             hidden, autocast = hidden.float(), torch.autocast(hidden.device.type, enabled=False)
         with autocast:
-            head = _Head(lm_head.weight, lm_head.bias, options)
+            if hasattr(lm_head, "original_module"):  # PEFT's modules_to_save or trainable tokens
+                hidden, weight, bias = lm_head_inputs(lm_head, hidden)
+            else:
+                weight, bias = lm_head.weight, lm_head.bias
+            head = _Head(weight, bias, options)
             out = _score(hidden, head, labels) if grpo_loss is None else grpo_loss(hidden, head)
         if kwargs.get("output_router_logits"):
             out.aux_loss = _load_balancing(backbone.router_logits, text_config, kwargs.get("attention_mask"))
