@@ -71,9 +71,8 @@ def test_loss_metrics_and_gradients_are_ligers(theirs, loss_type, level, beta):
         compare(theirs, inputs(), **options, use_bias_correction_kl=True)
     if loss_type in ("grpo", "dapo", "dr_grpo"):
         compare(theirs, inputs(), **options, delta=1.5)
-    for ratio in (torch.rand(B, T) + 0.5, torch.rand(B, 1) + 0.5):
-        if loss_type == "vespo" and ratio.shape[1] == T:  # Liger reads those of padding, too
-            ratio = torch.where(inputs()["attention_mask"].bool(), ratio, 1.0)
+    dropped = torch.where(torch.rand(B, T) < 0.2, 0.0, torch.rand(B, T) + 0.5)
+    for ratio in (torch.rand(B, T) + 0.5, torch.rand(B, 1) + 0.5, dropped):
         if loss_type != "luspo" or ratio.shape[1] == 1:
             compare(theirs, inputs(vllm_is_ratio=ratio), **options)
 

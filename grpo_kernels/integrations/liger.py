@@ -6,6 +6,7 @@ itself is not needed.
 
 from __future__ import annotations
 
+import math
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import lru_cache
 from typing import Any
@@ -97,10 +98,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
                     ref_input, ref_weight, selected_token_ids, completion_mask=attention_mask, lm_head_bias=ref_bias,
                     temperature=self.temperature,
                 )  # fmt: skip
-        if self.loss_type == "vespo" and vllm_is_ratio is not None and vllm_is_ratio.shape == (len(attention_mask), 1):
-            # The ratio of a sequence counts once in the sum of its log-ratios: at its first scored token.
-            first = attention_mask.long().argmax(dim=1, keepdim=True)
-            vllm_is_ratio = torch.ones_like(attention_mask, dtype=vllm_is_ratio.dtype).scatter(1, first, vllm_is_ratio)
+        if self.loss_type == "vespo" and vllm_is_ratio is not None:
+            vllm_is_ratio = _shared_evenly(vllm_is_ratio, attention_mask)
         counts_tokens = config.aggregation == "num_items"
         out = fused_grpo_loss(
             _input, lin_weight, selected_token_ids, advantages, completion_mask=attention_mask,
@@ -146,6 +145,15 @@ def _tokens_per_rank(mask: Tensor, num_items_in_batch: Tensor | float | None) ->
     else:
         total = torch.as_tensor(num_items_in_batch, dtype=torch.float32, device=mask.device)
     return (total / ranks).clamp(min=1.0)
+
+
+def _shared_evenly(ratio: Tensor, mask: Tensor) -> Tensor:
+    """Ratios (B, T) whose logarithms over the scored tokens add up to what Liger adds up for VESPO: the logarithm of
+    one ratio (B, 1), or those of all tokens, of padding too."""
+    if ratio.shape not in ((len(mask), 1), mask.shape):
+        return ratio  # which the loss refuses
+    total = ratio.log().clamp(math.log(1e-8), 20.0).sum(1, keepdim=True)
+    return (total / mask.sum(1, keepdim=True).clamp(min=1)).exp().expand(mask.shape)
 
 
 @dataclass(eq=False, repr=False)
