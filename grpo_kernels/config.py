@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import difflib
 import math
+import warnings
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, get_args
@@ -36,6 +37,7 @@ from .names import (
     Surrogate,
     TeacherParams,
 )
+from .trl_options import left_to_the_loop
 
 LARGEST = torch.finfo(torch.float32).max  # kernels compute in float32
 
@@ -365,7 +367,10 @@ class GRPOConfig:
         Read are loss_type, importance_sampling_level, epsilon, epsilon_high, delta, sapo_*, vespo_*, beta,
         use_bias_correction_kl, temperature, max_completion_length, entropy_coef, off_policy_mask_threshold and
         scale_rewards, each where the loss type has it. TRL divides by a count over the accumulated micro-batches; that
-        is `normalizer` of the call. Importance weights of vLLM are `rollout_weights` of the call.
+        is `normalizer` of the call. What TRL's trainer does outside of the loss is left to the loop that calls it:
+        where an option asks for such a thing (importance weights of vLLM, multi_objective_aggregation, reward_weights,
+        mask_truncated_completions, cast_lm_head_to_fp32, router_aux_loss_coef, a model with experts, sync_ref_model,
+        disable_dropout, neftune_noise_alpha), a UserWarning names it and says how.
 
         Raises:
             ValueError: what TRL accepts and this loss does not (negative coefficients), by name. What follows from the
@@ -392,6 +397,8 @@ class GRPOConfig:
             found["entropy_kept_only"] = True
         if model_config is not None:
             found["logit_scale"], found["logit_softcap"] = logit_transform(model_config)
+        for sentence in left_to_the_loop(vars(args), model_config):
+            warnings.warn(f"GRPOConfig.from_trl: {sentence}", stacklevel=2)
         return cls(**{**found, **overrides})
 
     def kernel_params(self, *, has_old: bool, has_rollout: bool = False) -> KernelParams:

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "grpo_kernels"
 COMPILED = ("_cpu", "_cuda")
 # From the ground up. A room is a folder, or a module beside the folders; it imports from its own floor and those below.
 FLOORS = (
-    ("names", "logit_transform"),
+    ("names", "logit_transform", "trl_options"),
     ("config", "contract"),
     ("checks", "reference", "sampling_mask", "teacher"),
     ("backends",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import runpy
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from tiny_models import VOCAB, tiny_model
 
 pytest.importorskip("trl", reason="trl is not installed: make test EXTRAS=dev,peers")
 
+import trl
 import trl_parity as parity
 from trl.trainer import utils as trl_utils
 
@@ -341,6 +343,59 @@ def test_from_trl_reads_what_the_loss_type_uses(tmp_path):
         config(use_adaptive_entropy=True)
     with pytest.raises(ValueError, match="loss_type='gspo'; expected one of grpo"):
         config(loss_type="gspo")
+
+
+# Options of TRL and values of them with which `from_trl` gives another loss, or raises: it cannot know a number.
+READ: dict[str, Any] = dict(
+    loss_type="bnpo", importance_sampling_level="sequence", epsilon=0.3, epsilon_high=0.4, delta=3.0, beta=0.1,
+    temperature=0.5, entropy_coef=0.1, off_policy_mask_threshold=0.2, scale_rewards="none", top_entropy_quantile=0.5,
+    use_adaptive_entropy=True,
+)  # fmt: skip
+READ_WITH: dict[str, tuple[dict[str, Any], Any]] = {  # with these options
+    "max_completion_length": ({"loss_type": "dr_grpo"}, 9),
+    "use_bias_correction_kl": ({"beta": 0.1}, False),
+    **{f"sapo_temperature_{side}": ({"loss_type": "sapo"}, 0.7) for side in ("pos", "neg")},
+    **{f"vespo_{name}_{side}": ({"loss_type": "vespo"}, 0.7) for name in ("k", "lambda") for side in ("pos", "neg")},
+}
+# Values with which TRL's trainer does something beside the loss: named in a warning.
+BESIDE: dict[str, Any] = dict(
+    cast_lm_head_to_fp32=True, disable_dropout=True, mask_truncated_completions=True, neftune_noise_alpha=5.0,
+    multi_objective_aggregation="normalize_then_sum", reward_weights=[1.0, 2.0], router_aux_loss_coef=0.1,
+    sync_ref_model=True, use_vllm=True,
+)  # fmt: skip
+# Neither: which completions there are, numbers of options above, how the loss is accumulated (`normalizer`), optimiser,
+# precision, files, logs.
+OTHERS = (Path(__file__).with_name("data") / "trl_options.txt").read_text(encoding="utf-8").split()
+
+
+def test_every_option_of_trl_is_read_or_named_or_changes_no_loss(tmp_path, recwarn):
+    """A new one has to be looked at: whether the loss depends on it, and whether `from_trl` has to know it."""
+    known = [*READ, *READ_WITH, *BESIDE, *OTHERS]
+    assert len(known) == len(set(known))
+    assert {field.name for field in dataclasses.fields(trl.GRPOConfig)} == set(known)
+
+    def config(**options: Any) -> gk.GRPOConfig | str:
+        try:
+            return gk.GRPOConfig.from_trl(parity.trl_arguments(str(tmp_path), **options))
+        except ValueError as error:
+            return str(error)
+
+    for name, (options, value) in {**{name: ({}, value) for name, value in READ.items()}, **READ_WITH}.items():
+        found, before = config(**options, **{name: value}), config(**options)
+        assert name in found if isinstance(found, str) else found != before, name
+    assert not recwarn
+    for name, value in BESIDE.items():
+        assert config(**{name: value}) == config()
+        assert f"GRPOConfig.from_trl: {name}={value!r} is not part of the loss: " in str(recwarn.pop().message)
+    experts = SimpleNamespace(model_type="mixtral", output_router_logits=False, router_aux_loss_coef=0.02)
+    with pytest.warns(UserWarning, match=r"router_aux_loss_coef=0\.02 is not part of the loss"):
+        gk.GRPOConfig.from_trl(parity.trl_arguments(str(tmp_path)), experts)
+    config(use_vllm=True, vllm_importance_sampling_correction=False)
+    assert not recwarn
+    args = parity.trl_arguments(parity.saved_model("qwen2"), mask_truncated_completions=True)
+    given = {"model": tiny_model("qwen2"), "processing_class": parity.tokenizer(), "train_dataset": parity.prompts()}
+    integration.FusedGRPOTrainer(args=args, reward_funcs=parity.reward, **given)
+    assert not [x for x in recwarn if "from_trl" in str(x.message)]  # TRL's trainer does it
 
 
 @pytest.mark.parametrize(("name", "value"), [

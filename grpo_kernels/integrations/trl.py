@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -72,10 +73,12 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def __init__(self, *args: Any, sparse_backward: float | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._loss_config = GRPOConfig.from_trl(
-            self.args, self.model.config, entropy_threshold=None, entropy_coef=max(0.0, self.entropy_coef),
-            sparse_backward=sparse_backward,
-        )  # fmt: skip
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "GRPOConfig.from_trl")  # of what a loop has to do: TRL's does it
+            self._loss_config = GRPOConfig.from_trl(
+                self.args, self.model.config, entropy_threshold=None, entropy_coef=max(0.0, self.entropy_coef),
+                sparse_backward=sparse_backward,
+            )  # fmt: skip
         self._refuse()
         for model in (self.model, self.ref_model):
             if model is not None:
