@@ -412,16 +412,19 @@ def test_other_versions_of_trl_and_none_are_refused_and_no_verl():
 import importlib.util, sys, types
 find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "verl" else find(name, *rest)
-for name, module in (("trl", None), ("trl", types.SimpleNamespace(__version__="1.15.2")), ("verl", None)):
-    sys.modules[name] = module
+sys.modules["trl"] = sys.modules["verl"] = sys.modules["transformers"] = None
+other = types.SimpleNamespace(__version__="1.15.2")
+for name, trl in (("trl", None), ("trl_distillation", None), ("trl", other), ("verl", None), ("alignment", None)):
+    sys.modules["trl"] = trl
     try:
         importlib.import_module(f"grpo_kernels.integrations.{name}")
     except ImportError as error:
         print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    none, other, verl = done.stdout.splitlines()
-    assert none == "grpo_kernels.integrations.trl needs TRL: pip install 'trl>=1.16,<1.17'"
+    none, distillation, other, verl, alignment = done.stdout.splitlines()
+    assert none == distillation == "grpo_kernels.integrations.trl needs TRL: pip install 'trl>=1.16,<1.17'"
+    assert alignment == "grpo_kernels.integrations.transformers needs transformers: pip install transformers"
     assert "takes trl>=1.16,<1.17; TRL 1.15.2 is installed" in other
     assert verl == "grpo_kernels.integrations.verl needs verl: pip install verl"
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 import types
 from typing import Any
 
+from . import trl as _  # noqa: F401  # first, since it says which TRL is needed where that one is not installed
+
+# isort: split
 import trl.trainer.distillation_trainer as trl_distillation
 from torch import Tensor
 from trl import DistillationTrainer
