@@ -58,8 +58,9 @@ class _Head(NamedTuple):
 class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     """TRL's GRPOTrainer with its loss computed by `fused_grpo_loss`, inside of the model's forward.
 
-    The same arguments, configuration (`trl.GRPOConfig`) and logged metrics as GRPOTrainer's. Old and reference
-    log-probabilities come from `fused_logps`. With top_entropy_quantile below 1 all log-probabilities do, and the
+    The same arguments, configuration (`trl.GRPOConfig`) and logged metrics as GRPOTrainer's; losses and gradients to
+    1e-5 in float32, up to rounding under TRL's default of bfloat16 autocast. Old and reference log-probabilities come
+    from `fused_logps`. With top_entropy_quantile below 1 all log-probabilities do, and the
     backward computes the logits of the kept tokens again. sparse_backward: as in `grpo_kernels.GRPOConfig`.
 
     Raises:
