@@ -12,9 +12,12 @@ import budget
 import compile_gate
 import cuda_gate
 import pytest
+import torch
 from budget import Found
 from compile_cases import CASES
 from cuda_gate import TARGETS
+
+from grpo_kernels.backends.launch import architecture
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS, PRODUCT = "gk_rows_f32", "gk_exponentials_bfloat16"
@@ -52,8 +55,11 @@ def test_kernels_and_budget_belong_together(tmp_path):
 def test_what_no_budget_allows():
     matmul = Found(168, 0, 0, {"HGMMA": 0, "HMMA": 64}, multiplies=True)
     rows = Found(64, 3, 0, {}, multiplies=False)
-    lines = compile_gate.complaints({("a", "sm_90"): matmul, ("b", "sm_90"): rows})
+    tiles = [(("c", target), Found(64, 0, 101 * 1024, {})) for target in ("sm_80", "sm_89", "sm_90", "sm_120")]
+    lines = compile_gate.complaints({("a", "sm_90"): matmul, ("b", "sm_90"): rows, **dict(tiles)})
     assert ["no HGMMA" in lines[0], "3 spills" in lines[1]] == [True, True]
+    said = [f"c on {target}: shared 103424, a block has 101376" for target in ("sm_89", "sm_120")]
+    assert lines[2:] == said
     assert len(compile_gate.uncovered({"rows.kernel", "linear.kernel"}, [("rows.kernel: fp32", "sm_90")])) == 1
     kinds = dict.fromkeys(cuda_gate.PRODUCT_INSTRUCTIONS, 4)
     found = {
@@ -65,6 +71,18 @@ def test_what_no_budget_allows():
     said = ("2 spills", "2^24 is the last", "no UTMALDG", "the other 16-bit type")
     for line, words in zip(cuda_gate.complaints(found), said, strict=True):
         assert words in line
+
+
+OTHERS_LIKE = {"sm_80": [87], "sm_89": [86], "sm_100": [103, 110], "sm_120": [121]}  # with as much shared memory
+
+
+@pytest.mark.parametrize("name", [name for name, target in compile_gate.TARGETS.items() if target.backend == "cuda"])
+def test_a_gpu_takes_the_row_that_is_compiled_for_it(name, monkeypatch):
+    target = compile_gate.TARGETS[name]
+    monkeypatch.setattr("torch.version.hip", None)
+    for number in (target.arch, *OTHERS_LIKE.get(name, [])):
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda device, number=number: divmod(number, 10))
+        assert architecture(torch.device("cuda")) == target.launch, number
 
 
 def test_another_number_of_rows_compiles_nothing_anew():
