@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import pickle
 import re
 import signal
+import struct
 import subprocess
 import sys
 import textwrap
@@ -26,6 +28,7 @@ import pytest
 import torch
 from test_sandbox import Patient, wait_until
 
+from grpo_kernels.trainer import RunError
 from grpo_kernels.trainer.rewards import Code, Rewards
 from grpo_kernels.trainer.rewards import worker as module
 from grpo_kernels.trainer.rewards.answers import exact_answer, final_number, gold_number, gsm8k, last_number
@@ -67,6 +70,30 @@ async def logs(completions, answer, trainer_state, log_metric, log_extra, **_):
     log_metric("step", 0)
     log_extra("upper", [c.upper() for c in completions])
     return [0.5] * len(completions)
+
+def answers(completions, data, **_):
+    if "bad" in completions:
+        os.write(int(sys.argv[1]), data[completions.index("bad")])
+        time.sleep(1000)
+    return [1.0] * len(completions)
+
+def odd(completions, log_metric, log_extra, **_):
+    import datetime, fractions, numpy
+    log_metric("infinite", float("inf"))
+    log_metric("infinite", -float("inf"))
+    log_extra("when", [datetime.date(2020, 1, 1)] * len(completions))
+    log_extra("array", numpy.ones((len(completions), 2), numpy.float32))
+    return [fractions.Fraction(1, 3), numpy.float32(0.1), None, (0.1, numpy.float64(0.2)), 5e-324, float("nan"), True]
+
+def no_json(completions, log_extra, **_):
+    if "circle" in completions:
+        circle = []
+        circle.append(circle)
+        log_extra("circle", [circle] * len(completions))
+    return [1.0] * len(completions)
+
+def wrong(completions, kind, **_):
+    return {"dict": {}, "text": ["1"], "bytes": [b"1"], "object": [object()], "long": [10**400]}[kind[0]]
 
 def stops(completions, **_):
     if "stop" in completions:
@@ -165,6 +192,108 @@ def test_a_function_of_a_file(timeout, tmp_path, monkeypatch):
     rewards.close()
 
 
+# ---- what comes from a process is data ------------------------------------------------------------------------------
+
+
+class Touch:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (open, (str(self.path), "w"))
+
+
+def message(data):
+    return struct.pack("!i", len(data)) + data
+
+
+@pytest.mark.parametrize(("data", "why"), [
+    (lambda path: message(pickle.dumps(Touch(path))), "is no answer: "),
+    (lambda path: message(b"\xff\xfe garbage"), "is no answer: "),
+    (lambda path: message(b"[" * 100_000), "is no answer: "),
+    (lambda path: message(b"5"), "is no answer: "),
+    (lambda path: message(b'{"value": [1.0]}'), "is no answer: "),
+    (lambda path: message(b'{"value": [1], "metrics": {"a": ["x"]}, "extra": {}, "error": null}'), "is no answer: "),
+    (lambda path: message(b'{"value": [1], "metrics": {"a": []}, "extra": {}, "error": null}'), "is no answer: "),
+    (lambda path: message(b'{"value": [1], "metrics": {}, "extra": {"a": 1}, "error": null}'), "is no answer: "),
+    (lambda path: message(b'{"value": [1], "metrics": {}, "extra": {}, "error": 1}'), "is no answer: "),
+    (lambda path: struct.pack("!iQ", -1, 1 << 60), "announced an answer of -1 bytes"),
+    (lambda path: struct.pack("!i", 1 << 30), "announced an answer of 1,073,741,824 bytes"),
+    (lambda path: message(b"[1.0, 2.0]")[:-3], "timed out"),
+    (lambda path: message(b"")[:2], "timed out"),
+], ids=range(13))  # fmt: skip
+def test_an_answer_of_a_process_that_is_none_is_no_verdict(data, why, tmp_path, monkeypatch):
+    """It is counted, by its reason; the trainer runs nothing of it, waits no longer than its limit, and goes on."""
+    monkeypatch.setattr(module, "WALL_PER_CPU", 5 if why == "timed out" else 1000)
+    sent = data(tmp_path / "made")
+    rewards = Rewards(["own_rewards:answers"], timeout=0.2)
+    batch = score(rewards, ["a", "bad", "c"], data=[sent] * 3)
+    assert_total(batch, [1.0, NAN, 1.0])
+    [failure] = batch.failures
+    assert failure.row == 1 and "'own_rewards:answers'" in failure.message and why in failure.message
+    assert not (tmp_path / "made").exists()
+    rewards.close()
+
+
+def test_a_process_that_reads_nothing_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(module, "WALL_PER_CPU", 5)
+    worker = module.Worker("own_rewards:length", 0.2)
+    worker.call({"completions": ["a"], "prompts": [], "completion_ids": []})
+    os.kill(worker._process._process.pid, signal.SIGSTOP)
+    result = worker.call({"completions": ["a" * 10_000_000], "prompts": [], "completion_ids": []})
+    assert result.late and "timed out" in result.error[0]
+    worker.close()
+
+
+def test_a_process_gives_the_bits_that_a_call_here_gives():
+    found = {}
+    for timeout in (None, 20.0):
+        rewards = Rewards(["own_rewards:odd"], timeout=timeout)
+        found[timeout] = score(rewards, ["a"] * 7)
+        rewards.close()
+    here, there = found.values()
+    assert_total(there, here.total.tolist())
+    assert str(here.steps) == str(there.steps) and [f.row for f in there.failures] == [
+        f.row for f in here.failures
+    ] == [5]
+    assert math.isnan(here.metrics["infinite"]) and math.isnan(there.metrics["infinite"])
+    assert there.extra == {"when": ["2020-01-01"] * 7, "array": [[1.0, 1.0]] * 7}
+
+
+@pytest.mark.parametrize("timeout", [None, 20.0])
+@pytest.mark.parametrize(("kind", "text"), [
+    ("dict", "reward 'wrong' returned dict, expected a list of 1 numbers"),
+    ("text", "reward 'wrong' returned '1' for a completion, expected a number or None"),
+    ("bytes", "reward 'wrong' returned .*1.* for a completion, expected a number or None"),
+    ("object", "reward 'wrong' returned .*object object at .* for a completion, expected a number or None"),
+    ("long", "reward 'wrong' returned .* for a completion, expected a number or None"),
+])  # fmt: skip
+def test_results_of_the_wrong_type_are_named(kind, text, timeout):
+    rewards = Rewards(["own_rewards:wrong"], timeout=timeout)
+    with pytest.raises(ValueError, match=text) as caught:
+        score(rewards, ["a"], kind=[kind])
+    assert len(str(caught.value)) < 200
+    rewards.close()
+
+
+@pytest.mark.parametrize("timeout", [None, 20.0])
+def test_a_column_that_cannot_be_copied_is_one_sentence(timeout):
+    rewards = Rewards(["own_rewards:odd"], timeout=timeout)
+    with pytest.raises(RunError, match=r"^reward 'odd' cannot be called: TypeError: cannot pickle '_thread.lock'"):
+        score(rewards, ["a"], column=[threading.Lock()])
+    rewards.close()
+
+
+def test_what_json_lacks_costs_the_completion_alone():
+    rewards = Rewards(["own_rewards:no_json"], timeout=20.0)
+    batch = score(rewards, ["a", "circle"])
+    assert_total(batch, [1.0, NAN])
+    assert "Circular reference" in batch.failures[0].message
+    rewards.close()
+
+
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 
@@ -174,6 +303,7 @@ def test_a_function_of_a_file(timeout, tmp_path, monkeypatch):
     ("ab", "reward 'f' returned str, expected a list"),
     ([1.0, "2"], "reward 'f' returned '2' for a completion, expected a number or None"),
     ([1.0, []], r"reward 'f' returned \[\] for a completion, expected a number for each of its steps, at least"),
+    ([1.0, 10**5000], "reward 'f' returned a int .* for a completion, expected a number or None"),
     ([1.0, ["2"]], r"reward 'f' returned \['2'\] for a completion, expected a number or None"),
 ])  # fmt: skip
 def test_results_of_the_wrong_length_or_type(values, text):

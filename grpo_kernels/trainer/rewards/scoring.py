@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -118,10 +117,13 @@ class Function:
     def call(self, given: dict[str, Any]) -> Result:
         """What it changes in its arguments is not changed for others: completion_ids are what is trained on."""
         given = given | self.constants
-        if self.worker:
-            return self.worker.call(given)
-        ids = [list(row) for row in given["completion_ids"]]  # deepcopy takes 0.3 s for a million of them
-        others = copy.deepcopy({name: value for name, value in given.items() if name != "completion_ids"})
+        try:
+            if self.worker:
+                return self.worker.call(given)
+            ids = [list(row) for row in given["completion_ids"]]  # deepcopy takes 0.3 s for a million of them
+            others = copy.deepcopy({name: value for name, value in given.items() if name != "completion_ids"})
+        except Exception as error:  # of what a column holds, or of a process that cannot start again
+            raise RunError(f"reward {self.name!r} cannot be called: {type(error).__name__}: {error}") from error
         return call(self.function, {**others, "completion_ids": ids})
 
     def reads(self) -> list[str]:
@@ -314,16 +316,24 @@ def read_value(item: Any, name: str) -> Value:
             raise TypeError
         numbers = [float(number) for number in numbers]
     except (TypeError, ValueError, OverflowError):
-        raise RunError(f"reward {name!r} returned {item!r} for a completion, expected a number or None") from None
+        raise RunError(f"reward {name!r} returned {_shown(item)} for a completion, expected a number or None") from None
     if not all(abs(number) <= LARGEST for number in numbers):  # nor NaN
-        return Value(NAN, error=(f"reward {name!r} returned {item!r}",) * 2)
+        return Value(NAN, error=(f"reward {name!r} returned {_shown(item)}",) * 2)
     return Value(sum(numbers), numbers if steps is not None else None)
+
+
+def _shown(item: Any) -> str:
+    try:
+        return f"{item!r:.80}"
+    except Exception as error:  # of an int of 5,000 digits, say
+        return f"a {type(item).__name__} ({error})"
 
 
 def log(results: list[Result], count: int, batch: RewardBatch) -> None:
     """What functions gave to log_metric and log_extra, of one call or of one for each completion."""
     for name in dict.fromkeys(name for result in results for name in result.metrics):
-        batch.metrics[name] = fmean(number for result in results for number in result.metrics.get(name, ()))
+        numbers = [number for result in results for number in result.metrics.get(name, ())]
+        batch.metrics[name] = sum(numbers) / len(numbers)  # fmean raises for infinities of both signs
     for column in dict.fromkeys(column for result in results for column in result.extra):
         values = [result.extra.get(column) for result in results]
         if len(results) > 1:

@@ -1,7 +1,8 @@
 """Finds and calls reward functions, here or in a process of their own that can be killed.
 
-The process imports the function and gets batches as pickles over a socket. It imports nothing of this package: `Worker`
-starts this file's text with `python -c`, which takes 50 ms and not the seconds that torch takes.
+The process imports the function, gets batches as pickles over a socket and answers in JSON: what it sends is data here,
+whatever it is. It imports nothing of this package: `Worker` starts this file's text with `python -c`, which takes 50 ms
+and not the seconds that torch takes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
+import json
 import os
 import pickle
 import signal
@@ -117,10 +119,15 @@ def serve() -> None:
     """In the process: answers each (arguments, CPU seconds). It ends with its input, and with the trainer."""
     if sys.platform == "linux":
         CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # in the middle of a call as well
-    trainer = Connection(int(sys.argv[1]))  # its own `send` would share tensors where torch is imported
+    trainer = Connection(int(sys.argv[1]))
 
     def send(result: Result) -> None:
-        trainer.send_bytes(pickle.dumps(tuple(result)))
+        try:
+            answer = json.dumps(result._asdict(), default=plain)
+        except Exception as error:  # what it returned or logged contains itself, say
+            why = f"its answer cannot be JSON: {type(error).__name__}: {error}"
+            answer = json.dumps(Result(None, {}, {}, (why, traceback.format_exc()))._asdict())
+        trainer.send_bytes(answer.encode())
 
     spec, sys.path[:] = trainer.recv()
     try:
@@ -137,6 +144,29 @@ def serve() -> None:
             signal.setitimer(signal.ITIMER_PROF, 0)
             send(result)
     return None
+
+
+def plain(item: Any) -> Any:
+    """What JSON lacks: arrays as lists, other numbers as float, the rest, such as dates, as text."""
+    if hasattr(item, "tolist"):
+        return item.tolist()
+    return float(item) if hasattr(item, "__float__") else str(item)
+
+
+def read_answer(answer: bytes) -> Result:
+    """What `serve` sent, whose `value` may be any JSON. Raises ValueError where it is anything else."""
+    try:
+        found = json.loads(answer)
+        value, metrics, extra, error = (found[name] for name in ("value", "metrics", "extra", "error"))
+        metrics = {name: [float(number) for number in numbers] for name, numbers in metrics.items()}
+        if not all(metrics.values()) or not all(isinstance(column, list) for column in extra.values()):
+            raise ValueError("numbers of log_metric or values of log_extra are missing")
+        if error is not None:
+            message, trace = map(str, error)
+            error = message, trace
+    except Exception as problem:  # of many types: it may be anything
+        raise ValueError(f"{type(problem).__name__}: {problem}") from None
+    return Result(value, metrics, extra, error)
 
 
 class Worker:
@@ -169,19 +199,21 @@ class Worker:
 
     def _ask(self, message: Any, seconds: float) -> Result:
         assert self._process is not None
+        data, late = pickle.dumps(message), False
         try:
-            with contextlib.suppress(OSError):  # there is no answer then
-                self._process.connection.send_bytes(pickle.dumps(message))
-            return Result(*pickle.loads(self._process.answer(seconds)))
+            return read_answer(self._process.answer(seconds, data))
         except Ended as end:
-            self._process = None
+            self._process, late = None, end.late or end.status == -signal.SIGPROF
             text = f"its process {end}"
             if end.status == -signal.SIGPROF:
                 text = f"timed out: more than {self.seconds:g} s of CPU time"
-            elif end.seconds is not None:
+            elif end.late:
                 text = f"timed out: more than {seconds:g} s of wall-clock time"
-            text = f"reward {self.spec!r}: {text}"
-            return Result(None, {}, {}, (text, text), late=": timed out" in text)
+        except ValueError as error:
+            self.close()  # who knows what it sends next
+            text = f"what its process sent is no answer: {error}"
+        text = f"reward {self.spec!r}: {text}"
+        return Result(None, {}, {}, (text, text), late)
 
 
 if __name__ == "__main__":
