@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -99,7 +100,7 @@ def test_the_command_takes_a_run_a_checkpoint_or_a_model(model, data, tmp_path, 
     monkeypatch.chdir(tmp_path)
     assert train(model, data, "run", max_steps=1, eval_dataset_name=data) == 0
     summary = json.loads(Path("run/summary.json").read_text())
-    for target in ("run", "run/model", "run/checkpoint-1"):
+    for target in ("run", "run/checkpoint-1"):
         assert main(["evaluate", target, "--output", "found.json"]) == 0
         found = json.loads(Path("found.json").read_text())
         assert found["pass_at_1"] == summary["pass_at_1_after"] and found["problems"] == 12
@@ -113,7 +114,11 @@ def test_the_command_takes_a_run_a_checkpoint_or_a_model(model, data, tmp_path, 
     shutil.copy("run/config.json", "no model")
     for words, message in (
         (["no model"], "holds no final model"),
-        (["no-such"], "no-such is not the output folder of a run; a model needs --dataset-name and --reward-funcs"),
+        (
+            ["no-such"],
+            "no-such is neither the output folder of a run nor its checkpoint; a model needs --dataset-name a",
+        ),
+        (["run/model"], "run/model is neither the output folder of a run nor its checkpoint; a model needs"),
         (["run", "--num-samples", "0"], "num_samples=0; expected at least 1"),
         (["run", "--ks", "1", "8"], "ks=[1, 8]; expected numbers from 1 to num_samples=4"),
         (["run", "--max-prompts", "-1"], "max_prompts=-1; expected at least 1"),
@@ -128,6 +133,50 @@ def test_the_command_takes_a_run_a_checkpoint_or_a_model(model, data, tmp_path, 
         assert main(["evaluate", *words]) == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1, words
+
+
+def test_nothing_that_a_folder_names_is_executed(model, data, tmp_path, monkeypatch, capsys):
+    """The reward of a run and the code of its model's repository run where the command line asks for them."""
+    monkeypatch.chdir(tmp_path)
+    reward = "def f(completions, **_):\n    return [1.0] * len(completions)\n"
+    Path("mine.py").write_text("open('made', 'w')\n" + reward)
+    assert train(model, data, "run", max_steps=1, eval_dataset_name=data, reward_funcs="mine.py:f") == 0
+    written = {
+        path: json.loads(path.read_text()) for path in (Path("run/config.json"), Path("run/checkpoint-1/run.json"))
+    }
+    Path("made").unlink()
+    sys.modules.pop(str(tmp_path / "mine.py"))
+    own = ["--reward-funcs", "mine.py:f"]
+    for changes, words, status, message in (
+        ({}, [], 2, ".json names reward functions that are code: 'mine.py:f'; to run it, expected --reward-funcs with"),
+        (
+            {"reward_funcs": ["arithmetic", "mine:f"]},
+            [],
+            2,
+            "names reward functions that are code: 'arithmetic', 'mine:f'",
+        ),
+        (
+            {"trust_remote_code": True},
+            own,
+            2,
+            "the run had trust_remote_code; to run the code of the model's repository,",
+        ),
+        ({"temperature": "hot"}, own, 2, ".json: temperature='hot' is a str; expected float"),
+        ({"reward_funcs": [["mine.py:f"]]}, [], 2, ".json: reward_funcs=[['mine.py:f']] is a list; expected list[str]"),
+        ({"reward_funcs": ["arithmetic"]}, [], 0, ""),
+        ({"trust_remote_code": True, "reward_funcs": ["arithmetic"]}, ["--no-trust-remote-code"], 0, ""),
+        ({}, own, 0, ""),
+    ):
+        for path, saved in written.items():
+            path.write_text(json.dumps(saved | changes))
+        for target in ("run", "run/checkpoint-1"):
+            assert main(["evaluate", target, *words, "--num-samples", "1"]) == status, (changes, words)
+            assert message in capsys.readouterr().err
+            assert Path("made").exists() == (words == own and status == 0)
+    for words, trusted in (([], False), (["--trust-remote-code"], True), (["--no-trust-remote-code"], False)):
+        for target in ("run", "run/checkpoint-1", str(model)):
+            options = module.parser().parse_args([target, *own, *words, "--dataset-name", str(data)])
+            assert module.resolve(options)[1].trust_remote_code is trusted
 
 
 def test_an_adapter_is_evaluated_from_any_folder(model, data, tmp_path, monkeypatch, capsys):

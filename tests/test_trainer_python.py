@@ -43,7 +43,9 @@ def test_objects_take_the_steps_of_names(model, data, tmp_path):
     assert config["reward_funcs"] == ["training:length"] and config["dataset_name"] == "the rows of train_dataset"
     # The model is trained where it is.
     assert torch.equal(lm.lm_head.weight, training.weights(tmp_path / "b")["lm_head.weight"])
-    assert main(["evaluate", str(tmp_path / "b"), "--dataset-name", str(data)]) == 0
+    assert (
+        main(["evaluate", str(tmp_path / "b"), "--dataset-name", str(data), "--reward-funcs", "training:length"]) == 0
+    )
 
 
 @pytest.mark.parametrize(("lora", "number", "kind"), [
@@ -99,6 +101,8 @@ def test_a_time_limit_needs_a_function_that_a_process_can_import(model, data, tm
     ({"args": {"dry_run": True}}, ValueError, "args.dry_run=True"),
     ({"args": {"dataset_train_split": "x"}, "train_dataset": [{"prompt": "1"}]}, ValueError, "train_dataset is one"),
     ({"args": {"dtype": "bfloat16"}, "model": None}, ValueError, "args.dtype=bfloat16 with a model of float32"),
+    ({"args": {"learning_rate": "1e-5"}}, TypeError, "learning_rate='1e-5' is a str; expected float"),
+    ({"args": {"save_steps": 1.5}}, TypeError, "save_steps=1.5 is a float; expected int"),
     ({"args": {"use_vllm": True}, "model": None}, ValueError, "args.use_vllm=True with a model in memory"),
 ])  # fmt: skip
 def test_bad_input_raises(changes, kind, words, model, data, tmp_path):

@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import json
 import math
+import numbers
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -98,6 +99,19 @@ def _option(default: Any, text: str) -> Any:
     if isinstance(default, list):
         return dataclasses.field(default_factory=default.copy, metadata={"help": text})
     return dataclasses.field(default=default, metadata={"help": text})
+
+
+def _is_a(value: Any, hint: Any) -> bool:
+    """Whether a value has the type of a field. Numbers of numpy are numbers; a bool is none."""
+    parts = get_args(hint)
+    if get_origin(hint) is list:
+        return isinstance(value, (list, tuple)) and all(_is_a(one, parts[0]) for one in value)
+    if parts:
+        return any(_is_a(value, part) for part in parts)
+    if isinstance(value, bool):
+        return hint is bool
+    kinds: dict[Any, Any] = {int: numbers.Integral, float: numbers.Real, str: (str, Path)}
+    return isinstance(value, kinds.get(hint, hint))
 
 
 @dataclass
@@ -315,10 +329,14 @@ class TrainArguments:
             raise ValueError(f"{name}={text!r}; expected an object of JSON")
         return found
 
-    def check(self, num_processes: int) -> None:
-        """Raise ValueError for options that are out of range, contradict each other or have no effect, by name."""
+    def check_values(self) -> None:
+        """Raise TypeError or ValueError for an option of another type or out of range, by its name."""
+        plain = get_type_hints(type(self))
         for name, hint in get_type_hints(type(self), include_extras=True).items():
             value = getattr(self, name)
+            if not _is_a(value, plain[name]):
+                kind = plain[name].__name__ if isinstance(plain[name], type) else plain[name]
+                raise TypeError(f"{name}={value!r:.60} is a {type(value).__name__}; expected {kind}")
             if value == "":  # of an unset variable: it would be taken for an option that was left out
                 raise ValueError(f"{name} is empty; expected a value, or the option left out")
             for part in (hint, *get_args(hint)):  # Count, that of Count | None, or that of list[Tracker]
@@ -333,6 +351,11 @@ class TrainArguments:
             self.from_json(name)
         if self.reward_pattern is not None:
             compiled(self.reward_pattern)
+
+    def check(self, num_processes: int) -> None:
+        """Raise TypeError or ValueError for options that `check_values` refuses, contradict each other or have no
+        effect, by name."""
+        self.check_values()
         for name in ("model_name_or_path", "teacher_model_name_or_path", "dataset_name", "eval_dataset_name"):
             if (path := getattr(self, name)) is not None:
                 check_path(name, path)

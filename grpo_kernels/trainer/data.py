@@ -166,13 +166,14 @@ def _read_file(path: Path) -> list[Row]:
     if path.suffix == ".csv":
         return _read_csv(path)
     if path.suffix == ".json" and text.lstrip()[:1] == "[":
-        return _rows_of(_from_json(text, str(path)), str(path))
+        return _rows_of(from_json(text, str(path)), str(path))
     numbered = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
-    rows = [_row(_from_json(line, where := f"{path}, line {number}"), where) for number, line in numbered]
+    rows = [_row(from_json(line, where := f"{path}, line {number}"), where) for number, line in numbered]
     return _with_all_columns(rows)
 
 
-def _from_json(text: str, where: str) -> Any:
+def from_json(text: str, where: str) -> Any:
+    """Parse JSON; raises ValueError where it is none, with `where` it stands."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # the latter of lists within lists, some hundred deep

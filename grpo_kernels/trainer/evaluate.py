@@ -17,12 +17,13 @@ from tqdm import tqdm
 
 from . import RunError
 from .arguments import TrainArguments
-from .data import Prompt, is_one_split
+from .checkpoint import CONFIG, RUN
+from .data import Prompt, from_json, is_one_split
 from .model import Policy, load_model, load_tokenizer
 from .ranks import Ranks, Signals
-from .report import read_object
 from .rewards import Rewards
 from .rewards.answers import TAGGED, final_number, reply, text_of
+from .rewards.scoring import BUILT_IN
 from .rollout import Sampler
 from .run import load_data, make_rewards
 from .sampling import eos_ids
@@ -157,6 +158,15 @@ OPTIONS_OF_RUN: dict[str, tuple[str, dict[str, Any]]] = {
     "max_completion_length": ("max_completion_length", {"type": int}),
     **{name: (name, {}) for name in ("dataset_test_split", "prompt_column", "answer_column", "system_prompt")},
 }  # fmt: skip
+# What is read of the options that a run has saved: numbers, and names of data and columns. What is executed is none of
+# it: a reward function of the user's, or the code of a model's repository, comes from the command line alone.
+READ = (
+    "dtype", "use_cpu", "dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split",
+    "eval_dataset_name", "prompt_column", "answer_column", "system_prompt", "reward_funcs", "reward_weights",
+    "reward_timeout", "reward_pattern", "code_partial_credit", "max_completion_length", "temperature", "top_p", "top_k",
+    "min_p", "per_device_generation_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps",
+    "steps_per_generation", "vllm_max_model_length", "correct_at",
+)  # fmt: skip
 LEAST = {"max_completion_length": 1, "max_prompts": 1, "temperature": 0, "correct_at": -math.inf}
 
 
@@ -169,7 +179,7 @@ def run(argv: Sequence[str]) -> int:
         model, a = resolve(options)
         numbers = {"num_samples": options.num_samples, "ks": options.ks, "seed": options.seed}
         result = evaluate(*load(model, a), **numbers, correct_at=a.correct_at)
-    except (ValueError, ImportError, OSError) as error:
+    except (ValueError, TypeError, ImportError, OSError) as error:
         print(f"grpo-kernels evaluate: {error}", file=sys.stderr)
         return 2
     print(table(result))
@@ -191,6 +201,7 @@ def parser() -> argparse.ArgumentParser:
     for name, (field, how) in OPTIONS_OF_RUN.items():
         text = TrainArguments.__dataclass_fields__[field].metadata["help"]
         add(f"--{name.replace('_', '-')}", help=f"{text} (default: the run's)", **how)
+    add("--trust-remote-code", action=argparse.BooleanOptionalAction, help="run the code of the model's repository")
     add("--max-prompts", type=int, help="the first so many problems (default: all)")
     add("--output", type=Path, help="a file for the numbers as JSON")
     return result
@@ -208,30 +219,53 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def resolve(options: argparse.Namespace) -> tuple[str, TrainArguments]:
-    """Folder or name of the model, and the options of its run with those of the command. A folder with config.json and
-    model/ is a run; a folder in one, such as checkpoint-100, takes the run's configuration; anything else is a model.
+    """Folder or name of the model, and the options of its run with those of the command. A folder that a run wrote, or
+    one of its checkpoints, holds the options of that run; anything else is a model. Nothing above the folder is read.
     """
-    folder, model, known = Path(options.target), Path(options.target), {}
-    for run_folder in (folder.parent, folder) if folder.is_dir() else ():
-        config = read_object(run_folder / "config.json", [])
-        if "output_dir" in config:  # that of a model has none
-            known = {name: value for name, value in config.items() if name in TrainArguments.__dataclass_fields__}
-            model = folder / "model" if run_folder == folder else folder
+    folder = Path(options.target)
+    known, model = options_of_run(folder / CONFIG, options), folder / "model"
     if known and not model.is_dir():
         raise ValueError(f"{folder} holds no final model ({model}); evaluate one of its checkpoints instead")
+    if not known:
+        known, model = options_of_run(folder / RUN, options), folder
     if not known and not (options.dataset_name and options.reward_funcs):
         raise ValueError(
-            f"{options.target} is not the output folder of a run; a model needs --dataset-name and --reward-funcs"
+            f"{options.target} is neither the output folder of a run nor its checkpoint; a model needs --dataset-name "
+            "and --reward-funcs"
         )
     for name, (field, _) in OPTIONS_OF_RUN.items():
         if (value := getattr(options, name)) is not None:
             known[field] = value
-    # transformers finds an adapter in the folder, and its base
-    known |= {"use_peft": False, "gradient_checkpointing": False, "eval_max_prompts": options.max_prompts}
+    known |= {"eval_max_prompts": options.max_prompts, "trust_remote_code": bool(options.trust_remote_code)}
     a = TrainArguments(**known)
     if options.dataset_test_split is not None and is_one_split(a.held_out_name):
         raise ValueError(f"dataset_test_split={a.dataset_test_split!r}: {a.held_out_name} is one split")
     return str(model) if model.is_dir() else options.target, a
+
+
+def options_of_run(path: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Those that a run saved in the file `path` and evaluation reads; empty where it is no such file. Raises ValueError
+    or TypeError for one of another type, and for code that the command line does not name."""
+    saved = from_json(path.read_text(encoding="utf-8"), str(path)) if path.is_file() else None
+    if not isinstance(saved, dict) or "output_dir" not in saved:  # that of a model has none
+        return {}
+    known = {name: saved[name] for name in READ if name in saved}
+    try:
+        TrainArguments(**known).check_values()
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"{path}: {error}") from None
+    rewards = known.get("reward_funcs", [])
+    if options.reward_funcs is None and not BUILT_IN.keys() >= set(rewards):
+        raise ValueError(
+            f"{path} names reward functions that are code: {', '.join(map(repr, rewards))}; to run it, expected "
+            "--reward-funcs with these names"
+        )
+    if saved.get("trust_remote_code") and options.trust_remote_code is None:
+        raise ValueError(
+            f"{path}: the run had trust_remote_code; to run the code of the model's repository, expected "
+            "--trust-remote-code, else --no-trust-remote-code"
+        )
+    return known
 
 
 def load(model: str, a: TrainArguments) -> tuple[Sample, list[Prompt], Rewards]:
