@@ -160,6 +160,12 @@ def test_rewards_of_steps():
     assert_total(batch, [9.0, 6.0, 3.0])
     both = score([returns([1, 2]), returns([10, 20], name="b")], ["a"])
     assert both.steps == [[11.0, 22.0]]
+    # What a reward model gives, (B, 1), is a number for each completion.
+    for one_each in (torch.ones(2, 1), np.ones((2, 1)), [torch.ones(1), torch.ones(1, 1)], [np.float32(1), None]):
+        function = lambda completions, found=one_each, **_: found  # noqa: E731
+        batch = score([function], ["a", "b"])
+        assert batch.steps is None and batch.total[0] == 1.0
+    assert score([returns(torch.ones(2), torch.ones(1))], ["a", "b"]).steps == [[1.0, 1.0], [1.0]]
     with pytest.raises(ValueError, match=r"completion 0: .* rewards of \[2, 1\] steps"):
         score([returns([1, 2]), returns([1], name="b")], ["a"])
     assert score([returns([1, NAN], [1])], ["a", "b"]).steps == [[], [1.0]]

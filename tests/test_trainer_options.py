@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
+import time
 
 import pytest
 import torch
 import training
 from tiny_models import WORD_PROBLEMS, tiny_chat
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from training import rollouts, run, steps
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from grpo_kernels import GRPOConfig, available_presets
 from grpo_kernels.commands.cli import main
@@ -125,14 +128,71 @@ def test_what_reward_functions_log(trained):
 
 @pytest.mark.parametrize(("pieces", "expected"), [
     (["a", "\n", "bc", "\nd"], [1, 3, 3]), (["a\nb\n"], [0, 0]), (["ab"], [0]), (["\n", "\n"], [0, 1]),
-    (["a", "b\n", ""], [2]),
+    (["a", "b\n", ""], [2]), (["", ""], [1]),
 ])  # fmt: skip
 def test_step_ends(pieces, expected):
-    class Tokenizer:
+    class Words:
         def decode(self, ids, skip_special_tokens):
-            return pieces[ids[0]]
+            return "".join(pieces[i] for i in ids)
 
-    assert step_ends(range(len(pieces)), Tokenizer(), "\n") == expected
+    assert step_ends(range(len(pieces)), Words(), "\n") == expected
+
+
+def tokenizer_of(kind):
+    """Bytes, some of them joined across characters; words behind a blank, the first of which is stripped; bytes as a
+    fallback. With an end that is a special token."""
+    if kind == "bytes":
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        merges = [
+            ("a", "\u010a"),
+            ("\u010a", "\u010a"),
+            ("\u010a", "\u00c3"),
+            ("\u00e3", "\u0122"),
+        ]  # a\n, \n\n, \n + part of é
+        words = {word: i for i, word in enumerate([*alphabet, *map("".join, merges)])}
+        made = Tokenizer(models.BPE(words, merges))
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        made.decoder = decoders.ByteLevel()
+    else:
+        words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"ab\u2581", "\u2581a", "\u2581ab", "b\u2581"]
+        merges = [("\u2581", "a"), ("\u2581a", "b"), ("b", "\u2581")]
+        made = Tokenizer(
+            models.BPE({word: i for i, word in enumerate(words)}, merges, unk_token="<unk>", byte_fallback=True)
+        )
+        made.pre_tokenizer = pre_tokenizers.Metaspace()
+        made.decoder = decoders.Sequence([
+            decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0),
+        ])  # fmt: skip
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
+
+
+@pytest.mark.parametrize("kind", ["bytes", "words"])
+def test_steps_are_those_of_the_text_whatever_its_tokens(kind):
+    """As many as a split of the text finds; each ends with the first token with which its delimiter is whole."""
+    tokenizer, rng = tokenizer_of(kind), random.Random(0)
+    delimiters = ["\n", "\n\n", "\u3002", "\u2192", "\u00e9", " \u043a\u0438", " a", "b ", "\U0001f600", "aa"]
+
+    def text_of(ids):
+        return tokenizer.decode(ids, skip_special_tokens=True)
+
+    for _ in range(100):
+        text = "".join(rng.choice([*delimiters, *"abab  \n"]) for _ in range(rng.randrange(12)))
+        ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+        for delimiter in delimiters:
+            parts = text_of(ids).split(delimiter)
+            parts = parts[:-1] if len(parts) > 1 and parts[-1] == "" else parts
+            starts = [delimiter.join(parts[:i]) + delimiter for i in range(1, len(parts))]
+            expected = [next(k for k in range(len(ids)) if text_of(ids[: k + 1]).startswith(start)) for start in starts]
+            assert step_ends(ids, tokenizer, delimiter) == [*expected, len(ids) - 1], (text, delimiter)
+
+
+def test_finding_steps_takes_time_that_grows_with_the_tokens():
+    tokenizer, seconds = tokenizer_of("bytes"), []
+    for count in (500, 4000):
+        ids, start = tokenizer("ab\n\u3002" * count)["input_ids"], time.process_time()
+        assert len(step_ends(ids, tokenizer, "\u3002")) == count
+        seconds.append(time.process_time() - start)
+    assert seconds[1] < 24 * seconds[0], "8 times as many; 64 where it is quadratic"
 
 
 def test_soft_overlong_is_dapos_penalty(trained):
@@ -244,4 +304,5 @@ def test_two_steps_on_one_rollout_of_the_word_problems(tmp_path):
     saved, start = (AutoModelForCausalLM.from_pretrained(folder) for folder in (output / "model", model))
     assert saved.generation_config.to_dict() == start.generation_config.to_dict()
     assert not torch.equal(saved.lm_head.weight, start.lm_head.weight)
-    assert main(["evaluate", str(output), "--num-samples", "2", "--max-prompts", "3"]) == 0
+    words = ["--num-samples", "2", "--max-prompts", "3", "--reward-funcs", "gsm8k", "test_trainer_options:vowels"]
+    assert main(["evaluate", str(output), *words]) == 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -24,21 +26,40 @@ def soft_overlong(length: int, arguments: TrainArguments) -> float:
 
 
 def step_ends(ids: Sequence[int], tokenizer: Any, delimiter: str) -> list[int]:
-    """Index of the last token of each step. A delimiter ends a step; the last one ends with the completion.
+    """Index of the last token of each step of the text that rewards get. A delimiter ends a step, with the token that
+    completes it; the last step ends with the completion.
 
     "a\\nbc\\nd" in tokens "a", "\\n", "bc", "\\nd"  ->  [1, 3, 3]
     """
-    pieces = [tokenizer.decode([i], skip_special_tokens=True) for i in ids]
-    text = "".join(pieces)
-    ends, position = [], text.find(delimiter)
-    bounds = torch.tensor([len(piece) for piece in pieces]).cumsum(0)
-    while position >= 0:
-        last = position + len(delimiter)
-        ends.append(int(torch.searchsorted(bounds, last)))
-        position = text.find(delimiter, last)
-    if ends and text.endswith(delimiter):
-        ends.pop()
-    return [*ends, len(ids) - 1]
+    parts = tokenizer.decode(ids, skip_special_tokens=True).split(delimiter)
+    parts = parts[: -1 if parts[-1] else -2]
+    if not parts:
+        return [len(ids) - 1]
+    known = complete_characters(ids, tokenizer)
+    lasts = accumulate(len(part) + len(delimiter) for part in parts)
+    return [*(min(bisect_left(known, last), len(ids) - 1) for last in lasts), len(ids) - 1]
+
+
+def complete_characters(ids: Sequence[int], tokenizer: Any) -> list[int]:
+    """How many characters of the decoded text are there with each token. One that lacks some of its bytes is not.
+
+    Decoders join tokens to characters and strip a first blank. So a token is decoded behind a whole piece of the text
+    before it; behind all of it, the time would be quadratic.
+    """
+    found, first, read, before, known = [0], 0, 0, 0, 0
+
+    def decoded(first: int, end: int) -> tuple[int, bool]:
+        text = tokenizer.decode(ids[first:end], skip_special_tokens=True)
+        whole = text.rstrip("\ufffd")
+        return len(whole), whole == text
+
+    for count in range(1, len(ids) + 1):
+        length, whole = decoded(first, count)
+        found.append(max(found[-1], known + length - before))
+        if (whole and length > before) or count - read == 8:  # bytes that are no character
+            known, first, read = found[-1], read, count
+            before, _ = decoded(first, read)
+    return found[1:]
 
 
 def assign_advantages(rollout: Sequence[Completion], config: GRPOConfig, num_generations: int, gamma: float) -> None:

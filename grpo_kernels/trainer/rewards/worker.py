@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import math
 import os
 import pickle
 import signal
@@ -102,7 +103,10 @@ def call(function: Callable[..., Any], arguments: dict[str, Any]) -> Result:
             value = asyncio.run(awaited(value))
         # A tensor of one number has __iter__, which raises.
         if not isinstance(value, (str, bytes, dict)) and hasattr(value, "__iter__") and getattr(value, "ndim", 1) != 0:
-            value = [item.tolist() if hasattr(item, "tolist") else item for item in value]  # of numpy or torch
+            items = list(value)
+            # Arrays of numpy or torch. Those of (B, 1), as reward models give them, are a number each, not a step each.
+            one_each = all(math.prod(getattr(x, "shape", (0,))) == 1 for x in items if hasattr(x, "tolist"))
+            value = [(x.item() if one_each else x.tolist()) if hasattr(x, "tolist") else x for x in items]
     except (Exception, SystemExit) as error:
         return Result(None, {}, {}, (f"{type(error).__name__}: {error}", traceback.format_exc()))
     return Result(value, metrics, extra, None)
