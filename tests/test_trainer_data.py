@@ -11,6 +11,7 @@ from tokenizers import processors
 
 from grpo_kernels.trainer.arithmetic import tokenizer as arithmetic_tokenizer
 from grpo_kernels.trainer.data import Columns, Prompt, check_path, load_prompts, take
+from grpo_kernels.trainer.rewards import Rewards
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}+{% endfor %}{% if add_generation_prompt %}={% endif %}"
 
@@ -121,9 +122,65 @@ def test_a_last_message_of_the_assistant_is_continued(with_bos):
     assert load_prompts(rows, tokenizer=with_bos)[0].ids == [3, 11, 8]  # neither the end of the turn nor a new one
 
 
+def test_a_prompt_ends_with_no_end_of_sequence_unsaid(capsys):
+    """One that the tokenizer appends, as with add_eos_token, is left out; one of the text or of a template stays."""
+    made = arithmetic_tokenizer(32)
+    end, id = made.eos_token, made.eos_token_id
+    made._tokenizer.post_processor = processors.TemplateProcessing(single=f"$A {end}", special_tokens=[(end, id)])
+    rows = [{"prompt": "1"}, {"prompt": "2"}, {"prompt": f"3{end}"}]
+    assert [p.ids for p in load_prompts(rows, tokenizer=made)] == [[2], [3], [4, id]]
+    appended, own = capsys.readouterr().err.splitlines()
+    sentence = "the data: {} of 3 prompts (the first in row {}) end with an end of sequence, {!r}, {}"
+    why = "which the tokenizer appends to a text: it is left out, since a completion goes on from its prompt"
+    assert appended == sentence.format(3, 0, end, why)
+    why = "after which no completion goes on: does the chat template heed add_generation_prompt?"
+    assert own == sentence.format(1, 2, end, why)
+    made.chat_template = "{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}"
+    assert load_prompts([{"prompt": CHAT}], tokenizer=made)[0].ids == [2, id, 3, id]
+    assert "1 of 1 prompts (the first in row 0) end with" in capsys.readouterr().err
+    made.chat_template = TEMPLATE
+    load_prompts([{"prompt": CHAT}], tokenizer=made)
+    assert capsys.readouterr().err == ""
+
+
 # ---- bad input ------------------------------------------------------------------------------------------------------
 
 GOOD = {"prompt": "1+1="}
+
+
+def nested(levels):
+    """An object within lists: so many levels."""
+    return json.loads("[" * (levels - 1) + '{"a": 1}' + "]" * (levels - 1))
+
+
+def test_a_column_has_a_hundred_levels_at_most(tmp_path, words):
+    """What goes down by recursion (copies for rewards, JSON of rollouts) has room for them in the middle of a run."""
+    deep = {"prompt": "1+1=", "levels": nested(100)}
+    rows = load_prompts(write(tmp_path / "a.jsonl", deep), tokenizer=words)
+    rewards = Rewards([lambda completions, **_: [1.0] * len(completions)])
+    columns = {name: [value] for name, value in rows[0].columns.items()}
+    found = rewards.score(prompts=["1"], completions=["2"], completion_ids=[[1]], columns=columns, step=0)
+    assert found.total.item() == 1.0
+    circle = []
+    circle.append(circle)
+    for value in (nested(101), circle):
+        with pytest.raises(
+            ValueError, match=r"the data, row 1: the column 'levels' is nested more than 100 levels deep$"
+        ):
+            load_prompts([GOOD, deep | {"levels": value}], tokenizer=words)
+    with pytest.raises(ValueError, match=r"data set '.*b.jsonl', row 0: the column 'levels' is nested more than 100"):
+        load_prompts(write(tmp_path / "b.jsonl", deep | {"levels": nested(300)}), tokenizer=words)
+
+
+def test_ids_are_integers(words):
+    class NoUnknown:
+        eos_token_id, bos_token_id, eos_token = 0, None, "."
+
+        def __call__(self, text, **_):
+            return {"input_ids": [1, None]}
+
+    with pytest.raises(ValueError, match="row 0: the tokenizer gives the prompt '1' the id None; expected integers"):
+        load_prompts([{"prompt": "1"}], tokenizer=NoUnknown())
 
 
 @pytest.mark.parametrize(("rows", "message"), [

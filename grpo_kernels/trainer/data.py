@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import random
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -42,6 +43,7 @@ class Columns(NamedTuple):
 
 
 AS_THEY_ARE = Columns()
+MOST_LEVELS = 100  # of lists and objects in a column: what copies them, or writes them as JSON, goes down by recursion
 GIVEN_ROWS = ("the rows of train_dataset", "the rows of eval_dataset")  # as dataset_name and eval_dataset_name
 
 
@@ -78,17 +80,40 @@ def load_prompts(
             raise ValueError(f'{where} has no column "{name}"; found {found}: {option} names it')
     if columns.answer not in (None, "answer") and "answer" in rows[0]:
         raise ValueError(f"{where} has a column 'answer' beside answer_column={columns.answer}; rename or drop one")
-    prompts = []
+    prompts, ended = [], []
     for index, row in enumerate(rows):
+        for name, value in row.items():
+            if not is_flat(value):
+                raise ValueError(
+                    f"{where}, row {index}: the column {name!r} is nested more than {MOST_LEVELS} levels deep"
+                )
         others = {"answer" if name == columns.answer else name: x for name, x in row.items() if name != columns.prompt}
         prompt = _with_system(row[columns.prompt], columns.system, f"{where}, row {index}")
-        ids = _encode(prompt, tokenizer, f"{where}, row {index}")
+        ids, appended = _encode(prompt, tokenizer, f"{where}, row {index}")
+        ended += [(index, True)] if appended else []
+        ended += [(index, False)] if ids[-1] == tokenizer.eos_token_id else []
         if len(ids) > context:
             raise ValueError(
                 f"{where}, row {index}: the prompt has {len(ids)} tokens; the model leaves {context} to a prompt"
             )
         prompts.append(Prompt(prompt, ids, others))
+    for appended, sentence in (
+        (True, "which the tokenizer appends to a text: it is left out, since a completion goes on from its prompt"),
+        (False, "after which no completion goes on: does the chat template heed add_generation_prompt?"),
+    ):
+        if these := [index for index, which in ended if which == appended]:
+            share = f"{len(these):,} of {len(rows):,} prompts (the first in row {these[0]})"
+            print(f"{where}: {share} end with an end of sequence, {tokenizer.eos_token!r}, {sentence}", file=sys.stderr)
     return prompts
+
+
+def is_flat(value: Any) -> bool:
+    """Whether lists and objects are nested at most MOST_LEVELS deep, found without recursion."""
+    level: list[Any] = [(value,)]
+    for _ in range(MOST_LEVELS + 1):
+        inner = (part.values() if isinstance(part, Mapping) else part for part in level)
+        level = list({id(x): x for part in inner for x in part if isinstance(x, (Mapping, list, tuple))}.values())
+    return not level
 
 
 def check_path(option: str, name: str) -> None:
@@ -227,11 +252,17 @@ def _with_system(prompt: Any, system: str | None, where: str) -> Any:
     return [{"role": "system", "content": system}, *messages]
 
 
-def _encode(prompt: Any, tokenizer: Any, where: str) -> list[int]:
-    """Token ids of a text, or of messages by the chat template; a beginning-of-sequence id at most once."""
+def _encode(prompt: Any, tokenizer: Any, where: str) -> tuple[list[int], bool]:
+    """Token ids of a text, or of messages by the chat template; a beginning-of-sequence id at most once. And whether
+    the tokenizer appends an end of sequence to a text, which is left out."""
+    appended = False
     if isinstance(prompt, str):
         try:
             ids: list[int] = tokenizer(prompt)["input_ids"]
+            if ids[-1:] == [tokenizer.eos_token_id]:
+                own = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+                appended = ids[len(ids) - len(own) :] != own
+                ids = ids[: len(ids) - appended]
         except Exception as error:  # half of a surrogate pair, which JSON can hold, is a TypeError of some
             raise ValueError(f"{where}: the tokenizer refuses the prompt {prompt!r:.80}: {error}") from error
         if ids[:2] == [tokenizer.bos_token_id] * 2:  # the text has one of its own
@@ -259,4 +290,8 @@ def _encode(prompt: Any, tokenizer: Any, where: str) -> list[int]:
         )
     if not ids:
         raise ValueError(f"{where}: the prompt {prompt!r:.80} has no tokens")
-    return ids
+    if wrong := [i for i in ids if type(i) is not int or i < 0]:
+        raise ValueError(
+            f"{where}: the tokenizer gives the prompt {prompt!r:.80} the id {wrong[0]!r}; expected integers"
+        )
+    return ids, appended
