@@ -96,6 +96,19 @@ def test_a_path_that_does_not_exist_asks_no_hub(name, tmp_path, words, monkeypat
         check_path("dataset_name", hub)
 
 
+def test_a_slip_in_a_path_asks_no_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+    (tmp_path / "Qwen2.5-base").mkdir()
+    for name in ("modls/tiny", "Models/tiny", "models/tinny", "qwen2.5-base", str(tmp_path / "models/tinyy")):
+        with pytest.raises(
+            ValueError, match=rf"^model={name}: there is no such file .*; did you mean .*(tiny|-base)\?$"
+        ):
+            check_path("model", name)
+    for name in ("models/tiny", "Qwen/Qwen2.5-0.5B", "gpt2", "HuggingFaceTB/SmolLM2-135M", "times-table"):
+        check_path("model", name)
+
+
 def test_a_folder_is_read_by_datasets(tmp_path, words):
     write(tmp_path / "train.jsonl", {"prompt": "1+2=", "answer": "3"})
     write(tmp_path / "test.jsonl", {"prompt": "2+2=", "answer": "4"}, {"prompt": "2+3=", "answer": "5"})
