@@ -27,11 +27,15 @@ import numpy as np
 import pytest
 import torch
 from test_sandbox import Patient, wait_until
+from tiny_models import TEMPLATE, tiny_chat
+from transformers import AutoTokenizer
 
 from grpo_kernels.trainer import RunError
+from grpo_kernels.trainer.arithmetic import tokenizer as arithmetic_tokenizer
+from grpo_kernels.trainer.data import load_prompts
 from grpo_kernels.trainer.rewards import Code, Rewards
 from grpo_kernels.trainer.rewards import worker as module
-from grpo_kernels.trainer.rewards.answers import exact_answer, final_number, gold_number, gsm8k, last_number
+from grpo_kernels.trainer.rewards.answers import exact_answer, final_number, gold_number, gsm8k, last_number, reply
 from grpo_kernels.trainer.rewards.inside import encode
 from grpo_kernels.trainer.rewards.programs import matches, read_tests
 
@@ -90,6 +94,11 @@ def no_json(completions, log_extra, **_):
         circle = []
         circle.append(circle)
         log_extra("circle", [circle] * len(completions))
+    if "deep" in completions:
+        deep = []
+        for _ in range(200):
+            deep = [deep]
+        log_extra("deep", [deep] * len(completions))
     return [1.0] * len(completions)
 
 def wrong(completions, kind, **_):
@@ -296,6 +305,8 @@ def test_what_json_lacks_costs_the_completion_alone():
     rewards = Rewards(["own_rewards:no_json"], timeout=20.0)
     batch = score(rewards, ["a", "circle"])
     assert_total(batch, [1.0, NAN])
+    with pytest.raises(RunError, match=r"log_extra\('deep'\) got lists or objects of more than 100 levels"):
+        score(rewards, ["deep"])
     assert "Circular reference" in batch.failures[0].message
     rewards.close()
 
@@ -515,6 +526,56 @@ def test_exact_answer():
             Rewards(["exact_answer"]).check({"answer": [95, missing]})
     with pytest.raises(ValueError, match="reads the column 'answer'; there are: prompt"):
         Rewards(["arithmetic"]).check({"prompt": ["1"]})
+
+
+THINKS = TEMPLATE.replace("assistant\n", "assistant\n<think>\n")
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory):
+    return tiny_chat(tmp_path_factory.mktemp("chat"))
+
+
+@pytest.mark.parametrize(
+    "pattern", [None, "<think>.*</think>\\s*<answer>.*</answer>", ".*</think>\\s*<answer>.*</answer>"]
+)
+@pytest.mark.parametrize("timeout", [None, 20.0])
+def test_format_counts_the_tag_that_a_prompt_ends_with(pattern, timeout, chat):
+    """By the chat template, in a message of the assistant that is continued, or in a text."""
+    tokenizer, user = AutoTokenizer.from_pretrained(chat), [{"role": "user", "content": "begin with <think>"}]
+    right, rest = "<think>\n1</think><answer>2</answer>", "1</think> <answer>2</answer>"
+    begun = [*user, {"role": "assistant", "content": "<think>\n"}]
+    for template, prompt, expected in (
+        (TEMPLATE, user, [1.0, 0.0]), (TEMPLATE, begun, [0.0, 1.0]), (TEMPLATE, "2? <think>", [0.0, 1.0]),
+        (TEMPLATE, "<think> 2?", [1.0, 0.0]), (THINKS, user, [0.0, 1.0]), (THINKS, begun, [0.0, 1.0]),
+        (THINKS, "2?", [1.0, 0.0]),
+    ):  # fmt: skip
+        tokenizer.chat_template = template
+        rewards = Rewards(["format"], pattern=pattern, timeout=timeout if pattern else None)
+        rewards.check_form(tokenizer, load_prompts([{"prompt": prompt}], tokenizer=tokenizer))
+        completions = [reply(prompt, text) for text in (right, rest)]
+        given = dict(prompts=[prompt] * 2, completions=completions, completion_ids=[[1]] * 2, columns={}, step=0)
+        found = rewards.score(**given).total.tolist()
+        if pattern:  # of the completion with or without the tag
+            expected = [1.0, float(bool(expected[1]) or pattern[0] == ".")]
+        assert found == expected, (template, prompt)
+        rewards.close()
+
+
+def test_a_form_that_no_text_can_have_is_one_sentence(chat):
+    tokenizer = AutoTokenizer.from_pretrained(chat)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["</think>", "<answer>"]})
+    text = r"^reward 'format' would be 0 for every completion: the text that rewards get never has "
+    with pytest.raises(
+        ValueError, match=text + "</think>, <answer>, for which the tokenizer has special tokens, or none; "
+    ):
+        Rewards(["format"]).check_form(tokenizer, [])
+    with pytest.raises(ValueError, match=text + "<answer>, for which"):
+        Rewards(["format"], pattern=".*<answer>.*").check_form(tokenizer, [])
+    for fine in (Rewards(["format"], pattern="<think>.*"), Rewards([exact_answer])):
+        fine.check_form(tokenizer, [])
+    with pytest.raises(ValueError, match=text + "<think>, </think>, <answer>, </answer>, for which"):
+        Rewards(["format"]).check_form(arithmetic_tokenizer(32), [])
 
 
 @pytest.mark.usefixtures("patient")

@@ -81,7 +81,7 @@ class Run:
             load_replay(a, i, self.ranks.count, self.vocab_size)
         if self.checkpoint is not None:
             check_state(self.checkpoint, a, self.prompts, zero_stage(self.accelerator))
-        self.rewards = make_rewards(a, self.prompts, self.held_out, given)
+        self.rewards = make_rewards(a, tokenizer, self.prompts, self.held_out, given)
         policy = Policy(lm, eager=a.loss == "eager", share_prompts=a.share_prompts)
         ends = eos_ids(lm, tokenizer)
         vllm = VLLM(source, a) if a.use_vllm else None
@@ -289,7 +289,11 @@ def load_data(a: TrainArguments, tokenizer: Any, lm: Any, given: Given = NOTHING
 
 
 def make_rewards(
-    a: TrainArguments, prompts: Sequence[Prompt], held_out: Sequence[Prompt], given: Given = NOTHING
+    a: TrainArguments,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    held_out: Sequence[Prompt],
+    given: Given = NOTHING,
 ) -> Rewards | None:
     """The reward functions, which find the columns that they read; None where saved rewards are replayed."""
     if not a.reward_funcs:
@@ -308,4 +312,5 @@ def make_rewards(
                 rewards.check({name: [prompt.columns.get(name) for prompt in part] for name in names})
         except ValueError as error:
             raise ValueError(f"{where}{error}") from None
+    rewards.check_form(tokenizer, [*prompts, *held_out])
     return rewards

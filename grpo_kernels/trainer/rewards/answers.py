@@ -125,9 +125,25 @@ def compiled(pattern: str) -> re.Pattern[str]:
         raise ValueError(f"reward_pattern={pattern!r} is no regular expression: {error}") from None
 
 
-def format(completions: Sequence[Any], pattern: str | None = None, **_: Any) -> list[float]:
-    """1 if the whole completion has the form. `pattern`: a regular expression in place of it; "." is any character."""
+def opening_of(prompt: Any, opening: str) -> str:
+    """The first tag, where a completion goes on behind it: a prompt that is continued ends with it, or the chat
+    template writes it (`opening`)."""
+    if not isinstance(prompt, str) and prompt[-1]["role"] != "assistant":
+        return opening
+    return TAGS[0] if text_of(prompt).rstrip().endswith(TAGS[0]) else ""
+
+
+def format(
+    completions: Sequence[Any], prompts: Sequence[Any] = (), pattern: str | None = None, opening: str = "", **_: Any
+) -> list[float]:
+    """1 if the whole completion has the form, behind a first tag that its prompt ends with (`opening_of`). `pattern`: a
+    regular expression in place of the form, for the completion with or without that tag; "." is any character."""
+    texts = [text_of(completion) for completion in completions]
+    begun = [opening_of(prompt, opening) for prompt in prompts] or [opening] * len(texts)
     if pattern is None:
-        return [float(has_form(text_of(completion))) for completion in completions]
-    expression = compiled(pattern)
-    return [float(expression.fullmatch(text_of(completion).strip()) is not None) for completion in completions]
+        return [float(has_form(first + text)) for first, text in zip(begun, texts, strict=True)]
+    match = compiled(pattern).fullmatch
+    return [
+        float(any(match(whole.strip()) for whole in dict.fromkeys((text, first + text))))
+        for first, text in zip(begun, texts, strict=True)
+    ]

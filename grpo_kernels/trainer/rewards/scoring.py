@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import RunError
+from ..data import MOST_LEVELS, is_flat
 from . import answers
-from .answers import format
+from .answers import TAGS, format
 from .programs import Code, read_tests
 from .worker import Result, Worker, call, find
 
@@ -209,6 +210,27 @@ class Rewards:
                 except ValueError as error:
                     raise ValueError(f"row {row}, reward {function.name!r}: {error}") from None
 
+    def check_form(self, tokenizer: Any, prompts: Sequence[Any]) -> None:
+        """Tells "format" whether the chat template begins answers to `prompts` (of data.py) with its first tag.
+
+        Raises:
+            ValueError: the text of no completion can have the form.
+        """
+        for function in self.functions:
+            if function.built_in is not BUILT_IN["format"]:
+                continue
+            pattern = function.constants.get("pattern")
+            if lost := [tag for tag in TAGS if tag in (pattern or tag) and not _is_written(tag, tokenizer)]:
+                raise ValueError(
+                    "reward 'format' would be 0 for every completion: the text that rewards get never has "
+                    f"{', '.join(lost)}, for which the tokenizer has special tokens, or none; expected ordinary "
+                    "tokens, or another reward_pattern"
+                )
+            chats = (p for p in prompts if not isinstance(p.prompt, str) and p.prompt[-1]["role"] != "assistant")
+            first = next(chats, None)
+            if first is not None and tokenizer.decode(first.ids).rstrip().endswith(TAGS[0]):
+                function.constants["opening"] = TAGS[0]
+
     def score(
         self,
         *,
@@ -322,6 +344,12 @@ def read_value(item: Any, name: str) -> Value:
     return Value(sum(numbers), numbers if steps is not None else None)
 
 
+def _is_written(text: str, tokenizer: Any) -> bool:
+    """Whether completions that the tokenizer decodes can have the text."""
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return text in tokenizer.decode(ids, skip_special_tokens=True)
+
+
 def _shown(item: Any) -> str:
     try:
         return f"{item!r:.80}"
@@ -336,6 +364,8 @@ def log(results: list[Result], count: int, batch: RewardBatch) -> None:
         batch.metrics[name] = sum(numbers) / len(numbers)  # fmean raises for infinities of both signs
     for column in dict.fromkeys(column for result in results for column in result.extra):
         values = [result.extra.get(column) for result in results]
+        if not is_flat(values):
+            raise RunError(f"log_extra({column!r}) got lists or objects of more than {MOST_LEVELS} levels")
         if len(results) > 1:
             batch.extra[column] = [value[0] if value else None for value in values]
         elif values[0] is not None and len(values[0]) == count:
