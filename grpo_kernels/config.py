@@ -106,8 +106,8 @@ class GRPOConfig:
             the KL of the sampled id against all others.
         dppo_kl_tau: weight of the squared log-ratio in the three (1e-3; 0: none). ratio_cap: c, with which their
             surrogate is -min(r, c) A logp, the ratio a constant; by default -r A.
-        delta: upper bound of the unclipped ratio (two-sided clipping, arXiv:2505.07291). dual_clip: PPO's dual clip
-            c > 1 (arXiv:1912.09729).
+        delta: upper bound of the unclipped ratio (two-sided clipping, arXiv:2505.07291); below 1 + epsilon_high, which
+            TRL allows, it warns: one of the two cannot act then. dual_clip: PPO's dual clip c > 1 (arXiv:1912.09729).
         log_ratio_clamp: bound on |log ratio|, gradient 0 where it acts. Off by default; exponents stop at 80 anyway.
         sapo_temperature_pos/_neg, vespo_k_pos/_k_neg/_lambda_pos/_lambda_neg: as in the papers and TRL.
         off_policy_mask_threshold: drop a sequence with A < 0 whose mean(rollout_logp - logp), in nats, exceeds it.
@@ -302,10 +302,12 @@ class GRPOConfig:
             value = getattr(self, name)
             if value is not None and value > 1.0 and self.surrogate != "gmpo":
                 raise ValueError(f"{name}={value} with surrogate={self.surrogate!r}; expected a number in [0, 1]")
-        if self.delta is not None and self.epsilon_high is not None and self.delta < 1.0 + self.epsilon_high:
-            raise ValueError(
-                f"delta={self.delta} is below 1 + epsilon_high = {1.0 + self.epsilon_high}, the bound of the clipped "
-                "ratio, which would never act; expected a larger delta"
+        crosses = self.delta is not None and self.epsilon_high is not None and self.delta < 1.0 + self.epsilon_high
+        if crosses and not torch.compiler.is_compiling():  # a loss that trainers compute, so it is no error
+            warnings.warn(
+                f"delta={self.delta} is below 1 + epsilon_high with epsilon_high={self.epsilon_high}: epsilon_high has "
+                "no effect where the advantage is positive, delta none where it is negative",
+                stacklevel=4,
             )
         if self.aggregation != "fixed_length" and self.max_completion_length is not None:
             raise ValueError(f"max_completion_length has no effect with aggregation={self.aggregation!r}; leave it out")

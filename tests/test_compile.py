@@ -97,7 +97,7 @@ def under_autocast(batch, hidden, weight, bias):
 
 
 def config_inside_the_graph(batch, *leaves):
-    config = gk.GRPOConfig(beta=0.1, epsilon_high=0.3)
+    config = gk.GRPOConfig(beta=0.1, epsilon_high=0.3, delta=1.2)
     out = loss_of(batch, *leaves, advantages=batch.advantages, config=config)
     return out.loss, out.logps
 

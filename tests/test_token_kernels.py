@@ -40,7 +40,9 @@ VARIANTS = [
     KernelParams(),
     KernelParams(delta=1.5, dual_clip=1.3, log_ratio_clamp=2.0, weight_low=0.8, weight_high=1.2, ratio_cap=1.5),
     KernelParams(epsilon_low=0.1, epsilon_high=0.3, delta=4.0, outside="drop", weight_low=0.5, weight_high=1.5),
-    KernelParams(beta=0.04, bias_correction=True, log_ratio_clamp=1.0, dppo_kl_tau=0.0, weight_low=-math.inf),
+    KernelParams(
+        beta=0.04, bias_correction=True, delta=1.1, log_ratio_clamp=1.0, dppo_kl_tau=0.0, weight_low=-math.inf
+    ),
     KernelParams(beta=0.04, kl_delta_clamp=1.0, kl_clamp=0.4, outside="drop_outward", weight_low=0.8, weight_high=1.2),
 ]
 

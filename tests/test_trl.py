@@ -51,7 +51,7 @@ def some_cases() -> list[str]:
     """Each second loss type, at one of the levels, with beta 0 or not; every option; each family of models once."""
     types = [case.title for i, case in enumerate(parity.TYPES) if i % 8 == i // 8]
     families = [case.title for case in (*parity.FAMILIES[::4], *parity.FAMILIES[3::4], parity.FAMILIES[-1])]
-    alone = ("adaptive entropy bonus, quantile", "truncated completions masked")
+    alone = ("adaptive entropy bonus, quantile", "truncated completions masked", "delta below the bound of the clip")
     return list(dict.fromkeys((*types, *TOGETHER, *alone, *families, *PATCHED)))
 
 

@@ -151,6 +151,7 @@ _ADAPTIVE = dict(use_adaptive_entropy=True, entropy_coef_delta=0.01, entropy_coe
 _EVALUATION = dict(eval_strategy="steps", eval_steps=3, per_device_eval_batch_size=4)
 OPTIONS = [
     _option("delta", delta=1.15),
+    _option("delta below the bound of the clip", delta=1.05),
     _option("epsilon_high", epsilon_high=0.3),
     _option("KL without bias correction", beta=0.1, use_bias_correction_kl=False),
     _option("reference model that follows", beta=0.1, sync_ref_model=True, ref_model_sync_steps=2),
