@@ -39,7 +39,9 @@ from .names import (
 )
 from .trl_options import left_to_the_loop
 
-LARGEST = torch.finfo(torch.float32).max  # kernels compute in float32
+# Kernels compute in float32, and some GPUs take what is smaller for 0.
+SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+LARGEST_COUNT = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ _SURROGATE_OPTIONS = tuple(dict.fromkeys(name for rule in SURROGATE_RULES.values
 # What the kernels of another surrogate get for it: a clip that never acts, or a number that they do not read.
 _UNREAD = {name: 1.0 if name.startswith(("sapo", "vespo")) else math.inf for name in _SURROGATE_OPTIONS}
 _TENSORS = ("temperature", "entropy_coef", "entropy_threshold")  # options that may be tensors
-_RANGES: tuple[tuple[dict[str, float], str], ...] = (
+_RANGES: tuple[tuple[dict[str, Any], str], ...] = (
     ({"low": 0.0}, "beta entropy_coef epsilon_low epsilon_high off_policy_mask_threshold advantage_eps distill_coef"),
     ({"low": 0.0}, "dppo_kl_tau"),
     ({"above": 0.0}, "temperature logit_scale logit_softcap delta log_ratio_clamp ratio_cap"),
@@ -196,7 +198,8 @@ class GRPOConfig:
     chunk_rows: int | None = None
     static_shapes: bool = False
     sparse_backward: float | None = None
-    # Everything but the tensors, as text: what the custom op receives, and a constant to torch.compile.
+    # Everything but the tensors, as text: what a custom operator receives, and a constant to torch.compile. It has been
+    # checked here, and is not checked again.
     key: str = dataclasses.field(init=False, repr=False, compare=False, default="")
 
     def __new__(cls, *_: Any, **options: Any) -> GRPOConfig:
@@ -211,6 +214,8 @@ class GRPOConfig:
         clamp: Any = self.kl_clamp
         if isinstance(clamp, list):  # which has no hash
             object.__setattr__(self, "kl_clamp", tuple(clamp))
+        for name in _OPTIONS:
+            object.__setattr__(self, name, as_python(getattr(self, name)))
         check_one_of("surrogate", self.surrogate, tuple(SURROGATE_RULES))
         rule = SURROGATE_RULES[self.surrogate]
         if self.importance_sampling_level is None:
@@ -270,8 +275,7 @@ class GRPOConfig:
         for name in ("max_completion_length", "chunk_rows"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
-        if not isinstance(self.advantage_ddof, int) or self.advantage_ddof not in (0, 1):
-            raise ValueError(f"advantage_ddof={self.advantage_ddof!r}; expected 0 or 1")
+        check_ddof("advantage_ddof", self.advantage_ddof)
         if self.logits_dtype not in (None, torch.float64, torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"logits_dtype={self.logits_dtype}; expected torch.float32, a 16-bit float type or None")
 
@@ -291,9 +295,7 @@ class GRPOConfig:
             return
         if self.divergence_beta is None:
             object.__setattr__(self, "divergence_beta", 0.5)
-        check_number("divergence_beta", self.divergence_beta, above=0.0, high=1.0)
-        if self.divergence_beta == 1.0:
-            raise ValueError("divergence_beta=1.0; expected a number in (0, 1): at its ends use a KL divergence")
+        check_number("divergence_beta", self.divergence_beta, above=0.0, below=1.0)  # at its ends: the KL divergences
 
     def _check_combinations(self) -> None:
         clips_probability = self.surrogate in ("dppo_tv", "ipo")
@@ -455,14 +457,17 @@ class GRPOConfig:
 
 @lru_cache(maxsize=256)
 def config_from_key(key: str) -> GRPOConfig:
-    """The inverse of `GRPOConfig.key`; tensor options come back as their defaults."""
-    values = {}
+    """The configuration that has this `key`, as it was checked when it was made. In place of its tensors, which an
+    operator receives by themselves, it has their defaults; what other options say of them still holds."""
+    values: dict[str, Any] = {name: f.default for name, f in _OPTIONS.items()}
     for part in filter(None, key.split(";")):
         name, _, text = part.partition("=")
         values[name] = ast.literal_eval(text)
-    if "logits_dtype" in values:
+    if values["logits_dtype"] is not None:
         values["logits_dtype"] = getattr(torch, values["logits_dtype"].removeprefix("torch."))
-    return GRPOConfig(**values)
+    config = object.__new__(GRPOConfig)
+    config.__dict__.update(values, key=key, _derived={})
+    return config
 
 
 def available_presets() -> tuple[str, ...]:
@@ -507,27 +512,42 @@ def options_of_loss_type(loss_type: str, given: dict[str, Any]) -> dict[str, Any
     return found | {name: given[name] for name in names if name != "dual_clip"}  # which neither has
 
 
-def check_logit_transform(temperature: float | torch.Tensor, logit_scale: float, logit_softcap: float | None) -> None:
-    """Positive numbers, or a tensor of temperatures."""
-    if not isinstance(temperature, torch.Tensor):
-        check_number("temperature", temperature, above=0.0)
-    check_number("logit_scale", logit_scale, above=0.0)
-    if logit_softcap is not None:
-        check_number("logit_softcap", logit_softcap, above=0.0)
+def check_logit_transform(
+    temperature: float | torch.Tensor, logit_scale: float, logit_softcap: float | None
+) -> tuple[float | torch.Tensor, float, float | None]:
+    """The same as positive numbers of Python, or with a tensor of temperatures."""
+    return (
+        temperature if isinstance(temperature, torch.Tensor) else check_number("temperature", temperature, above=0.0),
+        check_number("logit_scale", logit_scale, above=0.0),
+        None if logit_softcap is None else check_number("logit_softcap", logit_softcap, above=0.0),
+    )
 
 
-def check_sparse_backward(theta: object) -> None:
-    if theta is None:
-        return
-    if isinstance(theta, bool) or not isinstance(theta, (int, float)):
-        raise TypeError(f"sparse_backward is a {type(theta).__name__}; expected a number in (0, 1), or None")
-    if not 0 < theta < 1:
-        raise ValueError(f"sparse_backward={shown(theta)}; expected a number in (0, 1), or None")
+def check_sparse_backward(theta: object) -> float:
+    """theta as a number of Python; 0 for None."""
+    return 0.0 if theta is None else check_number("sparse_backward", theta, above=0.0, below=1.0)
 
 
-def check_flag(name: str, x: object) -> None:
+def as_python(x: Any) -> Any:
+    """A number, flag or text of NumPy, or of a subclass of Python's, as Python's own, in a tuple too; else x itself."""
+    if isinstance(x, torch.Tensor):
+        return x
+    if isinstance(x, tuple):
+        return tuple([as_python(each) for each in x])
+    if getattr(x, "shape", None) == ():
+        x = x.item()
+    for kind in (bool, int, float):
+        if isinstance(x, kind):
+            return kind(x)
+    return str.__str__(x) if isinstance(x, str) else x  # str() of an enumeration's member is its name
+
+
+def check_flag(name: str, x: object) -> bool:
+    """x as a flag of Python."""
+    x = as_python(x)
     if not isinstance(x, bool):
         raise TypeError(f"{name} is a {type(x).__name__}; expected True or False")
+    return x
 
 
 def _or(value: float | None, default: float) -> float:
@@ -539,22 +559,56 @@ def check_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name}={value!r}; expected one of {', '.join(allowed)}")
 
 
-def check_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value!r}; expected an integer >= 1")
+def check_ddof(name: str, value: object) -> int:
+    """value as an integer of Python."""
+    value = as_python(value)
+    if type(value) is not int or value not in (0, 1):
+        raise ValueError(f"{name}={value!r}; expected 0 or 1")
+    return value
+
+
+def check_count(name: str, value: object) -> int:
+    """value as an integer of Python."""
+    value = as_python(value)
+    if type(value) is not int or not 1 <= value <= LARGEST_COUNT:
+        came = shown(value) if type(value) is int else repr(value)
+        raise ValueError(f"{name}={came}; expected an integer >= 1, and at most {LARGEST_COUNT}")
+    return value
 
 
 def check_number(
-    name: str, value: object, *, low: float = -math.inf, above: float = -math.inf, high: float = math.inf
-) -> None:
-    """A finite number that is >= low, > above and <= high."""
+    name: str,
+    value: object,
+    *,
+    low: float = -math.inf,
+    above: float = -math.inf,
+    high: float = math.inf,
+    below: float = math.inf,
+    dtype: torch.dtype = torch.float32,
+) -> float:
+    """value as a number of Python: finite, >= low, > above, <= high and < below, and still so when rounded to the type
+    that kernels compute in."""
+    value = as_python(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} is a {type(value).__name__}; expected a number")
-    if not max(low, -LARGEST) <= value <= min(high, LARGEST) or value <= above:
-        bound = f" > {above:g}" if above != -math.inf else f" >= {low:g}" if low != -math.inf else ""
-        if high != math.inf:
-            bound = f" in {'[' if above == -math.inf else '('}{max(low, above):g}, {high:g}]"
-        raise ValueError(f"{name}={shown(value)}; expected a finite number{bound}")
+    if abs(value) <= torch.finfo(dtype).max:
+        rounded = round_to(value, dtype)
+        if low <= rounded <= high and above < rounded < below:
+            return value
+    bound = f" > {above:g}" if above != -math.inf else f" >= {low:g}" if low != -math.inf else ""
+    if min(high, below) != math.inf:
+        ends = "[" if above == -math.inf else "(", "]" if below == math.inf else ")"
+        bound = f" in {ends[0]}{max(low, above):g}, {min(high, below):g}{ends[1]}"
+    raise ValueError(f"{name}={shown(value)}; expected a finite number{bound}, in {str(dtype).removeprefix('torch.')}")
+
+
+def round_to(x: float, dtype: torch.dtype) -> float:
+    """A finite x in float32 or float64; 0 where it has no normal number, which some GPUs take for 0."""
+    limits = torch.finfo(dtype)
+    if abs(x) < limits.tiny:
+        return 0.0
+    mantissa, exponent = math.frexp(x)
+    return math.ldexp(round(mantissa * 2 / limits.eps) * limits.eps / 2, exponent)
 
 
 def shown(number: Any) -> object:

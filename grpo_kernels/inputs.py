@@ -254,10 +254,9 @@ def resolve_logps(
 
     transform: temperature, logit scale and softcap."""
     hidden, weight, bias = inputs
-    temperature, logit_scale, softcap = transform
-    check_logit_transform(*transform)
-    check_sparse_backward(sparse_backward)
-    check_flag("entropy", entropy)
+    temperature, logit_scale, softcap = check_logit_transform(*transform)
+    theta = check_sparse_backward(sparse_backward)
+    entropy = check_flag("entropy", entropy)
     compute_dtype = check_lm_head(function, hidden, weight, bias, ids)
     dtype = compute_dtype or hidden.dtype
     check_teacher(teacher, divergence, hidden, weight, dtype, mask)
@@ -271,7 +270,7 @@ def resolve_logps(
     else:
         number = float(temperature)
     kept = () if sampling_mask is None else (sampling_mask.ids, sampling_mask.counts)
-    numbers = number, float(logit_scale), float(softcap or 0.0), float(sparse_backward or 0.0)
+    numbers = number, float(logit_scale), float(softcap or 0.0), theta
     name = choose_backend(backend, hidden.device, dtype, has_teacher=isinstance(teacher, Teacher))
     tokens = LogpsTokens(ids, mask, per_token, *kept)
     return LogpsCall(tokens, numbers, entropy, name, compute_dtype, teacher=teacher, divergence=divergence)

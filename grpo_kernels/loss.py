@@ -215,7 +215,7 @@ def grpo_loss_from_logits(
     refuse_transforms("grpo_loss_from_logits", logits)
     if config.sparse_backward is not None:
         raise ValueError("config.sparse_backward has no effect in grpo_loss_from_logits, whose gradient is a matrix")
-    check_flag("inplace", inplace)
+    inplace = check_flag("inplace", inplace)
     check_float("logits", logits)
     check_tensor("completion_ids", completion_ids, logits)
     fits = logits.dim() in (2, 3) and logits.shape[-1] > 0

@@ -92,7 +92,7 @@ def fused_policy_loss(
     """
     check_one_of("level", level, ("token", "sequence"))
     if chunk_rows is not None:
-        check_count("chunk_rows", chunk_rows)
+        chunk_rows = check_count("chunk_rows", chunk_rows)
     if not callable(loss_fn):
         raise TypeError(f"loss_fn is a {type(loss_fn).__name__}; expected a function of a PolicyChunk")
     lm_head_weight, lm_head_bias = full_weight(lm_head_weight), full_weight(lm_head_bias)

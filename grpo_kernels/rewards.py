@@ -18,7 +18,7 @@ from .checks.arguments import (
     checks_values,
 )
 from .checks.plain import check_kind, check_shape
-from .config import check_count, check_number, check_one_of
+from .config import check_count, check_ddof, check_number, check_one_of
 from .engine.shared import is_traced
 from .names import ADVANTAGE_BASELINES, ADVANTAGE_SCALES, EXPONENT_LIMIT, WEIGHT_LEVELS
 
@@ -83,6 +83,7 @@ def combine_advantages(
     """
     check_rewards(rewards, dims=2)
     check_rewards_finite("rewards", rewards)
+    eps, ddof = check_number("eps", eps, low=0.0), check_ddof("ddof", ddof)
     check_one_of("mode", mode, ("normalize_then_sum", "sum"))
     check_one_of("whiten", whiten, ("batch", "tokens", "none"))
     count, kinds = rewards.shape
@@ -127,9 +128,7 @@ def group_statistics(
     """`group_advantages` (B,) of groups that `resolve_groups` made; mean and std of their rewards (num_groups,)."""
     check_one_of("scale", scale, ADVANTAGE_SCALES)
     check_one_of("baseline", baseline, ADVANTAGE_BASELINES)
-    check_number("eps", eps, low=0.0)
-    if not isinstance(ddof, int) or ddof not in (0, 1):
-        raise ValueError(f"ddof={ddof!r}; expected 0 or 1")
+    eps, ddof = check_number("eps", eps, low=0.0), check_ddof("ddof", ddof)
     if (baseline == "length_weighted") != (lengths is not None):
         raise ValueError(f"baseline={baseline!r} with lengths={lengths}; expected both for 'length_weighted' alone")
     if lengths is not None:
@@ -260,8 +259,8 @@ def process_advantages(
     check_tensor("step_ends", step_ends, step_rewards)
     expected = f"integers of the shape of step_rewards, {tuple(step_rewards.shape)}"
     check_kind("step_ends", step_ends, step_ends.shape == step_rewards.shape, expected)
-    check_number("gamma", gamma, low=0.0, high=1.0)
-    check_count("length", length)
+    gamma = check_number("gamma", gamma, low=0.0, high=1.0)
+    length = check_count("length", length)
     batch, steps = step_rewards.shape
     groups = resolve_groups(batch, num_generations, group_ids, step_rewards)
     index = groups.index.repeat_interleave(steps, output_size=batch * steps)
@@ -288,7 +287,7 @@ def resolve_groups(num_sequences: int, num_generations: int | None, group_ids: T
         given = "neither" if group_ids is None else "both"
         raise ValueError(f"groups come from num_generations or group_ids: give one of the two, got {given}")
     if num_generations is not None:
-        check_count("num_generations", num_generations)
+        num_generations = check_count("num_generations", num_generations)
         if num_sequences % num_generations:
             raise ValueError(
                 f"num_generations={num_generations} does not divide the batch of {num_sequences} completions; "
@@ -342,12 +341,12 @@ def rollout_weights(
     check_one_of("mode", mode, ("truncate", "mask", "sequence_mask"))
     if mode == "sequence_mask" and level != "token":
         raise ValueError(f"mode='sequence_mask' with level={level!r}; expected 'token', whose weights it keeps or not")
-    check_number("cap", cap, above=0.0)
+    cap = check_number("cap", cap, above=0.0)
     if veto is not None:
-        check_number("veto", veto, low=0.0)
+        veto = check_number("veto", veto, low=0.0)
     if low is None:
         low = 0.0 if mode == "truncate" else 0.5
-    check_number("low", low, low=0.0)
+    low = check_number("low", low, low=0.0)
     if not low < cap:
         raise ValueError(f"low={low}, cap={cap}; expected 0 <= low < cap")
     mask = torch.ones_like(old_logps, dtype=torch.bool) if completion_mask is None else completion_mask.bool()
@@ -375,7 +374,7 @@ def entropy_quantile(entropy: Tensor, completion_mask: Tensor | None = None, *, 
     Data-parallel ranks gather their entropies first, so that all take the same threshold (arXiv:2506.01939, the
     "80/20 rule"). NaN where there is no unmasked token: no entropy is below it.
     """
-    check_number("top", top, above=0.0, high=1.0)
+    top = check_number("top", top, above=0.0, high=1.0)
     check_float("entropy", entropy)
     mask = None
     if completion_mask is not None:

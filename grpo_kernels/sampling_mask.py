@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .checks.arguments import check_kept_ids
 from .checks.plain import check_integers, check_kind, check_plain, check_shape
+from .config import as_python
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +48,8 @@ class SamplingMask:
         Sequences may differ in length; up to `length`, by default that of the longest, they are padded with count 0.
         The ids of a token are sorted. An empty list stands for the whole vocabulary.
         """
-        if length is not None and (isinstance(length, bool) or not isinstance(length, int)):
+        length = as_python(length)
+        if length is not None and type(length) is not int:
             raise TypeError(f"length is a {type(length).__name__}; expected an integer or None")
         nested = [_elements(entry) for entry in _elements(kept)]
         rows: list[list[Any]]
@@ -82,7 +84,8 @@ class SamplingMask:
     def from_padded(cls, kept: Tensor, padding: int = -1) -> SamplingMask:
         """From ids (B, T, K) or packed (N, K), with `padding` in the places that are not used. They are sorted."""
         check_plain("kept", kept)
-        if isinstance(padding, bool) or not isinstance(padding, int):
+        padding = as_python(padding)
+        if type(padding) is not int:
             raise TypeError(f"padding is a {type(padding).__name__}; expected an integer")
         check_kind("kept", kept, kept.dim() in (2, 3), "int32 or int64 (B, T, K) or (N, K)")
         used = kept != padding

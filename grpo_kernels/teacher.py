@@ -55,7 +55,9 @@ class Teacher:
         if bias is not None:
             check_float("Teacher.bias", bias, hidden)
             check_shape("Teacher.bias", bias, bias.shape == weight.shape[:1], tuple(weight.shape[:1]))
-        check_logit_transform(1.0, self.logit_scale, self.logit_softcap)
+        _, scale, softcap = check_logit_transform(1.0, self.logit_scale, self.logit_softcap)
+        object.__setattr__(self, "logit_scale", scale)
+        object.__setattr__(self, "logit_softcap", softcap)
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +122,7 @@ class TopKTeacher:
         (log-probability, id, ...) (SGLang's), or None for a token without any. The result is (B, T, K); T is `length`,
         by default that of the longest sequence."""
         if length is not None:
-            check_count("length", length)
+            length = check_count("length", length)
         rows = [[_top_pairs(token) for token in sequence] for sequence in entries]
         longest = max(map(len, rows), default=0)
         if length is not None and length < longest:

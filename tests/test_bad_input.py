@@ -3,6 +3,7 @@
 # ruff: noqa: E501  (a table: one case per line)
 from __future__ import annotations
 
+import enum
 import math
 import re
 from functools import partial
@@ -119,10 +120,12 @@ CASES = {
     "rollout weight negative": (lambda: changed(rollout_weights=spoiled((4, 6), -0.5, 1, 1)), ValueError, "rollout_weights[1, 1] = -0.5", "a finite number", ">= 0"),
     "mask weights": (lambda: changed(completion_mask=spoiled((4, 6), 0.5, 1, 3)), ValueError, "completion_mask[1, 3] = 0.5", "0 (masked) or 1"),
     "items 0": (lambda: changed(num_items_in_batch=0), ValueError, "num_items_in_batch=0", "global number"),
-    "items beyond float32": (lambda: changed(num_items_in_batch=1e39), ValueError, "num_items_in_batch=1e+39", "finite in torch.float32"),
+    "items beyond float32": (lambda: changed(num_items_in_batch=1e39), ValueError, "num_items_in_batch=1e+39", "a finite number >= 0, in float32"),
     "threshold without a sampler": (lambda: {n: x for n, x in changed(config=gk.GRPOConfig(off_policy_mask_threshold=0.1)).items() if n != "old_logps"}, ValueError, "off_policy_mask_threshold", "rollout_logps or old_logps"),
     "reward infinite": (lambda: changed(advantages=None, rewards=spoiled((4,), math.inf, 1), num_generations=2), ValueError, "rewards[1] = inf", "a finite number; for completions without a verdict"),
     "reward NaN": (lambda: changed(advantages=None, rewards=spoiled((4,), math.nan, 1), num_generations=2), ValueError, "rewards[1] = nan", "pass advantages=group_advantages(rewards, ...)"),
+    "temperature that is 0 in float32": (lambda: changed(config=gk.GRPOConfig(temperature=torch.tensor(1e-50, dtype=torch.float64))), ValueError, "temperature = 1e-50", "a positive finite number at every unmasked position, in float32"),
+    "normalizer that is 0 in float32": (lambda: changed(normalizer=1e-50), ValueError, "normalizer=1e-50; expected a finite number > 0, in float32"),
     "temperature of a token": (lambda: changed(config=gk.GRPOConfig(temperature=spoiled((4, 6), 0.0, 1, 3))), ValueError, "temperature[1, 3] = 0.0", "a positive finite number at every unmasked position"),
     "normalizer tensor 0": (lambda: changed(normalizer=torch.tensor(0.0)), ValueError, "normalizer=0.0", "positive"),
     "num_items_in_batch -1": (lambda: changed(num_items_in_batch=-1), ValueError, "num_items_in_batch=-1", ">= 0"),
@@ -253,7 +256,7 @@ LOGIT_OPTIONS = [
     (dict(temperature=-1.0), ValueError, "temperature=-1.0"),
     (dict(logit_softcap=0.0), ValueError, "logit_softcap=0.0"),
     (dict(logit_scale="2"), TypeError, "logit_scale", "str", "number"),
-    (dict(sparse_backward=2), ValueError, "sparse_backward=2; expected a number in (0, 1)"),
+    (dict(sparse_backward=2), ValueError, "sparse_backward=2; expected a finite number in (0, 1), in float32"),
     (dict(sparse_backward=True), TypeError, "sparse_backward is a bool"),
 ]  # fmt: skip
 
@@ -450,6 +453,41 @@ def test_a_cap_below_the_clip_range_computes_with_a_warning():
     assert torch.allclose(-8 * slope, torch.tensor([[0.7, 1.05, 0.0, 0.0], [0.0, -1.05, -1.15, 0.0]]), rtol=1e-6)
 
 
+def test_numbers_of_numpy_are_numbers():
+    """And those of subclasses, whose text is not a number's. An option is a number of Python from then on."""
+    numpy = pytest.importorskip("numpy")
+    wanted = gk.GRPOConfig(
+        surrogate="sapo", beta=0.25, temperature=0.5, chunk_rows=7, kl_clamp=(2.0, None), score_inactive=False
+    )
+    name = enum.Enum("Name", {"SAPO": "sapo"}, type=str).SAPO
+    found = gk.GRPOConfig(
+        surrogate=name, beta=numpy.float32(0.25), temperature=numpy.array(0.5), chunk_rows=numpy.int64(7),
+        kl_clamp=[numpy.float64(2.0), None], score_inactive=numpy.bool_(False),
+    )  # fmt: skip
+    assert found == wanted and found.key == wanted.key and type(found.beta) is float and type(found.chunk_rows) is int
+    with pytest.raises(TypeError, match="beta is a ndarray; expected a number"):
+        gk.GRPOConfig(beta=numpy.array([1.0]))
+    ids, one, half = numpy.int64, numpy.float32, numpy.float64
+    batch, logps = make_batch(0), torch.full((2, 3), -1.0)
+    teacher = gk.Teacher(batch.hidden, batch.weight)
+    head = batch.hidden, batch.weight
+    calls = {
+        "normalizer": lambda f, i, b: gk.fused_grpo_loss(*head, batch.ids, batch.advantages, normalizer=f(4)).loss,
+        "temperature": lambda f, i, b: gk.fused_logps(*head, batch.ids, temperature=f(0.5), logit_softcap=f(2), entropy=b(1))[1],
+        "chunk_rows": lambda f, i, b: gk.fused_policy_loss(*head, batch.ids, lambda c: c.logps.sum(), chunk_rows=i(7)),
+        "num_generations": lambda f, i, b: gk.group_advantages(torch.arange(4.0), num_generations=i(2), eps=f(0.5), ddof=i(0)),
+        "cap": lambda f, i, b: gk.rollout_weights(logps, logps - 2, cap=f(2), low=f(0.5), veto=f(0.25)),
+        "top": lambda f, i, b: gk.entropy_quantile(torch.arange(8.0), top=f(0.25)),
+        "length": lambda f, i, b: gk.SamplingMask.from_lists([[[1]], [[2], [3]]], length=i(3)).counts,
+        "teacher": lambda f, i, b: gk.fused_divergence(*head, gk.Teacher(*head, logit_scale=f(0.5))),
+        "aggregation": lambda f, i, b: gk.fused_distillation_loss(*head, teacher, aggregation="fixed_length", max_completion_length=i(9), temperature=f(0.5)).loss,
+    }  # fmt: skip
+    for argument, call in calls.items():
+        expected = call(float, int, bool)
+        for kind in (one, half):
+            assert torch.equal(call(kind, ids, numpy.bool_), expected), argument
+
+
 def test_a_list_of_clamps_is_hashable():
     config = gk.GRPOConfig(beta=0.1, kl_clamp=[0.6, 0.3])
     assert config == gk.GRPOConfig(beta=0.1, kl_clamp=(0.6, 0.3))
@@ -465,6 +503,7 @@ RANGES = {
     "sparse_backward": (0, 0.0, 1, 1.0, -0.1, 2, 10**400, math.nan, math.inf),
 }  # fmt: skip
 NUMBERS = ("beta", "epsilon_low", "temperature", "logit_scale", "delta", "entropy_threshold", "advantage_eps")
+POSITIVE = ("temperature", "logit_scale", "logit_softcap", "delta", "log_ratio_clamp")
 FLAGS = ("use_bias_correction_kl", "score_inactive", "static_shapes")
 REFUSED = [
     *(({name: x}, ValueError, rf"{name}(\[\d\])?=.*expected") for name, xs in RANGES.items() for x in xs),
@@ -530,6 +569,17 @@ REFUSED = [
     (dict(kl_estimator="none", use_bias_correction_kl=True), ValueError, "contradicts .*use_bias_correction_kl"),
     (dict(epsilon_low=20), ValueError, r"epsilon_low=20 with surrogate='clip'; expected a number in \[0, 1\]"),
     (dict(surrogate="ipo", epsilon_high=1.5), ValueError, "epsilon_high=1.5 with surrogate='ipo'; expected"),
+    # what float32 does not tell from the end of the range, and counts that are no number of items
+    *(({name: 1e-50}, ValueError, f"{name}=1e-50; expected a finite number > 0, in float32") for name in POSITIVE),
+    (dict(dual_clip=1 + 1e-12), ValueError, "dual_clip=1.0+1; expected a finite number > 1, in float32"),
+    (dict(sparse_backward=1e-50), ValueError, r"sparse_backward=1e-50; expected a finite number in \(0, 1\)"),
+    (dict(sparse_backward=1 - 1e-12), ValueError, r"expected a finite number in \(0, 1\), in float32"),
+    (dict(chunk_rows=10**30), ValueError, "chunk_rows=10+; expected an integer >= 1, and at most 2147483647"),
+    (
+        dict(aggregation="fixed_length", max_completion_length=10**400),
+        ValueError,
+        "max_completion_length=an integer of 1331 bits; expected an integer >= 1, and at most",
+    ),
 ]
 
 

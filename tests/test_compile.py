@@ -73,6 +73,34 @@ def assert_compiles(name: str, backend: str, **given):
     assert_equal_runs(step, batch, "aot_eager", **given)
 
 
+ENTROPY = {
+    "loss": dict(entropy_aggregation="loss", entropy_coef=torch.tensor(0.1)),
+    "token_mean": dict(entropy_aggregation="token_mean", entropy_coef=torch.tensor(0.1)),
+    "kept_only": dict(entropy_kept_only=True, entropy_threshold=torch.tensor(3.0), entropy_coef=torch.tensor(0.1)),
+    "kept_only, a number": dict(entropy_kept_only=True, entropy_threshold=3.0, entropy_coef=torch.tensor(0.1)),
+}
+
+
+@pytest.mark.parametrize("name", ENTROPY)
+def test_options_that_need_a_tensor(name):
+    """What an operator receives as text has no tensors, and is not checked again; the results are those of numbers."""
+    batch, tensors = off_policy(make_batch(1, bias=True, masked=True)), gk.GRPOConfig(**ENTROPY[name])
+    numbers = gk.GRPOConfig(**{n: x.item() if isinstance(x, torch.Tensor) else x for n, x in ENTROPY[name].items()})
+
+    def step(*leaves, config=tensors):
+        out = loss_of(batch, *leaves, advantages=batch.advantages, config=config)
+        return out.loss, out.logps
+
+    assert_equal_runs(step, batch, "aot_eager")
+    assert torch.allclose(run(step, batch)[0], run(step, batch, config=numbers)[0], rtol=1e-6)
+    logps, entropy = gk.fused_logps(batch.hidden, batch.weight, batch.ids, lm_head_bias=batch.bias, entropy=True)
+    found, expected = (
+        gk.grpo_loss_from_logps(logps, batch.advantages, entropy=entropy, config=config, **batch.options).loss
+        for config in (tensors, numbers)
+    )
+    assert torch.allclose(found, expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_fused_grpo_loss(name):
     assert_compiles(name, "cpu")

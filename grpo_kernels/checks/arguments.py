@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..config import LARGEST, GRPOConfig, shown
+from ..config import LARGEST, SMALLEST, GRPOConfig, check_number
 from .plain import INTEGERS, PLAIN, check_gathered, check_kind, check_plain, check_shape, refuse_quantised
 
 if TYPE_CHECKING:
@@ -249,11 +249,7 @@ def check_scalar(name: str, x: Tensor | float | int | None, device: torch.device
         check_one_element(name, x)
         x = x.detach().reshape(()).to(device=device, dtype=dtype)
         return torch.where(x < 0, x, x.clamp(min=1)) if counts_items else x  # a negative one is refused with the values
-    if isinstance(x, bool) or not isinstance(x, (int, float)):
-        raise TypeError(f"{name} is a {type(x).__name__}; expected a number or a tensor of one element")
-    if not (x > 0 or (counts_items and x == 0)) or x > torch.finfo(dtype).max:
-        expected = f"a {'number >= 0' if counts_items else 'positive number'} that is finite in {dtype}"
-        raise ValueError(f"{name}={shown(x)}; expected {expected}")
+    x = check_number(name, x, dtype=dtype, **({"low": 0.0} if counts_items else {"above": 0.0}))
     return torch.full((), max(float(x), 1.0) if counts_items else float(x), dtype=dtype, device=device)
 
 
@@ -350,8 +346,8 @@ def check_token_values(inputs: TokenInputs) -> None:
         "entropy_normalizer": inputs.entropy_normalizer,
     }
     for name, x in denominators.items():
-        if x is not None and not 0 < x.item() < math.inf:
-            raise ValueError(f"{name}={x.item()}; expected a positive finite number")
+        if x is not None and not SMALLEST <= x.item() < math.inf:
+            raise ValueError(f"{name}={x.item()}; expected a positive finite number, in float32")
     if inputs.entropy_coef is not None and not 0 <= inputs.entropy_coef.item() < math.inf:
         raise ValueError(f"entropy_coef={inputs.entropy_coef.item()}; expected a finite number >= 0")
 
@@ -376,10 +372,10 @@ def check_temperature(temperature: Tensor | None, mask: Tensor | None) -> None:
     if temperature is None or not checks_values(temperature.device) or temperature.numel() == 0:
         return
     least, most = temperature.aminmax()
-    if not 0 < least.item() <= most.item() < math.inf:
+    if not SMALLEST <= least.item() <= most.item() <= LARGEST:
         mask = mask if mask is not None and mask.shape == temperature.shape else None
-        wrong = ~((temperature > 0) & (temperature < math.inf))
-        _name_first("temperature", temperature, wrong, f"a positive finite number{_THERE}", mask)
+        wrong = ~((temperature >= SMALLEST) & (temperature <= LARGEST))
+        _name_first("temperature", temperature, wrong, f"a positive finite number{_THERE}, in float32", mask)
 
 
 def check_numbers(
