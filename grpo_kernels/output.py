@@ -129,10 +129,11 @@ def _all_pairs(inputs: LossInputs, sums: Sums) -> dict[str, tuple[Tensor, Tensor
     column = _columns(sums.totals)
     found = _pairs(inputs, column)
     if sums.mask is not None:
-        # How often the sampled id had to be added to the ids of a sampling mask; and, over tokens whose logits were
-        # computed over the whole vocabulary, the probability mass of the kept ids (0 where there were none).
+        # How often the sampled id had to be added to the ids of a sampling mask; and the probability mass of the kept
+        # ids, which only tokens have whose other logits were computed: NaN unless all with a mask are such.
         tokens, added, mass, dense = sums.mask.unbind()
-        found |= {"sampling_mask/added": (added, tokens), "sampling_mask/kept_mass": (mass, dense)}
+        mass = torch.where(dense == tokens, mass, torch.nan)
+        found |= {"sampling_mask/added": (added, tokens), "sampling_mask/kept_mass": (mass, tokens)}
     if sums.sparse is not None:
         # Of tokens with a gradient: entries of d loss / d logits that are left; whether they took products instead.
         pairs, dense, tokens = sums.sparse.unbind()
@@ -161,10 +162,13 @@ def _metric_sums(inputs: LossInputs, sums: Sums) -> dict[str, tuple[Tensor, Tens
 
 def _metrics(inputs: LossInputs, sums: Sums) -> dict[str, Tensor]:
     """metric -> scalar."""
-    found = _divide(_all_pairs(inputs, sums))
-    found["ratio/min"], found["ratio/max"] = sums.extrema[0].clone(), sums.extrema[1].clone()
+    found, column = _divide(_all_pairs(inputs, sums)), _columns(sums.totals)
+    # Like the means, 0 where there is nothing to look at.
+    counts = torch.stack([column[name] for name in ("tokens", "tokens", "mismatch_count")])
+    ratio_min, ratio_max, mismatch_max = torch.where(counts > 0, sums.extrema, 0.0).unbind()
+    found["ratio/min"], found["ratio/max"] = ratio_min, ratio_max
     if "rollout_mismatch/mean" in found:
-        found["rollout_mismatch/max"] = sums.extrema[2].clone()
+        found["rollout_mismatch/max"] = mismatch_max
     if "rollout_weight/mean" in found:  # effective sample size of the importance weights, as a share of the tokens
         mean_square = found["rollout_weight/mean_square"]
         # 0, not NaN, where every weight is 0 or there is no token

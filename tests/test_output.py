@@ -43,6 +43,18 @@ def test_sums_may_be_reduced_in_place():
     assert all(torch.equal(out.metrics[name], x) for name, x in expected.metrics.items())
 
 
+def test_metrics_of_a_batch_without_tokens_are_0(backend):
+    """Extrema like means, so that no infinity stands in a log."""
+    batch = off_policy(make_batch(0)).with_options(completion_mask=torch.zeros(4, 6))
+    batch = batch.with_options(rollout_logps=batch.options["old_logps"], rollout_weights=torch.ones(4))
+    metrics = call(batch, backend=backend).metrics
+    assert {"ratio/min", "ratio/max", "rollout_mismatch/max"} <= metrics.keys()
+    assert not any(x != 0 for x in metrics.values()), metrics
+    unknown = batch.with_options(completion_mask=None, rollout_logps=torch.full((4, 6), torch.nan))
+    metrics = call(unknown, backend=backend).metrics
+    assert metrics["rollout_mismatch/max"] == 0 < metrics["ratio/min"] < metrics["ratio/max"]
+
+
 def test_sequences_add_up_to_the_whole():
     out = output()
     assert torch.allclose(out.sequences["loss"].sum(), out.loss)
