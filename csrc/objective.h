@@ -11,7 +11,7 @@
 #pragma once
 #include <math.h>
 
-#include "layout.h"
+#include "args.h"
 
 namespace gk {
 
@@ -111,25 +111,36 @@ GK_HD Term surrogate(const Params& p, bool clamped, float r, float x, float logp
 // ---- KL estimators of d = ref - logp: value and derivative with respect to logp ------------------------------------
 struct Kl {
     float value, d_logp;
+    float d_product;  // of its product with a factor that is 1 and grows like the probability: the sum of the two, of
+                      // which in k3, where both are some exp(d), nothing would be left
 };
 
-GK_HD Kl kl_k1(float d) { return {-d, 1.f}; }
+GK_HD Kl kl_k1(float d) { return {-d, 1.f, 1.f - d}; }
 
-GK_HD Kl kl_k2(float d) { return {0.5f * d * d, -d}; }
+GK_HD Kl kl_k2(float d) { return {0.5f * d * d, -d, d * (0.5f * d - 1.f)}; }
 
 GK_HD Kl kl_k3(float d) {  // exp(d) - 1 - d; expm1 keeps the digits of a small d
     const float growth = expm1f(d);
-    return {growth - d, -growth};
+    return {growth - d, -growth, -d};
 }
 
-GK_HD Kl kl_abs(float d) { return {fabsf(d), d > 0.f ? -1.f : (d < 0.f ? 1.f : 0.f)}; }
+GK_HD Kl kl_abs(float d) {
+    const float slope = d > 0.f ? -1.f : (d < 0.f ? 1.f : 0.f);
+    return {fabsf(d), slope, fabsf(d) + slope};
+}
+
+// Straight-through: the value of one estimator, the gradient of k2 without a clamp.
+GK_HD Kl kl_plus(const Params& p, float value, float raw) {
+    const float bounded = clamp(value, -p.kl_clamp, p.kl_clamp);
+    return {bounded, -raw, bounded - raw};
+}
 
 GK_HD Kl kl_divergence(const Params& p, float logp, float ref) {
     const float raw = ref - logp;
     const bool exponential = p.kl == kKlK3 || p.kl == kKlK3Plus;
     const float upper = exponential && p.kl_delta_clamp > kMaxExponent ? kMaxExponent : p.kl_delta_clamp;
     const float d = clamp(raw, -p.kl_delta_clamp, upper);
-    Kl kl = {0.f, 0.f};
+    Kl kl = {0.f, 0.f, 0.f};
     switch (p.kl) {
         case kKlK1:
             kl = kl_k1(d);
@@ -143,16 +154,16 @@ GK_HD Kl kl_divergence(const Params& p, float logp, float ref) {
         case kKlAbs:
             kl = kl_abs(d);
             break;
-        case kKlK1Plus:  // straight-through: the value of one estimator, the gradient of k2 without a clamp
-            return {clamp(kl_k1(d).value, -p.kl_clamp, p.kl_clamp), kl_k2(raw).d_logp};
+        case kKlK1Plus:
+            return kl_plus(p, kl_k1(d).value, raw);
         case kKlK3Plus:
-            return {clamp(kl_k3(d).value, -p.kl_clamp, p.kl_clamp), kl_k2(raw).d_logp};
+            return kl_plus(p, kl_k3(d).value, raw);
         default:
             return kl;
     }
     const float value = clamp(kl.value, -p.kl_clamp, p.kl_clamp);
     const bool clamped = raw < -p.kl_delta_clamp || raw > upper || value != kl.value;
-    return {value, clamped ? 0.f : kl.d_logp + (p.score_term ? value : 0.f)};
+    return clamped ? Kl{value, 0.f, value} : Kl{value, p.score_term ? kl.d_product : kl.d_logp, kl.d_product};
 }
 
 // ---- the token ------------------------------------------------------------------------------------------------------
@@ -183,8 +194,10 @@ GK_HD TokenObjective objective(const Params& p, float x, float logp, float entro
         out.kl = beyond ? copysignf(kMaxProduct, product) : product;
         if (p.beta != 0.f) {
             out.value += p.beta * out.kl;
-            if (!beyond) out.d_direct += p.beta * kl.d_logp * factor;
-            if (p.bias_correction && !clamped && !beyond) out.d_ratio += p.beta * out.kl;
+            const bool moves = p.bias_correction && !clamped;  // the factor, with the token's own logp or the sequence's
+            const bool own = moves && !shares_ratio(p.level);
+            if (!beyond) out.d_direct += p.beta * (own ? kl.d_product : kl.d_logp) * factor;
+            if (moves && !own && !beyond) out.d_ratio += p.beta * out.kl;
         }
     }
     return out;

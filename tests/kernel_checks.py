@@ -42,6 +42,7 @@ from grpo_kernels.names import (
     VALUE_FIELDS,
     KernelParams,
     PlanRules,
+    shares_ratio,
 )
 
 Kernels = Any
@@ -398,7 +399,8 @@ def check_sixteen_bits(kernels: Kernels, dtype: torch.dtype, every: int = 1) -> 
 
 
 def expected_objective(log_ratio: Tensor, logp: Tensor, entropy: Tensor, table: Tensor, p: KernelParams) -> Tensor:
-    """(4, N) float64: the same by autograd over the reference's formulas, log ratio and logp being separate leaves."""
+    """(4, N) float64: the same by autograd over the reference's formulas, log ratio and logp being separate leaves. A
+    ratio that is the token's own and corrects the KL moves with logp."""
     p = p._replace(**{name: float(np.float32(x)) for name, x in p._asdict().items() if isinstance(x, float)})
     bounds = [None if x == math.inf else x for x in (p.kl_delta_clamp, p.kl_clamp)]
     named, surrogate = p._asdict(), p.surrogate
@@ -416,6 +418,9 @@ def expected_objective(log_ratio: Tensor, logp: Tensor, entropy: Tensor, table: 
     if p.score_term:
         kl = reference.score_term(config, kl, logp, field["ref"])
     if p.bias_correction:
+        if not shares_ratio(p.level):
+            own = x.detach() + logp - logp.detach()
+            r = own.clamp(-p.log_ratio_clamp, min(p.log_ratio_clamp, reference.EXPONENT_LIMIT)).exp()
         kl = (kl * r).clamp(-reference.PRODUCT_LIMIT, reference.PRODUCT_LIMIT)
     value = value + p.beta * kl
     slopes = torch.autograd.grad(value.sum(), (x, logp), allow_unused=True, materialize_grads=True)

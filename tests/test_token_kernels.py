@@ -44,6 +44,8 @@ VARIANTS = [
         beta=0.04, bias_correction=True, delta=1.1, log_ratio_clamp=1.0, dppo_kl_tau=0.0, weight_low=-math.inf
     ),
     KernelParams(beta=0.04, kl_delta_clamp=1.0, kl_clamp=0.4, outside="drop_outward", weight_low=0.8, weight_high=1.2),
+    KernelParams(beta=0.04, bias_correction=True, kl_clamp=0.4),
+    KernelParams(beta=0.04, bias_correction=True, kl_clamp=0.4, level="sequence"),
 ]
 
 
@@ -72,14 +74,31 @@ def test_objective(kernels, surrogate, variant):
 
 
 @pytest.mark.parametrize("kl", names.KL_ESTIMATORS[1:])
-def test_bias_corrected_kl_stops_at_the_exponential_of_80(kernels, kl):
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_bias_corrected_kl_stops_at_the_exponential_of_80(kernels, kl, level):
     ratios = torch.tensor([-90.0, -3.0, -0.25, 3.0, 35.0, 60.0, 79.0, 90.0])  # no product is the bound itself
-    distances = torch.tensor([-90.0, -3.0, 0.0, 3.0, 35.0, 60.0, 79.0, 90.0])
+    # Where the ratio is the token's own, autograd adds numbers near exp(d) that cancel, in float64 too.
+    distances = torch.tensor([-90.0, -3.0, 0.0, 3.0, *((18.0,) if level == "token" else (35.0, 60.0, 79.0, 90.0))])
     x, d = (part.flatten() for part in torch.meshgrid(ratios, distances, indexing="ij"))
     logp = -torch.ones_like(x)
-    params = KernelParams(surrogate="weighted", kl=kl, beta=0.5, bias_correction=True)
+    params = KernelParams(surrogate="weighted", kl=kl, beta=0.5, bias_correction=True, level=level)
     table = c.make_table(len(x), advantage=0.0, ref=logp + d)
     c.check_objective(kernels, x, logp, torch.ones_like(x), table, params)
+
+
+@pytest.mark.parametrize(
+    ("kl", "expected"),
+    [("k1", lambda d: 1 - d), ("k2", lambda d: d * (d / 2 - 1)), ("k3", lambda d: -d), ("abs", lambda d: d.abs() - 1)],
+)
+@pytest.mark.parametrize("factor", ["score_term", "bias_correction"])
+def test_the_kl_times_a_factor_has_a_derivative_of_all_digits(kernels, kl, expected, factor):
+    """Value and slope of k3 are near exp(d), 5e8 at d = 20, and the derivative of the product is their sum, -d."""
+    d = torch.tensor([2.0, 5.0, 18.0, 20.0, 25.0, 40.0, 79.0])
+    x, ones = torch.zeros_like(d), torch.ones_like(d)
+    params = KernelParams(surrogate="weighted", kl=kl, beta=1.0, **{factor: True})
+    table = c.make_table(len(d), advantage=0.0, ref=d - 1.0)
+    _, d_ratio, d_direct, _ = c.objective(kernels, x, -ones, ones, table, params)
+    torch.testing.assert_close(d_ratio + d_direct, expected(d), rtol=2e-7, atol=0.0)
 
 
 def test_zero_factors_select_zero(kernels):

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...names import EXPONENT_LIMIT, FIELD, PRODUCT_LIMIT, KernelParams
+from ...names import EXPONENT_LIMIT, FIELD, PRODUCT_LIMIT, KernelParams, shares_ratio
 
 
 class Objective(NamedTuple):
@@ -48,16 +48,19 @@ def objective(log_ratio: Tensor, logp: Tensor, entropy: Tensor, table: Tensor, p
     dropped = multiplier == 0.0
     value, d_ratio, d_direct = (torch.where(dropped, 0.0, multiplier * part) for part in term)
 
-    kl, d_kl = kl_divergence(p, logp, ref)
+    kl, d_kl, d_product = kl_divergence(p, logp, ref)
     if p.bias_correction:
         product = kl * r
         beyond = product.abs() > PRODUCT_LIMIT
-        kl, d_kl = product.clamp(-PRODUCT_LIMIT, PRODUCT_LIMIT), torch.where(beyond, 0.0, d_kl * r)
+        kl = product.clamp(-PRODUCT_LIMIT, PRODUCT_LIMIT)
+        if not shares_ratio(p.level):  # the ratio moves with the token's own logp: one derivative for both factors
+            d_kl = torch.where(clamp_acts, d_kl, d_product)
+        d_kl = torch.where(beyond, 0.0, d_kl * r)
         clamp_acts = clamp_acts | beyond
     if p.beta != 0.0:
         value = value + p.beta * kl
         d_direct = d_direct + p.beta * d_kl
-        if p.bias_correction:
+        if p.bias_correction and shares_ratio(p.level):
             d_ratio = d_ratio + torch.where(clamp_acts, 0.0, p.beta * kl)
     return Objective(value, d_ratio, d_direct, kl)
 
@@ -144,37 +147,42 @@ def _trust_region(
 # --- KL to the reference policy -----------------------------------------------------------------------------------
 
 
-def kl_divergence(p: KernelParams, logp: Tensor, ref: Tensor) -> tuple[Tensor, Tensor]:
-    """(estimate, its derivative with respect to logp)."""
+def kl_divergence(p: KernelParams, logp: Tensor, ref: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(estimate, its derivative with respect to logp, that of its product with a factor that is 1 and grows like the
+    probability)."""
     if p.kl == "none":
-        return torch.zeros_like(logp), torch.zeros_like(logp)
+        return (torch.zeros_like(logp),) * 3
     d = (ref - logp).clamp(-p.kl_delta_clamp, p.kl_delta_clamp)
     inside = d == ref - logp
-    value, slope = KL_ESTIMATORS[p.kl.removesuffix("+")](d)
+    value, slope, both = KL_ESTIMATORS[p.kl.removesuffix("+")](d)
     bounded = value.clamp(-p.kl_clamp, p.kl_clamp)
     inside &= bounded == value
     if p.kl.endswith("+"):  # straight-through: the value of the estimator, the gradient of k2 without a clamp
-        return bounded, logp - ref
+        return bounded, logp - ref, bounded + (logp - ref)
     if p.kl == "k3":
         inside &= d <= EXPONENT_LIMIT
-    return bounded, torch.where(inside, slope + bounded if p.score_term else slope, 0.0)
+    slope, both = torch.where(inside, slope, 0.0), torch.where(inside, both, bounded)
+    return bounded, torch.where(inside, both, 0.0) if p.score_term else slope, both
 
 
-def _k1(d: Tensor) -> tuple[Tensor, Tensor]:
-    return -d, torch.ones_like(d)
+# (value, slope, value + slope): of k3 both are some exp(d), of which nothing is left in their sum.
 
 
-def _k2(d: Tensor) -> tuple[Tensor, Tensor]:
-    return d * d / 2, -d
+def _k1(d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return -d, torch.ones_like(d), 1 - d
 
 
-def _k3(d: Tensor) -> tuple[Tensor, Tensor]:
+def _k2(d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return d * d / 2, -d, d * (d / 2 - 1)
+
+
+def _k3(d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     e = d.clamp(max=EXPONENT_LIMIT)
-    return e.expm1() - e, -e.expm1()
+    return e.expm1() - e, -e.expm1(), -e
 
 
-def _abs(d: Tensor) -> tuple[Tensor, Tensor]:
-    return d.abs(), -d.sign()
+def _abs(d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return d.abs(), -d.sign(), d.abs() - d.sign()
 
 
 KL_ESTIMATORS = {"k1": _k1, "k2": _k2, "k3": _k3, "abs": _abs}

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from ... import names
-from ...names import KernelParams, integers_first
+from ...names import KernelParams, integers_first, shares_ratio
 from .layout import (
     ADVANTAGE,
     ENTROPY_THRESHOLD,
@@ -58,6 +58,7 @@ class Variant(NamedTuple):
     kl: str
     has_old: bool
     bias_correction: bool
+    corrects_by_sequence: bool  # the ratio of that is shared by the tokens of a sequence
     score_term: bool
     outside: str
     caps_ratio: bool
@@ -65,8 +66,10 @@ class Variant(NamedTuple):
 
 def variant(params: KernelParams) -> Variant:
     caps = params.ratio_cap != math.inf
-    named = params.surrogate, params.kl, params.has_old, params.bias_correction, params.score_term, params.outside
-    return Variant(*named, caps)
+    corrects = params.bias_correction, params.bias_correction and shares_ratio(params.level)
+    return Variant(
+        params.surrogate, params.kl, params.has_old, *corrects, params.score_term, params.outside, caps
+    )
 
 
 class Token(NamedTuple):
@@ -198,34 +201,37 @@ def surrogate(p, clamped, r, x, logp, A, VARIANT: tl.constexpr):
     return value, d_ratio, d_direct
 
 
-# --- KL estimators of d = ref - logp: (value, derivative with respect to logp) --------------------------------------
+# --- KL estimators of d = ref - logp: (value, derivative with respect to logp, their sum), of which in k3, where both
+# are some exp(d), nothing would be left ------------------------------------------------------------------------------
 
 
 @triton.jit
 def kl_k1(d):
-    return -d, tl.full(d.shape, 1.0, d.dtype)
+    return -d, tl.full(d.shape, 1.0, d.dtype), 1.0 - d
 
 
 @triton.jit
 def kl_k2(d):
-    return 0.5 * d * d, -d
+    return 0.5 * d * d, -d, d * (0.5 * d - 1.0)
 
 
 @triton.jit
 def kl_k3(d):
     """exp(d) - 1 - d; expm1 keeps the digits of a small d."""
     growth = expm1(d)
-    return growth - d, -growth
+    return growth - d, -growth, -d
 
 
 @triton.jit
 def kl_abs(d):
-    return tl.abs(d), tl.where(d > 0.0, -1.0, tl.where(d < 0.0, 1.0, 0.0))
+    slope = tl.where(d > 0.0, -1.0, tl.where(d < 0.0, 1.0, 0.0))
+    return tl.abs(d), slope, tl.abs(d) + slope
 
 
 @triton.jit
 def kl_divergence(p, logp, ref, VARIANT: tl.constexpr):
-    """(estimate, d/dlogp) under both clamps."""
+    """(estimate, d/dlogp, that of its product with a factor that is 1 and grows like the probability) under both
+    clamps."""
     KL: tl.constexpr = VARIANT.kl
     raw = ref - logp
     upper = p.kl_delta_clamp
@@ -233,26 +239,27 @@ def kl_divergence(p, logp, ref, VARIANT: tl.constexpr):
         upper = tl.where(upper > MAX_EXPONENT, MAX_EXPONENT, upper)
     d = clamp(raw, -p.kl_delta_clamp, upper)
     if KL == "k1":
-        estimate, slope = kl_k1(d)
+        estimate, slope, both = kl_k1(d)
     elif KL == "k2":
-        estimate, slope = kl_k2(d)
+        estimate, slope, both = kl_k2(d)
     elif KL == "k3":
-        estimate, slope = kl_k3(d)
+        estimate, slope, both = kl_k3(d)
     elif KL == "abs":
-        estimate, slope = kl_abs(d)
+        estimate, slope, both = kl_abs(d)
     elif KL == "k1+":
-        estimate, slope = kl_k1(d)
+        estimate, slope, both = kl_k1(d)
     else:
         tl.static_assert(KL == "k3+", "unknown KL estimator")
-        estimate, slope = kl_k3(d)
+        estimate, slope, both = kl_k3(d)
     value = clamp(estimate, -p.kl_clamp, p.kl_clamp)
     if KL == "k1+" or KL == "k3+":  # straight-through: the value of the one, the gradient of k2 without a clamp
-        slope = -raw
+        slope, both = -raw, value - raw
     else:
         if VARIANT.score_term:
-            slope += value
-        slope = tl.where((raw < -p.kl_delta_clamp) | (raw > upper) | (value != estimate), 0.0, slope)
-    return value, slope
+            slope = both
+        clamped = (raw < -p.kl_delta_clamp) | (raw > upper) | (value != estimate)
+        slope, both = tl.where(clamped, 0.0, slope), tl.where(clamped, value, both)
+    return value, slope, both
 
 
 # --- the token ------------------------------------------------------------------------------------------------------
@@ -280,17 +287,19 @@ def token_objective(p, token, VARIANT: tl.constexpr):
     d_direct = tl.where(kept, multiplier * d_direct, 0.0)
     kl = tl.zeros_like(x)
     if VARIANT.kl != "none":
-        kl, slope = kl_divergence(p, logp, token.ref, VARIANT)
+        kl, slope, both = kl_divergence(p, logp, token.ref, VARIANT)
         if VARIANT.bias_correction:
             product = kl * r
             kl = clamp(product, -MAX_PRODUCT, MAX_PRODUCT)
             beyond = tl.abs(product) > MAX_PRODUCT
+            if not VARIANT.corrects_by_sequence:  # the ratio moves with the token's own logp
+                slope = tl.where(clamped, slope, both)
             slope = tl.where(beyond, 0.0, slope * r)
             clamped = clamped | beyond
         penalised = p.beta != 0.0
         value += tl.where(penalised, p.beta * kl, 0.0)
         d_direct += tl.where(penalised, p.beta * slope, 0.0)
-        if VARIANT.bias_correction:
+        if VARIANT.corrects_by_sequence:
             d_ratio += tl.where(penalised & ~clamped, p.beta * kl, 0.0)
     return value, d_ratio, d_direct, kl
 
