@@ -9,10 +9,10 @@ namespace gk {
 // A weight of 0 selects an exact 0, whatever the slope.
 GK_HD float weighted(float weight, float slope) { return weight != 0.f ? weight * slope : 0.f; }
 
-// The raw log ratio of the token alone; NaN where logp is.
+// The raw log ratio of the token alone; NaN where logp is, and where it has no ratio: -inf divided by itself.
 GK_HD float token_log_ratio(const Params& p, const TokenData& tokens, int64_t t, float logp) {
     if (p.has_old && tokens.field(kOld, t) != INFINITY) return logp - tokens.field(kOld, t);
-    return logp != logp ? logp : 0.f;  // 0 for a probability of 0 too
+    return logp - logp;
 }
 
 GK_HD TokenObjective objective_at(const Params& p, const TokenData& tokens, int64_t t, float x, float logp,

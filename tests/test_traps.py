@@ -383,6 +383,18 @@ def test_nan_logits_make_the_loss_nan(backend, point, old):
     assert_nan(with_nan(batch), gk.GRPOConfig(**common, **clamped), backend)
 
 
+@pytest.mark.parametrize("point", POINTS, ids="/".join)
+def test_a_sampled_id_of_probability_0_is_not_passed_over(backend, point):
+    """-inf over itself is no ratio. Nothing can have sampled the id: the loss is no number, as by the formula."""
+    surrogate, level = point
+    batch = make_batch(2, bias=True)
+    batch.bias[batch.ids[1, 2]] = -math.inf
+    config = gk.GRPOConfig(surrogate=surrogate, importance_sampling_level=level)
+    if SURROGATE_RULES[surrogate].divides_by_rollout:
+        batch.options["rollout_logps"] = torch.full(batch.ids.shape, math.nan)
+    assert not fused(batch, config, backend).loss.isfinite()
+
+
 @pytest.mark.parametrize("surrogate", SURROGATE_RULES)
 def test_nan_logits_of_a_token_without_surrogate(backend, surrogate):
     """An advantage of 0, a rollout weight of 0, an unknown rollout, a sequence that is dropped, a KL alone."""

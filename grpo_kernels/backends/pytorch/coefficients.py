@@ -50,12 +50,11 @@ def sequence_objective(
 
 
 def own_log_ratio(logp: Tensor, table: Tensor, params: KernelParams) -> Tensor:
-    """(N,) the raw log-ratio of the token alone; NaN where logp is."""
-    itself = torch.where(logp.isnan(), logp, 0.0)  # 0 for a probability of 0 too
+    """(N,) the raw log-ratio of the token alone; NaN where logp is, and where it has no ratio: -inf to itself."""
     if params.has_old:
         old = table[FIELD["old"]]
-        return torch.where(old == torch.inf, itself, logp - old)
-    return itself
+        return logp - torch.where(old == torch.inf, logp, old)
+    return logp - logp
 
 
 def weighted(table: Tensor, name: str, slope: Tensor) -> Tensor:

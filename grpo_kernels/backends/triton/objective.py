@@ -312,12 +312,12 @@ def weighted(weight, slope):
 
 @triton.jit
 def own_log_ratio(column, tokens, live, logp, HAS_OLD: tl.constexpr):
-    """The raw log ratio of the token alone; `column` points to its column of the table. NaN where logp is."""
-    itself = tl.where(logp != logp, logp, 0.0)  # 0 for a probability of 0 too
+    """The raw log ratio of the token alone; `column` points to its column of the table. NaN where logp is, and where it
+    has no ratio: -inf divided by itself."""
     if HAS_OLD:
         old = tl.load(column + OLD * tokens, mask=live, other=0.0)
-        return tl.where(old == float("inf"), itself, logp - old)
-    return itself
+        return logp - tl.where(old == float("inf"), logp, old)
+    return logp - logp
 
 
 @triton.jit
