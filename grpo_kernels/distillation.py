@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -74,13 +74,14 @@ def fused_distillation_loss(
         >>> out = fused_distillation_loss(hidden, weight, teacher, divergence="forward_kl")
         >>> out.loss.backward()
     """
-    # The objective of the GRPO loss without advantages, whose sampled ids do not matter.
+    # The objective of the GRPO loss with advantages of 0, whose sampled ids do not matter.
     config = GRPOConfig(
         surrogate="reinforce", kl_estimator="none", aggregation=aggregation, distill_coef=1.0, divergence=divergence,
         divergence_beta=divergence_beta, temperature=temperature, logit_scale=logit_scale, logit_softcap=logit_softcap,
         max_completion_length=max_completion_length, logits_dtype=logits_dtype, chunk_rows=chunk_rows,
     )  # fmt: skip
-    ids, mask = _some_ids("fused_distillation_loss", hidden, teacher), None
+    bias, mask = full_weight(lm_head_bias), None
+    ids = _some_ids("fused_distillation_loss", hidden, bias)
     if isinstance(teacher, TopKTeacher) and teacher.mode == "renormalize" and teacher.ids.device == hidden.device:
         if is_capturing(hidden.device):
             raise ValueError(
@@ -88,10 +89,11 @@ def fused_distillation_loss(
                 "outside of the capture of a CUDA graph"
             )
         mask = teacher.sampling_mask  # nothing needs the logits of other ids
+        ids = _some_own_ids(teacher, ids, bias)
     sequences = num_sequences_of(ids, cu_seqlens)
     out = fused_grpo_loss(
         hidden, lm_head_weight, ids, hidden.new_zeros(sequences, 1, dtype=torch.float32), teacher=teacher,
-        completion_mask=completion_mask, lm_head_bias=lm_head_bias, cu_seqlens=cu_seqlens, normalizer=normalizer,
+        completion_mask=completion_mask, lm_head_bias=bias, cu_seqlens=cu_seqlens, normalizer=normalizer,
         accumulate_into=accumulate_into, backend=backend, config=config, sampling_mask=mask,
     )  # fmt: skip
     assert out.divergence is not None and out.entropy is not None
@@ -117,8 +119,8 @@ def fused_divergence(
     losses of one's own. Differentiable: the backward computes the logits again, which `fused_distillation_loss` does
     not. Arguments as there; temperature may be a number, or one value per token or sequence."""
     config = GRPOConfig(distill_coef=1.0, divergence=divergence, divergence_beta=divergence_beta)
-    ids = _some_ids("fused_divergence", hidden, teacher)
     weight, bias = full_weight(lm_head_weight), full_weight(lm_head_bias)
+    ids = _some_ids("fused_divergence", hidden, bias)
     call = resolve_logps(
         "fused_divergence", (hidden, weight, bias), ids, completion_mask, (temperature, logit_scale, logit_softcap),
         backend, teacher=teacher, divergence=config,
@@ -132,11 +134,27 @@ def divergence_of_beta(beta: float) -> dict[str, Any]:
     return {"divergence": ends[beta]} if beta in ends else {"divergence": "jsd", "divergence_beta": float(beta)}
 
 
-def _some_ids(function: str, hidden: Tensor, teacher: object) -> Tensor:
-    """Ids of the shape of the tokens, for what needs some: the divergence does not depend on them. A TopKTeacher's own,
-    so that they belong to its sampling mask."""
+def _some_ids(function: str, hidden: Tensor, bias: object) -> Tensor:
+    """Ids of the shape of the tokens, for what needs some: the divergence does not depend on them. The id with the
+    largest bias: one that a bias of -inf excludes would bring its log-probability into the loss."""
     refuse_transforms(function, hidden)
     check_plain("hidden", hidden)
-    if isinstance(teacher, TopKTeacher) and teacher.ids.shape[:-1] == hidden.shape[:-1]:
-        return teacher.ids.amax(-1).clamp(min=0)
-    return torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+    if not _is_bias(bias):
+        return torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+    return bias.detach().argmax().expand(hidden.shape[:-1])
+
+
+def _some_own_ids(teacher: TopKTeacher, ids: Tensor, bias: object) -> Tensor:
+    """`_some_ids` among those of the teacher, so that they belong to its sampling mask."""
+    if teacher.ids.shape[:-1] != ids.shape:
+        return ids  # refused below
+    scores = torch.zeros(teacher.ids.shape, device=ids.device)
+    if _is_bias(bias):
+        scores = bias.detach()[teacher.ids.clamp(0, len(bias) - 1)]
+    best = scores.masked_fill(teacher.ids < 0, -torch.inf).argmax(-1, keepdim=True)
+    return teacher.ids.gather(-1, best).squeeze(-1).clamp(min=0)
+
+
+def _is_bias(x: object) -> TypeGuard[Tensor]:
+    """Whether this argument may be one; what else it is the checks say, before anything is computed from it."""
+    return isinstance(x, Tensor) and x.dim() == 1 and x.numel() > 0 and x.is_floating_point()

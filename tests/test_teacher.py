@@ -187,6 +187,33 @@ def test_excluded_ids(backend, divergence):
     assert_close(found, reference(batch, config), 2e-6)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, INTERPRETED])
+def test_an_excluded_id_that_nothing_samples(backend, kind):
+    """The divergence has no sampled ids; whichever stand in for them, those of a logit of -inf bring no NaN."""
+    shape, vocab = (2, 3), 4
+    batch = make_batch(3, sequences=2, length=3, vocab=vocab, bias=True)
+    ids = (torch.arange(6)[:, None] + torch.arange(2)).view(2, 3, 2) % vocab
+    top_k = gk.TopKTeacher(ids, torch.tensor([0.6, 0.3]).log().expand(2, 3, 2), "tail" if kind == "whole" else kind)
+    own = make_teacher(shape, vocab) if kind == "whole" else top_k
+    for excluded in range(vocab):
+        bias = batch.bias.clone()
+        bias[excluded] = -math.inf
+        config = config_of("jsd")
+        log_p = log_softmax(batch.hidden.double(), batch.weight.double(), bias.double())
+        if kind == "whole":
+            exact = exact_divergence(config, log_p, log_softmax(*map(Tensor.double, (own.hidden, own.weight, own.bias))))
+        else:
+            exact = top_k_divergence(config, log_p, own.ids, own.logps, kind)
+        leaves = [x.clone().requires_grad_() for x in (batch.hidden, batch.weight)]
+        given = dict(lm_head_bias=bias, divergence="jsd", divergence_beta=0.3, backend=backend)
+        out = gk.fused_distillation_loss(*leaves, own, **given)
+        per_token = gk.fused_divergence(*leaves, own, **given)
+        for found in (out.loss, per_token.mean()):
+            assert relative(found.detach(), exact.mean()) < 5e-6
+            assert all(x.isfinite().all() for x in torch.autograd.grad(found, leaves))
+
+
 def test_an_id_that_the_teacher_excludes_makes_the_reverse_kl_infinite():
     batch = make_batch(3)
     teacher = make_teacher((4, 6))

@@ -332,7 +332,7 @@ def plan(inputs: TokenInputs, ids: Tensor, rules: PlanRules, dtype: torch.dtype,
         )
     )  # fmt: skip
     cu_seqlens = None if offsets is None else offsets.contiguous()
-    flat = ids.reshape(-1)
+    flat = ids.reshape(-1).contiguous()
 
     values = TokenValues(empty(len(VALUE_FIELDS), tokens), empty(tokens, dtype=torch.float64))
     table = empty(len(TABLE_FIELDS), tokens)
