@@ -1,6 +1,9 @@
-"""Sharded tensors, modules, quantised weights: refused by name, with what to pass instead."""
+"""Sharded tensors, modules, quantised weights: refused by name, with what to pass instead. Any views: read."""
 
 from __future__ import annotations
+
+import dataclasses
+import inspect
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ from helpers import good_calls, make_batch
 from torch import Tensor, nn
 
 import grpo_kernels as gk
+from grpo_kernels.backends import get_backend
 
 FROM_HIDDEN = [name for name, given in good_calls().items() if "completion_ids" in given and "hidden" in given]
 
@@ -170,3 +174,88 @@ def check_dtensors(rank: int, group) -> None:
     loss(batch.hidden, weight, bias).backward()  # every rank computes the loss of all tokens
     for x, exact in zip((weight, bias), whole[1:], strict=True):
         assert torch.allclose(x.grad.full_tensor(), exact.grad, atol=1e-6)
+
+
+# --- views whose memory is not what they show -------------------------------------------------------------------------
+
+VIEWS = {
+    # of floating-point tensors: stored negated, with a bit that says so
+    "negated": lambda x: torch.complex(torch.zeros_like(x), -x).conj().imag if x.is_floating_point() else x,
+    "apart": lambda x: torch.stack([x, x], -1)[..., 0],
+}
+DIFFERENTIABLE = ("hidden", "lm_head_weight", "lm_head_bias", "logps", "entropy", "logits")
+
+
+def viewed(given: dict, view) -> dict:
+    """The arguments with all tensors as views, those of a teacher, a mask and a configuration too."""
+
+    def of(x):
+        if isinstance(x, Tensor):
+            return view(x)
+        if dataclasses.is_dataclass(x):
+            fields = {f.name: getattr(x, f.name) for f in dataclasses.fields(x) if f.init}
+            changed = {name: view(y) for name, y in fields.items() if isinstance(y, Tensor)}
+            return dataclasses.replace(x, **changed)
+        return x
+
+    return {name: of(x) for name, x in given.items()}
+
+
+def outcome(function: str, given: dict, view) -> list[Tensor]:
+    """Results, and gradients of the tensors that the views are of."""
+    names = () if function == "entropy_quantile" else DIFFERENTIABLE
+    own = {name: given[name].clone().requires_grad_() for name in names if isinstance(given.get(name), Tensor)}
+    out = getattr(gk, function)(**viewed(given | own, view))
+    found = list(out) if isinstance(out, tuple) else [out]
+    if hasattr(out, "metrics"):
+        found = [out.loss, out.entropy, *out.metrics.values()]
+    tops = [x for x in found if x.requires_grad]
+    if not tops:
+        return found
+    factors = [view(torch.linspace(0.5, 1.5, x.numel()).view(x.shape)) for x in tops]
+    return [x.detach() for x in found] + list(torch.autograd.grad(tops, list(own.values()), factors))
+
+
+def variants(function: str) -> list[dict]:
+    """Arguments: as they are, with tensors in the configuration, with kept ids, with a teacher of logits."""
+    given = good_calls()[function]
+    calls = [given]
+    if "config" in given:
+        tensors = dict(entropy_coef=torch.tensor(0.1), entropy_threshold=torch.tensor(0.5))
+        config = gk.GRPOConfig(beta=0.1, temperature=torch.linspace(0.7, 1.3, 24).view(4, 6), **tensors)
+        calls.append(given | dict(config=config, token_weights=torch.linspace(0.5, 1.5, 24).view(4, 6)))
+        calls[1].pop("completion_mask")
+    if function in ("fused_grpo_loss", "fused_logps", "fused_policy_loss"):
+        calls.append(given | dict(sampling_mask=gk.SamplingMask.from_padded(torch.arange(2).expand(4, 6, 2))))
+    if "teacher" in given:
+        calls.append(given | dict(teacher=gk.Teacher(given["hidden"] * 0.9, given["lm_head_weight"] + 0.1)))
+    return calls
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("function", good_calls())
+def test_views_are_what_they_show(function, view, backend):
+    for given in variants(function):
+        if isinstance(given.get("teacher"), gk.Teacher) and not get_backend(backend).takes_teachers:
+            continue
+        if "backend" in inspect.signature(getattr(gk, function)).parameters:
+            given["backend"] = backend
+        expected, found = outcome(function, given, lambda x: x), outcome(function, given, VIEWS[view])
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-6, equal_nan=True)  # NaN: an unknown kept mass
+
+
+def test_compiled_functions_read_negated_views_too():
+    given = viewed(good_calls()["fused_grpo_loss"], VIEWS["negated"])
+    compiled = torch.compile(lambda: gk.fused_grpo_loss(**given).loss, backend="aot_eager")
+    torch.testing.assert_close(compiled(), gk.fused_grpo_loss(**good_calls()["fused_grpo_loss"]).loss)
+
+
+def test_a_buffer_that_stores_its_elements_negated_is_refused():
+    given = good_calls()["fused_grpo_loss"]
+    given["lm_head_weight"].requires_grad_()
+    total = VIEWS["negated"](torch.zeros_like(given["lm_head_weight"]))
+    with pytest.raises(ValueError, match=r"accumulate_into .*expected a contiguous"):
+        gk.fused_grpo_loss(**given, accumulate_into=total)
+    with pytest.raises(ValueError, match="accumulate_into is a negated view; expected a buffer that stores its"):
+        gk.fused_grpo_loss(**given, accumulate_into=torch._neg_view(torch.zeros_like(total)))

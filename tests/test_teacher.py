@@ -202,7 +202,9 @@ def test_an_excluded_id_that_nothing_samples(backend, kind):
         config = config_of("jsd")
         log_p = log_softmax(batch.hidden.double(), batch.weight.double(), bias.double())
         if kind == "whole":
-            exact = exact_divergence(config, log_p, log_softmax(*map(Tensor.double, (own.hidden, own.weight, own.bias))))
+            exact = exact_divergence(
+                config, log_p, log_softmax(*map(Tensor.double, (own.hidden, own.weight, own.bias)))
+            )
         else:
             exact = top_k_divergence(config, log_p, own.ids, own.logps, kind)
         leaves = [x.clone().requires_grad_() for x in (batch.hidden, batch.weight)]

@@ -174,6 +174,8 @@ def check_accumulate_into(total: Tensor, weight: Tensor) -> None:
             f"{name} has shape {tuple(total.shape)} and strides {total.stride()}; expected a contiguous "
             f"{tuple(weight.shape)} like lm_head_weight"
         )
+    if total.is_neg():
+        raise ValueError(f"{name} is a negated view; expected a buffer that stores its elements")
     if total.requires_grad:
         raise ValueError(f"{name} requires a gradient; expected a buffer that gradients are added to")
     if not (weight.requires_grad and weight.is_leaf):

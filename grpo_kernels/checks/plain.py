@@ -29,6 +29,12 @@ def check_plain(name: str, x: object) -> None:
     check_gathered(name, x)
 
 
+def stored(*tensors: Tensor | None) -> list[Any]:
+    """The same with their elements in memory as they are. A view like z.conj().imag stores them negated, with a bit
+    that says so, which no kernel looks at; a conjugated real tensor is itself."""
+    return [None if x is None else x.resolve_neg() for x in tensors]
+
+
 def check_integers(name: str, x: Tensor) -> None:
     """x is a plain tensor of integers."""
     check_plain(name, x)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..checks.plain import stored
 from ..contract import Backend, KeptPairs
 
 # Gradients of float16 logits are scaled so that the largest d loss / d logit of the call lies in [2^2, 2^3): those
@@ -146,7 +147,7 @@ class _Finished(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g_loss):
         refuse_double_backward(ctx.name)
-        return None, None, None, *_scale_gradients(ctx, g_loss)
+        return None, None, None, *_scale_gradients(ctx, *stored(g_loss))
 
 
 def finish_in_forward(

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from ..backends.launch import choose_strategy
+from ..checks.plain import stored
 from ..contract import Backend, KeptPairs, RowGradients, Rows
 from .backward import FinishedGradients, WaitingPairs, power_of_two_scale, waiting_dtype
 from .dweight import WeightGradient, pieces
@@ -72,7 +73,7 @@ class LMHead:
         vocab_slice: VocabSlice | None = None,
         teacher_dtype: torch.dtype | None = None,
     ) -> None:
-        hidden, weight, bias = inputs
+        hidden, weight, bias = stored(*inputs)
         self.given_dtypes = hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
         if compute_dtype is not None:
             hidden, weight = hidden.to(compute_dtype), weight.to(compute_dtype)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..backends import get_backend
 from ..checks.arguments import check_temperature, check_values
-from ..checks.plain import check_gathered
+from ..checks.plain import check_gathered, stored
 from ..config import DEFAULT_CONFIG, GRPOConfig
 from ..contract import TokenValues, no_values
 from ..names import VALUE_FIELDS, KernelParams
@@ -131,8 +131,8 @@ def check_call(call: LogpsCall, vocab_size: int, cu_seqlens: Optional[Tensor] = 
 
 
 def _filled(x: Tensor, mask: Optional[Tensor], fill: float) -> Tensor:
-    """x (N,) with `fill` at padding, whatever that holds; contiguous."""
-    return x.contiguous() if mask is None else torch.where(mask, x, fill)
+    """x (N,) with `fill` at padding, whatever that holds; stored contiguously."""
+    return stored(x)[0].contiguous() if mask is None else torch.where(mask, x, fill)
 
 
 @unseen_by_modes

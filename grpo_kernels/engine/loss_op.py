@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..backends import get_backend
 from ..checks.arguments import check_offsets, check_token_values, check_values
+from ..checks.plain import stored
 from ..config import GRPOConfig, config_from_key
 from ..contract import Backend, Sums, TokenInputs
 from ..names import FIELD, MASK_SUMS, SPARSE_SUMS
@@ -86,7 +87,7 @@ def _compute(
     hidden: Tensor, weight: Tensor, bias: Optional[Tensor], call: LossCall
 ) -> tuple[tuple[Tensor, ...], FinishedGradients]:
     """(results, gradients). To be called under no_grad."""
-    ids, inputs, config, kernels = call.completion_ids, call.tokens, call.config, get_backend(call.backend)
+    ids, config, kernels, inputs = call.completion_ids, call.config, get_backend(call.backend), _stored(call.tokens)
     with pinned_matmul_precision(hidden.device):
         dtype = table_dtype(call.compute_dtype or hidden.dtype)
         teacher = new_teacher(call.teacher, config, kernels, ids.numel(), dtype)
@@ -130,6 +131,11 @@ def _loss_of_head(
     return *results, torch.where(plan.tokens.scored, values.divergence, 0.0).view(shape)
 
 
+def _stored(tokens: Sequence[Optional[Tensor]]) -> TokenInputs:
+    """Inputs that may be looked at and handed to kernels. Not in what autograd and torch.compile trace."""
+    return TokenInputs(*stored(*tokens))
+
+
 def _computes_every_row(call: LossCall, device: torch.device) -> bool:
     """Whether nothing is read back to the host, and so no row left out."""
     sparse = call.config.sparse_backward is not None
@@ -155,8 +161,8 @@ def _compute_from_logits(
     logits: Tensor, *, call: LossCall, inplace: bool
 ) -> tuple[tuple[Tensor, ...], FinishedGradients]:
     """Every row is computed where it lies: rows that cannot have a gradient get zeros, and nothing is copied."""
-    tokens, kernels = call.tokens, get_backend(call.backend)
-    flat = logits.detach().reshape(-1, logits.shape[-1])
+    tokens, kernels = _stored(call.tokens), get_backend(call.backend)
+    flat = stored(logits.detach())[0].reshape(-1, logits.shape[-1])
     reused = inplace and flat.data_ptr() == logits.data_ptr() and flat.stride(-1) == 1
     reused = reused and (flat.stride(0) >= flat.shape[1] or flat.shape[0] <= 1)  # rows that share memory cannot
     writes = any(call.wants) or tokens.kept_ids is not None  # gradients; -inf for ids that were not kept
@@ -272,7 +278,7 @@ def policy_loss(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(loss, numbers of Sums, d loss / d logps, d loss / d entropy), all O(N) and in float32 or better."""
-    inputs, config = TokenInputs(*tokens), config_from_key(config_key)  # type: ignore[arg-type]
+    inputs, config = _stored(tokens), config_from_key(config_key)
     check_offsets(inputs.cu_seqlens, logps.numel())
     check_token_values(inputs)
     with torch.no_grad():

@@ -67,9 +67,7 @@ class Variant(NamedTuple):
 def variant(params: KernelParams) -> Variant:
     caps = params.ratio_cap != math.inf
     corrects = params.bias_correction, params.bias_correction and shares_ratio(params.level)
-    return Variant(
-        params.surrogate, params.kl, params.has_old, *corrects, params.score_term, params.outside, caps
-    )
+    return Variant(params.surrogate, params.kl, params.has_old, *corrects, params.score_term, params.outside, caps)
 
 
 class Token(NamedTuple):
