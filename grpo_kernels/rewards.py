@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .checks.arguments import (
     NUMBERS,
+    check_finite,
     check_float,
     check_numbers,
     check_rewards_finite,
@@ -21,6 +22,8 @@ from .checks.plain import check_kind, check_shape
 from .config import check_count, check_ddof, check_number, check_one_of
 from .engine.shared import is_traced
 from .names import ADVANTAGE_BASELINES, ADVANTAGE_SCALES, EXPONENT_LIMIT, WEIGHT_LEVELS
+
+_FINITE = "a finite number: smaller rewards, or a scale that divides by their deviation"
 
 
 class Groups(NamedTuple):
@@ -42,10 +45,10 @@ def group_advantages(
     eps: float = 1e-4,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """Group-relative advantages (B,) float32, A = (r - baseline) / (std + eps)   (DeepSeekMath, arXiv:2402.03300).
+    """Group-relative advantages (B,), A = (r - baseline) / (std + eps)   (DeepSeekMath, arXiv:2402.03300).
 
     rewards (B,); NaN = no verdict: left out of the statistics, advantage 0. A group of equal rewards gets exactly 0.
-    An infinite reward raises, on a GPU with GRPO_KERNELS_DEBUG=1.
+    An infinite reward or advantage raises, on a GPU with GRPO_KERNELS_DEBUG=1. float32, or float64 from float64.
     Groups are `num_generations` adjacent rows, or named by integer `group_ids` (B,), any order, any sizes.
     scale: divide by the std of the "group", of the whole "batch", by the group's "mean" (0 where that is not positive:
     MaxRL), or "none" (Dr. GRPO). baseline: "mean", "leave_one_out" (RLOO: the mean of the others), "length_weighted"
@@ -107,11 +110,14 @@ def combine_advantages(
     total, known = parts @ weights.to(parts), valid.any(1)
     if whiten != "none":
         size = known.double() if completion_mask is None else completion_mask.bool().sum(1).double() * known
-        number = size.sum()
+        number, unit = size.sum(), _unit(total, (0,))
+        total = total / unit
         centred = total - (size * total).sum() / number.clamp(min=1)
         deviation = ((size * centred.square()).sum() / (number - ddof).clamp(min=1)).sqrt()
-        total = centred / (deviation + eps)
-    return torch.where(known, total, 0.0).float()
+        total = centred / (deviation + eps / unit)
+    found = torch.where(known, total, 0.0).float()
+    check_finite("advantages", found, _FINITE)
+    return found
 
 
 def group_statistics(
@@ -173,6 +179,7 @@ def _statistics_of_groups(
     if group_size:
         rows, weights = rewards.view(num_groups, group_size), weights.reshape(num_groups, group_size)
         advantages, mean, std = _statistics_of_rows(rows, weights, *numbers)
+        check_finite("advantages", advantages.view(-1), _FINITE)
         return advantages.view(-1), mean, std
     order = group_index.argsort(stable=True)
     row, sizes = group_index[order], group_index.bincount(minlength=num_groups)
@@ -180,7 +187,9 @@ def _statistics_of_groups(
     table = rewards.new_full((2, num_groups, int(sizes.max())), torch.nan)
     table[:, row, column] = torch.stack([rewards, weights])[:, order]
     advantages, mean, std = _statistics_of_rows(table[0], table[1], *numbers)
-    return torch.empty_like(rewards).index_put_((order,), advantages[row, column]), mean, std
+    advantages = torch.empty_like(rewards).index_put_((order,), advantages[row, column])
+    check_finite("advantages", advantages, _FINITE)
+    return advantages, mean, std
 
 
 _traced_statistics = torch.library.custom_op("grpo_kernels::group_statistics", _statistics_of_groups, mutates_args=())
@@ -195,6 +204,25 @@ def _statistics_of_rows(
     rewards: Tensor, weights: Tensor, scale: str, baseline: str, ddof: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same of rewards and weights (num_groups, size), a group in each row, NaN where a row has fewer."""
+    if rewards.dtype != torch.float64:
+        return _statistics_in_float64(rewards, weights, scale, baseline, ddof, eps)
+    unit = _unit(rewards, (0, 1) if scale == "batch" else (1,))
+    found, mean, std = _statistics_in_float64(rewards / unit, weights, scale, baseline, ddof, eps / unit)
+    return found * unit if scale == "none" else found, mean * unit.view(-1), std * unit.view(-1)
+
+
+def _unit(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """The largest power of two within the largest |x| along `dims`, which are kept; 1 for 0. In units of it squares
+    neither overflow nor vanish, and quotients by it are exact. x is float64; NaN is left out."""
+    top = x.abs().nan_to_num(nan=0.0).amax(dims, keepdim=True)
+    unit = (top.view(torch.int64) & (0x7FF << 52)).view(torch.float64)  # without its mantissa
+    return torch.where(unit > 0, unit, 1.0)
+
+
+def _statistics_in_float64(
+    rewards: Tensor, weights: Tensor, scale: str, baseline: str, ddof: int, eps: float | Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_statistics_of_rows` of rewards whose squares float64 holds."""
 
     def std_of(centred: Tensor, count: Tensor, dim: tuple[int, ...]) -> Tensor:
         return (centred.square().nansum(dim, keepdim=True) / (count - ddof).clamp(min=1)).sqrt()

@@ -416,6 +416,12 @@ def _name_first(
         raise ValueError(f"{name}{place} = {x[tuple(where)].item()}; expected {expected}")
 
 
+def check_finite(name: str, x: Tensor, expected: str) -> None:
+    """No infinity and no NaN in a result."""
+    if checks_values(x.device) and not math.isfinite(x.sum().item()):
+        _name_first(name, x, ~x.isfinite(), expected)
+
+
 def check_rewards_finite(name: str, rewards: Tensor, *, nan_is_no_verdict: bool = True) -> None:
     """No infinity, whose advantages would be NaN; with `nan_is_no_verdict` NaN stands for a completion without a
     verdict, else it is refused too."""
