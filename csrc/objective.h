@@ -194,7 +194,8 @@ GK_HD TokenObjective objective(const Params& p, float x, float logp, float entro
         out.kl = beyond ? copysignf(kMaxProduct, product) : product;
         if (p.beta != 0.f) {
             out.value += p.beta * out.kl;
-            const bool moves = p.bias_correction && !clamped;  // the factor, with the token's own logp or the sequence's
+            // The factor moves with the token's own logp, or with those of its sequence.
+            const bool moves = p.bias_correction && !clamped;
             const bool own = moves && !shares_ratio(p.level);
             if (!beyond) out.d_direct += p.beta * (own ? kl.d_product : kl.d_logp) * factor;
             if (moves && !own && !beyond) out.d_ratio += p.beta * out.kl;
