@@ -369,7 +369,9 @@ def test_a_dry_run_says_what_a_run_takes_and_writes_nothing(model, data, tmp_pat
     out = capfd.readouterr().out
     for words in ("12 prompts", "rewards    length", "one step", "MiB per process before the step", "completion "):
         assert words in out, out
-    assert "1 process," in out and "note       0%" not in out
+    assert "1 process," in out and "note       0%" not in out and "float32 copies" not in out
+    assert run(model, data, output, dry_run=True, reward_funcs="training:length", dtype="bfloat16") == 0
+    assert re.search(r"0\.\d MiB of it are float32 copies of the trained weights", capfd.readouterr().out)
     assert not output.exists()
 
 

@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 import training
+from accelerate.state import AcceleratorState
 from tiny_models import WORD_PROBLEMS, tiny_chat
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from training import rollouts, run, steps
@@ -18,6 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from grpo_kernels import GRPOConfig, available_presets
 from grpo_kernels.commands.cli import main
+from grpo_kernels.trainer import train
+from grpo_kernels.trainer.adamw import MasterAdamW, make_optimizer
 from grpo_kernels.trainer.arguments import TrainArguments
 from grpo_kernels.trainer.arithmetic import start_model
 from grpo_kernels.trainer.batch import denominators, soft_overlong, step_ends
@@ -269,6 +272,70 @@ def test_the_default_type_changes_nothing_and_another_seed_does(trained):
     finally:
         torch.set_default_dtype(torch.float32)
     assert not training.same_weights(first, other)
+
+
+# --- weights of bfloat16 ----------------------------------------------------------------------------------------------
+
+
+def share_changed(output, start):
+    """Of the weights, counted in float32: what was trained, or its copy in the state of the optimizer."""
+    (checkpoint,) = output.glob("checkpoint-*")
+    state = torch.load(checkpoint / "state.pt", weights_only=True)["optimizer"]["state"]
+    weights = {name.removeprefix("lm."): found.get("master") for name, found in state.items()}
+    found = training.weights(output)
+    for name, master in weights.items():
+        assert master is None or torch.equal(master.bfloat16(), found[name])
+    changed = [(start[name] != found[name] if x is None else start[name] != x) for name, x in weights.items()]
+    return torch.cat([x.flatten() for x in changed]).float().mean().item()
+
+
+def test_weights_of_bfloat16_learn_at_the_default_rate(model, data, trained, tmp_path):
+    """A step of 1e-6 is less than half of the last bit of a bfloat16 weight above 5e-4."""
+    start = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path / "start")
+    start.save_pretrained(tmp_path / "start")  # both begin with weights that bfloat16 has
+    options = {"model_name_or_path": tmp_path / "start", "learning_rate": 1e-6, "max_steps": 20}
+    runs = [trained(t, dtype=t, reward_funcs="training:length", **options) for t in ("float32", "bfloat16")]
+    whole, low = (share_changed(output, start.float().state_dict()) for output in runs)
+    assert whole > 0.9 and abs(low - whole) < 0.02, (whole, low)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_weights_of_bfloat16_go_on_to_the_same_bits(lora, model, data, tmp_path):
+    """Of a model in memory, whatever --dtype says. LoRA's own weights are of float32, as peft makes them."""
+    tokenizer, states = AutoTokenizer.from_pretrained(model), []
+    for name, resume in (("whole", None), ("resumed", tmp_path / "whole" / "checkpoint-2")):
+        given = {**training.OPTIONS, "output_dir": str(tmp_path / name), "use_cpu": True, "disable_tqdm": True}
+        given |= {"max_steps": 4, "save_steps": 2, "learning_rate": 1e-4, "adam_epsilon": 1e-4, "use_peft": lora}
+        del given["reward_funcs"]
+        args = TrainArguments(**given, resume_from_checkpoint=resume and str(resume))
+        AcceleratorState._reset_state(reset_partial_state=True)
+        lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+        train(lm, training.length, str(data), args, processing_class=tokenizer)
+        folder = tmp_path / name / "checkpoint-4"
+        states.append(torch.load(folder / "state.pt", weights_only=True)["optimizer"]["state"])
+    whole, resumed = states
+    for name, state in whole.items():
+        assert ("master" in state) != lora and all(x.dtype == torch.float32 for x in state.values())
+        assert all(torch.equal(x, resumed[name][key]) for key, x in state.items()), name
+    (a,), (b,) = (list((tmp_path / name / "model").glob("*.safetensors")) for name in ("whole", "resumed"))
+    assert a.read_bytes() == b.read_bytes()
+
+
+def test_float32_is_stepped_as_by_torch(model):
+    """Also beside weights of fewer bits, as models keep their norms in float32."""
+    options = TrainArguments(learning_rate=1e-2, weight_decay=0.1)
+    found = []
+    for kind in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        norm, low = torch.nn.Parameter(torch.randn(3, 5)), torch.nn.Parameter(torch.randn(7).to(kind))
+        optimizer = make_optimizer([norm, low], options)
+        assert isinstance(optimizer, MasterAdamW) == (kind is torch.bfloat16)
+        for _ in range(3):
+            norm.grad, low.grad = torch.randn(3, 5), torch.randn(7).to(kind)
+            optimizer.step()
+        found.append(norm.detach())
+    assert torch.equal(*found)
 
 
 # --- a chat model -----------------------------------------------------------------------------------------------------

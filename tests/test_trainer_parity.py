@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("trl", reason="trl is not installed: make test EXTRAS=dev,peers")
 
+import torch
 import training
 import trl_parity
 from safetensors.torch import load_file
@@ -234,6 +235,9 @@ def test_pitfall_14_two_processes_take_the_steps_of_one_and_end_together(rollout
         "not finite": (2, {**saved, **zero, "scale_rewards": "none", "reward_funcs": "training:huge"}),
         "other stage": (2, {**saved, **zero, "resume_from_checkpoint": tmp_path / "ZeRO-1, saved" / "checkpoint-3"}),
     }
+    low = dict(_HALF, fsdp=True, dtype="bfloat16", learning_rate=1e-6)
+    for name, resume in (("bfloat16", None), ("bfloat16, resumed", tmp_path / "bfloat16" / "checkpoint-3")):
+        special[name] = (0, {**saved, **low, "resume_from_checkpoint": resume})
     for name, (stage, options) in special.items():
         jobs.append({"name": name, "argv": command_line(tmp_path / name, **options), "zero_stage": stage})
     for name, (_, options) in ENDS.items():
@@ -249,6 +253,14 @@ def test_pitfall_14_two_processes_take_the_steps_of_one_and_end_together(rollout
         assert json.loads((tmp_path / f"rank-{rank}.json").read_text()) == statuses
     check_ends(tmp_path, said)
     assert not training.steps(tmp_path / "not finite")
+    states = [
+        torch.load(tmp_path / name / f"checkpoint-{STEPS}" / "state.pt", weights_only=True)["optimizer"]["state"]
+        for name in ("bfloat16", "bfloat16, resumed")
+    ]
+    for name, state in states[0].items():  # its float32 weights and moments, put together from both ranks
+        assert state["master"].dtype == torch.float32 and state["exp_avg"].any()
+        assert all(torch.equal(x, states[1][name][key]) for key, x in state.items()), name
+    assert weights_differ(tmp_path / "bfloat16", tmp_path / "bfloat16, resumed") == 0.0
     single, autocast = training.steps(tmp_path / "DDP, dapo"), training.steps(tmp_path / "DDP, bf16")
     assert largest_difference(training.steps(tmp_path / "ZeRO-2, bf16"), autocast, 4) < TOLERANCE
     assert largest_difference(single, autocast, 4) > TOLERANCE

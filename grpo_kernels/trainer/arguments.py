@@ -125,7 +125,7 @@ class TrainArguments:
     # model
     model_name_or_path: str | None = _option(None, "a model of transformers; without one: a small one for arithmetic")
     trust_remote_code: bool = _option(False, "run the code of the model's repository")
-    dtype: Dtype = _option("float32", "of the weights")
+    dtype: Dtype = _option("float32", "of the weights; AdamW steps float32 copies of bfloat16 ones")
     bf16: bool = _option(False, "autocast to bfloat16")
     gradient_checkpointing: bool = _option(False, "recompute activations in the backward")
     share_prompts: bool = _option(False, "run a prompt through the model once for its completions")

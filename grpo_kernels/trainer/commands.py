@@ -15,6 +15,7 @@ from accelerate.utils import broadcast_object_list
 from ..benchmarks.machine import peak, restart_peak
 from . import RunError, evaluate, report
 from . import demo as demonstration
+from .adamw import bytes_of_masters
 from .arguments import ARITHMETIC_MODEL, TrainArguments, parse
 from .loop import Trainer
 from .ranks import on_cpu
@@ -109,6 +110,8 @@ def _one_step(run: Run) -> None:
     if before is not None:
         more = (peak(device) - before) / MIB
         print(f"memory     {before / MIB:,.1f} MiB per process before the step, {more:,.1f} MiB more at its peak")
+    if copies := bytes_of_masters(run.optimizer):
+        print(f"           {copies / MIB:,.1f} MiB of it are float32 copies of the trained weights, which AdamW steps")
     print(f"prompt     {shown.prompt!r}\ncompletion {run.sampler.text('', shown.ids)!r}, reward {shown.reward}")
     for name, meaning in (
         ("zero_gradient_groups", "of the groups have equal rewards: nothing is learned from them"),

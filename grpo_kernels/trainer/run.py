@@ -18,6 +18,7 @@ import transformers
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from transformers import get_scheduler
 
+from .adamw import make_optimizer
 from .arguments import ARITHMETIC, TrainArguments, to_json
 from .batch import model_inputs
 from .checkpoint import CONFIG, ROLLOUT, RUN, STATE, TENSORS, Progress, check_state, claim_folder, prune
@@ -85,7 +86,7 @@ class Run:
         policy = Policy(lm, eager=a.loss == "eager", share_prompts=a.share_prompts)
         ends = eos_ids(lm, tokenizer)
         vllm = VLLM(source, a) if a.use_vllm else None
-        self.policy, self.optimizer = self.accelerator.prepare(policy, _make_optimizer(policy, a))
+        self.policy, self.optimizer = self.accelerator.prepare(policy, make_optimizer(policy.parameters(), a))
         self.bare_policy: Policy = self.accelerator.unwrap_model(self.policy)
         self.scheduler = _make_scheduler(self.optimizer, a)
         self.teacher, name = None, a.teacher_model_name_or_path
@@ -228,18 +229,6 @@ class Run:
 def _environment() -> dict[str, Any]:
     """What results may depend on beside the options."""
     return {"torch": torch.__version__, "transformers": transformers.__version__, "threads": torch.get_num_threads()}
-
-
-def _make_optimizer(policy: Policy, a: TrainArguments) -> Any:
-    trained = [p for p in policy.parameters() if p.requires_grad]
-    groups = [  # biases and norms do not decay
-        {"params": [p for p in trained if p.dim() > 1], "weight_decay": a.weight_decay},
-        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=a.learning_rate, betas=(a.adam_beta1, a.adam_beta2),
-        eps=a.adam_epsilon,
-    )  # fmt: skip
 
 
 def _make_scheduler(optimizer: Any, a: TrainArguments) -> Any:

@@ -1,0 +1,89 @@
+"""AdamW of the trained parameters, whatever their type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+from .arguments import TrainArguments
+
+
+class MasterAdamW(torch.optim.AdamW):
+    """AdamW that steps float32 copies of the parameters which have fewer bits.
+
+    A bfloat16 weight has 8 bits: at a learning rate of 1e-6 its step is rounded away. Here the state of such a
+    parameter has float32 moments and "master", the weight in float32; after each step the parameter is its master,
+    rounded. Parameters of float32 are stepped as by torch, to the bit. State is made at the first gradient: FSDP2
+    replaces parameters after the optimizer was made.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            trained = [p for p in group["params"] if p.grad is not None]
+            states = [self._state_of(p) for p in trained]
+            masters = [state.get("master", p) for p, state in zip(trained, states, strict=True)]
+            adamw(
+                masters, [p.grad.to(master.dtype) for p, master in zip(trained, masters, strict=True)],
+                [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states], [],
+                [state["step"] for state in states], amsgrad=False, maximize=False, beta1=group["betas"][0],
+                beta2=group["betas"][1], lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"],
+            )  # fmt: skip
+            for p, master in zip(trained, masters, strict=True):
+                if p is not master:
+                    p.copy_(master)
+        return loss
+
+    def _state_of(self, p: Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[p]
+        if not state:
+            master = p.detach()
+            if is_low(p):
+                master = state["master"] = master.float()
+            state |= {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(master)}
+            state["exp_avg_sq"] = torch.zeros_like(master)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` gave, to the bit: torch casts a state to the type of its parameter."""
+        super().load_state_dict(state_dict)
+        names = [name for group in state_dict["param_groups"] for name in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for name, p in zip(names, parameters, strict=True):
+            for key, value in state_dict["state"].get(name, {}).items():
+                if key != "step":  # which torch leaves as it is
+                    self.state[p][key] = value.to(p.device)
+
+
+def is_low(p: Tensor) -> bool:
+    """Whether a parameter has fewer bits than float32."""
+    return p.is_floating_point() and p.dtype.itemsize < torch.float32.itemsize
+
+
+def bytes_of_masters(optimizer: Any) -> int:
+    """What the float32 copies of this process take after a step; under FSDP2 those of its shards."""
+    found = [state["master"] for state in optimizer.state.values() if "master" in state]
+    return sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in found)
+
+
+def make_optimizer(parameters: Iterable[nn.Parameter], a: TrainArguments) -> torch.optim.AdamW:
+    """AdamW of the parameters that are trained, torch's own where all are of float32."""
+    trained = [p for p in parameters if p.requires_grad]
+    groups = [  # biases and norms do not decay
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": a.weight_decay},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    kind = MasterAdamW if any(map(is_low, trained)) else torch.optim.AdamW
+    return kind(
+        [group for group in groups if group["params"]], lr=a.learning_rate, betas=(a.adam_beta1, a.adam_beta2),
+        eps=a.adam_epsilon,
+    )  # fmt: skip
