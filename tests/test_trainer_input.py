@@ -137,7 +137,7 @@ def refused(model, data, tmp_path, capfd):
     ({"teacher_model_name_or_path": ".", "divergence_beta": 0.5}, ["divergence_beta=0.5 has no effect"]),
     ({"teacher_model_name_or_path": ".", "divergence": "kl"}, ["divergence='kl'", "reverse_kl, forward_kl, jsd"]),
     ({"teacher_model_name_or_path": ".", "distill_only": True, "dynamic_sampling": "drop"}, ["goes by rewards"]),
-    ({"teacher_model_name_or_path": "."}, ["teacher_model_name_or_path=.: "]),
+    ({"teacher_model_name_or_path": "."}, ["teacher_model_name_or_path=/", "Unrecognized model"]),
     ({"use_vllm": True}, ["vLLM", "pip install vllm"]),
     ({"use_vllm": True, "top_p": 0.9}, ["use_vllm", "top_p", "needs a top_k"]),
     ({"use_vllm": True, "vllm_tensor_parallel_size": 2}, ["vllm_tensor_parallel_size=2", "expected 1", "own GPU"]),

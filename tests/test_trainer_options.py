@@ -6,7 +6,9 @@ import json
 import math
 import random
 import re
+import shutil
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -261,6 +263,28 @@ def test_what_a_run_leaves_and_says(model, data, tmp_path, capfd):
     ):
         assert re.search(f"^{line}$", error, re.MULTILINE), (line, error)
     assert "\r" not in error and "GRPO" not in error and not re.search("step [135] of", error)
+
+
+def test_a_reward_that_changes_the_working_directory(model, data, tmp_path, monkeypatch):
+    """When it is imported, and when it is called: paths are those of the directory that the run was started in."""
+    text = "import os\nos.chdir('/')\ndef ids(completion_ids, **_):\n    os.chdir('/tmp')\n"
+    (tmp_path / "away.py").write_text(text + "    return [float(ids[0]) for ids in completion_ids]\n")
+    (tmp_path / "other.py").write_text("def zero(completions, **_):\n    return [0.0] * len(completions)\n")
+    shutil.copytree(model, tmp_path / "model")
+    shutil.copy(data, tmp_path / "data.jsonl")
+    options = {"model": Path("model"), "data": Path("data.jsonl"), "save_steps": 1, "max_steps": 4,
+               "reward_funcs": ["away.py:ids", "other.py:zero"], "eval_dataset_name": "data.jsonl"}  # fmt: skip
+    for name, further in (
+        ("run", {"save_rollouts": True, "save_total_limit": 9, "teacher_model_name_or_path": "model"}),
+        ("replayed", {"replay": "run/rollouts", "reward_timeout": 9.0}),
+        ("resumed", {"resume_from_checkpoint": "run/checkpoint-2", "teacher_model_name_or_path": "model"}),
+        ("run", {"resume_from_checkpoint": "auto", "teacher_model_name_or_path": "model"}),
+    ):
+        monkeypatch.chdir(tmp_path)
+        assert run(output=Path(name), **options, **further) == 0
+        monkeypatch.chdir(tmp_path)
+        assert (Path(name) / "report.html").exists() and (Path(name) / "model").is_dir()
+        assert json.loads((Path(name) / "config.json").read_text())["output_dir"] == name  # as given
 
 
 def test_the_default_type_changes_nothing_and_another_seed_does(trained):

@@ -286,6 +286,14 @@ class TrainArguments:
         """Whether an option differs from its default."""
         return bool(getattr(self, name) != getattr(type(self), name))
 
+    def with_absolute_paths(self) -> TrainArguments:
+        """The same options, whatever the working directory becomes: a reward function may change it."""
+        paths: dict[str, Any] = {"output_dir": str(Path(self.output_dir).absolute())}
+        for name in ("model_name_or_path", "teacher_model_name_or_path", "dataset_name", "eval_dataset_name", "replay"):
+            if (path := getattr(self, name)) is not None and Path(path).exists():
+                paths[name] = str(Path(path).absolute())
+        return dataclasses.replace(self, **paths)
+
     def loss_config(self) -> GRPOConfig:
         """The loss: the preset with what was given."""
         fixed = GRPOConfig.preset(self.loss_type).aggregation == "fixed_length"

@@ -110,7 +110,8 @@ def find_checkpoint(output: Path, requested: str | None) -> Path | None:
 
     Damaged ones are skipped with a warning. Raises RunError for a named one that is not sound.
     """
-    for folder in checkpoints(output) if requested == "auto" else [Path(requested)] if requested is not None else ():
+    named = [] if requested is None else [Path(requested).absolute()]
+    for folder in checkpoints(output) if requested == "auto" else named:
         why = _problem(folder)
         if why is None:
             return folder

@@ -14,7 +14,7 @@ from statistics import fmean
 import torch
 
 from . import RunError
-from .arguments import ARITHMETIC_MODEL, to_json
+from .arguments import ARITHMETIC_MODEL
 from .batch import (
     assign_advantages,
     denominators,
@@ -359,7 +359,7 @@ class Trainer:
             **{f"{name}_{when}": getattr(p, name).get(when) for name in ("held_out_reward", "pass_at_1")
                for when in ("before", "after")},
             "steps": p.step, "seconds": time.perf_counter() - self.started, "tokens": p.num_tokens,
-            "options": to_json(self.arguments, self.ranks.count),
+            "options": run.options,
         }  # fmt: skip
         if run.accelerator.is_main_process:
             write_text(run.folder / "summary.json", json.dumps(summary, indent=1) + "\n")

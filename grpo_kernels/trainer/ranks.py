@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from . import RunError
-from .arguments import TrainArguments, to_json
+from .arguments import TrainArguments
 
 PROJECT = "grpo-kernels"  # by which trackers call the runs
 
@@ -207,9 +207,9 @@ def configure_deepspeed(config: dict[str, Any], a: TrainArguments, num_processes
     config |= {**decided, "torch_autocast": autocast}
 
 
-def init_trackers(accelerator: Accelerator, a: TrainArguments) -> None:
+def init_trackers(accelerator: Accelerator, a: TrainArguments, recorded: dict[str, Any]) -> None:
     options = {"wandb": {"dir": os.environ.get("WANDB_DIR", a.output_dir)}} if "wandb" in a.report_to else {}
-    settings = {name: str(value) for name, value in to_json(a, accelerator.num_processes).items()}
+    settings = {name: str(value) for name, value in recorded.items()}
     try:
         accelerator.init_trackers(PROJECT, settings, options)
     except Exception as error:  # of the trackers, such as an account that is not known

@@ -54,18 +54,21 @@ NOTHING = Given({})
 
 
 class Run:
-    """The parts of a run. policy: as the accelerator prepared it; checkpoint: the one to go on from.
+    """The parts of a run. policy: as the accelerator prepared it; checkpoint: the one to go on from; options: as
+    given, which files record; arguments: the same with absolute paths.
 
     Making them raises ValueError or TypeError, one sentence, with nothing overwritten.
     """
 
     def __init__(self, arguments: TrainArguments, given: Given = NOTHING):
-        self.arguments = a = arguments
-        self.ranks, self.folder = Ranks(use_cpu=a.use_cpu), Path(a.output_dir)
-        a.check(self.ranks.count)
+        self.ranks = Ranks(use_cpu=arguments.use_cpu)
+        arguments.check(self.ranks.count)
+        self.options = to_json(arguments, self.ranks.count)
+        self.arguments = a = arguments.with_absolute_paths()
+        self.folder = Path(a.output_dir)
         self.accelerator = make_accelerator(a)
         with self.ranks.raise_on_all():
-            self.checkpoint = claim_folder(self.folder, a, self.ranks.count)
+            self.checkpoint = claim_folder(self.folder, arguments, self.ranks.count)
             if self.accelerator.is_main_process:
                 self.unlock = weakref.finalize(self, os.close, lock_folder(self.folder))
                 remove_leftovers(self.folder)
@@ -95,9 +98,9 @@ class Run:
         self._score_a_token(tokenizer.pad_token_id, ends[0])
         with self.ranks.raise_on_all():
             if not a.dry_run:
-                init_trackers(self.accelerator, a)
+                init_trackers(self.accelerator, a, self.options)
             if self.accelerator.is_main_process:
-                write_text(self.folder / CONFIG, json.dumps(to_json(a, self.ranks.count), indent=1) + "\n")
+                write_text(self.folder / CONFIG, json.dumps(self.options, indent=1) + "\n")
         self.signals = Signals(self.ranks)
         self.reference = ReferencePolicy(self.bare_policy) if a.beta else None
         self.log = RunLog(self.folder, self.accelerator, a)
@@ -170,7 +173,7 @@ class Run:
                 part.replace(folder / name)
             torch.save(tensors, folder / TENSORS)
             (folder / STATE).write_text(json.dumps(state, indent=1))
-            (folder / RUN).write_text(json.dumps(to_json(self.arguments, self.ranks.count), indent=1))
+            (folder / RUN).write_text(json.dumps(self.options, indent=1))
             # Columns and what functions gave to log_extra have done their work: rewards are known.
             (folder / ROLLOUT).write_text(to_lines([replace(c, columns={}, extra={}) for c in progress.rollout]))
 
@@ -277,6 +280,12 @@ def load_data(a: TrainArguments, tokenizer: Any, lm: Any, given: Given = NOTHING
     return prompts[: a.eval_max_prompts] if held_out else prompts
 
 
+def _absolute(reward: Any) -> Any:
+    """path/file.py:function by its absolute path: the import of another reward may change the working directory."""
+    path, _, name = reward.rpartition(":") if isinstance(reward, str) else ("", "", "")
+    return f"{Path(path).absolute()}:{name}" if path.endswith(".py") else reward
+
+
 def make_rewards(
     a: TrainArguments,
     tokenizer: Any,
@@ -288,7 +297,7 @@ def make_rewards(
     if not a.reward_funcs:
         return None
     rewards = Rewards(
-        given.rewards or a.reward_funcs,
+        [_absolute(reward) for reward in given.rewards or a.reward_funcs],
         a.reward_weights,
         timeout=a.reward_timeout,
         pattern=a.reward_pattern,
