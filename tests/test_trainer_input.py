@@ -324,7 +324,9 @@ def test_a_folder_that_another_run_is_using(model, data, tmp_path, capfd):
     ({"reward_funcs": "test_trainer_input:always_raises"},
      ["always_raises failed for every completion of step 1", "no such key in my reward", "in always_raises"]),
     ({"reward_funcs": "training:huge", "scale_rewards": "none"}, ["step 1: loss ", "; the run ends here"]),
-    ({"reward_funcs": "training:length", "learning_rate": 1e30}, ["the policy's logits are NaN"]),
+    ({"reward_funcs": "training:length", "learning_rate": 1e30},
+     ["step 1 leaves weights whose norm is inf; the run ends here"]),
+    ({"reward_funcs": "training:length", "learning_rate": 1e12}, ["the policy's logits are NaN"]),
     ({"gamma": 0.5}, ["has no effect: no function gave rewards of steps"]),
     ({"step_delimiter": "+"}, ["has no effect: no function gave rewards of steps"]),
 ])  # fmt: skip

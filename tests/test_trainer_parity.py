@@ -233,6 +233,7 @@ def test_pitfall_14_two_processes_take_the_steps_of_one_and_end_together(rollout
         "DDP, bf16": (0, {**one["dapo"], **_HALF, "bf16": True}),
         "ZeRO-2, bf16": (2, {**one["dapo"], **zero, "bf16": True}),
         "not finite": (2, {**saved, **zero, "scale_rewards": "none", "reward_funcs": "training:huge"}),
+        "broken part": (2, {**saved, **zero, "reward_funcs": "trainer_ranks:breaks_rank_1"}),
         "other stage": (2, {**saved, **zero, "resume_from_checkpoint": tmp_path / "ZeRO-1, saved" / "checkpoint-3"}),
     }
     low = dict(_HALF, fsdp=True, dtype="bfloat16", learning_rate=1e-6)
@@ -247,7 +248,7 @@ def test_pitfall_14_two_processes_take_the_steps_of_one_and_end_together(rollout
         jobs.append({"name": name, "argv": argv})
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
     said = trl_parity.two_processes(str(Path(__file__).with_name("trainer_ranks.py")), str(tmp_path))
-    statuses = {job["name"]: 0 for job in jobs} | {"not finite": 1, "other stage": 2}
+    statuses = {job["name"]: 0 for job in jobs} | {"not finite": 1, "broken part": 1, "other stage": 2}
     statuses |= {name: status for name, (status, _) in ENDS.items()}
     for rank in (0, 1):
         assert json.loads((tmp_path / f"rank-{rank}.json").read_text()) == statuses

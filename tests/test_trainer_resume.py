@@ -7,6 +7,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
 import resource
 import select
@@ -22,6 +23,7 @@ from pathlib import Path
 import pytest
 import torch
 import training
+from safetensors.torch import load_file, save_file
 from training import run, same_weights, steps
 
 from grpo_kernels.trainer import files
@@ -212,6 +214,154 @@ def test_19_a_folder_is_replaced_whole_or_not_at_all(error, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
     found = {path.name for path in (tmp_path / "checkpoint-1").iterdir()}
     assert found == ({"old"} if error else {"new", "checksums.json"})
+
+
+def rewritten(checkpoint, **files):
+    """Write files of a checkpoint anew, by functions of their paths, with checksums that are right."""
+    sums = json.loads((checkpoint / "checksums.json").read_text())
+    for name, write in files.items():
+        name = {"model": "model.safetensors", "state": "state.json", "run": "run.json"}.get(name, name)
+        write(checkpoint / name)
+        sums[name] = hashlib.sha256((checkpoint / name).read_bytes()).hexdigest()
+    (checkpoint / "checksums.json").write_text(json.dumps(sums))
+
+
+def changed_tensors(*keys, value):
+    """Set a number of state.pt, or of a safetensors file, to `value`."""
+
+    def write(path):
+        tensors = torch.load(path) if path.suffix == ".pt" else load_file(path)
+        found = tensors
+        for key in keys:
+            found = found[key]
+        found.view(-1)[1] = value
+        torch.save(tensors, path) if path.suffix == ".pt" else save_file(tensors, path, {"format": "pt"})
+
+    return write
+
+
+def changed_json(**fields):
+    """Set fields of a JSON file, those of "progress" where it has it."""
+
+    def write(path):
+        found = json.loads(path.read_text())
+        (found.get("progress") if "progress" not in fields else found).update(fields)
+        path.write_text(json.dumps(found))
+
+    return write
+
+
+WEIGHT = "lm.model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize(("files", "words"), [
+    ({"model": changed_tensors("lm_head.weight", value=math.nan)}, "model.safetensors: lm_head.weight has numbers"),
+    ({"model": changed_tensors("lm_head.weight", value=1e25)}, "model.safetensors: lm_head.weight has numbers that"),
+    ({"state.pt": changed_tensors("optimizer", "state", WEIGHT, "exp_avg_sq", value=math.inf)},
+     f"state.pt: exp_avg_sq of {WEIGHT} has numbers that are not finite"),
+    ({"state.pt": changed_tensors("reference", WEIGHT, value=math.nan)}, f"state.pt: {WEIGHT} of reference has"),
+    ({"state": changed_json(beta=math.nan)}, "state.json is not as a run writes it: ValueError: a number of its"),
+    ({"state": changed_json(step="6")}, "state.json is not as a run writes it: TypeError: step is '6'; expected"),
+    ({"state": changed_json(step=-1)}, "state.json is not as a run writes it: ValueError: a number of its progress"),
+    ({"state": changed_json(step=5)}, "state.pt is not as a run writes it: ValueError: its schedule is at another"),
+    ({"state": changed_json(progress={})}, "state.json is not as a run writes it: TypeError"),
+    ({"state": lambda path: path.write_text("[" * 10**5)}, "state.json is not as a run writes it: RecursionError"),
+    ({"state": lambda path: path.write_text("[]")}, "state.json is not as a run writes it: KeyError: 'progress'"),
+    ({"run": lambda path: path.write_text("7")}, "run.json is not as a run writes it: TypeError"),
+    ({"state.pt": lambda path: path.write_bytes(b"PK")}, "state.pt is not as a run writes it: "),
+    ({"state.pt": lambda path: torch.save([torch.ones(2)], path)}, "state.pt is not as a run writes it: "),
+    ({"state.pt": lambda path: torch.save({"scheduler": {"last_epoch": 6}, "optimizer": None}, path)},
+     "state.pt is not as a run writes it: ValueError: its optimizer is that of another step"),
+    ({"model": lambda path: path.write_bytes(b"x" * 99)}, "model.safetensors cannot be read"),
+    ({"rollout.jsonl": lambda path: path.write_text('{"ids": 7}\n')}, "rollout.jsonl is not as a run writes it"),
+])  # fmt: skip
+def test_an_unsound_checkpoint_is_skipped_and_refused_by_name(files, words, model, data, whole, output, capfd):
+    """Whatever its checksums say: an earlier version has saved what is not finite."""
+    newest = output / "checkpoint-6"
+    rewritten(newest, **files)
+    assert run(model, data, tmp := output.with_name("new"), **SIX_STEPS, resume_from_checkpoint=newest) == 2
+    error = capfd.readouterr().err
+    assert f"resume_from_checkpoint={newest}: {words}" in error and "Traceback" not in error and not tmp.exists()
+    assert run(model, data, output, **RESUMED) == 0
+    assert f"{newest} is skipped: {words}" in capfd.readouterr().err and same_weights(whole, output)
+
+
+@pytest.mark.parametrize("keys", [("optimizer", "state", WEIGHT, "exp_avg"), ("reference", WEIGHT)])
+def test_a_state_of_another_model_is_a_sentence(keys, model, data, output, capfd):
+    def shorter(path):
+        tensors = torch.load(path)
+        found = tensors
+        for key in keys[:-1]:
+            found = found[key]
+        found[keys[-1]] = found[keys[-1]][:-1].clone()
+        torch.save(tensors, path)
+
+    rewritten(output / "checkpoint-6", **{"state.pt": shorter})
+    assert run(model, data, output, **RESUMED | {"max_steps": 8}) == 1
+    error = capfd.readouterr().err
+    assert "checkpoint-6/state.pt does not fit the model: " in error and "Traceback" not in error
+
+
+def set_moments(name, value):
+    def harm(trainer):
+        for state in trainer.run.optimizer.state.values():
+            state[name].view(-1)[0] = value
+
+    return harm
+
+
+def set_weights(value):
+    @torch.no_grad()
+    def harm(trainer):
+        for parameter in trainer.run.trained():
+            parameter.fill_(value)
+
+    return harm
+
+
+@pytest.mark.parametrize(("step", "harm", "words"), [
+    (6, set_moments("exp_avg", math.nan), "step 6 leaves weights whose norm is nan; the run ends here"),
+    (4, set_moments("exp_avg", math.nan), "step 4 leaves weights whose norm is nan; the run ends here"),
+    (4, set_moments("exp_avg_sq", math.inf),
+     "after step 4 the norm of the optimizer's state is inf; the run ends here"),
+    (6, set_weights(1e12), "after step 6 a log-probability under the policy is nan; the run ends here"),
+    (4, lambda trainer: trainer.reference.pairs[WEIGHT][1].fill_(math.inf),
+     "after step 4 the norm of the reference policy is inf; the run ends here"),
+])  # fmt: skip
+def test_a_step_that_breaks_the_run_is_not_saved(step, harm, words, model, data, whole, tmp_path, monkeypatch, capfd):
+    """And the last sound checkpoint stays, from which the run goes on."""
+    clip, output, options = Trainer._clip, tmp_path / "run", SIX_STEPS | {"save_total_limit": 1}
+
+    def harmful(trainer):
+        if trainer.progress.step == step - 1:
+            harm(trainer)
+        return clip(trainer)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "_clip", harmful)
+        assert run(model, data, output, **options) == 1
+    error = capfd.readouterr().err
+    assert f"grpo-kernels train: {words}, and its checkpoints are those of earlier steps" in error, error
+    assert [path.name for path in output.glob("checkpoint-*")] == [f"checkpoint-{step - 1}"]
+    assert not (output / "model").exists() and not (output / "summary.json").exists()
+    assert run(model, data, output, **options, resume_from_checkpoint="auto") == 0
+    assert same_weights(whole, output)
+
+
+def test_checkpoints_behind_links(model, data, whole, output, tmp_path, capfd):
+    """On another disk, say. Pruning takes the link, and leaves what lies elsewhere."""
+    elsewhere = tmp_path / "elsewhere"
+    (output / "checkpoint-6").rename(elsewhere)
+    (output / "checkpoint-6").symlink_to(elsewhere)
+    (output / "checkpoint-99").symlink_to(tmp_path / "nowhere")
+    assert run(model, data, output, **RESUMED | {"max_steps": 7, "save_total_limit": 1}) == 0
+    assert f"{output / 'checkpoint-99'} is skipped: there is no such folder" in capfd.readouterr().err
+    assert {path.name for path in output.glob("checkpoint-*")} == {"checkpoint-7", "checkpoint-99"}
+    assert (elsewhere / "state.pt").exists() and not list(output.glob(".*"))
+    (output / "checkpoint-99").unlink()
+    latest = tmp_path / "latest"
+    latest.symlink_to(output / "checkpoint-7")
+    assert run(model, data, output, **SIX_STEPS | {"max_steps": 8, "resume_from_checkpoint": latest}) == 0
 
 
 def test_other_prompts_are_refused(model, data, output, capfd):

@@ -40,6 +40,10 @@ def raises_on_rank_1(prompts, completions, completion_ids, **columns):
     return training.length(prompts, completions, completion_ids)
 
 
+def breaks_rank_1(prompts, completions, completion_ids, **columns):
+    return training.length(prompts, completions, completion_ids)
+
+
 def signals_rank_1(prompts, completions, completion_ids, **columns):
     if RANK == 1:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -54,6 +58,13 @@ class Trainer(commands.Trainer):
         engine = hasattr(run.policy, "zero_optimization_stage")
         assert str(run.policy.zero_optimization_stage() if engine else 0) == stage
         super().__init__(run)
+
+    def _clip(self):
+        """With a reward function of that name the state of one rank is broken before the last step."""
+        if "trainer_ranks:breaks_rank_1" in self.arguments.reward_funcs and self.progress.step == 3 and RANK == 1:
+            for state in self.run.optimizer.state.values():
+                getattr(state["exp_avg_sq"], "_local_tensor", state["exp_avg_sq"]).fill_(torch.inf)
+        return super()._clip()
 
 
 def under_deepspeed(stage: int) -> None:

@@ -75,6 +75,15 @@ def bytes_of_masters(optimizer: Any) -> int:
     return sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in found)
 
 
+def check_state_of(optimizer: Any) -> None:
+    """Raise ValueError where a state that was loaded is not one of its parameters."""
+    for p, state in optimizer.state.items():
+        expected = {"step", "exp_avg", "exp_avg_sq"} | ({"master"} if is_low(p) else set())
+        if state.keys() != expected or any(x.shape != p.shape for name, x in state.items() if name != "step"):
+            found = {name: tuple(x.shape) for name, x in state.items()}
+            raise ValueError(f"{found} is no state of AdamW for a parameter of shape {tuple(p.shape)} in {p.dtype}")
+
+
 def make_optimizer(parameters: Iterable[nn.Parameter], a: TrainArguments) -> torch.optim.AdamW:
     """AdamW of the parameters that are trained, torch's own where all are of float32."""
     trained = [p for p in parameters if p.requires_grad]

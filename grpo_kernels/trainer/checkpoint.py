@@ -4,19 +4,26 @@ and read without unpickling."""
 from __future__ import annotations
 
 import json
+import math
 import re
-import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 
 from . import RunError
 from .arguments import ARITHMETIC, TrainArguments, to_json
 from .data import Prompt, fingerprint
-from .files import CHECKSUMS, sha256
-from .rollout import Completion
+from .files import CHECKSUMS, remove, sha256
+from .rollout import Completion, from_lines
 
 LOG, SAMPLES = "log.jsonl", "samples.jsonl"
 CONFIG = "config.json"  # the options of the run in its output folder; in a checkpoint RUN, beside that of the model
@@ -65,8 +72,9 @@ def claim_folder(folder: Path, a: TrainArguments, num_processes: int) -> Path | 
     requested, written, saved = a.resume_from_checkpoint, checkpoints(folder), folder / CONFIG
     checkpoint = find_checkpoint(folder, requested)
     continues = requested is not None and saved.exists()
-    if checkpoint is not None:
-        continues, saved = checkpoint.resolve().parent == folder.resolve(), checkpoint / RUN
+    if checkpoint is not None:  # a link in the folder, or a link to one in the folder, is one of the folder
+        continues = folder.resolve() in (checkpoint.parent.resolve(), checkpoint.resolve().parent)
+        saved = checkpoint / RUN
     own = sorted(path.name for path in (*(folder / name for name in OF_A_RUN), *written) if path.exists())
     if own and not continues:
         raise ValueError(
@@ -99,10 +107,11 @@ def _step_of(checkpoint: Path) -> int:
 
 
 def prune(output: Path, limit: int | None, step: int) -> None:
-    """Keep `limit` checkpoints up to the one of `step`; later ones are damaged: a run went on from an earlier one."""
+    """Keep `limit` checkpoints up to the one of `step`; later ones are damaged: a run went on from an earlier one. Of a
+    link to another place the link goes."""
     written = [folder for folder in checkpoints(output) if _step_of(folder) <= step]
     for folder in written[limit or sys.maxsize :]:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folder)
 
 
 def find_checkpoint(output: Path, requested: str | None) -> Path | None:
@@ -134,8 +143,88 @@ def _problem(folder: Path) -> str | None:
         return f"{type(error).__name__}: {error}"
     if wrong:
         return f"{', '.join(wrong)} is damaged: its checksum differs"
-    missing = {RUN, STATE, TENSORS, ROLLOUT} - sums.keys()
-    return f"it lacks {', '.join(sorted(missing))}" if missing else None
+    if missing := {RUN, STATE, TENSORS, ROLLOUT} - sums.keys():
+        return f"it lacks {', '.join(sorted(missing))}"
+    try:
+        broken = next((name for name, x in _tensors(folder) if not math.isfinite(norm([x]))), None)
+    except RunError as error:
+        return str(error)
+    return None if broken is None else f"{broken} has numbers that are not finite"
+
+
+def norm(tensors: Iterable[Tensor]) -> float:
+    """The Euclidean norm of all floating-point tensors: NaN or infinite where one of their numbers is, or is far beyond
+    what a model computes with (1e19). Of tensors that FSDP2 shards it is a collective operation."""
+    total = get_total_norm([x for x in tensors if x.is_floating_point() and x.numel()])
+    return float(total.full_tensor() if isinstance(total, DTensor) else total)
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of a checkpoint, by file and name."""
+    _, found, _ = read_checkpoint(folder, mmap=True)
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt") as weights:
+                for name in weights.keys():  # noqa: SIM118, of no dict
+                    yield f"{path.name}: {name}", weights.get_tensor(name)
+        except Exception as error:  # SafetensorError, and what torch says
+            raise RunError(f"{path.name} cannot be read: {error}") from None
+    optimizer = (found["optimizer"] or {}).get("state", {})
+    for name, state in (*optimizer.items(), ("reference", found["reference"] or {})):
+        yield from ((f"{TENSORS}: {key} of {name}", x) for key, x in state.items() if isinstance(x, Tensor))
+
+
+def read_checkpoint(folder: Path, *, mmap: bool = False) -> tuple[dict[str, Any], dict[str, Any], Progress]:
+    """What a checkpoint holds beside the model: STATE, TENSORS, and progress with the rollout in use.
+
+    Raises RunError where a file is not as `Run.save` writes it, whatever its checksum.
+    """
+    name = RUN
+    try:
+        dict(json.loads((folder / RUN).read_text()))
+        name = STATE
+        state = dict(json.loads((folder / STATE).read_text()))
+        progress = Progress(**state["progress"])
+        check_types(progress)
+        if not (math.isfinite(progress.beta) and min(progress.step, progress.cursor, progress.used) >= 0):
+            raise ValueError("a number of its progress is negative, or beta is not finite")
+        if not isinstance(state["prompts"], str):
+            raise TypeError("prompts is no fingerprint")
+        name = ROLLOUT
+        progress.rollout = from_lines(folder / ROLLOUT)
+        for completion in progress.rollout:
+            check_types(completion)
+        name = TENSORS
+        tensors = dict(torch.load(folder / TENSORS, map_location="cpu", weights_only=True, mmap=mmap))
+        if tensors["scheduler"]["last_epoch"] != progress.step:
+            raise ValueError(f"its schedule is at another step than {STATE}")
+        if (tensors["optimizer"] is None) != (progress.step == 0 or state.get("zero_stage", 0) > 0):
+            raise ValueError("its optimizer is that of another step")
+        states = (tensors["optimizer"] or {"state": {}})["state"].values()
+        if not all(isinstance(part, dict) for part in (*states, tensors["reference"] or {})):
+            raise TypeError("its tensors have no names")
+    except Exception as error:  # of many types: these are data, which may hold anything
+        raise RunError(f"{name} is not as a run writes it: {type(error).__name__}: {error}") from None
+    return state, tensors, progress
+
+
+def check_types(record: Any) -> None:
+    """Raise TypeError where a field of a dataclass has not the type that it is declared with."""
+    for name, hint in get_type_hints(type(record)).items():
+        if not _fits(value := getattr(record, name), hint):
+            raise TypeError(f"{name} is {str(value)[:40]!r}; expected {hint}")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    kind, inner = get_origin(hint), get_args(hint)
+    if kind is UnionType:
+        return any(_fits(value, part) for part in inner)
+    if kind in (list, dict):
+        parts = value.values() if isinstance(value, dict) else value
+        return isinstance(value, kind) and all(_fits(part, inner[-1]) for part in parts)
+    if hint in (int, float):
+        return isinstance(value, (int, hint)) and not isinstance(value, bool)
+    return hint is Any or isinstance(value, hint)
 
 
 def check_same_run(path: Path, a: TrainArguments, num_processes: int) -> None:
@@ -166,7 +255,7 @@ def check_same_run(path: Path, a: TrainArguments, num_processes: int) -> None:
 
 def check_state(checkpoint: Path, a: TrainArguments, prompts: Sequence[Prompt], zero_stage: int) -> None:
     """Raise RunError where a run of the same options cannot go on from the state in a checkpoint."""
-    state = json.loads((checkpoint / STATE).read_text())
+    state, _, progress = read_checkpoint(checkpoint, mmap=True)
     if state["prompts"] != fingerprint(prompts):
         name = a.dataset_name or ARITHMETIC
         raise RunError(f"{checkpoint} was written with other prompts: dataset_name={name} has changed since")
@@ -175,5 +264,5 @@ def check_state(checkpoint: Path, a: TrainArguments, prompts: Sequence[Prompt], 
         raise RunError(
             f"{checkpoint} was written under ZeRO stage {written} (0: no DeepSpeed); this run has {zero_stage}"
         )
-    if state["progress"]["step"] > a.max_steps:
+    if progress.step > a.max_steps:
         raise RunError(f"{checkpoint} is beyond max_steps={a.max_steps}; expected a later step")

@@ -40,11 +40,11 @@ def write_atomically(folder: Path, fill: Callable[[Path], object]) -> None:
         (partial / CHECKSUMS).write_text(json.dumps(sums, indent=1))
         for path in (*partial.iterdir(), partial):
             sync(path)
-        if folder.exists():
+        if folder.exists() or folder.is_symlink():
             folder.replace(replaced)
         partial.replace(folder)
         sync(folder.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
+        remove(replaced)
     except BaseException as error:
         _remove_leftover(folder)
         if not isinstance(error, Exception):  # a second Ctrl-C
@@ -61,15 +61,23 @@ def remove_leftovers(output: Path) -> None:
     """Remove what a process that was killed while it wrote has left, and put back what it had set aside."""
     for path in output.iterdir():
         if found := re.fullmatch(rf"\.({WRITTEN_BESIDE})\.(partial|replaced)", path.name):
-            path.unlink() if path.is_file() else _remove_leftover(output / found[1])
+            remove(path) if path.is_file() else _remove_leftover(output / found[1])
 
 
 def _remove_leftover(folder: Path) -> None:
     partial, replaced = (folder.with_name(f".{folder.name}.{kind}") for kind in ("partial", "replaced"))
-    shutil.rmtree(partial, ignore_errors=True)
+    remove(partial)
     if replaced.exists() and not folder.exists():
         replaced.replace(folder)
-    shutil.rmtree(replaced, ignore_errors=True)
+    remove(replaced)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder with what it holds, a file, or a link and not what it leads to."""
+    if path.is_symlink() or path.is_file():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def lock_folder(folder: Path) -> int:

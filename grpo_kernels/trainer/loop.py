@@ -26,7 +26,7 @@ from .batch import (
     step_ends,
     without_gradient,
 )
-from .checkpoint import Progress
+from .checkpoint import Progress, norm
 from .data import Prompt, take
 from .evaluate import ACCURACIES, evaluate
 from .files import write_text
@@ -35,7 +35,7 @@ from .ranks import Interrupted
 from .report import write_report
 from .rewards import RewardBatch
 from .rollout import Completion, infer, load_replay, rollout_path, to_lines
-from .run import Run
+from .run import ENDS_UNSAVED, Run
 
 
 class Trainer:
@@ -251,20 +251,21 @@ class Trainer:
         first = p.used * self.rows_per_step % len(p.rollout)
         rows = p.rollout[first : first + self.rows_per_step]
         record = step_record(self._backward(rows), self.ranks, first=p.used == 0)
-        norm = self._clip()
-        if not (math.isfinite(record["loss"]) and math.isfinite(norm)):
-            raise RunError(
-                f"step {p.step + 1}: loss {record['loss']}, gradient norm {norm}; the run ends here, and "
-                "its checkpoints are those of earlier steps"
-            )
+        grad_norm = self._clip()
+        if not (math.isfinite(record["loss"]) and math.isfinite(grad_norm)):
+            raise RunError(f"step {p.step + 1}: loss {record['loss']}, gradient norm {grad_norm}; {ENDS_UNSAVED}")
         rate = run.optimizer.param_groups[0]["lr"]
         run.optimizer.step()
         run.scheduler.step()
+        weight_norm = norm(run.trained())
+        with self.ranks.raise_on_all():
+            if not math.isfinite(weight_norm):
+                raise RunError(f"step {p.step + 1} leaves weights whose norm is {weight_norm}; {ENDS_UNSAVED}")
         tokens = sum(len(c.ids) for c in rows if is_scored(c, a))
         p.step, p.used, p.num_tokens = p.step + 1, p.used + 1, p.num_tokens + tokens
         record = {
             "step": p.step, "rollout": p.rollout_index, "epoch": p.cursor / len(run.prompts),
-            "num_tokens": p.num_tokens, "learning_rate": rate, "grad_norm": norm,
+            "num_tokens": p.num_tokens, "learning_rate": rate, "grad_norm": grad_norm,
             **({"beta": p.beta} if self.reference is not None else {}), **record, **p.rollout_numbers,
         }  # fmt: skip
         self._move_reference(record.get("kl"), len(rows))
@@ -304,8 +305,7 @@ class Trainer:
 
     def _clip(self) -> float:
         """Scale gradients down to max_grad_norm; the norm before that."""
-        trained = [p for p in self.policy.parameters() if p.requires_grad]
-        norm = self.run.accelerator.clip_grad_norm_(trained, self.arguments.max_grad_norm or math.inf)
+        norm = self.run.accelerator.clip_grad_norm_(self.run.trained(), self.arguments.max_grad_norm or math.inf)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def _move_reference(self, kl: float | None, completions: int) -> None:

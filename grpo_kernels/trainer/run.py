@@ -18,10 +18,23 @@ import transformers
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from transformers import get_scheduler
 
-from .adamw import make_optimizer
+from . import RunError
+from .adamw import check_state_of, make_optimizer
 from .arguments import ARITHMETIC, TrainArguments, to_json
 from .batch import model_inputs
-from .checkpoint import CONFIG, ROLLOUT, RUN, STATE, TENSORS, Progress, check_state, claim_folder, prune
+from .checkpoint import (
+    CONFIG,
+    ROLLOUT,
+    RUN,
+    STATE,
+    TENSORS,
+    Progress,
+    check_state,
+    claim_folder,
+    norm,
+    prune,
+    read_checkpoint,
+)
 from .data import Columns, Prompt, fingerprint, load_prompts
 from .files import lock_folder, remove_leftovers, write_atomically, write_text
 from .log import RunLog
@@ -36,7 +49,7 @@ from .ranks import (
     zero_stage,
 )
 from .rewards import Rewards
-from .rollout import Completion, Sampler, from_lines, infer, load_replay, to_lines
+from .rollout import Completion, Sampler, infer, load_replay, to_lines
 from .sampling import eos_ids
 from .vllm import VLLM
 
@@ -51,6 +64,7 @@ class Given(NamedTuple):
 
 
 NOTHING = Given({})
+ENDS_UNSAVED = "the run ends here, and its checkpoints are those of earlier steps"
 
 
 class Run:
@@ -95,7 +109,11 @@ class Run:
         self.teacher, name = None, a.teacher_model_name_or_path
         if name is not None:
             self.teacher = TeacherModel(name, a, tokenizer, self.accelerator.device)
-        self._score_a_token(tokenizer.pad_token_id, ends[0])
+        self._first_inputs = model_inputs(
+            [Completion(0, self.prompts[0].prompt, self.prompts[0].ids, {}, ends[:1], ended=True)],
+            a, tokenizer.pad_token_id, self.accelerator.device,
+        )  # fmt: skip
+        self._score_a_token()
         with self.ranks.raise_on_all():
             if not a.dry_run:
                 init_trackers(self.accelerator, a, self.options)
@@ -106,15 +124,12 @@ class Run:
         self.log = RunLog(self.folder, self.accelerator, a)
         self.sampler = Sampler(self.policy, tokenizer, a, ends, self.ranks, self.signals, self.log.part, vllm)
 
-    def _score_a_token(self, pad_id: int, token: int) -> None:
+    def _score_a_token(self) -> None:
         """The loss refuses a model whose logits it does not understand: before the first rollout, which may take long,
         and where the model is prepared, since parameters are whole in its forward alone. Broken weights show too."""
-        a = self.arguments
-        row = Completion(0, self.prompts[0].prompt, self.prompts[0].ids, {}, [token], ended=True)
-        inputs = model_inputs([row], a, pad_id, self.accelerator.device)
+        a, inputs = self.arguments, self._first_inputs
         try:
-            logps = infer(self.policy, "logps", **inputs, temperature=a.temperature)
-            if bool(logps.isnan().any()):
+            if bool(self._logps_of_a_token().isnan().any()):
                 raise ValueError("the log-probabilities of its tokens are NaN; expected weights that are finite")
         except (ValueError, TypeError) as error:
             raise ValueError(f"model_name_or_path={a.model_name_or_path}: {error}") from error
@@ -125,6 +140,34 @@ class Run:
                     raise ValueError(f"its lm_head has {rows} rows, the model's {self.vocab_size}; expected as many")
             except (ValueError, TypeError) as error:
                 raise ValueError(f"teacher_model_name_or_path={a.teacher_model_name_or_path}: {error}") from error
+
+    def _logps_of_a_token(self) -> torch.Tensor:
+        """(1, 1) nats, of the end of a completion after the first prompt."""
+        logps: torch.Tensor = infer(self.policy, "logps", **self._first_inputs, temperature=self.arguments.temperature)
+        return logps
+
+    def trained(self) -> list[torch.Tensor]:
+        """The parameters that steps change."""
+        return [p for p in self.policy.parameters() if p.requires_grad]
+
+    def check_sound(self, step: int) -> None:
+        """Raise RunError where what is to be saved is not finite; every rank calls it, and all raise.
+
+        NaN in the weights ends the step that leaves it, see `Trainer.update`; what is infinite in Adam's moments, or in
+        logits of weights that are finite, shows in no later number of the run.
+        """
+        moments = [x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+        reference = () if self.reference is None else (copy for _, copy in self.reference.pairs.values())
+        found = {
+            "the norm of the weights": norm(self.trained()),
+            "the norm of the optimizer's state": norm(x for x in moments if x.dim()),
+            "the norm of the reference policy": norm(reference),
+            "a log-probability under the policy": self._logps_of_a_token().item(),
+        }
+        with self.ranks.raise_on_all():
+            for name, value in found.items():
+                if not math.isfinite(value):
+                    raise RunError(f"after step {step} {name} is {value}; {ENDS_UNSAVED}")
 
     def model_state(self) -> dict[str, torch.Tensor]:
         """Whole parameters; every rank has to ask."""
@@ -144,7 +187,9 @@ class Run:
                 write_atomically(folder, lambda partial: self.write_model(partial, state))
 
     def save(self, progress: Progress) -> None:
-        """Write checkpoint-STEP; every rank calls it, the first one writes, and all raise where that fails."""
+        """Write checkpoint-STEP, unless it would be of no use; every rank calls it, the first one writes, and all raise
+        where that fails."""
+        self.check_sound(progress.step)
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
         weights, progress.log_sizes, stage = self.model_state(), self.log.sizes(), zero_stage(self.accelerator)
         tensors = {
@@ -192,18 +237,29 @@ class Run:
     def restore(self) -> Progress:
         """The progress of `self.checkpoint`; its optimizer, scheduler and reference policy are loaded.
 
-        The weights were read with the model.
+        The weights were read with the model. Raises RunError where they do not fit it.
         """
         folder = self.checkpoint
         assert folder is not None
-        state = json.loads((folder / STATE).read_text())
+        state, tensors, progress = read_checkpoint(folder)
         for name, now in _environment().items():
-            if state[name] != now:
-                print(f"{folder} was written with {name}={state[name]}, now {now}: results may differ", file=sys.stderr)
-        tensors = torch.load(folder / TENSORS, map_location="cpu", weights_only=True)
+            if (written := state.get(name)) != now:
+                print(f"{folder} was written with {name}={written}, now {now}: results may differ", file=sys.stderr)
+        try:
+            self._load(folder, tensors)
+        except Exception as error:  # of many types: the checkpoint is data
+            raise RunError(
+                f"{folder}/{TENSORS} does not fit the model: {type(error).__name__}: {error}; a new run may begin with "
+                f"model_name_or_path={folder}"
+            ) from error
+        return progress
+
+    def _load(self, folder: Path, tensors: dict[str, Any]) -> None:
+        """Set optimizer, scheduler and reference policy to what `save` wrote."""
         if tensors["optimizer"] is not None:
             options = StateDictOptions(full_state_dict=True, strict=False)  # a parameter without gradients has no state
             set_optimizer_state_dict(self.bare_policy, self.optimizer.optimizer, tensors["optimizer"], options=options)
+            check_state_of(self.optimizer)
         self.scheduler.load_state_dict(tensors["scheduler"])
         if zero_stage(self.accelerator):
             part = folder / f"optimizer-{self.ranks.index}.pt"
@@ -212,7 +268,6 @@ class Run:
                 group["lr"] = rate
         if self.reference is not None:
             self.reference.load_state_dict(tensors["reference"])
-        return Progress(**state["progress"], rollout=from_lines(folder / ROLLOUT))
 
     def close(self) -> None:
         if self.rewards is not None:
