@@ -10,6 +10,7 @@ import signal
 import pytest
 import torch
 import training
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -75,6 +76,21 @@ def test_a_call_goes_on_where_one_was_stopped(lora, number, kind, model, data, t
     assert (output / name).read_bytes() == (tmp_path / "a" / name).read_bytes()
     with pytest.raises(ValueError, match=r"belongs to a run with other options: reward_funcs=.*training:constant"):
         call(output, training.constant, resume_from_checkpoint="auto")
+
+
+def test_a_second_run_of_a_process_has_its_own_options(model, data, tmp_path):
+    """accelerate keeps what the first Accelerator was made with; that of a user stays as it is."""
+    with pytest.raises(ValueError, match="reads the column 'tests'"):
+        train(str(model), "code", str(data), options(tmp_path / "failed", bf16=True))
+    for bf16 in (False, True):
+        assert train(str(model), training.length, str(data), options(tmp_path / str(bf16), bf16=bf16))["steps"] == 3
+    norms = [[step["grad_norm"] for step in training.steps(tmp_path / name)] for name in ("False", "True")]
+    assert norms[0] != norms[1]
+    AcceleratorState._reset_state(reset_partial_state=True)
+    own = Accelerator(cpu=True, mixed_precision="bf16")
+    with pytest.raises(ValueError, match="bf16=False: this process has an Accelerator of mixed_precision=bf16"):
+        train(str(model), "exact_answer", str(data), options(tmp_path / "own"))
+    assert own.mixed_precision == "bf16"
 
 
 def test_a_time_limit_needs_a_function_that_a_process_can_import(model, data, tmp_path, monkeypatch):

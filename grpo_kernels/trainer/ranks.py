@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import PartialState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, gather_object
 from torch import Tensor
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -22,12 +22,20 @@ from . import RunError
 from .arguments import TrainArguments
 
 PROJECT = "grpo-kernels"  # by which trackers call the runs
+OF_A_RUN = "made_by_grpo_kernels"  # an attribute of accelerate's state
 
 
 def on_cpu(use_cpu: bool) -> bool:
     """Whether a run is on the CPU. accelerate has to be told, or takes each process of torchrun for its own run; under
     DeepSpeed, which refuses CPUs that it is told of, the launcher says it."""
     return use_cpu or not (torch.accelerator.is_available() or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true")
+
+
+def forget_earlier_run() -> None:
+    """Let a second run in one process have other options: accelerate keeps those of the first Accelerator. One that the
+    user has made is left as it is."""
+    if OF_A_RUN in AcceleratorState._shared_state:
+        AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
 
 
 class Ranks:
@@ -146,10 +154,17 @@ def make_accelerator(a: TrainArguments) -> Accelerator:
     shards = a.fsdp or os.environ.get("ACCELERATE_USE_FSDP") == "true"
     sharding = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
     precision = "bf16" if a.bf16 else "no"
+    users = AcceleratorState._shared_state.get("_mixed_precision")
+    if users not in (None, precision) and not zero:
+        raise ValueError(
+            f"bf16={a.bf16}: this process has an Accelerator of mixed_precision={users}; expected the same"
+        )
     accelerator = Accelerator(
         cpu=on_cpu(a.use_cpu), mixed_precision="no" if zero else precision, log_with=a.report_to or None,
         project_dir=a.output_dir, fsdp_plugin=sharding if a.fsdp else None,
     )  # fmt: skip
+    if users is None:
+        setattr(accelerator.state, OF_A_RUN, True)
     if zero:
         configure_deepspeed(accelerator.state.deepspeed_plugin.deepspeed_config, a, accelerator.num_processes)
         unset_hf_deepspeed_config()  # transformers loads whole models, which DeepSpeed shards where they are prepared

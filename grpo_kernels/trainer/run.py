@@ -42,6 +42,7 @@ from .model import Policy, ReferencePolicy, TeacherModel, load_model, load_token
 from .ranks import (
     Ranks,
     Signals,
+    forget_earlier_run,
     init_trackers,
     load_partition_states,
     make_accelerator,
@@ -75,6 +76,7 @@ class Run:
     """
 
     def __init__(self, arguments: TrainArguments, given: Given = NOTHING):
+        forget_earlier_run()
         self.ranks = Ranks(use_cpu=arguments.use_cpu)
         arguments.check(self.ranks.count)
         self.options = to_json(arguments, self.ranks.count)
