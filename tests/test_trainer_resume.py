@@ -427,6 +427,20 @@ def test_pitfall_19_a_full_disk_keeps_what_was_there(disk, model, data, output, 
     assert not (output / "checkpoint-6").exists() and not list(output.glob(".*"))
 
 
+@pytest.mark.parametrize("name", ["log.jsonl", "samples.jsonl", "rollouts/rollout-000000.jsonl", "config.json"])
+def test_a_full_disk_names_the_file(name, model, data, tmp_path, monkeypatch, capfd):
+    opened, written, file = Path.open, Path.write_text, tmp_path / "run" / name
+
+    def device(path, mode="w"):
+        full = mode in ("w", "a") and path in (file, file.with_name(f".{file.name}.partial"))
+        return Path("/dev/full") if full else path
+
+    monkeypatch.setattr(Path, "open", lambda path, mode="r", **options: opened(device(path, mode), mode, **options))
+    monkeypatch.setattr(Path, "write_text", lambda path, text, **options: written(device(path), text, **options))
+    assert run(model, data, tmp_path / "run", save_rollouts=True) == (2 if name == "config.json" else 1)
+    assert f"grpo-kernels train: {file} could not be written: No space left on device\n" in capfd.readouterr().err
+
+
 def test_pitfall_19_another_configuration_is_refused_by_name(model, data, whole, output, capfd):
     before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
     assert run(model, data, whole, **RESUMED | {"learning_rate": 5e-3, "loss_type": "grpo"}) == 2

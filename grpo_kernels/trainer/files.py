@@ -9,7 +9,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from . import RunError
@@ -22,8 +23,18 @@ def write_text(path: Path, text: str) -> None:
     """Write a file that is whole at any moment, and make its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
-    partial.replace(path)
+    with naming(path):
+        partial.write_text(text)
+        partial.replace(path)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Raise RunError, with the name of the file, where a write within it fails (a full disk): its OSError has none."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"{path} could not be written: {error.strerror or error}") from error
 
 
 def write_atomically(folder: Path, fill: Callable[[Path], object]) -> None:
@@ -109,6 +120,7 @@ def sync(path: Path) -> None:
     """Have a file or a folder on the disk, as it is now."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        with naming(path):
+            os.fsync(handle)
     finally:
         os.close(handle)

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from .arguments import TrainArguments
 from .batch import groups_of, without_gradient
 from .checkpoint import LOG, SAMPLES
-from .files import sync, write_text
+from .files import naming, sync, write_text
 from .monitor import Monitor
 from .ranks import Ranks
 from .rollout import Completion
@@ -106,7 +106,7 @@ class RunLog:
 
     def _append(self, name: str, record: dict[str, Any]) -> None:
         if self.writes:
-            with self.paths[name].open("a") as file:
+            with naming(self.paths[name]), self.paths[name].open("a") as file:
                 file.write(json.dumps(record, default=str) + "\n")
 
 

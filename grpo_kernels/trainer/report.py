@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .arguments import ARITHMETIC_MODEL, ARITHMETIC_SUMS
+from .files import naming
 from .monitor import (
     CLIPPED,
     ENTROPY,
@@ -154,7 +155,8 @@ def write_report(folder: str | Path) -> Path:
     )
     page = TEMPLATE.read_text(encoding="utf-8").replace("/*DATA*/null", data.replace("\u2028", "\\u2028"), 1)
     path, temporary = folder / "report.html", folder / f".report.html.{os.getpid()}"
-    temporary.write_text(page, encoding="utf-8", errors="replace")  # lone surrogates
+    with naming(path):
+        temporary.write_text(page, encoding="utf-8", errors="replace")  # lone surrogates
     os.replace(temporary, path)
     return path
 
