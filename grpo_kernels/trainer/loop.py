@@ -34,6 +34,7 @@ from .log import pass_numbers, rollout_record, step_record
 from .ranks import Interrupted
 from .report import write_report
 from .rewards import RewardBatch
+from .rewards.scoring import Failure
 from .rollout import Completion, infer, load_replay, rollout_path, to_lines
 from .run import ENDS_UNSAVED, Run
 
@@ -50,6 +51,7 @@ class Trainer:
         self.rows_per_step = self.arguments.rows_per_step(self.ranks.count)
         self.started = time.perf_counter() - self.progress.seconds
         self.seconds: dict[str, float] = {}
+        self.ranks_without_rewards: set[int] = set()  # in the last rollout
         self.metrics: dict[str, list[float]] = {}  # of log_metric, from all ranks and rounds of a rollout
 
     def train(self) -> int:
@@ -178,11 +180,7 @@ class Trainer:
                 self._set_reward(c, batch, i)
         told = self.ranks.gather([(batch.failures, batch.fatal, batch.metrics, batch.seconds)])
         failures, fatal, metrics, seconds = zip(*told, strict=True)
-        if fatal[0] is not None and None not in fatal:
-            raise RunError(
-                f"the reward {fatal[0].name} failed for every completion of step {self.progress.step + 1}; its own "
-                f"traceback:\n{fatal[0].traceback}"
-            )
+        self._check_rewards(fatal)
         if any(failures):
             first, count = next(filter(None, failures))[0], sum(len({f.row for f in part}) for part in failures)
             self.run.log.say(f"{count} completions unscored, the first by {first.name}: {first.message}")
@@ -191,6 +189,26 @@ class Trainer:
             self.metrics.setdefault(f"metrics/{name}", []).append(value)
         self.progress.rollout_numbers |= {name: fmean(values) for name, values in self.metrics.items()}
         self.progress.rollout_numbers["slowest_reward"] = max(seconds[0], key=lambda name: seconds[0][name])
+
+    def _check_rewards(self, fatal: Sequence[Failure | None]) -> None:
+        """Raise RunError where no rank has rewards, or one has had none in two rollouts: what it lacks (a package, a
+        server) will not come. A single rollout may be a prompt that no completion is scored for. fatal: by rank."""
+        failed = {rank: failure for rank, failure in enumerate(fatal) if failure is not None}
+        again = [rank for rank in failed if rank in self.ranks_without_rewards]
+        self.ranks_without_rewards = set(failed)
+        step, count, own = self.progress.step + 1, len(fatal), "its own traceback:\n"
+        if failed and (len(failed) == count or again):
+            rank = (again or [0])[0]
+            where = f" of rank {rank}, in two rollouts" if len(failed) < count else ""
+            raise RunError(
+                f"the reward {failed[rank].name} failed for every completion of step {step}{where}; {own}"
+                f"{failed[rank].traceback}"
+            )
+        for rank, failure in failed.items():
+            self.run.log.say(
+                f"step {step}: the reward {failure.name} failed for every completion of rank {rank} of {count}; if the "
+                f"next rollout has none either, the run ends; {own}{failure.traceback}"
+            )
 
     def _set_reward(self, c: Completion, batch: RewardBatch, index: int) -> None:
         a = self.arguments
