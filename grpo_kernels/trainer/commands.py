@@ -18,6 +18,7 @@ from . import demo as demonstration
 from .adamw import bytes_of_masters
 from .arguments import ARITHMETIC_MODEL, TrainArguments, parse
 from .loop import Trainer
+from .memory import advice_on_memory
 from .ranks import on_cpu
 from .rewards import SandboxUnavailable
 from .run import Run
@@ -103,9 +104,10 @@ def _one_step(run: Run) -> None:
     before = restart_peak(device)
     trainer, begin = Trainer(run), time.perf_counter()
     run.log.start(0, {})
-    trainer.collect()
-    shown, sampled = trainer.progress.rollout[0], time.perf_counter()
-    trainer.update()
+    with advice_on_memory(a, lambda: run.log.phase_name):
+        trainer.collect()
+        shown, sampled = trainer.progress.rollout[0], time.perf_counter()
+        trainer.update()
     print(f"one step   rollout {sampled - begin:.2f} s, update {time.perf_counter() - sampled:.2f} s")
     if before is not None:
         more = (peak(device) - before) / MIB

@@ -31,6 +31,7 @@ from .data import Prompt, take
 from .evaluate import ACCURACIES, evaluate
 from .files import write_text
 from .log import pass_numbers, rollout_record, step_record
+from .memory import advice_on_memory
 from .ranks import Interrupted
 from .report import write_report
 from .rewards import RewardBatch
@@ -68,16 +69,17 @@ class Trainer:
             run.log.say(f"resumed at step {p.step} from {run.checkpoint}")
         with run.signals.noted():
             try:
-                self.evaluate()
-                while p.step < a.max_steps:
-                    if not p.rollout:
-                        self.collect()
-                    self.update()
-                    run.signals.check()
-                    if a.save_steps and p.step % a.save_steps == 0 and p.step < a.max_steps:
-                        run.save(p)
+                with advice_on_memory(a, lambda: run.log.phase_name):
                     self.evaluate()
-                self.finish()
+                    while p.step < a.max_steps:
+                        if not p.rollout:
+                            self.collect()
+                        self.update()
+                        run.signals.check()
+                        if a.save_steps and p.step % a.save_steps == 0 and p.step < a.max_steps:
+                            run.save(p)
+                        self.evaluate()
+                    self.finish()
                 return 0
             except Interrupted:
                 run.save(p)
@@ -266,6 +268,7 @@ class Trainer:
         """One optimizer step on a part of the rollout."""
         a, p, run = self.arguments, self.progress, self.run
         begin = time.perf_counter()
+        run.log.phase("updates")
         first = p.used * self.rows_per_step % len(p.rollout)
         rows = p.rollout[first : first + self.rows_per_step]
         record = step_record(self._backward(rows), self.ranks, first=p.used == 0)

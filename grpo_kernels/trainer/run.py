@@ -38,6 +38,7 @@ from .checkpoint import (
 from .data import Columns, Prompt, fingerprint, load_prompts
 from .files import lock_folder, remove_leftovers, write_atomically, write_text
 from .log import RunLog
+from .memory import advice_on_memory
 from .model import Policy, ReferencePolicy, TeacherModel, load_model, load_tokenizer
 from .ranks import (
     Ranks,
@@ -105,7 +106,8 @@ class Run:
         policy = Policy(lm, eager=a.loss == "eager", share_prompts=a.share_prompts)
         ends = eos_ids(lm, tokenizer)
         vllm = VLLM(source, a) if a.use_vllm else None
-        self.policy, self.optimizer = self.accelerator.prepare(policy, make_optimizer(policy.parameters(), a))
+        with advice_on_memory(a, lambda: "set-up"):
+            self.policy, self.optimizer = self.accelerator.prepare(policy, make_optimizer(policy.parameters(), a))
         self.bare_policy: Policy = self.accelerator.unwrap_model(self.policy)
         self.scheduler = _make_scheduler(self.optimizer, a)
         self.teacher, name = None, a.teacher_model_name_or_path
@@ -115,7 +117,8 @@ class Run:
             [Completion(0, self.prompts[0].prompt, self.prompts[0].ids, {}, ends[:1], ended=True)],
             a, tokenizer.pad_token_id, self.accelerator.device,
         )  # fmt: skip
-        self._score_a_token()
+        with advice_on_memory(a, lambda: "set-up"):
+            self._score_a_token()
         with self.ranks.raise_on_all():
             if not a.dry_run:
                 init_trackers(self.accelerator, a, self.options)
@@ -191,6 +194,7 @@ class Run:
     def save(self, progress: Progress) -> None:
         """Write checkpoint-STEP, unless it would be of no use; every rank calls it, the first one writes, and all raise
         where that fails."""
+        self.log.phase("saving")
         self.check_sound(progress.step)
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
         weights, progress.log_sizes, stage = self.model_state(), self.log.sizes(), zero_stage(self.accelerator)
