@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
 import re
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -395,11 +397,30 @@ def test_the_wrong_reward_fails_the_dry_run_too(name, where, data, refused, tmp_
     assert f"{where}, reward 'gsm8k'" in sentence
 
 
+def test_what_could_not_be_saved_is_known_before_the_first_step(model, refused, tmp_path, monkeypatch, capfd):
+    def full(path):
+        return SimpleNamespace(free=2**20 // 50)
+
+    for further in ({}, {"dry_run": True}):
+        with monkeypatch.context() as patched:
+            patched.setattr("grpo_kernels.trainer.saving.shutil.disk_usage", full)
+            words = f"output_dir={tmp_path / 'run'}: a checkpoint takes 0.1 MiB, its disk has 0.0 MiB left"
+            assert words in refused(**further)
+        with monkeypatch.context() as patched:
+            patched.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", out_of_space)
+            assert "run: model and tokenizer cannot be saved: OSError: [Errno 28] no space" in refused(**further)
+
+
+def out_of_space(*given, **options):
+    raise OSError(errno.ENOSPC, "no space")
+
+
 def test_a_dry_run_says_what_a_run_takes_and_writes_nothing(model, data, tmp_path, capfd):
     output = tmp_path / "run"
     assert run(model, data, output, dry_run=True, beta=0.1, reward_funcs="training:length") == 0
     out = capfd.readouterr().out
-    for words in ("12 prompts", "rewards    length", "one step", "MiB per process before the step", "completion "):
+    for words in ("12 prompts", "rewards    length", "one step", "MiB per process before the step", "completion ",
+                  "MiB for a checkpoint"):  # fmt: skip
         assert words in out, out
     assert "1 process," in out and "note       0%" not in out and "float32 copies" not in out
     assert run(model, data, output, dry_run=True, reward_funcs="training:length", dtype="bfloat16") == 0

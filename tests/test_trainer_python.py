@@ -93,6 +93,19 @@ def test_a_second_run_of_a_process_has_its_own_options(model, data, tmp_path):
     assert own.mixed_precision == "bf16"
 
 
+def test_a_generation_config_that_transformers_does_not_save(model, data, tmp_path, capfd):
+    """A temperature without do_sample, which generate() passes over: left out of what is saved, and nothing else."""
+    lm, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    lm.generation_config.update(temperature=0.6, max_new_tokens=7)
+    train(lm, training.length, str(data), options(tmp_path / "run", save_steps=1), processing_class=tokenizer)
+    assert lm.generation_config.temperature == 0.6
+    said = capfd.readouterr().err
+    assert said.count("generation_config: temperature=0.6 is left out of the models that are saved") == 1
+    saved = json.loads((tmp_path / "run" / "model" / "generation_config.json").read_text())
+    assert saved["max_new_tokens"] == 7 and "temperature" not in saved
+    assert saved["eos_token_id"] == lm.generation_config.eos_token_id
+
+
 def test_a_time_limit_needs_a_function_that_a_process_can_import(model, data, tmp_path, monkeypatch):
     def local(completions, **columns):
         return [0.0] * len(completions)

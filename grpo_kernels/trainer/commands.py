@@ -22,6 +22,7 @@ from .memory import advice_on_memory
 from .ranks import on_cpu
 from .rewards import SandboxUnavailable
 from .run import Run
+from .saving import check_room
 
 MIB = 2**20
 
@@ -89,6 +90,7 @@ def dry_run(arguments: TrainArguments) -> int:
             disable_tqdm=True, logging_steps=2,  # no line of the one step
         ))  # fmt: skip
         try:
+            check_room(arguments.output_dir, run.bytes_of_checkpoint())
             _one_step(run)
         finally:
             run.close()
@@ -114,6 +116,7 @@ def _one_step(run: Run) -> None:
         print(f"memory     {before / MIB:,.1f} MiB per process before the step, {more:,.1f} MiB more at its peak")
     if copies := bytes_of_masters(run.optimizer):
         print(f"           {copies / MIB:,.1f} MiB of it are float32 copies of the trained weights, which AdamW steps")
+    print(f"disk       {run.bytes_of_checkpoint() / MIB:,.1f} MiB for a checkpoint")
     print(f"prompt     {shown.prompt!r}\ncompletion {run.sampler.text('', shown.ids)!r}, reward {shown.reward}")
     for name, meaning in (
         ("zero_gradient_groups", "of the groups have equal rewards: nothing is learned from them"),

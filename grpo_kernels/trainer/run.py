@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sys
+import tempfile
 import time
 import weakref
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
-from transformers import get_scheduler
+from transformers import GenerationConfig, get_scheduler
 
 from . import RunError
 from .adamw import check_state_of, make_optimizer
@@ -53,6 +54,7 @@ from .ranks import (
 from .rewards import Rewards
 from .rollout import Completion, Sampler, infer, load_replay, to_lines
 from .sampling import eos_ids
+from .saving import bytes_of_checkpoint, check_room, savable
 from .vllm import VLLM
 
 
@@ -94,7 +96,8 @@ class Run:
                 from .arithmetic import start_model
 
                 start_model(source, seed=a.seed, quiet=a.disable_tqdm)
-        tokenizer = load_tokenizer(getattr(given.model, "name_or_path", source), a, given.tokenizer)
+        self._generation_config: GenerationConfig | None = None
+        self.tokenizer = tokenizer = load_tokenizer(getattr(given.model, "name_or_path", source), a, given.tokenizer)
         lm = load_model(source, a, self.checkpoint, given.model)
         self.prompts, self.held_out = (load_data(a, tokenizer, lm, given, held_out=which) for which in (False, True))
         self.vocab_size = lm.get_input_embeddings().weight.shape[0]
@@ -120,7 +123,10 @@ class Run:
         with advice_on_memory(a, lambda: "set-up"):
             self._score_a_token()
         with self.ranks.raise_on_all():
+            if self.accelerator.is_main_process:
+                self._try_to_save()
             if not a.dry_run:
+                check_room(self.folder, self.bytes_of_checkpoint())
                 init_trackers(self.accelerator, a, self.options)
             if self.accelerator.is_main_process:
                 write_text(self.folder / CONFIG, json.dumps(self.options, indent=1) + "\n")
@@ -145,6 +151,29 @@ class Run:
                     raise ValueError(f"its lm_head has {rows} rows, the model's {self.vocab_size}; expected as many")
             except (ValueError, TypeError) as error:
                 raise ValueError(f"teacher_model_name_or_path={a.teacher_model_name_or_path}: {error}") from error
+
+    def _try_to_save(self) -> None:
+        """What of the model can be saved, beside the weights; raises ValueError where it or the tokenizer cannot."""
+        config = getattr(self.bare_policy.lm, "generation_config", None)
+        if config is not None and not self.arguments.use_peft:
+            self._generation_config, left = savable(config)
+            if left:
+                print(
+                    f"generation_config: {', '.join(f'{name}={value}' for name, value in left.items())} is left out of "
+                    "the models that are saved: transformers saves what goes together (a temperature with do_sample)",
+                    file=sys.stderr,
+                )
+        try:
+            with tempfile.TemporaryDirectory(dir=self.folder, prefix=".trial-", suffix=".partial") as folder:
+                self.write_model(Path(folder), {})
+        except Exception as error:  # of many types, of transformers, tokenizers and the system
+            raise ValueError(
+                f"output_dir={self.folder}: model and tokenizer cannot be saved: {type(error).__name__}: {error}"
+            ) from error
+
+    def bytes_of_checkpoint(self) -> int:
+        a = self.arguments
+        return bytes_of_checkpoint(self.bare_policy, adapter=a.use_peft, reference=bool(a.beta))
 
     def _logps_of_a_token(self) -> torch.Tensor:
         """(1, 1) nats, of the end of a completion after the first prompt."""
@@ -181,8 +210,15 @@ class Run:
 
     def write_model(self, folder: Path, state: dict[str, torch.Tensor]) -> None:
         """Model and tokenizer in transformers' format."""
-        self.bare_policy.lm.save_pretrained(folder, state_dict=state)
-        self.sampler.tokenizer.save_pretrained(folder)
+        lm, own = self.bare_policy.lm, getattr(self.bare_policy.lm, "generation_config", None)
+        if self._generation_config is not None:
+            lm.generation_config = self._generation_config
+        try:
+            lm.save_pretrained(folder, state_dict=state)
+        finally:
+            if self._generation_config is not None:
+                lm.generation_config = own
+        self.tokenizer.save_pretrained(folder)
 
     def save_model(self, folder: Path) -> None:
         """The model alone, atomically."""
