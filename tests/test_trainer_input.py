@@ -264,7 +264,7 @@ def change_tokenizer(**tokens):
 @pytest.mark.parametrize(("change", "words"), [
     (cut_off("model.safetensors"), "/model: "), (cut_off("tokenizer.json"), "/model: "),
     (lose_the_head, "its files lack 1 tensors of a LlamaForCausalLM, lm_head.weight among them"),
-    (become_nan, "the log-probabilities of its tokens are NaN"),
+    (become_nan, "the log-probabilities of its tokens are nan"),
     (change_tokenizer(pad_token=None), "has no pad_token"), (change_tokenizer(eos_token=None), "has no eos_token"),
     (change_tokenizer(pad_token="<pad>"), "gives '<pad>' the id 32, the model has 32 embeddings; expected its own"),
 ])  # fmt: skip

@@ -117,7 +117,7 @@ class Run:
         if name is not None:
             self.teacher = TeacherModel(name, a, tokenizer, self.accelerator.device)
         self._first_inputs = model_inputs(
-            [Completion(0, self.prompts[0].prompt, self.prompts[0].ids, {}, ends[:1], ended=True)],
+            [Completion(0, self.prompts[0].prompt, self.prompts[0].ids, {}, self.prompts[0].ids[-1:], ended=True)],
             a, tokenizer.pad_token_id, self.accelerator.device,
         )  # fmt: skip
         with advice_on_memory(a, lambda: "set-up"):
@@ -140,8 +140,8 @@ class Run:
         and where the model is prepared, since parameters are whole in its forward alone. Broken weights show too."""
         a, inputs = self.arguments, self._first_inputs
         try:
-            if bool(self._logps_of_a_token().isnan().any()):
-                raise ValueError("the log-probabilities of its tokens are NaN; expected weights that are finite")
+            if not math.isfinite(logp := self._logp_of_a_token()):
+                raise ValueError(f"the log-probabilities of its tokens are {logp}; expected weights that are finite")
         except (ValueError, TypeError) as error:
             raise ValueError(f"model_name_or_path={a.model_name_or_path}: {error}") from error
         if self.teacher is not None:
@@ -175,10 +175,9 @@ class Run:
         a = self.arguments
         return bytes_of_checkpoint(self.bare_policy, adapter=a.use_peft, reference=bool(a.beta))
 
-    def _logps_of_a_token(self) -> torch.Tensor:
-        """(1, 1) nats, of the end of a completion after the first prompt."""
-        logps: torch.Tensor = infer(self.policy, "logps", **self._first_inputs, temperature=self.arguments.temperature)
-        return logps
+    def _logp_of_a_token(self) -> float:
+        """Nats, of the last token of the first prompt, once more after it."""
+        return float(infer(self.policy, "logps", **self._first_inputs, temperature=self.arguments.temperature))
 
     def trained(self) -> list[torch.Tensor]:
         """The parameters that steps change."""
@@ -196,7 +195,7 @@ class Run:
             "the norm of the weights": norm(self.trained()),
             "the norm of the optimizer's state": norm(x for x in moments if x.dim()),
             "the norm of the reference policy": norm(reference),
-            "a log-probability under the policy": self._logps_of_a_token().item(),
+            "a log-probability under the policy": self._logp_of_a_token(),
         }
         with self.ranks.raise_on_all():
             for name, value in found.items():
