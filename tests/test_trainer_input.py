@@ -15,6 +15,7 @@ import pytest
 import torch
 import training
 from accelerate.utils import LoggerType
+from tiny_models import tiny_model
 from training import run
 from transformers import AutoTokenizer, LlamaForCausalLM
 
@@ -273,6 +274,14 @@ def test_models_that_do_not_fit(change, words, model, refused, tmp_path, monkeyp
     folder = shutil.copytree(model, tmp_path / "model")
     change(folder)
     monkeypatch.setattr("grpo_kernels.trainer.rollout.Sampler.sample", interrupts)
+    assert words in refused(model_name_or_path=folder)
+
+
+def test_a_model_that_reads_padding_is_refused(model, refused, tmp_path):
+    """Its log-probabilities would depend on what else is in a batch."""
+    folder = shutil.copytree(model, tmp_path / "model")
+    tiny_model("recurrent_gemma", num_hidden_layers=3, lru_width=16).save_pretrained(folder)
+    words = "RecurrentGemmaForCausalLM: in a batch that is padded on the left, its log-probabilities differ by 0."
     assert words in refused(model_name_or_path=folder)
 
 

@@ -50,11 +50,32 @@ TINY_MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+# Families that keep states beside keys and values or in place of them, or nothing (openai-gpt).
+STATE_MODELS: dict[str, dict[str, Any]] = {
+    "falcon_mamba": dict(state_size=8),
+    "jamba": dict(
+        mamba_d_state=8, mamba_dt_rank=4, num_experts=2, attn_layer_period=2, attn_layer_offset=1,
+        expert_layer_period=2, expert_layer_offset=1, use_mamba_kernels=False,
+    ),
+    "lfm2": dict(layer_types=["conv", "full_attention"]),
+    "mamba": dict(state_size=8),
+    "mamba2": dict(state_size=8, num_heads=4, n_groups=1, chunk_size=8),
+    "openai-gpt": dict(n_embd=16, n_layer=2, n_head=2, n_positions=64),
+    "qwen3_next": dict(
+        layer_types=["linear_attention", "full_attention"], linear_num_value_heads=2, linear_num_key_heads=2,
+        linear_key_head_dim=8, linear_value_head_dim=8, num_experts=2, num_experts_per_tok=1,
+        moe_intermediate_size=16, shared_expert_intermediate_size=16,
+    ),
+}  # fmt: skip
+
+
 def tiny_model(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any) -> Any:
     """A model with weights large enough that its log-probabilities differ by some nats; `options` of its config."""
     import transformers
 
-    config = transformers.CONFIG_MAPPING[family](**{**_SMALL, **TINY_MODELS[family], **options})
+    config = transformers.CONFIG_MAPPING[family](
+        **{**_SMALL, **{**TINY_MODELS, **STATE_MODELS}.get(family, {}), **options}
+    )
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
     with torch.no_grad():

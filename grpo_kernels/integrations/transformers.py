@@ -114,9 +114,10 @@ def _hidden_after_shared_prompts(parts: CausalLM, inputs: dict[str, Tensor], len
     is_new[1:] = torch.stack([(tensor[1:] != tensor[:-1]).any(1) for tensor in prompt.values()]).any(0)
     rows = is_new.cumsum(0) - 1  # the prompt of each row
     found = parts.body(**{name: tensor[is_new] for name, tensor in prompt.items()}, use_cache=True)
-    cache = found.past_key_values
-    if cache is None or not all(type(layer) in _PLAIN_LAYERS for layer in cache.layers):
-        why = "keeps no cache" if cache is None else f"keeps a cache of {type(cache.layers[0]).__name__}"
+    cache = cache_of(found)
+    layers = getattr(cache, "layers", None) or [cache]
+    if cache is None or not all(type(layer) in _PLAIN_LAYERS for layer in layers):
+        why = "keeps no cache" if cache is None else f"keeps a cache of {type(layers[0]).__name__}"
         raise ValueError(
             f"share_prompts=True: the {type(parts.model).__name__} {why}; expected one of keys and values alone, "
             "without gradient checkpointing"
@@ -128,7 +129,7 @@ def _hidden_after_shared_prompts(parts: CausalLM, inputs: dict[str, Tensor], len
     others = {name: tensor[:, -length:-1] for name, tensor in inputs.items()}
     if "attention_mask" in inputs:
         others["attention_mask"] = inputs["attention_mask"][:, :-1]
-    rest = parts.body(**others, past_key_values=cache, use_cache=True).last_hidden_state
+    rest = parts.body(**others, **{cache_argument(parts.body): cache}, use_cache=True).last_hidden_state
     return torch.cat([first, rest], dim=1)
 
 
@@ -238,6 +239,20 @@ def position_ids(parts: CausalLM, attention_mask: Tensor) -> Tensor | None:
 def takes(module: nn.Module, name: str) -> bool:
     """Whether the forward of a module has an argument of this name."""
     return name in inspect.signature(type(module).forward).parameters
+
+
+# Names of a cache among the arguments and results of a model: that of transformers 5.24, the one before, Mamba's.
+_CACHES = ("cache", "past_key_values", "cache_params")
+
+
+def cache_argument(module: nn.Module) -> str:
+    """The argument by which the forward of a module takes its cache."""
+    return next((name for name in _CACHES if takes(module, name)), "past_key_values")
+
+
+def cache_of(output: Any) -> Any:
+    """The cache in what a model returned; None where it keeps none."""
+    return next((value for name, value in vars(output).items() if name in _CACHES), None)
 
 
 @lru_cache(maxsize=16)

@@ -24,7 +24,7 @@ from .ranks import Ranks, Signals
 from .rewards import Rewards
 from .rewards.answers import TAGGED, final_number, reply, text_of
 from .rewards.scoring import BUILT_IN
-from .rollout import Sampler
+from .rollout import Sampler, keeps_cache
 from .run import load_data, make_rewards
 from .sampling import eos_ids
 
@@ -283,7 +283,8 @@ def load(model: str, a: TrainArguments) -> tuple[Sample, list[Prompt], Rewards]:
     def progress(done: int, total: int) -> None:
         bar.set_description(f"evaluation, {done:,}/{total:,}")
 
-    sampler = Sampler(Policy(lm), tokenizer, a, eos_ids(lm, tokenizer), ranks, Signals(ranks), progress)
+    policy, ends = Policy(lm), eos_ids(lm, tokenizer)
+    sampler = Sampler(policy, tokenizer, a, ends, ranks, Signals(ranks), progress, keeps_cache(policy, ranks))
     return sampler.for_evaluation, held_out, rewards
 
 

@@ -22,7 +22,7 @@ from ..output import GRPOLossOutput
 from ..teacher import Teacher
 from .arguments import TrainArguments
 from .data import check_path
-from .sampling import generate
+from .sampling import decoding_error, generate
 
 
 class Policy(nn.Module):
@@ -31,6 +31,7 @@ class Policy(nn.Module):
     policy("loss", **batch, config=config)       -> GRPOLossOutput
     policy("logps", **batch, temperature=1.0)    -> (B, T) nats
     policy("sample", prompts=ids, ...)           -> list[Sampled], see sampling.generate
+    policy("decoding_error", cached=True)        -> Decoding, see sampling.decoding_error
     """
 
     def __init__(self, lm: Any, *, eager: bool = False, share_prompts: bool = False):
@@ -43,6 +44,8 @@ class Policy(nn.Module):
     def forward(self, task: str, **inputs: Any) -> Any:
         if task == "sample":
             return generate(self.lm, **inputs)
+        if task == "decoding_error":
+            return decoding_error(self.lm, **inputs)
         inputs["share_prompts"] = self.share_prompts
         if task == "loss":
             return fused_forward(self.lm, loss=eager_loss if self.eager else fused_grpo_loss, **inputs)

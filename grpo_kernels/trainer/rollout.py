@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -17,6 +18,7 @@ from accelerate.utils import set_seed
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from ..integrations.transformers import unwrap_causal_lm
 from . import RunError
 from .arguments import TrainArguments
 from .ranks import Ranks, Signals
@@ -81,11 +83,38 @@ def infer(policy: nn.Module, task: str, **inputs: Any) -> Any:
     return found
 
 
+def keeps_cache(policy: nn.Module, ranks: Ranks) -> bool:
+    """Whether the model can be sampled with its cache, token by token; every rank asks. A model that cannot is sampled
+    without, with a warning. Raises ValueError for a model that cannot be sampled in a padded batch at all."""
+    policy.eval()
+    name = type(unwrap_causal_lm(getattr(policy, "module", policy).lm).model).__name__
+    for cached in (True, False):
+        found = max(ranks.gather([infer(policy, "decoding_error", cached=cached)]))
+        if math.isnan(found.error):
+            raise ValueError(f"{name}: the log-probabilities of its tokens are NaN; expected weights that are finite")
+        if found.error <= 1:
+            break
+        lost = found.nats
+    else:
+        raise ValueError(
+            f"{name}: in a batch that is padded on the left, its log-probabilities differ by {found.nats:.2g} nats "
+            "from those of each row alone; expected a causal model whose attention_mask hides padding"
+        )
+    if not cached and ranks.index == 0:
+        why = f"it loses {lost:.2g} nats of a token" if lost < math.inf else "it keeps none that can be used"
+        print(
+            f"{name} is sampled without a cache ({why}): each token takes a forward of its whole sequence; use_vllm "
+            "may be faster", file=sys.stderr,
+        )  # fmt: skip
+    return cached
+
+
 @dataclass
 class Sampler:
     """Samples from the policy as it is, by vLLM where there is an engine; every rank has prompts of its own.
 
-    ends: ids that end a completion; progress: is told the number of completions so far, and of all.
+    ends: ids that end a completion; progress: is told the number of completions so far, and of all; cached: see
+    `keeps_cache`.
     """
 
     policy: nn.Module
@@ -95,6 +124,7 @@ class Sampler:
     ranks: Ranks
     signals: Signals
     progress: Callable[[int, int], None]
+    cached: bool
     vllm: Any = None
 
     def sample(
@@ -114,7 +144,7 @@ class Sampler:
                 found += infer(
                     self.policy, "sample", prompts=prompts[first : first + size], arguments=self.arguments,
                     greedy=greedy, ends=self.ends, pad_id=self.tokenizer.pad_token_id,
-                    synced=isinstance(self.policy, FSDPModule),
+                    synced=isinstance(self.policy, FSDPModule), cached=self.cached,
                 )  # fmt: skip
             self.signals.check()
         return found

@@ -52,7 +52,7 @@ from .ranks import (
     zero_stage,
 )
 from .rewards import Rewards
-from .rollout import Completion, Sampler, infer, load_replay, to_lines
+from .rollout import Completion, Sampler, infer, keeps_cache, load_replay, to_lines
 from .sampling import eos_ids
 from .saving import bytes_of_checkpoint, check_room, savable
 from .vllm import VLLM
@@ -122,6 +122,7 @@ class Run:
         )  # fmt: skip
         with advice_on_memory(a, lambda: "set-up"):
             self._score_a_token()
+            cached = vllm is None and keeps_cache(self.policy, self.ranks)
         with self.ranks.raise_on_all():
             if self.accelerator.is_main_process:
                 self._try_to_save()
@@ -133,7 +134,7 @@ class Run:
         self.signals = Signals(self.ranks)
         self.reference = ReferencePolicy(self.bare_policy) if a.beta else None
         self.log = RunLog(self.folder, self.accelerator, a)
-        self.sampler = Sampler(self.policy, tokenizer, a, ends, self.ranks, self.signals, self.log.part, vllm)
+        self.sampler = Sampler(self.policy, tokenizer, a, ends, self.ranks, self.signals, self.log.part, cached, vllm)
 
     def _score_a_token(self) -> None:
         """The loss refuses a model whose logits it does not understand: before the first rollout, which may take long,
