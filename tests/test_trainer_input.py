@@ -267,6 +267,7 @@ def change_tokenizer(**tokens):
     (lose_the_head, "its files lack 1 tensors of a LlamaForCausalLM, lm_head.weight among them"),
     (become_nan, "the log-probabilities of its tokens are nan"),
     (change_tokenizer(pad_token=None), "has no pad_token"), (change_tokenizer(eos_token=None), "has no eos_token"),
+    (change_tokenizer(eos_token="<end>"), "eos_token_id of the tokenizer is 32; expected an id from 0 to 31"),
     (change_tokenizer(pad_token="<pad>"), "gives '<pad>' the id 32, the model has 32 embeddings; expected its own"),
 ])  # fmt: skip
 def test_models_that_do_not_fit(change, words, model, refused, tmp_path, monkeypatch):
@@ -282,6 +283,19 @@ def test_a_model_that_reads_padding_is_refused(model, refused, tmp_path):
     folder = shutil.copytree(model, tmp_path / "model")
     tiny_model("recurrent_gemma", num_hidden_layers=3, lru_width=16).save_pretrained(folder)
     words = "RecurrentGemmaForCausalLM: in a batch that is padded on the left, its log-probabilities differ by 0."
+    assert words in refused(model_name_or_path=folder)
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"eos_token_id": [0, 32]}, "generation_config.eos_token_id of the model is 32; expected an id from 0 to 31"),
+    ({"eos_token_id": -1}, "generation_config.eos_token_id of the model is -1; expected an id from 0 to 31, the"),
+    ({"eos_token_id": 10**9}, "generation_config.eos_token_id of the model is 1000000000; expected an id from 0"),
+])  # fmt: skip
+def test_ends_that_the_model_has_no_embedding_for(change, words, model, refused, tmp_path):
+    folder = shutil.copytree(model, tmp_path / "model")
+    lm = LlamaForCausalLM.from_pretrained(folder)
+    lm.generation_config.update(**change)
+    lm.save_pretrained(folder)
     assert words in refused(model_name_or_path=folder)
 
 

@@ -95,7 +95,7 @@ def load_tokenizer(path: str, arguments: TrainArguments, given: Any = None) -> A
         else _from_pretrained(AutoTokenizer, path, path, trust_remote_code=arguments.trust_remote_code)
     )
     for name in ("pad_token", "eos_token"):
-        if getattr(tokenizer, name) is None:
+        if getattr(tokenizer, name) is None or getattr(tokenizer, f"{name}_id") is None:
             raise ValueError(
                 f"the tokenizer of {path} has no {name}; set it (a pad token may be the eos token) and save it there"
             )

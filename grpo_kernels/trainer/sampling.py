@@ -27,10 +27,20 @@ MAX_SHARE_LEFT = 0.75  # of a batch when rows that have ended leave it: each tim
 
 
 def eos_ids(lm: Any, tokenizer: Any) -> list[int]:
-    """Every id that ends a completion: those of the model's generation_config and the tokenizer's own."""
+    """Every id that ends a completion: those of the model's generation_config and the tokenizer's own.
+
+    Raises ValueError for one that the model has no embedding for.
+    """
     of_model = lm.generation_config.eos_token_id if lm.generation_config is not None else None
-    found = set(of_model if isinstance(of_model, (list, tuple)) else [of_model]) | {tokenizer.eos_token_id}
-    return sorted(found - {None})
+    found = {
+        "generation_config.eos_token_id of the model": of_model if isinstance(of_model, (list, tuple)) else [of_model],
+        "eos_token_id of the tokenizer": [tokenizer.eos_token_id],
+    }
+    size = lm.get_input_embeddings().weight.shape[0]
+    for name, ids in found.items():
+        if wrong := [id for id in ids if id is not None and not (isinstance(id, int) and 0 <= id < size)]:
+            raise ValueError(f"{name} is {wrong[0]!r}; expected an id from 0 to {size - 1}, the model's embeddings")
+    return sorted({id for ids in found.values() for id in ids} - {None})
 
 
 @torch.no_grad()
