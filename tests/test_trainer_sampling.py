@@ -6,6 +6,7 @@ import math
 import shutil
 import sys
 from collections import namedtuple
+from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import ClassVar
 
@@ -251,6 +252,7 @@ class Engine:
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch):
     module = ModuleType("vllm")
+    module.__spec__ = ModuleSpec("vllm", None)
     module.LLM, module.SamplingParams = Engine, SamplingParams
     monkeypatch.setitem(sys.modules, "vllm", module)
     monkeypatch.setattr(Engine, "made", [])
@@ -301,6 +303,12 @@ def test_an_error_of_the_engine_is_one_sentence(method, status, model, data, tmp
     assert run(model, data, tmp_path / "run", **given) == status
     sentence = "use_vllm with vllm_max_model_length=20: vLLM says AssertionError: no memory for blocks"
     assert capsys.readouterr().err.splitlines()[-1] == f"grpo-kernels train: {sentence}"
+
+
+def test_the_context_of_the_engine_is_that_of_prompts(model, data, tmp_path, capsys):
+    options = {"use_vllm": True, "vllm_max_model_length": 5, "reward_funcs": "training:length"}
+    assert run(model, data, tmp_path / "run", **options) == 2
+    assert "vllm_max_model_length has 5 positions" in capsys.readouterr().err
 
 
 def test_under_torchrun_the_engine_takes_the_launchers_ranks(model, monkeypatch):

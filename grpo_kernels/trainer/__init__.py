@@ -17,9 +17,10 @@ class RunError(ValueError):
 PACKAGES = {name: name for name in ("transformers", "accelerate", "datasets", "tqdm")} | {"yaml": "pyyaml"}
 
 
-def missing_packages() -> str:
-    """What the trainer needs and this environment lacks, as the end of a sentence; empty where nothing is."""
-    missing = [package for module, package in PACKAGES.items() if find_spec(module) is None]
+def missing_packages(packages: dict[str, str] = PACKAGES) -> str:
+    """Which of these modules this environment lacks, as the end of a sentence; empty where it has all. packages: those
+    that they are in; default: what the trainer needs."""
+    missing = [package for module, package in packages.items() if find_spec(module) is None]
     return f"needs {' and '.join(missing)}: pip install {' '.join(missing)}" if missing else ""
 
 

@@ -21,7 +21,7 @@ from transformers.trainer_utils import SchedulerType
 from .. import __version__
 from ..config import GRPOConfig, available_presets
 from ..names import ADVANTAGE_SCALES, DIVERGENCES, KL_ESTIMATORS, LEVELS
-from . import demo
+from . import demo, missing_packages
 from .data import check_path, is_one_split
 from .rewards.answers import compiled
 
@@ -370,6 +370,9 @@ class TrainArguments:
         for wrong, sentence in self._contradictions(num_processes):
             if wrong:
                 raise ValueError(sentence)
+        for option, package in (("use_peft", "peft"), ("use_vllm", "vllm")):
+            if getattr(self, option) and (missing := missing_packages({package: package})):
+                raise ValueError(f"{option} {missing}")
 
     def _contradictions(self, num_processes: int) -> Iterator[tuple[bool, str]]:
         """(whether it is so, what is wrong) of options that are right one by one."""

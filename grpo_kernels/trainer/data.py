@@ -14,12 +14,24 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from huggingface_hub import HfApi
+from huggingface_hub.constants import HF_HUB_CACHE
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
+from huggingface_hub.file_download import repo_folder_name
+
 from .tasks import TASKS, Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FILES = (".jsonl", ".json", ".csv", ".parquet")  # of rows; such a file is one split
+HUB_SECONDS = 10  # until a hub has to have answered
 EXPECTED = (
     f"{', '.join(map(repr, TASKS))}, a file ({', '.join(FILES)}), a folder, or a name that datasets.load_dataset reads"
 )
@@ -149,6 +161,31 @@ def _near(path: Path) -> Path | None:
     return found
 
 
+@lru_cache(maxsize=8)
+def check_hub(option: str, name: str, kind: str = "model") -> None:
+    """Raise ValueError where `name` is no path and the hub does not have it, or is not reached and it was never read.
+
+    transformers and datasets ask a hub that is not reached for half a minute, for each file. kind: "model", "dataset".
+    """
+    if Path(name).exists():
+        return
+    hub, there = HfApi(), f"{option}={name}: there is no such file or folder in {Path.cwd()}"
+    try:
+        hub.repo_info(name, repo_type=kind, timeout=HUB_SECONDS)
+    except (GatedRepoError, OfflineModeIsEnabled):
+        return  # whose own words come at once
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise ValueError(f"{there}, and no such {kind} at {hub.endpoint}, or not for you") from error
+    except HfHubHTTPError:
+        return  # of a hub that has no such question, or is busy
+    except Exception as error:  # of what makes the connection
+        cached = Path(HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type=kind)).exists()
+        why = f"{hub.endpoint} is not reached: {error}"
+        if not cached:
+            raise ValueError(f"{there}, and {why}") from error
+        print(f"{option}={name}: {why}; HF_HUB_OFFLINE=1 takes what was read before at once", file=sys.stderr)
+
+
 def fingerprint(prompts: Sequence[Prompt]) -> str:
     """A hash of all that a run takes from its prompts."""
     return hashlib.sha256(repr([(prompt.ids, prompt.columns) for prompt in prompts]).encode()).hexdigest()
@@ -183,6 +220,8 @@ def _read_rows(source: str, split: str, config: str | None) -> list[Row]:
         return _generated(source, split) if source in TASKS else _read_file(path)
     import datasets
 
+    if not Path(datasets.config.HF_DATASETS_CACHE, source.replace("/", "___")).exists():
+        check_hub("dataset_name", source, "dataset")
     try:
         if (path / "dataset_dict.json").exists():
             found = datasets.load_from_disk(source)[split]

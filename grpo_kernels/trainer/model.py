@@ -21,7 +21,7 @@ from ..loss import fused_grpo_loss, grpo_loss_from_logps
 from ..output import GRPOLossOutput
 from ..teacher import Teacher
 from .arguments import TrainArguments
-from .data import check_path
+from .data import check_hub, check_path
 from .sampling import decoding_error, generate
 
 
@@ -143,6 +143,7 @@ def _check_adapter(folder: str | Path) -> None:
 def _from_pretrained(
     kind: Any, path: str, source: str | Path, *, name: str = "model_name_or_path", **options: Any
 ) -> Any:
+    check_hub(name, str(source))
     transformers_logging.disable_progress_bar()  # of loading and saving: one per file
     try:
         return kind.from_pretrained(source, **options)

@@ -32,7 +32,7 @@ def eos_ids(lm: Any, tokenizer: Any) -> list[int]:
     Raises ValueError for one that the model has no embedding for.
     """
     of_model = lm.generation_config.eos_token_id if lm.generation_config is not None else None
-    found = {
+    found: dict[str, Any] = {
         "generation_config.eos_token_id of the model": of_model if isinstance(of_model, (list, tuple)) else [of_model],
         "eos_token_id of the tokenizer": [tokenizer.eos_token_id],
     }

@@ -27,8 +27,8 @@ class VLLM:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it warns at each load that some layers have no weights
         try:
             import vllm
-        except ImportError as error:
-            raise ValueError(f"use_vllm needs vLLM (pip install vllm): {error}") from None
+        except ImportError as error:  # of a package that it needs
+            raise ValueError(f"use_vllm: {error}") from None
         self._vllm = vllm
         self._arguments = a = arguments
         self._step: int | None = None
