@@ -173,3 +173,15 @@ def test_pitfall_18_the_reference_of_a_continued_adapter_is_its_start(model, tra
     AutoTokenizer.from_pretrained(model).save_pretrained(merged)
     again = trained("b", model_name_or_path=merged, reward_funcs="training:length", **options)
     assert steps(again)[0]["kl"] == 0.0
+    first_logps = {}
+    for name, start in (("c", first / "model"), ("d", merged)):
+        more = {"model_name_or_path": start, "reward_funcs": "training:length", "save_rollouts": True, "save_steps": 1}
+        again = trained(name, **options, **more)
+        kl = [r["kl"] for r in steps(again)]
+        assert kl[0] == 0.0 < kl[1]
+        first_logps[name] = torch.tensor([x for c in rollouts(again)[0] for x in c["logps"]])
+    torch.testing.assert_close(first_logps["c"], first_logps["d"], atol=1e-4, rtol=0)
+    resumed = trained("e", **options, **more | {"model_name_or_path": first / "model"},
+                      resume_from_checkpoint=tmp_path / "c" / "checkpoint-1")  # fmt: skip
+    name = "model/adapter_model.safetensors"
+    assert (resumed / name).read_bytes() == (tmp_path / "c" / name).read_bytes() != (first / name).read_bytes()

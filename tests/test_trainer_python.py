@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import shutil
 import signal
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import training
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_kernels.commands.cli import main
@@ -106,6 +108,148 @@ def test_a_generation_config_that_transformers_does_not_save(model, data, tmp_pa
     assert saved["eos_token_id"] == lm.generation_config.eos_token_id
 
 
+def adapted(model, name="default", trainable=True, **changes):
+    """A PeftModel that is far from its base."""
+    peft = pytest.importorskip("peft", reason="peft is not installed: run make test")
+    config = peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **changes})
+    torch.manual_seed(0)
+    lm = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model), config, adapter_name=name)
+    with torch.no_grad():
+        for parameter in lm.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+                parameter.requires_grad_(trainable)
+    return lm
+
+
+def saved(folder, model, **changes):
+    """An adapter's folder, with the tokenizer where it is told so."""
+    lm, tokenizer = adapted(model, **changes), AutoTokenizer.from_pretrained(model)
+    lm.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def logits(lm):
+    with torch.no_grad():
+        return lm(torch.tensor([[5, 6, 7, 8]])).logits
+
+
+def load(folder, model):
+    peft = pytest.importorskip("peft", reason="peft is not installed: run make test")
+    return peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), folder)
+
+
+@pytest.mark.parametrize("use_peft", [False, True])
+def test_the_adapter_of_a_model_is_trained_on(use_peft, model, data, tmp_path):
+    """One of two, whose names are the user's."""
+    peft = pytest.importorskip("peft", reason="peft is not installed: run make test")
+    lm = adapted(model, "mine", use_rslora=True, lora_dropout=0.1)
+    lm.add_adapter("other", peft.LoraConfig(r=2, target_modules=["k_proj"]))
+    before, given = logits(lm.eval()), options(tmp_path / "run", learning_rate=0.0, use_peft=use_peft)
+    assert train(lm, training.length, rows_of(data), given)["steps"] == 3
+    result = load(tmp_path / "run" / "model", model)
+    torch.testing.assert_close(logits(result.eval()), before)
+    config = result.peft_config["default"]
+    assert (config.r, config.use_rslora, config.target_modules) == (4, True, {"q_proj", "v_proj"})
+    assert main(["evaluate", str(tmp_path / "run"), "--dataset-name", str(data)]) == 0
+
+    def call(name, **changes):
+        changes = {"max_steps": 4, "save_steps": 2, "beta": 0.1, "save_total_limit": None, **changes}
+        train(adapted(model, "mine"), training.length, rows_of(data), options(tmp_path / name, **changes))
+        assert training.steps(tmp_path / name)[0]["kl"] == 0.0 or "resume_from_checkpoint" in changes
+        return (tmp_path / name / "model" / "adapter_model.safetensors").read_bytes()
+
+    assert call("a") == call("b", resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+
+
+def test_an_adapter_in_a_folder_is_trained_on(model, data, tmp_path, monkeypatch):
+    """What it names as its base is found from any directory, also in the files of the run."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(model, "base")
+    start = load(saved("start", "base"), "base")
+    shutil.copytree(
+        "start", "bare", ignore=lambda folder, names: [n for n in names if "token" in n]
+    )  # as PEFT saves it
+    for name in ("start", "bare"):
+        given = options(tmp_path / f"of-{name}", learning_rate=0.0, use_peft=True, lora_r=4)
+        train(name, training.length, rows_of(data), given)
+        result = load(tmp_path / f"of-{name}" / "model", model)
+        assert torch.equal(logits(result), logits(start))
+        assert result.peft_config["default"].base_model_name_or_path == str(tmp_path / "base")
+    words = f"model_name_or_path=start is an adapter to {tmp_path / 'base'}; expected use_peft=True, which trains it on"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        train("start", training.length, rows_of(data), options("run"))
+    shutil.copy("base/config.json", "start")
+    with pytest.raises(ValueError, match=re.escape("start holds a model (config.json) and an adapter; expected one")):
+        train("start", training.length, rows_of(data), options("run", use_peft=True))
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"lora_r": 8}, "lora_r=8: the adapter that is trained on has r=4; leave lora_r out"),
+    ({"lora_alpha": 4}, "lora_alpha=4: the adapter that is trained on has lora_alpha=8; leave lora_alpha out"),
+    ({"lora_target_modules": ["q_proj"]}, "has target_modules=['q_proj', 'v_proj']; leave lora_target_modules out"),
+])  # fmt: skip
+def test_options_that_an_adapter_contradicts(changes, words, model, data, tmp_path):
+    given = options(tmp_path / "run", use_peft=True, **changes)
+    for lm in (saved(tmp_path / "start", model), adapted(model)):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            train(lm, training.length, rows_of(data), given)
+
+
+def frozen(model):
+    return adapted(model, trainable=False)
+
+
+def two_active(model):
+    peft = pytest.importorskip("peft", reason="peft is not installed: run make test")
+    lm = adapted(model)
+    lm.add_adapter("other", peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    lm.base_model.set_adapter(["default", "other"])
+    return lm
+
+
+def with_its_base(model):
+    lm = adapted(model)
+    lm.get_base_model().lm_head.weight.requires_grad_(True)
+    return lm
+
+
+def of_transformers(model):
+    peft = pytest.importorskip("peft", reason="peft is not installed: run make test")
+    lm = AutoModelForCausalLM.from_pretrained(model)
+    lm.add_adapter(peft.LoraConfig(target_modules=["q_proj"]))
+    return lm
+
+
+@pytest.mark.parametrize(("make", "words"), [
+    (frozen, "none of its parameters is trained; expected requires_grad=True, of an adapter PeftModel.from_pretrained"),
+    (two_active, "model has the active adapters ['default', 'other']; expected one"),
+    (with_its_base, "lm_head.weight, which the files of an adapter do not hold; expected it frozen"),
+    (of_transformers, "model has adapters of transformers (load_adapter, add_adapter); expected a PeftModel of peft"),
+    (lambda model: AutoModelForCausalLM.from_pretrained(model).requires_grad_(False), "none of its parameters is"),
+])  # fmt: skip
+def test_adapters_that_cannot_be_trained_on(make, words, model, data, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        train(make(model), training.length, rows_of(data), options(tmp_path / "run"))
+
+
+def test_adapters_whose_files_cannot_be_used(model, data, tmp_path):
+    start = saved(tmp_path / "start", model)
+    path, config = start / "adapter_model.safetensors", start / "adapter_config.json"
+    tensors, whole = load_file(path), config.read_text()
+    save_file(dict(list(tensors.items())[1:]), path)
+    shutil.copytree(start, tmp_path / "base")
+    named = json.dumps({**json.loads(whole), "base_model_name_or_path": str(tmp_path / "base")})
+    for text, words in (
+        (whole, "UserWarning: Found missing adapter keys while loading the checkpoint"),
+        (named, f"names {tmp_path / 'base'} as its base model, which is an adapter too; expected a whole model"),
+    ):
+        config.write_text(text)
+        with pytest.raises(ValueError, match=re.escape(words)):
+            train(start, training.length, rows_of(data), options(tmp_path / "run", use_peft=True))
+
+
 def test_a_time_limit_needs_a_function_that_a_process_can_import(model, data, tmp_path, monkeypatch):
     def local(completions, **columns):
         return [0.0] * len(completions)
@@ -120,7 +264,7 @@ def test_a_time_limit_needs_a_function_that_a_process_can_import(model, data, tm
 
 
 @pytest.mark.parametrize(("changes", "kind", "words"), [
-    ({"model": 7}, TypeError, "model is a int; expected a path, a name or a PreTrainedModel"),
+    ({"model": 7}, TypeError, "model is a int; expected a path, a name, a PreTrainedModel or a PeftModel"),
     ({"reward_funcs": 7}, TypeError, "reward_funcs is a int; expected names and functions"),
     ({"train_dataset": 7}, TypeError, "train_dataset is a int; expected rows, a path or a name"),
     ({"eval_dataset": 7}, TypeError, "eval_dataset is a int; expected rows, a path or a name"),

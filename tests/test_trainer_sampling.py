@@ -293,6 +293,27 @@ def test_vllm_samples_from_the_weights_after_each_update(options, data, trained,
     assert {how.top_k for how in engine.settings} == {1, options.get("top_k", 0)}  # greedy, and not
 
 
+@pytest.mark.parametrize(("changes", "words"), [
+    ({}, ""), ({"use_rslora": True, "target_modules": ["embed_tokens", "q_proj"]}, ""),
+    ({"modules_to_save": ["lm_head"]}, ""),
+    ({"use_dora": True}, "use_vllm with an adapter that trains base_model.model.model.layers.0.self_attn.q_proj."),
+    ({"lora_bias": True}, "lora_B.default.bias; expected LoRA's two matrices to weights of layers, and"),
+])  # fmt: skip
+def test_vllm_samples_from_an_adapter_that_is_trained_on(changes, words, model, data, tmp_path, capsys):
+    peft = pytest.importorskip("peft", reason="peft is not installed: run make test")
+    lm = AutoModelForCausalLM.from_pretrained(model)
+    lm = peft.get_peft_model(lm, peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj"], **changes}))
+    with torch.no_grad():
+        for parameter in lm.parameters():
+            parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.requires_grad else 0))
+    lm.save_pretrained(tmp_path / "start")
+    options = {"use_vllm": True, "use_peft": True, "reward_funcs": "training:length", "max_steps": 2}
+    assert run(tmp_path / "start", data, tmp_path / "run", **options) == (2 if words else 0)
+    assert words in capsys.readouterr().err
+    if not words:
+        assert all(record["rollout_mismatch/max"] < 1e-4 for record in steps(tmp_path / "run"))
+
+
 @pytest.mark.parametrize(("method", "status"), [("__init__", 2), ("generate", 1)])
 def test_an_error_of_the_engine_is_one_sentence(method, status, model, data, tmp_path, monkeypatch, capsys):
     def fail(self, *args, **options):

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from transformers import PreTrainedModel
 
@@ -15,15 +15,19 @@ from . import RunError
 from .arguments import TrainArguments
 from .data import GIVEN_ROWS
 from .loop import Trainer
+from .model import is_peft_model
 from .rewards.worker import find
 from .run import Given, Run
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 Reward: TypeAlias = "str | Callable[..., Any]"
 Rows: TypeAlias = "str | Path | Iterable[Mapping[str, Any]]"
 
 
 def train(
-    model: str | Path | PreTrainedModel,
+    model: str | Path | PreTrainedModel | PeftModel,
     reward_funcs: Reward | Sequence[Reward],
     train_dataset: Rows,
     args: TrainArguments | None = None,
@@ -34,7 +38,8 @@ def train(
     """A GRPO run, as `grpo-kernels train` makes it.
 
     Args:
-        model: a folder or a name of transformers, or a model, which is trained where it is, without dropout.
+        model: a folder or a name of transformers, or a model, which is trained where it is, without dropout. Of a
+            PeftModel the active adapter is trained on; `args.use_peft` goes without saying.
         reward_funcs: one or several: names as on the command line, or functions. A function runs in this process,
             without limits; with `args.reward_timeout` in a process of its own, which has to be able to import it.
         train_dataset, eval_dataset: rows (a `datasets.Dataset`, a list of dicts), or a name as on the command line.
@@ -61,8 +66,11 @@ def train(
             raise ValueError(f"args.{name}={getattr(args, name)!r}; expected the argument {instead} of train() alone")
     if args.dry_run:
         raise ValueError("args.dry_run=True; expected False: only the command grpo-kernels train has a dry run")
-    if not isinstance(model, (str, Path, PreTrainedModel)):
-        raise TypeError(f"model is a {type(model).__name__}; expected a path, a name or a PreTrainedModel")
+    whole: Any = model
+    if is_peft_model(model):
+        whole = whole.get_base_model()
+    if not isinstance(whole, (str, Path, PreTrainedModel)):
+        raise TypeError(f"model is a {type(whole).__name__}; expected a path, a name, a PreTrainedModel or a PeftModel")
     if not (callable(reward_funcs) or isinstance(reward_funcs, Iterable)):
         raise TypeError(f"reward_funcs is a {type(reward_funcs).__name__}; expected names and functions")
     datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
@@ -80,13 +88,14 @@ def train(
     args = replace(
         args, dataset_name=names[0], eval_dataset_name=names[1], reward_funcs=[_name(reward) for reward in rewards]
     )
-    if isinstance(model, PreTrainedModel):
-        dtype = str(model.dtype).removeprefix("torch.")
+    if isinstance(whole, PreTrainedModel):
+        dtype = str(whole.dtype).removeprefix("torch.")
         if args.is_given("dtype") and args.dtype != dtype:
             raise ValueError(f"args.dtype={args.dtype} with a model of {dtype}; expected model.to(torch.{args.dtype})")
         if args.use_vllm:
             raise ValueError("args.use_vllm=True with a model in memory; expected its folder: vLLM reads its own copy")
-        args = replace(args, dtype=dtype, model_name_or_path=f"a {type(model).__name__} given to train()")
+        name = f"a {type(model).__name__} given to train()"
+        args = replace(args, dtype=dtype, model_name_or_path=name, use_peft=args.use_peft or whole is not model)
         given = Given(data, rewards, processing_class, model)
     else:
         args, given = replace(args, model_name_or_path=str(model)), Given(data, rewards, processing_class)

@@ -19,7 +19,7 @@ from . import RunError
 from .arguments import TrainArguments
 from .checkpoint import CONFIG, RUN
 from .data import Prompt, from_json, is_one_split
-from .model import Policy, load_model, load_tokenizer
+from .model import Policy, load_frozen, load_tokenizer
 from .ranks import Ranks, Signals
 from .rewards import Rewards
 from .rewards.answers import TAGGED, final_number, reply, text_of
@@ -270,7 +270,7 @@ def options_of_run(path: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 def load(model: str, a: TrainArguments) -> tuple[Sample, list[Prompt], Rewards]:
     """Sampler, held-out prompts and rewards."""
-    tokenizer, lm = load_tokenizer(model, a), load_model(model, a)
+    tokenizer, lm = load_tokenizer(model, a), load_frozen(model, a)
     lm.to("cuda" if torch.cuda.is_available() and not a.use_cpu else "cpu")
     held_out = load_data(a, tokenizer, lm, held_out=True)
     if not held_out:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from ..config import GRPOConfig
 from ..integrations.transformers import fused_forward
@@ -20,9 +23,11 @@ from ..logps import fused_logps
 from ..loss import fused_grpo_loss, grpo_loss_from_logps
 from ..output import GRPOLossOutput
 from ..teacher import Teacher
+from . import missing_packages
 from .arguments import TrainArguments
 from .data import check_hub, check_path
 from .sampling import decoding_error, generate
+from .vllm import check_adapter
 
 
 class Policy(nn.Module):
@@ -85,15 +90,10 @@ def eager_loss(
 
 
 def load_tokenizer(path: str, arguments: TrainArguments, given: Any = None) -> Any:
-    """The tokenizer of `path`, unless one is given."""
+    """The tokenizer of `path`, or of its base where that is an adapter without one, unless one is given."""
     if given is None and not path:
         raise ValueError("processing_class is missing: the model names no place with a tokenizer")
-    check_path("model_name_or_path", path)
-    tokenizer = (
-        given
-        if given is not None
-        else _from_pretrained(AutoTokenizer, path, path, trust_remote_code=arguments.trust_remote_code)
-    )
+    tokenizer = given if given is not None else _load_tokenizer(path, arguments, name="model_name_or_path")
     for name in ("pad_token", "eos_token"):
         if getattr(tokenizer, name) is None or getattr(tokenizer, f"{name}_id") is None:
             raise ValueError(
@@ -102,70 +102,190 @@ def load_tokenizer(path: str, arguments: TrainArguments, given: Any = None) -> A
     return tokenizer
 
 
+def _load_tokenizer(path: str, a: TrainArguments, *, name: str) -> Any:
+    check_path(name, path)
+    files = find_files(path, name=name)
+    of_base = files.adapter is not None and Path(path).is_dir() and not Path(path, "tokenizer_config.json").exists()
+    source = files.base if of_base else path
+    return _from_pretrained(AutoTokenizer, path, source, name=name, trust_remote_code=a.trust_remote_code)
+
+
+class Files(NamedTuple):
+    """Where a model is loaded from. adapter: what holds the adapter to the model `base`; None: there is none."""
+
+    base: str
+    adapter: str | None
+
+
+def find_files(path: str, *, name: str = "model_name_or_path") -> Files:
+    """A model, or an adapter and its base, by a folder or a name on the hub.
+
+    Folders are absolute: an adapter keeps that of its base, to be found from any directory. Raises ValueError where
+    there is nothing to load.
+    """
+    source, config = _locate(path, name)
+    if config is None:
+        return Files(source, None)
+    if missing := missing_packages({"peft": "peft"}):
+        raise ValueError(f"{name}={path} is an adapter, which {missing}")
+    if Path(source, "config.json").exists():
+        raise ValueError(f"{name}={path} holds a model (config.json) and an adapter; expected one of them")
+    try:
+        named = str(json.loads(Path(config).read_text())["base_model_name_or_path"])
+        check_path("base_model_name_or_path", named)
+        base, of_base = _locate(named, "base_model_name_or_path")
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{config} names no base model that can be loaded: {error}") from None
+    if of_base is not None:
+        raise ValueError(f"{config} names {named} as its base model, which is an adapter too; expected a whole model")
+    return Files(base, source)
+
+
+def _locate(path: str, name: str) -> tuple[str, str | None]:
+    """An absolute folder or a name on the hub, and the file by which it is an adapter."""
+    check_hub(name, path)
+    source = str(Path(path).resolve()) if Path(path).exists() else path
+    return source, find_adapter_config_file(source)
+
+
 def load_model(path: str, arguments: TrainArguments, checkpoint: Path | None = None, given: Any = None) -> Any:
-    """The given model, that of `path` or, where there is one, of a checkpoint: under --use-peft its adapter alone."""
-    lm = given
-    if given is None or (checkpoint is not None and not arguments.use_peft):
-        source = path if checkpoint is None or arguments.use_peft else checkpoint
-        if Path(source).exists():
-            source = Path(source).resolve()  # an adapter keeps it as its base, to be found from any directory
-        _check_adapter(source)
-        lm, found = _from_pretrained(
-            AutoModelForCausalLM, path, source, trust_remote_code=arguments.trust_remote_code,
-            dtype=getattr(torch, arguments.dtype), output_loading_info=True,
-        )  # fmt: skip
-        if missing := sorted(found["missing_keys"]):
+    """The model to train: the given one, that of `path` or, where there is one, of a checkpoint: under --use-peft its
+    adapter alone. An adapter, as `path` or given, is trained on."""
+    a, base = arguments, None
+    adapter = None if checkpoint is None else str(checkpoint)
+    if given is None:
+        base, start = find_files(path if checkpoint is None or a.use_peft else str(checkpoint))
+        adapter = adapter or start
+        if start is not None and not a.use_peft:
             raise ValueError(
-                f"model_name_or_path={path}: its files lack {len(missing)} tensors of a {type(lm).__name__}, "
-                f"{missing[0]} among them, which would be random numbers"
+                f"model_name_or_path={path} is an adapter to {base}; expected use_peft=True, which trains it on, "
+                "or the model that merge_and_unload() makes of both"
             )
-    if arguments.gradient_checkpointing:
+        lm = _load(path, base, a)
+    elif getattr(given, "_hf_peft_config_loaded", False):
+        raise ValueError("model has adapters of transformers (load_adapter, add_adapter); expected a PeftModel of peft")
+    else:
+        lm = given if checkpoint is None or a.use_peft else _load(str(checkpoint), str(checkpoint.resolve()), a)
+    if a.gradient_checkpointing:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if arguments.use_peft:
+        if a.use_peft:
             lm.enable_input_require_grads()
-    if arguments.use_peft:
-        lm = _with_adapter(lm, arguments, checkpoint)
+    if is_peft_model(lm):
+        if len(lm.active_adapters) != 1:
+            raise ValueError(
+                f"model has the active adapters {lm.active_adapters}; expected one: model.set_adapter(name)"
+            )
+        if checkpoint is not None:
+            lm.load_adapter(checkpoint, lm.active_adapters[0], is_trainable=True)
+    elif adapter is not None and a.use_peft:
+        lm = _load_adapter(lm, adapter, is_trainable=True)
+        lm.peft_config["default"].base_model_name_or_path = base or lm.name_or_path
+    elif a.use_peft:
+        lm = _with_adapter(lm, a)
+    if a.use_peft:
+        _check_adapter(lm, a, starts=checkpoint is None)
+    if not any(parameter.requires_grad for parameter in lm.parameters()):
+        raise ValueError(
+            f"model_name_or_path={path}: none of its parameters is trained; expected requires_grad=True, of an adapter "
+            "PeftModel.from_pretrained(..., is_trainable=True)"
+        )
     _without_dropout(lm)
     return lm
 
 
-def _check_adapter(folder: str | Path) -> None:
-    """Raise ValueError where the folder is an adapter whose base model is not there."""
-    try:
-        base = json.loads((Path(folder) / "adapter_config.json").read_text())["base_model_name_or_path"]
-        check_path("base_model_name_or_path", base)
-    except FileNotFoundError:  # no adapter
+def load_frozen(path: str, arguments: TrainArguments, *, name: str = "model_name_or_path") -> Any:
+    """A model that is not trained, its adapter included."""
+    files = find_files(path, name=name)
+    lm = _load(path, files.base, arguments, name=name)
+    if files.adapter is not None:
+        lm = _load_adapter(lm, files.adapter, is_trainable=False)
+    lm.requires_grad_(False).eval()
+    _without_dropout(lm)
+    return lm
+
+
+def save_model(lm: Any, folder: Path, state: dict[str, Tensor]) -> None:
+    """Write a model in transformers' format, or its active adapter in PEFT's, from whole tensors."""
+    if not is_peft_model(lm):
+        lm.save_pretrained(folder, state_dict=state)
         return
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder}/adapter_config.json names no base model that can be loaded: {error}") from None
+    lm.save_pretrained(folder, state_dict=state, selected_adapters=lm.active_adapters)
+    for path in list((folder / lm.active_adapters[0]).glob("*")):  # where PEFT writes all but the one named "default"
+        path.replace(folder / path.name)
 
 
-def _from_pretrained(
-    kind: Any, path: str, source: str | Path, *, name: str = "model_name_or_path", **options: Any
-) -> Any:
-    check_hub(name, str(source))
+def _load(path: str, source: str, a: TrainArguments, *, name: str = "model_name_or_path") -> Any:
+    lm, found = _from_pretrained(
+        AutoModelForCausalLM, path, source, name=name, trust_remote_code=a.trust_remote_code,
+        dtype=getattr(torch, a.dtype), output_loading_info=True,
+    )  # fmt: skip
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(
+            f"{name}={path}: its files lack {len(missing)} tensors of a {type(lm).__name__}, {missing[0]} among them, "
+            "which would be random numbers"
+        )
+    return lm
+
+
+def _from_pretrained(kind: Any, path: str, *source: Any, name: str = "model_name_or_path", **options: Any) -> Any:
     transformers_logging.disable_progress_bar()  # of loading and saving: one per file
     try:
-        return kind.from_pretrained(source, **options)
+        return kind.from_pretrained(*source, **options)
     except Exception as error:  # of many types: no such model, one of an unknown type, a damaged file, a model's own
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"{name}={path}: {reason}") from error
 
 
-def _with_adapter(lm: Any, arguments: TrainArguments, adapter: Path | None) -> Any:
-    from peft import LoraConfig, PeftModel, get_peft_model
+# --- adapters ---------------------------------------------------------------------------------------------------------
 
-    if adapter is not None:
-        return PeftModel.from_pretrained(lm, adapter, is_trainable=True)
+
+def is_peft_model(lm: Any) -> bool:
+    """Whether a model is PEFT's around another one. Nobody has one where peft is not imported."""
+    return "peft" in sys.modules and isinstance(lm, sys.modules["peft"].PeftModel)
+
+
+def _load_adapter(lm: Any, adapter: str, *, is_trainable: bool) -> Any:
+    from peft import PeftModel
+
+    with warnings.catch_warnings():  # PEFT makes random numbers of tensors that the files lack
+        warnings.filterwarnings("error", message="Found missing adapter keys")
+        return _from_pretrained(PeftModel, adapter, lm, adapter, is_trainable=is_trainable)
+
+
+def _with_adapter(lm: Any, a: TrainArguments) -> Any:
+    from peft import LoraConfig, get_peft_model
+
     config = LoraConfig(
-        r=arguments.lora_r, lora_alpha=arguments.lora_alpha, lora_dropout=0.0, task_type="CAUSAL_LM",
-        target_modules=arguments.lora_target_modules or "all-linear",
+        r=a.lora_r, lora_alpha=a.lora_alpha, lora_dropout=0.0, task_type="CAUSAL_LM",
+        target_modules=a.lora_target_modules or "all-linear",
     )  # fmt: skip
-    torch.manual_seed(arguments.seed)
+    torch.manual_seed(a.seed)
     try:
         return get_peft_model(lm, config)
     except ValueError as error:
-        raise ValueError(f"lora_target_modules={arguments.lora_target_modules}: {error}") from error
+        raise ValueError(f"lora_target_modules={a.lora_target_modules}: {error}") from error
+
+
+def _check_adapter(lm: Any, a: TrainArguments, *, starts: bool) -> None:
+    """Raise ValueError where options contradict the adapter, which `starts` a run, or where something is trained that
+    its files, or vLLM, would not have."""
+    from peft import get_peft_model_state_dict
+
+    (adapter,) = lm.active_adapters
+    for name in ("r", "lora_alpha", "target_modules") if starts else ():
+        option = f"lora_{name.removeprefix('lora_')}"
+        asked, found = (sorted(x) if isinstance(x, (set, list)) else x
+                        for x in (getattr(a, option), getattr(lm.peft_config[adapter], name, None)))  # fmt: skip
+        if a.is_given(option) and asked != found and asked != ["all-linear"]:
+            raise ValueError(f"{option}={asked}: the adapter that is trained on has {name}={found}; leave {option} out")
+    # "auto", the default, would ask a hub for the base model.
+    files = get_peft_model_state_dict(lm, adapter_name=adapter, save_embedding_layers=False)
+    kept = {tensor.data_ptr() for tensor in files.values()}
+    for name, parameter in lm.named_parameters():
+        if parameter.requires_grad and parameter.data_ptr() not in kept:
+            raise ValueError(f"model trains {name}, which the files of an adapter do not hold; expected it frozen")
+    if a.use_vllm:
+        check_adapter(lm)
 
 
 def _without_dropout(lm: nn.Module) -> None:
@@ -185,19 +305,14 @@ class TeacherModel:
     """A frozen model whose distribution over the vocabulary the policy is drawn to; whole in every process."""
 
     def __init__(self, path: str, arguments: TrainArguments, tokenizer: Any, device: torch.device) -> None:
-        options = dict(trust_remote_code=arguments.trust_remote_code)
         name = "teacher_model_name_or_path"
-        self.lm = _from_pretrained(
-            AutoModelForCausalLM, path, path, name=name, dtype=getattr(torch, arguments.dtype), **options
-        )
-        own = _from_pretrained(AutoTokenizer, path, path, name=name, **options).get_vocab()
+        self.lm = load_frozen(path, arguments, name=name).to(device)
+        own = _load_tokenizer(path, arguments, name=name).get_vocab()
         if differing := [word for word, i in tokenizer.get_vocab().items() if own.get(word) != i]:
             raise ValueError(
                 f"{name}={path}: its tokenizer gives {differing[0]!r} the id {own.get(differing[0])}, the model's "
                 f"{tokenizer.get_vocab()[differing[0]]}; expected a teacher with the same ids"
             )
-        self.lm.requires_grad_(False).eval().to(device)
-        _without_dropout(self.lm)
 
     @torch.no_grad()
     def __call__(self, inputs: dict[str, Any], vocab_size: int) -> Teacher:

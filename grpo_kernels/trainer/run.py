@@ -40,7 +40,7 @@ from .data import Columns, Prompt, fingerprint, load_prompts
 from .files import lock_folder, remove_leftovers, write_atomically, write_text
 from .log import RunLog
 from .memory import advice_on_memory
-from .model import Policy, ReferencePolicy, TeacherModel, load_model, load_tokenizer
+from .model import Policy, ReferencePolicy, TeacherModel, load_model, load_tokenizer, save_model
 from .ranks import (
     Ranks,
     Signals,
@@ -108,7 +108,7 @@ class Run:
         self.rewards = make_rewards(a, tokenizer, self.prompts, self.held_out, given)
         policy = Policy(lm, eager=a.loss == "eager", share_prompts=a.share_prompts)
         ends = eos_ids(lm, tokenizer)
-        vllm = VLLM(source, a) if a.use_vllm else None
+        vllm = VLLM(lm.name_or_path if a.use_peft else source, a) if a.use_vllm else None
         with advice_on_memory(a, lambda: "set-up"):
             self.policy, self.optimizer = self.accelerator.prepare(policy, make_optimizer(policy.parameters(), a))
         self.bare_policy: Policy = self.accelerator.unwrap_model(self.policy)
@@ -214,7 +214,7 @@ class Run:
         if self._generation_config is not None:
             lm.generation_config = self._generation_config
         try:
-            lm.save_pretrained(folder, state_dict=state)
+            save_model(lm, folder, state)
         finally:
             if self._generation_config is not None:
                 lm.generation_config = own

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -120,6 +121,19 @@ def _weights(lm: Any) -> Iterator[tuple[str, torch.Tensor]]:
                 whole = whole + _whole(layer.get_delta_weight(adapter)).to(whole.dtype)
         plain = name.removeprefix("base_model.model.").replace(".base_layer", "")  # without PEFT's wrappers
         yield plain.replace(".modules_to_save.default", ""), whole
+
+
+def check_adapter(lm: Any) -> None:
+    """Raise ValueError where `_weights` does not have all that an adapter trains."""
+    names = {name for name, _ in lm.named_parameters()}
+    for name, parameter in lm.named_parameters():
+        matrix = re.fullmatch(r"(.+)\.lora_(embedding_)?[AB]\.\w+(\.weight)?", name)
+        of_lora = matrix is not None and f"{matrix[1]}.base_layer.weight" in names
+        if parameter.requires_grad and not (of_lora or ".modules_to_save." in name):
+            raise ValueError(
+                f"use_vllm with an adapter that trains {name}; expected LoRA's two matrices to weights of layers, and "
+                "modules_to_save: nothing else is passed to vLLM"
+            )
 
 
 def _pack_again(model: torch.nn.Module) -> None:
