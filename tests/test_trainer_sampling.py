@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import shutil
 import sys
@@ -164,6 +165,22 @@ def test_a_run_without_a_cache_that_can_be_used_says_so(family, model, data, tmp
         )
     words = ["evaluate", str(tmp_path / "run"), "--max-prompts", "1"]
     assert main(words) == 0 and f"{name} is sampled without a cache (it" in capfd.readouterr().err
+
+
+def as_from_5_24(self, input_ids=None, attention_mask=None, position_ids=None, cache=None, use_cache=None):
+    """With the names of transformers 5.24, which warns of the others."""
+    options = {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": use_cache}
+    found = LLAMA(self, input_ids, **options, **{CACHE_NAME: cache})
+    return SimpleNamespace(logits=found.logits, cache=getattr(found, CACHE_NAME))
+
+
+CACHE_NAME = "cache" if "cache" in inspect.signature(LLAMA).parameters else "past_key_values"
+
+
+def test_a_cache_goes_by_the_name_that_the_forward_has(monkeypatch):
+    model = tiny_model("llama")
+    monkeypatch.setattr(LlamaForCausalLM, "forward", as_from_5_24)
+    assert decoding_error(model, cached=True).error < 0.01
 
 
 def test_draws_have_the_probabilities_that_they_are_told():

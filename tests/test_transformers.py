@@ -122,6 +122,17 @@ def test_shared_prompts_change_neither_loss_nor_gradients(family, masked):
     torch.testing.assert_close(shared, right, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("family", "words"), [
+    ("mamba", "the MambaForCausalLM keeps a cache of LinearAttentionLayer; expected one of keys and values alone"),
+    ("openai-gpt", "the OpenAIGPTLMHeadModel keeps no cache; expected one of keys and values alone"),
+])  # fmt: skip
+def test_prompts_cannot_be_shared_by_a_model_without_keys_and_values(family, words):
+    ids = torch.full((2, 6), 5)
+    given = dict(input_ids=ids, completion_ids=ids[:, -2:], advantages=torch.ones(2))
+    with pytest.raises(ValueError, match=words):
+        fused_forward(tiny_model(family), **given, share_prompts=True)
+
+
 def test_shared_prompts_and_completions_of_one_token():
     model, inputs = tiny_model("llama"), {"input_ids": torch.tensor([[3, 4, 5], [3, 4, 6]])}
     inputs["completion_ids"] = inputs["input_ids"][:, -1:]
