@@ -18,7 +18,6 @@ from accelerate.utils import set_seed
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..integrations.transformers import unwrap_causal_lm
 from . import RunError
 from .arguments import TrainArguments
 from .ranks import Ranks, Signals
@@ -87,7 +86,8 @@ def keeps_cache(policy: nn.Module, ranks: Ranks) -> bool:
     """Whether the model can be sampled with its cache, token by token; every rank asks. A model that cannot is sampled
     without, with a warning. Raises ValueError for a model that cannot be sampled in a padded batch at all."""
     policy.eval()
-    name = type(unwrap_causal_lm(getattr(policy, "module", policy).lm).model).__name__
+    lm: Any = getattr(policy, "module", policy).lm  # within DDP
+    name = type(lm.get_base_model() if hasattr(lm, "get_base_model") else lm).__name__
     for cached in (True, False):
         found = max(ranks.gather([infer(policy, "decoding_error", cached=cached)]))
         if math.isnan(found.error):
