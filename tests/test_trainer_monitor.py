@@ -26,6 +26,7 @@ def test_a_run_that_learns_gives_no_alarm(steps, seed):
 
 
 SENTENCES = {
+    "mode_collapse": "the reward does not rise. Raise epsilon_high, add an entropy bonus",
     "slow_rewards": "; the slowest is arithmetic. Profile",
     "constant_reward": "All rewards of the run are equal (0): nothing is learned. Check the reward",
 }
@@ -37,7 +38,9 @@ def test_each_failure_gives_its_alarm_once_for_each_severity(kind):
     assert {alarm.kind for alarm in found} == {kind}
     if kind not in ("gradient_instability", "mode_collapse", "kl_explosion"):  # these have several episodes
         assert [alarm.severity for alarm in found] in (["warning"], ["critical"], ["warning", "critical"])
-    assert found[-1].severity == FAILURES[kind][1] and found[-1].message.endswith(KINDS[kind].advice)
+    advice = KINDS[kind].advice
+    assert found[-1].severity == FAILURES[kind][1]
+    assert found[-1].advice == advice if isinstance(advice, str) else found[-1].advice
     assert SENTENCES.get(kind, "") in found[-1].message
 
 
@@ -81,34 +84,120 @@ def test_kl_must_be_large_per_token_and_per_sequence_for_three_steps(kl, length,
         assert alarms(spikes) == []
 
 
-@pytest.mark.parametrize(
-    ("after", "problems", "severity"),
-    [(0.40, 400, "warning"), (0.2, 400, "critical"), (0.7, 400, None), (0.4, 5, None)],
-)
-def test_hacking_compares_the_rewards_of_training_and_held_out_prompts(after, problems, severity):
+def hacking(*held_out, train=(0.2, 0.8), limits=(0.0, 1.0), error=0.01, problems=1000, wave=0.0):
+    """Severity of the alarm at the last of the evaluations, whose rewards are given. The training reward is train[0] in
+    the 20 steps before all but the last of them, and train[1] in those before the last."""
+    monitor, step, found = Monitor(), 0, []
+    for number, reward in enumerate(held_out, 1):
+        for i in range(20):
+            step += 1
+            mean = train[number == len(held_out)] + wave * (-1) ** i
+            monitor.update({"step": step, "reward": mean, "reward_min": limits[0], "reward_max": limits[1]})
+        evaluation = {"reward": reward, "reward_error": error, "problems": problems}
+        found = monitor.update({"step": step, "evaluation": {k: x for k, x in evaluation.items() if x is not None}})
+    assert {alarm.kind for alarm in found} <= {"reward_hacking"}
+    return found[0].severity if found else None
+
+
+@pytest.mark.parametrize(("held_out", "options", "severity"), [
+    # The training reward has to rise by 5 % of the range of rewards, whatever that is,
+    ((0.4, 0.4), dict(train=(0.2, 0.26), error=0.001, problems=10**6), "warning"),
+    ((0.4, 0.4), dict(train=(0.2, 0.24), error=0.001, problems=10**6), None),
+    ((-4.0, -4.0), dict(train=(-6.0, -5.4), limits=(-8.0, 0.0), error=0.001, problems=10**6), "warning"),
+    ((-4.0, -4.0), dict(train=(-6.0, -5.7), limits=(-8.0, 0.0), error=0.001, problems=10**6), None),
+    ((0.4, 0.4), dict(train=(0.8, 0.2), error=0.001), None),
+    # by twice the noise of the difference of two evaluations, which is 1.41 times their standard error,
+    ((0.4, 0.4), dict(train=(0.2, 0.5), error=0.1), "warning"),
+    ((0.4, 0.4), dict(train=(0.2, 0.46), error=0.1), None),
+    # and by twice its own standard error, here 0.4 / sqrt(10).
+    ((0.4, 0.4), dict(train=(0.2, 0.48), wave=0.4), "warning"),
+    ((0.4, 0.4), dict(train=(0.2, 0.44), wave=0.4), None),
+    # The noise of few problems, of range / (problems + 2), counts where all of them have the same reward.
+    ((0.4, 0.4), dict(train=(0.2, 0.4), error=0.0, problems=20), "warning"),
+    ((0.4, 0.4), dict(train=(0.2, 0.4), error=0.0, problems=10), None),
+    ((0.4, 0.4), dict(train=(0.2, 0.4), error=None, problems=10), None),
+    ((40.0, 40.0), dict(train=(20.0, 40.0), limits=(0.0, 100.0), error=0.0, problems=10), None),
+    # 100 problems where their number is not known.
+    ((0.4, 0.4), dict(train=(0.2, 0.26), error=0.0, problems=None), "warning"),
+    ((0.4, 0.4), dict(train=(0.2, 0.2 + 0.051), error=0.018, problems=None), "warning"),
+    ((0.4, 0.4 + 0.013), dict(error=0.0, problems=None), "warning"),
+    ((0.4, 0.4 + 0.015), dict(error=0.0, problems=None), None),
+    # The held-out reward rose by less than the noise, 0.14; it fell by two, which is critical.
+    ((0.4, 0.53), dict(error=0.1), "warning"),
+    ((0.4, 0.55), dict(error=0.1), None),
+    ((0.4, 0.13), dict(error=0.1), "warning"),
+    ((0.4, 0.11), dict(error=0.1), "critical"),
+    # It is compared with the best evaluation before, and with the training reward of that time.
+    ((0.1, 0.6, 0.4, 0.5), dict(error=0.03), "critical"),
+    ((0.1, 0.4, 0.2, 0.6), dict(error=0.03), None),
+    # The highest reward everywhere is no failure: there is no room to rise.
+    ((0.9, 0.9), dict(error=0.05), None),
+    ((0.8, 0.8), dict(error=0.05), "warning"),
+    ((-1.0, -1.0), dict(train=(-6.0, -2.0), limits=(-8.0, -1.0), error=0.05), None),
+    ((-1.2, -1.2), dict(train=(-6.0, -2.0), limits=(-8.0, -1.0), error=0.05), "warning"),
+])  # fmt: skip
+def test_hacking_compares_the_rewards_of_training_and_held_out_prompts(held_out, options, severity):
+    assert hacking(*held_out, **options) == severity
+
+
+def test_hacking_compares_with_the_training_reward_at_the_best_evaluation():
+    """Without an evaluation before it the first steps count; an evaluation that scored nothing is passed over."""
+
+    def found(rewards, evaluations):
+        monitor, alarms = Monitor(), []
+        for step, reward in enumerate(rewards, 1):
+            monitor.update({"step": step, "reward": reward, "reward_min": 0.0, "reward_max": 1.0})
+            if step in evaluations:
+                values = {"reward": evaluations[step], "reward_error": 0.01, "problems": 1000}
+                alarms += monitor.update({"step": step, "evaluation": values})
+        return [alarm.kind for alarm in alarms]
+
+    at = [0.2] * 20 + [0.8] * 60
+    assert found(at, {20: 0.4, 40: 0.4}) == ["reward_hacking"]  # 0.2 then, 0.8 now
+    assert found(at, {40: 0.4, 60: 0.4}) == []  # 0.8 at both
+    assert found(at, {20: 0.4, 40: None}) == [] and found(at, {20: 0.4, 40: None, 60: 0.4}) == ["reward_hacking"]
+    assert found([0.2] * 10 + [0.8] * 20, {10: 0.4, 30: 0.4}) == ["reward_hacking"]
+    # The range is that of the whole run: 5 % of 2 are more than 0.06. Without rewards and their range there is none.
+    for first, kinds in ((2.0, []), (1.0, ["reward_hacking"]), (None, [])):
+        monitor, last = Monitor(), []
+        monitor.update({"step": 1, "reward": 0.2, "reward_min": first and 0.0, "reward_max": first})
+        for step in range(2, 41):
+            step_range = {"reward_min": 0.0, "reward_max": 1.0} if first else {}
+            monitor.update({"step": step, "reward": 0.2 if step <= 20 else 0.26, **step_range})
+            if step % 20 == 0:
+                last = monitor.update({"step": step, "evaluation": {"reward": 0.4, "problems": 10**6}})
+        assert [alarm.kind for alarm in last] == kinds
+    monitor, evaluation = Monitor(), {"reward": 0.4, "problems": 1000}
+    monitor.update({"step": 1, "reward_min": 0.0, "reward_max": 1.0})
+    assert [monitor.update({"step": step, "evaluation": evaluation}) for step in (1, 2)] == [[], []]  # no reward
+    monitor = Monitor()
+    assert monitor.update({"step": 0, "evaluation": {"reward": 0.4, "problems": 1000}}) == []  # before the first step
+    for step, reward in enumerate(at, 1):
+        monitor.update({"step": step, "reward": reward, "reward_min": 0.0, "reward_max": 1.0})
+    assert len(monitor.update({"step": 80, "evaluation": {"reward": 0.4, "problems": 1000}})) == 1
+
+
+def test_hacking_names_its_numbers():
     records = log(200, every=1000, accuracy=lambda share: 0.4)
-    last = {"step": 200, "evaluation": {"reward": after, "problems": problems}}
-    last["evaluation"]["reward_error"] = math.sqrt(after * (1 - after) / problems)
-    found = alarms([*records, last])
-    assert [alarm.severity for _, alarm in found] == ([severity] if severity else [])
+    last = {"step": 200, "evaluation": {"reward": 0.3, "reward_error": 0.023, "problems": 400}}
+    (found,) = [alarm for _, alarm in alarms([*records, last])]
+    text = r"The training reward rose by 0\.\d+ \(threshold 0\.065\d*\) while the held-out reward went from 0.4 to 0.3 "
+    assert re.match(text + r"\(400 problems, standard error 0.033\)\.", found.message)
+    assert found.severity == "critical"
 
 
-def test_hacking_knows_no_accuracy_and_any_range_of_rewards():
-    """A graded reward that rises on held-out prompts too, though no completion reaches 1; the same of rewards <= 0."""
+def test_advice_fits_what_the_log_shows():
+    def found(kind, **changes):
+        return [alarm.advice for _, alarm in alarms([{**r, **changes} for r in failing(kind)]) if alarm.kind == kind]
 
-    def found(low, high, held_out):
-        records = log(200, every=100)
-        for record in records:
-            if "evaluation" in record:
-                at = 0.35 + (held_out - 0.35) * record["step"] / 200
-                record["evaluation"] = {"reward": low + (high - low) * at, "problems": 400, "pass_at_1": 0.0}
-            else:
-                record |= {key: low + (high - low) * record[key] for key in ("reward", "reward_min", "reward_max")}
-                record["reward_std"] *= high - low
-        return [alarm.kind for _, alarm in alarms(records)]
-
-    for low, high in ((0.0, 0.3), (-8.0, -1.0)):
-        assert found(low, high, 0.7) == [] and found(low, high, 0.35) == ["reward_hacking"]
+    unclipped = {"clip_ratio/high": 0.0}
+    assert all(advice.startswith("Raise epsilon_high, add") for advice in found("mode_collapse"))
+    assert all(advice.startswith("Add an entropy bonus") for advice in found("mode_collapse", **unclipped))
+    assert found("mode_collapse", **unclipped, cispo_clip_ratio=0.1)[0].startswith("Raise epsilon_high")
+    (advice,) = found("no_learning_signal", dropped_groups=0, refill_rounds=None)
+    assert advice == "Choose easier prompts, raise num_generations, or set dynamic_sampling."
+    for working in ({"dropped_groups": 3, "refill_rounds": None}, {"refill_rounds": 0}):
+        assert found("no_learning_signal", **working) == ["Choose easier prompts, or raise num_generations."]
 
 
 def test_solved_groups_are_told_from_dead_ones():
@@ -126,7 +215,7 @@ def test_solved_groups_are_told_from_dead_ones():
     assert [a.severity for a in found(**equal, reward=0.0)] == ["warning", "critical"]
     assert re.search(r"in 9\d% every completion has the lowest reward", found(**equal, reward=0.0)[1].message)
     assert found(**solved) == found(**equal, reward=1.0) == []  # a task that was learned is no failure
-    assert ["too easy" in a.message for a in found(since=0, **solved)] == [True]
+    assert ["the prompts are too easy. Choose harder prompts" in a.message for a in found(since=0, **solved)] == [True]
 
 
 def test_the_readme_describes_every_alarm():

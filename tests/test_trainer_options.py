@@ -18,6 +18,7 @@ from tiny_models import WORD_PROBLEMS, tiny_chat
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from training import rollouts, run, steps
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from trl.trainer import grpo_trainer
 
 from grpo_kernels import GRPOConfig, available_presets
 from grpo_kernels.commands.cli import main
@@ -26,6 +27,7 @@ from grpo_kernels.trainer.adamw import MasterAdamW, make_optimizer
 from grpo_kernels.trainer.arguments import TrainArguments
 from grpo_kernels.trainer.arithmetic import start_model
 from grpo_kernels.trainer.batch import denominators, soft_overlong, step_ends
+from grpo_kernels.trainer.log import TRL_NAMES
 from grpo_kernels.trainer.rollout import Completion
 
 LOSSES = {preset: {"loss_type": preset} for preset in available_presets()}
@@ -219,6 +221,21 @@ def test_denominators_count_what_is_scored():
         assert denominators(rows, GRPOConfig.preset(name), masked) == expected
     fixed = GRPOConfig.preset("dr_grpo", max_completion_length=7)
     assert denominators(rows, fixed, TrainArguments()) == (14, 8)
+
+
+def test_trackers_get_trls_names(trained, data, monkeypatch):
+    told = []
+    monkeypatch.setattr("accelerate.Accelerator.log", lambda self, values, step: told.append((step, values)))
+    record = steps(trained(max_steps=1, learning_rate=3e-3, num_iterations=1, eval_dataset_name=data))[0]
+    (_, before), (step, values), _ = told
+    assert step == 1 and values["train/learning_rate"] == record["learning_rate"] == 3e-3
+    pairs = {"train/frac_reward_zero_std": "zero_gradient_groups", "train/clip_ratio/region_mean": "clip_ratio/region"}
+    for name, ours in {**pairs, "train/reward": "reward", "train/approx_kl": "approx_kl"}.items():
+        assert values[name] == record[ours]
+    assert before.keys() >= {"eval/reward", "eval/pass_at_1"} and all(name.startswith("eval/") for name in before)
+    # TRL has them all.
+    text = Path(grpo_trainer.__file__).read_text()
+    assert [name for name in TRL_NAMES.values() if f'"{name}"' not in text] == []
 
 
 def test_a_replay_takes_the_same_steps(trained):

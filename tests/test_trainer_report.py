@@ -42,7 +42,7 @@ def test_a_finished_run(tmp_path):
     assert {check["state"] for check in data["checks"]} == {"ok"} and len(data["checks"]) == len(KINDS)
     first = data["groups"][0]
     assert [chart["title"] for chart in first["charts"]] == [
-        "Reward", "Held-out accuracy", "KL to the reference", "Entropy", "Gradient norm",
+        "Reward", "Held-out accuracy", "KL to the reference", "Entropy", "Gradient norm", "Learning rate",
     ]  # fmt: skip
     assert data["series"]["kl"]["y"] == pytest.approx([r["kl"] for r in records if "kl" in r], rel=1e-4)
     assert list(charts(data)["Held-out accuracy"]["lines"].values()) == [
@@ -71,7 +71,7 @@ def test_each_failure_is_said_with_its_threshold_and_what_to_do(kind, tmp_path):
     data = collect(write_run(tmp_path, records, []))
     shown, (found, _) = data["episodes"], diagnose(records)
     assert [(e["kind"], e["first"], e["last"]) for e in shown] == [(e.alarm.kind, e.first, e.last) for e in found]
-    assert f"{shown[0]['seen']} {KINDS[kind].advice}" == found[0].alarm.message
+    assert f"{shown[0]['seen']} {shown[0]['advice']}" == found[0].alarm.message
     state = {check["title"]: check["state"] for check in data["checks"]}[KINDS[kind].title]
     assert state == ("past" if shown[-1]["last"] is not None else shown[-1]["severity"])
 

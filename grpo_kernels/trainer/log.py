@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import sys
@@ -20,12 +19,21 @@ from .arguments import TrainArguments
 from .batch import groups_of, without_gradient
 from .checkpoint import LOG, SAMPLES
 from .files import naming, sync, write_text
-from .monitor import Monitor
+from .monitor import Monitor, is_number
 from .ranks import Ranks
 from .rollout import Completion
 
 # Beside the progress bar, or in the lines that stand for it.
 SHOWN = ("reward", "kl", "divergence", "entropy", "grad_norm")
+# Trackers get TRL's names, with its prefixes train/ and eval/, so that runs of both trainers share their plots: here
+# are those that differ from the names in log.jsonl.
+TRL_NAMES = {
+    "zero_gradient_groups": "frac_reward_zero_std", "clip_ratio/low": "clip_ratio/low_mean",
+    "clip_ratio/high": "clip_ratio/high_mean", "clip_ratio/region": "clip_ratio/region_mean",
+    "rollout_mismatch/mean": "sampling/sampling_logp_difference/mean",
+    "rollout_mismatch/max": "sampling/sampling_logp_difference/max",
+    "rollout_weight/mean": "sampling/importance_sampling_ratio/mean",
+}  # fmt: skip
 
 
 class RunLog:
@@ -78,13 +86,13 @@ class RunLog:
         record = _finite(record)
         alarms = self.monitor.update(record)
         if alarms:
-            record["warnings"] = [dataclasses.asdict(alarm) for alarm in alarms]
+            record["warnings"] = [{"kind": a.kind, "severity": a.severity, "message": a.message} for a in alarms]
         for alarm in alarms:
             self.say(f"step {record['step']}: {alarm.severity}: {alarm.message}")
         self._append(LOG, record)
-        flat = {f"evaluation/{k}": v for k, v in record["evaluation"].items()} if "evaluation" in record else record
-        numbers = {k: v for k, v in flat.items() if isinstance(v, (int, float)) and k != "step"}
-        self.accelerator.log(numbers, step=record["step"])
+        kind, metrics = ("eval", record["evaluation"]) if "evaluation" in record else ("train", record)
+        numbers = {k: v for k, v in metrics.items() if is_number(v) and k != "step"}
+        self.accelerator.log({f"{kind}/{TRL_NAMES.get(k, k)}": v for k, v in numbers.items()}, step=record["step"])
         if "loss" in record:
             shown = {k: f"{numbers[k]:.3g}" for k in SHOWN if k in numbers}
             self.bar.update(1)

@@ -45,11 +45,16 @@ Finding = tuple[str, str]  # severity; what was seen, a sentence
 
 @dataclass(frozen=True)
 class Alarm:
-    """kind: a key of `KINDS`; severity: "warning" or "critical"; message: what was seen, the threshold, what to do."""
+    """kind: a key of `KINDS`; severity: "warning" or "critical"; seen: what, and the threshold; advice: what to do."""
 
     kind: str
     severity: str
-    message: str
+    seen: str
+    advice: str
+
+    @property
+    def message(self) -> str:
+        return f"{self.seen} {self.advice}"
 
 
 class History:
@@ -311,18 +316,35 @@ def slow_rewards(h: History) -> Iterator[Finding]:
         yield "warning", f"{text}{h.record['slowest_reward']}."
 
 
+# --- advice that depends on the log -----------------------------------------------------------------------------------
+
+
+def against_collapse(h: History) -> str:
+    clips = h.mean("clip_ratio/high") > 0 or h.mean("cispo_clip_ratio") > 0
+    first = "Raise epsilon_high, add" if clips else "Add"
+    return f"{first} an entropy bonus (entropy_coef), lower the learning rate, or sample at a higher temperature."
+
+
+def for_a_signal(h: History) -> str:
+    prompts = "harder" if h.groups_at("all_max_groups") > EASY else "easier"
+    drops = h.mean("dropped_groups") > 0 or "refill_rounds" in h.record
+    return f"Choose {prompts} prompts" + (
+        ", or raise num_generations." if drops else ", raise num_generations, or set dynamic_sampling."
+    )
+
+
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
 class Kind(NamedTuple):
     """title: for headings; needs: keys of a record, one of which must be there for the check to run; least: records
-    that it takes to find something; advice: ends each message."""
+    that it takes to find something; advice: ends each message, by what the history shows where it depends on that."""
 
     title: str
     needs: tuple[str, ...]
     least: int
     check: Callable[[History], Iterator[Finding]]
-    advice: str
+    advice: str | Callable[[History], str]
 
 
 KINDS = {
@@ -331,9 +353,7 @@ KINDS = {
         "checkpoint."),
     "reward_outliers": Kind("Reward outliers", ("reward_std",), SPAN, reward_outliers,
         "Read the completions of the highest rewards: a loophole of the reward looks like this when it is found."),
-    "mode_collapse": Kind("Mode collapse", ("entropy",), 2 * SPAN, mode_collapse,
-        "Raise epsilon_high, add an entropy bonus (entropy_coef), lower the learning rate, or sample at a higher "
-        "temperature."),
+    "mode_collapse": Kind("Mode collapse", ("entropy",), 2 * SPAN, mode_collapse, against_collapse),
     "kl_explosion": Kind("KL explosion", ("kl",), SOON, kl_explosion,
         "Lower the learning rate, raise beta or set kl_target, and read the completions."),
     "divergence_rises": Kind("Divergence to the teacher rises", ("divergence",), 2 * SPAN, divergence_rises,
@@ -344,10 +364,10 @@ KINDS = {
     "constant_reward": Kind("Constant reward", ("reward",), WINDOW, constant_reward,
         "Check the reward function on completions of samples.jsonl; if it is right, choose easier or harder prompts."),
     "no_learning_signal": Kind("No learning signal", ("zero_gradient_groups",), WINDOW, no_learning_signal,
-        "Choose easier prompts (harder ones where all are right), raise num_generations, or set dynamic_sampling."),
+        for_a_signal),
     "length_bias": Kind("Length bias", ("completions/mean_length",), 2 * SPAN, length_bias,
-        "Use a loss that does not divide by a sequence's length (dapo, dr_grpo), or a soft penalty of overlong "
-        "completions (soft_overlong_cache)."),
+        "Set a soft penalty of overlong completions (soft_overlong_cache); where the loss divides by a sequence's "
+        "length (grpo, gspo), use one that does not (dapo, dr_grpo)."),
     "truncation": Kind("Truncated completions", ("completions/clipped_ratio",), SOON, truncation,
         "Raise max_completion_length; check that the model's EOS ids are those that end a completion."),
     "off_policy": Kind("Off-policy rollouts", ("rollout_mismatch/mean", "rollout_weight/mean", "rollout_ess"), SOON,
@@ -415,7 +435,8 @@ class Monitor:
                     del self._active[kind]
             return []
         severity, seen = finding
-        alarm = Alarm(kind, severity, f"{seen} {KINDS[kind].advice}")
+        advice = KINDS[kind].advice
+        alarm = Alarm(kind, severity, seen, advice if isinstance(advice, str) else advice(self._history))
         if episode is None:
             self._active[kind] = Episode(step, None, alarm)
             self.episodes.append(self._active[kind])

@@ -75,6 +75,7 @@ def all_charts(evaluation: Record, config: Record) -> dict[str, tuple[Chart, ...
                   ((ENTROPY, "limit, with repeated completions"),)),
             Chart("Gradient norm", "before clipping, log scale", {"grad_norm": "norm"}, ("gradient_instability",),
                   ((finite(config.get("max_grad_norm")) or None, "max_grad_norm"),), log=True),
+            Chart("Learning rate", "of AdamW", {"learning_rate": "rate"}),
         ),
         "Rewards and advantages": (
             Chart("Range of rewards", "shaded: lowest to highest", {"reward": "mean"}, ("reward_outliers",),
@@ -287,10 +288,10 @@ def ends(records: list[Record], key: str) -> tuple[list[float], list[float]]:
 
 
 def show_episode(episode: Episode) -> dict[str, Any]:
-    alarm, kind = episode.alarm, KINDS[episode.alarm.kind]
+    alarm = episode.alarm
     return {
-        "kind": alarm.kind, "title": kind.title, "severity": alarm.severity, "first": episode.first,
-        "last": episode.last, "seen": alarm.message.removesuffix(kind.advice).strip(), "advice": kind.advice,
+        "kind": alarm.kind, "title": KINDS[alarm.kind].title, "severity": alarm.severity, "first": episode.first,
+        "last": episode.last, "seen": alarm.seen, "advice": alarm.advice,
     }  # fmt: skip
 
 
