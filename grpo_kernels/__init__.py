@@ -1,5 +1,11 @@
 """Fused GRPO losses from hidden states: exact, in one chunk of logits. See the README, or `help(fused_grpo_loss)`."""
 
+import warnings
+
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch can do without it, and so can this package
+    import torch
+
 from .backends import available_backends
 from .config import GRPOConfig, available_presets
 from .distillation import DistillationOutput, fused_distillation_loss, fused_divergence

@@ -6,6 +6,8 @@ from __future__ import annotations
 import functools
 import json
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -83,6 +85,15 @@ def test_with_nothing_optional():
     assert "not 'cpu': the compiled CPU kernels cannot be used" in text
     devices = json.loads("{" + facts)["devices"]
     assert devices[0]["backend"] == "torch" and devices[0]["instruction_set"] is None
+
+
+def test_without_numpy_and_transformers_a_report_is_written_and_torch_is_quiet(tmp_path):
+    """NumPy and the trainer's packages are none of this package's dependencies."""
+    (tmp_path / "log.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
+    blocked = "import sys; sys.modules.update(dict.fromkeys(('numpy', 'transformers', 'accelerate', 'tqdm', 'yaml')));"
+    code = f"{blocked} from grpo_kernels.commands.cli import main; sys.exit(main(['report', {str(tmp_path)!r}]))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (found.returncode, found.stderr, found.stdout) == (0, "", f"{tmp_path / 'report.html'}\n")
 
 
 # --- grpo-kernels check -----------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -13,9 +14,11 @@ import urllib.parse
 from types import SimpleNamespace
 
 import pytest
-from training_logs import failing, log, samples, write_run
+from training_logs import evaluation_record, failing, log, samples, step_record, write_run
 
 from grpo_kernels.trainer import report
+from grpo_kernels.trainer.arguments import TrainArguments
+from grpo_kernels.trainer.log import RunLog
 from grpo_kernels.trainer.monitor import KINDS, diagnose
 from grpo_kernels.trainer.report import collect, thin, write_report
 
@@ -102,6 +105,74 @@ def test_a_broken_last_line_and_a_step_that_is_there_twice(tmp_path):
         "config.json could not be read.",
         "samples.jsonl: 1 of the lines could not be read; the first is line 41.",
     ]
+
+
+NUMBERS = ["-" + "1" * 300, "1e300", "-1e300", "1e155", "5e-324", "NaN", "-Infinity", "null"]
+OTHERS = ["[1, 2]", "{}", '{"a": [[]]}', '"text"', "true", "1" * 400, "1" * 5000, "[" * 5000 + "]" * 5000]
+
+
+@pytest.mark.parametrize("value", NUMBERS + OTHERS, ids=lambda value: value[:12])
+def test_odd_values_in_every_place_of_every_file_are_survived(value, tmp_path, capfd):
+    """The report is written, the monitor goes on after a resume, and a value of a wrong type is said with its line."""
+
+    def record(*keys):
+        return "{" + ", ".join(['"step": 41', *(f'"{key}": {value}' for key in keys)]) + "}"
+
+    free = ("slowest_reward", "advantage_histogram")
+    metrics = [*step_record(1, 9, random.Random(0)).keys() - {"step", *free}, "cispo_clip_ratio"]
+    held_out = evaluation_record(1, 0.5)["evaluation"].keys() - {"pass_at_k"}
+    evaluations = [record(*held_out), record("pass_at_k"), record("examples"), value]
+    lines = [value, f'{{"step": {value}, "loss": 1}}', record(*metrics), *map(record, free)]
+    lines += [f'{{"step": {step}, "evaluation": {evaluation}}}' for evaluation in evaluations for step in (0, 41)]
+    folder = write_run(tmp_path / "run", log(40), samples(40))
+    whole = (folder / "log.jsonl").read_text()
+    for line in lines:
+        (folder / "log.jsonl").write_text(whole + f"{line}\n" * 12)
+        (sentence,) = page_data(write_report(folder))["notes"] or [""]
+        assert sentence in ("", "log.jsonl: 12 of the lines could not be read; the first is line 42.")
+        if line in (lines[2], lines[5]):  # metrics
+            assert bool(sentence) == (value in OTHERS)
+        size = (folder / "log.jsonl").stat().st_size
+        RunLog(folder, SimpleNamespace(is_main_process=True), TrainArguments()).start(41, {"log.jsonl": size})
+        said = capfd.readouterr().err
+        assert bool(sentence) == ("12 of 53 lines cannot be read and are left out; the first is line 42" in said)
+    (folder / "log.jsonl").write_text(whole)
+    row = f'{{"step": 41, "completion": {value}, "prompt": [{{"role": {value}}}], "extra": {value}}}'
+    numbers = record("reward", "advantage", "tokens")
+    (folder / "samples.jsonl").write_text(
+        f'{row}\n{numbers}\n{record("rewards")}\n{{"step": 40, "rewards": {{"a": {value}}}}}\n'
+    )
+    write_report(folder)
+    settings = ("seconds", "max_steps", "max_grad_norm", "num_generations", "model_name_or_path", "loss_type")
+    for text in (record(*settings), value):
+        for name in ("config.json", "summary.json"):
+            (folder / name).write_text(text)
+        write_report(folder)
+
+
+def test_what_log_extra_cannot_write_is_left_out(tmp_path):
+    cycle, deep = [], "end"
+    cycle.append(cycle)
+    for _ in range(500):
+        deep = [deep]
+    found = RunLog(tmp_path, SimpleNamespace(is_main_process=True), TrainArguments())
+    for value in (cycle, deep, 10**5000, {(1, 2): 3}):
+        found.sample({"step": 1, "reward": float("nan"), "extra": {"mine": value, "other": 1}})
+    found.sample({"step": 1, "extra": {"mine": {1}}})
+    notes = []
+    rows = report.read_lines(tmp_path / "samples.jsonl", notes)
+    assert [row["extra"] for row in rows] == ["cannot be written as JSON: mine, other"] * 4 + [{"mine": "{1}"}]
+    assert notes == [] and rows[0]["reward"] is None
+
+
+def test_the_monitor_takes_every_float(tmp_path):
+    for big in (1e300, -1e300, 1e155, 5e-324):
+        records = log(60)
+        for record in records[1::2]:
+            record |= {key: big for key, value in record.items() if isinstance(value, float) and key != "step"}
+            if "evaluation" in record:
+                record["evaluation"] |= {"reward": big, "reward_error": abs(big), "problems": abs(big)}
+        diagnose(records)
 
 
 def test_a_run_without_a_step(tmp_path):

@@ -72,15 +72,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    """The commands of the trainer, which parse their own options: those need transformers."""
+    """The commands of the trainer, which parse their own options: all but the report need transformers."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # prompts and completions, whatever the locale
+    if arguments.command == "report":
+        from ..trainer.report import run
+
+        return run(arguments.rest)
     missing = missing_packages()
     if missing:
         print(f"grpo-kernels {arguments.command} {missing}", file=sys.stderr)
         return 1
     from ..trainer.commands import COMMANDS
 
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # prompts and completions, whatever the locale
     return COMMANDS[arguments.command](arguments.rest)
 
 

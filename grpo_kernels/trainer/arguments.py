@@ -24,10 +24,8 @@ from ..names import ADVANTAGE_SCALES, DIVERGENCES, KL_ESTIMATORS, LEVELS
 from . import demo, missing_packages
 from .data import check_path, is_one_split
 from .rewards.answers import compiled
+from .tasks import ARITHMETIC
 
-ARITHMETIC = "arithmetic"
-ARITHMETIC_SUMS = "sums are written ones first: 40+56= goes on with 69"
-ARITHMETIC_MODEL = f"arithmetic model ({ARITHMETIC_SUMS})"
 # Types of options say what is expected of their values, where the loss does not check it.
 RANGES: dict[Any, Callable[[float], bool]] = {
     "at least 0": lambda x: 0 <= x < math.inf,

@@ -20,10 +20,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from . import RunError
-from .arguments import ARITHMETIC, TrainArguments, to_json
+from .arguments import TrainArguments, to_json
 from .data import Prompt, fingerprint
 from .files import CHECKSUMS, remove, sha256
 from .rollout import Completion, from_lines
+from .tasks import ARITHMETIC
 
 LOG, SAMPLES = "log.jsonl", "samples.jsonl"
 CONFIG = "config.json"  # the options of the run in its output folder; in a checkpoint RUN, beside that of the model

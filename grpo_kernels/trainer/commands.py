@@ -13,16 +13,17 @@ from accelerate.state import PartialState
 from accelerate.utils import broadcast_object_list
 
 from ..benchmarks.machine import peak, restart_peak
-from . import RunError, evaluate, report
+from . import RunError, evaluate
 from . import demo as demonstration
 from .adamw import bytes_of_masters
-from .arguments import ARITHMETIC_MODEL, TrainArguments, parse
+from .arguments import TrainArguments, parse
 from .loop import Trainer
 from .memory import advice_on_memory
 from .ranks import on_cpu
 from .rewards import SandboxUnavailable
 from .run import Run
 from .saving import check_room
+from .tasks import ARITHMETIC_MODEL
 
 MIB = 2**20
 
@@ -72,9 +73,7 @@ def demo(argv: Sequence[str]) -> int:
     return status
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "demo": demo, "train": train, "evaluate": evaluate.run, "report": report.run,
-}  # fmt: skip
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"demo": demo, "train": train, "evaluate": evaluate.run}
 
 
 # --- train --dry-run --------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from itertools import chain, count
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from ..engine.products import cpu_multiplies
+from .report import read_lines, read_object
 from .smollm2 import smollm2
 from .tasks import TASKS
 
@@ -57,9 +57,10 @@ def words_of_run(options: argparse.Namespace) -> list[str]:
 
 def show(folder: Path) -> None:
     """Print the curve, answers before and after, and the rise in words."""
-    log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    summary = json.loads((folder / "summary.json").read_text())
-    evaluations = [(record["step"], record["evaluation"]) for record in log if "evaluation" in record]
+    notes: list[str] = []
+    log, summary = read_lines(folder / "log.jsonl", notes), read_object(folder / "summary.json", notes)
+    found = [(record["step"], record["evaluation"]) for record in log if "evaluation" in record]
+    evaluations = [(step, evaluation) for step, evaluation in found if evaluation.get("reward") is not None]
     print("\n".join(chain(_curve(evaluations), _answers(evaluations))))
     before, after = summary["held_out_reward_before"], summary["held_out_reward_after"]
     print(

@@ -19,8 +19,9 @@ from .arguments import TrainArguments
 from .batch import groups_of, without_gradient
 from .checkpoint import LOG, SAMPLES
 from .files import naming, sync, write_text
-from .monitor import Monitor, is_number
+from .monitor import Monitor
 from .ranks import Ranks
+from .records import is_number, parse_record
 from .rollout import Completion
 
 # Beside the progress bar, or in the lines that stand for it.
@@ -55,14 +56,17 @@ class RunLog:
             if (missing := size - len(written)) > 0:
                 self.say(f"{path} is {missing:,} bytes shorter than at step {step}: records of steps are lost")
             lines = written[:size].splitlines()
-            whole = [line for line in lines if _is_record(line)]
-            if len(whole) < len(lines):
-                self.say(f"{path}: {len(lines) - len(whole)} of {len(lines):,} lines cannot be read and are left out")
-            if written != (text := b"".join(line + b"\n" for line in whole)):
+            records = [parse_record(line) for line in lines]
+            if count := records.count(None):
+                self.say(
+                    f"{path}: {count} of {len(lines):,} lines cannot be read and are left out; the first is line "
+                    f"{records.index(None) + 1}"
+                )
+            whole = [line + b"\n" for line, record in zip(lines, records, strict=True) if record is not None]
+            if written != (text := b"".join(whole)):
                 write_text(path, text.decode())
-        if self.writes:
-            for line in self.paths[LOG].read_text().splitlines():
-                self.monitor.update(json.loads(line))
+            for record in filter(None, records) if name == LOG else ():
+                self.monitor.update(record)
         self.bar.n = step
         self.bar.refresh()
 
@@ -102,6 +106,14 @@ class RunLog:
                 self.say(f"step {record['step']} of {self.bar.total}: {words}, {record['seconds']:.0f} s")
 
     def sample(self, sample: dict[str, Any]) -> None:
+        """One completion; values of `log_extra` that cannot be written, or read again, are left out, by name."""
+        try:
+            text = json.dumps(_finite(sample), default=str)
+        except (ValueError, TypeError, RecursionError):
+            text = ""
+        if parse_record(text) is None:
+            names = ", ".join(map(str, sample.get("extra", {})))
+            sample = {**sample, "extra": f"cannot be written as JSON: {names}"}
         self._append(SAMPLES, _finite(sample))
 
     def say(self, text: str) -> None:
@@ -116,13 +128,6 @@ class RunLog:
         if self.writes:
             with naming(self.paths[name]), self.paths[name].open("a") as file:
                 file.write(json.dumps(record, default=str) + "\n")
-
-
-def _is_record(line: bytes) -> bool:
-    try:
-        return isinstance(json.loads(line), dict)
-    except ValueError:
-        return False
 
 
 def _finite(value: Any) -> Any:

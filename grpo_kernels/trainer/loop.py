@@ -14,7 +14,6 @@ from statistics import fmean
 import torch
 
 from . import RunError
-from .arguments import ARITHMETIC_MODEL
 from .batch import (
     assign_advantages,
     denominators,
@@ -38,6 +37,7 @@ from .rewards import RewardBatch
 from .rewards.scoring import Failure
 from .rollout import Completion, infer, load_replay, rollout_path, to_lines
 from .run import ENDS_UNSAVED, Run
+from .tasks import ARITHMETIC_MODEL
 
 
 class Trainer:

@@ -11,7 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from .records import Record, is_number
 
 HISTORY = 100  # values kept of each metric
 SPAN = 20  # steps of each of two means that are compared, and steps before the first comparison
@@ -33,13 +35,13 @@ DIVERGENCE_RATIO = 1.5  # of the start
 ESS = 0.3
 WEIGHT_LOW, WEIGHT_HIGH = 0.5, 2.0
 MISMATCH = 0.036  # nats: mean |difference| of a normal distribution whose KL is 1e-3
+LARGEST = 1e100  # of a value in a history: squares of larger ones, and their sums, overflow
 CLIPPED, CLIPPED_KL = 0.2, 0.01  # share of tokens; nats per token to the old policy. Both must be exceeded
 # Metrics whose first update of a rollout, at a ratio of 1, is compared with other first updates alone.
 PER_UPDATE = ("grad_norm", "clip_ratio/region", "cispo_clip_ratio", "approx_kl")
 
 NAN = math.nan
 
-Record = dict[str, Any]
 Finding = tuple[str, str]  # severity; what was seen, a sentence
 
 
@@ -58,7 +60,7 @@ class Alarm:
 
 
 class History:
-    """record: the one to check; values: the last `HISTORY` finite values of each metric; start: its first `SPAN`;
+    """record: the one to check; values: of each metric the last `HISTORY` up to `LARGEST`; start: its first `SPAN`;
     reward_range: lowest and highest so far; evaluations: of each, its reward and those of the `SPAN` steps before.
 
     A mean of too few values is NaN, which is neither above nor under a threshold.
@@ -74,7 +76,7 @@ class History:
     def push(self, record: Record) -> None:
         self.record = record
         for key, value in record.items():
-            if not is_number(value) or not math.isfinite(value):
+            if not is_number(value) or not abs(value) <= LARGEST:  # or NaN
                 continue
             if key in ("reward_min", "reward_max"):
                 self.reward_range = [min([*self.reward_range, value]), max([*self.reward_range, value])]
@@ -114,10 +116,6 @@ class History:
         return fmean(shares) if shares else 0.0
 
 
-def is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def variance(values: list[float]) -> float:
     mean = fmean(values)
     return fmean((value - mean) ** 2 for value in values)
@@ -142,7 +140,7 @@ def reward_hacking(h: History) -> Iterator[Finding]:
     reward = evaluation.get("reward")
     if reward is None:
         return
-    problems = int(evaluation.get("problems") or 100)
+    problems = evaluation.get("problems") or 100
     rewards = h.last("reward", SPAN)
     earlier = max(h.evaluations, key=lambda row: row[0], default=None)
     h.evaluations.append([float(reward), *rewards])
@@ -158,7 +156,7 @@ def reward_hacking(h: History) -> Iterator[Finding]:
         text = (
             f"The training reward rose by {rise:.3g} (threshold {threshold:.3g}) while the held-out reward went from "
         )
-        text += f"{earlier[0]:.3g} to {reward:.3g} ({problems} problems, standard error {noise:.2g})."
+        text += f"{earlier[0]:.3g} to {reward:.3g} ({problems:,.0f} problems, standard error {noise:.2g})."
         yield "critical" if change < -2 * noise else "warning", text
 
 
@@ -221,13 +219,14 @@ def gradient_instability(h: History) -> Iterator[Finding]:
     if not norms or h.record.get("grad_norm", 0.0) <= 0:
         return
     spike = deviation(norms[-1], norms[:-1])
-    if spike > SIGMA_CRITICAL and (times := math.exp(norms[-1] - median(norms[:-1]))) > GRADIENT_CRITICAL:
-        text = f"The gradient norm is {h.record['grad_norm']:.3g}: {times:.1f} times the median of the steps before, "
+    if spike > SIGMA_CRITICAL and (rise := norms[-1] - median(norms[:-1])) > math.log(GRADIENT_CRITICAL):
+        text = f"The gradient norm is {h.record['grad_norm']:.3g}: {math.exp(min(rise, 700.0)):.3g} times the median "
+        text += "of the steps before, "
         yield "critical", f"{text}{spike:.1f} standard deviations above them (threshold {SIGMA_CRITICAL:g})."
     # One such step in 700 is chance: so many within a window are not.
     before, recent = norms[:-WINDOW], norms[-WINDOW:]
     high = sum(deviation(norm, before) > SIGMA_WARNING for norm in recent)
-    if high >= SOON and math.exp(max(recent) - median(before)) > GRADIENT_WARNING:
+    if high >= SOON and max(recent) - median(before) > math.log(GRADIENT_WARNING):
         text = f"{high} of the last {WINDOW} gradient norms are more than {SIGMA_WARNING:g} standard deviations above "
         yield "warning", f"{text}the steps before (threshold {SOON} of them), up to {math.exp(max(recent)):.3g}."
 
@@ -313,7 +312,7 @@ def slow_rewards(h: History) -> Iterator[Finding]:
     whole = sum((seconds for seconds in others if not math.isnan(seconds)), rewards)
     if rewards > 0.5 * whole:
         text = f"Rewards take {rewards / whole:.0%} of the time of a step (threshold 50%); the slowest is "
-        yield "warning", f"{text}{h.record['slowest_reward']}."
+        yield "warning", f"{text}{h.record.get('slowest_reward', 'not known')}."
 
 
 # --- advice that depends on the log -----------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .arguments import ARITHMETIC_MODEL, ARITHMETIC_SUMS
 from .files import naming
 from .monitor import (
     CLIPPED,
@@ -30,15 +29,14 @@ from .monitor import (
     ZERO_GRADIENT_WARNING,
     Episode,
     diagnose,
-    is_number,
 )
+from .records import Record, is_number, parse, parse_record
+from .tasks import ARITHMETIC_MODEL, ARITHMETIC_SUMS
 
 TEMPLATE = Path(__file__).with_name("report.html")
 POINTS = 100_000  # values of all series together; longer series are thinned
 SAMPLE_STEPS, SAMPLES_PER_STEP, SAMPLE_LENGTH = 40, 8, 2000
 HISTOGRAMS = 120
-
-Record = dict[str, Any]
 
 
 class Chart(NamedTuple):
@@ -199,31 +197,27 @@ def collect(folder: Path) -> dict[str, Any]:
 
 
 def read_lines(path: Path, notes: list[str]) -> list[Record]:
-    """The objects of a JSONL file that have a step; what cannot be read is noted."""
+    """The records of log.jsonl or samples.jsonl; lines that are none are noted."""
     if not path.is_file():
         notes.append(f"There is no {path.name}.")
         return []
-    found, broken = [], []
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if isinstance(record, dict) and is_number(record.get("step")) and math.isfinite(record["step"]):
-            found.append({**record, "step": int(record["step"])})
+    found, odd = [], []
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        if (record := parse_record(line)) is not None:
+            found.append(record)
         elif line.strip():
-            broken.append(number)
-    if broken:
-        notes.append(f"{path.name}: {len(broken)} of the lines could not be read; the first is line {broken[0]}.")
+            odd.append(number)
+    if odd:
+        notes.append(f"{path.name}: {len(odd)} of the lines could not be read; the first is line {odd[0]}.")
     return found
 
 
 def read_object(path: Path, notes: list[str]) -> dict[str, Any]:
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
-    except (ValueError, TypeError):
+    found = parse(path.read_bytes()) if path.is_file() else {}
+    if not isinstance(found, dict):
         notes.append(f"{path.name} could not be read.")
         return {}
+    return found
 
 
 # --- state and diagnosis ----------------------------------------------------------------------------------------------
@@ -235,6 +229,7 @@ def state_of(
     """state: "finished", "unfinished" or "empty"; the sentence about it; the tiles: label, value, earlier value."""
     last, goal = records[-1]["step"] if records else 0, config.get("max_steps")
     seconds = finite(summary.get("seconds", records[-1].get("seconds") if records else None))
+    seconds = -1 if seconds is None else seconds
     if summary:
         state, text = "finished", f"Finished after {last:,} step{'' if last == 1 else 's'}"
     elif records:
@@ -266,7 +261,7 @@ def state_of(
         tile("Truncated", *ends(records, "completions/clipped_ratio"), "{:.0%}"),
         tile("Unscored", [sum(r.get("unscored") or 0 for r in records)] if records else [], [], "{:,.0f}"),
         tile("Tokens per second", ends(records, "tokens_per_second")[0], [], "{:,.0f}"),
-        tile("Time", [] if seconds is None else [timedelta(seconds=round(seconds))], [], "{}"),
+        tile("Time", [timedelta(seconds=round(seconds))] if 0 <= seconds < 1e12 else [], [], "{}"),
     ]
     facts = [config.get("model_name_or_path") or (ARITHMETIC_MODEL if config else None), config.get("loss_type")]
     facts += [f"{config['num_generations']} completions per prompt" if "num_generations" in config else None]
@@ -419,6 +414,6 @@ def shorten(text: Any) -> str:
 
 
 def finite(value: Any) -> float | None:
-    if isinstance(value, int):
-        return value
-    return float(f"{value:.4g}") if is_number(value) and math.isfinite(value) else None
+    if not is_number(value) or not math.isfinite(value):
+        return None
+    return value if isinstance(value, int) else float(f"{value:.4g}")

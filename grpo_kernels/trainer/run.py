@@ -21,7 +21,7 @@ from transformers import GenerationConfig, get_scheduler
 
 from . import RunError
 from .adamw import check_state_of, make_optimizer
-from .arguments import ARITHMETIC, TrainArguments, to_json
+from .arguments import TrainArguments, to_json
 from .batch import model_inputs
 from .checkpoint import (
     CONFIG,
@@ -55,6 +55,7 @@ from .rewards import Rewards
 from .rollout import Completion, Sampler, infer, keeps_cache, load_replay, to_lines
 from .sampling import eos_ids
 from .saving import bytes_of_checkpoint, check_room, savable
+from .tasks import ARITHMETIC
 from .vllm import VLLM
 
 

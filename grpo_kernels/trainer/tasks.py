@@ -12,6 +12,9 @@ from typing import Any, TypeAlias
 
 Row: TypeAlias = "dict[str, Any]"
 Rows: TypeAlias = tuple[list[Row], list[Row]]  # to train on, held out
+ARITHMETIC = "arithmetic"
+ARITHMETIC_SUMS = "sums are written ones first: 40+56= goes on with 69"
+ARITHMETIC_MODEL = f"arithmetic model ({ARITHMETIC_SUMS})"
 HELD_OUT = 400  # problems of the arithmetic task
 LARGEST_ROWS, LARGEST_HELD_OUT = 512, 64
 

@@ -1,0 +1,74 @@
+"""What the files of a run hold, read back: the lines of log.jsonl and samples.jsonl, and objects such as summary.json.
+
+A file may be damaged, or somebody else's: what these functions return has the types that its readers expect.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+Record = dict[str, Any]
+LEVELS = 100  # of nesting: what is nested as deep as Python recurses can be read and not be written
+
+
+def parse(text: str | bytes) -> Any:
+    """Returns the value of a text of JSON; None for one that cannot be read, or is nested deeper than `LEVELS`."""
+    try:
+        value = json.loads(text.decode() if isinstance(text, bytes) else text)
+    except (ValueError, RecursionError):
+        return None
+    layer = [value]
+    for _ in range(LEVELS):
+        inner = (x.values() if isinstance(x, dict) else x for x in layer if isinstance(x, (dict, list)))
+        if not (layer := list(chain.from_iterable(inner))):
+            return value
+    return None
+
+
+def parse_record(line: str | bytes) -> Record | None:
+    """Returns the record of a line, with an integer as its step; None where the line is none, or holds a value of
+    another type than the trainer writes under that name."""
+    found = parse(line)
+    if not isinstance(found, dict) or not _has_known_types(found):
+        return None
+    step = found.get("step")
+    return {**found, "step": int(step)} if step is not None and 0 <= step < 2**53 else None
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a number that float() takes, NaN and infinity among them."""
+    if isinstance(value, int):
+        return not isinstance(value, bool) and abs(value) < 1e308
+    return isinstance(value, float)
+
+
+def _has_known_types(record: Any) -> bool:
+    """Whether its values are numbers or None, but for those of `_TYPES`."""
+    return isinstance(record, dict) and all(
+        _TYPES[name](value) if name in _TYPES else value is None or is_number(value) for name, value in record.items()
+    )
+
+
+def _are_finite(values: Any) -> bool:
+    return isinstance(values, list) and all(is_number(x) and math.isfinite(x) for x in values)
+
+
+def _is_histogram(value: Any) -> bool:
+    lists: list[Any] = [value.get("edges"), value.get("counts")] if isinstance(value, dict) else [None]
+    return all(map(_are_finite, lists)) and len(lists[0]) == len(lists[1]) + 1
+
+
+def _is_pass_at_k(value: Any) -> bool:
+    return _has_known_types(value) and all(len(k) < 10 and k.isdecimal() and str(int(k)) == k for k in value)
+
+
+_TYPES: dict[str, Callable[[Any], bool]] = {
+    "evaluation": _has_known_types, "rewards": _has_known_types, "pass_at_k": _is_pass_at_k,
+    "advantage_histogram": _is_histogram, "warnings": lambda value: isinstance(value, list),
+    "examples": lambda value: isinstance(value, list) and all(isinstance(x, dict) for x in value),
+    **dict.fromkeys(("slowest_reward", "prompt", "completion", "extra"), lambda value: True),
+}  # fmt: skip
